@@ -1,0 +1,24 @@
+"""8-bit floating point on GPUs without a framework: FP8 kernels on CuPy arrays, each equal to a NumPy reference byte for byte.
+
+>>> import cupy_fp8 as fp8                 # needs no GPU; fp8.xp is CuPy where there is one, else NumPy
+"""
+
+from typing import Any
+
+from . import backend as _backend
+from .arrays import asarray, asnumpy, bytes_equal, concatenate, empty, empty_like, full, zeros
+from .backend import DeviceError
+from .formats import bfloat16, finfo, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float16, float32
+from .ops.amax import compute_amax
+from .ops.cast import cast_transpose, quantize_tensor
+from .ops.convert import astype, dequantize, transpose
+from .recipes import DelayedScaling
+from .results import Quantized, Scaled
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "xp":
+        return _backend.default_module()
+    raise AttributeError(f"module 'cupy_fp8' has no attribute {name!r}")

@@ -1,0 +1,28 @@
+"""The command line: python -m cupy_fp8 demo | info | selftest | bench | list."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+COMMANDS = {
+    "demo": "quantise example matrices, or your own files, with every recipe",
+    "info": "versions, GPU, compiler, caches, and what works here",
+    "selftest": "every op against its reference on this machine",
+    "bench": "time, GB/s, share of copy speed and host time of every op (needs a GPU)",
+    "list": "the ops, a line each",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments and arguments[0] in COMMANDS:
+        return int(import_module(f"cupy_fp8.cli.{arguments[0]}").main(arguments[1:]))
+    asked = bool(arguments) and arguments[0] in ("-h", "--help")
+    print("usage: python -m cupy_fp8 COMMAND [--help]\n" + "\n".join(f"  {name:9} {text}" for name, text in COMMANDS.items()),
+          file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

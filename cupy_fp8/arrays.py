@@ -1,0 +1,143 @@
+"""Typed arrays of both kinds: CuPy cannot allocate FP8 dtypes, but a byte buffer viewed as one is a full ndarray.
+
+No kernels here; `astype` and `transpose` are ops (cupy_fp8.ops.convert).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from . import backend
+from .formats import FORMATS
+
+Array = Any     # numpy.ndarray or cupy.ndarray
+Shape = int | Sequence[int]
+
+
+def empty(shape: Shape, dtype: Any, *, like: Any = None) -> Array:
+    """A new C-contiguous array with arbitrary contents.
+
+    like: an array (its kind and device), 'numpy' / 'cupy' or the module; default `cupy_fp8.xp`.
+    """
+    xp, dtype, shape = backend.like_module(like), np.dtype(dtype), _as_shape(shape)
+    if xp is np:
+        return np.empty(shape, dtype)
+    if isinstance(like, xp.ndarray) and like.device.id != xp.cuda.runtime.getDevice():
+        with like.device:
+            return cupy_empty(xp, shape, dtype)
+    return cupy_empty(xp, shape, dtype)
+
+
+def cupy_empty(cp: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """On the current device. The pointer is at least 256-byte aligned."""
+    count = dtype.itemsize
+    for extent in shape:
+        count *= extent
+    return cp.ndarray(shape, dtype, cp.cuda.alloc(count))
+
+
+def zeros(shape: Shape, dtype: Any, *, like: Any = None) -> Array:
+    """A new array of zero bytes (for float8_e8m0fnu, which has no zero, the byte 0 means 2**-127)."""
+    out = empty(shape, dtype, like=like)
+    bits(out).fill(0)
+    return out
+
+
+def full(shape: Shape, fill_value: float, dtype: Any, *, like: Any = None) -> Array:
+    """A new array whose every element is `fill_value`, rounded as `astype` rounds it (saturating, NaN as 0x7F)."""
+    from .reference.numerics import narrow
+
+    out = empty(shape, dtype, like=like)
+    if out.dtype in FORMATS:
+        value = narrow(np.asarray([fill_value], np.float32), out.dtype)
+        bits(out).fill(bits(value)[0])
+    else:
+        out.fill(fill_value)
+    return out
+
+
+def empty_like(a: Array, dtype: Any = None, *, shape: Shape | None = None) -> Array:
+    """A new C-contiguous array of the same kind and device, and where not given the same shape and dtype."""
+    backend.module_of(a, "a")
+    return empty(a.shape if shape is None else shape, a.dtype if dtype is None else dtype, like=a)
+
+
+def asarray(a: Any, dtype: Any = None, *, like: Any = None) -> Array:
+    """`a` as an array: itself where nothing has to change, moved to the kind `like` names, converted to `dtype`.
+
+    Arrays keep their kind unless `like` says otherwise; lists and scalars become arrays of `like` (default
+    `cupy_fp8.xp`). Conversions between the formats of this library are `astype`'s (saturating).
+    """
+    if isinstance(a, np.ndarray) or _is_cupy(a):
+        target = backend.module_of(a) if like is None else backend.like_module(like)
+    else:
+        a, target = np.asarray(a), backend.like_module(like)
+        if a.dtype == np.float64 and dtype in FORMATS:
+            a = a.astype(np.float32)
+    a = _move(a, target)
+    if dtype is not None and np.dtype(dtype) != a.dtype:
+        if a.dtype in FORMATS and np.dtype(dtype) in FORMATS:
+            from .ops.convert import astype
+
+            return astype(a, dtype)
+        return a.astype(dtype)
+    return a
+
+
+def asnumpy(a: Array) -> np.ndarray:
+    """A NumPy array of the same bytes (the array itself if it is one)."""
+    return cast(np.ndarray, _move(a, np))
+
+
+def _move(a: Array, target: Any) -> Array:
+    source = backend.module_of(a, "a")
+    if source is target:
+        return a
+    raw = bits(contiguous(a))
+    return (target.asarray(raw) if source is np else raw.get()).view(a.dtype)
+
+
+def concatenate(arrays: Sequence[Array], axis: int = 0) -> Array:
+    """The arrays (of one dtype and kind) joined along `axis`."""
+    if not arrays:
+        raise ValueError("concatenate: expected at least one array, got none")
+    xp, dtype = backend.module_of(arrays[0], "arrays[0]"), arrays[0].dtype
+    for i, a in enumerate(arrays):
+        backend.require_module(a, xp, f"arrays[{i}]")
+        if a.dtype != dtype:
+            raise TypeError(f"concatenate: arrays[0] is {dtype}, arrays[{i}] is {a.dtype}; convert with cupy_fp8.astype first")
+    return xp.concatenate([bits(a) for a in arrays], axis=axis).view(dtype)
+
+
+def bytes_equal(a: Array, b: Array) -> bool:
+    """Whether two arrays of one kind have the same dtype, shape and bytes (NaN equals NaN of the same bits, -0 is not 0)."""
+    backend.require_module(b, backend.module_of(a, "a"), "b")
+    return a.dtype == b.dtype and a.shape == b.shape and bool((bits(a) == bits(b)).all())
+
+
+def bits(a: Array) -> Array:
+    """The elements as unsigned integers of the same width: a view, for everything CuPy cannot do with FP8 dtypes."""
+    return a.view(f"u{a.dtype.itemsize}")
+
+
+def contiguous(a: Array) -> Array:
+    """`a` itself if C-contiguous, else a C-contiguous copy."""
+    if a.flags.c_contiguous:
+        return a
+    return backend.module_of(a).ascontiguousarray(bits(a)).view(a.dtype)
+
+
+
+
+def _is_cupy(a: Any) -> bool:
+    return type(a).__module__.startswith("cupy") and hasattr(a, "__cuda_array_interface__")
+
+
+def _as_shape(shape: Shape) -> tuple[int, ...]:
+    result = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(int(extent) for extent in shape)
+    if any(extent < 0 for extent in result):
+        raise ValueError(f"shape: expected extents of zero or more, got {result}")
+    return result

@@ -1,0 +1,115 @@
+"""NumPy or CuPy: which of the two an array belongs to, and whether there is a GPU. Nothing here imports CuPy unless asked to."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from typing import Any
+
+import numpy as np
+
+NUMPY_WARNING_BYTES = 64 << 20
+
+
+class DeviceError(RuntimeError):
+    """The machine cannot do what was asked: no CuPy, no GPU, or a GPU older than compute capability 8.0."""
+
+
+INSTALL_HINT = "pip install 'cupy_fp8[cuda13]' (CUDA 13 driver) or 'cupy_fp8[cuda12]'"
+
+
+def cupy() -> Any:
+    """The cupy module, or DeviceError with the line that installs it."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise DeviceError(f"CuPy is not installed ({error}): {INSTALL_HINT}") from None
+    return cupy
+
+
+@functools.cache
+def gpu_problem() -> str | None:
+    """Why kernels cannot run on a GPU here, or None where they can."""
+    try:
+        cp = cupy()
+    except DeviceError as error:
+        return str(error)
+    try:
+        count = cp.cuda.runtime.getDeviceCount()
+    except cp.cuda.runtime.CUDARuntimeError as error:
+        return f"no usable NVIDIA GPU: {error}"
+    if count == 0:
+        return "no NVIDIA GPU is visible"
+    return None
+
+
+@functools.cache
+def check_device(device_id: int) -> None:
+    """DeviceError unless device `device_id` can run the kernels."""
+    problem = gpu_problem()
+    if problem:
+        raise DeviceError(problem)
+    capability = cupy().cuda.Device(device_id).compute_capability
+    if int(capability) < 80:
+        raise DeviceError(f"GPU {device_id} has compute capability {int(capability) / 10}; the kernels need 8.0 or later "
+                          "(pass NumPy arrays to use the reference)")
+
+
+def default_module() -> Any:
+    """CuPy where there is a GPU, else NumPy: what `cupy_fp8.xp` is."""
+    return np if gpu_problem() else cupy()
+
+
+def module_of(a: Any, name: str = "x") -> Any:
+    """numpy or cupy, by the type of `a`; TypeError naming the argument for anything else."""
+    if isinstance(a, np.ndarray):
+        return np
+    cp = sys.modules.get("cupy")
+    if cp is not None and isinstance(a, cp.ndarray):
+        return cp
+    raise TypeError(f"{name}: expected a numpy.ndarray or cupy.ndarray, got {type(a).__name__}"
+                    + (" (cupy_fp8.asarray makes one)" if isinstance(a, (list, tuple)) else ""))
+
+
+def kind_of(a: Any) -> str:
+    return str(module_of(a).__name__)
+
+
+def require_module(a: Any, xp: Any, name: str) -> None:
+    """TypeError unless `a` is an array of module `xp`."""
+    if not isinstance(a, xp.ndarray):
+        given = module_of(a, name).__name__
+        raise TypeError(f"{name}: a {given} array among {xp.__name__} arrays; move it with cupy_fp8.asarray(…, like=…)")
+
+
+def like_module(like: Any) -> Any:
+    """The module that `like` means: None (the default), 'numpy'/'cupy', one of the two modules, or an array."""
+    if like is None:
+        return default_module()
+    if like is np or (isinstance(like, str) and like == "numpy"):
+        return np
+    if isinstance(like, str) and like == "cupy":
+        return _usable_cupy()
+    if like is sys.modules.get("cupy"):
+        return _usable_cupy()
+    return module_of(like, "like")
+
+
+def _usable_cupy() -> Any:
+    cp = cupy()
+    problem = gpu_problem()
+    if problem:
+        raise DeviceError(problem)
+    return cp
+
+
+@functools.cache
+def _warn_once() -> None:
+    warnings.warn("a NumPy array above 64 MB was given on a machine with a GPU: the NumPy reference runs on the CPU; "
+                  "cupy_fp8.asarray(x, like='cupy') moves it to the GPU (this warning appears once)", stacklevel=4)
+
+
+def note_large_numpy(x: np.ndarray) -> None:
+    if x.nbytes > NUMPY_WARNING_BYTES and gpu_problem() is None:
+        _warn_once()

@@ -1,0 +1,122 @@
+"""How a time is taken: CUDA events around many back-to-back calls behind a device-side delay (so that host gaps do not count),
+buffers rotated over more than the L2 holds, median of repeats, and a device copy of the same bytes timed the same way."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .. import backend
+from ..runtime import Kernel
+
+_DELAY = Kernel("delay", "delay", "Q")
+_ROTATE_BYTES = 512 << 20       # well past the 60 MB L2 of an H200
+_REPEATS = 21
+_HOST_CALLS = 2000
+_HOST_US_PER_CALL = 40          # how long the delay covers the enqueueing of one call: an upper bound
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Times in microseconds. spread: (max - min) / median of the repeats' times, in percent.
+
+    share: time of a device copy that moves the same total bytes / time of the op, both measured here, in this process.
+    """
+
+    us: float
+    spread: float
+    traffic: int
+    copy_us: float
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.traffic / self.us / 1e3
+
+    @property
+    def share(self) -> float:
+        return self.copy_us / self.us
+
+
+def measure(make: Callable[[], Callable[[], Any]], traffic: int) -> Measurement:
+    """Time a call. make() returns a call over buffers of its own; traffic: the bytes that one call must move."""
+    calls = [make() for _ in range(_sets(traffic))]
+    us, spread = _median_us(calls)
+    del calls
+    return Measurement(us, spread, traffic, copy_us(traffic))
+
+
+def copy_us(traffic: int) -> float:
+    """Time of a device-to-device copy that reads traffic / 2 bytes and writes as many."""
+    cp = backend.cupy()
+    half = max(traffic // 2, 16)
+
+    def make() -> Callable[[], Any]:
+        source, target = cp.empty(half, cp.uint8), cp.empty(half, cp.uint8)
+        source.fill(1)
+        return lambda: target.data.copy_from_device_async(source.data, half)
+
+    return _median_us([make() for _ in range(_sets(traffic))])[0]
+
+
+def host_us(call: Callable[[], Any]) -> float:
+    """Wall time per call of enqueueing it, over thousands of calls, before any synchronisation."""
+    cp = backend.cupy()
+    best = float("inf")
+    for _ in range(3):
+        for _ in range(50):
+            call()
+        cp.cuda.get_current_stream().synchronize()
+        start = time.perf_counter()
+        for _ in range(_HOST_CALLS):
+            call()
+        best = min(best, time.perf_counter() - start)
+        cp.cuda.get_current_stream().synchronize()
+    return best / _HOST_CALLS * 1e6
+
+
+def graph_us(make: Callable[[], Callable[[], Any]], traffic: int) -> float:
+    """Time per call when a graph of calls over rotating buffers is replayed."""
+    cp = backend.cupy()
+    calls = [make() for _ in range(_sets(traffic))]
+    for call in calls:
+        call()
+    stream = cp.cuda.Stream(non_blocking=True)
+    cp.cuda.get_current_stream().synchronize()
+    with stream:
+        stream.begin_capture()
+        for call in calls:
+            call()
+        graph = stream.end_capture()
+        graph.launch(stream)
+        stream.synchronize()
+        return _median_us([lambda: graph.launch(stream)] * 3)[0] / len(calls)
+
+
+def _sets(traffic: int) -> int:
+    return min(200, max(2, -(-_ROTATE_BYTES // max(traffic, 1))))
+
+
+def _median_us(calls: list[Callable[[], Any]]) -> tuple[float, float]:
+    cp = backend.cupy()
+    anchor = cp.empty(1, cp.uint8)
+    for call in calls * (1 if len(calls) > 5 else 3):
+        call()
+    stream = cp.cuda.get_current_stream()
+    stream.synchronize()
+    rounds = max(1, -(-10 // len(calls)))
+    start, stop = cp.cuda.Event(), cp.cuda.Event()
+    times = []
+    for _ in range(_REPEATS):
+        _DELAY.launch(anchor, (), 1, 1, 0, (200 + _HOST_US_PER_CALL * rounds * len(calls)) * 1000)
+        start.record()
+        for _ in range(rounds):
+            for call in calls:
+                call()
+        stop.record()
+        stop.synchronize()
+        times.append(cp.cuda.get_elapsed_time(start, stop) * 1e3 / (rounds * len(calls)))
+    median = statistics.median(times)
+    return median, (max(times) - min(times)) / median * 100

@@ -1,0 +1,251 @@
+"""The one table of ops, shapes and values: tests, selftest, benchmark and the README table all walk over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from . import reference
+from .arrays import bits
+from .formats import (
+    BYTE_DTYPES,
+    FORMATS,
+    FP8_DTYPES,
+    INPUT_DTYPES,
+    bfloat16,
+    float8_e4m3fn,
+    float8_e5m2,
+    float8_e8m0fnu,
+    float16,
+    float32,
+)
+from .ops import amax, cast, convert
+from .results import Quantized, Scaled
+
+# Every tile's tail, primes, empty, more than two dimensions; all small enough for a CPU under sanitizers.
+SHAPES = ((), (1,), (7,), (0,), (1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (3, 37), (16, 8), (64, 64), (128, 128), (127, 129), (130, 257),
+          (256, 256), (272, 520), (2, 3, 40, 24), (3, 0, 4), (2, 133, 144), (8200,))
+#: Only on a GPU: tails of 256-wide tiles, many blocks.
+LARGE_SHAPES = ((1000, 1003), (4096, 1024), (5, 1024, 1040), (2049, 4104))
+MATRIX = (130, 257)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of an op: what goes in, and a name that says so."""
+
+    op: str
+    dtype: np.dtype[Any]                # of the first array
+    shape: tuple[int, ...]
+    values: str = "bits"                # see `values`
+    layout: str = "contiguous"          # or 'offset' (starts one element into its buffer), 'strided' (a transposed view)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        shown = [f"{k}={getattr(v, 'name', v)}" for k, v in self.options.items()]
+        return "-".join([self.op, self.dtype.name, "x".join(map(str, self.shape)) or "scalar", self.values, self.layout, *shown])
+
+
+@dataclass(frozen=True)
+class Op:
+    """What the generic tests and tools need to know about an op.
+
+    inputs   (case) -> positional and keyword arguments, as NumPy arrays
+    cases    the calls to check
+    traffic  (arguments, result) -> bytes that the kernel must move: each input read once, each output written once
+    summary  the README's line
+    """
+
+    name: str
+    function: Callable[..., Any]
+    reference: Callable[..., Any]
+    inputs: Callable[[Case], tuple[tuple[Any, ...], dict[str, Any]]]
+    cases: Callable[[], Iterator[Case]]
+    summary: str
+
+
+def values(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int = 0) -> np.ndarray:
+    """Test data. 'bits': every bit pattern equally likely (NaN, Inf, -0, subnormals). 'normal': N(0, 1) with outlier columns.
+    'edges': zeros of both signs, FP8 maxima and their neighbours, exact ties, subnormals, Inf and NaN."""
+    rng = np.random.default_rng(seed)
+    size = int(np.prod(shape, dtype=np.int64))
+    storage = FORMATS[dtype].storage
+    if kind == "bits":
+        return rng.integers(0, np.iinfo(storage).max, size, storage, endpoint=True).view(dtype).reshape(shape)
+    if kind == "normal":
+        x = rng.standard_normal(size, np.float32).reshape(shape)
+        if x.ndim:
+            x = x * np.where(np.arange(x.shape[-1]) % 67 == 13, np.float32(60), np.float32(1))
+        return reference.astype(np.asarray(x, np.float32), dtype)
+    if kind == "edges":
+        magnitudes = np.array([0, 2.0**-149, 2.0**-133, 2.0**-126, 2.0**-25, 2.0**-24, 2.0**-17, 2.0**-16, 2.0**-10, 1.5 * 2.0**-10, 2.0**-9,
+                               2.0**-7, 2.0**-6, 1, 1.0625, 1.1875, 17, 19, 447, 448, 449, 464, 465, 480, 57344, 61439, 61440, 65504, 1e30,
+                               3.4e38, np.inf, np.nan], np.float32)
+        return reference.astype(np.resize(np.concatenate([magnitudes, -magnitudes]), size).reshape(shape), dtype)
+    raise ValueError(f"values: expected 'bits', 'normal' or 'edges', got {kind!r}")
+
+
+def source(case: Case, seed: int = 0) -> np.ndarray:
+    """The case's first array, laid out as it says."""
+    x = values(case.values, case.shape, case.dtype, seed)
+    if case.layout == "offset":
+        buffer = np.zeros(x.size + 1, x.dtype)
+        buffer[1:] = x.reshape(-1)
+        return buffer[1:].reshape(x.shape)
+    if case.layout == "strided":
+        return np.ascontiguousarray(np.swapaxes(x, -1, -2)).swapaxes(-1, -2)
+    return x
+
+
+def outputs(result: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Every array that a call wrote, by name: the result's, and the amax buffer."""
+    found: dict[str, Any] = {}
+    if isinstance(result, Quantized):
+        for name in ("rowwise", "columnwise"):
+            part = getattr(result, name)
+            if part is not None:
+                found[f"{name}.data"], found[f"{name}.scale_inv"] = part
+    elif isinstance(result, Scaled):
+        found["data"], found["scale_inv"] = result
+    else:
+        found["result"] = result
+    if kwargs.get("amax") is not None:
+        found["amax"] = kwargs["amax"]
+    return found
+
+
+DIRECTIONS = ({"rowwise": True, "columnwise": False}, {"rowwise": False, "columnwise": True}, {"rowwise": True, "columnwise": True},
+              {"rowwise": True, "columnwise": True, "transposed": False})
+_SCALES = (1.0, 0.37, 2.0**-130, 0.0, 3e38, float("inf"), float("nan"), -2.0)
+
+
+def _quantize_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    options = dict(case.options)
+    scale = options.pop("scale", 0.37)
+    amax_start = options.pop("amax", None)
+    kwargs = options if amax_start is None else {**options, "amax": np.array([amax_start], np.float32)}
+    return (source(case), np.array([scale], np.float32)), kwargs
+
+
+def _quantize_cases() -> Iterator[Case]:
+    def fits(shape: tuple[int, ...], directions: dict[str, Any]) -> bool:
+        return len(shape) >= 2 or not directions["columnwise"]
+
+    for directions in DIRECTIONS:
+        for dtype in INPUT_DTYPES:
+            for to in FP8_DTYPES:
+                for kind in ("bits", "edges", "normal"):
+                    yield Case("quantize_tensor", dtype, MATRIX, kind, options={"dtype": to, "amax": 0.0, **directions})
+        for shape in SHAPES:
+            if fits(shape, directions):
+                yield Case("quantize_tensor", bfloat16, shape, options={"amax": 1.0, **directions})
+                yield Case("quantize_tensor", float32, shape, "normal", options=directions)
+        for layout in ("offset", "strided"):
+            for dtype in INPUT_DTYPES:
+                yield Case("quantize_tensor", dtype, (72, 96), "bits", layout, options={"amax": 0.0, **directions})
+        for scale in _SCALES:
+            yield Case("quantize_tensor", float32, (24, 40), options={"scale": scale, "dtype": float8_e5m2, **directions})
+    for start in (-1.0, float("inf"), float("nan"), 2.0**-149):
+        yield Case("quantize_tensor", float32, (9, 11), "normal", options={"amax": start})
+
+
+def _cast_transpose_cases() -> Iterator[Case]:
+    for dtype in INPUT_DTYPES:
+        for to in FP8_DTYPES:
+            yield Case("cast_transpose", dtype, (136, 264), options={"dtype": to, "amax": 0.0})
+
+
+def _array_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    options = dict(case.options)
+    positional = (options.pop("to"),) if "to" in options else ()
+    return (source(case), *positional), options
+
+
+def _astype_cases() -> Iterator[Case]:
+    for dtype in FORMATS:
+        for to in FORMATS:
+            for kind in ("bits", "edges"):
+                yield Case("astype", dtype, (33, 67), kind, options={"to": to})
+            if to in FP8_DTYPES:
+                yield Case("astype", dtype, (33, 67), "edges", options={"to": to, "saturate": False})
+    for shape in SHAPES:
+        yield Case("astype", float32, shape, options={"to": float8_e4m3fn})
+        yield Case("astype", float8_e5m2, shape, options={"to": bfloat16})
+    for layout in ("offset", "strided"):
+        for dtype, to in ((float32, float8_e4m3fn), (float8_e4m3fn, float16), (float8_e8m0fnu, float32), (float16, float8_e5m2)):
+            yield Case("astype", dtype, (40, 72), "bits", layout, options={"to": to})
+
+
+def _dequantize_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    options = dict(case.options)
+    scale_inv = np.array([options.pop("scale_inv", 0.37)], np.float32)
+    data = source(case)
+    if options.pop("transposed", False):
+        return (Scaled(data, scale_inv, (*data.shape[:-2], data.shape[-1], data.shape[-2]), True),), options
+    return (Scaled(data, scale_inv, data.shape),), options
+
+
+def _dequantize_cases() -> Iterator[Case]:
+    for dtype in FP8_DTYPES:
+        for to in INPUT_DTYPES:
+            for transposed in (False, True):
+                yield Case("dequantize", dtype, MATRIX, options={"dtype": to, "transposed": transposed})
+                yield Case("dequantize", dtype, (144, 264), options={"dtype": to, "transposed": transposed})
+            for scale_inv in _SCALES:
+                yield Case("dequantize", dtype, (16, 16), options={"dtype": to, "scale_inv": scale_inv})
+    for shape in SHAPES:
+        yield Case("dequantize", float8_e4m3fn, shape, options={"dtype": bfloat16})
+        if len(shape) >= 2:
+            yield Case("dequantize", float8_e4m3fn, shape, options={"dtype": bfloat16, "transposed": True})
+
+
+def _transpose_cases() -> Iterator[Case]:
+    for shape in SHAPES:
+        if len(shape) >= 2:
+            for dtype in BYTE_DTYPES:
+                yield Case("transpose", dtype, shape)
+    for layout in ("offset", "strided"):
+        yield Case("transpose", float8_e4m3fn, (144, 272), "bits", layout)
+
+
+def _amax_cases() -> Iterator[Case]:
+    for dtype in INPUT_DTYPES:
+        for nan in ("ignore", "propagate"):
+            for kind in ("bits", "normal"):
+                yield Case("compute_amax", dtype, MATRIX, kind, options={"nan": nan})
+            yield Case("compute_amax", dtype, (5, 100), "bits", "offset", options={"nan": nan})
+            yield Case("compute_amax", dtype, (40, 72), "normal", "strided", options={"nan": nan})
+    for shape in SHAPES:
+        yield Case("compute_amax", bfloat16, shape, "normal")
+
+
+OPS: dict[str, Op] = {
+    op.name: op
+    for op in (
+        Op("quantize_tensor", cast.quantize_tensor, reference.quantize_tensor, _quantize_inputs, _quantize_cases,
+           "per-tensor FP8 with a given scale: row-wise, column-wise or both; writes scale_inv and amax itself"),
+        Op("cast_transpose", cast.cast_transpose, reference.cast_transpose, _quantize_inputs, _cast_transpose_cases,
+           "the same in both directions from one read"),
+        Op("dequantize", convert.dequantize, reference.dequantize, _dequantize_inputs, _dequantize_cases,
+           "the values of quantised data as float32, float16 or bfloat16, transposed back where stored transposed"),
+        Op("astype", convert.astype, reference.astype, _array_inputs, _astype_cases,
+           "between float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 and float8_e8m0fnu"),
+        Op("transpose", convert.transpose, reference.transpose, _array_inputs, _transpose_cases,
+           "the last two axes of FP8 or E8M0 data swapped, byte for byte"),
+        Op("compute_amax", amax.compute_amax, reference.compute_amax, _array_inputs, _amax_cases,
+           "the largest magnitude, in one launch"),
+    )
+}
+
+
+def all_cases() -> Iterator[Case]:
+    for op in OPS.values():
+        yield from op.cases()
+
+
+def poison(a: Any) -> None:
+    """Fill an array's bytes with a pattern that no test expects."""
+    bits(a).fill(0xAA * (0x01010101 >> 8 * (4 - a.dtype.itemsize)))

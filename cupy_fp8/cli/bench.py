@@ -1,0 +1,110 @@
+"""python -m cupy_fp8 bench: time, GB/s, share of a same-bytes device copy, host time; measured as cupy_fp8.bench.measure says."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from .. import backend, runtime
+from ..arrays import asarray
+from ..cases import OPS
+from . import info
+
+_SMALL = 4096 * 4096 * 4        # bytes: up to here graph replay is measured too
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m cupy_fp8 bench", description=__doc__)
+    parser.add_argument("ops", nargs="*", metavar="op", help=f"which ops (default: all): {', '.join(OPS)}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    options = parser.parse_args(argv)
+    unknown = sorted(set(options.ops) - set(OPS))
+    if unknown:
+        parser.error(f"no such op: {', '.join(unknown)}; the ops are {', '.join(OPS)}")
+    problem = backend.gpu_problem()
+    if problem:
+        print(f"bench needs a GPU: {problem}")
+        return 1
+    rows = run(options.ops or list(OPS))
+    if options.json:
+        options.json.write_text(json.dumps({"machine": info.facts(), "commit": _commit(), "date": datetime.date.today().isoformat(),
+                                            "results": rows}, indent=1) + "\n")
+    return 0
+
+
+def run(ops: list[str]) -> list[dict[str, Any]]:
+    from ..bench import SPECS, measure
+    from ..bench.measure import graph_us
+
+    runtime.announce(print)
+    print(f"{'op':16} {'variant':28} {'shape':>12} {'µs':>9} {'GB/s':>6} {'share':>6} {'spread':>7} {'graph µs':>9}", flush=True)
+    rows = []
+    for spec in SPECS:
+        if spec.op not in ops:
+            continue
+        checks = []
+
+        def make(spec: Any = spec, checks: list[Any] = checks) -> Any:
+            call, check = spec.make()
+            checks.append(check)
+            return call
+
+        m = measure.measure(make, spec.traffic)
+        checks[0]()
+        checks[-1]()
+        replay = graph_us(lambda spec=spec: spec.make()[0], spec.traffic) if spec.traffic <= _SMALL else None
+        shape = "×".join(map(str, spec.shape))
+        print(f"{spec.op:16} {spec.label:28} {shape:>12} {m.us:9.2f} {m.gb_per_s:6.0f} {m.share:6.3f} {m.spread:6.1f}% "
+              + (f"{replay:9.2f}" if replay else ""), flush=True)
+        rows.append({"op": spec.op, "variant": spec.label, "shape": list(spec.shape), "bytes": spec.traffic, "us": round(m.us, 3),
+                     "gb_per_s": round(m.gb_per_s), "share": round(m.share, 4), "spread_percent": round(m.spread, 2),
+                     "copy_us": round(m.copy_us, 3), "graph_us": replay and round(replay, 3)})
+    return rows + _host(ops)
+
+
+def _host(ops: list[str]) -> list[dict[str, Any]]:
+    """Host time per call on a tiny array: with out= and, where the op allocates, without."""
+    from ..bench.measure import host_us
+
+    print(f"{'host µs per call':45} {'out=':>8} {'allocating':>11}")
+    rows = []
+    for name, (with_out, allocating) in _host_calls().items():
+        if name.split()[0] not in ops:
+            continue
+        a, b = host_us(with_out), host_us(allocating)
+        print(f"{name:45} {a:8.2f} {b:11.2f}", flush=True)
+        rows.append({"op": name, "host_us_out": round(a, 2), "host_us_allocating": round(b, 2)})
+    return rows
+
+
+def _host_calls() -> dict[str, Any]:
+    import cupy_fp8 as fp8
+
+    cp = backend.cupy()
+    x = asarray(cp.zeros((16, 16), cp.float32), fp8.bfloat16)
+    scale, amax, flag = cp.ones(1, cp.float32), cp.zeros(1, cp.float32), cp.zeros(1, cp.float32)
+    row, both = fp8.quantize_tensor(x, scale), fp8.cast_transpose(x, scale)
+    values, data, flipped = row.dequantize(fp8.bfloat16), fp8.astype(x, fp8.float8_e4m3fn), fp8.transpose(row.data)
+    return {
+        "quantize_tensor row": (lambda: fp8.quantize_tensor(x, scale, out=row), lambda: fp8.quantize_tensor(x, scale)),
+        "quantize_tensor row +amax +noop": (lambda: fp8.quantize_tensor(x, scale, amax=amax, noop=flag, out=row),
+                                            lambda: fp8.quantize_tensor(x, scale, amax=amax)),
+        "cast_transpose +amax": (lambda: fp8.cast_transpose(x, scale, amax=amax, out=both),
+                                 lambda: fp8.cast_transpose(x, scale, amax=amax)),
+        "compute_amax": (lambda: fp8.compute_amax(x, out=amax), lambda: fp8.compute_amax(x)),
+        "dequantize": (lambda: fp8.dequantize(row, dtype=fp8.bfloat16, out=values), lambda: fp8.dequantize(row, dtype=fp8.bfloat16)),
+        "astype": (lambda: fp8.astype(x, fp8.float8_e4m3fn, out=data), lambda: fp8.astype(x, fp8.float8_e4m3fn)),
+        "transpose": (lambda: fp8.transpose(row.data, out=flipped), lambda: fp8.transpose(row.data)),
+    }
+
+
+def _commit() -> str:
+    try:
+        found = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    except OSError:
+        return "unknown"
+    return found.stdout.strip() or "unknown"

@@ -1,0 +1,49 @@
+"""python -m cupy_fp8 info: versions, GPU, compiler, caches, and what works on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from importlib import metadata
+from typing import Any
+
+from .. import backend, testing
+from ..runtime import sources
+
+
+def main(argv: list[str]) -> int:
+    argparse.ArgumentParser(prog="python -m cupy_fp8 info", description=__doc__).parse_args(argv)
+    for name, value in facts().items():
+        print(f"{name:20} {value}")
+    for name in testing.EXECUTORS:
+        problem = testing.executor_problem(name)
+        print(f"{name + ' executor':20} {'works' if problem is None else 'no: ' + problem}")
+    return 0
+
+
+def facts() -> dict[str, Any]:
+    """What a benchmark result has to say about the machine that made it."""
+    import cupy_fp8
+
+    found: dict[str, Any] = {"cupy_fp8": cupy_fp8.__version__, "python": platform.python_version(), "platform": sys.platform,
+                             "numpy": metadata.version("numpy"), "ml_dtypes": metadata.version("ml_dtypes"),
+                             "kernel sources": f"{len(sources.files())} files, {sources.digest()[:12]}"}
+    try:
+        cp = backend.cupy()
+    except backend.DeviceError as error:
+        return {**found, "cupy": str(error)}
+    found["cupy"] = cp.__version__
+    found["CuPy cache"] = os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")
+    try:
+        found["NVRTC"] = ".".join(map(str, cp.cuda.nvrtc.getVersion()))
+    except Exception as error:      # a missing library surfaces as several types here, and info is what tells people about it
+        found["NVRTC"] = f"no: {error}"
+    if backend.gpu_problem() is None:
+        properties = cp.cuda.runtime.getDeviceProperties(cp.cuda.runtime.getDevice())
+        found |= {"CUDA driver": cp.cuda.runtime.driverGetVersion(), "CUDA runtime": cp.cuda.runtime.runtimeGetVersion(),
+                  "GPU": properties["name"].decode(), "compute capability": f"{properties['major']}.{properties['minor']}",
+                  "multiprocessors": properties["multiProcessorCount"], "L2 cache": f"{properties['l2CacheSize'] >> 20} MiB",
+                  "GPUs": cp.cuda.runtime.getDeviceCount()}
+    return found

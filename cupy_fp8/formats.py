@@ -1,0 +1,94 @@
+"""The number formats: one table that everything else reads.
+
+Sources: OCP 8-bit Floating Point Specification (E4M3, E5M2), OCP Microscaling Formats v1.0 (E8M0), IEEE 754.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+float8_e4m3fn = np.dtype(ml_dtypes.float8_e4m3fn)
+float8_e5m2 = np.dtype(ml_dtypes.float8_e5m2)
+float8_e8m0fnu = np.dtype(ml_dtypes.float8_e8m0fnu)
+bfloat16 = np.dtype(ml_dtypes.bfloat16)
+float16 = np.dtype(np.float16)
+float32 = np.dtype(np.float32)
+
+
+@dataclass(frozen=True)
+class Format:
+    """What a dtype can represent. `tag` is the type's name in the CUDA sources.
+
+    `nan` and `inf` are the bit patterns that this library writes (None: the format has none); `max`,
+    `smallest_normal` and `smallest_subnormal` are values (E8M0 has no subnormals and no sign).
+    """
+
+    dtype: np.dtype[Any]
+    tag: str
+    bits: int
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max: float
+    smallest_normal: float
+    smallest_subnormal: float
+    nan: int
+    inf: int | None
+    signed: bool = True
+
+    @property
+    def storage(self) -> np.dtype[Any]:
+        """The unsigned integer dtype of the same width."""
+        return np.dtype(f"u{self.bits // 8}")
+
+
+FORMATS: dict[np.dtype[Any], Format] = {
+    f.dtype: f
+    for f in (
+        Format(float8_e4m3fn, "e4m3fn", 8, 4, 3, 7, 448.0, 2.0**-6, 2.0**-9, 0x7F, None),
+        Format(float8_e5m2, "e5m2", 8, 5, 2, 15, 57344.0, 2.0**-14, 2.0**-16, 0x7F, 0x7C),
+        Format(float8_e8m0fnu, "e8m0fnu", 8, 8, 0, 127, 2.0**127, 2.0**-127, 2.0**-127, 0xFF, None, signed=False),
+        Format(bfloat16, "bf16", 16, 8, 7, 127, float(ml_dtypes.finfo(bfloat16).max), 2.0**-126, 2.0**-133,
+               0x7FC0, 0x7F80),
+        Format(float16, "f16", 16, 5, 10, 15, 65504.0, 2.0**-14, 2.0**-24, 0x7E00, 0x7C00),
+        Format(float32, "f32", 32, 8, 23, 127, float(np.finfo(np.float32).max), 2.0**-126, 2.0**-149,
+               0x7FC00000, 0x7F800000),
+    )
+}
+
+#: Formats that a quantiser reads, writes, and all one-byte formats.
+INPUT_DTYPES = (bfloat16, float16, float32)
+FP8_DTYPES = (float8_e4m3fn, float8_e5m2)
+BYTE_DTYPES = (*FP8_DTYPES, float8_e8m0fnu)
+
+
+def finfo(dtype: Any) -> Format:
+    """The `Format` of `dtype`: max, smallest normal and subnormal, bits, NaN and Inf bit patterns.
+
+    >>> import cupy_fp8 as fp8
+    >>> fp8.finfo(fp8.float8_e4m3fn).max
+    448.0
+
+    Raises TypeError for a dtype outside {float8_e4m3fn, float8_e5m2, float8_e8m0fnu, bfloat16, float16, float32}.
+    """
+    return lookup(dtype, tuple(FORMATS), "dtype")
+
+
+def lookup(dtype: Any, allowed: tuple[np.dtype[Any], ...], what: str) -> Format:
+    """The `Format` of `dtype` if it is one of `allowed`, else a TypeError that says what was expected."""
+    if type(dtype) is not np.dtype:
+        try:
+            dtype = np.dtype(dtype)
+        except TypeError:
+            raise TypeError(f"{what}: expected one of {names(allowed)}, got {dtype!r}") from None
+    if dtype not in allowed:
+        raise TypeError(f"{what}: expected one of {names(allowed)}, got {dtype}")
+    return FORMATS[dtype]
+
+
+def names(dtypes: tuple[np.dtype[Any], ...]) -> str:
+    return ", ".join(d.name for d in dtypes)

@@ -1,0 +1,1 @@
+"""The functions users call, one module per family: validation, allocation, choice of kernel variant, launch."""

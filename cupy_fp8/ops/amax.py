@@ -1,0 +1,56 @@
+"""The largest magnitude of a tensor. Kernel: kernels_cu/amax.cu."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .. import reference
+from ..arrays import Array, empty
+from ..formats import FORMATS, INPUT_DTYPES, float32
+from ..runtime import Kernel, capturing, executor_of, multiprocessors, workspace
+from . import checks
+
+_COMPUTE_AMAX = Kernel("amax", "compute_amax", "3PqI")
+_THREADS = 512
+_BLOCKS_PER_SM = 4
+_CHUNKS_PER_STEP = 4
+
+
+def compute_amax(x: Array, *, nan: str = "ignore", out: Array | None = None) -> Array:
+    """max |x| as one f32, starting from 0.
+
+    x : bfloat16, float16 or float32 array of any shape (empty: 0).
+    nan : 'ignore' (NaN skipped, Inf kept) or 'propagate' (one NaN makes the result NaN).
+    out : one-element f32 array, written (not raised) and returned; needed while a CUDA graph is captured.
+    Returns f32 [1]. Raises TypeError, ValueError, DeviceError; nothing is written then.
+    One launch, exact in any order; bytes moved: x once. Source: docs/numerics.md rule 6.
+
+    >>> import numpy as np, cupy_fp8 as fp8
+    >>> fp8.compute_amax(np.array([1.0, -3.5, np.nan], np.float32)).tolist()
+    [3.5]
+    """
+    if nan not in ("ignore", "propagate"):
+        raise ValueError(f"nan: expected 'ignore' or 'propagate', got {nan!r}")
+    x, xp = checks.source(x, INPUT_DTYPES)
+    given = out
+    if out is not None:
+        checks.one_f32(out, xp, "out")
+        checks.destination(out, out.shape, float32, x, xp, "out")
+    if executor_of(xp) == "reference":
+        result = reference.compute_amax(x, nan=nan)
+        if out is None:
+            return result
+        out[...] = result.reshape(out.shape)
+        return out
+    if out is None:
+        if xp is not np and capturing():
+            raise ValueError("out: needed while a CUDA graph is captured, since nothing may be allocated")
+        out = empty((1,), float32, like=x)
+    chunk = 16 // x.dtype.itemsize
+    blocks = -(-x.size // (_THREADS * chunk * _CHUNKS_PER_STEP))
+    most = 4 if xp is np else multiprocessors(x.data.device_id) * _BLOCKS_PER_SM
+    at = checks.address(x)
+    words = workspace(given, x, 2)
+    _COMPUTE_AMAX.launch(x, (("IN", FORMATS[x.dtype].tag), ("NAN_WINS", int(nan == "propagate"))), max(1, min(blocks, most)), _THREADS,
+                         0, at, checks.address(out), checks.address(words), x.size, int(at % 16 == 0))
+    return out

@@ -1,0 +1,105 @@
+"""How to quantise: frozen descriptions that allocate results and delegate to the ops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import backend
+from .arrays import Array, Shape, _as_shape, empty
+from .formats import FP8_DTYPES, float8_e4m3fn, float32, lookup
+from .results import Quantized, Scaled, swap_last
+
+ALGORITHMS = ("max", "most_recent")
+
+
+@dataclass(frozen=True)
+class DelayedScaling:
+    """Per-tensor scaling with a scale known before the cast, from the amax of earlier steps.
+
+    dtype        float8_e4m3fn (forward) or float8_e5m2 (gradients, in the usual hybrid)
+    margin       the scale aims 2**margin below the format's maximum
+    history_len  steps of amax history, 1 or more
+    algo         'max' of the history or 'most_recent'
+
+    Source: TransformerEngine's DelayedScaling recipe; arXiv 2209.05433.
+    """
+
+    dtype: Any = float8_e4m3fn
+    margin: int = 0
+    history_len: int = 1024
+    algo: str = "max"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", lookup(self.dtype, FP8_DTYPES, "dtype").dtype)
+        if self.algo not in ALGORITHMS:
+            raise ValueError(f"algo: expected one of {ALGORITHMS}, got {self.algo!r}")
+        if not isinstance(self.history_len, (int, np.integer)) or self.history_len < 1:
+            raise ValueError(f"history_len: expected an integer of 1 or more, got {self.history_len!r}")
+        if not isinstance(self.margin, (int, np.integer)):
+            raise TypeError(f"margin: expected an integer, got {self.margin!r}")
+
+    def quantize(self, x: Array, *, rowwise: bool = True, columnwise: bool = False, scale: Any = None,
+                 amax: Array | None = None, noop: Array | None = None, out: Quantized | None = None) -> Quantized:
+        """`quantize_tensor` with this recipe's dtype. Delayed scaling needs a `scale`: the recipe's state holds it."""
+        from .ops.cast import quantize_tensor
+
+        if scale is None:
+            raise ValueError("scale: delayed scaling needs the scale that earlier steps determined, got None")
+        return quantize_tensor(x, scale, dtype=self.dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, noop=noop, out=out)
+
+    def empty(self, shape: Shape, *, rowwise: bool = True, columnwise: bool = False, like: Any = None,
+              buffers: Mapping[str, tuple[Array, Array]] | None = None) -> Quantized:
+        """A result to pass as `out=`: allocates and launches nothing else, initialises nothing.
+
+        buffers: {'rowwise': (data, scale_inv), 'columnwise': (data, scale_inv)} to use instead of new arrays; both
+        arrays of a pair are needed, since nothing says otherwise that a scale_inv belongs to the data.
+        """
+        shape = _as_shape(shape)
+        check_directions(shape, rowwise, columnwise)
+        if buffers is None:
+            return empty_per_tensor(shape, self.dtype, rowwise, columnwise, True, like)
+        wanted = [name for name, on in (("rowwise", rowwise), ("columnwise", columnwise)) if on]
+        if sorted(buffers) != sorted(wanted):
+            raise ValueError(f"buffers: expected a (data, scale_inv) pair for each of {wanted}, got {sorted(buffers)}")
+        return Quantized(**{name: _wrap(name, buffers[name], shape, self.dtype) for name in wanted})
+
+
+def _wrap(name: str, pair: tuple[Array, Array], shape: tuple[int, ...], dtype: np.dtype[Any]) -> Scaled:
+    try:
+        data, scale_inv = pair
+    except (TypeError, ValueError):
+        raise ValueError(f"buffers[{name!r}]: expected a (data, scale_inv) pair, got {type(pair).__name__}") from None
+    xp = backend.module_of(data, f"buffers[{name!r}] data")
+    backend.require_module(scale_inv, xp, f"buffers[{name!r}] scale_inv")
+    transposed = name == "columnwise"
+    stored = swap_last(shape) if transposed else shape
+    for what, a, want_shape, want_dtype in (("data", data, stored, dtype), ("scale_inv", scale_inv, (1,), float32)):
+        if a.dtype != want_dtype:
+            raise TypeError(f"buffers[{name!r}] {what}: expected dtype {want_dtype}, got {a.dtype}")
+        if a.shape != want_shape or not a.flags.c_contiguous:
+            raise ValueError(f"buffers[{name!r}] {what}: expected a C-contiguous array of shape {want_shape}, got shape {a.shape}, "
+                             f"strides {a.strides}")
+    return Scaled(data, scale_inv, shape, transposed)
+
+
+def check_directions(shape: tuple[int, ...], rowwise: bool, columnwise: bool) -> None:
+    if not (rowwise or columnwise):
+        raise ValueError("rowwise, columnwise: expected at least one of them, got neither")
+    if columnwise and len(shape) < 2:
+        raise ValueError(f"columnwise: expected an array of two or more dimensions, got shape {shape}")
+
+
+def empty_per_tensor(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool, columnwise: bool, transposed: bool,
+                     like: Any) -> Quantized:
+    """Uninitialised result of per-tensor scaling. Both directions share one scale_inv, and where the column-wise data is not
+    stored transposed also the data, since its bytes are the same."""
+    scale_inv = empty((1,), float32, like=like)
+    row = Scaled(empty(shape, dtype, like=like), scale_inv, shape) if rowwise or not transposed else None
+    column = None
+    if columnwise:
+        column = Scaled(empty(swap_last(shape), dtype, like=like), scale_inv, shape, True) if transposed else row
+    return Quantized(row if rowwise else None, column)

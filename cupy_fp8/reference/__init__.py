@@ -1,0 +1,10 @@
+"""The definition of every op in NumPy, under the op's own name. Reads like docs/numerics.md; speed is not a goal.
+
+Each takes the op's arguments that bear on the result, returns fresh arrays and validates nothing.
+"""
+
+from .amax import compute_amax
+from .cast import cast_transpose, quantize_tensor
+from .convert import astype, dequantize, transpose
+
+__all__ = ["astype", "cast_transpose", "compute_amax", "dequantize", "quantize_tensor", "transpose"]

@@ -1,0 +1,30 @@
+"""Reference of cupy_fp8.ops.cast: per-tensor scaling (docs/numerics.md, section 1)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..formats import float8_e4m3fn
+from ..results import Quantized, Scaled
+from . import numerics
+from .convert import transpose
+
+
+def quantize_tensor(x: np.ndarray, scale: Any, *, dtype: Any = float8_e4m3fn, rowwise: bool = True, columnwise: bool = False,
+                    transposed: bool = True, amax: np.ndarray | None = None) -> Quantized:
+    """data = narrow(fl(x * scale)), scale_inv = fl(1 / scale); `amax` is raised to the largest |x|."""
+    scale = np.asarray(scale, np.float32).reshape(1)
+    data = numerics.narrow(numerics.mul(numerics.widen(x), scale[0]), np.dtype(dtype))
+    scale_inv = numerics.one_nan(numerics.div(numerics.F32_ONE, scale))
+    if amax is not None:
+        numerics.raise_amax(amax, numerics.amax(x))
+    row = Scaled(data, scale_inv, x.shape)
+    column = Scaled(transpose(data), scale_inv, x.shape, True) if columnwise and transposed else row
+    return Quantized(row if rowwise else None, column if columnwise else None)
+
+
+def cast_transpose(x: np.ndarray, scale: Any, **options: Any) -> Quantized:
+    """quantize_tensor in both directions."""
+    return quantize_tensor(x, scale, rowwise=True, columnwise=True, **options)

@@ -1,0 +1,84 @@
+"""Ground rules (docs/numerics.md, section 0): every rounding that any op performs, as named NumPy operations.
+
+f32 arithmetic in NumPy is correctly rounded and keeps subnormals; what is added here is saturation, one NaN pattern per
+format, and E8M0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ..arrays import bits
+from ..formats import FORMATS, FP8_DTYPES, float8_e8m0fnu, float32
+
+F32_ONE = np.float32(1)
+F32_NAN = np.uint32(0x7FC00000)
+
+
+def widen(a: np.ndarray) -> np.ndarray:
+    """The exact f32 values (rules 3 and 5)."""
+    if a.dtype == float8_e8m0fnu:
+        e = a.view(np.uint8).astype(np.uint32)
+        return np.where(e == 0, np.uint32(0x00400000), np.where(e == 255, F32_NAN, e << 23)).view(np.float32)
+    return a.astype(np.float32)
+
+
+def narrow(v: np.ndarray, dtype: np.dtype[Any], saturate: bool = True) -> np.ndarray:
+    """f32 values rounded to `dtype`: nearest-even, subnormals kept, FP8 saturating unless told otherwise, NaN as one pattern."""
+    if dtype == float8_e8m0fnu:
+        return round_up_e8m0(v)
+    f = FORMATS[dtype]
+    nan = np.isnan(v)
+    if dtype in FP8_DTYPES and saturate:
+        v = np.clip(v, np.float32(-f.max), np.float32(f.max))
+    elif f.inf is None:
+        nan |= np.abs(v) > 464                                              # past the last tie to 448: E4M3 has no Inf
+    with np.errstate(over="ignore", invalid="ignore"):
+        out = np.asarray(v).astype(dtype)
+    bits(out)[nan] = f.nan
+    return out
+
+
+def round_up_e8m0(v: np.ndarray) -> np.ndarray:
+    """RP8: the smallest power of two not below v; 255 where there is none (negative nonzero, Inf, NaN)."""
+    u = bits(np.asarray(v, np.float32))
+    exponent, mantissa = u >> 23 & 0xFF, u & 0x7FFFFF
+    e = np.where(exponent == 0, mantissa > 0x400000, exponent + (mantissa != 0))
+    e = np.where((exponent == 255) | ((u >> 31 == 1) & (u != 0x80000000)), 255, e)
+    return e.astype(np.uint8).view(float8_e8m0fnu)
+
+
+def one_nan(v: np.ndarray) -> np.ndarray:
+    """f32 with every NaN as 0x7FC00000 (rule 4)."""
+    return narrow(v, float32)
+
+
+def mul(a: np.ndarray, b: Any) -> np.ndarray:
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return np.asarray(np.multiply(a, b, dtype=np.float32))
+
+
+def div(a: Any, b: Any) -> np.ndarray:
+    with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
+        return np.asarray(np.divide(a, b, dtype=np.float32))
+
+
+def amax(x: np.ndarray, nan: str = "ignore") -> np.ndarray:
+    """max |x| from 0 (rule 6), f32 [1]. nan='ignore' skips NaN, 'propagate' makes the result NaN where there is one."""
+    with np.errstate(invalid="ignore"):
+        is_nan = np.isnan(x)
+    if nan == "propagate" and is_nan.any():
+        return np.array([F32_NAN]).view(np.float32)
+    # Magnitudes order like their bits, in every float format.
+    magnitude = bits(np.asarray(np.abs(x)))
+    top = np.max(magnitude, initial=magnitude.dtype.type(0), where=~is_nan)
+    return widen(np.asarray(top).reshape(1).view(x.dtype))
+
+
+def raise_amax(buffer: np.ndarray, value: np.ndarray) -> None:
+    """buffer = max(buffer, value) as signed integers, which is what the kernels' atomic maximum does."""
+    words = buffer.view(np.int32)
+    np.maximum(words, value.view(np.int32).reshape(words.shape), out=words)

@@ -1,0 +1,155 @@
+"""What quantisers return. All frozen: no function changes an input's metadata, and scale_inv always belongs to its data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from . import backend
+from .arrays import Array
+
+
+@dataclass(frozen=True, eq=False)
+class Scaled:
+    """Quantised data in one direction: value = data * scale_inv.
+
+    data         C-contiguous FP8 array: the logical shape […, M, K], or […, K, M] where `transposed`
+    scale_inv    f32 [1] per tensor
+    shape        the logical shape, whatever the storage
+    block        the shape of the block that shares a scale in the logical matrix; None: one scale for the tensor
+    scale_layout how scale_inv is stored; None for one scale
+    """
+
+    data: Array
+    scale_inv: Array
+    shape: tuple[int, ...]
+    transposed: bool = False
+    block: tuple[int, int | None] | None = None
+    scale_layout: str | None = None
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.data.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data and scales."""
+        return int(self.data.nbytes + self.scale_inv.nbytes)
+
+    @property
+    def T(self) -> Scaled:
+        """The transposed matrix (last two axes), without moving a byte: the same data read the other way round."""
+        if len(self.shape) < 2:
+            return self
+        return Scaled(self.data, self.scale_inv, swap_last(self.shape), not self.transposed,
+                      self.block if self.block is None else self.block[::-1], self.scale_layout)   # type: ignore[arg-type]
+
+    def dequantize(self, dtype: Any = np.float32) -> Array:
+        """The values, in the logical shape: see `cupy_fp8.dequantize`."""
+        from .ops.convert import dequantize
+
+        return dequantize(self, dtype=dtype)
+
+    def to_layout(self, name: str) -> Scaled:
+        """The same data with its scales stored in another layout; a per-tensor result has one scale and no layout."""
+        raise ValueError(f"to_layout({name!r}): per-tensor data has a single scale, which has no layout")
+
+    def __iter__(self) -> Iterator[Array]:
+        return iter((self.data, self.scale_inv))
+
+    def _facts(self) -> dict[str, str]:
+        granularity = "per tensor" if self.block is None else "block " + "×".join("row" if b is None else str(b) for b in self.block)
+        return {"dtype": self.dtype.name, "shape": _dims(self.shape), "scaling": granularity,
+                "stored": f"transposed {_dims(self.data.shape)}" if self.transposed else "as is",
+                "kind": backend.kind_of(self.data), "bytes": f"{self.nbytes:,}"}
+
+    def __repr__(self) -> str:
+        f = self._facts()
+        stored = ", stored transposed" if self.transposed else ""
+        return f"Scaled({f['dtype']}[{f['shape']}], {f['scaling']}{stored}, {f['kind']})"
+
+    def _repr_html_(self) -> str:
+        return _table([("Scaled", self)])
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """A quantised tensor: the row-wise direction, the column-wise direction, or both, of the same values."""
+
+    rowwise: Scaled | None = None
+    columnwise: Scaled | None = None
+    dbias: Array | None = None
+
+    def __post_init__(self) -> None:
+        if self.rowwise is None and self.columnwise is None:
+            raise ValueError("Quantized: expected a row-wise or a column-wise part, got neither")
+
+    @property
+    def data(self) -> Array:
+        """The row-wise data."""
+        return self._rowwise("data").data
+
+    @property
+    def scale_inv(self) -> Array:
+        """The row-wise scale_inv."""
+        return self._rowwise("scale_inv").scale_inv
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape."""
+        return self._any.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self._any.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, counting an array that both directions share once."""
+        arrays = [a for part in (self.rowwise, self.columnwise) if part for a in part]
+        return sum(int(a.nbytes) for a in {id(a): a for a in arrays}.values())
+
+    def dequantize(self, dtype: Any = np.float32) -> Array:
+        """The values, in the logical shape (from the row-wise part where there is one)."""
+        return self._any.dequantize(dtype)
+
+    @property
+    def _any(self) -> Scaled:
+        part = self.columnwise if self.rowwise is None else self.rowwise
+        assert part is not None     # __post_init__
+        return part
+
+    def _rowwise(self, name: str) -> Scaled:
+        if self.rowwise is None:
+            raise AttributeError(f"this Quantized has no row-wise part: use .columnwise.{name}")
+        return self.rowwise
+
+    def _parts(self) -> list[tuple[str, Scaled]]:
+        return [(n, p) for n, p in (("rowwise", self.rowwise), ("columnwise", self.columnwise)) if p is not None]
+
+    def __repr__(self) -> str:
+        f = self._any._facts()
+        parts = " + ".join(name + (" (stored transposed)" if part.transposed else "") for name, part in self._parts())
+        return f"Quantized({f['dtype']}[{f['shape']}], {f['scaling']}, {parts}, {f['kind']})"
+
+    def _repr_html_(self) -> str:
+        return _table(self._parts())
+
+
+def swap_last(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-2], shape[-1], shape[-2])
+
+
+def _dims(shape: tuple[int, ...]) -> str:
+    return ", ".join(map(str, shape))
+
+
+def _table(parts: list[tuple[str, Scaled]]) -> str:
+    rows = [{"": name, **part._facts()} for name, part in parts]
+    head = "".join(f"<th>{escape(key)}</th>" for key in rows[0])
+    body = "".join("<tr>" + "".join(f"<td>{escape(value)}</td>" for value in row.values()) + "</tr>" for row in rows)
+    return f"<table><tr>{head}</tr>{body}</table>"

@@ -1,0 +1,125 @@
+"""For tests of numerics: byte comparison that shows the first difference, choice of executor, Hypothesis strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import backend, runtime
+from .arrays import Array, asarray, asnumpy, bits
+from .formats import FORMATS, INPUT_DTYPES
+from .results import Quantized, Scaled
+
+EXECUTORS = ("reference", "host", "cuda")
+
+
+def assert_bytes_equal(actual: Array, desired: Array) -> None:
+    """AssertionError unless both arrays (of either kind) have the same dtype, shape and bytes.
+
+    The message names the first differing index, both elements in hex and as values, and how many differ.
+
+    >>> import numpy as np, cupy_fp8 as fp8
+    >>> a = fp8.asarray([1.0, 2.0], fp8.float8_e4m3fn, like=np)
+    >>> assert_bytes_equal(a, a.copy())
+    """
+    a, b = asnumpy(actual), asnumpy(desired)
+    if a.dtype != b.dtype:
+        raise AssertionError(f"dtype: actual {a.dtype}, desired {b.dtype}")
+    if a.shape != b.shape:
+        raise AssertionError(f"shape: actual {a.shape}, desired {b.shape}")
+    differ = np.asarray(bits(a) != bits(b))
+    if not differ.any():
+        return
+    count = int(np.count_nonzero(differ))
+    first = np.unravel_index(int(np.argmax(differ)), differ.shape)
+    width = 2 * a.dtype.itemsize
+    shown = [f"{name} 0x{int(bits(v)[first]):0{width}X} ({v[first]})" for name, v in (("actual", a), ("desired", b))]
+    raise AssertionError(f"{count} of {a.size} elements of {a.dtype}{list(a.shape)} differ; first at {tuple(map(int, first))}: "
+                         + ", ".join(shown))
+
+
+@dataclass(frozen=True)
+class Executor:
+    """Where kernels run, and the arrays to give them: `array` moves a NumPy array or a result there, `numpy` brings it back."""
+
+    name: str
+
+    def array(self, a: Any) -> Any:
+        return _map_arrays(a, (lambda v: asarray(v, like="cupy")) if self.name == "cuda" else lambda v: v)
+
+    def array_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple(map(self.array, args)), {name: self.array(value) for name, value in kwargs.items()}
+
+    def numpy(self, a: Any) -> Any:
+        return _map_arrays(a, asnumpy)
+
+
+@contextmanager
+def executor(name: str) -> Iterator[Executor]:
+    """Run kernels in one place for the length of a `with` block.
+
+    'host': NumPy arrays run the CUDA sources on the CPU (needs g++). 'cuda': the GPU (`array` makes CuPy arrays).
+    'reference': NumPy arrays run the reference, as always outside such a block. Raises DeviceError where that cannot be.
+
+    >>> import numpy as np, cupy_fp8 as fp8
+    >>> with executor("host") as run:                                    # doctest: +SKIP
+    ...     q = fp8.quantize_tensor(run.array(np.ones((2, 2), np.float32)), 1.0)
+    """
+    problem = executor_problem(name)
+    if problem:
+        raise backend.DeviceError(f"executor {name!r}: {problem}")
+    if name == "cuda":
+        yield Executor(name)
+        return
+    with runtime.forced_executor(name):
+        yield Executor(name)
+
+
+def executor_problem(name: str) -> str | None:
+    """Why an executor cannot be used on this machine, or None."""
+    if name == "cuda":
+        return backend.gpu_problem()
+    if name == "host":
+        from . import hostexec
+
+        return hostexec.available()
+    if name not in EXECUTORS:
+        raise ValueError(f"executor: expected one of {EXECUTORS}, got {name!r}")
+    return None
+
+
+def _map_arrays(a: Any, move: Any) -> Any:
+    if isinstance(a, Scaled):
+        return Scaled(move(a.data), move(a.scale_inv), a.shape, a.transposed, a.block, a.scale_layout)
+    if isinstance(a, Quantized):
+        moved = {id(v): move(v) for part in (a.rowwise, a.columnwise) if part for v in part}
+        def again(s: Scaled | None) -> Scaled | None:
+            return s and Scaled(moved[id(s.data)], moved[id(s.scale_inv)], s.shape, s.transposed, s.block, s.scale_layout)
+        return Quantized(again(a.rowwise), again(a.columnwise), None if a.dbias is None else move(a.dbias))
+    return move(a) if hasattr(a, "dtype") and hasattr(a, "ndim") and not np.isscalar(a) else a
+
+
+def arrays(dtype: Any = None, *, max_side: int = 40, max_dims: int = 3) -> Any:
+    """A Hypothesis strategy: NumPy arrays of any bit patterns (NaN, Inf, -0, subnormals included) of `dtype`, or of any dtype
+    that quantisers read; up to `max_dims` dimensions, sides from 0."""
+    from hypothesis import strategies as st
+
+    dtypes = st.sampled_from(INPUT_DTYPES) if dtype is None else st.just(np.dtype(dtype))
+    shapes = st.lists(st.integers(0, max_side), min_size=0, max_size=max_dims).map(tuple)
+    return st.builds(_random_bits, dtypes, shapes, st.integers(0, 2**32 - 1))
+
+
+def scales() -> Any:
+    """A Hypothesis strategy: f32 scales over the whole range, subnormals, 0, negative, Inf and NaN included."""
+    from hypothesis import strategies as st
+
+    return st.one_of(st.floats(width=32), st.integers(-149, 127).map(lambda e: float(np.float32(2.0**e))))
+
+
+def _random_bits(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int) -> np.ndarray:
+    storage = FORMATS[dtype].storage
+    return np.random.default_rng(seed).integers(0, np.iinfo(storage).max, shape, storage, endpoint=True).reshape(shape).view(dtype)

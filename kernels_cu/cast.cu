@@ -1,0 +1,134 @@
+// Per-tensor scaling (docs/numerics.md, section 1): x is widened to f32, multiplied by the scale, rounded to FP8.
+//
+//   data      = narrow(fl(x * scale))                 scale_inv = fl(1 / scale)           amax = max(amax, max |x|)
+//   data_t    = data with its last two axes swapped
+//
+// cast            x [n] -> data [n]. Registers only; bytes moved per element: sizeof(IN) + 1.
+// cast_transpose  x [batch, rows, columns] -> data (ROWWISE 1) and data_t [batch, columns, rows]; one block per tile of TILE x TILE
+//                 elements, TILE^2 / 64 threads, each an 8 x 8 patch. Bytes moved per element: sizeof(IN) + 1 + ROWWISE.
+//                 TILE 256 (one block per SM, long load and store phases) for large arrays, 128 for small ones.
+// Both write scale_inv and raise amax themselves. IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}. At least one block, so that an
+// empty array gets its scale_inv. Speed and what was tried: docs/performance.md.
+#include "flat.cuh"
+#include "reduce.cuh"
+#include "tile.cuh"
+
+struct CastParams {
+    const IN::storage* x;
+    OUT::storage* data;          // cast_transpose without ROWWISE: not written
+    OUT::storage* data_t;        // cast: not written
+    const float* scale;          // one element, or null: scale_value
+    float* scale_inv;            // one element
+    float* scale_inv_copy;       // a second place for it, or null
+    float* amax;                 // one element, raised, or null
+    const float* noop;           // one element: 1.0 there means that nothing is written; or null
+    i64 n;                       // elements of x
+    i64 rows, columns;           // cast_transpose: of each matrix
+    float scale_value;
+    u32 vector;                  // bit 0: x and data allow chunked access in every row; bit 1: data_t allows 16-byte stores
+
+    __device__ __forceinline__ bool skip() const { return noop && as_bits(*noop) == 0x3f800000u; }
+    __device__ __forceinline__ float load_scale() const { return scale ? *scale : scale_value; }
+    __device__ __forceinline__ void write_scale_inv(float value) const {
+        if (blockIdx.x != 0 || threadIdx.x != 0) return;
+        const float inverse = as_float(f32::narrow(div_rn(1.0f, value)));
+        *scale_inv = inverse;
+        if (scale_inv_copy) *scale_inv_copy = inverse;
+    }
+    template <int kThreads>
+    __device__ __forceinline__ void raise(const Amax<IN>& seen) const {
+        if (!amax) return;
+        const u32 top = block_max<kThreads>(seen.f32_bits());
+        if (threadIdx.x == 0) raise_amax(amax, top);
+    }
+};
+
+template <int kCount>
+__device__ __forceinline__ Chunk<OUT, kCount> scale_and_narrow(const Chunk<IN, kCount>& in, float scale) {
+    Chunk<OUT, kCount> out;
+#pragma unroll
+    for (int i = 0; i < kCount / 2; i++) {
+        float lo, hi;
+        in.widen2(i, lo, hi);
+        out.narrow2(i, mul_rn(lo, scale), mul_rn(hi, scale));
+    }
+    return out;
+}
+
+#ifdef ENTRY_cast
+extern "C" __global__ void __launch_bounds__(kFlatThreads) cast(const __grid_constant__ CastParams p) {
+    if (p.skip()) return;
+    const float scale = p.load_scale();
+    Amax<IN> amax;
+    flat_map<IN, OUT>(p.x, p.data, p.n, p.vector & 1, [&](const Chunk<IN, kFlatChunk<IN, OUT>>& in) {
+        amax.add(in);
+        return scale_and_narrow(in, scale);
+    });
+    p.raise<kFlatThreads>(amax);
+    p.write_scale_inv(scale);
+}
+#endif
+
+#ifdef ENTRY_cast_transpose
+constexpr int kLoad = 16 / sizeof(IN::storage);                      // elements per 16-byte load
+constexpr int kLoads = 8 / kLoad;                                    // loads per patch row
+constexpr int kRowsAtOnce = 8 / kLoads;                              // patch rows in flight: eight loads, 32 registers
+
+extern "C" __global__ void __launch_bounds__(ByteTile<TILE>::kThreads) cast_transpose(const __grid_constant__ CastParams p) {
+    using Tile = ByteTile<TILE>;
+    extern __shared__ __align__(16) u8 shared[];
+    if (p.skip()) return;
+    const float scale = p.load_scale();
+    p.write_scale_inv(scale);
+    if (p.n == 0) return;
+    const Tile tile{shared};
+    const TilePosition at(p.rows, p.columns, TILE);
+    const i64 matrix = at.matrix * p.rows * p.columns;
+    const i64 row = at.row + Tile::patch_row(), column = at.column + Tile::patch_column();
+    const int rows_left = left_of(p.rows - row, 8), columns_left = left_of(p.columns - column, 8);
+    const i64 patch_at = matrix + row * p.columns + column;
+    Chunk<OUT, 8> patch[8];
+    Amax<IN> amax;
+#pragma unroll
+    for (int first = 0; first < 8; first += kRowsAtOnce) {
+        Chunk<IN, kLoad> in[kRowsAtOnce][kLoads];
+#pragma unroll
+        for (int r = 0; r < kRowsAtOnce; r++)
+#pragma unroll
+            for (int l = 0; l < kLoads; l++) {
+                const IN::storage* from = p.x + patch_at + (first + r) * p.columns + l * kLoad;
+                const int left = first + r < rows_left ? columns_left - l * kLoad : 0;
+                if (!(p.vector & 1)) in[r][l] = Chunk<IN, kLoad>::load_partial(from, left);
+                else if (left > 0) in[r][l] = Chunk<IN, kLoad>::load(from);
+                else in[r][l] = {};
+            }
+#pragma unroll
+        for (int r = 0; r < kRowsAtOnce; r++) {
+#pragma unroll
+            for (int l = 0; l < kLoads; l++) {
+                amax.add(in[r][l]);
+                const auto out = scale_and_narrow(in[r][l], scale);
+#pragma unroll
+                for (int w = 0; w < out.kWords; w++) patch[first + r].word[l * out.kWords + w] = out.word[w];
+            }
+            if (ROWWISE && first + r < rows_left) {
+                OUT::storage* to = p.data + patch_at + (first + r) * p.columns;
+                if (!(p.vector & 1)) patch[first + r].store_partial(to, columns_left);
+                else if (columns_left > 0) patch[first + r].store(to);
+            }
+        }
+    }
+    tile.write_patch(patch);
+    __syncthreads();
+#pragma unroll
+    for (int unit = 0; unit < Tile::kUnits; unit++) {
+        const i64 to_row = at.column + Tile::unit_column(unit), to_column = at.row + Tile::unit_row(unit);
+        const int left = to_row < p.columns ? left_of(p.rows - to_column, 16) : 0;
+        const Chunk<OUT, 16> out = tile.template read<OUT>(unit);
+        OUT::storage* to = p.data_t + matrix + to_row * p.rows + to_column;
+        if (!(p.vector & 2)) out.store_partial(to, left);
+        else if (left > 0) out.store(to);
+    }
+    p.raise<Tile::kThreads>(amax);
+}
+#endif

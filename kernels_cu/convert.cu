@@ -1,0 +1,96 @@
+// Changing the type or the order of elements (docs/numerics.md, rules 2 to 5 and 12).
+//
+// convert    src [n] -> dst [n]: narrow(widen(src)), or narrow(fl(widen(src) * scale_inv)) where a scale_inv is given
+//            (astype, dequantize). IN, OUT: any of the formats; SATURATE 0: FP8 overflow gives NaN / Inf instead of the maximum.
+//            Registers only; bytes moved per element: sizeof(IN) + sizeof(OUT).
+// transpose  src [batch, rows, columns] of one-byte IN -> dst [batch, columns, rows]: the bytes themselves where OUT is IN, else
+//            converted as above (dequantizing an array that is stored transposed). One block per TILE x TILE tile, TILE^2 / 64
+//            threads. Bytes moved per element: 1 + sizeof(OUT).
+#include "flat.cuh"
+#include "tile.cuh"
+
+struct ConvertParams {
+    const IN::storage* src;
+    OUT::storage* dst;
+    const float* scale_inv;      // one element, or null: no multiplication
+    i64 n;
+    i64 rows, columns;           // transpose: of each source matrix
+    u32 vector;                  // bit 0: src allows chunked access in every row; bit 1: dst; convert needs both
+};
+
+template <int kCount>
+__device__ __forceinline__ Chunk<OUT, kCount> convert_chunk(const Chunk<IN, kCount>& in, bool scaled, float scale_inv) {
+    Chunk<OUT, kCount> out;
+#pragma unroll
+    for (int i = 0; i < kCount / 2; i++) {
+        float lo, hi;
+        in.widen2(i, lo, hi);
+        if (scaled) lo = mul_rn(lo, scale_inv), hi = mul_rn(hi, scale_inv);
+        out.template narrow2<SATURATE != 0>(i, lo, hi);
+    }
+    return out;
+}
+
+#ifdef ENTRY_convert
+extern "C" __global__ void __launch_bounds__(kFlatThreads) convert(const __grid_constant__ ConvertParams p) {
+    const bool scaled = p.scale_inv;
+    const float scale_inv = scaled ? *p.scale_inv : 1.0f;
+    flat_map<IN, OUT>(p.src, p.dst, p.n, p.vector == 3, [&](const Chunk<IN, kFlatChunk<IN, OUT>>& in) {
+        return convert_chunk(in, scaled, scale_inv);
+    });
+}
+#endif
+
+#ifdef ENTRY_transpose
+// What a transposed run of 16 source bytes becomes: converted values, or the bytes themselves.
+template <class In, class Out>
+struct TransposedOutput {
+    bool scaled;
+    float scale_inv;
+    __device__ __forceinline__ TransposedOutput(const ConvertParams& p) : scaled(p.scale_inv), scale_inv(scaled ? *p.scale_inv : 1.0f) {}
+    __device__ __forceinline__ auto convert(const Chunk<In, 16>& in, int part) const {
+        return convert_chunk(in.template slice<16 / sizeof(typename Out::storage)>(part), scaled, scale_inv);
+    }
+};
+template <class In>
+struct TransposedOutput<In, In> {
+    __device__ __forceinline__ TransposedOutput(const ConvertParams&) {}
+    __device__ __forceinline__ auto convert(const Chunk<In, 16>& in, int) const { return in; }
+};
+
+extern "C" __global__ void __launch_bounds__(ByteTile<TILE>::kThreads) transpose(const __grid_constant__ ConvertParams p) {
+    using Tile = ByteTile<TILE>;
+    extern __shared__ __align__(16) u8 shared[];
+    const Tile tile{shared};
+    const TilePosition at(p.rows, p.columns, TILE);
+    const i64 matrix = at.matrix * p.rows * p.columns;
+    const i64 row = at.row + Tile::patch_row(), column = at.column + Tile::patch_column();
+    const int rows_left = left_of(p.rows - row, 8), columns_left = left_of(p.columns - column, 8);
+    const IN::storage* from = p.src + matrix + row * p.columns + column;
+    Chunk<IN, 8> patch[8];
+#pragma unroll
+    for (int r = 0; r < 8; r++) {
+        const int left = r < rows_left ? columns_left : 0;
+        if (!(p.vector & 1)) patch[r] = Chunk<IN, 8>::load_partial(from + r * p.columns, left);
+        else if (left > 0) patch[r] = Chunk<IN, 8>::load(from + r * p.columns);
+        else patch[r] = {};
+    }
+    tile.write_patch(patch);
+    __syncthreads();
+    const TransposedOutput<IN, OUT> output{p};
+    constexpr int kStore = 16 / sizeof(OUT::storage);
+#pragma unroll
+    for (int unit = 0; unit < Tile::kUnits; unit++) {
+        const i64 to_row = at.column + Tile::unit_column(unit), to_column = at.row + Tile::unit_row(unit);
+        const int left = to_row < p.columns ? left_of(p.rows - to_column, 16) : 0;
+        const Chunk<IN, 16> in = tile.template read<IN>(unit);
+        OUT::storage* to = p.dst + matrix + to_row * p.rows + to_column;
+#pragma unroll
+        for (int part = 0; part < 16 / kStore; part++) {
+            const Chunk<OUT, kStore> out = output.convert(in, part);
+            if (!(p.vector & 2)) out.store_partial(to + part * kStore, left - part * kStore);
+            else if (left > part * kStore) out.store(to + part * kStore);
+        }
+    }
+}
+#endif

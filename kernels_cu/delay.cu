@@ -1,0 +1,16 @@
+// delay: one thread keeps the stream busy for a while, so that a benchmark can fill the queue behind it.
+
+struct DelayParams {
+    unsigned long long nanoseconds;
+};
+
+#ifdef ENTRY_delay
+extern "C" __global__ void __launch_bounds__(32) delay(const __grid_constant__ DelayParams p) {
+#ifndef CUPY_FP8_HOST
+    unsigned long long start, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+    do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    while (now - start < p.nanoseconds);
+#endif
+}
+#endif

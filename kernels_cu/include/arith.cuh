@@ -1,0 +1,39 @@
+// The value-producing f32 operations (docs/numerics.md, rule 1): each correctly rounded, subnormals kept, never contracted.
+// CuPy compiles with -ftz=true, so a plain `a * b` flushes subnormals; inline PTX keeps its own modifiers. Every operation on
+// the path to an output byte goes through these names (a test looks for .ftz in the PTX of every kernel).
+#pragma once
+#include "types.cuh"
+
+#ifdef CUPY_FP8_HOST
+__device__ __forceinline__ float mul_rn(float a, float b) { return a * b; }
+__device__ __forceinline__ float add_rn(float a, float b) { return a + b; }
+__device__ __forceinline__ float div_rn(float a, float b) { return a / b; }
+__device__ __forceinline__ bool is_nan(float a) { return a != a; }
+// The operand that is not NaN, as PTX max.f32 does; both operands are magnitudes here, so the order of zeros never matters.
+__device__ __forceinline__ float max_number(float a, float b) { return a != a ? b : (b != b || a > b ? a : b); }
+#else
+__device__ __forceinline__ float mul_rn(float a, float b) {
+    float r;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+__device__ __forceinline__ float add_rn(float a, float b) {
+    float r;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+__device__ __forceinline__ float div_rn(float a, float b) {
+    float r;
+    asm("div.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+// On the bits: a comparison of floats would be compiled with .ftz.
+__device__ __forceinline__ bool is_nan(float a) { return (as_bits(a) & 0x7fffffffu) > 0x7f800000u; }
+__device__ __forceinline__ float max_number(float a, float b) {
+    float r;
+    asm("max.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+#endif
+
+__device__ __forceinline__ float magnitude(float a) { return as_float(as_bits(a) & 0x7fffffffu); }

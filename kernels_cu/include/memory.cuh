@@ -1,0 +1,108 @@
+// Chunks: a few neighbouring elements of one format, moved by one wide load or store, or element by element at ragged ends.
+#pragma once
+#include "formats.cuh"
+
+template <int kBytes> struct Words;                                  // the register image of kBytes bytes
+template <> struct Words<1> { using type = u8; };
+template <> struct Words<2> { using type = u16; };
+template <> struct Words<4> { using type = u32; };
+template <> struct Words<8> { using type = uint2; };
+template <> struct Words<16> { using type = uint4; };
+
+// Streaming load: read once, so it should not displace anything in L1.
+#ifdef CUPY_FP8_HOST
+template <class T> __device__ __forceinline__ T load_streaming(const T* p) { return *p; }
+#else
+__device__ __forceinline__ uint4 load_streaming(const uint4* p) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+__device__ __forceinline__ uint2 load_streaming(const uint2* p) {
+    uint2 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+    return v;
+}
+__device__ __forceinline__ u32 load_streaming(const u32* p) {
+    u32 v;
+    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+#endif
+
+// How many of the next `most` elements exist when `left` do (which may be negative).
+__device__ __forceinline__ int left_of(i64 left, int most) { return left >= most ? most : left > 0 ? (int)left : 0; }
+
+// kCount elements of format F, packed low element first.
+template <class F, int kCount>
+struct Chunk {
+    using storage = typename F::storage;
+    static constexpr int kBytes = kCount * sizeof(storage), kWords = kBytes / 4, kPerWord = 4 / sizeof(storage);
+    static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "a chunk is one load of 4, 8 or 16 bytes");
+    using Vector = typename Words<kBytes>::type;
+    u32 word[kWords];
+
+    static __device__ __forceinline__ Chunk load(const storage* p) {
+        Chunk c;
+        const Vector v = load_streaming(reinterpret_cast<const Vector*>(p));
+        c.set(v);
+        return c;
+    }
+    static __device__ __forceinline__ Chunk load_partial(const storage* p, int count) {
+        Chunk c;
+#pragma unroll
+        for (int w = 0; w < kWords; w++) {
+            c.word[w] = 0;
+#pragma unroll
+            for (int i = 0; i < kPerWord; i++)
+                if (w * kPerWord + i < count) c.word[w] |= (u32)p[w * kPerWord + i] << (8 * sizeof(storage) * i);
+        }
+        return c;
+    }
+    __device__ __forceinline__ void store(storage* p) const {
+        Vector v;
+        get(v);
+        *reinterpret_cast<Vector*>(p) = v;
+    }
+    __device__ __forceinline__ void store_partial(storage* p, int count) const {
+#pragma unroll
+        for (int w = 0; w < kWords; w++)
+#pragma unroll
+            for (int i = 0; i < kPerWord; i++)
+                if (w * kPerWord + i < count) p[w * kPerWord + i] = (storage)(word[w] >> (8 * sizeof(storage) * i) % 32);
+    }
+
+    // Elements 2i and 2i+1. The index is a constant after unrolling.
+    __device__ __forceinline__ void widen2(int i, float& lo, float& hi) const {
+        if constexpr (sizeof(storage) == 4) lo = F::widen(word[2 * i]), hi = F::widen(word[2 * i + 1]);
+        else if constexpr (sizeof(storage) == 2) F::widen2(word[i], lo, hi);
+        else F::widen2(word[i / 2] >> (i % 2 * 16) & 0xffffu, lo, hi);
+    }
+    // In order i = 0, 1, ...: an even byte pair starts its word.
+    template <bool kSaturate = true>
+    __device__ __forceinline__ void narrow2(int i, float lo, float hi) {
+        if constexpr (sizeof(storage) == 4) word[2 * i] = F::narrow(lo), word[2 * i + 1] = F::narrow(hi);
+        else if constexpr (sizeof(storage) == 2) word[i] = F::narrow2(lo, hi);
+        else {
+            const u32 pair = F::template narrow2<kSaturate>(lo, hi);
+            word[i / 2] = i % 2 ? word[i / 2] | pair << 16 : pair;
+        }
+    }
+    // The part-th run of kPart elements.
+    template <int kPart>
+    __device__ __forceinline__ Chunk<F, kPart> slice(int part) const {
+        Chunk<F, kPart> c;
+#pragma unroll
+        for (int w = 0; w < Chunk<F, kPart>::kWords; w++) c.word[w] = word[part * Chunk<F, kPart>::kWords + w];
+        return c;
+    }
+
+private:
+    __device__ __forceinline__ void set(u32 v) { word[0] = v; }
+    __device__ __forceinline__ void set(uint2 v) { word[0] = v.x, word[1] = v.y; }
+    __device__ __forceinline__ void set(uint4 v) { word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w; }
+    __device__ __forceinline__ void get(u32& v) const { v = word[0]; }
+    __device__ __forceinline__ void get(uint2& v) const { v = make_uint2(word[0], word[1]); }
+    __device__ __forceinline__ void get(uint4& v) const { v = make_uint4(word[0], word[1], word[2], word[3]); }
+};

@@ -1,0 +1,43 @@
+// amax (docs/numerics.md, rule 6): the largest magnitude, from 0. Magnitudes of every format order like their bits as unsigned
+// integers (Inf above every number, NaN above Inf), so reductions across threads are integer maxima and exact in any order.
+#pragma once
+#include "memory.cuh"
+
+// This thread's running maximum over chunks of format F. kNan: false ignores NaN, true lets one NaN win.
+template <class F, bool kNan = false>
+struct Amax {
+    u32 top = 0;                                                     // 16-bit formats: two running maxima, one per half
+
+    template <int kCount>
+    __device__ __forceinline__ void add(const Chunk<F, kCount>& c) {
+#pragma unroll
+        for (int w = 0; w < Chunk<F, kCount>::kWords; w++)
+            top = F::template max_magnitudes<kNan>(top, c.word[w] & F::kMagnitudes);
+    }
+    __device__ __forceinline__ u32 f32_bits() const {
+        if constexpr (sizeof(typename F::storage) == 4) return top;
+        else {
+            const u32 low = top & 0xffffu, high = top >> 16;
+            return as_bits(F::widen(low > high ? low : high));
+        }
+    }
+};
+
+// The largest of all threads' values, in thread 0. Every thread of the block must call it; kThreads is the block size.
+template <int kThreads>
+__device__ __forceinline__ u32 block_max(u32 value) {
+    static_assert(kThreads % 32 == 0 && kThreads <= 1024, "whole warps, at most 32 of them");
+    constexpr int kWarps = kThreads / 32;
+    __shared__ u32 per_warp[kWarps];
+    value = __reduce_max_sync(~0u, value);
+    if (threadIdx.x % 32 == 0) per_warp[threadIdx.x / 32] = value;
+    __syncthreads();
+    if (threadIdx.x >= 32) return 0;
+    return __reduce_max_sync(~0u, threadIdx.x < kWarps ? per_warp[threadIdx.x] : 0u);
+}
+
+// *buffer = max(*buffer, amax) on the bits. Most blocks of a large tensor find nothing to raise: look before the atomic.
+__device__ __forceinline__ void raise_amax(float* buffer, u32 bits) {
+    i32* word = reinterpret_cast<i32*>(buffer);
+    if (__ldcg(word) < (i32)bits) atomicMax(word, (i32)bits);
+}

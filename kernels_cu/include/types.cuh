@@ -1,0 +1,12 @@
+// Fixed-width integers and bit casts. NVRTC has no <cstdint>; no CUDA header is needed either (each costs compile time).
+#pragma once
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i32 = int;
+using i64 = long long;
+
+__device__ __forceinline__ float as_float(u32 bits) { return __uint_as_float(bits); }
+__device__ __forceinline__ u32 as_bits(float value) { return __float_as_uint(value); }

@@ -1,0 +1,35 @@
+"""Every op over the table of cases, on every executor this machine has: bytes equal to the reference, fresh and with out=."""
+
+import dataclasses
+
+import pytest
+
+from cupy_fp8 import cases, testing
+from cupy_fp8.cases import OPS, Case
+from cupy_fp8.cli.selftest import check
+
+CASES = list(cases.all_cases())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("executor", [*testing.EXECUTORS[:2], pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_equals_reference(case, executor):
+    with testing.executor(executor) as run:
+        check(OPS[case.op], case, run)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", cases.LARGE_SHAPES, ids=str)
+def test_large_shapes(shape):
+    with testing.executor("cuda") as run:
+        for case in CASES:
+            if case.shape == cases.MATRIX and case.values == "bits":
+                check(OPS[case.op], Case(case.op, case.dtype, shape, case.values, case.layout, case.options), run)
+
+
+def test_a_function_that_writes_nothing_is_caught():
+    """The check of every op fails where out= keeps its poison."""
+    op = OPS["astype"]
+    lazy = dataclasses.replace(op, function=lambda a, dtype, out=None: out if out is not None else op.function(a, dtype))
+    with testing.executor("reference") as run, pytest.raises(AssertionError, match="elements of float8_e4m3fn"):
+        check(lazy, Case("astype", cases.float32, (4, 4), options={"to": cases.float8_e4m3fn}), run)
