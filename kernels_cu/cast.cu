@@ -74,15 +74,15 @@ constexpr int kLoad = 16 / sizeof(IN::storage);                      // elements
 constexpr int kLoads = 8 / kLoad;                                    // loads per patch row
 constexpr int kRowsAtOnce = 8 / kLoads;                              // patch rows in flight: eight loads, 32 registers
 
-extern "C" __global__ void __launch_bounds__(ByteTile<TILE>::kThreads) cast_transpose(const __grid_constant__ CastParams p) {
-    using Tile = ByteTile<TILE>;
+extern "C" __global__ void __launch_bounds__(ByteTile<TILE_ROWS, TILE_COLUMNS>::kThreads) cast_transpose(const __grid_constant__ CastParams p) {
+    using Tile = ByteTile<TILE_ROWS, TILE_COLUMNS>;
     extern __shared__ __align__(16) u8 shared[];
     if (p.skip()) return;
     const float scale = p.load_scale();
     p.write_scale_inv(scale);
     if (p.n == 0) return;
     const Tile tile{shared};
-    const TilePosition at(p.rows, p.columns, TILE);
+    const TilePosition at(p.rows, p.columns, TILE_ROWS, TILE_COLUMNS);
     const i64 matrix = at.matrix * p.rows * p.columns;
     const i64 row = at.row + Tile::patch_row(), column = at.column + Tile::patch_column();
     const int rows_left = left_of(p.rows - row, 8), columns_left = left_of(p.columns - column, 8);
@@ -121,10 +121,10 @@ extern "C" __global__ void __launch_bounds__(ByteTile<TILE>::kThreads) cast_tran
     tile.write_patch(patch);
     __syncthreads();
 #pragma unroll
-    for (int unit = 0; unit < Tile::kUnits; unit++) {
-        const i64 to_row = at.column + Tile::unit_column(unit), to_column = at.row + Tile::unit_row(unit);
+    for (int unit = 0; unit < Tile::kUnits<16>; unit++) {
+        const i64 to_row = at.column + Tile::column<16>(unit), to_column = at.row + Tile::row<16>();
         const int left = to_row < p.columns ? left_of(p.rows - to_column, 16) : 0;
-        const Chunk<OUT, 16> out = tile.template read<OUT>(unit);
+        const Chunk<OUT, 16> out = tile.read<OUT, 16>(unit);
         OUT::storage* to = p.data_t + matrix + to_row * p.rows + to_column;
         if (!(p.vector & 2)) out.store_partial(to, left);
         else if (left > 0) out.store(to);

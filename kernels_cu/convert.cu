@@ -42,27 +42,29 @@ extern "C" __global__ void __launch_bounds__(kFlatThreads) convert(const __grid_
 #endif
 
 #ifdef ENTRY_transpose
-// What a transposed run of 16 source bytes becomes: converted values, or the bytes themselves.
+// What a run of source bytes becomes: converted values, or the bytes themselves.
 template <class In, class Out>
-struct TransposedOutput {
+struct Conversion {
     bool scaled;
     float scale_inv;
-    __device__ __forceinline__ TransposedOutput(const ConvertParams& p) : scaled(p.scale_inv), scale_inv(scaled ? *p.scale_inv : 1.0f) {}
-    __device__ __forceinline__ auto convert(const Chunk<In, 16>& in, int part) const {
-        return convert_chunk(in.template slice<16 / sizeof(typename Out::storage)>(part), scaled, scale_inv);
+    __device__ __forceinline__ Conversion(const ConvertParams& p) : scaled(p.scale_inv), scale_inv(scaled ? *p.scale_inv : 1.0f) {}
+    template <int kCount>
+    __device__ __forceinline__ Chunk<Out, kCount> operator()(const Chunk<In, kCount>& in) const {
+        return convert_chunk(in, scaled, scale_inv);
     }
 };
 template <class In>
-struct TransposedOutput<In, In> {
-    __device__ __forceinline__ TransposedOutput(const ConvertParams&) {}
-    __device__ __forceinline__ auto convert(const Chunk<In, 16>& in, int) const { return in; }
+struct Conversion<In, In> {
+    __device__ __forceinline__ Conversion(const ConvertParams&) {}
+    template <int kCount>
+    __device__ __forceinline__ Chunk<In, kCount> operator()(const Chunk<In, kCount>& in) const { return in; }
 };
 
-extern "C" __global__ void __launch_bounds__(ByteTile<TILE>::kThreads) transpose(const __grid_constant__ ConvertParams p) {
-    using Tile = ByteTile<TILE>;
+extern "C" __global__ void __launch_bounds__(ByteTile<TILE_ROWS, TILE_COLUMNS>::kThreads) transpose(const __grid_constant__ ConvertParams p) {
+    using Tile = ByteTile<TILE_ROWS, TILE_COLUMNS>;
     extern __shared__ __align__(16) u8 shared[];
     const Tile tile{shared};
-    const TilePosition at(p.rows, p.columns, TILE);
+    const TilePosition at(p.rows, p.columns, TILE_ROWS, TILE_COLUMNS);
     const i64 matrix = at.matrix * p.rows * p.columns;
     const i64 row = at.row + Tile::patch_row(), column = at.column + Tile::patch_column();
     const int rows_left = left_of(p.rows - row, 8), columns_left = left_of(p.columns - column, 8);
@@ -77,20 +79,16 @@ extern "C" __global__ void __launch_bounds__(ByteTile<TILE>::kThreads) transpose
     }
     tile.write_patch(patch);
     __syncthreads();
-    const TransposedOutput<IN, OUT> output{p};
-    constexpr int kStore = 16 / sizeof(OUT::storage);
+    const Conversion<IN, OUT> conversion{p};
+    constexpr int kStore = 16 / sizeof(OUT::storage);                // elements of a 16-byte store
 #pragma unroll
-    for (int unit = 0; unit < Tile::kUnits; unit++) {
-        const i64 to_row = at.column + Tile::unit_column(unit), to_column = at.row + Tile::unit_row(unit);
-        const int left = to_row < p.columns ? left_of(p.rows - to_column, 16) : 0;
-        const Chunk<IN, 16> in = tile.template read<IN>(unit);
+    for (int unit = 0; unit < Tile::kUnits<kStore>; unit++) {
+        const i64 to_row = at.column + Tile::column<kStore>(unit), to_column = at.row + Tile::row<kStore>();
+        const int left = to_row < p.columns ? left_of(p.rows - to_column, kStore) : 0;
+        const Chunk<OUT, kStore> out = conversion(tile.read<IN, kStore>(unit));
         OUT::storage* to = p.dst + matrix + to_row * p.rows + to_column;
-#pragma unroll
-        for (int part = 0; part < 16 / kStore; part++) {
-            const Chunk<OUT, kStore> out = output.convert(in, part);
-            if (!(p.vector & 2)) out.store_partial(to + part * kStore, left - part * kStore);
-            else if (left > part * kStore) out.store(to + part * kStore);
-        }
+        if (!(p.vector & 2)) out.store_partial(to, left);
+        else if (left > 0) out.store(to);
     }
 }
 #endif

@@ -53,7 +53,7 @@ def run(ops: list[str]) -> list[dict[str, Any]]:
             checks.append(check)
             return call
 
-        m = measure.measure(make, spec.traffic)
+        m = measure(make, spec.traffic)
         checks[0]()
         checks[-1]()
         replay = graph_us(lambda spec=spec: spec.make()[0], spec.traffic) if spec.traffic <= _SMALL else None

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import numpy as np
 
 from .. import reference
 from ..arrays import Array, empty
 from ..formats import FORMATS, INPUT_DTYPES, float32
-from ..runtime import Kernel, capturing, executor_of, multiprocessors, workspace
+from ..runtime import Kernel, Variant, capturing, executor_of, multiprocessors, workspace
 from . import checks
 
 _COMPUTE_AMAX = Kernel("amax", "compute_amax", "3PqI")
 _THREADS = 512
 _BLOCKS_PER_SM = 4
 _CHUNKS_PER_STEP = 4
+_BLOCKS_ON_CPU = 4
 
 
 def compute_amax(x: Array, *, nan: str = "ignore", out: Array | None = None) -> Array:
@@ -31,11 +35,11 @@ def compute_amax(x: Array, *, nan: str = "ignore", out: Array | None = None) -> 
     """
     if nan not in ("ignore", "propagate"):
         raise ValueError(f"nan: expected 'ignore' or 'propagate', got {nan!r}")
-    x, xp = checks.source(x, INPUT_DTYPES)
-    given = out
+    x, xp, at = checks.source(x, INPUT_DTYPES)
+    given, out_at = out, 0
     if out is not None:
-        checks.one_f32(out, xp, "out")
-        checks.destination(out, out.shape, float32, x, xp, "out")
+        checks.one_f32(out, x, xp, "out")
+        out_at = checks.destination(out, out.shape, float32, x, xp, "out")
     if executor_of(xp) == "reference":
         result = reference.compute_amax(x, nan=nan)
         if out is None:
@@ -46,11 +50,15 @@ def compute_amax(x: Array, *, nan: str = "ignore", out: Array | None = None) -> 
         if xp is not np and capturing():
             raise ValueError("out: needed while a CUDA graph is captured, since nothing may be allocated")
         out = empty((1,), float32, like=x)
+        out_at = checks.address(out)
     chunk = 16 // x.dtype.itemsize
     blocks = -(-x.size // (_THREADS * chunk * _CHUNKS_PER_STEP))
-    most = 4 if xp is np else multiprocessors(x.data.device_id) * _BLOCKS_PER_SM
-    at = checks.address(x)
+    most = _BLOCKS_ON_CPU if xp is np else multiprocessors(x.data.device_id) * _BLOCKS_PER_SM
     words = workspace(given, x, 2)
-    _COMPUTE_AMAX.launch(x, (("IN", FORMATS[x.dtype].tag), ("NAN_WINS", int(nan == "propagate"))), max(1, min(blocks, most)), _THREADS,
-                         0, at, checks.address(out), checks.address(words), x.size, int(at % 16 == 0))
+    _variant(x.dtype, nan).launch(x, max(1, min(blocks, most)), at, out_at, checks.address(words), x.size, int(at % 16 == 0))
     return out
+
+
+@functools.cache
+def _variant(dtype: np.dtype[Any], nan: str) -> Variant:
+    return _COMPUTE_AMAX.variant(block=_THREADS, IN=FORMATS[dtype].tag, NAN_WINS=int(nan == "propagate"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, cast
 
 import numpy as np
 
@@ -11,11 +12,14 @@ from ..arrays import Array, bits
 from ..formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e4m3fn, float32, lookup
 from ..recipes import check_directions, empty_per_tensor
 from ..results import Quantized, Scaled, swap_last
-from ..runtime import Kernel, executor_of
+from ..runtime import Kernel, Variant, executor_of
 from . import checks, flat, tiles
 
 _CAST = Kernel("cast", "cast", "8P3qfI")
 _CAST_TRANSPOSE = Kernel("cast", "cast_transpose", "8P3qfI")
+#: The fastest on an H200 of those tried (docs/performance.md).
+_LARGE_TILE: tiles.Tile = (256, 256)
+_LARGE_TILE_COLUMNWISE: tiles.Tile = (256, 128)
 
 
 def quantize_tensor(x: Array, scale: Any, *, dtype: Any = float8_e4m3fn, rowwise: bool = True, columnwise: bool = False,
@@ -57,29 +61,30 @@ def quantize_tensor(x: Array, scale: Any, *, dtype: Any = float8_e4m3fn, rowwise
     ([[0.5, 224.0]], [0.5])
     """
     fmt = lookup(dtype, FP8_DTYPES, "dtype")
-    x, xp = checks.source(x, INPUT_DTYPES)
-    scale_at, scale_value = checks.scalar_or_one_f32(scale, xp, "scale")
-    for name, a in (("amax", amax), ("noop", noop)):
-        if a is not None:
-            checks.one_f32(a, xp, name)
-            checks.same_device(a, x, name)
-    if scale_at:
-        checks.same_device(scale, x, "scale")
-    check_directions(x.shape, rowwise, columnwise)
+    x, xp, at = checks.source(x, INPUT_DTYPES)
+    scale_at, scale_value = checks.scalar_or_one_f32(scale, x, xp, "scale")
+    amax_at = 0 if amax is None else checks.one_f32(amax, x, xp, "amax")
+    noop_at = 0 if noop is None else checks.one_f32(noop, x, xp, "noop")
+    if amax_at and amax_at in (scale_at, noop_at):
+        raise ValueError("amax: overlaps scale or noop in memory; it is written and needs memory of its own")
+    by_reference = executor_of(xp) == "reference"
     if out is None:
+        check_directions(x.shape, rowwise, columnwise)
         if noop is not None:
             raise ValueError("noop: needs out=, since nothing may be written")
-        out_or_new = None
+        if by_reference:
+            return reference.quantize_tensor(x, scale, dtype=fmt.dtype, rowwise=rowwise, columnwise=columnwise,
+                                             transposed=transposed, amax=amax)
+        out = empty_per_tensor(x.shape, fmt.dtype, rowwise, columnwise, transposed, x)
+        target = _Target(out, x, xp, fmt.dtype)
     else:
-        _check_out(out, x, xp, fmt.dtype, rowwise, columnwise, transposed, amax)
-        out_or_new = out
-    executor = executor_of(xp)
-    if executor == "reference":
-        return _by_reference(x, scale, fmt.dtype, rowwise, columnwise, transposed, amax, noop, out)
-    if out_or_new is None:
-        out_or_new = empty_per_tensor(x.shape, fmt.dtype, rowwise, columnwise, transposed, x)
-    _launch(x, xp, out_or_new, scale_at, scale_value, amax, noop)
-    return out_or_new
+        target = _validated(out, x, xp, fmt.dtype, rowwise, columnwise, transposed)
+        target.check_separate(at, x.nbytes, scale_at, amax_at, noop_at)
+        if by_reference:
+            return out if noop is not None and noop.reshape(()) == 1 else _store(out, reference.quantize_tensor(
+                x, scale, dtype=fmt.dtype, rowwise=rowwise, columnwise=columnwise, transposed=transposed, amax=amax))
+    target.launch(x, at, scale_at, scale_value, amax_at, noop_at)
+    return out
 
 
 def cast_transpose(x: Array, scale: Any, *, dtype: Any = float8_e4m3fn, transposed: bool = True, amax: Array | None = None,
@@ -96,62 +101,95 @@ def cast_transpose(x: Array, scale: Any, *, dtype: Any = float8_e4m3fn, transpos
     return quantize_tensor(x, scale, dtype=dtype, columnwise=True, transposed=transposed, amax=amax, noop=noop, out=out)
 
 
-def _launch(x: Array, xp: Any, q: Quantized, scale_at: int, scale_value: float, amax: Array | None, noop: Array | None) -> None:
-    row, column = q.rowwise, q.columnwise
-    if column is not None and not column.transposed:
-        row, column = row or column, None              # the same bytes in the same order
-    first = row or column
-    assert first is not None
-    scale_inv = checks.address(first.scale_inv)
-    copy = checks.address(column.scale_inv) if row is not None and column is not None else 0
-    data = 0 if row is None else checks.address(row.data)
-    at = checks.address(x)
-    tail = (scale_at, scale_inv, 0 if copy == scale_inv else copy, checks.address_or_null(amax), checks.address_or_null(noop), x.size)
-    types = (("IN", FORMATS[x.dtype].tag), ("OUT", FORMATS[first.dtype].tag))
-    if column is None:
-        grid, vector = flat.grid(x.size, x.shape, x.dtype.itemsize, 1, at, data)
-        _CAST.launch(x, types, grid, flat.THREADS, 0, at, data, 0, *tail, 0, 0, scale_value, vector)
-        return
-    rows, columns = tiles.matrices(x.shape)
-    tile, blocks = tiles.choose(x, xp)
-    data_t = checks.address(column.data)
-    vector = (columns % 8 == 0 and at % 16 == 0 and data % 8 == 0) | (rows % 16 == 0 and data_t % 16 == 0) << 1
-    _CAST_TRANSPOSE.launch(x, (*types, ("TILE", tile), ("ROWWISE", int(row is not None))), blocks, tile * tile // 64, tile * tile,
-                           at, data, data_t, *tail, rows, columns, scale_value, vector)
+class _Target:
+    """Where a launch writes: a result's addresses and the kernel variants for it. Kept with the Quantized it describes, so that
+    using a result again as `out=` costs one comparison instead of its validation."""
+
+    def __init__(self, out: Quantized, x: Array, xp: Any, dtype: np.dtype[Any]) -> None:
+        row, column = out.rowwise, out.columnwise
+        if column is not None and not column.transposed:
+            row, column = row or column, None              # the same bytes in the same order
+        self.data = 0 if row is None else checks.address(row.data)
+        self.data_t = 0 if column is None else checks.address(column.data)
+        inverses = [checks.address(part.scale_inv) for part in (out.rowwise, out.columnwise) if part is not None]
+        self.scale_inv, self.scale_inv_copy = inverses[0], inverses[-1] if inverses[-1] != inverses[0] else 0
+        self.ranges = [(start, start + size) for start, size in ((self.data, x.size), (self.data_t, x.size), (self.scale_inv, 4),
+                                                                 (self.scale_inv_copy, 4)) if start and size]
+        self.rows = self.columns = 0
+        if column is None:
+            self.variant = _cast_variant(x.dtype, dtype)
+        else:
+            _, self.rows, self.columns = tiles.matrices(x.shape)
+            tile, self.grid = tiles.choose(x, _LARGE_TILE if row is not None else _LARGE_TILE_COLUMNWISE)
+            self.variant = _cast_transpose_variant(x.dtype, dtype, tile, row is not None)
+
+    def check_separate(self, at: int, nbytes: int, scale_at: int, amax_at: int, noop_at: int) -> None:
+        for start, end in self.ranges:
+            if at < end and start < at + nbytes:
+                raise ValueError("out: overlaps the input in memory; results need memory of their own")
+            if start <= scale_at < end or start <= amax_at < end or start <= noop_at < end:
+                raise ValueError("out: overlaps scale, amax or noop in memory; results need memory of their own")
+
+    def launch(self, x: Array, at: int, scale_at: int, scale_value: float, amax_at: int, noop_at: int) -> None:
+        if self.data_t:
+            grid = self.grid
+            vector = (self.columns % 8 == 0 and at % 16 == 0 and self.data % 8 == 0) | (
+                self.rows % 16 == 0 and self.data_t % 16 == 0) << 1
+        else:
+            grid, vector = flat.grid(x.size, x.shape, x.dtype.itemsize, 1, at, self.data)
+        self.variant.launch(x, grid, at, self.data, self.data_t, scale_at, self.scale_inv, self.scale_inv_copy, amax_at, noop_at,
+                            x.size, self.rows, self.columns, scale_value, vector)
 
 
-def _check_out(out: Quantized, x: Array, xp: Any, dtype: np.dtype[Any], rowwise: bool, columnwise: bool, transposed: bool,
-               amax: Array | None) -> None:
+@functools.cache
+def _cast_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
+    return _CAST.variant(block=flat.THREADS, IN=FORMATS[source].tag, OUT=FORMATS[to].tag)
+
+
+@functools.cache
+def _cast_transpose_variant(source: np.dtype[Any], to: np.dtype[Any], tile: tiles.Tile, rowwise: bool) -> Variant:
+    rows, columns = tile
+    return _CAST_TRANSPOSE.variant(block=rows * columns // 64, shared=rows * columns, IN=FORMATS[source].tag, OUT=FORMATS[to].tag,
+                                   TILE_ROWS=rows, TILE_COLUMNS=columns, ROWWISE=int(rowwise))
+
+
+def _validated(out: Quantized, x: Array, xp: Any, dtype: np.dtype[Any], rowwise: bool, columnwise: bool, transposed: bool) -> _Target:
+    """The _Target of a result given as `out=`, once it has been found to fit the call."""
+    key = (x.shape, x.dtype, dtype, rowwise, columnwise, transposed, 0 if xp is np else x.data.device_id)
+    kept = getattr(out, "_target", None)
+    if kept is not None and kept[0] == key:
+        return cast(_Target, kept[1])
     if not isinstance(out, Quantized):
         raise TypeError(f"out: expected a Quantized (an earlier result, or recipe.empty(…)), got {type(out).__name__}")
-    seen: dict[int, tuple[str, Array]] = {} if amax is None else {id(amax): ("amax", amax)}
+    check_directions(x.shape, rowwise, columnwise)
+    written: dict[int, tuple[str, int, int]] = {}
     for name, wanted, part, swapped in (("rowwise", rowwise, out.rowwise, False),
                                         ("columnwise", columnwise, out.columnwise, transposed)):
         if wanted != (part is not None):
             raise ValueError(f"out: {'no' if wanted else 'has a'} {name} part, but {name}={wanted} was asked for")
         if part is None:
             continue
-        if part.transposed != swapped or part.block is not None:
-            raise ValueError(f"out.{name}: expected per-tensor data {'' if swapped else 'not '}stored transposed, got {part!r}")
-        checks.destination(part.data, swap_last(x.shape) if swapped else x.shape, dtype, x, xp, f"out.{name}.data")
-        checks.destination(part.scale_inv, (1,), float32, x, xp, f"out.{name}.scale_inv")
-        for what, a in (("data", part.data), ("scale_inv", part.scale_inv)):
-            for other, b in seen.values():
-                if a is not b:
-                    checks.separate(a, b, f"out.{name}.{what}", other)
-            seen[id(a)] = (f"out.{name}.{what}", a)
+        if part.transposed != swapped or part.block is not None or part.shape != x.shape:
+            raise ValueError(f"out.{name}: expected per-tensor data of shape {x.shape} {'' if swapped else 'not '}stored transposed, "
+                             f"got {part!r}")
+        for what, a, shape, of in (("data", part.data, swap_last(x.shape) if swapped else x.shape, dtype),
+                                   ("scale_inv", part.scale_inv, (1,), float32)):
+            at = checks.destination(a, shape, of, x, xp, f"out.{name}.{what}")
+            if id(a) not in written:
+                for other, other_at, other_nbytes in written.values():
+                    checks.separate(at, a.nbytes, other_at, other_nbytes, f"out.{name}.{what}", other)
+            written[id(a)] = (f"out.{name}.{what}", at, a.nbytes)
+    if rowwise and columnwise and not transposed and cast(Scaled, out.rowwise).data is not cast(Scaled, out.columnwise).data:
+        raise ValueError("out: with transposed=False both directions are the same bytes; expected them to share one data array")
+    target = _Target(out, x, xp, dtype)
+    if xp is not np:
+        object.__setattr__(out, "_target", (key, target))
+    return target
 
 
-def _by_reference(x: Array, scale: Any, dtype: Any, rowwise: bool, columnwise: bool, transposed: bool, amax: Any, noop: Any,
-                  out: Quantized | None) -> Quantized:
-    if noop is not None and noop.reshape(()) == 1:
-        assert out is not None
-        return out
-    result = reference.quantize_tensor(x, scale, dtype=dtype, rowwise=rowwise, columnwise=columnwise, transposed=transposed, amax=amax)
-    if out is None:
-        return result
+def _store(out: Quantized, result: Quantized) -> Quantized:
     for mine, fresh in ((out.rowwise, result.rowwise), (out.columnwise, result.columnwise)):
-        if isinstance(mine, Scaled) and isinstance(fresh, Scaled):
+        if mine is not None and fresh is not None:
             for a, b in zip(mine, fresh, strict=True):
                 bits(a)[...] = bits(b)
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,13 @@ from .. import reference
 from ..arrays import Array, bits, empty
 from ..formats import BYTE_DTYPES, FORMATS, FP8_DTYPES, INPUT_DTYPES, float32, lookup
 from ..results import Quantized, Scaled, swap_last
-from ..runtime import Kernel, executor_of
+from ..runtime import Kernel, Variant, executor_of
 from . import checks, flat, tiles
 
 _CONVERT = Kernel("convert", "convert", "3P3qI")
 _TRANSPOSE = Kernel("convert", "transpose", "3P3qI")
 _ALL_DTYPES = tuple(FORMATS)
+_LARGE_TILE: tiles.Tile = (256, 256)
 
 
 def astype(a: Array, dtype: Any, saturate: bool = True, *, out: Array | None = None) -> Array:
@@ -34,8 +36,13 @@ def astype(a: Array, dtype: Any, saturate: bool = True, *, out: Array | None = N
     [56, 126, 170]
     """
     to = lookup(dtype, _ALL_DTYPES, "dtype")
-    a, xp = checks.source(a, _ALL_DTYPES, "a")
-    return _convert(a, xp, to.dtype, saturate, None, False, out, a.shape, lambda: reference.astype(a, to.dtype, saturate))
+    a, xp, at = checks.source(a, _ALL_DTYPES, "a")
+    if executor_of(xp) == "reference":
+        return _store(reference.astype(a, to.dtype, saturate), out, a)
+    result = empty(a.shape, to.dtype, like=a) if out is None else out
+    result_at = checks.destination(result, a.shape, to.dtype, a, xp, "out")
+    _launch_flat(a, at, result_at, 0, to.dtype, bool(saturate))
+    return result
 
 
 def dequantize(q: Scaled | Quantized, *, dtype: Any = float32, out: Array | None = None) -> Array:
@@ -54,10 +61,18 @@ def dequantize(q: Scaled | Quantized, *, dtype: Any = float32, out: Array | None
     if not isinstance(q, (Scaled, Quantized)):
         raise TypeError(f"q: expected a Scaled or Quantized, got {type(q).__name__}; use astype for a plain array")
     s = q if isinstance(q, Scaled) else q._any
-    data, xp = checks.source(s.data, FP8_DTYPES, "q.data")
-    checks.one_f32(s.scale_inv, xp, "q.scale_inv")
-    checks.same_device(s.scale_inv, data, "q.scale_inv")
-    return _convert(data, xp, to.dtype, True, s.scale_inv, s.transposed, out, s.shape, lambda: reference.dequantize(s, dtype=to.dtype))
+    data, xp, at = checks.source(s.data, FP8_DTYPES, "q.data")
+    scale_at = checks.one_f32(s.scale_inv, data, xp, "q.scale_inv")
+    if executor_of(xp) == "reference":
+        return _store(reference.dequantize(s, dtype=to.dtype), out, data, s.scale_inv)
+    result = empty(s.shape, to.dtype, like=data) if out is None else out
+    result_at = checks.destination(result, s.shape, to.dtype, data, xp, "out")
+    checks.separate(result_at, result.nbytes, scale_at, 4, "out", "q.scale_inv")
+    if s.transposed:
+        _launch_transposed(data, at, result_at, scale_at, to.dtype)
+    else:
+        _launch_flat(data, at, result_at, scale_at, to.dtype, True)
+    return result
 
 
 def transpose(a: Array, *, out: Array | None = None) -> Array:
@@ -70,38 +85,48 @@ def transpose(a: Array, *, out: Array | None = None) -> Array:
     >>> fp8.transpose(fp8.zeros((2, 3, 4), fp8.float8_e5m2, like=np)).shape
     (2, 4, 3)
     """
-    a, xp = checks.source(a, BYTE_DTYPES, "a")
+    a, xp, at = checks.source(a, BYTE_DTYPES, "a")
     if a.ndim < 2:
         raise ValueError(f"a: expected an array of two or more dimensions, got shape {a.shape}")
-    return _convert(a, xp, a.dtype, True, None, True, out, swap_last(a.shape), lambda: reference.transpose(a))
-
-
-def _convert(src: Array, xp: Any, dtype: np.dtype[Any], saturate: bool, scale_inv: Array | None, swap: bool, out: Array | None,
-             shape: tuple[int, ...], by_reference: Any) -> Array:
-    if out is not None:
-        checks.destination(out, shape, dtype, src, xp, "out")
-        if scale_inv is not None:
-            checks.separate(out, scale_inv, "out", "q.scale_inv")
     if executor_of(xp) == "reference":
-        result = by_reference()
-        if out is None:
-            return result
-        bits(out)[...] = bits(result)
-        return out
+        return _store(reference.transpose(a), out, a)
+    result = empty(swap_last(a.shape), a.dtype, like=a) if out is None else out
+    result_at = checks.destination(result, swap_last(a.shape), a.dtype, a, xp, "out")
+    _launch_transposed(a, at, result_at, 0, a.dtype)
+    return result
+
+
+def _launch_flat(src: Array, at: int, to_at: int, scale_at: int, to: np.dtype[Any], saturate: bool) -> None:
+    if src.size:
+        blocks, vector = flat.grid(src.size, src.shape, src.dtype.itemsize, to.itemsize, at, to_at)
+        _convert_variant(src.dtype, to, saturate).launch(src, blocks, at, to_at, scale_at, src.size, 0, 0, 3 * vector)
+
+
+def _launch_transposed(src: Array, at: int, to_at: int, scale_at: int, to: np.dtype[Any]) -> None:
+    if src.size:
+        _, rows, columns = tiles.matrices(src.shape)
+        tile, blocks = tiles.choose(src, _LARGE_TILE if src.dtype == to else tiles.SMALL)
+        vector = (columns % 8 == 0 and at % 8 == 0) | (rows % 16 == 0 and to_at % 16 == 0) << 1
+        _transpose_variant(src.dtype, to, tile).launch(src, blocks, at, to_at, scale_at, src.size, rows, columns, vector)
+
+
+@functools.cache
+def _convert_variant(source: np.dtype[Any], to: np.dtype[Any], saturate: bool) -> Variant:
+    return _CONVERT.variant(block=flat.THREADS, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, SATURATE=int(saturate))
+
+
+@functools.cache
+def _transpose_variant(source: np.dtype[Any], to: np.dtype[Any], tile: tiles.Tile) -> Variant:
+    rows, columns = tile
+    return _TRANSPOSE.variant(block=rows * columns // 64, shared=rows * columns, IN=FORMATS[source].tag, OUT=FORMATS[to].tag,
+                              SATURATE=1, TILE_ROWS=rows, TILE_COLUMNS=columns)
+
+
+def _store(result: np.ndarray, out: Array | None, *inputs: Array) -> Array:
+    """The reference's result, in `out` where one is given."""
     if out is None:
-        out = empty(shape, dtype, like=src)
-    if src.size == 0:
-        return out
-    at, to = checks.address(src), checks.address(out)
-    scale_at = checks.address_or_null(scale_inv)
-    variant = (("IN", FORMATS[src.dtype].tag), ("OUT", FORMATS[dtype].tag), ("SATURATE", int(saturate)))
-    if not swap:
-        blocks, aligned = flat.grid(src.size, shape, src.dtype.itemsize, dtype.itemsize, at, to)
-        _CONVERT.launch(src, variant, blocks, flat.THREADS, 0, at, to, scale_at, src.size, 0, 0, 3 * aligned)
-    else:
-        rows, columns = tiles.matrices(src.shape)
-        tile, blocks = tiles.choose(src, xp)
-        vector = (columns % 8 == 0 and at % 8 == 0) | (rows % 16 == 0 and to % 16 == 0) << 1
-        _TRANSPOSE.launch(src, (*variant, ("TILE", tile)), blocks, tile * tile // 64, tile * tile,
-                          at, to, scale_at, src.size, rows, columns, vector)
+        return result
+    for a in inputs:
+        checks.destination(out, result.shape, result.dtype, a, np, "out")
+    bits(out)[...] = bits(result)
     return out

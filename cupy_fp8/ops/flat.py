@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from . import checks
 
-THREADS = 256
-
-
-def chunk(in_bytes: int, out_bytes: int) -> int:
-    """Elements that a thread handles at once: 16 bytes on the wider side."""
-    return 16 // max(in_bytes, out_bytes)
+THREADS = 128
+_CHUNKS_PER_THREAD = 2
 
 
 def grid(n: int, shape: tuple[int, ...], in_bytes: int, out_bytes: int, source: int, target: int) -> tuple[int, int]:
-    """(blocks, whether both addresses are aligned to their chunks)."""
-    c = chunk(in_bytes, out_bytes)
-    unroll = 4 if c * in_bytes == 16 else 8
-    vector = source % (c * in_bytes) == 0 and target % (c * out_bytes) == 0
-    return checks.grid_size(-(-n // (c * unroll * THREADS)), shape), int(vector)
+    """(blocks, whether both addresses are aligned to their chunks: 16 bytes on the wider side)."""
+    chunk = 16 // (in_bytes if in_bytes > out_bytes else out_bytes)
+    vector = source % (chunk * in_bytes) == 0 and target % (chunk * out_bytes) == 0
+    return checks.grid_size(-(-n // (chunk * _CHUNKS_PER_THREAD * THREADS)), shape), int(vector)

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from .. import runtime
 from ..arrays import Array
 from . import checks
 
-#: On the CPU a block of 256 threads: the sanitizers pay per thread.
-_HOST_TILE = 128
+Tile = tuple[int, int]
+
+#: Also for the CPU executor: blocks of 256 threads (the sanitizers pay per thread).
+SMALL: Tile = (128, 128)
 
 
-def matrices(shape: tuple[int, ...]) -> tuple[int, int]:
-    """(rows, columns) of the matrices of an array with two or more dimensions."""
-    return shape[-2], shape[-1]
-
-
-def choose(x: Array, xp: Any) -> tuple[int, int]:
-    """(tile, blocks) for an array of matrices: 256 x 256 tiles, one block per multiprocessor, where there are enough of them
-    to fill the GPU; 128 x 128 for smaller arrays."""
-    tile = _HOST_TILE
-    if xp is not np and _tiles(x.shape, 256) >= runtime.multiprocessors(x.data.device_id):
-        tile = 256
-    return tile, checks.grid_size(_tiles(x.shape, tile), x.shape)
-
-
-def _tiles(shape: tuple[int, ...], tile: int) -> int:
-    if 0 in shape:
-        return 0
-    count = -(-shape[-2] // tile) * -(-shape[-1] // tile)
+def matrices(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """(count, rows, columns) of the matrices of an array with two or more dimensions."""
+    count = 1
     for extent in shape[:-2]:
         count *= extent
-    return count
+    return count, shape[-2], shape[-1]
+
+
+def choose(x: Array, large: Tile) -> tuple[Tile, int]:
+    """(tile, blocks): `large` tiles where there are at least two for every multiprocessor of x's GPU, else small ones."""
+    count, rows, columns = matrices(x.shape)
+    tile = SMALL
+    if not isinstance(x, np.ndarray) and count * rows * columns >= 2 * large[0] * large[1] * runtime.multiprocessors(x.data.device_id):
+        tile = large
+    return tile, checks.grid_size(count * -(-rows // tile[0]) * -(-columns // tile[1]), x.shape)

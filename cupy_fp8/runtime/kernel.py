@@ -19,6 +19,7 @@ from .. import backend
 from . import sources
 
 COMPILE_OPTIONS = ("-std=c++17",)
+_SHARED_BY_DEFAULT = 48 << 10       # bytes of dynamic shared memory that a launch gets without asking
 
 #: Called with a line of text when a kernel is compiled (the command line prints it). None: silence.
 _announce: Callable[[str], None] | None = None
@@ -47,62 +48,80 @@ def executor_of(xp: Any) -> str:
 
 
 class Kernel:
-    """The entry point `entry` of kernels_cu/<family>.cu and the layout of its parameter struct (`struct` module codes).
-
-    >>> cast = Kernel("cast", "cast", "8P3qfI")
-    >>> cast.launch(x, variant, grid, block, shared, values)   # doctest: +SKIP
-    """
+    """The entry point `entry` of kernels_cu/<family>.cu and the layout of its parameter struct (`struct` module codes)."""
 
     def __init__(self, family: str, entry: str, fields: str) -> None:
         self.family, self.entry = family, entry
         self.params = struct.Struct(f"@{fields}0q")        # 0q: padded at the end as C++ pads a struct of 8-byte members
-        self._functions: dict[tuple[int, tuple[Any, ...]], int] = {}
+
+    def variant(self, *, block: int, shared: int = 0, **defines: str | int) -> Variant:
+        """The entry point compiled with `defines`, for blocks of `block` threads and `shared` bytes of dynamic shared memory.
+        Compiled at its first launch. Make it once and keep it."""
+        return Variant(self, block, shared, tuple((name, str(value)) for name, value in defines.items()))
+
+
+class Variant:
+    """A compiled choice of a kernel. `launch` is the path every op takes on every call: nothing avoidable belongs in it."""
+
+    def __init__(self, kernel: Kernel, block: int, shared: int, defines: tuple[tuple[str, str], ...]) -> None:
+        self.kernel, self.block, self.shared, self.defines = kernel, block, shared, defines
+        self._pack_into = kernel.params.pack_into
+        self._functions: dict[int, int] = {}               # by device
         self._modules: list[Any] = []                      # keeps the loaded code alive
-        self._local = _LaunchBuffers(self.params.size)
+        self._local = _LaunchBuffers(kernel.params.size)
         self._lock = threading.Lock()
 
-    def launch(self, x: Any, variant: tuple[tuple[str, Any], ...], grid: int, block: int, shared: int, *values: Any) -> None:
-        """Run on the current stream of x's device, or on the CPU for a NumPy x.
-
-        variant: pairs of define and value, hashable and always in the same order. values: the struct's members.
-        """
+    def launch(self, x: Any, grid: int, *values: Any) -> None:
+        """Run `grid` blocks on the current stream of x's device, or on the CPU for a NumPy x. values: the struct's members."""
         if isinstance(x, np.ndarray):
-            self._host_function(variant)((grid,), (block,), self.params.pack(*values), shared_mem=shared)
+            self._host_function()((grid,), (self.block,), self.kernel.params.pack(*values), shared_mem=self.shared)
             return
-        cp_cuda = backend.cupy().cuda
+        cuda = _cuda()
         device = x.data.device_id
-        if device != cp_cuda.runtime.getDevice():
-            with cp_cuda.Device(device):
-                self.launch(x, variant, grid, block, shared, *values)
+        if device != cuda.runtime.getDevice():
+            with cuda.Device(device):
+                self.launch(x, grid, *values)
             return
-        function = self._functions.get((device, variant))
-        if function is None:
-            function = self._load(device, variant, shared)
+        function = self._functions.get(device) or self._load(device)
         local = self._local
-        self.params.pack_into(local.buffer, 0, *values)
-        cp_cuda.driver.launchKernel(function, grid, 1, 1, block, 1, 1, shared, cp_cuda.get_current_stream().ptr, local.pointers, 0)
+        self._pack_into(local.buffer, 0, *values)
+        cuda.driver.launchKernel(function, grid, 1, 1, self.block, 1, 1, self.shared, cuda.get_current_stream().ptr, local.pointers, 0)
 
-    def _load(self, device: int, variant: tuple[tuple[str, Any], ...], shared: int) -> int:
+    def _load(self, device: int) -> int:
         with self._lock:
-            if (device, variant) in self._functions:
-                return self._functions[device, variant]
+            if device in self._functions:
+                return self._functions[device]
             backend.check_device(device)
             cp = backend.cupy()
-            with _announced(self, variant, f"sm_{cp.cuda.Device(device).compute_capability}"):
-                module = cp.RawModule(code=sources.program(self.family, self.entry, _as_text(variant)),
+            with self._announced(f"sm_{cp.cuda.Device(device).compute_capability}"):
+                module = cp.RawModule(code=sources.program(self.kernel.family, self.kernel.entry, self.all_defines()),
                                       options=(*COMPILE_OPTIONS, f"-I{sources.root() / 'include'}"))
-                function = module.get_function(self.entry)
-                if shared > 48 << 10:
-                    function.max_dynamic_shared_size_bytes = shared
+                function = module.get_function(self.kernel.entry)
+                if self.shared > _SHARED_BY_DEFAULT:
+                    function.max_dynamic_shared_size_bytes = self.shared
+                self._functions[device] = function.kernel.ptr
             self._modules.append((module, function))
-            self._functions[device, variant] = function.kernel.ptr
-            return self._functions[device, variant]
+            return self._functions[device]
 
-    def _host_function(self, variant: tuple[tuple[str, Any], ...]) -> Any:
+    def _host_function(self) -> Any:
         from .. import hostexec
 
-        return hostexec.compile_kernel(sources.root() / f"{self.family}.cu", self.entry, defines=sources.all_defines(
-            self.entry, dict(_as_text(variant))), include_dirs=[sources.root() / "include"])
+        family, entry = self.kernel.family, self.kernel.entry
+        return hostexec.compile_kernel(sources.root() / f"{family}.cu", entry, include_dirs=[sources.root() / "include"],
+                                       defines=sources.all_defines(entry, dict(self.all_defines())))
+
+    def all_defines(self) -> tuple[tuple[str, str], ...]:
+        """The defines, and what the environment adds: CUPY_FP8_BITCODE=1 takes the integer conversions of older GPUs (for tests)."""
+        return (*self.defines, ("CUPY_FP8_BITCODE", "1")) if os.environ.get("CUPY_FP8_BITCODE") == "1" else self.defines
+
+    @contextmanager
+    def _announced(self, target: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if _announce:
+            choice = ", ".join(f"{name}={value}" for name, value in self.defines)
+            _announce(f"compiling {self.kernel.family}.cu: {self.kernel.entry} [{choice}] for {target} … "
+                      f"{time.perf_counter() - start:.2f} s")
 
 
 class _LaunchBuffers(threading.local):
@@ -113,31 +132,20 @@ class _LaunchBuffers(threading.local):
         self._pointer = ctypes.c_void_p(ctypes.addressof(self.buffer))
         self.pointers = ctypes.addressof(self._pointer)
         if backend.gpu_problem() is None:
-            backend.cupy().cuda.runtime.free(0)            # makes the device's context current in this thread
-
-
-@contextmanager
-def _announced(kernel: Kernel, variant: tuple[tuple[str, Any], ...], target: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    if _announce:
-        choice = ", ".join(f"{name}={value}" for name, value in variant)
-        _announce(f"compiling {kernel.family}.cu: {kernel.entry} [{choice}] for {target} … {time.perf_counter() - start:.2f} s")
+            _cuda().runtime.free(0)                        # makes the device's context current in this thread
 
 
 @functools.cache
-def _as_text(variant: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, str], ...]:
-    extra = [("CUPY_FP8_BITCODE", "1")] if os.environ.get("CUPY_FP8_BITCODE") else []
-    return tuple((name, str(value)) for name, value in (*variant, *extra))
+def _cuda() -> Any:
+    return backend.cupy().cuda
 
 
 @functools.cache
 def multiprocessors(device_id: int) -> int:
     """Streaming multiprocessors of a GPU."""
-    return int(backend.cupy().cuda.runtime.getDeviceProperties(device_id)["multiProcessorCount"])
+    return int(_cuda().runtime.getDeviceProperties(device_id)["multiProcessorCount"])
 
 
 def capturing() -> bool:
     """Whether the current stream is being captured into a CUDA graph."""
-    cp_cuda = backend.cupy().cuda
-    return bool(cp_cuda.runtime.streamIsCapturing(cp_cuda.get_current_stream().ptr))
+    return bool(_cuda().runtime.streamIsCapturing(_cuda().get_current_stream().ptr))

@@ -3,21 +3,19 @@
 #pragma once
 #include "memory.cuh"
 
-constexpr int kFlatThreads = 256;
+constexpr int kFlatThreads = 128;
 
 // Elements per chunk: 16 bytes on the wider side.
 template <class In, class Out>
 constexpr int kFlatChunk = 16 / (sizeof(typename In::storage) > sizeof(typename Out::storage) ? sizeof(typename In::storage)
                                                                                               : sizeof(typename Out::storage));
-// Enough bytes in flight: four 16-byte loads, eight smaller ones.
-template <class In, class Out>
-constexpr int kFlatUnroll = kFlatChunk<In, Out> * sizeof(typename In::storage) == 16 ? 4 : 8;
+constexpr int kFlatUnroll = 2;
 
 // dst[i] = map(src[i]); `map` takes a Chunk<In> and returns a Chunk<Out>; elements past the end are zeros to it and are not
 // written. vector: src and dst are aligned to their chunks.
 template <class In, class Out, class Map>
 __device__ __forceinline__ void flat_map(const typename In::storage* src, typename Out::storage* dst, i64 n, bool vector, Map map) {
-    constexpr int kChunk = kFlatChunk<In, Out>, kUnroll = kFlatUnroll<In, Out>;
+    constexpr int kChunk = kFlatChunk<In, Out>, kUnroll = kFlatUnroll;
     const i64 first = (i64)blockIdx.x * (kUnroll * kFlatThreads * kChunk) + (i64)threadIdx.x * kChunk;
     constexpr i64 kStep = kFlatThreads * kChunk;
     if (vector && first - (i64)threadIdx.x * kChunk + kUnroll * kStep <= n) {

@@ -9,27 +9,10 @@ template <> struct Words<4> { using type = u32; };
 template <> struct Words<8> { using type = uint2; };
 template <> struct Words<16> { using type = uint4; };
 
-// Streaming load: read once, so it should not displace anything in L1.
-#ifdef CUPY_FP8_HOST
-template <class T> __device__ __forceinline__ T load_streaming(const T* p) { return *p; }
-#else
-__device__ __forceinline__ uint4 load_streaming(const uint4* p) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-    return v;
-}
-__device__ __forceinline__ uint2 load_streaming(const uint2* p) {
-    uint2 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-    return v;
-}
-__device__ __forceinline__ u32 load_streaming(const u32* p) {
-    u32 v;
-    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
-    return v;
-}
-#endif
+// Read-only load. Not L1::no_allocate: on an H200 that hint cost a tenth of the bandwidth of every kernel here
+// (docs/performance.md).
+template <class T>
+__device__ __forceinline__ T load_read_only(const T* p) { return __ldg(p); }
 
 // How many of the next `most` elements exist when `left` do (which may be negative).
 __device__ __forceinline__ int left_of(i64 left, int most) { return left >= most ? most : left > 0 ? (int)left : 0; }
@@ -45,8 +28,12 @@ struct Chunk {
 
     static __device__ __forceinline__ Chunk load(const storage* p) {
         Chunk c;
-        const Vector v = load_streaming(reinterpret_cast<const Vector*>(p));
-        c.set(v);
+        c.set(load_read_only(reinterpret_cast<const Vector*>(p)));
+        return c;
+    }
+    static __device__ __forceinline__ Chunk load_shared(const u8* p) {
+        Chunk c;
+        c.set(*reinterpret_cast<const Vector*>(p));
         return c;
     }
     static __device__ __forceinline__ Chunk load_partial(const storage* p, int count) {

@@ -1,48 +1,58 @@
-// Transposing bytes through shared memory. A tile is kTile x kTile bytes; each thread owns a patch of 8 rows x 8 columns, which
+// Transposing bytes through shared memory. A tile is kRows x kColumns bytes; each thread owns a patch of 8 rows x 8 columns, which
 // it transposes in registers (prmt) and writes as eight 8-byte pieces of transposed rows. The 8-byte columns of the shared tile
 // are XOR-swizzled by patch, so that neither those writes nor the 16-byte reads of whole transposed rows conflict in banks.
 #pragma once
 #include "memory.cuh"
 
-template <int kTile>
+template <int kRows, int kColumns>
 struct ByteTile {
-    static_assert(kTile == 128 || kTile == 256, "the swizzle is free of bank conflicts for these");
-    static constexpr int kPatches = kTile / 8, kThreads = kPatches * kPatches, kBytes = kTile * kTile;
-    static constexpr int kRowUnits = kTile / 16;                     // 16-byte units of a transposed row
-    static constexpr int kUnits = kTile * kRowUnits / kThreads;      // of which each thread reads this many
+    static constexpr int kRowPatches = kRows / 8, kColumnPatches = kColumns / 8, kThreads = kRowPatches * kColumnPatches;
+    static_assert(kRowPatches >= 16 && kColumnPatches >= 16, "the swizzle is free of bank conflicts from 128 on");
+    static_assert((kRows & (kRows - 1)) == 0 && kThreads <= 1024, "powers of two, one thread per patch");
 
-    u8* shared;                                                      // kBytes, 16-byte aligned
+    u8* shared;                                                      // kRows * kColumns bytes, 16-byte aligned
 
     // This thread's patch of the source tile: neighbouring threads take neighbouring columns.
-    static __device__ __forceinline__ int patch_row() { return threadIdx.x / kPatches * 8; }
-    static __device__ __forceinline__ int patch_column() { return threadIdx.x % kPatches * 8; }
+    static __device__ __forceinline__ int patch_row() { return threadIdx.x / kColumnPatches * 8; }
+    static __device__ __forceinline__ int patch_column() { return threadIdx.x % kColumnPatches * 8; }
 
-    // row[r]: the eight bytes of source row patch_row() + r. Call __syncthreads() before read().
+    // line[r]: the eight bytes of source row patch_row() + r. Call __syncthreads() before read().
     template <class F>
-    __device__ __forceinline__ void write_patch(const Chunk<F, 8> (&row)[8]) const {
+    __device__ __forceinline__ void write_patch(const Chunk<F, 8> (&line)[8]) const {
         static_assert(sizeof(typename F::storage) == 1, "a tile of bytes");
-        const int pr = threadIdx.x / kPatches, pc = threadIdx.x % kPatches;
+        const int row_patch = threadIdx.x / kColumnPatches, column_patch = threadIdx.x % kColumnPatches;
+        u8* to = shared + column_patch * 8 * kRows + swizzle(row_patch, column_patch) * 8;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             u32 top[4], bottom[4];
-            transpose_4x4(row[0].word[half], row[1].word[half], row[2].word[half], row[3].word[half], top);
-            transpose_4x4(row[4].word[half], row[5].word[half], row[6].word[half], row[7].word[half], bottom);
+            transpose_4x4(line[0].word[half], line[1].word[half], line[2].word[half], line[3].word[half], top);
+            transpose_4x4(line[4].word[half], line[5].word[half], line[6].word[half], line[7].word[half], bottom);
 #pragma unroll
-            for (int k = 0; k < 4; k++)
-                *reinterpret_cast<uint2*>(shared + (pc * 8 + half * 4 + k) * kTile + (pr ^ pc) * 8) = make_uint2(top[k], bottom[k]);
+            for (int k = 0; k < 4; k++) *reinterpret_cast<uint2*>(to + (half * 4 + k) * kRows) = make_uint2(top[k], bottom[k]);
         }
     }
-    // The unit-th 16 bytes that this thread reads back: source column `column`, source rows from `row`.
-    static __device__ __forceinline__ int unit_column(int unit) { return (unit * kThreads + threadIdx.x) / kRowUnits; }
-    static __device__ __forceinline__ int unit_row(int) { return threadIdx.x % kRowUnits * 16; }
-    template <class F>
-    __device__ __forceinline__ Chunk<F, 16> read(int unit) const {
-        const int column = unit_column(unit), key = column / 8;
-        const uint4 v = *reinterpret_cast<const uint4*>(shared + column * kTile + (threadIdx.x % kRowUnits ^ key >> 1) * 16);
-        return key & 1 ? Chunk<F, 16>{{v.z, v.w, v.x, v.y}} : Chunk<F, 16>{{v.x, v.y, v.z, v.w}};
+    // Reading back: transposed rows in units of kBytes (4, 8 or 16), neighbouring threads neighbouring units of a row. A thread
+    // reads kUnits<kBytes> of them: unit i holds source rows row() to row() + kBytes - 1 of source column column(i).
+    template <int kBytes> static constexpr int kUnits = kRows * kColumns / kBytes / kThreads;
+    template <int kBytes>
+    static __device__ __forceinline__ int column(int unit) { return (unit * kThreads + threadIdx.x) / (kRows / kBytes); }
+    template <int kBytes>
+    static __device__ __forceinline__ int row() { return threadIdx.x % (kRows / kBytes) * kBytes; }
+    template <class F, int kBytes>
+    __device__ __forceinline__ Chunk<F, kBytes> read(int unit) const {
+        const int at = row<kBytes>(), chunk = swizzle(at / 8, column<kBytes>(unit) / 8);
+        const u8* line = shared + column<kBytes>(unit) * kRows;
+        if constexpr (kBytes < 16) return Chunk<F, kBytes>::load_shared(line + chunk * 8 + at % 8);
+        else {
+            const Chunk<F, 16> c = Chunk<F, 16>::load_shared(line + chunk / 2 * 16);
+            return chunk & 1 ? Chunk<F, 16>{{c.word[2], c.word[3], c.word[0], c.word[1]}} : c;
+        }
     }
 
 private:
+    // Where the 8-byte chunk of source rows 8 * row_patch and on lies in its transposed row.
+    static __device__ __forceinline__ int swizzle(int row_patch, int column_patch) { return row_patch ^ column_patch % kRowPatches; }
+
     static __device__ __forceinline__ void transpose_4x4(u32 a, u32 b, u32 c, u32 d, u32 (&out)[4]) {
         const u32 ab_low = __byte_perm(a, b, 0x5140), ab_high = __byte_perm(a, b, 0x7362);
         const u32 cd_low = __byte_perm(c, d, 0x5140), cd_high = __byte_perm(c, d, 0x7362);
@@ -56,11 +66,11 @@ private:
 // Where block blockIdx.x of a batch of [rows, columns] matrices works: matrices one after the other, row of tiles by row of tiles.
 struct TilePosition {
     i64 matrix, row, column;
-    __device__ __forceinline__ TilePosition(i64 rows, i64 columns, int tile) {
-        const i64 across = (columns + tile - 1) / tile, down = (rows + tile - 1) / tile;
+    __device__ __forceinline__ TilePosition(i64 rows, i64 columns, int tile_rows, int tile_columns) {
+        const i64 across = (columns + tile_columns - 1) / tile_columns, down = (rows + tile_rows - 1) / tile_rows;
         const i64 block = blockIdx.x, line = block / across;
-        column = (block - line * across) * tile;
+        column = (block - line * across) * tile_columns;
         matrix = line / down;
-        row = (line - matrix * down) * tile;
+        row = (line - matrix * down) * tile_rows;
     }
 };

@@ -1,0 +1,162 @@
+"""python -m cupy_fp8 demo: what FP8 does to a weight, to an activation, or to every matrix of your own files, recipe by recipe."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import backend, diagnostics, io, runtime
+from ..arrays import Array, asarray
+from ..formats import finfo, float8_e4m3fn, float8_e5m2
+from ..ops.amax import compute_amax
+from ..recipes import DelayedScaling
+from ..results import Quantized
+from . import demo_data, demo_table
+
+#: Every recipe that the demo shows, by the name in its table: a new recipe is a line here.
+RECIPES: dict[str, Any] = {
+    "per tensor, e4m3fn": DelayedScaling(float8_e4m3fn),
+    "per tensor, e5m2": DelayedScaling(float8_e5m2),
+}
+
+#: (rows, columns) of the weight, (tokens, channels) of the activation.
+SIZES = {"numpy": ((2048, 2048), (4096, 2048)), "cupy": ((4096, 4096), (8192, 4096))}
+_CPU_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor quantised with one recipe, row-wise and column-wise. An infinite or undefined figure is None, as JSON has neither.
+
+    bytes_per_element  data and scales of both directions
+    microseconds       of one call; copy_share: a device copy of the same traffic takes this share of it (GPU only)
+    """
+
+    tensor: str
+    shape: tuple[int, int]
+    dtype: str
+    recipe: str
+    sqnr_db: float | None
+    max_relative_error: float | None
+    saturated: int
+    underflowed: int
+    nan: int
+    bytes_per_element: float
+    microseconds: float
+    copy_share: float | None
+
+
+def main(argv: list[str]) -> int:
+    options = _parser().parse_args(argv)
+    try:
+        like = backend.like_module(options.array)
+        sources = [io.read_matrices(path) for path in options.files]
+    except (backend.DeviceError, OSError, ValueError, ImportError) as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
+    executor = executor_name(like)
+    runtime.announce(lambda line: print(line, file=sys.stderr))
+    try:
+        rows = [row for name, x in _tensors(sources, like, options) for row in quantize_with_all(name, x)]
+    finally:
+        runtime.announce(None)
+    if not rows:
+        print(f"demo: no 2-D tensor of float64, float32, float16 or bfloat16 in {', '.join(options.files)}", file=sys.stderr)
+        return 1
+    print(f"Executor: {executor}. Both directions (row-wise, and column-wise stored transposed) from one call.\n")
+    print(demo_table.render(rows, markdown=options.markdown, summary=options.summary))
+    if options.json:
+        report = {"executor": executor, "platform": platform.machine(), "numpy": np.__version__, "rows": [asdict(r) for r in rows]}
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(report, file, indent=1, allow_nan=False)
+            file.write("\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m cupy_fp8 demo", description=__doc__)
+    parser.add_argument("files", nargs="*", metavar="FILE", help=".npy, .npz or .safetensors: every 2-D float tensor is quantised; "
+                        "without files a made-up weight and activation")
+    parser.add_argument("--array", choices=("numpy", "cupy"), help="the kind of array (default: cupy where there is a GPU)")
+    parser.add_argument("--seed", type=int, default=0, help="of the made-up matrices (default 0)")
+    parser.add_argument("--summary", action="store_true", help="first one row per kind of tensor: names that differ only in numbers")
+    parser.add_argument("--markdown", action="store_true", help="tables in Markdown")
+    parser.add_argument("--json", metavar="FILE", help="also write the rows as JSON")
+    return parser
+
+
+def _tensors(sources: list[Iterator[tuple[str, np.ndarray]]], like: Any, options: argparse.Namespace) -> Iterator[tuple[str, Array]]:
+    if not sources:
+        weight, activation = SIZES[like.__name__]
+        yield "weight", demo_data.weight(*weight, like=like, seed=options.seed)
+        yield "activation", demo_data.activation(*activation, like=like, seed=options.seed)
+    for path, source in zip(options.files, sources, strict=True):
+        for name, x in source:
+            if x.size:
+                yield name if len(sources) == 1 else f"{path}: {name}", asarray(x, like=like)
+
+
+def quantize_with_all(name: str, x: Array) -> Iterator[Row]:
+    """A Row for each of RECIPES."""
+    for title, recipe in RECIPES.items():
+        extra = {"scale": scale_of(x, recipe.dtype)} if isinstance(recipe, DelayedScaling) else {}
+
+        def call(out: Quantized | None = None, recipe: Any = recipe, extra: dict[str, Array] = extra) -> Quantized:
+            result: Quantized = recipe.quantize(x, columnwise=True, out=out, **extra)
+            return result
+
+        q = call()
+        report = diagnostics.error(x, q)
+        assert report.saturated is not None
+        microseconds, share = timing(call, x.nbytes + q.nbytes, backend.module_of(x))
+        yield Row(name, x.shape, x.dtype.name, title, _finite(report.sqnr_db), _finite(report.max_relative_error),
+                  report.saturated, report.underflowed, report.nan, q.nbytes / x.size, microseconds, share)
+
+
+def scale_of(x: Array, dtype: Any) -> Array:
+    """fl(max / amax) as f32 [1], the scale with which the tensor just fits: 1 where amax is 0 or Inf, at most the largest f32."""
+    xp = backend.module_of(x)
+    amax = compute_amax(x)
+    usable = (amax > 0) & xp.isfinite(amax)
+    with np.errstate(over="ignore"):
+        scale = finfo(dtype).max / xp.where(usable, amax, np.float32(1))
+    return xp.where(usable, xp.minimum(scale, np.finfo(np.float32).max), np.float32(1)).astype(np.float32)
+
+
+def timing(call: Callable[..., Quantized], traffic: int, xp: Any) -> tuple[float, float | None]:
+    """(microseconds of call(out=…), share of copy speed or None): on a GPU as the benchmark measures, on the CPU by the clock."""
+    if xp is not np:
+        from ..bench.measure import measure
+
+        def make() -> Callable[[], Any]:
+            out = call()
+            return lambda: call(out=out)
+
+        measured = measure(make, traffic)
+        return measured.us, measured.share
+    out, times = call(), []
+    for _ in range(_CPU_REPEATS):
+        start = time.perf_counter()
+        call(out=out)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e6, None
+
+
+def executor_name(xp: Any) -> str:
+    if xp is np:
+        return "NumPy reference on the CPU"
+    properties = xp.cuda.runtime.getDeviceProperties(xp.cuda.runtime.getDevice())
+    return f"CUDA kernels on {properties['name'].decode()}"
+
+
+def _finite(value: float) -> float | None:
+    return value if np.isfinite(value) else None

@@ -1,0 +1,192 @@
+"""Compile the runtime and kernels with g++; keep the results on disk.
+
+A kernel is compiled in two steps: ``g++ -E`` with the shim in front, then the preprocessed text with CUDA's ``__shared__``
+rewritten into C++. Working on preprocessed text covers included headers, and its line markers make every message name the
+real file.
+"""
+
+import functools
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+SHIM = HERE / "shim"
+RUNTIME = HERE / "runtime"
+MODES = ("fast", "asan", "tsan")
+
+_COMMON = ["-fPIC", "-shared", "-fvisibility=hidden", "-pthread"]
+# No contraction: a * b + c keeps its two roundings. No sibling calls: the runtime reads the caller's address for its messages.
+_KERNEL_FLAGS = [
+    "-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-math-errno", "-fno-exceptions", "-fno-rtti",
+    "-fno-threadsafe-statics", "-fno-optimize-sibling-calls", "-Wno-unknown-pragmas", "-Wno-attributes",
+]  # fmt: skip
+_UNDEFINED = ["-fsanitize=undefined,float-cast-overflow,bounds-strict,alignment", "-fno-sanitize-recover=all"]
+_MODE_FLAGS = {
+    "fast": ["-O2", "-g1"],
+    "asan": ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address", *_UNDEFINED],
+    "tsan": ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=thread", "-DHOST_TSAN"],
+}
+# Where several threads run blocks, each needs its own shared memory. AddressSanitizer puts red zones only around plain statics,
+# so there the variables are plain, and a linker script gathers them to make them findable (-fdata-sections gives each its own
+# input section, named after the function it is in).
+_SHARED = {"fast": "static thread_local", "asan": "static", "tsan": "static thread_local"}
+_SHARED_SECTION = """SECTIONS {
+  host_shared (NOLOAD) : {
+    PROVIDE_HIDDEN(host_shared_begin = .); KEEP(*(.bss._ZZ*)) PROVIDE_HIDDEN(host_shared_end = .);
+  }
+} INSERT AFTER .bss;
+"""
+_EXPORT = {
+    "static": """
+extern "C" char host_shared_begin[], host_shared_end[];
+extern "C" __attribute__((visibility("default"))) const HostKernel host_kernel;
+const HostKernel host_kernel = {host_call_kernel, sizeof(HostKernelParams), nullptr, host_shared_begin, host_shared_end};
+""",
+    "static thread_local": """
+static thread_local char host_anchor;
+static void* host_find_anchor() { return &host_anchor; }
+extern "C" __attribute__((visibility("default"))) const HostKernel host_kernel;
+const HostKernel host_kernel = {host_call_kernel, sizeof(HostKernelParams), host_find_anchor, nullptr, nullptr};
+""",
+}
+
+
+class HostError(RuntimeError):
+    """A kernel could not be compiled or run on the CPU, or did something a GPU would not allow."""
+
+
+def compiler() -> str:
+    return os.environ.get("CXX") or "g++"
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels are kept: $CUPY_FP8_CACHE_DIR, else the user's cache directory."""
+    if chosen := os.environ.get("CUPY_FP8_CACHE_DIR"):
+        return Path(chosen) / "host"
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "cupy_fp8" / "host"
+
+
+def clean_environment() -> dict[str, str]:
+    """The environment for compilers: a preloaded sanitizer would check g++ itself."""
+    return {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+
+
+@functools.cache
+def compiler_version() -> str:
+    try:
+        done = subprocess.run([compiler(), "--version"], capture_output=True, text=True, env=clean_environment())
+    except OSError as error:
+        raise HostError(f"the host executor needs g++ ({error}); install it or set CXX") from None
+    if done.returncode:
+        raise HostError(f"{compiler()} --version failed:\n{done.stderr}")
+    return done.stdout
+
+
+def digest(*parts: object) -> str:
+    """A short hash of texts, paths (their contents) and lists of them."""
+    state = hashlib.sha256()
+
+    def add(part: object) -> None:
+        if isinstance(part, (list, tuple)):
+            for item in part:
+                add(item)
+            state.update(b"]")
+            return
+        data = part.read_bytes() if isinstance(part, Path) else str(part).encode()
+        state.update(len(data).to_bytes(8, "little") + data)
+
+    add(parts)
+    return state.hexdigest()[:20]
+
+
+def source_files(*directories: Path) -> list[Path]:
+    """All files below the directories, in a fixed order."""
+    return [path for directory in directories for path in sorted(directory.rglob("*")) if path.is_file()]
+
+
+def _run_compiler(command: Sequence[object]) -> str:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, env=clean_environment())
+    if done.returncode:
+        raise HostError(f"g++ failed:\n{done.stderr.strip()}")
+    return done.stdout
+
+
+def _build_into(target: Path, make: Callable[[Path], Path]) -> Path:
+    """Make a file in a temporary directory and move it to `target` in one step: other processes may be doing the same."""
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".build-", dir=target.parent))
+        try:
+            os.replace(make(scratch), target)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def build_runtime(mode: str) -> Path:
+    """The runtime library for one mode. It is never instrumented; it only tells the sanitizer about fibers."""
+    flags = ["-std=c++20", "-O2", "-g1", *_COMMON]
+    flags += {"fast": [], "asan": ["-DHOST_ASAN"], "tsan": ["-DHOST_TSAN"]}[mode]
+    if os.environ.get("CUPY_FP8_HOST_UCONTEXT"):
+        flags.append("-DHOST_UCONTEXT")
+    key = digest(compiler_version(), flags, source_files(RUNTIME, SHIM))
+
+    def make(scratch: Path) -> Path:
+        library = scratch / "runtime.so"
+        _run_compiler([compiler(), *flags, *sorted(RUNTIME.glob("*.cpp")), "-o", library, "-ldl"])
+        return library
+
+    return _build_into(cache_dir() / f"runtime-{mode}-{key}.so", make)
+
+
+_ALIGNMENT = r"(?:\s*(?:alignas\s*\([^()]*\)|__attribute__\s*\(\(\s*aligned\s*\([^()]*\)\s*\)\)))*"
+_DYNAMIC_SHARED = re.compile(rf"\bextern\s+__shared__{_ALIGNMENT}\s*([^;=(){{}}]*?){_ALIGNMENT}\s*(\w+)\s*\[\s*\]\s*;")
+_STATIC_SHARED = re.compile(r"\b(?:static\s+)?__shared__((?:\s*alignas\s*\([^()]*\))*)")
+
+
+def rewrite_shared(text: str, storage: str) -> str:
+    """Turn CUDA's __shared__ declarations in preprocessed text into C++ ones, line for line."""
+
+    def dynamic(match: re.Match[str]) -> str:
+        # The statement expression makes a declaration outside a function an error: it would bind before the memory exists.
+        lines = "\n" * match[0].count("\n")
+        return f"{match[1]} (&{match[2]})[] = *({{ reinterpret_cast<{match[1]} (*)[]>(host_block.dynamic_shared); }});{lines}"
+
+    return _STATIC_SHARED.sub(rf"\1 {storage}", _DYNAMIC_SHARED.sub(dynamic, text))
+
+
+def build_kernel(path: Path, entry: str, defines: dict[str, str], include_dirs: tuple[Path, ...], mode: str) -> Path:
+    """The shared library of one kernel entry point."""
+    runtime = build_runtime(mode)
+    storage = _SHARED[mode]
+    flags = [*_COMMON, *_KERNEL_FLAGS, *_MODE_FLAGS[mode]]
+    options = [f"-D{name}={value}" for name, value in sorted(defines.items())]
+    options += [f"-I{directory}" for directory in include_dirs]
+    unit = (
+        f'#include "{SHIM / "cuda_host.h"}"\n#include "{path}"\n#line 1 "<host executor: entry point {entry}>"\n'
+        f"using HostKernelParams = HostParams<decltype(&{entry})>::type;\n"
+        f"static void host_call_kernel(const void* params) {{ {entry}(*static_cast<const HostKernelParams*>(params)); }}\n"
+        + _EXPORT[storage]
+    )
+    files = [Path(__file__), path, *source_files(SHIM, *include_dirs)]
+    key = digest(compiler_version(), flags, options, unit, str(runtime), files)
+
+    def make(scratch: Path) -> Path:
+        source, preprocessed, library, script = (scratch / name for name in ("unit.cpp", "unit.ii", "kernel.so", "shared.ld"))
+        source.write_text(unit)
+        preprocessed.write_text(rewrite_shared(_run_compiler([compiler(), "-E", *flags, *options, source]), storage))
+        link: list[object] = [runtime, "-lm"]
+        if storage == "static":
+            script.write_text(_SHARED_SECTION)
+            link += ["-fdata-sections", f"-Wl,-T,{script}"]
+        _run_compiler([compiler(), *flags, "-fpreprocessed", preprocessed, "-o", library, *link])
+        return library
+
+    return _build_into(cache_dir() / f"{path.stem}-{entry}-{mode}-{key}.so", make)

@@ -1,0 +1,221 @@
+// Launches: workers, the order of blocks, turns.
+#include <link.h>
+#include <pthread.h>
+#include <string.h>
+#include <unistd.h>
+
+#include <mutex>
+#include <numeric>
+
+#include "runtime.h"
+
+char launch_clock, done_clock;
+
+// Workers live as long as the process, so that a launch costs neither threads nor fibers. After a fork the child starts with none.
+struct Pool {
+    std::vector<Worker*> workers;
+    std::atomic<int> busy{0};
+    pid_t process = getpid();
+};
+static Pool* pool;
+static std::mutex one_launch_at_a_time;
+static std::string error_text;
+extern "C" const char* host_error() { return error_text.c_str(); }
+
+// ---- turns ----
+static void await_turn(Worker* worker) {
+    worker->turn.wait(0);
+    worker->turn = 0;
+}
+static void give_turn(Worker* worker) {
+    worker->turn = 1;
+    worker->turn.notify_one();
+}
+// Under AddressSanitizer static shared memory is one plain array in the library (only so does it get red zones), so blocks that
+// take turns must take their contents with them. Copied by hand: the red zones between the variables are no business of memcpy.
+static void copy_raw(char* to, const char* from, size_t bytes) {
+    for (size_t i = 0; i < bytes; i++) ((volatile char*)to)[i] = from[i];
+}
+void pass_turn(Worker* worker, Worker* next) {
+    if (next == worker) return;
+    const bool save = worker->static_saved;
+    if (save) copy_raw(worker->static_saved, worker->static_shared, worker->static_bytes);
+    give_turn(next);
+    await_turn(worker);
+    if (save) copy_raw(worker->static_shared, worker->static_saved, worker->static_bytes);
+}
+
+// ---- memory of a worker ----
+struct ThreadLocals {
+    uintptr_t code;
+    char* begin;
+    size_t bytes;
+};
+static int find_thread_locals(dl_phdr_info* library, size_t, void* argument) {
+    ThreadLocals* wanted = (ThreadLocals*)argument;
+    size_t bytes = 0;
+    bool mine = false;
+    for (int i = 0; i < library->dlpi_phnum; i++) {
+        const auto& segment = library->dlpi_phdr[i];
+        if (segment.p_type == PT_LOAD && wanted->code - (library->dlpi_addr + segment.p_vaddr) < segment.p_memsz) mine = true;
+        if (segment.p_type == PT_TLS) bytes = segment.p_memsz;
+    }
+    if (!mine) return 0;
+    wanted->begin = (char*)library->dlpi_tls_data;
+    wanted->bytes = bytes;
+    return 1;
+}
+static void prepare_static_shared(Worker* worker) {
+    const HostKernel* kernel = worker->launch->kernel;
+    free(worker->static_saved);
+    worker->static_saved = nullptr;
+    if (kernel->shared_anchor) {
+        kernel->shared_anchor();  // makes this thread's copy exist
+        ThreadLocals found = {(uintptr_t)kernel->call, nullptr, 0};
+        dl_iterate_phdr(find_thread_locals, &found);
+        worker->static_shared = found.begin;
+        worker->static_bytes = found.begin ? found.bytes : 0;
+    } else {
+        worker->static_shared = kernel->shared_begin;
+        worker->static_bytes = (size_t)(kernel->shared_end - kernel->shared_begin);
+        if (worker->launch->exclusive) worker->static_saved = (char*)malloc(worker->static_bytes + 1);
+    }
+}
+static void prepare_dynamic_shared(Worker* worker) {
+    constexpr size_t alignment = 1024, margin = kAsan ? 0 : 1024;  // AddressSanitizer's malloc brings its own red zones
+    const unsigned bytes = worker->launch->options->shared_bytes;
+    if (bytes == worker->dynamic_bytes) return;
+    free(worker->dynamic_memory);
+    worker->dynamic_memory = worker->dynamic_shared = nullptr;
+    worker->dynamic_bytes = bytes;
+    if (!bytes) return;
+    if (posix_memalign((void**)&worker->dynamic_memory, alignment, bytes + 2 * margin)) abort();
+    worker->dynamic_shared = worker->dynamic_memory + margin;
+}
+
+// ---- a worker's thread ----
+static void work(Worker* worker) {
+    Launch* launch = worker->launch;
+    worker->failed = false;
+    worker->idle = launch->exclusive ? &launch->shared_idle : &worker->own_idle;
+    if (launch->exclusive) await_turn(worker);
+    create_threads(worker, launch->threads_per_block);
+    prepare_static_shared(worker);
+    prepare_dynamic_shared(worker);
+    const auto run = [&](uint64_t number) {
+        const bool descending = launch->options->order == HOST_DESCENDING;
+        run_block(worker, descending ? launch->blocks - 1 - number : (number * launch->block_multiplier + launch->block_offset) % launch->blocks);
+    };
+    if (launch->exclusive) {
+        if (!launch->failed) run(worker->index);
+        std::erase(launch->unfinished, worker);
+        if (!launch->unfinished.empty()) give_turn(launch->unfinished.front());
+    } else {
+        while (!launch->failed) {
+            const uint64_t number = launch->next_block.fetch_add(1);
+            if (number >= launch->blocks) break;
+            run(number);
+        }
+    }
+}
+static void* worker_main(void* argument) {
+    Worker* worker = (Worker*)argument;
+    pthread_attr_t attributes;
+    void* stack;
+    pthread_getattr_np(pthread_self(), &attributes);
+    pthread_attr_getstack(&attributes, &stack, &worker->main.fiber.stack_bytes);
+    pthread_attr_destroy(&attributes);
+    worker->main.fiber.stack = (char*)stack;
+#ifdef HOST_TSAN
+    worker->main.fiber.tsan_fiber = __tsan_get_current_fiber();
+#endif
+    Pool* own_pool = pool;
+    for (;;) {
+        worker->wake.wait(0);
+        worker->wake = 0;
+        work(worker);
+        if (own_pool->busy.fetch_sub(1) == 1) own_pool->busy.notify_one();
+    }
+}
+static bool add_worker() {
+    Worker* worker = new Worker();
+    worker->index = (unsigned)pool->workers.size();
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, 512 * 1024);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    pthread_t thread;
+    const bool started = !pthread_create(&thread, &attributes, worker_main, worker);
+    pthread_attr_destroy(&attributes);
+    if (started) pool->workers.push_back(worker);
+    else delete worker;
+    return started;
+}
+
+// ---- launches ----
+// ThreadSanitizer knows 8128 threads at most, every fiber is one, and each takes 0.9 MB and most of a millisecond to make. So they are
+// kept between launches, up to a number that a small machine can hold.
+constexpr uint64_t kTsanThreads = 7000, kTsanKeptThreads = 3000;
+// Every fiber takes two memory mappings (stack and guard page), of which Linux allows 65530.
+constexpr uint64_t kResidentThreads = 16384;
+
+static void trim_fibers(uint64_t workers, unsigned threads) {
+    uint64_t total = pool->workers.size() + workers;
+    for (size_t i = 0; i < pool->workers.size(); i++) total += std::max<uint64_t>(pool->workers[i]->threads.size(), i < workers ? threads : 0);
+    for (size_t i = pool->workers.size(); i < workers; i++) total += threads;
+    if (total <= kTsanKeptThreads) return;
+    for (size_t i = 0; i < pool->workers.size(); i++) drop_threads(pool->workers[i], i < workers ? threads : 0);
+}
+// A cheap permutation of the blocks: multiplication by something coprime to their number.
+static void permute_blocks(Launch& launch) {
+    if (launch.options->order != HOST_RANDOM || launch.blocks < 3) return;
+    uint64_t multiplier = (launch.options->seed * 2654435761ull + 12345) % launch.blocks | 1;
+    while (std::gcd(multiplier, launch.blocks) != 1) multiplier++;
+    launch.block_multiplier = multiplier;
+    launch.block_offset = launch.options->seed * 40503ull % launch.blocks;
+}
+static int refuse(const std::string& reason) {
+    error_text = reason;
+    return 1;
+}
+
+extern "C" int host_launch(const HostKernel* kernel, const HostLaunch* options) {
+    std::lock_guard<std::mutex> lock(one_launch_at_a_time);
+    Launch launch = {};
+    launch.kernel = kernel;
+    launch.options = options;
+    launch.params = options->params;
+    launch.threads_per_block = options->block[0] * options->block[1] * options->block[2];
+    launch.blocks = (uint64_t)options->grid[0] * options->grid[1] * options->grid[2];
+    launch.exclusive = kTsan || options->resident;
+    permute_blocks(launch);
+
+    const uint64_t threads = launch.blocks * (launch.threads_per_block + 1);
+    if (kTsan && threads > kTsanThreads)
+        return refuse("tsan mode runs at most " + std::to_string(kTsanThreads) + " threads (blocks included) in a grid, not " + std::to_string(threads));
+    if (options->resident && threads > kResidentThreads)
+        return refuse("a resident grid has at most " + std::to_string(kResidentThreads) + " threads (blocks included) here, not " + std::to_string(threads));
+
+    if (!pool || pool->process != getpid()) pool = new Pool();
+    // Without thread_local shared memory (AddressSanitizer) only one block can run at a time.
+    const uint64_t workers = launch.exclusive ? launch.blocks : kernel->shared_anchor ? std::min<uint64_t>(options->workers, launch.blocks) : 1;
+    if (kTsan) trim_fibers(workers, launch.threads_per_block);
+    while (pool->workers.size() < workers)
+        if (!add_worker()) return refuse("the system refuses to start thread number " + std::to_string(pool->workers.size()));
+
+    tsan_release(&launch_clock);
+    pool->busy = (int)workers;
+    for (uint64_t i = 0; i < workers; i++) pool->workers[i]->launch = &launch;
+    if (launch.exclusive) launch.unfinished.assign(pool->workers.begin(), pool->workers.begin() + (long)workers);
+    for (uint64_t i = 0; i < workers; i++) {
+        pool->workers[i]->wake = 1;
+        pool->workers[i]->wake.notify_one();
+    }
+    if (launch.exclusive) give_turn(pool->workers[0]);
+    for (int busy; (busy = pool->busy) != 0;) pool->busy.wait(busy);
+    tsan_acquire(&done_clock);
+
+    for (uint64_t i = 0; i < workers; i++)
+        if (pool->workers[i]->failed) return refuse(pool->workers[i]->error);
+    return 0;
+}

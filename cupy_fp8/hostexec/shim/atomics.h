@@ -1,0 +1,113 @@
+// Atomics, fences, loads and stores with an order or a cache hint.
+//
+// Plain CUDA atomics are relaxed. For ThreadSanitizer the fence counts: an atomic by a thread that has executed
+// __threadfence() publishes what the thread has done and seen; an atomic always sees what was published through its
+// address. So "write, fence, take a ticket; the last one reads" is ordered, and the same without the fence is a race.
+// (One fence counts for the rest of the thread's life: a fence forgotten only the second time is not found.)
+#pragma once
+
+#ifdef HOST_TSAN
+#define HOST_RMW_ORDERED(call)                        \
+    (host_thread->fenced ? call(__ATOMIC_ACQ_REL) : call(__ATOMIC_ACQUIRE))
+#else
+#define HOST_RMW_ORDERED(call) call(__ATOMIC_SEQ_CST)
+#endif
+
+HOST_INLINE void __threadfence() {
+    __atomic_signal_fence(__ATOMIC_SEQ_CST);
+#ifdef HOST_TSAN
+    host_thread->fenced = true;
+#else
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+#endif
+}
+HOST_INLINE void __threadfence_system() { __threadfence(); }
+HOST_INLINE void __threadfence_block() { __threadfence(); }  // stricter than the GPU's
+
+template <int Size> struct HostBits;
+template <> struct HostBits<1> { using type = uint8_t; };
+template <> struct HostBits<2> { using type = uint16_t; };
+template <> struct HostBits<4> { using type = uint32_t; };
+template <> struct HostBits<8> { using type = uint64_t; };
+template <class T> using host_bits_t = typename HostBits<sizeof(T)>::type;
+
+// ld.relaxed / st.relaxed, ld.acquire / st.release (device scope): what flags between blocks must use.
+template <class T> HOST_INLINE T host_load_relaxed(const T* p) {
+    return host_from_bits<T>(__atomic_load_n(reinterpret_cast<const host_bits_t<T>*>(p), __ATOMIC_RELAXED));
+}
+template <class T> HOST_INLINE T host_load_acquire(const T* p) {
+    return host_from_bits<T>(__atomic_load_n(reinterpret_cast<const host_bits_t<T>*>(p), __ATOMIC_ACQUIRE));
+}
+template <class T> HOST_INLINE void host_store_relaxed(T* p, T value) {
+    __atomic_store_n(reinterpret_cast<host_bits_t<T>*>(p), (host_bits_t<T>)host_to_bits(value), __ATOMIC_RELAXED);
+    host_progress();
+}
+template <class T> HOST_INLINE void host_store_release(T* p, T value) {
+    __atomic_store_n(reinterpret_cast<host_bits_t<T>*>(p), (host_bits_t<T>)host_to_bits(value), __ATOMIC_RELEASE);
+    host_progress();
+}
+
+// ---- read-modify-write: `update` maps the old value to the new one; the old one is returned ----
+template <class T, class Update> HOST_INLINE T host_read_modify_write(T* p, Update update) {
+    using Bits = host_bits_t<T>;
+    Bits* address = reinterpret_cast<Bits*>(p);
+    Bits old = __atomic_load_n(address, __ATOMIC_RELAXED);
+    for (;;) {
+        const T before = host_from_bits<T>(old);
+        const Bits after = (Bits)host_to_bits<T>(update(before));
+#define HOST_EXCHANGE(order) __atomic_compare_exchange_n(address, &old, after, false, order, __ATOMIC_ACQUIRE)
+        if (HOST_RMW_ORDERED(HOST_EXCHANGE)) return before;
+#undef HOST_EXCHANGE
+    }
+}
+#define HOST_ATOMIC(name, T, expression)                                                       \
+    HOST_INLINE T name(T* p, T v) {                                                            \
+        return host_read_modify_write(p, [v](T old) -> T { (void)old; return expression; });   \
+    }
+#define HOST_ATOMIC_INTEGERS(name, expression)    \
+    HOST_ATOMIC(name, int, expression)            \
+    HOST_ATOMIC(name, unsigned, expression)       \
+    HOST_ATOMIC(name, long long, expression)      \
+    HOST_ATOMIC(name, unsigned long long, expression)
+HOST_ATOMIC_INTEGERS(atomicMax, old > v ? old : v)
+HOST_ATOMIC_INTEGERS(atomicMin, old < v ? old : v)
+HOST_ATOMIC_INTEGERS(atomicAnd, old & v)
+HOST_ATOMIC_INTEGERS(atomicOr, old | v)
+HOST_ATOMIC_INTEGERS(atomicXor, old ^ v)
+HOST_ATOMIC(atomicAdd, int, (int)((unsigned)old + (unsigned)v))
+HOST_ATOMIC(atomicAdd, unsigned, old + v)
+HOST_ATOMIC(atomicAdd, unsigned long long, old + v)
+HOST_ATOMIC(atomicAdd, float, old + v)
+HOST_ATOMIC(atomicAdd, double, old + v)
+HOST_ATOMIC(atomicSub, int, (int)((unsigned)old - (unsigned)v))
+HOST_ATOMIC(atomicSub, unsigned, old - v)
+HOST_ATOMIC(atomicExch, int, v)
+HOST_ATOMIC(atomicExch, unsigned, v)
+HOST_ATOMIC(atomicExch, unsigned long long, v)
+HOST_ATOMIC(atomicExch, float, v)
+HOST_ATOMIC(atomicInc, unsigned, old >= v ? 0u : old + 1)
+HOST_ATOMIC(atomicDec, unsigned, old == 0 || old > v ? v : old - 1)
+#undef HOST_ATOMIC_INTEGERS
+#undef HOST_ATOMIC
+
+#define HOST_ATOMIC_CAS(T)                                                                          \
+    HOST_INLINE T atomicCAS(T* p, T expected, T desired) {                                          \
+        return host_read_modify_write(p, [=](T old) { return old == expected ? desired : old; });   \
+    }
+HOST_ATOMIC_CAS(int)
+HOST_ATOMIC_CAS(unsigned)
+HOST_ATOMIC_CAS(unsigned short)
+HOST_ATOMIC_CAS(unsigned long long)
+#undef HOST_ATOMIC_CAS
+
+// ---- cache hints mean nothing here ----
+template <class T> HOST_INLINE T __ldg(const T* p) { return *p; }
+template <class T> HOST_INLINE T __ldca(const T* p) { return *p; }
+template <class T> HOST_INLINE T __ldcg(const T* p) { return *p; }
+template <class T> HOST_INLINE T __ldcs(const T* p) { return *p; }
+template <class T> HOST_INLINE T __ldlu(const T* p) { return *p; }
+template <class T> HOST_INLINE T __ldcv(const T* p) { return *p; }
+template <class T> HOST_INLINE void __stwb(T* p, T value) { *p = value; }
+template <class T> HOST_INLINE void __stcg(T* p, T value) { *p = value; }
+template <class T> HOST_INLINE void __stcs(T* p, T value) { *p = value; }
+template <class T> HOST_INLINE void __stwt(T* p, T value) { *p = value; }

@@ -1,0 +1,65 @@
+// Included before every kernel: CUDA C++ as the host executor understands it, without any of NVIDIA's headers.
+//
+// `__shared__` is not a macro: build.py replaces it in the preprocessed text, because `extern __shared__ T name[];`
+// (dynamic shared memory) and `__shared__ T name[N];` need different declarations.
+#pragma once
+#define CUPY_FP8_HOST 1
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "host_abi.h"
+
+#undef __noinline__
+#define __global__
+#define __device__
+#define __host__
+#define __constant__
+#define __managed__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __maxnreg__(...)
+#define __forceinline__ inline __attribute__((always_inline))
+#define __noinline__ __attribute__((noinline))
+#define __align__(n) __attribute__((aligned(n)))
+
+// always_inline: the return address that the runtime reports must lie in the kernel, and unused ones must cost nothing.
+#define HOST_INLINE static inline __attribute__((always_inline, unused))
+
+#define threadIdx (*const_cast<const uint3*>(&host_thread->thread_index))
+#define blockIdx (*const_cast<const uint3*>(&host_block.block_index))
+#define blockDim (*const_cast<const uint3*>(&host_block.block_dim))
+#define gridDim (*const_cast<const uint3*>(&host_block.grid_dim))
+static constexpr int warpSize = 32;
+
+[[noreturn]] HOST_INLINE void __trap() { host_fail("__trap()"); }
+#undef assert
+#define assert(condition) ((condition) ? (void)0 : host_fail("assertion failed: %s", #condition))
+
+#define __builtin_assume(condition) ((condition) ? (void)0 : __builtin_unreachable())
+
+// The bytes of any small value as an integer, and back.
+template <class T> HOST_INLINE uint64_t host_to_bits(T value) {
+    static_assert(sizeof(T) <= 8, "at most 8 bytes");
+    uint64_t bits = 0;
+    __builtin_memcpy(&bits, (const void*)&value, sizeof(T));
+    return bits;
+}
+template <class T> HOST_INLINE T host_from_bits(uint64_t bits) {
+    T value;
+    __builtin_memcpy((void*)&value, &bits, sizeof(T));
+    return value;
+}
+
+#include "arithmetic.h"
+#include "synchronisation.h"
+#include "atomics.h"
+#include "async_copy.h"
+
+// The single by-value parameter of a kernel.
+template <class Function> struct HostParams {
+    static_assert(sizeof(Function) == 0, "a kernel must take exactly one parameter, a struct by value");
+};
+template <class P> struct HostParams<void (*)(P)> { using type = P; };

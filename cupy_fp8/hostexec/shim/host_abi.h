@@ -1,0 +1,90 @@
+// What a compiled kernel and the runtime know of each other. Both sides include this file.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+#include "vector_types.h"
+
+struct HostWarp;
+struct HostWorker;
+
+// One CUDA thread. It runs as a fiber; the runtime derives its own, larger record from this one.
+struct HostThread {
+    uint3 thread_index;
+    unsigned lane;               // 0..31, within the warp
+    unsigned linear;             // within the block
+    bool fenced;                 // has executed a __threadfence: its atomics publish (see atomics.h)
+    bool returned;
+    HostWarp* warp;
+    HostWorker* worker;
+    const void* call_site;       // where it last called the runtime, for error messages
+    const char* waiting_for;     // what it waits for, nullptr while it can run
+    const void* waiting_object;  // the mbarrier it polls, for the deadlock report
+};
+
+// The block that the current operating-system thread runs.
+struct HostBlock {
+    uint3 block_index;
+    uint3 block_dim, grid_dim;
+    unsigned char* dynamic_shared;
+};
+
+enum HostCollectiveKind { HOST_SYNCWARP = 1, HOST_SHUFFLE, HOST_BALLOT, HOST_REDUCE, HOST_MATCH };
+
+// A warp-wide operation. A caller may read it until it next calls the runtime.
+struct HostCollective {
+    unsigned mask, arrived, departed;
+    int kind;
+    bool complete;
+    uint64_t value[32];
+};
+
+enum HostBarrierKind { HOST_BARRIER_PLAIN, HOST_BARRIER_COUNT, HOST_BARRIER_AND, HOST_BARRIER_OR };
+
+// Exported by every kernel library under the name host_kernel.
+struct HostKernel {
+    void (*call)(const void* params);
+    size_t param_bytes;
+    void* (*shared_anchor)();    // address of one of the library's thread_locals; nullptr: __shared__ is plain static
+    char *shared_begin, *shared_end;  // plain static shared memory
+};
+
+enum HostOrder { HOST_ASCENDING, HOST_DESCENDING, HOST_RANDOM };
+
+struct HostLaunch {
+    unsigned grid[3], block[3];
+    unsigned shared_bytes, order, seed, workers, resident, stack_bytes;
+    const void* params;
+};
+
+#pragma GCC visibility push(default)
+extern "C" {
+extern __thread HostThread* host_thread __attribute__((tls_model("initial-exec")));
+extern __thread HostBlock host_block __attribute__((tls_model("initial-exec")));
+
+// 0, or 1 with a message in host_error(). In it, <pc 0x...> stands for an address inside the kernel's library.
+int host_launch(const HostKernel* kernel, const HostLaunch* launch);
+const char* host_error();
+
+[[noreturn]] void host_fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
+void host_yield();
+void host_progress();
+int host_barrier(int id, int count, int predicate, int kind);
+void host_barrier_arrive(int id, int count);
+const HostCollective* host_collective(unsigned mask, int kind, uint64_t value);
+unsigned host_live_lanes();
+
+// Asynchronous copies; see async_copy.h for the meaning.
+void host_cp_async(void* shared, const void* global, unsigned bytes, unsigned source_bytes);
+void host_cp_async_commit();
+void host_cp_async_wait(unsigned pending_groups);
+void host_mbarrier_init(void* barrier, unsigned arrivals);
+void host_mbarrier_expect_tx(void* barrier, unsigned bytes);
+void host_mbarrier_arrive(void* barrier, unsigned expect_bytes);
+int host_mbarrier_try_wait(void* barrier, unsigned parity);
+void host_bulk_load(void* shared, const void* global, unsigned bytes, void* barrier);
+void host_bulk_store(void* global, const void* shared, unsigned bytes);
+void host_bulk_commit();
+void host_bulk_wait(unsigned pending_groups);
+}
+#pragma GCC visibility pop
