@@ -6,9 +6,12 @@
 from typing import Any
 
 from . import backend as _backend
+from . import diagnostics, io, plot
 from .arrays import asarray, asnumpy, bytes_equal, concatenate, empty, empty_like, full, zeros
 from .backend import DeviceError
+from .dlpack import from_dlpack, to_dlpack
 from .formats import bfloat16, finfo, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float16, float32
+from .io import load, save
 from .ops.amax import compute_amax
 from .ops.cast import cast_transpose, quantize_tensor
 from .ops.convert import astype, dequantize, transpose
@@ -16,6 +19,14 @@ from .recipes import DelayedScaling
 from .results import Quantized, Scaled
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "DelayedScaling", "DeviceError", "Quantized", "Scaled",
+    "asarray", "asnumpy", "astype", "bytes_equal", "cast_transpose", "compute_amax", "concatenate", "dequantize", "empty", "empty_like",
+    "from_dlpack", "full", "load", "quantize_tensor", "save", "to_dlpack", "transpose", "zeros",
+    "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float16", "float32", "finfo",
+    "diagnostics", "io", "plot",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

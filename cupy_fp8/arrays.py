@@ -23,16 +23,25 @@ def empty(shape: Shape, dtype: Any, *, like: Any = None) -> Array:
     like: an array (its kind and device), 'numpy' / 'cupy' or the module; default `cupy_fp8.xp`.
     """
     xp, dtype, shape = backend.like_module(like), np.dtype(dtype), _as_shape(shape)
-    if xp is np:
+    if isinstance(like, xp.ndarray):
+        return empty_beside(like, shape, dtype)
+    return np.empty(shape, dtype) if xp is np else _cupy_empty(xp, shape, dtype)
+
+
+def empty_beside(a: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """`empty` for results: of a's kind, on a's device, everything known to be valid."""
+    if isinstance(a, np.ndarray):
         return np.empty(shape, dtype)
-    if isinstance(like, xp.ndarray) and like.device.id != xp.cuda.runtime.getDevice():
-        with like.device:
-            return cupy_empty(xp, shape, dtype)
-    return cupy_empty(xp, shape, dtype)
+    cp = backend.cupy()
+    device = a.data.device_id
+    if device != cp.cuda.runtime.getDevice():
+        with cp.cuda.Device(device):
+            return _cupy_empty(cp, shape, dtype)
+    return _cupy_empty(cp, shape, dtype)
 
 
-def cupy_empty(cp: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """On the current device. The pointer is at least 256-byte aligned."""
+def _cupy_empty(cp: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """On the current device. CuPy cannot allocate FP8 dtypes, but lets memory be viewed as one."""
     count = dtype.itemsize
     for extent in shape:
         count *= extent

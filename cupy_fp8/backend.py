@@ -19,6 +19,7 @@ class DeviceError(RuntimeError):
 INSTALL_HINT = "pip install 'cupy_fp8[cuda13]' (CUDA 13 driver) or 'cupy_fp8[cuda12]'"
 
 
+@functools.cache
 def cupy() -> Any:
     """The cupy module, or DeviceError with the line that installs it."""
     try:

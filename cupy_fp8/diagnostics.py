@@ -28,8 +28,8 @@ class ErrorReport:
     """What `error` measured. x is the original, v the dequantised value; counts are of elements.
 
     elements            all of them
-    sqnr_db             10 log10(Σ x² / Σ (v − x)²) over finite x: inf without any error, −inf where a finite x came back as NaN or
-                        Inf
+    sqnr_db             10 log10(Σ x² / Σ (v − x)²) over finite x: inf without any error, −inf where a finite x came back as
+                        NaN or Inf
     max_relative_error  max |v − x| / |x| over finite nonzero x (an underflow is 1.0); 0.0 where there are none
     saturated           finite x that overflowed: rounded with unlimited exponent, |x| / scale_inv is beyond the format's maximum,
                         so that without saturation it would be NaN (E4M3) or Inf (E5M2). None where only values are known
@@ -74,8 +74,9 @@ def error(x: Array, q: Any) -> ErrorReport:
     Returns an `ErrorReport`, whose fields say exactly what is counted.
 
     Values are compared and summed in f64 (x and v exactly; squares and sums rounded, so that the last digits may differ between
-    NumPy and CuPy). Beside one f32 copy of the dequantised values memory stays bounded: f64 intermediates exist for 2**20 elements
-    at a time. `saturated` compares |x| with the dequantised maximum: exact up to the rounding of scale_inv (1e-7 of the bound).
+    NumPy and CuPy). Beside one f32 copy of the dequantised values memory stays bounded: f64 intermediates exist for 2**20
+    elements at a time. `saturated` compares |x| with the dequantised maximum: exact up to the rounding of scale_inv (1e-7 of the
+    bound).
     CuPy flushes f32 subnormals to zero when it widens them, so on a GPU |x| below 2**-126 counts as zero.
     Raises TypeError (dtypes, mixed kinds), ValueError (shapes).
 

@@ -98,7 +98,7 @@ def to_dlpack(a: Array) -> Exporter:
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> a = np.array([1, 2], fp8.float8_e5m2)
-    >>> b = fp8.from_dlpack(fp8.to_dlpack(a))            # torch.from_dlpack(fp8.to_dlpack(a)) is a torch.float8_e5m2 tensor
+    >>> b = fp8.from_dlpack(fp8.to_dlpack(a))            # or jax.dlpack.from_dlpack(fp8.to_dlpack(a))
     >>> b.dtype.name, np.shares_memory(a.view(np.uint8), b.view(np.uint8))
     ('float8_e5m2', True)
     """

@@ -1,8 +1,8 @@
 """Files: .npz archives that keep FP8 dtypes and whole results, and reading matrices out of .npy, .npz and .safetensors.
 
 The archive written by `save` (version 1) is an ordinary .npz that `numpy.load` opens without pickle. Each array is one entry;
-FP8, E8M0 and bfloat16 arrays are stored as unsigned integers of the same width (NumPy's own format forgets their dtype). The entry
-`__cupy_fp8__` is a JSON string that says what the entries are::
+FP8, E8M0 and bfloat16 arrays are stored as unsigned integers of the same width (NumPy's own format forgets their dtype). The
+entry `__cupy_fp8__` is a JSON string that says what the entries are::
 
     {"format": "cupy_fp8", "version": 1,
      "dtypes": {"<entry>": "<dtype name>", …},              entries stored as integers

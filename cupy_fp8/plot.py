@@ -72,8 +72,8 @@ def histogram(x: Array, q: Any = None, *, ax: Any = None) -> Any:
     """How often each magnitude occurs in x, and after quantisation: log2 axes, four bins per power of two.
 
     x : bfloat16, float16 or float32 array of any shape.
-    q : what became of it: `Scaled`, `Quantized`, or dequantised values of x's shape; drawn as an outline. Where it has a single scale,
-        the format's subnormals are shaded, and its limits marked, in units of x.
+    q : what became of it: `Scaled`, `Quantized`, or dequantised values of x's shape; drawn as an outline. Where it has a single
+        scale, the format's subnormals are shaded, and its limits marked, in units of x.
     Zeros have no place on the axis: the legend counts them.
     Raises TypeError, ValueError, ImportError without matplotlib.
 
@@ -99,7 +99,7 @@ def histogram(x: Array, q: Any = None, *, ax: Any = None) -> Any:
         ax.set_yscale("log")
     ax.set_xlabel("|x|")
     ax.set_ylabel("elements")
-    ax.legend(frameon=False, fontsize="small")
+    ax.legend(loc="upper left", frameon=False, fontsize="small")
     return ax
 
 
@@ -107,8 +107,9 @@ def error_by_magnitude(x: Array, q: Any, *, ax: Any = None) -> Any:
     """Relative error against magnitude: median and maximum of |v − x| / |x| in bins of a quarter of a power of two.
 
     x : bfloat16, float16 or float32 array of any shape.  q : `Scaled`, `Quantized`, or dequantised values of x's shape.
-    The dashed line is half a unit in the last place relative to the value, 2**-(mantissa bits + 1): the bound of every normal number
-    that was not saturated. Below the normal range the error grows to 1 (underflow); beyond the maximum it grows again (saturation).
+    The dashed line is half a unit in the last place relative to the value, 2**-(mantissa bits + 1): the bound of every normal
+    number that was not saturated. Below the normal range the error grows to 1 (underflow); beyond the maximum it grows again
+    (saturation).
     Raises TypeError, ValueError, ImportError without matplotlib.
 
     >>> import numpy as np, cupy_fp8 as fp8
@@ -139,7 +140,8 @@ def error_by_magnitude(x: Array, q: Any, *, ax: Any = None) -> Any:
 def scale_heat_map(scale_inv: Array, *, ax: Any = None) -> Any:
     """log2 of every scale_inv as a picture: where a matrix is large and where it is small.
 
-    scale_inv : f32 or float8_e8m0fnu array of compact scales, 2-D; fewer dimensions are drawn as one row. Zeros, NaN and Inf stay blank.
+    scale_inv : f32 or float8_e8m0fnu array of compact scales, 2-D; fewer dimensions are drawn as one row. Zeros, NaN and Inf
+        stay blank.
     Raises TypeError, ValueError for more than two dimensions, ImportError without matplotlib.
 
     >>> import numpy as np, cupy_fp8 as fp8

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from . import backend
-from .arrays import Array, Shape, _as_shape, empty
+from .arrays import Array, Shape, _as_shape, empty, empty_beside
 from .formats import FP8_DTYPES, float8_e4m3fn, float32, lookup
 from .results import Quantized, Scaled, swap_last
 
@@ -61,7 +61,7 @@ class DelayedScaling:
         shape = _as_shape(shape)
         check_directions(shape, rowwise, columnwise)
         if buffers is None:
-            return empty_per_tensor(shape, self.dtype, rowwise, columnwise, True, like)
+            return empty_per_tensor(empty((1,), float32, like=like), shape, self.dtype, rowwise, columnwise)
         wanted = [name for name, on in (("rowwise", rowwise), ("columnwise", columnwise)) if on]
         if sorted(buffers) != sorted(wanted):
             raise ValueError(f"buffers: expected a (data, scale_inv) pair for each of {wanted}, got {sorted(buffers)}")
@@ -93,13 +93,12 @@ def check_directions(shape: tuple[int, ...], rowwise: bool, columnwise: bool) ->
         raise ValueError(f"columnwise: expected an array of two or more dimensions, got shape {shape}")
 
 
-def empty_per_tensor(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool, columnwise: bool, transposed: bool,
-                     like: Any) -> Quantized:
-    """Uninitialised result of per-tensor scaling. Both directions share one scale_inv, and where the column-wise data is not
-    stored transposed also the data, since its bytes are the same."""
-    scale_inv = empty((1,), float32, like=like)
-    row = Scaled(empty(shape, dtype, like=like), scale_inv, shape) if rowwise or not transposed else None
+def empty_per_tensor(scale_inv: Array, shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool, columnwise: bool,
+                     transposed: bool = True) -> Quantized:
+    """Uninitialised result of per-tensor scaling, beside its scale_inv, which both directions share; where the column-wise data is
+    not stored transposed they share the data too, since its bytes are the same."""
+    row = Scaled(empty_beside(scale_inv, shape, dtype), scale_inv, shape) if rowwise or not transposed else None
     column = None
     if columnwise:
-        column = Scaled(empty(swap_last(shape), dtype, like=like), scale_inv, shape, True) if transposed else row
+        column = Scaled(empty_beside(scale_inv, swap_last(shape), dtype), scale_inv, shape, True) if transposed else row
     return Quantized(row if rowwise else None, column)

@@ -4,9 +4,9 @@
 //   data_t    = data with its last two axes swapped
 //
 // cast            x [n] -> data [n]. Registers only; bytes moved per element: sizeof(IN) + 1.
-// cast_transpose  x [batch, rows, columns] -> data (ROWWISE 1) and data_t [batch, columns, rows]; one block per tile of TILE x TILE
-//                 elements, TILE^2 / 64 threads, each an 8 x 8 patch. Bytes moved per element: sizeof(IN) + 1 + ROWWISE.
-//                 TILE 256 (one block per SM, long load and store phases) for large arrays, 128 for small ones.
+// cast_transpose  x [batch, rows, columns] -> data (ROWWISE 1) and data_t [batch, columns, rows]; one block per tile of
+//                 TILE_ROWS x TILE_COLUMNS elements, a thread for each 8 x 8 of them. Bytes moved per element: sizeof(IN) + 1 + ROWWISE.
+//                 Both outputs want 256 x 256 tiles: one block per SM, long separate load and store phases. DOWN_FIRST: see tile.cuh.
 // Both write scale_inv and raise amax themselves. IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}. At least one block, so that an
 // empty array gets its scale_inv. Speed and what was tried: docs/performance.md.
 #include "flat.cuh"
@@ -80,9 +80,12 @@ extern "C" __global__ void __launch_bounds__(ByteTile<TILE_ROWS, TILE_COLUMNS>::
     if (p.skip()) return;
     const float scale = p.load_scale();
     p.write_scale_inv(scale);
-    if (p.n == 0) return;
+    if (p.n == 0) {
+        p.raise<Tile::kThreads>({});
+        return;
+    }
     const Tile tile{shared};
-    const TilePosition at(p.rows, p.columns, TILE_ROWS, TILE_COLUMNS);
+    const auto at = TilePosition::of_block<Tile, DOWN_FIRST != 0>(p.rows, p.columns);
     const i64 matrix = at.matrix * p.rows * p.columns;
     const i64 row = at.row + Tile::patch_row(), column = at.column + Tile::patch_column();
     const int rows_left = left_of(p.rows - row, 8), columns_left = left_of(p.columns - column, 8);

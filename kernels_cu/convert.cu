@@ -4,8 +4,9 @@
 //            (astype, dequantize). IN, OUT: any of the formats; SATURATE 0: FP8 overflow gives NaN / Inf instead of the maximum.
 //            Registers only; bytes moved per element: sizeof(IN) + sizeof(OUT).
 // transpose  src [batch, rows, columns] of one-byte IN -> dst [batch, columns, rows]: the bytes themselves where OUT is IN, else
-//            converted as above (dequantizing an array that is stored transposed). One block per TILE x TILE tile, TILE^2 / 64
-//            threads. Bytes moved per element: 1 + sizeof(OUT).
+//            converted as above (dequantizing an array that is stored transposed). One block per TILE_ROWS x TILE_COLUMNS tile, a
+//            thread for each 8 x 8 elements. DOWN_FIRST: see tile.cuh. Bytes moved per element: 1 + sizeof(OUT).
+// Speed and what was tried: docs/performance.md.
 #include "flat.cuh"
 #include "tile.cuh"
 
@@ -64,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(ByteTile<TILE_ROWS, TILE_COLUMNS>::
     using Tile = ByteTile<TILE_ROWS, TILE_COLUMNS>;
     extern __shared__ __align__(16) u8 shared[];
     const Tile tile{shared};
-    const TilePosition at(p.rows, p.columns, TILE_ROWS, TILE_COLUMNS);
+    const auto at = TilePosition::of_block<Tile, DOWN_FIRST != 0>(p.rows, p.columns);
     const i64 matrix = at.matrix * p.rows * p.columns;
     const i64 row = at.row + Tile::patch_row(), column = at.column + Tile::patch_column();
     const int rows_left = left_of(p.rows - row, 8), columns_left = left_of(p.columns - column, 8);

@@ -1,4 +1,4 @@
-"""python -m cupy_fp8 demo: what FP8 does to a weight, to an activation, or to every matrix of your own files, recipe by recipe."""
+"""python -m cupy_fp8 demo: what FP8 does to a weight and an activation, or to every matrix of your files, recipe by recipe."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CPU_REPEATS = 3
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor quantised with one recipe, row-wise and column-wise. An infinite or undefined figure is None, as JSON has neither.
+    """One tensor quantised with one recipe, row-wise and column-wise. An infinite figure is None, as JSON has no infinity.
 
     bytes_per_element  data and scales of both directions
     microseconds       of one call; copy_share: a device copy of the same traffic takes this share of it (GPU only)
@@ -75,7 +75,8 @@ def main(argv: list[str]) -> int:
     print(f"Executor: {executor}. Both directions (row-wise, and column-wise stored transposed) from one call.\n")
     print(demo_table.render(rows, markdown=options.markdown, summary=options.summary))
     if options.json:
-        report = {"executor": executor, "platform": platform.machine(), "numpy": np.__version__, "rows": [asdict(r) for r in rows]}
+        report = {"executor": executor, "platform": platform.machine(), "numpy": np.__version__,
+                  "rows": [asdict(row) for row in rows]}
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump(report, file, indent=1, allow_nan=False)
             file.write("\n")
@@ -84,17 +85,18 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m cupy_fp8 demo", description=__doc__)
-    parser.add_argument("files", nargs="*", metavar="FILE", help=".npy, .npz or .safetensors: every 2-D float tensor is quantised; "
-                        "without files a made-up weight and activation")
+    parser.add_argument("files", nargs="*", metavar="FILE", help=".npy, .npz or .safetensors: every 2-D float tensor is "
+                        "quantised; without files a made-up weight and activation")
     parser.add_argument("--array", choices=("numpy", "cupy"), help="the kind of array (default: cupy where there is a GPU)")
     parser.add_argument("--seed", type=int, default=0, help="of the made-up matrices (default 0)")
-    parser.add_argument("--summary", action="store_true", help="first one row per kind of tensor: names that differ only in numbers")
+    parser.add_argument("--summary", action="store_true", help="first one row per kind: names that differ only in numbers")
     parser.add_argument("--markdown", action="store_true", help="tables in Markdown")
     parser.add_argument("--json", metavar="FILE", help="also write the rows as JSON")
     return parser
 
 
-def _tensors(sources: list[Iterator[tuple[str, np.ndarray]]], like: Any, options: argparse.Namespace) -> Iterator[tuple[str, Array]]:
+def _tensors(sources: list[Iterator[tuple[str, np.ndarray]]], like: Any,
+             options: argparse.Namespace) -> Iterator[tuple[str, Array]]:
     if not sources:
         weight, activation = SIZES[like.__name__]
         yield "weight", demo_data.weight(*weight, like=like, seed=options.seed)

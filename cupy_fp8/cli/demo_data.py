@@ -14,8 +14,10 @@ _OUTLIER_GAIN = 30.0
 
 
 def weight(rows: int, columns: int, *, dtype: Any = bfloat16, like: Any = None, seed: int = 0) -> Array:
-    """A linear layer's weight [rows, columns]: standard deviation about 1/sqrt(columns), rows of unequal size, heavy tails (Student's t
-    with 5 degrees of freedom: rare values of ten standard deviations, as trained matrices have)."""
+    """A linear layer's weight [rows, columns]: standard deviation about 1/sqrt(columns), rows of unequal size, heavy tails.
+
+    Student's t with 5 degrees of freedom: rare values of ten standard deviations, as trained matrices have.
+    """
     rng = np.random.default_rng([seed, 0])
     row_size = np.exp(0.3 * rng.standard_normal((rows, 1), np.float32))
     # t = normal / sqrt(chi2 / 5), with chi2 from f32 gamma samples: twice as fast as standard_t, which is f64.
@@ -25,8 +27,9 @@ def weight(rows: int, columns: int, *, dtype: Any = bfloat16, like: Any = None, 
 
 
 def activation(tokens: int, channels: int, *, dtype: Any = bfloat16, like: Any = None, seed: int = 0) -> Array:
-    """A residual stream [tokens, channels]: channels of unequal size (log-normal), six of them 30 times larger for every token (the
-    outlier channels of arXiv 2208.07339), and a first token far larger than the others in those."""
+    """A residual stream [tokens, channels]: channels of unequal size (log-normal), six of them 30 times larger for every token
+    (the outlier channels of arXiv 2208.07339), and in those a first token far larger than the others.
+    """
     rng = np.random.default_rng([seed, 1])
     channel_size = np.exp(0.5 * rng.standard_normal(channels, np.float32))
     outliers = rng.choice(channels, min(_OUTLIER_CHANNELS, channels), replace=False)

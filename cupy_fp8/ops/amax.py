@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .. import reference
-from ..arrays import Array, empty
+from ..arrays import Array, empty_beside
 from ..formats import FORMATS, INPUT_DTYPES, float32
 from ..runtime import Kernel, Variant, capturing, executor_of, multiprocessors, workspace
 from . import checks
@@ -39,7 +39,7 @@ def compute_amax(x: Array, *, nan: str = "ignore", out: Array | None = None) -> 
     given, out_at = out, 0
     if out is not None:
         checks.one_f32(out, x, xp, "out")
-        out_at = checks.destination(out, out.shape, float32, x, xp, "out")
+        out_at = checks.destination(out, out.shape, float32, x, xp, at)
     if executor_of(xp) == "reference":
         result = reference.compute_amax(x, nan=nan)
         if out is None:
@@ -49,7 +49,7 @@ def compute_amax(x: Array, *, nan: str = "ignore", out: Array | None = None) -> 
     if out is None:
         if xp is not np and capturing():
             raise ValueError("out: needed while a CUDA graph is captured, since nothing may be allocated")
-        out = empty((1,), float32, like=x)
+        out = empty_beside(x, (1,), float32)
         out_at = checks.address(out)
     chunk = 16 // x.dtype.itemsize
     blocks = -(-x.size // (_THREADS * chunk * _CHUNKS_PER_STEP))

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from .. import reference
-from ..arrays import Array, bits
+from ..arrays import Array, bits, empty_beside
 from ..formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e4m3fn, float32, lookup
 from ..recipes import check_directions, empty_per_tensor
 from ..results import Quantized, Scaled, swap_last
@@ -18,8 +18,8 @@ from . import checks, flat, tiles
 _CAST = Kernel("cast", "cast", "8P3qfI")
 _CAST_TRANSPOSE = Kernel("cast", "cast_transpose", "8P3qfI")
 #: The fastest on an H200 of those tried (docs/performance.md).
-_LARGE_TILE: tiles.Tile = (256, 256)
-_LARGE_TILE_COLUMNWISE: tiles.Tile = (256, 128)
+_BOTH = tiles.Tile(256, 256, down_first=False)
+_COLUMNWISE = tiles.Tile(256, 128, down_first=True)
 
 
 def quantize_tensor(x: Array, scale: Any, *, dtype: Any = float8_e4m3fn, rowwise: bool = True, columnwise: bool = False,
@@ -75,8 +75,8 @@ def quantize_tensor(x: Array, scale: Any, *, dtype: Any = float8_e4m3fn, rowwise
         if by_reference:
             return reference.quantize_tensor(x, scale, dtype=fmt.dtype, rowwise=rowwise, columnwise=columnwise,
                                              transposed=transposed, amax=amax)
-        out = empty_per_tensor(x.shape, fmt.dtype, rowwise, columnwise, transposed, x)
-        target = _Target(out, x, xp, fmt.dtype)
+        out = empty_per_tensor(empty_beside(x, (1,), float32), x.shape, fmt.dtype, rowwise, columnwise, transposed)
+        target = _Target(out, x, fmt.dtype)
     else:
         target = _validated(out, x, xp, fmt.dtype, rowwise, columnwise, transposed)
         target.check_separate(at, x.nbytes, scale_at, amax_at, noop_at)
@@ -105,22 +105,24 @@ class _Target:
     """Where a launch writes: a result's addresses and the kernel variants for it. Kept with the Quantized it describes, so that
     using a result again as `out=` costs one comparison instead of its validation."""
 
-    def __init__(self, out: Quantized, x: Array, xp: Any, dtype: np.dtype[Any]) -> None:
+    ranges: list[tuple[int, int]]      # of memory that is written; known for a result given as `out=`
+
+    def __init__(self, out: Quantized, x: Array, dtype: np.dtype[Any]) -> None:
         row, column = out.rowwise, out.columnwise
         if column is not None and not column.transposed:
             row, column = row or column, None              # the same bytes in the same order
         self.data = 0 if row is None else checks.address(row.data)
         self.data_t = 0 if column is None else checks.address(column.data)
-        inverses = [checks.address(part.scale_inv) for part in (out.rowwise, out.columnwise) if part is not None]
-        self.scale_inv, self.scale_inv_copy = inverses[0], inverses[-1] if inverses[-1] != inverses[0] else 0
-        self.ranges = [(start, start + size) for start, size in ((self.data, x.size), (self.data_t, x.size), (self.scale_inv, 4),
-                                                                 (self.scale_inv_copy, 4)) if start and size]
+        first = out._any.scale_inv
+        self.scale_inv, self.scale_inv_copy = checks.address(first), 0
+        if out.columnwise is not None and out.columnwise.scale_inv is not first:
+            self.scale_inv_copy = checks.address(out.columnwise.scale_inv)
         self.rows = self.columns = 0
         if column is None:
             self.variant = _cast_variant(x.dtype, dtype)
         else:
             _, self.rows, self.columns = tiles.matrices(x.shape)
-            tile, self.grid = tiles.choose(x, _LARGE_TILE if row is not None else _LARGE_TILE_COLUMNWISE)
+            tile, self.grid = tiles.choose(x, _BOTH if row is not None else _COLUMNWISE)
             self.variant = _cast_transpose_variant(x.dtype, dtype, tile, row is not None)
 
     def check_separate(self, at: int, nbytes: int, scale_at: int, amax_at: int, noop_at: int) -> None:
@@ -148,9 +150,8 @@ def _cast_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
 
 @functools.cache
 def _cast_transpose_variant(source: np.dtype[Any], to: np.dtype[Any], tile: tiles.Tile, rowwise: bool) -> Variant:
-    rows, columns = tile
-    return _CAST_TRANSPOSE.variant(block=rows * columns // 64, shared=rows * columns, IN=FORMATS[source].tag, OUT=FORMATS[to].tag,
-                                   TILE_ROWS=rows, TILE_COLUMNS=columns, ROWWISE=int(rowwise))
+    return _CAST_TRANSPOSE.variant(block=tile.block, shared=tile.shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, **tile.defines,
+                                   ROWWISE=int(rowwise))
 
 
 def _validated(out: Quantized, x: Array, xp: Any, dtype: np.dtype[Any], rowwise: bool, columnwise: bool, transposed: bool) -> _Target:
@@ -174,14 +175,15 @@ def _validated(out: Quantized, x: Array, xp: Any, dtype: np.dtype[Any], rowwise:
                              f"got {part!r}")
         for what, a, shape, of in (("data", part.data, swap_last(x.shape) if swapped else x.shape, dtype),
                                    ("scale_inv", part.scale_inv, (1,), float32)):
-            at = checks.destination(a, shape, of, x, xp, f"out.{name}.{what}")
+            at = checks.destination(a, shape, of, x, xp, checks.address(x), f"out.{name}.{what}")
             if id(a) not in written:
                 for other, other_at, other_nbytes in written.values():
                     checks.separate(at, a.nbytes, other_at, other_nbytes, f"out.{name}.{what}", other)
             written[id(a)] = (f"out.{name}.{what}", at, a.nbytes)
     if rowwise and columnwise and not transposed and cast(Scaled, out.rowwise).data is not cast(Scaled, out.columnwise).data:
         raise ValueError("out: with transposed=False both directions are the same bytes; expected them to share one data array")
-    target = _Target(out, x, xp, dtype)
+    target = _Target(out, x, dtype)
+    target.ranges = [(at, at + nbytes) for _, at, nbytes in written.values() if nbytes]
     if xp is not np:
         object.__setattr__(out, "_target", (key, target))
     return target

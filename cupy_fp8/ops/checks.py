@@ -14,7 +14,7 @@ from ..formats import float32, names
 
 def source(x: Array, dtypes: tuple[np.dtype[Any], ...], name: str = "x") -> tuple[Array, Any, int]:
     """(x ready for a kernel, its module, its address): one of the dtypes, C-contiguous (copied if not), naturally aligned."""
-    xp = backend.module_of(x, name)
+    xp = np if isinstance(x, np.ndarray) else backend.module_of(x, name)
     if x.dtype not in dtypes:
         raise TypeError(f"{name}: expected dtype {names(dtypes)}, got {x.dtype}")
     if not is_contiguous(x):
@@ -63,9 +63,16 @@ def scalar_or_one_f32(a: Any, x: Array, xp: Any, name: str) -> tuple[int, float]
         return 0, float(np.float32(a))
 
 
-def destination(a: Array, shape: tuple[int, ...], dtype: np.dtype[Any], x: Array, xp: Any, name: str) -> int:
+def destination(a: Array, shape: tuple[int, ...], dtype: np.dtype[Any], x: Array, xp: Any, x_at: int, name: str = "out") -> int:
     """The address of `a`, which can receive a result of this shape and dtype computed from x: kind, dtype, shape, strides,
     device, no overlap with x."""
+    if xp is not np and isinstance(a, xp.ndarray) and a.dtype == dtype and a.shape == shape and a._c_contiguous:
+        # The usual case, without a second look at anything.
+        memory = a.data
+        at = memory.ptr
+        if at % dtype.itemsize == 0 and memory.device_id == x.data.device_id and (
+                at >= x_at + x.nbytes or x_at >= at + a.nbytes):
+            return int(at)
     if not isinstance(a, xp.ndarray):
         backend.require_module(a, xp, name)
     if a.dtype != dtype:
@@ -82,7 +89,7 @@ def destination(a: Array, shape: tuple[int, ...], dtype: np.dtype[Any], x: Array
     at = address(a)
     if at % dtype.itemsize:
         raise ValueError(f"{name}: address {at:#x} is not a multiple of the element size {dtype.itemsize}")
-    separate(at, a.nbytes, address(x), x.nbytes, name, "the input")
+    separate(at, a.nbytes, x_at, x.nbytes, name, "the input")
     return at
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .. import reference
-from ..arrays import Array, bits, empty
+from ..arrays import Array, bits, empty_beside
 from ..formats import BYTE_DTYPES, FORMATS, FP8_DTYPES, INPUT_DTYPES, float32, lookup
 from ..results import Quantized, Scaled, swap_last
 from ..runtime import Kernel, Variant, executor_of
@@ -17,7 +17,9 @@ from . import checks, flat, tiles
 _CONVERT = Kernel("convert", "convert", "3P3qI")
 _TRANSPOSE = Kernel("convert", "transpose", "3P3qI")
 _ALL_DTYPES = tuple(FORMATS)
-_LARGE_TILE: tiles.Tile = (256, 256)
+#: The fastest on an H200 of those tried (docs/performance.md).
+_BYTES = tiles.Tile(256, 256, down_first=True)
+_TO_FLOAT = tiles.Tile(128, 256, down_first=True)
 
 
 def astype(a: Array, dtype: Any, saturate: bool = True, *, out: Array | None = None) -> Array:
@@ -39,8 +41,8 @@ def astype(a: Array, dtype: Any, saturate: bool = True, *, out: Array | None = N
     a, xp, at = checks.source(a, _ALL_DTYPES, "a")
     if executor_of(xp) == "reference":
         return _store(reference.astype(a, to.dtype, saturate), out, a)
-    result = empty(a.shape, to.dtype, like=a) if out is None else out
-    result_at = checks.destination(result, a.shape, to.dtype, a, xp, "out")
+    result = empty_beside(a, a.shape, to.dtype) if out is None else out
+    result_at = checks.destination(result, a.shape, to.dtype, a, xp, at)
     _launch_flat(a, at, result_at, 0, to.dtype, bool(saturate))
     return result
 
@@ -65,8 +67,8 @@ def dequantize(q: Scaled | Quantized, *, dtype: Any = float32, out: Array | None
     scale_at = checks.one_f32(s.scale_inv, data, xp, "q.scale_inv")
     if executor_of(xp) == "reference":
         return _store(reference.dequantize(s, dtype=to.dtype), out, data, s.scale_inv)
-    result = empty(s.shape, to.dtype, like=data) if out is None else out
-    result_at = checks.destination(result, s.shape, to.dtype, data, xp, "out")
+    result = empty_beside(data, s.shape, to.dtype) if out is None else out
+    result_at = checks.destination(result, s.shape, to.dtype, data, xp, at)
     checks.separate(result_at, result.nbytes, scale_at, 4, "out", "q.scale_inv")
     if s.transposed:
         _launch_transposed(data, at, result_at, scale_at, to.dtype)
@@ -90,8 +92,8 @@ def transpose(a: Array, *, out: Array | None = None) -> Array:
         raise ValueError(f"a: expected an array of two or more dimensions, got shape {a.shape}")
     if executor_of(xp) == "reference":
         return _store(reference.transpose(a), out, a)
-    result = empty(swap_last(a.shape), a.dtype, like=a) if out is None else out
-    result_at = checks.destination(result, swap_last(a.shape), a.dtype, a, xp, "out")
+    result = empty_beside(a, swap_last(a.shape), a.dtype) if out is None else out
+    result_at = checks.destination(result, swap_last(a.shape), a.dtype, a, xp, at)
     _launch_transposed(a, at, result_at, 0, a.dtype)
     return result
 
@@ -105,7 +107,7 @@ def _launch_flat(src: Array, at: int, to_at: int, scale_at: int, to: np.dtype[An
 def _launch_transposed(src: Array, at: int, to_at: int, scale_at: int, to: np.dtype[Any]) -> None:
     if src.size:
         _, rows, columns = tiles.matrices(src.shape)
-        tile, blocks = tiles.choose(src, _LARGE_TILE if src.dtype == to else tiles.SMALL)
+        tile, blocks = tiles.choose(src, _BYTES if src.dtype == to else _TO_FLOAT)
         vector = (columns % 8 == 0 and at % 8 == 0) | (rows % 16 == 0 and to_at % 16 == 0) << 1
         _transpose_variant(src.dtype, to, tile).launch(src, blocks, at, to_at, scale_at, src.size, rows, columns, vector)
 
@@ -117,9 +119,8 @@ def _convert_variant(source: np.dtype[Any], to: np.dtype[Any], saturate: bool) -
 
 @functools.cache
 def _transpose_variant(source: np.dtype[Any], to: np.dtype[Any], tile: tiles.Tile) -> Variant:
-    rows, columns = tile
-    return _TRANSPOSE.variant(block=rows * columns // 64, shared=rows * columns, IN=FORMATS[source].tag, OUT=FORMATS[to].tag,
-                              SATURATE=1, TILE_ROWS=rows, TILE_COLUMNS=columns)
+    return _TRANSPOSE.variant(block=tile.block, shared=tile.shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, SATURATE=1,
+                              **tile.defines)
 
 
 def _store(result: np.ndarray, out: Array | None, *inputs: Array) -> Array:
@@ -127,6 +128,6 @@ def _store(result: np.ndarray, out: Array | None, *inputs: Array) -> Array:
     if out is None:
         return result
     for a in inputs:
-        checks.destination(out, result.shape, result.dtype, a, np, "out")
+        checks.destination(out, result.shape, result.dtype, a, np, checks.address(a))
     bits(out)[...] = bits(result)
     return out

@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from .. import runtime
 from ..arrays import Array
 from . import checks
 
-Tile = tuple[int, int]
+_LARGE_PER_MULTIPROCESSOR = 1 << 18      # elements: four 256 x 256 tiles
 
-#: Also for the CPU executor: blocks of 256 threads (the sanitizers pay per thread).
-SMALL: Tile = (128, 128)
+
+class Tile(NamedTuple):
+    """A tile's extents and the order of tiles: down_first makes neighbouring blocks write neighbouring output."""
+
+    rows: int
+    columns: int
+    down_first: bool
+
+    @property
+    def block(self) -> int:
+        """Threads: one for each 8 x 8 elements."""
+        return self.rows * self.columns // 64
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory."""
+        return self.rows * self.columns
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {"TILE_ROWS": self.rows, "TILE_COLUMNS": self.columns, "DOWN_FIRST": int(self.down_first)}
+
+
+#: For arrays that fit into the L2, and for the CPU executor: blocks of 256 threads (the sanitizers pay per thread).
+SMALL = Tile(128, 128, False)
 
 
 def matrices(shape: tuple[int, ...]) -> tuple[int, int, int]:
@@ -23,9 +48,9 @@ def matrices(shape: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def choose(x: Array, large: Tile) -> tuple[Tile, int]:
-    """(tile, blocks): `large` tiles where there are at least two for every multiprocessor of x's GPU, else small ones."""
+    """(tile, blocks): `large` for arrays that give every multiprocessor of the GPU several tiles, else SMALL."""
     count, rows, columns = matrices(x.shape)
     tile = SMALL
-    if not isinstance(x, np.ndarray) and count * rows * columns >= 2 * large[0] * large[1] * runtime.multiprocessors(x.data.device_id):
+    if not isinstance(x, np.ndarray) and x.size >= _LARGE_PER_MULTIPROCESSOR * runtime.multiprocessors(x.data.device_id):
         tile = large
-    return tile, checks.grid_size(count * -(-rows // tile[0]) * -(-columns // tile[1]), x.shape)
+    return tile, checks.grid_size(count * -(-rows // tile.rows) * -(-columns // tile.columns), x.shape)

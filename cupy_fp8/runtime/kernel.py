@@ -76,16 +76,15 @@ class Variant:
         if isinstance(x, np.ndarray):
             self._host_function()((grid,), (self.block,), self.kernel.params.pack(*values), shared_mem=self.shared)
             return
-        cuda = _cuda()
         device = x.data.device_id
-        if device != cuda.runtime.getDevice():
-            with cuda.Device(device):
+        function = self._functions.get(device) or self._load(device)
+        if device != _driver.get_device():
+            with _cuda().Device(device):
                 self.launch(x, grid, *values)
             return
-        function = self._functions.get(device) or self._load(device)
         local = self._local
         self._pack_into(local.buffer, 0, *values)
-        cuda.driver.launchKernel(function, grid, 1, 1, self.block, 1, 1, self.shared, cuda.get_current_stream().ptr, local.pointers, 0)
+        _driver.launch_kernel(function, grid, 1, 1, self.block, 1, 1, self.shared, _driver.get_current_stream().ptr, local.pointers, 0)
 
     def _load(self, device: int) -> int:
         with self._lock:
@@ -93,7 +92,8 @@ class Variant:
                 return self._functions[device]
             backend.check_device(device)
             cp = backend.cupy()
-            with self._announced(f"sm_{cp.cuda.Device(device).compute_capability}"):
+            _driver.bind(cp.cuda)
+            with cp.cuda.Device(device), self._announced(f"sm_{cp.cuda.Device(device).compute_capability}"):
                 module = cp.RawModule(code=sources.program(self.kernel.family, self.kernel.entry, self.all_defines()),
                                       options=(*COMPILE_OPTIONS, f"-I{sources.root() / 'include'}"))
                 function = module.get_function(self.kernel.entry)
@@ -122,6 +122,21 @@ class Variant:
             choice = ", ".join(f"{name}={value}" for name, value in self.defines)
             _announce(f"compiling {self.kernel.family}.cu: {self.kernel.entry} [{choice}] for {target} … "
                       f"{time.perf_counter() - start:.2f} s")
+
+
+class _Driver:
+    """The three CUDA calls of a launch, looked up once."""
+
+    get_device: Callable[[], int]
+    get_current_stream: Callable[[], Any]
+    launch_kernel: Callable[..., None]
+
+    def bind(self, cuda: Any) -> None:
+        self.get_device, self.get_current_stream = cuda.runtime.getDevice, cuda.get_current_stream
+        self.launch_kernel = cuda.driver.launchKernel
+
+
+_driver = _Driver()
 
 
 class _LaunchBuffers(threading.local):

@@ -12,8 +12,8 @@ from ..formats import BYTE_DTYPES, FORMATS, FP8_DTYPES, INPUT_DTYPES
 Defines = tuple[tuple[str, str], ...]
 
 
-class Variant(NamedTuple):
-    """An entry point of kernels_cu/<family>.cu and the #defines that it is compiled with (`sources.program` takes the three)."""
+class Program(NamedTuple):
+    """The arguments of `sources.program`: an entry point of kernels_cu/<family>.cu and the #defines that it is compiled with."""
 
     family: str
     entry: str
@@ -25,8 +25,8 @@ class Variant(NamedTuple):
 
 _INPUTS, _FP8, _BYTES, _ALL = ([FORMATS[d].tag for d in dtypes] for dtypes in (INPUT_DTYPES, FP8_DTYPES, BYTE_DTYPES, FORMATS))
 
-#: The tiles of kernels that transpose through shared memory.
-TILES: tuple[dict[str, int], ...] = ({"TILE": 128}, {"TILE": 256})
+# Tiles of the kernels that transpose through shared memory (cupy_fp8/ops/tiles.py): small ones, and those for large arrays.
+_SMALL, _TALL, _LARGE = ({"TILE_ROWS": rows, "TILE_COLUMNS": columns} for rows, columns in ((128, 128), (256, 128), (256, 256)))
 
 
 def _cast() -> Iterator[dict[str, Any]]:
@@ -35,7 +35,7 @@ def _cast() -> Iterator[dict[str, Any]]:
 
 
 def _cast_transpose() -> Iterator[dict[str, Any]]:
-    for types, tile, rowwise in product(_cast(), TILES, (0, 1)):
+    for types, (tile, rowwise) in product(_cast(), ((_SMALL, 0), (_TALL, 0), (_SMALL, 1), (_LARGE, 1))):
         yield {**types, **tile, "ROWWISE": rowwise}
 
 
@@ -47,9 +47,10 @@ def _convert() -> Iterator[dict[str, Any]]:
 
 
 def _transpose() -> Iterator[dict[str, Any]]:
-    types = [(source, source) for source in _BYTES] + list(product(_FP8, _INPUTS))
-    for (source, to), tile in product(types, TILES):
-        yield {"IN": source, "OUT": to, "SATURATE": 1, **tile}
+    for source, tile in product(_BYTES, (_SMALL, _LARGE)):
+        yield {"IN": source, "OUT": source, "SATURATE": 1, **tile}
+    for source, to in product(_FP8, _INPUTS):
+        yield {"IN": source, "OUT": to, "SATURATE": 1, **_SMALL}
 
 
 def _compute_amax() -> Iterator[dict[str, Any]]:
@@ -71,13 +72,13 @@ _ENTRIES: dict[str, dict[str, Callable[[], Iterator[dict[str, Any]]]]] = {
 
 
 @functools.cache
-def all_variants() -> tuple[Variant, ...]:
+def all_variants() -> tuple[Program, ...]:
     """The variants, entry point by entry point.
 
     >>> str(all_variants()[0])
     'compute_amax-IN=bf16-NAN_WINS=0'
     """
-    return tuple(Variant(family, entry, _as_defines(choice)) for family, entries in _ENTRIES.items()
+    return tuple(Program(family, entry, _as_defines(choice)) for family, entries in _ENTRIES.items()
                  for entry, choices in entries.items() for choice in choices())
 
 

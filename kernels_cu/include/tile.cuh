@@ -4,8 +4,9 @@
 #pragma once
 #include "memory.cuh"
 
-template <int kRows, int kColumns>
+template <int kTileRows, int kTileColumns>
 struct ByteTile {
+    static constexpr int kRows = kTileRows, kColumns = kTileColumns;
     static constexpr int kRowPatches = kRows / 8, kColumnPatches = kColumns / 8, kThreads = kRowPatches * kColumnPatches;
     static_assert(kRowPatches >= 16 && kColumnPatches >= 16, "the swizzle is free of bank conflicts from 128 on");
     static_assert((kRows & (kRows - 1)) == 0 && kThreads <= 1024, "powers of two, one thread per patch");
@@ -63,14 +64,16 @@ private:
     }
 };
 
-// Where block blockIdx.x of a batch of [rows, columns] matrices works: matrices one after the other, row of tiles by row of tiles.
+// Where block blockIdx.x of a batch of [rows, columns] matrices works, one matrix after the other: along rows of tiles, or down
+// columns of tiles (kDownFirst), which makes neighbouring blocks write neighbouring parts of the transposed rows.
 struct TilePosition {
     i64 matrix, row, column;
-    __device__ __forceinline__ TilePosition(i64 rows, i64 columns, int tile_rows, int tile_columns) {
-        const i64 across = (columns + tile_columns - 1) / tile_columns, down = (rows + tile_rows - 1) / tile_rows;
-        const i64 block = blockIdx.x, line = block / across;
-        column = (block - line * across) * tile_columns;
-        matrix = line / down;
-        row = (line - matrix * down) * tile_rows;
+
+    template <class Tile, bool kDownFirst>
+    static __device__ __forceinline__ TilePosition of_block(i64 rows, i64 columns) {
+        const i64 across = (columns + Tile::kColumns - 1) / Tile::kColumns, down = (rows + Tile::kRows - 1) / Tile::kRows;
+        const i64 run = kDownFirst ? down : across, line = blockIdx.x / run, in_run = blockIdx.x - line * run;
+        const i64 lines = kDownFirst ? across : down, matrix = line / lines, in_matrix = line - matrix * lines;
+        return {matrix, (kDownFirst ? in_run : in_matrix) * Tile::kRows, (kDownFirst ? in_matrix : in_run) * Tile::kColumns};
     }
 };

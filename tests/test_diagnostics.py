@@ -1,0 +1,157 @@
+"""diagnostics.error against a count by hand, element by element."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cupy_fp8 as fp8
+from cupy_fp8 import diagnostics
+from cupy_fp8.diagnostics import ErrorReport, error
+
+E4M3, E5M2 = fp8.float8_e4m3fn, fp8.float8_e5m2
+# The largest value that still rounds to the maximum, and the smallest that overflows, in f32.
+BORDER = {E4M3: (np.float32(464), np.nextafter(np.float32(464), np.float32(500))),
+          E5M2: (np.nextafter(np.float32(61440), np.float32(0)), np.float32(61440))}
+
+
+def by_hand(x, v):
+    """(sqnr_db, max_relative_error, underflowed, nan, nonfinite) with Python's floats and fsum."""
+    pairs = list(zip(x.astype(np.float64).ravel().tolist(), v.astype(np.float64).ravel().tolist(), strict=True))
+    finite = [(a, b) for a, b in pairs if math.isfinite(a)]
+    gaps = [abs(b - a) if math.isfinite(b) else math.inf for a, b in finite]
+    signal, noise = math.fsum(a * a for a, _ in finite), math.fsum(g * g for g in gaps)
+    sqnr = math.inf if noise == 0 else -math.inf if signal == 0 or noise == math.inf else 10 * math.log10(signal / noise)
+    relative = max((g / abs(a) for (a, _), g in zip(finite, gaps, strict=True) if a), default=0.0)
+    underflowed, nan = sum(a != 0 and b == 0 for a, b in finite), sum(math.isnan(b) for _, b in pairs)
+    return sqnr, relative, underflowed, nan, len(pairs) - len(finite)
+
+
+def figures(report):
+    return report.sqnr_db, report.max_relative_error, report.underflowed, report.nan, report.nonfinite
+
+
+def sample(shape=(37, 53), dtype=np.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    with np.errstate(over="ignore"):        # the largest become Inf in float16, which is a case of its own
+        return (rng.standard_normal(shape) * np.exp(4 * rng.standard_normal(shape))).astype(dtype)
+
+
+@pytest.mark.parametrize("chunk", [1, 100, 1961, 1 << 20])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("of", [np.float32, np.float16, fp8.bfloat16], ids=["f32", "f16", "bf16"])
+def test_by_hand(monkeypatch, chunk, dtype, of):
+    monkeypatch.setattr(diagnostics, "CHUNK", chunk)
+    x = sample((5, 7) if chunk == 1 else (37, 53), of)
+    q = fp8.quantize_tensor(x, 30.0, dtype=dtype)
+    report = error(x, q)
+    assert report.elements == x.size
+    assert figures(report) == pytest.approx(by_hand(x, q.dequantize()), rel=1e-12)
+    scaled = np.abs(x.astype(np.float32)) * np.float32(30)
+    over = scaled > 464 if dtype == E4M3 else scaled >= 61440
+    assert report.saturated == int((over & np.isfinite(x)).sum())
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_saturation_is_overflow_of_the_rounding(dtype):
+    inside, beyond = BORDER[dtype]
+    top = np.float32(fp8.finfo(dtype).max)
+    x = np.array([top, inside, -inside, beyond, -beyond, 2 * beyond, np.inf, np.nan, 0.0, 1.0], np.float32)
+    report = error(x, fp8.quantize_tensor(x, 1.0, dtype=dtype))
+    assert (report.saturated, report.nan, report.nonfinite) == (3, 1, 2)
+    unsaturated = fp8.astype(x, dtype, saturate=False).astype(np.float32)       # another definition of the same
+    assert int((~np.isfinite(unsaturated) & np.isfinite(x)).sum()) == 3
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_a_scale_of_max_over_amax_saturates_nothing(dtype):
+    for seed in range(50):
+        x = sample((8, 8), seed=seed)
+        scale = np.float32(fp8.finfo(dtype).max) / fp8.compute_amax(x)
+        assert error(x, fp8.quantize_tensor(x, scale, dtype=dtype)).saturated == 0
+
+
+def test_every_form_of_q_agrees():
+    x = sample()
+    q: Any = fp8.cast_transpose(x, 8.0)
+    want = error(x, q)
+    assert want == error(x, q.rowwise) == error(x, q.columnwise)
+    assert want == error(x, fp8.results.Quantized(None, q.columnwise))
+    assert error(x.T, q.columnwise.T) == error(x.T.copy(), q.rowwise.T)
+    values = error(x, q.dequantize())
+    assert values.saturated is None
+    assert figures(values) == figures(want)
+    ones = fp8.quantize_tensor(x, 1.0)
+    assert error(x, ones.data) == error(x, ones)
+
+
+def test_exact():
+    x = np.array([[1, -2], [0, 448]], np.float32)
+    assert error(x, fp8.quantize_tensor(x, 1.0)) == ErrorReport(4, math.inf, 0.0, 0, 0, 0, 0)
+
+
+def test_known_figures():
+    report = error(np.array([10, -1, 1e-9], np.float32), np.array([10, -1.5, 0], np.float32))
+    assert report.sqnr_db == pytest.approx(10 * math.log10(101 / 0.25))
+    assert (report.max_relative_error, report.underflowed, report.saturated) == (1.0, 1, None)
+
+
+def test_a_broken_result_has_no_signal_left():
+    x = np.array([1, 2, 3], np.float32)
+    report = error(x, np.array([1, np.nan, 3], np.float32))
+    assert (report.sqnr_db, report.max_relative_error, report.nan) == (-math.inf, math.inf, 1)
+    assert error(x, np.array([1, np.inf, 3], np.float32)).sqnr_db == -math.inf
+    assert error(np.zeros(3, np.float32), x).sqnr_db == -math.inf
+
+
+def test_nothing_to_compare():
+    assert error(np.zeros((0, 3), np.float32), np.zeros((0, 3), np.float32)) == ErrorReport(0, math.inf, 0.0, None, 0, 0, 0)
+    x = np.array([np.nan, np.inf], np.float32)
+    assert error(x, x) == ErrorReport(2, math.inf, 0.0, None, 0, 1, 2)
+
+
+def test_f64_and_strided_input():
+    x = sample((20, 30)).astype(np.float64)[::2, ::3]
+    v = x.astype(np.float32)
+    assert figures(error(x, v)) == pytest.approx(by_hand(x, v), rel=1e-12)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.tuples(st.floats(width=32), st.floats(width=32)), max_size=20))
+def test_any_values(pairs):
+    x, v = (np.array([p[i] for p in pairs], np.float32) for i in (0, 1))
+    assert figures(error(x, v)) == pytest.approx(by_hand(x, v), rel=1e-12, nan_ok=True)
+
+
+@pytest.mark.parametrize(("x", "q", "kind", "message"), [
+    (np.zeros(3, np.int32), np.zeros(3, np.float32), TypeError, "x: expected dtype bfloat16, float16, float32, float64, got"),
+    (np.zeros(3, np.float32), np.zeros(3, np.int8), TypeError, "q: expected a Scaled, a Quantized or an array"),
+    (np.zeros(3, np.float32), [1, 2, 3], TypeError, "q: expected a numpy"),
+    (np.zeros(3, np.float32), np.zeros(4, np.float32), ValueError, r"q: expected the shape of x, \(3,\), got \(4,\)"),
+])
+def test_errors(x, q, kind, message):
+    with pytest.raises(kind, match=message):
+        error(x, q)
+
+
+def test_text():
+    report = ErrorReport(1_048_576, 31.523, 1.0, None, 12_345, 0, 3)
+    assert repr(report) == ("ErrorReport(SQNR 31.52 dB, max relative error 1; of 1,048,576 elements unknown saturated, 12,345 "
+                            "underflowed, 0 NaN, 3 non-finite in x)")
+    html = report._repr_html_()
+    assert html.startswith("<table>")
+    assert html.count("<th>") == html.count("<td>") == 7
+    assert "<td>31.52 dB</td>" in html
+
+
+@pytest.mark.gpu
+def test_cupy_equals_numpy():
+    x = sample()
+    device = fp8.asarray(x, like="cupy")
+    for dtype in (E4M3, E5M2):
+        host, there = (error(a, fp8.cast_transpose(a, 30.0, dtype=dtype).columnwise) for a in (x, device))
+        assert (there.saturated, there.underflowed, there.nan) == (host.saturated, host.underflowed, host.nan)
+        assert figures(there) == pytest.approx(figures(host), rel=1e-12)

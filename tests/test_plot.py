@@ -1,0 +1,143 @@
+"""What the plots draw, read back from the Axes."""
+
+import sys
+
+import matplotlib
+import numpy as np
+import pytest
+
+import cupy_fp8 as fp8
+from cupy_fp8 import plot
+
+matplotlib.use("agg")         # before pyplot chooses a backend that needs a display
+from matplotlib import pyplot as plt
+
+
+@pytest.fixture(autouse=True)
+def close_figures():
+    before = dict(plt.rcParams)
+    yield
+    plt.close("all")
+    assert dict(plt.rcParams) == before
+
+
+def sample():
+    rng = np.random.default_rng(0)
+    return (rng.standard_normal((64, 64)) * np.exp(rng.standard_normal((64, 64)))).astype(np.float32)
+
+
+def ticks(ax):
+    """The x of every vertical line drawn by vlines, in order of drawing."""
+    return [np.array([segment[0][0] for segment in c.get_segments()]) for c in ax.collections]
+
+
+@pytest.mark.parametrize(("dtype", "count"), [(fp8.float8_e4m3fn, 126), (fp8.float8_e5m2, 123), (fp8.float8_e8m0fnu, 255)])
+def test_number_line_shows_every_positive_value(dtype, count):
+    normal, subnormal = ticks(plot.number_line(dtype))
+    f = fp8.finfo(dtype)
+    assert len(normal) + len(subnormal) == count
+    assert len(subnormal) == (2**f.mantissa_bits - 1 if f.signed else 0)
+    assert normal.min() == f.smallest_normal
+    assert normal.max() == f.max
+
+
+def test_linear_number_line_is_symmetric_and_limited():
+    ax = plot.number_line([fp8.float8_e4m3fn, "float8_e5m2"], axis="linear", limit=2)
+    normal, subnormal, *_ = ticks(ax)
+    both = np.sort(np.concatenate([normal, subnormal]))
+    assert both.tolist() == (-both[::-1]).tolist()
+    assert both.max() == 2
+    assert (normal == 0).sum() == 1
+    assert (subnormal == 0).sum() == 0
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["float8_e4m3fn", "float8_e5m2"]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), [
+    (([],), ValueError, "at least one"), ((np.float64,), TypeError, "dtypes: expected one of"),
+    ((np.float32,), TypeError, "dtypes: expected one of")])
+def test_number_line_errors(arguments, error, message):
+    with pytest.raises(error, match=message):
+        plot.number_line(*arguments)
+    with pytest.raises(ValueError, match="axis: expected"):
+        plot.number_line(fp8.float8_e5m2, axis="both")
+
+
+def test_histogram_counts_every_finite_nonzero_element():
+    x = sample()
+    x[0, :5] = [0, 0, np.nan, np.inf, -np.inf]
+    x[1, 0] = 1e-6
+    q = fp8.quantize_tensor(x, 16.0)
+    ax = plot.histogram(x, q)
+    bars = sum(p.get_height() for p in ax.containers[0])
+    assert bars == np.isfinite(x).sum() - 2
+    labels = [t.get_text() for t in ax.get_legend().get_texts()]
+    v = q.dequantize()
+    assert labels[:2] == ["x (2 zeros)", f"quantised ({int((v == 0).sum())} zeros)"]
+    # The smallest subnormal and the maximum, in units of x.
+    assert [line.get_xdata()[0] for line in ax.lines] == [2.0**-9 / 16, 448 / 16]
+
+
+def test_histogram_of_nothing_but_zeros():
+    ax = plot.histogram(np.zeros((3, 3), np.float32), fp8.quantize_tensor(np.zeros((3, 3), np.float32), 1.0))
+    assert ax.get_legend().get_texts()[0].get_text() == "x (9 zeros)"
+
+
+def test_error_by_magnitude_against_a_count():
+    x = sample()
+    q = fp8.quantize_tensor(x, 16.0)
+    ax = plot.error_by_magnitude(x, q)
+    top, middle = ax.lines[0], ax.lines[1]
+    relative = np.abs(q.dequantize().astype(np.float64) - x) / np.abs(x.astype(np.float64))
+    bins = np.floor(4 * np.log2(np.abs(x.astype(np.float64))))
+    wanted = {2.0 ** ((b + 0.5) / 4): relative[bins == b] for b in np.unique(bins)}
+    assert top.get_xdata().tolist() == list(wanted)
+    assert top.get_ydata().tolist() == [r.max() for r in wanted.values()]
+    assert middle.get_ydata().tolist() == [np.sort(r)[(r.size - 1) // 2] for r in wanted.values()]
+    assert ax.lines[2].get_ydata()[0] == 1 / 16
+
+
+def test_scale_heat_map():
+    e = np.array([[127, 130, 255], [0, 254, 126]], np.uint8).view(fp8.float8_e8m0fnu)
+    picture = plot.scale_heat_map(e).images[0].get_array()
+    assert picture.tolist() == [[0, 3, None], [-127, 127, -1]]
+    assert plot.scale_heat_map(np.array([4.0], np.float32)).images[0].get_array().tolist() == [[2]]
+    with pytest.raises(ValueError, match="at most two dimensions"):
+        plot.scale_heat_map(np.ones((2, 2, 2), np.float32))
+    with pytest.raises(TypeError, match="scale_inv"):
+        plot.scale_heat_map(np.ones((2, 2)))
+
+
+def test_draws_into_the_axes_given():
+    x = sample()
+    q = fp8.quantize_tensor(x, 16.0)
+    figure, axes = plt.subplots(4)
+    drawn = [plot.number_line(fp8.float8_e5m2, ax=axes[0]), plot.histogram(x, ax=axes[1]),
+             plot.error_by_magnitude(x, q.dequantize(), ax=axes[2]), plot.scale_heat_map(np.abs(x), ax=axes[3])]
+    assert drawn == list(axes)
+    assert plt.get_fignums() == [figure.number]
+    figure.canvas.draw()
+
+
+def test_shapes_and_types_are_checked():
+    x = sample()
+    with pytest.raises(ValueError, match="q: expected the shape of x"):
+        plot.histogram(x, x[1:])
+    with pytest.raises(TypeError, match="x: expected dtype"):
+        plot.error_by_magnitude(x.astype(np.float64), x)
+
+
+def test_without_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(ImportError, match=r"pip install 'cupy_fp8\[plot\]'"):
+        plot.number_line(fp8.float8_e5m2)
+
+
+@pytest.mark.gpu
+def test_cupy_arrays():
+    x = fp8.asarray(sample(), like="cupy")
+    q = fp8.quantize_tensor(x, 16.0)
+    ax = plot.histogram(x, q)
+    assert sum(p.get_height() for p in ax.containers[0]) == x.size
+    assert plot.error_by_magnitude(x, q).lines[2].get_ydata()[0] == 1 / 16
+    assert plot.scale_heat_map(q.scale_inv).images[0].get_array().tolist() == [[-4]]
