@@ -55,7 +55,6 @@ class Op:
 
     inputs   (case) -> positional and keyword arguments, as NumPy arrays
     cases    the calls to check
-    traffic  (arguments, result) -> bytes that the kernel must move: each input read once, each output written once
     summary  the README's line
     """
 
@@ -81,9 +80,10 @@ def values(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int = 
             x = x * np.where(np.arange(x.shape[-1]) % 67 == 13, np.float32(60), np.float32(1))
         return reference.astype(np.asarray(x, np.float32), dtype)
     if kind == "edges":
-        magnitudes = np.array([0, 2.0**-149, 2.0**-133, 2.0**-126, 2.0**-25, 2.0**-24, 2.0**-17, 2.0**-16, 2.0**-10, 1.5 * 2.0**-10, 2.0**-9,
-                               2.0**-7, 2.0**-6, 1, 1.0625, 1.1875, 17, 19, 447, 448, 449, 464, 465, 480, 57344, 61439, 61440, 65504, 1e30,
-                               3.4e38, np.inf, np.nan], np.float32)
+        magnitudes = np.array([
+            0, 2.0**-149, 2.0**-133, 2.0**-126, 2.0**-25, 2.0**-24, 2.0**-17, 2.0**-16, 2.0**-10, 1.5 * 2.0**-10, 2.0**-9, 2.0**-7,
+            2.0**-6, 1, 1.0625, 1.1875, 17, 19, 447, 448, 449, 464, 465, 480, 57344, 61439, 61440, 65504, 1e30, 3.4e38, np.inf, np.nan,
+        ], np.float32)  # fmt: skip
         return reference.astype(np.resize(np.concatenate([magnitudes, -magnitudes]), size).reshape(shape), dtype)
     raise ValueError(f"values: expected 'bits', 'normal' or 'edges', got {kind!r}")
 

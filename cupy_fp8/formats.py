@@ -52,10 +52,10 @@ FORMATS: dict[np.dtype[Any], Format] = {
         Format(float8_e4m3fn, "e4m3fn", 8, 4, 3, 7, 448.0, 2.0**-6, 2.0**-9, 0x7F, None),
         Format(float8_e5m2, "e5m2", 8, 5, 2, 15, 57344.0, 2.0**-14, 2.0**-16, 0x7F, 0x7C),
         Format(float8_e8m0fnu, "e8m0fnu", 8, 8, 0, 127, 2.0**127, 2.0**-127, 2.0**-127, 0xFF, None, signed=False),
-        Format(bfloat16, "bf16", 16, 8, 7, 127, float(ml_dtypes.finfo(bfloat16).max), 2.0**-126, 2.0**-133,
+        Format(bfloat16, "bf16", 16, 8, 7, 127, (2 - 2.0**-7) * 2.0**127, 2.0**-126, 2.0**-133,
                0x7FC0, 0x7F80),
         Format(float16, "f16", 16, 5, 10, 15, 65504.0, 2.0**-14, 2.0**-24, 0x7E00, 0x7C00),
-        Format(float32, "f32", 32, 8, 23, 127, float(np.finfo(np.float32).max), 2.0**-126, 2.0**-149,
+        Format(float32, "f32", 32, 8, 23, 127, (2 - 2.0**-23) * 2.0**127, 2.0**-126, 2.0**-149,
                0x7FC00000, 0x7F800000),
     )
 }

@@ -94,6 +94,10 @@ class Quantized:
             raise ValueError("Quantized: expected a row-wise or a column-wise part, got neither")
         self.__dict__.update(rowwise=rowwise, columnwise=columnwise, dbias=dbias)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles leave behind what ops remember about this object's memory."""
+        return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
+
     @property
     def data(self) -> Array:
         """The row-wise data."""

@@ -6,6 +6,7 @@
 // cast            x [n] -> data [n]. Registers only; bytes moved per element: sizeof(IN) + 1.
 // cast_transpose  x [batch, rows, columns] -> data (ROWWISE 1) and data_t [batch, columns, rows]; one block per tile of
 //                 TILE_ROWS x TILE_COLUMNS elements, a thread for each 8 x 8 of them. Bytes moved per element: sizeof(IN) + 1 + ROWWISE.
+//                 ALIGNED 1: every row of x and data allows chunked access (without the other path no register spills).
 //                 Both outputs want 256 x 256 tiles: one block per SM, long separate load and store phases. DOWN_FIRST: see tile.cuh.
 // Both write scale_inv and raise amax themselves. IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}. At least one block, so that an
 // empty array gets its scale_inv. Speed and what was tried: docs/performance.md.
@@ -25,7 +26,7 @@ struct CastParams {
     i64 n;                       // elements of x
     i64 rows, columns;           // cast_transpose: of each matrix
     float scale_value;
-    u32 vector;                  // bit 0: x and data allow chunked access in every row; bit 1: data_t allows 16-byte stores
+    u32 vector;                  // cast: x and data are aligned to their chunks; cast_transpose: data_t allows 16-byte stores
 
     __device__ __forceinline__ bool skip() const { return noop && as_bits(*noop) == 0x3f800000u; }
     __device__ __forceinline__ float load_scale() const { return scale ? *scale : scale_value; }
@@ -60,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(kFlatThreads) cast(const __grid_con
     if (p.skip()) return;
     const float scale = p.load_scale();
     Amax<IN> amax;
-    flat_map<IN, OUT>(p.x, p.data, p.n, p.vector & 1, [&](const Chunk<IN, kFlatChunk<IN, OUT>>& in) {
+    flat_map<IN, OUT>(p.x, p.data, p.n, p.vector, [&](const Chunk<IN, kFlatChunk<IN, OUT>>& in) {
         amax.add(in);
         return scale_and_narrow(in, scale);
     });
@@ -101,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(ByteTile<TILE_ROWS, TILE_COLUMNS>::
             for (int l = 0; l < kLoads; l++) {
                 const IN::storage* from = p.x + patch_at + (first + r) * p.columns + l * kLoad;
                 const int left = first + r < rows_left ? columns_left - l * kLoad : 0;
-                if (!(p.vector & 1)) in[r][l] = Chunk<IN, kLoad>::load_partial(from, left);
+                if (!ALIGNED) in[r][l] = Chunk<IN, kLoad>::load_partial(from, left);
                 else if (left > 0) in[r][l] = Chunk<IN, kLoad>::load(from);
                 else in[r][l] = {};
             }
@@ -116,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(ByteTile<TILE_ROWS, TILE_COLUMNS>::
             }
             if (ROWWISE && first + r < rows_left) {
                 OUT::storage* to = p.data + patch_at + (first + r) * p.columns;
-                if (!(p.vector & 1)) patch[first + r].store_partial(to, columns_left);
+                if (!ALIGNED) patch[first + r].store_partial(to, columns_left);
                 else if (columns_left > 0) patch[first + r].store(to);
             }
         }
@@ -129,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(ByteTile<TILE_ROWS, TILE_COLUMNS>::
         const int left = to_row < p.columns ? left_of(p.rows - to_column, 16) : 0;
         const Chunk<OUT, 16> out = tile.read<OUT, 16>(unit);
         OUT::storage* to = p.data_t + matrix + to_row * p.rows + to_column;
-        if (!(p.vector & 2)) out.store_partial(to, left);
+        if (!p.vector) out.store_partial(to, left);
         else if (left > 0) out.store(to);
     }
     p.raise<Tile::kThreads>(amax);

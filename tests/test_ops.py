@@ -7,6 +7,7 @@ import pytest
 from cupy_fp8 import cases, testing
 from cupy_fp8.cases import OPS, Case
 from cupy_fp8.cli.selftest import check
+from cupy_fp8.formats import float8_e4m3fn, float32
 
 CASES = list(cases.all_cases())
 
@@ -32,4 +33,4 @@ def test_a_function_that_writes_nothing_is_caught():
     op = OPS["astype"]
     lazy = dataclasses.replace(op, function=lambda a, dtype, out=None: out if out is not None else op.function(a, dtype))
     with testing.executor("reference") as run, pytest.raises(AssertionError, match="elements of float8_e4m3fn"):
-        check(lazy, Case("astype", cases.float32, (4, 4), options={"to": cases.float8_e4m3fn}), run)
+        check(lazy, Case("astype", float32, (4, 4), options={"to": float8_e4m3fn}), run)

@@ -40,11 +40,18 @@ class Measurement:
         return self.copy_us / self.us
 
 
-def measure(make: Callable[[], Callable[[], Any]], traffic: int) -> Measurement:
-    """Time a call. make() returns a call over buffers of its own; traffic: the bytes that one call must move."""
-    calls = [make() for _ in range(_sets(traffic))]
-    us, spread = _median_us(calls)
-    del calls
+Call = Callable[[], Any]
+Check = Callable[[], None]
+
+
+def measure(make: Callable[[], tuple[Call, Check]], traffic: int) -> Measurement:
+    """Time a call. make() returns a call over buffers of its own, and a check of what it wrote, which runs after the timing;
+    traffic: the bytes that one call must move."""
+    made = [make() for _ in range(_sets(traffic))]
+    us, spread = _median_us([call for call, _ in made])
+    for _, check in (made[0], made[-1]):
+        check()
+    del made
     return Measurement(us, spread, traffic, copy_us(traffic))
 
 
@@ -53,7 +60,7 @@ def copy_us(traffic: int) -> float:
     cp = backend.cupy()
     half = max(traffic // 2, 16)
 
-    def make() -> Callable[[], Any]:
+    def make() -> Call:
         source, target = cp.empty(half, cp.uint8), cp.empty(half, cp.uint8)
         source.fill(1)
         return lambda: target.data.copy_from_device_async(source.data, half)
@@ -61,7 +68,7 @@ def copy_us(traffic: int) -> float:
     return _median_us([make() for _ in range(_sets(traffic))])[0]
 
 
-def host_us(call: Callable[[], Any]) -> float:
+def host_us(call: Call) -> float:
     """Wall time per call of enqueueing it, over thousands of calls, before any synchronisation."""
     cp = backend.cupy()
     best = float("inf")
@@ -77,10 +84,10 @@ def host_us(call: Callable[[], Any]) -> float:
     return best / _HOST_CALLS * 1e6
 
 
-def graph_us(make: Callable[[], Callable[[], Any]], traffic: int) -> float:
+def graph_us(make: Callable[[], tuple[Call, Check]], traffic: int) -> float:
     """Time per call when a graph of calls over rotating buffers is replayed."""
     cp = backend.cupy()
-    calls = [make() for _ in range(_sets(traffic))]
+    calls = [make()[0] for _ in range(_sets(traffic))]
     for call in calls:
         call()
     stream = cp.cuda.Stream(non_blocking=True)
@@ -99,7 +106,7 @@ def _sets(traffic: int) -> int:
     return min(200, max(2, -(-_ROTATE_BYTES // max(traffic, 1))))
 
 
-def _median_us(calls: list[Callable[[], Any]]) -> tuple[float, float]:
+def _median_us(calls: list[Call]) -> tuple[float, float]:
     cp = backend.cupy()
     anchor = cp.empty(1, cp.uint8)
     for call in calls * (1 if len(calls) > 5 else 3):

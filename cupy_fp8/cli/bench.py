@@ -46,17 +46,8 @@ def run(ops: list[str]) -> list[dict[str, Any]]:
     for spec in SPECS:
         if spec.op not in ops:
             continue
-        checks = []
-
-        def make(spec: Any = spec, checks: list[Any] = checks) -> Any:
-            call, check = spec.make()
-            checks.append(check)
-            return call
-
-        m = measure(make, spec.traffic)
-        checks[0]()
-        checks[-1]()
-        replay = graph_us(lambda spec=spec: spec.make()[0], spec.traffic) if spec.traffic <= _SMALL else None
+        m = measure(spec.make, spec.traffic)
+        replay = graph_us(spec.make, spec.traffic) if spec.traffic <= _SMALL else None
         shape = "×".join(map(str, spec.shape))
         print(f"{spec.op:16} {spec.label:28} {shape:>12} {m.us:9.2f} {m.gb_per_s:6.0f} {m.share:6.3f} {m.spread:6.1f}% "
               + (f"{replay:9.2f}" if replay else ""), flush=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,8 @@ from ..arrays import Array, empty_beside
 from ..formats import FORMATS, INPUT_DTYPES, float32
 from ..runtime import Kernel, Variant, capturing, executor_of, multiprocessors, workspace
 from . import checks
+
+NAN_RULES = ("ignore", "propagate")
 
 _COMPUTE_AMAX = Kernel("amax", "compute_amax", "3PqI")
 _THREADS = 512
@@ -33,8 +37,8 @@ def compute_amax(x: Array, *, nan: str = "ignore", out: Array | None = None) -> 
     >>> fp8.compute_amax(np.array([1.0, -3.5, np.nan], np.float32)).tolist()
     [3.5]
     """
-    if nan not in ("ignore", "propagate"):
-        raise ValueError(f"nan: expected 'ignore' or 'propagate', got {nan!r}")
+    if nan not in NAN_RULES:
+        raise ValueError(f"nan: expected one of {NAN_RULES}, got {nan!r}")
     x, xp, at = checks.source(x, INPUT_DTYPES)
     given, out_at = out, 0
     if out is not None:
@@ -62,3 +66,9 @@ def compute_amax(x: Array, *, nan: str = "ignore", out: Array | None = None) -> 
 @functools.cache
 def _variant(dtype: np.dtype[Any], nan: str) -> Variant:
     return _COMPUTE_AMAX.variant(block=_THREADS, IN=FORMATS[dtype].tag, NAN_WINS=int(nan == "propagate"))
+
+
+def variants() -> Iterator[Variant]:
+    """Every variant that this op may launch."""
+    for dtype, nan in product(INPUT_DTYPES, NAN_RULES):
+        yield _variant(dtype, nan)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from itertools import product
 from typing import Any, cast
 
 import numpy as np
@@ -19,6 +21,7 @@ _CAST = Kernel("cast", "cast", "8P3qfI")
 _CAST_TRANSPOSE = Kernel("cast", "cast_transpose", "8P3qfI")
 #: The fastest on an H200 of those tried (docs/performance.md).
 _BOTH = tiles.Tile(256, 256, down_first=False)
+_BOTH_F32 = tiles.Tile(256, 128, down_first=False)         # f32 patches do not fit the 64 registers of 1024 threads
 _COLUMNWISE = tiles.Tile(256, 128, down_first=True)
 
 
@@ -65,8 +68,8 @@ def quantize_tensor(x: Array, scale: Any, *, dtype: Any = float8_e4m3fn, rowwise
     scale_at, scale_value = checks.scalar_or_one_f32(scale, x, xp, "scale")
     amax_at = 0 if amax is None else checks.one_f32(amax, x, xp, "amax")
     noop_at = 0 if noop is None else checks.one_f32(noop, x, xp, "noop")
-    if amax_at and amax_at in (scale_at, noop_at):
-        raise ValueError("amax: overlaps scale or noop in memory; it is written and needs memory of its own")
+    if amax_at and (amax_at in (scale_at, noop_at) or at <= amax_at < at + x.nbytes):
+        raise ValueError("amax: overlaps an input in memory; it is written and needs memory of its own")
     by_reference = executor_of(xp) == "reference"
     if out is None:
         check_directions(x.shape, rowwise, columnwise)
@@ -108,7 +111,7 @@ class _Target:
     ranges: list[tuple[int, int]]      # of memory that is written; known for a result given as `out=`
 
     def __init__(self, out: Quantized, x: Array, dtype: np.dtype[Any]) -> None:
-        row, column = out.rowwise, out.columnwise
+        self.dtype, row, column = dtype, out.rowwise, out.columnwise
         if column is not None and not column.transposed:
             row, column = row or column, None              # the same bytes in the same order
         self.data = 0 if row is None else checks.address(row.data)
@@ -121,9 +124,9 @@ class _Target:
         if column is None:
             self.variant = _cast_variant(x.dtype, dtype)
         else:
-            _, self.rows, self.columns = tiles.matrices(x.shape)
-            tile, self.grid = tiles.choose(x, _BOTH if row is not None else _COLUMNWISE)
-            self.variant = _cast_transpose_variant(x.dtype, dtype, tile, row is not None)
+            self.rows, self.columns = x.shape[-2:]
+            tile = tiles.choose(x, _large_tile(x.dtype, row is not None))
+            self.grid, self.variant = tiles.grid(x.shape, tile), _cast_transpose_variant(x.dtype, dtype, tile, row is not None, True)
 
     def check_separate(self, at: int, nbytes: int, scale_at: int, amax_at: int, noop_at: int) -> None:
         for start, end in self.ranges:
@@ -133,14 +136,22 @@ class _Target:
                 raise ValueError("out: overlaps scale, amax or noop in memory; results need memory of their own")
 
     def launch(self, x: Array, at: int, scale_at: int, scale_value: float, amax_at: int, noop_at: int) -> None:
-        if self.data_t:
-            grid = self.grid
-            vector = (self.columns % 8 == 0 and at % 16 == 0 and self.data % 8 == 0) | (
-                self.rows % 16 == 0 and self.data_t % 16 == 0) << 1
-        else:
+        variant = self.variant
+        if not self.data_t:
             grid, vector = flat.grid(x.size, x.shape, x.dtype.itemsize, 1, at, self.data)
-        self.variant.launch(x, grid, at, self.data, self.data_t, scale_at, self.scale_inv, self.scale_inv_copy, amax_at, noop_at,
-                            x.size, self.rows, self.columns, scale_value, vector)
+        else:
+            grid, vector = self.grid, int(self.rows % 16 == 0 and self.data_t % 16 == 0)
+            if self.columns % 8 or at % 16 or self.data % 8:
+                grid = tiles.grid(x.shape, tiles.SMALL)
+                variant = _cast_transpose_variant(x.dtype, self.dtype, tiles.SMALL, self.data != 0, False)
+        variant.launch(x, grid, at, self.data, self.data_t, scale_at, self.scale_inv, self.scale_inv_copy, amax_at, noop_at,
+                       x.size, self.rows, self.columns, scale_value, vector)
+
+
+def _large_tile(source: np.dtype[Any], rowwise: bool) -> tiles.Tile:
+    if not rowwise:
+        return _COLUMNWISE
+    return _BOTH_F32 if source == float32 else _BOTH
 
 
 @functools.cache
@@ -149,14 +160,14 @@ def _cast_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
 
 
 @functools.cache
-def _cast_transpose_variant(source: np.dtype[Any], to: np.dtype[Any], tile: tiles.Tile, rowwise: bool) -> Variant:
+def _cast_transpose_variant(source: np.dtype[Any], to: np.dtype[Any], tile: tiles.Tile, rowwise: bool, aligned: bool) -> Variant:
     return _CAST_TRANSPOSE.variant(block=tile.block, shared=tile.shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, **tile.defines,
-                                   ROWWISE=int(rowwise))
+                                   ROWWISE=int(rowwise), ALIGNED=int(aligned))
 
 
 def _validated(out: Quantized, x: Array, xp: Any, dtype: np.dtype[Any], rowwise: bool, columnwise: bool, transposed: bool) -> _Target:
     """The _Target of a result given as `out=`, once it has been found to fit the call."""
-    key = (x.shape, x.dtype, dtype, rowwise, columnwise, transposed, 0 if xp is np else x.data.device_id)
+    key = (id(out), x.shape, x.dtype, dtype, rowwise, columnwise, transposed, 0 if xp is np else x.data.device_id)
     kept = getattr(out, "_target", None)
     if kept is not None and kept[0] == key:
         return cast(_Target, kept[1])
@@ -195,3 +206,13 @@ def _store(out: Quantized, result: Quantized) -> Quantized:
             for a, b in zip(mine, fresh, strict=True):
                 bits(a)[...] = bits(b)
     return out
+
+
+def variants() -> Iterator[Variant]:
+    """Every variant that these ops may launch."""
+    for source, to in product(INPUT_DTYPES, FP8_DTYPES):
+        yield _cast_variant(source, to)
+        for rowwise in (False, True):
+            for tile in (tiles.SMALL, _large_tile(source, rowwise)):
+                yield _cast_transpose_variant(source, to, tile, rowwise, True)
+            yield _cast_transpose_variant(source, to, tiles.SMALL, rowwise, False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -106,14 +108,16 @@ def _launch_flat(src: Array, at: int, to_at: int, scale_at: int, to: np.dtype[An
 
 def _launch_transposed(src: Array, at: int, to_at: int, scale_at: int, to: np.dtype[Any]) -> None:
     if src.size:
-        _, rows, columns = tiles.matrices(src.shape)
-        tile, blocks = tiles.choose(src, _BYTES if src.dtype == to else _TO_FLOAT)
+        rows, columns = src.shape[-2:]
+        tile = tiles.choose(src, _BYTES if src.dtype == to else _TO_FLOAT)
         vector = (columns % 8 == 0 and at % 8 == 0) | (rows % 16 == 0 and to_at % 16 == 0) << 1
-        _transpose_variant(src.dtype, to, tile).launch(src, blocks, at, to_at, scale_at, src.size, rows, columns, vector)
+        variant = _transpose_variant(src.dtype, to, tile)
+        variant.launch(src, tiles.grid(src.shape, tile), at, to_at, scale_at, src.size, rows, columns, vector)
 
 
 @functools.cache
 def _convert_variant(source: np.dtype[Any], to: np.dtype[Any], saturate: bool) -> Variant:
+    saturate = saturate or to not in FP8_DTYPES            # the other formats have one way to overflow
     return _CONVERT.variant(block=flat.THREADS, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, SATURATE=int(saturate))
 
 
@@ -131,3 +135,15 @@ def _store(result: np.ndarray, out: Array | None, *inputs: Array) -> Array:
         checks.destination(out, result.shape, result.dtype, a, np, checks.address(a))
     bits(out)[...] = bits(result)
     return out
+
+
+def variants() -> Iterator[Variant]:
+    """Every variant that these ops may launch."""
+    for source, to in product(_ALL_DTYPES, _ALL_DTYPES):
+        yield _convert_variant(source, to, True)
+    for source, to in product(_ALL_DTYPES, FP8_DTYPES):
+        yield _convert_variant(source, to, False)
+    for source, tile in product(BYTE_DTYPES, (tiles.SMALL, _BYTES)):
+        yield _transpose_variant(source, source, tile)
+    for source, to, tile in product(FP8_DTYPES, INPUT_DTYPES, (tiles.SMALL, _TO_FLOAT)):
+        yield _transpose_variant(source, to, tile)

@@ -39,18 +39,16 @@ class Tile(NamedTuple):
 SMALL = Tile(128, 128, False)
 
 
-def matrices(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """(count, rows, columns) of the matrices of an array with two or more dimensions."""
-    count = 1
+def choose(x: Array, large: Tile) -> Tile:
+    """`large` for arrays that give every multiprocessor of the GPU several tiles, else SMALL."""
+    if isinstance(x, np.ndarray) or x.size < _LARGE_PER_MULTIPROCESSOR * runtime.multiprocessors(x.data.device_id):
+        return SMALL
+    return large
+
+
+def grid(shape: tuple[int, ...], tile: Tile) -> int:
+    """Blocks for an array of matrices."""
+    count = -(-shape[-2] // tile.rows) * -(-shape[-1] // tile.columns)
     for extent in shape[:-2]:
         count *= extent
-    return count, shape[-2], shape[-1]
-
-
-def choose(x: Array, large: Tile) -> tuple[Tile, int]:
-    """(tile, blocks): `large` for arrays that give every multiprocessor of the GPU several tiles, else SMALL."""
-    count, rows, columns = matrices(x.shape)
-    tile = SMALL
-    if not isinstance(x, np.ndarray) and x.size >= _LARGE_PER_MULTIPROCESSOR * runtime.multiprocessors(x.data.device_id):
-        tile = large
-    return tile, checks.grid_size(count * -(-rows // tile.rows) * -(-columns // tile.columns), x.shape)
+    return checks.grid_size(count, shape)

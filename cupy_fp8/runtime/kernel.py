@@ -84,7 +84,8 @@ class Variant:
             return
         local = self._local
         self._pack_into(local.buffer, 0, *values)
-        _driver.launch_kernel(function, grid, 1, 1, self.block, 1, 1, self.shared, _driver.get_current_stream().ptr, local.pointers, 0)
+        stream = _driver.get_current_stream().ptr
+        _driver.launch_kernel(function, grid, 1, 1, self.block, 1, 1, self.shared, stream, local.pointers, 0)
 
     def _load(self, device: int) -> int:
         with self._lock:
@@ -111,7 +112,7 @@ class Variant:
                                        defines=sources.all_defines(entry, dict(self.all_defines())))
 
     def all_defines(self) -> tuple[tuple[str, str], ...]:
-        """The defines, and what the environment adds: CUPY_FP8_BITCODE=1 takes the integer conversions of older GPUs (for tests)."""
+        """The defines and, with CUPY_FP8_BITCODE=1 in the environment, the integer conversions of older GPUs (for tests)."""
         return (*self.defines, ("CUPY_FP8_BITCODE", "1")) if os.environ.get("CUPY_FP8_BITCODE") == "1" else self.defines
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from typing import Any
@@ -35,6 +36,10 @@ def workspace(out: Any | None, x: Any, words: int) -> Any:
     if entry is None or entry[0]() is not out:
         with cp.cuda.Device(out.data.device_id):
             words_array = cp.zeros(words, np.uint32)
-        forget = weakref.ref(out, lambda _, key=id(out): _of_array.pop(key, None))
-        _of_array[id(out)] = entry = (forget, words_array)
+        entry = (weakref.ref(out, functools.partial(_forget, id(out))), words_array)
+        _of_array[id(out)] = entry
     return entry[1]
+
+
+def _forget(key: int, _: Any) -> None:
+    _of_array.pop(key, None)

@@ -29,10 +29,11 @@ __device__ __forceinline__ float div_rn(float a, float b) {
 }
 // On the bits: a comparison of floats would be compiled with .ftz.
 __device__ __forceinline__ bool is_nan(float a) { return (as_bits(a) & 0x7fffffffu) > 0x7f800000u; }
+// Operands as integers: where a magnitude, an integer mask, becomes a float operand, NVRTC 12.9 makes it abs.ftz.f32.
 __device__ __forceinline__ float max_number(float a, float b) {
-    float r;
-    asm("max.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-    return r;
+    u32 r;
+    asm("max.f32 %0, %1, %2;" : "=r"(r) : "r"(as_bits(a)), "r"(as_bits(b)));
+    return as_float(r);
 }
 #endif
 

@@ -1,0 +1,28 @@
+"""Every program that the package may launch: what the tests compile for every architecture."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from . import amax, cast, convert
+
+
+class Program(NamedTuple):
+    """The arguments of `runtime.sources.program`: an entry point of kernels_cu/<family>.cu and the #defines it is compiled with."""
+
+    family: str
+    entry: str
+    defines: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        return "-".join([self.entry, *(f"{name}={value}" for name, value in self.defines)])
+
+
+def all_variants() -> tuple[Program, ...]:
+    """The variants, entry point by entry point.
+
+    >>> str(all_variants()[0])
+    'compute_amax-IN=bf16-NAN_WINS=0'
+    """
+    launched = [*amax.variants(), *cast.variants(), *convert.variants()]
+    return (*dict.fromkeys(Program(v.kernel.family, v.kernel.entry, v.defines) for v in launched), Program("delay", "delay", ()))

@@ -1,0 +1,169 @@
+"""Every kernel variant through NVRTC, with the options that CuPy uses and without a GPU: it compiles, keeps everything in
+registers, and computes only by the instructions that are written in the sources."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
+
+import nvrtc
+import pytest
+
+from cupy_fp8 import cases, runtime
+from cupy_fp8.arrays import zeros
+from cupy_fp8.formats import FORMATS
+from cupy_fp8.ops import tiles
+from cupy_fp8.ops.convert import astype
+from cupy_fp8.ops.variants import Program, all_variants
+from cupy_fp8.runtime import Variant, sources
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's wheels are for Linux")
+
+OTHER_ARCHITECTURES = ("sm_80", "sm_89", "sm_100", "sm_120")
+#: The integer conversions that sm_80 needs, on a chip that converts in hardware (kernels_cu/include/formats.cuh).
+BITCODE = (("CUPY_FP8_BITCODE", "1"),)
+
+
+def representatives() -> list[Program]:
+    """One output type of every choice of entry point, input type and options."""
+    return list({(v.entry, *(d for d in v.defines if d[0] != "OUT")): v for v in all_variants()}.values())
+
+
+PROGRAMS = [
+    *((v, "sm_90", 13) for v in all_variants()),
+    *((v._replace(defines=v.defines + BITCODE), "sm_90", 13) for v in representatives()),
+    *((v, arch, 13) for arch in OTHER_ARCHITECTURES for v in representatives()),
+    *((v, arch, 12) for arch in ("sm_90", "sm_120") for v in representatives()),
+]
+
+Target = tuple[Program, str, int]
+Compile = Callable[[Program, str, int], nvrtc.Compiled]
+
+
+@pytest.fixture(scope="module")
+def compiled(request: pytest.FixtureRequest) -> Iterator[Compile]:
+    """The result of one compilation. All that were asked for are started at once; NVRTC uses one core per process."""
+    wanted = [item.callspec.params for item in request.session.items
+              if item.parent is request.node and hasattr(item, "callspec") and "variant" in item.callspec.params]
+    rows: list[tuple[Target, nvrtc.Compiled]] = []
+    with ProcessPoolExecutor(min(os.cpu_count() or 1, 8), get_context("spawn")) as pool:
+        futures: dict[Target, Future[nvrtc.Compiled]] = {}
+        for v, arch, toolkit in ((p["variant"], p["arch"], p["toolkit"]) for p in wanted):
+            futures[v, arch, toolkit] = pool.submit(nvrtc.compile_variant, v.family, v.entry, v.defines, arch, toolkit)
+
+        def result(variant: Program, arch: str, toolkit: int) -> nvrtc.Compiled:
+            target = variant, arch, toolkit
+            rows.append((target, futures[target].result()))
+            return rows[-1][1]
+
+        yield result
+    print("\nregisters  stack  spills")                         # shown by pytest -s
+    for (variant, arch, toolkit), c in rows:
+        print(f"{c.registers:9}  {c.stack:5}  {c.spill_stores + c.spill_loads:6}  {arch:6}  CUDA {toolkit}  {variant}")
+
+
+@pytest.mark.parametrize(("variant", "arch", "toolkit"), PROGRAMS, ids=str)
+def test_variant(variant, arch, toolkit, compiled, record_property):
+    c = compiled(variant, arch, toolkit)
+    record_property("registers", c.registers)
+    assert (c.stack, c.spill_stores, c.spill_loads) == (0, 0, 0), "not everything fits in registers"
+    assert inexact_instructions(c.ptx) == []
+
+
+_INSTRUCTION = re.compile(r"\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s")
+_FLOAT = re.compile(r"\.(?:b?f16(?:x2)?|[tb]?f32|f64)\b")
+_MOVES = ("mov.", "ld.", "st.", "selp.")
+_ROUNDING = re.compile(r"(?:add|sub|mul|fma|mad|div|rcp|sqrt)\.(?!rn\.)")
+
+
+def inexact_instructions(ptx: str) -> list[str]:
+    """Instructions that may flush subnormals, approximate or be contracted (docs/numerics.md, rule 1).
+
+    Outside inline assembly any floating-point instruction but a move: the compiler made it from a C++ operator, which CuPy's
+    -ftz=true changes. Inside it .ftz, .approx, and arithmetic without .rn, which the assembler may contract.
+    """
+    found, inline = [], False
+    for line in ptx.splitlines():
+        if "begin inline asm" in line or "end inline asm" in line:
+            inline = "begin" in line
+        match = _INSTRUCTION.match(line)
+        if match is None or not _FLOAT.search(match[1]):
+            continue
+        name = match[1]
+        if ".ftz" in name or ".approx" in name or (_ROUNDING.match(name) if inline else not name.startswith(_MOVES)):
+            found.append(name)
+    return found
+
+
+def kernel(body: str) -> str:
+    return f'#include "arith.cuh"\nextern "C" __global__ void k(float* p, int i) {{ {body} }}'
+
+
+@pytest.mark.parametrize(("body", "instructions"), [
+    ("p[0] = mul_rn(p[1], p[2]);", []),
+    ("p[0] = p[1] * p[2];", ["mul.ftz.f32"]),
+    ("p[0] = __fmul_rn(p[1], p[2]);", ["mul.rn.ftz.f32"]),
+    ("p[0] = p[1] * p[2] + p[3];", ["fma.rn.ftz.f32"]),
+    ("p[0] = fmaxf(p[1], p[2]);", ["max.ftz.f32"]),
+    ("p[0] = p[1] < p[2] ? 1 : 2;", ["setp.lt.ftz.f32"]),
+    ("p[0] = i;", ["cvt.rn.f32.s32"]),
+    ('asm("mul.f32 %0, %1, %1;" : "=f"(p[0]) : "f"(p[1]));', ["mul.f32"]),
+    ('asm("rcp.approx.f32 %0, %1;" : "=f"(p[0]) : "f"(p[1]));', ["rcp.approx.f32"]),
+])
+def test_the_check_sees(body, instructions):
+    assert inexact_instructions(nvrtc.compile_text(kernel(body), "sm_90").ptx) == instructions
+
+
+def test_a_stack_frame_is_seen():
+    c = nvrtc.compile_text(kernel("volatile float a[64]; a[i] = p[0]; p[1] = a[p[2] > p[3]];"), "sm_90")
+    assert c.stack == 256
+
+
+def test_errors_name_the_file():
+    with pytest.raises(nvrtc.CompileError, match=r"cast\.cu\(\d+\): error"):
+        nvrtc.compile_variant("cast", "cast", (("IN", "no_such_format"), ("OUT", "e4m3fn")), "sm_90", 13)
+
+
+def test_every_source_is_covered():
+    assert sorted({v.family for v in all_variants()}) == sources.families()
+    for family in sources.families():
+        entries = set(re.findall(r"#ifdef ENTRY_(\w+)", (sources.root() / f"{family}.cu").read_text()))
+        assert entries == {v.entry for v in all_variants() if v.family == family}
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Program]]:
+    """Every launch, which happens in name only; each must be of a known variant."""
+    seen = set()
+
+    def launch(self, *_):
+        program = Program(self.kernel.family, self.kernel.entry, self.defines)
+        assert program in all_variants(), f"{program} is missing from the variants() of its ops module"
+        seen.add(program)
+
+    monkeypatch.setattr(Variant, "launch", launch)
+    with runtime.forced_executor("host"):
+        yield seen
+
+
+def test_ops_launch_all_known_variants_and_no_other(launched, monkeypatch):
+    """Over all cases, with the tiles that ops choose for small arrays, and those for large arrays on a GPU."""
+    for choose in (tiles.choose, lambda x, large: (large, 1)):
+        monkeypatch.setattr(tiles, "choose", choose)
+        for case in cases.all_cases():
+            args, kwargs = cases.OPS[case.op].inputs(case)
+            cases.OPS[case.op].function(*args, **kwargs)
+    not_an_op = {"delay"}                                       # the benchmark's
+    assert launched == {v for v in all_variants() if v.family not in not_an_op}
+
+
+def test_astype_launches_known_variants(launched):
+    """`saturate` means something for FP8 only: the other formats have one variant, not two."""
+    for source, to, saturate in itertools.product(FORMATS, FORMATS, (True, False)):
+        astype(zeros(3, source, like="numpy"), to, saturate)
+    assert launched
