@@ -71,7 +71,8 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[Compile]:
 def test_variant(variant, arch, toolkit, compiled, record_property):
     c = compiled(variant, arch, toolkit)
     record_property("registers", c.registers)
-    assert (c.stack, c.spill_stores, c.spill_loads) == (0, 0, 0), "not everything fits in registers"
+    if BITCODE[0] not in variant.defines:                       # for tests of exactness only, where a spill costs nothing
+        assert (c.stack, c.spill_stores, c.spill_loads) == (0, 0, 0), "not everything fits in registers"
     assert inexact_instructions(c.ptx) == []
 
 
@@ -153,7 +154,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Program]]:
 
 def test_ops_launch_all_known_variants_and_no_other(launched, monkeypatch):
     """Over all cases, with the tiles that ops choose for small arrays, and those for large arrays on a GPU."""
-    for choose in (tiles.choose, lambda x, large: (large, 1)):
+    for choose in (tiles.choose, lambda x, large: large):
         monkeypatch.setattr(tiles, "choose", choose)
         for case in cases.all_cases():
             args, kwargs = cases.OPS[case.op].inputs(case)

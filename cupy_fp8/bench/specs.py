@@ -147,10 +147,10 @@ def _all() -> Iterator[Spec]:
         yield spec("transpose", "e4m3", shape, 2, _transpose(shape))
     for shape in _MAIN:
         for source, size in ((float32, 4), (float16, 2)):
-            name, row, column = {float32: "f32", float16: "f16"}[source], (True, False), (False, True)
+            name, row, column, e4m3 = {float32: "f32", float16: "f16"}[source], (True, False), (False, True), float8_e4m3fn
             yield spec("quantize_tensor", f"{name}→e5m2 row +amax", shape, size + 1, _quantize(shape, source, float8_e5m2, *row, True))
-            yield spec("quantize_tensor", f"{name}→e4m3 column +amax", shape, size + 1, _quantize(shape, source, float8_e4m3fn, *column, True))
-            yield spec("cast_transpose", f"{name}→e4m3 +amax", shape, size + 2, _quantize(shape, source, float8_e4m3fn, True, True, True))
+            yield spec("quantize_tensor", f"{name}→e4m3 column +amax", shape, size + 1, _quantize(shape, source, e4m3, *column, True))
+            yield spec("cast_transpose", f"{name}→e4m3 +amax", shape, size + 2, _quantize(shape, source, e4m3, True, True, True))
             yield spec("compute_amax", name, shape, size, _amax(shape, source))
             yield spec("dequantize", f"e5m2→{name}", shape, size + 1, _dequantize(shape, source, False))
             yield spec("astype", f"{name}→e4m3", shape, size + 1, _convert(shape, source, float8_e4m3fn))
