@@ -8,6 +8,7 @@ from cupy_fp8 import cases, testing
 from cupy_fp8.cases import OPS, Case
 from cupy_fp8.cli.selftest import check
 from cupy_fp8.formats import float8_e4m3fn, float32
+from cupy_fp8.ops import tiles
 
 CASES = list(cases.all_cases())
 
@@ -17,6 +18,18 @@ CASES = list(cases.all_cases())
 def test_equals_reference(case, executor):
     with testing.executor(executor) as run:
         check(OPS[case.op], case, run)
+
+
+@pytest.mark.parametrize("executor", ["host", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_tiles_of_large_arrays(executor, monkeypatch):
+    """The kernels that transpose, with the tiles that only arrays of many megabytes get."""
+    chosen = []
+    monkeypatch.setattr(tiles, "choose", lambda x, large: chosen.append(large) or large)
+    with testing.executor(executor) as run:
+        for case in CASES:
+            if len(case.shape) >= 2:
+                check(OPS[case.op], case, run)
+    assert len(set(chosen)) == 5
 
 
 @pytest.mark.gpu
