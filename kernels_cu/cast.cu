@@ -60,13 +60,13 @@ __device__ __forceinline__ Chunk<OUT, kCount> scale_and_narrow(const Chunk<IN, k
 extern "C" __global__ void __launch_bounds__(kFlatThreads) cast(const __grid_constant__ CastParams p) {
     if (p.skip()) return;
     const float scale = p.load_scale();
-    Amax<IN> amax;
-    flat_map<IN, OUT>(p.x, p.data, p.n, p.vector, [&](const Chunk<IN, kFlatChunk<IN, OUT>>& in) {
-        amax.add(in);
-        return scale_and_narrow(in, scale);
-    });
-    p.raise<kFlatThreads>(amax);
     p.write_scale_inv(scale);
+    FlatChunks<IN, OUT> in(p.x, p.n, p.vector);
+    Amax<IN> amax;
+#pragma unroll
+    for (const auto& chunk : in.chunk) amax.add(chunk);
+    p.raise<kFlatThreads>(amax);                                     // before the stores, which its latency then overlaps
+    in.store(p.data, [&](const decltype(in)::Source& chunk) { return scale_and_narrow(chunk, scale); });
 }
 #endif
 

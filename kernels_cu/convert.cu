@@ -36,9 +36,8 @@ __device__ __forceinline__ Chunk<OUT, kCount> convert_chunk(const Chunk<IN, kCou
 extern "C" __global__ void __launch_bounds__(kFlatThreads) convert(const __grid_constant__ ConvertParams p) {
     const bool scaled = p.scale_inv;
     const float scale_inv = scaled ? *p.scale_inv : 1.0f;
-    flat_map<IN, OUT>(p.src, p.dst, p.n, p.vector == 3, [&](const Chunk<IN, kFlatChunk<IN, OUT>>& in) {
-        return convert_chunk(in, scaled, scale_inv);
-    });
+    FlatChunks<IN, OUT> in(p.src, p.n, p.vector == 3);
+    in.store(p.dst, [&](const decltype(in)::Source& chunk) { return convert_chunk(chunk, scaled, scale_inv); });
 }
 #endif
 

@@ -4,32 +4,45 @@
 #include "memory.cuh"
 
 constexpr int kFlatThreads = 128;
+constexpr int kFlatUnroll = 2;                                       // chunks per thread
 
 // Elements per chunk: 16 bytes on the wider side.
 template <class In, class Out>
 constexpr int kFlatChunk = 16 / (sizeof(typename In::storage) > sizeof(typename Out::storage) ? sizeof(typename In::storage)
                                                                                               : sizeof(typename Out::storage));
-constexpr int kFlatUnroll = 2;
 
-// dst[i] = map(src[i]); `map` takes a Chunk<In> and returns a Chunk<Out>; elements past the end are zeros to it and are not
-// written. vector: src and dst are aligned to their chunks.
-template <class In, class Out, class Map>
-__device__ __forceinline__ void flat_map(const typename In::storage* src, typename Out::storage* dst, i64 n, bool vector, Map map) {
-    constexpr int kChunk = kFlatChunk<In, Out>, kUnroll = kFlatUnroll;
-    const i64 first = (i64)blockIdx.x * (kUnroll * kFlatThreads * kChunk) + (i64)threadIdx.x * kChunk;
-    constexpr i64 kStep = kFlatThreads * kChunk;
-    if (vector && first - (i64)threadIdx.x * kChunk + kUnroll * kStep <= n) {
-        Chunk<In, kChunk> c[kUnroll];
+// This thread's chunks of src. Elements past the end are zeros, and are not stored.
+template <class In, class Out>
+struct FlatChunks {
+    static constexpr int kCount = kFlatChunk<In, Out>;
+    using Source = Chunk<In, kCount>;
+    using Target = Chunk<Out, kCount>;
+
+    Source chunk[kFlatUnroll];
+    i64 first, n;
+    bool whole;                                                      // no element of the block is past the end, all is aligned
+
+    // vector: src and dst are aligned to their chunks.
+    __device__ __forceinline__ FlatChunks(const typename In::storage* src, i64 n, bool vector) : n(n) {
+        const i64 block = (i64)blockIdx.x * (kFlatUnroll * kStep);
+        first = block + threadIdx.x * kCount;
+        whole = vector && block + kFlatUnroll * kStep <= n;
 #pragma unroll
-        for (int u = 0; u < kUnroll; u++) c[u] = Chunk<In, kChunk>::load(src + first + u * kStep);
+        for (int u = 0; u < kFlatUnroll; u++) chunk[u] = whole ? Source::load(src + at(u)) : Source::load_partial(src + at(u), left(u));
+    }
+    // dst[i] = map(src[i]), chunk by chunk.
+    template <class Map>
+    __device__ __forceinline__ void store(typename Out::storage* dst, Map map) const {
 #pragma unroll
-        for (int u = 0; u < kUnroll; u++) map(c[u]).store(dst + first + u * kStep);
-    } else {
-#pragma unroll 1
-        for (int u = 0; u < kUnroll; u++) {
-            const i64 at = first + u * kStep;
-            const int left = left_of(n - at, kChunk);
-            map(Chunk<In, kChunk>::load_partial(src + at, left)).store_partial(dst + at, left);
+        for (int u = 0; u < kFlatUnroll; u++) {
+            const Target out = map(chunk[u]);
+            if (whole) out.store(dst + at(u));
+            else out.store_partial(dst + at(u), left(u));
         }
     }
-}
+
+private:
+    static constexpr i64 kStep = kFlatThreads * kCount;
+    __device__ __forceinline__ i64 at(int u) const { return first + u * kStep; }
+    __device__ __forceinline__ int left(int u) const { return left_of(n - at(u), kCount); }
+};
