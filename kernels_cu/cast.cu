@@ -6,7 +6,8 @@
 // cast            x [n] -> data [n]. Registers only; bytes moved per element: sizeof(IN) + 1.
 // cast_transpose  x [batch, rows, columns] -> data (ROWWISE 1) and data_t [batch, columns, rows]; one block per tile of
 //                 TILE_ROWS x TILE_COLUMNS elements, a thread for each 8 x 8 of them. Bytes moved per element: sizeof(IN) + 1 + ROWWISE.
-//                 ALIGNED 1: every row of x and data allows chunked access (without the other path no register spills).
+//                 ALIGNED 1: every row of x and data allows chunked access; 2: and every row of data_t 16-byte stores (large tiles have
+//                 no registers for other paths).
 //                 Both outputs want 256 x 256 tiles: one block per SM, long separate load and store phases. DOWN_FIRST: see tile.cuh.
 // Both write scale_inv and raise amax themselves. IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}. At least one block, so that an
 // empty array gets its scale_inv. Speed and what was tried: docs/performance.md.
@@ -26,7 +27,7 @@ struct CastParams {
     i64 n;                       // elements of x
     i64 rows, columns;           // cast_transpose: of each matrix
     float scale_value;
-    u32 vector;                  // cast: x and data are aligned to their chunks; cast_transpose: data_t allows 16-byte stores
+    u32 vector;                  // cast: x and data are aligned to their chunks; cast_transpose: every row of data_t allows 16-byte stores
 
     __device__ __forceinline__ bool skip() const { return noop && as_bits(*noop) == 0x3f800000u; }
     __device__ __forceinline__ float load_scale() const { return scale ? *scale : scale_value; }
@@ -75,8 +76,16 @@ constexpr int kLoad = 16 / sizeof(IN::storage);                      // elements
 constexpr int kLoads = 8 / kLoad;                                    // loads per patch row
 constexpr int kRowsAtOnce = 8 / kLoads;                              // patch rows in flight: eight loads, 32 registers
 
-extern "C" __global__ void __launch_bounds__(ByteTile<TILE_ROWS, TILE_COLUMNS>::kThreads) cast_transpose(const __grid_constant__ CastParams p) {
-    using Tile = ByteTile<TILE_ROWS, TILE_COLUMNS>;
+using Tile = ByteTile<TILE_ROWS, TILE_COLUMNS>;
+
+// 1024 threads per multiprocessor on an H200: more would leave too few registers for eight loads in flight, fewer too few loads.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr int kBlocks = 1024 / Tile::kThreads;
+#else
+constexpr int kBlocks = 1;
+#endif
+
+extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) cast_transpose(const __grid_constant__ CastParams p) {
     extern __shared__ __align__(16) u8 shared[];
     if (p.skip()) return;
     const float scale = p.load_scale();
@@ -89,7 +98,8 @@ extern "C" __global__ void __launch_bounds__(ByteTile<TILE_ROWS, TILE_COLUMNS>::
     const auto at = TilePosition::of_block<Tile, DOWN_FIRST != 0>(p.rows, p.columns);
     const i64 matrix = at.matrix * p.rows * p.columns;
     const i64 row = at.row + Tile::patch_row(), column = at.column + Tile::patch_column();
-    const int rows_left = left_of(p.rows - row, 8), columns_left = left_of(p.columns - column, 8);
+    int rows_left = left_of(p.rows - row, 8), columns_left = left_of(p.columns - column, 8);
+    if (ALIGNED == 2) rows_left = columns_left = rows_left && columns_left ? 8 : 0;      // whole patches: one predicate for all
     const i64 patch_at = matrix + row * p.columns + column;
     Chunk<OUT, 8> patch[8];
     Amax<IN> amax;
@@ -124,14 +134,16 @@ extern "C" __global__ void __launch_bounds__(ByteTile<TILE_ROWS, TILE_COLUMNS>::
     }
     tile.write_patch(patch);
     __syncthreads();
+    if (ALIGNED < 2 && !p.vector) {
+        tile.store_ragged(p.data_t + matrix + at.column * p.rows + at.row, p.rows, left_of(p.columns - at.column, TILE_COLUMNS),
+                          left_of(p.rows - at.row, TILE_ROWS));
+    } else {
 #pragma unroll
-    for (int unit = 0; unit < Tile::kUnits<16>; unit++) {
-        const i64 to_row = at.column + Tile::column<16>(unit), to_column = at.row + Tile::row<16>();
-        const int left = to_row < p.columns ? left_of(p.rows - to_column, 16) : 0;
-        const Chunk<OUT, 16> out = tile.read<OUT, 16>(unit);
-        OUT::storage* to = p.data_t + matrix + to_row * p.rows + to_column;
-        if (!p.vector) out.store_partial(to, left);
-        else if (left > 0) out.store(to);
+        for (int unit = 0; unit < Tile::kUnits<16>; unit++) {
+            const i64 to_row = at.column + Tile::column<16>(unit), to_column = at.row + Tile::row<16>();
+            if (to_row < p.columns && to_column < p.rows)
+                tile.read<OUT, 16>(unit).store(p.data_t + matrix + to_row * p.rows + to_column);
+        }
     }
     p.raise<Tile::kThreads>(amax);
 }

@@ -81,6 +81,11 @@ extern "C" __global__ void __launch_bounds__(ByteTile<TILE_ROWS, TILE_COLUMNS>::
     __syncthreads();
     const Conversion<IN, OUT> conversion{p};
     constexpr int kStore = 16 / sizeof(OUT::storage);                // elements of a 16-byte store
+    if (kStore == 16 && !(p.vector & 2)) {
+        tile.store_ragged(reinterpret_cast<u8*>(p.dst) + matrix + at.column * p.rows + at.row, p.rows,
+                          left_of(p.columns - at.column, TILE_COLUMNS), left_of(p.rows - at.row, TILE_ROWS));
+        return;
+    }
 #pragma unroll
     for (int unit = 0; unit < Tile::kUnits<kStore>; unit++) {
         const i64 to_row = at.column + Tile::column<kStore>(unit), to_column = at.row + Tile::row<kStore>();

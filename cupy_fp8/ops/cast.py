@@ -125,8 +125,7 @@ class _Target:
             self.variant = _cast_variant(x.dtype, dtype)
         else:
             self.rows, self.columns = x.shape[-2:]
-            tile = tiles.choose(x, _large_tile(x.dtype, row is not None))
-            self.grid, self.variant = tiles.grid(x.shape, tile), _cast_transpose_variant(x.dtype, dtype, tile, row is not None, True)
+            self.tile = tiles.choose(x, _large_tile(x.dtype, row is not None))
 
     def check_separate(self, at: int, nbytes: int, scale_at: int, amax_at: int, noop_at: int) -> None:
         for start, end in self.ranges:
@@ -136,14 +135,15 @@ class _Target:
                 raise ValueError("out: overlaps scale, amax or noop in memory; results need memory of their own")
 
     def launch(self, x: Array, at: int, scale_at: int, scale_value: float, amax_at: int, noop_at: int) -> None:
-        variant = self.variant
         if not self.data_t:
+            variant = self.variant
             grid, vector = flat.grid(x.size, x.shape, x.dtype.itemsize, 1, at, self.data)
         else:
-            grid, vector = self.grid, int(self.rows % 16 == 0 and self.data_t % 16 == 0)
-            if self.columns % 8 or at % 16 or self.data % 8:
-                grid = tiles.grid(x.shape, tiles.SMALL)
-                variant = _cast_transpose_variant(x.dtype, self.dtype, tiles.SMALL, self.data != 0, False)
+            aligned = self.columns % 8 == 0 and at % 16 == 0 and self.data % 8 == 0
+            vector = int(self.rows % 16 == 0 and self.data_t % 16 == 0)
+            tile = self.tile if aligned and vector else tiles.SMALL
+            grid = tiles.grid(x.shape, tile)
+            variant = _cast_transpose_variant(x.dtype, self.dtype, tile, self.data != 0, aligned)
         variant.launch(x, grid, at, self.data, self.data_t, scale_at, self.scale_inv, self.scale_inv_copy, amax_at, noop_at,
                        x.size, self.rows, self.columns, scale_value, vector)
 
@@ -162,7 +162,7 @@ def _cast_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
 @functools.cache
 def _cast_transpose_variant(source: np.dtype[Any], to: np.dtype[Any], tile: tiles.Tile, rowwise: bool, aligned: bool) -> Variant:
     return _CAST_TRANSPOSE.variant(block=tile.block, shared=tile.shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, **tile.defines,
-                                   ROWWISE=int(rowwise), ALIGNED=int(aligned))
+                                   ROWWISE=int(rowwise), ALIGNED=int(aligned) if tile is tiles.SMALL else 2)
 
 
 def _validated(out: Quantized, x: Array, xp: Any, dtype: np.dtype[Any], rowwise: bool, columnwise: bool, transposed: bool) -> _Target:
@@ -213,6 +213,6 @@ def variants() -> Iterator[Variant]:
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
         yield _cast_variant(source, to)
         for rowwise in (False, True):
-            for tile in (tiles.SMALL, _large_tile(source, rowwise)):
-                yield _cast_transpose_variant(source, to, tile, rowwise, True)
-            yield _cast_transpose_variant(source, to, tiles.SMALL, rowwise, False)
+            yield _cast_transpose_variant(source, to, _large_tile(source, rowwise), rowwise, True)
+            for aligned in (False, True):
+                yield _cast_transpose_variant(source, to, tiles.SMALL, rowwise, aligned)

@@ -49,8 +49,34 @@ struct ByteTile {
             return chunk & 1 ? Chunk<F, 16>{{c.word[2], c.word[3], c.word[0], c.word[1]}} : c;
         }
     }
+    // Stores the tile's transposed rows where these do not start at multiples of 16 bytes: aligned 16-byte stores of shifted bytes,
+    // single bytes at the ends. to: where source column 0 goes; rows `stride` bytes apart; only the first columns_left source
+    // columns and rows_left source rows exist.
+    __device__ __forceinline__ void store_ragged(u8* to, i64 stride, int columns_left, int rows_left) const {
+        constexpr int kUnitsOfRow = kRows / 16 + 1;
+#pragma unroll 1
+        for (int i = threadIdx.x; i < columns_left * kUnitsOfRow; i += kThreads) {
+            const int column = i / kUnitsOfRow;
+            u8* row = to + column * stride;
+            const int first = i % kUnitsOfRow * 16 - (int)(reinterpret_cast<u64>(row) % 16);       // source row of the unit's first byte
+            if (first >= 0 && first + 16 <= rows_left) {
+                const u64 low = chunk_at(column, first / 8), middle = chunk_at(column, first / 8 + 1), high = chunk_at(column, first / 8 + 2);
+                const int shift = first % 8 * 8;
+                const u64 words[2] = {shift ? low >> shift | middle << (64 - shift) : low, shift ? middle >> shift | high << (64 - shift) : middle};
+                *reinterpret_cast<uint4*>(row + first) = make_uint4((u32)words[0], (u32)(words[0] >> 32), (u32)words[1], (u32)(words[1] >> 32));
+            } else {
+                for (int r = first > 0 ? first : 0; r < first + 16 && r < rows_left; r++) row[r] = (u8)(chunk_at(column, r / 8) >> r % 8 * 8);
+            }
+        }
+    }
 
 private:
+    // Source rows 8 * row_patch and on of a source column; 0 past the tile.
+    __device__ __forceinline__ u64 chunk_at(int column, int row_patch) const {
+        if (row_patch >= kRowPatches) return 0;
+        const uint2 v = *reinterpret_cast<const uint2*>(shared + column * kRows + swizzle(row_patch, column / 8) * 8);
+        return (u64)v.y << 32 | v.x;
+    }
     // Where the 8-byte chunk of source rows 8 * row_patch and on lies in its transposed row.
     static __device__ __forceinline__ int swizzle(int row_patch, int column_patch) { return row_patch ^ column_patch % kRowPatches; }
 
