@@ -112,14 +112,14 @@ def quantize_with_all(name: str, x: Array) -> Iterator[Row]:
     for title, recipe in RECIPES.items():
         extra = {"scale": scale_of(x, recipe.dtype)} if isinstance(recipe, DelayedScaling) else {}
 
-        def call(out: Quantized | None = None, recipe: Any = recipe, extra: dict[str, Array] = extra) -> Quantized:
+        def call(x: Array, out: Quantized | None = None, recipe: Any = recipe, extra: dict[str, Array] = extra) -> Quantized:
             result: Quantized = recipe.quantize(x, columnwise=True, out=out, **extra)
             return result
 
-        q = call()
+        q = call(x)
         report = diagnostics.error(x, q)
         assert report.saturated is not None
-        microseconds, share = timing(call, x.nbytes + q.nbytes, backend.module_of(x))
+        microseconds, share = timing(call, x, x.nbytes + q.nbytes)
         yield Row(name, x.shape, x.dtype.name, title, _finite(report.sqnr_db), _finite(report.max_relative_error),
                   report.saturated, report.underflowed, report.nan, q.nbytes / x.size, microseconds, share)
 
@@ -134,21 +134,22 @@ def scale_of(x: Array, dtype: Any) -> Array:
     return xp.where(usable, xp.minimum(scale, np.finfo(np.float32).max), np.float32(1)).astype(np.float32)
 
 
-def timing(call: Callable[..., Quantized], traffic: int, xp: Any) -> tuple[float, float | None]:
-    """(microseconds of call(out=…), share of copy speed or None): on a GPU as the benchmark measures, on the CPU by the clock."""
-    if xp is not np:
+def timing(call: Callable[..., Quantized], x: Array, traffic: int) -> tuple[float, float | None]:
+    """(microseconds of call(x, out=…), share of copy speed or None): on a GPU as the benchmark measures, on the CPU by the clock."""
+    if backend.module_of(x) is not np:
         from ..bench.measure import measure
 
         def make() -> tuple[Callable[[], Any], Callable[[], None]]:
-            out = call()
-            return lambda: call(out=out), lambda: None      # the table that follows shows what was computed
+            mine = x.copy()
+            out = call(mine)
+            return lambda: call(mine, out=out), lambda: None      # the table that follows shows what was computed
 
         measured = measure(make, traffic)
         return measured.us, measured.share
-    out, times = call(), []
+    out, times = call(x), []
     for _ in range(_CPU_REPEATS):
         start = time.perf_counter()
-        call(out=out)
+        call(x, out=out)
         times.append(time.perf_counter() - start)
     return statistics.median(times) * 1e6, None
 

@@ -23,7 +23,7 @@ def weight(rows: int, columns: int, *, dtype: Any = bfloat16, like: Any = None, 
     # t = normal / sqrt(chi2 / 5), with chi2 from f32 gamma samples: twice as fast as standard_t, which is f64.
     w = rng.standard_normal((rows, columns), np.float32)
     w /= np.sqrt(rng.standard_gamma(2.5, (rows, columns), np.float32) / np.float32(2.5))
-    return asarray(asarray(w * (row_size / np.float32(np.sqrt(columns))), dtype), like=like)
+    return asarray(w * (row_size / np.float32(np.sqrt(columns))), dtype, like=like)
 
 
 def activation(tokens: int, channels: int, *, dtype: Any = bfloat16, like: Any = None, seed: int = 0) -> Array:
@@ -36,4 +36,4 @@ def activation(tokens: int, channels: int, *, dtype: Any = bfloat16, like: Any =
     channel_size[outliers] *= np.float32(_OUTLIER_GAIN)
     x = rng.standard_normal((tokens, channels), np.float32) * channel_size
     x[:1, outliers] *= np.float32(8)
-    return asarray(asarray(x, dtype), like=like)
+    return asarray(x, dtype, like=like)
