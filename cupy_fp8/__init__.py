@@ -15,15 +15,17 @@ from .io import load, save
 from .ops.amax import compute_amax
 from .ops.cast import cast_transpose, quantize_tensor
 from .ops.convert import astype, dequantize, transpose
-from .recipes import DelayedScaling
+from .ops.scale import compute_scale, update_delayed_scaling
+from .recipes import CurrentScaling, DelayedScaling
 from .results import Quantized, Scaled
+from .state import DelayedScalingState
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "DelayedScaling", "DeviceError", "Quantized", "Scaled",
-    "asarray", "asnumpy", "astype", "bytes_equal", "cast_transpose", "compute_amax", "concatenate", "dequantize", "empty", "empty_like",
-    "from_dlpack", "full", "load", "quantize_tensor", "save", "to_dlpack", "transpose", "zeros",
+    "CurrentScaling", "DelayedScaling", "DelayedScalingState", "DeviceError", "Quantized", "Scaled",
+    "asarray", "asnumpy", "astype", "bytes_equal", "cast_transpose", "compute_amax", "compute_scale", "concatenate", "dequantize", "empty",
+    "empty_like", "from_dlpack", "full", "load", "quantize_tensor", "save", "to_dlpack", "transpose", "update_delayed_scaling", "zeros",
     "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float16", "float32", "finfo",
     "diagnostics", "io", "plot",
 ]  # fmt: skip

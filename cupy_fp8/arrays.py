@@ -5,6 +5,7 @@ No kernels here; `astype` and `transpose` are ops (cupy_fp8.ops.convert).
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -61,7 +62,8 @@ def full(shape: Shape, fill_value: float, dtype: Any, *, like: Any = None) -> Ar
 
     out = empty(shape, dtype, like=like)
     if out.dtype in FORMATS:
-        value = narrow(np.asarray([fill_value], np.float32), out.dtype)
+        with np.errstate(over="ignore"):
+            value = narrow(np.asarray([fill_value], np.float32), out.dtype)
         bits(out).fill(bits(value)[0])
     else:
         out.fill(fill_value)
@@ -80,15 +82,17 @@ def asarray(a: Any, dtype: Any = None, *, like: Any = None) -> Array:
     Arrays keep their kind unless `like` says otherwise; lists and scalars become arrays of `like` (default
     `cupy_fp8.xp`). Conversions between the formats of this library are `astype`'s (saturating).
     """
+    dtype = None if dtype is None else np.dtype(dtype)
     if isinstance(a, np.ndarray) or _is_cupy(a):
         target = backend.module_of(a) if like is None else backend.like_module(like)
     else:
         a, target = np.asarray(a), backend.like_module(like)
-        if a.dtype == np.float64 and dtype in FORMATS:
-            a = a.astype(np.float32)
+        if a.dtype.kind in "fiu" and dtype in FORMATS:
+            with np.errstate(over="ignore"):
+                a = a.astype(np.float32)
     a = _move(a, target)
-    if dtype is not None and np.dtype(dtype) != a.dtype:
-        if a.dtype in FORMATS and np.dtype(dtype) in FORMATS:
+    if dtype is not None and dtype != a.dtype:
+        if a.dtype in FORMATS and dtype in FORMATS:
             from .ops.convert import astype
 
             return astype(a, dtype)
@@ -111,7 +115,7 @@ def _move(a: Array, target: Any) -> Array:
 
 def concatenate(arrays: Sequence[Array], axis: int = 0) -> Array:
     """The arrays (of one dtype and kind) joined along `axis`."""
-    if not arrays:
+    if len(arrays) == 0:
         raise ValueError("concatenate: expected at least one array, got none")
     xp, dtype = backend.module_of(arrays[0], "arrays[0]"), arrays[0].dtype
     for i, a in enumerate(arrays):
@@ -151,7 +155,7 @@ def _is_cupy(a: Any) -> bool:
 
 
 def _as_shape(shape: Shape) -> tuple[int, ...]:
-    result = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(int(extent) for extent in shape)
+    result = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(operator.index(extent) for extent in shape)
     if any(extent < 0 for extent in result):
         raise ValueError(f"shape: expected extents of zero or more, got {result}")
     return result

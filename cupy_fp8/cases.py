@@ -22,7 +22,7 @@ from .formats import (
     float16,
     float32,
 )
-from .ops import amax, cast, convert
+from .ops import amax, cast, convert, scale
 from .results import Quantized, Scaled
 
 # Every tile's tail, primes, empty, more than two dimensions; all small enough for a CPU under sanitizers.
@@ -57,6 +57,7 @@ class Op:
     inputs   (case) -> positional and keyword arguments, as NumPy arrays
     cases    the calls to check
     summary  the README's line
+    updates  names of the leading arguments that a call updates in place and returns, for an op that takes no `out=`
     """
 
     name: str
@@ -65,6 +66,7 @@ class Op:
     inputs: Callable[[Case], tuple[tuple[Any, ...], dict[str, Any]]]
     cases: Callable[[], Iterator[Case]]
     summary: str
+    updates: tuple[str, ...] = ()
 
 
 def values(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int = 0) -> np.ndarray:
@@ -101,10 +103,13 @@ def source(case: Case, seed: int = 0) -> np.ndarray:
     return x
 
 
-def outputs(result: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Every array that a call wrote, by name: the result's, and the amax buffer."""
+def outputs(result: Any, kwargs: dict[str, Any], updated: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Every array that a call wrote, by name: the result's (of an op that updates its arguments, under their names), and the amax
+    buffer."""
     found: dict[str, Any] = {}
-    if isinstance(result, Quantized):
+    if updated:
+        found.update(zip(updated, result, strict=True))
+    elif isinstance(result, Quantized):
         for name in ("rowwise", "columnwise"):
             part = getattr(result, name)
             if part is not None:
@@ -128,7 +133,7 @@ def _quantize_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
     scale = options.pop("scale", 0.37)
     amax_start = options.pop("amax", None)
     kwargs = options if amax_start is None else {**options, "amax": np.array([amax_start], np.float32)}
-    return (source(case), np.array([scale], np.float32)), kwargs
+    return (source(case), None if scale is None else np.array([scale], np.float32)), kwargs
 
 
 def _quantize_cases() -> Iterator[Case]:
@@ -148,8 +153,16 @@ def _quantize_cases() -> Iterator[Case]:
         for layout in ("offset", "strided"):
             for dtype in INPUT_DTYPES:
                 yield Case("quantize_tensor", dtype, (72, 96), "bits", layout, options={"amax": 0.0, **directions})
-        for scale in _SCALES:
-            yield Case("quantize_tensor", float32, (24, 40), options={"scale": scale, "dtype": float8_e5m2, **directions})
+        for value in _SCALES:
+            yield Case("quantize_tensor", float32, (24, 40), options={"scale": value, "dtype": float8_e5m2, **directions})
+        for dtype in INPUT_DTYPES:
+            for kind in ("bits", "edges", "normal"):
+                yield Case("quantize_tensor", dtype, MATRIX, kind, options={"scale": None, "amax": 0.0, **directions})
+            yield Case("quantize_tensor", dtype, ALIGNED_MATRIX, "normal",
+                       options={"scale": None, "dtype": float8_e5m2, "pow2_scale": True, "eps": 1e3, **directions})
+        for shape in SHAPES:
+            if fits(shape, directions):
+                yield Case("quantize_tensor", bfloat16, shape, "normal", options={"scale": None, "pow2_scale": True, **directions})
     for start in (-1.0, float("inf"), float("nan"), 2.0**-149):
         yield Case("quantize_tensor", float32, (9, 11), "normal", options={"amax": start})
 
@@ -224,6 +237,53 @@ def _amax_cases() -> Iterator[Case]:
         yield Case("compute_amax", bfloat16, shape, "normal")
 
 
+def _compute_scale_cases() -> Iterator[Case]:
+    for to in FP8_DTYPES:
+        for pow2 in (False, True):
+            for kind in ("bits", "edges", "normal"):
+                yield Case("compute_scale", float32, MATRIX, kind, options={"dtype": to, "pow2_scale": pow2})
+            # Margins that make large scales overflow; small ones subnormal, or 0; target itself Inf or 0.
+            for margin in (1, -3, -130, 12, 140, 1 << 40):
+                yield Case("compute_scale", float32, (9, 64), "edges", options={"dtype": to, "pow2_scale": pow2, "margin": margin})
+    for eps in (2.0**-149, 1e-39, 1e-12, 0.1, 3e38):
+        for kind in ("bits", "edges"):
+            yield Case("compute_scale", float32, (9, 64), kind, options={"eps": eps})
+    for shape in SHAPES:
+        yield Case("compute_scale", float32, shape, options={"pow2_scale": True})
+    for layout in ("offset", "strided"):
+        yield Case("compute_scale", float32, (40, 72), "bits", layout)
+
+
+def _update_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The case's array is the history; a third of the tensors have a zero in its row 0, half in the reduced amax."""
+    options = dict(case.options)
+    history, n = source(case), case.shape[1]
+    history[:1, ::3] = 0
+    previous = values("edges" if case.values == "edges" else "normal", (n,), float32, 1)
+    reduced = options.pop("amax", None)
+    if reduced is not None:
+        options["amax"] = values(reduced, (n,), float32, 2)
+        options["amax"][::2] = 0
+    return (history, previous), options
+
+
+def _update_cases() -> Iterator[Case]:
+    e4m3, e5m2 = {"dtype": float8_e4m3fn}, {"dtype": float8_e5m2}
+    for algo in ("max", "most_recent"):
+        for reduced in (None, "bits", "edges", "normal"):
+            for kind in ("bits", "edges", "normal"):
+                for length in (1, 2, 3, 19):
+                    yield Case("update_delayed_scaling", float32, (length, 131), kind, options={**e4m3, "algo": algo, "amax": reduced})
+    # One round of loads and several, runs of one row and of many, every number of columns in a block; tails of each.
+    for shape in ((1, 1), (2, 1), (16, 512), (1024, 1), (1025, 2), (513, 3), (700, 5), (1030, 17), (6000, 1), (9001, 3), (300, 70),
+                  (16, 0)):
+        for reduced in (None, "normal"):
+            yield Case("update_delayed_scaling", float32, shape, "normal", options={**e5m2, "amax": reduced})
+    for margin in (2, -130, 150):
+        yield Case("update_delayed_scaling", float32, (4, 70), "edges", options={**e5m2, "margin": margin})
+    yield Case("update_delayed_scaling", float32, (40, 70), "normal", "offset", options=e4m3)
+
+
 OPS: dict[str, Op] = {
     op.name: op
     for op in (
@@ -239,6 +299,11 @@ OPS: dict[str, Op] = {
            "the last two axes of FP8 or E8M0 data swapped, byte for byte"),
         Op("compute_amax", amax.compute_amax, reference.compute_amax, _array_inputs, _amax_cases,
            "the largest magnitude, in one launch"),
+        Op("compute_scale", scale.compute_scale, reference.compute_scale, _array_inputs, _compute_scale_cases,
+           "the scale that brings an amax to the format's maximum: margin, eps, powers of two"),
+        Op("update_delayed_scaling", scale.update_delayed_scaling, reference.update_delayed_scaling, _update_inputs, _update_cases,
+           "delayed scaling's end of a step: n amax histories roll and give n scales, in place, in one launch",
+           updates=("history", "scale")),
     )
 }
 

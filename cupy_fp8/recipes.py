@@ -16,8 +16,30 @@ from .results import Quantized, Scaled, swap_last
 ALGORITHMS = ("max", "most_recent")
 
 
+class _PerTensor:
+    """What recipes with one scale for a tensor share."""
+
+    dtype: Any
+
+    def empty(self, shape: Shape, *, rowwise: bool = True, columnwise: bool = False, like: Any = None,
+              buffers: Mapping[str, tuple[Array, Array]] | None = None) -> Quantized:
+        """A result to pass as `out=`: allocates and launches nothing else, initialises nothing.
+
+        buffers: {'rowwise': (data, scale_inv), 'columnwise': (data, scale_inv)} to use instead of new arrays; both
+        arrays of a pair are needed, since nothing says otherwise that a scale_inv belongs to the data.
+        """
+        shape = _as_shape(shape)
+        check_directions(shape, rowwise, columnwise)
+        if buffers is None:
+            return empty_per_tensor(empty((1,), float32, like=like), shape, self.dtype, rowwise, columnwise)
+        wanted = [name for name, on in (("rowwise", rowwise), ("columnwise", columnwise)) if on]
+        if sorted(buffers) != sorted(wanted):
+            raise ValueError(f"buffers: expected a (data, scale_inv) pair for each of {wanted}, got {sorted(buffers)}")
+        return Quantized(**{name: _wrap(name, buffers[name], shape, self.dtype) for name in wanted})
+
+
 @dataclass(frozen=True)
-class DelayedScaling:
+class DelayedScaling(_PerTensor):
     """Per-tensor scaling with a scale known before the cast, from the amax of earlier steps.
 
     dtype        float8_e4m3fn (forward) or float8_e5m2 (gradients, in the usual hybrid)
@@ -39,7 +61,7 @@ class DelayedScaling:
             raise ValueError(f"algo: expected one of {ALGORITHMS}, got {self.algo!r}")
         if not isinstance(self.history_len, (int, np.integer)) or self.history_len < 1:
             raise ValueError(f"history_len: expected an integer of 1 or more, got {self.history_len!r}")
-        if not isinstance(self.margin, (int, np.integer)):
+        if not isinstance(self.margin, (int, np.integer)) or isinstance(self.margin, bool):
             raise TypeError(f"margin: expected an integer, got {self.margin!r}")
 
     def quantize(self, x: Array, *, rowwise: bool = True, columnwise: bool = False, scale: Any = None,
@@ -51,21 +73,36 @@ class DelayedScaling:
             raise ValueError("scale: delayed scaling needs the scale that earlier steps determined, got None")
         return quantize_tensor(x, scale, dtype=self.dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, noop=noop, out=out)
 
-    def empty(self, shape: Shape, *, rowwise: bool = True, columnwise: bool = False, like: Any = None,
-              buffers: Mapping[str, tuple[Array, Array]] | None = None) -> Quantized:
-        """A result to pass as `out=`: allocates and launches nothing else, initialises nothing.
 
-        buffers: {'rowwise': (data, scale_inv), 'columnwise': (data, scale_inv)} to use instead of new arrays; both
-        arrays of a pair are needed, since nothing says otherwise that a scale_inv belongs to the data.
-        """
-        shape = _as_shape(shape)
-        check_directions(shape, rowwise, columnwise)
-        if buffers is None:
-            return empty_per_tensor(empty((1,), float32, like=like), shape, self.dtype, rowwise, columnwise)
-        wanted = [name for name, on in (("rowwise", rowwise), ("columnwise", columnwise)) if on]
-        if sorted(buffers) != sorted(wanted):
-            raise ValueError(f"buffers: expected a (data, scale_inv) pair for each of {wanted}, got {sorted(buffers)}")
-        return Quantized(**{name: _wrap(name, buffers[name], shape, self.dtype) for name in wanted})
+@dataclass(frozen=True)
+class CurrentScaling(_PerTensor):
+    """Per-tensor scaling with the scale that the tensor's own amax calls for.
+
+    dtype       float8_e4m3fn or float8_e5m2
+    eps         floor of the amax, finite, 0 or more
+    pow2_scale  the scale is rounded down to a power of two
+
+    Source: TransformerEngine's Float8CurrentScaling recipe.
+    """
+
+    dtype: Any = float8_e4m3fn
+    eps: float = 0.0
+    pow2_scale: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", lookup(self.dtype, FP8_DTYPES, "dtype").dtype)
+        if not isinstance(self.eps, (int, float, np.floating, np.integer)) or not 0 <= self.eps < float("inf"):
+            raise ValueError(f"eps: expected a finite number of 0 or more, got {self.eps!r}")
+
+    def quantize(self, x: Array, *, rowwise: bool = True, columnwise: bool = False, scale: None = None,
+                 amax: Array | None = None, noop: Array | None = None, out: Quantized | None = None) -> Quantized:
+        """`quantize_tensor` without a scale, with this recipe's dtype, eps and pow2_scale. `amax` receives the maximum."""
+        from .ops.cast import quantize_tensor
+
+        if scale is not None:
+            raise ValueError("scale: current scaling takes it from the tensor itself; DelayedScaling quantises with a given scale")
+        return quantize_tensor(x, dtype=self.dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, noop=noop, eps=self.eps,
+                               pow2_scale=self.pow2_scale, out=out)
 
 
 def _wrap(name: str, pair: tuple[Array, Array], shape: tuple[int, ...], dtype: np.dtype[Any]) -> Scaled:

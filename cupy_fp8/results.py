@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from . import backend
-from .arrays import Array
+from .arrays import Array, bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +65,13 @@ class Scaled:
 
     def __iter__(self) -> Iterator[Array]:
         return iter((self.data, self.scale_inv))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Scaled:
+        """CuPy cannot copy FP8 arrays; their bytes it can."""
+        for a in self:
+            if id(a) not in memo:
+                memo[id(a)] = bits(a).copy().view(a.dtype)
+        return Scaled(memo[id(self.data)], memo[id(self.scale_inv)], self.shape, self.transposed, self.block, self.scale_layout)
 
     def _facts(self) -> dict[str, str]:
         granularity = "per tensor" if self.block is None else "block " + "×".join("row" if b is None else str(b) for b in self.block)
@@ -121,6 +128,8 @@ class Quantized:
     def nbytes(self) -> int:
         """Bytes held, counting an array that both directions share once."""
         arrays = [a for part in (self.rowwise, self.columnwise) if part for a in part]
+        if self.dbias is not None:
+            arrays.append(self.dbias)
         return sum(int(a.nbytes) for a in {id(a): a for a in arrays}.values())
 
     def dequantize(self, dtype: Any = np.float32) -> Array:

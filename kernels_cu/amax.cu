@@ -1,10 +1,12 @@
-// compute_amax (docs/numerics.md, rule 6): out = max |x| in f32, from 0, in one launch that initialises nothing.
+// compute_amax (docs/numerics.md, rule 6): out = max |x| in f32, from 0, in one launch that initialises nothing; or, for current
+// scaling, out = the scale that this amax calls for (section 1).
 //
 // NAN_WINS 0: NaN elements are ignored; 1: one NaN makes the result NaN. IN in {bf16, f16, f32}. A fixed grid strides over x;
 // each block raises workspace.top, the last one to finish writes out and leaves the workspace as it found it (zeros), so that
 // a captured graph replays. Bytes moved per element: sizeof(IN).
 #include "flat.cuh"
 #include "reduce.cuh"
+#include "scale.cuh"
 
 struct AmaxWorkspace {           // zero before the first launch, and after each
     u32 top;
@@ -15,7 +17,10 @@ struct AmaxParams {
     const IN::storage* x;        // [n]
     float* out;                  // one element
     AmaxWorkspace* workspace;
+    const float* noop;           // one element: 1.0 there means that nothing is written; or null
     i64 n;
+    float target, eps;           // of the scale, as in compute_scale
+    u32 to_scale, pow2;          // to_scale 0: out is the amax itself
     u32 vector;                  // x is 16-byte aligned
 };
 
@@ -24,6 +29,7 @@ constexpr int kUnroll = 4;
 
 #ifdef ENTRY_compute_amax
 extern "C" __global__ void __launch_bounds__(kThreads) compute_amax(const __grid_constant__ AmaxParams p) {
+    if (is_set(p.noop)) return;
     constexpr int kChunk = 16 / sizeof(IN::storage);
     constexpr i64 kStep = (i64)kThreads * kChunk, kBlock = kUnroll * kStep;
     Amax<IN, NAN_WINS != 0> amax;
@@ -49,7 +55,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) compute_amax(const __grid
             __threadfence();
             const u32 top = atomicExch(&p.workspace->top, 0u);
             atomicExch(&p.workspace->blocks_done, 0u);
-            *p.out = as_float(f32::narrow(as_float(top)));
+            const float result = as_float(f32::narrow(as_float(top)));
+            *p.out = p.to_scale ? scale_from_amax(result, p.target, p.eps, as_float(kMaxF32), p.pow2) : result;
         }
     }
 }

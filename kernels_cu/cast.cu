@@ -27,9 +27,11 @@ struct CastParams {
     i64 n;                       // elements of x
     i64 rows, columns;           // cast_transpose: of each matrix
     float scale_value;
+    u32 reverse;                 // 1: blocks take the array from its end
     u32 vector;                  // cast: x and data are aligned to their chunks; cast_transpose: every row of data_t allows 16-byte stores
 
-    __device__ __forceinline__ bool skip() const { return noop && as_bits(*noop) == 0x3f800000u; }
+    // After a pass over x from its beginning (current scaling) its end is what the L2 still holds: start there.
+    __device__ __forceinline__ i64 block() const { return reverse ? gridDim.x - 1 - blockIdx.x : blockIdx.x; }
     __device__ __forceinline__ float load_scale() const { return scale ? *scale : scale_value; }
     __device__ __forceinline__ void write_scale_inv(float value) const {
         if (blockIdx.x != 0 || threadIdx.x != 0) return;
@@ -59,10 +61,10 @@ __device__ __forceinline__ Chunk<OUT, kCount> scale_and_narrow(const Chunk<IN, k
 
 #ifdef ENTRY_cast
 extern "C" __global__ void __launch_bounds__(kFlatThreads) cast(const __grid_constant__ CastParams p) {
-    if (p.skip()) return;
+    if (is_set(p.noop)) return;
     const float scale = p.load_scale();
     p.write_scale_inv(scale);
-    FlatChunks<IN, OUT> in(p.x, p.n, p.vector);
+    FlatChunks<IN, OUT> in(p.x, p.n, p.vector, p.block());
     Amax<IN> amax;
 #pragma unroll
     for (const auto& chunk : in.chunk) amax.add(chunk);
@@ -87,7 +89,7 @@ constexpr int kBlocks = 1;
 
 extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) cast_transpose(const __grid_constant__ CastParams p) {
     extern __shared__ __align__(16) u8 shared[];
-    if (p.skip()) return;
+    if (is_set(p.noop)) return;
     const float scale = p.load_scale();
     p.write_scale_inv(scale);
     if (p.n == 0) {
@@ -95,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) cast_trans
         return;
     }
     const Tile tile{shared};
-    const auto at = TilePosition::of_block<Tile, DOWN_FIRST != 0>(p.rows, p.columns);
+    const auto at = TilePosition::of_block<Tile, DOWN_FIRST != 0>(p.block(), p.rows, p.columns);
     const i64 matrix = at.matrix * p.rows * p.columns;
     const i64 row = at.row + Tile::patch_row(), column = at.column + Tile::patch_column();
     int rows_left = left_of(p.rows - row, 8), columns_left = left_of(p.columns - column, 8);

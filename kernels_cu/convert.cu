@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(ByteTile<TILE_ROWS, TILE_COLUMNS>::
     using Tile = ByteTile<TILE_ROWS, TILE_COLUMNS>;
     extern __shared__ __align__(16) u8 shared[];
     const Tile tile{shared};
-    const auto at = TilePosition::of_block<Tile, DOWN_FIRST != 0>(p.rows, p.columns);
+    const auto at = TilePosition::of_block<Tile, DOWN_FIRST != 0>(blockIdx.x, p.rows, p.columns);
     const i64 matrix = at.matrix * p.rows * p.columns;
     const i64 row = at.row + Tile::patch_row(), column = at.column + Tile::patch_column();
     const int rows_left = left_of(p.rows - row, 8), columns_left = left_of(p.columns - column, 8);

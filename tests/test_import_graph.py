@@ -31,6 +31,7 @@ TESTING_USERS = {"bench", "cli", "__main__"}
 UPWARD = {
     ("arrays.asarray", "ops.convert"),
     ("arrays.full", "reference.numerics"),
+    ("recipes.CurrentScaling.quantize", "ops.cast"),
     ("recipes.DelayedScaling.quantize", "ops.cast"),
     ("results.Scaled.dequantize", "ops.convert"),
 }

@@ -14,12 +14,14 @@ from ..formats import bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
 from ..ops.amax import compute_amax
 from ..ops.cast import quantize_tensor
 from ..ops.convert import astype, dequantize, transpose
+from ..ops.scale import compute_scale, update_delayed_scaling
 from ..recipes import DelayedScaling
 from ..results import Scaled, swap_last
 from ..testing import assert_bytes_equal
 
 SIZES = ((4096, 4096), (8192, 8192), (16384, 8192), (16384, 16384))
 _MAIN = ((16384, 8192),)
+_HISTORIES = ((16, 512), (1024, 1), (1024, 10_000))
 _SAMPLED_ROWS = 16
 _SCALE = 0.37
 
@@ -46,16 +48,18 @@ def _sample(rows: int) -> list[int]:
     return sorted({int(r) for r in np.linspace(0, rows - 1, _SAMPLED_ROWS)})
 
 
-def _quantize(shape: tuple[int, int], source: np.dtype[Any], to: np.dtype[Any], row: bool, column: bool, with_amax: bool) -> Any:
+def _quantize(shape: tuple[int, int], source: np.dtype[Any], to: np.dtype[Any], row: bool, column: bool, with_amax: bool,
+              current: bool = False) -> Any:
     def make() -> Any:
         cp = backend.cupy()
-        x, scale = _normal(shape, source), cp.full(1, _SCALE, cp.float32)
+        x, scale = _normal(shape, source), None if current else cp.full(1, _SCALE, cp.float32)
         amax = cp.zeros(1, cp.float32) if with_amax else None
         out = DelayedScaling(to).empty(shape, rowwise=row, columnwise=column, like=x)
 
         def check() -> None:
             picked = _sample(shape[0])
-            want = reference.quantize_tensor(asnumpy(x[picked]), np.float32(_SCALE), dtype=to)
+            used = asnumpy(compute_scale(compute_amax(x), dtype=to)) if scale is None else asnumpy(scale)
+            want = reference.quantize_tensor(asnumpy(x[picked]), used, dtype=to)
             if out.rowwise is not None:
                 assert_bytes_equal(asnumpy(out.rowwise.data.view("u1")[picked]).view(to), want.data)
             if out.columnwise is not None:
@@ -131,6 +135,41 @@ def _transpose(shape: tuple[int, int]) -> Any:
     return make
 
 
+def _compute_scale(shape: tuple[int, int]) -> Any:
+    def make() -> Any:
+        cp = backend.cupy()
+        amax, out = cp.abs(_normal(shape, float32)), cp.empty(shape, cp.float32)
+
+        def check() -> None:
+            assert_bytes_equal(out, reference.compute_scale(asnumpy(amax)))
+
+        return (lambda: compute_scale(amax, out=out)), check
+
+    return make
+
+
+def _update(shape: tuple[int, int], reduced: bool) -> Any:
+    def make() -> Any:
+        cp = backend.cupy()
+        history, scale = cp.abs(_normal(shape, float32)), cp.ones(shape[1], cp.float32)
+        amax = cp.abs(_normal(shape[1:], float32)) if reduced else None
+
+        def call() -> Any:
+            return update_delayed_scaling(history, scale, dtype=float8_e4m3fn, amax=amax)
+
+        def check() -> None:
+            """Of one more step: how many there were before is the timing's affair."""
+            history[...] = cp.abs(_normal(shape, float32))
+            desired = reference.update_delayed_scaling(asnumpy(history), asnumpy(scale), dtype=float8_e4m3fn,
+                                                       amax=None if amax is None else asnumpy(amax))
+            for actual, want in zip(call(), desired, strict=True):
+                assert_bytes_equal(actual, want)
+
+        return call, check
+
+    return make
+
+
 def _all() -> Iterator[Spec]:
     def spec(op: str, label: str, shape: tuple[int, int], bytes_per_element: int, make: Any) -> Spec:
         return Spec(op, label, shape, shape[0] * shape[1] * bytes_per_element, make)
@@ -139,12 +178,21 @@ def _all() -> Iterator[Spec]:
         yield spec("quantize_tensor", "bf16→e4m3 row +amax", shape, 3, _quantize(shape, bfloat16, float8_e4m3fn, True, False, True))
         yield spec("quantize_tensor", "bf16→e4m3 column +amax", shape, 3, _quantize(shape, bfloat16, float8_e4m3fn, False, True, True))
         yield spec("cast_transpose", "bf16→e4m3 +amax", shape, 4, _quantize(shape, bfloat16, float8_e4m3fn, True, True, True))
+        yield spec("quantize_tensor", "bf16→e4m3 current row", shape, 3,
+                   _quantize(shape, bfloat16, float8_e4m3fn, True, False, False, current=True))
+        yield spec("cast_transpose", "bf16→e4m3 current", shape, 4,
+                   _quantize(shape, bfloat16, float8_e4m3fn, True, True, False, current=True))
         yield spec("compute_amax", "bf16", shape, 2, _amax(shape, bfloat16))
         yield spec("dequantize", "e4m3→bf16", shape, 3, _dequantize(shape, bfloat16, False))
         yield spec("dequantize", "e4m3→bf16 stored transposed", shape, 3, _dequantize(shape, bfloat16, True))
         yield spec("astype", "bf16→e4m3", shape, 3, _convert(shape, bfloat16, float8_e4m3fn))
         yield spec("astype", "e4m3→bf16", shape, 3, _convert(shape, float8_e4m3fn, bfloat16))
         yield spec("transpose", "e4m3", shape, 2, _transpose(shape))
+    for shape in ((1, 512), (4096, 4096)):
+        yield spec("compute_scale", "f32", shape, 8, _compute_scale(shape))
+    for shape in _HISTORIES:
+        yield spec("update_delayed_scaling", "history × tensors", shape, 8, _update(shape, False))
+        yield spec("update_delayed_scaling", "history × tensors, reduced amax", shape, 8, _update(shape, True))
     for shape in _MAIN:
         for source, size in ((float32, 4), (float16, 2)):
             name, row, column, e4m3 = {float32: "f32", float16: "f16"}[source], (True, False), (False, True), float8_e4m3fn

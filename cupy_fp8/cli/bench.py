@@ -58,7 +58,7 @@ def run(ops: list[str]) -> list[dict[str, Any]]:
 
 
 def _host(ops: list[str]) -> list[dict[str, Any]]:
-    """Host time per call on a tiny array: with out= and, where the op allocates, without."""
+    """Host time per call on a tiny array: with out= (or in place) and, where the op allocates, without."""
     from ..bench.measure import host_us
 
     print(f"{'host µs per call':45} {'out=':>8} {'allocating':>11}")
@@ -66,9 +66,9 @@ def _host(ops: list[str]) -> list[dict[str, Any]]:
     for name, (with_out, allocating) in _host_calls().items():
         if name.split()[0] not in ops:
             continue
-        a, b = host_us(with_out), host_us(allocating)
-        print(f"{name:45} {a:8.2f} {b:11.2f}", flush=True)
-        rows.append({"op": name, "host_us_out": round(a, 2), "host_us_allocating": round(b, 2)})
+        a, b = host_us(with_out), host_us(allocating) if allocating else None
+        print(f"{name:45} {a:8.2f} " + (f"{b:11.2f}" if b else ""), flush=True)
+        rows.append({"op": name, "host_us_out": round(a, 2), "host_us_allocating": b and round(b, 2)})
     return rows
 
 
@@ -78,6 +78,7 @@ def _host_calls() -> dict[str, Any]:
     cp = backend.cupy()
     x = asarray(cp.zeros((16, 16), cp.float32), fp8.bfloat16)
     scale, amax, flag = cp.ones(1, cp.float32), cp.zeros(1, cp.float32), cp.zeros(1, cp.float32)
+    state = fp8.DelayedScalingState(1, fp8.DelayedScaling(history_len=16))
     row, both = fp8.quantize_tensor(x, scale), fp8.cast_transpose(x, scale)
     values, data, flipped = row.dequantize(fp8.bfloat16), fp8.astype(x, fp8.float8_e4m3fn), fp8.transpose(row.data)
     return {
@@ -86,9 +87,13 @@ def _host_calls() -> dict[str, Any]:
                                             lambda: fp8.quantize_tensor(x, scale, amax=amax)),
         "cast_transpose +amax": (lambda: fp8.cast_transpose(x, scale, amax=amax, out=both),
                                  lambda: fp8.cast_transpose(x, scale, amax=amax)),
+        "quantize_tensor current (two launches)": (lambda: fp8.quantize_tensor(x, out=row), lambda: fp8.quantize_tensor(x)),
         "compute_amax": (lambda: fp8.compute_amax(x, out=amax), lambda: fp8.compute_amax(x)),
         "dequantize": (lambda: fp8.dequantize(row, dtype=fp8.bfloat16, out=values), lambda: fp8.dequantize(row, dtype=fp8.bfloat16)),
         "astype": (lambda: fp8.astype(x, fp8.float8_e4m3fn, out=data), lambda: fp8.astype(x, fp8.float8_e4m3fn)),
+        "compute_scale": (lambda: fp8.compute_scale(amax, out=flag), lambda: fp8.compute_scale(amax)),
+        "update_delayed_scaling": (lambda: state.update(), None),
+        "update_delayed_scaling +amax": (lambda: state.update(amax), None),
         "transpose": (lambda: fp8.transpose(row.data, out=flipped), lambda: fp8.transpose(row.data)),
     }
 

@@ -18,14 +18,16 @@ from .. import backend, diagnostics, io, runtime
 from ..arrays import Array, asarray
 from ..formats import finfo, float8_e4m3fn, float8_e5m2
 from ..ops.amax import compute_amax
-from ..recipes import DelayedScaling
+from ..recipes import CurrentScaling, DelayedScaling
 from ..results import Quantized
 from . import demo_data, demo_table
 
 #: Every recipe that the demo shows, by the name in its table: a new recipe is a line here.
 RECIPES: dict[str, Any] = {
-    "per tensor, e4m3fn": DelayedScaling(float8_e4m3fn),
-    "per tensor, e5m2": DelayedScaling(float8_e5m2),
+    "delayed, e4m3fn": DelayedScaling(float8_e4m3fn),
+    "delayed, e5m2": DelayedScaling(float8_e5m2),
+    "current, e4m3fn": CurrentScaling(float8_e4m3fn),
+    "current, e5m2": CurrentScaling(float8_e5m2),
 }
 
 #: (rows, columns) of the weight, (tokens, channels) of the activation.

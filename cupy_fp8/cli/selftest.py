@@ -36,20 +36,25 @@ def main(argv: list[str]) -> int:
 
 
 def check(op: cases.Op, case: cases.Case, run: testing.Executor) -> None:
-    """AssertionError unless the op gives the reference's bytes: freshly allocated, and again into the poisoned result."""
+    """AssertionError unless the op gives the reference's bytes: freshly allocated, and again into the poisoned result (an op that
+    updates its arguments: in those, which it returns)."""
     args, kwargs = op.inputs(case)
-    desired = cases.outputs(op.reference(*args, **kwargs), kwargs)
+    desired = cases.outputs(op.reference(*args, **kwargs), kwargs, op.updates)
     out: dict[str, object] = {}
     for _ in range(2):
         args, kwargs = run.array_arguments(*op.inputs(case))
         result = op.function(*args, **kwargs, **out)
-        actual = cases.outputs(result, kwargs)
+        actual = cases.outputs(result, kwargs, op.updates)
         assert actual.keys() == desired.keys(), f"wrote {sorted(actual)}, expected {sorted(desired)}"
         for name, array in actual.items():
             try:
                 testing.assert_bytes_equal(array, desired[name])
             except AssertionError as error:
                 raise AssertionError(f"{name}: {error}") from None
+        if op.updates:
+            for name, given, returned in zip(op.updates, args, result, strict=False):
+                assert returned is given, f"{name} was not returned"
+            return
         assert out.get("out", result) is result, "out= was not returned"
         for array in cases.outputs(result, {}).values():
             cases.poison(array)

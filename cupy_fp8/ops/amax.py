@@ -17,11 +17,13 @@ from . import checks
 
 NAN_RULES = ("ignore", "propagate")
 
-_COMPUTE_AMAX = Kernel("amax", "compute_amax", "3PqI")
+_COMPUTE_AMAX = Kernel("amax", "compute_amax", "4PqffIII")
 _THREADS = 512
 _BLOCKS_PER_SM = 4
 _CHUNKS_PER_STEP = 4
 _BLOCKS_ON_CPU = 4
+_WORDS = 4                  # of workspace: top, blocks_done, and the scale of current scaling
+_SCALE_OFFSET = 8
 
 
 def compute_amax(x: Array, *, nan: str = "ignore", out: Array | None = None) -> Array:
@@ -37,7 +39,7 @@ def compute_amax(x: Array, *, nan: str = "ignore", out: Array | None = None) -> 
     >>> fp8.compute_amax(np.array([1.0, -3.5, np.nan], np.float32)).tolist()
     [3.5]
     """
-    if nan not in NAN_RULES:
+    if not isinstance(nan, str) or nan not in NAN_RULES:
         raise ValueError(f"nan: expected one of {NAN_RULES}, got {nan!r}")
     x, xp, at = checks.source(x, INPUT_DTYPES)
     given, out_at = out, 0
@@ -55,12 +57,26 @@ def compute_amax(x: Array, *, nan: str = "ignore", out: Array | None = None) -> 
             raise ValueError("out: needed while a CUDA graph is captured, since nothing may be allocated")
         out = empty_beside(x, (1,), float32)
         out_at = checks.address(out)
-    chunk = 16 // x.dtype.itemsize
-    blocks = -(-x.size // (_THREADS * chunk * _CHUNKS_PER_STEP))
-    most = _BLOCKS_ON_CPU if xp is np else multiprocessors(x.data.device_id) * _BLOCKS_PER_SM
-    words = workspace(given, x, 2)
-    _variant(x.dtype, nan).launch(x, max(1, min(blocks, most)), at, out_at, checks.address(words), x.size, int(at % 16 == 0))
+    words = workspace(given, x, _WORDS)
+    _launch(x, at, out_at, words, nan)
     return out
+
+
+def current_scale(x: Array, at: int, owner: Array | None, noop_at: int, target: float, eps: float, pow2: bool) -> int:
+    """Launches the scale that x's own amax calls for, as `compute_scale` defines it, and returns its address, which is good for
+    the launches that follow on this stream. owner: the array that the workspace belongs to (see `workspace`)."""
+    words = workspace(owner, x, _WORDS)
+    scale_at = checks.address(words) + _SCALE_OFFSET
+    _launch(x, at, scale_at, words, "ignore", noop_at, target, eps, 1, int(pow2))
+    return scale_at
+
+
+def _launch(x: Array, at: int, out_at: int, words: Array, nan: str, noop_at: int = 0, target: float = 0.0, eps: float = 0.0,
+            to_scale: int = 0, pow2: int = 0) -> None:
+    blocks = -(-x.nbytes // (_THREADS * 16 * _CHUNKS_PER_STEP))
+    most = _BLOCKS_ON_CPU if isinstance(x, np.ndarray) else multiprocessors(x.data.device_id) * _BLOCKS_PER_SM
+    _variant(x.dtype, nan).launch(x, max(1, min(blocks, most)), at, out_at, checks.address(words), noop_at, x.size, target, eps,
+                                  to_scale, pow2, int(at % 16 == 0))
 
 
 @functools.cache

@@ -14,36 +14,40 @@ from ..arrays import Array, bits, empty_beside
 from ..formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e4m3fn, float32, lookup
 from ..recipes import check_directions, empty_per_tensor
 from ..results import Quantized, Scaled, swap_last
-from ..runtime import Kernel, Variant, executor_of
+from ..runtime import Kernel, Variant, capturing, executor_of
 from . import checks, flat, tiles
+from .amax import current_scale
+from .scale import checked_eps, scale_target
 
-_CAST = Kernel("cast", "cast", "8P3qfI")
-_CAST_TRANSPOSE = Kernel("cast", "cast_transpose", "8P3qfI")
+_CAST = Kernel("cast", "cast", "8P3qfII")
+_CAST_TRANSPOSE = Kernel("cast", "cast_transpose", "8P3qfII")
 #: The fastest on an H200 of those tried (docs/performance.md).
 _BOTH = tiles.Tile(256, 256, down_first=False)
 _BOTH_F32 = tiles.Tile(256, 128, down_first=False)         # f32 patches do not fit the 64 registers of 1024 threads
 _COLUMNWISE = tiles.Tile(256, 128, down_first=True)
 
 
-def quantize_tensor(x: Array, scale: Any, *, dtype: Any = float8_e4m3fn, rowwise: bool = True, columnwise: bool = False,
-                    transposed: bool = True, amax: Array | None = None, noop: Array | None = None,
-                    out: Quantized | None = None) -> Quantized:
-    """Quantise a tensor with one given scale.
+def quantize_tensor(x: Array, scale: Any = None, *, dtype: Any = float8_e4m3fn, rowwise: bool = True, columnwise: bool = False,
+                    transposed: bool = True, amax: Array | None = None, noop: Array | None = None, eps: float = 0.0,
+                    pow2_scale: bool = False, out: Quantized | None = None) -> Quantized:
+    """Quantise a tensor with one scale: a given one (delayed scaling), or the one that its own amax calls for (current scaling).
 
         data = cast(x * scale)      scale_inv = 1 / scale      amax = max(amax, max |x|)
 
     in f32: round to nearest even, saturating, NaN as 0x7F; every byte as docs/numerics.md section 1 says. One kernel reads x
-    once and writes everything, scale_inv included.
+    once and writes everything, scale_inv included; without a given scale another one before it finds
+    ``scale = compute_scale(compute_amax(x), dtype=dtype, eps=eps, pow2_scale=pow2_scale)``.
 
     Parameters
     ----------
     x : bfloat16, float16 or float32 array of any shape (two or more dimensions for `columnwise`)
-    scale : one-element f32 array, or a Python or NumPy scalar (fixed in a captured graph)
+    scale : one-element f32 array, or a Python or NumPy scalar (fixed in a captured graph); None: current scaling
     dtype : float8_e4m3fn or float8_e5m2
     rowwise, columnwise : which directions to return; `columnwise` data is stored […, K, M] for an x of […, M, K], which is what
         TN matrix products want, or as x with ``transposed=False`` (then both directions are the same array)
     amax : one-element f32 array, raised to the largest finite or infinite |x| before scaling (NaN ignored); not zeroed first
     noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `out`
+    eps, pow2_scale : of current scaling: the floor of the amax, and whether the scale is a power of two (see `compute_scale`)
     out : an earlier result of the same shape, dtype and directions (or ``recipe.empty(…)``); written in place and returned.
         With it the call allocates nothing and can be captured into a CUDA graph
 
@@ -56,7 +60,8 @@ def quantize_tensor(x: Array, scale: Any, *, dtype: Any = float8_e4m3fn, rowwise
     TypeError for wrong dtypes or NumPy and CuPy arrays mixed, ValueError for shapes, sizes and overlaps, DeviceError; all before
     anything is written.
 
-    Source: TransformerEngine's delayed scaling. Bytes moved per element: x + 1 per direction.
+    Source: TransformerEngine's delayed and current scaling. Bytes moved per element: x + 1 per direction; current scaling reads x
+    twice (what the L2 still holds of it, from there).
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> q = fp8.quantize_tensor(np.array([[0.5, 300.0]], np.float32), 2.0)
@@ -65,11 +70,16 @@ def quantize_tensor(x: Array, scale: Any, *, dtype: Any = float8_e4m3fn, rowwise
     """
     fmt = lookup(dtype, FP8_DTYPES, "dtype")
     x, xp, at = checks.source(x, INPUT_DTYPES)
-    scale_at, scale_value = checks.scalar_or_one_f32(scale, x, xp, "scale")
+    current = None if scale is not None else (scale_target(fmt.dtype, 0), checked_eps(eps), bool(pow2_scale))
+    scale_at, scale_value = (0, 0.0) if scale is None else checks.scalar_or_one_f32(scale, x, xp, "scale")
+    if scale is not None and (eps or pow2_scale):
+        raise ValueError(f"eps, pow2_scale: belong to current scaling, but a scale was given (got eps={eps}, pow2_scale={pow2_scale})")
     amax_at = 0 if amax is None else checks.one_f32(amax, x, xp, "amax")
     noop_at = 0 if noop is None else checks.one_f32(noop, x, xp, "noop")
-    if amax_at and (amax_at in (scale_at, noop_at) or at <= amax_at < at + x.nbytes):
+    if amax_at and (amax_at in (scale_at, noop_at) or (at < amax_at + 4 and amax_at < at + x.nbytes)):
         raise ValueError("amax: overlaps an input in memory; it is written and needs memory of its own")
+    if amax_at and xp is np and not cast(np.ndarray, amax).flags.writeable:
+        raise ValueError("amax: the array is read-only")
     by_reference = executor_of(xp) == "reference"
     if out is None:
         check_directions(x.shape, rowwise, columnwise)
@@ -77,21 +87,27 @@ def quantize_tensor(x: Array, scale: Any, *, dtype: Any = float8_e4m3fn, rowwise
             raise ValueError("noop: needs out=, since nothing may be written")
         if by_reference:
             return reference.quantize_tensor(x, scale, dtype=fmt.dtype, rowwise=rowwise, columnwise=columnwise,
-                                             transposed=transposed, amax=amax)
+                                             transposed=transposed, amax=amax, eps=eps, pow2_scale=pow2_scale)
+        if current and xp is not np and capturing():
+            raise ValueError("out: needed while a CUDA graph is captured, since nothing may be allocated")
         out = empty_per_tensor(empty_beside(x, (1,), float32), x.shape, fmt.dtype, rowwise, columnwise, transposed)
-        target = _Target(out, x, fmt.dtype)
+        target, owner = _Target(out, x, fmt.dtype), None
     else:
         target = _validated(out, x, xp, fmt.dtype, rowwise, columnwise, transposed)
         target.check_separate(at, x.nbytes, scale_at, amax_at, noop_at)
+        owner = out._any.scale_inv
         if by_reference:
             return out if noop is not None and noop.reshape(()) == 1 else _store(out, reference.quantize_tensor(
-                x, scale, dtype=fmt.dtype, rowwise=rowwise, columnwise=columnwise, transposed=transposed, amax=amax))
-    target.launch(x, at, scale_at, scale_value, amax_at, noop_at)
+                x, scale, dtype=fmt.dtype, rowwise=rowwise, columnwise=columnwise, transposed=transposed, amax=amax, eps=eps,
+                pow2_scale=pow2_scale))
+    if current:
+        scale_at = current_scale(x, at, owner, noop_at, *current)
+    target.launch(x, at, scale_at, scale_value, amax_at, noop_at, bool(current))
     return out
 
 
-def cast_transpose(x: Array, scale: Any, *, dtype: Any = float8_e4m3fn, transposed: bool = True, amax: Array | None = None,
-                   noop: Array | None = None, out: Quantized | None = None) -> Quantized:
+def cast_transpose(x: Array, scale: Any = None, *, dtype: Any = float8_e4m3fn, transposed: bool = True, amax: Array | None = None,
+                   noop: Array | None = None, eps: float = 0.0, pow2_scale: bool = False, out: Quantized | None = None) -> Quantized:
     """`quantize_tensor` in both directions from one read of x: row-wise data […, M, K] and column-wise data […, K, M].
 
     Parameters, errors and source as for `quantize_tensor`.
@@ -101,7 +117,8 @@ def cast_transpose(x: Array, scale: Any, *, dtype: Any = float8_e4m3fn, transpos
     >>> q.columnwise.data.astype(np.float32).tolist()
     [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
     """
-    return quantize_tensor(x, scale, dtype=dtype, columnwise=True, transposed=transposed, amax=amax, noop=noop, out=out)
+    return quantize_tensor(x, scale, dtype=dtype, columnwise=True, transposed=transposed, amax=amax, noop=noop, eps=eps,
+                           pow2_scale=pow2_scale, out=out)
 
 
 class _Target:
@@ -114,6 +131,7 @@ class _Target:
         self.dtype, row, column = dtype, out.rowwise, out.columnwise
         if column is not None and not column.transposed:
             row, column = row or column, None              # the same bytes in the same order
+        self.rowwise, self.transposes = row is not None, column is not None       # not by address: an empty array has none
         self.data = 0 if row is None else checks.address(row.data)
         self.data_t = 0 if column is None else checks.address(column.data)
         first = out._any.scale_inv
@@ -131,11 +149,12 @@ class _Target:
         for start, end in self.ranges:
             if at < end and start < at + nbytes:
                 raise ValueError("out: overlaps the input in memory; results need memory of their own")
+            start -= 3                                      # of four bytes the last may be the first that is written
             if start <= scale_at < end or start <= amax_at < end or start <= noop_at < end:
                 raise ValueError("out: overlaps scale, amax or noop in memory; results need memory of their own")
 
-    def launch(self, x: Array, at: int, scale_at: int, scale_value: float, amax_at: int, noop_at: int) -> None:
-        if not self.data_t:
+    def launch(self, x: Array, at: int, scale_at: int, scale_value: float, amax_at: int, noop_at: int, reverse: bool) -> None:
+        if not self.transposes:
             variant = self.variant
             grid, vector = flat.grid(x.size, x.shape, x.dtype.itemsize, 1, at, self.data)
         else:
@@ -143,9 +162,9 @@ class _Target:
             vector = int(self.rows % 16 == 0 and self.data_t % 16 == 0)
             tile = self.tile if aligned and vector else tiles.SMALL
             grid = tiles.grid(x.shape, tile)
-            variant = _cast_transpose_variant(x.dtype, self.dtype, tile, self.data != 0, aligned)
+            variant = _cast_transpose_variant(x.dtype, self.dtype, tile, self.rowwise, aligned)
         variant.launch(x, grid, at, self.data, self.data_t, scale_at, self.scale_inv, self.scale_inv_copy, amax_at, noop_at,
-                       x.size, self.rows, self.columns, scale_value, vector)
+                       x.size, self.rows, self.columns, scale_value, reverse, vector)
 
 
 def _large_tile(source: np.dtype[Any], rowwise: bool) -> tiles.Tile:

@@ -48,8 +48,8 @@ def one_f32(a: Any, x: Array, xp: Any, name: str) -> int:
     at = address(a)
     if at % 4:
         raise ValueError(f"{name}: address {at:#x} is not a multiple of 4")
-    if xp is not np and a.data.device_id != x.data.device_id:
-        raise ValueError(f"{name}: on GPU {a.data.device_id}, the input is on GPU {x.data.device_id}")
+    if xp is not np:
+        same_device(a, x, name)
     return at
 
 
@@ -57,10 +57,13 @@ def scalar_or_one_f32(a: Any, x: Array, xp: Any, name: str) -> tuple[int, float]
     """(address, 0) of a one-element f32 array, or (0, value) of a Python or NumPy scalar rounded to f32."""
     if isinstance(a, xp.ndarray):
         return one_f32(a, x, xp, name), 0.0
-    if isinstance(a, (bool, np.bool_)) or not isinstance(a, (int, float, np.floating, np.integer)):
+    if isinstance(a, (bool, np.bool_)) or not isinstance(a, (int, float, np.generic)):
         backend.require_module(a, xp, name)
-    with np.errstate(over="ignore"):
-        return 0, float(np.float32(a))
+    try:
+        with np.errstate(over="ignore"):
+            return 0, float(np.float32(a))
+    except OverflowError:
+        raise ValueError(f"{name}: an integer of {a.bit_length()} bits, beyond every float") from None
 
 
 def destination(a: Array, shape: tuple[int, ...], dtype: np.dtype[Any], x: Array, xp: Any, x_at: int, name: str = "out") -> int:
@@ -73,6 +76,13 @@ def destination(a: Array, shape: tuple[int, ...], dtype: np.dtype[Any], x: Array
         if at % dtype.itemsize == 0 and memory.device_id == x.data.device_id and (
                 at >= x_at + x.nbytes or x_at >= at + a.nbytes):
             return int(at)
+    at = writable(a, shape, dtype, x, xp, name)
+    separate(at, a.nbytes, x_at, x.nbytes, name, "the input")
+    return at
+
+
+def writable(a: Array, shape: tuple[int, ...], dtype: np.dtype[Any], x: Array, xp: Any, name: str) -> int:
+    """The address of `a`, which a kernel can write beside x: kind, dtype, shape, strides, device."""
     if not isinstance(a, xp.ndarray):
         backend.require_module(a, xp, name)
     if a.dtype != dtype:
@@ -84,13 +94,18 @@ def destination(a: Array, shape: tuple[int, ...], dtype: np.dtype[Any], x: Array
     if xp is np:
         if not a.flags.writeable:
             raise ValueError(f"{name}: the array is read-only")
-    elif a.data.device_id != x.data.device_id:
-        raise ValueError(f"{name}: on GPU {a.data.device_id}, the input is on GPU {x.data.device_id}")
+    else:
+        same_device(a, x, name)
     at = address(a)
     if at % dtype.itemsize:
         raise ValueError(f"{name}: address {at:#x} is not a multiple of the element size {dtype.itemsize}")
-    separate(at, a.nbytes, x_at, x.nbytes, name, "the input")
     return at
+
+
+def same_device(a: Array, x: Array, name: str) -> None:
+    """ValueError unless two CuPy arrays are on one GPU."""
+    if a.data.device_id != x.data.device_id:
+        raise ValueError(f"{name}: on GPU {a.data.device_id}, the input is on GPU {x.data.device_id}")
 
 
 def separate(at: int, nbytes: int, other_at: int, other_nbytes: int, name: str, other: str) -> None:

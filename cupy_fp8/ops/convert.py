@@ -66,6 +66,9 @@ def dequantize(q: Scaled | Quantized, *, dtype: Any = float32, out: Array | None
         raise TypeError(f"q: expected a Scaled or Quantized, got {type(q).__name__}; use astype for a plain array")
     s = q if isinstance(q, Scaled) else q._any
     data, xp, at = checks.source(s.data, FP8_DTYPES, "q.data")
+    stored = swap_last(s.shape) if s.transposed else s.shape
+    if data.shape != stored:
+        raise ValueError(f"q.data: expected shape {stored} for the logical shape {s.shape}, got {data.shape}")
     scale_at = checks.one_f32(s.scale_inv, data, xp, "q.scale_inv")
     if executor_of(xp) == "reference":
         return _store(reference.dequantize(s, dtype=to.dtype), out, data, s.scale_inv)

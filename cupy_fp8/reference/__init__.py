@@ -6,5 +6,7 @@ Each takes the op's arguments that bear on the result, returns fresh arrays and 
 from .amax import compute_amax
 from .cast import cast_transpose, quantize_tensor
 from .convert import astype, dequantize, transpose
+from .scale import compute_scale, update_delayed_scaling
 
-__all__ = ["astype", "cast_transpose", "compute_amax", "dequantize", "quantize_tensor", "transpose"]
+__all__ = ["astype", "cast_transpose", "compute_amax", "compute_scale", "dequantize", "quantize_tensor", "transpose",
+           "update_delayed_scaling"]

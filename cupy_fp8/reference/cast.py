@@ -10,12 +10,16 @@ from ..formats import float8_e4m3fn
 from ..results import Quantized, Scaled
 from . import numerics
 from .convert import transpose
+from .scale import compute_scale
 
 
-def quantize_tensor(x: np.ndarray, scale: Any, *, dtype: Any = float8_e4m3fn, rowwise: bool = True, columnwise: bool = False,
-                    transposed: bool = True, amax: np.ndarray | None = None) -> Quantized:
-    """data = narrow(fl(x * scale)), scale_inv = fl(1 / scale); `amax` is raised to the largest |x|."""
-    scale = np.asarray(scale, np.float32).reshape(1)
+def quantize_tensor(x: np.ndarray, scale: Any = None, *, dtype: Any = float8_e4m3fn, rowwise: bool = True, columnwise: bool = False,
+                    transposed: bool = True, amax: np.ndarray | None = None, eps: float = 0.0, pow2_scale: bool = False) -> Quantized:
+    """data = narrow(fl(x * scale)), scale_inv = fl(1 / scale); `amax` is raised to the largest |x|, which decides a scale of None."""
+    if scale is None:
+        scale = compute_scale(numerics.amax(x), dtype=dtype, eps=eps, pow2_scale=pow2_scale)
+    with np.errstate(over="ignore"):
+        scale = np.asarray(scale, np.float32).reshape(1)
     data = numerics.narrow(numerics.mul(numerics.widen(x), scale[0]), np.dtype(dtype))
     scale_inv = numerics.one_nan(numerics.div(numerics.F32_ONE, scale))
     if amax is not None:
@@ -25,6 +29,6 @@ def quantize_tensor(x: np.ndarray, scale: Any, *, dtype: Any = float8_e4m3fn, ro
     return Quantized(row if rowwise else None, column if columnwise else None)
 
 
-def cast_transpose(x: np.ndarray, scale: Any, **options: Any) -> Quantized:
+def cast_transpose(x: np.ndarray, scale: Any = None, **options: Any) -> Quantized:
     """quantize_tensor in both directions."""
     return quantize_tensor(x, scale, rowwise=True, columnwise=True, **options)

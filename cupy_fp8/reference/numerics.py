@@ -15,6 +15,7 @@ from ..formats import FORMATS, FP8_DTYPES, float8_e8m0fnu, float32
 
 F32_ONE = np.float32(1)
 F32_NAN = np.uint32(0x7FC00000)
+F32_MAX = np.finfo(np.float32).max
 
 
 def widen(a: np.ndarray) -> np.ndarray:
@@ -81,3 +82,25 @@ def raise_amax(buffer: np.ndarray, value: np.ndarray) -> None:
     """buffer = max(buffer, value) as signed integers, which is what the kernels' atomic maximum does."""
     words = buffer.view(np.int32)
     np.maximum(words, value.view(np.int32).reshape(words.shape), out=words)
+
+
+def times_power_of_two(value: float, exponent: int) -> np.float32:
+    """fl(value * 2^exponent) for a value of a few significant bits: exact in f64, or far beyond f32 on either side."""
+    with np.errstate(over="ignore", under="ignore"):
+        return np.float32(np.ldexp(np.float64(value), min(max(exponent, -1000), 1000)))
+
+
+def floor_to_power_of_two(v: np.ndarray) -> np.ndarray:
+    """The largest power of two not above a finite v >= 0: the mantissa cleared, but for a subnormal's leading one; 0 stays 0."""
+    fraction, exponent = np.frexp(v)                                        # v = fraction * 2^exponent, 0.5 <= fraction < 1
+    return np.where(fraction == 0, v, np.ldexp(F32_ONE, exponent - 1)).astype(np.float32)
+
+
+def scale_from_amax(amax: np.ndarray, target: np.float32, eps: np.float32, largest: np.float32, pow2: bool) -> np.ndarray:
+    """fl(target / amax) with amax at least eps, at most `largest`; 1 where amax is 0, Inf or NaN (section 1)."""
+    a = np.where(amax < eps, eps, amax)
+    scale = div(target, a)
+    scale = np.where(np.isinf(scale), largest, scale)
+    nothing = (a == 0) | ~np.isfinite(a)
+    scale = np.where(nothing, F32_ONE, scale)
+    return floor_to_power_of_two(scale) if pow2 else scale

@@ -9,6 +9,7 @@ __device__ __forceinline__ float mul_rn(float a, float b) { return a * b; }
 __device__ __forceinline__ float add_rn(float a, float b) { return a + b; }
 __device__ __forceinline__ float div_rn(float a, float b) { return a / b; }
 __device__ __forceinline__ bool is_nan(float a) { return a != a; }
+__device__ __forceinline__ bool is_less(float a, float b) { return a < b; }
 // The operand that is not NaN, as PTX max.f32 does; both operands are magnitudes here, so the order of zeros never matters.
 __device__ __forceinline__ float max_number(float a, float b) { return a != a ? b : (b != b || a > b ? a : b); }
 #else
@@ -29,6 +30,11 @@ __device__ __forceinline__ float div_rn(float a, float b) {
 }
 // On the bits: a comparison of floats would be compiled with .ftz.
 __device__ __forceinline__ bool is_nan(float a) { return (as_bits(a) & 0x7fffffffu) > 0x7f800000u; }
+__device__ __forceinline__ bool is_less(float a, float b) {
+    const i32 a_bits = (i32)as_bits(a), b_bits = (i32)as_bits(b);
+    const i32 a_order = a_bits < 0 ? -(a_bits & 0x7fffffff) : a_bits, b_order = b_bits < 0 ? -(b_bits & 0x7fffffff) : b_bits;
+    return !is_nan(a) && !is_nan(b) && a_order < b_order;            // zeros of both signs are 0
+}
 // Operands as integers: where a magnitude, an integer mask, becomes a float operand, NVRTC 12.9 makes it abs.ftz.f32.
 __device__ __forceinline__ float max_number(float a, float b) {
     u32 r;
@@ -37,4 +43,7 @@ __device__ __forceinline__ float max_number(float a, float b) {
 }
 #endif
 
+// Finite and above zero: no other value has these bits.
+__device__ __forceinline__ bool is_positive_number(float a) { return as_bits(a) - 1u < 0x7f7fffffu; }
+__device__ __forceinline__ bool is_infinite(float a) { return (as_bits(a) & 0x7fffffffu) == 0x7f800000u; }
 __device__ __forceinline__ float magnitude(float a) { return as_float(as_bits(a) & 0x7fffffffu); }

@@ -22,11 +22,11 @@ struct FlatChunks {
     i64 first, n;
     bool whole;                                                      // no element of the block is past the end, all is aligned
 
-    // vector: src and dst are aligned to their chunks.
-    __device__ __forceinline__ FlatChunks(const typename In::storage* src, i64 n, bool vector) : n(n) {
-        const i64 block = (i64)blockIdx.x * (kFlatUnroll * kStep);
-        first = block + threadIdx.x * kCount;
-        whole = vector && block + kFlatUnroll * kStep <= n;
+    // vector: src and dst are aligned to their chunks. Blocks take runs of src in their order, or in the order of `block`.
+    __device__ __forceinline__ FlatChunks(const typename In::storage* src, i64 n, bool vector, i64 block = blockIdx.x) : n(n) {
+        const i64 start = block * (kFlatUnroll * kStep);
+        first = start + threadIdx.x * kCount;
+        whole = vector && start + kFlatUnroll * kStep <= n;
 #pragma unroll
         for (int u = 0; u < kFlatUnroll; u++) chunk[u] = whole ? Source::load(src + at(u)) : Source::load_partial(src + at(u), left(u));
     }

@@ -14,6 +14,9 @@ template <> struct Words<16> { using type = uint4; };
 template <class T>
 __device__ __forceinline__ T load_read_only(const T* p) { return __ldg(p); }
 
+// Whether a device-side flag (one f32, or null) holds 1.0.
+__device__ __forceinline__ bool is_set(const float* flag) { return flag && as_bits(*flag) == 0x3f800000u; }
+
 // How many of the next `most` elements exist when `left` do (which may be negative).
 __device__ __forceinline__ int left_of(i64 left, int most) { return left >= most ? most : left > 0 ? (int)left : 0; }
 

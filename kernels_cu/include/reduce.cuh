@@ -36,8 +36,19 @@ __device__ __forceinline__ u32 block_max(u32 value) {
     return __reduce_max_sync(~0u, threadIdx.x < kWarps ? per_warp[threadIdx.x] : 0u);
 }
 
+// A load that other blocks' atomics may meet: a plain one would be a data race.
+__device__ __forceinline__ i32 load_relaxed(const i32* word) {
+#ifdef CUPY_FP8_HOST
+    return host_load_relaxed(word);
+#else
+    i32 value;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    return value;
+#endif
+}
+
 // *buffer = max(*buffer, amax) on the bits. Most blocks of a large tensor find nothing to raise: look before the atomic.
 __device__ __forceinline__ void raise_amax(float* buffer, u32 bits) {
     i32* word = reinterpret_cast<i32*>(buffer);
-    if (__ldcg(word) < (i32)bits) atomicMax(word, (i32)bits);
+    if (load_relaxed(word) < (i32)bits) atomicMax(word, (i32)bits);
 }

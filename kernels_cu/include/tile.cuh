@@ -90,15 +90,15 @@ private:
     }
 };
 
-// Where block blockIdx.x of a batch of [rows, columns] matrices works, one matrix after the other: along rows of tiles, or down
+// Where the block-th block of a batch of [rows, columns] matrices works, one matrix after the other: along rows of tiles, or down
 // columns of tiles (kDownFirst), which makes neighbouring blocks write neighbouring parts of the transposed rows.
 struct TilePosition {
     i64 matrix, row, column;
 
     template <class Tile, bool kDownFirst>
-    static __device__ __forceinline__ TilePosition of_block(i64 rows, i64 columns) {
+    static __device__ __forceinline__ TilePosition of_block(i64 block, i64 rows, i64 columns) {
         const i64 across = (columns + Tile::kColumns - 1) / Tile::kColumns, down = (rows + Tile::kRows - 1) / Tile::kRows;
-        const i64 run = kDownFirst ? down : across, line = blockIdx.x / run, in_run = blockIdx.x - line * run;
+        const i64 run = kDownFirst ? down : across, line = block / run, in_run = block - line * run;
         const i64 lines = kDownFirst ? across : down, matrix = line / lines, in_matrix = line - matrix * lines;
         return {matrix, (kDownFirst ? in_run : in_matrix) * Tile::kRows, (kDownFirst ? in_matrix : in_run) * Tile::kColumns};
     }

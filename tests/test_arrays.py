@@ -1,0 +1,406 @@
+"""Typed arrays of both kinds: making, moving, joining and comparing them, for every dtype, with no conversion nobody asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cupy_fp8 as fp8
+from cupy_fp8 import backend, testing
+from cupy_fp8.arrays import bits
+from cupy_fp8.formats import BYTE_DTYPES, FORMATS, FP8_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float16, float32
+
+DTYPES = list(FORMATS)
+OTHER_DTYPES = [np.dtype(t) for t in ("?", "u1", "i4", "f8", "c8")]
+SHAPES = [(), (0,), (5,), (1, 1), (3, 0, 2), (2, 3, 5)]
+KINDS = ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)]
+
+dtype_parameter = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+kind_parameter = pytest.mark.parametrize("kind", KINDS)
+few = settings(max_examples=60, deadline=None)
+
+
+def of_kind(kind: str, a: np.ndarray) -> fp8.arrays.Array:
+    """The array moved to a kind by CuPy's own means."""
+    return a if kind == "numpy" else backend.cupy().asarray(bits(a)).view(a.dtype)
+
+
+def raw(a: fp8.arrays.Array) -> bytes:
+    """The bytes in C order, by NumPy's and CuPy's own means."""
+    a = bits(a)
+    return bytes((a if isinstance(a, np.ndarray) else a.get()).tobytes())
+
+
+def random(dtype: np.dtype, shape: tuple[int, ...] = (3, 5)) -> np.ndarray:
+    """Any bit patterns."""
+    storage = FORMATS[dtype].storage
+    return np.random.default_rng(7).integers(0, np.iinfo(storage).max, shape, storage, endpoint=True).view(dtype)
+
+
+def assert_fresh(a: fp8.arrays.Array, kind: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
+    """A whole, typed, C-contiguous, writable array of its kind."""
+    assert backend.kind_of(a) == kind
+    assert (a.shape, a.dtype) == (shape, dtype)
+    assert type(a.dtype) is type(dtype)
+    assert a.flags.c_contiguous
+    assert a.nbytes == int(np.prod(shape)) * dtype.itemsize
+    bits(a).fill(1)
+    assert raw(a) == np.ones(shape, f"u{dtype.itemsize}").tobytes()
+
+
+# ---- making ----
+@kind_parameter
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@dtype_parameter
+def test_empty(dtype, shape, kind):
+    assert_fresh(fp8.empty(shape, dtype, like=kind), kind, shape, dtype)
+    assert_fresh(fp8.empty(list(shape), dtype.name, like=kind), kind, shape, dtype)
+    assert_fresh(fp8.empty(shape, dtype.type, like=of_kind(kind, np.zeros(1, np.uint8))), kind, shape, dtype)
+
+
+@kind_parameter
+def test_a_shape_may_be_an_integer(kind):
+    extents: list[Any] = [4, np.int64(4)]
+    for extent in extents:
+        assert_fresh(fp8.empty(extent, float8_e5m2, like=kind), kind, (4,), float8_e5m2)
+        assert_fresh(fp8.zeros(extent, float8_e5m2, like=kind), kind, (4,), float8_e5m2)
+    mixed: Any = (np.int32(2), 3)
+    assert_fresh(fp8.empty(mixed, bfloat16, like=kind), kind, (2, 3), bfloat16)
+
+
+@kind_parameter
+def test_like_is_a_module_too(kind):
+    module = np if kind == "numpy" else backend.cupy()
+    assert backend.kind_of(fp8.zeros(3, float8_e4m3fn, like=module)) == kind
+
+
+@pytest.mark.parametrize("shape", [-1, (-1,), (2, -3), (0, -1)])
+def test_negative_extents(shape):
+    for make in (fp8.empty, fp8.zeros):
+        with pytest.raises(ValueError, match=r"shape: expected extents of zero or more, got \(.*-\d"):
+            make(shape, float8_e4m3fn, like="numpy")
+    with pytest.raises(ValueError, match="shape: expected extents of zero or more"):
+        fp8.full(shape, 1.0, float32, like="numpy")
+    with pytest.raises(ValueError, match="shape: expected extents of zero or more"):
+        fp8.empty_like(np.zeros(3, np.float32), shape=shape)
+
+
+@pytest.mark.parametrize("shape", [2.0, (2.5,), (2, 3.0), "12", None, ("2",)], ids=repr)
+def test_extents_are_integers(shape):
+    with pytest.raises(TypeError):
+        fp8.empty(shape, float8_e4m3fn, like="numpy")
+
+
+@pytest.mark.parametrize("like", ["torch", [1.0], 3, object()], ids=repr)
+def test_like_is_an_array_or_a_kind(like):
+    with pytest.raises(TypeError, match=f"like: expected a numpy.ndarray or cupy.ndarray, got {type(like).__name__}"):
+        fp8.empty(3, float8_e4m3fn, like=like)
+
+
+@kind_parameter
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@dtype_parameter
+def test_zeros(dtype, shape, kind):
+    a = fp8.zeros(shape, dtype, like=kind)
+    assert raw(a) == bytes(a.nbytes)
+    assert_fresh(a, kind, shape, dtype)
+
+
+@kind_parameter
+@dtype_parameter
+def test_full(dtype, kind):
+    """Rounded and saturated as astype does it."""
+    for value in (0.0, -0.0, 1.0, -1.1, 0.3, 448.0, 464.5, 1e6, -1e6, 2.0**-140, float("inf"), float("-inf"), float("nan")):
+        a = fp8.full((2, 3), value, dtype, like=kind)
+        want = np.broadcast_to(fp8.astype(np.array([value], np.float32), dtype), (2, 3))
+        assert raw(a) == want.tobytes(), value
+        assert (a.shape, a.dtype) == ((2, 3), dtype)
+    assert_fresh(fp8.full((), 1.0, dtype, like=kind), kind, (), dtype)
+    assert_fresh(fp8.full((0, 4), 1.0, dtype, like=kind), kind, (0, 4), dtype)
+
+
+@kind_parameter
+def test_full_of_what_no_float32_holds(kind):
+    for value in (1e300, -1e300):
+        a = fp8.full(2, value, float8_e4m3fn, like=kind)
+        assert fp8.asnumpy(a).astype(np.float32).tolist() == [np.copysign(448.0, value)] * 2
+
+
+@kind_parameter
+@pytest.mark.parametrize("dtype", OTHER_DTYPES, ids=str)
+def test_other_dtypes_are_made_too(dtype, kind):
+    a = fp8.zeros((2, 2), dtype, like=kind)
+    assert backend.kind_of(a) == kind
+    assert a.dtype == dtype
+    assert fp8.asnumpy(fp8.full(3, 1, dtype, like=kind)).tolist() == np.ones(3, dtype).tolist()
+
+
+@kind_parameter
+@dtype_parameter
+def test_empty_like(dtype, kind):
+    a = of_kind(kind, random(dtype))
+    assert_fresh(fp8.empty_like(a), kind, (3, 5), dtype)
+    assert_fresh(fp8.empty_like(a.T), kind, (5, 3), dtype)                  # C-contiguous, whatever it is like
+    assert_fresh(fp8.empty_like(a, shape=7), kind, (7,), dtype)
+    assert_fresh(fp8.empty_like(a, shape=()), kind, (), dtype)
+    assert_fresh(fp8.empty_like(a, float8_e5m2), kind, (3, 5), float8_e5m2)
+    assert raw(a) == random(dtype).tobytes()
+
+
+def test_empty_like_an_array():
+    with pytest.raises(TypeError, match=r"a: expected a numpy.ndarray or cupy.ndarray, got list .*asarray"):
+        fp8.empty_like([1.0])
+
+
+# ---- asarray, asnumpy ----
+@kind_parameter
+@dtype_parameter
+def test_asarray_of_an_array_is_the_array(dtype, kind):
+    for a in (of_kind(kind, random(dtype)), of_kind(kind, random(dtype)).T):
+        assert fp8.asarray(a) is a
+        assert fp8.asarray(a, dtype) is a
+        assert fp8.asarray(a, dtype.type) is a
+        assert fp8.asarray(a, like=kind) is a
+        assert fp8.asarray(a, like=a) is a
+
+
+@kind_parameter
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@dtype_parameter
+def test_asnumpy(dtype, shape, kind):
+    host = random(dtype, shape)
+    a = of_kind(kind, host)
+    back = fp8.asnumpy(a)
+    assert type(back) is np.ndarray
+    assert (back is a) == (kind == "numpy")
+    assert (back.dtype, back.shape, back.tobytes()) == (dtype, shape, host.tobytes())
+
+
+@pytest.mark.parametrize("wrong", [[1.0], 1.0, None, "x"], ids=repr)
+def test_asnumpy_of_what_is_no_array(wrong):
+    with pytest.raises(TypeError, match=f"a: expected a numpy.ndarray or cupy.ndarray, got {type(wrong).__name__}"):
+        fp8.asnumpy(wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@dtype_parameter
+def test_there_and_back(dtype, shape):
+    cp = backend.cupy()
+    for host in (random(dtype, shape), np.asfortranarray(random(dtype, shape)), random(dtype, (*shape, 4))[..., 1]):
+        there = fp8.asarray(host, like="cupy")
+        assert isinstance(there, cp.ndarray)
+        assert (there.dtype, there.shape) == (dtype, host.shape)
+        assert raw(there) == host.tobytes()
+        assert fp8.asarray(there) is there
+        for back in (fp8.asnumpy(there), fp8.asarray(there, like="numpy"), fp8.asarray(there.T, like=np).T):
+            assert isinstance(back, np.ndarray)
+            assert (back.dtype, back.shape, back.tobytes()) == (dtype, host.shape, host.tobytes())
+
+
+@kind_parameter
+@pytest.mark.parametrize("source", DTYPES, ids=str)
+@pytest.mark.parametrize("to", DTYPES, ids=str)
+def test_asarray_converts_as_astype(source, to, kind):
+    host = random(source)
+    want = fp8.astype(host, to)
+    for spelled in (to, to.type, to.name):
+        converted = fp8.asarray(of_kind(kind, host), spelled)
+        assert converted.dtype == to
+        if source != to:
+            assert raw(converted) == want.tobytes()
+
+
+@kind_parameter
+@pytest.mark.parametrize("values", [
+    [1000.0, -1000.0, 1.0], [1000, -1000, 1], [[0.3], [448.0]], 1000.0, 1000, [1e300, -1e300], (2.0, 500), []], ids=str)
+@pytest.mark.parametrize("to", [*FP8_DTYPES, bfloat16, float32], ids=str)
+def test_asarray_of_python_numbers(values, to, kind):
+    """As astype makes them from float32, however the dtype is spelled: out-of-range numbers saturate."""
+    with np.errstate(over="ignore"):
+        want = fp8.astype(np.asarray(values, np.float32), to)
+    for spelled in (to, to.type, to.name):
+        a = fp8.asarray(values, spelled, like=kind)
+        assert backend.kind_of(a) == kind
+        assert (a.dtype, a.shape, raw(a)) == (to, want.shape, want.tobytes())
+
+
+@kind_parameter
+def test_asarray_without_a_dtype(kind):
+    for values, dtype in (([1, 2], np.int64), ([1.0], np.float64), (3.0, np.float64), (np.float32(3), np.float32), ([True], np.bool_)):
+        a = fp8.asarray(values, like=kind)
+        assert backend.kind_of(a) == kind
+        assert a.dtype == dtype
+        assert fp8.asnumpy(a).tolist() == np.asarray(values).tolist()
+
+
+@kind_parameter
+def test_asarray_of_other_dtypes_is_the_array_modules(kind):
+    a = of_kind(kind, np.array([1, 2, 300], np.int32))
+    assert fp8.asarray(a) is a
+    assert fp8.asarray(a, np.float32).dtype == np.float32
+    assert fp8.asnumpy(fp8.asarray(a, np.uint8)).tolist() == [1, 2, 44]
+
+
+# ---- concatenate, bytes_equal ----
+@kind_parameter
+@dtype_parameter
+def test_concatenate(dtype, kind):
+    host = random(dtype, (4, 5, 6))
+    parts = [host[:1], host[1:1], host[1:3], host[3:]]
+    for axis in (0, 1, 2, -1, -3):
+        moved = [of_kind(kind, np.ascontiguousarray(np.moveaxis(p, 0, axis))) for p in parts]
+        joined = fp8.concatenate(moved, axis) if axis else fp8.concatenate(moved)
+        assert backend.kind_of(joined) == kind
+        assert joined.dtype == dtype
+        assert raw(joined) == np.moveaxis(host, 0, axis).tobytes()
+    strided = of_kind(kind, random(dtype, (5, 4)))
+    assert raw(fp8.concatenate((strided.T, strided.T))) == np.concatenate([bits(random(dtype, (5, 4)).T)] * 2).tobytes()
+
+
+def test_concatenate_errors():
+    a = np.zeros((2, 2), float8_e4m3fn)
+    with pytest.raises(ValueError, match="concatenate: expected at least one array, got none"):
+        fp8.concatenate([])
+    with pytest.raises(TypeError, match=r"arrays\[0\] is float8_e4m3fn, arrays\[1\] is float8_e5m2; convert with cupy_fp8.astype"):
+        fp8.concatenate([a, a.view(float8_e5m2)])
+    with pytest.raises(TypeError, match=r"arrays\[1\]: expected a numpy.ndarray or cupy.ndarray, got list"):
+        fp8.concatenate([a, [[1.0, 2.0]]])
+    with pytest.raises(TypeError, match=r"arrays\[0\]: expected a numpy.ndarray or cupy.ndarray, got float"):
+        fp8.concatenate([1.0, a])
+    for wrong, axis in (([a, np.zeros((3, 3), float8_e4m3fn)], 0), ([a, a], 2), ([a[0, 0:1].reshape(()), a], 0)):
+        with pytest.raises(ValueError, match=r"axis|dimension"):
+            fp8.concatenate(wrong, axis)
+
+
+@kind_parameter
+@dtype_parameter
+def test_bytes_equal(dtype, kind):
+    a, b = of_kind(kind, random(dtype)), of_kind(kind, random(dtype))
+    assert fp8.bytes_equal(a, b) is True
+    assert fp8.bytes_equal(a, of_kind(kind, np.asfortranarray(random(dtype))))
+    bits(b)[2, 4] ^= 1
+    assert fp8.bytes_equal(a, b) is False
+    assert not fp8.bytes_equal(a, a.T)
+    assert not fp8.bytes_equal(a, a.reshape(5, 3))
+    assert not fp8.bytes_equal(a, bits(a))
+    for shape in ((), (0,), (0, 3)):
+        assert fp8.bytes_equal(of_kind(kind, random(dtype, shape)), of_kind(kind, random(dtype, shape)))
+    assert not fp8.bytes_equal(of_kind(kind, random(dtype, (0,))), of_kind(kind, random(dtype, (0, 3))))
+
+
+@kind_parameter
+def test_bytes_equal_compares_bytes_not_values(kind):
+    def f32(*words: int) -> fp8.arrays.Array:
+        return of_kind(kind, np.array(words, np.uint32).view(np.float32))
+
+    assert fp8.bytes_equal(f32(0x7FC00000), f32(0x7FC00000))
+    assert not fp8.bytes_equal(f32(0x7FC00000), f32(0x7FC00001))
+    assert not fp8.bytes_equal(f32(0), f32(0x80000000))
+
+
+@pytest.mark.gpu
+def test_kinds_are_not_mixed():
+    host = random(float8_e4m3fn)
+    there = fp8.asarray(host, like="cupy")
+    for call in (lambda: fp8.bytes_equal(host, there), lambda: fp8.bytes_equal(there, host), lambda: fp8.concatenate([host, there]),
+                 lambda: fp8.concatenate([there, host])):
+        with pytest.raises(TypeError, match=r"array among .* arrays; move it with cupy_fp8.asarray"):
+            call()
+
+
+def test_bytes_equal_wants_arrays():
+    a = random(float8_e4m3fn)
+    for left, right, name in ((a, [1.0], "b"), ([1.0], a, "a"), (a, 1.0, "b"), (None, a, "a")):
+        with pytest.raises(TypeError, match=f"^{name}: expected a numpy.ndarray or cupy.ndarray, got "):
+            fp8.bytes_equal(left, right)
+
+
+# ---- any array ----
+typed = st.sampled_from(DTYPES).flatmap(lambda dtype: testing.arrays(dtype, max_side=6))
+
+
+@few
+@given(typed)
+def test_any_array_survives(a):
+    assert fp8.asarray(a) is a
+    assert fp8.bytes_equal(a, a.copy())
+    assert fp8.empty_like(a).nbytes == a.nbytes
+    if a.ndim:
+        assert fp8.bytes_equal(fp8.concatenate([a[:1], a[1:]]), a)
+        assert fp8.bytes_equal(fp8.concatenate([a, a[:0]]), a)
+    if a.size:
+        other = a.copy()
+        bits(other).reshape(-1)[-1] ^= 1
+        assert not fp8.bytes_equal(a, other)
+
+
+@few
+@given(st.one_of(st.floats(), st.integers(-(2**70), 2**70)), st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3))
+def test_full_is_astype(value, dtype, shape):
+    with np.errstate(over="ignore"):
+        want = fp8.astype(np.array([value], np.float32), dtype)
+    a = fp8.full(shape, value, dtype, like="numpy")
+    assert (a.shape, a.dtype) == (tuple(shape), dtype)
+    assert a.tobytes() == want.tobytes() * a.size
+
+
+# ---- what there is to know about a format ----
+@pytest.mark.parametrize("dtype", [float8_e4m3fn, float8_e5m2, bfloat16, float16, float32], ids=str)
+def test_finfo(dtype):
+    ours, theirs = fp8.finfo(dtype), ml_dtypes.finfo(dtype)
+    assert ours == fp8.finfo(dtype.type) == fp8.finfo(dtype.name)
+    assert ours.dtype == dtype
+    assert ours.bits == theirs.bits == 8 * dtype.itemsize
+    assert ours.signed
+    assert (ours.exponent_bits, ours.mantissa_bits) == (theirs.nexp, theirs.nmant)
+    assert ours.max == float(theirs.max)
+    assert ours.smallest_normal == float(theirs.smallest_normal)
+    assert ours.smallest_subnormal == float(theirs.smallest_subnormal)
+    assert ours.storage == np.dtype(f"u{dtype.itemsize}")
+    assert np.isnan(np.array([ours.nan], ours.storage).view(dtype).astype(np.float32))[0]
+    if ours.inf is not None:
+        assert np.isposinf(np.array([ours.inf], ours.storage).view(dtype).astype(np.float32))[0]
+    every = np.arange(2**16 if ours.bits > 8 else 256).astype(f"u{min(ours.bits // 8, 2)}")
+    if ours.bits <= 16:
+        values = every.view(dtype).astype(np.float32)
+        assert np.isinf(values).any() == (ours.inf is not None)
+        assert values[np.isfinite(values)].max() == ours.max
+
+
+def test_finfo_of_e8m0():
+    e8m0 = fp8.finfo(float8_e8m0fnu)
+    assert (e8m0.max, e8m0.smallest_normal, e8m0.nan, e8m0.inf, e8m0.signed) == (2.0**127, 2.0**-127, 0xFF, None, False)
+    values = np.arange(255, dtype=np.uint8).view(float8_e8m0fnu).astype(np.float64)
+    assert (values.max(), values.min()) == (e8m0.max, e8m0.smallest_normal)
+    assert (e8m0.bits, e8m0.exponent_bits, e8m0.mantissa_bits, e8m0.bias) == (8, 8, 0, 127)
+
+
+@pytest.mark.parametrize("dtype", [*OTHER_DTYPES, "nope", None, object(), ml_dtypes.float8_e4m3b11fnuz], ids=str)
+def test_finfo_of_another_dtype(dtype):
+    with pytest.raises(TypeError, match=f"dtype: expected one of {', '.join(d.name for d in DTYPES)}, got "):
+        fp8.finfo(dtype)
+
+
+def test_the_dtypes_are_ml_dtypes_own():
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "bfloat16"):
+        assert getattr(fp8, name) == np.dtype(getattr(ml_dtypes, name))
+    assert (fp8.float16, fp8.float32) == (np.dtype(np.float16), np.dtype(np.float32))
+    assert all(d.itemsize == 1 for d in BYTE_DTYPES)
+
+
+# ---- fp8.xp ----
+def test_xp():
+    if backend.gpu_problem() is None:
+        assert fp8.xp is backend.cupy()
+    else:
+        assert fp8.xp is np
+    assert isinstance(fp8.empty(3, float8_e4m3fn), fp8.xp.ndarray)
+    assert isinstance(fp8.asarray([1.0], float8_e4m3fn), fp8.xp.ndarray)
+    with pytest.raises(AttributeError, match="module 'cupy_fp8' has no attribute 'np'"):
+        _ = fp8.np
