@@ -39,7 +39,7 @@ def test_rows_are_what_the_recipes_do(matrices, tmp_path, capsys):
     rows = report["rows"]
     names = ("layer.0.weight", "layer.1.weight")
     assert [(r["tensor"], r["recipe"]) for r in rows] == [(name, recipe) for name in names for recipe in demo.RECIPES]
-    for row, dtype in zip(rows, [fp8.float8_e4m3fn, fp8.float8_e5m2] * 2, strict=True):
+    for row, dtype in zip(rows, [fp8.float8_e4m3fn, fp8.float8_e5m2] * 4, strict=True):
         x = tensors[row["tensor"]]
         q = fp8.cast_transpose(x, np.float32(fp8.finfo(dtype).max) / np.abs(x).max(), dtype=dtype)
         want = diagnostics.error(x, q)
@@ -65,9 +65,9 @@ def test_markdown_and_summary(matrices, capsys):
     code, out, _ = run(capsys, matrices[0], "--markdown", "--summary")
     assert code == 0
     assert "### By kind of tensor" in out
-    assert "| layer.\\*.weight | 2 | 80 | per tensor, e4m3fn |" in out
+    assert "| layer.\\*.weight | 2 | 80 | delayed, e4m3fn |" in out
     tables = [block.splitlines() for block in out.split("\n\n") if block.startswith("|")]
-    assert [len(t) for t in tables] == [2 + 2, 2 + 4]
+    assert [len(t) for t in tables] == [2 + len(demo.RECIPES), 2 + 2 * len(demo.RECIPES)]
     for table in tables:
         assert len({line.replace("\\|", "").count("|") for line in table}) == 1
 
