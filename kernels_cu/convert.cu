@@ -5,7 +5,8 @@
 //            Registers only; bytes moved per element: sizeof(IN) + sizeof(OUT).
 // transpose  src [batch, rows, columns] of one-byte IN -> dst [batch, columns, rows]: the bytes themselves where OUT is IN, else
 //            converted as above (dequantizing an array that is stored transposed). One block per TILE_ROWS x TILE_COLUMNS tile, a
-//            thread for each 8 x 8 elements. DOWN_FIRST: see tile.cuh. Bytes moved per element: 1 + sizeof(OUT).
+//            thread for each 8 x 8 elements. ALIGNED 1: both bits of `vector` are set, and no code is made for anything else (large
+//            tiles have no registers for it). DOWN_FIRST: see tile.cuh. Bytes moved per element: 1 + sizeof(OUT).
 // Speed and what was tried: docs/performance.md.
 #include "flat.cuh"
 #include "tile.cuh"
@@ -67,13 +68,15 @@ extern "C" __global__ void __launch_bounds__(ByteTile<TILE_ROWS, TILE_COLUMNS>::
     const auto at = TilePosition::of_block<Tile, DOWN_FIRST != 0>(blockIdx.x, p.rows, p.columns);
     const i64 matrix = at.matrix * p.rows * p.columns;
     const i64 row = at.row + Tile::patch_row(), column = at.column + Tile::patch_column();
-    const int rows_left = left_of(p.rows - row, 8), columns_left = left_of(p.columns - column, 8);
+    const bool vector_in = ALIGNED || p.vector & 1, vector_out = ALIGNED || p.vector & 2;
+    int rows_left = left_of(p.rows - row, 8), columns_left = left_of(p.columns - column, 8);
+    if (ALIGNED) rows_left = columns_left = rows_left && columns_left ? 8 : 0;           // whole patches: one predicate for all
     const IN::storage* from = p.src + matrix + row * p.columns + column;
     Chunk<IN, 8> patch[8];
 #pragma unroll
     for (int r = 0; r < 8; r++) {
         const int left = r < rows_left ? columns_left : 0;
-        if (!(p.vector & 1)) patch[r] = Chunk<IN, 8>::load_partial(from + r * p.columns, left);
+        if (!vector_in) patch[r] = Chunk<IN, 8>::load_partial(from + r * p.columns, left);
         else if (left > 0) patch[r] = Chunk<IN, 8>::load(from + r * p.columns);
         else patch[r] = {};
     }
@@ -81,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(ByteTile<TILE_ROWS, TILE_COLUMNS>::
     __syncthreads();
     const Conversion<IN, OUT> conversion{p};
     constexpr int kStore = 16 / sizeof(OUT::storage);                // elements of a 16-byte store
-    if (kStore == 16 && !(p.vector & 2)) {
+    if (kStore == 16 && !vector_out) {
         tile.store_ragged(reinterpret_cast<u8*>(p.dst) + matrix + at.column * p.rows + at.row, p.rows,
                           left_of(p.columns - at.column, TILE_COLUMNS), left_of(p.rows - at.row, TILE_ROWS));
         return;
@@ -92,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(ByteTile<TILE_ROWS, TILE_COLUMNS>::
         const int left = to_row < p.columns ? left_of(p.rows - to_column, kStore) : 0;
         const Chunk<OUT, kStore> out = conversion(tile.read<IN, kStore>(unit));
         OUT::storage* to = p.dst + matrix + to_row * p.rows + to_column;
-        if (!(p.vector & 2)) out.store_partial(to, left);
+        if (!vector_out) out.store_partial(to, left);
         else if (left > 0) out.store(to);
     }
 }

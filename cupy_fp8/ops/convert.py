@@ -112,8 +112,8 @@ def _launch_flat(src: Array, at: int, to_at: int, scale_at: int, to: np.dtype[An
 def _launch_transposed(src: Array, at: int, to_at: int, scale_at: int, to: np.dtype[Any]) -> None:
     if src.size:
         rows, columns = src.shape[-2:]
-        tile = tiles.choose(src, _BYTES if src.dtype == to else _TO_FLOAT)
         vector = (columns % 8 == 0 and at % 8 == 0) | (rows % 16 == 0 and to_at % 16 == 0) << 1
+        tile = tiles.choose(src, _BYTES if src.dtype == to else _TO_FLOAT) if vector == 3 else tiles.SMALL
         variant = _transpose_variant(src.dtype, to, tile)
         variant.launch(src, tiles.grid(src.shape, tile), at, to_at, scale_at, src.size, rows, columns, vector)
 
@@ -127,7 +127,7 @@ def _convert_variant(source: np.dtype[Any], to: np.dtype[Any], saturate: bool) -
 @functools.cache
 def _transpose_variant(source: np.dtype[Any], to: np.dtype[Any], tile: tiles.Tile) -> Variant:
     return _TRANSPOSE.variant(block=tile.block, shared=tile.shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, SATURATE=1,
-                              **tile.defines)
+                              **tile.defines, ALIGNED=int(tile is not tiles.SMALL))
 
 
 def _store(result: np.ndarray, out: Array | None, *inputs: Array) -> Array:
