@@ -39,11 +39,16 @@ struct CastParams {
         *scale_inv = inverse;
         if (scale_inv_copy) *scale_inv_copy = inverse;
     }
-    template <int kThreads>
-    __device__ __forceinline__ void raise(const Amax<IN>& seen) const {
+    // look() returns the buffer as it was at some earlier time: it only grows.
+    template <int kThreads, class Look>
+    __device__ __forceinline__ void raise(const Amax<IN>& seen, Look look) const {
         if (!amax) return;
         const u32 top = block_max<kThreads>(seen.f32_bits());
-        if (threadIdx.x == 0) raise_amax(amax, top);
+        if (threadIdx.x == 0) raise_amax(amax, top, look());
+    }
+    template <int kThreads>
+    __device__ __forceinline__ void raise(const Amax<IN>& seen) const {
+        raise<kThreads>(seen, [&] { return load_relaxed(amax); });
     }
 };
 
@@ -64,11 +69,12 @@ extern "C" __global__ void __launch_bounds__(kFlatThreads) cast(const __grid_con
     if (is_set(p.noop)) return;
     const float scale = p.load_scale();
     p.write_scale_inv(scale);
+    const i32 amax_before = p.amax && threadIdx.x == 0 ? load_relaxed(p.amax) : 0;       // now, beside the loads of x: no waiting later
     FlatChunks<IN, OUT> in(p.x, p.n, p.vector, p.block());
     Amax<IN> amax;
 #pragma unroll
     for (const auto& chunk : in.chunk) amax.add(chunk);
-    p.raise<kFlatThreads>(amax);                                     // before the stores, which its latency then overlaps
+    p.raise<kFlatThreads>(amax, [&] { return amax_before; });
     in.store(p.data, [&](const decltype(in)::Source& chunk) { return scale_and_narrow(chunk, scale); });
 }
 #endif

@@ -3,8 +3,6 @@
 #include "formats.cuh"
 
 template <int kBytes> struct Words;                                  // the register image of kBytes bytes
-template <> struct Words<1> { using type = u8; };
-template <> struct Words<2> { using type = u16; };
 template <> struct Words<4> { using type = u32; };
 template <> struct Words<8> { using type = uint2; };
 template <> struct Words<16> { using type = uint4; };

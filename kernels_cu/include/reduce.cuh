@@ -37,7 +37,8 @@ __device__ __forceinline__ u32 block_max(u32 value) {
 }
 
 // A load that other blocks' atomics may meet: a plain one would be a data race.
-__device__ __forceinline__ i32 load_relaxed(const i32* word) {
+__device__ __forceinline__ i32 load_relaxed(const float* buffer) {
+    const i32* word = reinterpret_cast<const i32*>(buffer);
 #ifdef CUPY_FP8_HOST
     return host_load_relaxed(word);
 #else
@@ -48,7 +49,7 @@ __device__ __forceinline__ i32 load_relaxed(const i32* word) {
 }
 
 // *buffer = max(*buffer, amax) on the bits. Most blocks of a large tensor find nothing to raise: look before the atomic.
-__device__ __forceinline__ void raise_amax(float* buffer, u32 bits) {
-    i32* word = reinterpret_cast<i32*>(buffer);
-    if (load_relaxed(word) < (i32)bits) atomicMax(word, (i32)bits);
+// before: the buffer at some earlier time.
+__device__ __forceinline__ void raise_amax(float* buffer, u32 bits, i32 before) {
+    if (before < (i32)bits) atomicMax(reinterpret_cast<i32*>(buffer), (i32)bits);
 }
