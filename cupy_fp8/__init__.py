@@ -3,6 +3,7 @@
 >>> import cupy_fp8 as fp8                 # needs no GPU; fp8.xp is CuPy where there is one, else NumPy
 """
 
+from importlib import import_module
 from typing import Any
 
 from . import backend as _backend
@@ -34,4 +35,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "xp":
         return _backend.default_module()
+    if name == "testing":
+        return import_module(".testing", __name__)
     raise AttributeError(f"module 'cupy_fp8' has no attribute {name!r}")

@@ -87,10 +87,10 @@ def asarray(a: Any, dtype: Any = None, *, like: Any = None) -> Array:
         target = backend.module_of(a) if like is None else backend.like_module(like)
     else:
         a, target = np.asarray(a), backend.like_module(like)
-        if a.dtype.kind in "fiu" and dtype in FORMATS:
-            with np.errstate(over="ignore"):
-                a = a.astype(np.float32)
     a = _move(a, target)
+    if dtype in FORMATS and a.dtype not in FORMATS and a.dtype.kind in "fiub":      # through f32, so that astype's rules hold
+        with np.errstate(over="ignore"):
+            a = a.astype(np.float32)
     if dtype is not None and dtype != a.dtype:
         if a.dtype in FORMATS and dtype in FORMATS:
             from .ops.convert import astype
@@ -109,6 +109,8 @@ def _move(a: Array, target: Any) -> Array:
     source = backend.module_of(a, "a")
     if source is target:
         return a
+    if a.dtype not in FORMATS:
+        return target.asarray(a) if source is np else a.get()
     raw = bits(contiguous(a))
     return (target.asarray(raw) if source is np else raw.get()).view(a.dtype)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import warnings
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 import numpy as np
 
 NUMPY_WARNING_BYTES = 64 << 20
+_PACKAGE = os.path.dirname(os.path.abspath(__file__))
 
 
 class DeviceError(RuntimeError):
     """The machine cannot do what was asked: no CuPy, no GPU, or a GPU older than compute capability 8.0."""
 
 
-INSTALL_HINT = "pip install 'cupy_fp8[cuda13]' (CUDA 13 driver) or 'cupy_fp8[cuda12]'"
+INSTALL_HINT = "pip install 'cupy-cuda13x[ctk]>=14.2' (CUDA 13 driver) or 'cupy-cuda12x[ctk]>=14.2' (CUDA 12)"
 
 
 @functools.cache
@@ -107,8 +109,11 @@ def _usable_cupy() -> Any:
 
 @functools.cache
 def _warn_once() -> None:
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):       # to the line of the user's that is meant
+        frame, level = frame.f_back, level + 1
     warnings.warn("a NumPy array above 64 MB was given on a machine with a GPU: the NumPy reference runs on the CPU; "
-                  "cupy_fp8.asarray(x, like='cupy') moves it to the GPU (this warning appears once)", stacklevel=4)
+                  "cupy_fp8.asarray(x, like='cupy') moves it to the GPU (this warning appears once)", stacklevel=level)
 
 
 def note_large_numpy(x: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-// Changing the type or the order of elements (docs/numerics.md, rules 2 to 5 and 12).
+// Changing the type or the order of elements (docs/numerics.md, rules 2 to 5 and 10).
 //
 // convert    src [n] -> dst [n]: narrow(widen(src)), or narrow(fl(widen(src) * scale_inv)) where a scale_inv is given
 //            (astype, dequantize). IN, OUT: any of the formats; SATURATE 0: FP8 overflow gives NaN / Inf instead of the maximum.

@@ -121,14 +121,6 @@ def test_compiling_is_announced_only_while_it_runs(capsys):
     assert kernel._announce is None
 
 
-@pytest.mark.parametrize(("amax", "scale"), [
-    (2.0, 224.0), (0.0, 1.0), (math.inf, 1.0), (1e-38, np.finfo(np.float32).max), (448.0, 1.0)])
-def test_scale(amax, scale):
-    got = demo.scale_of(np.array([[0, -amax]], np.float32), fp8.float8_e4m3fn)
-    assert got.dtype == np.float32
-    assert got.tolist() == [scale]
-
-
 def test_data():
     w, x = demo_data.weight(256, 128, seed=3), demo_data.activation(64, 128, seed=3)
     assert (w.dtype, w.shape, x.dtype, x.shape) == (fp8.bfloat16, (256, 128), fp8.bfloat16, (64, 128))

@@ -5,6 +5,7 @@ After a change, execute in place with: python tests/test_notebooks.py notebooks/
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import nbformat
@@ -23,9 +24,10 @@ def execute_in_place(path):
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         cell.metadata = {}
-    config = Config({"KernelManager": {"transport": "ipc"}})        # no open port, and no warning about one
-    NotebookClient(notebook, kernel_name="python3", timeout=300, record_timing=False, config=config,
-                   resources={"metadata": {"path": str(ROOT)}}).execute()
+    with tempfile.TemporaryDirectory() as sockets:                   # files, so no open port, and no warning about one
+        config = Config({"KernelManager": {"transport": "ipc", "ip": f"{sockets}/kernel"}})
+        NotebookClient(notebook, kernel_name="python3", timeout=300, record_timing=False, config=config,
+                       resources={"metadata": {"path": str(ROOT)}}).execute()
     notebook.metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},
                          "language_info": {"name": "python"}}
     nbformat.write(notebook, path)

@@ -16,8 +16,9 @@ import numpy as np
 
 from .. import backend, diagnostics, io, runtime
 from ..arrays import Array, asarray
-from ..formats import finfo, float8_e4m3fn, float8_e5m2
+from ..formats import float8_e4m3fn, float8_e5m2
 from ..ops.amax import compute_amax
+from ..ops.scale import compute_scale
 from ..recipes import CurrentScaling, DelayedScaling
 from ..results import Quantized
 from . import demo_data, demo_table
@@ -112,7 +113,7 @@ def _tensors(sources: list[Iterator[tuple[str, np.ndarray]]], like: Any,
 def quantize_with_all(name: str, x: Array) -> Iterator[Row]:
     """A Row for each of RECIPES."""
     for title, recipe in RECIPES.items():
-        extra = {"scale": scale_of(x, recipe.dtype)} if isinstance(recipe, DelayedScaling) else {}
+        extra = {"scale": compute_scale(compute_amax(x), dtype=recipe.dtype)} if isinstance(recipe, DelayedScaling) else {}
 
         def call(x: Array, out: Quantized | None = None, recipe: Any = recipe, extra: dict[str, Array] = extra) -> Quantized:
             result: Quantized = recipe.quantize(x, columnwise=True, out=out, **extra)
@@ -124,16 +125,6 @@ def quantize_with_all(name: str, x: Array) -> Iterator[Row]:
         microseconds, share = timing(call, x, x.nbytes + q.nbytes)
         yield Row(name, x.shape, x.dtype.name, title, _finite(report.sqnr_db), _finite(report.max_relative_error),
                   report.saturated, report.underflowed, report.nan, q.nbytes / x.size, microseconds, share)
-
-
-def scale_of(x: Array, dtype: Any) -> Array:
-    """fl(max / amax) as f32 [1], the scale with which the tensor just fits: 1 where amax is 0 or Inf, at most the largest f32."""
-    xp = backend.module_of(x)
-    amax = compute_amax(x)
-    usable = (amax > 0) & xp.isfinite(amax)
-    with np.errstate(over="ignore"):
-        scale = finfo(dtype).max / xp.where(usable, amax, np.float32(1))
-    return xp.where(usable, xp.minimum(scale, np.finfo(np.float32).max), np.float32(1)).astype(np.float32)
 
 
 def timing(call: Callable[..., Quantized], x: Array, traffic: int) -> tuple[float, float | None]:

@@ -12,7 +12,7 @@ import numpy as np
 from .. import reference
 from ..arrays import Array, empty_beside
 from ..formats import FORMATS, INPUT_DTYPES, float32
-from ..runtime import Kernel, Variant, capturing, executor_of, multiprocessors, workspace
+from ..runtime import Kernel, Variant, executor_of, multiprocessors, workspace
 from . import checks
 
 NAN_RULES = ("ignore", "propagate")
@@ -54,8 +54,7 @@ def compute_amax(x: Array, *, nan: str = "ignore", out: Array | None = None) -> 
         out[...] = result.reshape(out.shape)
         return out
     if out is None:
-        if xp is not np and capturing():
-            raise ValueError("out: needed while a CUDA graph is captured, since nothing may be allocated")
+        checks.may_allocate(x)
         out = empty_beside(x, (1,), float32)
         out_at = checks.address(out)
     words = workspace(given, x, _WORDS)

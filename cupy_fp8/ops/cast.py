@@ -12,12 +12,12 @@ import numpy as np
 from .. import reference
 from ..arrays import Array, bits, empty_beside
 from ..formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e4m3fn, float32, lookup
-from ..recipes import check_directions, empty_per_tensor
+from ..recipes import check_directions, checked_eps, empty_per_tensor
 from ..results import Quantized, Scaled, swap_last
-from ..runtime import Kernel, Variant, capturing, executor_of
+from ..runtime import Kernel, Variant, executor_of
 from . import checks, flat, tiles
 from .amax import current_scale
-from .scale import checked_eps, scale_target
+from .scale import scale_target
 
 _CAST = Kernel("cast", "cast", "8P3qfII")
 _CAST_TRANSPOSE = Kernel("cast", "cast_transpose", "8P3qfII")
@@ -88,8 +88,7 @@ def quantize_tensor(x: Array, scale: Any = None, *, dtype: Any = float8_e4m3fn, 
         if by_reference:
             return reference.quantize_tensor(x, scale, dtype=fmt.dtype, rowwise=rowwise, columnwise=columnwise,
                                              transposed=transposed, amax=amax, eps=eps, pow2_scale=pow2_scale)
-        if current and xp is not np and capturing():
-            raise ValueError("out: needed while a CUDA graph is captured, since nothing may be allocated")
+        checks.may_allocate(x)
         out = empty_per_tensor(empty_beside(x, (1,), float32), x.shape, fmt.dtype, rowwise, columnwise, transposed)
         target, owner = _Target(out, x, fmt.dtype), None
     else:

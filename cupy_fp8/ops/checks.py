@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import backend, runtime
 from ..arrays import Array, contiguous, is_contiguous
-from ..formats import float32, names
+from ..formats import FORMATS, float32, names
 
 
 def source(x: Array, dtypes: tuple[np.dtype[Any], ...], name: str = "x") -> tuple[Array, Any, int]:
@@ -18,7 +18,7 @@ def source(x: Array, dtypes: tuple[np.dtype[Any], ...], name: str = "x") -> tupl
     if x.dtype not in dtypes:
         raise TypeError(f"{name}: expected dtype {names(dtypes)}, got {x.dtype}")
     if not is_contiguous(x):
-        if xp is not np and runtime.capturing():
+        if xp is not np and runtime.capturing(x.data.device_id):
             raise ValueError(f"{name}: not C-contiguous, and a copy cannot be made while a CUDA graph is captured; "
                              "copy it before the capture")
         x = contiguous(x)
@@ -57,7 +57,8 @@ def scalar_or_one_f32(a: Any, x: Array, xp: Any, name: str) -> tuple[int, float]
     """(address, 0) of a one-element f32 array, or (0, value) of a Python or NumPy scalar rounded to f32."""
     if isinstance(a, xp.ndarray):
         return one_f32(a, x, xp, name), 0.0
-    if isinstance(a, (bool, np.bool_)) or not isinstance(a, (int, float, np.generic)):
+    number = a.dtype.kind in "fiu" or a.dtype in FORMATS if isinstance(a, np.generic) else isinstance(a, (int, float))
+    if isinstance(a, bool) or not number:
         backend.require_module(a, xp, name)
     try:
         with np.errstate(over="ignore"):
@@ -112,6 +113,12 @@ def separate(at: int, nbytes: int, other_at: int, other_nbytes: int, name: str, 
     """ValueError if two runs of memory share a byte."""
     if at < other_at + other_nbytes and other_at < at + nbytes:
         raise ValueError(f"{name}: overlaps {other} in memory; results need memory of their own")
+
+
+def may_allocate(x: Array) -> None:
+    """ValueError while a CUDA graph is captured on x's device: memory of the pool could be another's when the graph is replayed."""
+    if not isinstance(x, np.ndarray) and runtime.capturing(x.data.device_id):
+        raise ValueError("out: needed while a CUDA graph is captured, since nothing may be allocated")
 
 
 def grid_size(blocks: int, shape: tuple[int, ...]) -> int:

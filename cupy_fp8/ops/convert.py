@@ -43,7 +43,7 @@ def astype(a: Array, dtype: Any, saturate: bool = True, *, out: Array | None = N
     a, xp, at = checks.source(a, _ALL_DTYPES, "a")
     if executor_of(xp) == "reference":
         return _store(reference.astype(a, to.dtype, saturate), out, a)
-    result = empty_beside(a, a.shape, to.dtype) if out is None else out
+    result = _new(a, a.shape, to.dtype) if out is None else out
     result_at = checks.destination(result, a.shape, to.dtype, a, xp, at)
     _launch_flat(a, at, result_at, 0, to.dtype, bool(saturate))
     return result
@@ -72,7 +72,7 @@ def dequantize(q: Scaled | Quantized, *, dtype: Any = float32, out: Array | None
     scale_at = checks.one_f32(s.scale_inv, data, xp, "q.scale_inv")
     if executor_of(xp) == "reference":
         return _store(reference.dequantize(s, dtype=to.dtype), out, data, s.scale_inv)
-    result = empty_beside(data, s.shape, to.dtype) if out is None else out
+    result = _new(data, s.shape, to.dtype) if out is None else out
     result_at = checks.destination(result, s.shape, to.dtype, data, xp, at)
     checks.separate(result_at, result.nbytes, scale_at, 4, "out", "q.scale_inv")
     if s.transposed:
@@ -97,10 +97,15 @@ def transpose(a: Array, *, out: Array | None = None) -> Array:
         raise ValueError(f"a: expected an array of two or more dimensions, got shape {a.shape}")
     if executor_of(xp) == "reference":
         return _store(reference.transpose(a), out, a)
-    result = empty_beside(a, swap_last(a.shape), a.dtype) if out is None else out
+    result = _new(a, swap_last(a.shape), a.dtype) if out is None else out
     result_at = checks.destination(result, swap_last(a.shape), a.dtype, a, xp, at)
     _launch_transposed(a, at, result_at, 0, a.dtype)
     return result
+
+
+def _new(x: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    checks.may_allocate(x)
+    return empty_beside(x, shape, dtype)
 
 
 def _launch_flat(src: Array, at: int, to_at: int, scale_at: int, to: np.dtype[Any], saturate: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +11,9 @@ import numpy as np
 from .. import backend, reference
 from ..arrays import Array, bits, empty_beside
 from ..formats import FORMATS, FP8_DTYPES, float8_e4m3fn, float32, lookup
-from ..recipes import ALGORITHMS
+from ..recipes import ALGORITHMS, checked_eps, checked_margin
 from ..reference.numerics import times_power_of_two
-from ..runtime import Kernel, Variant, capturing, executor_of, multiprocessors
+from ..runtime import Kernel, Variant, executor_of, multiprocessors
 from . import checks, flat
 
 _COMPUTE_SCALE = Kernel("scale", "compute_scale", "2PqffII")
@@ -23,7 +22,6 @@ _THREADS = 512
 _IN_FLIGHT = 8
 _MOST_COLUMNS_LOG2 = 5          # 32 f32: a whole line of each row
 _MULTIPROCESSORS_OF_CPU = 4
-_F32 = struct.Struct("f")
 
 
 def compute_scale(amax: Array, *, dtype: Any = float8_e4m3fn, margin: int = 0, eps: float = 0.0, pow2_scale: bool = False,
@@ -48,7 +46,7 @@ def compute_scale(amax: Array, *, dtype: Any = float8_e4m3fn, margin: int = 0, e
     [128.0, 1.0, 128.0]
     """
     fmt = lookup(dtype, FP8_DTYPES, "dtype")
-    target, floor = scale_target(fmt.dtype, _checked_margin(margin)), checked_eps(eps)
+    target, floor = scale_target(fmt.dtype, checked_margin(margin)), checked_eps(eps)
     amax, xp, at = checks.source(amax, (float32,), "amax")
     if executor_of(xp) == "reference":
         result = reference.compute_scale(amax, dtype=fmt.dtype, margin=margin, eps=floor, pow2_scale=pow2_scale)
@@ -57,8 +55,8 @@ def compute_scale(amax: Array, *, dtype: Any = float8_e4m3fn, margin: int = 0, e
         checks.destination(out, amax.shape, float32, amax, xp, at)
         out[...] = result
         return out
-    if out is None and xp is not np and capturing():
-        raise ValueError("out: needed while a CUDA graph is captured, since nothing may be allocated")
+    if out is None:
+        checks.may_allocate(amax)
     result = empty_beside(amax, amax.shape, float32) if out is None else out
     result_at = checks.destination(result, amax.shape, float32, amax, xp, at)
     if amax.size:
@@ -105,7 +103,7 @@ def update_delayed_scaling(history: Array, scale: Array, *, dtype: Any, margin: 
     ([0.0, 3.5, 7.0], [64.0])
     """
     fmt = lookup(dtype, FP8_DTYPES, "dtype")
-    target = scale_target(fmt.dtype, _checked_margin(margin))
+    target = scale_target(fmt.dtype, checked_margin(margin))
     if algo not in ALGORITHMS:
         raise ValueError(f"algo: expected one of {ALGORITHMS}, got {algo!r}")
     xp = np if isinstance(history, np.ndarray) else backend.module_of(history, "history")
@@ -136,21 +134,6 @@ def update_delayed_scaling(history: Array, scale: Array, *, dtype: Any, margin: 
         blocks = checks.grid_size((n - 1 >> log2) + 1, shape)
         _update_variant().launch(history, blocks, at, scale_at, amax_at, length, n, target, int(algo == "most_recent"), log2)
     return history, scale
-
-
-def _checked_margin(margin: Any) -> int:
-    if not isinstance(margin, (int, np.integer)):
-        raise TypeError(f"margin: expected an integer, got {margin!r}")
-    return int(margin)
-
-
-def checked_eps(eps: Any) -> float:
-    """eps rounded to f32."""
-    if not isinstance(eps, (int, float, np.floating, np.integer)):
-        raise TypeError(f"eps: expected a number, got {eps!r}")
-    if not 0 <= eps <= FORMATS[float32].max:
-        raise ValueError(f"eps: expected a finite float32 of 0 or more, got {eps!r}")
-    return float(_F32.unpack(_F32.pack(eps))[0])
 
 
 @functools.lru_cache

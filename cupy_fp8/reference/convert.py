@@ -1,4 +1,4 @@
-"""Reference of cupy_fp8.ops.convert (docs/numerics.md, rules 2 to 5 and 12)."""
+"""Reference of cupy_fp8.ops.convert (docs/numerics.md, rules 2 to 5 and 10)."""
 
 from __future__ import annotations
 

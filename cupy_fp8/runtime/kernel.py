@@ -162,6 +162,15 @@ def multiprocessors(device_id: int) -> int:
     return int(_cuda().runtime.getDeviceProperties(device_id)["multiProcessorCount"])
 
 
-def capturing() -> bool:
-    """Whether the current stream is being captured into a CUDA graph."""
-    return bool(_cuda().runtime.streamIsCapturing(_cuda().get_current_stream().ptr))
+def current_stream(device_id: int) -> int:
+    """The handle of a device's current stream: where `Variant.launch` launches for its arrays."""
+    cuda = _cuda()
+    if device_id == cuda.runtime.getDevice():
+        return int(cuda.get_current_stream().ptr)
+    with cuda.Device(device_id):
+        return int(cuda.get_current_stream().ptr)
+
+
+def capturing(device_id: int) -> bool:
+    """Whether the current stream of a device is being captured into a CUDA graph."""
+    return bool(_cuda().runtime.streamIsCapturing(current_stream(device_id)))

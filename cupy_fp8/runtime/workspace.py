@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from .. import backend
+from .kernel import capturing, current_stream
 
-_of_array: dict[int, tuple[Any, Any]] = {}
+_of_array: dict[tuple[int, int], tuple[Any, Any]] = {}
 _of_stream: dict[tuple[int, ...], Any] = {}
 _PER_THREAD_STREAM = 2      # CUDA's handle of the per-thread default stream, the same number in every thread
 
@@ -19,27 +20,35 @@ _PER_THREAD_STREAM = 2      # CUDA's handle of the per-thread default stream, th
 def workspace(out: Any | None, x: Any, words: int) -> Any:
     """Zeroed u32 words for one launch at a time.
 
-    With an `out` given by the caller they belong to that array, so that two captured graphs never share them; without one
-    they belong to the current stream, on which launches follow one another. (A NumPy x gets fresh ones.)
+    With an `out` given by the caller they belong to that memory for as long as the array that owns it lives (views come and go),
+    so that two captured graphs never share them; without one they belong to the current stream of x's device, on which launches
+    follow one another. (A NumPy x gets fresh ones.) ValueError where they would have to be made during a capture.
     """
     if isinstance(x, np.ndarray):
         return np.zeros(words, np.uint32)
-    cp = backend.cupy()
+    device = x.data.device_id
     if out is None:
-        stream = cp.cuda.get_current_stream().ptr
-        key = (x.data.device_id, stream, words, threading.get_ident() if stream == _PER_THREAD_STREAM else 0)
+        stream = current_stream(device)
+        key = (device, stream, words, threading.get_ident() if stream == _PER_THREAD_STREAM else 0)
         if key not in _of_stream:
-            with cp.cuda.Device(x.data.device_id):
-                _of_stream[key] = cp.zeros(words, np.uint32)
+            _of_stream[key] = _zeros(device, words)
         return _of_stream[key]
-    entry = _of_array.get(id(out))
-    if entry is None or entry[0]() is not out:
-        with cp.cuda.Device(out.data.device_id):
-            words_array = cp.zeros(words, np.uint32)
-        entry = (weakref.ref(out, functools.partial(_forget, id(out))), words_array)
-        _of_array[id(out)] = entry
+    owner = out if out.base is None else out.base
+    place = (id(owner), out.data.ptr)
+    entry = _of_array.get(place)
+    if entry is None or entry[0]() is not owner:
+        if capturing(device):
+            raise ValueError("out: used for the first time while a CUDA graph is captured; call once before the capture")
+        entry = (weakref.ref(owner, functools.partial(_forget, place)), _zeros(device, words))
+        _of_array[place] = entry
     return entry[1]
 
 
-def _forget(key: int, _: Any) -> None:
-    _of_array.pop(key, None)
+def _zeros(device: int, words: int) -> Any:
+    cp = backend.cupy()
+    with cp.cuda.Device(device):
+        return cp.zeros(words, np.uint32)
+
+
+def _forget(place: tuple[int, int], _: Any) -> None:
+    _of_array.pop(place, None)
