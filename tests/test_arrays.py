@@ -404,3 +404,26 @@ def test_xp():
     assert isinstance(fp8.asarray([1.0], float8_e4m3fn), fp8.xp.ndarray)
     with pytest.raises(AttributeError, match="module 'cupy_fp8' has no attribute 'np'"):
         _ = fp8.np
+
+
+@pytest.mark.parametrize("numbers", [[1000.0, -1000.0], [1000, -1000], np.array([1000.0, -1000.0]), np.array([1000, -1000])], ids=repr)
+@pytest.mark.parametrize("dtype", [float8_e4m3fn, "float8_e4m3fn"], ids=str)
+def test_asarray_saturates_whatever_the_numbers_are(numbers, dtype):
+    assert fp8.asarray(numbers, dtype, like=np).astype(np.float32).tolist() == [448.0, -448.0]
+
+
+def test_large_numpy_arrays_warn_once_and_name_the_users_line(monkeypatch):
+    monkeypatch.setattr(backend, "gpu_problem", lambda: None)
+    monkeypatch.setattr(backend, "NUMPY_WARNING_BYTES", 8)
+    backend._warn_once.cache_clear()
+
+    def twice():
+        fp8.DelayedScaling().quantize(np.ones(4, np.float32), scale=1.0)
+        fp8.compute_amax(np.ones(4, np.float32))
+
+    try:
+        with pytest.warns(UserWarning, match="above 64 MB") as caught:
+            twice()
+        assert [w.filename for w in caught] == [__file__]
+    finally:
+        backend._warn_once.cache_clear()

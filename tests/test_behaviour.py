@@ -710,3 +710,31 @@ def test_more_than_two_to_the_31_elements(shape):
         testing.assert_bytes_equal(fp8.compute_amax(x), largest)
         words[at] = 0
     assert float(fp8.compute_amax(x)[0]) < float(largest[0])
+
+
+@pytest.mark.gpu
+def test_a_workspace_lives_with_the_memory_it_serves():
+    """Views come and go between calls, and between capture and replay; the array that owns the memory is what counts."""
+    from cupy_fp8.runtime.workspace import _of_array
+
+    cp = backend.cupy()
+    x, results = fp8.asarray(cases.values("normal", (64, 64), float32), like="cupy"), cp.zeros(4, cp.float32)
+    want = reference.compute_amax(fp8.asnumpy(x))
+    refused_in_capture(lambda: fp8.compute_amax(x, out=results[1:2]), "call once before the capture")
+    stream = cp.cuda.Stream(non_blocking=True)
+    with stream:
+        fp8.compute_amax(x, out=results[1:2])
+        places = [place for place in _of_array if place[0] == id(results)]
+        assert places == [(id(results), results.data.ptr + 4)]
+        words = _of_array[places[0]][1]
+        stream.begin_capture()
+        fp8.compute_amax(x, out=results[1:2])
+        graph = stream.end_capture()
+        assert _of_array[places[0]][1] is words
+        results.fill(7)
+        graph.launch(stream)
+        stream.synchronize()
+    testing.assert_bytes_equal(results[1:2], want)
+    assert results.get()[[0, 2, 3]].tolist() == [7, 7, 7]
+    del results
+    assert places[0] not in _of_array
