@@ -31,14 +31,6 @@ NOTHING, POISON = 1.0, 0xAA
 direction_parameter = pytest.mark.parametrize("directions", DIRECTIONS, ids=lambda d: "-".join(k for k, on in d.items() if on))
 
 
-@pytest.fixture(params=["reference", "host", pytest.param("cuda", marks=pytest.mark.gpu)])
-def run(request: pytest.FixtureRequest) -> Iterator[testing.Executor]:
-    if problem := testing.executor_problem(request.param):
-        pytest.skip(problem)
-    with testing.executor(request.param) as executor:
-        yield executor
-
-
 def one(value: float) -> np.ndarray:
     return np.array([value], np.float32)
 

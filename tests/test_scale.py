@@ -36,14 +36,6 @@ dtypes = pytest.mark.parametrize("dtype", FP8_DTYPES, ids=str)
 pow2s = pytest.mark.parametrize("pow2", [False, True], ids=["any", "pow2"])
 
 
-@pytest.fixture(params=["reference", "host", pytest.param("cuda", marks=pytest.mark.gpu)])
-def run(request: pytest.FixtureRequest) -> Iterator[testing.Executor]:
-    if problem := testing.executor_problem(request.param):
-        pytest.skip(problem)
-    with testing.executor(request.param) as executor:
-        yield executor
-
-
 def f32(*numbers: float) -> np.ndarray:
     return np.array(numbers, np.float32)
 
