@@ -1,16 +1,14 @@
-"""The one table of ops, shapes and values: tests, selftest, benchmark and the README table all walk over it."""
+"""Cases of the per-tensor ops: casts, conversions, amax and scales."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from . import reference
-from .arrays import bits
-from .formats import (
+from .. import reference
+from ..formats import (
     BYTE_DTYPES,
     FORMATS,
     FP8_DTYPES,
@@ -22,109 +20,10 @@ from .formats import (
     float16,
     float32,
 )
-from .ops import amax, cast, convert, scale
-from .results import Quantized, Scaled
+from ..ops import amax, cast, convert, scale
+from ..results import Scaled
+from .base import ALIGNED_MATRIX, DIRECTIONS, MATRIX, SHAPES, Case, Op, source, values
 
-# Every tile's tail, primes, empty, more than two dimensions; all small enough for a CPU under sanitizers.
-SHAPES = ((), (1,), (7,), (0,), (1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (3, 37), (16, 8), (64, 64), (128, 128), (127, 129), (130, 257),
-          (256, 256), (272, 520), (2, 3, 40, 24), (3, 0, 4), (2, 133, 144), (8200,))
-#: Only on a GPU: tails of 256-wide tiles, many blocks.
-LARGE_SHAPES = ((1000, 1003), (4096, 1024), (5, 1024, 1040), (2049, 4104))
-MATRIX = (130, 257)
-ALIGNED_MATRIX = (144, 264)      # rows that allow wide loads and stores, but tails of every tile
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call of an op: what goes in, and a name that says so."""
-
-    op: str
-    dtype: np.dtype[Any]                # of the first array
-    shape: tuple[int, ...]
-    values: str = "bits"                # see `values`
-    layout: str = "contiguous"          # or 'offset' (starts one element into its buffer), 'strided' (a transposed view)
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        shown = [f"{k}={getattr(v, 'name', v)}" for k, v in self.options.items()]
-        return "-".join([self.op, self.dtype.name, "x".join(map(str, self.shape)) or "scalar", self.values, self.layout, *shown])
-
-
-@dataclass(frozen=True)
-class Op:
-    """What the generic tests and tools need to know about an op.
-
-    inputs   (case) -> positional and keyword arguments, as NumPy arrays
-    cases    the calls to check
-    summary  the README's line
-    updates  names of the leading arguments that a call updates in place and returns, for an op that takes no `out=`
-    """
-
-    name: str
-    function: Callable[..., Any]
-    reference: Callable[..., Any]
-    inputs: Callable[[Case], tuple[tuple[Any, ...], dict[str, Any]]]
-    cases: Callable[[], Iterator[Case]]
-    summary: str
-    updates: tuple[str, ...] = ()
-
-
-def values(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int = 0) -> np.ndarray:
-    """Test data. 'bits': every bit pattern equally likely (NaN, Inf, -0, subnormals). 'normal': N(0, 1) with outlier columns.
-    'edges': zeros of both signs, FP8 maxima and their neighbours, exact ties, subnormals, Inf and NaN."""
-    rng = np.random.default_rng(seed)
-    size = int(np.prod(shape, dtype=np.int64))
-    storage = FORMATS[dtype].storage
-    if kind == "bits":
-        return rng.integers(0, np.iinfo(storage).max, size, storage, endpoint=True).view(dtype).reshape(shape)
-    if kind == "normal":
-        x = rng.standard_normal(size, np.float32).reshape(shape)
-        if x.ndim:
-            x = x * np.where(np.arange(x.shape[-1]) % 67 == 13, np.float32(60), np.float32(1))
-        return reference.astype(np.asarray(x, np.float32), dtype)
-    if kind == "edges":
-        magnitudes = np.array([
-            0, 2.0**-149, 2.0**-133, 2.0**-126, 2.0**-25, 2.0**-24, 2.0**-17, 2.0**-16, 2.0**-10, 1.5 * 2.0**-10, 2.0**-9, 2.0**-7,
-            2.0**-6, 1, 1.0625, 1.1875, 17, 19, 447, 448, 449, 464, 465, 480, 57344, 61439, 61440, 65504, 1e30, 3.4e38, np.inf, np.nan,
-        ], np.float32)  # fmt: skip
-        return reference.astype(np.resize(np.concatenate([magnitudes, -magnitudes]), size).reshape(shape), dtype)
-    raise ValueError(f"values: expected 'bits', 'normal' or 'edges', got {kind!r}")
-
-
-def source(case: Case, seed: int = 0) -> np.ndarray:
-    """The case's first array, laid out as it says."""
-    x = values(case.values, case.shape, case.dtype, seed)
-    if case.layout == "offset":
-        buffer = np.zeros(x.size + 1, x.dtype)
-        buffer[1:] = x.reshape(-1)
-        return buffer[1:].reshape(x.shape)
-    if case.layout == "strided":
-        return np.ascontiguousarray(np.swapaxes(x, -1, -2)).swapaxes(-1, -2)
-    return x
-
-
-def outputs(result: Any, kwargs: dict[str, Any], updated: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Every array that a call wrote, by name: the result's (of an op that updates its arguments, under their names), and the amax
-    buffer."""
-    found: dict[str, Any] = {}
-    if updated:
-        found.update(zip(updated, result, strict=True))
-    elif isinstance(result, Quantized):
-        for name in ("rowwise", "columnwise"):
-            part = getattr(result, name)
-            if part is not None:
-                found[f"{name}.data"], found[f"{name}.scale_inv"] = part
-    elif isinstance(result, Scaled):
-        found["data"], found["scale_inv"] = result
-    else:
-        found["result"] = result
-    if kwargs.get("amax") is not None:
-        found["amax"] = kwargs["amax"]
-    return found
-
-
-DIRECTIONS = ({"rowwise": True, "columnwise": False}, {"rowwise": False, "columnwise": True}, {"rowwise": True, "columnwise": True},
-              {"rowwise": True, "columnwise": True, "transposed": False})
 _SCALES = (1.0, 0.37, 2.0**-130, 0.0, 3e38, float("inf"), float("nan"), -2.0)
 
 
@@ -284,35 +183,22 @@ def _update_cases() -> Iterator[Case]:
     yield Case("update_delayed_scaling", float32, (40, 70), "normal", "offset", options=e4m3)
 
 
-OPS: dict[str, Op] = {
-    op.name: op
-    for op in (
-        Op("quantize_tensor", cast.quantize_tensor, reference.quantize_tensor, _quantize_inputs, _quantize_cases,
-           "per-tensor FP8 with a given scale: row-wise, column-wise or both; writes scale_inv and amax itself"),
-        Op("cast_transpose", cast.cast_transpose, reference.cast_transpose, _quantize_inputs, _cast_transpose_cases,
-           "the same in both directions from one read"),
-        Op("dequantize", convert.dequantize, reference.dequantize, _dequantize_inputs, _dequantize_cases,
-           "the values of quantised data as float32, float16 or bfloat16, transposed back where stored transposed"),
-        Op("astype", convert.astype, reference.astype, _array_inputs, _astype_cases,
-           "between float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 and float8_e8m0fnu"),
-        Op("transpose", convert.transpose, reference.transpose, _array_inputs, _transpose_cases,
-           "the last two axes of FP8 or E8M0 data swapped, byte for byte"),
-        Op("compute_amax", amax.compute_amax, reference.compute_amax, _array_inputs, _amax_cases,
-           "the largest magnitude, in one launch"),
-        Op("compute_scale", scale.compute_scale, reference.compute_scale, _array_inputs, _compute_scale_cases,
-           "the scale that brings an amax to the format's maximum: margin, eps, powers of two"),
-        Op("update_delayed_scaling", scale.update_delayed_scaling, reference.update_delayed_scaling, _update_inputs, _update_cases,
-           "delayed scaling's end of a step: n amax histories roll and give n scales, in place, in one launch",
-           updates=("history", "scale")),
-    )
-}
-
-
-def all_cases() -> Iterator[Case]:
-    for op in OPS.values():
-        yield from op.cases()
-
-
-def poison(a: Any) -> None:
-    """Fill an array's bytes with a pattern that no test expects."""
-    bits(a).fill(0xAA * (0x01010101 >> 8 * (4 - a.dtype.itemsize)))
+OPS = (
+    Op("quantize_tensor", cast.quantize_tensor, reference.quantize_tensor, _quantize_inputs, _quantize_cases,
+       "per-tensor FP8 with a given scale: row-wise, column-wise or both; writes scale_inv and amax itself"),
+    Op("cast_transpose", cast.cast_transpose, reference.cast_transpose, _quantize_inputs, _cast_transpose_cases,
+       "the same in both directions from one read"),
+    Op("dequantize", convert.dequantize, reference.dequantize, _dequantize_inputs, _dequantize_cases,
+       "the values of quantised data as float32, float16 or bfloat16, transposed back where stored transposed"),
+    Op("astype", convert.astype, reference.astype, _array_inputs, _astype_cases,
+       "between float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 and float8_e8m0fnu"),
+    Op("transpose", convert.transpose, reference.transpose, _array_inputs, _transpose_cases,
+       "the last two axes of FP8 or E8M0 data swapped, byte for byte"),
+    Op("compute_amax", amax.compute_amax, reference.compute_amax, _array_inputs, _amax_cases,
+       "the largest magnitude, in one launch"),
+    Op("compute_scale", scale.compute_scale, reference.compute_scale, _array_inputs, _compute_scale_cases,
+       "the scale that brings an amax to the format's maximum: margin, eps, powers of two"),
+    Op("update_delayed_scaling", scale.update_delayed_scaling, reference.update_delayed_scaling, _update_inputs, _update_cases,
+       "delayed scaling's end of a step: n amax histories roll and give n scales, in place, in one launch",
+       updates=("history", "scale")),
+)
