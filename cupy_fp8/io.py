@@ -29,7 +29,7 @@ import numpy as np
 from . import backend
 from .arrays import Array, asarray, asnumpy, bits
 from .formats import FORMATS, float32
-from .results import Quantized, Scaled, swap_last
+from .results import Quantized, Scaled, check_block_scales, swap_last
 
 VERSION = 1
 MANIFEST = "__cupy_fp8__"
@@ -174,7 +174,9 @@ def _check_scaled(s: Scaled, name: str) -> None:
     stored = swap_last(s.shape) if s.transposed else s.shape
     if s.data.shape != stored:
         raise ValueError(f"{name}: shape {s.shape} does not fit stored data of shape {s.data.shape}")
-    if s.block is None and (s.scale_inv.size != 1 or s.scale_inv.dtype != float32):
+    if s.block is not None:
+        check_block_scales(s, name)
+    elif s.scale_inv.size != 1 or s.scale_inv.dtype != float32:
         raise ValueError(f"{name}: expected one f32 scale_inv, got {s.scale_inv.dtype} {s.scale_inv.shape}")
 
 

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .formats import float8_e8m0fnu, float32
+
+#: The layouts of block scales, and the dtypes that scales have in them.
+SCALE_DTYPES = {"compact": (float8_e8m0fnu, float32), "swizzled": (float8_e8m0fnu,)}
+SMALLEST_BLOCK = 32                         # elements along a line: what a tile of the kernels may assume
+
 SWIZZLE_ROWS, SWIZZLE_COLUMNS = 128, 4      # the tile of `swizzled`: 128 lines x 4 blocks in 512 consecutive bytes
+SWIZZLE_ELEMENTS = 32                       # of data per block: what a size of a group along the blocks counts
 
 
 class ScaleGrid(NamedTuple):
@@ -57,3 +64,75 @@ def swizzled_shape(grid: ScaleGrid) -> tuple[int, ...]:
     (128, 4)
     """
     return (*grid.batch, round_up(grid.outer, SWIZZLE_ROWS), round_up(grid.blocks, SWIZZLE_COLUMNS))
+
+
+def grouped_rows(lines: int, groups: int) -> int:
+    """Rows that hold the swizzled scales of any `groups` groups of together `lines` lines, each group rounded up to 128 rows: the
+    bound that does not depend on their sizes.
+
+    >>> grouped_rows(300, 1), grouped_rows(300, 4), grouped_rows(3, 1000)
+    (384, 768, 384)
+    """
+    return _grouped(lines, groups, SWIZZLE_ROWS)
+
+
+def grouped_columns(blocks: int, groups: int) -> int:
+    """The same along the blocks, each group rounded up to 4.
+
+    >>> grouped_columns(30, 4)
+    40
+    """
+    return _grouped(blocks, groups, SWIZZLE_COLUMNS)
+
+
+def grouped_shape(shape: tuple[int, ...], groups: int, axis: int) -> tuple[int, ...]:
+    """The shape of the swizzled scales of `groups` groups, of compact scales of this shape. axis 0: groups of lines, rows of the result;
+    axis 1: groups along the blocks, bytes of it.
+
+    >>> grouped_shape((300, 30), 4, 0), grouped_shape((300, 30), 4, 1)
+    ((768, 32), (15360,))
+    """
+    lines, blocks = shape
+    if axis == 0:
+        return grouped_rows(lines, groups), round_up(blocks, SWIZZLE_COLUMNS)
+    return (round_up(lines, SWIZZLE_ROWS) * grouped_columns(blocks, groups),)
+
+
+def _grouped(total: int, groups: int, multiple: int) -> int:
+    """At most min(groups, total) groups are not empty, and rounding one up adds at most multiple - 1."""
+    return (total + (multiple - 1) * min(groups, total)) // multiple * multiple
+
+
+def scale_shape(shape: tuple[int, ...], block: tuple[int | None, int | None] | None, layout: str | None,
+                transposed: bool = False) -> tuple[int, ...]:
+    """The shape of a `Scaled`'s scale_inv: of 1-D blocks `compact_shape` or `swizzled_shape`; of 2-D blocks (compact only) a scale for
+    each, in the order in which the data are stored.
+
+    >>> scale_shape((100, 64), (32, 1), "compact"), scale_shape((100, 640), (128, 128), "compact", transposed=True)
+    ((4, 64), (5, 1))
+
+    Raises ValueError for blocks and layouts that do not exist, and where the layout does not fit the block.
+    """
+    if layout not in SCALE_DTYPES:
+        raise ValueError(f"scale_layout: expected one of {tuple(SCALE_DTYPES)}, got {layout!r}")
+    if not _is_block(block):
+        raise ValueError(f"block: expected (1, B), (B, 1) or (B, B'), a power of two of {SMALLEST_BLOCK} or more each, or None for a whole "
+                         f"line beside a 1; got {block!r}")
+    if len(shape) < 2:
+        raise ValueError(f"block: {block} needs two or more dimensions, got shape {shape}")
+    assert block is not None                # as _is_block says
+    if 1 in block:
+        grid = scale_grid(shape, block)
+        return compact_shape(grid) if layout == "compact" else swizzled_shape(grid)
+    if layout == "swizzled":
+        raise ValueError(f"scale_layout: 'swizzled' belongs to blocks along one line, got block {block}")
+    rows, columns = (cdiv(extent, b or 1) for extent, b in zip(shape[-2:], block, strict=True))
+    return (*shape[:-2], columns, rows) if transposed else (*shape[:-2], rows, columns)
+
+
+def _is_block(block: object) -> bool:
+    if not isinstance(block, tuple) or len(block) != 2 or block == (1, 1):
+        return False
+    if block in ((1, None), (None, 1)):
+        return True
+    return all(type(b) is int and (b == 1 or (b >= SMALLEST_BLOCK and b & b - 1 == 0)) for b in block)

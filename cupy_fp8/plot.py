@@ -137,11 +137,11 @@ def error_by_magnitude(x: Array, q: Any, *, ax: Any = None) -> Any:
     return ax
 
 
-def scale_heat_map(scale_inv: Array, *, ax: Any = None) -> Any:
+def scale_heat_map(scale_inv: Array | Scaled | Quantized, *, ax: Any = None) -> Any:
     """log2 of every scale_inv as a picture: where a matrix is large and where it is small.
 
-    scale_inv : f32 or float8_e8m0fnu array of compact scales, 2-D; fewer dimensions are drawn as one row. Zeros, NaN and Inf
-        stay blank.
+    scale_inv : f32 or float8_e8m0fnu array of compact scales, 2-D; fewer dimensions are drawn as one row. Or a `Scaled` or `Quantized`
+        (the row-wise part where there is one), with scales in any layout. Zeros, NaN and Inf stay blank.
     Raises TypeError, ValueError for more than two dimensions, ImportError without matplotlib.
 
     >>> import numpy as np, cupy_fp8 as fp8
@@ -149,6 +149,9 @@ def scale_heat_map(scale_inv: Array, *, ax: Any = None) -> Any:
     >>> ax.images[0].get_array().tolist()
     [[-1.0, 0.0], [1.0, 2.0]]
     """
+    if isinstance(scale_inv, (Scaled, Quantized)):
+        part = scale_inv if isinstance(scale_inv, Scaled) else scale_inv._any
+        scale_inv = (part if part.block is None else part.to_layout("compact")).scale_inv
     s = asnumpy(scale_inv)
     lookup(s.dtype, tuple(FORMATS), "scale_inv")
     if s.ndim > 2:

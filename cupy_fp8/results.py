@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from . import backend
-from .arrays import Array, bits
+from .arrays import Array, bits, empty_like
+from .formats import names
+from .layouts import SCALE_DTYPES, scale_shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,10 +20,12 @@ class Scaled:
     """Quantised data in one direction: value = data * scale_inv.
 
     data         C-contiguous FP8 array: the logical shape […, M, K], or […, K, M] where `transposed`
-    scale_inv    f32 [1] per tensor
+    scale_inv    f32 [1] per tensor; of blocks E8M0 or f32, see scale_layout
     shape        the logical shape, whatever the storage
-    block        the shape of the block that shares a scale in the logical matrix; None: one scale for the tensor
-    scale_layout how scale_inv is stored; None for one scale
+    block        the shape of the block that shares a scale in the logical matrix, (1, 32) for row-wise and (32, 1) for column-wise MX;
+                 None: one scale for the tensor
+    scale_layout how the scales of blocks are stored: 'compact' (a row of scales per row of blocks) or 'swizzled' (docs/layouts.md:
+                 lines by blocks along them); None for one scale
     """
 
     data: Array
@@ -47,24 +51,50 @@ class Scaled:
 
     @property
     def T(self) -> Scaled:
-        """The transposed matrix (last two axes), without moving a byte: the same data read the other way round."""
+        """The transposed matrix (last two axes), without moving a byte: the same data read the other way round. Compact scales follow the
+        logical matrix, so they become a transposed view; swizzled ones follow the lines, and stay as they are."""
         if len(self.shape) < 2:
             return self
-        return Scaled(self.data, self.scale_inv, swap_last(self.shape), not self.transposed,
-                      self.block if self.block is None else self.block[::-1], self.scale_layout)
+        block, scale_inv = self.block, self.scale_inv
+        if block is not None and 1 in block and self.scale_layout == "compact":
+            scale_inv = scale_inv.swapaxes(-1, -2)
+        return Scaled(self.data, scale_inv, swap_last(self.shape), not self.transposed, block and (block[1], block[0]), self.scale_layout)
 
     def dequantize(self, dtype: Any = np.float32) -> Array:
         """The values, in the logical shape: see `cupy_fp8.dequantize`."""
-        from .ops.convert import dequantize
+        from .ops.dequantize import dequantize
 
         return dequantize(self, dtype=dtype)
 
     def to_layout(self, name: str) -> Scaled:
-        """The same data with its scales stored in another layout; a per-tensor result has one scale and no layout."""
-        raise ValueError(f"to_layout({name!r}): per-tensor data has a single scale, which has no layout")
+        """The same data with its scales stored in another layout: 'compact' or 'swizzled' (itself where they are already).
+
+        Raises ValueError for other names and for a per-tensor result, whose one scale has no layout; TypeError for scales that the
+        layout does not hold (f32 ones are not swizzled).
+        """
+        if self.block is None:
+            raise ValueError(f"to_layout({name!r}): per-tensor data has a single scale, which has no layout")
+        if name not in SCALE_DTYPES:
+            raise ValueError(f"to_layout: expected one of {tuple(SCALE_DTYPES)}, got {name!r}")
+        if name == self.scale_layout:
+            return self
+        from .ops.layouts import swizzle_scales, unswizzle_scales
+
+        shape = scale_shape(self.shape, self.block, name, self.transposed)
+        columnwise = self.block[1] == 1                     # compact scales are then blocks by lines
+        if name == "swizzled":
+            scale_inv = swizzle_scales(self.scale_inv.swapaxes(-1, -2) if columnwise else self.scale_inv)
+        else:
+            scale_inv = empty_like(self.scale_inv, shape=shape)
+            lines = scale_inv.swapaxes(-1, -2) if columnwise else scale_inv
+            unswizzle_scales(self.scale_inv, shape=lines.shape, out=lines)
+        return Scaled(self.data, scale_inv, self.shape, self.transposed, self.block, name)
 
     def __iter__(self) -> Iterator[Array]:
         return iter((self.data, self.scale_inv))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return _fields(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Scaled:
         """CuPy cannot copy FP8 arrays; their bytes it can."""
@@ -74,7 +104,10 @@ class Scaled:
         return Scaled(memo[id(self.data)], memo[id(self.scale_inv)], self.shape, self.transposed, self.block, self.scale_layout)
 
     def _facts(self) -> dict[str, str]:
-        granularity = "per tensor" if self.block is None else "block " + "×".join("row" if b is None else str(b) for b in self.block)
+        granularity = "per tensor" if self.block is None else "block " + "×".join(
+            ("column", "row")[axis] if b is None else str(b) for axis, b in enumerate(self.block))
+        if self.scale_layout is not None:
+            granularity += f", {self.scale_layout} scales"
         return {"dtype": self.dtype.name, "shape": _dims(self.shape), "scaling": granularity,
                 "stored": f"transposed {_dims(self.data.shape)}" if self.transposed else "as is",
                 "kind": backend.kind_of(self.data), "bytes": f"{self.nbytes:,}"}
@@ -102,8 +135,7 @@ class Quantized:
         self.__dict__.update(rowwise=rowwise, columnwise=columnwise, dbias=dbias)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles leave behind what ops remember about this object's memory."""
-        return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
+        return _fields(self)
 
     @property
     def data(self) -> Array:
@@ -161,6 +193,25 @@ class Quantized:
 
 def swap_last(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-2], shape[-1], shape[-2])
+
+
+def check_block_scales(s: Scaled, name: str) -> None:
+    """ValueError or TypeError unless the scale_inv of an `s` with blocks is what its shape, block and scale_layout say."""
+    try:
+        shape = scale_shape(s.shape, s.block, s.scale_layout, s.transposed)
+    except ValueError as error:
+        raise ValueError(f"{name}.{error}") from None
+    dtypes = SCALE_DTYPES[str(s.scale_layout)]
+    if s.scale_inv.dtype not in dtypes:
+        raise TypeError(f"{name}.scale_inv: expected dtype {names(dtypes)} of {s.scale_layout} scales, got {s.scale_inv.dtype}")
+    if s.scale_inv.shape != shape:
+        raise ValueError(f"{name}.scale_inv: expected shape {shape} ({s.scale_layout} scales of blocks {s.block} of shape {s.shape}), "
+                         f"got {s.scale_inv.shape}")
+
+
+def _fields(result: Scaled | Quantized) -> dict[str, Any]:
+    """What copies and pickles take along: not what ops remember about this object's memory."""
+    return {name: value for name, value in result.__dict__.items() if not name.startswith("_")}
 
 
 def _dims(shape: tuple[int, ...]) -> str:

@@ -11,8 +11,9 @@ import numpy as np
 
 from . import backend, runtime
 from .arrays import Array, asarray, asnumpy, bits
-from .formats import FORMATS, INPUT_DTYPES
-from .results import Quantized, Scaled
+from .formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e8m0fnu
+from .layouts import scale_shape
+from .results import Quantized, Scaled, swap_last
 
 EXECUTORS = ("reference", "host", "cuda")
 
@@ -118,6 +119,24 @@ def scales() -> Any:
     from hypothesis import strategies as st
 
     return st.one_of(st.floats(width=32), st.integers(-149, 127).map(lambda e: float(np.float32(2.0**e))))
+
+
+def mx_results(*, max_side: int = 140) -> Any:
+    """A Hypothesis strategy: `Scaled`s of any FP8 codes under any E8M0 scales, in blocks of 32 along rows or columns, 2-D and 3-D, sides
+    from 0, data stored either way round, scales compact or swizzled (with anything in the padding)."""
+    from hypothesis import strategies as st
+
+    def build(dtype: np.dtype[Any], batch: list[int], side: tuple[int, int], block: tuple[int, int], layout: str, transposed: bool,
+              seed: int) -> Scaled:
+        shape = (*batch, *side)
+        data = _random_bits(dtype, swap_last(shape) if transposed else shape, seed)
+        scale_inv = _random_bits(float8_e8m0fnu, scale_shape(shape, block, layout, transposed), seed + 1)
+        return Scaled(data, scale_inv, shape, transposed, block, layout)
+
+    side = st.integers(0, max_side)
+    return st.builds(build, st.sampled_from(FP8_DTYPES), st.lists(st.integers(0, 3), max_size=1), st.tuples(side, side),
+                     st.sampled_from([(1, 32), (32, 1)]), st.sampled_from(["compact", "swizzled"]), st.booleans(),
+                     st.integers(0, 2**32 - 1))
 
 
 def _random_bits(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int) -> np.ndarray:

@@ -71,15 +71,8 @@ extern "C" __global__ void __launch_bounds__(ByteTile<TILE_ROWS, TILE_COLUMNS>::
     const bool vector_in = ALIGNED || p.vector & 1, vector_out = ALIGNED || p.vector & 2;
     int rows_left = left_of(p.rows - row, 8), columns_left = left_of(p.columns - column, 8);
     if (ALIGNED) rows_left = columns_left = rows_left && columns_left ? 8 : 0;           // whole patches: one predicate for all
-    const IN::storage* from = p.src + matrix + row * p.columns + column;
     Chunk<IN, 8> patch[8];
-#pragma unroll
-    for (int r = 0; r < 8; r++) {
-        const int left = r < rows_left ? columns_left : 0;
-        if (!vector_in) patch[r] = Chunk<IN, 8>::load_partial(from + r * p.columns, left);
-        else if (left > 0) patch[r] = Chunk<IN, 8>::load(from + r * p.columns);
-        else patch[r] = {};
-    }
+    Tile::load_patch(patch, p.src + matrix + row * p.columns + column, p.columns, rows_left, columns_left, vector_in);
     tile.write_patch(patch);
     __syncthreads();
     const Conversion<IN, OUT> conversion{p};
@@ -96,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(ByteTile<TILE_ROWS, TILE_COLUMNS>::
         const Chunk<OUT, kStore> out = conversion(tile.read<IN, kStore>(unit));
         OUT::storage* to = p.dst + matrix + to_row * p.rows + to_column;
         if (!vector_out) out.store_partial(to, left);
-        else if (left > 0) out.store(to);
+        else if (left > 0) out.store_whole(to);
     }
 }
 #endif

@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) update_delayed_s
         }
         row += kInFlight * p.n;
         within -= kInFlight;
-        load();
+        if (within > 0) load();
     }
     if (works) {
         const u32 newest = end < p.length ? beyond : last;

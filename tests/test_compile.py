@@ -74,6 +74,7 @@ def test_variant(variant, arch, toolkit, compiled, record_property):
     if BITCODE[0] not in variant.defines:                       # for tests of exactness only, where a spill costs nothing
         assert (c.stack, c.spill_stores, c.spill_loads) == (0, 0, 0), "not everything fits in registers"
     assert inexact_instructions(c.ptx) == []
+    assert split_stores(c.ptx) == 0, "16 bytes are written in four instructions: see Chunk::store_whole"
 
 
 _INSTRUCTION = re.compile(r"\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s")
@@ -101,6 +102,13 @@ def inexact_instructions(ptx: str) -> list[str]:
     return found
 
 
+def split_stores(ptx: str) -> int:
+    """How many runs of four stores to global memory write four neighbouring words: what a 16-byte store became where the compiler lost
+    it. Lanes then write quarters of their 16 bytes, the slowest pattern there is (docs/performance.md)."""
+    return len(re.findall(r"st\.global\.[fub]32\s+\[(%rd\d+)\], \S+\s+" + r"\s+".join(
+        rf"st\.global\.[fub]32\s+\[\1\+{4 * i}\], \S+" for i in (1, 2, 3)), ptx))
+
+
 def kernel(body: str) -> str:
     return f'#include "arith.cuh"\nextern "C" __global__ void k(float* p, int i) {{ {body} }}'
 
@@ -118,6 +126,11 @@ def kernel(body: str) -> str:
 ])
 def test_the_check_sees(body, instructions):
     assert inexact_instructions(nvrtc.compile_text(kernel(body), "sm_90").ptx) == instructions
+
+
+def test_split_stores_are_seen():
+    assert split_stores("\n".join(f"\tst.global.u32 \t[%rd5{f'+{4 * i}' if i else ''}], %r{i};" for i in range(4))) == 1
+    assert split_stores(nvrtc.compile_text(kernel("*(uint4*)p = make_uint4(i, 0, 0, 0);"), "sm_90").ptx) == 0
 
 
 def test_a_stack_frame_is_seen():
@@ -142,7 +155,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Program]]:
     """Every launch, which happens in name only; each must be of a known variant."""
     seen = set()
 
-    def launch(self, *_):
+    def launch(self, *_, **__):
         program = Program(self.kernel.family, self.kernel.entry, self.defines)
         assert program in all_variants(), f"{program} is missing from the variants() of its ops module"
         seen.add(program)

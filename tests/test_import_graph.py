@@ -33,7 +33,9 @@ UPWARD = {
     ("arrays.full", "reference.numerics"),
     ("recipes.CurrentScaling.quantize", "ops.cast"),
     ("recipes.DelayedScaling.quantize", "ops.cast"),
-    ("results.Scaled.dequantize", "ops.convert"),
+    ("recipes.MXScaling.quantize", "ops.mx"),
+    ("results.Scaled.dequantize", "ops.dequantize"),
+    ("results.Scaled.to_layout", "ops.layouts"),
 }
 
 

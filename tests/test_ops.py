@@ -34,7 +34,7 @@ def test_tiles_of_large_arrays(executor, monkeypatch):
         for case in CASES:
             if len(case.shape) >= 2:
                 check(OPS[case.op], case, run)
-    assert len(chosen) == 5
+    assert len(chosen) == 6
 
 
 @pytest.mark.gpu

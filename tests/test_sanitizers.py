@@ -110,8 +110,14 @@ def chosen_blocks() -> Iterator[Case]:
             shape = tiles if directions["columnwise"] and directions.get("transposed", True) else flat
             yield Case("quantize_tensor", dtype, shape, "normal", options={"amax": 0.0, **directions})
     yield Case("cast_transpose", float16, (2, 72, 129), "normal", "offset", {"amax": 0.0})
+    for directions in DIRECTIONS[:3]:
+        yield Case("quantize_tensor", bfloat16, (260, 136), "normal", options={"amax": 0.0, "dbias": True, **directions})
+    yield Case("quantize_tensor", float16, (150, 100), "normal", options={"amax": 0.0, "scale": None})      # two blocks that meet
     for transposed, shape in ((False, flat), (True, tiles)):
         yield Case("dequantize", float8_e5m2, shape, options={"dtype": float16, "transposed": transposed})
+        for block, layout in (((1, 32), "compact"), ((32, 1), "swizzled")):
+            options = {"dtype": bfloat16, "block": block, "scale_layout": layout, "transposed": transposed}
+            yield Case("dequantize", float8_e4m3fn, shape, options=options)
     yield Case("astype", float32, (17, 255), options={"to": float8_e4m3fn})
     yield Case("astype", float8_e4m3fn, flat, "bits", "offset", {"to": bfloat16})
     yield Case("transpose", float8_e4m3fn, tiles)
@@ -129,7 +135,8 @@ def few_block_checks() -> Iterator[Check]:
 #: name -> sanitizer, its checks. What is compiled for one job is compiled for no other of the same sanitizer.
 JOBS: dict[str, tuple[str, Callable[[], Iterator[Check]]]] = {
     "asan-convert": ("asan", lambda: case_checks(("astype",))),
-    "asan-others": ("asan", lambda: case_checks(tuple(name for name in OPS if name != "astype"))),
+    "asan-mx": ("asan", lambda: case_checks(("quantize_mx",))),
+    "asan-others": ("asan", lambda: case_checks(tuple(name for name in OPS if name not in ("astype", "quantize_mx")))),
     "asan-edges": ("asan", edge_checks),
     "tsan-blocks": ("tsan", few_block_checks),
 }
@@ -146,7 +153,7 @@ def planted(kind: str) -> None:
     scale_inv = np.zeros(1, np.float32)
     address = scale_inv.ctypes.data if kind != "overlapping" else data.ctypes.data + 3000      # the second block's
     variant = cast._cast_variant(x.dtype, data.dtype)
-    variant.launch(x, 2, x.ctypes.data, data.ctypes.data, 0, 0, address, 0, 0, 0, n, 0, 0, 1.0, 0, int(kind == "misaligned"))
+    variant.launch(x, 2, x.ctypes.data, data.ctypes.data, 0, 0, address, 0, 0, 0, 0, n, 0, 0, 1.0, 0, int(kind == "misaligned"))
 
 
 PLANTED = {
@@ -207,7 +214,7 @@ def test_no_sanitizer_finds_anything(job, children):
 
 
 def test_every_case_is_in_a_job():
-    ran = sum(len(list(JOBS[job][1]())) for job in ("asan-convert", "asan-others"))
+    ran = sum(len(list(JOBS[job][1]())) for job in ("asan-convert", "asan-mx", "asan-others"))
     assert ran == len(list(cases.all_cases())) > 600
     assert {case.op for case in few_blocks()} == set(OPS)
     assert {case.op for case in chosen_blocks()} == set(EDGE_OPS)

@@ -526,10 +526,12 @@ def test_amax_need_not_be_contiguous(run):
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_every_float32_amax():
-    """All 2^32, with and without powers of two, against the reference."""
+    """All 2^32, in each option, against the reference."""
     cp, chunk = backend.cupy(), 1 << 24
     patterns, out = cp.arange(chunk, dtype=cp.uint32), cp.empty(chunk, cp.float32)
-    options: tuple[dict[str, Any], ...] = ({}, {"dtype": float8_e5m2, "margin": 16, "eps": 1e-38, "pow2_scale": True})
+    options: tuple[dict[str, Any], ...] = (
+        {}, {"pow2_scale": True}, {"dtype": float8_e5m2}, {"eps": 1e-12}, {"margin": 3}, {"margin": -3, "pow2_scale": True},
+        {"dtype": float8_e5m2, "margin": 16, "eps": 1e-38, "pow2_scale": True})
 
     def check(start: int, got: list[np.ndarray]) -> None:
         amax = (np.arange(chunk, dtype=np.uint32) + np.uint32(start)).view(np.float32)

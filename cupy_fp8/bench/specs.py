@@ -13,7 +13,8 @@ from ..arrays import Array, asnumpy, empty
 from ..formats import bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
 from ..ops.amax import compute_amax
 from ..ops.cast import quantize_tensor
-from ..ops.convert import astype, dequantize, transpose
+from ..ops.convert import astype, transpose
+from ..ops.dequantize import dequantize
 from ..ops.scale import compute_scale, update_delayed_scaling
 from ..recipes import DelayedScaling
 from ..results import Scaled, swap_last
@@ -33,7 +34,7 @@ class Spec:
 
     op: str
     label: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     traffic: int
     make: Callable[[], tuple[Callable[[], Any], Callable[[], None]]]
 
@@ -49,12 +50,12 @@ def _sample(rows: int) -> list[int]:
 
 
 def _quantize(shape: tuple[int, int], source: np.dtype[Any], to: np.dtype[Any], row: bool, column: bool, with_amax: bool,
-              current: bool = False) -> Any:
+              current: bool = False, dbias: bool = False) -> Any:
     def make() -> Any:
         cp = backend.cupy()
         x, scale = _normal(shape, source), None if current else cp.full(1, _SCALE, cp.float32)
         amax = cp.zeros(1, cp.float32) if with_amax else None
-        out = DelayedScaling(to).empty(shape, rowwise=row, columnwise=column, like=x)
+        out = DelayedScaling(to).empty(shape, rowwise=row, columnwise=column, dbias=dbias, like=x)
 
         def check() -> None:
             picked = _sample(shape[0])
@@ -66,8 +67,11 @@ def _quantize(shape: tuple[int, int], source: np.dtype[Any], to: np.dtype[Any], 
                 assert_bytes_equal(asnumpy(out.columnwise.data.view("u1")[:, picked]).view(to), reference.transpose(want.data))
             if amax is not None:
                 assert_bytes_equal(amax, compute_amax(x))
+            if out.dbias is not None:
+                picked = _sample(shape[1])
+                assert_bytes_equal(out.dbias[picked], reference.numerics.tree_sum(asnumpy(x[:, picked]).astype(np.float32), 0))
 
-        return (lambda: quantize_tensor(x, scale, dtype=to, rowwise=row, columnwise=column, amax=amax, out=out)), check
+        return (lambda: quantize_tensor(x, scale, dtype=to, rowwise=row, columnwise=column, amax=amax, dbias=dbias, out=out)), check
 
     return make
 
@@ -178,6 +182,10 @@ def _all() -> Iterator[Spec]:
         yield spec("quantize_tensor", "bf16→e4m3 row +amax", shape, 3, _quantize(shape, bfloat16, float8_e4m3fn, True, False, True))
         yield spec("quantize_tensor", "bf16→e4m3 column +amax", shape, 3, _quantize(shape, bfloat16, float8_e4m3fn, False, True, True))
         yield spec("cast_transpose", "bf16→e4m3 +amax", shape, 4, _quantize(shape, bfloat16, float8_e4m3fn, True, True, True))
+        yield spec("quantize_tensor", "bf16→e4m3 row +amax +dbias", shape, 3,
+                   _quantize(shape, bfloat16, float8_e4m3fn, True, False, True, dbias=True))
+        yield spec("cast_transpose", "bf16→e4m3 +amax +dbias", shape, 4,
+                   _quantize(shape, bfloat16, float8_e4m3fn, True, True, True, dbias=True))
         yield spec("quantize_tensor", "bf16→e4m3 current row", shape, 3,
                    _quantize(shape, bfloat16, float8_e4m3fn, True, False, False, current=True))
         yield spec("cast_transpose", "bf16→e4m3 current", shape, 4,
@@ -199,6 +207,8 @@ def _all() -> Iterator[Spec]:
             yield spec("quantize_tensor", f"{name}→e5m2 row +amax", shape, size + 1, _quantize(shape, source, float8_e5m2, *row, True))
             yield spec("quantize_tensor", f"{name}→e4m3 column +amax", shape, size + 1, _quantize(shape, source, e4m3, *column, True))
             yield spec("cast_transpose", f"{name}→e4m3 +amax", shape, size + 2, _quantize(shape, source, e4m3, True, True, True))
+            yield spec("cast_transpose", f"{name}→e4m3 +amax +dbias", shape, size + 2,
+                       _quantize(shape, source, e4m3, True, True, True, dbias=True))
             yield spec("compute_amax", name, shape, size, _amax(shape, source))
             yield spec("dequantize", f"e5m2→{name}", shape, size + 1, _dequantize(shape, source, False))
             yield spec("astype", f"{name}→e4m3", shape, size + 1, _convert(shape, source, float8_e4m3fn))

@@ -102,6 +102,8 @@ def outputs(result: Any, kwargs: dict[str, Any], updated: tuple[str, ...] = ()) 
             part = getattr(result, name)
             if part is not None:
                 found[f"{name}.data"], found[f"{name}.scale_inv"] = part
+        if result.dbias is not None:
+            found["dbias"] = result.dbias
     elif isinstance(result, Scaled):
         found["data"], found["scale_inv"] = result
     else:

@@ -21,7 +21,6 @@ from ..formats import (
     float32,
 )
 from ..ops import amax, cast, convert, scale
-from ..results import Scaled
 from .base import ALIGNED_MATRIX, DIRECTIONS, MATRIX, SHAPES, Case, Op, source, values
 
 _SCALES = (1.0, 0.37, 2.0**-130, 0.0, 3e38, float("inf"), float("nan"), -2.0)
@@ -62,6 +61,15 @@ def _quantize_cases() -> Iterator[Case]:
         for shape in SHAPES:
             if fits(shape, directions):
                 yield Case("quantize_tensor", bfloat16, shape, "normal", options={"scale": None, "pow2_scale": True, **directions})
+        for dtype in INPUT_DTYPES:
+            for shape in (MATRIX, ALIGNED_MATRIX):
+                for kind in ("bits", "edges", "normal"):
+                    yield Case("quantize_tensor", dtype, shape, kind, options={"dbias": True, "amax": 0.0, **directions})
+            yield Case("quantize_tensor", dtype, (300, 96), "normal", "offset", {"dbias": True, "scale": None, **directions})
+        for shape in SHAPES:
+            if len(shape) >= 2:
+                yield Case("quantize_tensor", bfloat16, shape, "normal", options={"dbias": True, **directions})
+    yield Case("quantize_tensor", bfloat16, (33000, 3), "normal", options={"dbias": True})          # more tiles than are summed at once
     for start in (-1.0, float("inf"), float("nan"), 2.0**-149):
         yield Case("quantize_tensor", float32, (9, 11), "normal", options={"amax": start})
 
@@ -69,7 +77,8 @@ def _quantize_cases() -> Iterator[Case]:
 def _cast_transpose_cases() -> Iterator[Case]:
     for dtype in INPUT_DTYPES:
         for to in FP8_DTYPES:
-            yield Case("cast_transpose", dtype, ALIGNED_MATRIX, options={"dtype": to, "amax": 0.0})
+            for dbias in (False, True):
+                yield Case("cast_transpose", dtype, ALIGNED_MATRIX, options={"dtype": to, "amax": 0.0, "dbias": dbias})
 
 
 def _array_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -91,29 +100,6 @@ def _astype_cases() -> Iterator[Case]:
     for layout in ("offset", "strided"):
         for dtype, to in ((float32, float8_e4m3fn), (float8_e4m3fn, float16), (float8_e8m0fnu, float32), (float16, float8_e5m2)):
             yield Case("astype", dtype, (40, 72), "bits", layout, options={"to": to})
-
-
-def _dequantize_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    options = dict(case.options)
-    scale_inv = np.array([options.pop("scale_inv", 0.37)], np.float32)
-    data = source(case)
-    if options.pop("transposed", False):
-        return (Scaled(data, scale_inv, (*data.shape[:-2], data.shape[-1], data.shape[-2]), True),), options
-    return (Scaled(data, scale_inv, data.shape),), options
-
-
-def _dequantize_cases() -> Iterator[Case]:
-    for dtype in FP8_DTYPES:
-        for to in INPUT_DTYPES:
-            for transposed in (False, True):
-                yield Case("dequantize", dtype, MATRIX, options={"dtype": to, "transposed": transposed})
-                yield Case("dequantize", dtype, ALIGNED_MATRIX, options={"dtype": to, "transposed": transposed})
-            for scale_inv in _SCALES:
-                yield Case("dequantize", dtype, (16, 16), options={"dtype": to, "scale_inv": scale_inv})
-    for shape in SHAPES:
-        yield Case("dequantize", float8_e4m3fn, shape, options={"dtype": bfloat16})
-        if len(shape) >= 2:
-            yield Case("dequantize", float8_e4m3fn, shape, options={"dtype": bfloat16, "transposed": True})
 
 
 def _transpose_cases() -> Iterator[Case]:
@@ -185,11 +171,10 @@ def _update_cases() -> Iterator[Case]:
 
 OPS = (
     Op("quantize_tensor", cast.quantize_tensor, reference.quantize_tensor, _quantize_inputs, _quantize_cases,
-       "per-tensor FP8 with a given scale: row-wise, column-wise or both; writes scale_inv and amax itself"),
+       "per-tensor FP8, with a given scale or its own amax's: row-wise, column-wise or both; writes scale_inv, amax and bias "
+       "gradient itself"),
     Op("cast_transpose", cast.cast_transpose, reference.cast_transpose, _quantize_inputs, _cast_transpose_cases,
        "the same in both directions from one read"),
-    Op("dequantize", convert.dequantize, reference.dequantize, _dequantize_inputs, _dequantize_cases,
-       "the values of quantised data as float32, float16 or bfloat16, transposed back where stored transposed"),
     Op("astype", convert.astype, reference.astype, _array_inputs, _astype_cases,
        "between float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 and float8_e8m0fnu"),
     Op("transpose", convert.transpose, reference.transpose, _array_inputs, _transpose_cases,

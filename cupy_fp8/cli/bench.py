@@ -79,22 +79,37 @@ def _host_calls() -> dict[str, Any]:
     x = asarray(cp.zeros((16, 16), cp.float32), fp8.bfloat16)
     scale, amax, flag = cp.ones(1, cp.float32), cp.zeros(1, cp.float32), cp.zeros(1, cp.float32)
     state = fp8.DelayedScalingState(1, fp8.DelayedScaling(history_len=16))
-    row, both = fp8.quantize_tensor(x, scale), fp8.cast_transpose(x, scale)
+    row, both, with_dbias = fp8.quantize_tensor(x, scale), fp8.cast_transpose(x, scale), fp8.cast_transpose(x, scale, dbias=True)
     values, data, flipped = row.dequantize(fp8.bfloat16), fp8.astype(x, fp8.float8_e4m3fn), fp8.transpose(row.data)
+    scales, splits = cp.zeros((16, 4), cp.uint8).view(fp8.float8_e8m0fnu), cp.asarray([4, 12])
+    mx_row, mx_both = fp8.quantize_mx(x), fp8.quantize_mx(x, columnwise=True)
+    swizzled, grouped = fp8.swizzle_scales(scales), fp8.swizzle_scales(scales, splits=splits)
     return {
         "quantize_tensor row": (lambda: fp8.quantize_tensor(x, scale, out=row), lambda: fp8.quantize_tensor(x, scale)),
         "quantize_tensor row +amax +noop": (lambda: fp8.quantize_tensor(x, scale, amax=amax, noop=flag, out=row),
                                             lambda: fp8.quantize_tensor(x, scale, amax=amax)),
         "cast_transpose +amax": (lambda: fp8.cast_transpose(x, scale, amax=amax, out=both),
                                  lambda: fp8.cast_transpose(x, scale, amax=amax)),
-        "quantize_tensor current (two launches)": (lambda: fp8.quantize_tensor(x, out=row), lambda: fp8.quantize_tensor(x)),
+        "quantize_tensor current": (lambda: fp8.quantize_tensor(x, out=row), lambda: fp8.quantize_tensor(x)),
+        "cast_transpose current (two launches)": (lambda: fp8.cast_transpose(x, out=both), lambda: fp8.cast_transpose(x)),
+        "cast_transpose +dbias": (lambda: fp8.cast_transpose(x, scale, dbias=True, out=with_dbias),
+                                  lambda: fp8.cast_transpose(x, scale, dbias=True)),
+        "quantize_mx row": (lambda: fp8.quantize_mx(x, out=mx_row), lambda: fp8.quantize_mx(x)),
+        "quantize_mx both": (lambda: fp8.quantize_mx(x, columnwise=True, out=mx_both), lambda: fp8.quantize_mx(x, columnwise=True)),
         "compute_amax": (lambda: fp8.compute_amax(x, out=amax), lambda: fp8.compute_amax(x)),
         "dequantize": (lambda: fp8.dequantize(row, dtype=fp8.bfloat16, out=values), lambda: fp8.dequantize(row, dtype=fp8.bfloat16)),
+        "dequantize MX": (lambda: fp8.dequantize(mx_row, dtype=fp8.bfloat16, out=values),
+                          lambda: fp8.dequantize(mx_row, dtype=fp8.bfloat16)),
         "astype": (lambda: fp8.astype(x, fp8.float8_e4m3fn, out=data), lambda: fp8.astype(x, fp8.float8_e4m3fn)),
         "compute_scale": (lambda: fp8.compute_scale(amax, out=flag), lambda: fp8.compute_scale(amax)),
         "update_delayed_scaling": (lambda: state.update(), None),
         "update_delayed_scaling +amax": (lambda: state.update(amax), None),
         "transpose": (lambda: fp8.transpose(row.data, out=flipped), lambda: fp8.transpose(row.data)),
+        "swizzle_scales": (lambda: fp8.swizzle_scales(scales, out=swizzled), lambda: fp8.swizzle_scales(scales)),
+        "unswizzle_scales": (lambda: fp8.unswizzle_scales(swizzled, shape=(16, 4), out=scales),
+                             lambda: fp8.unswizzle_scales(swizzled, shape=(16, 4))),
+        "swizzle_scales groups": (lambda: fp8.swizzle_scales(scales, splits=splits, out=grouped),
+                                  lambda: fp8.swizzle_scales(scales, splits=splits)),
     }
 
 

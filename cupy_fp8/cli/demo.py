@@ -19,7 +19,7 @@ from ..arrays import Array, asarray
 from ..formats import float8_e4m3fn, float8_e5m2
 from ..ops.amax import compute_amax
 from ..ops.scale import compute_scale
-from ..recipes import CurrentScaling, DelayedScaling
+from ..recipes import CurrentScaling, DelayedScaling, MXScaling
 from ..results import Quantized
 from . import demo_data, demo_table
 
@@ -29,6 +29,7 @@ RECIPES: dict[str, Any] = {
     "delayed, e5m2": DelayedScaling(float8_e5m2),
     "current, e4m3fn": CurrentScaling(float8_e4m3fn),
     "current, e5m2": CurrentScaling(float8_e5m2),
+    "MX, e4m3fn": MXScaling(float8_e4m3fn),
 }
 
 #: (rows, columns) of the weight, (tokens, channels) of the activation.
@@ -75,7 +76,7 @@ def main(argv: list[str]) -> int:
     if not rows:
         print(f"demo: no 2-D tensor of float64, float32, float16 or bfloat16 in {', '.join(options.files)}", file=sys.stderr)
         return 1
-    print(f"Executor: {executor}. Both directions (row-wise, and column-wise stored transposed) from one call.\n")
+    print(f"Executor: {executor}. Both directions from one call: row-wise, and column-wise (stored transposed; MX as is).\n")
     print(demo_table.render(rows, markdown=options.markdown, summary=options.summary))
     if options.json:
         report = {"executor": executor, "platform": platform.machine(), "numpy": np.__version__,

@@ -57,7 +57,7 @@ def compute_amax(x: Array, *, nan: str = "ignore", out: Array | None = None) -> 
         checks.may_allocate(x)
         out = empty_beside(x, (1,), float32)
         out_at = checks.address(out)
-    words = workspace(given, x, _WORDS)
+    words = workspace(given, x, "amax", _WORDS)
     _launch(x, at, out_at, words, nan)
     return out
 
@@ -65,7 +65,7 @@ def compute_amax(x: Array, *, nan: str = "ignore", out: Array | None = None) -> 
 def current_scale(x: Array, at: int, owner: Array | None, noop_at: int, target: float, eps: float, pow2: bool) -> int:
     """Launches the scale that x's own amax calls for, as `compute_scale` defines it, and returns its address, which is good for
     the launches that follow on this stream. owner: the array that the workspace belongs to (see `workspace`)."""
-    words = workspace(owner, x, _WORDS)
+    words = workspace(owner, x, "amax", _WORDS)
     scale_at = checks.address(words) + _SCALE_OFFSET
     _launch(x, at, scale_at, words, "ignore", noop_at, target, eps, 1, int(pow2))
     return scale_at

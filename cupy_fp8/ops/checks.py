@@ -111,7 +111,7 @@ def same_device(a: Array, x: Array, name: str) -> None:
 
 def separate(at: int, nbytes: int, other_at: int, other_nbytes: int, name: str, other: str) -> None:
     """ValueError if two runs of memory share a byte."""
-    if at < other_at + other_nbytes and other_at < at + nbytes:
+    if nbytes and other_nbytes and at < other_at + other_nbytes and other_at < at + nbytes:
         raise ValueError(f"{name}: overlaps {other} in memory; results need memory of their own")
 
 
@@ -119,6 +119,12 @@ def may_allocate(x: Array) -> None:
     """ValueError while a CUDA graph is captured on x's device: memory of the pool could be another's when the graph is replayed."""
     if not isinstance(x, np.ndarray) and runtime.capturing(x.data.device_id):
         raise ValueError("out: needed while a CUDA graph is captured, since nothing may be allocated")
+
+
+def may_prepare(x: Array) -> None:
+    """ValueError while a CUDA graph is captured on x's device: what a result keeps for the launches into it is made before."""
+    if not isinstance(x, np.ndarray) and runtime.capturing(x.data.device_id):
+        raise ValueError("out: used for the first time while a CUDA graph is captured; call once before the capture")
 
 
 def grid_size(blocks: int, shape: tuple[int, ...]) -> int:

@@ -1,4 +1,4 @@
-"""Type conversion, dequantisation and transposition. Kernels: kernels_cu/convert.cu."""
+"""Type conversion and transposition. Kernels: kernels_cu/convert.cu."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 
 from .. import reference
 from ..arrays import Array, bits, empty_beside
-from ..formats import BYTE_DTYPES, FORMATS, FP8_DTYPES, INPUT_DTYPES, float32, lookup
-from ..results import Quantized, Scaled, swap_last
+from ..formats import BYTE_DTYPES, FORMATS, FP8_DTYPES, INPUT_DTYPES, lookup
+from ..results import swap_last
 from ..runtime import Kernel, Variant, executor_of
 from . import checks, flat, tiles
 
@@ -21,7 +21,7 @@ _TRANSPOSE = Kernel("convert", "transpose", "3P3qI")
 _ALL_DTYPES = tuple(FORMATS)
 #: The fastest on an H200 of those tried (docs/performance.md).
 _BYTES = tiles.Tile(256, 256, down_first=True)
-_TO_FLOAT = tiles.Tile(128, 256, down_first=True)
+TO_FLOAT = tiles.Tile(128, 256, down_first=True)
 
 
 def astype(a: Array, dtype: Any, saturate: bool = True, *, out: Array | None = None) -> Array:
@@ -42,43 +42,10 @@ def astype(a: Array, dtype: Any, saturate: bool = True, *, out: Array | None = N
     to = lookup(dtype, _ALL_DTYPES, "dtype")
     a, xp, at = checks.source(a, _ALL_DTYPES, "a")
     if executor_of(xp) == "reference":
-        return _store(reference.astype(a, to.dtype, saturate), out, a)
-    result = _new(a, a.shape, to.dtype) if out is None else out
+        return store(reference.astype(a, to.dtype, saturate), out, a)
+    result = new_result(a, a.shape, to.dtype) if out is None else out
     result_at = checks.destination(result, a.shape, to.dtype, a, xp, at)
-    _launch_flat(a, at, result_at, 0, to.dtype, bool(saturate))
-    return result
-
-
-def dequantize(q: Scaled | Quantized, *, dtype: Any = float32, out: Array | None = None) -> Array:
-    """The values of quantised data: data * scale_inv in f32, rounded to `dtype`, in the logical shape.
-
-    q : a Scaled, or a Quantized (its row-wise part where it has one). Data stored transposed is transposed back.
-    dtype : float32, float16 or bfloat16 (overflow to Inf, one quiet NaN).
-    out : array of the logical shape and of dtype, written and returned.
-    Raises TypeError, ValueError, DeviceError as in `astype`. Bytes moved: data and result once.
-
-    >>> import numpy as np, cupy_fp8 as fp8
-    >>> fp8.dequantize(fp8.quantize_tensor(np.float32([[3.0, -5.1]]), 16.0), dtype=np.float16).tolist()
-    [[3.0, -5.0]]
-    """
-    to = lookup(dtype, INPUT_DTYPES, "dtype")
-    if not isinstance(q, (Scaled, Quantized)):
-        raise TypeError(f"q: expected a Scaled or Quantized, got {type(q).__name__}; use astype for a plain array")
-    s = q if isinstance(q, Scaled) else q._any
-    data, xp, at = checks.source(s.data, FP8_DTYPES, "q.data")
-    stored = swap_last(s.shape) if s.transposed else s.shape
-    if data.shape != stored:
-        raise ValueError(f"q.data: expected shape {stored} for the logical shape {s.shape}, got {data.shape}")
-    scale_at = checks.one_f32(s.scale_inv, data, xp, "q.scale_inv")
-    if executor_of(xp) == "reference":
-        return _store(reference.dequantize(s, dtype=to.dtype), out, data, s.scale_inv)
-    result = _new(data, s.shape, to.dtype) if out is None else out
-    result_at = checks.destination(result, s.shape, to.dtype, data, xp, at)
-    checks.separate(result_at, result.nbytes, scale_at, 4, "out", "q.scale_inv")
-    if s.transposed:
-        _launch_transposed(data, at, result_at, scale_at, to.dtype)
-    else:
-        _launch_flat(data, at, result_at, scale_at, to.dtype, True)
+    launch_flat(a, at, result_at, 0, to.dtype, bool(saturate))
     return result
 
 
@@ -96,29 +63,29 @@ def transpose(a: Array, *, out: Array | None = None) -> Array:
     if a.ndim < 2:
         raise ValueError(f"a: expected an array of two or more dimensions, got shape {a.shape}")
     if executor_of(xp) == "reference":
-        return _store(reference.transpose(a), out, a)
-    result = _new(a, swap_last(a.shape), a.dtype) if out is None else out
+        return store(reference.transpose(a), out, a)
+    result = new_result(a, swap_last(a.shape), a.dtype) if out is None else out
     result_at = checks.destination(result, swap_last(a.shape), a.dtype, a, xp, at)
-    _launch_transposed(a, at, result_at, 0, a.dtype)
+    launch_transposed(a, at, result_at, 0, a.dtype)
     return result
 
 
-def _new(x: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+def new_result(x: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     checks.may_allocate(x)
     return empty_beside(x, shape, dtype)
 
 
-def _launch_flat(src: Array, at: int, to_at: int, scale_at: int, to: np.dtype[Any], saturate: bool) -> None:
+def launch_flat(src: Array, at: int, to_at: int, scale_at: int, to: np.dtype[Any], saturate: bool) -> None:
     if src.size:
         blocks, vector = flat.grid(src.size, src.shape, src.dtype.itemsize, to.itemsize, at, to_at)
         _convert_variant(src.dtype, to, saturate).launch(src, blocks, at, to_at, scale_at, src.size, 0, 0, 3 * vector)
 
 
-def _launch_transposed(src: Array, at: int, to_at: int, scale_at: int, to: np.dtype[Any]) -> None:
+def launch_transposed(src: Array, at: int, to_at: int, scale_at: int, to: np.dtype[Any]) -> None:
     if src.size:
         rows, columns = src.shape[-2:]
         vector = (columns % 8 == 0 and at % 8 == 0) | (rows % 16 == 0 and to_at % 16 == 0) << 1
-        tile = tiles.choose(src, _BYTES if src.dtype == to else _TO_FLOAT) if vector == 3 else tiles.SMALL
+        tile = tiles.choose(src, _BYTES if src.dtype == to else TO_FLOAT) if vector == 3 else tiles.SMALL
         variant = _transpose_variant(src.dtype, to, tile)
         variant.launch(src, tiles.grid(src.shape, tile), at, to_at, scale_at, src.size, rows, columns, vector)
 
@@ -135,7 +102,7 @@ def _transpose_variant(source: np.dtype[Any], to: np.dtype[Any], tile: tiles.Til
                               **tile.defines, ALIGNED=int(tile is not tiles.SMALL))
 
 
-def _store(result: np.ndarray, out: Array | None, *inputs: Array) -> Array:
+def store(result: np.ndarray, out: Array | None, *inputs: Array) -> Array:
     """The reference's result, in `out` where one is given."""
     if out is None:
         return result
@@ -153,5 +120,5 @@ def variants() -> Iterator[Variant]:
         yield _convert_variant(source, to, False)
     for source, tile in product(BYTE_DTYPES, (tiles.SMALL, _BYTES)):
         yield _transpose_variant(source, source, tile)
-    for source, to, tile in product(FP8_DTYPES, INPUT_DTYPES, (tiles.SMALL, _TO_FLOAT)):
+    for source, to, tile in product(FP8_DTYPES, INPUT_DTYPES, (tiles.SMALL, TO_FLOAT)):
         yield _transpose_variant(source, to, tile)

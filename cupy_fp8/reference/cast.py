@@ -14,8 +14,10 @@ from .scale import compute_scale
 
 
 def quantize_tensor(x: np.ndarray, scale: Any = None, *, dtype: Any = float8_e4m3fn, rowwise: bool = True, columnwise: bool = False,
-                    transposed: bool = True, amax: np.ndarray | None = None, eps: float = 0.0, pow2_scale: bool = False) -> Quantized:
-    """data = narrow(fl(x * scale)), scale_inv = fl(1 / scale); `amax` is raised to the largest |x|, which decides a scale of None."""
+                    transposed: bool = True, amax: np.ndarray | None = None, dbias: bool = False, eps: float = 0.0,
+                    pow2_scale: bool = False) -> Quantized:
+    """data = narrow(fl(x * scale)), scale_inv = fl(1 / scale); `amax` is raised to the largest |x|, which decides a scale of None;
+    dbias is the sum of x down its columns."""
     if scale is None:
         scale = compute_scale(numerics.amax(x), dtype=dtype, eps=eps, pow2_scale=pow2_scale)
     with np.errstate(over="ignore"):
@@ -26,7 +28,8 @@ def quantize_tensor(x: np.ndarray, scale: Any = None, *, dtype: Any = float8_e4m
         numerics.raise_amax(amax, numerics.amax(x))
     row = Scaled(data, scale_inv, x.shape)
     column = Scaled(transpose(data), scale_inv, x.shape, True) if columnwise and transposed else row
-    return Quantized(row if rowwise else None, column if columnwise else None)
+    sums = numerics.tree_sum(numerics.widen(x), -2) if dbias else None
+    return Quantized(row if rowwise else None, column if columnwise else None, sums)
 
 
 def cast_transpose(x: np.ndarray, scale: Any = None, **options: Any) -> Quantized:

@@ -61,6 +61,22 @@ def mul(a: np.ndarray, b: Any) -> np.ndarray:
         return np.asarray(np.multiply(a, b, dtype=np.float32))
 
 
+def add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.asarray(np.add(a, b, dtype=np.float32))
+
+
+def tree_sum(terms: np.ndarray, axis: int) -> np.ndarray:
+    """The sum along an axis by the fixed tree (rule 11): adjacent pairs, level by level; an unpaired last term passes unchanged."""
+    terms = np.moveaxis(terms, axis, 0)
+    if not len(terms):
+        return np.zeros(terms.shape[1:], np.float32)
+    while len(terms) > 1:
+        pairs = len(terms) // 2
+        terms = np.concatenate([add(terms[:2 * pairs:2], terms[1:2 * pairs:2]), terms[2 * pairs:]])
+    return one_nan(terms[0])
+
+
 def div(a: Any, b: Any) -> np.ndarray:
     with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
         return np.asarray(np.divide(a, b, dtype=np.float32))

@@ -19,7 +19,7 @@ from .. import backend
 from . import sources
 
 COMPILE_OPTIONS = ("-std=c++17",)
-_SHARED_BY_DEFAULT = 48 << 10       # bytes of dynamic shared memory that a launch gets without asking
+_SHARED_BY_DEFAULT = 48 << 10       # bytes of shared memory, static and dynamic, that a launch gets without asking
 
 #: Called with a line of text when a kernel is compiled (the command line prints it). None: silence.
 _announce: Callable[[str], None] | None = None
@@ -48,10 +48,11 @@ def executor_of(xp: Any) -> str:
 
 
 class Kernel:
-    """The entry point `entry` of kernels_cu/<family>.cu and the layout of its parameter struct (`struct` module codes)."""
+    """The entry point `entry` of kernels_cu/<family>.cu and the layout of its parameter struct (`struct` module codes).
+    cooperative: its blocks wait for each other, so all of a grid must be resident."""
 
-    def __init__(self, family: str, entry: str, fields: str) -> None:
-        self.family, self.entry = family, entry
+    def __init__(self, family: str, entry: str, fields: str, cooperative: bool = False) -> None:
+        self.family, self.entry, self.cooperative = family, entry, cooperative
         self.params = struct.Struct(f"@{fields}0q")        # 0q: padded at the end as C++ pads a struct of 8-byte members
 
     def variant(self, *, block: int, shared: int = 0, **defines: str | int) -> Variant:
@@ -64,28 +65,35 @@ class Variant:
     """A compiled choice of a kernel. `launch` is the path every op takes on every call: nothing avoidable belongs in it."""
 
     def __init__(self, kernel: Kernel, block: int, shared: int, defines: tuple[tuple[str, str], ...]) -> None:
-        self.kernel, self.block, self.shared, self.defines = kernel, block, shared, defines
+        self.kernel, self.block, self.shared, self.cooperative, self.defines = kernel, block, shared, kernel.cooperative, defines
         self._pack_into = kernel.params.pack_into
         self._functions: dict[int, int] = {}               # by device
         self._modules: list[Any] = []                      # keeps the loaded code alive
         self._local = _LaunchBuffers(kernel.params.size)
         self._lock = threading.Lock()
 
-    def launch(self, x: Any, grid: int, *values: Any) -> None:
-        """Run `grid` blocks on the current stream of x's device, or on the CPU for a NumPy x. values: the struct's members."""
+    def launch(self, x: Any, grid: int, *values: Any, shared: int | None = None) -> None:
+        """Run `grid` blocks on the current stream of x's device, or on the CPU for a NumPy x. values: the struct's members; shared:
+        bytes of dynamic shared memory, where a launch wants less than the variant's."""
+        if shared is None:
+            shared = self.shared
         if isinstance(x, np.ndarray):
-            self._host_function()((grid,), (self.block,), self.kernel.params.pack(*values), shared_mem=self.shared)
+            self._host_function()((grid,), (self.block,), self.kernel.params.pack(*values), shared_mem=shared,
+                                  resident=self.cooperative)
             return
         device = x.data.device_id
         function = self._functions.get(device) or self._load(device)
         if device != _driver.get_device():
             with _cuda().Device(device):
-                self.launch(x, grid, *values)
+                self.launch(x, grid, *values, shared=shared)
             return
         local = self._local
         self._pack_into(local.buffer, 0, *values)
         stream = _driver.get_current_stream().ptr
-        _driver.launch_kernel(function, grid, 1, 1, self.block, 1, 1, self.shared, stream, local.pointers, 0)
+        if self.cooperative:
+            _driver.launch_cooperative_kernel(function, grid, 1, 1, self.block, 1, 1, shared, stream, local.pointers)
+        else:
+            _driver.launch_kernel(function, grid, 1, 1, self.block, 1, 1, shared, stream, local.pointers, 0)
 
     def _load(self, device: int) -> int:
         with self._lock:
@@ -98,7 +106,7 @@ class Variant:
                 module = cp.RawModule(code=sources.program(self.kernel.family, self.kernel.entry, self.all_defines()),
                                       options=(*COMPILE_OPTIONS, f"-I{sources.root() / 'include'}"))
                 function = module.get_function(self.kernel.entry)
-                if self.shared > _SHARED_BY_DEFAULT:
+                if self.shared + function.shared_size_bytes > _SHARED_BY_DEFAULT:
                     function.max_dynamic_shared_size_bytes = self.shared
                 self._functions[device] = function.kernel.ptr
             self._modules.append((module, function))
@@ -126,15 +134,16 @@ class Variant:
 
 
 class _Driver:
-    """The three CUDA calls of a launch, looked up once."""
+    """The CUDA calls of a launch, looked up once."""
 
     get_device: Callable[[], int]
     get_current_stream: Callable[[], Any]
     launch_kernel: Callable[..., None]
+    launch_cooperative_kernel: Callable[..., None]
 
     def bind(self, cuda: Any) -> None:
         self.get_device, self.get_current_stream = cuda.runtime.getDevice, cuda.get_current_stream
-        self.launch_kernel = cuda.driver.launchKernel
+        self.launch_kernel, self.launch_cooperative_kernel = cuda.driver.launchKernel, cuda.driver.launchCooperativeKernel
 
 
 _driver = _Driver()
@@ -160,6 +169,12 @@ def _cuda() -> Any:
 def multiprocessors(device_id: int) -> int:
     """Streaming multiprocessors of a GPU."""
     return int(_cuda().runtime.getDeviceProperties(device_id)["multiProcessorCount"])
+
+
+@functools.cache
+def shared_memory_per_block(device_id: int) -> int:
+    """Bytes of shared memory, static and dynamic, that a block of this GPU can have."""
+    return int(_cuda().runtime.getDeviceProperties(device_id)["sharedMemPerBlockOptin"])
 
 
 def current_stream(device_id: int) -> int:

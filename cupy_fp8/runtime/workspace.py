@@ -1,4 +1,4 @@
-"""Small device memory that a kernel needs between its blocks: zero when made, and left zero by every launch that uses it."""
+"""Small device memory that a kernel needs between its blocks: zero when made, and left for the kernel's next launch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 from .. import backend
 from .kernel import capturing, current_stream
 
-_of_array: dict[tuple[int, int], tuple[Any, Any]] = {}
-_of_stream: dict[tuple[int, ...], Any] = {}
+_of_array: dict[tuple[int, int, str, int], tuple[Any, Any]] = {}
+_of_stream: dict[tuple[int, int, str, int, int], Any] = {}
 _PER_THREAD_STREAM = 2      # CUDA's handle of the per-thread default stream, the same number in every thread
 
 
-def workspace(out: Any | None, x: Any, words: int) -> Any:
-    """Zeroed u32 words for one launch at a time.
+def workspace(out: Any | None, x: Any, use: str, words: int) -> Any:
+    """u32 words for one launch at a time, zero at first; nobody but launches of the same `use` and size gets them.
 
     With an `out` given by the caller they belong to that memory for as long as the array that owns it lives (views come and go),
     so that two captured graphs never share them; without one they belong to the current stream of x's device, on which launches
@@ -29,12 +29,12 @@ def workspace(out: Any | None, x: Any, words: int) -> Any:
     device = x.data.device_id
     if out is None:
         stream = current_stream(device)
-        key = (device, stream, words, threading.get_ident() if stream == _PER_THREAD_STREAM else 0)
+        key = (device, stream, use, words, threading.get_ident() if stream == _PER_THREAD_STREAM else 0)
         if key not in _of_stream:
             _of_stream[key] = _zeros(device, words)
         return _of_stream[key]
     owner = out if out.base is None else out.base
-    place = (id(owner), out.data.ptr)
+    place = (id(owner), out.data.ptr, use, words)
     entry = _of_array.get(place)
     if entry is None or entry[0]() is not owner:
         if capturing(device):
@@ -50,5 +50,5 @@ def _zeros(device: int, words: int) -> Any:
         return cp.zeros(words, np.uint32)
 
 
-def _forget(place: tuple[int, int], _: Any) -> None:
+def _forget(place: tuple[int, int, str, int], _: Any) -> None:
     _of_array.pop(place, None)

@@ -41,8 +41,10 @@ struct FlatChunks {
         }
     }
 
-private:
-    static constexpr i64 kStep = kFlatThreads * kCount;
+    // Where chunk u starts, and how many elements of it there are.
     __device__ __forceinline__ i64 at(int u) const { return first + u * kStep; }
     __device__ __forceinline__ int left(int u) const { return left_of(n - at(u), kCount); }
+
+private:
+    static constexpr i64 kStep = kFlatThreads * kCount;
 };

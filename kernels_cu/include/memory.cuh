@@ -12,6 +12,22 @@ template <> struct Words<16> { using type = uint4; };
 template <class T>
 __device__ __forceinline__ T load_read_only(const T* p) { return __ldg(p); }
 
+// 16 bytes from global to shared memory, both 16-byte aligned, on their way until copy_async_wait() in the same thread.
+__device__ __forceinline__ void copy_async(u8* shared, const void* from) {
+#ifdef CUPY_FP8_HOST
+    host_cp_async(shared, from, 16, 16);
+#else
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"((u32)__cvta_generic_to_shared(shared)), "l"(from) : "memory");
+#endif
+}
+__device__ __forceinline__ void copy_async_wait() {
+#ifdef CUPY_FP8_HOST
+    host_cp_async_wait_all();
+#else
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
 // Whether a device-side flag (one f32, or null) holds 1.0.
 __device__ __forceinline__ bool is_set(const float* flag) { return flag && as_bits(*flag) == 0x3f800000u; }
 
@@ -52,6 +68,17 @@ struct Chunk {
         Vector v;
         get(v);
         *reinterpret_cast<Vector*>(p) = v;
+    }
+    // 16 bytes to global memory as one instruction, for memory that the kernel does not read: on sm_80 and sm_90 NVRTC makes four words
+    // of store() in some kernels that also use shared memory, and then every lane's 16 bytes are written in quarters.
+    __device__ __forceinline__ void store_whole(storage* p) const {
+        static_assert(kBytes == 16, "one 16-byte store");
+#ifdef CUPY_FP8_HOST
+        store(p);
+#else
+        asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                     :: "l"(__cvta_generic_to_global(p)), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3]));
+#endif
     }
     __device__ __forceinline__ void store_partial(storage* p, int count) const {
 #pragma unroll

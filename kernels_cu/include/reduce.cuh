@@ -23,30 +23,45 @@ struct Amax {
     }
 };
 
-// The largest of all threads' values, in thread 0. Every thread of the block must call it; kThreads is the block size.
+// The largest of all threads' values, in thread 0: every thread put()s its own, and behind a __syncthreads() that the kernel has
+// anyway, get() tells. kThreads is the block size.
+template <int kThreads>
+struct BlockMax {
+    static_assert(kThreads % 32 == 0 && kThreads <= 1024, "whole warps, at most 32 of them");
+    static constexpr int kWarps = kThreads / 32;
+    u32* per_warp;                                                   // kWarps words of shared memory
+
+    __device__ __forceinline__ void put(u32 value) const {
+        value = __reduce_max_sync(~0u, value);
+        if (threadIdx.x % 32 == 0) per_warp[threadIdx.x / 32] = value;
+    }
+    __device__ __forceinline__ u32 get() const {
+        if (threadIdx.x >= 32) return 0;
+        return __reduce_max_sync(~0u, threadIdx.x < kWarps ? per_warp[threadIdx.x] : 0u);
+    }
+};
+
+// The same with a barrier of its own.
 template <int kThreads>
 __device__ __forceinline__ u32 block_max(u32 value) {
-    static_assert(kThreads % 32 == 0 && kThreads <= 1024, "whole warps, at most 32 of them");
-    constexpr int kWarps = kThreads / 32;
-    __shared__ u32 per_warp[kWarps];
-    value = __reduce_max_sync(~0u, value);
-    if (threadIdx.x % 32 == 0) per_warp[threadIdx.x / 32] = value;
+    __shared__ u32 per_warp[BlockMax<kThreads>::kWarps];
+    const BlockMax<kThreads> top{per_warp};
+    top.put(value);
     __syncthreads();
-    if (threadIdx.x >= 32) return 0;
-    return __reduce_max_sync(~0u, threadIdx.x < kWarps ? per_warp[threadIdx.x] : 0u);
+    return top.get();
 }
 
 // A load that other blocks' atomics may meet: a plain one would be a data race.
-__device__ __forceinline__ i32 load_relaxed(const float* buffer) {
-    const i32* word = reinterpret_cast<const i32*>(buffer);
+__device__ __forceinline__ u32 load_relaxed(const u32* word) {
 #ifdef CUPY_FP8_HOST
     return host_load_relaxed(word);
 #else
-    i32 value;
-    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    u32 value;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
     return value;
 #endif
 }
+__device__ __forceinline__ i32 load_relaxed(const float* buffer) { return (i32)load_relaxed(reinterpret_cast<const u32*>(buffer)); }
 
 // *buffer = max(*buffer, amax) on the bits. Most blocks of a large tensor find nothing to raise: look before the atomic.
 // before: the buffer at some earlier time.

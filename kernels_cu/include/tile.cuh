@@ -4,6 +4,38 @@
 #pragma once
 #include "memory.cuh"
 
+// Four words of four bytes: byte i of words a, b, c and d, in that order, becomes out[i].
+__device__ __forceinline__ void transpose_4x4(u32 a, u32 b, u32 c, u32 d, u32 (&out)[4]) {
+    const u32 ab_low = __byte_perm(a, b, 0x5140), ab_high = __byte_perm(a, b, 0x7362);
+    const u32 cd_low = __byte_perm(c, d, 0x5140), cd_high = __byte_perm(c, d, 0x7362);
+    out[0] = __byte_perm(ab_low, cd_low, 0x5410);
+    out[1] = __byte_perm(ab_low, cd_low, 0x7632);
+    out[2] = __byte_perm(ab_high, cd_high, 0x5410);
+    out[3] = __byte_perm(ab_high, cd_high, 0x7632);
+}
+
+// Stores transposed rows of a tile where these do not start at multiples of 16 bytes: aligned 16-byte stores of shifted bytes, single
+// bytes at the ends. to: where source column 0 goes; rows `stride` bytes apart; only the first columns_left source columns and rows_left
+// source rows exist. chunk_at(column, chunk) is the u64 of source rows 8 * chunk and on of a source column, 0 past the tile.
+template <int kRows, int kThreads, class ChunkAt>
+__device__ __forceinline__ void store_ragged_rows(u8* to, i64 stride, int columns_left, int rows_left, ChunkAt chunk_at) {
+    constexpr int kUnitsOfRow = kRows / 16 + 1;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < columns_left * kUnitsOfRow; i += kThreads) {
+        const int column = i / kUnitsOfRow;
+        u8* row = to + column * stride;
+        const int first = i % kUnitsOfRow * 16 - (int)(reinterpret_cast<u64>(row) % 16);           // source row of the unit's first byte
+        if (first >= 0 && first + 16 <= rows_left) {
+            const u64 low = chunk_at(column, first / 8), middle = chunk_at(column, first / 8 + 1), high = chunk_at(column, first / 8 + 2);
+            const int shift = first % 8 * 8;
+            const u64 words[2] = {shift ? low >> shift | middle << (64 - shift) : low, shift ? middle >> shift | high << (64 - shift) : middle};
+            *reinterpret_cast<uint4*>(row + first) = make_uint4((u32)words[0], (u32)(words[0] >> 32), (u32)words[1], (u32)(words[1] >> 32));
+        } else {
+            for (int r = first > 0 ? first : 0; r < first + 16 && r < rows_left; r++) row[r] = (u8)(chunk_at(column, r / 8) >> r % 8 * 8);
+        }
+    }
+}
+
 template <int kTileRows, int kTileColumns>
 struct ByteTile {
     static constexpr int kRows = kTileRows, kColumns = kTileColumns;
@@ -14,15 +46,29 @@ struct ByteTile {
     u8* shared;                                                      // kRows * kColumns bytes, 16-byte aligned
 
     // This thread's patch of the source tile: neighbouring threads take neighbouring columns.
-    static __device__ __forceinline__ int patch_row() { return threadIdx.x / kColumnPatches * 8; }
-    static __device__ __forceinline__ int patch_column() { return threadIdx.x % kColumnPatches * 8; }
+    static __device__ __forceinline__ int row_patch() { return threadIdx.x / kColumnPatches; }
+    static __device__ __forceinline__ int column_patch() { return threadIdx.x % kColumnPatches; }
+    static __device__ __forceinline__ int patch_row() { return row_patch() * 8; }
+    static __device__ __forceinline__ int patch_column() { return column_patch() * 8; }
 
+    // The patch whose first element is at `from`, zeros where only rows_left and columns_left of 8 exist. vector: every row allows
+    // chunked access. columns: a reference, since by value the compiler multiplies anew for every row.
+    template <class F>
+    static __device__ __forceinline__ void load_patch(Chunk<F, 8> (&patch)[8], const typename F::storage* from, const i64& columns,
+                                                      int rows_left, int columns_left, bool vector) {
+#pragma unroll
+        for (int r = 0; r < 8; r++) {
+            const int left = r < rows_left ? columns_left : 0;
+            if (!vector) patch[r] = Chunk<F, 8>::load_partial(from + r * columns, left);
+            else if (left > 0) patch[r] = Chunk<F, 8>::load(from + r * columns);
+            else patch[r] = {};
+        }
+    }
     // line[r]: the eight bytes of source row patch_row() + r. Call __syncthreads() before read().
     template <class F>
     __device__ __forceinline__ void write_patch(const Chunk<F, 8> (&line)[8]) const {
         static_assert(sizeof(typename F::storage) == 1, "a tile of bytes");
-        const int row_patch = threadIdx.x / kColumnPatches, column_patch = threadIdx.x % kColumnPatches;
-        u8* to = shared + column_patch * 8 * kRows + swizzle(row_patch, column_patch) * 8;
+        u8* to = shared + column_patch() * 8 * kRows + swizzle(row_patch(), column_patch()) * 8;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             u32 top[4], bottom[4];
@@ -49,25 +95,10 @@ struct ByteTile {
             return chunk & 1 ? Chunk<F, 16>{{c.word[2], c.word[3], c.word[0], c.word[1]}} : c;
         }
     }
-    // Stores the tile's transposed rows where these do not start at multiples of 16 bytes: aligned 16-byte stores of shifted bytes,
-    // single bytes at the ends. to: where source column 0 goes; rows `stride` bytes apart; only the first columns_left source
-    // columns and rows_left source rows exist.
+    // store_ragged_rows() of the tile's transposed rows.
     __device__ __forceinline__ void store_ragged(u8* to, i64 stride, int columns_left, int rows_left) const {
-        constexpr int kUnitsOfRow = kRows / 16 + 1;
-#pragma unroll 1
-        for (int i = threadIdx.x; i < columns_left * kUnitsOfRow; i += kThreads) {
-            const int column = i / kUnitsOfRow;
-            u8* row = to + column * stride;
-            const int first = i % kUnitsOfRow * 16 - (int)(reinterpret_cast<u64>(row) % 16);       // source row of the unit's first byte
-            if (first >= 0 && first + 16 <= rows_left) {
-                const u64 low = chunk_at(column, first / 8), middle = chunk_at(column, first / 8 + 1), high = chunk_at(column, first / 8 + 2);
-                const int shift = first % 8 * 8;
-                const u64 words[2] = {shift ? low >> shift | middle << (64 - shift) : low, shift ? middle >> shift | high << (64 - shift) : middle};
-                *reinterpret_cast<uint4*>(row + first) = make_uint4((u32)words[0], (u32)(words[0] >> 32), (u32)words[1], (u32)(words[1] >> 32));
-            } else {
-                for (int r = first > 0 ? first : 0; r < first + 16 && r < rows_left; r++) row[r] = (u8)(chunk_at(column, r / 8) >> r % 8 * 8);
-            }
-        }
+        store_ragged_rows<kRows, kThreads>(to, stride, columns_left, rows_left,
+                                           [&](int column, int row_patch) { return chunk_at(column, row_patch); });
     }
 
 private:
@@ -79,15 +110,6 @@ private:
     }
     // Where the 8-byte chunk of source rows 8 * row_patch and on lies in its transposed row.
     static __device__ __forceinline__ int swizzle(int row_patch, int column_patch) { return row_patch ^ column_patch % kRowPatches; }
-
-    static __device__ __forceinline__ void transpose_4x4(u32 a, u32 b, u32 c, u32 d, u32 (&out)[4]) {
-        const u32 ab_low = __byte_perm(a, b, 0x5140), ab_high = __byte_perm(a, b, 0x7362);
-        const u32 cd_low = __byte_perm(c, d, 0x5140), cd_high = __byte_perm(c, d, 0x7362);
-        out[0] = __byte_perm(ab_low, cd_low, 0x5410);
-        out[1] = __byte_perm(ab_low, cd_low, 0x7632);
-        out[2] = __byte_perm(ab_high, cd_high, 0x5410);
-        out[3] = __byte_perm(ab_high, cd_high, 0x7632);
-    }
 };
 
 // Where the block-th block of a batch of [rows, columns] matrices works, one matrix after the other: along rows of tiles, or down

@@ -1,0 +1,42 @@
+"""Reference of cupy_fp8.ops.dequantize (docs/numerics.md, rules 3 to 5 and 10)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..layouts import scale_grid
+from ..results import Quantized, Scaled
+from . import numerics
+from .convert import transpose
+from .layouts import unswizzle
+
+
+def dequantize(q: Scaled | Quantized, *, dtype: Any = np.float32) -> np.ndarray:
+    """narrow(fl(widen(data) * scale_inv)) with the scale of each element's block, in the logical shape."""
+    s = q if isinstance(q, Scaled) else q.columnwise if q.rowwise is None else q.rowwise
+    assert s is not None
+    data = transpose(s.data) if s.transposed else s.data
+    scale_inv = s.scale_inv[0] if s.block is None else element_scales(s)
+    return numerics.narrow(numerics.mul(numerics.widen(data), scale_inv), np.dtype(dtype))
+
+
+def element_scales(s: Scaled) -> np.ndarray:
+    """f32 in the logical shape: every block's scale_inv on each of its elements."""
+    assert s.block is not None
+    scales = numerics.widen(block_scales(s))
+    for axis, extent in zip((-2, -1), s.block, strict=True):
+        length = s.shape[axis]
+        scales = np.repeat(scales, extent or max(length, 1), axis).take(range(length), axis)
+    return scales
+
+
+def block_scales(s: Scaled) -> np.ndarray:
+    """scale_inv by rows and columns of blocks of the logical matrix."""
+    assert s.block is not None
+    if s.scale_layout == "swizzled":
+        grid = scale_grid(s.shape, s.block)
+        scales = unswizzle(s.scale_inv, grid.outer, grid.blocks)
+        return transpose(scales) if grid.columnwise else scales
+    return transpose(s.scale_inv) if s.transposed and 1 not in s.block else s.scale_inv

@@ -1,0 +1,101 @@
+"""save and load keep results with a scale per block whole, and refuse those whose scales do not fit."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from block_data import COLUMN, ROW, result
+from hypothesis import HealthCheck, given, settings
+
+import cupy_fp8 as fp8
+from cupy_fp8 import Quantized, Scaled, io, testing
+from cupy_fp8.arrays import bits
+from cupy_fp8.formats import float32
+
+
+def assert_same(got: Scaled, want: Scaled) -> None:
+    testing.assert_bytes_equal(got.data, want.data)
+    testing.assert_bytes_equal(got.scale_inv, want.scale_inv)
+    assert (got.shape, got.transposed, got.block, got.scale_layout) == (want.shape, want.transposed, want.block, want.scale_layout)
+    testing.assert_bytes_equal(got.dequantize(), want.dequantize())
+
+
+@pytest.mark.parametrize("block", [ROW, COLUMN], ids=str)
+@pytest.mark.parametrize("layout", ["compact", "swizzled"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_every_layout(tmp_path, block, layout, transposed):
+    saved = {f"d{len(shape)}_{i}": result(shape, block, layout, transposed)
+             for i, shape in enumerate([(64, 96), (33, 70), (2, 40, 96), (0, 64), (3, 0, 40)])}
+    saved |= {f"{name}_t": s.T for name, s in saved.items()}                # scales that are not contiguous
+    io.save(tmp_path / "a.npz", **saved)
+    loaded = io.load(tmp_path / "a.npz")
+    assert list(loaded) == list(saved)
+    for name, want in saved.items():
+        assert_same(loaded[name], want)
+
+
+def test_both_directions_and_f32_scales(tmp_path):
+    row, column = result((64, 96), ROW), result((64, 96), COLUMN, "swizzled", True)
+    square = result((140, 270), (128, 128), transposed=True, scale=float32)
+    io.save(tmp_path / "a.npz", q=Quantized(row, column), one=row, square=square, line=result((9, 50), (1, None), scale=float32))
+    loaded = io.load(tmp_path / "a.npz")
+    assert_same(loaded["q"].rowwise, row)
+    assert_same(loaded["q"].columnwise, column)
+    assert_same(loaded["square"], square)
+    assert loaded["one"].data is loaded["q"].rowwise.data                   # stored once
+    assert loaded["line"].block == (1, None)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(testing.mx_results(max_side=70))
+def test_any_result(tmp_path, s):
+    io.save(tmp_path / "a.npz", s=s, t=s.T)
+    loaded = io.load(tmp_path / "a.npz")
+    assert_same(loaded["s"], s)
+    assert_same(loaded["t"], s.T)
+
+
+def test_what_an_op_remembers_is_not_saved(tmp_path):
+    s = result((64, 96), ROW)
+    s.__dict__["_blocks"] = object()
+    io.save(tmp_path / "a.npz", s=s)
+    assert "_blocks" not in io.load(tmp_path / "a.npz")["s"].__dict__
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"scale_layout": "swizzled"}, r"s\.scale_inv: expected shape \(128, 4\) \(swizzled scales"),
+    ({"scale_layout": "other"}, r"s\.scale_layout: expected one of \('compact', 'swizzled'\), got 'other'"),
+    ({"scale_layout": None}, r"s\.scale_layout: expected one of"),
+    ({"block": {"tuple": [32, 1]}}, r"s\.scale_inv: expected shape \(2, 96\) \(compact scales"),
+    ({"block": {"tuple": [1, 33]}}, r"s\.block: expected \(1, B\)"),
+    ({"block": 32}, r"s\.block: expected \(1, B\)"),
+    ({"scale_inv": {"array": "s.data"}}, r"damaged file \(TypeError: s\.scale_inv: expected dtype float8_e8m0fnu, float32"),
+    ({"scale_inv": 1.0}, r"damaged"),
+    ({"block": None}, "expected one f32 scale_inv"),
+])
+def test_a_damaged_file(tmp_path, fields, message):
+    path = tmp_path / "a.npz"
+    io.save(path, s=result((64, 96), ROW))
+    with np.load(path) as archive:
+        entries = {name: archive[name] for name in archive.files}
+    manifest = json.loads(str(entries[io.MANIFEST]))
+    manifest["values"]["s"]["fields"].update(fields)
+    entries[io.MANIFEST] = np.array(json.dumps(manifest))
+    np.savez(path, **entries)
+    with pytest.raises(ValueError, match=message):
+        io.load(path)
+
+
+@pytest.mark.gpu
+def test_to_the_gpu_and_back(tmp_path):
+    want = {"s": result((64, 96), COLUMN, "swizzled", True), "t": result((33, 70), ROW).T}
+    with testing.executor("cuda") as run:
+        io.save(tmp_path / "a.npz", **{name: run.array(s) for name, s in want.items()})
+    for like in ("numpy", "cupy"):
+        loaded = io.load(tmp_path / "a.npz", like=like)
+        for name, s in want.items():
+            for mine, theirs in zip(loaded[name], s, strict=True):
+                assert fp8.asnumpy(bits(mine)).tobytes() == bits(theirs).tobytes()
+            testing.assert_bytes_equal(loaded[name].dequantize(), s.dequantize())
