@@ -9,8 +9,9 @@
 //
 // dequantize_runs               data stored as out, row-wise blocks that tile its rows (no tail), compact scales: one long row, in which
 //                               neighbouring blocks have neighbouring scales. Registers only.
-// dequantize_blocks             data stored as out: a block of threads has 2^run_shift chunks of 16 bytes of out in each of
-//                               (kFlatUnroll * kFlatThreads) >> run_shift rows; 32 chunks where COLUMNWISE.
+// dequantize_blocks             data stored as out: a block of threads has 2^run_shift chunks of 16 bytes of out side by side (32 where
+//                               COLUMNWISE), a thread STEPS rows of one, all in flight, so that it needs a column's
+//                               scale once; eight or more where scales are swizzled, since then neighbouring lines share their sectors.
 // dequantize_blocks_transposed  data stored [batch, columns, rows]: through shared memory, a block of threads per tile of data, TILE_ROWS x
 //                               TILE_COLUMNS. ALIGNED, DOWN_FIRST: as `transpose` in convert.cu.
 // Scales that many threads need are widened once and kept in shared memory. Bytes moved per element: 1 + sizeof(OUT) + 1 scale per block.
@@ -28,14 +29,19 @@ struct DequantizeParams {
     i64 scale_tiles;                                 // swizzled: swizzle_tiles(blocks along a line); 0: strides
     u32 row_shift, column_shift;                     // log2 of a block's extents
     u32 down, across, run_shift;                     // dequantize_blocks: tiles of a matrix; log2 of a tile's chunks along a row
-    u32 vector;                                      // bit 0: data allows chunked access in every row; bit 1: out (untransposed: 3 or 0)
+    u32 vector;                                      // bit 0: data allows chunked access in every row; bit 1: out (untransposed: both or
+                                                     // none); bit 2: where COLUMNWISE, so do four neighbouring columns' scales
 };
 
-__device__ __forceinline__ u32 load_scale(const DequantizeParams& p, i64 matrix, i64 row, i64 column) {
+// Of the block in a row and a column of blocks.
+__device__ __forceinline__ const SCALE::storage* scale_at(const DequantizeParams& p, i64 matrix, i64 row, i64 column) {
     const i64 at = p.scale_tiles == 0 ? row * p.row_stride + column * p.column_stride
                    : COLUMNWISE       ? swizzled_at(column, row, p.scale_tiles)
                                       : swizzled_at(row, column, p.scale_tiles);
-    return load_read_only(p.scale_inv + matrix * p.matrix_stride + at);
+    return p.scale_inv + matrix * p.matrix_stride + at;
+}
+__device__ __forceinline__ u32 load_scale(const DequantizeParams& p, i64 matrix, i64 row, i64 column) {
+    return load_read_only(scale_at(p, matrix, row, column));
 }
 
 // The scales of a tile of kRows x kColumns elements of out, both powers of two, whose first element's indices are multiples of them; in
@@ -95,6 +101,24 @@ struct ChunkScales {
             }
         } else scale[0] = *from;
     }
+    // From global memory, where COLUMNWISE: those of `column` and on, of which columns_left exist.
+    __device__ __forceinline__ ChunkScales(const DequantizeParams& p, i64 matrix, i64 row, i64 column, int columns_left) {
+#pragma unroll
+        for (int i = 0; i < (COLUMNWISE ? kCount : 0); i += 4) {
+            u32 bits[4] = {};
+            if (p.vector & 4) {
+                const auto four = Chunk<SCALE, 4>::load(scale_at(p, matrix, row, column + i));
+#pragma unroll
+                for (int j = 0; j < 4; j++) bits[j] = four.word[j / four.kPerWord] >> j % four.kPerWord * 8 & (four.kPerWord == 4 ? 0xffu : ~0u);
+            } else {
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    if (i + j < columns_left) bits[j] = load_scale(p, matrix, row, column + i + j);
+            }
+#pragma unroll
+            for (int j = 0; j < 4; j++) scale[COLUMNWISE ? i + j : 0] = SCALE::widen(bits[j]);
+        }
+    }
     __device__ __forceinline__ Chunk<OUT, kCount> operator()(const Chunk<IN, kCount>& in) const {
         Chunk<OUT, kCount> out;
 #pragma unroll
@@ -109,7 +133,7 @@ struct ChunkScales {
 
 #ifdef ENTRY_dequantize_runs
 extern "C" __global__ void __launch_bounds__(kFlatThreads) dequantize_runs(const __grid_constant__ DequantizeParams p) {
-    const FlatChunks<IN, OUT> in(p.data, p.columns, p.vector == 3);
+    const FlatChunks<IN, OUT> in(p.data, p.columns, p.vector & 1);
     u32 scale[kFlatUnroll];
 #pragma unroll
     for (int u = 0; u < kFlatUnroll; u++)
@@ -124,49 +148,42 @@ extern "C" __global__ void __launch_bounds__(kFlatThreads) dequantize_runs(const
 #endif
 
 #ifdef ENTRY_dequantize_blocks
-constexpr int kCount = kFlatChunk<IN, OUT>, kChunks = kFlatUnroll * kFlatThreads;       // of a thread's chunk, of a tile
+constexpr int kCount = kFlatChunk<IN, OUT>;                          // of a thread's chunk
 
 extern "C" __global__ void __launch_bounds__(kFlatThreads) dequantize_blocks(const __grid_constant__ DequantizeParams p) {
     const u32 run = COLUMNWISE ? 5 : p.run_shift;                    // at most 5: a thread's chunks are in one column
     const u32 line = blockIdx.x / p.across, matrix = line / p.down;
-    const i64 tile_row = (i64)(line - matrix * p.down) * (kChunks >> run);
-    const i64 tile_column = (i64)(blockIdx.x - line * p.across) * (kCount << run);
-    const i64 row = tile_row + (threadIdx.x >> run), column = tile_column + (threadIdx.x & ((1u << run) - 1)) * kCount;
-    const i64 from = (matrix * p.rows + row) * p.columns + column, step = (kFlatThreads >> run) * p.columns;
-    const int columns_left = left_of(p.columns - column, kCount);
-    int left[kFlatUnroll];
-    Chunk<IN, kCount> chunk[kFlatUnroll];
-#pragma unroll
-    for (int u = 0; u < kFlatUnroll; u++) {
-        left[u] = row + u * (kFlatThreads >> run) < p.rows ? columns_left : 0;
-        const IN::storage* at = p.data + from + u * step;
-        if (p.vector != 3) chunk[u] = Chunk<IN, kCount>::load_partial(at, left[u]);
-        else if (left[u] > 0) chunk[u] = Chunk<IN, kCount>::load(at);
-        else chunk[u] = {};
-    }
+    const i64 row = ((i64)(line - matrix * p.down) * (kFlatThreads >> run) + (threadIdx.x >> run)) * STEPS;
+    const i64 column = ((i64)(blockIdx.x - line * p.across) << run | (threadIdx.x & ((1u << run) - 1))) * kCount;
+    const int columns_left = left_of(p.columns - column, kCount), rows_left = columns_left ? left_of(p.rows - row, STEPS) : 0;
+    if (!rows_left) return;
 #if COLUMNWISE
-    // One block of rows holds the tile.
-    constexpr int kRows = kChunks / 32, kColumns = kCount * 32;
-    __shared__ __align__(16) float shared[kColumns];
-    const TileScales<kRows, kColumns, kColumns, kFlatThreads> scales{shared, p};
-    scales.load(p, matrix, tile_row, tile_column);
-    __syncthreads();
-    const ChunkScales<kCount> convert{scales.get(0, threadIdx.x % 32 * kCount)};
-#else
-    u32 scale[kFlatUnroll];
-#pragma unroll
-    for (int u = 0; u < kFlatUnroll; u++)
-        scale[u] = left[u] > 0 ? load_scale(p, matrix, (row + u * (kFlatThreads >> run)) >> p.row_shift, column >> p.column_shift) : 0;
+    const ChunkScales<kCount> convert(p, matrix, row >> p.row_shift, column, columns_left);         // one block of rows has them all
 #endif
+    i64 at = (matrix * p.rows + row) * p.columns + column;
+    if (p.vector & 1 && rows_left == STEPS) {
+        Chunk<IN, kCount> chunk[STEPS];
+        u32 scale[STEPS];
 #pragma unroll
-    for (int u = 0; u < kFlatUnroll; u++) {
+        for (int r = 0; r < STEPS; r++) {
+            chunk[r] = Chunk<IN, kCount>::load(p.data + at + r * p.columns);
+            scale[r] = COLUMNWISE ? 0 : load_scale(p, matrix, (row + r) >> p.row_shift, column >> p.column_shift);
+        }
+#pragma unroll
+        for (int r = 0; r < STEPS; r++) {
 #if !COLUMNWISE
-        const ChunkScales<kCount> convert{SCALE::widen(scale[u])};
+            const ChunkScales<kCount> convert{SCALE::widen(scale[r])};
 #endif
-        const Chunk<OUT, kCount> values = convert(chunk[u]);
-        OUT::storage* to = p.out + from + u * step;
-        if (p.vector != 3) values.store_partial(to, left[u]);
-        else if (left[u] > 0) values.store_whole(to);
+            convert(chunk[r]).store_whole(p.out + at + r * p.columns);
+        }
+        return;
+    }
+#pragma unroll 1
+    for (int r = 0; r < rows_left; r++, at += p.columns) {
+#if !COLUMNWISE
+        const ChunkScales<kCount> convert{SCALE::widen(load_scale(p, matrix, (row + r) >> p.row_shift, column >> p.column_shift))};
+#endif
+        convert(Chunk<IN, kCount>::load_partial(p.data + at, columns_left)).store_partial(p.out + at, columns_left);
     }
 }
 #endif

@@ -5,8 +5,8 @@
 // Everything here speaks of memory: x is [batch, rows, columns], columns fastest. Blocks along a row are called fast, blocks down a
 // column slow; which of them is row-wise is the caller's matter. Data is stored as x is, or transposed: [batch, columns, rows].
 //
-// quantize_mx_rows  fast blocks, data as is, columns a multiple of 32. Registers and shuffles only, over the flat array: a lane has a
-//                   16-byte chunk, 4 (16-bit x) or 8 (f32) lanes a block. Scales run along the blocks of a line, or swizzled.
+// quantize_mx_rows  fast blocks, data as is, compact scales, columns a multiple of 32. Registers and shuffles, over the flat array: a lane
+//                   has a 16-byte chunk, 4 (16-bit x) or 8 (f32) lanes a block.
 // quantize_mx_tile  anything else. A warp owns a panel of 32 x 128 elements (include/panel.cuh); a block of threads PANELS_DOWN x
 //                   PANELS_ACROSS panels, whose transposed data it gathers in shared memory for stores of whole lines.
 //                   FAST, SLOW: 0 not wanted, 1 data as is, 2 transposed. ALIGNED 1: as defined, and all rows allow the wide accesses of
@@ -59,40 +59,10 @@ __device__ __forceinline__ u32 block_amax(const Chunk<IN, kChunk>& chunk) {
     return amax.f32_bits();
 }
 
-// Stores the scale of the block at `element`, of four neighbouring blocks as one word where they belong to one line.
-__device__ __forceinline__ void store_scale(const MxParams& p, u32 e, i64 element) {
-    const int lane = threadIdx.x % 32, of_four = lane / kLanes % 4;
-    u32 word = e << 8 * of_four;
-    word |= __shfl_xor_sync(~0u, word, kLanes);
-    word |= __shfl_xor_sync(~0u, word, 2 * kLanes);
-    if (lane % kLanes || element >= p.n) return;
-    if (!p.fast.swizzled()) {
-        if (of_four == 0) p.fast.store_blocks(0, 0, element / kBlock, word, 1, p.n / kBlock);           // lines follow one another
-        return;
-    }
-    // 32 bits: the launch has fewer blocks of elements than that.
-    const u32 blocks = (u32)(p.columns / kBlock), index = (u32)(element / kBlock), row = index / blocks, block = index - row * blocks;
-    const u32 rows = (u32)p.rows, matrix = row / rows, line = row - matrix * rows;
-    const bool padding = line + 128 >= rows && line + 128 < (rows + 127) / 128 * 128;    // the line 128 below is one of padding
-    if (blocks % 4 == 0) {
-        if (of_four) return;
-        p.fast.store_blocks(matrix, line, block, word, rows, blocks);
-        if (padding) p.fast.store_blocks(matrix, line + 128, block, 0, rows, blocks);
-        return;
-    }
-    u8* to = p.fast.at(matrix, line, block);
-    u8* below = padding ? p.fast.at(matrix, line + 128, block) : to;
-    *to = (u8)e;
-    if (padding) *below = 0;
-    if (block + 1 < blocks) return;
-    for (u32 b = blocks; b % 4; b++) {                               // what completes the line's last word
-        *++to = 0;
-        if (padding) *++below = 0;
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(kFlatThreads) quantize_mx_rows(const __grid_constant__ MxParams p) {
     if (is_set(p.noop)) return;
+    constexpr int kBlocksAtOnce = kFlatThreads / kLanes;             // whose scales are neighbours
+    __shared__ __align__(4) u8 staged[kFlatUnroll * kBlocksAtOnce];
     const FlatChunks<IN, OUT> in(p.x, p.n, p.vector);
     u32 e[kFlatUnroll];
 #pragma unroll
@@ -103,18 +73,30 @@ extern "C" __global__ void __launch_bounds__(kFlatThreads) quantize_mx_rows(cons
         const auto out = scaled(in.chunk[u], inverse_e8m0(e[u]));
         if (in.whole) out.store(p.fast_data + in.at(u));
         else out.store_partial(p.fast_data + in.at(u), in.left(u));
-        store_scale(p, e[u], in.at(u));
+        if (threadIdx.x % kLanes == 0) staged[u * kBlocksAtOnce + threadIdx.x / kLanes] = (u8)e[u];
     }
+    // Scales as whole sectors: to the L2 four bytes are as much work as 32. Lines follow one another, so they are one line.
+    __syncthreads();
+    if (threadIdx.x >= kFlatUnroll * kBlocksAtOnce / 4) return;
+    const i64 block = (i64)blockIdx.x * (kFlatUnroll * kBlocksAtOnce) + threadIdx.x * 4;
+    p.fast.store_blocks(0, 0, block, reinterpret_cast<const u32*>(staged)[threadIdx.x], 1, p.n / kBlock);
 }
 #endif
 
 #ifdef ENTRY_quantize_mx_tile
 using Tile = PanelTile<PANELS_DOWN, PANELS_ACROSS>;
-static_assert(PANELS_DOWN % 4 == 0, "four slow blocks make a word of swizzled scales");
+constexpr int kScaleBytes = Tile::kBytes / kBlock;                   // of one direction, staged
+constexpr bool kSwizzles = PANELS_DOWN % 4 == 0;                     // 128 lines either way; smaller tiles are for compact scales alone
 
 constexpr int kLanes = kBlock / kLaneColumns;                        // that share a fast block
 // On an H200 a multiprocessor keeps 512 threads of 16-bit panels in flight, 256 of f32.
-constexpr int kThreadsInFlight = ALIGNED ? sizeof(IN::storage) == 2 ? 512 : 256 : Tile::kThreads;
+// (Both directions, one of them transposed, do not quite fit the registers of 512 threads elsewhere.)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
+constexpr bool kFits = FAST + SLOW < 3 || FAST == SLOW;
+#else
+constexpr bool kFits = true;
+#endif
+constexpr int kThreadsInFlight = ALIGNED ? sizeof(IN::storage) == 2 && kFits ? 512 : 256 : Tile::kThreads;
 constexpr int kBlocks = kThreadsInFlight > Tile::kThreads ? kThreadsInFlight / Tile::kThreads : 1;
 
 // A panel's scale bytes: of the four rows of its fast block that this lane has the maxima of, and of its four columns; absent ones 0.
@@ -221,7 +203,8 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) quantize_m
     if (is_set(p.noop)) return;
     const int fast = ALIGNED ? FAST : p.stored & 3, slow = ALIGNED ? SLOW : p.stored >> 2;
     const Tile fast_tile{shared}, slow_tile{fast == 2 ? shared + Tile::kBytes : shared};
-    u8* const staged = slow == 2 ? slow_tile.shared + Tile::kBytes : slow_tile.shared;   // slow scales: a line per panel down
+    u8* const staged_slow = slow == 2 ? slow_tile.shared + Tile::kBytes : slow_tile.shared;          // a line per panel down
+    u32* const staged_fast = reinterpret_cast<u32*>(staged_slow + kScaleBytes);                      // a word of each row per panel across
     const auto at = TilePosition::of_block<Tile, DOWN_FIRST != 0>(blockIdx.x, p.rows, p.columns);
     const i64 matrix = at.matrix * p.rows * p.columns, row = at.row + Tile::row(), column = at.column + Tile::column();
     const int rows_left = left_of(p.rows - row, kPanelRows);
@@ -249,30 +232,41 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) quantize_m
         }
     }
 
-    // Scales. Fast ones: four rows of one block are in a lane, or, exchanged, four blocks of one row.
+    // Scales leave in runs as long as the tile allows, gathered in shared memory where a lane or a warp does not have them: to the L2
+    // four bytes are as much work as 32. Fast ones: four rows of one block are in a lane, or, exchanged, four blocks of one row.
     const i64 fast_blocks = (p.columns + kBlock - 1) / kBlock, slow_blocks = (p.rows + kBlock - 1) / kBlock;
+    const bool stage_fast = p.fast.to && !p.fast.lines_adjoin(), stage_slow = kSwizzles && p.slow.to && !p.slow.lines_adjoin();
     if (p.fast.to) {
         const int group = threadIdx.x % 32 / kLanes, first = threadIdx.x % kLanes * 4;
-        const i64 block = column / kPanelColumns * (kPanelColumns / kBlock);
-        if (p.fast.lines_adjoin()) p.fast.store_lines(at.matrix, row + first, block + group, e.rows, p.rows, fast_blocks);
-        else p.fast.store_blocks(at.matrix, row + first + group, block, transpose_across_lanes(e.rows), p.rows, fast_blocks);
+        if (stage_fast)
+            staged_fast[(Tile::row() + first + group) * PANELS_ACROSS + Tile::column() / kPanelColumns] = transpose_across_lanes(e.rows);
+        else
+            p.fast.store_lines(at.matrix, row + first, column / kPanelColumns * (kPanelColumns / kBlock) + group, e.rows, p.rows, fast_blocks);
     }
     // Slow ones: four columns of one block are in a lane; four blocks of one column in four warps.
-    const bool stage = p.slow.to && !p.slow.lines_adjoin();
-    if (stage) *reinterpret_cast<u32*>(staged + Tile::row() / kPanelRows * Tile::kColumns + Tile::column()) = e.columns;
+    if (stage_slow) *reinterpret_cast<u32*>(staged_slow + Tile::row() / kPanelRows * Tile::kColumns + Tile::column()) = e.columns;
     else if (p.slow.to) p.slow.store_lines(at.matrix, column, row / kBlock, e.columns, p.columns, slow_blocks);
 
-    if (fast == 2 || slow == 2 || stage) __syncthreads();
+    if (fast == 2 || slow == 2 || stage_fast || stage_slow) __syncthreads();
     const int columns_of_tile = left_of(p.columns - at.column, Tile::kColumns), rows_of_tile = left_of(p.rows - at.row, Tile::kRows);
     const i64 place_t = matrix + at.column * p.rows + at.row;
     if (fast == 2) fast_tile.template store<ALIGNED != 0>(p.fast_data + place_t, p.rows, columns_of_tile, rows_of_tile, p.vector & 2);
     if (slow == 2) slow_tile.template store<ALIGNED != 0>(p.slow_data + place_t, p.rows, columns_of_tile, rows_of_tile, p.vector & 4);
-    if (stage) {
-        const int line = threadIdx.x % Tile::kColumns, first = threadIdx.x / Tile::kColumns * 4;
-        u32 word = 0;
+    // A word per thread, in the order of memory.
+    const int word = threadIdx.x, swizzled_line = word / 128 * 128 + word % 4 * 32 + word / 4 % 32;
+    if (stage_fast) {
+        const bool swizzled = kSwizzles && p.fast.swizzled();
+        const int line = swizzled ? word / (128 * PANELS_ACROSS) * 128 + swizzled_line % 128 : word / PANELS_ACROSS;
+        const int across = swizzled ? word / 128 % PANELS_ACROSS : word % PANELS_ACROSS;
+        p.fast.store_blocks(at.matrix, at.row + line, at.column / kBlock + across * 4, staged_fast[line * PANELS_ACROSS + across], p.rows,
+                            fast_blocks);
+    }
+    if (stage_slow) {
+        const int line = (p.slow.swizzled() ? swizzled_line : word) % Tile::kColumns, first = word / Tile::kColumns * 4;
+        u32 blocks = 0;
 #pragma unroll
-        for (int b = 0; b < 4; b++) word |= (u32)staged[(first + b) * Tile::kColumns + line] << 8 * b;
-        p.slow.store_blocks(at.matrix, at.column + line, at.row / kBlock + first, word, p.columns, slow_blocks);
+        for (int b = 0; b < 4; b++) blocks |= (u32)staged_slow[(first + b) * Tile::kColumns + line] << 8 * b;
+        p.slow.store_blocks(at.matrix, at.column + line, at.row / kBlock + first, blocks, p.columns, slow_blocks);
     }
 }
 #endif

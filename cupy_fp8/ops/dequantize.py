@@ -21,8 +21,9 @@ from . import checks, convert, flat, tiles
 _RUNS = Kernel("dequantize", "dequantize_runs", "3P6q6I")
 _BLOCKS = Kernel("dequantize", "dequantize_blocks", "3P6q6I")
 _BLOCKS_TRANSPOSED = Kernel("dequantize", "dequantize_blocks_transposed", "3P6q6I")
-_CHUNKS = 2 * flat.THREADS                  # of a tile of dequantize_blocks
-_RUN = 5                                    # log2 of its chunks along a row, a warp's; fewer where rows are short
+_CHUNKS = 2 * flat.THREADS                  # of a block of threads of dequantize_runs
+_RUN = 5                                    # log2 of the chunks along a row of a tile of dequantize_blocks; fewer where rows are short
+_STEPS, _STEPS_SWIZZLED = 4, 8              # rows of one of its threads
 
 
 def dequantize(q: Scaled | Quantized, *, dtype: Any = float32, out: Array | None = None) -> Array:
@@ -135,11 +136,16 @@ class _Blocks:
         """Of dequantize_runs or dequantize_blocks, to a result that is or is not aligned to 16 bytes."""
         chunk = 16 // to.itemsize
         run = _RUN if self.columnwise else min(_RUN, (cdiv(self.columns, chunk) - 1).bit_length())
-        down, across = (1, cdiv(self.columns, chunk * _CHUNKS)) if self.one_row else (
-            cdiv(self.rows, _CHUNKS >> run), cdiv(self.columns, chunk << run))
+        across = cdiv(self.columns, chunk * _CHUNKS if self.one_row else chunk << run)
+        steps = _STEPS_SWIZZLED if self.scaling[3] else _STEPS
+        down = 1 if self.one_row else cdiv(self.rows, (flat.THREADS >> run) * steps)
         vector = 3 if aligned and self.columns % chunk == 0 and self.at % chunk == 0 else 0
+        row_stride, column_stride, matrix_stride, scale_tiles, *_ = self.scaling
+        four = 4 * self.scales.itemsize
+        if vector and column_stride == 1 and not (scale_tiles or row_stride % 4 or matrix_stride % 4 or self.scale_at % four):
+            vector |= 4
         variant = (_runs_variant(self.data.dtype, to, self.scales.dtype) if self.one_row else
-                   _variant(self.data.dtype, to, self.scales.dtype, self.columnwise))
+                   _variant(self.data.dtype, to, self.scales.dtype, self.columnwise, steps))
         grid = checks.grid_size(self.batch * down * across, self.data.shape)
         return variant, grid, (self.rows, self.columns, *self.scaling, down, across, run, vector)
 
@@ -174,8 +180,8 @@ def _runs_variant(source: np.dtype[Any], to: np.dtype[Any], scale: np.dtype[Any]
 
 
 @functools.cache
-def _variant(source: np.dtype[Any], to: np.dtype[Any], scale: np.dtype[Any], columnwise: bool) -> Variant:
-    return _BLOCKS.variant(block=flat.THREADS, **_defines(source, to, scale, columnwise))
+def _variant(source: np.dtype[Any], to: np.dtype[Any], scale: np.dtype[Any], columnwise: bool, steps: int) -> Variant:
+    return _BLOCKS.variant(block=flat.THREADS, **_defines(source, to, scale, columnwise), STEPS=steps)
 
 
 @functools.cache
@@ -192,7 +198,8 @@ def _defines(source: np.dtype[Any], to: np.dtype[Any], scale: np.dtype[Any], col
 def variants() -> Iterator[Variant]:
     """Every variant that dequantising blocks may launch; with one scale it is those of `convert`."""
     for choice in product(FP8_DTYPES, INPUT_DTYPES, (float8_e8m0fnu, float32), (False, True)):
-        yield _variant(*choice)
+        for steps in (_STEPS, _STEPS_SWIZZLED) if choice[2] == float8_e8m0fnu else (_STEPS,):
+            yield _variant(*choice, steps)
         if not choice[-1]:
             yield _runs_variant(*choice[:-1])
         for tile in (tiles.SMALL, convert.TO_FLOAT):

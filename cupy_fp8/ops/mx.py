@@ -11,8 +11,8 @@ import numpy as np
 
 from .. import reference
 from ..arrays import Array, bits, empty_beside, is_contiguous
-from ..formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e4m3fn, lookup
-from ..layouts import SWIZZLE_COLUMNS, SWIZZLE_ROWS, cdiv, scale_grid
+from ..formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e4m3fn, float32, lookup
+from ..layouts import SWIZZLE_COLUMNS, cdiv, scale_grid
 from ..recipes import Form, check_mx_options, empty_mx, mx_forms
 from ..results import Quantized, Scaled
 from ..runtime import Kernel, Variant, executor_of
@@ -29,7 +29,10 @@ _NO_SCALES = (0, 0, 1, 1)
 _ABSENT, _AS_IS, _TRANSPOSED = 0, 1, 2
 _STORED = ((_AS_IS, _ABSENT), (_TRANSPOSED, _ABSENT), (_ABSENT, _AS_IS), (_ABSENT, _TRANSPOSED), (_AS_IS, _AS_IS), (_AS_IS, _TRANSPOSED),
            (_TRANSPOSED, _TRANSPOSED))
-_ANY_SHAPE = Panels(8, 1, down_first=False)
+_SWIZZLED = Panels(4, 1, down_first=False)      # 128 lines: the swizzled scales of a tile of 128 x 128 elements are adjacent
+_COMPACT = Panels(1, 8, down_first=False)       # 32 bytes of a row's compact scales
+_GATHERED = Panels(8, 1, down_first=False)      # 256 bytes of a transposed row
+_WIDE = Panels(4, 2, down_first=False)          # a compromise of both
 
 
 def quantize_mx(x: Array, *, dtype: Any = float8_e4m3fn, rowwise: bool = True, columnwise: bool = False, transposed: bool = False,
@@ -155,9 +158,9 @@ class _Target:
             stored_fast, stored_slow = _AS_IS if _AS_IS in of and _TRANSPOSED in of else _ABSENT, max(of)
             data = [of.get(stored_fast, 0), of[stored_slow]]
         self.data = data
-        rows_kernel = (stored_fast, stored_slow) == (_AS_IS, _ABSENT) and fast is not None and _is_flat(fast, self.rows, self.columns)
+        rows_kernel = (stored_fast, stored_slow) == (_AS_IS, _ABSENT) and fast is not None and _is_flat(fast, self.columns)
         self.flat = _rows_variant(x.dtype, dtype) if rows_kernel else None
-        self.panels = _panels(x.dtype, stored_fast, stored_slow)
+        self.panels = _panels(x.dtype, stored_fast, stored_slow, "swizzled" in [part.scale_layout for part in (fast, slow) if part])
         self.aligned = _tile_variant(x.dtype, dtype, stored_fast, stored_slow, self.panels)
         self.any_shape = _any_shape_variant(x.dtype, dtype)
         #: Bits of MxParams.vector; the first also needs x to be aligned.
@@ -184,7 +187,7 @@ class _Target:
             self.flat.launch(x, grid, at, noop_at, *self.params, vector)
             return
         vector = self.vector if at % self.load_bytes == 0 else self.vector & ~1
-        variant, panels = (self.aligned, self.panels) if vector == 7 else (self.any_shape, _ANY_SHAPE)
+        variant, panels = (self.aligned, self.panels) if vector == 7 else (self.any_shape, _GATHERED)
         variant.launch(x, panels.grid(self.shape), at, noop_at, *self.params, vector)
 
 
@@ -192,13 +195,9 @@ def _stored(part: Scaled | None, swapped: bool) -> int:
     return _ABSENT if part is None else _AS_IS if part.transposed == swapped else _TRANSPOSED
 
 
-def _is_flat(part: Scaled, rows: int, columns: int) -> bool:
-    """Whether quantize_mx_rows can write this part of a matrix of `rows` lines: whole blocks, whose scales follow one another."""
-    if columns % _BLOCK or part.data.size // _BLOCK >= 1 << 32:
-        return False
-    if part.scale_layout == "swizzled":
-        return rows >= SWIZZLE_ROWS or rows % SWIZZLE_ROWS == 0     # a line of padding is written by the line 128 above
-    return part.block == (1, _BLOCK)
+def _is_flat(part: Scaled, columns: int) -> bool:
+    """Whether quantize_mx_rows can write this part: whole blocks, whose scales follow one another."""
+    return columns % _BLOCK == 0 and part.scale_layout == "compact" and part.block == (1, _BLOCK)
 
 
 def _scales(part: Scaled | None) -> tuple[int, int, int, int]:
@@ -213,10 +212,13 @@ def _scales(part: Scaled | None) -> tuple[int, int, int, int]:
     return checks.address(a), matrix, *((1, grid.outer) if grid.columnwise else (grid.blocks, 1))
 
 
-def _panels(source: np.dtype[Any], fast: int, slow: int) -> Panels:
+def _panels(source: np.dtype[Any], fast: int, slow: int, swizzled: bool) -> Panels:
+    """The fastest on an H200 of those tried (docs/performance.md)."""
     if _TRANSPOSED not in (fast, slow):
-        return Panels(4, 1, down_first=False)
-    return Panels(8, 1, down_first=_AS_IS not in (fast, slow))
+        return _SWIZZLED if swizzled or not fast else _COMPACT
+    if _AS_IS not in (fast, slow):
+        return _GATHERED._replace(down_first=True)
+    return _SWIZZLED if source == float32 else _GATHERED if swizzled else _WIDE
 
 
 @functools.cache
@@ -226,14 +228,14 @@ def _rows_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
 
 @functools.cache
 def _tile_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int, panels: Panels, aligned: bool = True) -> Variant:
-    shared = (fast, slow).count(_TRANSPOSED) * panels.tile + panels.tile // 32       # and the scales of slow blocks
+    shared = (fast, slow).count(_TRANSPOSED) * panels.tile + 2 * panels.tile // _BLOCK                # and the scales of both directions
     return _TILE.variant(block=panels.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, FAST=fast, SLOW=slow,
                          ALIGNED=int(aligned), **panels.defines)
 
 
 def _any_shape_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
     """For arrays whose rows do not allow wide accesses: what it stores, and how, is told at run time."""
-    return _tile_variant(source, to, _TRANSPOSED, _TRANSPOSED, _ANY_SHAPE, False)
+    return _tile_variant(source, to, _TRANSPOSED, _TRANSPOSED, _GATHERED, False)
 
 
 def _validated(out: Quantized, x: Array, xp: Any, swapped: bool, options: tuple[Any, ...]) -> _Target:
@@ -284,5 +286,5 @@ def variants() -> Iterator[Variant]:
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
         yield _rows_variant(source, to)
         yield _any_shape_variant(source, to)
-        for fast, slow in _STORED:
-            yield _tile_variant(source, to, fast, slow, _panels(source, fast, slow))
+        for (fast, slow), swizzled in product(_STORED, (False, True)):
+            yield _tile_variant(source, to, fast, slow, _panels(source, fast, slow, swizzled))
