@@ -5,30 +5,30 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from itertools import product
+from math import prod
 from typing import Any, cast
 
 import numpy as np
 
 from .. import reference
-from ..arrays import Array, bits, empty_beside, is_contiguous
+from ..arrays import Array, empty_beside
 from ..formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e4m3fn, float32, lookup
 from ..layouts import SWIZZLE_COLUMNS, cdiv, scale_grid
 from ..recipes import Form, check_mx_options, empty_mx, mx_forms
-from ..results import Quantized, Scaled
+from ..results import Quantized, swap_last
 from ..runtime import Kernel, Variant, executor_of
-from . import checks, flat
+from . import checks, flat, forms
+from .forms import ABSENT, AS_IS, TRANSPOSED
 from .panels import LANE_COLUMNS, Panels
 
 _FIELDS = "4PP3qP3q3qfIiI3I"
 _ROWS = Kernel("mx", "quantize_mx_rows", _FIELDS)
 _TILE = Kernel("mx", "quantize_mx_tile", _FIELDS)
 _BLOCK = 32
-_NO_SCALES = (0, 0, 1, 1)
+_NO_SCALES = (0, 1, 1)
 
-#: How the data of blocks along the rows of memory (fast) and down its columns (slow) are stored, where they are wanted.
-_ABSENT, _AS_IS, _TRANSPOSED = 0, 1, 2
-_STORED = ((_AS_IS, _ABSENT), (_TRANSPOSED, _ABSENT), (_ABSENT, _AS_IS), (_ABSENT, _TRANSPOSED), (_AS_IS, _AS_IS), (_AS_IS, _TRANSPOSED),
-           (_TRANSPOSED, _TRANSPOSED))
+_STORED = ((AS_IS, ABSENT), (TRANSPOSED, ABSENT), (ABSENT, AS_IS), (ABSENT, TRANSPOSED), (AS_IS, AS_IS), (AS_IS, TRANSPOSED),
+           (TRANSPOSED, TRANSPOSED))
 _SWIZZLED = Panels(4, 1, down_first=False)      # 128 lines: the swizzled scales of a tile of 128 x 128 elements are adjacent
 _COMPACT = Panels(1, 8, down_first=False)       # 32 bytes of a row's compact scales
 _GATHERED = Panels(8, 1, down_first=False)      # 256 bytes of a transposed row
@@ -83,44 +83,26 @@ def quantize_mx(x: Array, *, dtype: Any = float8_e4m3fn, rowwise: bool = True, c
     ([[127, 117]], [448.0, 3.0, 320.0])
     """
     options = (lookup(dtype, FP8_DTYPES, "dtype").dtype, rowwise, columnwise, transposed, mode, profile, block, scale_layout)
-    x, xp, at, swapped = _source(x)
+    x, xp, at, swapped = forms.source(x)
     noop_at = 0 if noop is None else checks.one_f32(noop, x, xp, "noop")
     by_reference = executor_of(xp) == "reference"
     if out is None:
-        forms = _forms(x, swapped, options)
+        plan = _plan(x, swapped, options)
         if noop is not None:
             raise ValueError("noop: needs out=, since nothing may be written")
         if by_reference:
             return _by_reference(x, swapped, options)
         checks.may_allocate(x)
-        out = empty_mx(forms, block, lambda shape, dtype: empty_beside(x, shape, dtype))
-        _Target(out, x, swapped, options).launch(x, at, 0)
+        out = empty_mx(plan.forms, block, functools.partial(empty_beside, x))
+        _Target(out, plan).launch(x, at, 0)
         return out
     target = _validated(out, x, xp, swapped, options)
-    target.check_separate(at, x.nbytes, noop_at)
+    forms.check_separate(target.ranges, at, x.nbytes, noop_at)
     if not by_reference:
         target.launch(x, at, noop_at)
     elif noop is None or noop.reshape(()) != 1:
-        _store(out, _by_reference(x, swapped, options))
+        forms.store(out, _by_reference(x, swapped, options))
     return out
-
-
-def _source(x: Array) -> tuple[Array, Any, int, bool]:
-    """(x as it lies in memory, its module, its address, whether its last two axes are swapped there)."""
-    swapped = False
-    if not (x.flags.c_contiguous if isinstance(x, np.ndarray) else getattr(x, "_c_contiguous", True)):
-        swapped = x.ndim >= 2 and is_contiguous(x.swapaxes(-1, -2))
-    return (*checks.source(x.swapaxes(-1, -2) if swapped else x, INPUT_DTYPES), swapped)
-
-
-def _logical(x: Array, swapped: bool) -> tuple[int, ...]:
-    return (*x.shape[:-2], x.shape[-1], x.shape[-2]) if swapped else x.shape
-
-
-def _forms(x: Array, swapped: bool, options: tuple[Any, ...]) -> dict[str, Form]:
-    dtype, rowwise, columnwise, transposed, mode, profile, block, scale_layout = options
-    check_mx_options(mode, profile, block, scale_layout)
-    return mx_forms(_logical(x, swapped), dtype, bool(rowwise), bool(columnwise), bool(transposed), block, scale_layout)
 
 
 def _by_reference(x: Array, swapped: bool, options: tuple[Any, ...]) -> Quantized:
@@ -139,84 +121,110 @@ def _rule(dtype: np.dtype[Any], mode: str, profile: str) -> tuple[float, int, in
     return factor, rounding, bias, 254 if profile == "te" else 255
 
 
+class _Plan:
+    """What follows from the array and the options, whatever the memory: the forms of the result and the kernel for it."""
+
+    def __init__(self, shape: tuple[int, ...], source: np.dtype[Any], swapped: bool, options: tuple[Any, ...]) -> None:
+        dtype, rowwise, columnwise, transposed, mode, profile, block, scale_layout = options
+        check_mx_options(mode, profile, block, scale_layout)
+        self.forms = mx_forms(swap_last(shape) if swapped else shape, dtype, bool(rowwise), bool(columnwise), bool(transposed), block,
+                              scale_layout)
+        self.shape, self.size, (self.rows, self.columns) = shape, prod(shape), shape[-2:]
+        self.names = ("columnwise", "rowwise") if swapped else ("rowwise", "columnwise")         # of fast blocks, of slow blocks
+        fast, slow = (self.forms.get(name) for name in self.names)
+        self.stored = _stored(fast, swapped), _stored(slow, swapped)
+        self.square = block == (_BLOCK, _BLOCK)
+        if self.square:                # the same codes whatever the direction: what counts is how they are stored
+            self.sources = dict(zip(self.stored, self.names, strict=True))
+            self.stored = AS_IS if AS_IS in self.sources and TRANSPOSED in self.sources else ABSENT, max(self.sources)
+        else:
+            self.sources = {}
+        self.scales = _scale_strides(fast), _scale_strides(slow)
+        self.params = (self.size, self.rows, self.columns, *_rule(dtype, mode, profile), int(self.square),
+                       self.stored[0] | self.stored[1] << 2)
+        self.load_bytes = LANE_COLUMNS * source.itemsize
+        self.flat = _rows_variant(source, dtype) if self.stored == (AS_IS, ABSENT) and _is_flat(fast, self.columns) else None
+        self.panels = _panels(source, *self.stored, scale_layout == "swizzled")
+        self.aligned = _tile_variant(source, dtype, *self.stored, self.panels)
+        self.any_shape = _any_shape_variant(source, dtype)
+
+    def data(self, addresses: dict[str, int]) -> tuple[int, int]:
+        """Where fast and slow blocks' data go, of the addresses of the parts' data."""
+        if self.square:
+            fast, slow = (addresses.get(self.sources.get(stored, ""), 0) for stored in self.stored)
+            return fast, slow
+        return addresses.get(self.names[0], 0), addresses.get(self.names[1], 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _cached_plan(shape: tuple[int, ...], source: np.dtype[Any], swapped: bool, options: tuple[Any, ...]) -> _Plan:
+    return _Plan(shape, source, swapped, options)
+
+
+def _plan(x: Array, swapped: bool, options: tuple[Any, ...]) -> _Plan:
+    try:
+        return _cached_plan(x.shape, x.dtype, swapped, options)
+    except TypeError:                                       # an option that is not even hashable: _Plan says which
+        return _Plan(x.shape, x.dtype, swapped, options)
+
+
 class _Target:
-    """Where a launch writes: a result's addresses and the kernel variants for it. Kept with the Quantized it describes, so that
-    using a result again as `out=` costs one comparison instead of its validation."""
+    """Where a launch writes: a result's addresses, and its plan. Kept with the Quantized it describes, so that using a result again as
+    `out=` costs one comparison instead of its validation."""
 
-    ranges: list[tuple[int, int]]      # of memory that is written; known for a result given as `out=`
+    ranges: forms.Ranges               # of memory that is written; known for a result given as `out=`
 
-    def __init__(self, out: Quantized, x: Array, swapped: bool, options: tuple[Any, ...]) -> None:
-        dtype, _, _, _, mode, profile, block, _ = options
-        fast, slow = (out.columnwise, out.rowwise) if swapped else (out.rowwise, out.columnwise)
-        self.shape, self.size = x.shape, x.size
-        *_, self.rows, self.columns = x.shape
-        stored_fast, stored_slow = _stored(fast, swapped), _stored(slow, swapped)
-        data = [0 if part is None else checks.address(part.data) for part in (fast, slow)]
-        square = block == (_BLOCK, _BLOCK)
-        if square:                     # the same codes whatever the direction: what counts is how they are stored
-            of = dict(zip((stored_fast, stored_slow), data, strict=True))
-            stored_fast, stored_slow = _AS_IS if _AS_IS in of and _TRANSPOSED in of else _ABSENT, max(of)
-            data = [of.get(stored_fast, 0), of[stored_slow]]
-        self.data = data
-        rows_kernel = (stored_fast, stored_slow) == (_AS_IS, _ABSENT) and fast is not None and _is_flat(fast, self.columns)
-        self.flat = _rows_variant(x.dtype, dtype) if rows_kernel else None
-        self.panels = _panels(x.dtype, stored_fast, stored_slow, "swizzled" in [part.scale_layout for part in (fast, slow) if part])
-        self.aligned = _tile_variant(x.dtype, dtype, stored_fast, stored_slow, self.panels)
-        self.any_shape = _any_shape_variant(x.dtype, dtype)
+    def __init__(self, out: Quantized, plan: _Plan) -> None:
+        self.plan = plan
+        parts = {"rowwise": out.rowwise, "columnwise": out.columnwise}
+        self.data = plan.data({name: checks.address(part.data) for name, part in parts.items() if part is not None})
+        fast, slow = (parts[name] for name in plan.names)
         #: Bits of MxParams.vector; the first also needs x to be aligned.
-        four_columns = self.columns % LANE_COLUMNS == 0
-        self.load_bytes = LANE_COLUMNS * x.dtype.itemsize
+        four_columns = plan.columns % LANE_COLUMNS == 0
         self.vector = int(four_columns) | sum(
-            bit for bit, stored, to in zip((2, 4), (stored_fast, stored_slow), data, strict=True)
-            if (self.rows % 16 == 0 and to % 16 == 0 if stored == _TRANSPOSED else four_columns and to % 4 == 0))
-        self.params = (*data, *_scales(fast), *_scales(slow), self.size, self.rows, self.columns, *_rule(dtype, mode, profile), int(square),
-                       stored_fast | stored_slow << 2)
-
-    def check_separate(self, at: int, nbytes: int, noop_at: int) -> None:
-        for start, end in self.ranges:
-            if at < end and start < at + nbytes:
-                raise ValueError("out: overlaps the input in memory; results need memory of their own")
-            if start - 3 <= noop_at < end:             # of four bytes the last may be the first that is written
-                raise ValueError("out: overlaps noop in memory; results need memory of their own")
+            bit for bit, stored, to in zip((2, 4), plan.stored, self.data, strict=True)
+            if (plan.rows % 16 == 0 and to % 16 == 0 if stored == TRANSPOSED else four_columns and to % 4 == 0))
+        self.params = (*self.data, 0 if fast is None else checks.address(fast.scale_inv), *plan.scales[0],
+                       0 if slow is None else checks.address(slow.scale_inv), *plan.scales[1], *plan.params)
 
     def launch(self, x: Array, at: int, noop_at: int) -> None:
-        if not self.size:
+        plan = self.plan
+        if not plan.size:
             return
-        if self.flat:
-            grid, vector = flat.grid(self.size, self.shape, x.dtype.itemsize, 1, at, self.data[0])
-            self.flat.launch(x, grid, at, noop_at, *self.params, vector)
+        if plan.flat:
+            grid, vector = flat.grid(plan.size, plan.shape, x.dtype.itemsize, 1, at, self.data[0])
+            plan.flat.launch(x, grid, at, noop_at, *self.params, vector)
             return
-        vector = self.vector if at % self.load_bytes == 0 else self.vector & ~1
-        variant, panels = (self.aligned, self.panels) if vector == 7 else (self.any_shape, _GATHERED)
-        variant.launch(x, panels.grid(self.shape), at, noop_at, *self.params, vector)
+        vector = self.vector if at % plan.load_bytes == 0 else self.vector & ~1
+        variant, panels = (plan.aligned, plan.panels) if vector == 7 else (plan.any_shape, _GATHERED)
+        variant.launch(x, panels.grid(plan.shape), at, noop_at, *self.params, vector)
 
 
-def _stored(part: Scaled | None, swapped: bool) -> int:
-    return _ABSENT if part is None else _AS_IS if part.transposed == swapped else _TRANSPOSED
+def _stored(form: Form | None, swapped: bool) -> int:
+    return ABSENT if form is None else AS_IS if form.transposed == swapped else TRANSPOSED
 
 
-def _is_flat(part: Scaled, columns: int) -> bool:
-    """Whether quantize_mx_rows can write this part: whole blocks, whose scales follow one another."""
-    return columns % _BLOCK == 0 and part.scale_layout == "compact" and part.block == (1, _BLOCK)
+def _is_flat(form: Form | None, columns: int) -> bool:
+    """Whether quantize_mx_rows can write this direction: whole blocks, whose scales follow one another."""
+    return form is not None and columns % _BLOCK == 0 and form.scale_layout == "compact" and form.block == (1, _BLOCK)
 
 
-def _scales(part: Scaled | None) -> tuple[int, int, int, int]:
-    """The ScaleTarget of kernels_cu/include/e8m0.cuh."""
-    if part is None:
+def _scale_strides(form: Form | None) -> tuple[int, int, int]:
+    """The ScaleTarget of kernels_cu/include/e8m0.cuh, but for the address."""
+    if form is None:
         return _NO_SCALES
-    assert part.block is not None
-    grid, a = scale_grid(part.shape, part.block), part.scale_inv
-    matrix = a.shape[-2] * a.shape[-1]
-    if part.scale_layout == "swizzled":
-        return checks.address(a), matrix, 0, cdiv(grid.blocks, SWIZZLE_COLUMNS)
-    return checks.address(a), matrix, *((1, grid.outer) if grid.columnwise else (grid.blocks, 1))
+    assert form.block is not None
+    grid, matrix = scale_grid(form.shape, form.block), form.scale_shape[-2] * form.scale_shape[-1]
+    if form.scale_layout == "swizzled":
+        return matrix, 0, cdiv(grid.blocks, SWIZZLE_COLUMNS)
+    return matrix, *((1, grid.outer) if grid.columnwise else (grid.blocks, 1))
 
 
 def _panels(source: np.dtype[Any], fast: int, slow: int, swizzled: bool) -> Panels:
     """The fastest on an H200 of those tried (docs/performance.md)."""
-    if _TRANSPOSED not in (fast, slow):
+    if TRANSPOSED not in (fast, slow):
         return _SWIZZLED if swizzled or not fast else _COMPACT
-    if _AS_IS not in (fast, slow):
+    if AS_IS not in (fast, slow):
         return _GATHERED._replace(down_first=True)
     return _SWIZZLED if source == float32 else _GATHERED if swizzled else _WIDE
 
@@ -228,14 +236,14 @@ def _rows_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
 
 @functools.cache
 def _tile_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int, panels: Panels, aligned: bool = True) -> Variant:
-    shared = (fast, slow).count(_TRANSPOSED) * panels.tile + 2 * panels.tile // _BLOCK                # and the scales of both directions
+    shared = (fast, slow).count(TRANSPOSED) * panels.tile + 2 * panels.tile // _BLOCK                # and the scales of both directions
     return _TILE.variant(block=panels.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, FAST=fast, SLOW=slow,
                          ALIGNED=int(aligned), **panels.defines)
 
 
 def _any_shape_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
     """For arrays whose rows do not allow wide accesses: what it stores, and how, is told at run time."""
-    return _tile_variant(source, to, _TRANSPOSED, _TRANSPOSED, _GATHERED, False)
+    return _tile_variant(source, to, TRANSPOSED, TRANSPOSED, _GATHERED, False)
 
 
 def _validated(out: Quantized, x: Array, xp: Any, swapped: bool, options: tuple[Any, ...]) -> _Target:
@@ -244,41 +252,16 @@ def _validated(out: Quantized, x: Array, xp: Any, swapped: bool, options: tuple[
     kept = getattr(out, "_target", None)
     if kept is not None and kept[0] == key:
         return cast(_Target, kept[1])
-    if not isinstance(out, Quantized):
-        raise TypeError(f"out: expected a Quantized (an earlier result, or recipe.empty(…)), got {type(out).__name__}")
-    forms = _forms(x, swapped, options)
-    written: dict[int, tuple[str, int, int]] = {}
-    for name, part in (("rowwise", out.rowwise), ("columnwise", out.columnwise)):
-        form = forms.get(name)
-        if (part is None) != (form is None):
-            raise ValueError(f"out: {'no' if part is None else 'has a'} {name} part, but {name}={form is not None} was asked for")
-        if part is None or form is None:
-            continue
-        if (part.shape, part.transposed, part.block, part.scale_layout) != form[1:5]:
-            raise ValueError(f"out.{name}: expected MX data of shape {form.shape}, {'' if form.transposed else 'not '}stored transposed, "
-                             f"block {form.block}, scales {form.scale_layout}; got {part!r}, scales {part.scale_layout}")
-        for what, a, shape, dtype in (("data", part.data, form.stored, form.dtype),
-                                      ("scale_inv", part.scale_inv, form.scale_shape, form.scale_dtype)):
-            at = checks.destination(a, shape, dtype, x, xp, checks.address(x), f"out.{name}.{what}")
-            if id(a) not in written:
-                for other, other_at, other_nbytes in written.values():
-                    checks.separate(at, a.nbytes, other_at, other_nbytes, f"out.{name}.{what}", other)
-            written[id(a)] = (f"out.{name}.{what}", at, a.nbytes)
+    plan = _plan(x, swapped, options)
+    ranges = forms.written(out, plan.forms, x, xp, "MX")
     row, column = out.rowwise, out.columnwise
     if row and column and not column.transposed and (row.data is column.data) != (options[6] == (_BLOCK, _BLOCK)):
         raise ValueError("out: expected both directions to share one data array with blocks of (32, 32), and to have their own otherwise")
-    target = _Target(out, x, swapped, options)
-    target.ranges = [(at, at + nbytes) for _, at, nbytes in written.values() if nbytes]
+    target = _Target(out, plan)
+    target.ranges = ranges
     if xp is not np:
         object.__setattr__(out, "_target", (key, target))
     return target
-
-
-def _store(out: Quantized, result: Quantized) -> None:
-    for mine, fresh in ((out.rowwise, result.rowwise), (out.columnwise, result.columnwise)):
-        if mine is not None and fresh is not None:
-            for a, b in zip(mine, fresh, strict=True):
-                bits(a)[...] = bits(b)
 
 
 def variants() -> Iterator[Variant]:
