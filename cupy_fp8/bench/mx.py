@@ -92,7 +92,7 @@ def _all() -> Iterator[Spec]:
         yield spec("both", _MAIN, _BOTH, source)
         yield spec("both, column stored transposed", _MAIN, _BOTH, source, transposed=True)
     for experts in _EXPERTS:
-        for count in (1, 8, *((64,) if experts == _EXPERTS[0] else ())):
+        for count in (1, 2, 4, 8, 16, 64):
             yield spec("column", (count, *experts), _COLUMN)
             yield spec("column stored transposed", (count, *experts), _COLUMN, transposed=True)
     for transposed, stored in ((False, ""), (True, " stored transposed")):
