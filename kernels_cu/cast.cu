@@ -99,8 +99,8 @@ struct PatchSums {
             const float other = __shfl_xor_sync(~0u, lower ? upper_half : lower_half, 16);
             pair[i] = add_rn(lower ? lower_half : upper_half, other);
         }
-        *reinterpret_cast<float4*>(sums + Tile::row_patch() / 2 * TILE_COLUMNS + Tile::patch_column() + lower * 4) =
-            make_float4(pair[0], pair[1], pair[2], pair[3]);
+        store_shared_whole(sums + Tile::row_patch() / 2 * TILE_COLUMNS + Tile::patch_column() + lower * 4, as_bits(pair[0]),
+                           as_bits(pair[1]), as_bits(pair[2]), as_bits(pair[3]));
     }
     static __device__ __forceinline__ void write(const float* sums, float* to, i64 columns_left) {
         if ((int)threadIdx.x >= TILE_COLUMNS || threadIdx.x >= columns_left) return;

@@ -28,6 +28,16 @@ __device__ __forceinline__ void copy_async_wait() {
 #endif
 }
 
+// 16 bytes to shared memory as one instruction: of a plain store NVRTC makes four words in some kernels, whose lanes then meet in banks.
+__device__ __forceinline__ void store_shared_whole(void* shared, u32 a, u32 b, u32 c, u32 d) {
+#ifdef CUPY_FP8_HOST
+    *reinterpret_cast<uint4*>(shared) = make_uint4(a, b, c, d);
+#else
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
+                 :: "r"((u32)__cvta_generic_to_shared(shared)), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+#endif
+}
+
 // Whether a device-side flag (one f32, or null) holds 1.0.
 __device__ __forceinline__ bool is_set(const float* flag) { return flag && as_bits(*flag) == 0x3f800000u; }
 
