@@ -30,9 +30,8 @@ _NO_SCALES = (0, 1, 1)
 _STORED = ((AS_IS, ABSENT), (TRANSPOSED, ABSENT), (ABSENT, AS_IS), (ABSENT, TRANSPOSED), (AS_IS, AS_IS), (AS_IS, TRANSPOSED),
            (TRANSPOSED, TRANSPOSED))
 _SWIZZLED = Panels(4, 1, down_first=False)      # 128 lines: the swizzled scales of a tile of 128 x 128 elements are adjacent
-_COMPACT = Panels(1, 8, down_first=False)       # 32 bytes of a row's compact scales
+_COMPACT = Panels(1, 8, down_first=False)       # 32 bytes of a row's compact scales (and of a transposed row)
 _GATHERED = Panels(8, 1, down_first=False)      # 256 bytes of a transposed row
-_WIDE = Panels(4, 2, down_first=False)          # a compromise of both
 
 
 def quantize_mx(x: Array, *, dtype: Any = float8_e4m3fn, rowwise: bool = True, columnwise: bool = False, transposed: bool = False,
@@ -226,7 +225,7 @@ def _panels(source: np.dtype[Any], fast: int, slow: int, swizzled: bool) -> Pane
         return _SWIZZLED if swizzled or not fast else _COMPACT
     if AS_IS not in (fast, slow):
         return _GATHERED._replace(down_first=True)
-    return _SWIZZLED if source == float32 else _GATHERED if swizzled else _WIDE
+    return _SWIZZLED if source == float32 else _GATHERED if swizzled else _COMPACT
 
 
 @functools.cache
