@@ -143,7 +143,7 @@ class _Plan:
                        self.stored[0] | self.stored[1] << 2)
         self.load_bytes = LANE_COLUMNS * source.itemsize
         self.flat = _rows_variant(source, dtype) if self.stored == (AS_IS, ABSENT) and _is_flat(fast, self.columns) else None
-        self.panels = _panels(source, *self.stored, scale_layout == "swizzled")
+        self.panels = _panels(source, *self.stored, scale_layout == "swizzled" or swapped)
         self.aligned = _tile_variant(source, dtype, *self.stored, self.panels)
         self.any_shape = _any_shape_variant(source, dtype)
 
@@ -219,13 +219,14 @@ def _scale_strides(form: Form | None) -> tuple[int, int, int]:
     return matrix, *((1, grid.outer) if grid.columnwise else (grid.blocks, 1))
 
 
-def _panels(source: np.dtype[Any], fast: int, slow: int, swizzled: bool) -> Panels:
-    """The fastest on an H200 of those tried (docs/performance.md)."""
+def _panels(source: np.dtype[Any], fast: int, slow: int, tall: bool) -> Panels:
+    """The fastest on an H200 of those tried (docs/performance.md). tall: a scale's neighbours along a column of memory are its neighbours
+    in the result, so that a tile has to have four of them."""
     if TRANSPOSED not in (fast, slow):
-        return _SWIZZLED if swizzled or not fast else _COMPACT
+        return _SWIZZLED if tall or not fast else _COMPACT
     if AS_IS not in (fast, slow):
         return _GATHERED._replace(down_first=True)
-    return _SWIZZLED if source == float32 else _GATHERED if swizzled else _COMPACT
+    return _SWIZZLED if source == float32 else _GATHERED if tall else _COMPACT
 
 
 @functools.cache
@@ -268,5 +269,5 @@ def variants() -> Iterator[Variant]:
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
         yield _rows_variant(source, to)
         yield _any_shape_variant(source, to)
-        for (fast, slow), swizzled in product(_STORED, (False, True)):
-            yield _tile_variant(source, to, fast, slow, _panels(source, fast, slow, swizzled))
+        for (fast, slow), tall in product(_STORED, (False, True)):
+            yield _tile_variant(source, to, fast, slow, _panels(source, fast, slow, tall))
