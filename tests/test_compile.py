@@ -17,7 +17,7 @@ import pytest
 from cupy_fp8 import cases, runtime
 from cupy_fp8.arrays import zeros
 from cupy_fp8.formats import FORMATS
-from cupy_fp8.ops import tiles
+from cupy_fp8.ops import current, tiles
 from cupy_fp8.ops.convert import astype
 from cupy_fp8.ops.variants import Program, all_variants
 from cupy_fp8.runtime import Variant, sources
@@ -167,8 +167,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Program]]:
 
 def test_ops_launch_all_known_variants_and_no_other(launched, monkeypatch):
     """Over all cases, with the tiles that ops choose for small arrays, and those for large arrays on a GPU."""
-    for choose in (tiles.choose, lambda x, large: large):
+    for choose, machine in ((tiles.choose, current._CPU), (lambda x, large: large, current._Machine(4, 1024, 40 << 10))):
         monkeypatch.setattr(tiles, "choose", choose)
+        monkeypatch.setattr(current, "_CPU", machine)
         for case in cases.all_cases():
             args, kwargs = cases.OPS[case.op].inputs(case)
             cases.OPS[case.op].function(*args, **kwargs)

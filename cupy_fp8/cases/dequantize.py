@@ -64,6 +64,8 @@ def _block_cases() -> Iterator[Case]:
                     for shape in _TAILS:
                         yield case(dtype, shape, dtype=to, **mx)
                     yield case(dtype, ALIGNED_MATRIX, dtype=to, scale=float32, **mx)
+                    yield case(dtype, (144, 256), dtype=to, scale=float32, **mx)
+                    yield case(dtype, (144, 256), dtype=to, scale_layout="swizzled", **mx)
             for scale_layout in ("compact", "swizzled"):
                 for shape in SHAPES:
                     if len(shape) >= 2:

@@ -40,6 +40,8 @@ def _cases() -> Iterator[Case]:
                 for layout in ("contiguous", "strided"):
                     yield case(dtype, (160, 288), "edges", layout, dtype=to, **directions)
                 yield case(dtype, (67, 101), "edges", dtype=to, **directions)
+                yield case(dtype, (64, 104), "edges", dtype=to, **directions)
+                yield case(dtype, (64, 128), "edges", dtype=to, scale_layout="swizzled", **directions)
         for dtype in (bfloat16, float32):
             for profile, scale_layout in zip(MX_PROFILES, MX_SCALE_LAYOUTS, strict=True):
                 yield case(dtype, (96, 160), profile=profile, **directions)

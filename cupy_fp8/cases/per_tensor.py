@@ -62,9 +62,10 @@ def _quantize_cases() -> Iterator[Case]:
             if fits(shape, directions):
                 yield Case("quantize_tensor", bfloat16, shape, "normal", options={"scale": None, "pow2_scale": True, **directions})
         for dtype in INPUT_DTYPES:
-            for shape in (MATRIX, ALIGNED_MATRIX):
-                for kind in ("bits", "edges", "normal"):
-                    yield Case("quantize_tensor", dtype, shape, kind, options={"dbias": True, "amax": 0.0, **directions})
+            for shape in (MATRIX, ALIGNED_MATRIX, (130, 264)):
+                for to in FP8_DTYPES:
+                    yield Case("quantize_tensor", dtype, shape, "bits", options={"dtype": to, "dbias": True, "amax": 0.0, **directions})
+                yield Case("quantize_tensor", dtype, shape, "normal", options={"dbias": True, **directions})
             yield Case("quantize_tensor", dtype, (300, 96), "normal", "offset", {"dbias": True, "scale": None, **directions})
         for shape in SHAPES:
             if len(shape) >= 2:
