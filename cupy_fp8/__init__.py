@@ -14,13 +14,15 @@ from .dlpack import from_dlpack, to_dlpack
 from .formats import bfloat16, finfo, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float16, float32
 from .io import load, save
 from .ops.amax import compute_amax
+from .ops.aware import scaling_aware_transpose
+from .ops.blocks import quantize_block
 from .ops.cast import cast_transpose, quantize_tensor
 from .ops.convert import astype, transpose
 from .ops.dequantize import dequantize
 from .ops.layouts import swizzle_scales, unswizzle_scales
 from .ops.mx import quantize_mx
 from .ops.scale import compute_scale, update_delayed_scaling
-from .recipes import CurrentScaling, DelayedScaling, MXScaling
+from .recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from .results import Quantized, Scaled
 from .runtime import device_errors
 from .state import DelayedScalingState
@@ -28,10 +30,11 @@ from .state import DelayedScalingState
 __version__ = "0.1.0"
 
 __all__ = [
-    "CurrentScaling", "DelayedScaling", "DelayedScalingState", "DeviceError", "MXScaling", "Quantized", "Scaled",
+    "BlockScaling", "CurrentScaling", "DelayedScaling", "DelayedScalingState", "DeviceError", "MXScaling", "Quantized", "Scaled",
     "asarray", "asnumpy", "astype", "bytes_equal", "cast_transpose", "compute_amax", "compute_scale", "concatenate", "dequantize",
-    "device_errors", "empty", "empty_like", "from_dlpack", "full", "load", "quantize_mx", "quantize_tensor", "save",
-    "swizzle_scales", "to_dlpack", "transpose", "unswizzle_scales", "update_delayed_scaling", "zeros",
+    "device_errors", "empty", "empty_like", "from_dlpack", "full", "load", "quantize_block", "quantize_mx",
+    "quantize_tensor", "save",
+    "scaling_aware_transpose", "swizzle_scales", "to_dlpack", "transpose", "unswizzle_scales", "update_delayed_scaling", "zeros",
     "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float16", "float32", "finfo",
     "diagnostics", "io", "plot",
 ]  # fmt: skip

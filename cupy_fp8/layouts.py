@@ -11,7 +11,8 @@ from typing import NamedTuple
 from .formats import float8_e8m0fnu, float32
 
 #: The layouts of block scales, and the dtypes that scales have in them.
-SCALE_DTYPES = {"compact": (float8_e8m0fnu, float32), "swizzled": (float8_e8m0fnu,)}
+SCALE_DTYPES = {"compact": (float8_e8m0fnu, float32), "swizzled": (float8_e8m0fnu,), "gemm_ready": (float32,), "deepgemm_sm90": (float32,)}
+PADDED_TO = 4                               # scales, in gemm_ready and deepgemm_sm90: their lines begin at multiples of 16 bytes
 SMALLEST_BLOCK = 32                         # elements along a line: what a tile of the kernels may assume
 
 SWIZZLE_ROWS, SWIZZLE_COLUMNS = 128, 4      # the tile of `swizzled`: 128 lines x 4 blocks in 512 consecutive bytes
@@ -66,6 +67,15 @@ def swizzled_shape(grid: ScaleGrid) -> tuple[int, ...]:
     return (*grid.batch, round_up(grid.outer, SWIZZLE_ROWS), round_up(grid.blocks, SWIZZLE_COLUMNS))
 
 
+def padded_shape(grid: ScaleGrid) -> tuple[int, ...]:
+    """[…, blocks, lines rounded up to 4], whatever the direction: gemm_ready and deepgemm_sm90.
+
+    >>> padded_shape(scale_grid((101, 640), (1, 128)))
+    (5, 104)
+    """
+    return (*grid.batch, grid.blocks, round_up(grid.outer, PADDED_TO))
+
+
 def grouped_rows(lines: int, groups: int) -> int:
     """Rows that hold the swizzled scales of any `groups` groups of together `lines` lines, each group rounded up to 128 rows: the
     bound that does not depend on their sizes.
@@ -105,11 +115,13 @@ def _grouped(total: int, groups: int, multiple: int) -> int:
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int | None, int | None] | None, layout: str | None,
                 transposed: bool = False) -> tuple[int, ...]:
-    """The shape of a `Scaled`'s scale_inv: of 1-D blocks `compact_shape` or `swizzled_shape`; of 2-D blocks (compact only) a scale for
-    each, in the order in which the data are stored.
+    """The shape of a `Scaled`'s scale_inv: of 1-D blocks `compact_shape`, `swizzled_shape` or `padded_shape`; of 2-D blocks (compact or
+    gemm_ready, whose rows are padded) a scale for each, in the order in which the data are stored.
 
     >>> scale_shape((100, 64), (32, 1), "compact"), scale_shape((100, 640), (128, 128), "compact", transposed=True)
     ((4, 64), (5, 1))
+    >>> scale_shape((101, 640), (1, 128), "gemm_ready"), scale_shape((100, 640), (128, 128), "gemm_ready")
+    ((5, 104), (1, 8))
 
     Raises ValueError for blocks and layouts that do not exist, and where the layout does not fit the block.
     """
@@ -123,11 +135,13 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int | None, int | None] | N
     assert block is not None                # as _is_block says
     if 1 in block:
         grid = scale_grid(shape, block)
-        return compact_shape(grid) if layout == "compact" else swizzled_shape(grid)
-    if layout == "swizzled":
-        raise ValueError(f"scale_layout: 'swizzled' belongs to blocks along one line, got block {block}")
+        return compact_shape(grid) if layout == "compact" else swizzled_shape(grid) if layout == "swizzled" else padded_shape(grid)
+    if layout not in ("compact", "gemm_ready"):
+        raise ValueError(f"scale_layout: {layout!r} belongs to blocks along one line, got block {block}")
     rows, columns = (cdiv(extent, b or 1) for extent, b in zip(shape[-2:], block, strict=True))
-    return (*shape[:-2], columns, rows) if transposed else (*shape[:-2], rows, columns)
+    if transposed:
+        rows, columns = columns, rows
+    return (*shape[:-2], rows, columns if layout == "compact" else round_up(columns, PADDED_TO))
 
 
 def _is_block(block: object) -> bool:

@@ -23,6 +23,20 @@ MX_BLOCKS = ((1, 32), (32, 32))
 MX_SCALE_LAYOUTS = ("compact", "swizzled")
 _MX_OPTIONS = frozenset(product(MX_MODES, MX_PROFILES, MX_BLOCKS, MX_SCALE_LAYOUTS))
 
+class BlockProfile(NamedTuple):
+    """How a library finds and applies the f32 scale of a block (docs/numerics.md, section 3): what its options are by default."""
+
+    eps: float
+    pow2_scale: bool
+
+
+BLOCK_PROFILES = {"te": BlockProfile(0.0, True), "deepgemm": BlockProfile(1e-4, False), "tilekernels": BlockProfile(1e-4, False),
+                  "vllm": BlockProfile(1e-10, False), "sglang": BlockProfile(1e-10, False), "torchao": BlockProfile(1e-12, False)}
+BLOCKS: tuple[tuple[int | None, int | None], ...] = (
+    (1, 128), (128, 1), (128, 128), (1, 64), (64, 1), (1, 32), (32, 1), (1, None), (None, 1))
+BLOCK_SCALE_LAYOUTS = ("gemm_ready", "compact", "deepgemm_sm90")
+_BLOCK_OPTIONS = frozenset(o for o in product(BLOCKS, BLOCK_PROFILES, BLOCK_SCALE_LAYOUTS) if o[0] != (128, 128) or o[2] != "deepgemm_sm90")
+
 _F32 = struct.Struct("f")        # rounds a number to f32 ten times faster than np.float32 does
 
 
@@ -52,6 +66,32 @@ def check_mx_options(mode: str, profile: str, block: tuple[int, int], scale_layo
                                     (MX_MODES, MX_PROFILES, MX_BLOCKS, MX_SCALE_LAYOUTS), strict=True):
         if not any(type(value) is type(a) and value == a for a in allowed):
             raise ValueError(f"{name}: expected one of {allowed}, got {value!r}")
+
+
+def check_block_options(block: tuple[int | None, int | None], profile: str, scale_layout: str) -> None:
+    given = block, profile, scale_layout
+    try:
+        if given in _BLOCK_OPTIONS:
+            return
+    except TypeError:                               # something that is not even hashable
+        pass
+    for name, value, allowed in zip(("block", "profile", "scale_layout"), given, (BLOCKS, tuple(BLOCK_PROFILES), BLOCK_SCALE_LAYOUTS),
+                                    strict=True):
+        if not any(type(value) is type(a) and value == a for a in allowed):
+            raise ValueError(f"{name}: expected one of {allowed}, got {value!r}")
+    raise ValueError("scale_layout: 'deepgemm_sm90' belongs to blocks along one line; DeepGEMM takes scales of 128 x 128 blocks compact")
+
+
+def block_eps(eps: Any, profile: str) -> float:
+    return float(_F32.unpack(_F32.pack(BLOCK_PROFILES[profile].eps))[0]) if eps is None else checked_eps(eps)
+
+
+def block_pow2(pow2_scale: Any, profile: str) -> bool:
+    if pow2_scale is None:
+        return BLOCK_PROFILES[profile].pow2_scale
+    if not isinstance(pow2_scale, (bool, np.bool_)):
+        raise TypeError(f"pow2_scale: expected True, False or None (the profile's own), got {pow2_scale!r}")
+    return bool(pow2_scale)
 
 
 class Form(NamedTuple):
@@ -207,6 +247,76 @@ class MXScaling:
         if buffers is None:
             return empty_mx(forms, self.block, lambda shape, dtype: empty(shape, dtype, like=like))
         return Quantized(**_wrapped(buffers, forms))
+
+
+@dataclass(frozen=True)
+class BlockScaling:
+    """Blocks of 128 elements (or 64, 32, a whole line, 128 x 128), each with an f32 scale.
+
+    block         the row-wise block; column-wise blocks are its transpose. See `quantize_block`
+    dtype         float8_e4m3fn or float8_e5m2
+    eps           the amax is at least this; None: the profile's own
+    pow2_scale    scales are powers of two; None: the profile's own
+    profile       whose arithmetic: 'te', 'deepgemm', 'tilekernels', 'vllm', 'sglang' or 'torchao'
+    scale_layout  'gemm_ready', 'compact' or 'deepgemm_sm90' (docs/layouts.md)
+
+    Source: DeepSeek-V3 (arXiv 2412.19437); TransformerEngine's Float8BlockScaling; the libraries that the profiles are named after.
+    """
+
+    block: tuple[int | None, int | None] = (1, 128)
+    dtype: Any = float8_e4m3fn
+    eps: float | None = None
+    pow2_scale: bool | None = None
+    profile: str = "te"
+    scale_layout: str = "gemm_ready"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", lookup(self.dtype, FP8_DTYPES, "dtype").dtype)
+        check_block_options(self.block, self.profile, self.scale_layout)
+        block_eps(self.eps, self.profile)
+        block_pow2(self.pow2_scale, self.profile)
+
+    def quantize(self, x: Array, *, rowwise: bool = True, columnwise: bool = False, scale: None = None, amax: None = None,
+                 noop: Array | None = None, out: Quantized | None = None) -> Quantized:
+        """`quantize_block` with this recipe's options. Every block finds its own scale: `scale` and `amax` belong to per-tensor recipes."""
+        from .ops.blocks import quantize_block
+
+        if scale is not None or amax is not None:
+            raise ValueError("scale, amax: belong to per-tensor recipes; blocks take their scales from their own elements")
+        return quantize_block(x, block=self.block, dtype=self.dtype, rowwise=rowwise, columnwise=columnwise, pow2_scale=self.pow2_scale,
+                              eps=self.eps, profile=self.profile, scale_layout=self.scale_layout, noop=noop, out=out)
+
+    def empty(self, shape: Shape, *, rowwise: bool = True, columnwise: bool = False, like: Any = None,
+              buffers: Mapping[str, tuple[Array, Array]] | None = None) -> Quantized:
+        """A result to pass as `out=`: allocates and launches nothing else, initialises nothing. Column-wise data is stored transposed.
+
+        buffers: {'rowwise': (data, scale_inv), 'columnwise': (data, scale_inv)} to use instead of new arrays.
+        """
+        forms = block_forms(_as_shape(shape), self.dtype, rowwise, columnwise, True, self.block, self.scale_layout)
+        if buffers is None:
+            return empty_blocks(forms, lambda shape, dtype: empty(shape, dtype, like=like))
+        return Quantized(**_wrapped(buffers, forms))
+
+
+def block_forms(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool, columnwise: bool, transposed: bool,
+                block: tuple[int | None, int | None], scale_layout: str) -> dict[str, Form]:
+    """The directions of a result with f32 scales, by name. ValueError for neither, and for an array that is not two- or
+    three-dimensional."""
+    check_directions(shape, rowwise, columnwise)
+    if not 2 <= len(shape) <= 3:
+        raise ValueError(f"x: expected an array of two or three dimensions, got shape {shape}")
+    return {name: Form(dtype, shape, swapped, along, scale_layout, float32, scale_shape(shape, along, scale_layout, swapped))
+            for name, wanted, along, swapped in (("rowwise", rowwise, block, False),
+                                                 ("columnwise", columnwise, (block[1], block[0]), transposed)) if wanted}
+
+
+def empty_blocks(forms: Mapping[str, Form], allocate: Callable[[tuple[int, ...], np.dtype[Any]], Array]) -> Quantized:
+    """Uninitialised result of quantisation in blocks. Where both directions are the same (square blocks, stored alike) they are one."""
+    parts: dict[str, Scaled] = {}
+    for name, form in forms.items():
+        same = next((parts[other] for other in parts if forms[other] == form), None)
+        parts[name] = form.of(allocate(form.stored, form.dtype), allocate(form.scale_shape, form.scale_dtype)) if same is None else same
+    return Quantized(**parts)
 
 
 def mx_forms(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool, columnwise: bool, transposed: bool, block: tuple[int, int],

@@ -24,8 +24,8 @@ class Scaled:
     shape        the logical shape, whatever the storage
     block        the shape of the block that shares a scale in the logical matrix, (1, 32) for row-wise and (32, 1) for column-wise MX;
                  None: one scale for the tensor
-    scale_layout how the scales of blocks are stored: 'compact' (a row of scales per row of blocks) or 'swizzled' (docs/layouts.md:
-                 lines by blocks along them); None for one scale
+    scale_layout how the scales of blocks are stored: 'compact' (a row of scales per row of blocks), 'swizzled', 'gemm_ready' or
+                 'deepgemm_sm90' (docs/layouts.md); None for one scale
     """
 
     data: Array
@@ -67,7 +67,8 @@ class Scaled:
         return dequantize(self, dtype=dtype)
 
     def to_layout(self, name: str) -> Scaled:
-        """The same data with its scales stored in another layout: 'compact' or 'swizzled' (itself where they are already).
+        """The same data with its scales stored in another layout: 'compact'; 'swizzled' (E8M0); 'gemm_ready' or 'deepgemm_sm90' (f32).
+        Itself where they are already.
 
         Raises ValueError for other names and for a per-tensor result, whose one scale has no layout; TypeError for scales that the
         layout does not hold (f32 ones are not swizzled).
@@ -78,6 +79,12 @@ class Scaled:
             raise ValueError(f"to_layout: expected one of {tuple(SCALE_DTYPES)}, got {name!r}")
         if name == self.scale_layout:
             return self
+        if "swizzled" not in (name, self.scale_layout):
+            from .ops.scale_layouts import to_f32_layout
+
+            return Scaled(self.data, to_f32_layout(self, name), self.shape, self.transposed, self.block, name)
+        if "compact" not in (name, self.scale_layout):
+            raise TypeError(f"to_layout({name!r}): {self.scale_layout} scales are {self.scale_inv.dtype}, which {name} does not hold")
         from .ops.layouts import swizzle_scales, unswizzle_scales
 
         shape = scale_shape(self.shape, self.block, name, self.transposed)

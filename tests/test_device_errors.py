@@ -28,6 +28,7 @@ WRONG: dict[str, tuple[list[int], list[str]]] = {
     "many": ([1] * 299, [SUM]), "many more": ([1] * 700, [SUM]), "late": ([0] * 600 + [299], [SUM]),
     "late negative": ([300] + [0] * 500 + [-5], [NEGATIVE]),
 }  # fmt: skip
+OF_SPLITS = tuple(errors.MESSAGES[fact] for fact in (errors.Fact.SPLIT_NEGATIVE, errors.Fact.SPLIT_SUM))
 HUGE = [2**63 - 1, 2**62, 2**62 + 5, -(2**63), 1 << 40]
 
 

@@ -31,11 +31,13 @@ TESTING_USERS = {"bench", "cli", "__main__"}
 UPWARD = {
     ("arrays.asarray", "ops.convert"),
     ("arrays.full", "reference.numerics"),
+    ("recipes.BlockScaling.quantize", "ops.blocks"),
     ("recipes.CurrentScaling.quantize", "ops.cast"),
     ("recipes.DelayedScaling.quantize", "ops.cast"),
     ("recipes.MXScaling.quantize", "ops.mx"),
     ("results.Scaled.dequantize", "ops.dequantize"),
     ("results.Scaled.to_layout", "ops.layouts"),
+    ("results.Scaled.to_layout", "ops.scale_layouts"),
 }
 
 

@@ -91,8 +91,11 @@ def test_to_layout(shape, block, transposed, run):
 
 
 @pytest.mark.parametrize(("s", "name", "error", "message"), [
-    (result((64, 64)), "gemm_ready", ValueError, r"to_layout: expected one of ('compact', 'swizzled'), got 'gemm_ready'"),
-    (result((64, 64)), None, ValueError, r"to_layout: expected one of ('compact', 'swizzled'), got None"),
+    (result((64, 64)), "gemm", ValueError, "to_layout: expected one of ('compact', 'swizzled', 'gemm_ready', 'deepgemm_sm90'), got 'gemm'"),
+    (result((64, 64)), None, ValueError, "to_layout: expected one of ('compact', 'swizzled', 'gemm_ready', 'deepgemm_sm90'), got None"),
+    (result((64, 64)), "gemm_ready", TypeError, "to_layout('gemm_ready'): holds float32 scales, got float8_e8m0fnu"),
+    (result((64, 64), layout="swizzled"), "gemm_ready", TypeError, "to_layout('gemm_ready'): swizzled scales are float8_e8m0fnu"),
+    (result((64, 64), (128, 128), scale=float32), "deepgemm_sm90", ValueError, "scale_layout: 'deepgemm_sm90' belongs to blocks along one"),
     (result((140, 270), (128, 128)), "swizzled", ValueError, "scale_layout: 'swizzled' belongs to blocks along one line, got block"),
     (result((64, 64), scale=float32), "swizzled", TypeError, "s: expected dtype float8_e8m0fnu, got float32"),
     (fp8.quantize_tensor(np.ones((2, 2), np.float32), 1.0).rowwise, "compact", ValueError, "to_layout('compact'): per-tensor data has"),

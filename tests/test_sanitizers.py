@@ -136,7 +136,8 @@ def few_block_checks() -> Iterator[Check]:
 JOBS: dict[str, tuple[str, Callable[[], Iterator[Check]]]] = {
     "asan-convert": ("asan", lambda: case_checks(("astype",))),
     "asan-mx": ("asan", lambda: case_checks(("quantize_mx",))),
-    "asan-others": ("asan", lambda: case_checks(tuple(name for name in OPS if name not in ("astype", "quantize_mx")))),
+    "asan-blocks": ("asan", lambda: case_checks(("quantize_block",))),
+    "asan-others": ("asan", lambda: case_checks(tuple(name for name in OPS if name not in ("astype", "quantize_mx", "quantize_block")))),
     "asan-edges": ("asan", edge_checks),
     "tsan-blocks": ("tsan", few_block_checks),
 }
@@ -214,7 +215,7 @@ def test_no_sanitizer_finds_anything(job, children):
 
 
 def test_every_case_is_in_a_job():
-    ran = sum(len(list(JOBS[job][1]())) for job in ("asan-convert", "asan-mx", "asan-others"))
+    ran = sum(len(list(JOBS[job][1]())) for job in ("asan-convert", "asan-mx", "asan-blocks", "asan-others"))
     assert ran == len(list(cases.all_cases())) > 600
     assert {case.op for case in few_blocks()} == set(OPS)
     assert {case.op for case in chosen_blocks()} == set(EDGE_OPS)

@@ -83,6 +83,10 @@ def _block_cases() -> Iterator[Case]:
                     yield case(float8_e5m2, shape, dtype=bfloat16, block=block, transposed=transposed, scale=scale)
             yield case(float8_e5m2, (2, 133, 144), dtype=bfloat16, block=block, transposed=transposed, scale=float32, scales="view")
             yield case(float8_e5m2, (0, 40), dtype=bfloat16, block=block, transposed=transposed, scale=float32)
+            if block in ((1, 128), (128, 1), (128, 128), (1, None)):
+                for shape in (ALIGNED_MATRIX, (2, 133, 144)):
+                    yield case(float8_e4m3fn, shape, dtype=bfloat16, block=block, transposed=transposed, scale=float32,
+                               scale_layout="gemm_ready")
 
 
 OPS = (

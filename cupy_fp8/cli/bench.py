@@ -83,6 +83,7 @@ def _host_calls() -> dict[str, Any]:
     values, data, flipped = row.dequantize(fp8.bfloat16), fp8.astype(x, fp8.float8_e4m3fn), fp8.transpose(row.data)
     scales, splits = cp.zeros((16, 4), cp.uint8).view(fp8.float8_e8m0fnu), cp.asarray([4, 12])
     mx_row, mx_both = fp8.quantize_mx(x), fp8.quantize_mx(x, columnwise=True)
+    block_row, block_both = fp8.quantize_block(x), fp8.quantize_block(x, columnwise=True)
     swizzled, grouped = fp8.swizzle_scales(scales), fp8.swizzle_scales(scales, splits=splits)
     return {
         "quantize_tensor row": (lambda: fp8.quantize_tensor(x, scale, out=row), lambda: fp8.quantize_tensor(x, scale)),
@@ -96,6 +97,9 @@ def _host_calls() -> dict[str, Any]:
                                   lambda: fp8.cast_transpose(x, scale, dbias=True)),
         "quantize_mx row": (lambda: fp8.quantize_mx(x, out=mx_row), lambda: fp8.quantize_mx(x)),
         "quantize_mx both": (lambda: fp8.quantize_mx(x, columnwise=True, out=mx_both), lambda: fp8.quantize_mx(x, columnwise=True)),
+        "quantize_block row": (lambda: fp8.quantize_block(x, out=block_row), lambda: fp8.quantize_block(x)),
+        "quantize_block both": (lambda: fp8.quantize_block(x, columnwise=True, out=block_both),
+                                lambda: fp8.quantize_block(x, columnwise=True)),
         "compute_amax": (lambda: fp8.compute_amax(x, out=amax), lambda: fp8.compute_amax(x)),
         "dequantize": (lambda: fp8.dequantize(row, dtype=fp8.bfloat16, out=values), lambda: fp8.dequantize(row, dtype=fp8.bfloat16)),
         "dequantize MX": (lambda: fp8.dequantize(mx_row, dtype=fp8.bfloat16, out=values),

@@ -52,7 +52,7 @@ def launch(x: Array, at: int, dtype: np.dtype[Any], data: int, scale_inv: int, s
     words = workspace(owner, x, "current", 1 + blocks)
     _variant(x.dtype, dtype, machine).launch(x, blocks, at, data, scale_inv, scale_inv_copy, amax_at, noop_at, checks.address(words),
                                              size, target, eps, int(pow2), rounds,
-                                             shared=max(0, rounds - _HELD) * machine.threads * _CHUNK_BYTES)
+                                             shared=max(1, rounds - _HELD) * machine.threads * _CHUNK_BYTES)
     return True
 
 

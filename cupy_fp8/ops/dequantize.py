@@ -82,7 +82,7 @@ class _Blocks:
         assert s.block is not None
         if xp is not np:
             checks.same_device(scales, data, "q.scale_inv")
-        strides = _strides(scales) if s.scale_layout == "compact" else None
+        strides = _strides(scales) if s.scale_layout != "swizzled" else None
         if strides is None:                                             # swizzled, or strides that no kernel reads
             scales, _, _ = checks.source(scales, (scales.dtype,), "q.scale_inv")
             strides = _strides(scales)
@@ -102,7 +102,8 @@ class _Blocks:
         assert s.block is not None
         self.batch, (self.rows, self.columns) = prod(s.shape[:-2]), s.shape[-2:]
         matrix_stride, row_stride, column_stride = strides
-        if s.transposed and 1 not in s.block:
+        lines_adjoin = s.block[0] == 1 and s.scale_layout not in ("compact", "swizzled")
+        if lines_adjoin or (s.transposed and 1 not in s.block):
             row_stride, column_stride = column_stride, row_stride
         scale_tiles = s.scale_inv.shape[-1] // SWIZZLE_COLUMNS if s.scale_layout == "swizzled" else 0
         shifts = [_shift(b, extent) for b, extent in zip(s.block, s.shape[-2:], strict=True)]

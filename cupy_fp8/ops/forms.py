@@ -49,8 +49,8 @@ def written(out: Quantized, forms: Mapping[str, Form], x: Array, xp: Any, kind: 
         if part is None or form is None:
             continue
         if (part.shape, part.transposed, part.block, part.scale_layout) != form[1:5]:
-            raise ValueError(f"out.{name}: expected {kind} data of shape {form.shape}, {'' if form.transposed else 'not '}stored transposed, "
-                             f"block {form.block}, scales {form.scale_layout}; got {part!r}, scales {part.scale_layout}")
+            raise ValueError(f"out.{name}: expected {kind} data of shape {form.shape}, {'' if form.transposed else 'not '}stored "
+                             f"transposed, block {form.block}, scales {form.scale_layout}; got {part!r}, scales {part.scale_layout}")
         for what, a, shape, dtype in (("data", part.data, form.stored, form.dtype),
                                       ("scale_inv", part.scale_inv, form.scale_shape, form.scale_dtype)):
             at = checks.destination(a, shape, dtype, x, xp, checks.address(x), f"out.{name}.{what}")

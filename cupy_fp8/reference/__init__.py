@@ -4,6 +4,8 @@ Each takes the op's arguments that bear on the result, returns fresh arrays and 
 """
 
 from .amax import compute_amax
+from .aware import scaling_aware_transpose
+from .blocks import quantize_block
 from .cast import cast_transpose, quantize_tensor
 from .convert import astype, transpose
 from .dequantize import dequantize
@@ -11,6 +13,7 @@ from .layouts import swizzle_scales, unswizzle_scales
 from .mx import quantize_mx
 from .scale import compute_scale, update_delayed_scaling
 
-__all__ = ["astype", "cast_transpose", "compute_amax", "compute_scale", "dequantize", "quantize_mx", "quantize_tensor",
+__all__ = ["astype", "cast_transpose", "compute_amax", "compute_scale", "dequantize", "quantize_block", "quantize_mx",
+           "quantize_tensor",
            "transpose",
-           "swizzle_scales", "unswizzle_scales", "update_delayed_scaling"]
+           "scaling_aware_transpose", "swizzle_scales", "unswizzle_scales", "update_delayed_scaling"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..layouts import scale_grid
+from ..layouts import scale_grid, scale_shape
 from ..results import Quantized, Scaled
 from . import numerics
 from .convert import transpose
@@ -25,9 +25,13 @@ def dequantize(q: Scaled | Quantized, *, dtype: Any = np.float32) -> np.ndarray:
 def element_scales(s: Scaled) -> np.ndarray:
     """f32 in the logical shape: every block's scale_inv on each of its elements."""
     assert s.block is not None
-    scales = numerics.widen(block_scales(s))
-    for axis, extent in zip((-2, -1), s.block, strict=True):
-        length = s.shape[axis]
+    return on_elements(numerics.widen(block_scales(s)), s.block, s.shape)
+
+
+def on_elements(scales: np.ndarray, block: tuple[int | None, int | None], shape: tuple[int, ...]) -> np.ndarray:
+    """What there is for each block, on each of its elements."""
+    for axis, extent in zip((-2, -1), block, strict=True):
+        length = shape[axis]
         scales = np.repeat(scales, extent or max(length, 1), axis).take(range(length), axis)
     return scales
 
@@ -39,4 +43,11 @@ def block_scales(s: Scaled) -> np.ndarray:
         grid = scale_grid(s.shape, s.block)
         scales = unswizzle(s.scale_inv, grid.outer, grid.blocks)
         return transpose(scales) if grid.columnwise else scales
-    return transpose(s.scale_inv) if s.transposed and 1 not in s.block else s.scale_inv
+    if s.scale_layout == "compact":
+        return transpose(s.scale_inv) if s.transposed and 1 not in s.block else s.scale_inv
+    if 1 in s.block:                                                        # [blocks, lines and padding]
+        grid = scale_grid(s.shape, s.block)
+        scales = s.scale_inv[..., :grid.outer]
+        return scales if grid.columnwise else transpose(scales)
+    *_, rows, columns = scale_shape(s.shape, s.block, "compact")
+    return transpose(s.scale_inv[..., :rows]) if s.transposed else s.scale_inv[..., :columns]

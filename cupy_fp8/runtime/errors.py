@@ -17,11 +17,13 @@ class Fact(enum.IntFlag):
 
     SPLIT_NEGATIVE = 1 << 0
     SPLIT_SUM = 1 << 1
+    SCALE_NOT_POWER_OF_TWO = 1 << 2
 
 
 MESSAGES = {
     Fact.SPLIT_NEGATIVE: "splits: a negative size; it counted as 0",
     Fact.SPLIT_SUM: "splits: sizes that do not add up to what is there; groups past the end were cut short, what no group covers left out",
+    Fact.SCALE_NOT_POWER_OF_TWO: "scale_inv: a scale that is not a power of two; what depends on it became NaN",
 }
 
 _ON_HOST = -1                                # the word of kernels that run on the CPU
@@ -45,8 +47,8 @@ def _make(device: int) -> int:
                 _words[device] = host, host.ctypes.data
             else:
                 if capturing(device):
-                    raise ValueError("splits: this is the first call with sizes on the device, and what it needs cannot be allocated while "
-                                     "a CUDA graph is captured; call once before the capture")
+                    raise ValueError("splits, scales: this is the first call with facts on the device, and what it needs cannot be "
+                                     "allocated while a CUDA graph is captured; call once before the capture")
                 cp = backend.cupy()
                 with cp.cuda.Device(device):
                     word = cp.zeros(1, np.uint32)

@@ -20,6 +20,7 @@ struct Splits {
 struct GroupTile {
     i64 start;                   // its first line
     i64 group_tile, group_tiles; // the first tile of its group, and how many the group has
+    i64 group_lines;             // of its group; of a lost one, that no group covers
     int lines;                   // how many of its lines there are
     bool lost;                   // no group's: past the last one. `lines` are then those that no group covers
 };
@@ -72,7 +73,7 @@ __device__ __forceinline__ void find_groups(const Splits& splits, i64 total, i64
 #pragma unroll 1
             for (int t = left_of(tile - first, kTiles); t < end_here; t++) {
                 const i64 lines_before = (first + t - tile) * kLines;
-                found[t] = {start + lines_before, tile, group_tiles, left_of(size[u] - lines_before, kLines), false};
+                found[t] = {start + lines_before, tile, group_tiles, size[u], left_of(size[u] - lines_before, kLines), false};
             }
             tile += group_tiles;
             start += size[u];
@@ -82,7 +83,7 @@ __device__ __forceinline__ void find_groups(const Splits& splits, i64 total, i64
     }
     if (lane < kTiles && first + lane >= round_tile) {
         const i64 start = round_start + (first + lane - round_tile) * kLines;
-        found[lane] = {start, round_tile, tiles - round_tile, left_of(total - start, kLines), true};
+        found[lane] = {start, round_tile, tiles - round_tile, total - round_start, left_of(total - start, kLines), true};
     }
     if (!check) return;
     const u32 any_negative = __ballot_sync(~0u, negative);

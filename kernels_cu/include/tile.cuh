@@ -101,13 +101,18 @@ struct ByteTile {
                                            [&](int column, int row_patch) { return chunk_at(column, row_patch); });
     }
 
-private:
     // Source rows 8 * row_patch and on of a source column; 0 past the tile.
     __device__ __forceinline__ u64 chunk_at(int column, int row_patch) const {
         if (row_patch >= kRowPatches) return 0;
         const uint2 v = *reinterpret_cast<const uint2*>(shared + column * kRows + swizzle(row_patch, column / 8) * 8);
         return (u64)v.y << 32 | v.x;
     }
+    // A single byte, by its source row and column.
+    __device__ __forceinline__ u8* byte_at(int row, int column) const {
+        return shared + column * kRows + swizzle(row / 8, column / 8) * 8 + row % 8;
+    }
+
+private:
     // Where the 8-byte chunk of source rows 8 * row_patch and on lies in its transposed row.
     static __device__ __forceinline__ int swizzle(int row_patch, int column_patch) { return row_patch ^ column_patch % kRowPatches; }
 };

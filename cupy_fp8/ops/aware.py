@@ -1,0 +1,290 @@
+"""Column-wise FP8 from row-wise FP8, without dequantising. Kernel: kernels_cu/aware.cu."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import backend, reference, runtime
+from ..arrays import Array, asnumpy, bits, empty_beside, is_contiguous
+from ..formats import FORMATS, FP8_DTYPES, float8_e8m0fnu, float32
+from ..layouts import cdiv, round_up
+from ..reference.aware import exponents, target_rows
+from ..results import Quantized, Scaled, swap_last
+from ..runtime import Kernel, Variant, error_word, executor_of
+from . import checks, tiles
+from .layouts import _NO_GROUPS, _Groups, _groups
+
+_KERNEL = Kernel("aware", "scaling_aware_transpose", "5PPqPI6q2I")
+_ROWS = 128                                 # of a tile
+_LARGE = tiles.Tile(_ROWS, 256, down_first=True)
+#: The blocks along rows that become blocks along columns, and the dtype of their scales.
+_BLOCKS = {(1, 128): float32, (1, 32): float8_e8m0fnu}
+TARGETS = ("column", "tile")
+_LAYOUTS = ("gemm_ready", "compact")
+
+
+def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target: str = "column", scale_layout: str = "gemm_ready",
+                            out: Quantized | None = None, check: bool = False) -> Quantized:
+    """Column-wise FP8 from row-wise FP8 with power-of-two scales: exponents move, nothing is dequantised or quantised twice.
+
+        out = cast(data * s / t)        s: the power of two that an element has, t: the one that its new, column-wise block gets
+
+    A single rounding, to nearest even, subnormals included; exact wherever an element fits under t. ±0 stays, NaN is 0x7F. docs/numerics.md
+    section 4 says every byte.
+
+    Parameters
+    ----------
+    q : row-wise Scaled (or the Quantized that has it) of shape (M, K), float8_e4m3fn or float8_e5m2, with compact scales: blocks of
+        (1, 128) with float32 scales, all powers of two (2**-149 to 2**127), or of (1, 32) with float8_e8m0fnu scales (MX)
+    splits : rows of each of E experts, which follow one another: an int32 or int64 array [E] of q's kind, or a list (for a CuPy q it
+        is copied to the GPU). No block straddles two experts
+    target : which t. 'column': for each block of B rows of a column the smallest power of two under which all its values fit. 'tile': for
+        B x B elements the largest s of the rows that hold anything but zeros (as FP8-Flow-MoE; less accurate where rows differ)
+    scale_layout : of f32 scales: 'gemm_ready' (rows of K rounded up to a multiple of 4, padding 0) or 'compact'; E8M0 ones are compact
+    out : an earlier result for the same q.data; written in place and returned. With it the call allocates nothing and can be captured
+        into a CUDA graph
+    check : wait for the device and raise ValueError if splits or scales there are wrong. (NumPy arrays and lists are always looked at)
+
+    Returns
+    -------
+    Quantized. `columnwise`: block (B, 1), transposed. Without splits data [K, M] and scale_inv [ceil(M/B), K]. With splits data is flat,
+    [M * K]: each expert's [K, m_e], one after the other; scale_inv has each expert's ceil(m_e/B) rows, one expert after the other, and
+    (M + (B-1) * min(E, M)) // B rows in all, a bound that does not depend on the sizes; what is past the last expert is 0.
+    `rowwise`: q's own data; f32 scales transposed to gemm_ready, [ceil(K/128), M rounded up to 4], by the same launch; of MX q itself.
+
+    Raises
+    ------
+    TypeError, ValueError, DeviceError, before anything is written. On the device wrong facts raise nothing (`device_errors` tells): a
+    row-block whose f32 scale is not a power of two becomes 0x7F, and the scales of the blocks that it is a part of NaN; splits as in
+    `swizzle_scales`, rows that no expert has are left out and 0 at the end of the data.
+
+    Source: FP8-Flow-MoE (target 'tile'); docs/numerics.md. Bytes moved: data once in, once out, and the scales.
+
+    >>> import numpy as np, cupy_fp8 as fp8
+    >>> data = fp8.asarray([[448, 2], [1, 0.5]], fp8.float8_e4m3fn, like=np)
+    >>> q = fp8.Scaled(data, np.float32([[1], [4]]), (2, 2), block=(1, 128), scale_layout="compact")
+    >>> c = fp8.scaling_aware_transpose(q).columnwise
+    >>> c.data.astype(np.float32).tolist(), c.scale_inv.tolist()
+    ([[448.0, 4.0], [256.0, 256.0]], [[1.0, 0.0078125, 0.0, 0.0]])
+    """
+    source = _source(q)
+    if target not in TARGETS:
+        raise ValueError(f"target: expected one of {TARGETS}, got {target!r}")
+    if scale_layout not in _LAYOUTS:
+        raise ValueError(f"scale_layout: expected one of {_LAYOUTS}, got {scale_layout!r}"
+                         f"{'; .to_layout converts' if scale_layout == 'swizzled' else ''}")
+    s, data, xp = source.s, source.data, source.xp
+    by_reference = executor_of(xp) == "reference"
+    groups = _NO_GROUPS if splits is None else _groups(splits, 0, s.shape, data, xp, check)
+    if xp is np or check:
+        source.check_scales()
+    if out is None:
+        if by_reference:
+            return reference.scaling_aware_transpose(source.dense, splits=groups.host, target=target, scale_layout=scale_layout)
+        checks.may_allocate(data)
+        out = source.empty(groups.number, scale_layout)
+        plan = _Plan(out, source, groups.number, target)
+    else:
+        plan = _validated(out, source, groups, target, scale_layout)
+    if by_reference:
+        _store(out, reference.scaling_aware_transpose(source.dense, splits=groups.host, target=target, scale_layout=scale_layout))
+    else:
+        plan.launch(source, groups)
+    return out
+
+
+class _Source:
+    """A row-wise Scaled, found valid: where its data and scales lie. Kept with a Scaled on a GPU whose arrays are read where they are."""
+
+    def __init__(self, s: Scaled) -> None:
+        data, xp, at = checks.source(s.data, FP8_DTYPES, "q.data")
+        if s.block not in _BLOCKS or s.transposed or len(s.shape) != 2:
+            raise ValueError(f"q: expected row-wise data [M, K] in blocks of {' or '.join(map(str, _BLOCKS))}, not stored transposed; "
+                             f"got {s!r}")
+        if s.scale_layout != "compact":
+            raise ValueError(f"q: expected compact scales, got {s.scale_layout}; q.to_layout('compact') makes them")
+        if data.shape != s.shape:
+            raise ValueError(f"q.data: expected shape {s.shape}, got {data.shape}")
+        self.rows, self.columns = s.shape
+        self.block = int(s.block[1])
+        dtype, shape = _BLOCKS[s.block], (self.rows, cdiv(self.columns, self.block))
+        if not isinstance(s.scale_inv, xp.ndarray):
+            backend.require_module(s.scale_inv, xp, "q.scale_inv")
+        if s.scale_inv.dtype != dtype:
+            raise TypeError(f"q.scale_inv: expected dtype {dtype} for blocks of {s.block}, got {s.scale_inv.dtype}")
+        if s.scale_inv.shape != shape:
+            raise ValueError(f"q.scale_inv: expected shape {shape}, got {s.scale_inv.shape}")
+        scales, _, scales_at = checks.source(s.scale_inv, (dtype,), "q.scale_inv")
+        if xp is not np:
+            checks.same_device(scales, data, "q.scale_inv")
+        self.s, self.data, self.scales, self.xp, self.at, self.scales_at = s, data, scales, xp, at, scales_at
+        self.dense = s if data is s.data and scales is s.scale_inv else Scaled(data, scales, s.shape, False, s.block, "compact")
+        self.mx = self.block == 32
+        #: MX data keep their row-wise scales.
+        self.row_shape = None if self.mx else (shape[1], round_up(self.rows, 4))
+        if xp is not np and self.dense is s:
+            s.__dict__["_aware"] = self
+
+    def layout(self, scale_layout: str) -> str:
+        return "compact" if self.mx else scale_layout
+
+    def target_shape(self, groups: int | None, scale_layout: str) -> tuple[int, int]:
+        columns = round_up(self.columns, 4) if self.layout(scale_layout) == "gemm_ready" else self.columns
+        return target_rows(self.rows, groups, self.block), columns
+
+    def stored(self, groups: int | None) -> tuple[int, ...]:
+        return swap_last(self.s.shape) if groups is None else (self.rows * self.columns,)
+
+    def rowwise(self, scale_inv: Array | None) -> Scaled:
+        if scale_inv is None:
+            return self.dense
+        return Scaled(self.data, scale_inv, self.s.shape, False, self.s.block, "gemm_ready")
+
+    def empty(self, groups: int | None, scale_layout: str) -> Quantized:
+        """A result, uninitialised."""
+        def new(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+            return empty_beside(self.data, shape, dtype)
+
+        columnwise = Scaled(new(self.stored(groups), self.data.dtype), new(self.target_shape(groups, scale_layout), self.scales.dtype),
+                            self.s.shape, True, (self.block, 1), self.layout(scale_layout))
+        return Quantized(self.rowwise(None if self.row_shape is None else new(self.row_shape, float32)), columnwise)
+
+    def check_scales(self) -> None:
+        """ValueError unless f32 scales are powers of two, as E8M0 ones are by their nature. Waits for the device."""
+        if self.mx:
+            return
+        if self.xp is not np and runtime.capturing(self.data.data.device_id):
+            raise ValueError("check: waits for the device, which cannot be done while a CUDA graph is captured; "
+                             "check before the capture")
+        scales = asnumpy(self.scales)
+        wrong = exponents(scales).wrong
+        if wrong.any():
+            first = tuple(map(int, np.unravel_index(int(wrong.argmax()), wrong.shape)))
+            raise ValueError(f"q.scale_inv: expected powers of two, got {scales[first]} at {first}; quantise with pow2_scale=True, or "
+                             "dequantise and quantise column-wise")
+
+
+def _source(q: Scaled | Quantized) -> _Source:
+    if isinstance(q, Quantized):
+        if q.rowwise is None:
+            raise ValueError("q: expected a row-wise part, got a Quantized without one")
+        q = q.rowwise
+    if not isinstance(q, Scaled):
+        raise TypeError(f"q: expected a Scaled or Quantized, got {type(q).__name__}")
+    kept: _Source | None = q.__dict__.get("_aware")
+    return _Source(q) if kept is None else kept
+
+
+class _Written(NamedTuple):
+    name: str
+    at: int
+    nbytes: int
+
+
+class _Plan:
+    """A launch into a result: the kernel's variant, its grid, and the members of its struct."""
+
+    def __init__(self, out: Quantized, source: _Source, groups: int | None, target: str) -> None:
+        column = out.columnwise
+        assert column is not None
+        rows, columns = source.rows, source.columns
+        aligned = columns % 8 == 0 and source.at % 8 == 0
+        tile = tiles.choose(source.data, _LARGE) if aligned else tiles.SMALL
+        # Rows that no expert has may need a tile of their own.
+        down = cdiv(rows, _ROWS) if groups is None else max(1, target_rows(rows, groups + 1, _ROWS))
+        across = cdiv(columns, tile.columns)
+        if groups is not None:
+            across = max(1, across)                          # even an empty array's sizes are looked at
+        self.grid = down * across and checks.grid_size(down * across, source.s.shape)
+        self.variant = _variant(source.data.dtype, source.block, target, tile, aligned)
+        row_at = 0 if source.row_shape is None or out.rowwise is None else checks.address(out.rowwise.scale_inv)
+        lines, pitch = column.scale_inv.shape
+        self.addresses = (source.at, source.scales_at, checks.address(column.data), checks.address(column.scale_inv), row_at)
+        self.members = (rows, columns, source.scales.shape[1], pitch, lines, round_up(rows, 4), down, across)
+        self.written: list[_Written] = []                    # known for a result given as `out=`
+
+    def launch(self, source: _Source, groups: _Groups) -> None:
+        if self.grid:
+            self.variant.launch(source.data, self.grid, *self.addresses, groups.at, -1 if groups.number is None else groups.number,
+                                error_word(source.data), groups.wide, *self.members)
+
+
+def _validated(out: Quantized, source: _Source, groups: _Groups, target: str, scale_layout: str) -> _Plan:
+    """The _Plan of a result given as `out=`, once it has been found to fit the call."""
+    key = (id(out), source.at, source.scales_at, source.s.shape, source.s.block, source.data.dtype, groups.number, target, scale_layout)
+    kept = getattr(out, "_plan", None)
+    if kept is not None and kept[0] == key:
+        plan: _Plan = kept[1]
+    else:
+        plan = _plan(out, source, groups.number, target, scale_layout)
+        if source.xp is not np:
+            object.__setattr__(out, "_plan", (key, plan))
+    for name, at, nbytes in plan.written:
+        checks.separate(at, nbytes, groups.at, groups.nbytes, name, "splits")
+    return plan
+
+
+def _plan(out: Quantized, source: _Source, groups: int | None, target: str, scale_layout: str) -> _Plan:
+    if not isinstance(out, Quantized):
+        raise TypeError(f"out: expected a Quantized (an earlier result), got {type(out).__name__}")
+    row, column = out.rowwise, out.columnwise
+    if row is None or column is None:
+        raise ValueError("out: expected a row-wise and a column-wise part, as an earlier result has them")
+    layout = source.layout(scale_layout)
+    row_layout = "compact" if source.row_shape is None else "gemm_ready"
+    if (row.shape, row.transposed, row.block, row.scale_layout) != (source.s.shape, False, source.s.block, row_layout) \
+            or not _is_same(row.data, source.data) or (source.row_shape is None and not _is_same(row.scale_inv, source.scales)):
+        what = "q itself" if source.row_shape is None else "q's own data with gemm_ready scales"
+        raise ValueError(f"out.rowwise: expected {what}, got {row!r}; a result belongs to the memory of the q that it was made for")
+    if (column.shape, column.transposed, column.block, column.scale_layout) != (source.s.shape, True, (source.block, 1), layout):
+        raise ValueError(f"out.columnwise: expected data of shape {source.s.shape} stored transposed, block {(source.block, 1)}, {layout} "
+                         f"scales; got {column!r}, scales {column.scale_layout}")
+    written: list[_Written] = []
+
+    def write(name: str, a: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        at = checks.destination(a, shape, dtype, source.data, source.xp, source.at, name)
+        checks.separate(at, a.nbytes, source.scales_at, source.scales.nbytes, name, "q.scale_inv")
+        for other in written:
+            checks.separate(at, a.nbytes, other.at, other.nbytes, name, other.name)
+        written.append(_Written(name, at, a.nbytes))
+
+    write("out.columnwise.data", column.data, source.stored(groups), source.data.dtype)
+    write("out.columnwise.scale_inv", column.scale_inv, source.target_shape(groups, scale_layout), source.scales.dtype)
+    if source.row_shape is not None:
+        write("out.rowwise.scale_inv", row.scale_inv, source.row_shape, float32)
+    plan = _Plan(out, source, groups, target)
+    plan.written = written
+    return plan
+
+
+def _is_same(a: Array, b: Array) -> bool:
+    """Whether two arrays are the same memory, seen in the same way."""
+    return type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape and is_contiguous(a) and (
+        a.size == 0 or checks.address(a) == checks.address(b))
+
+
+@functools.cache
+def _variant(dtype: np.dtype[Any], block: int, target: str, tile: tiles.Tile, aligned: bool) -> Variant:
+    return _KERNEL.variant(block=tile.block, shared=tile.shared, IN=FORMATS[dtype].tag, BLOCK=block, TARGET=TARGETS.index(target),
+                           **tile.defines, ALIGNED=int(aligned))
+
+
+def _store(out: Quantized, result: Quantized) -> None:
+    for mine, fresh in ((out.rowwise, result.rowwise), (out.columnwise, result.columnwise)):
+        assert mine is not None
+        assert fresh is not None
+        for a, b in zip(mine, fresh, strict=True):
+            if a is not b:
+                bits(a)[...] = bits(b)
+
+
+def variants() -> Iterator[Variant]:
+    """Every variant that this op may launch."""
+    for dtype, (_, block), target in product(FP8_DTYPES, _BLOCKS, TARGETS):
+        for tile, aligned in ((tiles.SMALL, False), (tiles.SMALL, True), (_LARGE, True)):
+            yield _variant(dtype, block, target, tile, aligned)

@@ -1,0 +1,288 @@
+"""Blocks with f32 scales: 1 x 128, 128 x 1, 128 x 128 and their like. Kernels: kernels_cu/blocks.cu."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from itertools import product
+from typing import Any, cast
+
+import numpy as np
+
+from .. import reference
+from ..arrays import Array, empty_beside
+from ..formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e4m3fn, float32, lookup
+from ..layouts import cdiv
+from ..recipes import Form, block_eps, block_forms, block_pow2, check_block_options, empty_blocks
+from ..results import Quantized, Scaled
+from ..runtime import Kernel, Variant, executor_of
+from . import checks, forms
+from .forms import ABSENT, AS_IS, TRANSPOSED
+from .panels import COLUMNS, LANE_COLUMNS, ROWS, Panels
+
+_FIELDS = "4PP5qP5q2q4f3I5I"
+_TILE = Kernel("blocks", "quantize_block_tile", _FIELDS)
+_LINES = Kernel("blocks", "quantize_block_lines", _FIELDS)
+_RUN = 32                                       # elements along a line: a quarter of a panel, and the smallest block
+_NOWHERE = (0, 0, 1, 1, 0, 0)                   # a ScaleGrid
+
+_ACROSS = Panels(1, 8, down_first=False)        # 32 bytes of a row's compact scales
+_DOWN = Panels(4, 1, down_first=False)
+_GATHERED = Panels(8, 1, down_first=False)      # 256 bytes of a transposed row
+_WIDE = Panels(4, 2, down_first=False)          # a compromise of both
+_ROW_BYTES, _COLUMN_BYTES = 2 * 4 * (ROWS + 4) * 4, COLUMNS * 4     # of shared memory for the scales of a panel
+
+#: Flags of the BlockRule of kernels_cu/include/block_scale.cuh.
+_AMAX_FIRST, _GUARDED, _ROUND_DOWN, _ROUND_UP, _OTHER_QUOTIENT, _OTHER_PRODUCT = 1, 2, 4, 8, 16, 32
+
+
+def quantize_block(x: Array, *, block: tuple[int | None, int | None] = (1, 128), dtype: Any = float8_e4m3fn, rowwise: bool = True,
+                   columnwise: bool = False, transposed: bool = True, pow2_scale: bool | None = None, eps: float | None = None,
+                   profile: str = "te", scale_layout: str = "gemm_ready", noop: Array | None = None,
+                   out: Quantized | None = None) -> Quantized:
+    """Quantise to FP8 in blocks, each with an f32 scale of its own.
+
+        s = fp8_max / max |x| over the block      data = cast(x * s)      scale_inv = 1 / s
+
+    in f32: round to nearest even, saturating, NaN as 0x7F; every byte as docs/numerics.md section 3 says. One kernel reads x once and
+    writes everything, both directions included (blocks of a whole line: one kernel per direction, which reads x twice).
+
+    Parameters
+    ----------
+    x : bfloat16, float16 or float32 array […, M, K] of two or three dimensions (a batch: each matrix by itself). An array whose last two
+        axes are swapped in memory is read as it is; any other view is copied first
+    block : (1, 128), (1, 64), (1, 32), (1, None) (whole rows), their transposes such as (128, 1), or (128, 128): the row-wise block, in
+        rows and columns of x; column-wise blocks are its transpose, found from x with their own amax. Blocks at the ends are smaller
+    dtype : float8_e4m3fn or float8_e5m2
+    rowwise, columnwise : the directions
+    transposed : store the column-wise data […, K, M], which matrix products want
+    pow2_scale : scales are powers of two. None: the profile's own (te: True, the others False)
+    eps : the amax is at least this, in f32. None: the profile's own (te 0, deepgemm and tilekernels 1e-4, vllm and sglang 1e-10, torchao
+        1e-12)
+    profile : whose arithmetic: 'te', 'deepgemm', 'tilekernels', 'vllm', 'sglang' or 'torchao'. They differ in roundings, and in what a
+        block with Inf gives
+    scale_layout : of scale_inv, f32, padding 0. 1-D blocks: 'gemm_ready' and 'deepgemm_sm90' […, blocks, lines rounded up to 4], 'compact'
+        […, M, ceil(K/128)] and […, ceil(M/128), K]. Blocks of 128 x 128: 'compact' has one scale for each in the order in which the data
+        are stored, 'gemm_ready' the same with rows rounded up to 4. See docs/layouts.md
+    noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `out`
+    out : an earlier result of the same shape and options (or ``recipe.empty(…)``); written in place and returned. With it the call
+        allocates nothing and can be captured into a CUDA graph
+
+    Returns
+    -------
+    Quantized, its scale_inv float32. With blocks of (128, 128) and without `transposed` both directions are the same Scaled.
+
+    Raises
+    ------
+    TypeError for wrong dtypes or NumPy and CuPy arrays mixed, ValueError for shapes, options and overlaps, DeviceError; all before
+    anything is written.
+
+    Source: DeepSeek-V3 (arXiv 2412.19437); TransformerEngine, DeepGEMM, TileKernels, vLLM, SGLang, torchao. Bytes moved per element: x + 1
+    + 4/128 per direction.
+
+    >>> import numpy as np, cupy_fp8 as fp8
+    >>> x = np.zeros((1, 256), np.float32)
+    >>> x[0, :2], x[0, 200] = (448, 3), 0.3
+    >>> q = fp8.quantize_block(x)
+    >>> q.scale_inv.tolist(), q.data.astype(np.float32)[0, [0, 1, 200]].tolist()
+    ([[1.0, 0.0, 0.0, 0.0], [0.0009765625, 0.0, 0.0, 0.0]], [448.0, 3.0, 320.0])
+    """
+    options = (lookup(dtype, FP8_DTYPES, "dtype").dtype, rowwise, columnwise, transposed, block, pow2_scale, eps, profile, scale_layout)
+    x, xp, at, swapped = forms.source(x)
+    noop_at = 0 if noop is None else checks.one_f32(noop, x, xp, "noop")
+    by_reference = executor_of(xp) == "reference"
+    if out is None:
+        found = _forms(x, swapped, options)
+        if noop is not None:
+            raise ValueError("noop: needs out=, since nothing may be written")
+        if by_reference:
+            return _by_reference(x, swapped, options)
+        checks.may_allocate(x)
+        out = empty_blocks(found, lambda shape, dtype: empty_beside(x, shape, dtype))
+        _Target(out, x, swapped, options).launch(x, at, 0)
+        return out
+    target = _validated(out, x, xp, swapped, options)
+    forms.check_separate(target.ranges, at, x.nbytes, noop_at)
+    if not by_reference:
+        target.launch(x, at, noop_at)
+    elif noop is None or noop.reshape(()) != 1:
+        forms.store(out, _by_reference(x, swapped, options))
+    return out
+
+
+def _forms(x: Array, swapped: bool, options: tuple[Any, ...]) -> dict[str, Form]:
+    dtype, rowwise, columnwise, transposed, block, pow2_scale, eps, profile, scale_layout = options
+    check_block_options(block, profile, scale_layout)
+    block_eps(eps, profile)
+    block_pow2(pow2_scale, profile)
+    return block_forms(forms.logical(x, swapped), dtype, bool(rowwise), bool(columnwise), bool(transposed), block, scale_layout)
+
+
+def _by_reference(x: Array, swapped: bool, options: tuple[Any, ...]) -> Quantized:
+    names = ("dtype", "rowwise", "columnwise", "transposed", "block", "pow2_scale", "eps", "profile", "scale_layout")
+    return reference.quantize_block(x.swapaxes(-1, -2) if swapped else x, **dict(zip(names, options, strict=True)))
+
+
+def _rule(source: np.dtype[Any], to: np.dtype[Any], pow2: bool, eps: float,
+          profile: str) -> tuple[float, float, float, float, int, int, int]:
+    """The BlockRule of kernels_cu/include/block_scale.cuh."""
+    target = np.float32(FORMATS[to].max)
+    flags = {"te": _GUARDED, "deepgemm": _AMAX_FIRST, "tilekernels": _OTHER_QUOTIENT, "vllm": _AMAX_FIRST, "sglang": _OTHER_PRODUCT,
+             "torchao": 0}[profile]
+    if pow2:
+        flags = _GUARDED | _ROUND_DOWN if profile == "te" else _AMAX_FIRST | _ROUND_UP
+    low, high = (0x00800000, 0x7F000000) if profile == "deepgemm" else (0x00400000, 0x7F800000)
+    return float(target), float(np.float32(1) / target), eps, float(FORMATS[source].max), low, high, flags
+
+
+class _Target:
+    """Where launches write: a result's addresses and the kernel variants for it. Kept with the Quantized it describes, so that using a
+    result again as `out=` costs one comparison instead of its validation."""
+
+    ranges: forms.Ranges               # of memory that is written; known for a result given as `out=`
+
+    def __init__(self, out: Quantized, x: Array, swapped: bool, options: tuple[Any, ...]) -> None:
+        to, _, _, _, block, pow2_scale, eps, profile, _ = options
+        pow2 = block_pow2(pow2_scale, profile)
+        self.size = x.size
+        *_, self.rows, self.columns = x.shape
+        self.load_bytes = LANE_COLUMNS * x.dtype.itemsize
+        rule, divide = _rule(x.dtype, to, pow2, block_eps(eps, profile), profile), profile == "vllm" and not pow2
+        parts = [out.rowwise, None if out.columnwise is out.rowwise else out.columnwise]
+        #: (variants for an x that is aligned for wide loads and for one that is not, with their grids and the members of their structs)
+        self.launches: list[tuple[tuple[Variant, int, tuple[Any, ...]], ...]] = []
+        if None in block:
+            for part in filter(None, parts):
+                self._add_lines(part, x, swapped, to, rule, divide)
+        else:
+            self._add_tiles(parts, x, swapped, options, rule, divide)
+
+    def _add_tiles(self, parts: list[Scaled | None], x: Array, swapped: bool, options: tuple[Any, ...], rule: tuple[Any, ...],
+                   divide: bool) -> None:
+        to, block, scale_layout = options[0], options[4], options[-1]
+        fast, slow = parts if (block[0] == 1) != swapped else parts[::-1]
+        places = [(forms.stored(part, swapped), checks.address(part.data) if part else 0) for part in (fast, slow)]
+        square = 1 not in block
+        if square:                     # the same codes whatever the direction: what counts is how they are stored
+            at = dict(places)
+            places = [(stored if stored in at else ABSENT, at.get(stored, 0)) for stored in (AS_IS, TRANSPOSED)]
+        (stored_fast, fast_at), (stored_slow, slow_at) = places
+        vector = self._vector((stored_fast, fast_at), (stored_slow, slow_at))
+        run = block[0] if block[1] == 1 else block[1]
+        members = (fast_at, slow_at, *_scales(fast, swapped), *_scales(slow, swapped), self.rows, self.columns, *rule, run // _RUN,
+                   int(divide), int(square), stored_fast | stored_slow << 2)
+        any_shape = _any_shape_variant(x.dtype, to, divide), _GATHERED.grid(x.shape), (*members, vector & ~1)
+        panels = _panels(x.dtype, stored_fast, stored_slow, square, divide, scale_layout == "compact")
+        if vector == 7 and panels:
+            wide = _tile_variant(x.dtype, to, stored_fast, stored_slow, square, divide, panels), panels.grid(x.shape), (*members, vector)
+        else:
+            wide = (*any_shape[:2], (*members, vector))
+        self.launches.append((wide, any_shape))
+
+    def _add_lines(self, part: Scaled, x: Array, swapped: bool, to: np.dtype[Any], rule: tuple[Any, ...], divide: bool) -> None:
+        assert part.block is not None
+        along_rows = (part.block[0] == 1) != swapped
+        stored, at = forms.stored(part, swapped), checks.address(part.data)
+        vector = self._vector((stored, at), (ABSENT, 0))
+        members = (at, 0, *_scales(part, swapped), *_NOWHERE, self.rows, self.columns, *rule, 1, int(divide), 0, stored)
+        panels = _ACROSS if along_rows else _GATHERED
+        lines = cdiv(self.rows, panels.down * ROWS) if along_rows else cdiv(self.columns, panels.across * COLUMNS)
+        grid = checks.grid_size(self.size // (self.rows * self.columns or 1) * lines, x.shape)
+        variant = _lines_variant(x.dtype, to, along_rows)
+        self.launches.append(((variant, grid, (*members, vector)), (variant, grid, (*members, vector & ~1))))
+
+    def _vector(self, *places: tuple[int, int]) -> int:
+        """Bits of BlockParams.vector; the first also needs x to be aligned."""
+        four_columns = self.columns % LANE_COLUMNS == 0
+        return int(four_columns) | sum(
+            bit for bit, (stored, to) in zip((2, 4), places, strict=True)
+            if (self.rows % 16 == 0 and to % 16 == 0 if stored == TRANSPOSED else four_columns and to % 4 == 0))
+
+    def launch(self, x: Array, at: int, noop_at: int) -> None:
+        if not self.size:
+            return
+        for launches in self.launches:
+            variant, grid, members = launches[at % self.load_bytes != 0]
+            variant.launch(x, grid, at, noop_at, *members)
+
+
+def _scales(part: Scaled | None, swapped: bool) -> tuple[int, int, int, int, int, int]:
+    """The ScaleGrid of kernels_cu/include/block_scale.cuh."""
+    if part is None:
+        return _NOWHERE
+    assert part.block is not None
+    *_, rows, columns = part.scale_inv.shape
+    lines_first = part.block[0] == 1 and part.scale_layout != "compact"
+    if (lines_first or (1 not in part.block and part.transposed)) != swapped:      # rows of blocks in memory are columns of scale_inv
+        return checks.address(part.scale_inv), rows * columns, 1, columns, columns, rows
+    return checks.address(part.scale_inv), rows * columns, columns, 1, rows, columns
+
+
+def _panels(source: np.dtype[Any], fast: int, slow: int, square: bool, divide: bool, compact: bool) -> Panels | None:
+    """Of the kernel for wide accesses; None where there is none."""
+    if (fast, slow) == (AS_IS, ABSENT):
+        return _DOWN if square and not divide else _ACROSS if not square else None
+    if divide or (fast == TRANSPOSED):
+        return None
+    if slow == AS_IS:
+        return _DOWN
+    if fast == ABSENT:
+        return _GATHERED._replace(down_first=True)
+    return _DOWN if source == float32 else _WIDE if compact and not square else _GATHERED
+
+
+@functools.cache
+def _tile_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int, square: bool, divide: bool, panels: Panels,
+                  aligned: bool = True) -> Variant:
+    per_panel = _COLUMN_BYTES * (not aligned or slow != ABSENT or square) + _ROW_BYTES * (not aligned or not square)
+    shared = (fast, slow).count(TRANSPOSED) * panels.tile + panels.down * panels.across * per_panel
+    return _TILE.variant(block=panels.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, FAST=fast, SLOW=slow,
+                         SQUARE=int(square), DIVIDE=int(divide), ALIGNED=int(aligned), **panels.defines)
+
+
+def _any_shape_variant(source: np.dtype[Any], to: np.dtype[Any], divide: bool) -> Variant:
+    """For arrays whose rows do not allow wide accesses, and for rare ways to store: what it stores, and how, is told at run time."""
+    return _tile_variant(source, to, TRANSPOSED, TRANSPOSED, False, divide, _GATHERED, False)
+
+
+@functools.cache
+def _lines_variant(source: np.dtype[Any], to: np.dtype[Any], along_rows: bool) -> Variant:
+    panels = _ACROSS if along_rows else _GATHERED
+    shared = panels.tile + panels.down * panels.across * (_ROW_BYTES // 2 if along_rows else _COLUMN_BYTES)
+    return _LINES.variant(block=panels.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, ALONG_ROWS=int(along_rows),
+                          DIVIDE=2, PANELS_DOWN=panels.down, PANELS_ACROSS=panels.across)
+
+
+def _validated(out: Quantized, x: Array, xp: Any, swapped: bool, options: tuple[Any, ...]) -> _Target:
+    """The _Target of a result given as `out=`, once it has been found to fit the call."""
+    key = (id(out), x.shape, x.dtype, swapped, options, 0 if xp is np else x.data.device_id)
+    kept = getattr(out, "_target", None)
+    if kept is not None and kept[0] == key:
+        return cast(_Target, kept[1])
+    found = _forms(x, swapped, options)
+    ranges = forms.written(out, found, x, xp, "block-scaled")
+    row, column = out.rowwise, out.columnwise
+    if row and column:
+        same = found["rowwise"] == found["columnwise"]
+        if (row.data is column.data) != same or (row.scale_inv is column.scale_inv) != same:
+            raise ValueError("out: expected both directions to be the same arrays with blocks of (128, 128) stored alike, and to have "
+                             "their own otherwise")
+    target = _Target(out, x, swapped, options)
+    target.ranges = ranges
+    if xp is not np:
+        object.__setattr__(out, "_target", (key, target))
+    return target
+
+
+def variants() -> Iterator[Variant]:
+    """Every variant that this op may launch."""
+    stored = ((AS_IS, ABSENT), (ABSENT, AS_IS), (ABSENT, TRANSPOSED), (AS_IS, AS_IS), (AS_IS, TRANSPOSED))
+    for source, to in product(INPUT_DTYPES, FP8_DTYPES):
+        for divide in (False, True):
+            yield _any_shape_variant(source, to, divide)
+        for along_rows in (False, True):
+            yield _lines_variant(source, to, along_rows)
+        for (fast, slow), square, divide, compact in product(stored, *((False, True),) * 3):
+            panels = _panels(source, fast, slow, square, divide, compact)
+            if panels and not (square and slow == AS_IS):
+                yield _tile_variant(source, to, fast, slow, square, divide, panels)

@@ -1,0 +1,361 @@
+// Quantisation in blocks with f32 scales (docs/numerics.md, section 3).
+//
+//   factor, scale_inv = of max |x| over the block (include/block_scale.cuh)        data = narrow(fl(x * factor))
+//
+// Everything here speaks of memory: x is [batch, rows, columns], columns fastest. Blocks along a row are called fast, blocks down a column
+// slow; which of them is row-wise is the caller's matter. Data is stored as x is, or transposed: [batch, columns, rows].
+//
+// quantize_block_tile   blocks of 32, 64 or 128 elements along a line, or of 128 x 128. A warp owns a panel of 32 x 128 elements
+//                       (include/panel.cuh); a block of threads PANELS_DOWN x PANELS_ACROSS panels. A row's scale is found inside a warp, a
+//                       column's and a square's through shared memory, by as many threads as there are scales: no scale is computed twice.
+//                       FAST, SLOW: 0 not wanted, 1 data as is, 2 transposed. SQUARE 1: 128 x 128; FAST is then 1 for data as is, SLOW 2
+//                       for transposed data. ALIGNED 1: as defined, and all rows allow the wide accesses of a panel; 0: the struct's
+//                       `stored`, `square` and `vector` tell (arrays of any shape and address). DOWN_FIRST: see tile.cuh.
+// quantize_block_lines  one block per line: all of a row (ALONG_ROWS 1) or of a column (0). A block of threads reads its lines twice. Any
+//                       shape and address.
+// DIVIDE 1: elements are divided by scale_inv (profile vllm), which takes ten instructions for each; 2: where the struct's `divide` says so.
+// IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}; the other profiles, blocks and scale layouts are run-time values. Bytes moved per
+// element: sizeof(IN) + 1 + 4 / block, and 1 + 4 / block for a second direction. Padding of scales is written 0.
+#include "block_scale.cuh"
+#include "panel.cuh"
+
+struct BlockParams {
+    const IN::storage* x;
+    const float* noop;           // one element: 1.0 there means that nothing is written; or null
+    u8 *fast_data, *slow_data;   // squares: as is, transposed
+    ScaleGrid fast, slow;        // squares: two places for the same scales
+    i64 rows, columns;           // of each matrix
+    BlockRule rule;
+    u32 panels;                  // of a block along its line, in runs of 32 elements: 1, 2 or 4
+    u32 divide;                  // 1: by scale_inv
+    u32 square;
+    u32 stored;                  // tile without ALIGNED: FAST | SLOW << 2. lines: 1 as is, 2 transposed
+    u32 vector;                  // without ALIGNED: bit 0, every row of x allows loads of four elements; bits 1 and 2, fast and slow data
+                                 // stores of 4 bytes as is, of 16 bytes transposed (lines: bit 1)
+};
+
+using Tile = PanelTile<PANELS_DOWN, PANELS_ACROSS>;
+
+constexpr int kRuns = kPanelColumns / 32;                            // of 32 elements in a row of a panel
+constexpr int kRunStride = kPanelRows + 4;                           // words between them in shared memory: no conflicts of banks
+constexpr int kRowWords = kRuns * kRunStride;                        // shared by a warp for a scale of every row of every run
+
+__device__ __forceinline__ u32 larger(u32 a, u32 b) { return a > b ? a : b; }
+
+__device__ __forceinline__ bool divides(const BlockParams& p) { return DIVIDE == 2 ? p.divide != 0 : DIVIDE != 0; }
+
+// What elements are multiplied or divided by.
+__device__ __forceinline__ float operand(const BlockParams& p, const BlockScale& s) { return divides(p) ? s.scale_inv : s.factor; }
+
+// Four codes in a word.
+__device__ __forceinline__ u32 scaled_codes(const BlockParams& p, const float (&v)[4], const float (&s)[4]) {
+    float scaled[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) scaled[i] = divides(p) ? div_rn(v[i], s[i]) : mul_rn(v[i], s[i]);
+    Chunk<OUT, 4> out;
+    out.narrow2(0, scaled[0], scaled[1]);
+    out.narrow2(1, scaled[2], scaled[3]);
+    return out.word[0];
+}
+
+// A warp's panel and where it belongs.
+struct Place {
+    i64 at;                      // of this lane's columns in the panel's first row
+    int rows_left, columns_left;
+};
+
+// Data of one direction. `wide`: stores of 4 bytes.
+struct Target {
+    u8* as_is;
+    bool wide;
+};
+
+// The codes of rows 4 * quad to 4 * quad + 3: stored as is (kAsIs), and transposed into words[column][quad % 4]. kFast: `rows` has an
+// operand for every row; otherwise there is one for each of the lane's columns.
+template <bool kFast, bool kWide>
+__device__ __forceinline__ void write_quad(const BlockParams& p, const Panel<IN>& panel, const Place& place, const float* rows,
+                                           const float (&columns)[kLaneColumns], bool as_is, const Target& to, int quad,
+                                           u32 (&words)[kLaneColumns][4]) {
+    float of_row[4];
+    if constexpr (kFast) {
+        const float4 four = *reinterpret_cast<const float4*>(rows + quad * 4);
+        of_row[0] = four.x, of_row[1] = four.y, of_row[2] = four.z, of_row[3] = four.w;
+    }
+    u32 codes[4];
+    u8* at = to.as_is + (place.at + quad * 4 * p.columns);
+#pragma unroll
+    for (int i = 0; i < 4; i++, at += p.columns) {
+        const int r = quad * 4 + i;
+        float v[kLaneColumns];
+        panel.line[r].widen2(0, v[0], v[1]);
+        panel.line[r].widen2(1, v[2], v[3]);
+        if constexpr (kFast) codes[i] = scaled_codes(p, v, {of_row[i], of_row[i], of_row[i], of_row[i]});
+        else codes[i] = scaled_codes(p, v, columns);
+        if (!as_is) continue;
+        const int left = r < place.rows_left ? place.columns_left : 0;
+        const Chunk<OUT, 4> out{{codes[i]}};
+        if (!kWide && !to.wide) out.store_partial(at, left);
+        else if (left) out.store(at);
+    }
+    u32 column[kLaneColumns];
+    transpose_4x4(codes[0], codes[1], codes[2], codes[3], column);
+#pragma unroll
+    for (int c = 0; c < kLaneColumns; c++) words[c][quad % 4] = column[c];
+}
+
+// Sixteen rows: what a column has of them are 16 bytes of a transposed row.
+template <bool kFast, bool kWide>
+__device__ __forceinline__ void write_half(const BlockParams& p, const Panel<IN>& panel, const Place& place, const float* rows,
+                                           const float (&columns)[kLaneColumns], bool as_is, bool transposed, const Target& to, int half,
+                                           const Tile& tile) {
+    if (!as_is && !transposed) return;
+    u32 words[kLaneColumns][4];
+#pragma unroll
+    for (int quad = 0; quad < 4; quad++)
+        write_quad<kFast, kWide>(p, panel, place, rows, columns, as_is, to, half * 4 + quad, words);
+    if (transposed) tile.write(half, words);
+}
+
+#ifdef ENTRY_quantize_block_tile
+constexpr bool kFast = !ALIGNED || (FAST && !SQUARE), kSlow = !ALIGNED || SLOW || SQUARE;
+static_assert(!kSlow || PANELS_DOWN % 4 == 0, "a block of 128 rows is four panels");
+// On an H200 a multiprocessor keeps 512 threads of 16-bit panels in flight, 256 of f32. sm_120 has a third of its memory's speed per
+// multiprocessor, and needs a few registers more.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int kMostInFlight = 256;
+#else
+constexpr int kMostInFlight = sizeof(IN::storage) == 2 ? 512 : 256;
+#endif
+constexpr int kThreadsInFlight = ALIGNED ? kMostInFlight : Tile::kThreads;
+constexpr int kBlocks = kThreadsInFlight > Tile::kThreads ? kThreadsInFlight / Tile::kThreads : 1;
+constexpr int kWarps = Tile::kThreads / 32;
+
+// The scales of the panel's rows, all by one warp. reduced: the operands for write_quad, one run of columns after the other; inverses:
+// the same of scale_inv, for stores of more than one panel's scales at a time. Scales whose lines adjoin are stored here, 32 to a line.
+__device__ __forceinline__ void find_row_scales(PanelAmax<IN, false>& amax, const BlockParams& p, const TilePosition& at, float* reduced,
+                                                float* inverses) {
+    const int lane = threadIdx.x % 32;
+    u32 top[4];
+    amax.template reduce_rows<32 / kRuns>(top);
+    *reinterpret_cast<uint4*>(reduced + lane / 8 * kRunStride + lane % 8 * 4) = make_uint4(top[0], top[1], top[2], top[3]);
+    __syncwarp();
+    const int panels = (int)p.panels, blocks = kRuns / panels;
+    const i64 row = at.row + Tile::row() + lane, first = (at.column + Tile::column()) / kPanelColumns * blocks;
+#pragma unroll 1
+    for (int b = 0; b < blocks; b++) {                               // lane by row
+        u32 bits = 0;
+        for (int run = b * panels; run < (b + 1) * panels; run++) bits = larger(bits, as_bits(reduced[run * kRunStride + lane]));
+        const BlockScale s = p.rule.of(bits);
+        const float stored = row < p.rows ? s.scale_inv : 0.0f;
+        inverses[b * kRunStride + lane] = stored;
+        if (p.fast.to && p.fast.row == 1 && p.fast.has(row, first + b)) *p.fast.at(at.matrix, row, first + b) = stored;
+        // Of all its runs, so that nobody needs to know the block. Nobody else reads this lane's.
+        for (int run = b * panels; run < (b + 1) * panels; run++) reduced[run * kRunStride + lane] = operand(p, s);
+    }
+    __syncwarp();
+}
+
+// Scales whose blocks adjoin: for every row a run as long as the tile is wide.
+__device__ __forceinline__ void store_row_scales(const BlockParams& p, const TilePosition& at, const float* inverses) {
+    const int blocks = kRuns / (int)p.panels, across = blocks * PANELS_ACROSS;
+    const i64 first = at.column / kPanelColumns * blocks;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < Tile::kRows * across; i += Tile::kThreads) {
+        const int r = i / across, b = i % across, warp = b / blocks * PANELS_DOWN + r / kPanelRows;
+        if (p.fast.has(at.row + r, first + b))
+            *p.fast.at(at.matrix, at.row + r, first + b) = inverses[warp * kRowWords + b % blocks * kRunStride + r % kPanelRows];
+    }
+}
+
+// The operands of this lane's columns. tops: a word for every column of every panel.
+__device__ __forceinline__ void find_column_scales(const PanelAmax<IN, false>& amax, const BlockParams& p, const TilePosition& at, u32* tops,
+                                                   float (&columns)[kLaneColumns]) {
+    u32 bits[kLaneColumns];
+    amax.of_columns(bits);
+    const int panels = (int)p.panels, panel = Tile::row() / kPanelRows;
+    *reinterpret_cast<uint4*>(tops + panel * Tile::kColumns + Tile::column()) = make_uint4(bits[0], bits[1], bits[2], bits[3]);
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < PANELS_DOWN / panels * Tile::kColumns; i += Tile::kThreads) {
+        const int block = i / Tile::kColumns, column = i % Tile::kColumns;
+        u32* of_block = tops + block * panels * Tile::kColumns + column;
+        u32 top = 0;
+        for (int b = 0; b < panels; b++) top = larger(top, of_block[b * Tile::kColumns]);
+        const BlockScale s = p.rule.of(top);
+        *of_block = as_bits(operand(p, s));
+        const i64 r = at.row / (panels * kPanelRows) + block, c = at.column + column;
+        if (p.slow.to && p.slow.has(r, c)) *p.slow.at(at.matrix, r, c) = c < p.columns ? s.scale_inv : 0.0f;
+    }
+    __syncthreads();
+    const uint4 four = *reinterpret_cast<const uint4*>(tops + panel / panels * panels * Tile::kColumns + Tile::column());
+    columns[0] = as_float(four.x), columns[1] = as_float(four.y), columns[2] = as_float(four.z), columns[3] = as_float(four.w);
+}
+
+// The scale of the block of rows r and columns c of blocks; after the last one of a line zeros as far as the line is stored.
+__device__ __forceinline__ void store_square_scale(const ScaleGrid& to, const BlockParams& p, i64 m, i64 r, i64 c, float scale_inv) {
+    const i64 rows = (p.rows + 127) / 128, columns = (p.columns + 127) / 128;
+    if (!to.to || r >= rows || c >= columns) return;
+    *to.at(m, r, c) = scale_inv;
+    if (r + 1 == rows)
+        for (i64 i = rows; i < to.rows; i++) *to.at(m, i, c) = 0.0f;
+    if (c + 1 == columns)
+        for (i64 i = columns; i < to.columns; i++) *to.at(m, r, i) = 0.0f;
+}
+
+// The operand of this warp's square, four panels one below the other. tops: a word for every warp.
+__device__ __forceinline__ float find_square_scale(const PanelAmax<IN, false>& amax, const BlockParams& p, const TilePosition& at, u32* tops) {
+    u32 bits[kLaneColumns], top = 0;
+    amax.of_columns(bits);
+#pragma unroll
+    for (const u32 b : bits) top = larger(top, b);
+    top = __reduce_max_sync(~0u, top);
+    if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = top;
+    __syncthreads();
+    top = 0;
+#pragma unroll
+    for (int w = 0; w < 4; w++) top = larger(top, tops[threadIdx.x / 128 * 4 + w]);
+    const BlockScale s = p.rule.of(top);
+    if (threadIdx.x % 128 == 0) {
+        const i64 r = (at.row + Tile::row()) / 128, c = (at.column + Tile::column()) / 128;
+        store_square_scale(p.fast, p, at.matrix, r, c, s.scale_inv);
+        store_square_scale(p.slow, p, at.matrix, r, c, s.scale_inv);
+    }
+    return operand(p, s);
+}
+
+extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) quantize_block_tile(const __grid_constant__ BlockParams p) {
+    extern __shared__ __align__(16) u8 shared[];
+    if (is_set(p.noop)) return;
+    const int fast = ALIGNED ? FAST : p.stored & 3, slow = ALIGNED ? SLOW : p.stored >> 2;
+    const bool square = ALIGNED ? SQUARE : p.square;
+    // Shared memory: transposed fast data, transposed slow data, words of rows (twice), words of columns.
+    const bool fast_transposed = !square && fast == 2;
+    const Tile fast_tile{shared}, slow_tile{fast_transposed ? shared + Tile::kBytes : shared};
+    float* const reduced = reinterpret_cast<float*>(slow == 2 ? slow_tile.shared + Tile::kBytes : slow_tile.shared);
+    float* const inverses = reduced + kWarps * kRowWords;
+    u32* const tops = reinterpret_cast<u32*>(kFast ? inverses + kWarps * kRowWords : reduced);
+    float* const of_warp = reduced + threadIdx.x / 32 * kRowWords;
+
+    const auto at = TilePosition::of_block<Tile, DOWN_FIRST != 0>(blockIdx.x, p.rows, p.columns);
+    const i64 matrix = at.matrix * p.rows * p.columns, row = at.row + Tile::row(), column = at.column + Tile::column();
+    const int rows_left = left_of(p.rows - row, kPanelRows);
+    int columns_left = left_of(p.columns - column, kLaneColumns);
+    if (ALIGNED && columns_left) columns_left = kLaneColumns;
+
+    Panel<IN> panel;
+    const Place place{matrix + row * p.columns + column, rows_left, columns_left};
+    panel.template load<ALIGNED != 0>(p.x + place.at, p.columns, rows_left, columns_left, p.vector & 1);
+    PanelAmax<IN, false> amax;
+    amax.template find<kFast, kSlow>(panel);
+    float columns[kLaneColumns] = {};
+    if (square) {
+        const float all = find_square_scale(amax, p, at, tops);
+#pragma unroll
+        for (float& c : columns) c = all;
+    } else {
+        if constexpr (kFast) find_row_scales(amax, p, at, of_warp, inverses + threadIdx.x / 32 * kRowWords);
+        if constexpr (kSlow) find_column_scales(amax, p, at, tops, columns);
+    }
+
+    const float* const rows = of_warp + threadIdx.x % 32 / (32 / kRuns) * kRunStride;
+    const Target fast_target{p.fast_data, (p.vector & 2) != 0}, slow_target{p.slow_data, (p.vector & 4) != 0};
+    // The directions take turns, so that neither addresses nor widened values live long: in whole panels they would not fit.
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        if (square) {
+            write_half<false, ALIGNED != 0>(p, panel, place, rows, columns, fast == 1, slow == 2, fast_target, half, slow_tile);
+        } else if (fast == 1 && slow == 1) {
+            u32 unused[kLaneColumns][4];
+#pragma unroll
+            for (int quad = half * 4; quad < half * 4 + 4; quad++) {
+                write_quad<true, ALIGNED != 0>(p, panel, place, rows, columns, true, fast_target, quad, unused);
+                write_quad<false, ALIGNED != 0>(p, panel, place, rows, columns, true, slow_target, quad, unused);
+            }
+        } else {
+            write_half<true, ALIGNED != 0>(p, panel, place, rows, columns, fast == 1, fast == 2, fast_target, half, fast_tile);
+            write_half<false, ALIGNED != 0>(p, panel, place, rows, columns, slow == 1, slow == 2, slow_target, half, slow_tile);
+        }
+    }
+
+    const bool blocks_adjoin = kFast && !square && p.fast.to && p.fast.row != 1;
+    if (fast_transposed || slow == 2 || blocks_adjoin) __syncthreads();
+    if constexpr (kFast)
+        if (blocks_adjoin) store_row_scales(p, at, inverses);
+    const int columns_of_tile = left_of(p.columns - at.column, Tile::kColumns), rows_of_tile = left_of(p.rows - at.row, Tile::kRows);
+    const i64 place_t = matrix + at.column * p.rows + at.row;
+    if (fast_transposed) fast_tile.template store<ALIGNED != 0>(p.fast_data + place_t, p.rows, columns_of_tile, rows_of_tile, p.vector & 2);
+    if (slow == 2) slow_tile.template store<ALIGNED != 0>(p.slow_data + place_t, p.rows, columns_of_tile, rows_of_tile, p.vector & 4);
+}
+#endif
+
+#ifdef ENTRY_quantize_block_lines
+static_assert(PANELS_DOWN == 1 || PANELS_ACROSS == 1, "panels in a line");
+constexpr bool kAlongRows = ALONG_ROWS;
+constexpr int kLines = kAlongRows ? Tile::kRows : Tile::kColumns;    // of a block of threads
+constexpr int kStep = kAlongRows ? Tile::kColumns : Tile::kRows;     // elements of them at a time
+constexpr int kParts = kAlongRows ? PANELS_ACROSS * kRuns : PANELS_DOWN, kPartStride = kAlongRows ? kRunStride : kLines;
+
+extern "C" __global__ void __launch_bounds__(Tile::kThreads, 1) quantize_block_lines(const __grid_constant__ BlockParams p) {
+    extern __shared__ __align__(16) u8 shared[];
+    if (is_set(p.noop)) return;
+    const bool as_is = p.stored == 1, transposed = p.stored == 2;
+    const Tile tile{shared};
+    u32* const tops = reinterpret_cast<u32*>(transposed ? shared + Tile::kBytes : shared);           // a word per line of every part
+    const i64 lines = kAlongRows ? p.rows : p.columns, length = kAlongRows ? p.columns : p.rows;
+    const i64 tiles = (lines + kLines - 1) / kLines, m = blockIdx.x / tiles, first = blockIdx.x % tiles * kLines;
+    const i64 matrix = m * p.rows * p.columns;
+
+    Panel<IN> panel;
+    const auto load = [&](i64 begin) -> Place {
+        const i64 row = (kAlongRows ? first : begin) + Tile::row(), column = (kAlongRows ? begin : first) + Tile::column();
+        const Place place{matrix + row * p.columns + column, left_of(p.rows - row, kPanelRows), left_of(p.columns - column, kLaneColumns)};
+        panel.template load<false>(p.x + place.at, p.columns, place.rows_left, place.columns_left, p.vector & 1);
+        return place;
+    };
+    u32 top[4] = {};
+#pragma unroll 1
+    for (i64 begin = 0; begin < length; begin += kStep) {
+        load(begin);
+        PanelAmax<IN, false> amax;
+        amax.template find<kAlongRows, !kAlongRows>(panel);
+        u32 bits[4];
+        if constexpr (kAlongRows) amax.template reduce_rows<32 / kRuns>(bits);
+        else amax.of_columns(bits);
+#pragma unroll
+        for (int i = 0; i < 4; i++) top[i] = larger(top[i], bits[i]);
+    }
+    const int lane = threadIdx.x % 32;
+    u32* const mine = kAlongRows ? tops + (threadIdx.x / 32 * kRuns + lane / 8) * kPartStride + lane % 8 * 4
+                                 : tops + threadIdx.x / 32 * kPartStride + lane * 4;
+    *reinterpret_cast<uint4*>(mine) = make_uint4(top[0], top[1], top[2], top[3]);
+    __syncthreads();
+    const ScaleGrid& to = p.fast;
+    for (int i = threadIdx.x; i < kLines; i += Tile::kThreads) {
+        u32 bits = 0;
+        for (int part = 0; part < kParts; part++) bits = larger(bits, tops[part * kPartStride + i]);
+        const BlockScale s = p.rule.of(bits);
+        const i64 line = first + i, r = kAlongRows ? line : 0, c = kAlongRows ? 0 : line;
+        if (to.has(r, c)) *to.at(m, r, c) = line < lines ? s.scale_inv : 0.0f;
+        tops[i] = as_bits(operand(p, s));
+    }
+    __syncthreads();
+    const float* const operands = reinterpret_cast<const float*>(tops);
+    float columns[kLaneColumns];
+#pragma unroll
+    for (int c = 0; c < kLaneColumns; c++) columns[c] = kAlongRows ? 0.0f : operands[Tile::column() + c];
+    const Target target{p.fast_data, (p.vector & 2) != 0};
+#pragma unroll 1
+    for (i64 begin = 0; begin < length; begin += kStep) {
+        const Place place = load(begin);
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            write_half<kAlongRows, false>(p, panel, place, operands, columns, as_is, transposed, target, half, tile);
+        if (!transposed) continue;
+        __syncthreads();
+        const i64 row = kAlongRows ? first : begin, column = kAlongRows ? begin : first;
+        tile.template store<false>(p.fast_data + matrix + column * p.rows + row, p.rows, left_of(p.columns - column, Tile::kColumns),
+                                   left_of(p.rows - row, Tile::kRows), p.vector & 2);
+        __syncthreads();
+    }
+}
+#endif
