@@ -160,7 +160,7 @@ def blocks(x: Array, q: Scaled | Quantized) -> BlockReport:
     values, codes = _values_and_codes(s, xp)
     _same_shape(x, values)
     assert codes is not None
-    extents = [block or max(extent, 1) for block, extent in zip(s.block, x.shape[-2:], strict=True)]
+    extents = [min(block or max(extent, 1), max(extent, 1)) for block, extent in zip(s.block, x.shape[-2:], strict=True)]
     exponents = _log2(xp, s.to_layout("compact").scale_inv)
     if s.transposed and 1 not in s.block:                               # in the order in which the data are stored
         exponents = exponents.swapaxes(-1, -2)
@@ -171,7 +171,8 @@ def blocks(x: Array, q: Scaled | Quantized) -> BlockReport:
             rows = slice(first * extents[0], (first + step) * extents[0])
             piece, v = x[matrix][rows].astype(np.float64), values[matrix][rows].astype(np.float64)
             for kind, found in enumerate(_losses(xp, _finite_magnitude(xp, piece), v, codes[matrix][rows])):
-                counts[(kind, *matrix, slice(first, first + step))] = _per_block(xp, found, *extents)
+                there = (kind, *matrix, slice(first, first + step))
+                counts[there] = _per_block(xp, found, *extents)
     return BlockReport(s.block, counts[0], counts[1], counts[2], exponents)
 
 

@@ -182,7 +182,8 @@ def _check_scaled(s: Scaled, name: str) -> None:
 
 def _write_entry(archive: zipfile.ZipFile, entry: str, a: np.ndarray) -> None:
     with archive.open(f"{entry}.npy", "w", force_zip64=True) as file:
-        np.lib.format.write_array(file, a, allow_pickle=False)
+        write: Any = np.lib.format.write_array                      # NumPy gives it types from 2.3 on
+        write(file, a, allow_pickle=False)
 
 
 def _open_npz(path: _PathLike) -> Any:

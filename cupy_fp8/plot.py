@@ -160,7 +160,7 @@ def scale_heat_map(scale_inv: Array | Scaled | Quantized, *, ax: Any = None) -> 
     with np.errstate(divide="ignore", invalid="ignore"):
         exponents = np.log2(values)
     ax = _axes(ax, (5, 3.6))
-    picture = ax.imshow(np.ma.masked_invalid(exponents), cmap="viridis", aspect="auto", interpolation="nearest")
+    picture = ax.imshow(np.where(np.isfinite(exponents), exponents, np.nan), cmap="viridis", aspect="auto", interpolation="nearest")
     ax.figure.colorbar(picture, ax=ax, label="log2 scale_inv")
     ax.set_xlabel("block column")
     ax.set_ylabel("block row")

@@ -41,10 +41,9 @@ __device__ __forceinline__ u32 wait_for(const u32* told, u32 mark) {
 #ifdef ENTRY_cast_current
 extern "C" __global__ void __launch_bounds__(THREADS) cast_current(const __grid_constant__ CastCurrentParams p) {
     extern __shared__ __align__(16) u8 shared[];
-    __shared__ u32 shared_top;
+    __shared__ u32 shared_top, launches;
     if (is_set(p.noop)) return;
-    if (threadIdx.x == 0) shared_top = 0;
-    const u32 launches = load_relaxed(p.workspace), mark = launches & 1 ? 0u : kMark;
+    if (threadIdx.x == 0) shared_top = 0, launches = load_relaxed(p.workspace);
     using Source = Chunk<IN, kCount>;
     const i64 first = ((i64)blockIdx.x * THREADS + threadIdx.x) * kCount, step = (i64)gridDim.x * THREADS * kCount;
     const i64 whole = p.n / kCount * kCount;                         // elements in whole chunks; the first thread takes what is left
@@ -68,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) cast_current(const __grid_
         if (first + r * step < whole) amax.add(Source::load_shared(mine + (r - kHeld) * (THREADS * 16)));
 
     u32* const told = p.workspace + 1;
-    const u32 block_top = block_max<THREADS>(amax.f32_bits());
+    const u32 block_top = block_max<THREADS>(amax.f32_bits()), mark = launches & 1 ? 0u : kMark;    // behind block_max's barrier
     if (threadIdx.x == 0) atomicExch(&told[blockIdx.x], block_top | mark);
     if (threadIdx.x < (gridDim.x + 31) / 32 * 32) {                  // a thread for each block, in whole warps
         const u32 top = __reduce_max_sync(~0u, threadIdx.x < gridDim.x ? wait_for(&told[threadIdx.x], mark) : 0u);
@@ -78,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) cast_current(const __grid_
     const u32 top = shared_top;
     const float scale = scale_from_amax(as_float(top), p.target, p.eps, as_float(kMaxF32), p.pow2);
     if (blockIdx.x == 0 && threadIdx.x == 0) {
-        atomicExch(p.workspace, launches + 1);                       // all have told, so all have read it
+        atomicExch(p.workspace, launches + 1);                       // all blocks have told theirs, so all have read it
         write_scale_inv(scale, p.scale_inv, p.scale_inv_copy);
         if (p.amax) raise_amax(p.amax, top, load_relaxed(p.amax));
     }

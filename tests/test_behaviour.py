@@ -41,7 +41,8 @@ def parts(q: Quantized) -> list[Scaled]:
 
 def held(*results: Any) -> list[Any]:
     """Every array of results and arrays, each once."""
-    arrays = [a for r in results for a in ([v for p in parts(r) for v in p] if isinstance(r, Quantized) else [r])]
+    arrays = [a for r in results for a in ([*(v for p in parts(r) for v in p), *([] if r.dbias is None else [r.dbias])]
+                                           if isinstance(r, Quantized) else [r])]
     return list({id(a): a for a in arrays}.values())
 
 
@@ -394,9 +395,9 @@ class Captured:
 def capturable() -> Iterator[tuple[str, Callable[[], Captured]]]:
     shape = (130, 272)
 
-    def quantize(directions: dict[str, Any], dtype: np.dtype) -> Captured:
+    def quantize(directions: dict[str, Any], dtype: np.dtype, current: bool = False) -> Captured:
         x, scale, amax, flag = (fp8.asarray(a, like="cupy") for a in (cases.values("normal", shape, dtype), one(1), one(0), one(0)))
-        out = fp8.quantize_tensor(x, scale, **directions)
+        out = fp8.quantize_tensor(x, None if current else scale, **directions)
 
         def values(seed: int) -> np.ndarray:
             return cases.values("bits", shape, dtype, seed)
@@ -406,10 +407,11 @@ def capturable() -> Iterator[tuple[str, Callable[[], Captured]]]:
 
         def want(seed: int) -> list[np.ndarray]:
             seen = one(0)
-            return [*held(reference.quantize_tensor(values(seed), scale_of(seed), amax=seen, **directions)), seen]
+            return [*held(reference.quantize_tensor(values(seed), None if current else scale_of(seed), amax=seen, **directions)), seen]
 
         return Captured([(x, values), (scale, scale_of), (amax, lambda seed: one(0)), (flag, lambda seed: one(0))],
-                        lambda: fp8.quantize_tensor(x, scale, amax=amax, noop=flag, out=out, **directions), [*held(out), amax], want)
+                        lambda: fp8.quantize_tensor(x, None if current else scale, amax=amax, noop=flag, out=out, **directions),
+                        [*held(out), amax], want)
 
     def plain(call: Callable[..., Any], expected: Callable[[np.ndarray], np.ndarray], dtype: np.dtype) -> Captured:
         def values(seed: int) -> np.ndarray:
@@ -428,6 +430,9 @@ def capturable() -> Iterator[tuple[str, Callable[[], Captured]]]:
     for directions in DIRECTIONS:
         name = "-".join(k for k, on in directions.items() if on)
         yield f"quantize_tensor-{name}", lambda directions=directions: quantize(directions, bfloat16)      # type: ignore[misc]
+        yield f"current-{name}", lambda directions=directions: quantize(directions, bfloat16, True)         # type: ignore[misc]
+        yield f"dbias-{name}", lambda directions=directions: quantize({**directions, "dbias": True}, bfloat16)      # type: ignore[misc]
+    yield "current-dbias", lambda: quantize({"rowwise": True, "columnwise": True, "dbias": True}, float32, True)
     yield "cast_transpose", lambda: quantize({"rowwise": True, "columnwise": True}, float32)
     yield "compute_amax", lambda: plain(fp8.compute_amax, reference.compute_amax, bfloat16)
     yield "astype", lambda: plain(lambda a, **k: fp8.astype(a, float8_e5m2, **k), lambda a: reference.astype(a, float8_e5m2), float32)

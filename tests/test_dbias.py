@@ -55,6 +55,7 @@ def test_no_rows_give_positive_zero_and_nan_is_one_pattern(run):
 def test_it_is_the_sum_before_scaling_of_each_matrix(run):
     x = cases.values("normal", (3, 40, 24), bfloat16)
     q = fp8.quantize_tensor(run.array(x), 0.01, dbias=True)
+    assert q.dbias is not None
     assert q.dbias.shape == (3, 24)
     testing.assert_bytes_equal(q.dbias, np.stack([numerics.tree_sum(m.astype(np.float32), 0) for m in x]))
 
@@ -145,3 +146,28 @@ def test_captured():
     want = reference.cast_transpose(fp8.asnumpy(x), 1.0, dbias=True, dtype=float8_e4m3fn)
     for out in outs:
         testing.assert_bytes_equal(out.dbias, want.dbias)
+
+
+@pytest.mark.gpu
+def test_a_graph_keeps_its_memory():
+    """Calls with another dtype, between capture and replay, use the memory for the sums of tiles that the graph knows."""
+    cp = fp8.xp
+    values = cases.values("normal", (1000, 264), bfloat16)
+    x, other = fp8.asarray(values, like="cupy"), fp8.asarray(values.astype(np.float32) * 3, like="cupy")
+    out = fp8.DelayedScaling().empty(x.shape, columnwise=True, dbias=True, like=x)
+    stream = cp.cuda.Stream(non_blocking=True)
+    with stream:
+        fp8.cast_transpose(x, 1.0, dbias=True, out=out)
+        partial = out.__dict__["_sums"]
+        fp8.cast_transpose(other, 1.0, dbias=True, out=out)
+        stream.begin_capture()
+        fp8.cast_transpose(x, 1.0, dbias=True, out=out)
+        fp8.cast_transpose(other, 1.0, dbias=True, out=out)
+        fp8.cast_transpose(x, 1.0, dbias=True, out=out)
+        graph = stream.end_capture()
+        fp8.cast_transpose(other, 1.0, dbias=True, out=out)
+        assert out.__dict__["_sums"] is partial
+        cases.poison(out.dbias)
+        graph.launch(stream)
+        stream.synchronize()
+    testing.assert_bytes_equal(out.dbias, reference.cast_transpose(values, 1.0, dbias=True).dbias)

@@ -100,8 +100,9 @@ def by_loop(s: Scaled) -> np.ndarray:
         else:
             tile = line // 128 * (here.shape[1] // 4) + block // 4
             e = int(here.reshape(-1)[tile * 512 + line % 32 * 16 + line % 128 // 32 * 4 + block % 4])
-        value = data[(*matrix, j, i) if s.transposed else (*matrix, i, j)]
-        out[(*matrix, i, j)] = value * np.float32(2.0 ** (e - 127))
+        there = (*matrix, i, j)
+        value = data[(*matrix, j, i) if s.transposed else there]
+        out[there] = value * np.float32(2.0 ** (e - 127))
     return out
 
 

@@ -62,10 +62,10 @@ def test_by_hand(monkeypatch, block, layout, transposed, dtype, chunk):
     values, want = s.dequantize(), np.zeros((3, *grid), np.int32)
     for i, j in np.ndindex(x.shape):
         at, value, v = (i // rows, j // columns), float(x[i, j]), float(values[i, j])
-        e, finite = int(exponent[at]), math.isfinite(value)
-        want[(0, *at)] += finite and e != 255 and overflows(abs(value) / 2.0 ** (e - 127), dtype)
-        want[(1, *at)] += finite and value != 0 and v == 0
-        want[(2, *at)] += math.isnan(v)
+        e, finite, losses = int(exponent[at]), math.isfinite(value), want[:, at[0], at[1]]
+        losses[0] += finite and e != 255 and overflows(abs(value) / 2.0 ** (e - 127), dtype)
+        losses[1] += finite and value != 0 and v == 0
+        losses[2] += math.isnan(v)
     assert want.sum(axis=(1, 2)).min() > 0
     report, whole = blocks(x, s), error(x, s)
     for got, counts in zip((report.saturated, report.underflowed, report.nan), want, strict=True):

@@ -122,8 +122,8 @@ def test_refused_groups(numpy_run):
         refused(TypeError, "splits: expected a numpy.ndarray or cupy.ndarray", swizzle, s, splits=wrong, out=out)
     refused(TypeError, "splits: expected integers", swizzle, s, splits=[4.0, 5], out=out)
     refused(ValueError, "splits: expected integers of 64 bits", swizzle, s, splits=[2**63], out=out)
-    memory = np.zeros(1024 + 16, np.uint8)
-    memory = memory[-memory.ctypes.data % 16 :][:1024]
+    buffer = np.zeros(1024 + 16, np.uint8)
+    memory = buffer[-buffer.ctypes.data % 16 :][:1024]
     inside = memory[64:80].view(np.int64)
     inside[...] = 4, 5
     with pytest.raises(ValueError, match=r"^out: overlaps splits in memory"):

@@ -239,7 +239,8 @@ def test_every_bfloat16_in_a_block(mode, profile, run):
 def first_amaxes(dtype: Any, mode: str) -> np.ndarray:
     """For every byte the bits of the smallest finite amax whose byte, by the reference, is not below it; 0x7F800000 where there is none.
     All modes are monotonic."""
-    low, high = np.zeros(256, np.uint32), np.full(256, 0x7F800000, np.uint32)
+    low: np.ndarray = np.zeros(256, np.uint32)
+    high: np.ndarray = np.full(256, 0x7F800000, np.uint32)
     wanted = np.arange(256)
     while (low < high).any():
         middle = low + (high - low >> np.uint32(1))

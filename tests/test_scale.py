@@ -204,7 +204,7 @@ PREVIOUS = (1.0, 0.37, INF, -INF, NAN, 0.0)
 def test_special_values(run, length, reduced, algo):
     grid = np.meshgrid(*[f32(*SPECIAL)] * min(length, 2), f32(*PREVIOUS), *[f32(*SPECIAL)] * reduced, indexing="ij")
     columns = [g.reshape(-1) for g in grid]
-    rows = columns[:min(length, 2)]
+    rows: list[np.ndarray] = list(columns[:min(length, 2)])
     if length == 3:
         rows.append(np.roll(rows[1], 5))
     amax = columns[-1].copy() if reduced else None

@@ -260,13 +260,8 @@ def _validated(out: Quantized, x: Array, xp: Any, swapped: bool, options: tuple[
     if kept is not None and kept[0] == key:
         return cast(_Target, kept[1])
     found = _forms(x, swapped, options)
-    ranges = forms.written(out, found, x, xp, "block-scaled")
-    row, column = out.rowwise, out.columnwise
-    if row and column:
-        same = found["rowwise"] == found["columnwise"]
-        if (row.data is column.data) != same or (row.scale_inv is column.scale_inv) != same:
-            raise ValueError("out: expected both directions to be the same arrays with blocks of (128, 128) stored alike, and to have "
-                             "their own otherwise")
+    alike = found.get("rowwise") == found.get("columnwise")
+    ranges = forms.written(out, found, x, xp, "block-scaled", ("data", "scale_inv") if alike else ())
     target = _Target(out, x, swapped, options)
     target.ranges = ranges
     if xp is not np:

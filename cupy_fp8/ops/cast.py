@@ -148,7 +148,10 @@ class _Target:
         if out.columnwise is not None and out.columnwise.scale_inv is not first:
             self.scale_inv_copy = checks.address(out.columnwise.scale_inv)
         self.rows = self.columns = 0
-        self.sums = None if out.dbias is None else ColumnSums(x, out.dbias)
+        self.sums = None
+        if out.dbias is not None:
+            self.sums = ColumnSums(x, out.dbias, out.__dict__.get("_sums"))
+            out.__dict__["_sums"] = self.sums.partial          # its size follows from the shape alone
         if self.flat:
             self.variant = _cast_variant(x.dtype, dtype)
         else:
@@ -216,14 +219,13 @@ def _validated(out: Quantized, x: Array, xp: Any, dtype: np.dtype[Any], rowwise:
     check_directions(x.shape, rowwise, columnwise, dbias)
     if dbias != (out.dbias is not None):
         raise ValueError(f"out: {'no' if dbias else 'has a'} dbias, but dbias={dbias} was asked for")
-    written: dict[int, tuple[str, int, int]] = {}
+    written: list[tuple[str, int, int]] = []
 
     def write(name: str, a: Array, shape: tuple[int, ...], of: np.dtype[Any]) -> None:
         at = checks.destination(a, shape, of, x, xp, checks.address(x), name)
-        if id(a) not in written:
-            for other, other_at, other_nbytes in written.values():
-                checks.separate(at, a.nbytes, other_at, other_nbytes, name, other)
-        written[id(a)] = (name, at, a.nbytes)
+        for other, other_at, other_nbytes in written:
+            checks.separate(at, a.nbytes, other_at, other_nbytes, name, other)
+        written.append((name, at, a.nbytes))
 
     for name, wanted, part, swapped in (("rowwise", rowwise, out.rowwise, False),
                                         ("columnwise", columnwise, out.columnwise, transposed)):
@@ -236,15 +238,17 @@ def _validated(out: Quantized, x: Array, xp: Any, dtype: np.dtype[Any], rowwise:
                              f"got {part!r}")
         for what, a, shape, of in (("data", part.data, swap_last(x.shape) if swapped else x.shape, dtype),
                                    ("scale_inv", part.scale_inv, (1,), float32)):
-            write(f"out.{name}.{what}", a, shape, of)
+            shared = name == "columnwise" and out.rowwise is not None and a is getattr(out.rowwise, what)
+            if not (shared and (what == "scale_inv" or not transposed)):
+                write(f"out.{name}.{what}", a, shape, of)
     if out.dbias is not None:
         write("out.dbias", out.dbias, dbias_shape(x.shape), float32)
     if rowwise and columnwise and not transposed and cast(Scaled, out.rowwise).data is not cast(Scaled, out.columnwise).data:
         raise ValueError("out: with transposed=False both directions are the same bytes; expected them to share one data array")
-    if dbias:
+    if dbias and "_sums" not in out.__dict__:
         checks.may_prepare(x)
     target = _Target(out, x, dtype)
-    target.ranges = [(at, at + nbytes) for _, at, nbytes in written.values() if nbytes]
+    target.ranges = [(at, at + nbytes) for _, at, nbytes in written if nbytes]
     if xp is not np:
         object.__setattr__(out, "_target", (key, target))
     return target

@@ -23,15 +23,16 @@ _THREADS = 256
 class ColumnSums:
     """The way from tiles to a bias gradient, and the memory that it takes."""
 
-    def __init__(self, x: Array, dbias: Array) -> None:
+    def __init__(self, x: Array, dbias: Array, partial: Array | None = None) -> None:
+        """partial: that of an earlier ColumnSums of the same shape, for launches that a graph has captured keep on using it."""
         self.dbias_at = checks.address(dbias)
         self.matrices, (self.rows, self.columns) = math.prod(x.shape[:-2]), x.shape[-2:]
         lines, total = cdiv(self.rows, tiles.SMALL.rows), 0
         while lines > 1:
             total += lines
             lines = cdiv(lines, _MOST)
-        self._partial = empty_beside(x, (self.matrices * total * self.columns,), float32)
-        self._partial_at = checks.address(self._partial)
+        self.partial = empty_beside(x, (self.matrices * total * self.columns,), float32) if partial is None else partial
+        self._partial_at = checks.address(self.partial)
 
     def tiles_at(self, tile_rows: int) -> int:
         """Where cast_transpose writes the sums of its tiles: with one tile above another these are not the end of it."""

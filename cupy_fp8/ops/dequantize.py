@@ -171,8 +171,9 @@ def _strides(scales: Array) -> tuple[int, int, int] | None:
 
 
 def _shift(block: int | None, extent: int) -> int:
-    """log2 of a block's extent; of None, of one that holds all."""
-    return max(SMALLEST_BLOCK, extent).bit_length() if block is None else block.bit_length() - 1
+    """log2 of a block's extent; of None, or of one past everything, of one that holds all."""
+    everything = max(SMALLEST_BLOCK, extent).bit_length()
+    return everything if block is None else min(block.bit_length() - 1, everything)
 
 
 @functools.cache

@@ -36,12 +36,12 @@ def stored(part: Scaled | None, swapped: bool) -> int:
     return ABSENT if part is None else AS_IS if part.transposed == swapped else TRANSPOSED
 
 
-def written(out: Quantized, forms: Mapping[str, Form], x: Array, xp: Any, kind: str) -> Ranges:
-    """The memory of a result given as `out=`, once every part of it has been found to have its form. `kind` of data, for messages. An
-    array may be part of both directions, but two arrays may not overlap."""
+def written(out: Quantized, forms: Mapping[str, Form], x: Array, xp: Any, kind: str, shared: tuple[str, ...] = ()) -> Ranges:
+    """The memory of a result given as `out=`, once every part of it has been found to have its form. `kind` of data, for messages.
+    shared: 'data', 'scale_inv': what both directions must have in common; nothing else may overlap."""
     if not isinstance(out, Quantized):
         raise TypeError(f"out: expected a Quantized (an earlier result, or recipe.empty(…)), got {type(out).__name__}")
-    found: dict[int, tuple[str, int, int]] = {}
+    found: list[tuple[str, int, int]] = []
     for name, part in (("rowwise", out.rowwise), ("columnwise", out.columnwise)):
         form = forms.get(name)
         if (part is None) != (form is None):
@@ -54,11 +54,14 @@ def written(out: Quantized, forms: Mapping[str, Form], x: Array, xp: Any, kind: 
         for what, a, shape, dtype in (("data", part.data, form.stored, form.dtype),
                                       ("scale_inv", part.scale_inv, form.scale_shape, form.scale_dtype)):
             at = checks.destination(a, shape, dtype, x, xp, checks.address(x), f"out.{name}.{what}")
-            if id(a) not in found:
-                for other, other_at, other_nbytes in found.values():
-                    checks.separate(at, a.nbytes, other_at, other_nbytes, f"out.{name}.{what}", other)
-            found[id(a)] = (f"out.{name}.{what}", at, a.nbytes)
-    return [(at, at + nbytes) for _, at, nbytes in found.values() if nbytes]
+            if what in shared and name == "columnwise" and out.rowwise is not None:
+                if a is not getattr(out.rowwise, what):
+                    raise ValueError(f"out.{name}.{what}: expected out.rowwise.{what} itself, since both directions are the same here")
+                continue
+            for other, other_at, other_nbytes in found:
+                checks.separate(at, a.nbytes, other_at, other_nbytes, f"out.{name}.{what}", other)
+            found.append((f"out.{name}.{what}", at, a.nbytes))
+    return [(at, at + nbytes) for _, at, nbytes in found if nbytes]
 
 
 def check_separate(ranges: Ranges, at: int, nbytes: int, noop_at: int) -> None:

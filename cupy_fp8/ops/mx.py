@@ -253,10 +253,8 @@ def _validated(out: Quantized, x: Array, xp: Any, swapped: bool, options: tuple[
     if kept is not None and kept[0] == key:
         return cast(_Target, kept[1])
     plan = _plan(x, swapped, options)
-    ranges = forms.written(out, plan.forms, x, xp, "MX")
-    row, column = out.rowwise, out.columnwise
-    if row and column and not column.transposed and (row.data is column.data) != (options[6] == (_BLOCK, _BLOCK)):
-        raise ValueError("out: expected both directions to share one data array with blocks of (32, 32), and to have their own otherwise")
+    alike = plan.square and "columnwise" in plan.forms and not plan.forms["columnwise"].transposed
+    ranges = forms.written(out, plan.forms, x, xp, "MX", ("data",) if alike else ())
     target = _Target(out, plan)
     target.ranges = ranges
     if xp is not np:

@@ -32,7 +32,8 @@ def on_elements(scales: np.ndarray, block: tuple[int | None, int | None], shape:
     """What there is for each block, on each of its elements."""
     for axis, extent in zip((-2, -1), block, strict=True):
         length = shape[axis]
-        scales = np.repeat(scales, extent or max(length, 1), axis).take(range(length), axis)
+        whole = max(length, 1)
+        scales = np.repeat(scales, min(extent or whole, whole), axis).take(range(length), axis)
     return scales
 
 
