@@ -58,7 +58,7 @@ def checked_eps(eps: Any) -> float:
 def check_mx_options(mode: str, profile: str, block: tuple[int, int], scale_layout: str) -> None:
     given = mode, profile, block, scale_layout
     try:
-        if given in _MX_OPTIONS:
+        if given in _MX_OPTIONS and not any(isinstance(extent, float) for extent in block):
             return
     except TypeError:                               # something that is not even hashable
         pass

@@ -49,7 +49,8 @@ def quantize_tensor(x: Array, scale: Any = None, *, dtype: Any = float8_e4m3fn, 
     rowwise, columnwise : which directions to return; `columnwise` data is stored […, K, M] for an x of […, M, K], which is what
         TN matrix products want, or as x with ``transposed=False`` (then both directions are the same array)
     amax : one-element f32 array, raised to the largest finite or infinite |x| before scaling (NaN ignored); not zeroed first
-    noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `out`
+    noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `out`. It must not change while
+        the call runs
     dbias : also return the bias gradient, f32 […, K]: the sum of an x of […, M, K] over M before scaling, by a fixed tree, so that
         its bytes depend on nothing but x
     eps, pow2_scale : of current scaling: the floor of the amax, and whether the scale is a power of two (see `compute_scale`)

@@ -64,5 +64,5 @@ def _variant(source: np.dtype[Any], to: np.dtype[Any], machine: _Machine) -> Var
 
 def variants() -> Iterator[Variant]:
     """Every variant that this op may launch."""
-    for source, to, machine in product(INPUT_DTYPES, FP8_DTYPES, (_Machine(1, 1024, 0), _CPU)):
+    for source, to, machine in product(INPUT_DTYPES, FP8_DTYPES, (_Machine(1, 1024, _STATIC_SHARED), _CPU)):
         yield _variant(source, to, machine)
