@@ -42,6 +42,8 @@ def test_tiles_of_large_arrays(executor, monkeypatch):
 def test_large_shapes(shape):
     with testing.executor("cuda") as run:
         for case in CASES:
+            if case.op == "scaling_aware_transpose" and len(shape) > 2:
+                continue                                            # of one matrix
             if case.shape == cases.MATRIX and case.values == "bits":
                 check(OPS[case.op], Case(case.op, case.dtype, shape, case.values, case.layout, case.options), run)
 
