@@ -13,6 +13,7 @@
 //                   a panel; 0: the struct's `stored` and `vector` tell (arrays of any shape and address). DOWN_FIRST: see tile.cuh.
 // IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}; mode, profile and scale layout are run-time values, which cost nothing. Bytes moved per
 // element: sizeof(IN) + 1 + 1/32, and 1 + 1/32 for a second direction. Padding of swizzled scales is written 0.
+#include "cast.cuh"
 #include "e8m0.cuh"
 #include "flat.cuh"
 #include "panel.cuh"
@@ -32,18 +33,6 @@ struct MxParams {
 };
 
 constexpr int kBlock = 32;
-
-template <int kCount>
-__device__ __forceinline__ Chunk<OUT, kCount> scaled(const Chunk<IN, kCount>& in, float scale) {
-    Chunk<OUT, kCount> out;
-#pragma unroll
-    for (int i = 0; i < kCount / 2; i++) {
-        float lo, hi;
-        in.widen2(i, lo, hi);
-        out.narrow2(i, mul_rn(lo, scale), mul_rn(hi, scale));
-    }
-    return out;
-}
 
 #ifdef ENTRY_quantize_mx_rows
 constexpr int kChunk = kFlatChunk<IN, OUT>, kLanes = kBlock / kChunk;
@@ -70,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(kFlatThreads) quantize_mx_rows(cons
         e[u] = p.rule.byte(p.rule.nan_wins() ? block_amax<true>(in.chunk[u]) : block_amax<false>(in.chunk[u]));
 #pragma unroll
     for (int u = 0; u < kFlatUnroll; u++) {
-        const auto out = scaled(in.chunk[u], inverse_e8m0(e[u]));
+        const auto out = scale_and_narrow(in.chunk[u], inverse_e8m0(e[u]));
         if (in.whole) out.store(p.fast_data + in.at(u));
         else out.store_partial(p.fast_data + in.at(u), in.left(u));
         if (threadIdx.x % kLanes == 0) staged[u * kBlocksAtOnce + threadIdx.x / kLanes] = (u8)e[u];
