@@ -119,8 +119,8 @@ __device__ __forceinline__ void write_half(const BlockParams& p, const Panel<IN>
 #ifdef ENTRY_quantize_block_tile
 constexpr bool kFast = !ALIGNED || (FAST && !SQUARE), kSlow = !ALIGNED || SLOW || SQUARE;
 static_assert(!kSlow || PANELS_DOWN % 4 == 0, "a block of 128 rows is four panels");
-// On an H200 a multiprocessor keeps 512 threads of 16-bit panels in flight, 256 of f32. sm_120 has a third of its memory's speed per
-// multiprocessor, and needs a few registers more.
+// On an H200 a multiprocessor keeps 512 threads of 16-bit panels in flight, 256 of f32. On sm_120 the compiler
+// spills at 512 threads' registers; what 256 cost there has not been measured.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 constexpr int kMostInFlight = 256;
 #else
