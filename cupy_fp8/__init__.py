@@ -21,7 +21,9 @@ from .ops.convert import astype, transpose
 from .ops.dequantize import dequantize
 from .ops.layouts import swizzle_scales, unswizzle_scales
 from .ops.mx import quantize_mx
+from .ops.offsets import splits_to_offsets
 from .ops.scale import compute_scale, update_delayed_scaling
+from .ops.scale_layouts import convert_scales
 from .recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from .results import Quantized, Scaled
 from .runtime import device_errors
@@ -31,10 +33,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockScaling", "CurrentScaling", "DelayedScaling", "DelayedScalingState", "DeviceError", "MXScaling", "Quantized", "Scaled",
-    "asarray", "asnumpy", "astype", "bytes_equal", "cast_transpose", "compute_amax", "compute_scale", "concatenate", "dequantize",
-    "device_errors", "empty", "empty_like", "from_dlpack", "full", "load", "quantize_block", "quantize_mx",
-    "quantize_tensor", "save",
-    "scaling_aware_transpose", "swizzle_scales", "to_dlpack", "transpose", "unswizzle_scales", "update_delayed_scaling", "zeros",
+    "asarray", "asnumpy", "astype", "bytes_equal", "cast_transpose", "compute_amax", "compute_scale", "concatenate", "convert_scales",
+    "dequantize", "device_errors", "empty", "empty_like", "from_dlpack", "full", "load", "quantize_block", "quantize_mx",
+    "quantize_tensor", "save", "scaling_aware_transpose", "splits_to_offsets",
+    "swizzle_scales", "to_dlpack", "transpose", "unswizzle_scales", "update_delayed_scaling", "zeros",
     "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float16", "float32", "finfo",
     "diagnostics", "io", "plot",
 ]  # fmt: skip

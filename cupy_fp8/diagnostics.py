@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import backend
 from .arrays import Array, asnumpy, bits, contiguous
-from .formats import FP8_DTYPES, INPUT_DTYPES, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32, names
+from .formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32, names
 from .layouts import cdiv
+from .reference.aware import target_exponent
+from .reference.numerics import widen
 from .results import Quantized, Scaled
 
 #: Elements whose f64 intermediates exist at one time (eight arrays of 8 MB).
@@ -98,6 +100,57 @@ class BlockReport:
         return _html(self._facts())
 
 
+class Vanished(NamedTuple):
+    """What becomes ±0 though it was not: row-blocks of which nothing is left, and elements."""
+
+    row_blocks: int
+    elements: int
+
+
+@dataclass(frozen=True, eq=False)
+class SpanReport:
+    """What `scale_span` found. A tile is what as many rows as share a column-wise block have in one of their row-blocks.
+
+    tile            its shape, (rows, B)
+    spans           log2(largest / smallest scale of a tile's rows that hold anything but zeros): float32 NumPy array by rows and columns
+                    of tiles, NaN where there are no such rows
+    largest, median of the spans; NaN where there are none
+    row_blocks      that hold anything but zeros, under a scale
+    elements        that are neither 0 nor NaN, under a scale
+    by_tile         what vanishes when all rows of a tile get the largest scale among them (target 'tile')
+    by_column       what vanishes when each column of a tile gets the scale that its largest value calls for (target 'column')
+    """
+
+    tile: tuple[int, int]
+    spans: np.ndarray
+    largest: float
+    median: float
+    row_blocks: int
+    elements: int
+    by_tile: Vanished
+    by_column: Vanished
+
+    def _facts(self) -> dict[str, str]:
+        def power(exponent: float) -> str:
+            return "unknown" if math.isnan(exponent) else f"2^{exponent:.4g}"
+
+        def lost(v: Vanished) -> str:
+            return f"{v.row_blocks:,} row-blocks, {v.elements:,} elements"
+
+        return {"tiles": f"{'×'.join(map(str, self.spans.shape))} tiles of {self.tile[0]}×{self.tile[1]}",
+                "largest span": power(self.largest), "median span": power(self.median),
+                "not 0": f"{self.row_blocks:,} row-blocks, {self.elements:,} elements",
+                "vanish by tile": lost(self.by_tile), "vanish by column": lost(self.by_column)}
+
+    def __repr__(self) -> str:
+        f = self._facts()
+        return (f"SpanReport({f['tiles']}, scales up to {f['largest span']} apart, median {f['median span']}; not 0: {f['not 0']}; "
+                f"vanish by tile: {f['vanish by tile']}, by column: {f['vanish by column']})")
+
+    def _repr_html_(self) -> str:
+        return _html(self._facts())
+
+
 def error(x: Array, q: Any) -> ErrorReport:
     """Compare a tensor with its quantised form.
 
@@ -174,6 +227,83 @@ def blocks(x: Array, q: Scaled | Quantized) -> BlockReport:
                 there = (kind, *matrix, slice(first, first + step))
                 counts[there] = _per_block(xp, found, *extents)
     return BlockReport(s.block, counts[0], counts[1], counts[2], exponents)
+
+
+def scale_span(q: Scaled | Quantized, *, block: int | None = None) -> SpanReport:
+    """How far apart the scales are of rows that a column-wise block would have to share, and what would vanish there: whether row-wise
+    data survive `scaling_aware_transpose`.
+
+    q : row-wise data in blocks of (1, B), any scales in any layout (of a `Quantized` the row-wise part). The rows of column-wise data are
+        those of its `.T`.
+    block : rows of a column-wise block; default B.
+    Returns a `SpanReport`. Computed on the host, in f64, in pieces of about 2**20 elements.
+
+    An element v under scale s becomes v * s / t, an exact real number, rounded to nearest even: it vanishes where |v| * s / t is at most
+    half of FP8's smallest subnormal (the tie goes to 0). t is docs/numerics.md section 4's: with target 'tile' the largest s of the tile's
+    rows that hold anything but zeros (NaN is something); with 'column' the smallest power of two not below max |v| * s / fp8_max over the
+    column's rows, within 2**-127 and 2**127. That is meant for any s: `scaling_aware_transpose` wants powers of two, and of those these
+    are the elements that it makes 0. Row-blocks under a scale that is NaN, Inf, 0 or negative take no part. A NaN does not vanish.
+    Raises TypeError, ValueError (blocks that are not row-wise).
+
+    >>> import numpy as np, cupy_fp8 as fp8
+    >>> x = np.outer([1e-4, 1, 100], np.ones(256)).astype(np.float32)
+    >>> report = fp8.diagnostics.scale_span(fp8.quantize_block(x))
+    >>> report.spans.tolist(), report.elements, report.by_column
+    ([[20.0, 20.0]], 768, Vanished(row_blocks=2, elements=256))
+    """
+    if not isinstance(q, (Scaled, Quantized)):
+        raise TypeError(f"q: expected a Scaled or Quantized, got {type(q).__name__}")
+    part = q if isinstance(q, Scaled) else q.rowwise
+    if part is None:
+        raise ValueError("q: expected a row-wise part, got a Quantized without one; q.columnwise.T has its columns as rows")
+    if part.block is None or part.block[0] != 1:
+        raise ValueError(f"q: expected row-wise blocks (1, B), got {part.block or 'one scale for the tensor'}; those of column-wise data "
+                         "are in its .T")
+    rows = part.block[1] if block is None else block
+    if not isinstance(rows, (int, np.integer)) or rows < 1:
+        raise ValueError(f"block: expected how many rows share a scale, an integer of 1 or more, got {rows!r}")
+    s = part.to_layout("compact")
+    codes, scales = asnumpy(s.data), widen(asnumpy(s.scale_inv))
+    codes = np.swapaxes(codes, -1, -2) if s.transposed else codes
+    tile = int(rows), part.block[1] or max(s.shape[-1], 1)
+    spans = np.full((*s.shape[:-2], cdiv(s.shape[-2], rows), scales.shape[-1]), np.nan, np.float32)
+    step = max(1, CHUNK // max(1, tile[0] * scales.shape[-1] * tile[1]))    # rows of tiles at a time
+    counts = np.zeros(6, np.int64)
+    for matrix in np.ndindex(s.shape[:-2]):
+        for first in range(0, spans.shape[-2], step):
+            piece = slice(first * rows, (first + step) * rows)
+            spans[matrix][first:first + step], found = _span_of_tiles(codes[matrix][piece], scales[matrix][piece], tile)
+            counts += found
+    known = spans[~np.isnan(spans)]
+    largest, median = (float(known.max()), float(np.median(known))) if known.size else (math.nan, math.nan)
+    row_blocks, elements, *vanished = counts.tolist()
+    return SpanReport(tile, spans, largest, median, row_blocks, elements, Vanished(*vanished[:2]), Vanished(*vanished[2:]))
+
+
+def _span_of_tiles(codes: np.ndarray, scales: np.ndarray, tile: tuple[int, int]) -> tuple[np.ndarray, list[int]]:
+    """(the spans, the counts of a SpanReport) of rows of tiles: codes [rows, K], f32 scales [rows, row-blocks]."""
+    down, across = cdiv(len(scales), tile[0]), scales.shape[1]
+    padded = np.zeros((down * tile[0], across * tile[1]), codes.dtype)
+    padded[:len(codes), :codes.shape[1]] = codes
+    codes = padded.reshape(down, tile[0], across, tile[1])
+    scales = np.pad(scales.astype(np.float64), ((0, down * tile[0] - len(scales)), (0, 0))).reshape(down, tile[0], across)
+    valid = np.isfinite(scales) & (scales > 0)
+    v, s = np.abs(widen(codes)).astype(np.float64), np.where(valid, scales, 1)
+    something = (v != 0) & valid[..., None]
+    number = something & ~np.isnan(v)
+    used = something.any(axis=-1)
+    high, low = np.where(used, s, 0).max(axis=1), np.where(used, s, np.inf).min(axis=1)
+    (high_fraction, high_exponent), (low_fraction, low_exponent) = np.frexp(high), np.frexp(np.where(high > 0, low, 1))
+    with np.errstate(divide="ignore"):                                      # exact for powers of two
+        spans = np.where(high > 0, np.log2(high_fraction / low_fraction) + (high_exponent - low_exponent), np.nan)
+    products = np.where(number, v * s[..., None], 0)                        # exact
+    by_tile = np.where(high > 0, high, 1)[:, None, :, None]
+    by_column = np.ldexp(1.0, target_exponent(products.max(axis=1), codes.dtype).astype(np.int32))[:, None]
+    counts = [int(used.sum()), int(number.sum())]
+    for target in (by_tile, by_column):
+        gone = number & (products <= target * (FORMATS[codes.dtype].smallest_subnormal / 2))
+        counts += [int((used & ~(something & ~gone).any(axis=-1)).sum()), int(gone.sum())]
+    return spans.astype(np.float32), counts
 
 
 def _module(x: Array) -> Any:

@@ -17,6 +17,8 @@ float8_e8m0fnu = np.dtype(ml_dtypes.float8_e8m0fnu)
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
 float16 = np.dtype(np.float16)
 float32 = np.dtype(np.float32)
+#: Of packed scales (deepgemm_sm100), which are no numbers of their own.
+int32 = np.dtype(np.int32)
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,24 @@
 """How scales of blocks are stored: shapes and padding (pure arithmetic; the bytes are in docs/layouts.md).
 
 A direction's scales form, per matrix, a grid of `outer` lines by `blocks` scales along each line: for row-wise blocks (1, B) the lines are
-the M rows and the blocks run along K, for column-wise blocks (B, 1) the lines are the K columns and the blocks run along M.
+the M rows and the blocks run along K, for column-wise blocks (B, 1) the lines are the K columns and the blocks run along M. Of 2-D blocks
+the lines are the rows of blocks.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from .formats import float8_e8m0fnu, float32
+import numpy as np
 
-#: The layouts of block scales, and the dtypes that scales have in them.
-SCALE_DTYPES = {"compact": (float8_e8m0fnu, float32), "swizzled": (float8_e8m0fnu,), "gemm_ready": (float32,), "deepgemm_sm90": (float32,)}
-PADDED_TO = 4                               # scales, in gemm_ready and deepgemm_sm90: their lines begin at multiples of 16 bytes
+from .formats import float8_e8m0fnu, float32, int32
+
+#: The layouts of block scales, and the dtypes that scales have in them (int32: words of four E8M0 scales).
+SCALE_DTYPES: dict[str, tuple[np.dtype[Any], ...]] = {
+    "compact": (float8_e8m0fnu, float32), "swizzled": (float8_e8m0fnu,), "gemm_ready": (float32,), "deepgemm_sm90": (float32,),
+    "deepgemm_sm100": (int32,)}
+PADDED_TO = 4                               # lines, in gemm_ready and DeepGEMM's layouts: runs of lines begin at multiples of 16 bytes
+PACKED = 4                                  # E8M0 scales in a word of deepgemm_sm100
 SMALLEST_BLOCK = 32                         # elements along a line: what a tile of the kernels may assume
 
 SWIZZLE_ROWS, SWIZZLE_COLUMNS = 128, 4      # the tile of `swizzled`: 128 lines x 4 blocks in 512 consecutive bytes
@@ -37,16 +43,15 @@ def round_up(a: int, b: int) -> int:
 
 
 def scale_grid(shape: tuple[int, ...], block: tuple[int | None, int | None]) -> ScaleGrid:
-    """The grid of 1-D blocks: (1, B) along rows, (B, 1) along columns; (1, None): one block per row.
+    """The grid of 1-D blocks: (1, B) along rows, (B, 1) along columns; (1, None): one block per row. Of 2-D blocks: rows by columns.
 
-    >>> scale_grid((4, 100, 64), (32, 1))
-    ScaleGrid(batch=(4,), outer=64, blocks=4, columnwise=True)
+    >>> scale_grid((4, 100, 64), (32, 1)), scale_grid((100, 640), (128, 128))
+    (ScaleGrid(batch=(4,), outer=64, blocks=4, columnwise=True), ScaleGrid(batch=(), outer=1, blocks=5, columnwise=False))
     """
-    *batch, rows, columns = shape
-    if block[0] == 1:
-        return ScaleGrid(tuple(batch), rows, cdiv(columns, block[1] or max(columns, 1)), False)
-    assert block[1] == 1
-    return ScaleGrid(tuple(batch), columns, cdiv(rows, block[0] or max(rows, 1)), True)
+    down, across = (cdiv(extent, b or max(extent, 1)) for extent, b in zip(shape[-2:], block, strict=True))
+    if block[1] == 1:
+        return ScaleGrid(shape[:-2], across, down, True)
+    return ScaleGrid(shape[:-2], down, across, False)
 
 
 def compact_shape(grid: ScaleGrid) -> tuple[int, ...]:
@@ -74,6 +79,15 @@ def padded_shape(grid: ScaleGrid) -> tuple[int, ...]:
     (5, 104)
     """
     return (*grid.batch, grid.blocks, round_up(grid.outer, PADDED_TO))
+
+
+def packed_shape(grid: ScaleGrid) -> tuple[int, ...]:
+    """[…, words of four blocks, lines rounded up to 4], whatever the direction: deepgemm_sm100.
+
+    >>> packed_shape(scale_grid((101, 640), (1, 128)))
+    (2, 104)
+    """
+    return (*grid.batch, cdiv(grid.blocks, PACKED), round_up(grid.outer, PADDED_TO))
 
 
 def grouped_rows(lines: int, groups: int) -> int:
@@ -113,15 +127,28 @@ def _grouped(total: int, groups: int, multiple: int) -> int:
     return (total + (multiple - 1) * min(groups, total)) // multiple * multiple
 
 
+def scale_dtype(dtype: np.dtype[Any], layout: str) -> np.dtype[Any]:
+    """What scales of a dtype are in a layout: the dtype itself where the layout holds it.
+
+    >>> scale_dtype(float32, "compact").name, scale_dtype(float32, "swizzled").name, scale_dtype(int32, "compact").name
+    ('float32', 'float8_e8m0fnu', 'float8_e8m0fnu')
+    """
+    held = SCALE_DTYPES[layout]
+    return dtype if dtype in held else held[0]
+
+
 def scale_shape(shape: tuple[int, ...], block: tuple[int | None, int | None] | None, layout: str | None,
                 transposed: bool = False) -> tuple[int, ...]:
-    """The shape of a `Scaled`'s scale_inv: of 1-D blocks `compact_shape`, `swizzled_shape` or `padded_shape`; of 2-D blocks (compact or
-    gemm_ready, whose rows are padded) a scale for each, in the order in which the data are stored.
+    """The shape of a `Scaled`'s scale_inv. Of 1-D blocks `compact_shape`, `swizzled_shape`, `padded_shape`, `packed_shape`. Of 2-D blocks,
+    in the order in which the data are stored: a scale for each (compact, or gemm_ready, whose rows are padded), or as of 1-D blocks, a
+    scale repeated for each line of its block (deepgemm_sm100).
 
     >>> scale_shape((100, 64), (32, 1), "compact"), scale_shape((100, 640), (128, 128), "compact", transposed=True)
     ((4, 64), (5, 1))
     >>> scale_shape((101, 640), (1, 128), "gemm_ready"), scale_shape((100, 640), (128, 128), "gemm_ready")
     ((5, 104), (1, 8))
+    >>> scale_shape((101, 640), (1, 128), "deepgemm_sm100"), scale_shape((101, 640), (128, 128), "deepgemm_sm100")
+    ((2, 104), (2, 104))
 
     Raises ValueError for blocks and layouts that do not exist, and where the layout does not fit the block.
     """
@@ -133,15 +160,21 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int | None, int | None] | N
     if len(shape) < 2:
         raise ValueError(f"block: {block} needs two or more dimensions, got shape {shape}")
     assert block is not None                # as _is_block says
-    if 1 in block:
-        grid = scale_grid(shape, block)
-        return compact_shape(grid) if layout == "compact" else swizzled_shape(grid) if layout == "swizzled" else padded_shape(grid)
-    if layout not in ("compact", "gemm_ready"):
-        raise ValueError(f"scale_layout: {layout!r} belongs to blocks along one line, got block {block}")
-    rows, columns = (cdiv(extent, b or 1) for extent, b in zip(shape[-2:], block, strict=True))
-    if transposed:
-        rows, columns = columns, rows
-    return (*shape[:-2], rows, columns if layout == "compact" else round_up(columns, PADDED_TO))
+    if transposed and 1 not in block:
+        shape, block = (*shape[:-2], shape[-1], shape[-2]), (block[1], block[0])
+    grid = scale_grid(shape, block)
+    if 1 not in block:
+        if layout in ("swizzled", "deepgemm_sm90"):
+            raise ValueError(f"scale_layout: {layout!r} belongs to blocks along one line, got block {block}; take compact or gemm_ready")
+        if layout == "gemm_ready":
+            return (*grid.batch, grid.outer, round_up(grid.blocks, PADDED_TO))
+        if layout == "deepgemm_sm100":
+            grid = grid._replace(outer=shape[-2])
+    return _SHAPES[layout](grid)
+
+
+_SHAPES = {"compact": compact_shape, "swizzled": swizzled_shape, "gemm_ready": padded_shape, "deepgemm_sm90": padded_shape,
+           "deepgemm_sm100": packed_shape}
 
 
 def _is_block(block: object) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from . import backend
-from .arrays import Array, bits, empty_like
+from .arrays import Array, bits
 from .formats import names
 from .layouts import SCALE_DTYPES, scale_shape
 
@@ -20,12 +20,12 @@ class Scaled:
     """Quantised data in one direction: value = data * scale_inv.
 
     data         C-contiguous FP8 array: the logical shape […, M, K], or […, K, M] where `transposed`
-    scale_inv    f32 [1] per tensor; of blocks E8M0 or f32, see scale_layout
+    scale_inv    f32 [1] per tensor; of blocks E8M0, f32, or int32 (words of four E8M0 scales), see scale_layout
     shape        the logical shape, whatever the storage
     block        the shape of the block that shares a scale in the logical matrix, (1, 32) for row-wise and (32, 1) for column-wise MX;
                  None: one scale for the tensor
-    scale_layout how the scales of blocks are stored: 'compact' (a row of scales per row of blocks), 'swizzled', 'gemm_ready' or
-                 'deepgemm_sm90' (docs/layouts.md); None for one scale
+    scale_layout how the scales of blocks are stored: 'compact' (a row of scales per row of blocks), 'swizzled', 'gemm_ready',
+                 'deepgemm_sm90' or 'deepgemm_sm100' (docs/layouts.md); None for one scale
     """
 
     data: Array
@@ -52,7 +52,7 @@ class Scaled:
     @property
     def T(self) -> Scaled:
         """The transposed matrix (last two axes), without moving a byte: the same data read the other way round. Compact scales follow the
-        logical matrix, so they become a transposed view; swizzled ones follow the lines, and stay as they are."""
+        logical matrix, so they become a transposed view; those of other layouts follow the lines, and stay as they are."""
         if len(self.shape) < 2:
             return self
         block, scale_inv = self.block, self.scale_inv
@@ -66,35 +66,26 @@ class Scaled:
 
         return dequantize(self, dtype=dtype)
 
-    def to_layout(self, name: str) -> Scaled:
-        """The same data with its scales stored in another layout: 'compact'; 'swizzled' (E8M0); 'gemm_ready' or 'deepgemm_sm90' (f32).
-        Itself where they are already.
+    def to_layout(self, name: str, *, dtype: Any = None) -> Scaled:
+        """The same data with its scales stored in another layout: 'compact', 'swizzled' (E8M0), 'gemm_ready' or 'deepgemm_sm90' (f32), or
+        'deepgemm_sm100' (words of E8M0 scales). Itself where they are already. See `convert_scales`, which does it.
 
-        Raises ValueError for other names and for a per-tensor result, whose one scale has no layout; TypeError for scales that the
-        layout does not hold (f32 ones are not swizzled).
+        dtype : of compact scales, float32 or float8_e8m0fnu. None: as they are; float8_e8m0fnu for words
+        Raises ValueError for other names, for a per-tensor result, whose one scale has no layout, where the layout does not fit the
+        block, and (of NumPy arrays) for f32 scales that E8M0 does not hold; TypeError for a dtype that the layout does not hold.
         """
         if self.block is None:
             raise ValueError(f"to_layout({name!r}): per-tensor data has a single scale, which has no layout")
         if name not in SCALE_DTYPES:
             raise ValueError(f"to_layout: expected one of {tuple(SCALE_DTYPES)}, got {name!r}")
-        if name == self.scale_layout:
+        if name == self.scale_layout and (dtype is None or self.scale_inv.dtype == dtype):
             return self
-        if "swizzled" not in (name, self.scale_layout):
-            from .ops.scale_layouts import to_f32_layout
+        from .ops.scale_layouts import convert_scales
 
-            return Scaled(self.data, to_f32_layout(self, name), self.shape, self.transposed, self.block, name)
-        if "compact" not in (name, self.scale_layout):
-            raise TypeError(f"to_layout({name!r}): {self.scale_layout} scales are {self.scale_inv.dtype}, which {name} does not hold")
-        from .ops.layouts import swizzle_scales, unswizzle_scales
-
-        shape = scale_shape(self.shape, self.block, name, self.transposed)
-        columnwise = self.block[1] == 1                     # compact scales are then blocks by lines
-        if name == "swizzled":
-            scale_inv = swizzle_scales(self.scale_inv.swapaxes(-1, -2) if columnwise else self.scale_inv)
-        else:
-            scale_inv = empty_like(self.scale_inv, shape=shape)
-            lines = scale_inv.swapaxes(-1, -2) if columnwise else scale_inv
-            unswizzle_scales(self.scale_inv, shape=lines.shape, out=lines)
+        shape, block = self.shape, self.block
+        if self.transposed and 1 not in block:              # such scales follow the data as stored
+            shape, block = swap_last(shape), (block[1], block[0])
+        scale_inv = convert_scales(self.scale_inv, source=cast(str, self.scale_layout), target=name, shape=shape, block=block, dtype=dtype)
         return Scaled(self.data, scale_inv, self.shape, self.transposed, self.block, name)
 
     def __iter__(self) -> Iterator[Array]:

@@ -1,8 +1,9 @@
-"""Arrays of scales for tests: E8M0 bytes, their layout by its formula, and memory with guards."""
+"""Arrays of scales for tests: E8M0 bytes, their layouts by their formulas, and memory with guards."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,8 @@ import numpy as np
 import cupy_fp8 as fp8
 from cupy_fp8 import testing
 from cupy_fp8.arrays import bits
-from cupy_fp8.formats import float8_e8m0fnu
-from cupy_fp8.layouts import cdiv
+from cupy_fp8.formats import float8_e8m0fnu, float32, int32
+from cupy_fp8.layouts import cdiv, round_up, scale_shape
 
 
 def scales(*shape: int, seed: int = 0) -> np.ndarray:
@@ -42,16 +43,65 @@ def stored_by_blocks(s: np.ndarray, run: testing.Executor) -> Any:
     return run.array(np.ascontiguousarray(s.swapaxes(-1, -2))).swapaxes(-1, -2)
 
 
-def guarded(run: testing.Executor, shape: tuple[int, ...]) -> tuple[Any, Callable[[], bool]]:
-    """(a poisoned array, whether the 512 bytes on either side of it are as they were)."""
-    n = int(np.prod(shape))
-    buffer = run.array(np.full(n + 1024 + 16, 0xAA, np.uint8))
+def guarded(run: testing.Executor, shape: tuple[int, ...], dtype: np.dtype[Any] = float8_e8m0fnu,
+            lead: int = 0) -> tuple[Any, Callable[[], bool]]:
+    """(a poisoned array that starts `lead` bytes past a multiple of 16, whether the 512 bytes on either side of it are as they were)."""
+    n = int(np.prod(shape)) * dtype.itemsize
+    buffer = run.array(np.full(n + 1024 + 32, 0xAA, np.uint8))
     at = buffer.ctypes.data if isinstance(buffer, np.ndarray) else buffer.data.ptr
-    lead = 512 + -at % 16
-    out = buffer[lead : lead + n].view(float8_e8m0fnu).reshape(shape)
+    first = 512 + -at % 16 + lead
+    out = buffer[first : first + n].view(dtype).reshape(shape)
 
     def intact() -> bool:
-        outside = np.delete(raw(buffer), np.s_[lead : lead + n])
+        outside = np.delete(raw(buffer), np.s_[first : first + n])
         return bool((outside == 0xAA).all())
 
     return out, intact
+
+
+def addresses(layout: str, shape: tuple[int, int], block: tuple[int | None, int | None]) -> dict[tuple[int, int], list[int]]:
+    """Where a matrix's scales lie, by line and block (2-D: by row and column of blocks): docs/layouts.md, scale by scale. In elements; in
+    bytes where a scale is a byte."""
+    down, across = (cdiv(n, b or max(n, 1)) for n, b in zip(shape, block, strict=True))
+    lines, blocks = (across, down) if block[1] == 1 else (down, across)
+    found: dict[tuple[int, int], list[int]] = {}
+    for i, j in product(range(lines), range(blocks)):
+        if layout == "compact":
+            at = [j * lines + i if block[1] == 1 else i * blocks + j]
+        elif layout == "swizzled":
+            at = [(i // 128 * cdiv(blocks, 4) + j // 4) * 512 + i % 32 * 16 + i % 128 // 32 * 4 + j % 4]
+        elif layout == "deepgemm_sm100":
+            pitch = round_up(lines if 1 in block else shape[0], 4)
+            repeats = [i] if 1 in block else range(i * int(block[0] or 0), min((i + 1) * int(block[0] or 0), shape[0]))
+            at = [4 * (j // 4 * pitch + line) + j % 4 for line in repeats]
+        elif 1 in block:
+            at = [j * round_up(lines, 4) + i]
+        else:
+            at = [i * round_up(blocks, 4) + j]
+        found[i, j] = at
+    return found
+
+
+def flat(a: Any) -> np.ndarray:
+    """Scales one by one: f32 bits, or bytes (of words: little-endian)."""
+    a = fp8.asnumpy(a)
+    return (a.astype("<i4").view(np.uint8) if a.dtype == int32 else bits(a)).reshape(-1)
+
+
+def filled(layout: str, shape: tuple[int, int], block: Any, dtype: np.dtype[Any], values: dict[tuple[int, int], int]) -> np.ndarray:
+    """Scales of these bits or bytes in a layout, whose padding is no scale that anybody may see."""
+    out = np.full(scale_shape(shape, block, layout), 0xAAAAAAAA if dtype != float8_e8m0fnu else 0xAA, f"u{dtype.itemsize}")
+    cells = out.reshape(-1) if dtype == float32 else out.view(np.uint8).reshape(-1)
+    for place, at in addresses(layout, shape, block).items():
+        cells[at] = values[place]
+    return out.astype("<u4").view(int32) if dtype == int32 else out.view(dtype)
+
+
+def powers(shape: tuple[int, int], block: Any, seed: int = 0) -> dict[tuple[int, int], int]:
+    """E8M0 bytes by line and block; none is 0, so that padding shows."""
+    rng = np.random.default_rng(seed)
+    return {place: int(rng.integers(1, 256)) for place in addresses("compact", shape, block)}
+
+
+def as_held(byte: int, dtype: np.dtype[Any]) -> int:
+    return byte if dtype != float32 else 0x7FC00000 if byte == 255 else byte << 23

@@ -36,7 +36,6 @@ UPWARD = {
     ("recipes.DelayedScaling.quantize", "ops.cast"),
     ("recipes.MXScaling.quantize", "ops.mx"),
     ("results.Scaled.dequantize", "ops.dequantize"),
-    ("results.Scaled.to_layout", "ops.layouts"),
     ("results.Scaled.to_layout", "ops.scale_layouts"),
 }
 

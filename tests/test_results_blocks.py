@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import html
 import pickle
 import re
@@ -17,7 +18,7 @@ import cupy_fp8 as fp8
 from cupy_fp8 import Quantized, Scaled, plot, reference, testing
 from cupy_fp8.arrays import bits
 from cupy_fp8.formats import bfloat16, float8_e8m0fnu, float32
-from cupy_fp8.layouts import scale_shape
+from cupy_fp8.layouts import SCALE_DTYPES, scale_shape
 from cupy_fp8.results import swap_last
 
 KINDS = [(block, transposed) for block in (ROW, COLUMN) for transposed in (False, True)]
@@ -91,13 +92,13 @@ def test_to_layout(shape, block, transposed, run):
 
 
 @pytest.mark.parametrize(("s", "name", "error", "message"), [
-    (result((64, 64)), "gemm", ValueError, "to_layout: expected one of ('compact', 'swizzled', 'gemm_ready', 'deepgemm_sm90'), got 'gemm'"),
-    (result((64, 64)), None, ValueError, "to_layout: expected one of ('compact', 'swizzled', 'gemm_ready', 'deepgemm_sm90'), got None"),
-    (result((64, 64)), "gemm_ready", TypeError, "to_layout('gemm_ready'): holds float32 scales, got float8_e8m0fnu"),
-    (result((64, 64), layout="swizzled"), "gemm_ready", TypeError, "to_layout('gemm_ready'): swizzled scales are float8_e8m0fnu"),
-    (result((64, 64), (128, 128), scale=float32), "deepgemm_sm90", ValueError, "scale_layout: 'deepgemm_sm90' belongs to blocks along one"),
-    (result((140, 270), (128, 128)), "swizzled", ValueError, "scale_layout: 'swizzled' belongs to blocks along one line, got block"),
-    (result((64, 64), scale=float32), "swizzled", TypeError, "s: expected dtype float8_e8m0fnu, got float32"),
+    (result((64, 64)), "gemm", ValueError, f"to_layout: expected one of {tuple(SCALE_DTYPES)}, got 'gemm'"),
+    (result((64, 64)), None, ValueError, f"to_layout: expected one of {tuple(SCALE_DTYPES)}, got None"),
+    (result((64, 64), (128, 128), scale=float32), "deepgemm_sm90", ValueError, "target: 'deepgemm_sm90' belongs to blocks along one line"),
+    (result((140, 270), (128, 128)), "swizzled", ValueError, "target: 'swizzled' belongs to blocks along one line, got block"),
+    (result((64, 64), scale=float32), "swizzled", ValueError, "scale_inv: expected powers of two from 2**-127 to 2**127"),
+    (dataclasses.replace(result((64, 64)), scale_layout=None), "compact", ValueError, "source: expected one of ('compact', "),
+    (dataclasses.replace(result((64, 64)), block=(1, 64)), "swizzled", ValueError, "scale_inv: expected shape (64, 1) (compact scales of"),
     (fp8.quantize_tensor(np.ones((2, 2), np.float32), 1.0).rowwise, "compact", ValueError, "to_layout('compact'): per-tensor data has"),
 ])
 def test_to_layout_errors(s, name, error, message):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from . import aware, blocks, dequantize, layouts, mx, per_tensor
+from . import aware, blocks, dequantize, layouts, mx, offsets, per_tensor, scale_layouts
 from .base import ALIGNED_MATRIX, DIRECTIONS, LARGE_SHAPES, MATRIX, SHAPES, Case, Op, outputs, poison, source, values
 
 __all__ = ["ALIGNED_MATRIX", "DIRECTIONS", "LARGE_SHAPES", "MATRIX", "OPS", "SHAPES", "Case", "Op", "all_cases", "outputs", "poison",
            "source", "values"]
 
-OPS: dict[str, Op] = {op.name: op for op in (*per_tensor.OPS, *dequantize.OPS, *layouts.OPS, *mx.OPS, *blocks.OPS, *aware.OPS)}
+OPS: dict[str, Op] = {op.name: op for op in (
+    *per_tensor.OPS, *dequantize.OPS, *layouts.OPS, *scale_layouts.OPS, *mx.OPS, *blocks.OPS, *aware.OPS, *offsets.OPS)}
 
 
 def all_cases() -> Iterator[Case]:

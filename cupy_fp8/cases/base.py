@@ -106,6 +106,8 @@ def outputs(result: Any, kwargs: dict[str, Any], updated: tuple[str, ...] = ()) 
             found["dbias"] = result.dbias
     elif isinstance(result, Scaled):
         found["data"], found["scale_inv"] = result
+    elif isinstance(result, list):
+        found.update((f"outputs[{i}]", a) for i, a in enumerate(result))
     else:
         found["result"] = result
     if kwargs.get("amax") is not None:
@@ -119,4 +121,5 @@ DIRECTIONS = ({"rowwise": True, "columnwise": False}, {"rowwise": False, "column
 
 def poison(a: Any) -> None:
     """Fill an array's bytes with a pattern that no test expects."""
-    bits(a).fill(0xAA * (0x01010101 >> 8 * (4 - a.dtype.itemsize)))
+    words = bits(a)
+    words.fill(words.dtype.type(0xAA * (0x0101010101010101 >> 8 * (8 - a.dtype.itemsize))))

@@ -85,6 +85,8 @@ def _host_calls() -> dict[str, Any]:
     mx_row, mx_both = fp8.quantize_mx(x), fp8.quantize_mx(x, columnwise=True)
     block_row, block_both = fp8.quantize_block(x), fp8.quantize_block(x, columnwise=True)
     swizzled, grouped = fp8.swizzle_scales(scales), fp8.swizzle_scales(scales, splits=splits)
+    five: dict[str, Any] = {"strides": (1, 1, 7168, 2048, 4096), "dtypes": ("int32", "int64", "int64", "int64", "int64")}
+    offsets = fp8.splits_to_offsets(splits, **five)
     return {
         "quantize_tensor row": (lambda: fp8.quantize_tensor(x, scale, out=row), lambda: fp8.quantize_tensor(x, scale)),
         "quantize_tensor row +amax +noop": (lambda: fp8.quantize_tensor(x, scale, amax=amax, noop=flag, out=row),
@@ -112,6 +114,8 @@ def _host_calls() -> dict[str, Any]:
         "swizzle_scales": (lambda: fp8.swizzle_scales(scales, out=swizzled), lambda: fp8.swizzle_scales(scales)),
         "unswizzle_scales": (lambda: fp8.unswizzle_scales(swizzled, shape=(16, 4), out=scales),
                              lambda: fp8.unswizzle_scales(swizzled, shape=(16, 4))),
+        "splits_to_offsets five outputs": (lambda: fp8.splits_to_offsets(splits, **five, outputs=offsets),
+                                           lambda: fp8.splits_to_offsets(splits, **five, bulk_allocate=True)),
         "swizzle_scales groups": (lambda: fp8.swizzle_scales(scales, splits=splits, out=grouped),
                                   lambda: fp8.swizzle_scales(scales, splits=splits)),
     }

@@ -3,6 +3,7 @@ came and what to do."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,25 @@ def separate(at: int, nbytes: int, other_at: int, other_nbytes: int, name: str, 
     """ValueError if two runs of memory share a byte."""
     if nbytes and other_nbytes and at < other_at + other_nbytes and other_at < at + nbytes:
         raise ValueError(f"{name}: overlaps {other} in memory; results need memory of their own")
+
+
+def extent(a: Array) -> int:
+    """Bytes from the first element of an array without negative strides to the end of its last one."""
+    if a.size == 0:
+        return 0
+    return int(a.itemsize + sum((n - 1) * stride for n, stride in zip(a.shape, a.strides, strict=True)))
+
+
+def matrix_strides(a: Array) -> tuple[int, int, int] | None:
+    """(from matrix to matrix, from row to row, from column to column) in elements, or None where there are no such three."""
+    size = a.itemsize
+    *batch, row, column = a.strides
+    if any(stride < 0 or stride % size for stride in a.strides) or address(a) % size:
+        return None
+    steps = [(n, stride) for n, stride in zip(a.shape, batch, strict=False) if n != 1]
+    if any(outer != n * inner for (_, outer), (n, inner) in pairwise(steps)):
+        return None
+    return (steps[-1][1] if steps else 0) // size, row // size, column // size
 
 
 def may_allocate(x: Array) -> None:

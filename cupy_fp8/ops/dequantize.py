@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from itertools import pairwise, product
+from itertools import product
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from .. import backend, reference
+from .. import backend, reference, runtime
 from ..arrays import Array, is_contiguous
 from ..formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e8m0fnu, float32, lookup
 from ..layouts import SMALLEST_BLOCK, SWIZZLE_COLUMNS, cdiv
@@ -30,7 +30,7 @@ def dequantize(q: Scaled | Quantized, *, dtype: Any = float32, out: Array | None
     """The values of quantised data: data * scale_inv in f32, rounded to `dtype`, in the logical shape.
 
     q : a Scaled, or a Quantized (its row-wise part where it has one): per tensor or in blocks, scales of blocks in any layout (a
-        `.T` too, without a copy). Data stored transposed is transposed back.
+        `.T` too, without a copy; only deepgemm_sm100 scales are made compact first). Data stored transposed is transposed back.
     dtype : float32, float16 or bfloat16 (overflow to Inf, one quiet NaN).
     out : array of the logical shape and of dtype, written and returned.
     Raises TypeError, ValueError (also for scales that are not those of the blocks), DeviceError, before anything is written. Bytes
@@ -47,6 +47,8 @@ def dequantize(q: Scaled | Quantized, *, dtype: Any = float32, out: Array | None
     kept: _Blocks | None = s.__dict__.get("_blocks")
     if kept is not None:
         return kept.dequantize(s, to, out)
+    if s.block is not None and s.scale_layout == "deepgemm_sm100":
+        s = _unpacked(s)
     data, xp, at = checks.source(s.data, FP8_DTYPES, "q.data")
     stored = swap_last(s.shape) if s.transposed else s.shape
     if data.shape != stored:
@@ -66,6 +68,15 @@ def dequantize(q: Scaled | Quantized, *, dtype: Any = float32, out: Array | None
     return result
 
 
+def _unpacked(s: Scaled) -> Scaled:
+    """With compact scales instead of words, which no kernel here reads."""
+    check_block_scales(s, "q")
+    if not isinstance(s.scale_inv, np.ndarray) and runtime.capturing(s.scale_inv.data.device_id):
+        raise ValueError("q: deepgemm_sm100 scales are unpacked into new memory, which cannot be done while a CUDA graph is captured; "
+                         "dequantise q.to_layout('compact')")
+    return s.to_layout("compact")
+
+
 #: A variant, its blocks, and the members of its struct after the addresses.
 _Launch = tuple[Variant, int, tuple[int, ...]]
 
@@ -82,15 +93,14 @@ class _Blocks:
         assert s.block is not None
         if xp is not np:
             checks.same_device(scales, data, "q.scale_inv")
-        strides = _strides(scales) if s.scale_layout != "swizzled" else None
+        strides = checks.matrix_strides(scales) if s.scale_layout != "swizzled" else None
         if strides is None:                                             # swizzled, or strides that no kernel reads
             scales, _, _ = checks.source(scales, (scales.dtype,), "q.scale_inv")
-            strides = _strides(scales)
+            strides = checks.matrix_strides(scales)
             assert strides is not None
         self.data, self.at, self.xp = data, at, xp
         self.scales, self.scale_at = scales, checks.address(scales)
-        self.scale_bytes = 0 if scales.size == 0 else scales.itemsize + sum(
-            (n - 1) * stride for n, stride in zip(scales.shape, scales.strides, strict=True))
+        self.scale_bytes = checks.extent(scales)
         self.columnwise = s.block[1] == 1
         self._describe(s, strides)
         self._launches: dict[tuple[np.dtype[Any], bool], _Launch] = {}
@@ -156,18 +166,6 @@ class _Blocks:
         tile = tiles.choose(self.data, convert.TO_FLOAT) if vector == 3 else tiles.SMALL
         variant = _transposed_variant(self.data.dtype, to, self.scales.dtype, self.columnwise, tile)
         return variant, tiles.grid(self.data.shape, tile), (self.rows, self.columns, *self.scaling, 0, 0, 0, vector)
-
-
-def _strides(scales: Array) -> tuple[int, int, int] | None:
-    """(from matrix to matrix, from row to row, from column to column) in elements, or None where there are no such three."""
-    size = scales.itemsize
-    *batch, row, column = scales.strides
-    if any(stride < 0 or stride % size for stride in scales.strides) or checks.address(scales) % size:
-        return None
-    steps = [(n, stride) for n, stride in zip(scales.shape, batch, strict=False) if n != 1]
-    if any(outer != n * inner for (_, outer), (n, inner) in pairwise(steps)):
-        return None
-    return (steps[-1][1] if steps else 0) // size, row // size, column // size
 
 
 def _shift(block: int | None, extent: int) -> int:

@@ -10,20 +10,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import backend, reference, runtime
+from .. import backend, reference
 from ..arrays import Array, bits, empty_beside, is_contiguous
 from ..formats import float8_e8m0fnu
 from ..layouts import SWIZZLE_COLUMNS, SWIZZLE_ELEMENTS, SWIZZLE_ROWS, cdiv, grouped_columns, grouped_rows, grouped_shape, round_up
 from ..results import swap_last
 from ..runtime import Kernel, Variant, error_word, executor_of
 from . import checks
+from .splits import NO_GROUPS, Groups, read, refuse_negative
 
 _FIELDS = "3PqPI4q2I"
 _SWIZZLE = Kernel("layout", "swizzle_scales", _FIELDS)
 _UNSWIZZLE = Kernel("layout", "unswizzle_scales", _FIELDS)
 _THREADS = 64
 _TILES = 8                  # per block of threads, along a line
-_SIZES = (np.dtype(np.int32), np.dtype(np.int64))
+_Groups = Groups            # the names by which other ops import them
+_NO_GROUPS = NO_GROUPS
 
 
 def swizzle_scales(s: Array, *, splits: Any = None, axis: int = 0, out: Array | None = None, check: bool = False) -> Array:
@@ -142,23 +144,6 @@ def _plan(shape: tuple[int, ...], groups: int | None, axis: int, spare: int) -> 
                  columns // SWIZZLE_COLUMNS, rows // SWIZZLE_ROWS, max(across, 1), grid and checks.grid_size(grid, shape))
 
 
-class _Groups(NamedTuple):
-    """The sizes of groups, where a kernel and the reference find them. number None: no groups."""
-
-    number: int | None = None
-    at: int = 0
-    nbytes: int = 0
-    wide: int = 0
-    array: Array | None = None      # kept alive
-    host: Any = None                # sizes that have been looked at
-
-    def check_separate(self, at: int, nbytes: int) -> None:
-        checks.separate(at, nbytes, self.at, self.nbytes, "out", "splits")
-
-
-_NO_GROUPS = _Groups()
-
-
 def _groups(splits: Any, axis: int, shape: tuple[int, ...], x: Array, xp: Any, check: bool) -> _Groups:
     """Validates splits and axis for compact scales of this shape; sizes that are on the host, or are to be checked, as well."""
     if splits is None:
@@ -169,27 +154,10 @@ def _groups(splits: Any, axis: int, shape: tuple[int, ...], x: Array, xp: Any, c
         raise ValueError(f"axis: expected 0 (groups of lines) or 1 (groups along the blocks), got {axis!r}")
     if len(shape) != 2:
         raise ValueError(f"splits: groups are of scales [R, C], got shape {shape}; give each matrix its own call")
-    if isinstance(splits, (list, tuple)):
-        host = _as_sizes(splits)
-        _check_sizes(host, shape[axis], axis)
-        array = host if xp is np else _to_device(host, x)
-        return _Groups(len(host), checks.address(array), array.nbytes, 1, array, host)
-    if not isinstance(splits, xp.ndarray):
-        backend.require_module(splits, xp, "splits")
-    array, _, at = checks.source(splits, _SIZES, "splits")
-    if array.ndim != 1:
-        raise ValueError(f"splits: expected one dimension, got shape {array.shape}")
-    looked_at: np.ndarray | None = array if xp is np else None
-    if xp is not np:
-        checks.same_device(array, x, "splits")
-        if check:
-            if runtime.capturing(x.data.device_id):
-                raise ValueError("check: waits for the device, which cannot be done while a CUDA graph is captured; "
-                                 "check before the capture")
-            looked_at = array.get()
-    if looked_at is not None:
-        _check_sizes(looked_at, shape[axis], axis)
-    return _Groups(len(array), at, array.nbytes, int(array.dtype.itemsize == 8), array, looked_at)
+    groups = read(splits, x, xp, check)
+    if groups.host is not None:
+        _check_sizes(groups.host, shape[axis], axis)
+    return groups
 
 
 def _as_shape(shape: Any) -> tuple[int, ...]:
@@ -199,30 +167,10 @@ def _as_shape(shape: Any) -> tuple[int, ...]:
         raise TypeError(f"shape: expected integers, (R, C) or (E, R, C), got {shape!r} ({error})") from None
 
 
-def _as_sizes(splits: Any) -> np.ndarray:
-    try:
-        return np.array([operator.index(size) for size in splits], np.int64)
-    except TypeError as error:
-        raise TypeError(f"splits: expected integers ({error})") from None
-    except OverflowError:
-        raise ValueError(f"splits: expected integers of 64 bits, got {splits}") from None
-
-
-def _to_device(host: np.ndarray, x: Array) -> Array:
-    device = x.data.device_id
-    if runtime.capturing(device):
-        raise ValueError("splits: a list would have to be copied to the GPU, which cannot be done while a CUDA graph is captured; "
-                         "give a CuPy array")
-    cp = backend.cupy()
-    with cp.cuda.Device(device):
-        return cp.asarray(host)
-
-
 def _check_sizes(sizes: np.ndarray, total: int, axis: int) -> None:
     """ValueError unless sizes on the host are what they should be."""
     given = sizes.tolist()                                   # Python's integers: sums do not overflow
-    if given and min(given) < 0:
-        raise ValueError(f"splits: expected sizes of 0 or more, got {min(given)} for group {given.index(min(given))}")
+    refuse_negative(given)
     covered = sum(cdiv(size, SWIZZLE_ELEMENTS) for size in given) if axis == 1 else sum(given)
     if covered != total:
         what = "blocks of 32 elements" if axis == 1 else "lines"

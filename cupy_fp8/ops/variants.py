@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from . import amax, aware, blocks, cast, convert, current, dbias, dequantize, layouts, mx, scale
+from . import amax, aware, blocks, cast, convert, current, dbias, dequantize, layouts, mx, offsets, scale, scale_layouts
 
 
 class Program(NamedTuple):
@@ -25,5 +25,6 @@ def all_variants() -> tuple[Program, ...]:
     'compute_amax-IN=bf16-NAN_WINS=0'
     """
     launched = [*amax.variants(), *cast.variants(), *current.variants(), *dbias.variants(), *convert.variants(),
-                *dequantize.variants(), *scale.variants(), *layouts.variants(), *mx.variants(), *blocks.variants(), *aware.variants()]
+                *dequantize.variants(), *scale.variants(), *layouts.variants(), *scale_layouts.variants(), *mx.variants(),
+                *blocks.variants(), *aware.variants(), *offsets.variants()]
     return (*dict.fromkeys(Program(v.kernel.family, v.kernel.entry, v.defines) for v in launched), Program("delay", "delay", ()))

@@ -11,9 +11,11 @@ from .convert import astype, transpose
 from .dequantize import dequantize
 from .layouts import swizzle_scales, unswizzle_scales
 from .mx import quantize_mx
+from .offsets import splits_to_offsets
 from .scale import compute_scale, update_delayed_scaling
+from .scale_layouts import convert_scales
 
-__all__ = ["astype", "cast_transpose", "compute_amax", "compute_scale", "dequantize", "quantize_block", "quantize_mx",
+__all__ = ["astype", "cast_transpose", "compute_amax", "compute_scale", "convert_scales", "dequantize", "quantize_block", "quantize_mx",
            "quantize_tensor",
            "transpose",
-           "scaling_aware_transpose", "swizzle_scales", "unswizzle_scales", "update_delayed_scaling"]
+           "scaling_aware_transpose", "splits_to_offsets", "swizzle_scales", "unswizzle_scales", "update_delayed_scaling"]

@@ -8,10 +8,11 @@ import numpy as np
 
 from ..arrays import bits
 from ..formats import FORMATS, float8_e8m0fnu, float32
-from ..layouts import cdiv, round_up
+from ..layouts import PADDED_TO, cdiv, round_up
 from ..results import Quantized, Scaled
 from . import numerics
 from .layouts import group_ranges
+from .scale_layouts import padded
 
 _NOTHING = np.iinfo(np.int64).min
 
@@ -49,7 +50,7 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
         stored = stored.view(s.data.dtype)
     rowwise, layout = s, "compact"
     if s.scale_inv.dtype == float32:
-        rowwise = Scaled(s.data, padded(np.ascontiguousarray(s.scale_inv.T)), s.shape, False, s.block, "gemm_ready")
+        rowwise = Scaled(s.data, _row_scales(s.scale_inv, None if splits is None else ranges), s.shape, False, s.block, "gemm_ready")
         layout = scale_layout
     scale_inv = padded(scale_inv) if layout == "gemm_ready" else scale_inv
     return Quantized(rowwise, Scaled(stored, scale_inv, s.shape, True, (block, 1), layout))
@@ -60,10 +61,18 @@ def target_rows(rows: int, groups: int | None, block: int) -> int:
     return cdiv(rows, block) if groups is None else (rows + (block - 1) * min(groups, rows)) // block
 
 
-def padded(scales: np.ndarray) -> np.ndarray:
-    """gemm_ready: rows of a multiple of four scales, padded with 0."""
-    out = np.zeros((scales.shape[0], round_up(scales.shape[1], 4)), np.float32)
-    out[:, :scales.shape[1]] = scales
+def row_scale_rows(rows: int, groups: int | None) -> int:
+    """Rows of gemm_ready row-wise scales, each group's rounded up: the bound that does not depend on their sizes."""
+    return round_up(rows, PADDED_TO) if groups is None else (rows + (PADDED_TO - 1) * min(groups, rows)) // PADDED_TO * PADDED_TO
+
+
+def _row_scales(scales: np.ndarray, ranges: list[tuple[int, int]] | None) -> np.ndarray:
+    """gemm_ready, of groups flat: each one's, one after the other."""
+    if ranges is None:
+        return padded(np.ascontiguousarray(scales.T))
+    out = np.zeros(scales.shape[1] * row_scale_rows(len(scales), len(ranges)), np.float32)
+    flat = np.concatenate([np.zeros(0, np.float32), *(padded(np.ascontiguousarray(scales[a:b].T)).reshape(-1) for a, b in ranges)])
+    out[:len(flat)] = flat
     return out
 
 
@@ -97,7 +106,11 @@ def column_target(v: np.ndarray, power: np.ndarray, exists: np.ndarray, dtype: n
     """log2 of the smallest power of two not below max(|v| * s) / fp8_max, for v [blocks, rows, columns]: [blocks, columns]."""
     counts = exists & ~np.isnan(v)
     products = np.ldexp(np.where(counts, np.abs(v), 0).astype(np.float64), power.astype(np.int32))       # exact in f64
-    top = products.max(axis=1)
+    return target_exponent(products.max(axis=1), dtype)
+
+
+def target_exponent(top: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """log2 of the smallest power of two not below top / fp8_max, within -127 and 127; 0 where there is nothing. top: f64."""
     fraction, exponent = np.frexp(np.where(np.isinf(top), 0, top))
     # fp8_max is 1.75 * 2^emax: a product of up to that mantissa needs its own exponent, one above it the next.
     t = exponent - 1 - int(np.log2(FORMATS[dtype].max)) + (fraction > 0.875)

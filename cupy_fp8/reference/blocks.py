@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 
 from ..formats import FORMATS, float8_e4m3fn
-from ..layouts import PADDED_TO, cdiv, round_up
+from ..layouts import cdiv
 from ..recipes import block_eps, block_pow2
 from ..results import Quantized, Scaled
 from . import numerics
 from .convert import transpose
 from .dequantize import on_elements
-
-Block = tuple[int | None, int | None]
+from .scale_layouts import Block, stored
 
 
 def quantize_block(x: np.ndarray, *, block: Block = (1, 128), dtype: Any = float8_e4m3fn, rowwise: bool = True, columnwise: bool = False,
@@ -90,12 +89,5 @@ def ceil_to_power_of_two(v: np.ndarray) -> np.ndarray:
 
 def stored_scales(scales: np.ndarray, block: Block, transposed: bool, scale_layout: str) -> np.ndarray:
     """Scales by rows and columns of blocks, in their layout."""
-    lines_are_rows = block[0] == 1 and scale_layout != "compact"
-    if lines_are_rows or (1 not in block and transposed):
-        scales = np.swapaxes(scales, -1, -2)
-    if scale_layout == "compact":
-        return scales.copy(order="C")
-    length = scales.shape[-1]
-    padded = np.zeros((*scales.shape[:-1], round_up(length, PADDED_TO)), np.float32)
-    padded[..., :length] = scales
-    return padded
+    by_columns = block[1] == 1 or (1 not in block and transposed)
+    return stored(transpose(scales) if by_columns else scales, scale_layout, block)

@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from ..layouts import scale_grid, scale_shape
-from ..results import Quantized, Scaled
+from ..results import Quantized, Scaled, swap_last
 from . import numerics
 from .convert import transpose
-from .layouts import unswizzle
+from .scale_layouts import lines_by_blocks
 
 
 def dequantize(q: Scaled | Quantized, *, dtype: Any = np.float32) -> np.ndarray:
@@ -40,15 +39,8 @@ def on_elements(scales: np.ndarray, block: tuple[int | None, int | None], shape:
 def block_scales(s: Scaled) -> np.ndarray:
     """scale_inv by rows and columns of blocks of the logical matrix."""
     assert s.block is not None
-    if s.scale_layout == "swizzled":
-        grid = scale_grid(s.shape, s.block)
-        scales = unswizzle(s.scale_inv, grid.outer, grid.blocks)
-        return transpose(scales) if grid.columnwise else scales
-    if s.scale_layout == "compact":
-        return transpose(s.scale_inv) if s.transposed and 1 not in s.block else s.scale_inv
-    if 1 in s.block:                                                        # [blocks, lines and padding]
-        grid = scale_grid(s.shape, s.block)
-        scales = s.scale_inv[..., :grid.outer]
-        return scales if grid.columnwise else transpose(scales)
-    *_, rows, columns = scale_shape(s.shape, s.block, "compact")
-    return transpose(s.scale_inv[..., :rows]) if s.transposed else s.scale_inv[..., :columns]
+    shape, block, swapped = s.shape, s.block, s.block[1] == 1
+    if s.transposed and 1 not in block:                                     # as the data are stored
+        shape, block, swapped = swap_last(shape), (block[1], block[0]), True
+    scales = lines_by_blocks(s.scale_inv, str(s.scale_layout), shape, block)
+    return transpose(scales) if swapped else scales
