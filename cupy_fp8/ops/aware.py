@@ -13,15 +13,19 @@ from .. import backend, reference, runtime
 from ..arrays import Array, asnumpy, bits, empty_beside, is_contiguous
 from ..formats import FORMATS, FP8_DTYPES, float8_e8m0fnu, float32
 from ..layouts import cdiv, round_up
-from ..reference.aware import exponents, target_rows
+from ..reference.aware import exponents, row_scale_rows, target_rows
 from ..results import Quantized, Scaled, swap_last
 from ..runtime import Kernel, Variant, error_word, executor_of
-from . import checks, tiles
+from . import checks
 from .layouts import _NO_GROUPS, _Groups, _groups
 
-_KERNEL = Kernel("aware", "scaling_aware_transpose", "5PPqPI6q2I")
+_KERNEL = Kernel("aware", "scaling_aware_transpose", "5PPqPI7q3I")
 _ROWS = 128                                 # of a tile
-_LARGE = tiles.Tile(_ROWS, 256, down_first=True)
+_COLUMNS = 128                              # of a tile
+#: Threads of a block, two for each column; bytes of two tiles, and of a tile transposed (Columns of the kernel).
+_THREADS, _SHARED = 2 * _COLUMNS, 2 * (_ROWS * _COLUMNS + 16) + _COLUMNS * 41 * 4 + _COLUMNS
+_MOST_TILES = 8                             # that a block of threads works on, one after the other
+_BLOCKS_PER_MULTIPROCESSOR = 8              # at least, before a block gets more of them
 #: The blocks along rows that become blocks along columns, and the dtype of their scales.
 _BLOCKS = {(1, 128): float32, (1, 32): float8_e8m0fnu}
 TARGETS = ("column", "tile")
@@ -55,7 +59,9 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
     Quantized. `columnwise`: block (B, 1), transposed. Without splits data [K, M] and scale_inv [ceil(M/B), K]. With splits data is flat,
     [M * K]: each expert's [K, m_e], one after the other; scale_inv has each expert's ceil(m_e/B) rows, one expert after the other, and
     (M + (B-1) * min(E, M)) // B rows in all, a bound that does not depend on the sizes; what is past the last expert is 0.
-    `rowwise`: q's own data; f32 scales transposed to gemm_ready, [ceil(K/128), M rounded up to 4], by the same launch; of MX q itself.
+    `rowwise`: q's own data; f32 scales transposed to gemm_ready by the same launch, [ceil(K/128), M rounded up to 4], with splits flat:
+    each expert's [ceil(K/128), m_e rounded up to 4], one after the other, (M + 3 * min(E, M)) // 4 * 4 * ceil(K/128) in all, the rest 0;
+    of MX q itself.
 
     Raises
     ------
@@ -125,8 +131,6 @@ class _Source:
         self.s, self.data, self.scales, self.xp, self.at, self.scales_at = s, data, scales, xp, at, scales_at
         self.dense = s if data is s.data and scales is s.scale_inv else Scaled(data, scales, s.shape, False, s.block, "compact")
         self.mx = self.block == 32
-        #: MX data keep their row-wise scales.
-        self.row_shape = None if self.mx else (shape[1], round_up(self.rows, 4))
         if xp is not np and self.dense is s:
             s.__dict__["_aware"] = self
 
@@ -136,6 +140,13 @@ class _Source:
     def target_shape(self, groups: int | None, scale_layout: str) -> tuple[int, int]:
         columns = round_up(self.columns, 4) if self.layout(scale_layout) == "gemm_ready" else self.columns
         return target_rows(self.rows, groups, self.block), columns
+
+    def row_shape(self, groups: int | None) -> tuple[int, ...] | None:
+        """Of the row-wise scales that are written; MX data keep theirs."""
+        if self.mx:
+            return None
+        blocks, rows = self.scales.shape[1], row_scale_rows(self.rows, groups)
+        return (blocks, rows) if groups is None else (blocks * rows,)
 
     def stored(self, groups: int | None) -> tuple[int, ...]:
         return swap_last(self.s.shape) if groups is None else (self.rows * self.columns,)
@@ -152,7 +163,8 @@ class _Source:
 
         columnwise = Scaled(new(self.stored(groups), self.data.dtype), new(self.target_shape(groups, scale_layout), self.scales.dtype),
                             self.s.shape, True, (self.block, 1), self.layout(scale_layout))
-        return Quantized(self.rowwise(None if self.row_shape is None else new(self.row_shape, float32)), columnwise)
+        row_shape = self.row_shape(groups)
+        return Quantized(self.rowwise(None if row_shape is None else new(row_shape, float32)), columnwise)
 
     def check_scales(self) -> None:
         """ValueError unless f32 scales are powers of two, as E8M0 ones are by their nature. Waits for the device."""
@@ -193,19 +205,20 @@ class _Plan:
         column = out.columnwise
         assert column is not None
         rows, columns = source.rows, source.columns
-        aligned = columns % 8 == 0 and source.at % 8 == 0
-        tile = tiles.choose(source.data, _LARGE) if aligned else tiles.SMALL
-        # Rows that no expert has may need a tile of their own.
-        down = cdiv(rows, _ROWS) if groups is None else max(1, target_rows(rows, groups + 1, _ROWS))
-        across = cdiv(columns, tile.columns)
+        aligned = columns % 16 == 0 and source.at % 16 == 0
+        # What no expert has takes tiles of its own, one at least.
+        down = cdiv(rows, _ROWS) if groups is None else target_rows(rows, groups + 1, _ROWS) + 1
+        strips = cdiv(columns, _COLUMNS)
         if groups is not None:
-            across = max(1, across)                          # even an empty array's sizes are looked at
-        self.grid = down * across and checks.grid_size(down * across, source.s.shape)
-        self.variant = _variant(source.data.dtype, source.block, target, tile, aligned)
-        row_at = 0 if source.row_shape is None or out.rowwise is None else checks.address(out.rowwise.scale_inv)
+            strips = max(1, strips)                          # even an empty array's sizes are looked at
+        run = _run(source.data, down * strips)
+        self.grid = down * strips and checks.grid_size(cdiv(down * strips, run), source.s.shape)
+        self.variant = _variant(source.data.dtype, source.block, target, aligned)
+        row_at = 0 if source.row_shape(groups) is None or out.rowwise is None else checks.address(out.rowwise.scale_inv)
         lines, pitch = column.scale_inv.shape
         self.addresses = (source.at, source.scales_at, checks.address(column.data), checks.address(column.scale_inv), row_at)
-        self.members = (rows, columns, source.scales.shape[1], pitch, lines, round_up(rows, 4), down, across)
+        self.members = (rows, columns, source.scales.shape[1], pitch, lines, row_scale_rows(rows, groups), down, strips, run,
+                        int(columns % 8 == 0 and source.at % 8 == 0))
         self.written: list[_Written] = []                    # known for a result given as `out=`
 
     def launch(self, source: _Source, groups: _Groups) -> None:
@@ -236,10 +249,11 @@ def _plan(out: Quantized, source: _Source, groups: int | None, target: str, scal
     if row is None or column is None:
         raise ValueError("out: expected a row-wise and a column-wise part, as an earlier result has them")
     layout = source.layout(scale_layout)
-    row_layout = "compact" if source.row_shape is None else "gemm_ready"
+    row_shape = source.row_shape(groups)
+    row_layout = "compact" if row_shape is None else "gemm_ready"
     if (row.shape, row.transposed, row.block, row.scale_layout) != (source.s.shape, False, source.s.block, row_layout) \
-            or not _is_same(row.data, source.data) or (source.row_shape is None and not _is_same(row.scale_inv, source.scales)):
-        what = "q itself" if source.row_shape is None else "q's own data with gemm_ready scales"
+            or not _is_same(row.data, source.data) or (row_shape is None and not _is_same(row.scale_inv, source.scales)):
+        what = "q itself" if row_shape is None else "q's own data with gemm_ready scales"
         raise ValueError(f"out.rowwise: expected {what}, got {row!r}; a result belongs to the memory of the q that it was made for")
     if (column.shape, column.transposed, column.block, column.scale_layout) != (source.s.shape, True, (source.block, 1), layout):
         raise ValueError(f"out.columnwise: expected data of shape {source.s.shape} stored transposed, block {(source.block, 1)}, {layout} "
@@ -255,8 +269,8 @@ def _plan(out: Quantized, source: _Source, groups: int | None, target: str, scal
 
     write("out.columnwise.data", column.data, source.stored(groups), source.data.dtype)
     write("out.columnwise.scale_inv", column.scale_inv, source.target_shape(groups, scale_layout), source.scales.dtype)
-    if source.row_shape is not None:
-        write("out.rowwise.scale_inv", row.scale_inv, source.row_shape, float32)
+    if row_shape is not None:
+        write("out.rowwise.scale_inv", row.scale_inv, row_shape, float32)
     plan = _Plan(out, source, groups, target)
     plan.written = written
     return plan
@@ -268,10 +282,18 @@ def _is_same(a: Array, b: Array) -> bool:
         a.size == 0 or checks.address(a) == checks.address(b))
 
 
+def _run(x: Array, count: int) -> int:
+    """Tiles for each block of threads."""
+    if isinstance(x, np.ndarray):
+        return 3                            # the CPU executor: enough for every way in which one tile follows another
+    blocks = _BLOCKS_PER_MULTIPROCESSOR * runtime.multiprocessors(x.data.device_id)
+    return max(1, min(_MOST_TILES, count // blocks))
+
+
 @functools.cache
-def _variant(dtype: np.dtype[Any], block: int, target: str, tile: tiles.Tile, aligned: bool) -> Variant:
-    return _KERNEL.variant(block=tile.block, shared=tile.shared, IN=FORMATS[dtype].tag, BLOCK=block, TARGET=TARGETS.index(target),
-                           **tile.defines, ALIGNED=int(aligned))
+def _variant(dtype: np.dtype[Any], block: int, target: str, aligned: bool) -> Variant:
+    return _KERNEL.variant(block=_THREADS, shared=_SHARED, IN=FORMATS[dtype].tag, BLOCK=block, TARGET=TARGETS.index(target),
+                           TILE_COLUMNS=_COLUMNS, ALIGNED=int(aligned))
 
 
 def _store(out: Quantized, result: Quantized) -> None:
@@ -285,6 +307,5 @@ def _store(out: Quantized, result: Quantized) -> None:
 
 def variants() -> Iterator[Variant]:
     """Every variant that this op may launch."""
-    for dtype, (_, block), target in product(FP8_DTYPES, _BLOCKS, TARGETS):
-        for tile, aligned in ((tiles.SMALL, False), (tiles.SMALL, True), (_LARGE, True)):
-            yield _variant(dtype, block, target, tile, aligned)
+    for dtype, (_, block), target, aligned in product(FP8_DTYPES, _BLOCKS, TARGETS, (False, True)):
+        yield _variant(dtype, block, target, aligned)

@@ -12,12 +12,30 @@ template <> struct Words<16> { using type = uint4; };
 template <class T>
 __device__ __forceinline__ T load_read_only(const T* p) { return __ldg(p); }
 
-// 16 bytes from global to shared memory, both 16-byte aligned, on their way until copy_async_wait() in the same thread.
-__device__ __forceinline__ void copy_async(u8* shared, const void* from) {
+// 16 bytes from global to shared memory, both 16-byte aligned, on their way until copy_async_wait() in the same thread; zeros where they do
+// not exist.
+__device__ __forceinline__ void copy_async(u8* shared, const void* from, bool exists = true) {
+    const u32 bytes = exists ? 16 : 0;
 #ifdef CUPY_FP8_HOST
-    host_cp_async(shared, from, 16, 16);
+    host_cp_async(shared, from, 16, bytes);
 #else
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"((u32)__cvta_generic_to_shared(shared)), "l"(from) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"((u32)__cvta_generic_to_shared(shared)), "l"(from), "r"(bytes) : "memory");
+#endif
+}
+// Ends a group of them, and waits for all groups but the last kPending.
+__device__ __forceinline__ void copy_async_commit() {
+#ifdef CUPY_FP8_HOST
+    host_cp_async_commit();
+#else
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+#ifdef CUPY_FP8_HOST
+    host_cp_async_wait(kPending);
+#else
+    asm volatile("cp.async.wait_group %0;" :: "n"(kPending) : "memory");
 #endif
 }
 __device__ __forceinline__ void copy_async_wait() {

@@ -1,75 +1,82 @@
-// Two neighbouring FP8 elements, multiplied by powers of two in whatever arithmetic is fast and still rounds only once, when they are
-// narrowed again.
+// Pairs of FP8 elements as pairs of f16, which hold every e4m3fn and e5m2 value: half the instructions of f32. Two elements are in a word,
+// the first one in the low half.
 #pragma once
 #include "formats.cuh"
 
-// Two neighbouring elements, how they are computed with, and which factors 2^k there are: kLow <= k <= kHigh. A product v * 2^d is exact
-// for -kSpan <= d <= 0.
-template <class F> struct Pair;
-
-// f32 holds any v * 2^d of eight rows that differ by less than 2^90.
-template <> struct Pair<e5m2> {
-    static constexpr int kEmax = 15, kSpan = 90, kLow = -126, kHigh = 127;
-    float lo, hi;
-
-    static __device__ __forceinline__ Pair widen(u32 codes) {
-        Pair v;
-        e5m2::widen2(codes, v.lo, v.hi);
-        return v;
+struct Halves {
+    // Rounded to nearest, subnormals kept.
+    static __device__ __forceinline__ u32 times(u32 a, u32 b) {
+#ifdef CUPY_FP8_HOST
+        float a_lo, a_hi, b_lo, b_hi;
+        f16::widen2(a, a_lo, a_hi);
+        f16::widen2(b, b_lo, b_hi);
+        return f16::narrow2(mul_rn(a_lo, b_lo), mul_rn(a_hi, b_hi));
+#else
+        u32 r;
+        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+        return r;
+#endif
     }
-    static __device__ __forceinline__ Pair power(int k_lo, int k_hi) {
-        return {as_float((u32)(k_lo + 127) << 23), as_float((u32)(k_hi + 127) << 23)};
+    // Largest of magnitudes in `top` and of the magnitudes of `next`, whose NaNs count for nothing.
+    static __device__ __forceinline__ u32 raised(u32 top, u32 next) {
+#ifndef CUPY_FP8_HOST
+        asm("abs.f16x2 %0, %0;" : "+r"(next));
+#else
+        next &= f16::kMagnitudes;
+#endif
+        return f16::max_magnitudes<false>(top, next);
     }
-    static __device__ __forceinline__ Pair nan() { return {as_float(kNanF32), as_float(kNanF32)}; }
-    __device__ __forceinline__ Pair times(const Pair& f) const { return {mul_rn(lo, f.lo), mul_rn(hi, f.hi)}; }
-    __device__ __forceinline__ void raise(const Pair& v) { lo = max_number(lo, magnitude(v.lo)), hi = max_number(hi, magnitude(v.hi)); }
-    __device__ __forceinline__ u32 narrow() const { return e5m2::narrow2(lo, hi); }
-    __device__ __forceinline__ u32 f32_bits(int i) const { return as_bits(i ? hi : lo); }
+    // 2^k, -24 <= k <= 15.
+    static __device__ __forceinline__ u32 power(int k) { return k >= -14 ? (u32)(k + 15) << 10 : 1u << (k + 24); }
 };
 
-// f16: half the instructions. The narrowing after it is the only rounding that counts: a product that f16 does not hold is below 2^-20,
-// far below half of the smallest e4m3.
-template <> struct Pair<e4m3fn> {
-    static constexpr int kEmax = 8, kSpan = 14, kLow = -24, kHigh = 15;
-    u32 halves;
+// kEmax: of the largest value, 1.75 * 2^kEmax. The half-th two of four codes in a word, and back: narrowing saturates.
+template <class F> struct Pairs;
 
-    static __device__ __forceinline__ Pair widen(u32 codes) {
+template <> struct Pairs<e4m3fn> {
+    static constexpr int kEmax = 8;
+    static __device__ __forceinline__ u32 widen(u32 word, int half) {
 #ifdef CUPY_FP8_HARDWARE_CVT
-        Pair v;
-        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(v.halves) : "h"((u16)codes));
-        return v;
+        u32 halves;
+        if (half) asm("{\n\t.reg .b16 lo, hi;\n\tmov.b32 {lo, hi}, %1;\n\tcvt.rn.f16x2.e4m3x2 %0, hi;\n\t}" : "=r"(halves) : "r"(word));
+        else asm("{\n\t.reg .b16 lo, hi;\n\tmov.b32 {lo, hi}, %1;\n\tcvt.rn.f16x2.e4m3x2 %0, lo;\n\t}" : "=r"(halves) : "r"(word));
+        return halves;
 #else
         float lo, hi;
-        e4m3fn::widen2(codes, lo, hi);
-        return {f16::narrow2(lo, hi)};
+        e4m3fn::widen2(half ? word >> 16 : word & 0xffffu, lo, hi);
+        return f16::narrow2(lo, hi);
 #endif
     }
-    static __device__ __forceinline__ u32 half(int k) { return k >= -14 ? (u32)(k + 15) << 10 : 1u << (k + 24); }
-    static __device__ __forceinline__ Pair power(int k_lo, int k_hi) { return {half(k_lo) | half(k_hi) << 16}; }
-    static __device__ __forceinline__ Pair nan() { return {kNanF16 * 0x10001u}; }
-    __device__ __forceinline__ Pair times(const Pair& f) const {
-#ifdef CUPY_FP8_HOST
-        float lo, hi, f_lo, f_hi;
-        f16::widen2(halves, lo, hi);
-        f16::widen2(f.halves, f_lo, f_hi);
-        return {f16::narrow2(mul_rn(lo, f_lo), mul_rn(hi, f_hi))};
-#else
-        Pair v;
-        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(v.halves) : "r"(halves), "r"(f.halves));
-        return v;
-#endif
-    }
-    __device__ __forceinline__ void raise(const Pair& v) { halves = f16::max_magnitudes<false>(halves, v.halves & f16::kMagnitudes); }
-    __device__ __forceinline__ u32 narrow() const {
+    static __device__ __forceinline__ u32 narrow(u32 first, u32 second) {
 #ifdef CUPY_FP8_HARDWARE_CVT
-        u16 codes;
-        asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(codes) : "r"(halves));
-        return codes;
+        u32 word;
+        asm("{\n\t.reg .b16 lo, hi;\n\tcvt.rn.satfinite.e4m3x2.f16x2 lo, %1;\n\tcvt.rn.satfinite.e4m3x2.f16x2 hi, %2;\n\tmov.b32 %0, {lo, hi};\n\t}"
+            : "=r"(word) : "r"(first), "r"(second));
+        return word;
 #else
-        float lo, hi;
-        f16::widen2(halves, lo, hi);
-        return e4m3fn::narrow2(lo, hi);
+        float lo, hi, lo2, hi2;
+        f16::widen2(first, lo, hi);
+        f16::widen2(second, lo2, hi2);
+        return e4m3fn::narrow2(lo, hi) | e4m3fn::narrow2(lo2, hi2) << 16;
 #endif
     }
-    __device__ __forceinline__ u32 f32_bits(int i) const { return as_bits(f16::widen(i ? halves >> 16 : halves & 0xffffu)); }
+};
+
+// e5m2 is the upper byte of f16.
+template <> struct Pairs<e5m2> {
+    static constexpr int kEmax = 15;
+    static __device__ __forceinline__ u32 widen(u32 word, int half) { return __byte_perm(word, 0, half ? 0x3424 : 0x1404); }
+    static __device__ __forceinline__ u32 narrow(u32 first, u32 second) {
+#ifdef CUPY_FP8_HARDWARE_CVT
+        u32 word;
+        asm("{\n\t.reg .b16 lo, hi;\n\tcvt.rn.satfinite.e5m2x2.f16x2 lo, %1;\n\tcvt.rn.satfinite.e5m2x2.f16x2 hi, %2;\n\tmov.b32 %0, {lo, hi};\n\t}"
+            : "=r"(word) : "r"(first), "r"(second));
+        return word;
+#else
+        float lo, hi, lo2, hi2;
+        f16::widen2(first, lo, hi);
+        f16::widen2(second, lo2, hi2);
+        return e5m2::narrow2(lo, hi) | e5m2::narrow2(lo2, hi2) << 16;
+#endif
+    }
 };
