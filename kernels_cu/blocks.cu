@@ -13,7 +13,7 @@
 //                       `stored`, `square` and `vector` tell (arrays of any shape and address). DOWN_FIRST: see tile.cuh.
 // quantize_block_lines  one block per line: all of a row (ALONG_ROWS 1) or of a column (0). A block of threads reads its lines twice. Any
 //                       shape and address.
-// DIVIDE 1: elements are divided by scale_inv (profile vllm), which takes ten instructions for each; 2: where the struct's `divide` says so.
+// DIVIDE 1: elements are divided by scale_inv (profile vllm), which takes five instructions for each; 2: where the struct's `divide` says so.
 // IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}; the other profiles, blocks and scale layouts are run-time values. Bytes moved per
 // element: sizeof(IN) + 1 + 4 / block, and 1 + 4 / block for a second direction. Padding of scales is written 0.
 #include "block_scale.cuh"
@@ -44,14 +44,35 @@ __device__ __forceinline__ u32 larger(u32 a, u32 b) { return a > b ? a : b; }
 
 __device__ __forceinline__ bool divides(const BlockParams& p) { return DIVIDE == 2 ? p.divide != 0 : DIVIDE != 0; }
 
-// What elements are multiplied or divided by.
+// What elements are multiplied by, or what they are divided by.
 __device__ __forceinline__ float operand(const BlockParams& p, const BlockScale& s) { return divides(p) ? s.scale_inv : s.factor; }
 
-// Four codes in a word.
-__device__ __forceinline__ u32 scaled_codes(const BlockParams& p, const float (&v)[4], const float (&s)[4]) {
+// Of rows: what elements are multiplied by, and what they are divided by where they are (`factors` are then of a Divisor, or null: 0).
+struct RowOperands {
+    const float *factors, *divisors;
+
+    static __device__ __forceinline__ void load(const float* from, float (&four)[4]) {
+        const float4 v = *reinterpret_cast<const float4*>(from);
+        four[0] = v.x, four[1] = v.y, four[2] = v.z, four[3] = v.w;
+    }
+};
+struct ColumnOperands {
+    float factor[kLaneColumns] = {}, divisor[kLaneColumns] = {};
+
+    __device__ __forceinline__ void set(const BlockParams& p, const float (&operands)[kLaneColumns]) {
+#pragma unroll
+        for (int c = 0; c < kLaneColumns; c++) {
+            factor[c] = divisor[c] = operands[c];
+            if (divides(p)) factor[c] = Divisor::usable(operands[c], div_rn(1.0f, operands[c]));
+        }
+    }
+};
+
+// Four codes in a word. s: divisors, where elements are divided.
+__device__ __forceinline__ u32 scaled_codes(const BlockParams& p, const float (&v)[4], const float (&factor)[4], const float (&s)[4]) {
     float scaled[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) scaled[i] = divides(p) ? div_rn(v[i], s[i]) : mul_rn(v[i], s[i]);
+    for (int i = 0; i < 4; i++) scaled[i] = divides(p) ? Divisor{s[i], factor[i]}.quotient(v[i]) : mul_rn(v[i], factor[i]);
     Chunk<OUT, 4> out;
     out.narrow2(0, scaled[0], scaled[1]);
     out.narrow2(1, scaled[2], scaled[3]);
@@ -73,14 +94,12 @@ struct Target {
 // The codes of rows 4 * quad to 4 * quad + 3: stored as is (kAsIs), and transposed into words[column][quad % 4]. kFast: `rows` has an
 // operand for every row; otherwise there is one for each of the lane's columns.
 template <bool kFast, bool kWide>
-__device__ __forceinline__ void write_quad(const BlockParams& p, const Panel<IN>& panel, const Place& place, const float* rows,
-                                           const float (&columns)[kLaneColumns], bool as_is, const Target& to, int quad,
+__device__ __forceinline__ void write_quad(const BlockParams& p, const Panel<IN>& panel, const Place& place, const RowOperands& rows,
+                                           const ColumnOperands& columns, bool as_is, const Target& to, int quad,
                                            u32 (&words)[kLaneColumns][4]) {
-    float of_row[4];
-    if constexpr (kFast) {
-        const float4 four = *reinterpret_cast<const float4*>(rows + quad * 4);
-        of_row[0] = four.x, of_row[1] = four.y, of_row[2] = four.z, of_row[3] = four.w;
-    }
+    float factor[4] = {}, divisor[4] = {};
+    if (kFast && (!divides(p) || rows.factors)) RowOperands::load(rows.factors + quad * 4, factor);
+    if (kFast && divides(p)) RowOperands::load(rows.divisors + quad * 4, divisor);
     u32 codes[4];
     u8* at = to.as_is + (place.at + quad * 4 * p.columns);
 #pragma unroll
@@ -89,8 +108,9 @@ __device__ __forceinline__ void write_quad(const BlockParams& p, const Panel<IN>
         float v[kLaneColumns];
         panel.line[r].widen2(0, v[0], v[1]);
         panel.line[r].widen2(1, v[2], v[3]);
-        if constexpr (kFast) codes[i] = scaled_codes(p, v, {of_row[i], of_row[i], of_row[i], of_row[i]});
-        else codes[i] = scaled_codes(p, v, columns);
+        if constexpr (kFast)
+            codes[i] = scaled_codes(p, v, {factor[i], factor[i], factor[i], factor[i]}, {divisor[i], divisor[i], divisor[i], divisor[i]});
+        else codes[i] = scaled_codes(p, v, columns.factor, columns.divisor);
         if (!as_is) continue;
         const int left = r < place.rows_left ? place.columns_left : 0;
         const Chunk<OUT, 4> out{{codes[i]}};
@@ -105,8 +125,8 @@ __device__ __forceinline__ void write_quad(const BlockParams& p, const Panel<IN>
 
 // Sixteen rows: what a column has of them are 16 bytes of a transposed row.
 template <bool kFast, bool kWide>
-__device__ __forceinline__ void write_half(const BlockParams& p, const Panel<IN>& panel, const Place& place, const float* rows,
-                                           const float (&columns)[kLaneColumns], bool as_is, bool transposed, const Target& to, int half,
+__device__ __forceinline__ void write_half(const BlockParams& p, const Panel<IN>& panel, const Place& place, const RowOperands& rows,
+                                           const ColumnOperands& columns, bool as_is, bool transposed, const Target& to, int half,
                                            const Tile& tile) {
     if (!as_is && !transposed) return;
     u32 words[kLaneColumns][4];
@@ -150,7 +170,7 @@ __device__ __forceinline__ void find_row_scales(PanelAmax<IN, false>& amax, cons
         inverses[b * kRunStride + lane] = stored;
         if (p.fast.to && p.fast.row == 1 && p.fast.has(row, first + b)) *p.fast.at(at.matrix, row, first + b) = stored;
         // Of all its runs, so that nobody needs to know the block. Nobody else reads this lane's.
-        for (int run = b * panels; run < (b + 1) * panels; run++) reduced[run * kRunStride + lane] = operand(p, s);
+        for (int run = b * panels; run < (b + 1) * panels; run++) reduced[run * kRunStride + lane] = divides(p) ? Divisor::usable(s.scale_inv, s.factor) : s.factor;
     }
     __syncwarp();
 }
@@ -247,17 +267,21 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) quantize_b
     panel.template load<ALIGNED != 0>(p.x + place.at, p.columns, rows_left, columns_left, p.vector & 1);
     PanelAmax<IN, false> amax;
     amax.template find<kFast, kSlow>(panel);
-    float columns[kLaneColumns] = {};
+    float* const inverses_of_warp = inverses + threadIdx.x / 32 * kRowWords;
+    float of_columns[kLaneColumns] = {};
     if (square) {
         const float all = find_square_scale(amax, p, at, tops);
 #pragma unroll
-        for (float& c : columns) c = all;
+        for (float& c : of_columns) c = all;
     } else {
-        if constexpr (kFast) find_row_scales(amax, p, at, of_warp, inverses + threadIdx.x / 32 * kRowWords);
-        if constexpr (kSlow) find_column_scales(amax, p, at, tops, columns);
+        if constexpr (kFast) find_row_scales(amax, p, at, of_warp, inverses_of_warp);
+        if constexpr (kSlow) find_column_scales(amax, p, at, tops, of_columns);
     }
 
-    const float* const rows = of_warp + threadIdx.x % 32 / (32 / kRuns) * kRunStride;
+    const int run = threadIdx.x % 32 / (32 / kRuns);
+    const RowOperands rows{of_warp + run * kRunStride, inverses_of_warp + run / (int)p.panels * kRunStride};
+    ColumnOperands columns;
+    columns.set(p, of_columns);
     const Target fast_target{p.fast_data, (p.vector & 2) != 0}, slow_target{p.slow_data, (p.vector & 4) != 0};
     // The directions take turns, so that neither addresses nor widened values live long: in whole panels they would not fit.
 #pragma unroll
@@ -340,16 +364,19 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, 1) quantize_block_l
     }
     __syncthreads();
     const float* const operands = reinterpret_cast<const float*>(tops);
-    float columns[kLaneColumns];
+    float of_columns[kLaneColumns];
 #pragma unroll
-    for (int c = 0; c < kLaneColumns; c++) columns[c] = kAlongRows ? 0.0f : operands[Tile::column() + c];
+    for (int c = 0; c < kLaneColumns; c++) of_columns[c] = kAlongRows ? 1.0f : operands[Tile::column() + c];
+    const RowOperands rows{divides(p) ? nullptr : operands, operands};
+    ColumnOperands columns;
+    columns.set(p, of_columns);
     const Target target{p.fast_data, (p.vector & 2) != 0};
 #pragma unroll 1
     for (i64 begin = 0; begin < length; begin += kStep) {
         const Place place = load(begin);
 #pragma unroll
         for (int half = 0; half < 2; half++)
-            write_half<kAlongRows, false>(p, panel, place, operands, columns, as_is, transposed, target, half, tile);
+            write_half<kAlongRows, false>(p, panel, place, rows, columns, as_is, transposed, target, half, tile);
         if (!transposed) continue;
         __syncthreads();
         const i64 row = kAlongRows ? first : begin, column = kAlongRows ? begin : first;

@@ -8,6 +8,7 @@
 __device__ __forceinline__ float mul_rn(float a, float b) { return a * b; }
 __device__ __forceinline__ float add_rn(float a, float b) { return a + b; }
 __device__ __forceinline__ float div_rn(float a, float b) { return a / b; }
+__device__ __forceinline__ float fma_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 __device__ __forceinline__ bool is_nan(float a) { return a != a; }
 __device__ __forceinline__ bool is_less(float a, float b) { return a < b; }
 // The operand that is not NaN, as PTX max.f32 does; both operands are magnitudes here, so the order of zeros never matters.
@@ -26,6 +27,11 @@ __device__ __forceinline__ float add_rn(float a, float b) {
 __device__ __forceinline__ float div_rn(float a, float b) {
     float r;
     asm("div.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+__device__ __forceinline__ float fma_rn(float a, float b, float c) {
+    float r;
+    asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(c));
     return r;
 }
 // On the bits: a comparison of floats would be compiled with .ftz.
@@ -47,3 +53,21 @@ __device__ __forceinline__ float max_number(float a, float b) {
 __device__ __forceinline__ bool is_positive_number(float a) { return as_bits(a) - 1u < 0x7f7fffffu; }
 __device__ __forceinline__ bool is_infinite(float a) { return (as_bits(a) & 0x7fffffffu) == 0x7f800000u; }
 __device__ __forceinline__ float magnitude(float a) { return as_float(as_bits(a) & 0x7fffffffu); }
+__device__ __forceinline__ float negated(float a) { return as_float(as_bits(a) ^ 0x80000000u); }
+
+// Divisions by one number s, each correctly rounded like div_rn: what div.rn itself does once it has a reciprocal r of s, two corrections
+// by exact remainders. (Negated remainders: so -0 stays -0.) Where s or r is far from 1, remainders may underflow: r is 0 there.
+struct Divisor {
+    float s, r;
+
+    // reciprocal: fl(1 / s). Within these bounds a quotient whose remainder underflows is below 2^-40: 0 in every FP8 format.
+    static __device__ __forceinline__ float usable(float s, float reciprocal) {
+        return as_bits(s) - 0x17800000u < 0x5a000000u ? reciprocal : 0.0f;                          // 2^-80 <= s < 2^100
+    }
+    __device__ __forceinline__ float quotient(float a) const {
+        if (as_bits(r) == 0) return div_rn(a, s);
+        float q = mul_rn(a, r);
+        q = fma_rn(negated(fma_rn(s, q, negated(a))), r, q);
+        return fma_rn(negated(fma_rn(s, q, negated(a))), r, q);
+    }
+};
