@@ -47,7 +47,11 @@ __device__ __forceinline__ bool divides(const BlockParams& p) { return DIVIDE ==
 // What elements are multiplied by, or what they are divided by.
 __device__ __forceinline__ float operand(const BlockParams& p, const BlockScale& s) { return divides(p) ? s.scale_inv : s.factor; }
 
-// Of rows: what elements are multiplied by, and what they are divided by where they are (`factors` are then of a Divisor, or null: 0).
+// Elements are multiplied by a factor, or divided: by quick_quotient() where all divisors of a warp allow that, since a choice for every
+// few elements takes longer than it saves.
+enum How { kMultiply, kDivideQuickly, kDivide };
+
+// By rows: factors, or divisors and their reciprocals.
 struct RowOperands {
     const float *factors, *divisors;
 
@@ -56,23 +60,19 @@ struct RowOperands {
         four[0] = v.x, four[1] = v.y, four[2] = v.z, four[3] = v.w;
     }
 };
+// By this lane's columns.
 struct ColumnOperands {
-    float factor[kLaneColumns] = {}, divisor[kLaneColumns] = {};
-
-    __device__ __forceinline__ void set(const BlockParams& p, const float (&operands)[kLaneColumns]) {
-#pragma unroll
-        for (int c = 0; c < kLaneColumns; c++) {
-            factor[c] = divisor[c] = operands[c];
-            if (divides(p)) factor[c] = Divisor::usable(operands[c], div_rn(1.0f, operands[c]));
-        }
-    }
+    float factor[kLaneColumns], divisor[kLaneColumns];
 };
 
-// Four codes in a word. s: divisors, where elements are divided.
-__device__ __forceinline__ u32 scaled_codes(const BlockParams& p, const float (&v)[4], const float (&factor)[4], const float (&s)[4]) {
+// Four codes in a word.
+template <How kHow>
+__device__ __forceinline__ u32 scaled_codes(const float (&v)[4], const float (&factor)[4], const float (&divisor)[4]) {
     float scaled[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) scaled[i] = divides(p) ? Divisor{s[i], factor[i]}.quotient(v[i]) : mul_rn(v[i], factor[i]);
+    for (int i = 0; i < 4; i++)
+        scaled[i] = kHow == kMultiply ? mul_rn(v[i], factor[i])
+                    : kHow == kDivideQuickly ? quick_quotient(v[i], divisor[i], factor[i]) : div_rn(v[i], divisor[i]);
     Chunk<OUT, 4> out;
     out.narrow2(0, scaled[0], scaled[1]);
     out.narrow2(1, scaled[2], scaled[3]);
@@ -93,13 +93,13 @@ struct Target {
 
 // The codes of rows 4 * quad to 4 * quad + 3: stored as is (kAsIs), and transposed into words[column][quad % 4]. kFast: `rows` has an
 // operand for every row; otherwise there is one for each of the lane's columns.
-template <bool kFast, bool kWide>
+template <bool kFast, bool kWide, How kHow>
 __device__ __forceinline__ void write_quad(const BlockParams& p, const Panel<IN>& panel, const Place& place, const RowOperands& rows,
                                            const ColumnOperands& columns, bool as_is, const Target& to, int quad,
                                            u32 (&words)[kLaneColumns][4]) {
     float factor[4] = {}, divisor[4] = {};
-    if (kFast && (!divides(p) || rows.factors)) RowOperands::load(rows.factors + quad * 4, factor);
-    if (kFast && divides(p)) RowOperands::load(rows.divisors + quad * 4, divisor);
+    if (kFast && kHow != kDivide) RowOperands::load(rows.factors + quad * 4, factor);
+    if (kFast && kHow != kMultiply) RowOperands::load(rows.divisors + quad * 4, divisor);
     u32 codes[4];
     u8* at = to.as_is + (place.at + quad * 4 * p.columns);
 #pragma unroll
@@ -109,8 +109,8 @@ __device__ __forceinline__ void write_quad(const BlockParams& p, const Panel<IN>
         panel.line[r].widen2(0, v[0], v[1]);
         panel.line[r].widen2(1, v[2], v[3]);
         if constexpr (kFast)
-            codes[i] = scaled_codes(p, v, {factor[i], factor[i], factor[i], factor[i]}, {divisor[i], divisor[i], divisor[i], divisor[i]});
-        else codes[i] = scaled_codes(p, v, columns.factor, columns.divisor);
+            codes[i] = scaled_codes<kHow>(v, {factor[i], factor[i], factor[i], factor[i]}, {divisor[i], divisor[i], divisor[i], divisor[i]});
+        else codes[i] = scaled_codes<kHow>(v, columns.factor, columns.divisor);
         if (!as_is) continue;
         const int left = r < place.rows_left ? place.columns_left : 0;
         const Chunk<OUT, 4> out{{codes[i]}};
@@ -124,7 +124,7 @@ __device__ __forceinline__ void write_quad(const BlockParams& p, const Panel<IN>
 }
 
 // Sixteen rows: what a column has of them are 16 bytes of a transposed row.
-template <bool kFast, bool kWide>
+template <bool kFast, bool kWide, How kHow>
 __device__ __forceinline__ void write_half(const BlockParams& p, const Panel<IN>& panel, const Place& place, const RowOperands& rows,
                                            const ColumnOperands& columns, bool as_is, bool transposed, const Target& to, int half,
                                            const Tile& tile) {
@@ -132,7 +132,7 @@ __device__ __forceinline__ void write_half(const BlockParams& p, const Panel<IN>
     u32 words[kLaneColumns][4];
 #pragma unroll
     for (int quad = 0; quad < 4; quad++)
-        write_quad<kFast, kWide>(p, panel, place, rows, columns, as_is, to, half * 4 + quad, words);
+        write_quad<kFast, kWide, kHow>(p, panel, place, rows, columns, as_is, to, half * 4 + quad, words);
     if (transposed) tile.write(half, words);
 }
 
@@ -152,7 +152,8 @@ constexpr int kWarps = Tile::kThreads / 32;
 
 // The scales of the panel's rows, all by one warp. reduced: the operands for write_quad, one run of columns after the other; inverses:
 // the same of scale_inv, for stores of more than one panel's scales at a time. Scales whose lines adjoin are stored here, 32 to a line.
-__device__ __forceinline__ void find_row_scales(PanelAmax<IN, false>& amax, const BlockParams& p, const TilePosition& at, float* reduced,
+// Whether all divisors of this lane's row have quick_quotient().
+__device__ __forceinline__ bool find_row_scales(PanelAmax<IN, false>& amax, const BlockParams& p, const TilePosition& at, float* reduced,
                                                 float* inverses) {
     const int lane = threadIdx.x % 32;
     u32 top[4];
@@ -161,6 +162,7 @@ __device__ __forceinline__ void find_row_scales(PanelAmax<IN, false>& amax, cons
     __syncwarp();
     const int panels = (int)p.panels, blocks = kRuns / panels;
     const i64 row = at.row + Tile::row() + lane, first = (at.column + Tile::column()) / kPanelColumns * blocks;
+    bool quick = true;
 #pragma unroll 1
     for (int b = 0; b < blocks; b++) {                               // lane by row
         u32 bits = 0;
@@ -170,9 +172,11 @@ __device__ __forceinline__ void find_row_scales(PanelAmax<IN, false>& amax, cons
         inverses[b * kRunStride + lane] = stored;
         if (p.fast.to && p.fast.row == 1 && p.fast.has(row, first + b)) *p.fast.at(at.matrix, row, first + b) = stored;
         // Of all its runs, so that nobody needs to know the block. Nobody else reads this lane's.
-        for (int run = b * panels; run < (b + 1) * panels; run++) reduced[run * kRunStride + lane] = divides(p) ? Divisor::usable(s.scale_inv, s.factor) : s.factor;
+        for (int run = b * panels; run < (b + 1) * panels; run++) reduced[run * kRunStride + lane] = s.factor;
+        quick &= row >= p.rows || has_quick_quotients(s.scale_inv);
     }
     __syncwarp();
+    return quick;
 }
 
 // Scales whose blocks adjoin: for every row a run as long as the tile is wide.
@@ -243,6 +247,37 @@ __device__ __forceinline__ float find_square_scale(const PanelAmax<IN, false>& a
     return operand(p, s);
 }
 
+// Where data go, and how: as FAST, SLOW and SQUARE say.
+struct Outputs {
+    int fast, slow;
+    bool square;
+    Target fast_target, slow_target;
+    Tile fast_tile, slow_tile;
+};
+
+template <How kHow>
+__device__ __forceinline__ void write_panel(const BlockParams& p, const Panel<IN>& panel, const Place& place, const RowOperands& rows,
+                                            const ColumnOperands& columns, const Outputs& to) {
+    constexpr bool kWide = ALIGNED != 0;
+    // The directions take turns, so that neither addresses nor widened values live long: in whole panels they would not fit.
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        if (to.square) {
+            write_half<false, kWide, kHow>(p, panel, place, rows, columns, to.fast == 1, to.slow == 2, to.fast_target, half, to.slow_tile);
+        } else if (to.fast == 1 && to.slow == 1) {
+            u32 unused[kLaneColumns][4];
+#pragma unroll
+            for (int quad = half * 4; quad < half * 4 + 4; quad++) {
+                write_quad<true, kWide, kHow>(p, panel, place, rows, columns, true, to.fast_target, quad, unused);
+                write_quad<false, kWide, kHow>(p, panel, place, rows, columns, true, to.slow_target, quad, unused);
+            }
+        } else {
+            write_half<true, kWide, kHow>(p, panel, place, rows, columns, to.fast == 1, to.fast == 2, to.fast_target, half, to.fast_tile);
+            write_half<false, kWide, kHow>(p, panel, place, rows, columns, to.slow == 1, to.slow == 2, to.slow_target, half, to.slow_tile);
+        }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) quantize_block_tile(const __grid_constant__ BlockParams p) {
     extern __shared__ __align__(16) u8 shared[];
     if (is_set(p.noop)) return;
@@ -269,37 +304,28 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) quantize_b
     amax.template find<kFast, kSlow>(panel);
     float* const inverses_of_warp = inverses + threadIdx.x / 32 * kRowWords;
     float of_columns[kLaneColumns] = {};
+    bool quick = true;                                               // whether all divisors allow quick_quotient()
     if (square) {
         const float all = find_square_scale(amax, p, at, tops);
 #pragma unroll
         for (float& c : of_columns) c = all;
     } else {
-        if constexpr (kFast) find_row_scales(amax, p, at, of_warp, inverses_of_warp);
+        if constexpr (kFast) quick = find_row_scales(amax, p, at, of_warp, inverses_of_warp);
         if constexpr (kSlow) find_column_scales(amax, p, at, tops, of_columns);
     }
 
     const int run = threadIdx.x % 32 / (32 / kRuns);
     const RowOperands rows{of_warp + run * kRunStride, inverses_of_warp + run / (int)p.panels * kRunStride};
     ColumnOperands columns;
-    columns.set(p, of_columns);
-    const Target fast_target{p.fast_data, (p.vector & 2) != 0}, slow_target{p.slow_data, (p.vector & 4) != 0};
-    // The directions take turns, so that neither addresses nor widened values live long: in whole panels they would not fit.
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        if (square) {
-            write_half<false, ALIGNED != 0>(p, panel, place, rows, columns, fast == 1, slow == 2, fast_target, half, slow_tile);
-        } else if (fast == 1 && slow == 1) {
-            u32 unused[kLaneColumns][4];
-#pragma unroll
-            for (int quad = half * 4; quad < half * 4 + 4; quad++) {
-                write_quad<true, ALIGNED != 0>(p, panel, place, rows, columns, true, fast_target, quad, unused);
-                write_quad<false, ALIGNED != 0>(p, panel, place, rows, columns, true, slow_target, quad, unused);
-            }
-        } else {
-            write_half<true, ALIGNED != 0>(p, panel, place, rows, columns, fast == 1, fast == 2, fast_target, half, fast_tile);
-            write_half<false, ALIGNED != 0>(p, panel, place, rows, columns, slow == 1, slow == 2, slow_target, half, slow_tile);
-        }
+    for (int c = 0; c < kLaneColumns; c++) {
+        columns.factor[c] = columns.divisor[c] = of_columns[c];
+        if (DIVIDE && kSlow) columns.factor[c] = div_rn(1.0f, of_columns[c]), quick &= has_quick_quotients(of_columns[c]);
     }
+    const Outputs to{fast, slow, square, {p.fast_data, (p.vector & 2) != 0}, {p.slow_data, (p.vector & 4) != 0}, fast_tile, slow_tile};
+    if (!DIVIDE) write_panel<kMultiply>(p, panel, place, rows, columns, to);
+    else if (__all_sync(~0u, quick)) write_panel<kDivideQuickly>(p, panel, place, rows, columns, to);
+    else write_panel<kDivide>(p, panel, place, rows, columns, to);
 
     const bool blocks_adjoin = kFast && !square && p.fast.to && p.fast.row != 1;
     if (fast_transposed || slow == 2 || blocks_adjoin) __syncthreads();
@@ -367,16 +393,18 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, 1) quantize_block_l
     float of_columns[kLaneColumns];
 #pragma unroll
     for (int c = 0; c < kLaneColumns; c++) of_columns[c] = kAlongRows ? 1.0f : operands[Tile::column() + c];
-    const RowOperands rows{divides(p) ? nullptr : operands, operands};
+    const RowOperands rows{operands, operands};
     ColumnOperands columns;
-    columns.set(p, of_columns);
+#pragma unroll
+    for (int c = 0; c < kLaneColumns; c++) columns.factor[c] = columns.divisor[c] = of_columns[c];
     const Target target{p.fast_data, (p.vector & 2) != 0};
 #pragma unroll 1
     for (i64 begin = 0; begin < length; begin += kStep) {
         const Place place = load(begin);
 #pragma unroll
         for (int half = 0; half < 2; half++)
-            write_half<kAlongRows, false>(p, panel, place, rows, columns, as_is, transposed, target, half, tile);
+            if (p.divide) write_half<kAlongRows, false, kDivide>(p, panel, place, rows, columns, as_is, transposed, target, half, tile);
+            else write_half<kAlongRows, false, kMultiply>(p, panel, place, rows, columns, as_is, transposed, target, half, tile);
         if (!transposed) continue;
         __syncthreads();
         const i64 row = kAlongRows ? first : begin, column = kAlongRows ? begin : first;

@@ -55,19 +55,12 @@ __device__ __forceinline__ bool is_infinite(float a) { return (as_bits(a) & 0x7f
 __device__ __forceinline__ float magnitude(float a) { return as_float(as_bits(a) & 0x7fffffffu); }
 __device__ __forceinline__ float negated(float a) { return as_float(as_bits(a) ^ 0x80000000u); }
 
-// Divisions by one number s, each correctly rounded like div_rn: what div.rn itself does once it has a reciprocal r of s, two corrections
-// by exact remainders. (Negated remainders: so -0 stays -0.) Where s or r is far from 1, remainders may underflow: r is 0 there.
-struct Divisor {
-    float s, r;
-
-    // reciprocal: fl(1 / s). Within these bounds a quotient whose remainder underflows is below 2^-40: 0 in every FP8 format.
-    static __device__ __forceinline__ float usable(float s, float reciprocal) {
-        return as_bits(s) - 0x17800000u < 0x5a000000u ? reciprocal : 0.0f;                          // 2^-80 <= s < 2^100
-    }
-    __device__ __forceinline__ float quotient(float a) const {
-        if (as_bits(r) == 0) return div_rn(a, s);
-        float q = mul_rn(a, r);
-        q = fma_rn(negated(fma_rn(s, q, negated(a))), r, q);
-        return fma_rn(negated(fma_rn(s, q, negated(a))), r, q);
-    }
-};
+// a / s, correctly rounded like div_rn: what div.rn itself does once it has a reciprocal, two corrections by exact remainders. (Negated
+// remainders: so -0 stays -0.) r: fl(1 / s). Where has_quick_quotients(s), a quotient whose remainder underflows is below 2^-40: 0 in every
+// FP8 format; elsewhere it may be wrong.
+__device__ __forceinline__ float quick_quotient(float a, float s, float r) {
+    float q = mul_rn(a, r);
+    q = fma_rn(negated(fma_rn(s, q, negated(a))), r, q);
+    return fma_rn(negated(fma_rn(s, q, negated(a))), r, q);
+}
+__device__ __forceinline__ bool has_quick_quotients(float s) { return as_bits(s) - 0x17800000u < 0x5a000000u; }   // 2^-80 <= s < 2^100

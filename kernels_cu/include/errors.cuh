@@ -4,7 +4,7 @@
 #include "types.cuh"
 
 // The bits of cupy_fp8.runtime.errors.Fact (a test compares them).
-constexpr u32 kSplitNegative = 1u << 0, kSplitSum = 1u << 1, kScaleNotPowerOfTwo = 1u << 2, kOffsetOverflow = 1u << 3;
+constexpr u32 kSplitNegative = 1u << 0, kSplitSum = 1u << 1, kScaleNotPowerOfTwo = 1u << 2, kOffsetOverflow = 1u << 3, kOrder = 1u << 4;
 
 // By one thread that knows of the error.
 __device__ __forceinline__ void report(u32* errors, u32 bits) {

@@ -1,0 +1,150 @@
+// Per-tensor scaling of a group of matrices of any shapes, each with its own scale (docs/numerics.md, section 1): one launch for all.
+//
+//   data = narrow(fl(x * scale))      data_t = data transposed      scale_inv = fl(1 / scale)      amax = max(amax, max |x|)
+//
+// multi_cast_transpose  every matrix is cut into tiles of TILE_ROWS x TILE_COLUMNS elements, and a block of threads casts one, as cast_transpose
+//                       does (cast_tile.cuh). tensor_of[block] tells which matrix the block belongs to: one load where a search over prefix sums
+//                       would wait for several, one after the other, and 4 bytes per tile. WHOLE 1: every matrix has whole patches only
+//                       and is aligned (large tiles have no registers for other paths); 0: each as its own `aligned` and `vector` say.
+//                       Either output may be absent (null). Bytes moved per element: sizeof(IN) + outputs.
+// multi_amax_scale      current scaling: the scale that each matrix's own amax calls for, before multi_cast_transpose, on the same table:
+//                       the blocks of a matrix take equal shares of its elements. The last one to finish writes the scale, and leaves
+//                       the workspace as it found it (zeros), so that a captured graph replays. Bytes moved per element: sizeof(IN).
+// IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}. An empty matrix has a block too, for its scale_inv.
+#include "flat.cuh"
+#include "scale.cuh"
+#ifdef ENTRY_multi_cast_transpose
+#include "cast_tile.cuh"
+#else
+#include "reduce.cuh"
+#endif
+
+// One matrix; ops/multi.py packs it.
+struct alignas(16) MultiTensor {
+    const IN::storage* x;        // [rows, columns]
+    u8* data;                    // [rows, columns], or null: not written
+    u8* data_t;                  // [columns, rows], or null: not written
+    const float* scale;          // one element, or null: scale_value
+    float* scale_inv;            // one element
+    float* scale_inv_copy;       // a second place for it, or null
+    float* amax;                 // one element, raised, or null
+    i64 rows, columns;
+    i64 first_block;             // of the launch, from its first_block on: this matrix's blocks
+    u32 blocks;
+    float scale_value;
+    u32 aligned;                 // every row of x and data allows chunked access
+    u32 vector;                  // every row of data_t allows 16-byte stores
+
+    __device__ __forceinline__ bool rowwise() const { return data; }
+    __device__ __forceinline__ bool columnwise() const { return data_t; }
+    // The compiler knows that a kernel's own pointers lead to global memory; of those that are read from a table it has to be told.
+    static __device__ __forceinline__ u8* global(u8* p) {
+#ifdef CUPY_FP8_HOST
+        return p;
+#else
+        return static_cast<u8*>(__cvta_global_to_generic(__cvta_generic_to_global(p)));
+#endif
+    }
+};
+static_assert(sizeof(MultiTensor) == 96, "as ops/multi.py packs it");
+
+#ifdef ENTRY_multi_cast_transpose
+struct MultiCastParams {
+    const MultiTensor* tensors;
+    const u32* tensor_of;        // [blocks]
+    const float* noop;           // one element: 1.0 there means that nothing is written; or null
+    u32 reverse;                 // 1: blocks take the group from its end, which the L2 still holds after multi_amax_scale
+};
+
+// As in cast.cu.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr int kBlocks = (kLoads == 2 ? 512 : 1024) / Tile::kThreads;
+#else
+constexpr int kBlocks = 1;
+#endif
+
+extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) multi_cast_transpose(const __grid_constant__ MultiCastParams p) {
+    extern __shared__ __align__(16) u8 shared[];
+    __shared__ MultiTensor tensor;                                   // not in registers, of which the tile needs all
+    if (is_set(p.noop)) return;
+    const i64 block = p.reverse ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    constexpr int kWords = sizeof(MultiTensor) / 16;
+    if (threadIdx.x < kWords) {
+        const uint4* from = reinterpret_cast<const uint4*>(p.tensors + load_read_only(p.tensor_of + block));
+        reinterpret_cast<uint4*>(&tensor)[threadIdx.x] = load_read_only(from + threadIdx.x);
+    }
+    __syncthreads();
+    const float scale = tensor.scale ? *tensor.scale : tensor.scale_value;
+    const i64 tile = block - tensor.first_block;
+    if (tile == 0 && threadIdx.x == 0) write_scale_inv(scale, tensor.scale_inv, tensor.scale_inv_copy);
+    if (tensor.rows == 0 || tensor.columns == 0) {
+        if (tensor.amax && threadIdx.x == 0) raise_amax(tensor.amax, 0, load_relaxed(tensor.amax));
+        return;
+    }
+    const u32 across = (u32)((tensor.columns + TILE_COLUMNS - 1) / TILE_COLUMNS), down = (u32)tile / across;
+    const TilePosition at = {0, (i64)down * TILE_ROWS, (i64)((u32)tile - down * across) * TILE_COLUMNS};
+    if (WHOLE) cast_tile<2>(tensor, at, scale, shared);
+    else if (tensor.aligned) cast_tile<1>(tensor, at, scale, shared);
+    else cast_tile<0>(tensor, at, scale, shared);
+}
+#endif
+
+#ifdef ENTRY_multi_amax_scale
+struct MultiWorkspace {          // of one matrix; zero before the first launch, and after each
+    u32 top;
+    u32 blocks_done;
+};
+
+struct MultiAmaxParams {
+    const MultiTensor* tensors;
+    const u32* tensor_of;        // [blocks]
+    const float* noop;           // one element: 1.0 there means that nothing is written; or null
+    MultiWorkspace* workspace;   // [matrices]
+    float* scale;                // [matrices]
+    float target, eps;           // as in compute_scale
+    u32 pow2;
+};
+
+constexpr int kThreads = 256;
+constexpr int kUnroll = 4;
+
+extern "C" __global__ void __launch_bounds__(kThreads) multi_amax_scale(const __grid_constant__ MultiAmaxParams p) {
+    if (is_set(p.noop)) return;
+    constexpr int kChunk = 16 / sizeof(IN::storage);
+    constexpr i64 kStep = (i64)kThreads * kChunk, kRound = kUnroll * kStep;
+    const u32 index = load_read_only(p.tensor_of + blockIdx.x);
+    const MultiTensor& tensor = p.tensors[index];
+    const IN::storage* const x = tensor.x;
+    const i64 n = tensor.rows * tensor.columns, blocks = tensor.blocks;
+    const i64 share = ((n + blocks - 1) / blocks + kStep - 1) / kStep * kStep, begin = (blockIdx.x - tensor.first_block) * share;
+    const i64 end = begin + share < n ? begin + share : n;
+    const bool vector = reinterpret_cast<u64>(x) % 16 == 0;
+    Amax<IN> amax;
+    for (i64 start = begin; start < end; start += kRound) {
+        const i64 first = start + threadIdx.x * kChunk;
+        if (vector && start + kRound <= end) {
+            Chunk<IN, kChunk> c[kUnroll];
+#pragma unroll
+            for (int u = 0; u < kUnroll; u++) c[u] = Chunk<IN, kChunk>::load(x + first + u * kStep);
+#pragma unroll
+            for (int u = 0; u < kUnroll; u++) amax.add(c[u]);
+        } else {
+#pragma unroll 1
+            for (int u = 0; u < kUnroll; u++)
+                amax.add(Chunk<IN, kChunk>::load_partial(x + first + u * kStep, left_of(end - first - u * kStep, kChunk)));
+        }
+    }
+    const u32 block_top = block_max<kThreads>(amax.f32_bits());
+    if (threadIdx.x == 0) {
+        MultiWorkspace* const own = p.workspace + index;
+        atomicMax(&own->top, block_top);
+        __threadfence();
+        if (atomicAdd(&own->blocks_done, 1u) == tensor.blocks - 1) {
+            __threadfence();
+            const u32 top = atomicExch(&own->top, 0u);
+            atomicExch(&own->blocks_done, 0u);
+            p.scale[index] = scale_from_amax(as_float(top), p.target, p.eps, as_float(kMaxF32), p.pow2);
+        }
+    }
+}
+#endif
