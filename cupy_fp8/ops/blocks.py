@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from itertools import product
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -14,17 +14,18 @@ from ..arrays import Array, empty_beside
 from ..formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e4m3fn, float32, lookup
 from ..layouts import cdiv
 from ..recipes import Form, block_eps, block_forms, block_pow2, check_block_options, empty_blocks
-from ..results import Quantized, Scaled
-from ..runtime import Kernel, Variant, executor_of
+from ..results import Quantized
+from ..runtime import Kernel, Variant
 from . import checks, forms
-from .forms import ABSENT, AS_IS, TRANSPOSED
+from .forms import ABSENT, AS_IS, TRANSPOSED, PanelStep, Side, Step
 from .panels import COLUMNS, LANE_COLUMNS, ROWS, Panels
 
 _FIELDS = "4PP5qP5q2q4f3I5I"
 _TILE = Kernel("blocks", "quantize_block_tile", _FIELDS)
 _LINES = Kernel("blocks", "quantize_block_lines", _FIELDS)
 _RUN = 32                                       # elements along a line: a quarter of a panel, and the smallest block
-_NOWHERE = (0, 0, 1, 1, 0, 0)                   # a ScaleGrid
+_NOWHERE = (0, 1, 1, 0, 0)                      # a ScaleGrid, but for the address
+_NO_SIDE = Side(None, ABSENT, None, _NOWHERE)
 
 _ACROSS = Panels(1, 8, down_first=False)        # 32 bytes of a row's compact scales
 _DOWN = Panels(4, 1, down_first=False)
@@ -88,39 +89,7 @@ def quantize_block(x: Array, *, block: tuple[int | None, int | None] = (1, 128),
     ([[1.0, 0.0, 0.0, 0.0], [0.0009765625, 0.0, 0.0, 0.0]], [448.0, 3.0, 320.0])
     """
     options = (lookup(dtype, FP8_DTYPES, "dtype").dtype, rowwise, columnwise, transposed, block, pow2_scale, eps, profile, scale_layout)
-    x, xp, at, swapped = forms.source(x)
-    noop_at = 0 if noop is None else checks.one_f32(noop, x, xp, "noop")
-    by_reference = executor_of(xp) == "reference"
-    if out is None:
-        found = _forms(x, swapped, options)
-        if noop is not None:
-            raise ValueError("noop: needs out=, since nothing may be written")
-        if by_reference:
-            return _by_reference(x, swapped, options)
-        checks.may_allocate(x)
-        out = empty_blocks(found, lambda shape, dtype: empty_beside(x, shape, dtype))
-        _Target(out, x, swapped, options).launch(x, at, 0)
-        return out
-    target = _validated(out, x, xp, swapped, options)
-    forms.check_separate(target.ranges, at, x.nbytes, noop_at)
-    if not by_reference:
-        target.launch(x, at, noop_at)
-    elif noop is None or noop.reshape(()) != 1:
-        forms.store(out, _by_reference(x, swapped, options))
-    return out
-
-
-def _forms(x: Array, swapped: bool, options: tuple[Any, ...]) -> dict[str, Form]:
-    dtype, rowwise, columnwise, transposed, block, pow2_scale, eps, profile, scale_layout = options
-    check_block_options(block, profile, scale_layout)
-    block_eps(eps, profile)
-    block_pow2(pow2_scale, profile)
-    return block_forms(forms.logical(x, swapped), dtype, bool(rowwise), bool(columnwise), bool(transposed), block, scale_layout)
-
-
-def _by_reference(x: Array, swapped: bool, options: tuple[Any, ...]) -> Quantized:
-    names = ("dtype", "rowwise", "columnwise", "transposed", "block", "pow2_scale", "eps", "profile", "scale_layout")
-    return reference.quantize_block(x.swapaxes(-1, -2) if swapped else x, **dict(zip(names, options, strict=True)))
+    return _QUANTIZE(x, options, noop, out)
 
 
 def _rule(source: np.dtype[Any], to: np.dtype[Any], pow2: bool, eps: float,
@@ -135,87 +104,76 @@ def _rule(source: np.dtype[Any], to: np.dtype[Any], pow2: bool, eps: float,
     return float(target), float(np.float32(1) / target), eps, float(FORMATS[source].max), low, high, flags
 
 
-class _Target:
-    """Where launches write: a result's addresses and the kernel variants for it. Kept with the Quantized it describes, so that using a
-    result again as `out=` costs one comparison instead of its validation."""
+class _Plan(forms.Plan):
+    kind = "block-scaled"
 
-    ranges: forms.Ranges               # of memory that is written; known for a result given as `out=`
-
-    def __init__(self, out: Quantized, x: Array, swapped: bool, options: tuple[Any, ...]) -> None:
-        to, _, _, _, block, pow2_scale, eps, profile, _ = options
+    def __init__(self, shape: tuple[int, ...], source: np.dtype[Any], swapped: bool, options: tuple[Any, ...]) -> None:
+        to, rowwise, columnwise, transposed, block, pow2_scale, eps, profile, scale_layout = options
+        check_block_options(block, profile, scale_layout)
+        least = block_eps(eps, profile) + 0.0       # -0 is 0: the kernel compares the bits of magnitudes
         pow2 = block_pow2(pow2_scale, profile)
-        self.size = x.size
-        *_, self.rows, self.columns = x.shape
-        self.load_bytes = LANE_COLUMNS * x.dtype.itemsize
-        rule, divide = _rule(x.dtype, to, pow2, block_eps(eps, profile), profile), profile == "vllm" and not pow2
-        parts = [out.rowwise, None if out.columnwise is out.rowwise else out.columnwise]
-        #: (variants for an x that is aligned for wide loads and for one that is not, with their grids and the members of their structs)
-        self.launches: list[tuple[tuple[Variant, int, tuple[Any, ...]], ...]] = []
-        if None in block:
-            for part in filter(None, parts):
-                self._add_lines(part, x, swapped, to, rule, divide)
-        else:
-            self._add_tiles(parts, x, swapped, options, rule, divide)
+        found = block_forms(forms.logical(shape, swapped), to, bool(rowwise), bool(columnwise), bool(transposed), block, scale_layout)
+        alike = found.get("rowwise") == found.get("columnwise")
+        super().__init__(shape, found, ("data", "scale_inv") if alike else (), LANE_COLUMNS * source.itemsize)
+        self.source, self.swapped, self.to, self.block, self.compact = source, swapped, to, block, scale_layout == "compact"
+        self.rule, self.divide = _rule(source, to, pow2, least, profile), profile == "vllm" and not pow2
 
-    def _add_tiles(self, parts: list[Scaled | None], x: Array, swapped: bool, options: tuple[Any, ...], rule: tuple[Any, ...],
-                   divide: bool) -> None:
-        to, block, scale_layout = options[0], options[4], options[-1]
-        fast, slow = parts if (block[0] == 1) != swapped else parts[::-1]
-        places = [(forms.stored(part, swapped), checks.address(part.data) if part else 0) for part in (fast, slow)]
-        square = 1 not in block
-        if square:                     # the same codes whatever the direction: what counts is how they are stored
-            at = dict(places)
-            places = [(stored if stored in at else ABSENT, at.get(stored, 0)) for stored in (AS_IS, TRANSPOSED)]
-        (stored_fast, fast_at), (stored_slow, slow_at) = places
-        vector = self._vector((stored_fast, fast_at), (stored_slow, slow_at))
-        run = block[0] if block[1] == 1 else block[1]
-        members = (fast_at, slow_at, *_scales(fast, swapped), *_scales(slow, swapped), self.rows, self.columns, *rule, run // _RUN,
-                   int(divide), int(square), stored_fast | stored_slow << 2)
-        any_shape = _any_shape_variant(x.dtype, to, divide), _GATHERED.grid(x.shape), (*members, vector & ~1)
-        panels = _panels(x.dtype, stored_fast, stored_slow, square, divide, scale_layout == "compact")
-        if vector == 7 and panels:
-            wide = _tile_variant(x.dtype, to, stored_fast, stored_slow, square, divide, panels), panels.grid(x.shape), (*members, vector)
-        else:
-            wide = (*any_shape[:2], (*members, vector))
-        self.launches.append((wide, any_shape))
+    def empty(self, x: Array) -> Quantized:
+        return empty_blocks(self.forms, functools.partial(empty_beside, x))
 
-    def _add_lines(self, part: Scaled, x: Array, swapped: bool, to: np.dtype[Any], rule: tuple[Any, ...], divide: bool) -> None:
-        assert part.block is not None
-        along_rows = (part.block[0] == 1) != swapped
-        stored, at = forms.stored(part, swapped), checks.address(part.data)
-        vector = self._vector((stored, at), (ABSENT, 0))
-        members = (at, 0, *_scales(part, swapped), *_NOWHERE, self.rows, self.columns, *rule, 1, int(divide), 0, stored)
+    def make_steps(self) -> Iterator[Step]:
+        names = [name for name in self.forms if not (self.shared and name == "columnwise")]
+        return map(self._lines, names) if None in self.block else iter([self._tiles(names)])
+
+    def _lines(self, name: str) -> Step:
+        form = self.forms[name]
+        assert form.block is not None
+        along_rows = (form.block[0] == 1) != self.swapped
+        side = Side(name, forms.stored(form, self.swapped), name, _strides(form, self.swapped))
         panels = _ACROSS if along_rows else _GATHERED
         lines = cdiv(self.rows, panels.down * ROWS) if along_rows else cdiv(self.columns, panels.across * COLUMNS)
-        grid = checks.grid_size(self.size // (self.rows * self.columns or 1) * lines, x.shape)
-        variant = _lines_variant(x.dtype, to, along_rows)
-        self.launches.append(((variant, grid, (*members, vector)), (variant, grid, (*members, vector & ~1))))
+        grid = checks.grid_size(self.size // (self.rows * self.columns) * lines, self.shape)
+        launch = _lines_variant(self.source, self.to, along_rows), grid
+        members = self.rows, self.columns, *self.rule, 1, int(self.divide), 0, side.stored
+        return PanelStep(self, (side, _NO_SIDE), members, launch, launch)
 
-    def _vector(self, *places: tuple[int, int]) -> int:
-        """Bits of BlockParams.vector; the first also needs x to be aligned."""
-        four_columns = self.columns % LANE_COLUMNS == 0
-        return int(four_columns) | sum(
-            bit for bit, (stored, to) in zip((2, 4), places, strict=True)
-            if (self.rows % 16 == 0 and to % 16 == 0 if stored == TRANSPOSED else four_columns and to % 4 == 0))
+    def _tiles(self, names: list[str]) -> Step:
+        square = 1 not in self.block
+        fast, slow = (name if name in names else None for name in (
+            ("rowwise", "columnwise") if (self.block[0] == 1) != self.swapped else ("columnwise", "rowwise")))
+        places: list[tuple[int, str | None]] = [(forms.stored(self.forms[name], self.swapped) if name else ABSENT, name)
+                                                for name in (fast, slow)]
+        if square:                     # the same codes whatever the direction: what counts is how they are stored
+            at = dict(places)
+            places = [(stored, at[stored]) if stored in at else (ABSENT, None) for stored in (AS_IS, TRANSPOSED)]
+        (stored_fast, fast_data), (stored_slow, slow_data) = places
+        sides = (Side(fast_data, stored_fast, fast, _strides(self.forms.get(fast or ""), self.swapped)),
+                 Side(slow_data, stored_slow, slow, _strides(self.forms.get(slow or ""), self.swapped)))
+        run = self.block[0] if self.block[1] == 1 else self.block[1]
+        members = self.rows, self.columns, *self.rule, run // _RUN, int(self.divide), int(square), stored_fast | stored_slow << 2
+        any_shape = _any_shape_variant(self.source, self.to, self.divide), _GATHERED.grid(self.shape)
+        panels = _panels(self.source, stored_fast, stored_slow, square, self.divide, self.compact)
+        wide = any_shape
+        if panels:
+            wide = (_tile_variant(self.source, self.to, stored_fast, stored_slow, square, self.divide, panels),
+                    panels.grid(self.shape))
+        return PanelStep(self, sides, members, wide, any_shape)
 
-    def launch(self, x: Array, at: int, noop_at: int) -> None:
-        if not self.size:
-            return
-        for launches in self.launches:
-            variant, grid, members = launches[at % self.load_bytes != 0]
-            variant.launch(x, grid, at, noop_at, *members)
+
+_QUANTIZE = forms.Quantizer(_Plan, reference.quantize_block, (
+    "dtype", "rowwise", "columnwise", "transposed", "block", "pow2_scale", "eps", "profile", "scale_layout"))
 
 
-def _scales(part: Scaled | None, swapped: bool) -> tuple[int, int, int, int, int, int]:
-    """The ScaleGrid of kernels_cu/include/block_scale.cuh."""
-    if part is None:
+def _strides(form: Form | None, swapped: bool) -> tuple[int, int, int, int, int]:
+    """The ScaleGrid of kernels_cu/include/block_scale.cuh, but for the address."""
+    if form is None:
         return _NOWHERE
-    assert part.block is not None
-    *_, rows, columns = part.scale_inv.shape
-    lines_first = part.block[0] == 1 and part.scale_layout != "compact"
-    if (lines_first or (1 not in part.block and part.transposed)) != swapped:      # rows of blocks in memory are columns of scale_inv
-        return checks.address(part.scale_inv), rows * columns, 1, columns, columns, rows
-    return checks.address(part.scale_inv), rows * columns, columns, 1, rows, columns
+    assert form.block is not None
+    *_, rows, columns = form.scale_shape
+    lines_first = form.block[0] == 1 and form.scale_layout != "compact"
+    if (lines_first or (1 not in form.block and form.transposed)) != swapped:      # rows of blocks in memory are columns of scale_inv
+        return rows * columns, 1, columns, columns, rows
+    return rows * columns, columns, 1, rows, columns
 
 
 def _panels(source: np.dtype[Any], fast: int, slow: int, square: bool, divide: bool, compact: bool) -> Panels | None:
@@ -251,22 +209,6 @@ def _lines_variant(source: np.dtype[Any], to: np.dtype[Any], along_rows: bool) -
     shared = panels.tile + panels.down * panels.across * (_ROW_BYTES // 2 if along_rows else _COLUMN_BYTES)
     return _LINES.variant(block=panels.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, ALONG_ROWS=int(along_rows),
                           DIVIDE=2, PANELS_DOWN=panels.down, PANELS_ACROSS=panels.across)
-
-
-def _validated(out: Quantized, x: Array, xp: Any, swapped: bool, options: tuple[Any, ...]) -> _Target:
-    """The _Target of a result given as `out=`, once it has been found to fit the call."""
-    key = (id(out), x.shape, x.dtype, swapped, options, 0 if xp is np else x.data.device_id)
-    kept = getattr(out, "_target", None)
-    if kept is not None and kept[0] == key:
-        return cast(_Target, kept[1])
-    found = _forms(x, swapped, options)
-    alike = found.get("rowwise") == found.get("columnwise")
-    ranges = forms.written(out, found, x, xp, "block-scaled", ("data", "scale_inv") if alike else ())
-    target = _Target(out, x, swapped, options)
-    target.ranges = ranges
-    if xp is not np:
-        object.__setattr__(out, "_target", (key, target))
-    return target
 
 
 def variants() -> Iterator[Variant]:

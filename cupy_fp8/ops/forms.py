@@ -1,23 +1,198 @@
-"""What quantisers that scale in blocks share: arrays in either memory order, and results given as `out=` checked against their forms."""
+"""What quantisers that scale in blocks share: arrays in either memory order, plans that outlive a call, and results given as `out=` checked
+against their forms."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays import Array, bits, is_contiguous
 from ..formats import INPUT_DTYPES
 from ..recipes import Form
-from ..results import Quantized, Scaled
+from ..results import Quantized, swap_last
+from ..runtime import Variant, executor_of
 from . import checks
+from .panels import LANE_COLUMNS
 
 #: How the data of blocks along the rows of memory (fast) and down its columns (slow) are stored, where they are wanted.
 ABSENT, AS_IS, TRANSPOSED = 0, 1, 2
 
 #: Runs of memory, each from an address to another.
 Ranges = list[tuple[int, int]]
+
+
+#: Of a result: 0, which means nowhere; the row-wise data and scales; the column-wise ones.
+Addresses = tuple[int, int, int, int, int]
+_DATA: dict[str | None, int] = {None: 0, "rowwise": 1, "columnwise": 3}
+_SCALES: dict[str | None, int] = {None: 0, "rowwise": 2, "columnwise": 4}
+
+#: A variant, its blocks, and the members of its struct after x and noop.
+Launch = tuple[Variant, int, tuple[Any, ...]]
+
+
+class Side(NamedTuple):
+    """What a kernel writes of the blocks along one axis of memory. Directions by name; None: nothing."""
+
+    data: str | None
+    stored: int
+    scales: str | None
+    strides: tuple[int, ...]            # where each scale goes, as the kernel's struct says it
+
+
+class Step:
+    """A launch, but for the addresses. The struct: both data, both scales and their strides, `members`, and `vector`."""
+
+    def __init__(self, sides: tuple[Side, Side], members: tuple[Any, ...]) -> None:
+        fast, slow = sides
+        #: Picks the addresses of fast data, slow data, fast scales and slow scales.
+        self._pick: Callable[[Addresses], tuple[int, int, int, int]] = itemgetter(
+            _DATA[fast.data], _DATA[slow.data], _SCALES[fast.scales], _SCALES[slow.scales])
+        self._fast, self._slow, self._members = fast.strides, slow.strides, members
+
+    def bind(self, out: Addresses, aligned: bool) -> Launch:
+        """aligned: whether x is, to the `load_bytes` of the plan."""
+        raise NotImplementedError
+
+
+class PanelStep(Step):
+    """Of a kernel that keeps panels (panels.py)."""
+
+    def __init__(self, plan: Plan, sides: tuple[Side, Side], members: tuple[Any, ...], wide: tuple[Variant, int],
+                 any_shape: tuple[Variant, int]) -> None:
+        """wide: the variant for memory that allows wide accesses everywhere, and its blocks; any_shape: for other memory."""
+        super().__init__(sides, members)
+        self._wide, self._any_shape = wide, any_shape
+        self._loads = int(plan.columns % LANE_COLUMNS == 0)
+        #: What addresses must be multiples of for wide stores; 0 where rows do not allow them.
+        self._fast_bytes, self._slow_bytes = (
+            16 * (plan.rows % 16 == 0) if side.stored == TRANSPOSED else LANE_COLUMNS * self._loads for side in sides)
+
+    def bind(self, out: Addresses, aligned: bool) -> Launch:
+        fast, slow, fast_scales, slow_scales = self._pick(out)
+        vector = self._loads if aligned else 0
+        if self._fast_bytes and fast % self._fast_bytes == 0:
+            vector |= 2
+        if self._slow_bytes and slow % self._slow_bytes == 0:
+            vector |= 4
+        variant, grid = self._wide if vector == 7 else self._any_shape
+        return variant, grid, (fast, slow, fast_scales, *self._fast, slow_scales, *self._slow, *self._members, vector)
+
+
+class Plan:
+    """What follows from an array and the options, whatever the memory: the forms of the result, and the launches that write it."""
+
+    kind: str                           # of data, for messages
+
+    def __init__(self, shape: tuple[int, ...], forms: dict[str, Form], shared: tuple[str, ...], load_bytes: int) -> None:
+        """shape: of x as it lies in memory. shared: 'data', 'scale_inv': what both directions have in common. load_bytes: what the address
+        of x must be a multiple of for wide loads."""
+        self.shape, self.forms, self.shared, self.load_bytes = shape, forms, shared, load_bytes
+        self.size, (self.rows, self.columns) = prod(shape), shape[-2:]
+
+    def empty(self, x: Array) -> Quantized:
+        """A result beside x, uninitialised."""
+        raise NotImplementedError
+
+    def make_steps(self) -> Iterable[Step]:
+        raise NotImplementedError
+
+    @functools.cached_property
+    def _steps(self) -> list[Step]:
+        """Made for the first launch: the reference needs none."""
+        return list(self.make_steps()) if self.size else []
+
+    def launches(self, out: Addresses, aligned: bool) -> list[Launch]:
+        return [step.bind(out, aligned) for step in self._steps]
+
+
+class Target:
+    """Where launches write: a result that fits a plan. Kept with the Quantized it describes, so that using a result again as `out=` costs
+    one comparison instead of its validation."""
+
+    def __init__(self, out: Quantized, plan: Plan, ranges: Ranges) -> None:
+        self._plan, self._out, self.ranges = plan, _addresses(out), ranges
+        self._launches: dict[bool, list[Launch]] = {}           # by whether x is aligned
+
+    def launch(self, x: Array, at: int, noop_at: int) -> None:
+        aligned = at % self._plan.load_bytes == 0
+        launches = self._launches.get(aligned)
+        if launches is None:
+            launches = self._launches[aligned] = self._plan.launches(self._out, aligned)
+        for variant, grid, members in launches:
+            variant.launch(x, grid, at, noop_at, *members)
+
+
+class Quantizer:
+    """What a call does, whatever the family: `plan` and `reference` are the family's, `options` the names that `reference` has for its
+    options. Plans are kept for arrays of the same shape and dtype."""
+
+    def __init__(self, plan: Callable[..., Plan], reference: Callable[..., Quantized], options: tuple[str, ...]) -> None:
+        self._make, self._reference, self._options, self._block = plan, reference, options, options.index("block")
+
+        @functools.lru_cache(maxsize=1024, typed=True)
+        def cached(shape: tuple[int, ...], source: np.dtype[Any], swapped: bool, *given: Any) -> Plan:
+            return plan(shape, source, swapped, given[:len(options)])
+
+        self._cached = cached
+
+    def __call__(self, x: Array, options: tuple[Any, ...], noop: Array | None, out: Quantized | None) -> Quantized:
+        x, xp, at, swapped = source(x)
+        noop_at = 0 if noop is None else checks.one_f32(noop, x, xp, "noop")
+        by_reference = executor_of(xp) == "reference"
+        if out is None:
+            plan = self._plan(x, swapped, options)
+            if noop is not None:
+                raise ValueError("noop: needs out=, since nothing may be written")
+            if by_reference:
+                return self._by_reference(x, swapped, options)
+            checks.may_allocate(x)
+            out = plan.empty(x)
+            for variant, grid, members in plan.launches(_addresses(out), at % plan.load_bytes == 0):
+                variant.launch(x, grid, at, 0, *members)
+            return out
+        target = self._target(out, x, xp, swapped, options)
+        check_separate(target.ranges, at, x.nbytes, noop_at)
+        if not by_reference:
+            target.launch(x, at, noop_at)
+        elif noop is None or noop.reshape(()) != 1:
+            store(out, self._by_reference(x, swapped, options))
+        return out
+
+    def _plan(self, x: Array, swapped: bool, options: tuple[Any, ...]) -> Plan:
+        # A cache that looks at types, and at those of the block's extents: 1, 1.0 and True are equal, but not all are accepted.
+        try:
+            return self._cached(x.shape, x.dtype, swapped, *options, *options[self._block])
+        except TypeError:                                       # also an option that is not even hashable: the plan says which
+            pass
+        return self._make(x.shape, x.dtype, swapped, options)
+
+    def _by_reference(self, x: Array, swapped: bool, options: tuple[Any, ...]) -> Quantized:
+        return self._reference(x.swapaxes(-1, -2) if swapped else x, **dict(zip(self._options, options, strict=True)))
+
+    def _target(self, out: Quantized, x: Array, xp: Any, swapped: bool, options: tuple[Any, ...]) -> Target:
+        """The Target of a result given as `out=`, once it has been found to fit the call."""
+        key = (id(out), x.shape, x.dtype, swapped, options, 0 if xp is np else x.data.device_id)
+        kept = getattr(out, "_target", None)
+        if kept is not None and kept[0] == key:
+            found: Target = kept[1]
+            return found
+        plan = self._plan(x, swapped, options)
+        target = Target(out, plan, written(out, plan.forms, x, xp, plan.kind, plan.shared))
+        if xp is not np:
+            object.__setattr__(out, "_target", (key, target))
+        return target
+
+
+def _addresses(out: Quantized) -> Addresses:
+    row, column = out.rowwise, out.columnwise
+    row_data, row_scales = (checks.address(row.data), checks.address(row.scale_inv)) if row else (0, 0)
+    data, scales = (checks.address(column.data), checks.address(column.scale_inv)) if column else (0, 0)
+    return 0, row_data, row_scales, data, scales
 
 
 def source(x: Array) -> tuple[Array, Any, int, bool]:
@@ -28,12 +203,13 @@ def source(x: Array) -> tuple[Array, Any, int, bool]:
     return (*checks.source(x.swapaxes(-1, -2) if swapped else x, INPUT_DTYPES), swapped)
 
 
-def logical(x: Array, swapped: bool) -> tuple[int, ...]:
-    return (*x.shape[:-2], x.shape[-1], x.shape[-2]) if swapped else x.shape
+def logical(shape: tuple[int, ...], swapped: bool) -> tuple[int, ...]:
+    """The shape of an array that lies in memory with this one."""
+    return swap_last(shape) if swapped else shape
 
 
-def stored(part: Scaled | None, swapped: bool) -> int:
-    return ABSENT if part is None else AS_IS if part.transposed == swapped else TRANSPOSED
+def stored(form: Form | None, swapped: bool) -> int:
+    return ABSENT if form is None else AS_IS if form.transposed == swapped else TRANSPOSED
 
 
 def written(out: Quantized, forms: Mapping[str, Form], x: Array, xp: Any, kind: str, shared: tuple[str, ...] = ()) -> Ranges:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from itertools import product
-from math import prod
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -15,10 +14,10 @@ from ..arrays import Array, empty_beside
 from ..formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e4m3fn, float32, lookup
 from ..layouts import SWIZZLE_COLUMNS, cdiv, scale_grid
 from ..recipes import Form, check_mx_options, empty_mx, mx_forms
-from ..results import Quantized, swap_last
-from ..runtime import Kernel, Variant, executor_of
-from . import checks, flat, forms
-from .forms import ABSENT, AS_IS, TRANSPOSED
+from ..results import Quantized
+from ..runtime import Kernel, Variant
+from . import flat, forms
+from .forms import ABSENT, AS_IS, TRANSPOSED, PanelStep, Side, Step
 from .panels import LANE_COLUMNS, Panels
 
 _FIELDS = "4PP3qP3q3qfIiI3I"
@@ -82,31 +81,7 @@ def quantize_mx(x: Array, *, dtype: Any = float8_e4m3fn, rowwise: bool = True, c
     ([[127, 117]], [448.0, 3.0, 320.0])
     """
     options = (lookup(dtype, FP8_DTYPES, "dtype").dtype, rowwise, columnwise, transposed, mode, profile, block, scale_layout)
-    x, xp, at, swapped = forms.source(x)
-    noop_at = 0 if noop is None else checks.one_f32(noop, x, xp, "noop")
-    by_reference = executor_of(xp) == "reference"
-    if out is None:
-        plan = _plan(x, swapped, options)
-        if noop is not None:
-            raise ValueError("noop: needs out=, since nothing may be written")
-        if by_reference:
-            return _by_reference(x, swapped, options)
-        checks.may_allocate(x)
-        out = empty_mx(plan.forms, block, functools.partial(empty_beside, x))
-        _Target(out, plan).launch(x, at, 0)
-        return out
-    target = _validated(out, x, xp, swapped, options)
-    forms.check_separate(target.ranges, at, x.nbytes, noop_at)
-    if not by_reference:
-        target.launch(x, at, noop_at)
-    elif noop is None or noop.reshape(()) != 1:
-        forms.store(out, _by_reference(x, swapped, options))
-    return out
-
-
-def _by_reference(x: Array, swapped: bool, options: tuple[Any, ...]) -> Quantized:
-    names = ("dtype", "rowwise", "columnwise", "transposed", "mode", "profile", "block", "scale_layout")
-    return reference.quantize_mx(x.swapaxes(-1, -2) if swapped else x, **dict(zip(names, options, strict=True)))
+    return _QUANTIZE(x, options, noop, out)
 
 
 @functools.cache
@@ -120,87 +95,63 @@ def _rule(dtype: np.dtype[Any], mode: str, profile: str) -> tuple[float, int, in
     return factor, rounding, bias, 254 if profile == "te" else 255
 
 
-class _Plan:
-    """What follows from the array and the options, whatever the memory: the forms of the result and the kernel for it."""
+class _Plan(forms.Plan):
+    kind = "MX"
 
     def __init__(self, shape: tuple[int, ...], source: np.dtype[Any], swapped: bool, options: tuple[Any, ...]) -> None:
         dtype, rowwise, columnwise, transposed, mode, profile, block, scale_layout = options
         check_mx_options(mode, profile, block, scale_layout)
-        self.forms = mx_forms(swap_last(shape) if swapped else shape, dtype, bool(rowwise), bool(columnwise), bool(transposed), block,
-                              scale_layout)
-        self.shape, self.size, (self.rows, self.columns) = shape, prod(shape), shape[-2:]
-        self.names = ("columnwise", "rowwise") if swapped else ("rowwise", "columnwise")         # of fast blocks, of slow blocks
-        fast, slow = (self.forms.get(name) for name in self.names)
-        self.stored = _stored(fast, swapped), _stored(slow, swapped)
-        self.square = block == (_BLOCK, _BLOCK)
-        if self.square:                # the same codes whatever the direction: what counts is how they are stored
-            self.sources = dict(zip(self.stored, self.names, strict=True))
-            self.stored = AS_IS if AS_IS in self.sources and TRANSPOSED in self.sources else ABSENT, max(self.sources)
-        else:
-            self.sources = {}
-        self.scales = _scale_strides(fast), _scale_strides(slow)
-        self.params = (self.size, self.rows, self.columns, *_rule(dtype, mode, profile), int(self.square),
-                       self.stored[0] | self.stored[1] << 2)
-        self.load_bytes = LANE_COLUMNS * source.itemsize
-        self.flat = _rows_variant(source, dtype) if self.stored == (AS_IS, ABSENT) and _is_flat(fast, self.columns) else None
-        self.panels = _panels(source, *self.stored, scale_layout == "swizzled" or swapped)
-        self.aligned = _tile_variant(source, dtype, *self.stored, self.panels)
-        self.any_shape = _any_shape_variant(source, dtype)
+        found = mx_forms(forms.logical(shape, swapped), dtype, bool(rowwise), bool(columnwise), bool(transposed), block, scale_layout)
+        names = ("columnwise", "rowwise") if swapped else ("rowwise", "columnwise")
+        fast, slow = (found.get(name) for name in names)
+        stored = forms.stored(fast, swapped), forms.stored(slow, swapped)
+        square = block == (_BLOCK, _BLOCK)
+        if square:                     # the same codes whatever the direction: what counts is how they are stored
+            data = dict(zip(stored, names, strict=True))
+            stored = AS_IS if AS_IS in data and TRANSPOSED in data else ABSENT, max(data)
 
-    def data(self, addresses: dict[str, int]) -> tuple[int, int]:
-        """Where fast and slow blocks' data go, of the addresses of the parts' data."""
-        if self.square:
-            fast, slow = (addresses.get(self.sources.get(stored, ""), 0) for stored in self.stored)
-            return fast, slow
-        return addresses.get(self.names[0], 0), addresses.get(self.names[1], 0)
+        def side(i: int) -> Side:
+            how, name, form = stored[i], names[i], found.get(names[i])
+            return Side((data[how] if square else name) if how else None, how, name if form else None, _scale_strides(form))
 
+        self.sides = side(0), side(1)
+        alike = square and "columnwise" in found and not found["columnwise"].transposed
+        self.flat = stored == (AS_IS, ABSENT) and _is_flat(fast, shape[-1])
+        super().__init__(shape, found, ("data",) if alike else (), 16 if self.flat else LANE_COLUMNS * source.itemsize)
+        self.source, self.to, self.block, self.tall = source, dtype, block, scale_layout == "swizzled" or swapped
+        self.members = (self.size, self.rows, self.columns, *_rule(dtype, mode, profile), int(square), stored[0] | stored[1] << 2)
 
-@functools.lru_cache(maxsize=1024)
-def _cached_plan(shape: tuple[int, ...], source: np.dtype[Any], swapped: bool, options: tuple[Any, ...]) -> _Plan:
-    return _Plan(shape, source, swapped, options)
+    def empty(self, x: Array) -> Quantized:
+        return empty_mx(self.forms, self.block, functools.partial(empty_beside, x))
 
-
-def _plan(x: Array, swapped: bool, options: tuple[Any, ...]) -> _Plan:
-    try:
-        return _cached_plan(x.shape, x.dtype, swapped, options)
-    except TypeError:                                       # an option that is not even hashable: _Plan says which
-        return _Plan(x.shape, x.dtype, swapped, options)
-
-
-class _Target:
-    """Where a launch writes: a result's addresses, and its plan. Kept with the Quantized it describes, so that using a result again as
-    `out=` costs one comparison instead of its validation."""
-
-    ranges: forms.Ranges               # of memory that is written; known for a result given as `out=`
-
-    def __init__(self, out: Quantized, plan: _Plan) -> None:
-        self.plan = plan
-        parts = {"rowwise": out.rowwise, "columnwise": out.columnwise}
-        self.data = plan.data({name: checks.address(part.data) for name, part in parts.items() if part is not None})
-        fast, slow = (parts[name] for name in plan.names)
-        #: Bits of MxParams.vector; the first also needs x to be aligned.
-        four_columns = plan.columns % LANE_COLUMNS == 0
-        self.vector = int(four_columns) | sum(
-            bit for bit, stored, to in zip((2, 4), plan.stored, self.data, strict=True)
-            if (plan.rows % 16 == 0 and to % 16 == 0 if stored == TRANSPOSED else four_columns and to % 4 == 0))
-        self.params = (*self.data, 0 if fast is None else checks.address(fast.scale_inv), *plan.scales[0],
-                       0 if slow is None else checks.address(slow.scale_inv), *plan.scales[1], *plan.params)
-
-    def launch(self, x: Array, at: int, noop_at: int) -> None:
-        plan = self.plan
-        if not plan.size:
+    def make_steps(self) -> Iterator[Step]:
+        if self.flat:
+            yield _Rows(self)
             return
-        if plan.flat:
-            grid, vector = flat.grid(plan.size, plan.shape, x.dtype.itemsize, 1, at, self.data[0])
-            plan.flat.launch(x, grid, at, noop_at, *self.params, vector)
-            return
-        vector = self.vector if at % plan.load_bytes == 0 else self.vector & ~1
-        variant, panels = (plan.aligned, plan.panels) if vector == 7 else (plan.any_shape, _GATHERED)
-        variant.launch(x, panels.grid(plan.shape), at, noop_at, *self.params, vector)
+        stored = self.sides[0].stored, self.sides[1].stored
+        panels = _panels(self.source, *stored, self.tall)
+        wide = _tile_variant(self.source, self.to, *stored, panels), panels.grid(self.shape)
+        any_shape = _any_shape_variant(self.source, self.to), _GATHERED.grid(self.shape)
+        yield PanelStep(self, self.sides, self.members, wide, any_shape)
 
 
-def _stored(form: Form | None, swapped: bool) -> int:
-    return ABSENT if form is None else AS_IS if form.transposed == swapped else TRANSPOSED
+class _Rows(Step):
+    """Of quantize_mx_rows."""
+
+    def __init__(self, plan: _Plan) -> None:
+        super().__init__(plan.sides, plan.members)
+        self._variant = _rows_variant(plan.source, plan.to)
+        self._grid, _ = flat.grid(plan.size, plan.shape, plan.source.itemsize, 1, 0, 0)
+        self._chunk = 16 // plan.source.itemsize
+
+    def bind(self, out: forms.Addresses, aligned: bool) -> forms.Launch:
+        data, _, scales, nowhere = self._pick(out)
+        vector = int(aligned and data % self._chunk == 0)
+        return self._variant, self._grid, (data, 0, scales, *self._fast, nowhere, *self._slow, *self._members, vector)
+
+
+_QUANTIZE = forms.Quantizer(_Plan, reference.quantize_mx, (
+    "dtype", "rowwise", "columnwise", "transposed", "mode", "profile", "block", "scale_layout"))
 
 
 def _is_flat(form: Form | None, columns: int) -> bool:
@@ -244,22 +195,6 @@ def _tile_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int
 def _any_shape_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
     """For arrays whose rows do not allow wide accesses: what it stores, and how, is told at run time."""
     return _tile_variant(source, to, TRANSPOSED, TRANSPOSED, _GATHERED, False)
-
-
-def _validated(out: Quantized, x: Array, xp: Any, swapped: bool, options: tuple[Any, ...]) -> _Target:
-    """The _Target of a result given as `out=`, once it has been found to fit the call."""
-    key = (id(out), x.shape, x.dtype, swapped, options, 0 if xp is np else x.data.device_id)
-    kept = getattr(out, "_target", None)
-    if kept is not None and kept[0] == key:
-        return cast(_Target, kept[1])
-    plan = _plan(x, swapped, options)
-    alike = plan.square and "columnwise" in plan.forms and not plan.forms["columnwise"].transposed
-    ranges = forms.written(out, plan.forms, x, xp, "MX", ("data",) if alike else ())
-    target = _Target(out, plan)
-    target.ranges = ranges
-    if xp is not np:
-        object.__setattr__(out, "_target", (key, target))
-    return target
 
 
 def variants() -> Iterator[Variant]:
