@@ -442,11 +442,13 @@ struct Columns {
     // Columns that begin anywhere. continued: what waits of the tile above is stored as well. continues: what comes after the last
     // multiple of 32 bytes waits.
     __device__ __forceinline__ void store(bool continued, bool continues) const {
-        const int lane = threadIdx.x % 32;
+        const int lane = threadIdx.x % 32, first = lane / 8, position = lane % 8 * 16, least = continued ? -31 : 0;
+        u8* to_column = at(first);
+        const u32* from = column(first) + position / 4;
 #pragma unroll
-        for (int n = 0; n < kWarpColumns / 4; n++) {
-            const int c = n * 4 + lane / 8, position = lane % 8 * 16, row = position - phase(c);
-            if (c < count && row + 16 <= lines && (row >= 0 || continued)) unit(c, position).store_whole(at(c) + row);
+        for (int n = 0; n < kWarpColumns / 4; n++, to_column += 4 * stride, from += 4 * kWords + 1) {
+            const int row = position - ((int)reinterpret_cast<u64>(to_column) & 31);
+            if (n * 4 + first < count && row + 16 <= lines && row >= least) Chunk<IN, 16>{{from[0], from[1], from[2], from[3]}}.store_whole(to_column + row);
         }
         if (continued && continues) return;
         if (!continues && lane < count) {                            // there may be one more
@@ -464,12 +466,12 @@ struct Columns {
     }
     // The tile below begins with what waits.
     __device__ __forceinline__ void carry_waiting() const {
-        const int lane = threadIdx.x % 32;
+        u32* const word = column(threadIdx.x % 32 / 8) + threadIdx.x % 8;
         u32 waiting[4];
 #pragma unroll
-        for (int n = 0; n < 4; n++) waiting[n] = column(n * 4 + lane / 8)[kTileRows / 4 + lane % 8];
+        for (int n = 0; n < 4; n++) waiting[n] = word[n * (4 * kWords + 1) + kTileRows / 4];
 #pragma unroll
-        for (int n = 0; n < 4; n++) column(n * 4 + lane / 8)[lane % 8] = waiting[n];
+        for (int n = 0; n < 4; n++) word[n * (4 * kWords + 1)] = waiting[n];
     }
 };
 
