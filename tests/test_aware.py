@@ -202,6 +202,38 @@ def test_experts_by_hand(run):
     assert not got.rowwise.scale_inv[len(row_scales):].any()
 
 
+@pytest.mark.parametrize("scale_layout", ["compact", "gemm_ready"])
+@pytest.mark.parametrize("held", ["compact", "gemm_ready"])
+@pytest.mark.parametrize("shape", [(300, 200), (3, 140, 260), (1, 1), (0, 130), (130, 0)], ids=str)
+def test_blocks_of_128_x_128_are_transposed_as_they_are(shape, held, scale_layout, run):
+    """Whatever the scales and the codes: nothing is computed."""
+    x = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
+    q = fp8.quantize_block(x, block=(128, 128), pow2_scale=False, scale_layout=held).rowwise
+    assert q is not None
+    bits(q.data)[...] = np.random.default_rng(4).integers(0, 256, shape, np.uint8)
+    want = reference.quantize_block(x, block=(128, 128), pow2_scale=False, scale_layout=scale_layout, rowwise=False, columnwise=True)
+    assert want.columnwise is not None
+    given = run.array(q)
+    result = fp8.scaling_aware_transpose(given, scale_layout=scale_layout)
+    assert parts(result)[0] is given
+    row, column = parts(run.numpy(result))
+    testing.assert_bytes_equal(column.data, np.swapaxes(q.data, -1, -2).copy())
+    testing.assert_bytes_equal(column.scale_inv, want.columnwise.scale_inv)
+    assert (column.shape, column.transposed, column.block, column.scale_layout) == (shape, True, (128, 128), scale_layout)
+    testing.assert_bytes_equal(column.dequantize(), row.dequantize())
+    assert_same(reference.scaling_aware_transpose(q, scale_layout=scale_layout), run.numpy(result))
+    wanted = column.data.copy(), column.scale_inv.copy()
+    for written in parts(result)[1]:
+        bits(written)[...] = 0
+    assert fp8.scaling_aware_transpose(given, scale_layout=scale_layout, out=result) is result
+    for mine, desired in zip(parts(run.numpy(result))[1], wanted, strict=True):
+        testing.assert_bytes_equal(mine, desired)
+    if q.data.size:
+        another = Scaled(run.array(q.data.copy()), given.scale_inv, shape, False, (128, 128), held)
+        with pytest.raises(ValueError, match=r"^out\.rowwise: expected q itself"):
+            fp8.scaling_aware_transpose(another, scale_layout=scale_layout, out=result)
+
+
 @pytest.mark.parametrize("block", [128, 32])
 @pytest.mark.parametrize("splits", [[100, 0, 150], [100, 0, 201], [0, 0], [100, -1, 200], [301], [299, 50, 50, 1], [1] * 299, [148, 20],
                                     [2**62, 2**62, -(2**63), 5], [], [1] * 300, [300, 300]], ids=lambda s: f"{s[:4]}…{len(s)}")
@@ -337,6 +369,10 @@ REFUSED: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
     (ValueError, "q: expected row-wise data", Scaled(CODES, ONES[:1, 0], (20, 130)), {}),
     (ValueError, "q: expected row-wise data", Scaled(CODES, ONES, (20, 130), False, (128, 1), "compact"), {}),
     (ValueError, "q: expected row-wise data", Scaled(CODES, ONES, (130, 20), True, (1, 128), "compact"), {}),
+    (ValueError, "q: expected data not stored transposed", Scaled(CODES, ONES[:2, :1], (130, 20), True, (128, 128), "compact"), {}),
+    (ValueError, r"q.scale_inv: expected shape \(1, 2\), got \(20, 2\)", Scaled(CODES, ONES, (20, 130), False, (128, 128), "compact"), {}),
+    (ValueError, r"splits: blocks of \(128, 128\) may straddle", Scaled(CODES, ONES[:1], (20, 130), False, (128, 128), "compact"),
+     {"splits": [20]}),
     (ValueError, "q: expected compact scales, got gemm_ready", Scaled(CODES, ONES, (20, 130), False, (1, 128), "gemm_ready"), {}),
     (ValueError, r"q.data: expected shape \(20, 131\)", Scaled(CODES, ONES, (20, 131), False, (1, 128), "compact"), {}),
     (ValueError, r"q.scale_inv: expected shape \(20, 2\), got \(20, 1\)",

@@ -12,12 +12,14 @@ import numpy as np
 from .. import backend, reference, runtime
 from ..arrays import Array, asnumpy, bits, empty_beside, is_contiguous
 from ..formats import FORMATS, FP8_DTYPES, float8_e8m0fnu, float32
-from ..layouts import cdiv, round_up
+from ..layouts import cdiv, round_up, scale_shape
 from ..reference.aware import exponents, row_scale_rows, target_rows
 from ..results import Quantized, Scaled, swap_last
 from ..runtime import Kernel, Variant, error_word, executor_of
 from . import checks
+from .convert import transpose
 from .layouts import _NO_GROUPS, _Groups, _groups
+from .scale_layouts import convert_scales
 
 _KERNEL = Kernel("aware", "scaling_aware_transpose", "5PPqPI7q3I")
 _ROWS = 128                                 # of a tile
@@ -28,6 +30,7 @@ _MOST_TILES = 8                             # that a block of threads works on, 
 _BLOCKS_PER_MULTIPROCESSOR = 8              # at least, before a block gets more of them
 #: The blocks along rows that become blocks along columns, and the dtype of their scales.
 _BLOCKS = {(1, 128): float32, (1, 32): float8_e8m0fnu}
+_SQUARE = (128, 128)
 TARGETS = ("column", "tile")
 _LAYOUTS = ("gemm_ready", "compact")
 
@@ -44,7 +47,9 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
     Parameters
     ----------
     q : row-wise Scaled (or the Quantized that has it) of shape (M, K), float8_e4m3fn or float8_e5m2, with compact scales: blocks of
-        (1, 128) with float32 scales, all powers of two (2**-149 to 2**127), or of (1, 32) with float8_e8m0fnu scales (MX)
+        (1, 128) with float32 scales, all powers of two (2**-149 to 2**127), or of (1, 32) with float8_e8m0fnu scales (MX). Or blocks of
+        (128, 128), compact or gemm_ready, any float32 scales, two or three dimensions: such data are transposed as they are, byte for
+        byte, and so are their scales (no splits; the target does not matter; `rowwise` is q itself)
     splits : rows of each of E experts, which follow one another: an int32 or int64 array [E] of q's kind, or a list (for a CuPy q it
         is copied to the GPU). No block straddles two experts
     target : which t. 'column': for each block of B rows of a column the smallest power of two under which all its values fit. 'tile': for
@@ -78,12 +83,15 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
     >>> c.data.astype(np.float32).tolist(), c.scale_inv.tolist()
     ([[448.0, 4.0], [256.0, 256.0]], [[1.0, 0.0078125, 0.0, 0.0]])
     """
-    source = _source(q)
+    given = _rowwise(q)
     if target not in TARGETS:
         raise ValueError(f"target: expected one of {TARGETS}, got {target!r}")
     if scale_layout not in _LAYOUTS:
         raise ValueError(f"scale_layout: expected one of {_LAYOUTS}, got {scale_layout!r}"
                          f"{'; .to_layout converts' if scale_layout == 'swizzled' else ''}")
+    if given.block == _SQUARE:
+        return _transposed_squares(given, splits, scale_layout, out)
+    source = _source(given)
     s, data, xp = source.s, source.data, source.xp
     by_reference = executor_of(xp) == "reference"
     groups = _NO_GROUPS if splits is None else _groups(splits, 0, s.shape, data, xp, check)
@@ -181,15 +189,48 @@ class _Source:
                              "dequantise and quantise column-wise")
 
 
-def _source(q: Scaled | Quantized) -> _Source:
+def _rowwise(q: Scaled | Quantized) -> Scaled:
     if isinstance(q, Quantized):
         if q.rowwise is None:
             raise ValueError("q: expected a row-wise part, got a Quantized without one")
         q = q.rowwise
     if not isinstance(q, Scaled):
         raise TypeError(f"q: expected a Scaled or Quantized, got {type(q).__name__}")
+    return q
+
+
+def _source(q: Scaled) -> _Source:
     kept: _Source | None = q.__dict__.get("_aware")
     return _Source(q) if kept is None else kept
+
+
+def _transposed_squares(s: Scaled, splits: Any, scale_layout: str, out: Quantized | None) -> Quantized:
+    """Of blocks that are the same in both directions: a transpose, and the scales'."""
+    if splits is not None:
+        raise ValueError(f"splits: blocks of {_SQUARE} may straddle two experts; transpose each by itself")
+    if s.transposed or s.scale_layout not in _LAYOUTS:
+        raise ValueError(f"q: expected data not stored transposed with scales in one of {_LAYOUTS}, got {s!r}")
+    stored, blocks = swap_last(s.shape), scale_shape(s.shape, _SQUARE, "compact")
+    if s.scale_inv.shape != scale_shape(s.shape, _SQUARE, s.scale_layout):
+        raise ValueError(f"q.scale_inv: expected shape {scale_shape(s.shape, _SQUARE, s.scale_layout)}, got {s.scale_inv.shape}")
+    column: Scaled | None = None
+    if out is not None:
+        if not isinstance(out, Quantized):
+            raise TypeError(f"out: expected a Quantized (an earlier result), got {type(out).__name__}")
+        row, column = out.rowwise, out.columnwise
+        if row is None or not _is_same(row.data, s.data) or not _is_same(row.scale_inv, s.scale_inv):
+            raise ValueError(f"out.rowwise: expected q itself, got {row!r}; a result belongs to the memory of the q that it was made for")
+        if column is None or (column.shape, column.transposed, column.block, column.scale_layout) != (s.shape, True, _SQUARE, scale_layout):
+            raise ValueError(f"out.columnwise: expected data of shape {s.shape} stored transposed, block {_SQUARE}, {scale_layout} scales; "
+                             f"got {column!r}")
+    # As lines of blocks of the stored matrix; a view, which is read as it is.
+    scales = s.scale_inv[..., :blocks[-1]].swapaxes(-1, -2)
+    scale_inv = convert_scales(scales if 0 not in scales.shape else scales.copy(), source="compact", target=scale_layout, shape=stored,
+                               block=_SQUARE, out=None if column is None else column.scale_inv)
+    data = transpose(s.data, out=None if column is None else column.data)
+    if out is not None:
+        return out
+    return Quantized(s, Scaled(data, scale_inv, s.shape, True, _SQUARE, scale_layout))
 
 
 class _Written(NamedTuple):

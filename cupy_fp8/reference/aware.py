@@ -31,6 +31,8 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
     s = q if isinstance(q, Scaled) else q.rowwise
     assert s is not None
     assert s.block is not None
+    if s.block == (128, 128):
+        return _transposed_squares(s, scale_layout)
     block, (rows, columns) = int(s.block[1] or 0), s.shape
     ranges = [(0, rows)] if splits is None else list(group_ranges(splits, rows, 0))
     lines = target_rows(rows, None if splits is None else len(ranges), block)
@@ -54,6 +56,14 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
         layout = scale_layout
     scale_inv = padded(scale_inv) if layout == "gemm_ready" else scale_inv
     return Quantized(rowwise, Scaled(stored, scale_inv, s.shape, True, (block, 1), layout))
+
+
+def _transposed_squares(s: Scaled, scale_layout: str) -> Quantized:
+    """The same codes and scales whatever the direction."""
+    data, blocks = np.swapaxes(s.data, -1, -2).copy(order="C"), cdiv(s.shape[-1], 128)
+    scales = np.swapaxes(s.scale_inv[..., :blocks], -1, -2).copy(order="C")
+    scale_inv = padded(scales) if scale_layout == "gemm_ready" else scales
+    return Quantized(s, Scaled(data, scale_inv, s.shape, True, s.block, scale_layout))
 
 
 def target_rows(rows: int, groups: int | None, block: int) -> int:
