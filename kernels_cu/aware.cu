@@ -119,7 +119,8 @@ struct Place {
         targets = static_cast<u8*>(p.target_scales) + ((group_block + tile * kRowBlocks) * p.target_pitch + first_column) * kScaleBytes;
         row_scale_pitch = (group_lines + 3) / 4 * 4, row_scales = nullptr;
         if (p.row_scales && !lost)
-            row_scales = reinterpret_cast<u32*>(p.row_scales) + group_scales * p.scale_columns + first_column / BLOCK * row_scale_pitch + tile * kTileRows;
+            row_scales = reinterpret_cast<u32*>(p.row_scales) + group_scales * p.scale_columns + first_column / BLOCK * row_scale_pitch
+                         + tile * kTileRows;
         adjoins = group_down == 1, aligned = group_lines % 16 == 0 && reinterpret_cast<u64>(to) % 16 == 0;
         continued = !first && tile > 0, continues = more && !is_last_down();
     }
@@ -299,12 +300,15 @@ __device__ __forceinline__ void prefetch(const AwareParams& p, const Place& plac
         u8* const to = raw + raw_unit(row, unit);
         if constexpr (ALIGNED) copy_async(to, from, row < lines);
         else {
+            const int exist = row < lines ? left : 0;
             Chunk<IN, 16> whole{};
-            if (row >= lines) {
-            } else if (p.vector) {
-                const Chunk<IN, 8> low = left ? Chunk<IN, 8>::load(from) : Chunk<IN, 8>{}, high = left > 8 ? Chunk<IN, 8>::load(from + 8) : Chunk<IN, 8>{};
-                whole = {{low.word[0], low.word[1], high.word[0], high.word[1]}};
-            } else whole = Chunk<IN, 16>::load_partial(from, left);
+            if (!p.vector) whole = Chunk<IN, 16>::load_partial(from, exist);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                if (!p.vector || exist <= half * 8) continue;
+                const Chunk<IN, 8> eight = Chunk<IN, 8>::load(from + half * 8);
+                whole.word[2 * half] = eight.word[0], whole.word[2 * half + 1] = eight.word[1];
+            }
             store_shared_whole(to, whole.word[0], whole.word[1], whole.word[2], whole.word[3]);
         }
     }
@@ -325,7 +329,8 @@ __device__ __forceinline__ u32 moved(u32 code, int k) {
     return IN::narrow(mul_rn(IN::widen(code), as_float((u32)(clamp(k, -60, 60) + 127) << 23)));
 }
 
-// This thread's 16 rows x 4 columns where they are in shared memory, element by element: for whatever scales. exponents: of these rows. Column targets (t) are found first.
+// This thread's 16 rows x 4 columns where they are in shared memory, element by element: for whatever scales. exponents: of these rows. t:
+// log2 of the columns' targets; targets of columns are found here.
 __device__ __forceinline__ void transform_in_place(u8* mine, const short* exponents, int (&t)[4]) {
     if constexpr (TARGET == 0) {
         int found[4] = {};
@@ -448,7 +453,8 @@ struct Columns {
 #pragma unroll
         for (int n = 0; n < kWarpColumns / 4; n++, to_column += 4 * stride, from += 4 * kWords + 1) {
             const int row = position - ((int)reinterpret_cast<u64>(to_column) & 31);
-            if (n * 4 + first < count && row + 16 <= lines && row >= least) Chunk<IN, 16>{{from[0], from[1], from[2], from[3]}}.store_whole(to_column + row);
+            if (n * 4 + first < count && row + 16 <= lines && row >= least)
+                Chunk<IN, 16>{{from[0], from[1], from[2], from[3]}}.store_whole(to_column + row);
         }
         if (continued && continues) return;
         if (!continues && lane < count) {                            // there may be one more
@@ -479,7 +485,8 @@ struct Columns {
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) scaling_aware_transpose(const __grid_constant__ AwareParams p) {
     extern __shared__ __align__(16) u8 dynamic[];                    // kAhead + 1 tiles, and the warps' Columns
     __shared__ Shared shared;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, patch = lane / 4, row = patch * 16, lane_column = lane % 4 * 4;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int patch = lane / 4, row = patch * 16, lane_column = lane % 4 * 4;                   // 16 rows, and 4 of the warp's columns
     u32* const columns = reinterpret_cast<u32*>(dynamic + (kAhead + 1) * kRawBytes + warp * (Columns::kBytes / kWarps));
     const int column_block = warp * kWarpColumns / BLOCK, unit_index = row / BLOCK * kColumnBlocks + column_block;
 
@@ -586,7 +593,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) scaling_aware_tr
                 u32 exponent[2];                                     // of two columns' targets, as f16 has exponents
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    const u32 even = __byte_perm(top[2 * half], top[2 * half + 1], 0x5410), odd = __byte_perm(top[2 * half], top[2 * half + 1], 0x7632);
+                    const u32 even = __byte_perm(top[2 * half], top[2 * half + 1], 0x5410);
+                    const u32 odd = __byte_perm(top[2 * half], top[2 * half + 1], 0x7632);
                     u32 largest = f16::max_magnitudes<false>(even, odd);
 #pragma unroll
                     for (int distance = 4; distance < kUnitLanes; distance *= 2)
@@ -642,12 +650,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) scaling_aware_tr
                 if (left >= 4 && reinterpret_cast<u64>(to) % 4 == 0)
                     *reinterpret_cast<u32*>(to) = stored[0] | stored[1] << 8 | stored[2] << 16 | stored[3] << 24;
                 else
-                    for (int c = 0; c < 4 && c < left; c++) to[c] = (u8)(c == 0 ? stored[0] : c == 1 ? stored[1] : c == 2 ? stored[2] : stored[3]);
+#pragma unroll
+                    for (int c = 0; c < 4; c++)
+                        if (c < left) to[c] = (u8)stored[c];
             } else {
                 u32* const to = reinterpret_cast<u32*>(place.targets) + at;
-                if (left >= 4 && reinterpret_cast<u64>(to) % 16 == 0) Chunk<f32, 4>{{stored[0], stored[1], stored[2], stored[3]}}.store_whole(to);
+                if (left >= 4 && reinterpret_cast<u64>(to) % 16 == 0)
+                    Chunk<f32, 4>{{stored[0], stored[1], stored[2], stored[3]}}.store_whole(to);
                 else
-                    for (int c = 0; c < 4 && c < left; c++) to[c] = c == 0 ? stored[0] : c == 1 ? stored[1] : c == 2 ? stored[2] : stored[3];
+#pragma unroll
+                    for (int c = 0; c < 4; c++)
+                        if (c < left) to[c] = stored[c];
             }
         }
 
