@@ -10,8 +10,10 @@ from . import backend as _backend
 from . import diagnostics, io, plot
 from .arrays import asarray, asnumpy, bytes_equal, concatenate, empty, empty_like, full, zeros
 from .backend import DeviceError
+from .cache import WeightCache
 from .dlpack import from_dlpack, to_dlpack
 from .formats import bfloat16, finfo, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float16, float32
+from .grouped import Grouped
 from .io import load, save
 from .ops.amax import compute_amax
 from .ops.aware import scaling_aware_transpose
@@ -19,7 +21,10 @@ from .ops.blocks import quantize_block
 from .ops.cast import cast_transpose, quantize_tensor
 from .ops.convert import astype, transpose
 from .ops.dequantize import dequantize
+from .ops.group_quantize import group_quantize
+from .ops.groups import pad_groups, sort_chunks, unpad_groups
 from .ops.layouts import swizzle_scales, unswizzle_scales
+from .ops.multi import multi_cast_transpose, multi_quantize
 from .ops.mx import quantize_mx
 from .ops.offsets import splits_to_offsets
 from .ops.scale import compute_scale, update_delayed_scaling
@@ -32,11 +37,14 @@ from .state import DelayedScalingState
 __version__ = "0.1.0"
 
 __all__ = [
-    "BlockScaling", "CurrentScaling", "DelayedScaling", "DelayedScalingState", "DeviceError", "MXScaling", "Quantized", "Scaled",
+    "BlockScaling", "CurrentScaling", "DelayedScaling", "DelayedScalingState", "DeviceError", "Grouped", "MXScaling", "Quantized",
+    "Scaled", "WeightCache",
     "asarray", "asnumpy", "astype", "bytes_equal", "cast_transpose", "compute_amax", "compute_scale", "concatenate", "convert_scales",
-    "dequantize", "device_errors", "empty", "empty_like", "from_dlpack", "full", "load", "quantize_block", "quantize_mx",
-    "quantize_tensor", "save", "scaling_aware_transpose", "splits_to_offsets",
-    "swizzle_scales", "to_dlpack", "transpose", "unswizzle_scales", "update_delayed_scaling", "zeros",
+    "dequantize", "device_errors", "empty", "empty_like", "from_dlpack", "full", "group_quantize", "load", "multi_cast_transpose",
+    "multi_quantize",
+    "pad_groups", "quantize_block", "quantize_mx", "quantize_tensor", "save", "scaling_aware_transpose", "sort_chunks",
+    "splits_to_offsets", "swizzle_scales", "to_dlpack", "transpose", "unpad_groups", "unswizzle_scales", "update_delayed_scaling",
+    "zeros",
     "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float16", "float32", "finfo",
     "diagnostics", "io", "plot",
 ]  # fmt: skip

@@ -122,9 +122,19 @@ def grouped_shape(shape: tuple[int, ...], groups: int, axis: int) -> tuple[int, 
     return (round_up(lines, SWIZZLE_ROWS) * grouped_columns(blocks, groups),)
 
 
+def padded_rows(rows: int, groups: int, align: int) -> int:
+    """Rows of any `groups` groups of together `rows` rows, each rounded up to a multiple of `align`: the bound that does not depend on
+    their sizes, which need not be a multiple itself.
+
+    >>> padded_rows(300, 4, 128), padded_rows(3, 1000, 16)
+    (808, 48)
+    """
+    return rows + (align - 1) * min(groups, rows)
+
+
 def _grouped(total: int, groups: int, multiple: int) -> int:
     """At most min(groups, total) groups are not empty, and rounding one up adds at most multiple - 1."""
-    return (total + (multiple - 1) * min(groups, total)) // multiple * multiple
+    return padded_rows(total, groups, multiple) // multiple * multiple
 
 
 def scale_dtype(dtype: np.dtype[Any], layout: str) -> np.dtype[Any]:

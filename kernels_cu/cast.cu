@@ -43,7 +43,6 @@ struct CastParams {
 #ifdef ENTRY_cast_transpose
     static constexpr __device__ __forceinline__ bool rowwise() { return ROWWISE; }
     static constexpr __device__ __forceinline__ bool columnwise() { return COLUMNWISE; }
-    static __device__ __forceinline__ OUT::storage* global(OUT::storage* p) { return p; }
 #endif
     __device__ __forceinline__ void write_inverse(float value) const {
         if (blockIdx.x == 0 && threadIdx.x == 0) write_scale_inv(value, scale_inv, scale_inv_copy);

@@ -29,22 +29,11 @@ struct alignas(16) MultiTensor {
     float* scale_inv_copy;       // a second place for it, or null
     float* amax;                 // one element, raised, or null
     i64 rows, columns;
-    i64 first_block;             // of the launch, from its first_block on: this matrix's blocks
+    i64 first_block;             // of the launch: the first of the `blocks` of this matrix
     u32 blocks;
     float scale_value;
     u32 aligned;                 // every row of x and data allows chunked access
     u32 vector;                  // every row of data_t allows 16-byte stores
-
-    __device__ __forceinline__ bool rowwise() const { return data; }
-    __device__ __forceinline__ bool columnwise() const { return data_t; }
-    // The compiler knows that a kernel's own pointers lead to global memory; of those that are read from a table it has to be told.
-    static __device__ __forceinline__ u8* global(u8* p) {
-#ifdef CUPY_FP8_HOST
-        return p;
-#else
-        return static_cast<u8*>(__cvta_global_to_generic(__cvta_generic_to_global(p)));
-#endif
-    }
 };
 static_assert(sizeof(MultiTensor) == 96, "as ops/multi.py packs it");
 
@@ -54,6 +43,37 @@ struct MultiCastParams {
     const u32* tensor_of;        // [blocks]
     const float* noop;           // one element: 1.0 there means that nothing is written; or null
     u32 reverse;                 // 1: blocks take the group from its end, which the L2 still holds after multi_amax_scale
+};
+
+// The compiler knows that a kernel's own pointers lead to global memory; of one that is read from a table it has to be told.
+__device__ __forceinline__ u8* in_global(u8* p) {
+#ifndef CUPY_FP8_HOST
+    __builtin_assume(__isGlobal(p));
+#endif
+    return p;
+}
+
+// A member of a MultiTensor in shared memory, read where it is used: the tile needs all registers.
+template <class T>
+struct Shared {
+    const T* at;
+    __device__ __forceinline__ operator T() const { return *at; }
+};
+struct SharedOutput {
+    u8* const* at;
+};
+__device__ __forceinline__ u8* operator+(const SharedOutput& p, i64 offset) { return in_global(*p.at) + offset; }
+
+// What cast_tile wants to know of a matrix.
+struct TensorView {
+    const IN::storage* x;
+    i64 columns;
+    SharedOutput data, data_t;
+    Shared<i64> rows;
+    Shared<float*> amax;
+    Shared<u32> vector;
+    __device__ __forceinline__ bool rowwise() const { return *data.at; }
+    __device__ __forceinline__ bool columnwise() const { return *data_t.at; }
 };
 
 // As in cast.cu.
@@ -83,9 +103,10 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) multi_cast
     }
     const u32 across = (u32)((tensor.columns + TILE_COLUMNS - 1) / TILE_COLUMNS), down = (u32)tile / across;
     const TilePosition at = {0, (i64)down * TILE_ROWS, (i64)((u32)tile - down * across) * TILE_COLUMNS};
-    if (WHOLE) cast_tile<2>(tensor, at, scale, shared);
-    else if (tensor.aligned) cast_tile<1>(tensor, at, scale, shared);
-    else cast_tile<0>(tensor, at, scale, shared);
+    const TensorView view = {tensor.x, tensor.columns, {&tensor.data}, {&tensor.data_t}, {&tensor.rows}, {&tensor.amax}, {&tensor.vector}};
+    if (WHOLE) cast_tile<2>(view, at, scale, shared);
+    else if (tensor.aligned) cast_tile<1>(view, at, scale, shared);
+    else cast_tile<0>(view, at, scale, shared);
 }
 #endif
 

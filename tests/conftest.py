@@ -1,12 +1,50 @@
-"""Tests marked `gpu` are skipped where there is no GPU; the executors that tests run on."""
+"""Tests marked `gpu` are skipped where there is no GPU; the executors that tests run on; work in the background."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+from background import Background
 
 from cupy_fp8 import backend, testing
+
+_BACKGROUND = pytest.StashKey[Background]()
+
+
+def _module(item: pytest.Item) -> Any:
+    """A test's module where that has work for the background, else None."""
+    module = getattr(item, "module", None)
+    return module if hasattr(module, "background_jobs") else None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: _module(item) is not None)          # stable: those that wait come last
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.config.option.collectonly or not any(map(_module, session.items)):
+        return
+    background = session.config.stash[_BACKGROUND] = Background()
+    for module, items in itertools.groupby(session.items, key=_module):
+        if module is not None:
+            for key, job in module.background_jobs(list(items), background):
+                background.start((module.__name__, key), job)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if background := config.stash.get(_BACKGROUND, None):
+        background.stop()
+
+
+@pytest.fixture(scope="module")
+def background_result(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
+    """The result of the module's job of a key, once it is there."""
+    background = request.config.stash[_BACKGROUND]
+    return lambda key: background.result((request.module.__name__, key))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

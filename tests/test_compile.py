@@ -4,15 +4,15 @@ registers, and computes only by the instructions that are written in the sources
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
 
 import nvrtc
 import pytest
+from background import Background
 
 from cupy_fp8 import cases, runtime
 from cupy_fp8.arrays import zeros
@@ -24,44 +24,69 @@ from cupy_fp8.runtime import Variant, sources
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's wheels are for Linux")
 
-OTHER_ARCHITECTURES = ("sm_80", "sm_89", "sm_100", "sm_120")
 #: The integer conversions that sm_80 needs, on a chip that converts in hardware (kernels_cu/include/formats.cuh).
 BITCODE = (("CUPY_FP8_BITCODE", "1"),)
 
+_WIDTHS = {"": 0, **{f.tag: dtype.itemsize for dtype, f in FORMATS.items()}}
 
-def representatives() -> list[Program]:
-    """One output type of every choice of entry point, input type and options."""
-    return list({(v.entry, *(d for d in v.defines if d[0] != "OUT")): v for v in all_variants()}.values())
+
+def types(v: Program) -> tuple[str, str]:
+    """What it reads and writes, '' where that is always the same."""
+    defines = dict(v.defines)
+    return defines.get("IN", ""), defines.get("OUT", "")
+
+
+def widths(v: Program) -> tuple[int, ...]:
+    return tuple(_WIDTHS[t] for t in types(v))
+
+
+def representatives(turn: int, *, every_width: bool) -> list[Program]:
+    """A variant of every choice of entry point and options; where every_width, of every width of what it reads and writes too. Types take
+    turns: each target is given a `turn` of its own. Registers depend on options and widths, on hardly anything else: bf16 and f16 differ by
+    little, two FP8 outputs not at all. Beside these one of every pair of types, whose conversions are an architecture's own."""
+    found: dict[tuple[Any, ...], list[Program]] = {}
+    for v in all_variants():
+        options = tuple(d for d in v.defines if d[0] not in ("IN", "OUT"))
+        found.setdefault((v.entry, options, every_width and widths(v)), []).append(v)
+    chosen = [variants[(i + turn) % len(variants)] for i, variants in enumerate(found.values())]
+    met = {types(v) for v in chosen}
+    return [*chosen, *{types(v): v for v in reversed(all_variants()) if types(v) not in met}.values()]
 
 
 PROGRAMS = [
     *((v, "sm_90", 13) for v in all_variants()),
-    *((v._replace(defines=v.defines + BITCODE), "sm_90", 13) for v in representatives()),
-    *((v, arch, 13) for arch in OTHER_ARCHITECTURES for v in representatives()),
-    *((v, arch, 12) for arch in ("sm_90", "sm_120") for v in representatives()),
+    *((v, arch, 13) for turn, arch in enumerate(("sm_100", "sm_120")) for v in representatives(turn, every_width=True)),
+    *((v, arch, 13) for turn, arch in enumerate(("sm_80", "sm_89")) for v in representatives(turn, every_width=False)),
+    *((v, "sm_90", 12) for v in representatives(2, every_width=False)),
+    *((v, "sm_120", 12) for v in {v.entry: v for v in all_variants()}.values()),
 ]
+#: Of every entry point and type of input one. Only tests of exactness launch these: how many registers they take does not matter.
+BITCODE_VARIANTS = list({(v.entry, types(v)[0]): v._replace(defines=v.defines + BITCODE) for v in all_variants()}.values())
 
-Target = tuple[Program, str, int]
 Compile = Callable[[Program, str, int], nvrtc.Compiled]
 
 
+def background_jobs(items: list[Any], background: Background) -> Iterator[tuple[Any, Callable[[], Any]]]:
+    """The compilations of the selected tests, each in a process of its own: NVRTC uses one processor per process."""
+    for item in items:
+        if item.originalname == "test_variant":
+            v, arch, toolkit = (item.callspec.params[name] for name in ("variant", "arch", "toolkit"))
+            yield (v, arch, toolkit), partial(background.call, nvrtc.compile_variant, *v, arch, toolkit)
+        elif item.originalname == "test_bitcode":
+            v = item.callspec.params["variant"]
+            yield v, partial(background.call, nvrtc.variant_ptx, *v, "sm_90", 13)
+
+
 @pytest.fixture(scope="module")
-def compiled(request: pytest.FixtureRequest) -> Iterator[Compile]:
-    """The result of one compilation. All that were asked for are started at once; NVRTC uses one core per process."""
-    wanted = [item.callspec.params for item in request.session.items
-              if item.parent is request.node and hasattr(item, "callspec") and "variant" in item.callspec.params]
-    rows: list[tuple[Target, nvrtc.Compiled]] = []
-    with ProcessPoolExecutor(min(os.cpu_count() or 1, 8), get_context("spawn")) as pool:
-        futures: dict[Target, Future[nvrtc.Compiled]] = {}
-        for v, arch, toolkit in ((p["variant"], p["arch"], p["toolkit"]) for p in wanted):
-            futures[v, arch, toolkit] = pool.submit(nvrtc.compile_variant, v.family, v.entry, v.defines, arch, toolkit)
+def compiled(background_result: Callable[[Any], Any]) -> Iterator[Compile]:
+    """The result of one compilation."""
+    rows: list[tuple[tuple[Program, str, int], nvrtc.Compiled]] = []
 
-        def result(variant: Program, arch: str, toolkit: int) -> nvrtc.Compiled:
-            target = variant, arch, toolkit
-            rows.append((target, futures[target].result()))
-            return rows[-1][1]
+    def result(*program: Any) -> nvrtc.Compiled:
+        rows.append((program, background_result(program)))
+        return rows[-1][1]
 
-        yield result
+    yield result
     print("\nregisters  stack  spills")                         # shown by pytest -s
     for (variant, arch, toolkit), c in rows:
         print(f"{c.registers:9}  {c.stack:5}  {c.spill_stores + c.spill_loads:6}  {arch:6}  CUDA {toolkit}  {variant}")
@@ -71,10 +96,41 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[Compile]:
 def test_variant(variant, arch, toolkit, compiled, record_property):
     c = compiled(variant, arch, toolkit)
     record_property("registers", c.registers)
-    if BITCODE[0] not in variant.defines:                       # for tests of exactness only, where a spill costs nothing
-        assert (c.stack, c.spill_stores, c.spill_loads) == (0, 0, 0), "not everything fits in registers"
-    assert inexact_instructions(c.ptx) == []
-    assert split_stores(c.ptx) == 0, "16 bytes are written in four instructions: see Chunk::store_whole"
+    assert (c.stack, c.spill_stores, c.spill_loads) == (0, 0, 0), "not everything fits in registers"
+    check_instructions(c.ptx)
+
+
+@pytest.mark.parametrize("variant", BITCODE_VARIANTS, ids=str)
+def test_bitcode(variant, background_result):
+    check_instructions(background_result(variant))
+
+
+def check_instructions(ptx: str) -> None:
+    assert inexact_instructions(ptx) == []
+    assert split_stores(ptx) == 0, "16 bytes are written in four instructions: see Chunk::store_whole"
+
+
+def test_targets_have_every_entry_and_type():
+    """What is compiled for each architecture by each compiler."""
+    targets: dict[tuple[str, int], list[Program]] = {}
+    for v, arch, toolkit in PROGRAMS:
+        targets.setdefault((arch, toolkit), []).append(v)
+    assert set(targets) == {*((arch, 13) for arch in ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")), ("sm_90", 12), ("sm_120", 12)}
+    assert set(targets["sm_90", 13]) == set(all_variants())
+
+    def kinds(programs: Iterable[Program], kind: Callable[[Program], Any]) -> set[Any]:
+        return {(v.entry, kind(v)) for v in programs}
+
+    def options(v: Program) -> frozenset[tuple[str, str]]:
+        return frozenset(d for d in v.defines if d[0] not in ("IN", "OUT"))
+
+    for (arch, toolkit), programs in targets.items():
+        assert {v.entry for v in programs} == {v.entry for v in all_variants()}
+        if (arch, toolkit) != ("sm_120", 12):
+            assert kinds(programs, options) == kinds(all_variants(), options)
+            assert {types(v) for v in programs} == {types(v) for v in all_variants()}
+        if arch in ("sm_100", "sm_120") and toolkit == 13:
+            assert kinds(programs, widths) == kinds(all_variants(), widths)
 
 
 _INSTRUCTION = re.compile(r"\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s")

@@ -12,13 +12,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from background import Background
 
 import cupy_fp8 as fp8
 from cupy_fp8 import cases, hostexec, reference, testing
@@ -184,23 +185,21 @@ def main(job: str) -> None:
 
 
 # ---- the tests ----
-def child(job: str) -> subprocess.CompletedProcess[str]:
+def child(job: str, background: Background) -> subprocess.CompletedProcess[str]:
     mode = (PLANTED[job] if job in PLANTED else JOBS[job])[0]
     package = str(Path(fp8.__file__).resolve().parent.parent)
     path = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH")) if p)
     env = os.environ | {"CUPY_FP8_HOST_MODE": mode, "PYTHONPATH": path} | hostexec.sanitizer_env(mode)
     command = hostexec.sanitizer_command(mode, [sys.executable, __file__, job])
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=540)
+    return background.run(command, env, timeout=1500)       # beside other tests it has less than a processor
 
 
-@pytest.fixture(scope="module")
-def children(request: pytest.FixtureRequest) -> Iterator[Callable[[str], subprocess.CompletedProcess[str]]]:
-    """The finished child of a job. Those of all selected tests are started at once, as many at a time as there are processors."""
-    selected = [item.callspec.params["job"] for item in request.session.items
-                if hasattr(item, "callspec") and item.parent is request.node and "job" in item.callspec.params]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        futures = {job: pool.submit(child, job) for job in selected}
-        yield lambda job: futures[job].result()
+def background_jobs(items: list[Any], background: Background) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The children of the selected tests."""
+    for item in items:
+        if hasattr(item, "callspec") and "job" in item.callspec.params:
+            job = item.callspec.params["job"]
+            yield job, partial(child, job, background)
 
 
 def executed(done: subprocess.CompletedProcess[str]) -> int:
@@ -209,9 +208,9 @@ def executed(done: subprocess.CompletedProcess[str]) -> int:
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_no_sanitizer_finds_anything(job, children):
+def test_no_sanitizer_finds_anything(job, background_result):
     mode, checks = JOBS[job]
-    assert executed(children(job)) == len(list(checks())) * len(SCHEDULES[mode])
+    assert executed(background_result(job)) == len(list(checks())) * len(SCHEDULES[mode])
 
 
 def test_every_case_is_in_a_job():
@@ -222,9 +221,9 @@ def test_every_case_is_in_a_job():
 
 
 @pytest.mark.parametrize("job", PLANTED)
-def test_planted_error_is_found(job, children):
+def test_planted_error_is_found(job, background_result):
     _, finding, place = PLANTED[job]
-    done = children(job)
+    done = background_result(job)
     if not finding:
         assert executed(done) == 1
         return

@@ -11,6 +11,7 @@ import numpy as np
 from .. import reference
 from ..arrays import bits
 from ..formats import FORMATS
+from ..grouped import Grouped
 from ..results import Quantized, Scaled
 
 # Every tile's tail, primes, empty, more than two dimensions; all small enough for a CPU under sanitizers.
@@ -106,8 +107,13 @@ def outputs(result: Any, kwargs: dict[str, Any], updated: tuple[str, ...] = ()) 
             found["dbias"] = result.dbias
     elif isinstance(result, Scaled):
         found["data"], found["scale_inv"] = result
+    elif isinstance(result, Grouped):
+        parts = {name: getattr(result, name) for name in ("rowwise", "columnwise", "scale_inv", "offsets")}
+        found.update((name, a) for name, a in parts.items() if a is not None)
     elif isinstance(result, list):
-        found.update((f"outputs[{i}]", a) for i, a in enumerate(result))
+        for i, a in enumerate(result):
+            found.update({f"outputs[{i}].{name}": part for name, part in outputs(a, {}).items()} if isinstance(a, Quantized)
+                         else {f"outputs[{i}]": a})
     else:
         found["result"] = result
     if kwargs.get("amax") is not None:

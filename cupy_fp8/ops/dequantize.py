@@ -13,6 +13,7 @@ import numpy as np
 from .. import backend, reference, runtime
 from ..arrays import Array, is_contiguous
 from ..formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e8m0fnu, float32, lookup
+from ..grouped import Grouped
 from ..layouts import SMALLEST_BLOCK, SWIZZLE_COLUMNS, cdiv
 from ..results import Quantized, Scaled, check_block_scales, swap_last
 from ..runtime import Kernel, Variant, executor_of
@@ -26,11 +27,12 @@ _RUN = 5                                    # log2 of the chunks along a row of 
 _STEPS, _STEPS_SWIZZLED = 4, 8              # rows of one of its threads
 
 
-def dequantize(q: Scaled | Quantized, *, dtype: Any = float32, out: Array | None = None) -> Array:
+def dequantize(q: Scaled | Quantized | Grouped, *, dtype: Any = float32, out: Array | None = None) -> Array:
     """The values of quantised data: data * scale_inv in f32, rounded to `dtype`, in the logical shape.
 
     q : a Scaled, or a Quantized (its row-wise part where it has one): per tensor or in blocks, scales of blocks in any layout (a
         `.T` too, without a copy; only deepgemm_sm100 scales are made compact first). Data stored transposed is transposed back.
+        A Grouped: a launch for each group, rows of no group are 0, and it waits for the device to know the sizes.
     dtype : float32, float16 or bfloat16 (overflow to Inf, one quiet NaN).
     out : array of the logical shape and of dtype, written and returned.
     Raises TypeError, ValueError (also for scales that are not those of the blocks), DeviceError, before anything is written. Bytes
@@ -41,6 +43,8 @@ def dequantize(q: Scaled | Quantized, *, dtype: Any = float32, out: Array | None
     [[3.0, -5.0]]
     """
     to = lookup(dtype, INPUT_DTYPES, "dtype").dtype
+    if isinstance(q, Grouped):
+        return q.dequantize(to, out=out)
     if not isinstance(q, (Scaled, Quantized)):
         raise TypeError(f"q: expected a Scaled or Quantized, got {type(q).__name__}; use astype for a plain array")
     s = q if isinstance(q, Scaled) else q._any

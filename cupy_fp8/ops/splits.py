@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import backend, runtime
-from ..arrays import Array
+from ..arrays import Array, is_contiguous
 from . import checks
 
 DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
@@ -31,22 +31,22 @@ class Groups(NamedTuple):
 NO_GROUPS = Groups()
 
 
-def read(splits: Any, x: Array | None, xp: Any, check: bool) -> Groups:
+def read(splits: Any, x: Array | None, xp: Any, check: bool, name: str = "splits") -> Groups:
     """`splits` among arrays of module xp, where x is one of them: beside it, else where they are (a list: the current device). `host`
-    is known of NumPy arrays and lists; with `check` of CuPy arrays too, which waits for the device."""
+    is known of NumPy arrays and lists; with `check` of CuPy arrays too, which waits for the device. name: in messages."""
     if isinstance(splits, (list, tuple)):
-        host = _as_sizes(splits)
-        array = host if xp is np else _to_device(host, x)
+        host = _as_sizes(splits, name)
+        array = host if xp is np else _to_device(host, x, name)
         return Groups(len(host), checks.address(array), array.nbytes, 1, array, host)
     if not isinstance(splits, xp.ndarray):
-        backend.require_module(splits, xp, "splits")
-    array, _, at = checks.source(splits, DTYPES, "splits")
+        backend.require_module(splits, xp, name)
+    array, _, at = checks.source(splits, DTYPES, name)
     if array.ndim != 1:
-        raise ValueError(f"splits: expected one dimension, got shape {array.shape}")
+        raise ValueError(f"{name}: expected one dimension, got shape {array.shape}")
     looked_at: np.ndarray | None = array if xp is np else None
     if xp is not np:
         if x is not None:
-            checks.same_device(array, x, "splits")
+            checks.same_device(array, x, name)
         if check:
             if runtime.capturing(array.data.device_id):
                 raise ValueError("check: waits for the device, which cannot be done while a CUDA graph is captured; "
@@ -61,20 +61,42 @@ def refuse_negative(sizes: list[int]) -> None:
         raise ValueError(f"splits: expected sizes of 0 or more, got {min(sizes)} for group {sizes.index(min(sizes))}")
 
 
-def _as_sizes(splits: Any) -> np.ndarray:
+def check_at_most(sizes: np.ndarray, rows: int) -> None:
+    """ValueError unless sizes on the host are those of groups that `rows` rows hold."""
+    given = sizes.tolist()                                   # Python's integers: sums do not overflow
+    refuse_negative(given)
+    if sum(given) > rows:
+        raise ValueError(f"splits: expected sizes that add up to at most the {rows} rows there are, got {sum(given)}")
+
+
+def check_offsets(offsets: Any, groups: Groups, x: Array, xp: Any) -> int:
+    """The address of offsets [N + 1] of N groups, int64, of x's kind and device."""
+    if not isinstance(offsets, xp.ndarray):
+        backend.require_module(offsets, xp, "offsets")
+    if offsets.dtype != DTYPES[1]:
+        raise TypeError(f"offsets: expected dtype int64, got {offsets.dtype}")
+    if offsets.shape != (len(groups.array) + 1,) or not is_contiguous(offsets):
+        raise ValueError(f"offsets: expected a C-contiguous array of {len(groups.array) + 1}, one more than splits, got shape "
+                         f"{offsets.shape}")
+    if xp is not np:
+        checks.same_device(offsets, x, "offsets")
+    return checks.address(offsets)
+
+
+def _as_sizes(splits: Any, name: str) -> np.ndarray:
     try:
         return np.array([operator.index(size) for size in splits], np.int64)
     except TypeError as error:
-        raise TypeError(f"splits: expected integers ({error})") from None
+        raise TypeError(f"{name}: expected integers ({error})") from None
     except OverflowError:
-        raise ValueError(f"splits: expected integers of 64 bits, got {splits}") from None
+        raise ValueError(f"{name}: expected integers of 64 bits, got {splits}") from None
 
 
-def _to_device(host: np.ndarray, x: Array | None) -> Array:
+def _to_device(host: np.ndarray, x: Array | None, name: str) -> Array:
     cp = backend.cupy()
     device = cp.cuda.runtime.getDevice() if x is None else x.data.device_id
     if runtime.capturing(device):
-        raise ValueError("splits: a list would have to be copied to the GPU, which cannot be done while a CUDA graph is captured; "
+        raise ValueError(f"{name}: a list would have to be copied to the GPU, which cannot be done while a CUDA graph is captured; "
                          "give a CuPy array")
     with cp.cuda.Device(device):
         return cp.asarray(host)

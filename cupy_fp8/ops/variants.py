@@ -4,7 +4,24 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from . import amax, aware, blocks, cast, convert, current, dbias, dequantize, layouts, mx, offsets, scale, scale_layouts
+from . import (
+    amax,
+    aware,
+    blocks,
+    cast,
+    convert,
+    current,
+    dbias,
+    dequantize,
+    group_quantize,
+    groups,
+    layouts,
+    multi,
+    mx,
+    offsets,
+    scale,
+    scale_layouts,
+)
 
 
 class Program(NamedTuple):
@@ -26,5 +43,6 @@ def all_variants() -> tuple[Program, ...]:
     """
     launched = [*amax.variants(), *cast.variants(), *current.variants(), *dbias.variants(), *convert.variants(),
                 *dequantize.variants(), *scale.variants(), *layouts.variants(), *scale_layouts.variants(), *mx.variants(),
-                *blocks.variants(), *aware.variants(), *offsets.variants()]
+                *blocks.variants(), *aware.variants(), *offsets.variants(),
+                *groups.variants(), *group_quantize.variants(), *multi.variants()]
     return (*dict.fromkeys(Program(v.kernel.family, v.kernel.entry, v.defines) for v in launched), Program("delay", "delay", ()))

@@ -9,13 +9,16 @@ from .blocks import quantize_block
 from .cast import cast_transpose, quantize_tensor
 from .convert import astype, transpose
 from .dequantize import dequantize
+from .group_quantize import group_quantize
+from .groups import pad_groups, sort_chunks, unpad_groups
 from .layouts import swizzle_scales, unswizzle_scales
+from .multi import multi_cast_transpose, multi_quantize
 from .mx import quantize_mx
 from .offsets import splits_to_offsets
 from .scale import compute_scale, update_delayed_scaling
 from .scale_layouts import convert_scales
 
-__all__ = ["astype", "cast_transpose", "compute_amax", "compute_scale", "convert_scales", "dequantize", "quantize_block", "quantize_mx",
-           "quantize_tensor",
-           "transpose",
+__all__ = ["astype", "cast_transpose", "compute_amax", "compute_scale", "convert_scales", "dequantize", "group_quantize",
+           "multi_cast_transpose", "multi_quantize", "pad_groups",
+           "quantize_block", "quantize_mx", "quantize_tensor", "sort_chunks", "transpose", "unpad_groups",
            "scaling_aware_transpose", "splits_to_offsets", "swizzle_scales", "unswizzle_scales", "update_delayed_scaling"]

@@ -19,6 +19,7 @@ class Fact(enum.IntFlag):
     SPLIT_SUM = 1 << 1
     SCALE_NOT_POWER_OF_TWO = 1 << 2
     OFFSET_OVERFLOW = 1 << 3
+    ORDER = 1 << 4
 
 
 MESSAGES = {
@@ -26,6 +27,7 @@ MESSAGES = {
     Fact.SPLIT_SUM: "splits: sizes that do not add up to what is there; groups past the end were cut short, what no group covers left out",
     Fact.SCALE_NOT_POWER_OF_TWO: "scale_inv: a scale that is not a power of two, or is none that E8M0 holds; what depends on it became NaN",
     Fact.OFFSET_OVERFLOW: "splits: offsets that their dtype does not hold; they became its largest value",
+    Fact.ORDER: "order: not a permutation of the groups; an index of no group was an empty chunk, a chunk named twice was copied twice",
 }
 
 _ON_HOST = -1                                # the word of kernels that run on the CPU

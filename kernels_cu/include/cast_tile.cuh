@@ -65,10 +65,7 @@ __device__ __forceinline__ void cast_tile(const Tensor& p, TilePosition at, floa
     const i64 row = at.row + Tile::patch_row(), column = at.column + Tile::patch_column();
     int rows_left = left_of(p.rows - row, 8), columns_left = left_of(p.columns - column, 8);
     if (kAligned == 2) rows_left = columns_left = rows_left && columns_left ? 8 : 0;      // whole patches: one predicate for all
-    const i64 columns = p.columns;                                   // up to the barrier: there p is read anew, which frees registers
-    const i64 patch_at = (at.matrix * p.rows + row) * columns + column;
-    const IN::storage* const x = p.x;
-    OUT::storage* const data = p.global(p.data);
+    const i64 patch_at = (at.matrix * p.rows + row) * p.columns + column;
     Chunk<OUT, 8> patch[8];
     Amax<IN> amax;
     PatchSums sums;
@@ -79,7 +76,7 @@ __device__ __forceinline__ void cast_tile(const Tensor& p, TilePosition at, floa
         for (int r = 0; r < kRowsAtOnce; r++)
 #pragma unroll
             for (int l = 0; l < kLoads; l++) {
-                const IN::storage* from = x + patch_at + (first + r) * columns + l * kLoad;
+                const IN::storage* from = p.x + patch_at + (first + r) * p.columns + l * kLoad;
                 const int left = first + r < rows_left ? columns_left - l * kLoad : 0;
                 if (!kAligned) in[r][l] = Chunk<IN, kLoad>::load_partial(from, left);
                 else if (left > 0) in[r][l] = Chunk<IN, kLoad>::load(from);
@@ -99,7 +96,7 @@ __device__ __forceinline__ void cast_tile(const Tensor& p, TilePosition at, floa
                 for (int w = 0; w < out.kWords; w++) patch[first + r].word[l * out.kWords + w] = out.word[w];
             }
             if (p.rowwise() && first + r < rows_left) {
-                OUT::storage* to = data + patch_at + (first + r) * columns;
+                OUT::storage* to = p.data + patch_at + (first + r) * p.columns;
                 if (!kAligned) patch[first + r].store_partial(to, columns_left);
                 else if (columns_left > 0) patch[first + r].store(to);
             }
@@ -121,7 +118,7 @@ __device__ __forceinline__ void cast_tile(const Tensor& p, TilePosition at, floa
         for (int unit = 0; unit < Tile::kUnits<16>; unit++) {
             const i64 to_row = at.column + Tile::column<16>(unit), to_column = at.row + Tile::row<16>();
             if (to_row < p.columns && to_column < p.rows)
-                tile.read<OUT, 16>(unit).store(p.global(p.data_t) + (at.matrix * p.columns + to_row) * p.rows + to_column);
+                tile.read<OUT, 16>(unit).store(p.data_t + (at.matrix * p.columns + to_row) * p.rows + to_column);
         }
     }
     if constexpr (DBIAS != 0) {

@@ -1,0 +1,62 @@
+"""Rows of the benchmark for groups quantised as tensors of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from .. import backend
+from ..arrays import Array, bits
+from ..cases.groups import sizes
+from ..formats import bfloat16
+from ..ops.cast import quantize_tensor
+from ..ops.convert import astype
+from ..ops.group_quantize import group_quantize
+from ..recipes import DelayedScaling
+from ..testing import assert_bytes_equal
+from .specs import Spec
+
+_CHECKED = 3                # groups
+
+
+def _normal(shape: tuple[int, int]) -> Array:
+    cp = backend.cupy()
+    return astype(cp.random.standard_normal(shape, dtype=cp.float32), bfloat16)
+
+
+def _quantize(shape: tuple[int, int], groups: int, division: str, columnwise: bool) -> Any:
+    def make() -> Any:
+        cp = backend.cupy()
+        host = sizes(shape[0], groups, division)
+        x, splits, recipe = _normal(shape), cp.asarray(host), DelayedScaling()
+        scales, amaxes = cp.linspace(0.5, 2, groups, dtype=cp.float32), cp.zeros(groups, cp.float32)
+        options: dict[str, Any] = {"columnwise": columnwise, "scales": scales, "amaxes": amaxes}
+        out = group_quantize(x, splits, recipe, **options)
+
+        def check() -> None:
+            starts = np.cumsum(host) - host
+            for g in np.linspace(0, groups - 1, _CHECKED).astype(int):
+                part = bits(x)[starts[g] : starts[g] + host[g]].view(bfloat16)
+                amax = cp.zeros(1, cp.float32)
+                want = quantize_tensor(part, scales[g : g + 1], columnwise=columnwise, amax=amax)
+                for mine, theirs in ((out[g].rowwise, want.rowwise), (out[g].columnwise, want.columnwise)):
+                    if mine is not None and theirs is not None:
+                        assert_bytes_equal(mine.data, theirs.data)
+                        assert_bytes_equal(mine.scale_inv, theirs.scale_inv)
+                assert float(amax[0]) == float(amaxes[g])
+
+        return (lambda: group_quantize(x, out.splits, recipe, **options, out=out)), check
+
+    return make
+
+
+def _all() -> Iterator[Spec]:
+    for rows, columns in ((64 * 2048, 5120), (64 * 4096, 7168)):
+        for label, division, both in (("both", "even", True), ("both, ragged", "ragged", True), ("row", "even", False)):
+            yield Spec("group_quantize", f"bf16→e4m3 {label}, 64 groups", (rows, columns), rows * columns * (4 if both else 3),
+                       _quantize((rows, columns), 64, division, both))
+
+
+SPECS: tuple[Spec, ...] = tuple(_all())
