@@ -225,7 +225,7 @@ def test_ops_launch_all_known_variants_and_no_other(launched, monkeypatch):
     """Over all cases, with the tiles that ops choose for small arrays, and those for large arrays on a GPU."""
     not_an_op = {"delay"}                                       # the benchmark's
     known = {v for v in all_variants() if v.family not in not_an_op}
-    for choose, machine in ((tiles.choose, current._CPU), (lambda x, large: large, current._Machine(4, 1024, 40 << 10))):
+    for choose, machine in ((tiles.choose, current._CPU), (lambda x, large, size=0: large, current._Machine(4, 1024, 40 << 10))):
         monkeypatch.setattr(tiles, "choose", choose)
         monkeypatch.setattr(current, "_CPU", machine)
         for case in cases.all_cases():

@@ -28,7 +28,7 @@ from ..recipes import (
     mx_forms,
 )
 from ..results import Quantized
-from ..runtime import Kernel, Variant, capturing, executor_of, multiprocessors
+from ..runtime import Kernel, Variant, capturing, executor_of
 from . import cast, checks, forms, tiles
 from .scale import scale_target
 
@@ -41,7 +41,6 @@ _AMAX_THREADS = 256
 _SMALL = tiles.SMALL
 _LARGE = tiles.Tile(256, 256, down_first=False)
 _LARGE_F32 = tiles.Tile(256, 128, down_first=False)         # see ops/cast.py
-_LARGE_PER_MULTIPROCESSOR = 1 << 18             # elements of the whole group: four large tiles
 _KEPT = 4                                       # plans of a result that no graph has captured
 
 
@@ -381,7 +380,9 @@ class _Table:
         aligned = [a.shape[1] % 8 == 0 and at % 16 == 0 and to.data % 8 == 0
                    for a, at, to in zip(sources.arrays, sources.addresses, targets, strict=True)]
         vector = [a.shape[0] % 16 == 0 and to.data_t % 16 == 0 for a, to in zip(sources.arrays, targets, strict=True)]
-        self.tile = _tile(x, sum(a.size for a in sources.arrays)) if all(aligned) and all(vector) else _SMALL
+        self.tile = _SMALL
+        if all(aligned) and all(vector):
+            self.tile = tiles.choose(x, _large(x.dtype), sum(a.size for a in sources.arrays))
         self.blocks = [-(-a.shape[0] // self.tile.rows) * -(-a.shape[1] // self.tile.columns) or 1 for a in sources.arrays]
         ends = list(accumulate(self.blocks))
         if ends[-1] > 0x7FFFFFFF:
@@ -492,13 +493,6 @@ class _Addresses(NamedTuple):
         return _Addresses(0 if row is None else checks.address(row.data), 0 if column is None else checks.address(column.data),
                           checks.address(first),
                           0 if column is None or column.scale_inv is first else checks.address(column.scale_inv))
-
-
-def _tile(x: Array, size: int) -> tiles.Tile:
-    """Of a group of `size` elements, all of it in whole patches."""
-    if isinstance(x, np.ndarray) or size < _LARGE_PER_MULTIPROCESSOR * multiprocessors(x.data.device_id):
-        return _SMALL
-    return _large(x.dtype)
 
 
 def _large(dtype: np.dtype[Any]) -> tiles.Tile:

@@ -39,9 +39,10 @@ class Tile(NamedTuple):
 SMALL = Tile(128, 128, False)
 
 
-def choose(x: Array, large: Tile) -> Tile:
-    """`large` for arrays that give every multiprocessor of the GPU several tiles, else SMALL."""
-    if isinstance(x, np.ndarray) or x.size < _LARGE_PER_MULTIPROCESSOR * runtime.multiprocessors(x.data.device_id):
+def choose(x: Array, large: Tile, size: int | None = None) -> Tile:
+    """`large` for arrays that give every multiprocessor of the GPU several tiles, else SMALL. size: elements of a group with x in it."""
+    size = x.size if size is None else size
+    if isinstance(x, np.ndarray) or size < _LARGE_PER_MULTIPROCESSOR * runtime.multiprocessors(x.data.device_id):
         return SMALL
     return large
 
