@@ -8,7 +8,9 @@
 __device__ __forceinline__ float mul_rn(float a, float b) { return a * b; }
 __device__ __forceinline__ float add_rn(float a, float b) { return a + b; }
 __device__ __forceinline__ float div_rn(float a, float b) { return a / b; }
-__device__ __forceinline__ float fma_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+__device__ __forceinline__ float corrected_quotient(float a, float s, float r, float q) {
+    return __builtin_fmaf(-__builtin_fmaf(s, q, -a), r, q);
+}
 __device__ __forceinline__ bool is_nan(float a) { return a != a; }
 __device__ __forceinline__ bool is_less(float a, float b) { return a < b; }
 // The operand that is not NaN, as PTX max.f32 does; both operands are magnitudes here, so the order of zeros never matters.
@@ -29,10 +31,12 @@ __device__ __forceinline__ float div_rn(float a, float b) {
     asm("div.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
     return r;
 }
-__device__ __forceinline__ float fma_rn(float a, float b, float c) {
-    float r;
-    asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(c));
-    return r;
+// q + (a - s * q) * r, with the exact remainder. In assembly to the end: of a sign that is turned outside of it the compiler makes
+// neg.ftz.f32.
+__device__ __forceinline__ float corrected_quotient(float a, float s, float r, float q) {
+    asm("{\n\t.reg .f32 n;\n\tneg.f32 n, %1;\n\tfma.rn.f32 n, %2, %0, n;\n\tneg.f32 n, n;\n\tfma.rn.f32 %0, n, %3, %0;\n\t}"
+        : "+f"(q) : "f"(a), "f"(s), "f"(r));
+    return q;
 }
 // On the bits: a comparison of floats would be compiled with .ftz.
 __device__ __forceinline__ bool is_nan(float a) { return (as_bits(a) & 0x7fffffffu) > 0x7f800000u; }
@@ -53,14 +57,11 @@ __device__ __forceinline__ float max_number(float a, float b) {
 __device__ __forceinline__ bool is_positive_number(float a) { return as_bits(a) - 1u < 0x7f7fffffu; }
 __device__ __forceinline__ bool is_infinite(float a) { return (as_bits(a) & 0x7fffffffu) == 0x7f800000u; }
 __device__ __forceinline__ float magnitude(float a) { return as_float(as_bits(a) & 0x7fffffffu); }
-__device__ __forceinline__ float negated(float a) { return as_float(as_bits(a) ^ 0x80000000u); }
 
 // a / s, correctly rounded like div_rn: what div.rn itself does once it has a reciprocal, two corrections by exact remainders. (Negated
 // remainders: so -0 stays -0.) r: fl(1 / s). Where has_quick_quotients(s), a quotient whose remainder underflows is below 2^-40: 0 in every
 // FP8 format; elsewhere it may be wrong.
 __device__ __forceinline__ float quick_quotient(float a, float s, float r) {
-    float q = mul_rn(a, r);
-    q = fma_rn(negated(fma_rn(s, q, negated(a))), r, q);
-    return fma_rn(negated(fma_rn(s, q, negated(a))), r, q);
+    return corrected_quotient(a, s, r, corrected_quotient(a, s, r, mul_rn(a, r)));
 }
 __device__ __forceinline__ bool has_quick_quotients(float s) { return as_bits(s) - 0x17800000u < 0x5a000000u; }   // 2^-80 <= s < 2^100
