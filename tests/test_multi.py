@@ -17,7 +17,7 @@ import cupy_fp8 as fp8
 from cupy_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, Quantized, backend, cases, reference, testing
 from cupy_fp8.cases.multi import GROUPS
 from cupy_fp8.formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
-from cupy_fp8.ops import multi
+from cupy_fp8.ops import tiles
 from cupy_fp8.runtime import Variant
 
 needs_host = pytest.mark.skipif(testing.executor_problem("host") is not None, reason=str(testing.executor_problem("host")))
@@ -161,11 +161,11 @@ def test_tiles_of_large_groups(executor, source, monkeypatch):
     """Groups in whole patches with the tiles that only many megabytes get."""
     chosen = []
 
-    def large(x, size):
+    def choose(x, large, size=None):
         chosen.append(size)
-        return multi._large(x.dtype)
+        return large
 
-    monkeypatch.setattr(multi, "_tile", large)
+    monkeypatch.setattr(tiles, "choose", choose)
     shapes = ((272, 520), (256, 256), (0, 8), (16, 264))
     xs = [cases.values("bits", shape, source, i) for i, shape in enumerate(shapes)]
     with testing.executor(executor) as run:

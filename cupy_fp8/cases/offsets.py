@@ -58,7 +58,7 @@ def _cases() -> Iterator[Case]:
     yield case(_INT32, 64, **TYPICAL)
     yield case(_INT64, 1024, "around 2**26")
     yield case(_INT64, 1500, **_TWO)
-    yield case(_INT64, 8300, "most")
+    yield case(_INT64, 4300, "most")
     yield case(_INT64, 0, **_TWO)
     yield case(_INT32, 5, bulk_allocate=True, **_TWO)
     yield case(_INT64, 40, "most")
