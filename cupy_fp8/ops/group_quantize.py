@@ -19,7 +19,7 @@ from ..runtime import Kernel, Variant, error_word, executor_of
 from . import checks, tiles
 from . import splits as sizes
 
-_KERNEL = Kernel("group_cast", "group_cast_transpose", "9PPqPI2q2I")
+_KERNEL = Kernel("group_cast", "group_cast_transpose", "9PPqPI2qI4xI")
 _INT64 = np.dtype(np.int64)
 _LARGE = tiles.Tile(256, 128, down_first=False)
 

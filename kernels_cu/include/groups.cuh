@@ -89,3 +89,129 @@ __device__ __forceinline__ void find_groups(const Splits& splits, i64 total, i64
     const u32 any_negative = __ballot_sync(~0u, negative);
     if (lane == 0) report(splits.errors, (any_negative ? kSplitNegative : 0u) | (round_start != total ? kSplitSum : 0u));
 }
+
+// ---- groups of rows, each a matrix of its own ----
+// Groups of the rows of an array [rows, columns]. Facts of the device made harmless: a negative size counts as 0, a group that goes past the
+// last row ends there, one whose given offset is not that of a row, or leads out of the array, is left out.
+struct RowGroups {
+    const i64* offsets;          // [groups + 1], in elements, or null: sums of the sizes
+    i64* offsets_out;            // [groups + 1], or null
+    Splits splits;
+    i64 rows, columns;
+    u32 across;                  // tiles along a row
+
+    __device__ __forceinline__ i64 size(i64 group) const {
+        const i64 n = splits.load(group);
+        return n < 0 ? 0 : n > rows ? rows + 1 : n;                  // sums stay small, and still differ from rows
+    }
+};
+
+// A run of rows of a group; or of those that no group has, which follow the last one.
+struct RowRun {
+    i64 group;                   // -1: none
+    i64 start;                   // the first element of the group; of no group's rows, of this run
+    i64 rows;                    // of the group; of no group's, of this run
+    i64 run;                     // which one of the group's, or of those that no group has
+    i64 before[2];               // how many units there are in all groups before this one
+};
+
+// By one whole warp: the run-th run of kRunRows rows, in shared memory. shifts: units of 2^shift rows, of which a group has as many as its rows
+// start; counted where kCounts.
+template <int kRunRows, bool kCounts>
+__device__ __forceinline__ void find_run(const RowGroups& p, i64 run, u32 first_shift, u32 second_shift, RowRun& found) {
+    constexpr int kPerLane = 4;
+    const int lane = threadIdx.x % 32;
+    const auto least = [](i64 a, i64 b) { return a < b ? a : b; };
+    const auto units = [](i64 rows, u32 shift) { return (rows + ((i64)1 << shift) - 1) >> shift; };
+    i64 round_start = 0, round_run = 0, round_units[2] = {};         // before this round's groups
+    bool reached = false;
+    for (i64 round = 0; round < p.splits.groups && !reached; round += 32 * kPerLane) {
+        i64 size[kPerLane], rows = 0;
+#pragma unroll
+        for (int u = 0; u < kPerLane; u++) rows += size[u] = p.size(round + lane * kPerLane + u);
+        const i64 end = warp_prefix_sum(rows);
+        i64 start = least(round_start + end - rows, p.rows), at = start, runs = 0, own_units[2] = {};
+#pragma unroll
+        for (int u = 0; u < kPerLane; u++) {
+            size[u] = least(size[u], p.rows - at);
+            at += size[u];
+            runs += (size[u] + kRunRows - 1) / kRunRows;
+            if (kCounts) own_units[0] += units(size[u], first_shift), own_units[1] += units(size[u], second_shift);
+        }
+        const i64 end_run = warp_prefix_sum(runs);
+        i64 own_run = round_run + end_run - runs, before[2] = {}, end_units[2] = {};
+        if (kCounts)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                end_units[i] = warp_prefix_sum(own_units[i]);
+                before[i] = round_units[i] + end_units[i] - own_units[i];
+            }
+#pragma unroll
+        for (int u = 0; u < kPerLane; u++) {
+            const i64 own_runs = (size[u] + kRunRows - 1) / kRunRows;
+            if (run >= own_run && run < own_run + own_runs)
+                found = {round + lane * kPerLane + u, start * p.columns, size[u], run - own_run, {before[0], before[1]}};
+            own_run += own_runs;
+            start += size[u];
+            if (kCounts) before[0] += units(size[u], first_shift), before[1] += units(size[u], second_shift);
+        }
+        round_start = least(round_start + __shfl_sync(~0u, end, 31), p.rows);
+        round_run += __shfl_sync(~0u, end_run, 31);
+        reached = run < round_run;
+        if (kCounts)
+#pragma unroll
+            for (int i = 0; i < 2; i++) round_units[i] += __shfl_sync(~0u, end_units[i], 31);
+    }
+    if (lane == 0 && !reached) {
+        const i64 own_run = run - round_run, start = least(round_start + own_run * kRunRows, p.rows);
+        found = {-1, start * p.columns, left_of(p.rows - start, kRunRows), own_run, {round_units[0], round_units[1]}};
+    }
+    __syncwarp();
+    if (lane == 0 && reached && p.offsets) {
+        found.start = p.offsets[found.group];
+        if (found.start < 0 || found.start > (p.rows - found.rows) * p.columns || (p.columns && found.start % p.columns))
+            found.start = 0, found.rows = 0;
+    }
+}
+
+// The compiler has to be told that what a struct in shared memory points to is global.
+template <class T>
+__device__ __forceinline__ T* as_global(T* p) {
+#ifdef CUPY_FP8_HOST
+    return p;
+#else
+    return static_cast<T*>(__cvta_global_to_generic(__cvta_generic_to_global(p)));
+#endif
+}
+
+// By a whole block of kThreads: zeros in `rows` rows of `width` bytes, `stride` bytes apart.
+template <int kThreads>
+__device__ __forceinline__ void clear_rows(u8* to, i64 rows, int width, i64 stride) {
+    const bool whole = (reinterpret_cast<u64>(to) | (u64)stride | (u64)width) % 16 == 0;
+    const int step = whole ? 16 : 1, across = width / step;
+    for (int i = threadIdx.x; i < (int)rows * across; i += kThreads) {
+        u8* const at = to + i / across * stride + i % across * step;
+        if (whole) Chunk<e8m0fnu, 16>{}.store_whole(at);
+        else *at = 0;
+    }
+}
+
+// By one whole warp: offsets, where none are given. Notes sizes and offsets that are wrong.
+__device__ __forceinline__ void write_offsets(const RowGroups& p) {
+    const int lane = threadIdx.x % 32;
+    const auto least = [](i64 a, i64 b) { return a < b ? a : b; };
+    i64 before = 0;
+    u32 wrong = 0;
+    for (i64 round = 0; round < p.splits.groups; round += 32) {
+        const i64 g = round + lane, size = p.size(g), end = before + warp_prefix_sum(size), start = end - size;
+        if (p.splits.load(g) < 0) wrong |= kSplitNegative;
+        if (end > p.rows) wrong |= kSplitSum;
+        if (g < p.splits.groups) {
+            if (p.offsets && p.offsets[g] != start * p.columns) wrong |= kSplitSum;
+            if (p.offsets_out) p.offsets_out[g] = least(start, p.rows) * p.columns;
+        }
+        before = least(__shfl_sync(~0u, end, 31), p.rows + 1);
+    }
+    if (lane == 0 && p.offsets_out) p.offsets_out[p.splits.groups] = least(before, p.rows) * p.columns;
+    report(p.splits.errors, wrong);
+}
