@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, cast
 
 import numpy as np
 
 from . import backend
 from .arrays import Array, asnumpy, bits, is_contiguous, zeros
-from .formats import INPUT_DTYPES, lookup
-from .results import Quantized, Scaled
+from .formats import INPUT_DTYPES, float32, lookup
+from .layouts import SCALE_DTYPES, cdiv, group_scales, group_unit, grouped_scale_shape, scale_shape
+from .results import Quantized, Scaled, facts_table
+
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,8 +27,16 @@ class Grouped:
     offsets     int64 [N + 1]: where each begins, and the last one ends, in elements of the flat arrays
     shape       (M, K) of the flat arrays. What follows the last group belongs to none
     rowwise     flat [M * K]: each group's [m, K]; or None
-    columnwise  flat [M * K]: each group's [K, m] (stored transposed); or None
-    scale_inv   f32 [N], one for each group of quantised data; None: plain values, which only `rowwise` holds
+    columnwise  flat [M * K]: each group's [K, m], where `transposed`, or [m, K]; or None
+    scale_inv   of per-tensor scaling f32 [N], one for each group and both directions; of blocks the row-wise scales, each group's as its
+                own `Scaled` has them, one after the other: flat, or [lines, scales of a line] where all lines are equally long. Room for
+                any sizes; what follows the last group is 0. None where there are no row-wise data
+    columnwise_scale_inv  the same of column-wise blocks, or None
+    block       the row-wise block; column-wise ones are its transpose. None: one scale for each group
+    scale_layout  how scales of blocks are stored (docs/layouts.md)
+    transposed  whether column-wise data are stored transposed
+
+    Without any scales these are plain values, which only `rowwise` holds.
 
     ``grouped[i]`` is the i-th member: a Quantized, or of plain values an array [m, K]; views, nothing is copied. That, iteration and
     `dequantize` wait for the device where offsets live there (ValueError while a CUDA graph is captured).
@@ -36,9 +48,13 @@ class Grouped:
     rowwise: Array | None = None
     columnwise: Array | None = None
     scale_inv: Array | None = None
+    columnwise_scale_inv: Array | None = None
+    block: tuple[int | None, int | None] | None = None
+    scale_layout: str | None = None
+    transposed: bool = True
 
     def __post_init__(self) -> None:
-        if self.rowwise is None and (self.columnwise is None or self.scale_inv is None):
+        if self.rowwise is None and (self.columnwise is None or self._plain):
             raise ValueError("Grouped: expected row-wise data, or quantised column-wise data, got neither")
 
     @classmethod
@@ -85,8 +101,9 @@ class Grouped:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data and scales."""
-        return sum(int(a.nbytes) for a in (self.rowwise, self.columnwise, self.scale_inv) if a is not None)
+        """Bytes of data and scales, counting an array that both directions share once."""
+        arrays = {id(a): a for a in (self.rowwise, self.columnwise, self.scale_inv, self.columnwise_scale_inv) if a is not None}
+        return sum(int(a.nbytes) for a in arrays.values())
 
     def __len__(self) -> int:
         return len(self.splits)
@@ -98,16 +115,15 @@ class Grouped:
             raise TypeError(f"Grouped: expected an integer index, got {index!r}") from None
         if not -len(self) <= at < len(self):
             raise IndexError(f"Grouped: index {at} is out of range for {len(self)} groups")
-        return self._member(at % len(self), *self._places())
+        return self._members(*self._places())(at % len(self))
 
     def __iter__(self) -> Iterator[Any]:
-        places = self._places()
-        return (self._member(i, *places) for i in range(len(self)))
+        return map(self._members(*self._places()), range(len(self)))
 
     def dequantize(self, dtype: Any = np.float32, *, out: Array | None = None) -> Array:
         """The values [M, K]; rows that no group has are 0. Waits for the device where offsets live there, then one launch per group.
         out : array of this shape and dtype, written and returned."""
-        if self.scale_inv is None:
+        if self._plain:
             raise TypeError(f"dequantize: plain {self.dtype} values are not quantised; use astype on .data")
         from .ops import checks
         from .ops.dequantize import dequantize
@@ -119,11 +135,15 @@ class Grouped:
         else:
             checks.destination(out, self.shape, to, data, backend.module_of(data), checks.address(data))
             bits(out).fill(0)
-        flat = out.reshape(-1)
+        flat, member_of = out.reshape(-1), self._members(sizes, offsets)
         for i in range(len(self)):
-            member = self._member(i, sizes, offsets)
+            member = member_of(i)
             dequantize(member, dtype=dtype, out=flat[offsets[i] : offsets[i] + sizes[i] * self.shape[1]].reshape(member.shape))
         return out
+
+    @property
+    def _plain(self) -> bool:
+        return self.scale_inv is None and self.columnwise_scale_inv is None
 
     @property
     def _any(self) -> Array:
@@ -145,23 +165,89 @@ class Grouped:
                                  "there are")
         return sizes, offsets
 
-    def _member(self, i: int, sizes: list[int], offsets: list[int]) -> Any:
-        shape = sizes[i], self.shape[1]
-        here = slice(offsets[i], offsets[i] + shape[0] * shape[1])
-        row = None if self.rowwise is None else self.rowwise[here].reshape(shape)
-        if self.scale_inv is None:
-            return row
-        scale_inv = self.scale_inv[i : i + 1]
-        column = None if self.columnwise is None else self.columnwise[here].reshape(shape[::-1])
-        return Quantized(None if row is None else Scaled(row, scale_inv, shape),
-                         None if column is None else Scaled(column, scale_inv, shape, True))
+    def _members(self, sizes: list[int], offsets: list[int]) -> Callable[[int], Any]:
+        """What gives the i-th member."""
+        columns = self.shape[1]
+
+        def part(i: int, flat: Array | None, transposed: bool) -> Array | None:
+            shape = (columns, sizes[i]) if transposed else (sizes[i], columns)
+            return None if flat is None else flat[offsets[i] : offsets[i] + sizes[i] * columns].reshape(shape)
+
+        if self._plain:
+            return lambda i: part(i, self.rowwise, False)
+        block, layout, transposed = self.block, self.scale_layout, self.transposed
+        across, scales = block and (block[1], block[0]), self._scales(sizes)
+
+        def member(i: int) -> Quantized:
+            shape, row, column = (sizes[i], columns), part(i, self.rowwise, False), part(i, self.columnwise, transposed)
+            return Quantized(
+                None if row is None else Scaled(row, scales("rowwise", i), shape, False, block, layout),
+                None if column is None else Scaled(column, scales("columnwise", i), shape, transposed, across, layout))
+
+        return member
+
+    def _scales(self, sizes: list[int]) -> Callable[[str, int], Array]:
+        """What gives the scales of a direction of the i-th group."""
+        if self.block is None:
+            per_tensor = cast(Array, self.scale_inv)
+            return lambda name, i: per_tensor[i : i + 1]
+        layout = cast(str, self.scale_layout)
+        directions: dict[str, tuple[Array, tuple[int | None, int | None], bool, list[int]]] = {}
+        for name, scale_inv, block, transposed in (
+                ("rowwise", self.scale_inv, self.block, False),
+                ("columnwise", self.columnwise_scale_inv, (self.block[1], self.block[0]), self.transposed)):
+            if scale_inv is not None:
+                unit, each = group_unit(block, layout, transposed), group_scales(self.shape[1], block, layout, transposed)
+                ends = list(accumulate(cdiv(size, unit) * each for size in sizes))
+                directions[name] = scale_inv.reshape(-1), block, transposed, [0, *ends]
+
+        def scales(name: str, i: int) -> Array:
+            flat, block, transposed, at = directions[name]
+            return flat[at[i] : at[i + 1]].reshape(scale_shape((sizes[i], self.shape[1]), block, layout, transposed))
+
+        return scales
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles take along: not what ops remember about this object's memory."""
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
 
+    def _facts(self) -> dict[str, str]:
+        """As those of a `Scaled`."""
+        column = "columnwise (stored transposed)" if self.transposed else "columnwise"
+        directions = [name for name, part in (("rowwise", self.rowwise), (column, self.columnwise)) if part is not None]
+        blocks = self.block and "block " + "×".join(map(str, self.block)) + f", {self.scale_layout} scales"
+        return {"dtype": self.dtype.name, "shape": f"{self.shape[0]}, {self.shape[1]}", "groups": str(len(self)),
+                "scaling": "plain values" if self._plain else blocks or "a scale each",
+                "directions": "" if self._plain else " + ".join(directions), "kind": backend.kind_of(self._any),
+                "bytes": f"{self.nbytes:,}"}
+
     def __repr__(self) -> str:
-        parts = "plain values" if self.scale_inv is None else " + ".join(
-            name for name, part in (("rowwise", self.rowwise), ("columnwise (stored transposed)", self.columnwise)) if part is not None)
-        return (f"Grouped({self.dtype.name}[{self.shape[0]}, {self.shape[1]}] in {len(self)} groups, "
-                f"{'' if self.scale_inv is None else 'a scale each, '}{parts}, {backend.kind_of(self._any)})")
+        f = self._facts()
+        parts = ", ".join(filter(None, (f["scaling"], f["directions"], f["kind"])))
+        return f"Grouped({f['dtype']}[{f['shape']}] in {f['groups']} groups, {parts})"
+
+    def _repr_html_(self) -> str:
+        return facts_table([self._facts()])
+
+
+def check_arrays(g: Grouped, name: str) -> None:
+    """ValueError unless the arrays of a Grouped are what its shape, block and scale_layout say."""
+    number = len(g.splits) if g.splits.ndim == 1 else -1
+    rows, columns = g.shape
+    expected: list[tuple[str, Array | None, tuple[int, ...], tuple[np.dtype[Any], ...]]] = [
+        ("splits", g.splits, (number,), (_INT32, _INT64)), ("offsets", g.offsets, (number + 1,), (_INT64,)),
+        ("rowwise", g.rowwise, (rows * columns,), ()), ("columnwise", g.columnwise, (rows * columns,), ())]
+    if g.block is None:
+        expected.append(("scale_inv", g.scale_inv, (number,), (float32,)))
+    else:
+        for part, a, block, transposed in (("scale_inv", g.scale_inv, g.block, False),
+                                           ("columnwise_scale_inv", g.columnwise_scale_inv, (g.block[1], g.block[0]), g.transposed)):
+            shape = grouped_scale_shape(g.shape, number, block, str(g.scale_layout), transposed)
+            expected.append((part, a, shape, SCALE_DTYPES[str(g.scale_layout)]))
+    for part, a, shape, dtypes in expected:
+        if a is not None and (a.shape != shape or (dtypes and a.dtype not in dtypes)):
+            raise ValueError(f"{name}.{part}: expected {' or '.join(str(dtype) for dtype in dtypes) or 'data'} of shape {shape}, got "
+                             f"{a.dtype} {a.shape}")
+    for data, scale_inv in (("rowwise", g.scale_inv), ("columnwise", g.columnwise_scale_inv)):
+        if g.block is not None and (getattr(g, data) is None) != (scale_inv is None):
+            raise ValueError(f"{name}: expected {data} data and scales, or neither")

@@ -183,6 +183,48 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int | None, int | None] | N
     return _SHAPES[layout](grid)
 
 
+def group_unit(block: tuple[int | None, int | None], layout: str, transposed: bool = False) -> int:
+    """Rows that the scales of a group of rows are stored for a multiple of: those of a block, times the blocks that a layout rounds up to
+    where blocks lie along M.
+
+    >>> [group_unit((1, 128), layout) for layout in ("compact", "gemm_ready")], group_unit((32, 1), "swizzled")
+    ([1, 4], 128)
+    """
+    rows, columns = block
+    if rows is None or columns is None:
+        raise ValueError(f"block: groups of rows have scales of blocks of so many rows, not of whole lines, got {block}")
+    if layout == "compact":
+        return rows
+    if rows == 1:
+        return SWIZZLE_ROWS if layout == "swizzled" else PADDED_TO
+    if columns == 1:
+        return rows * SWIZZLE_COLUMNS if layout == "swizzled" else rows
+    return rows * PADDED_TO if transposed else rows
+
+
+def group_scales(columns: int, block: tuple[int | None, int | None], layout: str, transposed: bool = False) -> int:
+    """Scales of `group_unit` rows of an array with so many columns."""
+    unit = group_unit(block, layout, transposed)
+    down, across = scale_shape((unit, columns), block, layout, transposed)
+    return down * across
+
+
+def grouped_scale_shape(shape: tuple[int, int], groups: int, block: tuple[int | None, int | None], layout: str,
+                        transposed: bool = False) -> tuple[int, ...]:
+    """The shape of the scales of `groups` groups of rows of an array of this shape, one after the other, each as `scale_shape` says for the
+    group alone: the bound that does not depend on their sizes. Flat where rows of scales are not equally long in every group.
+
+    >>> grouped_scale_shape((300, 256), 4, (1, 128), "compact"), grouped_scale_shape((300, 256), 4, (1, 128), "gemm_ready")
+    ((300, 2), (624,))
+    >>> grouped_scale_shape((300, 256), 4, (128, 1), "compact")
+    (6, 256)
+    """
+    unit = group_unit(block, layout, transposed)
+    units = padded_rows(shape[0], groups, unit) // unit
+    (down, across), (_, across_two) = (scale_shape((unit * n, shape[1]), block, layout, transposed) for n in (1, 2))
+    return (units * down, across) if across == across_two else (units * down * across,)
+
+
 _SHAPES = {"compact": compact_shape, "swizzled": swizzled_shape, "gemm_ready": padded_shape, "deepgemm_sm90": padded_shape,
            "deepgemm_sm100": packed_shape}
 

@@ -216,8 +216,12 @@ def _dims(shape: tuple[int, ...]) -> str:
     return ", ".join(map(str, shape))
 
 
-def _table(parts: list[tuple[str, Scaled]]) -> str:
-    rows = [{"": name, **part._facts()} for name, part in parts]
+def facts_table(rows: list[dict[str, str]]) -> str:
+    """As HTML: a column for each fact."""
     head = "".join(f"<th>{escape(key)}</th>" for key in rows[0])
     body = "".join("<tr>" + "".join(f"<td>{escape(value)}</td>" for value in row.values()) + "</tr>" for row in rows)
     return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _table(parts: list[tuple[str, Scaled]]) -> str:
+    return facts_table([{"": name, **part._facts()} for name, part in parts])

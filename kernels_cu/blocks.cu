@@ -11,12 +11,16 @@
 //                       FAST, SLOW: 0 not wanted, 1 data as is, 2 transposed. SQUARE 1: 128 x 128; FAST is then 1 for data as is, SLOW 2
 //                       for transposed data. ALIGNED 1: as defined, and all rows allow the wide accesses of a panel; 0: the struct's
 //                       `stored`, `square` and `vector` tell (arrays of any shape and address). DOWN_FIRST: see tile.cuh.
+// group_quantize_block  the same of groups of rows whose sizes are on the device, each a matrix of its own: no tile has rows of two. Data are where
+//                       their rows are in x, stored transposed [columns, m] for each group; scales of one group follow those of another. What
+//                       follows the last group is written 0. Block 0 writes offsets where none are given.
 // quantize_block_lines  one block per line: all of a row (ALONG_ROWS 1) or of a column (0). A block of threads reads its lines twice. Any
 //                       shape and address.
 // DIVIDE 1: elements are divided by scale_inv (profile vllm), which takes five instructions for each; 2: where the struct's `divide` says so.
 // IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}; the other profiles, blocks and scale layouts are run-time values. Bytes moved per
 // element: sizeof(IN) + 1 + 4 / block, and 1 + 4 / block for a second direction. Padding of scales is written 0.
 #include "block_scale.cuh"
+#include "groups.cuh"
 #include "panel.cuh"
 
 struct BlockParams {
@@ -136,12 +140,12 @@ __device__ __forceinline__ void write_half(const BlockParams& p, const Panel<IN>
     if (transposed) tile.write(half, words);
 }
 
-#ifdef ENTRY_quantize_block_tile
+#if defined(ENTRY_quantize_block_tile) || defined(ENTRY_group_quantize_block)
 constexpr bool kFast = !ALIGNED || (FAST && !SQUARE), kSlow = !ALIGNED || SLOW || SQUARE;
 static_assert(!kSlow || PANELS_DOWN % 4 == 0, "a block of 128 rows is four panels");
-// On an H200 a multiprocessor keeps 512 threads of 16-bit panels in flight, 256 of f32. On sm_120 the compiler
+// On an H200 a multiprocessor keeps 512 threads of 16-bit panels in flight, 256 of f32. On sm_120, and of groups with CUDA 12, the compiler
 // spills at 512 threads' registers; what 256 cost there has not been measured.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 1200 || defined(ENTRY_group_quantize_block) && __CUDACC_VER_MAJOR__ < 13)
 constexpr int kMostInFlight = 256;
 #else
 constexpr int kMostInFlight = sizeof(IN::storage) == 2 ? 512 : 256;
@@ -278,9 +282,9 @@ __device__ __forceinline__ void write_panel(const BlockParams& p, const Panel<IN
     }
 }
 
-extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) quantize_block_tile(const __grid_constant__ BlockParams p) {
-    extern __shared__ __align__(16) u8 shared[];
-    if (is_set(p.noop)) return;
+// One tile. kVectorStores: transposed rows allow stores of 16 bytes wherever the tile is whole; otherwise `vector` tells.
+template <bool kVectorStores>
+__device__ __forceinline__ void quantize_tile(const BlockParams& p, const TilePosition& at, u8* shared) {
     const int fast = ALIGNED ? FAST : p.stored & 3, slow = ALIGNED ? SLOW : p.stored >> 2;
     const bool square = ALIGNED ? SQUARE : p.square;
     // Shared memory: transposed fast data, transposed slow data, words of rows (twice), words of columns.
@@ -291,7 +295,6 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) quantize_b
     u32* const tops = reinterpret_cast<u32*>(kFast ? inverses + kWarps * kRowWords : reduced);
     float* const of_warp = reduced + threadIdx.x / 32 * kRowWords;
 
-    const auto at = TilePosition::of_block<Tile, DOWN_FIRST != 0>(blockIdx.x, p.rows, p.columns);
     const i64 matrix = at.matrix * p.rows * p.columns, row = at.row + Tile::row(), column = at.column + Tile::column();
     const int rows_left = left_of(p.rows - row, kPanelRows);
     int columns_left = left_of(p.columns - column, kLaneColumns);
@@ -322,7 +325,8 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) quantize_b
         columns.factor[c] = columns.divisor[c] = of_columns[c];
         if (DIVIDE && kSlow) columns.factor[c] = div_rn(1.0f, of_columns[c]), quick &= has_quick_quotients(of_columns[c]);
     }
-    const Outputs to{fast, slow, square, {p.fast_data, (p.vector & 2) != 0}, {p.slow_data, (p.vector & 4) != 0}, fast_tile, slow_tile};
+    const Outputs to{fast, slow, square, {as_global(p.fast_data), (p.vector & 2) != 0}, {as_global(p.slow_data), (p.vector & 4) != 0},
+                     fast_tile, slow_tile};
     if (!DIVIDE) write_panel<kMultiply>(p, panel, place, rows, columns, to);
     else if (__all_sync(~0u, quick)) write_panel<kDivideQuickly>(p, panel, place, rows, columns, to);
     else write_panel<kDivide>(p, panel, place, rows, columns, to);
@@ -333,8 +337,43 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) quantize_b
         if (blocks_adjoin) store_row_scales(p, at, inverses);
     const int columns_of_tile = left_of(p.columns - at.column, Tile::kColumns), rows_of_tile = left_of(p.rows - at.row, Tile::kRows);
     const i64 place_t = matrix + at.column * p.rows + at.row;
-    if (fast_transposed) fast_tile.template store<ALIGNED != 0>(p.fast_data + place_t, p.rows, columns_of_tile, rows_of_tile, p.vector & 2);
-    if (slow == 2) slow_tile.template store<ALIGNED != 0>(p.slow_data + place_t, p.rows, columns_of_tile, rows_of_tile, p.vector & 4);
+    if (fast_transposed) fast_tile.template store<kVectorStores>(as_global(p.fast_data) + place_t, p.rows, columns_of_tile, rows_of_tile, p.vector & 2);
+    if (slow == 2) slow_tile.template store<kVectorStores>(as_global(p.slow_data) + place_t, p.rows, columns_of_tile, rows_of_tile, p.vector & 4);
+}
+#endif
+
+#ifdef ENTRY_quantize_block_tile
+extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) quantize_block_tile(const __grid_constant__ BlockParams p) {
+    extern __shared__ __align__(16) u8 shared[];
+    if (is_set(p.noop)) return;
+    quantize_tile<ALIGNED != 0>(p, TilePosition::of_block<Tile, DOWN_FIRST != 0>(blockIdx.x, p.rows, p.columns), shared);
+}
+#endif
+
+#ifdef ENTRY_group_quantize_block
+struct GroupBlockParams {
+    BlockParams all;             // rows: unused
+    RowGroups groups;
+    GroupScales fast, slow;
+    ArrayList<BlockParams> list;     // in place of groups: `all` has noop alone
+};
+
+// The part of a grid of scales that belongs to a group.
+__device__ __forceinline__ void move_to_group(ScaleGrid& grid, const GroupScales& scales, i64 before, i64 rows) {
+    if (!grid.to) return;
+    grid.to += before * scales.unit;
+    grid.rows = scales.block_rows(rows);
+    if (grid.row == 1) grid.column = grid.rows;
+}
+
+extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) group_quantize_block(const __grid_constant__ GroupBlockParams p) {
+    extern __shared__ __align__(16) u8 shared[];
+    __shared__ BlockParams group;                                    // its matrix
+    const auto move_scales = [&](const RowRun& found) {
+        move_to_group(group.fast, p.fast, found.before[0], found.rows);
+        move_to_group(group.slow, p.slow, found.before[1], found.rows);
+    };
+    quantize_group<Tile>(p, group, move_scales, [&](const TilePosition& at) { quantize_tile<false>(group, at, shared); });
 }
 #endif
 

@@ -21,6 +21,7 @@ struct GroupCastParams {
     const float* noop;           // one element: 1.0 there means that nothing is written; or null
     RowGroups groups;
     u32 aligned;                 // every row of x and data allows chunked access
+    u32 reverse;                 // 1: blocks take the rows from their end, which the L2 still holds after group_amax_scale
 };
 
 // A group, or part of it, as cast_tile takes a matrix.
@@ -59,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) group_cast
     __shared__ GroupTensor tensor;                                   // not in registers, of which the tile needs all
     if (is_set(p.noop)) return;
     if (threadIdx.x < 32) {
-        const u32 run = blockIdx.x / p.groups.across;
+        const u32 tile = p.reverse ? gridDim.x - 1 - blockIdx.x : blockIdx.x, run = tile / p.groups.across;
         find_run<TILE_ROWS, false>(p.groups, run, 0, 0, tensor.found);
         if (threadIdx.x == 0) {
             const i64 group = tensor.found.group, start = tensor.found.start;
@@ -69,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) group_cast
             tensor.data_t = p.data_t ? p.data_t + start : nullptr;
             tensor.amax = p.amax && group >= 0 ? p.amax + group : nullptr;
             tensor.aligned = p.aligned;
-            tensor.at = {0, tensor.found.run * TILE_ROWS, (i64)(blockIdx.x - run * p.groups.across) * TILE_COLUMNS};
+            tensor.at = {0, tensor.found.run * TILE_ROWS, (i64)(tile - run * p.groups.across) * TILE_COLUMNS};
             tensor.scale = group >= 0 ? p.scale[group] : 0.0f;
             tensor.vector = tensor.rows % 16 == 0 && reinterpret_cast<u64>(tensor.data_t) % 16 == 0;
         }

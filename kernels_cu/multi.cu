@@ -127,34 +127,17 @@ struct MultiAmaxParams {
 };
 
 constexpr int kThreads = 256;
-constexpr int kUnroll = 4;
 
 extern "C" __global__ void __launch_bounds__(kThreads) multi_amax_scale(const __grid_constant__ MultiAmaxParams p) {
     if (is_set(p.noop)) return;
-    constexpr int kChunk = 16 / sizeof(IN::storage);
-    constexpr i64 kStep = (i64)kThreads * kChunk, kRound = kUnroll * kStep;
+    constexpr i64 kStep = (i64)kThreads * 16 / sizeof(IN::storage);
     const u32 index = load_read_only(p.tensor_of + blockIdx.x);
     const MultiTensor& tensor = p.tensors[index];
-    const IN::storage* const x = tensor.x;
     const i64 n = tensor.rows * tensor.columns, blocks = tensor.blocks;
     const i64 share = ((n + blocks - 1) / blocks + kStep - 1) / kStep * kStep, begin = (blockIdx.x - tensor.first_block) * share;
     const i64 end = begin + share < n ? begin + share : n;
-    const bool vector = reinterpret_cast<u64>(x) % 16 == 0;
     Amax<IN> amax;
-    for (i64 start = begin; start < end; start += kRound) {
-        const i64 first = start + threadIdx.x * kChunk;
-        if (vector && start + kRound <= end) {
-            Chunk<IN, kChunk> c[kUnroll];
-#pragma unroll
-            for (int u = 0; u < kUnroll; u++) c[u] = Chunk<IN, kChunk>::load(x + first + u * kStep);
-#pragma unroll
-            for (int u = 0; u < kUnroll; u++) amax.add(c[u]);
-        } else {
-#pragma unroll 1
-            for (int u = 0; u < kUnroll; u++)
-                amax.add(Chunk<IN, kChunk>::load_partial(x + first + u * kStep, left_of(end - first - u * kStep, kChunk)));
-        }
-    }
+    if (begin < end) add_run<kThreads>(amax, tensor.x + begin, end - begin);
     const u32 block_top = block_max<kThreads>(amax.f32_bits());
     if (threadIdx.x == 0) {
         MultiWorkspace* const own = p.workspace + index;

@@ -10,12 +10,15 @@
 // quantize_mx_tile  anything else. A warp owns a panel of 32 x 128 elements (include/panel.cuh); a block of threads PANELS_DOWN x
 //                   PANELS_ACROSS panels, whose transposed data it gathers in shared memory for stores of whole lines.
 //                   FAST, SLOW: 0 not wanted, 1 data as is, 2 transposed. ALIGNED 1: as defined, and all rows allow the wide accesses of
-//                   a panel; 0: the struct's `stored` and `vector` tell (arrays of any shape and address). DOWN_FIRST: see tile.cuh.
+//                   a panel; 0: the struct's `stored`, up to FAST and SLOW, and `vector` tell (arrays of any shape and address). DOWN_FIRST:
+//                   see tile.cuh.
+// group_quantize_mx the same of groups of rows, as group_quantize_block (blocks.cu).
 // IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}; mode, profile and scale layout are run-time values, which cost nothing. Bytes moved per
 // element: sizeof(IN) + 1 + 1/32, and 1 + 1/32 for a second direction. Padding of swizzled scales is written 0.
 #include "cast.cuh"
 #include "e8m0.cuh"
 #include "flat.cuh"
+#include "groups.cuh"
 #include "panel.cuh"
 
 struct MxParams {
@@ -72,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(kFlatThreads) quantize_mx_rows(cons
 }
 #endif
 
-#ifdef ENTRY_quantize_mx_tile
+#if defined(ENTRY_quantize_mx_tile) || defined(ENTRY_group_quantize_mx)
 using Tile = PanelTile<PANELS_DOWN, PANELS_ACROSS>;
 constexpr int kScaleBytes = Tile::kBytes / kBlock;                   // of one direction, staged
 constexpr bool kSwizzles = PANELS_DOWN % 4 == 0;                     // 128 lines either way; smaller tiles are for compact scales alone
@@ -80,8 +83,13 @@ constexpr bool kSwizzles = PANELS_DOWN % 4 == 0;                     // 128 line
 constexpr int kLanes = kBlock / kLaneColumns;                        // that share a fast block
 // On an H200 a multiprocessor keeps 512 threads of 16-bit panels in flight, 256 of f32.
 // (Both directions, one of them transposed, do not quite fit the registers of 512 threads elsewhere.)
+// (Nor do groups.)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
+#ifdef ENTRY_group_quantize_mx
+constexpr bool kFits = false;
+#else
 constexpr bool kFits = FAST + SLOW < 3 || FAST == SLOW;
+#endif
 #else
 constexpr bool kFits = true;
 #endif
@@ -166,7 +174,7 @@ __device__ __forceinline__ void write_quad(const MxParams& p, const Panel<IN>& p
         panel.line[r].widen2(1, v[2], v[3]);
         codes[i] = kFast ? narrowed(v, {scale[i], scale[i], scale[i], scale[i]}) : narrowed(v, scale);
         if (stored == 1)
-            store_codes((kFast ? p.fast_data : p.slow_data) + place.at + r * p.columns, codes[i],
+            store_codes(as_global(kFast ? p.fast_data : p.slow_data) + place.at + r * p.columns, codes[i],
                         r < place.rows_left ? place.columns_left : 0, p.vector & (kFast ? 2 : 4));
     }
     if (stored == 1) return;
@@ -187,14 +195,13 @@ __device__ __forceinline__ void write_half(const MxParams& p, const Panel<IN>& p
     if (stored == 2) tile.write(half, words);
 }
 
-extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) quantize_mx_tile(const __grid_constant__ MxParams p) {
-    extern __shared__ __align__(16) u8 shared[];
-    if (is_set(p.noop)) return;
-    const int fast = ALIGNED ? FAST : p.stored & 3, slow = ALIGNED ? SLOW : p.stored >> 2;
+// One tile. kVectorStores: transposed rows allow stores of 16 bytes wherever the tile is whole; otherwise `vector` tells.
+template <bool kVectorStores>
+__device__ __forceinline__ void quantize_tile(const MxParams& p, const TilePosition& at, u8* shared) {
+    const int fast = ALIGNED ? FAST : p.stored & (FAST == 2 ? 3 : FAST), slow = ALIGNED ? SLOW : p.stored >> 2 & (SLOW == 2 ? 3 : SLOW);
     const Tile fast_tile{shared}, slow_tile{fast == 2 ? shared + Tile::kBytes : shared};
     u8* const staged_slow = slow == 2 ? slow_tile.shared + Tile::kBytes : slow_tile.shared;          // a line per panel down
     u32* const staged_fast = reinterpret_cast<u32*>(staged_slow + kScaleBytes);                      // a word of each row per panel across
-    const auto at = TilePosition::of_block<Tile, DOWN_FIRST != 0>(blockIdx.x, p.rows, p.columns);
     const i64 matrix = at.matrix * p.rows * p.columns, row = at.row + Tile::row(), column = at.column + Tile::column();
     const int rows_left = left_of(p.rows - row, kPanelRows);
     int columns_left = left_of(p.columns - column, kLaneColumns);
@@ -239,8 +246,8 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) quantize_m
     if (fast == 2 || slow == 2 || stage_fast || stage_slow) __syncthreads();
     const int columns_of_tile = left_of(p.columns - at.column, Tile::kColumns), rows_of_tile = left_of(p.rows - at.row, Tile::kRows);
     const i64 place_t = matrix + at.column * p.rows + at.row;
-    if (fast == 2) fast_tile.template store<ALIGNED != 0>(p.fast_data + place_t, p.rows, columns_of_tile, rows_of_tile, p.vector & 2);
-    if (slow == 2) slow_tile.template store<ALIGNED != 0>(p.slow_data + place_t, p.rows, columns_of_tile, rows_of_tile, p.vector & 4);
+    if (fast == 2) fast_tile.template store<kVectorStores>(as_global(p.fast_data) + place_t, p.rows, columns_of_tile, rows_of_tile, p.vector & 2);
+    if (slow == 2) slow_tile.template store<kVectorStores>(as_global(p.slow_data) + place_t, p.rows, columns_of_tile, rows_of_tile, p.vector & 4);
     // A word per thread, in the order of memory.
     const int word = threadIdx.x, swizzled_line = word / 128 * 128 + word % 4 * 32 + word / 4 % 32;
     if (stage_fast) {
@@ -257,5 +264,37 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) quantize_m
         for (int b = 0; b < 4; b++) blocks |= (u32)staged_slow[(first + b) * Tile::kColumns + line] << 8 * b;
         p.slow.store_blocks(at.matrix, at.column + line, at.row / kBlock + first, blocks, p.columns, slow_blocks);
     }
+}
+#endif
+
+#ifdef ENTRY_quantize_mx_tile
+extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) quantize_mx_tile(const __grid_constant__ MxParams p) {
+    extern __shared__ __align__(16) u8 shared[];
+    if (is_set(p.noop)) return;
+    quantize_tile<ALIGNED != 0>(p, TilePosition::of_block<Tile, DOWN_FIRST != 0>(blockIdx.x, p.rows, p.columns), shared);
+}
+#endif
+
+#ifdef ENTRY_group_quantize_mx
+struct GroupMxParams {
+    MxParams all;                // n and rows: unused
+    RowGroups groups;
+    GroupScales fast, slow;
+    ArrayList<MxParams> list;     // in place of groups: `all` has noop alone
+};
+
+__device__ __forceinline__ void move_to_group(ScaleTarget& target, const GroupScales& scales, i64 before) {
+    if (target.to) target.to += before * scales.unit;
+}
+
+extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) group_quantize_mx(const __grid_constant__ GroupMxParams p) {
+    extern __shared__ __align__(16) u8 shared[];
+    __shared__ MxParams group;                                       // its matrix
+    const auto move_scales = [&](const RowRun& found) {
+        move_to_group(group.fast, p.fast, found.before[0]);
+        move_to_group(group.slow, p.slow, found.before[1]);
+        if (group.slow.swizzled()) group.slow.block = p.slow.units(found.rows);
+    };
+    quantize_group<Tile>(p, group, move_scales, [&](const TilePosition& at) { quantize_tile<false>(group, at, shared); });
 }
 #endif

@@ -14,7 +14,7 @@ from ..formats import bfloat16
 from ..ops.cast import quantize_tensor
 from ..ops.convert import astype
 from ..ops.group_quantize import group_quantize
-from ..recipes import DelayedScaling
+from ..recipes import CurrentScaling, DelayedScaling
 from ..testing import assert_bytes_equal
 from .specs import Spec
 
@@ -26,13 +26,13 @@ def _normal(shape: tuple[int, int]) -> Array:
     return astype(cp.random.standard_normal(shape, dtype=cp.float32), bfloat16)
 
 
-def _quantize(shape: tuple[int, int], groups: int, division: str, columnwise: bool) -> Any:
+def _quantize(shape: tuple[int, int], groups: int, division: str, columnwise: bool, current: bool = False) -> Any:
     def make() -> Any:
         cp = backend.cupy()
         host = sizes(shape[0], groups, division)
-        x, splits, recipe = _normal(shape), cp.asarray(host), DelayedScaling()
+        x, splits, recipe = _normal(shape), cp.asarray(host), CurrentScaling() if current else DelayedScaling()
         scales, amaxes = cp.linspace(0.5, 2, groups, dtype=cp.float32), cp.zeros(groups, cp.float32)
-        options: dict[str, Any] = {"columnwise": columnwise, "scales": scales, "amaxes": amaxes}
+        options: dict[str, Any] = {"columnwise": columnwise, "scales": None if current else scales, "amaxes": amaxes}
         out = group_quantize(x, splits, recipe, **options)
 
         def check() -> None:
@@ -40,7 +40,7 @@ def _quantize(shape: tuple[int, int], groups: int, division: str, columnwise: bo
             for g in np.linspace(0, groups - 1, _CHECKED).astype(int):
                 part = bits(x)[starts[g] : starts[g] + host[g]].view(bfloat16)
                 amax = cp.zeros(1, cp.float32)
-                want = quantize_tensor(part, scales[g : g + 1], columnwise=columnwise, amax=amax)
+                want = quantize_tensor(part, None if current else scales[g : g + 1], columnwise=columnwise, amax=amax)
                 for mine, theirs in ((out[g].rowwise, want.rowwise), (out[g].columnwise, want.columnwise)):
                     if mine is not None and theirs is not None:
                         assert_bytes_equal(mine.data, theirs.data)
@@ -57,6 +57,9 @@ def _all() -> Iterator[Spec]:
         for label, division, both in (("both", "even", True), ("both, ragged", "ragged", True), ("row", "even", False)):
             yield Spec("group_quantize", f"bf16→e4m3 {label}, 64 groups", (rows, columns), rows * columns * (4 if both else 3),
                        _quantize((rows, columns), 64, division, both))
+        for label, both in (("both", True), ("row", False)):
+            yield Spec("group_quantize", f"bf16→e4m3 current {label}, 64 groups", (rows, columns), rows * columns * (4 if both else 3),
+                       _quantize((rows, columns), 64, "even", both, current=True))
 
 
 SPECS: tuple[Spec, ...] = tuple(_all())

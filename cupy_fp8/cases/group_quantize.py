@@ -3,7 +3,8 @@ how many rows are left over (`spare`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
@@ -14,7 +15,7 @@ from ..arrays import Array, bits
 from ..formats import INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
 from ..grouped import Grouped
 from ..ops import group_quantize
-from ..recipes import DelayedScaling
+from ..recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from .base import DIRECTIONS, Case, Op, source
 from .groups import sizes
 
@@ -24,16 +25,29 @@ def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
     number, rows = options.pop("groups"), case.shape[0] - options.pop("spare", 0)
     splits = sizes(rows, number, options.pop("sizes", "ragged")).astype(np.int64 if options.pop("wide", True) else np.int32)
     rng = np.random.default_rng(5)
-    options["scales"] = np.exp2(rng.uniform(-4, 6, number)).astype(np.float32)
-    if options.pop("with_amax", True):
+    dtype, rule, recipe = options.pop("dtype", float8_e4m3fn), options.pop("current", None), _in_blocks(options)
+    if recipe is None and rule is None:
+        options["scales"] = np.exp2(rng.uniform(-4, 6, number)).astype(np.float32)
+    if recipe is None and options.pop("with_amax", True):
         options["amax"] = rng.choice(np.array([0, 1e-3, 1e30], np.float32), number)
     if options.pop("with_offsets", False):
         options["offsets"] = np.concatenate([[0], np.cumsum(splits, dtype=np.int64)]) * case.shape[1]
-    return (source(case), splits, DelayedScaling(options.pop("dtype", float8_e4m3fn))), options
+    if recipe is None:
+        return (source(case), splits, DelayedScaling(dtype) if rule is None else CurrentScaling(dtype, *rule)), options
+    return (source(case), splits, recipe(dtype=dtype)), options
 
 
-def _group_quantize(x: Array, splits: Array, recipe: DelayedScaling, *, amax: Array | None = None, offsets: Array | None = None,
-                    out: Grouped | None = None, **options: Any) -> Grouped:
+def _in_blocks(options: dict[str, Any]) -> Any:
+    """What makes the recipe of blocks that the options name, if they do; its options leave them."""
+    family = options.pop("family", None)
+    if family is None:
+        return None
+    own = {name: options.pop(name) for name in tuple(options) if name in ("block", "scale_layout", "profile", "mode", "pow2_scale")}
+    return functools.partial({"block": BlockScaling, "mx": MXScaling}[family], **own)
+
+
+def _group_quantize(x: Array, splits: Array, recipe: Any, *, amax: Array | None = None,
+                    offsets: Array | None = None, out: Grouped | None = None, **options: Any) -> Grouped:
     """A result belongs to its own splits and offsets: those given are copied there."""
     if out is not None:
         bits(out.splits)[...] = bits(splits)
@@ -44,7 +58,7 @@ def _group_quantize(x: Array, splits: Array, recipe: DelayedScaling, *, amax: Ar
     return group_quantize.group_quantize(x, splits, recipe, amaxes=amax, offsets=offsets, out=out, **options)
 
 
-def _reference(x: np.ndarray, splits: np.ndarray, recipe: DelayedScaling, *, amax: np.ndarray | None = None, **options: Any) -> Grouped:
+def _reference(x: np.ndarray, splits: np.ndarray, recipe: Any, *, amax: np.ndarray | None = None, **options: Any) -> Grouped:
     return reference.group_quantize(x, splits, recipe, amaxes=amax, **options)
 
 
@@ -59,23 +73,70 @@ def _cases() -> Iterator[Case]:
     yield case(bfloat16, (150, 48), groups=3, sizes="aligned", spare=10, **both)
     yield case(float32, (40, 37), groups=2, spare=7, wide=False, **both)
     yield case(float16, (20, 24), groups=4, with_amax=False, with_offsets=True, columnwise=True)
+    yield case(bfloat16, (150, 129), groups=3, spare=9, current=(), **both)                # (eps, pow2_scale)
+    yield case(bfloat16, (150, 72), groups=3, family="block", **both)
+    yield case(bfloat16, (150, 35), groups=3, spare=9, family="mx", **both)
     for source_dtype, dtype in product(INPUT_DTYPES, (float8_e4m3fn, float8_e5m2)):
         for columns in (264, 133):
             yield case(source_dtype, (300, columns), "bits", groups=5, dtype=dtype, **both)
         yield case(source_dtype, (400, 272), "edges", groups=6, sizes="aligned", dtype=dtype, spare=17, with_offsets=True, **both)
+        for values, columns in (("bits", 133), ("edges", 264), ("normal", 528)):
+            yield case(source_dtype, (300, columns), values, groups=5, spare=9, dtype=dtype, current=(), **both)
+        yield case(source_dtype, (200, 24), groups=6, dtype=dtype, current=(1e-3, True), with_offsets=True)
     for directions in DIRECTIONS[:2]:
         for shape in ((300, 144), (77, 130)):
             yield case(bfloat16, shape, groups=4, spare=5, **directions)
     for shape in ((1, 1), (0, 8), (5, 0), (1, 300), (300, 1), (257, 16)):
         for number in (0, 1, 3):
             yield case(bfloat16, shape, groups=number, spare=shape[0] if number == 0 else 0, **both)
+            yield case(bfloat16, shape, groups=number, spare=shape[0] if number == 0 else 0, current=())
     for division in ("even", "one"):
         yield case(bfloat16, (512, 128), groups=4, sizes=division, **both)
     for number in (127, 128, 129, 400):                              # rounds of the kernel's scan
         yield case(bfloat16, (200, 16), groups=number, spare=3, **both)
+        yield case(bfloat16, (200, 16), groups=number, spare=3, current=(0.0, True), with_amax=number % 2 == 0)
     yield case(bfloat16, (30, 40), groups=3, spare=30, **both)
     for layout in ("offset", "strided"):
-        yield case(float32, (100, 48), "bits", layout, groups=4, **both)
+        for rule in ({}, {"current": ()}):
+            yield case(float32, (100, 48), "bits", layout, groups=4, **both, **rule)
+    yield from _block_cases(case)
+
+
+def _block_cases(case: Callable[..., Case]) -> Iterator[Case]:
+    directions: tuple[dict[str, bool], ...] = ({}, {"rowwise": False, "columnwise": True}, {"columnwise": True})
+    layouts = {"block": ("gemm_ready", "compact", "deepgemm_sm90"), "mx": ("compact", "swizzled")}
+    # Every program: rows that allow wide accesses and others, transposed rows that allow them in some groups.
+    for source_dtype, dtype, options in product(INPUT_DTYPES, (float8_e4m3fn, float8_e5m2), directions):
+        for columns in (264, 133):
+            described = {"groups": 4, "dtype": dtype, **options}
+            yield case(source_dtype, (150, columns), "bits", family="block", **described)
+            yield case(source_dtype, (150, columns), "normal", family="block", block=(128, 128), **described)
+            yield case(source_dtype, (150, columns), "normal", family="mx", scale_layout="compact", **described)
+            yield case(source_dtype, (150, columns), "bits", family="mx", scale_layout="swizzled", profile="torchao", **described)
+            if not options:
+                yield case(source_dtype, (150, columns), "bits", family="block", profile="vllm", **described)
+    # What is told at run time.
+    for family, options in product(layouts, directions):
+        for layout in layouts[family]:
+            for shape in ((272, 144), (150, 40)):
+                yield case(bfloat16, shape, groups=5, sizes="aligned", spare=17, family=family, scale_layout=layout, **options)
+    for block, options in product(((1, 32), (1, 64), (128, 1), (64, 1), (128, 128)), directions):
+        for layout in layouts["block"][:2]:
+            yield case(bfloat16, (300, 257), "edges", groups=4, spare=9, family="block", block=block, scale_layout=layout, **options)
+    for layout, options in product(layouts["mx"], directions):
+        yield case(bfloat16, (150, 130), "edges", groups=4, spare=9, family="mx", block=(32, 32), scale_layout=layout, mode="floor",
+                   **options)
+    both = {"columnwise": True}
+    for family in layouts:
+        for shape in ((1, 1), (0, 8), (5, 0), (1, 300), (300, 1)):
+            for number in (0, 1, 3):
+                yield case(bfloat16, shape, groups=number, spare=shape[0] if number == 0 else 0, family=family, **both)
+        for number in (128, 129, 400):                               # rounds of the kernel's scan
+            yield case(bfloat16, (200, 16), groups=number, spare=3, family=family, wide=False, **both)
+        yield case(bfloat16, (30, 40), groups=3, spare=30, family=family, **both)
+        yield case(bfloat16, (130, 36), groups=3, with_offsets=True, family=family, **both)
+        for layout in ("offset", "strided"):
+            yield case(float16, (100, 48), "bits", layout, groups=4, family=family, **both)
 
 
 OPS = (

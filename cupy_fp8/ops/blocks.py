@@ -20,9 +20,9 @@ from . import checks, forms
 from .forms import ABSENT, AS_IS, TRANSPOSED, PanelStep, Side, Step
 from .panels import COLUMNS, LANE_COLUMNS, ROWS, Panels
 
-_FIELDS = "4PP5qP5q2q4f3I5I"
-_TILE = Kernel("blocks", "quantize_block_tile", _FIELDS)
-_LINES = Kernel("blocks", "quantize_block_lines", _FIELDS)
+FIELDS = "4PP5qP5q2q4f3I5I"
+_TILE = Kernel("blocks", "quantize_block_tile", FIELDS)
+_LINES = Kernel("blocks", "quantize_block_lines", FIELDS)
 _RUN = 32                                       # elements along a line: a quarter of a panel, and the smallest block
 _NOWHERE = (0, 1, 1, 0, 0)                      # a ScaleGrid, but for the address
 _NO_SIDE = Side(None, ABSENT, None, _NOWHERE)
@@ -30,6 +30,7 @@ _NO_SIDE = Side(None, ABSENT, None, _NOWHERE)
 _ACROSS = Panels(1, 8, down_first=False)        # 32 bytes of a row's compact scales
 _DOWN = Panels(4, 1, down_first=False)
 _GATHERED = Panels(8, 1, down_first=False)      # 256 bytes of a transposed row
+ANY_SHAPE = _GATHERED
 _WIDE = Panels(4, 2, down_first=False)          # a compromise of both
 _ROW_BYTES, _COLUMN_BYTES = 2 * 4 * (ROWS + 4) * 4, COLUMNS * 4     # of shared memory for the scales of a panel
 
@@ -104,7 +105,7 @@ def _rule(source: np.dtype[Any], to: np.dtype[Any], pow2: bool, eps: float,
     return float(target), float(np.float32(1) / target), eps, float(FORMATS[source].max), low, high, flags
 
 
-class _Plan(forms.Plan):
+class Plan(forms.Plan):
     kind = "block-scaled"
 
     def __init__(self, shape: tuple[int, ...], source: np.dtype[Any], swapped: bool, options: tuple[Any, ...]) -> None:
@@ -138,6 +139,17 @@ class _Plan(forms.Plan):
         return PanelStep(self, (side, _NO_SIDE), members, launch, launch)
 
     def _tiles(self, names: list[str]) -> Step:
+        sides, members = self.tile_launch(names)
+        stored, square = (sides[0].stored, sides[1].stored), 1 not in self.block
+        any_shape = any_shape_variant(self.source, self.to, self.divide), ANY_SHAPE.grid(self.shape)
+        panels = panels_of(self.source, *stored, square, self.divide, self.compact)
+        wide = any_shape
+        if panels:
+            wide = tile_variant(self.source, self.to, *stored, square, self.divide, panels), panels.grid(self.shape)
+        return PanelStep(self, sides, members, wide, any_shape)
+
+    def tile_launch(self, names: list[str]) -> tuple[tuple[Side, Side], tuple[Any, ...]]:
+        """What the kernel of tiles is told of a result's directions: its sides, and the members of its struct after those of scales."""
         square = 1 not in self.block
         fast, slow = (name if name in names else None for name in (
             ("rowwise", "columnwise") if (self.block[0] == 1) != self.swapped else ("columnwise", "rowwise")))
@@ -150,17 +162,11 @@ class _Plan(forms.Plan):
         sides = (Side(fast_data, stored_fast, fast, _strides(self.forms.get(fast or ""), self.swapped)),
                  Side(slow_data, stored_slow, slow, _strides(self.forms.get(slow or ""), self.swapped)))
         run = self.block[0] if self.block[1] == 1 else self.block[1]
-        members = self.rows, self.columns, *self.rule, run // _RUN, int(self.divide), int(square), stored_fast | stored_slow << 2
-        any_shape = _any_shape_variant(self.source, self.to, self.divide), _GATHERED.grid(self.shape)
-        panels = _panels(self.source, stored_fast, stored_slow, square, self.divide, self.compact)
-        wide = any_shape
-        if panels:
-            wide = (_tile_variant(self.source, self.to, stored_fast, stored_slow, square, self.divide, panels),
-                    panels.grid(self.shape))
-        return PanelStep(self, sides, members, wide, any_shape)
+        assert run is not None          # whole lines are not for this kernel
+        return sides, (self.rows, self.columns, *self.rule, run // _RUN, int(self.divide), int(square), stored_fast | stored_slow << 2)
 
 
-_QUANTIZE = forms.Quantizer(_Plan, reference.quantize_block, (
+_QUANTIZE = forms.Quantizer(Plan, reference.quantize_block, (
     "dtype", "rowwise", "columnwise", "transposed", "block", "pow2_scale", "eps", "profile", "scale_layout"))
 
 
@@ -176,7 +182,7 @@ def _strides(form: Form | None, swapped: bool) -> tuple[int, int, int, int, int]
     return rows * columns, columns, 1, rows, columns
 
 
-def _panels(source: np.dtype[Any], fast: int, slow: int, square: bool, divide: bool, compact: bool) -> Panels | None:
+def panels_of(source: np.dtype[Any], fast: int, slow: int, square: bool, divide: bool, compact: bool) -> Panels | None:
     """Of the kernel for wide accesses; None where there is none."""
     if (fast, slow) == (AS_IS, ABSENT):
         return _DOWN if square and not divide else _ACROSS if not square else None
@@ -190,17 +196,18 @@ def _panels(source: np.dtype[Any], fast: int, slow: int, square: bool, divide: b
 
 
 @functools.cache
-def _tile_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int, square: bool, divide: bool, panels: Panels,
-                  aligned: bool = True) -> Variant:
+def tile_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int, square: bool, divide: bool, panels: Panels,
+                 aligned: bool = True, kernel: Kernel = _TILE) -> Variant:
+    """Of the kernel of tiles, for arrays or (ops/group_blocks.py) for groups."""
     per_panel = _COLUMN_BYTES * (not aligned or slow != ABSENT or square) + _ROW_BYTES * (not aligned or not square)
     shared = (fast, slow).count(TRANSPOSED) * panels.tile + panels.down * panels.across * per_panel
-    return _TILE.variant(block=panels.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, FAST=fast, SLOW=slow,
+    return kernel.variant(block=panels.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, FAST=fast, SLOW=slow,
                          SQUARE=int(square), DIVIDE=int(divide), ALIGNED=int(aligned), **panels.defines)
 
 
-def _any_shape_variant(source: np.dtype[Any], to: np.dtype[Any], divide: bool) -> Variant:
+def any_shape_variant(source: np.dtype[Any], to: np.dtype[Any], divide: bool, kernel: Kernel = _TILE) -> Variant:
     """For arrays whose rows do not allow wide accesses, and for rare ways to store: what it stores, and how, is told at run time."""
-    return _tile_variant(source, to, TRANSPOSED, TRANSPOSED, False, divide, _GATHERED, False)
+    return tile_variant(source, to, TRANSPOSED, TRANSPOSED, False, divide, ANY_SHAPE, False, kernel)
 
 
 @functools.cache
@@ -216,10 +223,10 @@ def variants() -> Iterator[Variant]:
     stored = ((AS_IS, ABSENT), (ABSENT, AS_IS), (ABSENT, TRANSPOSED), (AS_IS, AS_IS), (AS_IS, TRANSPOSED))
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
         for divide in (False, True):
-            yield _any_shape_variant(source, to, divide)
+            yield any_shape_variant(source, to, divide)
         for along_rows in (False, True):
             yield _lines_variant(source, to, along_rows)
         for (fast, slow), square, divide, compact in product(stored, *((False, True),) * 3):
-            panels = _panels(source, fast, slow, square, divide, compact)
+            panels = panels_of(source, fast, slow, square, divide, compact)
             if panels and not (square and slow == AS_IS):
-                yield _tile_variant(source, to, fast, slow, square, divide, panels)
+                yield tile_variant(source, to, fast, slow, square, divide, panels)

@@ -20,9 +20,9 @@ from . import flat, forms
 from .forms import ABSENT, AS_IS, TRANSPOSED, PanelStep, Side, Step
 from .panels import LANE_COLUMNS, Panels
 
-_FIELDS = "4PP3qP3q3qfIiI3I"
-_ROWS = Kernel("mx", "quantize_mx_rows", _FIELDS)
-_TILE = Kernel("mx", "quantize_mx_tile", _FIELDS)
+FIELDS = "4PP3qP3q3qfIiI3I"
+_ROWS = Kernel("mx", "quantize_mx_rows", FIELDS)
+_TILE = Kernel("mx", "quantize_mx_tile", FIELDS)
 _BLOCK = 32
 _NO_SCALES = (0, 1, 1)
 
@@ -31,6 +31,7 @@ _STORED = ((AS_IS, ABSENT), (TRANSPOSED, ABSENT), (ABSENT, AS_IS), (ABSENT, TRAN
 _SWIZZLED = Panels(4, 1, down_first=False)      # 128 lines: the swizzled scales of a tile of 128 x 128 elements are adjacent
 _COMPACT = Panels(1, 8, down_first=False)       # 32 bytes of a row's compact scales (and of a transposed row)
 _GATHERED = Panels(8, 1, down_first=False)      # 256 bytes of a transposed row
+ANY_SHAPE = _GATHERED
 
 
 def quantize_mx(x: Array, *, dtype: Any = float8_e4m3fn, rowwise: bool = True, columnwise: bool = False, transposed: bool = False,
@@ -95,7 +96,7 @@ def _rule(dtype: np.dtype[Any], mode: str, profile: str) -> tuple[float, int, in
     return factor, rounding, bias, 254 if profile == "te" else 255
 
 
-class _Plan(forms.Plan):
+class Plan(forms.Plan):
     kind = "MX"
 
     def __init__(self, shape: tuple[int, ...], source: np.dtype[Any], swapped: bool, options: tuple[Any, ...]) -> None:
@@ -129,16 +130,16 @@ class _Plan(forms.Plan):
             yield _Rows(self)
             return
         stored = self.sides[0].stored, self.sides[1].stored
-        panels = _panels(self.source, *stored, self.tall)
-        wide = _tile_variant(self.source, self.to, *stored, panels), panels.grid(self.shape)
-        any_shape = _any_shape_variant(self.source, self.to), _GATHERED.grid(self.shape)
+        panels = panels_of(self.source, *stored, self.tall)
+        wide = tile_variant(self.source, self.to, *stored, panels), panels.grid(self.shape)
+        any_shape = any_shape_variant(self.source, self.to), ANY_SHAPE.grid(self.shape)
         yield PanelStep(self, self.sides, self.members, wide, any_shape)
 
 
 class _Rows(Step):
     """Of quantize_mx_rows."""
 
-    def __init__(self, plan: _Plan) -> None:
+    def __init__(self, plan: Plan) -> None:
         super().__init__(plan.sides, plan.members)
         self._variant = _rows_variant(plan.source, plan.to)
         self._grid, _ = flat.grid(plan.size, plan.shape, plan.source.itemsize, 1, 0, 0)
@@ -150,7 +151,7 @@ class _Rows(Step):
         return self._variant, self._grid, (data, 0, scales, *self._fast, nowhere, *self._slow, *self._members, vector)
 
 
-_QUANTIZE = forms.Quantizer(_Plan, reference.quantize_mx, (
+_QUANTIZE = forms.Quantizer(Plan, reference.quantize_mx, (
     "dtype", "rowwise", "columnwise", "transposed", "mode", "profile", "block", "scale_layout"))
 
 
@@ -170,7 +171,7 @@ def _scale_strides(form: Form | None) -> tuple[int, int, int]:
     return matrix, *((1, grid.outer) if grid.columnwise else (grid.blocks, 1))
 
 
-def _panels(source: np.dtype[Any], fast: int, slow: int, tall: bool) -> Panels:
+def panels_of(source: np.dtype[Any], fast: int, slow: int, tall: bool) -> Panels:
     """The fastest on an H200 of those tried (docs/performance.md). tall: a scale's neighbours along a column of memory are its neighbours
     in the result, so that a tile has to have four of them."""
     if TRANSPOSED not in (fast, slow):
@@ -186,21 +187,23 @@ def _rows_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
 
 
 @functools.cache
-def _tile_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int, panels: Panels, aligned: bool = True) -> Variant:
+def tile_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int, panels: Panels, aligned: bool = True,
+                 kernel: Kernel = _TILE) -> Variant:
+    """Of the kernel of tiles, for arrays or (ops/group_blocks.py) for groups."""
     shared = (fast, slow).count(TRANSPOSED) * panels.tile + 2 * panels.tile // _BLOCK                # and the scales of both directions
-    return _TILE.variant(block=panels.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, FAST=fast, SLOW=slow,
+    return kernel.variant(block=panels.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, FAST=fast, SLOW=slow,
                          ALIGNED=int(aligned), **panels.defines)
 
 
-def _any_shape_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
+def any_shape_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
     """For arrays whose rows do not allow wide accesses: what it stores, and how, is told at run time."""
-    return _tile_variant(source, to, TRANSPOSED, TRANSPOSED, _GATHERED, False)
+    return tile_variant(source, to, TRANSPOSED, TRANSPOSED, ANY_SHAPE, False)
 
 
 def variants() -> Iterator[Variant]:
     """Every variant that this op may launch."""
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
         yield _rows_variant(source, to)
-        yield _any_shape_variant(source, to)
+        yield any_shape_variant(source, to)
         for (fast, slow), tall in product(_STORED, (False, True)):
-            yield _tile_variant(source, to, fast, slow, _panels(source, fast, slow, tall))
+            yield tile_variant(source, to, fast, slow, panels_of(source, fast, slow, tall))

@@ -18,6 +18,15 @@ class Panels(NamedTuple):
     down_first: bool
 
     @property
+    def rows(self) -> int:
+        """Elements down, and across, of a block."""
+        return self.down * ROWS
+
+    @property
+    def columns(self) -> int:
+        return self.across * COLUMNS
+
+    @property
     def block(self) -> int:
         """Threads."""
         return 32 * self.down * self.across

@@ -83,6 +83,15 @@ def check_offsets(offsets: Any, groups: Groups, x: Array, xp: Any) -> int:
     return checks.address(offsets)
 
 
+def compare_offsets(offsets: Array, given: np.ndarray, columns: int) -> None:
+    """ValueError unless offsets, wherever they are, are the sums of sizes on the host, times columns."""
+    host = offsets if isinstance(offsets, np.ndarray) else offsets.get()
+    want = np.concatenate([[0], np.cumsum(given)]) * columns
+    if not np.array_equal(host, want):
+        wrong = int(np.argmax(host != want))
+        raise ValueError(f"offsets: expected {want[wrong]} at {wrong} (rows before it, times {columns} columns), got {host[wrong]}")
+
+
 def _as_sizes(splits: Any, name: str) -> np.ndarray:
     try:
         return np.array([operator.index(size) for size in splits], np.int64)

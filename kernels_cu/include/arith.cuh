@@ -8,6 +8,8 @@
 __device__ __forceinline__ float mul_rn(float a, float b) { return a * b; }
 __device__ __forceinline__ float add_rn(float a, float b) { return a + b; }
 __device__ __forceinline__ float div_rn(float a, float b) { return a / b; }
+__device__ __forceinline__ float fma_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+__device__ __forceinline__ float reciprocal(float d) { return 1.0f / d; }
 __device__ __forceinline__ float corrected_quotient(float a, float s, float r, float q) {
     return __builtin_fmaf(-__builtin_fmaf(s, q, -a), r, q);
 }
@@ -15,6 +17,16 @@ __device__ __forceinline__ bool is_nan(float a) { return a != a; }
 __device__ __forceinline__ bool is_less(float a, float b) { return a < b; }
 // The operand that is not NaN, as PTX max.f32 does; both operands are magnitudes here, so the order of zeros never matters.
 __device__ __forceinline__ float max_number(float a, float b) { return a != a ? b : (b != b || a > b ? a : b); }
+__device__ __forceinline__ float max_or_nan(float a, float b) { return as_float(as_bits(a) > as_bits(b) ? as_bits(a) : as_bits(b)); }
+// NaN where either is.
+__device__ __forceinline__ float at_most(float a, float b) { return a != a || a < b ? a : b; }
+__device__ __forceinline__ float at_least(float a, float b) { return a != a || a > b ? a : b; }
+__device__ __forceinline__ u32 raised_magnitude(u32 top, float v) { return as_bits(max_number(as_float(top), __builtin_fabsf(v))); }
+__device__ __forceinline__ bool all_below(const float (&v)[8], float limit) {
+    for (const float each : v)
+        if (!(__builtin_fabsf(each) < limit)) return false;
+    return true;
+}
 #else
 __device__ __forceinline__ float mul_rn(float a, float b) {
     float r;
@@ -29,6 +41,20 @@ __device__ __forceinline__ float add_rn(float a, float b) {
 __device__ __forceinline__ float div_rn(float a, float b) {
     float r;
     asm("div.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+__device__ __forceinline__ float fma_rn(float a, float b, float c) {
+    float r;
+    asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(c));
+    return r;
+}
+// 1 / d, correctly rounded, 1 <= |d| < 2^126: the instructions of rcp.rn, but for its test of the range. One correction makes every
+// start within an ulp the nearest float, but for 0.5 as the reciprocal of 2^k * (2 - 2^-23) (all of them tried, tests/test_sigmoid.py); that
+// one rcp.approx does not give, or rcp.rn were wrong too.
+__device__ __forceinline__ float reciprocal(float d) {
+    float r;
+    asm("{\n\t.reg .f32 e;\n\trcp.approx.ftz.f32 %0, %1;\n\tneg.f32 e, %1;\n\tfma.rn.f32 e, e, %0, 0f3F800000;\n\tfma.rn.f32 %0, e, %0, %0;\n\t}"
+        : "=&f"(r) : "f"(d));
     return r;
 }
 // q + (a - s * q) * r, with the exact remainder. In assembly to the end: of a sign that is turned outside of it the compiler makes
@@ -50,6 +76,39 @@ __device__ __forceinline__ float max_number(float a, float b) {
     u32 r;
     asm("max.f32 %0, %1, %2;" : "=r"(r) : "r"(as_bits(a)), "r"(as_bits(b)));
     return as_float(r);
+}
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+    u32 r;
+    asm("max.NaN.f32 %0, %1, %2;" : "=r"(r) : "r"(as_bits(a)), "r"(as_bits(b)));
+    return as_float(r);
+}
+// NaN where either is.
+__device__ __forceinline__ float at_most(float a, float b) {
+    float r;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+__device__ __forceinline__ float at_least(float a, float b) {
+    float r;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+// max_number(top, |v|) as bits, one instruction.
+__device__ __forceinline__ u32 raised_magnitude(u32 top, float v) {
+    asm("{\n\t.reg .f32 m;\n\tabs.f32 m, %1;\n\tmax.f32 %0, %0, m;\n\t}" : "+r"(top) : "f"(v));
+    return top;
+}
+// Whether every |v| is below limit (NaN is not), one instruction each.
+__device__ __forceinline__ bool all_below(const float (&v)[8], float limit) {
+    u32 all;
+    asm("{\n\t.reg .pred q;\n\t.reg .f32 m;\n\t"
+        "abs.f32 m, %1;\n\tsetp.lt.f32 q, m, %9;\n\tabs.f32 m, %2;\n\tsetp.lt.and.f32 q, m, %9, q;\n\t"
+        "abs.f32 m, %3;\n\tsetp.lt.and.f32 q, m, %9, q;\n\tabs.f32 m, %4;\n\tsetp.lt.and.f32 q, m, %9, q;\n\t"
+        "abs.f32 m, %5;\n\tsetp.lt.and.f32 q, m, %9, q;\n\tabs.f32 m, %6;\n\tsetp.lt.and.f32 q, m, %9, q;\n\t"
+        "abs.f32 m, %7;\n\tsetp.lt.and.f32 q, m, %9, q;\n\tabs.f32 m, %8;\n\tsetp.lt.and.f32 q, m, %9, q;\n\t"
+        "selp.u32 %0, 1, 0, q;\n\t}"
+        : "=r"(all) : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]), "f"(limit));
+    return all;
 }
 #endif
 

@@ -50,5 +50,5 @@ struct ScaleGrid {
     i64 rows, columns;
 
     __device__ __forceinline__ bool has(i64 r, i64 c) const { return r < rows && c < columns; }
-    __device__ __forceinline__ float* at(i64 m, i64 r, i64 c) const { return to + m * matrix + r * row + c * column; }
+    __device__ __forceinline__ float* at(i64 m, i64 r, i64 c) const { return as_global(to) + m * matrix + r * row + c * column; }
 };

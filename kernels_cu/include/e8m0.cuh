@@ -39,7 +39,7 @@ struct ScaleTarget {
     // Whether the scales of neighbouring lines, rather than of neighbouring blocks, are neighbours.
     __device__ __forceinline__ bool lines_adjoin() const { return line == 1; }
     __device__ __forceinline__ u8* at(i64 m, i64 l, i64 b) const {
-        return to + m * matrix + (swizzled() ? swizzled_at(l, b, block) : l * line + b * block);
+        return as_global(to) + m * matrix + (swizzled() ? swizzled_at(l, b, block) : l * line + b * block);
     }
     // The bytes of `word`: blocks b to b + 3 of line l, b a multiple of 4, absent ones 0. A matrix has `lines` by `blocks`.
     __device__ __forceinline__ void store_blocks(i64 m, i64 l, i64 b, u32 word, i64 lines, i64 blocks) const {

@@ -32,8 +32,7 @@ struct f32 {
     static constexpr u32 kMagnitudes = 0x7fffffffu;
     template <bool kNan>
     static __device__ __forceinline__ u32 max_magnitudes(u32 top, u32 next) {
-        if (kNan) return top > next ? top : next;
-        return as_bits(max_number(as_float(top), as_float(next)));
+        return as_bits(kNan ? max_or_nan(as_float(top), as_float(next)) : max_number(as_float(top), as_float(next)));
     }
     static __device__ __forceinline__ float widen(u32 bits) { return as_float(bits); }
     template <bool kSaturate = true>

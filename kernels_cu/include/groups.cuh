@@ -3,6 +3,7 @@
 #pragma once
 #include "errors.cuh"
 #include "memory.cuh"
+#include "tile.cuh"
 
 struct Splits {
     const void* sizes;           // [groups] i32, or i64 where `wide`; in elements
@@ -174,15 +175,25 @@ __device__ __forceinline__ void find_run(const RowGroups& p, i64 run, u32 first_
     }
 }
 
-// The compiler has to be told that what a struct in shared memory points to is global.
-template <class T>
-__device__ __forceinline__ T* as_global(T* p) {
-#ifdef CUPY_FP8_HOST
-    return p;
-#else
-    return static_cast<T*>(__cvta_global_to_generic(__cvta_generic_to_global(p)));
-#endif
-}
+// Where the scales of groups of rows go: those of one group after those of another, each padded by itself, for as many rows of blocks as there
+// are blocks down the group.
+struct GroupScales {
+    u32 block_shift;             // a block has 2^block_shift rows
+    u32 unit_shift;              // a group counts as a multiple of 2^unit_shift rows
+    i64 unit;                    // scales of that many rows
+    i64 all;                     // stored, past the last group too
+
+    __device__ __forceinline__ i64 units(i64 rows) const { return (rows + ((i64)1 << unit_shift) - 1) >> unit_shift; }
+    // Rows of blocks of a group, padding included.
+    __device__ __forceinline__ i64 block_rows(i64 rows) const { return units(rows) << (unit_shift - block_shift); }
+
+    // By one of `blocks` blocks of kThreads: zeros after the scales of `before` units.
+    template <int kThreads, class T>
+    __device__ __forceinline__ void clear_rest(T* to, i64 before, i64 block, i64 blocks) const {
+        if (!to) return;
+        for (i64 i = before * unit + block * kThreads + threadIdx.x; i < all; i += blocks * kThreads) as_global(to)[i] = T{};
+    }
+};
 
 // By a whole block of kThreads: zeros in `rows` rows of `width` bytes, `stride` bytes apart.
 template <int kThreads>
@@ -214,4 +225,91 @@ __device__ __forceinline__ void write_offsets(const RowGroups& p) {
     }
     if (lane == 0 && p.offsets_out) p.offsets_out[p.splits.groups] = least(before, p.rows) * p.columns;
     report(p.splits.errors, wrong);
+}
+
+// ---- arrays in a list, each a batch of matrices of its own, without groups of rows ----
+// One array; ops/multi_blocks.py packs it.
+template <class Params>
+struct ListedArray {
+    Params array;                // noop: unused
+    u32 first;                   // block of the launch: the array's first
+    u32 across, down;            // tiles of a matrix
+};
+
+template <class Params>
+struct ArrayList {
+    const ListedArray<Params>* arrays;                               // null: there is no list
+    const u32* array_of;         // of every block: which array it belongs to
+
+    // By one whole warp: the matrix and the place in it that this block has, in shared memory.
+    template <class Tile>
+    __device__ __forceinline__ void find(Params& matrix, TilePosition& at) const {
+        constexpr int kWords = sizeof(Params) / sizeof(u64);
+        static_assert(sizeof(Params) % sizeof(u64) == 0 && kWords <= 32, "a word per lane");
+        const ListedArray<Params>* const from = arrays + load_read_only(array_of + blockIdx.x);
+        const u32 block = blockIdx.x - load_read_only(&from->first), across = load_read_only(&from->across), down = load_read_only(&from->down);
+        if (threadIdx.x < kWords)
+            reinterpret_cast<u64*>(&matrix)[threadIdx.x] = load_read_only(reinterpret_cast<const u64*>(&from->array) + threadIdx.x);
+        __syncwarp();
+        if (threadIdx.x != 0) return;
+        const u32 line = block / across, index = line / down;
+        at = {0, (i64)(line - index * down) * Tile::kRows, (i64)(block - line * across) * Tile::kColumns};
+        if (index == 0) return;
+        const i64 before = index * matrix.rows * matrix.columns;
+        matrix.x += before;
+        if (matrix.fast_data) matrix.fast_data += before;
+        if (matrix.slow_data) matrix.slow_data += before;
+        if (matrix.fast.to) matrix.fast.to += index * matrix.fast.matrix;
+        if (matrix.slow.to) matrix.slow.to += index * matrix.slow.matrix;
+    }
+};
+
+// By a whole block: the group's matrix and the tile of it that this block has, in shared memory, after a barrier. False: there is none, and what no
+// group has is cleared.
+template <class Tile, class Params, class Matrix, class MoveScales>
+__device__ __forceinline__ bool find_group_tile(const Params& p, Matrix& group, TilePosition& at, MoveScales move_scales) {
+    __shared__ RowRun found;
+    const u32 run = blockIdx.x / p.groups.across, across = blockIdx.x - run * p.groups.across;
+    const i64 column = (i64)across * Tile::kColumns;
+    if (threadIdx.x < 32) {
+        find_run<Tile::kRows, true>(p.groups, run, p.fast.unit_shift, p.slow.unit_shift, found);
+        if (threadIdx.x == 0) {
+            group = p.all;
+            at = {0, found.run * Tile::kRows, column};
+            group.rows = found.rows;
+            group.x += found.start;
+            if (group.fast_data) group.fast_data += found.start;
+            if (group.slow_data) group.slow_data += found.start;
+            move_scales(found);
+            // What is stored transposed has rows of found.rows bytes.
+            const auto allows_wide = [&](const u8* data) { return found.rows % 16 == 0 && reinterpret_cast<u64>(data) % 16 == 0; };
+            if ((group.stored & 3) == 2 && !allows_wide(group.fast_data)) group.vector &= ~2u;
+            if (group.stored >> 2 == 2 && !allows_wide(group.slow_data)) group.vector &= ~4u;
+        }
+        if (blockIdx.x == 0) write_offsets(p.groups);
+    }
+    __syncthreads();
+    if (found.group >= 0) return found.rows != 0;
+    // Zeros in what no group has: the same bytes whatever the direction, since rows of no group have no layout; and all scales.
+    const int width = left_of(p.all.columns - column, Tile::kColumns);
+    if (group.fast_data) clear_rows<Tile::kThreads>(as_global(group.fast_data) + column, found.rows, width, p.all.columns);
+    if (group.slow_data) clear_rows<Tile::kThreads>(as_global(group.slow_data) + column, found.rows, width, p.all.columns);
+    const i64 part = found.run * p.groups.across + across, parts = gridDim.x - (blockIdx.x - part);
+    p.fast.template clear_rest<Tile::kThreads>(p.all.fast.to, found.before[0], part, parts);
+    p.slow.template clear_rest<Tile::kThreads>(p.all.slow.to, found.before[1], part, parts);
+    return false;
+}
+
+// The part of a block of threads in quantising groups of rows, or a list of arrays, in blocks that have scales of their own. p: `all`, the
+// members that describe an array, `groups`, and `fast` and `slow`, where either direction's scales go, or `list`; group: room in shared memory
+// for `all` of a group's matrix. move_scales(found): moves the group's scales to where they go; quantize(at): the tile at that place of it.
+template <class Tile, class Params, class Matrix, class MoveScales, class Quantize>
+__device__ __forceinline__ void quantize_group(const Params& p, Matrix& group, MoveScales move_scales, Quantize quantize) {
+    __shared__ TilePosition at;
+    if (is_set(p.all.noop)) return;
+    if (p.list.arrays) {
+        if (threadIdx.x < 32) p.list.template find<Tile>(group, at);
+        __syncthreads();
+    } else if (!find_group_tile<Tile>(p, group, at, move_scales)) return;
+    quantize(TilePosition{0, at.row, at.column});
 }

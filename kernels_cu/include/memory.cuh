@@ -56,6 +56,17 @@ __device__ __forceinline__ void store_shared_whole(void* shared, u32 a, u32 b, u
 #endif
 }
 
+// The compiler has to be told that what a struct in shared memory points to is global.
+template <class T>
+__device__ __forceinline__ T* as_global(T* p) {
+#ifdef CUPY_FP8_HOST
+    return p;
+#else
+    __builtin_assume(__isGlobal(p));
+    return p;
+#endif
+}
+
 // Whether a device-side flag (one f32, or null) holds 1.0.
 __device__ __forceinline__ bool is_set(const float* flag) { return flag && as_bits(*flag) == 0x3f800000u; }
 

@@ -23,6 +23,28 @@ struct Amax {
     }
 };
 
+// Adds to every thread's maximum its share of `n` elements from x on, by a whole block of kThreads: 16-byte loads, four of them in flight.
+template <int kThreads, class F>
+__device__ __forceinline__ void add_run(Amax<F>& amax, const typename F::storage* x, i64 n) {
+    constexpr int kUnroll = 4, kChunk = 16 / sizeof(typename F::storage);
+    constexpr i64 kStep = (i64)kThreads * kChunk;
+    using Source = Chunk<F, kChunk>;
+    const int lead = left_of(n, (int)(-reinterpret_cast<u64>(x) % 16 / sizeof(typename F::storage)));        // before the first aligned chunk
+    const typename F::storage* const aligned = x + lead;
+    const i64 whole = (n - lead) / kChunk * kChunk;
+    for (i64 first = threadIdx.x * kChunk; first < whole; first += kUnroll * kStep) {
+        Source c[kUnroll];
+#pragma unroll
+        for (int u = 0; u < kUnroll; u++) c[u] = first + u * kStep < whole ? Source::load(aligned + first + u * kStep) : Source{};
+#pragma unroll
+        for (int u = 0; u < kUnroll; u++) amax.add(c[u]);
+    }
+    if (threadIdx.x == 0) {
+        amax.add(Source::load_partial(x, lead));
+        amax.add(Source::load_partial(aligned + whole, (int)(n - lead - whole)));
+    }
+}
+
 // The largest of all threads' values, in thread 0: every thread put()s its own, and behind a __syncthreads() that the kernel has
 // anyway, get() tells. kThreads is the block size.
 template <int kThreads>

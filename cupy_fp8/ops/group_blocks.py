@@ -1,0 +1,141 @@
+"""Groups of rows quantised in blocks, each as a matrix of its own. Kernels: kernels_cu/blocks.cu and mx.cu."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from itertools import product
+from math import prod
+from typing import Any, cast
+
+import numpy as np
+
+from ..arrays import Array
+from ..formats import FP8_DTYPES, INPUT_DTYPES
+from ..grouped import Grouped
+from ..layouts import cdiv, group_scales, group_unit, grouped_scale_shape, padded_rows
+from ..recipes import BlockScaling, Form, MXScaling
+from ..runtime import Kernel, Variant, error_word
+from . import blocks, checks, mx
+from . import splits as sizes
+from .forms import ABSENT, AS_IS, TRANSPOSED, Side
+from .group_forms import GroupForm
+from .panels import LANE_COLUMNS, Panels
+
+Plan = blocks.Plan | mx.Plan
+
+#: RowGroups and, twice, GroupScales of kernels_cu/include/groups.cuh, after the struct of a whole array.
+_GROUPS = "0q2PPqPI0q2qI0q2I2q2I2q2P"
+_BLOCKS = Kernel("blocks", "group_quantize_block", blocks.FIELDS + _GROUPS)
+_MX = Kernel("mx", "group_quantize_mx", mx.FIELDS + _GROUPS)
+_INT64 = np.dtype(np.int64)
+
+
+@functools.lru_cache(maxsize=256)
+def plan(shape: tuple[int, int], source: np.dtype[Any], recipe: BlockScaling | MXScaling, rowwise: bool, columnwise: bool) -> Plan:
+    """Of all rows as one matrix, which is the same for its groups but for their number of rows."""
+    if isinstance(recipe, BlockScaling):
+        group_unit(recipe.block, recipe.scale_layout)           # refuses blocks of whole lines
+        return blocks.Plan(shape, source, False, (recipe.dtype, rowwise, columnwise, True, recipe.block, recipe.pow2_scale, recipe.eps,
+                                                  recipe.profile, recipe.scale_layout))
+    return mx.Plan(shape, source, False, (recipe.dtype, rowwise, columnwise, False, recipe.mode, recipe.profile, recipe.block,
+                                          recipe.scale_layout))
+
+
+def form(plan: Plan, number: int, with_offsets: bool) -> GroupForm:
+    """Of the result for so many groups, whose offsets are given or not."""
+    arrays: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {} if with_offsets else {"offsets": ((number + 1,), _INT64)}
+    shape = plan.rows, plan.columns
+    for name, of in plan.forms.items():
+        assert of.block is not None
+        assert of.scale_layout is not None
+        arrays[name] = (plan.size,), of.dtype
+        arrays["scale_inv" if name == "rowwise" else f"{name}_scale_inv"] = (
+            grouped_scale_shape(shape, number, of.block, of.scale_layout, of.transposed), of.scale_dtype)
+    row, column = plan.forms.get("rowwise"), plan.forms.get("columnwise")
+    block = row.block if row else cast(Form, column).block
+    assert block is not None
+    return GroupForm(shape, arrays, block if row else (block[1], block[0]), cast(Form, row or column).scale_layout,
+                     isinstance(plan, blocks.Plan), "data" in plan.shared and len(plan.forms) == 2)
+
+
+class Launch:
+    """The kernel's variant, its grid, and the members of its struct. Kept with a result on a GPU that was given as `out=`."""
+
+    def __init__(self, plan: Plan, out: Grouped, x: Array, at: int, noop_at: int, offsets_at: int,
+                 groups: sizes.Groups) -> None:
+        sides, members = plan.tile_launch(list(plan.forms)) if isinstance(plan, blocks.Plan) else (plan.sides, plan.members)
+        data_at = {name: 0 if a is None else checks.address(a) for name, a in (("rowwise", out.rowwise), ("columnwise", out.columnwise))}
+        scales_at = {name: 0 if a is None else checks.address(a) for name, a in (("rowwise", out.scale_inv),
+                                                                                ("columnwise", out.columnwise_scale_inv))}
+        places = [data_at[side.data] if side.data else 0 for side in sides]
+        grids = [(scales_at[side.scales] if side.scales else 0, *side.strides) for side in sides]
+        # Rows of x and of data stored as they are; of transposed data the kernel asks for each group.
+        loads = plan.columns % LANE_COLUMNS == 0
+        vector = int(loads and at % plan.load_bytes == 0)
+        for bit, side, place in zip((2, 4), sides, places, strict=True):
+            if side.stored == TRANSPOSED or (loads and place % LANE_COLUMNS == 0):
+                vector |= bit
+        self.variant, panels = variant(plan, (sides[0].stored, sides[1].stored), vector == 7)
+        number = len(groups.array)
+        across = max(1, cdiv(plan.columns, panels.columns))
+        # What follows the last group is one more, to be cleared; a run of its own clears scales.
+        down = 1 + padded_rows(plan.rows, number + 1, panels.rows) // panels.rows
+        self.grid = checks.grid_size(down * across, x.shape)
+        self.members = (at, noop_at, *places, *grids[0], *grids[1], *members, vector, offsets_at,
+                        0 if offsets_at else checks.address(out.offsets), groups.at, number, error_word(x), groups.wide, plan.rows,
+                        plan.columns, across, *_group_scales(plan, number, sides[0]), *_group_scales(plan, number, sides[1]), 0, 0)
+
+    def run(self, x: Array) -> None:
+        self.variant.launch(x, self.grid, *self.members)
+
+
+def _group_scales(plan: Plan, number: int, side: Side) -> tuple[int, int, int, int]:
+    """The GroupScales of kernels_cu/include/groups.cuh."""
+    if side.scales is None:
+        return 0, 0, 0, 0
+    of = plan.forms[side.scales]
+    assert of.block is not None
+    assert of.block[0] is not None
+    assert of.scale_layout is not None
+    described = of.block, of.scale_layout, of.transposed
+    stored = prod(grouped_scale_shape((plan.rows, plan.columns), number, *described))
+    return of.block[0].bit_length() - 1, group_unit(*described).bit_length() - 1, group_scales(plan.columns, *described), stored
+
+
+def variant(plan: Plan, stored: tuple[int, int], wide: bool) -> tuple[Variant, Panels]:
+    """The variant for memory that allows wide accesses, or for any, and the panels of its blocks."""
+    if isinstance(plan, blocks.Plan):
+        return _block_variant(plan.source, plan.to, *stored, 1 not in plan.block, plan.divide, wide)
+    return _mx_variant(plan.source, plan.to, *stored, plan.tall, wide)
+
+
+def _block_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int, square: bool, divide: bool,
+                   wide: bool) -> tuple[Variant, Panels]:
+    # Blocks down columns alone, data as they are: rare, and no program of their own.
+    panels = blocks.panels_of(source, fast, slow, square, divide, False) if wide and slow != AS_IS else None
+    if panels is None:
+        return blocks.any_shape_variant(source, to, divide, _BLOCKS), blocks.ANY_SHAPE
+    panels = panels._replace(down_first=False)              # groups have an order of their own
+    return blocks.tile_variant(source, to, fast, slow, square, divide, panels, True, _BLOCKS), panels
+
+
+def _mx_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int, tall: bool, wide: bool) -> tuple[Variant, Panels]:
+    if not wide:                                            # told at run time; MX data are never stored transposed here
+        return mx.tile_variant(source, to, AS_IS, AS_IS, mx.ANY_SHAPE, False, _MX), mx.ANY_SHAPE
+    panels = mx.panels_of(source, fast, slow, tall)._replace(down_first=False)
+    return mx.tile_variant(source, to, fast, slow, panels, True, _MX), panels
+
+
+def variants() -> Iterator[Variant]:
+    """Every variant that this op may launch."""
+    for source, to in product(INPUT_DTYPES, FP8_DTYPES):
+        for divide in (False, True):
+            yield _block_variant(source, to, ABSENT, ABSENT, False, divide, False)[0]
+            yield _block_variant(source, to, AS_IS, ABSENT, False, divide, True)[0]
+        for (fast, slow), square in product(((ABSENT, TRANSPOSED), (AS_IS, TRANSPOSED)), (False, True)):
+            yield _block_variant(source, to, fast, slow, square, False, True)[0]
+        yield _block_variant(source, to, AS_IS, ABSENT, True, False, True)[0]
+        yield _mx_variant(source, to, ABSENT, ABSENT, False, False)[0]
+        for (fast, slow), tall in product(((AS_IS, ABSENT), (ABSENT, AS_IS), (AS_IS, AS_IS)), (False, True)):
+            yield _mx_variant(source, to, fast, slow, tall, True)[0]

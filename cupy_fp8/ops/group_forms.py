@@ -1,0 +1,76 @@
+"""What quantisers of groups of rows share: the arrays of a result, made, or given as `out=` and checked."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import Array, bits, empty_beside
+from ..grouped import Grouped
+from . import checks
+from .splits import Groups
+
+_INT64 = np.dtype(np.int64)
+_FACTS = ("shape", "block", "scale_layout", "transposed")
+
+
+class GroupForm(NamedTuple):
+    """What a Grouped is, but for its memory. arrays: shapes and dtypes by name, offsets where they are to be written. shared: both
+    directions have the same data."""
+
+    shape: tuple[int, int]
+    arrays: dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
+    block: tuple[int | None, int | None] | None = None
+    scale_layout: str | None = None
+    transposed: bool = True
+    shared: bool = False
+
+    def empty(self, x: Array, splits: Array, offsets: Array | None) -> Grouped:
+        """A result beside x, uninitialised."""
+        made = {name: empty_beside(x, *of) for name, of in self.arrays.items() if not (self.shared and name == "columnwise")}
+        if self.shared:
+            made["columnwise"] = made["rowwise"]
+        return Grouped(splits, made.pop("offsets", offsets), self.shape, block=self.block, scale_layout=self.scale_layout,
+                       transposed=self.transposed, **made)
+
+    def check(self, out: Any, x: Array, xp: Any, at: int, groups: Groups, offsets: Array | None,
+              read: list[tuple[int, int, str]]) -> None:
+        """TypeError or ValueError unless `out` is such a result of these groups, in memory of its own. read: address, bytes and name of
+        what the call reads, or writes elsewhere."""
+        if not isinstance(out, Grouped):
+            raise TypeError(f"out: expected a Grouped (an earlier result), got {type(out).__name__}")
+        own = out.splits
+        if type(own) is not type(groups.array) or checks.address(own) != groups.at or (own.shape, own.dtype) != (
+                groups.array.shape, groups.array.dtype):
+            raise ValueError("out: expected splits to be out.splits, that very memory; a result belongs to the sizes that it was made for, "
+                             "which may change in place")
+        if offsets is not None and checks.address(out.offsets) != checks.address(offsets):
+            raise ValueError("out: expected offsets to be out.offsets, that very memory")
+        for name in _FACTS:
+            if getattr(out, name) != getattr(self, name):
+                raise ValueError(f"out: expected {name} {getattr(self, name)}, got {getattr(out, name)}")
+        written: list[tuple[int, int, str]] = []
+        for name in ("rowwise", "columnwise", "scale_inv", "columnwise_scale_inv", "offsets"):
+            a, of = getattr(out, name), self.arrays.get(name)
+            if of is None or a is None:
+                if name != "offsets" and (a is None) != (of is None):
+                    raise ValueError(f"out.{name}: expected {'one' if a is None else 'none'} for these options, got "
+                                     f"{'none' if a is None else 'one'}")
+                continue
+            if name == "columnwise" and self.shared:
+                if a is not out.rowwise:
+                    raise ValueError("out.columnwise: expected out.rowwise itself, since both directions are the same here")
+                continue
+            a_at = checks.destination(a, *of, x, xp, at, f"out.{name}")
+            for other_at, nbytes, other in [*written, *read]:
+                checks.separate(a_at, a.nbytes, other_at, nbytes, f"out.{name}", other)
+            written.append((a_at, a.nbytes, f"out.{name}"))
+
+
+def store(out: Grouped, result: Grouped) -> None:
+    """The reference's result, in the memory of a result given."""
+    for name in ("rowwise", "columnwise", "scale_inv", "columnwise_scale_inv", "offsets"):
+        mine, fresh = getattr(out, name), getattr(result, name)
+        if mine is not None and mine is not fresh:
+            bits(mine)[...] = bits(fresh)
