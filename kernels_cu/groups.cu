@@ -3,7 +3,8 @@
 // move_groups  from [from_rows, row_bytes] -> to [rows, row_bytes]. Group g has sizes[g] rows; in `from` the groups follow one another,
 //              each taking its size rounded up to align_from rows; in `to` they follow one another in `order` (null: their own), each taking its
 //              size rounded up to align_to rows. What of `to` is no group's row is 0: padding, and all that follows the last group.
-//              pad_groups: align_to > 1; unpad_groups: align_from > 1; sort_chunks: an order.
+//              pad_groups: align_to > 1; unpad_groups: align_from > 1; sort_chunks: an order. A second array of as many rows, the scales of the
+//              first one's, moves with it, by blocks of threads that follow those of the first; a scale for all rows is copied.
 //
 // A block of threads writes up to 32 KB of neighbouring rows, or a part of one long row. Its first warp finds where each of its rows comes
 // from by a scan over all sizes (with an order by two: where the chunk goes, and where it came from). Then every thread has eight 16-byte
@@ -14,20 +15,28 @@
 // go past the end of `to` are left out; an index of no group is an empty chunk. Bytes moved per byte of `to`: 2 (1 where it is 0).
 #include "groups.cuh"
 
-struct GroupsParams {
-    const u8* from;
-    u8* to;
-    Splits splits;
-    const void* order;           // [groups] i32, or i64 where `order_wide`; null: groups keep their order
-    i64 from_rows, rows;         // of from, and of to
+// Rows that move, and how blocks of threads share them.
+struct RowArray {
+    const u8* from;              // [from_rows, row_bytes]
+    u8* to;                      // [rows, row_bytes]
     i64 row_bytes;
-    i64 align_from, align_to;    // powers of two
-    u32 order_wide;
     u32 rows_per_block;          // 1 where a row is taken by several blocks
     u32 across;                  // blocks that share a row
     u32 segment;                 // bytes of a row that a block takes: row_bytes, or where `across` is more than 1 a multiple of 16
     u32 step;                    // bytes that everything is a multiple of: 16, 4 or 1
+};
+
+struct GroupsParams {
+    RowArray data, scales;
+    Splits splits;
+    const void* order;           // [groups] i32, or i64 where `order_wide`; null: groups keep their order
+    i64 from_rows, rows;         // of from, and of to
+    i64 align_from, align_to;    // powers of two
+    const u32* scale;            // one word to be copied to `scale_to`, or null
+    u32* scale_to;
+    u32 order_wide;
     u32 exact;                   // groups are all of `from`; 0: rows may follow the last one (their number is a bound)
+    u32 data_blocks;             // blocks of threads before those of `scales`
 
     // A group's size, between 0 and one more than any row there is: sums of it stay small.
     __device__ __forceinline__ i64 most() const { return (from_rows > rows ? from_rows : rows) + 1; }
@@ -158,7 +167,7 @@ __device__ __forceinline__ void check_groups(const GroupsParams& p, Shared& shar
 
 // Rows of any length at any address: kStep bytes are read at a time, 16 aligned ones written.
 template <int kStep>
-__device__ __forceinline__ void copy_pieces(const GroupsParams& p, const Shared& shared, u8* to, i64 column, int width, int bytes) {
+__device__ __forceinline__ void copy_pieces(const RowArray& a, const Shared& shared, u8* to, i64 column, int width, int bytes) {
     const int lead = (int)(reinterpret_cast<u64>(to) % 16);
     for (int at = (int)threadIdx.x * 16 - lead; at < bytes; at += kThreads * 16) {
         const int first = at > 0 ? at : 0;
@@ -169,7 +178,7 @@ __device__ __forceinline__ void copy_pieces(const GroupsParams& p, const Shared&
             if (at + i < 0 || at + i >= bytes) continue;
             const i64 source = shared.source[row];
             if (source >= 0) {
-                const u8* from = p.from + source * p.row_bytes + column + in_row;
+                const u8* from = a.from + source * a.row_bytes + column + in_row;
                 if (kStep == 4) unit.word[i / 4] = load_read_only(reinterpret_cast<const u32*>(from));
                 else unit.word[i / 4] |= (u32)load_read_only(from) << 8 * (i % 4);
             }
@@ -189,9 +198,13 @@ __device__ __forceinline__ void copy_pieces(const GroupsParams& p, const Shared&
 #ifdef ENTRY_move_groups
 extern "C" __global__ void __launch_bounds__(kThreads, 4) move_groups(const __grid_constant__ GroupsParams p) {
     __shared__ Shared shared;
-    const u32 run = blockIdx.x / p.across;
-    const i64 first = (i64)run * p.rows_per_block, column = (i64)(blockIdx.x - run * p.across) * p.segment;
-    const int count = left_of(p.rows - first, p.rows_per_block), width = left_of(p.row_bytes - column, p.segment), bytes = count * width;
+    __shared__ RowArray a;                                           // not in registers, of which the loads need all
+    const bool second = blockIdx.x >= p.data_blocks;
+    if (threadIdx.x == 0) a = second ? p.scales : p.data;
+    __syncthreads();
+    const u32 block = second ? blockIdx.x - p.data_blocks : blockIdx.x, run = block / a.across;
+    const i64 first = (i64)run * a.rows_per_block, column = (i64)(block - run * a.across) * a.segment;
+    const int count = left_of(p.rows - first, a.rows_per_block), width = left_of(a.row_bytes - column, a.segment), bytes = count * width;
     if (threadIdx.x < 32) {
         find_in_groups(p, first, count, shared);
         if (p.order) add_starts(p, count, shared);
@@ -199,26 +212,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) move_groups(const __gr
             if (shared.source[r] >= p.from_rows) shared.source[r] = -1;
     }
     __syncthreads();
-    u8* to = p.to + first * p.row_bytes + column;
-    if (p.step == 16) {
+    u8* const to = a.to + first * a.row_bytes + column;
+    const u8* const from = a.from + column;
+    const i64 row_bytes = a.row_bytes;
+    if (a.step == 16) {
         for (int base = (int)threadIdx.x * 16; base < bytes; base += kUnits * kThreads * 16) {
             Unit unit[kUnits];
 #pragma unroll
             for (int u = 0; u < kUnits; u++) {
                 const int at = base + u * kThreads * 16, row = at < bytes ? at / width : 0;
                 const i64 source = at < bytes ? shared.source[row] : -1;
-                if (source >= 0) unit[u] = Unit::load(p.from + source * p.row_bytes + column + (at - row * width));
+                if (source >= 0) unit[u] = Unit::load(from + source * row_bytes + (at - row * width));
                 else unit[u] = {};
             }
 #pragma unroll
             for (int u = 0; u < kUnits; u++)
                 if (base + u * kThreads * 16 < bytes) unit[u].store_whole(to + base + u * kThreads * 16);
         }
-    } else if (p.step == 4) {
-        copy_pieces<4>(p, shared, to, column, width, bytes);
+    } else if (a.step == 4) {
+        copy_pieces<4>(a, shared, to, column, width, bytes);
     } else {
-        copy_pieces<1>(p, shared, to, column, width, bytes);
+        copy_pieces<1>(a, shared, to, column, width, bytes);
     }
-    if (blockIdx.x == 0) check_groups(p, shared);
+    if (blockIdx.x > 0) return;
+    if (p.scale && threadIdx.x == 0) *p.scale_to = *p.scale;
+    check_groups(p, shared);
 }
 #endif

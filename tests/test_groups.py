@@ -17,7 +17,9 @@ from cupy_fp8 import backend, cases, reference, runtime, testing
 from cupy_fp8.arrays import bits
 from cupy_fp8.cases.groups import sizes
 from cupy_fp8.formats import bfloat16, float8_e4m3fn, float8_e8m0fnu, float32
+from cupy_fp8.layouts import scale_shape
 from cupy_fp8.ops import groups
+from cupy_fp8.results import Scaled
 from cupy_fp8.runtime import Variant, errors
 
 needs_host = pytest.mark.skipif(testing.executor_problem("host") is not None, reason=str(testing.executor_problem("host")))
@@ -133,7 +135,98 @@ def test_one_launch_each(run, monkeypatch):
     y = fp8.pad_groups(x, splits, 128)
     fp8.unpad_groups(y, splits, 128)
     fp8.sort_chunks(x, splits, run.array(np.arange(900)[::-1].copy()))
-    assert len(launches) == (0 if run.name == "reference" else 3)
+    for block in ((1, 32), None):
+        fp8.pad_groups(run.array(quantised(5000, 64, block, float8_e8m0fnu)), splits, 128)
+    assert len(launches) == (0 if run.name == "reference" else 5)
+
+
+# ---- quantised rows ----
+BLOCKS: tuple[tuple[tuple[int, int | None], Any, int], ...] = (
+    ((1, 128), float32, 512), ((1, 32), float8_e8m0fnu, 200), ((1, None), float32, 64), ((1, 64), float32, 129))
+
+
+def quantised(rows: int, columns: int, block: Any, dtype: Any, seed: int = 0) -> Scaled:
+    """No byte of data and scales is 0."""
+    data = array((rows, columns), seed=seed)
+    if block is None:
+        return Scaled(data, np.array([0.37], np.float32), data.shape)
+    return Scaled(data, array(scale_shape(data.shape, block, "compact", False), dtype, seed + 1), data.shape, False, block, "compact")
+
+
+def expect_scaled(actual: Any, like: Scaled, data: np.ndarray, scale_inv: np.ndarray) -> None:
+    assert isinstance(actual, Scaled)
+    assert (actual.shape, actual.transposed, actual.block, actual.scale_layout) == (data.shape, False, like.block, like.scale_layout)
+    testing.assert_bytes_equal(actual.data, data)
+    testing.assert_bytes_equal(actual.scale_inv, scale_inv)
+
+
+@pytest.mark.parametrize(("block", "dtype", "columns"), BLOCKS)
+@pytest.mark.parametrize("splits", [[5], [0, 3, 0, 0, 2], [], [128, 1, 0, 127], [1] * 300], ids=lambda s: f"{len(s)}of{sum(s)}")
+def test_scales_move_with_their_rows(splits, block, dtype, columns, run):
+    q, rows = quantised(sum(splits), columns, block, dtype), sum(splits)
+    moved, order = run.array(q), np.random.default_rng(3).permutation(len(splits))
+    padded = [padded_by_slices(a, splits, 16) for a in q]
+    parts = [guarded(run, a.shape, a.dtype) for a in padded]
+    y = Scaled(parts[0][0], parts[1][0], padded[0].shape, False, block, "compact")
+    given_splits = run.array(np.array(splits, np.int64))
+    assert fp8.pad_groups(moved, given_splits, 16, out=y) is y
+    expect_scaled(y, q, *padded)
+    expect_scaled(fp8.pad_groups(moved, splits, 16), q, *padded)
+    assert all(intact() for _, intact in parts)
+    expect_scaled(fp8.unpad_groups(y, given_splits, 16, rows=rows), q, *q)
+    everything = fp8.unpad_groups(y, splits, 16, out=fp8.unpad_groups(y, splits, 16))
+    for a, want in zip(everything, q, strict=True):
+        testing.assert_bytes_equal(fp8.asnumpy(a)[:rows], want)
+        assert not raw(a)[rows:].any()
+    expect_scaled(fp8.sort_chunks(moved, given_splits, order.tolist()), q, *(sorted_by_slices(a, splits, order) for a in q))
+
+
+def test_one_scale_for_all_rows_is_kept(run):
+    q, other = quantised(9, 24, None, float32), quantised(9, 24, None, float32, seed=5)
+    y = fp8.pad_groups(run.array(q), [4, 5], 8)
+    expect_scaled(y, q, padded_by_slices(q.data, [4, 5], 8), q.scale_inv)
+    other.scale_inv[0] = np.float32(-0.5)
+    for a in y:
+        cases.poison(a)
+    assert fp8.pad_groups(run.array(other), [4, 5], 8, out=y) is y
+    expect_scaled(y, other, padded_by_slices(other.data, [4, 5], 8), other.scale_inv)
+    expect_scaled(fp8.unpad_groups(y, [4, 5], 8, rows=9), other, *other)
+    expect_scaled(fp8.sort_chunks(run.array(q), [4, 5], [1, 0]), q, sorted_by_slices(q.data, [4, 5], [1, 0]), q.scale_inv)
+
+
+def test_padding_before_and_after_quantising(run):
+    """Rows have scales of their own: moved and quantised in either order they are the same, but for what zero rows get as scale."""
+    x = reference.astype(np.random.default_rng(0).standard_normal((300, 256), np.float32), bfloat16)
+    splits = [100, 0, 77, 123]
+    for quantize in (lambda a: fp8.quantize_mx(a), lambda a: fp8.quantize_block(a, scale_layout="compact")):
+        y = fp8.pad_groups(quantize(run.array(x)).rowwise, splits, 32)
+        direct = quantize(fp8.pad_groups(run.array(x), splits, 32))
+        testing.assert_bytes_equal(y.data, direct.data)
+        used = padded_by_slices(np.ones((300, 1), np.uint8), splits, 32)[:, 0] == 1
+        np.testing.assert_array_equal(raw(y.scale_inv)[used], raw(direct.scale_inv)[used])
+        assert not raw(y.scale_inv)[~used].any()
+        assert not fp8.asnumpy(y.dequantize())[~used].any()
+
+
+@needs_host
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.integers(0, 40), max_size=40), st.sampled_from([1, 2, 16, 64]), st.integers(1, 200), st.sampled_from(BLOCKS),
+       st.integers(0, 15), st.integers(0, 15), st.integers(0, 2**32 - 1))
+def test_any_scaled_call(splits, align, columns, form, lead, lead_scales, seed):
+    """Any sizes, row lengths and addresses."""
+    block, dtype, _ = form
+    q = quantised(sum(splits), columns, block, dtype, seed)
+    leads = lead, lead_scales // np.dtype(dtype).itemsize * np.dtype(dtype).itemsize
+    with testing.executor("host") as run:
+        parts = [guarded(run, a.shape, a.dtype, skipped) for a, skipped in zip(q, leads, strict=True)]
+        for (part, _), a in zip(parts, q, strict=True):
+            bits(part)[...] = bits(a)
+        moved = Scaled(parts[0][0], parts[1][0], q.shape, False, block, "compact")
+        y = fp8.pad_groups(moved, splits, align)
+        expect_scaled(y, q, *(padded_by_slices(a, splits, align) for a in q))
+        expect_scaled(fp8.unpad_groups(y, splits, align, rows=len(q.data)), q, *q)
+        order = np.random.default_rng(seed).permutation(len(splits))
+        expect_scaled(fp8.sort_chunks(moved, splits, order), q, *(sorted_by_slices(a, splits, order) for a in q))
 
 
 # ---- facts on the device that are wrong ----
@@ -178,6 +271,14 @@ def test_wrong_sizes_are_harmless_and_noted(name, columns, unchecked):
         testing.assert_bytes_equal(call(out.view(x.dtype)), want)
         assert intact()
         assert noted(run) == (found if run.name != "reference" else [])
+    q = quantised(300, 8 * columns, (1, 32), float8_e8m0fnu)
+    wanted = reference.pad_groups(q, splits, align)
+    parts = [guarded(run, a.shape, a.dtype) for a in wanted]
+    fp8.pad_groups(run.array(q), run.array(splits), align, out=Scaled(parts[0][0], parts[1][0], wanted.shape, False, (1, 32), "compact"))
+    for (part, intact), want in zip(parts, wanted, strict=True):
+        testing.assert_bytes_equal(part, want)
+        assert intact()
+    assert noted(run) == (found if run.name != "reference" else [])
 
 
 @pytest.mark.parametrize(("given_sizes", "rows", "found"), [
@@ -339,6 +440,74 @@ def test_refused_out(numpy_run):
         fp8.sort_chunks(x, [4, 5], place[:2], out=place.view(x.dtype)[:144].reshape(9, 16))
 
 
+def test_refused_scaled(numpy_run):
+    x = np.ones((8, 256), np.float32)
+    mx, both = fp8.quantize_mx(x, columnwise=True), fp8.quantize_block(x, columnwise=True)
+    square = fp8.quantize_block(x, block=(128, 128), scale_layout="compact").rowwise
+    tensor = fp8.cast_transpose(x, 1.0)
+    assert mx.columnwise is not None
+    assert both.rowwise is not None
+    assert both.columnwise is not None
+    assert tensor.columnwise is not None
+    assert mx.rowwise is not None
+    short = Scaled(mx.data, mx.scale_inv[:, :4], mx.shape, False, (1, 32), "compact")
+    wrong: tuple[tuple[type[Exception], str, Any], ...] = (
+        (ValueError, "expected row-wise data", mx.columnwise), (ValueError, "expected row-wise data", square),
+        (ValueError, "expected data stored as they are, whose rows can move", tensor.columnwise),
+        (ValueError, "expected data stored as they are, whose rows can move", both.columnwise),
+        (ValueError, "expected compact scales, a row for each row of the data, got gemm_ready ones: use X.to_layout", both.rowwise),
+        (ValueError, "expected compact scales, a row for each row of the data, got swizzled ones: use X.to_layout",
+         mx.rowwise.to_layout("swizzled")))
+    for function, rest in ((fp8.pad_groups, (4,)), (fp8.unpad_groups, (4,)), (fp8.sort_chunks, ([0],))):
+        name = "y" if function is fp8.unpad_groups else "x"
+        for error, message, q in wrong:
+            refused(error, f"{name}: {message.replace('X', name)}", function, q, [8], *rest)
+        refused(ValueError, rf"{name}.scale_inv: expected shape \(8, 8\)", function, short, [8], *rest)
+        refused(ValueError, rf"{name}.data: expected rows of the logical shape \(9, 256\), got \(8, 256\)", function,
+                Scaled(tensor.data, tensor.scale_inv, (9, 256)), [8], *rest)
+        refused(ValueError, f"{name}.scale_inv: expected one element", function,
+                Scaled(tensor.data, np.ones(2, np.float32), (8, 256)), [8], *rest)
+
+
+def test_refused_out_of_scaled(numpy_run):
+    q, tensor = quantised(9, 64, (1, 32), float8_e8m0fnu), quantised(9, 64, None, float32)
+    out = fp8.pad_groups(q, [4, 5], 8)
+    data, scale_inv = out
+    form: Any = ((1, 32), "compact")
+    shared, place = np.zeros(23 * 66, np.uint8), np.zeros(200, np.int64)
+    place[:2] = 4, 5
+    for error, message, wrong, given_q in (
+            (TypeError, r"out: expected a Scaled \(an earlier result\), got ndarray", data, q),
+            (TypeError, "out: expected a numpy.ndarray or cupy.ndarray", out, q.data),
+            (ValueError, r"out: expected rows of shape \(23, 64\) quantised as", q, q),
+            (ValueError, r"out: expected rows of shape \(23, 64\) quantised as", out, tensor),
+            (ValueError, r"out: expected rows of shape \(23, 64\) quantised as", Scaled(data, scale_inv, data.shape, True, *form), q),
+            (ValueError, r"out.scale_inv: expected shape \(23, 2\), got \(23, 1\)",
+             Scaled(data, scale_inv[:, :1], data.shape, False, *form), q),
+            (TypeError, "out.scale_inv: expected dtype float8_e8m0fnu",
+             Scaled(data, scale_inv.view(np.uint8), data.shape, False, *form), q),
+            (TypeError, "out.data: expected dtype float8_e4m3fn", Scaled(data.view(np.uint8), scale_inv, data.shape, False, *form), q),
+            (ValueError, "out.data: overlaps out.scale_inv in memory",
+             Scaled(shared[: 23 * 64].view(data.dtype).reshape(23, 64), shared[-46 - 1 : -1].view(scale_inv.dtype).reshape(23, 2), (23, 64),
+                    False, *form), q),
+            (ValueError, "out.scale_inv: overlaps scale_inv of the input in memory", Scaled(data, tensor.scale_inv, data.shape), tensor)):
+        parts = (q.data, q.scale_inv, tensor.data, tensor.scale_inv)
+        before = [raw(a).copy() for a in parts]
+        with pytest.raises(error, match="^" + message):
+            fp8.pad_groups(given_q, [4, 5], 8, out=wrong)
+        for a, b in zip(parts, before, strict=True):
+            np.testing.assert_array_equal(raw(a), b)
+    with pytest.raises(ValueError, match=r"^out\.data: overlaps splits in memory"):
+        fp8.pad_groups(q, place[:2], 8, out=Scaled(place.view(np.uint8)[: 23 * 64].view(data.dtype).reshape(23, 64), scale_inv, (23, 64),
+                                                   False, *form))
+    cases.poison(data)
+    cases.poison(scale_inv)
+    with pytest.raises(ValueError, match=r"^splits: expected sizes that add up to the 9 rows of x, got 10"):
+        fp8.pad_groups(q, [4, 6], 8, out=out)
+    assert (raw(data) == 0xAA).all()
+    assert (raw(scale_inv) == 0xAA).all()
+
+
 # ---- on a GPU ----
 @pytest.mark.gpu
 def test_check_looks_at_the_device():
@@ -362,6 +531,9 @@ def test_graph_replay_follows_sizes_and_order():
     x, splits, order = fp8.asarray(array((500, 48)), like="cupy"), cp.asarray(sizes(500, 40)), cp.arange(40)
     y = fp8.pad_groups(x, splits, 32)
     back, placed = fp8.unpad_groups(y, splits, 32, rows=500), fp8.sort_chunks(x, splits, order)
+    q = quantised(500, 48, (1, 32), float8_e8m0fnu)
+    on_device = Scaled(fp8.asarray(q.data, like="cupy"), fp8.asarray(q.scale_inv, like="cupy"), q.shape, False, q.block, q.scale_layout)
+    padded = fp8.pad_groups(on_device, splits, 32)
     stream = cp.cuda.Stream(non_blocking=True)
     cp.cuda.get_current_stream().synchronize()
     with stream:
@@ -369,6 +541,7 @@ def test_graph_replay_follows_sizes_and_order():
         fp8.pad_groups(x, splits, 32, out=y)
         fp8.unpad_groups(y, splits, 32, out=back)
         fp8.sort_chunks(x, splits, order, out=placed)
+        fp8.pad_groups(on_device, splits, 32, out=padded)
         with pytest.raises(ValueError, match=r"^out: needed while a CUDA graph is captured"):
             fp8.pad_groups(x, splits, 32)
         with pytest.raises(ValueError, match=r"^order: a list would have to be copied"):
@@ -379,13 +552,14 @@ def test_graph_replay_follows_sizes_and_order():
             splits.set(host)
             order.set(to)
             bits(x).set(bits(data))
-            for out in (y, back, placed):
+            for out in (y, back, placed, *padded):
                 cases.poison(out)
             graph.launch(stream)
             stream.synchronize()
             testing.assert_bytes_equal(y, padded_by_slices(data, host, 32))
             testing.assert_bytes_equal(back, data)
             testing.assert_bytes_equal(placed, sorted_by_slices(data, host, to))
+            expect_scaled(padded, q, *(padded_by_slices(a, host, 32) for a in q))
     assert fp8.device_errors() == ()
 
 

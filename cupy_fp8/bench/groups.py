@@ -10,9 +10,10 @@ import numpy as np
 from .. import backend
 from ..arrays import Array, bits, empty
 from ..cases.groups import sizes
-from ..formats import FORMATS, bfloat16, float8_e4m3fn, float32
+from ..formats import FORMATS, bfloat16, float8_e4m3fn, float8_e8m0fnu, float32
 from ..layouts import padded_rows
 from ..ops.groups import pad_groups, sort_chunks, unpad_groups
+from ..results import Scaled
 from .specs import Spec
 
 _ALIGN = 16
@@ -60,6 +61,23 @@ def _padded(shape: tuple[int, ...], dtype: np.dtype[Any], groups: int) -> Any:
     return make
 
 
+def _padded_scaled(shape: tuple[int, int], scales: tuple[int, int], dtype: np.dtype[Any], groups: int) -> Any:
+    def make() -> Any:
+        cp = backend.cupy()
+        host = sizes(shape[0], groups)
+        x = Scaled(_filled(shape, float8_e4m3fn), _filled(scales, dtype), shape, False, (1, shape[1] // scales[1]), "compact")
+        splits = cp.asarray(host)
+        y = pad_groups(x, splits, _ALIGN)
+
+        def check() -> None:
+            for mine, theirs in zip(y, x, strict=True):
+                assert bool((bits(mine) == bits(pad_groups(theirs, host.tolist(), _ALIGN))).all())
+
+        return (lambda: pad_groups(x, splits, _ALIGN, out=y)), check
+
+    return make
+
+
 def _unpadded(shape: tuple[int, ...], dtype: np.dtype[Any], groups: int) -> Any:
     def make() -> Any:
         x, splits = _filled(shape, dtype), backend.cupy().asarray(sizes(shape[0], groups))
@@ -88,6 +106,11 @@ def _all() -> Iterator[Spec]:
     yield spec("pad_groups", bfloat16, (16384, 7168), 512)
     yield spec("pad_groups", float32, (1 << 20, 1), 64)
     yield spec("pad_groups", float8_e4m3fn, (16384, 7161), 64)
+    shape = (16384, 7168)
+    for label, block, dtype in (("1×128 f32", 128, float32), ("1×32 E8M0", 32, float8_e8m0fnu)):
+        scales = (shape[0], shape[1] // block)
+        moved = (shape[0] + padded_rows(shape[0], 64, _ALIGN)) * (shape[1] + scales[1] * dtype.itemsize)
+        yield Spec("pad_groups", f"e4m3 and {label} scales, 64 groups to {_ALIGN}", shape, moved, _padded_scaled(shape, scales, dtype, 64))
 
 
 SPECS: tuple[Spec, ...] = tuple(_all())

@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 
 from .. import reference
-from ..formats import bfloat16, float8_e4m3fn, float8_e5m2, float32
+from ..arrays import bits
+from ..formats import bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32
+from ..layouts import scale_shape
 from ..ops import groups
-from .base import Case, Op, poison, source
+from ..results import Scaled
+from .base import Case, Op, poison, source, values
 
 _DIVISIONS = ("ragged", "even", "one", "aligned")
 
@@ -33,6 +36,17 @@ def sizes(total: int, number: int, division: str = "ragged", seed: int = 0) -> n
     return np.diff(np.sort(cuts), prepend=0, append=total)
 
 
+def _source(case: Case, options: dict[str, Any]) -> Any:
+    """The case's array; with the option `scales`, a dtype, a Scaled of it, of blocks (1, n) or (None) with one scale."""
+    data, dtype, block = source(case), options.pop("scales", None), options.pop("block", None)
+    if dtype is None:
+        return data
+    if block is None:
+        return Scaled(data, np.array([0.37], np.float32), data.shape)
+    scale_inv = values("bits", scale_shape(data.shape, block, "compact", False), np.dtype(dtype), 1)
+    return Scaled(data, scale_inv, data.shape, False, block, "compact")
+
+
 def _splits(case: Case) -> tuple[np.ndarray, dict[str, Any]]:
     options = dict(case.options)
     made = sizes(case.shape[0], options.pop("groups"), options.pop("sizes", "ragged"))
@@ -41,27 +55,28 @@ def _splits(case: Case) -> tuple[np.ndarray, dict[str, Any]]:
 
 def _pad_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
     splits, options = _splits(case)
-    return (source(case), splits, options.pop("align")), options
+    return (_source(case, options), splits, options.pop("align")), options
 
 
 def _unpad_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Padding is not 0 here: nothing may depend on it."""
     splits, options = _splits(case)
-    x, align = source(case), options.pop("align")
-    y = np.array(reference.pad_groups(x, splits, align))
-    used = reference.pad_groups(np.ones(len(x), np.uint8), splits, align) != 0
-    rows = np.array(y[used])
-    poison(y)
-    y[used] = rows
+    x, align = _source(case, options), options.pop("align")
+    y = reference.pad_groups(x, splits, align)
+    used = reference.pad_groups(np.ones(x.shape[0], np.uint8), splits, align) != 0
+    for padded in (y,) if not isinstance(y, Scaled) else y if y.block else (y.data,):
+        rows = np.array(bits(padded)[used])
+        poison(padded)
+        bits(padded)[used] = rows
     if options.pop("exact", True):
-        options["rows"] = len(x)
+        options["rows"] = x.shape[0]
     return (y, splits, align), options
 
 
 def _sort_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
     splits, options = _splits(case)
     order = np.random.default_rng(1).permutation(len(splits)).astype(np.int64 if options.pop("wide_order", True) else np.int32)
-    return (source(case), splits, order), options
+    return (_source(case, options), splits, order), options
 
 
 #: Rows of one byte to several blocks of threads; ones that are no multiple of 4 or 16 bytes; of more rows than a block takes.
@@ -71,8 +86,17 @@ _SHAPES: tuple[tuple[Any, tuple[int, ...]], ...] = (
     (float32, (1, 1)), (bfloat16, (3, 0)))
 
 
+#: Data of rows of 16-byte multiples and of others; scales whose rows are of 16 and of 4 bytes, or of 7 and of 3; one for all.
+_SCALED: tuple[tuple[tuple[int, ...], Any, Any], ...] = (
+    ((300, 512), (1, 128), float32), ((77, 200), (1, 32), float8_e8m0fnu), ((40, 129), (1, None), float32),
+    ((9, 3, 70), (1, 32), float8_e8m0fnu), ((65, 96), None, float32), ((5, 40_000), (1, 128), float32),
+    ((0, 64), (1, 32), float8_e8m0fnu), ((3, 0), (1, 32), float8_e8m0fnu))
+
+
 def _cases(op: str, options: tuple[dict[str, Any], ...]) -> Iterator[Case]:
     # First, for whoever takes only a few: a few blocks of threads, everything that the kernel does.
+    for shape, block, scales in (_SCALED[1], _SCALED[4]):
+        yield Case(op, float8_e4m3fn, shape, options={"groups": 4, "block": block, "scales": scales, **options[0]})
     for i, (dtype, shape) in enumerate(_SHAPES):
         yield Case(op, dtype, shape, options={"groups": 5, "wide": i % 2 == 0, **options[i % len(options)]})
     for given in options:
@@ -87,6 +111,10 @@ def _cases(op: str, options: tuple[dict[str, Any], ...]) -> Iterator[Case]:
         yield Case(op, bfloat16, (650, 8), options={"groups": number, **options[0]})
     for layout in ("offset", "strided"):
         yield Case(op, float8_e4m3fn, (100, 48), "bits", layout, {"groups": 4, **options[0]})
+    for i, (shape, block, scales) in enumerate(_SCALED):
+        for number in (1, 5, 130):
+            yield Case(op, float8_e5m2 if i % 2 else float8_e4m3fn, shape,
+                       options={"groups": number, "block": block, "scales": scales, **options[i % len(options)]})
 
 
 def _pad_cases() -> Iterator[Case]:

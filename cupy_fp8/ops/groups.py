@@ -1,10 +1,11 @@
-"""Groups of consecutive rows, padded, unpadded, and in another order. Kernel: kernels_cu/groups.cu."""
+"""Groups of consecutive rows, padded, unpadded, and in another order, with the scales of quantised ones. Kernel: kernels_cu/groups.cu."""
 
 from __future__ import annotations
 
 import functools
 import operator
 from collections.abc import Iterator
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,25 +13,27 @@ import numpy as np
 from .. import backend, reference
 from ..arrays import Array, bits, empty_beside
 from ..layouts import cdiv, padded_rows, round_up
+from ..results import Scaled, check_block_scales
 from ..runtime import Kernel, Variant, error_word, executor_of
 from . import checks
 from .splits import NO_GROUPS, Groups, read, refuse_negative
 
-_KERNEL = Kernel("groups", "move_groups", "2PPqPIP5q6I")
+_KERNEL = Kernel("groups", "move_groups", "2Pq4I2Pq4IPqPIP4q2P3I")
 _THREADS = 256
 _BYTES = 32 << 10           # that a block of threads writes
 _ROWS = 256                 # of a block of threads, at most
 _MOST_ALIGN = 1 << 16
 
 
-def pad_groups(x: Array, splits: Any, align: int, *, out: Array | None = None, check: bool = False) -> Array:
+def pad_groups(x: Array | Scaled, splits: Any, align: int, *, out: Array | Scaled | None = None, check: bool = False) -> Any:
     """The rows of each group followed by zeros, so that every group has a multiple of `align` rows.
 
         group g goes from row sum(splits[:g]) to row sum(round_up(splits[:g], align))
 
     Parameters
     ----------
-    x : array [M, …] of any dtype of 1, 2, 4 or 8 bytes, FP8 included: M rows of any shape
+    x : array [M, …] of any dtype of 1, 2, 4 or 8 bytes, FP8 included: M rows of any shape. Or a `Scaled` of M rows: row-wise data with
+        compact scales of blocks 1×n, whose rows move with those of the data, or with one scale for all
     splits : rows of each of E consecutive groups: an int32 or int64 array [E] of x's kind, or a list (for a CuPy x it is copied to the
         GPU, which cannot be captured into a CUDA graph). Any may be 0
     align : rows, a power of two from 1 to 65536: 16, 32 and 128 are what block scales and matrix products of groups want
@@ -39,8 +42,8 @@ def pad_groups(x: Array, splits: Any, align: int, *, out: Array | None = None, c
 
     Returns
     -------
-    Array [M + (align - 1) * min(E, M), …] of x's dtype: a bound that does not depend on the sizes. Padding, and the rows after the last
-    group, are zeros, written by the same launch.
+    Array [M + (align - 1) * min(E, M), …] of x's dtype: a bound that does not depend on the sizes. Of a `Scaled` one of so many rows.
+    Padding, and the rows after the last group, are zeros, their scales too, written by the same launch.
 
     Raises
     ------
@@ -52,33 +55,35 @@ def pad_groups(x: Array, splits: Any, align: int, *, out: Array | None = None, c
     >>> import numpy as np, cupy_fp8 as fp8
     >>> fp8.pad_groups(np.array([[1], [2], [3]], np.float32), [1, 0, 2], 2).ravel().tolist()
     [1.0, 0.0, 2.0, 3.0, 0.0, 0.0]
+    >>> q = fp8.quantize_mx(np.ones((3, 64), np.float32))
+    >>> padded = fp8.pad_groups(q.rowwise, [1, 0, 2], 2)
+    >>> padded.shape, padded.scale_inv.view(np.uint8)[:, 0].tolist()
+    ((6, 64), [119, 0, 119, 119, 0, 0])
     """
     align = _align(align)
-    a, xp, at = _rows(x, "x")
-    groups = read(splits, a, xp, check)
+    rows, xp = _rows(x, "x")
+    groups = read(splits, rows.array, xp, check)
     if groups.host is not None:
-        _check_sizes(groups.host, len(a), "x")
-    shape = padded_rows(len(a), len(groups.array), align), *a.shape[1:]
-    result = _result(a, shape, out)
-    result_at = checks.destination(result, shape, a.dtype, a, xp, at)
-    groups.check_separate(result_at, result.nbytes)
+        _check_sizes(groups.host, rows.number, "x")
+    result = _result(rows, xp, padded_rows(rows.number, len(groups.array), align), groups, NO_GROUPS, out)
     if executor_of(xp) == "reference":
-        return _store(result, reference.pad_groups(a, groups.host, align))
-    _launch(a, at, result, result_at, groups, NO_GROUPS, 1, align)
-    return result
+        return result.store(reference.pad_groups(rows.given, groups.host, align))
+    return _launch(rows, result, groups, NO_GROUPS, 1, align)
 
 
-def unpad_groups(y: Array, splits: Any, align: int, *, rows: int | None = None, out: Array | None = None, check: bool = False) -> Array:
+def unpad_groups(y: Array | Scaled, splits: Any, align: int, *, rows: int | None = None, out: Array | Scaled | None = None,
+                 check: bool = False) -> Any:
     """The inverse of `pad_groups`: the rows of each group one after the other, without the padding, which is not read.
 
         group g goes from row sum(round_up(splits[:g], align)) to row sum(splits[:g])
 
-    y : array [Y, …], as `pad_groups` gives it: dtypes as there
+    y : array [Y, …] or `Scaled`, as `pad_groups` gives it: dtypes and scales as there
     splits, align : those of `pad_groups`: rows of each group without the padding, and what they were padded to
     rows : of the result, the caller's bound of sum(splits) (which only the device knows). None: those of `out`, else all Y
     out, check : as for `pad_groups`
-    Returns an array [rows, …] of y's dtype; rows after the last group are zeros. Errors and source as for `pad_groups`; wrong sizes are
-    those whose padded groups are more than y's rows, or that are more than `rows`: what is past either end is zeros or left out.
+    Returns an array [rows, …] of y's dtype, or a `Scaled` of so many rows; rows after the last group are zeros. Errors and source as for
+    `pad_groups`; wrong sizes are those whose padded groups are more than y's rows, or that are more than `rows`: what is past either end
+    is zeros or left out.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> y = fp8.pad_groups(np.array([[1], [2], [3]], np.float32), [1, 0, 2], 2)
@@ -86,39 +91,35 @@ def unpad_groups(y: Array, splits: Any, align: int, *, rows: int | None = None, 
     [1.0, 2.0, 3.0]
     """
     align = _align(align)
-    a, xp, at = _rows(y, "y")
+    source, xp = _rows(y, "y")
     if rows is None:
-        rows = len(a) if out is None else _rows_of(out)
+        rows = source.number if out is None else _rows_of(out)
     elif (rows := _integer(rows, "rows")) < 0:
         raise ValueError(f"rows: expected 0 or more, got {rows}")
-    groups = read(splits, a, xp, check)
+    groups = read(splits, source.array, xp, check)
     if groups.host is not None:
-        _check_padded_sizes(groups.host, align, len(a), rows)
-    shape = rows, *a.shape[1:]
-    result = _result(a, shape, out)
-    result_at = checks.destination(result, shape, a.dtype, a, xp, at)
-    groups.check_separate(result_at, result.nbytes)
+        _check_padded_sizes(groups.host, align, source.number, rows)
+    result = _result(source, xp, rows, groups, NO_GROUPS, out)
     if executor_of(xp) == "reference":
-        return _store(result, reference.unpad_groups(a, groups.host, align, rows=rows))
-    _launch(a, at, result, result_at, groups, NO_GROUPS, align, 1, exact=False)
-    return result
+        return result.store(reference.unpad_groups(source.given, groups.host, align, rows=rows))
+    return _launch(source, result, groups, NO_GROUPS, align, 1, exact=False)
 
 
-def sort_chunks(x: Array, splits: Any, order: Any, *, out: Array | None = None, check: bool = False) -> Array:
+def sort_chunks(x: Array | Scaled, splits: Any, order: Any, *, out: Array | Scaled | None = None, check: bool = False) -> Any:
     """Chunks of consecutive rows in another order.
 
         result = concatenate([chunk[order[0]], chunk[order[1]], …])        chunk: x split into splits[0], splits[1], … rows
 
     Parameters
     ----------
-    x : array [M, …] of any dtype of 1, 2, 4 or 8 bytes, FP8 included
+    x : array [M, …] of any dtype of 1, 2, 4 or 8 bytes, FP8 included, or a `Scaled` of M rows as for `pad_groups`
     splits : rows of each of E consecutive chunks: an int32 or int64 array [E] of x's kind, or a list
     order : a permutation of 0 … E - 1, the chunks as they are wanted: an int32 or int64 array [E] of x's kind, or a list. The inverse
         is ``sort_chunks(result, splits[order], argsort(order))``
     out : result of an earlier call, written and returned; needed while a CUDA graph is captured
     check : wait for the device and raise ValueError if sizes or order there are wrong. (NumPy arrays and lists are always looked at)
 
-    Returns an array of x's shape and dtype.
+    Returns an array of x's shape and dtype, or a `Scaled` like x.
 
     Raises
     ------
@@ -131,35 +132,73 @@ def sort_chunks(x: Array, splits: Any, order: Any, *, out: Array | None = None, 
     >>> fp8.sort_chunks(np.array([1, 2, 3, 4]), [1, 2, 1], [2, 0, 1]).tolist()
     [4, 1, 2, 3]
     """
-    a, xp, at = _rows(x, "x")
-    groups = read(splits, a, xp, check)
-    places = read(order, a, xp, check, "order")
+    rows, xp = _rows(x, "x")
+    groups = read(splits, rows.array, xp, check)
+    places = read(order, rows.array, xp, check, "order")
     if places.number != groups.number:
         raise ValueError(f"order: expected {groups.number} indices, one for each of splits, got {places.number}")
     if groups.host is not None:
-        _check_sizes(groups.host, len(a), "x")
+        _check_sizes(groups.host, rows.number, "x")
     if places.host is not None:
         _check_order(places.host)
-    result = _result(a, a.shape, out)
-    result_at = checks.destination(result, a.shape, a.dtype, a, xp, at)
-    groups.check_separate(result_at, result.nbytes)
-    checks.separate(result_at, result.nbytes, places.at, places.nbytes, "out", "order")
+    result = _result(rows, xp, rows.number, groups, places, out)
     if executor_of(xp) == "reference":
-        return _store(result, reference.sort_chunks(a, groups.host, places.host))
-    _launch(a, at, result, result_at, groups, places, 1, 1)
-    return result
+        return result.store(reference.sort_chunks(rows.given, groups.host, places.host))
+    return _launch(rows, result, groups, places, 1, 1)
 
 
 # ---- validation ----
-def _rows(x: Any, name: str) -> tuple[Array, Any, int]:
-    """(x ready for a kernel, its module, its address)."""
+class _Rows(NamedTuple):
+    """What moves: rows of an array, or of a Scaled's data and scales."""
+
+    given: Any                      # the array, or a Scaled of these arrays
+    array: Array                    # ready for a kernel, as are the scales
+    at: int
+    scales: Array | None = None     # a row for each of the array's
+    scale: Array | None = None      # one for all rows
+    scales_at: int = 0              # of either
+
+    @property
+    def number(self) -> int:
+        return len(self.array)
+
+
+def _rows(x: Any, name: str) -> tuple[_Rows, Any]:
+    """(what moves, its module)."""
+    if isinstance(x, Scaled):
+        return _scaled_rows(x, name)
     if not isinstance(x, np.ndarray):
         backend.module_of(x, name)
     if x.dtype.hasobject or x.dtype.itemsize not in (1, 2, 4, 8):
         raise TypeError(f"{name}: expected a dtype of 1, 2, 4 or 8 bytes, got {x.dtype}")
     if x.ndim == 0:
         raise ValueError(f"{name}: expected rows, an array of one or more dimensions, got shape ()")
-    return checks.source(x, (x.dtype,), name)
+    a, xp, at = checks.source(x, (x.dtype,), name)
+    return _Rows(a, a, at), xp
+
+
+def _scaled_rows(q: Scaled, name: str) -> tuple[_Rows, Any]:
+    if q.transposed:
+        raise ValueError(f"{name}: expected data stored as they are, whose rows can move, got {q!r}")
+    if q.block is not None and q.block[0] != 1:
+        raise ValueError(f"{name}: expected row-wise data: one scale for the tensor, or for blocks 1×n of its rows; got {q!r}")
+    if q.block is not None and q.scale_layout != "compact":
+        raise ValueError(f"{name}: expected compact scales, a row for each row of the data, got {q.scale_layout} ones: use "
+                         f"{name}.to_layout('compact')")
+    data, xp, at = checks.source(q.data, (q.dtype,), f"{name}.data")
+    if data.ndim == 0 or data.shape != q.shape:
+        raise ValueError(f"{name}.data: expected rows of the logical shape {q.shape}, got {data.shape}")
+    scales = q.scale_inv
+    if q.block is None:
+        scales_at = checks.one_f32(scales, data, xp, f"{name}.scale_inv")
+        return _Rows(Scaled(data, scales, q.shape), data, at, None, scales, scales_at), xp
+    if not isinstance(scales, xp.ndarray):
+        backend.require_module(scales, xp, f"{name}.scale_inv")
+    check_block_scales(q, name)
+    if xp is not np:
+        checks.same_device(scales, data, f"{name}.scale_inv")
+    scales, _, scales_at = checks.source(scales, (scales.dtype,), f"{name}.scale_inv")
+    return _Rows(Scaled(data, scales, q.shape, False, q.block, q.scale_layout), data, at, scales, None, scales_at), xp
 
 
 def _integer(value: Any, name: str) -> int:
@@ -209,21 +248,61 @@ def _check_order(order: np.ndarray) -> None:
                          f"{', for a second time' if 0 <= given[wrong] < len(given) else ''}")
 
 
-def _result(a: Array, shape: tuple[int, ...], out: Array | None) -> Array:
-    if out is not None:
-        return out
-    checks.may_allocate(a)
-    return empty_beside(a, shape, a.dtype)
+class _Result(NamedTuple):
+    """Where they go."""
+
+    given: Any                      # the array, or a Scaled of these
+    array: Array
+    at: int
+    scale_inv: Array | None = None
+    scale_inv_at: int = 0
+
+    def store(self, by_reference: Any) -> Any:
+        fresh = by_reference if isinstance(by_reference, Scaled) else (by_reference,)
+        for mine, theirs in zip((self.array, self.scale_inv), fresh, strict=False):
+            bits(mine)[...] = bits(theirs)
+        return self.given
 
 
-def _store(result: Array, by_reference: np.ndarray) -> Array:
-    bits(result)[...] = bits(by_reference)
-    return result
+def _result(rows: _Rows, xp: Any, number: int, groups: Groups, order: Groups, out: Any) -> _Result:
+    """For so many rows: allocated, or `out` once it has been found to fit."""
+    shape = number, *rows.array.shape[1:]
+    if isinstance(rows.given, Scaled):
+        return _scaled_result(rows, rows.given, xp, shape, groups, order, out)
+    if out is None:
+        checks.may_allocate(rows.array)
+        out = empty_beside(rows.array, shape, rows.array.dtype)
+    at = checks.destination(out, shape, rows.array.dtype, rows.array, xp, rows.at)
+    groups.check_separate(at, out.nbytes)
+    checks.separate(at, out.nbytes, order.at, order.nbytes, "out", "order")
+    return _Result(out, out, at)
+
+
+def _scaled_result(rows: _Rows, q: Scaled, xp: Any, shape: tuple[int, ...], groups: Groups, order: Groups, out: Any) -> _Result:
+    a = rows.array
+    scale_shape = q.scale_inv.shape if rows.scales is None else (shape[0], *rows.scales.shape[1:])
+    if out is None:
+        checks.may_allocate(a)
+        scale_inv = empty_beside(a, scale_shape, q.scale_inv.dtype)
+        out = Scaled(empty_beside(a, shape, a.dtype), scale_inv, shape, False, q.block, q.scale_layout)
+    elif not isinstance(out, Scaled):
+        raise TypeError(f"out: expected a Scaled (an earlier result), got {type(out).__name__}")
+    elif (out.shape, out.transposed, out.block, out.scale_layout) != (shape, False, q.block, q.scale_layout):
+        raise ValueError(f"out: expected rows of shape {shape} quantised as {q!r} is, got {out!r}")
+    data_at = checks.destination(out.data, shape, a.dtype, a, xp, rows.at, "out.data")
+    scale_at = checks.destination(out.scale_inv, scale_shape, q.scale_inv.dtype, a, xp, rows.at, "out.scale_inv")
+    read = ((rows.scales_at, q.scale_inv.nbytes, "scale_inv of the input"), (groups.at, groups.nbytes, "splits"),
+            (order.at, order.nbytes, "order"))
+    for at, nbytes, name in ((data_at, out.data.nbytes, "out.data"), (scale_at, out.scale_inv.nbytes, "out.scale_inv")):
+        for other_at, other_nbytes, other in read:
+            checks.separate(at, nbytes, other_at, other_nbytes, name, other)
+    checks.separate(data_at, out.data.nbytes, scale_at, out.scale_inv.nbytes, "out.data", "out.scale_inv")
+    return _Result(out, out.data, data_at, out.scale_inv, scale_at)
 
 
 # ---- launches ----
 class _Plan(NamedTuple):
-    """What follows from the shapes: members of GroupsParams, and the number of blocks."""
+    """What follows from the shapes: members of a RowArray, and the number of blocks."""
 
     row_bytes: int
     rows_per_block: int
@@ -235,22 +314,34 @@ class _Plan(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def _plan(shape: tuple[int, ...], itemsize: int) -> _Plan:
     """For a result of this shape. One block at least: even an empty array's sizes are looked at."""
-    row_bytes = itemsize
-    for extent in shape[1:]:
-        row_bytes *= extent
+    row_bytes = itemsize * prod(shape[1:])
     across = max(1, cdiv(row_bytes, _BYTES))
     segment = row_bytes if across == 1 else round_up(cdiv(row_bytes, across), 16)
     rows = max(1, min(_ROWS, _BYTES // max(1, row_bytes)))
     return _Plan(row_bytes, rows, across, segment, checks.grid_size(cdiv(shape[0], rows) * across, shape))
 
 
-def _launch(a: Array, at: int, result: Array, result_at: int, groups: Groups, order: Groups, align_from: int, align_to: int,
-            exact: bool = True) -> None:
-    plan = _plan(result.shape, a.dtype.itemsize)
-    low_bits = at | result_at | plan.row_bytes
-    step = 16 if low_bits % 16 == 0 else 4 if low_bits % 4 == 0 else 1
-    _variant().launch(a, plan.grid, at, result_at, groups.at, groups.number, error_word(a), groups.wide, order.at, len(a), len(result),
-                      plan.row_bytes, align_from, align_to, order.wide, plan.rows_per_block, plan.across, plan.segment, step, int(exact))
+_NOTHING: tuple[int, ...] = (0, 0, 0, 1, 1, 0, 1)
+
+
+def _row_array(at: int, result: Array, result_at: int) -> tuple[tuple[int, ...], int]:
+    """(members of a RowArray, blocks)."""
+    *plan, grid = _plan(result.shape, result.dtype.itemsize)
+    low_bits = at | result_at | plan[0]
+    return (at, result_at, *plan, 16 if low_bits % 16 == 0 else 4 if low_bits % 4 == 0 else 1), grid
+
+
+def _launch(rows: _Rows, result: _Result, groups: Groups, order: Groups, align_from: int, align_to: int, exact: bool = True) -> Any:
+    a = rows.array
+    data, data_blocks = _row_array(rows.at, result.array, result.at)
+    scales, scale_blocks, scale = _NOTHING, 0, (0, 0)
+    if rows.scales is not None:
+        scales, scale_blocks = _row_array(rows.scales_at, result.scale_inv, result.scale_inv_at)
+    elif rows.scale is not None:
+        scale = rows.scales_at, result.scale_inv_at
+    _variant().launch(a, checks.grid_size(data_blocks + scale_blocks, a.shape), *data, *scales, groups.at, groups.number, error_word(a),
+                      groups.wide, order.at, len(a), len(result.array), align_from, align_to, *scale, order.wide, int(exact), data_blocks)
+    return result.given
 
 
 @functools.cache

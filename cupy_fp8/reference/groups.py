@@ -8,18 +8,31 @@ import numpy as np
 
 from ..arrays import bits, zeros
 from ..layouts import padded_rows
+from ..results import Scaled
 
 
-def pad_groups(x: np.ndarray, splits: Any, align: int) -> np.ndarray:
-    return _move(x, padded_rows(len(x), len(splits), align), splits, 1, align)
+def pad_groups(x: Any, splits: Any, align: int) -> Any:
+    return _move_all(x, padded_rows(_rows(x), len(splits), align), splits, 1, align)
 
 
-def unpad_groups(y: np.ndarray, splits: Any, align: int, *, rows: int | None = None) -> np.ndarray:
-    return _move(y, len(y) if rows is None else rows, splits, align, 1)
+def unpad_groups(y: Any, splits: Any, align: int, *, rows: int | None = None) -> Any:
+    return _move_all(y, _rows(y) if rows is None else rows, splits, align, 1)
 
 
-def sort_chunks(x: np.ndarray, splits: Any, order: Any) -> np.ndarray:
-    return _move(x, len(x), splits, 1, 1, np.asarray(order, np.int64))
+def sort_chunks(x: Any, splits: Any, order: Any) -> Any:
+    return _move_all(x, _rows(x), splits, 1, 1, np.asarray(order, np.int64))
+
+
+def _rows(x: Any) -> int:
+    return int(x.shape[0])
+
+
+def _move_all(x: Any, rows: int, *how: Any) -> Any:
+    """Of a Scaled the rows of data, and those of scales that each row has of its own."""
+    if not isinstance(x, Scaled):
+        return _move(x, rows, *how)
+    scale_inv = x.scale_inv.copy() if x.block is None else _move(x.scale_inv, rows, *how)
+    return Scaled(_move(x.data, rows, *how), scale_inv, (rows, *x.shape[1:]), False, x.block, x.scale_layout)
 
 
 def _move(x: np.ndarray, rows: int, splits: Any, align_from: int, align_to: int, order: np.ndarray | None = None) -> np.ndarray:
