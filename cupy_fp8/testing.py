@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from .arrays import Array, asarray, asnumpy, bits
 from .formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e8m0fnu
 from .layouts import scale_shape
 from .results import Quantized, Scaled, swap_last
+from .routing import Routing
 
 EXECUTORS = ("reference", "host", "cuda")
 
@@ -101,6 +103,8 @@ def _map_arrays(a: Any, move: Any) -> Any:
         def again(s: Scaled | None) -> Scaled | None:
             return s and Scaled(moved[id(s.data)], moved[id(s.scale_inv)], s.shape, s.transposed, s.block, s.scale_layout)
         return Quantized(again(a.rowwise), again(a.columnwise), None if a.dbias is None else move(a.dbias))
+    if isinstance(a, Routing):
+        return dataclasses.replace(a, **{name: move(v) for name, v in a._arrays().items()})
     return move(a) if hasattr(a, "dtype") and hasattr(a, "ndim") and not np.isscalar(a) else a
 
 

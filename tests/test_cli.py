@@ -170,7 +170,7 @@ def one_bit_off(op: cases.Op) -> cases.Op:
     """The op with the lowest bit of the last element of every nonempty result turned over."""
     def function(*args, **kwargs):
         result = op.function(*args, **kwargs)
-        for a in result if isinstance(result, tuple) else cases.outputs(result, {}).values():
+        for a in result if op.updates else cases.outputs(result, {}).values():
             if a.size:
                 bits(a).reshape(-1)[-1] ^= 1
         return result

@@ -143,7 +143,7 @@ def test_the_words_of_the_cpu_and_of_nobody(unchecked):
 
 
 def test_bits_are_the_kernels():
-    declared = re.search(r"constexpr u32 (k.*?);", (sources.root() / "include" / "errors.cuh").read_text())
+    declared = re.search(r"constexpr u32 (k.*?);", (sources.root() / "include" / "errors.cuh").read_text(), re.DOTALL)
     assert declared
     kernels = {name: int(bit) for name, bit in re.findall(r"k(\w+) = 1u << (\d+)", declared[1])}
     assert {fact.name.replace("_", ""): fact.value for fact in errors.Fact if fact.name} == {

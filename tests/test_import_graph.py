@@ -16,7 +16,7 @@ LAYERS = (
     {"backend", "formats", "hostexec"},
     {"arrays", "layouts"},
     {"dlpack", "results"},
-    {"recipes", "grouped"},
+    {"recipes", "grouped", "routing"},
     {"reference", "runtime"},
     {"ops"},
     {"gemm", "state", "cache"},

@@ -13,6 +13,7 @@ from ..arrays import bits
 from ..formats import FORMATS
 from ..grouped import Grouped
 from ..results import Quantized, Scaled
+from ..routing import Routing
 
 # Every tile's tail, primes, empty, more than two dimensions; all small enough for a CPU under sanitizers.
 SHAPES = ((), (1,), (7,), (0,), (1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (3, 37), (16, 8), (64, 64), (128, 128), (127, 129), (130, 257),
@@ -108,8 +109,15 @@ def outputs(result: Any, kwargs: dict[str, Any], updated: tuple[str, ...] = ()) 
     elif isinstance(result, Scaled):
         found["data"], found["scale_inv"] = result
     elif isinstance(result, Grouped):
-        parts = {name: getattr(result, name) for name in ("rowwise", "columnwise", "scale_inv", "offsets")}
+        parts = {name: getattr(result, name) for name in ("rowwise", "columnwise", "scale_inv", "columnwise_scale_inv", "offsets")}
         found.update((name, a) for name, a in parts.items() if a is not None)
+    elif isinstance(result, Routing):
+        found.update(result._arrays())
+    elif isinstance(result, tuple):
+        for i, part in enumerate(result):
+            if part is None:
+                continue
+            found.update({f"[{i}].{name}": a for name, a in outputs(part, {}).items()})
     elif isinstance(result, list):
         for i, a in enumerate(result):
             found.update({f"outputs[{i}].{name}": part for name, part in outputs(a, {}).items()} if isinstance(a, Quantized)

@@ -20,6 +20,8 @@ class Fact(enum.IntFlag):
     SCALE_NOT_POWER_OF_TWO = 1 << 2
     OFFSET_OVERFLOW = 1 << 3
     ORDER = 1 << 4
+    ROUTE_EXPERT = 1 << 5
+    ROUTE_BOUND = 1 << 6
 
 
 MESSAGES = {
@@ -28,6 +30,8 @@ MESSAGES = {
     Fact.SCALE_NOT_POWER_OF_TWO: "scale_inv: a scale that is not a power of two, or is none that E8M0 holds; what depends on it became NaN",
     Fact.OFFSET_OVERFLOW: "splits: offsets that their dtype does not hold; they became its largest value",
     Fact.ORDER: "order: not a permutation of the groups; an index of no group was an empty chunk, a chunk named twice was copied twice",
+    Fact.ROUTE_EXPERT: "assignment: an expert that does not exist; it counted as dropped",
+    Fact.ROUTE_BOUND: "assignment: more routes than topk or rows have room for; those past the end go nowhere",
 }
 
 _ON_HOST = -1                                # the word of kernels that run on the CPU

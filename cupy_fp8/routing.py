@@ -1,0 +1,101 @@
+"""Where an expert layer's tokens go: what `route` returns and `permute` and its relatives read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from . import backend
+from .arrays import Array, is_contiguous
+
+#: What kernels keep of a token, or of all experts, in shared memory.
+MOST_EXPERTS = 1024
+
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """Copies of T tokens in rows sorted by expert, each expert's rows followed by unused ones up to a multiple of `align`.
+
+    row_map         int32 [T, topk]: the row that a token's slot goes to; -1: nowhere
+    splits          int32 [E]: rows of each expert
+    aligned_splits  int32 [E]: with the unused rows
+    offsets         int64 [E + 1]: the row at which each expert begins, and the last one ends; unused rows counted
+    sources         int32 [rows]: the inverse of row_map: token * topk + slot; -1: an unused row
+    rows            the bound of rows that permuted tokens are allocated for. What follows offsets[E] is unused
+    align           1, 2, 4, … 128
+    experts         int32 [T, topk]: of a mask, the expert of each slot, -1: none. None where the assignment itself says it
+
+    All but `rows` and `align` are on the device; nothing waits for it.
+    """
+
+    row_map: Array
+    splits: Array
+    aligned_splits: Array
+    offsets: Array
+    sources: Array
+    rows: int
+    align: int
+    experts: Array | None = None
+
+    def __post_init__(self) -> None:
+        xp = backend.module_of(self.row_map, "row_map")
+        if self.row_map.ndim != 2:
+            raise ValueError(f"row_map: expected shape [T, topk], got {self.row_map.shape}")
+        number = self.num_experts
+        if max(number, self.topk) > MOST_EXPERTS:
+            raise ValueError(f"Routing: expected at most {MOST_EXPERTS} experts, and slots of a token; got {number} and {self.topk}")
+        parts: dict[str, tuple[Any, tuple[int, ...], np.dtype[Any]]] = {
+            "row_map": (self.row_map, self.row_map.shape, _INT32), "splits": (self.splits, (number,), _INT32),
+            "aligned_splits": (self.aligned_splits, (number,), _INT32), "offsets": (self.offsets, (number + 1,), _INT64),
+            "sources": (self.sources, (self.rows,), _INT32)}
+        if self.experts is not None:
+            parts["experts"] = self.experts, self.row_map.shape, _INT32
+        for name, (a, shape, dtype) in parts.items():
+            backend.require_module(a, xp, name)
+            if a.dtype != dtype or a.shape != shape or not is_contiguous(a):
+                raise ValueError(f"{name}: expected a C-contiguous {dtype} array of shape {shape}, got {a.dtype} of shape {a.shape}")
+
+    @property
+    def tokens(self) -> int:
+        return int(self.row_map.shape[0])
+
+    @property
+    def topk(self) -> int:
+        """Slots of a token."""
+        return int(self.row_map.shape[1])
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.splits.shape[0])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(int(a.nbytes) for a in self._arrays().values())
+
+    def _arrays(self) -> dict[str, Array]:
+        """The arrays that there are, by name."""
+        names = ("row_map", "splits", "aligned_splits", "offsets", "sources", "experts")
+        return {name: a for name in names if (a := getattr(self, name)) is not None}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles take along: not what ops remember about this object's memory."""
+        return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
+
+    def _facts(self) -> dict[str, str]:
+        return {"tokens": f"{self.tokens:,}", "slots": str(self.topk), "experts": str(self.num_experts), "rows": f"{self.rows:,}",
+                "align": str(self.align), "from": "indices" if self.experts is None else "mask", "kind": backend.kind_of(self.row_map)}
+
+    def __repr__(self) -> str:
+        f = self._facts()
+        return (f"Routing({f['tokens']} tokens x {f['slots']} slots -> {f['rows']} rows of {f['experts']} experts, "
+                f"aligned to {f['align']}, {f['kind']})")
+
+    def _repr_html_(self) -> str:
+        facts = self._facts()
+        head = "".join(f"<th>{escape(key)}</th>" for key in facts)
+        return f"<table><tr>{head}</tr><tr>{''.join(f'<td>{escape(value)}</td>' for value in facts.values())}</tr></table>"
