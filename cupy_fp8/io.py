@@ -11,7 +11,7 @@ entry `__cupy_fp8__` is a JSON string that says what the entries are::
     <value>:  null, true, 3, 0.5, "text"       itself
               {"array": "<entry>"}             an array; two values that name one entry share the array, as they did when saved
               {"tuple": [<value>, …]}
-              {"result": "Scaled" | "Quantized" | "Grouped", "fields": {"<field>": <value>, …}}    absent fields take their default
+              {"result": "Scaled" | "Quantized" | …, "fields": {"<field>": <value>, …}}    absent fields take their default
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from .arrays import Array, asarray, asnumpy, bits
 from .formats import FORMATS, float32
 from .grouped import Grouped, check_arrays
 from .results import Quantized, Scaled, check_block_scales, swap_last
+from .routing import Routing
 
 VERSION = 1
 MANIFEST = "__cupy_fp8__"
 SAFETENSORS_HINT = "reading .safetensors needs the safetensors package: pip install 'cupy_fp8[io]' (or: pip install safetensors)"
 
-_RESULTS: dict[str, Any] = {cls.__name__: cls for cls in (Scaled, Quantized, Grouped)}
+_RESULTS: dict[str, Any] = {cls.__name__: cls for cls in (Scaled, Quantized, Grouped, Routing)}
 #: Dtypes that NumPy's file format does not know, by name.
 _EXTENSION_DTYPES = {dtype.name: dtype for dtype in FORMATS if dtype.type.__module__ != "numpy"}
 _MATRIX_DTYPES: dict[str, np.dtype[Any]] = {
@@ -49,8 +50,8 @@ def save(path: _PathLike, **arrays: Any) -> None:
     """Write arrays and quantised results to one .npz file, keeping dtypes, scales and metadata.
 
     path : where to write (exactly this name; an existing file is replaced only once the new one is complete).
-    arrays : by name: NumPy or CuPy arrays of any dtype without Python objects, `Scaled`, `Quantized` and `Grouped`. CuPy arrays are
-        copied to the host one at a time. An array that occurs twice (a scale_inv that both directions share) is stored once.
+    arrays : by name: NumPy or CuPy arrays of any dtype without Python objects, `Scaled`, `Quantized`, `Grouped` and `Routing`. CuPy arrays
+        are copied to the host one at a time. An array that occurs twice (a scale_inv that both directions share) is stored once.
     Raises TypeError for anything else, ValueError for names that collide; nothing is written then. Format: see `cupy_fp8.io`.
 
     >>> import os, tempfile, numpy as np, cupy_fp8 as fp8

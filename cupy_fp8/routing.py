@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 import numpy as np
 
 from . import backend
 from .arrays import Array, is_contiguous
+from .results import facts_table
 
 #: What kernels keep of a token, or of all experts, in shared memory.
 MOST_EXPERTS = 1024
@@ -96,6 +96,4 @@ class Routing:
                 f"aligned to {f['align']}, {f['kind']})")
 
     def _repr_html_(self) -> str:
-        facts = self._facts()
-        head = "".join(f"<th>{escape(key)}</th>" for key in facts)
-        return f"<table><tr>{head}</tr><tr>{''.join(f'<td>{escape(value)}</td>' for value in facts.values())}</tr></table>"
+        return facts_table([self._facts()])

@@ -398,3 +398,14 @@ def test_many_tokens(tokens, topk, number):
     host = indices(tokens, topk, number)
     r = fp8.route(backend.cupy().asarray(host), num_experts=number, align=16)
     assert_holds(r, reference.route(host, num_experts=number, align=16)._arrays())
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_saved_and_loaded(mask, tmp_path):
+    assignment = np.array([[1, 0], [1, -1], [0, 2]])
+    routing = fp8.route(np.arange(3) == assignment[:, :1], topk=2) if mask else fp8.route(assignment, num_experts=3, align=16)
+    fp8.save(tmp_path / "routing.npz", routing=routing)
+    loaded = fp8.load(tmp_path / "routing.npz")["routing"]
+    assert (loaded.rows, loaded.align, (loaded.experts is not None)) == (routing.rows, routing.align, mask)
+    for name, a in routing._arrays().items():
+        testing.assert_bytes_equal(getattr(loaded, name), a)

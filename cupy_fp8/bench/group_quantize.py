@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from ..formats import bfloat16
 from ..ops.cast import quantize_tensor
 from ..ops.convert import astype
 from ..ops.group_quantize import group_quantize
-from ..recipes import CurrentScaling, DelayedScaling
+from ..recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from ..testing import assert_bytes_equal
 from .specs import Spec
 
@@ -62,4 +63,35 @@ def _all() -> Iterator[Spec]:
                        _quantize((rows, columns), 64, "even", both, current=True))
 
 
-SPECS: tuple[Spec, ...] = tuple(_all())
+def _in_blocks(shape: tuple[int, int], groups: int, division: str, recipe: Any, columnwise: bool) -> Any:
+    def make() -> Any:
+        cp = backend.cupy()
+        host = sizes(shape[0], groups, division)
+        x = _normal(shape)
+        out = group_quantize(x, cp.asarray(host), recipe, columnwise=columnwise)
+
+        def check() -> None:
+            starts = np.cumsum(host) - host
+            for g in np.linspace(0, groups - 1, _CHECKED).astype(int):
+                want = recipe.quantize(bits(x)[starts[g] : starts[g] + host[g]].view(bfloat16), columnwise=columnwise)
+                for mine, theirs in ((out[g].rowwise, want.rowwise), (out[g].columnwise, want.columnwise)):
+                    if mine is not None and theirs is not None:
+                        assert_bytes_equal(mine.data, theirs.data)
+                        assert_bytes_equal(mine.scale_inv, theirs.scale_inv)
+
+        return (lambda: group_quantize(x, out.splits, recipe, columnwise=columnwise, out=out)), check
+
+    return make
+
+
+def _all_in_blocks() -> Iterator[Spec]:
+    recipes = (("1×128", BlockScaling(), 4 / 128), ("MX", MXScaling(scale_layout="swizzled"), 1 / 32))
+    for rows, columns in ((64 * 2048, 5120), (64 * 4096, 7168)):
+        for (label, recipe, scales), both in product(recipes, (True, False)):
+            directions = 1 + both
+            yield Spec("group_quantize", f"bf16→e4m3 {label} {'both' if both else 'row'}, ragged, 64 groups", (rows, columns),
+                       int(rows * columns * (2 + directions * (1 + scales))),
+                       _in_blocks((rows, columns), 64, "ragged", recipe, both))
+
+
+SPECS: tuple[Spec, ...] = (*_all(), *_all_in_blocks())
