@@ -27,10 +27,14 @@ from .ops.layouts import swizzle_scales, unswizzle_scales
 from .ops.multi import multi_cast_transpose, multi_quantize
 from .ops.mx import quantize_mx
 from .ops.offsets import splits_to_offsets
+from .ops.permute import permute, permute_backward, unpermute, unpermute_backward
+from .ops.route import route
 from .ops.scale import compute_scale, update_delayed_scaling
 from .ops.scale_layouts import convert_scales
+from .ops.swiglu import swiglu_backward_quantize, swiglu_quantize
 from .recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from .results import Quantized, Scaled
+from .routing import Routing
 from .runtime import device_errors
 from .state import DelayedScalingState
 
@@ -38,12 +42,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockScaling", "CurrentScaling", "DelayedScaling", "DelayedScalingState", "DeviceError", "Grouped", "MXScaling", "Quantized",
-    "Scaled", "WeightCache",
+    "Routing", "Scaled", "WeightCache",
     "asarray", "asnumpy", "astype", "bytes_equal", "cast_transpose", "compute_amax", "compute_scale", "concatenate", "convert_scales",
     "dequantize", "device_errors", "empty", "empty_like", "from_dlpack", "full", "group_quantize", "load", "multi_cast_transpose",
     "multi_quantize",
-    "pad_groups", "quantize_block", "quantize_mx", "quantize_tensor", "save", "scaling_aware_transpose", "sort_chunks",
-    "splits_to_offsets", "swizzle_scales", "to_dlpack", "transpose", "unpad_groups", "unswizzle_scales", "update_delayed_scaling",
+    "pad_groups", "permute", "permute_backward", "quantize_block", "quantize_mx", "quantize_tensor", "route", "save",
+    "scaling_aware_transpose", "sort_chunks", "splits_to_offsets", "swiglu_backward_quantize",
+    "swiglu_quantize", "swizzle_scales", "to_dlpack", "transpose", "unpad_groups",
+    "unpermute", "unpermute_backward", "unswizzle_scales", "update_delayed_scaling",
     "zeros",
     "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float16", "float32", "finfo",
     "diagnostics", "io", "plot",

@@ -23,10 +23,12 @@ _THREADS = 256
 class ColumnSums:
     """The way from tiles to a bias gradient, and the memory that it takes."""
 
-    def __init__(self, x: Array, dbias: Array, partial: Array | None = None) -> None:
-        """partial: that of an earlier ColumnSums of the same shape, for launches that a graph has captured keep on using it."""
+    def __init__(self, x: Array, dbias: Array, partial: Array | None = None, shape: tuple[int, ...] | None = None) -> None:
+        """partial: that of an earlier ColumnSums of the same shape, for launches that a graph has captured keep on using it. shape: of what
+        is summed, where that is not x."""
         self.dbias_at = checks.address(dbias)
-        self.matrices, (self.rows, self.columns) = math.prod(x.shape[:-2]), x.shape[-2:]
+        shape = x.shape if shape is None else shape
+        self.matrices, self.rows, self.columns = math.prod(shape[:-2]), shape[-2], shape[-1]
         lines, total = cdiv(self.rows, tiles.SMALL.rows), 0
         while lines > 1:
             total += lines

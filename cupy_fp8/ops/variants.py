@@ -19,8 +19,11 @@ from . import (
     multi,
     mx,
     offsets,
+    permute,
+    route,
     scale,
     scale_layouts,
+    swiglu,
 )
 
 
@@ -44,5 +47,6 @@ def all_variants() -> tuple[Program, ...]:
     launched = [*amax.variants(), *cast.variants(), *current.variants(), *dbias.variants(), *convert.variants(),
                 *dequantize.variants(), *scale.variants(), *layouts.variants(), *scale_layouts.variants(), *mx.variants(),
                 *blocks.variants(), *aware.variants(), *offsets.variants(),
-                *groups.variants(), *group_quantize.variants(), *multi.variants()]
+                *groups.variants(), *group_quantize.variants(), *multi.variants(), *swiglu.variants(),
+                *route.variants(), *permute.variants()]
     return (*dict.fromkeys(Program(v.kernel.family, v.kernel.entry, v.defines) for v in launched), Program("delay", "delay", ()))

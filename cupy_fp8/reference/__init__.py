@@ -15,10 +15,15 @@ from .layouts import swizzle_scales, unswizzle_scales
 from .multi import multi_cast_transpose, multi_quantize
 from .mx import quantize_mx
 from .offsets import splits_to_offsets
+from .permute import permute, permute_backward, unpermute, unpermute_backward
+from .route import route
 from .scale import compute_scale, update_delayed_scaling
 from .scale_layouts import convert_scales
+from .swiglu import swiglu_backward_quantize, swiglu_quantize
 
 __all__ = ["astype", "cast_transpose", "compute_amax", "compute_scale", "convert_scales", "dequantize", "group_quantize",
-           "multi_cast_transpose", "multi_quantize", "pad_groups",
-           "quantize_block", "quantize_mx", "quantize_tensor", "sort_chunks", "transpose", "unpad_groups",
-           "scaling_aware_transpose", "splits_to_offsets", "swizzle_scales", "unswizzle_scales", "update_delayed_scaling"]
+           "multi_cast_transpose", "multi_quantize", "pad_groups", "permute", "permute_backward",
+           "quantize_block", "quantize_mx", "quantize_tensor", "route", "sort_chunks", "transpose", "unpad_groups",
+           "unpermute", "unpermute_backward",
+           "scaling_aware_transpose", "splits_to_offsets", "swiglu_backward_quantize",
+           "swiglu_quantize", "swizzle_scales", "unswizzle_scales", "update_delayed_scaling"]

@@ -18,14 +18,15 @@ from .scale_layouts import Block, stored
 
 def quantize_block(x: np.ndarray, *, block: Block = (1, 128), dtype: Any = float8_e4m3fn, rowwise: bool = True, columnwise: bool = False,
                    transposed: bool = True, pow2_scale: bool | None = None, eps: float | None = None, profile: str = "te",
-                   scale_layout: str = "gemm_ready") -> Quantized:
-    """data = narrow(fl(x * factor)), factor and scale_inv from the amax of the block."""
+                   scale_layout: str = "gemm_ready", source: Any = None) -> Quantized:
+    """data = narrow(fl(x * factor)), factor and scale_inv from the amax of the block. source: whose largest value is the largest scale, the
+    dtype of x where None."""
     dtype, v = np.dtype(dtype), numerics.widen(x)
     pow2 = block_pow2(pow2_scale, profile)
 
     def direction(block: Block, transposed: bool) -> Scaled:
         scales = scales_from_amax(block_amax(v, block), np.float32(FORMATS[dtype].max), profile, np.float32(block_eps(eps, profile)), pow2,
-                                  np.float32(FORMATS[x.dtype].max))
+                                  np.float32(FORMATS[source or x.dtype].max))
         factor, scale_inv = (on_elements(s, block, x.shape) for s in scales)
         scaled = numerics.div(v, scale_inv) if profile == "vllm" and not pow2 else numerics.mul(v, factor)
         data = numerics.narrow(scaled, dtype)

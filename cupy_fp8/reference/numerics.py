@@ -61,9 +61,54 @@ def mul(a: np.ndarray, b: Any) -> np.ndarray:
         return np.asarray(np.multiply(a, b, dtype=np.float32))
 
 
-def add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def add(a: Any, b: Any) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
         return np.asarray(np.add(a, b, dtype=np.float32))
+
+
+def sub(a: Any, b: Any) -> np.ndarray:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.asarray(np.subtract(a, b, dtype=np.float32))
+
+
+def fma(a: Any, b: Any, c: Any) -> np.ndarray:
+    """fl(a * b + c), rounded once. The product is exact in f64; the sum, rounded to f64, rounds to f32 as the exact one does unless it
+    has come to lie exactly between two f32, which all have 28 zeros at their ends: there it goes back towards the exact sum."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        product = np.multiply(a, b, dtype=np.float64)
+        total = np.asarray(product + c)
+        tie = (total.view(np.uint64) & np.uint64(0x0FFFFFFF)) == 0
+        if tie.any():
+            x, y, s = (np.broadcast_to(v, total.shape)[tie].astype(np.float64) for v in (product, c, total))
+            part = s - x
+            error = (x - (s - part)) + (y - part)                           # of s, exactly; NaN where s is not finite
+            total[tie] = np.where(error == 0, s, np.nextafter(s, np.where(error > 0, np.inf, np.where(error < 0, -np.inf, s))))
+        return total.astype(np.float32)
+
+
+#: exp: log2 e; ln 2 in two parts; the polynomial's coefficients, that of r^6 first; 1.5 * 2^23, to which added a number is an integer.
+_LOG2_E, _LN2, _LN2_REST = np.array([0x3FB8AA3B, 0x3F317218, 0xB102E308], np.uint32).view(np.float32)
+_EXP_COEFFICIENTS = np.array(
+    [0x3AB511C2, 0x3C091D26, 0x3D2AAC7A, 0x3E2AAA48, 0x3EFFFFFE, 0x3F800000, 0x3F800000], np.uint32).view(np.float32)
+_TO_INTEGER = np.float32(12582912)
+
+
+def exp(x: np.ndarray) -> np.ndarray:
+    """e^x within an ulp, by a fixed sequence of operations (section 9)."""
+    x = np.where(x < -104, np.float32(-104), np.where(x > 89, np.float32(89), x))       # 0 and Inf beyond; NaN stays
+    n = sub(fma(x, _LOG2_E, _TO_INTEGER), _TO_INTEGER)
+    r = fma(n, -_LN2_REST, fma(n, -_LN2, x))
+    p = _EXP_COEFFICIENTS[0]
+    for coefficient in _EXP_COEFFICIENTS[1:]:
+        p = fma(p, r, coefficient)
+    whole = np.where(np.isnan(x), 0, n).astype(np.int32)
+    half = whole >> 1
+    return mul(mul(p, np.ldexp(F32_ONE, half)), np.ldexp(F32_ONE, whole - half))        # two steps: one rounding where it is subnormal
+
+
+def sigmoid(a: np.ndarray) -> np.ndarray:
+    """1 / (1 + exp(-a))."""
+    return div(F32_ONE, add(F32_ONE, exp(-a)))
 
 
 def tree_sum(terms: np.ndarray, axis: int) -> np.ndarray:

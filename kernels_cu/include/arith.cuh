@@ -22,7 +22,8 @@ __device__ __forceinline__ float max_or_nan(float a, float b) { return as_float(
 __device__ __forceinline__ float at_most(float a, float b) { return a != a || a < b ? a : b; }
 __device__ __forceinline__ float at_least(float a, float b) { return a != a || a > b ? a : b; }
 __device__ __forceinline__ u32 raised_magnitude(u32 top, float v) { return as_bits(max_number(as_float(top), __builtin_fabsf(v))); }
-__device__ __forceinline__ bool all_below(const float (&v)[8], float limit) {
+template <int kCount>
+__device__ __forceinline__ bool all_below(const float (&v)[kCount], float limit) {
     for (const float each : v)
         if (!(__builtin_fabsf(each) < limit)) return false;
     return true;
@@ -49,11 +50,12 @@ __device__ __forceinline__ float fma_rn(float a, float b, float c) {
     return r;
 }
 // 1 / d, correctly rounded, 1 <= |d| < 2^126: the instructions of rcp.rn, but for its test of the range. One correction makes every
-// start within an ulp the nearest float, but for 0.5 as the reciprocal of 2^k * (2 - 2^-23) (all of them tried, tests/test_sigmoid.py); that
-// one rcp.approx does not give, or rcp.rn were wrong too.
+// start within an ulp the nearest float, but for 0.5 as the reciprocal of 2^k * (2 - 2^-23) (all of them tried, tests/test_sigmoid.py);
+// that one rcp.approx does not give, or rcp.rn were wrong too.
 __device__ __forceinline__ float reciprocal(float d) {
     float r;
-    asm("{\n\t.reg .f32 e;\n\trcp.approx.ftz.f32 %0, %1;\n\tneg.f32 e, %1;\n\tfma.rn.f32 e, e, %0, 0f3F800000;\n\tfma.rn.f32 %0, e, %0, %0;\n\t}"
+    asm("{\n\t.reg .f32 e;\n\trcp.approx.ftz.f32 %0, %1;\n\tneg.f32 e, %1;\n\t"
+        "fma.rn.f32 e, e, %0, 0f3F800000;\n\tfma.rn.f32 %0, e, %0, %0;\n\t}"
         : "=&f"(r) : "f"(d));
     return r;
 }
@@ -99,16 +101,17 @@ __device__ __forceinline__ u32 raised_magnitude(u32 top, float v) {
     return top;
 }
 // Whether every |v| is below limit (NaN is not), one instruction each.
-__device__ __forceinline__ bool all_below(const float (&v)[8], float limit) {
+__device__ __forceinline__ bool all_below(const float (&v)[4], float limit) {
     u32 all;
     asm("{\n\t.reg .pred q;\n\t.reg .f32 m;\n\t"
-        "abs.f32 m, %1;\n\tsetp.lt.f32 q, m, %9;\n\tabs.f32 m, %2;\n\tsetp.lt.and.f32 q, m, %9, q;\n\t"
-        "abs.f32 m, %3;\n\tsetp.lt.and.f32 q, m, %9, q;\n\tabs.f32 m, %4;\n\tsetp.lt.and.f32 q, m, %9, q;\n\t"
-        "abs.f32 m, %5;\n\tsetp.lt.and.f32 q, m, %9, q;\n\tabs.f32 m, %6;\n\tsetp.lt.and.f32 q, m, %9, q;\n\t"
-        "abs.f32 m, %7;\n\tsetp.lt.and.f32 q, m, %9, q;\n\tabs.f32 m, %8;\n\tsetp.lt.and.f32 q, m, %9, q;\n\t"
+        "abs.f32 m, %1;\n\tsetp.lt.f32 q, m, %5;\n\tabs.f32 m, %2;\n\tsetp.lt.and.f32 q, m, %5, q;\n\t"
+        "abs.f32 m, %3;\n\tsetp.lt.and.f32 q, m, %5, q;\n\tabs.f32 m, %4;\n\tsetp.lt.and.f32 q, m, %5, q;\n\t"
         "selp.u32 %0, 1, 0, q;\n\t}"
-        : "=r"(all) : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]), "f"(limit));
+        : "=r"(all) : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(limit));
     return all;
+}
+__device__ __forceinline__ bool all_below(const float (&v)[8], float limit) {
+    return all_below({v[0], v[1], v[2], v[3]}, limit) & all_below({v[4], v[5], v[6], v[7]}, limit);
 }
 #endif
 

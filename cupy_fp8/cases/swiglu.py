@@ -1,0 +1,146 @@
+"""Cases of SwiGLU with quantisation. A case's shape is that of x, [M, 2 H]; its options `probs` and `bias` say which values these have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from .. import reference
+from ..formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
+from ..ops import swiglu
+from ..recipes import (
+    BLOCK_PROFILES,
+    BLOCK_SCALE_LAYOUTS,
+    MX_MODES,
+    MX_PROFILES,
+    MX_SCALE_LAYOUTS,
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    MXScaling,
+)
+from .base import DIRECTIONS, Case, Op, source, values
+
+_BOTH = DIRECTIONS[2]
+_DELAYED: dict[str, Any] = {"recipe": DelayedScaling(), "scale": 0.37, "amax": 0.0}
+_RECIPES: tuple[dict[str, Any], ...] = (
+    _DELAYED, {"recipe": CurrentScaling(), "amax": 0.0}, {"recipe": BlockScaling()}, {"recipe": MXScaling()})
+_OPTIONS: tuple[dict[str, Any], ...] = (
+    {}, {"probs": "normal"}, {"bias": "normal"}, {"clamp": 0.75}, {"form": "gpt_oss", "clamp": 7.0}, {"interleaved": True},
+    {"form": "gpt_oss", "clamp": 7.0, "interleaved": True, "probs": "edges", "bias": "normal"})
+#: Of x: short rows, one tile and several, with tails of every kind, rows that allow wide accesses and rows that do not; empty.
+_SHAPES = ((1, 2), (1, 6), (5, 2), (0, 8), (5, 0), (0, 0), (3, 74), (16, 16), (128, 256), (130, 514), (144, 272), (129, 264), (1, 1280),
+           (300, 16))
+_ALIGNED = (144, 528)                           # wide accesses, and tails of the tile
+
+
+def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    options = dict(case.options)
+    rows, width = case.shape
+    for name, length, dtype, seed in (("probs", rows, float32, 1), ("bias", width, case.dtype, 2)):
+        if name in options:
+            options[name] = values(options[name], (length,), dtype, seed)
+    if "amax" in options:
+        options["amax"] = np.full(1, options["amax"], np.float32)
+    return (source(case), options.pop("recipe")), options
+
+
+def _backward_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    (x, recipe), options = _inputs(case)
+    half = Case(case.op, case.dtype, (case.shape[0], case.shape[1] // 2), case.values, case.layout)
+    return (source(half, 3), x, recipe), options
+
+
+def _backward(*args: Any, out: Any = None, **options: Any) -> Any:
+    """The pair with probs, without them the gradient of x alone: what the checks compare are arrays."""
+    if "probs" in options:
+        return swiglu.swiglu_backward_quantize(*args, out=out, **options)
+    return swiglu.swiglu_backward_quantize(*args, out=None if out is None else (out, None), **options)[0]
+
+
+def _backward_reference(*args: Any, **options: Any) -> Any:
+    pair = reference.swiglu_backward_quantize(*args, **options)
+    return pair if "probs" in options else pair[0]
+
+
+def _backward_cases() -> Iterator[Case]:
+    def case(dtype: Any, shape: tuple[int, int], kind: str = "bits", layout: str = "contiguous", /, **options: Any) -> Case:
+        return Case("swiglu_backward_quantize", dtype, shape, kind, layout, options)
+
+    weighted = {"probs": "normal"}
+    # First, for whoever takes only a few: every kernel, on a few blocks.
+    for recipe in _RECIPES:
+        yield case(bfloat16, (144, 208), "normal", **recipe, **weighted, **_BOTH)
+    yield case(bfloat16, (130, 30), "normal", recipe=BlockScaling(profile="vllm"), **weighted, **_BOTH)
+    yield case(float32, (40, 264), "normal", recipe=MXScaling(scale_layout="swizzled"), **_OPTIONS[-1], **_BOTH)
+    for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
+        for kind, shape in (("bits", _ALIGNED), ("edges", (67, 202))):
+            for how in (DelayedScaling(to), CurrentScaling(to, 1e-3, True), BlockScaling(dtype=to), BlockScaling(dtype=to, profile="vllm"),
+                        MXScaling(to)):
+                scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
+                yield case(dtype, shape, kind, recipe=how, **scale, **_BOTH)
+    for i, (dtype, options) in enumerate(product(INPUT_DTYPES, _OPTIONS)):          # recipes take turns
+        yield case(dtype, (24, 80), "edges", **_RECIPES[i % 4], **options)
+        yield case(dtype, (37, 54), "normal", **_RECIPES[(i + 1) % 4], **options, **_BOTH)
+        yield case(dtype, (20, 528), "normal", **_RECIPES[(i + 2) % 4], **{**weighted, **options})
+    for recipe in _RECIPES:
+        for directions in DIRECTIONS[:3]:
+            yield case(bfloat16, _ALIGNED, "normal", **recipe, **weighted, **directions)
+        yield case(float16, (48, 64), "normal", "offset", **recipe, **weighted, **_BOTH)
+    for i, shape in enumerate(_SHAPES):
+        yield case(bfloat16, shape, "normal", **_RECIPES[i % 4], **weighted, **_BOTH)
+        yield case(bfloat16, shape, "normal", **_RECIPES[(i + 1) % 4], **weighted, interleaved=True, **_BOTH)
+    for interleaved in (False, True):                                               # sums of many tiles
+        yield case(bfloat16, (3, 2 * 3000), "normal", **_DELAYED, **weighted, interleaved=interleaved)
+
+
+def _cases() -> Iterator[Case]:
+    def case(dtype: Any, shape: tuple[int, int], kind: str = "bits", layout: str = "contiguous", /, **options: Any) -> Case:
+        return Case("swiglu_quantize", dtype, shape, kind, layout, options)
+
+    # First, for whoever takes only a few: every kernel, on a few blocks.
+    for recipe in _RECIPES:
+        yield case(bfloat16, (144, 208), "normal", **recipe, **_BOTH)
+    yield case(bfloat16, (130, 30), "normal", recipe=BlockScaling(profile="vllm"), probs="normal", **_BOTH)
+    yield case(float32, (40, 264), "normal", recipe=MXScaling(scale_layout="swizzled"), **_OPTIONS[-1], **_BOTH)
+    for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
+        for kind, shape in (("bits", _ALIGNED), ("edges", (67, 202))):
+            for how in (DelayedScaling(to), CurrentScaling(to, 1e-3, True), BlockScaling(dtype=to), BlockScaling(dtype=to, profile="vllm"),
+                        MXScaling(to)):
+                scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
+                yield case(dtype, shape, kind, recipe=how, **scale, **_BOTH)
+    for i, (dtype, options) in enumerate(product(INPUT_DTYPES, _OPTIONS)):          # recipes take turns
+        yield case(dtype, (24, 80), "edges", **_RECIPES[i % 4], **options)
+        yield case(dtype, (37, 54), "normal", **_RECIPES[(i + 1) % 4], **options, **_BOTH)
+    for recipe in _RECIPES:
+        for options in _OPTIONS:
+            yield case(bfloat16, (40, 48), "normal", **recipe, **options, **_BOTH)
+        for directions in DIRECTIONS[:3]:
+            yield case(bfloat16, _ALIGNED, "normal", **recipe, **directions)
+            for layout in ("offset", "strided"):
+                yield case(float16, (48, 64), "normal", layout, **recipe, **directions)
+        for shape in _SHAPES:
+            yield case(bfloat16, shape, "normal", **recipe, **_BOTH)
+    for profile, pow2, block in product(BLOCK_PROFILES, (False, True), ((1, 128), (1, 64), (1, 32))):
+        blocks = BlockScaling(block, float8_e5m2 if pow2 else float8_e4m3fn, profile=profile, pow2_scale=pow2)
+        yield case(float32, (40, 400), "edges", recipe=blocks, **_BOTH)
+        yield case(bfloat16, (70, 264), recipe=blocks, **_BOTH)
+    for block, layout in product(((1, 128), (1, 64), (1, 32)), BLOCK_SCALE_LAYOUTS):
+        for shape in (_ALIGNED, (133, 290)):
+            yield case(bfloat16, shape, "normal", recipe=BlockScaling(block, scale_layout=layout), **_BOTH)
+    for mode, profile, scale_layout in product(MX_MODES, MX_PROFILES, MX_SCALE_LAYOUTS):
+        yield case(bfloat16, (133, 290), recipe=MXScaling(mode=mode, profile=profile, scale_layout=scale_layout), **_BOTH)
+        yield case(float32, (64, 144), "edges", recipe=MXScaling(float8_e5m2, mode, profile, scale_layout=scale_layout), **_BOTH)
+    for shape in _SHAPES[5:]:
+        yield case(float16, shape, "normal", recipe=MXScaling(scale_layout="swizzled"), **_BOTH)
+
+
+OPS = (
+    Op("swiglu_quantize", swiglu.swiglu_quantize, reference.swiglu_quantize, _inputs, _cases,
+       "SwiGLU (and gpt-oss' form) with weights, bias and clamp, quantised by any recipe from one read, without a rounding in between"),
+    Op("swiglu_backward_quantize", _backward, _backward_reference, _backward_inputs, _backward_cases,
+       "the gradients of SwiGLU's input, quantised by any recipe, and of its weights, summed by a fixed tree"),
+)

@@ -1,0 +1,466 @@
+"""SwiGLU and quantisation from one read. Kernels: kernels_cu/swiglu.cu."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import backend, reference
+from ..arrays import Array, empty_beside, is_contiguous
+from ..formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float32
+from ..recipes import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    Form,
+    MXScaling,
+    check_directions,
+    empty_blocks,
+    empty_mx,
+    empty_per_tensor,
+)
+from ..reference.swiglu import ALPHA
+from ..results import Quantized
+from ..runtime import Kernel, Variant, executor_of, workspace
+from . import blocks, checks, forms, mx, tiles
+from .dbias import ColumnSums
+from .scale import scale_target
+
+FORMS = ("swiglu", "gpt_oss")
+_BLOCKS = ((1, 128), (1, 64), (1, 32))
+_GATE = "6P2q3fI"
+_CAST = Kernel("swiglu", "swiglu_cast", _GATE + "8P3f2I")
+_BLOCK = Kernel("swiglu", "swiglu_block", _GATE + "2PP5qP5q4f3I2I")
+_MX = Kernel("swiglu", "swiglu_mx", _GATE + "2PP3qP3qfIiI")
+_TILE = tiles.SMALL
+_CLAMPED, _GPT_OSS, _INTERLEAVED, _WIDE = 1, 2, 4, 8
+_WORDS, _SCALE_OFFSET = 4, 8        # of workspace: the amax so far, blocks that have finished, and the scale of current scaling
+
+Recipe = DelayedScaling | CurrentScaling | BlockScaling | MXScaling
+
+
+def swiglu_quantize(x: Array, recipe: Recipe, *, scale: Any = None, amax: Array | None = None, probs: Array | None = None,
+                    bias: Array | None = None, rowwise: bool = True, columnwise: bool = False, clamp: float | None = None,
+                    form: str = "swiglu", interleaved: bool = False, noop: Array | None = None, out: Quantized | None = None) -> Quantized:
+    """SwiGLU of both halves of x, quantised by a recipe, from one read of x.
+
+        y = ((a * sigma(a)) * b) * p                                form 'swiglu', sigma(a) = 1 / (1 + exp(-a))
+        y = ((a * sigma(1.702 * a)) * (b + 1)) * p                  form 'gpt_oss'
+
+    in f32, each operation rounded; y then goes through the recipe's rule as it is, without a rounding to x's dtype in between. Every
+    byte, those of exp included, as docs/numerics.md section 9 says.
+
+    Parameters
+    ----------
+    x : bfloat16, float16 or float32 array [M, 2 H], a row holds the H elements of a, then those of b
+    recipe : DelayedScaling, CurrentScaling, BlockScaling with blocks of (1, 128), (1, 64) or (1, 32), or MXScaling with (1, 32)
+    scale : of DelayedScaling: one-element f32 array, or a number
+    amax : of a per-tensor recipe: one-element f32 array, raised to the largest |y| (NaN ignored); not zeroed first
+    probs : f32 array [M], the weight p of each row
+    bias : array [2 H] of x's dtype, in the order of x's columns; added to every row first
+    rowwise, columnwise : directions of y, [M, H]. Column-wise data are stored as the recipe stores them: transposed, but for MX
+    clamp : a number c above 0: a is at most c, b at most c and at least -c (after the bias; NaN stays)
+    form : 'swiglu' or 'gpt_oss'
+    interleaved : a row of x is a0, b0, a1, b1, …; so is bias
+    noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `out`
+    out : an earlier result of the same shape and options (or ``recipe.empty((M, H), …)``); written in place and returned. With it the call
+        allocates nothing and can be captured into a CUDA graph
+
+    Returns
+    -------
+    Quantized of shape [M, H].
+
+    Raises
+    ------
+    TypeError for wrong dtypes or NumPy and CuPy arrays mixed, ValueError for shapes, options and overlaps, DeviceError; all before
+    anything is written.
+
+    Source: arXiv 2002.05202 (SwiGLU); gpt-oss; TransformerEngine; FP8-Flow-MoE. Bytes moved per element of y: 2 of x + 1 per direction;
+    current scaling reads x twice.
+
+    >>> import numpy as np, cupy_fp8 as fp8
+    >>> q = fp8.swiglu_quantize(np.array([[0, 2, 3, 5]], np.float32), fp8.DelayedScaling(), scale=1.0)
+    >>> q.data.astype(np.float32).tolist()                          # 0 * 0.5 * 3, 2 * 0.8808 * 5
+    [[0.0, 9.0]]
+    """
+    return _quantize(x, None, recipe, _Options(scale, amax, probs, bias, rowwise, columnwise, clamp, form, interleaved), noop, out, None)[0]
+
+
+def swiglu_backward_quantize(grad: Array, x: Array, recipe: Recipe, *, scale: Any = None, amax: Array | None = None,
+                             probs: Array | None = None, bias: Array | None = None, rowwise: bool = True, columnwise: bool = False,
+                             clamp: float | None = None, form: str = "swiglu", interleaved: bool = False, noop: Array | None = None,
+                             out: tuple[Quantized, Array | None] | None = None) -> tuple[Quantized, Array | None]:
+    """The gradients of SwiGLU, quantised by a recipe, from one read of grad and x.
+
+        da = ((g * p) * b) * (sigma * (1 + a * (1 - sigma)))
+        db = (g * p) * (a * sigma)
+        dp = sum over H of (g * (a * sigma)) * b
+
+    in f32, each operation rounded, sigma that of `swiglu_quantize`; dp by a fixed tree, so that its bytes depend on nothing but its
+    arguments. 'gpt_oss': sigma of 1.702 * a, which also takes the place of the a before (1 - sigma), and b + 1 for b. Where `clamp` has
+    changed a (b), da (db) is 0. Every byte as docs/numerics.md section 9 says.
+
+    Parameters
+    ----------
+    grad : array [M, H] of x's dtype, the gradient of y
+    x, probs, bias, clamp, form, interleaved : as `swiglu_quantize` had them
+    recipe, scale, amax, rowwise, columnwise, noop : as for `swiglu_quantize`, of the gradient [da | db] of x (interleaved: da0, db0, …)
+    out : an earlier result of the same shape and options; written in place and returned. With it the call allocates nothing and can be
+        captured into a CUDA graph, once it has been used before
+
+    Returns
+    -------
+    (Quantized of shape [M, 2 H], f32 [M] the gradient of probs, or None without probs).
+
+    Raises
+    ------
+    TypeError, ValueError, DeviceError, as `swiglu_quantize`; all before anything is written.
+
+    Source: TransformerEngine; FP8-Flow-MoE. Bytes moved per element of grad: grad + 2 of x + 2 per direction. The gradient of probs for an
+    H above 128 (interleaved: 64) takes another launch.
+
+    >>> import numpy as np, cupy_fp8 as fp8
+    >>> grad, x = np.array([[1.0]], np.float32), np.array([[0.0, 2.0]], np.float32)
+    >>> q, dprobs = fp8.swiglu_backward_quantize(grad, x, fp8.DelayedScaling(), scale=1.0, probs=np.ones(1, np.float32))
+    >>> q.data.astype(np.float32).tolist(), dprobs.tolist()         # 2 * 0.5, 0 * 0.5; 0
+    ([[1.0, 0.0]], [0.0])
+    """
+    dprobs = None
+    if out is not None:
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise TypeError(f"out: expected an earlier result, (Quantized, array or None), got {type(out).__name__}")
+        if (out[1] is None) != (probs is None):
+            raise ValueError(f"out[1]: expected {'None, since there are no probs' if probs is None else 'an array, since there are probs'}")
+        dprobs = out[1]
+    if grad is None:
+        raise TypeError("grad: expected a numpy.ndarray or cupy.ndarray, got None")
+    options = _Options(scale, amax, probs, bias, rowwise, columnwise, clamp, form, interleaved)
+    result = _quantize(x, grad, recipe, options, noop, None if out is None else out[0], dprobs)
+    return result if out is None else out
+
+
+class _Options(NamedTuple):
+    """As `reference` names them."""
+
+    scale: Any
+    amax: Array | None
+    probs: Array | None
+    bias: Array | None
+    rowwise: bool
+    columnwise: bool
+    clamp: float | None
+    form: str
+    interleaved: bool
+
+
+def _quantize(x: Array, grad: Array | None, recipe: Any, o: _Options, noop: Array | None, out: Quantized | None,
+              dprobs: Array | None) -> tuple[Quantized, Array | None]:
+    """Of y; with grad, of the gradients."""
+    x, xp, at = checks.source(x, INPUT_DTYPES)
+    plan = _plan_of(x, recipe, o.rowwise, o.columnwise, grad is not None)
+    rows, half = plan.rows, x.shape[1] // 2
+    read = [(at, x.nbytes, "the input")]
+
+    def reads(name: str, a_at: int, nbytes: int) -> int:
+        read.append((a_at, nbytes, name))
+        return a_at
+
+    grad_at = 0
+    if grad is not None:
+        grad, module, grad_at = checks.source(grad, INPUT_DTYPES, "grad")
+        backend.require_module(grad, xp, "grad")
+        if grad.dtype != x.dtype:
+            raise TypeError(f"grad: expected x's dtype {x.dtype}, got {grad.dtype}")
+        if grad.shape != (rows, half):
+            raise ValueError(f"grad: expected shape {(rows, half)} for an x of shape {x.shape}, got {grad.shape}")
+        if module is not np:
+            checks.same_device(grad, x, "grad")
+        reads("grad", grad_at, grad.nbytes)
+    probs_at = 0 if o.probs is None else reads("probs", _vector(o.probs, rows, float32, x, xp, "probs"), 4 * rows)
+    bias_at = 0 if o.bias is None else reads("bias", _vector(o.bias, 2 * half, x.dtype, x, xp, "bias"), x.dtype.itemsize * 2 * half)
+    noop_at = 0 if noop is None else reads("noop", checks.one_f32(noop, x, xp, "noop"), 4)
+    limit = _limit(o.clamp)
+    if not isinstance(o.form, str) or o.form not in FORMS:
+        raise ValueError(f"form: expected one of {FORMS}, got {o.form!r}")
+    scale_at, scale_value = plan.scale(o.scale, o.amax, x, xp)
+    if scale_at:
+        reads("scale", scale_at, 4)
+    amax_at = 0 if o.amax is None else checks.one_f32(o.amax, x, xp, "amax")
+    if o.amax is not None:
+        if isinstance(o.amax, np.ndarray) and not o.amax.flags.writeable:
+            raise ValueError("amax: the array is read-only")
+        for other_at, nbytes, name in read:
+            checks.separate(amax_at, 4, other_at, nbytes, "amax", name)
+        reads("amax", amax_at, 4)
+    given = out is not None
+    if out is not None:
+        target = _target(out, plan, x, xp)
+        ranges = target.ranges
+        if dprobs is not None:
+            dprobs_at = checks.destination(dprobs, (rows,), float32, x, xp, at, "out[1]")
+            for start, end in ranges:
+                checks.separate(dprobs_at, 4 * rows, start, end - start, "out[1]", "out[0]")
+            ranges = [*ranges, (dprobs_at, dprobs_at + 4 * rows)]
+            if executor_of(xp) != "reference" and "_dprobs" not in out.__dict__:
+                checks.may_prepare(x)
+        for start, end in ranges:
+            for other_at, nbytes, name in read:
+                checks.separate(start, end - start, other_at, nbytes, "out", name)
+    elif noop is not None:
+        raise ValueError("noop: needs out=, since nothing may be written")
+    if executor_of(xp) == "reference":
+        if out is not None and noop is not None and noop.reshape(()) == 1:
+            return out, dprobs
+        if grad is None:
+            result, sums = reference.swiglu_quantize(x, recipe, **o._asdict()), None
+        else:
+            result, sums = reference.swiglu_backward_quantize(grad, x, recipe, **o._asdict())
+        if out is None:
+            return result, sums
+        forms.store(out, result)
+        if dprobs is not None:
+            dprobs[...] = sums
+        return out, dprobs
+    if out is None:
+        checks.may_allocate(x)
+        out = plan.empty(x)
+        target = _Target(out, plan, [])
+        if grad is not None and o.probs is not None:
+            dprobs = empty_beside(x, (rows,), float32)
+    sums_at, column_sums = 0, None
+    if dprobs is not None:
+        # Down the transposed partial sums, a row of them for each tile across.
+        column_sums = ColumnSums(x, dprobs, out.__dict__.get("_dprobs"), (2 * half if o.interleaved else half, rows))
+        out.__dict__["_dprobs"], sums_at = column_sums.partial, column_sums.tiles_at(_TILE.columns)
+    flags = _CLAMPED * (o.clamp is not None) | _GPT_OSS * (o.form == "gpt_oss") | _INTERLEAVED * bool(o.interleaved)
+    if half % 8 == 0 and (at | bias_at | grad_at) % 16 == 0 and target.wide:
+        flags |= _WIDE
+    alpha = float(ALPHA) if o.form == "gpt_oss" else 1.0
+    gate = (at, grad_at, bias_at, probs_at, noop_at, sums_at, rows, plan.columns, limit, -limit, alpha, flags)
+    plan.launch(x, gate, target, scale_at, scale_value, amax_at, out._any.scale_inv if given else None)
+    if column_sums is not None:
+        column_sums.finish(x, _TILE.columns, noop_at)
+    return out, dprobs
+
+
+class _Plan:
+    """What follows from an array's shape and dtype, a recipe and directions: the forms of the result, and the launches that write it."""
+
+    kind: str
+    forms: dict[str, Form]
+    variant: Variant
+
+    def __init__(self, shape: tuple[int, int], source: np.dtype[Any], recipe: Any, rowwise: bool, columnwise: bool, backward: bool) -> None:
+        self.rows, self.columns = self.shape = shape
+        self.backward = int(backward)
+        self.source, self.recipe, self.rowwise, self.columnwise = source, recipe, rowwise, columnwise
+
+    @functools.cached_property
+    def grid(self) -> int:
+        return tiles.grid(self.shape, _TILE)
+
+    def empty(self, x: Array) -> Quantized:
+        raise NotImplementedError
+
+    def scale(self, scale: Any, amax: Any, x: Array, xp: Any) -> tuple[int, float]:
+        """(address, value) of a given scale."""
+        if scale is not None or amax is not None:
+            raise ValueError("scale, amax: belong to per-tensor recipes; blocks take their scales from their own elements")
+        return 0, 0.0
+
+    def launch(self, x: Array, gate: tuple[Any, ...], to: _Target, scale_at: int, scale_value: float, amax_at: int,
+               owner: Array | None) -> None:
+        raise NotImplementedError
+
+
+class _PerTensor(_Plan):
+    kind = "per-tensor"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        check_directions(self.shape, self.rowwise, self.columnwise)
+        self.forms = {name: Form(self.recipe.dtype, self.shape, name == "columnwise", None, None, float32, (1,))
+                      for name, wanted in (("rowwise", self.rowwise), ("columnwise", self.columnwise)) if wanted}
+        self.current = isinstance(self.recipe, CurrentScaling)
+
+    @functools.cached_property
+    def variant(self) -> Variant:       # type: ignore[override]
+        return _variant(_CAST, self.source, self.recipe.dtype, self.backward)
+
+    def empty(self, x: Array) -> Quantized:
+        return empty_per_tensor(empty_beside(x, (1,), float32), self.shape, self.recipe.dtype, self.rowwise, self.columnwise)
+
+    def scale(self, scale: Any, amax: Any, x: Array, xp: Any) -> tuple[int, float]:
+        if self.current:
+            if scale is not None:
+                raise ValueError("scale: current scaling takes it from the values themselves; DelayedScaling quantises with a given scale")
+            return 0, 0.0
+        if scale is None:
+            raise ValueError("scale: delayed scaling needs the scale that earlier steps determined, got None")
+        return checks.scalar_or_one_f32(scale, x, xp, "scale")
+
+    def launch(self, x: Array, gate: tuple[Any, ...], to: _Target, scale_at: int, scale_value: float, amax_at: int,
+               owner: Array | None) -> None:
+        if self.current:
+            words = workspace(owner, x, "swiglu", _WORDS)
+            found = checks.address(words)
+            scale_at = found + _SCALE_OFFSET
+            rule = scale_target(self.recipe.dtype, 0), self.recipe.eps, int(self.recipe.pow2_scale)
+            self.variant.launch(x, self.grid, *gate, 0, 0, 0, 0, 0, amax_at, found, scale_at, 1.0, *rule, 0)
+            amax_at = 0
+        self.variant.launch(x, self.grid, *gate, to.data, to.data_t, scale_at, to.scale_inv, to.scale_inv_t, amax_at, 0, 0, scale_value,
+                            0.0, 0.0, 0, to.vector)
+
+
+class _Blocks(_Plan):
+    kind = "block-scaled"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        r = self.recipe
+        if r.block not in _BLOCKS:
+            raise ValueError(f"recipe: expected blocks of one of {_BLOCKS}, got {r.block}; quantize_block has the others")
+        plan = blocks.Plan(self.shape, self.source, False, (
+            r.dtype, self.rowwise, self.columnwise, True, r.block, r.pow2_scale, r.eps, r.profile, r.scale_layout))
+        self.forms, self.divide = plan.forms, plan.divide
+        (fast, slow), _ = plan.tile_launch(list(self.forms))
+        self.fast, self.slow, self.members = fast.strides, slow.strides, (*plan.rule, r.block[1] // 32)
+
+    @functools.cached_property
+    def variant(self) -> Variant:       # type: ignore[override]
+        return _variant(_BLOCK, self.source, self.recipe.dtype, self.backward, int(self.divide))
+
+    def empty(self, x: Array) -> Quantized:
+        return empty_blocks(self.forms, functools.partial(empty_beside, x))
+
+    def launch(self, x: Array, gate: tuple[Any, ...], to: _Target, scale_at: int, scale_value: float, amax_at: int,
+               owner: Array | None) -> None:
+        if x.size:
+            self.variant.launch(x, self.grid, *gate, to.data, to.data_t, to.scale_inv, *self.fast, to.scale_inv_t, *self.slow,
+                                *self.members, to.vector)
+
+
+class _Mx(_Plan):
+    kind = "MX"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        r = self.recipe
+        if r.block != (1, 32):
+            raise ValueError(f"recipe: expected MX blocks of (1, 32), got {r.block}; quantize_mx has the others")
+        plan = mx.Plan(self.shape, self.source, False, (
+            r.dtype, self.rowwise, self.columnwise, False, r.mode, r.profile, r.block, r.scale_layout))
+        self.forms = plan.forms
+        self.fast, self.slow = (side.strides for side in plan.sides)
+        self.members = plan.members[3:7]
+
+    @functools.cached_property
+    def variant(self) -> Variant:       # type: ignore[override]
+        return _variant(_MX, self.source, self.recipe.dtype, self.backward)
+
+    def empty(self, x: Array) -> Quantized:
+        return empty_mx(self.forms, self.recipe.block, functools.partial(empty_beside, x))
+
+    def launch(self, x: Array, gate: tuple[Any, ...], to: _Target, scale_at: int, scale_value: float, amax_at: int,
+               owner: Array | None) -> None:
+        if x.size:
+            self.variant.launch(x, self.grid, *gate, to.data, to.data_t, to.scale_inv, *self.fast, to.scale_inv_t, *self.slow,
+                                *self.members)
+
+
+_PLANS: dict[type, type[_Plan]] = {DelayedScaling: _PerTensor, CurrentScaling: _PerTensor, BlockScaling: _Blocks, MXScaling: _Mx}
+
+
+def _plan_of(x: Array, recipe: Any, rowwise: bool, columnwise: bool, backward: bool) -> _Plan:
+    if type(recipe) not in _PLANS:
+        raise TypeError(f"recipe: expected a DelayedScaling, CurrentScaling, BlockScaling or MXScaling, got {type(recipe).__name__}")
+    if x.ndim != 2 or x.shape[1] % 2:
+        raise ValueError(f"x: expected shape [M, 2 H], got {x.shape}")
+    return _plan(x.shape, x.dtype, recipe, bool(rowwise), bool(columnwise), backward)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(shape: tuple[int, int], source: np.dtype[Any], recipe: Any, rowwise: bool, columnwise: bool, backward: bool) -> _Plan:
+    rows, width = shape
+    return _PLANS[type(recipe)]((rows, width if backward else width // 2), source, recipe, rowwise, columnwise, backward)
+
+
+class _Target:
+    """Where launches write. Kept with the Quantized it describes, so that using a result again as `out=` costs one comparison instead of
+    its validation."""
+
+    def __init__(self, out: Quantized, plan: _Plan, ranges: forms.Ranges) -> None:
+        (self.data, self.scale_inv), (self.data_t, self.scale_inv_t) = (
+            (0, 0) if part is None else tuple(map(checks.address, part)) for part in (out.rowwise, out.columnwise))
+        if isinstance(plan, _PerTensor):                        # one scale, which may have two places
+            first, second = self.scale_inv, self.scale_inv_t
+            self.scale_inv, self.scale_inv_t = first or second, second if first and second != first else 0
+        self.ranges = ranges
+        transposed = isinstance(plan, (_PerTensor, _Blocks))
+        self.wide = self.data % 8 == 0 and (transposed or self.data_t % 8 == 0)
+        self.vector = int(plan.rows % 16 == 0 and self.data_t % 16 == 0)
+
+
+def _target(out: Quantized, plan: _Plan, x: Array, xp: Any) -> _Target:
+    """The _Target of a result given as `out=`, once it has been found to fit the call."""
+    key = ("swiglu", id(out), plan, 0 if xp is np else x.data.device_id)
+    kept = getattr(out, "_target", None)
+    if kept is not None and kept[0] == key:
+        found: _Target = kept[1]
+        return found
+    shared: tuple[str, ...] = ()
+    if isinstance(plan, _PerTensor) and isinstance(out, Quantized) and out.rowwise is not None and out.columnwise is not None:
+        shared = ("scale_inv",) * (out.rowwise.scale_inv is out.columnwise.scale_inv)
+    target = _Target(out, plan, forms.written(out, plan.forms, x, xp, plan.kind, shared))
+    if xp is not np:
+        object.__setattr__(out, "_target", (key, target))
+    return target
+
+
+def _vector(a: Any, length: int, dtype: np.dtype[Any], x: Array, xp: Any, name: str) -> int:
+    """The address of a contiguous array [length] of x's kind and device."""
+    if not isinstance(a, xp.ndarray):
+        backend.require_module(a, xp, name)
+    if a.dtype != dtype:
+        raise TypeError(f"{name}: expected dtype {dtype}, got {a.dtype}")
+    if a.shape != (length,) or not is_contiguous(a):
+        raise ValueError(f"{name}: expected a contiguous array of shape ({length},), got shape {a.shape}, strides {a.strides}")
+    if xp is not np:
+        checks.same_device(a, x, name)
+    at = checks.address(a)
+    if at % dtype.itemsize:
+        raise ValueError(f"{name}: address {at:#x} is not a multiple of the element size {dtype.itemsize}")
+    return at
+
+
+def _limit(clamp: Any) -> float:
+    if clamp is None:
+        return 0.0
+    if not isinstance(clamp, (int, float, np.floating, np.integer)) or isinstance(clamp, bool):
+        raise TypeError(f"clamp: expected a number or None, got {clamp!r}")
+    with np.errstate(over="ignore", under="ignore"):
+        limit = float(np.float32(clamp))
+    if not limit > 0:
+        raise ValueError(f"clamp: expected a number above 0 (in float32), got {clamp!r}")
+    return limit
+
+
+@functools.cache
+def _variant(kernel: Kernel, source: np.dtype[Any], to: np.dtype[Any], backward: int, divide: int = 0) -> Variant:
+    types: dict[str, Any] = {"IN": FORMATS[source].tag, "OUT": FORMATS[to].tag, "BACKWARD": backward}
+    if kernel is _BLOCK:
+        types["DIVIDE"] = divide
+    return kernel.variant(block=_TILE.block, shared=0 if kernel is _MX else _TILE.shared, **types)
+
+
+def variants() -> Iterator[Variant]:
+    """Every variant that these ops may launch."""
+    for source, to, backward in product(INPUT_DTYPES, FP8_DTYPES, (0, 1)):
+        yield _variant(_CAST, source, to, backward)
+        for divide in (0, 1):
+            yield _variant(_BLOCK, source, to, backward, divide)
+        yield _variant(_MX, source, to, backward)
