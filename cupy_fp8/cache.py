@@ -40,7 +40,9 @@ class WeightCache:
             raise TypeError(f"recipe: expected DelayedScaling, CurrentScaling, BlockScaling or MXScaling, got {type(recipe).__name__}")
         self.recipe: Recipe = recipe
         self._entries: dict[int, tuple[weakref.ref[Any], Quantized]] = {}      # by the identity of the weight
-        self._hits: dict[tuple[Any, ...], list[Quantized]] = {}                # whole calls; cleared whenever an entry goes
+        # Whole calls, and the last one of them, which a comparison finds sooner; forgotten whenever an entry goes.
+        self._hits: dict[tuple[Any, ...], list[Quantized]] = {}
+        self._last: tuple[list[int], bool, bool, list[Quantized]] = _NO_CALL
 
     def quantize(self, weights: Sequence[Array | Quantized], *, rowwise: bool = True, columnwise: bool = False, scales: Any = None,
                  amaxes: Any = None, update: bool = True, noop: Array | None = None) -> list[Quantized]:
@@ -58,10 +60,14 @@ class WeightCache:
         """
         if not isinstance(weights, (list, tuple)):
             raise TypeError(f"weights: expected a list, got {type(weights).__name__}")
-        call = (*map(id, weights), rowwise, columnwise)
+        identities = [*map(id, weights)]
         if not update and noop is None:
-            hit = self._hits.get(call)
+            last, last_row, last_column, found = self._last
+            if last_row is rowwise and last_column is columnwise and last == identities:
+                return found.copy()
+            hit = self._hits.get((*identities, rowwise, columnwise))
             if hit is not None:
+                self._last = identities, rowwise, columnwise, hit
                 return hit.copy()
         check_directions((0, 0), rowwise, columnwise)
         for name, given in (("scales", scales), ("amaxes", amaxes)):
@@ -94,11 +100,12 @@ class WeightCache:
             key = id(weight)
             self._entries[key] = weakref.ref(weight, functools.partial(_forget, weakref.ref(self), key)), result
         if fresh:
-            self._hits.clear()
+            self._forget_calls()
         found = [weight if isinstance(weight, Quantized) else self._entries[id(weight)][1] for weight in weights]
         if len(self._hits) >= _MOST_HITS:
             self._hits.clear()
-        self._hits[call] = found
+        self._hits[(*identities, rowwise, columnwise)] = found
+        self._last = identities, rowwise, columnwise, found
         return found.copy()
 
     def _known(self, weight: Array, i: int) -> Quantized | None:
@@ -111,8 +118,12 @@ class WeightCache:
 
     def clear(self) -> None:
         """Forgets all weights."""
-        self._hits.clear()
+        self._forget_calls()
         self._entries.clear()
+
+    def _forget_calls(self) -> None:
+        self._hits.clear()
+        self._last = _NO_CALL
 
     @property
     def nbytes(self) -> int:
@@ -128,13 +139,14 @@ class WeightCache:
 
 
 _MOST_HITS = 256            # different lists of weights, of which one is short
+_NO_CALL: Any = (None, None, None, None)
 
 
 def _forget(cache: weakref.ref[WeightCache], key: int, gone: weakref.ref[Any]) -> None:
     found = cache()
     if found is not None and key in found._entries and found._entries[key][0] is gone:
         del found._entries[key]
-        found._hits.clear()
+        found._forget_calls()
 
 
 def _chosen(a: Any, places: list[int], number: int) -> Any:

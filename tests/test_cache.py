@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_multi import arrays, assert_same, launched, one, raw  # noqa: F401
+from test_multi import LAUNCHES, arrays, assert_same, launched, one, raw  # noqa: F401
 
 import cupy_fp8 as fp8
 from cupy_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, Quantized, WeightCache, backend, cases, testing
@@ -76,22 +76,25 @@ def test_a_step_of_training(recipe, run, launched):  # noqa: F811
     assert (len(cache), cache.nbytes) == (0, 0)
 
 
-def test_one_fused_call(run, launched):  # noqa: F811
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
+def test_one_fused_call(recipe, run, launched):  # noqa: F811
     if run.name == "reference":
         pytest.skip("nothing is launched")
-    cache, weights = WeightCache(CurrentScaling()), weights_of(run)
-    for _ in range(2):
+    cache, weights = WeightCache(recipe), weights_of(run)
+    scales = [1.0, 2.0, 3.0, 4.0] if isinstance(recipe, DelayedScaling) else None
+    for _ in range(3):
         launched.clear()
-        cache.quantize(weights, columnwise=True)
-        assert launched == ["multi_amax_scale", "multi_cast_transpose"]
+        cache.quantize(weights, columnwise=True, scales=scales)
+        assert launched == LAUNCHES[type(recipe)]
 
 
-def test_noop_decides(run, launched):  # noqa: F811
+@pytest.mark.parametrize("recipe", RECIPES[1:], ids=lambda r: type(r).__name__)
+def test_noop_decides(recipe, run, launched):  # noqa: F811
     """Always launched; a miss ignores it."""
-    cache, weights, flag = WeightCache(CurrentScaling()), weights_of(run), run.array(one(1.0))
+    cache, weights, flag = WeightCache(recipe), weights_of(run), run.array(one(1.0))
     first = cache.quantize(weights, noop=flag)
     for w, q in zip(weights, first, strict=True):
-        assert_same(q, fp8.quantize_tensor(w))
+        assert_same(q, recipe.quantize(w))
     old = raw(first)
     change(weights)
     for update in (True, False):
@@ -100,7 +103,7 @@ def test_noop_decides(run, launched):  # noqa: F811
         assert bool(launched) == (run.name != "reference")
     flag[...] = 0
     for w, q in zip(weights, cache.quantize(weights, noop=flag, update=False), strict=True):
-        assert_same(q, fp8.quantize_tensor(w))
+        assert_same(q, recipe.quantize(w))
 
 
 def test_some_are_new(run):
@@ -148,6 +151,25 @@ def test_a_weight_that_is_gone(run):
     assert (len(cache), cache.nbytes, len(held)) == (0, 0, 4)
 
 
+def test_other_lists_and_directions(run, launched):  # noqa: F811
+    """A list may change between calls, and several take turns: each call gets its own."""
+    cache, weights, others = WeightCache(CurrentScaling()), weights_of(run), weights_of(run, 7)
+    for each in (weights, others):
+        cache.quantize(each)
+        cache.quantize(each, rowwise=False, columnwise=True)
+    known = {id(w): q for each in (weights, others) for w, q in zip(each, cache.quantize(each, update=False), strict=True)}
+    launched.clear()
+    chosen = list(weights)
+    for i in range(4):
+        for _ in range(2):
+            for asked in (chosen, others, chosen[:2], chosen[::-1], [*chosen, chosen[0]]):
+                for options in ({}, {"columnwise": True}, {"rowwise": False, "columnwise": True}):
+                    found = cache.quantize(asked, update=False, **options)
+                    assert [id(q) for q in found] == [id(known[id(w)]) for w in asked]
+        chosen[i] = others[i]                               # in the same list; the weight before lives on
+    assert launched == []
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
 def test_an_error_leaves_the_cache_as_it_was(recipe, run):
     cache, weights = WeightCache(recipe), weights_of(run)
@@ -179,10 +201,11 @@ def test_what_is_no_recipe_and_no_list(run):
 
 
 @pytest.mark.gpu
-def test_one_graph_for_all_micro_batches():
+@pytest.mark.parametrize("recipe", RECIPES[1:], ids=lambda r: type(r).__name__)
+def test_one_graph_for_all_micro_batches(recipe):
     cp = backend.cupy()
     with testing.executor("cuda") as run:
-        cache, weights, flag = WeightCache(CurrentScaling()), weights_of(run), cp.zeros(1, cp.float32)
+        cache, weights, flag = WeightCache(recipe), weights_of(run), cp.zeros(1, cp.float32)
         results = cache.quantize(weights, columnwise=True)
         cache.quantize(weights, columnwise=True, noop=flag)
         cp.cuda.get_current_stream().synchronize()
@@ -193,7 +216,7 @@ def test_one_graph_for_all_micro_batches():
             graph = stream.end_capture()
             for value in (0.0, 1.0):
                 flag.fill(value)
-                old = [fp8.quantize_tensor(w, columnwise=True) for w in weights]
+                old = [recipe.quantize(w, columnwise=True) for w in weights]
                 if value:
                     change(weights)
                 graph.launch(stream)

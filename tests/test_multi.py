@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,24 @@ import cupy_fp8 as fp8
 from cupy_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, Quantized, backend, cases, reference, testing
 from cupy_fp8.cases.multi import GROUPS
 from cupy_fp8.formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
-from cupy_fp8.ops import tiles
+from cupy_fp8.ops import lists, multi_blocks, tiles
 from cupy_fp8.runtime import Variant
 
 needs_host = pytest.mark.skipif(testing.executor_problem("host") is not None, reason=str(testing.executor_problem("host")))
 DELAYED = DelayedScaling()
 RECIPES = (DELAYED, CurrentScaling(float8_e5m2), CurrentScaling(pow2_scale=True, eps=0.5), BlockScaling(), MXScaling())
+#: Every layout, block and mode, and what divides.
+BLOCK_RECIPES: tuple[Any, ...] = (
+    *(BlockScaling(scale_layout=layout) for layout in ("gemm_ready", "compact", "deepgemm_sm90")),
+    *(BlockScaling((128, 128), scale_layout=layout) for layout in ("gemm_ready", "compact")),
+    *(BlockScaling(block) for block in ((1, 64), (1, 32), (128, 1), (32, 1), (1, None))),
+    *(BlockScaling(dtype=float8_e5m2, profile=profile) for profile in ("deepgemm", "tilekernels", "vllm", "sglang", "torchao")),
+    *(MXScaling(scale_layout=layout, block=block) for layout, block in product(("compact", "swizzled"), ((1, 32), (32, 32)))),
+    *(MXScaling(float8_e5m2, mode=mode, profile="torchao") for mode in ("floor", "ceil", "even")))
+DIRECTIONS = ((True, False), (False, True), (True, True))
+#: The launches of a list of arrays that are not empty.
+LAUNCHES = {DelayedScaling: ["multi_cast_transpose"], CurrentScaling: ["multi_amax_scale", "multi_cast_transpose"],
+            BlockScaling: ["group_quantize_block"], MXScaling: ["group_quantize_mx"]}
 
 
 def one(value: float) -> np.ndarray:
@@ -69,13 +82,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A weak reference to every plan that is made: each is an upload."""
     made: list[Any] = []
-    init = multi._Plan.__init__
+    init = lists.Plan.__init__
 
     def noted(self: Any, *args: Any) -> None:
         made.append(weakref.ref(self))
         init(self, *args)
 
-    monkeypatch.setattr(multi._Plan, "__init__", noted)
+    monkeypatch.setattr(lists.Plan, "__init__", noted)
     return made
 
 
@@ -114,6 +127,58 @@ def test_multi_quantize_equals_the_recipe(recipe, directions, run):
         assert_same(q, recipe.quantize(x, rowwise=rowwise, columnwise=columnwise, **({"scale": scales[i]} if scales else {})))
 
 
+@pytest.mark.parametrize("directions", DIRECTIONS, ids=str)
+@pytest.mark.parametrize("recipe", BLOCK_RECIPES, ids=str)
+def test_lists_in_blocks(recipe, directions, run, launched):
+    """One launch for matrices and batches of any shapes, the bytes of each by itself; with rows that suit wide accesses, or not."""
+    rowwise, columnwise = directions
+    options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise}
+    for shapes in (((130, 150), (0, 8), (3, 5, 9), (37, 8), (2, 130, 72)), ((2, 144, 136), (16, 264), (3, 7, 4), (0, 8))):
+        host = [cases.values("normal", shape, bfloat16, i) for i, shape in enumerate(shapes)]
+        xs = [run.array(x) for x in host]
+        desired = [recipe.quantize(x, **options) for x in host]
+        outputs = [recipe.empty(x.shape, like=x, **options) for x in xs]
+        for a in arrays(*outputs):
+            cases.poison(a)
+        launched.clear()
+        assert fp8.multi_quantize(xs, recipe, outputs=outputs, **options) is outputs
+        if run.name != "reference" and None not in recipe.block:
+            assert launched == LAUNCHES[type(recipe)]
+        for q, fresh, want in zip(outputs, fp8.multi_quantize(xs, recipe, **options), desired, strict=True):
+            assert_same(run.numpy(q), want)
+            assert_same(run.numpy(fresh), want)
+
+
+@pytest.mark.parametrize("recipe", [BlockScaling(), BlockScaling((128, 128)), MXScaling()], ids=str)
+def test_dtypes_and_memory_of_lists_in_blocks(recipe, run, launched):
+    """A launch for each dtype, and for each array whose last two axes are swapped; other views are copied."""
+    host = [cases.values("normal", shape, dtype, i) for i, (shape, dtype) in enumerate(
+        (((130, 264), bfloat16), ((40, 36), float32), ((16, 8), float16), ((33, 40), float32)))]
+    flat = host[0].reshape(-1)
+    xs = [run.array(x) for x in (*host, host[0].T.copy(), np.repeat(host[1], 2, axis=1), np.concatenate([flat[:1], flat]))]
+    xs[4:] = [xs[4].T, xs[5][:, ::2], xs[6][1:].reshape(130, 264)]
+    desired = [recipe.quantize(x, columnwise=True) for x in (*host, host[0], host[1], host[0])]
+    outputs = outputs_for(run, xs, recipe)
+    single = "quantize_mx_tile" if isinstance(recipe, MXScaling) else "quantize_block_tile"
+    for _ in range(2):
+        launched.clear()
+        fp8.multi_quantize(xs, recipe, columnwise=True, outputs=outputs)
+        assert launched == ([] if run.name == "reference" else [*LAUNCHES[type(recipe)] * 3, single])
+        for q, want in zip(outputs, desired, strict=True):
+            assert_same(run.numpy(q), want)
+        for a in arrays(*outputs):
+            cases.poison(a)
+
+
+@pytest.mark.parametrize("recipe", [BlockScaling(), MXScaling()], ids=str)
+def test_nothing_to_launch(recipe, run, launched):
+    for xs in ([], [run.array(np.zeros(shape, np.float32)) for shape in ((0, 5), (5, 0), (2, 0, 3))]):
+        results = fp8.multi_quantize(xs, recipe, columnwise=True)
+        assert [q.shape for q in results] == [x.shape for x in xs]
+        assert fp8.multi_quantize(xs, recipe, columnwise=True, outputs=results, noop=run.array(one(0))) is results
+    assert launched == []
+
+
 def test_order_and_company_do_not_matter(run):
     """Each array's bytes are its own, wherever it stands."""
     xs, scales = [run.array(x) for x in matrices("mixed")], [0.5 + i for i in range(len(GROUPS["mixed"]))]
@@ -135,9 +200,12 @@ def test_a_thousand(run, launched):
     assert launched == ([] if run.name == "reference" else ["multi_cast_transpose"])
     for i in range(0, 1000, 37):
         assert_same(run.numpy(results[i]), reference.cast_transpose(host[i], fp8.asnumpy(scales)[i:i + 1]))
-    launched.clear()
-    fp8.multi_quantize(xs, CurrentScaling(), columnwise=True)
-    assert launched == ([] if run.name == "reference" else ["multi_amax_scale", "multi_cast_transpose"])
+    for recipe in (CurrentScaling(), BlockScaling(), MXScaling()):
+        launched.clear()
+        results = fp8.multi_quantize(xs, recipe, columnwise=True)
+        assert launched == ([] if run.name == "reference" else LAUNCHES[type(recipe)])
+        for i in range(0, 1000, 37):
+            assert_same(run.numpy(results[i]), recipe.quantize(host[i], columnwise=True))
 
 
 @needs_host
@@ -148,7 +216,10 @@ def test_a_thousand(run, launched):
 def test_any_group(shapes, source, to, scales, directions):
     xs = [cases.values("bits", shape, source, i) for i, shape in enumerate(shapes)]
     options: dict[str, Any] = dict(zip(("rowwise", "columnwise"), directions, strict=True))
-    for recipe, given_scales in ((DelayedScaling(to), scales[:len(xs)]), (CurrentScaling(to), None)):
+    recipes: tuple[Any, ...] = (DelayedScaling(to), CurrentScaling(to), BlockScaling(dtype=to), BlockScaling((128, 128), to), MXScaling(to),
+                                MXScaling(to, scale_layout="swizzled"))
+    for recipe in recipes:
+        given_scales = scales[:len(xs)] if isinstance(recipe, DelayedScaling) else None
         with testing.executor("host"):
             results = fp8.multi_quantize(xs, recipe, scales=given_scales, **options)
         for q, desired in zip(results, fp8.multi_quantize(xs, recipe, scales=given_scales, **options), strict=True):
@@ -190,6 +261,24 @@ def test_groups_of_many_megabytes(launched):
     assert launched == ["multi_cast_transpose"]
     for i in (0, 17, 32):
         assert_same(results[i], fp8.cast_transpose(x, scales[i:i + 1]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [BlockScaling(), MXScaling()], ids=str)
+def test_a_large_batch_in_a_list(recipe, launched):
+    """More than 2**31 elements: the last matrices are found, and their scales."""
+    cp = backend.cupy()
+    x = cp.random.default_rng(0).standard_normal((8192, 8192), dtype=cp.float32).astype(cp.float16)
+    batch = cp.empty((33, 8192, 8192), cp.float16)
+    batch[:] = x
+    batch[32] *= cp.float16(0.5)
+    small, large = fp8.multi_quantize([x, batch], recipe)
+    assert launched == LAUNCHES[type(recipe)]
+    assert_same(small, recipe.quantize(x))
+    for i in (0, 31, 32):
+        want = recipe.quantize(batch[i])
+        testing.assert_bytes_equal(large.data[i], want.data)
+        testing.assert_bytes_equal(large.scale_inv[i], want.scale_inv)
 
 
 # ---- results given ----
@@ -269,8 +358,42 @@ def test_calls_that_come_again_make_no_table(plans):
             fp8.multi_cast_transpose(xs, state, outputs=outputs)
             assert_same(outputs[0], fp8.cast_transpose(xs[0], 1.0))
         gc.collect()
-        assert sum(plan() is not None for plan in plans) <= multi._KEPT
+        assert sum(plan() is not None for plan in plans) <= lists.KEPT
         del outputs
+        gc.collect()
+        assert not any(plan() for plan in plans)
+
+
+@needs_host
+@pytest.mark.parametrize("recipe", [BlockScaling(), MXScaling()], ids=str)
+def test_lists_in_blocks_that_come_again_make_no_table(recipe, plans, launched):
+    with testing.executor("host") as run:
+        xs = matrices("mixed")
+        outputs = outputs_for(run, xs, recipe)
+        for i in range(3):
+            fp8.multi_quantize(xs if i != 1 else [x[:] for x in xs], recipe, columnwise=True, outputs=outputs)
+        assert (len(plans), launched) == (1, LAUNCHES[type(recipe)] * 3)
+        other = outputs_for(run, xs, recipe)
+        fp8.multi_quantize(xs, recipe, columnwise=True, outputs=[outputs[0], *other[1:]])         # another result, of the same plan's owner
+        for q, want in zip(other[1:], outputs[1:], strict=True):
+            assert_same(q, want)
+        xs[3] *= bfloat16.type(0.5)
+        fp8.multi_quantize(xs, recipe, columnwise=True, outputs=outputs)
+        assert len(plans) == 2
+        assert_same(outputs[3], recipe.quantize(xs[3], columnwise=True))
+        for i in range(8):
+            xs[0] = cases.values("normal", xs[0].shape, bfloat16, 100 + i)         # the array before is gone
+            fp8.multi_quantize(xs, recipe, columnwise=True, outputs=outputs)
+            assert_same(outputs[0], recipe.quantize(xs[0], columnwise=True))
+        gc.collect()
+        assert sum(plan() is not None for plan in plans) <= lists.KEPT
+        x = cases.values("normal", (16, 24), bfloat16)
+        single = outputs_for(run, [x], recipe)
+        fp8.multi_quantize([x], recipe, columnwise=True, outputs=single)
+        x.shape = (24, 16)
+        with pytest.raises(ValueError, match=r"outputs\[0\]\.rowwise: "):
+            fp8.multi_quantize([x], recipe, columnwise=True, outputs=single)
+        del outputs, other, single
         gc.collect()
         assert not any(plan() for plan in plans)
 
@@ -322,6 +445,43 @@ def test_captured_graphs(launched):
             amax = cp.zeros(1, cp.float32)
             assert_same(q, fp8.cast_transpose(x, 3.0, amax=amax))
             testing.assert_bytes_equal(amaxes[0, i:i + 1], amax)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [BlockScaling(), MXScaling()], ids=str)
+def test_captured_graphs_in_blocks(recipe, launched):
+    cp = backend.cupy()
+    with testing.executor("cuda") as run:
+        xs = [run.array(x) for x in matrices("mixed")]
+        outputs, others, flag = outputs_for(run, xs, recipe), outputs_for(run, xs, recipe), cp.zeros(1, cp.float32)
+        fp8.multi_quantize(xs, recipe, columnwise=True, outputs=outputs)
+        cp.cuda.get_current_stream().synchronize()
+        stream = cp.cuda.Stream(non_blocking=True)
+        launched.clear()
+        with stream:
+            stream.begin_capture()
+            try:
+                fp8.multi_quantize(xs, recipe, columnwise=True, outputs=outputs, noop=flag)
+                with pytest.raises(ValueError, match="call once before the capture"):
+                    fp8.multi_quantize(xs, recipe, columnwise=True, outputs=others)
+                with pytest.raises(ValueError, match="out: needed"):
+                    fp8.multi_quantize(xs, recipe)
+            finally:
+                graph = stream.end_capture()
+            assert launched == LAUNCHES[type(recipe)]
+            for x in xs:
+                x *= x.dtype.type(0.5)
+            for value in (0.0, 1.0):
+                flag.fill(value)
+                for a in arrays(*outputs):
+                    cases.poison(a)
+                before = raw(outputs)
+                graph.launch(stream)
+                stream.synchronize()
+                assert (raw(outputs) == before) == bool(value)
+                if not value:
+                    for x, q in zip(xs, outputs, strict=True):
+                        assert_same(q, recipe.quantize(x, columnwise=True))
 
 
 # ---- what is refused ----
@@ -392,6 +552,16 @@ def test_memory_that_overlaps(run):
     shared = run.array(one(0))
     fp8.multi_quantize([x, y], DelayedScaling(), scales=scales, amaxes=[shared, shared])           # of both
     assert float(shared[0]) == max(float(abs(x).max()), float(abs(y).max()))
+
+
+@needs_host
+def test_more_blocks_than_a_launch_can_have(monkeypatch):
+    monkeypatch.setattr(multi_blocks, "_MOST_BLOCKS", 2)
+    with testing.executor("host") as run:
+        xs = [run.array(cases.values("normal", (300, 8), bfloat16, i)) for i in range(2)]
+        outputs = outputs_for(run, xs, MXScaling())
+        refused(run, ValueError, "xs: more than the 2 blocks that a launch can have; split the list",
+                lambda: fp8.multi_quantize(xs, MXScaling(), columnwise=True, outputs=outputs), outputs)
 
 
 def test_recipes_that_do_not_fit(run):

@@ -54,7 +54,9 @@ def _make(number: int, shape: tuple[int, int], recipe: Any, columnwise: bool) ->
             for i in (0, number // 2, number - 1):
                 if isinstance(recipe, (BlockScaling, MXScaling)):
                     again = recipe.quantize(xs[i], columnwise=columnwise)
-                    assert_bytes_equal(bits(outputs[i].data), bits(again.data))
+                    for (_, mine), (_, theirs) in zip(outputs[i]._parts(), again._parts(), strict=True):
+                        assert_bytes_equal(mine.data, theirs.data)
+                        assert_bytes_equal(mine.scale_inv, theirs.scale_inv)
                     continue
                 scale = compute_scale(compute_amax(xs[i])) if scales is None else scales[i:i + 1]
                 _check(xs[i], outputs[i], scale)
@@ -67,15 +69,20 @@ def _make(number: int, shape: tuple[int, int], recipe: Any, columnwise: bool) ->
 
 
 def _all() -> Iterator[Spec]:
-    def spec(op: str, label: str, number: int, shape: tuple[int, int], recipe: Any, columnwise: bool) -> Spec:
+    def spec(op: str, label: str, number: int, shape: tuple[int, int], recipe: Any, columnwise: bool, scales: float = 0) -> Spec:
+        """scales: bytes of them, for each element and direction."""
         size = number * shape[0] * shape[1]
-        return Spec(op, f"{label}, group", (number, *shape), size * (3 + columnwise), _make(number, shape, recipe, columnwise))
+        moved = int(size * (2 + (1 + columnwise) * (1 + scales)))
+        return Spec(op, f"{label}, group", (number, *shape), moved, _make(number, shape, recipe, columnwise))
 
     for number, shape in _GROUPS:
         yield spec("multi_cast_transpose", "bf16→e4m3 +amax", number, shape, DelayedScaling(), True)
         yield spec("multi_quantize", "bf16→e4m3 current both", number, shape, CurrentScaling(), True)
     yield spec("multi_quantize", "bf16→e4m3 row +amax", *_GROUPS[1], DelayedScaling(), False)
-    yield spec("multi_quantize", "bf16→e4m3 MX row, one launch each", *_GROUPS[1], MXScaling(), False)
+    for label, recipe, scales in (("1×128", BlockScaling(), 4 / 128), ("MX", MXScaling(scale_layout="swizzled"), 1 / 32)):
+        for columnwise in (True, False):
+            yield spec("multi_quantize", f"bf16→e4m3 {label} {'both' if columnwise else 'row'}", *_GROUPS[2], recipe, columnwise, scales)
+    yield spec("multi_quantize", "bf16→e4m3 MX row", *_GROUPS[-1], MXScaling(), False, 1 / 32)
 
 
 SPECS: tuple[Spec, ...] = tuple(_all())

@@ -23,6 +23,11 @@ GROUPS: dict[str, tuple[tuple[int, int], ...]] = {
     "none": (),
     "many": tuple((i % 9 + 1, i * 7 % 40) for i in range(150)),
 }
+#: Of matrices and batches of them, for recipes that take both: rows that allow wide accesses, or not.
+BATCHES: dict[str, tuple[tuple[int, ...], ...]] = {
+    "batches": ((3, 5, 9), (130, 150), (2, 33, 72), (2, 0, 7)),
+    "wide": ((2, 144, 136), (16, 264), (3, 7, 4), (0, 8)),
+}
 _SCALES = (0.37, 1.0, 2.0**-130, 0.0, 3e38, float("inf"), float("nan"), -2.0)
 _DIRECTIONS = ((True, False), (False, True), (True, True))
 
@@ -30,7 +35,7 @@ _DIRECTIONS = ((True, False), (False, True), (True, True))
 def arrays(case: Case) -> list[np.ndarray]:
     """The case's group: 'offset' starts one element into its buffer, 'strided' is a transposed view, every second one."""
     found = []
-    for i, shape in enumerate(GROUPS[case.options["group"]]):
+    for i, shape in enumerate(_shapes(case.options["group"])):
         x = values(case.values, shape, case.dtype, i)
         if case.layout == "offset" and i % 2 == 0:
             x = np.concatenate([x.reshape(-1)[:1], x.reshape(-1)])[-x.size or 1:].reshape(shape)
@@ -38,6 +43,10 @@ def arrays(case: Case) -> list[np.ndarray]:
             x = np.ascontiguousarray(x.T).T
         found.append(x)
     return found
+
+
+def _shapes(group: str) -> tuple[tuple[int, ...], ...]:
+    return GROUPS.get(group) or BATCHES.get(group, ())
 
 
 def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -68,7 +77,7 @@ def _quantize_reference(*xs: Any, amax: Any = None, recipe: Any, **options: Any)
 
 
 def _case(op: str, dtype: np.dtype[Any], group: str, values: str = "bits", layout: str = "contiguous", /, **options: Any) -> Case:
-    return Case(op, dtype, (len(GROUPS[group]),), values, layout, {"group": group, **options})
+    return Case(op, dtype, (len(_shapes(group)),), values, layout, {"group": group, **options})
 
 
 def _cast_cases() -> Iterator[Case]:
@@ -109,12 +118,18 @@ def _quantize_cases() -> Iterator[Case]:
             yield _case("multi_quantize", bfloat16, group, "normal", recipe=DelayedScaling(), amax=0.0, **directions)
         yield _case("multi_quantize", float32, "whole", "normal", "offset", recipe=CurrentScaling(), scaled=False, **directions)
         for recipe in (BlockScaling(), MXScaling(float8_e5m2), MXScaling(block=(32, 32)), BlockScaling((128, 128))):
-            yield _case("multi_quantize", bfloat16, "mixed", "normal", recipe=recipe, scaled=False, **directions)
+            for group in ("mixed", *BATCHES):
+                yield _case("multi_quantize", bfloat16, group, "normal", recipe=recipe, scaled=False, **directions)
+    for recipe in (BlockScaling(scale_layout="compact"), MXScaling(scale_layout="swizzled")):
+        for dtype in INPUT_DTYPES:
+            yield _case("multi_quantize", dtype, "wide", recipe=recipe, columnwise=True, scaled=False)
+        for layout in ("offset", "strided"):
+            yield _case("multi_quantize", bfloat16, "whole", "normal", layout, recipe=recipe, columnwise=True, scaled=False)
 
 
 OPS = (
     Op("multi_cast_transpose", _cast, _cast_reference, _inputs, _cast_cases,
        "`cast_transpose` of any number of matrices, of any shapes, in one launch"),
     Op("multi_quantize", _quantize, _quantize_reference, _inputs, _quantize_cases,
-       "any recipe for a list of arrays; per-tensor ones fused: one launch, or two where the scales are found first"),
+       "any recipe for a list of arrays of any shapes: one launch, or two where scales of whole arrays are found first"),
 )

@@ -59,28 +59,40 @@ class Step:
         raise NotImplementedError
 
 
-class PanelStep(Step):
-    """Of a kernel that keeps panels (panels.py)."""
+class PanelMembers(Step):
+    """Members of the struct of a kernel that keeps panels (panels.py), whatever the variant."""
 
-    def __init__(self, plan: Plan, sides: tuple[Side, Side], members: tuple[Any, ...], wide: tuple[Variant, int],
-                 any_shape: tuple[Variant, int]) -> None:
-        """wide: the variant for memory that allows wide accesses everywhere, and its blocks; any_shape: for other memory."""
+    def __init__(self, plan: Plan, sides: tuple[Side, Side], members: tuple[Any, ...]) -> None:
         super().__init__(sides, members)
-        self._wide, self._any_shape = wide, any_shape
         self._loads = int(plan.columns % LANE_COLUMNS == 0)
         #: What addresses must be multiples of for wide stores; 0 where rows do not allow them.
         self._fast_bytes, self._slow_bytes = (
             16 * (plan.rows % 16 == 0) if side.stored == TRANSPOSED else LANE_COLUMNS * self._loads for side in sides)
 
-    def bind(self, out: Addresses, aligned: bool) -> Launch:
+    def at(self, out: Addresses, aligned: bool) -> tuple[Any, ...]:
+        """Those after x and noop. aligned: whether x is, to chunks of LANE_COLUMNS elements."""
         fast, slow, fast_scales, slow_scales = self._pick(out)
         vector = self._loads if aligned else 0
         if self._fast_bytes and fast % self._fast_bytes == 0:
             vector |= 2
         if self._slow_bytes and slow % self._slow_bytes == 0:
             vector |= 4
-        variant, grid = self._wide if vector == 7 else self._any_shape
-        return variant, grid, (fast, slow, fast_scales, *self._fast, slow_scales, *self._slow, *self._members, vector)
+        return fast, slow, fast_scales, *self._fast, slow_scales, *self._slow, *self._members, vector
+
+
+class PanelStep(PanelMembers):
+    """A launch of such a kernel."""
+
+    def __init__(self, plan: Plan, sides: tuple[Side, Side], members: tuple[Any, ...], wide: tuple[Variant, int],
+                 any_shape: tuple[Variant, int]) -> None:
+        """wide: the variant for memory that allows wide accesses everywhere, and its blocks; any_shape: for other memory."""
+        super().__init__(plan, sides, members)
+        self._wide, self._any_shape = wide, any_shape
+
+    def bind(self, out: Addresses, aligned: bool) -> Launch:
+        members = self.at(out, aligned)
+        variant, grid = self._wide if members[-1] == 7 else self._any_shape
+        return variant, grid, members
 
 
 class Plan:
@@ -115,7 +127,7 @@ class Target:
     one comparison instead of its validation."""
 
     def __init__(self, out: Quantized, plan: Plan, ranges: Ranges) -> None:
-        self._plan, self._out, self.ranges = plan, _addresses(out), ranges
+        self._plan, self._out, self.ranges = plan, addresses(out), ranges
         self._launches: dict[bool, list[Launch]] = {}           # by whether x is aligned
 
     def launch(self, x: Array, at: int, noop_at: int) -> None:
@@ -152,7 +164,7 @@ class Quantizer:
                 return self._by_reference(x, swapped, options)
             checks.may_allocate(x)
             out = plan.empty(x)
-            for variant, grid, members in plan.launches(_addresses(out), at % plan.load_bytes == 0):
+            for variant, grid, members in plan.launches(addresses(out), at % plan.load_bytes == 0):
                 variant.launch(x, grid, at, 0, *members)
             return out
         target = self._target(out, x, xp, swapped, options)
@@ -188,7 +200,7 @@ class Quantizer:
         return target
 
 
-def _addresses(out: Quantized) -> Addresses:
+def addresses(out: Quantized) -> Addresses:
     row, column = out.rowwise, out.columnwise
     row_data, row_scales = (checks.address(row.data), checks.address(row.scale_inv)) if row else (0, 0)
     data, scales = (checks.address(column.data), checks.address(column.scale_inv)) if column else (0, 0)

@@ -247,7 +247,8 @@ struct ArrayList {
         constexpr int kWords = sizeof(Params) / sizeof(u64);
         static_assert(sizeof(Params) % sizeof(u64) == 0 && kWords <= 32, "a word per lane");
         const ListedArray<Params>* const from = arrays + load_read_only(array_of + blockIdx.x);
-        const u32 block = blockIdx.x - load_read_only(&from->first), across = load_read_only(&from->across), down = load_read_only(&from->down);
+        const u32 block = blockIdx.x - load_read_only(&from->first);
+        const u32 across = load_read_only(&from->across), down = load_read_only(&from->down);
         if (threadIdx.x < kWords)
             reinterpret_cast<u64*>(&matrix)[threadIdx.x] = load_read_only(reinterpret_cast<const u64*>(&from->array) + threadIdx.x);
         __syncwarp();
@@ -264,8 +265,8 @@ struct ArrayList {
     }
 };
 
-// By a whole block: the group's matrix and the tile of it that this block has, in shared memory, after a barrier. False: there is none, and what no
-// group has is cleared.
+// By a whole block: the group's matrix and the tile of it that this block has, in shared memory, after a barrier. False: there is none, and
+// what no group has is cleared.
 template <class Tile, class Params, class Matrix, class MoveScales>
 __device__ __forceinline__ bool find_group_tile(const Params& p, Matrix& group, TilePosition& at, MoveScales move_scales) {
     __shared__ RowRun found;
@@ -301,8 +302,8 @@ __device__ __forceinline__ bool find_group_tile(const Params& p, Matrix& group, 
 }
 
 // The part of a block of threads in quantising groups of rows, or a list of arrays, in blocks that have scales of their own. p: `all`, the
-// members that describe an array, `groups`, and `fast` and `slow`, where either direction's scales go, or `list`; group: room in shared memory
-// for `all` of a group's matrix. move_scales(found): moves the group's scales to where they go; quantize(at): the tile at that place of it.
+// members that describe an array, `groups`, and `fast` and `slow`, where either direction's scales go, or `list`; group: room in shared
+// memory for the members of one matrix. move_scales(found): moves a group's scales to where they go; quantize(at): the tile at that place.
 template <class Tile, class Params, class Matrix, class MoveScales, class Quantize>
 __device__ __forceinline__ void quantize_group(const Params& p, Matrix& group, MoveScales move_scales, Quantize quantize) {
     __shared__ TilePosition at;
