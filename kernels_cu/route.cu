@@ -131,6 +131,11 @@ struct Shared {
     u32 scan[kWarps];
 };
 
+// Of four counts, those of the blocks first to first + 3, the ones of blocks before `end`. (What follows the last block was never written.)
+__device__ __forceinline__ u32 sum_of_first(const uint4& c, u32 first, u32 end) {
+    return (first < end ? c.x : 0) + (first + 1 < end ? c.y : 0) + (first + 2 < end ? c.z : 0) + (first + 3 < end ? c.w : 0);
+}
+
 // What all blocks before this one counted, and all blocks, expert by expert.
 __device__ __forceinline__ void add_counts(const RouteParams& p, Shared& shared) {
     constexpr int kBatch = 8;                                        // experts whose counts are in flight
@@ -148,10 +153,8 @@ __device__ __forceinline__ void add_counts(const RouteParams& p, Shared& shared)
         for (int u = 0; u < kBatch; u++) {
             const u32 expert = batch + u * kWarps;
             if (expert >= p.number) continue;
-            const uint4 c = count[u];
-            const u32 before = (first < blockIdx.x ? c.x : 0) + (first + 1 < blockIdx.x ? c.y : 0) + (first + 2 < blockIdx.x ? c.z : 0) +
-                               (first + 3 < blockIdx.x ? c.w : 0);
-            const u32 all_before = __reduce_add_sync(~0u, before), all = __reduce_add_sync(~0u, c.x + c.y + c.z + c.w);
+            const u32 all_before = __reduce_add_sync(~0u, sum_of_first(count[u], first, blockIdx.x));
+            const u32 all = __reduce_add_sync(~0u, sum_of_first(count[u], first, gridDim.x));
             if (first == 0) shared.before[expert] = all_before, shared.total[expert] = all;
         }
     }

@@ -409,3 +409,16 @@ def test_saved_and_loaded(mask, tmp_path):
     assert (loaded.rows, loaded.align, (loaded.experts is not None)) == (routing.rows, routing.align, mask)
     for name, a in routing._arrays().items():
         testing.assert_bytes_equal(getattr(loaded, name), a)
+
+
+def test_what_other_calls_left_is_not_counted(run):
+    """Counts of as many words, from more blocks."""
+    for tokens, experts in ((448, 64), (320, 64), (448, 64), (2000, 8), (900, 16), (900, 8)):
+        for align in (1, 128):
+            assignment = indices(tokens, 8, experts)
+            fp8.device_errors(clear=True)
+            routing = fp8.route(run.array(assignment), num_experts=experts, align=align)
+            want = reference.route(assignment, num_experts=experts, align=align)
+            for name, a in routing._arrays().items():
+                testing.assert_bytes_equal(a, getattr(want, name))
+            assert fp8.device_errors(clear=True) == ()

@@ -39,7 +39,7 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
         data[g] = cast(x[g] * scales[g])      scale_inv[g] = 1 / scales[g]      amaxes[g] = max(amaxes[g], max |x[g]|)
 
     DelayedScaling, BlockScaling and MXScaling take one launch. CurrentScaling takes two: the first finds the scales that the groups' own
-    maxima call for, as `compute_scale` does (an empty group: 1). No block has rows of two groups.
+    maxima call for, as `compute_scale` does (of an empty group that is 0). No block has rows of two groups.
 
     Parameters
     ----------
@@ -90,10 +90,8 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
         sizes.check_at_most(groups.host, len(x))
     number = len(groups.array)
     _check_recipe(recipe, scales, amaxes)
-    scales_at = 0 if scales is None else _one_each(scales, number, x, xp, "scales")
-    amaxes_at = 0 if amaxes is None else _one_each(amaxes, number, x, xp, "amaxes")
-    if amaxes is not None and xp is np and not amaxes.flags.writeable:
-        raise ValueError("amaxes: the array is read-only")
+    scales, scales_at = (None, 0) if scales is None else _one_each(scales, number, x, xp, "scales")
+    amaxes, amaxes_at = (None, 0) if amaxes is None else _one_each(amaxes, number, x, xp, "amaxes", written=True)
     noop_at = 0 if noop is None else checks.one_f32(noop, x, xp, "noop")
     offsets_at = 0 if offsets is None else sizes.check_offsets(offsets, groups, x, xp)
     if offsets is not None and groups.host is not None and (xp is np or check):
@@ -157,18 +155,19 @@ def _check_recipe(recipe: Recipe, scales: Any, amaxes: Any) -> None:
         raise ValueError("scales, amaxes: belong to per-tensor recipes; blocks take their scales from their own elements")
 
 
-def _one_each(a: Any, number: int, x: Array, xp: Any, name: str) -> int:
-    """The address of an f32 array [number] of x's kind and device."""
+def _one_each(a: Any, number: int, x: Array, xp: Any, name: str, written: bool = False) -> tuple[Array, int]:
+    """(a ready for a kernel, its address): an f32 array [number] of x's kind and device. One that is written is not copied."""
     if not isinstance(a, xp.ndarray):
         backend.require_module(a, xp, name)
-    if a.dtype != float32:
-        raise TypeError(f"{name}: expected dtype float32, got {a.dtype}")
-    if a.shape != (number,) or not is_contiguous(a):
-        raise ValueError(f"{name}: expected a contiguous array of shape ({number},), one for each group, got shape {a.shape}, "
-                         f"strides {a.strides}")
+    if a.shape != (number,) or (written and not is_contiguous(a)):
+        raise ValueError(f"{name}: expected {'a contiguous' if written else 'an'} array of shape ({number},), one for each group, got "
+                         f"shape {a.shape}, strides {a.strides}")
+    if written and xp is np and not a.flags.writeable:
+        raise ValueError(f"{name}: the array is read-only")
+    a, _, at = checks.source(a, (float32,), name)
     if xp is not np:
         checks.same_device(a, x, name)
-    return checks.address(a)
+    return a, at
 
 
 def _form(x: Array, number: int, with_offsets: bool, dtype: np.dtype[Any], rowwise: bool, columnwise: bool) -> GroupForm:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import backend, reference
-from ..arrays import Array, empty_beside, is_contiguous
+from ..arrays import Array, empty_beside
 from ..formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float32
 from ..recipes import (
     BlockScaling,
@@ -133,6 +133,8 @@ def swiglu_backward_quantize(grad: Array, x: Array, recipe: Recipe, *, scale: An
     if out is not None:
         if not isinstance(out, tuple) or len(out) != 2:
             raise TypeError(f"out: expected an earlier result, (Quantized, array or None), got {type(out).__name__}")
+        if not isinstance(out[0], Quantized):
+            raise TypeError(f"out[0]: expected a Quantized (an earlier result, or recipe.empty(…)), got {type(out[0]).__name__}")
         if (out[1] is None) != (probs is None):
             raise ValueError(f"out[1]: expected {'None, since there are no probs' if probs is None else 'an array, since there are probs'}")
         dprobs = out[1]
@@ -180,8 +182,12 @@ def _quantize(x: Array, grad: Array | None, recipe: Any, o: _Options, noop: Arra
         if module is not np:
             checks.same_device(grad, x, "grad")
         reads("grad", grad_at, grad.nbytes)
-    probs_at = 0 if o.probs is None else reads("probs", _vector(o.probs, rows, float32, x, xp, "probs"), 4 * rows)
-    bias_at = 0 if o.bias is None else reads("bias", _vector(o.bias, 2 * half, x.dtype, x, xp, "bias"), x.dtype.itemsize * 2 * half)
+    # Names that keep copies until the launch.
+    probs, probs_at = (None, 0) if o.probs is None else _vector(o.probs, rows, float32, x, xp, "probs")
+    bias, bias_at = (None, 0) if o.bias is None else _vector(o.bias, 2 * half, x.dtype, x, xp, "bias")
+    for name, a, a_at in (("probs", probs, probs_at), ("bias", bias, bias_at)):
+        if a is not None:
+            reads(name, a_at, a.nbytes)
     noop_at = 0 if noop is None else reads("noop", checks.one_f32(noop, x, xp, "noop"), 4)
     limit = _limit(o.clamp)
     if not isinstance(o.form, str) or o.form not in FORMS:
@@ -205,7 +211,7 @@ def _quantize(x: Array, grad: Array | None, recipe: Any, o: _Options, noop: Arra
             for start, end in ranges:
                 checks.separate(dprobs_at, 4 * rows, start, end - start, "out[1]", "out[0]")
             ranges = [*ranges, (dprobs_at, dprobs_at + 4 * rows)]
-            if executor_of(xp) != "reference" and "_dprobs" not in out.__dict__:
+            if executor_of(xp) != "reference" and _partial_sums(o) not in out.__dict__:
                 checks.may_prepare(x)
         for start, end in ranges:
             for other_at, nbytes, name in read:
@@ -234,8 +240,8 @@ def _quantize(x: Array, grad: Array | None, recipe: Any, o: _Options, noop: Arra
     sums_at, column_sums = 0, None
     if dprobs is not None:
         # Down the transposed partial sums, a row of them for each tile across.
-        column_sums = ColumnSums(x, dprobs, out.__dict__.get("_dprobs"), (2 * half if o.interleaved else half, rows))
-        out.__dict__["_dprobs"], sums_at = column_sums.partial, column_sums.tiles_at(_TILE.columns)
+        column_sums = ColumnSums(x, dprobs, out.__dict__.get(_partial_sums(o)), (2 * half if o.interleaved else half, rows))
+        out.__dict__[_partial_sums(o)], sums_at = column_sums.partial, column_sums.tiles_at(_TILE.columns)
     flags = _CLAMPED * (o.clamp is not None) | _GPT_OSS * (o.form == "gpt_oss") | _INTERLEAVED * bool(o.interleaved)
     if half % 8 == 0 and (at | bias_at | grad_at) % 16 == 0 and target.wide:
         flags |= _WIDE
@@ -421,20 +427,21 @@ def _target(out: Quantized, plan: _Plan, x: Array, xp: Any) -> _Target:
     return target
 
 
-def _vector(a: Any, length: int, dtype: np.dtype[Any], x: Array, xp: Any, name: str) -> int:
-    """The address of a contiguous array [length] of x's kind and device."""
+def _vector(a: Any, length: int, dtype: np.dtype[Any], x: Array, xp: Any, name: str) -> tuple[Array, int]:
+    """(a ready for a kernel, its address): an array [length] of x's kind and device."""
     if not isinstance(a, xp.ndarray):
         backend.require_module(a, xp, name)
-    if a.dtype != dtype:
-        raise TypeError(f"{name}: expected dtype {dtype}, got {a.dtype}")
-    if a.shape != (length,) or not is_contiguous(a):
-        raise ValueError(f"{name}: expected a contiguous array of shape ({length},), got shape {a.shape}, strides {a.strides}")
+    a, _, at = checks.source(a, (dtype,), name)
+    if a.shape != (length,):
+        raise ValueError(f"{name}: expected an array of shape ({length},), got shape {a.shape}")
     if xp is not np:
         checks.same_device(a, x, name)
-    at = checks.address(a)
-    if at % dtype.itemsize:
-        raise ValueError(f"{name}: address {at:#x} is not a multiple of the element size {dtype.itemsize}")
-    return at
+    return a, at
+
+
+def _partial_sums(o: _Options) -> str:
+    """Under which name a result keeps the memory that gradients of probs are summed up in: the form decides how much that is."""
+    return "_dprobs_interleaved" if o.interleaved else "_dprobs"
 
 
 def _limit(clamp: Any) -> float:

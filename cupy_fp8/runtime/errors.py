@@ -55,8 +55,8 @@ def _make(device: int) -> int:
                 _words[device] = host, host.ctypes.data
             else:
                 if capturing(device):
-                    raise ValueError("splits, scales: this is the first call with facts on the device, and what it needs cannot be "
-                                     "allocated while a CUDA graph is captured; call once before the capture")
+                    raise ValueError("this is the first call with facts on the device, and the word that notes what is wrong with them "
+                                     "cannot be allocated while a CUDA graph is captured; call once before the capture")
                 cp = backend.cupy()
                 with cp.cuda.Device(device):
                     word = cp.zeros(1, np.uint32)

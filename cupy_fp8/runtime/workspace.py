@@ -14,6 +14,7 @@ from .kernel import capturing, current_stream
 
 _of_array: dict[tuple[int, int, str, int], tuple[Any, Any]] = {}
 _of_stream: dict[tuple[int, int, str, int, int], Any] = {}
+_of_thread: dict[tuple[int, str, int], Any] = {}
 _PER_THREAD_STREAM = 2      # CUDA's handle of the per-thread default stream, the same number in every thread
 
 
@@ -22,10 +23,14 @@ def workspace(out: Any | None, x: Any, use: str, words: int) -> Any:
 
     With an `out` given by the caller they belong to that memory for as long as the array that owns it lives (views come and go),
     so that two captured graphs never share them; without one they belong to the current stream of x's device, on which launches
-    follow one another. (A NumPy x gets fresh ones.) ValueError where they would have to be made during a capture.
+    follow one another. (With a NumPy x they belong to the thread, so that tests see what a launch leaves to the next one.) ValueError where
+    they would have to be made during a capture.
     """
     if isinstance(x, np.ndarray):
-        return np.zeros(words, np.uint32)
+        own = threading.get_ident(), use, words
+        if own not in _of_thread:
+            _of_thread[own] = np.zeros(words, np.uint32)
+        return _of_thread[own]
     device = x.data.device_id
     if out is None:
         stream = current_stream(device)
