@@ -13,7 +13,7 @@
 //                       `stored`, `square` and `vector` tell (arrays of any shape and address). DOWN_FIRST: see tile.cuh.
 // group_quantize_block  the same of groups of rows whose sizes are on the device, each a matrix of its own: no tile has rows of two. Data are where
 //                       their rows are in x, stored transposed [columns, m] for each group; scales of one group follow those of another. What
-//                       follows the last group is written 0. Block 0 writes offsets where none are given.
+//                       follows the last group is written 0. Block 0 writes offsets where none are given. Or the same of arrays in a list.
 // quantize_block_lines  one block per line: all of a row (ALONG_ROWS 1) or of a column (0). A block of threads reads its lines twice. Any
 //                       shape and address.
 // DIVIDE 1: elements are divided by scale_inv (profile vllm), which takes five instructions for each; 2: where the struct's `divide` says so.

@@ -82,8 +82,7 @@ constexpr bool kSwizzles = PANELS_DOWN % 4 == 0;                     // 128 line
 
 constexpr int kLanes = kBlock / kLaneColumns;                        // that share a fast block
 // On an H200 a multiprocessor keeps 512 threads of 16-bit panels in flight, 256 of f32.
-// (Both directions, one of them transposed, do not quite fit the registers of 512 threads elsewhere.)
-// (Nor do groups.)
+// (Both directions, one of them transposed, do not quite fit the registers of 512 threads elsewhere, and groups do not.)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
 #ifdef ENTRY_group_quantize_mx
 constexpr bool kFits = false;

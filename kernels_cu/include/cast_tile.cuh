@@ -1,4 +1,5 @@
-// What a block of threads does with one tile of a matrix, for kernels that cast in both directions from one read (cast.cu, multi.cu).
+// What a block of threads does with one tile of a matrix, for kernels that cast in both directions from one read (cast.cu, multi.cu,
+// group_cast.cu).
 // Macros: IN, OUT, TILE_ROWS, TILE_COLUMNS, DBIAS.
 #pragma once
 #include "cast.cuh"

@@ -1,4 +1,4 @@
-// Sums down columns by the fixed tree (docs/numerics.md, rule 10): adjacent pairs by index, level by level. Absent terms are -0, the
+// Sums down columns by the fixed tree (docs/numerics.md, rule 11): adjacent pairs by index, level by level. Absent terms are -0, the
 // neutral element of addition, so a tree of any power-of-two height at a multiple of its height computes the same bytes.
 #pragma once
 #include "arith.cuh"

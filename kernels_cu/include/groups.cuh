@@ -1,5 +1,7 @@
 // Groups of consecutive lines (or blocks of elements) whose sizes only the device knows, stored one after the other in whole tiles.
-// A block of threads finds the groups of its tiles by a scan over all sizes: one warp, kPerLane sizes per lane and round.
+// A block of threads finds the groups of its tiles by a scan over all sizes: one warp, kPerLane sizes per lane and round. find_groups: tiles of
+// lines or of blocks of elements; find_run: runs of rows of groups that are matrices of their own, whose scales have places to be counted.
+// quantize_group: what a block does for such a group, or for one of a list of arrays.
 #pragma once
 #include "errors.cuh"
 #include "memory.cuh"
