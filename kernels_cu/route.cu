@@ -183,7 +183,8 @@ __device__ __forceinline__ u32 block_prefix_sum(u32 value, u32* scan, u32& total
 __device__ __forceinline__ u32 aligned_up(u32 rows, u32 align) { return (rows + align - 1) & -align; }
 __device__ __forceinline__ u32 at_most(u32 value, u32 bound) { return value < bound ? value : bound; }
 
-extern "C" __global__ void __launch_bounds__(kThreads) route_rank(const __grid_constant__ RouteParams p) {
+// There are at most kMostBlocks blocks: left to choose, the compiler makes room for five on a multiprocessor and spills.
+extern "C" __global__ void __launch_bounds__(kThreads, 1) route_rank(const __grid_constant__ RouteParams p) {
     __shared__ Shared shared;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, earlier_lanes = (1u << lane) - 1;
     const Run run(p);
