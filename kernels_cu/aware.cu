@@ -4,6 +4,7 @@
 //   out = narrow(v * s / t), one rounding         s = 2^e, the element's scale; t, a power of two, that of the new block
 //   TARGET 0 (column): t = smallest power of two >= max |v| * s / fp8_max over the block (BLOCK rows of a column)
 //   TARGET 1 (tile):   t = largest s of a tile's rows (BLOCK x BLOCK) that hold anything but zeros
+//   s = 0 (unused rows of `permute`): out = narrow(v * 0), no part of any target
 //
 // data           FP8 [rows, columns] (IN)                       scales    compact [rows, ceil(columns / BLOCK)]: f32 (BLOCK 128), E8M0 (32)
 // out            [columns, rows]; with splits (rows per expert, on the device) flat, [columns, rows of the expert] one after the other
@@ -13,16 +14,20 @@
 //
 // A tile is 128 rows x TILE_COLUMNS columns and begins at an expert's first row or a multiple of 128 rows on. Tiles are counted down the
 // rows of an expert, then along its strips of TILE_COLUMNS columns, then expert by expert; a block of threads does `run` of them, one after
-// the other, while the next one is on its way into shared memory. A warp has 16 columns of the tile and a thread 16 rows x 4 columns, so
-// that what a column's block holds is found by exchanges inside the warp.
+// the other, while the next one is on its way into shared memory. A warp has 16 columns of the tile and a thread 16 rows x 4 columns, eight
+// threads one below the other: what a column's block holds is found by exchanges inside the warp, and the eight store 128 bytes of a column.
 //
-// Arithmetic is in f16, relative to the largest scale 2^e_ref of a block's rows: v * 2^(e - t) is rounded only where it is below 2^-20 and
-// becomes 0 anyway, if f16 has 2^(e - e_ref) (e - e_ref >= -24), 2^(e_ref - t) (<= 15) and their product. Blocks of which that is not
-// true, which are rare, take a way of their own, element by element.
+// Arithmetic is in f16, relative to the largest scale 2^e_ref of a block's rows. Of v * 2^(e - t) bits are lost only where it is below
+// 2^-20 (e4m3fn) and becomes 0 anyway, if f16 has the powers of two that it takes. Blocks of which that is not true, which are rare, take a
+// way of their own, element by element.
+//   e4m3fn, column: 2^(e - e_ref + kLift), whose products with v are looked at for the target and then multiplied by 2^(e_ref - kLift - t).
+//                   kLift makes use of all of f16: what the first product loses is below 2^-27 * 2^e_ref, and t >= e_ref - 15
+//   e5m2, column:   has no room for a lift; v * (2^(e - e_ref) * 2^(e_ref - t))
+//   tile:           v * (2^(e - e_ref) * 2^(e_ref - t)), where t is that of the row with the largest scale unless it holds nothing
 //
-// Rows of the output begin anywhere: experts have any number of rows. So a transposed row is shifted in registers such that it begins in
-// shared memory where its address modulo 32 says, and 16 aligned bytes of memory are 16 bytes there. Where a tile is followed by the next
-// one down, the up to 31 bytes after the last multiple of 32 wait there for it: then every store is a part of a whole sector.
+// Rows of the output begin anywhere: experts have any number of rows. Then the eight threads shift what they have to the next multiples of
+// 16 bytes, each with the bytes of the one above. Where a tile is followed by the next one down, the bytes after the last multiple wait in
+// shared memory for it.
 //
 // ALIGNED: 1 where rows of the data allow 16-byte loads. Bytes moved per element: 2, and 8 / BLOCK of f32 scales.
 #include "e8m0.cuh"
@@ -55,7 +60,8 @@ constexpr int kAhead = 1;                                            // tiles on
 constexpr int kColumnBlocks = TILE_COLUMNS / BLOCK, kUnits = kTileRows / BLOCK * kColumnBlocks;     // units: blocks of BLOCK x BLOCK
 constexpr int kRowBlocks = kTileRows / BLOCK;
 constexpr int kUnitsPerWarp = (kUnits + kWarps - 1) / kWarps, kLaneRows = BLOCK / 32;
-constexpr int kUnitLanes = BLOCK / 16 * 4;                           // threads that share a unit in a warp: 16 rows and 4 columns each
+constexpr int kPatches = kTileRows / 16;                             // threads below one another
+constexpr int kUnitPatches = BLOCK / 16;                             // of them in a unit
 // On an H200 a multiprocessor keeps 768 threads in flight, which spill on sm_100 and sm_120 and with the integer conversions.
 #if defined(CUPY_FP8_HARDWARE_CVT) && __CUDA_ARCH__ < 1000
 constexpr int kThreadsInFlight = ALIGNED ? 768 : 512;
@@ -66,20 +72,23 @@ constexpr int kBlocks = kThreadsInFlight / kThreads;
 static_assert(kMx || BLOCK == 128, "blocks of 32 or 128");
 
 constexpr int kNoScale = 1 << 14;                                    // the exponent of a scale that is no power of two
-constexpr int kNothing = -kNoScale;                                  // of no scale at all
+constexpr int kNothing = -kNoScale;                                  // of no scale at all, or scale 0: v * 0 is what there is
 constexpr int kLowest = -127, kHighest = 127;                        // column targets
-constexpr int kMostUp = 15, kMostDown = 24;                          // powers of two that f16 has
+constexpr int kLift = TARGET == 0 && Pack::kEmax == 8 ? 7 : 0;       // 448 * 2^7 is the largest number of f16 that matters
+constexpr int kMostUp = 15, kMostDown = 24 + kLift;                  // powers of two that f16 has
+constexpr int kLeastNormal = -14 - kLift;
 constexpr int kUnitGap = 8;                                          // between scale 1 of rows of zeros and the other scales
 
 __device__ __forceinline__ int clamp(int v, int low, int high) { return v < low ? low : v > high ? high : v; }
 __device__ __forceinline__ int larger(int a, int b) { return a > b ? a : b; }
 __device__ __forceinline__ int smaller(int a, int b) { return a < b ? a : b; }
 
-// log2 of a scale, kNoScale where it is no power of two.
+// log2 of a scale, kNoScale where it is no power of two, kNothing of 0.
 __device__ __forceinline__ int exponent_of(u32 bits) {
     if (kMx) return bits == kNanE8m0 ? kNoScale : (int)bits - 127;
+    if (bits == 0) return kNothing;
     int bias = 127;
-    if (bits < 0x00800000u) bits = as_bits(mul_rn(as_float(bits), as_float((127u + 64) << 23))), bias += 64;    // a subnormal, or 0
+    if (bits < 0x00800000u) bits = as_bits(mul_rn(as_float(bits), as_float((127u + 64) << 23))), bias += 64;    // a subnormal
     return bits - 1u < 0x7f7fffffu && !(bits & 0x7fffffu) ? (int)(bits >> 23) - bias : kNoScale;
 }
 
@@ -100,8 +109,8 @@ struct Place {
     int lines, columns, scale_blocks;                                // how many rows, columns and blocks along a row there are
     bool lost;                                                       // no expert's
     bool aligned;                                                    // columns go to multiples of 16 bytes
-    bool adjoins;                                                    // columns follow one another in memory: the expert has but these rows
-    bool continued, continues;                                       // by the tile above, by the one below: stored where columns begin anywhere
+    bool plain;                                                      // target scales: all are there, four of them one store
+    bool continued, continues;                                       // by the tile above, by the one below: where columns begin anywhere
 
     __device__ __forceinline__ i64 start() const { return group_start + tile * kTileRows; }
     __device__ __forceinline__ i64 column() const { return (i64)strip * TILE_COLUMNS; }
@@ -121,8 +130,20 @@ struct Place {
         if (p.row_scales && !lost)
             row_scales = reinterpret_cast<u32*>(p.row_scales) + group_scales * p.scale_columns + first_column / BLOCK * row_scale_pitch
                          + tile * kTileRows;
-        adjoins = group_down == 1, aligned = group_lines % 16 == 0 && reinterpret_cast<u64>(to) % 16 == 0;
+        aligned = group_lines % 16 == 0 && reinterpret_cast<u64>(to) % 16 == 0;
+        plain = columns == TILE_COLUMNS && p.target_pitch - first_column >= TILE_COLUMNS && p.target_pitch % 4 == 0
+                && reinterpret_cast<u64>(targets) % (4 * kScaleBytes) == 0;
         continued = !first && tile > 0, continues = more && !is_last_down();
+    }
+
+    // To the tile below.
+    __device__ __forceinline__ void step_down(const AwareParams& p, bool more) {
+        constexpr int kScaleBytes = kMx ? 1 : 4;
+        tile++, lines = left_of(group_lines - tile * kTileRows, kTileRows);
+        from += kTileRows * p.columns, scales += kTileRows * p.scale_columns * kScaleBytes, to += kTileRows;
+        targets += kRowBlocks * p.target_pitch * kScaleBytes;
+        if (row_scales) row_scales += kTileRows;
+        continued = true, continues = more && !is_last_down();
     }
 };
 
@@ -174,9 +195,11 @@ __device__ __forceinline__ void find_next(const AwareParams& p, i64 tile, const 
     if (place.is_last_down() && place.strip + 1 == p.strips) return find_place(p, tile, false, more, next);
     if (threadIdx.x % 32 == 0) {
         Place found = place;
-        found.tile++;
-        if (place.is_last_down()) found.tile = 0, found.strip++;
-        found.settle(p, false, more);
+        if (!place.is_last_down()) found.step_down(p, more);
+        else {
+            found.tile = 0, found.strip++;
+            found.settle(p, false, more);
+        }
         *next = found;
     }
 }
@@ -187,17 +210,18 @@ enum UnitFacts : u32 {
     kExcluded = 2,               // the rows with scale 1 do not count for e_ref, since they are alone with one so large: as a rule a row of
                                  // zeros has scale 1. If one holds anything, the unit is kGeneral
     kWrong = 4,                  // a scale is no power of two
+    kUnusual = 8,                // any of these, or scales that were not looked at for them: TARGET 1 knows no row that has the largest
 };
 struct Unit {
     int e_ref;
-    u32 facts;
+    u32 facts;                                                       // and TARGET 1: from bit 8 on, a row of the unit with that scale
 };
 
 struct Shared {
     Unit unit[2][kUnits];                                            // by row of blocks, then by column of blocks
     __align__(16) short exponent[2][kColumnBlocks][kTileRows];
     __align__(16) u32 factor[2][kColumnBlocks][kTileRows / 2];       // 2^(e - e_ref) of two rows as f16: NaN for a wrong scale
-    int top[2][kUnits];                                              // TARGET 1: largest exponent of a row that holds anything
+    __align__(16) uint4 waiting[2][TILE_COLUMNS];                    // of every column, the last 16 rows of the tile above
     Place place[kAhead + 2];
 };
 
@@ -228,56 +252,92 @@ struct TileScales {
 
     // What they say to shared memory, and the scales themselves to where rows have them.
     __device__ __forceinline__ void write(const AwareParams& p, const Place& place, int slot, Shared& shared) const {
-        const int lane = threadIdx.x % 32, lines = place.lines, blocks = place.scale_blocks;
-        u32* const row_scales = place.row_scales;
 #pragma unroll
         for (int n = 0; n < kUnitsPerWarp; n++) {
             if (!has(n)) continue;
-            const int row = TileScales::row(n), block = column_block(n), exist = block < blocks ? lines - row : 0;
+            const int row = TileScales::row(n), block = column_block(n), exist = block < place.scale_blocks ? place.lines - row : 0;
             int e[kLaneRows], most = kNothing, least = kNoScale;
-            bool wrong = false;
+            bool rare = false;
 #pragma unroll
             for (int r = 0; r < kLaneRows; r++) {
-                e[r] = r < exist ? exponent_of(bits[n][r]) : kNothing;
-                wrong |= e[r] == kNoScale;
-                most = larger(most, e[r] == kNoScale ? kNothing : e[r]), least = smaller(least, e[r] == kNothing ? kNoScale : e[r]);
+                e[r] = kNothing;
+                if (r >= exist || (!kMx && bits[n][r] == 0)) continue;
+                e[r] = (int)(kMx ? bits[n][r] : bits[n][r] >> 23) - 127;
+                rare |= kMx ? bits[n][r] == kNanE8m0 : (bits[n][r] & 0x807fffffu) || e[r] < -126 || e[r] > kHighest;
+                most = larger(most, e[r]), least = smaller(least, e[r]);
             }
-            most = __reduce_max_sync(~0u, most), least = __reduce_min_sync(~0u, least), wrong = __any_sync(~0u, wrong);
-            int e_ref = most == kNothing ? 0 : most;
-            bool excludes = false;
-            if (most == 0 && least < -kUnitGap) {                    // a row of zeros has scale 1
-                int most_but_0 = kNothing, least_but_0 = kNoScale;
-#pragma unroll
-                for (int r = 0; r < kLaneRows; r++)
-                    if (e[r] < 0 && e[r] != kNothing) most_but_0 = larger(most_but_0, e[r]), least_but_0 = smaller(least_but_0, e[r]);
-                most_but_0 = __reduce_max_sync(~0u, most_but_0), least_but_0 = __reduce_min_sync(~0u, least_but_0);
-                excludes = most_but_0 < -kUnitGap;
-                if (excludes) e_ref = most_but_0, least = least_but_0;
-            }
-            if (lane == 0) {
-                const bool general = least < e_ref - kMostDown || e_ref - kMostUp < kLowest;
-                shared.unit[slot][unit(n)] = {e_ref, (general ? kGeneral : 0u) | (excludes ? kExcluded : 0u) | (wrong ? kWrong : 0u)};
-                if (TARGET) shared.top[slot][unit(n)] = kNothing;
-                if (!kMx && wrong) report(p.splits.errors, kScaleNotPowerOfTwo);
-            }
-            u32 factor[kLaneRows];
-#pragma unroll
-            for (int r = 0; r < kLaneRows; r++)
-                factor[r] = e[r] == kNoScale ? kNanF16 : excludes && e[r] == 0 ? 0 : Halves::power(clamp(e[r] - e_ref, -kMostDown, 0));
+            most = __reduce_max_sync(~0u, most), least = __reduce_min_sync(~0u, least);
+            rare |= most - least > -kLeastNormal || most - kMostUp <= kLowest || (most == 0 && least < -kUnitGap);
             u16* const factors = reinterpret_cast<u16*>(shared.factor[slot][block]) + row;
             short* const exponents = shared.exponent[slot][block] + row;
+            u32 factor[kLaneRows];
+            if (__any_sync(~0u, rare)) write_rare(p, n, exist, e, factor, &shared.unit[slot][unit(n)]);
+            else {
+                u32 facts = 0;
+                if constexpr (TARGET == 1) {
+                    int at = kLaneRows;
+#pragma unroll
+                    for (int r = kLaneRows - 1; r >= 0; r--)
+                        if (e[r] == most) at = r;
+                    const u32 lanes = __ballot_sync(~0u, at < kLaneRows);
+                    facts = first_row(lanes, at) << 8;
+                }
+                if (threadIdx.x % 32 == 0) shared.unit[slot][unit(n)] = {most, facts};
+#pragma unroll
+                for (int r = 0; r < kLaneRows; r++) factor[r] = e[r] == kNothing ? 0 : (u32)(e[r] - most + 15 + kLift) << 10;
+            }
             if constexpr (kMx) factors[0] = (u16)factor[0], exponents[0] = (short)e[0];
             else {
                 *reinterpret_cast<uint2*>(factors) = make_uint2(factor[0] | factor[1] << 16, factor[2] | factor[3] << 16);
                 *reinterpret_cast<uint2*>(exponents) = make_uint2((u32)e[0] & 0xffffu | (u32)e[1] << 16, (u32)e[2] & 0xffffu | (u32)e[3] << 16);
                 // Rows are rounded up to four; what does not exist is 0.
-                if (!row_scales || exist <= 0) continue;
-                u32* const to = row_scales + (block * place.row_scale_pitch + row);
-                if (reinterpret_cast<u64>(row_scales) % 16 == 0) Chunk<f32, 4>{{bits[n][0], bits[n][1], bits[n][2], bits[n][3]}}.store_whole(to);
+                if (!place.row_scales || exist <= 0) continue;
+                u32* const to = as_global(place.row_scales) + (block * place.row_scale_pitch + row);
+                if (reinterpret_cast<u64>(place.row_scales) % 16 == 0) Chunk<f32, 4>{{bits[n][0], bits[n][1], bits[n][2], bits[n][3]}}.store_whole(to);
                 else
 #pragma unroll
                     for (int r = 0; r < 4; r++) to[r] = bits[n][r];
             }
+        }
+    }
+
+    // The row of the unit that the first of these lanes has in place `at` of its own.
+    static __device__ __forceinline__ u32 first_row(u32 lanes, int at) {
+        const int lane = lanes ? __ffs(lanes) - 1 : 0;
+        return lane * kLaneRows + (u32)(__shfl_sync(~0u, at, lane) & (kLaneRows - 1));
+    }
+
+    // For whatever scales, of whatever rows exist.
+    __device__ __forceinline__ void write_rare(const AwareParams& p, int n, int exist, int (&e)[kLaneRows], u32 (&factor)[kLaneRows], Unit* to) const {
+        int most = kNothing, least = kNoScale;
+        bool wrong = false;
+#pragma unroll
+        for (int r = 0; r < kLaneRows; r++) {
+            e[r] = r < exist ? exponent_of(bits[n][r]) : kNothing;
+            wrong |= e[r] == kNoScale;
+            most = larger(most, e[r] == kNoScale ? kNothing : e[r]), least = smaller(least, e[r] == kNothing ? kNoScale : e[r]);
+        }
+        most = __reduce_max_sync(~0u, most), least = __reduce_min_sync(~0u, least), wrong = __any_sync(~0u, wrong);
+        int e_ref = most == kNothing ? 0 : most;
+        bool excludes = false;
+        if (most == 0 && least < -kUnitGap) {                        // a row of zeros has scale 1
+            int most_but_0 = kNothing, least_but_0 = kNoScale;
+#pragma unroll
+            for (int r = 0; r < kLaneRows; r++)
+                if (e[r] < 0 && e[r] != kNothing) most_but_0 = larger(most_but_0, e[r]), least_but_0 = smaller(least_but_0, e[r]);
+            most_but_0 = __reduce_max_sync(~0u, most_but_0), least_but_0 = __reduce_min_sync(~0u, least_but_0);
+            excludes = most_but_0 < -kUnitGap;
+            if (excludes) e_ref = most_but_0, least = least_but_0;
+        }
+        if (threadIdx.x % 32 == 0) {
+            const bool general = least < e_ref - kMostDown || e_ref - kMostUp <= kLowest;
+            *to = {e_ref, (general ? kGeneral : 0u) | (excludes ? kExcluded : 0u) | (wrong ? kWrong : 0u) | kUnusual};
+            if (!kMx && wrong) report(p.splits.errors, kScaleNotPowerOfTwo);
+        }
+#pragma unroll
+        for (int r = 0; r < kLaneRows; r++) {
+            const bool none = e[r] == kNothing || (excludes && e[r] == 0);
+            factor[r] = e[r] == kNoScale ? kNanF16 : none ? 0 : Halves::power(clamp(e[r] - e_ref, -kMostDown, 0) + kLift);
         }
     }
 };
@@ -289,15 +349,17 @@ __device__ __forceinline__ int raw_unit(int row, int unit) { return row * TILE_C
 
 __device__ __forceinline__ void prefetch(const AwareParams& p, const Place& place, u8* raw) {
     constexpr int kRowUnits = TILE_COLUMNS / 16, kEach = kRawBytes / 16 / kThreads, kStep = kThreads / kRowUnits;
+    static_assert(kStep == 32, "rows n * 32 on are in the places that raw_unit gives them, by what n alone decides");
     if (place.lost) return;
     const int first = threadIdx.x / kRowUnits, unit = threadIdx.x % kRowUnits, left = left_of(place.columns - unit * 16, 16);
     const int lines = left ? place.lines : 0;
     const i64 step = kStep * p.columns;
     const u8* from = place.from + (first * p.columns + unit * 16);
+    const int even = raw_unit(first, unit), odd = even ^ 4 * 16;
 #pragma unroll
     for (int n = 0; n < kEach; n++, from += step) {
         const int row = n * kStep + first;
-        u8* const to = raw + raw_unit(row, unit);
+        u8* const to = raw + ((n % 2 ? odd : even) + n * kStep * TILE_COLUMNS + n / 2 * 16);
         if constexpr (ALIGNED) copy_async(to, from, row < lines);
         else {
             const int exist = row < lines ? left : 0;
@@ -324,20 +386,21 @@ __device__ __forceinline__ int product_target(u32 bits, int e) {
     return larger((int)(bits >> 3) + (e - 127 - Pack::kEmax + kTargetBias) * (1 << 20) + 0x3ffff, kFirst);
 }
 
-// The code of v * 2^k: 2^60 times the smallest code saturates, 2^-60 times the largest vanishes.
-__device__ __forceinline__ u32 moved(u32 code, int k) {
-    return IN::narrow(mul_rn(IN::widen(code), as_float((u32)(clamp(k, -60, 60) + 127) << 23)));
+// The code of v * 2^(e - t): 2^60 times the smallest code saturates, 2^-60 times the largest vanishes.
+__device__ __forceinline__ u32 moved(u32 code, int e, int t) {
+    const u32 power = e == kNothing ? 0 : (u32)(clamp(e - t, -60, 60) + 127) << 23;
+    return IN::narrow(mul_rn(IN::widen(code), as_float(power)));
 }
 
-// This thread's 16 rows x 4 columns where they are in shared memory, element by element: for whatever scales. exponents: of these rows. t:
-// log2 of the columns' targets; targets of columns are found here.
-__device__ __forceinline__ void transform_in_place(u8* mine, const short* exponents, int (&t)[4]) {
+// This thread's 16 rows x 4 columns, element by element: for whatever scales. exponents: of these rows. t: log2 of the columns' targets;
+// targets of columns are found here.
+__device__ __forceinline__ void transform_any(const u8* mine, const short* exponents, int (&t)[4], u32 (&codes)[4][4]) {
     if constexpr (TARGET == 0) {
         int found[4] = {};
 #pragma unroll 1
         for (int r = 0; r < 16; r++) {
             const u32 word = *reinterpret_cast<const u32*>(mine + r * TILE_COLUMNS);
-            if (exponents[r] == kNoScale) continue;
+            if (exponents[r] == kNoScale || exponents[r] == kNothing) continue;
 #pragma unroll
             for (int c = 0; c < 4; c++) {
                 const u32 bits = as_bits(magnitude(IN::widen(word >> c * 8 & 0xffu)));
@@ -347,19 +410,42 @@ __device__ __forceinline__ void transform_in_place(u8* mine, const short* expone
 #pragma unroll
         for (int c = 0; c < 4; c++) {
 #pragma unroll
-            for (int distance = 4; distance < kUnitLanes; distance *= 2) found[c] = larger(found[c], __shfl_xor_sync(~0u, found[c], distance));
+            for (int distance = 1; distance < kUnitPatches; distance *= 2) found[c] = larger(found[c], __shfl_xor_sync(~0u, found[c], distance));
             t[c] = found[c] ? (found[c] >> 20) - kTargetBias : 0;
         }
     }
-#pragma unroll 1
-    for (int r = 0; r < 16; r++) {
-        u32& word = *reinterpret_cast<u32*>(mine + r * TILE_COLUMNS);
-        u32 codes = 0;
 #pragma unroll
-        for (int c = 0; c < 4; c++)
-            codes |= (exponents[r] == kNoScale ? kNanFp8 : moved(word >> c * 8 & 0xffu, exponents[r] - t[c])) << c * 8;
-        word = codes;
+    for (int q = 0; q < 4; q++) {
+        u32 four[4] = {};
+#pragma unroll 1
+        for (int r = 0; r < 4; r++) {
+            const u32 word = *reinterpret_cast<const u32*>(mine + (q * 4 + r) * TILE_COLUMNS);
+            const int e = exponents[q * 4 + r];
+#pragma unroll
+            for (int c = 0; c < 4; c++) four[c] |= (e == kNoScale ? kNanFp8 : moved(word >> c * 8 & 0xffu, e, t[c])) << r * 8;
+        }
+#pragma unroll
+        for (int c = 0; c < 4; c++) codes[c][q] = four[c];
     }
+}
+
+// The largest exponent of a row of a unit that holds anything, kNothing if there is none. first_row, column: of the unit, and this lane's
+// four columns of it, which lanes `others` share. exponents: of its rows.
+__device__ __forceinline__ int find_top(const u8* raw, const short* exponents, int first_row, int column, u32 others) {
+    int top = kNothing;
+#pragma unroll 1
+    for (int r = 0; r < BLOCK; r++) {
+        const u32 word = *reinterpret_cast<const u32*>(raw + raw_unit(first_row + r, column / 16) + column % 16);
+        const u32 anything = __ballot_sync(~0u, word & 0x7f7f7f7fu) & others;
+        if (anything && exponents[r] != kNoScale) top = larger(top, exponents[r]);
+    }
+    return top;
+}
+
+// The bits of a target 2^t.
+__device__ __forceinline__ u32 scale_bits(int t) {
+    if (kMx) return (u32)(t + 127);
+    return t >= -126 ? (u32)(t + 127) << 23 : 1u << (t + 149);
 }
 
 __device__ __forceinline__ void clear(u8* to, i64 bytes) {
@@ -383,111 +469,41 @@ __device__ __forceinline__ void clear_rest(const AwareParams& p, const Place& pl
     if (left > 0) clear(reinterpret_cast<u8*>(p.row_scales + place.group_scales * p.scale_columns + from), (left < each ? left : each) * 4);
 }
 
-// The 16 columns of a warp, transposed, in shared memory, as they go to memory: a column's bytes begin where the address of its first one
-// modulo 32 says, so that 16 aligned bytes there are 16 bytes here. What waits of the tile above is before them.
-struct Columns {
-    static constexpr int kWords = 41;                                // of a column, and one more every four: no conflicts of banks
-    static constexpr int kBytes = kWarps * (kWarpColumns * kWords + kWarpColumns / 4) * 4;
-    u32* words;                                                      // the warp's
-    u8* to;                                                          // where its first column goes
-    i64 stride;                                                      // from one to the next
-    int count, lines;
+// Bytes [first, end) of 16 that go to a multiple of 16.
+__device__ __forceinline__ void store_some(u8* to, const u32 (&unit)[4], int first, int end) {
+    if (first >= end) return;
+    const u32 bytes = (1u << end) - (1u << first);
+#pragma unroll
+    for (int w = 0; w < 4; w++) {
+        const u32 four = bytes >> 4 * w & 15;
+        if (four == 15) *reinterpret_cast<u32*>(to + 4 * w) = unit[w];
+        else
+#pragma unroll
+            for (int b = 0; b < 4; b++)
+                if (four >> b & 1) to[4 * w + b] = (u8)(unit[w] >> 8 * b);
+    }
+}
 
-    __device__ __forceinline__ u8* at(int c) const { return to + c * stride; }
-    // The address of its first row modulo 32.
-    __device__ __forceinline__ int phase(int c) const { return (int)((u32)reinterpret_cast<u64>(to) + (u32)c * (u32)stride) & 31; }
-    __device__ __forceinline__ u32* column(int c) const { return words + c * kWords + c / 4; }
-    __device__ __forceinline__ u8 byte(int c, int position) const { return reinterpret_cast<const u8*>(column(c))[position]; }
-    // position: phase(c) + row, a multiple of 16.
-    __device__ __forceinline__ Chunk<IN, 16> unit(int c, int position) const {
-        const u32* at = column(c) + position / 4;
-        return {{at[0], at[1], at[2], at[3]}};
-    }
-
-    // Columns that begin at multiples of 16 bytes.
-    __device__ __forceinline__ void store_aligned() const {
-        const int row = threadIdx.x % 8 * 16, first = threadIdx.x % 32 / 8;
-        if (row >= lines) return;
-        u8* to_column = at(first);
-        const u32* from = column(first) + row / 4;
+// The last `shift` of the 16 bytes `above` and the first of these.
+__device__ __forceinline__ void shifted(const u32 (&above)[4], const u32 (&own)[4], u32 shift, u32 (&unit)[4]) {
+    u32 two[6], one[5];
 #pragma unroll
-        for (int n = 0; n < kWarpColumns / 4; n++, to_column += 4 * stride, from += 4 * kWords + 1) {
-            if (n * 4 + first >= count) continue;
-            const u32* unit = from + ((u32)reinterpret_cast<u64>(to_column) & 16) / 4;
-            Chunk<IN, 16>{{unit[0], unit[1], unit[2], unit[3]}}.store_whole(to_column + row);
-        }
+    for (int w = 0; w < 6; w++) {
+        const u32 here = w < 4 ? above[w] : own[w - 4], there = w < 2 ? above[w + 2] : own[w - 2];
+        two[w] = shift & 8 ? here : there;
     }
-
-    // Columns that follow one another, as one run of bytes.
-    __device__ __forceinline__ void store_adjoining() const {
-        const u32 lane = threadIdx.x % 32, first = (u32)reinterpret_cast<u64>(to), rows = (u32)lines, bytes = rows * count;
-        const u32 reciprocal = (1u << 20) / rows + 1;                // at / rows, exactly: at < 2^11, rows <= 2^7
-        const u32 before = -first & 15, head = before < bytes ? before : bytes, tail = (bytes - head) % 16;
-        for (u32 at = head + lane * 16; at + 16 <= bytes; at += 32 * 16) {
-            u32 c = at * reciprocal >> 20, column_start = c * rows;
-            Chunk<IN, 16> whole = unit(c, ((first + column_start) & 31) + at - column_start);
-            while (column_start + rows < at + 16) {                  // the rest is of the next column
-                column_start += rows;
-                const Chunk<IN, 16> next = unit(++c, (int)((first + column_start) & 31) - (int)(column_start - at));
 #pragma unroll
-                for (int w = 0; w < 4; w++) {
-                    const int kept = (int)(column_start - at) - 4 * w;
-                    const u32 mask = __funnelshift_lc(~0u, 0, kept > 0 ? kept * 8 : 0);
-                    whole.word[w] = (whole.word[w] & mask) | (next.word[w] & ~mask);
-                }
-            }
-            whole.store_whole(to + at);
-        }
-        const u32 edge = lane % 16, at = lane < 16 ? edge : bytes - tail + edge;
-        if (edge >= (lane < 16 ? head : tail)) return;
-        const u32 c = at * reciprocal >> 20;
-        to[at] = byte(c, phase(c) + at - c * rows);
-    }
-
-    // Columns that begin anywhere. continued: what waits of the tile above is stored as well. continues: what comes after the last
-    // multiple of 32 bytes waits.
-    __device__ __forceinline__ void store(bool continued, bool continues) const {
-        const int lane = threadIdx.x % 32, first = lane / 8, position = lane % 8 * 16, least = continued ? -31 : 0;
-        u8* to_column = at(first);
-        const u32* from = column(first) + position / 4;
+    for (int w = 0; w < 5; w++) one[w] = shift & 4 ? two[w] : two[w + 1];
 #pragma unroll
-        for (int n = 0; n < kWarpColumns / 4; n++, to_column += 4 * stride, from += 4 * kWords + 1) {
-            const int row = position - ((int)reinterpret_cast<u64>(to_column) & 31);
-            if (n * 4 + first < count && row + 16 <= lines && row >= least)
-                Chunk<IN, 16>{{from[0], from[1], from[2], from[3]}}.store_whole(to_column + row);
-        }
-        if (continued && continues) return;
-        if (!continues && lane < count) {                            // there may be one more
-            const int row = kTileRows - phase(lane);
-            if (row + 16 <= lines) unit(lane, kTileRows).store_whole(at(lane) + row);
-        }
-        // Bytes that no whole unit has.
-#pragma unroll 1
-        for (int c = lane / 16; c < count; c += 2) {
-            const int position = phase(c), before = -position & 15, head = continued ? 0 : before < lines ? before : lines;
-            const int tail = continues ? 0 : (lines + 16 - (continued ? before : head)) % 16, edge = lane % 16;
-            if (edge < head) at(c)[edge] = byte(c, position + edge);
-            if (edge < tail) at(c)[lines - tail + edge] = byte(c, position + lines - tail + edge);
-        }
-    }
-    // The tile below begins with what waits.
-    __device__ __forceinline__ void carry_waiting() const {
-        u32* const word = column(threadIdx.x % 32 / 8) + threadIdx.x % 8;
-        u32 waiting[4];
-#pragma unroll
-        for (int n = 0; n < 4; n++) waiting[n] = word[n * (4 * kWords + 1) + kTileRows / 4];
-#pragma unroll
-        for (int n = 0; n < 4; n++) word[n * (4 * kWords + 1)] = waiting[n];
-    }
-};
+    for (int w = 0; w < 4; w++) unit[w] = __funnelshift_l(one[w], one[w + 1], (shift & 3) * 8);
+}
 
 #ifdef ENTRY_scaling_aware_transpose
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) scaling_aware_transpose(const __grid_constant__ AwareParams p) {
-    extern __shared__ __align__(16) u8 dynamic[];                    // kAhead + 1 tiles, and the warps' Columns
+    extern __shared__ __align__(16) u8 dynamic[];                    // kAhead + 1 tiles
     __shared__ Shared shared;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int patch = lane / 4, row = patch * 16, lane_column = lane % 4 * 4;                   // 16 rows, and 4 of the warp's columns
-    u32* const columns = reinterpret_cast<u32*>(dynamic + (kAhead + 1) * kRawBytes + warp * (Columns::kBytes / kWarps));
+    const int patch = lane % kPatches, row = patch * 16, lane_column = lane / kPatches * 4;     // 16 rows, and 4 of the warp's columns
     const int column_block = warp * kWarpColumns / BLOCK, unit_index = row / BLOCK * kColumnBlocks + column_block;
 
     const i64 first_tile = (i64)blockIdx.x * p.run, all_tiles = p.down * p.strips;
@@ -508,7 +524,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) scaling_aware_tr
     TileScales scales;
     scales.load(p, place_of(0));
     for (int n = 0; n < kAhead; n++) fetch(n);
-    u32 last[4] = {};                                                // of the tile before: this thread's last four rows of its columns
 
 #pragma unroll 1
     for (int n = 0; n < run; n++) {
@@ -527,173 +542,176 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) scaling_aware_tr
             continue;
         }
 
-        u8* const mine = raw + raw_unit(row, warp) + lane_column;    // this thread's four columns of its first row
-        // Four rows of a column in a word.
-        const auto load = [&](u32 (&codes)[4][4]) {
-#pragma unroll
-            for (int q = 0; q < 4; q++) {
-                u32 word[4], column[4];
-#pragma unroll
-                for (int r = 0; r < 4; r++) word[r] = *reinterpret_cast<const u32*>(mine + (q * 4 + r) * TILE_COLUMNS);
-                transpose_4x4(word[0], word[1], word[2], word[3], column);
-#pragma unroll
-                for (int c = 0; c < 4; c++) codes[c][q] = column[c];
-            }
-        };
+        const u8* const mine = raw + raw_unit(row, warp) + lane_column;      // this thread's four columns of its first row
         const auto holds_anything = [&](int r) { return *reinterpret_cast<const u32*>(mine + r * TILE_COLUMNS) & 0x7f7f7f7fu; };
         const Unit unit = shared.unit[slot][unit_index];
         const short* const exponents = &shared.exponent[slot][column_block][row];
         bool general = unit.facts & kGeneral;
-        int t[4];                                                    // log2 of the columns' targets
-        u32 codes[4][4];
-        load(codes);
+        u32 codes[4][4], stored[4];                                  // four rows of a column in a word; the bits of the columns' targets
+        int tile_target = 0;
+        u32 of_columns[2] = {0x3c003c00u, 0x3c003c00u};              // 2^(e_ref - kLift - t) of two columns
 
-        u32 of_columns[2];                                           // 2^(e_ref - t) of two columns
-        if constexpr (TARGET == 1) {
-            int top = kNothing;
+        u32 factors[8];                                              // of two rows
 #pragma unroll
-            for (int r = 0; r < 16; r++)
-                if (exponents[r] != kNoScale && holds_anything(r)) top = larger(top, exponents[r]);
-#pragma unroll
-            for (int distance = 1; distance < kUnitLanes; distance *= 2) top = larger(top, __shfl_xor_sync(~0u, top, distance));
-            if (lane % kUnitLanes == 0 && top != kNothing) atomicMax(&shared.top[slot][unit_index], top);
-            __syncthreads();
-            top = shared.top[slot][unit_index];
-            if (top == kNothing) top = 0, of_columns[0] = Halves::power(0);
-            else {
-                const int k = unit.e_ref - top;
-                general |= k < 0 || k > kMostUp;
-                of_columns[0] = Halves::power(clamp(k, 0, kMostUp));
-            }
-            of_columns[0] |= of_columns[0] << 16;
-            of_columns[1] = of_columns[0];
-#pragma unroll
-            for (int c = 0; c < 4; c++) t[c] = top;
+        for (int half = 0; half < 2; half++) {
+            const uint4 four = *reinterpret_cast<const uint4*>(&shared.factor[slot][column_block][row / 2 + 4 * half]);
+            factors[4 * half] = four.x, factors[4 * half + 1] = four.y, factors[4 * half + 2] = four.z, factors[4 * half + 3] = four.w;
         }
-        {
-            u32 values[4][8], factors[8];
+        if constexpr (TARGET == 1) {
+            const int in_unit = (patch % kUnitPatches * 4 + lane / kPatches) * 4, column = column_block * BLOCK + in_unit, first_row = row - row % BLOCK;
+            const u32 others = (u32)((1ull << kUnitPatches) - 1) * 0x01010101u << patch - patch % kUnitPatches;
+            const int with_largest = first_row + (int)(unit.facts >> 8);
+            const u32 word = *reinterpret_cast<const u32*>(raw + raw_unit(with_largest, column / 16) + column % 16);
+            const bool holds = __ballot_sync(~0u, word & 0x7f7f7f7fu) & others;
+            tile_target = unit.e_ref;
+            if (__any_sync(~0u, !holds || unit.facts & kUnusual)) {
+                tile_target = find_top(raw, exponents - row % BLOCK, first_row, column, others);
+                if (tile_target == kNothing) tile_target = 0;
+                else {
+                    const int k = unit.e_ref - tile_target;
+                    general |= k < 0 || k > kMostUp;
+                    const u32 power = Halves::power(clamp(k, 0, kMostUp)) * 0x10001u;
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const uint4 four = *reinterpret_cast<const uint4*>(&shared.factor[slot][column_block][row / 2 + 4 * half]);
-                factors[4 * half] = four.x, factors[4 * half + 1] = four.y, factors[4 * half + 2] = four.z, factors[4 * half + 3] = four.w;
+                    for (int r = 0; r < 8; r++) factors[r] = Halves::times(factors[r], power);
+                }
             }
+#pragma unroll
+            for (int c = 0; c < 4; c++) stored[c] = scale_bits(tile_target);
+        }
+        u32 values[4][8];                                            // two rows of a column
+#pragma unroll
+        for (int r = 0; r < 8; r++) {
+            const u32 even = *reinterpret_cast<const u32*>(mine + 2 * r * TILE_COLUMNS);
+            const u32 odd = *reinterpret_cast<const u32*>(mine + (2 * r + 1) * TILE_COLUMNS);
+            const u32 first = __byte_perm(even, odd, 0x5140), second = __byte_perm(even, odd, 0x7362);
+            values[0][r] = Pack::widen(first, 0), values[1][r] = Pack::widen(first, 1);
+            values[2][r] = Pack::widen(second, 0), values[3][r] = Pack::widen(second, 1);
+        }
+        if constexpr (TARGET == 0) {
+            if (unit.facts & kExcluded)
+#pragma unroll 1
+                for (int r = 0; r < 16; r++) general |= exponents[r] == 0 && holds_anything(r);
+            u32 top[4] = {};
 #pragma unroll
             for (int c = 0; c < 4; c++)
 #pragma unroll
-                for (int r = 0; r < 8; r++) values[c][r] = Pack::widen(codes[c][r / 2], r % 2);
-            if constexpr (TARGET == 0) {
-                if (unit.facts & kExcluded)
-#pragma unroll 1
-                    for (int r = 0; r < 16; r++) general |= exponents[r] == 0 && holds_anything(r);
-                u32 top[4] = {};
-#pragma unroll
-                for (int c = 0; c < 4; c++)
-#pragma unroll
-                    for (int r = 0; r < 8; r++) top[c] = Halves::raised(top[c], Halves::times(values[c][r], factors[r]));
-                u32 exponent[2];                                     // of two columns' targets, as f16 has exponents
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    const u32 even = __byte_perm(top[2 * half], top[2 * half + 1], 0x5410);
-                    const u32 odd = __byte_perm(top[2 * half], top[2 * half + 1], 0x7632);
-                    u32 largest = f16::max_magnitudes<false>(even, odd);
-#pragma unroll
-                    for (int distance = 4; distance < kUnitLanes; distance *= 2)
-                        largest = f16::max_magnitudes<false>(largest, __shfl_xor_sync(~0u, largest, distance));
-                    exponent[half] = (largest + 0x00ff00ffu) & 0xfc00fc00u;
-                    of_columns[half] = ((Pack::kEmax + 30) << 10) * 0x10001u - exponent[half];
+                for (int r = 0; r < 8; r++) {
+                    const u32 product = Halves::times(values[c][r], factors[r]);
+                    top[c] = Halves::raised(top[c], product);
+                    if (kLift) values[c][r] = product;
                 }
-                // Whether f16 has all the factors: the exponent is kEmax to 30.
-                const auto is_out = [](u32 two) { return ((two + ((16 - Pack::kEmax) << 10) * 0x10001u) & 0xc000c000u) != 0x40004000u; };
+            u32 exponent[2];                                         // of two columns' targets, as f16 has exponents
 #pragma unroll
-                for (int c = 0; c < 4; c++) t[c] = unit.e_ref + (int)(exponent[c / 2] >> c % 2 * 16 + 10 & 31) - 15 - Pack::kEmax;
-                if (is_out(exponent[0]) || is_out(exponent[1])) {
-                    u32 anything = 0;                                // by column
+            for (int half = 0; half < 2; half++) {
+                const u32 even = __byte_perm(top[2 * half], top[2 * half + 1], 0x5410);
+                const u32 odd = __byte_perm(top[2 * half], top[2 * half + 1], 0x7632);
+                u32 largest = f16::max_magnitudes<false>(even, odd);
 #pragma unroll
-                    for (int r = 0; r < 16; r++) anything |= holds_anything(r);
-#pragma unroll
-                    for (int c = 0; c < 4; c++) {
-                        const u32 mask = 0xffffu << c % 2 * 16;
-                        if (!is_out((exponent[c / 2] & mask) | (0x3c00u << 16 - c % 2 * 16))) continue;
-                        general |= exponent[c / 2] & mask || anything >> c * 8 & 0xffu;
-                        of_columns[c / 2] = (of_columns[c / 2] & ~mask) | (0x3c003c00u & mask);
-                        t[c] = 0;
-                    }
-                }
+                for (int distance = 1; distance < kUnitPatches; distance *= 2)
+                    largest = f16::max_magnitudes<false>(largest, __shfl_xor_sync(~0u, largest, distance));
+                exponent[half] = (largest + 0x00ff00ffu) & 0xfc00fc00u;
+                of_columns[half] = ((Pack::kEmax + 30) << 10) * 0x10001u - exponent[half];
             }
+            const u32 zero = (u32)(unit.e_ref - kLift - 15 - Pack::kEmax + 127) << (kMx ? 0 : 23);   // without the exponent as f16 has it
 #pragma unroll
-            for (int c = 0; c < 4; c++) {
-                const u32 of_column = __byte_perm(of_columns[c / 2], 0, c % 2 ? 0x3232 : 0x1010);
+            for (int half = 0; half < 2; half++) {
+                stored[2 * half] = zero + (kMx ? exponent[half] >> 10 & 31 : (exponent[half] & 0xffffu) << 13);
+                stored[2 * half + 1] = zero + (kMx ? exponent[half] >> 26 : (exponent[half] & 0xffff0000u) >> 3);
+            }
+            // Whether f16 has all the factors: the exponent is kEmax + kLift to that + 15.
+            const auto is_out = [](u32 two) {
+                return ((two + ((16 - Pack::kEmax - kLift) << 10) * 0x10001u) & 0xc000c000u) != 0x40004000u;
+            };
+            if (is_out(exponent[0]) || is_out(exponent[1])) {
+                u32 anything = 0;                                    // by column
 #pragma unroll
-                for (int q = 0; q < 4; q++)
-                    codes[c][q] = Pack::narrow(Halves::times(values[c][2 * q], Halves::times(factors[2 * q], of_column)),
-                                               Halves::times(values[c][2 * q + 1], Halves::times(factors[2 * q + 1], of_column)));
+                for (int r = 0; r < 16; r++) anything |= holds_anything(r);
+#pragma unroll
+                for (int c = 0; c < 4; c++) {
+                    const u32 mask = 0xffffu << c % 2 * 16;
+                    if (!is_out((exponent[c / 2] & mask) | (0x4000u << 16 - c % 2 * 16))) continue;
+                    general |= exponent[c / 2] & mask || anything >> c * 8 & 0xffu;
+                    of_columns[c / 2] = (of_columns[c / 2] & ~mask) | (0x3c003c00u & mask);
+                    stored[c] = scale_bits(0);
+                }
             }
         }
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const u32 of_column = __byte_perm(of_columns[c / 2], 0, c % 2 ? 0x3232 : 0x1010);
+            const auto scaled = [&](int r) {
+                if constexpr (TARGET == 1) return Halves::times(values[c][r], factors[r]);
+                else if constexpr (kLift != 0) return Halves::times(values[c][r], of_column);
+                else return Halves::times(values[c][r], Halves::times(factors[r], of_column));
+            };
+#pragma unroll
+            for (int q = 0; q < 4; q++) codes[c][q] = Pack::narrow(scaled(2 * q), scaled(2 * q + 1));
+        }
         if (__any_sync(~0u, general)) {
-            transform_in_place(mine, exponents, t);
-            load(codes);
+            int t[4] = {tile_target, tile_target, tile_target, tile_target};
+            transform_any(mine, exponents, t, codes);
+#pragma unroll
+            for (int c = 0; c < 4; c++) stored[c] = scale_bits(t[c]);
         }
 
         // Target scales, 0 in the padding.
         const int column = warp * kWarpColumns + lane_column;
-        if (lane % kUnitLanes < 4 && row < place.lines) {
-            u32 stored[4];
+        if (patch % kUnitPatches == 0 && row < place.lines) {
+            constexpr int kScaleBytes = kMx ? 1 : 4;
+            if (!kMx && unit.facts & kWrong)
 #pragma unroll
-            for (int c = 0; c < 4; c++) {
-                const u32 bits = t[c] >= -126 ? (u32)(t[c] + 127) << 23 : 1u << (t[c] + 149);
-                stored[c] = kMx ? (u32)(t[c] + 127) : unit.facts & kWrong ? kNanF32 : bits;
-                if (column + c >= place.columns) stored[c] = 0;
-            }
-            const i64 left = p.target_pitch - place.column() - column, at = (i64)(row / BLOCK) * p.target_pitch + column;
-            if constexpr (kMx) {
-                u8* const to = place.targets + at;
-                if (left >= 4 && reinterpret_cast<u64>(to) % 4 == 0)
-                    *reinterpret_cast<u32*>(to) = stored[0] | stored[1] << 8 | stored[2] << 16 | stored[3] << 24;
-                else
-#pragma unroll
-                    for (int c = 0; c < 4; c++)
-                        if (c < left) to[c] = (u8)stored[c];
+                for (int c = 0; c < 4; c++) stored[c] = kNanF32;
+            u8* const to = as_global(place.targets) + ((i64)(row / BLOCK) * p.target_pitch + column) * kScaleBytes;
+            if (place.plain) {
+                if constexpr (kMx) *reinterpret_cast<u32*>(to) = stored[0] | stored[1] << 8 | stored[2] << 16 | stored[3] << 24;
+                else Chunk<f32, 4>{{stored[0], stored[1], stored[2], stored[3]}}.store_whole(reinterpret_cast<u32*>(to));
             } else {
-                u32* const to = reinterpret_cast<u32*>(place.targets) + at;
-                if (left >= 4 && reinterpret_cast<u64>(to) % 16 == 0)
-                    Chunk<f32, 4>{{stored[0], stored[1], stored[2], stored[3]}}.store_whole(to);
-                else
+                const int left = left_of(p.target_pitch - place.column() - column, 4);
 #pragma unroll
-                    for (int c = 0; c < 4; c++)
-                        if (c < left) to[c] = stored[c];
+                for (int c = 0; c < 4; c++) {
+                    if (c >= left) continue;
+                    const u32 bits = column + c < place.columns ? stored[c] : 0;
+                    if constexpr (kMx) to[c] = (u8)bits;
+                    else reinterpret_cast<u32*>(to)[c] = bits;
+                }
             }
         }
 
         // Transposed rows: of the expert, whose matrices follow one another.
-        const Columns to{columns, place.to + warp * kWarpColumns * place.group_lines, place.group_lines,
-                         left_of(place.columns - warp * kWarpColumns, kWarpColumns), place.lines};
-        const bool aligned = place.aligned, continued = place.continued;
+        const int lines = place.lines, count = place.columns - column;
+        const i64 stride = place.group_lines;
+        u8* to = as_global(place.to) + (column * stride + row);
+        if (place.aligned) {
 #pragma unroll
-        for (int c = 0; c < 4; c++) {
-            const int phase = to.phase(lane_column + c);
-            u32* const words = to.column(lane_column + c) + (phase / 4 + patch * 4);
-            if (aligned) {
+            for (int c = 0; c < 4; c++, to += stride)
+                if (row < lines && c < count) Chunk<IN, 16>{{codes[c][0], codes[c][1], codes[c][2], codes[c][3]}}.store_whole(to);
+        } else {
+            const bool continued = place.continued, continues = place.continues;
+            const bool whole = (patch || continued) && (continues || row + 16 <= lines);     // 16 bytes of every column
+            const int source = lane - patch + (patch + kPatches - 1) % kPatches;     // the lane above; the first one's: the last
 #pragma unroll
-                for (int q = 0; q < 4; q++) words[q] = codes[c][q];
-                continue;
+            for (int c = 0; c < 4; c++, to += stride) {
+                const u32 shift = reinterpret_cast<u64>(to) & 15;
+                u32 above[4], unit[4];
+#pragma unroll
+                for (int w = 0; w < 4; w++) above[w] = __shfl_sync(~0u, codes[c][w], source);
+                if (!continues && patch == 0 && c < count) {         // the end of the last rows
+                    shifted(above, codes[c], shift, unit);
+                    store_some(to + kTileRows - shift, unit, 0, lines - kTileRows + (int)shift);
+                }
+                if (continued && patch == 0) {
+                    const uint4 four = shared.waiting[slot][column + c];
+                    above[0] = four.x, above[1] = four.y, above[2] = four.z, above[3] = four.w;
+                }
+                shifted(above, codes[c], shift, unit);
+                if (c < count) {
+                    if (whole) Chunk<IN, 16>{{unit[0], unit[1], unit[2], unit[3]}}.store_whole(to - shift);
+                    else store_some(to - shift, unit, patch || continued ? 0 : (int)shift, smaller(lines + (int)shift - row, 16));
+                }
             }
-            // Bytes are shifted to where addresses have them.
-            const u32 above = __shfl_sync(~0u, patch == 7 && continued ? last[c] : codes[c][3], (lane + 28) % 32);
+            if (continues && patch == kPatches - 1)
 #pragma unroll
-            for (int q = 0; q < 4; q++) words[q] = __funnelshift_l(q ? codes[c][q - 1] : above, codes[c][q], phase * 8);
-            if (patch == 7) words[4] = codes[c][3] >> (32 - phase % 4 * 8) % 32;       // the bytes that the shift has left over, if any
-            last[c] = codes[c][3];
-        }
-        __syncwarp();
-        if (aligned) to.store_aligned();
-        else if (place.adjoins) to.store_adjoining();
-        else {
-            const bool continues = place.continues;
-            to.store(continued, continues);
-            if (continues) {
-                __syncwarp();
-                to.carry_waiting();
-            }
+                for (int c = 0; c < 4; c++) shared.waiting[slot ^ 1][column + c] = make_uint4(codes[c][0], codes[c][1], codes[c][2], codes[c][3]);
         }
     }
 }

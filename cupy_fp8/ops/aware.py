@@ -17,15 +17,15 @@ from ..reference.aware import exponents, row_scale_rows, target_rows
 from ..results import Quantized, Scaled, swap_last
 from ..runtime import Kernel, Variant, error_word, executor_of
 from . import checks
+from . import splits as sizes
 from .convert import transpose
-from .layouts import _NO_GROUPS, _Groups, _groups
 from .scale_layouts import convert_scales
 
 _KERNEL = Kernel("aware", "scaling_aware_transpose", "5PPqPI7q3I")
 _ROWS = 128                                 # of a tile
 _COLUMNS = 128                              # of a tile
-#: Threads of a block, two for each column; bytes of two tiles, and of a tile transposed (Columns of the kernel).
-_THREADS, _SHARED = 2 * _COLUMNS, 2 * (_ROWS * _COLUMNS + 16) + _COLUMNS * 41 * 4 + _COLUMNS
+#: Threads of a block, two for each column; bytes of two tiles.
+_THREADS, _SHARED = 2 * _COLUMNS, 2 * (_ROWS * _COLUMNS + 16)
 _MOST_TILES = 8                             # that a block of threads works on, one after the other
 _BLOCKS_PER_MULTIPROCESSOR = 8              # at least, before a block gets more of them
 #: The blocks along rows that become blocks along columns, and the dtype of their scales.
@@ -47,11 +47,13 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
     Parameters
     ----------
     q : row-wise Scaled (or the Quantized that has it) of shape (M, K), float8_e4m3fn or float8_e5m2, with compact scales: blocks of
-        (1, 128) with float32 scales, all powers of two (2**-149 to 2**127), or of (1, 32) with float8_e8m0fnu scales (MX). Or blocks of
+        (1, 128) with float32 scales, all powers of two (2**-149 to 2**127) or 0, or of (1, 32) with float8_e8m0fnu scales (MX). Or blocks of
         (128, 128), compact or gemm_ready, any float32 scales, two or three dimensions: such data are transposed as they are, byte for
-        byte, and so are their scales (no splits; the target does not matter; `rowwise` is q itself)
+        byte, and so are their scales (no splits; the target does not matter; `rowwise` is q itself). With scale 0, as unused rows of
+        `permute` have it, a row is 0
     splits : rows of each of E experts, which follow one another: an int32 or int64 array [E] of q's kind, or a list (for a CuPy q it
-        is copied to the GPU). No block straddles two experts
+        is copied to the GPU). No block straddles two experts. Rows that they leave over (memory allocated for the worst case) are no
+        expert's
     target : which t. 'column': for each block of B rows of a column the smallest power of two under which all its values fit. 'tile': for
         B x B elements the largest s of the rows that hold anything but zeros (as FP8-Flow-MoE; less accurate where rows differ)
     scale_layout : of f32 scales: 'gemm_ready' (rows of K rounded up to a multiple of 4, padding 0) or 'compact'; E8M0 ones are compact
@@ -71,8 +73,8 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
     Raises
     ------
     TypeError, ValueError, DeviceError, before anything is written. On the device wrong facts raise nothing (`device_errors` tells): a
-    row-block whose f32 scale is not a power of two becomes 0x7F, and the scales of the blocks that it is a part of NaN; splits as in
-    `swizzle_scales`, rows that no expert has are left out and 0 at the end of the data.
+    row-block whose f32 scale is neither a power of two nor 0 becomes 0x7F, and the scales of the blocks that it is a part of NaN; a negative
+    size counts as 0, and an expert that goes past the last row ends there. Rows that no expert has are left out, 0 at the end of the data.
 
     Source: FP8-Flow-MoE (target 'tile'); docs/numerics.md. Bytes moved: data once in, once out, and the scales.
 
@@ -94,7 +96,9 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
     source = _source(given)
     s, data, xp = source.s, source.data, source.xp
     by_reference = executor_of(xp) == "reference"
-    groups = _NO_GROUPS if splits is None else _groups(splits, 0, s.shape, data, xp, check)
+    groups = sizes.NO_GROUPS if splits is None else sizes.read(splits, data, xp, check)
+    if groups.host is not None:
+        sizes.check_at_most(groups.host, s.shape[0])
     if xp is np or check:
         source.check_scales()
     if out is None:
@@ -262,13 +266,13 @@ class _Plan:
                         int(columns % 8 == 0 and source.at % 8 == 0))
         self.written: list[_Written] = []                    # known for a result given as `out=`
 
-    def launch(self, source: _Source, groups: _Groups) -> None:
+    def launch(self, source: _Source, groups: sizes.Groups) -> None:
         if self.grid:
             self.variant.launch(source.data, self.grid, *self.addresses, groups.at, -1 if groups.number is None else groups.number,
                                 error_word(source.data), groups.wide, *self.members)
 
 
-def _validated(out: Quantized, source: _Source, groups: _Groups, target: str, scale_layout: str) -> _Plan:
+def _validated(out: Quantized, source: _Source, groups: sizes.Groups, target: str, scale_layout: str) -> _Plan:
     """The _Plan of a result given as `out=`, once it has been found to fit the call."""
     key = (id(out), source.at, source.scales_at, source.s.shape, source.s.block, source.data.dtype, groups.number, target, scale_layout)
     kept = getattr(out, "_plan", None)

@@ -18,10 +18,11 @@ _NOTHING = np.iinfo(np.int64).min
 
 
 class Exponents(NamedTuple):
-    """Scales as powers of two: 2^power where `exists`; `wrong` where one is no power of two. Neither: an E8M0 NaN."""
+    """Scales as powers of two: 2^power where `exists`; `zero` where it is 0; `wrong` where it is neither. None of them: an E8M0 NaN."""
 
     power: np.ndarray
     exists: np.ndarray
+    zero: np.ndarray
     wrong: np.ndarray
 
 
@@ -90,10 +91,11 @@ def exponents(scale_inv: np.ndarray) -> Exponents:
     """Of f32 scales or E8M0 bytes."""
     if scale_inv.dtype == float8_e8m0fnu:
         e = scale_inv.view(np.uint8).astype(np.int64)
-        return Exponents(e - 127, e != 255, np.zeros(e.shape, bool))
+        return Exponents(e - 127, e != 255, np.zeros(e.shape, bool), np.zeros(e.shape, bool))
     fraction, exponent = np.frexp(scale_inv)
     right = fraction == 0.5                                                     # not so for 0, negative values, Inf and NaN
-    return Exponents(np.where(right, exponent - 1, 0).astype(np.int64), right, ~right)
+    zero = scale_inv.view(np.uint32) == 0
+    return Exponents(np.where(right, exponent - 1, 0).astype(np.int64), right, zero, ~(right | zero))
 
 
 def transpose_group(data: np.ndarray, s: Exponents, block: int, target: str, dtype: np.dtype[Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -102,12 +104,13 @@ def transpose_group(data: np.ndarray, s: Exponents, block: int, target: str, dty
     blocks = cdiv(rows, block)
     codes = np.zeros((blocks * block, columns), np.uint8)
     codes[:rows] = data.view(np.uint8)
-    power, exists, wrong = (_spread(a, blocks, block, columns) for a in s)
+    power, exists, zero, wrong = (_spread(a, blocks, block, columns) for a in s)
     v = numerics.widen(codes.view(data.dtype)).reshape(blocks, block, columns)
     t = (column_target if target == "column" else tile_target)(v, power, exists, data.dtype, block)
     k = power - t[:, None, :]
-    with np.errstate(over="ignore", under="ignore"):
-        out = numerics.narrow(np.where(exists, np.ldexp(v, k.astype(np.int32)), np.float32(np.nan)), data.dtype)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        values = np.select([exists, zero], [np.ldexp(v, k.astype(np.int32)), v * np.float32(0)], np.float32(np.nan))
+    out = numerics.narrow(values, data.dtype)
     out = out.reshape(blocks * block, columns)[:rows]
     return np.ascontiguousarray(bits(out).T).view(data.dtype), _stored(t, np.asarray(wrong.any(axis=1)), dtype)
 

@@ -39,7 +39,7 @@ __device__ __forceinline__ i64 warp_prefix_sum(i64 value) {
 
 // Tiles first to first + kTiles - 1 of `tiles`, in shared memory; by one whole warp, before a barrier. A line is kElements elements of
 // a size (a started one counts), a tile kLines lines; there are `total` lines. A negative size counts as 0, a group that goes past
-// `total` ends there; `check`: report these, and lines left over, to the device's word.
+// `total` ends there; `check`: report these to the device's word.
 template <int kElements, int kLines, int kTiles>
 __device__ __forceinline__ void find_groups(const Splits& splits, i64 total, i64 first, i64 tiles, bool check, GroupTile* found) {
     constexpr int kPerLane = 4;
@@ -53,7 +53,7 @@ __device__ __forceinline__ void find_groups(const Splits& splits, i64 total, i64
             const i64 elements = splits.load(round + lane * kPerLane + u);
             negative |= elements < 0;
             const i64 whole = elements > 0 ? (elements - 1) / kElements + 1 : 0;
-            size[u] = whole > total ? total + 1 : whole;             // sums stay small, and still differ from total
+            size[u] = whole > total ? total + 1 : whole;             // sums stay small, and still exceed total
             lines += size[u];
         }
         const i64 end = warp_prefix_sum(lines);
@@ -90,7 +90,7 @@ __device__ __forceinline__ void find_groups(const Splits& splits, i64 total, i64
     }
     if (!check) return;
     const u32 any_negative = __ballot_sync(~0u, negative);
-    if (lane == 0) report(splits.errors, (any_negative ? kSplitNegative : 0u) | (round_start != total ? kSplitSum : 0u));
+    if (lane == 0) report(splits.errors, (any_negative ? kSplitNegative : 0u) | (round_start > total ? kSplitSum : 0u));
 }
 
 // ---- groups of rows, each a matrix of its own ----
