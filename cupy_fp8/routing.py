@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from . import backend
-from .arrays import Array, is_contiguous
+from .arrays import Array, address, is_contiguous
 from .results import facts_table
 
 #: What kernels keep of a token, or of all experts, in shared memory.
@@ -59,6 +59,10 @@ class Routing:
             backend.require_module(a, xp, name)
             if a.dtype != dtype or a.shape != shape or not is_contiguous(a):
                 raise ValueError(f"{name}: expected a C-contiguous {dtype} array of shape {shape}, got {a.dtype} of shape {a.shape}")
+            if address(a) % dtype.itemsize:
+                raise ValueError(f"{name}: address {address(a):#x} is not a multiple of the element size {dtype.itemsize}")
+            if xp is not np and a.data.device_id != self.row_map.data.device_id:
+                raise ValueError(f"{name}: on GPU {a.data.device_id}, row_map is on GPU {self.row_map.data.device_id}")
 
     @property
     def tokens(self) -> int:

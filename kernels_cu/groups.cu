@@ -169,6 +169,7 @@ __device__ __forceinline__ void check_groups(const GroupsParams& p, Shared& shar
 template <int kStep>
 __device__ __forceinline__ void copy_pieces(const RowArray& a, const Shared& shared, u8* to, i64 column, int width, int bytes) {
     const int lead = (int)(reinterpret_cast<u64>(to) % 16);
+    if (width == 0) return;
     for (int at = (int)threadIdx.x * 16 - lead; at < bytes; at += kThreads * 16) {
         const int first = at > 0 ? at : 0;
         int row = first / width, in_row = first - row * width;

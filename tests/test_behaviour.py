@@ -3,6 +3,7 @@ streams, threads, devices, every float32 there is, and arrays past 2**31 element
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ from cupy_fp8.formats import BYTE_DTYPES, FORMATS, FP8_DTYPES, INPUT_DTYPES, bfl
 from cupy_fp8.results import swap_last
 
 NOTHING, POISON = 1.0, 0xAA
+workspace = importlib.import_module("cupy_fp8.runtime.workspace")     # the module: the package has a function of that name
 direction_parameter = pytest.mark.parametrize("directions", DIRECTIONS, ids=lambda d: "-".join(k for k, on in d.items() if on))
 
 
@@ -710,11 +713,25 @@ def test_more_than_two_to_the_31_elements(shape):
     assert float(fp8.compute_amax(x)[0]) < float(largest[0])
 
 
+def test_threads_that_share_a_stream_do_not_share_a_workspace(monkeypatch):
+    """Their launches mix: what one call's first launch leaves for its second is not to be found by another's."""
+    monkeypatch.setattr(workspace, "current_stream", lambda device: 0)
+    monkeypatch.setattr(workspace, "_zeros", lambda device, words: np.zeros(words, np.uint32))
+    x: Any = SimpleNamespace(data=SimpleNamespace(device_id=0))
+
+    def words() -> Any:
+        return workspace.workspace(None, x, "a test", 8)
+
+    with ThreadPoolExecutor(1) as other:
+        theirs = other.submit(words).result()
+        assert theirs is other.submit(words).result()
+    assert words() is words()
+    assert words() is not theirs
+
+
 @pytest.mark.gpu
 def test_a_workspace_lives_with_the_memory_it_serves():
     """Views come and go between calls, and between capture and replay; the array that owns the memory is what counts."""
-    from cupy_fp8.runtime.workspace import _of_array
-
     cp = backend.cupy()
     x, results = fp8.asarray(cases.values("normal", (64, 64), float32), like="cupy"), cp.zeros(4, cp.float32)
     want = reference.compute_amax(fp8.asnumpy(x))
@@ -722,17 +739,17 @@ def test_a_workspace_lives_with_the_memory_it_serves():
     stream = cp.cuda.Stream(non_blocking=True)
     with stream:
         fp8.compute_amax(x, out=results[1:2])
-        places = [place for place in _of_array if place[0] == id(results)]
+        places = [place for place in workspace._of_array if place[0] == id(results)]
         assert [place[:2] for place in places] == [(id(results), results.data.ptr + 4)]
-        words = _of_array[places[0]][1]
+        words = workspace._of_array[places[0]][1]
         stream.begin_capture()
         fp8.compute_amax(x, out=results[1:2])
         graph = stream.end_capture()
-        assert _of_array[places[0]][1] is words
+        assert workspace._of_array[places[0]][1] is words
         results.fill(7)
         graph.launch(stream)
         stream.synchronize()
     testing.assert_bytes_equal(results[1:2], want)
     assert results.get()[[0, 2, 3]].tolist() == [7, 7, 7]
     del results
-    assert places[0] not in _of_array
+    assert places[0] not in workspace._of_array

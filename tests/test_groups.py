@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from scale_arrays import guarded, raw
 
@@ -103,6 +103,7 @@ def test_any_dtype(dtype, run):
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(0, 40), max_size=40), st.sampled_from([1, 2, 8, 16, 64]), st.integers(0, 70), st.integers(0, 15),
        st.integers(0, 15), st.sampled_from([np.uint8, bfloat16, np.float32]), st.integers(0, 2**32 - 1))
+@example([5], 1, 0, 0, 1, np.uint8, 0)              # rows of no columns that go to an odd address
 def test_any_call(splits, align, columns, lead, lead_out, dtype, seed):
     """Any sizes, row lengths and addresses."""
     itemsize, rng = np.dtype(dtype).itemsize, np.random.default_rng(seed)

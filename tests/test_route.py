@@ -328,6 +328,9 @@ def test_routings_that_are_none():
             dataclasses.replace(r, **{name: wrong})
     with pytest.raises(ValueError, match=r"^row_map: expected shape \[T, topk\]"):
         dataclasses.replace(r, row_map=r.splits)
+    odd = np.zeros(r.row_map.nbytes + 1, np.uint8)[1:].view(np.int32).reshape(r.row_map.shape)
+    with pytest.raises(ValueError, match=r"^row_map: address 0x[0-9a-f]+ is not a multiple of the element size 4"):
+        dataclasses.replace(r, row_map=odd)
     with pytest.raises(ValueError, match=r"^Routing: expected at most 1024 experts"):
         dataclasses.replace(r, row_map=np.zeros((1, 1025), np.int32))
     with pytest.raises(dataclasses.FrozenInstanceError):

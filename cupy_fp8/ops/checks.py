@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .. import backend, runtime
-from ..arrays import Array, contiguous, is_contiguous
+from ..arrays import Array, address, contiguous, is_contiguous
 from ..formats import FORMATS, float32, names
 
 
@@ -32,10 +32,6 @@ def source(x: Array, dtypes: tuple[np.dtype[Any], ...], name: str = "x") -> tupl
     if xp is np:
         backend.note_large_numpy(x)
     return x, xp, at
-
-
-def address(a: Array) -> int:
-    return a.ctypes.data if isinstance(a, np.ndarray) else a.data.ptr
 
 
 def one_f32(a: Any, x: Array, xp: Any, name: str) -> int:

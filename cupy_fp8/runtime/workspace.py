@@ -15,16 +15,15 @@ from .kernel import capturing, current_stream
 _of_array: dict[tuple[int, int, str, int], tuple[Any, Any]] = {}
 _of_stream: dict[tuple[int, int, str, int, int], Any] = {}
 _of_thread: dict[tuple[int, str, int], Any] = {}
-_PER_THREAD_STREAM = 2      # CUDA's handle of the per-thread default stream, the same number in every thread
 
 
 def workspace(out: Any | None, x: Any, use: str, words: int) -> Any:
     """u32 words for one launch at a time, zero at first; nobody but launches of the same `use` and size gets them.
 
     With an `out` given by the caller they belong to that memory for as long as the array that owns it lives (views come and go),
-    so that two captured graphs never share them; without one they belong to the current stream of x's device, on which launches
-    follow one another. (With a NumPy x they belong to the thread, so that tests see what a launch leaves to the next one.) ValueError where
-    they would have to be made during a capture.
+    so that two captured graphs never share them; without one they belong to this thread's use of the current stream of x's device, where
+    one call's launches follow another's. (Threads that share a stream mix theirs. With a NumPy x there is no stream.) ValueError where they
+    would have to be made during a capture.
     """
     if isinstance(x, np.ndarray):
         own = threading.get_ident(), use, words
@@ -34,7 +33,7 @@ def workspace(out: Any | None, x: Any, use: str, words: int) -> Any:
     device = x.data.device_id
     if out is None:
         stream = current_stream(device)
-        key = (device, stream, use, words, threading.get_ident() if stream == _PER_THREAD_STREAM else 0)
+        key = (device, stream, use, words, threading.get_ident())
         if key not in _of_stream:
             _of_stream[key] = _zeros(device, words)
         return _of_stream[key]
