@@ -41,9 +41,9 @@ def widths(v: Program) -> tuple[int, ...]:
 
 
 def representatives(turn: int, kind_of: Callable[[Program], tuple[object, ...]], *, any_options: bool = False) -> list[Program]:
-    """Of every entry point, choice of options (unless any will do) and kind of types a variant. Types take turns: each target is given a `turn` of its own.
-    Registers depend on options and widths, on hardly anything else: bf16 and f16 differ by little, two FP8 outputs not at all. Beside these
-    one of every pair of types, whose conversions are an architecture's own."""
+    """Of every entry point, choice of options (unless any will do) and kind of types a variant. Types take turns: each target is given a
+    `turn` of its own. Registers depend on options and widths, on hardly anything else: bf16 and f16 differ by little, two FP8 outputs
+    not at all. Beside these one of every pair of types, whose conversions are an architecture's own."""
     found: dict[tuple[Any, ...], list[Program]] = {}
     for v in all_variants():
         options = () if any_options else tuple(d for d in v.defines if d[0] not in ("IN", "OUT"))

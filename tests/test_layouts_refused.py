@@ -113,8 +113,8 @@ def test_refused_groups(numpy_run):
         refused(ValueError, message, swizzle, s, splits=sizes_of_nine, out=out)
         refused(ValueError, message, swizzle, s, splits=np.array(sizes_of_nine, np.int64), out=out)
         refused(ValueError, message, fp8.unswizzle_scales, scales(256, 4), shape=(9, 4), splits=sizes_of_nine, out=s.copy())
-    refused(ValueError, "splits: expected sizes that add up to at most the 4 blocks of 32 elements there are, got 5", swizzle, s, splits=[64, 65],
-            axis=1, out=out)
+    refused(ValueError, "splits: expected sizes that add up to at most the 4 blocks of 32 elements there are, got 5", swizzle, s,
+            splits=[64, 65], axis=1, out=out)
     refused(ValueError, r"splits: expected one dimension, got shape \(1, 2\)", swizzle, s, splits=np.array([[4, 5]]), out=out)
     for dtype in (np.float32, np.uint32, np.int16, bool):
         refused(TypeError, "splits: expected dtype int32, int64, got", swizzle, s, splits=np.zeros(2, dtype), out=out)

@@ -47,10 +47,10 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
     Parameters
     ----------
     q : row-wise Scaled (or the Quantized that has it) of shape (M, K), float8_e4m3fn or float8_e5m2, with compact scales: blocks of
-        (1, 128) with float32 scales, all powers of two (2**-149 to 2**127) or 0, or of (1, 32) with float8_e8m0fnu scales (MX). Or blocks of
-        (128, 128), compact or gemm_ready, any float32 scales, two or three dimensions: such data are transposed as they are, byte for
-        byte, and so are their scales (no splits; the target does not matter; `rowwise` is q itself). With scale 0, as unused rows of
-        `permute` have it, a row is 0
+        (1, 128) with float32 scales, all powers of two (2**-149 to 2**127) or 0, as unused rows of `permute` have it, or of (1, 32) with
+        float8_e8m0fnu scales (MX). Or blocks of (128, 128), compact or gemm_ready, any float32 scales, two or three dimensions: such
+        data are transposed as they are, byte for byte, and so are their scales (no splits; the target does not matter; `rowwise` is q
+        itself)
     splits : rows of each of E experts, which follow one another: an int32 or int64 array [E] of q's kind, or a list (for a CuPy q it
         is copied to the GPU). No block straddles two experts. Rows that they leave over (memory allocated for the worst case) are no
         expert's
@@ -73,8 +73,9 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
     Raises
     ------
     TypeError, ValueError, DeviceError, before anything is written. On the device wrong facts raise nothing (`device_errors` tells): a
-    row-block whose f32 scale is neither a power of two nor 0 becomes 0x7F, and the scales of the blocks that it is a part of NaN; a negative
-    size counts as 0, and an expert that goes past the last row ends there. Rows that no expert has are left out, 0 at the end of the data.
+    row-block whose f32 scale is neither a power of two nor 0 becomes 0x7F, and the scales of the blocks that it is a part of NaN; a
+    negative size counts as 0, and an expert that goes past the last row ends there. Rows that no expert has are left out, 0 at the end
+    of the data.
 
     Source: FP8-Flow-MoE (target 'tile'); docs/numerics.md. Bytes moved: data once in, once out, and the scales.
 

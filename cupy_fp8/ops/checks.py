@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from .. import backend, runtime
-from ..arrays import Array, address, contiguous, is_contiguous
+from ..arrays import Array, contiguous, is_contiguous
+from ..arrays import address as address
 from ..formats import FORMATS, float32, names
 
 
