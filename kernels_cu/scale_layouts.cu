@@ -1,6 +1,6 @@
 // Scales of blocks from layout to layout (docs/layouts.md; docs/numerics.md, section 5).
 //
-//   to[line, block] = scale of from[line, block]      the bits themselves; f32 -> E8M0: the exponent of a power of two, else NaN and a bit
+//   to[line, block] = scale of from[line, block]      the bits themselves; f32 -> E8M0: the exponent of a power of two, 0 of 0, else NaN and a bit
 //                                                      in the sticky word; E8M0 -> f32: 2^(e - 127); padding: 0, never read
 //
 // IN, OUT in {f32, e8m0fnu} (the words of deepgemm_sm100 are four E8M0 bytes each). Everything else is known at run time: a layout is six
@@ -77,7 +77,7 @@ template <>
 struct Conversion<f32, e8m0fnu> {
     static __device__ __forceinline__ u32 bits(u32 scale, bool& wrong) {
         const u32 exponent = scale >> 23;                            // 256 and above: negative
-        if (scale == 0x00400000u) return 0;                          // 2^-127, a subnormal
+        if (!(scale & ~0x00400000u)) return 0;                       // 2^-127, a subnormal; 0
         if (exponent - 1 < 254 && !(scale & 0x7fffffu)) return exponent;
         wrong = wrong || (scale & 0x7fffffffu) <= 0x7f800000u;       // NaN is NaN
         return kNanE8m0;

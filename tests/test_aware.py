@@ -312,20 +312,28 @@ def test_scales_of_zero(span, target, dtype, run):
     assert_same(run.numpy(fp8.scaling_aware_transpose(run.array(q), target=target)), reference.scaling_aware_transpose(q, target=target))
 
 
-def test_after_permuting(run):
-    """Quantised, permuted and padded in FP8, transposed by expert: unused rows have scale 0 and take no part."""
+@pytest.mark.parametrize("recipe", [fp8.BlockScaling(scale_layout="compact"), fp8.MXScaling(scale_layout="compact")],
+                         ids=lambda r: type(r).__name__)
+def test_after_permuting(recipe, run):
+    """Quantised, permuted and padded in FP8, transposed by expert, scales as matrix products want them: unused rows, whose scale is 0,
+    and rows of no expert take no part in anything."""
     rng = np.random.default_rng(2)
     x, chosen = rng.standard_normal((70, 256), np.float32), rng.integers(0, 4, (70, 2))
     r = fp8.route(run.array(chosen), num_experts=4, align=16)
-    q = fp8.quantize_block(run.array(x), scale_layout="compact").rowwise
+    q = recipe.quantize(run.array(x)).rowwise
     fp8.device_errors(clear=True)
     rows = fp8.permute(q, r)
     got = run.numpy(fp8.scaling_aware_transpose(rows, splits=r.aligned_splits))
+    if q.block == (1, 128):
+        assert rows.to_layout("deepgemm_sm100").scale_layout == "deepgemm_sm100"
+    else:
+        fp8.swizzle_scales(rows.scale_inv, splits=r.aligned_splits)
     assert fp8.device_errors(clear=True) == ()
-    rows = run.numpy(rows)
-    assert (rows.scale_inv == 0).any()
-    assert_same(got, reference.scaling_aware_transpose(rows, splits=fp8.asnumpy(r.aligned_splits)))
-    assert not np.isnan(got.columnwise.scale_inv).any()
+    rows, sizes = run.numpy(rows), fp8.asnumpy(r.aligned_splits)
+    assert sizes.sum() < len(rows.data)
+    assert (bits(rows.scale_inv)[~bits(rows.data).any(axis=1)] == 0).all()
+    assert_same(got, reference.scaling_aware_transpose(rows, splits=sizes))
+    assert not np.isnan(got.columnwise.scale_inv.astype(np.float32)).any()
 
 
 def test_subnormal_scales_are_powers_of_two(run):

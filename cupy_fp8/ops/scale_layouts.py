@@ -26,7 +26,7 @@ from ..layouts import (
     scale_grid,
     scale_shape,
 )
-from ..reference.scale_layouts import is_power_of_two
+from ..reference.scale_layouts import is_in_e8m0
 from ..runtime import Kernel, Variant, error_word, executor_of
 from . import checks
 from .layouts import swizzle_scales, unswizzle_scales
@@ -61,12 +61,12 @@ def convert_scales(scale_inv: Array, *, source: str, target: str, shape: tuple[i
     The array of scales, C-contiguous. Padding of scale_inv is never looked at; that of the result is 0.
 
     f32 -> f32 and E8M0 -> E8M0 keep every bit. E8M0 -> f32 is 2**(e - 127), a subnormal for e = 0, and 0x7FC00000 for NaN. f32 -> E8M0:
-    powers of two from 2**-127 to 2**127 exactly; NaN is NaN (0xFF).
+    powers of two from 2**-127 to 2**127 exactly; 0, as unused rows of `permute` have it, is 2**-127; NaN is NaN (0xFF).
 
     Raises
     ------
     TypeError, ValueError, DeviceError, before anything is written; ValueError for f32 scales in NumPy arrays (or with check=True) that have
-    no E8M0 value: 0, Inf, negative ones, other mantissas, below 2**-127. On the device such a scale becomes 0xFF, and `device_errors`
+    no E8M0 value: −0, Inf, negative ones, other mantissas, below 2**-127. On the device such a scale becomes 0xFF, and `device_errors`
     tells.
 
     Source: docs/layouts.md; DeepGEMM (get_mn_major_tma_aligned_packed_ue8m0_tensor). Bytes moved: each side once.
@@ -136,7 +136,7 @@ def _check_powers_of_two(scale_inv: Array, used: int) -> None:
     if not isinstance(scale_inv, np.ndarray) and runtime.capturing(scale_inv.data.device_id):
         raise ValueError("check: waits for the device, which cannot be done while a CUDA graph is captured; check before the capture")
     scales = asnumpy(scale_inv)[..., :used]
-    wrong = ~(is_power_of_two(scales) | np.isnan(scales))
+    wrong = ~(is_in_e8m0(scales) | np.isnan(scales))
     if wrong.any():
         first = tuple(map(int, np.unravel_index(int(wrong.argmax()), wrong.shape)))
         raise ValueError(f"scale_inv: expected powers of two from 2**-127 to 2**127, which E8M0 holds, got {scales[first]} at {first}; "

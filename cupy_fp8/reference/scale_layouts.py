@@ -32,17 +32,16 @@ def as_dtype(scales: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def encode(scales: np.ndarray) -> np.ndarray:
-    """f32 -> E8M0: the exponent of a power of two from 2^-127 to 2^127; anything else is NaN."""
-    u = bits(scales)
-    byte = np.where(u == 0x00400000, 0, np.where(is_power_of_two(scales), u >> 23, 255))
-    return byte.astype(np.uint8).view(float8_e8m0fnu)
+    """f32 -> E8M0: the exponent of a power of two from 2^-127 to 2^127, the smallest for 0; anything else is NaN."""
+    return np.where(is_in_e8m0(scales), bits(scales) >> 23, 255).astype(np.uint8).view(float8_e8m0fnu)
 
 
-def is_power_of_two(scales: np.ndarray) -> np.ndarray:
-    """Whether E8M0 has an f32 value: 2^-127 (a subnormal), or a normal number, above zero, without a mantissa."""
+def is_in_e8m0(scales: np.ndarray) -> np.ndarray:
+    """Whether E8M0 has an f32 value: 2^-127 (a subnormal), or a normal number, above zero, without a mantissa. 0, the scale of rows of
+    zeros that nobody quantised, counts as the smallest."""
     u = bits(scales)
     normal = (u >= 0x00800000) & (u < 0x7F800000) & (u & 0x007FFFFF == 0)
-    return np.asarray(normal | (u == 0x00400000))
+    return np.asarray(normal | (u == 0x00400000) | (u == 0))
 
 
 def lines_by_blocks(scale_inv: np.ndarray, layout: str, shape: tuple[int, ...], block: Block) -> np.ndarray:
