@@ -13,7 +13,8 @@
 //                       `stored`, `square` and `vector` tell (arrays of any shape and address). DOWN_FIRST: see tile.cuh.
 // group_quantize_block  the same of groups of rows whose sizes are on the device, each a matrix of its own: no tile has rows of two. Data are where
 //                       their rows are in x, stored transposed [columns, m] for each group; scales of one group follow those of another. What
-//                       follows the last group is written 0. Block 0 writes offsets where none are given. Or the same of arrays in a list.
+//                       follows the last group is written 0. Block 0 writes offsets where none are given. With `align` a group is followed by
+//                       rows of zeros, quantised as the others are, and block 0 writes the aligned sizes too. Or the same of arrays in a list.
 // quantize_block_lines  one block per line: all of a row (ALONG_ROWS 1) or of a column (0). A block of threads reads its lines twice. Any
 //                       shape and address.
 // DIVIDE 1: elements are divided by scale_inv (profile vllm), which takes five instructions for each; 2: where the struct's `divide` says so.
@@ -282,9 +283,10 @@ __device__ __forceinline__ void write_panel(const BlockParams& p, const Panel<IN
     }
 }
 
-// One tile. kVectorStores: transposed rows allow stores of 16 bytes wherever the tile is whole; otherwise `vector` tells.
-template <bool kVectorStores>
-__device__ __forceinline__ void quantize_tile(const BlockParams& p, const TilePosition& at, u8* shared) {
+// One tile of a matrix, of which x has all rows or, where kPads, the first `given`, and the rest are zeros. kVectorStores: transposed rows allow
+// stores of 16 bytes wherever the tile is whole; otherwise `vector` tells.
+template <bool kVectorStores, bool kPads>
+__device__ __forceinline__ void quantize_tile(const BlockParams& p, const TilePosition& at, i64 given, u8* shared) {
     const int fast = ALIGNED ? FAST : p.stored & 3, slow = ALIGNED ? SLOW : p.stored >> 2;
     const bool square = ALIGNED ? SQUARE : p.square;
     // Shared memory: transposed fast data, transposed slow data, words of rows (twice), words of columns.
@@ -302,7 +304,9 @@ __device__ __forceinline__ void quantize_tile(const BlockParams& p, const TilePo
 
     Panel<IN> panel;
     const Place place{matrix + row * p.columns + column, rows_left, columns_left};
-    panel.template load<ALIGNED != 0>(p.x + place.at, p.columns, rows_left, columns_left, p.vector & 1);
+    int given_left = rows_left;
+    if constexpr (kPads) given_left = left_of(given - row, kPanelRows);
+    panel.template load<ALIGNED != 0>(p.x + place.at, p.columns, given_left, columns_left, p.vector & 1);
     PanelAmax<IN, false> amax;
     amax.template find<kFast, kSlow>(panel);
     float* const inverses_of_warp = inverses + threadIdx.x / 32 * kRowWords;
@@ -346,7 +350,7 @@ __device__ __forceinline__ void quantize_tile(const BlockParams& p, const TilePo
 extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) quantize_block_tile(const __grid_constant__ BlockParams p) {
     extern __shared__ __align__(16) u8 shared[];
     if (is_set(p.noop)) return;
-    quantize_tile<ALIGNED != 0>(p, TilePosition::of_block<Tile, DOWN_FIRST != 0>(blockIdx.x, p.rows, p.columns), shared);
+    quantize_tile<ALIGNED != 0, false>(p, TilePosition::of_block<Tile, DOWN_FIRST != 0>(blockIdx.x, p.rows, p.columns), p.rows, shared);
 }
 #endif
 
@@ -373,7 +377,7 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) group_quan
         move_to_group(group.fast, p.fast, found.before[0], found.rows);
         move_to_group(group.slow, p.slow, found.before[1], found.rows);
     };
-    quantize_group<Tile>(p, group, move_scales, [&](const TilePosition& at) { quantize_tile<false>(group, at, shared); });
+    quantize_group<Tile>(p, group, move_scales, [&](const TilePosition& at, i64 given) { quantize_tile<false, true>(group, at, given, shared); });
 }
 #endif
 

@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) group_amax_scale(const __
     if (is_set(p.noop)) return;
     u32* const tops = p.workspace + 1;
     const u32 run = blockIdx.x / p.groups.across, part = blockIdx.x - run * p.groups.across;
-    if (threadIdx.x < 32) find_run<kRunRows, false>(p.groups, run, 0, 0, found);
+    if (threadIdx.x < 32) find_run<kRunRows, false, false>(p.groups, run, 0, 0, found);
     __syncthreads();
     const i64 before = found.run * kRunRows, elements = left_of(found.rows - before, kRunRows) * p.groups.columns;
     const int mine = found.group < 0 ? 0 : left_of(elements - (i64)part * kPart, kPart);

@@ -6,7 +6,8 @@
 //                       into tiles of TILE_ROWS x TILE_COLUMNS elements, and a block of threads casts one, as cast_transpose does
 //                       (cast_tile.cuh); its first warp finds which by a scan over the sizes. What follows the last group is written as 0, by
 //                       tiles of its own. Block 0 also writes scale_inv of every group, and the offsets where none are given. Either output
-//                       may be absent (null). LARGE 1: every row of x and data allows chunked access, and no code is made for anything else.
+//                       may be absent (null). With `align` every group is followed there by rows of zeros, cast as the others are, and block 0
+//                       writes the aligned sizes too. LARGE 1: every row of x and data allows chunked access, and no code is made for anything else.
 // IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}. Bytes moved per element: sizeof(IN) + outputs.
 #include "cast_tile.cuh"
 #include "groups.cuh"
@@ -30,15 +31,18 @@ struct GroupTensor {
     u8* data;
     u8* data_t;
     float* amax;
-    i64 rows, columns;
+    i64 given, rows, columns;    // rows of the group: in x, written
     RowRun found;
     TilePosition at;
     float scale;
     u32 aligned, vector;
+    u32 in_x;                    // 1: x has all rows of the tile that are written
 
     __device__ __forceinline__ bool rowwise() const { return data; }
     __device__ __forceinline__ bool columnwise() const { return data_t; }
 };
+template <>
+constexpr bool kPads<GroupTensor> = true;
 
 // As in cast.cu: 1024 threads per multiprocessor on an H200, where everything fits into the 64 registers that leaves each.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && __CUDACC_VER_MAJOR__ >= 13
@@ -61,24 +65,25 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) group_cast
     if (is_set(p.noop)) return;
     if (threadIdx.x < 32) {
         const u32 tile = p.reverse ? gridDim.x - 1 - blockIdx.x : blockIdx.x, run = tile / p.groups.across;
-        find_run<TILE_ROWS, false>(p.groups, run, 0, 0, tensor.found);
+        find_run<TILE_ROWS, false, true>(p.groups, run, 0, 0, tensor.found);
         if (threadIdx.x == 0) {
-            const i64 group = tensor.found.group, start = tensor.found.start;
-            tensor.rows = tensor.found.rows, tensor.columns = p.groups.columns;
-            tensor.x = p.x + start;
-            tensor.data = p.data ? p.data + start : nullptr;
-            tensor.data_t = p.data_t ? p.data_t + start : nullptr;
+            const i64 group = tensor.found.group, to = tensor.found.to;
+            tensor.given = tensor.found.given, tensor.rows = tensor.found.rows, tensor.columns = p.groups.columns;
+            tensor.x = p.x + tensor.found.start;
+            tensor.data = p.data ? p.data + to : nullptr;
+            tensor.data_t = p.data_t ? p.data_t + to : nullptr;
             tensor.amax = p.amax && group >= 0 ? p.amax + group : nullptr;
             tensor.aligned = p.aligned;
             tensor.at = {0, tensor.found.run * TILE_ROWS, (i64)(tile - run * p.groups.across) * TILE_COLUMNS};
             tensor.scale = group >= 0 ? p.scale[group] : 0.0f;
             tensor.vector = tensor.rows % 16 == 0 && reinterpret_cast<u64>(tensor.data_t) % 16 == 0;
+            tensor.in_x = tensor.given == tensor.rows || tensor.at.row + TILE_ROWS <= tensor.given;
         }
     }
     __syncthreads();
     if (tensor.rows > 0 && tensor.columns > 0) {
         if (tensor.found.group < 0) clear_tile(tensor);
-        else if (tensor.aligned && tensor.vector) cast_tile<2>(tensor, tensor.at, tensor.scale, shared);
+        else if (tensor.aligned && tensor.vector && tensor.in_x) cast_tile<2>(tensor, tensor.at, tensor.scale, shared);
         else if (LARGE || tensor.aligned) cast_tile<1>(tensor, tensor.at, tensor.scale, shared);
         else cast_tile<0>(tensor, tensor.at, tensor.scale, shared);
     }

@@ -194,9 +194,10 @@ __device__ __forceinline__ void write_half(const MxParams& p, const Panel<IN>& p
     if (stored == 2) tile.write(half, words);
 }
 
-// One tile. kVectorStores: transposed rows allow stores of 16 bytes wherever the tile is whole; otherwise `vector` tells.
-template <bool kVectorStores>
-__device__ __forceinline__ void quantize_tile(const MxParams& p, const TilePosition& at, u8* shared) {
+// One tile of a matrix, of which x has all rows or, where kPads, the first `given`, and the rest are zeros. kVectorStores: transposed rows allow
+// stores of 16 bytes wherever the tile is whole; otherwise `vector` tells.
+template <bool kVectorStores, bool kPads>
+__device__ __forceinline__ void quantize_tile(const MxParams& p, const TilePosition& at, i64 given, u8* shared) {
     const int fast = ALIGNED ? FAST : p.stored & (FAST == 2 ? 3 : FAST), slow = ALIGNED ? SLOW : p.stored >> 2 & (SLOW == 2 ? 3 : SLOW);
     const Tile fast_tile{shared}, slow_tile{fast == 2 ? shared + Tile::kBytes : shared};
     u8* const staged_slow = slow == 2 ? slow_tile.shared + Tile::kBytes : slow_tile.shared;          // a line per panel down
@@ -208,7 +209,9 @@ __device__ __forceinline__ void quantize_tile(const MxParams& p, const TilePosit
 
     Panel<IN> panel;
     const Place place{matrix + row * p.columns + column, rows_left, columns_left};
-    panel.template load<ALIGNED != 0>(p.x + place.at, p.columns, rows_left, columns_left, p.vector & 1);
+    int given_left = rows_left;
+    if constexpr (kPads) given_left = left_of(given - row, kPanelRows);
+    panel.template load<ALIGNED != 0>(p.x + place.at, p.columns, given_left, columns_left, p.vector & 1);
     const Scales e = p.rule.nan_wins() ? find_scales<true>(panel, p, rows_left, columns_left)
                                        : find_scales<false>(panel, p, rows_left, columns_left);
     // The directions take turns, so that neither addresses nor widened values live long: in whole panels they would not fit.
@@ -270,7 +273,7 @@ __device__ __forceinline__ void quantize_tile(const MxParams& p, const TilePosit
 extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) quantize_mx_tile(const __grid_constant__ MxParams p) {
     extern __shared__ __align__(16) u8 shared[];
     if (is_set(p.noop)) return;
-    quantize_tile<ALIGNED != 0>(p, TilePosition::of_block<Tile, DOWN_FIRST != 0>(blockIdx.x, p.rows, p.columns), shared);
+    quantize_tile<ALIGNED != 0, false>(p, TilePosition::of_block<Tile, DOWN_FIRST != 0>(blockIdx.x, p.rows, p.columns), p.rows, shared);
 }
 #endif
 
@@ -294,6 +297,6 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) group_quan
         move_to_group(group.slow, p.slow, found.before[1]);
         if (group.slow.swizzled()) group.slow.block = p.slow.units(found.rows);
     };
-    quantize_group<Tile>(p, group, move_scales, [&](const TilePosition& at) { quantize_tile<false>(group, at, shared); });
+    quantize_group<Tile>(p, group, move_scales, [&](const TilePosition& at, i64 given) { quantize_tile<false, true>(group, at, given, shared); });
 }
 #endif

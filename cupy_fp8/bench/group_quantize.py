@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from .. import backend
-from ..arrays import Array, bits
+from ..arrays import Array, asnumpy, bits, zeros
 from ..cases.groups import sizes
 from ..formats import bfloat16
+from ..layouts import padded_rows, round_up
 from ..ops.cast import quantize_tensor
 from ..ops.convert import astype
 from ..ops.group_quantize import group_quantize
@@ -63,6 +64,44 @@ def _all() -> Iterator[Spec]:
                        _quantize((rows, columns), 64, "even", both, current=True))
 
 
+def _padded(shape: tuple[int, int], groups: int, align: int, recipe: Any) -> Any:
+    """In both directions, from ragged groups."""
+
+    def make() -> Any:
+        cp = backend.cupy()
+        host = sizes(shape[0], groups, "ragged")
+        aligned = [round_up(int(size), align) for size in host]
+        x, options = _normal(shape), dict[str, Any](columnwise=True, align=align)
+        if isinstance(recipe, DelayedScaling):
+            options["scales"] = cp.linspace(0.5, 2, groups, dtype=cp.float32)
+        splits = cp.asarray(host)
+        out = group_quantize(x, splits, recipe, **options)
+
+        def check() -> None:
+            starts = np.cumsum(host) - host
+            assert asnumpy(out.splits).tolist() == aligned
+            for g in np.linspace(0, groups - 1, _CHECKED).astype(int):
+                part = zeros((aligned[g], shape[1]), bfloat16, like=x)
+                bits(part)[: host[g]] = bits(x)[starts[g] : starts[g] + host[g]]
+                scale = {"scale": options["scales"][g : g + 1]} if "scales" in options else {}
+                want = recipe.quantize(part, columnwise=True, **scale)
+                for mine, theirs in ((out[g].rowwise, want.rowwise), (out[g].columnwise, want.columnwise)):
+                    assert_bytes_equal(mine.data, theirs.data)
+                    assert_bytes_equal(mine.scale_inv, theirs.scale_inv)
+
+        return (lambda: group_quantize(x, splits, recipe, **options, out=out)), check
+
+    return make
+
+
+def _all_padded() -> Iterator[Spec]:
+    rows, columns, groups, align = 64 * 2048, 5120, 64, 128
+    written = padded_rows(rows, groups, align)
+    for label, recipe, scales in (("", DelayedScaling(), 0.0), ("MX ", MXScaling(scale_layout="swizzled"), 1 / 32)):
+        yield Spec("group_quantize", f"bf16→e4m3 {label}both, ragged, {groups} groups padded to {align}", (rows, columns),
+                   int(columns * (2 * rows + 2 * written * (1 + scales))), _padded((rows, columns), groups, align, recipe))
+
+
 def _in_blocks(shape: tuple[int, int], groups: int, division: str, recipe: Any, columnwise: bool) -> Any:
     def make() -> Any:
         cp = backend.cupy()
@@ -94,4 +133,4 @@ def _all_in_blocks() -> Iterator[Spec]:
                        _in_blocks((rows, columns), 64, "ragged", recipe, both))
 
 
-SPECS: tuple[Spec, ...] = (*_all(), *_all_in_blocks())
+SPECS: tuple[Spec, ...] = (*_all(), *_all_in_blocks(), *_all_padded())

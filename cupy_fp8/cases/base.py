@@ -111,6 +111,8 @@ def outputs(result: Any, kwargs: dict[str, Any], updated: tuple[str, ...] = ()) 
     elif isinstance(result, Grouped):
         parts = {name: getattr(result, name) for name in ("rowwise", "columnwise", "scale_inv", "columnwise_scale_inv", "offsets")}
         found.update((name, a) for name, a in parts.items() if a is not None)
+        if kwargs.get("align", 1) > 1:
+            found["splits"] = result.splits
     elif isinstance(result, Routing):
         found.update(result._arrays())
     elif isinstance(result, tuple):

@@ -16,7 +16,7 @@ from ..formats import INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float1
 from ..grouped import Grouped
 from ..ops import group_quantize
 from ..recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
-from .base import DIRECTIONS, Case, Op, source
+from .base import DIRECTIONS, Case, Op, poison, source
 from .groups import sizes
 
 
@@ -48,8 +48,10 @@ def _in_blocks(options: dict[str, Any]) -> Any:
 
 def _group_quantize(x: Array, splits: Array, recipe: Any, *, amax: Array | None = None,
                     offsets: Array | None = None, out: Grouped | None = None, **options: Any) -> Grouped:
-    """A result belongs to its own splits and offsets: those given are copied there."""
-    if out is not None:
+    """A result belongs to its own splits and offsets: those given are copied there. (With `align` its splits are written.)"""
+    if out is not None and options.get("align", 1) > 1:
+        poison(out.splits)
+    elif out is not None:
         bits(out.splits)[...] = bits(splits)
         splits = out.splits
         if offsets is not None:
@@ -75,7 +77,8 @@ def _cases() -> Iterator[Case]:
     yield case(float16, (20, 24), groups=4, with_amax=False, with_offsets=True, columnwise=True)
     yield case(bfloat16, (150, 129), groups=3, spare=9, current=(), **both)                # (eps, pow2_scale)
     yield case(bfloat16, (150, 72), groups=3, family="block", **both)
-    yield case(bfloat16, (150, 35), groups=3, spare=9, family="mx", **both)
+    yield case(bfloat16, (150, 35), groups=3, spare=9, family="mx", align=32, **both)
+    yield case(bfloat16, (140, 48), groups=3, spare=9, align=16, **both)
     for source_dtype, dtype in product(INPUT_DTYPES, (float8_e4m3fn, float8_e5m2)):
         for columns in (264, 133):
             yield case(source_dtype, (300, columns), "bits", groups=5, dtype=dtype, **both)
@@ -100,6 +103,7 @@ def _cases() -> Iterator[Case]:
         for rule in ({}, {"current": ()}):
             yield case(float32, (100, 48), "bits", layout, groups=4, **both, **rule)
     yield from _block_cases(case)
+    yield from _padded_cases(case)
 
 
 def _block_cases(case: Callable[..., Case]) -> Iterator[Case]:
@@ -139,7 +143,31 @@ def _block_cases(case: Callable[..., Case]) -> Iterator[Case]:
             yield case(float16, (100, 48), "bits", layout, groups=4, family=family, **both)
 
 
+def _padded_cases(case: Callable[..., Case]) -> Iterator[Case]:
+    # Tiles that x has all rows of, that end in padding, and of padding alone.
+    for source_dtype, columns in product(INPUT_DTYPES, (264, 133)):
+        yield case(source_dtype, (300, columns), "bits", groups=4, spare=9, align=256, columnwise=True)
+    for columns in (136, 35):
+        yield case(bfloat16, (150, columns), "edges", groups=4, align=32, current=(), wide=False, columnwise=True)
+    # Blocks that end in padding, and their scales.
+    directions: tuple[dict[str, bool], ...] = ({}, {"rowwise": False, "columnwise": True}, {"columnwise": True})
+    for options in directions:
+        for columns, layout, recipe in ((136, "gemm_ready", {}), (35, "compact", {"block": (128, 128)}), (136, "deepgemm_sm90", {}),
+                                        (35, "gemm_ready", {"block": (1, 32)})):
+            yield case(bfloat16, (150, columns), groups=4, spare=5, family="block", scale_layout=layout, align=16, **recipe, **options)
+        for columns, layout, recipe in ((136, "swizzled", {}), (35, "compact", {}), (136, "swizzled", {"block": (32, 32)})):
+            yield case(float32, (150, columns), "edges", groups=4, family="mx", scale_layout=layout, align=128, **recipe, **options)
+    yield case(float16, (150, 136), groups=4, family="block", profile="vllm", align=2)
+    families: tuple[dict[str, Any], ...] = ({}, {"current": (1e-3, True)}, {"family": "block"}, {"family": "mx"})
+    for family in families:
+        for shape, number in (((0, 8), 0), ((0, 8), 3), ((3, 20), 4)):
+            yield case(bfloat16, shape, groups=number, align=16, columnwise=True, **family)
+        yield case(bfloat16, (200, 16), groups=300, spare=3, align=4, columnwise=True, **family)              # rounds of the kernel's scan
+        yield case(bfloat16, (64, 16), groups=4, sizes="even", align=16, columnwise=True, **family)           # nothing is added
+
+
 OPS = (
     Op("group_quantize", _group_quantize, _reference, _inputs, _cases,
-       "groups of rows whose sizes are on the device, each quantised as a tensor of its own: row-wise, column-wise or both from one read"),
+       "groups of rows whose sizes are on the device, each quantised as a tensor of its own: row-wise, column-wise or both from one read, "
+       "padded on the way if wanted"),
 )

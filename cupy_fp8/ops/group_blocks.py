@@ -19,21 +19,20 @@ from ..runtime import Kernel, Variant, error_word
 from . import blocks, checks, mx
 from . import splits as sizes
 from .forms import ABSENT, AS_IS, TRANSPOSED, Side
-from .group_forms import GroupForm
+from .group_forms import Arrays, GroupForm, out_places
 from .panels import LANE_COLUMNS, Panels
 
 Plan = blocks.Plan | mx.Plan
 
 #: RowGroups and, twice, GroupScales of kernels_cu/include/groups.cuh, after the struct of a whole array.
-_GROUPS = "0q2PPqPI0q2qI0q2I2q2I2q2P"
+_GROUPS = "0q3PPqPI0q3q2I2I2q2I2q2P"
 _BLOCKS = Kernel("blocks", "group_quantize_block", blocks.FIELDS + _GROUPS)
 _MX = Kernel("mx", "group_quantize_mx", mx.FIELDS + _GROUPS)
-_INT64 = np.dtype(np.int64)
 
 
 @functools.lru_cache(maxsize=256)
 def plan(shape: tuple[int, int], source: np.dtype[Any], recipe: BlockScaling | MXScaling, rowwise: bool, columnwise: bool) -> Plan:
-    """Of all rows as one matrix, which is the same for its groups but for their number of rows."""
+    """Of all rows as one matrix, which is the same for its groups but for their number of rows. shape: of the result."""
     if isinstance(recipe, BlockScaling):
         group_unit(recipe.block, recipe.scale_layout)           # refuses blocks of whole lines
         return blocks.Plan(shape, source, False, (recipe.dtype, rowwise, columnwise, True, recipe.block, recipe.pow2_scale, recipe.eps,
@@ -42,9 +41,9 @@ def plan(shape: tuple[int, int], source: np.dtype[Any], recipe: BlockScaling | M
                                           recipe.scale_layout))
 
 
-def form(plan: Plan, number: int, with_offsets: bool) -> GroupForm:
-    """Of the result for so many groups, whose offsets are given or not."""
-    arrays: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {} if with_offsets else {"offsets": ((number + 1,), _INT64)}
+def form(plan: Plan, arrays: Arrays, number: int) -> GroupForm:
+    """Of the result for so many groups. arrays: what tells of the groups."""
+    arrays = dict(arrays)
     shape = plan.rows, plan.columns
     for name, of in plan.forms.items():
         assert of.block is not None
@@ -62,8 +61,8 @@ def form(plan: Plan, number: int, with_offsets: bool) -> GroupForm:
 class Launch:
     """The kernel's variant, its grid, and the members of its struct. Kept with a result on a GPU that was given as `out=`."""
 
-    def __init__(self, plan: Plan, out: Grouped, x: Array, at: int, noop_at: int, offsets_at: int,
-                 groups: sizes.Groups) -> None:
+    def __init__(self, plan: Plan, out: Grouped, x: Array, at: int, noop_at: int, offsets_at: int, groups: sizes.Groups,
+                 align: int) -> None:
         sides, members = plan.tile_launch(list(plan.forms)) if isinstance(plan, blocks.Plan) else (plan.sides, plan.members)
         data_at = {name: 0 if a is None else checks.address(a) for name, a in (("rowwise", out.rowwise), ("columnwise", out.columnwise))}
         scales_at = {name: 0 if a is None else checks.address(a) for name, a in (("rowwise", out.scale_inv),
@@ -82,9 +81,10 @@ class Launch:
         # What follows the last group is one more, to be cleared; a run of its own clears scales.
         down = 1 + padded_rows(plan.rows, number + 1, panels.rows) // panels.rows
         self.grid = checks.grid_size(down * across, x.shape)
-        self.members = (at, noop_at, *places, *grids[0], *grids[1], *members, vector, offsets_at,
-                        0 if offsets_at else checks.address(out.offsets), groups.at, number, error_word(x), groups.wide, plan.rows,
-                        plan.columns, across, *_group_scales(plan, number, sides[0]), *_group_scales(plan, number, sides[1]), 0, 0)
+        row_groups = (*out_places(out, offsets_at, align), groups.at, number, error_word(x), groups.wide, len(x), plan.columns, plan.rows,
+                      across, align)
+        self.members = (at, noop_at, *places, *grids[0], *grids[1], *members, vector, *row_groups,
+                        *_group_scales(plan, number, sides[0]), *_group_scales(plan, number, sides[1]), 0, 0)
 
     def run(self, x: Array) -> None:
         self.variant.launch(x, self.grid, *self.members)

@@ -11,16 +11,18 @@ from ..grouped import Grouped
 from . import checks
 from .splits import Groups
 
+Arrays = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
+
 _INT64 = np.dtype(np.int64)
 _FACTS = ("shape", "block", "scale_layout", "transposed")
 
 
 class GroupForm(NamedTuple):
-    """What a Grouped is, but for its memory. arrays: shapes and dtypes by name, offsets where they are to be written. shared: both
-    directions have the same data."""
+    """What a Grouped is, but for its memory. arrays: shapes and dtypes by name, offsets and splits where they are to be written. shared:
+    both directions have the same data."""
 
     shape: tuple[int, int]
-    arrays: dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
+    arrays: Arrays
     block: tuple[int | None, int | None] | None = None
     scale_layout: str | None = None
     transposed: bool = True
@@ -31,8 +33,8 @@ class GroupForm(NamedTuple):
         made = {name: empty_beside(x, *of) for name, of in self.arrays.items() if not (self.shared and name == "columnwise")}
         if self.shared:
             made["columnwise"] = made["rowwise"]
-        return Grouped(splits, made.pop("offsets", offsets), self.shape, block=self.block, scale_layout=self.scale_layout,
-                       transposed=self.transposed, **made)
+        splits, offsets = made.pop("splits", splits), made.pop("offsets", offsets)
+        return Grouped(splits, offsets, self.shape, block=self.block, scale_layout=self.scale_layout, transposed=self.transposed, **made)
 
     def check(self, out: Any, x: Array, xp: Any, at: int, groups: Groups, offsets: Array | None,
               read: list[tuple[int, int, str]]) -> None:
@@ -40,9 +42,10 @@ class GroupForm(NamedTuple):
         what the call reads, or writes elsewhere."""
         if not isinstance(out, Grouped):
             raise TypeError(f"out: expected a Grouped (an earlier result), got {type(out).__name__}")
-        own = out.splits
-        if type(own) is not type(groups.array) or checks.address(own) != groups.at or (own.shape, own.dtype) != (
-                groups.array.shape, groups.array.dtype):
+        own, same = out.splits, "splits" in self.arrays
+        if not same and type(own) is type(groups.array):
+            same = (checks.address(own), own.shape, own.dtype) == (groups.at, groups.array.shape, groups.array.dtype)
+        if not same:
             raise ValueError("out: expected splits to be out.splits, that very memory; a result belongs to the sizes that it was made for, "
                              "which may change in place")
         if offsets is not None and checks.address(out.offsets) != checks.address(offsets):
@@ -51,10 +54,10 @@ class GroupForm(NamedTuple):
             if getattr(out, name) != getattr(self, name):
                 raise ValueError(f"out: expected {name} {getattr(self, name)}, got {getattr(out, name)}")
         written: list[tuple[int, int, str]] = []
-        for name in ("rowwise", "columnwise", "scale_inv", "columnwise_scale_inv", "offsets"):
+        for name in ("rowwise", "columnwise", "scale_inv", "columnwise_scale_inv", "offsets", "splits"):
             a, of = getattr(out, name), self.arrays.get(name)
             if of is None or a is None:
-                if name != "offsets" and (a is None) != (of is None):
+                if name not in ("offsets", "splits") and (a is None) != (of is None):
                     raise ValueError(f"out.{name}: expected {'one' if a is None else 'none'} for these options, got "
                                      f"{'none' if a is None else 'one'}")
                 continue
@@ -67,10 +70,21 @@ class GroupForm(NamedTuple):
                 checks.separate(a_at, a.nbytes, other_at, nbytes, f"out.{name}", other)
             written.append((a_at, a.nbytes, f"out.{name}"))
 
+    def store(self, out: Grouped, result: Grouped) -> None:
+        """The reference's result, in the memory of a result given."""
+        for name in self.arrays:
+            bits(getattr(out, name))[...] = bits(getattr(result, name))
 
-def store(out: Grouped, result: Grouped) -> None:
-    """The reference's result, in the memory of a result given."""
-    for name in ("rowwise", "columnwise", "scale_inv", "columnwise_scale_inv", "offsets"):
-        mine, fresh = getattr(out, name), getattr(result, name)
-        if mine is not None and mine is not fresh:
-            bits(mine)[...] = bits(fresh)
+
+def describing(groups: Groups, with_offsets: bool, align: int) -> Arrays:
+    """The arrays of a result that tell of its groups: offsets unless they are given, sizes where they are not those given."""
+    number = len(groups.array)
+    arrays: Arrays = {} if with_offsets else {"offsets": ((number + 1,), _INT64)}
+    if align > 1:
+        arrays["splits"] = (number,), groups.array.dtype
+    return arrays
+
+
+def out_places(out: Grouped, offsets_at: int, align: int) -> tuple[int, int, int]:
+    """The first members of RowGroups in kernels_cu/include/groups.cuh: offsets that are given, else where they go, and where sizes go."""
+    return offsets_at, 0 if offsets_at else checks.address(out.offsets), checks.address(out.splits) if align > 1 else 0

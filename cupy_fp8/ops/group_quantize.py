@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from itertools import product
+from math import prod
 from typing import Any, cast
 
 import numpy as np
@@ -14,32 +15,35 @@ from .. import backend, reference
 from ..arrays import Array, is_contiguous
 from ..formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float32
 from ..grouped import Grouped
-from ..layouts import cdiv, padded_rows
+from ..layouts import cdiv, padded_rows, round_up
 from ..recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, check_directions, checked_eps
 from ..runtime import Kernel, Variant, error_word, executor_of
 from . import checks, group_blocks, group_forms, tiles
 from . import splits as sizes
 from .group_amax import GroupScales, Rule
 from .group_amax import variants as amax_variants
-from .group_forms import GroupForm
+from .group_forms import Arrays, GroupForm, out_places
 from .scale import scale_target
 
 Recipe = DelayedScaling | CurrentScaling | BlockScaling | MXScaling
 
-_KERNEL = Kernel("group_cast", "group_cast_transpose", "9PPqPI2qI4x2I")
-_INT64 = np.dtype(np.int64)
+_KERNEL = Kernel("group_cast", "group_cast_transpose", "10PPqPI3q4I")
+_MOST_INT32 = 0x7FFFFFFF
 _LARGE = tiles.Tile(256, 128, down_first=False)
 
 
 def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = True, columnwise: bool = False, scales: Any = None,
-                   amaxes: Array | None = None, noop: Array | None = None, offsets: Array | None = None, out: Grouped | None = None,
-                   check: bool = False) -> Grouped:
+                   amaxes: Array | None = None, noop: Array | None = None, offsets: Array | None = None, align: int = 1,
+                   out: Grouped | None = None, check: bool = False) -> Grouped:
     """Each group of rows quantised as a tensor of its own: the bytes of ``recipe.quantize`` of each. Per-tensor recipes give each a scale:
 
         data[g] = cast(x[g] * scales[g])      scale_inv[g] = 1 / scales[g]      amaxes[g] = max(amaxes[g], max |x[g]|)
 
     DelayedScaling, BlockScaling and MXScaling take one launch. CurrentScaling takes two: the first finds the scales that the groups' own
     maxima call for, as `compute_scale` does (of an empty group that is 0). No block has rows of two groups.
+
+    With `align` the same launches pad: the result is that of ``group_quantize(pad_groups(x, splits, align), aligned sizes, recipe)``, every
+    group followed by what the recipe makes of rows of zeros, up to a multiple of `align` rows.
 
     Parameters
     ----------
@@ -52,23 +56,26 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
     amaxes : of per-tensor recipes, f32 array [N], raised to each group's largest magnitude before scaling; not zeroed first
     noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `out`
     offsets : int64 [N + 1], where each group begins and the last one ends, in elements, where they are known already: these are used,
-        none are computed. Without, the same launch computes them
-    out : an earlier result for the same splits (that very memory, in which sizes may change) and offsets; written in place and returned
+        none are computed. Without, the same launch computes them. Not with `align`
+    align : rows that every group of the result is a multiple of, a power of two from 1 to 65536; 1: groups as they are
+    out : an earlier result for the same splits (that very memory, in which sizes may change) and offsets; written in place and returned.
+        With `align` one for as many splits: its own are the aligned sizes, and written too
     check : wait for the device and raise ValueError if sizes there are wrong. (NumPy arrays and lists are always looked at)
 
     Returns
     -------
     Grouped, flat arrays of M * K elements; what follows the last group is 0. The scales of blocks are those of each group, as
-    ``recipe.quantize`` stores them, one after the other (`Grouped`).
+    ``recipe.quantize`` stores them, one after the other (`Grouped`). With `align` of M + (align - 1) * min(N, M) rows, as `pad_groups`,
+    whatever the sizes; its splits are the aligned sizes, of splits' dtype, and its offsets theirs.
 
     Raises
     ------
     TypeError, ValueError, DeviceError, before anything is written. Sizes on the device raise nothing: a negative one counts as 0, a group
-    that goes past the last row ends there, one whose offset is not that of a row, or leads out of the arrays, is left out;
+    that goes past the last row of x ends there, one whose offset is not that of a row, or leads out of the arrays, is left out;
     `device_errors` tells.
 
-    Source: TransformerEngine's grouped quantisation. Bytes moved per element: x + 1 per direction, and the scales of blocks; CurrentScaling
-    reads x twice (what the L2 still holds of it, from there).
+    Source: TransformerEngine's grouped quantisation; with `align` also its fused_multi_row_padding. Bytes moved per element: x + 1 per
+    direction, and the scales of blocks; CurrentScaling reads x twice (what the L2 still holds of it, from there).
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> x = np.float32([[1, 2], [3, 4], [5, 6]])
@@ -80,6 +87,9 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
     >>> g = fp8.group_quantize(np.ones((300, 256), np.float32), [130, 170], fp8.BlockScaling(scale_layout="compact"), columnwise=True)
     >>> [member.columnwise.scale_inv.shape for member in g]
     [(2, 256), (2, 256)]
+    >>> g = fp8.group_quantize(x, [1, 0, 2], fp8.DelayedScaling(), scales=np.ones(3, np.float32), align=2)
+    >>> g.splits.tolist(), [member.data.astype(np.float32).tolist() for member in g]
+    ([2, 0, 2], [[[1.0, 2.0], [0.0, 0.0]], [], [[3.0, 4.0], [5.0, 6.0]]])
     """
     x, xp, at = checks.source(x, INPUT_DTYPES)
     if x.ndim != 2:
@@ -88,15 +98,14 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
     groups = sizes.read(splits, x, xp, check)
     if groups.host is not None:
         sizes.check_at_most(groups.host, len(x))
-    number = len(groups.array)
+    number, align = len(groups.array), sizes.check_align(align)
     _check_recipe(recipe, scales, amaxes)
     scales, scales_at = (None, 0) if scales is None else _one_each(scales, number, x, xp, "scales")
     amaxes, amaxes_at = (None, 0) if amaxes is None else _one_each(amaxes, number, x, xp, "amaxes", written=True)
     noop_at = 0 if noop is None else checks.one_f32(noop, x, xp, "noop")
-    offsets_at = 0 if offsets is None else sizes.check_offsets(offsets, groups, x, xp)
-    if offsets is not None and groups.host is not None and (xp is np or check):
-        sizes.compare_offsets(offsets, groups.host, x.shape[1])
-    key = at, x.shape, x.dtype, groups.at, number, groups.wide, scales_at, amaxes_at, noop_at, offsets_at, recipe, rowwise, columnwise
+    offsets_at = 0 if offsets is None else _given_offsets(offsets, align, groups, x, xp, check)
+    key = (at, x.shape, x.dtype, groups.at, number, groups.wide, scales_at, amaxes_at, noop_at, offsets_at, align, recipe, rowwise,
+           columnwise)
     kept = out.__dict__.get("_launch") if isinstance(out, Grouped) else None
     if kept is not None and kept[0] == key:
         kept[1].run(x)
@@ -106,12 +115,13 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
     if amaxes is not None:
         for other_at, nbytes, name in read:
             checks.separate(amaxes_at, 4 * number, other_at, nbytes, "amaxes", name)
-    plan = None
+    shape = _result_rows(groups, len(x), align), x.shape[1]
+    plan, described = None, group_forms.describing(groups, offsets is not None, align)
     if isinstance(recipe, (BlockScaling, MXScaling)):
-        plan = group_blocks.plan(x.shape, x.dtype, recipe, bool(rowwise), bool(columnwise))
-        form = group_blocks.form(plan, number, offsets is not None)
+        plan = group_blocks.plan(shape, x.dtype, recipe, bool(rowwise), bool(columnwise))
+        form = group_blocks.form(plan, described, number)
     else:
-        form = _form(x, number, offsets is not None, recipe.dtype, rowwise, columnwise)
+        form = _form(shape, described, number, recipe.dtype, rowwise, columnwise)
     given = out
     if out is None:
         if noop is not None:
@@ -122,19 +132,19 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
         form.check(out, x, xp, at, groups, offsets, [*read, (amaxes_at, 4 * number if amaxes is not None else 0, "amaxes")])
     if executor_of(xp) == "reference":
         if noop is None or noop.reshape(()) != 1:
-            group_forms.store(out, reference.group_quantize(x, groups.host, recipe, rowwise=rowwise, columnwise=columnwise, scales=scales,
-                                                            amaxes=amaxes, offsets=offsets))
+            form.store(out, reference.group_quantize(x, groups.host, recipe, rowwise=rowwise, columnwise=columnwise, scales=scales,
+                                                     amaxes=amaxes, offsets=offsets, align=align))
         return out
     launch: _Launch | group_blocks.Launch
     if plan is not None:
-        launch = group_blocks.Launch(plan, out, x, at, noop_at, offsets_at, groups)
+        launch = group_blocks.Launch(plan, out, x, at, noop_at, offsets_at, groups, align)
     else:
         own = None
         if isinstance(recipe, CurrentScaling):
             rule = Rule(scale_target(recipe.dtype, 0), checked_eps(recipe.eps), bool(recipe.pow2_scale))
             own = GroupScales(x, at, None if given is None else out.scale_inv, amaxes_at, noop_at, offsets_at, groups, rule)
             scales_at, amaxes_at = own.at, 0
-        launch = _Launch(out, x, at, recipe.dtype, scales_at, amaxes_at, noop_at, offsets_at, groups, own)
+        launch = _Launch(out, x, at, recipe.dtype, scales_at, amaxes_at, noop_at, offsets_at, groups, align, own)
     if given is not None and xp is not np:
         out.__dict__["_launch"] = key, launch
     launch.run(x)
@@ -170,10 +180,29 @@ def _one_each(a: Any, number: int, x: Array, xp: Any, name: str, written: bool =
     return a, at
 
 
-def _form(x: Array, number: int, with_offsets: bool, dtype: np.dtype[Any], rowwise: bool, columnwise: bool) -> GroupForm:
-    arrays: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {} if with_offsets else {"offsets": ((number + 1,), _INT64)}
-    arrays.update({name: ((x.size,), dtype) for name, wanted in (("rowwise", rowwise), ("columnwise", columnwise)) if wanted})
-    return GroupForm(x.shape, {**arrays, "scale_inv": ((number,), float32)})
+def _given_offsets(offsets: Any, align: int, groups: sizes.Groups, x: Array, xp: Any, check: bool) -> int:
+    """Their address."""
+    if align > 1:
+        raise ValueError(f"offsets: expected none with align={align}, got {type(offsets).__name__}; the call finds those of the padded "
+                         "groups (the result's offsets)")
+    at = sizes.check_offsets(offsets, groups, x, xp)
+    if groups.host is not None and (xp is np or check):
+        sizes.compare_offsets(offsets, groups.host, x.shape[1])
+    return at
+
+
+def _result_rows(groups: sizes.Groups, rows: int, align: int) -> int:
+    """Rows of the result for so many of x."""
+    if align == 1:
+        return rows
+    if not groups.wide and round_up(rows, align) > _MOST_INT32:
+        raise ValueError(f"splits: expected int64, since {rows} rows rounded up to {align} are more than int32 holds, got int32")
+    return padded_rows(rows, len(groups.array), align)
+
+
+def _form(shape: tuple[int, int], described: Arrays, number: int, dtype: np.dtype[Any], rowwise: bool, columnwise: bool) -> GroupForm:
+    data = {name: ((prod(shape),), dtype) for name, wanted in (("rowwise", rowwise), ("columnwise", columnwise)) if wanted}
+    return GroupForm(shape, {**described, **data, "scale_inv": ((number,), float32)})
 
 
 class _Launch:
@@ -181,8 +210,8 @@ class _Launch:
     in every address needs no second validation."""
 
     def __init__(self, out: Grouped, x: Array, at: int, dtype: np.dtype[Any], scales_at: int, amaxes_at: int, noop_at: int, offsets_at: int,
-                 groups: sizes.Groups, own: GroupScales | None) -> None:
-        (rows, columns), number = x.shape, len(groups.array)
+                 groups: sizes.Groups, align: int, own: GroupScales | None) -> None:
+        (rows, columns), number = out.shape, len(groups.array)
         data_at = 0 if out.rowwise is None else checks.address(out.rowwise)
         data_t_at = 0 if out.columnwise is None else checks.address(out.columnwise)
         aligned = columns % 8 == 0 and at % 16 == 0 and data_at % 8 == 0
@@ -194,8 +223,8 @@ class _Launch:
         self.variant = _variant(x.dtype, dtype, tile)
         self.grid = checks.grid_size(down * across, x.shape)
         self.members = (
-            at, data_at, data_t_at, scales_at, checks.address(out.scale_inv), amaxes_at, noop_at, offsets_at,
-            0 if offsets_at else checks.address(out.offsets), groups.at, number, error_word(x), groups.wide, rows, columns, across,
+            at, data_at, data_t_at, scales_at, checks.address(out.scale_inv), amaxes_at, noop_at,
+            *out_places(out, offsets_at, align), groups.at, number, error_word(x), groups.wide, len(x), columns, rows, across, align,
             int(aligned), int(own is not None))
 
     def run(self, x: Array) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Iterator
 from math import prod
 from typing import Any, NamedTuple
@@ -16,13 +15,12 @@ from ..layouts import cdiv, padded_rows, round_up
 from ..results import Scaled, check_block_scales
 from ..runtime import Kernel, Variant, error_word, executor_of
 from . import checks
-from .splits import NO_GROUPS, Groups, read, refuse_negative
+from .splits import NO_GROUPS, Groups, check_align, integer, read, refuse_negative
 
 _KERNEL = Kernel("groups", "move_groups", "2Pq4I2Pq4IPqPIP4q2P3I")
 _THREADS = 256
 _BYTES = 32 << 10           # that a block of threads writes
 _ROWS = 256                 # of a block of threads, at most
-_MOST_ALIGN = 1 << 16
 
 
 def pad_groups(x: Array | Scaled, splits: Any, align: int, *, out: Array | Scaled | None = None, check: bool = False) -> Any:
@@ -60,7 +58,7 @@ def pad_groups(x: Array | Scaled, splits: Any, align: int, *, out: Array | Scale
     >>> padded.shape, padded.scale_inv.view(np.uint8)[:, 0].tolist()
     ((6, 64), [119, 0, 119, 119, 0, 0])
     """
-    align = _align(align)
+    align = check_align(align)
     rows, xp = _rows(x, "x")
     groups = read(splits, rows.array, xp, check)
     if groups.host is not None:
@@ -90,11 +88,11 @@ def unpad_groups(y: Array | Scaled, splits: Any, align: int, *, rows: int | None
     >>> fp8.unpad_groups(y, [1, 0, 2], 2, rows=3).ravel().tolist()
     [1.0, 2.0, 3.0]
     """
-    align = _align(align)
+    align = check_align(align)
     source, xp = _rows(y, "y")
     if rows is None:
         rows = source.number if out is None else _rows_of(out)
-    elif (rows := _integer(rows, "rows")) < 0:
+    elif (rows := integer(rows, "rows")) < 0:
         raise ValueError(f"rows: expected 0 or more, got {rows}")
     groups = read(splits, source.array, xp, check)
     if groups.host is not None:
@@ -199,20 +197,6 @@ def _scaled_rows(q: Scaled, name: str) -> tuple[_Rows, Any]:
         checks.same_device(scales, data, f"{name}.scale_inv")
     scales, _, scales_at = checks.source(scales, (scales.dtype,), f"{name}.scale_inv")
     return _Rows(Scaled(data, scales, q.shape, False, q.block, q.scale_layout), data, at, scales, None, scales_at), xp
-
-
-def _integer(value: Any, name: str) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: expected an integer, got {value!r}") from None
-
-
-def _align(align: Any) -> int:
-    align = _integer(align, "align")
-    if not 1 <= align <= _MOST_ALIGN or align & align - 1:
-        raise ValueError(f"align: expected a power of two from 1 to {_MOST_ALIGN}, got {align}")
-    return align
 
 
 def _rows_of(out: Any) -> int:

@@ -12,6 +12,7 @@ from ..arrays import Array, is_contiguous
 from . import checks
 
 DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
+_MOST_ALIGN = 1 << 16
 
 
 class Groups(NamedTuple):
@@ -55,6 +56,21 @@ def read(splits: Any, x: Array | None, xp: Any, check: bool, name: str = "splits
     return Groups(len(array), at, array.nbytes, int(array.dtype.itemsize == 8), array, looked_at)
 
 
+def integer(value: Any, name: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an integer, got {value!r}") from None
+
+
+def check_align(align: Any) -> int:
+    """What sizes of groups are rounded up to a multiple of."""
+    align = integer(align, "align")
+    if not 1 <= align <= _MOST_ALIGN or align & align - 1:
+        raise ValueError(f"align: expected a power of two from 1 to {_MOST_ALIGN}, got {align}")
+    return align
+
+
 def refuse_negative(sizes: list[int]) -> None:
     """ValueError naming the first that is the smallest."""
     if sizes and min(sizes) < 0:
@@ -80,7 +96,10 @@ def check_offsets(offsets: Any, groups: Groups, x: Array, xp: Any) -> int:
                          f"{offsets.shape}")
     if xp is not np:
         checks.same_device(offsets, x, "offsets")
-    return checks.address(offsets)
+    at = checks.address(offsets)
+    if at % 8:
+        raise ValueError(f"offsets: address {at:#x} is not a multiple of the element size 8")
+    return at
 
 
 def compare_offsets(offsets: Array, given: np.ndarray, columns: int) -> None:

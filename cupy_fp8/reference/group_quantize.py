@@ -13,16 +13,22 @@ from ..layouts import grouped_scale_shape
 from ..recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from .blocks import quantize_block
 from .cast import quantize_tensor
+from .groups import pad_groups
 from .mx import quantize_mx
 
 
 def group_quantize(x: np.ndarray, splits: Any, recipe: DelayedScaling | CurrentScaling | BlockScaling | MXScaling, *,
                    rowwise: bool = True, columnwise: bool = False, scales: Any = None, amaxes: np.ndarray | None = None,
-                   offsets: np.ndarray | None = None) -> Grouped:
+                   offsets: np.ndarray | None = None, align: int = 1) -> Grouped:
     rows, columns = x.shape
     sizes = np.clip(np.asarray(splits, np.int64), 0, rows + 1)
     ends = np.minimum(np.cumsum(sizes), rows)
     starts = np.concatenate([np.zeros(1, np.int64), ends])
+    if align > 1:
+        sizes = np.diff(starts)                             # those of wrong sizes that count
+        aligned = (-(-sizes // align) * align).astype(getattr(splits, "dtype", np.int64))
+        return group_quantize(pad_groups(x, sizes, align), aligned, recipe, rowwise=rowwise, columnwise=columnwise, scales=scales,
+                              amaxes=amaxes)
     if isinstance(recipe, (BlockScaling, MXScaling)):
         return _in_blocks(x, splits, recipe, starts, offsets, rowwise, columnwise)
     row, column = (zeros(x.size, recipe.dtype, like=np) if wanted else None for wanted in (rowwise, columnwise))

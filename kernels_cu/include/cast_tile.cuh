@@ -56,8 +56,12 @@ struct PatchSums {
     }
 };
 
+// Whether a Tensor has fewer rows in x, `given`, than are written: the rest are zeros.
+template <class Tensor>
+constexpr bool kPads = false;
+
 // p: the tensor's members of CastParams; rowwise() and columnwise() tell which directions are written. kAligned 1: every row of x and data
-// allows chunked access; 2: and every row of data_t 16-byte stores, and there are whole patches only. shared: the tile, then the sums.
+// allows chunked access; 2: and every row of data_t 16-byte stores, and there are whole patches only, all in x. shared: the tile, then the sums.
 template <int kAligned, class Tensor>
 __device__ __forceinline__ void cast_tile(const Tensor& p, TilePosition at, float scale, u8* shared) {
     const Tile tile{shared};
@@ -66,6 +70,8 @@ __device__ __forceinline__ void cast_tile(const Tensor& p, TilePosition at, floa
     const i64 row = at.row + Tile::patch_row(), column = at.column + Tile::patch_column();
     int rows_left = left_of(p.rows - row, 8), columns_left = left_of(p.columns - column, 8);
     if (kAligned == 2) rows_left = columns_left = rows_left && columns_left ? 8 : 0;      // whole patches: one predicate for all
+    int given_left = rows_left;
+    if constexpr (kPads<Tensor> && kAligned < 2) given_left = left_of(p.given - row, 8);
     const i64 patch_at = (at.matrix * p.rows + row) * p.columns + column;
     Chunk<OUT, 8> patch[8];
     Amax<IN> amax;
@@ -78,7 +84,7 @@ __device__ __forceinline__ void cast_tile(const Tensor& p, TilePosition at, floa
 #pragma unroll
             for (int l = 0; l < kLoads; l++) {
                 const IN::storage* from = p.x + patch_at + (first + r) * p.columns + l * kLoad;
-                const int left = first + r < rows_left ? columns_left - l * kLoad : 0;
+                const int left = first + r < given_left ? columns_left - l * kLoad : 0;
                 if (!kAligned) in[r][l] = Chunk<IN, kLoad>::load_partial(from, left);
                 else if (left > 0) in[r][l] = Chunk<IN, kLoad>::load(from);
                 else in[r][l] = {};

@@ -94,15 +94,20 @@ __device__ __forceinline__ void find_groups(const Splits& splits, i64 total, i64
 }
 
 // ---- groups of rows, each a matrix of its own ----
-// Groups of the rows of an array [rows, columns]. Facts of the device made harmless: a negative size counts as 0, a group that goes past the
-// last row ends there, one whose given offset is not that of a row, or leads out of the array, is left out.
+// Groups of the rows of an array x [rows, columns], each followed in the results by rows of zeros to a multiple of `align` (1: by none). Facts
+// of the device made harmless: a negative size counts as 0, a group that goes past the last row ends there, one whose given offset is not
+// that of a row, or leads out of the array, is left out.
 struct RowGroups {
-    const i64* offsets;          // [groups + 1], in elements, or null: sums of the sizes
-    i64* offsets_out;            // [groups + 1], or null
+    const i64* offsets;          // [groups + 1], in elements, or null: sums of the sizes. Given only with align 1
+    i64* offsets_out;            // [groups + 1], of the results, or null
+    void* sizes_out;             // [groups], as wide as the sizes: rows of each in the results; or null
     Splits splits;
-    i64 rows, columns;
+    i64 rows, columns;           // of x
+    i64 result_rows;             // of the results: enough for any sizes
     u32 across;                  // tiles along a row
+    u32 align;                   // a power of two
 
+    __device__ __forceinline__ i64 aligned(i64 size) const { return (size + align - 1) & -(i64)align; }
     __device__ __forceinline__ i64 size(i64 group) const {
         const i64 n = splits.load(group);
         return n < 0 ? 0 : n > rows ? rows + 1 : n;                  // sums stay small, and still differ from rows
@@ -112,21 +117,28 @@ struct RowGroups {
 // A run of rows of a group; or of those that no group has, which follow the last one.
 struct RowRun {
     i64 group;                   // -1: none
-    i64 start;                   // the first element of the group; of no group's rows, of this run
-    i64 rows;                    // of the group; of no group's, of this run
+    i64 start;                   // the first element of the group in x
+    i64 to;                      // and in the results; of no group's rows, of this run
+    i64 given;                   // rows of the group in x
+    i64 rows;                    // and in the results; of no group's, of this run
     i64 run;                     // which one of the group's, or of those that no group has
     i64 before[2];               // how many units there are in all groups before this one
 };
 
-// By one whole warp: the run-th run of kRunRows rows, in shared memory. shifts: units of 2^shift rows, of which a group has as many as its rows
-// start; counted where kCounts.
-template <int kRunRows, bool kCounts>
+// By one whole warp: the run-th run of kRunRows rows, of the results where kAligns, else of x, in shared memory. shifts: units of 2^shift rows,
+// of which a group has as many as its rows start; counted where kCounts.
+template <int kRunRows, bool kCounts, bool kAligns>
 __device__ __forceinline__ void find_run(const RowGroups& p, i64 run, u32 first_shift, u32 second_shift, RowRun& found) {
     constexpr int kPerLane = 4;
     const int lane = threadIdx.x % 32;
     const auto least = [](i64 a, i64 b) { return a < b ? a : b; };
-    const auto units = [](i64 rows, u32 shift) { return (rows + ((i64)1 << shift) - 1) >> shift; };
+    // Unsigned, for fewer instructions: with a few more NVRTC no longer advances a pointer from row to row of the tile that
+    // follows, but keeps the offsets of its 32 rows, in 64 registers.
+    const auto units = [](i64 rows, u32 shift) { return (i64)(((u64)rows + ((u64)1 << shift) - 1) >> shift); };
+    const auto runs_of = [](i64 rows) { return (i64)(((u64)rows + kRunRows - 1) / kRunRows); };
+    const auto in_results = [&](i64 size) { return kAligns ? p.aligned(size) : size; };
     i64 round_start = 0, round_run = 0, round_units[2] = {};         // before this round's groups
+    i64 to = 0;                                                      // this lane's part of the rows of the results before
     bool reached = false;
     for (i64 round = 0; round < p.splits.groups && !reached; round += 32 * kPerLane) {
         i64 size[kPerLane], rows = 0;
@@ -138,8 +150,10 @@ __device__ __forceinline__ void find_run(const RowGroups& p, i64 run, u32 first_
         for (int u = 0; u < kPerLane; u++) {
             size[u] = least(size[u], p.rows - at);
             at += size[u];
-            runs += (size[u] + kRunRows - 1) / kRunRows;
-            if (kCounts) own_units[0] += units(size[u], first_shift), own_units[1] += units(size[u], second_shift);
+            const i64 written = in_results(size[u]);
+            if (kAligns) to += written;
+            runs += runs_of(written);
+            if (kCounts) own_units[0] += units(written, first_shift), own_units[1] += units(written, second_shift);
         }
         const i64 end_run = warp_prefix_sum(runs);
         i64 own_run = round_run + end_run - runs, before[2] = {}, end_units[2] = {};
@@ -151,12 +165,14 @@ __device__ __forceinline__ void find_run(const RowGroups& p, i64 run, u32 first_
             }
 #pragma unroll
         for (int u = 0; u < kPerLane; u++) {
-            const i64 own_runs = (size[u] + kRunRows - 1) / kRunRows;
-            if (run >= own_run && run < own_run + own_runs)
-                found = {round + lane * kPerLane + u, start * p.columns, size[u], run - own_run, {before[0], before[1]}};
+            const i64 written = in_results(size[u]), own_runs = runs_of(written);
+            if (run >= own_run && run < own_run + own_runs) {
+                found.group = round + lane * kPerLane + u, found.start = start * p.columns, found.given = size[u], found.run = run - own_run;
+                found.before[0] = before[0], found.before[1] = before[1];
+            }
             own_run += own_runs;
             start += size[u];
-            if (kCounts) before[0] += units(size[u], first_shift), before[1] += units(size[u], second_shift);
+            if (kCounts) before[0] += units(written, first_shift), before[1] += units(written, second_shift);
         }
         round_start = least(round_start + __shfl_sync(~0u, end, 31), p.rows);
         round_run += __shfl_sync(~0u, end_run, 31);
@@ -165,16 +181,28 @@ __device__ __forceinline__ void find_run(const RowGroups& p, i64 run, u32 first_
 #pragma unroll
             for (int i = 0; i < 2; i++) round_units[i] += __shfl_sync(~0u, end_units[i], 31);
     }
-    if (lane == 0 && !reached) {
-        const i64 own_run = run - round_run, start = least(round_start + own_run * kRunRows, p.rows);
-        found = {-1, start * p.columns, left_of(p.rows - start, kRunRows), own_run, {round_units[0], round_units[1]}};
-    }
     __syncwarp();
-    if (lane == 0 && reached && p.offsets) {
-        found.start = p.offsets[found.group];
-        if (found.start < 0 || found.start > (p.rows - found.rows) * p.columns || (p.columns && found.start % p.columns))
-            found.start = 0, found.rows = 0;
+    const bool aligns = kAligns && p.align > 1;
+    if (aligns) {                                                    // here, where the registers of the other sums are free
+        if (reached) {
+            to = 0;
+            for (i64 g = lane; g < found.group; g += 32) to += p.aligned(p.size(g));     // none of them ends short: x has rows beyond
+        }
+        to = __shfl_sync(~0u, warp_prefix_sum(to), 31);
     }
+    if (lane != 0) return;
+    if (!reached) {
+        const i64 all = kAligns ? p.result_rows : p.rows, own_run = run - round_run;
+        to = least((aligns ? to : round_start) + own_run * kRunRows, all);
+        found = {-1, 0, to * p.columns, 0, left_of(all - to, kRunRows), own_run, {round_units[0], round_units[1]}};
+        return;
+    }
+    found.rows = in_results(found.given);
+    found.to = aligns ? to * p.columns : found.start;
+    if (!p.offsets) return;
+    found.start = found.to = p.offsets[found.group];
+    if (found.start < 0 || found.start > (p.rows - found.rows) * p.columns || (p.columns && found.start % p.columns))
+        found.start = found.to = 0, found.rows = 0;
 }
 
 // Where the scales of groups of rows go: those of one group after those of another, each padded by itself, for as many rows of blocks as there
@@ -209,23 +237,35 @@ __device__ __forceinline__ void clear_rows(u8* to, i64 rows, int width, i64 stri
     }
 }
 
-// By one whole warp: offsets, where none are given. Notes sizes and offsets that are wrong.
+// By one whole warp: offsets, where none are given, and aligned sizes. Notes sizes and offsets that are wrong.
 __device__ __forceinline__ void write_offsets(const RowGroups& p) {
     const int lane = threadIdx.x % 32;
     const auto least = [](i64 a, i64 b) { return a < b ? a : b; };
-    i64 before = 0;
+    const bool aligns = p.align > 1;
+    i64 before = 0, to = 0;                                          // rows of x, and where they are aligned of the results
     u32 wrong = 0;
     for (i64 round = 0; round < p.splits.groups; round += 32) {
         const i64 g = round + lane, size = p.size(g), end = before + warp_prefix_sum(size), start = end - size;
         if (p.splits.load(g) < 0) wrong |= kSplitNegative;
         if (end > p.rows) wrong |= kSplitSum;
+        i64 first = least(start, p.rows), end_to = 0;
+        if (aligns) {
+            const i64 written = p.aligned(least(end, p.rows) - first);
+            end_to = to + warp_prefix_sum(written);
+            first = end_to - written;
+            if (g < p.splits.groups && p.sizes_out) {
+                if (p.splits.wide) static_cast<i64*>(p.sizes_out)[g] = written;
+                else static_cast<i32*>(p.sizes_out)[g] = (i32)written;
+            }
+        }
         if (g < p.splits.groups) {
             if (p.offsets && p.offsets[g] != start * p.columns) wrong |= kSplitSum;
-            if (p.offsets_out) p.offsets_out[g] = least(start, p.rows) * p.columns;
+            if (p.offsets_out) p.offsets_out[g] = first * p.columns;
         }
         before = least(__shfl_sync(~0u, end, 31), p.rows + 1);
+        to = __shfl_sync(~0u, end_to, 31);
     }
-    if (lane == 0 && p.offsets_out) p.offsets_out[p.splits.groups] = least(before, p.rows) * p.columns;
+    if (lane == 0 && p.offsets_out) p.offsets_out[p.splits.groups] = (aligns ? to : least(before, p.rows)) * p.columns;
     report(p.splits.errors, wrong);
 }
 
@@ -267,22 +307,21 @@ struct ArrayList {
     }
 };
 
-// By a whole block: the group's matrix and the tile of it that this block has, in shared memory, after a barrier. False: there is none, and
-// what no group has is cleared.
+// By a whole block: the group's matrix, as the results have it, and the tile of it that this block has, in shared memory, after a barrier.
+// False: there is none, and what no group has is cleared.
 template <class Tile, class Params, class Matrix, class MoveScales>
-__device__ __forceinline__ bool find_group_tile(const Params& p, Matrix& group, TilePosition& at, MoveScales move_scales) {
-    __shared__ RowRun found;
+__device__ __forceinline__ bool find_group_tile(const Params& p, Matrix& group, TilePosition& at, RowRun& found, MoveScales move_scales) {
     const u32 run = blockIdx.x / p.groups.across, across = blockIdx.x - run * p.groups.across;
     const i64 column = (i64)across * Tile::kColumns;
     if (threadIdx.x < 32) {
-        find_run<Tile::kRows, true>(p.groups, run, p.fast.unit_shift, p.slow.unit_shift, found);
+        find_run<Tile::kRows, true, true>(p.groups, run, p.fast.unit_shift, p.slow.unit_shift, found);
         if (threadIdx.x == 0) {
             group = p.all;
             at = {0, found.run * Tile::kRows, column};
             group.rows = found.rows;
             group.x += found.start;
-            if (group.fast_data) group.fast_data += found.start;
-            if (group.slow_data) group.slow_data += found.start;
+            if (group.fast_data) group.fast_data += found.to;
+            if (group.slow_data) group.slow_data += found.to;
             move_scales(found);
             // What is stored transposed has rows of found.rows bytes.
             const auto allows_wide = [&](const u8* data) { return found.rows % 16 == 0 && reinterpret_cast<u64>(data) % 16 == 0; };
@@ -305,14 +344,17 @@ __device__ __forceinline__ bool find_group_tile(const Params& p, Matrix& group, 
 
 // The part of a block of threads in quantising groups of rows, or a list of arrays, in blocks that have scales of their own. p: `all`, the
 // members that describe an array, `groups`, and `fast` and `slow`, where either direction's scales go, or `list`; group: room in shared
-// memory for the members of one matrix. move_scales(found): moves a group's scales to where they go; quantize(at): the tile at that place.
+// memory for the members of one matrix. move_scales(found): moves a group's scales to where they go; quantize(at, given): the tile at that
+// place of a matrix of which x has `given` rows, and the rest are zeros.
 template <class Tile, class Params, class Matrix, class MoveScales, class Quantize>
 __device__ __forceinline__ void quantize_group(const Params& p, Matrix& group, MoveScales move_scales, Quantize quantize) {
     __shared__ TilePosition at;
+    __shared__ RowRun found;
     if (is_set(p.all.noop)) return;
     if (p.list.arrays) {
         if (threadIdx.x < 32) p.list.template find<Tile>(group, at);
+        if (threadIdx.x == 0) found.given = group.rows;
         __syncthreads();
-    } else if (!find_group_tile<Tile>(p, group, at, move_scales)) return;
-    quantize(TilePosition{0, at.row, at.column});
+    } else if (!find_group_tile<Tile>(p, group, at, found, move_scales)) return;
+    quantize(TilePosition{0, at.row, at.column}, found.given);
 }
