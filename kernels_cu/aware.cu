@@ -15,7 +15,7 @@
 // A tile is 128 rows x TILE_COLUMNS columns and begins at an expert's first row or a multiple of 128 rows on. Tiles are counted down the
 // rows of an expert, then along its strips of TILE_COLUMNS columns, then expert by expert; a block of threads does `run` of them, one after
 // the other, while the next one is on its way into shared memory. A warp has 16 columns of the tile and a thread 16 rows x 4 columns, eight
-// threads one below the other: what a column's block holds is found by exchanges inside the warp, and the eight store 128 bytes of a column.
+// threads one below the other: what a column's block holds is found by exchanges inside the warp, and they store 128 bytes of a column.
 //
 // Arithmetic is in f16, relative to the largest scale 2^e_ref of a block's rows. Of v * 2^(e - t) bits are lost only where it is below
 // 2^-20 (e4m3fn) and becomes 0 anyway, if f16 has the powers of two that it takes. Blocks of which that is not true, which are rare, take a
@@ -74,7 +74,7 @@ static_assert(kMx || BLOCK == 128, "blocks of 32 or 128");
 constexpr int kNoScale = 1 << 14;                                    // the exponent of a scale that is no power of two
 constexpr int kNothing = -kNoScale;                                  // of no scale at all, or scale 0: v * 0 is what there is
 constexpr int kLowest = -127, kHighest = 127;                        // column targets
-constexpr int kLift = TARGET == 0 && Pack::kEmax == 8 ? 7 : 0;       // 448 * 2^7 is the largest number of f16 that matters
+constexpr int kLift = TARGET == 0 && Pack::kEmax == 8 ? 7 : 0;       // 448 * 2^7 has the largest exponent of f16
 constexpr int kMostUp = 15, kMostDown = 24 + kLift;                  // powers of two that f16 has
 constexpr int kLeastNormal = -14 - kLift;
 constexpr int kUnitGap = 8;                                          // between scale 1 of rows of zeros and the other scales
@@ -103,7 +103,7 @@ struct Place {
     const u8* scales;                                                // of its first row and block
     u8* to;                                                          // where its first column goes, the next one group_lines on
     u8* targets;                                                     // the target scale of its first block and column
-    u32* row_scales;                                                 // that of its first row and block, or null; the next block's a pitch on
+    u32* row_scales;                                                 // that of its first row and block, or null; the next block a pitch on
     i64 row_scale_pitch;
     u32 strip;
     int lines, columns, scale_blocks;                                // how many rows, columns and blocks along a row there are
@@ -289,11 +289,13 @@ struct TileScales {
             if constexpr (kMx) factors[0] = (u16)factor[0], exponents[0] = (short)e[0];
             else {
                 *reinterpret_cast<uint2*>(factors) = make_uint2(factor[0] | factor[1] << 16, factor[2] | factor[3] << 16);
-                *reinterpret_cast<uint2*>(exponents) = make_uint2((u32)e[0] & 0xffffu | (u32)e[1] << 16, (u32)e[2] & 0xffffu | (u32)e[3] << 16);
+                *reinterpret_cast<uint2*>(exponents) = make_uint2((u32)e[0] & 0xffffu | (u32)e[1] << 16,
+                                                                  (u32)e[2] & 0xffffu | (u32)e[3] << 16);
                 // Rows are rounded up to four; what does not exist is 0.
                 if (!place.row_scales || exist <= 0) continue;
                 u32* const to = as_global(place.row_scales) + (block * place.row_scale_pitch + row);
-                if (reinterpret_cast<u64>(place.row_scales) % 16 == 0) Chunk<f32, 4>{{bits[n][0], bits[n][1], bits[n][2], bits[n][3]}}.store_whole(to);
+                if (reinterpret_cast<u64>(place.row_scales) % 16 == 0)
+                    Chunk<f32, 4>{{bits[n][0], bits[n][1], bits[n][2], bits[n][3]}}.store_whole(to);
                 else
 #pragma unroll
                     for (int r = 0; r < 4; r++) to[r] = bits[n][r];
@@ -308,7 +310,8 @@ struct TileScales {
     }
 
     // For whatever scales, of whatever rows exist.
-    __device__ __forceinline__ void write_rare(const AwareParams& p, int n, int exist, int (&e)[kLaneRows], u32 (&factor)[kLaneRows], Unit* to) const {
+    __device__ __forceinline__ void write_rare(const AwareParams& p, int n, int exist, int (&e)[kLaneRows], u32 (&factor)[kLaneRows],
+                                               Unit* to) const {
         int most = kNothing, least = kNoScale;
         bool wrong = false;
 #pragma unroll
@@ -410,7 +413,8 @@ __device__ __forceinline__ void transform_any(const u8* mine, const short* expon
 #pragma unroll
         for (int c = 0; c < 4; c++) {
 #pragma unroll
-            for (int distance = 1; distance < kUnitPatches; distance *= 2) found[c] = larger(found[c], __shfl_xor_sync(~0u, found[c], distance));
+            for (int distance = 1; distance < kUnitPatches; distance *= 2)
+                found[c] = larger(found[c], __shfl_xor_sync(~0u, found[c], distance));
             t[c] = found[c] ? (found[c] >> 20) - kTargetBias : 0;
         }
     }
@@ -558,7 +562,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) scaling_aware_tr
             factors[4 * half] = four.x, factors[4 * half + 1] = four.y, factors[4 * half + 2] = four.z, factors[4 * half + 3] = four.w;
         }
         if constexpr (TARGET == 1) {
-            const int in_unit = (patch % kUnitPatches * 4 + lane / kPatches) * 4, column = column_block * BLOCK + in_unit, first_row = row - row % BLOCK;
+            // Whether the row with the largest scale holds anything: the lanes of a unit look at four bytes of it each.
+            const int in_unit = (patch % kUnitPatches * 4 + lane / kPatches) * 4, column = column_block * BLOCK + in_unit;
+            const int first_row = row - row % BLOCK;
             const u32 others = (u32)((1ull << kUnitPatches) - 1) * 0x01010101u << patch - patch % kUnitPatches;
             const int with_largest = first_row + (int)(unit.facts >> 8);
             const u32 word = *reinterpret_cast<const u32*>(raw + raw_unit(with_largest, column / 16) + column % 16);
@@ -711,7 +717,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) scaling_aware_tr
             }
             if (continues && patch == kPatches - 1)
 #pragma unroll
-                for (int c = 0; c < 4; c++) shared.waiting[slot ^ 1][column + c] = make_uint4(codes[c][0], codes[c][1], codes[c][2], codes[c][3]);
+                for (int c = 0; c < 4; c++)
+                    shared.waiting[slot ^ 1][column + c] = make_uint4(codes[c][0], codes[c][1], codes[c][2], codes[c][3]);
         }
     }
 }
