@@ -293,7 +293,7 @@ struct TileScales {
                                                                   (u32)e[2] & 0xffffu | (u32)e[3] << 16);
                 // Rows are rounded up to four; what does not exist is 0.
                 if (!place.row_scales || exist <= 0) continue;
-                u32* const to = as_global(place.row_scales) + (block * place.row_scale_pitch + row);
+                u32* const to = place.row_scales + (block * place.row_scale_pitch + row);
                 if (reinterpret_cast<u64>(place.row_scales) % 16 == 0)
                     Chunk<f32, 4>{{bits[n][0], bits[n][1], bits[n][2], bits[n][3]}}.store_whole(to);
                 else
