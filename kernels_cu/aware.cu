@@ -21,7 +21,7 @@
 // 2^-20 (e4m3fn) and becomes 0 anyway, if f16 has the powers of two that it takes. Blocks of which that is not true, which are rare, take a
 // way of their own, element by element.
 //   e4m3fn, column: 2^(e - e_ref + kLift), whose products with v are looked at for the target and then multiplied by 2^(e_ref - kLift - t).
-//                   kLift makes use of all of f16: what the first product loses is below 2^-27 * 2^e_ref, and t >= e_ref - 15
+//                   kLift makes use of all of f16: the first product, of four bits, loses some only below 2^(e_ref - 27); t >= e_ref - 15
 //   e5m2, column:   has no room for a lift; v * (2^(e - e_ref) * 2^(e_ref - t))
 //   tile:           v * (2^(e - e_ref) * 2^(e_ref - t)), where t is that of the row with the largest scale unless it holds nothing
 //
@@ -53,6 +53,7 @@ struct AwareParams {
 
 using Pack = Pairs<IN>;
 constexpr bool kMx = BLOCK == 32;
+constexpr int kScaleBytes = kMx ? 1 : 4;
 constexpr int kTileRows = 128, kWarpColumns = 16;
 constexpr int kWarps = TILE_COLUMNS / kWarpColumns, kThreads = kWarps * 32;
 constexpr int kRawBytes = kTileRows * TILE_COLUMNS + 16;
@@ -118,7 +119,6 @@ struct Place {
 
     // more: another tile follows in the run.
     __device__ __forceinline__ void settle(const AwareParams& p, bool first, bool more) {
-        constexpr int kScaleBytes = kMx ? 1 : 4;
         const i64 first_column = column();
         lines = left_of(group_lines - tile * kTileRows, kTileRows), columns = left_of(p.columns - first_column, TILE_COLUMNS);
         scale_blocks = left_of(p.scale_columns - first_column / BLOCK, kColumnBlocks);
@@ -131,14 +131,12 @@ struct Place {
             row_scales = reinterpret_cast<u32*>(p.row_scales) + group_scales * p.scale_columns + first_column / BLOCK * row_scale_pitch
                          + tile * kTileRows;
         aligned = group_lines % 16 == 0 && reinterpret_cast<u64>(to) % 16 == 0;
-        plain = columns == TILE_COLUMNS && p.target_pitch - first_column >= TILE_COLUMNS && p.target_pitch % 4 == 0
-                && reinterpret_cast<u64>(targets) % (4 * kScaleBytes) == 0;
+        plain = columns == TILE_COLUMNS && p.target_pitch % 4 == 0 && reinterpret_cast<u64>(targets) % (4 * kScaleBytes) == 0;
         continued = !first && tile > 0, continues = more && !is_last_down();
     }
 
     // To the tile below.
     __device__ __forceinline__ void step_down(const AwareParams& p, bool more) {
-        constexpr int kScaleBytes = kMx ? 1 : 4;
         tile++, lines = left_of(group_lines - tile * kTileRows, kTileRows);
         from += kTileRows * p.columns, scales += kTileRows * p.scale_columns * kScaleBytes, to += kTileRows;
         targets += kRowBlocks * p.target_pitch * kScaleBytes;
@@ -305,8 +303,8 @@ struct TileScales {
 
     // The row of the unit that the first of these lanes has in place `at` of its own.
     static __device__ __forceinline__ u32 first_row(u32 lanes, int at) {
-        const int lane = lanes ? __ffs(lanes) - 1 : 0;
-        return lane * kLaneRows + (u32)(__shfl_sync(~0u, at, lane) & (kLaneRows - 1));
+        const int lane = __ffs(lanes) - 1;
+        return lane * kLaneRows + (u32)__shfl_sync(~0u, at, lane);
     }
 
     // For whatever scales, of whatever rows exist.
@@ -464,9 +462,9 @@ __device__ __forceinline__ void clear_rest(const AwareParams& p, const Place& pl
     const int columns = left_of(p.columns - place.column(), TILE_COLUMNS);
     clear(p.out + place.start() * p.columns + place.column() * place.lines, (i64)place.lines * columns);
     const i64 first = place.group_block + place.tile * kRowBlocks, end = place.is_last_down() ? p.target_rows : first + kRowBlocks;
-    const int pitch = left_of(p.target_pitch - place.column(), TILE_COLUMNS), size = kMx ? 1 : 4;
+    const int pitch = left_of(p.target_pitch - place.column(), TILE_COLUMNS);
     for (i64 row = first; row < end && row < p.target_rows; row++)
-        clear(static_cast<u8*>(p.target_scales) + (row * p.target_pitch + place.column()) * size, (i64)pitch * size);
+        clear(static_cast<u8*>(p.target_scales) + (row * p.target_pitch + place.column()) * kScaleBytes, (i64)pitch * kScaleBytes);
     if (!p.row_scales || place.tile) return;
     const i64 all = (p.row_scale_rows - place.group_scales) * p.scale_columns, each = (all + p.strips - 1) / p.strips;
     const i64 from = place.strip * each, left = all - from;
@@ -663,7 +661,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) scaling_aware_tr
         // Target scales, 0 in the padding.
         const int column = warp * kWarpColumns + lane_column;
         if (patch % kUnitPatches == 0 && row < place.lines) {
-            constexpr int kScaleBytes = kMx ? 1 : 4;
             if (!kMx && unit.facts & kWrong)
 #pragma unroll
                 for (int c = 0; c < 4; c++) stored[c] = kNanF32;

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scale_arrays import guarded
 
 import cupy_fp8 as fp8
 from cupy_fp8 import backend, reference, testing
@@ -266,7 +267,7 @@ def test_scales_that_are_no_powers_of_two(wrong, target, run, monkeypatch):
     if run.name != "cuda":
         with pytest.raises(ValueError, match=re.escape(f"q.scale_inv: expected powers of two, got {np.float32(wrong)} at (9, 1)")):
             fp8.scaling_aware_transpose(run.array(q), target=target)
-        monkeypatch.setattr(aware._Source, "check_scales", lambda self: None)
+        monkeypatch.setattr(aware._Source, "check_scales", lambda *_: None)
     fp8.device_errors(clear=True)
     got = run.numpy(fp8.scaling_aware_transpose(run.array(q), target=target))
     assert fp8.device_errors(clear=True) == (() if run.name == "reference" else (errors.MESSAGES[errors.Fact.SCALE_NOT_POWER_OF_TWO],))
@@ -334,6 +335,56 @@ def test_after_permuting(recipe, run):
     assert (bits(rows.scale_inv)[~bits(rows.data).any(axis=1)] == 0).all()
     assert_same(got, reference.scaling_aware_transpose(rows, splits=sizes))
     assert not np.isnan(got.columnwise.scale_inv.astype(np.float32)).any()
+
+
+@pytest.mark.parametrize("block", [128, 32])
+@pytest.mark.parametrize("target", aware.TARGETS)
+def test_one_row_with_scale_1_among_small_ones(target, block, run):
+    """As a rule such a row is zeros and does not count for what the others are computed from. This one is not."""
+    codes, exponents = np.full((130, 48), 0x38, np.uint8), np.full((130, -(-48 // block)), -20)
+    exponents[5] = 0
+    got = transposed(scaled(codes, exponents, float8_e4m3fn, block), run, target=target)
+    powers = np.log2(got.scale_inv[5 // block, :48].astype(np.float32))
+    assert (powers == (-8 if target == "column" else 0)).all()              # 1 is 256 * 2^-8
+    assert (bits(got.data)[:, 5] == (0x78 if target == "column" else 0x38)).all()
+    assert (bits(got.data)[:, :5] == 0).all()                               # 2^-20, or 2^-12
+    codes[5] = 0
+    got = transposed(scaled(codes, exponents, float8_e4m3fn, block), run, target=target)
+    assert (bits(got.data)[:, :5] == (0x78 if target == "column" else 0x38)).all()
+
+
+@pytest.mark.parametrize("splits", [None, [37, 0, 100, 3]])
+@pytest.mark.parametrize("lead", [1, 4, 8])
+@pytest.mark.parametrize("block", [128, 32])
+def test_results_anywhere_in_memory(block, lead, splits, run):
+    """At any address that a dtype may have: nothing is written but the results."""
+    rng = np.random.default_rng(lead)
+    q = scaled(rng.integers(0, 0x78, (140, 256), np.uint8), rng.integers(-9, -3, (140, 256 // block)), float8_e4m3fn, block)
+    given = run.array(q)
+    made, checked = fp8.scaling_aware_transpose(given, splits=splits), []
+
+    def moved(a: Any) -> Any:
+        fresh, intact = guarded(run, a.shape, a.dtype, lead // a.dtype.itemsize * a.dtype.itemsize)
+        checked.append(intact)
+        return fresh
+
+    row, column = parts(made)
+    out = Quantized(row if block == 32 else part(row, scale_inv=moved(row.scale_inv)),
+                    part(column, data=moved(column.data), scale_inv=moved(column.scale_inv)))
+    assert fp8.scaling_aware_transpose(given, splits=splits, out=out) is out
+    assert_same(run.numpy(out), reference.scaling_aware_transpose(q, splits=splits))
+    assert all(intact() for intact in checked)
+
+
+def test_rows_of_no_expert_may_have_any_scale(run):
+    q = scaled(np.full((20, 128), 0x38, np.uint8), np.zeros((20, 1), np.int64), float8_e4m3fn)
+    q.scale_inv[15:] = np.nan
+    fp8.device_errors(clear=True)
+    got = transposed(q, run, splits=[7, 8])
+    assert fp8.device_errors(clear=True) == ()
+    assert_same(Quantized(q, got), Quantized(q, parts(reference.scaling_aware_transpose(q, splits=[7, 8]))[1]))
+    with pytest.raises(ValueError, match=r"^q.scale_inv: expected powers of two, got nan at \(15, 0\)"):
+        fp8.scaling_aware_transpose(q, splits=[7, 9])
 
 
 def test_subnormal_scales_are_powers_of_two(run):

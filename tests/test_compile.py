@@ -67,7 +67,7 @@ PROGRAMS = [
     *((v, "sm_100", 13) for v in representatives(0, widths)),
     *((v, arch, toolkit) for turn, (arch, toolkit) in enumerate([("sm_120", 13), ("sm_80", 13), ("sm_90", 12)])
       for v in representatives(turn, whatever)),
-    # Converts as sm_90 does, with the registers of sm_80.
+    # Converts as sm_90 does, and has its registers.
     *((v, "sm_89", 13) for v in representatives(3, whatever, any_options=True)),
     *((v, "sm_120", 12) for v in {v.entry: v for v in all_variants()}.values()),
 ]

@@ -24,7 +24,7 @@ from .scale_layouts import convert_scales
 _KERNEL = Kernel("aware", "scaling_aware_transpose", "5PPqPI7q3I")
 _ROWS = 128                                 # of a tile
 _COLUMNS = 128                              # of a tile
-#: Threads of a block, two for each column; bytes of two tiles.
+#: Threads of a block, a warp for every 16 columns; bytes of the two tiles (kAhead + 1) that it keeps.
 _THREADS, _SHARED = 2 * _COLUMNS, 2 * (_ROWS * _COLUMNS + 16)
 _MOST_TILES = 8                             # that a block of threads works on, one after the other
 _BLOCKS_PER_MULTIPROCESSOR = 8              # at least, before a block gets more of them
@@ -101,7 +101,7 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
     if groups.host is not None:
         sizes.check_at_most(groups.host, s.shape[0])
     if xp is np or check:
-        source.check_scales()
+        source.check_scales(None if groups.host is None else sum(groups.host.tolist()))
     if out is None:
         if by_reference:
             return reference.scaling_aware_transpose(source.dense, splits=groups.host, target=target, scale_layout=scale_layout)
@@ -179,14 +179,15 @@ class _Source:
         row_shape = self.row_shape(groups)
         return Quantized(self.rowwise(None if row_shape is None else new(row_shape, float32)), columnwise)
 
-    def check_scales(self) -> None:
-        """ValueError unless f32 scales are powers of two, as E8M0 ones are by their nature. Waits for the device."""
+    def check_scales(self, rows: int | None) -> None:
+        """ValueError unless f32 scales, of the first `rows` where experts have no more, are powers of two, as E8M0 ones are by their
+        nature. Waits for the device."""
         if self.mx:
             return
         if self.xp is not np and runtime.capturing(self.data.data.device_id):
             raise ValueError("check: waits for the device, which cannot be done while a CUDA graph is captured; "
                              "check before the capture")
-        scales = asnumpy(self.scales)
+        scales = asnumpy(self.scales)[:rows]
         wrong = exponents(scales).wrong
         if wrong.any():
             first = tuple(map(int, np.unravel_index(int(wrong.argmax()), wrong.shape)))

@@ -42,8 +42,8 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
     DelayedScaling, BlockScaling and MXScaling take one launch. CurrentScaling takes two: the first finds the scales that the groups' own
     maxima call for, as `compute_scale` does (of an empty group that is 0). No block has rows of two groups.
 
-    With `align` the same launches pad: the result is that of ``group_quantize(pad_groups(x, splits, align), aligned sizes, recipe)``, every
-    group followed by what the recipe makes of rows of zeros, up to a multiple of `align` rows.
+    With `align` the same launches pad: groups are those of ``group_quantize(pad_groups(x, splits, align), aligned sizes, recipe)``, every
+    one followed by what the recipe makes of rows of zeros, up to a multiple of `align` rows.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
         none are computed. Without, the same launch computes them. Not with `align`
     align : rows that every group of the result is a multiple of, a power of two from 1 to 65536; 1: groups as they are
     out : an earlier result for the same splits (that very memory, in which sizes may change) and offsets; written in place and returned.
-        With `align` one for as many splits: its own are the aligned sizes, and written too
+        With `align` one for as many splits: its own are the aligned sizes, and written too (in int32 only where M rounded up fits)
     check : wait for the device and raise ValueError if sizes there are wrong. (NumPy arrays and lists are always looked at)
 
     Returns

@@ -26,7 +26,8 @@ class Fact(enum.IntFlag):
 
 MESSAGES = {
     Fact.SPLIT_NEGATIVE: "splits: a negative size; it counted as 0",
-    Fact.SPLIT_SUM: "splits: sizes that do not add up to what is there; groups past the end were cut short, what no group covers left out",
+    Fact.SPLIT_SUM: "splits: sizes that do not add up: more than there is, or less where groups are to have all of it; groups past the end "
+                    "were cut short, what no group covers left out",
     Fact.SCALE_NOT_POWER_OF_TWO: "scale_inv: a scale that is not a power of two, or is none that E8M0 holds; what depends on it became NaN",
     Fact.OFFSET_OVERFLOW: "splits: offsets that their dtype does not hold; they became its largest value",
     Fact.ORDER: "order: not a permutation of the groups; an index of no group was an empty chunk, a chunk named twice was copied twice",
