@@ -23,7 +23,7 @@ def workspace(out: Any | None, x: Any, use: str, words: int) -> Any:
     With an `out` given by the caller they belong to that memory for as long as the array that owns it lives (views come and go),
     so that two captured graphs never share them; without one they belong to this thread's use of the current stream of x's device, where
     one call's launches follow another's. (Threads that share a stream mix theirs. With a NumPy x there is no stream.) ValueError where they
-    would have to be made during a capture: what is captured without `out` has been called before in the same thread.
+    would have to be made during a capture. (Without `out` an op is not captured at all: it would have to allocate its result.)
     """
     if isinstance(x, np.ndarray):
         own = threading.get_ident(), use, words
