@@ -8,8 +8,9 @@
 //
 // A block of threads writes up to 32 KB of neighbouring rows, or a part of one long row. Its first warp finds where each of its rows comes
 // from by a scan over all sizes (with an order by two: where the chunk goes, and where it came from). Then every thread has eight 16-byte
-// loads in flight; rows of 16-byte multiples at such addresses. Others are moved in words of 4 bytes, or byte by byte, and stored 16 bytes
-// at a time all the same. Every byte of `to` is written once: no clearing before.
+// loads in flight; rows of 16-byte multiples at such addresses. Others are stored 16 aligned bytes at a time all the same, cut out of the
+// two times 16 aligned bytes where they come from; at the ends of rows they are put together from words of 4 bytes, or bytes. Every byte of
+// `to` is written once: no clearing before.
 //
 // Facts of the device made harmless: a negative size counts as 0; rows that would come from past the end of `from` are 0, those that would
 // go past the end of `to` are left out; an index of no group is an empty chunk. Bytes moved per byte of `to`: 2 (1 where it is 0).
@@ -53,53 +54,130 @@ struct GroupsParams {
     }
 };
 
-constexpr int kThreads = 256, kUnits = 8, kMostRows = 256;
+constexpr int kThreads = 256, kUnits = 8, kMostRows = 2048;
+constexpr int kShifted = 2;                                          // units in flight that are cut out of two
 constexpr int kPerLane = 4, kRound = 32 * kPerLane;                  // groups of a round of a scan
 constexpr int kWindow = 1024;                                        // groups whose starts are known at a time
 using Unit = Chunk<e8m0fnu, 16>;
 
 struct Shared {
-    i64 source[kMostRows];       // the row that each of the block's rows comes from; -1: zeros
-    i64 group[kMostRows];        // with an order: the group of a row, whose start is still to be added
+    i64 source[kMostRows];       // the row that each of the block's rows comes from, then where that is, in bytes; -1: zeros
+    i32 group[kMostRows];        // with an order: the group of a row, whose start is still to be added
     i64 start[kWindow];          // with an order: where groups start in `from`
 };
 
 __device__ __forceinline__ i64 aligned_up(i64 rows, i64 align) { return (rows + align - 1) & -align; }
 __device__ __forceinline__ i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
 
-// By one whole warp: the sources of `count` rows from `first` on; with an order counted from the start of their group.
-__device__ __forceinline__ void find_in_groups(const GroupsParams& p, i64 first, int count, Shared& shared) {
-    const int lane = threadIdx.x % 32;
-    for (int r = lane; r < count; r += 32) shared.source[r] = shared.group[r] = -1;
-    __syncwarp();
-    i64 from = 0, to = 0;                                            // rows before this round's groups
-    for (i64 round = 0; round < p.splits.groups && to < first + count; round += kRound) {
-        i64 size[kPerLane], group[kPerLane], from_rows = 0, to_rows = 0;
+// Sums over the lanes before and including this one, of both at once.
+template <class T>
+__device__ __forceinline__ void warp_prefix_sums(T& a, T& b) {
 #pragma unroll
-        for (int u = 0; u < kPerLane; u++) group[u] = p.group_at(round + lane * kPerLane + u);
+    for (int step = 1; step < 32; step *= 2) {
+        const T other_a = __shfl_up_sync(~0u, a, step), other_b = __shfl_up_sync(~0u, b, step);
+        if ((int)(threadIdx.x % 32) >= step) a += other_a, b += other_b;
+    }
+}
+
+// value[u] = from[index[u]], one of `count` i32 or i64; -1 where there is no such one. All loads are in flight at once: the address of
+// one that does not exist is that of the first.
+template <class Stored, int kCount>
+__device__ __forceinline__ void load_stored(const void* from, const i64 (&index)[kCount], i64 count, i64 (&value)[kCount]) {
+    Stored given[kCount];
 #pragma unroll
-        for (int u = 0; u < kPerLane; u++) {
-            size[u] = p.size(group[u]);
-            from_rows += aligned_up(size[u], p.align_from);
-            to_rows += aligned_up(size[u], p.align_to);
+    for (int u = 0; u < kCount; u++) given[u] = load_read_only(static_cast<const Stored*>(from) + (index[u] < count ? index[u] : 0));
+#pragma unroll
+    for (int u = 0; u < kCount; u++) value[u] = index[u] < count ? given[u] : -1;
+}
+template <int kCount>
+__device__ __forceinline__ void load_all(const void* from, u32 wide, const i64 (&index)[kCount], i64 count, i64 (&value)[kCount]) {
+    if (wide) load_stored<i64, kCount>(from, index, count, value);
+    else load_stored<i32, kCount>(from, index, count, value);
+}
+
+// The sizes of a lane's groups of a round. There is at least one group.
+template <class T, int kCount>
+struct LaneGroups {
+    T size[kCount];
+
+    __device__ __forceinline__ void load(const GroupsParams& p, i64 round, bool ordered) {
+        const i64 groups = p.splits.groups;
+        i64 index[kCount], given[kCount];
+#pragma unroll
+        for (int u = 0; u < kCount; u++) index[u] = round + threadIdx.x % 32 * kCount + u;
+        if (ordered) {
+            load_all(p.order, p.order_wide, index, groups, given);
+#pragma unroll
+            for (int u = 0; u < kCount; u++) index[u] = given[u] >= 0 && given[u] < groups ? given[u] : groups;
         }
-        const i64 from_end = warp_prefix_sum(from_rows), to_end = warp_prefix_sum(to_rows);
-        i64 own_from = p.order ? 0 : from + from_end - from_rows, own_to = to + to_end - to_rows;
+        load_all(p.splits.sizes, p.splits.wide, index, groups, given);
 #pragma unroll
-        for (int u = 0; u < kPerLane; u++) {
-            const bool here = size[u] > 0 && own_to < first + count && own_to + size[u] > first;
+        for (int u = 0; u < kCount; u++) size[u] = (T)(given[u] < 0 ? 0 : given[u] < p.most() ? given[u] : p.most());
+    }
+};
+
+// Where T is u32: rows of both arrays, at most, so that no sum of a round's groups overflows.
+constexpr i64 kFewRows = 1 << 24;
+
+// By one whole warp: the sources of `count` rows from `first_row` on; with an order counted from the start of their group.
+template <class T>
+__device__ __forceinline__ void find_in_groups(const GroupsParams& p, i64 first_row, int count, Shared& shared) {
+    const int lane = threadIdx.x % 32;
+    const T first = (T)first_row, end = first + (T)count, most = (T)p.most(), align_from = (T)p.align_from, align_to = (T)p.align_to;
+    const auto aligned = [](T rows, T align) { return (rows + align - 1) & (T)(0 - align); };
+    constexpr bool kEarly = sizeof(T) == 4;                          // the next round's sizes on their way during this one
+    constexpr int kCount = kEarly ? kPerLane : 1;                    // groups of a lane and round: there are not registers for four i64
+    LaneGroups<T, kCount> next;
+    if (kEarly && p.splits.groups > 0) next.load(p, 0, p.order);
+    for (int r = lane; r < count; r += 32) shared.source[r] = -1, shared.group[r] = -1;
+    __syncwarp();
+    T from = 0, to = 0;                                              // rows before this round's groups
+    for (i64 round = 0; round < p.splits.groups && to < end; round += 32 * kCount) {
+        LaneGroups<T, kCount> own;
+        if constexpr (kEarly) {
+            own = next;
+            if (round + 32 * kCount < p.splits.groups) next.load(p, round + 32 * kCount, p.order);
+        } else {
+            own.load(p, round, p.order);
+        }
+        T from_rows = 0, to_rows = 0;
+#pragma unroll
+        for (int u = 0; u < kCount; u++) {
+            from_rows += aligned(own.size[u], align_from);
+            to_rows += aligned(own.size[u], align_to);
+        }
+        if constexpr (sizeof(T) == 4) {                              // a round that ends before the first row costs two sums
+            const T all = to + __reduce_add_sync(~0u, to_rows);
+            if (all <= first) {
+                from += __reduce_add_sync(~0u, from_rows);
+                from = from < most ? from : most;
+                to = all;                                            // not more than `first`
+                continue;
+            }
+        }
+        T from_end = from_rows, to_end = to_rows;
+        warp_prefix_sums(from_end, to_end);
+        T own_from = p.order ? 0 : from + from_end - from_rows, own_to = to + to_end - to_rows;
+#pragma unroll
+        for (int u = 0; u < kCount; u++) {
+            const bool here = own.size[u] > 0 && own_to < end && own_to + own.size[u] > first;
+#pragma unroll 1
             for (u32 left = __ballot_sync(~0u, here); left; left &= left - 1) {
                 const int owner = __ffs(left) - 1;
-                const i64 begin = __shfl_sync(~0u, own_to, owner) - first, rows = __shfl_sync(~0u, size[u], owner);
-                const i64 start = __shfl_sync(~0u, own_from, owner), index = __shfl_sync(~0u, group[u], owner);
-                const int end = left_of(begin + rows, count);
-                for (int r = left_of(begin, count) + lane; r < end; r += 32) shared.source[r] = start + r - begin, shared.group[r] = index;
+                const i64 begin = (i64)__shfl_sync(~0u, own_to, owner) - first_row, rows = __shfl_sync(~0u, own.size[u], owner);
+                const i64 start = __shfl_sync(~0u, own_from, owner);
+                const int stop = left_of(begin + rows, count);
+                const i32 index = p.order ? (i32)p.group_at(round + owner * kCount + u) : 0;
+#pragma unroll 1
+                for (int r = left_of(begin, count) + lane; r < stop; r += 32) shared.source[r] = start + r - begin, shared.group[r] = index;
             }
-            if (!p.order) own_from += aligned_up(size[u], p.align_from);
-            own_to += aligned_up(size[u], p.align_to);
+            if (!p.order) own_from += aligned(own.size[u], align_from);
+            own_to += aligned(own.size[u], align_to);
         }
-        from = smaller(from + __shfl_sync(~0u, from_end, 31), p.most());
-        to = smaller(to + __shfl_sync(~0u, to_end, 31), p.most());
+        from += __shfl_sync(~0u, from_end, 31);
+        to += __shfl_sync(~0u, to_end, 31);
+        from = from < most ? from : most;
+        to = to < most ? to : most;
     }
     __syncwarp();
 }
@@ -110,15 +188,17 @@ __device__ __forceinline__ void add_starts(const GroupsParams& p, int count, Sha
     i64 before = 0;
     for (i64 window = 0; window < p.splits.groups; window += kWindow) {
         for (int round = 0; round < kWindow && window + round < p.splits.groups; round += kRound) {
-            i64 size[kPerLane], rows = 0;
+            LaneGroups<i64, kPerLane> own;
+            own.load(p, window + round, false);
+            i64 rows = 0;
 #pragma unroll
-            for (int u = 0; u < kPerLane; u++) rows += size[u] = p.size(window + round + lane * kPerLane + u);
+            for (int u = 0; u < kPerLane; u++) rows += own.size[u];
             const i64 end = warp_prefix_sum(rows);
             i64 at = before + end - rows;
 #pragma unroll
             for (int u = 0; u < kPerLane; u++) {
                 shared.start[round + lane * kPerLane + u] = at;
-                at += size[u];
+                at += own.size[u];
             }
             before = smaller(before + __shfl_sync(~0u, end, 31), p.most());
         }
@@ -165,65 +245,125 @@ __device__ __forceinline__ void check_groups(const GroupsParams& p, Shared& shar
     if (wrong) report(p.splits.errors, kOrder);
 }
 
-// Rows of any length at any address: kStep bytes are read at a time, 16 aligned ones written.
+// Quotients of numbers below 2^16 by one, in one multiplication. (A number times what the reciprocal is too large by is below 1 / divisor.)
+struct Divisor {
+    u32 divisor, reciprocal;     // 2^32 / divisor rounded up
+    __device__ __forceinline__ explicit Divisor(int by) : divisor(by), reciprocal(by > 0 ? ~0u / by + 1 : 0) {}
+    __device__ __forceinline__ int quotient(int a) const { return divisor == 1 ? a : (int)((u64)(u32)a * reciprocal >> 32); }
+};
+
+// The 16 bytes from `from` on, of which `begin` and `end` are the ends of the array that they are in: two aligned loads, or false
+// where these would leave it.
+__device__ __forceinline__ bool load_shifted(const u8* from, const u8* begin, const u8* end, u32 (&word)[8]) {
+    const u8* const aligned = from - reinterpret_cast<u64>(from) % 16;
+    if (aligned < begin || aligned + 32 > end) return false;
+    const Unit low = Unit::load(aligned), high = Unit::load(aligned + 16);
+#pragma unroll
+    for (int i = 0; i < 4; i++) word[i] = low.word[i], word[4 + i] = high.word[i];
+    return true;
+}
+__device__ __forceinline__ Unit cut_out(const u32 (&word)[8], u32 shift) {                        // shift: bytes, below 16
+    u32 by_two[6], by_one[5];
+#pragma unroll
+    for (int i = 0; i < 6; i++) by_two[i] = shift & 8 ? word[i + 2] : word[i];
+#pragma unroll
+    for (int i = 0; i < 5; i++) by_one[i] = shift & 4 ? by_two[i + 1] : by_two[i];
+    Unit unit;
+#pragma unroll
+    for (int i = 0; i < 4; i++) unit.word[i] = __funnelshift_r(by_one[i], by_one[i + 1], shift % 4 * 8);
+    return unit;
+}
+
+// 16 bytes of `to` from `at` on, of which those before 0 and from `bytes` on are not there: put together from words of kStep bytes.
 template <int kStep>
-__device__ __forceinline__ void copy_pieces(const RowArray& a, const Shared& shared, u8* to, i64 column, int width, int bytes) {
+__device__ __forceinline__ void copy_words(const RowArray& a, const Shared& shared, u8* to, i64 column, int width, int bytes, int at) {
+    const int first = at > 0 ? at : 0;
+    int row = first / width, in_row = first - row * width;
+    Unit unit{};
+#pragma unroll
+    for (int i = 0; i < 16; i += kStep) {
+        if (at + i < 0 || at + i >= bytes) continue;
+        const i64 source = shared.source[row];
+        if (source >= 0) {
+            const u8* const from = a.from + source + column + in_row;
+            if (kStep == 4) unit.word[i / 4] = load_read_only(reinterpret_cast<const u32*>(from));
+            else unit.word[i / 4] |= (u32)load_read_only(from) << 8 * (i % 4);
+        }
+        in_row += kStep;
+        if (in_row == width) in_row = 0, row++;
+    }
+    if (at >= 0 && at + 16 <= bytes) return unit.store_whole(to + at);
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+        if (at + i >= 0 && at + i < bytes) to[at + i] = (u8)(unit.word[i / 4] >> 8 * (i % 4));
+}
+
+// Rows of any length at any address.
+template <int kStep>
+__device__ __forceinline__ void copy_pieces(const RowArray& a, i64 from_rows, const Shared& shared, u8* to, i64 column, int width,
+                                            int bytes) {
     const int lead = (int)(reinterpret_cast<u64>(to) % 16);
+    const u8* const end = a.from + from_rows * a.row_bytes;
     if (width == 0) return;
-    for (int at = (int)threadIdx.x * 16 - lead; at < bytes; at += kThreads * 16) {
-        const int first = at > 0 ? at : 0;
-        int row = first / width, in_row = first - row * width;
-        Unit unit{};
+    const Divisor by_width(width);
+    for (int base = (int)threadIdx.x * 16 - lead; base < bytes; base += kShifted * kThreads * 16) {
+        u32 word[kShifted][8], shift[kShifted];
+        bool whole[kShifted];                                        // of one row, and cut out
+        u32 others = 0;
 #pragma unroll
-        for (int i = 0; i < 16; i += kStep) {
-            if (at + i < 0 || at + i >= bytes) continue;
-            const i64 source = shared.source[row];
-            if (source >= 0) {
-                const u8* from = a.from + source * a.row_bytes + column + in_row;
-                if (kStep == 4) unit.word[i / 4] = load_read_only(reinterpret_cast<const u32*>(from));
-                else unit.word[i / 4] |= (u32)load_read_only(from) << 8 * (i % 4);
+        for (int u = 0; u < kShifted; u++) {
+            const int at = base + u * kThreads * 16, row = at < bytes && at >= 0 ? by_width.quotient(at) : 0, in_row = at - row * width;
+            whole[u] = at >= 0 && at < bytes && in_row + 16 <= width;
+            shift[u] = 0;
+            const i64 source = whole[u] ? shared.source[row] : -1;
+            if (source < 0) {
+#pragma unroll
+                for (int w = 0; w < 8; w++) word[u][w] = 0;
+            } else {
+                const u8* const from = a.from + source + column + in_row;
+                shift[u] = (u32)(reinterpret_cast<u64>(from) % 16);
+                whole[u] = load_shifted(from, a.from, end, word[u]);
             }
-            in_row += kStep;
-            if (in_row == width) in_row = 0, row++;
-        }
-        if (at >= 0 && at + 16 <= bytes) {
-            unit.store_whole(to + at);
-            continue;
+            if (!whole[u] && at < bytes) others |= 1u << u;
         }
 #pragma unroll
-        for (int i = 0; i < 16; i++)
-            if (at + i >= 0 && at + i < bytes) to[at + i] = (u8)(unit.word[i / 4] >> 8 * (i % 4));
+        for (int u = 0; u < kShifted; u++)
+            if (whole[u]) cut_out(word[u], shift[u]).store_whole(to + base + u * kThreads * 16);
+#pragma unroll 1
+        for (; others; others &= others - 1)
+            copy_words<kStep>(a, shared, to, column, width, bytes, base + (__ffs(others) - 1) * kThreads * 16);
     }
 }
 
 #ifdef ENTRY_move_groups
 extern "C" __global__ void __launch_bounds__(kThreads, 4) move_groups(const __grid_constant__ GroupsParams p) {
     __shared__ Shared shared;
-    __shared__ RowArray a;                                           // not in registers, of which the loads need all
     const bool second = blockIdx.x >= p.data_blocks;
-    if (threadIdx.x == 0) a = second ? p.scales : p.data;
-    __syncthreads();
+    const RowArray a = second ? p.scales : p.data;
     const u32 block = second ? blockIdx.x - p.data_blocks : blockIdx.x, run = block / a.across;
     const i64 first = (i64)run * a.rows_per_block, column = (i64)(block - run * a.across) * a.segment;
     const int count = left_of(p.rows - first, a.rows_per_block), width = left_of(a.row_bytes - column, a.segment), bytes = count * width;
     if (threadIdx.x < 32) {
-        find_in_groups(p, first, count, shared);
+        if (p.most() < kFewRows) find_in_groups<u32>(p, first, count, shared);
+        else find_in_groups<i64>(p, first, count, shared);
         if (p.order) add_starts(p, count, shared);
-        for (int r = threadIdx.x; r < count; r += 32)
-            if (shared.source[r] >= p.from_rows) shared.source[r] = -1;
+        for (int r = threadIdx.x; r < count; r += 32) {
+            const i64 source = shared.source[r];
+            shared.source[r] = source >= 0 && source < p.from_rows ? source * a.row_bytes : -1;
+        }
     }
     __syncthreads();
     u8* const to = a.to + first * a.row_bytes + column;
     const u8* const from = a.from + column;
-    const i64 row_bytes = a.row_bytes;
     if (a.step == 16) {
+        const Divisor by_units(width / 16);
         for (int base = (int)threadIdx.x * 16; base < bytes; base += kUnits * kThreads * 16) {
             Unit unit[kUnits];
 #pragma unroll
             for (int u = 0; u < kUnits; u++) {
-                const int at = base + u * kThreads * 16, row = at < bytes ? at / width : 0;
+                const int at = base + u * kThreads * 16, row = at < bytes ? by_units.quotient(at / 16) : 0;
                 const i64 source = at < bytes ? shared.source[row] : -1;
-                if (source >= 0) unit[u] = Unit::load(from + source * row_bytes + (at - row * width));
+                if (source >= 0) unit[u] = Unit::load(from + source + (at - row * width));
                 else unit[u] = {};
             }
 #pragma unroll
@@ -231,9 +371,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) move_groups(const __gr
                 if (base + u * kThreads * 16 < bytes) unit[u].store_whole(to + base + u * kThreads * 16);
         }
     } else if (a.step == 4) {
-        copy_pieces<4>(a, shared, to, column, width, bytes);
+        copy_pieces<4>(a, p.from_rows, shared, to, column, width, bytes);
     } else {
-        copy_pieces<1>(a, shared, to, column, width, bytes);
+        copy_pieces<1>(a, p.from_rows, shared, to, column, width, bytes);
     }
     if (blockIdx.x > 0) return;
     if (p.scale && threadIdx.x == 0) *p.scale_to = *p.scale;

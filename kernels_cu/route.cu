@@ -12,7 +12,7 @@
 // warp load counts at once.
 //
 // Facts of the device made harmless: an index of no expert counts as dropped; a mask's experts beyond `topk` are left out; rows past the
-// bound are not given. Bytes moved: the assignment three times (twice from the L2), row_map and sources once.
+// bound are not given. Bytes moved: the assignment two or three times (from the L2 but for the first), row_map and sources once.
 #include "errors.cuh"
 #include "memory.cuh"
 
@@ -67,10 +67,19 @@ __device__ __forceinline__ void load_experts(const RouteParams& p, const Run& ru
         expert[u] = route < run.end ? load_expert(p, route, wrong) : -1;
     }
 }
-__device__ __forceinline__ void count_experts(const i32 (&expert)[kHeld], u32* count) {
+// Counts the run's experts, of which `expert` has the first ones; afterwards the last ones, loaded while others were counted.
+__device__ __forceinline__ void count_experts(const RouteParams& p, const Run& run, i32 (&expert)[kHeld], bool& wrong, u32* count) {
+    for (i64 first = run.begin; first < run.end; first += kHeld * 32) {
+        i32 next[kHeld] = {-1, -1, -1, -1};
+        const bool more = first + kHeld * 32 < run.end;
+        if (more) load_experts(p, run, first + kHeld * 32, next, wrong);
 #pragma unroll
-    for (int u = 0; u < kHeld; u++)
-        if (expert[u] >= 0) atomicAdd(&count[expert[u]], 1u);
+        for (int u = 0; u < kHeld; u++)
+            if (expert[u] >= 0) atomicAdd(&count[expert[u]], 1u);
+        if (!more) break;
+#pragma unroll
+        for (int u = 0; u < kHeld; u++) expert[u] = next[u];
+    }
 }
 
 #ifdef ENTRY_route_count
@@ -112,11 +121,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) route_count(const __grid_
     } else {
         const Run run(p);
         bool wrong = false;                                          // route_rank tells
-        for (i64 first = run.begin; first < run.end; first += kHeld * 32) {
-            i32 expert[kHeld];
-            load_experts(p, run, first, expert, wrong);
-            count_experts(expert, count);
-        }
+        i32 expert[kHeld];
+        load_experts(p, run, run.begin, expert, wrong);
+        count_experts(p, run, expert, wrong, count);
     }
     __syncthreads();
     for (u32 expert = threadIdx.x; expert < p.number; expert += kThreads) p.counts[(i64)expert * p.pitch + blockIdx.x] = count[expert];
@@ -136,9 +143,9 @@ __device__ __forceinline__ u32 sum_of_first(const uint4& c, u32 first, u32 end) 
     return (first < end ? c.x : 0) + (first + 1 < end ? c.y : 0) + (first + 2 < end ? c.z : 0) + (first + 3 < end ? c.w : 0);
 }
 
-// What all blocks before this one counted, and all blocks, expert by expert.
+// What all blocks before this one counted, and all blocks, expert by expert: of kBatch of these a warp has the counts in flight.
+template <int kBatch>
 __device__ __forceinline__ void add_counts(const RouteParams& p, Shared& shared) {
-    constexpr int kBatch = 8;                                        // experts whose counts are in flight
     const u32 first = threadIdx.x % 32 * 4;
     for (u32 batch = threadIdx.x / 32; batch < p.number; batch += kBatch * kWarps) {
         uint4 count[kBatch];
@@ -193,11 +200,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) route_rank(const __gri
     load_experts(p, run, run.begin, held, wrong);
     for (u32 expert = lane; expert < p.number; expert += 32) shared.warp[warp][expert] = 0;
     __syncwarp();
-    if (p.counts) add_counts(p, shared);
-    for (i64 first = run.begin; first < run.end; first += kHeld * 32) {
-        if (first > run.begin) load_experts(p, run, first, held, wrong);
-        count_experts(held, shared.warp[warp]);
-    }
+    if (p.counts && p.number <= 8 * kWarps) add_counts<8>(p, shared);
+    else if (p.counts) add_counts<16>(p, shared);
+    count_experts(p, run, held, wrong, shared.warp[warp]);
     __syncthreads();
 
     u32 end = 0;                                                     // of the experts before this round's
@@ -237,19 +242,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) route_rank(const __gri
     }
     __syncthreads();
 
-    for (i64 first = run.begin; first < run.end; first += 32) {      // whole warps go round together
-        const i64 route = first + lane;
-        const i32 expert = route < run.end ? load_expert(p, route, wrong) : -1;
-        const u32 same = __match_any_sync(~0u, expert), rank = __popc(same & earlier_lanes);
-        const u32 next = expert >= 0 ? shared.warp[warp][expert] : 0;
-        __syncwarp();
-        if (expert >= 0 && rank == 0) shared.warp[warp][expert] = next + __popc(same);
-        __syncwarp();
-        if (route >= run.end) continue;
-        const bool fits = expert >= 0 && next + rank < p.rows;
-        lost |= expert >= 0 && !fits;
-        p.row_map[route] = fits ? (i32)(next + rank) : -1;
-        if (fits) p.sources[next + rank] = (i32)route;
+    const bool all_held = run.end - run.begin <= kHeld * 32;         // as they were counted
+    for (i64 first = run.begin; first < run.end; first += kHeld * 32) {
+        if (!all_held) load_experts(p, run, first, held, wrong);
+        u32 lanes[kHeld];                                            // with a route of the same expert
+#pragma unroll
+        for (int u = 0; u < kHeld; u++) lanes[u] = first + u * 32 < run.end ? __match_any_sync(~0u, held[u]) : 0;
+#pragma unroll
+        for (int u = 0; u < kHeld; u++) {
+            if (first + u * 32 >= run.end) break;                    // whole warps go round together
+            const i64 route = first + u * 32 + lane;
+            const i32 expert = held[u];
+            const u32 same = lanes[u], rank = __popc(same & earlier_lanes);
+            const u32 next = expert >= 0 ? shared.warp[warp][expert] : 0;
+            __syncwarp();
+            if (expert >= 0 && rank == 0) shared.warp[warp][expert] = next + __popc(same);
+            __syncwarp();
+            if (route >= run.end) continue;
+            const bool fits = expert >= 0 && next + rank < p.rows;
+            lost |= expert >= 0 && !fits;
+            p.row_map[route] = fits ? (i32)(next + rank) : -1;
+            if (fits) p.sources[next + rank] = (i32)route;
+        }
     }
     // Rows that nobody is in: of each expert, and after the last one.
     for (u32 expert = blockIdx.x * kWarps + warp; expert < p.number; expert += gridDim.x * kWarps) {

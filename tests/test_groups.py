@@ -53,6 +53,45 @@ def sorted_by_slices(x: np.ndarray, splits: Any, order: Any) -> np.ndarray:
 
 
 # ---- values ----
+@pytest.mark.parametrize("columns", [1, 3, 4, 5, 15, 16, 17, 31, 33, 37, 100, 7161])
+def test_rows_of_any_length(columns, run):
+    """Cut out of aligned memory wherever they begin, and put together at their ends."""
+    splits = [3, 0, 5, 1]
+    for lead in (0, 1, 4, 15):
+        x = array((9, columns), np.uint8)
+        data, _ = guarded(run, x.shape, x.dtype, lead)
+        data[...] = run.array(x)
+        for align in (1, 4):
+            want = padded_by_slices(x, splits, align)
+            y, intact = guarded(run, want.shape, x.dtype)
+            fp8.pad_groups(data, run.array(np.array(splits)), align, out=y)
+            testing.assert_bytes_equal(y, want)
+            assert intact()
+
+
+def test_a_row_for_every_byte(run):
+    """Where rows are few their places are found with numbers of 32 bits, where they are many with numbers of 64."""
+    for number in ((1 << 24) - 3, (1 << 24) - 1, (1 << 24) + 5):
+        x = np.resize(array((251,), np.uint8), number)
+        splits = [3, 1 << 23, 0, number - (1 << 23) - 10, 7]
+        data, sizes = run.array(x), run.array(np.array(splits))
+        testing.assert_bytes_equal(fp8.pad_groups(data, sizes, 16), padded_by_slices(x, splits, 16))
+        order = [4, 1, 3, 2, 0]
+        testing.assert_bytes_equal(fp8.sort_chunks(data, sizes, run.array(np.array(order))), sorted_by_slices(x, splits, order))
+
+
+def test_many_groups_before_a_row(run):
+    """Rounds of the scan that end before the rows that a block of threads looks for, and groups of any size among them."""
+    rng = np.random.default_rng(3)
+    splits = np.where(rng.random(700) < 0.3, 0, rng.integers(0, 40, 700))
+    x = array((int(splits.sum()), 72), bfloat16)
+    for align in (1, 16):
+        want = padded_by_slices(x, splits, align)
+        y = fp8.pad_groups(run.array(x), run.array(splits), align)
+        testing.assert_bytes_equal(y, want)
+        testing.assert_bytes_equal(fp8.unpad_groups(y, run.array(splits), align, rows=len(x)), x)
+
+
 @pytest.mark.parametrize("align", [1, 2, 16, 32, 128])
 @pytest.mark.parametrize("splits", [[5], [0, 3, 0, 0, 2], [0, 0], [], [128, 1, 0, 127], [1] * 300, [0] * 200 + [7] + [0] * 200,
                                     [16, 32, 16]], ids=lambda s: f"{len(s)}of{sum(s)}")

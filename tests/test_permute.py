@@ -163,6 +163,38 @@ def test_quantised_tokens_are_the_tokens_quantised(run):
             assert not raw(a)[~used].any()
 
 
+@pytest.mark.parametrize(("tokens", "rows"), [(0, 33), (1, 32), (1, 2000), (40, 1281), (40, 5000), (600, 1200)])
+def test_unused_rows_are_everywhere_zeros(tokens, rows, run):
+    """Blocks of threads that have tokens clear a share of the rows; where rows are many there are blocks that do nothing else."""
+    host = reference.route(np.arange(tokens)[:, None] * 5 % 3, num_experts=3, align=16, rows=rows)
+    r = run.array(host)
+    for columns in (8, 13, 3000):
+        x, probs = array((tokens, columns), bfloat16), normal((tokens, 1), seed=3)
+        want = moved(x, host)
+        data, (y, intact), (by_row, intact_probs) = run.array(x), guarded(run, want.shape, bfloat16), guarded(run, (rows,), float32)
+        assert fp8.permute(data, r, probs=run.array(probs), out=(y, by_row))[0] is y
+        testing.assert_bytes_equal(y, want)
+        testing.assert_bytes_equal(by_row, moved_probs(probs, host))
+        assert intact()
+        assert intact_probs()
+        y, intact = guarded(run, want.shape, bfloat16)
+        dprobs = run.array(np.empty_like(probs))
+        fp8.unpermute_backward(data, run.array(want), r, probs=run.array(np.ones_like(probs)), out=(y, dprobs))
+        assert not raw(fp8.asnumpy(y))[host.sources < 0].any()
+        assert intact()
+
+
+@pytest.mark.parametrize(("tokens", "columns"), [(530, 7168), (1100, 128), (3, 16_384), (3, 16_512), (2000, 128)])
+def test_tokens_and_scales_of_blocks_of_threads(tokens, columns, run):
+    """A block of threads takes one token, many, or a part of one, and others the scales."""
+    host = reference.route(np.arange(2 * tokens).reshape(tokens, 2) % 3, num_experts=3)
+    x = array((tokens, columns), float8_e4m3fn)
+    scale_inv = cases.values("bits", (tokens, columns // 128), float32, 1)
+    moved_rows = fp8.permute(Scaled(run.array(x), run.array(scale_inv), x.shape, False, (1, 128), "compact"), run.array(host))
+    testing.assert_bytes_equal(moved_rows.data, moved(x, host))
+    testing.assert_bytes_equal(moved_rows.scale_inv, moved(scale_inv, host))
+
+
 def test_three_dimensions(run):
     host = routed(30, 2, 3)
     x = array((30, 3, 7), bfloat16)

@@ -20,7 +20,7 @@ from .splits import NO_GROUPS, Groups, check_align, integer, read, refuse_negati
 _KERNEL = Kernel("groups", "move_groups", "2Pq4I2Pq4IPqPIP4q2P3I")
 _THREADS = 256
 _BYTES = 32 << 10           # that a block of threads writes
-_ROWS = 256                 # of a block of threads, at most
+_ROWS = 2048                # of a block of threads, at most
 
 
 def pad_groups(x: Array | Scaled, splits: Any, align: int, *, out: Array | Scaled | None = None, check: bool = False) -> Any:

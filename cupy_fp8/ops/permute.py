@@ -19,16 +19,17 @@ from ..runtime import Kernel, Variant, executor_of
 from . import checks, kept
 
 _ROUTES = "3P2q2I"
-_PERMUTE = Kernel("permute", "permute", f"2PqI4x2PqI4x2P{_ROUTES}4I")
+_PERMUTE = Kernel("permute", "permute", f"2Pq6I2Pq6I2P{_ROUTES}")
 _UNPERMUTE = Kernel("permute", "unpermute", f"5P{_ROUTES}q4I")
-_BACKWARD = Kernel("permute", "unpermute_backward", f"5P{_ROUTES}q3I")
+_BACKWARD = Kernel("permute", "unpermute_backward", f"5P{_ROUTES}q2I")
 _THREADS = 256
-_BYTES = 32 << 10           # of tokens that a block of threads of permute takes, at most
-_CHUNKS = 2048              # of results that one of unpermute takes, at most
+_BYTES = 16 << 10           # of tokens that a block of threads of permute takes, at most
+_UNITS = 4                  # of a token that one of its threads has in flight
+_CHUNKS = 1024              # of results that a block of unpermute takes, at most
 _MOST_ROUTES = 1024         # that it sorts
 _MOST_TOKENS = 256
 _BLOCKS = 528               # that few tokens are divided among: four for each of an H200's multiprocessors
-_PAD_ROWS = 32              # that a block looks at for rows to clear
+_ROWS_TO_CLEAR = 8          # that a block looks at, at most
 
 #: A run of memory: where, how long, what it is called.
 _Memory = tuple[int, int, str]
@@ -97,16 +98,13 @@ def permute(x: Array | Scaled, routing: Routing, *, probs: Array | None = None, 
         _store((result, result_scales, rows_probs), _flat(reference.permute(x, routing, probs=probs)))
         return out
     result_at = checks.address(result)
-    row_bytes = prod(data.shape[1:]) * data.dtype.itemsize
-    plan = _permute_plan(routing.tokens, rows, row_bytes)
-    scales: tuple[int, ...] = 0, 0, 0, 0
+    moves = _move(at, result_at, prod(data.shape[1:]) * data.dtype.itemsize, routing.tokens)
+    scales = _NOTHING
     if scale_inv is not None and scale_inv.shape[1]:
-        scale_bytes, to = scale_inv.shape[1] * scale_inv.dtype.itemsize, checks.address(result_scales)
-        scales = scales_at, to, scale_bytes, _step(scales_at | to | scale_bytes)
-    kept.launch(routing, key, data, _permute_variant(), plan.grid, (
-        at, result_at, row_bytes, _step(at | result_at | row_bytes), *scales, probs_at,
-        0 if rows_probs is None else checks.address(rows_probs), *_routes(routing, columns), plan.token_blocks, plan.tokens, plan.across,
-        plan.segment))
+        scales = _move(scales_at, checks.address(result_scales), scale_inv.shape[1] * scale_inv.dtype.itemsize, routing.tokens)
+    grid = checks.grid_size(max(moves[-1] + scales[-1], cdiv(rows, _ROWS_TO_CLEAR)), data.shape)
+    kept.launch(routing, key, data, _permute_variant(), grid, (
+        *moves, *scales, probs_at, 0 if rows_probs is None else checks.address(rows_probs), *_routes(routing, columns)))
     return out
 
 
@@ -221,9 +219,9 @@ def unpermute_backward(grad: Array, y: Array | None, routing: Routing, *, probs:
         return out
     count, to = prod(g.shape[1:]), checks.address(grad_y)
     low_bits = at | y_at | to | count * g.dtype.itemsize
-    grid = checks.grid_size(routing.tokens + cdiv(routing.rows, _PAD_ROWS), g.shape)
+    grid = checks.grid_size(max(routing.tokens, cdiv(routing.rows, _ROWS_TO_CLEAR)), g.shape)
     kept.launch(routing, key, g, _backward_variant(g.dtype), grid, (
-        at, y_at, to, probs_at, checks.address(dprobs), *_routes(routing, columns), count, routing.tokens, int(low_bits % 16 == 0),
+        at, y_at, to, probs_at, checks.address(dprobs), *_routes(routing, columns), count, int(low_bits % 16 == 0),
         _step(to | count * g.dtype.itemsize)))
     return out
 
@@ -401,12 +399,11 @@ def _step(low_bits: int) -> int:
 
 
 class _Plan(NamedTuple):
-    """What follows from the shapes: members of PermuteParams or UnpermuteParams, and the number of blocks."""
+    """What follows from the shapes: members of the struct Rows or UnpermuteParams, and the number of blocks."""
 
     tokens: int
     across: int
     segment: int
-    token_blocks: int
     grid: int
 
 
@@ -415,13 +412,25 @@ def _across(tokens: int, length: int, most: int, least: int) -> int:
     return max(1, cdiv(length, most), min(cdiv(length, least), _BLOCKS // max(1, tokens)))
 
 
+_NOTHING: tuple[int, ...] = (0, 0, 0, 1, 0, 1, 1, 0, 0)
+
+
+def _move(at: int, to: int, row_bytes: int, tokens: int) -> tuple[int, ...]:
+    """The struct Rows."""
+    step = _step(at | to | row_bytes)
+    return at, to, row_bytes, step, *_permute_plan(tokens, row_bytes, step)
+
+
 @functools.lru_cache(maxsize=1024)
-def _permute_plan(tokens: int, rows: int, row_bytes: int) -> _Plan:
+def _permute_plan(tokens: int, row_bytes: int, step: int) -> tuple[int, ...]:
+    """(log2 of the threads that share a token, and the members of a _Plan)."""
     across = _across(tokens, row_bytes, _BYTES, 16 * _THREADS)
     segment = row_bytes if across == 1 else round_up(cdiv(row_bytes, across), 16)
     taken = max(1, min(_MOST_TOKENS, _BYTES // max(1, row_bytes), cdiv(tokens, _BLOCKS)))
-    token_blocks = cdiv(tokens, taken) * across
-    return _Plan(taken, across, segment, token_blocks, checks.grid_size(token_blocks + cdiv(rows, _PAD_ROWS), (tokens, row_bytes)))
+    # Few pieces have a thread each, so that neighbouring threads store what is next to each other; no thread is without a token.
+    pieces = segment // step
+    lanes = min(_THREADS, max(pieces if pieces <= 64 else cdiv(pieces, _UNITS), cdiv(_THREADS, taken)))
+    return (lanes - 1).bit_length(), *_Plan(taken, across, segment, cdiv(tokens, taken) * across)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -430,8 +439,7 @@ def _unpermute_plan(tokens: int, topk: int, chunks: int) -> _Plan:
     across = _across(tokens, chunks, _CHUNKS, _THREADS)
     segment = cdiv(chunks, across)
     taken = max(1, min(_MOST_TOKENS, _CHUNKS // max(1, chunks), _MOST_ROUTES // max(1, topk), cdiv(tokens, _BLOCKS)))
-    blocks = cdiv(tokens, taken) * across
-    return _Plan(taken, across, segment, blocks, checks.grid_size(blocks, (tokens, chunks)))
+    return _Plan(taken, across, segment, checks.grid_size(cdiv(tokens, taken) * across, (tokens, chunks)))
 
 
 @functools.cache
