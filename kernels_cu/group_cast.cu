@@ -4,10 +4,11 @@
 //
 // group_cast_transpose  x [rows, columns] -> data [rows, columns], and data_t flat: each group's [columns, m], where its data are. Every group is cut
 //                       into tiles of TILE_ROWS x TILE_COLUMNS elements, and a block of threads casts one, as cast_transpose does
-//                       (cast_tile.cuh); its first warp finds which by a scan over the sizes. What follows the last group is written as 0, by
-//                       tiles of its own. Block 0 also writes scale_inv of every group, and the offsets where none are given. Either output
+//                       (cast_tile.cuh); its first warp finds which by a scan over the sizes, or group_find_runs has found it. What follows the
+//                       last group is written as 0, by tiles of its own. Block 0 also writes scale_inv of every group, and the offsets where none are given. Either output
 //                       may be absent (null). With `align` every group is followed there by rows of zeros, cast as the others are, and block 0
-//                       writes the aligned sizes too. LARGE 1: every row of x and data allows chunked access, and no code is made for anything else.
+//                       writes the aligned sizes too. LARGE 1: every row of x and data allows chunked access, the
+//                       runs are found, and no code is made for anything else.
 // IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}. Bytes moved per element: sizeof(IN) + outputs.
 #include "cast_tile.cuh"
 #include "groups.cuh"
@@ -25,21 +26,27 @@ struct GroupCastParams {
     u32 reverse;                 // 1: blocks take the rows from their end, which the L2 still holds after group_amax_scale
 };
 
+// Null, or an address of global memory: the compiler has to be told, or reads all of the struct anew after every store.
+struct Output {
+    u8* at;
+
+    explicit __device__ __forceinline__ operator bool() const { return at; }
+};
+__device__ __forceinline__ u8* operator+(const Output& p, i64 offset) { return as_global(p.at) + offset; }
+
 // A group, or part of it, as cast_tile takes a matrix.
 struct GroupTensor {
     const IN::storage* x;
-    u8* data;
-    u8* data_t;
+    Output data, data_t;
     float* amax;
     i64 given, rows, columns;    // rows of the group: in x, written
     RowRun found;
     TilePosition at;
-    float scale;
     u32 aligned, vector;
     u32 in_x;                    // 1: x has all rows of the tile that are written
 
-    __device__ __forceinline__ bool rowwise() const { return data; }
-    __device__ __forceinline__ bool columnwise() const { return data_t; }
+    __device__ __forceinline__ bool rowwise() const { return data.at; }
+    __device__ __forceinline__ bool columnwise() const { return data_t.at; }
 };
 template <>
 constexpr bool kPads<GroupTensor> = true;
@@ -54,8 +61,8 @@ constexpr int kBlocks = 1;
 // Zeros in the tile of rows that no group has: the same bytes of both outputs, whose layouts mean nothing there.
 __device__ __forceinline__ void clear_tile(const GroupTensor& t) {
     const int width = left_of(t.columns - t.at.column, TILE_COLUMNS);
-    if (t.data) clear_rows<Tile::kThreads>(as_global(t.data) + t.at.column, t.rows, width, t.columns);
-    if (t.data_t) clear_rows<Tile::kThreads>(as_global(t.data_t) + t.at.column, t.rows, width, t.columns);
+    if (t.data) clear_rows<Tile::kThreads>(t.data + t.at.column, t.rows, width, t.columns);
+    if (t.data_t) clear_rows<Tile::kThreads>(t.data_t + t.at.column, t.rows, width, t.columns);
 }
 
 #ifdef ENTRY_group_cast_transpose
@@ -65,27 +72,29 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) group_cast
     if (is_set(p.noop)) return;
     if (threadIdx.x < 32) {
         const u32 tile = p.reverse ? gridDim.x - 1 - blockIdx.x : blockIdx.x, run = tile / p.groups.across;
-        find_run<TILE_ROWS, false, true>(p.groups, run, 0, 0, tensor.found);
+        if (LARGE) load_run(p.groups, run, tensor.found);
+        else find_run<TILE_ROWS, false, true>(p.groups, run, 0, 0, tensor.found);
         if (threadIdx.x == 0) {
             const i64 group = tensor.found.group, to = tensor.found.to;
             tensor.given = tensor.found.given, tensor.rows = tensor.found.rows, tensor.columns = p.groups.columns;
             tensor.x = p.x + tensor.found.start;
-            tensor.data = p.data ? p.data + to : nullptr;
-            tensor.data_t = p.data_t ? p.data_t + to : nullptr;
+            tensor.data = {p.data ? p.data + to : nullptr};
+            tensor.data_t = {p.data_t ? p.data_t + to : nullptr};
             tensor.amax = p.amax && group >= 0 ? p.amax + group : nullptr;
             tensor.aligned = p.aligned;
             tensor.at = {0, tensor.found.run * TILE_ROWS, (i64)(tile - run * p.groups.across) * TILE_COLUMNS};
-            tensor.scale = group >= 0 ? p.scale[group] : 0.0f;
-            tensor.vector = tensor.rows % 16 == 0 && reinterpret_cast<u64>(tensor.data_t) % 16 == 0;
+            tensor.vector = tensor.rows % 16 == 0 && reinterpret_cast<u64>(tensor.data_t.at) % 16 == 0;
             tensor.in_x = tensor.given == tensor.rows || tensor.at.row + TILE_ROWS <= tensor.given;
         }
     }
     __syncthreads();
     if (tensor.rows > 0 && tensor.columns > 0) {
+        const float scale = tensor.found.group < 0 ? 0.0f : load_read_only(p.scale + tensor.found.group);        // on its way with x
+        const TilePosition at = {0, tensor.at.row, tensor.at.column};
         if (tensor.found.group < 0) clear_tile(tensor);
-        else if (tensor.aligned && tensor.vector && tensor.in_x) cast_tile<2>(tensor, tensor.at, tensor.scale, shared);
-        else if (LARGE || tensor.aligned) cast_tile<1>(tensor, tensor.at, tensor.scale, shared);
-        else cast_tile<0>(tensor, tensor.at, tensor.scale, shared);
+        else if (tensor.aligned && tensor.vector && tensor.in_x) cast_tile<2>(tensor, at, scale, shared);
+        else if (LARGE || tensor.aligned) cast_tile<1>(tensor, at, scale, shared);
+        else cast_tile<0>(tensor, at, scale, shared);
     }
     if (blockIdx.x > 0) return;
     for (i64 g = threadIdx.x; g < p.groups.splits.groups; g += Tile::kThreads) {

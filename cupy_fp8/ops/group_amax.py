@@ -13,9 +13,10 @@ from ..formats import FORMATS, INPUT_DTYPES
 from ..layouts import cdiv, padded_rows
 from ..runtime import Kernel, Variant, error_word, workspace
 from . import checks
+from .group_runs import ROW_GROUPS
 from .splits import Groups
 
-_KERNEL = Kernel("group_amax", "group_amax_scale", "8PPqPI3q2I2fI")
+_KERNEL = Kernel("group_amax", "group_amax_scale", "5P" + ROW_GROUPS + "2fI")
 _THREADS = 256
 _RUN_ROWS = 64
 _PART_BYTES = 64 << 10      # of a run, that a block of threads reads
@@ -45,7 +46,7 @@ class GroupScales:
         self._variant = _variant(x.dtype)
         self._grid = checks.grid_size(padded_rows(rows, number, _RUN_ROWS) // _RUN_ROWS * across if number else 1, x.shape)
         self._members = (at, words_at, self.at, amaxes_at, noop_at, offsets_at, 0, 0, groups.at, number, error_word(x), groups.wide, rows,
-                         columns, rows, across, 1, *rule)
+                         columns, rows, across, 1, 0, *rule)
 
     def run(self, x: Array) -> None:
         self._variant.launch(x, self._grid, *self._members)

@@ -20,12 +20,13 @@ from . import blocks, checks, mx
 from . import splits as sizes
 from .forms import ABSENT, AS_IS, TRANSPOSED, Side
 from .group_forms import Arrays, GroupForm, out_places
-from .panels import LANE_COLUMNS, Panels
+from .group_runs import ROW_GROUPS, GroupRuns, pays
+from .panels import LANE_COLUMNS, ROWS, Panels
 
 Plan = blocks.Plan | mx.Plan
 
 #: RowGroups and, twice, GroupScales of kernels_cu/include/groups.cuh, after the struct of a whole array.
-_GROUPS = "0q3PPqPI0q3q2I2I2q2I2q2P"
+_GROUPS = f"0q{ROW_GROUPS}2I2q2I2q2P"
 _BLOCKS = Kernel("blocks", "group_quantize_block", blocks.FIELDS + _GROUPS)
 _MX = Kernel("mx", "group_quantize_mx", mx.FIELDS + _GROUPS)
 
@@ -62,7 +63,7 @@ class Launch:
     """The kernel's variant, its grid, and the members of its struct. Kept with a result on a GPU that was given as `out=`."""
 
     def __init__(self, plan: Plan, out: Grouped, x: Array, at: int, noop_at: int, offsets_at: int, groups: sizes.Groups,
-                 align: int) -> None:
+                 align: int, owner: Array | None) -> None:
         sides, members = plan.tile_launch(list(plan.forms)) if isinstance(plan, blocks.Plan) else (plan.sides, plan.members)
         data_at = {name: 0 if a is None else checks.address(a) for name, a in (("rowwise", out.rowwise), ("columnwise", out.columnwise))}
         scales_at = {name: 0 if a is None else checks.address(a) for name, a in (("rowwise", out.scale_inv),
@@ -83,10 +84,14 @@ class Launch:
         self.grid = checks.grid_size(down * across, x.shape)
         row_groups = (*out_places(out, offsets_at, align), groups.at, number, error_word(x), groups.wide, len(x), plan.columns, plan.rows,
                       across, align)
+        scales = [_group_scales(plan, number, side) for side in sides]
+        self.runs = GroupRuns(x, owner, row_groups, panels.rows, down, (scales[0][1], scales[1][1])) if pays(x, self.grid) else None
         self.members = (at, noop_at, *places, *grids[0], *grids[1], *members, vector, *row_groups,
-                        *_group_scales(plan, number, sides[0]), *_group_scales(plan, number, sides[1]), 0, 0)
+                        0 if self.runs is None else self.runs.at, *scales[0], *scales[1], 0, 0)
 
     def run(self, x: Array) -> None:
+        if self.runs is not None:
+            self.runs.run(x)
         self.variant.launch(x, self.grid, *self.members)
 
 
@@ -125,6 +130,12 @@ def _mx_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int, 
         return mx.tile_variant(source, to, AS_IS, AS_IS, mx.ANY_SHAPE, False, _MX), mx.ANY_SHAPE
     panels = mx.panels_of(source, fast, slow, tall)._replace(down_first=False)
     return mx.tile_variant(source, to, fast, slow, panels, True, _MX), panels
+
+
+def tile_rows() -> Iterator[int]:
+    """Rows of the tiles of every variant."""
+    for v in variants():
+        yield int(dict(v.defines)["PANELS_DOWN"]) * ROWS
 
 
 def variants() -> Iterator[Variant]:

@@ -23,11 +23,13 @@ from . import splits as sizes
 from .group_amax import GroupScales, Rule
 from .group_amax import variants as amax_variants
 from .group_forms import Arrays, GroupForm, out_places
+from .group_runs import ROW_GROUPS, GroupRuns
+from .group_runs import variants as run_variants
 from .scale import scale_target
 
 Recipe = DelayedScaling | CurrentScaling | BlockScaling | MXScaling
 
-_KERNEL = Kernel("group_cast", "group_cast_transpose", "10PPqPI3q4I")
+_KERNEL = Kernel("group_cast", "group_cast_transpose", "7P" + ROW_GROUPS + "2I")
 _MOST_INT32 = 0x7FFFFFFF
 _LARGE = tiles.Tile(256, 128, down_first=False)
 
@@ -136,15 +138,16 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
                                                      amaxes=amaxes, offsets=offsets, align=align))
         return out
     launch: _Launch | group_blocks.Launch
+    owner = None if given is None else out.scale_inv if out.columnwise_scale_inv is None else out.columnwise_scale_inv
     if plan is not None:
-        launch = group_blocks.Launch(plan, out, x, at, noop_at, offsets_at, groups, align)
+        launch = group_blocks.Launch(plan, out, x, at, noop_at, offsets_at, groups, align, owner)
     else:
         own = None
         if isinstance(recipe, CurrentScaling):
             rule = Rule(scale_target(recipe.dtype, 0), checked_eps(recipe.eps), bool(recipe.pow2_scale))
-            own = GroupScales(x, at, None if given is None else out.scale_inv, amaxes_at, noop_at, offsets_at, groups, rule)
+            own = GroupScales(x, at, owner, amaxes_at, noop_at, offsets_at, groups, rule)
             scales_at, amaxes_at = own.at, 0
-        launch = _Launch(out, x, at, recipe.dtype, scales_at, amaxes_at, noop_at, offsets_at, groups, align, own)
+        launch = _Launch(out, x, at, recipe.dtype, scales_at, amaxes_at, noop_at, offsets_at, groups, align, own, owner)
     if given is not None and xp is not np:
         out.__dict__["_launch"] = key, launch
     launch.run(x)
@@ -210,7 +213,7 @@ class _Launch:
     in every address needs no second validation."""
 
     def __init__(self, out: Grouped, x: Array, at: int, dtype: np.dtype[Any], scales_at: int, amaxes_at: int, noop_at: int, offsets_at: int,
-                 groups: sizes.Groups, align: int, own: GroupScales | None) -> None:
+                 groups: sizes.Groups, align: int, own: GroupScales | None, owner: Array | None) -> None:
         (rows, columns), number = out.shape, len(groups.array)
         data_at = 0 if out.rowwise is None else checks.address(out.rowwise)
         data_t_at = 0 if out.columnwise is None else checks.address(out.columnwise)
@@ -220,16 +223,21 @@ class _Launch:
         # What follows the last group is one more, to be cleared.
         down = max(1, padded_rows(rows, number + 1, tile.rows) // tile.rows)
         self.own = own                                       # what finds the scales, before
+        row_groups = (*out_places(out, offsets_at, align), groups.at, number, error_word(x), groups.wide, len(x), columns, rows,
+                      across, align)
+        # What finds the runs; the program of large tiles wants them found.
+        self.runs = None if tile is tiles.SMALL else GroupRuns(x, owner, row_groups, tile.rows, down)
         self.variant = _variant(x.dtype, dtype, tile)
         self.grid = checks.grid_size(down * across, x.shape)
         self.members = (
-            at, data_at, data_t_at, scales_at, checks.address(out.scale_inv), amaxes_at, noop_at,
-            *out_places(out, offsets_at, align), groups.at, number, error_word(x), groups.wide, len(x), columns, rows, across, align,
-            int(aligned), int(own is not None))
+            at, data_at, data_t_at, scales_at, checks.address(out.scale_inv), amaxes_at, noop_at, *row_groups,
+            0 if self.runs is None else self.runs.at, int(aligned), int(own is not None))
 
     def run(self, x: Array) -> None:
         if self.own is not None:
             self.own.run(x)
+        if self.runs is not None:
+            self.runs.run(x)
         self.variant.launch(x, self.grid, *self.members)
 
 
@@ -243,5 +251,6 @@ def variants() -> Iterator[Variant]:
     """Every variant that this op may launch."""
     yield from amax_variants()
     yield from group_blocks.variants()
+    yield from run_variants(iter((_LARGE.rows, *group_blocks.tile_rows())))
     for source, to, tile in product(INPUT_DTYPES, FP8_DTYPES, (tiles.SMALL, _LARGE)):
         yield _variant(source, to, tile)

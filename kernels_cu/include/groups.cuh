@@ -1,6 +1,7 @@
 // Groups of consecutive lines (or blocks of elements) whose sizes only the device knows, stored one after the other in whole tiles.
 // A block of threads finds the groups of its tiles by a scan over all sizes: one warp, kPerLane sizes per lane and round. find_groups: tiles of
 // lines or of blocks of elements; find_run: runs of rows of groups that are matrices of their own, whose scales have places to be counted.
+// Others wait for it, so before a launch of many blocks another one (group_runs.cu) finds all runs: load_run.
 // quantize_group: what a block does for such a group, or for one of a list of arrays.
 #pragma once
 #include "errors.cuh"
@@ -94,6 +95,7 @@ __device__ __forceinline__ void find_groups(const Splits& splits, i64 total, i64
 }
 
 // ---- groups of rows, each a matrix of its own ----
+struct RowRun;
 // Groups of the rows of an array x [rows, columns], each followed in the results by rows of zeros to a multiple of `align` (1: by none). Facts
 // of the device made harmless: a negative size counts as 0, a group that goes past the last row ends there, one whose given offset is not
 // that of a row, or leads out of the array, is left out.
@@ -106,6 +108,7 @@ struct RowGroups {
     i64 result_rows;             // of the results: enough for any sizes
     u32 across;                  // tiles along a row
     u32 align;                   // a power of two
+    const RowRun* runs;          // of the results; or null: a block finds its own
 
     __device__ __forceinline__ i64 aligned(i64 size) const { return (size + align - 1) & -(i64)align; }
     __device__ __forceinline__ i64 size(i64 group) const {
@@ -203,6 +206,14 @@ __device__ __forceinline__ void find_run(const RowGroups& p, i64 run, u32 first_
     found.start = found.to = p.offsets[found.group];
     if (found.start < 0 || found.start > (p.rows - found.rows) * p.columns || (p.columns && found.start % p.columns))
         found.start = found.to = 0, found.rows = 0;
+}
+
+// The same that find_run() has found before.
+__device__ __forceinline__ void load_run(const RowGroups& p, i64 run, RowRun& found) {
+    static_assert(sizeof(RowRun) == 16 * sizeof(u32), "half a warp; also in ops/group_runs.py");
+    if (threadIdx.x % 32 < 16)
+        reinterpret_cast<u32*>(&found)[threadIdx.x % 32] = load_read_only(reinterpret_cast<const u32*>(p.runs + run) + threadIdx.x % 32);
+    __syncwarp();
 }
 
 // Where the scales of groups of rows go: those of one group after those of another, each padded by itself, for as many rows of blocks as there
@@ -314,7 +325,8 @@ __device__ __forceinline__ bool find_group_tile(const Params& p, Matrix& group, 
     const u32 run = blockIdx.x / p.groups.across, across = blockIdx.x - run * p.groups.across;
     const i64 column = (i64)across * Tile::kColumns;
     if (threadIdx.x < 32) {
-        find_run<Tile::kRows, true, true>(p.groups, run, p.fast.unit_shift, p.slow.unit_shift, found);
+        if (p.groups.runs) load_run(p.groups, run, found);
+        else find_run<Tile::kRows, true, true>(p.groups, run, p.fast.unit_shift, p.slow.unit_shift, found);
         if (threadIdx.x == 0) {
             group = p.all;
             at = {0, found.run * Tile::kRows, column};

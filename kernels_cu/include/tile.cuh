@@ -14,25 +14,34 @@ __device__ __forceinline__ void transpose_4x4(u32 a, u32 b, u32 c, u32 d, u32 (&
     out[3] = __byte_perm(ab_high, cd_high, 0x7632);
 }
 
-// Stores transposed rows of a tile where these do not start at multiples of 16 bytes: aligned 16-byte stores of shifted bytes, single
-// bytes at the ends. to: where source column 0 goes; rows `stride` bytes apart; only the first columns_left source columns and rows_left
-// source rows exist. chunk_at(column, chunk) is the u64 of source rows 8 * chunk and on of a source column, 0 past the tile.
+// Stores transposed rows of a tile where these do not start at multiples of 16 bytes: 8-byte stores of shifted bytes, single bytes at the
+// ends. to: where source column 0 goes; rows `stride` bytes apart; only the first columns_left source columns and rows_left source rows
+// exist. chunk_at(column, chunk) is the u64 of source rows 8 * chunk and on of a source column.
 template <int kRows, int kThreads, class ChunkAt>
 __device__ __forceinline__ void store_ragged_rows(u8* to, i64 stride, int columns_left, int rows_left, ChunkAt chunk_at) {
-    constexpr int kUnitsOfRow = kRows / 16 + 1;
+    constexpr int kChunks = kRows / 8, kColumns = kThreads / kChunks;
+    static_assert(kThreads % kChunks == 0, "a thread has the same chunk of every column it takes");
+    const auto before_multiple_of_8 = [](const u8* row) { return (int)(-reinterpret_cast<u64>(row) & 7); };
+    const int chunk = threadIdx.x % kChunks, next = (chunk + 1) % kChunks;       // of the last one no byte is used
+    u8* row = to + threadIdx.x / kChunks * stride;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < columns_left * kUnitsOfRow; i += kThreads) {
-        const int column = i / kUnitsOfRow;
-        u8* row = to + column * stride;
-        const int first = i % kUnitsOfRow * 16 - (int)(reinterpret_cast<u64>(row) % 16);           // source row of the unit's first byte
-        if (first >= 0 && first + 16 <= rows_left) {
-            const u64 low = chunk_at(column, first / 8), middle = chunk_at(column, first / 8 + 1), high = chunk_at(column, first / 8 + 2);
-            const int shift = first % 8 * 8;
-            const u64 words[2] = {shift ? low >> shift | middle << (64 - shift) : low, shift ? middle >> shift | high << (64 - shift) : middle};
-            *reinterpret_cast<uint4*>(row + first) = make_uint4((u32)words[0], (u32)(words[0] >> 32), (u32)words[1], (u32)(words[1] >> 32));
-        } else {
-            for (int r = first > 0 ? first : 0; r < first + 16 && r < rows_left; r++) row[r] = (u8)(chunk_at(column, r / 8) >> r % 8 * 8);
-        }
+    for (int column = threadIdx.x / kChunks; column < columns_left; column += kColumns, row += kColumns * stride) {
+        const int head = before_multiple_of_8(row), first = head + 8 * chunk;
+        if (first + 8 > rows_left) continue;
+        const u64 low = chunk_at(column, chunk), high = chunk_at(column, next);
+        const u32 words[4] = {(u32)low, (u32)(low >> 32), (u32)high, (u32)(high >> 32)};
+        const u32 a = head & 4 ? words[1] : words[0], b = head & 4 ? words[2] : words[1], c = head & 4 ? words[3] : words[2];
+        *reinterpret_cast<uint2*>(row + first) = make_uint2(__funnelshift_r(a, b, head % 4 * 8), __funnelshift_r(b, c, head % 4 * 8));
+    }
+    // Sixteen threads per column, so that a warp writes to few lines: eight for the bytes before the first multiple of 8, eight for those
+    // from the last one on.
+#pragma unroll 1
+    for (int i = threadIdx.x; i < columns_left * 16; i += kThreads) {
+        const int column = i / 16, at = i % 8;
+        u8* const end = to + column * stride;
+        const int head = before_multiple_of_8(end), tail = rows_left < head ? rows_left : rows_left - (rows_left - head) % 8;
+        const int r = i & 8 ? tail + at : at;
+        if (r < (i & 8 || rows_left < head ? rows_left : head)) end[r] = (u8)(chunk_at(column, r / 8) >> r % 8 * 8);
     }
 }
 
@@ -101,9 +110,8 @@ struct ByteTile {
                                            [&](int column, int row_patch) { return chunk_at(column, row_patch); });
     }
 
-    // Source rows 8 * row_patch and on of a source column; 0 past the tile.
+    // Source rows 8 * row_patch and on of a source column.
     __device__ __forceinline__ u64 chunk_at(int column, int row_patch) const {
-        if (row_patch >= kRowPatches) return 0;
         const uint2 v = *reinterpret_cast<const uint2*>(shared + column * kRows + swizzle(row_patch, column / 8) * 8);
         return (u64)v.y << 32 | v.x;
     }

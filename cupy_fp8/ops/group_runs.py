@@ -1,0 +1,58 @@
+"""Which rows of which group the blocks of a launch have, found before it. Kernel: kernels_cu/group_runs.cu."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from .. import runtime
+from ..arrays import Array
+from ..layouts import cdiv
+from ..runtime import Kernel, Variant, workspace
+from . import checks
+
+#: RowGroups of kernels_cu/include/groups.cuh.
+ROW_GROUPS = "3PPqPI0q3q2IP"
+
+_KERNEL = Kernel("group_runs", "group_find_runs", ROW_GROUPS + "Pq2I")
+_THREADS = 256
+_RUN_WORDS = 16                 # of a RowRun
+_FEWEST = 64                    # runs that a workspace has room for
+_MANY = 8                       # blocks per multiprocessor for which a launch of its own pays
+
+
+class GroupRuns:
+    """A launch that finds `count` runs of `rows` rows, and where it leaves them (`at`) for the launch that follows on this stream.
+    owner: the array that the workspace belongs to (see `workspace`); groups: the members of RowGroups before `runs`; shifts: of units of
+    which each group's are counted."""
+
+    def __init__(self, x: Array, owner: Array | None, groups: tuple[Any, ...], rows: int, count: int,
+                 shifts: tuple[int, int] = (0, 0)) -> None:
+        room = max(_FEWEST, 1 << (count - 1).bit_length())          # so that not every number has a workspace of its own
+        self._words = workspace(owner, x, "group_runs", _RUN_WORDS * room)
+        self.at = checks.address(self._words)
+        self._variant = _variant(rows)
+        self._grid = cdiv(count, _THREADS // 32)
+        self._members = (*groups, 0, self.at, count, *shifts)
+
+    def run(self, x: Array) -> None:
+        self._variant.launch(x, self._grid, *self._members)
+
+
+def pays(x: Array, grid: int) -> bool:
+    """Whether a launch of so many blocks gains more than one more launch costs. (The CPU executor takes both ways, for what tests see.)"""
+    return grid > (_MANY if isinstance(x, np.ndarray) else _MANY * runtime.multiprocessors(x.data.device_id))
+
+
+@functools.cache
+def _variant(rows: int) -> Variant:
+    return _KERNEL.variant(block=_THREADS, RUN_ROWS=rows)
+
+
+def variants(rows: Iterator[int]) -> Iterator[Variant]:
+    """Every variant for tiles of so many rows."""
+    for each in dict.fromkeys(rows):
+        yield _variant(each)
