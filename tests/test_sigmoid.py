@@ -16,7 +16,7 @@ from cupy_fp8.reference import numerics
 from cupy_fp8.runtime import sources
 from cupy_fp8.testing import assert_bytes_equal
 
-EXP_OF_MINUS, SIGMOID, SIGMOIDS, RECIPROCAL = range(4)
+EXP_OF_MINUS, SIGMOID, SIGMOIDS, RECIPROCAL, RECIPROCAL_FROM_ONE = range(5)
 SOURCE = Path(__file__).parent / "planted" / "sigmoid.cu"
 F32 = np.float32
 SPECIAL = np.array([0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 2.0**-126, 1, -1, 86.99999, 87, -87, 87.00001, 87.33654, -87.33654,
@@ -151,6 +151,14 @@ def test_reciprocals(run):
     for exponent in (127, 128, 150, 252):
         d = floats(np.arange(0, 1 << 23) + (exponent << 23))
         assert_bytes_equal(run(RECIPROCAL, d), numerics.div(F32(1), d))
+
+
+def test_reciprocals_that_are_subnormal(run):
+    """All from 2^126 on, a quarter of which are ties but for a remainder, and the ends of the range."""
+    d = floats(np.arange(0x7E7FFFF0, 0x7F800000))
+    assert_bytes_equal(run(RECIPROCAL_FROM_ONE, d), numerics.div(F32(1), d))
+    ends = np.array([1, 1 + 2.0**-23, 2 - 2.0**-23, 3, 2.0**125, np.inf, np.nan, np.nan], F32)
+    assert_bytes_equal(one_nan(run(RECIPROCAL_FROM_ONE, ends)), one_nan(numerics.div(F32(1), ends)))
 
 
 def exactly(a: float, b: float, c: float) -> np.float32:

@@ -405,6 +405,30 @@ def test_vectors_of_any_strides(run):
     testing.assert_bytes_equal(q.data, fp8.swiglu_quantize(x, MX, probs=probs[:, 1].copy(), bias=bias[::2].copy()).data)
 
 
+@pytest.mark.parametrize(("shape", "plain"), [((21, 512), (True, True)), ((130, 48), (True, False)), ((9, 36), (False, False))])
+def test_programs_agree(run, recipe, monkeypatch, shape, plain):
+    """Calls without options have programs of their own; a clamp beyond all values asks for the same of the others. Gradients have them
+    where H is a multiple of a tile's columns."""
+    from cupy_fp8.ops import swiglu as op
+
+    how, options = recipe
+    launched = []
+    for plan in set(op._PLANS.values()):
+        def launch(self, x, is_plain, *rest, _launch=plan.launch):
+            launched.append(is_plain)
+            return _launch(self, x, is_plain, *rest)
+
+        monkeypatch.setattr(plan, "launch", launch)
+    x, grad = run.array(normal(shape, bfloat16)), run.array(normal((shape[0], shape[1] // 2), bfloat16, seed=1))
+    probs = run.array(normal(shape[:1], seed=2))
+    forward = [fp8.swiglu_quantize(x, how, columnwise=True, probs=probs, clamp=c, **options) for c in (None, 1e30)]
+    backward = [fp8.swiglu_backward_quantize(grad, x, how, columnwise=True, probs=probs, clamp=c, **options) for c in (None, 1e30)]
+    assert run.name == "reference" or launched == [plain[0], False, plain[1], False]
+    assert_same(run.numpy(forward[0]), run.numpy(forward[1]))
+    assert_same(run.numpy(backward[0][0]), run.numpy(backward[1][0]))
+    assert_bytes_equal(run.numpy(backward[0][1]), run.numpy(backward[1][1]))
+
+
 X = np.ones((8, 32), float32)
 OUT = MX.empty((8, 16), like=X)
 

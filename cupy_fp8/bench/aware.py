@@ -57,10 +57,11 @@ def _cut(a: Array, start: int, size: int, first: int, columns: int) -> np.ndarra
     return asnumpy(bits(a)[start:start + size, first:first + columns].copy()).view(a.dtype)
 
 
-def _transpose(shape: tuple[int, int], dtype: np.dtype[Any], block: int, experts: int | None, target: str) -> Any:
+def _transpose(shape: tuple[int, int], dtype: np.dtype[Any], block: int, experts: int | None, target: str, multiple: int = 1) -> Any:
+    """multiple: of which the sizes of experts are."""
     def make() -> Any:
         q = _rows(shape, dtype, block)
-        host = None if experts is None else sizes(shape[0], experts, 0)
+        host = None if experts is None else sizes(shape[0] // multiple, experts, 0) * multiple
         splits = None if host is None else backend.cupy().asarray(host)
         out = scaling_aware_transpose(q, splits=splits, target=target)
         return (lambda: scaling_aware_transpose(q, splits=splits, target=target, out=out)), lambda: _check(q, out, host, target)
@@ -94,6 +95,9 @@ def _all() -> Iterator[Spec]:
             yield spec(f"e4m3 {target}", shape, _transpose(shape, float8_e4m3fn, 128, None, target))
             for experts in _EXPERTS:
                 yield spec(f"e4m3 {target}, {experts} uneven experts", shape, _transpose(shape, float8_e4m3fn, 128, experts, target))
+        for experts in _EXPERTS[1:]:
+            yield spec(f"e4m3 column, {experts} uneven experts, multiples of 16", shape,
+                       _transpose(shape, float8_e4m3fn, 128, experts, "column", 16))
         yield spec("dequantise, transpose, requantise", shape, _baseline(shape))
     for target in TARGETS:
         for dtype, block in ((float8_e5m2, 128), (float8_e4m3fn, 32)):

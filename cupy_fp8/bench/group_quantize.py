@@ -56,7 +56,8 @@ def _quantize(shape: tuple[int, int], groups: int, division: str, columnwise: bo
 
 def _all() -> Iterator[Spec]:
     for rows, columns in ((64 * 2048, 5120), (64 * 4096, 7168)):
-        for label, division, both in (("both", "even", True), ("both, ragged", "ragged", True), ("row", "even", False)):
+        for label, division, both in (("both", "even", True), ("both, ragged", "ragged", True),
+                                      ("both, ragged in multiples of 16", "aligned", True), ("row", "even", False)):
             yield Spec("group_quantize", f"bf16→e4m3 {label}, 64 groups", (rows, columns), rows * columns * (4 if both else 3),
                        _quantize((rows, columns), 64, division, both))
         for label, both in (("both", True), ("row", False)):
@@ -131,6 +132,8 @@ def _all_in_blocks() -> Iterator[Spec]:
             yield Spec("group_quantize", f"bf16→e4m3 {label} {'both' if both else 'row'}, ragged, 64 groups", (rows, columns),
                        int(rows * columns * (2 + directions * (1 + scales))),
                        _in_blocks((rows, columns), 64, "ragged", recipe, both))
+        yield Spec("group_quantize", "bf16→e4m3 1×128 both, ragged in multiples of 16, 64 groups", (rows, columns),
+                   int(rows * columns * (2 + 2 * (1 + 4 / 128))), _in_blocks((rows, columns), 64, "aligned", BlockScaling(), True))
 
 
 SPECS: tuple[Spec, ...] = (*_all(), *_all_in_blocks(), *_all_padded())

@@ -35,6 +35,12 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
 _SHAPES = ((1, 2), (1, 6), (5, 2), (0, 8), (5, 0), (0, 0), (3, 74), (16, 16), (128, 256), (130, 514), (144, 272), (129, 264), (1, 1280),
            (300, 16))
 _ALIGNED = (144, 528)                           # wide accesses, and tails of the tile
+#: Of gradients wide accesses with halves of whole tiles (the `plain` programs): rows that end with a patch of the tile, or within one.
+_HALVES = ((150, 512), (16, 256))
+_SCALES: tuple[Any, ...] = (
+    *(BlockScaling(block, scale_layout=layout) for block, layout in product(((1, 128), (1, 64), (1, 32)), BLOCK_SCALE_LAYOUTS)),
+    *(MXScaling(mode=mode, profile=profile, scale_layout=layout)
+      for mode, profile, layout in product(MX_MODES[:1], MX_PROFILES, MX_SCALE_LAYOUTS)))
 
 
 def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -73,15 +79,18 @@ def _backward_cases() -> Iterator[Case]:
     weighted = {"probs": "normal"}
     # First, for whoever takes only a few: every kernel, on a few blocks.
     for recipe in _RECIPES:
-        yield case(bfloat16, (144, 208), "normal", **recipe, **weighted, **_BOTH)
+        yield case(bfloat16, (50, 512), "normal", **recipe, **weighted, **_BOTH)
     yield case(bfloat16, (130, 30), "normal", recipe=BlockScaling(profile="vllm"), **weighted, **_BOTH)
     yield case(float32, (40, 264), "normal", recipe=MXScaling(scale_layout="swizzled"), **_OPTIONS[-1], **_BOTH)
+    for recipe in _RECIPES:
+        yield case(bfloat16, (144, 208), "normal", **recipe, **weighted, **_BOTH)
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
-        for kind, shape in (("bits", _ALIGNED), ("edges", (67, 202))):
+        for kind, shape, weights in (("bits", _ALIGNED, {}), ("edges", (67, 202), {}), ("bits", _HALVES[0], weighted),
+                                     ("edges", _HALVES[1], {})):
             for how in (DelayedScaling(to), CurrentScaling(to, 1e-3, True), BlockScaling(dtype=to), BlockScaling(dtype=to, profile="vllm"),
                         MXScaling(to)):
                 scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
-                yield case(dtype, shape, kind, recipe=how, **scale, **_BOTH)
+                yield case(dtype, shape, kind, recipe=how, **scale, **weights, **_BOTH)
     for i, (dtype, options) in enumerate(product(INPUT_DTYPES, _OPTIONS)):          # recipes take turns
         yield case(dtype, (24, 80), "edges", **_RECIPES[i % 4], **options)
         yield case(dtype, (37, 54), "normal", **_RECIPES[(i + 1) % 4], **options, **_BOTH)
@@ -93,8 +102,20 @@ def _backward_cases() -> Iterator[Case]:
     for i, shape in enumerate(_SHAPES):
         yield case(bfloat16, shape, "normal", **_RECIPES[i % 4], **weighted, **_BOTH)
         yield case(bfloat16, shape, "normal", **_RECIPES[(i + 1) % 4], **weighted, interleaved=True, **_BOTH)
+    for recipe in _RECIPES:
+        for directions in DIRECTIONS[:3]:
+            for kind in ("normal", "edges"):
+                yield case(bfloat16, _HALVES[0], "normal", **recipe, probs=kind, **directions)
+            yield case(bfloat16, _HALVES[0], "normal", **recipe, **directions)
+        yield case(float32, (21, 768), "normal", **recipe, **weighted)
+        for options in _OPTIONS[2:]:                                                # the other program
+            yield case(bfloat16, _HALVES[1], "normal", **recipe, **options, **_BOTH)
+    for scaling in _SCALES:
+        yield case(bfloat16, (133, 256), "normal", recipe=scaling, **_BOTH)
+        yield case(bfloat16, (37, 512), recipe=scaling, **weighted)
     for interleaved in (False, True):                                               # sums of many tiles
         yield case(bfloat16, (3, 2 * 3000), "normal", **_DELAYED, **weighted, interleaved=interleaved)
+        yield case(bfloat16, (9, 2 * 3072), "normal", **_DELAYED, **weighted, interleaved=interleaved)
 
 
 def _cases() -> Iterator[Case]:
@@ -120,6 +141,8 @@ def _cases() -> Iterator[Case]:
             yield case(bfloat16, (40, 48), "normal", **recipe, **options, **_BOTH)
         for directions in DIRECTIONS[:3]:
             yield case(bfloat16, _ALIGNED, "normal", **recipe, **directions)
+            yield case(float32, (150, 272), "edges", **recipe, **directions, probs="edges")
+            yield case(bfloat16, (133, 272), "edges", **recipe, **directions, probs="edges")
             for layout in ("offset", "strided"):
                 yield case(float16, (48, 64), "normal", layout, **recipe, **directions)
         for shape in _SHAPES:

@@ -26,7 +26,8 @@ _ROWS = 128                                 # of a tile
 _COLUMNS = 128                              # of a tile
 #: Threads of a block, a warp for every 16 columns; bytes of the two tiles (kAhead + 1) that it keeps.
 _THREADS, _SHARED = 2 * _COLUMNS, 2 * (_ROWS * _COLUMNS + 16)
-_MOST_TILES = 8                             # that a block of threads works on, one after the other
+_MOST_TILES = 3                             # that a block of threads works on, one after the other
+_MOST_TILES_OF_SMALL_EXPERTS = 8
 _BLOCKS_PER_MULTIPROCESSOR = 8              # at least, before a block gets more of them
 #: The blocks along rows that become blocks along columns, and the dtype of their scales.
 _BLOCKS = {(1, 128): float32, (1, 32): float8_e8m0fnu}
@@ -258,7 +259,7 @@ class _Plan:
         strips = cdiv(columns, _COLUMNS)
         if groups is not None:
             strips = max(1, strips)                          # even an empty array's sizes are looked at
-        run = _run(source.data, down * strips)
+        run = _run(source.data, down * strips, rows, groups)
         self.grid = down * strips and checks.grid_size(cdiv(down * strips, run), source.s.shape)
         self.variant = _variant(source.data.dtype, source.block, target, aligned)
         row_at = 0 if source.row_shape(groups) is None or out.rowwise is None else checks.address(out.rowwise.scale_inv)
@@ -329,12 +330,14 @@ def _is_same(a: Array, b: Array) -> bool:
         a.size == 0 or checks.address(a) == checks.address(b))
 
 
-def _run(x: Array, count: int) -> int:
-    """Tiles for each block of threads."""
+def _run(x: Array, count: int, rows: int, groups: int | None) -> int:
+    """Tiles for each block of threads: few, of which the last ones leave little of a GPU idle, but more where experts are small and finding
+    one's place among them takes longer."""
     if isinstance(x, np.ndarray):
         return 3                            # the CPU executor: enough for every way in which one tile follows another
     blocks = _BLOCKS_PER_MULTIPROCESSOR * runtime.multiprocessors(x.data.device_id)
-    return max(1, min(_MOST_TILES, count // blocks))
+    most = _MOST_TILES if groups is None or rows >= 4 * _ROWS * groups else _MOST_TILES_OF_SMALL_EXPERTS
+    return max(1, min(most, count // blocks))
 
 
 @functools.cache

@@ -37,6 +37,8 @@ _CAST = Kernel("swiglu", "swiglu_cast", _GATE + "8P3f2I")
 _BLOCK = Kernel("swiglu", "swiglu_block", _GATE + "2PP5qP5q4f3I2I")
 _MX = Kernel("swiglu", "swiglu_mx", _GATE + "2PP3qP3qfIiI")
 _TILE = tiles.SMALL
+_ASIDE = 10 * 4 * 8 * _TILE.block    # bytes of shared memory: of every patch two rows of da and the eight of db (Aside in swiglu.cu)
+_LEAST_SHARED = 16           # where no column-wise data are written: an array of no bytes has no address on the CPU
 _CLAMPED, _GPT_OSS, _INTERLEAVED, _WIDE = 1, 2, 4, 8
 _WORDS, _SCALE_OFFSET = 4, 8        # of workspace: the amax so far, blocks that have finished, and the scale of current scaling
 
@@ -247,7 +249,9 @@ def _quantize(x: Array, grad: Array | None, recipe: Any, o: _Options, noop: Arra
         flags |= _WIDE
     alpha = float(ALPHA) if o.form == "gpt_oss" else 1.0
     gate = (at, grad_at, bias_at, probs_at, noop_at, sums_at, rows, plan.columns, limit, -limit, alpha, flags)
-    plan.launch(x, gate, target, scale_at, scale_value, amax_at, out._any.scale_inv if given else None)
+    # What most calls are has kernels of its own (kernels_cu/include/gate_rows.cuh).
+    plain = flags == _WIDE and bias is None and (grad is None or half % _TILE.columns == 0)
+    plan.launch(x, plain, gate, target, scale_at, scale_value, amax_at, out._any.scale_inv if given else None)
     if column_sums is not None:
         column_sums.finish(x, _TILE.columns, noop_at)
     return out, dprobs
@@ -258,16 +262,20 @@ class _Plan:
 
     kind: str
     forms: dict[str, Form]
-    variant: Variant
 
     def __init__(self, shape: tuple[int, int], source: np.dtype[Any], recipe: Any, rowwise: bool, columnwise: bool, backward: bool) -> None:
         self.rows, self.columns = self.shape = shape
         self.backward = int(backward)
         self.source, self.recipe, self.rowwise, self.columnwise = source, recipe, rowwise, columnwise
 
+    def variant(self, plain: int) -> Variant:
+        raise NotImplementedError
+
     @functools.cached_property
-    def grid(self) -> int:
-        return tiles.grid(self.shape, _TILE)
+    def programs(self) -> tuple[tuple[Variant, int], tuple[Variant, int]]:
+        """(variant, blocks) of every call, and of plain ones: of gradients these write the tiles of da and of db at once."""
+        once = self.rows, self.columns // (1 + self.backward)
+        return (self.variant(0), tiles.grid(self.shape, _TILE)), (self.variant(1), tiles.grid(once, _TILE))
 
     def empty(self, x: Array) -> Quantized:
         raise NotImplementedError
@@ -278,7 +286,7 @@ class _Plan:
             raise ValueError("scale, amax: belong to per-tensor recipes; blocks take their scales from their own elements")
         return 0, 0.0
 
-    def launch(self, x: Array, gate: tuple[Any, ...], to: _Target, scale_at: int, scale_value: float, amax_at: int,
+    def launch(self, x: Array, plain: bool, gate: tuple[Any, ...], to: _Target, scale_at: int, scale_value: float, amax_at: int,
                owner: Array | None) -> None:
         raise NotImplementedError
 
@@ -293,9 +301,8 @@ class _PerTensor(_Plan):
                       for name, wanted in (("rowwise", self.rowwise), ("columnwise", self.columnwise)) if wanted}
         self.current = isinstance(self.recipe, CurrentScaling)
 
-    @functools.cached_property
-    def variant(self) -> Variant:       # type: ignore[override]
-        return _variant(_CAST, self.source, self.recipe.dtype, self.backward)
+    def variant(self, plain: int) -> Variant:
+        return _variant(_CAST, self.source, self.recipe.dtype, self.backward, plain)
 
     def empty(self, x: Array) -> Quantized:
         return empty_per_tensor(empty_beside(x, (1,), float32), self.shape, self.recipe.dtype, self.rowwise, self.columnwise)
@@ -309,17 +316,19 @@ class _PerTensor(_Plan):
             raise ValueError("scale: delayed scaling needs the scale that earlier steps determined, got None")
         return checks.scalar_or_one_f32(scale, x, xp, "scale")
 
-    def launch(self, x: Array, gate: tuple[Any, ...], to: _Target, scale_at: int, scale_value: float, amax_at: int,
+    def launch(self, x: Array, plain: bool, gate: tuple[Any, ...], to: _Target, scale_at: int, scale_value: float, amax_at: int,
                owner: Array | None) -> None:
+        variant, grid = self.programs[plain]
         if self.current:
             words = workspace(owner, x, "swiglu", _WORDS)
             found = checks.address(words)
             scale_at = found + _SCALE_OFFSET
             rule = scale_target(self.recipe.dtype, 0), self.recipe.eps, int(self.recipe.pow2_scale)
-            self.variant.launch(x, self.grid, *gate, 0, 0, 0, 0, 0, amax_at, found, scale_at, 1.0, *rule, 0)
+            variant.launch(x, grid, *gate, 0, 0, 0, 0, 0, amax_at, found, scale_at, 1.0, *rule, 0,
+                           shared=_LEAST_SHARED)
             amax_at = 0
-        self.variant.launch(x, self.grid, *gate, to.data, to.data_t, scale_at, to.scale_inv, to.scale_inv_t, amax_at, 0, 0, scale_value,
-                            0.0, 0.0, 0, to.vector)
+        variant.launch(x, grid, *gate, to.data, to.data_t, scale_at, to.scale_inv, to.scale_inv_t, amax_at, 0, 0, scale_value, 0.0, 0.0, 0,
+                       to.vector, shared=None if self.columnwise else _LEAST_SHARED)
 
 
 class _Blocks(_Plan):
@@ -336,18 +345,18 @@ class _Blocks(_Plan):
         (fast, slow), _ = plan.tile_launch(list(self.forms))
         self.fast, self.slow, self.members = fast.strides, slow.strides, (*plan.rule, r.block[1] // 32)
 
-    @functools.cached_property
-    def variant(self) -> Variant:       # type: ignore[override]
-        return _variant(_BLOCK, self.source, self.recipe.dtype, self.backward, int(self.divide))
+    def variant(self, plain: int) -> Variant:
+        return _variant(_BLOCK, self.source, self.recipe.dtype, self.backward, plain, int(self.divide))
 
     def empty(self, x: Array) -> Quantized:
         return empty_blocks(self.forms, functools.partial(empty_beside, x))
 
-    def launch(self, x: Array, gate: tuple[Any, ...], to: _Target, scale_at: int, scale_value: float, amax_at: int,
+    def launch(self, x: Array, plain: bool, gate: tuple[Any, ...], to: _Target, scale_at: int, scale_value: float, amax_at: int,
                owner: Array | None) -> None:
         if x.size:
-            self.variant.launch(x, self.grid, *gate, to.data, to.data_t, to.scale_inv, *self.fast, to.scale_inv_t, *self.slow,
-                                *self.members, to.vector)
+            variant, grid = self.programs[plain]
+            variant.launch(x, grid, *gate, to.data, to.data_t, to.scale_inv, *self.fast, to.scale_inv_t, *self.slow, *self.members,
+                           to.vector, shared=None if self.columnwise else _LEAST_SHARED)
 
 
 class _Mx(_Plan):
@@ -364,18 +373,18 @@ class _Mx(_Plan):
         self.fast, self.slow = (side.strides for side in plan.sides)
         self.members = plan.members[3:7]
 
-    @functools.cached_property
-    def variant(self) -> Variant:       # type: ignore[override]
-        return _variant(_MX, self.source, self.recipe.dtype, self.backward)
+    def variant(self, plain: int) -> Variant:
+        return _variant(_MX, self.source, self.recipe.dtype, self.backward, plain)
 
     def empty(self, x: Array) -> Quantized:
         return empty_mx(self.forms, self.recipe.block, functools.partial(empty_beside, x))
 
-    def launch(self, x: Array, gate: tuple[Any, ...], to: _Target, scale_at: int, scale_value: float, amax_at: int,
+    def launch(self, x: Array, plain: bool, gate: tuple[Any, ...], to: _Target, scale_at: int, scale_value: float, amax_at: int,
                owner: Array | None) -> None:
         if x.size:
-            self.variant.launch(x, self.grid, *gate, to.data, to.data_t, to.scale_inv, *self.fast, to.scale_inv_t, *self.slow,
-                                *self.members)
+            variant, grid = self.programs[plain]
+            variant.launch(x, grid, *gate, to.data, to.data_t, to.scale_inv, *self.fast, to.scale_inv_t, *self.slow, *self.members,
+                           shared=None if self.columnwise else _LEAST_SHARED)
 
 
 _PLANS: dict[type, type[_Plan]] = {DelayedScaling: _PerTensor, CurrentScaling: _PerTensor, BlockScaling: _Blocks, MXScaling: _Mx}
@@ -457,17 +466,19 @@ def _limit(clamp: Any) -> float:
 
 
 @functools.cache
-def _variant(kernel: Kernel, source: np.dtype[Any], to: np.dtype[Any], backward: int, divide: int = 0) -> Variant:
-    types: dict[str, Any] = {"IN": FORMATS[source].tag, "OUT": FORMATS[to].tag, "BACKWARD": backward}
+def _variant(kernel: Kernel, source: np.dtype[Any], to: np.dtype[Any], backward: int, plain: int, divide: int = 0) -> Variant:
+    types: dict[str, Any] = {"IN": FORMATS[source].tag, "OUT": FORMATS[to].tag, "BACKWARD": backward, "PLAIN": plain}
     if kernel is _BLOCK:
         types["DIVIDE"] = divide
-    return kernel.variant(block=_TILE.block, shared=0 if kernel is _MX else _TILE.shared, **types)
+    both = backward and plain                                   # da and db: a tile of each, or rows of f32
+    shared = {_CAST: _TILE.shared * (1 + both), _BLOCK: _ASIDE if both else _TILE.shared, _MX: _ASIDE if both else _LEAST_SHARED}[kernel]
+    return kernel.variant(block=_TILE.block, shared=shared, **types)
 
 
 def variants() -> Iterator[Variant]:
     """Every variant that these ops may launch."""
-    for source, to, backward in product(INPUT_DTYPES, FP8_DTYPES, (0, 1)):
-        yield _variant(_CAST, source, to, backward)
+    for source, to, backward, plain in product(INPUT_DTYPES, FP8_DTYPES, (0, 1), (0, 1)):
+        yield _variant(_CAST, source, to, backward, plain)
         for divide in (0, 1):
-            yield _variant(_BLOCK, source, to, backward, divide)
-        yield _variant(_MX, source, to, backward)
+            yield _variant(_BLOCK, source, to, backward, plain, divide)
+        yield _variant(_MX, source, to, backward, plain)

@@ -42,8 +42,23 @@ __device__ __forceinline__ float exp_of_minus(float a) {
     return mul_rn(mul_rn(e.p, power_of_two(half)), power_of_two(n - half));
 }
 
+// 1 / d as div_rn rounds it, of d >= 1 or NaN. A division would be a call, which costs every kernel registers.
+__device__ __forceinline__ float reciprocal_from_one(float d) {
+    if (as_bits(d) < 0x7e800000u) return reciprocal(d);              // 2^126
+    if (as_bits(d) >= 0x7f800000u) return is_nan(d) ? d : 0.0f;
+    // The result in units of 2^-149, at most 2^23 of them, is n but for a last bit; where that is a tie, the remainder decides.
+    const float small = mul_rn(d, as_float(0x1f800000u)), r = reciprocal(small);                // d * 2^-64
+    const i32 remainder = (i32)as_bits(fma_rn(mul_rn(small, -1.0f), r, 1.0f));
+    const float n = mul_rn(r, as_float(0x6a000000u)), shifted = add_rn(n, 8388608.0f);          // * 2^85; + 2^23
+    const u32 rest = as_bits(add_rn(n, mul_rn(add_rn(shifted, -8388608.0f), -1.0f)));
+    u32 units = as_bits(shifted) - as_bits(8388608.0f);
+    if (rest == 0x3f000000u && remainder > 0) units++;               // 0.5 below what it should be
+    if (rest == 0xbf000000u && remainder < 0) units--;
+    return as_float(units);
+}
+
 // sigma(a) of any f32.
-__device__ __forceinline__ float sigmoid(float a) { return div_rn(1.0f, add_rn(1.0f, exp_of_minus(a))); }
+__device__ __forceinline__ float sigmoid(float a) { return reciprocal_from_one(add_rn(1.0f, exp_of_minus(a))); }
 
 // The same of |a| < 87: exp(-a) and its reciprocal are normal numbers, so 2^n goes into the exponent, and a quotient is what rcp.rn itself
 // does there (reciprocal()).
@@ -57,7 +72,7 @@ __device__ __forceinline__ float quick_sigmoid(float a) {
 // registers have no index, and unrolled it would be most of a kernel.
 template <int kCount>
 __device__ __forceinline__ void sigmoids(float (&a)[kCount]) {
-    if (all_below(a, kQuickSigmoid)) {
+    if (__builtin_expect(all_below(a, kQuickSigmoid), 1)) {
 #pragma unroll
         for (float& v : a) v = quick_sigmoid(v);
         return;

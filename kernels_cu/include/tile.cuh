@@ -16,32 +16,38 @@ __device__ __forceinline__ void transpose_4x4(u32 a, u32 b, u32 c, u32 d, u32 (&
 
 // Stores transposed rows of a tile where these do not start at multiples of 16 bytes: 8-byte stores of shifted bytes, single bytes at the
 // ends. to: where source column 0 goes; rows `stride` bytes apart; only the first columns_left source columns and rows_left source rows
-// exist. chunk_at(column, chunk) is the u64 of source rows 8 * chunk and on of a source column.
+// exist. chunk_at(column, chunk) is the u64 of source rows 8 * chunk and on of any source column of the tile.
 template <int kRows, int kThreads, class ChunkAt>
 __device__ __forceinline__ void store_ragged_rows(u8* to, i64 stride, int columns_left, int rows_left, ChunkAt chunk_at) {
-    constexpr int kChunks = kRows / 8, kColumns = kThreads / kChunks;
+    constexpr int kChunks = kRows / 8, kStep = kThreads / kChunks, kInFlight = 4;
     static_assert(kThreads % kChunks == 0, "a thread has the same chunk of every column it takes");
     const auto before_multiple_of_8 = [](const u8* row) { return (int)(-reinterpret_cast<u64>(row) & 7); };
     const int chunk = threadIdx.x % kChunks, next = (chunk + 1) % kChunks;       // of the last one no byte is used
-    u8* row = to + threadIdx.x / kChunks * stride;
 #pragma unroll 1
-    for (int column = threadIdx.x / kChunks; column < columns_left; column += kColumns, row += kColumns * stride) {
-        const int head = before_multiple_of_8(row), first = head + 8 * chunk;
-        if (first + 8 > rows_left) continue;
-        const u64 low = chunk_at(column, chunk), high = chunk_at(column, next);
-        const u32 words[4] = {(u32)low, (u32)(low >> 32), (u32)high, (u32)(high >> 32)};
-        const u32 a = head & 4 ? words[1] : words[0], b = head & 4 ? words[2] : words[1], c = head & 4 ? words[3] : words[2];
-        *reinterpret_cast<uint2*>(row + first) = make_uint2(__funnelshift_r(a, b, head % 4 * 8), __funnelshift_r(b, c, head % 4 * 8));
+    for (int column = threadIdx.x / kChunks; column < columns_left; column += kInFlight * kStep) {
+        u64 low[kInFlight], high[kInFlight];
+#pragma unroll
+        for (int u = 0; u < kInFlight; u++) low[u] = chunk_at(column + u * kStep, chunk), high[u] = chunk_at(column + u * kStep, next);
+        u8* row = to + column * stride;
+#pragma unroll
+        for (int u = 0; u < kInFlight; u++, row += kStep * stride) {
+            const int head = before_multiple_of_8(row), first = head + 8 * chunk;
+            if (column + u * kStep >= columns_left || first + 8 > rows_left) continue;
+            const u32 words[4] = {(u32)low[u], (u32)(low[u] >> 32), (u32)high[u], (u32)(high[u] >> 32)};
+            const u32 a = head & 4 ? words[1] : words[0], b = head & 4 ? words[2] : words[1], c = head & 4 ? words[3] : words[2];
+            *reinterpret_cast<uint2*>(row + first) = make_uint2(__funnelshift_r(a, b, head % 4 * 8), __funnelshift_r(b, c, head % 4 * 8));
+        }
     }
     // Sixteen threads per column, so that a warp writes to few lines: eight for the bytes before the first multiple of 8, eight for those
     // from the last one on.
-#pragma unroll 1
-    for (int i = threadIdx.x; i < columns_left * 16; i += kThreads) {
-        const int column = i / 16, at = i % 8;
-        u8* const end = to + column * stride;
-        const int head = before_multiple_of_8(end), tail = rows_left < head ? rows_left : rows_left - (rows_left - head) % 8;
-        const int r = i & 8 ? tail + at : at;
-        if (r < (i & 8 || rows_left < head ? rows_left : head)) end[r] = (u8)(chunk_at(column, r / 8) >> r % 8 * 8);
+    const int at = threadIdx.x % 8;
+    const bool is_tail = threadIdx.x & 8;
+#pragma unroll 2
+    for (int column = threadIdx.x / 16; column < columns_left; column += kThreads / 16) {
+        u8* const row = to + column * stride;
+        const int head = before_multiple_of_8(row), tail = rows_left < head ? rows_left : rows_left - (rows_left - head) % 8;
+        const int r = is_tail ? tail + at : at, end = is_tail || rows_left < head ? rows_left : head;
+        if (r < end) row[r] = (u8)(chunk_at(column, r / 8) >> r % 8 * 8);
     }
 }
 

@@ -1,5 +1,5 @@
 // Functions of kernels_cu/include/sigmoid.cuh over every float that a test likes (tests/test_sigmoid.py): FUNCTION 0 exp(-a), 1 sigma(a),
-// 2 sigma(a) as eight neighbours get it, 3 the reciprocal.
+// 2 sigma(a) as eight neighbours get it, 3 the reciprocal, 4 that of any number from 1 on.
 #include "sigmoid.cuh"
 
 struct SigmoidParams {
@@ -14,7 +14,8 @@ extern "C" __global__ void sigmoid_of(const __grid_constant__ SigmoidParams p) {
         for (int k = 0; k < 8; k++) a[k] = p.in[i + k];
         if (FUNCTION == 2) sigmoids(a);
         else
-            for (int k = 0; k < 8; k++) a[k] = FUNCTION == 0 ? exp_of_minus(a[k]) : FUNCTION == 1 ? sigmoid(a[k]) : reciprocal(a[k]);
+            for (int k = 0; k < 8; k++) a[k] = FUNCTION == 0 ? exp_of_minus(a[k]) : FUNCTION == 1 ? sigmoid(a[k])
+                                                     : FUNCTION == 3 ? reciprocal(a[k]) : reciprocal_from_one(a[k]);
         for (int k = 0; k < 8; k++) p.out[i + k] = a[k];
     }
 }
