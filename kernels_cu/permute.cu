@@ -7,7 +7,7 @@
 // unpermute_backward grad [tokens, columns], y -> grad_y[row] = narrow(fl(grad[t] * prob)), 0 where nobody is; dprobs[t, k] = the sum of
 //                    fl(grad[t] * y[row]) over the columns by the fixed tree.
 //
-// permute reads a token once and stores it topk times: a block takes whole tokens of up to 16 KB (or a part of a longer one), each thread
+// permute reads a token once and stores it topk times: a block takes whole tokens of up to 8 KB (or a part of a longer one), each thread
 // four 16-byte loads in flight, and with them the rows of eight slots. Scales are the work of blocks behind those of data.
 // unpermute: a block sorts its tokens' routes in shared memory, then each thread has the same columns of eight rows in flight.
 // unpermute_backward: a block takes a token, keeps up to 1024 chunks of it in registers and goes through its rows; a chunk of the next row

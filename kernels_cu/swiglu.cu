@@ -9,7 +9,7 @@
 // known.
 //
 // PLAIN 1: the calls that include/gate_rows.cuh has; of gradients a block then writes two tiles, that of da and that of db. What needs no
-// more than a row (one scale; row-wise blocks) is finished with it. PLAIN 0: every call, what it wants is told at run time; it loads all it
+// more than a row (one scale; row-wise blocks alone, which are PLAIN 2) is finished with it. PLAIN 0: every call, what it wants is told at run time; it loads all it
 // needs of x (256 bytes of 16-bit formats) before it computes.
 //
 // swiglu_cast   one scale; column-wise data transposed. To find current scaling's scale first: the amax of all blocks, and from the last
@@ -39,11 +39,14 @@ constexpr int kBlocks = (PLAIN || sizeof(IN::storage) == 4) && BACKWARD ? 1 : 2;
 #else
 constexpr int kBlocks = sizeof(IN::storage) == 2 || !BACKWARD ? 2 : 1;
 #endif
-// PLAIN swiglu_cast keeps only codes of four rows: it takes no more registers than these blocks leave.
-#ifndef SWIGLU_CAST_BLOCKS
-#define SWIGLU_CAST_BLOCKS (BACKWARD ? 2 : 3)
+// PLAIN swiglu_cast keeps only codes of four rows, and PLAIN 2 four lines: they take no more registers than these blocks leave. On an H200
+// more blocks are faster than more rows on their way (docs/performance.md).
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && __CUDACC_VER_MAJOR__ >= 13
+constexpr int kCastBlocks = !PLAIN ? kBlocks : BACKWARD ? 2 : sizeof(IN::storage) == 2 ? 4 : 3;
+constexpr int kLineBlocks = PLAIN == 2 && sizeof(IN::storage) == 2 && !BACKWARD ? 3 : kBlocks;
+#else
+constexpr int kCastBlocks = !PLAIN ? kBlocks : BACKWARD ? 2 : 3, kLineBlocks = kBlocks;
 #endif
-constexpr int kCastBlocks = PLAIN ? SWIGLU_CAST_BLOCKS : kBlocks;
 constexpr int kRun = 32, kRuns = Tile::kColumns / kRun;              // of elements along a row; the smallest block
 
 // Row r of the patch, stored as y is.
@@ -145,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCastBlocks) swiglu_cast(
     const Place place(g, at);
     RowStore store(g, place, p.data);
     constexpr int kRows = 4;
-    Rows<kRows, SWIGLU_AHEAD, false> rows(g, place);
+    Rows<kRows, kRowsAhead, false> rows(g, place);
 #pragma unroll 1
     for (int group = 0; group < 8 / kRows; group++) {
         Chunk<OUT, 8> lines[kParts][kRows];
@@ -312,7 +315,7 @@ private:
 template <bool kZeros>
 __device__ __forceinline__ void compute_patch(const Gate& g, const Place& place, const Aside& aside, float (&y)[8][8]) {
     constexpr int kRows = 4;
-    Rows<kRows, SWIGLU_AHEAD_KEPT, kZeros> rows(g, place);
+    Rows<kRows, kRowsAheadKept, kZeros> rows(g, place);
 #pragma unroll
     for (int group = 0; group < 8 / kRows; group++) {
         rows.each(g, place, group, [&](int r, const float(&values)[kParts][8]) {
@@ -334,7 +337,7 @@ __device__ __forceinline__ void each_lines(const Gate& g, const TilePosition& at
     constexpr int kRows = 4 / kParts;
     const Place place(g, at);
     RowStore store(g, place, data);
-    Rows<kRows, SWIGLU_AHEAD, false> rows(g, place);
+    Rows<kRows, kRowsAhead, false> rows(g, place);
 #pragma unroll 1
     for (int first = 0; first < 8; first += kRows) {
         float y[4][8];
@@ -368,10 +371,12 @@ __device__ __forceinline__ void store_column_tops(u32* tops, const u32 (&column)
 }
 __device__ __forceinline__ u32 column_top(const u32* tops, int first, int patches, int column) {
     u32 top = 0;
-    for (int i = first; i < first + patches; i++) {
-        const u32 other = tops[i * Tile::kColumns + column];
-        top = other > top ? other : top;
-    }
+    for (int i = first; i < first + patches; i += kRun / 8)          // whole runs: their loads wait together
+#pragma unroll
+        for (int u = 0; u < kRun / 8; u++) {
+            const u32 other = tops[(i + u) * Tile::kColumns + column];
+            top = other > top ? other : top;
+        }
     return top;
 }
 
@@ -466,17 +471,17 @@ __device__ __forceinline__ void quantise_columns(const SwigluBlockParams& p, con
     store_transposed(g, at, tile, p.data_t, p.vector);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) swiglu_block(const __grid_constant__ SwigluBlockParams p) {
-    extern __shared__ __align__(16) u8 shared[];
-    __shared__ __align__(16) u32 tops[Tile::kRowPatches * Tile::kColumns];
+extern "C" __global__ void __launch_bounds__(kThreads, kLineBlocks) swiglu_block(const __grid_constant__ SwigluBlockParams p) {
     const Gate& g = p.gate;
     if (is_set(g.noop)) return;
+#if PLAIN == 2
+    const auto at = position(g, blockIdx.x);
+    each_lines(g, at, p.data, BlockLines(p, at, Lines{0, 0, true}));
+#else
+    extern __shared__ __align__(16) u8 shared[];
+    __shared__ __align__(16) u32 tops[Tile::kRowPatches * Tile::kColumns];
 #if PLAIN
     const auto at = position(g, blockIdx.x);
-    if (!p.data_t) {
-        each_lines(g, at, p.data, BlockLines(p, at, Lines{0, 0, true}));
-        return;
-    }
     const Aside aside{shared};                                       // da's rows where the tile will be
     static_assert(Aside::kOfDa * Aside::kRow == Tile::kRows * Tile::kColumns, "no more of da, no db");
     float y[8][8];
@@ -533,6 +538,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) swiglu_block(con
         }
     }
     if (p.data_t) quantise_columns(p, at, y, tops, Tile{shared});
+#endif
 #endif
 }
 #endif
@@ -637,21 +643,22 @@ struct MxLines {
 };
 #endif
 
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) swiglu_mx(const __grid_constant__ SwigluMxParams p) {
-    __shared__ __align__(16) u32 tops[Tile::kRowPatches * Tile::kColumns];
-    __shared__ __align__(16) u8 of_columns[kRuns * Tile::kColumns];      // a line per 32 rows
+extern "C" __global__ void __launch_bounds__(kThreads, kLineBlocks) swiglu_mx(const __grid_constant__ SwigluMxParams p) {
     const Gate& g = p.gate;
     if (is_set(g.noop)) return;
 #if PLAIN
-    extern __shared__ __align__(16) u8 shared[];
     __shared__ __align__(16) u8 of_rows[kParts][Tile::kRows * kRuns];                        // a word per row
     const auto at = position(g, blockIdx.x);
-    if (!p.slow_data) {
-        each_lines(g, at, p.data, MxLines(p, at, Lines{0, 0, true}, of_rows[0]));
-        __syncthreads();                                             // of_rows is other warps' below
-        for (int part = 0; part < kParts; part++) store_scales(p, moved(at, part * g.half()), of_rows[part], of_columns);
-        return;
-    }
+#endif
+#if PLAIN == 2
+    each_lines(g, at, p.data, MxLines(p, at, Lines{0, 0, true}, of_rows[0]));
+    __syncthreads();                                                 // of_rows is other warps' below
+    for (int part = 0; part < kParts; part++) store_scales(p, moved(at, part * g.half()), of_rows[part], nullptr);
+#else
+    __shared__ __align__(16) u32 tops[Tile::kRowPatches * Tile::kColumns];
+    __shared__ __align__(16) u8 of_columns[kRuns * Tile::kColumns];      // a line per 32 rows
+#if PLAIN
+    extern __shared__ __align__(16) u8 shared[];
     const Aside aside{shared};
     float y[8][8];
     compute_patch<true>(g, Place(g, at), aside, y);
@@ -699,6 +706,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) swiglu_mx(const 
     if (p.slow_data) quantise_columns(p, at, place, y, tops, of_columns);
     else __syncthreads();                                            // of_rows is other warps' below
     store_scales(p, at, of_rows, of_columns);
+#endif
 #endif
 }
 #endif

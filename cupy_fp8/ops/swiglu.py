@@ -346,7 +346,7 @@ class _Blocks(_Plan):
         self.fast, self.slow, self.members = fast.strides, slow.strides, (*plan.rule, r.block[1] // 32)
 
     def variant(self, plain: int) -> Variant:
-        return _variant(_BLOCK, self.source, self.recipe.dtype, self.backward, plain, int(self.divide))
+        return _variant(_BLOCK, self.source, self.recipe.dtype, self.backward, plain and 2 - self.columnwise, int(self.divide))
 
     def empty(self, x: Array) -> Quantized:
         return empty_blocks(self.forms, functools.partial(empty_beside, x))
@@ -374,7 +374,7 @@ class _Mx(_Plan):
         self.members = plan.members[3:7]
 
     def variant(self, plain: int) -> Variant:
-        return _variant(_MX, self.source, self.recipe.dtype, self.backward, plain)
+        return _variant(_MX, self.source, self.recipe.dtype, self.backward, plain and 2 - self.columnwise)
 
     def empty(self, x: Array) -> Quantized:
         return empty_mx(self.forms, self.recipe.block, functools.partial(empty_beside, x))
@@ -470,15 +470,16 @@ def _variant(kernel: Kernel, source: np.dtype[Any], to: np.dtype[Any], backward:
     types: dict[str, Any] = {"IN": FORMATS[source].tag, "OUT": FORMATS[to].tag, "BACKWARD": backward, "PLAIN": plain}
     if kernel is _BLOCK:
         types["DIVIDE"] = divide
-    both = backward and plain                                   # da and db: a tile of each, or rows of f32
+    both = backward and plain == 1                              # da and db: a tile of each, or rows of f32
     shared = {_CAST: _TILE.shared * (1 + both), _BLOCK: _ASIDE if both else _TILE.shared, _MX: _ASIDE if both else _LEAST_SHARED}[kernel]
     return kernel.variant(block=_TILE.block, shared=shared, **types)
 
 
 def variants() -> Iterator[Variant]:
     """Every variant that these ops may launch."""
-    for source, to, backward, plain in product(INPUT_DTYPES, FP8_DTYPES, (0, 1), (0, 1)):
-        yield _variant(_CAST, source, to, backward, plain)
+    for source, to, backward, plain in product(INPUT_DTYPES, FP8_DTYPES, (0, 1), (0, 1, 2)):
+        if plain < 2:
+            yield _variant(_CAST, source, to, backward, plain)
         for divide in (0, 1):
             yield _variant(_BLOCK, source, to, backward, plain, divide)
         yield _variant(_MX, source, to, backward, plain)

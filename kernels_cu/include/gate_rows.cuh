@@ -1,20 +1,16 @@
-// PLAIN 1 of gate.cuh: the call that most make. x = [a | b], no bias, no clamp, the form `swiglu`, rows that allow wide accesses; of
+// PLAIN 1 and 2 of swiglu.cu: the call that most make. x = [a | b], no bias, no clamp, the form `swiglu`, rows that allow wide accesses; of
 // gradients H is a multiple of a tile's columns. Then a tile of y, or of da and that of db, comes from one read and one sigma, by
 // instructions that follow one another. Told at run time these choices were most of the program: an H200 waited for instructions.
 #pragma once
 #include "gate.cuh"
 
 constexpr int kParts = 1 + BACKWARD;                                 // results: y, or da and db
-// How many rows are on their way from memory while one is computed; the same where all of a patch is kept.
-#ifndef SWIGLU_AHEAD
-#define SWIGLU_AHEAD (sizeof(IN::storage) == 2 ? 2 : 1)
-#endif
-#ifndef SWIGLU_AHEAD_KEPT
+// How many rows are on their way from memory while one is computed; and where all of a patch is kept.
 #ifdef ENTRY_swiglu_mx
-#define SWIGLU_AHEAD_KEPT (BACKWARD ? 1 : SWIGLU_AHEAD)             // two take more than 128 registers on sm_100
+constexpr int kRowsAhead = sizeof(IN::storage) == 2 ? 2 : 1;
+constexpr int kRowsAheadKept = BACKWARD ? 1 : kRowsAhead;            // two take more than 128 registers on sm_100
 #else
-#define SWIGLU_AHEAD_KEPT SWIGLU_AHEAD
-#endif
+constexpr int kRowsAhead = sizeof(IN::storage) == 2 && BACKWARD ? 2 : 1, kRowsAheadKept = sizeof(IN::storage) == 2 ? 2 : 1;
 #endif
 
 // What is loaded for a row of a patch.

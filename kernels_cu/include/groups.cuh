@@ -325,10 +325,12 @@ __device__ __forceinline__ bool find_group_tile(const Params& p, Matrix& group, 
     const u32 run = blockIdx.x / p.groups.across, across = blockIdx.x - run * p.groups.across;
     const i64 column = (i64)across * Tile::kColumns;
     if (threadIdx.x < 32) {
+        static_assert(sizeof(Matrix) % sizeof(u32) == 0, "copied by words");
+        for (u32 i = threadIdx.x; i < sizeof(Matrix) / sizeof(u32); i += 32)
+            reinterpret_cast<u32*>(&group)[i] = reinterpret_cast<const u32*>(&p.all)[i];
         if (p.groups.runs) load_run(p.groups, run, found);
         else find_run<Tile::kRows, true, true>(p.groups, run, p.fast.unit_shift, p.slow.unit_shift, found);
         if (threadIdx.x == 0) {
-            group = p.all;
             at = {0, found.run * Tile::kRows, column};
             group.rows = found.rows;
             group.x += found.start;
