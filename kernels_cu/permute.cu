@@ -14,7 +14,7 @@
 // is on its way as soon as this row's is used. 32 neighbouring chunks are a warp's, whose sum by shuffles is a subtree of the fixed
 // tree, as is that of 32 such sums; these meet in a binary counter.
 // permute and unpermute_backward: each block also writes zeros to every gridDim.x-th row if `sources` says that nobody is there, so that
-// all have the same share of these, wherever they are. Nothing is cleared before.
+// all have the same share of these, wherever they are; where these may be many, blocks of their own do. Nothing is cleared before.
 // Rows that allow no 16-byte accesses are moved in words of 4, 2 or 1 bytes, or element by element.
 //
 // A row outside of what there is counts as none. Bytes moved: every row named above once; permute's source once, not once per slot.
@@ -31,6 +31,7 @@ struct Routes {
     i64 tokens, rows;
     u32 topk;
     u32 columns;                 // of probs that are found by expert: the number of experts; 0: they are found by slot
+    u32 clearing;                // the first of the blocks that clear 32 neighbouring rows each; 0: there are none, every block clears some
 
     // The row of a slot, or -1.
     __device__ __forceinline__ i32 row(i64 slot) const {
@@ -64,20 +65,25 @@ __device__ __forceinline__ void clear(u8* to, i64 bytes, u32 step) {
     else clear_pieces<u8>(to, bytes);
 }
 
-// A warp's lanes: rows blockIdx.x, blockIdx.x + gridDim.x, ..., whose number is at most 32: the grid is as large as that takes.
-__device__ __forceinline__ i64 row_to_look_at(u32 lane) { return (i64)lane * gridDim.x + blockIdx.x; }
+// A warp's lanes: 32 neighbours of a block that does nothing else, or rows blockIdx.x, blockIdx.x + gridDim.x, ..., whose number is at most 32:
+// the grid is as large as that takes.
+__device__ __forceinline__ i64 row_to_look_at(const Routes& routes, u32 lane) {
+    if (routes.clearing) return ((i64)blockIdx.x - routes.clearing) * 32 + lane;
+    return (i64)lane * gridDim.x + blockIdx.x;
+}
 // Who is in the lane's: loaded early, looked at late.
 __device__ __forceinline__ i32 load_own_source(const Routes& routes) {
-    const i64 own = row_to_look_at(threadIdx.x % 32);
-    return own < routes.rows ? load_read_only(routes.sources + own) : 0;
+    const i64 own = row_to_look_at(routes, threadIdx.x % 32);
+    return own >= 0 && own < routes.rows ? load_read_only(routes.sources + own) : 0;
 }
 // By a whole block: clear_row(row) for each of these rows that nobody is in.
 template <class Clear>
-__device__ __forceinline__ void clear_unused(i32 own_source, Clear clear_row) {
+__device__ __forceinline__ void clear_unused(const Routes& routes, i32 own_source, Clear clear_row) {
 #ifndef CUPY_FP8_HOST
     asm volatile("" : "+r"(own_source));                             // or the compiler would look at once, and wait for the load
 #endif
-    for (u32 unused = __ballot_sync(~0u, own_source < 0); unused; unused &= unused - 1) clear_row(row_to_look_at(__ffs(unused) - 1));
+    for (u32 unused = __ballot_sync(~0u, own_source < 0); unused; unused &= unused - 1)
+        clear_row(row_to_look_at(routes, __ffs(unused) - 1));
 }
 
 #ifdef ENTRY_permute
@@ -160,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) permute(const __grid_c
             if (row >= 0) p.rows_probs[row] = at < 0 ? 0 : load_read_only(p.probs + at);
         }
     }
-    clear_unused(own_source, [&](i64 row) {
+    clear_unused(p.routes, own_source, [&](i64 row) {
         clear(p.data.to + row * p.data.row_bytes, p.data.row_bytes, p.data.step);
         if (p.scales.to) clear(p.scales.to + row * p.scales.row_bytes, p.scales.row_bytes, p.scales.step);
         if (p.rows_probs && threadIdx.x == 0) p.rows_probs[row] = 0;
@@ -490,7 +496,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) unpermute_backward(con
     __shared__ Shared shared;
     const i32 own_source = load_own_source(p.routes);
     const auto clear_share = [&] {
-        clear_unused(own_source, [&](i64 row) {
+        clear_unused(p.routes, own_source, [&](i64 row) {
             clear(reinterpret_cast<u8*>(p.grad_y + row * p.columns), p.columns * (i64)sizeof(IN::storage), p.step);
         });
     };

@@ -408,8 +408,7 @@ __device__ __forceinline__ float scaled(float v, float by) { return DIVIDE ? div
 // Scales and codes of lines. A block is one to four runs of four lanes; a lane writes the scale of the line that it owns.
 struct BlockLines {
     const SwigluBlockParams& p;
-    float* to;                   // of the scale
-    i64 step;                    // to that of the next group
+    u32 at_scale;                // where it goes, from p.fast.to on: there are fewer than 2^32
     int stored, given;           // the first row of a group from which there is no scale, or one without elements
 
     // lines: of the first group.
@@ -420,15 +419,15 @@ struct BlockLines {
         const i64 block = run >> p.runs / 2;
         const bool has = p.data && !(run & (p.runs - 1)) && block < p.fast.columns;
         stored = has ? left_of(p.fast.rows - row, 8) : 0, given = left_of(p.gate.rows - row, 8);
-        to = p.fast.at(0, row, block), step = lines.rows() * p.fast.row;
+        at_scale = (u32)(row * p.fast.row + block * p.fast.column);
     }
     __device__ __forceinline__ void operator()(const Lines& lines, const float (&y)[4][8], const RowStore& store) {
         u32 top = fold_lines<false>(y);
         if (p.runs > 1) top = larger_bits(top, __shfl_xor_sync(~0u, top, 4));
         if (p.runs > 2) top = larger_bits(top, __shfl_xor_sync(~0u, top, 8));
-        const BlockScale s = p.rule.of(top);
-        if (lines.first < stored) *to = lines.first < given ? s.scale_inv : 0.0f;
-        to += step;
+        const BlockScale s = p.rule.quick_of(top);
+        if (lines.first < stored) as_global(p.fast.to)[at_scale] = lines.first < given ? s.scale_inv : 0.0f;
+        at_scale += (u32)(lines.rows() * p.fast.row);
 #pragma unroll
         for (int line = 0; line < 4; line++) {
             const float by = as_float(__shfl_sync(~0u, as_bits(operand(s)), owner(line)));
@@ -453,7 +452,7 @@ __device__ __forceinline__ void quantise_columns(const SwigluBlockParams& p, con
 #pragma unroll 1
     for (int i = threadIdx.x; i < blocks * Tile::kColumns; i += kThreads) {
         const int b = i / Tile::kColumns, c = i % Tile::kColumns;
-        const BlockScale s = p.rule.of(column_top(tops, b * patches, patches, c));
+        const BlockScale s = p.rule.quick_of(column_top(tops, b * patches, patches, c));
         tops[b * patches * Tile::kColumns + c] = as_bits(operand(s));
         const i64 to_block = at.row / Tile::kRows * blocks + b, to_column = at.column + c;
         if (p.slow.has(to_block, to_column)) *p.slow.at(0, to_block, to_column) = to_column < g.columns ? s.scale_inv : 0.0f;

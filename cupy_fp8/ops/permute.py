@@ -18,7 +18,7 @@ from ..routing import Routing
 from ..runtime import Kernel, Variant, executor_of
 from . import checks, kept
 
-_ROUTES = "3P2q2I"
+_ROUTES = "3P2q3I4x"
 _PERMUTE = Kernel("permute", "permute", f"2Pq6I2Pq6I2P{_ROUTES}")
 _UNPERMUTE = Kernel("permute", "unpermute", f"5P{_ROUTES}q4I")
 _BACKWARD = Kernel("permute", "unpermute_backward", f"5P{_ROUTES}q2I")
@@ -29,7 +29,8 @@ _CHUNKS = 2048              # of results that a block of unpermute takes, at mos
 _MOST_ROUTES = 1024         # that it sorts
 _MOST_TOKENS = 256
 _BLOCKS = 528               # that few tokens are divided among: four for each of an H200's multiprocessors
-_ROWS_TO_CLEAR = 8          # that a block looks at, at most
+_LANES = 32                 # rows that a block looks at for some to clear, at most
+_FEW_UNUSED = 4             # that part of the rows used; more take blocks of their own
 
 #: A run of memory: where, how long, what it is called.
 _Memory = tuple[int, int, str]
@@ -102,9 +103,9 @@ def permute(x: Array | Scaled, routing: Routing, *, probs: Array | None = None, 
     scales = _NOTHING
     if scale_inv is not None and scale_inv.shape[1]:
         scales = _move(scales_at, checks.address(result_scales), scale_inv.shape[1] * scale_inv.dtype.itemsize, routing.tokens)
-    grid = checks.grid_size(max(moves[-1] + scales[-1], cdiv(rows, _ROWS_TO_CLEAR)), data.shape)
+    grid, clearing = _grid(routing, moves[-1] + scales[-1], data.shape)
     kept.launch(routing, key, data, _permute_variant(), grid, (
-        *moves, *scales, probs_at, 0 if rows_probs is None else checks.address(rows_probs), *_routes(routing, columns)))
+        *moves, *scales, probs_at, 0 if rows_probs is None else checks.address(rows_probs), *_routes(routing, columns, clearing)))
     return out
 
 
@@ -219,9 +220,9 @@ def unpermute_backward(grad: Array, y: Array | None, routing: Routing, *, probs:
         return out
     count, to = prod(g.shape[1:]), checks.address(grad_y)
     low_bits = at | y_at | to | count * g.dtype.itemsize
-    grid = checks.grid_size(max(routing.tokens, cdiv(routing.rows, _ROWS_TO_CLEAR)), g.shape)
+    grid, clearing = _grid(routing, routing.tokens, g.shape)
     kept.launch(routing, key, g, _backward_variant(g.dtype), grid, (
-        at, y_at, to, probs_at, checks.address(dprobs), *_routes(routing, columns), count, int(low_bits % 16 == 0),
+        at, y_at, to, probs_at, checks.address(dprobs), *_routes(routing, columns, clearing), count, int(low_bits % 16 == 0),
         _step(to | count * g.dtype.itemsize)))
     return out
 
@@ -387,10 +388,11 @@ def _store(targets: tuple[Any, ...], results: tuple[Any, ...]) -> None:
 
 
 # ---- launches ----
-def _routes(routing: Routing, columns: int) -> tuple[int, ...]:
-    """The struct Routes. columns: of probs found by expert."""
+def _routes(routing: Routing, columns: int, clearing: int = 0) -> tuple[int, ...]:
+    """The struct Routes. columns: of probs found by expert; clearing: the first of the blocks that clear rows, or 0."""
     row_map, sources, *experts = _read(routing)
-    return (row_map[0], sources[0], experts[0][0] if experts else 0, routing.tokens, routing.rows, routing.topk, columns)
+    return (row_map[0], sources[0], experts[0][0] if experts else 0, routing.tokens, routing.rows, routing.topk, columns,
+            clearing)
 
 
 def _step(low_bits: int) -> int:
@@ -410,6 +412,14 @@ class _Plan(NamedTuple):
 def _across(tokens: int, length: int, most: int, least: int) -> int:
     """Blocks that share a row: none takes more than `most` of its length; where tokens are few about `least`, so that blocks are many."""
     return max(1, cdiv(length, most), min(cdiv(length, least), _BLOCKS // max(1, tokens)))
+
+
+def _grid(routing: Routing, blocks: int, shape: tuple[int, ...]) -> tuple[int, int]:
+    """(blocks, the first of those that clear rows) of a launch in which `blocks` move tokens; 0: all clear some."""
+    used = routing.tokens * routing.topk
+    if routing.rows - used > used // _FEW_UNUSED:
+        return checks.grid_size(blocks + cdiv(routing.rows, _LANES), shape), blocks
+    return checks.grid_size(max(blocks, cdiv(routing.rows, _LANES)), shape), 0
 
 
 _NOTHING: tuple[int, ...] = (0, 0, 0, 1, 0, 1, 1, 0, 0)

@@ -15,6 +15,7 @@ struct BlockRule {
     static constexpr u32 kAmaxFirst = 1;                             // q = a / target is scale_inv; otherwise q = target / a is the factor
     static constexpr u32 kGuarded = 2;                               // 1 where a is 0 or Inf; `largest` where target / a overflows
     static constexpr u32 kRoundDown = 4, kRoundUp = 8;               // q to a power of two
+    static constexpr u32 kQuickLeast = 27u << 23, kQuickMost = 227u << 23;       // 2^-100 and 2^100, as bits
     static constexpr u32 kOtherQuotient = 16, kOtherProduct = 32;    // the other number is a / target, a * reciprocal
 
     float target, reciprocal;                                        // the FP8 format's maximum, and fl(1 / it)
@@ -24,6 +25,15 @@ struct BlockRule {
     u32 flags;
 
     __device__ __forceinline__ bool has(u32 flag) const { return flags & flag; }
+
+    // As of(). Where q = target / a is rounded down to a power of two, of numbers that are not extreme, that is the difference of exponents,
+    // one less where a's significand is the larger one: then the quotient is too far below a power of two to be rounded to it.
+    __device__ __forceinline__ BlockScale quick_of(u32 amax_bits) const {
+        const u32 a = amax_bits < as_bits(eps) ? as_bits(eps) : amax_bits;
+        if (flags != (kGuarded | kRoundDown) || a - kQuickLeast >= kQuickMost - kQuickLeast) return of(amax_bits);
+        const u32 factor = ((as_bits(target) - a) & 0xff800000u) + (127u << 23);
+        return {as_float(factor), as_float((254u << 23) - factor)};
+    }
 
     __device__ __forceinline__ BlockScale of(u32 amax_bits) const {
         // Magnitudes order like their bits.
