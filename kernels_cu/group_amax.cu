@@ -4,7 +4,7 @@
 //
 // group_amax_scale  x [rows, columns] -> scale [groups], and amax raised where it is given (null: not), before group_cast_transpose. Every group is
 //                   cut into runs of kRunRows rows, and a run into parts of 64 KB; a block takes one part. Its first warp finds which by a
-//                   scan over the sizes. The block that finishes last writes every scale, those of empty groups too, and leaves the
+//                   scan over the sizes, or group_find_runs has found it. The block that finishes last writes every scale, those of empty groups too, and leaves the
 //                   workspace as it found it (zeros), so that a captured graph replays.
 // IN in {bf16, f16, f32}. Bytes moved per element: sizeof(IN).
 #include "groups.cuh"
@@ -33,7 +33,10 @@ extern "C" __global__ void __launch_bounds__(kThreads) group_amax_scale(const __
     if (is_set(p.noop)) return;
     u32* const tops = p.workspace + 1;
     const u32 run = blockIdx.x / p.groups.across, part = blockIdx.x - run * p.groups.across;
-    if (threadIdx.x < 32) find_run<kRunRows, false, false>(p.groups, run, 0, 0, found);
+    if (threadIdx.x < 32) {
+        if (p.groups.runs) load_run(p.groups, run, found);
+        else find_run<kRunRows, false, false>(p.groups, run, 0, 0, found);
+    }
     __syncthreads();
     const i64 before = found.run * kRunRows, elements = left_of(found.rows - before, kRunRows) * p.groups.columns;
     const int mine = found.group < 0 ? 0 : left_of(elements - (i64)part * kPart, kPart);

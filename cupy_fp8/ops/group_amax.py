@@ -13,12 +13,12 @@ from ..formats import FORMATS, INPUT_DTYPES
 from ..layouts import cdiv, padded_rows
 from ..runtime import Kernel, Variant, error_word, workspace
 from . import checks
-from .group_runs import ROW_GROUPS
+from .group_runs import ROW_GROUPS, GroupRuns, pays
 from .splits import Groups
 
 _KERNEL = Kernel("group_amax", "group_amax_scale", "5P" + ROW_GROUPS + "2fI")
 _THREADS = 256
-_RUN_ROWS = 64
+RUN_ROWS = 64
 _PART_BYTES = 64 << 10      # of a run, that a block of threads reads
 _FEWEST = 64                # groups that a workspace has room for
 
@@ -42,13 +42,17 @@ class GroupScales:
         self._words = workspace(owner, x, "group_amax", 1 + 2 * room)
         words_at = checks.address(self._words)
         self.at = words_at + 4 * (1 + room)
-        across = max(1, cdiv(_RUN_ROWS * columns * x.dtype.itemsize, _PART_BYTES))
+        across = max(1, cdiv(RUN_ROWS * columns * x.dtype.itemsize, _PART_BYTES))
+        down = padded_rows(rows, number, RUN_ROWS) // RUN_ROWS
         self._variant = _variant(x.dtype)
-        self._grid = checks.grid_size(padded_rows(rows, number, _RUN_ROWS) // _RUN_ROWS * across if number else 1, x.shape)
-        self._members = (at, words_at, self.at, amaxes_at, noop_at, offsets_at, 0, 0, groups.at, number, error_word(x), groups.wide, rows,
-                         columns, rows, across, 1, 0, *rule)
+        self._grid = checks.grid_size(down * across if number else 1, x.shape)
+        row_groups = offsets_at, 0, 0, groups.at, number, error_word(x), groups.wide, rows, columns, rows, across, 1
+        self._runs = GroupRuns(x, owner, row_groups, RUN_ROWS, down) if pays(x, self._grid) else None
+        self._members = (at, words_at, self.at, amaxes_at, noop_at, *row_groups, 0 if self._runs is None else self._runs.at, *rule)
 
     def run(self, x: Array) -> None:
+        if self._runs is not None:
+            self._runs.run(x)
         self._variant.launch(x, self._grid, *self._members)
 
 

@@ -20,7 +20,7 @@ from ..recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, c
 from ..runtime import Kernel, Variant, error_word, executor_of
 from . import checks, group_blocks, group_forms, tiles
 from . import splits as sizes
-from .group_amax import GroupScales, Rule
+from .group_amax import RUN_ROWS, GroupScales, Rule
 from .group_amax import variants as amax_variants
 from .group_forms import Arrays, GroupForm, out_places
 from .group_runs import ROW_GROUPS, GroupRuns
@@ -252,6 +252,6 @@ def variants() -> Iterator[Variant]:
     """Every variant that this op may launch."""
     yield from amax_variants()
     yield from group_blocks.variants()
-    yield from run_variants(iter((_LARGE.rows, *group_blocks.tile_rows())))
+    yield from run_variants(iter((RUN_ROWS, _LARGE.rows, *group_blocks.tile_rows())))
     for source, to, tile in product(INPUT_DTYPES, FP8_DTYPES, (tiles.SMALL, _LARGE)):
         yield _variant(source, to, tile)
