@@ -287,7 +287,9 @@ def test_current_scaling_takes_two_launches_and_leaves_its_workspace_clean(run, 
     if run.name == "reference":
         assert not launches
         return
-    assert launches == ["group_amax_scale", "group_cast_transpose"] * 4
+    # Of so many blocks the CPU has a launch before, as a GPU of large arrays.
+    before = ["group_find_runs"] if run.name == "host" else []
+    assert launches == [*before, "group_amax_scale", "group_cast_transpose"] * 4
     (words,) = kept.values()
     assert len(words) == 1 + 2 * 128
     assert not fp8.asnumpy(words)[: 1 + 128].any()
