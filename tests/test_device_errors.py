@@ -192,10 +192,10 @@ def test_errors_of_a_replayed_graph_are_seen(clean_gpu):
         graph = stream.end_capture()
         graph.launch(stream)
         assert fp8.device_errors() == ()
-        splits[1] = -5
+        splits[...] = cp.asarray([10, -5])
         graph.launch(stream)
         assert fp8.device_errors(clear=True) == WRONG_SIZES
-        splits[1] = 5
+        splits[...] = cp.asarray([4, 5])
         graph.launch(stream)
         assert fp8.device_errors() == ()
 
