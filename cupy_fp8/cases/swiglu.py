@@ -60,6 +60,10 @@ def _backward_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (source(half, 3), x, recipe), options
 
 
+def _in_blocks(to: np.dtype[Any]) -> tuple[BlockScaling | MXScaling, ...]:
+    return BlockScaling(dtype=to), BlockScaling(dtype=to, profile="vllm"), MXScaling(to)
+
+
 def _backward(*args: Any, out: Any = None, **options: Any) -> Any:
     """The pair with probs, without them the gradient of x alone: what the checks compare are arrays."""
     if "probs" in options:
@@ -87,10 +91,11 @@ def _backward_cases() -> Iterator[Case]:
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
         for kind, shape, weights in (("bits", _ALIGNED, {}), ("edges", (67, 202), {}), ("bits", _HALVES[0], weighted),
                                      ("edges", _HALVES[1], {})):
-            for how in (DelayedScaling(to), CurrentScaling(to, 1e-3, True), BlockScaling(dtype=to), BlockScaling(dtype=to, profile="vllm"),
-                        MXScaling(to)):
+            for how in (DelayedScaling(to), CurrentScaling(to, 1e-3, True), *_in_blocks(to)):
                 scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
                 yield case(dtype, shape, kind, recipe=how, **scale, **weights, **_BOTH)
+        for how in _in_blocks(to):                                                  # row-wise alone: programs of their own
+            yield case(dtype, _HALVES[0], "edges", recipe=how, **weighted)
     for i, (dtype, options) in enumerate(product(INPUT_DTYPES, _OPTIONS)):          # recipes take turns
         yield case(dtype, (24, 80), "edges", **_RECIPES[i % 4], **options)
         yield case(dtype, (37, 54), "normal", **_RECIPES[(i + 1) % 4], **options, **_BOTH)
@@ -129,10 +134,11 @@ def _cases() -> Iterator[Case]:
     yield case(float32, (40, 264), "normal", recipe=MXScaling(scale_layout="swizzled"), **_OPTIONS[-1], **_BOTH)
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
         for kind, shape in (("bits", _ALIGNED), ("edges", (67, 202))):
-            for how in (DelayedScaling(to), CurrentScaling(to, 1e-3, True), BlockScaling(dtype=to), BlockScaling(dtype=to, profile="vllm"),
-                        MXScaling(to)):
+            for how in (DelayedScaling(to), CurrentScaling(to, 1e-3, True), *_in_blocks(to)):
                 scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
                 yield case(dtype, shape, kind, recipe=how, **scale, **_BOTH)
+        for how in _in_blocks(to):
+            yield case(dtype, (133, 272), "edges", recipe=how, probs="normal")
     for i, (dtype, options) in enumerate(product(INPUT_DTYPES, _OPTIONS)):          # recipes take turns
         yield case(dtype, (24, 80), "edges", **_RECIPES[i % 4], **options)
         yield case(dtype, (37, 54), "normal", **_RECIPES[(i + 1) % 4], **options, **_BOTH)
