@@ -3,9 +3,9 @@
 //   top = max |x| of the group      scale = as compute_scale finds it from top      amax = max(amax, top)
 //
 // group_amax_scale  x [rows, columns] -> scale [groups], and amax raised where it is given (null: not), before group_cast_transpose. Every group is
-//                   cut into runs of kRunRows rows, and a run into parts of 64 KB; a block takes one part. Its first warp finds which by a
-//                   scan over the sizes, or group_find_runs has found it. The block that finishes last writes every scale, those of empty groups too, and leaves the
-//                   workspace as it found it (zeros), so that a captured graph replays.
+//                   cut into runs of kRunRows rows, and a run into parts of 64 KB; a block takes one part. Its first warp finds which
+//                   by a scan over the sizes, or group_find_runs has found it. The block that finishes last writes every scale, those
+//                   of empty groups too, and leaves the workspace as it found it (zeros), so that a captured graph replays.
 // IN in {bf16, f16, f32}. Bytes moved per element: sizeof(IN).
 #include "groups.cuh"
 #include "reduce.cuh"

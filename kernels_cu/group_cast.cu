@@ -4,11 +4,11 @@
 //
 // group_cast_transpose  x [rows, columns] -> data [rows, columns], and data_t flat: each group's [columns, m], where its data are. Every group is cut
 //                       into tiles of TILE_ROWS x TILE_COLUMNS elements, and a block of threads casts one, as cast_transpose does
-//                       (cast_tile.cuh); its first warp finds which by a scan over the sizes, or group_find_runs has found it. What follows the
-//                       last group is written as 0, by tiles of its own. Block 0 also writes scale_inv of every group, and the offsets where none are given. Either output
-//                       may be absent (null). With `align` every group is followed there by rows of zeros, cast as the others are, and block 0
-//                       writes the aligned sizes too. LARGE 1: every row of x and data allows chunked access, the
-//                       runs are found, and no code is made for anything else.
+//                       (cast_tile.cuh); its first warp finds which by a scan over the sizes, or group_find_runs has found it. What
+//                       follows the last group is written as 0, by tiles of its own. Block 0 also writes scale_inv of every group, and
+//                       the offsets where none are given. Either output may be absent (null). With `align` every group is followed
+//                       there by rows of zeros, cast as the others are, and block 0 writes the aligned sizes too. LARGE 1: every row of
+//                       x and data allows chunked access, the runs are found, and no code is made for anything else.
 // IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}. Bytes moved per element: sizeof(IN) + outputs.
 #include "cast_tile.cuh"
 #include "groups.cuh"

@@ -5,15 +5,15 @@
 //
 // What y is, from which memory: include/gate.cuh. BACKWARD 1: the gradient of x takes the place of y.
 //
-// A block of 256 threads owns 128 x 128 elements of y, a thread 8 x 8 of them, which it keeps in registers until amaxes and scales are
-// known.
+// A block of 256 threads owns 128 x 128 elements of y, a thread 8 x 8 of them; what has scales of columns it keeps in registers until these
+// are known.
 //
 // PLAIN 1: the calls that include/gate_rows.cuh has; of gradients a block then writes two tiles, that of da and that of db. What needs no
-// more than a row (one scale; row-wise blocks alone, which are PLAIN 2) is finished with it. PLAIN 0: every call, what it wants is told at run time; it loads all it
-// needs of x (256 bytes of 16-bit formats) before it computes.
+// more than a row (one scale; row-wise blocks alone, which are PLAIN 2) is finished with it. PLAIN 0: every call, what it wants is told at
+// run time; it loads all it needs of x (256 bytes of 16-bit formats) before it computes, and keeps all of y.
 //
 // swiglu_cast   one scale; column-wise data transposed. To find current scaling's scale first: the amax of all blocks, and from the last
-//               one the scale; nothing else is written.
+//               one the scale; nothing else is written (but the sums of dprobs).
 // swiglu_block  f32 scales (include/block_scale.cuh), column-wise data transposed. DIVIDE 1: elements are divided by scale_inv (vllm).
 // swiglu_mx     E8M0 scales (include/e8m0.cuh) of 32 elements, column-wise data as y.
 //
@@ -53,7 +53,7 @@ constexpr int kRun = 32, kRuns = Tile::kColumns / kRun;              // of eleme
 __device__ __forceinline__ void store_row(const Gate& g, const Place& place, u8* data, int r, const Chunk<OUT, 8>& codes) {
     if (r >= place.rows_left) return;
     u8* to = data + (place.row + r) * g.columns + place.column;
-    if (!PLAIN && !g.has(Gate::kWide)) codes.store_partial(to, place.columns_left);
+    if (!g.has(Gate::kWide)) codes.store_partial(to, place.columns_left);
     else if (place.columns_left) codes.store(to);
 }
 
@@ -408,7 +408,7 @@ __device__ __forceinline__ float scaled(float v, float by) { return DIVIDE ? div
 // Scales and codes of lines. A block is one to four runs of four lanes; a lane writes the scale of the line that it owns.
 struct BlockLines {
     const SwigluBlockParams& p;
-    u32 at_scale;                // where it goes, from p.fast.to on: there are fewer than 2^32
+    u32 at_scale;                // where it goes, from p.fast.to on: the host refuses 2^32 scales
     int stored, given;           // the first row of a group from which there is no scale, or one without elements
 
     // lines: of the first group.

@@ -19,7 +19,7 @@ from cupy_fp8.cases.groups import sizes
 from cupy_fp8.cli.selftest import check
 from cupy_fp8.formats import bfloat16, float8_e4m3fn, float32
 from cupy_fp8.grouped import Grouped
-from cupy_fp8.ops import group_amax, tiles
+from cupy_fp8.ops import group_amax, group_runs, tiles
 from cupy_fp8.ops import splits as sizes_of_groups
 from cupy_fp8.runtime import Variant, errors
 
@@ -648,14 +648,18 @@ def test_graph_replay_follows_the_sizes():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("recipe", ALL.values(), ids=ALL)
-def test_graph_replay_of_padded_groups(recipe):
+def test_graph_replay_of_padded_groups(recipe, large, monkeypatch):
+    if large:                                                        # as arrays are whose groups another launch finds
+        monkeypatch.setattr(tiles, "choose", lambda x, large: large)
+        monkeypatch.setattr(group_runs, "_MANY", 0)
     cp = backend.cupy()
     data, scales = matrix(500, 48), scales_for(recipe, 20)
     x, splits = fp8.asarray(data, like="cupy"), cp.asarray(sizes(500, 20))
     options: dict[str, Any] = {"columnwise": True, "align": 16, "scales": None if scales is None else cp.asarray(scales)}
     out = fp8.group_quantize(x, splits, recipe, **options)
-    fp8.group_quantize(x, splits, recipe, **options, out=out)        # current scaling: makes its workspace
+    fp8.group_quantize(x, splits, recipe, **options, out=out)        # makes its workspace
     stream = cp.cuda.Stream(non_blocking=True)
     cp.cuda.get_current_stream().synchronize()
     with stream:

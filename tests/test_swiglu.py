@@ -11,6 +11,7 @@ import cupy_fp8 as fp8
 from cupy_fp8 import cases, reference, testing
 from cupy_fp8.arrays import bits
 from cupy_fp8.formats import bfloat16, float8_e5m2, float16, float32
+from cupy_fp8.ops.swiglu import _plan
 from cupy_fp8.reference.swiglu import swiglu, swiglu_backward
 from cupy_fp8.results import Quantized, Scaled
 from cupy_fp8.testing import assert_bytes_equal
@@ -505,3 +506,11 @@ def test_a_second_call_plans_nothing(monkeypatch):
     fp8.swiglu_quantize(X + 1, MX)
     after = op._plan.cache_info()
     assert (after.hits, after.misses) == (before.hits + 1, before.misses)
+
+
+def test_as_many_scales_as_32_bits_count_are_refused():
+    """Of rows shorter than a block, which any number of them have; found from the shape alone."""
+    for rows, columns in (((1 << 32), 8), ((1 << 31), 160)):
+        with pytest.raises(ValueError, match=rf"^x: expected fewer than 2\^32 scales, .* have from {rows} rows on"):
+            _plan((rows, 2 * columns), np.dtype(bfloat16), fp8.BlockScaling(), True, False, False)
+    _plan(((1 << 32) - 4, 16), np.dtype(bfloat16), fp8.BlockScaling(), True, False, False)

@@ -42,8 +42,8 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
         data[g] = cast(x[g] * scales[g])      scale_inv[g] = 1 / scales[g]      amaxes[g] = max(amaxes[g], max |x[g]|)
 
     DelayedScaling, BlockScaling and MXScaling take one launch. CurrentScaling takes two: the first finds the scales that the groups' own
-    maxima call for, as `compute_scale` does (of an empty group that is 0). Of large arrays one of 3 µs more goes before, to find where the
-    groups are for all others. No block has rows of two groups.
+    maxima call for, as `compute_scale` does (of an empty group that is 0). Of large arrays one of 3 µs more goes before each, to find where
+    the groups are. No block has rows of two groups.
 
     With `align` the same launches pad: groups are those of ``group_quantize(pad_groups(x, splits, align), aligned sizes, recipe)``, every
     one followed by what the recipe makes of rows of zeros, up to a multiple of `align` rows.
@@ -61,8 +61,9 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
     offsets : int64 [N + 1], where each group begins and the last one ends, in elements, where they are known already: these are used,
         none are computed. Without, the same launch computes them. Not with `align`
     align : rows that every group of the result is a multiple of, a power of two from 1 to 65536; 1: groups as they are
-    out : an earlier result for the same splits (that very memory, in which sizes may change) and offsets; written in place and returned.
-        With `align` one for as many splits: its own are the aligned sizes, and written too (in int32 only where M rounded up fits)
+    out : an earlier result for the same splits (that very memory, in which sizes may change) and offsets; written in place and returned;
+        can be captured into a CUDA graph, once it has been used before. With `align` one for as many splits: its own are the aligned
+        sizes, and written too (in int32 only where M rounded up fits)
     check : wait for the device and raise ValueError if sizes there are wrong. (NumPy arrays and lists are always looked at)
 
     Returns

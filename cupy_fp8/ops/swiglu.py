@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from itertools import product
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -342,6 +343,8 @@ class _Blocks(_Plan):
         plan = blocks.Plan(self.shape, self.source, False, (
             r.dtype, self.rowwise, self.columnwise, True, r.block, r.pow2_scale, r.eps, r.profile, r.scale_layout))
         self.forms, self.divide = plan.forms, plan.divide
+        if any(prod(form.scale_shape) >= 1 << 32 for form in self.forms.values()):
+            raise ValueError(f"x: expected fewer than 2^32 scales, which rows of {self.columns} elements have from {self.rows} rows on")
         (fast, slow), _ = plan.tile_launch(list(self.forms))
         self.fast, self.slow, self.members = fast.strides, slow.strides, (*plan.rule, r.block[1] // 32)
 

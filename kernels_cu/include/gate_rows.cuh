@@ -52,6 +52,7 @@ __device__ __forceinline__ void pin(float (&v)[8]) {
 
 // The rows of a patch in groups of kRows, kAhead of them on their way from memory while one is computed.
 // kZeros: a row that does not exist is zeros. Otherwise it repeats the row whose registers it has, times 0: what is not NaN becomes 0.
+// (Gradients without weights are not multiplied by anything: what is repeated is in the same maxima already.)
 template <int kRows, int kAhead, bool kZeros>
 class Rows {
 public:

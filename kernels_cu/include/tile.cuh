@@ -17,10 +17,11 @@ __device__ __forceinline__ void transpose_4x4(u32 a, u32 b, u32 c, u32 d, u32 (&
 // Stores transposed rows of a tile where these do not start at multiples of 16 bytes: 8-byte stores of shifted bytes, single bytes at the
 // ends. to: where source column 0 goes; rows `stride` bytes apart; only the first columns_left source columns and rows_left source rows
 // exist. chunk_at(column, chunk) is the u64 of source rows 8 * chunk and on of any source column of the tile.
-template <int kRows, int kThreads, class ChunkAt>
+template <int kRows, int kColumns, int kThreads, class ChunkAt>
 __device__ __forceinline__ void store_ragged_rows(u8* to, i64 stride, int columns_left, int rows_left, ChunkAt chunk_at) {
     constexpr int kChunks = kRows / 8, kStep = kThreads / kChunks, kInFlight = 4;
     static_assert(kThreads % kChunks == 0, "a thread has the same chunk of every column it takes");
+    static_assert(kColumns % (kInFlight * kStep) == 0, "which are columns of the tile, whether they exist or not");
     const auto before_multiple_of_8 = [](const u8* row) { return (int)(-reinterpret_cast<u64>(row) & 7); };
     const int chunk = threadIdx.x % kChunks, next = (chunk + 1) % kChunks;       // of the last one no byte is used
 #pragma unroll 1
@@ -112,7 +113,7 @@ struct ByteTile {
     }
     // store_ragged_rows() of the tile's transposed rows.
     __device__ __forceinline__ void store_ragged(u8* to, i64 stride, int columns_left, int rows_left) const {
-        store_ragged_rows<kRows, kThreads>(to, stride, columns_left, rows_left,
+        store_ragged_rows<kRows, kColumns, kThreads>(to, stride, columns_left, rows_left,
                                            [&](int column, int row_patch) { return chunk_at(column, row_patch); });
     }
 
