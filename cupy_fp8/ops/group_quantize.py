@@ -42,8 +42,8 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
         data[g] = cast(x[g] * scales[g])      scale_inv[g] = 1 / scales[g]      amaxes[g] = max(amaxes[g], max |x[g]|)
 
     DelayedScaling, BlockScaling and MXScaling take one launch. CurrentScaling takes two: the first finds the scales that the groups' own
-    maxima call for, as `compute_scale` does (of an empty group that is 0). Of large arrays one of 3 µs more goes before each, to find where
-    the groups are. No block has rows of two groups.
+    maxima call for, as `compute_scale` does (of an empty group that is 0). Of large arrays a small one goes before each, to find where the
+    groups are. No block has rows of two groups.
 
     With `align` the same launches pad: groups are those of ``group_quantize(pad_groups(x, splits, align), aligned sizes, recipe)``, every
     one followed by what the recipe makes of rows of zeros, up to a multiple of `align` rows.
