@@ -9,10 +9,18 @@
 //                       the offsets where none are given. Either output may be absent (null). With `align` every group is followed
 //                       there by rows of zeros, cast as the others are, and block 0 writes the aligned sizes too. LARGE 1: every row of
 //                       x and data allows chunked access, the runs are found, and no code is made for anything else.
+// group_cast_current    the same with the scale that each group's own amax calls for, found from the same read (resident.cuh) where groups fit into
+//                       the multiprocessors; tiles of 128 x 128 elements, whose runs are found. For x and data all of whose rows allow
+//                       chunked access.
 // IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}. Bytes moved per element: sizeof(IN) + outputs.
+#ifdef ENTRY_group_cast_current
+#include "resident.cuh"
+#else
 #include "cast_tile.cuh"
+#endif
 #include "groups.cuh"
 
+#ifdef ENTRY_group_cast_transpose
 struct GroupCastParams {
     const IN::storage* x;
     u8* data;                    // or null
@@ -65,7 +73,6 @@ __device__ __forceinline__ void clear_tile(const GroupTensor& t) {
     if (t.data_t) clear_rows<Tile::kThreads>(t.data_t + t.at.column, t.rows, width, t.columns);
 }
 
-#ifdef ENTRY_group_cast_transpose
 extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) group_cast_transpose(const __grid_constant__ GroupCastParams p) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ GroupTensor tensor;                                   // not in registers, of which the tile needs all
@@ -102,5 +109,66 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) group_cast
         if (p.amax) raise_amax(p.amax + g, 0, load_relaxed(p.amax + g));
     }
     if (threadIdx.x < 32) write_offsets(p.groups);
+}
+#endif
+
+#ifdef ENTRY_group_cast_current
+struct GroupCurrentParams {
+    const IN::storage* x;
+    u8* data;                    // or null
+    u8* data_t;                  // or null
+    float* scale_inv;            // [groups]
+    float* amax;                 // [groups], raised, or null
+    const float* noop;           // one element: 1.0 there means that nothing is written; or null
+    u64* top;                    // [groups] of those that have a tile: the launch, then the amax; zero before the first launch
+    RowGroups groups;
+    Resident resident;
+};
+
+struct GroupTensors {
+    const GroupCurrentParams& p;
+
+    __device__ __forceinline__ bool find(u32 tile, Visit& to) const {
+        __shared__ RowRun found_by_warp[kLoaders / 32];
+        RowRun& found = found_by_warp[threadIdx.x / 32 % (kLoaders / 32)];
+        const u32 run = tile / p.groups.across, across = tile - run * p.groups.across;
+        load_run(p.groups, run, found);
+        if (threadIdx.x % 32 == 0) {
+            const bool lost = found.group < 0;
+            const i64 columns = p.groups.columns, column = (i64)across * kTileSide, row = lost ? 0 : found.run * kTileSide;
+            const i64 in_group = row * columns + column, in_group_t = lost ? in_group : column * found.rows + row;
+            u8* const data_t = p.data_t ? p.data_t + found.to + in_group_t : nullptr;
+            to = {p.x + found.start + in_group, p.data ? p.data + found.to + in_group : nullptr, data_t, found.rows, columns, found.group, tile,
+                  (run - (u32)found.run) * p.groups.across, (u32)((found.rows + kTileSide - 1) / kTileSide) * p.groups.across,
+                  left_of(found.given - row, kTileSide), left_of(found.rows - row, kTileSide), left_of(columns - column, kTileSide),
+                  found.rows % 16 == 0 && reinterpret_cast<u64>(data_t) % 16 == 0, lost ? (u32)kClear : 0};
+        }
+        __syncwarp();
+        return to.rows > 0;
+    }
+    __device__ __forceinline__ void first_tile(const Visit& visit, u32 launch, u32 top, float) const {
+        store_relaxed(p.top + visit.matrix, in_launch(launch, top));
+    }
+    __device__ __forceinline__ void clear(const Visit& visit) const {
+        if (visit.data) clear_rows<kConsumers>(as_global(visit.data), visit.rows_left, visit.columns_left, visit.columns);
+        if (visit.data_t) clear_rows<kConsumers>(as_global(visit.data_t), visit.rows_left, visit.columns_left, visit.columns);
+    }
+    // The scales of all groups, also of those without a tile.
+    __device__ __forceinline__ void last(u32 launch) const {
+        for (i64 g = threadIdx.x; g < p.groups.splits.groups; g += kConsumers) {
+            const u64 told = load_relaxed(p.top + g);
+            const u32 top = is_of(told, launch) ? (u32)told : 0;
+            const Resident& r = p.resident;
+            write_scale_inv(scale_from_amax(as_float(top), r.target, r.eps, as_float(kMaxF32), r.pow2), p.scale_inv + g, nullptr);
+            if (p.amax) raise_amax(p.amax + g, top, load_relaxed(p.amax + g));
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(kResidentThreads) group_cast_current(const __grid_constant__ GroupCurrentParams p) {
+    extern __shared__ __align__(16) u8 shared[];
+    if (is_set(p.noop)) return;
+    if (blockIdx.x == 0 && threadIdx.x < 32) write_offsets(p.groups);
+    cast_resident(GroupTensors{p}, p.resident, shared);
 }
 #endif

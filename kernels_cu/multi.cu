@@ -10,11 +10,15 @@
 // multi_amax_scale      current scaling: the scale that each matrix's own amax calls for, before multi_cast_transpose, on the same table:
 //                       the blocks of a matrix take equal shares of its elements. The last one to finish writes the scale, and leaves
 //                       the workspace as it found it (zeros), so that a captured graph replays. Bytes moved per element: sizeof(IN).
+// multi_cast_current    current scaling from one read, of matrices that fit into the multiprocessors (resident.cuh), on the same table: blocks
+//                       of a matrix are its tiles of 128 x 128 elements. For matrices all of whose rows allow chunked access.
 // IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}. An empty matrix has a block too, for its scale_inv.
 #include "flat.cuh"
 #include "scale.cuh"
 #ifdef ENTRY_multi_cast_transpose
 #include "cast_tile.cuh"
+#elif defined(ENTRY_multi_cast_current)
+#include "resident.cuh"
 #else
 #include "reduce.cuh"
 #endif
@@ -150,5 +154,48 @@ extern "C" __global__ void __launch_bounds__(kThreads) multi_amax_scale(const __
             p.scale[index] = scale_from_amax(as_float(top), p.target, p.eps, as_float(kMaxF32), p.pow2);
         }
     }
+}
+#endif
+
+#ifdef ENTRY_multi_cast_current
+struct MultiCurrentParams {
+    const MultiTensor* tensors;
+    const u32* tensor_of;        // [tiles]
+    const float* noop;           // one element: 1.0 there means that nothing is written; or null
+    Resident resident;
+};
+
+struct ListedTensors {
+    const MultiTensor* tensors;
+    const u32* tensor_of;
+
+    __device__ __forceinline__ bool find(u32 tile, Visit& to) const {
+        if (threadIdx.x % 32 == 0) {
+            const u32 index = load_read_only(tensor_of + tile);
+            const MultiTensor t = tensors[index];
+            const u32 first = (u32)t.first_block, in_matrix = tile - first;
+            const u32 across = (u32)((t.columns + kTileSide - 1) / kTileSide), down = across ? in_matrix / across : 0;
+            const i64 row = (i64)down * kTileSide, column = (i64)(in_matrix - down * across) * kTileSide;
+            const int rows = left_of(t.rows - row, kTileSide);
+            const i64 at = row * t.columns + column;
+            to = {t.x + at, t.data ? t.data + at : nullptr, t.data_t ? t.data_t + column * t.rows + row : nullptr, t.rows, t.columns, index, tile,
+                  first, t.blocks, rows, rows, left_of(t.columns - column, kTileSide), t.vector, 0};
+        }
+        __syncwarp();
+        return true;
+    }
+    __device__ __forceinline__ void first_tile(const Visit& visit, u32, u32 top, float scale) const {
+        const MultiTensor& t = tensors[visit.matrix];
+        write_scale_inv(scale, t.scale_inv, t.scale_inv_copy);
+        if (t.amax) raise_amax(t.amax, top, load_relaxed(t.amax));
+    }
+    __device__ __forceinline__ void clear(const Visit&) const {}
+    __device__ __forceinline__ void last(u32) const {}
+};
+
+extern "C" __global__ void __launch_bounds__(kResidentThreads) multi_cast_current(const __grid_constant__ MultiCurrentParams p) {
+    extern __shared__ __align__(16) u8 shared[];
+    if (is_set(p.noop)) return;
+    cast_resident(ListedTensors{p.tensors, p.tensor_of}, p.resident, shared);
 }
 #endif

@@ -13,9 +13,10 @@ from ..ops import multi
 from ..recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from .base import Case, Op, values
 
-#: A few blocks of threads; whole patches only; tails of every tile, and every alignment; empty; many.
+#: A few blocks of threads; and where rows allow chunked access; whole patches only; tails of every tile, and every alignment; empty; many.
 GROUPS: dict[str, tuple[tuple[int, int], ...]] = {
     "few": ((130, 16), (0, 5), (9, 5)),
+    "fits": ((130, 136), (0, 8), (1, 8), (400, 16)),
     "whole": ((144, 264), (128, 128), (16, 8), (0, 8), (272, 136)),
     "mixed": ((130, 257), (144, 264), (0, 5), (37, 8), (5, 0), (1, 1), (64, 72), (1, 300), (300, 1), (16, 9)),
     "empty": ((0, 5), (5, 0), (0, 0)),
@@ -106,12 +107,15 @@ def _quantize_cases() -> Iterator[Case]:
             yield _case("multi_quantize", dtype, "few", "normal", recipe=CurrentScaling(), rowwise=rowwise, columnwise=columnwise, **few)
     for recipe in (MXScaling(), BlockScaling()):
         yield _case("multi_quantize", bfloat16, "few", "normal", recipe=recipe, scaled=False)
+    yield _case("multi_quantize", bfloat16, "fits", "normal", recipe=CurrentScaling(), columnwise=True, **few)
     for rowwise, columnwise in _DIRECTIONS:
         directions = {"rowwise": rowwise, "columnwise": columnwise}
         for dtype in INPUT_DTYPES:
             for group in ("mixed", "whole"):
                 yield _case("multi_quantize", dtype, group, recipe=CurrentScaling(), scaled=False, amax=0.0, **directions)
             yield _case("multi_quantize", dtype, "mixed", "normal", recipe=CurrentScaling(float8_e5m2, 1e3, True), scaled=False,
+                        **directions)
+            yield _case("multi_quantize", dtype, "whole", "edges", recipe=CurrentScaling(float8_e5m2, 1e3, True), scaled=False,
                         **directions)
         for group in GROUPS:
             yield _case("multi_quantize", bfloat16, group, "normal", recipe=CurrentScaling(), scaled=False, **directions)

@@ -1,5 +1,5 @@
-"""Groups of rows quantised as tensors of their own. Kernels: kernels_cu/group_cast.cu, before it for current scaling group_amax.cu; of
-blocks blocks.cu and mx.cu."""
+"""Groups of rows quantised as tensors of their own. Kernels: kernels_cu/group_cast.cu, for current scaling of large groups group_amax.cu
+before it; of blocks blocks.cu and mx.cu."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float32
 from ..grouped import Grouped
 from ..layouts import cdiv, padded_rows, round_up
 from ..recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, check_directions, checked_eps
-from ..runtime import Kernel, Variant, error_word, executor_of
-from . import checks, group_blocks, group_forms, tiles
+from ..runtime import Kernel, Variant, error_word, executor_of, workspace
+from . import checks, group_blocks, group_forms, resident, tiles
 from . import splits as sizes
 from .group_amax import RUN_ROWS, GroupScales, Rule
 from .group_amax import variants as amax_variants
@@ -30,6 +30,7 @@ from .scale import scale_target
 Recipe = DelayedScaling | CurrentScaling | BlockScaling | MXScaling
 
 _KERNEL = Kernel("group_cast", "group_cast_transpose", "7P" + ROW_GROUPS + "2I")
+_CURRENT = Kernel("group_cast", "group_cast_current", "7P" + ROW_GROUPS + resident.RESIDENT, cooperative=True)
 _MOST_INT32 = 0x7FFFFFFF
 _LARGE = tiles.Tile(256, 128, down_first=False)
 
@@ -41,9 +42,11 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
 
         data[g] = cast(x[g] * scales[g])      scale_inv[g] = 1 / scales[g]      amaxes[g] = max(amaxes[g], max |x[g]|)
 
-    DelayedScaling, BlockScaling and MXScaling take one launch. CurrentScaling takes two: the first finds the scales that the groups' own
-    maxima call for, as `compute_scale` does (of an empty group that is 0). Of large arrays a small one goes before each, to find where the
-    groups are. No block has rows of two groups.
+    DelayedScaling, BlockScaling and MXScaling take one launch. So does CurrentScaling of 16-bit arrays if groups, were they of one size,
+    fit into the GPU's multiprocessors (15 M elements on an H200), where they wait for their scales; x is then read once, but of groups that
+    are too large. Otherwise it takes two: the first finds the scales that the groups' own maxima call for, as `compute_scale` does (of an
+    empty group that is 0). Of large arrays a small launch goes before each, and before that one, to find where the groups are. No block has
+    rows of two groups.
 
     With `align` the same launches pad: groups are those of ``group_quantize(pad_groups(x, splits, align), aligned sizes, recipe)``, every
     one followed by what the recipe makes of rows of zeros, up to a multiple of `align` rows.
@@ -79,7 +82,7 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
     `device_errors` tells.
 
     Source: TransformerEngine's grouped quantisation; with `align` also its fused_multi_row_padding. Bytes moved per element: x + 1 per
-    direction, and the scales of blocks; CurrentScaling reads x twice (what the L2 still holds of it, from there).
+    direction, and the scales of blocks; CurrentScaling in two launches reads x twice (what the L2 still holds of it, from there).
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> x = np.float32([[1, 2], [3, 4], [5, 6]])
@@ -139,17 +142,22 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
             form.store(out, reference.group_quantize(x, groups.host, recipe, rowwise=rowwise, columnwise=columnwise, scales=scales,
                                                      amaxes=amaxes, offsets=offsets, align=align))
         return out
-    launch: _Launch | group_blocks.Launch
+    launch: _Launch | _CurrentLaunch | group_blocks.Launch
     owner = None if given is None else out.scale_inv if out.columnwise_scale_inv is None else out.columnwise_scale_inv
     if plan is not None:
         launch = group_blocks.Launch(plan, out, x, at, noop_at, offsets_at, groups, align, owner)
     else:
-        own = None
+        own, choice = None, None
         if isinstance(recipe, CurrentScaling):
             rule = Rule(scale_target(recipe.dtype, 0), checked_eps(recipe.eps), bool(recipe.pow2_scale))
-            own = GroupScales(x, at, owner, amaxes_at, noop_at, offsets_at, groups, rule)
-            scales_at, amaxes_at = own.at, 0
-        launch = _Launch(out, x, at, recipe.dtype, scales_at, amaxes_at, noop_at, offsets_at, groups, align, own, owner)
+            choice = _resident(out, x, at, number)
+            if choice is None:
+                own = GroupScales(x, at, owner, amaxes_at, noop_at, offsets_at, groups, rule)
+                scales_at, amaxes_at = own.at, 0
+        if choice is not None:
+            launch = _CurrentLaunch(out, x, at, recipe.dtype, amaxes_at, noop_at, offsets_at, groups, align, choice, rule, owner)
+        else:
+            launch = _Launch(out, x, at, recipe.dtype, scales_at, amaxes_at, noop_at, offsets_at, groups, align, own, owner)
     if given is not None and xp is not np:
         out.__dict__["_launch"] = key, launch
     launch.run(x)
@@ -219,7 +227,7 @@ class _Launch:
         (rows, columns), number = out.shape, len(groups.array)
         data_at = 0 if out.rowwise is None else checks.address(out.rowwise)
         data_t_at = 0 if out.columnwise is None else checks.address(out.columnwise)
-        aligned = columns % 8 == 0 and at % 16 == 0 and data_at % 8 == 0
+        aligned = _is_aligned(out, x, at)
         tile = tiles.choose(x, _LARGE) if aligned else tiles.SMALL
         across = max(1, cdiv(columns, tile.columns))
         # What follows the last group is one more, to be cleared.
@@ -243,6 +251,51 @@ class _Launch:
         self.variant.launch(x, self.grid, *self.members)
 
 
+def _resident(out: Grouped, x: Array, at: int, number: int) -> resident.Choice | None:
+    """How to quantise groups from one read, if they are of about the same size, which only the device knows."""
+    if not (number and _is_aligned(out, x, at)):
+        return None
+    across, tile = max(1, cdiv(out.shape[1], resident.TILE.columns)), resident.TILE
+    return resident.choose(x, [cdiv(cdiv(len(x), number), tile.rows) * across] * number)
+
+
+def _is_aligned(out: Grouped, x: Array, at: int) -> bool:
+    """Whether every row of x and data allows chunked access."""
+    return x.shape[1] % 8 == 0 and at % 16 == 0 and (out.rowwise is None or checks.address(out.rowwise) % 8 == 0)
+
+
+class _CurrentLaunch:
+    """As _Launch, of the kernel that finds the scales too."""
+
+    def __init__(self, out: Grouped, x: Array, at: int, dtype: np.dtype[Any], amaxes_at: int, noop_at: int, offsets_at: int,
+                 groups: sizes.Groups, align: int, choice: resident.Choice, rule: Rule, owner: Array | None) -> None:
+        (rows, columns), number, tile = out.shape, len(groups.array), resident.TILE
+        across = max(1, cdiv(columns, tile.columns))
+        down = max(1, padded_rows(rows, number + 1, tile.rows) // tile.rows)
+        count = checks.grid_size(down * across, x.shape)
+        row_groups = (*out_places(out, offsets_at, align), groups.at, number, error_word(x), groups.wide, len(x), columns, rows,
+                      across, align)
+        self.runs = GroupRuns(x, owner, row_groups, tile.rows, down)
+        words = resident.words(count) + 2 * number
+        self._words = workspace(owner, x, "group_current", 1 << (words - 1).bit_length())
+        words_at = checks.address(self._words)
+        self.variant = _current_variant(x.dtype, dtype, choice.shared)
+        self.grid = choice.blocks
+        self.members = (
+            at, 0 if out.rowwise is None else checks.address(out.rowwise), 0 if out.columnwise is None else checks.address(out.columnwise),
+            checks.address(out.scale_inv), amaxes_at, noop_at, words_at + 4 * resident.words(count), *row_groups, self.runs.at,
+            *resident.members(words_at, count, choice, rule))
+
+    def run(self, x: Array) -> None:
+        self.runs.run(x)
+        self.variant.launch(x, self.grid, *self.members)
+
+
+@functools.cache
+def _current_variant(source: np.dtype[Any], to: np.dtype[Any], shared: int) -> Variant:
+    return _CURRENT.variant(block=resident.THREADS, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag)
+
+
 @functools.cache
 def _variant(source: np.dtype[Any], to: np.dtype[Any], tile: tiles.Tile) -> Variant:
     return _KERNEL.variant(block=tile.block, shared=tile.shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, TILE_ROWS=tile.rows,
@@ -253,6 +306,9 @@ def variants() -> Iterator[Variant]:
     """Every variant that this op may launch."""
     yield from amax_variants()
     yield from group_blocks.variants()
-    yield from run_variants(iter((RUN_ROWS, _LARGE.rows, *group_blocks.tile_rows())))
+    yield from run_variants(iter((RUN_ROWS, _LARGE.rows, resident.TILE.rows, *group_blocks.tile_rows())))
+    for source, to in product(INPUT_DTYPES, FP8_DTYPES):
+        if source.itemsize == 2:
+            yield _current_variant(source, to, 0)
     for source, to, tile in product(INPUT_DTYPES, FP8_DTYPES, (tiles.SMALL, _LARGE)):
         yield _variant(source, to, tile)

@@ -25,7 +25,7 @@ from ..recipes import (
 )
 from ..results import Quantized
 from ..runtime import Kernel, Variant, executor_of
-from . import cast, checks, forms, lists, multi_blocks, tiles
+from . import cast, checks, forms, lists, multi_blocks, resident, tiles
 from .lists import Key, Launch, Run, Table, as_list, check_separate, of_output, same
 from .scale import scale_target
 
@@ -33,6 +33,7 @@ Recipe = DelayedScaling | CurrentScaling | BlockScaling | MXScaling
 
 _CAST = Kernel("multi", "multi_cast_transpose", "3PI")
 _AMAX = Kernel("multi", "multi_amax_scale", "5PffI")
+_CURRENT = Kernel("multi", "multi_cast_current", "3P" + resident.RESIDENT, cooperative=True)
 _TENSOR = struct.Struct("=7Q3qIfII")            # MultiTensor of the kernels
 _AMAX_THREADS = 256
 _SMALL = tiles.SMALL
@@ -86,9 +87,10 @@ def multi_quantize(xs: Sequence[Array], recipe: Recipe, *, rowwise: bool = True,
                    amaxes: Any = None, noop: Array | None = None, outputs: Sequence[Quantized] | None = None) -> list[Quantized]:
     """``recipe.quantize`` of any number of arrays: the same bytes.
 
-    All arrays take one launch together, with CurrentScaling two (the first finds every scale). BlockScaling and MXScaling take one for each
-    dtype that there is, and one for each array whose last two axes are swapped in memory; blocks of whole lines are quantised array by
-    array.
+    All arrays take one launch together. With CurrentScaling 16-bit arrays are read once, and wait in the GPU's multiprocessors for their
+    scales; two launches (the first finds every scale) take those of f32, such as have rows of no multiple of 8 elements, and lists of which
+    most is too large for that (arrays of more than 15 M elements on an H200). BlockScaling and MXScaling take one for each dtype that there
+    is, and one for each array whose last two axes are swapped in memory; blocks of whole lines are quantised array by array.
 
     Parameters
     ----------
@@ -267,7 +269,7 @@ def _by_reference(xs: list[Array], options: _Options, scales: Any, amaxes: Any) 
 
 
 class _Table(Table):
-    """A record for each matrix. For current scaling the scales are found into the table, after a workspace."""
+    """A record for each matrix. For current scaling a workspace follows, and where another launch finds the scales, these."""
 
     def __init__(self, sources: _Sources, options: _Options, scales: list[tuple[int, float]] | None, amaxes: list[int] | None,
                  results: list[Quantized]) -> None:
@@ -276,10 +278,11 @@ class _Table(Table):
         aligned = [a.shape[1] % 8 == 0 and at % 16 == 0 and to.data % 8 == 0
                    for a, at, to in zip(sources.arrays, sources.addresses, targets, strict=True)]
         vector = [a.shape[0] % 16 == 0 and to.data_t % 16 == 0 for a, to in zip(sources.arrays, targets, strict=True)]
-        tile = _SMALL
-        if all(aligned) and all(vector):
+        self._resident = resident.choose(x, _blocks(sources.arrays, resident.TILE)) if options.rule and all(aligned) else None
+        tile = _SMALL if self._resident is None else resident.TILE
+        if self._resident is None and all(aligned) and all(vector):
             tile = tiles.choose(x, _large(x.dtype), sum(a.size for a in sources.arrays))
-        blocks = [-(-a.shape[0] // tile.rows) * -(-a.shape[1] // tile.columns) or 1 for a in sources.arrays]
+        blocks = _blocks(sources.arrays, tile)
         ends = list(accumulate(blocks))
         if ends[-1] > 0x7FFFFFFF:
             raise ValueError(f"xs: {ends[-1]} blocks, more than a launch can have (2**31 - 1); split the group")
@@ -289,8 +292,10 @@ class _Table(Table):
             _TENSOR.pack(at, to.data, to.data_t, scale, to.scale_inv, to.scale_inv_copy, amax, *a.shape, end - count, count, value, whole,
                          rows16)
             for a, at, to, (scale, value), amax, end, count, whole, rows16 in rows)
-        self._source, self._options, self._tile, self._number, self._own_scales = x.dtype, options, tile, number, scales is None
-        super().__init__(packed, blocks, (options, x.dtype, tile), 12 * number if scales is None else 0)
+        self._source, self._options, self._tile, self._number = x.dtype, options, tile, number
+        self._own_scales = scales is None and self._resident is None
+        workspace = 12 * number if self._own_scales else 4 * resident.words(ends[-1]) if self._resident else 0
+        super().__init__(packed, blocks, (options, x.dtype, tile, self._resident), workspace)
 
     def write(self, host: np.ndarray, at: int) -> None:
         super().write(host, at)
@@ -302,12 +307,22 @@ class _Table(Table):
 
     def launches(self, at: int) -> list[Launch]:
         read, grid = (at, at + self.numbers), sum(self.blocks)
+        if self._resident:
+            assert self._options.rule is not None
+            variant = _current_variant(self._source, self._options.dtype, self._resident.shared)
+            return [Launch(variant, self._resident.blocks, read,
+                           resident.members(at + self.workspace, grid, self._resident, self._options.rule))]
         found = [Launch(_cast_variant(self._source, self._options.dtype, self._tile), grid, read, (int(self._own_scales),))]
         if self._options.rule:
             target, eps, pow2 = self._options.rule
             members = at + self.workspace, self._scales(at), target, eps, int(pow2)
             found.insert(0, Launch(_amax_variant(self._source), grid, read, members))
         return found
+
+
+def _blocks(arrays: Sequence[Array], tile: tiles.Tile) -> list[int]:
+    """Tiles of each matrix; 1 of an empty one."""
+    return [-(-a.shape[0] // tile.rows) * -(-a.shape[1] // tile.columns) or 1 for a in arrays]
 
 
 def _scale_members(host: np.ndarray, number: int) -> np.ndarray:
@@ -346,9 +361,16 @@ def _amax_variant(source: np.dtype[Any]) -> Variant:
     return _AMAX.variant(block=_AMAX_THREADS, IN=FORMATS[source].tag)
 
 
+@functools.cache
+def _current_variant(source: np.dtype[Any], to: np.dtype[Any], shared: int) -> Variant:
+    return _CURRENT.variant(block=resident.THREADS, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag)
+
+
 def variants() -> Iterator[Variant]:
     """Every variant that these ops may launch."""
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
+        if source.itemsize == 2:
+            yield _current_variant(source, to, 0)
         yield _cast_variant(source, to, _SMALL)
         yield _cast_variant(source, to, _large(source))
     for source in INPUT_DTYPES:

@@ -1,0 +1,82 @@
+"""Current scaling of many matrices from one read, for those that fit into a GPU's multiprocessors. Kernels:
+kernels_cu/include/resident.cuh, for a list (multi.cu) and for groups of rows (group_cast.cu)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import runtime
+from ..arrays import Array
+from . import tiles
+
+#: Resident of the kernels, the last member of their structs.
+RESIDENT = "2P2I2fI"
+THREADS = 448
+TILE = tiles.SMALL
+STATE_WORDS = 2
+_MOST_SLOTS = 6             # as in the kernel
+_FEWEST_SLOTS = 4           # of a GPU; with fewer hardly a matrix fits
+#: With a sixth slot the L1 has 32 KB less, and everything is slower (docs/performance.md).
+_PREFERRED_SLOTS = 5
+_SLOT_BYTES = TILE.rows * TILE.columns * 2
+_STATIC_SHARED = 2048       # bytes that the kernel's own variables may take
+
+
+class _Machine(NamedTuple):
+    blocks: int
+    slots: int              # preferred
+    most_slots: int         # 0: none at all
+
+    def most(self, slots: int) -> int:
+        """Tiles of a matrix that is read once."""
+        return (slots + 1) * self.blocks
+
+
+_CPU = _Machine(blocks=3, slots=1, most_slots=2)
+
+
+@functools.cache
+def _gpu(device_id: int) -> _Machine:
+    fit = (runtime.shared_memory_per_block(device_id) - _STATIC_SHARED - TILE.shared) // _SLOT_BYTES
+    most = min(fit, _MOST_SLOTS) if fit >= _FEWEST_SLOTS else 0
+    return _Machine(runtime.multiprocessors(device_id), min(most, _PREFERRED_SLOTS), most)
+
+
+class Choice(NamedTuple):
+    """A launch's slots and blocks."""
+
+    slots: int
+    blocks: int
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory."""
+        return self.slots * _SLOT_BYTES + TILE.shared
+
+
+def choose(x: Array, matrices: Sequence[int]) -> Choice | None:
+    """For matrices of so many tiles; None where two launches are faster: when most of what there is would be read twice all the same.
+    x: one of them, whose rows allow chunked access."""
+    machine = _CPU if isinstance(x, np.ndarray) else _gpu(x.data.device_id)
+    if x.dtype.itemsize != 2 or not machine.most_slots:
+        return None
+    total = sum(matrices)
+    slots = machine.slots if max(matrices) <= machine.most(machine.slots) else machine.most_slots
+    if 2 * sum(count for count in matrices if count <= machine.most(slots)) < total:
+        return None
+    return Choice(slots, max(1, min(machine.blocks, total)))
+
+
+def words(count: int) -> int:
+    """Of the workspace for `count` tiles: what `members` takes."""
+    return STATE_WORDS + 2 * count
+
+
+def members(at: int, count: int, choice: Choice, rule: tuple[float, float, bool]) -> tuple[Any, ...]:
+    """Of Resident. at: of the workspace, a multiple of 8; rule: target, eps, pow2_scale."""
+    target, eps, pow2 = rule
+    return at, at + 4 * STATE_WORDS, count, choice.slots, target, eps, int(pow2)
