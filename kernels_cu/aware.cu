@@ -17,6 +17,9 @@
 // the other, while the next one is on its way into shared memory. A warp has 16 columns of the tile and a thread 16 rows x 4 columns, eight
 // threads one below the other: what a column's block holds is found by exchanges inside the warp, and they store 128 bytes of a column.
 //
+// An expert of at most 64 rows or 32 has two or four strips in a tile, one below the other (its `stack`): rows of the tile are then rows of
+// the expert modulo 64 or 32, 128 columns further on for each. Not where a tile is one unit with one target (TARGET 1 of blocks of 128).
+//
 // Arithmetic is in f16, relative to the largest scale 2^e_ref of a block's rows. Of v * 2^(e - t) bits are lost only where it is below
 // 2^-20 (e4m3fn) and becomes 0 anyway, if f16 has the powers of two that it takes. Blocks of which that is not true, which are rare, take a
 // way of their own, element by element.
@@ -27,7 +30,7 @@
 //
 // Rows of the output begin anywhere: experts have any number of rows. Then the eight threads shift what they have to the next multiples of
 // 16 bytes, each with the bytes of the one above. Where a tile is followed by the next one down, the bytes after the last multiple wait in
-// shared memory for it.
+// shared memory for it. An expert of one row of tiles has columns without gaps between them: its tiles are put together in shared memory.
 //
 // ALIGNED: 1 where rows of the data allow 16-byte loads. Bytes moved per element: 2, and 8 / BLOCK of f32 scales.
 #include "e8m0.cuh"
@@ -41,6 +44,7 @@ struct AwareParams {
     u8* out;
     void* target_scales;
     float* row_scales;
+    const RowRun* runs;          // where there are splits: of every row of tiles the run of rows that it is, found by a launch before
     Splits splits;               // groups -1: there are none, all rows are one expert's
     i64 rows, columns;
     i64 scale_columns;           // of the compact scales
@@ -56,20 +60,22 @@ constexpr bool kMx = BLOCK == 32;
 constexpr int kScaleBytes = kMx ? 1 : 4;
 constexpr int kTileRows = 128, kWarpColumns = 16;
 constexpr int kWarps = TILE_COLUMNS / kWarpColumns, kThreads = kWarps * 32;
-constexpr int kRawBytes = kTileRows * TILE_COLUMNS + 16;
+constexpr int kStageBytes = kTileRows * kWarpColumns + 64;           // a warp's part of a tile as store_flat() makes it, up to four pieces
+constexpr int kRawBytes = kWarps * kStageBytes;                      // a tile takes less
 constexpr int kAhead = 1;                                            // tiles on their way while one is worked on
 constexpr int kColumnBlocks = TILE_COLUMNS / BLOCK, kUnits = kTileRows / BLOCK * kColumnBlocks;     // units: blocks of BLOCK x BLOCK
 constexpr int kRowBlocks = kTileRows / BLOCK;
 constexpr int kUnitsPerWarp = (kUnits + kWarps - 1) / kWarps, kLaneRows = BLOCK / 32;
 constexpr int kPatches = kTileRows / 16;                             // threads below one another
 constexpr int kUnitPatches = BLOCK / 16;                             // of them in a unit
-// On an H200 a multiprocessor keeps 768 threads in flight, which spill on sm_100 and sm_120 and with the integer conversions.
+// Blocks of threads that a multiprocessor keeps, on an H200 BLOCKS; with as many values spill on sm_100 and sm_120 and with the integer
+// conversions.
 #if defined(CUPY_FP8_HARDWARE_CVT) && __CUDA_ARCH__ < 1000
-constexpr int kThreadsInFlight = ALIGNED ? 768 : 512;
+constexpr int kBlocks = ALIGNED ? BLOCKS : BLOCKS - 1;
 #else
-constexpr int kThreadsInFlight = 512;
+constexpr int kBlocks = 2;
 #endif
-constexpr int kBlocks = kThreadsInFlight / kThreads;
+constexpr bool kStacks = kMx || TARGET == 0;
 static_assert(kMx || BLOCK == 128, "blocks of 32 or 128");
 
 constexpr int kNoScale = 1 << 14;                                    // the exponent of a scale that is no power of two
@@ -96,9 +102,12 @@ __device__ __forceinline__ int exponent_of(u32 bits) {
 // Where a tile is, and the expert whose it is.
 struct Place {
     i64 group_start, group_lines;                                    // rows of the data
-    i64 group_down;                                                  // tiles of the expert along its rows
+    i64 group_tile, group_down;                                      // rows of tiles before the expert, and its own
     i64 group_block, group_scales;                                   // its first rows of target scales and of row scales
+    int stack;                                                       // log2 of how many strips are below one another
     i64 tile;                                                        // of group_down
+    int offset;                                                      // in the run: tiles as they are without stacks
+    bool exists;                                                     // in the run
     // What follows for the tile:
     const u8* from;
     const u8* scales;                                                // of its first row and block
@@ -116,12 +125,21 @@ struct Place {
     __device__ __forceinline__ i64 start() const { return group_start + tile * kTileRows; }
     __device__ __forceinline__ i64 column() const { return (i64)strip * TILE_COLUMNS; }
     __device__ __forceinline__ bool is_last_down() const { return tile + 1 == group_down; }
+    // The strips of the tile, of those that there are.
+    __device__ __forceinline__ u32 own_strips(const AwareParams& p) const {
+        const u32 left = p.strips - strip;
+        return left >> stack ? 1u << stack : left;
+    }
+    __device__ __forceinline__ bool is_last(const AwareParams& p) const { return is_last_down() && strip + own_strips(p) == p.strips; }
+    __device__ __forceinline__ int next_offset(const AwareParams& p) const { return offset + (int)own_strips(p); }
+    // Of a row of the tile: which one it is of those of the expert, and where its columns are in the tile's.
+    __device__ __forceinline__ int line_of(int row) const { return kStacks ? row & (kTileRows >> stack) - 1 : row; }
+    __device__ __forceinline__ int strip_of(int row) const { return kStacks ? (int)(((u32)row << stack) / kTileRows) : 0; }
 
-    // more: another tile follows in the run.
-    __device__ __forceinline__ void settle(const AwareParams& p, bool first, bool more) {
+    __device__ __forceinline__ void settle(const AwareParams& p, bool first, int run) {
         const i64 first_column = column();
-        lines = left_of(group_lines - tile * kTileRows, kTileRows), columns = left_of(p.columns - first_column, TILE_COLUMNS);
-        scale_blocks = left_of(p.scale_columns - first_column / BLOCK, kColumnBlocks);
+        lines = left_of(group_lines - tile * kTileRows, kTileRows), columns = left_of(p.columns - first_column, TILE_COLUMNS << stack);
+        scale_blocks = left_of(p.scale_columns - first_column / BLOCK, kColumnBlocks << stack);
         from = p.data + start() * p.columns + first_column;
         scales = static_cast<const u8*>(p.scales) + (start() * p.scale_columns + first_column / BLOCK) * kScaleBytes;
         to = p.out + group_start * p.columns + first_column * group_lines + tile * kTileRows;
@@ -131,75 +149,84 @@ struct Place {
             row_scales = reinterpret_cast<u32*>(p.row_scales) + group_scales * p.scale_columns + first_column / BLOCK * row_scale_pitch
                          + tile * kTileRows;
         aligned = group_lines % 16 == 0 && reinterpret_cast<u64>(to) % 16 == 0;
-        plain = columns == TILE_COLUMNS && p.target_pitch % 4 == 0 && reinterpret_cast<u64>(targets) % (4 * kScaleBytes) == 0;
-        continued = !first && tile > 0, continues = more && !is_last_down();
+        plain = columns == TILE_COLUMNS << stack && p.target_pitch % 4 == 0 && reinterpret_cast<u64>(targets) % (4 * kScaleBytes) == 0;
+        exists = true, continued = !first && tile > 0, continues = offset + 1 < run && !is_last_down();
     }
 
     // To the tile below.
-    __device__ __forceinline__ void step_down(const AwareParams& p, bool more) {
-        tile++, lines = left_of(group_lines - tile * kTileRows, kTileRows);
+    __device__ __forceinline__ void step_down(const AwareParams& p, int run) {
+        tile++, offset++, lines = left_of(group_lines - tile * kTileRows, kTileRows);
         from += kTileRows * p.columns, scales += kTileRows * p.scale_columns * kScaleBytes, to += kTileRows;
         targets += kRowBlocks * p.target_pitch * kScaleBytes;
         if (row_scales) row_scales += kTileRows;
-        continued = true, continues = more && !is_last_down();
+        continued = true, continues = offset + 1 < run && !is_last_down();
     }
 };
 
-// The runs of kUnit rows, a started one of an expert counting as one, that the experts have which end at or before row `end`; by one warp.
-template <int kUnit>
-__device__ __forceinline__ i64 count_runs(const Splits& splits, i64 total, i64 end) {
-    i64 at = 0, runs = 0;
-    for (i64 round = 0; round < splits.groups && at < end; round += 32) {
-        i64 size = splits.load(round + threadIdx.x % 32);
-        size = size < 0 ? 0 : size > total ? total : size;
-        const i64 sum = warp_prefix_sum(size);
-        i64 first = at + sum - size, last = at + sum;
-        first = first < total ? first : total, last = last < total ? last : total;      // as find_groups cuts them short
-        if (last <= end) runs += (last - first + kUnit - 1) / kUnit;
-        at += __shfl_sync(~0u, sum, 31);
-    }
-    return __shfl_sync(~0u, warp_prefix_sum(runs), 31);
+// The record of a row of tiles, on its way to one whole warp: a word per lane.
+__device__ __forceinline__ u32 load_record(const AwareParams& p, i64 row_of_tiles) {
+    static_assert(sizeof(RowRun) == 16 * sizeof(u32), "half a warp");
+    return threadIdx.x % 32 < 16 ? load_read_only(reinterpret_cast<const u32*>(p.runs + row_of_tiles) + threadIdx.x % 32) : 0;
 }
 
-// The place of a tile, the first one of a run or of an expert; by one warp, before a barrier.
-__device__ __forceinline__ void find_place(const AwareParams& p, i64 tile, bool first, bool more, Place* place) {
-    GroupTile group{0, 0, p.down, p.rows, 0, false};
-    const i64 across = tile / p.strips;
-    if (p.splits.groups >= 0) {
-        __shared__ GroupTile found;
-        find_groups<1, kTileRows, 1>(p.splits, p.rows, across, p.down, tile == 0, &found);
-        __syncwarp();
-        group = found;
-        group.start -= (across - group.group_tile) * kTileRows;
+// The expert that has this row of tiles, whose record's words `record` are; by one whole warp.
+__device__ __forceinline__ Place find_expert(const AwareParams& p, i64 row_of_tiles, u32 record) {
+    Place found{};
+    found.group_lines = p.rows, found.group_down = p.down;
+    const auto stack_of = [](i64 lines) { return !kStacks || lines > kTileRows / 2 ? 0 : lines > kTileRows / 4 ? 1 : 2; };
+    if (p.splits.groups < 0) {
+        found.stack = stack_of(p.rows);
+        return found;
     }
-    i64 block = group.group_tile, scales = 0;
-    if (p.splits.groups >= 0) {
-        if (kMx) block = count_runs<BLOCK>(p.splits, p.rows, group.start);
-        else scales = 4 * count_runs<4>(p.splits, p.rows, group.start);
+    RowRun run;
+    const auto member = [&](int n) { return (i64)((u64)__shfl_sync(~0u, record, 2 * n + 1) << 32 | __shfl_sync(~0u, record, 2 * n)); };
+    run.group = member(0), run.start = member(1), run.given = member(3), run.run = member(5), run.before[0] = member(6), run.before[1] = member(7);
+    found.group_tile = row_of_tiles - run.run, found.group_scales = 4 * run.before[1];
+    found.group_block = kMx ? run.before[0] : found.group_tile;
+    found.lost = run.group < 0;
+    if (found.lost) {                                                // the record says where its own rows begin
+        found.group_start = p.runs[found.group_tile].to;
+        found.group_lines = p.rows - found.group_start, found.group_down = p.down - found.group_tile;
+    } else {
+        found.group_start = run.start, found.group_lines = run.given;
+        found.group_down = (run.given + kTileRows - 1) / kTileRows, found.stack = stack_of(run.given);
     }
-    if (threadIdx.x % 32 == 0) {
-        const i64 in_group = tile - group.group_tile * p.strips, strip = in_group / group.group_tiles;
-        Place found{};
-        found.group_start = group.start, found.group_lines = group.lost ? p.rows - group.start : group.group_lines;
-        found.group_down = group.group_tiles, found.group_block = block, found.group_scales = scales;
-        found.tile = in_group - strip * group.group_tiles, found.strip = (u32)strip, found.lost = group.lost;
-        found.settle(p, first, more);
-        *place = found;
-    }
+    return found;
 }
 
-// The place of the tile after that of `place`; by one warp.
-__device__ __forceinline__ void find_next(const AwareParams& p, i64 tile, const Place& place, bool more, Place* next) {
-    if (place.is_last_down() && place.strip + 1 == p.strips) return find_place(p, tile, false, more, next);
-    if (threadIdx.x % 32 == 0) {
-        Place found = place;
-        if (!place.is_last_down()) found.step_down(p, more);
-        else {
-            found.tile = 0, found.strip++;
-            found.settle(p, false, more);
-        }
-        *next = found;
+// The record that find_next() needs, on its way.
+__device__ __forceinline__ u32 load_next_record(const AwareParams& p, const Place& place, int run) {
+    return place.exists && place.is_last(p) && place.next_offset(p) < run ? load_record(p, place.group_tile + place.group_down) : 0;
+}
+
+// The place of the tile after that of `place`, if the run has one; by one whole warp.
+__device__ __forceinline__ void find_next(const AwareParams& p, const Place& place, u32 record, int run, Place* next) {
+    const bool exists = place.exists && place.next_offset(p) < run, of_next = exists && place.is_last(p);
+    Place found = of_next ? find_expert(p, place.group_tile + place.group_down, record) : place;
+    if (threadIdx.x % 32 != 0) return;
+    if (!exists) {
+        next->exists = false;
+        return;
     }
+    if (!place.is_last_down()) found.step_down(p, run);
+    else {
+        found.offset = place.next_offset(p), found.tile = 0, found.strip = of_next ? 0 : place.strip + (1u << place.stack);
+        found.settle(p, false, run);
+    }
+    *next = found;
+}
+
+// The place of the first tile of a run, which begins at this one of the expert found; by one whole warp. other: room for another one.
+__device__ __forceinline__ void find_first(const AwareParams& p, Place found, i64 tile, int run, Place* place, Place* other) {
+    const i64 in_group = tile - found.group_tile * p.strips, strip = in_group / found.group_down;
+    const int before = (int)strip & (1 << found.stack) - 1;          // strips of the tile that the run before has: then it has all of it
+    found.tile = in_group - strip * found.group_down, found.strip = (u32)strip - before, found.offset = -before;
+    if (threadIdx.x % 32 == 0) {
+        found.settle(p, true, run);
+        *(before ? other : place) = found;
+    }
+    __syncwarp();
+    if (before) find_next(p, *other, load_next_record(p, *other, run), run, place);
 }
 
 // What is known of a unit's scales: the exponent that its elements are computed relative to, and whether
@@ -207,8 +234,8 @@ enum UnitFacts : u32 {
     kGeneral = 1,                // f16 does not have all powers of two that it takes
     kExcluded = 2,               // the rows with scale 1 do not count for e_ref, since they are alone with one so large: as a rule a row of
                                  // zeros has scale 1. If one holds anything, the unit is kGeneral
-    kWrong = 4,                  // a scale is no power of two
-    kUnusual = 8,                // any of these, or scales that were not looked at for them: TARGET 1 knows no row that has the largest
+    kWrong = 16,                 // a scale is no power of two, of the first strip; the next three bits: of the others
+    kUnusual = 4,                // any of these, or scales that were not looked at for them: TARGET 1 knows no row that has the largest
 };
 struct Unit {
     int e_ref;
@@ -219,7 +246,7 @@ struct Shared {
     Unit unit[2][kUnits];                                            // by row of blocks, then by column of blocks
     __align__(16) short exponent[2][kColumnBlocks][kTileRows];
     __align__(16) u32 factor[2][kColumnBlocks][kTileRows / 2];       // 2^(e - e_ref) of two rows as f16: NaN for a wrong scale
-    __align__(16) uint4 waiting[2][TILE_COLUMNS];                    // of every column, the last 16 rows of the tile above
+    __align__(16) uint4 waiting[2][TILE_COLUMNS];                    // of every column: see store_columns()
     Place place[kAhead + 2];
 };
 
@@ -237,11 +264,12 @@ struct TileScales {
         for (int n = 0; n < kUnitsPerWarp; n++) {
 #pragma unroll
             for (int r = 0; r < kLaneRows; r++) bits[n][r] = 0;
-            if (!has(n) || place.lost || column_block(n) >= place.scale_blocks) continue;
-            const i64 at = row(n) * p.scale_columns + column_block(n);
+            const int line = place.line_of(row(n)), block = column_block(n) + place.strip_of(row(n)) * kColumnBlocks;
+            if (!has(n) || place.lost || block >= place.scale_blocks) continue;
+            const i64 at = line * p.scale_columns + block;
 #pragma unroll
             for (int r = 0; r < kLaneRows; r++) {
-                if (row(n) + r >= place.lines) continue;
+                if (line + r >= place.lines) continue;
                 if constexpr (kMx) bits[n][r] = load_read_only(place.scales + at);
                 else bits[n][r] = load_read_only(reinterpret_cast<const u32*>(place.scales) + at + r * p.scale_columns);
             }
@@ -253,7 +281,8 @@ struct TileScales {
 #pragma unroll
         for (int n = 0; n < kUnitsPerWarp; n++) {
             if (!has(n)) continue;
-            const int row = TileScales::row(n), block = column_block(n), exist = block < place.scale_blocks ? place.lines - row : 0;
+            const int row = TileScales::row(n), line = place.line_of(row), block = column_block(n) + place.strip_of(row) * kColumnBlocks;
+            const int exist = block < place.scale_blocks ? place.lines - line : 0;
             int e[kLaneRows], most = kNothing, least = kNoScale;
             bool rare = false;
 #pragma unroll
@@ -266,10 +295,10 @@ struct TileScales {
             }
             most = __reduce_max_sync(~0u, most), least = __reduce_min_sync(~0u, least);
             rare |= most - least > -kLeastNormal || most - kMostUp <= kLowest || (most == 0 && least < -kUnitGap);
-            u16* const factors = reinterpret_cast<u16*>(shared.factor[slot][block]) + row;
-            short* const exponents = shared.exponent[slot][block] + row;
+            u16* const factors = reinterpret_cast<u16*>(shared.factor[slot][column_block(n)]) + row;
+            short* const exponents = shared.exponent[slot][column_block(n)] + row;
             u32 factor[kLaneRows];
-            if (__any_sync(~0u, rare)) write_rare(p, n, exist, e, factor, &shared.unit[slot][unit(n)]);
+            if (__any_sync(~0u, rare)) write_rare(p, place, n, exist, e, factor, &shared.unit[slot][unit(n)]);
             else {
                 u32 facts = 0;
                 if constexpr (TARGET == 1) {
@@ -291,7 +320,7 @@ struct TileScales {
                                                                   (u32)e[2] & 0xffffu | (u32)e[3] << 16);
                 // Rows are rounded up to four; what does not exist is 0.
                 if (!place.row_scales || exist <= 0) continue;
-                u32* const to = place.row_scales + (block * place.row_scale_pitch + row);
+                u32* const to = place.row_scales + (block * place.row_scale_pitch + line);
                 if (reinterpret_cast<u64>(place.row_scales) % 16 == 0)
                     Chunk<f32, 4>{{bits[n][0], bits[n][1], bits[n][2], bits[n][3]}}.store_whole(to);
                 else
@@ -308,8 +337,8 @@ struct TileScales {
     }
 
     // For whatever scales, of whatever rows exist.
-    __device__ __forceinline__ void write_rare(const AwareParams& p, int n, int exist, int (&e)[kLaneRows], u32 (&factor)[kLaneRows],
-                                               Unit* to) const {
+    __device__ __forceinline__ void write_rare(const AwareParams& p, const Place& place, int n, int exist, int (&e)[kLaneRows],
+                                               u32 (&factor)[kLaneRows], Unit* to) const {
         int most = kNothing, least = kNoScale;
         bool wrong = false;
 #pragma unroll
@@ -318,7 +347,8 @@ struct TileScales {
             wrong |= e[r] == kNoScale;
             most = larger(most, e[r] == kNoScale ? kNothing : e[r]), least = smaller(least, e[r] == kNothing ? kNoScale : e[r]);
         }
-        most = __reduce_max_sync(~0u, most), least = __reduce_min_sync(~0u, least), wrong = __any_sync(~0u, wrong);
+        most = __reduce_max_sync(~0u, most), least = __reduce_min_sync(~0u, least);
+        const u32 wrong_lanes = __ballot_sync(~0u, wrong);
         int e_ref = most == kNothing ? 0 : most;
         bool excludes = false;
         if (most == 0 && least < -kUnitGap) {                        // a row of zeros has scale 1
@@ -332,8 +362,12 @@ struct TileScales {
         }
         if (threadIdx.x % 32 == 0) {
             const bool general = least < e_ref - kMostDown || e_ref - kMostUp <= kLowest;
-            *to = {e_ref, (general ? kGeneral : 0u) | (excludes ? kExcluded : 0u) | (wrong ? kWrong : 0u) | kUnusual};
-            if (!kMx && wrong) report(p.splits.errors, kScaleNotPowerOfTwo);
+            u32 facts = (general ? kGeneral : 0u) | (excludes ? kExcluded : 0u) | kUnusual;
+#pragma unroll
+            for (int part = 0; part < 4; part++)                     // a lane has rows of one strip
+                if (wrong_lanes >> part * 8 & 0xffu) facts |= kWrong << place.strip_of(part * 8 * kLaneRows);
+            *to = {e_ref, facts};
+            if (!kMx && wrong_lanes) report(p.splits.errors, kScaleNotPowerOfTwo);
         }
 #pragma unroll
         for (int r = 0; r < kLaneRows; r++) {
@@ -348,22 +382,25 @@ struct TileScales {
 // copies of 16 bytes from one sector to two places took 6 % longer.)
 __device__ __forceinline__ int raw_unit(int row, int unit) { return row * TILE_COLUMNS + (unit ^ (row / 16 * 2 & 6)) * 16 + row / 64 * 16; }
 
-__device__ __forceinline__ void prefetch(const AwareParams& p, const Place& place, u8* raw) {
-    constexpr int kRowUnits = TILE_COLUMNS / 16, kEach = kRawBytes / 16 / kThreads, kStep = kThreads / kRowUnits;
+template <bool kStacked>
+__device__ __forceinline__ void prefetch_rows(const AwareParams& p, const Place& place, u8* raw) {
+    constexpr int kRowUnits = TILE_COLUMNS / 16, kEach = kTileRows * kRowUnits / kThreads, kStep = kThreads / kRowUnits;
     static_assert(kStep == 32, "rows n * 32 on are in the places that raw_unit gives them, by what n alone decides");
-    if (place.lost) return;
-    const int first = threadIdx.x / kRowUnits, unit = threadIdx.x % kRowUnits, left = left_of(place.columns - unit * 16, 16);
-    const int lines = left ? place.lines : 0;
-    const i64 step = kStep * p.columns;
+    const int first = threadIdx.x / kRowUnits, unit = threadIdx.x % kRowUnits;
+    const int stack = kStacked ? place.stack : 0, left = place.columns - unit * 16, lines = kStacked || left > 0 ? place.lines - first : 0;
+    // From every other 32 rows of the tile to the next ones, and from those.
+    const i64 down = kStep * p.columns, next = stack == 2 ? TILE_COLUMNS : down;
+    const i64 after = stack == 0 ? down : stack == 1 ? TILE_COLUMNS - down : TILE_COLUMNS;
     const u8* from = place.from + (first * p.columns + unit * 16);
     const int even = raw_unit(first, unit), odd = even ^ 4 * 16;
 #pragma unroll
-    for (int n = 0; n < kEach; n++, from += step) {
-        const int row = n * kStep + first;
+    for (int n = 0; n < kEach; from += n % 2 ? after : next, n++) {
+        const int columns = kStacked ? left - place.strip_of(n * kStep) * TILE_COLUMNS : left;
+        const bool exists = (kStacked ? place.line_of(n * kStep) : n * kStep) < lines && (!kStacked || columns > 0);
         u8* const to = raw + ((n % 2 ? odd : even) + n * kStep * TILE_COLUMNS + n / 2 * 16);
-        if constexpr (ALIGNED) copy_async(to, from, row < lines);
+        if constexpr (ALIGNED) copy_async(to, from, exists);
         else {
-            const int exist = row < lines ? left : 0;
+            const int exist = exists ? left_of(columns, 16) : 0;
             Chunk<IN, 16> whole{};
             if (!p.vector) whole = Chunk<IN, 16>::load_partial(from, exist);
 #pragma unroll
@@ -375,6 +412,12 @@ __device__ __forceinline__ void prefetch(const AwareParams& p, const Place& plac
             store_shared_whole(to, whole.word[0], whole.word[1], whole.word[2], whole.word[3]);
         }
     }
+}
+
+__device__ __forceinline__ void prefetch(const AwareParams& p, const Place& place, u8* raw) {
+    if (place.lost) return;
+    if (ALIGNED && (!kStacks || place.stack == 0)) prefetch_rows<false>(p, place, raw);      // with fewer instructions
+    else prefetch_rows<kStacks>(p, place, raw);
 }
 
 // The target that magnitudes |v| * 2^e call for is that of the largest of these. It is found among numbers that are 0 where there is none,
@@ -393,9 +436,9 @@ __device__ __forceinline__ u32 moved(u32 code, int e, int t) {
     return IN::narrow(mul_rn(IN::widen(code), as_float(power)));
 }
 
-// This thread's 16 rows x 4 columns, element by element: for whatever scales. exponents: of these rows. t: log2 of the columns' targets;
-// targets of columns are found here.
-__device__ __forceinline__ void transform_any(const u8* mine, const short* exponents, int (&t)[4], u32 (&codes)[4][4]) {
+// This thread's 16 rows x 4 columns, element by element: for whatever scales. exponents: of these rows. patches: threads that have the rows
+// of a block. t: log2 of the columns' targets; targets of columns are found here.
+__device__ __forceinline__ void transform_any(const u8* mine, const short* exponents, int patches, int (&t)[4], u32 (&codes)[4][4]) {
     if constexpr (TARGET == 0) {
         int found[4] = {};
 #pragma unroll 1
@@ -412,7 +455,7 @@ __device__ __forceinline__ void transform_any(const u8* mine, const short* expon
         for (int c = 0; c < 4; c++) {
 #pragma unroll
             for (int distance = 1; distance < kUnitPatches; distance *= 2)
-                found[c] = larger(found[c], __shfl_xor_sync(~0u, found[c], distance));
+                found[c] = larger(found[c], __shfl_xor_sync(~0u, found[c], distance < patches ? distance : 0));
             t[c] = found[c] ? (found[c] >> 20) - kTargetBias : 0;
         }
     }
@@ -457,33 +500,34 @@ __device__ __forceinline__ void clear(u8* to, i64 bytes) {
     for (i64 i = head + units * 16 + threadIdx.x; i < bytes; i += kThreads) to[i] = 0;
 }
 
-// What a tile after the last expert has to do: zeros, of as much as it would have written.
-__device__ __forceinline__ void clear_rest(const AwareParams& p, const Place& place) {
-    const int columns = left_of(p.columns - place.column(), TILE_COLUMNS);
-    clear(p.out + place.start() * p.columns + place.column() * place.lines, (i64)place.lines * columns);
-    const i64 first = place.group_block + place.tile * kRowBlocks, end = place.is_last_down() ? p.target_rows : first + kRowBlocks;
-    const int pitch = left_of(p.target_pitch - place.column(), TILE_COLUMNS);
-    for (i64 row = first; row < end && row < p.target_rows; row++)
-        clear(static_cast<u8*>(p.target_scales) + (row * p.target_pitch + place.column()) * kScaleBytes, (i64)pitch * kScaleBytes);
-    if (!p.row_scales || place.tile) return;
-    const i64 all = (p.row_scale_rows - place.group_scales) * p.scale_columns, each = (all + p.strips - 1) / p.strips;
-    const i64 from = place.strip * each, left = all - from;
-    if (left > 0) clear(reinterpret_cast<u8*>(p.row_scales + place.group_scales * p.scale_columns + from), (left < each ? left : each) * 4);
+// What tiles first to end - 1 of those after the last expert have to do: zeros in as large a part of all that no expert has. place: of them.
+__device__ __forceinline__ void clear_rest(const AwareParams& p, const Place& place, i64 first, i64 end) {
+    const i64 tiles = (p.down - place.group_tile) * p.strips;
+    const auto clear_part = [&](u8* to, i64 bytes) {
+        const i64 each = (bytes + tiles - 1) / tiles + 15 & -16, from = first * each, left = bytes - from, most = (end - first) * each;
+        if (left > 0) clear(to + from, left < most ? left : most);
+    };
+    clear_part(p.out + place.group_start * p.columns, (p.rows - place.group_start) * p.columns);
+    clear_part(static_cast<u8*>(p.target_scales) + place.group_block * p.target_pitch * kScaleBytes,
+               (p.target_rows - place.group_block) * p.target_pitch * kScaleBytes);
+    if (p.row_scales)
+        clear_part(reinterpret_cast<u8*>(p.row_scales + place.group_scales * p.scale_columns),
+                   (p.row_scale_rows - place.group_scales) * p.scale_columns * 4);
 }
 
-// Bytes [first, end) of 16 that go to a multiple of 16.
-__device__ __forceinline__ void store_some(u8* to, const u32 (&unit)[4], int first, int end) {
-    if (first >= end) return;
-    const u32 bytes = (1u << end) - (1u << first);
-#pragma unroll
-    for (int w = 0; w < 4; w++) {
-        const u32 four = bytes >> 4 * w & 15;
-        if (four == 15) *reinterpret_cast<u32*>(to + 4 * w) = unit[w];
-        else
-#pragma unroll
-            for (int b = 0; b < 4; b++)
-                if (four >> b & 1) to[4 * w + b] = (u8)(unit[w] >> 8 * b);
+// Bytes [first, end) of 16 in shared memory that go to a multiple of 16: one, two, four and eight at once.
+__device__ __forceinline__ void store_some(u8* to, const u8* unit, int first, int end) {
+    const int count = end - first;
+    if (first > 0 && end < 16) {
+#pragma unroll 1
+        for (int i = first; i < end; i++) to[i] = unit[i];
+        return;
     }
+    const auto place = [&](int size) { return first ? first + (count & (size - 1)) : count & 16 - 2 * size; };
+    if (count & 1) to[place(1)] = unit[place(1)];
+    if (count & 2) *reinterpret_cast<u16*>(to + place(2)) = *reinterpret_cast<const u16*>(unit + place(2));
+    if (count & 4) *reinterpret_cast<u32*>(to + place(4)) = *reinterpret_cast<const u32*>(unit + place(4));
+    if (count & 8) *reinterpret_cast<uint2*>(to + place(8)) = *reinterpret_cast<const uint2*>(unit + place(8));
 }
 
 // The last `shift` of the 16 bytes `above` and the first of these.
@@ -500,6 +544,128 @@ __device__ __forceinline__ void shifted(const u32 (&above)[4], const u32 (&own)[
     for (int w = 0; w < 4; w++) unit[w] = __funnelshift_l(one[w], one[w + 1], (shift & 3) * 8);
 }
 
+// Columns of a tile as a thread has them: 16 rows of four.
+using Codes = u32[4][4];
+
+// Columns that begin at any byte, one group_lines after the other, in units of 16 bytes that are shifted between the threads that have the
+// rows. Of every column the first unit and the last one go through shared memory, where a lane each takes them, in as few pieces as there
+// are; unless the tile above or below has the rest of their bytes: then the last 16 rows wait for it.
+__device__ __forceinline__ void store_columns(const Place& place, const Codes& codes, uint4* above_first, uint4* last) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, patch = lane % kPatches, row = patch * 16;
+    const int column = warp * kWarpColumns + lane / kPatches * 4, lines = place.lines, columns = place.columns;
+    const i64 stride = place.group_lines;
+    const bool continued = place.continued, continues = place.continues;
+    above_first += column, last += column;
+    u8* to = as_global(place.to) + (column * stride + row);
+    const bool full = lines == kTileRows;
+    if (patch == kPatches - 1 && lines > kTileRows - 16)             // what the last rows leave over, or else a unit below
+#pragma unroll
+        for (int c = 0; c < 4; c++) store_shared_whole(last + c, codes[c][0], codes[c][1], codes[c][2], codes[c][3]);
+#pragma unroll
+    for (int c = 0; c < 4; c++, to += stride) {
+        const u32 shift = reinterpret_cast<u64>(to) & 15;
+        u32 above[4], unit[4];
+#pragma unroll
+        for (int w = 0; w < 4; w++) above[w] = __shfl_up_sync(~0u, codes[c][w], 1);
+        if (continued && patch == 0) {
+            const uint4 four = above_first[c];
+            above[0] = four.x, above[1] = four.y, above[2] = four.z, above[3] = four.w;
+        }
+        shifted(above, codes[c], shift, unit);
+        const bool begins = patch || continued || shift == 0;        // nothing of the unit belongs to another column
+        if (begins && (full || row + 16 <= lines + (int)shift) && column + c < columns)
+            Chunk<IN, 16>{{unit[0], unit[1], unit[2], unit[3]}}.store_whole(reinterpret_cast<u8*>(reinterpret_cast<u64>(to) & ~15ull));
+        if (!begins) store_shared_whole(above_first + c, unit[0], unit[1], unit[2], unit[3]);
+        if (!full && patch == (lines + (int)shift) >> 4) store_shared_whole(last + c, unit[0], unit[1], unit[2], unit[3]);
+    }
+    if (continued && continues) return;
+    __syncwarp();
+    const bool ends = lane >= kWarpColumns;                          // these lanes have the ends of columns
+    const int own = warp * kWarpColumns + lane % kWarpColumns;
+    above_first += own - column, last += own - column;
+    to = as_global(place.to) + own * stride;
+    const int shift = (int)(reinterpret_cast<u64>(to) & 15), end = lines + shift, first = continued ? 0 : shift;
+    if (own >= columns || (ends ? continues || (first && end < 16) : first == 0)) return;
+    uint4* const unit = ends ? last : above_first;
+    if (ends && end / 16 == kPatches) {
+        const u32 rows[4] = {unit->x, unit->y, unit->z, unit->w}, none[4] = {};
+        u32 rest[4];
+        shifted(rows, none, (u32)shift, rest);
+        store_shared_whole(unit, rest[0], rest[1], rest[2], rest[3]);
+    }
+    store_some(to - shift + (ends ? end / 16 * 16 : 0), reinterpret_cast<const u8*>(unit), ends ? 0 : first,
+               ends ? end % 16 : smaller(end, 16));
+}
+
+// Columns that follow one another without gaps, as they do in an expert of one row of tiles: through shared memory, as memory has them, to
+// whole units of 16 bytes. `stage` is kStageBytes of the warp's own.
+__device__ __forceinline__ void store_flat(const Place& place, const Codes& codes, u8* stage) {
+    const int lane = threadIdx.x % 32, stack = kStacks ? place.stack : 0, lines = place.lines;
+    // The warp's columns of one of the strips: bytes [before, end) of units of 16.
+    struct Range {
+        u8 *to, *stage;
+        int before, end;
+    };
+    const auto range_of = [&](int strip) {
+        const int column = threadIdx.x / 32 * kWarpColumns + strip * TILE_COLUMNS;
+        u8* const to = as_global(place.to) + column * lines;
+        const int before = (int)(reinterpret_cast<u64>(to) & 15);
+        return Range{to - before, stage + strip * ((kTileRows >> stack) * kWarpColumns + 16), before,
+                     before + left_of(place.columns - column, kWarpColumns) * lines};
+    };
+    const int row = lane % kPatches * 16, line = place.line_of(row), left = lines - line;
+    const Range own = range_of(place.strip_of(row));
+    const int first = own.before + lane / kPatches * 4 * lines + line;       // of this thread's rows of its first column
+    if (lines < 4) {
+        if (line == 0)
+#pragma unroll
+            for (int c = 0; c < 4; c++)
+#pragma unroll
+                for (int r = 0; r < 3; r++)
+                    if (r < lines) own.stage[first + c * lines + r] = (u8)(codes[c][0] >> 8 * r);
+    } else {
+        // By words. The first one of a column has the end of the column before, which is there after a barrier.
+        u32 above[4];
+#pragma unroll
+        for (int c = 0; c < 4; c++) above[c] = __shfl_up_sync(~0u, codes[c][3], 1);
+        if (left > 0)
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                const int at = first + c * lines, shift = (at & 3) * 8, end = left + (at & 3);
+                u32* const words = reinterpret_cast<u32*>(own.stage + (at & ~3));
+                if (line || shift == 0) words[0] = __funnelshift_l(above[c], codes[c][0], shift);
+#pragma unroll
+                for (int w = 1; w < 4; w++)
+                    if (end > 4 * w) words[w] = __funnelshift_l(codes[c][w - 1], codes[c][w], shift);
+                if (left <= 16 && end > 16) words[4] = __funnelshift_l(codes[c][3], 0, shift);
+            }
+        __syncwarp();
+        if (line == 0)
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                const int at = first + c * lines, shift = (at & 3) * 8;
+                u32* const word = reinterpret_cast<u32*>(own.stage + (at & ~3));
+                if (shift) *word = codes[c][0] << shift | (*word & (1u << shift) - 1);
+            }
+    }
+    __syncwarp();
+    const int lanes = 32 >> stack;                                   // that share a strip
+    const Range range = range_of(lane >> 5 - stack);
+    const int unit = (range.before != 0) + (lane & lanes - 1);
+#pragma unroll
+    for (int n = 0; n < (kTileRows * kWarpColumns / 16 + 1 + 31) / 32; n++) {
+        const int at = (unit + n * lanes) * 16;
+        if (at + 16 <= range.end) Chunk<IN, 16>::load_shared(range.stage + at).store_whole(range.to + at);
+    }
+    // The first and the last unit have bytes of others: a lane for each byte.
+#pragma unroll 1
+    for (int strip = 0; strip < 1 << stack; strip++) {
+        const Range r = range_of(strip);
+        const int at = lane < 16 ? lane : r.end / 16 * 16 + lane % 16;
+        if (at < r.end && (lane < 16 ? r.before && at >= r.before : r.before == 0 || r.end >= 16)) r.to[at] = r.stage[at];
+    }
+}
+
 #ifdef ENTRY_scaling_aware_transpose
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) scaling_aware_transpose(const __grid_constant__ AwareParams p) {
     extern __shared__ __align__(16) u8 dynamic[];                    // kAhead + 1 tiles
@@ -512,42 +678,50 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) scaling_aware_tr
     const int run = left_of(all_tiles - first_tile, (int)p.run);
     const auto place_of = [&](int n) -> Place& { return shared.place[n % (kAhead + 2)]; };
     const auto fetch = [&](int n) {
-        if (n < run) prefetch(p, place_of(n), dynamic + n % (kAhead + 1) * kRawBytes);
+        if (place_of(n).exists) prefetch(p, place_of(n), dynamic + n % (kAhead + 1) * kRawBytes);
         copy_async_commit();
     };
-    if (warp == kWarps - 1) {
-        find_place(p, first_tile, true, run > 1, &place_of(0));
-        for (int n = 1; n <= kAhead && n < run; n++) {
+    const bool finds = warp == kWarps - 1;                           // this warp finds the places
+    const i64 first_row = first_tile / p.strips;                     // of tiles
+    u32 next_record = 0;
+    if (p.splits.groups >= 0) {
+        if (warp == 0 && blockIdx.x == 0) check_sizes(p.splits, p.rows);
+        next_record = load_record(p, first_row);
+    }
+    const bool lost = (int)__shfl_sync(~0u, next_record, 1) < 0;     // group -1: no expert's, and so are all that follow
+    if (finds) {
+        if (lost) {
+            if (lane == 0) place_of(0).exists = false;
+        } else find_first(p, find_expert(p, first_row, next_record), first_tile, run, &place_of(0), &place_of(kAhead + 1));
+        for (int n = 1; n <= kAhead; n++) {
             __syncwarp();
-            find_next(p, first_tile + n, place_of(n - 1), n + 1 < run, &place_of(n));
+            find_next(p, place_of(n - 1), load_next_record(p, place_of(n - 1), run), run, &place_of(n));
         }
     }
     __syncthreads();
     TileScales scales;
-    scales.load(p, place_of(0));
+    if (place_of(0).exists) scales.load(p, place_of(0));
     for (int n = 0; n < kAhead; n++) fetch(n);
 
+    int n = 0;
 #pragma unroll 1
-    for (int n = 0; n < run; n++) {
+    for (; place_of(n).exists && !place_of(n).lost; n++) {
         const int slot = n % 2;
         const Place& place = place_of(n);
         u8* const raw = dynamic + n % (kAhead + 1) * kRawBytes;
+        if (finds && n > 0) find_next(p, place_of(n + kAhead - 1), next_record, run, &place_of(n + kAhead));
         scales.write(p, place, slot, shared);
         copy_async_wait<kAhead - 1>();
         __syncthreads();
-        if (n + 1 < run) scales.load(p, place_of(n + 1));
+        if (place_of(n + 1).exists) scales.load(p, place_of(n + 1));
         fetch(n + kAhead);
-        if (warp == kWarps - 1 && n + kAhead + 1 < run)
-            find_next(p, first_tile + n + kAhead + 1, place_of(n + kAhead), n + kAhead + 2 < run, &place_of(n + kAhead + 1));
-        if (place.lost) {
-            clear_rest(p, place);
-            continue;
-        }
-
+        if (finds) next_record = load_next_record(p, place_of(n + kAhead), run);
         const u8* const mine = raw + raw_unit(row, warp) + lane_column;      // this thread's four columns of its first row
         const auto holds_anything = [&](int r) { return *reinterpret_cast<const u32*>(mine + r * TILE_COLUMNS) & 0x7f7f7f7fu; };
         const Unit unit = shared.unit[slot][unit_index];
         const short* const exponents = &shared.exponent[slot][column_block][row];
+        const int line = place.line_of(row), column = warp * kWarpColumns + lane_column + place.strip_of(row) * TILE_COLUMNS;
+        const int patches = kMx ? kUnitPatches : kPatches >> (kStacks ? place.stack : 0);        // of a block's rows
         bool general = unit.facts & kGeneral;
         u32 codes[4][4], stored[4];                                  // four rows of a column in a word; the bits of the columns' targets
         int tile_target = 0;
@@ -612,7 +786,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) scaling_aware_tr
                 u32 largest = f16::max_magnitudes<false>(even, odd);
 #pragma unroll
                 for (int distance = 1; distance < kUnitPatches; distance *= 2)
-                    largest = f16::max_magnitudes<false>(largest, __shfl_xor_sync(~0u, largest, distance));
+                    largest = f16::max_magnitudes<false>(largest, __shfl_xor_sync(~0u, largest, distance < patches ? distance : 0));
                 exponent[half] = (largest + 0x00ff00ffu) & 0xfc00fc00u;
                 of_columns[half] = ((Pack::kEmax + 30) << 10) * 0x10001u - exponent[half];
             }
@@ -653,18 +827,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) scaling_aware_tr
         }
         if (__any_sync(~0u, general)) {
             int t[4] = {tile_target, tile_target, tile_target, tile_target};
-            transform_any(mine, exponents, t, codes);
+            transform_any(mine, exponents, patches, t, codes);
 #pragma unroll
             for (int c = 0; c < 4; c++) stored[c] = scale_bits(t[c]);
         }
 
         // Target scales, 0 in the padding.
-        const int column = warp * kWarpColumns + lane_column;
-        if (patch % kUnitPatches == 0 && row < place.lines) {
-            if (!kMx && unit.facts & kWrong)
+        if (line % BLOCK == 0 && line < place.lines) {
+            if (!kMx && unit.facts & kWrong << place.strip_of(row))
 #pragma unroll
                 for (int c = 0; c < 4; c++) stored[c] = kNanF32;
-            u8* const to = as_global(place.targets) + ((i64)(row / BLOCK) * p.target_pitch + column) * kScaleBytes;
+            u8* const to = as_global(place.targets) + ((i64)(line / BLOCK) * p.target_pitch + column) * kScaleBytes;
             if (place.plain) {
                 if constexpr (kMx) *reinterpret_cast<u32*>(to) = stored[0] | stored[1] << 8 | stored[2] << 16 | stored[3] << 24;
                 else Chunk<f32, 4>{{stored[0], stored[1], stored[2], stored[3]}}.store_whole(reinterpret_cast<u32*>(to));
@@ -681,42 +854,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) scaling_aware_tr
         }
 
         // Transposed rows: of the expert, whose matrices follow one another.
-        const int lines = place.lines, count = place.columns - column;
-        const i64 stride = place.group_lines;
-        u8* to = as_global(place.to) + (column * stride + row);
         if (place.aligned) {
+            u8* to = as_global(place.to) + (column * place.group_lines + line);
 #pragma unroll
-            for (int c = 0; c < 4; c++, to += stride)
-                if (row < lines && c < count) Chunk<IN, 16>{{codes[c][0], codes[c][1], codes[c][2], codes[c][3]}}.store_whole(to);
-        } else {
-            const bool continued = place.continued, continues = place.continues;
-            const bool whole = (patch || continued) && (continues || row + 16 <= lines);     // 16 bytes of every column
-            const int source = lane - patch + (patch + kPatches - 1) % kPatches;     // the lane above; the first one's: the last
-#pragma unroll
-            for (int c = 0; c < 4; c++, to += stride) {
-                const u32 shift = reinterpret_cast<u64>(to) & 15;
-                u32 above[4], unit[4];
-#pragma unroll
-                for (int w = 0; w < 4; w++) above[w] = __shfl_sync(~0u, codes[c][w], source);
-                if (!continues && patch == 0 && c < count) {         // the end of the last rows
-                    shifted(above, codes[c], shift, unit);
-                    store_some(to + kTileRows - shift, unit, 0, lines - kTileRows + (int)shift);
-                }
-                if (continued && patch == 0) {
-                    const uint4 four = shared.waiting[slot][column + c];
-                    above[0] = four.x, above[1] = four.y, above[2] = four.z, above[3] = four.w;
-                }
-                shifted(above, codes[c], shift, unit);
-                if (c < count) {
-                    if (whole) Chunk<IN, 16>{{unit[0], unit[1], unit[2], unit[3]}}.store_whole(to - shift);
-                    else store_some(to - shift, unit, patch || continued ? 0 : (int)shift, smaller(lines + (int)shift - row, 16));
-                }
-            }
-            if (continues && patch == kPatches - 1)
-#pragma unroll
-                for (int c = 0; c < 4; c++)
-                    shared.waiting[slot ^ 1][column + c] = make_uint4(codes[c][0], codes[c][1], codes[c][2], codes[c][3]);
+            for (int c = 0; c < 4; c++, to += place.group_lines)
+                if (line < place.lines && column + c < place.columns)
+                    Chunk<IN, 16>{{codes[c][0], codes[c][1], codes[c][2], codes[c][3]}}.store_whole(to);
+        } else if (place.group_down > 1) store_columns(place, codes, shared.waiting[slot], shared.waiting[slot ^ 1]);
+        else {
+            __syncthreads();                                         // nobody needs the tile any more
+            store_flat(place, codes, raw + warp * kStageBytes);
         }
     }
+    if (!lost && !place_of(n).exists) return;
+    const Place rest = lost ? find_expert(p, first_row, next_record) : place_of(n);
+    const i64 first = (lost ? first_tile : first_tile + rest.offset) - rest.group_tile * p.strips;
+    clear_rest(p, rest, first, first + run - rest.offset);
 }
 #endif

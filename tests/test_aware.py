@@ -258,10 +258,11 @@ WRONG = [3.0, -0.0, -1.0, float("inf"), float("nan"), 1.0000001, 2.0**-126 * 1.5
 
 @pytest.mark.parametrize("target", aware.TARGETS)
 @pytest.mark.parametrize("wrong", WRONG)
-def test_scales_that_are_no_powers_of_two(wrong, target, run, monkeypatch):
+@pytest.mark.parametrize("rows", [140, 50, 20])            # so few that strips are below one another in a tile
+def test_scales_that_are_no_powers_of_two(rows, wrong, target, run, monkeypatch):
     """Refused where they can be looked at. On the device: the row-block becomes NaN, the scales of its tile NaN, all else stays."""
     rng = np.random.default_rng(4)
-    codes, exponents = rng.integers(0, 0x78, (140, 300), np.uint8), rng.integers(-9, -3, (140, 3))
+    codes, exponents = rng.integers(0, 0x78, (rows, 300), np.uint8), rng.integers(-9, -3, (rows, 3))
     q = scaled(codes, exponents, float8_e4m3fn)
     q.scale_inv[9, 1] = wrong
     if run.name != "cuda":
@@ -374,6 +375,29 @@ def test_results_anywhere_in_memory(block, lead, splits, run):
     assert fp8.scaling_aware_transpose(given, splits=splits, out=out) is out
     assert_same(run.numpy(out), reference.scaling_aware_transpose(q, splits=splits))
     assert all(intact() for intact in checked)
+
+
+#: Of experts: less than a word, a unit of 16 bytes, a quarter and a half of a tile, a tile; and more, with last tiles of any size.
+SIZES = (1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 96, 113, 127, 128, 129, 131, 143, 145, 160, 200, 255, 256, 257,
+         272, 389)
+
+
+@pytest.mark.parametrize("columns", [20, 300, 528])
+@pytest.mark.parametrize("target", aware.TARGETS)
+@pytest.mark.parametrize("block", [128, 32])
+def test_experts_of_every_size(block, target, columns, run):
+    """Their columns begin at every byte of 16; nothing is written but the results."""
+    rng = np.random.default_rng(columns)
+    splits = rng.permutation(np.repeat(SIZES, 2 if columns == 20 else 1))
+    rows = int(splits.sum()) + 70
+    q = scaled(rng.integers(0, 0x78, (rows, columns), np.uint8), rng.integers(-9, -3, (rows, -(-columns // block))), float8_e4m3fn, block)
+    given, sizes = run.array(q), run.array(splits)
+    row, column = parts(fp8.scaling_aware_transpose(given, splits=sizes, target=target))
+    data, intact = guarded(run, column.data.shape, column.data.dtype, columns % 16)
+    out = Quantized(row, part(column, data=data))
+    fp8.scaling_aware_transpose(given, splits=sizes, target=target, out=out)
+    assert_same(run.numpy(out), reference.scaling_aware_transpose(q, splits=splits, target=target))
+    assert intact()
 
 
 def test_rows_of_no_expert_may_have_any_scale(run):
@@ -513,11 +537,14 @@ def test_graph_with_sizes_that_change():
     cp = backend.cupy()
     q, given = on_gpu()
     splits = cp.asarray([100, 200])
-    out = fp8.scaling_aware_transpose(given, splits=splits)
+    fresh, out = (fp8.scaling_aware_transpose(given, splits=splits) for _ in range(2))
+    fp8.scaling_aware_transpose(given, splits=splits, out=out)      # makes its workspace
     cp.cuda.get_current_stream().synchronize()
     stream = cp.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()
+        with pytest.raises(ValueError, match=r"^out: used for the first time while a CUDA graph is captured"):
+            fp8.scaling_aware_transpose(given, splits=splits, out=fresh)
         assert fp8.scaling_aware_transpose(given, splits=splits, out=out) is out
         with pytest.raises(ValueError, match=r"^out: needed while a CUDA graph is captured"):
             fp8.scaling_aware_transpose(given, splits=splits)

@@ -79,6 +79,9 @@ def _cases() -> Iterator[Case]:
             for rows, experts in _EXPERTS:
                 yield case(float8_e4m3fn, (rows, 144), "normal", block=block, target=target, experts=experts)
                 yield case(float8_e5m2, (rows, 45), block=block, target=target, experts=experts, narrow=True, scale_layout="compact")
+            # Small ones, of which several strips are in a tile.
+            for rows, columns, experts in ((500, 400, 24), (600, 272, 14), (31, 648, 1), (64, 528, 1)):
+                yield case(float8_e4m3fn, (rows, columns), "normal", block=block, target=target, experts=experts)
         for layout in ("offset", "strided"):
             yield case(float8_e5m2, (136, 144), "bits", layout, block=block, experts=2)
         yield case(float8_e4m3fn, (130, 257), block=block, scale_layout="compact")

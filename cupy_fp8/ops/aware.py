@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import backend, reference, runtime
 from ..arrays import Array, asnumpy, bits, empty_beside, is_contiguous
-from ..formats import FORMATS, FP8_DTYPES, float8_e8m0fnu, float32
+from ..formats import FORMATS, FP8_DTYPES, float8_e4m3fn, float8_e8m0fnu, float32
 from ..layouts import cdiv, round_up, scale_shape
 from ..reference.aware import exponents, row_scale_rows, target_rows
 from ..results import Quantized, Scaled, swap_last
@@ -19,16 +19,19 @@ from ..runtime import Kernel, Variant, error_word, executor_of
 from . import checks
 from . import splits as sizes
 from .convert import transpose
+from .group_runs import GroupRuns
+from .group_runs import variants as run_variants
 from .scale_layouts import convert_scales
 
-_KERNEL = Kernel("aware", "scaling_aware_transpose", "5PPqPI7q3I")
+_KERNEL = Kernel("aware", "scaling_aware_transpose", "6PPqPI7q3I")
 _ROWS = 128                                 # of a tile
 _COLUMNS = 128                              # of a tile
-#: Threads of a block, a warp for every 16 columns; bytes of the two tiles (kAhead + 1) that it keeps.
-_THREADS, _SHARED = 2 * _COLUMNS, 2 * (_ROWS * _COLUMNS + 16)
+_SMALL_EXPERT = 4 * _ROWS                   # rows, on average
+#: Threads of a block, a warp for every 16 columns; bytes of the two tiles that it keeps, one of them on its way.
+_THREADS, _SHARED = 2 * _COLUMNS, 2 * (_ROWS + 4) * _COLUMNS
 _MOST_TILES = 3                             # that a block of threads works on, one after the other
-_MOST_TILES_OF_SMALL_EXPERTS = 8
 _BLOCKS_PER_MULTIPROCESSOR = 8              # at least, before a block gets more of them
+_UNITS = 5, 2                               # log2 of the rows of what is counted before an expert: of E8M0's blocks, and row scales
 #: The blocks along rows that become blocks along columns, and the dtype of their scales.
 _BLOCKS = {(1, 128): float32, (1, 32): float8_e8m0fnu}
 _SQUARE = (128, 128)
@@ -59,7 +62,7 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
         B x B elements the largest s of the rows that hold anything but zeros (as FP8-Flow-MoE; less accurate where rows differ)
     scale_layout : of f32 scales: 'gemm_ready' (rows of K rounded up to a multiple of 4, padding 0) or 'compact'; E8M0 ones are compact
     out : an earlier result for the same q.data; written in place and returned. With it the call allocates nothing and can be captured
-        into a CUDA graph
+        into a CUDA graph, with splits once it has been used before
     check : wait for the device and raise ValueError if splits or scales there are wrong. (NumPy arrays and lists are always looked at)
 
     Returns
@@ -108,7 +111,7 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
             return reference.scaling_aware_transpose(source.dense, splits=groups.host, target=target, scale_layout=scale_layout)
         checks.may_allocate(data)
         out = source.empty(groups.number, scale_layout)
-        plan = _Plan(out, source, groups.number, target)
+        plan = _Plan(out, source, groups.number, target, None)
     else:
         plan = _validated(out, source, groups, target, scale_layout)
     if by_reference:
@@ -247,9 +250,10 @@ class _Written(NamedTuple):
 
 
 class _Plan:
-    """A launch into a result: the kernel's variant, its grid, and the members of its struct."""
+    """A launch into a result, with splits another one before it: the kernel's variant, its grid, and the members of its struct. owner: the
+    array that the workspace belongs to (see `workspace`)."""
 
-    def __init__(self, out: Quantized, source: _Source, groups: int | None, target: str) -> None:
+    def __init__(self, out: Quantized, source: _Source, groups: int | None, target: str, owner: Array | None) -> None:
         column = out.columnwise
         assert column is not None
         rows, columns = source.rows, source.columns
@@ -259,20 +263,35 @@ class _Plan:
         strips = cdiv(columns, _COLUMNS)
         if groups is not None:
             strips = max(1, strips)                          # even an empty array's sizes are looked at
-        run = _run(source.data, down * strips, rows, groups)
+        run = _run(source.data, down * strips)
         self.grid = down * strips and checks.grid_size(cdiv(down * strips, run), source.s.shape)
-        self.variant = _variant(source.data.dtype, source.block, target, aligned)
+        self.variant = _variant(source.data.dtype, source.block, target, aligned, _in_flight(source.data.dtype, aligned, rows, groups))
         row_at = 0 if source.row_shape(groups) is None or out.rowwise is None else checks.address(out.rowwise.scale_inv)
         lines, pitch = column.scale_inv.shape
         self.addresses = (source.at, source.scales_at, checks.address(column.data), checks.address(column.scale_inv), row_at)
         self.members = (rows, columns, source.scales.shape[1], pitch, lines, row_scale_rows(rows, groups), down, strips, run,
                         int(columns % 8 == 0 and source.at % 8 == 0))
+        self.down, self.owner = down, owner
+        self.found: tuple[int, int, GroupRuns] | None = None # for which sizes
         self.written: list[_Written] = []                    # known for a result given as `out=`
 
     def launch(self, source: _Source, groups: sizes.Groups) -> None:
-        if self.grid:
-            self.variant.launch(source.data, self.grid, *self.addresses, groups.at, -1 if groups.number is None else groups.number,
-                                error_word(source.data), groups.wide, *self.members)
+        if not self.grid:
+            return
+        x, number, runs_at = source.data, -1, 0
+        if groups.number is not None:
+            number, found = groups.number, self.found
+            if found is None or found[:2] != (groups.at, groups.wide):
+                self.found = found = groups.at, groups.wide, self._runs(source, groups)
+            found[2].run(x)
+            runs_at = found[2].at
+        self.variant.launch(x, self.grid, *self.addresses, runs_at, groups.at, number, error_word(x), groups.wide, *self.members)
+
+    def _runs(self, source: _Source, groups: sizes.Groups) -> GroupRuns:
+        """What finds whose rows every row of tiles has: rows of one element, as RowGroups of kernels_cu/include/groups.cuh."""
+        rows = source.rows
+        row_groups = 0, 0, 0, groups.at, groups.number, error_word(source.data), groups.wide, rows, 1, rows, 1, 1
+        return GroupRuns(source.data, self.owner, row_groups, _ROWS, self.down, _UNITS)
 
 
 def _validated(out: Quantized, source: _Source, groups: sizes.Groups, target: str, scale_layout: str) -> _Plan:
@@ -319,7 +338,7 @@ def _plan(out: Quantized, source: _Source, groups: int | None, target: str, scal
     write("out.columnwise.scale_inv", column.scale_inv, source.target_shape(groups, scale_layout), source.scales.dtype)
     if row_shape is not None:
         write("out.rowwise.scale_inv", row.scale_inv, row_shape, float32)
-    plan = _Plan(out, source, groups, target)
+    plan = _Plan(out, source, groups, target, column.scale_inv)
     plan.written = written
     return plan
 
@@ -330,20 +349,24 @@ def _is_same(a: Array, b: Array) -> bool:
         a.size == 0 or checks.address(a) == checks.address(b))
 
 
-def _run(x: Array, count: int, rows: int, groups: int | None) -> int:
-    """Tiles for each block of threads: few, of which the last ones leave little of a GPU idle, but more where experts are small and finding
-    one's place among them takes longer."""
+def _run(x: Array, count: int) -> int:
+    """Tiles for each block of threads: few, of which the last ones leave little of a GPU idle."""
     if isinstance(x, np.ndarray):
         return 3                            # the CPU executor: enough for every way in which one tile follows another
     blocks = _BLOCKS_PER_MULTIPROCESSOR * runtime.multiprocessors(x.data.device_id)
-    most = _MOST_TILES if groups is None or rows >= 4 * _ROWS * groups else _MOST_TILES_OF_SMALL_EXPERTS
-    return max(1, min(most, count // blocks))
+    return max(1, min(_MOST_TILES, count // blocks))
+
+
+def _in_flight(dtype: np.dtype[Any], aligned: bool, rows: int, groups: int | None) -> int:
+    """Blocks of threads on a multiprocessor: four, for which there are registers in these programs only; but large experts whose columns
+    begin anywhere are faster with three (docs/performance.md)."""
+    return 4 if dtype == float8_e4m3fn and aligned and (groups is None or groups == 1 or rows < _SMALL_EXPERT * groups) else 3
 
 
 @functools.cache
-def _variant(dtype: np.dtype[Any], block: int, target: str, aligned: bool) -> Variant:
+def _variant(dtype: np.dtype[Any], block: int, target: str, aligned: bool, in_flight: int) -> Variant:
     return _KERNEL.variant(block=_THREADS, shared=_SHARED, IN=FORMATS[dtype].tag, BLOCK=block, TARGET=TARGETS.index(target),
-                           TILE_COLUMNS=_COLUMNS, ALIGNED=int(aligned))
+                           TILE_COLUMNS=_COLUMNS, BLOCKS=in_flight, ALIGNED=int(aligned))
 
 
 def _store(out: Quantized, result: Quantized) -> None:
@@ -357,5 +380,7 @@ def _store(out: Quantized, result: Quantized) -> None:
 
 def variants() -> Iterator[Variant]:
     """Every variant that this op may launch."""
+    yield from run_variants(iter((_ROWS,)))
     for dtype, (_, block), target, aligned in product(FP8_DTYPES, _BLOCKS, TARGETS, (False, True)):
-        yield _variant(dtype, block, target, aligned)
+        for in_flight in {_in_flight(dtype, aligned, 1, groups) for groups in (None, 0)}:
+            yield _variant(dtype, block, target, aligned, in_flight)

@@ -24,7 +24,6 @@ struct Splits {
 struct GroupTile {
     i64 start;                   // its first line
     i64 group_tile, group_tiles; // the first tile of its group, and how many the group has
-    i64 group_lines;             // of its group; of a lost one, that no group covers
     int lines;                   // how many of its lines there are
     bool lost;                   // no group's: past the last one. `lines` are then those that no group covers
 };
@@ -77,7 +76,7 @@ __device__ __forceinline__ void find_groups(const Splits& splits, i64 total, i64
 #pragma unroll 1
             for (int t = left_of(tile - first, kTiles); t < end_here; t++) {
                 const i64 lines_before = (first + t - tile) * kLines;
-                found[t] = {start + lines_before, tile, group_tiles, size[u], left_of(size[u] - lines_before, kLines), false};
+                found[t] = {start + lines_before, tile, group_tiles, left_of(size[u] - lines_before, kLines), false};
             }
             tile += group_tiles;
             start += size[u];
@@ -87,11 +86,25 @@ __device__ __forceinline__ void find_groups(const Splits& splits, i64 total, i64
     }
     if (lane < kTiles && first + lane >= round_tile) {
         const i64 start = round_start + (first + lane - round_tile) * kLines;
-        found[lane] = {start, round_tile, tiles - round_tile, total - round_start, left_of(total - start, kLines), true};
+        found[lane] = {start, round_tile, tiles - round_tile, left_of(total - start, kLines), true};
     }
     if (!check) return;
     const u32 any_negative = __ballot_sync(~0u, negative);
     if (lane == 0) report(splits.errors, (any_negative ? kSplitNegative : 0u) | (round_start > total ? kSplitSum : 0u));
+}
+
+// Notes sizes that are wrong, of groups of `total` lines; by one whole warp.
+__device__ __forceinline__ void check_sizes(const Splits& splits, i64 total) {
+    bool negative = false;
+    i64 lines = 0;                                                   // at most total + 1 of a group, and of all before this round
+    for (i64 round = 0; round < splits.groups; round += 32) {
+        const i64 size = splits.load(round + threadIdx.x % 32);
+        negative |= size < 0;
+        lines += __shfl_sync(~0u, warp_prefix_sum(size < 0 ? 0 : size > total ? total + 1 : size), 31);
+        lines = lines > total ? total + 1 : lines;
+    }
+    const u32 any_negative = __ballot_sync(~0u, negative);
+    if (threadIdx.x % 32 == 0) report(splits.errors, (any_negative ? kSplitNegative : 0u) | (lines > total ? kSplitSum : 0u));
 }
 
 // ---- groups of rows, each a matrix of its own ----
