@@ -16,7 +16,7 @@ from cupy_fp8.reference import numerics
 from cupy_fp8.runtime import sources
 from cupy_fp8.testing import assert_bytes_equal
 
-EXP_OF_MINUS, SIGMOID, SIGMOIDS, RECIPROCAL, RECIPROCAL_FROM_ONE = range(5)
+EXP_OF_MINUS, SIGMOID, SIGMOIDS, RECIPROCAL, RECIPROCAL_FROM_ONE, QUOTIENT = range(6)
 SOURCE = Path(__file__).parent / "planted" / "sigmoid.cu"
 F32 = np.float32
 SPECIAL = np.array([0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 2.0**-126, 1, -1, 86.99999, 87, -87, 87.00001, 87.33654, -87.33654,
@@ -159,6 +159,32 @@ def test_reciprocals_that_are_subnormal(run):
     assert_bytes_equal(run(RECIPROCAL_FROM_ONE, d), numerics.div(F32(1), d))
     ends = np.array([1, 1 + 2.0**-23, 2 - 2.0**-23, 3, 2.0**125, np.inf, np.nan, np.nan], F32)
     assert_bytes_equal(one_nan(run(RECIPROCAL_FROM_ONE, ends)), one_nan(numerics.div(F32(1), ends)))
+
+
+def test_quotients_without_a_call(run):
+    """Of scales of blocks: as division rounds them, subnormal and overflowing ones too."""
+    rng = np.random.default_rng(0)
+    size = 1 << 20
+
+    def some(low: int, high: int) -> np.ndarray:
+        return floats(rng.integers(low << 23, high << 23, size))
+
+    significands = rng.integers(0, 1 << 23, size)
+    few = significands & 0x700000                                       # few bits: exact quotients, and ties
+    ends = np.array([0, 2.0**-149, 2.0**-126, 1, 448, 57344, 3.4e38, np.inf], F32)
+    pairs: list[tuple[Any, Any]] = [
+        (some(0, 255), some(0, 255)), (some(1, 30), some(125, 160)), (some(0, 1), some(100, 150)), (some(100, 150), some(0, 1)),
+        (floats((1 << 23) + significands), floats(rng.integers(127, 152, size) * (1 << 23) + few)),          # subnormal: ties of every kind
+        (floats((10 << 23) + few), floats(rng.integers(130, 165, size) * (1 << 23) + few[::-1])),
+        (np.full(size, 448, F32), some(0, 255)), (some(0, 255), np.full(size, 448, F32)), (np.ones(size, F32), some(0, 255)),
+        (np.repeat(ends, 8), np.tile(ends, 8)),
+    ]
+    for a, b in pairs:
+        with np.errstate(all="ignore"):
+            want = numerics.div(a, b)
+        defined = ~np.isnan(want)
+        a, b, want = (v[defined][: defined.sum() // 4 * 4] for v in (a, b, want))
+        assert_bytes_equal(run(QUOTIENT, np.stack([a, b], axis=1).reshape(-1))[::2].copy(), want)
 
 
 def exactly(a: float, b: float, c: float) -> np.float32:

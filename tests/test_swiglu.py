@@ -11,6 +11,7 @@ import cupy_fp8 as fp8
 from cupy_fp8 import cases, reference, testing
 from cupy_fp8.arrays import bits
 from cupy_fp8.formats import bfloat16, float8_e5m2, float16, float32
+from cupy_fp8.ops import swiglu as op
 from cupy_fp8.ops.swiglu import _plan
 from cupy_fp8.reference.swiglu import swiglu, swiglu_backward
 from cupy_fp8.results import Quantized, Scaled
@@ -410,8 +411,6 @@ def test_vectors_of_any_strides(run):
 def test_programs_agree(run, recipe, monkeypatch, shape, plain):
     """Calls without options have programs of their own; a clamp beyond all values asks for the same of the others. Gradients have them
     where H is a multiple of a tile's columns."""
-    from cupy_fp8.ops import swiglu as op
-
     how, options = recipe
     launched = []
     for plan in set(op._PLANS.values()):
@@ -499,8 +498,6 @@ def test_results_need_memory_of_their_own():
 
 
 def test_a_second_call_plans_nothing(monkeypatch):
-    from cupy_fp8.ops import swiglu as op
-
     fp8.swiglu_quantize(X, MX)
     before = op._plan.cache_info()
     fp8.swiglu_quantize(X + 1, MX)
@@ -514,3 +511,62 @@ def test_as_many_scales_as_32_bits_count_are_refused():
         with pytest.raises(ValueError, match=rf"^x: expected fewer than 2\^32 scales, .* have from {rows} rows on"):
             _plan((rows, 2 * columns), np.dtype(bfloat16), fp8.BlockScaling(), True, False, False)
     _plan(((1 << 32) - 4, 16), np.dtype(bfloat16), fp8.BlockScaling(), True, False, False)
+
+
+# ---- blocks that take several tiles ----
+@pytest.fixture
+def several_tiles(monkeypatch):
+    """As large arrays have them."""
+    monkeypatch.setattr(op, "_ENOUGH_BLOCKS", dict.fromkeys(op._ENOUGH_BLOCKS, 1))
+    _plan.cache_clear()
+    yield
+    _plan.cache_clear()
+
+
+@pytest.mark.parametrize("rows", [128, 129, 385, 900, 1024])
+@pytest.mark.parametrize("directions", [(True, False), (True, True), (False, True)])
+@pytest.mark.parametrize("recipe", [
+    BLOCKS, fp8.BlockScaling((1, 32), profile="vllm"), fp8.BlockScaling((1, 64), scale_layout="compact"), MX,
+    fp8.MXScaling(scale_layout="swizzled", profile="torchao")], ids=str)
+def test_tiles_one_below_the_other(run, several_tiles, recipe, directions, rows):
+    """Rows of the next tile are on their way while this one is stored; the last tile, and the last block, may be short."""
+    rowwise, columnwise = directions
+    for dtype, half in ((bfloat16, 256), (float32, 136)):
+        x, probs = normal((rows, 2 * half), dtype, 1), normal((rows,), seed=2)
+        plan = op._plan_of(x, recipe, rowwise, columnwise, False)
+        assert plan.programs[1][2] > 1 or rows < 256
+        q = run.numpy(fp8.swiglu_quantize(run.array(x), recipe, probs=run.array(probs), rowwise=rowwise, columnwise=columnwise))
+        assert_same(q, reference.swiglu_quantize(x, recipe, probs=probs, rowwise=rowwise, columnwise=columnwise))
+        if half % 128:
+            continue
+        grad = normal((rows, half), dtype, 3)
+        pair = fp8.swiglu_backward_quantize(run.array(grad), run.array(x), recipe, probs=run.array(probs), rowwise=rowwise,
+                                            columnwise=columnwise)
+        want, sums = reference.swiglu_backward_quantize(grad, x, recipe, probs=probs, rowwise=rowwise, columnwise=columnwise)
+        assert_same(run.numpy(pair[0]), want)
+        assert_bytes_equal(run.numpy(pair[1]), sums)
+
+
+@pytest.mark.parametrize("recipe", [
+    BLOCKS, fp8.BlockScaling(dtype=float8_e5m2, eps=2.0**-30), fp8.BlockScaling((1, 32), profile="sglang"), MX,
+    fp8.MXScaling(float8_e5m2, profile="torchao", scale_layout="swizzled")], ids=str)
+@pytest.mark.parametrize("together", [1, 64])
+def test_weights_of_any_size(run, recipe, together):
+    """A row-wise scale takes the weight of its row with it where no bit can tell: not where weights or maxima are extreme, 0 or NaN. A warp
+    does so where all of its rows allow it: together: how many rows are alike."""
+    weights = np.array([1, -1, 0, -0.0, np.nan, np.inf, -np.inf, 0.3, -3e38, 1e-45, 2.0**-41, 2.0**-40, 2.0**-39, 2.0**39, -(2.0**40),
+                        1.7 * 2.0**39, 1e-38, -7.0], float32)
+    exponents = np.array([0, -140, -126, -101, -100, -60, -59, -30, 20, 59, 60, 61, 100, 120], np.int32)
+    if together > 1:
+        weights, exponents = weights[[0, 7, 8, 9, 10, 12, 14, 15]], exponents[[0, 1, 4, 5, 8, 9, 12]]
+    probs = np.repeat(weights, exponents.size * together)
+    for columns in (128, 72):
+        a, b = normal((probs.size, columns), seed=1), normal((probs.size, columns), seed=2)
+        with np.errstate(over="ignore"):
+            b = np.ldexp(b, np.tile(np.repeat(exponents, together), weights.size)[:, None]).astype(float32)
+        b[::5, 3], b[::7, 40:] = 0, np.ldexp(b[::7, 40:], -70)          # codes that are 0, of both signs
+        if together == 1:
+            b[3::50, 9], b[7::60, 11] = np.inf, np.nan
+        x = np.concatenate([a, b], axis=1)
+        got = run.numpy(fp8.swiglu_quantize(run.array(x), recipe, probs=run.array(probs)))
+        assert_same(got, reference.swiglu_quantize(x, recipe, probs=probs))

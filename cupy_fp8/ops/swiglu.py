@@ -1,4 +1,4 @@
-"""SwiGLU and quantisation from one read. Kernels: kernels_cu/swiglu.cu."""
+"""SwiGLU and quantisation from one read. Kernels: kernels_cu/swiglu.cu, swiglu_block.cu, swiglu_mx.cu."""
 
 from __future__ import annotations
 
@@ -35,10 +35,14 @@ FORMS = ("swiglu", "gpt_oss")
 _BLOCKS = ((1, 128), (1, 64), (1, 32))
 _GATE = "6P2q3fI"
 _CAST = Kernel("swiglu", "swiglu_cast", _GATE + "8P3f2I")
-_BLOCK = Kernel("swiglu", "swiglu_block", _GATE + "2PP5qP5q4f3I2I")
-_MX = Kernel("swiglu", "swiglu_mx", _GATE + "2PP3qP3qfIiI")
+_BLOCK = Kernel("swiglu_block", "swiglu_block", _GATE + "2PP5qP5q4f3I3I")
+_MX = Kernel("swiglu_mx", "swiglu_mx", _GATE + "2PP3qP3qfIi2I")
 _TILE = tiles.SMALL
-_ASIDE = 10 * 4 * 8 * _TILE.block    # bytes of shared memory: of every patch two rows of da and the eight of db (Aside in swiglu.cu)
+_STAGES = 4                 # rows of 16-bit elements that a thread has on their way (kStages in gate_stream.cuh); of f32 half as many
+_TOPS = 4 * (8 * _TILE.columns + 8) * 4         # bytes: the maxima of a tile's columns (ColumnTops)
+#: From how many blocks on a block takes twice as many tiles, one below the other: rows of the next are on their way while it stores the
+#: first. By threads of a block.
+_ENOUGH_BLOCKS = {256: 512, 512: 512}
 _LEAST_SHARED = 16           # where no column-wise data are written: an array of no bytes has no address on the CPU
 _CLAMPED, _GPT_OSS, _INTERLEAVED, _WIDE = 1, 2, 4, 8
 _WORDS, _SCALE_OFFSET = 4, 8        # of workspace: the amax so far, blocks that have finished, and the scale of current scaling
@@ -273,10 +277,16 @@ class _Plan:
         raise NotImplementedError
 
     @functools.cached_property
-    def programs(self) -> tuple[tuple[Variant, int], tuple[Variant, int]]:
-        """(variant, blocks) of every call, and of plain ones: of gradients these write the tiles of da and of db at once."""
+    def programs(self) -> tuple[tuple[Variant, int, int], tuple[Variant, int, int]]:
+        """(variant, blocks, tiles of a block) of every call, and of plain ones: of gradients these write the tiles of da and of db at
+        once."""
         once = self.rows, self.columns // (1 + self.backward)
-        return (self.variant(0), tiles.grid(self.shape, _TILE)), (self.variant(1), tiles.grid(once, _TILE))
+        plain, each = self.variant(1), 1
+        if _is_streamed(plain):
+            while each < plain.block // _TILE.rows and tiles.grid(once, _TILE) // (2 * each) >= _ENOUGH_BLOCKS[plain.block]:
+                each *= 2
+        down = _TILE._replace(rows=each * _TILE.rows)
+        return (self.variant(0), tiles.grid(self.shape, _TILE), 1), (plain, tiles.grid(once, down), each)
 
     def empty(self, x: Array) -> Quantized:
         raise NotImplementedError
@@ -319,7 +329,7 @@ class _PerTensor(_Plan):
 
     def launch(self, x: Array, plain: bool, gate: tuple[Any, ...], to: _Target, scale_at: int, scale_value: float, amax_at: int,
                owner: Array | None) -> None:
-        variant, grid = self.programs[plain]
+        variant, grid, _ = self.programs[plain]
         if self.current:
             words = workspace(owner, x, "swiglu", _WORDS)
             found = checks.address(words)
@@ -357,9 +367,9 @@ class _Blocks(_Plan):
     def launch(self, x: Array, plain: bool, gate: tuple[Any, ...], to: _Target, scale_at: int, scale_value: float, amax_at: int,
                owner: Array | None) -> None:
         if x.size:
-            variant, grid = self.programs[plain]
+            variant, grid, each = self.programs[plain]
             variant.launch(x, grid, *gate, to.data, to.data_t, to.scale_inv, *self.fast, to.scale_inv_t, *self.slow, *self.members,
-                           to.vector, shared=None if self.columnwise else _LEAST_SHARED)
+                           to.vector, each, shared=_shared(variant, self.columnwise))
 
 
 class _Mx(_Plan):
@@ -385,9 +395,9 @@ class _Mx(_Plan):
     def launch(self, x: Array, plain: bool, gate: tuple[Any, ...], to: _Target, scale_at: int, scale_value: float, amax_at: int,
                owner: Array | None) -> None:
         if x.size:
-            variant, grid = self.programs[plain]
+            variant, grid, each = self.programs[plain]
             variant.launch(x, grid, *gate, to.data, to.data_t, to.scale_inv, *self.fast, to.scale_inv_t, *self.slow, *self.members,
-                           shared=None if self.columnwise else _LEAST_SHARED)
+                           each, shared=_shared(variant, self.columnwise))
 
 
 _PLANS: dict[type, type[_Plan]] = {DelayedScaling: _PerTensor, CurrentScaling: _PerTensor, BlockScaling: _Blocks, MXScaling: _Mx}
@@ -473,9 +483,23 @@ def _variant(kernel: Kernel, source: np.dtype[Any], to: np.dtype[Any], backward:
     types: dict[str, Any] = {"IN": FORMATS[source].tag, "OUT": FORMATS[to].tag, "BACKWARD": backward, "PLAIN": plain}
     if kernel is _BLOCK:
         types["DIVIDE"] = divide
-    both = backward and plain == 1                              # da and db: a tile of each, or rows of f32
-    shared = {_CAST: _TILE.shared * (1 + both), _BLOCK: _ASIDE if both else _TILE.shared, _MX: _ASIDE if both else _LEAST_SHARED}[kernel]
-    return kernel.variant(block=_TILE.block, shared=shared, **types)
+    if kernel is _CAST:
+        return kernel.variant(block=_TILE.block, shared=_TILE.shared * (1 + backward * plain), **types)
+    if not plain:
+        return kernel.variant(block=_TILE.block, shared=_TILE.shared if kernel is _BLOCK else _LEAST_SHARED, **types)
+    block = _TILE.block * (3 - plain)
+    both = backward and plain == 1                              # whose rows are larger, and values stay in registers
+    columns = 0 if plain == 2 else _TOPS + (_TILE.shared if kernel is _BLOCK else 0)
+    return kernel.variant(block=block, shared=_STAGES * (2 + backward) * 16 * block // (1 + both) + columns, **types)
+
+
+def _is_streamed(v: Variant) -> bool:
+    """Whether rows come through shared memory (kernels_cu/include/gate_stream.cuh)."""
+    return v.kernel is not _CAST and dict(v.defines)["PLAIN"] != "0"
+
+
+def _shared(v: Variant, columnwise: bool) -> int | None:
+    return None if columnwise or _is_streamed(v) else _LEAST_SHARED
 
 
 def variants() -> Iterator[Variant]:

@@ -1,17 +1,12 @@
-// PLAIN 1 and 2 of swiglu.cu: the call that most make. x = [a | b], no bias, no clamp, the form `swiglu`, rows that allow wide accesses; of
-// gradients H is a multiple of a tile's columns. Then a tile of y, or of da and that of db, comes from one read and one sigma, by
-// instructions that follow one another. Told at run time these choices were most of the program: an H200 waited for instructions.
+// PLAIN calls: those that most make. x = [a | b], no bias, no clamp, the form `swiglu`, rows that allow wide accesses; of gradients H is a
+// multiple of a tile's columns. Then a tile of y, or of da and that of db, comes from one read and one sigma, by instructions that follow
+// one another. Told at run time these choices were most of the program: an H200 waited for instructions.
 #pragma once
 #include "gate.cuh"
 
 constexpr int kParts = 1 + BACKWARD;                                 // results: y, or da and db
-// How many rows are on their way from memory while one is computed; and where all of a patch is kept.
-#ifdef ENTRY_swiglu_mx
-constexpr int kRowsAhead = sizeof(IN::storage) == 2 ? 2 : 1;
-constexpr int kRowsAheadKept = BACKWARD ? 1 : kRowsAhead;            // two take more than 128 registers on sm_100
-#else
-constexpr int kRowsAhead = sizeof(IN::storage) == 2 && BACKWARD ? 2 : 1, kRowsAheadKept = sizeof(IN::storage) == 2 ? 2 : 1;
-#endif
+// Of swiglu_cast: how many rows are on their way from memory while one is computed.
+constexpr int kRowsAhead = sizeof(IN::storage) == 2 && BACKWARD ? 2 : 1;
 
 // What is loaded for a row of a patch.
 struct RawRow {
@@ -50,10 +45,66 @@ __device__ __forceinline__ void pin(float (&v)[8]) {
 #endif
 }
 
+// Values and, of gradients, the sum of the terms of dp where these are wanted. Without probs they are 1, which changes no bit.
+__device__ __forceinline__ float activate(const float* sums, float prob, const float (&a)[8], const float (&b)[8], float (&grad)[8],
+                                          const float (&sigma)[8], float (&values)[kParts][8]) {
+#if BACKWARD
+    TreeSum<8> sum;
+    float silu[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) silu[i] = mul_rn(a[i], sigma[i]);
+    if (sums) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            sum.add(i, mul_rn(mul_rn(grad[i], silu[i]), b[i]));
+            grad[i] = mul_rn(grad[i], prob);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const float rest = mul_rn(a[i], fma_rn(sigma[i], -1.0f, 1.0f));                               // a * (1 - sigma)
+        values[0][i] = mul_rn(mul_rn(grad[i], b[i]), mul_rn(sigma[i], add_rn(1.0f, rest)));
+        values[1][i] = mul_rn(grad[i], silu[i]);
+    }
+    return sums ? sum.sum() : 0.0f;
+#else
+#pragma unroll
+    for (int i = 0; i < 8; i++) values[0][i] = mul_rn(mul_rn(mul_rn(a[i], sigma[i]), b[i]), prob);
+    return 0.0f;
+#endif
+}
+
+__device__ __forceinline__ float activate(const float* sums, float prob, const float (&a)[8], const float (&b)[8], float (&grad)[8],
+                                          float (&values)[kParts][8]) {
+    float sigma[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) sigma[i] = a[i];
+    sigmoids(sigma);
+    return activate(sums, prob, a, b, grad, sigma, values);
+}
+
+__device__ __forceinline__ void widen_eight(const Eight& from, float (&v)[8]) {
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) from[i / kLoad].widen2(i % kLoad / 2, v[i], v[i + 1]);
+}
+
+__device__ __forceinline__ u32 add_bits(u32 v, u32 w) { return as_bits(add_rn(as_float(v), as_float(w))); }
+// The sums of kRows rows, `row` and those that many `apart`, over the columns of a tile, the tile-th across. left: how many rows there are
+// from `row` on.
+template <int kRows>
+__device__ __forceinline__ void store_sums(const Gate& g, const u32 (&sums)[kRows], i64 row, int apart, i64 tile, int left) {
+    float total = as_float(fold(sums, add_bits));
+#pragma unroll
+    for (int distance = 4; distance < Tile::kColumnPatches; distance *= 2)
+        total = add_rn(total, as_float(__shfl_xor_sync(~0u, as_bits(total), distance)));
+    const int r = owned<kRows>() * apart;
+    if (Tile::column_patch() < kRows && r < left) g.sums[tile * g.rows + row + r] = as_float(f32::narrow(total));
+}
+
 // The rows of a patch in groups of kRows, kAhead of them on their way from memory while one is computed.
-// kZeros: a row that does not exist is zeros. Otherwise it repeats the row whose registers it has, times 0: what is not NaN becomes 0.
-// (Gradients without weights are not multiplied by anything: what is repeated is in the same maxima already.)
-template <int kRows, int kAhead, bool kZeros>
+// A row that does not exist repeats the row whose registers it has, times 0: what is not NaN becomes 0. (Gradients without weights are not
+// multiplied by anything: what is repeated is in the same maxima already.)
+template <int kRows, int kAhead>
 class Rows {
 public:
     __device__ __forceinline__ Rows(const Gate& g, const Place& place)
@@ -63,7 +114,7 @@ public:
         grad = g.grad + place.row * half + place.column;
 #endif
         const i64 row = place.row - Tile::patch_row() + threadIdx.x;
-        const float prob = g.probs && threadIdx.x < Tile::kRows && row < g.rows ? g.probs[row] : kZeros || row < g.rows ? 1.0f : 0.0f;
+        const float prob = g.probs && threadIdx.x < Tile::kRows && row < g.rows ? g.probs[row] : row < g.rows ? 1.0f : 0.0f;
 #pragma unroll
         for (int i = 0; i < kAhead; i++) {
             raw[i] = {};
@@ -96,14 +147,7 @@ public:
 #if BACKWARD
         grad += kRows * half;
 #endif
-        if (!BACKWARD || !g.sums) return;
-        float total = as_float(fold(sums, add));
-#pragma unroll
-        for (int distance = 4; distance < Tile::kColumnPatches; distance *= 2)
-            total = add_rn(total, as_float(__shfl_xor_sync(~0u, as_bits(total), distance)));
-        const int r = group * kRows + owned<kRows>();
-        if (Tile::column_patch() < kRows && r < rows_left)
-            g.sums[place.column / Tile::kColumns * g.rows + place.row + r] = as_float(f32::narrow(total));
+        if (BACKWARD && g.sums) store_sums(g, sums, place.row + group * kRows, 1, place.column / Tile::kColumns, rows_left - group * kRows);
     }
 
 private:
@@ -119,11 +163,6 @@ private:
         __shared__ __align__(16) float probs[Tile::kRows];
         return probs;
     }
-    static __device__ __forceinline__ u32 add(u32 v, u32 w) { return as_bits(add_rn(as_float(v), as_float(w))); }
-    static __device__ __forceinline__ void widen_eight(const Eight& from, float (&v)[8]) {
-#pragma unroll
-        for (int i = 0; i < 8; i += 2) from[i / kLoad].widen2(i % kLoad / 2, v[i], v[i + 1]);
-    }
     __device__ __forceinline__ void load(int first, int r, RawRow& to) {
         const bool exists = first + r < rows_left;
         load_eight(to.a, a + r * (2 * half), exists), load_eight(to.b, a + r * (2 * half) + half, exists);
@@ -135,39 +174,6 @@ private:
 #pragma unroll
         for (int l = 0; l < kLoads; l++) {
             if (exists) to[l] = Chunk<IN, kLoad>::load(from + l * kLoad);
-            else if (kZeros) to[l] = {};
         }
-    }
-    // Values and, of gradients, the sum of the terms of dp where these are wanted. Without probs they are 1, which changes no bit.
-    static __device__ __forceinline__ float activate(const float* sums, float prob, const float (&a)[8], const float (&b)[8],
-                                                     float (&grad)[8], float (&values)[kParts][8]) {
-        float sigma[8];
-#pragma unroll
-        for (int i = 0; i < 8; i++) sigma[i] = a[i];
-        sigmoids(sigma);
-#if BACKWARD
-        TreeSum<8> sum;
-        float silu[8];
-#pragma unroll
-        for (int i = 0; i < 8; i++) silu[i] = mul_rn(a[i], sigma[i]);
-        if (sums) {
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                sum.add(i, mul_rn(mul_rn(grad[i], silu[i]), b[i]));
-                grad[i] = mul_rn(grad[i], prob);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const float rest = mul_rn(a[i], fma_rn(sigma[i], -1.0f, 1.0f));                       // a * (1 - sigma)
-            values[0][i] = mul_rn(mul_rn(grad[i], b[i]), mul_rn(sigma[i], add_rn(1.0f, rest)));
-            values[1][i] = mul_rn(grad[i], silu[i]);
-        }
-        return sums ? sum.sum() : 0.0f;
-#else
-#pragma unroll
-        for (int i = 0; i < 8; i++) values[0][i] = mul_rn(mul_rn(mul_rn(a[i], sigma[i]), b[i]), prob);
-        return 0.0f;
-#endif
     }
 };

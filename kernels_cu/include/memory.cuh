@@ -13,13 +13,16 @@ template <class T>
 __device__ __forceinline__ T load_read_only(const T* p) { return __ldg(p); }
 
 // 16 bytes from global to shared memory, both 16-byte aligned, on their way until copy_async_wait() in the same thread; zeros where they do
-// not exist.
+// not exist. kThroughL1: for halves of sectors, whose other halves are copied soon.
+template <bool kThroughL1 = false>
 __device__ __forceinline__ void copy_async(u8* shared, const void* from, bool exists = true) {
     const u32 bytes = exists ? 16 : 0;
 #ifdef CUPY_FP8_HOST
     host_cp_async(shared, from, 16, bytes);
 #else
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"((u32)__cvta_generic_to_shared(shared)), "l"(from), "r"(bytes) : "memory");
+    const u32 to = (u32)__cvta_generic_to_shared(shared);
+    if constexpr (kThroughL1) asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
+    else asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
 #endif
 }
 // Ends a group of them, and waits for all groups but the last kPending.

@@ -68,11 +68,11 @@ __device__ __forceinline__ float quick_sigmoid(float a) {
     return reciprocal(add_rn(1.0f, as_float(as_bits(e.p) + (e.shifted << 23))));
 }
 
-// Each a replaced by sigma(a). The path for the rare large ones (and NaN) is a loop that turns the array by one element at a time:
-// registers have no index, and unrolled it would be most of a kernel.
+// Each a replaced by sigma(a); quick: every |a| is below kQuickSigmoid. The path for the rare large ones (and NaN) is a loop that turns the
+// array by one element at a time: registers have no index, and unrolled it would be most of a kernel.
 template <int kCount>
-__device__ __forceinline__ void sigmoids(float (&a)[kCount]) {
-    if (__builtin_expect(all_below(a, kQuickSigmoid), 1)) {
+__device__ __forceinline__ void sigmoids(float (&a)[kCount], bool quick) {
+    if (__builtin_expect(quick, 1)) {
 #pragma unroll
         for (float& v : a) v = quick_sigmoid(v);
         return;
@@ -85,3 +85,5 @@ __device__ __forceinline__ void sigmoids(float (&a)[kCount]) {
         a[kCount - 1] = first;
     }
 }
+template <int kCount>
+__device__ __forceinline__ void sigmoids(float (&a)[kCount]) { sigmoids(a, all_below(a, kQuickSigmoid)); }
