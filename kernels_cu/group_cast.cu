@@ -126,13 +126,26 @@ struct GroupCurrentParams {
 };
 
 struct GroupTensors {
+    static constexpr u32 kRunWords = sizeof(RowRun) / sizeof(u32);
     const GroupCurrentParams& p;
 
-    __device__ __forceinline__ bool find(u32 tile, Visit& to) const {
-        __shared__ RowRun found_by_warp[kLoaders / 32];
-        RowRun& found = found_by_warp[threadIdx.x / 32 % (kLoaders / 32)];
+    // A word of its run.
+    struct Ahead {
+        u32 tile = ~0u, word;
+    };
+
+    __device__ __forceinline__ u32 word_of(u32 tile) const {
+        const u32* const from = reinterpret_cast<const u32*>(p.groups.runs + (tile < p.resident.tiles ? tile : 0) / p.groups.across);
+        return threadIdx.x % 32 < kRunWords ? load_read_only(from + threadIdx.x % 32) : 0;
+    }
+    __device__ __forceinline__ bool find(u32 tile, Ahead& ahead, Visit& to) const {
+        __shared__ RowRun by_warp[kLoaders / 32];
+        RowRun& found = by_warp[threadIdx.x / 32 % (kLoaders / 32)];
         const u32 run = tile / p.groups.across, across = tile - run * p.groups.across;
-        load_run(p.groups, run, found);
+        const u32 word = ahead.tile == tile ? ahead.word : word_of(tile);
+        if (threadIdx.x % 32 < kRunWords) reinterpret_cast<u32*>(&found)[threadIdx.x % 32] = word;
+        __syncwarp();
+        ahead.tile = tile + gridDim.x, ahead.word = word_of(ahead.tile);
         if (threadIdx.x % 32 == 0) {
             const bool lost = found.group < 0;
             const i64 columns = p.groups.columns, column = (i64)across * kTileSide, row = lost ? 0 : found.run * kTileSide;

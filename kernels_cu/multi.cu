@@ -166,21 +166,42 @@ struct MultiCurrentParams {
 };
 
 struct ListedTensors {
+    static constexpr u32 kTensorWords = sizeof(MultiTensor) / sizeof(u64);
     const MultiTensor* tensors;
     const u32* tensor_of;
+    u32 tiles;
 
-    __device__ __forceinline__ bool find(u32 tile, Visit& to) const {
+    // A word of its matrix, and the number of the matrix of the tile after it.
+    struct Ahead {
+        u32 tile = ~0u, index, next_index;
+        u64 word;
+    };
+
+    __device__ __forceinline__ u32 index_of(u32 tile, u32 tiles) const { return load_read_only(tensor_of + (tile < tiles ? tile : 0)); }
+    __device__ __forceinline__ u64 word_of(u32 index) const {
+        const u64* const from = reinterpret_cast<const u64*>(tensors + index);
+        return threadIdx.x % 32 < kTensorWords ? load_read_only(from + threadIdx.x % 32) : 0;
+    }
+    __device__ __forceinline__ bool find(u32 tile, Ahead& ahead, Visit& to) const {
+        __shared__ MultiTensor by_warp[kLoaders / 32];
+        MultiTensor& t = by_warp[threadIdx.x / 32 % (kLoaders / 32)];
+        if (ahead.tile != tile) {
+            ahead.index = index_of(tile, tiles), ahead.next_index = index_of(tile + gridDim.x, tiles);
+            ahead.word = word_of(ahead.index);
+        }
+        if (threadIdx.x % 32 < kTensorWords) reinterpret_cast<u64*>(&t)[threadIdx.x % 32] = ahead.word;
+        __syncwarp();
         if (threadIdx.x % 32 == 0) {
-            const u32 index = load_read_only(tensor_of + tile);
-            const MultiTensor t = tensors[index];
             const u32 first = (u32)t.first_block, in_matrix = tile - first;
             const u32 across = (u32)((t.columns + kTileSide - 1) / kTileSide), down = across ? in_matrix / across : 0;
             const i64 row = (i64)down * kTileSide, column = (i64)(in_matrix - down * across) * kTileSide;
             const int rows = left_of(t.rows - row, kTileSide);
             const i64 at = row * t.columns + column;
-            to = {t.x + at, t.data ? t.data + at : nullptr, t.data_t ? t.data_t + column * t.rows + row : nullptr, t.rows, t.columns, index, tile,
-                  first, t.blocks, rows, rows, left_of(t.columns - column, kTileSide), t.vector, 0};
+            to = {t.x + at, t.data ? t.data + at : nullptr, t.data_t ? t.data_t + column * t.rows + row : nullptr, t.rows, t.columns,
+                  ahead.index, tile, first, t.blocks, rows, rows, left_of(t.columns - column, kTileSide), t.vector, 0};
         }
+        ahead.tile = tile + gridDim.x, ahead.index = ahead.next_index;
+        ahead.word = word_of(ahead.index), ahead.next_index = index_of(tile + 2 * gridDim.x, tiles);
         __syncwarp();
         return true;
     }
@@ -196,6 +217,6 @@ struct ListedTensors {
 extern "C" __global__ void __launch_bounds__(kResidentThreads) multi_cast_current(const __grid_constant__ MultiCurrentParams p) {
     extern __shared__ __align__(16) u8 shared[];
     if (is_set(p.noop)) return;
-    cast_resident(ListedTensors{p.tensors, p.tensor_of}, p.resident, shared);
+    cast_resident(ListedTensors{p.tensors, p.tensor_of, p.resident.tiles}, p.resident, shared);
 }
 #endif

@@ -278,6 +278,8 @@ def test_current_scaling_leaves_its_workspace_ready(entries, run, monkeypatch):
     monkeypatch.setattr(Variant, "launch", noted)
     monkeypatch.setattr(group_amax, "workspace", same_words)
     monkeypatch.setattr(group_quantize, "workspace", same_words)
+    gpu = resident._gpu
+    monkeypatch.setattr(resident, "_gpu", lambda device: gpu(device)._replace(fewest=0))
     if len(entries) == 2:
         monkeypatch.setattr(resident, "choose", lambda *_: None)
     splits = run.array(np.array([0] * 70 + [300, 21]))

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scale_arrays import guarded
+from scale_arrays import guarded, raw
 
 import cupy_fp8 as fp8
 from cupy_fp8 import backend, cases, reference, testing
 from cupy_fp8.arrays import bits
 from cupy_fp8.cases import values
+from cupy_fp8.cli.selftest import check
 from cupy_fp8.formats import bfloat16, float8_e5m2, float16, float32
 from cupy_fp8.ops import resident
 from cupy_fp8.runtime import Variant
@@ -22,6 +23,13 @@ needs_host = pytest.mark.skipif(testing.executor_problem("host") is not None, re
 CURRENT = fp8.CurrentScaling()
 #: Of a matrix that no machine here reads once, in tiles.
 HUGE = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def however_little(monkeypatch):
+    """A GPU reads small lists once too."""
+    gpu = resident._gpu
+    monkeypatch.setattr(resident, "_gpu", lambda device: gpu(device)._replace(fewest=0))
 
 
 @pytest.fixture
@@ -53,7 +61,7 @@ def expect_list(results: list[Any], xs: list[np.ndarray], amaxes: Any = None, st
 
 
 def machine(monkeypatch, blocks, slots, most_slots=None):
-    monkeypatch.setattr(resident, "_CPU", resident._Machine(blocks, slots, most_slots or slots))
+    monkeypatch.setattr(resident, "_CPU", resident._Machine(blocks, slots, most_slots or slots, 0))
 
 
 @needs_host
@@ -125,6 +133,18 @@ def test_one_launch_where_most_fits(run, entries):
         expect_list(results[:5], xs[:5])
 
 
+@pytest.mark.parametrize("op", ["multi_quantize", "group_quantize"])
+@pytest.mark.parametrize("executor", [pytest.param("host", marks=needs_host), pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_case_of_the_table(executor, op, entries):
+    """Of both ways, each has some."""
+    with testing.executor(executor) as run:
+        for case in cases.OPS[op].cases():
+            if "current" in case.options or isinstance(case.options.get("recipe"), fp8.CurrentScaling):
+                check(cases.OPS[op], case, run)
+    assert any("current" in entry for entry in entries)
+    assert any("amax" in entry for entry in entries)
+
+
 def test_the_largest_element_is_found_wherever_it_is(run):
     """In corners of tiles, and of matrices that end in the middle of one."""
     shapes = ((300, 264), (128, 128), (1, 8))
@@ -161,22 +181,28 @@ def test_outputs_and_noop(run, entries):
         assert fp8.multi_quantize(moved, CURRENT, columnwise=True, noop=noop, outputs=results) is results
         if step % 3 == 2:
             written = [cases.outputs(q, {}) for q in results]
-            assert all((fp8.asnumpy(bits(a)) == 0xAA).all() for arrays in written for a in arrays.values())
+            assert all((raw(a).view(np.uint8) == 0xAA).all() for arrays in written for a in arrays.values())
         else:
             expect_list(results, scaled)
     assert entries == ([] if run.name == "reference" else ["multi_cast_current"] * 7)
 
 
-def test_a_choice_counts_what_fits():
+def test_a_choice_counts_what_fits(monkeypatch):
     cpu = np.zeros((1, 8), float16)
-    blocks, slots, most = resident._CPU
-    fits, fits_most = (slots + 1) * blocks, (most + 1) * blocks
-    assert resident.choose(cpu, [fits, 1]) == resident.Choice(slots, blocks)
-    assert resident.choose(cpu, [fits + 1]) == resident.Choice(most, blocks)
-    assert resident.choose(cpu, [fits_most + 1]) is None
-    assert resident.choose(cpu, [fits_most + 1, fits_most, 1]) == resident.Choice(most, blocks)
-    assert resident.choose(cpu, [1]) == resident.Choice(slots, 1)
-    assert resident.choose(cpu.astype(float32), [1]) is None
+    machine = resident._Machine(blocks=3, slots=3, most_slots=4, fewest=2)
+    monkeypatch.setattr(resident, "_CPU", machine)
+    assert (machine.most(3), machine.most(4)) == (12, 15)
+    assert resident.choose(cpu, [6, 1]) == resident.Choice(3, 3)
+    assert resident.choose(cpu, [7]) == resident.choose(cpu, [15]) == resident.Choice(4, 3)
+    assert resident.choose(cpu, [16]) is None, "most would be read twice"
+    assert resident.choose(cpu, [16, 15, 1]) == resident.Choice(4, 3)
+    assert resident.choose(cpu, [16, 14, 1]) is None
+    assert resident.choose(cpu, [5]) is None, "too little"
+    assert resident.choose(cpu.astype(float32), [6]) is None
+    monkeypatch.setattr(resident, "_CPU", machine._replace(most_slots=0))
+    assert resident.choose(cpu, [6]) is None
+    monkeypatch.setattr(resident, "_CPU", machine._replace(fewest=0))
+    assert resident.choose(cpu, [2]) == resident.Choice(3, 2)
 
 
 @pytest.mark.gpu

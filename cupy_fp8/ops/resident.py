@@ -15,35 +15,37 @@ from . import tiles
 
 #: Resident of the kernels, the last member of their structs.
 RESIDENT = "2P2I2fI"
-THREADS = 448
+THREADS = 512
 TILE = tiles.SMALL
 STATE_WORDS = 2
 _MOST_SLOTS = 6             # as in the kernel
 _FEWEST_SLOTS = 4           # of a GPU; with fewer hardly a matrix fits
-#: With a sixth slot the L1 has 32 KB less, and everything is slower (docs/performance.md).
+#: For matrices of few tiles per block: with a sixth slot the L1 has 32 KB less.
 _PREFERRED_SLOTS = 5
+_FEWEST_TILES = 8           # per block, for which one launch is faster than two (docs/performance.md)
 _SLOT_BYTES = TILE.rows * TILE.columns * 2
 _STATIC_SHARED = 2048       # bytes that the kernel's own variables may take
 
 
 class _Machine(NamedTuple):
     blocks: int
-    slots: int              # preferred
+    slots: int              # of matrices that leave half of what a block holds to others
     most_slots: int         # 0: none at all
+    fewest: int             # tiles per block
 
     def most(self, slots: int) -> int:
         """Tiles of a matrix that is read once."""
         return (slots + 1) * self.blocks
 
 
-_CPU = _Machine(blocks=3, slots=1, most_slots=2)
+_CPU = _Machine(blocks=3, slots=1, most_slots=2, fewest=0)
 
 
 @functools.cache
 def _gpu(device_id: int) -> _Machine:
     fit = (runtime.shared_memory_per_block(device_id) - _STATIC_SHARED - TILE.shared) // _SLOT_BYTES
     most = min(fit, _MOST_SLOTS) if fit >= _FEWEST_SLOTS else 0
-    return _Machine(runtime.multiprocessors(device_id), min(most, _PREFERRED_SLOTS), most)
+    return _Machine(runtime.multiprocessors(device_id), min(most, _PREFERRED_SLOTS), most, _FEWEST_TILES)
 
 
 class Choice(NamedTuple):
@@ -59,13 +61,13 @@ class Choice(NamedTuple):
 
 
 def choose(x: Array, matrices: Sequence[int]) -> Choice | None:
-    """For matrices of so many tiles; None where two launches are faster: when most of what there is would be read twice all the same.
-    x: one of them, whose rows allow chunked access."""
+    """For matrices of so many tiles; None where two launches are faster: where there is little to do, and where most of it would be read
+    twice all the same. x: one of them, whose rows allow chunked access."""
     machine = _CPU if isinstance(x, np.ndarray) else _gpu(x.data.device_id)
-    if x.dtype.itemsize != 2 or not machine.most_slots:
-        return None
     total = sum(matrices)
-    slots = machine.slots if max(matrices) <= machine.most(machine.slots) else machine.most_slots
+    if x.dtype.itemsize != 2 or not machine.most_slots or total < machine.fewest * machine.blocks:
+        return None
+    slots = machine.slots if 2 * max(matrices) <= machine.most(machine.slots) else machine.most_slots
     if 2 * sum(count for count in matrices if count <= machine.most(slots)) < total:
         return None
     return Choice(slots, max(1, min(machine.blocks, total)))

@@ -16,7 +16,8 @@
 // counts the launch.
 //
 // IN in {bf16, f16}, OUT in {e4m3fn, e5m2}. Tensors, what the kernel makes of its arguments:
-//   bool find(u32 tile, Visit& to)        by a whole warp: what the tile is, in shared memory; false: nothing. (Kind: kClear, or left alone)
+//   struct Ahead                          what a lane knows of the tile that is looked for next
+//   bool find(u32 tile, Ahead&, Visit& to)        by a whole warp: what the tile is, in shared memory; false: nothing. Its kind: kClear, or 0
 //   void first_tile(const Visit&, u32 launch, u32 top, float scale)       by one thread, once for every matrix that has a tile
 //   void clear(const Visit&)              by all consumers: a tile of kind kClear
 //   void last(u32 launch)                 by all consumers of the last block to finish
@@ -49,7 +50,7 @@ struct Visit {
 };
 
 using ResidentTile = ByteTile<128, 128>;
-constexpr int kConsumers = ResidentTile::kThreads, kTellers = 128, kLoaders = 64;
+constexpr int kConsumers = ResidentTile::kThreads, kTellers = 128, kLoaders = 128;
 constexpr int kResidentThreads = kConsumers + kTellers + kLoaders;
 constexpr int kMostSlots = 6, kVisits = kMostSlots + 2;              // two more tiles are in registers
 constexpr int kTileSide = 128, kUnit = 16 / sizeof(IN::storage);     // elements of a 16-byte load
@@ -98,18 +99,27 @@ template <class Tensors>
 __device__ __forceinline__ void load_tiles(const Tensors& tensors, const Resident& p, ResidentShared& shared, u8* slots) {
     const int thread = threadIdx.x - kConsumers - kTellers, warp = thread / 32, lane = thread % 32;
     Visit& found = shared.found[warp];
+    typename Tensors::Ahead ahead;
     SlotCursor at(1);
     const auto issue = [&](u32 kind) {
         wait_for_end(shared.empty + at.slot, at.parity);
         if (kind & (kTell | kCast)) {
-            constexpr int kUnits = kTileSide / kUnit, kStep = kLoaders / kUnits;
-            const int unit = thread % kUnits;
-            const int rows = unit * kUnit < found.columns_left ? found.given - thread / kUnits : 0;
-            const i64 step = kStep * found.columns;
-            const IN::storage* from = found.x + thread / kUnits * found.columns + unit * kUnit;
-            u8* to = slots + at.slot * kSlotBytes + thread * 16;
-#pragma unroll 8
-            for (int r = 0; r < kTileSide; r += kStep, from += step, to += kLoaders * 16) copy_async(to, r < rows ? from : found.x, r < rows);
+            constexpr int kUnits = kTileSide / kUnit, kStep = kLoaders / kUnits, kCopies = kTileSide / kStep;
+            const int row = thread / kUnits, unit = thread % kUnits;
+            const i64 columns = found.columns, step = kStep * columns;
+            const IN::storage* from = found.x + row * columns + unit * kUnit;
+            u8* const to = slots + at.slot * kSlotBytes + thread * 16;
+            if (found.given == kTileSide && found.columns_left == kTileSide) {
+#pragma unroll
+                for (int i = 0; i < kCopies; i++, from += step) copy_async(to + i * kLoaders * 16, from);
+            } else {
+                const int rows = unit * kUnit < found.columns_left ? found.given - row : 0;
+#pragma unroll 1
+                for (int i = 0; i < kCopies; i++, from += step) {
+                    const bool exists = i * kStep < rows;
+                    copy_async(to + i * kLoaders * 16, exists ? from : found.x, exists);
+                }
+            }
         }
         arrive_after_copies(shared.full + at.slot);
         if (warp == 0) {
@@ -127,7 +137,7 @@ __device__ __forceinline__ void load_tiles(const Tensors& tensors, const Residen
     };
     const u32 blocks = gridDim.x, most = (p.slots + 1) * blocks;
     for (u32 tile = blockIdx.x; tile < p.tiles; tile += blocks) {
-        if (!tensors.find(tile, found)) continue;
+        if (!tensors.find(tile, ahead, found)) continue;
         if (found.kind == kClear || found.tiles <= most) {
             issue(found.kind == kClear ? kClear : kTell | kCast);
             continue;
@@ -137,10 +147,10 @@ __device__ __forceinline__ void load_tiles(const Tensors& tensors, const Residen
             issue(kTell);
             if (end - tile <= blocks) break;
             tile += blocks;
-            tensors.find(tile, found);
+            tensors.find(tile, ahead, found);
         }
         for (u32 back = tile;; back -= blocks) {
-            if (back != tile) tensors.find(back, found);
+            if (back != tile) tensors.find(back, ahead, found);
             issue(kCast);
             if (back == begin) break;
         }
