@@ -128,24 +128,33 @@ struct GroupCurrentParams {
 struct GroupTensors {
     static constexpr u32 kRunWords = sizeof(RowRun) / sizeof(u32);
     const GroupCurrentParams& p;
+    u32 runs_per_step, tiles_per_step;                               // from a block's tile to its next: whole runs, and more
 
-    // A word of its run.
+    explicit __device__ __forceinline__ GroupTensors(const GroupCurrentParams& p)
+        : p(p), runs_per_step(gridDim.x / p.groups.across), tiles_per_step(gridDim.x % p.groups.across) {}
+
+    // Its run and place along the run's rows, and a word of what is known of the run.
     struct Ahead {
-        u32 tile = ~0u, word;
+        u32 tile = ~0u, run, at, word;
     };
 
-    __device__ __forceinline__ u32 word_of(u32 tile) const {
-        const u32* const from = reinterpret_cast<const u32*>(p.groups.runs + (tile < p.resident.tiles ? tile : 0) / p.groups.across);
+    __device__ __forceinline__ u32 word_of(u32 tile, u32 run) const {
+        const u32* const from = reinterpret_cast<const u32*>(p.groups.runs + (tile < p.resident.tiles ? run : 0));
         return threadIdx.x % 32 < kRunWords ? load_read_only(from + threadIdx.x % 32) : 0;
     }
     __device__ __forceinline__ bool find(u32 tile, Ahead& ahead, Visit& to) const {
         __shared__ RowRun by_warp[kLoaders / 32];
         RowRun& found = by_warp[threadIdx.x / 32 % (kLoaders / 32)];
-        const u32 run = tile / p.groups.across, across = tile - run * p.groups.across;
-        const u32 word = ahead.tile == tile ? ahead.word : word_of(tile);
-        if (threadIdx.x % 32 < kRunWords) reinterpret_cast<u32*>(&found)[threadIdx.x % 32] = word;
+        if (ahead.tile != tile) {
+            ahead.run = tile / p.groups.across, ahead.at = tile - ahead.run * p.groups.across;
+            ahead.word = word_of(tile, ahead.run);
+        }
+        const u32 run = ahead.run, across = ahead.at;
+        if (threadIdx.x % 32 < kRunWords) reinterpret_cast<u32*>(&found)[threadIdx.x % 32] = ahead.word;
         __syncwarp();
-        ahead.tile = tile + gridDim.x, ahead.word = word_of(ahead.tile);
+        ahead.tile = tile + gridDim.x, ahead.run += runs_per_step, ahead.at += tiles_per_step;
+        if (ahead.at >= p.groups.across) ahead.run++, ahead.at -= p.groups.across;
+        ahead.word = word_of(ahead.tile, ahead.run);
         if (threadIdx.x % 32 == 0) {
             const bool lost = found.group < 0;
             const i64 columns = p.groups.columns, column = (i64)across * kTileSide, row = lost ? 0 : found.run * kTileSide;
@@ -182,6 +191,6 @@ extern "C" __global__ void __launch_bounds__(kResidentThreads) group_cast_curren
     extern __shared__ __align__(16) u8 shared[];
     if (is_set(p.noop)) return;
     if (blockIdx.x == 0 && threadIdx.x < 32) write_offsets(p.groups);
-    cast_resident(GroupTensors{p}, p.resident, shared);
+    cast_resident(GroupTensors(p), p.resident, shared);
 }
 #endif

@@ -15,7 +15,7 @@ from . import tiles
 
 #: Resident of the kernels, the last member of their structs.
 RESIDENT = "2P2I2fI"
-THREADS = 512
+THREADS = 384               # as in the kernel
 TILE = tiles.SMALL
 STATE_WORDS = 2
 _MOST_SLOTS = 6             # as in the kernel

@@ -50,7 +50,7 @@ struct Visit {
 };
 
 using ResidentTile = ByteTile<128, 128>;
-constexpr int kConsumers = ResidentTile::kThreads, kTellers = 128, kLoaders = 128;
+constexpr int kConsumers = ResidentTile::kThreads, kTellers = 64, kLoaders = 64;
 constexpr int kResidentThreads = kConsumers + kTellers + kLoaders;
 constexpr int kMostSlots = 6, kVisits = kMostSlots + 2;              // two more tiles are in registers
 constexpr int kTileSide = 128, kUnit = 16 / sizeof(IN::storage);     // elements of a 16-byte load
