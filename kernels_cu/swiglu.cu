@@ -15,25 +15,34 @@
 // swiglu_cast   one scale; column-wise data transposed. To find current scaling's scale first: the amax of all blocks, and from the last
 //               one the scale; nothing else is written (but the sums of dprobs).
 //
-// Blocks with scales of their own: swiglu_block.cu, swiglu_mx.cu, where PLAIN 2 is row-wise blocks alone, and rows stream through shared
-// memory (include/gate_stream.cuh).
+// Blocks with scales of their own: swiglu_block.cu, swiglu_mx.cu. There PLAIN 2 is row-wise blocks alone, and rows stream through shared
+// memory (include/gate_stream.cuh); here it is y row-wise alone, and rows stream of y in other directions.
 //
 // IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}; directions, forms, layouts, alignment and whatever else is in the structs is told at run
 // time.
 // Bytes moved per element of y: 2 sizeof(IN), and 1 + its part of a scale per direction. BACKWARD: of grad 3 sizeof(IN), 2 and scales;
 // PLAIN 0 reads what both da and db are made of twice, in blocks that are neighbours as far as the L2 is concerned.
+#if PLAIN == 1 && !BACKWARD
+#include "gate_blocks.cuh"
+#else
 #include "gate_store.cuh"
+#endif
 #include "scale.cuh"
 
+#ifdef ENTRY_swiglu_cast
 // PLAIN swiglu_cast keeps only codes of four rows: it takes no more registers than these blocks leave. On an H200 more blocks are faster
 // than more rows on their way (docs/performance.md).
+#if PLAIN == 1 && !BACKWARD
+constexpr int kCastThreads = kLineThreads, kCastBlocks = kLineBlocks;
+#else
+constexpr int kCastThreads = kThreads;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && __CUDACC_VER_MAJOR__ >= 13
 constexpr int kCastBlocks = !PLAIN ? kBlocks : BACKWARD ? 2 : sizeof(IN::storage) == 2 ? 4 : 3;
 #else
 constexpr int kCastBlocks = !PLAIN ? kBlocks : BACKWARD ? 2 : 3;
 #endif
+#endif
 
-#ifdef ENTRY_swiglu_cast
 struct SwigluCastParams {
     Gate gate;
     u8 *data, *data_t;           // or null
@@ -47,16 +56,49 @@ struct SwigluCastParams {
     float target, eps;           // of it, as in compute_scale
     u32 pow2;
     u32 vector;                  // every row of data_t allows 16-byte stores
+    u32 tiles;                   // of a block, one below the other, where rows stream
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, kCastBlocks) swiglu_cast(const __grid_constant__ SwigluCastParams p) {
+extern "C" __global__ void __launch_bounds__(kCastThreads, kCastBlocks) swiglu_cast(const __grid_constant__ SwigluCastParams p) {
     extern __shared__ __align__(16) u8 shared[];
     const Gate& g = p.gate;
     if (is_set(g.noop)) return;
     const float scale = p.scale ? *p.scale : p.scale_value;
     if (!p.found && blockIdx.x == 0 && threadIdx.x == 0) write_scale_inv(scale, p.scale_inv, p.scale_inv_copy);
     u32 top = 0;
-#if PLAIN
+#if PLAIN == 1 && !BACKWARD
+    StreamPosition at(g, p.tiles);
+    const auto first = at.tile();
+    Stream rows(g, first, p.tiles, shared);
+    LineStore store(g, first);
+    const Tile tile{shared + kStages * kStageBytes};
+    const float* weights = Stream::shared_probs() + line_row(0);
+    const int steps = (left_of(g.rows - first.row, (int)p.tiles * Tile::kRows) + kStepRows - 1) / kStepRows;
+#pragma unroll 1
+    for (int step = 0; step < steps; step++) {
+        Chunk<OUT, 8> lines[kLineRows];
+        rows.each([&](int r, float(&v)[kArrays][8], const float(&sigma)[8]) {
+            float y[8];
+#pragma unroll
+            for (int i = 0; i < 8; i++) y[i] = mul_rn(mul_rn(mul_rn(v[0][i], sigma[i]), v[1][i]), weights[r * kApart]);
+#pragma unroll
+            for (const float each : y) top = raised_magnitude(top, each);
+#pragma unroll
+            for (int i = 0; i < 4; i++) lines[r].narrow2(i, mul_rn(y[2 * i], scale), mul_rn(y[2 * i + 1], scale));
+        });
+        if (p.data) store_lines(g, p.data, store, rows.left, [&](int line) { return lines[line]; });
+        rows.left -= kStepRows;
+        if (p.data_t) {
+            __syncthreads();                                         // all have stored the tile before
+            write_four_rows(tile, line_row(0), lines);
+            __syncthreads();
+            store_tile(g, at.tile(), tile, p.data_t, p.vector);
+        }
+        at.down++;
+        store.advance(g);
+        weights += kStepRows;
+    }
+#elif PLAIN
     const auto at = position(g, blockIdx.x);
     const Place place(g, at);
     RowStore store(g, place, p.data);
@@ -77,14 +119,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCastBlocks) swiglu_cast(
             }
         });
         store.advance(kRows);
-        if (!p.data_t) continue;
+        if (PLAIN == 2 || !p.data_t) continue;
 #pragma unroll
         for (int part = 0; part < kParts; part++) {
             const Tile tile{shared + part * Tile::kRows * Tile::kColumns};
             write_half_patch(tile.byte_at(Tile::patch_row() + group * kRows, Tile::patch_column()), lines[part]);
         }
     }
-    if (p.data_t) {
+    if (PLAIN == 1 && p.data_t) {
         __syncthreads();
 #pragma unroll
         for (int part = 0; part < kParts; part++)
@@ -109,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCastBlocks) swiglu_cast(
     }
 #endif
     if (!p.amax && !p.found) return;
-    top = block_max<kThreads>(top);
+    top = block_max<kCastThreads>(top);
     if (threadIdx.x != 0) return;
     if (p.amax) raise_amax(p.amax, top, load_relaxed(p.amax));
     if (!p.found) return;

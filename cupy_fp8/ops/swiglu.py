@@ -34,7 +34,7 @@ from .scale import scale_target
 FORMS = ("swiglu", "gpt_oss")
 _BLOCKS = ((1, 128), (1, 64), (1, 32))
 _GATE = "6P2q3fI"
-_CAST = Kernel("swiglu", "swiglu_cast", _GATE + "8P3f2I")
+_CAST = Kernel("swiglu", "swiglu_cast", _GATE + "8P3f3I")
 _BLOCK = Kernel("swiglu_block", "swiglu_block", _GATE + "2PP5qP5q4f3I3I")
 _MX = Kernel("swiglu_mx", "swiglu_mx", _GATE + "2PP3qP3qfIi2I")
 _TILE = tiles.SMALL
@@ -313,7 +313,7 @@ class _PerTensor(_Plan):
         self.current = isinstance(self.recipe, CurrentScaling)
 
     def variant(self, plain: int) -> Variant:
-        return _variant(_CAST, self.source, self.recipe.dtype, self.backward, plain)
+        return _variant(_CAST, self.source, self.recipe.dtype, self.backward, plain and (1 if self.backward else 2 - self.columnwise))
 
     def empty(self, x: Array) -> Quantized:
         return empty_per_tensor(empty_beside(x, (1,), float32), self.shape, self.recipe.dtype, self.rowwise, self.columnwise)
@@ -329,17 +329,16 @@ class _PerTensor(_Plan):
 
     def launch(self, x: Array, plain: bool, gate: tuple[Any, ...], to: _Target, scale_at: int, scale_value: float, amax_at: int,
                owner: Array | None) -> None:
-        variant, grid, _ = self.programs[plain]
+        variant, grid, each = self.programs[plain]
         if self.current:
             words = workspace(owner, x, "swiglu", _WORDS)
             found = checks.address(words)
             scale_at = found + _SCALE_OFFSET
             rule = scale_target(self.recipe.dtype, 0), self.recipe.eps, int(self.recipe.pow2_scale)
-            variant.launch(x, grid, *gate, 0, 0, 0, 0, 0, amax_at, found, scale_at, 1.0, *rule, 0,
-                           shared=_LEAST_SHARED)
+            variant.launch(x, grid, *gate, 0, 0, 0, 0, 0, amax_at, found, scale_at, 1.0, *rule, 0, each, shared=_shared(variant, False))
             amax_at = 0
         variant.launch(x, grid, *gate, to.data, to.data_t, scale_at, to.scale_inv, to.scale_inv_t, amax_at, 0, 0, scale_value, 0.0, 0.0, 0,
-                       to.vector, shared=None if self.columnwise else _LEAST_SHARED)
+                       to.vector, each, shared=_shared(variant, self.columnwise))
 
 
 class _Blocks(_Plan):
@@ -483,19 +482,20 @@ def _variant(kernel: Kernel, source: np.dtype[Any], to: np.dtype[Any], backward:
     types: dict[str, Any] = {"IN": FORMATS[source].tag, "OUT": FORMATS[to].tag, "BACKWARD": backward, "PLAIN": plain}
     if kernel is _BLOCK:
         types["DIVIDE"] = divide
-    if kernel is _CAST:
-        return kernel.variant(block=_TILE.block, shared=_TILE.shared * (1 + backward * plain), **types)
+    if kernel is _CAST and (backward or plain != 1):
+        return kernel.variant(block=_TILE.block, shared=_LEAST_SHARED if plain == 2 else _TILE.shared * (1 + backward * plain), **types)
     if not plain:
         return kernel.variant(block=_TILE.block, shared=_TILE.shared if kernel is _BLOCK else _LEAST_SHARED, **types)
     block = _TILE.block * (3 - plain)
     both = backward and plain == 1                              # whose rows are larger, and values stay in registers
-    columns = 0 if plain == 2 else _TOPS + (_TILE.shared if kernel is _BLOCK else 0)
+    columns = 0 if plain == 2 else (kernel is not _CAST) * _TOPS + (kernel is not _MX) * _TILE.shared
     return kernel.variant(block=block, shared=_STAGES * (2 + backward) * 16 * block // (1 + both) + columns, **types)
 
 
 def _is_streamed(v: Variant) -> bool:
     """Whether rows come through shared memory (kernels_cu/include/gate_stream.cuh)."""
-    return v.kernel is not _CAST and dict(v.defines)["PLAIN"] != "0"
+    defines = dict(v.defines)
+    return (defines["PLAIN"], defines["BACKWARD"]) == ("1", "0") if v.kernel is _CAST else defines["PLAIN"] != "0"
 
 
 def _shared(v: Variant, columnwise: bool) -> int | None:
@@ -505,7 +505,7 @@ def _shared(v: Variant, columnwise: bool) -> int | None:
 def variants() -> Iterator[Variant]:
     """Every variant that these ops may launch."""
     for source, to, backward, plain in product(INPUT_DTYPES, FP8_DTYPES, (0, 1), (0, 1, 2)):
-        if plain < 2:
+        if plain < 2 or not backward:
             yield _variant(_CAST, source, to, backward, plain)
         for divide in (0, 1):
             yield _variant(_BLOCK, source, to, backward, plain, divide)

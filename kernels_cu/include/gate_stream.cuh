@@ -49,7 +49,7 @@ struct StreamPosition {
     u32 down, across;
 
     __device__ __forceinline__ StreamPosition(const Gate& g, u32 tiles) {
-        const u32 all = (u32)((g.half() + Tile::kColumns - 1) / Tile::kColumns), line = blockIdx.x / all;
+        const u32 all = (u32)((g.half() + Tile::kColumns - 1) / Tile::kColumns), line = all ? blockIdx.x / all : 0;
         down = line * tiles, across = blockIdx.x - line * all;
     }
     __device__ __forceinline__ TilePosition tile() const { return {0, (i64)down * Tile::kRows, (i64)across * Tile::kColumns}; }
