@@ -98,6 +98,7 @@ extern "C" __global__ void __launch_bounds__(kCastThreads, kCastBlocks) swiglu_c
         store.advance(g);
         weights += kStepRows;
     }
+    Stream::finish();
 #elif PLAIN
     const auto at = position(g, blockIdx.x);
     const Place place(g, at);

@@ -190,6 +190,7 @@ extern "C" __global__ void __launch_bounds__(kLineThreads, kLineBlocks) swiglu_b
         store.advance(g), lines.advance(kStepRows);
         weights += kStepRows;
     }
+    Stream::finish();
 }
 #else
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) swiglu_block(const __grid_constant__ SwigluBlockParams p) {

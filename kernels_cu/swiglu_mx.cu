@@ -158,6 +158,7 @@ extern "C" __global__ void __launch_bounds__(kLineThreads, kLineBlocks) swiglu_m
 #endif
         store.advance(g);
     }
+    Stream::finish();
 }
 #else
 // The 32 rows of each run down the columns; of_columns: a line per run.

@@ -137,8 +137,9 @@ def _cases() -> Iterator[Case]:
             for how in (DelayedScaling(to), CurrentScaling(to, 1e-3, True), *_in_blocks(to)):
                 scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
                 yield case(dtype, shape, kind, recipe=how, **scale, **_BOTH)
-        for how in _in_blocks(to):
-            yield case(dtype, (133, 272), "edges", recipe=how, probs="normal")
+        for how in (DelayedScaling(to), *_in_blocks(to)):                           # row-wise alone: programs of their own
+            scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
+            yield case(dtype, (133, 272), "edges", recipe=how, probs="normal", **scale)
     for i, (dtype, options) in enumerate(product(INPUT_DTYPES, _OPTIONS)):          # recipes take turns
         yield case(dtype, (24, 80), "edges", **_RECIPES[i % 4], **options)
         yield case(dtype, (37, 54), "normal", **_RECIPES[(i + 1) % 4], **options, **_BOTH)

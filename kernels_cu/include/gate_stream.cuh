@@ -124,6 +124,8 @@ public:
 #endif
         left -= kStepRows;
     }
+    // After the last group: what was requested beyond it is there too, before another block has the shared memory.
+    static __device__ __forceinline__ void finish() { copy_async_wait(); }
     // Of the block's rows, 1 without weights.
     static __device__ __forceinline__ float* shared_probs() {
         __shared__ __align__(16) float probs[kLineThreads];
