@@ -9,9 +9,9 @@
 //                       the offsets where none are given. Either output may be absent (null). With `align` every group is followed
 //                       there by rows of zeros, cast as the others are, and block 0 writes the aligned sizes too. LARGE 1: every row of
 //                       x and data allows chunked access, the runs are found, and no code is made for anything else.
-// group_cast_current    the same with the scale that each group's own amax calls for, found from the same read (resident.cuh) where groups fit into
-//                       the multiprocessors; tiles of 128 x 128 elements, whose runs are found. For x and data all of whose rows allow
-//                       chunked access.
+// group_cast_current    the same with the scale that each group's own amax calls for, found from the same read (resident.cuh) where groups
+//                       fit into the multiprocessors; tiles of 128 x 128 elements, whose runs are found. For x and data all of whose rows
+//                       allow chunked access.
 // IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}. Bytes moved per element: sizeof(IN) + outputs.
 #ifdef ENTRY_group_cast_current
 #include "resident.cuh"

@@ -10,8 +10,8 @@
 // multi_amax_scale      current scaling: the scale that each matrix's own amax calls for, before multi_cast_transpose, on the same table:
 //                       the blocks of a matrix take equal shares of its elements. The last one to finish writes the scale, and leaves
 //                       the workspace as it found it (zeros), so that a captured graph replays. Bytes moved per element: sizeof(IN).
-// multi_cast_current    current scaling from one read, of matrices that fit into the multiprocessors (resident.cuh), on the same table: blocks
-//                       of a matrix are its tiles of 128 x 128 elements. For matrices all of whose rows allow chunked access.
+// multi_cast_current    current scaling from one read, of matrices that fit into the multiprocessors (resident.cuh), on the same table:
+//                       blocks of a matrix are its tiles of 128 x 128 elements. For matrices all of whose rows allow chunked access.
 // IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}. An empty matrix has a block too, for its scale_inv.
 #include "flat.cuh"
 #include "scale.cuh"

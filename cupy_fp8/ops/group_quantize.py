@@ -42,9 +42,9 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
 
         data[g] = cast(x[g] * scales[g])      scale_inv[g] = 1 / scales[g]      amaxes[g] = max(amaxes[g], max |x[g]|)
 
-    DelayedScaling, BlockScaling and MXScaling take one launch. So does CurrentScaling of 16-bit arrays if groups, were they of one size,
-    fit into the GPU's multiprocessors (15 M elements on an H200), where they wait for their scales; x is then read once, but of groups that
-    are too large. Otherwise it takes two: the first finds the scales that the groups' own maxima call for, as `compute_scale` does (of an
+    DelayedScaling, BlockScaling and MXScaling take one launch. So does CurrentScaling of large 16-bit arrays (from 17 M elements on, on an
+    H200) whose rows are multiples of 8 elements if groups, were they of one size, fit into the GPU's multiprocessors (15 M elements), where
+    they wait for their scales; x is then read once, but of groups that are too large. Otherwise it takes two: the first finds the scales that the groups' own maxima call for, as `compute_scale` does (of an
     empty group that is 0). Of large arrays a small launch goes before each, and before that one, to find where the groups are. No block has
     rows of two groups.
 
@@ -60,7 +60,8 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
     rowwise, columnwise : which directions to return; column-wise data are stored transposed, each group's [K, m], but for MX
     scales : f32 array [N]
     amaxes : of per-tensor recipes, f32 array [N], raised to each group's largest magnitude before scaling; not zeroed first
-    noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `out`
+    noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `out`. Must not change while the
+        launches run
     offsets : int64 [N + 1], where each group begins and the last one ends, in elements, where they are known already: these are used,
         none are computed. Without, the same launch computes them. Not with `align`
     align : rows that every group of the result is a multiple of, a power of two from 1 to 65536; 1: groups as they are
@@ -256,7 +257,7 @@ def _resident(out: Grouped, x: Array, at: int, number: int) -> resident.Choice |
     if not (number and _is_aligned(out, x, at)):
         return None
     across, tile = max(1, cdiv(out.shape[1], resident.TILE.columns)), resident.TILE
-    return resident.choose(x, [cdiv(cdiv(len(x), number), tile.rows) * across] * number)
+    return resident.choose(x, [cdiv(cdiv(len(x), number), tile.rows) * across], number)
 
 
 def _is_aligned(out: Grouped, x: Array, at: int) -> bool:

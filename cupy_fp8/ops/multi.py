@@ -55,7 +55,8 @@ def multi_cast_transpose(xs: Sequence[Array], scales: Any, *, dtype: Any = float
     scales : one for each: an f32 array [n], or a list of one-element f32 arrays or of Python or NumPy scalars
     dtype : float8_e4m3fn or float8_e5m2
     amaxes : f32 array [n], or a list of one-element f32 arrays: each is raised to the largest |x| before scaling (NaN ignored)
-    noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `outputs`
+    noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `outputs`. Must not change while the
+        launches run
     outputs : earlier results for the same shapes, or those of ``recipe.empty(…)``; written in place and returned. Arrays that come
         together again cost little: what the launch reads of them is on the device already. With such, the call allocates and copies
         nothing, and can be captured into a CUDA graph
@@ -87,10 +88,11 @@ def multi_quantize(xs: Sequence[Array], recipe: Recipe, *, rowwise: bool = True,
                    amaxes: Any = None, noop: Array | None = None, outputs: Sequence[Quantized] | None = None) -> list[Quantized]:
     """``recipe.quantize`` of any number of arrays: the same bytes.
 
-    All arrays take one launch together. With CurrentScaling 16-bit arrays are read once, and wait in the GPU's multiprocessors for their
-    scales; two launches (the first finds every scale) take those of f32, such as have rows of no multiple of 8 elements, and lists of which
-    most is too large for that (arrays of more than 15 M elements on an H200). BlockScaling and MXScaling take one for each dtype that there
-    is, and one for each array whose last two axes are swapped in memory; blocks of whole lines are quantised array by array.
+    All arrays take one launch together. With CurrentScaling 16-bit arrays whose rows are multiples of 8 elements (16-byte aligned) are read
+    once, and wait in the GPU's multiprocessors for their scales, where the list is large enough (17 M elements on an H200) and most of it in
+    arrays that fit (15 M elements each); other lists take two launches, of which the first finds every scale. BlockScaling and MXScaling
+    take one for each dtype that there is, and one for each array whose last two axes are swapped in memory; blocks of whole lines are
+    quantised array by array.
 
     Parameters
     ----------

@@ -60,17 +60,17 @@ class Choice(NamedTuple):
         return self.slots * _SLOT_BYTES + TILE.shared
 
 
-def choose(x: Array, matrices: Sequence[int]) -> Choice | None:
-    """For matrices of so many tiles; None where two launches are faster: where there is little to do, and where most of it would be read
+def choose(x: Array, matrices: Sequence[int], times: int = 1) -> Choice | None:
+    """For matrices of so many tiles, so many times; None where two launches are faster: where there is little to do, and where most of it would be read
     twice all the same. x: one of them, whose rows allow chunked access."""
     machine = _CPU if isinstance(x, np.ndarray) else _gpu(x.data.device_id)
     total = sum(matrices)
-    if x.dtype.itemsize != 2 or not machine.most_slots or total < machine.fewest * machine.blocks:
+    if x.dtype.itemsize != 2 or not machine.most_slots or times * total < machine.fewest * machine.blocks:
         return None
     slots = machine.slots if 2 * max(matrices) <= machine.most(machine.slots) else machine.most_slots
     if 2 * sum(count for count in matrices if count <= machine.most(slots)) < total:
         return None
-    return Choice(slots, max(1, min(machine.blocks, total)))
+    return Choice(slots, max(1, min(machine.blocks, times * total)))
 
 
 def words(count: int) -> int:

@@ -41,8 +41,8 @@ _TILE = tiles.SMALL
 _STAGES = 4                 # rows of 16-bit elements that a thread has on their way (kStages in gate_stream.cuh); of f32 half as many
 _TOPS = 4 * (8 * _TILE.columns + 8) * 4         # bytes: the maxima of a tile's columns (ColumnTops)
 #: From how many blocks on a block takes twice as many tiles, one below the other: rows of the next are on their way while it stores the
-#: first. By threads of a block.
-_ENOUGH_BLOCKS = {256: 512, 512: 512}
+#: first.
+_ENOUGH_BLOCKS = 512
 _LEAST_SHARED = 16           # where no column-wise data are written: an array of no bytes has no address on the CPU
 _CLAMPED, _GPT_OSS, _INTERLEAVED, _WIDE = 1, 2, 4, 8
 _WORDS, _SCALE_OFFSET = 4, 8        # of workspace: the amax so far, blocks that have finished, and the scale of current scaling
@@ -283,7 +283,7 @@ class _Plan:
         once = self.rows, self.columns // (1 + self.backward)
         plain, each = self.variant(1), 1
         if _is_streamed(plain):
-            while each < plain.block // _TILE.rows and tiles.grid(once, _TILE) // (2 * each) >= _ENOUGH_BLOCKS[plain.block]:
+            while each < plain.block // _TILE.rows and tiles.grid(once, _TILE) // (2 * each) >= _ENOUGH_BLOCKS:
                 each *= 2
         down = _TILE._replace(rows=each * _TILE.rows)
         return (self.variant(0), tiles.grid(self.shape, _TILE), 1), (plain, tiles.grid(once, down), each)

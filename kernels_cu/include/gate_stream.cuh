@@ -10,26 +10,22 @@ constexpr int kLineRows = PLAIN == 1 ? 4 : 4 / kParts, kLines = kLineRows * kPar
 constexpr int kPatches = kLineThreads / Tile::kColumnPatches, kStepRows = kPatches * kLineRows;      // threads down; rows of a group of all
 constexpr int kSteps = Tile::kRows / kStepRows;                      // in a tile
 constexpr int kApart = PLAIN == 1 ? 1 : kPatches;                    // a thread's rows: adjacent where they are transposed
-#ifndef STAGES
-#define STAGES ((sizeof(IN::storage) == 2 ? 4 : 2) / (PLAIN == 1 && BACKWARD ? 2 : 1))
-#endif
-constexpr int kStages = STAGES, kAtOnce = (kStages + 1) / 2;               // rows that have memory; that are requested together
+// Also in ops/swiglu.py.
+constexpr int kStages = (sizeof(IN::storage) == 2 ? 4 : 2) / (PLAIN == 1 && BACKWARD ? 2 : 1);
+constexpr int kAtOnce = (kStages + 1) / 2;               // rows that have memory; that are requested together
 constexpr int kArrays = 2 + BACKWARD, kSlot = kLineThreads * 16, kStageBytes = kArrays * kLoads * kSlot;
 static_assert(kLineRows % kAtOnce == 0, "rows are requested in the place of those that have been read");
 // Blocks that share a multiprocessor: 32 warps of y, 24 of gradients, 16 of both their directions. Calls of divisions take registers, and
 // elsewhere some programs take a few more.
-#ifndef LINE_BLOCKS
 #if PLAIN == 1 && DIVIDE
-#define LINE_BLOCKS 1
+constexpr int kLineBlocks = 1;
 #elif PLAIN == 1
-#define LINE_BLOCKS (2 - BACKWARD)
+constexpr int kLineBlocks = 2 - BACKWARD;
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && __CUDACC_VER_MAJOR__ >= 13
-#define LINE_BLOCKS (4 - BACKWARD)
+constexpr int kLineBlocks = 4 - BACKWARD;
 #else
-#define LINE_BLOCKS (BACKWARD ? 2 : sizeof(IN::storage) == 4 ? 3 : 4)
+constexpr int kLineBlocks = BACKWARD ? 2 : sizeof(IN::storage) == 4 ? 3 : 4;
 #endif
-#endif
-constexpr int kLineBlocks = LINE_BLOCKS;
 
 // Of this thread's row r in a step.
 __device__ __forceinline__ int line_row(int r) {

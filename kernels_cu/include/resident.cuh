@@ -8,16 +8,16 @@
 //   consumers  take a tile from its slot to registers, which frees the slot; wait until all tiles of its matrix have been told; cast it, in
 //              both directions. While they wait or cast, the next tile comes to registers too, if it is there.
 //
-// So a block holds slots + 1 tiles, and of a matrix that has no more than that in any block each tile is read once. Those of a larger matrix
-// a block loads twice: first only to be told, then, in reverse order, for what the L2 still holds, to be cast. No block waits for a tile
-// that it keeps another one from loading: told is what a block has loaded, and slots of what is only told are free at once.
+// So a block holds slots + 1 tiles, and of a matrix that has no more than that in any block each tile is read once. Those of a larger
+// matrix a block loads twice: first only to be told, then, in reverse order, for what the L2 still holds, to be cast. No block waits for a
+// tile that it keeps another one from loading: told is what a block has loaded, and slots of what is only told are free at once.
 //
-// Numbers of launches tell what has been told in this one from what is left of others: nothing has to be cleared. The last block to finish
-// counts the launch.
+// Numbers of launches tell what has been told in this one from what is left of others: nothing has to be cleared. (They begin again after
+// 2^32, days of launches on the same words.) The last block to finish counts the launch.
 //
 // IN in {bf16, f16}, OUT in {e4m3fn, e5m2}. Tensors, what the kernel makes of its arguments:
 //   struct Ahead                          what a lane knows of the tile that is looked for next
-//   bool find(u32 tile, Ahead&, Visit& to)        by a whole warp: what the tile is, in shared memory; false: nothing. Its kind: kClear, or 0
+//   bool find(u32 tile, Ahead&, Visit& to)        by a whole warp: what the tile is, in shared memory (kind: kClear, or 0); false: nothing
 //   void first_tile(const Visit&, u32 launch, u32 top, float scale)       by one thread, once for every matrix that has a tile
 //   void clear(const Visit&)              by all consumers: a tile of kind kClear
 //   void last(u32 launch)                 by all consumers of the last block to finish
@@ -29,7 +29,7 @@
 
 struct Resident {
     u32* state;                  // launches so far, and blocks that have finished this one; zero before the first launch
-    u64* told;                   // [tiles] of each tile: the launch, then the largest magnitude in it (f32 bits); zero before the first launch
+    u64* told;                   // [tiles] of each: the launch, then the largest magnitude (f32 bits); zero before the first launch
     u32 tiles;                   // of all matrices
     u32 slots;                   // 1 to kMostSlots
     float target, eps;           // of the scales, as in compute_scale
@@ -64,6 +64,7 @@ struct ResidentShared {
     u32 top[2][kTellers / 32], top_told[kConsumers / 32];
     u32 launch, is_last;
 };
+static_assert(sizeof(ResidentShared) + 128 * (kLoaders / 32) <= 2048, "also in ops/resident.py; 128: what find() has per warp");
 
 // Goes through the slots, and through visits.
 struct SlotCursor {
@@ -223,7 +224,8 @@ __device__ __forceinline__ u32 wait_for_top(const Resident& p, ResidentShared& s
 }
 
 template <class Tensors>
-__device__ __forceinline__ void cast_tiles(const Tensors& tensors, const Resident& p, ResidentShared& shared, const u8* slots, u8* staging) {
+__device__ __forceinline__ void cast_tiles(const Tensors& tensors, const Resident& p, ResidentShared& shared, const u8* slots,
+                                           u8* staging) {
     const ResidentTile tile{staging};
     const int row = ResidentTile::patch_row(), column = ResidentTile::patch_column();
     SlotCursor next_at(0);                                           // of the tile that comes to registers next
