@@ -44,9 +44,9 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
 
     DelayedScaling, BlockScaling and MXScaling take one launch. So does CurrentScaling of large 16-bit arrays (from 17 M elements on, on an
     H200) whose rows are multiples of 8 elements if groups, were they of one size, fit into the GPU's multiprocessors (15 M elements), where
-    they wait for their scales; x is then read once, but of groups that are too large. Otherwise it takes two: the first finds the scales that the groups' own maxima call for, as `compute_scale` does (of an
-    empty group that is 0). Of large arrays a small launch goes before each, and before that one, to find where the groups are. No block has
-    rows of two groups.
+    they wait for their scales; x is then read once, but of groups that are too large. Otherwise it takes two: the first finds the scales
+    that the groups' own maxima call for, as `compute_scale` does (of an empty group that is 0). Of large arrays a small launch goes before
+    each, and before that one, to find where the groups are. No block has rows of two groups.
 
     With `align` the same launches pad: groups are those of ``group_quantize(pad_groups(x, splits, align), aligned sizes, recipe)``, every
     one followed by what the recipe makes of rows of zeros, up to a multiple of `align` rows.

@@ -89,10 +89,10 @@ def multi_quantize(xs: Sequence[Array], recipe: Recipe, *, rowwise: bool = True,
     """``recipe.quantize`` of any number of arrays: the same bytes.
 
     All arrays take one launch together. With CurrentScaling 16-bit arrays whose rows are multiples of 8 elements (16-byte aligned) are read
-    once, and wait in the GPU's multiprocessors for their scales, where the list is large enough (17 M elements on an H200) and most of it in
-    arrays that fit (15 M elements each); other lists take two launches, of which the first finds every scale. BlockScaling and MXScaling
-    take one for each dtype that there is, and one for each array whose last two axes are swapped in memory; blocks of whole lines are
-    quantised array by array.
+    once, and wait in the GPU's multiprocessors for their scales, where the list is large enough (17 M elements on an H200) and most of it
+    is in arrays that fit (15 M elements each); other lists take two launches, of which the first finds every scale. BlockScaling and
+    MXScaling take one for each dtype that there is, and one for each array whose last two axes are swapped in memory; blocks of whole lines
+    are quantised array by array.
 
     Parameters
     ----------
