@@ -128,10 +128,8 @@ __device__ __forceinline__ void load_tiles(const Tensors& tensors, const Residen
             u64* const to = reinterpret_cast<u64*>(shared.visit + at.visit);
             if (lane < (int)(sizeof(Visit) / sizeof(u64))) to[lane] = reinterpret_cast<const u64*>(&found)[lane];
             __syncwarp();
-            if (lane == 0) {
-                shared.visit[at.visit].kind = kind;
-                arrive(shared.full + at.slot);
-            }
+            if (lane == 0) shared.visit[at.visit].kind = kind;
+            arrive(shared.full + at.slot);                           // each for what it has written
         }
         __syncwarp();
         at.advance(p.slots);
@@ -304,7 +302,7 @@ template <class Tensors>
 __device__ __forceinline__ void cast_resident(const Tensors& tensors, const Resident& p, u8* memory) {
     __shared__ ResidentShared shared;
     if (threadIdx.x < p.slots) {
-        init_phases(shared.full + threadIdx.x, kLoaders + 1);
+        init_phases(shared.full + threadIdx.x, kLoaders + 32);           // copies, and what one warp tells of them
         init_phases(shared.empty + threadIdx.x, (kConsumers + kTellers) / 32);
     }
     if (threadIdx.x == 0) {
