@@ -120,14 +120,14 @@ extern "C" __global__ void __launch_bounds__(kCastThreads, kCastBlocks) swiglu_c
             }
         });
         store.advance(kRows);
-        if (PLAIN == 2 || !p.data_t) continue;
+        if (!p.data_t) continue;
 #pragma unroll
         for (int part = 0; part < kParts; part++) {
             const Tile tile{shared + part * Tile::kRows * Tile::kColumns};
             write_half_patch(tile.byte_at(Tile::patch_row() + group * kRows, Tile::patch_column()), lines[part]);
         }
     }
-    if (PLAIN == 1 && p.data_t) {
+    if (p.data_t) {
         __syncthreads();
 #pragma unroll
         for (int part = 0; part < kParts; part++)
