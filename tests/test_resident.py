@@ -235,6 +235,36 @@ def test_large_and_larger_matrices():
 
 
 @pytest.mark.gpu
+def test_captured_and_replayed(entries):
+    """The number of launches is the workspace's, not the host's."""
+    cp = backend.cupy()
+    x = fp8.asarray(values("normal", (300, 264), bfloat16), like="cupy")
+    splits = cp.asarray([100, 0, 200])
+    stream = cp.cuda.Stream(non_blocking=True)
+    with stream:
+        arrays = [x, x[:130]]
+        listed: list[Any] = fp8.multi_quantize(arrays, CURRENT, columnwise=True)
+        grouped: Any = fp8.group_quantize(x, splits, CURRENT, columnwise=True)
+        fp8.multi_quantize(arrays, CURRENT, columnwise=True, outputs=listed)
+        fp8.group_quantize(x, splits, CURRENT, columnwise=True, out=grouped)
+        stream.begin_capture()
+        fp8.multi_quantize(arrays, CURRENT, columnwise=True, outputs=listed)
+        fp8.group_quantize(x, splits, CURRENT, columnwise=True, out=grouped)
+        graph = stream.end_capture()
+        for repeat in range(4):
+            x[0, 0] = 2.0**repeat * 100
+            host = fp8.asnumpy(x)
+            for _ in range(repeat + 1):
+                graph.launch(stream)
+            stream.synchronize()
+            expect_list(listed, [host, host[:130]])
+            want = reference.group_quantize(host, np.array([100, 0, 200]), CURRENT, columnwise=True)
+            for name in ("rowwise", "columnwise", "scale_inv"):
+                testing.assert_bytes_equal(getattr(grouped, name), getattr(want, name))
+    assert {"multi_cast_current", "group_cast_current"} <= set(entries)
+
+
+@pytest.mark.gpu
 def test_launches_of_several_streams_do_not_block_each_other():
     cp = backend.cupy()
     xs = [fp8.asarray(values("normal", (1024, 2048), bfloat16, i), like="cupy") for i in range(4)]
