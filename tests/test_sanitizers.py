@@ -107,7 +107,7 @@ def few_blocks() -> Iterator[Case]:
     chosen = list(chosen_blocks())
     yield from chosen
     for name in OPS.keys() - {case.op for case in chosen}:
-        yield from islice((case for case in OPS[name].cases() if np.prod(case.shape) < 41000), 9)
+        yield from islice((case for case in OPS[name].cases() if np.prod(case.shape) < 30000), 8)
 
 
 def chosen_blocks() -> Iterator[Case]:

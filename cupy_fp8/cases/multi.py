@@ -135,5 +135,5 @@ OPS = (
     Op("multi_cast_transpose", _cast, _cast_reference, _inputs, _cast_cases,
        "`cast_transpose` of any number of matrices, of any shapes, in one launch"),
     Op("multi_quantize", _quantize, _quantize_reference, _inputs, _quantize_cases,
-       "any recipe for a list of arrays of any shapes: one launch, or two where scales of whole arrays are found first"),
+       "any recipe for a list of arrays of any shapes: one launch, or with current scaling two where one read is not faster"),
 )
