@@ -15,8 +15,8 @@
 // swiglu_cast   one scale; column-wise data transposed. To find current scaling's scale first: the amax of all blocks, and from the last
 //               one the scale; nothing else is written (but the sums of dprobs).
 //
-// Blocks with scales of their own: swiglu_block.cu, swiglu_mx.cu. There PLAIN 2 is row-wise blocks alone, and rows stream through shared
-// memory (include/gate_stream.cuh); here it is y row-wise alone, and rows stream of y in other directions.
+// PLAIN 2 is y row-wise alone. PLAIN 1 of y, in other directions, is by 512 threads, through whose shared memory rows stream
+// (include/gate_stream.cuh), as they do in swiglu_block.cu and swiglu_mx.cu: blocks with scales of their own.
 //
 // IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}; directions, forms, layouts, alignment and whatever else is in the structs is told at run
 // time.

@@ -280,7 +280,7 @@ class _CurrentLaunch:
         words = resident.words(count) + 2 * number
         self._words = workspace(owner, x, "group_current", 1 << (words - 1).bit_length())
         words_at = checks.address(self._words)
-        self.variant = _current_variant(x.dtype, dtype, choice.shared)
+        self.variant = resident.variant(_CURRENT, x.dtype, dtype, choice.shared)
         self.grid = choice.blocks
         self.members = (
             at, 0 if out.rowwise is None else checks.address(out.rowwise), 0 if out.columnwise is None else checks.address(out.columnwise),
@@ -290,11 +290,6 @@ class _CurrentLaunch:
     def run(self, x: Array) -> None:
         self.runs.run(x)
         self.variant.launch(x, self.grid, *self.members)
-
-
-@functools.cache
-def _current_variant(source: np.dtype[Any], to: np.dtype[Any], shared: int) -> Variant:
-    return _CURRENT.variant(block=resident.THREADS, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag)
 
 
 @functools.cache
@@ -308,8 +303,6 @@ def variants() -> Iterator[Variant]:
     yield from amax_variants()
     yield from group_blocks.variants()
     yield from run_variants(iter((RUN_ROWS, _LARGE.rows, resident.TILE.rows, *group_blocks.tile_rows())))
-    for source, to in product(INPUT_DTYPES, FP8_DTYPES):
-        if source.itemsize == 2:
-            yield _current_variant(source, to, 0)
+    yield from resident.variants(_CURRENT)
     for source, to, tile in product(INPUT_DTYPES, FP8_DTYPES, (tiles.SMALL, _LARGE)):
         yield _variant(source, to, tile)

@@ -311,7 +311,7 @@ class _Table(Table):
         read, grid = (at, at + self.numbers), sum(self.blocks)
         if self._resident:
             assert self._options.rule is not None
-            variant = _current_variant(self._source, self._options.dtype, self._resident.shared)
+            variant = resident.variant(_CURRENT, self._source, self._options.dtype, self._resident.shared)
             return [Launch(variant, self._resident.blocks, read,
                            resident.members(at + self.workspace, grid, self._resident, self._options.rule))]
         found = [Launch(_cast_variant(self._source, self._options.dtype, self._tile), grid, read, (int(self._own_scales),))]
@@ -363,16 +363,10 @@ def _amax_variant(source: np.dtype[Any]) -> Variant:
     return _AMAX.variant(block=_AMAX_THREADS, IN=FORMATS[source].tag)
 
 
-@functools.cache
-def _current_variant(source: np.dtype[Any], to: np.dtype[Any], shared: int) -> Variant:
-    return _CURRENT.variant(block=resident.THREADS, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag)
-
-
 def variants() -> Iterator[Variant]:
     """Every variant that these ops may launch."""
+    yield from resident.variants(_CURRENT)
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
-        if source.itemsize == 2:
-            yield _current_variant(source, to, 0)
         yield _cast_variant(source, to, _SMALL)
         yield _cast_variant(source, to, _large(source))
     for source in INPUT_DTYPES:

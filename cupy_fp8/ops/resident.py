@@ -4,20 +4,23 @@ kernels_cu/include/resident.cuh, for a list (multi.cu) and for groups of rows (g
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import runtime
 from ..arrays import Array
+from ..formats import FORMATS, FP8_DTYPES, INPUT_DTYPES
+from ..runtime import Kernel, Variant
 from . import tiles
 
 #: Resident of the kernels, the last member of their structs.
 RESIDENT = "2P2I2fI"
-THREADS = 384               # as in the kernel
+_THREADS = 384              # as in the kernel
 TILE = tiles.SMALL
-STATE_WORDS = 2
+_STATE_WORDS = 2
 _MOST_SLOTS = 6             # as in the kernel
 _FEWEST_SLOTS = 4           # of a GPU; with fewer hardly a matrix fits
 #: For matrices of few tiles per block: with a sixth slot the L1 has 32 KB less.
@@ -75,10 +78,22 @@ def choose(x: Array, matrices: Sequence[int], times: int = 1) -> Choice | None:
 
 def words(count: int) -> int:
     """Of the workspace for `count` tiles: what `members` takes."""
-    return STATE_WORDS + 2 * count
+    return _STATE_WORDS + 2 * count
 
 
 def members(at: int, count: int, choice: Choice, rule: tuple[float, float, bool]) -> tuple[Any, ...]:
     """Of Resident. at: of the workspace, a multiple of 8; rule: target, eps, pow2_scale."""
     target, eps, pow2 = rule
-    return at, at + 4 * STATE_WORDS, count, choice.slots, target, eps, int(pow2)
+    return at, at + 4 * _STATE_WORDS, count, choice.slots, target, eps, int(pow2)
+
+
+@functools.cache
+def variant(kernel: Kernel, source: np.dtype[Any], to: np.dtype[Any], shared: int) -> Variant:
+    return kernel.variant(block=_THREADS, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag)
+
+
+def variants(kernel: Kernel) -> Iterator[Variant]:
+    """Every variant that may be launched of either kernel."""
+    for source, to in product(INPUT_DTYPES, FP8_DTYPES):
+        if source.itemsize == 2:
+            yield variant(kernel, source, to, 0)

@@ -73,7 +73,7 @@ __device__ __forceinline__ u32 block_max(u32 value) {
     return top.get();
 }
 
-// A load that other blocks' atomics may meet: a plain one would be a data race.
+// Loads and stores that other blocks' may meet, or their atomics: plain ones would be data races.
 __device__ __forceinline__ u32 load_relaxed(const u32* word) {
 #ifdef CUPY_FP8_HOST
     return host_load_relaxed(word);
@@ -81,6 +81,22 @@ __device__ __forceinline__ u32 load_relaxed(const u32* word) {
     u32 value;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
     return value;
+#endif
+}
+__device__ __forceinline__ u64 load_relaxed(const u64* word) {
+#ifdef CUPY_FP8_HOST
+    return host_load_relaxed(word);
+#else
+    u64 value;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    return value;
+#endif
+}
+__device__ __forceinline__ void store_relaxed(u64* word, u64 value) {
+#ifdef CUPY_FP8_HOST
+    host_store_relaxed(word, value);
+#else
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" :: "l"(word), "l"(value) : "memory");
 #endif
 }
 __device__ __forceinline__ i32 load_relaxed(const float* buffer) { return (i32)load_relaxed(reinterpret_cast<const u32*>(buffer)); }

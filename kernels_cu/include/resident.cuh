@@ -77,22 +77,6 @@ struct SlotCursor {
     }
 };
 
-__device__ __forceinline__ u64 load_relaxed(const u64* word) {
-#ifdef CUPY_FP8_HOST
-    return host_load_relaxed(word);
-#else
-    u64 value;
-    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
-    return value;
-#endif
-}
-__device__ __forceinline__ void store_relaxed(u64* word, u64 value) {
-#ifdef CUPY_FP8_HOST
-    host_store_relaxed(word, value);
-#else
-    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" :: "l"(word), "l"(value) : "memory");
-#endif
-}
 __device__ __forceinline__ u64 in_launch(u32 launch, u32 top) { return (u64)launch << 32 | top; }
 __device__ __forceinline__ bool is_of(u64 told, u32 launch) { return (u32)(told >> 32) == launch; }
 
