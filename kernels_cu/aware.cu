@@ -28,9 +28,9 @@
 //   e5m2, column:   has no room for a lift; v * (2^(e - e_ref) * 2^(e_ref - t))
 //   tile:           v * (2^(e - e_ref) * 2^(e_ref - t)), where t is that of the row with the largest scale unless it holds nothing
 //
-// Rows of the output begin anywhere: experts have any number of rows. Then the eight threads shift what they have to the next multiples of
-// 16 bytes, each with the bytes of the one above. Where a tile is followed by the next one down, the bytes after the last multiple wait in
-// shared memory for it. An expert of one row of tiles has columns without gaps between them: its tiles are put together in shared memory.
+// Rows of the output begin anywhere: experts have any number of rows. Then a warp shifts its columns in shared memory to whole sectors. Where
+// a tile is followed by the next one down, its last rows wait there for it. An expert of one row of tiles has columns without gaps between
+// them: its tiles are put together in shared memory.
 //
 // ALIGNED: 1 where rows of the data allow 16-byte loads. Bytes moved per element: 2, and 8 / BLOCK of f32 scales.
 #include "e8m0.cuh"
@@ -66,12 +66,14 @@ constexpr int kAhead = 1;                                            // tiles on
 constexpr int kColumnBlocks = TILE_COLUMNS / BLOCK, kUnits = kTileRows / BLOCK * kColumnBlocks;     // units: blocks of BLOCK x BLOCK
 constexpr int kRowBlocks = kTileRows / BLOCK;
 constexpr int kUnitsPerWarp = (kUnits + kWarps - 1) / kWarps, kLaneRows = BLOCK / 32;
+constexpr int kSector = 32;                                          // bytes of memory that are written at once or cost more
+constexpr int kColumnBytes = kTileRows + kSector;                    // of a column in store_columns(), with rows of the tile above
 constexpr int kPatches = kTileRows / 16;                             // threads below one another
 constexpr int kUnitPatches = BLOCK / 16;                             // of them in a unit
 // Blocks of threads that a multiprocessor keeps, on an H200 BLOCKS; with as many values spill on sm_100 and sm_120 and with the integer
 // conversions.
 #if defined(CUPY_FP8_HARDWARE_CVT) && __CUDA_ARCH__ < 1000
-constexpr int kBlocks = ALIGNED ? BLOCKS : BLOCKS - 1;
+constexpr int kBlocks = !ALIGNED ? BLOCKS - 1 : __CUDACC_VER_MAJOR__ < 13 && BLOCKS == 4 ? 3 : BLOCKS;
 #else
 constexpr int kBlocks = 2;
 #endif
@@ -246,7 +248,6 @@ struct Shared {
     Unit unit[2][kUnits];                                            // by row of blocks, then by column of blocks
     __align__(16) short exponent[2][kColumnBlocks][kTileRows];
     __align__(16) u32 factor[2][kColumnBlocks][kTileRows / 2];       // 2^(e - e_ref) of two rows as f16: NaN for a wrong scale
-    __align__(16) uint4 waiting[2][TILE_COLUMNS];                    // of every column: see store_columns()
     Place place[kAhead + 2];
 };
 
@@ -515,86 +516,63 @@ __device__ __forceinline__ void clear_rest(const AwareParams& p, const Place& pl
                    (p.row_scale_rows - place.group_scales) * p.scale_columns * 4);
 }
 
-// Bytes [first, end) of 16 in shared memory that go to a multiple of 16: one, two, four and eight at once.
-__device__ __forceinline__ void store_some(u8* to, const u8* unit, int first, int end) {
-    const int count = end - first;
-    if (first > 0 && end < 16) {
-#pragma unroll 1
-        for (int i = first; i < end; i++) to[i] = unit[i];
-        return;
-    }
-    const auto place = [&](int size) { return first ? first + (count & (size - 1)) : count & 16 - 2 * size; };
-    if (count & 1) to[place(1)] = unit[place(1)];
-    if (count & 2) *reinterpret_cast<u16*>(to + place(2)) = *reinterpret_cast<const u16*>(unit + place(2));
-    if (count & 4) *reinterpret_cast<u32*>(to + place(4)) = *reinterpret_cast<const u32*>(unit + place(4));
-    if (count & 8) *reinterpret_cast<uint2*>(to + place(8)) = *reinterpret_cast<const uint2*>(unit + place(8));
-}
-
-// The last `shift` of the 16 bytes `above` and the first of these.
-__device__ __forceinline__ void shifted(const u32 (&above)[4], const u32 (&own)[4], u32 shift, u32 (&unit)[4]) {
-    u32 two[6], one[5];
-#pragma unroll
-    for (int w = 0; w < 6; w++) {
-        const u32 here = w < 4 ? above[w] : own[w - 4], there = w < 2 ? above[w + 2] : own[w - 2];
-        two[w] = shift & 8 ? here : there;
-    }
-#pragma unroll
-    for (int w = 0; w < 5; w++) one[w] = shift & 4 ? two[w] : two[w + 1];
-#pragma unroll
-    for (int w = 0; w < 4; w++) unit[w] = __funnelshift_l(one[w], one[w + 1], (shift & 3) * 8);
-}
-
 // Columns of a tile as a thread has them: 16 rows of four.
 using Codes = u32[4][4];
 
-// Columns that begin at any byte, one group_lines after the other, in units of 16 bytes that are shifted between the threads that have the
-// rows. Of every column the first unit and the last one go through shared memory, where a lane each takes them, in as few pieces as there
-// are; unless the tile above or below has the rest of their bytes: then the last 16 rows wait for it.
-__device__ __forceinline__ void store_columns(const Place& place, const Codes& codes, uint4* above_first, uint4* last) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, patch = lane % kPatches, row = patch * 16;
-    const int column = warp * kWarpColumns + lane / kPatches * 4, lines = place.lines, columns = place.columns;
+// Columns that begin at multiples of 16 bytes. line, column: of this thread's first code in the expert.
+__device__ __forceinline__ void store_aligned(const Place& place, const Codes& codes, int line, int column) {
+    const i64 stride = place.group_lines;
+    const int columns = line < place.lines ? place.columns - column : 0;
+    u8* to = as_global(place.to) + (column * stride + line);
+#pragma unroll
+    for (int c = 0; c < 4; c++, to += stride)
+        if (c < columns) Chunk<IN, 16>{{codes[c][0], codes[c][1], codes[c][2], codes[c][3]}}.store_whole(to);
+}
+
+// Columns that begin at any byte, one group_lines after the other: by whole sectors of memory, since the L2 takes parts of them at a fraction
+// of its speed. They are put together in `stage` of the warp's own, where the last 32 rows wait if the tile below goes on, and have done so
+// if this one continues the tile above. What is left of the first and of the last sectors is stored by a byte of each lane.
+__device__ __forceinline__ void store_columns(const Place& place, const Codes& codes, u8* stage) {
+    const u32 thread = thread_again();
+    const int first_column = thread / 32 * kWarpColumns, lane = thread % 32, patch = lane % kPatches, own = lane / kPatches * 4;
+    const int lines = place.lines, columns = place.columns - first_column;
     const i64 stride = place.group_lines;
     const bool continued = place.continued, continues = place.continues;
-    above_first += column, last += column;
-    u8* to = as_global(place.to) + (column * stride + row);
-    const bool full = lines == kTileRows;
-    if (patch == kPatches - 1 && lines > kTileRows - 16)             // what the last rows leave over, or else a unit below
+    u8* const to = as_global(place.to) + first_column * stride;
+    const auto before_sector = [](const u8* p) { return (int)(reinterpret_cast<u64>(p) & kSector - 1); };
+    u8* const staged = stage + own * kColumnBytes + kSector + patch * 16;
 #pragma unroll
-        for (int c = 0; c < 4; c++) store_shared_whole(last + c, codes[c][0], codes[c][1], codes[c][2], codes[c][3]);
-#pragma unroll
-    for (int c = 0; c < 4; c++, to += stride) {
-        const u32 shift = reinterpret_cast<u64>(to) & 15;
-        u32 above[4], unit[4];
-#pragma unroll
-        for (int w = 0; w < 4; w++) above[w] = __shfl_up_sync(~0u, codes[c][w], 1);
-        if (continued && patch == 0) {
-            const uint4 four = above_first[c];
-            above[0] = four.x, above[1] = four.y, above[2] = four.z, above[3] = four.w;
-        }
-        shifted(above, codes[c], shift, unit);
-        const bool begins = patch || continued || shift == 0;        // nothing of the unit belongs to another column
-        if (begins && (full || row + 16 <= lines + (int)shift) && column + c < columns)
-            Chunk<IN, 16>{{unit[0], unit[1], unit[2], unit[3]}}.store_whole(reinterpret_cast<u8*>(reinterpret_cast<u64>(to) & ~15ull));
-        if (!begins) store_shared_whole(above_first + c, unit[0], unit[1], unit[2], unit[3]);
-        if (!full && patch == (lines + (int)shift) >> 4) store_shared_whole(last + c, unit[0], unit[1], unit[2], unit[3]);
-    }
-    if (continued && continues) return;
+    for (int c = 0; c < 4; c++) store_shared_whole(staged + c * kColumnBytes, codes[c][0], codes[c][1], codes[c][2], codes[c][3]);
     __syncwarp();
-    const bool ends = lane >= kWarpColumns;                          // these lanes have the ends of columns
-    const int own = warp * kWarpColumns + lane % kWarpColumns;
-    above_first += own - column, last += own - column;
-    to = as_global(place.to) + own * stride;
-    const int shift = (int)(reinterpret_cast<u64>(to) & 15), end = lines + shift, first = continued ? 0 : shift;
-    if (own >= columns || (ends ? continues || (first && end < 16) : first == 0)) return;
-    uint4* const unit = ends ? last : above_first;
-    if (ends && end / 16 == kPatches) {
-        const u32 rows[4] = {unit->x, unit->y, unit->z, unit->w}, none[4] = {};
-        u32 rest[4];
-        shifted(rows, none, (u32)shift, rest);
-        store_shared_whole(unit, rest[0], rest[1], rest[2], rest[3]);
+    const int sector = patch / 2 * kSector;
+    u8* column = to + own * stride;
+#pragma unroll
+    for (int c = 0; c < 4; c++, column += stride) {
+        const int before = before_sector(column), first = continued ? 0 : before;
+        const u32* const from = reinterpret_cast<const u32*>(staged + (c * kColumnBytes - (before + 3 & ~3)));
+        u32 words[5];
+#pragma unroll
+        for (int w = 0; w < 5; w++) words[w] = from[w];
+        Chunk<IN, 16> unit;
+#pragma unroll
+        for (int w = 0; w < 4; w++) unit.word[w] = __funnelshift_r(words[w], words[w + 1], (-before & 3) * 8);
+        if (sector >= first && sector + kSector <= before + lines && own + c < columns) unit.store_whole(column - before + patch * 16);
     }
-    store_some(to - shift + (ends ? end / 16 * 16 : 0), reinterpret_cast<const u8*>(unit), ends ? 0 : first,
-               ends ? end % 16 : smaller(end, 16));
+    if (!continued || !continues) {
+        u8* column = to;
+#pragma unroll 2
+        for (int c = 0; c < kWarpColumns && c < columns; c++, column += stride) {
+            const u8* const from = stage + c * kColumnBytes + kSector;
+            const int before = before_sector(column), first = continued ? 0 : before, end = before + lines, whole = end & -kSector;
+            if (first && lane >= first && lane < end) column[lane - before] = from[lane - before];
+            if (!continues && lane < end - whole && (whole || !first)) column[whole - before + lane] = from[whole - before + lane];
+        }
+    }
+    __syncwarp();
+    if (continues && patch >= kPatches - 2)
+#pragma unroll
+        for (int c = 0; c < 4; c++)
+            store_shared_whole(staged + c * kColumnBytes - kTileRows, codes[c][0], codes[c][1], codes[c][2], codes[c][3]);
 }
 
 // Columns that follow one another without gaps, as they do in an expert of one row of tiles: through shared memory, as memory has them, to
@@ -668,7 +646,7 @@ __device__ __forceinline__ void store_flat(const Place& place, const Codes& code
 
 #ifdef ENTRY_scaling_aware_transpose
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) scaling_aware_transpose(const __grid_constant__ AwareParams p) {
-    extern __shared__ __align__(16) u8 dynamic[];                    // kAhead + 1 tiles
+    extern __shared__ __align__(16) u8 dynamic[];                    // kAhead + 1 tiles, and columns of kColumnBytes
     __shared__ Shared shared;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int patch = lane % kPatches, row = patch * 16, lane_column = lane / kPatches * 4;     // 16 rows, and 4 of the warp's columns
@@ -854,13 +832,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) scaling_aware_tr
         }
 
         // Transposed rows: of the expert, whose matrices follow one another.
-        if (place.aligned) {
-            u8* to = as_global(place.to) + (column * place.group_lines + line);
-#pragma unroll
-            for (int c = 0; c < 4; c++, to += place.group_lines)
-                if (line < place.lines && column + c < place.columns)
-                    Chunk<IN, 16>{{codes[c][0], codes[c][1], codes[c][2], codes[c][3]}}.store_whole(to);
-        } else if (place.group_down > 1) store_columns(place, codes, shared.waiting[slot], shared.waiting[slot ^ 1]);
+        if (place.aligned) store_aligned(place, codes, line, column);
+        else if (place.group_down > 1) store_columns(place, codes, dynamic + (kAhead + 1) * kRawBytes + warp * kWarpColumns * kColumnBytes);
         else {
             __syncthreads();                                         // nobody needs the tile any more
             store_flat(place, codes, raw + warp * kStageBytes);

@@ -27,9 +27,11 @@ _KERNEL = Kernel("aware", "scaling_aware_transpose", "6PPqPI7q3I")
 _ROWS = 128                                 # of a tile
 _COLUMNS = 128                              # of a tile
 _SMALL_EXPERT = 4 * _ROWS                   # rows, on average
-#: Threads of a block, a warp for every 16 columns; bytes of the two tiles that it keeps, one of them on its way.
-_THREADS, _SHARED = 2 * _COLUMNS, 2 * (_ROWS + 4) * _COLUMNS
-_MOST_TILES = 3                             # that a block of threads works on, one after the other
+_THREADS = 2 * _COLUMNS                     # of a block: a warp for every 16 columns
+#: Bytes of the two tiles that a block keeps, one of them on its way; and of columns that are shifted to whole sectors of memory, whose
+#: readers look up to a word beyond them. Where none are, that much more is left to the L1.
+_TILES, _SHIFTED = 2 * (_ROWS + 4) * _COLUMNS, (_ROWS + 32) * _COLUMNS + 16
+_MOST_TILES, _MOST_OF_SMALL = 3, 4          # that a block works on, one after the other; of small experts
 _BLOCKS_PER_MULTIPROCESSOR = 8              # at least, before a block gets more of them
 _UNITS = 5, 2                               # log2 of the rows of what is counted before an expert: of E8M0's blocks, and row scales
 #: The blocks along rows that become blocks along columns, and the dtype of their scales.
@@ -263,9 +265,11 @@ class _Plan:
         strips = cdiv(columns, _COLUMNS)
         if groups is not None:
             strips = max(1, strips)                          # even an empty array's sizes are looked at
-        run = _run(source.data, down * strips)
+        run = _run(source.data, down * strips, _MOST_OF_SMALL if _are_small(rows, groups) else _MOST_TILES)
         self.grid = down * strips and checks.grid_size(cdiv(down * strips, run), source.s.shape)
         self.variant = _variant(source.data.dtype, source.block, target, aligned, _in_flight(source.data.dtype, aligned, rows, groups))
+        shifts = groups is not None or rows % 16 or checks.address(column.data) % 16
+        self.shared = _TILES + (_SHIFTED if shifts else 0)
         row_at = 0 if source.row_shape(groups) is None or out.rowwise is None else checks.address(out.rowwise.scale_inv)
         lines, pitch = column.scale_inv.shape
         self.addresses = (source.at, source.scales_at, checks.address(column.data), checks.address(column.scale_inv), row_at)
@@ -285,7 +289,8 @@ class _Plan:
                 self.found = found = groups.at, groups.wide, self._runs(source, groups)
             found[2].run(x)
             runs_at = found[2].at
-        self.variant.launch(x, self.grid, *self.addresses, runs_at, groups.at, number, error_word(x), groups.wide, *self.members)
+        self.variant.launch(x, self.grid, *self.addresses, runs_at, groups.at, number, error_word(x), groups.wide, *self.members,
+                            shared=self.shared)
 
     def _runs(self, source: _Source, groups: sizes.Groups) -> GroupRuns:
         """What finds whose rows every row of tiles has: rows of one element, as RowGroups of kernels_cu/include/groups.cuh."""
@@ -349,23 +354,27 @@ def _is_same(a: Array, b: Array) -> bool:
         a.size == 0 or checks.address(a) == checks.address(b))
 
 
-def _run(x: Array, count: int) -> int:
+def _are_small(rows: int, groups: int | None) -> bool:
+    return groups is not None and rows < _SMALL_EXPERT * groups
+
+
+def _run(x: Array, count: int, most: int) -> int:
     """Tiles for each block of threads: few, of which the last ones leave little of a GPU idle."""
     if isinstance(x, np.ndarray):
         return 3                            # the CPU executor: enough for every way in which one tile follows another
     blocks = _BLOCKS_PER_MULTIPROCESSOR * runtime.multiprocessors(x.data.device_id)
-    return max(1, min(_MOST_TILES, count // blocks))
+    return max(1, min(most, count // blocks))
 
 
 def _in_flight(dtype: np.dtype[Any], aligned: bool, rows: int, groups: int | None) -> int:
-    """Blocks of threads on a multiprocessor: four, for which there are registers in these programs only; but large experts whose columns
-    begin anywhere are faster with three (docs/performance.md)."""
-    return 4 if dtype == float8_e4m3fn and aligned and (groups is None or groups == 1 or rows < _SMALL_EXPERT * groups) else 3
+    """Blocks of threads on a multiprocessor: four, for which there are registers in these programs only; but large experts are faster with
+    three (docs/performance.md)."""
+    return 4 if dtype == float8_e4m3fn and aligned and (groups is None or _are_small(rows, groups)) else 3
 
 
 @functools.cache
 def _variant(dtype: np.dtype[Any], block: int, target: str, aligned: bool, in_flight: int) -> Variant:
-    return _KERNEL.variant(block=_THREADS, shared=_SHARED, IN=FORMATS[dtype].tag, BLOCK=block, TARGET=TARGETS.index(target),
+    return _KERNEL.variant(block=_THREADS, shared=_TILES + _SHIFTED, IN=FORMATS[dtype].tag, BLOCK=block, TARGET=TARGETS.index(target),
                            TILE_COLUMNS=_COLUMNS, BLOCKS=in_flight, ALIGNED=int(aligned))
 
 
@@ -382,5 +391,5 @@ def variants() -> Iterator[Variant]:
     """Every variant that this op may launch."""
     yield from run_variants(iter((_ROWS,)))
     for dtype, (_, block), target, aligned in product(FP8_DTYPES, _BLOCKS, TARGETS, (False, True)):
-        for in_flight in {_in_flight(dtype, aligned, 1, groups) for groups in (None, 0)}:
+        for in_flight in {_in_flight(dtype, aligned, _SMALL_EXPERT, groups) for groups in (None, 1)}:
             yield _variant(dtype, block, target, aligned, in_flight)

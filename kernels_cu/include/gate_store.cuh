@@ -39,15 +39,6 @@ __device__ __forceinline__ void store_transposed(const Gate& g, const TilePositi
     }
 }
 
-// threadIdx.x, of which nothing is kept that is found here.
-__device__ __forceinline__ int thread_again() {
-    u32 thread = threadIdx.x;
-#ifndef CUPY_FP8_HOST
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-#endif
-    return (int)thread;
-}
-
 #if PLAIN
 // Where the rows of a patch go that are stored as y is, group by group.
 struct RowStore {

@@ -12,6 +12,15 @@ template <> struct Words<16> { using type = uint4; };
 template <class T>
 __device__ __forceinline__ T load_read_only(const T* p) { return __ldg(p); }
 
+// threadIdx.x, of which nothing is kept that is found here.
+__device__ __forceinline__ int thread_again() {
+    u32 thread = threadIdx.x;
+#ifndef CUPY_FP8_HOST
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+#endif
+    return (int)thread;
+}
+
 // 16 bytes from global to shared memory, both 16-byte aligned, on their way until copy_async_wait() in the same thread; zeros where they do
 // not exist. kThroughL1: for halves of sectors, whose other halves are copied soon.
 template <bool kThroughL1 = false>
