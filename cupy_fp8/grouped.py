@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 from typing import Any, cast
 
 import numpy as np
@@ -14,7 +15,7 @@ from . import backend
 from .arrays import Array, asnumpy, bits, is_contiguous, zeros
 from .formats import INPUT_DTYPES, float32, lookup
 from .layouts import SCALE_DTYPES, cdiv, group_scales, group_unit, grouped_scale_shape, scale_shape
-from .results import Quantized, Scaled, facts_table
+from .results import Quantized, Scaled, block_text, facts_table
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
@@ -30,7 +31,8 @@ class Grouped:
     columnwise  flat [M * K]: each group's [K, m], where `transposed`, or [m, K]; or None
     scale_inv   of per-tensor scaling f32 [N], one for each group and both directions; of blocks the row-wise scales, each group's as its
                 own `Scaled` has them, one after the other: flat, or [lines, scales of a line] where all lines are equally long. Room for
-                any sizes; what follows the last group is 0. None where there are no row-wise data
+                any sizes; what follows the last group is 0. Of whole columns [N, K, padded as the layout says], a line for each group,
+                also for one without rows: that of zeros. None where there are no row-wise data
     columnwise_scale_inv  the same of column-wise blocks, or None
     block       the row-wise block; column-wise ones are its transpose. None: one scale for each group
     scale_layout  how scales of blocks are stored (docs/layouts.md)
@@ -198,12 +200,13 @@ class Grouped:
                 ("columnwise", self.columnwise_scale_inv, (self.block[1], self.block[0]), self.transposed)):
             if scale_inv is not None:
                 unit, each = group_unit(block, layout, transposed), group_scales(self.shape[1], block, layout, transposed)
-                ends = list(accumulate(cdiv(size, unit) * each for size in sizes))
+                ends = list(accumulate((cdiv(size, unit) if unit else 1) * each for size in sizes))
                 directions[name] = scale_inv.reshape(-1), block, transposed, [0, *ends]
 
         def scales(name: str, i: int) -> Array:
             flat, block, transposed, at = directions[name]
-            return flat[at[i] : at[i + 1]].reshape(scale_shape((sizes[i], self.shape[1]), block, layout, transposed))
+            shape = scale_shape((sizes[i], self.shape[1]), block, layout, transposed)
+            return flat[at[i] : at[i] + prod(shape)].reshape(shape)         # of whole columns of no rows: none
 
         return scales
 
@@ -215,7 +218,7 @@ class Grouped:
         """As those of a `Scaled`."""
         column = "columnwise (stored transposed)" if self.transposed else "columnwise"
         directions = [name for name, part in (("rowwise", self.rowwise), (column, self.columnwise)) if part is not None]
-        blocks = self.block and "block " + "×".join(map(str, self.block)) + f", {self.scale_layout} scales"
+        blocks = self.block and f"{block_text(self.block)}, {self.scale_layout} scales"
         return {"dtype": self.dtype.name, "shape": f"{self.shape[0]}, {self.shape[1]}", "groups": str(len(self)),
                 "scaling": "plain values" if self._plain else blocks or "a scale each",
                 "directions": "" if self._plain else " + ".join(directions), "kind": backend.kind_of(self._any),

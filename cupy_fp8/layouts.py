@@ -185,14 +185,16 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int | None, int | None] | N
 
 def group_unit(block: tuple[int | None, int | None], layout: str, transposed: bool = False) -> int:
     """Rows that the scales of a group of rows are stored for a multiple of: those of a block, times the blocks that a layout rounds up to
-    where blocks lie along M.
+    where blocks lie along M. Of whole columns 0: a group has as many scales whatever its rows, without any too.
 
     >>> [group_unit((1, 128), layout) for layout in ("compact", "gemm_ready")], group_unit((32, 1), "swizzled")
     ([1, 4], 128)
+    >>> group_unit((1, None), "compact"), group_unit((None, 1), "compact")
+    (1, 0)
     """
     rows, columns = block
-    if rows is None or columns is None:
-        raise ValueError(f"block: groups of rows have scales of blocks of so many rows, not of whole lines, got {block}")
+    if rows is None:
+        return 0
     if layout == "compact":
         return rows
     if rows == 1:
@@ -203,8 +205,8 @@ def group_unit(block: tuple[int | None, int | None], layout: str, transposed: bo
 
 
 def group_scales(columns: int, block: tuple[int | None, int | None], layout: str, transposed: bool = False) -> int:
-    """Scales of `group_unit` rows of an array with so many columns."""
-    unit = group_unit(block, layout, transposed)
+    """Scales of `group_unit` rows of an array with so many columns; of whole columns those of a group."""
+    unit = group_unit(block, layout, transposed) or 1
     down, across = scale_shape((unit, columns), block, layout, transposed)
     return down * across
 
@@ -212,14 +214,19 @@ def group_scales(columns: int, block: tuple[int | None, int | None], layout: str
 def grouped_scale_shape(shape: tuple[int, int], groups: int, block: tuple[int | None, int | None], layout: str,
                         transposed: bool = False) -> tuple[int, ...]:
     """The shape of the scales of `groups` groups of rows of an array of this shape, one after the other, each as `scale_shape` says for the
-    group alone: the bound that does not depend on their sizes. Flat where rows of scales are not equally long in every group.
+    group alone: the bound that does not depend on their sizes. Flat where rows of scales are not equally long in every group. Of whole
+    columns one line for each group.
 
     >>> grouped_scale_shape((300, 256), 4, (1, 128), "compact"), grouped_scale_shape((300, 256), 4, (1, 128), "gemm_ready")
     ((300, 2), (624,))
     >>> grouped_scale_shape((300, 256), 4, (128, 1), "compact")
     (6, 256)
+    >>> grouped_scale_shape((300, 255), 4, (None, 1), "compact"), grouped_scale_shape((300, 255), 4, (None, 1), "gemm_ready")
+    ((4, 255), (4, 256))
     """
     unit = group_unit(block, layout, transposed)
+    if unit == 0:
+        return groups, group_scales(shape[1], block, layout, transposed)
     units = padded_rows(shape[0], groups, unit) // unit
     (down, across), (_, across_two) = (scale_shape((unit * n, shape[1]), block, layout, transposed) for n in (1, 2))
     return (units * down, across) if across == across_two else (units * down * across,)

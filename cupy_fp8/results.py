@@ -102,8 +102,7 @@ class Scaled:
         return Scaled(memo[id(self.data)], memo[id(self.scale_inv)], self.shape, self.transposed, self.block, self.scale_layout)
 
     def _facts(self) -> dict[str, str]:
-        granularity = "per tensor" if self.block is None else "block " + "×".join(
-            ("column", "row")[axis] if b is None else str(b) for axis, b in enumerate(self.block))
+        granularity = "per tensor" if self.block is None else block_text(self.block)
         if self.scale_layout is not None:
             granularity += f", {self.scale_layout} scales"
         return {"dtype": self.dtype.name, "shape": _dims(self.shape), "scaling": granularity,
@@ -214,6 +213,11 @@ def _fields(result: Scaled | Quantized) -> dict[str, Any]:
 
 def _dims(shape: tuple[int, ...]) -> str:
     return ", ".join(map(str, shape))
+
+
+def block_text(block: tuple[int | None, int | None]) -> str:
+    """As it is shown: 'block 1×128', 'block 1×row'."""
+    return "block " + "×".join(("column", "row")[axis] if b is None else str(b) for axis, b in enumerate(block))
 
 
 def facts_table(rows: list[dict[str, str]]) -> str:

@@ -107,7 +107,7 @@ def few_blocks() -> Iterator[Case]:
     chosen = list(chosen_blocks())
     yield from chosen
     for name in OPS.keys() - {case.op for case in chosen}:
-        few = 9 if name in ("group_quantize", "multi_quantize") else 8
+        few = {"group_quantize": 11, "multi_quantize": 9}.get(name, 8)
         yield from islice((case for case in OPS[name].cases() if np.prod(case.shape) < 30000), few)
 
 

@@ -134,6 +134,9 @@ def _all_in_blocks() -> Iterator[Spec]:
                        _in_blocks((rows, columns), 64, "ragged", recipe, both))
         yield Spec("group_quantize", "bf16→e4m3 1×128 both, ragged in multiples of 16, 64 groups", (rows, columns),
                    int(rows * columns * (2 + 2 * (1 + 4 / 128))), _in_blocks((rows, columns), 64, "aligned", BlockScaling(), True))
+        for label, both in (("row", False), ("both", True)):        # both: columns have to be read twice, which is not counted
+            yield Spec("group_quantize", f"bf16→e4m3 whole rows {label}, ragged, 64 groups", (rows, columns), rows * columns * (3 + both),
+                       _in_blocks((rows, columns), 64, "ragged", BlockScaling((1, None), scale_layout="compact"), both))
 
 
 SPECS: tuple[Spec, ...] = (*_all(), *_all_in_blocks(), *_all_padded())

@@ -80,6 +80,8 @@ def _cases() -> Iterator[Case]:
     yield case(bfloat16, (150, 35), groups=3, spare=9, family="mx", align=32, **both)
     yield case(bfloat16, (140, 48), groups=3, spare=9, align=16, **both)
     yield case(bfloat16, (200, 136), groups=3, spare=9, align=16, current=(), **both)
+    yield case(bfloat16, (90, 264), groups=3, spare=9, family="block", block=(1, None))
+    yield case(bfloat16, (150, 72), groups=3, spare=9, family="block", block=(1, None), **both)
     for source_dtype, dtype in product(INPUT_DTYPES, (float8_e4m3fn, float8_e5m2)):
         for columns in (264, 133):
             yield case(source_dtype, (300, columns), "bits", groups=5, dtype=dtype, **both)
@@ -104,6 +106,7 @@ def _cases() -> Iterator[Case]:
         for rule in ({}, {"current": ()}):
             yield case(float32, (100, 48), "bits", layout, groups=4, **both, **rule)
     yield from _block_cases(case)
+    yield from _line_cases(case)
     yield from _padded_cases(case)
 
 
@@ -142,6 +145,43 @@ def _block_cases(case: Callable[..., Case]) -> Iterator[Case]:
         yield case(bfloat16, (130, 36), groups=3, with_offsets=True, family=family, **both)
         for layout in ("offset", "strided"):
             yield case(float16, (100, 48), "bits", layout, groups=4, family=family, **both)
+
+
+def _line_cases(case: Callable[..., Case]) -> Iterator[Case]:
+    """Whole rows and columns."""
+    directions: tuple[dict[str, bool], ...] = ({}, {"rowwise": False, "columnwise": True}, {"columnwise": True})
+    rows: dict[str, Any] = {"family": "block", "block": (1, None)}
+    columns: dict[str, Any] = {"family": "block", "block": (None, 1)}
+    for source_dtype, dtype, options in product(INPUT_DTYPES, (float8_e4m3fn, float8_e5m2), directions):
+        for width in (264, 133):
+            yield case(source_dtype, (300, width), "bits", groups=4, spare=9, dtype=dtype, **rows, **options)
+        yield case(source_dtype, (150, 136), "edges", groups=4, dtype=dtype, profile="vllm", **rows, **options)
+    for block, options, layout in product((rows, columns), directions, ("gemm_ready", "compact", "deepgemm_sm90")):
+        for shape in ((272, 144), (150, 35)):
+            yield case(bfloat16, shape, groups=5, sizes="aligned", spare=17, scale_layout=layout, wide=False, **block, **options)
+    for profile, pow2, block in product(("deepgemm", "tilekernels", "vllm", "sglang", "torchao"), (False, True), (rows, columns)):
+        yield case(bfloat16, (70, 40), "edges", groups=3, profile=profile, pow2_scale=pow2, columnwise=True, **block)
+    # Of rows: held by one warp, by two, four and eight of them; longer, shared by blocks.
+    for source_dtype, widths in ((float16, (1032, 1027, 3000, 6000, 17_000)), (float32, (520, 1500, 4100, 9001))):
+        for width in widths:
+            yield case(source_dtype, (45, width), groups=3, spare=2, sizes="even", **rows)
+    yield case(bfloat16, (37, 10_000), groups=2, align=16, profile="vllm", **rows)
+    for block in (rows, columns):
+        for shape in ((1, 1), (0, 8), (5, 0), (1, 300), (300, 1)):
+            for number in (0, 1, 3):
+                for options in directions:
+                    yield case(bfloat16, shape, groups=number, spare=shape[0] if number == 0 else 0, **block, **options)
+        for options in directions[::2]:
+            for number in (128, 129, 400):                           # rounds of the kernels' scans
+                yield case(bfloat16, (200, 16), groups=number, spare=3, wide=False, **block, **options)
+            yield case(bfloat16, (30, 40), groups=3, spare=30, **block, **options)
+            yield case(bfloat16, (130, 36), groups=3, with_offsets=True, **block, **options)
+            for layout in ("offset", "strided"):
+                yield case(float16, (100, 48), "bits", layout, groups=4, **block, **options)
+        for options in directions:
+            for width, align in ((136, 16), (35, 128)):              # lines that end in padding
+                yield case(bfloat16, (150, width), "edges", groups=4, spare=5, align=align, **block, **options)
+        yield case(bfloat16, (0, 8), groups=3, align=16, columnwise=True, **block)
 
 
 def _padded_cases(case: Callable[..., Case]) -> Iterator[Case]:

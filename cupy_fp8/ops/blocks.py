@@ -149,7 +149,8 @@ class Plan(forms.Plan):
         return PanelStep(self, sides, members, wide, any_shape)
 
     def tile_launch(self, names: list[str]) -> tuple[tuple[Side, Side], tuple[Any, ...]]:
-        """What the kernel of tiles is told of a result's directions: its sides, and the members of its struct after those of scales."""
+        """What a kernel of tiles is told of a result's directions: its sides, and the members of its struct after those of scales. (Of
+        whole lines those of ops/group_lines.py, which ask for no length.)"""
         square = 1 not in self.block
         fast, slow = (name if name in names else None for name in (
             ("rowwise", "columnwise") if (self.block[0] == 1) != self.swapped else ("columnwise", "rowwise")))
@@ -162,8 +163,8 @@ class Plan(forms.Plan):
         sides = (Side(fast_data, stored_fast, fast, _strides(self.forms.get(fast or ""), self.swapped)),
                  Side(slow_data, stored_slow, slow, _strides(self.forms.get(slow or ""), self.swapped)))
         run = self.block[0] if self.block[1] == 1 else self.block[1]
-        assert run is not None          # whole lines are not for this kernel
-        return sides, (self.rows, self.columns, *self.rule, run // _RUN, int(self.divide), int(square), stored_fast | stored_slow << 2)
+        panels = (run or _RUN) // _RUN
+        return sides, (self.rows, self.columns, *self.rule, panels, int(self.divide), int(square), stored_fast | stored_slow << 2)
 
 
 _QUANTIZE = forms.Quantizer(Plan, reference.quantize_block, (

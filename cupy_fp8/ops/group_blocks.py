@@ -25,17 +25,16 @@ from .panels import LANE_COLUMNS, ROWS, Panels
 
 Plan = blocks.Plan | mx.Plan
 
-#: RowGroups and, twice, GroupScales of kernels_cu/include/groups.cuh, after the struct of a whole array.
-_GROUPS = f"0q{ROW_GROUPS}2I2q2I2q2P"
-_BLOCKS = Kernel("blocks", "group_quantize_block", blocks.FIELDS + _GROUPS)
-_MX = Kernel("mx", "group_quantize_mx", mx.FIELDS + _GROUPS)
+#: RowGroups and, twice, GroupScales of kernels_cu/include/groups.cuh, after the struct of a whole array. The kernels take a list too.
+GROUPS = f"0q{ROW_GROUPS}2I2q2I2q"
+_BLOCKS = Kernel("blocks", "group_quantize_block", blocks.FIELDS + GROUPS + "2P")
+_MX = Kernel("mx", "group_quantize_mx", mx.FIELDS + GROUPS + "2P")
 
 
 @functools.lru_cache(maxsize=256)
 def plan(shape: tuple[int, int], source: np.dtype[Any], recipe: BlockScaling | MXScaling, rowwise: bool, columnwise: bool) -> Plan:
     """Of all rows as one matrix, which is the same for its groups but for their number of rows. shape: of the result."""
     if isinstance(recipe, BlockScaling):
-        group_unit(recipe.block, recipe.scale_layout)           # refuses blocks of whole lines
         return blocks.Plan(shape, source, False, (recipe.dtype, rowwise, columnwise, True, recipe.block, recipe.pow2_scale, recipe.eps,
                                                   recipe.profile, recipe.scale_layout))
     return mx.Plan(shape, source, False, (recipe.dtype, rowwise, columnwise, False, recipe.mode, recipe.profile, recipe.block,
@@ -43,7 +42,7 @@ def plan(shape: tuple[int, int], source: np.dtype[Any], recipe: BlockScaling | M
 
 
 def form(plan: Plan, arrays: Arrays, number: int) -> GroupForm:
-    """Of the result for so many groups. arrays: what tells of the groups."""
+    """Of the result for so many groups, of blocks of whole lines too (ops/group_lines.py). arrays: what tells of the groups."""
     arrays = dict(arrays)
     shape = plan.rows, plan.columns
     for name, of in plan.forms.items():
@@ -84,7 +83,7 @@ class Launch:
         self.grid = checks.grid_size(down * across, x.shape)
         row_groups = (*out_places(out, offsets_at, align), groups.at, number, error_word(x), groups.wide, len(x), plan.columns, plan.rows,
                       across, align)
-        scales = [_group_scales(plan, number, side) for side in sides]
+        scales = [scales_of(plan, number, side) for side in sides]
         self.runs = GroupRuns(x, owner, row_groups, panels.rows, down, (scales[0][1], scales[1][1])) if pays(x, self.grid) else None
         self.members = (at, noop_at, *places, *grids[0], *grids[1], *members, vector, *row_groups,
                         0 if self.runs is None else self.runs.at, *scales[0], *scales[1], 0, 0)
@@ -95,7 +94,7 @@ class Launch:
         self.variant.launch(x, self.grid, *self.members)
 
 
-def _group_scales(plan: Plan, number: int, side: Side) -> tuple[int, int, int, int]:
+def scales_of(plan: Plan, number: int, side: Side) -> tuple[int, int, int, int]:
     """The GroupScales of kernels_cu/include/groups.cuh."""
     if side.scales is None:
         return 0, 0, 0, 0

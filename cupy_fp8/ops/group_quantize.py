@@ -1,5 +1,5 @@
 """Groups of rows quantised as tensors of their own. Kernels: kernels_cu/group_cast.cu, for current scaling of large groups group_amax.cu
-before it; of blocks blocks.cu and mx.cu."""
+before it; of blocks blocks.cu and mx.cu, of whole lines group_lines.cu."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..grouped import Grouped
 from ..layouts import cdiv, padded_rows, round_up
 from ..recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, check_directions, checked_eps
 from ..runtime import Kernel, Variant, error_word, executor_of, workspace
-from . import checks, group_blocks, group_forms, resident, tiles
+from . import checks, group_blocks, group_forms, group_lines, resident, tiles
 from . import splits as sizes
 from .group_amax import RUN_ROWS, GroupScales, Rule
 from .group_amax import variants as amax_variants
@@ -48,6 +48,10 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
     that the groups' own maxima call for, as `compute_scale` does (of an empty group that is 0). Of large arrays a small launch goes before
     each, and before that one, to find where the groups are. No block has rows of two groups.
 
+    BlockScaling of whole rows, block (1, None), gives every row a scale, in one launch that reads x once. Column-wise it gives every column
+    of each group one, as (None, 1) does row-wise: three launches then, for both directions together, of which the first finds the groups,
+    the second all maxima, and the third quantises; x is read twice.
+
     With `align` the same launches pad: groups are those of ``group_quantize(pad_groups(x, splits, align), aligned sizes, recipe)``, every
     one followed by what the recipe makes of rows of zeros, up to a multiple of `align` rows.
 
@@ -56,7 +60,7 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
     x : bfloat16, float16 or float32 array [M, K]
     splits : rows of each of N consecutive groups, any of them 0: an int32 or int64 array [N] of x's kind, or a list. Rows of x that
         they leave over (memory allocated for the worst case) belong to no group
-    recipe : DelayedScaling, which needs `scales`, CurrentScaling, BlockScaling (but for blocks of whole lines) or MXScaling
+    recipe : DelayedScaling, which needs `scales`, CurrentScaling, BlockScaling or MXScaling
     rowwise, columnwise : which directions to return; column-wise data are stored transposed, each group's [K, m], but for MX
     scales : f32 array [N]
     amaxes : of per-tensor recipes, f32 array [N], raised to each group's largest magnitude before scaling; not zeroed first
@@ -73,7 +77,8 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
     Returns
     -------
     Grouped, flat arrays of M * K elements; what follows the last group is 0. The scales of blocks are those of each group, as
-    ``recipe.quantize`` stores them, one after the other (`Grouped`). With `align` of M + (align - 1) * min(N, M) rows, as `pad_groups`,
+    ``recipe.quantize`` stores them, one after the other (`Grouped`); of whole columns [N, K], K rounded up to 4 but in compact scales: a
+    line for each group, without rows that of zeros. With `align` of M + (align - 1) * min(N, M) rows, as `pad_groups`,
     whatever the sizes; its splits are the aligned sizes, of splits' dtype, and its offsets theirs.
 
     Raises
@@ -95,6 +100,9 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
     >>> g = fp8.group_quantize(np.ones((300, 256), np.float32), [130, 170], fp8.BlockScaling(scale_layout="compact"), columnwise=True)
     >>> [member.columnwise.scale_inv.shape for member in g]
     [(2, 256), (2, 256)]
+    >>> g = fp8.group_quantize(x, [1, 0, 2], fp8.BlockScaling((1, None), scale_layout="compact"), columnwise=True)
+    >>> g.scale_inv.tolist(), (g.columnwise_scale_inv * 256).tolist()
+    ([[0.0078125], [0.015625], [0.015625]], [[1.0, 2.0], [256.0, 256.0], [4.0, 4.0]])
     >>> g = fp8.group_quantize(x, [1, 0, 2], fp8.DelayedScaling(), scales=np.ones(3, np.float32), align=2)
     >>> g.splits.tolist(), [member.data.astype(np.float32).tolist() for member in g]
     ([2, 0, 2], [[[1.0, 2.0], [0.0, 0.0]], [], [[3.0, 4.0], [5.0, 6.0]]])
@@ -143,10 +151,12 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
             form.store(out, reference.group_quantize(x, groups.host, recipe, rowwise=rowwise, columnwise=columnwise, scales=scales,
                                                      amaxes=amaxes, offsets=offsets, align=align))
         return out
-    launch: _Launch | _CurrentLaunch | group_blocks.Launch
+    launch: _Launch | _CurrentLaunch | group_blocks.Launch | group_lines.Launch
     owner = None if given is None else out.scale_inv if out.columnwise_scale_inv is None else out.columnwise_scale_inv
     if plan is not None:
-        launch = group_blocks.Launch(plan, out, x, at, noop_at, offsets_at, groups, align, owner)
+        whole_lines = isinstance(recipe, BlockScaling) and None in recipe.block
+        launch = (group_lines.Launch if whole_lines else group_blocks.Launch)(
+            plan, out, x, at, noop_at, offsets_at, groups, align, owner)
     else:
         own, choice = None, None
         if isinstance(recipe, CurrentScaling):
@@ -302,7 +312,8 @@ def variants() -> Iterator[Variant]:
     """Every variant that this op may launch."""
     yield from amax_variants()
     yield from group_blocks.variants()
-    yield from run_variants(iter((RUN_ROWS, _LARGE.rows, resident.TILE.rows, *group_blocks.tile_rows())))
+    yield from group_lines.variants()
+    yield from run_variants(iter((RUN_ROWS, _LARGE.rows, resident.TILE.rows, *group_lines.RUN_ROWS, *group_blocks.tile_rows())))
     yield from resident.variants(_CURRENT)
     for source, to, tile in product(INPUT_DTYPES, FP8_DTYPES, (tiles.SMALL, _LARGE)):
         yield _variant(source, to, tile)

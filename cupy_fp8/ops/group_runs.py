@@ -17,26 +17,29 @@ from . import checks
 #: RowGroups of kernels_cu/include/groups.cuh.
 ROW_GROUPS = "3PPqPI0q3q2IP"
 
-_KERNEL = Kernel("group_runs", "group_find_runs", ROW_GROUPS + "Pq2I")
+_KERNEL = Kernel("group_runs", "group_find_runs", ROW_GROUPS + "Pq2IPq")
 _THREADS = 256
 _RUN_WORDS = 16                 # of a RowRun
 _FEWEST = 64                    # runs that a workspace has room for
+_CHUNK_BYTES = 16               # cleared at once
+_MOST_CHUNKS = 4                # cleared by a thread, of a workspace of few runs
 _MANY = 8                       # blocks per multiprocessor for which a launch of its own pays
 
 
 class GroupRuns:
     """A launch that finds `count` runs of `rows` rows, and where it leaves them (`at`) for the launch that follows on this stream.
     owner: the array that the workspace belongs to (see `workspace`); groups: the members of RowGroups before `runs`; shifts: of units of
-    which each group's are counted."""
+    which each group's are counted; clear: address and bytes, both multiples of 16, of a workspace that it fills with zeros."""
 
     def __init__(self, x: Array, owner: Array | None, groups: tuple[Any, ...], rows: int, count: int,
-                 shifts: tuple[int, int] = (0, 0)) -> None:
+                 shifts: tuple[int, int] = (0, 0), clear: tuple[int, int] = (0, 0)) -> None:
         room = max(_FEWEST, 1 << (count - 1).bit_length())          # so that not every number has a workspace of its own
         self._words = workspace(owner, x, "group_runs", _RUN_WORDS * room)
         self.at = checks.address(self._words)
         self._variant = _variant(rows)
-        self._grid = cdiv(count, _THREADS // 32)
-        self._members = (*groups, 0, self.at, count, *shifts)
+        chunks = clear[1] // _CHUNK_BYTES
+        self._grid = max(cdiv(count, _THREADS // 32), cdiv(chunks, _MOST_CHUNKS * _THREADS))
+        self._members = (*groups, 0, self.at, count, *shifts, clear[0], chunks)
 
     def run(self, x: Array) -> None:
         self._variant.launch(x, self._grid, *self._members)

@@ -62,6 +62,9 @@ def _in_blocks(x: np.ndarray, splits: Any, recipe: BlockScaling | MXScaling, sta
         for start, part in zip(starts, parts, strict=False):
             here = slice(start * columns, start * columns + part.data.size)
             bits(flat[name])[here] = bits(part.data).reshape(-1)
+        if form.block[0] is None:                           # a line of scales for every group; of no rows that of zeros
+            none = getattr(_quantize(np.zeros((1, columns), x.dtype), recipe, **wanted), name)
+            parts = [part if part.shape[0] else none for part in parts]
         stored = np.concatenate([np.zeros(0, bits(scales).dtype), *(bits(part.scale_inv).reshape(-1) for part in parts)])
         bits(scales).reshape(-1)[: stored.size] = stored
         flat["scale_inv" if name == "rowwise" else "columnwise_scale_inv"] = scales

@@ -1,0 +1,131 @@
+"""Groups of rows quantised with a scale for every row, and for every column of each group. Kernels: kernels_cu/group_lines.cu, of columns
+group_runs.cu before them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array
+from ..formats import FORMATS, FP8_DTYPES, INPUT_DTYPES
+from ..grouped import Grouped
+from ..layouts import cdiv, padded_rows
+from ..runtime import Kernel, Variant, error_word, workspace
+from . import blocks, checks, group_blocks
+from . import splits as sizes
+from .forms import ABSENT, AS_IS, TRANSPOSED, Side
+from .group_forms import out_places
+from .group_runs import GroupRuns, pays
+from .panels import LANE_COLUMNS, Panels
+
+_FIELDS = blocks.FIELDS + group_blocks.GROUPS + "2P2I"
+_ROWS = Kernel("group_lines", "group_quantize_rows", _FIELDS)
+_LINES = Kernel("group_lines", "group_quantize_lines", _FIELDS)
+_PANELS = Panels(8, 1, down_first=False)            # 256 bytes of a transposed row
+_RUN, _SHARE, _THREADS = 32, 8192, 256              # RunOfRows of the kernel
+_CHUNK_BYTES, _KEPT, _WARP = 16, 4, 32              # of a row, by a thread of the kernel
+_FIND, _QUANTIZE = 0, 1                             # passes of the kernel of lines
+_FEWEST = 64                                        # maxima that a workspace has room for
+#: Rows of the runs that are found before these kernels.
+RUN_ROWS = _RUN, _PANELS.rows
+
+
+class Launch:
+    """The launches' variants, grids, and the members of their structs. Kept with a result on a GPU that was given as `out=`."""
+
+    def __init__(self, plan: group_blocks.Plan, out: Grouped, x: Array, at: int, noop_at: int, offsets_at: int, groups: sizes.Groups,
+                 align: int, owner: Array | None) -> None:
+        assert isinstance(plan, blocks.Plan)
+        (fast, slow), members = plan.tile_launch(list(plan.forms))
+        data_at = {name: 0 if a is None else checks.address(a) for name, a in (("rowwise", out.rowwise), ("columnwise", out.columnwise))}
+        scales_at = {name: 0 if a is None else checks.address(a) for name, a in (("rowwise", out.scale_inv),
+                                                                                ("columnwise", out.columnwise_scale_inv))}
+        places = [data_at[side.data] if side.data else 0 for side in (fast, slow)]
+        grids = [(scales_at[side.scales] if side.scales else 0, *side.strides) for side in (fast, slow)]
+        number, rows_alone = len(groups.array), (fast.stored, slow.stored) == (AS_IS, ABSENT)
+        run, share = (_RUN, _SHARE) if rows_alone else (_PANELS.rows, _PANELS.columns)
+        across = max(1, cdiv(plan.columns, share))
+        # What follows the last group is one more, to be cleared; a run of its own clears scales.
+        down = 1 + padded_rows(plan.rows, number + 1, run) // run
+        grid = checks.grid_size(down * across, x.shape)
+        where = groups.at, number, error_word(x), groups.wide, len(x), plan.columns, plan.rows, across, align
+        row_groups = (*out_places(out, offsets_at, align), *where)
+        scales = group_blocks.scales_of(plan, number, fast)
+        shifts = scales[1], 0
+        chunk = _CHUNK_BYTES // x.dtype.itemsize if rows_alone else LANE_COLUMNS
+        vector = _vector(plan, at, (fast, slow), places, chunk)
+        tops_at, clear = (0, 0), (0, 0)
+        if not rows_alone:
+            tops_at, clear = self._tops(plan, x, owner, number, (fast, slow))
+        self.runs = None
+        if clear[1] or pays(x, grid):
+            self.runs = GroupRuns(x, owner, row_groups, run, down, shifts, clear)
+        rest = 0 if self.runs is None else self.runs.at, *scales, 0, 0, 0, 0, *tops_at
+        described = *grids[0], *grids[1], *members, vector
+
+        self.launches: list[tuple[Variant, int, tuple[Any, ...]]] = []
+        if not rows_alone:
+            # Nothing is written but maxima: the other launch clears what no group has, and tells of the groups.
+            nowhere = [(0, *side.strides) for side in (fast, slow)]
+            found = at, noop_at, 0, 0, *nowhere[0], *nowhere[1], *members, vector, offsets_at, 0, 0, *where, *rest, _FIND, 0
+            self.launches.append((_lines_variant(plan.source, plan.to), grid, found))
+        variant = _rows_variant(plan.source, plan.to) if rows_alone else _lines_variant(plan.source, plan.to)
+        self.launches.append((variant, grid, (at, noop_at, *places, *described, *row_groups, *rest, _QUANTIZE, _team(plan.columns, chunk))))
+
+    def _tops(self, plan: blocks.Plan, x: Array, owner: Array | None, number: int,
+              sides: tuple[Side, Side]) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Where maxima of rows and of columns go, and what of that is to be cleared: address and bytes."""
+        of_rows, of_columns = (lines if side.scales else 0 for lines, side in zip((plan.rows, number * plan.columns), sides, strict=True))
+        words = -(-(of_rows + of_columns) // 4) * 4                  # whole chunks
+        room = max(_FEWEST, 1 << (words - 1).bit_length())           # so that not every number has a workspace of its own
+        self._words = workspace(owner, x, "group_lines", room)
+        at = checks.address(self._words)
+        return (at if sides[0].scales else 0, at + 4 * of_rows if sides[1].scales else 0), (at, 4 * max(words, 4))
+
+    def run(self, x: Array) -> None:
+        if self.runs is not None:
+            self.runs.run(x)
+        for variant, grid, members in self.launches:
+            variant.launch(x, grid, *members)
+
+
+def _vector(plan: blocks.Plan, at: int, sides: tuple[Side, Side], places: list[int], chunk: int) -> int:
+    """Bits: x, fast data, slow data allow chunks of so many elements; of transposed data the kernel asks for each group."""
+    loads = plan.columns % chunk == 0
+    vector = int(loads and at % (chunk * plan.source.itemsize) == 0)
+    for bit, side, place in zip((2, 4), sides, places, strict=True):
+        if side.stored == TRANSPOSED or (loads and place % chunk == 0):
+            vector |= bit
+    return vector
+
+
+def _team(columns: int, chunk: int) -> int:
+    """Threads that have a row: as few as keep all of it, if any do."""
+    wanted = cdiv(max(columns, 1), chunk * _KEPT)
+    return min(_THREADS, max(_WARP, 1 << (wanted - 1).bit_length()))
+
+
+@functools.cache
+def _rows_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
+    return _ROWS.variant(block=_THREADS, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, **_defines())
+
+
+@functools.cache
+def _lines_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
+    shared = _PANELS.tile + 4 * (_PANELS.rows + _PANELS.columns)
+    return _LINES.variant(block=_PANELS.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, **_defines())
+
+
+def _defines() -> dict[str, int]:
+    return {"DIVIDE": 2, "PANELS_DOWN": _PANELS.down, "PANELS_ACROSS": _PANELS.across}
+
+
+def variants() -> Iterator[Variant]:
+    """Every variant that this op may launch."""
+    for source, to in product(INPUT_DTYPES, FP8_DTYPES):
+        yield _rows_variant(source, to)
+        yield _lines_variant(source, to)

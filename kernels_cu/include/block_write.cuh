@@ -1,0 +1,131 @@
+// What kernels of blocks with f32 scales share: what they are told of an array, and how a warp writes the codes of its panel. IN and OUT are
+// the kernel's formats; PANELS_DOWN, PANELS_ACROSS and DIVIDE as its file says.
+#pragma once
+#include "block_scale.cuh"
+#include "groups.cuh"
+#include "panel.cuh"
+
+struct BlockParams {
+    const IN::storage* x;
+    const float* noop;           // one element: 1.0 there means that nothing is written; or null
+    u8 *fast_data, *slow_data;   // squares: as is, transposed
+    ScaleGrid fast, slow;        // squares: two places for the same scales
+    i64 rows, columns;           // of each matrix
+    BlockRule rule;
+    u32 panels;                  // of a block along its line, in runs of 32 elements: 1, 2 or 4
+    u32 divide;                  // 1: by scale_inv
+    u32 square;
+    u32 stored;                  // tile without ALIGNED: FAST | SLOW << 2. lines: 1 as is, 2 transposed
+    u32 vector;                  // without ALIGNED: bit 0, every row of x allows loads of four elements; bits 1 and 2, fast and slow data
+                                 // stores of 4 bytes as is, of 16 bytes transposed (lines: bit 1)
+};
+
+using Tile = PanelTile<PANELS_DOWN, PANELS_ACROSS>;
+
+constexpr int kRuns = kPanelColumns / 32;                            // of 32 elements in a row of a panel
+constexpr int kRunStride = kPanelRows + 4;                           // words between them in shared memory: no conflicts of banks
+constexpr int kRowWords = kRuns * kRunStride;                        // shared by a warp for a scale of every row of every run
+
+__device__ __forceinline__ u32 larger(u32 a, u32 b) { return a > b ? a : b; }
+
+__device__ __forceinline__ bool divides(const BlockParams& p) { return DIVIDE == 2 ? p.divide != 0 : DIVIDE != 0; }
+
+// What elements are multiplied by, or what they are divided by.
+__device__ __forceinline__ float operand(const BlockParams& p, const BlockScale& s) { return divides(p) ? s.scale_inv : s.factor; }
+
+// Elements are multiplied by a factor, or divided: by quick_quotient() where all divisors of a warp allow that, since a choice for every
+// few elements takes longer than it saves.
+enum How { kMultiply, kDivideQuickly, kDivide };
+
+// By rows: factors, or divisors and their reciprocals.
+struct RowOperands {
+    const float *factors, *divisors;
+
+    static __device__ __forceinline__ void load(const float* from, float (&four)[4]) {
+        const float4 v = *reinterpret_cast<const float4*>(from);
+        four[0] = v.x, four[1] = v.y, four[2] = v.z, four[3] = v.w;
+    }
+};
+// By this lane's columns.
+struct ColumnOperands {
+    float factor[kLaneColumns], divisor[kLaneColumns];
+};
+
+// Four codes in a word.
+template <How kHow>
+__device__ __forceinline__ u32 scaled_codes(const float (&v)[4], const float (&factor)[4], const float (&divisor)[4]) {
+    float scaled[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        scaled[i] = kHow == kMultiply ? mul_rn(v[i], factor[i])
+                    : kHow == kDivideQuickly ? quick_quotient(v[i], divisor[i], factor[i]) : div_rn(v[i], divisor[i]);
+    Chunk<OUT, 4> out;
+    out.narrow2(0, scaled[0], scaled[1]);
+    out.narrow2(1, scaled[2], scaled[3]);
+    return out.word[0];
+}
+
+// A warp's panel and where it belongs.
+struct Place {
+    i64 at;                      // of this lane's columns in the panel's first row
+    int rows_left, columns_left;
+};
+
+// Data of one direction. `wide`: stores of 4 bytes.
+struct Target {
+    u8* as_is;
+    bool wide;
+};
+
+// The codes of rows 4 * quad to 4 * quad + 3: stored as is (kAsIs), and transposed into words[column][quad % 4]. kFast: `rows` has an
+// operand for every row; otherwise there is one for each of the lane's columns.
+template <bool kFast, bool kWide, How kHow>
+__device__ __forceinline__ void write_quad(const BlockParams& p, const Panel<IN>& panel, const Place& place, const RowOperands& rows,
+                                           const ColumnOperands& columns, bool as_is, const Target& to, int quad,
+                                           u32 (&words)[kLaneColumns][4]) {
+    float factor[4] = {}, divisor[4] = {};
+    if (kFast && kHow != kDivide) RowOperands::load(rows.factors + quad * 4, factor);
+    if (kFast && kHow != kMultiply) RowOperands::load(rows.divisors + quad * 4, divisor);
+    u32 codes[4];
+    u8* at = to.as_is + (place.at + quad * 4 * p.columns);
+#pragma unroll
+    for (int i = 0; i < 4; i++, at += p.columns) {
+        const int r = quad * 4 + i;
+        float v[kLaneColumns];
+        panel.line[r].widen2(0, v[0], v[1]);
+        panel.line[r].widen2(1, v[2], v[3]);
+        if constexpr (kFast)
+            codes[i] = scaled_codes<kHow>(v, {factor[i], factor[i], factor[i], factor[i]}, {divisor[i], divisor[i], divisor[i], divisor[i]});
+        else codes[i] = scaled_codes<kHow>(v, columns.factor, columns.divisor);
+        if (!as_is) continue;
+        const int left = r < place.rows_left ? place.columns_left : 0;
+        const Chunk<OUT, 4> out{{codes[i]}};
+        if (!kWide && !to.wide) out.store_partial(at, left);
+        else if (left) out.store(at);
+    }
+    u32 column[kLaneColumns];
+    transpose_4x4(codes[0], codes[1], codes[2], codes[3], column);
+#pragma unroll
+    for (int c = 0; c < kLaneColumns; c++) words[c][quad % 4] = column[c];
+}
+
+// Sixteen rows: what a column has of them are 16 bytes of a transposed row.
+template <bool kFast, bool kWide, How kHow>
+__device__ __forceinline__ void write_half(const BlockParams& p, const Panel<IN>& panel, const Place& place, const RowOperands& rows,
+                                           const ColumnOperands& columns, bool as_is, bool transposed, const Target& to, int half,
+                                           const Tile& tile) {
+    if (!as_is && !transposed) return;
+    u32 words[kLaneColumns][4];
+#pragma unroll
+    for (int quad = 0; quad < 4; quad++)
+        write_quad<kFast, kWide, kHow>(p, panel, place, rows, columns, as_is, to, half * 4 + quad, words);
+    if (transposed) tile.write(half, words);
+}
+
+// The part of a grid of scales that belongs to a group.
+__device__ __forceinline__ void move_to_group(ScaleGrid& grid, const GroupScales& scales, i64 before, i64 rows) {
+    if (!grid.to) return;
+    grid.to += before * scales.unit;
+    grid.rows = scales.block_rows(rows);
+    if (grid.row == 1) grid.column = grid.rows;
+}

@@ -1,0 +1,77 @@
+"""Grouped: groups of rows, and their members."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from group_arrays import RECIPE, matrix, scales_of
+
+import cupy_fp8 as fp8
+from cupy_fp8 import reference, testing
+from cupy_fp8.formats import bfloat16, float8_e4m3fn
+from cupy_fp8.grouped import Grouped
+
+
+def test_wrap(run):
+    data = run.array(np.arange(21, dtype=np.int32).reshape(7, 3))
+    index: Any = np.int64(2)
+    for splits in ([2, 0, 4], run.array(np.array([2, 0, 4], np.int32))):
+        g = fp8.Grouped.wrap(data, splits)
+        assert (len(g), g.shape, g.dtype, g.nbytes) == (3, (7, 3), np.dtype(np.int32), 84)
+        assert fp8.asnumpy(g.offsets).tolist() == [0, 6, 6, 18]
+        assert g.offsets.dtype == np.int64
+        assert g.data.shape == (21,)
+        assert [fp8.asnumpy(a).tolist() for a in g] == [[[0, 1, 2], [3, 4, 5]], [], np.arange(6, 18).reshape(4, 3).tolist()]
+        assert g[-1].shape == g[index].shape == (4, 3)
+        g[2][0, 0] = 99
+        assert int(data[2, 0]) == 99, "a member is a view"
+        data[2, 0] = 6
+    offsets = run.array(np.array([0, 6, 6, 18]))
+    assert fp8.Grouped.wrap(data, splits, offsets=offsets).offsets is offsets
+    assert repr(g) == f"Grouped(int32[7, 3] in 3 groups, plain values, {'cupy' if run.name == 'cuda' else 'numpy'})"
+    typed = fp8.Grouped.wrap(run.array(np.arange(8, dtype=np.uint8).view(float8_e4m3fn).reshape(4, 2)), [1, 3])
+    assert (typed[1].dtype, typed[1].shape) == (float8_e4m3fn, (3, 2))
+
+
+def test_wrap_refuses():
+    data, everything = np.zeros((4, 2), np.float32), cast(Any, slice(None))
+    for wrong, error, message in (
+            (lambda: Grouped.wrap(np.zeros(4), [4]), ValueError, r"data: expected shape \[M, K\], got \(4,\)"),
+            (lambda: Grouped.wrap(data.T, [2]), ValueError, "data: expected a C-contiguous array"),
+            (lambda: Grouped.wrap([[1]], [1]), TypeError, "data: expected a numpy.ndarray or cupy.ndarray"),
+            (lambda: Grouped.wrap(data, [2, 3]), ValueError, "splits: expected sizes that add up to at most the 4 rows there are, got 5"),
+            (lambda: Grouped.wrap(data, [2, -1]), ValueError, "splits: expected sizes of 0 or more, got -1 for group 1"),
+            (lambda: Grouped.wrap(data, [2.0]), TypeError, "splits: expected integers"),
+            (lambda: Grouped.wrap(data, [4], offsets=np.zeros(2, np.int32)), TypeError, "offsets: expected dtype int64, got int32"),
+            (lambda: Grouped.wrap(data, [4], offsets=np.zeros(3, np.int64)), ValueError, "offsets: expected a C-contiguous array of 2"),
+            (lambda: Grouped.wrap(data, [4], offsets=[0, 8]), TypeError, "offsets: expected a numpy.ndarray"),
+            (lambda: Grouped.wrap(data, [4])[1], IndexError, "Grouped: index 1 is out of range for 1 groups"),
+            (lambda: Grouped.wrap(data, [4])[everything], TypeError, "Grouped: expected an integer index"),
+            (lambda: Grouped.wrap(data, [4]).dequantize(), TypeError, "dequantize: plain float32 values are not quantised"),
+            (lambda: Grouped(data, data, (4, 2)), ValueError, "Grouped: expected row-wise data, or quantised column-wise data"),
+            (lambda: Grouped.wrap(data, [2, 2], offsets=np.array([0, 6, 8]))[0], ValueError, "splits: group 1 of 2 rows at element 6")):
+        with pytest.raises(error, match="^" + message):
+            wrong()
+
+
+def test_columnwise_alone():
+    g = fp8.group_quantize(matrix(9, 4), [4, 5], RECIPE, rowwise=False, columnwise=True, scales=scales_of(2))
+    assert g.rowwise is None
+    with pytest.raises(AttributeError, match=r"no row-wise data: use \.columnwise"):
+        _ = g.data
+    assert g[1].rowwise is None
+    assert g[1].columnwise.data.shape == (4, 5)
+
+
+@pytest.mark.parametrize("rowwise", [True, False])
+def test_dequantize(rowwise, run):
+    x, splits, scales = matrix(50, 24), [20, 0, 23], scales_of(3)
+    g = fp8.group_quantize(run.array(x), splits, RECIPE, rowwise=rowwise, columnwise=True, scales=run.array(scales))
+    want = np.zeros((50, 24), np.float32)
+    want[:20] = reference.quantize_tensor(x[:20], scales[:1]).dequantize()
+    want[20:43] = reference.quantize_tensor(x[20:43], scales[2:]).dequantize()
+    testing.assert_bytes_equal(g.dequantize(), want)
+    testing.assert_bytes_equal(fp8.dequantize(g), want)
+    testing.assert_bytes_equal(g.dequantize(bfloat16), reference.astype(want, bfloat16))
