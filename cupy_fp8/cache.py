@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from . import backend
 from .arrays import Array
 from .ops.multi import Recipe, multi_quantize
@@ -41,8 +43,8 @@ class WeightCache:
         self.recipe: Recipe = recipe
         self._entries: dict[int, tuple[weakref.ref[Any], Quantized]] = {}      # by the identity of the weight
         # Whole calls, and the last one of them, which a comparison finds sooner; forgotten whenever an entry goes.
-        self._hits: dict[tuple[Any, ...], list[Quantized]] = {}
-        self._last: tuple[list[int], bool, bool, list[Quantized]] = _NO_CALL
+        self._hits: dict[tuple[bytes, bool, bool], list[Quantized]] = {}
+        self._last: tuple[bytes, bool, bool, list[Quantized]] = _NO_CALL
 
     def quantize(self, weights: Sequence[Array | Quantized], *, rowwise: bool = True, columnwise: bool = False, scales: Any = None,
                  amaxes: Any = None, update: bool = True, noop: Array | None = None) -> list[Quantized]:
@@ -60,12 +62,12 @@ class WeightCache:
         """
         if not isinstance(weights, (list, tuple)):
             raise TypeError(f"weights: expected a list, got {type(weights).__name__}")
-        identities = [*map(id, weights)]
+        identities = _identities(weights)
         if not update and noop is None:
             last, last_row, last_column, found = self._last
             if last_row is rowwise and last_column is columnwise and last == identities:
                 return found.copy()
-            hit = self._hits.get((*identities, rowwise, columnwise))
+            hit = self._hits.get((identities, rowwise, columnwise))
             if hit is not None:
                 self._last = identities, rowwise, columnwise, hit
                 return hit.copy()
@@ -104,7 +106,7 @@ class WeightCache:
         found = [weight if isinstance(weight, Quantized) else self._entries[id(weight)][1] for weight in weights]
         if len(self._hits) >= _MOST_HITS:
             self._hits.clear()
-        self._hits[(*identities, rowwise, columnwise)] = found
+        self._hits[identities, rowwise, columnwise] = found
         self._last = identities, rowwise, columnwise, found
         return found.copy()
 
@@ -140,6 +142,11 @@ class WeightCache:
 
 _MOST_HITS = 256            # different lists of weights, of which one is short
 _NO_CALL: Any = (None, None, None, None)
+
+
+def _identities(objects: Sequence[Any]) -> bytes:
+    """Their addresses, which `id` tells too, in less than half the time: no integers are made, and comparing takes no loop."""
+    return np.fromiter(objects, object, len(objects)).tobytes()
 
 
 def _forget(cache: weakref.ref[WeightCache], key: int, gone: weakref.ref[Any]) -> None:

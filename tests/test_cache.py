@@ -170,6 +170,15 @@ def test_other_lists_and_directions(run, launched):  # noqa: F811
     assert launched == []
 
 
+def test_identities_are_those_of_objects(run):
+    """Nothing is unpacked or compared: arrays of no dimensions, members that are equal, and none at all."""
+    array, same = run.array(np.array(3.0, np.float32)), run.array(np.array(3.0, np.float32))
+    objects = [array, same, fp8.quantize_tensor(run.array(np.ones((2, 3), np.float32)), 1.0), None, array, [1, 2]]
+    assert np.frombuffer(fp8.cache._identities(objects), np.uintp).tolist() == [id(each) for each in objects]
+    assert fp8.cache._identities(tuple(objects)) == fp8.cache._identities(objects)
+    assert fp8.cache._identities([]) == b""
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
 def test_an_error_leaves_the_cache_as_it_was(recipe, run):
     cache, weights = WeightCache(recipe), weights_of(run)
