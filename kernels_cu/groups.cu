@@ -6,9 +6,9 @@
 //              pad_groups: align_to > 1; unpad_groups: align_from > 1; sort_chunks: an order. A second array of as many rows, the scales of the
 //              first one's, moves with it, by blocks of threads that follow those of the first; a scale for all rows is copied.
 //
-// A block of threads writes up to 32 KB of neighbouring rows, or a part of one long row. Its first warp finds where each of its rows comes
-// from by a scan over all sizes (with an order by two: where the chunk goes, and where it came from). Then every thread has eight 16-byte
-// loads in flight; rows of 16-byte multiples at such addresses. Others are stored 16 aligned bytes at a time all the same, cut out of the
+// A block of threads writes 10 to 32 KB of neighbouring rows, or a part of one long row. Its first warp finds where each of its rows comes
+// from by a scan over all sizes (with an order by two: where the chunk goes, and where it came from). Then every thread has four to eight
+// 16-byte loads in flight; rows of 16-byte multiples at such addresses. Others are stored 16 aligned bytes at a time all the same, cut out of the
 // two times 16 aligned bytes where they come from; at the ends of rows they are put together from words of 4 bytes, or bytes. Every byte of
 // `to` is written once: no clearing before.
 //
@@ -54,7 +54,7 @@ struct GroupsParams {
     }
 };
 
-constexpr int kThreads = 256, kUnits = 8, kMostRows = 2048;
+constexpr int kThreads = 256, kMostUnits = 8, kMostRows = 2048;
 constexpr int kShifted = 2;                                          // units in flight that are cut out of two
 constexpr int kPerLane = 4, kRound = 32 * kPerLane;                  // groups of a round of a scan
 constexpr int kWindow = 1024;                                        // groups whose starts are known at a time
@@ -335,6 +335,25 @@ __device__ __forceinline__ void copy_pieces(const RowArray& a, i64 from_rows, co
     }
 }
 
+// Rows of multiples of 16 bytes at such addresses, kUnits loads of a thread in flight.
+template <int kUnits>
+__device__ __forceinline__ void copy_units(const Shared& shared, const u8* from, u8* to, int width, int bytes) {
+    const Divisor by_units(width / 16);
+    for (int base = (int)threadIdx.x * 16; base < bytes; base += kUnits * kThreads * 16) {
+        Unit unit[kUnits];
+#pragma unroll
+        for (int u = 0; u < kUnits; u++) {
+            const int at = base + u * kThreads * 16, row = at < bytes ? by_units.quotient(at / 16) : 0;
+            const i64 source = at < bytes ? shared.source[row] : -1;
+            if (source >= 0) unit[u] = Unit::load(from + source + (at - row * width));
+            else unit[u] = {};
+        }
+#pragma unroll
+        for (int u = 0; u < kUnits; u++)
+            if (base + u * kThreads * 16 < bytes) unit[u].store_whole(to + base + u * kThreads * 16);
+    }
+}
+
 #ifdef ENTRY_move_groups
 extern "C" __global__ void __launch_bounds__(kThreads, 4) move_groups(const __grid_constant__ GroupsParams p) {
     __shared__ Shared shared;
@@ -356,19 +375,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) move_groups(const __gr
     u8* const to = a.to + first * a.row_bytes + column;
     const u8* const from = a.from + column;
     if (a.step == 16) {
-        const Divisor by_units(width / 16);
-        for (int base = (int)threadIdx.x * 16; base < bytes; base += kUnits * kThreads * 16) {
-            Unit unit[kUnits];
-#pragma unroll
-            for (int u = 0; u < kUnits; u++) {
-                const int at = base + u * kThreads * 16, row = at < bytes ? by_units.quotient(at / 16) : 0;
-                const i64 source = at < bytes ? shared.source[row] : -1;
-                if (source >= 0) unit[u] = Unit::load(from + source + (at - row * width));
-                else unit[u] = {};
-            }
-#pragma unroll
-            for (int u = 0; u < kUnits; u++)
-                if (base + u * kThreads * 16 < bytes) unit[u].store_whole(to + base + u * kThreads * 16);
+        switch ((bytes + kThreads * 16 - 1) / (kThreads * 16)) {     // no more loads than there are bytes for: predicates cost too
+            case 4: copy_units<4>(shared, from, to, width, bytes); break;
+            case 5: copy_units<5>(shared, from, to, width, bytes); break;
+            case 6: copy_units<6>(shared, from, to, width, bytes); break;
+            case 7: copy_units<7>(shared, from, to, width, bytes); break;
+            default: copy_units<kMostUnits>(shared, from, to, width, bytes);
         }
     } else if (a.step == 4) {
         copy_pieces<4>(a, p.from_rows, shared, to, column, width, bytes);

@@ -109,6 +109,8 @@ def _cases(op: str, options: tuple[dict[str, Any], ...]) -> Iterator[Case]:
             yield Case(op, bfloat16, (0, 24), options={"groups": number, **given})
     for number in (127, 128, 129, 1023, 1025, 3000):                 # rounds and windows of the kernel's scans
         yield Case(op, bfloat16, (650, 8), options={"groups": number, **options[0]})
+    for columns in (16384, 10240, 24576, 14336, 32768, 40960):       # rows for four to eight loads of a thread, and shared by blocks
+        yield Case(op, float8_e4m3fn, (9, columns), options={"groups": 3, **options[0]})
     for layout in ("offset", "strided"):
         yield Case(op, float8_e4m3fn, (100, 48), "bits", layout, {"groups": 4, **options[0]})
     for i, (shape, block, scales) in enumerate(_SCALED):

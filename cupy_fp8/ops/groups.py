@@ -19,7 +19,9 @@ from .splits import NO_GROUPS, Groups, check_align, integer, read, refuse_negati
 
 _KERNEL = Kernel("groups", "move_groups", "2Pq4I2Pq4IPqPIP4q2P3I")
 _THREADS = 256
-_BYTES = 32 << 10           # that a block of threads writes
+#: Bytes that a thread has in flight, and how many times that at most; a block writes as much at once. About five times is fastest, and more
+#: where rows fill it better (docs/performance.md).
+_UNIT, _UNITS, _BEST_UNITS = 16, 8, 5
 _ROWS = 2048                # of a block of threads, at most
 
 
@@ -298,11 +300,20 @@ class _Plan(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def _plan(shape: tuple[int, ...], itemsize: int) -> _Plan:
     """For a result of this shape. One block at least: even an empty array's sizes are looked at."""
-    row_bytes = itemsize * prod(shape[1:])
-    across = max(1, cdiv(row_bytes, _BYTES))
-    segment = row_bytes if across == 1 else round_up(cdiv(row_bytes, across), 16)
-    rows = max(1, min(_ROWS, _BYTES // max(1, row_bytes)))
-    return _Plan(row_bytes, rows, across, segment, checks.grid_size(cdiv(shape[0], rows) * across, shape))
+    row_bytes, at_once = itemsize * prod(shape[1:]), _UNIT * _THREADS
+    if row_bytes > at_once * _UNITS:
+        across = cdiv(row_bytes, at_once * _BEST_UNITS)
+        segment = round_up(cdiv(row_bytes, across), _UNIT)
+        return _Plan(row_bytes, 1, across, segment, checks.grid_size(shape[0] * across, shape))
+
+    def filled(rows: int) -> tuple[float, int]:
+        units = max(1, cdiv(rows * row_bytes, at_once))
+        return rows * row_bytes / (units * at_once), -abs(units - _BEST_UNITS)
+
+    most = min(_ROWS, at_once * _UNITS // max(1, row_bytes))
+    fewest = min(most, max(1, at_once * _BEST_UNITS // max(1, row_bytes) // 2))
+    rows = max(range(fewest, most + 1), key=filled)
+    return _Plan(row_bytes, rows, 1, row_bytes, checks.grid_size(cdiv(shape[0], rows), shape))
 
 
 _NOTHING: tuple[int, ...] = (0, 0, 0, 1, 1, 0, 1)
