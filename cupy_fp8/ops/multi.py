@@ -37,8 +37,7 @@ _CURRENT = Kernel("multi", "multi_cast_current", "3P" + resident.RESIDENT, coope
 _TENSOR = struct.Struct("=7Q3qIfII")            # MultiTensor of the kernels
 _AMAX_THREADS = 256
 _SMALL = tiles.SMALL
-_LARGE = tiles.Tile(256, 256, down_first=False)
-_LARGE_F32 = tiles.Tile(256, 128, down_first=False)         # see ops/cast.py
+_LARGE = tiles.Tile(256, 128, down_first=False)
 
 
 def multi_cast_transpose(xs: Sequence[Array], scales: Any, *, dtype: Any = float8_e4m3fn, amaxes: Any = None, noop: Array | None = None,
@@ -283,7 +282,7 @@ class _Table(Table):
         self._resident = resident.choose(x, _blocks(sources.arrays, resident.TILE)) if options.rule and all(aligned) else None
         tile = _SMALL if self._resident is None else resident.TILE
         if self._resident is None and all(aligned) and all(vector):
-            tile = tiles.choose(x, _large(x.dtype), sum(a.size for a in sources.arrays))
+            tile = tiles.choose(x, _LARGE, sum(a.size for a in sources.arrays))
         blocks = _blocks(sources.arrays, tile)
         ends = list(accumulate(blocks))
         if ends[-1] > 0x7FFFFFFF:
@@ -348,10 +347,6 @@ class _Addresses(NamedTuple):
                           0 if column is None or column.scale_inv is first else checks.address(column.scale_inv))
 
 
-def _large(dtype: np.dtype[Any]) -> tiles.Tile:
-    return _LARGE_F32 if dtype == float32 else _LARGE
-
-
 @functools.cache
 def _cast_variant(source: np.dtype[Any], to: np.dtype[Any], tile: tiles.Tile) -> Variant:
     return _CAST.variant(block=tile.block, shared=tile.shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, TILE_ROWS=tile.rows,
@@ -368,6 +363,6 @@ def variants() -> Iterator[Variant]:
     yield from resident.variants(_CURRENT)
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
         yield _cast_variant(source, to, _SMALL)
-        yield _cast_variant(source, to, _large(source))
+        yield _cast_variant(source, to, _LARGE)
     for source in INPUT_DTYPES:
         yield _amax_variant(source)
