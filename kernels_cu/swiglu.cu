@@ -9,20 +9,23 @@
 // are known.
 //
 // PLAIN 1: the calls that include/gate_rows.cuh has; of gradients a block then writes two tiles, that of da and that of db. What needs no
-// more than a row is finished with it. PLAIN 0: every call, what it wants is told at run time; it loads all it needs of x (256 bytes of
-// 16-bit formats) before it computes, and keeps all of y.
+// more than a row is finished with it. OPTIONS 1 (with PLAIN 1): every call with rows that allow wide accesses (include/gate_options.cuh),
+// but for quotients, and for blocks of both da and db. PLAIN 0: every call, what it wants is told at run time; it loads all it needs of x
+// (256 bytes of 16-bit formats) before it computes, and keeps all of y.
 //
 // swiglu_cast   one scale; column-wise data transposed. To find current scaling's scale first: the amax of all blocks, and from the last
 //               one the scale; nothing else is written (but the sums of dprobs).
 //
 // PLAIN 2 is y row-wise alone. PLAIN 1 of y, in other directions, is by 512 threads, through whose shared memory rows stream
-// (include/gate_stream.cuh), as they do in swiglu_block.cu and swiglu_mx.cu: blocks with scales of their own.
+// (include/gate_stream.cuh), as they do in swiglu_block.cu and swiglu_mx.cu: blocks with scales of their own. So is OPTIONS 1, in every
+// direction.
 //
 // IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}; directions, forms, layouts, alignment and whatever else is in the structs is told at run
 // time.
 // Bytes moved per element of y: 2 sizeof(IN), and 1 + its part of a scale per direction. BACKWARD: of grad 3 sizeof(IN), 2 and scales;
 // PLAIN 0 reads what both da and db are made of twice, in blocks that are neighbours as far as the L2 is concerned.
-#if PLAIN == 1 && !BACKWARD
+#define STREAMED (PLAIN == 1 && (!BACKWARD || OPTIONS))
+#if STREAMED
 #include "gate_blocks.cuh"
 #else
 #include "gate_store.cuh"
@@ -32,7 +35,7 @@
 #ifdef ENTRY_swiglu_cast
 // PLAIN swiglu_cast keeps only codes of four rows: it takes no more registers than these blocks leave. On an H200 more blocks are faster
 // than more rows on their way (docs/performance.md).
-#if PLAIN == 1 && !BACKWARD
+#if STREAMED
 constexpr int kCastThreads = kLineThreads, kCastBlocks = kLineBlocks;
 #else
 constexpr int kCastThreads = kThreads;
@@ -66,7 +69,57 @@ extern "C" __global__ void __launch_bounds__(kCastThreads, kCastBlocks) swiglu_c
     const float scale = p.scale ? *p.scale : p.scale_value;
     if (!p.found && blockIdx.x == 0 && threadIdx.x == 0) write_scale_inv(scale, p.scale_inv, p.scale_inv_copy);
     u32 top = 0;
-#if PLAIN == 1 && !BACKWARD
+#if STREAMED && OPTIONS
+    StreamPosition at(g, p.tiles);
+    Stream rows(g, at.tile(), p.tiles, shared);
+    const float* weights = Stream::shared_probs() + line_row(0);
+#pragma unroll 1
+    for (bool more = at.down * (i64)Tile::kRows < g.rows; more; more = at.advance(g, p.tiles), weights += kStepRows) {
+        Chunk<OUT, 8> lines[kParts][kLineRows];
+#if BACKWARD
+        u32 sums[kParts][kLineRows];
+#endif
+        rows.each([&](int r, float(&v)[kArrays][8], const float(&sigma)[8]) {
+            float y[kParts][8];
+#if BACKWARD
+            rows.gradients(g, r, weights[r * kApart], v, sigma, y, sums);
+#else
+#pragma unroll
+            for (int i = 0; i < 8; i++) y[0][i] = mul_rn(mul_rn(v[0][i], v[1][i]), weights[r * kApart]);
+#endif
+            const u32 before = top;
+#pragma unroll
+            for (int part = 0; part < kParts; part++) {
+#pragma unroll
+                for (const float each : y[part]) top = raised_magnitude(top, each);
+#pragma unroll
+                for (int i = 0; i < 4; i++) lines[part][r].narrow2(i, mul_rn(y[part][2 * i], scale), mul_rn(y[part][2 * i + 1], scale));
+            }
+            if (!BACKWARD && r >= rows.left) top = before;           // biases alone
+        });
+#if BACKWARD
+        rows.store_sums(g, at, sums);
+#endif
+        if (p.data) {
+            const LineStore store(g, at.results(g), thread_again());
+#pragma unroll
+            for (int part = 0; part < kParts; part++)
+                store_lines(g, p.data + part * apart(g), store, rows.left_in(part, rows.left), [&](int line) { return lines[part][line]; });
+        }
+        rows.left -= kStepRows;
+        if (p.data_t) {
+            const auto tile = [&](int part) { return Tile{shared + kStages * kStageBytes + part * Tile::kRows * Tile::kColumns}; };
+            __syncthreads();                                         // all have stored the tile before
+#pragma unroll
+            for (int part = 0; part < kParts; part++) write_four_rows(tile(part), line_row(0), lines[part]);
+            __syncthreads();
+#pragma unroll
+            for (int part = 0; part < kParts; part++)
+                store_tile(g, moved(at.results(g), part * apart(g)), end_of(g, part), tile(part), p.data_t, p.vector);
+        }
+    }
+    Stream::finish();
+#elif STREAMED
     StreamPosition at(g, p.tiles);
     const auto first = at.tile();
     Stream rows(g, first, p.tiles, shared);
@@ -92,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(kCastThreads, kCastBlocks) swiglu_c
             __syncthreads();                                         // all have stored the tile before
             write_four_rows(tile, line_row(0), lines);
             __syncthreads();
-            store_tile(g, at.tile(), tile, p.data_t, p.vector);
+            store_tile(g, at.tile(), g.columns, tile, p.data_t, p.vector);
         }
         at.down++;
         store.advance(g);

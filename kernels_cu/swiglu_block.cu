@@ -1,6 +1,6 @@
 // SwiGLU, or its gradients, quantised in blocks with f32 scales (include/block_scale.cuh); column-wise data transposed. See swiglu.cu.
 //
-// DIVIDE 1: elements are divided by scale_inv (vllm). PLAIN 2: row-wise blocks alone.
+// DIVIDE 1: elements are divided by scale_inv (vllm). PLAIN 2: row-wise blocks alone. OPTIONS 1: in any direction.
 #include "block_scale.cuh"
 #include "gate_blocks.cuh"
 
@@ -30,10 +30,22 @@ struct BlockLines {
     const SwigluBlockParams& p;
     u32 at_scale;                // where it goes, from p.fast.to on: the host refuses 2^32 scales
     int given;                   // how many rows there are from this one on
+#if OPTIONS && BACKWARD
+    bool has, has_other;         // its block in the first part, in the other
+#endif
 
+#if OPTIONS
+    // at: of the tile's results.
+    __device__ __forceinline__ BlockLines(const SwigluBlockParams& p, const TilePosition& at, int thread)
+        : BlockLines(p, at.row + thread / Tile::kColumnPatches * kLineRows + thread % 2 * 2 + thread / 2 % 2,
+                     at.column + thread % Tile::kColumnPatches / (kRun / 8) * kRun) {}
+#endif
     // row, column: of the line that this lane owns, and of its run.
     __device__ __forceinline__ BlockLines(const SwigluBlockParams& p, i64 row, i64 column) : p(p) {
         const i64 run = column / kRun, block = run >> p.runs / 2;
+#if OPTIONS && BACKWARD
+        this->has = column < end_of(p.gate, 0), has_other = column + apart(p.gate) < end_of(p.gate, 1);
+#endif
         const bool has = p.data && !(run & (p.runs - 1)) && block < p.fast.columns;
         const i64 rows = p.gate.rows - row;
         given = !has ? -kMost : rows < kMost ? (int)rows : kMost;
@@ -48,7 +60,10 @@ struct BlockLines {
     // columns: how far to the right of this one the line is.
     __device__ __forceinline__ float scale(const float (&y)[4][8], i64 columns = 0) const {
         const BlockScale s = p.rule.quick_of(tops(y));
-        store(s, columns);
+#if OPTIONS && BACKWARD
+        if (columns ? has_other : has)
+#endif
+            store(s, columns);
         return operand(s);
     }
 #if PLAIN == 2 && !BACKWARD
@@ -86,7 +101,7 @@ private:
 #if PLAIN == 1
 // The transposed tile, column by column.
 __device__ __forceinline__ void quantise_columns(const SwigluBlockParams& p, const TilePosition& at, const float (&y)[4][8],
-                                                 const ColumnTops& tops, const Tile& tile) {
+                                                 const i64& end, const ColumnTops& tops, const Tile& tile) {
     const Gate& g = p.gate;
     tops.write<false>(y);
     __syncthreads();
@@ -97,8 +112,13 @@ __device__ __forceinline__ void quantise_columns(const SwigluBlockParams& p, con
     const BlockScale s = p.rule.quick_of(top);
     tops.put(run, column, operand(s));
     const i64 to_block = (at.row / kRun + run) >> p.runs / 2, to_column = at.column + column;
+#if OPTIONS
+    // Wide rows need no padding; beyond the end may be the other part.
+    if (!(run & (p.runs - 1)) && p.slow.has(to_block, to_column) && to_column < end) *p.slow.at(0, to_block, to_column) = s.scale_inv;
+#else
     if (!(run & (p.runs - 1)) && p.slow.has(to_block, to_column))
         *p.slow.at(0, to_block, to_column) = to_column < g.columns ? s.scale_inv : 0.0f;
+#endif
     __syncthreads();
     float by[8];
     tops.operands(by);
@@ -109,7 +129,7 @@ __device__ __forceinline__ void quantise_columns(const SwigluBlockParams& p, con
         for (int i = 0; i < 4; i++) lines[r].narrow2(i, scaled(y[r][2 * i], by[2 * i]), scaled(y[r][2 * i + 1], by[2 * i + 1]));
     write_four_rows(tile, line_row(0), lines);
     __syncthreads();
-    store_tile(g, at, tile, p.data_t, p.vector);
+    store_tile(g, at, end, tile, p.data_t, p.vector);
 }
 #elif !PLAIN
 // The transposed tile, column by column. tops: [16][128] words.
@@ -143,7 +163,37 @@ __device__ __forceinline__ void quantise_columns(const SwigluBlockParams& p, con
 }
 #endif
 
-#if PLAIN
+#if OPTIONS
+extern "C" __global__ void __launch_bounds__(kLineThreads, kLineBlocks) swiglu_block(const __grid_constant__ SwigluBlockParams p) {
+    extern __shared__ __align__(16) u8 shared[];
+    const Gate& g = p.gate;
+    if (is_set(g.noop)) return;
+    StreamPosition at(g, p.tiles);
+    Stream rows(g, at.tile(), p.tiles, shared);
+    const ColumnTops tops{reinterpret_cast<u32*>(shared + kStages * kStageBytes)};
+    const Tile tile{shared + kStages * kStageBytes + ColumnTops::kWords * 4};
+#pragma unroll 1
+    for (bool more = at.down * (i64)Tile::kRows < g.rows; more; more = at.advance(g, p.tiles)) {
+        float y[kLines][8];
+        const float* const weights = Stream::shared_probs() + at.down % p.tiles * Tile::kRows + line_row(0);
+        rows.compute(g, at, 0, weights, y);
+#pragma unroll
+        for (int part = 0; part < kParts; part++) {
+            const auto& four = four_lines(y, part);
+            const i64 columns = part * apart(g);
+            if (p.data) {
+                const int thread = thread_again();                   // what follows from it takes no registers until here
+                const float by = BlockLines(p, at.results(g), thread).scale(four, columns);
+                const LineStore store(g, at.results(g), thread);
+                store_lines(g, p.data + columns, store, rows.left_in(part, rows.left + kStepRows),
+                            [&](int line) { return quantised(four[line], broadcast(by, line)); });
+            }
+            if (p.data_t) quantise_columns(p, moved(at.results(g), columns), four, end_of(g, part), tops, tile);
+        }
+    }
+    Stream::finish();
+}
+#elif PLAIN
 extern "C" __global__ void __launch_bounds__(kLineThreads, kLineBlocks) swiglu_block(const __grid_constant__ SwigluBlockParams p) {
     extern __shared__ __align__(16) u8 shared[];
     const Gate& g = p.gate;
@@ -175,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(kLineThreads, kLineBlocks) swiglu_b
                 store_lines(g, p.data + columns, store, rows.left + kStepRows,
                             [&](int line) { return quantised(four[line], broadcast(by, line)); });
             }
-            quantise_columns(p, moved(at.tile(), columns), four, tops, tile);
+            quantise_columns(p, moved(at.tile(), columns), four, g.columns, tops, tile);
         }
         at.down++;
 #else

@@ -1,7 +1,7 @@
 // SwiGLU, or its gradients, quantised in MX blocks of 32 elements with E8M0 scales (include/e8m0.cuh); column-wise data as y. See
 // swiglu.cu.
 //
-// PLAIN 2: row-wise blocks alone.
+// PLAIN 2: row-wise blocks alone. OPTIONS 1: in any direction.
 #include "e8m0.cuh"
 #include "gate_blocks.cuh"
 
@@ -37,6 +37,48 @@ __device__ __forceinline__ void store_scales(const SwigluMxParams& p, const Tile
         }
     }
 }
+
+#if OPTIONS
+// The same of a tile of one part, whose columns end at `end`. What is after the last part is padding.
+__device__ __forceinline__ void store_part_scales(const SwigluMxParams& p, const TilePosition& at, i64 end, const u8* of_rows,
+                                                  const u8* of_columns) {
+    const Gate& g = p.gate;
+    const bool last = end == g.columns && at.column < end && at.column + Tile::kColumns >= end;
+    if (BACKWARD ? at.column % Tile::kColumns == 0 && (last || at.column + Tile::kColumns <= end) : true) {
+        store_scales(p, at, of_rows, of_columns);
+        return;
+    }
+    const i64 all = (g.columns + kRun - 1) / kRun, column_blocks = (g.rows + kRun - 1) / kRun;
+    const int word = thread_again(), swizzled_line = word % 4 * 32 + word / 4 % 32;
+    if (p.data && word < Tile::kRows) {
+        const i64 block = at.column / kRun, blocks = (end + kRun - 1) / kRun;
+        const int line = p.fast.swizzled() ? swizzled_line : word;
+        const u32 four = reinterpret_cast<const u32*>(of_rows)[line];
+        if (!p.fast.swizzled()) {
+            p.fast.store_blocks(0, at.row + line, block, four, g.rows, blocks);
+        } else {
+            const i64 stored = last ? swizzle_tiles(all) * kSwizzleBlocks : blocks;
+#pragma unroll 1
+            for (i64 b = block; b < stored && (last || b < block + kRuns); b++)
+                *p.fast.at(0, at.row + line, b) = b < block + kRuns ? (u8)(four >> (int)(b - block) * 8) : 0;
+        }
+    }
+    if (p.slow_data && word < Tile::kColumns) {
+        if (p.slow.swizzled()) {
+            u32 blocks = 0;
+#pragma unroll
+            for (int b = 0; b < kRuns; b++) blocks |= (u32)of_columns[b * Tile::kColumns + swizzled_line] << 8 * b;
+            const i64 stored = last ? (end + kSwizzleLines - 1) / kSwizzleLines * kSwizzleLines : end;
+#pragma unroll 1
+            for (i64 line = at.column + swizzled_line; line < stored && (last || line < at.column + Tile::kColumns); line += Tile::kColumns)
+                p.slow.store_blocks(0, line, at.row / kRun, line < end ? blocks : 0, g.columns, column_blocks);
+        } else {
+            const int b = word / 32, c = word % 32 * 4;
+            p.slow.store_lines(0, at.column + c, at.row / kRun + b, reinterpret_cast<const u32*>(of_columns)[word], end, column_blocks);
+        }
+    }
+}
+#endif
 
 __device__ __forceinline__ Chunk<OUT, 8> quantised(const float (&y)[8], float by) {
     Chunk<OUT, 8> codes;
@@ -79,14 +121,14 @@ private:
 #if PLAIN
 #if PLAIN == 1
 // The runs down the columns; of_columns: a line per run.
-__device__ __forceinline__ void quantise_columns(const SwigluMxParams& p, const TilePosition& at, const float (&y)[4][8],
+__device__ __forceinline__ void quantise_columns(const SwigluMxParams& p, const TilePosition& at, const i64& end, const float (&y)[4][8],
                                                  const ColumnTops& tops, u8* of_columns, u8* data, const LineStore& store, int left) {
     const Gate& g = p.gate;
     if (p.rule.nan_wins()) tops.write<true>(y);
     else tops.write<false>(y);
     __syncthreads();
     const int thread = thread_again(), run = ColumnTops::run(thread), column = ColumnTops::column(thread);
-    const bool exists = at.column + column < g.columns && at.row + run * kRun < g.rows;
+    const bool exists = at.column + column < end && at.row + run * kRun < g.rows;
     of_columns[run * Tile::kColumns + column] = exists ? (u8)p.rule.byte(tops.read(run, column)) : 0;
     __syncthreads();
     const uint2 bytes = *reinterpret_cast<const uint2*>(of_columns + line_row(0) / kRun * Tile::kColumns + Tile::patch_column());
@@ -102,6 +144,49 @@ __device__ __forceinline__ void quantise_columns(const SwigluMxParams& p, const 
 }
 #endif
 
+#if OPTIONS
+extern "C" __global__ void __launch_bounds__(kLineThreads, kLineBlocks) swiglu_mx(const __grid_constant__ SwigluMxParams p) {
+    extern __shared__ __align__(16) u8 shared[];
+    __shared__ __align__(16) u8 of_rows[2][kParts][Tile::kRows * kRuns];         // a word per row; of two tiles, which take turns
+    __shared__ __align__(16) u8 of_columns[kRuns * Tile::kColumns];              // a line per 32 rows
+    const Gate& g = p.gate;
+    if (is_set(g.noop)) return;
+    StreamPosition at(g, p.tiles);
+    Stream rows(g, at.tile(), p.tiles, shared);
+    const ColumnTops tops{reinterpret_cast<u32*>(shared + kStages * kStageBytes)};
+    const float* weights = Stream::shared_probs() + line_row(0);
+#pragma unroll 1
+    for (bool more = at.down * (i64)Tile::kRows < g.rows; more; more = at.advance(g, p.tiles), weights += kStepRows) {
+        float y[kLines][8];
+        rows.compute(g, at, 0, weights, y);
+#pragma unroll
+        for (int part = 0; part < kParts; part++) {
+            const auto& four = four_lines(y, part);
+            const i64 columns = part * apart(g), end = end_of(g, part);
+            const int left = rows.left_in(part, rows.left + kStepRows);
+            u8* const bytes = of_rows[at.down % 2][part];
+            if (p.data) {
+                const int thread = thread_again();                   // what follows from it takes no registers until here
+                const int run = thread % Tile::kColumnPatches / (kRun / 8);
+                const int row = thread / Tile::kColumnPatches * kLineRows + thread % 2 * 2 + thread / 2 % 2;         // that this lane owns
+                const MxLines lines{p, at.results(g).column + columns + run * kRun < end};
+                const float by = lines.scale(four, bytes + row * kRuns + run);
+                const LineStore store(g, at.results(g), thread);
+                store_lines(g, p.data + columns, store, left, [&](int line) { return quantised(four[line], broadcast(by, line)); });
+            }
+            const auto position = moved(at.results(g), columns);
+            if (p.slow_data) {
+                const LineStore store(g, at.results(g), thread_again());
+                quantise_columns(p, position, end, four, tops, of_columns, p.slow_data + columns, store, left);
+            } else {
+                __syncthreads();                                     // bytes are other warps' below
+            }
+            store_part_scales(p, position, end, bytes, of_columns);
+        }
+    }
+    Stream::finish();
+}
+#else
 extern "C" __global__ void __launch_bounds__(kLineThreads, kLineBlocks) swiglu_mx(const __grid_constant__ SwigluMxParams p) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ __align__(16) u8 of_rows[2][kParts][Tile::kRows * kRuns];         // a word per row; of two tiles, which take turns
@@ -138,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(kLineThreads, kLineBlocks) swiglu_m
                             [&](int line) { return quantised(four[line], broadcast(by, line)); });
             }
             const auto position = moved(at.tile(), columns);
-            quantise_columns(p, position, four, tops, of_columns, p.slow_data + columns, store, rows.left + kStepRows);
+            quantise_columns(p, position, g.columns, four, tops, of_columns, p.slow_data + columns, store, rows.left + kStepRows);
             store_scales(p, position, bytes + skipped, of_columns);
         }
         at.down++;
@@ -160,6 +245,7 @@ extern "C" __global__ void __launch_bounds__(kLineThreads, kLineBlocks) swiglu_m
     }
     Stream::finish();
 }
+#endif
 #else
 // The 32 rows of each run down the columns; of_columns: a line per run.
 __device__ __forceinline__ void quantise_columns(const SwigluMxParams& p, const TilePosition& at, const Place& place,

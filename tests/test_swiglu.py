@@ -407,26 +407,90 @@ def test_vectors_of_any_strides(run):
     testing.assert_bytes_equal(q.data, fp8.swiglu_quantize(x, MX, probs=probs[:, 1].copy(), bias=bias[::2].copy()).data)
 
 
-@pytest.mark.parametrize(("shape", "plain"), [((21, 512), (True, True)), ((130, 48), (True, False)), ((9, 36), (False, False))])
-def test_programs_agree(run, recipe, monkeypatch, shape, plain):
-    """Calls without options have programs of their own; a clamp beyond all values asks for the same of the others. Gradients have them
-    where H is a multiple of a tile's columns."""
+def misaligned(run: Any, a: np.ndarray) -> Any:
+    """The same array where no wide access is possible."""
+    whole = run.array(np.concatenate([np.zeros(1, a.dtype), a.reshape(-1)]))
+    return whole[1:].reshape(a.shape)
+
+
+@pytest.mark.parametrize(("shape", "programs"), [((21, 512), (op._PLAIN, op._PLAIN)), ((130, 64), (op._PLAIN, op._OPTIONS)),
+                                                 ((9, 36), (op._ANY, op._ANY))])
+def test_programs_agree(run, recipe, monkeypatch, shape, programs):
+    """Calls without options have programs of their own; a clamp beyond all values asks for the same of those with options, and rows
+    that allow no wide accesses of those for every call. Gradients of no whole tiles are options."""
     how, options = recipe
     launched = []
     for plan in set(op._PLANS.values()):
-        def launch(self, x, is_plain, *rest, _launch=plan.launch):
-            launched.append(is_plain)
-            return _launch(self, x, is_plain, *rest)
+        def launch(self, x, program, *rest, _launch=plan.launch):
+            launched.append(program)
+            return _launch(self, x, program, *rest)
 
         monkeypatch.setattr(plan, "launch", launch)
-    x, grad = run.array(normal(shape, bfloat16)), run.array(normal((shape[0], shape[1] // 2), bfloat16, seed=1))
+    x, grad = normal(shape, bfloat16), normal((shape[0], shape[1] // 2), bfloat16, seed=1)
     probs = run.array(normal(shape[:1], seed=2))
-    forward = [fp8.swiglu_quantize(x, how, columnwise=True, probs=probs, clamp=c, **options) for c in (None, 1e30)]
-    backward = [fp8.swiglu_backward_quantize(grad, x, how, columnwise=True, probs=probs, clamp=c, **options) for c in (None, 1e30)]
-    assert run.name == "reference" or launched == [plain[0], False, plain[1], False]
-    assert_same(run.numpy(forward[0]), run.numpy(forward[1]))
-    assert_same(run.numpy(backward[0][0]), run.numpy(backward[1][0]))
-    assert_bytes_equal(run.numpy(backward[0][1]), run.numpy(backward[1][1]))
+    calls = [(run.array(x), None), (run.array(x), 1e30), (misaligned(run, x), None)]
+    forward = [fp8.swiglu_quantize(x, how, columnwise=True, probs=probs, clamp=c, **options) for x, c in calls]
+    backward = [fp8.swiglu_backward_quantize(run.array(grad), x, how, columnwise=True, probs=probs, clamp=c, **options) for x, c in calls]
+    if run.name != "reference":
+        with_options = op._OPTIONS if programs[0] != op._ANY else op._ANY
+        straddles = how is BLOCKS and shape[1] == 64                        # a block of da and db
+        both = op._ANY if straddles else with_options
+        assert launched == [programs[0], with_options, op._ANY, op._ANY if straddles else programs[1], both, op._ANY]
+    for other in (1, 2):
+        assert_same(run.numpy(forward[0]), run.numpy(forward[other]))
+        assert_same(run.numpy(backward[0][0]), run.numpy(backward[other][0]))
+        assert_bytes_equal(run.numpy(backward[0][1]), run.numpy(backward[other][1]))
+
+
+GPT_OSS: dict[str, Any] = {"form": "gpt_oss", "clamp": 1.5, "interleaved": True}
+
+
+def test_which_calls_have_programs_with_options(monkeypatch):
+    """Wide rows; but a block may not be of both da and db, and quotients (vllm) have none."""
+    launched = []
+    for plan in set(op._PLANS.values()):
+        monkeypatch.setattr(plan, "launch", lambda self, x, program, *rest: launched.append(program))
+    with testing.executor("host"):
+        for how, half, more, want in (
+                (DELAYED, 72, {"scale": 1.0}, op._OPTIONS), (MX, 72, {}, op._ANY), (MX, 96, {}, op._OPTIONS),
+                (MX, 72, GPT_OSS, op._OPTIONS),
+                (BLOCKS, 96, {}, op._ANY), (BLOCKS, 96, GPT_OSS, op._OPTIONS), (BLOCKS, 256, {}, op._PLAIN),
+                (fp8.BlockScaling((1, 32)), 96, {}, op._OPTIONS), (fp8.BlockScaling(profile="vllm"), 256, GPT_OSS, op._ANY),
+                (MX, 100, GPT_OSS, op._ANY)):
+            fp8.swiglu_backward_quantize(np.zeros((8, half), bfloat16), np.zeros((8, 2 * half), bfloat16), how, **more)
+            assert launched.pop() == want, (how, half, more)
+            fp8.swiglu_quantize(np.zeros((8, 2 * half), bfloat16), how, **more)
+            vllm = how.profile == "vllm" if isinstance(how, fp8.BlockScaling) else False
+            wanted = op._ANY if half % 8 or (vllm and more) else op._OPTIONS if GPT_OSS.items() <= more.items() else op._PLAIN
+            assert launched.pop() == wanted, (how, half, more)
+
+
+TORCHAO = fp8.MXScaling(profile="torchao", scale_layout="swizzled")
+
+
+@pytest.mark.parametrize("how", [DELAYED, CURRENT, BLOCKS, MX, TORCHAO], ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_what_does_not_exist_counts_nowhere(run, how, interleaved):
+    """Rows and columns of a tile beyond the array, where biases or weights are Inf or NaN and would be NaN times 0."""
+    options = {"scale": 1.0} if how is DELAYED else {}
+    for rows, half in ((3, 40), (130, 200), (35, 96)):
+        x, grad, bias = normal((rows, 2 * half), bfloat16), normal((rows, half), bfloat16, 1), normal((2 * half,), bfloat16, 2)
+        bias[5], bias[11], bias[half + 20] = 3e38, np.inf, np.nan
+        bias[half - 3] = bias[2 * half - 3] = 3e38
+        x[:, 5], x[:, half - 3] = -3e38, -3e38                              # so that no value is as large as that of a row of zeros
+        probs = normal((rows,), seed=3)
+        probs[1] = np.inf
+        for clamp in (None, 2.0**-20):                                      # nearly everything is clipped: 0 whatever the weight
+            how_else: dict[str, Any] = {"bias": bias, "probs": probs, "clamp": clamp, "form": "gpt_oss", "interleaved": interleaved,
+                                        "columnwise": True, **options}
+            given = {name: run.array(a) if isinstance(a, np.ndarray) else a for name, a in how_else.items()}
+            with np.errstate(all="ignore"):
+                want = reference.swiglu_quantize(x, how, **how_else)
+                want_grad, want_probs = reference.swiglu_backward_quantize(grad, x, how, **how_else)
+            assert_same(run.numpy(fp8.swiglu_quantize(run.array(x), how, **given)), want)
+            pair = fp8.swiglu_backward_quantize(run.array(grad), run.array(x), how, **given)
+            assert_same(run.numpy(pair[0]), want_grad)
+            assert_bytes_equal(run.numpy(pair[1]), want_probs)
 
 
 X = np.ones((8, 32), float32)
@@ -517,7 +581,7 @@ def test_as_many_scales_as_32_bits_count_are_refused():
 @pytest.fixture
 def several_tiles(monkeypatch):
     """As large arrays have them."""
-    monkeypatch.setattr(op, "_ENOUGH_BLOCKS", 1)
+    monkeypatch.setattr(op, "_ENOUGH_BLOCKS", dict.fromkeys(op._ENOUGH_BLOCKS, 1))
     _plan.cache_clear()
     yield
     _plan.cache_clear()
@@ -543,6 +607,27 @@ def test_tiles_one_below_the_other(run, several_tiles, recipe, directions, rows)
         pair = fp8.swiglu_backward_quantize(run.array(grad), run.array(x), recipe, probs=run.array(probs), rowwise=rowwise,
                                             columnwise=columnwise)
         want, sums = reference.swiglu_backward_quantize(grad, x, recipe, probs=probs, rowwise=rowwise, columnwise=columnwise)
+        assert_same(run.numpy(pair[0]), want)
+        assert_bytes_equal(run.numpy(pair[1]), sums)
+
+
+@pytest.mark.parametrize("rows", [129, 900])
+@pytest.mark.parametrize("directions", [(True, False), (True, True)])
+@pytest.mark.parametrize("recipe", [DELAYED, BLOCKS, fp8.BlockScaling((1, 64), scale_layout="compact"), MX, TORCHAO], ids=str)
+def test_tiles_with_options_one_below_the_other(run, several_tiles, recipe, directions, rows):
+    rowwise, columnwise = directions
+    for dtype, half in ((bfloat16, 200), (float32, 136)):
+        x, grad, bias = normal((rows, 2 * half), dtype, 1), normal((rows, half), dtype, 3), normal((2 * half,), dtype, 4)
+        how: dict[str, Any] = {"probs": normal((rows,), seed=2), "bias": bias, "rowwise": rowwise, "columnwise": columnwise, **GPT_OSS}
+        if recipe is DELAYED:
+            how["scale"] = 0.5
+        given = {name: run.array(a) if isinstance(a, np.ndarray) else a for name, a in how.items()}
+        for backward in (False, True):
+            plan = op._plan_of(x, recipe, rowwise, columnwise, backward)
+            assert plan.programs[op._OPTIONS][2] > 1 or rows < 256
+        assert_same(run.numpy(fp8.swiglu_quantize(run.array(x), recipe, **given)), reference.swiglu_quantize(x, recipe, **how))
+        pair = fp8.swiglu_backward_quantize(run.array(grad), run.array(x), recipe, **given)
+        want, sums = reference.swiglu_backward_quantize(grad, x, recipe, **how)
         assert_same(run.numpy(pair[0]), want)
         assert_bytes_equal(run.numpy(pair[1]), sums)
 

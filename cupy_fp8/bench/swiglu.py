@@ -20,49 +20,62 @@ from .specs import SIZES, Spec, _normal
 _MAIN = SIZES[2]
 _ROW, _BOTH = (True, False), (True, True)
 _EDGE = 128                                     # of the tiles that are compared, whole blocks
+#: gpt-oss' layer: what it asks for beside a bias, and its H.
+_GPT_OSS: dict[str, Any] = {"form": "gpt_oss", "clamp": 7.0, "interleaved": True}
+_GPT_OSS_SHAPE = (16384, 2880)
 
 
-def _swiglu(shape: tuple[int, int], source: np.dtype[Any], recipe: Any, directions: tuple[bool, bool], weighted: bool) -> Any:
+def _bias(columns: int, source: np.dtype[Any], more: dict[str, Any]) -> Any:
+    """Of gpt-oss only."""
+    return _normal((1, 2 * columns), source)[0] if "form" in more else None
+
+
+def _swiglu(shape: tuple[int, int], source: np.dtype[Any], recipe: Any, directions: tuple[bool, bool], weighted: bool,
+            more: dict[str, Any]) -> Any:
     def make() -> Any:
         cp = backend.cupy()
         rows, columns = shape
         x = _normal((rows, 2 * columns), source)
         probs = cp.random.random(rows, dtype=cp.float32) if weighted else None
         scale = cp.full(1, 4.0, cp.float32) if isinstance(recipe, DelayedScaling) else None
+        bias = _bias(columns, source, more)
         options: dict[str, Any] = {"rowwise": directions[0], "columnwise": directions[1]}
         out = recipe.empty(shape, like=x, **options)
+        options |= more
 
         def check() -> None:
             """The codes of tiles: the corners, and one between."""
             for r, c in ((0, 0), (rows // 2 // _EDGE * _EDGE, columns // 4 // _EDGE * _EDGE), (rows - _EDGE, columns - _EDGE)):
-                halves = [bits(x)[r : r + _EDGE, at : at + _EDGE] for at in (c, columns + c)]
-                tile = asnumpy(cp.concatenate(halves, axis=1)).view(source)
+                parts = [slice(2 * c, 2 * (c + _EDGE))] if "interleaved" in more else [slice(at, at + _EDGE) for at in (c, columns + c)]
+                tile = asnumpy(cp.concatenate([bits(x)[r : r + _EDGE, part] for part in parts], axis=1)).view(source)
+                of_tile = None if bias is None else asnumpy(cp.concatenate([bits(bias)[part] for part in parts])).view(source)
                 used, how = scale, recipe
                 if isinstance(recipe, CurrentScaling):          # the scale is the whole array's
                     used, how = 1 / out._any.scale_inv, DelayedScaling(recipe.dtype)
-                want = reference.swiglu_quantize(tile, how, scale=None if used is None else asnumpy(used),
+                want = reference.swiglu_quantize(tile, how, scale=None if used is None else asnumpy(used), bias=of_tile,
                                                  probs=None if probs is None else asnumpy(probs[r : r + _EDGE]), **options)
                 for part, wanted in ((out.rowwise, want.rowwise), (out.columnwise, want.columnwise)):
                     if part is not None and wanted is not None:
                         i, j = (c, r) if part.transposed else (r, c)
                         assert_bytes_equal(bits(part.data)[i : i + _EDGE, j : j + _EDGE].copy(), bits(wanted.data))
 
-        return (lambda: swiglu_quantize(x, recipe, scale=scale, probs=probs, out=out, **options)), check
+        return (lambda: swiglu_quantize(x, recipe, scale=scale, probs=probs, bias=bias, out=out, **options)), check
 
     return make
 
 
-def _backward(shape: tuple[int, int], recipe: Any, directions: tuple[bool, bool], weighted: bool) -> Any:
+def _backward(shape: tuple[int, int], recipe: Any, directions: tuple[bool, bool], weighted: bool, more: dict[str, Any]) -> Any:
     """shape: of grad."""
     def make() -> Any:
         cp = backend.cupy()
         rows, columns = shape
         grad, x = _normal(shape, bfloat16), _normal((rows, 2 * columns), bfloat16)
         probs = cp.random.random(rows, dtype=cp.float32) if weighted else None
-        options: dict[str, Any] = {"rowwise": directions[0], "columnwise": directions[1]}
+        bias = _bias(columns, bfloat16, more)
+        options: dict[str, Any] = {"rowwise": directions[0], "columnwise": directions[1], **more}
         if isinstance(recipe, DelayedScaling):
             options["scale"] = cp.full(1, 4.0, cp.float32)
-        out = swiglu_backward_quantize(grad, x, recipe, probs=probs, **options)
+        out = swiglu_backward_quantize(grad, x, recipe, probs=probs, bias=bias, **options)
 
         def check() -> None:
             """Whole rows, the first of every direction's blocks."""
@@ -70,7 +83,8 @@ def _backward(shape: tuple[int, int], recipe: Any, directions: tuple[bool, bool]
             how: dict[str, Any] = {name: asnumpy(a) if name == "scale" else a for name, a in options.items()}
             given = None if probs is None else asnumpy(probs[few])
             some_grad, some_x = (asnumpy(bits(a)[few]).view(bfloat16) for a in (grad, x))
-            want, sums = reference.swiglu_backward_quantize(some_grad, some_x, recipe, probs=given, **how)
+            want, sums = reference.swiglu_backward_quantize(some_grad, some_x, recipe, probs=given,
+                                                            bias=None if bias is None else asnumpy(bits(bias)).view(bfloat16), **how)
             for part, wanted in ((out[0].rowwise, want.rowwise), (out[0].columnwise, want.columnwise)):
                 if part is not None and wanted is not None:
                     data = bits(part.data)[:, few] if part.transposed else bits(part.data)[few]
@@ -78,14 +92,14 @@ def _backward(shape: tuple[int, int], recipe: Any, directions: tuple[bool, bool]
             if sums is not None and out[1] is not None:
                 assert_bytes_equal(out[1][few], sums)
 
-        return (lambda: swiglu_backward_quantize(grad, x, recipe, probs=probs, out=out, **options)), check
+        return (lambda: swiglu_backward_quantize(grad, x, recipe, probs=probs, bias=bias, out=out, **options)), check
 
     return make
 
 
 def _all() -> Iterator[Spec]:
     def spec(label: str, shape: tuple[int, int], recipe: Any, directions: tuple[bool, bool] = _ROW, source: np.dtype[Any] = bfloat16,
-             weighted: bool = False) -> Spec:
+             weighted: bool = False, **more: Any) -> Spec:
         scales = 0
         if isinstance(recipe, (BlockScaling, MXScaling)):
             blocks = recipe.block, recipe.block[::-1]
@@ -93,7 +107,13 @@ def _all() -> Iterator[Spec]:
                          for block, swapped, on in zip(blocks, (False, True), directions, strict=True) if on)
         traffic = prod(shape) * (2 * source.itemsize + sum(directions)) + scales
         return Spec("swiglu_quantize", f"{FORMATS[source].tag}→e4m3 {label}", shape, traffic,
-                    _swiglu(shape, source, recipe, directions, weighted))
+                    _swiglu(shape, source, recipe, directions, weighted, more))
+
+    def backward(label: str, shape: tuple[int, int], recipe: Any, directions: tuple[bool, bool], weighted: bool = False,
+                 **more: Any) -> Spec:
+        scales = 0 if isinstance(recipe, DelayedScaling) else prod(shape) // (16 if isinstance(recipe, BlockScaling) else 8)
+        traffic = prod(shape) * (6 + 2 * sum(directions)) + scales
+        return Spec("swiglu_backward_quantize", f"bf16→e4m3 {label}", shape, traffic, _backward(shape, recipe, directions, weighted, more))
 
     for shape in SIZES:
         yield spec("per tensor row", shape, DelayedScaling())
@@ -106,10 +126,11 @@ def _all() -> Iterator[Spec]:
             (DelayedScaling(), _ROW, False, "per tensor row"), (DelayedScaling(), _BOTH, False, "per tensor both"),
             (BlockScaling(), _ROW, True, "1×128 row weighted"), (MXScaling(), _BOTH, False, "MX both")):
         for shape in SIZES[1:3]:
-            wide = shape[0], 2 * shape[1]
-            scales = 0 if isinstance(recipe, DelayedScaling) else prod(shape) // (16 if isinstance(recipe, BlockScaling) else 8)
-            traffic = prod(shape) * 6 + prod(wide) * sum(directions) + scales
-            yield Spec("swiglu_backward_quantize", f"bf16→e4m3 {label}", shape, traffic, _backward(shape, recipe, directions, weighted))
+            yield backward(label, shape, recipe, directions, weighted)
+    for recipe, label in ((DelayedScaling(), "per tensor both gpt-oss"), (MXScaling(), "MX both gpt-oss")):
+        yield spec(label, _GPT_OSS_SHAPE, recipe, _BOTH, **_GPT_OSS)
+        yield backward(label, _GPT_OSS_SHAPE, recipe, _BOTH, **_GPT_OSS)
+    yield spec("1×128 row clamped", _MAIN, BlockScaling(), clamp=7.0)
     yield spec("current row", _MAIN, CurrentScaling(pow2_scale=True))
     for source in (float32, float16):
         yield spec("per tensor row", _MAIN, DelayedScaling(), source=source)

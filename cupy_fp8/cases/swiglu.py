@@ -35,6 +35,7 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
 _SHAPES = ((1, 2), (1, 6), (5, 2), (0, 8), (5, 0), (0, 0), (3, 74), (16, 16), (128, 256), (130, 514), (144, 272), (129, 264), (1, 1280),
            (300, 16))
 _ALIGNED = (144, 528)                           # wide accesses, and tails of the tile
+_GPT_OSS = _OPTIONS[-1]
 #: Of gradients wide accesses with halves of whole tiles (the `plain` programs): rows that end with a patch of the tile, or within one.
 _HALVES = ((150, 512), (16, 256))
 _SCALES: tuple[Any, ...] = (
@@ -113,11 +114,21 @@ def _backward_cases() -> Iterator[Case]:
                 yield case(bfloat16, _HALVES[0], "normal", **recipe, probs=kind, **directions)
             yield case(bfloat16, _HALVES[0], "normal", **recipe, **directions)
         yield case(float32, (21, 768), "normal", **recipe, **weighted)
-        for options in _OPTIONS[2:]:                                                # the other program
+        for options in _OPTIONS[2:]:
             yield case(bfloat16, _HALVES[1], "normal", **recipe, **options, **_BOTH)
+            for directions in DIRECTIONS[:2]:                                       # halves of no whole tiles
+                yield case(bfloat16, (133, 2 * 200), "normal", **recipe, **{**weighted, **options}, **directions)
     for scaling in _SCALES:
         yield case(bfloat16, (133, 256), "normal", recipe=scaling, **_BOTH)
         yield case(bfloat16, (37, 512), recipe=scaling, **weighted)
+        for half in (160, 192, 224):                                                # da ends, and db starts, within a tile
+            yield case(bfloat16, (133, 2 * half), "normal", recipe=scaling, **weighted, **_BOTH)
+        yield case(bfloat16, (133, 2 * 200), "normal", recipe=scaling, **_GPT_OSS, **_BOTH)
+        yield case(bfloat16, (133, 2 * 72), "edges", recipe=scaling, interleaved=True, **_BOTH)     # the second tile is absent
+    for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):                             # wide rows with all options at once
+        for how in (DelayedScaling(to), *_in_blocks(to)):
+            scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
+            yield case(dtype, (130, 2 * 136), "edges", recipe=how, **scale, **_GPT_OSS, **_BOTH)
     for interleaved in (False, True):                                               # sums of many tiles
         yield case(bfloat16, (3, 2 * 3000), "normal", **_DELAYED, **weighted, interleaved=interleaved)
         yield case(bfloat16, (9, 2 * 3072), "normal", **_DELAYED, **weighted, interleaved=interleaved)
@@ -161,6 +172,15 @@ def _cases() -> Iterator[Case]:
     for block, layout in product(((1, 128), (1, 64), (1, 32)), BLOCK_SCALE_LAYOUTS):
         for shape in (_ALIGNED, (133, 290)):
             yield case(bfloat16, shape, "normal", recipe=BlockScaling(block, scale_layout=layout), **_BOTH)
+    for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):                             # wide rows with all options at once
+        for how in (DelayedScaling(to), *_in_blocks(to)):
+            scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
+            yield case(dtype, (133, 272), "edges", recipe=how, **scale, **_GPT_OSS, **_BOTH)
+    for recipe, options in product(_RECIPES, _OPTIONS[2:]):
+        for directions in DIRECTIONS[:3]:
+            yield case(bfloat16, (133, 272), "normal", **recipe, **options, **directions)
+    for scaling in _SCALES:
+        yield case(bfloat16, (133, 272), "normal", recipe=scaling, **_GPT_OSS, **_BOTH)
     for mode, profile, scale_layout in product(MX_MODES, MX_PROFILES, MX_SCALE_LAYOUTS):
         yield case(bfloat16, (133, 290), recipe=MXScaling(mode=mode, profile=profile, scale_layout=scale_layout), **_BOTH)
         yield case(float32, (64, 144), "edges", recipe=MXScaling(float8_e5m2, mode, profile, scale_layout=scale_layout), **_BOTH)

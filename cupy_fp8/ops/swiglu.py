@@ -40,10 +40,11 @@ _MX = Kernel("swiglu_mx", "swiglu_mx", _GATE + "2PP3qP3qfIi2I")
 _TILE = tiles.SMALL
 _STAGES = 4                 # rows of 16-bit elements that a thread has on their way (kStages in gate_stream.cuh); of f32 half as many
 _TOPS = 4 * (8 * _TILE.columns + 8) * 4         # bytes: the maxima of a tile's columns (ColumnTops)
-#: From how many blocks on a block takes twice as many tiles, one below the other: rows of the next are on their way while it stores the
-#: first.
-_ENOUGH_BLOCKS = 512
+#: From how many blocks on a block takes twice as many tiles, one below the other, by its threads: rows of the next are on their way while
+#: it stores the first. (Of the larger blocks an H200 runs 264 at once; of fewer than a thousand the last ones run alone for too long.)
+_ENOUGH_BLOCKS = {256: 512, 512: 1024}
 _LEAST_SHARED = 16           # where no column-wise data are written: an array of no bytes has no address on the CPU
+_ANY, _PLAIN, _OPTIONS = range(3)   # programs: for every call; for most; for wide rows and whatever else
 _CLAMPED, _GPT_OSS, _INTERLEAVED, _WIDE = 1, 2, 4, 8
 _WORDS, _SCALE_OFFSET = 4, 8        # of workspace: the amax so far, blocks that have finished, and the scale of current scaling
 
@@ -254,9 +255,13 @@ def _quantize(x: Array, grad: Array | None, recipe: Any, o: _Options, noop: Arra
         flags |= _WIDE
     alpha = float(ALPHA) if o.form == "gpt_oss" else 1.0
     gate = (at, grad_at, bias_at, probs_at, noop_at, sums_at, rows, plan.columns, limit, -limit, alpha, flags)
-    # What most calls are has kernels of its own (kernels_cu/include/gate_rows.cuh).
-    plain = flags == _WIDE and bias is None and (grad is None or half % _TILE.columns == 0)
-    plan.launch(x, plain, gate, target, scale_at, scale_value, amax_at, out._any.scale_inv if given else None)
+    program = _ANY
+    if flags & _WIDE:
+        if flags == _WIDE and bias is None and (grad is None or half % _TILE.columns == 0):
+            program = _PLAIN
+        elif plan.options_variant is not None and (grad is None or bool(o.interleaved) or half % plan.run == 0):
+            program = _OPTIONS
+    plan.launch(x, program, gate, target, scale_at, scale_value, amax_at, out._any.scale_inv if given else None)
     if column_sums is not None:
         column_sums.finish(x, _TILE.columns, noop_at)
     return out, dprobs
@@ -267,6 +272,8 @@ class _Plan:
 
     kind: str
     forms: dict[str, Form]
+    kernel: Kernel
+    run = 1                     # elements of a row that share a scale, and may not be of both da and db
 
     def __init__(self, shape: tuple[int, int], source: np.dtype[Any], recipe: Any, rowwise: bool, columnwise: bool, backward: bool) -> None:
         self.rows, self.columns = self.shape = shape
@@ -276,17 +283,25 @@ class _Plan:
     def variant(self, plain: int) -> Variant:
         raise NotImplementedError
 
+    @property
+    def options_variant(self) -> Variant | None:
+        """That of wide calls with options, where there is one."""
+        return _variant(self.kernel, self.source, self.recipe.dtype, self.backward, 1, options=1)
+
     @functools.cached_property
-    def programs(self) -> tuple[tuple[Variant, int, int], tuple[Variant, int, int]]:
-        """(variant, blocks, tiles of a block) of every call, and of plain ones: of gradients these write the tiles of da and of db at
-        once."""
+    def programs(self) -> tuple[tuple[Variant, int, int], ...]:
+        """(variant, blocks, tiles of a block) of `_ANY`, `_PLAIN` and, where there is one, `_OPTIONS`. Of gradients the others than `_ANY`
+        write the tiles of da and of db at once."""
         once = self.rows, self.columns // (1 + self.backward)
-        plain, each = self.variant(1), 1
-        if _is_streamed(plain):
-            while each < plain.block // _TILE.rows and tiles.grid(once, _TILE) // (2 * each) >= _ENOUGH_BLOCKS:
-                each *= 2
-        down = _TILE._replace(rows=each * _TILE.rows)
-        return (self.variant(0), tiles.grid(self.shape, _TILE), 1), (plain, tiles.grid(once, down), each)
+        found = [(self.variant(0), tiles.grid(self.shape, _TILE), 1)]
+        for variant in (self.variant(1), self.options_variant):
+            if variant is not None:
+                each = 1
+                if _is_streamed(variant):
+                    while each < _most_tiles(variant) and tiles.grid(once, _TILE) // (2 * each) >= _ENOUGH_BLOCKS[variant.block]:
+                        each *= 2
+                found.append((variant, tiles.grid(once, _TILE._replace(rows=each * _TILE.rows)), each))
+        return tuple(found)
 
     def empty(self, x: Array) -> Quantized:
         raise NotImplementedError
@@ -297,13 +312,14 @@ class _Plan:
             raise ValueError("scale, amax: belong to per-tensor recipes; blocks take their scales from their own elements")
         return 0, 0.0
 
-    def launch(self, x: Array, plain: bool, gate: tuple[Any, ...], to: _Target, scale_at: int, scale_value: float, amax_at: int,
+    def launch(self, x: Array, program: int, gate: tuple[Any, ...], to: _Target, scale_at: int, scale_value: float, amax_at: int,
                owner: Array | None) -> None:
         raise NotImplementedError
 
 
 class _PerTensor(_Plan):
     kind = "per-tensor"
+    kernel = _CAST
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -327,9 +343,9 @@ class _PerTensor(_Plan):
             raise ValueError("scale: delayed scaling needs the scale that earlier steps determined, got None")
         return checks.scalar_or_one_f32(scale, x, xp, "scale")
 
-    def launch(self, x: Array, plain: bool, gate: tuple[Any, ...], to: _Target, scale_at: int, scale_value: float, amax_at: int,
+    def launch(self, x: Array, program: int, gate: tuple[Any, ...], to: _Target, scale_at: int, scale_value: float, amax_at: int,
                owner: Array | None) -> None:
-        variant, grid, each = self.programs[plain]
+        variant, grid, each = self.programs[program]
         if self.current:
             words = workspace(owner, x, "swiglu", _WORDS)
             found = checks.address(words)
@@ -343,10 +359,12 @@ class _PerTensor(_Plan):
 
 class _Blocks(_Plan):
     kind = "block-scaled"
+    kernel = _BLOCK
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         r = self.recipe
+        self.run = r.block[1]
         if r.block not in _BLOCKS:
             raise ValueError(f"recipe: expected blocks of one of {_BLOCKS}, got {r.block}; quantize_block has the others")
         plan = blocks.Plan(self.shape, self.source, False, (
@@ -360,19 +378,25 @@ class _Blocks(_Plan):
     def variant(self, plain: int) -> Variant:
         return _variant(_BLOCK, self.source, self.recipe.dtype, self.backward, plain and 2 - self.columnwise, int(self.divide))
 
+    @property
+    def options_variant(self) -> Variant | None:
+        return None if self.divide else super().options_variant
+
     def empty(self, x: Array) -> Quantized:
         return empty_blocks(self.forms, functools.partial(empty_beside, x))
 
-    def launch(self, x: Array, plain: bool, gate: tuple[Any, ...], to: _Target, scale_at: int, scale_value: float, amax_at: int,
+    def launch(self, x: Array, program: int, gate: tuple[Any, ...], to: _Target, scale_at: int, scale_value: float, amax_at: int,
                owner: Array | None) -> None:
         if x.size:
-            variant, grid, each = self.programs[plain]
+            variant, grid, each = self.programs[program]
             variant.launch(x, grid, *gate, to.data, to.data_t, to.scale_inv, *self.fast, to.scale_inv_t, *self.slow, *self.members,
                            to.vector, each, shared=_shared(variant, self.columnwise))
 
 
 class _Mx(_Plan):
     kind = "MX"
+    kernel = _MX
+    run = 32
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -391,10 +415,10 @@ class _Mx(_Plan):
     def empty(self, x: Array) -> Quantized:
         return empty_mx(self.forms, self.recipe.block, functools.partial(empty_beside, x))
 
-    def launch(self, x: Array, plain: bool, gate: tuple[Any, ...], to: _Target, scale_at: int, scale_value: float, amax_at: int,
+    def launch(self, x: Array, program: int, gate: tuple[Any, ...], to: _Target, scale_at: int, scale_value: float, amax_at: int,
                owner: Array | None) -> None:
         if x.size:
-            variant, grid, each = self.programs[plain]
+            variant, grid, each = self.programs[program]
             variant.launch(x, grid, *gate, to.data, to.data_t, to.scale_inv, *self.fast, to.scale_inv_t, *self.slow, *self.members,
                            each, shared=_shared(variant, self.columnwise))
 
@@ -467,7 +491,7 @@ def _partial_sums(o: _Options) -> str:
 
 def _limit(clamp: Any) -> float:
     if clamp is None:
-        return 0.0
+        return np.inf
     if not isinstance(clamp, (int, float, np.floating, np.integer)) or isinstance(clamp, bool):
         raise TypeError(f"clamp: expected a number or None, got {clamp!r}")
     with np.errstate(over="ignore", under="ignore"):
@@ -478,24 +502,36 @@ def _limit(clamp: Any) -> float:
 
 
 @functools.cache
-def _variant(kernel: Kernel, source: np.dtype[Any], to: np.dtype[Any], backward: int, plain: int, divide: int = 0) -> Variant:
-    types: dict[str, Any] = {"IN": FORMATS[source].tag, "OUT": FORMATS[to].tag, "BACKWARD": backward, "PLAIN": plain}
+def _variant(kernel: Kernel, source: np.dtype[Any], to: np.dtype[Any], backward: int, plain: int, divide: int = 0,
+             options: int = 0) -> Variant:
+    types: dict[str, Any] = {
+        "IN": FORMATS[source].tag, "OUT": FORMATS[to].tag, "BACKWARD": backward, "PLAIN": plain, "OPTIONS": options}
     if kernel is _BLOCK:
         types["DIVIDE"] = divide
-    if kernel is _CAST and (backward or plain != 1):
+    if kernel is _CAST and not options and (backward or plain != 1):
         return kernel.variant(block=_TILE.block, shared=_LEAST_SHARED if plain == 2 else _TILE.shared * (1 + backward * plain), **types)
     if not plain:
         return kernel.variant(block=_TILE.block, shared=_TILE.shared if kernel is _BLOCK else _LEAST_SHARED, **types)
     block = _TILE.block * (3 - plain)
     both = backward and plain == 1                              # whose rows are larger, and values stay in registers
     columns = 0 if plain == 2 else (kernel is not _CAST) * _TOPS + (kernel is not _MX) * _TILE.shared
+    columns += (kernel is _CAST and backward) * _TILE.shared    # da's tile and db's at once
     return kernel.variant(block=block, shared=_STAGES * (2 + backward) * 16 * block // (1 + both) + columns, **types)
 
 
 def _is_streamed(v: Variant) -> bool:
     """Whether rows come through shared memory (kernels_cu/include/gate_stream.cuh)."""
     defines = dict(v.defines)
-    return (defines["PLAIN"], defines["BACKWARD"]) == ("1", "0") if v.kernel is _CAST else defines["PLAIN"] != "0"
+    if v.kernel is _CAST:
+        return defines["PLAIN"] == "1" and (defines["BACKWARD"], defines["OPTIONS"]) != ("1", "0")
+    return defines["PLAIN"] != "0"
+
+
+def _most_tiles(v: Variant) -> int:
+    """Of a block: what it has shared memory for the weights of (kMostRows in gate_stream.cuh)."""
+    defines = dict(v.defines)
+    least = v.kernel is _BLOCK and (defines["OPTIONS"], defines["BACKWARD"], defines["IN"]) == ("1", "0", "f32")
+    return v.block // _TILE.rows // (2 if least else 1)
 
 
 def _shared(v: Variant, columnwise: bool) -> int | None:
@@ -510,3 +546,6 @@ def variants() -> Iterator[Variant]:
         for divide in (0, 1):
             yield _variant(_BLOCK, source, to, backward, plain, divide)
         yield _variant(_MX, source, to, backward, plain)
+        if not plain:
+            for kernel in (_CAST, _BLOCK, _MX):
+                yield _variant(kernel, source, to, backward, 1, options=1)

@@ -28,6 +28,14 @@ __device__ __forceinline__ bool all_below(const float (&v)[kCount], float limit)
         if (!(__builtin_fabsf(each) < limit)) return false;
     return true;
 }
+__device__ __forceinline__ void mark_above(u32& marks, u32 mark, float v, float limit) {
+    if (v > limit) marks |= mark;
+}
+__device__ __forceinline__ bool none_beyond(const float (&a)[8], const float (&b)[8], float limit) {
+    for (int i = 0; i < 8; i++)
+        if (a[i] > limit || __builtin_fabsf(b[i]) > limit) return false;
+    return true;
+}
 #else
 __device__ __forceinline__ float mul_rn(float a, float b) {
     float r;
@@ -112,6 +120,33 @@ __device__ __forceinline__ bool all_below(const float (&v)[4], float limit) {
 }
 __device__ __forceinline__ bool all_below(const float (&v)[8], float limit) {
     return all_below({v[0], v[1], v[2], v[3]}, limit) & all_below({v[4], v[5], v[6], v[7]}, limit);
+}
+// marks |= mark where v is above limit; NaN is not.
+__device__ __forceinline__ void mark_above(u32& marks, u32 mark, float v, float limit) {
+    asm("{\n\t.reg .pred q;\n\tsetp.gt.f32 q, %1, %2;\n\t@q or.b32 %0, %0, %3;\n\t}"
+        : "+r"(marks) : "r"(as_bits(v)), "f"(limit), "r"(mark));
+}
+// Whether no a and no |b| is above limit (NaN is not), one instruction each.
+__device__ __forceinline__ u32 none_beyond_of_four(float a, float b, float c, float d, float limit) {
+    u32 none;
+    asm("{\n\t.reg .pred q;\n\t"
+        "setp.leu.f32 q, %1, %5;\n\tsetp.leu.and.f32 q, %2, %5, q;\n\tsetp.leu.and.f32 q, %3, %5, q;\n\t"
+        "setp.leu.and.f32 q, %4, %5, q;\n\tselp.u32 %0, 1, 0, q;\n\t}"
+        : "=r"(none) : "f"(a), "f"(b), "f"(c), "f"(d), "f"(limit));
+    return none;
+}
+__device__ __forceinline__ u32 no_magnitude_beyond_of_four(float a, float b, float c, float d, float limit) {
+    u32 none;
+    asm("{\n\t.reg .pred q;\n\t.reg .f32 m;\n\t"
+        "abs.f32 m, %1;\n\tsetp.leu.f32 q, m, %5;\n\tabs.f32 m, %2;\n\tsetp.leu.and.f32 q, m, %5, q;\n\t"
+        "abs.f32 m, %3;\n\tsetp.leu.and.f32 q, m, %5, q;\n\tabs.f32 m, %4;\n\tsetp.leu.and.f32 q, m, %5, q;\n\t"
+        "selp.u32 %0, 1, 0, q;\n\t}"
+        : "=r"(none) : "f"(a), "f"(b), "f"(c), "f"(d), "f"(limit));
+    return none;
+}
+__device__ __forceinline__ bool none_beyond(const float (&a)[8], const float (&b)[8], float limit) {
+    return none_beyond_of_four(a[0], a[1], a[2], a[3], limit) & none_beyond_of_four(a[4], a[5], a[6], a[7], limit) &
+           no_magnitude_beyond_of_four(b[0], b[1], b[2], b[3], limit) & no_magnitude_beyond_of_four(b[4], b[5], b[6], b[7], limit);
 }
 #endif
 

@@ -85,6 +85,23 @@ __device__ __forceinline__ void gather(Eight& to, const IN::storage* row, i64 wr
     for (int w = 0; w < kWords; w++) to[w / kOfLoad].word[w % kOfLoad] = word[w];
 }
 
+// Sixteen elements a0, b0, a1, b1, ... become eight of a and eight of b.
+__device__ __forceinline__ void separate(Eight (&part)[2]) {
+    constexpr int kWords = 8 / Chunk<IN, kLoad>::kPerWord, kOfLoad = Chunk<IN, kLoad>::kWords;       // of a half; of a load
+    u32 word[2 * kWords];
+#pragma unroll
+    for (int w = 0; w < 2 * kWords; w++) word[w] = part[w / kWords][w % kWords / kOfLoad].word[w % kOfLoad];
+#pragma unroll
+    for (int w = 0; w < kWords; w++) {
+        u32 a = word[2 * w], b = word[2 * w + 1];
+        if (sizeof(IN::storage) == 2) {
+            a = __byte_perm(word[2 * w], word[2 * w + 1], 0x5410);
+            b = __byte_perm(word[2 * w], word[2 * w + 1], 0x7632);
+        }
+        part[0][w / kOfLoad].word[w % kOfLoad] = a, part[1][w / kOfLoad].word[w % kOfLoad] = b;
+    }
+}
+
 // Of a row of x, or of bias, what eight elements of the result are made of.
 struct Halves {
     Eight part[2];               // a, b; interleaved 16 elements that follow one another (BACKWARD: 8, and part[1] is not used)
@@ -108,29 +125,12 @@ struct Halves {
         }
     }
     __device__ __forceinline__ void widen(const Gate& g, int of_eight, float (&a)[kPart], float (&b)[kPart]) {
-        if (!BACKWARD && g.interleaved()) separate();
+        if (!BACKWARD && g.interleaved()) separate(part);
         widen_part(part[0], of_eight, a);
         widen_part(part[1], of_eight, b);
         if (BACKWARD && g.interleaved()) {                           // a pair has both its elements' a and b
 #pragma unroll
             for (int i = 0; i < kPart; i += 2) b[i] = b[i + 1] = a[i + 1], a[i + 1] = a[i];
-        }
-    }
-
-private:
-    __device__ __forceinline__ void separate() {
-        constexpr int kWords = 8 / Chunk<IN, kLoad>::kPerWord, kOfLoad = Chunk<IN, kLoad>::kWords;   // of a half; of a load
-        u32 word[2 * kWords];
-#pragma unroll
-        for (int w = 0; w < 2 * kWords; w++) word[w] = part[w / kWords][w % kWords / kOfLoad].word[w % kOfLoad];
-#pragma unroll
-        for (int w = 0; w < kWords; w++) {
-            u32 a = word[2 * w], b = word[2 * w + 1];
-            if (sizeof(IN::storage) == 2) {
-                a = __byte_perm(word[2 * w], word[2 * w + 1], 0x5410);
-                b = __byte_perm(word[2 * w], word[2 * w + 1], 0x7632);
-            }
-            part[0][w / kOfLoad].word[w % kOfLoad] = a, part[1][w / kOfLoad].word[w % kOfLoad] = b;
         }
     }
 };
@@ -276,6 +276,9 @@ __device__ __forceinline__ void activate(const Gate& g, const Place& place, int 
                 if (others >> i & 1) out[i] = mul_rn(grad[i], mul_rn(a[i], sigma[i]));
         }
         if (g.has(Gate::kClamped)) {
+            // What is clipped is 0 whatever the weight, and what does not exist must be so too: 0 times Inf would be NaN.
+            const u32 absent = (0xffu << place.columns_left & 0xffu) >> part * kPart;
+            clipped |= absent | absent << 8;
 #pragma unroll
             for (int i = 0; i < kPart; i++)
                 if ((others >> i & 1 ? clipped >> 8 : clipped) >> i & 1) out[i] = 0.0f;

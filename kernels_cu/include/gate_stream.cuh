@@ -4,6 +4,9 @@
 // A block of kLineThreads threads owns 128 columns of y and some tiles of 128 rows, one below the other. Threads read what they have
 // copied themselves: nobody waits for anything but its own copies. Rows and columns that do not exist are zeros.
 #pragma once
+#if OPTIONS
+#include "gate_options.cuh"
+#endif
 
 constexpr int kLineThreads = PLAIN == 1 ? 512 : 256;                 // PLAIN 1: a group of all is a tile, whose columns have scales
 constexpr int kLineRows = PLAIN == 1 ? 4 : 4 / kParts, kLines = kLineRows * kParts;          // of a group
@@ -19,12 +22,21 @@ static_assert(kLineRows % kAtOnce == 0, "rows are requested in the place of thos
 // elsewhere some programs take a few more.
 #if PLAIN == 1 && DIVIDE
 constexpr int kLineBlocks = 1;
+#elif PLAIN == 1 && OPTIONS && !defined(ENTRY_swiglu_cast)
+constexpr int kLineBlocks = BACKWARD || sizeof(IN::storage) == 4 ? 1 : 2;
 #elif PLAIN == 1
 constexpr int kLineBlocks = 2 - BACKWARD;
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && __CUDACC_VER_MAJOR__ >= 13
 constexpr int kLineBlocks = 4 - BACKWARD;
 #else
 constexpr int kLineBlocks = BACKWARD ? 2 : sizeof(IN::storage) == 4 ? 3 : 4;
+#endif
+
+// Of a block: as many as it has threads, where shared memory is enough. Also in ops/swiglu.py.
+#if OPTIONS && defined(ENTRY_swiglu_block) && !BACKWARD
+constexpr int kMostRows = sizeof(IN::storage) == 4 ? kLineThreads / 2 : kLineThreads;
+#elif OPTIONS
+constexpr int kMostRows = kLineThreads;
 #endif
 
 // Of this thread's row r in a step.
@@ -49,34 +61,74 @@ struct StreamPosition {
         down = line * tiles, across = blockIdx.x - line * all;
     }
     __device__ __forceinline__ TilePosition tile() const { return {0, (i64)down * Tile::kRows, (i64)across * Tile::kColumns}; }
+#if OPTIONS
+    // To the block's next tile, where there is one. tiles: a power of two.
+    __device__ __forceinline__ bool advance(const Gate& g, u32 tiles) {
+        down++;
+#ifndef CUPY_FP8_HOST
+        asm volatile("" : "+r"(across));                             // what follows from it takes no registers all the time
+#endif
+        return down & (tiles - 1) && (i64)down * Tile::kRows < g.rows;
+    }
+    // The first of its results.
+    __device__ __forceinline__ TilePosition results(const Gate& g) const {
+        return {0, (i64)down * Tile::kRows, (i64)across * (adjoin(g) ? 2 * Tile::kColumns : Tile::kColumns)};
+    }
+#endif
 };
 
 class Stream {
 public:
-    int left;                    // how many rows exist from this thread's next one on; none where the columns do not
+    int left;                    // how many rows exist from this thread's next one on; none where the columns do not (but with OPTIONS)
 
     // at: of the block's first tile.
     __device__ __forceinline__ Stream(const Gate& g, const TilePosition& at, int tiles, u8* shared)
-        : half(g.half()), slots(shared + threadIdx.x * 16), stage(0) {
+        : half(g.half()), slots(shared + threadIdx.x * 16), stage(0)
+#if OPTIONS
+        , gate(g)
+#endif
+    {
         const i64 row = at.row + line_row(0), column = at.column + Tile::patch_column();
+#if OPTIONS
+        left = BACKWARD || column < half ? left_of(g.rows - row, tiles * Tile::kRows - line_row(0)) : 0;
+#if BACKWARD
+        absent = column < half ? 0 : kBothParts;
+        x = g.x + row * (2 * half) + column, grad = g.grad + row * half + column;
+        if (g.interleaved()) {
+            const i64 in_x = column + at.column;
+            absent = in_x >= g.columns ? kBothParts : in_x + Tile::kColumns >= g.columns ? kBothParts & ~kFirstPart : 0;
+            x += at.column, grad -= Tile::patch_column() / 2;
+        }
+#else
+        x = g.x + row * (2 * half) + (g.interleaved() ? 2 * column : column);
+#endif
+        Biases::load(g, at.column);
+#else
         left = column < half ? left_of(g.rows - row, tiles * Tile::kRows - line_row(0)) : 0;
         x = g.x + row * (2 * half) + column;
 #if BACKWARD
         grad = g.grad + row * half + column;
 #endif
+#endif
         request(0);
         if (kStages > kAtOnce) request(kAtOnce);
         const i64 own = at.row + threadIdx.x;
-        shared_probs()[threadIdx.x] = g.probs && own < g.rows ? g.probs[own] : 1.0f;
+#if OPTIONS
+        if (threadIdx.x < kMostRows)
+#endif
+            shared_probs()[threadIdx.x] = g.probs && own < g.rows ? g.probs[own] : 1.0f;
         __syncthreads();
     }
-    // use(r, v, sigma) of the rows of a group. v: of a, b, grad.
+    // use(r, v, sigma) of the rows of a group. v: of a, b, grad; OPTIONS, and not BACKWARD: of a * sigma, b.
     template <class Use>
     __device__ __forceinline__ void each(Use use) {
 #pragma unroll
         for (int r = 0; r < kLineRows; r++) {
             if (r % kAtOnce == 0) copy_async_wait<(kStages > kAtOnce)>();
             float v[kArrays][8], sigma[8];
+#if OPTIONS
+            read_options(r, v, sigma);
+#else
             Eight raw;
             read(r, 0, raw);
             widen_eight(raw, v[0]);
@@ -88,21 +140,51 @@ public:
                 read(r, k, raw);
                 widen_eight(raw, v[k]);
             }
+#endif
             if (r % kAtOnce == kAtOnce - 1) request(r + 1 - kAtOnce + kStages);
             use(r, v, sigma);
         }
         stage = (stage + kLineRows) % kStages;
     }
+#if OPTIONS
+    // How many of the rows exist that are `left`, of this thread's columns of a part.
+    __device__ __forceinline__ int left_in(int part, int left) const { return has(part) ? left : 0; }
+#endif
+#if OPTIONS && BACKWARD
+    // Of the row that each() has told last. sums: row r of both parts.
+    __device__ __forceinline__ void gradients(const Gate& g, int r, float weight, float (&v)[kArrays][8], const float (&sigma)[8],
+                                              float (&values)[kParts][8], u32 (&sums)[2][kLineRows]) const {
+        float of_parts[2] = {};
+        ::gradients(g, weight, v[0], v[1], v[2], sigma, clipped, values, of_parts);
+        if (!g.sums) return;
+        if (!g.interleaved()) of_parts[0] = add_rn(of_parts[0], of_parts[1]);
+#pragma unroll
+        for (int part = 0; part < 2; part++) sums[part][r] = has(part) ? as_bits(of_parts[part]) : kAbsentTerm;
+    }
+    __device__ __forceinline__ void store_sums(const Gate& g, const StreamPosition& at, const u32 (&sums)[2][kLineRows]) const {
+        if (!g.sums) return;
+        const i64 row = at.tile().row + line_row(0), first = at.results(g).column;
+        ::store_sums(g, sums[0], row, kApart, first / Tile::kColumns, left);
+        if (g.interleaved() && first + Tile::kColumns < g.columns)
+            ::store_sums(g, sums[1], row, kApart, first / Tile::kColumns + 1, left);
+    }
+#endif
     // The lines of a group; PLAIN 2: without the weights of y. weights: of its rows. step: of the block's tile.
     __device__ __forceinline__ void compute(const Gate& g, const StreamPosition& at, int step, const float* weights,
                                             float (&y)[kLines][8]) {
-#if BACKWARD
+#if BACKWARD && OPTIONS
+        u32 sums[2][kLineRows];
+#elif BACKWARD
         u32 sums[kLineRows];
 #endif
         each([&](int r, float (&v)[kArrays][8], const float (&sigma)[8]) {
 #if BACKWARD
             float values[kParts][8];
+#if OPTIONS
+            gradients(g, r, weights[r * kApart], v, sigma, values, sums);
+#else
             sums[r] = as_bits(activate(g.sums, weights[r * kApart], v[0], v[1], v[2], sigma, values));
+#endif
 #pragma unroll
             for (int part = 0; part < kParts; part++)
 #pragma unroll
@@ -110,12 +192,27 @@ public:
 #else
 #pragma unroll
             for (int i = 0; i < 8; i++) {
+#if OPTIONS
+                const float u = mul_rn(v[0][i], v[1][i]);
+#else
                 const float u = mul_rn(mul_rn(v[0][i], sigma[i]), v[1][i]);
+#endif
                 y[r][i] = PLAIN == 2 ? u : mul_rn(u, weights[r * kApart]);
             }
 #endif
         });
-#if BACKWARD
+#if OPTIONS && !BACKWARD
+        if (left < kLineRows) {                                      // biases alone
+#pragma unroll
+            for (int r = 0; r < kLineRows; r++)
+                if (r >= left)
+#pragma unroll
+                    for (float& v : y[r]) v = 0.0f;
+        }
+#endif
+#if BACKWARD && OPTIONS
+        store_sums(g, at, sums);
+#elif BACKWARD
         if (g.sums) store_sums(g, sums, at.tile().row + step * kStepRows + line_row(0), kApart, at.across, left);
 #endif
         left -= kStepRows;
@@ -124,7 +221,11 @@ public:
     static __device__ __forceinline__ void finish() { copy_async_wait(); }
     // Of the block's rows, 1 without weights.
     static __device__ __forceinline__ float* shared_probs() {
+#if OPTIONS
+        __shared__ __align__(16) float probs[kMostRows];
+#else
         __shared__ __align__(16) float probs[kLineThreads];
+#endif
         return probs;
     }
 
@@ -136,6 +237,83 @@ private:
     const IN::storage* grad;
 #endif
     int stage;                                                       // of the group's first row
+#if OPTIONS
+    const Gate& gate;
+    const Biases biases;
+#if BACKWARD
+    // Bits of `clipped`: interleaved a thread has four elements of either part, otherwise both parts or none.
+    static constexpr u32 kFirstPart = 0x0f0fu, kBothParts = 0xffffu;
+    u32 absent;                                                      // columns
+    u32 clipped;                                                     // of the row that each() has told last: or absent
+#endif
+    __device__ __forceinline__ bool has(int part) const {
+#if BACKWARD
+        return !(absent & (part ? kBothParts & ~kFirstPart : kFirstPart));
+#else
+        return true;
+#endif
+    }
+    // From a thread's first eight elements of a row of x to its others.
+    __device__ __forceinline__ i64 second() const { return !gate.interleaved() ? half : BACKWARD ? Tile::kColumns : 8; }
+
+    // As the rest of each(), with options.
+    __device__ __forceinline__ void read_options(int r, float (&v)[kArrays][8], float (&sigma)[8]) {
+        const Gate& g = gate;
+        Eight raw[2];
+        read(r, 0, raw[0]);
+        read(r, 1, raw[1]);
+        if (g.interleaved()) separate(raw);
+        widen_eight(raw[0], v[0]);
+        biases.add(g, 0, v[0]);
+#if BACKWARD
+        widen_eight(raw[1], v[1]);
+        biases.add(g, 1, v[1]);
+        clipped = clip(g, v[0], v[1]) | (left > r * kApart ? absent : kBothParts);
+#else
+#pragma unroll
+        for (float& a : v[0]) a = at_most(a, g.limit);
+#endif
+        const bool quick = all_below(v[0], g.has(Gate::kGptOss) ? kQuickGptOss : kQuickSigmoid);
+#pragma unroll
+        for (int i = 0; i < 8; i++) sigma[i] = mul_rn(g.alpha, v[0][i]);
+        sigmoids(sigma, quick);
+#if BACKWARD
+        read(r, 2, raw[0]);
+        widen_eight(raw[0], v[2]);
+#else
+#pragma unroll
+        for (int i = 0; i < 8; i++) v[0][i] = mul_rn(v[0][i], sigma[i]);
+        widen_eight(raw[1], v[1]);
+        biases.add(g, 1, v[1]);
+#pragma unroll
+        for (float& b : v[1]) b = at_least(at_most(b, g.limit), g.minus_limit);
+#endif
+#pragma unroll
+        for (float& b : v[1]) b = add_rn(b, one(g));
+    }
+#if BACKWARD
+    // Eight neighbours, or four and four.
+    __device__ __forceinline__ void request_grad(u8* to, bool first, bool other) const {
+        if (!gate.interleaved()) {
+#pragma unroll
+            for (int l = 0; l < kLoads; l++) copy_async<true>(to + l * kSlot, grad + l * kLoad, first);
+        } else if (kLoads > 1) {
+            copy_async<true>(to, grad, first), copy_async<true>(to + kSlot, grad + Tile::kColumns / 2, other);
+        } else {
+            copy_async_half(to, grad, first), copy_async_half(to + 8, grad + Tile::kColumns / 2, other);
+        }
+    }
+    static __device__ __forceinline__ void copy_async_half(u8* shared, const void* from, bool exists) {
+        const u32 bytes = exists ? 8 : 0;
+#ifdef CUPY_FP8_HOST
+        host_cp_async(shared, from, 8, bytes);
+#else
+        const u32 to = (u32)__cvta_generic_to_shared(shared);
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
+#endif
+    }
+#endif
+#endif
 
     __device__ __forceinline__ u8* slot(int r, int array) const {
         return slots + (kLineRows % kStages ? (stage + r) % kStages : r % kStages) * kStageBytes + array * (kLoads * kSlot);
@@ -146,6 +324,21 @@ private:
         for (int r = first; r < first + kAtOnce; r++) {
             const bool exists = left > r / kLineRows * kStepRows + r % kLineRows * kApart;
             const int rows = (r + 1) % kLineRows ? kApart : kStepRows - (kLineRows - 1) * kApart;
+#if OPTIONS
+            const bool first = exists && has(0), other = exists && has(1);
+#pragma unroll
+            for (int l = 0; l < kLoads; l++) {
+                copy_async<true>(slot(r, 0) + l * kSlot, x + l * kLoad, first);
+                copy_async<true>(slot(r, 1) + l * kSlot, x + second() + l * kLoad, other);
+            }
+            x += rows * (2 * half);
+            pin(x);
+#if BACKWARD
+            request_grad(slot(r, 2), first, other);
+            grad += rows * half;
+            pin(grad);
+#endif
+#else
 #pragma unroll
             for (int l = 0; l < kLoads; l++) {
                 copy_async<(kLoads > 1)>(slot(r, 0) + l * kSlot, x + l * kLoad, exists);
@@ -158,6 +351,7 @@ private:
             for (int l = 0; l < kLoads; l++) copy_async<(kLoads > 1)>(slot(r, 2) + l * kSlot, grad + l * kLoad, exists);
             grad += rows * half;
             pin(grad);
+#endif
 #endif
         }
         copy_async_commit();
@@ -209,6 +403,11 @@ struct LineStore {
     __device__ __forceinline__ LineStore(const Gate& g, const TilePosition& to)
         : at((to.row + line_row(0)) * g.columns + to.column + Tile::patch_column()) {}
     __device__ __forceinline__ void advance(const Gate& g) { at += kStepRows * g.columns; }
+#if OPTIONS
+    // Of one tile, found when it is stored: until then it takes no registers.
+    __device__ __forceinline__ LineStore(const Gate& g, const TilePosition& to, int thread)
+        : at((to.row + thread / Tile::kColumnPatches * kLineRows) * g.columns + to.column + thread % Tile::kColumnPatches * 8) {}
+#endif
 };
 
 // Line i of a group is of row i % kLineRows, and of da or db.
@@ -256,18 +455,18 @@ __device__ __forceinline__ const float (&four_lines(const float (&y)[kLines][8],
 __device__ __forceinline__ void write_four_rows(const Tile& tile, int row, const Chunk<OUT, 8> (&line)[4]) {
     write_half_patch(tile.byte_at(row, Tile::patch_column()), line);
 }
-// store_transposed() by kLineThreads.
-__device__ __forceinline__ void store_tile(const Gate& g, const TilePosition& at, const Tile& tile, u8* data, bool vector) {
+// store_transposed() by kLineThreads. end: the column after the last.
+__device__ __forceinline__ void store_tile(const Gate& g, const TilePosition& at, const i64& end, const Tile& tile, u8* data, bool vector) {
     if (!vector) {
         store_ragged_rows<Tile::kRows, Tile::kColumns, kLineThreads>(
-            data + at.column * g.rows + at.row, g.rows, left_of(g.columns - at.column, Tile::kColumns),
+            data + at.column * g.rows + at.row, g.rows, left_of(end - at.column, Tile::kColumns),
             left_of(g.rows - at.row, Tile::kRows), [&](int column, int row_patch) { return tile.chunk_at(column, row_patch); });
         return;
     }
 #pragma unroll
     for (int unit = 0; unit < Tile::kUnits<16>; unit += kLineThreads / kThreads) {
         const i64 row = at.column + Tile::column<16>(unit), column = at.row + Tile::row<16>();
-        if (row < g.columns && column < g.rows) tile.read<OUT, 16>(unit).store_whole(data + row * g.rows + column);
+        if (row < end && column < g.rows) tile.read<OUT, 16>(unit).store_whole(data + row * g.rows + column);
     }
 }
 // The maxima of the columns of a tile, four rows of it per thread: words in shared memory, so that the 32 rows of a run lie in lanes that
