@@ -40,9 +40,9 @@ _MX = Kernel("swiglu_mx", "swiglu_mx", _GATE + "2PP3qP3qfIi2I")
 _TILE = tiles.SMALL
 _STAGES = 4                 # rows of 16-bit elements that a thread has on their way (kStages in gate_stream.cuh); of f32 half as many
 _TOPS = 4 * (8 * _TILE.columns + 8) * 4         # bytes: the maxima of a tile's columns (ColumnTops)
-#: From how many blocks on a block takes twice as many tiles, one below the other, by its threads: rows of the next are on their way while
-#: it stores the first. (Of the larger blocks an H200 runs 264 at once; of fewer than a thousand the last ones run alone for too long.)
-_ENOUGH_BLOCKS = {256: 512, 512: 1024}
+#: From how many blocks on a block takes twice as many tiles, one below the other: rows of the next are on their way while it stores the
+#: first.
+_ENOUGH_BLOCKS = 512
 _LEAST_SHARED = 16           # where no column-wise data are written: an array of no bytes has no address on the CPU
 _ANY, _PLAIN, _OPTIONS = range(3)   # programs: for every call; for most; for wide rows and whatever else
 _CLAMPED, _GPT_OSS, _INTERLEAVED, _WIDE = 1, 2, 4, 8
@@ -298,7 +298,7 @@ class _Plan:
             if variant is not None:
                 each = 1
                 if _is_streamed(variant):
-                    while each < _most_tiles(variant) and tiles.grid(once, _TILE) // (2 * each) >= _ENOUGH_BLOCKS[variant.block]:
+                    while each < _most_tiles(variant) and tiles.grid(once, _TILE) // (2 * each) >= _ENOUGH_BLOCKS:
                         each *= 2
                 found.append((variant, tiles.grid(once, _TILE._replace(rows=each * _TILE.rows)), each))
         return tuple(found)
