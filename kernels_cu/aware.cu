@@ -32,7 +32,7 @@
 // a tile is followed by the next one down, its last rows wait there for it. An expert of one row of tiles has columns without gaps between
 // them: its tiles are put together in shared memory.
 //
-// ALIGNED: 1 where rows of the data allow 16-byte loads. Bytes moved per element: 2, and 8 / BLOCK of f32 scales.
+// ALIGNED: 1 where rows of the data allow 16-byte loads. SHIFTS: 0 where all columns begin at multiples of 16 bytes. Bytes moved per element: 2, and 8 / BLOCK of f32 scales.
 #include "e8m0.cuh"
 #include "groups.cuh"
 #include "pairs.cuh"
@@ -832,7 +832,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) scaling_aware_tr
         }
 
         // Transposed rows: of the expert, whose matrices follow one another.
-        if (place.aligned) store_aligned(place, codes, line, column);
+        if (!SHIFTS || place.aligned) store_aligned(place, codes, line, column);
         else if (place.group_down > 1) store_columns(place, codes, dynamic + (kAhead + 1) * kRawBytes + warp * kWarpColumns * kColumnBytes);
         else {
             __syncthreads();                                         // nobody needs the tile any more

@@ -267,9 +267,9 @@ class _Plan:
             strips = max(1, strips)                          # even an empty array's sizes are looked at
         run = _run(source.data, down * strips, _MOST_OF_SMALL if _are_small(rows, groups) else _MOST_TILES)
         self.grid = down * strips and checks.grid_size(cdiv(down * strips, run), source.s.shape)
-        self.variant = _variant(source.data.dtype, source.block, target, aligned, _in_flight(source.data.dtype, aligned, rows, groups))
-        shifts = groups is not None or rows % 16 or checks.address(column.data) % 16
-        self.shared = _TILES + (_SHIFTED if shifts else 0)
+        shifts = bool(groups is not None or rows % 16 or checks.address(column.data) % 16)
+        in_flight = _in_flight(source.data.dtype, aligned, rows, groups)
+        self.variant = _variant(source.data.dtype, source.block, target, aligned, in_flight, shifts)
         row_at = 0 if source.row_shape(groups) is None or out.rowwise is None else checks.address(out.rowwise.scale_inv)
         lines, pitch = column.scale_inv.shape
         self.addresses = (source.at, source.scales_at, checks.address(column.data), checks.address(column.scale_inv), row_at)
@@ -289,8 +289,7 @@ class _Plan:
                 self.found = found = groups.at, groups.wide, self._runs(source, groups)
             found[2].run(x)
             runs_at = found[2].at
-        self.variant.launch(x, self.grid, *self.addresses, runs_at, groups.at, number, error_word(x), groups.wide, *self.members,
-                            shared=self.shared)
+        self.variant.launch(x, self.grid, *self.addresses, runs_at, groups.at, number, error_word(x), groups.wide, *self.members)
 
     def _runs(self, source: _Source, groups: sizes.Groups) -> GroupRuns:
         """What finds whose rows every row of tiles has: rows of one element, as RowGroups of kernels_cu/include/groups.cuh."""
@@ -373,9 +372,10 @@ def _in_flight(dtype: np.dtype[Any], aligned: bool, rows: int, groups: int | Non
 
 
 @functools.cache
-def _variant(dtype: np.dtype[Any], block: int, target: str, aligned: bool, in_flight: int) -> Variant:
-    return _KERNEL.variant(block=_THREADS, shared=_TILES + _SHIFTED, IN=FORMATS[dtype].tag, BLOCK=block, TARGET=TARGETS.index(target),
-                           TILE_COLUMNS=_COLUMNS, BLOCKS=in_flight, ALIGNED=int(aligned))
+def _variant(dtype: np.dtype[Any], block: int, target: str, aligned: bool, in_flight: int, shifts: bool) -> Variant:
+    shifts = shifts or in_flight < 4            # only there does leaving it out pay for a program
+    return _KERNEL.variant(block=_THREADS, shared=_TILES + (_SHIFTED if shifts else 0), IN=FORMATS[dtype].tag, BLOCK=block,
+                           TARGET=TARGETS.index(target), TILE_COLUMNS=_COLUMNS, BLOCKS=in_flight, ALIGNED=int(aligned), SHIFTS=int(shifts))
 
 
 def _store(out: Quantized, result: Quantized) -> None:
@@ -391,5 +391,6 @@ def variants() -> Iterator[Variant]:
     """Every variant that this op may launch."""
     yield from run_variants(iter((_ROWS,)))
     for dtype, (_, block), target, aligned in product(FP8_DTYPES, _BLOCKS, TARGETS, (False, True)):
-        for in_flight in {_in_flight(dtype, aligned, _SMALL_EXPERT, groups) for groups in (None, 1)}:
-            yield _variant(dtype, block, target, aligned, in_flight)
+        ways = ((None, False), (None, True), (1, True))
+        yield from dict.fromkeys(_variant(dtype, block, target, aligned, _in_flight(dtype, aligned, _SMALL_EXPERT, groups), shifts)
+                                 for groups, shifts in ways)
