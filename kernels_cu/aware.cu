@@ -32,7 +32,8 @@
 // a tile is followed by the next one down, its last rows wait there for it. An expert of one row of tiles has columns without gaps between
 // them: its tiles are put together in shared memory.
 //
-// ALIGNED: 1 where rows of the data allow 16-byte loads. SHIFTS: 0 where all columns begin at multiples of 16 bytes. Bytes moved per element: 2, and 8 / BLOCK of f32 scales.
+// ALIGNED: 1 where rows of the data allow 16-byte loads. SHIFTS: 0 where all columns are known to begin at multiples of 16 bytes and four
+// blocks of threads share a multiprocessor. Bytes moved per element: 2, and 8 / BLOCK of f32 scales.
 #include "e8m0.cuh"
 #include "groups.cuh"
 #include "pairs.cuh"

@@ -34,30 +34,35 @@ struct GroupCastParams {
     u32 reverse;                 // 1: blocks take the rows from their end, which the L2 still holds after group_amax_scale
 };
 
-// Null, or an address of global memory: the compiler has to be told, or reads all of the struct anew after every store.
-struct Output {
-    u8* at;
-
-    explicit __device__ __forceinline__ operator bool() const { return at; }
-};
-__device__ __forceinline__ u8* operator+(const Output& p, i64 offset) { return as_global(p.at) + offset; }
-
-// A group, or part of it, as cast_tile takes a matrix.
+// A group, or part of it.
 struct GroupTensor {
     const IN::storage* x;
-    Output data, data_t;
+    u8 *data, *data_t;           // or null
     float* amax;
     i64 given, rows, columns;    // rows of the group: in x, written
     RowRun found;
     TilePosition at;
     u32 aligned, vector;
     u32 in_x;                    // 1: x has all rows of the tile that are written
-
-    __device__ __forceinline__ bool rowwise() const { return data.at; }
-    __device__ __forceinline__ bool columnwise() const { return data_t.at; }
 };
-template <>
-constexpr bool kPads<GroupTensor> = true;
+
+// What cast_tile wants to know of it. The loads of whole tiles do not wait for x and columns to be read anew; others have no registers for them.
+template <class X, class Columns>
+struct GroupView {
+    X x;
+    Columns columns;
+    SharedOutput data, data_t;
+    Shared<i64> given, rows;
+    Shared<float*> amax;
+    Shared<u32> vector;
+
+    __device__ __forceinline__ GroupView(X x, Columns columns, const GroupTensor& t)
+        : x(x), columns(columns), data{&t.data}, data_t{&t.data_t}, given{&t.given}, rows{&t.rows}, amax{&t.amax}, vector{&t.vector} {}
+    __device__ __forceinline__ bool rowwise() const { return *data.at; }
+    __device__ __forceinline__ bool columnwise() const { return *data_t.at; }
+};
+template <class X, class Columns>
+constexpr bool kPads<GroupView<X, Columns>> = true;
 
 // As in cast.cu: 1024 threads per multiprocessor on an H200, where everything fits into the 64 registers that leaves each.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && __CUDACC_VER_MAJOR__ >= 13
@@ -69,8 +74,8 @@ constexpr int kBlocks = 1;
 // Zeros in the tile of rows that no group has: the same bytes of both outputs, whose layouts mean nothing there.
 __device__ __forceinline__ void clear_tile(const GroupTensor& t) {
     const int width = left_of(t.columns - t.at.column, TILE_COLUMNS);
-    if (t.data) clear_rows<Tile::kThreads>(t.data + t.at.column, t.rows, width, t.columns);
-    if (t.data_t) clear_rows<Tile::kThreads>(t.data_t + t.at.column, t.rows, width, t.columns);
+    if (t.data) clear_rows<Tile::kThreads>(as_global(t.data) + t.at.column, t.rows, width, t.columns);
+    if (t.data_t) clear_rows<Tile::kThreads>(as_global(t.data_t) + t.at.column, t.rows, width, t.columns);
 }
 
 extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) group_cast_transpose(const __grid_constant__ GroupCastParams p) {
@@ -85,12 +90,12 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) group_cast
             const i64 group = tensor.found.group, to = tensor.found.to;
             tensor.given = tensor.found.given, tensor.rows = tensor.found.rows, tensor.columns = p.groups.columns;
             tensor.x = p.x + tensor.found.start;
-            tensor.data = {p.data ? p.data + to : nullptr};
-            tensor.data_t = {p.data_t ? p.data_t + to : nullptr};
+            tensor.data = p.data ? p.data + to : nullptr;
+            tensor.data_t = p.data_t ? p.data_t + to : nullptr;
             tensor.amax = p.amax && group >= 0 ? p.amax + group : nullptr;
             tensor.aligned = p.aligned;
             tensor.at = {0, tensor.found.run * TILE_ROWS, (i64)(tile - run * p.groups.across) * TILE_COLUMNS};
-            tensor.vector = tensor.rows % 16 == 0 && reinterpret_cast<u64>(tensor.data_t.at) % 16 == 0;
+            tensor.vector = tensor.rows % 16 == 0 && reinterpret_cast<u64>(tensor.data_t) % 16 == 0;
             tensor.in_x = tensor.given == tensor.rows || tensor.at.row + TILE_ROWS <= tensor.given;
         }
     }
@@ -98,10 +103,12 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) group_cast
     if (tensor.rows > 0 && tensor.columns > 0) {
         const float scale = tensor.found.group < 0 ? 0.0f : load_read_only(p.scale + tensor.found.group);        // on its way with x
         const TilePosition at = {0, tensor.at.row, tensor.at.column};
+        const GroupView<const IN::storage*, i64> whole(tensor.x, tensor.columns, tensor);
+        const GroupView<Shared<const IN::storage*>, Shared<i64>> any({&tensor.x}, {&tensor.columns}, tensor);
         if (tensor.found.group < 0) clear_tile(tensor);
-        else if (tensor.aligned && tensor.vector && tensor.in_x) cast_tile<2>(tensor, at, scale, shared);
-        else if (LARGE || tensor.aligned) cast_tile<1>(tensor, at, scale, shared);
-        else cast_tile<0>(tensor, at, scale, shared);
+        else if (tensor.aligned && tensor.vector && tensor.in_x) cast_tile<2>(whole, at, scale, shared);
+        else if (LARGE || tensor.aligned) cast_tile<1>(any, at, scale, shared);
+        else cast_tile<0>(any, at, scale, shared);
     }
     if (blockIdx.x > 0) return;
     for (i64 g = threadIdx.x; g < p.groups.splits.groups; g += Tile::kThreads) {

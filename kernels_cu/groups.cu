@@ -6,8 +6,8 @@
 //              pad_groups: align_to > 1; unpad_groups: align_from > 1; sort_chunks: an order. A second array of as many rows, the scales of the
 //              first one's, moves with it, by blocks of threads that follow those of the first; a scale for all rows is copied.
 //
-// A block of threads writes 10 to 32 KB of neighbouring rows, or a part of one long row. Its first warp finds where each of its rows comes
-// from by a scan over all sizes (with an order by two: where the chunk goes, and where it came from). Then every thread has four to eight
+// A block of threads writes up to 32 KB of neighbouring rows, or a part of one long row. Its first warp finds where each of its rows comes
+// from by a scan over all sizes (with an order by two: where the chunk goes, and where it came from). Then every thread has up to eight
 // 16-byte loads in flight; rows of 16-byte multiples at such addresses. Others are stored 16 aligned bytes at a time all the same, cut out of the
 // two times 16 aligned bytes where they come from; at the ends of rows they are put together from words of 4 bytes, or bytes. Every byte of
 // `to` is written once: no clearing before.

@@ -49,25 +49,6 @@ struct MultiCastParams {
     u32 reverse;                 // 1: blocks take the group from its end, which the L2 still holds after multi_amax_scale
 };
 
-// The compiler knows that a kernel's own pointers lead to global memory; of one that is read from a table it has to be told.
-__device__ __forceinline__ u8* in_global(u8* p) {
-#ifndef CUPY_FP8_HOST
-    __builtin_assume(__isGlobal(p));
-#endif
-    return p;
-}
-
-// A member of a MultiTensor in shared memory, read where it is used: the tile needs all registers.
-template <class T>
-struct Shared {
-    const T* at;
-    __device__ __forceinline__ operator T() const { return *at; }
-};
-struct SharedOutput {
-    u8* const* at;
-};
-__device__ __forceinline__ u8* operator+(const SharedOutput& p, i64 offset) { return in_global(*p.at) + offset; }
-
 // What cast_tile wants to know of a matrix.
 struct TensorView {
     const IN::storage* x;

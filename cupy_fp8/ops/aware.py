@@ -268,8 +268,9 @@ class _Plan:
         run = _run(source.data, down * strips, _MOST_OF_SMALL if _are_small(rows, groups) else _MOST_TILES)
         self.grid = down * strips and checks.grid_size(cdiv(down * strips, run), source.s.shape)
         shifts = bool(groups is not None or rows % 16 or checks.address(column.data) % 16)
-        in_flight = _in_flight(source.data.dtype, aligned, rows, groups)
+        in_flight = _in_flight(source.data.dtype, source.block, aligned, shifts, rows, groups)
         self.variant = _variant(source.data.dtype, source.block, target, aligned, in_flight, shifts)
+        self.shared = _TILES + (_SHIFTED if shifts else 0)
         row_at = 0 if source.row_shape(groups) is None or out.rowwise is None else checks.address(out.rowwise.scale_inv)
         lines, pitch = column.scale_inv.shape
         self.addresses = (source.at, source.scales_at, checks.address(column.data), checks.address(column.scale_inv), row_at)
@@ -289,7 +290,8 @@ class _Plan:
                 self.found = found = groups.at, groups.wide, self._runs(source, groups)
             found[2].run(x)
             runs_at = found[2].at
-        self.variant.launch(x, self.grid, *self.addresses, runs_at, groups.at, number, error_word(x), groups.wide, *self.members)
+        self.variant.launch(x, self.grid, *self.addresses, runs_at, groups.at, number, error_word(x), groups.wide, *self.members,
+                            shared=self.shared)
 
     def _runs(self, source: _Source, groups: sizes.Groups) -> GroupRuns:
         """What finds whose rows every row of tiles has: rows of one element, as RowGroups of kernels_cu/include/groups.cuh."""
@@ -365,10 +367,11 @@ def _run(x: Array, count: int, most: int) -> int:
     return max(1, min(most, count // blocks))
 
 
-def _in_flight(dtype: np.dtype[Any], aligned: bool, rows: int, groups: int | None) -> int:
-    """Blocks of threads on a multiprocessor: four, for which there are registers in these programs only; but large experts are faster with
-    three (docs/performance.md)."""
-    return 4 if dtype == float8_e4m3fn and aligned and (groups is None or _are_small(rows, groups)) else 3
+def _in_flight(dtype: np.dtype[Any], block: int, aligned: bool, shifts: bool, rows: int, groups: int | None) -> int:
+    """Blocks of threads on a multiprocessor: four, for which there are registers and shared memory in these programs only; but large
+    experts are faster with three (docs/performance.md)."""
+    fit = dtype == float8_e4m3fn and aligned and (block == 128 or not shifts)
+    return 4 if fit and (groups is None or _are_small(rows, groups)) else 3
 
 
 @functools.cache
@@ -392,5 +395,6 @@ def variants() -> Iterator[Variant]:
     yield from run_variants(iter((_ROWS,)))
     for dtype, (_, block), target, aligned in product(FP8_DTYPES, _BLOCKS, TARGETS, (False, True)):
         ways = ((None, False), (None, True), (1, True))
-        yield from dict.fromkeys(_variant(dtype, block, target, aligned, _in_flight(dtype, aligned, _SMALL_EXPERT, groups), shifts)
-                                 for groups, shifts in ways)
+        yield from dict.fromkeys(
+            _variant(dtype, block, target, aligned, _in_flight(dtype, block, aligned, shifts, _SMALL_EXPERT, groups), shifts)
+            for groups, shifts in ways)

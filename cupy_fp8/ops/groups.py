@@ -300,11 +300,19 @@ class _Plan(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def _plan(shape: tuple[int, ...], itemsize: int) -> _Plan:
     """For a result of this shape. One block at least: even an empty array's sizes are looked at."""
-    row_bytes, at_once = itemsize * prod(shape[1:]), _UNIT * _THREADS
+    row_bytes = itemsize * prod(shape[1:])
+    rows, across, segment = _shares(row_bytes)
+    return _Plan(row_bytes, rows, across, segment, checks.grid_size(cdiv(shape[0], rows) * across, shape))
+
+
+@functools.lru_cache(maxsize=1024)
+def _shares(row_bytes: int) -> tuple[int, int, int]:
+    """(rows of a block of threads, blocks that share a row, bytes of a row that each takes)."""
+    at_once = _UNIT * _THREADS
     if row_bytes > at_once * _UNITS:
         across = cdiv(row_bytes, at_once * _BEST_UNITS)
-        segment = round_up(cdiv(row_bytes, across), _UNIT)
-        return _Plan(row_bytes, 1, across, segment, checks.grid_size(shape[0] * across, shape))
+        whole = round_up(cdiv(row_bytes, across), at_once)
+        return 1, across, whole if cdiv(row_bytes, whole) == across else round_up(cdiv(row_bytes, across), _UNIT)
 
     def filled(rows: int) -> tuple[float, int]:
         units = max(1, cdiv(rows * row_bytes, at_once))
@@ -312,8 +320,7 @@ def _plan(shape: tuple[int, ...], itemsize: int) -> _Plan:
 
     most = min(_ROWS, at_once * _UNITS // max(1, row_bytes))
     fewest = min(most, max(1, at_once * _BEST_UNITS // max(1, row_bytes) // 2))
-    rows = max(range(fewest, most + 1), key=filled)
-    return _Plan(row_bytes, rows, 1, row_bytes, checks.grid_size(cdiv(shape[0], rows), shape))
+    return max(range(fewest, most + 1), key=filled), 1, row_bytes
 
 
 _NOTHING: tuple[int, ...] = (0, 0, 0, 1, 1, 0, 1)

@@ -60,6 +60,17 @@ struct PatchSums {
 template <class Tensor>
 constexpr bool kPads = false;
 
+// Members of a tensor in shared memory, read where they are used: the tile needs all registers.
+template <class T>
+struct Shared {
+    const T* at;
+    __device__ __forceinline__ operator T() const { return *at; }
+};
+struct SharedOutput {
+    u8* const* at;               // of an address of global memory, which the compiler has to be told; or null: not written
+};
+__device__ __forceinline__ u8* operator+(const SharedOutput& p, i64 offset) { return as_global(*p.at) + offset; }
+
 // p: the tensor's members of CastParams; rowwise() and columnwise() tell which directions are written. kAligned 1: every row of x and data
 // allows chunked access; 2: and every row of data_t 16-byte stores, and there are whole patches only, all in x. shared: the tile, then the sums.
 template <int kAligned, class Tensor>

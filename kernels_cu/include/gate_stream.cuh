@@ -1,8 +1,9 @@
-// Rows of y, or of da and db, in lines of eight elements per thread, for blocks with scales (swiglu_block.cu, swiglu_mx.cu). x and grad
+// Rows of y, or of da and db, in lines of eight elements per thread (swiglu.cu, swiglu_block.cu, swiglu_mx.cu). x and grad
 // come through shared memory (cp.async): what is on its way takes no registers, and is the next tile's while this one is stored.
 //
 // A block of kLineThreads threads owns 128 columns of y and some tiles of 128 rows, one below the other. Threads read what they have
-// copied themselves: nobody waits for anything but its own copies. Rows and columns that do not exist are zeros.
+// copied themselves: nobody waits for anything but its own copies. Rows and columns that do not exist are zeros, and
+// so are, where a bias is added to zeros, their results.
 #pragma once
 #if OPTIONS
 #include "gate_options.cuh"
@@ -79,7 +80,7 @@ struct StreamPosition {
 
 class Stream {
 public:
-    int left;                    // how many rows exist from this thread's next one on; none where the columns do not (but with OPTIONS)
+    int left;                    // how many rows exist from this thread's next one on; none where the columns do not (gradients with OPTIONS: `absent`)
 
     // at: of the block's first tile.
     __device__ __forceinline__ Stream(const Gate& g, const TilePosition& at, int tiles, u8* shared)
@@ -325,10 +326,10 @@ private:
             const bool exists = left > r / kLineRows * kStepRows + r % kLineRows * kApart;
             const int rows = (r + 1) % kLineRows ? kApart : kStepRows - (kLineRows - 1) * kApart;
 #if OPTIONS
-            const bool first = exists && has(0), other = exists && has(1);
+            const bool one = exists && has(0), other = exists && has(1);
 #pragma unroll
             for (int l = 0; l < kLoads; l++) {
-                copy_async<true>(slot(r, 0) + l * kSlot, x + l * kLoad, first);
+                copy_async<true>(slot(r, 0) + l * kSlot, x + l * kLoad, one);
                 copy_async<true>(slot(r, 1) + l * kSlot, x + second() + l * kLoad, other);
             }
             x += rows * (2 * half);
