@@ -320,16 +320,16 @@ private:
         return slots + (kLineRows % kStages ? (stage + r) % kStages : r % kStages) * kStageBytes + array * (kLoads * kSlot);
     }
     // kAtOnce rows from r on, of this group or of those that follow.
-    __device__ __forceinline__ void request(int first) {
+    __device__ __forceinline__ void request(int begin) {
 #pragma unroll
-        for (int r = first; r < first + kAtOnce; r++) {
+        for (int r = begin; r < begin + kAtOnce; r++) {
             const bool exists = left > r / kLineRows * kStepRows + r % kLineRows * kApart;
             const int rows = (r + 1) % kLineRows ? kApart : kStepRows - (kLineRows - 1) * kApart;
 #if OPTIONS
-            const bool one = exists && has(0), other = exists && has(1);
+            const bool first = exists && has(0), other = exists && has(1);
 #pragma unroll
             for (int l = 0; l < kLoads; l++) {
-                copy_async<true>(slot(r, 0) + l * kSlot, x + l * kLoad, one);
+                copy_async<true>(slot(r, 0) + l * kSlot, x + l * kLoad, first);
                 copy_async<true>(slot(r, 1) + l * kSlot, x + second() + l * kLoad, other);
             }
             x += rows * (2 * half);
