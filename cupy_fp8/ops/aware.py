@@ -297,7 +297,7 @@ class _Plan:
         """What finds whose rows every row of tiles has: rows of one element, as RowGroups of kernels_cu/include/groups.cuh."""
         rows = source.rows
         row_groups = 0, 0, 0, groups.at, groups.number, error_word(source.data), groups.wide, rows, 1, rows, 1, 1
-        return GroupRuns(source.data, self.owner, row_groups, _ROWS, self.down, _UNITS)
+        return GroupRuns(source.data, self.owner, _ROWS, self.down, row_groups, _UNITS)
 
 
 def _validated(out: Quantized, source: _Source, groups: sizes.Groups, target: str, scale_layout: str) -> _Plan:

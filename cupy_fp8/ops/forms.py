@@ -28,6 +28,7 @@ Ranges = list[tuple[int, int]]
 
 #: Of a result: 0, which means nowhere; the row-wise data and scales; the column-wise ones.
 Addresses = tuple[int, int, int, int, int]
+NOWHERE: Addresses = (0, 0, 0, 0, 0)
 _DATA: dict[str | None, int] = {None: 0, "rowwise": 1, "columnwise": 3}
 _SCALES: dict[str | None, int] = {None: 0, "rowwise": 2, "columnwise": 4}
 
@@ -60,17 +61,19 @@ class Step:
 
 
 class PanelMembers(Step):
-    """Members of the struct of a kernel that keeps panels (panels.py), whatever the variant."""
+    """Members of the struct of a kernel that keeps panels (panels.py), whatever the variant. chunk: elements of a wide access. grouped: the
+    kernel asks for each group of rows what its transposed data allow."""
 
-    def __init__(self, plan: Plan, sides: tuple[Side, Side], members: tuple[Any, ...]) -> None:
+    def __init__(self, plan: Plan, sides: tuple[Side, Side], members: tuple[Any, ...], chunk: int = LANE_COLUMNS,
+                 grouped: bool = False) -> None:
         super().__init__(sides, members)
-        self._loads = int(plan.columns % LANE_COLUMNS == 0)
+        self._loads = int(plan.columns % chunk == 0)
+        transposed = 1 if grouped else 16 * (plan.rows % 16 == 0)
         #: What addresses must be multiples of for wide stores; 0 where rows do not allow them.
-        self._fast_bytes, self._slow_bytes = (
-            16 * (plan.rows % 16 == 0) if side.stored == TRANSPOSED else LANE_COLUMNS * self._loads for side in sides)
+        self._fast_bytes, self._slow_bytes = (transposed if side.stored == TRANSPOSED else chunk * self._loads for side in sides)
 
     def at(self, out: Addresses, aligned: bool) -> tuple[Any, ...]:
-        """Those after x and noop. aligned: whether x is, to chunks of LANE_COLUMNS elements."""
+        """Those after x and noop. aligned: whether x is, to chunks."""
         fast, slow, fast_scales, slow_scales = self._pick(out)
         vector = self._loads if aligned else 0
         if self._fast_bytes and fast % self._fast_bytes == 0:

@@ -47,7 +47,7 @@ class GroupScales:
         self._variant = _variant(x.dtype)
         self._grid = checks.grid_size(down * across if number else 1, x.shape)
         row_groups = offsets_at, 0, 0, groups.at, number, error_word(x), groups.wide, rows, columns, rows, across, 1
-        self._runs = GroupRuns(x, owner, row_groups, RUN_ROWS, down) if pays(x, self._grid) else None
+        self._runs = GroupRuns(x, owner, RUN_ROWS, down, row_groups) if pays(x, self._grid) else None
         self._members = (at, words_at, self.at, amaxes_at, noop_at, *row_groups, 0 if self._runs is None else self._runs.at, *rule)
 
     def run(self, x: Array) -> None:

@@ -13,15 +13,15 @@ import numpy as np
 from ..arrays import Array
 from ..formats import FP8_DTYPES, INPUT_DTYPES
 from ..grouped import Grouped
-from ..layouts import cdiv, group_scales, group_unit, grouped_scale_shape, padded_rows
+from ..layouts import group_scales, group_unit, grouped_scale_shape
 from ..recipes import BlockScaling, Form, MXScaling
-from ..runtime import Kernel, Variant, error_word
-from . import blocks, checks, mx
+from ..runtime import Kernel, Variant
+from . import blocks, mx
 from . import splits as sizes
-from .forms import ABSENT, AS_IS, TRANSPOSED, Side
-from .group_forms import Arrays, GroupForm, out_places
+from .forms import ABSENT, AS_IS, TRANSPOSED, PanelMembers, Side
+from .group_forms import Arrays, GroupForm, addresses, divided
 from .group_runs import ROW_GROUPS, GroupRuns, pays
-from .panels import LANE_COLUMNS, ROWS, Panels
+from .panels import ROWS, Panels
 
 Plan = blocks.Plan | mx.Plan
 
@@ -63,35 +63,25 @@ class Launch:
 
     def __init__(self, plan: Plan, out: Grouped, x: Array, at: int, noop_at: int, offsets_at: int, groups: sizes.Groups,
                  align: int, owner: Array | None) -> None:
-        sides, members = plan.tile_launch(list(plan.forms)) if isinstance(plan, blocks.Plan) else (plan.sides, plan.members)
-        data_at = {name: 0 if a is None else checks.address(a) for name, a in (("rowwise", out.rowwise), ("columnwise", out.columnwise))}
-        scales_at = {name: 0 if a is None else checks.address(a) for name, a in (("rowwise", out.scale_inv),
-                                                                                ("columnwise", out.columnwise_scale_inv))}
-        places = [data_at[side.data] if side.data else 0 for side in sides]
-        grids = [(scales_at[side.scales] if side.scales else 0, *side.strides) for side in sides]
-        # Rows of x and of data stored as they are; of transposed data the kernel asks for each group.
-        loads = plan.columns % LANE_COLUMNS == 0
-        vector = int(loads and at % plan.load_bytes == 0)
-        for bit, side, place in zip((2, 4), sides, places, strict=True):
-            if side.stored == TRANSPOSED or (loads and place % LANE_COLUMNS == 0):
-                vector |= bit
-        self.variant, panels = variant(plan, (sides[0].stored, sides[1].stored), vector == 7)
-        number = len(groups.array)
-        across = max(1, cdiv(plan.columns, panels.columns))
-        # What follows the last group is one more, to be cleared; a run of its own clears scales.
-        down = 1 + padded_rows(plan.rows, number + 1, panels.rows) // panels.rows
-        self.grid = checks.grid_size(down * across, x.shape)
-        row_groups = (*out_places(out, offsets_at, align), groups.at, number, error_word(x), groups.wide, len(x), plan.columns, plan.rows,
-                      across, align)
-        scales = [scales_of(plan, number, side) for side in sides]
-        self.runs = GroupRuns(x, owner, row_groups, panels.rows, down, (scales[0][1], scales[1][1])) if pays(x, self.grid) else None
-        self.members = (at, noop_at, *places, *grids[0], *grids[1], *members, vector, *row_groups,
-                        0 if self.runs is None else self.runs.at, *scales[0], *scales[1], 0, 0)
+        (fast, slow), of_plan = sides_of(plan)
+        members = PanelMembers(plan, (fast, slow), of_plan, grouped=True).at(addresses(out), at % plan.load_bytes == 0)
+        self.variant, panels = variant(plan, (fast.stored, slow.stored), members[-1] == 7)
+        division = divided(out, x, groups, offsets_at, align, panels.rows, panels.columns, clears=1)
+        scales = [scales_of(plan, len(groups.array), side) for side in (fast, slow)]
+        self.grid, self.runs = division.grid, None
+        if pays(x, self.grid):
+            self.runs = GroupRuns(x, owner, *division.to_find, (scales[0][1], scales[1][1]))
+        self.members = (at, noop_at, *members, *division.members, 0 if self.runs is None else self.runs.at, *scales[0], *scales[1], 0, 0)
 
     def run(self, x: Array) -> None:
         if self.runs is not None:
             self.runs.run(x)
         self.variant.launch(x, self.grid, *self.members)
+
+
+def sides_of(plan: Plan) -> tuple[tuple[Side, Side], tuple[Any, ...]]:
+    """What the kernel is told of a result's directions: its sides, and the members of its struct after those of scales."""
+    return plan.tile_launch(list(plan.forms)) if isinstance(plan, blocks.Plan) else (plan.sides, plan.members)
 
 
 def scales_of(plan: Plan, number: int, side: Side) -> tuple[int, int, int, int]:

@@ -8,7 +8,9 @@ import numpy as np
 
 from ..arrays import Array, bits, empty_beside
 from ..grouped import Grouped
-from . import checks
+from ..layouts import cdiv, padded_rows
+from ..runtime import error_word
+from . import checks, forms
 from .splits import Groups
 
 Arrays = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
@@ -85,6 +87,32 @@ def describing(groups: Groups, with_offsets: bool, align: int) -> Arrays:
     return arrays
 
 
-def out_places(out: Grouped, offsets_at: int, align: int) -> tuple[int, int, int]:
-    """The first members of RowGroups in kernels_cu/include/groups.cuh: offsets that are given, else where they go, and where sizes go."""
-    return offsets_at, 0 if offsets_at else checks.address(out.offsets), checks.address(out.splits) if align > 1 else 0
+def addresses(out: Grouped) -> forms.Addresses:
+    """As of a Quantized."""
+    row, row_scales, column, column_scales = (
+        0 if a is None else checks.address(a) for a in (out.rowwise, out.scale_inv, out.columnwise, out.columnwise_scale_inv))
+    return 0, row, row_scales, column, column_scales
+
+
+class Division(NamedTuple):
+    """Rows of a result divided into tiles for the blocks of a launch: `down` runs of so many `rows`, none with rows of two groups. What
+    follows the last group is one more, to be cleared. members: of RowGroups in kernels_cu/include/groups.cuh, but for `runs`."""
+
+    rows: int
+    down: int
+    grid: int
+    members: tuple[Any, ...]
+
+    @property
+    def to_find(self) -> tuple[int, int, tuple[Any, ...]]:
+        """What `GroupRuns` finds the runs from."""
+        return self.rows, self.down, self.members
+
+
+def divided(out: Grouped, x: Array, groups: Groups, offsets_at: int, align: int, rows: int, columns: int, clears: int = 0) -> Division:
+    """Into tiles of rows x columns. clears: runs that have no rows, and clear scales."""
+    across = max(1, cdiv(out.shape[1], columns))
+    down = max(1, clears + padded_rows(out.shape[0], len(groups.array) + 1, rows) // rows)
+    places = offsets_at, 0 if offsets_at else checks.address(out.offsets), checks.address(out.splits) if align > 1 else 0
+    return Division(rows, down, checks.grid_size(down * across, x.shape), (
+        *places, groups.at, len(groups.array), error_word(x), groups.wide, len(x), out.shape[1], out.shape[0], across, align))

@@ -13,12 +13,12 @@ import numpy as np
 from ..arrays import Array
 from ..formats import FORMATS, FP8_DTYPES, INPUT_DTYPES
 from ..grouped import Grouped
-from ..layouts import cdiv, padded_rows
-from ..runtime import Kernel, Variant, error_word, workspace
+from ..layouts import cdiv
+from ..runtime import Kernel, Variant, workspace
 from . import blocks, checks, group_blocks
 from . import splits as sizes
-from .forms import ABSENT, AS_IS, TRANSPOSED, Side
-from .group_forms import out_places
+from .forms import ABSENT, AS_IS, NOWHERE, PanelMembers, Side
+from .group_forms import addresses, divided
 from .group_runs import GroupRuns, pays
 from .panels import LANE_COLUMNS, Panels
 
@@ -40,41 +40,29 @@ class Launch:
     def __init__(self, plan: group_blocks.Plan, out: Grouped, x: Array, at: int, noop_at: int, offsets_at: int, groups: sizes.Groups,
                  align: int, owner: Array | None) -> None:
         assert isinstance(plan, blocks.Plan)
-        (fast, slow), members = plan.tile_launch(list(plan.forms))
-        data_at = {name: 0 if a is None else checks.address(a) for name, a in (("rowwise", out.rowwise), ("columnwise", out.columnwise))}
-        scales_at = {name: 0 if a is None else checks.address(a) for name, a in (("rowwise", out.scale_inv),
-                                                                                ("columnwise", out.columnwise_scale_inv))}
-        places = [data_at[side.data] if side.data else 0 for side in (fast, slow)]
-        grids = [(scales_at[side.scales] if side.scales else 0, *side.strides) for side in (fast, slow)]
-        number, rows_alone = len(groups.array), (fast.stored, slow.stored) == (AS_IS, ABSENT)
+        (fast, slow), of_plan = plan.tile_launch(list(plan.forms))
+        rows_alone = (fast.stored, slow.stored) == (AS_IS, ABSENT)
         run, share = (_RUN, _SHARE) if rows_alone else (_PANELS.rows, _PANELS.columns)
-        across = max(1, cdiv(plan.columns, share))
-        # What follows the last group is one more, to be cleared; a run of its own clears scales.
-        down = 1 + padded_rows(plan.rows, number + 1, run) // run
-        grid = checks.grid_size(down * across, x.shape)
-        where = groups.at, number, error_word(x), groups.wide, len(x), plan.columns, plan.rows, across, align
-        row_groups = (*out_places(out, offsets_at, align), *where)
-        scales = group_blocks.scales_of(plan, number, fast)
-        shifts = scales[1], 0
+        division = divided(out, x, groups, offsets_at, align, run, share, clears=1)
         chunk = _CHUNK_BYTES // x.dtype.itemsize if rows_alone else LANE_COLUMNS
-        vector = _vector(plan, at, (fast, slow), places, chunk)
+        members = PanelMembers(plan, (fast, slow), of_plan, chunk, grouped=True)
+        aligned = at % (chunk * x.dtype.itemsize) == 0
+        scales = group_blocks.scales_of(plan, len(groups.array), fast)
         tops_at, clear = (0, 0), (0, 0)
         if not rows_alone:
-            tops_at, clear = self._tops(plan, x, owner, number, (fast, slow))
+            tops_at, clear = self._tops(plan, x, owner, len(groups.array), (fast, slow))
         self.runs = None
-        if clear[1] or pays(x, grid):
-            self.runs = GroupRuns(x, owner, row_groups, run, down, shifts, clear)
+        if clear[1] or pays(x, division.grid):
+            self.runs = GroupRuns(x, owner, *division.to_find, (scales[1], 0), clear)
         rest = 0 if self.runs is None else self.runs.at, *scales, 0, 0, 0, 0, *tops_at
-        described = *grids[0], *grids[1], *members, vector
 
-        self.launches: list[tuple[Variant, int, tuple[Any, ...]]] = []
+        variant = (_rows_variant if rows_alone else _lines_variant)(plan.source, plan.to)
+        quantised = (at, noop_at, *members.at(addresses(out), aligned), *division.members, *rest, _QUANTIZE, _team(plan.columns, chunk))
+        self.launches: list[tuple[Variant, int, tuple[Any, ...]]] = [(variant, division.grid, quantised)]
         if not rows_alone:
             # Nothing is written but maxima: the other launch clears what no group has, and tells of the groups.
-            nowhere = [(0, *side.strides) for side in (fast, slow)]
-            found = at, noop_at, 0, 0, *nowhere[0], *nowhere[1], *members, vector, offsets_at, 0, 0, *where, *rest, _FIND, 0
-            self.launches.append((_lines_variant(plan.source, plan.to), grid, found))
-        variant = _rows_variant(plan.source, plan.to) if rows_alone else _lines_variant(plan.source, plan.to)
-        self.launches.append((variant, grid, (at, noop_at, *places, *described, *row_groups, *rest, _QUANTIZE, _team(plan.columns, chunk))))
+            found = at, noop_at, *members.at(NOWHERE, aligned), offsets_at, 0, 0, *division.members[3:], *rest, _FIND, 0
+            self.launches.insert(0, (variant, division.grid, found))
 
     def _tops(self, plan: blocks.Plan, x: Array, owner: Array | None, number: int,
               sides: tuple[Side, Side]) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -91,16 +79,6 @@ class Launch:
             self.runs.run(x)
         for variant, grid, members in self.launches:
             variant.launch(x, grid, *members)
-
-
-def _vector(plan: blocks.Plan, at: int, sides: tuple[Side, Side], places: list[int], chunk: int) -> int:
-    """Bits: x, fast data, slow data allow chunks of so many elements; of transposed data the kernel asks for each group."""
-    loads = plan.columns % chunk == 0
-    vector = int(loads and at % (chunk * plan.source.itemsize) == 0)
-    for bit, side, place in zip((2, 4), sides, places, strict=True):
-        if side.stored == TRANSPOSED or (loads and place % chunk == 0):
-            vector |= bit
-    return vector
 
 
 def _team(columns: int, chunk: int) -> int:

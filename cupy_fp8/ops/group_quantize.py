@@ -17,12 +17,12 @@ from ..formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float32
 from ..grouped import Grouped
 from ..layouts import cdiv, padded_rows, round_up
 from ..recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, check_directions, checked_eps
-from ..runtime import Kernel, Variant, error_word, executor_of, workspace
+from ..runtime import Kernel, Variant, executor_of, workspace
 from . import checks, group_blocks, group_forms, group_lines, resident, tiles
 from . import splits as sizes
 from .group_amax import RUN_ROWS, GroupScales, Rule
 from .group_amax import variants as amax_variants
-from .group_forms import Arrays, GroupForm, out_places
+from .group_forms import Arrays, GroupForm, addresses, divided
 from .group_runs import ROW_GROUPS, GroupRuns
 from .group_runs import variants as run_variants
 from .scale import scale_target
@@ -235,24 +235,16 @@ class _Launch:
 
     def __init__(self, out: Grouped, x: Array, at: int, dtype: np.dtype[Any], scales_at: int, amaxes_at: int, noop_at: int, offsets_at: int,
                  groups: sizes.Groups, align: int, own: GroupScales | None, owner: Array | None) -> None:
-        (rows, columns), number = out.shape, len(groups.array)
-        data_at = 0 if out.rowwise is None else checks.address(out.rowwise)
-        data_t_at = 0 if out.columnwise is None else checks.address(out.columnwise)
         aligned = _is_aligned(out, x, at)
         tile = tiles.choose(x, _LARGE) if aligned else tiles.SMALL
-        across = max(1, cdiv(columns, tile.columns))
-        # What follows the last group is one more, to be cleared.
-        down = max(1, padded_rows(rows, number + 1, tile.rows) // tile.rows)
+        division = divided(out, x, groups, offsets_at, align, tile.rows, tile.columns)
         self.own = own                                       # what finds the scales, before
-        row_groups = (*out_places(out, offsets_at, align), groups.at, number, error_word(x), groups.wide, len(x), columns, rows,
-                      across, align)
         # What finds the runs; the program of large tiles wants them found.
-        self.runs = None if tile is tiles.SMALL else GroupRuns(x, owner, row_groups, tile.rows, down)
-        self.variant = _variant(x.dtype, dtype, tile)
-        self.grid = checks.grid_size(down * across, x.shape)
-        self.members = (
-            at, data_at, data_t_at, scales_at, checks.address(out.scale_inv), amaxes_at, noop_at, *row_groups,
-            0 if self.runs is None else self.runs.at, int(aligned), int(own is not None))
+        self.runs = None if tile is tiles.SMALL else GroupRuns(x, owner, *division.to_find)
+        self.variant, self.grid = _variant(x.dtype, dtype, tile), division.grid
+        _, data_at, scale_inv_at, data_t_at, _ = addresses(out)
+        self.members = (at, data_at, data_t_at, scales_at, scale_inv_at, amaxes_at, noop_at, *division.members,
+                        0 if self.runs is None else self.runs.at, int(aligned), int(own is not None))
 
     def run(self, x: Array) -> None:
         if self.own is not None:
@@ -280,22 +272,18 @@ class _CurrentLaunch:
 
     def __init__(self, out: Grouped, x: Array, at: int, dtype: np.dtype[Any], amaxes_at: int, noop_at: int, offsets_at: int,
                  groups: sizes.Groups, align: int, choice: resident.Choice, rule: Rule, owner: Array | None) -> None:
-        (rows, columns), number, tile = out.shape, len(groups.array), resident.TILE
-        across = max(1, cdiv(columns, tile.columns))
-        down = max(1, padded_rows(rows, number + 1, tile.rows) // tile.rows)
-        count = checks.grid_size(down * across, x.shape)
-        row_groups = (*out_places(out, offsets_at, align), groups.at, number, error_word(x), groups.wide, len(x), columns, rows,
-                      across, align)
-        self.runs = GroupRuns(x, owner, row_groups, tile.rows, down)
-        words = resident.words(count) + 2 * number
+        tile = resident.TILE
+        division = divided(out, x, groups, offsets_at, align, tile.rows, tile.columns)
+        count = division.grid
+        self.runs = GroupRuns(x, owner, *division.to_find)
+        words = resident.words(count) + 2 * len(groups.array)
         self._words = workspace(owner, x, "group_current", 1 << (words - 1).bit_length())
         words_at = checks.address(self._words)
         self.variant = resident.variant(_CURRENT, x.dtype, dtype, choice.shared)
         self.grid = choice.blocks
-        self.members = (
-            at, 0 if out.rowwise is None else checks.address(out.rowwise), 0 if out.columnwise is None else checks.address(out.columnwise),
-            checks.address(out.scale_inv), amaxes_at, noop_at, words_at + 4 * resident.words(count), *row_groups, self.runs.at,
-            *resident.members(words_at, count, choice, rule))
+        _, data_at, scale_inv_at, data_t_at, _ = addresses(out)
+        self.members = (at, data_at, data_t_at, scale_inv_at, amaxes_at, noop_at, words_at + 4 * resident.words(count), *division.members,
+                        self.runs.at, *resident.members(words_at, count, choice, rule))
 
     def run(self, x: Array) -> None:
         self.runs.run(x)

@@ -31,7 +31,7 @@ class GroupRuns:
     owner: the array that the workspace belongs to (see `workspace`); groups: the members of RowGroups before `runs`; shifts: of units of
     which each group's are counted; clear: address and bytes, both multiples of 16, of a workspace that it fills with zeros."""
 
-    def __init__(self, x: Array, owner: Array | None, groups: tuple[Any, ...], rows: int, count: int,
+    def __init__(self, x: Array, owner: Array | None, rows: int, count: int, groups: tuple[Any, ...],
                  shifts: tuple[int, int] = (0, 0), clear: tuple[int, int] = (0, 0)) -> None:
         room = max(_FEWEST, 1 << (count - 1).bit_length())          # so that not every number has a workspace of its own
         self._words = workspace(owner, x, "group_runs", _RUN_WORDS * room)

@@ -50,8 +50,7 @@ class _Form:
 
     @functools.cached_property
     def _sides(self) -> tuple[tuple[forms.Side, forms.Side], tuple[Any, ...]]:
-        plan = self.plan
-        return plan.tile_launch(list(plan.forms)) if isinstance(plan, blocks.Plan) else (plan.sides, plan.members)
+        return group_blocks.sides_of(self.plan)
 
     @functools.cached_property
     def members(self) -> forms.PanelMembers:
