@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(kCastThreads, kCastBlocks) swiglu_c
 #if BACKWARD
         u32 sums[kParts][kLineRows];
 #endif
-        rows.each([&](int r, float(&v)[kArrays][8], const float(&sigma)[8]) {
+        rows.each(at, [&](int r, float(&v)[kArrays][8], const float(&sigma)[8]) {
             float y[kParts][8];
 #if BACKWARD
             rows.gradients(g, r, weights[r * kApart], v, sigma, y, sums);
@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(kCastThreads, kCastBlocks) swiglu_c
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
         Chunk<OUT, 8> lines[kLineRows];
-        rows.each([&](int r, float(&v)[kArrays][8], const float(&sigma)[8]) {
+        rows.each(at, [&](int r, float(&v)[kArrays][8], const float(&sigma)[8]) {
             float y[8];
 #pragma unroll
             for (int i = 0; i < 8; i++) y[i] = mul_rn(mul_rn(mul_rn(v[0][i], sigma[i]), v[1][i]), weights[r * kApart]);

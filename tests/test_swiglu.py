@@ -12,6 +12,8 @@ from cupy_fp8 import cases, reference, testing
 from cupy_fp8.arrays import bits
 from cupy_fp8.formats import bfloat16, float8_e5m2, float16, float32
 from cupy_fp8.ops import swiglu as op
+from cupy_fp8.ops.group_runs import GroupRows
+from cupy_fp8.ops.splits import Groups
 from cupy_fp8.ops.swiglu import _plan
 from cupy_fp8.reference.swiglu import swiglu, swiglu_backward
 from cupy_fp8.results import Quantized, Scaled
@@ -494,7 +496,7 @@ def test_what_does_not_exist_counts_nowhere(run, how, interleaved):
 
 
 X = np.ones((8, 32), float32)
-OUT = MX.empty((8, 16), like=X)
+OUT, TWO = MX.empty((8, 16), like=X), np.ones((2, 32), float32)
 
 
 @pytest.mark.parametrize(("arguments", "options", "error", "message"), [
@@ -516,6 +518,16 @@ OUT = MX.empty((8, 16), like=X)
     ((X, MX), {"probs": [1.0] * 8}, TypeError, "probs: expected a numpy.ndarray"),
     ((X, MX), {"bias": np.ones(32, bfloat16)}, TypeError, "bias: expected dtype float32, got bfloat16"),
     ((X, MX), {"bias": np.ones(16, float32)}, ValueError, r"bias: expected an array of shape \(32,\)"),
+    ((X, MX), {"bias": TWO}, ValueError, "bias: of several experts needs splits="),
+    ((X, MX), {"bias": np.ones((2, 16), float32), "splits": [4, 4]}, ValueError, r"bias: expected an array of shape \(2, 32\)"),
+    ((X, MX), {"bias": TWO, "splits": [8]}, ValueError, r"bias: expected an array of shape \(1, 32\)"),
+    ((X, MX), {"bias": np.ones((2, 1, 32), float32), "splits": [4, 4]}, ValueError, r"bias: expected an array of shape \(2, 32\)"),
+    ((X, MX), {"bias": np.ones(32, float32), "splits": [8]}, ValueError, r"splits: expected a bias \[E, 2 H\], .* got one for all rows"),
+    ((X, MX), {"splits": [8]}, ValueError, r"splits: expected a bias \[E, 2 H\], one for each expert, got none"),
+    ((X, MX), {"bias": TWO, "splits": [4, 5]}, ValueError, "splits: expected sizes that add up to at most the 8 rows"),
+    ((X, MX), {"bias": TWO, "splits": np.array([4, -1])}, ValueError, "splits: expected sizes of 0 or more, got -1"),
+    ((X, MX), {"bias": TWO, "splits": np.ones(2, float32)}, TypeError, "splits: expected dtype int32"),
+    ((X, MX), {"bias": TWO, "splits": np.ones((1, 2), np.int64)}, ValueError, "splits: expected one dimension"),
     ((X, MX), {"clamp": "7"}, TypeError, "clamp: expected a number or None, got '7'"),
     ((X, MX), {"clamp": True}, TypeError, "clamp: expected a number or None"),
     ((X, MX), {"clamp": 0.0}, ValueError, r"clamp: expected a number above 0 \(in float32\), got 0.0"),
@@ -551,8 +563,9 @@ def test_results_need_memory_of_their_own():
 
     with pytest.raises(ValueError, match="overlaps the input"):
         fp8.swiglu_quantize(x, MX, out=out(1000))
-    for name, length in (("probs", 8), ("bias", 32), ("noop", 1)):
-        option: dict[str, Any] = {name: memory[2048:2048 + 4 * length].view(float32)}
+    for name, length in (("probs", 8), ("bias", 32), ("noop", 1), ("splits", 1)):
+        there = memory[2048:2048 + 4 * length].view(np.int32 if name == "splits" else float32)
+        option: dict[str, Any] = {name: there, **({"bias": np.zeros((1, 32), float32)} if name == "splits" else {})}
         with pytest.raises(ValueError, match=f"out: overlaps {name} in memory"):
             fp8.swiglu_quantize(x, MX, out=out(2050), **option)
     read_only = np.zeros(1, float32)
@@ -575,6 +588,82 @@ def test_as_many_scales_as_32_bits_count_are_refused():
         with pytest.raises(ValueError, match=rf"^x: expected fewer than 2\^32 scales, .* have from {rows} rows on"):
             _plan((rows, 2 * columns), np.dtype(bfloat16), fp8.BlockScaling(), True, False, False)
     _plan(((1 << 32) - 4, 16), np.dtype(bfloat16), fp8.BlockScaling(), True, False, False)
+
+
+# ---- biases of experts ----
+@pytest.mark.parametrize("half", [64, 27])
+@pytest.mark.parametrize("rows", [[100, 0, 33, 1, 130], [0, 0], [264], [1] * 70])
+def test_biases_of_experts_are_those_of_each_alone(run, half, rows):
+    """Rows of no expert have none at all: -0 stays what it is."""
+    x, bias = normal((270, 2 * half), bfloat16), normal((len(rows), 2 * half), bfloat16, seed=1)
+    bits(x)[264:, ::3] = 0x8000
+    grad = normal((270, half), bfloat16, seed=2)
+    for how, options in RECIPES.values():
+        if how is CURRENT:
+            continue
+        given = {"bias": run.array(bias), "splits": rows, **GPT_OSS, **options}
+        q = run.numpy(fp8.swiglu_quantize(run.array(x), how, **given)).data
+        back = run.numpy(fp8.swiglu_backward_quantize(run.array(grad), run.array(x), how, **given)[0]).data
+        start = 0
+        for own, count in zip([*bias, None], [*rows, 270 - sum(rows)], strict=True):
+            here, options["bias"] = slice(start, start + count), own
+            assert_bytes_equal(q[here], reference.swiglu_quantize(x[here], how, **GPT_OSS, **options).data)
+            assert_bytes_equal(back[here], reference.swiglu_backward_quantize(grad[here], x[here], how, **GPT_OSS, **options)[0].data)
+            start += count
+        del options["bias"]
+
+
+@pytest.mark.gpu
+def test_biases_of_experts_in_a_graph(recipe):
+    """Sizes, biases and values change in place. Wrong sizes are told, and are harmless."""
+    import cupy as cp
+
+    how, options = recipe
+    x, bias = (fp8.asarray(a, like="cupy") for a in (normal((400, 512), bfloat16), normal((3, 512), bfloat16, seed=1)))
+    grad, splits = fp8.asarray(normal((400, 256), bfloat16, 2), like="cupy"), cp.array([100, 0, 250])
+    outs: list[Any] = [None, None]
+
+    def call() -> None:
+        outs[0] = fp8.swiglu_quantize(x, how, columnwise=True, bias=bias, splits=splits, out=outs[0], **options)
+        outs[1] = fp8.swiglu_backward_quantize(grad, x, how, bias=bias, splits=splits, out=outs[1], **options)
+
+    call()
+    call()
+    stream = cp.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        call()
+        graph = stream.end_capture()
+        for seed, sizes, counted in ((5, [0, 300, 1], [0, 300, 1]), (6, [-4, 390, 90], [0, 390, 10])):
+            bits(bias)[...] = cp.asarray(bits(normal((3, 512), bfloat16, seed)))
+            splits[...] = cp.array(sizes)
+            graph.launch(stream)
+            stream.synchronize()
+            errors = fp8.device_errors()
+            assert bool(errors) == (sizes != counted), errors
+            host: dict[str, Any] = {"bias": fp8.asnumpy(bias), "splits": np.array(counted), **options}
+            executor = testing.Executor("cuda")
+            assert_same(executor.numpy(outs[0]), reference.swiglu_quantize(fp8.asnumpy(x), how, columnwise=True, **host))
+            assert_same(executor.numpy(outs[1][0]), reference.swiglu_backward_quantize(fp8.asnumpy(grad), fp8.asnumpy(x), how, **host)[0])
+
+
+@pytest.mark.parametrize(("sizes", "rows"), [
+    ([3, 0, 200], 300), ([-5, 7, 1 << 40, 9], 140), ([1 << 62, 1 << 62, 1 << 62], 129), ([], 1), ([0] * 100 + [5], 128), ([2] * 300, 600)])
+def test_the_group_of_every_row(sizes, rows):
+    """As the kernel finds it, of sizes on the device, which may be wrong. Rows of tiles that do not exist are nobody's."""
+    splits = np.array(sizes, np.int64)
+    want, start = np.full(-(-rows // 128) * 128, 0xFFFFFFFF, np.uint32), 0
+    for group, size in enumerate(sizes):
+        end = min(start + max(size, 0), rows)
+        want[start:end], start = group, end
+    with testing.executor("host"):
+        x = np.zeros((rows, 1), float32)
+        found = GroupRows(x, None, Groups(len(splits), splits.ctypes.data, splits.nbytes, 1, splits), rows, 128)
+        words = found._words
+        words[...] = 77
+        found.run(x)
+    assert_bytes_equal(words[:len(want)], want)
+    assert (words[len(want):] == 77).all()
 
 
 # ---- blocks that take several tiles ----
@@ -613,12 +702,16 @@ def test_tiles_one_below_the_other(run, several_tiles, recipe, directions, rows)
 
 @pytest.mark.parametrize("rows", [129, 900])
 @pytest.mark.parametrize("directions", [(True, False), (True, True)])
+@pytest.mark.parametrize("experts", [None, 3])
 @pytest.mark.parametrize("recipe", [DELAYED, BLOCKS, fp8.BlockScaling((1, 64), scale_layout="compact"), MX, TORCHAO], ids=str)
-def test_tiles_with_options_one_below_the_other(run, several_tiles, recipe, directions, rows):
+def test_tiles_with_options_one_below_the_other(run, several_tiles, recipe, directions, rows, experts):
     rowwise, columnwise = directions
     for dtype, half in ((bfloat16, 200), (float32, 136)):
-        x, grad, bias = normal((rows, 2 * half), dtype, 1), normal((rows, half), dtype, 3), normal((2 * half,), dtype, 4)
+        x, grad = normal((rows, 2 * half), dtype, 1), normal((rows, half), dtype, 3)
+        bias = normal((2 * half,) if experts is None else (experts, 2 * half), dtype, 4)
         how: dict[str, Any] = {"probs": normal((rows,), seed=2), "bias": bias, "rowwise": rowwise, "columnwise": columnwise, **GPT_OSS}
+        if experts is not None:
+            how["splits"] = np.array([rows // 3, 0, rows // 2])
         if recipe is DELAYED:
             how["scale"] = 0.5
         given = {name: run.array(a) if isinstance(a, np.ndarray) else a for name, a in how.items()}

@@ -1,8 +1,9 @@
-"""Cases of SwiGLU with quantisation. A case's shape is that of x, [M, 2 H]; its options `probs` and `bias` say which values these have."""
+"""Cases of SwiGLU with quantisation. A case's shape is that of x, [M, 2 H]; its options `probs` and `bias` say which values these have,
+`experts` how many of them have biases of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
@@ -23,8 +24,11 @@ from ..recipes import (
     MXScaling,
 )
 from .base import DIRECTIONS, Case, Op, source, values
+from .layouts import sizes
 
 _BOTH = DIRECTIONS[2]
+#: How many experts have biases of their own: of 133 rows, empty ones among them, one, more than rows, several rounds of the search; none.
+_EXPERTS = (1, 3, 9, 200, 0)
 _DELAYED: dict[str, Any] = {"recipe": DelayedScaling(), "scale": 0.37, "amax": 0.0}
 _RECIPES: tuple[dict[str, Any], ...] = (
     _DELAYED, {"recipe": CurrentScaling(), "amax": 0.0}, {"recipe": BlockScaling()}, {"recipe": MXScaling()})
@@ -47,9 +51,13 @@ _SCALES: tuple[Any, ...] = (
 def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
     options = dict(case.options)
     rows, width = case.shape
-    for name, length, dtype, seed in (("probs", rows, float32, 1), ("bias", width, case.dtype, 2)):
+    experts = options.pop("experts", None)
+    of_bias = (width,) if experts is None else (experts, width)
+    if experts is not None:
+        options["splits"] = sizes(rows - rows // 8, experts, 0).astype(np.int32 if options.pop("narrow", False) else np.int64)
+    for name, shape, dtype, seed in (("probs", (rows,), float32, 1), ("bias", of_bias, case.dtype, 2)):
         if name in options:
-            options[name] = values(options[name], (length,), dtype, seed)
+            options[name] = values(options[name], shape, dtype, seed)
     if "amax" in options:
         options["amax"] = np.full(1, options["amax"], np.float32)
     return (source(case), options.pop("recipe")), options
@@ -63,6 +71,22 @@ def _backward_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _in_blocks(to: np.dtype[Any]) -> tuple[BlockScaling | MXScaling, ...]:
     return BlockScaling(dtype=to), BlockScaling(dtype=to, profile="vllm"), MXScaling(to)
+
+
+def _of_experts(case: Callable[..., Case], weighted: dict[str, Any]) -> Iterator[Case]:
+    """Biases of each expert's own, in wide rows and others."""
+    for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
+        for how in (DelayedScaling(to), *_in_blocks(to)):
+            scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
+            yield case(dtype, (133, 2 * 136), "edges", recipe=how, **scale, **_GPT_OSS, **_BOTH, experts=5)
+    for i, experts in enumerate(_EXPERTS):
+        for interleaved, half in product((False, True), (136, 27)):
+            for j, directions in enumerate(DIRECTIONS[:3]):
+                yield case(bfloat16, (133, 2 * half), "normal", **_RECIPES[(i + j) % 4], **weighted, **directions, bias="normal",
+                           interleaved=interleaved, experts=experts, narrow=bool(i % 2))
+    for recipe in _RECIPES:
+        yield case(bfloat16, (700, 2 * 72), "bits", **recipe, **_BOTH, bias="bits", experts=40)
+        yield case(bfloat16, (0, 2 * 72), "bits", **recipe, **_BOTH, bias="bits", experts=3)
 
 
 def _backward(*args: Any, out: Any = None, **options: Any) -> Any:
@@ -87,6 +111,7 @@ def _backward_cases() -> Iterator[Case]:
         yield case(bfloat16, (50, 512), "normal", **recipe, **weighted, **_BOTH)
     yield case(bfloat16, (130, 30), "normal", recipe=BlockScaling(profile="vllm"), **weighted, **_BOTH)
     yield case(float32, (40, 264), "normal", recipe=MXScaling(scale_layout="swizzled"), **_OPTIONS[-1], **_BOTH)
+    yield case(bfloat16, (50, 272), "normal", **_DELAYED, **_GPT_OSS, **_BOTH, experts=3)
     for recipe in _RECIPES:
         yield case(bfloat16, (144, 208), "normal", **recipe, **weighted, **_BOTH)
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
@@ -129,6 +154,7 @@ def _backward_cases() -> Iterator[Case]:
         for how in (DelayedScaling(to), *_in_blocks(to)):
             scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
             yield case(dtype, (130, 2 * 136), "edges", recipe=how, **scale, **_GPT_OSS, **_BOTH)
+    yield from _of_experts(case, weighted)
     for interleaved in (False, True):                                               # sums of many tiles
         yield case(bfloat16, (3, 2 * 3000), "normal", **_DELAYED, **weighted, interleaved=interleaved)
         yield case(bfloat16, (9, 2 * 3072), "normal", **_DELAYED, **weighted, interleaved=interleaved)
@@ -143,6 +169,7 @@ def _cases() -> Iterator[Case]:
         yield case(bfloat16, (144, 208), "normal", **recipe, **_BOTH)
     yield case(bfloat16, (130, 30), "normal", recipe=BlockScaling(profile="vllm"), probs="normal", **_BOTH)
     yield case(float32, (40, 264), "normal", recipe=MXScaling(scale_layout="swizzled"), **_OPTIONS[-1], **_BOTH)
+    yield case(bfloat16, (50, 272), "normal", **_DELAYED, **_GPT_OSS, **_BOTH, experts=3)
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
         for kind, shape in (("bits", _ALIGNED), ("edges", (67, 202))):
             for how in (DelayedScaling(to), CurrentScaling(to, 1e-3, True), *_in_blocks(to)):
@@ -181,6 +208,7 @@ def _cases() -> Iterator[Case]:
             yield case(bfloat16, (133, 272), "normal", **recipe, **options, **directions)
     for scaling in _SCALES:
         yield case(bfloat16, (133, 272), "normal", recipe=scaling, **_GPT_OSS, **_BOTH)
+    yield from _of_experts(case, {"probs": "edges"})
     for mode, profile, scale_layout in product(MX_MODES, MX_PROFILES, MX_SCALE_LAYOUTS):
         yield case(bfloat16, (133, 290), recipe=MXScaling(mode=mode, profile=profile, scale_layout=scale_layout), **_BOTH)
         yield case(float32, (64, 144), "edges", recipe=MXScaling(float8_e5m2, mode, profile, scale_layout=scale_layout), **_BOTH)
@@ -190,7 +218,8 @@ def _cases() -> Iterator[Case]:
 
 OPS = (
     Op("swiglu_quantize", swiglu.swiglu_quantize, reference.swiglu_quantize, _inputs, _cases,
-       "SwiGLU (and gpt-oss' form) with weights, bias and clamp, quantised by any recipe from one read, without a rounding in between"),
+       "SwiGLU (and gpt-oss' form) with weights, biases (also one per expert) and clamp, quantised by any recipe from one read, without a "
+       "rounding in between"),
     Op("swiglu_backward_quantize", _backward, _backward_reference, _backward_inputs, _backward_cases,
        "the gradients of SwiGLU's input, quantised by any recipe, and of its weights, summed by a fixed tree"),
 )

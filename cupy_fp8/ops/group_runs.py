@@ -1,4 +1,5 @@
-"""Which rows of which group the blocks of a launch have, found before it. Kernel: kernels_cu/group_runs.cu."""
+"""Which rows of which group the blocks of a launch have, or which group has each row; found before it. Kernels:
+kernels_cu/group_runs.cu."""
 
 from __future__ import annotations
 
@@ -10,17 +11,20 @@ import numpy as np
 
 from .. import runtime
 from ..arrays import Array
-from ..layouts import cdiv
-from ..runtime import Kernel, Variant, workspace
+from ..layouts import cdiv, round_up
+from ..runtime import Kernel, Variant, error_word, workspace
 from . import checks
+from .splits import Groups
 
 #: RowGroups of kernels_cu/include/groups.cuh.
 ROW_GROUPS = "3PPqPI0q3q2IP"
 
 _KERNEL = Kernel("group_runs", "group_find_runs", ROW_GROUPS + "Pq2IPq")
+_KERNEL_OF_ROWS = Kernel("group_runs", "group_find_rows", "PqPI0q2qP")
 _THREADS = 256
+_SPAN = 128                     # rows of a warp (kSpan)
 _RUN_WORDS = 16                 # of a RowRun
-_FEWEST = 64                    # runs that a workspace has room for
+_FEWEST = 64                    # runs, or rows, that a workspace has room for
 _CHUNK_BYTES = 16               # cleared at once
 _MOST_CHUNKS = 4                # cleared by a thread, of a workspace of few runs
 _MANY = 8                       # blocks per multiprocessor for which a launch of its own pays
@@ -45,6 +49,21 @@ class GroupRuns:
         self._variant.launch(x, self._grid, *self._members)
 
 
+class GroupRows:
+    """A launch that finds the group of each of `rows` rows, and where it leaves them (`at`, u32 words, all ones for what no group has, up
+    to a whole number of tiles of so many rows) for the launch that follows on this stream. owner: as of GroupRuns."""
+
+    def __init__(self, x: Array, owner: Array | None, groups: Groups, rows: int, tile_rows: int) -> None:
+        count = round_up(rows, tile_rows)
+        self._words = workspace(owner, x, "group_rows", max(_FEWEST, 1 << max(0, count - 1).bit_length()))
+        self.at = checks.address(self._words)
+        self._grid = cdiv(count, _THREADS // 32 * _SPAN)
+        self._members = groups.at, len(groups.array), error_word(x), groups.wide, rows, count, self.at
+
+    def run(self, x: Array) -> None:
+        _rows_variant().launch(x, self._grid, *self._members)
+
+
 def pays(x: Array, grid: int) -> bool:
     """Whether a launch of so many blocks gains more than one more launch costs. (The CPU executor takes both ways, for what tests see.)"""
     return grid > (_MANY if isinstance(x, np.ndarray) else _MANY * runtime.multiprocessors(x.data.device_id))
@@ -53,6 +72,16 @@ def pays(x: Array, grid: int) -> bool:
 @functools.cache
 def _variant(rows: int) -> Variant:
     return _KERNEL.variant(block=_THREADS, RUN_ROWS=rows)
+
+
+@functools.cache
+def _rows_variant() -> Variant:
+    return _KERNEL_OF_ROWS.variant(block=_THREADS)
+
+
+def rows_variants() -> Iterator[Variant]:
+    """Every variant of GroupRows."""
+    yield _rows_variant()
 
 
 def variants(rows: Iterator[int]) -> Iterator[Variant]:

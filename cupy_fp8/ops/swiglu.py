@@ -28,12 +28,14 @@ from ..reference.swiglu import ALPHA
 from ..results import Quantized
 from ..runtime import Kernel, Variant, executor_of, workspace
 from . import blocks, checks, forms, mx, tiles
+from . import splits as sizes
 from .dbias import ColumnSums
+from .group_runs import GroupRows, rows_variants
 from .scale import scale_target
 
 FORMS = ("swiglu", "gpt_oss")
 _BLOCKS = ((1, 128), (1, 64), (1, 32))
-_GATE = "6P2q3fI"
+_GATE = "7P2q3fI"
 _CAST = Kernel("swiglu", "swiglu_cast", _GATE + "8P3f3I")
 _BLOCK = Kernel("swiglu_block", "swiglu_block", _GATE + "2PP5qP5q4f3I3I")
 _MX = Kernel("swiglu_mx", "swiglu_mx", _GATE + "2PP3qP3qfIi2I")
@@ -52,8 +54,9 @@ Recipe = DelayedScaling | CurrentScaling | BlockScaling | MXScaling
 
 
 def swiglu_quantize(x: Array, recipe: Recipe, *, scale: Any = None, amax: Array | None = None, probs: Array | None = None,
-                    bias: Array | None = None, rowwise: bool = True, columnwise: bool = False, clamp: float | None = None,
-                    form: str = "swiglu", interleaved: bool = False, noop: Array | None = None, out: Quantized | None = None) -> Quantized:
+                    bias: Array | None = None, splits: Any = None, rowwise: bool = True, columnwise: bool = False,
+                    clamp: float | None = None, form: str = "swiglu", interleaved: bool = False, noop: Array | None = None,
+                    out: Quantized | None = None) -> Quantized:
     """SwiGLU of both halves of x, quantised by a recipe, from one read of x.
 
         y = ((a * sigma(a)) * b) * p                                form 'swiglu', sigma(a) = 1 / (1 + exp(-a))
@@ -69,14 +72,16 @@ def swiglu_quantize(x: Array, recipe: Recipe, *, scale: Any = None, amax: Array 
     scale : of DelayedScaling: one-element f32 array, or a number
     amax : of a per-tensor recipe: one-element f32 array, raised to the largest |y| (NaN ignored); not zeroed first
     probs : f32 array [M], the weight p of each row
-    bias : array [2 H] of x's dtype, in the order of x's columns; added to every row first
+    bias : array [2 H] of x's dtype, in the order of x's columns; added to every row first. Or [E, 2 H], one for each expert, with `splits`
+    splits : rows of each of E experts, which follow one another: an int32 or int64 array [E] of x's kind, or a list. Rows that they leave
+        over (memory allocated for the worst case) get no bias. Takes a small launch before
     rowwise, columnwise : directions of y, [M, H]. Column-wise data are stored as the recipe stores them: transposed, but for MX
     clamp : a number c above 0: a is at most c, b at most c and at least -c (after the bias; NaN stays)
     form : 'swiglu' or 'gpt_oss'
     interleaved : a row of x is a0, b0, a1, b1, …; so is bias
     noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `out`
     out : an earlier result of the same shape and options (or ``recipe.empty((M, H), …)``); written in place and returned. With it the call
-        allocates nothing and can be captured into a CUDA graph
+        allocates nothing and can be captured into a CUDA graph, with splits once it has been used before
 
     Returns
     -------
@@ -85,7 +90,8 @@ def swiglu_quantize(x: Array, recipe: Recipe, *, scale: Any = None, amax: Array 
     Raises
     ------
     TypeError for wrong dtypes or NumPy and CuPy arrays mixed, ValueError for shapes, options and overlaps, DeviceError; all before
-    anything is written.
+    anything is written. Splits on the device raise nothing: a negative one counts as 0, an expert that goes past the last row ends there;
+    `device_errors` tells.
 
     Source: arXiv 2002.05202 (SwiGLU); gpt-oss; TransformerEngine; FP8-Flow-MoE. Bytes moved per element of y: 2 of x + 1 per direction;
     current scaling reads x twice.
@@ -94,13 +100,18 @@ def swiglu_quantize(x: Array, recipe: Recipe, *, scale: Any = None, amax: Array 
     >>> q = fp8.swiglu_quantize(np.array([[0, 2, 3, 5]], np.float32), fp8.DelayedScaling(), scale=1.0)
     >>> q.data.astype(np.float32).tolist()                          # 0 * 0.5 * 3, 2 * 0.8808 * 5
     [[0.0, 9.0]]
+    >>> x, bias = np.zeros((3, 2), np.float32), np.float32([[0, 2], [4, 5]])
+    >>> fp8.swiglu_quantize(x + 1, fp8.DelayedScaling(), scale=1.0, bias=bias, splits=[1, 1]).data.astype(np.float32).tolist()
+    [[2.25], [30.0], [0.75]]
     """
-    return _quantize(x, None, recipe, _Options(scale, amax, probs, bias, rowwise, columnwise, clamp, form, interleaved), noop, out, None)[0]
+    options = _Options(scale, amax, probs, bias, splits, rowwise, columnwise, clamp, form, interleaved)
+    return _quantize(x, None, recipe, options, noop, out, None)[0]
 
 
 def swiglu_backward_quantize(grad: Array, x: Array, recipe: Recipe, *, scale: Any = None, amax: Array | None = None,
-                             probs: Array | None = None, bias: Array | None = None, rowwise: bool = True, columnwise: bool = False,
-                             clamp: float | None = None, form: str = "swiglu", interleaved: bool = False, noop: Array | None = None,
+                             probs: Array | None = None, bias: Array | None = None, splits: Any = None, rowwise: bool = True,
+                             columnwise: bool = False, clamp: float | None = None, form: str = "swiglu", interleaved: bool = False,
+                             noop: Array | None = None,
                              out: tuple[Quantized, Array | None] | None = None) -> tuple[Quantized, Array | None]:
     """The gradients of SwiGLU, quantised by a recipe, from one read of grad and x.
 
@@ -115,7 +126,7 @@ def swiglu_backward_quantize(grad: Array, x: Array, recipe: Recipe, *, scale: An
     Parameters
     ----------
     grad : array [M, H] of x's dtype, the gradient of y
-    x, probs, bias, clamp, form, interleaved : as `swiglu_quantize` had them
+    x, probs, bias, splits, clamp, form, interleaved : as `swiglu_quantize` had them
     recipe, scale, amax, rowwise, columnwise, noop : as for `swiglu_quantize`, of the gradient [da | db] of x (interleaved: da0, db0, …)
     out : an earlier result of the same shape and options; written in place and returned. With it the call allocates nothing and can be
         captured into a CUDA graph, once it has been used before
@@ -148,7 +159,7 @@ def swiglu_backward_quantize(grad: Array, x: Array, recipe: Recipe, *, scale: An
         dprobs = out[1]
     if grad is None:
         raise TypeError("grad: expected a numpy.ndarray or cupy.ndarray, got None")
-    options = _Options(scale, amax, probs, bias, rowwise, columnwise, clamp, form, interleaved)
+    options = _Options(scale, amax, probs, bias, splits, rowwise, columnwise, clamp, form, interleaved)
     result = _quantize(x, grad, recipe, options, noop, None if out is None else out[0], dprobs)
     return result if out is None else out
 
@@ -160,6 +171,7 @@ class _Options(NamedTuple):
     amax: Array | None
     probs: Array | None
     bias: Array | None
+    splits: Any
     rowwise: bool
     columnwise: bool
     clamp: float | None
@@ -191,11 +203,16 @@ def _quantize(x: Array, grad: Array | None, recipe: Any, o: _Options, noop: Arra
             checks.same_device(grad, x, "grad")
         reads("grad", grad_at, grad.nbytes)
     # Names that keep copies until the launch.
-    probs, probs_at = (None, 0) if o.probs is None else _vector(o.probs, rows, float32, x, xp, "probs")
-    bias, bias_at = (None, 0) if o.bias is None else _vector(o.bias, 2 * half, x.dtype, x, xp, "bias")
+    probs, probs_at = (None, 0) if o.probs is None else _array(o.probs, (rows,), float32, x, xp, "probs")
+    groups = _experts(o, x, xp)
+    bias_shape = (2 * half,) if groups is None else (len(groups.array), 2 * half)
+    bias, bias_at = (None, 0) if o.bias is None else _array(o.bias, bias_shape, x.dtype, x, xp, "bias")
     for name, a, a_at in (("probs", probs, probs_at), ("bias", bias, bias_at)):
         if a is not None:
             reads(name, a_at, a.nbytes)
+    if groups is not None:
+        reads("splits", groups.at, groups.nbytes)
+        bias_at *= len(groups.array) > 0                # its address may be anything
     noop_at = 0 if noop is None else reads("noop", checks.one_f32(noop, x, xp, "noop"), 4)
     limit = _limit(o.clamp)
     if not isinstance(o.form, str) or o.form not in FORMS:
@@ -229,10 +246,11 @@ def _quantize(x: Array, grad: Array | None, recipe: Any, o: _Options, noop: Arra
     if executor_of(xp) == "reference":
         if out is not None and noop is not None and noop.reshape(()) == 1:
             return out, dprobs
+        options = o._replace(splits=None if groups is None else groups.host)._asdict()
         if grad is None:
-            result, sums = reference.swiglu_quantize(x, recipe, **o._asdict()), None
+            result, sums = reference.swiglu_quantize(x, recipe, **options), None
         else:
-            result, sums = reference.swiglu_backward_quantize(grad, x, recipe, **o._asdict())
+            result, sums = reference.swiglu_backward_quantize(grad, x, recipe, **options)
         if out is None:
             return result, sums
         forms.store(out, result)
@@ -254,14 +272,19 @@ def _quantize(x: Array, grad: Array | None, recipe: Any, o: _Options, noop: Arra
     if half % 8 == 0 and (at | bias_at | grad_at) % 16 == 0 and target.wide:
         flags |= _WIDE
     alpha = float(ALPHA) if o.form == "gpt_oss" else 1.0
-    gate = (at, grad_at, bias_at, probs_at, noop_at, sums_at, rows, plan.columns, limit, -limit, alpha, flags)
+    owner, experts_at = out._any.scale_inv if given else None, 0
+    if groups is not None and rows and len(groups.array):
+        experts = GroupRows(x, owner, groups, rows, _TILE.rows)
+        experts.run(x)
+        experts_at = experts.at
+    gate = (at, grad_at, bias_at, experts_at, probs_at, noop_at, sums_at, rows, plan.columns, limit, -limit, alpha, flags)
     program = _ANY
     if flags & _WIDE:
         if flags == _WIDE and bias is None and (grad is None or half % _TILE.columns == 0):
             program = _PLAIN
         elif plan.options_variant is not None and (grad is None or bool(o.interleaved) or half % plan.run == 0):
             program = _OPTIONS
-    plan.launch(x, program, gate, target, scale_at, scale_value, amax_at, out._any.scale_inv if given else None)
+    plan.launch(x, program, gate, target, scale_at, scale_value, amax_at, owner)
     if column_sums is not None:
         column_sums.finish(x, _TILE.columns, noop_at)
     return out, dprobs
@@ -472,13 +495,28 @@ def _target(out: Quantized, plan: _Plan, x: Array, xp: Any) -> _Target:
     return target
 
 
-def _vector(a: Any, length: int, dtype: np.dtype[Any], x: Array, xp: Any, name: str) -> tuple[Array, int]:
-    """(a ready for a kernel, its address): an array [length] of x's kind and device."""
+def _experts(o: _Options, x: Array, xp: Any) -> sizes.Groups | None:
+    """Whose biases rows have, where not all have the same."""
+    dimensions = getattr(o.bias, "ndim", 1)
+    if o.splits is None:
+        if dimensions > 1:
+            raise ValueError("bias: of several experts needs splits=, the rows of each; one bias for all rows has one dimension")
+        return None
+    if dimensions < 2:
+        raise ValueError(f"splits: expected a bias [E, 2 H], one for each expert, got {'none' if o.bias is None else 'one for all rows'}")
+    groups = sizes.read(o.splits, x, xp, False)
+    if groups.host is not None:
+        sizes.check_at_most(groups.host, len(x))
+    return groups
+
+
+def _array(a: Any, shape: tuple[int, ...], dtype: np.dtype[Any], x: Array, xp: Any, name: str) -> tuple[Array, int]:
+    """(a ready for a kernel, its address): an array of that shape, of x's kind and device."""
     if not isinstance(a, xp.ndarray):
         backend.require_module(a, xp, name)
     a, _, at = checks.source(a, (dtype,), name)
-    if a.shape != (length,):
-        raise ValueError(f"{name}: expected an array of shape ({length},), got shape {a.shape}")
+    if a.shape != shape:
+        raise ValueError(f"{name}: expected an array of shape {shape}, got shape {a.shape}")
     if xp is not np:
         checks.same_device(a, x, name)
     return a, at
@@ -540,6 +578,7 @@ def _shared(v: Variant, columnwise: bool) -> int | None:
 
 def variants() -> Iterator[Variant]:
     """Every variant that these ops may launch."""
+    yield from rows_variants()
     for source, to, backward, plain in product(INPUT_DTYPES, FP8_DTYPES, (0, 1), (0, 1, 2)):
         if plain < 2 or not backward:
             yield _variant(_CAST, source, to, backward, plain)

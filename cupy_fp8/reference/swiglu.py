@@ -17,19 +17,19 @@ ALPHA = np.float32(1.702)
 
 
 def swiglu_quantize(x: np.ndarray, recipe: Any, *, scale: Any = None, amax: np.ndarray | None = None, probs: np.ndarray | None = None,
-                    bias: np.ndarray | None = None, rowwise: bool = True, columnwise: bool = False, clamp: float | None = None,
-                    form: str = "swiglu", interleaved: bool = False) -> Quantized:
+                    bias: np.ndarray | None = None, splits: np.ndarray | None = None, rowwise: bool = True, columnwise: bool = False,
+                    clamp: float | None = None, form: str = "swiglu", interleaved: bool = False) -> Quantized:
     """The recipe's rule on y."""
-    y = swiglu(x, probs=probs, bias=bias, clamp=clamp, form=form, interleaved=interleaved)
+    y = swiglu(x, probs=probs, bias=bias, splits=splits, clamp=clamp, form=form, interleaved=interleaved)
     return quantize(y, x.dtype, recipe, scale, amax, rowwise, columnwise)
 
 
 def swiglu_backward_quantize(grad: np.ndarray, x: np.ndarray, recipe: Any, *, scale: Any = None, amax: np.ndarray | None = None,
-                             probs: np.ndarray | None = None, bias: np.ndarray | None = None, rowwise: bool = True,
-                             columnwise: bool = False, clamp: float | None = None, form: str = "swiglu",
+                             probs: np.ndarray | None = None, bias: np.ndarray | None = None, splits: np.ndarray | None = None,
+                             rowwise: bool = True, columnwise: bool = False, clamp: float | None = None, form: str = "swiglu",
                              interleaved: bool = False) -> tuple[Quantized, np.ndarray | None]:
     """The recipe's rule on the gradient of x; the gradient of probs."""
-    dx, dprobs = swiglu_backward(grad, x, probs=probs, bias=bias, clamp=clamp, form=form, interleaved=interleaved)
+    dx, dprobs = swiglu_backward(grad, x, probs=probs, bias=bias, splits=splits, clamp=clamp, form=form, interleaved=interleaved)
     return quantize(dx, x.dtype, recipe, scale, amax, rowwise, columnwise), dprobs
 
 
@@ -48,10 +48,10 @@ def quantize(y: np.ndarray, source: np.dtype[Any], recipe: Any, scale: Any, amax
                           scale_layout=recipe.scale_layout, source=source, **directions)
 
 
-def swiglu(x: np.ndarray, *, probs: np.ndarray | None = None, bias: np.ndarray | None = None, clamp: float | None = None,
-           form: str = "swiglu", interleaved: bool = False) -> np.ndarray:
+def swiglu(x: np.ndarray, *, probs: np.ndarray | None = None, bias: np.ndarray | None = None, splits: np.ndarray | None = None,
+           clamp: float | None = None, form: str = "swiglu", interleaved: bool = False) -> np.ndarray:
     """y = ((a * sigma(a)) * b) * p in f32, of 'gpt_oss' ((a * sigma(alpha * a)) * (b + 1)) * p."""
-    a, b = clamped(*halves(x, bias, interleaved), clamp)
+    a, b = clamped(*halves(x, bias, splits, interleaved), clamp)
     if form == "gpt_oss":
         sigma, b = numerics.sigmoid(numerics.mul(a, ALPHA)), numerics.add(b, numerics.F32_ONE)
     else:
@@ -62,10 +62,11 @@ def swiglu(x: np.ndarray, *, probs: np.ndarray | None = None, bias: np.ndarray |
 
 
 def swiglu_backward(grad: np.ndarray, x: np.ndarray, *, probs: np.ndarray | None = None, bias: np.ndarray | None = None,
-                    clamp: float | None = None, form: str = "swiglu", interleaved: bool = False) -> tuple[np.ndarray, np.ndarray | None]:
+                    splits: np.ndarray | None = None, clamp: float | None = None, form: str = "swiglu",
+                    interleaved: bool = False) -> tuple[np.ndarray, np.ndarray | None]:
     """(dx, f32, laid out as x; dprobs or None)."""
     one, g = numerics.F32_ONE, numerics.widen(grad)
-    given_a, given_b = halves(x, bias, interleaved)
+    given_a, given_b = halves(x, bias, splits, interleaved)
     a, b = clamped(given_a, given_b, clamp)
     u = a
     if form == "gpt_oss":
@@ -83,11 +84,15 @@ def swiglu_backward(grad: np.ndarray, x: np.ndarray, *, probs: np.ndarray | None
     return dx, None if probs is None else numerics.tree_sum(numerics.mul(numerics.mul(g, silu), b), 1)
 
 
-def halves(x: np.ndarray, bias: np.ndarray | None, interleaved: bool) -> tuple[np.ndarray, np.ndarray]:
-    """a and b, biased."""
+def halves(x: np.ndarray, bias: np.ndarray | None, splits: np.ndarray | None, interleaved: bool) -> tuple[np.ndarray, np.ndarray]:
+    """a and b, biased. splits: rows of experts, each with a row of bias; rows that they leave over have none."""
     v = numerics.widen(x)
-    if bias is not None:
+    if bias is not None and splits is None:
         v = numerics.add(v, numerics.widen(bias))
+    elif bias is not None and splits is not None:
+        ends = np.cumsum(splits)
+        for start, end, own in zip(ends - splits, ends, numerics.widen(bias), strict=True):
+            v[start:end] = numerics.add(v[start:end], own)
     half = v.shape[1] // 2
     return (v[:, ::2], v[:, 1::2]) if interleaved else (v[:, :half], v[:, half:])
 

@@ -9,10 +9,12 @@
 
 struct Gate {
     static constexpr u32 kClamped = 1, kGptOss = 2, kInterleaved = 4, kWide = 8;
+    static constexpr u32 kNone = ~0u;
 
     const IN::storage* x;        // [rows, 2 H]: a then b in each row, or a0 b0 a1 b1 ... (kInterleaved)
     const IN::storage* grad;     // BACKWARD: [rows, H]
-    const IN::storage* bias;     // [2 H], in the order of x; or null
+    const IN::storage* bias;     // [2 H], in the order of x, or with `experts` one after the other; or null
+    const u32* experts;          // [rows, rounded up to whole tiles], whose biases each row has, kNone: nobody's; or null: all have the same
     const float* probs;          // [rows], or null
     const float* noop;           // one element: 1.0 there means that nothing is written; or null
     float* sums;                 // BACKWARD: of grad * dy / dp over the columns of a tile, [tiles across, rows]; or null
@@ -26,6 +28,12 @@ struct Gate {
     __device__ __forceinline__ bool interleaved() const { return has(kInterleaved); }
     __device__ __forceinline__ i64 half() const { return BACKWARD ? columns / 2 : columns; }         // H
     __device__ __forceinline__ i64 wrap() const { return interleaved() ? columns : half(); }
+    // Of a row, where there are biases; null: it has none.
+    __device__ __forceinline__ const IN::storage* bias_of(i64 row) const {
+        if (!experts) return bias;
+        const u32 expert = load_read_only(experts + row);
+        return expert == kNone ? nullptr : bias + expert * (2 * half());
+    }
 };
 
 using Tile = ByteTile<128, 128>;
@@ -190,12 +198,12 @@ struct Source {
 __device__ __forceinline__ void widen_clamped(const Gate& g, const Place& place, int r, int part, Halves& in, float (&a)[kPart],
                                               float (&b)[kPart], u32& clipped) {
     in.widen(g, part, a, b);
-    if (g.bias) {
-        const int left = r < place.rows_left ? place.columns_left : 0;
+    const int left = r < place.rows_left ? place.columns_left : 0;
+    if (const IN::storage* const biases = g.bias && left ? g.bias_of(place.row + r) : nullptr) {
         Halves bias;
         float of_a[kPart], of_b[kPart];
-        if (g.has(Gate::kWide)) bias.load<true>(g, g.bias, place.column, left);
-        else bias.load<false>(g, g.bias, place.column, left);
+        if (g.has(Gate::kWide)) bias.load<true>(g, biases, place.column, left);
+        else bias.load<false>(g, biases, place.column, left);
         bias.widen(g, part, of_a, of_b);
 #pragma unroll
         for (int i = 0; i < kPart; i++) a[i] = add_rn(a[i], of_a[i]), b[i] = add_rn(b[i], of_b[i]);

@@ -16,7 +16,7 @@ __device__ __forceinline__ i64 end_of(const Gate& g, int part) {
     return BACKWARD && part == 0 && !g.interleaved() ? g.half() : g.columns;
 }
 
-// The biases of a block's columns, of a and b, in an order in which a thread has four after four. As f32; forward in blocks with transposed
+// The biases that all rows have, of a block's columns, of a and b, in an order in which a thread has four after four. As f32; forward in blocks with transposed
 // data as they come: there the chips with the least shared memory (99 KB) have none left.
 class Biases {
 #if defined(ENTRY_swiglu_block) && !BACKWARD
@@ -36,7 +36,7 @@ class Biases {
 public:
     // column: the block's first of y. Call __syncthreads() before add().
     static __device__ __forceinline__ void load(const Gate& g, i64 column) {
-        if (!g.bias || threadIdx.x >= 2 * Tile::kColumns) return;
+        if (!shares(g) || threadIdx.x >= 2 * Tile::kColumns) return;
         const int part = threadIdx.x / Tile::kColumns, e = threadIdx.x % Tile::kColumns;
         const i64 at = column + (adjoin(g) ? e : e % kHalf / 4 * 8 + e / kHalf * 4 + e % 4);
         const bool exists = at < g.half();
@@ -54,7 +54,7 @@ public:
     }
     // part: of a, or of b. Rows that do not exist are no longer 0 then.
     __device__ __forceinline__ void add(const Gate& g, int part, float (&v)[8]) const {
-        if (!g.bias) return;
+        if (!shares(g)) return;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const auto four = load(part * Tile::kColumns + half * kHalf);
@@ -71,6 +71,8 @@ public:
 
 private:
     using Four = Chunk<Kept, 4>;
+
+    static __device__ __forceinline__ bool shares(const Gate& g) { return g.bias && !g.experts; }
 #ifdef CUPY_FP8_HOST
     const Kept::storage* from;
 

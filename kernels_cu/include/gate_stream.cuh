@@ -92,16 +92,15 @@ public:
         const i64 row = at.row + line_row(0), column = at.column + Tile::patch_column();
 #if OPTIONS
         left = BACKWARD || column < half ? left_of(g.rows - row, tiles * Tile::kRows - line_row(0)) : 0;
+        const i64 in_row = first_of_row(g, at.column);
+        x = g.x + row * (2 * half) + in_row;
 #if BACKWARD
         absent = column < half ? 0 : kBothParts;
-        x = g.x + row * (2 * half) + column, grad = g.grad + row * half + column;
+        grad = g.grad + row * half + column;
         if (g.interleaved()) {
-            const i64 in_x = column + at.column;
-            absent = in_x >= g.columns ? kBothParts : in_x + Tile::kColumns >= g.columns ? kBothParts & ~kFirstPart : 0;
-            x += at.column, grad -= Tile::patch_column() / 2;
+            absent = in_row >= g.columns ? kBothParts : in_row + Tile::kColumns >= g.columns ? kBothParts & ~kFirstPart : 0;
+            grad -= Tile::patch_column() / 2;
         }
-#else
-        x = g.x + row * (2 * half) + (g.interleaved() ? 2 * column : column);
 #endif
         Biases::load(g, at.column);
 #else
@@ -120,15 +119,15 @@ public:
             shared_probs()[threadIdx.x] = g.probs && own < g.rows ? g.probs[own] : 1.0f;
         __syncthreads();
     }
-    // use(r, v, sigma) of the rows of a group. v: of a, b, grad; OPTIONS, and not BACKWARD: of a * sigma, b.
+    // use(r, v, sigma) of the rows of a group. v: of a, b, grad; OPTIONS, and not BACKWARD: of a * sigma, b. at: of the block's tile.
     template <class Use>
-    __device__ __forceinline__ void each(Use use) {
+    __device__ __forceinline__ void each(const StreamPosition& at, Use use) {
 #pragma unroll
         for (int r = 0; r < kLineRows; r++) {
             if (r % kAtOnce == 0) copy_async_wait<(kStages > kAtOnce)>();
             float v[kArrays][8], sigma[8];
 #if OPTIONS
-            read_options(r, v, sigma);
+            read_options(at, r, v, sigma);
 #else
             Eight raw;
             read(r, 0, raw);
@@ -178,7 +177,7 @@ public:
 #elif BACKWARD
         u32 sums[kLineRows];
 #endif
-        each([&](int r, float (&v)[kArrays][8], const float (&sigma)[8]) {
+        each(at, [&](int r, float (&v)[kArrays][8], const float (&sigma)[8]) {
 #if BACKWARD
             float values[kParts][8];
 #if OPTIONS
@@ -254,11 +253,43 @@ private:
         return true;
 #endif
     }
+    // The first element of a row of x that this thread has. column: the tile's.
+    static __device__ __forceinline__ i64 first_of_row(const Gate& g, i64 column) {
+        if (!g.interleaved()) return column + Tile::patch_column();
+        return 2 * column + (BACKWARD ? 1 : 2) * Tile::patch_column();
+    }
     // From a thread's first eight elements of a row of x to its others.
     __device__ __forceinline__ i64 second() const { return !gate.interleaved() ? half : BACKWARD ? Tile::kColumns : 8; }
 
+    // Those of the expert that has row r. part: of a, or of b.
+    __device__ __forceinline__ void add_biases(const StreamPosition& at, int r, int part, float (&v)[8]) const {
+        const Gate& g = gate;
+        const u32* experts = g.experts;
+        pin(experts);                                                // otherwise both parts' ways to sigma are compiled, and spill
+        if (!experts) return;
+        const TilePosition tile = at.tile();
+        const IN::storage* from = g.bias_of(tile.row + line_row(r));
+        if (!from || left <= r * kApart) return;
+        from += first_of_row(g, tile.column);
+        Eight own;
+        float of_own[8];
+        if (g.interleaved()) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {                   // four a and four b
+                load_eight<true>(own, from + half * second(), has(half));
+                widen_eight(own, of_own);
+#pragma unroll
+                for (int i = 0; i < 4; i++) v[half * 4 + i] = add_rn(v[half * 4 + i], of_own[2 * i + part]);
+            }
+            return;
+        }
+        load_eight<true>(own, from + part * half, has(part));
+        widen_eight(own, of_own);
+#pragma unroll
+        for (int i = 0; i < 8; i++) v[i] = add_rn(v[i], of_own[i]);
+    }
     // As the rest of each(), with options.
-    __device__ __forceinline__ void read_options(int r, float (&v)[kArrays][8], float (&sigma)[8]) {
+    __device__ __forceinline__ void read_options(const StreamPosition& at, int r, float (&v)[kArrays][8], float (&sigma)[8]) {
         const Gate& g = gate;
         Eight raw[2];
         read(r, 0, raw[0]);
@@ -269,8 +300,10 @@ private:
 #if BACKWARD
         widen_eight(raw[1], v[1]);
         biases.add(g, 1, v[1]);
+        add_biases(at, r, 0, v[0]), add_biases(at, r, 1, v[1]);
         clipped = clip(g, v[0], v[1]) | (left > r * kApart ? absent : kBothParts);
 #else
+        add_biases(at, r, 0, v[0]);
 #pragma unroll
         for (float& a : v[0]) a = at_most(a, g.limit);
 #endif
@@ -286,6 +319,7 @@ private:
         for (int i = 0; i < 8; i++) v[0][i] = mul_rn(v[0][i], sigma[i]);
         widen_eight(raw[1], v[1]);
         biases.add(g, 1, v[1]);
+        add_biases(at, r, 1, v[1]);
 #pragma unroll
         for (float& b : v[1]) b = at_least(at_most(b, g.limit), g.minus_limit);
 #endif
