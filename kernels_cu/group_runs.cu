@@ -3,8 +3,8 @@
 // group_find_runs  sizes of groups -> runs [count]: RowRun of every run of RUN_ROWS rows of the results, as find_run() (groups.cuh) finds them,
 //                  which a block of the launch that follows then loads. A warp finds one. And zeros in a workspace of those launches, where
 //                  one is given.
-// group_find_rows  sizes of groups -> group_of [all]: of each of `rows` rows the group that has it, kNobody of those that no group has and of
-//                  what is beyond; sizes that are wrong are reported. A warp finds those of kSpan rows.
+// group_find_rows  sizes of groups -> group_of [all]: the group of each of `rows` rows, kNobody of those that no group has and of what is
+//                  beyond; sizes that are wrong are reported. A warp finds those of kSpan rows.
 // Bytes moved: 64 per run, 16 per chunk cleared, 4 per row; the sizes are read from the L2.
 #include "groups.cuh"
 

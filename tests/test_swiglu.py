@@ -523,6 +523,7 @@ OUT, TWO = MX.empty((8, 16), like=X), np.ones((2, 32), float32)
     ((X, MX), {"bias": TWO, "splits": [8]}, ValueError, r"bias: expected an array of shape \(1, 32\)"),
     ((X, MX), {"bias": np.ones((2, 1, 32), float32), "splits": [4, 4]}, ValueError, r"bias: expected an array of shape \(2, 32\)"),
     ((X, MX), {"bias": np.ones(32, float32), "splits": [8]}, ValueError, r"splits: expected a bias \[E, 2 H\], .* got one for all rows"),
+    ((X, MX), {"bias": [[1.0] * 32], "splits": [8]}, TypeError, "bias: expected a numpy.ndarray"),
     ((X, MX), {"splits": [8]}, ValueError, r"splits: expected a bias \[E, 2 H\], one for each expert, got none"),
     ((X, MX), {"bias": TWO, "splits": [4, 5]}, ValueError, "splits: expected sizes that add up to at most the 8 rows"),
     ((X, MX), {"bias": TWO, "splits": np.array([4, -1])}, ValueError, "splits: expected sizes of 0 or more, got -1"),

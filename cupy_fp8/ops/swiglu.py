@@ -497,12 +497,11 @@ def _target(out: Quantized, plan: _Plan, x: Array, xp: Any) -> _Target:
 
 def _experts(o: _Options, x: Array, xp: Any) -> sizes.Groups | None:
     """Whose biases rows have, where not all have the same."""
-    dimensions = getattr(o.bias, "ndim", 1)
     if o.splits is None:
-        if dimensions > 1:
+        if getattr(o.bias, "ndim", 1) > 1:
             raise ValueError("bias: of several experts needs splits=, the rows of each; one bias for all rows has one dimension")
         return None
-    if dimensions < 2:
+    if o.bias is None or getattr(o.bias, "ndim", 2) < 2:
         raise ValueError(f"splits: expected a bias [E, 2 H], one for each expert, got {'none' if o.bias is None else 'one for all rows'}")
     groups = sizes.read(o.splits, x, xp, False)
     if groups.host is not None:

@@ -13,8 +13,8 @@ struct Gate {
 
     const IN::storage* x;        // [rows, 2 H]: a then b in each row, or a0 b0 a1 b1 ... (kInterleaved)
     const IN::storage* grad;     // BACKWARD: [rows, H]
-    const IN::storage* bias;     // [2 H], in the order of x, or with `experts` one after the other; or null
-    const u32* experts;          // [rows, rounded up to whole tiles], whose biases each row has, kNone: nobody's; or null: all have the same
+    const IN::storage* bias;     // [2 H], in the order of x; with `experts` [E, 2 H]; or null
+    const u32* experts;          // [rows, rounded up to whole tiles]: whose bias each row has, or kNone; or null: all have the same
     const float* probs;          // [rows], or null
     const float* noop;           // one element: 1.0 there means that nothing is written; or null
     float* sums;                 // BACKWARD: of grad * dy / dp over the columns of a tile, [tiles across, rows]; or null

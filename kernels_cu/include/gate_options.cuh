@@ -16,8 +16,8 @@ __device__ __forceinline__ i64 end_of(const Gate& g, int part) {
     return BACKWARD && part == 0 && !g.interleaved() ? g.half() : g.columns;
 }
 
-// The biases that all rows have, of a block's columns, of a and b, in an order in which a thread has four after four. As f32; forward in blocks with transposed
-// data as they come: there the chips with the least shared memory (99 KB) have none left.
+// The biases that all rows have, of a block's columns, of a and b, in an order in which a thread has four after four. As f32; forward in
+// blocks with transposed data as they come: there the chips with the least shared memory (99 KB) have none left.
 class Biases {
 #if defined(ENTRY_swiglu_block) && !BACKWARD
     using Kept = IN;
