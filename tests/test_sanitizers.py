@@ -34,8 +34,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(hostexec.available() is not N
 
 Check = Callable[[testing.Executor], None]
 FOUND = 66                                              # exit code of a child in which a sanitizer found something
-#: In which orders threads run; elsewhere in tests ("random", 0).
-SCHEDULES = {"asan": (("desc", 0), ("random", 1)), "tsan": (("random", 0), ("random", 1), ("desc", 0))}
+#: In which orders threads run; elsewhere in tests ("random", 0). Which addresses are wrong depends on orders only where threads race.
+SCHEDULES = {"asan": (("desc", 0),), "tsan": (("random", 0), ("random", 1), ("desc", 0))}
 
 
 # ---- what a child runs ----
