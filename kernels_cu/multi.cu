@@ -3,8 +3,8 @@
 //   data = narrow(fl(x * scale))      data_t = data transposed      scale_inv = fl(1 / scale)      amax = max(amax, max |x|)
 //
 // multi_cast_transpose  every matrix is cut into tiles of TILE_ROWS x TILE_COLUMNS elements, and a block of threads casts one, as cast_transpose
-//                       does (cast_tile.cuh). tensor_of[block] tells which matrix the block belongs to: one load where a search over prefix sums
-//                       would wait for several, one after the other, and 4 bytes per tile. WHOLE 1: every matrix has whole patches only
+//                       does (cast_tile.cuh). tensor_of[block] tells which matrix the block belongs to, unless all have as many blocks: one load
+//                       where a search over prefix sums would wait for several, one after the other, and 4 bytes per tile. WHOLE 1: every matrix has whole patches only
 //                       and is aligned (large tiles have no registers for other paths); 0: each as its own `aligned` and `vector` say.
 //                       Either output may be absent (null). Bytes moved per element: sizeof(IN) + outputs.
 // multi_amax_scale      current scaling: the scale that each matrix's own amax calls for, before multi_cast_transpose, on the same table:
@@ -42,11 +42,16 @@ struct alignas(16) MultiTensor {
 static_assert(sizeof(MultiTensor) == 96, "as ops/multi.py packs it");
 
 #ifdef ENTRY_multi_cast_transpose
+constexpr int kFew = 8;          // also in ops/multi.py
+
 struct MultiCastParams {
     const MultiTensor* tensors;
     const u32* tensor_of;        // [blocks]
     const float* noop;           // one element: 1.0 there means that nothing is written; or null
     u32 reverse;                 // 1: blocks take the group from its end, which the L2 still holds after multi_amax_scale
+    u32 each;                    // blocks of every matrix, if all have as many: then nobody waits for tensor_of; 0: they differ
+    u32 number;                  // of matrices, where they are in `few` (nobody waits for them either), or 0
+    MultiTensor few[kFew];
 };
 
 // What cast_tile wants to know of a matrix.
@@ -75,8 +80,9 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) multi_cast
     const i64 block = p.reverse ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     constexpr int kWords = sizeof(MultiTensor) / 16;
     if (threadIdx.x < kWords) {
-        const uint4* from = reinterpret_cast<const uint4*>(p.tensors + load_read_only(p.tensor_of + block));
-        reinterpret_cast<uint4*>(&tensor)[threadIdx.x] = load_read_only(from + threadIdx.x);
+        const u32 index = p.each ? (u32)block / p.each : load_read_only(p.tensor_of + block);
+        const auto words = [index](const MultiTensor* tensors) { return reinterpret_cast<const uint4*>(tensors + index) + threadIdx.x; };
+        reinterpret_cast<uint4*>(&tensor)[threadIdx.x] = p.number ? *words(p.few) : load_read_only(words(p.tensors));
     }
     __syncthreads();
     const float scale = tensor.scale ? *tensor.scale : tensor.scale_value;

@@ -31,10 +31,11 @@ from .scale import scale_target
 
 Recipe = DelayedScaling | CurrentScaling | BlockScaling | MXScaling
 
-_CAST = Kernel("multi", "multi_cast_transpose", "3PI")
+_TENSOR = struct.Struct("=7Q3qIfII")            # MultiTensor of the kernels
+_FEW = 8                                        # of them that a launch has room for (kFew)
+_CAST = Kernel("multi", "multi_cast_transpose", f"3P3I12x{_FEW * _TENSOR.size}s")
 _AMAX = Kernel("multi", "multi_amax_scale", "5PffI")
 _CURRENT = Kernel("multi", "multi_cast_current", "3P" + resident.RESIDENT, cooperative=True)
-_TENSOR = struct.Struct("=7Q3qIfII")            # MultiTensor of the kernels
 _AMAX_THREADS = 256
 _SMALL = tiles.SMALL
 _LARGE = tiles.Tile(256, 128, down_first=False)
@@ -313,7 +314,10 @@ class _Table(Table):
             variant = resident.variant(_CURRENT, self._source, self._options.dtype, self._resident.shared)
             return [Launch(variant, self._resident.blocks, read,
                            resident.members(at + self.workspace, grid, self._resident, self._options.rule))]
-        found = [Launch(_cast_variant(self._source, self._options.dtype, self._tile), grid, read, (int(self._own_scales),))]
+        each = self.blocks[0] if len(set(self.blocks)) == 1 else 0
+        few = self.packed if self._number <= _FEW and not self._own_scales else b""
+        found = [Launch(_cast_variant(self._source, self._options.dtype, self._tile), grid, read,
+                        (int(self._own_scales), each, self._number if few else 0, few))]
         if self._options.rule:
             target, eps, pow2 = self._options.rule
             members = at + self.workspace, self._scales(at), target, eps, int(pow2)
