@@ -32,6 +32,7 @@ struct GroupCastParams {
     RowGroups groups;
     u32 aligned;                 // every row of x and data allows chunked access
     u32 reverse;                 // 1: blocks take the rows from their end, which the L2 still holds after group_amax_scale
+    u32 tiles;                   // of groups of any sizes. Where runs have been found there are fewer blocks
 };
 
 // A group, or part of it.
@@ -44,6 +45,7 @@ struct GroupTensor {
     TilePosition at;
     u32 aligned, vector;
     u32 in_x;                    // 1: x has all rows of the tile that are written
+    u32 next;                    // the block's next tile, as blocks are counted
 };
 
 // What cast_tile wants to know of it. The loads of whole tiles do not wait for x and columns to be read anew; others have no registers for them.
@@ -78,37 +80,62 @@ __device__ __forceinline__ void clear_tile(const GroupTensor& t) {
     if (t.data_t) clear_rows<Tile::kThreads>(as_global(t.data_t) + t.at.column, t.rows, width, t.columns);
 }
 
+// By one warp: what there is to know of a tile, counted as blocks are. ahead: of the block's next tile, on its way while it casts this one.
+__device__ __forceinline__ void find_tile(const GroupCastParams& p, u32 own, RowRun& ahead, GroupTensor& tensor) {
+    const u32 tile = p.reverse ? p.tiles - 1 - own : own, run = tile / p.groups.across, lane = threadIdx.x % 32;
+    const u32 next = own + gridDim.x;
+    if (LARGE) {
+        if (own == blockIdx.x) {
+            load_run(p.groups, run, tensor.found);
+        } else {
+            copy_async_wait();
+            __syncwarp();
+            if (lane < kRunWords) reinterpret_cast<u32*>(&tensor.found)[lane] = reinterpret_cast<const u32*>(&ahead)[lane];
+            __syncwarp();
+        }
+        if (next < p.tiles && lane < kRunWords / 4) {
+            const u32 next_run = (p.reverse ? p.tiles - 1 - next : next) / p.groups.across;
+            copy_async(reinterpret_cast<u8*>(&ahead) + lane * 16, reinterpret_cast<const u8*>(p.groups.runs + next_run) + lane * 16);
+        }
+    } else {
+        find_run<TILE_ROWS, false, true>(p.groups, run, 0, 0, tensor.found);
+    }
+    if (lane != 0) return;
+    const i64 group = tensor.found.group, to = tensor.found.to;
+    tensor.given = tensor.found.given, tensor.rows = tensor.found.rows, tensor.columns = p.groups.columns;
+    tensor.x = p.x + tensor.found.start;
+    tensor.data = p.data ? p.data + to : nullptr;
+    tensor.data_t = p.data_t ? p.data_t + to : nullptr;
+    tensor.amax = p.amax && group >= 0 ? p.amax + group : nullptr;
+    tensor.aligned = p.aligned;
+    tensor.at = {0, tensor.found.run * TILE_ROWS, (i64)(tile - run * p.groups.across) * TILE_COLUMNS};
+    tensor.vector = tensor.rows % 16 == 0 && reinterpret_cast<u64>(tensor.data_t) % 16 == 0;
+    tensor.in_x = tensor.given == tensor.rows || tensor.at.row + TILE_ROWS <= tensor.given;
+    tensor.next = next;
+}
+
 extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) group_cast_transpose(const __grid_constant__ GroupCastParams p) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ GroupTensor tensor;                                   // not in registers, of which the tile needs all
+    __shared__ __align__(16) RowRun ahead;
     if (is_set(p.noop)) return;
-    if (threadIdx.x < 32) {
-        const u32 tile = p.reverse ? gridDim.x - 1 - blockIdx.x : blockIdx.x, run = tile / p.groups.across;
-        if (LARGE) load_run(p.groups, run, tensor.found);
-        else find_run<TILE_ROWS, false, true>(p.groups, run, 0, 0, tensor.found);
-        if (threadIdx.x == 0) {
-            const i64 group = tensor.found.group, to = tensor.found.to;
-            tensor.given = tensor.found.given, tensor.rows = tensor.found.rows, tensor.columns = p.groups.columns;
-            tensor.x = p.x + tensor.found.start;
-            tensor.data = p.data ? p.data + to : nullptr;
-            tensor.data_t = p.data_t ? p.data_t + to : nullptr;
-            tensor.amax = p.amax && group >= 0 ? p.amax + group : nullptr;
-            tensor.aligned = p.aligned;
-            tensor.at = {0, tensor.found.run * TILE_ROWS, (i64)(tile - run * p.groups.across) * TILE_COLUMNS};
-            tensor.vector = tensor.rows % 16 == 0 && reinterpret_cast<u64>(tensor.data_t) % 16 == 0;
-            tensor.in_x = tensor.given == tensor.rows || tensor.at.row + TILE_ROWS <= tensor.given;
+#pragma unroll 1
+    for (u32 own = blockIdx.x;;) {
+        if (threadIdx.x < 32) find_tile(p, own, ahead, tensor);
+        __syncthreads();
+        if (tensor.rows > 0 && tensor.columns > 0) {
+            const float scale = tensor.found.group < 0 ? 0.0f : load_read_only(p.scale + tensor.found.group);    // on its way with x
+            const TilePosition at = {0, tensor.at.row, tensor.at.column};
+            const GroupView<const IN::storage*, i64> whole(tensor.x, tensor.columns, tensor);
+            const GroupView<Shared<const IN::storage*>, Shared<i64>> any({&tensor.x}, {&tensor.columns}, tensor);
+            if (tensor.found.group < 0) clear_tile(tensor);
+            else if (tensor.aligned && tensor.vector && tensor.in_x) cast_tile<2>(whole, at, scale, shared);
+            else if (LARGE || tensor.aligned) cast_tile<1>(any, at, scale, shared);
+            else cast_tile<0>(any, at, scale, shared);
         }
-    }
-    __syncthreads();
-    if (tensor.rows > 0 && tensor.columns > 0) {
-        const float scale = tensor.found.group < 0 ? 0.0f : load_read_only(p.scale + tensor.found.group);        // on its way with x
-        const TilePosition at = {0, tensor.at.row, tensor.at.column};
-        const GroupView<const IN::storage*, i64> whole(tensor.x, tensor.columns, tensor);
-        const GroupView<Shared<const IN::storage*>, Shared<i64>> any({&tensor.x}, {&tensor.columns}, tensor);
-        if (tensor.found.group < 0) clear_tile(tensor);
-        else if (tensor.aligned && tensor.vector && tensor.in_x) cast_tile<2>(whole, at, scale, shared);
-        else if (LARGE || tensor.aligned) cast_tile<1>(any, at, scale, shared);
-        else cast_tile<0>(any, at, scale, shared);
+        own = tensor.next;
+        if (!LARGE || own >= p.tiles) break;
+        __syncthreads();
     }
     if (blockIdx.x > 0) return;
     for (i64 g = threadIdx.x; g < p.groups.splits.groups; g += Tile::kThreads) {
@@ -133,7 +160,6 @@ struct GroupCurrentParams {
 };
 
 struct GroupTensors {
-    static constexpr u32 kRunWords = sizeof(RowRun) / sizeof(u32);
     const GroupCurrentParams& p;
     u32 runs_per_step, tiles_per_step;                               // from a block's tile to its next: whole runs, and more
 

@@ -96,11 +96,13 @@ def addresses(out: Grouped) -> forms.Addresses:
 
 class Division(NamedTuple):
     """Rows of a result divided into tiles for the blocks of a launch: `down` runs of so many `rows`, none with rows of two groups. What
-    follows the last group is one more, to be cleared. members: of RowGroups in kernels_cu/include/groups.cuh, but for `runs`."""
+    follows the last group is one more, to be cleared. grid: tiles of groups of any sizes; fewest: of groups of whole tiles. members: of
+    RowGroups in kernels_cu/include/groups.cuh, but for `runs`."""
 
     rows: int
     down: int
     grid: int
+    fewest: int
     members: tuple[Any, ...]
 
     @property
@@ -114,5 +116,6 @@ def divided(out: Grouped, x: Array, groups: Groups, offsets_at: int, align: int,
     across = max(1, cdiv(out.shape[1], columns))
     down = max(1, clears + padded_rows(out.shape[0], len(groups.array) + 1, rows) // rows)
     places = offsets_at, 0 if offsets_at else checks.address(out.offsets), checks.address(out.splits) if align > 1 else 0
-    return Division(rows, down, checks.grid_size(down * across, x.shape), (
+    fewest = max(1, cdiv(out.shape[0], rows)) * across
+    return Division(rows, down, checks.grid_size(down * across, x.shape), fewest, (
         *places, groups.at, len(groups.array), error_word(x), groups.wide, len(x), out.shape[1], out.shape[0], across, align))

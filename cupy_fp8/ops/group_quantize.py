@@ -29,7 +29,7 @@ from .scale import scale_target
 
 Recipe = DelayedScaling | CurrentScaling | BlockScaling | MXScaling
 
-_KERNEL = Kernel("group_cast", "group_cast_transpose", "7P" + ROW_GROUPS + "2I")
+_KERNEL = Kernel("group_cast", "group_cast_transpose", "7P" + ROW_GROUPS + "3I")
 _CURRENT = Kernel("group_cast", "group_cast_current", "7P" + ROW_GROUPS + resident.RESIDENT, cooperative=True)
 _MOST_INT32 = 0x7FFFFFFF
 _LARGE = tiles.Tile(256, 128, down_first=False)
@@ -239,12 +239,12 @@ class _Launch:
         tile = tiles.choose(x, _LARGE) if aligned else tiles.SMALL
         division = divided(out, x, groups, offsets_at, align, tile.rows, tile.columns)
         self.own = own                                       # what finds the scales, before
-        # What finds the runs; the program of large tiles wants them found.
+        # What finds the runs; the program of large tiles wants them found. Its blocks take more tiles than one, where there are.
         self.runs = None if tile is tiles.SMALL else GroupRuns(x, owner, *division.to_find)
-        self.variant, self.grid = _variant(x.dtype, dtype, tile), division.grid
+        self.variant, self.grid = _variant(x.dtype, dtype, tile), division.grid if tile is tiles.SMALL else division.fewest
         _, data_at, scale_inv_at, data_t_at, _ = addresses(out)
         self.members = (at, data_at, data_t_at, scales_at, scale_inv_at, amaxes_at, noop_at, *division.members,
-                        0 if self.runs is None else self.runs.at, int(aligned), int(own is not None))
+                        0 if self.runs is None else self.runs.at, int(aligned), int(own is not None), division.grid)
 
     def run(self, x: Array) -> None:
         if self.own is not None:

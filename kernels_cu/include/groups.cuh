@@ -221,10 +221,11 @@ __device__ __forceinline__ void find_run(const RowGroups& p, i64 run, u32 first_
         found.start = found.to = 0, found.rows = 0;
 }
 
+constexpr u32 kRunWords = sizeof(RowRun) / sizeof(u32);
+static_assert(kRunWords == 16, "half a warp; also in ops/group_runs.py");
 // The same that find_run() has found before.
 __device__ __forceinline__ void load_run(const RowGroups& p, i64 run, RowRun& found) {
-    static_assert(sizeof(RowRun) == 16 * sizeof(u32), "half a warp; also in ops/group_runs.py");
-    if (threadIdx.x % 32 < 16)
+    if (threadIdx.x % 32 < kRunWords)
         reinterpret_cast<u32*>(&found)[threadIdx.x % 32] = load_read_only(reinterpret_cast<const u32*>(p.runs + run) + threadIdx.x % 32);
     __syncwarp();
 }
