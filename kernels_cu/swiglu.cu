@@ -85,7 +85,12 @@ extern "C" __global__ void __launch_bounds__(kCastThreads, kCastBlocks) swiglu_c
             rows.gradients(g, r, weights[r * kApart], v, sigma, y, sums);
 #else
 #pragma unroll
-            for (int i = 0; i < 8; i++) y[0][i] = mul_rn(mul_rn(v[0][i], v[1][i]), weights[r * kApart]);
+            for (int i = 0; i < 8; i++) y[0][i] = mul_rn(v[0][i], v[1][i]);
+            if (g.probs) {
+                const float weight = weights[r * kApart];
+#pragma unroll
+                for (int i = 0; i < 8; i++) y[0][i] = mul_rn(y[0][i], weight);
+            }
 #endif
             const u32 before = top;
 #pragma unroll
@@ -133,7 +138,12 @@ extern "C" __global__ void __launch_bounds__(kCastThreads, kCastBlocks) swiglu_c
         rows.each(at, [&](int r, float(&v)[kArrays][8], const float(&sigma)[8]) {
             float y[8];
 #pragma unroll
-            for (int i = 0; i < 8; i++) y[i] = mul_rn(mul_rn(mul_rn(v[0][i], sigma[i]), v[1][i]), weights[r * kApart]);
+            for (int i = 0; i < 8; i++) y[i] = mul_rn(mul_rn(v[0][i], sigma[i]), v[1][i]);
+            if (g.probs) {
+                const float weight = weights[r * kApart];
+#pragma unroll
+                for (int i = 0; i < 8; i++) y[i] = mul_rn(y[i], weight);
+            }
 #pragma unroll
             for (const float each : y) top = raised_magnitude(top, each);
 #pragma unroll

@@ -81,8 +81,8 @@ def errors(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.where(over, 0, np.abs(np.where(near_one, (got - 1) - rest, got - exact)) / ulp)
 
 
-def test_exp_is_within_an_ulp(run):
-    """2^26 floats where exp is neither 1 nor beyond the range, and some everywhere. (All 2^32: 0.9092, docs/numerics.md.)"""
+def test_exp_is_within_two_ulps(run):
+    """2^26 floats where exp is neither 1 nor beyond the range, and some everywhere. (All 2^32: 1.8598, docs/numerics.md.)"""
     worst, count = 0.0, 0
     for sign in (0, 1 << 31):
         for first, last, step in ((0x32800000, 0x42D80000, 8), (0, 0x32800000, 40_009), (0x42D80000, 0x7F800001, 40_009)):
@@ -91,7 +91,7 @@ def test_exp_is_within_an_ulp(run):
                 count += x.size
                 worst = max(worst, float(errors(x, run(EXP_OF_MINUS, -x)).max(initial=0)))
     assert count > 1 << 26
-    assert 0.88 < worst < 0.9092
+    assert 1.8 < worst < 1.8599
 
 
 def test_limits():
@@ -127,7 +127,7 @@ def test_sigmoid_is_accurate():
     x = np.concatenate([np.linspace(-87, 100, 1 << 20, dtype=F32), np.random.default_rng(0).normal(0, 3, 1 << 19).astype(F32)])
     exact = 1 / (1 + np.exp(-x.astype(np.float64)))
     error = np.abs(numerics.sigmoid(x) - exact) / np.ldexp(1.0, np.frexp(exact)[1] - 24)
-    assert 2 < error.max() < 2.481
+    assert 3 < error.max() < 3.776
 
 
 def test_one_correction_makes_a_reciprocal_exact():

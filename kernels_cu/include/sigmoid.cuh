@@ -1,7 +1,7 @@
 // exp and the logistic function sigma (docs/numerics.md, section 9): a fixed sequence of correctly rounded f32 operations, the same in
 // NumPy (cupy_fp8/reference/numerics.py).
 //
-//   n = nearest integer of x * log2 e        r = x - n * ln 2        exp(x) = p(r) * 2^n, p of degree 6        sigma(a) = 1 / (1 + exp(-a))
+//   n = nearest integer of x * log2 e        r = x - n * ln 2        exp(x) = p(r) * 2^n, p of degree 5        sigma(a) = 1 / (1 + exp(-a))
 //
 // Every function takes a and speaks of exp(-a): the signs are in the constants, which changes no bit.
 #pragma once
@@ -21,11 +21,10 @@ struct ReducedExp {
         const float n = add_rn(t, -kToInteger);
         float r = fma_rn(n, as_float(0x3f317218u), a);                           // exact; ln 2 in two parts. This is -r
         r = fma_rn(n, as_float(0xb102e308u), r);
-        p = fma_rn(as_float(0x3ab511c2u), r, as_float(0xbc091d26u));
-        p = fma_rn(p, r, as_float(0x3d2aac7au));
-        p = fma_rn(p, r, as_float(0xbe2aaa48u));
-        p = fma_rn(p, r, as_float(0x3efffffeu));
-        p = fma_rn(p, r, -1.0f);
+        p = fma_rn(as_float(0xbc076c36u), r, as_float(0x3d2ba173u));
+        p = fma_rn(p, r, as_float(0xbe2aae85u));
+        p = fma_rn(p, r, as_float(0x3efffed3u));
+        p = fma_rn(p, r, as_float(0xbf7ffff7u));
         p = fma_rn(p, r, 1.0f);
         shifted = as_bits(t);
     }
