@@ -465,6 +465,12 @@ def test_which_calls_have_programs_with_options(monkeypatch):
             vllm = how.profile == "vllm" if isinstance(how, fp8.BlockScaling) else False
             wanted = op._ANY if half % 8 or (vllm and more) else op._OPTIONS if GPT_OSS.items() <= more.items() else op._PLAIN
             assert launched.pop() == wanted, (how, half, more)
+        x, of_experts = np.zeros((8, 144), bfloat16), dict[str, Any](bias=np.zeros((2, 144), bfloat16), splits=[3, 4])
+        for how, want in ((MX, op._EXPERTS), (BLOCKS, op._EXPERTS), (fp8.BlockScaling(profile="vllm"), op._ANY)):
+            fp8.swiglu_quantize(x, how, **of_experts)
+            assert launched.pop() == want
+        fp8.swiglu_quantize(x[:0], MX, **{**of_experts, "splits": [0, 0]})
+        assert launched.pop() == op._OPTIONS
 
 
 TORCHAO = fp8.MXScaling(profile="torchao", scale_layout="swizzled")

@@ -130,7 +130,7 @@ def _all() -> Iterator[Spec]:
 
     def backward(label: str, shape: tuple[int, int], recipe: Any, directions: tuple[bool, bool], weighted: bool = False,
                  **more: Any) -> Spec:
-        scales = 0 if isinstance(recipe, DelayedScaling) else prod(shape) // (16 if isinstance(recipe, BlockScaling) else 8)
+        scales = 0 if isinstance(recipe, DelayedScaling) else prod(shape) // 16 * sum(directions)
         traffic = prod(shape) * (6 + 2 * sum(directions)) + scales
         return Spec("swiglu_backward_quantize", f"bf16→e4m3 {label}", shape, traffic, _backward(shape, recipe, directions, weighted, more))
 
@@ -143,7 +143,8 @@ def _all() -> Iterator[Spec]:
         yield spec("MX both", shape, MXScaling(), _BOTH)
     for recipe, directions, weighted, label in (
             (DelayedScaling(), _ROW, False, "per tensor row"), (DelayedScaling(), _BOTH, False, "per tensor both"),
-            (BlockScaling(), _ROW, True, "1×128 row weighted"), (MXScaling(), _BOTH, False, "MX both")):
+            (BlockScaling(), _ROW, True, "1×128 row weighted"), (BlockScaling(), _BOTH, True, "1×128 both weighted"),
+            (MXScaling(), _BOTH, False, "MX both")):
         for shape in SIZES[1:3]:
             yield backward(label, shape, recipe, directions, weighted)
     for recipe, label in ((DelayedScaling(), "per tensor both gpt-oss"), (MXScaling(), "MX both gpt-oss")):

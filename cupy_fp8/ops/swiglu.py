@@ -46,7 +46,7 @@ _TOPS = 4 * (8 * _TILE.columns + 8) * 4         # bytes: the maxima of a tile's 
 #: first.
 _ENOUGH_BLOCKS = 512
 _LEAST_SHARED = 16           # where no column-wise data are written: an array of no bytes has no address on the CPU
-_ANY, _PLAIN, _OPTIONS = range(3)   # programs: for every call; for most; for wide rows and whatever else
+_ANY, _PLAIN, _OPTIONS, _EXPERTS = range(4)     # programs: for every call; for most; for wide rows and whatever else; and experts' biases
 _CLAMPED, _GPT_OSS, _INTERLEAVED, _WIDE = 1, 2, 4, 8
 _WORDS, _SCALE_OFFSET = 4, 8        # of workspace: the amax so far, blocks that have finished, and the scale of current scaling
 
@@ -282,8 +282,8 @@ def _quantize(x: Array, grad: Array | None, recipe: Any, o: _Options, noop: Arra
     if flags & _WIDE:
         if flags == _WIDE and bias is None and (grad is None or half % _TILE.columns == 0):
             program = _PLAIN
-        elif plan.options_variant is not None and (grad is None or bool(o.interleaved) or half % plan.run == 0):
-            program = _OPTIONS
+        elif plan.has_options and (grad is None or bool(o.interleaved) or half % plan.run == 0):
+            program = _EXPERTS if experts_at else _OPTIONS
     plan.launch(x, program, gate, target, scale_at, scale_value, amax_at, owner)
     if column_sums is not None:
         column_sums.finish(x, _TILE.columns, noop_at)
@@ -307,23 +307,24 @@ class _Plan:
         raise NotImplementedError
 
     @property
-    def options_variant(self) -> Variant | None:
-        """That of wide calls with options, where there is one."""
-        return _variant(self.kernel, self.source, self.recipe.dtype, self.backward, 1, options=1)
+    def has_options(self) -> bool:
+        """Whether there are programs for wide calls with options."""
+        return True
 
     @functools.cached_property
     def programs(self) -> tuple[tuple[Variant, int, int], ...]:
-        """(variant, blocks, tiles of a block) of `_ANY`, `_PLAIN` and, where there is one, `_OPTIONS`. Of gradients the others than `_ANY`
-        write the tiles of da and of db at once."""
+        """(variant, blocks, tiles of a block) of `_ANY`, `_PLAIN` and, where there are any, `_OPTIONS` and `_EXPERTS`. Of gradients those
+        after `_ANY` write the tiles of da and of db at once."""
         once = self.rows, self.columns // (1 + self.backward)
         found = [(self.variant(0), tiles.grid(self.shape, _TILE), 1)]
-        for variant in (self.variant(1), self.options_variant):
-            if variant is not None:
-                each = 1
-                if _is_streamed(variant):
-                    while each < _most_tiles(variant) and tiles.grid(once, _TILE) // (2 * each) >= _ENOUGH_BLOCKS:
-                        each *= 2
-                found.append((variant, tiles.grid(once, _TILE._replace(rows=each * _TILE.rows)), each))
+        with_options = [_options_variant(self.kernel, self.source, self.recipe.dtype, self.backward, program)
+                        for program in (_OPTIONS, _EXPERTS) if self.has_options]
+        for variant in (self.variant(1), *with_options):
+            each = 1
+            if _is_streamed(variant):
+                while each < _most_tiles(variant) and tiles.grid(once, _TILE) // (2 * each) >= _ENOUGH_BLOCKS:
+                    each *= 2
+            found.append((variant, tiles.grid(once, _TILE._replace(rows=each * _TILE.rows)), each))
         return tuple(found)
 
     def empty(self, x: Array) -> Quantized:
@@ -402,8 +403,8 @@ class _Blocks(_Plan):
         return _variant(_BLOCK, self.source, self.recipe.dtype, self.backward, plain and 2 - self.columnwise, int(self.divide))
 
     @property
-    def options_variant(self) -> Variant | None:
-        return None if self.divide else super().options_variant
+    def has_options(self) -> bool:
+        return not self.divide
 
     def empty(self, x: Array) -> Quantized:
         return empty_blocks(self.forms, functools.partial(empty_beside, x))
@@ -540,9 +541,11 @@ def _limit(clamp: Any) -> float:
 
 @functools.cache
 def _variant(kernel: Kernel, source: np.dtype[Any], to: np.dtype[Any], backward: int, plain: int, divide: int = 0,
-             options: int = 0) -> Variant:
+             options: int = 0, experts: int = 0) -> Variant:
     types: dict[str, Any] = {
         "IN": FORMATS[source].tag, "OUT": FORMATS[to].tag, "BACKWARD": backward, "PLAIN": plain, "OPTIONS": options}
+    if options:
+        types["EXPERTS"] = experts
     if kernel is _BLOCK:
         types["DIVIDE"] = divide
     if kernel is _CAST and not options and (backward or plain != 1):
@@ -554,6 +557,11 @@ def _variant(kernel: Kernel, source: np.dtype[Any], to: np.dtype[Any], backward:
     columns = 0 if plain == 2 else (kernel is not _CAST) * _TOPS + (kernel is not _MX) * _TILE.shared
     columns += (kernel is _CAST and backward) * _TILE.shared    # da's tile and db's at once
     return kernel.variant(block=block, shared=_STAGES * (2 + backward) * 16 * block // (1 + both) + columns, **types)
+
+
+def _options_variant(kernel: Kernel, source: np.dtype[Any], to: np.dtype[Any], backward: int, program: int) -> Variant:
+    """program: _OPTIONS or _EXPERTS."""
+    return _variant(kernel, source, to, backward, 1, options=1, experts=int(program == _EXPERTS))
 
 
 def _is_streamed(v: Variant) -> bool:
@@ -585,5 +593,5 @@ def variants() -> Iterator[Variant]:
             yield _variant(_BLOCK, source, to, backward, plain, divide)
         yield _variant(_MX, source, to, backward, plain)
         if not plain:
-            for kernel in (_CAST, _BLOCK, _MX):
-                yield _variant(kernel, source, to, backward, 1, options=1)
+            for kernel, program in product((_CAST, _BLOCK, _MX), (_OPTIONS, _EXPERTS)):
+                yield _options_variant(kernel, source, to, backward, program)

@@ -16,17 +16,19 @@ __device__ __forceinline__ i64 end_of(const Gate& g, int part) {
     return BACKWARD && part == 0 && !g.interleaved() ? g.half() : g.columns;
 }
 
-// The biases that all rows have, of a block's columns, of a and b, in an order in which a thread has four after four. As f32; forward in
-// blocks with transposed data as they come: there the chips with the least shared memory (99 KB) have none left.
+// The biases that the rows of a tile have, of a block's columns, of a and b, in an order in which a thread has four after four. EXPERTS 1:
+// experts have biases of their own; those of the first row's expert are here, then those of the last one's; rows of others are rare. As f32;
+// forward in blocks with transposed data as they come: there the chips with the least shared memory (99 KB) have none left.
 class Biases {
 #if defined(ENTRY_swiglu_block) && !BACKWARD
     using Kept = IN;
 #else
     using Kept = f32;
 #endif
-    static constexpr int kHalf = Tile::kColumns / 2;
+    static constexpr int kHalf = Tile::kColumns / 2, kOfExpert = 2 * Tile::kColumns;
+    static constexpr u32 kMinusZero = 1u << (8 * sizeof(IN::storage) - 1);        // added, it changes no bit
     static __device__ __forceinline__ Kept::storage* kept() {
-        __shared__ __align__(16) Kept::storage biases[2 * Tile::kColumns];
+        __shared__ __align__(16) Kept::storage biases[(1 + EXPERTS) * kOfExpert];
         return biases;
     }
     static __device__ __forceinline__ u32 keep(f32, u32 bits) { return as_bits(IN::widen(bits)); }
@@ -34,13 +36,26 @@ class Biases {
     static __device__ __forceinline__ u32 keep(F, u32 bits) { return bits; }
 
 public:
-    // column: the block's first of y. Call __syncthreads() before add().
-    static __device__ __forceinline__ void load(const Gate& g, i64 column) {
-        if (!shares(g) || threadIdx.x >= 2 * Tile::kColumns) return;
-        const int part = threadIdx.x / Tile::kColumns, e = threadIdx.x % Tile::kColumns;
-        const i64 at = column + (adjoin(g) ? e : e % kHalf / 4 * 8 + e / kHalf * 4 + e % 4);
-        const bool exists = at < g.half();
-        kept()[threadIdx.x] = (Kept::storage)(exists ? keep(Kept{}, g.bias[g.interleaved() ? 2 * at + part : part * g.half() + at]) : 0);
+#if EXPERTS
+    // Whose they are.
+    static __device__ __forceinline__ u32* experts() {
+        __shared__ u32 experts[2];
+        return experts;
+    }
+#endif
+    // Of a tile. Call __syncthreads() before add(), and before another tile's are loaded.
+    static __device__ __forceinline__ void load(const Gate& g, const TilePosition& tile) {
+        const int last = threadIdx.x / kOfExpert, part = threadIdx.x / Tile::kColumns % 2, e = threadIdx.x % Tile::kColumns;
+        if (last > EXPERTS || !(EXPERTS || g.bias)) return;
+        const i64 at = tile.column + (adjoin(g) ? e : e % kHalf / 4 * 8 + e / kHalf * 4 + e % 4);
+        const IN::storage* from = g.bias;
+#if EXPERTS
+        const i64 row = tile.row + last * (Tile::kRows - 1);
+        from = tile.row < g.rows ? g.bias_of(row) : nullptr;
+        if (part + e == 0 && from) experts()[last] = load_read_only(g.experts + row);
+#endif
+        const u32 bits = from && at < g.half() ? from[g.interleaved() ? 2 * at + part : part * g.half() + at] : kMinusZero;
+        kept()[threadIdx.x] = (Kept::storage)keep(Kept{}, bits);
     }
     // This thread's. The address of what is shared would be found anew, slowly, wherever it is used: so it is kept.
     __device__ __forceinline__ Biases() {
@@ -52,12 +67,12 @@ public:
         asm volatile("" : "+r"(from));
 #endif
     }
-    // part: of a, or of b. Rows that do not exist are no longer 0 then.
-    __device__ __forceinline__ void add(const Gate& g, int part, float (&v)[8]) const {
-        if (!shares(g)) return;
+    // part: of a, or of b; last: those of the last row's expert. Rows that do not exist are no longer 0 then.
+    __device__ __forceinline__ void add(const Gate& g, int part, bool last, float (&v)[8]) const {
+        if (!EXPERTS && !g.bias) return;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const auto four = load(part * Tile::kColumns + half * kHalf);
+            const auto four = load(last * kOfExpert + part * Tile::kColumns + half * kHalf);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 float low, high;
@@ -71,8 +86,6 @@ public:
 
 private:
     using Four = Chunk<Kept, 4>;
-
-    static __device__ __forceinline__ bool shares(const Gate& g) { return g.bias && !g.experts; }
 #ifdef CUPY_FP8_HOST
     const Kept::storage* from;
 

@@ -102,7 +102,7 @@ public:
             grad -= Tile::patch_column() / 2;
         }
 #endif
-        Biases::load(g, at.column);
+        Biases::load(g, at);
 #else
         left = column < half ? left_of(g.rows - row, tiles * Tile::kRows - line_row(0)) : 0;
         x = g.x + row * (2 * half) + column;
@@ -122,6 +122,9 @@ public:
     // use(r, v, sigma) of the rows of a group. v: of a, b, grad; OPTIONS, and not BACKWARD: of a * sigma, b. at: of the block's tile.
     template <class Use>
     __device__ __forceinline__ void each(const StreamPosition& at, Use use) {
+#if OPTIONS && EXPERTS
+        others = change_biases(at.tile());
+#endif
 #pragma unroll
         for (int r = 0; r < kLineRows; r++) {
             if (r % kAtOnce == 0) copy_async_wait<(kStages > kAtOnce)>();
@@ -240,6 +243,10 @@ private:
 #if OPTIONS
     const Gate& gate;
     const Biases biases;
+    static_assert(4 * Tile::kColumns == kLineThreads, "each loads a bias: of two experts, of a and b");
+#if EXPERTS
+    u32 others;                                                      // rows of other experts (change_biases)
+#endif
 #if BACKWARD
     // Bits of `clipped`: interleaved a thread has four elements of either part, otherwise both parts or none.
     static constexpr u32 kFirstPart = 0x0f0fu, kBothParts = 0xffffu;
@@ -261,32 +268,51 @@ private:
     // From a thread's first eight elements of a row of x to its others.
     __device__ __forceinline__ i64 second() const { return !gate.interleaved() ? half : BACKWARD ? Tile::kColumns : 8; }
 
-    // Those of the expert that has row r. part: of a, or of b.
+#if EXPERTS
+    // Loads a tile's biases, where the block has others. The result: which of this thread's rows have another expert than the first row of the
+    // tile (kLineRows bits), and than the last one too (as many).
+    __device__ __forceinline__ u32 change_biases(const TilePosition& tile) const {
+        static_assert(kLineRows == 4 && kApart == 1, "four words of which the first is aligned");
+        const u32* const experts = gate.experts + tile.row;
+        const u32 first = load_read_only(experts), last = load_read_only(experts + Tile::kRows - 1);
+        const uint4 own = load_read_only(reinterpret_cast<const uint4*>(experts + line_row(0)));
+        if (first != Biases::experts()[0] || last != Biases::experts()[1]) {
+            __syncthreads();
+            Biases::load(gate, tile);
+            __syncthreads();
+        }
+        const auto others = [&](u32 expert) {
+            return (own.x != expert) | (own.y != expert) << 1 | (own.z != expert) << 2 | (own.w != expert) << 3;
+        };
+        return others(first) | (others(first) & others(last)) << kLineRows;
+    }
+#endif
+    // Of row r. part: of a, or of b.
     __device__ __forceinline__ void add_biases(const StreamPosition& at, int r, int part, float (&v)[8]) const {
         const Gate& g = gate;
-        const u32* experts = g.experts;
-        pin(experts);                                                // otherwise both parts' ways to sigma are compiled, and spill
-        if (!experts) return;
+#if !EXPERTS
+        biases.add(g, part, false, v);
+#else
+        u32 rare = others;
+#ifndef CUPY_FP8_HOST
+        asm volatile("" : "+r"(rare));                               // otherwise both parts' ways to sigma are compiled, and spill
+#endif
+        if (__builtin_expect(!(rare >> (kLineRows + r) & 1), 1)) return biases.add(g, part, rare >> r & 1, v);
         const TilePosition tile = at.tile();
         const IN::storage* from = g.bias_of(tile.row + line_row(r));
         if (!from || left <= r * kApart) return;
-        from += first_of_row(g, tile.column);
-        Eight own;
-        float of_own[8];
-        if (g.interleaved()) {
+        // A loop, as of rare arguments in sigmoids().
+        const bool interleaved = g.interleaved();
+        from += first_of_row(g, tile.column) + (interleaved ? part : part * half);
+#pragma unroll 1
+        for (int i = 0; i < 8; i++, from += interleaved ? 2 : 1) {
+            if (interleaved && i == 4) from += second() - 8;
+            const float first = add_rn(v[0], IN::widen(has(interleaved ? i / 4 : part) ? *from : 0));
 #pragma unroll
-            for (int half = 0; half < 2; half++) {                   // four a and four b
-                load_eight<true>(own, from + half * second(), has(half));
-                widen_eight(own, of_own);
-#pragma unroll
-                for (int i = 0; i < 4; i++) v[half * 4 + i] = add_rn(v[half * 4 + i], of_own[2 * i + part]);
-            }
-            return;
+            for (int k = 1; k < 8; k++) v[k - 1] = v[k];
+            v[7] = first;
         }
-        load_eight<true>(own, from + part * half, has(part));
-        widen_eight(own, of_own);
-#pragma unroll
-        for (int i = 0; i < 8; i++) v[i] = add_rn(v[i], of_own[i]);
+#endif
     }
     // As the rest of each(), with options.
     __device__ __forceinline__ void read_options(const StreamPosition& at, int r, float (&v)[kArrays][8], float (&sigma)[8]) {
@@ -296,14 +322,12 @@ private:
         read(r, 1, raw[1]);
         if (g.interleaved()) separate(raw);
         widen_eight(raw[0], v[0]);
-        biases.add(g, 0, v[0]);
+        add_biases(at, r, 0, v[0]);
 #if BACKWARD
         widen_eight(raw[1], v[1]);
-        biases.add(g, 1, v[1]);
-        add_biases(at, r, 0, v[0]), add_biases(at, r, 1, v[1]);
+        add_biases(at, r, 1, v[1]);
         clipped = clip(g, v[0], v[1]) | (left > r * kApart ? absent : kBothParts);
 #else
-        add_biases(at, r, 0, v[0]);
 #pragma unroll
         for (float& a : v[0]) a = at_most(a, g.limit);
 #endif
@@ -318,7 +342,6 @@ private:
 #pragma unroll
         for (int i = 0; i < 8; i++) v[0][i] = mul_rn(v[0][i], sigma[i]);
         widen_eight(raw[1], v[1]);
-        biases.add(g, 1, v[1]);
         add_biases(at, r, 1, v[1]);
 #pragma unroll
         for (float& b : v[1]) b = at_least(at_most(b, g.limit), g.minus_limit);
