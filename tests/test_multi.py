@@ -227,8 +227,9 @@ def test_any_group(shapes, source, to, scales, directions):
 
 
 @pytest.mark.parametrize("source", INPUT_DTYPES, ids=str)
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("executor", [pytest.param("host", marks=needs_host), pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_tiles_of_large_groups(executor, source, monkeypatch):
+def test_tiles_of_large_groups(executor, wide, source, monkeypatch):
     """Groups in whole patches with the tiles that only many megabytes get, of current scaling those that are read twice."""
     chosen = []
     monkeypatch.setattr(resident, "choose", lambda *_: None)
@@ -238,6 +239,7 @@ def test_tiles_of_large_groups(executor, source, monkeypatch):
         return large
 
     monkeypatch.setattr(tiles, "choose", choose)
+    monkeypatch.setattr(tiles, "fills_wide", lambda columns: wide)
     shapes = ((272, 520), (256, 256), (0, 8), (16, 264))
     xs = [cases.values("bits", shape, source, i) for i, shape in enumerate(shapes)]
     with testing.executor(executor) as run:
@@ -250,6 +252,13 @@ def test_tiles_of_large_groups(executor, source, monkeypatch):
                 for q, want in zip(results, desired, strict=True):
                     assert_same(run.numpy(q), want)
     assert chosen == [sum(x.size for x in xs)] * 6
+
+
+def test_wide_tiles_do_not_hang_over_rows():
+    assert tiles.fills_wide([5120] * 3 + [7168])
+    assert not tiles.fills_wide([1408])                             # 11 narrow tiles, or 6 wide ones
+    assert not tiles.fills_wide([5120, 1408, 1408])
+    assert tiles.fills_wide([51200, 1408, 0])
 
 
 @pytest.mark.gpu

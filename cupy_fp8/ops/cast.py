@@ -23,8 +23,6 @@ from .scale import scale_target
 _CAST = Kernel("cast", "cast", "9P3qfII")
 _CAST_TRANSPOSE = Kernel("cast", "cast_transpose", "9P3qfII")
 #: The fastest on an H200 of those tried (docs/performance.md).
-_BOTH = tiles.Tile(256, 256, down_first=False)
-_BOTH_NARROW = tiles.Tile(256, 128, down_first=False)      # f32 patches and column sums do not fit the 64 registers of 1024 threads
 _COLUMNWISE = tiles.Tile(256, 128, down_first=True)
 _COLUMNWISE_SUMS = tiles.Tile(128, 128, down_first=True)
 
@@ -192,7 +190,8 @@ class _Target:
 def _large_tile(source: np.dtype[Any], rowwise: bool, dbias: bool) -> tiles.Tile:
     if not rowwise:
         return _COLUMNWISE_SUMS if dbias else _COLUMNWISE
-    return _BOTH_NARROW if source == float32 or dbias else _BOTH
+    # f32 patches and column sums do not fit the 64 registers of 1024 threads
+    return tiles.BOTH_NARROW if source == float32 or dbias else tiles.BOTH
 
 
 @functools.cache

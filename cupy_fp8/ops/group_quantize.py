@@ -32,7 +32,7 @@ Recipe = DelayedScaling | CurrentScaling | BlockScaling | MXScaling
 _KERNEL = Kernel("group_cast", "group_cast_transpose", "7P" + ROW_GROUPS + "3I")
 _CURRENT = Kernel("group_cast", "group_cast_current", "7P" + ROW_GROUPS + resident.RESIDENT, cooperative=True)
 _MOST_INT32 = 0x7FFFFFFF
-_LARGE = tiles.Tile(256, 128, down_first=False)
+_TALL = 4096                    # rows of groups for which wide tiles are faster
 
 
 def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = True, columnwise: bool = False, scales: Any = None,
@@ -236,7 +236,7 @@ class _Launch:
     def __init__(self, out: Grouped, x: Array, at: int, dtype: np.dtype[Any], scales_at: int, amaxes_at: int, noop_at: int, offsets_at: int,
                  groups: sizes.Groups, align: int, own: GroupScales | None, owner: Array | None) -> None:
         aligned = _is_aligned(out, x, at)
-        tile = tiles.choose(x, _LARGE) if aligned else tiles.SMALL
+        tile = tiles.choose(x, _large(out, x, len(groups.array))) if aligned else tiles.SMALL
         division = divided(out, x, groups, offsets_at, align, tile.rows, tile.columns)
         self.own = own                                       # what finds the scales, before
         # What finds the runs; the program of large tiles wants them found. Its blocks take more tiles than one, where there are.
@@ -252,6 +252,12 @@ class _Launch:
         if self.runs is not None:
             self.runs.run(x)
         self.variant.launch(x, self.grid, *self.members)
+
+
+def _large(out: Grouped, x: Array, number: int) -> tiles.Tile:
+    """The tile for large arrays."""
+    wide = x.dtype.itemsize == 2 and out.rowwise is not None and out.columnwise is not None and len(x) >= _TALL * number
+    return tiles.BOTH if wide and tiles.fills_wide([x.shape[1]]) else tiles.BOTH_NARROW
 
 
 def _resident(out: Grouped, x: Array, at: int, number: int) -> resident.Choice | None:
@@ -301,7 +307,8 @@ def variants() -> Iterator[Variant]:
     yield from amax_variants()
     yield from group_blocks.variants()
     yield from group_lines.variants()
-    yield from run_variants(iter((RUN_ROWS, _LARGE.rows, resident.TILE.rows, *group_lines.RUN_ROWS, *group_blocks.tile_rows())))
+    yield from run_variants(iter((RUN_ROWS, tiles.BOTH.rows, resident.TILE.rows, *group_lines.RUN_ROWS, *group_blocks.tile_rows())))
     yield from resident.variants(_CURRENT)
-    for source, to, tile in product(INPUT_DTYPES, FP8_DTYPES, (tiles.SMALL, _LARGE)):
-        yield _variant(source, to, tile)
+    for source, to, tile in product(INPUT_DTYPES, FP8_DTYPES, (tiles.SMALL, tiles.BOTH_NARROW, tiles.BOTH)):
+        if tile != tiles.BOTH or source.itemsize == 2:
+            yield _variant(source, to, tile)

@@ -38,7 +38,6 @@ _AMAX = Kernel("multi", "multi_amax_scale", "5PffI")
 _CURRENT = Kernel("multi", "multi_cast_current", "3P" + resident.RESIDENT, cooperative=True)
 _AMAX_THREADS = 256
 _SMALL = tiles.SMALL
-_LARGE = tiles.Tile(256, 128, down_first=False)
 
 
 def multi_cast_transpose(xs: Sequence[Array], scales: Any, *, dtype: Any = float8_e4m3fn, amaxes: Any = None, noop: Array | None = None,
@@ -283,7 +282,9 @@ class _Table(Table):
         self._resident = resident.choose(x, _blocks(sources.arrays, resident.TILE)) if options.rule and all(aligned) else None
         tile = _SMALL if self._resident is None else resident.TILE
         if self._resident is None and all(aligned) and all(vector):
-            tile = tiles.choose(x, _LARGE, sum(a.size for a in sources.arrays))
+            wide = x.dtype.itemsize == 2 and options.rowwise and options.columnwise
+            large = tiles.BOTH if wide and tiles.fills_wide(a.shape[1] for a in sources.arrays) else tiles.BOTH_NARROW
+            tile = tiles.choose(x, large, sum(a.size for a in sources.arrays))
         blocks = _blocks(sources.arrays, tile)
         ends = list(accumulate(blocks))
         if ends[-1] > 0x7FFFFFFF:
@@ -367,6 +368,8 @@ def variants() -> Iterator[Variant]:
     yield from resident.variants(_CURRENT)
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
         yield _cast_variant(source, to, _SMALL)
-        yield _cast_variant(source, to, _LARGE)
+        yield _cast_variant(source, to, tiles.BOTH_NARROW)
+        if source.itemsize == 2:
+            yield _cast_variant(source, to, tiles.BOTH)
     for source in INPUT_DTYPES:
         yield _amax_variant(source)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from .. import runtime
 from ..arrays import Array
+from ..layouts import cdiv
 from . import checks
 
 _LARGE_PER_MULTIPROCESSOR = 1 << 18      # elements: four 256 x 256 tiles
@@ -35,6 +37,10 @@ class Tile(NamedTuple):
         return {"TILE_ROWS": self.rows, "TILE_COLUMNS": self.columns, "DOWN_FIRST": int(self.down_first)}
 
 
+#: For both directions: long phases of loads, and of stores. NARROW: where 1024 threads have too few registers, or rows do not fill wide
+#: tiles.
+BOTH = Tile(256, 256, False)
+BOTH_NARROW = Tile(256, 128, False)
 #: For arrays that fit into the L2, and for the CPU executor: blocks of 256 threads (the sanitizers pay per thread).
 SMALL = Tile(128, 128, False)
 
@@ -45,6 +51,15 @@ def choose(x: Array, large: Tile, size: int | None = None) -> Tile:
     if isinstance(x, np.ndarray) or size < _LARGE_PER_MULTIPROCESSOR * runtime.multiprocessors(x.data.device_id):
         return SMALL
     return large
+
+
+def fills_wide(columns: Iterable[int]) -> bool:
+    """Whether tiles of BOTH hang over rows of so many columns hardly further than those of BOTH_NARROW."""
+    narrow = wide = 0
+    for count in columns:
+        narrow += cdiv(count, BOTH_NARROW.columns)
+        wide += 2 * cdiv(count, BOTH.columns)
+    return 50 * wide <= 51 * narrow
 
 
 def grid(shape: tuple[int, ...], tile: Tile) -> int:
