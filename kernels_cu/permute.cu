@@ -50,7 +50,7 @@ struct Routes {
 using Unit = Chunk<e8m0fnu, 16>;
 template <class T> __device__ __forceinline__ T load_piece(const u8* from) { return load_read_only(reinterpret_cast<const T*>(from)); }
 template <> __device__ __forceinline__ Unit load_piece<Unit>(const u8* from) { return Unit::load(from); }
-__device__ __forceinline__ void store_piece(u8* to, const Unit& piece) { piece.store_whole(to); }
+__device__ __forceinline__ void store_piece(u8* to, const Unit& piece) { piece.store_whole<true>(to); }
 template <class T> __device__ __forceinline__ void store_piece(u8* to, T piece) { *reinterpret_cast<T*>(to) = piece; }
 
 // By a whole block: zeros.

@@ -121,14 +121,18 @@ struct Chunk {
         *reinterpret_cast<Vector*>(p) = v;
     }
     // 16 bytes to global memory as one instruction, for memory that the kernel does not read: on sm_80 and sm_90 NVRTC makes four words
-    // of store() in some kernels that also use shared memory, and then every lane's 16 bytes are written in quarters.
+    // of store() in some kernels that also use shared memory, and then every lane's 16 bytes are written in quarters. kFirstOut: the L2 may
+    // write them to memory before others, which pays where there is much more to write than to read (docs/performance.md).
+    template <bool kFirstOut = false>
     __device__ __forceinline__ void store_whole(storage* p) const {
         static_assert(kBytes == 16, "one 16-byte store");
 #ifdef CUPY_FP8_HOST
         store(p);
 #else
-        asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
-                     :: "l"(__cvta_generic_to_global(p)), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3]));
+        const u64 to = __cvta_generic_to_global(p);
+        if constexpr (kFirstOut)
+            asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" :: "l"(to), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3]));
+        else asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" :: "l"(to), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3]));
 #endif
     }
     __device__ __forceinline__ void store_partial(storage* p, int count) const {
