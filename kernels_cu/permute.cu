@@ -200,6 +200,10 @@ struct Route {
 struct Sums {
     float sum[kCount];
 
+    __device__ __forceinline__ Sums() {
+#pragma unroll
+        for (float& each : sum) each = as_float(kAbsentTerm);
+    }
     __device__ __forceinline__ void add(const Part& part, float prob) {
 #pragma unroll
         for (int j = 0; j < kCount / 2; j++) {
@@ -208,6 +212,13 @@ struct Sums {
             sum[2 * j] = add_rn(sum[2 * j], mul_rn(lo, prob));
             sum[2 * j + 1] = add_rn(sum[2 * j + 1], mul_rn(hi, prob));
         }
+    }
+    // Rounded; of no rows 0.
+    __device__ __forceinline__ Part narrow(int rows) const {
+        Part out;
+#pragma unroll
+        for (int j = 0; j < kCount / 2; j++) out.narrow2(j, rows ? sum[2 * j] : 0.0f, rows ? sum[2 * j + 1] : 0.0f);
+        return out;
     }
 };
 
@@ -222,8 +233,6 @@ __device__ __forceinline__ Part sum_rows(const UnpermuteParams& p, const Route* 
         return kVector ? Part::load(row) : Part::load_partial(row, left);
     };
     Sums sums;
-#pragma unroll
-    for (int j = 0; j < kCount; j++) sums.sum[j] = as_float(kAbsentTerm);
     int n = 0;
 #pragma unroll 1
     for (; kVector && n + kInFlight <= topk && route[n + kInFlight - 1].at >= 0; n += kInFlight) {
@@ -246,16 +255,67 @@ __device__ __forceinline__ Part sum_rows(const UnpermuteParams& p, const Route* 
         for (int u = 0; u < kFewInFlight; u++)
             if (here[u]) sums.add(part[u], route[n + u].prob);
     }
-    Part out;
-#pragma unroll
-    for (int j = 0; j < kCount / 2; j++) {
-        if (n == 0) sums.sum[2 * j] = sums.sum[2 * j + 1] = 0.0f;
-        out.narrow2(j, sums.sum[2 * j], sums.sum[2 * j + 1]);
-    }
-    return out;
+    return sums.narrow(n);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 3) unpermute(const __grid_constant__ UnpermuteParams p) {
+#if TOPK
+// By a whole block: whole chunks of tokens all of whose routes are somewhere. Of kInFlight rows a chunk is on its way while the kInFlight
+// before are added up: warps that wait for what they add leave the memory idle.
+struct RowPipeline {
+    static constexpr int kTogether = kInFlight / TOPK, kStep = kTogether * kThreads;       // chunks of a thread; of a block
+    using Rows = Part[kTogether][TOPK];
+    const UnpermuteParams& p;
+    const Route* const routes;   // of the block's tokens
+    const i64 first_token, first_chunk;
+    const int chunks, end;       // of a token, from first_chunk on; of all
+
+    __device__ __forceinline__ void run() const {
+        Rows part[2];
+        int i = threadIdx.x;
+        request(i, part[0]);
+#pragma unroll 1
+        while (i < end) {
+            request(i + kStep, part[1]);
+            add(i, part[0]);
+            i += kStep;
+            if (i >= end) break;
+            request(i + kStep, part[0]);
+            add(i, part[1]);
+            i += kStep;
+        }
+    }
+
+private:
+    __device__ __forceinline__ int token_of(int i) const { return i < chunks ? 0 : i / chunks; }
+    __device__ __forceinline__ i64 column_of(int i, int token) const { return (first_chunk + (i - token * chunks)) * kCount; }
+    __device__ __forceinline__ void request(int first, Rows& part) const {
+#pragma unroll
+        for (int c = 0; c < kTogether; c++) {
+            const int i = first + c * kThreads;
+            if (i >= end) break;
+            const int token = token_of(i);
+            const u8* const y = reinterpret_cast<const u8*>(p.y + column_of(i, token));
+#pragma unroll
+            for (int u = 0; u < TOPK; u++) part[c][u] = Part::load(reinterpret_cast<const IN::storage*>(y + routes[token * TOPK + u].at));
+        }
+    }
+    __device__ __forceinline__ void add(int first, const Rows& part) const {
+#pragma unroll
+        for (int c = 0; c < kTogether; c++) {
+            const int i = first + c * kThreads;
+            if (i >= end) break;
+            const int token = token_of(i);
+            Sums sums;
+#pragma unroll
+            for (int u = 0; u < TOPK; u++) sums.add(part[c][u], routes[token * TOPK + u].prob);
+            sums.narrow(TOPK).store_whole(p.out + (first_token + token) * p.columns + column_of(i, token));
+        }
+    }
+};
+#endif
+
+// TOPK 1, 2, 4, 8: of whole chunks, and so many routes for each token. 0: any.
+extern "C" __global__ void __launch_bounds__(kThreads, TOPK ? 2 : 3) unpermute(const __grid_constant__ UnpermuteParams p) {
     __shared__ i32 given[kMostRoutes];
     __shared__ Route sorted[kMostRoutes];                            // of each token the last row first; then those that are nowhere
     const int topk = (int)p.routes.topk;
@@ -273,6 +333,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) unpermute(const __grid
         }
     }
     __syncthreads();
+    bool own_here = true;
     for (int i = threadIdx.x; i < slots; i += kThreads) {
         const int token = i / topk, own = token * topk;
         const i32 row = given[i];
@@ -281,14 +342,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) unpermute(const __grid
             const i64 at = p.routes.prob_at(first + token, i - own);
             prob = at < 0 ? 0.0f : load_read_only(p.probs + at);
         }
+        own_here = own_here && row >= 0;
         int rank = 0;
         for (int j = own; j < own + topk; j++) rank += given[j] > row || (given[j] == row && j < i);
         sorted[own + rank] = {row < 0 ? -1 : row * p.columns * (i64)sizeof(IN::storage), prob};
         if (p.to_slots && part == 0) p.to_slots[first * topk + i] = row < 0 ? 0 : load_read_only(p.from_rows + row);
     }
-    __syncthreads();
+    [[maybe_unused]] const bool all_here = __syncthreads_and(own_here);
 
     const int across = left_of(chunks - first_chunk, p.segment);
+#if TOPK
+    if (all_here) return RowPipeline{p, sorted, first, first_chunk, across, count * across}.run();
+#endif
     for (int i = threadIdx.x; i < count * across; i += kThreads) {
         const int token = count == 1 ? 0 : i / across;
         const i64 column = (first_chunk + (i - token * across)) * kCount;

@@ -26,6 +26,7 @@ _THREADS = 256
 _BYTES = 8 << 10            # of tokens that a block of threads of permute takes, at most
 _UNITS = 4                  # of a token that one of its threads has in flight
 _CHUNKS = 2048              # of results that a block of unpermute takes, at most
+_TOPKS = (1, 2, 4, 8)       # routes of a token for which it has programs of their own
 _MOST_ROUTES = 1024         # that it sorts
 _MOST_TOKENS = 256
 _BLOCKS = 528               # that few tokens are divided among: four for each of an H200's multiprocessors
@@ -265,7 +266,8 @@ def _unpermute(y: Array, name: str, routing: Routing, probs: Array | None, probs
     count, to = prod(a.shape[1:]), checks.address(result)
     vector = (at | to | count * a.dtype.itemsize) % 16 == 0
     plan = _unpermute_plan(routing.tokens, routing.topk, cdiv(count * a.dtype.itemsize, 16))
-    kept.launch(routing, key, a, _unpermute_variant(a.dtype), plan.grid, (
+    topk = routing.topk if vector and routing.topk in _TOPKS else 0
+    kept.launch(routing, key, a, _unpermute_variant(a.dtype, topk), plan.grid, (
         at, to, probs_at, gathered_at, 0 if slots is None else checks.address(slots), *_routes(routing, columns), count,
         plan.tokens, plan.across, plan.segment, int(vector)))
     return out
@@ -458,8 +460,9 @@ def _permute_variant() -> Variant:
 
 
 @functools.cache
-def _unpermute_variant(dtype: np.dtype[Any]) -> Variant:
-    return _UNPERMUTE.variant(block=_THREADS, IN=FORMATS[dtype].tag)
+def _unpermute_variant(dtype: np.dtype[Any], topk: int) -> Variant:
+    """topk: routes of a token, one of _TOPKS; 0: any number."""
+    return _UNPERMUTE.variant(block=_THREADS, IN=FORMATS[dtype].tag, TOPK=topk)
 
 
 @functools.cache
@@ -471,5 +474,6 @@ def variants() -> Iterator[Variant]:
     """Every variant that these ops may launch."""
     yield _permute_variant()
     for dtype in INPUT_DTYPES:
-        yield _unpermute_variant(dtype)
+        for topk in (0, *_TOPKS):
+            yield _unpermute_variant(dtype, topk)
         yield _backward_variant(dtype)
