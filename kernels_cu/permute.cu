@@ -314,7 +314,7 @@ private:
 };
 #endif
 
-// TOPK 1, 2, 4, 8: of whole chunks, and so many routes for each token. 0: any.
+// TOPK 1 to 8: of whole chunks, and so many routes for each token. 0: any.
 extern "C" __global__ void __launch_bounds__(kThreads, TOPK ? 2 : 3) unpermute(const __grid_constant__ UnpermuteParams p) {
     __shared__ i32 given[kMostRoutes];
     __shared__ Route sorted[kMostRoutes];                            // of each token the last row first; then those that are nowhere

@@ -205,7 +205,7 @@ def _permute_cases() -> Iterator[Case]:
 def _unpermute_cases() -> Iterator[Case]:
     yield from _cases("unpermute", INPUT_DTYPES, (None, "slot", "expert"), ("normal", "bits", "edges"))
     # Numbers of routes with programs of their own, for tokens that have all of them, and others; of rows that take a block several steps.
-    for i, topk in enumerate((1, 2, 4, 8)):
+    for i, topk in enumerate((1, 2, 4, 6, 8)):
         for kind in ("distinct", "any"):
             for columns in (40, 4_200):
                 options = {"topk": topk, "experts": 11, "kind": kind, "probs": (None, "slot")[(i + columns) % 2]}

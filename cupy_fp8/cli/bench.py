@@ -118,6 +118,41 @@ def _host_calls() -> dict[str, Any]:
                                            lambda: fp8.splits_to_offsets(splits, **five, bulk_allocate=True)),
         "swizzle_scales groups": (lambda: fp8.swizzle_scales(scales, splits=splits, out=grouped),
                                   lambda: fp8.swizzle_scales(scales, splits=splits)),
+        **_host_calls_of_many(x, splits),
+    }
+
+
+def _host_calls_of_many(x: Any, splits: Any) -> dict[str, Any]:
+    """Of lists, groups and tokens."""
+    import cupy_fp8 as fp8
+
+    cp = backend.cupy()
+    weights, scales = [x.copy() for _ in range(64)], cp.ones(64, cp.float32)
+    eight, many = (fp8.multi_cast_transpose(weights[:n], scales[:n]) for n in (8, 64))
+    few, few_scales = weights[:8], scales[:8]
+    cache = fp8.WeightCache(fp8.CurrentScaling())
+    cache.quantize(weights)
+    groups = fp8.group_quantize(x, splits, fp8.DelayedScaling(), scales=scales[:2])
+    padded, two_scales = fp8.pad_groups(x, splits, 16), scales[:2]
+    routing = fp8.route(cp.asarray([[0, 1]] * 16, cp.int32), num_experts=2)
+    rows, gated = fp8.permute(x, routing), fp8.swiglu_quantize(x, fp8.MXScaling())
+    tokens = fp8.unpermute(rows, routing)
+    wide = fp8.quantize_block(asarray(cp.zeros((16, 128), cp.float32), fp8.bfloat16), scale_layout="compact")
+    columns = fp8.scaling_aware_transpose(wide, splits=splits)
+    return {
+        "multi_cast_transpose 8 arrays": (lambda: fp8.multi_cast_transpose(few, few_scales, outputs=eight),
+                                          lambda: fp8.multi_cast_transpose(few, few_scales)),
+        "multi_cast_transpose 64 arrays": (lambda: fp8.multi_cast_transpose(weights, scales, outputs=many),
+                                           lambda: fp8.multi_cast_transpose(weights, scales)),
+        "multi_quantize WeightCache hit, 64 arrays": (lambda: cache.quantize(weights, update=False), None),
+        "group_quantize": (lambda: fp8.group_quantize(x, splits, fp8.DelayedScaling(), scales=two_scales, out=groups),
+                           lambda: fp8.group_quantize(x, splits, fp8.DelayedScaling(), scales=two_scales)),
+        "pad_groups": (lambda: fp8.pad_groups(x, splits, 16, out=padded), lambda: fp8.pad_groups(x, splits, 16)),
+        "permute": (lambda: fp8.permute(x, routing, out=rows), lambda: fp8.permute(x, routing)),
+        "unpermute": (lambda: fp8.unpermute(rows, routing, out=tokens), lambda: fp8.unpermute(rows, routing)),
+        "swiglu_quantize": (lambda: fp8.swiglu_quantize(x, fp8.MXScaling(), out=gated), lambda: fp8.swiglu_quantize(x, fp8.MXScaling())),
+        "scaling_aware_transpose splits (two launches)": (lambda: fp8.scaling_aware_transpose(wide, splits=splits, out=columns),
+                                                          lambda: fp8.scaling_aware_transpose(wide, splits=splits)),
     }
 
 
