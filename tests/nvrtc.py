@@ -42,8 +42,9 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class Compiled:
-    """One compiled kernel: resources per thread (bytes, registers), and its PTX."""
+    """One compiled kernel: static shared memory (bytes), resources per thread (bytes, registers), and its PTX."""
 
+    shared: int
     registers: int
     stack: int
     spill_stores: int
@@ -82,12 +83,13 @@ def _compile(text: str, arch: str, toolkit: int, *more_options: str) -> tuple[st
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _resources(log: str) -> tuple[int, int, int, int]:
+def _resources(log: str) -> tuple[int, int, int, int, int]:
     frame = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     registers = re.findall(r"Used (\d+) registers", log)
     if len(frame) != 1 or len(registers) != 1:
         raise CompileError(f"expected the assembler's report of one kernel, got:\n{log}")
-    return (int(registers[0]), *map(int, frame[0]))     # type: ignore[return-value]
+    shared = re.findall(r"(\d+) bytes smem", log)
+    return (sum(map(int, shared)), int(registers[0]), *map(int, frame[0]))     # type: ignore[return-value]
 
 
 def _text(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> str:

@@ -19,7 +19,7 @@ from cupy_fp8.arrays import zeros
 from cupy_fp8.formats import FORMATS
 from cupy_fp8.ops import current, tiles
 from cupy_fp8.ops.convert import astype
-from cupy_fp8.ops.variants import Program, all_variants
+from cupy_fp8.ops.variants import Program, all_variants, launched_variants
 from cupy_fp8.runtime import Variant, sources
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's wheels are for Linux")
@@ -73,6 +73,10 @@ PROGRAMS = [
 #: Of every entry point and type of input one. Only tests of exactness launch these: how many registers they take does not matter.
 BITCODE_VARIANTS = list({(v.entry, types(v)[0]): v._replace(defines=v.defines + BITCODE) for v in all_variants()}.values())
 
+LAUNCHED = launched_variants()
+#: Bytes of shared memory that a block can have on the chips that have least. (What a launch chooses by the chip is not in a Variant.)
+LEAST_SHARED = 99 << 10
+
 Compile = Callable[[Program, str, int], nvrtc.Compiled]
 
 
@@ -107,6 +111,8 @@ def test_variant(variant, arch, toolkit, compiled, record_property):
     c = compiled(variant, arch, toolkit)
     record_property("registers", c.registers)
     assert (c.stack, c.spill_stores, c.spill_loads) == (0, 0, 0), "not everything fits in registers"
+    dynamic = LAUNCHED[variant].shared if variant in LAUNCHED else 0
+    assert c.shared + dynamic <= LEAST_SHARED, "more shared memory than a block has on sm_89 and sm_120"
     check_instructions(c.ptx)
 
 

@@ -575,8 +575,9 @@ def _is_streamed(v: Variant) -> bool:
 def _most_tiles(v: Variant) -> int:
     """Of a block: what it has shared memory for the weights of (kMostRows in gate_stream.cuh)."""
     defines = dict(v.defines)
-    least = v.kernel is _BLOCK and (defines["OPTIONS"], defines["BACKWARD"], defines["IN"]) == ("1", "0", "f32")
-    return v.block // _TILE.rows // (2 if least else 1)
+    if v.kernel is not _BLOCK or (defines["OPTIONS"], defines["BACKWARD"]) != ("1", "0"):
+        return v.block // _TILE.rows
+    return v.block // _TILE.rows // (2 if defines["IN"] == "f32" else 1) // (1 + int(defines["EXPERTS"]))
 
 
 def _shared(v: Variant, columnwise: bool) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..runtime import Variant
 from . import (
     amax,
     aware,
@@ -38,15 +39,20 @@ class Program(NamedTuple):
         return "-".join([self.entry, *(f"{name}={value}" for name, value in self.defines)])
 
 
-def all_variants() -> tuple[Program, ...]:
-    """The variants, entry point by entry point.
-
-    >>> str(all_variants()[0])
-    'compute_amax-IN=bf16-NAN_WINS=0'
-    """
-    launched = [*amax.variants(), *cast.variants(), *current.variants(), *dbias.variants(), *convert.variants(),
+def launched_variants() -> dict[Program, Variant]:
+    """The variants, entry point by entry point."""
+    found = [*amax.variants(), *cast.variants(), *current.variants(), *dbias.variants(), *convert.variants(),
                 *dequantize.variants(), *scale.variants(), *layouts.variants(), *scale_layouts.variants(), *mx.variants(),
                 *blocks.variants(), *aware.variants(), *offsets.variants(),
                 *groups.variants(), *group_quantize.variants(), *multi.variants(), *swiglu.variants(),
                 *route.variants(), *permute.variants()]
-    return (*dict.fromkeys(Program(v.kernel.family, v.kernel.entry, v.defines) for v in launched), Program("delay", "delay", ()))
+    return {Program(v.kernel.family, v.kernel.entry, v.defines): v for v in found}
+
+
+def all_variants() -> tuple[Program, ...]:
+    """Their programs, and that of the delay before what the benchmark times.
+
+    >>> str(all_variants()[0])
+    'compute_amax-IN=bf16-NAN_WINS=0'
+    """
+    return (*launched_variants(), Program("delay", "delay", ()))

@@ -35,7 +35,7 @@ constexpr int kLineBlocks = BACKWARD ? 2 : sizeof(IN::storage) == 4 ? 3 : 4;
 
 // Of a block: as many as it has threads, where shared memory is enough. Also in ops/swiglu.py.
 #if OPTIONS && defined(ENTRY_swiglu_block) && !BACKWARD
-constexpr int kMostRows = sizeof(IN::storage) == 4 ? kLineThreads / 2 : kLineThreads;
+constexpr int kMostRows = kLineThreads / (sizeof(IN::storage) == 4 ? 2 : 1) / (1 + EXPERTS);
 #elif OPTIONS
 constexpr int kMostRows = kLineThreads;
 #endif
