@@ -8,7 +8,8 @@
 //                       follows the last group is written as 0, by tiles of its own. Block 0 also writes scale_inv of every group, and
 //                       the offsets where none are given. Either output may be absent (null). With `align` every group is followed
 //                       there by rows of zeros, cast as the others are, and block 0 writes the aligned sizes too. LARGE 1: every row of
-//                       x and data allows chunked access, the runs are found, and no code is made for anything else.
+//                       x and data allows chunked access, the runs are found, and no code is made for anything else; blocks take further tiles after
+//                       their first one, since there are fewer than groups of any sizes may need.
 // group_cast_current    the same with the scale that each group's own amax calls for, found from the same read (resident.cuh) where groups
 //                       fit into the multiprocessors; tiles of 128 x 128 elements, whose runs are found. For x and data all of whose rows
 //                       allow chunked access.

@@ -4,9 +4,10 @@
 //
 // multi_cast_transpose  every matrix is cut into tiles of TILE_ROWS x TILE_COLUMNS elements, and a block of threads casts one, as cast_transpose
 //                       does (cast_tile.cuh). tensor_of[block] tells which matrix the block belongs to, unless all have as many blocks: one load
-//                       where a search over prefix sums would wait for several, one after the other, and 4 bytes per tile. WHOLE 1: every matrix has whole patches only
-//                       and is aligned (large tiles have no registers for other paths); 0: each as its own `aligned` and `vector` say.
-//                       Either output may be absent (null). Bytes moved per element: sizeof(IN) + outputs.
+//                       where a search over prefix sums would wait for several, one after the other, and 4 bytes per tile. The records of
+//                       few matrices are in the launch's arguments. WHOLE 1: every matrix has whole patches only and is aligned (large
+//                       tiles have no registers for other paths); 0: each as its own `aligned` and `vector` say. Either output may be
+//                       absent (null). Bytes moved per element: sizeof(IN) + outputs.
 // multi_amax_scale      current scaling: the scale that each matrix's own amax calls for, before multi_cast_transpose, on the same table:
 //                       the blocks of a matrix take equal shares of its elements. The last one to finish writes the scale, and leaves
 //                       the workspace as it found it (zeros), so that a captured graph replays. Bytes moved per element: sizeof(IN).

@@ -9,7 +9,8 @@
 //
 // permute reads a token once and stores it topk times: a block takes whole tokens of up to 8 KB (or a part of a longer one), each thread
 // four 16-byte loads in flight, and with them the rows of eight slots. Scales are the work of blocks behind those of data.
-// unpermute: a block sorts its tokens' routes in shared memory, then each thread has the same columns of eight rows in flight.
+// unpermute: a block sorts its tokens' routes in shared memory, then each thread has the same columns of eight rows in flight, and where
+// programs are made for so many routes (RowPipeline) the next eight while it adds these up.
 // unpermute_backward: a block takes a token, keeps up to 1024 chunks of it in registers and goes through its rows; a chunk of the next row
 // is on its way as soon as this row's is used. 32 neighbouring chunks are a warp's, whose sum by shuffles is a subtree of the fixed
 // tree, as is that of 32 such sums; these meet in a binary counter.
@@ -259,7 +260,7 @@ __device__ __forceinline__ Part sum_rows(const UnpermuteParams& p, const Route* 
 }
 
 #if TOPK
-// By a whole block: whole chunks of tokens all of whose routes are somewhere. Of kInFlight rows a chunk is on its way while the kInFlight
+// By a whole block: whole chunks of tokens all of whose routes are somewhere. A chunk each of up to kInFlight rows is on its way while those
 // before are added up: warps that wait for what they add leave the memory idle.
 struct RowPipeline {
     static constexpr int kTogether = kInFlight / TOPK, kStep = kTogether * kThreads;       // chunks of a thread; of a block
@@ -314,7 +315,7 @@ private:
 };
 #endif
 
-// TOPK 1 to 8: of whole chunks, and so many routes for each token. 0: any.
+// TOPK 1, 2, 4, 6, 8: of whole chunks, and so many routes for each token. 0: any.
 extern "C" __global__ void __launch_bounds__(kThreads, TOPK ? 2 : 3) unpermute(const __grid_constant__ UnpermuteParams p) {
     __shared__ i32 given[kMostRoutes];
     __shared__ Route sorted[kMostRoutes];                            // of each token the last row first; then those that are nowhere

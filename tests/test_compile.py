@@ -17,7 +17,7 @@ from background import Background
 from cupy_fp8 import cases, runtime
 from cupy_fp8.arrays import zeros
 from cupy_fp8.formats import FORMATS
-from cupy_fp8.ops import current, tiles
+from cupy_fp8.ops import current, group_quantize, tiles
 from cupy_fp8.ops.convert import astype
 from cupy_fp8.ops.variants import Program, all_variants, launched_variants
 from cupy_fp8.runtime import Variant, sources
@@ -250,12 +250,19 @@ def test_ops_launch_all_known_variants_and_no_other(launched, monkeypatch):
     """Over all cases, with the tiles that ops choose for small arrays, and those for large arrays on a GPU."""
     not_an_op = {"delay"}                                       # the benchmark's
     known = {v for v in all_variants() if v.family not in not_an_op}
-    for choose, machine in ((tiles.choose, current._CPU), (lambda x, large, size=0: large, current._Machine(4, 1024, 40 << 10))):
-        monkeypatch.setattr(tiles, "choose", choose)
-        monkeypatch.setattr(current, "_CPU", machine)
+    def run(names=tuple(cases.OPS)):
         for case in cases.all_cases():
-            args, kwargs = cases.OPS[case.op].inputs(case)
-            cases.OPS[case.op].function(*args, **kwargs)
+            if case.op in names:
+                args, kwargs = cases.OPS[case.op].inputs(case)
+                cases.OPS[case.op].function(*args, **kwargs)
+
+    run()
+    monkeypatch.setattr(tiles, "choose", lambda x, large, size=0: large)
+    monkeypatch.setattr(current, "_CPU", current._Machine(4, 1024, 40 << 10))
+    run()
+    monkeypatch.setattr(tiles, "fills_wide", lambda columns: True)
+    monkeypatch.setattr(group_quantize, "_TALL", 0)
+    run(("group_quantize", "multi_cast_transpose"))
     assert launched == known
 
 

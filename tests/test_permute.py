@@ -452,6 +452,20 @@ def test_the_same_memory_needs_no_second_look(run, monkeypatch):
     assert len(looked) == 3
 
 
+@pytest.mark.parametrize("dtype", [bfloat16, float32], ids=str)
+@pytest.mark.parametrize("topk", [1, 2, 4, 6, 8, 3])
+def test_several_steps_of_a_block(topk, dtype, run, monkeypatch):
+    """As many tokens have them: rows of the next step are on their way while those of one are added up."""
+    monkeypatch.setattr(op, "_BLOCKS", 1)
+    op._unpermute_plan.cache_clear()
+    for kind in ("distinct", "any"):
+        host = routed(4, topk, 11, kind)
+        y, probs = normal((host.rows, 4200), dtype), normal((4, topk), seed=1)
+        r, given, weights = on(run, host, y, probs)
+        testing.assert_bytes_equal(run.numpy(fp8.unpermute(given, r, probs=weights)), summed(y, host, probs))
+    op._unpermute_plan.cache_clear()
+
+
 # ---- what is refused ----
 @pytest.fixture(params=["reference", "host"])
 def numpy_run(request: pytest.FixtureRequest) -> Iterator[testing.Executor]:

@@ -14,7 +14,7 @@ from ..recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from .base import Case, Op, values
 
 #: A few blocks of threads; and where rows allow chunked access; whole patches only; tails of every tile, and every alignment; empty; many;
-#: of one shape, with several blocks each.
+#: of one shape, with several blocks each; as many as fit into a launch's arguments.
 GROUPS: dict[str, tuple[tuple[int, int], ...]] = {
     "few": ((130, 16), (0, 5), (9, 5)),
     "fits": ((130, 136), (0, 8), (1, 8), (400, 16)),
@@ -25,6 +25,7 @@ GROUPS: dict[str, tuple[tuple[int, int], ...]] = {
     "none": (),
     "many": tuple((i % 9 + 1, i * 7 % 40) for i in range(150)),
     "alike": ((144, 24),) * 9,
+    "eight": (*((9, 24),) * 7, (130, 24)),
 }
 #: Of matrices and batches of them, for recipes that take both: rows that allow wide accesses, or not.
 BATCHES: dict[str, tuple[tuple[int, ...], ...]] = {

@@ -52,7 +52,7 @@ public:
 #if EXPERTS
         const i64 row = tile.row + last * (Tile::kRows - 1);
         from = tile.row < g.rows ? g.bias_of(row) : nullptr;
-        if (part + e == 0 && from) experts()[last] = load_read_only(g.experts + row);
+        if (part + e == 0 && tile.row < g.rows) experts()[last] = load_read_only(g.experts + row);
 #endif
         const u32 bits = from && at < g.half() ? from[g.interleaved() ? 2 * at + part : part * g.half() + at] : kMinusZero;
         kept()[threadIdx.x] = (Kept::storage)keep(Kept{}, bits);

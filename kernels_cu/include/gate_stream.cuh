@@ -2,8 +2,8 @@
 // come through shared memory (cp.async): what is on its way takes no registers, and is the next tile's while this one is stored.
 //
 // A block of kLineThreads threads owns 128 columns of y and some tiles of 128 rows, one below the other. Threads read what they have
-// copied themselves: nobody waits for anything but its own copies. Rows and columns that do not exist are zeros; where
-// a bias is added to these, the results are made zeros.
+// copied themselves: nobody waits for anything but its own copies (and for other experts' biases). Rows and columns that do not exist are
+// zeros; where a bias is added to these, the results are made zeros.
 #pragma once
 #if OPTIONS
 #include "gate_options.cuh"
