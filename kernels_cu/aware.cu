@@ -67,7 +67,6 @@ constexpr int kAhead = 1;                                            // tiles on
 constexpr int kColumnBlocks = TILE_COLUMNS / BLOCK, kUnits = kTileRows / BLOCK * kColumnBlocks;     // units: blocks of BLOCK x BLOCK
 constexpr int kRowBlocks = kTileRows / BLOCK;
 constexpr int kUnitsPerWarp = (kUnits + kWarps - 1) / kWarps, kLaneRows = BLOCK / 32;
-constexpr int kSector = 32;                                          // bytes of memory that are written at once or cost more
 constexpr int kColumnBytes = kTileRows + kSector;                    // of a column in store_columns(), with rows of the tile above
 constexpr int kPatches = kTileRows / 16;                             // threads below one another
 constexpr int kUnitPatches = BLOCK / 16;                             // of them in a unit
@@ -532,7 +531,7 @@ __device__ __forceinline__ void store_aligned(const Place& place, const Codes& c
 
 // Columns that begin at any byte, one group_lines after the other: by whole sectors of memory, since the L2 takes parts of them at a fraction
 // of its speed. They are put together in `stage` of the warp's own, where the last 32 rows wait if the tile below goes on, and have done so
-// if this one continues the tile above. What is left of the first and of the last sectors is stored by a byte of each lane.
+// if this one continues the tile above.
 __device__ __forceinline__ void store_columns(const Place& place, const Codes& codes, u8* stage) {
     const u32 thread = thread_again();
     const int first_column = thread / 32 * kWarpColumns, lane = thread % 32, patch = lane % kPatches, own = lane / kPatches * 4;
@@ -559,16 +558,29 @@ __device__ __forceinline__ void store_columns(const Place& place, const Codes& c
         for (int w = 0; w < 4; w++) unit.word[w] = __funnelshift_r(words[w], words[w + 1], (-before & 3) * 8);
         if (sector >= first && sector + kSector <= before + lines && own + c < columns) unit.store_whole(column - before + patch * 16);
     }
-    if (!continued || !continues) {
-        u8* column = to;
-#pragma unroll 2
-        for (int c = 0; c < kWarpColumns && c < columns; c++, column += stride) {
-            const u8* const from = stage + c * kColumnBytes + kSector;
-            const int before = before_sector(column), first = continued ? 0 : before, end = before + lines, whole = end & -kSector;
-            if (first && lane >= first && lane < end) column[lane - before] = from[lane - before];
-            if (!continues && lane < end - whole && (whole || !first)) column[whole - before + lane] = from[whole - before + lane];
+    // The part of a sector that a column begins in at `line`, or ends in (`ends`): of four columns at a time, a byte per lane.
+    const auto store_parts = [&](int line, bool ends) {
+        u8* edge = to + line;
+        const u8* from = stage + kSector + line;
+        const u32 most = continued || lines > kSector ? kSector : lines;         // bytes that there are before an end
+#pragma unroll 1
+        for (int c = 0; c < columns && c < kWarpColumns; c += 4) {
+            u8 *at[4], byte[4];
+            bool has[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++, edge += stride, from += kColumnBytes) {
+                const int before = before_sector(edge), offset = lane - before;
+                has[i] = c + i < columns && (ends ? (u32)(-1 - offset) < most : before && (u32)offset < (u32)lines);
+                at[i] = as_global(reinterpret_cast<u8*>((reinterpret_cast<u64>(edge) & -kSector) | lane));
+                if (has[i]) byte[i] = from[offset];
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (has[i]) *at[i] = byte[i];
         }
-    }
+    };
+    if (!continued) store_parts(0, false);
+    if (!continues) store_parts(lines, true);
     __syncwarp();
     if (continues && patch >= kPatches - 2)
 #pragma unroll

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from background import Background
 
-from cupy_fp8 import backend, testing
+from cupy_fp8 import backend, device_errors, testing
 
 _BACKGROUND = pytest.StashKey[Background]()
 
@@ -50,6 +50,8 @@ def background_result(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and (problem := backend.gpu_problem()):
         pytest.skip(problem)
+    if item.get_closest_marker("gpu"):
+        device_errors(clear=True)           # they are sticky: a test is to see only its own
 
 
 @pytest.fixture(params=["reference", "host", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -58,4 +60,5 @@ def run(request: pytest.FixtureRequest) -> Iterator[testing.Executor]:
     if problem := testing.executor_problem(request.param):
         pytest.skip(problem)
     with testing.executor(request.param) as executor:
+        device_errors(clear=True)
         yield executor

@@ -129,8 +129,9 @@ __device__ __forceinline__ void cast_tile(const Tensor& p, TilePosition at, floa
     if (p.columnwise() || DBIAS) __syncthreads();
     if (DBIAS) at = shared_at;
     if (p.columnwise() && kAligned < 2 && !p.vector) {
-        tile.store_ragged(p.data_t + (at.matrix * p.columns + at.column) * p.rows + at.row, p.rows, left_of(p.columns - at.column, TILE_COLUMNS),
-                          left_of(p.rows - at.row, TILE_ROWS));
+        constexpr bool kBySectors = Tile::kRows == 256 && Tile::kThreads == 512;     // with more threads there are too few registers
+        tile.template store_ragged<kBySectors>(p.data_t + (at.matrix * p.columns + at.column) * p.rows + at.row, p.rows,
+                                               left_of(p.columns - at.column, TILE_COLUMNS), left_of(p.rows - at.row, TILE_ROWS));
     } else if (p.columnwise()) {
 #pragma unroll
         for (int unit = 0; unit < Tile::kUnits<16>; unit++) {

@@ -134,9 +134,8 @@ struct PanelTile {
     template <bool kVector>
     __device__ __forceinline__ void store(u8* to, i64 stride, int columns_left, int rows_left, bool vector) const {
         if (!kVector && !vector) {
-            store_ragged_rows<kRows, kColumns, kThreads>(to, stride, columns_left, rows_left, [&](int column, int chunk) -> u64 {
-                const uint2 v = *reinterpret_cast<const uint2*>(shared + at(column, chunk / 2) + chunk % 2 * 8);
-                return (u64)v.y << 32 | v.x;
+            store_ragged_rows<kRows, kColumns, kThreads>(to, stride, columns_left, rows_left, [&](int column, int chunk) {
+                return *reinterpret_cast<const uint2*>(shared + at(column, chunk / 2) + chunk % 2 * 8);
             });
             return;
         }

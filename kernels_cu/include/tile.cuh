@@ -14,9 +14,19 @@ __device__ __forceinline__ void transpose_4x4(u32 a, u32 b, u32 c, u32 d, u32 (&
     out[3] = __byte_perm(ab_high, cd_high, 0x7632);
 }
 
+constexpr int kSector = 32;                                          // bytes of memory: the L2 takes parts of them at a fraction of its speed
+
+// The eight bytes from byte `first` of 0 to 7 of two chunks on.
+__device__ __forceinline__ uint2 bytes_of_two(uint2 low, uint2 high, int first) {
+    const bool second = first & 4;
+    const u32 a = second ? low.y : low.x, b = second ? high.x : low.y, c = second ? high.y : high.x;
+    return make_uint2(__funnelshift_r(a, b, first % 4 * 8), __funnelshift_r(b, c, first % 4 * 8));
+}
+__device__ __forceinline__ u8 byte_of(uint2 chunk, int row) { return (u8)((row & 4 ? chunk.y : chunk.x) >> (row & 3) * 8); }
+
 // Stores transposed rows of a tile where these do not start at multiples of 16 bytes: 8-byte stores of shifted bytes, single bytes at the
 // ends. to: where source column 0 goes; rows `stride` bytes apart; only the first columns_left source columns and rows_left source rows
-// exist. chunk_at(column, chunk) is the u64 of source rows 8 * chunk and on of any source column of the tile.
+// exist. chunk_at(column, chunk) are source rows 8 * chunk and on of any source column of the tile.
 template <int kRows, int kColumns, int kThreads, class ChunkAt>
 __device__ __forceinline__ void store_ragged_rows(u8* to, i64 stride, int columns_left, int rows_left, ChunkAt chunk_at) {
     constexpr int kChunks = kRows / 8, kStep = kThreads / kChunks, kInFlight = 4;
@@ -26,7 +36,7 @@ __device__ __forceinline__ void store_ragged_rows(u8* to, i64 stride, int column
     const int chunk = threadIdx.x % kChunks, next = (chunk + 1) % kChunks;       // of the last one no byte is used
 #pragma unroll 1
     for (int column = threadIdx.x / kChunks; column < columns_left; column += kInFlight * kStep) {
-        u64 low[kInFlight], high[kInFlight];
+        uint2 low[kInFlight], high[kInFlight];
 #pragma unroll
         for (int u = 0; u < kInFlight; u++) low[u] = chunk_at(column + u * kStep, chunk), high[u] = chunk_at(column + u * kStep, next);
         u8* row = to + column * stride;
@@ -34,21 +44,73 @@ __device__ __forceinline__ void store_ragged_rows(u8* to, i64 stride, int column
         for (int u = 0; u < kInFlight; u++, row += kStep * stride) {
             const int head = before_multiple_of_8(row), first = head + 8 * chunk;
             if (column + u * kStep >= columns_left || first + 8 > rows_left) continue;
-            const u32 words[4] = {(u32)low[u], (u32)(low[u] >> 32), (u32)high[u], (u32)(high[u] >> 32)};
-            const u32 a = head & 4 ? words[1] : words[0], b = head & 4 ? words[2] : words[1], c = head & 4 ? words[3] : words[2];
-            *reinterpret_cast<uint2*>(row + first) = make_uint2(__funnelshift_r(a, b, head % 4 * 8), __funnelshift_r(b, c, head % 4 * 8));
+            *reinterpret_cast<uint2*>(row + first) = bytes_of_two(low[u], high[u], head);
         }
     }
-    // Sixteen threads per column, so that a warp writes to few lines: eight for the bytes before the first multiple of 8, eight for those
-    // from the last one on.
-    const int at = threadIdx.x % 8;
-    const bool is_tail = threadIdx.x & 8;
-#pragma unroll 2
-    for (int column = threadIdx.x / 16; column < columns_left; column += kThreads / 16) {
-        u8* const row = to + column * stride;
-        const int head = before_multiple_of_8(row), tail = rows_left < head ? rows_left : rows_left - (rows_left - head) % 8;
-        const int r = is_tail ? tail + at : at, end = is_tail || rows_left < head ? rows_left : head;
-        if (r < end) row[r] = (u8)(chunk_at(column, r / 8) >> r % 8 * 8);
+    // The bytes before the first multiple of 8 and from the last one on: of whole tiles 8, a thread each.
+    constexpr int kEndStep = kThreads / 8, kEnds = kColumns % (4 * kEndStep) == 0 ? 4 : kColumns % (2 * kEndStep) == 0 ? 2 : 1;
+#pragma unroll 1
+    for (int column = threadIdx.x / 8; column < columns_left; column += kEnds * kEndStep) {
+        u8* const first = to + column * stride;
+        bool more = true;
+#pragma unroll 1
+        for (int i = threadIdx.x % 8; more; i += 8) {
+            int at[kEnds];
+            u8 byte[kEnds];
+            more = false;
+            u8* row = first;
+#pragma unroll
+            for (int u = 0; u < kEnds; u++, row += kEndStep * stride) {
+                const int before = before_multiple_of_8(row), head = before < rows_left ? before : rows_left;
+                const int left = head + (rows_left - head) % 8 - i;
+                at[u] = i < head ? i : rows_left - left;
+                if (left <= 0 || column + u * kEndStep >= columns_left) at[u] = kRows;
+                more |= left > 8;
+                byte[u] = byte_of(chunk_at(column + u * kEndStep, at[u] / 8 % kChunks), at[u]);
+            }
+            row = first;
+#pragma unroll
+            for (int u = 0; u < kEnds; u++, row += kEndStep * stride)
+                if (at[u] < kRows) row[at[u]] = byte[u];
+        }
+    }
+}
+
+// The same by whole sectors of memory, a warp per column. What is before and after them, of whole tiles 32 bytes, is one store of a byte per lane.
+// More instructions for fewer stores of parts of sectors, which pays where many warps are in flight.
+template <int kRows, int kColumns, int kThreads, class ChunkAt>
+__device__ __forceinline__ void store_ragged_rows_by_sectors(u8* to, i64 stride, int columns_left, int rows_left, ChunkAt chunk_at) {
+    constexpr int kChunks = kRows / 8, kStep = kThreads / 32, kInFlight = 4;
+    static_assert(kChunks == 32, "a chunk for every lane");
+    static_assert(kColumns % (kInFlight * kStep) == 0, "columns of the tile, whether they exist or not");
+    const auto before_sector = [](const u8* row) { return (int)(-reinterpret_cast<u64>(row) & kSector - 1); };
+    const int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int column = threadIdx.x / 32; column < columns_left; column += kInFlight * kStep) {
+        u8* const first = to + column * stride;
+        uint2 low[kInFlight], high[kInFlight];
+        u8* row = first;
+#pragma unroll
+        for (int u = 0; u < kInFlight; u++, row += kStep * stride) {
+            const int from = lane + before_sector(row) / 8;          // past the last one no byte is used
+            low[u] = chunk_at(column + u * kStep, from % kChunks), high[u] = chunk_at(column + u * kStep, (from + 1) % kChunks);
+        }
+        row = first;
+#pragma unroll
+        for (int u = 0; u < kInFlight; u++, row += kStep * stride) {
+            const bool exists = column + u * kStep < columns_left;
+            const int before = before_sector(row), at = before + 8 * lane;
+            if (exists && at + 8 <= before + (rows_left - before & -kSector))
+                *reinterpret_cast<uint2*>(row + at) = bytes_of_two(low[u], high[u], before % 8);
+            const int head = before < rows_left ? before : rows_left, ends = exists ? head + (rows_left - head) % kSector : 0;
+            const auto store_byte = [&](int i) {
+                const int r = i < head ? i : rows_left - ends + i, owner = r / 8 - before / 8;       // the lane whose `low` has it
+                const uint2 bytes = {__shfl_sync(~0u, low[u].x, owner), __shfl_sync(~0u, low[u].y, owner)};
+                if (i < ends) row[r] = byte_of(bytes, r);
+            };
+            store_byte(lane);
+            if (ends > 32) store_byte(thread_again() % 32 + 32);
+        }
     }
 }
 
@@ -111,16 +173,17 @@ struct ByteTile {
             return chunk & 1 ? Chunk<F, 16>{{c.word[2], c.word[3], c.word[0], c.word[1]}} : c;
         }
     }
-    // store_ragged_rows() of the tile's transposed rows.
+    // store_ragged_rows() of the tile's transposed rows; kBySectors: store_ragged_rows_by_sectors().
+    template <bool kBySectors = false>
     __device__ __forceinline__ void store_ragged(u8* to, i64 stride, int columns_left, int rows_left) const {
-        store_ragged_rows<kRows, kColumns, kThreads>(to, stride, columns_left, rows_left,
-                                           [&](int column, int row_patch) { return chunk_at(column, row_patch); });
+        const auto chunks = [&](int column, int row_patch) { return chunk_at(column, row_patch); };
+        if constexpr (kBySectors) store_ragged_rows_by_sectors<kRows, kColumns, kThreads>(to, stride, columns_left, rows_left, chunks);
+        else store_ragged_rows<kRows, kColumns, kThreads>(to, stride, columns_left, rows_left, chunks);
     }
 
     // Source rows 8 * row_patch and on of a source column.
-    __device__ __forceinline__ u64 chunk_at(int column, int row_patch) const {
-        const uint2 v = *reinterpret_cast<const uint2*>(shared + column * kRows + swizzle(row_patch, column / 8) * 8);
-        return (u64)v.y << 32 | v.x;
+    __device__ __forceinline__ uint2 chunk_at(int column, int row_patch) const {
+        return *reinterpret_cast<const uint2*>(shared + column * kRows + swizzle(row_patch, column / 8) * 8);
     }
     // A single byte, by its source row and column.
     __device__ __forceinline__ u8* byte_at(int row, int column) const {
