@@ -32,8 +32,8 @@
 // a tile is followed by the next one down, its last rows wait there for it. An expert of one row of tiles has columns without gaps between
 // them: its tiles are put together in shared memory.
 //
-// ALIGNED: 1 where rows of the data allow 16-byte loads. SHIFTS: 0 where all columns are known to begin at multiples of 16 bytes and four
-// blocks of threads share a multiprocessor. Bytes moved per element: 2, and 8 / BLOCK of f32 scales.
+// ALIGNED: 1 where rows of the data allow 16-byte loads. RUNS: 0 where nothing is split, all columns are known to begin at multiples of 16 bytes,
+// and four blocks of threads share a multiprocessor: then a block has one tile. Bytes moved per element: 2, and 8 / BLOCK of f32 scales.
 #include "e8m0.cuh"
 #include "groups.cuh"
 #include "pairs.cuh"
@@ -70,10 +70,11 @@ constexpr int kUnitsPerWarp = (kUnits + kWarps - 1) / kWarps, kLaneRows = BLOCK 
 constexpr int kColumnBytes = kTileRows + kSector;                    // of a column in store_columns(), with rows of the tile above
 constexpr int kPatches = kTileRows / 16;                             // threads below one another
 constexpr int kUnitPatches = BLOCK / 16;                             // of them in a unit
-// Blocks of threads that a multiprocessor keeps, on an H200 BLOCKS; with as many values spill on sm_100 and sm_120 and with the integer
-// conversions.
+// Blocks of threads that a multiprocessor keeps, on an H200 BLOCKS; with as many values spill on other GPUs, with CUDA 12 and with the
+// integer conversions.
 #if defined(CUPY_FP8_HARDWARE_CVT) && __CUDA_ARCH__ < 1000
-constexpr int kBlocks = !ALIGNED ? BLOCKS - 1 : __CUDACC_VER_MAJOR__ < 13 && BLOCKS == 4 ? 3 : BLOCKS;
+constexpr bool kFewer = __CUDACC_VER_MAJOR__ < 13 || (RUNS && __CUDA_ARCH__ < 900);
+constexpr int kBlocks = !ALIGNED ? BLOCKS - 1 : kFewer && BLOCKS == 4 ? 3 : BLOCKS;
 #else
 constexpr int kBlocks = 2;
 #endif
@@ -535,7 +536,7 @@ __device__ __forceinline__ void store_aligned(const Place& place, const Codes& c
 __device__ __forceinline__ void store_columns(const Place& place, const Codes& codes, u8* stage) {
     const u32 thread = thread_again();
     const int first_column = thread / 32 * kWarpColumns, lane = thread % 32, patch = lane % kPatches, own = lane / kPatches * 4;
-    const int lines = place.lines, columns = place.columns - first_column;
+    const int lines = place.lines, columns = left_of(place.columns - first_column, kWarpColumns);
     const i64 stride = place.group_lines;
     const bool continued = place.continued, continues = place.continues;
     u8* const to = as_global(place.to) + first_column * stride;
@@ -558,24 +559,24 @@ __device__ __forceinline__ void store_columns(const Place& place, const Codes& c
         for (int w = 0; w < 4; w++) unit.word[w] = __funnelshift_r(words[w], words[w + 1], (-before & 3) * 8);
         if (sector >= first && sector + kSector <= before + lines && own + c < columns) unit.store_whole(column - before + patch * 16);
     }
-    // The part of a sector that a column begins in at `line`, or ends in (`ends`): of four columns at a time, a byte per lane.
+    // The part of a sector that a column begins in at `line`, or ends in (`ends`): of two columns at a time, a byte per lane.
     const auto store_parts = [&](int line, bool ends) {
         u8* edge = to + line;
         const u8* from = stage + kSector + line;
         const u32 most = continued || lines > kSector ? kSector : lines;         // bytes that there are before an end
 #pragma unroll 1
-        for (int c = 0; c < columns && c < kWarpColumns; c += 4) {
-            u8 *at[4], byte[4];
-            bool has[4];
+        for (int c = 0; c < columns; c += 2) {
+            u8 *at[2], byte[2];
+            bool has[2];
 #pragma unroll
-            for (int i = 0; i < 4; i++, edge += stride, from += kColumnBytes) {
+            for (int i = 0; i < 2; i++, edge += stride, from += kColumnBytes) {
                 const int before = before_sector(edge), offset = lane - before;
                 has[i] = c + i < columns && (ends ? (u32)(-1 - offset) < most : before && (u32)offset < (u32)lines);
                 at[i] = as_global(reinterpret_cast<u8*>((reinterpret_cast<u64>(edge) & -kSector) | lane));
                 if (has[i]) byte[i] = from[offset];
             }
 #pragma unroll
-            for (int i = 0; i < 4; i++)
+            for (int i = 0; i < 2; i++)
                 if (has[i]) *at[i] = byte[i];
         }
     };
@@ -658,13 +659,182 @@ __device__ __forceinline__ void store_flat(const Place& place, const Codes& code
 }
 
 #ifdef ENTRY_scaling_aware_transpose
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) scaling_aware_transpose(const __grid_constant__ AwareParams p) {
-    extern __shared__ __align__(16) u8 dynamic[];                    // kAhead + 1 tiles, and columns of kColumnBytes
-    __shared__ Shared shared;
+// The tile at `place`, whose bytes and scales are in shared memory. slot: of the scales. shifted: room for columns that begin anywhere.
+__device__ __forceinline__ void transform_tile(const AwareParams& p, const Place& place, const Shared& shared, int slot, u8* raw, u8* shifted) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int patch = lane % kPatches, row = patch * 16, lane_column = lane / kPatches * 4;     // 16 rows, and 4 of the warp's columns
     const int column_block = warp * kWarpColumns / BLOCK, unit_index = row / BLOCK * kColumnBlocks + column_block;
+    const u8* const mine = raw + raw_unit(row, warp) + lane_column;      // this thread's four columns of its first row
+    const auto holds_anything = [&](int r) { return *reinterpret_cast<const u32*>(mine + r * TILE_COLUMNS) & 0x7f7f7f7fu; };
+    const Unit unit = shared.unit[slot][unit_index];
+    const short* const exponents = &shared.exponent[slot][column_block][row];
+    const int line = place.line_of(row), column = warp * kWarpColumns + lane_column + place.strip_of(row) * TILE_COLUMNS;
+    const int patches = kMx ? kUnitPatches : kPatches >> (kStacks ? place.stack : 0);        // of a block's rows
+    bool general = unit.facts & kGeneral;
+    u32 codes[4][4], stored[4];                                  // four rows of a column in a word; the bits of the columns' targets
+    int tile_target = 0;
+    u32 of_columns[2] = {0x3c003c00u, 0x3c003c00u};              // 2^(e_ref - kLift - t) of two columns
 
+    u32 factors[8];                                              // of two rows
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const uint4 four = *reinterpret_cast<const uint4*>(&shared.factor[slot][column_block][row / 2 + 4 * half]);
+        factors[4 * half] = four.x, factors[4 * half + 1] = four.y, factors[4 * half + 2] = four.z, factors[4 * half + 3] = four.w;
+    }
+    if constexpr (TARGET == 1) {
+        // Whether the row with the largest scale holds anything: the lanes of a unit look at four bytes of it each.
+        const int in_unit = (patch % kUnitPatches * 4 + lane / kPatches) * 4, column = column_block * BLOCK + in_unit;
+        const int first_row = row - row % BLOCK;
+        const u32 others = (u32)((1ull << kUnitPatches) - 1) * 0x01010101u << patch - patch % kUnitPatches;
+        const int with_largest = first_row + (int)(unit.facts >> 8);
+        const u32 word = *reinterpret_cast<const u32*>(raw + raw_unit(with_largest, column / 16) + column % 16);
+        const bool holds = __ballot_sync(~0u, word & 0x7f7f7f7fu) & others;
+        tile_target = unit.e_ref;
+        if (__any_sync(~0u, !holds || unit.facts & kUnusual)) {
+            tile_target = find_top(raw, exponents - row % BLOCK, first_row, column, others);
+            if (tile_target == kNothing) tile_target = 0;
+            else {
+                const int k = unit.e_ref - tile_target;
+                general |= k < 0 || k > kMostUp;
+                const u32 power = Halves::power(clamp(k, 0, kMostUp)) * 0x10001u;
+#pragma unroll
+                for (int r = 0; r < 8; r++) factors[r] = Halves::times(factors[r], power);
+            }
+        }
+#pragma unroll
+        for (int c = 0; c < 4; c++) stored[c] = scale_bits(tile_target);
+    }
+    u32 values[4][8];                                            // two rows of a column
+#pragma unroll
+    for (int r = 0; r < 8; r++) {
+        const u32 even = *reinterpret_cast<const u32*>(mine + 2 * r * TILE_COLUMNS);
+        const u32 odd = *reinterpret_cast<const u32*>(mine + (2 * r + 1) * TILE_COLUMNS);
+        const u32 first = __byte_perm(even, odd, 0x5140), second = __byte_perm(even, odd, 0x7362);
+        values[0][r] = Pack::widen(first, 0), values[1][r] = Pack::widen(first, 1);
+        values[2][r] = Pack::widen(second, 0), values[3][r] = Pack::widen(second, 1);
+    }
+    if constexpr (TARGET == 0) {
+        if (unit.facts & kExcluded)
+#pragma unroll 1
+            for (int r = 0; r < 16; r++) general |= exponents[r] == 0 && holds_anything(r);
+        u32 top[4] = {};
+#pragma unroll
+        for (int c = 0; c < 4; c++)
+#pragma unroll
+            for (int r = 0; r < 8; r++) {
+                const u32 product = Halves::times(values[c][r], factors[r]);
+                top[c] = Halves::raised(top[c], product);
+                if (kLift) values[c][r] = product;
+            }
+        u32 exponent[2];                                         // of two columns' targets, as f16 has exponents
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const u32 even = __byte_perm(top[2 * half], top[2 * half + 1], 0x5410);
+            const u32 odd = __byte_perm(top[2 * half], top[2 * half + 1], 0x7632);
+            u32 largest = f16::max_magnitudes<false>(even, odd);
+#pragma unroll
+            for (int distance = 1; distance < kUnitPatches; distance *= 2)
+                largest = f16::max_magnitudes<false>(largest, __shfl_xor_sync(~0u, largest, distance < patches ? distance : 0));
+            exponent[half] = (largest + 0x00ff00ffu) & 0xfc00fc00u;
+            of_columns[half] = ((Pack::kEmax + 30) << 10) * 0x10001u - exponent[half];
+        }
+        const u32 zero = (u32)(unit.e_ref - kLift - 15 - Pack::kEmax + 127) << (kMx ? 0 : 23);   // without the exponent as f16 has it
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            stored[2 * half] = zero + (kMx ? exponent[half] >> 10 & 31 : (exponent[half] & 0xffffu) << 13);
+            stored[2 * half + 1] = zero + (kMx ? exponent[half] >> 26 : (exponent[half] & 0xffff0000u) >> 3);
+        }
+        // Whether f16 has all the factors: the exponent is kEmax + kLift to that + 15.
+        const auto is_out = [](u32 two) {
+            return ((two + ((16 - Pack::kEmax - kLift) << 10) * 0x10001u) & 0xc000c000u) != 0x40004000u;
+        };
+        if (is_out(exponent[0]) || is_out(exponent[1])) {
+            u32 anything = 0;                                    // by column
+#pragma unroll
+            for (int r = 0; r < 16; r++) anything |= holds_anything(r);
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                const u32 mask = 0xffffu << c % 2 * 16;
+                if (!is_out((exponent[c / 2] & mask) | (0x4000u << 16 - c % 2 * 16))) continue;
+                general |= exponent[c / 2] & mask || anything >> c * 8 & 0xffu;
+                of_columns[c / 2] = (of_columns[c / 2] & ~mask) | (0x3c003c00u & mask);
+                stored[c] = scale_bits(0);
+            }
+        }
+    }
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+        const u32 of_column = __byte_perm(of_columns[c / 2], 0, c % 2 ? 0x3232 : 0x1010);
+        const auto scaled = [&](int r) {
+            if constexpr (TARGET == 1) return Halves::times(values[c][r], factors[r]);
+            else if constexpr (kLift != 0) return Halves::times(values[c][r], of_column);
+            else return Halves::times(values[c][r], Halves::times(factors[r], of_column));
+        };
+#pragma unroll
+        for (int q = 0; q < 4; q++) codes[c][q] = Pack::narrow(scaled(2 * q), scaled(2 * q + 1));
+    }
+    if (__any_sync(~0u, general)) {
+        int t[4] = {tile_target, tile_target, tile_target, tile_target};
+        transform_any(mine, exponents, patches, t, codes);
+#pragma unroll
+        for (int c = 0; c < 4; c++) stored[c] = scale_bits(t[c]);
+    }
+
+    // Target scales, 0 in the padding.
+    if (line % BLOCK == 0 && line < place.lines) {
+        if (!kMx && unit.facts & kWrong << place.strip_of(row))
+#pragma unroll
+            for (int c = 0; c < 4; c++) stored[c] = kNanF32;
+        u8* const to = as_global(place.targets) + ((i64)(line / BLOCK) * p.target_pitch + column) * kScaleBytes;
+        if (place.plain) {
+            if constexpr (kMx) *reinterpret_cast<u32*>(to) = stored[0] | stored[1] << 8 | stored[2] << 16 | stored[3] << 24;
+            else Chunk<f32, 4>{{stored[0], stored[1], stored[2], stored[3]}}.store_whole(reinterpret_cast<u32*>(to));
+        } else {
+            const int left = left_of(p.target_pitch - place.column() - column, 4);
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                if (c >= left) continue;
+                const u32 bits = column + c < place.columns ? stored[c] : 0;
+                if constexpr (kMx) to[c] = (u8)bits;
+                else reinterpret_cast<u32*>(to)[c] = bits;
+            }
+        }
+    }
+
+    // Transposed rows: of the expert, whose matrices follow one another.
+    if (!RUNS || place.aligned) store_aligned(place, codes, line, column);
+    else if (place.group_down > 1) store_columns(place, codes, shifted + warp * kWarpColumns * kColumnBytes);
+    else {
+        __syncthreads();                                         // nobody needs the tile any more
+        store_flat(place, codes, raw + warp * kStageBytes);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) scaling_aware_transpose(const __grid_constant__ AwareParams p) {
+    extern __shared__ __align__(16) u8 dynamic[];                    // kAhead + 1 tiles, and columns of kColumnBytes; or one tile
+    __shared__ Shared shared;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if constexpr (!RUNS) {
+        const u32 strip = blockIdx.x / (u32)p.down;
+        Place& place = shared.place[0];
+        if (threadIdx.x == 0) {
+            Place found = find_expert(p, 0, 0);
+            found.tile = blockIdx.x - strip * (u32)p.down, found.strip = strip;
+            found.settle(p, true, 1);
+            place = found;
+        }
+        __syncthreads();
+        if (strip & (1u << place.stack) - 1) return;                 // another block has it
+        TileScales scales;
+        scales.load(p, place);
+        prefetch(p, place, dynamic);
+        copy_async_commit();
+        scales.write(p, place, 0, shared);
+        copy_async_wait();
+        __syncthreads();
+        transform_tile(p, place, shared, 0, dynamic, nullptr);
+        return;
+    }
     const i64 first_tile = (i64)blockIdx.x * p.run, all_tiles = p.down * p.strips;
     const int run = left_of(all_tiles - first_tile, (int)p.run);
     const auto place_of = [&](int n) -> Place& { return shared.place[n % (kAhead + 2)]; };
@@ -707,150 +877,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) scaling_aware_tr
         if (place_of(n + 1).exists) scales.load(p, place_of(n + 1));
         fetch(n + kAhead);
         if (finds) next_record = load_next_record(p, place_of(n + kAhead), run);
-        const u8* const mine = raw + raw_unit(row, warp) + lane_column;      // this thread's four columns of its first row
-        const auto holds_anything = [&](int r) { return *reinterpret_cast<const u32*>(mine + r * TILE_COLUMNS) & 0x7f7f7f7fu; };
-        const Unit unit = shared.unit[slot][unit_index];
-        const short* const exponents = &shared.exponent[slot][column_block][row];
-        const int line = place.line_of(row), column = warp * kWarpColumns + lane_column + place.strip_of(row) * TILE_COLUMNS;
-        const int patches = kMx ? kUnitPatches : kPatches >> (kStacks ? place.stack : 0);        // of a block's rows
-        bool general = unit.facts & kGeneral;
-        u32 codes[4][4], stored[4];                                  // four rows of a column in a word; the bits of the columns' targets
-        int tile_target = 0;
-        u32 of_columns[2] = {0x3c003c00u, 0x3c003c00u};              // 2^(e_ref - kLift - t) of two columns
-
-        u32 factors[8];                                              // of two rows
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const uint4 four = *reinterpret_cast<const uint4*>(&shared.factor[slot][column_block][row / 2 + 4 * half]);
-            factors[4 * half] = four.x, factors[4 * half + 1] = four.y, factors[4 * half + 2] = four.z, factors[4 * half + 3] = four.w;
-        }
-        if constexpr (TARGET == 1) {
-            // Whether the row with the largest scale holds anything: the lanes of a unit look at four bytes of it each.
-            const int in_unit = (patch % kUnitPatches * 4 + lane / kPatches) * 4, column = column_block * BLOCK + in_unit;
-            const int first_row = row - row % BLOCK;
-            const u32 others = (u32)((1ull << kUnitPatches) - 1) * 0x01010101u << patch - patch % kUnitPatches;
-            const int with_largest = first_row + (int)(unit.facts >> 8);
-            const u32 word = *reinterpret_cast<const u32*>(raw + raw_unit(with_largest, column / 16) + column % 16);
-            const bool holds = __ballot_sync(~0u, word & 0x7f7f7f7fu) & others;
-            tile_target = unit.e_ref;
-            if (__any_sync(~0u, !holds || unit.facts & kUnusual)) {
-                tile_target = find_top(raw, exponents - row % BLOCK, first_row, column, others);
-                if (tile_target == kNothing) tile_target = 0;
-                else {
-                    const int k = unit.e_ref - tile_target;
-                    general |= k < 0 || k > kMostUp;
-                    const u32 power = Halves::power(clamp(k, 0, kMostUp)) * 0x10001u;
-#pragma unroll
-                    for (int r = 0; r < 8; r++) factors[r] = Halves::times(factors[r], power);
-                }
-            }
-#pragma unroll
-            for (int c = 0; c < 4; c++) stored[c] = scale_bits(tile_target);
-        }
-        u32 values[4][8];                                            // two rows of a column
-#pragma unroll
-        for (int r = 0; r < 8; r++) {
-            const u32 even = *reinterpret_cast<const u32*>(mine + 2 * r * TILE_COLUMNS);
-            const u32 odd = *reinterpret_cast<const u32*>(mine + (2 * r + 1) * TILE_COLUMNS);
-            const u32 first = __byte_perm(even, odd, 0x5140), second = __byte_perm(even, odd, 0x7362);
-            values[0][r] = Pack::widen(first, 0), values[1][r] = Pack::widen(first, 1);
-            values[2][r] = Pack::widen(second, 0), values[3][r] = Pack::widen(second, 1);
-        }
-        if constexpr (TARGET == 0) {
-            if (unit.facts & kExcluded)
-#pragma unroll 1
-                for (int r = 0; r < 16; r++) general |= exponents[r] == 0 && holds_anything(r);
-            u32 top[4] = {};
-#pragma unroll
-            for (int c = 0; c < 4; c++)
-#pragma unroll
-                for (int r = 0; r < 8; r++) {
-                    const u32 product = Halves::times(values[c][r], factors[r]);
-                    top[c] = Halves::raised(top[c], product);
-                    if (kLift) values[c][r] = product;
-                }
-            u32 exponent[2];                                         // of two columns' targets, as f16 has exponents
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const u32 even = __byte_perm(top[2 * half], top[2 * half + 1], 0x5410);
-                const u32 odd = __byte_perm(top[2 * half], top[2 * half + 1], 0x7632);
-                u32 largest = f16::max_magnitudes<false>(even, odd);
-#pragma unroll
-                for (int distance = 1; distance < kUnitPatches; distance *= 2)
-                    largest = f16::max_magnitudes<false>(largest, __shfl_xor_sync(~0u, largest, distance < patches ? distance : 0));
-                exponent[half] = (largest + 0x00ff00ffu) & 0xfc00fc00u;
-                of_columns[half] = ((Pack::kEmax + 30) << 10) * 0x10001u - exponent[half];
-            }
-            const u32 zero = (u32)(unit.e_ref - kLift - 15 - Pack::kEmax + 127) << (kMx ? 0 : 23);   // without the exponent as f16 has it
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                stored[2 * half] = zero + (kMx ? exponent[half] >> 10 & 31 : (exponent[half] & 0xffffu) << 13);
-                stored[2 * half + 1] = zero + (kMx ? exponent[half] >> 26 : (exponent[half] & 0xffff0000u) >> 3);
-            }
-            // Whether f16 has all the factors: the exponent is kEmax + kLift to that + 15.
-            const auto is_out = [](u32 two) {
-                return ((two + ((16 - Pack::kEmax - kLift) << 10) * 0x10001u) & 0xc000c000u) != 0x40004000u;
-            };
-            if (is_out(exponent[0]) || is_out(exponent[1])) {
-                u32 anything = 0;                                    // by column
-#pragma unroll
-                for (int r = 0; r < 16; r++) anything |= holds_anything(r);
-#pragma unroll
-                for (int c = 0; c < 4; c++) {
-                    const u32 mask = 0xffffu << c % 2 * 16;
-                    if (!is_out((exponent[c / 2] & mask) | (0x4000u << 16 - c % 2 * 16))) continue;
-                    general |= exponent[c / 2] & mask || anything >> c * 8 & 0xffu;
-                    of_columns[c / 2] = (of_columns[c / 2] & ~mask) | (0x3c003c00u & mask);
-                    stored[c] = scale_bits(0);
-                }
-            }
-        }
-#pragma unroll
-        for (int c = 0; c < 4; c++) {
-            const u32 of_column = __byte_perm(of_columns[c / 2], 0, c % 2 ? 0x3232 : 0x1010);
-            const auto scaled = [&](int r) {
-                if constexpr (TARGET == 1) return Halves::times(values[c][r], factors[r]);
-                else if constexpr (kLift != 0) return Halves::times(values[c][r], of_column);
-                else return Halves::times(values[c][r], Halves::times(factors[r], of_column));
-            };
-#pragma unroll
-            for (int q = 0; q < 4; q++) codes[c][q] = Pack::narrow(scaled(2 * q), scaled(2 * q + 1));
-        }
-        if (__any_sync(~0u, general)) {
-            int t[4] = {tile_target, tile_target, tile_target, tile_target};
-            transform_any(mine, exponents, patches, t, codes);
-#pragma unroll
-            for (int c = 0; c < 4; c++) stored[c] = scale_bits(t[c]);
-        }
-
-        // Target scales, 0 in the padding.
-        if (line % BLOCK == 0 && line < place.lines) {
-            if (!kMx && unit.facts & kWrong << place.strip_of(row))
-#pragma unroll
-                for (int c = 0; c < 4; c++) stored[c] = kNanF32;
-            u8* const to = as_global(place.targets) + ((i64)(line / BLOCK) * p.target_pitch + column) * kScaleBytes;
-            if (place.plain) {
-                if constexpr (kMx) *reinterpret_cast<u32*>(to) = stored[0] | stored[1] << 8 | stored[2] << 16 | stored[3] << 24;
-                else Chunk<f32, 4>{{stored[0], stored[1], stored[2], stored[3]}}.store_whole(reinterpret_cast<u32*>(to));
-            } else {
-                const int left = left_of(p.target_pitch - place.column() - column, 4);
-#pragma unroll
-                for (int c = 0; c < 4; c++) {
-                    if (c >= left) continue;
-                    const u32 bits = column + c < place.columns ? stored[c] : 0;
-                    if constexpr (kMx) to[c] = (u8)bits;
-                    else reinterpret_cast<u32*>(to)[c] = bits;
-                }
-            }
-        }
-
-        // Transposed rows: of the expert, whose matrices follow one another.
-        if (!SHIFTS || place.aligned) store_aligned(place, codes, line, column);
-        else if (place.group_down > 1) store_columns(place, codes, dynamic + (kAhead + 1) * kRawBytes + warp * kWarpColumns * kColumnBytes);
-        else {
-            __syncthreads();                                         // nobody needs the tile any more
-            store_flat(place, codes, raw + warp * kStageBytes);
-        }
+        transform_tile(p, place, shared, slot, raw, dynamic + (kAhead + 1) * kRawBytes);
     }
     if (!lost && !place_of(n).exists) return;
     const Place rest = lost ? find_expert(p, first_row, next_record) : place_of(n);

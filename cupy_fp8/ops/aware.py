@@ -28,9 +28,9 @@ _ROWS = 128                                 # of a tile
 _COLUMNS = 128                              # of a tile
 _SMALL_EXPERT = 4 * _ROWS                   # rows, on average
 _THREADS = 2 * _COLUMNS                     # of a block: a warp for every 16 columns
-#: Bytes of the two tiles that a block keeps, one of them on its way; and of columns that are shifted to whole sectors of memory, whose
-#: readers look up to a word beyond them. Where none are, that much more is left to the L1.
-_TILES, _SHIFTED = 2 * (_ROWS + 4) * _COLUMNS, (_ROWS + 32) * _COLUMNS + 16
+#: Bytes of a tile, of which a block that has more than one keeps two, one of them on its way; and of columns that are shifted to whole
+#: sectors of memory, whose readers look up to a word beyond them. Where none are, that much more is left to the L1.
+_TILE, _SHIFTED = (_ROWS + 4) * _COLUMNS, (_ROWS + 32) * _COLUMNS + 16
 _MOST_TILES, _MOST_OF_SMALL = 3, 4          # that a block works on, one after the other; of small experts
 _BLOCKS_PER_MULTIPROCESSOR = 8              # at least, before a block gets more of them
 _UNITS = 5, 2                               # log2 of the rows of what is counted before an expert: of E8M0's blocks, and row scales
@@ -265,12 +265,13 @@ class _Plan:
         strips = cdiv(columns, _COLUMNS)
         if groups is not None:
             strips = max(1, strips)                          # even an empty array's sizes are looked at
-        run = _run(source.data, down * strips, _MOST_OF_SMALL if _are_small(rows, groups) else _MOST_TILES)
-        self.grid = down * strips and checks.grid_size(cdiv(down * strips, run), source.s.shape)
         shifts = bool(groups is not None or rows % 16 or checks.address(column.data) % 16)
         in_flight = _in_flight(source.data.dtype, source.block, aligned, shifts, rows, groups)
         self.variant = _variant(source.data.dtype, source.block, target, aligned, in_flight, shifts)
-        self.shared = _TILES + (_SHIFTED if shifts else 0)
+        alone = _is_alone(in_flight, shifts)
+        run = 1 if alone else _run(source.data, down * strips, _MOST_OF_SMALL if _are_small(rows, groups) else _MOST_TILES)
+        self.grid = down * strips and checks.grid_size(cdiv(down * strips, run), source.s.shape)
+        self.shared = _TILE if alone else 2 * _TILE + (_SHIFTED if shifts else 0)
         row_at = 0 if source.row_shape(groups) is None or out.rowwise is None else checks.address(out.rowwise.scale_inv)
         lines, pitch = column.scale_inv.shape
         self.addresses = (source.at, source.scales_at, checks.address(column.data), checks.address(column.scale_inv), row_at)
@@ -376,9 +377,14 @@ def _in_flight(dtype: np.dtype[Any], block: int, aligned: bool, shifts: bool, ro
 
 @functools.cache
 def _variant(dtype: np.dtype[Any], block: int, target: str, aligned: bool, in_flight: int, shifts: bool) -> Variant:
-    shifts = shifts or in_flight < 4            # only there does leaving it out pay for a program
-    return _KERNEL.variant(block=_THREADS, shared=_TILES + (_SHIFTED if shifts else 0), IN=FORMATS[dtype].tag, BLOCK=block,
-                           TARGET=TARGETS.index(target), TILE_COLUMNS=_COLUMNS, BLOCKS=in_flight, ALIGNED=int(aligned), SHIFTS=int(shifts))
+    alone = _is_alone(in_flight, shifts)
+    return _KERNEL.variant(block=_THREADS, shared=_TILE if alone else 2 * _TILE + _SHIFTED, IN=FORMATS[dtype].tag, BLOCK=block,
+                           TARGET=TARGETS.index(target), TILE_COLUMNS=_COLUMNS, BLOCKS=in_flight, ALIGNED=int(aligned), RUNS=int(not alone))
+
+
+def _is_alone(in_flight: int, shifts: bool) -> bool:
+    """Whether a block has a single tile, whose columns begin at multiples of 16 bytes: only there does a program of its own pay."""
+    return in_flight == 4 and not shifts
 
 
 def _store(out: Quantized, result: Quantized) -> None:
