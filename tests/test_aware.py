@@ -581,3 +581,36 @@ def test_many_blocks(experts):
     splits = sizes(5003, experts, 0)
     assert_same(fp8.scaling_aware_transpose(given, splits=backend.cupy().asarray(splits)),
                 reference.scaling_aware_transpose(q, splits=splits))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("splits", [None, [20_003, 0, 45_661]], ids=["whole", "experts"])
+@pytest.mark.parametrize("target", aware.TARGETS)
+def test_more_than_two_to_the_31_elements(target, splits):
+    """Whole columns at both ends and around element 2**31 of the result."""
+    cp = backend.cupy()
+    rows, columns, stripe = (1 << 16) + 128, (1 << 15) + 128, 128
+    assert rows * columns > 1 << 31
+    data = cp.empty((rows, columns), np.uint8)
+    data[...] = cp.asarray(np.random.default_rng(0).integers(0, 0x40, columns, np.uint8))
+    data += (cp.arange(rows, dtype=cp.uint32) % 61).astype(cp.uint8)[:, None]
+    exponents = (7 * cp.arange(rows)[:, None] + cp.arange(columns // 128)) % 9
+    scales = cp.ldexp(cp.ones(exponents.shape, cp.float32), exponents.astype(cp.int32) - 4)
+    q = Scaled(data.view(float8_e4m3fn), scales, (rows, columns), False, (1, 128), "compact")
+    row, column = parts(fp8.scaling_aware_transpose(q, splits=splits and cp.array(splits), target=target, scale_layout="compact"))
+    for first in (0, (1 << 31) // rows // stripe * stripe, columns - stripe):
+        block = first // 128
+        part = Scaled(data[:, first:first + stripe].get().view(float8_e4m3fn), scales[:, block:block + 1].get(), (rows, stripe), False,
+                      (1, 128), "compact")
+        want_row, want = parts(reference.scaling_aware_transpose(part, splits=None if splits is None else np.array(splits), target=target,
+                                                                 scale_layout="compact"))
+        np.testing.assert_array_equal(column.scale_inv[:, first:first + stripe].get(), want.scale_inv)
+        start = at = 0
+        for size in splits or [rows]:
+            found = bits(column.data).reshape(-1)[start * columns:(start + size) * columns].reshape(columns, size)[first:first + stripe]
+            np.testing.assert_array_equal(found.get().reshape(-1), bits(want.data).reshape(-1)[start * stripe:(start + size) * stripe])
+            padded = -(-size // 4) * 4
+            of_rows = row.scale_inv.reshape(-1)[at * columns // 128:(at + padded) * columns // 128].reshape(columns // 128, padded)[block]
+            np.testing.assert_array_equal(of_rows.get(), want_row.scale_inv.reshape(-1)[at:at + padded])
+            start, at = start + size, at + padded

@@ -756,3 +756,47 @@ def test_weights_of_any_size(run, recipe, together):
         x = np.concatenate([a, b], axis=1)
         got = run.numpy(fp8.swiglu_quantize(run.array(x), recipe, probs=run.array(probs)))
         assert_same(got, reference.swiglu_quantize(x, recipe, probs=probs))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["delayed", "blocks", "mx"])
+def test_more_than_two_to_the_31_elements(how):
+    """Whole rows at both ends and around element 2**31 of y, and of its gradients, where x has more than 2**32."""
+    import cupy as cp
+
+    recipe, options = RECIPES[how]
+    rows, half, stripe = (1 << 18) + 128, (1 << 13) + 128, 128
+    assert rows * half > 1 << 31
+
+    def memory(columns: int, seed: int) -> Any:
+        words = cp.empty((rows, columns), np.uint16)
+        words[...] = cp.asarray(bits(normal((columns,), bfloat16, seed)))
+        words += (cp.arange(rows, dtype=cp.uint32) % 61).astype(cp.uint16)[:, None]
+        return words
+
+    def check(got: Quantized, want: Quantized, first: int) -> None:
+        for part, wanted in ((got.rowwise, want.rowwise), (got.columnwise, want.columnwise)):
+            assert part is not None
+            assert wanted is not None
+            data = bits(part.data)
+            here = data[:, first:first + stripe] if part.transposed else data[first:first + stripe]
+            np.testing.assert_array_equal(here.get(), bits(wanted.data))
+            scales = bits(part.scale_inv)
+            if part.block is not None:
+                extent = int(part.block[0] or 0)
+                scales = scales[:, first:first + stripe] if extent == 1 and part.scale_layout == "gemm_ready" \
+                    else scales[first // extent:(first + stripe) // extent]
+            np.testing.assert_array_equal(scales.get(), bits(wanted.scale_inv))
+
+    x, grad, probs = memory(2 * half, 0), memory(half, 1), cp.asarray(normal((rows,), seed=2))
+    q = fp8.swiglu_quantize(x.view(bfloat16), recipe, columnwise=True, probs=probs, **options)
+    back, sums = fp8.swiglu_backward_quantize(grad.view(bfloat16), x.view(bfloat16), recipe, columnwise=True, probs=probs, **options)
+    assert sums is not None
+    for first in (0, (1 << 31) // half // stripe * stripe, (1 << 31) // (2 * half) // stripe * stripe, rows - stripe):
+        here = slice(first, first + stripe)
+        hx, hgrad, given = x[here].get().view(bfloat16), grad[here].get().view(bfloat16), {"probs": probs[here].get(), **options}
+        check(q, reference.swiglu_quantize(hx, recipe, columnwise=True, **given), first)
+        want, of_probs = reference.swiglu_backward_quantize(hgrad, hx, recipe, columnwise=True, **given)
+        check(back, want, first)
+        assert_bytes_equal(sums[here], of_probs)
