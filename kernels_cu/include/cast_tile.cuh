@@ -129,7 +129,11 @@ __device__ __forceinline__ void cast_tile(const Tensor& p, TilePosition at, floa
     if (p.columnwise() || DBIAS) __syncthreads();
     if (DBIAS) at = shared_at;
     if (p.columnwise() && kAligned < 2 && !p.vector) {
-        constexpr bool kBySectors = Tile::kRows == 256 && Tile::kThreads == 512;     // with more threads there are too few registers
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ != 900 || __CUDACC_VER_MAJOR__ < 13)
+        constexpr bool kBySectors = Tile::kRows == 256 && Tile::kThreads == 512;     // with more threads the compiler spills
+#else
+        constexpr bool kBySectors = Tile::kRows == 256;
+#endif
         tile.template store_ragged<kBySectors>(p.data_t + (at.matrix * p.columns + at.column) * p.rows + at.row, p.rows,
                                                left_of(p.columns - at.column, TILE_COLUMNS), left_of(p.rows - at.row, TILE_ROWS));
     } else if (p.columnwise()) {
