@@ -68,6 +68,11 @@ constexpr int kColumnBlocks = TILE_COLUMNS / BLOCK, kUnits = kTileRows / BLOCK *
 constexpr int kRowBlocks = kTileRows / BLOCK;
 constexpr int kUnitsPerWarp = (kUnits + kWarps - 1) / kWarps, kLaneRows = BLOCK / 32;
 constexpr int kColumnBytes = kTileRows + kSector;                    // of a column in store_columns(), with rows of the tile above
+// Whether parts of sectors wait: for the part in the tile below, or for the end of the run, when the next run stores the other part as well, so
+// that the L2 still has the sector. (Four blocks leave no shared memory for it; MX gains nothing.)
+constexpr bool kWaits = BLOCKS < 4 && !kMx;
+constexpr int kFirstBytes = kWaits ? kSector : 0;                    // of a column, its first rows in the run
+constexpr int kShiftedBytes = kWarpColumns * (kColumnBytes + kFirstBytes), kHalvesBytes = kWarpColumns * 16;     // of a warp
 constexpr int kPatches = kTileRows / 16;                             // threads below one another
 constexpr int kUnitPatches = BLOCK / 16;                             // of them in a unit
 // Blocks of threads that a multiprocessor keeps, on an H200 BLOCKS; with as many values spill on other GPUs, with CUDA 12 and with the
@@ -123,7 +128,8 @@ struct Place {
     bool lost;                                                       // no expert's
     bool aligned;                                                    // columns go to multiples of 16 bytes
     bool plain;                                                      // target scales: all are there, four of them one store
-    bool continued, continues;                                       // by the tile above, by the one below: where columns begin anywhere
+    int above;                                                       // tiles of the run that are above it in the same columns
+    bool continues;                                                  // by the one below: where columns begin anywhere
 
     __device__ __forceinline__ i64 start() const { return group_start + tile * kTileRows; }
     __device__ __forceinline__ i64 column() const { return (i64)strip * TILE_COLUMNS; }
@@ -151,9 +157,9 @@ struct Place {
         if (p.row_scales && !lost)
             row_scales = reinterpret_cast<u32*>(p.row_scales) + group_scales * p.scale_columns + first_column / BLOCK * row_scale_pitch
                          + tile * kTileRows;
-        aligned = group_lines % 16 == 0 && reinterpret_cast<u64>(to) % 16 == 0;
+        aligned = ((u64)group_lines | reinterpret_cast<u64>(to)) % 16 == 0;
         plain = columns == TILE_COLUMNS << stack && p.target_pitch % 4 == 0 && reinterpret_cast<u64>(targets) % (4 * kScaleBytes) == 0;
-        exists = true, continued = !first && tile > 0, continues = offset + 1 < run && !is_last_down();
+        exists = true, above = 0, continues = offset + 1 < run && !is_last_down();
     }
 
     // To the tile below.
@@ -162,7 +168,7 @@ struct Place {
         from += kTileRows * p.columns, scales += kTileRows * p.scale_columns * kScaleBytes, to += kTileRows;
         targets += kRowBlocks * p.target_pitch * kScaleBytes;
         if (row_scales) row_scales += kTileRows;
-        continued = true, continues = offset + 1 < run && !is_last_down();
+        above++, continues = offset + 1 < run && !is_last_down();
     }
 };
 
@@ -208,7 +214,7 @@ __device__ __forceinline__ void find_next(const AwareParams& p, const Place& pla
     Place found = of_next ? find_expert(p, place.group_tile + place.group_down, record) : place;
     if (threadIdx.x % 32 != 0) return;
     if (!exists) {
-        next->exists = false;
+        next->exists = next->lost = false;
         return;
     }
     if (!place.is_last_down()) found.step_down(p, run);
@@ -250,6 +256,7 @@ struct Shared {
     __align__(16) short exponent[2][kColumnBlocks][kTileRows];
     __align__(16) u32 factor[2][kColumnBlocks][kTileRows / 2];       // 2^(e - e_ref) of two rows as f16: NaN for a wrong scale
     Place place[kAhead + 2];
+    __align__(16) u8 halves[kWaits ? kWarps * kHalvesBytes : 16];    // of sectors, see store_aligned()
 };
 
 // The scales of a tile on their way into shared memory: a warp has those of a unit or two, a lane kLaneRows rows of it.
@@ -520,30 +527,58 @@ __device__ __forceinline__ void clear_rest(const AwareParams& p, const Place& pl
 // Columns of a tile as a thread has them: 16 rows of four.
 using Codes = u32[4][4];
 
-// Columns that begin at multiples of 16 bytes. line, column: of this thread's first code in the expert.
-__device__ __forceinline__ void store_aligned(const Place& place, const Codes& codes, int line, int column) {
+// Columns that begin at multiples of 16 bytes. line, column: of this thread's first code in the expert. Where the last 16 bytes of a tile's column
+// are half a sector, whose other half the tile below has, they wait for it in `halves`, 16 bytes for each of the warp's columns.
+__device__ __forceinline__ void store_aligned(const Place& place, const Codes& codes, int line, int column, u8* halves) {
     const i64 stride = place.group_lines;
     const int columns = line < place.lines ? place.columns - column : 0;
     u8* to = as_global(place.to) + (column * stride + line);
+    if (!kWaits || !(place.above || place.continues)) {
 #pragma unroll
-    for (int c = 0; c < 4; c++, to += stride)
-        if (c < columns) Chunk<IN, 16>{{codes[c][0], codes[c][1], codes[c][2], codes[c][3]}}.store_whole(to);
+        for (int c = 0; c < 4; c++, to += stride)
+            if (c < columns) Chunk<IN, 16>{{codes[c][0], codes[c][1], codes[c][2], codes[c][3]}}.store_whole(to);
+        return;
+    }
+    const int lane = threadIdx.x % 32;
+    const bool last = lane % kPatches == kPatches - 1;
+    u8* const kept = halves + lane / kPatches * 64;
+#pragma unroll
+    for (int c = 0; c < 4; c++, to += stride) {
+        Chunk<IN, 16> unit{{codes[c][0], codes[c][1], codes[c][2], codes[c][3]}};
+        bool stores = c < columns;
+        u8* at = to;
+        if (last && reinterpret_cast<u64>(to) % kSector == 0) {
+            const Chunk<IN, 16> above = Chunk<IN, 16>::load_shared(kept + c * 16);
+            if (place.continues) store_shared_whole(kept + c * 16, unit.word[0], unit.word[1], unit.word[2], unit.word[3]);
+            else if (stores) unit.store_whole(to);
+            stores = place.above && column + c < place.columns, at = to - kTileRows, unit = above;
+        }
+        if (stores) unit.store_whole(at);
+    }
 }
+
+enum Part { kStart, kEnd, kStartAndEnd };
+template <Part kPart> struct PartOfColumn { static constexpr Part part = kPart; };
 
 // Columns that begin at any byte, one group_lines after the other: by whole sectors of memory, since the L2 takes parts of them at a fraction
 // of its speed. They are put together in `stage` of the warp's own, where the last 32 rows wait if the tile below goes on, and have done so
-// if this one continues the tile above.
+// if this one continues the tile above; behind them are the first 32 rows of the run where parts of sectors wait.
 __device__ __forceinline__ void store_columns(const Place& place, const Codes& codes, u8* stage) {
     const u32 thread = thread_again();
     const int first_column = thread / 32 * kWarpColumns, lane = thread % 32, patch = lane % kPatches, own = lane / kPatches * 4;
     const int lines = place.lines, columns = left_of(place.columns - first_column, kWarpColumns);
     const i64 stride = place.group_lines;
-    const bool continued = place.continued, continues = place.continues;
+    const bool continued = place.above, continues = place.continues;
     u8* const to = as_global(place.to) + first_column * stride;
     const auto before_sector = [](const u8* p) { return (int)(reinterpret_cast<u64>(p) & kSector - 1); };
     u8* const staged = stage + own * kColumnBytes + kSector + patch * 16;
 #pragma unroll
     for (int c = 0; c < 4; c++) store_shared_whole(staged + c * kColumnBytes, codes[c][0], codes[c][1], codes[c][2], codes[c][3]);
+    if (kWaits && !continued && patch < 2) {
+        u8* const first = stage + kWarpColumns * kColumnBytes + own * kFirstBytes + patch * 16;
+#pragma unroll
+        for (int c = 0; c < 4; c++) store_shared_whole(first + c * kFirstBytes, codes[c][0], codes[c][1], codes[c][2], codes[c][3]);
+    }
     __syncwarp();
     const int sector = patch / 2 * kSector;
     u8* column = to + own * stride;
@@ -559,29 +594,40 @@ __device__ __forceinline__ void store_columns(const Place& place, const Codes& c
         for (int w = 0; w < 4; w++) unit.word[w] = __funnelshift_r(words[w], words[w + 1], (-before & 3) * 8);
         if (sector >= first && sector + kSector <= before + lines && own + c < columns) unit.store_whole(column - before + patch * 16);
     }
-    // The part of a sector that a column begins in at `line`, or ends in (`ends`): of two columns at a time, a byte per lane.
-    const auto store_parts = [&](int line, bool ends) {
-        u8* edge = to + line;
-        const u8* from = stage + kSector + line;
-        const u32 most = continued || lines > kSector ? kSector : lines;         // bytes that there are before an end
+    // Parts of sectors, of two columns at a time, a byte per lane: `bytes` at most of what follows a column's first line in the run, of what
+    // precedes its end there, or of both, where they are parts of as many bytes.
+    u8* const top = to - place.above * kTileRows;
+    const u8* const first_rows = kWaits ? stage + kWarpColumns * kColumnBytes : stage + kSector;
+    const auto store_parts = [&](auto which, u32 bytes) {
+        constexpr Part kPart = decltype(which)::part;
+        constexpr int kPitch = kWaits ? kFirstBytes : kColumnBytes;
+        u8* edge = kPart == kEnd ? to + lines : top;
+        const u8 *start = first_rows, *end = stage + kSector + lines;
 #pragma unroll 1
         for (int c = 0; c < columns; c += 2) {
             u8 *at[2], byte[2];
             bool has[2];
 #pragma unroll
-            for (int i = 0; i < 2; i++, edge += stride, from += kColumnBytes) {
+            for (int i = 0; i < 2; i++, edge += stride, start += kPitch, end += kColumnBytes) {
                 const int before = before_sector(edge), offset = lane - before;
-                has[i] = c + i < columns && (ends ? (u32)(-1 - offset) < most : before && (u32)offset < (u32)lines);
+                const bool ends = kPart == kEnd || (kPart == kStartAndEnd && offset < 0);
                 at[i] = as_global(reinterpret_cast<u8*>((reinterpret_cast<u64>(edge) & -kSector) | lane));
-                if (has[i]) byte[i] = from[offset];
+                if (kPart == kStartAndEnd && ends) at[i] += to + lines - top;
+                has[i] = c + i < columns && (before || kPart == kEnd);
+                if (kPart != kStartAndEnd) has[i] &= (u32)(ends ? -1 - offset : offset) < bytes;
+                if (has[i]) byte[i] = (ends ? end : start)[offset];
             }
 #pragma unroll
             for (int i = 0; i < 2; i++)
                 if (has[i]) *at[i] = byte[i];
         }
     };
-    if (!continued) store_parts(0, false);
-    if (!continues) store_parts(lines, true);
+    const u32 most = continued || lines > kSector ? kSector : lines;
+    if (kWaits && !continues && lines % kSector == 0) store_parts(PartOfColumn<kStartAndEnd>{}, kSector);
+    else {
+        if (kWaits ? !continues : !continued) store_parts(PartOfColumn<kStart>{}, most);
+        if (!continues) store_parts(PartOfColumn<kEnd>{}, most);
+    }
     __syncwarp();
     if (continues && patch >= kPatches - 2)
 #pragma unroll
@@ -660,7 +706,7 @@ __device__ __forceinline__ void store_flat(const Place& place, const Codes& code
 
 #ifdef ENTRY_scaling_aware_transpose
 // The tile at `place`, whose bytes and scales are in shared memory. slot: of the scales. shifted: room for columns that begin anywhere.
-__device__ __forceinline__ void transform_tile(const AwareParams& p, const Place& place, const Shared& shared, int slot, u8* raw, u8* shifted) {
+__device__ __forceinline__ void transform_tile(const AwareParams& p, const Place& place, Shared& shared, int slot, u8* raw, u8* shifted) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int patch = lane % kPatches, row = patch * 16, lane_column = lane / kPatches * 4;     // 16 rows, and 4 of the warp's columns
     const int column_block = warp * kWarpColumns / BLOCK, unit_index = row / BLOCK * kColumnBlocks + column_block;
@@ -802,8 +848,8 @@ __device__ __forceinline__ void transform_tile(const AwareParams& p, const Place
     }
 
     // Transposed rows: of the expert, whose matrices follow one another.
-    if (!RUNS || place.aligned) store_aligned(place, codes, line, column);
-    else if (place.group_down > 1) store_columns(place, codes, shifted + warp * kWarpColumns * kColumnBytes);
+    if (!RUNS || place.aligned) store_aligned(place, codes, line, column, shared.halves + warp * kHalvesBytes);
+    else if (place.group_down > 1) store_columns(place, codes, shifted + warp * kShiftedBytes);
     else {
         __syncthreads();                                         // nobody needs the tile any more
         store_flat(place, codes, raw + warp * kStageBytes);
@@ -852,7 +898,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) scaling_aware_tr
     const bool lost = (int)__shfl_sync(~0u, next_record, 1) < 0;     // group -1: no expert's, and so are all that follow
     if (finds) {
         if (lost) {
-            if (lane == 0) place_of(0).exists = false;
+            if (lane == 0) place_of(0).exists = false, place_of(0).lost = true;
         } else find_first(p, find_expert(p, first_row, next_record), first_tile, run, &place_of(0), &place_of(kAhead + 1));
         for (int n = 1; n <= kAhead; n++) {
             __syncwarp();
@@ -879,9 +925,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) scaling_aware_tr
         if (finds) next_record = load_next_record(p, place_of(n + kAhead), run);
         transform_tile(p, place, shared, slot, raw, dynamic + (kAhead + 1) * kRawBytes);
     }
-    if (!lost && !place_of(n).exists) return;
-    const Place rest = lost ? find_expert(p, first_row, next_record) : place_of(n);
-    const i64 first = (lost ? first_tile : first_tile + rest.offset) - rest.group_tile * p.strips;
+    if (!place_of(n).exists && !place_of(n).lost) return;
+    const bool none = !place_of(n).exists;                           // `lost`, which would take a register until here
+    const Place rest = none ? find_expert(p, first_row, next_record) : place_of(n);
+    const i64 first = (none ? first_tile : first_tile + rest.offset) - rest.group_tile * p.strips;
     clear_rest(p, rest, first, first + run - rest.offset);
 }
 #endif

@@ -18,8 +18,8 @@ from .layouts import sizes
 
 _SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (0, 0), (3, 37), (127, 129), (130, 257), (128, 128), (272, 520), (144, 264), (33, 640),
            (500, 272))
-#: Rows, and how many experts: empty ones among them, one, more than rows, several rounds of the search.
-_EXPERTS = ((300, 1), (400, 4), (90, 40), (5, 64), (700, 300), (0, 3), (0, 0), (512, 3), (1281, 1), (2700, 2))
+#: Rows, and how many experts: empty ones among them, one, more than rows, several rounds of the search, columns of half sectors.
+_EXPERTS = ((300, 1), (400, 4), (90, 40), (5, 64), (700, 300), (0, 3), (0, 0), (512, 3), (1281, 1), (1296, 1), (2700, 2))
 #: Exponents of scales: alike, of rows that differ, of the whole range, and beyond it.
 _EXPONENTS = {"near": (-9, -5), "wide": (-30, 0), "all": (-127, 127), "tiny": (-149, -120)}
 

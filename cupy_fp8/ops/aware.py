@@ -29,9 +29,10 @@ _COLUMNS = 128                              # of a tile
 _SMALL_EXPERT = 4 * _ROWS                   # rows, on average
 _THREADS = 2 * _COLUMNS                     # of a block: a warp for every 16 columns
 #: Bytes of a tile, of which a block that has more than one keeps two, one of them on its way; and of columns that are shifted to whole
-#: sectors of memory, whose readers look up to a word beyond them. Where none are, that much more is left to the L1.
-_TILE, _SHIFTED = (_ROWS + 4) * _COLUMNS, (_ROWS + 32) * _COLUMNS + 16
-_MOST_TILES, _MOST_OF_SMALL = 3, 4          # that a block works on, one after the other; of small experts
+#: sectors of memory, whose readers look up to a word beyond them; and the first sector of each, where it waits for the end of a run
+#: (kWaits). Where no column is shifted, that much more is left to the L1.
+_TILE, _SHIFTED, _FIRST_SECTORS = (_ROWS + 4) * _COLUMNS, (_ROWS + 32) * _COLUMNS + 16, 32 * _COLUMNS
+_MOST_TILES, _MOST_OF_EXPERTS = 3, 4        # that a block works on, one after the other; of more than one expert
 _BLOCKS_PER_MULTIPROCESSOR = 8              # at least, before a block gets more of them
 _UNITS = 5, 2                               # log2 of the rows of what is counted before an expert: of E8M0's blocks, and row scales
 #: The blocks along rows that become blocks along columns, and the dtype of their scales.
@@ -269,9 +270,9 @@ class _Plan:
         in_flight = _in_flight(source.data.dtype, source.block, aligned, shifts, rows, groups)
         self.variant = _variant(source.data.dtype, source.block, target, aligned, in_flight, shifts)
         alone = _is_alone(in_flight, shifts)
-        run = 1 if alone else _run(source.data, down * strips, _MOST_OF_SMALL if _are_small(rows, groups) else _MOST_TILES)
+        run = 1 if alone else _run(source.data, down * strips, _MOST_OF_EXPERTS if groups is not None and groups > 1 else _MOST_TILES)
         self.grid = down * strips and checks.grid_size(cdiv(down * strips, run), source.s.shape)
-        self.shared = _TILE if alone else 2 * _TILE + (_SHIFTED if shifts else 0)
+        self.shared = _shared(source.block, in_flight, shifts)
         row_at = 0 if source.row_shape(groups) is None or out.rowwise is None else checks.address(out.rowwise.scale_inv)
         lines, pitch = column.scale_inv.shape
         self.addresses = (source.at, source.scales_at, checks.address(column.data), checks.address(column.scale_inv), row_at)
@@ -378,8 +379,16 @@ def _in_flight(dtype: np.dtype[Any], block: int, aligned: bool, shifts: bool, ro
 @functools.cache
 def _variant(dtype: np.dtype[Any], block: int, target: str, aligned: bool, in_flight: int, shifts: bool) -> Variant:
     alone = _is_alone(in_flight, shifts)
-    return _KERNEL.variant(block=_THREADS, shared=_TILE if alone else 2 * _TILE + _SHIFTED, IN=FORMATS[dtype].tag, BLOCK=block,
+    return _KERNEL.variant(block=_THREADS, shared=_shared(block, in_flight, not alone), IN=FORMATS[dtype].tag, BLOCK=block,
                            TARGET=TARGETS.index(target), TILE_COLUMNS=_COLUMNS, BLOCKS=in_flight, ALIGNED=int(aligned), RUNS=int(not alone))
+
+
+def _shared(block: int, in_flight: int, shifts: bool) -> int:
+    """Bytes of shared memory that a launch takes."""
+    if _is_alone(in_flight, shifts):
+        return _TILE
+    waits = block == 128 and in_flight < 4
+    return 2 * _TILE + (_SHIFTED + waits * _FIRST_SECTORS if shifts else 0)
 
 
 def _is_alone(in_flight: int, shifts: bool) -> bool:
