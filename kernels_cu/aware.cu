@@ -61,8 +61,7 @@ constexpr bool kMx = BLOCK == 32;
 constexpr int kScaleBytes = kMx ? 1 : 4;
 constexpr int kTileRows = 128, kWarpColumns = 16;
 constexpr int kWarps = TILE_COLUMNS / kWarpColumns, kThreads = kWarps * 32;
-constexpr int kStageBytes = kTileRows * kWarpColumns + 64;           // a warp's part of a tile as store_flat() makes it, up to four pieces
-constexpr int kRawBytes = kWarps * kStageBytes;                      // a tile takes less
+constexpr int kRawBytes = kTileRows * TILE_COLUMNS + 16;             // of a tile, see raw_unit()
 constexpr int kAhead = 1;                                            // tiles on their way while one is worked on
 constexpr int kColumnBlocks = TILE_COLUMNS / BLOCK, kUnits = kTileRows / BLOCK * kColumnBlocks;     // units: blocks of BLOCK x BLOCK
 constexpr int kRowBlocks = kTileRows / BLOCK;
@@ -73,6 +72,7 @@ constexpr int kColumnBytes = kTileRows + kSector;                    // of a col
 constexpr bool kWaits = BLOCKS < 4 && !kMx;
 constexpr int kFirstBytes = kWaits ? kSector : 0;                    // of a column, its first rows in the run
 constexpr int kShiftedBytes = kWarpColumns * (kColumnBytes + kFirstBytes), kHalvesBytes = kWarpColumns * 16;     // of a warp
+static_assert(kShiftedBytes >= kTileRows * kWarpColumns + 4 * 16, "room for what store_flat() makes, up to four pieces");
 constexpr int kPatches = kTileRows / 16;                             // threads below one another
 constexpr int kUnitPatches = BLOCK / 16;                             // of them in a unit
 // Blocks of threads that a multiprocessor keeps, on an H200 BLOCKS; with as many values spill on other GPUs, with CUDA 12 and with the
@@ -636,7 +636,7 @@ __device__ __forceinline__ void store_columns(const Place& place, const Codes& c
 }
 
 // Columns that follow one another without gaps, as they do in an expert of one row of tiles: through shared memory, as memory has them, to
-// whole units of 16 bytes. `stage` is kStageBytes of the warp's own.
+// whole units of 16 bytes. `stage` is the warp's own.
 __device__ __forceinline__ void store_flat(const Place& place, const Codes& codes, u8* stage) {
     const int lane = threadIdx.x % 32, stack = kStacks ? place.stack : 0, lines = place.lines;
     // The warp's columns of one of the strips: bytes [before, end) of units of 16.
@@ -850,10 +850,7 @@ __device__ __forceinline__ void transform_tile(const AwareParams& p, const Place
     // Transposed rows: of the expert, whose matrices follow one another.
     if (!RUNS || place.aligned) store_aligned(place, codes, line, column, shared.halves + warp * kHalvesBytes);
     else if (place.group_down > 1) store_columns(place, codes, shifted + warp * kShiftedBytes);
-    else {
-        __syncthreads();                                         // nobody needs the tile any more
-        store_flat(place, codes, raw + warp * kStageBytes);
-    }
+    else store_flat(place, codes, shifted + warp * kShiftedBytes);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) scaling_aware_transpose(const __grid_constant__ AwareParams p) {

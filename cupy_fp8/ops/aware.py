@@ -31,7 +31,7 @@ _THREADS = 2 * _COLUMNS                     # of a block: a warp for every 16 co
 #: Bytes of a tile, of which a block that has more than one keeps two, one of them on its way; and of columns that are shifted to whole
 #: sectors of memory, whose readers look up to a word beyond them; and the first sector of each, where it waits for the end of a run
 #: (kWaits). Where no column is shifted, that much more is left to the L1.
-_TILE, _SHIFTED, _FIRST_SECTORS = (_ROWS + 4) * _COLUMNS, (_ROWS + 32) * _COLUMNS + 16, 32 * _COLUMNS
+_TILE, _SHIFTED, _FIRST_SECTORS = _ROWS * _COLUMNS + 16, (_ROWS + 32) * _COLUMNS + 16, 32 * _COLUMNS
 _MOST_TILES, _MOST_OF_EXPERTS = 3, 4        # that a block works on, one after the other; of more than one expert
 _BLOCKS_PER_MULTIPROCESSOR = 8              # at least, before a block gets more of them
 _UNITS = 5, 2                               # log2 of the rows of what is counted before an expert: of E8M0's blocks, and row scales
