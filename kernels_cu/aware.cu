@@ -72,7 +72,7 @@ constexpr int kColumnBytes = kTileRows + kSector;                    // of a col
 constexpr bool kWaits = BLOCKS < 4 && !kMx;
 constexpr int kFirstBytes = kWaits ? kSector : 0;                    // of a column, its first rows in the run
 constexpr int kShiftedBytes = kWarpColumns * (kColumnBytes + kFirstBytes), kHalvesBytes = kWarpColumns * 16;     // of a warp
-static_assert(kShiftedBytes >= kTileRows * kWarpColumns + 4 * 16, "room for what store_flat() makes, up to four pieces");
+static_assert(kWarps * kShiftedBytes >= kTileRows * TILE_COLUMNS + 32, "room for what store_flat() makes");
 constexpr int kPatches = kTileRows / 16;                             // threads below one another
 constexpr int kUnitPatches = BLOCK / 16;                             // of them in a unit
 // Blocks of threads that a multiprocessor keeps, on an H200 BLOCKS; with as many values spill on other GPUs, with CUDA 12 and with the
@@ -635,32 +635,21 @@ __device__ __forceinline__ void store_columns(const Place& place, const Codes& c
             store_shared_whole(staged + c * kColumnBytes - kTileRows, codes[c][0], codes[c][1], codes[c][2], codes[c][3]);
 }
 
-// Columns that follow one another without gaps, as they do in an expert of one row of tiles: through shared memory, as memory has them, to
-// whole units of 16 bytes. `stage` is the warp's own.
+// Columns that follow one another without gaps, as they do in an expert of one row of tiles: put together by the whole block in `stage`, in shared
+// memory, as memory has them, and stored by units of 16 bytes.
 __device__ __forceinline__ void store_flat(const Place& place, const Codes& codes, u8* stage) {
-    const int lane = threadIdx.x % 32, stack = kStacks ? place.stack : 0, lines = place.lines;
-    // The warp's columns of one of the strips: bytes [before, end) of units of 16.
-    struct Range {
-        u8 *to, *stage;
-        int before, end;
-    };
-    const auto range_of = [&](int strip) {
-        const int column = threadIdx.x / 32 * kWarpColumns + strip * TILE_COLUMNS;
-        u8* const to = as_global(place.to) + column * lines;
-        const int before = (int)(reinterpret_cast<u64>(to) & 15);
-        return Range{to - before, stage + strip * ((kTileRows >> stack) * kWarpColumns + 16), before,
-                     before + left_of(place.columns - column, kWarpColumns) * lines};
-    };
-    const int row = lane % kPatches * 16, line = place.line_of(row), left = lines - line;
-    const Range own = range_of(place.strip_of(row));
-    const int first = own.before + lane / kPatches * 4 * lines + line;       // of this thread's rows of its first column
+    const int lane = threadIdx.x % 32, row = lane % kPatches * 16, line = place.line_of(row), lines = place.lines, left = lines - line;
+    const int column = threadIdx.x / 32 * kWarpColumns + lane / kPatches * 4 + place.strip_of(row) * TILE_COLUMNS;
+    const int before = (int)(reinterpret_cast<u64>(place.to) & 15), end = before + place.columns * lines;   // bytes [before, end) of the units
+    u8* const to = as_global(place.to) - before;
+    const int first = before + column * lines + line;                // of this thread's rows of its first column
     if (lines < 4) {
         if (line == 0)
 #pragma unroll
             for (int c = 0; c < 4; c++)
 #pragma unroll
                 for (int r = 0; r < 3; r++)
-                    if (r < lines) own.stage[first + c * lines + r] = (u8)(codes[c][0] >> 8 * r);
+                    if (r < lines) stage[first + c * lines + r] = (u8)(codes[c][0] >> 8 * r);
     } else {
         // By words. The first one of a column has the end of the column before, which is there after a barrier.
         u32 above[4];
@@ -670,38 +659,32 @@ __device__ __forceinline__ void store_flat(const Place& place, const Codes& code
 #pragma unroll
             for (int c = 0; c < 4; c++) {
                 const int at = first + c * lines, shift = (at & 3) * 8, end = left + (at & 3);
-                u32* const words = reinterpret_cast<u32*>(own.stage + (at & ~3));
+                u32* const words = reinterpret_cast<u32*>(stage + (at & ~3));
                 if (line || shift == 0) words[0] = __funnelshift_l(above[c], codes[c][0], shift);
 #pragma unroll
                 for (int w = 1; w < 4; w++)
                     if (end > 4 * w) words[w] = __funnelshift_l(codes[c][w - 1], codes[c][w], shift);
                 if (left <= 16 && end > 16) words[4] = __funnelshift_l(codes[c][3], 0, shift);
             }
-        __syncwarp();
+        __syncthreads();
         if (line == 0)
 #pragma unroll
             for (int c = 0; c < 4; c++) {
                 const int at = first + c * lines, shift = (at & 3) * 8;
-                u32* const word = reinterpret_cast<u32*>(own.stage + (at & ~3));
+                u32* const word = reinterpret_cast<u32*>(stage + (at & ~3));
                 if (shift) *word = codes[c][0] << shift | (*word & (1u << shift) - 1);
             }
     }
-    __syncwarp();
-    const int lanes = 32 >> stack;                                   // that share a strip
-    const Range range = range_of(lane >> 5 - stack);
-    const int unit = (range.before != 0) + (lane & lanes - 1);
+    __syncthreads();
 #pragma unroll
-    for (int n = 0; n < (kTileRows * kWarpColumns / 16 + 1 + 31) / 32; n++) {
-        const int at = (unit + n * lanes) * 16;
-        if (at + 16 <= range.end) Chunk<IN, 16>::load_shared(range.stage + at).store_whole(range.to + at);
+    for (int n = 0; n < kTileRows * TILE_COLUMNS / 16 / kThreads + 1; n++) {
+        const int at = ((int)threadIdx.x + n * kThreads + (before != 0)) * 16;
+        if (at + 16 <= end) Chunk<IN, 16>::load_shared(stage + at).store_whole(to + at);
     }
     // The first and the last unit have bytes of others: a lane for each byte.
-#pragma unroll 1
-    for (int strip = 0; strip < 1 << stack; strip++) {
-        const Range r = range_of(strip);
-        const int at = lane < 16 ? lane : r.end / 16 * 16 + lane % 16;
-        if (at < r.end && (lane < 16 ? r.before && at >= r.before : r.before == 0 || r.end >= 16)) r.to[at] = r.stage[at];
-    }
+    if (threadIdx.x >= 32) return;
+    const int at = lane < 16 ? lane : end / 16 * 16 + lane % 16;
+    if (at < end && (lane < 16 ? before && at >= before : before == 0 || end >= 16)) to[at] = stage[at];
 }
 
 #ifdef ENTRY_scaling_aware_transpose
@@ -850,7 +833,7 @@ __device__ __forceinline__ void transform_tile(const AwareParams& p, const Place
     // Transposed rows: of the expert, whose matrices follow one another.
     if (!RUNS || place.aligned) store_aligned(place, codes, line, column, shared.halves + warp * kHalvesBytes);
     else if (place.group_down > 1) store_columns(place, codes, shifted + warp * kShiftedBytes);
-    else store_flat(place, codes, shifted + warp * kShiftedBytes);
+    else store_flat(place, codes, shifted);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) scaling_aware_transpose(const __grid_constant__ AwareParams p) {
