@@ -584,6 +584,22 @@ def test_many_blocks(experts):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("multiple", [1, 16])
+@pytest.mark.parametrize("experts", [1, 5, 30])
+@pytest.mark.parametrize("tiles", [2, 3, 4])
+def test_runs_of_tiles(tiles, experts, multiple, monkeypatch):
+    """As blocks of threads have them in large arrays, here where neighbours run at the same time and every byte can be looked at."""
+    from cupy_fp8.cases.layouts import sizes
+
+    monkeypatch.setattr(aware, "_run", lambda *_: tiles)
+    q, given = on_gpu(4000, 528)
+    splits = sizes(4000 // multiple, experts, 0) * multiple
+    for target in aware.TARGETS:
+        assert_same(fp8.scaling_aware_transpose(given, splits=backend.cupy().asarray(splits), target=target),
+                    reference.scaling_aware_transpose(q, splits=splits, target=target))
+
+
+@pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("splits", [None, [20_003, 0, 45_661]], ids=["whole", "experts"])
 @pytest.mark.parametrize("target", aware.TARGETS)
