@@ -43,8 +43,39 @@ __device__ __forceinline__ void store_aligned(const Place& place, const Codes& c
     }
 }
 
+// Bytes of the sector that p lies in before p.
+__device__ __forceinline__ int before_sector(const u8* p) { return (int)(reinterpret_cast<u64>(p) & kSector - 1); }
+
 enum Part { kStart, kEnd, kStartAndEnd };
-template <Part kPart> struct PartOfColumn { static constexpr Part part = kPart; };
+
+// Parts of sectors of `columns` columns, `stride` apart in memory and put together in `stage`: of two at a time, a byte per lane, `bytes` at most
+// of what follows a column's first line in the run, of what precedes its end there, or of both, where they are parts of as many bytes. Of the first
+// column, to: the tile's first line; top: the run's, unless that is stored; first_rows: where the run's first rows are in shared memory.
+template <Part kPart>
+__device__ __forceinline__ void store_parts(u8* to, u8* top, int lines, i64 stride, int columns, const u8* stage, const u8* first_rows, int lane,
+                                            u32 bytes) {
+    constexpr int kPitch = kWaits ? kFirstBytes : kColumnBytes;
+    u8* edge = kPart == kEnd ? to + lines : top;
+    const u8 *start = first_rows, *end = stage + kSector + lines;
+#pragma unroll 1
+    for (int c = 0; c < columns; c += 2) {
+        u8 *at[2], byte[2];
+        bool has[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++, edge += stride, start += kPitch, end += kColumnBytes) {
+            const int before = before_sector(edge), offset = lane - before;
+            const bool ends = kPart == kEnd || (kPart == kStartAndEnd && offset < 0);
+            at[i] = as_global(reinterpret_cast<u8*>((reinterpret_cast<u64>(edge) & -(u64)kSector) | lane));
+            if (kPart == kStartAndEnd && ends) at[i] += to + lines - top;
+            has[i] = c + i < columns && (before || kPart == kEnd);
+            if (kPart != kStartAndEnd) has[i] &= (u32)(ends ? -1 - offset : offset) < bytes;
+            if (has[i]) byte[i] = (ends ? end : start)[offset];
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            if (has[i]) *at[i] = byte[i];
+    }
+}
 
 // Columns that begin at any byte, one group_lines after the other: by whole sectors of memory, since the L2 takes parts of them at a fraction
 // of its speed. They are put together in `stage` of the warp's own, where the last 32 rows wait if the tile below goes on, and have done so
@@ -56,7 +87,6 @@ __device__ __forceinline__ void store_columns(const Place& place, const Codes& c
     const i64 stride = place.group_lines;
     const bool continued = place.above, continues = place.continues;
     u8* const to = as_global(place.to) + first_column * stride;
-    const auto before_sector = [](const u8* p) { return (int)(reinterpret_cast<u64>(p) & kSector - 1); };
     u8* const staged = stage + own * kColumnBytes + kSector + patch * 16;
 #pragma unroll
     for (int c = 0; c < 4; c++) store_shared_whole(staged + c * kColumnBytes, codes[c][0], codes[c][1], codes[c][2], codes[c][3]);
@@ -80,39 +110,13 @@ __device__ __forceinline__ void store_columns(const Place& place, const Codes& c
         for (int w = 0; w < 4; w++) unit.word[w] = __funnelshift_r(words[w], words[w + 1], (-before & 3) * 8);
         if (sector >= first && sector + kSector <= before + lines && own + c < columns) unit.store_whole(column - before + patch * 16);
     }
-    // Parts of sectors, of two columns at a time, a byte per lane: `bytes` at most of what follows a column's first line in the run, of what
-    // precedes its end there, or of both, where they are parts of as many bytes.
     u8* const top = to - place.above * kTileRows;
     const u8* const first_rows = kWaits ? stage + kWarpColumns * kColumnBytes : stage + kSector;
-    const auto store_parts = [&](auto which, u32 bytes) {
-        constexpr Part kPart = decltype(which)::part;
-        constexpr int kPitch = kWaits ? kFirstBytes : kColumnBytes;
-        u8* edge = kPart == kEnd ? to + lines : top;
-        const u8 *start = first_rows, *end = stage + kSector + lines;
-#pragma unroll 1
-        for (int c = 0; c < columns; c += 2) {
-            u8 *at[2], byte[2];
-            bool has[2];
-#pragma unroll
-            for (int i = 0; i < 2; i++, edge += stride, start += kPitch, end += kColumnBytes) {
-                const int before = before_sector(edge), offset = lane - before;
-                const bool ends = kPart == kEnd || (kPart == kStartAndEnd && offset < 0);
-                at[i] = as_global(reinterpret_cast<u8*>((reinterpret_cast<u64>(edge) & -kSector) | lane));
-                if (kPart == kStartAndEnd && ends) at[i] += to + lines - top;
-                has[i] = c + i < columns && (before || kPart == kEnd);
-                if (kPart != kStartAndEnd) has[i] &= (u32)(ends ? -1 - offset : offset) < bytes;
-                if (has[i]) byte[i] = (ends ? end : start)[offset];
-            }
-#pragma unroll
-            for (int i = 0; i < 2; i++)
-                if (has[i]) *at[i] = byte[i];
-        }
-    };
     const u32 most = continued || lines > kSector ? kSector : lines;
-    if (kWaits && !continues && lines % kSector == 0) store_parts(PartOfColumn<kStartAndEnd>{}, kSector);
+    if (kWaits && !continues && lines % kSector == 0) store_parts<kStartAndEnd>(to, top, lines, stride, columns, stage, first_rows, lane, kSector);
     else {
-        if (kWaits ? !continues : !continued) store_parts(PartOfColumn<kStart>{}, most);
-        if (!continues) store_parts(PartOfColumn<kEnd>{}, most);
+        if (kWaits ? !continues : !continued) store_parts<kStart>(to, top, lines, stride, columns, stage, first_rows, lane, most);
+        if (!continues) store_parts<kEnd>(to, top, lines, stride, columns, stage, first_rows, lane, most);
     }
     __syncwarp();
     if (continues && patch >= kPatches - 2)
