@@ -241,7 +241,6 @@ def test_blocks_of_128_x_128_are_transposed_as_they_are(shape, held, scale_layou
                                     [2**62, 2**62, -(2**63), 5], [], [1] * 300, [300, 300]], ids=lambda s: f"{s[:4]}…{len(s)}")
 def test_wrong_splits_are_harmless_and_noted(splits, block, run, monkeypatch):
     monkeypatch.setattr(sizes_of_groups, "check_at_most", lambda *_: None)
-    fp8.device_errors(clear=True)
     rng = np.random.default_rng(2)
     q = scaled(rng.integers(0, 0x78, (300, 136), np.uint8), rng.integers(-9, -3, (300, -(-136 // block))), float8_e4m3fn, block)
     host = np.array(splits, np.int64)
@@ -269,7 +268,6 @@ def test_scales_that_are_no_powers_of_two(rows, wrong, target, run, monkeypatch)
         with pytest.raises(ValueError, match=re.escape(f"q.scale_inv: expected powers of two, got {np.float32(wrong)} at (9, 1)")):
             fp8.scaling_aware_transpose(run.array(q), target=target)
         monkeypatch.setattr(aware._Source, "check_scales", lambda *_: None)
-    fp8.device_errors(clear=True)
     got = run.numpy(fp8.scaling_aware_transpose(run.array(q), target=target))
     assert fp8.device_errors(clear=True) == (() if run.name == "reference" else (errors.MESSAGES[errors.Fact.SCALE_NOT_POWER_OF_TWO],))
     assert_same(got, reference.scaling_aware_transpose(q, target=target))
@@ -295,7 +293,6 @@ def test_scales_of_zero(span, target, dtype, run):
     q, empty = scaled(codes, exponents, dtype), rng.random((300, 3)) < 0.3
     empty[128:256, 0] = True                                # nothing in a whole tile
     q.scale_inv[empty] = 0
-    fp8.device_errors(clear=True)
     got = transposed(q, run, target=target)
     assert fp8.device_errors(clear=True) == ()
     elements = np.repeat(empty, 128, axis=1)[:, :260]
@@ -323,7 +320,6 @@ def test_after_permuting(recipe, run):
     x, chosen = rng.standard_normal((70, 256), np.float32), rng.integers(0, 4, (70, 2))
     r = fp8.route(run.array(chosen), num_experts=4, align=16)
     q = recipe.quantize(run.array(x)).rowwise
-    fp8.device_errors(clear=True)
     rows = fp8.permute(q, r)
     got = run.numpy(fp8.scaling_aware_transpose(rows, splits=r.aligned_splits))
     if q.block == (1, 128):
@@ -403,7 +399,6 @@ def test_experts_of_every_size(block, target, columns, run):
 def test_rows_of_no_expert_may_have_any_scale(run):
     q = scaled(np.full((20, 128), 0x38, np.uint8), np.zeros((20, 1), np.int64), float8_e4m3fn)
     q.scale_inv[15:] = np.nan
-    fp8.device_errors(clear=True)
     got = transposed(q, run, splits=[7, 8])
     assert fp8.device_errors(clear=True) == ()
     assert_same(Quantized(q, got), Quantized(q, parts(reference.scaling_aware_transpose(q, splits=[7, 8]))[1]))

@@ -33,12 +33,10 @@ HUGE = [2**63 - 1, 2**62, 2**62 + 5, -(2**63), 1 << 40]
 
 
 @pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch, run: testing.Executor) -> Iterator[testing.Executor]:
-    """NumPy arrays are looked at as little as those on a device; the sticky word is clean."""
+def unchecked(monkeypatch: pytest.MonkeyPatch, run: testing.Executor) -> testing.Executor:
+    """NumPy arrays are looked at as little as those on a device."""
     monkeypatch.setattr(layouts, "_check_sizes", lambda *_: None)
-    fp8.device_errors(clear=True)
-    yield run
-    fp8.device_errors(clear=True)
+    return run
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -160,17 +158,15 @@ def test_numpy_sizes_are_never_noted(run):
 
 # ---- on a GPU ----
 @pytest.fixture
-def clean_gpu() -> Iterator[testing.Executor]:
+def on_gpu() -> Iterator[testing.Executor]:
     with testing.executor("cuda") as run:
-        fp8.device_errors(clear=True)
         yield run
-        fp8.device_errors(clear=True)
 
 
 @pytest.mark.gpu
-def test_errors_of_every_stream_are_seen(clean_gpu):
+def test_errors_of_every_stream_are_seen(on_gpu):
     cp = backend.cupy()
-    s, splits = clean_gpu.array(scales(9, 4)), cp.asarray([4, 6])
+    s, splits = on_gpu.array(scales(9, 4)), cp.asarray([4, 6])
     cp.cuda.get_current_stream().synchronize()
     with cp.cuda.Stream(non_blocking=True):
         fp8.swizzle_scales(s, splits=splits)
@@ -178,9 +174,9 @@ def test_errors_of_every_stream_are_seen(clean_gpu):
 
 
 @pytest.mark.gpu
-def test_errors_of_a_replayed_graph_are_seen(clean_gpu):
+def test_errors_of_a_replayed_graph_are_seen(on_gpu):
     cp = backend.cupy()
-    s, splits = clean_gpu.array(scales(9, 4)), cp.asarray([4, 5])
+    s, splits = on_gpu.array(scales(9, 4)), cp.asarray([4, 5])
     out = fp8.swizzle_scales(s, splits=splits)
     cp.cuda.get_current_stream().synchronize()
     stream = cp.cuda.Stream(non_blocking=True)
@@ -201,9 +197,9 @@ def test_errors_of_a_replayed_graph_are_seen(clean_gpu):
 
 
 @pytest.mark.gpu
-def test_the_word_is_not_made_during_a_capture(clean_gpu, monkeypatch):
+def test_the_word_is_not_made_during_a_capture(on_gpu, monkeypatch):
     cp = backend.cupy()
-    s, splits = clean_gpu.array(scales(9, 4)), cp.asarray([4, 5])
+    s, splits = on_gpu.array(scales(9, 4)), cp.asarray([4, 5])
     out = fp8.swizzle_scales(s, splits=splits)
     cp.cuda.get_current_stream().synchronize()
     monkeypatch.setattr(errors, "_words", {})
@@ -218,13 +214,13 @@ def test_the_word_is_not_made_during_a_capture(clean_gpu, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_every_device_has_its_own_word(clean_gpu):
+def test_every_device_has_its_own_word(on_gpu):
     cp = backend.cupy()
     if cp.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("needs two GPUs")
     with cp.cuda.Device(1):
         fp8.device_errors(clear=True)
-        s, splits = clean_gpu.array(scales(9, 4)), cp.asarray([4, 6])
+        s, splits = on_gpu.array(scales(9, 4)), cp.asarray([4, 6])
         cp.cuda.Device(1).synchronize()
     fp8.swizzle_scales(s, splits=splits)                    # runs where its array is, whatever device is current
     assert fp8.device_errors() == ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,12 +22,10 @@ NEGATIVE, SUM = (errors.MESSAGES[fact] for fact in (errors.Fact.SPLIT_NEGATIVE, 
 
 # ---- facts on the device that are wrong ----
 @pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch, run: testing.Executor) -> Iterator[testing.Executor]:
+def unchecked(monkeypatch: pytest.MonkeyPatch, run: testing.Executor) -> testing.Executor:
     monkeypatch.setattr(sizes_of_groups, "check_at_most", lambda *_: None)
     monkeypatch.setattr("cupy_fp8.ops.splits.compare_offsets", lambda *_: None)
-    fp8.device_errors(clear=True)
-    yield run
-    fp8.device_errors(clear=True)
+    return run
 
 
 @pytest.mark.parametrize(("given_sizes", "found"), [
