@@ -35,6 +35,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
                 background.start((module.__name__, key), job)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if (background := config.stash.get(_BACKGROUND, None)) and background.deaths:
+        terminalreporter.section("processes that died, and whose work was done again")
+        for death in background.deaths:
+            terminalreporter.write_line(death)
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     if background := config.stash.get(_BACKGROUND, None):
         background.stop()

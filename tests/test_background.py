@@ -1,0 +1,58 @@
+"""Functions in other processes: their results, their exceptions, and their deaths."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from background import Background, ProcessDied
+
+
+@pytest.fixture
+def background() -> Iterator[Background]:
+    b = Background()
+    yield b
+    b.stop()
+
+
+def die_once(marker: Path) -> int:
+    if not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return os.getpid()
+
+
+def test_results_and_exceptions_come_back(background):
+    pids = {background.call(os.getpid) for _ in range(2 * (os.cpu_count() or 1))}
+    assert os.getpid() not in pids
+    assert len(pids) == os.cpu_count(), "processes are used again"
+    with pytest.raises(ZeroDivisionError):
+        background.call(divmod, 1, 0)
+    assert background.call(divmod, 7, 2) == (3, 1)
+    assert background.deaths == []
+
+
+def test_work_of_a_process_that_died_is_done_again(background, tmp_path):
+    marker = tmp_path / "died"
+    assert background.call(die_once, marker) not in (os.getpid(), 0)
+    (death,) = background.deaths
+    assert death.startswith("exit code -9 in die_once")
+    assert str(marker) in death
+
+
+def test_what_kills_every_process_fails_alone(background):
+    with pytest.raises(ProcessDied, match=r"exit code 3 in _exit\(3,\)"):
+        background.call(os._exit, 3)
+    assert background.call(divmod, 7, 2) == (3, 1)
+    assert len(background.deaths) == 1
+
+
+def test_stopping_is_not_a_death():
+    background = Background()
+    background.start("sleep", lambda: background.call(signal.pause))
+    background.start("never", lambda: background.call(signal.pause))
+    background.stop()
+    assert background.deaths == []
