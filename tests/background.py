@@ -8,18 +8,22 @@ is called in a thread. Its tests run last, and ask the fixture `background_resul
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 _NICENESS = 10                              # the tests go first
 _SPAWN = get_context("spawn")
+
+Child = TypeVar("Child", subprocess.Popen[str], SpawnProcess)
 
 
 class ProcessDied(RuntimeError):
@@ -29,16 +33,12 @@ class ProcessDied(RuntimeError):
 class Worker:
     """A process that calls functions, one at a time. It begins when it is needed, and again after it died."""
 
-    def __init__(self) -> None:
+    def __init__(self, begin: Callable[[Callable[[], SpawnProcess]], SpawnProcess]) -> None:
+        self._begin = begin
         self._process: SpawnProcess | None = None
-        self._beginning = threading.Lock()
-        self.killed = False
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        with self._beginning:
-            if self.killed:
-                raise ProcessDied("killed before it began")
-            self._process = process = self._process or self._begin()
+        self._process = process = self._process or self._begin(self._new_process)
         try:
             self._connection.send((function, args))
             result, problem = self._connection.recv()
@@ -50,19 +50,12 @@ class Worker:
             raise problem
         return result
 
-    def _begin(self) -> SpawnProcess:
+    def _new_process(self) -> SpawnProcess:
         self._connection, theirs = _SPAWN.Pipe()
         process = _SPAWN.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()
         theirs.close()                      # or the end of theirs would not be seen here
         return process
-
-    def kill(self) -> None:
-        """For good."""
-        with self._beginning:
-            self.killed = True
-            if self._process is not None:
-                self._process.kill()
 
 
 def _serve(connection: Connection) -> None:
@@ -78,16 +71,20 @@ def _serve(connection: Connection) -> None:
 
 
 class Background:
+    """What the machine does to a process does not fail a test: where one dies that should not, its work is done once more. What the work
+    itself does happens again."""
+
     def __init__(self) -> None:
         processors = os.cpu_count() or 1
         self._threads = ThreadPoolExecutor(processors)
         self._futures: dict[Hashable, Future[Any]] = {}
-        self._children: set[subprocess.Popen[str]] = set()
-        self._workers = [Worker() for _ in range(processors)]
+        self._beginning = threading.Lock()
+        self._stopping = False
+        self._children: list[subprocess.Popen[str] | SpawnProcess] = []
         self._idle: SimpleQueue[Worker] = SimpleQueue()
-        for worker in self._workers:
-            self._idle.put(worker)
-        #: Of processes, that others made up for.
+        for _ in range(processors):
+            self._idle.put(Worker(self._begin))
+        #: Of processes whose work was done once more.
         self.deaths: list[str] = []
 
     def start(self, key: Hashable, job: Callable[[], Any]) -> None:
@@ -97,38 +94,52 @@ class Background:
         return self._futures[key].result()
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """The result of a function, called in a process that is used again. If that one dies, another tries once more: what the machine
-        did to it does not fail a test, what the function does fails every time."""
+        """The result of a function, called in a process that is used again."""
         worker = self._idle.get()
         try:
             return worker.call(function, *args)
         except ProcessDied as death:
-            if worker.killed:
-                raise
-            self.deaths.append(str(death))
+            self._record(str(death))
             return worker.call(function, *args)
         finally:
             self._idle.put(worker)
 
     def run(self, command: Sequence[str], env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
         """As subprocess.run, with what the child prints."""
+        done = self._run(command, env, timeout)
+        if done.returncode == -signal.SIGKILL:          # other signals are findings
+            self._record(f"killed: {' '.join(command)}")
+            done = self._run(command, env, timeout)
+        return done
+
+    def _run(self, command: Sequence[str], env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
         command = ["nice", "-n", str(_NICENESS), *command]
-        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
-            self._children.add(child)
+        with self._begin(partial(subprocess.Popen, command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)) as child:
             try:
                 stdout, stderr = child.communicate(timeout=timeout)
             except subprocess.TimeoutExpired:
                 child.kill()
                 raise
-            finally:
-                self._children.discard(child)
         return subprocess.CompletedProcess(command, child.returncode, stdout, stderr)
+
+    def _begin(self, make: Callable[[], Child]) -> Child:
+        """A child that `stop` will end."""
+        with self._beginning:
+            if self._stopping:
+                raise CancelledError
+            child = make()
+            self._children.append(child)
+            return child
+
+    def _record(self, death: str) -> None:
+        if not self._stopping:
+            self.deaths.append(death)
 
     def stop(self) -> None:
         """What has not begun does not begin; children end."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for child in list(self._children):
-            child.kill()
-        for worker in self._workers:
-            worker.kill()
+        with self._beginning:
+            self._stopping = True
+            for child in self._children:
+                child.kill()                # nothing where it has ended
         self._threads.shutdown()

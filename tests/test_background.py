@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +44,16 @@ def test_work_of_a_process_that_died_is_done_again(background, tmp_path):
     assert str(marker) in death
 
 
+def test_a_child_that_is_killed_runs_again(background, tmp_path):
+    command = ["sh", "-c", f"test -e {tmp_path}/died || {{ touch {tmp_path}/died; kill -9 $$; }}; echo alive"]
+    assert background.run(command, os.environ, timeout=60).stdout == "alive\n"
+    (death,) = background.deaths
+    assert death == f"killed: {' '.join(command)}"
+    assert background.run(["sh", "-c", "kill -9 $$"], os.environ, timeout=60).returncode == -signal.SIGKILL
+    assert background.run(["sh", "-c", "kill -11 $$"], os.environ, timeout=60).returncode == -signal.SIGSEGV
+    assert len(background.deaths) == 2, "only what is killed runs again"
+
+
 def test_what_kills_every_process_fails_alone(background):
     with pytest.raises(ProcessDied, match=r"exit code 3 in _exit\(3,\)"):
         background.call(os._exit, 3)
@@ -50,9 +61,13 @@ def test_what_kills_every_process_fails_alone(background):
     assert len(background.deaths) == 1
 
 
-def test_stopping_is_not_a_death():
+@pytest.mark.parametrize("delay", [0, 0.01, 0.3, 2], ids=str)
+def test_stopping_is_not_a_death(delay):
     background = Background()
-    background.start("sleep", lambda: background.call(signal.pause))
-    background.start("never", lambda: background.call(signal.pause))
+    background.start("pausing", lambda: background.call(signal.pause))
+    background.start("running", lambda: background.run(["sleep", "600"], os.environ, timeout=900))
+    for key in range(4):
+        background.start(key, lambda: background.call(signal.pause))
+    time.sleep(delay)
     background.stop()
     assert background.deaths == []

@@ -142,7 +142,8 @@ def few_block_checks() -> Iterator[Check]:
 
 
 SWIGLU = ("swiglu_quantize", "swiglu_backward_quantize")
-BIG = ("astype", "quantize_mx", "quantize_block", "group_quantize", "multi_quantize", *SWIGLU)
+#: Ops of many kernels, each in a job of its own or few.
+BIG = ("astype", "quantize_tensor", "dequantize", "quantize_mx", "quantize_block", "group_quantize", "multi_quantize", *SWIGLU)
 
 #: name -> sanitizer, its checks. What is compiled for one job is compiled for no other of the same sanitizer.
 JOBS: dict[str, tuple[str, Callable[[], Iterator[Check]]]] = {           # the longest first
@@ -150,6 +151,7 @@ JOBS: dict[str, tuple[str, Callable[[], Iterator[Check]]]] = {           # the l
     "tsan-blocks": ("tsan", few_block_checks),
     "asan-swiglu": ("asan", lambda: case_checks(SWIGLU, widths=True)),
     "asan-groups": ("asan", lambda: case_checks(("group_quantize", "multi_quantize"), widths=True)),
+    "asan-tensors": ("asan", lambda: case_checks(("quantize_tensor", "dequantize"), widths=True)),
     "asan-mx": ("asan", lambda: case_checks(("quantize_mx",), widths=True)),
     "asan-blocks": ("asan", lambda: case_checks(("quantize_block",), widths=True)),
     "asan-convert": ("asan", lambda: case_checks(("astype",))),
@@ -204,7 +206,7 @@ def child(job: str, background: Background) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH")) if p)
     env = os.environ | {"CUPY_FP8_HOST_MODE": mode, "PYTHONPATH": path} | hostexec.sanitizer_env(mode)
     command = hostexec.sanitizer_command(mode, [sys.executable, __file__, job])
-    return background.run(command, env, timeout=1500)       # beside other tests it has less than a processor
+    return background.run(command, env, timeout=2400)       # beside other tests it has less than a processor
 
 
 def background_jobs(items: list[Any], background: Background) -> Iterator[tuple[str, Callable[[], Any]]]:
