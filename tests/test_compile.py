@@ -66,7 +66,8 @@ def input_type(v: Program) -> tuple[object, ...]:
     return types(v)[0], widths(v)[1]
 
 
-#: Beside sm_90 with CUDA 13, for which everything is compiled, every choice of options is for two of these, each pair of them in turn.
+#: Beside sm_90 with CUDA 13, for which all options and types of input are compiled, every choice of options is for two of these, each
+#: pair of them in turn.
 OTHERS = (("sm_120", 13), ("sm_80", 13), ("sm_90", 12), ("sm_100", 13))
 PAIRS = list(itertools.combinations(OTHERS, 2))
 

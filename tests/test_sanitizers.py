@@ -142,7 +142,7 @@ def few_block_checks() -> Iterator[Check]:
 
 
 SWIGLU = ("swiglu_quantize", "swiglu_backward_quantize")
-#: Ops of many kernels, each in a job of its own or few.
+#: Ops of many kernels, which have jobs of their own.
 BIG = ("astype", "quantize_tensor", "dequantize", "quantize_mx", "quantize_block", "group_quantize", "multi_quantize", *SWIGLU)
 
 #: name -> sanitizer, its checks. What is compiled for one job is compiled for no other of the same sanitizer.
