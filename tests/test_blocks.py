@@ -180,6 +180,20 @@ def test_every_bfloat16_in_a_block(profile, pow2, run):
             assert (float(factor[i]), float(inv[i])) == hand, a
 
 
+@pytest.mark.parametrize("dtype", FP8_DTYPES, ids=str)
+def test_quotients_next_to_ties(dtype, run):
+    """vllm divides: elements whose quotients are the floats nearest to ties between two codes, of scales with any significand."""
+    amax = np.random.default_rng(0).uniform(256, 512, 256).astype(np.float32)
+    s = (amax / np.float32(MAXIMUM[dtype]))[:, None]
+    ties = np.arange(1, 32, 2, dtype=np.float32) * np.float32(2.0**-10 if dtype == float8_e4m3fn else 2.0**-17)
+    around = np.concatenate([ties, 16 * ties])                          # ties of subnormal codes among them, and of normal ones alone
+    x = (around * s).view(np.int32)[:, :, None] + np.arange(-1, 2, dtype=np.int32)
+    x = np.concatenate([amax[:, None], x.reshape(len(amax), -1).view(np.float32)], axis=1)
+    options = {"dtype": dtype, "profile": "vllm", "columnwise": True}
+    for given in (x, np.ascontiguousarray(x.T)):
+        assert_same(fp8.quantize_block(run.array(given), **options), reference.quantize_block(given, **options))
+
+
 def test_power_of_two_scales_are_the_formula():
     """With pow2_scale every profile's scale_inv is 2^ceil(log2(amax / max)) in the normal range."""
     amax = np.random.default_rng(0).integers(0x20000000, 0x7F000000, 4096, np.uint32).view(np.float32)

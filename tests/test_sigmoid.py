@@ -187,6 +187,24 @@ def test_quotients_without_a_call(run):
         assert_bytes_equal(run(QUOTIENT, np.stack([a, b], axis=1).reshape(-1))[::2].copy(), want)
 
 
+def test_one_correction_leaves_no_code_of_a_quotient_wrong():
+    """A quotient from a reciprocal and its exact remainder lies on the same side of every tie between two FP8 values (an odd number of
+    five bits times a power of two) as the one that division rounds, or both are the tie: of divisors of 2^14 significands, and dividends
+    next to the ties. (Of all significands: none is wrong. Without a correction 6 % are.)"""
+    s = floats(0x3F800000 + np.unique(np.append(np.random.default_rng(0).integers(0, 1 << 23, 1 << 14), [0, 1, (1 << 23) - 1])))
+    r = numerics.div(F32(1), s)
+    wrong_without = 0
+    for tie in np.arange(1, 32, 2, dtype=F32):
+        for away in range(-4, 5):
+            a = ((tie * s).view(np.int32) + away).view(F32)
+            start = a * r
+            corrected = numerics.fma(numerics.fma(-s, start, a), r, start)
+            want = np.sign(numerics.div(a, s) - tie)
+            np.testing.assert_array_equal(np.sign(corrected - tie), want)
+            wrong_without += int(np.count_nonzero(np.sign(start - tie) != want))
+    assert wrong_without > s.size
+
+
 def exactly(a: float, b: float, c: float) -> np.float32:
     """fl(a * b + c), by integers."""
     value = Fraction(a) * Fraction(b) + Fraction(c)

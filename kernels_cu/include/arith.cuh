@@ -161,4 +161,7 @@ __device__ __forceinline__ float magnitude(float a) { return as_float(as_bits(a)
 __device__ __forceinline__ float quick_quotient(float a, float s, float r) {
     return corrected_quotient(a, s, r, corrected_quotient(a, s, r, mul_rn(a, r)));
 }
+// The same as far as FP8 codes tell, for which one correction suffices: tried for every significand of s and, around every value at which the
+// code changes, the four nearest floats a on either side (tests/test_sigmoid.py does so for some of s).
+__device__ __forceinline__ float quick_quotient_of_codes(float a, float s, float r) { return corrected_quotient(a, s, r, mul_rn(a, r)); }
 __device__ __forceinline__ bool has_quick_quotients(float s) { return as_bits(s) - 0x17800000u < 0x5a000000u; }   // 2^-80 <= s < 2^100

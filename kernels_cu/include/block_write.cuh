@@ -33,8 +33,8 @@ __device__ __forceinline__ bool divides(const BlockParams& p) { return DIVIDE ==
 // What elements are multiplied by, or what they are divided by.
 __device__ __forceinline__ float operand(const BlockParams& p, const BlockScale& s) { return divides(p) ? s.scale_inv : s.factor; }
 
-// Elements are multiplied by a factor, or divided: by quick_quotient() where all divisors of a warp allow that, since a choice for every
-// few elements takes longer than it saves.
+// Elements are multiplied by a factor, or divided: by quick_quotient_of_codes() where all divisors of a warp allow that, since a choice for
+// every few elements takes longer than it saves.
 enum How { kMultiply, kDivideQuickly, kDivide };
 
 // By rows: factors, or divisors and their reciprocals.
@@ -58,7 +58,7 @@ __device__ __forceinline__ u32 scaled_codes(const float (&v)[4], const float (&f
 #pragma unroll
     for (int i = 0; i < 4; i++)
         scaled[i] = kHow == kMultiply ? mul_rn(v[i], factor[i])
-                    : kHow == kDivideQuickly ? quick_quotient(v[i], divisor[i], factor[i]) : div_rn(v[i], divisor[i]);
+                    : kHow == kDivideQuickly ? quick_quotient_of_codes(v[i], divisor[i], factor[i]) : div_rn(v[i], divisor[i]);
     Chunk<OUT, 4> out;
     out.narrow2(0, scaled[0], scaled[1]);
     out.narrow2(1, scaled[2], scaled[3]);
