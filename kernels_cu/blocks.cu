@@ -5,6 +5,8 @@
 // Everything here speaks of memory: x is [batch, rows, columns], columns fastest. Blocks along a row are called fast, blocks down a column
 // slow; which of them is row-wise is the caller's matter. Data is stored as x is, or transposed: [batch, columns, rows].
 //
+// quantize_block_rows   blocks of 128 along rows of whole blocks, data as is, 16-byte accesses: eight blocks per warp, one below the other or,
+//                       where the scales of a row adjoin, one after the other, so that their scales are a sector of memory. Registers alone.
 // quantize_block_tile   blocks of 32, 64 or 128 elements along a line, or of 128 x 128. A warp owns a panel of 32 x 128 elements
 //                       (include/panel.cuh); a block of threads PANELS_DOWN x PANELS_ACROSS panels. A row's scale is found inside a warp, a
 //                       column's and a square's through shared memory, by as many threads as there are scales: no scale is computed twice.
@@ -17,7 +19,7 @@
 //                       rows of zeros, quantised as the others are, and block 0 writes the aligned sizes too. Or the same of arrays in a list.
 // quantize_block_lines  one block per line: all of a row (ALONG_ROWS 1) or of a column (0). A block of threads reads its lines twice. Any
 //                       shape and address.
-// DIVIDE 1: elements are divided by scale_inv (profile vllm), which takes five instructions for each; 2: where the struct's `divide` says so.
+// DIVIDE 1: elements are divided by scale_inv (profile vllm), which takes three instructions for each; 2: where the struct's `divide` says so.
 // IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}; the other profiles, blocks and scale layouts are run-time values. Bytes moved per
 // element: sizeof(IN) + 1 + 4 / block, and 1 + 4 / block for a second direction. Padding of scales is written 0.
 #include "block_write.cuh"
@@ -145,12 +147,14 @@ template <How kHow>
 __device__ __forceinline__ void write_panel(const BlockParams& p, const Panel<IN>& panel, const Place& place, const RowOperands& rows,
                                             const ColumnOperands& columns, const Outputs& to) {
     constexpr bool kWide = ALIGNED != 0;
+    // Rare, and dear to compile: without programs of their own for what another can do too.
+    constexpr bool kShort = kHow == kDivide && !ALIGNED;
     // The directions take turns, so that neither addresses nor widened values live long: in whole panels they would not fit.
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        if (to.square) {
+        if (!kShort && to.square) {
             write_half<false, kWide, kHow>(p, panel, place, rows, columns, to.fast == 1, to.slow == 2, to.fast_target, half, to.slow_tile);
-        } else if (to.fast == 1 && to.slow == 1) {
+        } else if (!kShort && to.fast == 1 && to.slow == 1) {
             u32 unused[kLaneColumns][4];
 #pragma unroll
             for (int quad = half * 4; quad < half * 4 + 4; quad++) {
@@ -158,8 +162,11 @@ __device__ __forceinline__ void write_panel(const BlockParams& p, const Panel<IN
                 write_quad<false, kWide, kHow>(p, panel, place, rows, columns, true, to.slow_target, quad, unused);
             }
         } else {
-            write_half<true, kWide, kHow>(p, panel, place, rows, columns, to.fast == 1, to.fast == 2, to.fast_target, half, to.fast_tile);
-            write_half<false, kWide, kHow>(p, panel, place, rows, columns, to.slow == 1, to.slow == 2, to.slow_target, half, to.slow_tile);
+            const bool square = kShort && to.square;                 // by columns, stored where the blocks of rows would be
+            if (!square) write_half<true, kWide, kHow>(p, panel, place, rows, columns, to.fast == 1, to.fast == 2, to.fast_target, half, to.fast_tile);
+            const Target target{square ? to.fast_target.as_is : to.slow_target.as_is, square ? to.fast_target.wide : to.slow_target.wide};
+            write_half<false, kWide, kHow>(p, panel, place, rows, columns, square ? to.fast == 1 : to.slow == 1, to.slow == 2, target, half,
+                                           to.slow_tile);
         }
     }
 }
@@ -251,6 +258,79 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) group_quan
         move_to_group(group.slow, p.slow, found.before[1], found.rows);
     };
     quantize_group<Tile>(p, group, move_scales, [&](const TilePosition& at, i64 given) { quantize_tile<false, true>(group, at, given, shared); });
+}
+#endif
+
+#ifdef ENTRY_quantize_block_rows
+constexpr int kLength = 128, kChunk = 16 / sizeof(IN::storage);      // elements of a block, and of a load
+constexpr int kLanes = kLength / kChunk, kAtOnce = 32 / kLanes;      // lanes that share a block, blocks of one load of a warp
+constexpr int kWarpBlocks = 8, kLoads = kWarpBlocks / kAtOnce;       // of a warp, whose scales are a sector of memory
+constexpr int kOwners = kLanes / kLoads;                             // lanes that find the same scale
+constexpr int kWarps = Tile::kThreads / 32;
+using Source = Chunk<IN, kChunk>;
+
+// The largest of all lanes that share a block: that of load i in lanes i * kOwners to i * kOwners + kOwners - 1 of them. Each exchange
+// halves the loads that a lane has a part of.
+__device__ __forceinline__ u32 reduce_over_lanes(u32 (&top)[kLoads]) {
+#pragma unroll
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+        const int keep = kLoads * distance / kLanes;
+        const bool upper = threadIdx.x & distance;
+        if (keep == 0) top[0] = IN::max_magnitudes<false>(top[0], __shfl_xor_sync(~0u, top[0], distance));
+#pragma unroll
+        for (int i = 0; i < keep; i++) {
+            const u32 sent = upper ? top[i] : top[i + keep], kept = upper ? top[i + keep] : top[i];
+            top[i] = IN::max_magnitudes<false>(kept, __shfl_xor_sync(~0u, sent, distance));
+        }
+    }
+    return top[0];
+}
+
+extern "C" __global__ void __launch_bounds__(Tile::kThreads) quantize_block_rows(const __grid_constant__ BlockParams p) {
+    if (is_set(p.noop)) return;
+    const u32 across = (u32)(p.columns / kLength);
+    const bool adjoin = p.fast.row != 1;                             // scales of a row; then all blocks of a matrix are one row of them
+    const u32 warps = (u32)(adjoin ? (p.rows * across + kWarpBlocks - 1) / kWarpBlocks : (p.fast.rows + kWarpBlocks - 1) / kWarpBlocks * across);
+    const u32 blocks = (warps + kWarps - 1) / kWarps, m = blockIdx.x / blocks, warp = (blockIdx.x - m * blocks) * kWarps + threadIdx.x / 32;
+    if (warp >= warps) return;
+    const u32 group = adjoin ? warp : warp / across;
+    const i64 first = (i64)group * kWarpBlocks, column = adjoin ? 0 : warp - group * across, step = adjoin ? kLength : p.columns;
+    const int count = left_of((adjoin ? p.rows * across : p.rows) - first, kWarpBlocks);
+    const int stored = adjoin ? count : left_of(p.fast.rows - first, kWarpBlocks);       // with padding
+
+    const int lane = threadIdx.x % 32, in_block = lane % kLanes, of_load = lane / kLanes;
+    const i64 at = m * p.rows * p.columns + first * step + column * kLength + of_load * step + in_block * kChunk;
+    const auto exists = [&](int load) { return load * kAtOnce + of_load < count; };
+    Source chunk[kLoads];
+    u32 top[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; i++) chunk[i] = exists(i) ? Source::load(p.x + (at + i * kAtOnce * step)) : Source{};
+#pragma unroll
+    for (int i = 0; i < kLoads; i++) {
+        Amax<IN> amax;
+        amax.add(chunk[i]);
+        top[i] = amax.top;
+    }
+    const int own = in_block / kOwners * kAtOnce + of_load;          // the block whose scale this lane finds
+    const BlockScale s = p.rule.of<DIVIDE != 0>(Amax<IN>{reduce_over_lanes(top)}.f32_bits());
+    if (in_block % kOwners == 0 && own < stored)
+        as_global(p.fast.to)[m * p.fast.matrix + first + column * p.fast.column + own] = own < count ? s.scale_inv : 0.0f;
+    const bool quick = !DIVIDE || __all_sync(~0u, own >= count || has_quick_quotients(s.scale_inv));
+#pragma unroll
+    for (int i = 0; i < kLoads; i++) {
+        const int owner = of_load * kLanes + i * kOwners;
+        const float factor = __shfl_sync(~0u, s.factor, owner), divisor = DIVIDE ? __shfl_sync(~0u, s.scale_inv, owner) : 0.0f;
+        Chunk<OUT, kChunk> out;
+#pragma unroll
+        for (int e = 0; e < kChunk / 2; e++) {
+            float lo, hi;
+            chunk[i].widen2(e, lo, hi);
+            if (!DIVIDE) out.narrow2(e, mul_rn(lo, factor), mul_rn(hi, factor));
+            else if (quick) out.narrow2(e, quick_quotient_of_codes(lo, divisor, factor), quick_quotient_of_codes(hi, divisor, factor));
+            else out.narrow2(e, div_rn(lo, divisor), div_rn(hi, divisor));
+        }
+        if (exists(i)) out.store(p.fast_data + (at + i * kAtOnce * step));
+    }
 }
 #endif
 

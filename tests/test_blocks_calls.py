@@ -51,6 +51,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize(("shape", "swapped", "options", "kernels"), [
+    ((100, 128), False, {}, ["rows"]),
+    ((100, 128), False, {"scale_layout": "compact", "profile": "vllm"}, ["rows divide"]),
+    ((100, 128), False, {"block": (1, 64)}, ["tile 10"]),
+    ((100, 128), False, {"columnwise": True}, ["tile"]),                                  # transposed rows at odd multiples of 4
+    ((128, 100), True, {"rowwise": False}, ["rows"]),
+    ((100, 128), False, {"block": (128, 1), "rowwise": False, "transposed": False}, ["rows"]),
     ((100, 96), False, {}, ["tile 10"]),
     ((100, 96), False, {"block": (1, 32)}, ["tile 10"]),
     ((100, 96), False, {"profile": "vllm"}, ["tile 10 divide"]),
@@ -101,9 +107,10 @@ def test_a_result_is_written_in_place(directions, block, run):
         assert_same(out, reference.quantize_block(host, block=block, **directions))
 
 
-@pytest.mark.parametrize("options", [{}, {"columnwise": True}, {"columnwise": True, "block": SQUARE}, {"block": (1, None)}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"block": (1, 64)}, {"columnwise": True}, {"columnwise": True, "block": SQUARE},
+                                     {"block": (1, None)}], ids=str)
 def test_noop(options, run):
-    host = cases.values("normal", (40, 64), bfloat16)
+    host = cases.values("normal", (40, 128), bfloat16)
     x = run.array(host)
     out, flag = fp8.quantize_block(x, **options), run.array(np.ones(1, np.float32))
     for value in (1.0, 0.0, 1.0, float("nan"), 2.0):
@@ -277,7 +284,7 @@ CAPTURED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", CAPTURED, ids=str)
 def test_graph_replay(options, swapped):
     cp = backend.cupy()
-    shape = (3, 160, 288)
+    shape = (3, 160, 384)
     stream = cp.cuda.Stream(non_blocking=True)
     with stream:
         memory = fp8.asarray(cases.values("normal", shape, bfloat16), like="cupy")

@@ -9,7 +9,7 @@ from typing import Any
 from .. import reference
 from ..formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e5m2, float16, float32
 from ..ops import blocks
-from ..recipes import BLOCK_PROFILES, BLOCKS
+from ..recipes import BLOCK_PROFILES, BLOCK_SCALE_LAYOUTS, BLOCKS
 from .base import ALIGNED_MATRIX, DIRECTIONS, MATRIX, Case, Op, source
 
 _ROW, _COLUMN, _BOTH, _AS_IS = DIRECTIONS
@@ -38,6 +38,7 @@ def _cases() -> Iterator[Case]:
     # First, for whoever takes only a few: every kind of kernel, on a few blocks.
     for options in _WIDE:
         yield case(bfloat16, (288, 136), "normal", **options)
+    yield case(bfloat16, (37, 256), "normal", **_ROW)
     yield case(bfloat16, (133, 259), "normal", **_BOTH, **_COMPACT)
     yield case(bfloat16, (133, 259), "normal", **_BOTH, **_LINES)
     yield case(float32, (133, 259), "normal", **_BOTH, **_VLLM)
@@ -64,9 +65,19 @@ def _cases() -> Iterator[Case]:
         yield case(bfloat16, (144, 132), "normal", "strided", **_AS_IS, block=block, dtype=float8_e5m2)
         if 1 in block:
             yield case(bfloat16, MATRIX, "normal", **_BOTH, block=block, scale_layout="deepgemm_sm90")
+    # Rows of whole blocks: eight blocks below one another or behind one another, and parts of so many.
+    for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
+        for options in (_ROW, {**_ROW, **_VLLM}):
+            yield case(dtype, (21, 384), "edges", dtype=to, **options)
+            yield case(dtype, (21, 384), "bits", dtype=to, **options, **_COMPACT)
+    for shape, scale_layout in product(((1, 128), (8, 128), (9, 1024), (67, 1408), (3, 21, 384), (2, 16, 640)), BLOCK_SCALE_LAYOUTS):
+        yield case(bfloat16, shape, "normal", **_ROW, scale_layout=scale_layout)
+        yield case(float32, shape, "normal", **_COLUMN_AS_IS, block=(128, 1), scale_layout=scale_layout)
+    yield case(bfloat16, (256, 21), "normal", "strided", **_COLUMN)
     for dtype in INPUT_DTYPES:
         for options in ({}, _SQUARE, _LINES):
             yield case(dtype, (72, 96), "normal", "offset", **_BOTH, **options)
+        yield case(dtype, (21, 384), "normal", "offset", **_ROW)
     for options in _WIDE:
         yield case(bfloat16, (160, 144), "normal", "strided", **options)
 

@@ -22,6 +22,7 @@ from .panels import COLUMNS, LANE_COLUMNS, ROWS, Panels
 
 FIELDS = "4PP5qP5q2q4f3I5I"
 _TILE = Kernel("blocks", "quantize_block_tile", FIELDS)
+_ROWS = Kernel("blocks", "quantize_block_rows", FIELDS)
 _LINES = Kernel("blocks", "quantize_block_lines", FIELDS)
 _RUN = 32                                       # elements along a line: a quarter of a panel, and the smallest block
 _NOWHERE = (0, 1, 1, 0, 0)                      # a ScaleGrid, but for the address
@@ -32,6 +33,8 @@ _DOWN = Panels(4, 1, down_first=False)
 _GATHERED = Panels(8, 1, down_first=False)      # 256 bytes of a transposed row
 ANY_SHAPE = _GATHERED
 _WIDE = Panels(4, 2, down_first=False)          # a compromise of both
+_ROWS_PANELS = Panels(1, 4, down_first=False)   # a warp each
+_LENGTH, _WARP_BLOCKS, _CHUNK_BYTES = 128, 8, 16        # of quantize_block_rows: a block, blocks of a warp, a load
 _ROW_BYTES, _COLUMN_BYTES = 2 * 4 * (ROWS + 4) * 4, COLUMNS * 4     # of shared memory for the scales of a panel
 
 #: Flags of the BlockRule of kernels_cu/include/block_scale.cuh.
@@ -118,6 +121,11 @@ class Plan(forms.Plan):
         super().__init__(shape, found, ("data", "scale_inv") if alike else (), LANE_COLUMNS * source.itemsize)
         self.source, self.swapped, self.to, self.block, self.compact = source, swapped, to, block, scale_layout == "compact"
         self.rule, self.divide = _rule(source, to, pow2, least, profile), profile == "vllm" and not pow2
+        #: Whether quantize_block_rows can write it: whole blocks along rows of memory alone, data as they are.
+        self.by_rows = set(block) == {1, _LENGTH} and self.columns % _LENGTH == 0 and [
+            side.stored for side in self.tile_launch(list(found))[0]] == [AS_IS, ABSENT]
+        if self.by_rows:
+            self.load_bytes = _CHUNK_BYTES
 
     def empty(self, x: Array) -> Quantized:
         return empty_blocks(self.forms, functools.partial(empty_beside, x))
@@ -143,10 +151,19 @@ class Plan(forms.Plan):
         stored, square = (sides[0].stored, sides[1].stored), 1 not in self.block
         any_shape = any_shape_variant(self.source, self.to, self.divide), ANY_SHAPE.grid(self.shape)
         panels = panels_of(self.source, *stored, square, self.divide, self.compact)
-        wide = any_shape
-        if panels:
+        wide, chunk = any_shape, LANE_COLUMNS
+        if self.by_rows:
+            wide, chunk = self._rows(sides[0].strides), _CHUNK_BYTES // self.source.itemsize
+        elif panels:
             wide = tile_variant(self.source, self.to, *stored, square, self.divide, panels), panels.grid(self.shape)
-        return PanelStep(self, sides, members, wide, any_shape)
+        return PanelStep(self, sides, members, wide, any_shape, chunk)
+
+    def _rows(self, strides: tuple[int, ...]) -> tuple[Variant, int]:
+        """quantize_block_rows and its blocks of threads, for scales with these strides."""
+        _, row, _, rows, across = strides
+        warps = cdiv(rows, _WARP_BLOCKS) * across if row == 1 else cdiv(rows * across, _WARP_BLOCKS)
+        grid = checks.grid_size(self.size // (self.rows * self.columns) * cdiv(warps, _ROWS_PANELS.across), self.shape)
+        return _rows_variant(self.source, self.to, self.divide), grid
 
     def tile_launch(self, names: list[str]) -> tuple[tuple[Side, Side], tuple[Any, ...]]:
         """What a kernel of tiles is told of a result's directions: its sides, and the members of its struct after those of scales. (Of
@@ -212,6 +229,12 @@ def any_shape_variant(source: np.dtype[Any], to: np.dtype[Any], divide: bool, ke
 
 
 @functools.cache
+def _rows_variant(source: np.dtype[Any], to: np.dtype[Any], divide: bool) -> Variant:
+    return _ROWS.variant(block=_ROWS_PANELS.block, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, DIVIDE=int(divide),
+                         PANELS_DOWN=_ROWS_PANELS.down, PANELS_ACROSS=_ROWS_PANELS.across)
+
+
+@functools.cache
 def _lines_variant(source: np.dtype[Any], to: np.dtype[Any], along_rows: bool) -> Variant:
     panels = _ACROSS if along_rows else _GATHERED
     shared = panels.tile + panels.down * panels.across * (_ROW_BYTES // 2 if along_rows else _COLUMN_BYTES)
@@ -225,6 +248,7 @@ def variants() -> Iterator[Variant]:
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
         for divide in (False, True):
             yield any_shape_variant(source, to, divide)
+            yield _rows_variant(source, to, divide)
         for along_rows in (False, True):
             yield _lines_variant(source, to, along_rows)
         for (fast, slow), square, divide, compact in product(stored, *((False, True),) * 3):

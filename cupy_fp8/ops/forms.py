@@ -87,9 +87,9 @@ class PanelStep(PanelMembers):
     """A launch of such a kernel."""
 
     def __init__(self, plan: Plan, sides: tuple[Side, Side], members: tuple[Any, ...], wide: tuple[Variant, int],
-                 any_shape: tuple[Variant, int]) -> None:
+                 any_shape: tuple[Variant, int], chunk: int = LANE_COLUMNS) -> None:
         """wide: the variant for memory that allows wide accesses everywhere, and its blocks; any_shape: for other memory."""
-        super().__init__(plan, sides, members)
+        super().__init__(plan, sides, members, chunk)
         self._wide, self._any_shape = wide, any_shape
 
     def bind(self, out: Addresses, aligned: bool) -> Launch:
