@@ -22,7 +22,12 @@
 // DIVIDE 1: elements are divided by scale_inv (profile vllm), which takes three instructions for each; 2: where the struct's `divide` says so.
 // IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}; the other profiles, blocks and scale layouts are run-time values. Bytes moved per
 // element: sizeof(IN) + 1 + 4 / block, and 1 + 4 / block for a second direction. Padding of scales is written 0.
+#ifdef ENTRY_quantize_block_rows
+#include "block_params.cuh"
+#include "reduce.cuh"
+#else
 #include "block_write.cuh"
+#endif
 
 #if defined(ENTRY_quantize_block_tile) || defined(ENTRY_group_quantize_block)
 constexpr bool kFast = !ALIGNED || (FAST && !SQUARE), kSlow = !ALIGNED || SLOW || SQUARE;
@@ -266,7 +271,7 @@ constexpr int kLength = 128, kChunk = 16 / sizeof(IN::storage);      // elements
 constexpr int kLanes = kLength / kChunk, kAtOnce = 32 / kLanes;      // lanes that share a block, blocks of one load of a warp
 constexpr int kWarpBlocks = 8, kLoads = kWarpBlocks / kAtOnce;       // of a warp, whose scales are a sector of memory
 constexpr int kOwners = kLanes / kLoads;                             // lanes that find the same scale
-constexpr int kWarps = Tile::kThreads / 32;
+constexpr int kThreads = 128, kWarps = kThreads / 32;
 using Source = Chunk<IN, kChunk>;
 
 // The largest of all lanes that share a block: that of load i in lanes i * kOwners to i * kOwners + kOwners - 1 of them. Each exchange
@@ -286,7 +291,7 @@ __device__ __forceinline__ u32 reduce_over_lanes(u32 (&top)[kLoads]) {
     return top[0];
 }
 
-extern "C" __global__ void __launch_bounds__(Tile::kThreads) quantize_block_rows(const __grid_constant__ BlockParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads) quantize_block_rows(const __grid_constant__ BlockParams p) {
     if (is_set(p.noop)) return;
     const u32 across = (u32)(p.columns / kLength);
     const bool adjoin = p.fast.row != 1;                             // scales of a row; then all blocks of a matrix are one row of them

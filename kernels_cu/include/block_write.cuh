@@ -1,24 +1,9 @@
-// What kernels of blocks with f32 scales share: what they are told of an array, and how a warp writes the codes of its panel. IN and OUT are
-// the kernel's formats; PANELS_DOWN, PANELS_ACROSS and DIVIDE as its file says.
+// How a warp writes the codes of its panel, in kernels of blocks with f32 scales. IN and OUT are the kernel's formats; PANELS_DOWN, PANELS_ACROSS
+// and DIVIDE as its file says.
 #pragma once
-#include "block_scale.cuh"
+#include "block_params.cuh"
 #include "groups.cuh"
 #include "panel.cuh"
-
-struct BlockParams {
-    const IN::storage* x;
-    const float* noop;           // one element: 1.0 there means that nothing is written; or null
-    u8 *fast_data, *slow_data;   // squares: as is, transposed
-    ScaleGrid fast, slow;        // squares: two places for the same scales
-    i64 rows, columns;           // of each matrix
-    BlockRule rule;
-    u32 panels;                  // of a block along its line, in runs of 32 elements: 1, 2 or 4
-    u32 divide;                  // 1: by scale_inv
-    u32 square;
-    u32 stored;                  // tile without ALIGNED: FAST | SLOW << 2. lines: 1 as is, 2 transposed
-    u32 vector;                  // without ALIGNED: bit 0, every row of x allows loads of four elements; bits 1 and 2, fast and slow data
-                                 // stores of 4 bytes as is, of 16 bytes transposed (lines: bit 1)
-};
 
 using Tile = PanelTile<PANELS_DOWN, PANELS_ACROSS>;
 
