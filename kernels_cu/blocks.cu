@@ -154,10 +154,14 @@ __device__ __forceinline__ void write_panel(const BlockParams& p, const Panel<IN
     constexpr bool kWide = ALIGNED != 0;
     // Rare, and dear to compile: without programs of their own for what another can do too.
     constexpr bool kShort = kHow == kDivide && !ALIGNED;
+    constexpr bool kOfColumns = kHow == kMultiply && kWide && SLOW == 2 && !(SQUARE && FAST);
     // The directions take turns, so that neither addresses nor widened values live long: in whole panels they would not fit.
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        if (!kShort && to.square) {
+        if constexpr (kOfColumns) {
+            if (!SQUARE) write_half<true, kWide, kHow>(p, panel, place, rows, columns, to.fast == 1, to.fast == 2, to.fast_target, half, to.fast_tile);
+            write_half_of_columns(panel, columns, half, to.slow_tile);
+        } else if (!kShort && to.square) {
             write_half<false, kWide, kHow>(p, panel, place, rows, columns, to.fast == 1, to.slow == 2, to.fast_target, half, to.slow_tile);
         } else if (!kShort && to.fast == 1 && to.slow == 1) {
             u32 unused[kLaneColumns][4];

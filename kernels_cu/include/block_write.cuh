@@ -107,6 +107,30 @@ __device__ __forceinline__ void write_half(const BlockParams& p, const Panel<IN>
     if (transposed) tile.write(half, words);
 }
 
+// Sixteen rows multiplied by what their columns have, for transposed data alone: what is narrowed together comes from one column, so that there
+// is nothing left to transpose.
+__device__ __forceinline__ void write_half_of_columns(const Panel<IN>& panel, const ColumnOperands& columns, int half, const Tile& tile) {
+    u32 words[kLaneColumns][4];
+#pragma unroll
+    for (int quad = 0; quad < 4; quad++) {
+        float v[4][kLaneColumns];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const auto& line = panel.line[half * 16 + quad * 4 + i];
+            line.widen2(0, v[i][0], v[i][1]);
+            line.widen2(1, v[i][2], v[i][3]);
+        }
+#pragma unroll
+        for (int c = 0; c < kLaneColumns; c++) {
+            Chunk<OUT, 4> out;
+            out.narrow2(0, mul_rn(v[0][c], columns.factor[c]), mul_rn(v[1][c], columns.factor[c]));
+            out.narrow2(1, mul_rn(v[2][c], columns.factor[c]), mul_rn(v[3][c], columns.factor[c]));
+            words[c][quad] = out.word[0];
+        }
+    }
+    tile.write(half, words);
+}
+
 // The part of a grid of scales that belongs to a group.
 __device__ __forceinline__ void move_to_group(ScaleGrid& grid, const GroupScales& scales, i64 before, i64 rows) {
     if (!grid.to) return;
