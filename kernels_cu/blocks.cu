@@ -155,11 +155,14 @@ __device__ __forceinline__ void write_panel(const BlockParams& p, const Panel<IN
     // Rare, and dear to compile: without programs of their own for what another can do too.
     constexpr bool kShort = kHow == kDivide && !ALIGNED;
     constexpr bool kOfColumns = kHow == kMultiply && kWide && SLOW == 2 && !(SQUARE && FAST);
+    const auto write_fast = [&](int half) {
+        write_half<true, kWide, kHow>(p, panel, place, rows, columns, to.fast == 1, to.fast == 2, to.fast_target, half, to.fast_tile);
+    };
     // The directions take turns, so that neither addresses nor widened values live long: in whole panels they would not fit.
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         if constexpr (kOfColumns) {
-            if (!SQUARE) write_half<true, kWide, kHow>(p, panel, place, rows, columns, to.fast == 1, to.fast == 2, to.fast_target, half, to.fast_tile);
+            if (!SQUARE) write_fast(half);
             write_half_of_columns(panel, columns, half, to.slow_tile);
         } else if (!kShort && to.square) {
             write_half<false, kWide, kHow>(p, panel, place, rows, columns, to.fast == 1, to.slow == 2, to.fast_target, half, to.slow_tile);
@@ -172,7 +175,7 @@ __device__ __forceinline__ void write_panel(const BlockParams& p, const Panel<IN
             }
         } else {
             const bool square = kShort && to.square;                 // by columns, stored where the blocks of rows would be
-            if (!square) write_half<true, kWide, kHow>(p, panel, place, rows, columns, to.fast == 1, to.fast == 2, to.fast_target, half, to.fast_tile);
+            if (!square) write_fast(half);
             const Target target{square ? to.fast_target.as_is : to.slow_target.as_is, square ? to.fast_target.wide : to.slow_target.wide};
             write_half<false, kWide, kHow>(p, panel, place, rows, columns, square ? to.fast == 1 : to.slow == 1, to.slow == 2, target, half,
                                            to.slow_tile);
@@ -299,7 +302,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) quantize_block_rows(const
     if (is_set(p.noop)) return;
     const u32 across = (u32)(p.columns / kLength);
     const bool adjoin = p.fast.row != 1;                             // scales of a row; then all blocks of a matrix are one row of them
-    const u32 warps = (u32)(adjoin ? (p.rows * across + kWarpBlocks - 1) / kWarpBlocks : (p.fast.rows + kWarpBlocks - 1) / kWarpBlocks * across);
+    const auto warps_of = [](i64 n) { return (u32)((n + kWarpBlocks - 1) / kWarpBlocks); };
+    const u32 warps = adjoin ? warps_of(p.rows * across) : warps_of(p.fast.rows) * across;
     const u32 blocks = (warps + kWarps - 1) / kWarps, m = blockIdx.x / blocks, warp = (blockIdx.x - m * blocks) * kWarps + threadIdx.x / 32;
     if (warp >= warps) return;
     const u32 group = adjoin ? warp : warp / across;
@@ -321,6 +325,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) quantize_block_rows(const
         top[i] = amax.top;
     }
     const int own = in_block / kOwners * kAtOnce + of_load;          // the block whose scale this lane finds
+    // Calls where there are some anyway, else none.
     const BlockScale s = p.rule.of<DIVIDE != 0>(Amax<IN>{reduce_over_lanes(top)}.f32_bits());
     if (in_block % kOwners == 0 && own < stored)
         as_global(p.fast.to)[m * p.fast.matrix + first + column * p.fast.column + own] = own < count ? s.scale_inv : 0.0f;

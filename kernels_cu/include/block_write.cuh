@@ -1,5 +1,5 @@
-// How a warp writes the codes of its panel, in kernels of blocks with f32 scales. IN and OUT are the kernel's formats; PANELS_DOWN, PANELS_ACROSS
-// and DIVIDE as its file says.
+// How a warp writes the codes of its panel, in kernels of blocks with f32 scales. IN and OUT are the kernel's formats; PANELS_DOWN,
+// PANELS_ACROSS and DIVIDE as its file says.
 #pragma once
 #include "block_params.cuh"
 #include "groups.cuh"
