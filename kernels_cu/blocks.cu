@@ -5,8 +5,8 @@
 // Everything here speaks of memory: x is [batch, rows, columns], columns fastest. Blocks along a row are called fast, blocks down a column
 // slow; which of them is row-wise is the caller's matter. Data is stored as x is, or transposed: [batch, columns, rows].
 //
-// quantize_block_rows   blocks of 128 along rows of whole blocks, data as is, 16-byte accesses: eight blocks per warp, one below the other or,
-//                       where the scales of a row adjoin, one after the other, so that their scales are a sector of memory. Registers alone.
+// quantize_block_rows   blocks of 128 along rows of whole blocks, data as is, 16-byte loads: eight blocks per warp, one below the other or,
+//                       where the scales of a row adjoin, one after the other, so that their scales are 32 bytes together. Registers alone.
 // quantize_block_tile   blocks of 32, 64 or 128 elements along a line, or of 128 x 128. A warp owns a panel of 32 x 128 elements
 //                       (include/panel.cuh); a block of threads PANELS_DOWN x PANELS_ACROSS panels. A row's scale is found inside a warp, a
 //                       column's and a square's through shared memory, by as many threads as there are scales: no scale is computed twice.
@@ -45,7 +45,7 @@ constexpr int kWarps = Tile::kThreads / 32;
 
 // The scales of the panel's rows, all by one warp. reduced: the operands for write_quad, one run of columns after the other; inverses:
 // the same of scale_inv, for stores of more than one panel's scales at a time. Scales whose lines adjoin are stored here, 32 to a line.
-// Whether all divisors of this lane's row have quick_quotient().
+// Returns whether all divisors of this lane's row have quick quotients.
 __device__ __forceinline__ bool find_row_scales(PanelAmax<IN, false>& amax, const BlockParams& p, const TilePosition& at, float* reduced,
                                                 float* inverses) {
     const int lane = threadIdx.x % 32;
@@ -211,7 +211,7 @@ __device__ __forceinline__ void quantize_tile(const BlockParams& p, const TilePo
     amax.template find<kFast, kSlow>(panel);
     float* const inverses_of_warp = inverses + threadIdx.x / 32 * kRowWords;
     float of_columns[kLaneColumns] = {};
-    bool quick = true;                                               // whether all divisors allow quick_quotient()
+    bool quick = true;                                               // whether all divisors have quick quotients
     if (square) {
         const float all = find_square_scale(amax, p, at, tops);
 #pragma unroll
@@ -274,11 +274,11 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) group_quan
 #endif
 
 #ifdef ENTRY_quantize_block_rows
-constexpr int kLength = 128, kChunk = 16 / sizeof(IN::storage);      // elements of a block, and of a load
+constexpr int kLength = 128, kChunk = 16 / sizeof(IN::storage);      // elements of a block, and of a load; also in ops/blocks.py
 constexpr int kLanes = kLength / kChunk, kAtOnce = 32 / kLanes;      // lanes that share a block, blocks of one load of a warp
-constexpr int kWarpBlocks = 8, kLoads = kWarpBlocks / kAtOnce;       // of a warp, whose scales are a sector of memory
+constexpr int kWarpBlocks = 8, kLoads = kWarpBlocks / kAtOnce;       // of a warp, whose scales are 32 bytes together
 constexpr int kOwners = kLanes / kLoads;                             // lanes that find the same scale
-constexpr int kThreads = 128, kWarps = kThreads / 32;
+constexpr int kThreads = 128, kWarps = kThreads / 32;                // also in ops/blocks.py, and kWarpBlocks
 using Source = Chunk<IN, kChunk>;
 
 // The largest of all lanes that share a block: that of load i in lanes i * kOwners to i * kOwners + kOwners - 1 of them. Each exchange
@@ -325,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) quantize_block_rows(const
         top[i] = amax.top;
     }
     const int own = in_block / kOwners * kAtOnce + of_load;          // the block whose scale this lane finds
-    // Calls where there are some anyway, else none.
+    // Of DIVIDE div_rn() below may be a call anyway; without it there is none in the kernel.
     const BlockScale s = p.rule.of<DIVIDE != 0>(Amax<IN>{reduce_over_lanes(top)}.f32_bits());
     if (in_block % kOwners == 0 && own < stored)
         as_global(p.fast.to)[m * p.fast.matrix + first + column * p.fast.column + own] = own < count ? s.scale_inv : 0.0f;

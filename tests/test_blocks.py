@@ -189,9 +189,11 @@ def test_quotients_next_to_ties(dtype, run):
     around = np.concatenate([ties, 16 * ties])                          # ties of subnormal codes among them, and of normal ones alone
     x = (around * s).view(np.int32)[:, :, None] + np.arange(-1, 2, dtype=np.int32)
     x = np.concatenate([amax[:, None], x.reshape(len(amax), -1).view(np.float32)], axis=1)
-    options = {"dtype": dtype, "profile": "vllm", "columnwise": True}
-    for given in (x, np.ascontiguousarray(x.T)):
-        assert_same(fp8.quantize_block(run.array(given), **options), reference.quantize_block(given, **options))
+    for columns in (x.shape[1], 100, 128):                              # of any shape, in panels, in whole blocks
+        given = np.pad(x, ((0, 0), (0, columns - x.shape[1])))
+        for shown, columnwise in ((given, False), (np.ascontiguousarray(given.T), True)):
+            options = {"dtype": dtype, "profile": "vllm", "columnwise": columnwise}
+            assert_same(fp8.quantize_block(run.array(shown), **options), reference.quantize_block(shown, **options))
 
 
 def test_power_of_two_scales_are_the_formula():

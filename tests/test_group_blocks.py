@@ -63,6 +63,14 @@ def test_members_are_what_the_recipe_makes_of_them(run, recipe, directions):
     testing.assert_bytes_equal(values[131:259], fp8.asnumpy(g[3].dequantize()))
 
 
+@pytest.mark.parametrize("recipe", [BlockScaling(), MXScaling()], ids=str)
+def test_rows_at_any_multiple_of_eight_bytes(run, recipe):
+    """Panels need no more. (A single array's rows of whole blocks are read 16 bytes at a time.)"""
+    x, sizes = cases.values("normal", (40, 256), bfloat16), [13, 27]
+    memory = run.array(np.concatenate([np.zeros(4, bfloat16), x.reshape(-1)]))
+    expect_members(fp8.group_quantize(memory[4:].reshape(40, 256), sizes, recipe), x, sizes, recipe)
+
+
 @needs_host
 @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(0, 140), min_size=1, max_size=8), st.integers(1, 140), st.integers(0, 40), st.sampled_from(RECIPES),

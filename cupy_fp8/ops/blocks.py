@@ -33,8 +33,8 @@ _DOWN = Panels(4, 1, down_first=False)
 _GATHERED = Panels(8, 1, down_first=False)      # 256 bytes of a transposed row
 ANY_SHAPE = _GATHERED
 _WIDE = Panels(4, 2, down_first=False)          # a compromise of both
-_LENGTH, _LOAD_BYTES = 128, 16                  # of quantize_block_rows: elements of a block, a load
-_ROWS_WARPS, _WARP_BLOCKS = 4, 8                # of a block of threads, and blocks of a warp
+#: Of quantize_block_rows, as in kernels_cu/blocks.cu: elements of a block, bytes of a load; warps of a block of threads, blocks of a warp.
+_LENGTH, _LOAD_BYTES, _WARPS, _WARP_BLOCKS = 128, 16, 4, 8
 _ROW_BYTES, _COLUMN_BYTES = 2 * 4 * (ROWS + 4) * 4, COLUMNS * 4     # of shared memory for the scales of a panel
 
 #: Flags of the BlockRule of kernels_cu/include/block_scale.cuh.
@@ -121,7 +121,8 @@ class Plan(forms.Plan):
         super().__init__(shape, found, ("data", "scale_inv") if alike else (), LANE_COLUMNS * source.itemsize)
         self.source, self.swapped, self.to, self.block, self.compact = source, swapped, to, block, scale_layout == "compact"
         self.rule, self.divide = _rule(source, to, pow2, least, profile), profile == "vllm" and not pow2
-        #: Whether quantize_block_rows can write all of it: whole blocks along rows of memory, data as they are.
+        #: Whether quantize_block_rows can write all of it: whole blocks along rows of memory, data as they are. (Memory that does not allow
+        #: its accesses is rare: it gets the kernel for any.)
         self.by_rows = set(block) == {1, _LENGTH} and self.columns % _LENGTH == 0 and [
             side.stored for side in self.tile_launch(list(found))[0]] == [AS_IS, ABSENT]
         if self.by_rows:
@@ -150,20 +151,19 @@ class Plan(forms.Plan):
         sides, members = self.tile_launch(names)
         stored, square = (sides[0].stored, sides[1].stored), 1 not in self.block
         any_shape = any_shape_variant(self.source, self.to, self.divide), ANY_SHAPE.grid(self.shape)
-        panels = panels_of(self.source, *stored, square, self.divide, self.compact)
         wide, chunk = any_shape, LANE_COLUMNS
         if self.by_rows:
-            wide, chunk = self._rows(sides[0].strides), _LOAD_BYTES // self.source.itemsize
-        elif panels:
+            wide, chunk = self._rows_launch(sides[0].strides), _LOAD_BYTES // self.source.itemsize
+        elif panels := panels_of(self.source, *stored, square, self.divide, self.compact):
             wide = tile_variant(self.source, self.to, *stored, square, self.divide, panels), panels.grid(self.shape)
         return PanelStep(self, sides, members, wide, any_shape, chunk)
 
-    def _rows(self, strides: tuple[int, ...]) -> tuple[Variant, int]:
+    def _rows_launch(self, strides: tuple[int, ...]) -> tuple[Variant, int]:
         """quantize_block_rows and its blocks of threads, for scales with these strides."""
         _, row, _, rows, across = strides
         warps = cdiv(rows, _WARP_BLOCKS) * across if row == 1 else cdiv(rows * across, _WARP_BLOCKS)
         matrices = self.size // (self.rows * self.columns)
-        return _rows_variant(self.source, self.to, self.divide), checks.grid_size(matrices * cdiv(warps, _ROWS_WARPS), self.shape)
+        return _rows_variant(self.source, self.to, self.divide), checks.grid_size(matrices * cdiv(warps, _WARPS), self.shape)
 
     def tile_launch(self, names: list[str]) -> tuple[tuple[Side, Side], tuple[Any, ...]]:
         """What a kernel of tiles is told of a result's directions: its sides, and the members of its struct after those of scales. (Of
@@ -230,7 +230,7 @@ def any_shape_variant(source: np.dtype[Any], to: np.dtype[Any], divide: bool, ke
 
 @functools.cache
 def _rows_variant(source: np.dtype[Any], to: np.dtype[Any], divide: bool) -> Variant:
-    return _ROWS.variant(block=32 * _ROWS_WARPS, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, DIVIDE=int(divide))
+    return _ROWS.variant(block=32 * _WARPS, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, DIVIDE=int(divide))
 
 
 @functools.cache

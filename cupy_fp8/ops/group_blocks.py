@@ -21,7 +21,7 @@ from . import splits as sizes
 from .forms import ABSENT, AS_IS, TRANSPOSED, PanelMembers, Side
 from .group_forms import Arrays, GroupForm, addresses, divided
 from .group_runs import ROW_GROUPS, GroupRuns, pays
-from .panels import ROWS, Panels
+from .panels import LANE_COLUMNS, ROWS, Panels
 
 Plan = blocks.Plan | mx.Plan
 
@@ -64,7 +64,7 @@ class Launch:
     def __init__(self, plan: Plan, out: Grouped, x: Array, at: int, noop_at: int, offsets_at: int, groups: sizes.Groups,
                  align: int, owner: Array | None) -> None:
         (fast, slow), of_plan = sides_of(plan)
-        members = PanelMembers(plan, (fast, slow), of_plan, grouped=True).at(addresses(out), at % plan.load_bytes == 0)
+        members = PanelMembers(plan, (fast, slow), of_plan, grouped=True).at(addresses(out), at % (LANE_COLUMNS * x.itemsize) == 0)
         self.variant, panels = variant(plan, (fast.stored, slow.stored), members[-1] == 7)
         division = divided(out, x, groups, offsets_at, align, panels.rows, panels.columns, clears=1)
         scales = [scales_of(plan, len(groups.array), side) for side in (fast, slow)]

@@ -1,4 +1,4 @@
-// What kernels of blocks with f32 scales are told of an array. IN is the kernel's format.
+// What kernels of blocks with f32 scales are told of an array. IN is the kernel's format. (quantize_block_rows needs no member from `panels` on.)
 #pragma once
 #include "block_scale.cuh"
 
