@@ -17,6 +17,8 @@
 //                       their rows are in x, stored transposed [columns, m] for each group; scales of one group follow those of another. What
 //                       follows the last group is written 0. Block 0 writes offsets where none are given. With `align` a group is followed by
 //                       rows of zeros, quantised as the others are, and block 0 writes the aligned sizes too. Or the same of arrays in a list.
+//                       RUN: tiles of a group that a block has, one below the other; more than one where SLOW is 2 and ALIGNED 1, so that few
+//                       sectors of the transposed data are stored in parts (include/column_run.cuh).
 // quantize_block_lines  one block per line: all of a row (ALONG_ROWS 1) or of a column (0). A block of threads reads its lines twice. Any
 //                       shape and address.
 // DIVIDE 1: elements are divided by scale_inv (profile vllm), which takes three instructions for each; 2: where the struct's `divide` says so.
@@ -27,6 +29,7 @@
 #include "reduce.cuh"
 #else
 #include "block_write.cuh"
+#include "column_run.cuh"
 #endif
 
 #if defined(ENTRY_quantize_block_tile) || defined(ENTRY_group_quantize_block)
@@ -42,6 +45,12 @@ constexpr int kMostInFlight = sizeof(IN::storage) == 2 ? 512 : 256;
 constexpr int kThreadsInFlight = ALIGNED ? kMostInFlight : Tile::kThreads;
 constexpr int kBlocks = kThreadsInFlight > Tile::kThreads ? kThreadsInFlight / Tile::kThreads : 1;
 constexpr int kWarps = Tile::kThreads / 32;
+#ifdef ENTRY_group_quantize_block
+constexpr int kRun = RUN;
+#else
+constexpr int kRun = 1;
+#endif
+static_assert(kRun == 1 || (ALIGNED && SLOW == 2), "a run is of transposed data");
 
 // The scales of the panel's rows, all by one warp. reduced: the operands for write_quad, one run of columns after the other; inverses:
 // the same of scale_inv, for stores of more than one panel's scales at a time. Scales whose lines adjoin are stored here, 32 to a line.
@@ -183,10 +192,16 @@ __device__ __forceinline__ void write_panel(const BlockParams& p, const Panel<IN
     }
 }
 
+// Where a tile is in a run of tiles one below the other.
+struct InRun {
+    int rows_before;
+    bool last;
+};
+
 // One tile of a matrix, of which x has all rows or, where kPads, the first `given`, and the rest are zeros. kVectorStores: transposed rows allow
 // stores of 16 bytes wherever the tile is whole; otherwise `vector` tells.
 template <bool kVectorStores, bool kPads>
-__device__ __forceinline__ void quantize_tile(const BlockParams& p, const TilePosition& at, i64 given, u8* shared) {
+__device__ __forceinline__ void quantize_tile(const BlockParams& p, const TilePosition& at, i64 given, u8* shared, const InRun& in_run) {
     const int fast = ALIGNED ? FAST : p.stored & 3, slow = ALIGNED ? SLOW : p.stored >> 2;
     const bool square = ALIGNED ? SQUARE : p.square;
     // Shared memory: transposed fast data, transposed slow data, words of rows (twice), words of columns.
@@ -195,6 +210,7 @@ __device__ __forceinline__ void quantize_tile(const BlockParams& p, const TilePo
     float* const reduced = reinterpret_cast<float*>(slow == 2 ? slow_tile.shared + Tile::kBytes : slow_tile.shared);
     float* const inverses = reduced + kWarps * kRowWords;
     u32* const tops = reinterpret_cast<u32*>(kFast ? inverses + kWarps * kRowWords : reduced);
+    u8* const of_run = reinterpret_cast<u8*>(kSlow || SQUARE ? tops + PANELS_DOWN * Tile::kColumns : tops);
     float* const of_warp = reduced + threadIdx.x / 32 * kRowWords;
 
     const i64 matrix = at.matrix * p.rows * p.columns, row = at.row + Tile::row(), column = at.column + Tile::column();
@@ -242,7 +258,15 @@ __device__ __forceinline__ void quantize_tile(const BlockParams& p, const TilePo
     const int columns_of_tile = left_of(p.columns - at.column, Tile::kColumns), rows_of_tile = left_of(p.rows - at.row, Tile::kRows);
     const i64 place_t = matrix + at.column * p.rows + at.row;
     if (fast_transposed) fast_tile.template store<kVectorStores>(as_global(p.fast_data) + place_t, p.rows, columns_of_tile, rows_of_tile, p.vector & 2);
-    if (slow == 2) slow_tile.template store<kVectorStores>(as_global(p.slow_data) + place_t, p.rows, columns_of_tile, rows_of_tile, p.vector & 4);
+    if constexpr (kRun > 1) {
+        u8* const to = as_global(p.slow_data) + place_t;
+        const bool single = in_run.rows_before == 0 && in_run.last;
+        if (p.vector & 4 && (single || (reinterpret_cast<u64>(to) | (u64)p.rows) % kSector == 0))
+            slow_tile.template store<true>(to, p.rows, columns_of_tile, rows_of_tile, true);
+        else ColumnRun<Tile>{slow_tile, of_run}.store(to, p.rows, columns_of_tile, rows_of_tile, in_run.rows_before, in_run.last);
+    } else if (slow == 2) {
+        slow_tile.template store<kVectorStores>(as_global(p.slow_data) + place_t, p.rows, columns_of_tile, rows_of_tile, p.vector & 4);
+    }
 }
 #endif
 
@@ -250,7 +274,7 @@ __device__ __forceinline__ void quantize_tile(const BlockParams& p, const TilePo
 extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) quantize_block_tile(const __grid_constant__ BlockParams p) {
     extern __shared__ __align__(16) u8 shared[];
     if (is_set(p.noop)) return;
-    quantize_tile<ALIGNED != 0, false>(p, TilePosition::of_block<Tile, DOWN_FIRST != 0>(blockIdx.x, p.rows, p.columns), p.rows, shared);
+    quantize_tile<ALIGNED != 0, false>(p, TilePosition::of_block<Tile, DOWN_FIRST != 0>(blockIdx.x, p.rows, p.columns), p.rows, shared, {0, true});
 }
 #endif
 
@@ -269,7 +293,15 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) group_quan
         move_to_group(group.fast, p.fast, found.before[0], found.rows);
         move_to_group(group.slow, p.slow, found.before[1], found.rows);
     };
-    quantize_group<Tile>(p, group, move_scales, [&](const TilePosition& at, i64 given) { quantize_tile<false, true>(group, at, given, shared); });
+    quantize_group<Tile, kRun>(p, group, move_scales, [&](const TilePosition& first, const i64& given, int tiles) {
+#pragma unroll 1
+        for (int tile = 0;; __syncthreads()) {                       // what is shared is read before the next tile's takes its place
+            const TilePosition at{0, first.row + tile * Tile::kRows, first.column};
+            const InRun in_run{tile * Tile::kRows, tile + 1 == tiles};
+            quantize_tile<false, true>(group, at, given, shared, in_run);
+            if (kRun == 1 || ++tile == tiles) return;
+        }
+    });
 }
 #endif
 

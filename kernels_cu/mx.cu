@@ -297,6 +297,6 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) group_quan
         move_to_group(group.slow, p.slow, found.before[1]);
         if (group.slow.swizzled()) group.slow.block = p.slow.units(found.rows);
     };
-    quantize_group<Tile>(p, group, move_scales, [&](const TilePosition& at, i64 given) { quantize_tile<false, true>(group, at, given, shared); });
+    quantize_group<Tile>(p, group, move_scales, [&](const TilePosition& at, i64 given, int) { quantize_tile<false, true>(group, at, given, shared); });
 }
 #endif

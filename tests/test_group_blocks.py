@@ -83,6 +83,17 @@ def test_any_groups(sizes, columns, spare, recipe, directions, by_four):
     expect_members(g, x, sizes, recipe, **directions)
 
 
+@pytest.mark.parametrize("directions", [{"columnwise": True}, {"rowwise": False, "columnwise": True}], ids=str)
+@pytest.mark.parametrize("block", [(1, 128), (128, 128)], ids=str)
+@pytest.mark.parametrize("source", [bfloat16, float32])
+def test_runs_of_tiles(run, source, block, directions):
+    """What follows the last whole sector of a column goes from tile to tile, and out at the end of a run; of less than a sector, too."""
+    sizes = [1, 517, 31, 0, 1030, 33, 259, 32, 131, 2, 48, 780, 256]
+    x = cases.values("normal", (sum(sizes) + 3, 132), source)
+    g = fp8.group_quantize(run.array(x), sizes, BlockScaling(block), **directions)
+    expect_members(g, x, sizes, BlockScaling(block), **directions)
+
+
 def test_sizes_may_change_in_place(run):
     """A result's room is for any sizes; what an earlier call left there is cleared."""
     x = cases.values("normal", (200, 136), bfloat16)

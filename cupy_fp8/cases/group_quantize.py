@@ -123,6 +123,10 @@ def _block_cases(case: Callable[..., Case]) -> Iterator[Case]:
             yield case(source_dtype, (150, columns), "bits", family="mx", scale_layout="swizzled", profile="torchao", **described)
             if not options:
                 yield case(source_dtype, (150, columns), "bits", family="block", profile="vllm", **described)
+    # Runs of tiles, whose columns begin anywhere, at halves of sectors of memory, or at whole ones.
+    for source_dtype, division, options, block in product((bfloat16, float32), ("ragged", "aligned", "even"), directions[1:],
+                                                          ((1, 128), (128, 128))):
+        yield case(source_dtype, (1344, 36), "bits", groups=2, sizes=division, family="block", block=block, **options)
     # What is told at run time.
     for family, options in product(layouts, directions):
         for layout in layouts[family]:

@@ -36,6 +36,7 @@ _WIDE = Panels(4, 2, down_first=False)          # a compromise of both
 #: Of quantize_block_rows, as in kernels_cu/blocks.cu: elements of a block, bytes of a load; warps of a block of threads, blocks of a warp.
 _LENGTH, _LOAD_BYTES, _WARPS, _WARP_BLOCKS = 128, 16, 4, 8
 _ROW_BYTES, _COLUMN_BYTES = 2 * 4 * (ROWS + 4) * 4, COLUMNS * 4     # of shared memory for the scales of a panel
+_RUN_BYTES = 64                                                     # for a column of a run of tiles (kernels_cu/include/column_run.cuh)
 
 #: Flags of the BlockRule of kernels_cu/include/block_scale.cuh.
 _AMAX_FIRST, _GUARDED, _ROUND_DOWN, _ROUND_UP, _OTHER_QUOTIENT, _OTHER_PRODUCT = 1, 2, 4, 8, 16, 32
@@ -219,8 +220,10 @@ def tile_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int,
     """Of the kernel of tiles, for arrays or (ops/group_blocks.py) for groups."""
     per_panel = _COLUMN_BYTES * (not aligned or slow != ABSENT or square) + _ROW_BYTES * (not aligned or not square)
     shared = (fast, slow).count(TRANSPOSED) * panels.tile + panels.down * panels.across * per_panel
+    shared += _RUN_BYTES * panels.columns * (panels.run > 1)
+    of_groups = {} if kernel is _TILE else {"RUN": panels.run}
     return kernel.variant(block=panels.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, FAST=fast, SLOW=slow,
-                         SQUARE=int(square), DIVIDE=int(divide), ALIGNED=int(aligned), **panels.defines)
+                         SQUARE=int(square), DIVIDE=int(divide), ALIGNED=int(aligned), **panels.defines, **of_groups)
 
 
 def any_shape_variant(source: np.dtype[Any], to: np.dtype[Any], divide: bool, kernel: Kernel = _TILE) -> Variant:

@@ -29,6 +29,7 @@ Plan = blocks.Plan | mx.Plan
 GROUPS = f"0q{ROW_GROUPS}2I2q2I2q"
 _BLOCKS = Kernel("blocks", "group_quantize_block", blocks.FIELDS + GROUPS + "2P")
 _MX = Kernel("mx", "group_quantize_mx", mx.FIELDS + GROUPS + "2P")
+_RUN = 2                        # tiles of a block where data are stored transposed: more would leave multiprocessors idle at the end
 
 
 @functools.lru_cache(maxsize=256)
@@ -66,7 +67,7 @@ class Launch:
         (fast, slow), of_plan = sides_of(plan)
         members = PanelMembers(plan, (fast, slow), of_plan, grouped=True).at(addresses(out), at % (LANE_COLUMNS * x.itemsize) == 0)
         self.variant, panels = variant(plan, (fast.stored, slow.stored), members[-1] == 7)
-        division = divided(out, x, groups, offsets_at, align, panels.rows, panels.columns, clears=1)
+        division = divided(out, x, groups, offsets_at, align, panels.run * panels.rows, panels.columns, clears=1)
         scales = [scales_of(plan, len(groups.array), side) for side in (fast, slow)]
         self.grid, self.runs = division.grid, None
         if pays(x, self.grid):
@@ -110,7 +111,7 @@ def _block_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: in
     panels = blocks.panels_of(source, fast, slow, square, divide, False) if wide and slow != AS_IS else None
     if panels is None:
         return blocks.any_shape_variant(source, to, divide, _BLOCKS), blocks.ANY_SHAPE
-    panels = panels._replace(down_first=False)              # groups have an order of their own
+    panels = panels._replace(down_first=False, run=_RUN if slow == TRANSPOSED else 1)       # groups have an order of their own
     return blocks.tile_variant(source, to, fast, slow, square, divide, panels, True, _BLOCKS), panels
 
 
@@ -122,9 +123,10 @@ def _mx_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int, 
 
 
 def tile_rows() -> Iterator[int]:
-    """Rows of the tiles of every variant."""
+    """Rows of a block of every variant."""
     for v in variants():
-        yield int(dict(v.defines)["PANELS_DOWN"]) * ROWS
+        defines = dict(v.defines)
+        yield int(defines.get("RUN", 1)) * int(defines["PANELS_DOWN"]) * ROWS
 
 
 def variants() -> Iterator[Variant]:

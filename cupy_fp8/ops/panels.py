@@ -11,11 +11,13 @@ LANE_COLUMNS = 4                # neighbouring columns of a lane
 
 
 class Panels(NamedTuple):
-    """The panels of a block of threads, and the order of blocks: down_first makes neighbouring ones write neighbouring transposed data."""
+    """The panels of a block of threads, and the order of blocks: down_first makes neighbouring ones write neighbouring transposed data.
+    run: tiles that a block has of a group, one below the other."""
 
     down: int
     across: int
     down_first: bool
+    run: int = 1
 
     @property
     def rows(self) -> int:

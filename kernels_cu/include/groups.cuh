@@ -332,9 +332,9 @@ struct ArrayList {
     }
 };
 
-// By a whole block: the group's matrix, as the results have it, and the tile of it that this block has, in shared memory, after a barrier.
-// False: there is none, and what no group has is cleared.
-template <class Tile, class Params, class Matrix, class MoveScales>
+// By a whole block: the group's matrix, as the results have it, and the tile of it (the first of up to kRun) that this block has, in shared
+// memory, after a barrier. False: there is none, and what no group has is cleared.
+template <class Tile, int kRun = 1, class Params, class Matrix, class MoveScales>
 __device__ __forceinline__ bool find_group_tile(const Params& p, Matrix& group, TilePosition& at, RowRun& found, MoveScales move_scales) {
     const u32 run = blockIdx.x / p.groups.across, across = blockIdx.x - run * p.groups.across;
     const i64 column = (i64)across * Tile::kColumns;
@@ -343,9 +343,9 @@ __device__ __forceinline__ bool find_group_tile(const Params& p, Matrix& group, 
         for (u32 i = threadIdx.x; i < sizeof(Matrix) / sizeof(u32); i += 32)
             reinterpret_cast<u32*>(&group)[i] = reinterpret_cast<const u32*>(&p.all)[i];
         if (p.groups.runs) load_run(p.groups, run, found);
-        else find_run<Tile::kRows, true, true>(p.groups, run, p.fast.unit_shift, p.slow.unit_shift, found);
+        else find_run<kRun * Tile::kRows, true, true>(p.groups, run, p.fast.unit_shift, p.slow.unit_shift, found);
         if (threadIdx.x == 0) {
-            at = {0, found.run * Tile::kRows, column};
+            at = {0, found.run * (kRun * Tile::kRows), column};
             group.rows = found.rows;
             group.x += found.start;
             if (group.fast_data) group.fast_data += found.to;
@@ -372,9 +372,9 @@ __device__ __forceinline__ bool find_group_tile(const Params& p, Matrix& group, 
 
 // The part of a block of threads in quantising groups of rows, or a list of arrays, in blocks that have scales of their own. p: `all`, the
 // members that describe an array, `groups`, and `fast` and `slow`, where either direction's scales go, or `list`; group: room in shared
-// memory for the members of one matrix. move_scales(found): moves a group's scales to where they go; quantize(at, given): the tile at that
-// place of a matrix of which x has `given` rows, and the rest are zeros.
-template <class Tile, class Params, class Matrix, class MoveScales, class Quantize>
+// memory for the members of one matrix. move_scales(found): moves a group's scales to where they go; quantize(at, given, tiles): the tiles from
+// that place down, as many of kRun as the matrix has, of which x has `given` rows, and the rest are zeros; of a list one.
+template <class Tile, int kRun = 1, class Params, class Matrix, class MoveScales, class Quantize>
 __device__ __forceinline__ void quantize_group(const Params& p, Matrix& group, MoveScales move_scales, Quantize quantize) {
     __shared__ TilePosition at;
     __shared__ RowRun found;
@@ -383,6 +383,7 @@ __device__ __forceinline__ void quantize_group(const Params& p, Matrix& group, M
         if (threadIdx.x < 32) p.list.template find<Tile>(group, at);
         if (threadIdx.x == 0) found.given = group.rows;
         __syncthreads();
-    } else if (!find_group_tile<Tile>(p, group, at, found, move_scales)) return;
-    quantize(TilePosition{0, at.row, at.column}, found.given);
+    } else if (!find_group_tile<Tile, kRun>(p, group, at, found, move_scales)) return;
+    const int tiles = kRun == 1 || p.list.arrays ? 1 : (left_of(group.rows - at.row, kRun * Tile::kRows) + Tile::kRows - 1) / Tile::kRows;
+    quantize(at, found.given, tiles);
 }

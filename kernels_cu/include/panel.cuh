@@ -139,18 +139,26 @@ struct PanelTile {
             });
             return;
         }
+        // Loads before stores, and what all of them have in common once.
+        constexpr int kStep = kThreads / kUnits, kOfThread = kColumns / kStep, kPeriod = kStep < kSwizzled ? kSwizzled / kStep : 1;
+        const int unit = threadIdx.x % kUnits, first = threadIdx.x / kUnits;
+        uint4 loaded[kOfThread];
 #pragma unroll
-        for (int i = 0; i < kBytes / 16 / kThreads; i++) {
-            const int unit = i * kThreads + threadIdx.x, column = unit / kUnits, unit_row = unit % kUnits * 16;
-            if (column < columns_left && unit_row < rows_left)
-                *reinterpret_cast<uint4*>(to + column * stride + unit_row) =
-                    *reinterpret_cast<const uint4*>(shared + at(column, unit % kUnits));
-        }
+        for (int i = 0; i < kOfThread; i++) loaded[i] = unit_at(first + i % kPeriod * kStep, unit)[i / kPeriod * kPeriod * kStep * kUnits];
+        const int columns = unit * 16 < rows_left ? columns_left : 0;
+        u8* row = to + first * stride + unit * 16;
+#pragma unroll
+        for (int i = 0; i < kOfThread; i++, row += kStep * stride)
+            if (first + i * kStep < columns) *reinterpret_cast<uint4*>(row) = loaded[i];
     }
+    // Rows 16 * unit and on of a column. Of columns kSwizzled apart these are kSwizzled * kUnits apart.
+    static constexpr int kSwizzled = 32;
+    __device__ __forceinline__ const uint4* unit_at(int column, int unit) const { return reinterpret_cast<const uint4*>(shared + at(column, unit)); }
 
 private:
     static constexpr int kUnits = kRows / 16;                        // of a column
     static __device__ __forceinline__ int at(int column, int unit) {
-        return column * kRows + (unit ^ column / kLaneColumns % kUnits) * 16;
+        constexpr int kMost = kSwizzled / kLaneColumns;
+        return column * kRows + (unit ^ (u32)column / kLaneColumns % (kUnits < kMost ? kUnits : kMost)) * 16;
     }
 };
