@@ -101,13 +101,26 @@ def test_noop(run):
 @needs_host
 @pytest.mark.parametrize(("rows", "step"), [(0, 3), (1 << 40, 1)], ids=["wide", "narrow"])
 def test_tiles_of_large_arrays(monkeypatch, rows, step):
-    """What only arrays of many megabytes get, of groups of at least so many rows."""
-    monkeypatch.setattr(tiles, "choose", lambda x, large: large)
+    """What only arrays of many megabytes get, of groups of at least so many rows. Calls that ask for no tile are those of test_ops.py."""
+    chosen = []
+
+    def choose(x: Any, large: tiles.Tile) -> tiles.Tile:
+        chosen.append(large)
+        return large
+
+    monkeypatch.setattr(tiles, "choose", choose)
     monkeypatch.setattr(tiles, "fills_wide", lambda columns: True)
     monkeypatch.setattr(op, "_TALL", rows)
     with testing.executor("host") as run:
         for case in islice(OPS["group_quantize"].cases(), 0, None, step):        # blocks of 1024 threads are slow here
-            check(OPS["group_quantize"], case, run)
+            before = len(chosen)
+            with monkeypatch.context() as idle:                                  # first, what asks at all
+                idle.setattr(Variant, "launch", lambda *_, **__: None)
+                args, kwargs = OPS["group_quantize"].inputs(case)
+                OPS["group_quantize"].function(*args, **kwargs)
+            if len(chosen) > before:
+                check(OPS["group_quantize"], case, run)
+    assert set(chosen) == {tiles.BOTH, tiles.BOTH_NARROW}                        # no groups at all have wide ones always
 
 
 @pytest.mark.gpu
