@@ -149,33 +149,20 @@ __device__ __forceinline__ float find_square_scale(const PanelAmax<IN, false>& a
     return operand(p, s);
 }
 
-// Where data go, and how: as FAST, SLOW and SQUARE say.
-struct Outputs {
-    int fast, slow;
-    bool square;
-    Target fast_target, slow_target;
-    Tile fast_tile, slow_tile;
-};
-
 template <How kHow>
 __device__ __forceinline__ void write_panel(const BlockParams& p, const Panel<IN>& panel, const Place& place, const RowOperands& rows,
                                             const ColumnOperands& columns, const Outputs& to) {
     constexpr bool kWide = ALIGNED != 0;
-    // Rare, and dear to compile: without programs of their own for what another can do too.
-    constexpr bool kShort = kHow == kDivide && !ALIGNED;
     constexpr bool kOfColumns = kHow == kMultiply && kWide && SLOW == 2 && !(SQUARE && FAST);
-    const auto write_fast = [&](int half) {
-        write_half<true, kWide, kHow>(p, panel, place, rows, columns, to.fast == 1, to.fast == 2, to.fast_target, half, to.fast_tile);
-    };
     // The directions take turns, so that neither addresses nor widened values live long: in whole panels they would not fit.
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         if constexpr (kOfColumns) {
-            if (!SQUARE) write_fast(half);
+            if (!SQUARE) write_half<true, kWide, kHow>(p, panel, place, rows, columns, to.fast == 1, to.fast == 2, to.fast_target, half, to.fast_tile);
             write_half_of_columns(panel, columns, half, to.slow_tile);
-        } else if (!kShort && to.square) {
+        } else if (to.square) {
             write_half<false, kWide, kHow>(p, panel, place, rows, columns, to.fast == 1, to.slow == 2, to.fast_target, half, to.slow_tile);
-        } else if (!kShort && to.fast == 1 && to.slow == 1) {
+        } else if (to.fast == 1 && to.slow == 1) {
             u32 unused[kLaneColumns][4];
 #pragma unroll
             for (int quad = half * 4; quad < half * 4 + 4; quad++) {
@@ -183,11 +170,8 @@ __device__ __forceinline__ void write_panel(const BlockParams& p, const Panel<IN
                 write_quad<false, kWide, kHow>(p, panel, place, rows, columns, true, to.slow_target, quad, unused);
             }
         } else {
-            const bool square = kShort && to.square;                 // by columns, stored where the blocks of rows would be
-            if (!square) write_fast(half);
-            const Target target{square ? to.fast_target.as_is : to.slow_target.as_is, square ? to.fast_target.wide : to.slow_target.wide};
-            write_half<false, kWide, kHow>(p, panel, place, rows, columns, square ? to.fast == 1 : to.slow == 1, to.slow == 2, target, half,
-                                           to.slow_tile);
+            write_half<true, kWide, kHow>(p, panel, place, rows, columns, to.fast == 1, to.fast == 2, to.fast_target, half, to.fast_tile);
+            write_half<false, kWide, kHow>(p, panel, place, rows, columns, to.slow == 1, to.slow == 2, to.slow_target, half, to.slow_tile);
         }
     }
 }
@@ -249,7 +233,7 @@ __device__ __forceinline__ void quantize_tile(const BlockParams& p, const TilePo
                      fast_tile, slow_tile};
     if (!DIVIDE) write_panel<kMultiply>(p, panel, place, rows, columns, to);
     else if (__all_sync(~0u, quick)) write_panel<kDivideQuickly>(p, panel, place, rows, columns, to);
-    else write_panel<kDivide>(p, panel, place, rows, columns, to);
+    else divide_panel(p, place, given_left, rows, columns, to);
 
     const bool blocks_adjoin = kFast && !square && p.fast.to && p.fast.row != 1;
     if (fast_transposed || slow == 2 || blocks_adjoin) __syncthreads();
@@ -428,25 +412,32 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, 1) quantize_block_l
         const BlockScale s = p.rule.of(bits);
         const i64 line = first + i, r = kAlongRows ? line : 0, c = kAlongRows ? 0 : line;
         if (to.has(r, c)) *to.at(m, r, c) = line < lines ? s.scale_inv : 0.0f;
-        tops[i] = as_bits(operand(p, s));
+        tops[i] = as_bits(s.factor), tops[kPartStride + i] = as_bits(s.scale_inv);       // where nobody else reads
     }
     __syncthreads();
-    const float* const operands = reinterpret_cast<const float*>(tops);
-    float of_columns[kLaneColumns];
-#pragma unroll
-    for (int c = 0; c < kLaneColumns; c++) of_columns[c] = kAlongRows ? 1.0f : operands[Tile::column() + c];
-    const RowOperands rows{operands, operands};
+    const float *const factors = reinterpret_cast<const float*>(tops), *const divisors = factors + kPartStride;
+    const RowOperands rows{factors, divisors};
     ColumnOperands columns;
+    bool quick = true;
 #pragma unroll
-    for (int c = 0; c < kLaneColumns; c++) columns.factor[c] = columns.divisor[c] = of_columns[c];
+    for (int c = 0; c < kLaneColumns; c++) {
+        const int i = kAlongRows ? (int)(threadIdx.x % 32) : Tile::column() + c;
+        columns.factor[c] = factors[i], columns.divisor[c] = divisors[i];
+        quick &= first + i >= lines || has_quick_quotients(divisors[i]);
+    }
     const Target target{p.fast_data, (p.vector & 2) != 0};
+    const int fast = kAlongRows ? (int)p.stored : 0, slow = kAlongRows ? 0 : (int)p.stored;
+    const Outputs outputs{fast, slow, false, target, target, tile, tile};
+    const bool divided_quickly = p.divide && __all_sync(~0u, quick);
 #pragma unroll 1
     for (i64 begin = 0; begin < length; begin += kStep) {
         const Place place = load(begin);
+        if (p.divide && !divided_quickly) divide_panel(p, place, place.rows_left, rows, columns, outputs);
+        else
 #pragma unroll
-        for (int half = 0; half < 2; half++)
-            if (p.divide) write_half<kAlongRows, false, kDivide>(p, panel, place, rows, columns, as_is, transposed, target, half, tile);
-            else write_half<kAlongRows, false, kMultiply>(p, panel, place, rows, columns, as_is, transposed, target, half, tile);
+            for (int half = 0; half < 2; half++)
+                if (divided_quickly) write_half<kAlongRows, false, kDivideQuickly>(p, panel, place, rows, columns, as_is, transposed, target, half, tile);
+                else write_half<kAlongRows, false, kMultiply>(p, panel, place, rows, columns, as_is, transposed, target, half, tile);
         if (!transposed) continue;
         __syncthreads();
         const i64 row = kAlongRows ? first : begin, column = kAlongRows ? begin : first;

@@ -75,13 +75,11 @@ __device__ __forceinline__ void store_column_scales(const GroupLinesParams& p) {
 
 template <bool kWide, How kHow>
 __device__ __forceinline__ void write_lines(const BlockParams& p, const Panel<IN>& panel, const Place& place, const RowOperands& rows,
-                                            const ColumnOperands& columns, const Tile& tile) {
-    const int fast = p.stored & 3, slow = p.stored >> 2;
-    const Target fast_target{as_global(p.fast_data), (p.vector & 2) != 0}, slow_target{as_global(p.slow_data), (p.vector & 4) != 0};
+                                            const ColumnOperands& columns, const Outputs& to) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        write_half<true, kWide, kHow>(p, panel, place, rows, columns, fast == 1, fast == 2, fast_target, half, tile);
-        write_half<false, kWide, kHow>(p, panel, place, rows, columns, slow == 1, slow == 2, slow_target, half, tile);
+        write_half<true, kWide, kHow>(p, panel, place, rows, columns, to.fast == 1, to.fast == 2, to.fast_target, half, to.fast_tile);
+        write_half<false, kWide, kHow>(p, panel, place, rows, columns, to.slow == 1, to.slow == 2, to.slow_target, half, to.slow_tile);
     }
 }
 
@@ -101,11 +99,13 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) group_quan
     if (group.columns == 0) return;
 
     const Tile tile{shared};
-    float* const of_rows = reinterpret_cast<float*>(shared + Tile::kBytes), *const of_columns = of_rows + Tile::kRows;
+    // Factors of lines, and their divisors.
+    float* const of_rows = reinterpret_cast<float*>(shared + Tile::kBytes), *const of_columns = of_rows + 2 * Tile::kRows;
     const i64 row = at.row + Tile::row(), column = at.column + Tile::column(), first_column = found.group * group.columns;
     const Place place{row * group.columns + column, left_of(group.rows - row, kPanelRows), left_of(group.columns - column, kLaneColumns)};
     Panel<IN> panel;
-    panel.template load<false>(group.x + place.at, group.columns, left_of(found.given - row, kPanelRows), place.columns_left, group.vector & 1);
+    const int given_left = left_of(found.given - row, kPanelRows);
+    panel.template load<false>(group.x + place.at, group.columns, given_left, place.columns_left, group.vector & 1);
     if (p.pass == 0) {
         raise_tops(p, panel, at, first_row, first_column, reinterpret_cast<u32*>(shared));
         return;
@@ -115,27 +115,36 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) group_quan
         const bool exists = r < group.rows;
         const BlockScale s = p.all.rule.of(exists ? load_read_only(p.row_tops + first_row + r) : 0);
         if (at.column == 0 && group.fast.has(r, 0)) *group.fast.at(0, r, 0) = exists ? s.scale_inv : 0.0f;
-        of_rows[threadIdx.x] = operand(p.all, s);
+        of_rows[threadIdx.x] = s.factor, of_rows[Tile::kRows + threadIdx.x] = s.scale_inv;
     }
     if (p.column_tops && threadIdx.x < Tile::kColumns) {
         const i64 c = at.column + threadIdx.x;
-        of_columns[threadIdx.x] = operand(p.all, p.all.rule.of(c < group.columns ? load_read_only(p.column_tops + first_column + c) : 0));
+        const BlockScale s = p.all.rule.of(c < group.columns ? load_read_only(p.column_tops + first_column + c) : 0);
+        of_columns[threadIdx.x] = s.factor, of_columns[Tile::kColumns + threadIdx.x] = s.scale_inv;
     }
     __syncthreads();
-    const RowOperands rows{of_rows + Tile::row(), of_rows + Tile::row()};
+    const RowOperands rows{of_rows + Tile::row(), of_rows + Tile::kRows + Tile::row()};
+    const int fast = group.stored & 3, slow = group.stored >> 2;
+    bool quick = !fast || (int)(threadIdx.x % 32) >= place.rows_left || has_quick_quotients(rows.divisors[threadIdx.x % 32]);
     ColumnOperands columns;
 #pragma unroll
-    for (int c = 0; c < kLaneColumns; c++) columns.factor[c] = columns.divisor[c] = p.column_tops ? of_columns[Tile::column() + c] : 0.0f;
-    const int fast = group.stored & 3, slow = group.stored >> 2;
+    for (int c = 0; c < kLaneColumns; c++) {
+        columns.factor[c] = slow ? of_columns[Tile::column() + c] : 0.0f;
+        columns.divisor[c] = slow ? of_columns[Tile::kColumns + Tile::column() + c] : 0.0f;
+        quick &= !slow || c >= place.columns_left || has_quick_quotients(columns.divisor[c]);
+    }
     const bool wide = (fast != 1 || group.vector & 2) && (slow != 1 || group.vector & 4);
-    if (p.all.divide) write_lines<false, kDivide>(group, panel, place, rows, columns, tile);
-    else if (wide) write_lines<true, kMultiply>(group, panel, place, rows, columns, tile);
-    else write_lines<false, kMultiply>(group, panel, place, rows, columns, tile);
+    const Outputs to{fast, slow, false, {as_global(group.fast_data), (group.vector & 2) != 0}, {as_global(group.slow_data), (group.vector & 4) != 0},
+                     tile, tile};
+    if (!p.all.divide && wide) write_lines<true, kMultiply>(group, panel, place, rows, columns, to);
+    else if (!p.all.divide) write_lines<false, kMultiply>(group, panel, place, rows, columns, to);
+    else if (__all_sync(~0u, quick)) write_lines<false, kDivideQuickly>(group, panel, place, rows, columns, to);
+    else divide_panel(group, place, given_left, rows, columns, to);
     if (fast != 2 && slow != 2) return;
     __syncthreads();
     const int columns_of_tile = left_of(group.columns - at.column, Tile::kColumns), rows_of_tile = left_of(group.rows - at.row, Tile::kRows);
-    u8* const to = as_global(fast == 2 ? group.fast_data : group.slow_data) + at.column * group.rows + at.row;
-    tile.template store<false>(to, group.rows, columns_of_tile, rows_of_tile, group.vector & (fast == 2 ? 2 : 4));
+    u8* const columns_to = as_global(fast == 2 ? group.fast_data : group.slow_data) + at.column * group.rows + at.row;
+    tile.template store<false>(columns_to, group.rows, columns_of_tile, rows_of_tile, group.vector & (fast == 2 ? 2 : 4));
 }
 #endif
 

@@ -94,7 +94,7 @@ def _rows_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
 
 @functools.cache
 def _lines_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
-    shared = _PANELS.tile + 4 * (_PANELS.rows + _PANELS.columns)
+    shared = _PANELS.tile + 2 * 4 * (_PANELS.rows + _PANELS.columns)
     return _LINES.variant(block=_PANELS.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, **_defines())
 
 

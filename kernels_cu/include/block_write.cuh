@@ -69,7 +69,7 @@ __device__ __forceinline__ void write_quad(const BlockParams& p, const Panel<IN>
                                            const ColumnOperands& columns, bool as_is, const Target& to, int quad,
                                            u32 (&words)[kLaneColumns][4]) {
     float factor[4] = {}, divisor[4] = {};
-    if (kFast && kHow != kDivide) RowOperands::load(rows.factors + quad * 4, factor);
+    if (kFast) RowOperands::load(rows.factors + quad * 4, factor);
     if (kFast && kHow != kMultiply) RowOperands::load(rows.divisors + quad * 4, divisor);
     u32 codes[4];
     u8* at = to.as_is + (place.at + quad * 4 * p.columns);
@@ -129,6 +129,47 @@ __device__ __forceinline__ void write_half_of_columns(const Panel<IN>& panel, co
         }
     }
     tile.write(half, words);
+}
+
+// Where data of a panel go, and how: 0 nowhere, 1 as they are, 2 transposed. square: by columns, as they are where the blocks of rows would be.
+struct Outputs {
+    int fast, slow;
+    bool square;
+    Target fast_target, slow_target;
+    Tile fast_tile, slow_tile;
+};
+
+// A row of a panel, divided: stored as is (as_is), and as bytes of columns of `tile` (transposed).
+__device__ __forceinline__ void write_quotients(const float (&v)[kLaneColumns], const float (&divisor)[kLaneColumns], const BlockParams& p,
+                                                const Place& place, int row, bool as_is, const Target& to, bool transposed, const Tile& tile) {
+    const u32 codes = scaled_codes<kDivide>(v, divisor, divisor);
+    const Chunk<OUT, kLaneColumns> out{{codes}};
+    if (as_is && row < place.rows_left) out.store_partial(to.as_is + (place.at + row * p.columns), place.columns_left);
+    if (!transposed) return;
+#pragma unroll
+    for (int c = 0; c < kLaneColumns; c++) *tile.byte_at(Tile::column() + c, Tile::row() + row) = (u8)(codes >> 8 * c);
+}
+
+// All codes of a panel, for divisors that have no quick quotients. Rare; and since a division takes the compiler longer than anything else here,
+// there is one for a row of four: x, of which given_left rows exist, is read again.
+__device__ __forceinline__ void divide_panel(const BlockParams& p, const Place& place, int given_left, const RowOperands& rows,
+                                             const ColumnOperands& columns, const Outputs& to) {
+#pragma unroll 1
+    for (int row = 0; row < kPanelRows; row++) {
+        const auto line = Panel<IN>::Line::load_partial(p.x + (place.at + row * p.columns), row < given_left ? place.columns_left : 0);
+        float v[kLaneColumns];
+        line.widen2(0, v[0], v[1]);
+        line.widen2(1, v[2], v[3]);
+        if (to.square) {
+            write_quotients(v, columns.divisor, p, place, row, to.fast == 1, to.fast_target, to.slow == 2, to.slow_tile);
+            continue;
+        }
+        if (to.fast) {
+            const float d = rows.divisors[row];
+            write_quotients(v, {d, d, d, d}, p, place, row, to.fast == 1, to.fast_target, to.fast == 2, to.fast_tile);
+        }
+        if (to.slow) write_quotients(v, columns.divisor, p, place, row, to.slow == 1, to.slow_target, to.slow == 2, to.slow_tile);
+    }
 }
 
 // The part of a grid of scales that belongs to a group.

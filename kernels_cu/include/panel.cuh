@@ -151,6 +151,8 @@ struct PanelTile {
         for (int i = 0; i < kOfThread; i++, row += kStep * stride)
             if (first + i * kStep < columns) *reinterpret_cast<uint4*>(row) = loaded[i];
     }
+    // A single byte, as write() would put it.
+    __device__ __forceinline__ u8* byte_at(int column, int tile_row) const { return shared + at(column, tile_row / 16) + tile_row % 16; }
     // Rows 16 * unit and on of a column. Of columns kSwizzled apart these are kSwizzled * kUnits apart.
     static constexpr int kSwizzled = 32;
     __device__ __forceinline__ const uint4* unit_at(int column, int unit) const { return reinterpret_cast<const uint4*>(shared + at(column, unit)); }
