@@ -21,7 +21,7 @@
 //                       sectors of the transposed data are stored in parts (include/column_run.cuh).
 // quantize_block_lines  one block per line: all of a row (ALONG_ROWS 1) or of a column (0). A block of threads reads its lines twice. Any
 //                       shape and address.
-// DIVIDE 1: elements are divided by scale_inv (profile vllm), which takes three instructions for each; 2: where the struct's `divide` says so.
+// DIVIDE 1: elements are divided by scale_inv (profile vllm), which takes three instructions for each. Lines: where the struct's `divide` says so.
 // IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}; the other profiles, blocks and scale layouts are run-time values. Bytes moved per
 // element: sizeof(IN) + 1 + 4 / block, and 1 + 4 / block for a second direction. Padding of scales is written 0.
 #ifdef ENTRY_quantize_block_rows
@@ -51,6 +51,9 @@ constexpr int kRun = RUN;
 constexpr int kRun = 1;
 #endif
 static_assert(kRun == 1 || (ALIGNED && SLOW == 2), "a run is of transposed data");
+
+// What elements are multiplied by, or what they are divided by.
+__device__ __forceinline__ float operand(const BlockScale& s) { return DIVIDE ? s.scale_inv : s.factor; }
 
 // The scales of the panel's rows, all by one warp. reduced: the operands for write_quad, one run of columns after the other; inverses:
 // the same of scale_inv, for stores of more than one panel's scales at a time. Scales whose lines adjoin are stored here, 32 to a line.
@@ -108,7 +111,7 @@ __device__ __forceinline__ void find_column_scales(const PanelAmax<IN, false>& a
         u32 top = 0;
         for (int b = 0; b < panels; b++) top = larger(top, of_block[b * Tile::kColumns]);
         const BlockScale s = p.rule.of(top);
-        *of_block = as_bits(operand(p, s));
+        *of_block = as_bits(operand(s));
         const i64 r = at.row / (panels * kPanelRows) + block, c = at.column + column;
         if (p.slow.to && p.slow.has(r, c)) *p.slow.at(at.matrix, r, c) = c < p.columns ? s.scale_inv : 0.0f;
     }
@@ -146,7 +149,7 @@ __device__ __forceinline__ float find_square_scale(const PanelAmax<IN, false>& a
         store_square_scale(p.fast, p, at.matrix, r, c, s.scale_inv);
         store_square_scale(p.slow, p, at.matrix, r, c, s.scale_inv);
     }
-    return operand(p, s);
+    return operand(s);
 }
 
 template <How kHow>
@@ -170,8 +173,7 @@ __device__ __forceinline__ void write_panel(const BlockParams& p, const Panel<IN
                 write_quad<false, kWide, kHow>(p, panel, place, rows, columns, true, to.slow_target, quad, unused);
             }
         } else {
-            write_half<true, kWide, kHow>(p, panel, place, rows, columns, to.fast == 1, to.fast == 2, to.fast_target, half, to.fast_tile);
-            write_half<false, kWide, kHow>(p, panel, place, rows, columns, to.slow == 1, to.slow == 2, to.slow_target, half, to.slow_tile);
+            write_half_of_both<kWide, kHow>(p, panel, place, rows, columns, half, to);
         }
     }
 }
@@ -188,13 +190,13 @@ template <bool kVectorStores, bool kPads>
 __device__ __forceinline__ void quantize_tile(const BlockParams& p, const TilePosition& at, i64 given, u8* shared, const InRun& in_run) {
     const int fast = ALIGNED ? FAST : p.stored & 3, slow = ALIGNED ? SLOW : p.stored >> 2;
     const bool square = ALIGNED ? SQUARE : p.square;
-    // Shared memory: transposed fast data, transposed slow data, words of rows (twice), words of columns.
+    // Shared memory: transposed fast data, transposed slow data, words of rows (twice), words of columns, ends of a run.
     const bool fast_transposed = !square && fast == 2;
     const Tile fast_tile{shared}, slow_tile{fast_transposed ? shared + Tile::kBytes : shared};
     float* const reduced = reinterpret_cast<float*>(slow == 2 ? slow_tile.shared + Tile::kBytes : slow_tile.shared);
     float* const inverses = reduced + kWarps * kRowWords;
     u32* const tops = reinterpret_cast<u32*>(kFast ? inverses + kWarps * kRowWords : reduced);
-    u8* const of_run = reinterpret_cast<u8*>(kSlow || SQUARE ? tops + PANELS_DOWN * Tile::kColumns : tops);
+    u8* const of_run = reinterpret_cast<u8*>(kSlow ? tops + PANELS_DOWN * Tile::kColumns : tops);
     float* const of_warp = reduced + threadIdx.x / 32 * kRowWords;
 
     const i64 matrix = at.matrix * p.rows * p.columns, row = at.row + Tile::row(), column = at.column + Tile::column();
@@ -217,7 +219,7 @@ __device__ __forceinline__ void quantize_tile(const BlockParams& p, const TilePo
 #pragma unroll
         for (float& c : of_columns) c = all;
     } else {
-        if constexpr (kFast) quick = find_row_scales(amax, p, at, of_warp, inverses_of_warp);
+        if constexpr (kFast) quick = find_row_scales(amax, p, at, of_warp, inverses_of_warp) || !fast;
         if constexpr (kSlow) find_column_scales(amax, p, at, tops, of_columns);
     }
 
@@ -227,7 +229,10 @@ __device__ __forceinline__ void quantize_tile(const BlockParams& p, const TilePo
 #pragma unroll
     for (int c = 0; c < kLaneColumns; c++) {
         columns.factor[c] = columns.divisor[c] = of_columns[c];
-        if (DIVIDE && kSlow) columns.factor[c] = div_rn(1.0f, of_columns[c]), quick &= has_quick_quotients(of_columns[c]);
+        if (DIVIDE && kSlow) {
+            columns.factor[c] = div_rn(1.0f, of_columns[c]);
+            quick &= (!square && !slow) || c >= columns_left || has_quick_quotients(of_columns[c]);
+        }
     }
     const Outputs to{fast, slow, square, {as_global(p.fast_data), (p.vector & 2) != 0}, {as_global(p.slow_data), (p.vector & 4) != 0},
                      fast_tile, slow_tile};
@@ -374,7 +379,7 @@ constexpr int kParts = kAlongRows ? PANELS_ACROSS * kRuns : PANELS_DOWN, kPartSt
 extern "C" __global__ void __launch_bounds__(Tile::kThreads, 1) quantize_block_lines(const __grid_constant__ BlockParams p) {
     extern __shared__ __align__(16) u8 shared[];
     if (is_set(p.noop)) return;
-    const bool as_is = p.stored == 1, transposed = p.stored == 2;
+    const bool transposed = p.stored == 2;
     const Tile tile{shared};
     u32* const tops = reinterpret_cast<u32*>(transposed ? shared + Tile::kBytes : shared);           // a word per line of every part
     const i64 lines = kAlongRows ? p.rows : p.columns, length = kAlongRows ? p.columns : p.rows;
@@ -426,8 +431,7 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, 1) quantize_block_l
         quick &= first + i >= lines || has_quick_quotients(divisors[i]);
     }
     const Target target{p.fast_data, (p.vector & 2) != 0};
-    const int fast = kAlongRows ? (int)p.stored : 0, slow = kAlongRows ? 0 : (int)p.stored;
-    const Outputs outputs{fast, slow, false, target, target, tile, tile};
+    const Outputs outputs{kAlongRows ? (int)p.stored : 0, kAlongRows ? 0 : (int)p.stored, false, target, target, tile, tile};
     const bool divided_quickly = p.divide && __all_sync(~0u, quick);
 #pragma unroll 1
     for (i64 begin = 0; begin < length; begin += kStep) {
@@ -436,8 +440,9 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, 1) quantize_block_l
         else
 #pragma unroll
             for (int half = 0; half < 2; half++)
-                if (divided_quickly) write_half<kAlongRows, false, kDivideQuickly>(p, panel, place, rows, columns, as_is, transposed, target, half, tile);
-                else write_half<kAlongRows, false, kMultiply>(p, panel, place, rows, columns, as_is, transposed, target, half, tile);
+                if (divided_quickly)
+                    write_half<kAlongRows, false, kDivideQuickly>(p, panel, place, rows, columns, p.stored == 1, transposed, target, half, tile);
+                else write_half<kAlongRows, false, kMultiply>(p, panel, place, rows, columns, p.stored == 1, transposed, target, half, tile);
         if (!transposed) continue;
         __syncthreads();
         const i64 row = kAlongRows ? first : begin, column = kAlongRows ? begin : first;

@@ -11,8 +11,8 @@
 //                       block takes 8 panels, 256 x 128 elements (include/panel.cuh). Columns: scale_inv [groups, columns, padded], a group
 //                       without rows too; the blocks of pass 1 share that out. The workspace is zero before pass 0: group_find_runs, which
 //                       finds the runs of both, clears it.
-// What follows the last group is written 0; offsets and aligned sizes as groups.cuh says. DIVIDE 2: elements are divided by scale_inv where the
-// struct's `divide` says so. Any shape and address; rows of chunks of 16 bytes of x are read in chunks.
+// What follows the last group is written 0; offsets and aligned sizes as groups.cuh says. Elements are divided by scale_inv where the struct's
+// `divide` says so. Any shape and address; rows of chunks of 16 bytes of x are read in chunks.
 // IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}; profiles and scale layouts are run-time values. Bytes moved per element: rows alone
 // sizeof(IN) + 1; otherwise 2 * sizeof(IN) + 1 for each direction.
 #include "block_write.cuh"
@@ -77,10 +77,7 @@ template <bool kWide, How kHow>
 __device__ __forceinline__ void write_lines(const BlockParams& p, const Panel<IN>& panel, const Place& place, const RowOperands& rows,
                                             const ColumnOperands& columns, const Outputs& to) {
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        write_half<true, kWide, kHow>(p, panel, place, rows, columns, to.fast == 1, to.fast == 2, to.fast_target, half, to.fast_tile);
-        write_half<false, kWide, kHow>(p, panel, place, rows, columns, to.slow == 1, to.slow == 2, to.slow_target, half, to.slow_tile);
-    }
+    for (int half = 0; half < 2; half++) write_half_of_both<kWide, kHow>(p, panel, place, rows, columns, half, to);
 }
 
 extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) group_quantize_lines(const __grid_constant__ GroupLinesParams p) {

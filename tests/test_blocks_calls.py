@@ -43,7 +43,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     def launch(self: Variant, *_: Any) -> None:
         d = dict(self.defines)
         wide = f" {d['FAST']}{d['SLOW']}" + " square" * (d["SQUARE"] == "1") if d.get("ALIGNED") == "1" else ""
-        seen.append(self.kernel.entry.removeprefix("quantize_block_") + wide + " divide" * (d["DIVIDE"] == "1"))
+        seen.append(self.kernel.entry.removeprefix("quantize_block_") + wide + " divide" * (d.get("DIVIDE") == "1"))
 
     monkeypatch.setattr(Variant, "launch", launch)
     with testing.executor("host"):

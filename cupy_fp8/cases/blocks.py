@@ -80,6 +80,10 @@ def _cases() -> Iterator[Case]:
         yield case(dtype, (21, 384), "normal", "offset", **_ROW)
     for options in _WIDE:
         yield case(bfloat16, (160, 144), "normal", "strided", **options)
+    # Whole lines that are divided: all of a block quickly, in several steps; and not.
+    for dtype, to, direction in product((bfloat16, float32), FP8_DTYPES, (_BOTH, _AS_IS)):
+        yield case(dtype, (67, 1101), "normal", dtype=to, **direction, **_LINES, **_VLLM)
+        yield case(dtype, (300, 21), "bits", dtype=to, **direction, **_LINES, **_VLLM)
 
 
 OPS = (

@@ -203,8 +203,11 @@ def _padded_cases(case: Callable[..., Case]) -> Iterator[Case]:
         for columns, layout, recipe in ((136, "swizzled", {}), (35, "compact", {}), (136, "swizzled", {"block": (32, 32)})):
             yield case(float32, (150, columns), "edges", groups=4, family="mx", scale_layout=layout, align=128, **recipe, **options)
     yield case(float16, (150, 136), groups=4, family="block", profile="vllm", align=2)
-    for block in ((1, 128), (1, None)):                              # divisors of any size, and padding
-        yield case(bfloat16, (150, 136), "edges", groups=4, family="block", block=block, profile="vllm", align=16, columnwise=True)
+    for block, columns in product(((1, 128), (1, None)), (136, 21)):  # divisors of any size, and padding
+        values = "edges" if columns > 64 else "bits"
+        yield case(bfloat16, (150, columns), values, groups=4, family="block", block=block, profile="vllm", align=16, columnwise=True)
+    for block, align in product(((1, 128), (128, 128)), (256, 512)):  # runs of tiles that end in padding, or are padding alone
+        yield case(float32, (300, 36), groups=2, sizes="even", family="block", block=block, align=align, columnwise=True)
     families: tuple[dict[str, Any], ...] = ({}, {"current": (1e-3, True)}, {"family": "block"}, {"family": "mx"})
     for family in families:
         for shape, number in (((0, 8), 0), ((0, 8), 3), ((3, 20), 4)):

@@ -218,7 +218,7 @@ def panels_of(source: np.dtype[Any], fast: int, slow: int, square: bool, divide:
 def tile_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int, square: bool, divide: bool, panels: Panels,
                  aligned: bool = True, kernel: Kernel = _TILE) -> Variant:
     """Of the kernel of tiles, for arrays or (ops/group_blocks.py) for groups."""
-    per_panel = _COLUMN_BYTES * (not aligned or slow != ABSENT or square) + _ROW_BYTES * (not aligned or not square)
+    per_panel = _COLUMN_BYTES * (not aligned or slow != ABSENT or square) + _ROW_BYTES * (not aligned or (fast != ABSENT and not square))
     shared = (fast, slow).count(TRANSPOSED) * panels.tile + panels.down * panels.across * per_panel
     shared += _RUN_BYTES * panels.columns * (panels.run > 1)
     of_groups = {} if kernel is _TILE else {"RUN": panels.run}
@@ -241,7 +241,7 @@ def _lines_variant(source: np.dtype[Any], to: np.dtype[Any], along_rows: bool) -
     panels = _ACROSS if along_rows else _GATHERED
     shared = panels.tile + panels.down * panels.across * (_ROW_BYTES // 2 if along_rows else _COLUMN_BYTES)
     return _LINES.variant(block=panels.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, ALONG_ROWS=int(along_rows),
-                          DIVIDE=2, PANELS_DOWN=panels.down, PANELS_ACROSS=panels.across)
+                          PANELS_DOWN=panels.down, PANELS_ACROSS=panels.across)
 
 
 def variants() -> Iterator[Variant]:

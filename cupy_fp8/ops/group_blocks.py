@@ -67,7 +67,7 @@ class Launch:
         (fast, slow), of_plan = sides_of(plan)
         members = PanelMembers(plan, (fast, slow), of_plan, grouped=True).at(addresses(out), at % (LANE_COLUMNS * x.itemsize) == 0)
         self.variant, panels = variant(plan, (fast.stored, slow.stored), members[-1] == 7)
-        division = divided(out, x, groups, offsets_at, align, panels.run * panels.rows, panels.columns, clears=1)
+        division = divided(out, x, groups, offsets_at, align, panels.run_rows, panels.columns, clears=1)
         scales = [scales_of(plan, len(groups.array), side) for side in (fast, slow)]
         self.grid, self.runs = division.grid, None
         if pays(x, self.grid):
@@ -122,8 +122,8 @@ def _mx_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int, 
     return mx.tile_variant(source, to, fast, slow, panels, True, _MX), panels
 
 
-def tile_rows() -> Iterator[int]:
-    """Rows of a block of every variant."""
+def run_rows() -> Iterator[int]:
+    """Of every variant."""
     for v in variants():
         defines = dict(v.defines)
         yield int(defines.get("RUN", 1)) * int(defines["PANELS_DOWN"]) * ROWS

@@ -99,7 +99,7 @@ def _lines_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
 
 
 def _defines() -> dict[str, int]:
-    return {"DIVIDE": 2, "PANELS_DOWN": _PANELS.down, "PANELS_ACROSS": _PANELS.across}
+    return {"PANELS_DOWN": _PANELS.down, "PANELS_ACROSS": _PANELS.across}
 
 
 def variants() -> Iterator[Variant]:

@@ -307,7 +307,7 @@ def variants() -> Iterator[Variant]:
     yield from amax_variants()
     yield from group_blocks.variants()
     yield from group_lines.variants()
-    yield from run_variants(iter((RUN_ROWS, tiles.BOTH.rows, resident.TILE.rows, *group_lines.RUN_ROWS, *group_blocks.tile_rows())))
+    yield from run_variants(iter((RUN_ROWS, tiles.BOTH.rows, resident.TILE.rows, *group_lines.RUN_ROWS, *group_blocks.run_rows())))
     yield from resident.variants(_CURRENT)
     for source, to, tile in product(INPUT_DTYPES, FP8_DTYPES, (tiles.SMALL, tiles.BOTH_NARROW, tiles.BOTH)):
         if tile != tiles.BOTH or source.itemsize == 2:

@@ -21,8 +21,13 @@ class Panels(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Elements down, and across, of a block."""
+        """Elements down, and across, of a tile."""
         return self.down * ROWS
+
+    @property
+    def run_rows(self) -> int:
+        """Rows that a block has of a group."""
+        return self.run * self.rows
 
     @property
     def columns(self) -> int:

@@ -1,5 +1,5 @@
-// How a warp writes the codes of its panel, in kernels of blocks with f32 scales. IN and OUT are the kernel's formats; PANELS_DOWN,
-// PANELS_ACROSS and DIVIDE as its file says.
+// How a warp writes the codes of its panel, in kernels of blocks with f32 scales. IN and OUT are the kernel's formats; PANELS_DOWN and
+// PANELS_ACROSS as its file says.
 #pragma once
 #include "block_params.cuh"
 #include "groups.cuh"
@@ -12,11 +12,6 @@ constexpr int kRunStride = kPanelRows + 4;                           // words be
 constexpr int kRowWords = kRuns * kRunStride;                        // shared by a warp for a scale of every row of every run
 
 __device__ __forceinline__ u32 larger(u32 a, u32 b) { return a > b ? a : b; }
-
-__device__ __forceinline__ bool divides(const BlockParams& p) { return DIVIDE == 2 ? p.divide != 0 : DIVIDE != 0; }
-
-// What elements are multiplied by, or what they are divided by.
-__device__ __forceinline__ float operand(const BlockParams& p, const BlockScale& s) { return divides(p) ? s.scale_inv : s.factor; }
 
 // Elements are multiplied by a factor, or divided: by quick_quotient_of_codes() where all divisors of a warp allow that, since a choice for
 // every few elements takes longer than it saves.
@@ -139,36 +134,39 @@ struct Outputs {
     Tile fast_tile, slow_tile;
 };
 
-// A row of a panel, divided: stored as is (as_is), and as bytes of columns of `tile` (transposed).
-__device__ __forceinline__ void write_quotients(const float (&v)[kLaneColumns], const float (&divisor)[kLaneColumns], const BlockParams& p,
-                                                const Place& place, int row, bool as_is, const Target& to, bool transposed, const Tile& tile) {
-    const u32 codes = scaled_codes<kDivide>(v, divisor, divisor);
-    const Chunk<OUT, kLaneColumns> out{{codes}};
-    if (as_is && row < place.rows_left) out.store_partial(to.as_is + (place.at + row * p.columns), place.columns_left);
-    if (!transposed) return;
-#pragma unroll
-    for (int c = 0; c < kLaneColumns; c++) *tile.byte_at(Tile::column() + c, Tile::row() + row) = (u8)(codes >> 8 * c);
+// One direction of `half` after the other.
+template <bool kWide, How kHow>
+__device__ __forceinline__ void write_half_of_both(const BlockParams& p, const Panel<IN>& panel, const Place& place, const RowOperands& rows,
+                                                   const ColumnOperands& columns, int half, const Outputs& to) {
+    write_half<true, kWide, kHow>(p, panel, place, rows, columns, to.fast == 1, to.fast == 2, to.fast_target, half, to.fast_tile);
+    write_half<false, kWide, kHow>(p, panel, place, rows, columns, to.slow == 1, to.slow == 2, to.slow_target, half, to.slow_tile);
 }
 
-// All codes of a panel, for divisors that have no quick quotients. Rare; and since a division takes the compiler longer than anything else here,
-// there is one for a row of four: x, of which given_left rows exist, is read again.
+// All codes of a panel, for divisors that have no quick quotients: x, of which given_left rows exist, is read again. Rare; and a division takes the
+// compiler longer than anything else here, so that there are four in all, for a lane's columns of one row in one direction.
 __device__ __forceinline__ void divide_panel(const BlockParams& p, const Place& place, int given_left, const RowOperands& rows,
                                              const ColumnOperands& columns, const Outputs& to) {
 #pragma unroll 1
-    for (int row = 0; row < kPanelRows; row++) {
+    for (int i = 0; i < 2 * kPanelRows; i++) {
+        const int row = i / 2;
+        const bool of_rows = i % 2 == 0;
+        if (of_rows ? to.square || !to.fast : !to.square && !to.slow) continue;
         const auto line = Panel<IN>::Line::load_partial(p.x + (place.at + row * p.columns), row < given_left ? place.columns_left : 0);
-        float v[kLaneColumns];
+        float v[kLaneColumns], divisor[kLaneColumns];
         line.widen2(0, v[0], v[1]);
         line.widen2(1, v[2], v[3]);
-        if (to.square) {
-            write_quotients(v, columns.divisor, p, place, row, to.fast == 1, to.fast_target, to.slow == 2, to.slow_tile);
-            continue;
+#pragma unroll
+        for (int c = 0; c < kLaneColumns; c++) divisor[c] = of_rows ? rows.divisors[row] : columns.divisor[c];
+        const u32 codes = scaled_codes<kDivide>(v, divisor, divisor);
+        const bool is_fast = of_rows || to.square;
+        if ((is_fast ? to.fast : to.slow) == 1 && row < place.rows_left) {
+            const Chunk<OUT, kLaneColumns> out{{codes}};
+            out.store_partial((is_fast ? to.fast_target : to.slow_target).as_is + (place.at + row * p.columns), place.columns_left);
         }
-        if (to.fast) {
-            const float d = rows.divisors[row];
-            write_quotients(v, {d, d, d, d}, p, place, row, to.fast == 1, to.fast_target, to.fast == 2, to.fast_tile);
-        }
-        if (to.slow) write_quotients(v, columns.divisor, p, place, row, to.slow == 1, to.slow_target, to.slow == 2, to.slow_tile);
+        if ((of_rows ? to.fast : to.slow) != 2) continue;
+        const Tile& tile = of_rows ? to.fast_tile : to.slow_tile;
+#pragma unroll
+        for (int c = 0; c < kLaneColumns; c++) *tile.byte_at(Tile::column() + c, Tile::row() + row) = (u8)(codes >> 8 * c);
     }
 }
 

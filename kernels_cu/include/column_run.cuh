@@ -1,6 +1,6 @@
 // Transposed rows of tiles that one block of threads has one below the other, where these do not begin at whole sectors of memory. Sectors are
 // stored whole but for those at the ends of the run: what follows the last one of a tile waits in shared memory for the next tile, and what
-// precedes the first one for the end of the run, when both are one store (of a byte per lane).
+// precedes the first one for the end of the run, when both are one store (of a byte per lane; of a short last tile two).
 //
 // Columns 32 apart begin at the same byte of a sector, whatever the number of rows: what is found for one of them is found for all, and by how
 // many bytes to shift is the same in a whole warp.

@@ -141,6 +141,7 @@ struct PanelTile {
         }
         // Loads before stores, and what all of them have in common once.
         constexpr int kStep = kThreads / kUnits, kOfThread = kColumns / kStep, kPeriod = kStep < kSwizzled ? kSwizzled / kStep : 1;
+        static_assert(kStep % kSwizzled == 0 || kSwizzled % kStep == 0, "all columns of a thread are swizzled alike, or every kPeriod-th");
         const int unit = threadIdx.x % kUnits, first = threadIdx.x / kUnits;
         uint4 loaded[kOfThread];
 #pragma unroll
