@@ -264,6 +264,14 @@ __device__ __forceinline__ void prefetch(const AwareParams& p, const Place& plac
     else prefetch_rows<kStacks>(p, place, raw);
 }
 
+// The bytes of the tile that a later block has, to the L2: as many blocks from this one that they wait there only shortly.
+__device__ __forceinline__ void fetch_ahead(const AwareParams& p) {
+    const u32 block = blockIdx.x + p.ahead, strip = block / (u32)p.down;
+    if (block >= gridDim.x) return;
+    const i64 row = (i64)(block - strip * (u32)p.down) * kTileRows + threadIdx.x, column = (i64)strip * TILE_COLUMNS;
+    if (threadIdx.x < kTileRows && row < p.rows) fetch_to_l2(p.data + (row * p.columns + column), left_of(p.columns - column, TILE_COLUMNS));
+}
+
 // The target that magnitudes |v| * 2^e call for is that of the largest of these. It is found among numbers that are 0 where there is none,
 // else (log2 + kTargetBias) << 20 and something below. The largest code is 1.75 * 2^kEmax: a product of up to that mantissa needs its own
 // exponent, one above it the next.
@@ -505,6 +513,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) scaling_aware_tr
         scales.load(p, place);
         prefetch(p, place, dynamic);
         copy_async_commit();
+        if (!kMx || TARGET == 1) fetch_ahead(p);                     // of columns of MX the instructions cost more than is gained
         scales.write(p, place, 0, shared);
         copy_async_wait();
         __syncthreads();

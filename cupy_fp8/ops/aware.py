@@ -23,7 +23,7 @@ from .group_runs import GroupRuns
 from .group_runs import variants as run_variants
 from .scale_layouts import convert_scales
 
-_KERNEL = Kernel("aware", "scaling_aware_transpose", "6PPqPI7q3I")
+_KERNEL = Kernel("aware", "scaling_aware_transpose", "6PPqPI7q4I")
 _ROWS = 128                                 # of a tile
 _COLUMNS = 128                              # of a tile
 _SMALL_EXPERT = 4 * _ROWS                   # rows, on average
@@ -34,6 +34,7 @@ _THREADS = 2 * _COLUMNS                     # of a block: a warp for every 16 co
 _TILE, _SHIFTED, _FIRST_SECTORS = _ROWS * _COLUMNS + 16, (_ROWS + 32) * _COLUMNS + 16, 32 * _COLUMNS
 _MOST_TILES, _MOST_OF_EXPERTS = 3, 4        # that a block works on, one after the other; of more than one expert
 _BLOCKS_PER_MULTIPROCESSOR = 8              # at least, before a block gets more of them
+_AHEAD = 2                                  # blocks for each multiprocessor: for which tile a block of one tile fetches bytes to the L2
 _UNITS = 5, 2                               # log2 of the rows of what is counted before an expert: of E8M0's blocks, and row scales
 #: The blocks along rows that become blocks along columns, and the dtype of their scales.
 _BLOCKS = {(1, 128): float32, (1, 32): float8_e8m0fnu}
@@ -277,7 +278,7 @@ class _Plan:
         lines, pitch = column.scale_inv.shape
         self.addresses = (source.at, source.scales_at, checks.address(column.data), checks.address(column.scale_inv), row_at)
         self.members = (rows, columns, source.scales.shape[1], pitch, lines, row_scale_rows(rows, groups), down, strips, run,
-                        int(columns % 8 == 0 and source.at % 8 == 0))
+                        int(columns % 8 == 0 and source.at % 8 == 0), _ahead(source.data))
         self.down, self.owner = down, owner
         self.found: tuple[int, int, GroupRuns] | None = None # for which sizes
         self.written: list[_Written] = []                    # known for a result given as `out=`
@@ -367,6 +368,10 @@ def _run(x: Array, count: int, most: int) -> int:
         return 3                            # the CPU executor: enough for every way in which one tile follows another
     blocks = _BLOCKS_PER_MULTIPROCESSOR * runtime.multiprocessors(x.data.device_id)
     return max(1, min(most, count // blocks))
+
+
+def _ahead(x: Array) -> int:
+    return 1 if isinstance(x, np.ndarray) else _AHEAD * runtime.multiprocessors(x.data.device_id)
 
 
 def _in_flight(dtype: np.dtype[Any], block: int, aligned: bool, shifts: bool, rows: int, groups: int | None) -> int:

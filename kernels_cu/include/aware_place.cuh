@@ -18,6 +18,7 @@ struct AwareParams {
     i64 down;                    // tiles: more than all experts take, if there are splits
     u32 strips, run;
     u32 vector;                  // without ALIGNED: whether rows of the data allow 8-byte loads
+    u32 ahead;                   // without RUNS: fetch_ahead() is for the block so many further
 };
 
 constexpr bool kMx = BLOCK == 32;
