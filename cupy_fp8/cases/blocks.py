@@ -84,6 +84,9 @@ def _cases() -> Iterator[Case]:
     for dtype, to, direction in product((bfloat16, float32), FP8_DTYPES, (_BOTH, _AS_IS)):
         yield case(dtype, (67, 1101), "normal", dtype=to, **direction, **_LINES, **_VLLM)
         yield case(dtype, (300, 21), "bits", dtype=to, **direction, **_LINES, **_VLLM)
+    # And squares: quickly, and not.
+    for values, direction in product(("normal", "bits"), (_ROW, _COLUMN, _BOTH, _AS_IS)):
+        yield case(bfloat16, (133, 259), values, **direction, **_SQUARE, **_VLLM)
 
 
 OPS = (

@@ -206,6 +206,8 @@ def _padded_cases(case: Callable[..., Case]) -> Iterator[Case]:
     for block, columns in product(((1, 128), (1, None)), (136, 21)):  # divisors of any size, and padding
         values = "edges" if columns > 64 else "bits"
         yield case(bfloat16, (150, columns), values, groups=4, family="block", block=block, profile="vllm", align=16, columnwise=True)
+    for options in directions:
+        yield case(bfloat16, (150, 35), "bits", groups=4, family="block", block=(128, 128), profile="vllm", align=16, **options)
     for block, align in product(((1, 128), (128, 128)), (256, 512)):  # runs of tiles that end in padding, or are padding alone
         yield case(float32, (300, 36), groups=2, sizes="even", family="block", block=block, align=align, columnwise=True)
     families: tuple[dict[str, Any], ...] = ({}, {"current": (1e-3, True)}, {"family": "block"}, {"family": "mx"})
