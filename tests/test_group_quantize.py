@@ -10,6 +10,7 @@ import pytest
 from group_arrays import RECIPE, expect_members, matrix, needs_host, scales_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from large_tiles import check_those_that_ask
 from scale_arrays import guarded, raw
 
 import cupy_fp8 as fp8
@@ -17,7 +18,6 @@ from cupy_fp8 import backend, cases, testing
 from cupy_fp8.arrays import bits
 from cupy_fp8.cases import OPS
 from cupy_fp8.cases.groups import sizes
-from cupy_fp8.cli.selftest import check
 from cupy_fp8.formats import bfloat16, float8_e4m3fn, float32
 from cupy_fp8.grouped import Grouped
 from cupy_fp8.ops import group_quantize as op
@@ -102,25 +102,11 @@ def test_noop(run):
 @pytest.mark.parametrize(("rows", "step"), [(0, 3), (1 << 40, 1)], ids=["wide", "narrow"])
 def test_tiles_of_large_arrays(monkeypatch, rows, step):
     """What only arrays of many megabytes get, of groups of at least so many rows. Calls that ask for no tile are those of test_ops.py."""
-    chosen = []
-
-    def choose(x: Any, large: tiles.Tile) -> tiles.Tile:
-        chosen.append(large)
-        return large
-
-    monkeypatch.setattr(tiles, "choose", choose)
     monkeypatch.setattr(tiles, "fills_wide", lambda columns: True)
     monkeypatch.setattr(op, "_TALL", rows)
-    with testing.executor("host") as run:
-        for case in islice(OPS["group_quantize"].cases(), 0, None, step):        # blocks of 1024 threads are slow here
-            before = len(chosen)
-            with monkeypatch.context() as idle:                                  # first, what asks at all
-                idle.setattr(Variant, "launch", lambda *_, **__: None)
-                args, kwargs = OPS["group_quantize"].inputs(case)
-                OPS["group_quantize"].function(*args, **kwargs)
-            if len(chosen) > before:
-                check(OPS["group_quantize"], case, run)
-    assert set(chosen) == {tiles.BOTH, tiles.BOTH_NARROW}                        # no groups at all have wide ones always
+    with testing.executor("host") as run:                           # not of all: blocks of 1024 threads are slow here
+        chosen = check_those_that_ask(run, islice(OPS["group_quantize"].cases(), 0, None, step), monkeypatch)
+    assert chosen == {tiles.BOTH, tiles.BOTH_NARROW}                # no groups at all have wide ones always
 
 
 @pytest.mark.gpu

@@ -3,13 +3,12 @@
 import dataclasses
 
 import pytest
+from large_tiles import check_those_that_ask
 
 from cupy_fp8 import cases, testing
 from cupy_fp8.cases import OPS, Case
 from cupy_fp8.cli.selftest import check
 from cupy_fp8.formats import float8_e4m3fn, float32
-from cupy_fp8.ops import tiles
-from cupy_fp8.runtime import Variant
 
 CASES = list(cases.all_cases())
 
@@ -24,25 +23,9 @@ def test_equals_reference(case, executor):
 @pytest.mark.parametrize("executor", ["host", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_tiles_of_large_arrays(executor, monkeypatch):
     """The kernels that transpose, with the tiles that only arrays of many megabytes get."""
-    chosen = []
-
-    def choose(x, large):
-        chosen.append(large)
-        return large
-
-    monkeypatch.setattr(tiles, "choose", choose)
     with testing.executor(executor) as run:
-        for case in CASES:
-            if len(case.shape) < 2:
-                continue
-            op, before = OPS[case.op], len(chosen)
-            with monkeypatch.context() as idle:                     # first, what asks at all
-                idle.setattr(Variant, "launch", lambda *_, **__: None)
-                args, kwargs = run.array_arguments(*op.inputs(case))
-                op.function(*args, **kwargs)
-            if len(chosen) > before:
-                check(op, case, run)
-    assert len(set(chosen)) == 6
+        chosen = check_those_that_ask(run, (case for case in CASES if len(case.shape) > 1), monkeypatch)
+    assert len(chosen) == 6
 
 
 @pytest.mark.gpu

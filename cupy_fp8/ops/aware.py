@@ -34,7 +34,7 @@ _THREADS = 2 * _COLUMNS                     # of a block: a warp for every 16 co
 _TILE, _SHIFTED, _FIRST_SECTORS = _ROWS * _COLUMNS + 16, (_ROWS + 32) * _COLUMNS + 16, 32 * _COLUMNS
 _MOST_TILES, _MOST_OF_EXPERTS = 3, 4        # that a block works on, one after the other; of more than one expert
 _BLOCKS_PER_MULTIPROCESSOR = 8              # at least, before a block gets more of them
-_AHEAD = 2                                  # blocks for each multiprocessor: for which tile a block of one tile fetches bytes to the L2
+_AHEAD = 2                                  # blocks for each multiprocessor: so much further on is the one whose bytes come to the L2 ahead
 _UNITS = 5, 2                               # log2 of the rows of what is counted before an expert: of E8M0's blocks, and row scales
 #: The blocks along rows that become blocks along columns, and the dtype of their scales.
 _BLOCKS = {(1, 128): float32, (1, 32): float8_e8m0fnu}

@@ -43,9 +43,6 @@ __device__ __forceinline__ void store_aligned(const Place& place, const Codes& c
     }
 }
 
-// Bytes of the sector that p lies in before p.
-__device__ __forceinline__ int before_sector(const u8* p) { return (int)(reinterpret_cast<u64>(p) & kSector - 1); }
-
 enum Part { kStart, kEnd, kStartAndEnd };
 
 // Parts of sectors of `columns` columns, `stride` apart in memory and put together in `stage`: of two at a time, a byte per lane, `bytes` at most

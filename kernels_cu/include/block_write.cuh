@@ -134,7 +134,7 @@ struct Outputs {
     Tile fast_tile, slow_tile;
 };
 
-// One direction of `half` after the other.
+// Sixteen rows in both directions, one after the other.
 template <bool kWide, How kHow>
 __device__ __forceinline__ void write_half_of_both(const BlockParams& p, const Panel<IN>& panel, const Place& place, const RowOperands& rows,
                                                    const ColumnOperands& columns, int half, const Outputs& to) {

@@ -27,7 +27,7 @@ struct ColumnRun {
 #pragma unroll 1
         for (int column = first_column; column < first_column + kOfWarp && column < columns_left; column++) {
             u8* row = to + column * stride;
-            const int before = in_sector(row), shift = -before & 15, low = unit - (before + 15) / 16;
+            const int before = before_sector(row), shift = -before & 15, low = unit - (before + 15) / 16;
             const int end = before + rows_left & -kSector;
             const bool whole = 16 * unit >= (first && before ? kSector : 0) && 16 * unit + 16 <= end;
             uint4 lower[kAlike / kAtOnce], upper[kAlike / kAtOnce];
@@ -55,7 +55,6 @@ struct ColumnRun {
     }
 
 private:
-    static __device__ __forceinline__ int in_sector(const u8* row) { return (int)(reinterpret_cast<u64>(row) & kSector - 1); }
     // The first 32 bytes of a column of the run, and the last ones of it in the tile above.
     __device__ __forceinline__ u8* head(int column) const { return shared + column * kSector; }
     __device__ __forceinline__ u8* rest(int column) const { return head(kColumns + column); }
@@ -92,7 +91,7 @@ private:
 #pragma unroll 1
         for (int column = first_column; column < first_column + kOfWarp && column < columns_left; column++) {
             u8* const begin = to + column * stride;
-            const int before = in_sector(begin), missing = -before & kSector - 1;
+            const int before = before_sector(begin), missing = -before & kSector - 1;
             const int of_head = missing < rows ? missing : rows, of_tail = missing < rows ? before + rows_left & kSector - 1 : 0;
 #pragma unroll 1
             for (int i = threadIdx.x % 32; i < of_head + of_tail; i += 32) {

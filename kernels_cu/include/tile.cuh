@@ -15,6 +15,8 @@ __device__ __forceinline__ void transpose_4x4(u32 a, u32 b, u32 c, u32 d, u32 (&
 }
 
 constexpr int kSector = 32;                                          // bytes of memory: the L2 takes parts of them at a fraction of its speed
+// Bytes of the sector that p lies in before p.
+__device__ __forceinline__ int before_sector(const u8* p) { return (int)(reinterpret_cast<u64>(p) & kSector - 1); }
 
 // The eight bytes from byte `first` of 0 to 7 of two chunks on.
 __device__ __forceinline__ uint2 bytes_of_two(uint2 low, uint2 high, int first) {
@@ -83,7 +85,7 @@ __device__ __forceinline__ void store_ragged_rows_by_sectors(u8* to, i64 stride,
     constexpr int kChunks = kRows / 8, kStep = kThreads / 32, kInFlight = 4;
     static_assert(kChunks == 32, "a chunk for every lane");
     static_assert(kColumns % (kInFlight * kStep) == 0, "columns of the tile, whether they exist or not");
-    const auto before_sector = [](const u8* row) { return (int)(-reinterpret_cast<u64>(row) & kSector - 1); };
+    const auto until_sector = [](const u8* row) { return (int)(-reinterpret_cast<u64>(row) & kSector - 1); };
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int column = threadIdx.x / 32; column < columns_left; column += kInFlight * kStep) {
@@ -92,14 +94,14 @@ __device__ __forceinline__ void store_ragged_rows_by_sectors(u8* to, i64 stride,
         u8* row = first;
 #pragma unroll
         for (int u = 0; u < kInFlight; u++, row += kStep * stride) {
-            const int from = lane + before_sector(row) / 8;          // past the last one no byte is used
+            const int from = lane + until_sector(row) / 8;          // past the last one no byte is used
             low[u] = chunk_at(column + u * kStep, from % kChunks), high[u] = chunk_at(column + u * kStep, (from + 1) % kChunks);
         }
         row = first;
 #pragma unroll
         for (int u = 0; u < kInFlight; u++, row += kStep * stride) {
             const bool exists = column + u * kStep < columns_left;
-            const int before = before_sector(row), at = before + 8 * lane;
+            const int before = until_sector(row), at = before + 8 * lane;
             if (exists && at + 8 <= before + (rows_left - before & -kSector))
                 *reinterpret_cast<uint2*>(row + at) = bytes_of_two(low[u], high[u], before % 8);
             const int head = before < rows_left ? before : rows_left, ends = exists ? head + (rows_left - head) % kSector : 0;
