@@ -15,27 +15,27 @@ from .dlpack import from_dlpack, to_dlpack
 from .formats import bfloat16, finfo, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float16, float32
 from .grouped import Grouped
 from .io import load, save
-from .ops.amax import compute_amax
-from .ops.aware import scaling_aware_transpose
-from .ops.blocks import quantize_block
-from .ops.cast import cast_transpose, quantize_tensor
-from .ops.convert import astype, transpose
-from .ops.dequantize import dequantize
-from .ops.group_quantize import group_quantize
-from .ops.groups import pad_groups, sort_chunks, unpad_groups
-from .ops.layouts import swizzle_scales, unswizzle_scales
-from .ops.multi import multi_cast_transpose, multi_quantize
-from .ops.mx import quantize_mx
-from .ops.offsets import splits_to_offsets
-from .ops.permute import permute, permute_backward, unpermute, unpermute_backward
-from .ops.route import route
-from .ops.scale import compute_scale, update_delayed_scaling
-from .ops.scale_layouts import convert_scales
-from .ops.swiglu import swiglu_backward_quantize, swiglu_quantize
+from .kernels import device_errors
+from .ops.convert.astype import astype, transpose
+from .ops.convert.dequantize import dequantize
+from .ops.convert.scaling_aware import scaling_aware_transpose
+from .ops.moe.offsets import splits_to_offsets
+from .ops.moe.pad import pad_groups, sort_chunks, unpad_groups
+from .ops.moe.permute import permute, permute_backward, unpermute, unpermute_backward
+from .ops.moe.route import route
+from .ops.quantize.blocks import quantize_block
+from .ops.quantize.grouped import group_quantize
+from .ops.quantize.mx import quantize_mx
+from .ops.quantize.swiglu import swiglu_backward_quantize, swiglu_quantize
+from .ops.quantize.tensor import cast_transpose, quantize_tensor
+from .ops.quantize.tensor_list import multi_cast_transpose, multi_quantize
+from .ops.scales.amax import compute_amax
+from .ops.scales.convert import convert_scales
+from .ops.scales.scale import compute_scale, update_delayed_scaling
+from .ops.scales.swizzle import swizzle_scales, unswizzle_scales
 from .recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from .results import Quantized, Scaled
 from .routing import Routing
-from .runtime import device_errors
 from .state import DelayedScalingState
 
 __version__ = "0.1.0"

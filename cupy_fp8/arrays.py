@@ -1,6 +1,6 @@
 """Typed arrays of both kinds: CuPy cannot allocate FP8 dtypes, but a byte buffer viewed as one is a full ndarray.
 
-No kernels here; `astype` and `transpose` are ops (cupy_fp8.ops.convert).
+No kernels here; `astype` and `transpose` are ops (cupy_fp8.ops.convert.astype).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def asarray(a: Any, dtype: Any = None, *, like: Any = None) -> Array:
             a = a.astype(np.float32)
     if dtype is not None and dtype != a.dtype:
         if a.dtype in FORMATS and dtype in FORMATS:
-            from .ops.convert import astype
+            from .ops.convert.astype import astype
 
             return astype(a, dtype)
         return a.astype(dtype)

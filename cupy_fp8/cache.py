@@ -11,7 +11,7 @@ import numpy as np
 
 from . import backend
 from .arrays import Array
-from .ops.multi import Recipe, multi_quantize
+from .ops.quantize.tensor_list import Recipe, multi_quantize
 from .recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, check_directions
 from .results import Quantized
 

@@ -13,7 +13,7 @@ from . import backend
 from .arrays import Array, asnumpy, bits, contiguous
 from .formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32, names
 from .layouts import cdiv
-from .reference.aware import target_exponent
+from .reference.convert.scaling_aware import target_exponent
 from .reference.numerics import widen
 from .results import Quantized, Scaled
 
@@ -320,7 +320,7 @@ def _same_shape(x: Array, values: Array) -> None:
 
 def _values_and_codes(q: Any, xp: Any) -> tuple[Array, Array | None]:
     """(dequantised values, FP8 codes or None), both in the logical shape."""
-    from .ops.convert import astype, transpose
+    from .ops.convert.astype import astype, transpose
 
     if isinstance(q, (Scaled, Quantized)):
         s = q if isinstance(q, Scaled) else q._any

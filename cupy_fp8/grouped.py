@@ -72,8 +72,8 @@ class Grouped:
         >>> g.offsets.tolist(), g[2].tolist()
         ([0, 2, 2, 10], [[2, 3], [4, 5], [6, 7], [8, 9]])
         """
-        from .ops import splits as sizes
-        from .ops.offsets import splits_to_offsets
+        from .calls import splits as sizes
+        from .ops.moe.offsets import splits_to_offsets
 
         xp = backend.module_of(data, "data")
         if data.ndim != 2:
@@ -127,15 +127,15 @@ class Grouped:
         out : array of this shape and dtype, written and returned."""
         if self._plain:
             raise TypeError(f"dequantize: plain {self.dtype} values are not quantised; use astype on .data")
-        from .ops import checks
-        from .ops.dequantize import dequantize
+        from .calls import validate
+        from .ops.convert.dequantize import dequantize
 
         to, data = lookup(dtype, INPUT_DTYPES, "dtype").dtype, self._any
         sizes, offsets = self._places()
         if out is None:
             out = zeros(self.shape, to, like=data)
         else:
-            checks.destination(out, self.shape, to, data, backend.module_of(data), checks.address(data))
+            validate.destination(out, self.shape, to, data, backend.module_of(data), validate.address(data))
             bits(out).fill(0)
         flat, member_of = out.reshape(-1), self._members(sizes, offsets)
         for i in range(len(self)):
@@ -154,7 +154,7 @@ class Grouped:
     def _places(self) -> tuple[list[int], list[int]]:
         """(sizes, offsets) on the host."""
         if not isinstance(self.offsets, np.ndarray):
-            from .runtime import capturing
+            from .kernels import capturing
 
             if capturing(self.offsets.data.device_id):
                 raise ValueError("Grouped: members are found by their offsets on the device, which cannot be waited for while a CUDA graph "

@@ -165,7 +165,7 @@ class DelayedScaling(_PerTensor):
     def quantize(self, x: Array, *, rowwise: bool = True, columnwise: bool = False, scale: Any = None,
                  amax: Array | None = None, noop: Array | None = None, dbias: bool = False, out: Quantized | None = None) -> Quantized:
         """`quantize_tensor` with this recipe's dtype. Delayed scaling needs a `scale`: the recipe's state holds it."""
-        from .ops.cast import quantize_tensor
+        from .ops.quantize.tensor import quantize_tensor
 
         if scale is None:
             raise ValueError("scale: delayed scaling needs the scale that earlier steps determined, got None")
@@ -195,7 +195,7 @@ class CurrentScaling(_PerTensor):
     def quantize(self, x: Array, *, rowwise: bool = True, columnwise: bool = False, scale: None = None,
                  amax: Array | None = None, noop: Array | None = None, dbias: bool = False, out: Quantized | None = None) -> Quantized:
         """`quantize_tensor` without a scale, with this recipe's dtype, eps and pow2_scale. `amax` receives the maximum."""
-        from .ops.cast import quantize_tensor
+        from .ops.quantize.tensor import quantize_tensor
 
         if scale is not None:
             raise ValueError("scale: current scaling takes it from the tensor itself; DelayedScaling quantises with a given scale")
@@ -229,7 +229,7 @@ class MXScaling:
     def quantize(self, x: Array, *, rowwise: bool = True, columnwise: bool = False, scale: None = None, amax: None = None,
                  noop: Array | None = None, out: Quantized | None = None) -> Quantized:
         """`quantize_mx` with this recipe's options. Every block finds its own scale: `scale` and `amax` belong to per-tensor recipes."""
-        from .ops.mx import quantize_mx
+        from .ops.quantize.mx import quantize_mx
 
         if scale is not None or amax is not None:
             raise ValueError("scale, amax: belong to per-tensor recipes; MX takes the scale of every block from the block itself")
@@ -279,7 +279,7 @@ class BlockScaling:
     def quantize(self, x: Array, *, rowwise: bool = True, columnwise: bool = False, scale: None = None, amax: None = None,
                  noop: Array | None = None, out: Quantized | None = None) -> Quantized:
         """`quantize_block` with this recipe's options. Every block finds its own scale: `scale` and `amax` belong to per-tensor recipes."""
-        from .ops.blocks import quantize_block
+        from .ops.quantize.blocks import quantize_block
 
         if scale is not None or amax is not None:
             raise ValueError("scale, amax: belong to per-tensor recipes; blocks take their scales from their own elements")

@@ -62,7 +62,7 @@ class Scaled:
 
     def dequantize(self, dtype: Any = np.float32) -> Array:
         """The values, in the logical shape: see `cupy_fp8.dequantize`."""
-        from .ops.dequantize import dequantize
+        from .ops.convert.dequantize import dequantize
 
         return dequantize(self, dtype=dtype)
 
@@ -80,7 +80,7 @@ class Scaled:
             raise ValueError(f"to_layout: expected one of {tuple(SCALE_DTYPES)}, got {name!r}")
         if name == self.scale_layout and (dtype is None or self.scale_inv.dtype == dtype):
             return self
-        from .ops.scale_layouts import convert_scales
+        from .ops.scales.convert import convert_scales
 
         shape, block = self.shape, self.block
         if self.transposed and 1 not in block:              # such scales follow the data as stored

@@ -8,7 +8,7 @@ import numpy as np
 
 from .arrays import Array, full, zeros
 from .formats import float32
-from .ops.scale import update_delayed_scaling
+from .ops.scales.scale import update_delayed_scaling
 from .recipes import DelayedScaling
 
 

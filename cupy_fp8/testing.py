@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from . import backend, runtime
+from . import backend, kernels
 from .arrays import Array, asarray, asnumpy, bits
 from .formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e8m0fnu
 from .layouts import scale_shape
@@ -78,7 +78,7 @@ def executor(name: str) -> Iterator[Executor]:
     if name == "cuda":
         yield Executor(name)
         return
-    with runtime.forced_executor(name):
+    with kernels.forced_executor(name):
         yield Executor(name)
 
 

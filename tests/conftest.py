@@ -10,6 +10,7 @@ import pytest
 from background import Background
 
 from cupy_fp8 import backend, device_errors, testing
+from cupy_fp8.kernels import Variant
 
 _BACKGROUND = pytest.StashKey[Background]()
 
@@ -69,3 +70,17 @@ def run(request: pytest.FixtureRequest) -> Iterator[testing.Executor]:
     with testing.executor(request.param) as executor:
         device_errors(clear=True)
         yield executor
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The entry point of every launch, which still happens."""
+    seen: list[str] = []
+    launch = Variant.launch
+
+    def noted(self: Variant, x: Any, grid: int, *values: Any, **options: Any) -> None:
+        seen.append(self.kernel.entry)
+        launch(self, x, grid, *values, **options)
+
+    monkeypatch.setattr(Variant, "launch", noted)
+    return seen

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import backend
-from ..runtime import Kernel
+from ..kernels import Kernel
 
-_DELAY = Kernel("delay", "delay", "Q").variant(block=1)
+_DELAY = Kernel("bench/delay", "delay", "Q").variant(block=1)
 _ROTATE_BYTES = 512 << 20       # well past the 60 MB L2 of an H200
 _REPEATS = 21
 _HOST_CALLS = 2000

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from . import aware, blocks, dequantize, group_quantize, groups, layouts, multi, mx, offsets, per_tensor, scale_layouts, swiglu, tokens
-from .base import ALIGNED_MATRIX, DIRECTIONS, LARGE_SHAPES, MATRIX, SHAPES, Case, Op, outputs, poison, source, values
+from .base import (
+    ALIGNED_MATRIX,
+    DIRECTIONS,
+    LARGE_SHAPES,
+    MATRIX,
+    SHAPES,
+    Case,
+    Op,
+    outputs,
+    poison,
+    source,
+    values,
+)
+from .convert import dequantize, scaling_aware
+from .moe import offsets, pad, tokens
+from .quantize import blocks, grouped, mx, swiglu, tensor, tensor_list
+from .scales import convert, swizzle
 
 __all__ = ["ALIGNED_MATRIX", "DIRECTIONS", "LARGE_SHAPES", "MATRIX", "OPS", "SHAPES", "Case", "Op", "all_cases", "outputs", "poison",
            "source", "values"]
 
 OPS: dict[str, Op] = {op.name: op for op in (
-    *per_tensor.OPS, *dequantize.OPS, *layouts.OPS, *scale_layouts.OPS, *mx.OPS, *blocks.OPS, *aware.OPS, *offsets.OPS, *groups.OPS,
-    *group_quantize.OPS,
-    *multi.OPS, *swiglu.OPS, *tokens.OPS)}
+    *tensor.OPS, *dequantize.OPS, *swizzle.OPS, *convert.OPS, *mx.OPS, *blocks.OPS, *scaling_aware.OPS, *offsets.OPS, *pad.OPS,
+    *grouped.OPS,
+    *tensor_list.OPS, *swiglu.OPS, *tokens.OPS)}
 
 
 def all_cases() -> Iterator[Case]:

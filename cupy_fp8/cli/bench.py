@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from .. import backend, runtime
+from .. import backend, kernels
 from ..arrays import asarray
 from ..cases import OPS
 from . import info
@@ -40,7 +40,7 @@ def run(ops: list[str]) -> list[dict[str, Any]]:
     from ..bench import SPECS, measure
     from ..bench.measure import graph_us
 
-    runtime.announce(print)
+    kernels.announce(print)
     print(f"{'op':16} {'variant':28} {'shape':>12} {'µs':>9} {'GB/s':>6} {'share':>6} {'spread':>7} {'graph µs':>9}", flush=True)
     rows = []
     for spec in SPECS:

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from .. import backend, diagnostics, io, runtime
+from .. import backend, diagnostics, io, kernels
 from ..arrays import Array, asarray
 from ..formats import float8_e4m3fn, float8_e5m2
-from ..ops.amax import compute_amax
-from ..ops.scale import compute_scale
+from ..ops.scales.amax import compute_amax
+from ..ops.scales.scale import compute_scale
 from ..recipes import CurrentScaling, DelayedScaling, MXScaling
 from ..results import Quantized
 from . import demo_data, demo_table
@@ -68,11 +68,11 @@ def main(argv: list[str]) -> int:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     executor = executor_name(like)
-    runtime.announce(lambda line: print(line, file=sys.stderr))
+    kernels.announce(lambda line: print(line, file=sys.stderr))
     try:
         rows = [row for name, x in _tensors(sources, like, options) for row in quantize_with_all(name, x)]
     finally:
-        runtime.announce(None)
+        kernels.announce(None)
     if not rows:
         print(f"demo: no 2-D tensor of float64, float32, float16 or bfloat16 in {', '.join(options.files)}", file=sys.stderr)
         return 1

@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import Any
 
 from .. import backend, testing
-from ..runtime import sources
+from ..kernels import sources
 
 
 def main(argv: list[str]) -> int:

@@ -4,7 +4,7 @@ The unchanged ``.cu`` file is compiled with g++ against a small header (``shim/`
 The threads of a block are fibers, switched only at barriers, warp collectives and polls, in ascending, descending or seeded
 random order; blocks run in that kind of order too. Shared memory starts as 0xFF. Asynchronous copies land as late as they may.
 
-    cast = hostexec.compile_kernel("kernels_cu/cast.cu", "cast", defines={"IN": "bf16"}, include_dirs=["kernels_cu/include"])
+    cast = hostexec.compile_kernel("kernels_cu/quantize/tensor.cu", "cast", defines={"IN": "bf16"}, include_dirs=["kernels_cu/include"])
     cast((blocks,), (256,), params, shared_mem=0)
 
 Modes: "fast"; "asan" (AddressSanitizer and UndefinedBehaviorSanitizer: bounds, alignment, overflow); "tsan" (ThreadSanitizer:

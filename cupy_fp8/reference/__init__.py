@@ -3,23 +3,23 @@
 Each takes the op's arguments that bear on the result, returns fresh arrays and validates nothing.
 """
 
-from .amax import compute_amax
-from .aware import scaling_aware_transpose
-from .blocks import quantize_block
-from .cast import cast_transpose, quantize_tensor
-from .convert import astype, transpose
-from .dequantize import dequantize
-from .group_quantize import group_quantize
-from .groups import pad_groups, sort_chunks, unpad_groups
-from .layouts import swizzle_scales, unswizzle_scales
-from .multi import multi_cast_transpose, multi_quantize
-from .mx import quantize_mx
-from .offsets import splits_to_offsets
-from .permute import permute, permute_backward, unpermute, unpermute_backward
-from .route import route
-from .scale import compute_scale, update_delayed_scaling
-from .scale_layouts import convert_scales
-from .swiglu import swiglu_backward_quantize, swiglu_quantize
+from .convert.astype import astype, transpose
+from .convert.dequantize import dequantize
+from .convert.scaling_aware import scaling_aware_transpose
+from .moe.offsets import splits_to_offsets
+from .moe.pad import pad_groups, sort_chunks, unpad_groups
+from .moe.permute import permute, permute_backward, unpermute, unpermute_backward
+from .moe.route import route
+from .quantize.blocks import quantize_block
+from .quantize.grouped import group_quantize
+from .quantize.mx import quantize_mx
+from .quantize.swiglu import swiglu_backward_quantize, swiglu_quantize
+from .quantize.tensor import cast_transpose, quantize_tensor
+from .quantize.tensor_list import multi_cast_transpose, multi_quantize
+from .scales.amax import compute_amax
+from .scales.convert import convert_scales
+from .scales.scale import compute_scale, update_delayed_scaling
+from .scales.swizzle import swizzle_scales, unswizzle_scales
 
 __all__ = ["astype", "cast_transpose", "compute_amax", "compute_scale", "convert_scales", "dequantize", "group_quantize",
            "multi_cast_transpose", "multi_quantize", "pad_groups", "permute", "permute_backward",

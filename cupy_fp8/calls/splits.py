@@ -1,0 +1,130 @@
+"""Sizes of groups as ops take them: an array, or a list, which is copied to where kernels find it."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import backend, kernels
+from ..arrays import Array, is_contiguous
+from . import validate
+
+DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
+_MOST_ALIGN = 1 << 16
+
+
+class Groups(NamedTuple):
+    """The sizes of groups, where a kernel and the reference find them. number None: no groups."""
+
+    number: int | None = None
+    at: int = 0
+    nbytes: int = 0
+    wide: int = 0
+    array: Any = None               # kept alive
+    host: Any = None                # sizes that can be looked at
+
+    def check_separate(self, at: int, nbytes: int) -> None:
+        validate.separate(at, nbytes, self.at, self.nbytes, "out", "splits")
+
+
+NO_GROUPS = Groups()
+
+
+def read(splits: Any, x: Array | None, xp: Any, check: bool, name: str = "splits") -> Groups:
+    """`splits` among arrays of module xp, where x is one of them: beside it, else where they are (a list: the current device). `host`
+    is known of NumPy arrays and lists; with `check` of CuPy arrays too, which waits for the device. name: in messages."""
+    if isinstance(splits, (list, tuple)):
+        host = _as_sizes(splits, name)
+        array = host if xp is np else _to_device(host, x, name)
+        return Groups(len(host), validate.address(array), array.nbytes, 1, array, host)
+    if not isinstance(splits, xp.ndarray):
+        backend.require_module(splits, xp, name)
+    array, _, at = validate.source(splits, DTYPES, name)
+    if array.ndim != 1:
+        raise ValueError(f"{name}: expected one dimension, got shape {array.shape}")
+    looked_at: np.ndarray | None = array if xp is np else None
+    if xp is not np:
+        if x is not None:
+            validate.same_device(array, x, name)
+        if check:
+            if kernels.capturing(array.data.device_id):
+                raise ValueError("check: waits for the device, which cannot be done while a CUDA graph is captured; "
+                                 "check before the capture")
+            looked_at = array.get()
+    return Groups(len(array), at, array.nbytes, int(array.dtype.itemsize == 8), array, looked_at)
+
+
+def integer(value: Any, name: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an integer, got {value!r}") from None
+
+
+def check_align(align: Any) -> int:
+    """What sizes of groups are rounded up to a multiple of."""
+    align = integer(align, "align")
+    if not 1 <= align <= _MOST_ALIGN or align & align - 1:
+        raise ValueError(f"align: expected a power of two from 1 to {_MOST_ALIGN}, got {align}")
+    return align
+
+
+def refuse_negative(sizes: list[int]) -> None:
+    """ValueError naming the first that is the smallest."""
+    if sizes and min(sizes) < 0:
+        raise ValueError(f"splits: expected sizes of 0 or more, got {min(sizes)} for group {sizes.index(min(sizes))}")
+
+
+def check_at_most(sizes: np.ndarray, rows: int) -> None:
+    """ValueError unless sizes on the host are those of groups that `rows` rows hold."""
+    given = sizes.tolist()                                   # Python's integers: sums do not overflow
+    refuse_negative(given)
+    if sum(given) > rows:
+        raise ValueError(f"splits: expected sizes that add up to at most the {rows} rows there are, got {sum(given)}")
+
+
+def check_offsets(offsets: Any, groups: Groups, x: Array, xp: Any) -> int:
+    """The address of offsets [N + 1] of N groups, int64, of x's kind and device."""
+    if not isinstance(offsets, xp.ndarray):
+        backend.require_module(offsets, xp, "offsets")
+    if offsets.dtype != DTYPES[1]:
+        raise TypeError(f"offsets: expected dtype int64, got {offsets.dtype}")
+    if offsets.shape != (len(groups.array) + 1,) or not is_contiguous(offsets):
+        raise ValueError(f"offsets: expected a C-contiguous array of {len(groups.array) + 1}, one more than splits, got shape "
+                         f"{offsets.shape}")
+    if xp is not np:
+        validate.same_device(offsets, x, "offsets")
+    at = validate.address(offsets)
+    if at % 8:
+        raise ValueError(f"offsets: address {at:#x} is not a multiple of the element size 8")
+    return at
+
+
+def compare_offsets(offsets: Array, given: np.ndarray, columns: int) -> None:
+    """ValueError unless offsets, wherever they are, are the sums of sizes on the host, times columns."""
+    host = offsets if isinstance(offsets, np.ndarray) else offsets.get()
+    want = np.concatenate([[0], np.cumsum(given)]) * columns
+    if not np.array_equal(host, want):
+        wrong = int(np.argmax(host != want))
+        raise ValueError(f"offsets: expected {want[wrong]} at {wrong} (rows before it, times {columns} columns), got {host[wrong]}")
+
+
+def _as_sizes(splits: Any, name: str) -> np.ndarray:
+    try:
+        return np.array([operator.index(size) for size in splits], np.int64)
+    except TypeError as error:
+        raise TypeError(f"{name}: expected integers ({error})") from None
+    except OverflowError:
+        raise ValueError(f"{name}: expected integers of 64 bits, got {splits}") from None
+
+
+def _to_device(host: np.ndarray, x: Array | None, name: str) -> Array:
+    cp = backend.cupy()
+    device = cp.cuda.runtime.getDevice() if x is None else x.data.device_id
+    if kernels.capturing(device):
+        raise ValueError(f"{name}: a list would have to be copied to the GPU, which cannot be done while a CUDA graph is captured; "
+                         "give a CuPy array")
+    with cp.cuda.Device(device):
+        return cp.asarray(host)

@@ -1,0 +1,144 @@
+"""Validation that every op shares. Everything here runs before anything is written; each message says what was expected, what
+came and what to do."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from .. import backend, kernels
+from ..arrays import Array, contiguous, is_contiguous
+from ..arrays import address as address
+from ..formats import FORMATS, float32, names
+
+
+def source(x: Array, dtypes: tuple[np.dtype[Any], ...], name: str = "x") -> tuple[Array, Any, int]:
+    """(x ready for a kernel, its module, its address): one of the dtypes, C-contiguous (copied if not), naturally aligned."""
+    xp = np if isinstance(x, np.ndarray) else backend.module_of(x, name)
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name}: expected dtype {names(dtypes)}, got {x.dtype}")
+    if not is_contiguous(x):
+        if xp is not np and kernels.capturing(x.data.device_id):
+            raise ValueError(f"{name}: not C-contiguous, and a copy cannot be made while a CUDA graph is captured; "
+                             "copy it before the capture")
+        x = contiguous(x)
+    at = address(x)
+    if at % x.dtype.itemsize:
+        if xp is not np:
+            raise ValueError(f"{name}: address {at:#x} is not a multiple of the element size {x.dtype.itemsize}")
+        x = x.copy()
+        at = address(x)
+    if xp is np:
+        backend.note_large_numpy(x)
+    return x, xp, at
+
+
+def one_f32(a: Any, x: Array, xp: Any, name: str) -> int:
+    """The address of a one-element f32 array of x's kind and device."""
+    if not isinstance(a, xp.ndarray):
+        backend.require_module(a, xp, name)
+    if a.dtype != float32:
+        raise TypeError(f"{name}: expected dtype float32, got {a.dtype}")
+    if a.size != 1:
+        raise ValueError(f"{name}: expected one element, got shape {a.shape}")
+    at = address(a)
+    if at % 4:
+        raise ValueError(f"{name}: address {at:#x} is not a multiple of 4")
+    if xp is not np:
+        same_device(a, x, name)
+    return at
+
+
+def scalar_or_one_f32(a: Any, x: Array, xp: Any, name: str) -> tuple[int, float]:
+    """(address, 0) of a one-element f32 array, or (0, value) of a Python or NumPy scalar rounded to f32."""
+    if isinstance(a, xp.ndarray):
+        return one_f32(a, x, xp, name), 0.0
+    number = a.dtype.kind in "fiu" or a.dtype in FORMATS if isinstance(a, np.generic) else isinstance(a, (int, float))
+    if isinstance(a, bool) or not number:
+        backend.require_module(a, xp, name)
+    try:
+        with np.errstate(over="ignore"):
+            return 0, float(np.float32(a))
+    except OverflowError:
+        raise ValueError(f"{name}: an integer of {a.bit_length()} bits, beyond every float") from None
+
+
+def destination(a: Array, shape: tuple[int, ...], dtype: np.dtype[Any], x: Array, xp: Any, x_at: int, name: str = "out") -> int:
+    """The address of `a`, which can receive a result of this shape and dtype computed from x: kind, dtype, shape, strides,
+    device, no overlap with x."""
+    if xp is not np and isinstance(a, xp.ndarray) and a.dtype == dtype and a.shape == shape and a._c_contiguous:
+        # The usual case, without a second look at anything.
+        memory = a.data
+        at = memory.ptr
+        if at % dtype.itemsize == 0 and memory.device_id == x.data.device_id and (
+                at >= x_at + x.nbytes or x_at >= at + a.nbytes):
+            return int(at)
+    at = writable(a, shape, dtype, x, xp, name)
+    separate(at, a.nbytes, x_at, x.nbytes, name, "the input")
+    return at
+
+
+def writable(a: Array, shape: tuple[int, ...], dtype: np.dtype[Any], x: Array, xp: Any, name: str) -> int:
+    """The address of `a`, which a kernel can write beside x: kind, dtype, shape, strides, device."""
+    if not isinstance(a, xp.ndarray):
+        backend.require_module(a, xp, name)
+    if a.dtype != dtype:
+        raise TypeError(f"{name}: expected dtype {dtype}, got {a.dtype}")
+    if a.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {a.shape}")
+    if not is_contiguous(a):
+        raise ValueError(f"{name}: expected a C-contiguous array, got strides {a.strides}; make one with cupy_fp8.empty")
+    if xp is np:
+        if not a.flags.writeable:
+            raise ValueError(f"{name}: the array is read-only")
+    else:
+        same_device(a, x, name)
+    at = address(a)
+    if at % dtype.itemsize:
+        raise ValueError(f"{name}: address {at:#x} is not a multiple of the element size {dtype.itemsize}")
+    return at
+
+
+def same_device(a: Array, x: Array, name: str) -> None:
+    """ValueError unless two CuPy arrays are on one GPU."""
+    if a.data.device_id != x.data.device_id:
+        raise ValueError(f"{name}: on GPU {a.data.device_id}, the input is on GPU {x.data.device_id}")
+
+
+def separate(at: int, nbytes: int, other_at: int, other_nbytes: int, name: str, other: str) -> None:
+    """ValueError if two runs of memory share a byte."""
+    if nbytes and other_nbytes and at < other_at + other_nbytes and other_at < at + nbytes:
+        raise ValueError(f"{name}: overlaps {other} in memory; results need memory of their own")
+
+
+def extent(a: Array) -> int:
+    """Bytes from the first element of an array without negative strides to the end of its last one."""
+    if a.size == 0:
+        return 0
+    return int(a.itemsize + sum((n - 1) * stride for n, stride in zip(a.shape, a.strides, strict=True)))
+
+
+def matrix_strides(a: Array) -> tuple[int, int, int] | None:
+    """(from matrix to matrix, from row to row, from column to column) in elements, or None where there are no such three."""
+    size = a.itemsize
+    *batch, row, column = a.strides
+    if any(stride < 0 or stride % size for stride in a.strides) or address(a) % size:
+        return None
+    steps = [(n, stride) for n, stride in zip(a.shape, batch, strict=False) if n != 1]
+    if any(outer != n * inner for (_, outer), (n, inner) in pairwise(steps)):
+        return None
+    return (steps[-1][1] if steps else 0) // size, row // size, column // size
+
+
+def may_allocate(x: Array) -> None:
+    """ValueError while a CUDA graph is captured on x's device: memory of the pool could be another's when the graph is replayed."""
+    if not isinstance(x, np.ndarray) and kernels.capturing(x.data.device_id):
+        raise ValueError("out: needed while a CUDA graph is captured, since nothing may be allocated")
+
+
+def may_prepare(x: Array) -> None:
+    """ValueError while a CUDA graph is captured on x's device: what a result keeps for the launches into it is made before."""
+    if not isinstance(x, np.ndarray) and kernels.capturing(x.data.device_id):
+        raise ValueError("out: used for the first time while a CUDA graph is captured; call once before the capture")

@@ -1,0 +1,86 @@
+"""Cases of the offsets of groups. A case's shape is that of the sizes, [N]; its values say how large they are (_SIZES)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ... import reference
+from ...arrays import Array
+from ...ops.moe import offsets
+from ..base import Case, Op
+
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
+#: What a group of an expert layer wants: ends, starts, and starts of elements of three matrices.
+TYPICAL: dict[str, Any] = {"strides": (1, 1, 7168, 2048, 4096), "include_leading_zero": (False, True, True, True, True),
+                           "dtypes": ("int32", "int64", "int64", "int64", "int64")}
+_TWO: dict[str, Any] = {"strides": (1, 3), "include_leading_zero": (True, False), "dtypes": ("int64", "int32")}
+#: Warps, tiles, as many tiles as are added anew; and one more or less of each.
+_NUMBERS = (0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 1000, 1023, 1024, 1025, 2047, 2048, 2049, 8191, 8192, 8193, 10007)
+#: Upper bounds of sizes, of which a third is 0: around what the kernel adds in 32 bits, and as large as the sum allows.
+_SIZES = {"few": 300, "zeros": 0, "below 2**26": 2**26 - 1, "around 2**26": 2**26 + 5, "most": None}
+
+
+def sizes(number: int, values: str, dtype: np.dtype[Any], seed: int = 0) -> np.ndarray:
+    """Sizes of `number` groups, whose sum int64 holds."""
+    rng = np.random.default_rng(seed)
+    bound = _SIZES[values]
+    high = min(np.iinfo(dtype).max, (2**63 - 1) // max(number, 1)) if bound is None else bound
+    drawn = rng.integers(high // 2 if bound is None else 0, high, number, endpoint=True).astype(dtype)
+    drawn[rng.random(number) < 1 / 3] = 0
+    return drawn
+
+
+def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    splits = sizes(case.shape[0], case.values, case.dtype)
+    if case.layout == "offset":
+        splits = np.concatenate([splits[:1], splits])[1:]
+    if case.layout == "strided":
+        splits = np.repeat(splits, 2)[::2]
+    return (splits,), dict(case.options)
+
+
+def _offsets(splits: Array, *, out: Any = None, **options: Any) -> list[Array]:
+    return offsets.splits_to_offsets(splits, outputs=out, **options)
+
+
+def _reference(splits: np.ndarray, *, bulk_allocate: bool = False, **options: Any) -> list[np.ndarray]:
+    return reference.splits_to_offsets(splits, **options)
+
+
+def _cases() -> Iterator[Case]:
+    def case(dtype: Any, number: int, values: str = "few", layout: str = "contiguous", /, **options: Any) -> Case:
+        return Case("splits_to_offsets", dtype, (number,), values, layout, options)
+
+    # First, for whoever takes only a few: one tile, a few, many; on a few blocks of threads.
+    yield case(_INT32, 64, **TYPICAL)
+    yield case(_INT64, 1024, "around 2**26")
+    yield case(_INT64, 1500, **_TWO)
+    yield case(_INT64, 4300, "most")
+    yield case(_INT64, 0, **_TWO)
+    yield case(_INT32, 5, bulk_allocate=True, **_TWO)
+    yield case(_INT64, 40, "most")
+    yield case(_INT32, 1025)
+    for number in _NUMBERS:
+        yield case(_INT64, number, **TYPICAL)
+        yield case(_INT32, number, **_TWO)
+    for values in _SIZES:
+        for dtype in (_INT32, _INT64):
+            for number in (33, 1024, 2500, 9000):
+                yield case(dtype, number, values, include_leading_zero=False)
+    for count in (0, 1, 16, 17, 33):
+        for number in (3, 1100, 8500):
+            yield case(_INT64, number, strides=tuple(range(count)), bulk_allocate=True)
+    yield case(_INT64, 3, "zeros", strides=(0, 2**63 - 1), dtypes=("int32", "int64"))
+    yield case(_INT64, 40, strides=tuple(range(9)), dtypes="int32")
+    for layout in ("offset", "strided"):
+        for dtype in (_INT32, _INT64):
+            yield case(dtype, 100, "few", layout, **TYPICAL)
+
+
+OPS = (
+    Op("splits_to_offsets", _offsets, _reference, _inputs, _cases,
+       "sizes of groups on the device to any number of offsets: ends or starts, times strides, int32 and int64, in one launch"),
+)

@@ -1,0 +1,142 @@
+"""Cases of groups of rows. A case's shape is that of x without padding; its options say into how many `groups` it is divided, and `sizes`
+how (_DIVISIONS)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ... import reference
+from ...arrays import bits
+from ...formats import bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32
+from ...layouts import scale_shape
+from ...ops.moe import pad
+from ...results import Scaled
+from ..base import Case, Op, poison, source, values
+
+_DIVISIONS = ("ragged", "even", "one", "aligned")
+
+
+def sizes(total: int, number: int, division: str = "ragged", seed: int = 0) -> np.ndarray:
+    """Sizes of `number` groups of together `total` rows. 'ragged': random, about a third of them empty; 'even': as equal as can be;
+    'one': all rows in the middle group; 'aligned': multiples of 16, but for the last one."""
+    if number == 0:
+        return np.zeros(0, np.int64)
+    if division == "one":
+        return np.where(np.arange(number) == number // 2, total, 0)
+    if division == "even":
+        return np.diff(np.arange(number + 1) * total // number)
+    rng = np.random.default_rng(seed)
+    cuts = np.sort(rng.integers(0, total, number - 1, endpoint=True))
+    cuts[rng.random(len(cuts)) < 0.3] = total // 2
+    if division == "aligned":
+        cuts = cuts // 16 * 16
+    return np.diff(np.sort(cuts), prepend=0, append=total)
+
+
+def _source(case: Case, options: dict[str, Any]) -> Any:
+    """The case's array; with the option `scales`, a dtype, a Scaled of it, of blocks (1, n) or (None) with one scale."""
+    data, dtype, block = source(case), options.pop("scales", None), options.pop("block", None)
+    if dtype is None:
+        return data
+    if block is None:
+        return Scaled(data, np.array([0.37], np.float32), data.shape)
+    scale_inv = values("bits", scale_shape(data.shape, block, "compact", False), np.dtype(dtype), 1)
+    return Scaled(data, scale_inv, data.shape, False, block, "compact")
+
+
+def _splits(case: Case) -> tuple[np.ndarray, dict[str, Any]]:
+    options = dict(case.options)
+    made = sizes(case.shape[0], options.pop("groups"), options.pop("sizes", "ragged"))
+    return made.astype(np.int64 if options.pop("wide", True) else np.int32), options
+
+
+def _pad_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    splits, options = _splits(case)
+    return (_source(case, options), splits, options.pop("align")), options
+
+
+def _unpad_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Padding is not 0 here: nothing may depend on it."""
+    splits, options = _splits(case)
+    x, align = _source(case, options), options.pop("align")
+    y = reference.pad_groups(x, splits, align)
+    used = reference.pad_groups(np.ones(x.shape[0], np.uint8), splits, align) != 0
+    for padded in (y,) if not isinstance(y, Scaled) else y if y.block else (y.data,):
+        rows = np.array(bits(padded)[used])
+        poison(padded)
+        bits(padded)[used] = rows
+    if options.pop("exact", True):
+        options["rows"] = x.shape[0]
+    return (y, splits, align), options
+
+
+def _sort_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    splits, options = _splits(case)
+    order = np.random.default_rng(1).permutation(len(splits)).astype(np.int64 if options.pop("wide_order", True) else np.int32)
+    return (_source(case, options), splits, order), options
+
+
+#: Rows of one byte to several blocks of threads; ones that are no multiple of 4 or 16 bytes; of more rows than a block takes.
+_SHAPES: tuple[tuple[Any, tuple[int, ...]], ...] = (
+    (float8_e4m3fn, (300, 64)), (bfloat16, (77, 264)), (float32, (700,)), (float8_e5m2, (1000,)), (bfloat16, (130, 129)),
+    (float32, (65, 3, 5)), (float8_e4m3fn, (9, 4, 7)), (float8_e4m3fn, (5, 40_000)), (bfloat16, (5, 16_500)), (float8_e5m2, (3, 32_785)),
+    (float32, (1, 1)), (bfloat16, (3, 0)))
+
+
+#: Data of rows of 16-byte multiples and of others; scales whose rows are of 16 and of 4 bytes, or of 7 and of 3; one for all.
+_SCALED: tuple[tuple[tuple[int, ...], Any, Any], ...] = (
+    ((300, 512), (1, 128), float32), ((77, 200), (1, 32), float8_e8m0fnu), ((40, 129), (1, None), float32),
+    ((9, 3, 70), (1, 32), float8_e8m0fnu), ((65, 96), None, float32), ((5, 40_000), (1, 128), float32),
+    ((0, 64), (1, 32), float8_e8m0fnu), ((3, 0), (1, 32), float8_e8m0fnu))
+
+
+def _cases(op: str, options: tuple[dict[str, Any], ...]) -> Iterator[Case]:
+    # First, for whoever takes only a few: a few blocks of threads, everything that the kernel does.
+    for shape, block, scales in (_SCALED[1], _SCALED[4]):
+        yield Case(op, float8_e4m3fn, shape, options={"groups": 4, "block": block, "scales": scales, **options[0]})
+    for i, (dtype, shape) in enumerate(_SHAPES):
+        yield Case(op, dtype, shape, options={"groups": 5, "wide": i % 2 == 0, **options[i % len(options)]})
+    for given in options:
+        for dtype, shape in _SHAPES[:4]:
+            for number in (1, 3, 200):
+                yield Case(op, dtype, shape, options={"groups": number, **given})
+        for division in _DIVISIONS[1:]:
+            yield Case(op, float8_e4m3fn, (300, 48), options={"groups": 7, "sizes": division, **given})
+        for number in (0, 1, 4):
+            yield Case(op, bfloat16, (0, 24), options={"groups": number, **given})
+    for number in (127, 128, 129, 1023, 1025, 3000):                 # rounds and windows of the kernel's scans
+        yield Case(op, bfloat16, (650, 8), options={"groups": number, **options[0]})
+    for columns in (16384, 10240, 24576, 14336, 32768, 40960):       # rows for four to eight loads of a thread, and shared by blocks
+        yield Case(op, float8_e4m3fn, (9, columns), options={"groups": 3, **options[0]})
+    for layout in ("offset", "strided"):
+        yield Case(op, float8_e4m3fn, (100, 48), "bits", layout, {"groups": 4, **options[0]})
+    for i, (shape, block, scales) in enumerate(_SCALED):
+        for number in (1, 5, 130):
+            yield Case(op, float8_e5m2 if i % 2 else float8_e4m3fn, shape,
+                       options={"groups": number, "block": block, "scales": scales, **options[i % len(options)]})
+
+
+def _pad_cases() -> Iterator[Case]:
+    yield from _cases("pad_groups", tuple({"align": align} for align in (16, 32, 128, 1)))
+
+
+def _unpad_cases() -> Iterator[Case]:
+    yield from _cases("unpad_groups", tuple({"align": align} for align in (16, 32, 128, 1)))
+    yield Case("unpad_groups", bfloat16, (100, 40), options={"groups": 6, "align": 16, "exact": False})
+
+
+def _sort_cases() -> Iterator[Case]:
+    yield from _cases("sort_chunks", ({}, {"wide_order": False}))
+
+
+OPS = (
+    Op("pad_groups", pad.pad_groups, reference.pad_groups, _pad_inputs, _pad_cases,
+       "rows of groups whose sizes are on the device, each group followed by zero rows to a multiple of 16, 32, 128, …"),
+    Op("unpad_groups", pad.unpad_groups, reference.unpad_groups, _unpad_inputs, _unpad_cases,
+       "the inverse: the rows of all groups without the padding"),
+    Op("sort_chunks", pad.sort_chunks, reference.sort_chunks, _sort_inputs, _sort_cases,
+       "chunks of rows in another order, sizes and order on the device"),
+)

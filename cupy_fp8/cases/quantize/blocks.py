@@ -1,0 +1,95 @@
+"""Cases of quantisation in blocks with f32 scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+from ... import reference
+from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e5m2, float16, float32
+from ...ops.quantize import blocks
+from ...recipes import BLOCK_PROFILES, BLOCK_SCALE_LAYOUTS, BLOCKS
+from ..base import ALIGNED_MATRIX, DIRECTIONS, MATRIX, Case, Op, source
+
+_ROW, _COLUMN, _BOTH, _AS_IS = DIRECTIONS
+_COLUMN_AS_IS = {**_COLUMN, "transposed": False}
+_SQUARE: dict[str, Any] = {"block": (128, 128)}
+_LINES: dict[str, Any] = {"block": (1, None)}
+_COMPACT = {"scale_layout": "compact"}
+_VLLM = {"profile": "vllm"}
+#: Every kernel for wide accesses.
+_WIDE: tuple[dict[str, Any], ...] = (_ROW, {**_ROW, **_VLLM}, _COLUMN, _BOTH, {**_BOTH, **_COMPACT}, _COLUMN_AS_IS, _AS_IS,
+                                     {**_ROW, **_SQUARE}, {**_COLUMN, **_SQUARE}, {**_BOTH, **_SQUARE})
+#: Short blocks, one and several panels, tails of every tile, empty, batches.
+_SHAPES: tuple[tuple[int, ...], ...] = (
+    (1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (3, 37), (128, 128), (130, 257), (260, 132), (129, 64), (1, 640), (640, 1), (48, 1100),
+    (2, 40, 64), (3, 0, 4), (0, 2, 2), (2, 133, 144), (3, 128, 96))
+
+
+def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (source(case),), dict(case.options)
+
+
+def _cases() -> Iterator[Case]:
+    def case(dtype: Any, shape: tuple[int, ...], values: str = "bits", layout: str = "contiguous", /, **options: Any) -> Case:
+        return Case("quantize_block", dtype, shape, values, layout, options)
+
+    # First, for whoever takes only a few: every kind of kernel, on a few blocks.
+    for options in _WIDE:
+        yield case(bfloat16, (288, 136), "normal", **options)
+    yield case(bfloat16, (37, 256), "normal", **_ROW)
+    yield case(bfloat16, (133, 259), "normal", **_BOTH, **_COMPACT)
+    yield case(bfloat16, (133, 259), "normal", **_BOTH, **_LINES)
+    yield case(float32, (133, 259), "normal", **_BOTH, **_VLLM)
+    for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
+        for options in _WIDE:
+            yield case(dtype, ALIGNED_MATRIX, "edges", dtype=to, **options)
+        for options in ({}, _VLLM, _LINES):
+            yield case(dtype, (67, 101), "edges", dtype=to, **_BOTH, **options)
+    for profile, pow2, to in product(BLOCK_PROFILES, (False, True), FP8_DTYPES):
+        rule = {"profile": profile, "pow2_scale": pow2, "dtype": to}
+        yield case(bfloat16, (33, 160), "bits", **_BOTH, **rule)
+        yield case(float32, (64, 72), "edges", **_BOTH, **rule, block=(1, 32))
+        yield case(float16, (64, 136), "bits", **rule, **_COMPACT)
+    for profile, eps in product(BLOCK_PROFILES, (0.0, 1e-42, 1e-3)):
+        for pow2 in (False, True):
+            yield case(float32, (40, 96), "bits", **_BOTH, profile=profile, eps=eps, pow2_scale=pow2, block=(1, 32))
+    for shape in _SHAPES:
+        for options in ({}, _COMPACT, _SQUARE, {**_SQUARE, **_COMPACT}, _LINES):
+            yield case(bfloat16, shape, "normal", **_BOTH, **options)
+    for block in BLOCKS:
+        for shape, scale_layout in product((ALIGNED_MATRIX, (2, 133, 144)), ("gemm_ready", "compact")):
+            yield case(bfloat16, shape, "normal", **_BOTH, block=block, scale_layout=scale_layout)
+        yield case(float16, MATRIX, "normal", "strided", **_BOTH, block=block)
+        yield case(bfloat16, (144, 132), "normal", "strided", **_AS_IS, block=block, dtype=float8_e5m2)
+        if 1 in block:
+            yield case(bfloat16, MATRIX, "normal", **_BOTH, block=block, scale_layout="deepgemm_sm90")
+    # Rows of whole blocks: eight blocks below one another or behind one another, and parts of so many.
+    for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
+        for options in (_ROW, {**_ROW, **_VLLM}):
+            yield case(dtype, (21, 384), "edges", dtype=to, **options)
+            yield case(dtype, (21, 384), "bits", dtype=to, **options, **_COMPACT)
+    for shape, scale_layout in product(((1, 128), (8, 128), (9, 1024), (67, 1408), (3, 21, 384), (2, 16, 640)), BLOCK_SCALE_LAYOUTS):
+        yield case(bfloat16, shape, "normal", **_ROW, scale_layout=scale_layout)
+        yield case(float32, shape, "normal", **_COLUMN_AS_IS, block=(128, 1), scale_layout=scale_layout)
+    yield case(bfloat16, (256, 21), "normal", "strided", **_COLUMN)
+    for dtype in INPUT_DTYPES:
+        for options in ({}, _SQUARE, _LINES):
+            yield case(dtype, (72, 96), "normal", "offset", **_BOTH, **options)
+        yield case(dtype, (21, 384), "normal", "offset", **_ROW)
+    for options in _WIDE:
+        yield case(bfloat16, (160, 144), "normal", "strided", **options)
+    # Whole lines that are divided: all of a block quickly, in several steps; and not.
+    for dtype, to, direction in product((bfloat16, float32), FP8_DTYPES, (_BOTH, _AS_IS)):
+        yield case(dtype, (67, 1101), "normal", dtype=to, **direction, **_LINES, **_VLLM)
+        yield case(dtype, (300, 21), "bits", dtype=to, **direction, **_LINES, **_VLLM)
+    # And squares: quickly, and not.
+    for values, direction in product(("normal", "bits"), (_ROW, _COLUMN, _BOTH, _AS_IS)):
+        yield case(bfloat16, (133, 259), values, **direction, **_SQUARE, **_VLLM)
+
+
+OPS = (
+    Op("quantize_block", blocks.quantize_block, reference.quantize_block, _inputs, _cases,
+       "FP8 in blocks of 1×128, 128×1, 128×128, … with f32 scales: row-wise, column-wise or both from one read; six libraries' arithmetic"),
+)

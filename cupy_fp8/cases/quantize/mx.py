@@ -1,0 +1,75 @@
+"""Cases of MX quantisation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ... import reference
+from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
+from ...ops.quantize import mx
+from ...recipes import MX_MODES, MX_PROFILES, MX_SCALE_LAYOUTS
+from ..base import DIRECTIONS, MATRIX, Case, Op, source
+
+MX_DIRECTIONS = (*({**d, "transposed": False} for d in DIRECTIONS[:3]), *({**d, "transposed": True} for d in DIRECTIONS[1:3]))
+_SQUARE = {"block": (32, 32)}
+#: Short blocks, one and several panels, rows for wide accesses and rows for none, tails of the swizzled layout's tiles, empty, batches.
+_SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (3, 37), (31, 33), (32, 32), (33, 31), (64, 96), (128, 128), (130, 257), (144, 264),
+           (160, 132), (260, 128), (129, 64), (1, 640), (640, 1), (2, 40, 64), (3, 0, 4), (2, 133, 144), (3, 128, 96), (2, 160, 160))
+
+
+def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (source(case),), dict(case.options)
+
+
+def _cases() -> Iterator[Case]:
+    def case(dtype: Any, shape: tuple[int, ...], values: str = "bits", layout: str = "contiguous", /, **options: Any) -> Case:
+        return Case("quantize_mx", dtype, shape, values, layout, options)
+
+    # First, for whoever takes only a few: every kind of kernel, on a few blocks.
+    swizzled = {"scale_layout": "swizzled"}
+    for directions in MX_DIRECTIONS:
+        yield case(bfloat16, (288, 128), "normal", **swizzled, **directions)
+    yield case(float32, (132, 288), "normal", "strided", **swizzled, **MX_DIRECTIONS[2])
+    yield case(bfloat16, (133, 259), "normal", **swizzled, **MX_DIRECTIONS[4])
+    yield case(bfloat16, (133, 259), "normal", "strided", **_SQUARE, **MX_DIRECTIONS[4])
+    for directions in MX_DIRECTIONS:
+        # Fast paths (rows of whole blocks, whole panels), in both memory orders, and the path for any shape.
+        for dtype in INPUT_DTYPES:
+            for to in FP8_DTYPES:
+                for layout in ("contiguous", "strided"):
+                    yield case(dtype, (160, 288), "edges", layout, dtype=to, **directions)
+                yield case(dtype, (67, 101), "edges", dtype=to, **directions)
+                yield case(dtype, (64, 104), "edges", dtype=to, **directions)
+                yield case(dtype, (64, 128), "edges", dtype=to, scale_layout="swizzled", **directions)
+        for dtype in (bfloat16, float32):
+            for profile, scale_layout in zip(MX_PROFILES, MX_SCALE_LAYOUTS, strict=True):
+                yield case(dtype, (96, 160), profile=profile, **directions)
+                yield case(dtype, MATRIX, profile=profile, scale_layout=scale_layout, **directions)
+        for shape in _SHAPES:
+            for scale_layout in MX_SCALE_LAYOUTS:
+                yield case(bfloat16, shape, "normal", scale_layout=scale_layout, **directions)
+            yield case(float32, shape, "normal", "strided", scale_layout="swizzled", **directions)
+        for scale_layout in MX_SCALE_LAYOUTS:
+            for dtype in INPUT_DTYPES:
+                yield case(dtype, (72, 96), "normal", "offset", scale_layout=scale_layout, **directions)
+            for shape in ((72, 95), (160, 288), (2, 48, 80)):
+                for layout in ("contiguous", "strided"):
+                    yield case(float16, shape, "normal", layout, scale_layout=scale_layout, **_SQUARE, **directions)
+    for mode in MX_MODES:
+        for profile in MX_PROFILES:
+            for to in FP8_DTYPES:
+                for dtype in INPUT_DTYPES:
+                    yield case(dtype, (33, 96), "bits", dtype=to, mode=mode, profile=profile)
+                yield case(float32, (64, 64), "edges", dtype=to, mode=mode, profile=profile, columnwise=True)
+                yield case(float32, (64, 64), "edges", dtype=to, mode=mode, profile=profile, columnwise=True, transposed=True, **_SQUARE)
+    # Quantised along rows: padding of the swizzled layout below and beside, in one matrix and in several.
+    for shape in ((127, 96), (129, 96), (300, 160), (256, 128), (3, 130, 32), (2, 256, 64)):
+        yield case(bfloat16, shape, "normal", dtype=float8_e5m2, scale_layout="swizzled")
+        yield case(float32, shape, "normal", dtype=float8_e4m3fn, scale_layout="swizzled")
+
+
+OPS = (
+    Op("quantize_mx", mx.quantize_mx, reference.quantize_mx, _inputs, _cases,
+       "MXFP8: blocks of 32 with E8M0 scales, row-wise, column-wise or both from one read; scales compact or swizzled"),
+)

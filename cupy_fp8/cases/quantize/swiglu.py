@@ -1,0 +1,225 @@
+"""Cases of SwiGLU with quantisation. A case's shape is that of x, [M, 2 H]; its options `probs` and `bias` say which values these have,
+`experts` how many of them have biases of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from ... import reference
+from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
+from ...ops.quantize import swiglu
+from ...recipes import (
+    BLOCK_PROFILES,
+    BLOCK_SCALE_LAYOUTS,
+    MX_MODES,
+    MX_PROFILES,
+    MX_SCALE_LAYOUTS,
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    MXScaling,
+)
+from ..base import DIRECTIONS, Case, Op, source, values
+from ..scales.swizzle import sizes
+
+_BOTH = DIRECTIONS[2]
+#: How many experts have biases of their own: of 133 rows, empty ones among them, one, more than rows, several rounds of the search; none.
+_EXPERTS = (1, 3, 9, 200, 0)
+_DELAYED: dict[str, Any] = {"recipe": DelayedScaling(), "scale": 0.37, "amax": 0.0}
+_RECIPES: tuple[dict[str, Any], ...] = (
+    _DELAYED, {"recipe": CurrentScaling(), "amax": 0.0}, {"recipe": BlockScaling()}, {"recipe": MXScaling()})
+_OPTIONS: tuple[dict[str, Any], ...] = (
+    {}, {"probs": "normal"}, {"bias": "normal"}, {"clamp": 0.75}, {"form": "gpt_oss", "clamp": 7.0}, {"interleaved": True},
+    {"form": "gpt_oss", "clamp": 7.0, "interleaved": True, "probs": "edges", "bias": "normal"})
+#: Of x: short rows, one tile and several, with tails of every kind, rows that allow wide accesses and rows that do not; empty.
+_SHAPES = ((1, 2), (1, 6), (5, 2), (0, 8), (5, 0), (0, 0), (3, 74), (16, 16), (128, 256), (130, 514), (144, 272), (129, 264), (1, 1280),
+           (300, 16))
+_ALIGNED = (144, 528)                           # wide accesses, and tails of the tile
+_GPT_OSS = _OPTIONS[-1]
+#: Of gradients wide accesses with halves of whole tiles (the `plain` programs): rows that end with a patch of the tile, or within one.
+_HALVES = ((150, 512), (16, 256))
+_SCALES: tuple[Any, ...] = (
+    *(BlockScaling(block, scale_layout=layout) for block, layout in product(((1, 128), (1, 64), (1, 32)), BLOCK_SCALE_LAYOUTS)),
+    *(MXScaling(mode=mode, profile=profile, scale_layout=layout)
+      for mode, profile, layout in product(MX_MODES[:1], MX_PROFILES, MX_SCALE_LAYOUTS)))
+
+
+def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    options = dict(case.options)
+    rows, width = case.shape
+    experts = options.pop("experts", None)
+    of_bias = (width,) if experts is None else (experts, width)
+    if experts is not None:
+        options["splits"] = sizes(rows - rows // 8, experts, 0).astype(np.int32 if options.pop("narrow", False) else np.int64)
+    for name, shape, dtype, seed in (("probs", (rows,), float32, 1), ("bias", of_bias, case.dtype, 2)):
+        if name in options:
+            options[name] = values(options[name], shape, dtype, seed)
+    if "amax" in options:
+        options["amax"] = np.full(1, options["amax"], np.float32)
+    return (source(case), options.pop("recipe")), options
+
+
+def _backward_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    (x, recipe), options = _inputs(case)
+    half = Case(case.op, case.dtype, (case.shape[0], case.shape[1] // 2), case.values, case.layout)
+    return (source(half, 3), x, recipe), options
+
+
+def _in_blocks(to: np.dtype[Any]) -> tuple[BlockScaling | MXScaling, ...]:
+    return BlockScaling(dtype=to), BlockScaling(dtype=to, profile="vllm"), MXScaling(to)
+
+
+def _of_experts(case: Callable[..., Case], weighted: dict[str, Any]) -> Iterator[Case]:
+    """Biases of each expert's own, in wide rows and others."""
+    for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
+        for how in (DelayedScaling(to), *_in_blocks(to)):
+            scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
+            yield case(dtype, (133, 2 * 136), "edges", recipe=how, **scale, **_GPT_OSS, **_BOTH, experts=5)
+    for i, experts in enumerate(_EXPERTS):
+        for interleaved, half in product((False, True), (136, 27)):
+            for j, directions in enumerate(DIRECTIONS[:3]):
+                yield case(bfloat16, (133, 2 * half), "normal", **_RECIPES[(i + j) % 4], **weighted, **directions, bias="normal",
+                           interleaved=interleaved, experts=experts, narrow=bool(i % 2))
+    for recipe in _RECIPES:
+        yield case(bfloat16, (700, 2 * 72), "bits", **recipe, **_BOTH, bias="bits", experts=40)
+        yield case(bfloat16, (0, 2 * 72), "bits", **recipe, **_BOTH, bias="bits", experts=3)
+
+
+def _backward(*args: Any, out: Any = None, **options: Any) -> Any:
+    """The pair with probs, without them the gradient of x alone: what the checks compare are arrays."""
+    if "probs" in options:
+        return swiglu.swiglu_backward_quantize(*args, out=out, **options)
+    return swiglu.swiglu_backward_quantize(*args, out=None if out is None else (out, None), **options)[0]
+
+
+def _backward_reference(*args: Any, **options: Any) -> Any:
+    pair = reference.swiglu_backward_quantize(*args, **options)
+    return pair if "probs" in options else pair[0]
+
+
+def _backward_cases() -> Iterator[Case]:
+    def case(dtype: Any, shape: tuple[int, int], kind: str = "bits", layout: str = "contiguous", /, **options: Any) -> Case:
+        return Case("swiglu_backward_quantize", dtype, shape, kind, layout, options)
+
+    weighted = {"probs": "normal"}
+    # First, for whoever takes only a few: every kernel, on a few blocks.
+    for recipe in _RECIPES:
+        yield case(bfloat16, (50, 512), "normal", **recipe, **weighted, **_BOTH)
+    yield case(bfloat16, (130, 30), "normal", recipe=BlockScaling(profile="vllm"), **weighted, **_BOTH)
+    yield case(float32, (40, 264), "normal", recipe=MXScaling(scale_layout="swizzled"), **_OPTIONS[-1], **_BOTH)
+    yield case(bfloat16, (50, 272), "normal", **_DELAYED, **_GPT_OSS, **_BOTH, experts=3)
+    for recipe in _RECIPES:
+        yield case(bfloat16, (144, 208), "normal", **recipe, **weighted, **_BOTH)
+    for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
+        for kind, shape, weights in (("bits", _ALIGNED, {}), ("edges", (67, 202), {}), ("bits", _HALVES[0], weighted),
+                                     ("edges", _HALVES[1], {})):
+            for how in (DelayedScaling(to), CurrentScaling(to, 1e-3, True), *_in_blocks(to)):
+                scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
+                yield case(dtype, shape, kind, recipe=how, **scale, **weights, **_BOTH)
+        for how in _in_blocks(to):                                                  # row-wise alone: programs of their own
+            yield case(dtype, _HALVES[0], "edges", recipe=how, **weighted)
+    for i, (dtype, options) in enumerate(product(INPUT_DTYPES, _OPTIONS)):          # recipes take turns
+        yield case(dtype, (24, 80), "edges", **_RECIPES[i % 4], **options)
+        yield case(dtype, (37, 54), "normal", **_RECIPES[(i + 1) % 4], **options, **_BOTH)
+        yield case(dtype, (20, 528), "normal", **_RECIPES[(i + 2) % 4], **{**weighted, **options})
+    for recipe in _RECIPES:
+        for directions in DIRECTIONS[:3]:
+            yield case(bfloat16, _ALIGNED, "normal", **recipe, **weighted, **directions)
+        yield case(float16, (48, 64), "normal", "offset", **recipe, **weighted, **_BOTH)
+    for i, shape in enumerate(_SHAPES):
+        yield case(bfloat16, shape, "normal", **_RECIPES[i % 4], **weighted, **_BOTH)
+        yield case(bfloat16, shape, "normal", **_RECIPES[(i + 1) % 4], **weighted, interleaved=True, **_BOTH)
+    for recipe in _RECIPES:
+        for directions in DIRECTIONS[:3]:
+            for kind in ("normal", "edges"):
+                yield case(bfloat16, _HALVES[0], "normal", **recipe, probs=kind, **directions)
+            yield case(bfloat16, _HALVES[0], "normal", **recipe, **directions)
+        yield case(float32, (21, 768), "normal", **recipe, **weighted)
+        for options in _OPTIONS[2:]:
+            yield case(bfloat16, _HALVES[1], "normal", **recipe, **options, **_BOTH)
+            for directions in DIRECTIONS[:2]:                                       # halves of no whole tiles
+                yield case(bfloat16, (133, 2 * 200), "normal", **recipe, **{**weighted, **options}, **directions)
+    for scaling in _SCALES:
+        yield case(bfloat16, (133, 256), "normal", recipe=scaling, **_BOTH)
+        yield case(bfloat16, (37, 512), recipe=scaling, **weighted)
+        for half in (160, 192, 224):                                                # da ends, and db starts, within a tile
+            yield case(bfloat16, (133, 2 * half), "normal", recipe=scaling, **weighted, **_BOTH)
+        yield case(bfloat16, (133, 2 * 200), "normal", recipe=scaling, **_GPT_OSS, **_BOTH)
+        yield case(bfloat16, (133, 2 * 72), "edges", recipe=scaling, interleaved=True, **_BOTH)     # the second tile is absent
+    for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):                             # wide rows with all options at once
+        for how in (DelayedScaling(to), *_in_blocks(to)):
+            scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
+            yield case(dtype, (130, 2 * 136), "edges", recipe=how, **scale, **_GPT_OSS, **_BOTH)
+    yield from _of_experts(case, weighted)
+    for interleaved in (False, True):                                               # sums of many tiles
+        yield case(bfloat16, (3, 2 * 3000), "normal", **_DELAYED, **weighted, interleaved=interleaved)
+        yield case(bfloat16, (9, 2 * 3072), "normal", **_DELAYED, **weighted, interleaved=interleaved)
+
+
+def _cases() -> Iterator[Case]:
+    def case(dtype: Any, shape: tuple[int, int], kind: str = "bits", layout: str = "contiguous", /, **options: Any) -> Case:
+        return Case("swiglu_quantize", dtype, shape, kind, layout, options)
+
+    # First, for whoever takes only a few: every kernel, on a few blocks.
+    for recipe in _RECIPES:
+        yield case(bfloat16, (144, 208), "normal", **recipe, **_BOTH)
+    yield case(bfloat16, (130, 30), "normal", recipe=BlockScaling(profile="vllm"), probs="normal", **_BOTH)
+    yield case(float32, (40, 264), "normal", recipe=MXScaling(scale_layout="swizzled"), **_OPTIONS[-1], **_BOTH)
+    yield case(bfloat16, (50, 272), "normal", **_DELAYED, **_GPT_OSS, **_BOTH, experts=3)
+    for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
+        for kind, shape in (("bits", _ALIGNED), ("edges", (67, 202))):
+            for how in (DelayedScaling(to), CurrentScaling(to, 1e-3, True), *_in_blocks(to)):
+                scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
+                yield case(dtype, shape, kind, recipe=how, **scale, **_BOTH)
+        for how in (DelayedScaling(to), *_in_blocks(to)):                           # row-wise alone: programs of their own
+            scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
+            yield case(dtype, (133, 272), "edges", recipe=how, probs="normal", **scale)
+    for i, (dtype, options) in enumerate(product(INPUT_DTYPES, _OPTIONS)):          # recipes take turns
+        yield case(dtype, (24, 80), "edges", **_RECIPES[i % 4], **options)
+        yield case(dtype, (37, 54), "normal", **_RECIPES[(i + 1) % 4], **options, **_BOTH)
+    for recipe in _RECIPES:
+        for options in _OPTIONS:
+            yield case(bfloat16, (40, 48), "normal", **recipe, **options, **_BOTH)
+        for directions in DIRECTIONS[:3]:
+            yield case(bfloat16, _ALIGNED, "normal", **recipe, **directions)
+            yield case(float32, (150, 272), "edges", **recipe, **directions, probs="edges")
+            yield case(bfloat16, (133, 272), "edges", **recipe, **directions, probs="edges")
+            for layout in ("offset", "strided"):
+                yield case(float16, (48, 64), "normal", layout, **recipe, **directions)
+        for shape in _SHAPES:
+            yield case(bfloat16, shape, "normal", **recipe, **_BOTH)
+    for profile, pow2, block in product(BLOCK_PROFILES, (False, True), ((1, 128), (1, 64), (1, 32))):
+        blocks = BlockScaling(block, float8_e5m2 if pow2 else float8_e4m3fn, profile=profile, pow2_scale=pow2)
+        yield case(float32, (40, 400), "edges", recipe=blocks, **_BOTH)
+        yield case(bfloat16, (70, 264), recipe=blocks, **_BOTH)
+    for block, layout in product(((1, 128), (1, 64), (1, 32)), BLOCK_SCALE_LAYOUTS):
+        for shape in (_ALIGNED, (133, 290)):
+            yield case(bfloat16, shape, "normal", recipe=BlockScaling(block, scale_layout=layout), **_BOTH)
+    for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):                             # wide rows with all options at once
+        for how in (DelayedScaling(to), *_in_blocks(to)):
+            scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
+            yield case(dtype, (133, 272), "edges", recipe=how, **scale, **_GPT_OSS, **_BOTH)
+    for recipe, options in product(_RECIPES, _OPTIONS[2:]):
+        for directions in DIRECTIONS[:3]:
+            yield case(bfloat16, (133, 272), "normal", **recipe, **options, **directions)
+    for scaling in _SCALES:
+        yield case(bfloat16, (133, 272), "normal", recipe=scaling, **_GPT_OSS, **_BOTH)
+    yield from _of_experts(case, {"probs": "edges"})
+    for mode, profile, scale_layout in product(MX_MODES, MX_PROFILES, MX_SCALE_LAYOUTS):
+        yield case(bfloat16, (133, 290), recipe=MXScaling(mode=mode, profile=profile, scale_layout=scale_layout), **_BOTH)
+        yield case(float32, (64, 144), "edges", recipe=MXScaling(float8_e5m2, mode, profile, scale_layout=scale_layout), **_BOTH)
+    for shape in _SHAPES[5:]:
+        yield case(float16, shape, "normal", recipe=MXScaling(scale_layout="swizzled"), **_BOTH)
+
+
+OPS = (
+    Op("swiglu_quantize", swiglu.swiglu_quantize, reference.swiglu_quantize, _inputs, _cases,
+       "SwiGLU (and gpt-oss' form) with weights, biases (also one per expert) and clamp, quantised by any recipe from one read, without a "
+       "rounding in between"),
+    Op("swiglu_backward_quantize", _backward, _backward_reference, _backward_inputs, _backward_cases,
+       "the gradients of SwiGLU's input, quantised by any recipe, and of its weights, summed by a fixed tree"),
+)

@@ -1,0 +1,142 @@
+"""Cases of groups of arrays. A case's shape is how many there are; its option `group` names their shapes (GROUPS)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ... import reference
+from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e5m2, float32
+from ...ops.quantize import tensor_list
+from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
+from ..base import Case, Op, values
+
+#: A few blocks of threads; and where rows allow chunked access; whole patches only; tails of every tile, and every alignment; empty; many;
+#: of one shape, with several blocks each; as many as fit into a launch's arguments.
+GROUPS: dict[str, tuple[tuple[int, int], ...]] = {
+    "few": ((130, 16), (0, 5), (9, 5)),
+    "fits": ((130, 136), (0, 8), (1, 8), (400, 16)),
+    "whole": ((144, 264), (128, 128), (16, 8), (0, 8), (272, 136)),
+    "mixed": ((130, 257), (144, 264), (0, 5), (37, 8), (5, 0), (1, 1), (64, 72), (1, 300), (300, 1), (16, 9)),
+    "empty": ((0, 5), (5, 0), (0, 0)),
+    "one": ((127, 129),),
+    "none": (),
+    "many": tuple((i % 9 + 1, i * 7 % 40) for i in range(150)),
+    "alike": ((144, 24),) * 9,
+    "eight": (*((9, 24),) * 7, (130, 24)),
+}
+#: Of matrices and batches of them, for recipes that take both: rows that allow wide accesses, or not.
+BATCHES: dict[str, tuple[tuple[int, ...], ...]] = {
+    "batches": ((3, 5, 9), (130, 150), (2, 33, 72), (2, 0, 7)),
+    "wide": ((2, 144, 136), (16, 264), (3, 7, 4), (0, 8)),
+}
+_SCALES = (0.37, 1.0, 2.0**-130, 0.0, 3e38, float("inf"), float("nan"), -2.0)
+_DIRECTIONS = ((True, False), (False, True), (True, True))
+
+
+def arrays(case: Case) -> list[np.ndarray]:
+    """The case's group: 'offset' starts one element into its buffer, 'strided' is a transposed view, every second one."""
+    found = []
+    for i, shape in enumerate(_shapes(case.options["group"])):
+        x = values(case.values, shape, case.dtype, i)
+        if case.layout == "offset" and i % 2 == 0:
+            x = np.concatenate([x.reshape(-1)[:1], x.reshape(-1)])[-x.size or 1:].reshape(shape)
+        if case.layout == "strided" and i % 2 == 0:
+            x = np.ascontiguousarray(x.T).T
+        found.append(x)
+    return found
+
+
+def _shapes(group: str) -> tuple[tuple[int, ...], ...]:
+    return GROUPS.get(group) or BATCHES.get(group, ())
+
+
+def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    options = {name: value for name, value in case.options.items() if name != "group"}
+    number = case.shape[0]
+    if options.pop("scaled", True):
+        options["scales"] = np.resize(np.array(_SCALES, np.float32), number)
+    start = options.pop("amax", None)
+    if start is not None:
+        options["amax"] = np.full(number, start, np.float32)
+    return tuple(arrays(case)), options
+
+
+def _cast(*xs: Any, scales: Any, amax: Any = None, out: Any = None, **options: Any) -> Any:
+    return tensor_list.multi_cast_transpose(list(xs), scales, amaxes=amax, outputs=out, **options)
+
+
+def _cast_reference(*xs: Any, scales: Any, amax: Any = None, **options: Any) -> Any:
+    return reference.multi_cast_transpose(xs, scales, amaxes=amax, **options)
+
+
+def _quantize(*xs: Any, amax: Any = None, out: Any = None, recipe: Any, **options: Any) -> Any:
+    return tensor_list.multi_quantize(list(xs), recipe, amaxes=amax, outputs=out, **options)
+
+
+def _quantize_reference(*xs: Any, amax: Any = None, recipe: Any, **options: Any) -> Any:
+    return reference.multi_quantize(xs, recipe, amaxes=amax, **options)
+
+
+def _case(op: str, dtype: np.dtype[Any], group: str, values: str = "bits", layout: str = "contiguous", /, **options: Any) -> Case:
+    return Case(op, dtype, (len(_shapes(group)),), values, layout, {"group": group, **options})
+
+
+def _cast_cases() -> Iterator[Case]:
+    # First, for whoever takes only a few: groups of a few blocks of threads.
+    for dtype in (bfloat16, float32):
+        yield _case("multi_cast_transpose", dtype, "few", "normal", amax=0.0)
+    for group in ("one", "empty", "none"):
+        yield _case("multi_cast_transpose", float32, group)
+    for layout in ("offset", "strided"):
+        yield _case("multi_cast_transpose", bfloat16, "few", "normal", layout)
+    yield _case("multi_cast_transpose", bfloat16, "few", "edges", dtype=float8_e5m2)
+    for dtype in INPUT_DTYPES:
+        for to in FP8_DTYPES:
+            yield _case("multi_cast_transpose", dtype, "mixed", dtype=to, amax=0.0)
+            yield _case("multi_cast_transpose", dtype, "whole", "edges", dtype=to, amax=-1.0)
+        for layout in ("offset", "strided"):
+            yield _case("multi_cast_transpose", dtype, "whole", "normal", layout)
+    for group in GROUPS:
+        yield _case("multi_cast_transpose", bfloat16, group, "normal", amax=0.0)
+
+
+def _quantize_cases() -> Iterator[Case]:
+    few: dict[str, Any] = {"scaled": False, "amax": 0.0}
+    for dtype in (bfloat16, float32):
+        for rowwise, columnwise in _DIRECTIONS:
+            yield _case("multi_quantize", dtype, "few", "normal", recipe=CurrentScaling(), rowwise=rowwise, columnwise=columnwise, **few)
+    for recipe in (MXScaling(), BlockScaling()):
+        yield _case("multi_quantize", bfloat16, "few", "normal", recipe=recipe, scaled=False)
+    yield _case("multi_quantize", bfloat16, "fits", "normal", recipe=CurrentScaling(), columnwise=True, **few)
+    for rowwise, columnwise in _DIRECTIONS:
+        directions = {"rowwise": rowwise, "columnwise": columnwise}
+        for dtype in INPUT_DTYPES:
+            for group in ("mixed", "whole"):
+                yield _case("multi_quantize", dtype, group, recipe=CurrentScaling(), scaled=False, amax=0.0, **directions)
+            yield _case("multi_quantize", dtype, "mixed", "normal", recipe=CurrentScaling(float8_e5m2, 1e3, True), scaled=False,
+                        **directions)
+            yield _case("multi_quantize", dtype, "whole", "edges", recipe=CurrentScaling(float8_e5m2, 1e3, True), scaled=False,
+                        **directions)
+        for group in GROUPS:
+            yield _case("multi_quantize", bfloat16, group, "normal", recipe=CurrentScaling(), scaled=False, **directions)
+            yield _case("multi_quantize", bfloat16, group, "normal", recipe=DelayedScaling(), amax=0.0, **directions)
+        yield _case("multi_quantize", float32, "whole", "normal", "offset", recipe=CurrentScaling(), scaled=False, **directions)
+        for recipe in (BlockScaling(), MXScaling(float8_e5m2), MXScaling(block=(32, 32)), BlockScaling((128, 128))):
+            for group in ("mixed", *BATCHES):
+                yield _case("multi_quantize", bfloat16, group, "normal", recipe=recipe, scaled=False, **directions)
+    for recipe in (BlockScaling(scale_layout="compact"), MXScaling(scale_layout="swizzled")):
+        for dtype in INPUT_DTYPES:
+            yield _case("multi_quantize", dtype, "wide", recipe=recipe, columnwise=True, scaled=False)
+        for layout in ("offset", "strided"):
+            yield _case("multi_quantize", bfloat16, "whole", "normal", layout, recipe=recipe, columnwise=True, scaled=False)
+
+
+OPS = (
+    Op("multi_cast_transpose", _cast, _cast_reference, _inputs, _cast_cases,
+       "`cast_transpose` of any number of matrices, of any shapes, in one launch"),
+    Op("multi_quantize", _quantize, _quantize_reference, _inputs, _quantize_cases,
+       "any recipe for a list of arrays of any shapes: one launch, or with current scaling two where one read is not faster"),
+)

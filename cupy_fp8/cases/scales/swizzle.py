@@ -1,0 +1,112 @@
+"""Cases of the ops that move scales between layouts. A case's shape is that of the compact scales: lines x blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ... import reference
+from ...arrays import Array, empty, empty_like
+from ...formats import float8_e8m0fnu
+from ...ops.scales import swizzle
+from ...results import swap_last
+from ..base import MATRIX, Case, Op, poison, source
+
+_SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (0, 0), (31, 3), (33, 4), (127, 6), (128, 4), (129, 5), (256, 32), (257, 33), (31, 130),
+           (1000, 7), (272, 48), (1, 3, 2), (2, 140, 33), (3, 0, 4), (3, 128, 32), (0, 9, 9))
+#: Along the groups' axis, and how many groups: empty ones among them, one group, more groups than lines, several rounds of the search.
+_GROUPED = ((300, 1), (700, 4), (90, 40), (5, 64), (1500, 300), (0, 3), (0, 0))
+
+
+def _stored(s: np.ndarray, stored: str) -> np.ndarray:
+    """Scales as an op gets them: 'rows' is [lines, blocks]; 'columns' is stored [blocks, lines], and given as a view of that."""
+    return s if stored == "rows" else np.ascontiguousarray(s.swapaxes(-1, -2))
+
+
+def _swizzle(s: Array, *, stored: str = "rows", **options: Any) -> Array:
+    return swizzle.swizzle_scales(s if stored == "rows" else s.swapaxes(-1, -2), **options)
+
+
+def _swizzle_reference(s: np.ndarray, *, stored: str = "rows", **options: Any) -> np.ndarray:
+    return reference.swizzle_scales(s if stored == "rows" else s.swapaxes(-1, -2), **options)
+
+
+def _unswizzle(s: Array, *, shape: tuple[int, ...], stored: str = "rows", out: Array | None = None, **options: Any) -> Array:
+    if stored == "columns" and out is None:
+        out = empty_like(s, shape=swap_last(shape)).swapaxes(-1, -2)
+    return swizzle.unswizzle_scales(s, shape=shape, out=out, **options)
+
+
+def _unswizzle_reference(s: np.ndarray, *, shape: tuple[int, ...], stored: str = "rows", **options: Any) -> np.ndarray:
+    return reference.unswizzle_scales(s, shape=shape, **options)
+
+
+def sizes(total: int, groups: int, axis: int, seed: int = 0) -> np.ndarray:
+    """Sizes of groups that make up `total` lines (axis 0) or blocks (axis 1, in elements), about a third of them empty."""
+    rng = np.random.default_rng(seed)
+    cuts = np.sort(rng.integers(0, total, max(groups - 1, 0), endpoint=True))
+    cuts[rng.random(len(cuts)) < 0.3] = total // 2
+    counts = np.diff(np.sort(cuts), prepend=0, append=total) if groups else np.zeros(0, np.int64)
+    return counts if axis == 0 else np.where(counts, counts * 32 - rng.integers(0, 32, len(counts)), 0)
+
+
+def _options(case: Case) -> dict[str, Any]:
+    options = dict(case.options)
+    groups, wide = options.pop("groups", None), options.pop("wide", True)
+    if groups is not None:
+        axis = options["axis"]
+        options["splits"] = sizes(case.shape[axis], groups, axis).astype(np.int64 if wide else np.int32)
+    return options
+
+
+def _swizzle_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    options = _options(case)
+    return (_stored(source(case), options.get("stored", "rows")),), options
+
+
+def _unswizzle_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Whatever is padding is not 0 here: nothing may depend on it."""
+    options = _options(case)
+    groups = {name: options[name] for name in ("splits", "axis") if name in options}
+    filled = np.zeros(case.shape, np.uint8)
+    filled[...] = 1
+    swizzled, used = (reference.swizzle_scales(s, **groups) for s in (source(case), filled.view(float8_e8m0fnu)))
+    w = empty(swizzled.shape, float8_e8m0fnu, like=swizzled)
+    poison(w)
+    np.copyto(w.view(np.uint8), swizzled.view(np.uint8), where=used.view(np.uint8) != 0)
+    return (w,), {"shape": case.shape, **options}
+
+
+def _cases(op: str) -> Iterator[Case]:
+    # Every variant of the kernels first, on a few blocks of threads.
+    for stored, blocks in (("rows", 37), ("columns", 37), ("rows", 36)):
+        for grouping in ({}, {"groups": 3, "axis": 0}, {"groups": 3, "axis": 1}):
+            yield Case(op, float8_e8m0fnu, (150, blocks), options={"stored": stored, **grouping})
+    for stored in ("rows", "columns"):
+        for shape in _SHAPES:
+            yield Case(op, float8_e8m0fnu, shape, options={"stored": stored})
+        for total, groups in _GROUPED:
+            for wide in (False, True):
+                yield Case(op, float8_e8m0fnu, (total, 6), options={"stored": stored, "groups": groups, "axis": 0, "wide": wide})
+                yield Case(op, float8_e8m0fnu, (130, total), options={"stored": stored, "groups": groups, "axis": 1, "wide": wide})
+        yield Case(op, float8_e8m0fnu, (256, 64), "bits", "offset", {"stored": stored})
+    yield Case(op, float8_e8m0fnu, MATRIX)
+
+
+def _swizzle_cases() -> Iterator[Case]:
+    yield from _cases("swizzle_scales")
+    yield Case("swizzle_scales", float8_e8m0fnu, (160, 48), "bits", "strided")
+
+
+def _unswizzle_cases() -> Iterator[Case]:
+    yield from _cases("unswizzle_scales")
+
+
+OPS = (
+    Op("swizzle_scales", _swizzle, _swizzle_reference, _swizzle_inputs, _swizzle_cases,
+       "E8M0 scales in the 128×4 tiles that block-scaled matrix products read; 3-D, and groups of sizes on the device"),
+    Op("unswizzle_scales", _unswizzle, _unswizzle_reference, _unswizzle_inputs, _unswizzle_cases,
+       "the inverse: compact scales without the padding"),
+)

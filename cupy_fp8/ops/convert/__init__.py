@@ -1,0 +1,1 @@
+"""Changes of type or direction: astype, transpose, dequantize, the scaling-aware transpose."""

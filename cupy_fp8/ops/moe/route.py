@@ -1,0 +1,250 @@
+"""Which row each token of an expert layer goes to. Kernels: kernels_cu/moe/route.cu."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ... import kernels, reference
+from ...arrays import Array, bits, empty_beside
+from ...calls import validate
+from ...kernels import Kernel, Variant, error_word, executor_of, workspace
+from ...layouts import cdiv, round_up
+from ...routing import MOST_EXPERTS, Routing
+
+_FIELDS = "9Pq8I"
+_COUNT, _RANK = (Kernel("moe/route", entry, _FIELDS) for entry in ("route_count", "route_rank"))
+_THREADS, _WARPS = 256, 8
+_MOST_BLOCKS = 128
+_ROUTES = 64                # of a warp, at least
+_MOST_ALIGN = 128
+_MOST = 2**31 - 1           # what row_map holds
+_INT32, _INT64, _BOOL = np.dtype(np.int32), np.dtype(np.int64), np.dtype(bool)
+
+
+def route(assignment: Array, *, num_experts: int | None = None, topk: int | None = None, rows: int | None = None, align: int = 1,
+          check: bool = False, out: Routing | None = None) -> Routing:
+    """Where copies of tokens go, so that the rows of each expert are together: the map that `permute` and `unpermute` follow.
+
+        expert e's rows begin at offsets[e], a multiple of `align`; in them its tokens come in their order, a token's slots in theirs
+
+    Parameters
+    ----------
+    assignment : int32 or int64 array [T, topk], the experts of each token's slots, -1: dropped. Or a mask, a bool array [T, E]; a token's
+        slots are then its experts in ascending order (where there are slots for all E, slot e is expert e)
+    num_experts : E, 1 to 1024. Needed for indices
+    topk : slots of a token, 0 to 1024. Of a mask the most experts that a token has (None: E, which needs `rows`); else the second extent
+    rows : of what `permute` will write, the caller's bound of the sum of all sizes, each rounded up to a multiple of `align`. None: what
+        always suffices, T * topk + E * (align - 1)
+    align : a power of two from 1 to 128: 16, 32 and 128 are what block scales and matrix products of groups want
+    check : wait for the device and raise ValueError if the assignment there is wrong. (NumPy arrays are always looked at)
+    out : an earlier result for the same T, topk, E, rows and align; written in place and returned. Needed while a CUDA graph is captured
+
+    Returns
+    -------
+    Routing: row_map, splits, aligned_splits, offsets and sources, all on the device.
+
+    Raises
+    ------
+    TypeError, ValueError, DeviceError, before anything is written. Assignments on the device raise nothing: an index of no expert counts as
+    dropped, and so do a mask's experts beyond `topk`; routes to rows that there are not go nowhere (-1), and the sizes are what
+    there is room for; `device_errors` tells.
+
+    Two launches, one for the indices of a few tokens. Source: TransformerEngine (moe_permute); docs/numerics.md section 8. Bytes moved:
+    the assignment, the map and its inverse.
+
+    >>> import numpy as np, cupy_fp8 as fp8
+    >>> r = fp8.route(np.array([[1, 0], [1, -1], [0, 1]]), num_experts=2, align=4)
+    >>> r.row_map.tolist(), r.splits.tolist(), r.offsets.tolist()
+    ([[4, 0], [5, -1], [1, 6]], [2, 3], [0, 4, 8])
+    >>> r
+    Routing(3 tokens x 2 slots -> 12 rows of 2 experts, aligned to 4, numpy)
+    """
+    if not check and out is not None:
+        kept = getattr(out, "__dict__", {}).get("_launch")
+        if kept is not None and kept.is_for(assignment, num_experts, topk, rows, align):
+            kept.run(assignment)
+            return out
+    x, xp, at = validate.source(assignment, (_INT32, _INT64, _BOOL), "assignment")
+    form = _form(x.shape, x.dtype, num_experts, topk, rows, align)
+    if xp is np:
+        _check(x, form)
+    elif check:
+        if kernels.capturing(x.data.device_id):
+            raise ValueError("check: waits for the device, which cannot be done while a CUDA graph is captured; check before the capture")
+        _check(x.get(), form)
+    if out is None:
+        validate.may_allocate(x)
+        result = _empty(x, form)
+    else:
+        _check_out(out, x, xp, at, form)
+        result = out
+    if executor_of(xp) == "reference":
+        made = reference.route(x, num_experts=form.number, topk=form.topk, rows=form.rows, align=form.align)
+        for name, a in result._arrays().items():
+            bits(a)[...] = bits(getattr(made, name))
+        return result
+    launch = _Launch(x, at, result, form, out is not None, (num_experts, topk, rows, align))
+    if out is not None and xp is not np and x is assignment:
+        result.__dict__["_launch"] = launch
+    launch.run(x)
+    return result
+
+
+# ---- what follows from shapes and options ----
+class _Form(NamedTuple):
+    mask: bool
+    tokens: int
+    topk: int
+    number: int
+    rows: int
+    align: int
+
+    @property
+    def run(self) -> int:
+        """Tokens of a warp."""
+        return max(cdiv(_ROUTES, max(1, self.topk)), cdiv(self.tokens, _WARPS * _MOST_BLOCKS))
+
+    @property
+    def blocks(self) -> int:
+        return max(1, cdiv(self.tokens, _WARPS * self.run))
+
+
+def _form(shape: tuple[int, ...], dtype: np.dtype[Any], num_experts: Any, topk: Any, rows: Any, align: Any) -> _Form:
+    mask = dtype == _BOOL
+    if len(shape) != 2:
+        raise ValueError(f"assignment: expected shape {'[T, E]' if mask else '[T, topk]'}, got {shape}")
+    tokens, extent = shape
+    if mask:
+        if topk is None and rows is None:
+            raise ValueError("topk: a mask needs topk (the most experts of one token) or rows (the bound of the result), got neither")
+        number = extent if num_experts is None else _integer(num_experts, "num_experts")
+        slots = extent if topk is None else _integer(topk, "topk")
+        if number != extent:
+            raise ValueError(f"num_experts: expected {extent}, the columns of the mask, got {number}")
+        if slots > extent:
+            raise ValueError(f"topk: expected at most {extent}, the experts of the mask, got {slots}")
+    else:
+        if num_experts is None:
+            raise ValueError("num_experts: needed where the assignment is indices, got None")
+        number = _integer(num_experts, "num_experts")
+        slots = extent if topk is None else _integer(topk, "topk")
+        if slots != extent:
+            raise ValueError(f"topk: expected {extent}, the columns of the assignment, got {slots}")
+    if not 1 <= number <= MOST_EXPERTS:
+        raise ValueError(f"num_experts: expected 1 to {MOST_EXPERTS}, got {number}")
+    if not 0 <= slots <= MOST_EXPERTS:
+        raise ValueError(f"topk: expected 0 to {MOST_EXPERTS}, got {slots}")
+    align = _integer(align, "align")
+    if not 1 <= align <= _MOST_ALIGN or align & align - 1:
+        raise ValueError(f"align: expected a power of two from 1 to {_MOST_ALIGN}, got {align}")
+    bound = tokens * slots + number * (align - 1) if rows is None else _integer(rows, "rows")
+    if bound < 0:
+        raise ValueError(f"rows: expected 0 or more, got {bound}")
+    if max(bound, tokens * slots) > _MOST:
+        raise ValueError(f"rows: {bound} rows of {tokens * slots} routes are more than int32 holds (2**31 - 1); split the tokens")
+    return _Form(mask, tokens, slots, number, bound, align)
+
+
+def _integer(value: Any, name: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an integer, got {value!r}") from None
+
+
+def _check(host: np.ndarray, form: _Form) -> None:
+    """ValueError unless an assignment on the host has experts that exist, and slots and rows for all of them."""
+    if form.mask:
+        most = host.sum(axis=1)
+        if form.tokens and most.max() > form.topk:
+            token = int(np.argmax(most > form.topk))
+            raise ValueError(f"assignment: expected at most topk={form.topk} experts of a token, got {most[token]} of token {token}")
+        sizes = host.sum(axis=0)
+    else:
+        wrong = (host < -1) | (host >= form.number)
+        if wrong.any():
+            token, slot = map(int, np.argwhere(wrong)[0])
+            raise ValueError(f"assignment: expected experts 0 to {form.number - 1}, or -1 for none, got {host[token, slot]} at "
+                             f"[{token}, {slot}]")
+        sizes = np.bincount(host[host >= 0].astype(np.int64), minlength=form.number)
+    needed = sum(round_up(size, form.align) for size in sizes.tolist())
+    if needed > form.rows:
+        raise ValueError(f"rows: expected at least the {needed} that this assignment needs (sizes rounded up to {form.align}), got "
+                         f"{form.rows}")
+
+
+# ---- results ----
+def _shapes(form: _Form) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
+        "row_map": ((form.tokens, form.topk), _INT32), "splits": ((form.number,), _INT32), "aligned_splits": ((form.number,), _INT32),
+        "offsets": ((form.number + 1,), _INT64), "sources": ((form.rows,), _INT32)}
+    if form.mask:
+        shapes["experts"] = (form.tokens, form.topk), _INT32
+    return shapes
+
+
+def _empty(x: Array, form: _Form) -> Routing:
+    return Routing(**{name: empty_beside(x, shape, dtype) for name, (shape, dtype) in _shapes(form).items()}, rows=form.rows,
+                   align=form.align)
+
+
+def _check_out(out: Routing, x: Array, xp: Any, at: int, form: _Form) -> None:
+    if not isinstance(out, Routing):
+        raise TypeError(f"out: expected a Routing (an earlier result), got {type(out).__name__}")
+    if form.mask != (out.experts is not None):
+        raise ValueError(f"out: expected the routing of {'a mask' if form.mask else 'indices'}, got that of "
+                         f"{'indices' if form.mask else 'a mask'}")
+    if out.align != form.align:
+        raise ValueError(f"out: expected align {form.align}, got a routing with {out.align}")
+    written: list[tuple[int, int, str]] = []
+    for name, (shape, dtype) in _shapes(form).items():
+        a = getattr(out, name)
+        a_at = validate.destination(a, shape, dtype, x, xp, at, f"out.{name}")
+        for other_at, nbytes, other in written:
+            validate.separate(a_at, a.nbytes, other_at, nbytes, f"out.{name}", other)
+        written.append((a_at, a.nbytes, f"out.{name}"))
+
+
+# ---- launches ----
+class _Launch:
+    """The launches of a call. Kept with a result on a GPU that was given as `out=`: the same assignment and options need no second look."""
+
+    def __init__(self, x: Array, at: int, result: Routing, form: _Form, given: bool, options: tuple[Any, ...]) -> None:
+        self._key = type(x), at, x.shape, x.dtype, *options
+        blocks, pitch = form.blocks, round_up(form.blocks, 4)
+        self._steps = [(_variant(_RANK), blocks)]
+        #: Counts of all blocks: of each launch its own.
+        self._counts: Any = None
+        if form.mask or blocks > 1:
+            self._steps.insert(0, (_variant(_COUNT), blocks))
+            self._counts = workspace(result.row_map if given else None, x, "route", form.number * pitch)
+        parts = (result.row_map, result.sources, result.splits, result.aligned_splits, result.offsets)
+        self._members = (
+            at, 0 if result.experts is None else validate.address(result.experts),
+            0 if self._counts is None else validate.address(self._counts), *map(validate.address, parts), error_word(x),
+            form.tokens, form.topk, form.number, form.rows, form.align, form.run, pitch, int(x.dtype == _INT64),
+            form.mask + (form.mask and form.topk == form.number))
+
+    def is_for(self, x: Any, *options: Any) -> bool:
+        """Whether this call is the earlier one again."""
+        return type(x) is self._key[0] and x._c_contiguous and (type(x), x.data.ptr, x.shape, x.dtype, *options) == self._key
+
+    def run(self, x: Array) -> None:
+        for variant, blocks in self._steps:
+            variant.launch(x, blocks, *self._members)
+
+
+@functools.cache
+def _variant(kernel: Kernel) -> Variant:
+    return kernel.variant(block=_THREADS)
+
+
+def variants() -> Iterator[Variant]:
+    """Every variant that this op may launch."""
+    yield _variant(_COUNT)
+    yield _variant(_RANK)

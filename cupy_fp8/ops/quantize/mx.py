@@ -1,0 +1,210 @@
+"""MX: blocks of 32 elements with E8M0 scales. Kernels: kernels_cu/quantize/mx.cu."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from ... import reference
+from ...arrays import Array, empty_beside
+from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e4m3fn, float32, lookup
+from ...kernels import Kernel, Variant, elementwise
+from ...kernels.warp_tiles import LANE_COLUMNS, Panels
+from ...layouts import SWIZZLE_COLUMNS, cdiv, scale_grid
+from ...recipes import Form, check_mx_options, empty_mx, mx_forms
+from ...results import Quantized
+from . import block_results
+from .block_results import ABSENT, AS_IS, TRANSPOSED, PanelStep, Side, Step
+
+FIELDS = "4PP3qP3q3qfIiI3I"
+_ROWS = Kernel("quantize/mx", "quantize_mx_rows", FIELDS)
+_TILE = Kernel("quantize/mx", "quantize_mx_tile", FIELDS)
+_BLOCK = 32
+_NO_SCALES = (0, 1, 1)
+
+_STORED = ((AS_IS, ABSENT), (TRANSPOSED, ABSENT), (ABSENT, AS_IS), (ABSENT, TRANSPOSED), (AS_IS, AS_IS), (AS_IS, TRANSPOSED),
+           (TRANSPOSED, TRANSPOSED))
+_SWIZZLED = Panels(4, 1, down_first=False)      # 128 lines: the swizzled scales of a tile of 128 x 128 elements are adjacent
+_COMPACT = Panels(1, 8, down_first=False)       # 32 bytes of a row's compact scales (and of a transposed row)
+_GATHERED = Panels(8, 1, down_first=False)      # 256 bytes of a transposed row
+ANY_SHAPE = _GATHERED
+
+
+def quantize_mx(x: Array, *, dtype: Any = float8_e4m3fn, rowwise: bool = True, columnwise: bool = False, transposed: bool = False,
+                mode: str = "rceil", profile: str = "te", block: tuple[int, int] = (1, 32), scale_layout: str = "compact",
+                noop: Array | None = None, out: Quantized | None = None) -> Quantized:
+    """Quantise to MXFP8: every 32 neighbouring elements share a scale, a power of two kept as one E8M0 byte.
+
+        e = scale byte of max |x| over the block      data = cast(x * 2**(127 - e))      scale_inv = 2**(e - 127)
+
+    in f32: round to nearest even, saturating, NaN as 0x7F; every byte as docs/numerics.md section 2 says. One kernel reads x once and
+    writes everything, both directions included.
+
+    Parameters
+    ----------
+    x : bfloat16, float16 or float32 array […, M, K] of two or three dimensions (a batch: each matrix by itself). An array whose last two
+        axes are swapped in memory (expert weights with strides (N·K, 1, N), say) is read as it is; any other view is copied first
+    dtype : float8_e4m3fn or float8_e5m2
+    rowwise, columnwise : blocks of 32 along K, blocks of 32 along M; the last one of a line may be shorter
+    transposed : store the column-wise data […, K, M]
+    mode : how the block's amax becomes e: 'rceil' (amax / fp8_max rounded up to a power of two), 'floor' (OCP MX v1.0: large elements
+        may saturate), 'ceil', 'even'
+    profile : 'te' (NaN is ignored by the amax and stays NaN; a block with Inf gets e = 254) or 'torchao' (NaN or Inf makes its whole block
+        NaN, e = 255)
+    block : (1, 32), or (32, 32): one amax for 32 x 32 elements, whose scale either direction repeats for its lines
+    scale_layout : 'compact' (row-wise […, M, ceil(K/32)], column-wise […, ceil(M/32), K]) or 'swizzled' (tiles of 128 lines x 4 blocks, as
+        cuBLAS reads them: […, lines rounded up to 128, blocks rounded up to 4], padding 0; see docs/layouts.md)
+    noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `out`
+    out : an earlier result of the same shape and options (or ``recipe.empty(…)``); written in place and returned. With it the call
+        allocates nothing and can be captured into a CUDA graph
+
+    Returns
+    -------
+    Quantized, its scale_inv float8_e8m0fnu. With blocks of (32, 32) and without `transposed` both directions are the same data array.
+
+    Raises
+    ------
+    TypeError for wrong dtypes or NumPy and CuPy arrays mixed, ValueError for shapes, options and overlaps, DeviceError; all before
+    anything is written.
+
+    Source: OCP Microscaling Formats v1.0; TransformerEngine's MXFP8; torchao's to_mx. Bytes moved per element: x + 1 + 1/32 per
+    direction.
+
+    >>> import numpy as np, cupy_fp8 as fp8
+    >>> x = np.zeros((1, 64), np.float32)
+    >>> x[0, :2], x[0, 40] = (448, 3), 0.3
+    >>> q = fp8.quantize_mx(x)
+    >>> q.scale_inv.view(np.uint8).tolist(), q.data.astype(np.float32)[0, [0, 1, 40]].tolist()
+    ([[127, 117]], [448.0, 3.0, 320.0])
+    """
+    options = (lookup(dtype, FP8_DTYPES, "dtype").dtype, rowwise, columnwise, transposed, mode, profile, block, scale_layout)
+    return _QUANTIZE(x, options, noop, out)
+
+
+@functools.cache
+def _rule(dtype: np.dtype[Any], mode: str, profile: str) -> tuple[float, int, int, int]:
+    """The ScaleRule of kernels_cu/include/numerics/e8m0.cuh."""
+    fmt = FORMATS[dtype]
+    emax = int(np.log2(fmt.max))
+    up, half_a_step = 0x7FFFFF, 1 << 23 - fmt.mantissa_bits - 1
+    factor, rounding, bias = {"rceil": (float(np.float32(1) / np.float32(fmt.max)), up, 0), "floor": (2.0**-emax, 0, 0),
+                              "ceil": (1.0, up, emax), "even": (1.0, half_a_step, emax)}[mode]
+    return factor, rounding, bias, 254 if profile == "te" else 255
+
+
+class Plan(block_results.Plan):
+    kind = "MX"
+
+    def __init__(self, shape: tuple[int, ...], source: np.dtype[Any], swapped: bool, options: tuple[Any, ...]) -> None:
+        dtype, rowwise, columnwise, transposed, mode, profile, block, scale_layout = options
+        check_mx_options(mode, profile, block, scale_layout)
+        found = mx_forms(block_results.logical(shape, swapped), dtype, bool(rowwise), bool(columnwise), bool(transposed), block,
+                         scale_layout)
+        names = ("columnwise", "rowwise") if swapped else ("rowwise", "columnwise")
+        fast, slow = (found.get(name) for name in names)
+        stored = block_results.stored(fast, swapped), block_results.stored(slow, swapped)
+        square = block == (_BLOCK, _BLOCK)
+        if square:                     # the same codes whatever the direction: what counts is how they are stored
+            data = dict(zip(stored, names, strict=True))
+            stored = AS_IS if AS_IS in data and TRANSPOSED in data else ABSENT, max(data)
+
+        def side(i: int) -> Side:
+            how, name, form = stored[i], names[i], found.get(names[i])
+            return Side((data[how] if square else name) if how else None, how, name if form else None, _scale_strides(form))
+
+        self.sides = side(0), side(1)
+        alike = square and "columnwise" in found and not found["columnwise"].transposed
+        self.flat = stored == (AS_IS, ABSENT) and _is_flat(fast, shape[-1])
+        super().__init__(shape, found, ("data",) if alike else (), 16 if self.flat else LANE_COLUMNS * source.itemsize)
+        self.source, self.to, self.block, self.tall = source, dtype, block, scale_layout == "swizzled" or swapped
+        self.members = (self.size, self.rows, self.columns, *_rule(dtype, mode, profile), int(square), stored[0] | stored[1] << 2)
+
+    def empty(self, x: Array) -> Quantized:
+        return empty_mx(self.forms, self.block, functools.partial(empty_beside, x))
+
+    def make_steps(self) -> Iterator[Step]:
+        if self.flat:
+            yield _Rows(self)
+            return
+        stored = self.sides[0].stored, self.sides[1].stored
+        panels = panels_of(self.source, *stored, self.tall)
+        wide = tile_variant(self.source, self.to, *stored, panels), panels.grid(self.shape)
+        any_shape = any_shape_variant(self.source, self.to), ANY_SHAPE.grid(self.shape)
+        yield PanelStep(self, self.sides, self.members, wide, any_shape)
+
+
+class _Rows(Step):
+    """Of quantize_mx_rows."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan.sides, plan.members)
+        self._variant = _rows_variant(plan.source, plan.to)
+        self._grid, _ = elementwise.grid(plan.size, plan.shape, plan.source.itemsize, 1, 0, 0)
+        self._chunk = 16 // plan.source.itemsize
+
+    def bind(self, out: block_results.Addresses, aligned: bool) -> block_results.Launch:
+        data, _, scales, nowhere = self._pick(out)
+        vector = int(aligned and data % self._chunk == 0)
+        return self._variant, self._grid, (data, 0, scales, *self._fast, nowhere, *self._slow, *self._members, vector)
+
+
+_QUANTIZE = block_results.Quantizer(Plan, reference.quantize_mx, (
+    "dtype", "rowwise", "columnwise", "transposed", "mode", "profile", "block", "scale_layout"))
+
+
+def _is_flat(form: Form | None, columns: int) -> bool:
+    """Whether quantize_mx_rows can write this direction: whole blocks, whose scales follow one another."""
+    return form is not None and columns % _BLOCK == 0 and form.scale_layout == "compact" and form.block == (1, _BLOCK)
+
+
+def _scale_strides(form: Form | None) -> tuple[int, int, int]:
+    """The ScaleTarget of kernels_cu/include/numerics/e8m0.cuh, but for the address."""
+    if form is None:
+        return _NO_SCALES
+    assert form.block is not None
+    grid, matrix = scale_grid(form.shape, form.block), form.scale_shape[-2] * form.scale_shape[-1]
+    if form.scale_layout == "swizzled":
+        return matrix, 0, cdiv(grid.blocks, SWIZZLE_COLUMNS)
+    return matrix, *((1, grid.outer) if grid.columnwise else (grid.blocks, 1))
+
+
+def panels_of(source: np.dtype[Any], fast: int, slow: int, tall: bool) -> Panels:
+    """The fastest on an H200 of those tried (docs/performance.md). tall: a scale's neighbours along a column of memory are its neighbours
+    in the result, so that a tile has to have four of them."""
+    if TRANSPOSED not in (fast, slow):
+        return _SWIZZLED if tall or not fast else _COMPACT
+    if AS_IS not in (fast, slow):
+        return _GATHERED._replace(down_first=True)
+    return _SWIZZLED if source == float32 else _GATHERED if tall else _COMPACT
+
+
+@functools.cache
+def _rows_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
+    return _ROWS.variant(block=elementwise.THREADS, IN=FORMATS[source].tag, OUT=FORMATS[to].tag)
+
+
+@functools.cache
+def tile_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int, panels: Panels, aligned: bool = True,
+                 kernel: Kernel = _TILE) -> Variant:
+    """Of the kernel of tiles, for arrays or (ops/quantize/grouped_blocks.py) for groups."""
+    shared = (fast, slow).count(TRANSPOSED) * panels.tile + 2 * panels.tile // _BLOCK                # and the scales of both directions
+    return kernel.variant(block=panels.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, FAST=fast, SLOW=slow,
+                         ALIGNED=int(aligned), **panels.defines)
+
+
+def any_shape_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
+    """For arrays whose rows do not allow wide accesses: what it stores, and how, is told at run time."""
+    return tile_variant(source, to, TRANSPOSED, TRANSPOSED, ANY_SHAPE, False)
+
+
+def variants() -> Iterator[Variant]:
+    """Every variant that this op may launch."""
+    for source, to in product(INPUT_DTYPES, FP8_DTYPES):
+        yield _rows_variant(source, to)
+        yield any_shape_variant(source, to)
+        for (fast, slow), tall in product(_STORED, (False, True)):
+            yield tile_variant(source, to, fast, slow, panels_of(source, fast, slow, tall))

@@ -1,0 +1,98 @@
+"""Current scaling of many matrices from one read, for those that fit into a GPU's multiprocessors. Kernels:
+kernels_cu/include/tile/single_read.cuh, for a list (tensor_list.cu) and for groups of rows (grouped_tensor.cu)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ... import kernels
+from ...arrays import Array
+from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES
+from ...kernels import Kernel, Variant, tiles
+
+#: Resident of the kernels, the last member of their structs.
+RESIDENT = "2P2I2fI"
+_THREADS = 384              # as in the kernel
+TILE = tiles.SMALL
+_STATE_WORDS = 2
+_MOST_SLOTS = 6             # as in the kernel
+_FEWEST_SLOTS = 4           # of a GPU; with fewer hardly a matrix fits
+#: For matrices of few tiles per block: with a sixth slot the L1 has 32 KB less.
+_PREFERRED_SLOTS = 5
+_FEWEST_TILES = 8           # per block, for which one launch is faster than two (docs/performance.md)
+_SLOT_BYTES = TILE.rows * TILE.columns * 2
+_STATIC_SHARED = 2048       # bytes that the kernel's own variables may take
+
+
+class _Machine(NamedTuple):
+    blocks: int
+    slots: int              # of matrices that leave half of what a block holds to others
+    most_slots: int         # 0: none at all
+    fewest: int             # tiles per block
+
+    def most(self, slots: int) -> int:
+        """Tiles of a matrix that is read once."""
+        return (slots + 1) * self.blocks
+
+
+_CPU = _Machine(blocks=3, slots=1, most_slots=2, fewest=0)
+
+
+@functools.cache
+def _gpu(device_id: int) -> _Machine:
+    fit = (kernels.shared_memory_per_block(device_id) - _STATIC_SHARED - TILE.shared) // _SLOT_BYTES
+    most = min(fit, _MOST_SLOTS) if fit >= _FEWEST_SLOTS else 0
+    return _Machine(kernels.multiprocessors(device_id), min(most, _PREFERRED_SLOTS), most, _FEWEST_TILES)
+
+
+class Choice(NamedTuple):
+    """A launch's slots and blocks."""
+
+    slots: int
+    blocks: int
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory."""
+        return self.slots * _SLOT_BYTES + TILE.shared
+
+
+def choose(x: Array, matrices: Sequence[int], times: int = 1) -> Choice | None:
+    """For matrices of so many tiles, so many times; None where two launches are faster: where there is little to do, and where most of it
+    would be read twice all the same. x: one of them, whose rows allow chunked access."""
+    machine = _CPU if isinstance(x, np.ndarray) else _gpu(x.data.device_id)
+    total = sum(matrices)
+    if x.dtype.itemsize != 2 or not machine.most_slots or times * total < machine.fewest * machine.blocks:
+        return None
+    slots = machine.slots if 2 * max(matrices) <= machine.most(machine.slots) else machine.most_slots
+    if 2 * sum(count for count in matrices if count <= machine.most(slots)) < total:
+        return None
+    return Choice(slots, max(1, min(machine.blocks, times * total)))
+
+
+def words(count: int) -> int:
+    """Of the workspace for `count` tiles: what `members` takes."""
+    return _STATE_WORDS + 2 * count
+
+
+def members(at: int, count: int, choice: Choice, rule: tuple[float, float, bool]) -> tuple[Any, ...]:
+    """Of Resident. at: of the workspace, a multiple of 8; rule: target, eps, pow2_scale."""
+    target, eps, pow2 = rule
+    return at, at + 4 * _STATE_WORDS, count, choice.slots, target, eps, int(pow2)
+
+
+@functools.cache
+def variant(kernel: Kernel, source: np.dtype[Any], to: np.dtype[Any], shared: int) -> Variant:
+    return kernel.variant(block=_THREADS, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag)
+
+
+def variants(kernel: Kernel) -> Iterator[Variant]:
+    """Every variant that may be launched of either kernel."""
+    for source, to in product(INPUT_DTYPES, FP8_DTYPES):
+        if source.itemsize == 2:
+            yield variant(kernel, source, to, 0)

@@ -1,0 +1,68 @@
+"""Current scaling in one launch, for tensors that fit into the GPU's multiprocessors. Kernel: kernels_cu/quantize/tensor_current.cu."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from ...arrays import Array
+from ...calls import validate
+from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES
+from ...kernels import Kernel, Variant, multiprocessors, shared_memory_per_block, workspace
+
+_CAST_CURRENT = Kernel("quantize/tensor_current", "cast_current", "7PqffII", cooperative=True)
+_HELD = 8                   # rounds in registers, as in the kernel
+_STATIC_SHARED = 1024       # bytes that the kernel's own variables may take
+_CHUNK_BYTES = 16
+
+
+class _Machine:
+    """What a grid can hold: one block per multiprocessor, so many rounds of chunks in each."""
+
+    def __init__(self, blocks: int, threads: int, shared_bytes: int) -> None:
+        self.blocks, self.threads = blocks, threads
+        round_bytes = threads * _CHUNK_BYTES
+        in_shared = (shared_bytes - _STATIC_SHARED) // round_bytes
+        self.shared, self.rounds = in_shared * round_bytes, _HELD + in_shared
+
+
+_CPU = _Machine(blocks=4, threads=256, shared_bytes=10 << 10)
+
+
+@functools.cache
+def _gpu(device_id: int) -> _Machine:
+    return _Machine(multiprocessors(device_id), 1024, shared_memory_per_block(device_id))
+
+
+def launch(x: Array, at: int, dtype: np.dtype[Any], data: int, scale_inv: int, scale_inv_copy: int, amax_at: int, noop_at: int,
+           owner: Array | None, target: float, eps: float, pow2: bool) -> bool:
+    """amax, scale and row-wise cast in one launch, if x fits and lies as the kernel needs it. owner: see `workspace`. Shared memory
+    that is not needed is left to the L1, through which the rounds in registers arrive."""
+    size, chunk = x.size, _CHUNK_BYTES // x.dtype.itemsize
+    machine = _CPU if isinstance(x, np.ndarray) else _gpu(x.data.device_id)
+    chunks = size // chunk
+    blocks = min(machine.blocks, -(-chunks // machine.threads)) or 1
+    rounds = -(-chunks // (blocks * machine.threads))
+    if rounds > machine.rounds or at % _CHUNK_BYTES or data % chunk:
+        return False
+    words = workspace(owner, x, "current", 1 + blocks)
+    _variant(x.dtype, dtype, machine).launch(x, blocks, at, data, scale_inv, scale_inv_copy, amax_at, noop_at, validate.address(words),
+                                             size, target, eps, int(pow2), rounds,
+                                             shared=max(1, rounds - _HELD) * machine.threads * _CHUNK_BYTES)
+    return True
+
+
+@functools.cache
+def _variant(source: np.dtype[Any], to: np.dtype[Any], machine: _Machine) -> Variant:
+    return _CAST_CURRENT.variant(block=machine.threads, shared=machine.shared, IN=FORMATS[source].tag,
+                                 OUT=FORMATS[to].tag, THREADS=machine.threads)
+
+
+def variants() -> Iterator[Variant]:
+    """Every variant that this op may launch."""
+    for source, to, machine in product(INPUT_DTYPES, FP8_DTYPES, (_Machine(1, 1024, _STATIC_SHARED), _CPU)):
+        yield _variant(source, to, machine)

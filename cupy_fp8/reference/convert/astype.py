@@ -1,0 +1,19 @@
+"""Reference of cupy_fp8.ops.convert.astype (docs/numerics.md, rules 2 to 5)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .. import numerics
+
+
+def astype(a: np.ndarray, dtype: Any, saturate: bool = True) -> np.ndarray:
+    """Exact to f32, then rounded to dtype."""
+    return numerics.narrow(numerics.widen(a), np.dtype(dtype), saturate)
+
+
+def transpose(a: np.ndarray) -> np.ndarray:
+    """The last two axes swapped, C-contiguous."""
+    return np.swapaxes(a, -1, -2).copy(order="C")

@@ -1,0 +1,1 @@
+"""Tokens of expert layers: routing, permutation, padding, offsets."""

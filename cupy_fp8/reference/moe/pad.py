@@ -1,0 +1,62 @@
+"""Reference of cupy_fp8.ops.moe.pad (docs/numerics.md, section 7)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ...arrays import bits, zeros
+from ...layouts import padded_rows
+from ...results import Scaled
+
+
+def pad_groups(x: Any, splits: Any, align: int) -> Any:
+    return _move_all(x, padded_rows(_rows(x), len(splits), align), splits, 1, align)
+
+
+def unpad_groups(y: Any, splits: Any, align: int, *, rows: int | None = None) -> Any:
+    return _move_all(y, _rows(y) if rows is None else rows, splits, align, 1)
+
+
+def sort_chunks(x: Any, splits: Any, order: Any) -> Any:
+    return _move_all(x, _rows(x), splits, 1, 1, np.asarray(order, np.int64))
+
+
+def _rows(x: Any) -> int:
+    return int(x.shape[0])
+
+
+def _move_all(x: Any, rows: int, *how: Any) -> Any:
+    """Of a Scaled the rows of data, and those of scales that each row has of its own."""
+    if not isinstance(x, Scaled):
+        return _move(x, rows, *how)
+    scale_inv = x.scale_inv.copy() if x.block is None else _move(x.scale_inv, rows, *how)
+    return Scaled(_move(x.data, rows, *how), scale_inv, (rows, *x.shape[1:]), False, x.block, x.scale_layout)
+
+
+def _move(x: np.ndarray, rows: int, splits: Any, align_from: int, align_to: int, order: np.ndarray | None = None) -> np.ndarray:
+    """Each row of the result from the row of x that it is a copy of, or 0."""
+    sizes = np.clip(np.asarray(splits, np.int64), 0, max(len(x), rows) + 1)        # sums of which int64 holds
+    order = np.arange(len(sizes)) if order is None else order
+    exists = (order >= 0) & (order < len(sizes))
+    group = np.where(exists, order, 0)
+    from_start = _starts(sizes, align_from)
+    placed = np.where(exists, sizes[group], 0) if len(sizes) else sizes
+    to_start = _starts(placed, align_to)
+    row = np.arange(rows)
+    at = np.searchsorted(to_start, row, side="right") - 1          # the last one that begins here or before: not an empty one
+    result = zeros((rows, *x.shape[1:]), x.dtype, like=np)
+    if len(sizes) == 0:
+        return result
+    offset = row - to_start[at]
+    source = from_start[group[at]] + offset
+    found = (offset < placed[at]) & (source < len(x))
+    bits(result)[found] = bits(x)[source[found]]
+    return result
+
+
+def _starts(sizes: np.ndarray, align: int) -> np.ndarray:
+    """Exclusive sums of the sizes, each rounded up."""
+    taken = -(-sizes // align) * align
+    return np.cumsum(taken) - taken

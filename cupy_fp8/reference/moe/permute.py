@@ -1,0 +1,88 @@
+"""Reference of cupy_fp8.ops.moe.permute (docs/numerics.md, section 8)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ...arrays import bits, zeros
+from ...results import Scaled
+from ...routing import Routing
+from .. import numerics
+
+
+def permute(x: Any, routing: Routing, *, probs: np.ndarray | None = None) -> Any:
+    """Each token, its scales and its probs in the rows that the map says; zeros elsewhere."""
+    if isinstance(x, Scaled):
+        data, scale_inv = (_to_rows(a, routing) for a in x)
+        rows: Any = Scaled(data, scale_inv, data.shape, False, x.block, x.scale_layout)
+    else:
+        rows = _to_rows(x, routing)
+    if probs is None:
+        return rows
+    rows_probs = np.zeros(routing.rows, np.float32)
+    used = routing.row_map >= 0
+    bits(rows_probs)[routing.row_map[used]] = bits(by_slot(probs, routing))[used]
+    return rows, rows_probs
+
+
+def unpermute(y: np.ndarray, routing: Routing, *, probs: np.ndarray | None = None) -> np.ndarray:
+    """narrow(sum of fl(row * prob)) over a token's rows, from the last row to the first, each product rounded and then added."""
+    columns = y.shape[1:]
+    order = np.argsort(-routing.row_map, axis=1, kind="stable")                  # nowhere (-1) comes last
+    row_map = np.take_along_axis(routing.row_map, order, 1)
+    total = np.zeros((routing.tokens, *columns), np.float32)
+    for slot in range(routing.topk):
+        here = row_map[:, slot] >= 0
+        term = numerics.widen(y[row_map[here, slot]])
+        if probs is not None:
+            prob = np.take_along_axis(by_slot(probs, routing), order, 1)[here, slot]
+            term = numerics.mul(term, prob.reshape(-1, *(1 for _ in columns)))
+        total[here] = term if slot == 0 else numerics.add(total[here], term)
+    return numerics.narrow(total, y.dtype)
+
+
+def permute_backward(grad: np.ndarray, routing: Routing, *, probs_grad: np.ndarray | None = None) -> Any:
+    """The gradient of x; and, of that of permuted probs, the gradient of probs by slot."""
+    x_grad = unpermute(grad, routing)
+    if probs_grad is None:
+        return x_grad
+    slots = np.zeros(routing.row_map.shape, np.float32)
+    used = routing.row_map >= 0
+    bits(slots)[used] = bits(probs_grad)[routing.row_map[used]]
+    return x_grad, slots
+
+
+def unpermute_backward(grad: np.ndarray, y: np.ndarray | None, routing: Routing, *,
+                       probs: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray | None]:
+    """grad_y = narrow(fl(grad * prob)) in each token's rows; dprob = the sum over the columns of fl(grad * y), by the fixed tree."""
+    if probs is None:
+        return _to_rows(grad, routing), None
+    assert y is not None
+    token, slot = np.nonzero(routing.row_map >= 0)
+    row = routing.row_map[token, slot]
+    columns = int(np.prod(grad.shape[1:]))
+    g = numerics.widen(grad.reshape(len(grad), columns))[token]
+    prob = by_slot(probs, routing)[token, slot]
+    grad_y = zeros(y.shape, y.dtype, like=np)
+    grad_y[row] = numerics.narrow(numerics.mul(g, prob[:, None]), y.dtype).reshape(len(row), *y.shape[1:])
+    dots = numerics.tree_sum(numerics.mul(g, numerics.widen(y.reshape(len(y), columns))[row]), 1)
+    dprobs = np.zeros(probs.shape, np.float32)
+    column = slot if probs.shape == routing.row_map.shape or routing.experts is None else routing.experts[token, slot]
+    bits(dprobs)[token, column] = bits(dots)
+    return grad_y, dprobs
+
+
+def by_slot(probs: np.ndarray, routing: Routing) -> np.ndarray:
+    """Probs [T, topk]: of a mask's [T, E] those of each slot's expert. (A slot without one is nowhere: any will do.)"""
+    if routing.experts is None or probs.shape == routing.row_map.shape:
+        return probs
+    return np.take_along_axis(probs, np.maximum(routing.experts, 0), 1)
+
+
+def _to_rows(x: np.ndarray, routing: Routing) -> np.ndarray:
+    rows = zeros((routing.rows, *x.shape[1:]), x.dtype, like=np)
+    token, slot = np.nonzero(routing.row_map >= 0)
+    bits(rows)[routing.row_map[token, slot]] = bits(x)[token]
+    return rows

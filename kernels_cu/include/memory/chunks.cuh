@@ -1,0 +1,190 @@
+// Chunks: a few neighbouring elements of one format, moved by one wide load or store, or element by element at ragged ends.
+#pragma once
+#include "numerics/formats.cuh"
+
+template <int kBytes> struct Words;                                  // the register image of kBytes bytes
+template <> struct Words<4> { using type = u32; };
+template <> struct Words<8> { using type = uint2; };
+template <> struct Words<16> { using type = uint4; };
+
+// Read-only load. Not L1::no_allocate: on an H200 that hint cost a tenth of the bandwidth of every kernel here
+// (docs/performance.md).
+template <class T>
+__device__ __forceinline__ T load_read_only(const T* p) { return __ldg(p); }
+
+// threadIdx.x, of which nothing is kept that is found here.
+__device__ __forceinline__ int thread_again() {
+    u32 thread = threadIdx.x;
+#ifndef CUPY_FP8_HOST
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+#endif
+    return (int)thread;
+}
+
+// 16 bytes from global to shared memory, both 16-byte aligned, on their way until copy_async_wait() in the same thread; zeros where they do
+// not exist. kThroughL1: for halves of sectors, whose other halves are copied soon.
+template <bool kThroughL1 = false>
+__device__ __forceinline__ void copy_async(u8* shared, const void* from, bool exists = true) {
+    const u32 bytes = exists ? 16 : 0;
+#ifdef CUPY_FP8_HOST
+    host_cp_async(shared, from, 16, bytes);
+#else
+    const u32 to = (u32)__cvta_generic_to_shared(shared);
+    if constexpr (kThroughL1) asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
+    else asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
+#endif
+}
+// Ends a group of them, and waits for all groups but the last kPending.
+__device__ __forceinline__ void copy_async_commit() {
+#ifdef CUPY_FP8_HOST
+    host_cp_async_commit();
+#else
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+#ifdef CUPY_FP8_HOST
+    host_cp_async_wait(kPending);
+#else
+    asm volatile("cp.async.wait_group %0;" :: "n"(kPending) : "memory");
+#endif
+}
+__device__ __forceinline__ void copy_async_wait() {
+#ifdef CUPY_FP8_HOST
+    host_cp_async_wait_all();
+#else
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+// Up to 128 bytes, 16-byte aligned and a multiple of 16, to the L2: nobody waits for them.
+__device__ __forceinline__ void fetch_to_l2(const void* from, u32 bytes) {
+#ifdef CUPY_FP8_HOST
+    const volatile u8* const all = static_cast<const u8*>(from);
+    (void)all[0], (void)all[bytes - 1];                              // as sanitizers see it
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(__cvta_generic_to_global(from)), "r"(bytes));
+#else
+    asm volatile("prefetch.global.L2 [%0];" :: "l"(__cvta_generic_to_global(from)));
+#endif
+}
+
+// 16 bytes to shared memory as one instruction: of a plain store NVRTC makes four words in some kernels, whose lanes then meet in banks.
+__device__ __forceinline__ void store_shared_whole(void* shared, u32 a, u32 b, u32 c, u32 d) {
+#ifdef CUPY_FP8_HOST
+    *reinterpret_cast<uint4*>(shared) = make_uint4(a, b, c, d);
+#else
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
+                 :: "r"((u32)__cvta_generic_to_shared(shared)), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+#endif
+}
+
+// The compiler has to be told that what a struct in shared memory points to is global.
+template <class T>
+__device__ __forceinline__ T* as_global(T* p) {
+#ifdef CUPY_FP8_HOST
+    return p;
+#else
+    __builtin_assume(__isGlobal(p));
+    return p;
+#endif
+}
+
+// Whether a device-side flag (one f32, or null) holds 1.0.
+__device__ __forceinline__ bool is_set(const float* flag) { return flag && as_bits(*flag) == 0x3f800000u; }
+
+// How many of the next `most` elements exist when `left` do (which may be negative).
+__device__ __forceinline__ int left_of(i64 left, int most) { return left >= most ? most : left > 0 ? (int)left : 0; }
+
+// kCount elements of format F, packed low element first.
+template <class F, int kCount>
+struct Chunk {
+    using storage = typename F::storage;
+    static constexpr int kBytes = kCount * sizeof(storage), kWords = kBytes / 4, kPerWord = 4 / sizeof(storage);
+    static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "a chunk is one load of 4, 8 or 16 bytes");
+    using Vector = typename Words<kBytes>::type;
+    u32 word[kWords];
+
+    static __device__ __forceinline__ Chunk load(const storage* p) {
+        Chunk c;
+        c.set(load_read_only(reinterpret_cast<const Vector*>(p)));
+        return c;
+    }
+    static __device__ __forceinline__ Chunk load_shared(const u8* p) {
+        Chunk c;
+        c.set(*reinterpret_cast<const Vector*>(p));
+        return c;
+    }
+    static __device__ __forceinline__ Chunk load_partial(const storage* p, int count) {
+        Chunk c;
+#pragma unroll
+        for (int w = 0; w < kWords; w++) {
+            c.word[w] = 0;
+#pragma unroll
+            for (int i = 0; i < kPerWord; i++)
+                if (w * kPerWord + i < count) c.word[w] |= (u32)p[w * kPerWord + i] << (8 * sizeof(storage) * i);
+        }
+        return c;
+    }
+    __device__ __forceinline__ void store(storage* p) const {
+        Vector v;
+        get(v);
+        *reinterpret_cast<Vector*>(p) = v;
+    }
+    // 16 bytes to global memory as one instruction, for memory that the kernel does not read: on sm_80 and sm_90 NVRTC makes four words
+    // of store() in some kernels that also use shared memory, and then every lane's 16 bytes are written in quarters. kFirstOut: the L2 may
+    // write them to memory before others, which pays where there is much more to write than to read (docs/performance.md).
+    template <bool kFirstOut = false>
+    __device__ __forceinline__ void store_whole(storage* p) const {
+        static_assert(kBytes == 16, "one 16-byte store");
+#ifdef CUPY_FP8_HOST
+        store(p);
+#else
+        const u64 to = __cvta_generic_to_global(p);
+        if constexpr (kFirstOut)
+            asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" :: "l"(to), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3]));
+        else asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" :: "l"(to), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3]));
+#endif
+    }
+    __device__ __forceinline__ void store_partial(storage* p, int count) const {
+#pragma unroll
+        for (int w = 0; w < kWords; w++)
+#pragma unroll
+            for (int i = 0; i < kPerWord; i++)
+                if (w * kPerWord + i < count) p[w * kPerWord + i] = (storage)(word[w] >> (8 * sizeof(storage) * i) % 32);
+    }
+
+    // Elements 2i and 2i+1. The index is a constant after unrolling.
+    __device__ __forceinline__ void widen2(int i, float& lo, float& hi) const {
+        if constexpr (sizeof(storage) == 4) lo = F::widen(word[2 * i]), hi = F::widen(word[2 * i + 1]);
+        else if constexpr (sizeof(storage) == 2) F::widen2(word[i], lo, hi);
+        else F::widen2(word[i / 2] >> (i % 2 * 16) & 0xffffu, lo, hi);
+    }
+    // In order i = 0, 1, ...: an even byte pair starts its word.
+    template <bool kSaturate = true>
+    __device__ __forceinline__ void narrow2(int i, float lo, float hi) {
+        if constexpr (sizeof(storage) == 4) word[2 * i] = F::narrow(lo), word[2 * i + 1] = F::narrow(hi);
+        else if constexpr (sizeof(storage) == 2) word[i] = F::narrow2(lo, hi);
+        else {
+            const u32 pair = F::template narrow2<kSaturate>(lo, hi);
+            word[i / 2] = i % 2 ? word[i / 2] | pair << 16 : pair;
+        }
+    }
+    // The part-th run of kPart elements.
+    template <int kPart>
+    __device__ __forceinline__ Chunk<F, kPart> slice(int part) const {
+        Chunk<F, kPart> c;
+#pragma unroll
+        for (int w = 0; w < Chunk<F, kPart>::kWords; w++) c.word[w] = word[part * Chunk<F, kPart>::kWords + w];
+        return c;
+    }
+
+private:
+    __device__ __forceinline__ void set(u32 v) { word[0] = v; }
+    __device__ __forceinline__ void set(uint2 v) { word[0] = v.x, word[1] = v.y; }
+    __device__ __forceinline__ void set(uint4 v) { word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w; }
+    __device__ __forceinline__ void get(u32& v) const { v = word[0]; }
+    __device__ __forceinline__ void get(uint2& v) const { v = make_uint2(word[0], word[1]); }
+    __device__ __forceinline__ void get(uint4& v) const { v = make_uint4(word[0], word[1], word[2], word[3]); }
+};

@@ -1,0 +1,108 @@
+// amax (docs/numerics.md, rule 6): the largest magnitude, from 0. Magnitudes of every format order like their bits as unsigned
+// integers (Inf above every number, NaN above Inf), so reductions across threads are integer maxima and exact in any order.
+#pragma once
+#include "memory/chunks.cuh"
+
+// This thread's running maximum over chunks of format F. kNan: false ignores NaN, true lets one NaN win.
+template <class F, bool kNan = false>
+struct Amax {
+    u32 top = 0;                                                     // 16-bit formats: two running maxima, one per half
+
+    template <int kCount>
+    __device__ __forceinline__ void add(const Chunk<F, kCount>& c) {
+#pragma unroll
+        for (int w = 0; w < Chunk<F, kCount>::kWords; w++)
+            top = F::template max_magnitudes<kNan>(top, c.word[w] & F::kMagnitudes);
+    }
+    __device__ __forceinline__ u32 f32_bits() const {
+        if constexpr (sizeof(typename F::storage) == 4) return top;
+        else {
+            const u32 low = top & 0xffffu, high = top >> 16;
+            return as_bits(F::widen(low > high ? low : high));
+        }
+    }
+};
+
+// Adds to every thread's maximum its share of `n` elements from x on, by a whole block of kThreads: 16-byte loads, four of them in flight.
+template <int kThreads, class F>
+__device__ __forceinline__ void add_run(Amax<F>& amax, const typename F::storage* x, i64 n) {
+    constexpr int kUnroll = 4, kChunk = 16 / sizeof(typename F::storage);
+    constexpr i64 kStep = (i64)kThreads * kChunk;
+    using Source = Chunk<F, kChunk>;
+    const int lead = left_of(n, (int)(-reinterpret_cast<u64>(x) % 16 / sizeof(typename F::storage)));        // before the first aligned chunk
+    const typename F::storage* const aligned = x + lead;
+    const i64 whole = (n - lead) / kChunk * kChunk;
+    for (i64 first = threadIdx.x * kChunk; first < whole; first += kUnroll * kStep) {
+        Source c[kUnroll];
+#pragma unroll
+        for (int u = 0; u < kUnroll; u++) c[u] = first + u * kStep < whole ? Source::load(aligned + first + u * kStep) : Source{};
+#pragma unroll
+        for (int u = 0; u < kUnroll; u++) amax.add(c[u]);
+    }
+    if (threadIdx.x == 0) {
+        amax.add(Source::load_partial(x, lead));
+        amax.add(Source::load_partial(aligned + whole, (int)(n - lead - whole)));
+    }
+}
+
+// The largest of all threads' values, in thread 0: every thread put()s its own, and behind a __syncthreads() that the kernel has
+// anyway, get() tells. kThreads is the block size.
+template <int kThreads>
+struct BlockMax {
+    static_assert(kThreads % 32 == 0 && kThreads <= 1024, "whole warps, at most 32 of them");
+    static constexpr int kWarps = kThreads / 32;
+    u32* per_warp;                                                   // kWarps words of shared memory
+
+    __device__ __forceinline__ void put(u32 value) const {
+        value = __reduce_max_sync(~0u, value);
+        if (threadIdx.x % 32 == 0) per_warp[threadIdx.x / 32] = value;
+    }
+    __device__ __forceinline__ u32 get() const {
+        if (threadIdx.x >= 32) return 0;
+        return __reduce_max_sync(~0u, threadIdx.x < kWarps ? per_warp[threadIdx.x] : 0u);
+    }
+};
+
+// The same with a barrier of its own.
+template <int kThreads>
+__device__ __forceinline__ u32 block_max(u32 value) {
+    __shared__ u32 per_warp[BlockMax<kThreads>::kWarps];
+    const BlockMax<kThreads> top{per_warp};
+    top.put(value);
+    __syncthreads();
+    return top.get();
+}
+
+// Loads and stores that other blocks' may meet, or their atomics: plain ones would be data races.
+__device__ __forceinline__ u32 load_relaxed(const u32* word) {
+#ifdef CUPY_FP8_HOST
+    return host_load_relaxed(word);
+#else
+    u32 value;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    return value;
+#endif
+}
+__device__ __forceinline__ u64 load_relaxed(const u64* word) {
+#ifdef CUPY_FP8_HOST
+    return host_load_relaxed(word);
+#else
+    u64 value;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    return value;
+#endif
+}
+__device__ __forceinline__ void store_relaxed(u64* word, u64 value) {
+#ifdef CUPY_FP8_HOST
+    host_store_relaxed(word, value);
+#else
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" :: "l"(word), "l"(value) : "memory");
+#endif
+}
+__device__ __forceinline__ i32 load_relaxed(const float* buffer) { return (i32)load_relaxed(reinterpret_cast<const u32*>(buffer)); }
+
+// *buffer = max(*buffer, amax) on the bits. Most blocks of a large tensor find nothing to raise: look before the atomic.
+// before: the buffer at some earlier time.
+__device__ __forceinline__ void raise_amax(float* buffer, u32 bits, i32 before) {
+    if (before < (i32)bits) atomicMax(reinterpret_cast<i32*>(buffer), (i32)bits);
+}

@@ -1,0 +1,82 @@
+// Pairs of FP8 elements as pairs of f16, which hold every e4m3fn and e5m2 value: half the instructions of f32. Two elements are in a word,
+// the first one in the low half.
+#pragma once
+#include "numerics/formats.cuh"
+
+struct Halves {
+    // Rounded to nearest, subnormals kept.
+    static __device__ __forceinline__ u32 times(u32 a, u32 b) {
+#ifdef CUPY_FP8_HOST
+        float a_lo, a_hi, b_lo, b_hi;
+        f16::widen2(a, a_lo, a_hi);
+        f16::widen2(b, b_lo, b_hi);
+        return f16::narrow2(mul_rn(a_lo, b_lo), mul_rn(a_hi, b_hi));
+#else
+        u32 r;
+        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+        return r;
+#endif
+    }
+    // Largest of magnitudes in `top` and of the magnitudes of `next`, whose NaNs count for nothing.
+    static __device__ __forceinline__ u32 raised(u32 top, u32 next) {
+#ifndef CUPY_FP8_HOST
+        asm("abs.f16x2 %0, %0;" : "+r"(next));
+#else
+        next &= f16::kMagnitudes;
+#endif
+        return f16::max_magnitudes<false>(top, next);
+    }
+    // 2^k, -24 <= k <= 15.
+    static __device__ __forceinline__ u32 power(int k) { return k >= -14 ? (u32)(k + 15) << 10 : 1u << (k + 24); }
+};
+
+// kEmax: of the largest value, 1.75 * 2^kEmax. The half-th two of four codes in a word, and back: narrowing saturates.
+template <class F> struct Pairs;
+
+template <> struct Pairs<e4m3fn> {
+    static constexpr int kEmax = 8;
+    static __device__ __forceinline__ u32 widen(u32 word, int half) {
+#ifdef CUPY_FP8_HARDWARE_CVT
+        u32 halves;
+        if (half) asm("{\n\t.reg .b16 lo, hi;\n\tmov.b32 {lo, hi}, %1;\n\tcvt.rn.f16x2.e4m3x2 %0, hi;\n\t}" : "=r"(halves) : "r"(word));
+        else asm("{\n\t.reg .b16 lo, hi;\n\tmov.b32 {lo, hi}, %1;\n\tcvt.rn.f16x2.e4m3x2 %0, lo;\n\t}" : "=r"(halves) : "r"(word));
+        return halves;
+#else
+        float lo, hi;
+        e4m3fn::widen2(half ? word >> 16 : word & 0xffffu, lo, hi);
+        return f16::narrow2(lo, hi);
+#endif
+    }
+    static __device__ __forceinline__ u32 narrow(u32 first, u32 second) {
+#ifdef CUPY_FP8_HARDWARE_CVT
+        u32 word;
+        asm("{\n\t.reg .b16 lo, hi;\n\tcvt.rn.satfinite.e4m3x2.f16x2 lo, %1;\n\tcvt.rn.satfinite.e4m3x2.f16x2 hi, %2;\n\tmov.b32 %0, {lo, hi};\n\t}"
+            : "=r"(word) : "r"(first), "r"(second));
+        return word;
+#else
+        float lo, hi, lo2, hi2;
+        f16::widen2(first, lo, hi);
+        f16::widen2(second, lo2, hi2);
+        return e4m3fn::narrow2(lo, hi) | e4m3fn::narrow2(lo2, hi2) << 16;
+#endif
+    }
+};
+
+// e5m2 is the upper byte of f16.
+template <> struct Pairs<e5m2> {
+    static constexpr int kEmax = 15;
+    static __device__ __forceinline__ u32 widen(u32 word, int half) { return __byte_perm(word, 0, half ? 0x3424 : 0x1404); }
+    static __device__ __forceinline__ u32 narrow(u32 first, u32 second) {
+#ifdef CUPY_FP8_HARDWARE_CVT
+        u32 word;
+        asm("{\n\t.reg .b16 lo, hi;\n\tcvt.rn.satfinite.e5m2x2.f16x2 lo, %1;\n\tcvt.rn.satfinite.e5m2x2.f16x2 hi, %2;\n\tmov.b32 %0, {lo, hi};\n\t}"
+            : "=r"(word) : "r"(first), "r"(second));
+        return word;
+#else
+        float lo, hi, lo2, hi2;
+        f16::widen2(first, lo, hi);
+        f16::widen2(second, lo2, hi2);
+        return e5m2::narrow2(lo, hi) | e5m2::narrow2(lo2, hi2) << 16;
+#endif
+    }
+};

@@ -1,0 +1,88 @@
+// exp and the logistic function sigma (docs/numerics.md, section 9): a fixed sequence of correctly rounded f32 operations, the same in
+// NumPy (cupy_fp8/reference/numerics.py).
+//
+//   n = nearest integer of x * log2 e        r = x - n * ln 2        exp(x) = p(r) * 2^n, p of degree 5        sigma(a) = 1 / (1 + exp(-a))
+//
+// Every function takes a and speaks of exp(-a): the signs are in the constants, which changes no bit.
+#pragma once
+#include "numerics/arith.cuh"
+
+// 1.5 * 2^23: added to |v| < 2^22, it leaves v rounded to an integer in the low bits.
+constexpr float kToInteger = 12582912.0f;
+constexpr u32 kToIntegerBits = 0x4b400000u;
+
+// p(r), and n in the low bits of `shifted`. |a| <= 104.
+struct ReducedExp {
+    float p;
+    u32 shifted;
+
+    __device__ __forceinline__ explicit ReducedExp(float a) {
+        const float t = fma_rn(a, as_float(0xbfb8aa3bu), kToInteger);            // -log2 e
+        const float n = add_rn(t, -kToInteger);
+        float r = fma_rn(n, as_float(0x3f317218u), a);                           // exact; ln 2 in two parts. This is -r
+        r = fma_rn(n, as_float(0xb102e308u), r);
+        p = fma_rn(as_float(0xbc076c36u), r, as_float(0x3d2ba173u));
+        p = fma_rn(p, r, as_float(0xbe2aae85u));
+        p = fma_rn(p, r, as_float(0x3efffed3u));
+        p = fma_rn(p, r, as_float(0xbf7ffff7u));
+        p = fma_rn(p, r, 1.0f);
+        shifted = as_bits(t);
+    }
+};
+
+__device__ __forceinline__ float power_of_two(i32 n) { return as_float((u32)(n + 127) << 23); }     // -126 <= n <= 127
+
+// exp(-a) of any f32. In two steps, so that a subnormal result is rounded once; past the clamp it is 0 or Inf, and NaN is not clamped.
+__device__ __forceinline__ float exp_of_minus(float a) {
+    if (is_less(a, -89.0f)) a = -89.0f;
+    if (is_less(104.0f, a)) a = 104.0f;
+    const ReducedExp e(a);
+    const i32 n = is_nan(a) ? 0 : (i32)(e.shifted - kToIntegerBits), half = n >> 1;
+    return mul_rn(mul_rn(e.p, power_of_two(half)), power_of_two(n - half));
+}
+
+// 1 / d as div_rn rounds it, of d >= 1 or NaN. A division would be a call, which costs every kernel registers.
+__device__ __forceinline__ float reciprocal_from_one(float d) {
+    if (as_bits(d) < 0x7e800000u) return reciprocal(d);              // 2^126
+    if (as_bits(d) >= 0x7f800000u) return is_nan(d) ? d : 0.0f;
+    // The result in units of 2^-149, at most 2^23 of them, is n but for a last bit; where that is a tie, the remainder decides.
+    const float small = mul_rn(d, as_float(0x1f800000u)), r = reciprocal(small);                // d * 2^-64
+    const i32 remainder = (i32)as_bits(fma_rn(mul_rn(small, -1.0f), r, 1.0f));
+    const float n = mul_rn(r, as_float(0x6a000000u)), shifted = add_rn(n, 8388608.0f);          // * 2^85; + 2^23
+    const u32 rest = as_bits(add_rn(n, mul_rn(add_rn(shifted, -8388608.0f), -1.0f)));
+    u32 units = as_bits(shifted) - as_bits(8388608.0f);
+    if (rest == 0x3f000000u && remainder > 0) units++;               // 0.5 below what it should be
+    if (rest == 0xbf000000u && remainder < 0) units--;
+    return as_float(units);
+}
+
+// sigma(a) of any f32.
+__device__ __forceinline__ float sigmoid(float a) { return reciprocal_from_one(add_rn(1.0f, exp_of_minus(a))); }
+
+// The same of |a| < 87: exp(-a) and its reciprocal are normal numbers, so 2^n goes into the exponent, and a quotient is what rcp.rn itself
+// does there (reciprocal()).
+constexpr float kQuickSigmoid = 87.0f;
+__device__ __forceinline__ float quick_sigmoid(float a) {
+    const ReducedExp e(a);
+    return reciprocal(add_rn(1.0f, as_float(as_bits(e.p) + (e.shifted << 23))));
+}
+
+// Each a replaced by sigma(a); quick: every |a| is below kQuickSigmoid. The path for the rare large ones (and NaN) is a loop that turns the
+// array by one element at a time: registers have no index, and unrolled it would be most of a kernel.
+template <int kCount>
+__device__ __forceinline__ void sigmoids(float (&a)[kCount], bool quick) {
+    if (__builtin_expect(quick, 1)) {
+#pragma unroll
+        for (float& v : a) v = quick_sigmoid(v);
+        return;
+    }
+#pragma unroll 1
+    for (int i = 0; i < kCount; i++) {
+        const float first = sigmoid(a[0]);
+#pragma unroll
+        for (int k = 1; k < kCount; k++) a[k - 1] = a[k];
+        a[kCount - 1] = first;
+    }
+}
+template <int kCount>
+__device__ __forceinline__ void sigmoids(float (&a)[kCount]) { sigmoids(a, all_below(a, kQuickSigmoid)); }

@@ -1,0 +1,18 @@
+// What kernels of blocks with f32 scales are told of an array. IN is the kernel's format. (quantize_block_rows needs no member from `panels` on.)
+#pragma once
+#include "scale/block_scale.cuh"
+
+struct BlockParams {
+    const IN::storage* x;
+    const float* noop;           // one element: 1.0 there means that nothing is written; or null
+    u8 *fast_data, *slow_data;   // squares: as is, transposed
+    ScaleGrid fast, slow;        // squares: two places for the same scales
+    i64 rows, columns;           // of each matrix
+    BlockRule rule;
+    u32 panels;                  // of a block along its line, in runs of 32 elements: 1, 2 or 4
+    u32 divide;                  // 1: by scale_inv
+    u32 square;
+    u32 stored;                  // tile without ALIGNED: FAST | SLOW << 2. lines: 1 as is, 2 transposed
+    u32 vector;                  // without ALIGNED: bit 0, every row of x allows loads of four elements; bits 1 and 2, fast and slow data
+                                 // stores of 4 bytes as is, of 16 bytes transposed (lines: bit 1)
+};

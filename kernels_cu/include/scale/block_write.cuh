@@ -1,0 +1,179 @@
+// How a warp writes the codes of its panel, in kernels of blocks with f32 scales. IN and OUT are the kernel's formats; PANELS_DOWN and
+// PANELS_ACROSS as its file says.
+#pragma once
+#include "scale/block_params.cuh"
+#include "groups/row_groups.cuh"
+#include "tile/warp_tile.cuh"
+
+using Tile = PanelTile<PANELS_DOWN, PANELS_ACROSS>;
+
+constexpr int kRuns = kPanelColumns / 32;                            // of 32 elements in a row of a panel
+constexpr int kRunStride = kPanelRows + 4;                           // words between them in shared memory: no conflicts of banks
+constexpr int kRowWords = kRuns * kRunStride;                        // shared by a warp for a scale of every row of every run
+
+__device__ __forceinline__ u32 larger(u32 a, u32 b) { return a > b ? a : b; }
+
+// Elements are multiplied by a factor, or divided: by quick_quotient_of_codes() where all divisors of a warp allow that, since a choice for
+// every few elements takes longer than it saves.
+enum How { kMultiply, kDivideQuickly, kDivide };
+
+// By rows: factors, or divisors and their reciprocals.
+struct RowOperands {
+    const float *factors, *divisors;
+
+    static __device__ __forceinline__ void load(const float* from, float (&four)[4]) {
+        const float4 v = *reinterpret_cast<const float4*>(from);
+        four[0] = v.x, four[1] = v.y, four[2] = v.z, four[3] = v.w;
+    }
+};
+// By this lane's columns.
+struct ColumnOperands {
+    float factor[kLaneColumns], divisor[kLaneColumns];
+};
+
+// Four codes in a word.
+template <How kHow>
+__device__ __forceinline__ u32 scaled_codes(const float (&v)[4], const float (&factor)[4], const float (&divisor)[4]) {
+    float scaled[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        scaled[i] = kHow == kMultiply ? mul_rn(v[i], factor[i])
+                    : kHow == kDivideQuickly ? quick_quotient_of_codes(v[i], divisor[i], factor[i]) : div_rn(v[i], divisor[i]);
+    Chunk<OUT, 4> out;
+    out.narrow2(0, scaled[0], scaled[1]);
+    out.narrow2(1, scaled[2], scaled[3]);
+    return out.word[0];
+}
+
+// A warp's panel and where it belongs.
+struct Place {
+    i64 at;                      // of this lane's columns in the panel's first row
+    int rows_left, columns_left;
+};
+
+// Data of one direction. `wide`: stores of 4 bytes.
+struct Target {
+    u8* as_is;
+    bool wide;
+};
+
+// The codes of rows 4 * quad to 4 * quad + 3: stored as is (kAsIs), and transposed into words[column][quad % 4]. kFast: `rows` has an
+// operand for every row; otherwise there is one for each of the lane's columns.
+template <bool kFast, bool kWide, How kHow>
+__device__ __forceinline__ void write_quad(const BlockParams& p, const Panel<IN>& panel, const Place& place, const RowOperands& rows,
+                                           const ColumnOperands& columns, bool as_is, const Target& to, int quad,
+                                           u32 (&words)[kLaneColumns][4]) {
+    float factor[4] = {}, divisor[4] = {};
+    if (kFast) RowOperands::load(rows.factors + quad * 4, factor);
+    if (kFast && kHow != kMultiply) RowOperands::load(rows.divisors + quad * 4, divisor);
+    u32 codes[4];
+    u8* at = to.as_is + (place.at + quad * 4 * p.columns);
+#pragma unroll
+    for (int i = 0; i < 4; i++, at += p.columns) {
+        const int r = quad * 4 + i;
+        float v[kLaneColumns];
+        panel.line[r].widen2(0, v[0], v[1]);
+        panel.line[r].widen2(1, v[2], v[3]);
+        if constexpr (kFast)
+            codes[i] = scaled_codes<kHow>(v, {factor[i], factor[i], factor[i], factor[i]}, {divisor[i], divisor[i], divisor[i], divisor[i]});
+        else codes[i] = scaled_codes<kHow>(v, columns.factor, columns.divisor);
+        if (!as_is) continue;
+        const int left = r < place.rows_left ? place.columns_left : 0;
+        const Chunk<OUT, 4> out{{codes[i]}};
+        if (!kWide && !to.wide) out.store_partial(at, left);
+        else if (left) out.store(at);
+    }
+    u32 column[kLaneColumns];
+    transpose_4x4(codes[0], codes[1], codes[2], codes[3], column);
+#pragma unroll
+    for (int c = 0; c < kLaneColumns; c++) words[c][quad % 4] = column[c];
+}
+
+// Sixteen rows: what a column has of them are 16 bytes of a transposed row.
+template <bool kFast, bool kWide, How kHow>
+__device__ __forceinline__ void write_half(const BlockParams& p, const Panel<IN>& panel, const Place& place, const RowOperands& rows,
+                                           const ColumnOperands& columns, bool as_is, bool transposed, const Target& to, int half,
+                                           const Tile& tile) {
+    if (!as_is && !transposed) return;
+    u32 words[kLaneColumns][4];
+#pragma unroll
+    for (int quad = 0; quad < 4; quad++)
+        write_quad<kFast, kWide, kHow>(p, panel, place, rows, columns, as_is, to, half * 4 + quad, words);
+    if (transposed) tile.write(half, words);
+}
+
+// Sixteen rows multiplied by what their columns have, for transposed data alone: what is narrowed together comes from one column, so that there
+// is nothing left to transpose.
+__device__ __forceinline__ void write_half_of_columns(const Panel<IN>& panel, const ColumnOperands& columns, int half, const Tile& tile) {
+    u32 words[kLaneColumns][4];
+#pragma unroll
+    for (int quad = 0; quad < 4; quad++) {
+        float v[4][kLaneColumns];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const auto& line = panel.line[half * 16 + quad * 4 + i];
+            line.widen2(0, v[i][0], v[i][1]);
+            line.widen2(1, v[i][2], v[i][3]);
+        }
+#pragma unroll
+        for (int c = 0; c < kLaneColumns; c++) {
+            Chunk<OUT, 4> out;
+            out.narrow2(0, mul_rn(v[0][c], columns.factor[c]), mul_rn(v[1][c], columns.factor[c]));
+            out.narrow2(1, mul_rn(v[2][c], columns.factor[c]), mul_rn(v[3][c], columns.factor[c]));
+            words[c][quad] = out.word[0];
+        }
+    }
+    tile.write(half, words);
+}
+
+// Where data of a panel go, and how: 0 nowhere, 1 as they are, 2 transposed. square: by columns, as they are where the blocks of rows would be.
+struct Outputs {
+    int fast, slow;
+    bool square;
+    Target fast_target, slow_target;
+    Tile fast_tile, slow_tile;
+};
+
+// Sixteen rows in both directions, one after the other.
+template <bool kWide, How kHow>
+__device__ __forceinline__ void write_half_of_both(const BlockParams& p, const Panel<IN>& panel, const Place& place, const RowOperands& rows,
+                                                   const ColumnOperands& columns, int half, const Outputs& to) {
+    write_half<true, kWide, kHow>(p, panel, place, rows, columns, to.fast == 1, to.fast == 2, to.fast_target, half, to.fast_tile);
+    write_half<false, kWide, kHow>(p, panel, place, rows, columns, to.slow == 1, to.slow == 2, to.slow_target, half, to.slow_tile);
+}
+
+// All codes of a panel, for divisors that have no quick quotients: x, of which given_left rows exist, is read again. Rare; and a division takes the
+// compiler longer than anything else here, so that there are four in all, for a lane's columns of one row in one direction.
+__device__ __forceinline__ void divide_panel(const BlockParams& p, const Place& place, int given_left, const RowOperands& rows,
+                                             const ColumnOperands& columns, const Outputs& to) {
+#pragma unroll 1
+    for (int i = 0; i < 2 * kPanelRows; i++) {
+        const int row = i / 2;
+        const bool of_rows = i % 2 == 0;
+        if (of_rows ? to.square || !to.fast : !to.square && !to.slow) continue;
+        const auto line = Panel<IN>::Line::load_partial(p.x + (place.at + row * p.columns), row < given_left ? place.columns_left : 0);
+        float v[kLaneColumns], divisor[kLaneColumns];
+        line.widen2(0, v[0], v[1]);
+        line.widen2(1, v[2], v[3]);
+#pragma unroll
+        for (int c = 0; c < kLaneColumns; c++) divisor[c] = of_rows ? rows.divisors[row] : columns.divisor[c];
+        const u32 codes = scaled_codes<kDivide>(v, divisor, divisor);
+        const bool is_fast = of_rows || to.square;
+        if ((is_fast ? to.fast : to.slow) == 1 && row < place.rows_left) {
+            const Chunk<OUT, kLaneColumns> out{{codes}};
+            out.store_partial((is_fast ? to.fast_target : to.slow_target).as_is + (place.at + row * p.columns), place.columns_left);
+        }
+        if ((of_rows ? to.fast : to.slow) != 2) continue;
+        const Tile& tile = of_rows ? to.fast_tile : to.slow_tile;
+#pragma unroll
+        for (int c = 0; c < kLaneColumns; c++) *tile.byte_at(Tile::column() + c, Tile::row() + row) = (u8)(codes >> 8 * c);
+    }
+}
+
+// The part of a grid of scales that belongs to a group.
+__device__ __forceinline__ void move_to_group(ScaleGrid& grid, const GroupScales& scales, i64 before, i64 rows) {
+    if (!grid.to) return;
+    grid.to += before * scales.unit;
+    grid.rows = scales.block_rows(rows);
+    if (grid.row == 1) grid.column = grid.rows;
+}

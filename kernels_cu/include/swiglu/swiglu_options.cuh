@@ -1,0 +1,161 @@
+// OPTIONS 1: rows that allow wide accesses, and whatever else: bias, clamp, the form `gpt_oss`, a0 b0 a1 b1 ..., gradients whose H is no
+// multiple of a tile's columns. What these need beside swiglu_stream.cuh, to eight elements of a row at a time. Options are uniform, one
+// branch for eight elements, or none at all: without clamp the limit is Inf, without gpt_oss alpha is 1 and -0 is added to b, which changes
+// no bit.
+//
+// Results of gradients lie in two parts of each row. [da | db]: the tile of da and that of db. Interleaved: two neighbouring tiles of da0
+// db0 da1 db1 ..., and of 128 columns of grad a thread has four of the first 64 and the same four of the others: then its eight columns of
+// either part are neighbours, loads and stores are whole, and all that follows is the same for both orders.
+#pragma once
+
+__device__ __forceinline__ bool adjoin(const Gate& g) { return BACKWARD && g.interleaved(); }
+// Columns from the first part of a result to the second.
+__device__ __forceinline__ i64 apart(const Gate& g) { return adjoin(g) ? Tile::kColumns : g.half(); }
+// The column after the last of a part.
+__device__ __forceinline__ i64 end_of(const Gate& g, int part) {
+    return BACKWARD && part == 0 && !g.interleaved() ? g.half() : g.columns;
+}
+
+// The biases that the rows of a tile have, of a block's columns, of a and b, in an order in which a thread has four after four. EXPERTS 1:
+// experts have biases of their own; those of the first row's expert are here, then those of the last one's; rows of others are rare. As f32;
+// forward in blocks with transposed data as they come: there the chips with the least shared memory (99 KB) have none left.
+class Biases {
+#if defined(ENTRY_swiglu_block) && !BACKWARD
+    using Kept = IN;
+#else
+    using Kept = f32;
+#endif
+    static constexpr int kHalf = Tile::kColumns / 2, kOfExpert = 2 * Tile::kColumns;
+    static constexpr u32 kMinusZero = 1u << (8 * sizeof(IN::storage) - 1);        // added, it changes no bit
+    static __device__ __forceinline__ Kept::storage* kept() {
+        __shared__ __align__(16) Kept::storage biases[(1 + EXPERTS) * kOfExpert];
+        return biases;
+    }
+    static __device__ __forceinline__ u32 keep(f32, u32 bits) { return as_bits(IN::widen(bits)); }
+    template <class F>
+    static __device__ __forceinline__ u32 keep(F, u32 bits) { return bits; }
+
+public:
+#if EXPERTS
+    // Whose they are.
+    static __device__ __forceinline__ u32* experts() {
+        __shared__ u32 experts[2];
+        return experts;
+    }
+#endif
+    // Of a tile. Call __syncthreads() before add(), and before another tile's are loaded.
+    static __device__ __forceinline__ void load(const Gate& g, const TilePosition& tile) {
+        const int last = threadIdx.x / kOfExpert, part = threadIdx.x / Tile::kColumns % 2, e = threadIdx.x % Tile::kColumns;
+        if (last > EXPERTS || !(EXPERTS || g.bias)) return;
+        const i64 at = tile.column + (adjoin(g) ? e : e % kHalf / 4 * 8 + e / kHalf * 4 + e % 4);
+        const IN::storage* from = g.bias;
+#if EXPERTS
+        const i64 row = tile.row + last * (Tile::kRows - 1);
+        from = tile.row < g.rows ? g.bias_of(row) : nullptr;
+        if (part + e == 0 && tile.row < g.rows) experts()[last] = load_read_only(g.experts + row);
+#endif
+        const u32 bits = from && at < g.half() ? from[g.interleaved() ? 2 * at + part : part * g.half() + at] : kMinusZero;
+        kept()[threadIdx.x] = (Kept::storage)keep(Kept{}, bits);
+    }
+    // This thread's. The address of what is shared would be found anew, slowly, wherever it is used: so it is kept.
+    __device__ __forceinline__ Biases() {
+        const Kept::storage* const mine = kept() + Tile::column_patch() * 4;
+#ifdef CUPY_FP8_HOST
+        from = mine;
+#else
+        from = (u32)__cvta_generic_to_shared(mine);
+        asm volatile("" : "+r"(from));
+#endif
+    }
+    // part: of a, or of b; last: those of the last row's expert. Rows that do not exist are no longer 0 then.
+    __device__ __forceinline__ void add(const Gate& g, int part, bool last, float (&v)[8]) const {
+        if (!EXPERTS && !g.bias) return;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const auto four = load(last * kOfExpert + part * Tile::kColumns + half * kHalf);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                float low, high;
+                four.widen2(i, low, high);
+                float& first = v[half * 4 + 2 * i];
+                float& second = v[half * 4 + 2 * i + 1];
+                first = add_rn(first, low), second = add_rn(second, high);
+            }
+        }
+    }
+
+private:
+    using Four = Chunk<Kept, 4>;
+#ifdef CUPY_FP8_HOST
+    const Kept::storage* from;
+
+    __device__ __forceinline__ Four load(int at) const { return Four::load_shared(reinterpret_cast<const u8*>(from + at)); }
+#else
+    u32 from;
+
+    __device__ __forceinline__ Four load(int at) const {
+        Four four;
+        const u32 address = from + at * (int)sizeof(Kept::storage);
+        if constexpr (Four::kWords == 4)
+            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(four.word[0]), "=r"(four.word[1]), "=r"(four.word[2]), "=r"(four.word[3]) : "r"(address));
+        else asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(four.word[0]), "=r"(four.word[1]) : "r"(address));
+        return four;
+    }
+#endif
+};
+
+// Where |a| is below it, alpha * |a| is below kQuickSigmoid.
+constexpr float kQuickGptOss = 51.0f;
+
+// What gpt_oss adds to b.
+__device__ __forceinline__ float one(const Gate& g) { return g.has(Gate::kGptOss) ? 1.0f : -0.0f; }
+
+#if BACKWARD
+// a and b clamped where an element is beyond the limit, which is rare. Bit i: of a; bit 8 + i: of b.
+__device__ __forceinline__ u32 clip(const Gate& g, float (&a)[8], float (&b)[8]) {
+    if (__builtin_expect(none_beyond(a, b, g.limit), 1)) return 0;
+    u32 clipped = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        mark_above(clipped, 1u << i, a[i], g.limit), mark_above(clipped, 0x100u << i, magnitude(b[i]), g.limit);
+        a[i] = at_most(a[i], g.limit), b[i] = at_least(at_most(b[i], g.limit), g.minus_limit);
+    }
+    return clipped;
+}
+
+// da and db of eight elements, in the order of their parts. sums: of the terms of dp, over four elements and four; interleaved these are of
+// either part.
+__device__ __forceinline__ void gradients(const Gate& g, float prob, const float (&a)[8], const float (&b)[8], float (&grad)[8],
+                                          const float (&sigma)[8], u32 clipped, float (&values)[2][8], float (&sums)[2]) {
+    float silu[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) silu[i] = mul_rn(a[i], sigma[i]);
+    if (g.sums) {
+        TreeSum<4> halves[2];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            halves[i / 4].add(i % 4, mul_rn(mul_rn(grad[i], silu[i]), b[i]));
+            grad[i] = mul_rn(grad[i], prob);
+        }
+        sums[0] = halves[0].sum(), sums[1] = halves[1].sum();
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const float rest = mul_rn(mul_rn(g.alpha, a[i]), fma_rn(sigma[i], -1.0f, 1.0f));                // u * (1 - sigma)
+        values[0][i] = mul_rn(mul_rn(grad[i], b[i]), mul_rn(sigma[i], add_rn(1.0f, rest)));
+        values[1][i] = mul_rn(grad[i], silu[i]);
+    }
+    if (__builtin_expect(clipped, 0)) {
+#pragma unroll
+        for (int i = 0; i < 16; i++)
+            if (clipped >> i & 1) values[i / 8][i % 8] = 0.0f;
+    }
+    if (!g.interleaved()) return;
+    float paired[2][8];
+#pragma unroll
+    for (int i = 0; i < 16; i++) paired[i / 8][i % 8] = values[i % 2][i / 2];
+#pragma unroll
+    for (int i = 0; i < 16; i++) values[i / 8][i % 8] = paired[i / 8][i % 8];
+}
+#endif

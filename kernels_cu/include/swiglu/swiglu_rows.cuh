@@ -1,0 +1,179 @@
+// PLAIN calls: those that most make. x = [a | b], no bias, no clamp, the form `swiglu`, rows that allow wide accesses; of gradients H is a
+// multiple of a tile's columns. Then a tile of y, or of da and that of db, comes from one read and one sigma, by instructions that follow
+// one another. Told at run time these choices were most of the program: an H200 waited for instructions.
+#pragma once
+#include "swiglu/swiglu.cuh"
+
+constexpr int kParts = 1 + BACKWARD;                                 // results: y, or da and db
+// Of swiglu_cast: how many rows are on their way from memory while one is computed.
+constexpr int kRowsAhead = sizeof(IN::storage) == 2 && BACKWARD ? 2 : 1;
+
+// What is loaded for a row of a patch.
+struct RawRow {
+    Eight a, b;
+#if BACKWARD
+    Eight grad;
+#endif
+};
+
+// Combines kCount values of every lane over the four lanes of a run: each lane is left with one of them, the owned()-th. Each exchange
+// halves the values that a lane has a part of.
+template <int kCount, class Combine>
+__device__ __forceinline__ u32 fold(const u32 (&v)[kCount], Combine combine) {
+    static_assert(kCount == 2 || kCount == 4, "at most one for each lane");
+    const bool upper = threadIdx.x & 1, upper_pair = threadIdx.x & 2;
+    u32 kept[kCount / 2];
+#pragma unroll
+    for (int i = 0; i < kCount / 2; i++) {
+        const u32 sent = upper ? v[i] : v[i + kCount / 2], own = upper ? v[i + kCount / 2] : v[i];
+        kept[i] = combine(own, __shfl_xor_sync(~0u, sent, 1));
+    }
+    if (kCount == 2) return combine(kept[0], __shfl_xor_sync(~0u, kept[0], 2));
+    const u32 sent = upper_pair ? kept[0] : kept[kCount / 2 - 1], own = upper_pair ? kept[kCount / 2 - 1] : kept[0];
+    return combine(own, __shfl_xor_sync(~0u, sent, 2));
+}
+template <int kCount>
+__device__ __forceinline__ int owned() { return kCount == 2 ? threadIdx.x % 2 : threadIdx.x % 2 * 2 + threadIdx.x / 2 % 2; }
+// The lane of this lane's run that owns value i of four.
+__device__ __forceinline__ int owner(int i) { return threadIdx.x % 32 / 4 * 4 + i / 2 + i % 2 * 2; }
+
+// Wants v here, not where it is used.
+__device__ __forceinline__ void pin(float (&v)[8]) {
+#ifndef CUPY_FP8_HOST
+#pragma unroll
+    for (float& each : v) asm volatile("" : "+f"(each));
+#endif
+}
+
+// Values and, of gradients, the sum of the terms of dp where these are wanted. Without probs they are 1, which changes no bit.
+__device__ __forceinline__ float activate(const float* sums, float prob, const float (&a)[8], const float (&b)[8], float (&grad)[8],
+                                          const float (&sigma)[8], float (&values)[kParts][8]) {
+#if BACKWARD
+    TreeSum<8> sum;
+    float silu[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) silu[i] = mul_rn(a[i], sigma[i]);
+    if (sums) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            sum.add(i, mul_rn(mul_rn(grad[i], silu[i]), b[i]));
+            grad[i] = mul_rn(grad[i], prob);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const float rest = mul_rn(a[i], fma_rn(sigma[i], -1.0f, 1.0f));                               // a * (1 - sigma)
+        values[0][i] = mul_rn(mul_rn(grad[i], b[i]), mul_rn(sigma[i], add_rn(1.0f, rest)));
+        values[1][i] = mul_rn(grad[i], silu[i]);
+    }
+    return sums ? sum.sum() : 0.0f;
+#else
+#pragma unroll
+    for (int i = 0; i < 8; i++) values[0][i] = mul_rn(mul_rn(mul_rn(a[i], sigma[i]), b[i]), prob);
+    return 0.0f;
+#endif
+}
+
+__device__ __forceinline__ float activate(const float* sums, float prob, const float (&a)[8], const float (&b)[8], float (&grad)[8],
+                                          float (&values)[kParts][8]) {
+    float sigma[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) sigma[i] = a[i];
+    sigmoids(sigma);
+    return activate(sums, prob, a, b, grad, sigma, values);
+}
+
+__device__ __forceinline__ void widen_eight(const Eight& from, float (&v)[8]) {
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) from[i / kLoad].widen2(i % kLoad / 2, v[i], v[i + 1]);
+}
+
+__device__ __forceinline__ u32 add_bits(u32 v, u32 w) { return as_bits(add_rn(as_float(v), as_float(w))); }
+// The sums of kRows rows, `row` and those that many `apart`, over the columns of a tile, the tile-th across. left: how many rows there are
+// from `row` on.
+template <int kRows>
+__device__ __forceinline__ void store_sums(const Gate& g, const u32 (&sums)[kRows], i64 row, int apart, i64 tile, int left) {
+    float total = as_float(fold(sums, add_bits));
+#pragma unroll
+    for (int distance = 4; distance < Tile::kColumnPatches; distance *= 2)
+        total = add_rn(total, as_float(__shfl_xor_sync(~0u, as_bits(total), distance)));
+    const int r = owned<kRows>() * apart;
+    if (Tile::column_patch() < kRows && r < left) g.sums[tile * g.rows + row + r] = as_float(f32::narrow(total));
+}
+
+// The rows of a patch in groups of kRows, kAhead of them on their way from memory while one is computed.
+// A row that does not exist repeats the row whose registers it has, times 0: what is not NaN becomes 0. (Gradients without weights are not
+// multiplied by anything: what is repeated is in the same maxima already.)
+template <int kRows, int kAhead>
+class Rows {
+public:
+    __device__ __forceinline__ Rows(const Gate& g, const Place& place)
+        : rows_left(place.columns_left ? place.rows_left : 0), half(g.half()), a(g.x + place.row * (2 * half) + place.column) {
+        static_assert(kRows % kAhead == 0, "a row takes the registers of the one that is kAhead above it");
+#if BACKWARD
+        grad = g.grad + place.row * half + place.column;
+#endif
+        const i64 row = place.row - Tile::patch_row() + threadIdx.x;
+        const float prob = g.probs && threadIdx.x < Tile::kRows && row < g.rows ? g.probs[row] : row < g.rows ? 1.0f : 0.0f;
+#pragma unroll
+        for (int i = 0; i < kAhead; i++) {
+            raw[i] = {};
+            load(0, i, raw[i]);
+        }
+        float* const probs = shared_probs();
+        if (threadIdx.x < Tile::kRows) probs[threadIdx.x] = prob;
+        __syncthreads();
+    }
+    // use(r, values) of the rows of a group. Groups are taken in their order.
+    template <class Use>
+    __device__ __forceinline__ void each(const Gate& g, const Place& place, int group, Use use) {
+        const auto prob = Chunk<f32, kRows>::load_shared(reinterpret_cast<const u8*>(shared_probs() + Tile::patch_row() + group * kRows));
+        u32 sums[kRows];
+#pragma unroll
+        for (int r = 0; r < kRows; r++) {
+            RawRow& in = raw[r % kAhead];
+            float a[8], b[8], grad[8], values[kParts][8];
+            widen_eight(in.a, a), widen_eight(in.b, b);
+#if BACKWARD
+            widen_eight(in.grad, grad);
+            pin(grad);
+#endif
+            pin(a), pin(b);
+            load(group * kRows, r + kAhead, in);             // past the patch no row exists
+            sums[r] = as_bits(activate(g.sums, as_float(prob.word[r]), a, b, grad, values));
+            use(r, values);
+        }
+        a += kRows * 2 * half;
+#if BACKWARD
+        grad += kRows * half;
+#endif
+        if (BACKWARD && g.sums) store_sums(g, sums, place.row + group * kRows, 1, place.column / Tile::kColumns, rows_left - group * kRows);
+    }
+
+private:
+    int rows_left;
+    i64 half;
+    const IN::storage* a;                                            // of the next row to be loaded
+#if BACKWARD
+    const IN::storage* grad;
+#endif
+    RawRow raw[kAhead];
+
+    static __device__ __forceinline__ float* shared_probs() {
+        __shared__ __align__(16) float probs[Tile::kRows];
+        return probs;
+    }
+    __device__ __forceinline__ void load(int first, int r, RawRow& to) {
+        const bool exists = first + r < rows_left;
+        load_eight(to.a, a + r * (2 * half), exists), load_eight(to.b, a + r * (2 * half) + half, exists);
+#if BACKWARD
+        load_eight(to.grad, grad + r * half, exists);
+#endif
+    }
+    static __device__ __forceinline__ void load_eight(Eight& to, const IN::storage* from, bool exists) {
+#pragma unroll
+        for (int l = 0; l < kLoads; l++) {
+            if (exists) to[l] = Chunk<IN, kLoad>::load(from + l * kLoad);
+        }
+    }
+};

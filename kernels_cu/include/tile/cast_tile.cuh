@@ -1,0 +1,159 @@
+// What a block of threads does with one tile of a matrix, for kernels that cast in both directions from one read (tensor.cu, tensor_list.cu,
+// grouped_tensor.cu).
+// Macros: IN, OUT, TILE_ROWS, TILE_COLUMNS, DBIAS.
+#pragma once
+#include "scale/cast.cuh"
+#include "numerics/column_sum.cuh"
+#include "tile/tile.cuh"
+
+constexpr int kLoad = 16 / sizeof(IN::storage);                      // elements per 16-byte load
+constexpr int kLoads = 8 / kLoad;                                    // loads per patch row
+// Loads in flight per thread; the sums of DBIAS leave registers for half as many on Blackwell.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kInFlight = DBIAS ? 4 : 8;
+#else
+constexpr int kInFlight = 8;
+#endif
+constexpr int kRowsAtOnce = kInFlight / kLoads;
+constexpr u32 kAbsentWord = sizeof(IN::storage) == 4 ? kAbsentTerm : kAbsentTerm >> 16 | kAbsentTerm;
+
+using Tile = ByteTile<TILE_ROWS, TILE_COLUMNS>;
+
+// The sums down the columns of the tile: eight of this thread's patch, added to those of the patches above and below it.
+struct PatchSums {
+    TreeSum<8> column[8];
+
+    __device__ __forceinline__ void add(int row, int load, const Chunk<IN, kLoad>& in) {
+#pragma unroll
+        for (int i = 0; i < kLoad / 2; i++) {
+            float lo, hi;
+            in.widen2(i, lo, hi);
+            column[load * kLoad + 2 * i].add(row, lo);
+            column[load * kLoad + 2 * i + 1].add(row, hi);
+        }
+    }
+    // sums: [pairs of row patches, columns of the tile] in shared memory. The other patch of a pair is 16 lanes away: each thread adds up
+    // half of the columns.
+    __device__ __forceinline__ void share(float* sums) const {
+        static_assert(!DBIAS || Tile::kColumnPatches == 16, "half a warp per row of patches");
+        const bool lower = Tile::row_patch() % 2;
+        float pair[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float upper_half = column[i].sum(), lower_half = column[4 + i].sum();
+            const float other = __shfl_xor_sync(~0u, lower ? upper_half : lower_half, 16);
+            pair[i] = add_rn(lower ? lower_half : upper_half, other);
+        }
+        store_shared_whole(sums + Tile::row_patch() / 2 * TILE_COLUMNS + Tile::patch_column() + lower * 4, as_bits(pair[0]),
+                           as_bits(pair[1]), as_bits(pair[2]), as_bits(pair[3]));
+    }
+    static __device__ __forceinline__ void write(const float* sums, float* to, i64 columns_left) {
+        if ((int)threadIdx.x >= TILE_COLUMNS || threadIdx.x >= columns_left) return;
+        TreeSum<Tile::kRowPatches / 2> column;
+#pragma unroll
+        for (int r = 0; r < Tile::kRowPatches / 2; r++) column.add(r, sums[r * TILE_COLUMNS + threadIdx.x]);
+        to[threadIdx.x] = as_float(f32::narrow(column.sum()));
+    }
+};
+
+// Whether a Tensor has fewer rows in x, `given`, than are written: the rest are zeros.
+template <class Tensor>
+constexpr bool kPads = false;
+
+// Members of a tensor in shared memory, read where they are used: the tile needs all registers.
+template <class T>
+struct Shared {
+    const T* at;
+    __device__ __forceinline__ operator T() const { return *at; }
+};
+struct SharedOutput {
+    u8* const* at;               // of an address of global memory, which the compiler has to be told; or null: not written
+};
+__device__ __forceinline__ u8* operator+(const SharedOutput& p, i64 offset) { return as_global(*p.at) + offset; }
+
+// p: the tensor's members of CastParams; rowwise() and columnwise() tell which directions are written. kAligned 1: every row of x and data
+// allows chunked access; 2: and every row of data_t 16-byte stores, and there are whole patches only, all in x. shared: the tile, then the sums.
+template <int kAligned, class Tensor>
+__device__ __forceinline__ void cast_tile(const Tensor& p, TilePosition at, float scale, u8* shared) {
+    const Tile tile{shared};
+    __shared__ TilePosition shared_at;                               // six registers fewer while the sums need them
+    if (DBIAS && threadIdx.x == 0) shared_at = at;
+    const i64 row = at.row + Tile::patch_row(), column = at.column + Tile::patch_column();
+    int rows_left = left_of(p.rows - row, 8), columns_left = left_of(p.columns - column, 8);
+    if (kAligned == 2) rows_left = columns_left = rows_left && columns_left ? 8 : 0;      // whole patches: one predicate for all
+    int given_left = rows_left;
+    if constexpr (kPads<Tensor> && kAligned < 2) given_left = left_of(p.given - row, 8);
+    const i64 patch_at = (at.matrix * p.rows + row) * p.columns + column;
+    Chunk<OUT, 8> patch[8];
+    Amax<IN> amax;
+    PatchSums sums;
+#pragma unroll
+    for (int first = 0; first < 8; first += kRowsAtOnce) {
+        Chunk<IN, kLoad> in[kRowsAtOnce][kLoads];
+#pragma unroll
+        for (int r = 0; r < kRowsAtOnce; r++)
+#pragma unroll
+            for (int l = 0; l < kLoads; l++) {
+                const IN::storage* from = p.x + patch_at + (first + r) * p.columns + l * kLoad;
+                const int left = first + r < given_left ? columns_left - l * kLoad : 0;
+                if (!kAligned) in[r][l] = Chunk<IN, kLoad>::load_partial(from, left);
+                else if (left > 0) in[r][l] = Chunk<IN, kLoad>::load(from);
+                else in[r][l] = {};
+                if (DBIAS && first + r >= rows_left)
+#pragma unroll
+                    for (u32& word : in[r][l].word) word = kAbsentWord;
+            }
+#pragma unroll
+        for (int r = 0; r < kRowsAtOnce; r++) {
+#pragma unroll
+            for (int l = 0; l < kLoads; l++) {
+                amax.add(in[r][l]);
+                if (DBIAS) sums.add(first + r, l, in[r][l]);
+                const auto out = scale_and_narrow(in[r][l], scale);
+#pragma unroll
+                for (int w = 0; w < out.kWords; w++) patch[first + r].word[l * out.kWords + w] = out.word[w];
+            }
+            if (p.rowwise() && first + r < rows_left) {
+                OUT::storage* to = p.data + patch_at + (first + r) * p.columns;
+                if (!kAligned) patch[first + r].store_partial(to, columns_left);
+                else if (columns_left > 0) patch[first + r].store(to);
+            }
+        }
+    }
+    if (p.columnwise()) tile.write_patch(patch);
+    float* const shared_sums = reinterpret_cast<float*>(shared + p.columnwise() * TILE_ROWS * TILE_COLUMNS);
+    if (DBIAS) sums.share(shared_sums);
+    __shared__ u32 per_warp[Tile::kThreads / 32];
+    const BlockMax<Tile::kThreads> top{per_warp};
+    if (DBIAS && p.amax) top.put(amax.f32_bits());                   // sums leave no register for it; without them, later is cheaper
+    if (p.columnwise() || DBIAS) __syncthreads();
+    if (DBIAS) at = shared_at;
+    if (p.columnwise() && kAligned < 2 && !p.vector) {
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ != 900 || __CUDACC_VER_MAJOR__ < 13)
+        constexpr bool kBySectors = Tile::kRows == 256 && Tile::kThreads == 512;     // with more threads the compiler spills
+#else
+        constexpr bool kBySectors = Tile::kRows == 256;
+#endif
+        tile.template store_ragged<kBySectors>(p.data_t + (at.matrix * p.columns + at.column) * p.rows + at.row, p.rows,
+                                               left_of(p.columns - at.column, TILE_COLUMNS), left_of(p.rows - at.row, TILE_ROWS));
+    } else if (p.columnwise()) {
+#pragma unroll
+        for (int unit = 0; unit < Tile::kUnits<16>; unit++) {
+            const i64 to_row = at.column + Tile::column<16>(unit), to_column = at.row + Tile::row<16>();
+            if (to_row < p.columns && to_column < p.rows)
+                tile.read<OUT, 16>(unit).store(p.data_t + (at.matrix * p.columns + to_row) * p.rows + to_column);
+        }
+    }
+    if constexpr (DBIAS != 0) {
+        const i64 tiles_down = (p.rows + TILE_ROWS - 1) / TILE_ROWS;
+        PatchSums::write(shared_sums, p.column_sums + (at.matrix * tiles_down + at.row / TILE_ROWS) * p.columns + at.column, p.columns - at.column);
+    }
+    if (p.amax) {
+        if (!DBIAS) {
+            top.put(amax.f32_bits());
+            __syncthreads();
+        }
+        const u32 amax_bits = top.get();
+        if (threadIdx.x == 0) raise_amax(p.amax, amax_bits, load_relaxed(p.amax));
+    }
+}

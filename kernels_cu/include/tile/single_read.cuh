@@ -1,0 +1,312 @@
+// Current scaling of many matrices from one read: what is read stays in shared memory and registers until its matrix's scale is known.
+//
+// A launch has one block of threads per multiprocessor, all of them resident (a cooperative launch), and every matrix is cut into tiles of
+// 128 x 128 elements. Block b takes tiles b, b + blocks, ... of all matrices in a row. In a block, warps have three tasks:
+//
+//   loaders    copy tiles into `slots` slots of shared memory, one after the other as these become free, without waiting for them to arrive
+//   tellers    find the largest magnitude in a slot, and tell it to all blocks: told[tile] = the launch, and the magnitude
+//   consumers  take a tile from its slot to registers, which frees the slot; wait until all tiles of its matrix have been told; cast it, in
+//              both directions. While they wait or cast, the next tile comes to registers too, if it is there.
+//
+// So a block holds slots + 1 tiles, and of a matrix that has no more than that in any block each tile is read once. Those of a larger
+// matrix a block loads twice: first only to be told, then, in reverse order, for what the L2 still holds, to be cast. No block waits for a
+// tile that it keeps another one from loading: told is what a block has loaded, and slots of what is only told are free at once.
+//
+// Numbers of launches tell what has been told in this one from what is left of others: nothing has to be cleared. (They begin again after
+// 2^32, days of launches on the same words.) The last block to finish counts the launch.
+//
+// IN in {bf16, f16}, OUT in {e4m3fn, e5m2}. Tensors, what the kernel makes of its arguments:
+//   struct Ahead                          what a lane knows of the tile that is looked for next
+//   bool find(u32 tile, Ahead&, Visit& to)        by a whole warp: what the tile is, in shared memory (kind: kClear, or 0); false: nothing
+//   void first_tile(const Visit&, u32 launch, u32 top, float scale)       by one thread, once for every matrix that has a tile
+//   void clear(const Visit&)              by all consumers: a tile of kind kClear
+//   void last(u32 launch)                 by all consumers of the last block to finish
+#pragma once
+#include "scale/cast.cuh"
+#include "memory/barriers.cuh"
+#include "scale/scale.cuh"
+#include "tile/tile.cuh"
+
+struct Resident {
+    u32* state;                  // launches so far, and blocks that have finished this one; zero before the first launch
+    u64* told;                   // [tiles] of each: the launch, then the largest magnitude (f32 bits); zero before the first launch
+    u32 tiles;                   // of all matrices
+    u32 slots;                   // 1 to kMostSlots
+    float target, eps;           // of the scales, as in compute_scale
+    u32 pow2;
+};
+
+// A tile, and what a block does with it.
+enum VisitKind : u32 { kTell = 1, kCast = 2, kClear = 4, kEnd = 8 };
+struct Visit {
+    const IN::storage* x;        // its first element
+    u8 *data, *data_t;           // where that goes; or null: that direction is not written
+    i64 rows, columns;           // of the matrix
+    i64 matrix;                  // which one
+    u32 tile, first, tiles;      // which of all tiles; the first of the matrix, and how many it has
+    int given, rows_left, columns_left;                              // of the tile: rows in x (the others are zeros) and in all, columns
+    u32 vector;                  // rows of data_t allow 16-byte stores
+    u32 kind;
+};
+
+using ResidentTile = ByteTile<128, 128>;
+constexpr int kConsumers = ResidentTile::kThreads, kTellers = 64, kLoaders = 64;
+constexpr int kResidentThreads = kConsumers + kTellers + kLoaders;
+constexpr int kMostSlots = 6, kVisits = kMostSlots + 2;              // two more tiles are in registers
+constexpr int kTileSide = 128, kUnit = 16 / sizeof(IN::storage);     // elements of a 16-byte load
+constexpr int kSlotBytes = kTileSide * kTileSide * sizeof(IN::storage);        // also in ops/quantize/single_read.py
+static_assert(sizeof(IN::storage) == 2, "a patch of 8 x 8 elements is 32 registers");
+
+struct ResidentShared {
+    PhaseBarrier full[kMostSlots], empty[kMostSlots];
+    Visit visit[kVisits];        // of tile n of this block in [n % kVisits], until the consumers have cast it
+    Visit found[kLoaders / 32];
+    u32 top[2][kTellers / 32], top_told[kConsumers / 32];
+    u32 launch, is_last;
+};
+static_assert(sizeof(ResidentShared) + 128 * (kLoaders / 32) <= 2048, "also in ops/quantize/single_read.py; 128: what find() has per warp");
+
+// Goes through the slots, and through visits.
+struct SlotCursor {
+    u32 slot = 0, visit = 0, parity;
+
+    explicit __device__ __forceinline__ SlotCursor(u32 parity) : parity(parity) {}
+    __device__ __forceinline__ void advance(u32 slots) {
+        if (++slot == slots) slot = 0, parity ^= 1;
+        if (++visit == kVisits) visit = 0;
+    }
+};
+
+__device__ __forceinline__ u64 in_launch(u32 launch, u32 top) { return (u64)launch << 32 | top; }
+__device__ __forceinline__ bool is_of(u64 told, u32 launch) { return (u32)(told >> 32) == launch; }
+
+template <class Tensors>
+__device__ __forceinline__ void load_tiles(const Tensors& tensors, const Resident& p, ResidentShared& shared, u8* slots) {
+    const int thread = threadIdx.x - kConsumers - kTellers, warp = thread / 32, lane = thread % 32;
+    Visit& found = shared.found[warp];
+    typename Tensors::Ahead ahead;
+    SlotCursor at(1);
+    const auto issue = [&](u32 kind) {
+        wait_for_end(shared.empty + at.slot, at.parity);
+        if (kind & (kTell | kCast)) {
+            constexpr int kUnits = kTileSide / kUnit, kStep = kLoaders / kUnits, kCopies = kTileSide / kStep;
+            const int row = thread / kUnits, unit = thread % kUnits;
+            const i64 columns = found.columns, step = kStep * columns;
+            const IN::storage* from = found.x + row * columns + unit * kUnit;
+            u8* const to = slots + at.slot * kSlotBytes + thread * 16;
+            if (found.given == kTileSide && found.columns_left == kTileSide) {
+#pragma unroll
+                for (int i = 0; i < kCopies; i++, from += step) copy_async(to + i * kLoaders * 16, from);
+            } else {
+                const int rows = unit * kUnit < found.columns_left ? found.given - row : 0;
+#pragma unroll 1
+                for (int i = 0; i < kCopies; i++, from += step) {
+                    const bool exists = i * kStep < rows;
+                    copy_async(to + i * kLoaders * 16, exists ? from : found.x, exists);
+                }
+            }
+        }
+        arrive_after_copies(shared.full + at.slot);
+        if (warp == 0) {
+            static_assert(sizeof(Visit) % sizeof(u64) == 0 && sizeof(Visit) <= 32 * sizeof(u64), "a word per lane");
+            u64* const to = reinterpret_cast<u64*>(shared.visit + at.visit);
+            if (lane < (int)(sizeof(Visit) / sizeof(u64))) to[lane] = reinterpret_cast<const u64*>(&found)[lane];
+            __syncwarp();
+            if (lane == 0) shared.visit[at.visit].kind = kind;
+            arrive(shared.full + at.slot);                           // each for what it has written
+        }
+        __syncwarp();
+        at.advance(p.slots);
+    };
+    const u32 blocks = gridDim.x, most = (p.slots + 1) * blocks;
+    for (u32 tile = blockIdx.x; tile < p.tiles; tile += blocks) {
+        if (!tensors.find(tile, ahead, found)) continue;
+        if (found.kind == kClear || found.tiles <= most) {
+            issue(found.kind == kClear ? kClear : kTell | kCast);
+            continue;
+        }
+        const u32 begin = tile, end = found.first + found.tiles;
+        for (;;) {
+            issue(kTell);
+            if (end - tile <= blocks) break;
+            tile += blocks;
+            tensors.find(tile, ahead, found);
+        }
+        for (u32 back = tile;; back -= blocks) {
+            if (back != tile) tensors.find(back, ahead, found);
+            issue(kCast);
+            if (back == begin) break;
+        }
+    }
+    issue(kEnd);
+}
+
+__device__ __forceinline__ void tell_tiles(const Resident& p, ResidentShared& shared, const u8* slots) {
+    const int thread = threadIdx.x - kConsumers, warp = thread / 32;
+    u32 odd = 0;
+    for (SlotCursor at(0);; at.advance(p.slots)) {
+        wait_for_end(shared.full + at.slot, at.parity);
+        const u32 kind = shared.visit[at.visit].kind;
+        if (kind == kEnd) return;
+        if (kind & kTell) {
+            Amax<IN> amax;
+            const u8* const from = slots + at.slot * kSlotBytes + thread * 16;
+#pragma unroll 8
+            for (int i = 0; i < kSlotBytes; i += kTellers * 16) amax.add(Chunk<IN, kUnit>::load_shared(from + i));
+            const u32 top = __reduce_max_sync(~0u, amax.f32_bits());
+            odd ^= 1;
+            if (thread % 32 == 0) shared.top[odd][warp] = top;
+            sync_some<1, kTellers>();
+            if (thread == 0) {
+                u32 all = top;
+                for (int w = 1; w < kTellers / 32; w++) all = all > shared.top[odd][w] ? all : shared.top[odd][w];
+                store_relaxed(p.told + shared.visit[at.visit].tile, in_launch(shared.launch, all));
+            }
+        }
+        __syncwarp();
+        if (thread % 32 == 0) arrive(shared.empty + at.slot);
+    }
+}
+
+// By all consumers: the largest magnitude in a matrix, once all its tiles have been told.
+__device__ __forceinline__ u32 wait_for_top(const Resident& p, ResidentShared& shared, const Visit& visit) {
+    constexpr int kAtOnce = 4;
+    const u32 launch = shared.launch, tiles = visit.tiles;
+    const u64* const told = p.told + visit.first;
+    const auto pause = [] { __nanosleep(20); };
+    // As a rule the last ones are told last. One warp asks for these, and nobody for the others before: the L2 has much else to do.
+    if (threadIdx.x < 32) {
+        if (threadIdx.x < tiles)
+            while (!is_of(load_relaxed(told + tiles - 1 - threadIdx.x), launch)) pause();
+        __syncwarp();
+    }
+    sync_some<2, kConsumers>();
+    u32 top = 0;
+    for (u32 i = threadIdx.x; i < tiles; i += kAtOnce * kConsumers) {
+        u64 value[kAtOnce];
+        for (;;) {
+            bool all = true;
+#pragma unroll
+            for (int u = 0; u < kAtOnce; u++)
+                value[u] = i + u * kConsumers < tiles ? load_relaxed(told + i + u * kConsumers) : in_launch(launch, 0);
+#pragma unroll
+            for (int u = 0; u < kAtOnce; u++) all = all && is_of(value[u], launch);
+            if (all) break;
+            pause();
+        }
+#pragma unroll
+        for (int u = 0; u < kAtOnce; u++) top = top > (u32)value[u] ? top : (u32)value[u];
+    }
+    __syncwarp();
+    const BlockMax<kConsumers> shared_top{shared.top_told};
+    shared_top.put(top);
+    sync_some<2, kConsumers>();
+    const u32 lane = threadIdx.x % 32;
+    return __reduce_max_sync(~0u, lane < kConsumers / 32 ? shared.top_told[lane] : 0u);
+}
+
+template <class Tensors>
+__device__ __forceinline__ void cast_tiles(const Tensors& tensors, const Resident& p, ResidentShared& shared, const u8* slots,
+                                           u8* staging) {
+    const ResidentTile tile{staging};
+    const int row = ResidentTile::patch_row(), column = ResidentTile::patch_column();
+    SlotCursor next_at(0);                                           // of the tile that comes to registers next
+    Chunk<IN, 8> next[8];
+    const auto is_there = [&] { return __all_sync(~0u, has_ended(shared.full + next_at.slot, next_at.parity)); };
+    const auto take = [&] {
+        const u8* const from = slots + next_at.slot * kSlotBytes + (row * kTileSide + column) * sizeof(IN::storage);
+        const u32 kind = shared.visit[next_at.visit].kind;
+        if (kind & kCast)
+#pragma unroll
+            for (int r = 0; r < 8; r++) next[r] = Chunk<IN, 8>::load_shared(from + r * kTileSide * sizeof(IN::storage));
+        __syncwarp();
+        if (kind != kEnd && threadIdx.x % 32 == 0) arrive(shared.empty + next_at.slot);
+        next_at.advance(p.slots);
+    };
+    bool taken = false;
+    u32 visit_at = 0, known = ~0u, top = 0;                          // known: the first tile of the matrix whose top and scale these are
+    float scale = 0.0f;
+    for (;; visit_at = visit_at + 1 == kVisits ? 0 : visit_at + 1) {
+        if (!taken) {
+            wait_for_end(shared.full + next_at.slot, next_at.parity);
+            take();
+        }
+        Chunk<IN, 8> in[8];
+#pragma unroll
+        for (int r = 0; r < 8; r++) in[r] = next[r];
+        const Visit& visit = shared.visit[visit_at];
+        const u32 kind = visit.kind;
+        if (kind == kEnd) return;
+        taken = is_there();
+        if (taken) take();
+        if (kind == kClear) tensors.clear(visit);
+        if (!(kind & kCast)) continue;
+        const bool columnwise = visit.data_t;
+        if (visit.first != known) {
+            known = visit.first;
+            top = wait_for_top(p, shared, visit);
+            scale = scale_from_amax(as_float(top), p.target, p.eps, as_float(kMaxF32), p.pow2);
+            if (!taken) {
+                taken = is_there();
+                if (taken) take();
+            }
+        } else if (columnwise) {
+            sync_some<2, kConsumers>();                              // all have read the tile before
+        }
+        if (threadIdx.x == 0 && visit.tile == visit.first) tensors.first_tile(visit, shared.launch, top, scale);
+        const i64 columns = visit.columns;
+        const int rows_here = visit.data && column < visit.columns_left ? visit.rows_left - row : 0;
+        u8* const to = visit.data ? as_global(visit.data) + row * columns + column : nullptr;
+        Chunk<OUT, 8> patch[8];
+#pragma unroll
+        for (int r = 0; r < 8; r++) {
+            patch[r] = scale_and_narrow(in[r], scale);
+            if (r < rows_here) patch[r].store(to + r * columns);
+        }
+        if (!columnwise) continue;
+        tile.write_patch(patch);
+        sync_some<2, kConsumers>();
+        const i64 rows = visit.rows;
+        u8* const to_t = as_global(visit.data_t);
+        if (!visit.vector) {
+            tile.store_ragged(to_t, rows, visit.columns_left, visit.rows_left);
+            continue;
+        }
+        const int rows_left = visit.rows_left, columns_left = visit.columns_left;
+#pragma unroll
+        for (int unit = 0; unit < ResidentTile::kUnits<16>; unit++) {
+            const int to_row = ResidentTile::column<16>(unit), to_column = ResidentTile::row<16>();
+            if (to_row < columns_left && to_column < rows_left) tile.read<OUT, 16>(unit).store_whole(to_t + to_row * rows + to_column);
+        }
+    }
+}
+
+// All that a block of kResidentThreads does. memory: p.slots slots, then 16 KB; 16-byte aligned.
+template <class Tensors>
+__device__ __forceinline__ void cast_resident(const Tensors& tensors, const Resident& p, u8* memory) {
+    __shared__ ResidentShared shared;
+    if (threadIdx.x < p.slots) {
+        init_phases(shared.full + threadIdx.x, kLoaders + 32);           // copies, and what one warp tells of them
+        init_phases(shared.empty + threadIdx.x, (kConsumers + kTellers) / 32);
+    }
+    if (threadIdx.x == 0) {
+        const u32 launches = load_relaxed(p.state) + 1;
+        shared.launch = launches ? launches : 1;                     // 0 is what nobody has told
+    }
+    __syncthreads();
+    if (threadIdx.x >= kConsumers + kTellers) return load_tiles(tensors, p, shared, memory);
+    if (threadIdx.x >= kConsumers) return tell_tiles(p, shared, memory);
+    cast_tiles(tensors, p, shared, memory, memory + p.slots * kSlotBytes);
+    if (threadIdx.x == 0) {
+        __threadfence();
+        shared.is_last = atomicAdd(p.state + 1, 1u) == gridDim.x - 1;
+        __threadfence();
+    }
+    sync_some<2, kConsumers>();
+    if (!shared.is_last) return;
+    tensors.last(shared.launch);
+    if (threadIdx.x == 0) {
+        atomicExch(p.state + 1, 0u);
+        atomicExch(p.state, shared.launch);
+    }
+}

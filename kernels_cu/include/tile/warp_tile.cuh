@@ -1,0 +1,167 @@
+// Panels: 32 rows x 128 columns of a matrix, owned by one warp and held in registers. Lane l has columns 4l to 4l + 3 of all 32 rows: the
+// largest magnitude of a column is found inside a lane, that of a row by exchanges among the lanes that share it, and both from one read.
+// All 32 loads are in flight before the first use.
+#pragma once
+#include "numerics/amax.cuh"
+#include "tile/tile.cuh"
+
+constexpr int kPanelRows = 32, kPanelColumns = 128, kLaneColumns = 4;
+
+template <class F>
+struct Panel {
+    using Line = Chunk<F, kLaneColumns>;
+    Line line[kPanelRows];
+
+    // from: this lane's first column of the panel's first row; rows_left rows and columns_left columns exist, the others become zeros.
+    // kVector: every row allows chunked access (and columns_left is 0 or all); otherwise `vector` tells.
+    template <bool kVector>
+    __device__ __forceinline__ void load(const typename F::storage* from, i64 stride, int rows_left, int columns_left, bool vector) {
+        if ((kVector || vector) && rows_left == kPanelRows && columns_left == kLaneColumns) {
+#pragma unroll
+            for (int r = 0; r < kPanelRows; r++, from += stride) line[r] = Line::load(from);
+            return;
+        }
+#pragma unroll
+        for (int r = 0; r < kPanelRows; r++, from += stride) {
+            const int left = r < rows_left ? columns_left : 0;
+            if (!kVector) line[r] = Line::load_partial(from, left);
+            else if (left) line[r] = Line::load(from);
+            else line[r] = {};
+        }
+    }
+};
+
+// Largest magnitudes of a panel. Rows of 16-bit formats are kept in pairs, one in each half of a word.
+template <class F, bool kNan>
+struct PanelAmax {
+    static constexpr bool kPairs = sizeof(typename F::storage) == 2;
+    static constexpr int kWords = kPairs ? kPanelRows / 2 : kPanelRows;
+    u32 row[kWords];                                                 // over this lane's columns
+    u32 column[Panel<F>::Line::kWords];
+
+    template <bool kOfRows, bool kOfColumns>
+    __device__ __forceinline__ void find(const Panel<F>& panel) {
+        using Line = typename Panel<F>::Line;
+#pragma unroll
+        for (u32& c : column) c = 0;
+#pragma unroll
+        for (int r = 0; r < kPanelRows; r++) {
+            u32 of_row = 0;
+#pragma unroll
+            for (int w = 0; w < Line::kWords; w++) {
+                const u32 magnitudes = panel.line[r].word[w] & F::kMagnitudes;
+                if (kOfColumns) column[w] = larger(column[w], magnitudes);
+                if (kOfRows) of_row = larger(of_row, magnitudes);
+            }
+            if (!kOfRows) continue;
+            if (!kPairs) row[r] = of_row;
+            else if (r % 2 == 0) row[r / 2] = of_row;
+            else row[r / 2] = larger(__byte_perm(row[r / 2], of_row, 0x5410), __byte_perm(row[r / 2], of_row, 0x7632));
+        }
+    }
+    // Over groups of kLanes neighbouring lanes. Each exchange halves the rows that a lane has a part of, so that afterwards lane i of a
+    // group holds the whole maxima of rows i * kOwned to i * kOwned + kOwned - 1, as f32 bits.
+    template <int kLanes> static constexpr int kOwned = kPanelRows / kLanes;
+    template <int kLanes>
+    __device__ __forceinline__ void reduce_rows(u32 (&owned)[kOwned<kLanes>]) {
+        halve<kLanes / 2, kWords / 2>();
+        if constexpr (kWords < kLanes) {                             // the last pair of rows is in both lanes
+            owned[0] = widened(threadIdx.x & 1 ? row[0] >> 16 : row[0] & 0xffffu);
+        } else {
+#pragma unroll
+            for (int i = 0; i < kOwned<kLanes>; i++) owned[i] = kPairs ? widened(row[i / 2] >> i % 2 * 16 & 0xffffu) : row[i];
+        }
+    }
+    // Of this lane's columns, as f32 bits.
+    __device__ __forceinline__ void of_columns(u32 (&bits)[kLaneColumns]) const {
+#pragma unroll
+        for (int i = 0; i < kLaneColumns; i++) bits[i] = kPairs ? widened(column[i / 2] >> i % 2 * 16 & 0xffffu) : column[i];
+    }
+
+private:
+    static __device__ __forceinline__ u32 larger(u32 a, u32 b) { return F::template max_magnitudes<kNan>(a, b); }
+    static __device__ __forceinline__ u32 widened(u32 magnitude) { return as_bits(F::widen(magnitude)); }
+    // Lanes kDistance apart share kKeep words each way, or their last one.
+    template <int kDistance, int kKeep>
+    __device__ __forceinline__ void halve() {
+        if constexpr (kDistance > 0) {
+            const bool upper = threadIdx.x & kDistance;
+            if constexpr (kKeep == 0) row[0] = larger(row[0], __shfl_xor_sync(~0u, row[0], kDistance));
+#pragma unroll
+            for (int i = 0; i < kKeep; i++) {
+                const u32 sent = upper ? row[i] : row[i + kKeep], kept = upper ? row[i + kKeep] : row[i];
+                row[i] = larger(kept, __shfl_xor_sync(~0u, sent, kDistance));
+            }
+            halve<kDistance / 2, kKeep / 2>();
+        }
+    }
+};
+
+// A 4 x 4 matrix of bytes across the lanes l, l + 8, l + 16 and l + 24, one word each, transposed.
+__device__ __forceinline__ u32 transpose_across_lanes(u32 word) {
+    const bool odd = threadIdx.x & 8, upper = threadIdx.x & 16;
+    u32 other = __shfl_xor_sync(~0u, word, 16);
+    word = upper ? __byte_perm(other, word, 0x7632) : __byte_perm(word, other, 0x5410);
+    other = __shfl_xor_sync(~0u, word, 8);
+    return odd ? __byte_perm(word, other, 0x3715) : __byte_perm(word, other, 0x6240);
+}
+
+// FP8 bytes of the panels of a block, kPanelsDown x kPanelsAcross of them, on their way to transposed rows. A column of the tile is
+// kRows consecutive bytes, its 16-byte units XOR-swizzled by column so that neither writes nor reads conflict in banks.
+template <int kPanelsDown, int kPanelsAcross>
+struct PanelTile {
+    static constexpr int kRows = kPanelRows * kPanelsDown, kColumns = kPanelColumns * kPanelsAcross;
+    static constexpr int kThreads = 32 * kPanelsDown * kPanelsAcross, kBytes = kRows * kColumns;
+    static_assert((kRows & (kRows - 1)) == 0 && kThreads <= 1024, "a power of two of rows, one warp per panel");
+
+    u8* shared;                                                      // kBytes, 16-byte aligned
+
+    // This warp's panel in the tile, and this lane's first column.
+    static __device__ __forceinline__ int row() { return threadIdx.x / 32 % kPanelsDown * kPanelRows; }
+    static __device__ __forceinline__ int column() {
+        return threadIdx.x / 32 / kPanelsDown * kPanelColumns + threadIdx.x % 32 * kLaneColumns;
+    }
+
+    // words[c]: rows row() + 16 * half and on, four to a word, of column() + c. Call __syncthreads() before storing.
+    __device__ __forceinline__ void write(int half, const u32 (&words)[kLaneColumns][4]) const {
+#pragma unroll
+        for (int c = 0; c < kLaneColumns; c++)
+            *reinterpret_cast<uint4*>(shared + at(column() + c, row() / 16 + half)) =
+                make_uint4(words[c][0], words[c][1], words[c][2], words[c][3]);
+    }
+    // Stores the tile's columns as rows of `to` (where column 0 goes), `stride` bytes apart; columns_left columns and rows_left rows exist.
+    // vector: rows_left and every row of `to` are multiples of 16 bytes.
+    template <bool kVector>
+    __device__ __forceinline__ void store(u8* to, i64 stride, int columns_left, int rows_left, bool vector) const {
+        if (!kVector && !vector) {
+            store_ragged_rows<kRows, kColumns, kThreads>(to, stride, columns_left, rows_left, [&](int column, int chunk) {
+                return *reinterpret_cast<const uint2*>(shared + at(column, chunk / 2) + chunk % 2 * 8);
+            });
+            return;
+        }
+        // Loads before stores, and what all of them have in common once.
+        constexpr int kStep = kThreads / kUnits, kOfThread = kColumns / kStep, kPeriod = kStep < kSwizzled ? kSwizzled / kStep : 1;
+        static_assert(kStep % kSwizzled == 0 || kSwizzled % kStep == 0, "all columns of a thread are swizzled alike, or every kPeriod-th");
+        const int unit = threadIdx.x % kUnits, first = threadIdx.x / kUnits;
+        uint4 loaded[kOfThread];
+#pragma unroll
+        for (int i = 0; i < kOfThread; i++) loaded[i] = unit_at(first + i % kPeriod * kStep, unit)[i / kPeriod * kPeriod * kStep * kUnits];
+        const int columns = unit * 16 < rows_left ? columns_left : 0;
+        u8* row = to + first * stride + unit * 16;
+#pragma unroll
+        for (int i = 0; i < kOfThread; i++, row += kStep * stride)
+            if (first + i * kStep < columns) *reinterpret_cast<uint4*>(row) = loaded[i];
+    }
+    // A single byte, as write() would put it.
+    __device__ __forceinline__ u8* byte_at(int column, int tile_row) const { return shared + at(column, tile_row / 16) + tile_row % 16; }
+    // Rows 16 * unit and on of a column. Of columns kSwizzled apart these are kSwizzled * kUnits apart.
+    static constexpr int kSwizzled = 32;
+    __device__ __forceinline__ const uint4* unit_at(int column, int unit) const { return reinterpret_cast<const uint4*>(shared + at(column, unit)); }
+
+private:
+    static constexpr int kUnits = kRows / 16;                        // of a column
+    static __device__ __forceinline__ int at(int column, int unit) {
+        constexpr int kMost = kSwizzled / kLaneColumns;
+        return column * kRows + (unit ^ (u32)column / kLaneColumns % (kUnits < kMost ? kUnits : kMost)) * 16;
+    }
+};

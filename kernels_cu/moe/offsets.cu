@@ -1,0 +1,166 @@
+// Offsets of groups (docs/numerics.md, section 6).
+//
+// splits_to_offsets  sizes [n] i32 or i64 -> for every output: to[lead + i] = stride * (sizes[0] + ... + sizes[i]), and to[0] = 0 where
+//                    there is a lead; i32 or i64 each. A negative size counts as 0; what an output does not hold is its largest value.
+//                    Both are noted in the device's word.
+//
+// A block of 512 threads takes a tile of 1024 sizes: a scan by shuffles within each warp, then one barrier, behind which every warp adds
+// up what its tile's earlier warps and all earlier tiles have. One tile is a matter of latency alone: one load before the barrier, and a
+// block for every output, so that no multiprocessor writes more than one. Of a few tiles a block adds up all sizes before its own, which
+// is to cost less than a second launch. Of many a first launch (without outputs) leaves each tile's total in `totals`, and a block of the
+// second adds up those; it then writes all outputs, so that sizes are read twice whatever the number of outputs.
+//
+// Sums saturate at 2^63, one more than any offset. Of terms of 0 or more that is associative, so the order of additions does not matter.
+// Bytes moved: the sizes (twice where there are totals) and every output once, in whole lines of 4 or 8 bytes per lane.
+#include "groups/row_groups.cuh"
+
+struct Output {
+    void* to;                    // [n] or, with a lead, [n + 1]
+    u64 stride;
+    u64 limit;                   // the largest sum whose product with stride it holds
+    u32 wide;                    // i64, else i32
+    u32 lead;                    // 1: begins with a 0
+};
+
+constexpr int kOutputs = 16;     // of one launch
+
+struct OffsetsParams {
+    Splits splits;
+    u64* totals;                 // [tiles], or null
+    u32 tiles;
+    u32 outputs;                 // 0: the totals are written
+    u32 outputs_per_block;
+    Output output[kOutputs];
+};
+
+constexpr int kThreads = 512, kWarps = kThreads / 32, kItems = 2, kTile = kThreads * kItems;
+constexpr int kInFlight = 8;                                         // loads per thread of what is before a tile
+// Blocks per multiprocessor, at least: for many sizes on an H200. CUDA 12's compiler spills where it aims at three on sm_120.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr int kBlocks = 3;
+#else
+constexpr int kBlocks = 2;
+#endif
+constexpr u64 kTooMany = 1ull << 63;
+constexpr u64 kSmall = (1ull << 32) / (32 * kItems);                 // a warp's sum of terms below it needs 32 bits only
+
+__device__ __forceinline__ u32 plus(u32 a, u32 b) { return a + b; }
+__device__ __forceinline__ u64 plus(u64 a, u64 b) {                  // of terms up to kTooMany
+    const u64 sum = a + b;
+    return (a | sum) & kTooMany ? kTooMany : sum;
+}
+
+// Inclusive sums over a warp's items, lane after lane, item after item.
+template <class T>
+__device__ __forceinline__ void warp_prefix_sums(T (&item)[kItems]) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2)
+#pragma unroll
+        for (int u = 0; u < kItems; u++) {
+            const T other = __shfl_up_sync(~0u, item[u], step);
+            if ((int)(threadIdx.x % 32) >= step) item[u] = plus(item[u], other);
+        }
+#pragma unroll
+    for (int u = 1; u < kItems; u++) item[u] = plus(item[u], __shfl_sync(~0u, item[u - 1], 31));
+}
+
+__device__ __forceinline__ u64 warp_sum(u64 term) {
+    if (__all_sync(~0u, term < kSmall)) return __reduce_add_sync(~0u, (u32)term);
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) term = plus(term, __shfl_xor_sync(~0u, term, step));
+    return term;
+}
+
+__device__ __forceinline__ u64 counted(i64 size) { return size > 0 ? size : 0; }
+
+// This thread's part of the sum of load(0), ..., load(count - 1).
+template <class Load>
+__device__ __forceinline__ u64 thread_sum(i64 count, Load load) {
+    u64 sum = 0;
+    for (i64 start = threadIdx.x; start < count; start += kInFlight * kThreads) {
+        u64 term[kInFlight];
+#pragma unroll
+        for (int u = 0; u < kInFlight; u++) term[u] = start + u * kThreads < count ? load(start + u * kThreads) : 0;
+#pragma unroll
+        for (int u = 0; u < kInFlight; u++) sum = plus(sum, term[u]);
+    }
+    return sum;
+}
+
+// This thread's items, whose sums are given, from `first` on. Returns whether one overflows.
+template <class T>
+__device__ __forceinline__ bool write(const Output& output, u64 largest, const u64 (&sum)[kItems], i64 first, i64 n) {
+    T* const to = static_cast<T*>(output.to) + output.lead;
+    bool overflow = false;
+#pragma unroll
+    for (int u = 0; u < kItems; u++) {
+        const i64 i = first + u * 32;
+        const bool fits = sum[u] <= output.limit;
+        if (i >= n) continue;
+        to[i] = (T)(fits ? sum[u] * output.stride : largest);
+        overflow |= !fits;
+    }
+    if (output.lead && first == 0) to[-1] = 0;
+    return overflow;
+}
+
+#ifdef ENTRY_splits_to_offsets
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) splits_to_offsets(const __grid_constant__ OffsetsParams p) {
+    __shared__ u64 in_tile[kWarps], before_tile[kWarps];             // by warp: of the tile, and its part of what is before
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const u32 part = p.tiles == 1 ? blockIdx.x : blockIdx.x / p.tiles, tile = blockIdx.x - part * p.tiles;
+    const i64 n = p.splits.groups, tile_start = (i64)tile * kTile, first = tile_start + warp * (32 * kItems) + lane;
+
+    i64 size[kItems];
+#pragma unroll
+    for (int u = 0; u < kItems; u++) size[u] = p.splits.load(first + u * 32);
+    u64 before = 0;
+    if (p.outputs && tile) {
+        if (p.totals) before = thread_sum(tile, [&](i64 i) { return load_read_only(p.totals + i); });
+        else before = thread_sum(tile_start, [&](i64 i) { return counted(p.splits.load(i)); });
+        before = warp_sum(before);
+    }
+
+    u64 sum[kItems];
+    bool small = true;
+    u32 found = 0;
+#pragma unroll
+    for (int u = 0; u < kItems; u++) {
+        sum[u] = counted(size[u]);
+        small &= sum[u] < kSmall;
+        if (size[u] < 0) found = kSplitNegative;
+    }
+    if (__all_sync(~0u, small)) {                                    // a third of the instructions
+        u32 narrow[kItems];
+#pragma unroll
+        for (int u = 0; u < kItems; u++) narrow[u] = (u32)sum[u];
+        warp_prefix_sums(narrow);
+#pragma unroll
+        for (int u = 0; u < kItems; u++) sum[u] = narrow[u];
+    } else {
+        warp_prefix_sums(sum);
+    }
+    if (lane == 31) in_tile[warp] = sum[kItems - 1], before_tile[warp] = before;
+    __syncthreads();
+
+    const u64 of_warp = lane < kWarps ? in_tile[lane] : 0, of_earlier = lane < kWarps ? before_tile[lane] : 0;
+    if (p.outputs == 0) {
+        const u64 total = warp_sum(of_warp);
+        if (threadIdx.x == 0) p.totals[tile] = total;
+        return;
+    }
+    const u64 start = warp_sum(plus(lane < warp ? of_warp : 0, of_earlier));
+#pragma unroll
+    for (int u = 0; u < kItems; u++) sum[u] = plus(start, sum[u]);
+
+    const u32 begin = part * p.outputs_per_block, end = begin + p.outputs_per_block;
+#pragma unroll 1
+    for (u32 o = begin; o < end && o < p.outputs; o++) {
+        const Output& output = p.output[o];
+        const bool overflow = output.wide ? write<i64>(output, ~0ull >> 1, sum, first, n) : write<i32>(output, ~0u >> 1, sum, first, n);
+        if (overflow) found |= kOffsetOverflow;
+    }
+    found = __reduce_or_sync(~0u, found);
+    if (lane == 0) report(p.splits.errors, found);
+}
+#endif

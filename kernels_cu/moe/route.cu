@@ -1,0 +1,278 @@
+// Tokens to rows sorted by expert (docs/numerics.md, section 8). Integers only.
+//
+// route_count  assignment -> counts [experts, blocks (padded to 4)]: routes of each expert in each block's tokens; of a mask also
+//              experts [tokens, topk].
+// route_rank   assignment (of a mask: experts), counts -> row_map [tokens, topk], sources [rows], splits, aligned_splits, offsets.
+//
+// A block of both takes the same consecutive tokens, each of its warps a run of them. A block of route_rank adds up what the blocks before
+// it counted, an expert per warp and step, so that nothing is left between launches and no block waits for another; counts are read from
+// the L2. Its warps count their own runs in shared memory; scanned over experts and warps that is where each warp's first route of each
+// expert goes. A second pass over the run, 32 routes at a time, ranks routes of one expert by __match_any_sync: in order, so that nothing
+// depends on the schedule. A single block counts for itself, without route_count. At most kMostBlocks blocks: as many as lanes of a
+// warp load counts at once.
+//
+// Facts of the device made harmless: an index of no expert counts as dropped; a mask's experts beyond `topk` are left out; rows past the
+// bound are not given. Bytes moved: the assignment two or three times (from the L2 but for the first), row_map and sources once.
+#include "memory/errors.cuh"
+#include "memory/chunks.cuh"
+
+struct RouteParams {
+    const void* assignment;      // [tokens, topk] i32, i64, or u8 [tokens, experts] (a mask)
+    i32* experts;                // [tokens, topk] of a mask
+    u32* counts;                 // [experts, pitch]; null: there is one block, which counts for itself
+    i32* row_map;                // [tokens, topk]
+    i32* sources;                // [rows]
+    i32* splits;                 // [experts]
+    i32* aligned_splits;         // [experts]
+    i64* offsets;                // [experts + 1]
+    u32* errors;                 // the device's word
+    i64 tokens;
+    u32 topk, number, rows, align;
+    u32 run;                     // tokens of a warp
+    u32 pitch;                   // blocks, rounded up to 4
+    u32 wide;                    // indices are i64
+    u32 mask;                    // 1: it is a mask; 2: with a slot for each expert
+};
+
+constexpr int kThreads = 256, kWarps = kThreads / 32, kMostExperts = 1024, kMostBlocks = 128;
+
+// Routes of this warp: from `begin` to `end` of all tokens * topk, and likewise its tokens.
+struct Run {
+    i64 first_token, end_token, begin, end;
+    __device__ __forceinline__ explicit Run(const RouteParams& p) {
+        const i64 first = ((i64)blockIdx.x * kWarps + threadIdx.x / 32) * p.run, last = first + p.run;
+        first_token = first < p.tokens ? first : p.tokens;
+        end_token = last < p.tokens ? last : p.tokens;
+        begin = first_token * p.topk;
+        end = end_token * p.topk;
+    }
+};
+
+// The expert of a route; -1: dropped. `wrong` is set where there is no such expert.
+__device__ __forceinline__ i32 load_expert(const RouteParams& p, i64 route, bool& wrong) {
+    i64 expert;
+    if (p.mask) expert = p.experts[route];
+    else if (p.wide) expert = load_read_only(static_cast<const i64*>(p.assignment) + route);
+    else expert = load_read_only(static_cast<const i32*>(p.assignment) + route);
+    wrong |= expert < -1 || expert >= (i64)p.number;
+    return expert >= 0 && expert < (i64)p.number ? (i32)expert : -1;
+}
+
+// A lane's experts of the kHeld * 32 routes from `first` on, all loads in flight; -1 past the run's end.
+constexpr int kHeld = 4;
+__device__ __forceinline__ void load_experts(const RouteParams& p, const Run& run, i64 first, i32 (&expert)[kHeld], bool& wrong) {
+#pragma unroll
+    for (int u = 0; u < kHeld; u++) {
+        const i64 route = first + u * 32 + threadIdx.x % 32;
+        expert[u] = route < run.end ? load_expert(p, route, wrong) : -1;
+    }
+}
+// Counts the run's experts, of which `expert` has the first ones; afterwards the last ones, loaded while others were counted.
+__device__ __forceinline__ void count_experts(const RouteParams& p, const Run& run, i32 (&expert)[kHeld], bool& wrong, u32* count) {
+    for (i64 first = run.begin; first < run.end; first += kHeld * 32) {
+        i32 next[kHeld] = {-1, -1, -1, -1};
+        const bool more = first + kHeld * 32 < run.end;
+        if (more) load_experts(p, run, first + kHeld * 32, next, wrong);
+#pragma unroll
+        for (int u = 0; u < kHeld; u++)
+            if (expert[u] >= 0) atomicAdd(&count[expert[u]], 1u);
+        if (!more) break;
+#pragma unroll
+        for (int u = 0; u < kHeld; u++) expert[u] = next[u];
+    }
+}
+
+#ifdef ENTRY_route_count
+// The experts of a mask's tokens, ascending, by slot. A warp takes a token at a time. Returns whether a token has more than topk.
+__device__ __forceinline__ bool list_experts(const RouteParams& p, u32* count) {
+    const Run run(p);
+    const u32 lane = threadIdx.x % 32, before = (1u << lane) - 1;
+    const bool slot_for_each = p.mask == 2;
+    bool too_many = false;
+    for (i64 token = run.first_token; token < run.end_token; token++) {
+        const u8* chosen = static_cast<const u8*>(p.assignment) + token * p.number;
+        i32* slots = p.experts + token * p.topk;
+        u32 used = 0;
+        for (u32 first = 0; first < p.number; first += 32) {
+            const u32 expert = first + lane;
+            const bool here = expert < p.number && load_read_only(chosen + expert) != 0;
+            const u32 all = __ballot_sync(~0u, here), slot = slot_for_each ? expert : used + __popc(all & before);
+            if (here && slot < p.topk) {
+                slots[slot] = (i32)expert;
+                atomicAdd(&count[expert], 1u);
+            } else if (slot_for_each && expert < p.number) {
+                slots[expert] = -1;
+            }
+            used += __popc(all);
+        }
+        too_many |= used > p.topk;
+        if (!slot_for_each)
+            for (u32 slot = used + lane; slot < p.topk; slot += 32) slots[slot] = -1;
+    }
+    return too_many;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) route_count(const __grid_constant__ RouteParams p) {
+    __shared__ u32 count[kMostExperts];
+    for (u32 expert = threadIdx.x; expert < p.number; expert += kThreads) count[expert] = 0;
+    __syncthreads();
+    if (p.mask) {
+        if (list_experts(p, count) && threadIdx.x % 32 == 0) report(p.errors, kRouteBound);
+    } else {
+        const Run run(p);
+        bool wrong = false;                                          // route_rank tells
+        i32 expert[kHeld];
+        load_experts(p, run, run.begin, expert, wrong);
+        count_experts(p, run, expert, wrong, count);
+    }
+    __syncthreads();
+    for (u32 expert = threadIdx.x; expert < p.number; expert += kThreads) p.counts[(i64)expert * p.pitch + blockIdx.x] = count[expert];
+}
+#endif
+
+#ifdef ENTRY_route_rank
+struct Shared {
+    u32 warp[kWarps][kMostExperts];  // routes of a warp; then the row of its next one
+    u32 before[kMostExperts];        // routes in earlier blocks; then the row at which the expert begins
+    u32 total[kMostExperts];         // routes in all
+    u32 scan[kWarps];
+};
+
+// Of four counts, those of the blocks first to first + 3, the ones of blocks before `end`. (What follows the last block was never written.)
+__device__ __forceinline__ u32 sum_of_first(const uint4& c, u32 first, u32 end) {
+    return (first < end ? c.x : 0) + (first + 1 < end ? c.y : 0) + (first + 2 < end ? c.z : 0) + (first + 3 < end ? c.w : 0);
+}
+
+// What all blocks before this one counted, and all blocks, expert by expert: of kBatch of these a warp has the counts in flight.
+template <int kBatch>
+__device__ __forceinline__ void add_counts(const RouteParams& p, Shared& shared) {
+    const u32 first = threadIdx.x % 32 * 4;
+    for (u32 batch = threadIdx.x / 32; batch < p.number; batch += kBatch * kWarps) {
+        uint4 count[kBatch];
+#pragma unroll
+        for (int u = 0; u < kBatch; u++) {
+            const u32 expert = batch + u * kWarps;
+            count[u] = make_uint4(0, 0, 0, 0);
+            if (expert < p.number && first < p.pitch)
+                count[u] = *reinterpret_cast<const uint4*>(p.counts + (i64)expert * p.pitch + first);
+        }
+#pragma unroll
+        for (int u = 0; u < kBatch; u++) {
+            const u32 expert = batch + u * kWarps;
+            if (expert >= p.number) continue;
+            const u32 all_before = __reduce_add_sync(~0u, sum_of_first(count[u], first, blockIdx.x));
+            const u32 all = __reduce_add_sync(~0u, sum_of_first(count[u], first, gridDim.x));
+            if (first == 0) shared.before[expert] = all_before, shared.total[expert] = all;
+        }
+    }
+}
+
+// Sums of kThreads values over the threads before and including this one. Has barriers.
+__device__ __forceinline__ u32 block_prefix_sum(u32 value, u32* scan, u32& total) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const u32 other = __shfl_up_sync(~0u, value, step);
+        if (lane >= step) value += other;
+    }
+    __syncthreads();                                                 // whoever still reads the sums of an earlier call
+    if (lane == 31) scan[warp] = value;
+    __syncthreads();
+    total = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; w++) {
+        if (w < warp) value += scan[w];
+        total += scan[w];
+    }
+    return value;
+}
+
+__device__ __forceinline__ u32 aligned_up(u32 rows, u32 align) { return (rows + align - 1) & -align; }
+__device__ __forceinline__ u32 at_most(u32 value, u32 bound) { return value < bound ? value : bound; }
+
+// There are at most kMostBlocks blocks: left to choose, the compiler makes room for five on a multiprocessor and spills.
+extern "C" __global__ void __launch_bounds__(kThreads, 1) route_rank(const __grid_constant__ RouteParams p) {
+    __shared__ Shared shared;
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, earlier_lanes = (1u << lane) - 1;
+    const Run run(p);
+    bool wrong = false, lost = false;
+    i32 held[kHeld];                                                 // on their way while counts are
+    load_experts(p, run, run.begin, held, wrong);
+    for (u32 expert = lane; expert < p.number; expert += 32) shared.warp[warp][expert] = 0;
+    __syncwarp();
+    if (p.counts && p.number <= 8 * kWarps) add_counts<8>(p, shared);
+    else if (p.counts) add_counts<16>(p, shared);
+    count_experts(p, run, held, wrong, shared.warp[warp]);
+    __syncthreads();
+
+    u32 end = 0;                                                     // of the experts before this round's
+    for (u32 first = 0; first < p.number; first += kThreads) {
+        const u32 expert = first + threadIdx.x;
+        u32 total = 0, next = 0, aligned = 0;
+        if (expert < p.number) {
+            if (p.counts) {
+                total = shared.total[expert];
+                next = shared.before[expert];
+            } else {
+#pragma unroll
+                for (int w = 0; w < kWarps; w++) total += shared.warp[w][expert];
+                shared.total[expert] = total;
+            }
+            aligned = aligned_up(total, p.align);
+        }
+        u32 round = 0;
+        const u32 start = end + block_prefix_sum(aligned, shared.scan, round) - aligned;
+        end += round;
+        if (expert >= p.number) continue;
+        shared.before[expert] = start;
+        next += start;
+#pragma unroll
+        for (int w = 0; w < kWarps; w++) {
+            const u32 count = shared.warp[w][expert];
+            shared.warp[w][expert] = next;
+            next += count;
+        }
+        if (blockIdx.x == 0) {
+            const u32 begin = at_most(start, p.rows), stop = at_most(start + aligned, p.rows);
+            p.splits[expert] = (i32)at_most(total, p.rows - begin);
+            p.aligned_splits[expert] = (i32)(stop - begin);
+            p.offsets[expert] = begin;
+            if (expert + 1 == p.number) p.offsets[p.number] = stop;
+        }
+    }
+    __syncthreads();
+
+    const bool all_held = run.end - run.begin <= kHeld * 32;         // as they were counted
+    for (i64 first = run.begin; first < run.end; first += kHeld * 32) {
+        if (!all_held) load_experts(p, run, first, held, wrong);
+        u32 lanes[kHeld];                                            // with a route of the same expert
+#pragma unroll
+        for (int u = 0; u < kHeld; u++) lanes[u] = first + u * 32 < run.end ? __match_any_sync(~0u, held[u]) : 0;
+#pragma unroll
+        for (int u = 0; u < kHeld; u++) {
+            if (first + u * 32 >= run.end) break;                    // whole warps go round together
+            const i64 route = first + u * 32 + lane;
+            const i32 expert = held[u];
+            const u32 same = lanes[u], rank = __popc(same & earlier_lanes);
+            const u32 next = expert >= 0 ? shared.warp[warp][expert] : 0;
+            __syncwarp();
+            if (expert >= 0 && rank == 0) shared.warp[warp][expert] = next + __popc(same);
+            __syncwarp();
+            if (route >= run.end) continue;
+            const bool fits = expert >= 0 && next + rank < p.rows;
+            lost |= expert >= 0 && !fits;
+            p.row_map[route] = fits ? (i32)(next + rank) : -1;
+            if (fits) p.sources[next + rank] = (i32)route;
+        }
+    }
+    // Rows that nobody is in: of each expert, and after the last one.
+    for (u32 expert = blockIdx.x * kWarps + warp; expert < p.number; expert += gridDim.x * kWarps) {
+        const u32 start = shared.before[expert], total = shared.total[expert];
+        const u32 begin = start + total, stop = start + aligned_up(total, p.align);
+        for (u32 row = begin + lane; row < stop; row += 32)
+            if (row < p.rows) p.sources[row] = -1;
+    }
+    for (i64 row = (i64)end + blockIdx.x * kThreads + threadIdx.x; row < p.rows; row += (i64)gridDim.x * kThreads) p.sources[row] = -1;
+    report(p.errors, (wrong ? kRouteExpert : 0u) | (lost ? kRouteBound : 0u));
+}
+#endif

@@ -1,0 +1,43 @@
+// Bias gradients (docs/numerics.md, section 1): what cast_transpose has summed tile by tile, added up by the same tree.
+//
+// sum_rows  src [batch, rows, columns] f32 -> dst [batch, ceil(rows / (8 ROWS)), columns], each the sum of up to 8 ROWS rows by the fixed
+//           tree (column_sum.cuh); no rows give one row of +0. A block takes 32 columns (whole lines) of them, each thread ROWS rows of one
+//           column, all in flight. Bytes moved per element: 4; launch-bound for the few rows that there are.
+#include "numerics/column_sum.cuh"
+#include "memory/chunks.cuh"
+
+#ifdef ENTRY_sum_rows
+struct SumRowsParams {
+    const float* src;
+    float* dst;
+    const float* noop;           // one element: 1.0 there means that nothing is written; or null
+    i64 rows, columns;
+};
+
+constexpr int kColumns = 32, kRuns = 8;                              // of a block; ROWS is the length of a run
+
+extern "C" __global__ void __launch_bounds__(kColumns * kRuns) sum_rows(const __grid_constant__ SumRowsParams p) {
+    if (is_set(p.noop)) return;
+    __shared__ float shared[kRuns][kColumns];
+    const int lane = threadIdx.x % kColumns, run = threadIdx.x / kColumns;
+    const i64 across = (p.columns + kColumns - 1) / kColumns, line = blockIdx.x / across;
+    const i64 column = (blockIdx.x - line * across) * kColumns + lane;
+    const i64 groups = p.rows > kRuns * ROWS ? (p.rows + kRuns * ROWS - 1) / (kRuns * ROWS) : 1;
+    const i64 matrix = line / groups, row = (line - matrix * groups) * (kRuns * ROWS) + run * ROWS;
+    const float* from = p.src + (matrix * p.rows + row) * p.columns + column;
+    const int left = column < p.columns ? left_of(p.rows - row, ROWS) : 0;
+    float term[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) term[r] = r < left ? from[r * p.columns] : as_float(kAbsentTerm);
+    TreeSum<ROWS> sum;
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) sum.add(r, term[r]);
+    shared[run][lane] = sum.sum();
+    __syncthreads();
+    if (run != 0 || column >= p.columns) return;
+    TreeSum<kRuns> total;
+#pragma unroll
+    for (int r = 0; r < kRuns; r++) total.add(r, shared[r][lane]);
+    p.dst[line * p.columns + column] = p.rows ? as_float(f32::narrow(total.sum())) : 0.0f;
+}
+#endif

@@ -1,0 +1,126 @@
+// Scales of blocks from layout to layout (docs/layouts.md; docs/numerics.md, section 5).
+//
+//   to[line, block] = scale of from[line, block]      the bits themselves; f32 -> E8M0: the exponent of a power of two, 0 of 0, else NaN and a bit
+//                                                      in the sticky word; E8M0 -> f32: 2^(e - 127); padding: 0, never read
+//
+// IN, OUT in {f32, e8m0fnu} (the words of deepgemm_sm100 are four E8M0 bytes each). Everything else is known at run time: a layout is six
+// strides (ScaleStrides). A thread has four scales that are neighbours in `to`: 16 bytes of f32, a word of E8M0, one store where it is
+// aligned and whole; and one load where they are neighbours in `from` too. A block of 256 threads has a tile of 32 lines x 32 blocks, of which
+// either side's part is whole sectors; of swizzled scales 128 x 8, two of its tiles. Such arrays are small and latency is all: one launch,
+// nothing in shared memory (sectors that two warps share meet in L1). Bytes moved per scale: one of each.
+#include "memory/errors.cuh"
+#include "memory/chunks.cuh"
+
+// Where the scales of a layout are, in elements. Layouts without tiles: line32 = 32 line, line128 = 128 line, block4 = 4 block.
+struct ScaleStrides {
+    i64 matrix;
+    i64 line, line32, line128;   // to the next line among 32; the next 32 among 128; the next 128
+    i64 block, block4;           // to the next block among four; the next four
+
+    __device__ __forceinline__ i64 at(i64 m, i64 l, i64 b) const {
+        return m * matrix + (l & 31) * line + (l >> 5 & 3) * line32 + (l >> 7) * line128 + (b & 3) * block + (b >> 2) * block4;
+    }
+};
+
+struct ScaleLayoutParams {
+    const IN::storage* from;
+    OUT::storage* to;
+    u32* errors;
+    ScaleStrides source, target;
+    i64 lines, blocks;                                               // of the target that have a scale
+    i64 stored_lines, stored_blocks;                                 // with the padding
+    u32 down, across;                                                // tiles of a matrix
+    u32 source_shift, target_shift;                                  // log2 of the lines that repeat one line of scales
+    u32 order;
+};
+
+constexpr int kThreads = 256;
+// Which of a tile's scales a thread has: four lines; four blocks; those of packed words, eight lines of which are a sector; of a swizzled tile.
+constexpr u32 kFourLines = 0, kFourBlocks = 1, kPacked = 2, kSwizzled = 3;
+
+struct Place {
+    i64 line, block;
+
+    __device__ __forceinline__ Place(u32 order, i64 down, i64 across) {
+        const u32 t = threadIdx.x;
+        line = down * (order == kSwizzled ? 128 : 32), block = across * (order == kSwizzled ? 8 : 32);
+        if (order == kFourLines) line += t % 8 * 4, block += t / 8;
+        else if (order == kFourBlocks) line += t / 8, block += t % 8 * 4;
+        else if (order == kPacked) line += t % 8 + t / 64 * 8, block += t / 8 % 8 * 4;
+        else line += t % 4 * 32 + t / 4 % 32, block += t / 128 * 4;
+    }
+};
+
+// Neighbours in memory, packed as Chunk has them.
+template <class F>
+__device__ __forceinline__ u32 element(const Chunk<F, 4>& c, int i) {
+    if constexpr (sizeof(typename F::storage) == 4) return c.word[i];
+    else return c.word[0] >> 8 * i & 0xffu;
+}
+template <class F>
+__device__ __forceinline__ void set_element(Chunk<F, 4>& c, int i, u32 bits) {       // of a chunk of zeros
+    if constexpr (sizeof(typename F::storage) == 4) c.word[i] = bits;
+    else c.word[0] |= bits << 8 * i;
+}
+template <class F>
+__device__ __forceinline__ bool is_aligned(const typename F::storage* p) { return reinterpret_cast<u64>(p) % Chunk<F, 4>::kBytes == 0; }
+
+template <class From, class To>
+struct Conversion {
+    static __device__ __forceinline__ u32 bits(u32 scale, bool&) { return scale; }
+};
+template <>
+struct Conversion<e8m0fnu, f32> {
+    static __device__ __forceinline__ u32 bits(u32 scale, bool&) { return as_bits(e8m0fnu::widen(scale)); }
+};
+template <>
+struct Conversion<f32, e8m0fnu> {
+    static __device__ __forceinline__ u32 bits(u32 scale, bool& wrong) {
+        const u32 exponent = scale >> 23;                            // 256 and above: negative
+        if (!(scale & ~0x00400000u)) return 0;                       // 2^-127, a subnormal; 0
+        if (exponent - 1 < 254 && !(scale & 0x7fffffu)) return exponent;
+        wrong = wrong || (scale & 0x7fffffffu) <= 0x7f800000u;       // NaN is NaN
+        return kNanE8m0;
+    }
+};
+
+#ifdef ENTRY_convert_scales
+extern "C" __global__ void __launch_bounds__(kThreads) convert_scales(const __grid_constant__ ScaleLayoutParams p) {
+    const u32 line_of_tiles = blockIdx.x / p.across, matrix = line_of_tiles / p.down;
+    const Place at(p.order, line_of_tiles - matrix * p.down, blockIdx.x - line_of_tiles * p.across);
+    const bool by_lines = p.order == kFourLines;
+    const auto of_four = [&](i64 lines, i64 blocks) {                // how many of the thread's scales are among these
+        if (at.line >= lines || at.block >= blocks) return 0;
+        return by_lines ? left_of(lines - at.line, 4) : left_of(blocks - at.block, 4);
+    };
+    const int stored = of_four(p.stored_lines, p.stored_blocks), count = of_four(p.lines, p.blocks);
+    if (!stored) return;
+
+    Chunk<IN, 4> in{};
+    if (count) {
+        const IN::storage* from = p.from + p.source.at(matrix, at.line >> p.target_shift << p.source_shift, at.block);
+        const i64 step = by_lines ? p.source.line : p.source.block;
+        if (count == 4 && step == 1 && is_aligned<IN>(from)) {
+            in = Chunk<IN, 4>::load(from);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (i < count) set_element(in, i, load_read_only(from + i * step));
+        }
+    }
+    Chunk<OUT, 4> out{};
+    bool wrong = false;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (i < count) set_element(out, i, Conversion<IN, OUT>::bits(element(in, i), wrong));
+    if (wrong) report(p.errors, kScaleNotPowerOfTwo);
+
+    OUT::storage* to = p.to + p.target.at(matrix, at.line, at.block);
+    if (stored == 4 && is_aligned<OUT>(to)) {
+        if constexpr (Chunk<OUT, 4>::kBytes == 16) out.store_whole(to);
+        else out.store(to);
+    } else {
+        out.store_partial(to, stored);
+    }
+}
+#endif

@@ -1,0 +1,234 @@
+"""WeightCache: what is launched when, at which addresses, and what an error leaves behind."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+from list_results import LAUNCHES, arrays, assert_same, one, raw
+
+import cupy_fp8 as fp8
+from cupy_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, Quantized, WeightCache, backend, cases, testing
+from cupy_fp8.formats import bfloat16
+
+RECIPES = (DelayedScaling(), CurrentScaling(), BlockScaling(), MXScaling())
+SHAPES = ((64, 48), (130, 33), (0, 8), (16, 16))
+
+
+def weights_of(run: testing.Executor, seed: int = 0) -> list[Any]:
+    return [run.array(cases.values("normal", shape, bfloat16, seed + i)) for i, shape in enumerate(SHAPES)]
+
+
+def change(weights: list[Any]) -> None:
+    for w in weights:
+        w *= w.dtype.type(0.5)
+
+
+def address(a: Any) -> int:
+    return int(a.ctypes.data if isinstance(a, np.ndarray) else a.data.ptr)
+
+
+def addresses(results: list[Quantized]) -> list[int]:
+    return [address(a) for a in arrays(*results)]
+
+
+def expected(recipe: Any, w: Any, scale: float, rowwise: bool = True, columnwise: bool = False) -> Quantized:
+    given = {"scale": scale} if isinstance(recipe, DelayedScaling) else {}
+    found: Quantized = recipe.quantize(w, rowwise=rowwise, columnwise=columnwise, **given)
+    return found
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
+def test_a_step_of_training(recipe, run, launched):
+    """Miss; hits that launch nothing; an update at the same addresses; more directions."""
+    cache, weights = WeightCache(recipe), weights_of(run)
+    scales = [1.0, 2.0, 3.0, 4.0] if isinstance(recipe, DelayedScaling) else None
+    first = cache.quantize(weights, scales=scales)
+    assert len(cache) == 4
+    assert cache.nbytes == sum(q.nbytes for q in first)
+    old, at = raw(first), addresses(first)
+    for i, (w, q) in enumerate(zip(weights, first, strict=True)):
+        assert_same(q, expected(recipe, w, i + 1.0))
+    change(weights)
+    launched.clear()
+    for _ in range(10):
+        again = cache.quantize(weights, update=False)
+        assert all(a is b for a, b in zip(again, first, strict=True))
+    again.clear()                                           # the list is the caller's
+    assert len(cache.quantize(weights, update=False)) == 4
+    assert (launched, raw(first)) == ([], old)
+    updated = cache.quantize(weights, scales=scales)
+    assert all(a is b for a, b in zip(updated, first, strict=True))
+    assert addresses(updated) == at
+    for i, (w, q) in enumerate(zip(weights, updated, strict=True)):
+        assert_same(q, expected(recipe, w, i + 1.0))
+    both = cache.quantize(weights, columnwise=True, scales=scales, update=False)
+    for i, (w, q) in enumerate(zip(weights, both, strict=True)):
+        assert_same(q, expected(recipe, w, i + 1.0, True, True))
+    change(weights)
+    kept = addresses(both)
+    for i, (w, q) in enumerate(zip(weights, cache.quantize(weights, scales=scales), strict=True)):         # no direction becomes stale
+        assert_same(q, expected(recipe, w, i + 1.0, True, True))
+    assert addresses(both) == kept
+    cache.clear()
+    assert (len(cache), cache.nbytes) == (0, 0)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
+def test_one_fused_call(recipe, run, launched):
+    if run.name == "reference":
+        pytest.skip("nothing is launched")
+    cache, weights = WeightCache(recipe), weights_of(run)
+    scales = [1.0, 2.0, 3.0, 4.0] if isinstance(recipe, DelayedScaling) else None
+    for _ in range(3):
+        launched.clear()
+        cache.quantize(weights, columnwise=True, scales=scales)
+        assert launched == LAUNCHES[type(recipe)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES[1:], ids=lambda r: type(r).__name__)
+def test_noop_decides(recipe, run, launched):
+    """Always launched; a miss ignores it."""
+    cache, weights, flag = WeightCache(recipe), weights_of(run), run.array(one(1.0))
+    first = cache.quantize(weights, noop=flag)
+    for w, q in zip(weights, first, strict=True):
+        assert_same(q, recipe.quantize(w))
+    old = raw(first)
+    change(weights)
+    for update in (True, False):
+        launched.clear()
+        assert raw(cache.quantize(weights, noop=flag, update=update)) == old
+        assert bool(launched) == (run.name != "reference")
+    flag[...] = 0
+    for w, q in zip(weights, cache.quantize(weights, noop=flag, update=False), strict=True):
+        assert_same(q, recipe.quantize(w))
+
+
+def test_some_are_new(run):
+    """Only what is missing is quantised, with its own scale and amax."""
+    cache, weights = WeightCache(DelayedScaling()), weights_of(run)
+    scales, amaxes = run.array(np.array([1, 2, 3, 4], np.float32)), run.array(np.zeros(4, np.float32))
+    known = cache.quantize(weights[:2], scales=[8.0, 9.0])
+    old = raw(known)
+    results = cache.quantize(weights, scales=scales, amaxes=amaxes, update=False)
+    assert (results[0], results[1], raw(known)) == (known[0], known[1], old)
+    assert_same(results[3], fp8.quantize_tensor(weights[3], 4.0))
+    assert fp8.asnumpy(amaxes).tolist() == [0, 0, 0, float(fp8.asnumpy(abs(weights[3])).max())]
+    everything = cache.quantize([weights[3], weights[0], weights[3]], scales=[5.0, 6.0, 5.0])
+    assert everything[0] is everything[2]
+    assert_same(everything[0], fp8.quantize_tensor(weights[3], 5.0))
+    assert_same(everything[1], fp8.quantize_tensor(weights[0], 6.0))
+
+
+def test_members_that_are_quantized(run):
+    cache, weights = WeightCache(CurrentScaling()), weights_of(run)
+    ready = fp8.quantize_tensor(weights[1], 7.0)
+    old = raw([ready])
+    for update in (True, False, True):
+        results = cache.quantize([weights[0], ready, weights[3]], update=update)
+        assert results[1] is ready
+    assert raw([ready]) == old
+    assert len(cache) == 2
+    assert cache.quantize([ready])[0] is ready
+
+
+def test_a_weight_that_is_gone(run):
+    cache, weights = WeightCache(CurrentScaling()), weights_of(run)
+    cache.quantize(weights)
+    cache.quantize(weights, update=False)
+    for seed in range(5):
+        del weights[0]
+        gc.collect()
+        assert len(cache) == 3
+        weights.insert(0, run.array(cases.values("normal", SHAPES[0], bfloat16, 50 + seed)))        # often where the other was
+        assert_same(cache.quantize(weights, update=False)[0], fp8.quantize_tensor(weights[0]))
+        assert len(cache) == 4
+    held = cache.quantize(weights, update=False)
+    weights.clear()
+    gc.collect()
+    assert (len(cache), cache.nbytes, len(held)) == (0, 0, 4)
+
+
+def test_other_lists_and_directions(run, launched):
+    """A list may change between calls, and several take turns: each call gets its own."""
+    cache, weights, others = WeightCache(CurrentScaling()), weights_of(run), weights_of(run, 7)
+    for each in (weights, others):
+        cache.quantize(each)
+        cache.quantize(each, rowwise=False, columnwise=True)
+    known = {id(w): q for each in (weights, others) for w, q in zip(each, cache.quantize(each, update=False), strict=True)}
+    launched.clear()
+    chosen = list(weights)
+    for i in range(4):
+        for _ in range(2):
+            for asked in (chosen, others, chosen[:2], chosen[::-1], [*chosen, chosen[0]]):
+                for options in ({}, {"columnwise": True}, {"rowwise": False, "columnwise": True}):
+                    found = cache.quantize(asked, update=False, **options)
+                    assert [id(q) for q in found] == [id(known[id(w)]) for w in asked]
+        chosen[i] = others[i]                               # in the same list; the weight before lives on
+    assert launched == []
+
+
+def test_identities_are_those_of_objects(run):
+    """Nothing is unpacked or compared: arrays of no dimensions, members that are equal, and none at all."""
+    array, same = run.array(np.array(3.0, np.float32)), run.array(np.array(3.0, np.float32))
+    objects = [array, same, fp8.quantize_tensor(run.array(np.ones((2, 3), np.float32)), 1.0), None, array, [1, 2]]
+    assert np.frombuffer(fp8.cache._identities(objects), np.uintp).tolist() == [id(each) for each in objects]
+    assert fp8.cache._identities(tuple(objects)) == fp8.cache._identities(objects)
+    assert fp8.cache._identities([]) == b""
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
+def test_an_error_leaves_the_cache_as_it_was(recipe, run):
+    cache, weights = WeightCache(recipe), weights_of(run)
+    scales = [1.0] * 4 if isinstance(recipe, DelayedScaling) else None
+    first = cache.quantize(weights, scales=scales)
+    old, nbytes = raw(first), cache.nbytes
+    change(weights)
+    bad = [run.array(np.ones(3, np.int32)), run.array(np.ones(3, np.float32)), "weight", None, weights[0].view(np.uint16)]
+    for wrong in bad:
+        with pytest.raises((TypeError, ValueError)):
+            cache.quantize([*weights, wrong], scales=None if scales is None else [1.0] * 5)
+        assert (raw(first), len(cache), cache.nbytes) == (old, 4, nbytes)
+    for options, message in (({"scales": [1.0] * 3}, "scales: "), ({"amaxes": [1.0] * 4}, "amaxes"), ({"rowwise": False}, "rowwise"),
+                             ({"noop": 1.0, "scales": scales}, "noop")):
+        with pytest.raises((TypeError, ValueError), match=message):
+            cache.quantize(weights, **({"scales": scales} | options))
+        assert (raw(first), len(cache), cache.nbytes) == (old, 4, nbytes)
+    assert all(a is b for a, b in zip(cache.quantize(weights, update=False), first, strict=True))
+
+
+def test_what_is_no_recipe_and_no_list(run):
+    with pytest.raises(TypeError, match="recipe: expected"):
+        WeightCache("current")                              # type: ignore[arg-type]
+    cache = WeightCache(CurrentScaling())
+    with pytest.raises(TypeError, match="weights: expected a list"):
+        cache.quantize(weights_of(run)[0])
+    assert cache.quantize([]) == []
+    assert "WeightCache(CurrentScaling" in repr(cache)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES[1:], ids=lambda r: type(r).__name__)
+def test_one_graph_for_all_micro_batches(recipe):
+    cp = backend.cupy()
+    with testing.executor("cuda") as run:
+        cache, weights, flag = WeightCache(recipe), weights_of(run), cp.zeros(1, cp.float32)
+        results = cache.quantize(weights, columnwise=True)
+        cache.quantize(weights, columnwise=True, noop=flag)
+        cp.cuda.get_current_stream().synchronize()
+        stream = cp.cuda.Stream(non_blocking=True)
+        with stream:
+            stream.begin_capture()
+            cache.quantize(weights, columnwise=True, noop=flag)
+            graph = stream.end_capture()
+            for value in (0.0, 1.0):
+                flag.fill(value)
+                old = [recipe.quantize(w, columnwise=True) for w in weights]
+                if value:
+                    change(weights)
+                graph.launch(stream)
+                stream.synchronize()
+                for q, want in zip(results, old, strict=True):
+                    assert_same(q, want)

@@ -1,0 +1,180 @@
+"""Results with a scale per block: .T, .to_layout, copies and texts keep data and scales together."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import html
+import pickle
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from block_data import COLUMN, LAYOUTS, ROW, result
+from hypothesis import given, settings
+
+import cupy_fp8 as fp8
+from cupy_fp8 import Quantized, Scaled, plot, testing
+from cupy_fp8.arrays import bits
+from cupy_fp8.formats import bfloat16, float8_e8m0fnu, float32
+from cupy_fp8.layouts import SCALE_DTYPES, scale_shape
+from cupy_fp8.reference.scales.swizzle import swizzle
+from cupy_fp8.results import swap_last
+
+KINDS = [(block, transposed) for block in (ROW, COLUMN) for transposed in (False, True)]
+kinds = pytest.mark.parametrize(("block", "transposed"), KINDS)
+
+
+# ---- shapes ----
+@pytest.mark.parametrize(("shape", "block", "layout", "transposed", "want"), [
+    ((100, 64), ROW, "compact", False, (100, 2)), ((100, 65), ROW, "compact", True, (100, 3)),
+    ((100, 64), COLUMN, "compact", False, (4, 64)), ((100, 64), COLUMN, "compact", True, (4, 64)),
+    ((100, 64), ROW, "swizzled", False, (128, 4)), ((130, 160), ROW, "swizzled", True, (256, 8)),
+    ((100, 64), COLUMN, "swizzled", False, (128, 4)), ((130, 160), COLUMN, "swizzled", True, (256, 8)),
+    ((5, 100, 64), COLUMN, "compact", False, (5, 4, 64)), ((5, 100, 64), ROW, "swizzled", False, (5, 128, 4)),
+    ((0, 64), ROW, "compact", False, (0, 2)), ((0, 64), COLUMN, "compact", False, (0, 64)), ((64, 0), ROW, "swizzled", False, (128, 0)),
+    ((100, 640), (128, 128), "compact", False, (1, 5)), ((100, 640), (128, 128), "compact", True, (5, 1)),
+    ((100, 640), (1, None), "compact", False, (100, 1)), ((100, 640), (None, 1), "compact", True, (1, 640)),
+])
+def test_scale_shape(shape, block, layout, transposed, want):
+    assert scale_shape(shape, block, layout, transposed) == want
+
+
+# ---- .T ----
+@kinds
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(40, 96), (33, 70), (2, 64, 40)], ids=str)
+def test_transposed_view(shape, layout, block, transposed, run):
+    s = run.array(result(shape, block, layout, transposed))
+    t = s.T
+    assert (t.shape, t.transposed, t.block, t.scale_layout) == (swap_last(shape), not transposed, block[::-1], layout)
+    assert t.data is s.data
+    assert t.scale_inv.shape == scale_shape(t.shape, t.block, layout, t.transposed)
+    if layout == "swizzled":
+        assert t.scale_inv is s.scale_inv
+    else:
+        assert t.scale_inv.shape == swap_last(s.scale_inv.shape)
+        if run.name != "cuda":
+            assert np.shares_memory(t.scale_inv, s.scale_inv)
+    testing.assert_bytes_equal(run.numpy(t.dequantize()), np.ascontiguousarray(run.numpy(s.dequantize()).swapaxes(-1, -2)))
+    testing.assert_bytes_equal(run.numpy(t.T.scale_inv), run.numpy(s.scale_inv))
+    assert (t.nbytes, t.dtype) == (s.nbytes, s.dtype)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_transposed_view_of_square_blocks(transposed):
+    """Their compact scales follow the storage: nothing moves."""
+    s = result((140, 270), (128, 128), transposed=transposed, scale=float32)
+    assert s.T.scale_inv is s.scale_inv
+    testing.assert_bytes_equal(s.T.dequantize(), np.ascontiguousarray(s.dequantize().T))
+
+
+# ---- .to_layout ----
+@kinds
+@pytest.mark.parametrize("shape", [(40, 96), (130, 36), (36, 130), (2, 64, 40), (0, 40), (3, 0, 40)], ids=str)
+def test_to_layout(shape, block, transposed, run):
+    compact = run.array(result(shape, block, "compact", transposed))
+    swizzled = compact.to_layout("swizzled")
+    lines = fp8.asnumpy(compact.scale_inv)
+    lines = lines if block == ROW else np.ascontiguousarray(lines.swapaxes(-1, -2))
+    testing.assert_bytes_equal(run.numpy(swizzled.scale_inv), swizzle(lines))
+    back = swizzled.to_layout("compact")
+    testing.assert_bytes_equal(run.numpy(back.scale_inv), run.numpy(compact.scale_inv))
+    assert back.scale_inv.flags.c_contiguous
+    for s, layout in ((swizzled, "swizzled"), (back, "compact")):
+        assert s.data is compact.data
+        assert (s.shape, s.transposed, s.block, s.scale_layout) == (shape, transposed, block, layout)
+        testing.assert_bytes_equal(run.numpy(s.dequantize()), run.numpy(compact.dequantize()))
+        assert s.to_layout(layout) is s
+    assert compact.scale_layout == "compact"                                # the one asked stays as it was
+    testing.assert_bytes_equal(run.numpy(compact.T.to_layout("swizzled").scale_inv), run.numpy(swizzled.scale_inv))
+    testing.assert_bytes_equal(run.numpy(swizzled.T.to_layout("compact").scale_inv), run.numpy(compact.T.scale_inv))
+
+
+@pytest.mark.parametrize(("s", "name", "error", "message"), [
+    (result((64, 64)), "gemm", ValueError, f"to_layout: expected one of {tuple(SCALE_DTYPES)}, got 'gemm'"),
+    (result((64, 64)), None, ValueError, f"to_layout: expected one of {tuple(SCALE_DTYPES)}, got None"),
+    (result((64, 64), (128, 128), scale=float32), "deepgemm_sm90", ValueError, "target: 'deepgemm_sm90' belongs to blocks along one line"),
+    (result((140, 270), (128, 128)), "swizzled", ValueError, "target: 'swizzled' belongs to blocks along one line, got block"),
+    (result((64, 64), scale=float32), "swizzled", ValueError, "scale_inv: expected powers of two from 2**-127 to 2**127"),
+    (dataclasses.replace(result((64, 64)), scale_layout=None), "compact", ValueError, "source: expected one of ('compact', "),
+    (dataclasses.replace(result((64, 64)), block=(1, 64)), "swizzled", ValueError, "scale_inv: expected shape (64, 1) (compact scales of"),
+    (fp8.quantize_tensor(np.ones((2, 2), np.float32), 1.0).rowwise, "compact", ValueError, "to_layout('compact'): per-tensor data has"),
+])
+def test_to_layout_errors(s, name, error, message):
+    with pytest.raises(error, match="^" + re.escape(message)):
+        s.to_layout(name)
+
+
+# ---- copies ----
+@kinds
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_copies_are_whole(layout, block, transposed):
+    s = result((40, 96), block, layout, transposed)
+    for original in (s, s.T):
+        again: Any
+        for again in (copy.deepcopy(original), pickle.loads(pickle.dumps(original)), copy.deepcopy(Quantized(None, original)).columnwise):
+            assert (again.shape, again.transposed, again.block, again.scale_layout) == (
+                original.shape, original.transposed, original.block, original.scale_layout)
+            for mine, theirs in zip(again, original, strict=True):
+                assert not np.shares_memory(mine, theirs)
+                testing.assert_bytes_equal(mine, theirs)
+            testing.assert_bytes_equal(again.dequantize(), original.dequantize())
+
+
+def test_nbytes():
+    row, column = result((64, 96), ROW), result((64, 96), COLUMN)
+    assert (row.nbytes, column.nbytes) == (64 * 96 + 64 * 3, 64 * 96 + 2 * 96)
+    assert Quantized(row, column).nbytes == row.nbytes + column.nbytes
+    assert Quantized(row, Scaled(row.data, column.scale_inv, row.shape, block=COLUMN, scale_layout="compact")).nbytes == (
+        64 * 96 + 64 * 3 + 2 * 96)
+
+
+# ---- texts ----
+def test_repr():
+    row, column = result((64, 96), ROW), result((64, 96), COLUMN, "swizzled", True)
+    assert repr(row) == "Scaled(float8_e4m3fn[64, 96], block 1×32, compact scales, numpy)"
+    assert repr(column) == "Scaled(float8_e4m3fn[64, 96], block 32×1, swizzled scales, stored transposed, numpy)"
+    assert repr(Quantized(row, column)) == ("Quantized(float8_e4m3fn[64, 96], block 1×32, compact scales, rowwise + columnwise (stored "
+                                            "transposed), numpy)")
+    assert "block column×1, compact scales" in repr(result((64, 96), (None, 1)))
+
+
+def test_html():
+    row, column = result((64, 96), ROW), result((64, 96), COLUMN, "swizzled", True)
+    table = Quantized(row, column)._repr_html_()
+    cells = [html.unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", table)]
+    assert cells == ["rowwise", "float8_e4m3fn", "64, 96", "block 1×32, compact scales", "as is", "numpy", "6,336",
+                     "columnwise", "float8_e4m3fn", "64, 96", "block 32×1, swizzled scales", "transposed 96, 64", "numpy", "6,656"]
+
+
+# ---- the strategy, the picture ----
+def test_the_strategy_makes_valid_results():
+    seen = set()
+
+    @settings(max_examples=200, database=None, deadline=None, derandomize=True)
+    @given(testing.mx_results(max_side=40))
+    def look(s: Scaled) -> None:
+        seen.add((s.block, s.scale_layout, s.transposed, len(s.shape), s.dtype))
+        assert s.scale_inv.dtype == float8_e8m0fnu
+        assert s.dequantize(bfloat16).shape == s.shape
+
+    look()
+    assert [len(set(facts)) for facts in zip(*seen, strict=True)] == [2] * 5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_heat_map_of_a_result(layout):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    compact = result((40, 96))
+    want = bits(compact.scale_inv).astype(np.float64) - 127
+    s = compact.to_layout(layout)
+    for drawn in (s, Quantized(s), Quantized(s, result((40, 96), COLUMN))):
+        picture = plot.scale_heat_map(drawn).images[0].get_array()
+        assert picture.filled(128).tolist() == want.tolist()                # 128: NaN, left blank
+    per_tensor = fp8.quantize_tensor(np.ones((2, 2), np.float32), 4.0)
+    assert plot.scale_heat_map(per_tensor).images[0].get_array().tolist() == [[-2]]
+    with pytest.raises(ValueError, match="at most two dimensions"):
+        plot.scale_heat_map(result((2, 40, 96), layout=layout))
+    pyplot.close("all")

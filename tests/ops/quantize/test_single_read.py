@@ -1,0 +1,282 @@
+"""Current scaling of many matrices from one read: the same bytes as from two, whatever fits, and whatever was launched before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scale_arrays import guarded, raw
+
+import cupy_fp8 as fp8
+from cupy_fp8 import backend, cases, reference, testing
+from cupy_fp8.arrays import bits
+from cupy_fp8.cases import values
+from cupy_fp8.cli.selftest import check
+from cupy_fp8.formats import bfloat16, float8_e5m2, float16, float32
+from cupy_fp8.kernels import Variant
+from cupy_fp8.ops.quantize import single_read
+
+needs_host = pytest.mark.skipif(testing.executor_problem("host") is not None, reason=str(testing.executor_problem("host")))
+CURRENT = fp8.CurrentScaling()
+#: Of a matrix that no machine here reads once, in tiles.
+HUGE = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def however_little(monkeypatch):
+    """A GPU reads small lists once too."""
+    gpu = single_read._gpu
+    monkeypatch.setattr(single_read, "_gpu", lambda device: gpu(device)._replace(fewest=0))
+
+
+@pytest.fixture
+def entries(monkeypatch):
+    """What is launched."""
+    seen: list[str] = []
+
+    def noted(self: Variant, x: Any, grid: int, *given: Any) -> None:
+        seen.append(self.kernel.entry)
+        launch(self, x, grid, *given)
+
+    launch = Variant.launch
+    monkeypatch.setattr(Variant, "launch", noted)
+    return seen
+
+
+def expect_list(results: list[Any], xs: list[np.ndarray], amaxes: Any = None, start: float = 0.0, **options: Any) -> None:
+    """The bytes of each array by itself."""
+    for i, (q, x) in enumerate(zip(results, xs, strict=True)):
+        amax = np.full(1, start, np.float32)
+        want: Any = reference.multi_quantize([x], fp8.CurrentScaling(**options), rowwise=q.rowwise is not None,
+                                        columnwise=q.columnwise is not None, amaxes=[amax])[0]
+        for mine, theirs in ((q.rowwise, want.rowwise), (q.columnwise, want.columnwise)):
+            if mine is not None:
+                testing.assert_bytes_equal(mine.data, theirs.data)
+                testing.assert_bytes_equal(mine.scale_inv, theirs.scale_inv)
+        if amaxes is not None:
+            testing.assert_bytes_equal(amaxes[i:i + 1], amax)
+
+
+def machine(monkeypatch, blocks, slots, most_slots=None):
+    monkeypatch.setattr(single_read, "_CPU", single_read._Machine(blocks, slots, most_slots or slots, 0))
+
+
+@needs_host
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 40)), min_size=1, max_size=6), st.integers(1, 4), st.integers(1, 6),
+       st.sampled_from(["bits", "normal"]), st.sampled_from([bfloat16, np.float16]), st.sampled_from(cases.DIRECTIONS[:3]),
+       st.integers(0, 2**32 - 1))
+def test_any_list(monkeypatch, shapes, blocks, slots, kind, dtype, directions, seed):
+    """Any matrices whose rows allow chunked access, on machines of every size: also such as have to be loaded twice."""
+    with monkeypatch.context() as patch, testing.executor("host") as run:
+        machine(patch, blocks, slots)
+        patch.setattr(single_read._Machine, "most", lambda self, _: HUGE)
+        xs = []
+        for i, (rows, units) in enumerate(shapes):
+            x, _ = guarded(run, (rows, 8 * units), np.dtype(dtype), 0)
+            bits(x)[...] = bits(values(kind, x.shape, np.dtype(dtype), seed + i))
+            xs.append(x)
+        amaxes = np.full(len(xs), 2.0, np.float32)
+        expect_list(fp8.multi_quantize(xs, CURRENT, amaxes=amaxes, **dict[str, Any](directions)), xs, amaxes, 2.0)
+
+
+@needs_host
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=8), st.integers(0, 40), st.integers(0, 40), st.integers(1, 4), st.integers(1, 6),
+       st.sampled_from([1, 16, 128]), st.sampled_from(["bits", "normal"]), st.sampled_from(cases.DIRECTIONS[:3]),
+       st.integers(0, 2**32 - 1))
+def test_any_groups(monkeypatch, splits, spare, units, blocks, slots, align, kind, directions, seed):
+    with monkeypatch.context() as patch, testing.executor("host") as run:
+        machine(patch, blocks, slots)
+        patch.setattr(single_read._Machine, "most", lambda self, _: HUGE)
+        x, _ = guarded(run, (sum(splits) + spare, 8 * units), bfloat16, 0)
+        bits(x)[...] = bits(values(kind, x.shape, bfloat16, seed))
+        amaxes, want_amaxes = np.full(len(splits), 2.0, np.float32), np.full(len(splits), 2.0, np.float32)
+        given_splits = np.array(splits, np.int32)
+        g = fp8.group_quantize(x, given_splits, CURRENT, amaxes=amaxes, align=align, **dict[str, Any](directions))
+        want = reference.group_quantize(x, given_splits, CURRENT, amaxes=want_amaxes, align=align, **dict[str, Any](directions))
+        for name in ("rowwise", "columnwise", "scale_inv", "offsets", "splits"):
+            if getattr(want, name) is not None:
+                testing.assert_bytes_equal(getattr(g, name), getattr(want, name))
+        testing.assert_bytes_equal(amaxes, want_amaxes)
+
+
+@needs_host
+@pytest.mark.parametrize("order", ["asc", "desc", "random"])
+def test_any_order_of_threads(order, monkeypatch, entries):
+    """Matrices that fit exactly, that miss it by a tile, and small ones, many of which are on their way at once."""
+    machine(monkeypatch, 3, 2)
+    shapes = [(384, 384), (384, 385 + 7), *[(16, 24)] * 30, (130, 136)]
+    xs = [values("normal", shape, float16, i) for i, shape in enumerate(shapes)]
+    with testing.executor("host"):
+        monkeypatch.setenv("CUPY_FP8_HOST_ORDER", order)
+        expect_list(fp8.multi_quantize(xs, CURRENT, columnwise=True), xs)
+    assert entries == ["multi_cast_current"]
+
+
+def test_one_launch_where_most_fits(run, entries):
+    """Two launches for rows that do not allow chunked access, for f32, and where most of what there is would be read twice."""
+    if run.name == "reference":
+        pytest.skip("launches nothing")
+    small, large = (136, 264), (4096, 4096) if run.name == "cuda" else (512, 512)
+    once, twice = ["multi_cast_current"], ["multi_amax_scale", "multi_cast_transpose"]
+    many = [large, *[small] * (400 if run.name == "cuda" else 6)]
+    for shapes, dtype, expected in (([small] * 5, bfloat16, once), ([small] * 5, float32, twice), ([small, (3, 4)], float16, twice),
+                                    ([small, large], float16, twice), (many, float16, once)):
+        xs = [values("normal", shape, dtype, i % 7) for i, shape in enumerate(shapes)]
+        entries.clear()
+        results = fp8.multi_quantize([run.array(x) for x in xs], CURRENT, columnwise=True)
+        assert entries == expected, shapes[:2]
+        expect_list(results[:5], xs[:5])
+
+
+@pytest.mark.parametrize("op", ["multi_quantize", "group_quantize"])
+@pytest.mark.parametrize("executor", [pytest.param("host", marks=needs_host), pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_case_of_the_table(executor, op, entries):
+    """Of both ways, each has some."""
+    with testing.executor(executor) as run:
+        for case in cases.OPS[op].cases():
+            if "current" in case.options or isinstance(case.options.get("recipe"), fp8.CurrentScaling):
+                check(cases.OPS[op], case, run)
+    assert any("current" in entry for entry in entries)
+    assert any("amax" in entry for entry in entries)
+
+
+def test_the_largest_element_is_found_wherever_it_is(run):
+    """In corners of tiles, and of matrices that end in the middle of one."""
+    shapes = ((300, 264), (128, 128), (1, 8))
+    xs = [np.full(shape, 0.25, bfloat16) for shape in shapes]
+    moved = [run.array(x.copy()) for x in xs]
+    results = fp8.multi_quantize(moved, CURRENT, columnwise=True)
+    for i, (rows, columns) in enumerate(shapes):
+        for row in {0, 127, 128, 255, 256, 299} & set(range(rows)):
+            for column in {0, 7, 8, 127, 128, 255, 256, 263} & set(range(columns)):
+                changed = list(xs)
+                changed[i] = xs[i].copy()
+                changed[i][row, column] = -3.5
+                bits(moved[i])[...] = bits(run.array(changed[i]))
+                fp8.multi_quantize(moved, CURRENT, columnwise=True, outputs=results)
+                got = [float(fp8.asnumpy(q.scale_inv)[0]) for q in results]
+                want = [np.float32(1) / (np.float32(448) / np.float32(3.5 if j == i else 0.25)) for j in range(len(shapes))]
+                assert got == want, (i, row, column)
+        bits(moved[i])[...] = bits(run.array(xs[i]))
+
+
+def test_outputs_and_noop(run, entries):
+    """What is left of earlier launches is not taken for this one's; a launch that writes nothing leaves nothing."""
+    xs = [values("normal", shape, bfloat16, i) for i, shape in enumerate([(140, 136), (0, 8), (257, 24)])]
+    moved = [run.array(x.copy()) for x in xs]
+    results = fp8.multi_quantize(moved, CURRENT, columnwise=True)
+    for step in range(6):
+        for q in results:
+            for a in cases.outputs(q, {}).values():
+                cases.poison(a)
+        noop = run.array(np.array([step % 3 == 2], np.float32))
+        scaled = [(x.astype(np.float32) * 2.0**-step).astype(bfloat16) for x in xs]
+        for to, x in zip(moved, scaled, strict=True):
+            bits(to)[...] = bits(run.array(x))
+        assert fp8.multi_quantize(moved, CURRENT, columnwise=True, noop=noop, outputs=results) is results
+        if step % 3 == 2:
+            written = [cases.outputs(q, {}) for q in results]
+            assert all((raw(a).view(np.uint8) == 0xAA).all() for arrays in written for a in arrays.values())
+        else:
+            expect_list(results, scaled)
+    assert entries == ([] if run.name == "reference" else ["multi_cast_current"] * 7)
+
+
+def test_a_choice_counts_what_fits(monkeypatch):
+    cpu = np.zeros((1, 8), float16)
+    machine = single_read._Machine(blocks=3, slots=3, most_slots=4, fewest=2)
+    monkeypatch.setattr(single_read, "_CPU", machine)
+    assert (machine.most(3), machine.most(4)) == (12, 15)
+    assert single_read.choose(cpu, [6, 1]) == single_read.Choice(3, 3)
+    assert single_read.choose(cpu, [7]) == single_read.choose(cpu, [15]) == single_read.Choice(4, 3)
+    assert single_read.choose(cpu, [16]) is None, "most would be read twice"
+    assert single_read.choose(cpu, [16, 15, 1]) == single_read.Choice(4, 3)
+    assert single_read.choose(cpu, [16, 14, 1]) is None
+    assert single_read.choose(cpu, [5]) is None, "too little"
+    assert single_read.choose(cpu.astype(float32), [6]) is None
+    monkeypatch.setattr(single_read, "_CPU", machine._replace(most_slots=0))
+    assert single_read.choose(cpu, [6]) is None
+    monkeypatch.setattr(single_read, "_CPU", machine._replace(fewest=0))
+    assert single_read.choose(cpu, [2]) == single_read.Choice(3, 2)
+
+
+@pytest.mark.gpu
+def test_large_and_larger_matrices():
+    """As many as fill the GPU, one that is loaded twice among them, against one after the other."""
+    cp = backend.cupy()
+    rng = cp.random.default_rng(0)
+    shapes = [(2048, 5120), (4096, 4096), (2048, 7168), (2048, 1408), (2056, 5128), (16, 8)] * 3
+    xs = [(rng.standard_normal(shape, dtype=cp.float32) * 10.0**(i % 5 - 2)).astype(cp.float16) for i, shape in enumerate(shapes)]
+    recipe = fp8.CurrentScaling(float8_e5m2)
+    for rowwise, columnwise in ((True, True), (True, False), (False, True)):
+        results: list[Any] = fp8.multi_quantize(xs, recipe, rowwise=rowwise, columnwise=columnwise)
+        for _ in range(3):
+            fp8.multi_quantize(xs, recipe, rowwise=rowwise, columnwise=columnwise, outputs=results)
+        for x, q in zip(xs, results, strict=True):
+            want: Any = recipe.quantize(x, rowwise=rowwise, columnwise=columnwise)
+            for mine, theirs in ((q.rowwise, want.rowwise), (q.columnwise, want.columnwise)):
+                if mine is not None:
+                    assert (bits(mine.data) == bits(theirs.data)).all()
+                    assert (mine.scale_inv == theirs.scale_inv).all()
+    rows = [2048] * 3 + [0, 4100, 16, 2048, 777]
+    x = rng.standard_normal((sum(rows) + 100, 5120), dtype=cp.float32).astype(cp.float16)
+    g = fp8.group_quantize(x, cp.array(rows), recipe, columnwise=True)
+    ends = np.cumsum([0, *rows])
+    for i, member in enumerate(g):
+        want = recipe.quantize(x[ends[i]:ends[i + 1]], columnwise=True)
+        assert (bits(member.rowwise.data) == bits(want.rowwise.data)).all()
+        assert (bits(member.columnwise.data) == bits(want.columnwise.data)).all()
+        assert (member.scale_inv == want.scale_inv).all()
+
+
+@pytest.mark.gpu
+def test_captured_and_replayed(entries):
+    """The number of launches is the workspace's, not the host's."""
+    cp = backend.cupy()
+    x = fp8.asarray(values("normal", (300, 264), bfloat16), like="cupy")
+    splits = cp.asarray([100, 0, 200])
+    stream = cp.cuda.Stream(non_blocking=True)
+    with stream:
+        arrays = [x, x[:130]]
+        listed: list[Any] = fp8.multi_quantize(arrays, CURRENT, columnwise=True)
+        grouped: Any = fp8.group_quantize(x, splits, CURRENT, columnwise=True)
+        fp8.multi_quantize(arrays, CURRENT, columnwise=True, outputs=listed)
+        fp8.group_quantize(x, splits, CURRENT, columnwise=True, out=grouped)
+        stream.begin_capture()
+        fp8.multi_quantize(arrays, CURRENT, columnwise=True, outputs=listed)
+        fp8.group_quantize(x, splits, CURRENT, columnwise=True, out=grouped)
+        graph = stream.end_capture()
+        for repeat in range(4):
+            x[0, 0] = 2.0**repeat * 100
+            host = fp8.asnumpy(x)
+            for _ in range(repeat + 1):
+                graph.launch(stream)
+            stream.synchronize()
+            expect_list(listed, [host, host[:130]])
+            want = reference.group_quantize(host, np.array([100, 0, 200]), CURRENT, columnwise=True)
+            for name in ("rowwise", "columnwise", "scale_inv"):
+                testing.assert_bytes_equal(getattr(grouped, name), getattr(want, name))
+    assert {"multi_cast_current", "group_cast_current"} <= set(entries)
+
+
+@pytest.mark.gpu
+def test_launches_of_several_streams_do_not_block_each_other():
+    cp = backend.cupy()
+    xs = [fp8.asarray(values("normal", (1024, 2048), bfloat16, i), like="cupy") for i in range(4)]
+    want: list[Any] = [CURRENT.quantize(x, columnwise=True) for x in xs]
+    streams = [cp.cuda.Stream(non_blocking=True) for _ in range(4)]
+    outputs: list[Any] = [fp8.multi_quantize(xs, CURRENT, columnwise=True) for _ in streams]
+    cp.cuda.get_current_stream().synchronize()
+    for _ in range(50):
+        for stream, out in zip(streams, outputs, strict=True):
+            with stream:
+                fp8.multi_quantize(xs, CURRENT, columnwise=True, outputs=out)
+    for stream, out in zip(streams, outputs, strict=True):
+        stream.synchronize()
+        for q, w in zip(out, want, strict=True):
+            testing.assert_bytes_equal(q.columnwise.data, w.columnwise.data)

@@ -1,0 +1,147 @@
+"""Current scaling in one launch: the same bytes as in two, whatever was launched before it on the same memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cupy_fp8 as fp8
+from cupy_fp8 import backend, cases, reference, testing
+from cupy_fp8.cases import poison, values
+from cupy_fp8.formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e5m2, float16, float32
+from cupy_fp8.ops.quantize import tensor_current
+
+#: Of one element, less and more than a chunk, one round, rounds in registers, rounds in shared memory (of the CPU's machine), and too many.
+SIZES = (1, 7, 8, 9, 2048, 8192, 65536, 65543, 81920, 81921, 90007)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Whether each call of the op went in one launch."""
+    seen = []
+
+    def launch(*args):
+        seen.append(original(*args))
+        return seen[-1]
+
+    original = tensor_current.launch
+    monkeypatch.setattr(tensor_current, "launch", launch)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=str)
+@pytest.mark.parametrize("to", FP8_DTYPES, ids=str)
+def test_every_size(dtype, to, run, launches):
+    for size in SIZES:
+        x = values("normal", (size,), dtype, size)
+        x[-1] = 1e4                                         # the last element decides the scale
+        buffer = np.array([3.0], np.float32)
+        want = reference.quantize_tensor(x, dtype=to, amax=buffer)
+        amax = run.array(np.array([3.0], np.float32))
+        q = fp8.quantize_tensor(run.array(x), dtype=to, amax=amax)
+        testing.assert_bytes_equal(q.data, want.data)
+        testing.assert_bytes_equal(q.scale_inv, want.scale_inv)
+        testing.assert_bytes_equal(amax, buffer)
+    if run.name == "host":
+        assert launches == [size * dtype.itemsize <= 163840 + 15 for size in SIZES]
+    if run.name == "cuda":
+        assert all(launches)
+
+
+def test_misaligned_memory_takes_two_launches(run, launches):
+    for shift, dtype in ((1, bfloat16), (4, float32)):
+        buffer = values("normal", (5000,), dtype)
+        moved = run.array(buffer)[shift:] if run.name == "cuda" else buffer[shift:]
+        q = fp8.quantize_tensor(moved)
+        testing.assert_bytes_equal(q.data, reference.quantize_tensor(buffer[shift:]).data)
+    if run.name != "reference":
+        assert launches == [False, True]
+
+
+def test_memory_between_blocks_serves_any_sequence_of_calls(run):
+    """Sizes of one block and of all of them in turn, odd and even numbers of launches, noop between them; with out= and without."""
+    rng = np.random.default_rng(0)
+    xs = {size: values("normal", (size,), float16, size) for size in (100, 3000, 20000)}
+    outs = {size: fp8.quantize_tensor(run.array(x)) for size, x in xs.items()}
+    for step in range(24):
+        size = int(rng.choice(list(xs)))
+        x = xs[size] * np.float16(2.0 ** -(step % 7))
+        want = reference.quantize_tensor(x)
+        moved = run.array(x)
+        if step % 3 == 0:
+            got = fp8.quantize_tensor(moved)
+        else:
+            for array in cases.outputs(outs[size], {}).values():
+                poison(array)
+            if step % 5 == 0:
+                before = fp8.asnumpy(outs[size].data).copy()
+                fp8.quantize_tensor(moved, noop=run.array(np.ones(1, np.float32)), out=outs[size])
+                testing.assert_bytes_equal(outs[size].data, before)
+            got = fp8.quantize_tensor(moved, out=outs[size])
+        testing.assert_bytes_equal(got.data, want.data)
+        testing.assert_bytes_equal(got.scale_inv, want.scale_inv)
+        testing.assert_bytes_equal(fp8.compute_amax(moved), reference.compute_amax(x))          # which has words of its own
+
+
+@pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf, 0.0, 2.0**-140])
+def test_edges_of_the_scale(special, run):
+    x = np.zeros(70000, np.float32)
+    x[[0, 40000, 69999]] = special
+    for options in ({}, {"pow2_scale": True}, {"eps": 1e-3, "dtype": float8_e5m2}):
+        q, want = fp8.quantize_tensor(run.array(x), **options), reference.quantize_tensor(x, **options)
+        testing.assert_bytes_equal(q.data, want.data)
+        testing.assert_bytes_equal(q.scale_inv, want.scale_inv)
+
+
+@pytest.mark.gpu
+def test_captured_and_replayed():
+    """Two graphs over results of their own, replayed in turn: the number of launches is the workspace's, not the host's."""
+    cp = backend.cupy()
+    shape = (2048, 1024)
+    x = fp8.asarray(values("normal", shape, bfloat16), like="cupy")
+    outs = [fp8.CurrentScaling().empty(shape, like=x) for _ in range(2)]
+    stream, graphs = cp.cuda.Stream(non_blocking=True), []
+    with stream:
+        for out in outs:
+            fp8.quantize_tensor(x, out=out)
+            stream.begin_capture()
+            fp8.quantize_tensor(x, out=out)
+            graphs.append(stream.end_capture())
+        for repeat in range(5):
+            x[0, 0] = 2.0**repeat * 100
+            want = reference.quantize_tensor(fp8.asnumpy(x))
+            for graph, out in zip(graphs, outs, strict=True):
+                for array in cases.outputs(out, {}).values():
+                    poison(array)
+                for _ in range(repeat + 1):
+                    graph.launch(stream)
+                stream.synchronize()
+                testing.assert_bytes_equal(out.data, want.data)
+
+
+@pytest.mark.gpu
+def test_launches_of_several_streams_do_not_block_each_other():
+    """Each needs every multiprocessor at once: the driver must not start two of them halfway."""
+    cp = backend.cupy()
+    x = fp8.asarray(values("normal", (4096, 2048), bfloat16), like="cupy")
+    want = reference.quantize_tensor(fp8.asnumpy(x))
+    streams = [cp.cuda.Stream(non_blocking=True) for _ in range(4)]
+    outs = [fp8.CurrentScaling().empty(x.shape, like=x) for _ in streams]
+    cp.cuda.get_current_stream().synchronize()
+    for _ in range(50):
+        for stream, out in zip(streams, outs, strict=True):
+            with stream:
+                fp8.quantize_tensor(x, out=out)
+    for stream, out in zip(streams, outs, strict=True):
+        stream.synchronize()
+        testing.assert_bytes_equal(out.data, want.data)
+
+
+def test_every_case_of_the_table_that_fits_is_one_launch(launches):
+    """The table reaches both ways."""
+    with testing.executor("host"):
+        for case in cases.OPS["quantize_tensor"].cases():
+            if case.options.get("scale", 1) is None and not case.options.get("columnwise"):
+                args, kwargs = cases.OPS["quantize_tensor"].inputs(case)
+                fp8.quantize_tensor(*args, **kwargs)
+    assert {True, False} == set(launches)

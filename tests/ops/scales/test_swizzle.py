@@ -1,0 +1,323 @@
+"""The swizzled layout of scales, against its formula written as a loop: matrices, batches, groups, and however the arrays lie."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scale_arrays import by_formula, guarded, raw, scales, stored_by_blocks
+
+import cupy_fp8 as fp8
+from cupy_fp8 import backend, cases, reference, testing
+from cupy_fp8.arrays import bits
+from cupy_fp8.cases import OPS
+from cupy_fp8.cases.scales.swizzle import sizes
+from cupy_fp8.cli.selftest import check
+from cupy_fp8.formats import float8_e8m0fnu
+from cupy_fp8.kernels import Variant
+from cupy_fp8.layouts import cdiv, grouped_columns, grouped_rows, round_up
+
+needs_host = pytest.mark.skipif(testing.executor_problem("host") is not None, reason=str(testing.executor_problem("host")))
+
+
+# ---- the formula ----
+FORMULA_SHAPES = [(1, 1), (1, 4), (2, 5), (31, 3), (32, 4), (33, 9), (64, 1), (127, 2), (128, 4), (129, 5), (160, 33), (257, 12), (300, 36)]
+
+
+@pytest.mark.parametrize("shape", FORMULA_SHAPES, ids=str)
+def test_every_byte_is_where_the_formula_says(shape, run):
+    s = scales(*shape)
+    want = by_formula(s)
+    for given_scales in (run.array(s), stored_by_blocks(s, run)):
+        w = fp8.swizzle_scales(given_scales)
+        assert w.shape == (round_up(shape[0], 128), round_up(shape[1], 4))
+        assert w.dtype == float8_e8m0fnu
+        np.testing.assert_array_equal(raw(w).reshape(-1), want)
+        testing.assert_bytes_equal(fp8.unswizzle_scales(w, shape=shape), s)
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 3), (3, 130, 6), (2, 128, 32), (5, 0, 4), (0, 7, 7)], ids=str)
+def test_three_dimensions_are_matrices_one_after_the_other(shape, run):
+    s = scales(*shape)
+    for given_scales in (run.array(s), stored_by_blocks(s, run)):
+        w = fp8.swizzle_scales(given_scales)
+        assert w.shape == (shape[0], round_up(shape[1], 128), round_up(shape[2], 4))
+        for e in range(shape[0]):
+            np.testing.assert_array_equal(raw(w)[e].reshape(-1), by_formula(s[e]))
+        testing.assert_bytes_equal(fp8.unswizzle_scales(w, shape=shape), s)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)], ids=str)
+def test_empty(shape, run):
+    w = fp8.swizzle_scales(run.array(scales(*shape)))
+    assert w.shape == (round_up(shape[0], 128), round_up(shape[1], 4))
+    assert w.size == 0
+    assert fp8.unswizzle_scales(w, shape=shape).shape == shape
+
+
+@needs_host
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(1, 300), st.integers(1, 70), st.integers(1, 3), st.booleans(), st.integers(0, 2**32 - 1))
+def test_any_shape(lines, blocks, batch, columnwise, seed):
+    s = scales(*((batch,) if batch > 1 else ()), lines, blocks, seed=seed)
+    with testing.executor("host") as run:
+        w = fp8.swizzle_scales(stored_by_blocks(s, run) if columnwise else s)
+        testing.assert_bytes_equal(w, reference.swizzle_scales(s))
+        testing.assert_bytes_equal(fp8.unswizzle_scales(w, shape=s.shape), s)
+
+
+# ---- how the arrays lie ----
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Variant, tuple[Any, ...]]]:
+    """Every launch, which still happens."""
+    seen: list[tuple[Variant, tuple[Any, ...]]] = []
+    launch = Variant.launch
+
+    def noted(self: Variant, *args: Any) -> None:
+        seen.append((self, args))
+        launch(self, *args)
+
+    monkeypatch.setattr(Variant, "launch", noted)
+    return seen
+
+
+@needs_host
+@pytest.mark.parametrize("shape", [(200, 6), (2, 200, 6)], ids=str)
+def test_column_wise_scales_are_not_copied(shape, launched):
+    compact = scales(*shape[:-2], shape[-1], shape[-2])                     # as quantisers store them: [..., blocks, lines]
+    s = compact.swapaxes(-1, -2)
+    with testing.executor("host"):
+        w = fp8.swizzle_scales(s)
+        back = np.empty_like(compact)
+        cases.poison(back)
+        view = back.swapaxes(-1, -2)
+        assert fp8.unswizzle_scales(w, shape=shape, out=view) is view
+    testing.assert_bytes_equal(back, compact)
+    (into, (_, _, compact_at, swizzled_at, *_)), (out_of, (_, _, back_at, _, *_)) = launched
+    assert ("ADJACENT", "1") in into.defines
+    assert ("ADJACENT", "1") in out_of.defines
+    assert (compact_at, back_at) == (compact.ctypes.data, back.ctypes.data)
+    assert swizzled_at == w.ctypes.data
+
+
+VIEWS: dict[str, Callable[[Any], Any]] = {                                  # of bytes [60, 200]
+    "rows": lambda a: a[:50:2, :],
+    "columns": lambda a: a[:, 3:160],
+    "stepped": lambda a: a[:, ::3],
+    "backwards": lambda a: a[::-1, ::-1],
+    "transposed and cut": lambda a: a.T[5:180],
+    "one column": lambda a: a[:, 7:8],
+    "one column, transposed": lambda a: a[:, 7:8].T,
+    "a batch, cut": lambda a: a.reshape(3, 20, 200)[:, 2:, 4:],
+    "a batch, transposed and cut": lambda a: a.reshape(3, 20, 200).swapaxes(1, 2)[:, 7:, :],
+    "a batch, its axes rolled": lambda a: a.reshape(3, 20, 200).transpose(2, 0, 1),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_any_view(view, run):
+    host = scales(60, 200)
+    want = reference.swizzle_scales(np.ascontiguousarray(VIEWS[view](bits(host))).view(float8_e8m0fnu))
+    s = VIEWS[view](bits(run.array(host))).view(float8_e8m0fnu)
+    testing.assert_bytes_equal(fp8.swizzle_scales(s), want)
+
+
+@pytest.mark.parametrize("lead", [1, 2, 4, 8])
+def test_compact_scales_at_any_address(lead, run):
+    """Wide accesses are for those that are aligned, on either side."""
+    for shape in ((150, 36), (144, 33)):
+        n = shape[0] * shape[1]
+        host = scales(n + 16)
+        buffer = run.array(host)
+        s, want = buffer[lead : lead + n], host[lead : lead + n]
+        for columnwise in (False, True):
+            s, want = (a.reshape(shape[::-1]).T if columnwise else a.reshape(shape) for a in (buffer[lead : lead + n],
+                                                                                             host[lead : lead + n]))
+            w = fp8.swizzle_scales(s)
+            testing.assert_bytes_equal(w, reference.swizzle_scales(want))
+            back = run.array(np.full(n + 16, 0xAA, np.uint8))
+            out = back[lead : lead + n].view(float8_e8m0fnu)
+            out = out.reshape(shape[::-1]).T if columnwise else out.reshape(shape)
+            assert fp8.unswizzle_scales(w, shape=shape, out=out) is out
+            testing.assert_bytes_equal(out, want)
+            assert (np.delete(raw(back), np.s_[lead : lead + n]) == 0xAA).all()
+
+
+@pytest.mark.parametrize("shape", [(130, 6), (2, 300, 40)], ids=str)
+def test_out_is_written_and_nothing_else(shape, run):
+    s = scales(*shape)
+    out, intact = guarded(run, reference.swizzle_scales(s).shape)
+    assert fp8.swizzle_scales(run.array(s), out=out) is out
+    testing.assert_bytes_equal(out, reference.swizzle_scales(s))
+    compact, compact_intact = guarded(run, shape)
+    assert fp8.unswizzle_scales(out, shape=shape, out=compact) is compact
+    testing.assert_bytes_equal(compact, s)
+    assert intact()
+    assert compact_intact()
+
+
+def test_padding_is_not_read(run):
+    """Whatever it holds, the compact scales are the same."""
+    s = scales(150, 37)
+    w = reference.swizzle_scales(s)
+    used = reference.swizzle_scales(np.ones(s.shape, np.uint8).view(float8_e8m0fnu))
+    bits(w)[bits(used) == 0] = 0xAA
+    testing.assert_bytes_equal(fp8.unswizzle_scales(run.array(w), shape=s.shape), s)
+
+
+# ---- groups ----
+def grouped_by_formula(s: np.ndarray, splits: list[int], axis: int) -> np.ndarray:
+    """Bytes of the groups, one after the other, up to the bound."""
+    done, parts = 0, []
+    for size in splits:
+        count = size if axis == 0 else cdiv(size, 32)
+        part = s[done : done + count] if axis == 0 else s[:, done : done + count]
+        parts.append(by_formula(part))
+        done += count
+    assert done == s.shape[axis]
+    total = np.concatenate([*parts, np.zeros(0, np.uint8)])
+    lines, blocks = s.shape
+    most = (grouped_rows(lines, len(splits)) * round_up(blocks, 4) if axis == 0
+            else round_up(lines, 128) * grouped_columns(blocks, len(splits)))
+    assert len(total) <= most, "the bound is none"
+    return np.concatenate([total, np.zeros(most - len(total), np.uint8)])
+
+
+GROUPS = {
+    "one": [130], "empty first": [0, 5, 130], "empty in the middle": [7, 0, 0, 128], "empty last": [129, 1, 0], "all empty": [0, 0, 0],
+    "none": [], "as many as lines": [1] * 9, "aligned": [128, 256], "just above": [129, 257], "uneven": [33, 1, 95, 64, 200, 31, 32],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("name", GROUPS)
+def test_groups_by_formula(name, axis, run):
+    splits = GROUPS[name]
+    total = sum(splits) if axis == 0 else sum(cdiv(size, 32) for size in splits)
+    for other in (6, 0):
+        s = scales(total, other) if axis == 0 else scales(other * 25, total)
+        want = grouped_by_formula(s, splits, axis)
+        for given_scales in (run.array(s), stored_by_blocks(s, run)):
+            for dtype in (np.int32, np.int64, list):
+                sized = splits if dtype is list else run.array(np.array(splits, dtype))
+                w = fp8.swizzle_scales(given_scales, splits=sized, axis=axis, check=True)
+                np.testing.assert_array_equal(raw(w).reshape(-1), want)
+                assert w.shape == ((grouped_rows(total, len(splits)), round_up(other, 4)) if axis == 0 else (len(want),))
+                testing.assert_bytes_equal(fp8.unswizzle_scales(w, shape=s.shape, splits=sized, axis=axis, check=True), s)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("groups", [1, 31, 32, 127, 128, 129, 300, 1025])
+def test_many_groups(groups, axis, run):
+    """More than one round of the search, groups in every part of it; and one block of threads over many groups."""
+    for total in (groups // 2, 700):
+        splits = sizes(total, groups, axis, groups)
+        s = scales(total, 5) if axis == 0 else scales(40, total)
+        w = fp8.swizzle_scales(run.array(s), splits=run.array(splits), axis=axis)
+        testing.assert_bytes_equal(w, reference.swizzle_scales(s, splits=splits, axis=axis))
+        testing.assert_bytes_equal(fp8.unswizzle_scales(w, shape=s.shape, splits=run.array(splits), axis=axis), s)
+
+
+def test_a_group_is_a_slice_of_the_result():
+    """As docs/layouts.md says: rows of it for axis 0, bytes of it for axis 1."""
+    splits = [130, 0, 40]
+    s = scales(170, 6)
+    w = fp8.swizzle_scales(s, splits=splits)
+    assert w.shape == (512, 8)
+    testing.assert_bytes_equal(w[:256], fp8.swizzle_scales(s[:130]))
+    testing.assert_bytes_equal(w[256:384], fp8.swizzle_scales(s[130:]))
+    assert not bits(w)[384:].any()
+    s, splits = scales(100, 10), [96, 200]
+    w = fp8.swizzle_scales(s, splits=splits, axis=1)
+    assert w.shape == (2048,)
+    testing.assert_bytes_equal(w[:512].reshape(128, 4), fp8.swizzle_scales(s[:, :3]))
+    testing.assert_bytes_equal(w[512:1536].reshape(128, 8), fp8.swizzle_scales(s[:, 3:]))
+    assert not bits(w)[1536:].any()
+
+
+@pytest.mark.parametrize("lines", range(12))
+def test_the_bound_is_reached_and_never_passed(lines):
+    for groups in range(8):
+        most = max((sum(round_up(size, 4) for size in splits) for splits in partitions(lines, groups)), default=0)
+        assert most <= grouped_columns(lines, groups)
+        if groups:
+            assert grouped_columns(lines, groups) - most < 4
+        assert grouped_rows(lines, 1) == round_up(lines, 128)
+
+
+def partitions(total: int, groups: int) -> Iterator[tuple[int, ...]]:
+    if groups == 0:
+        if total == 0:
+            yield ()
+        return
+    for first in range(total + 1):
+        yield from ((first, *rest) for rest in partitions(total - first, groups - 1))
+
+
+def test_a_swizzle_that_forgets_padding_is_caught():
+    """The check of every case sees bytes of the padding."""
+    op = OPS["swizzle_scales"]
+
+    def forgets(s: Any, *, out: Any = None, **options: Any) -> Any:
+        fresh = op.function(s, **options)
+        if out is None:
+            return fresh
+        used = op.function(np.ones(s.shape, np.uint8).view(float8_e8m0fnu), **options)
+        np.copyto(bits(out), bits(fresh), where=bits(used) != 0)
+        return out
+
+    with testing.executor("reference") as run, pytest.raises(AssertionError, match="elements of float8_e8m0fnu"):
+        check(dataclasses.replace(op, function=forgets), next(op.cases()), run)
+
+
+# ---- on a GPU ----
+@pytest.mark.gpu
+@pytest.mark.parametrize("axis", [0, 1])
+def test_graph_replay_follows_the_sizes(axis):
+    """Sizes change between replays: nothing of them is on the host."""
+    cp = backend.cupy()
+    shape = (500, 9) if axis == 0 else (200, 120)
+    total = shape[axis]
+    s = fp8.asarray(scales(*shape), like="cupy")
+    splits = cp.asarray(sizes(total, 40, axis, 0))
+    out = fp8.swizzle_scales(s, splits=splits, axis=axis)
+    back = fp8.unswizzle_scales(out, shape=shape, splits=splits, axis=axis)
+    stream = cp.cuda.Stream(non_blocking=True)
+    cp.cuda.get_current_stream().synchronize()
+    with stream:
+        stream.begin_capture()
+        fp8.swizzle_scales(s, splits=splits, axis=axis, out=out)
+        fp8.unswizzle_scales(out, shape=shape, splits=splits, axis=axis, out=back)
+        graph = stream.end_capture()
+        for seed in range(4):
+            host, data = sizes(total, 40, axis, seed), scales(*shape, seed=seed)
+            splits.set(host)
+            bits(s).set(bits(data))
+            cases.poison(out)
+            cases.poison(back)
+            graph.launch(stream)
+            stream.synchronize()
+            testing.assert_bytes_equal(out, reference.swizzle_scales(data, splits=host, axis=axis))
+            testing.assert_bytes_equal(back, data)
+    assert fp8.device_errors() == ()
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_more_than_two_to_the_31_scales():
+    cp = backend.cupy()
+    shape = (2**24 + 1, 130)
+    stored = cp.random.randint(1, 256, shape, np.uint8)
+    w = fp8.swizzle_scales(stored.view(float8_e8m0fnu))
+    i = np.random.default_rng(0).integers(0, shape[0], 100_000)
+    j = np.random.default_rng(1).integers(0, shape[1], 100_000)
+    i[:2], j[:2] = (0, shape[0] - 1), (0, shape[1] - 1)
+    at = (i // 128 * cdiv(shape[1], 4) + j // 4) * 512 + i % 32 * 16 + i % 128 // 32 * 4 + j % 4
+    assert bool((bits(w).reshape(-1)[cp.asarray(at)] == stored[cp.asarray(i), cp.asarray(j)]).all())
+    assert int((bits(w) != 0).sum()) == stored.size
+    assert bool((bits(fp8.unswizzle_scales(w, shape=shape)) == stored).all())

@@ -1,9 +1,0 @@
-// Kernels with a bug planted behind `#ifdef BUG`, and the same kernel without it. tests/test_hostexec.py demands that each bug is found,
-// and found where "planted" stands in the source.
-#pragma once
-struct Params {
-    const int* in;
-    int* out;
-    int n;
-};
-constexpr int kThreads = 64;

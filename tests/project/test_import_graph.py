@@ -1,0 +1,156 @@
+"""Imports inside the package go one way: LAYERS, from the bottom up. A module imports from layers below its own."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "cupy_fp8"
+
+#: The parts of the package (modules and subpackages of cupy_fp8). Parts of one layer do not import each other.
+LAYERS = (
+    {"backend", "formats", "hostexec"},
+    {"arrays", "layouts"},
+    {"dlpack", "results"},
+    {"recipes", "grouped", "routing"},
+    {"reference", "kernels"},
+    {"calls"},
+    {"ops"},
+    {"state", "cache"},
+    {"moe"},
+    {"cases", "testing", "diagnostics", "plot", "io", "bench", "cli", "__main__", "__init__"},
+)
+TOOLS = LAYERS[-1]                          # these may use each other, and everything below
+NOBODY_IMPORTS = {"cli", "__main__", "__init__"}
+#: What only tools may import: tests' helpers.
+TESTING_USERS = {"bench", "cli", "__main__"}
+#: Methods that need an op: the only upward imports, each inside the function that needs it.
+UPWARD = {
+    ("arrays.asarray", "ops.convert.astype"),
+    ("arrays.full", "reference.numerics"),
+    ("grouped.Grouped._places", "kernels"),
+    ("grouped.Grouped.dequantize", "calls.validate"),
+    ("grouped.Grouped.dequantize", "ops.convert.dequantize"),
+    ("grouped.Grouped.wrap", "ops.moe.offsets"),
+    ("grouped.Grouped.wrap", "calls.splits"),
+    ("recipes.BlockScaling.quantize", "ops.quantize.blocks"),
+    ("recipes.CurrentScaling.quantize", "ops.quantize.tensor"),
+    ("recipes.DelayedScaling.quantize", "ops.quantize.tensor"),
+    ("recipes.MXScaling.quantize", "ops.quantize.mx"),
+    ("results.Scaled.dequantize", "ops.convert.dequantize"),
+    ("results.Scaled.to_layout", "ops.scales.convert"),
+}
+
+
+class Import(NamedTuple):
+    """`where` is a module or a function in it, `target` a module; both relative to the package."""
+
+    where: str
+    target: str
+    in_function: bool
+
+    @property
+    def parts(self) -> tuple[str, str]:
+        return self.where.split(".")[0], self.target.split(".")[0]
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name inside the package -> file."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)] = path
+    return found
+
+
+def imports_of(module: str, path: Path, source: str) -> Iterator[Import]:
+    """Every import of something in the package."""
+    package = ("cupy_fp8", *path.relative_to(PACKAGE).parent.parts)
+    known = modules()
+
+    def targets(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+            return
+        start = ".".join(package[:len(package) + 1 - node.level]) if node.level else None
+        base = ".".join(filter(None, (start, node.module)))
+        for alias in node.names:
+            name = f"{base}.{alias.name}"
+            yield name if name.removeprefix("cupy_fp8.") in known else base
+
+    def visit(node: ast.AST, scope: tuple[str, ...], in_function: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, (ast.Import, ast.ImportFrom)):
+                for target in targets(child):
+                    root, _, inside = target.partition(".")
+                    if root == "cupy_fp8":
+                        yield Import(".".join((module, *scope)), inside or "__init__", in_function)
+            elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                yield from visit(child, (*scope, child.name), in_function or not isinstance(child, ast.ClassDef))
+            else:
+                yield from visit(child, scope, in_function)
+
+    yield from visit(ast.parse(source), (), False)
+
+
+def all_imports() -> list[Import]:
+    return [i for module, path in modules().items() for i in imports_of(module, path, path.read_text())]
+
+
+def layer(part: str) -> int:
+    found = [level for level, parts in enumerate(LAYERS) if part in parts]
+    assert found, f"cupy_fp8.{part} is in no layer: add it to LAYERS"
+    return found[0]
+
+
+def is_downward(i: Import) -> bool:
+    source, target = i.parts
+    return source == target or layer(target) < layer(source) or (source in TOOLS and target in TOOLS)
+
+
+def test_every_part_has_a_layer():
+    for module in modules():
+        layer(module.split(".")[0])
+
+
+def test_imports_go_down():
+    upward = {i for i in all_imports() if not is_downward(i)}
+    assert not {i for i in upward if not i.in_function}, "module-level imports from above"
+    assert {(i.where, i.target) for i in upward} == UPWARD
+
+
+def test_nobody_imports_the_command_line_or_testing():
+    for i in all_imports():
+        source, target = i.parts
+        assert source == target or target not in NOBODY_IMPORTS or source in TOOLS, i
+        assert target != "testing" or source in {"testing", *TESTING_USERS}, i
+
+
+def test_hostexec_stands_alone():
+    assert not [i for i in all_imports() if i.parts[0] == "hostexec" != i.parts[1]]
+
+
+@pytest.mark.parametrize(("module", "source", "expected"), [
+    ("arrays", "from . import backend", Import("arrays", "backend", False)),
+    ("arrays", "def f():\n    from .ops.convert.astype import astype", Import("arrays.f", "ops.convert.astype", True)),
+    ("ops.scales.amax", "from ... import reference", Import("ops.scales.amax", "reference", False)),
+    ("ops.scales.amax", "from . import scale", Import("ops.scales.amax", "ops.scales.scale", False)),
+    ("ops.scales.amax", "class A:\n    import cupy_fp8.moe", Import("ops.scales.amax.A", "moe", False)),
+    ("ops.scales.amax", "if True:\n    import cupy_fp8 as fp8", Import("ops.scales.amax", "__init__", False)),
+    ("ops.scales", "from .amax import compute_amax", Import("ops.scales", "ops.scales.amax", False)),
+])
+def test_imports_are_found(module, source, expected):
+    path = PACKAGE.joinpath(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    assert list(imports_of(module, path, source)) == [expected]
+
+
+def test_upward_imports_are_seen():
+    assert not is_downward(Import("arrays", "ops.convert.astype", False))
+    assert not is_downward(Import("kernels.kernel", "reference.numerics", False))
+    assert not is_downward(Import("ops.scales.amax", "__init__", False))
+    assert is_downward(Import("ops.scales.amax", "kernels", False))

@@ -1,0 +1,151 @@
+"""What an installation holds: the built archives against the source tree, and the package working from a wheel and from editable
+installs, each in a virtual environment of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import cupy_fp8
+from cupy_fp8.kernels import sources
+
+ROOT = Path(__file__).resolve().parents[2]
+INPUTS = ("pyproject.toml", "README.md", "LICENSE", "cupy_fp8", "kernels_cu")
+TEST_COMMAND = "pip install -e '.[test]' && pytest"
+
+# Runs in the new environment, as if there were no CuPy. Arguments: where the kernels should be found, and their digest.
+USE = r"""
+import sys
+from pathlib import Path
+sys.modules["cupy"] = None
+import numpy as np
+import cupy_fp8 as fp8
+from cupy_fp8.kernels import sources
+q = fp8.quantize_tensor(np.array([[0.5, 300.0]], np.float32), 2.0)
+assert q.data.view(np.uint8).tolist() == [[0x38, 0x7E]], q.data
+assert sources.root() == Path(sys.argv[1]).resolve(), sources.root()
+assert sources.digest() == sys.argv[2]
+print(Path(fp8.__file__).parent)
+"""
+
+
+def run(*command: object, cwd: Path | None = None) -> str:
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "PIP_REQUIRE_VIRTUALENV")}
+    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, f"{command[:4]}:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture
+def source_tree(tmp_path: Path) -> Path:
+    return copy_sources(tmp_path / "source")
+
+
+def copy_sources(to: Path) -> Path:
+    to.mkdir()
+    for name in INPUTS:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, to / name)
+    return to
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(sdist, wheel), the wheel built from the sdist."""
+    folder = tmp_path_factory.mktemp("archives")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", copy_sources(folder / "source"))
+    (sdist,), (wheel,) = (list((folder / "dist").glob(pattern)) for pattern in ("*.tar.gz", "*.whl"))
+    return sdist, wheel
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    """A new environment that sees this one's packages, though not the project where it is installed editable: .pth files of a
+    folder that a .pth file names are not read."""
+    folder = tmp_path / "venv"
+    run(sys.executable, "-m", "venv", "--without-pip", folder)
+    paths = sysconfig.get_paths(vars={"base": str(folder), "platbase": str(folder)})
+    Path(paths["purelib"], "outer.pth").write_text("\n".join({sysconfig.get_path(kind) for kind in ("purelib", "platlib")}))
+    return folder / "bin" / "python"
+
+
+def install(python: Path, *what: object) -> None:
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation",
+        "--ignore-installed", *what)
+
+
+def source_files() -> set[str]:
+    """Every file of the package, named as in a wheel."""
+    kernels = {f"cupy_fp8/kernels_cu/{path.relative_to(ROOT / 'kernels_cu').as_posix()}"
+               for path in (ROOT / "kernels_cu").rglob("*.cu*")}
+    package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "cupy_fp8").rglob("*")
+               if path.is_file() and "__pycache__" not in path.parts}
+    return kernels | package
+
+
+def test_wheel_holds_every_source(archives):
+    assert len({Path(name).suffix for name in source_files()} & {".cu", ".cuh", ".cpp", ".h", ".py"}) == 5
+    with zipfile.ZipFile(archives[1]) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert names == source_files()
+
+
+def test_sdist_holds_every_source(archives):
+    with tarfile.open(archives[0]) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    assert {name.replace("cupy_fp8/kernels_cu/", "kernels_cu/") for name in source_files()} <= names
+    assert {"pyproject.toml", "README.md", "LICENSE"} <= names
+
+
+def test_metadata(archives):
+    with zipfile.ZipFile(archives[1]) as wheel:
+        (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata: Message = Parser().parsestr(wheel.read(name).decode())
+        assert any(name.endswith("/LICENSE") for name in wheel.namelist())
+    assert metadata["Version"] == cupy_fp8.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    required = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
+    assert sorted(re.split(r"[^\w]", line)[0] for line in required) == ["ml_dtypes", "numpy"]
+
+
+def test_wheel_works(archives, python):
+    install(python, archives[1])
+    site = python.parent.parent
+    (kernels,) = site.rglob("cupy_fp8/kernels_cu")
+    package = Path(run(python, "-c", USE, kernels, sources.digest(), cwd=site).strip())
+    assert site in package.parents
+    assert "selftest" in run(python.parent / "cupy-fp8", "--help")
+    assert "quantize_tensor" in run(python.parent / "cupy-fp8", "list")
+
+
+@pytest.mark.parametrize("mode", ["lenient", "strict"])
+def test_editable_works(mode, source_tree, python):
+    install(python, "--config-settings", f"editable_mode={mode}", "--editable", source_tree)
+    run(python, "-c", USE, source_tree / "kernels_cu", sources.digest(), cwd=python.parent)
+
+
+@pytest.mark.parametrize("module", ["cupy_fp8", "cupy_fp8.cases", "cupy_fp8.testing", "cupy_fp8.__main__"])
+def test_importing_is_light(module):
+    """No optional dependency is imported, CuPy first of all: with it, importing takes seconds."""
+    heavy = "cupy", "matplotlib", "safetensors", "hypothesis", "pytest"
+    out = run(sys.executable, "-c", f"import sys, {module}; print([m for m in {heavy} if m in sys.modules])", cwd=ROOT)
+    assert out.strip() == "[]"
+
+
+def test_ci_runs_the_readmes_command():
+    assert TEST_COMMAND in (ROOT / "README.md").read_text()
+    assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == TEST_COMMAND
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)

@@ -1,0 +1,32 @@
+"""Checks of ops with the tiles that only arrays of many megabytes get."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from cupy_fp8 import testing
+from cupy_fp8.cases import OPS, Case
+from cupy_fp8.cli.selftest import check
+from cupy_fp8.kernels import Variant, tiles
+
+
+def check_those_that_ask(run: testing.Executor, cases: Iterable[Case], monkeypatch: pytest.MonkeyPatch) -> set[tiles.Tile]:
+    """Of the cases those in which an op asks for a tile, each with the large one. Returns what they asked for."""
+    chosen = []
+
+    def choose(x: object, large: tiles.Tile) -> tiles.Tile:
+        chosen.append(large)
+        return large
+
+    monkeypatch.setattr(tiles, "choose", choose)
+    for case in cases:
+        op, before = OPS[case.op], len(chosen)
+        with monkeypatch.context() as idle:                         # first, what asks at all
+            idle.setattr(Variant, "launch", lambda *_, **__: None)
+            args, kwargs = run.array_arguments(*op.inputs(case))
+            op.function(*args, **kwargs)
+        if len(chosen) > before:
+            check(op, case, run)
+    return set(chosen)

@@ -1,0 +1,36 @@
+"""What the tests of tensor lists and of the weight cache share: the results of lists, and the launches that made them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import cupy_fp8 as fp8
+from cupy_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, Quantized, testing
+
+#: The launches of a list of arrays that are not empty.
+LAUNCHES = {DelayedScaling: ["multi_cast_transpose"], CurrentScaling: ["multi_amax_scale", "multi_cast_transpose"],
+            BlockScaling: ["group_quantize_block"], MXScaling: ["group_quantize_mx"]}
+
+
+def one(value: float) -> np.ndarray:
+    return np.array([value], np.float32)
+
+
+def arrays(*results: Quantized) -> list[Any]:
+    """Every array, each once."""
+    return list({id(a): a for q in results for _, part in q._parts() for a in part}.values())
+
+
+def raw(results: list[Quantized]) -> list[bytes]:
+    return [bytes(fp8.asnumpy(a).tobytes()) for a in arrays(*results)]
+
+
+def assert_same(actual: Quantized, desired: Quantized) -> None:
+    assert [name for name, _ in actual._parts()] == [name for name, _ in desired._parts()]
+    for (_, mine), (_, theirs) in zip(actual._parts(), desired._parts(), strict=True):
+        testing.assert_bytes_equal(mine.data, theirs.data)
+        testing.assert_bytes_equal(mine.scale_inv, theirs.scale_inv)
+        assert (mine.shape, mine.transposed, mine.block, mine.scale_layout) == (
+            theirs.shape, theirs.transposed, theirs.block, theirs.scale_layout)

@@ -1,0 +1,256 @@
+"""Every op under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer, on the CPU, in child processes.
+
+This file is also the child: called with the name of a JOB it runs the cases of that job and prints how many it executed. ASan and UBSan
+see every case and buffers that end exactly where their memory does; TSan, which pays for every thread, a few blocks of every entry
+point. Planted errors, driven through the same harness, show that both would speak up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from background import Background
+
+import cupy_fp8 as fp8
+from cupy_fp8 import cases, hostexec, reference, testing
+from cupy_fp8.arrays import bits
+from cupy_fp8.cases import DIRECTIONS, OPS, Case
+from cupy_fp8.cli.selftest import check
+from cupy_fp8.formats import INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
+from cupy_fp8.ops.quantize import tensor
+from cupy_fp8.results import Quantized, Scaled, swap_last
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(hostexec.available() is not None, reason=str(hostexec.available()))]
+
+Check = Callable[[testing.Executor], None]
+FOUND = 66                                              # exit code of a child in which a sanitizer found something
+#: In which orders threads run; elsewhere in tests ("random", 0). Which addresses are wrong depends on orders only where threads race.
+SCHEDULES = {"asan": (("desc", 0),), "tsan": (("random", 0), ("random", 1), ("desc", 0))}
+
+
+# ---- what a child runs ----
+#: Types that stand for all in jobs of `widths`: what a kernel accesses depends on how wide types are.
+TYPES = (bfloat16, float32, float8_e4m3fn)
+
+
+def case_checks(ops: tuple[str, ...], *, widths: bool = False) -> Iterator[Check]:
+    """widths: of inputs and results one type of each width. (Conversions are those of `astype`, under sanitizers for every type.)"""
+    for name in ops:
+        for case in OPS[name].cases():
+            if not widths or (case.dtype in TYPES and np.dtype(case.options.get("dtype", float8_e4m3fn)) in TYPES):
+                yield partial(check, OPS[case.op], case)
+
+
+def flush_with_the_end(shape: tuple[int, ...], dtype: np.dtype, lead: int) -> tuple[np.ndarray, np.ndarray]:
+    """(array, its buffer): the array starts `lead` bytes into memory that ends exactly where the array does."""
+    nbytes = int(np.prod(shape)) * dtype.itemsize
+    buffer = np.full(lead + nbytes, 0xAA, np.uint8)
+    return buffer[lead:].view(dtype).reshape(shape), buffer
+
+
+def edge_check(op: str, shape: tuple[int, ...], lead: int, run: testing.Executor) -> None:
+    """An op between arrays at odd addresses that end with their memory: right bytes, and none before the result."""
+    source = {"transpose": float8_e5m2, "dequantize": float8_e5m2, "astype": float32}.get(op, bfloat16)
+    x, _ = flush_with_the_end(shape, source, lead)      # of two- and four-byte elements, misaligned for an odd lead
+    bits(x)[...] = bits(cases.values("bits", shape, source))
+    scale = np.array([0.37], np.float32)
+    data, buffer = flush_with_the_end(shape, float8_e4m3fn, lead)
+    data_t, buffer_t = flush_with_the_end(swap_last(shape), float8_e4m3fn, lead)
+    if op == "cast_transpose":
+        inverse = np.empty(1, np.float32)
+        out = Quantized(Scaled(data, inverse, shape), Scaled(data_t, inverse, shape, True))
+        want = reference.cast_transpose(x, scale)
+        assert fp8.cast_transpose(x, scale, out=out) is out
+        written = [(data, want.data), (data_t, want.columnwise.data)]       # type: ignore[union-attr]
+    elif op == "quantize_tensor":
+        fp8.quantize_tensor(x, scale, out=Quantized(Scaled(data, np.empty(1, np.float32), shape)))
+        written = [(data, reference.quantize_tensor(x, scale).data)]
+    elif op == "astype":
+        written = [(fp8.astype(x, float8_e4m3fn, out=data), reference.astype(x, float8_e4m3fn))]
+    elif op == "transpose":
+        result, buffer_t = flush_with_the_end(swap_last(shape), source, lead)
+        written = [(fp8.transpose(x, out=result), reference.transpose(x))]
+    elif op == "dequantize":
+        s = Scaled(x, scale, swap_last(shape), True)
+        result, buffer_t = flush_with_the_end(swap_last(shape), bfloat16, 2 * lead)
+        written = [(fp8.dequantize(s, dtype=bfloat16, out=result), reference.dequantize(s, dtype=bfloat16))]
+    else:
+        result, buffer_t = flush_with_the_end((1,), float32, 4 * lead)
+        written = [(fp8.compute_amax(x, out=result), reference.compute_amax(x))]
+    for actual, desired in written:
+        testing.assert_bytes_equal(actual, desired)
+    for memory in (buffer, buffer_t):
+        assert (memory[:lead] == 0xAA).all(), "bytes before the result were written"
+
+
+EDGE_OPS = ("quantize_tensor", "cast_transpose", "dequantize", "astype", "transpose", "compute_amax")
+
+
+def edge_checks() -> Iterator[Check]:
+    for op in EDGE_OPS:
+        for shape in ((1, 1), (17, 24), (130, 144), (3, 64, 40)):
+            for lead in (0, 1, 3, 8):
+                yield partial(edge_check, op, shape, lead)
+
+
+def few_blocks() -> Iterator[Case]:
+    """Every entry point and direction, on at most a handful of blocks. Of an op that nobody chose cases for here, its first ones."""
+    chosen = list(chosen_blocks())
+    yield from chosen
+    for name in OPS.keys() - {case.op for case in chosen}:
+        few = {"group_quantize": 11, "multi_quantize": 9}.get(name, 8)
+        yield from islice((case for case in OPS[name].cases() if np.prod(case.shape) < 30000), few)
+
+
+def chosen_blocks() -> Iterator[Case]:
+    tiles, flat = (130, 136), (17, 500)                 # four tiles of 128 x 128; five blocks of 2048 elements
+    for directions in DIRECTIONS:
+        for dtype in (bfloat16, float32) if directions["columnwise"] else INPUT_DTYPES:
+            shape = tiles if directions["columnwise"] and directions.get("transposed", True) else flat
+            yield Case("quantize_tensor", dtype, shape, "normal", options={"amax": 0.0, **directions})
+    yield Case("cast_transpose", float16, (2, 72, 129), "normal", "offset", {"amax": 0.0})
+    for directions in DIRECTIONS[:3]:
+        yield Case("quantize_tensor", bfloat16, (260, 136), "normal", options={"amax": 0.0, "dbias": True, **directions})
+    yield Case("quantize_tensor", float16, (150, 100), "normal", options={"amax": 0.0, "scale": None})      # two blocks that meet
+    for transposed, shape in ((False, flat), (True, tiles)):
+        yield Case("dequantize", float8_e5m2, shape, options={"dtype": float16, "transposed": transposed})
+        for block, layout in (((1, 32), "compact"), ((32, 1), "swizzled")):
+            options = {"dtype": bfloat16, "block": block, "scale_layout": layout, "transposed": transposed}
+            yield Case("dequantize", float8_e4m3fn, shape, options=options)
+    yield Case("astype", float32, (17, 255), options={"to": float8_e4m3fn})
+    yield Case("astype", float8_e4m3fn, flat, "bits", "offset", {"to": bfloat16})
+    yield Case("transpose", float8_e4m3fn, tiles)
+    yield Case("transpose", float8_e5m2, (144, 133))
+    for dtype in INPUT_DTYPES:
+        yield Case("compute_amax", dtype, (70, 257), "normal", options={"nan": "ignore"})
+    yield Case("compute_amax", bfloat16, (70, 257), "bits", options={"nan": "propagate"})
+
+
+def few_block_checks() -> Iterator[Check]:
+    for case in few_blocks():
+        yield partial(check, OPS[case.op], case)
+
+
+SWIGLU = ("swiglu_quantize", "swiglu_backward_quantize")
+#: Ops of many kernels, which have jobs of their own.
+BIG = ("astype", "quantize_tensor", "dequantize", "quantize_mx", "quantize_block", "group_quantize", "multi_quantize", *SWIGLU)
+
+#: name -> sanitizer, its checks. What is compiled for one job is compiled for no other of the same sanitizer.
+JOBS: dict[str, tuple[str, Callable[[], Iterator[Check]]]] = {           # the longest first
+    "asan-others": ("asan", lambda: case_checks(tuple(name for name in OPS if name not in BIG))),
+    "tsan-blocks": ("tsan", few_block_checks),
+    "asan-swiglu": ("asan", lambda: case_checks(SWIGLU, widths=True)),
+    "asan-groups": ("asan", lambda: case_checks(("group_quantize", "multi_quantize"), widths=True)),
+    "asan-tensors": ("asan", lambda: case_checks(("quantize_tensor", "dequantize"), widths=True)),
+    "asan-mx": ("asan", lambda: case_checks(("quantize_mx",), widths=True)),
+    "asan-blocks": ("asan", lambda: case_checks(("quantize_block",), widths=True)),
+    "asan-convert": ("asan", lambda: case_checks(("astype",))),
+    "asan-edges": ("asan", edge_checks),
+}
+
+
+# ---- planted errors ----
+def planted(kind: str) -> None:
+    """A launch of the real `cast` kernel with one wrong parameter."""
+    n = 4096                                            # two blocks
+    x = np.zeros(n - (kind == "short-input"), bfloat16)
+    if kind == "misaligned":
+        x = np.zeros(2 * n + 16, np.uint8)[2:].view(bfloat16)[:n]
+    data = np.zeros(n - (kind == "short-output"), float8_e4m3fn)
+    scale_inv = np.zeros(1, np.float32)
+    address = scale_inv.ctypes.data if kind != "overlapping" else data.ctypes.data + 3000      # the second block's
+    variant = tensor._cast_variant(x.dtype, data.dtype)
+    variant.launch(x, 2, x.ctypes.data, data.ctypes.data, 0, 0, address, 0, 0, 0, 0, n, 0, 0, 1.0, 0, int(kind == "misaligned"))
+
+
+PLANTED = {
+    "short-output": ("asan", "heap-buffer-overflow", "store_partial"),
+    "short-input": ("asan", "heap-buffer-overflow", "load_partial"),
+    "misaligned": ("asan", "misaligned address", "memory.cuh"),
+    "overlapping": ("tsan", "data race", "write_scale_inv"),
+    "none-asan": ("asan", "", ""),
+    "none-tsan": ("tsan", "", ""),
+}
+
+
+def main(job: str) -> None:
+    executed = 0
+    if job in PLANTED:
+        planted(job)
+        executed = 1
+    else:
+        mode, checks = JOBS[job]
+        with testing.executor("host") as run:
+            for order, seed in SCHEDULES[mode]:
+                os.environ |= {"CUPY_FP8_HOST_ORDER": order, "CUPY_FP8_HOST_SEED": str(seed)}
+                for one in checks():
+                    one(run)
+                    executed += 1
+    print(json.dumps({"job": job, "executed": executed}))
+
+
+# ---- the tests ----
+def child(job: str, background: Background) -> subprocess.CompletedProcess[str]:
+    mode = (PLANTED[job] if job in PLANTED else JOBS[job])[0]
+    package = str(Path(fp8.__file__).resolve().parent.parent)
+    path = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH")) if p)
+    env = os.environ | {"CUPY_FP8_HOST_MODE": mode, "PYTHONPATH": path} | hostexec.sanitizer_env(mode)
+    command = hostexec.sanitizer_command(mode, [sys.executable, __file__, job])
+    return background.run(command, env, timeout=2400)       # beside other tests it has less than a processor
+
+
+def background_jobs(items: list[Any], background: Background) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The children of the selected tests."""
+    for item in items:
+        if hasattr(item, "callspec") and "job" in item.callspec.params:
+            job = item.callspec.params["job"]
+            yield job, partial(child, job, background)
+
+
+def executed(done: subprocess.CompletedProcess[str]) -> int:
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stderr[:6000]}"
+    return int(json.loads(done.stdout)["executed"])
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_no_sanitizer_finds_anything(job, background_result):
+    mode, checks = JOBS[job]
+    assert executed(background_result(job)) == len(list(checks())) * len(SCHEDULES[mode])
+
+
+def test_every_case_is_in_a_job():
+    jobs = [checks() for job, (mode, checks) in JOBS.items() if mode == "asan" and job != "asan-edges"]
+    ran = {(one.args[1].op, str(one.args[1])) for checks in jobs for one in checks if isinstance(one, partial)}
+    left_out = {(case.op, str(case)) for case in cases.all_cases()} - ran
+    assert {op for op, _ in left_out} == set(BIG) - {"astype"}
+    assert all("float16-" in name.replace("bfloat16", "") or "float8_e5m2" in name for _, name in left_out)
+    assert len(ran) > 2000
+    assert {case.op for case in few_blocks()} == set(OPS)
+    assert {case.op for case in chosen_blocks()} == set(EDGE_OPS)
+
+
+@pytest.mark.parametrize("job", PLANTED)
+def test_planted_error_is_found(job, background_result):
+    _, finding, place = PLANTED[job]
+    done = background_result(job)
+    if not finding:
+        assert executed(done) == 1
+        return
+    assert done.returncode == FOUND, (done.returncode, done.stdout, done.stderr[-3000:])
+    assert finding in done.stderr, done.stderr[-3000:]
+    assert place in done.stderr, done.stderr[-3000:]
+    assert done.stdout == "", "the launch came back"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
