@@ -12,7 +12,7 @@ from typing import Any
 from .. import backend
 from ..kernels import Kernel
 
-_DELAY = Kernel("bench/delay", "delay", "Q").variant(block=1)
+_DELAY = Kernel("bench/delay", "delay").variant(block=1)
 _ROTATE_BYTES = 512 << 20       # well past the 60 MB L2 of an H200
 _REPEATS = 21
 _HOST_CALLS = 2000

@@ -16,11 +16,8 @@ from ..layouts import cdiv, round_up
 from . import validate
 from .splits import Groups
 
-#: RowGroups of kernels_cu/include/groups/row_groups.cuh.
-ROW_GROUPS = "3PPqPI0q3q2IP"
-
-_KERNEL = Kernel("groups/row_segments", "group_find_runs", ROW_GROUPS + "Pq2IPq")
-_KERNEL_OF_ROWS = Kernel("groups/row_segments", "group_find_rows", "PqPI0q2qP")
+_KERNEL = Kernel("groups/row_segments", "group_find_runs")
+_KERNEL_OF_ROWS = Kernel("groups/row_segments", "group_find_rows")
 _THREADS = 256
 _SPAN = 128                     # rows of a warp (kSpan)
 _RUN_WORDS = 16                 # of a RowRun

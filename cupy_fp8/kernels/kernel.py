@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from .. import backend
-from . import sources
+from . import sources, structs
 
 COMPILE_OPTIONS = ("-std=c++17",)
 _SHARED_BY_DEFAULT = 48 << 10       # bytes of shared memory, static and dynamic, that a launch gets without asking
@@ -48,12 +48,26 @@ def executor_of(xp: Any) -> str:
 
 
 class Kernel:
-    """The entry point `entry` of kernels_cu/<source>.cu and the layout of its parameter struct (`struct` module codes).
+    """The entry point `entry` of kernels_cu/<source>.cu, whose parameter struct is read from there.
+
     cooperative: its blocks wait for each other, so all of a grid must be resident."""
 
-    def __init__(self, source: str, entry: str, fields: str, cooperative: bool = False) -> None:
+    def __init__(self, source: str, entry: str, *, cooperative: bool = False) -> None:
         self.source, self.entry, self.cooperative = source, entry, cooperative
-        self.params = struct.Struct(f"@{fields}0q")        # 0q: padded at the end as C++ pads a struct of 8-byte members
+
+    @functools.cached_property
+    def layout(self) -> structs.Layout:
+        """Where the members of its parameter struct lie."""
+        return structs.of_entry(self.source, self.entry)
+
+    @property
+    def params(self) -> struct.Struct:
+        """Packs the members of its parameter struct, all of them in order."""
+        return self.layout.packer
+
+    def record(self, name: str) -> struct.Struct:
+        """Packs another struct of its source: a record of a table that it reads."""
+        return structs.named(self.source, name).packer
 
     def variant(self, *, block: int, shared: int = 0, **defines: str | int) -> Variant:
         """The entry point compiled with `defines`, for blocks of `block` threads and `shared` bytes of dynamic shared memory.

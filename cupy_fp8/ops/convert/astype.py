@@ -16,8 +16,8 @@ from ...formats import BYTE_DTYPES, FORMATS, FP8_DTYPES, INPUT_DTYPES, lookup
 from ...kernels import Kernel, Variant, elementwise, executor_of, tiles
 from ...results import swap_last
 
-_CONVERT = Kernel("convert/astype", "convert", "3P3qI")
-_TRANSPOSE = Kernel("convert/astype", "transpose", "3P3qI")
+_CONVERT = Kernel("convert/astype", "convert")
+_TRANSPOSE = Kernel("convert/astype", "transpose")
 _ALL_DTYPES = tuple(FORMATS)
 #: The fastest on an H200 of those tried (docs/performance.md).
 _BYTES = tiles.Tile(256, 256, down_first=True)

@@ -20,9 +20,9 @@ from ...layouts import SMALLEST_BLOCK, SWIZZLE_COLUMNS, cdiv
 from ...results import Quantized, Scaled, check_block_scales, swap_last
 from . import astype
 
-_RUNS = Kernel("convert/dequantize", "dequantize_runs", "3P6q6I")
-_BLOCKS = Kernel("convert/dequantize", "dequantize_blocks", "3P6q6I")
-_BLOCKS_TRANSPOSED = Kernel("convert/dequantize", "dequantize_blocks_transposed", "3P6q6I")
+_RUNS = Kernel("convert/dequantize", "dequantize_runs")
+_BLOCKS = Kernel("convert/dequantize", "dequantize_blocks")
+_BLOCKS_TRANSPOSED = Kernel("convert/dequantize", "dequantize_blocks_transposed")
 _CHUNKS = 2 * elementwise.THREADS                  # of a block of threads of dequantize_runs
 _RUN = 5                                    # log2 of the chunks along a row of a tile of dequantize_blocks; fewer where rows are short
 _STEPS, _STEPS_SWIZZLED = 4, 8              # rows of one of its threads

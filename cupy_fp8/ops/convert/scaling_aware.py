@@ -23,7 +23,7 @@ from ...results import Quantized, Scaled, swap_last
 from ..scales.convert import convert_scales
 from .astype import transpose
 
-_KERNEL = Kernel("convert/scaling_aware", "scaling_aware_transpose", "6PPqPI7q4I")
+_KERNEL = Kernel("convert/scaling_aware", "scaling_aware_transpose")
 _ROWS = 128                                 # of a tile
 _COLUMNS = 128                              # of a tile
 _SMALL_EXPERT = 4 * _ROWS                   # rows, on average

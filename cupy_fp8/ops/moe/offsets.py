@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import struct
 import weakref
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -21,8 +20,7 @@ from ...kernels import Kernel, Variant, error_word, executor_of, grid_size, work
 from ...layouts import cdiv, round_up
 
 _OUTPUTS = 16               # of one launch
-_OUTPUT = struct.Struct("P2Q2I")
-_KERNEL = Kernel("moe/offsets", "splits_to_offsets", f"PqPIP3I4x{_OUTPUTS * _OUTPUT.size}s")
+_KERNEL = Kernel("moe/offsets", "splits_to_offsets")
 _THREADS = 512
 _TILE = 2 * _THREADS        # sizes per block of threads
 _ADDED_ANEW = 8             # tiles up to which every block adds up all sizes before its own; with more there is a launch for that
@@ -134,7 +132,7 @@ class _Output(NamedTuple):
     def packed(self, at: int) -> bytes:
         """The Output of kernels_cu/moe/offsets.cu."""
         limit = self.largest // self.stride if self.stride else 2**64 - 1
-        return _OUTPUT.pack(at, self.stride, limit, int(self.dtype.itemsize == 8), int(self.lead))
+        return _KERNEL.record("Output").pack(at, self.stride, limit, int(self.dtype.itemsize == 8), int(self.lead))
 
 
 class _Plan:

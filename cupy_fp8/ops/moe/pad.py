@@ -17,7 +17,7 @@ from ...kernels import Kernel, Variant, error_word, executor_of, grid_size
 from ...layouts import cdiv, padded_rows, round_up
 from ...results import Scaled, check_block_scales
 
-_KERNEL = Kernel("moe/pad", "move_groups", "2Pq4I2Pq4IPqPIP4q2P3I")
+_KERNEL = Kernel("moe/pad", "move_groups")
 _THREADS = 256
 #: Bytes that a thread has in flight, and how many times that at most; a block writes as much at once. About five times is fastest, and more
 #: where rows fill it better (docs/performance.md).

@@ -18,10 +18,9 @@ from ...layouts import cdiv, round_up
 from ...results import Quantized, Scaled, check_block_scales
 from ...routing import Routing
 
-_ROUTES = "3P2q3I4x"
-_PERMUTE = Kernel("moe/permute", "permute", f"2Pq6I2Pq6I2P{_ROUTES}")
-_UNPERMUTE = Kernel("moe/permute", "unpermute", f"5P{_ROUTES}q4I")
-_BACKWARD = Kernel("moe/permute", "unpermute_backward", f"5P{_ROUTES}q2I")
+_PERMUTE = Kernel("moe/permute", "permute")
+_UNPERMUTE = Kernel("moe/permute", "unpermute")
+_BACKWARD = Kernel("moe/permute", "unpermute_backward")
 _THREADS = 256
 _BYTES = 8 << 10            # of tokens that a block of threads of permute takes, at most
 _UNITS = 4                  # of a token that one of its threads has in flight

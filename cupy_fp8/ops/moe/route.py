@@ -16,8 +16,7 @@ from ...kernels import Kernel, Variant, error_word, executor_of, workspace
 from ...layouts import cdiv, round_up
 from ...routing import MOST_EXPERTS, Routing
 
-_FIELDS = "9Pq8I"
-_COUNT, _RANK = (Kernel("moe/route", entry, _FIELDS) for entry in ("route_count", "route_rank"))
+_COUNT, _RANK = (Kernel("moe/route", entry) for entry in ("route_count", "route_rank"))
 _THREADS, _WARPS = 256, 8
 _MOST_BLOCKS = 128
 _ROUTES = 64                # of a warp, at least

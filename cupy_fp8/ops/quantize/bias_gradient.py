@@ -12,7 +12,7 @@ from ...formats import float32
 from ...kernels import Kernel, Variant, grid_size, tiles
 from ...layouts import cdiv
 
-_SUM_ROWS = Kernel("quantize/bias_gradient", "sum_rows", "3P2q")
+_SUM_ROWS = Kernel("quantize/bias_gradient", "sum_rows")
 _RUNS = 8                   # of rows in a block
 _ROWS = (8, 32)             # of a run: few for fewer loads per thread, or many for fewer launches
 _MOST = _RUNS * _ROWS[-1]

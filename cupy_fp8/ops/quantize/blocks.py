@@ -20,10 +20,9 @@ from ...results import Quantized
 from . import block_results
 from .block_results import ABSENT, AS_IS, TRANSPOSED, PanelStep, Side, Step
 
-FIELDS = "4PP5qP5q2q4f3I5I"
-_TILE = Kernel("quantize/blocks", "quantize_block_tile", FIELDS)
-_ROWS = Kernel("quantize/blocks", "quantize_block_rows", FIELDS)
-_LINES = Kernel("quantize/blocks", "quantize_block_lines", FIELDS)
+_TILE = Kernel("quantize/blocks", "quantize_block_tile")
+_ROWS = Kernel("quantize/blocks", "quantize_block_rows")
+_LINES = Kernel("quantize/blocks", "quantize_block_lines")
 _RUN = 32                                       # elements along a line: a quarter of a panel, and the smallest block
 _NOWHERE = (0, 1, 1, 0, 0)                      # a ScaleGrid, but for the address
 _NO_SIDE = Side(None, ABSENT, None, _NOWHERE)

@@ -17,7 +17,7 @@ from ... import backend, reference
 from ...arrays import Array, is_contiguous
 from ...calls import splits as sizes
 from ...calls import validate
-from ...calls.row_segments import ROW_GROUPS, GroupRuns
+from ...calls.row_segments import GroupRuns
 from ...calls.row_segments import variants as run_variants
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float32
 from ...grouped import Grouped
@@ -32,8 +32,8 @@ from .grouped_results import Arrays, GroupForm, addresses, divided
 
 Recipe = DelayedScaling | CurrentScaling | BlockScaling | MXScaling
 
-_KERNEL = Kernel("quantize/grouped_tensor", "group_cast_transpose", "7P" + ROW_GROUPS + "3I")
-_CURRENT = Kernel("quantize/grouped_tensor", "group_cast_current", "7P" + ROW_GROUPS + single_read.RESIDENT, cooperative=True)
+_KERNEL = Kernel("quantize/grouped_tensor", "group_cast_transpose")
+_CURRENT = Kernel("quantize/grouped_tensor", "group_cast_current", cooperative=True)
 _MOST_INT32 = 0x7FFFFFFF
 _TALL = 4096                    # rows of groups for which wide tiles are faster
 

@@ -10,13 +10,13 @@ import numpy as np
 
 from ...arrays import Array
 from ...calls import validate
-from ...calls.row_segments import ROW_GROUPS, GroupRuns, pays
+from ...calls.row_segments import GroupRuns, pays
 from ...calls.splits import Groups
 from ...formats import FORMATS, INPUT_DTYPES
 from ...kernels import Kernel, Variant, error_word, grid_size, workspace
 from ...layouts import cdiv, padded_rows
 
-_KERNEL = Kernel("quantize/grouped_amax", "group_amax_scale", "5P" + ROW_GROUPS + "2fI")
+_KERNEL = Kernel("quantize/grouped_amax", "group_amax_scale")
 _THREADS = 256
 RUN_ROWS = 64
 _PART_BYTES = 64 << 10      # of a run, that a block of threads reads

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...arrays import Array
 from ...calls import splits as sizes
-from ...calls.row_segments import ROW_GROUPS, GroupRuns, pays
+from ...calls.row_segments import GroupRuns, pays
 from ...formats import FP8_DTYPES, INPUT_DTYPES
 from ...grouped import Grouped
 from ...kernels import Kernel, Variant
@@ -25,11 +25,8 @@ from .grouped_results import Arrays, GroupForm, addresses, divided
 
 Plan = blocks.Plan | mx.Plan
 
-#: RowGroups and, twice, GroupScales of kernels_cu/include/groups/row_groups.cuh, which follow the struct of a whole array.
-#: The kernels also take tensor lists.
-GROUPS = f"0q{ROW_GROUPS}2I2q2I2q"
-_BLOCKS = Kernel("quantize/blocks", "group_quantize_block", blocks.FIELDS + GROUPS + "2P")
-_MX = Kernel("quantize/mx", "group_quantize_mx", mx.FIELDS + GROUPS + "2P")
+_BLOCKS = Kernel("quantize/blocks", "group_quantize_block")
+_MX = Kernel("quantize/mx", "group_quantize_mx")
 _RUN = 2                        # tiles of a block where data are stored transposed: more would leave multiprocessors idle at the end
 
 

@@ -24,9 +24,8 @@ from . import blocks, grouped_blocks
 from .block_results import ABSENT, AS_IS, NOWHERE, PanelMembers, Side
 from .grouped_results import addresses, divided
 
-_FIELDS = blocks.FIELDS + grouped_blocks.GROUPS + "2P2I"
-_ROWS = Kernel("quantize/grouped_rows_columns", "group_quantize_rows", _FIELDS)
-_LINES = Kernel("quantize/grouped_rows_columns", "group_quantize_lines", _FIELDS)
+_ROWS = Kernel("quantize/grouped_rows_columns", "group_quantize_rows")
+_LINES = Kernel("quantize/grouped_rows_columns", "group_quantize_lines")
 _PANELS = Panels(8, 1, down_first=False)            # 256 bytes of a transposed row
 _RUN, _SHARE, _THREADS = 32, 8192, 256              # RunOfRows of the kernel
 _CHUNK_BYTES, _KEPT, _WARP = 16, 4, 32              # of a row, by a thread of the kernel

@@ -20,9 +20,8 @@ from ...results import Quantized
 from . import block_results
 from .block_results import ABSENT, AS_IS, TRANSPOSED, PanelStep, Side, Step
 
-FIELDS = "4PP3qP3q3qfIiI3I"
-_ROWS = Kernel("quantize/mx", "quantize_mx_rows", FIELDS)
-_TILE = Kernel("quantize/mx", "quantize_mx_tile", FIELDS)
+_ROWS = Kernel("quantize/mx", "quantize_mx_rows")
+_TILE = Kernel("quantize/mx", "quantize_mx_tile")
 _BLOCK = 32
 _NO_SCALES = (0, 1, 1)
 

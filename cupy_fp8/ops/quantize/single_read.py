@@ -15,8 +15,6 @@ from ...arrays import Array
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES
 from ...kernels import Kernel, Variant, tiles
 
-#: Resident of the kernels, the last member of their structs.
-RESIDENT = "2P2I2fI"
 _THREADS = 384              # as in the kernel
 TILE = tiles.SMALL
 _STATE_WORDS = 2

@@ -36,10 +36,9 @@ from .bias_gradient import ColumnSums
 
 FORMS = ("swiglu", "gpt_oss")
 _BLOCKS = ((1, 128), (1, 64), (1, 32))
-_GATE = "7P2q3fI"
-_CAST = Kernel("quantize/swiglu_tensor", "swiglu_cast", _GATE + "8P3f3I")
-_BLOCK = Kernel("quantize/swiglu_blocks", "swiglu_block", _GATE + "2PP5qP5q4f3I3I")
-_MX = Kernel("quantize/swiglu_mx", "swiglu_mx", _GATE + "2PP3qP3qfIi2I")
+_CAST = Kernel("quantize/swiglu_tensor", "swiglu_cast")
+_BLOCK = Kernel("quantize/swiglu_blocks", "swiglu_block")
+_MX = Kernel("quantize/swiglu_mx", "swiglu_mx")
 _TILE = tiles.SMALL
 _STAGES = 4                 # rows of 16-bit elements that a thread has on their way (kStages in swiglu_stream.cuh); of f32 half as many
 _TOPS = 4 * (8 * _TILE.columns + 8) * 4         # bytes: the maxima of a tile's columns (ColumnTops)

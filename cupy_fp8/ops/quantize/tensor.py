@@ -21,8 +21,8 @@ from ..scales.scale import scale_target
 from . import tensor_current
 from .bias_gradient import ColumnSums
 
-_CAST = Kernel("quantize/tensor", "cast", "9P3qfII")
-_CAST_TRANSPOSE = Kernel("quantize/tensor", "cast_transpose", "9P3qfII")
+_CAST = Kernel("quantize/tensor", "cast")
+_CAST_TRANSPOSE = Kernel("quantize/tensor", "cast_transpose")
 #: The fastest on an H200 of those tried (docs/performance.md).
 _COLUMNWISE = tiles.Tile(256, 128, down_first=True)
 _COLUMNWISE_SUMS = tiles.Tile(128, 128, down_first=True)

@@ -14,7 +14,7 @@ from ...calls import validate
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES
 from ...kernels import Kernel, Variant, multiprocessors, shared_memory_per_block, workspace
 
-_CAST_CURRENT = Kernel("quantize/tensor_current", "cast_current", "7PqffII", cooperative=True)
+_CAST_CURRENT = Kernel("quantize/tensor_current", "cast_current", cooperative=True)
 _HELD = 8                   # rounds in registers, as in the kernel
 _STATIC_SHARED = 1024       # bytes that the kernel's own variables may take
 _CHUNK_BYTES = 16

@@ -4,7 +4,6 @@ kernels_cu/quantize/tensor_list.cu."""
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, product
 from typing import Any, NamedTuple
@@ -32,11 +31,10 @@ from . import block_results, single_read, tensor, tensor_list_blocks
 
 Recipe = DelayedScaling | CurrentScaling | BlockScaling | MXScaling
 
-_TENSOR = struct.Struct("=7Q3qIfII")            # MultiTensor of the kernels
 _FEW = 8                                        # of them that a launch has room for (kFew)
-_CAST = Kernel("quantize/tensor_list", "multi_cast_transpose", f"3P3I12x{_FEW * _TENSOR.size}s")
-_AMAX = Kernel("quantize/tensor_list", "multi_amax_scale", "5PffI")
-_CURRENT = Kernel("quantize/tensor_list", "multi_cast_current", "3P" + single_read.RESIDENT, cooperative=True)
+_CAST = Kernel("quantize/tensor_list", "multi_cast_transpose")
+_AMAX = Kernel("quantize/tensor_list", "multi_amax_scale")
+_CURRENT = Kernel("quantize/tensor_list", "multi_cast_current", cooperative=True)
 _AMAX_THREADS = 256
 _SMALL = tiles.SMALL
 
@@ -292,8 +290,9 @@ class _Table(Table):
             raise ValueError(f"xs: {ends[-1]} blocks, more than a launch can have (2**31 - 1); split the group")
         rows = zip(sources.arrays, sources.addresses, targets, scales or [(0, 0.0)] * number, amaxes or [0] * number, ends, blocks,
                    aligned, vector, strict=True)
+        record = _CAST.record("MultiTensor")
         packed = b"".join(
-            _TENSOR.pack(at, to.data, to.data_t, scale, to.scale_inv, to.scale_inv_copy, amax, *a.shape, end - count, count, value, whole,
+            record.pack(at, to.data, to.data_t, scale, to.scale_inv, to.scale_inv_copy, amax, *a.shape, end - count, count, value, whole,
                          rows16)
             for a, at, to, (scale, value), amax, end, count, whole, rows16 in rows)
         self._source, self._options, self._tile, self._number = x.dtype, options, tile, number
@@ -334,7 +333,7 @@ def _blocks(arrays: Sequence[Array], tile: tiles.Tile) -> list[int]:
 
 def _scale_members(host: np.ndarray, number: int) -> np.ndarray:
     """The addresses of the scales in a table of MultiTensors."""
-    return host[:number * _TENSOR.size].view(np.uint64).reshape(number, -1)[:, 3]
+    return host[:number * _CAST.record("MultiTensor").size].view(np.uint64).reshape(number, -1)[:, 3]
 
 
 class _Addresses(NamedTuple):

@@ -5,7 +5,6 @@ Kernels: those of row groups (ops/quantize/grouped_blocks.py), which take a list
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,9 +23,6 @@ from ...results import Quantized
 from . import block_results, blocks, grouped_blocks, mx
 from .block_results import TRANSPOSED
 
-#: ListedArray of kernels_cu/include/groups/row_groups.cuh, by the kernel's source file.
-_RECORDS = {f"quantize/{name}": struct.Struct(f"@{fields}0q3I0q")
-            for name, fields in (("blocks", blocks.FIELDS), ("mx", mx.FIELDS))}
 _MOST_BLOCKS = 0x7FFFFFFF
 
 
@@ -167,7 +163,8 @@ class _Table(Table):
             form = chosen[0][0].form
             wide = all(source.form.allows_wide(members[-1]) for source, members in chosen)
             variant, panels = grouped_blocks.variant(form.plan, form.stored, wide)
-            record, first = _RECORDS[variant.kernel.source], 0
+            params = "BlockParams" if isinstance(form.plan, blocks.Plan) else "MxParams"
+            record, first = variant.kernel.record(f"ListedArray<{params}>"), 0
             for source, members in chosen:
                 plan = source.form.plan
                 across, down = cdiv(plan.columns, panels.columns), cdiv(plan.rows, panels.rows)

@@ -17,7 +17,7 @@ from ...kernels import Kernel, Variant, executor_of, multiprocessors, workspace
 
 NAN_RULES = ("ignore", "propagate")
 
-_COMPUTE_AMAX = Kernel("scales/amax", "compute_amax", "4PqffIII")
+_COMPUTE_AMAX = Kernel("scales/amax", "compute_amax")
 _THREADS = 512
 _BLOCKS_PER_SM = 4
 _CHUNKS_PER_STEP = 4

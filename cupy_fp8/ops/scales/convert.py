@@ -31,7 +31,7 @@ from ...layouts import (
 from ...reference.scales.convert import is_in_e8m0
 from .swizzle import swizzle_scales, unswizzle_scales
 
-_KERNEL = Kernel("scales/convert", "convert_scales", "3P12q4q5I")
+_KERNEL = Kernel("scales/convert", "convert_scales")
 _THREADS = 256
 _FOUR_LINES, _FOUR_BLOCKS, _PACKED, _SWIZZLED = range(4)             # the kernel's `order`
 _TILE, _SWIZZLED_TILE = (32, 32), (SWIZZLE_ROWS, 2 * SWIZZLE_COLUMNS)

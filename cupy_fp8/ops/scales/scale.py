@@ -16,8 +16,8 @@ from ...kernels import Kernel, Variant, elementwise, executor_of, grid_size, mul
 from ...recipes import ALGORITHMS, checked_eps, checked_margin
 from ...reference.numerics import times_power_of_two
 
-_COMPUTE_SCALE = Kernel("scales/scale", "compute_scale", "2PqffII")
-_UPDATE = Kernel("scales/scale", "update_delayed_scaling", "3P2qfII")
+_COMPUTE_SCALE = Kernel("scales/scale", "compute_scale")
+_UPDATE = Kernel("scales/scale", "update_delayed_scaling")
 _THREADS = 512
 _IN_FLIGHT = 8
 _MOST_COLUMNS_LOG2 = 5          # 32 f32: a whole line of each row

@@ -28,9 +28,8 @@ from ...layouts import (
 )
 from ...results import swap_last
 
-_FIELDS = "3PqPI4q2I"
-_SWIZZLE = Kernel("scales/swizzle", "swizzle_scales", _FIELDS)
-_UNSWIZZLE = Kernel("scales/swizzle", "unswizzle_scales", _FIELDS)
+_SWIZZLE = Kernel("scales/swizzle", "swizzle_scales")
+_UNSWIZZLE = Kernel("scales/swizzle", "unswizzle_scales")
 _THREADS = 64
 _TILES = 8                  # per block of threads, along a line
 

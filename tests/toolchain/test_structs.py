@@ -1,0 +1,44 @@
+"""Parameter structs as Python reads them from the sources are those that a C++ compiler sees."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from cupy_fp8 import hostexec
+from cupy_fp8.kernels import sources, structs
+from cupy_fp8.ops.programs import launched_variants
+
+ENTRIES = list({(v.kernel.source, v.kernel.entry): v for v in launched_variants().values()}.items())
+
+
+@pytest.mark.parametrize(("entry", "variant"), ENTRIES, ids=["-".join(entry) for entry, _ in ENTRIES])
+def test_layout_is_the_compilers(entry, variant, tmp_path):
+    """offsetof every member and sizeof the struct, by static assertions that g++ checks."""
+    source, name = entry
+    layout = structs.of_entry(source, name)
+    found = re.search(rf"\b{name}\(\s*const __grid_constant__ (\w+) p\)", (sources.root() / f"{source}.cu").read_text())
+    assert found
+    checks = [f"static_assert(sizeof({found[1]}) == {layout.size});"]
+    checks += [f"static_assert(offsetof({found[1]}, {m.name}) == {m.offset});" for m in layout.members]
+    path = tmp_path / "layout.cu"
+    path.write_text(f'#include "{sources.root() / source}.cu"\n#include <cstddef>\n' + "\n".join(checks) + "\n")
+    hostexec.compile_kernel(path, name, include_dirs=[sources.root() / "include"],
+                            defines=sources.all_defines(name, dict(variant.defines)))
+
+
+def test_names_are_checked():
+    layout = structs.of_entry("convert/astype", "convert")
+    assert layout.packer.pack(*layout.values({"n": 3, "vector": 1})) == bytes(24) + (3).to_bytes(8, "little") + bytes(16) + (
+        1).to_bytes(8, "little")
+    with pytest.raises(TypeError, match=r"ConvertParams has no members \['vektor'\]"):
+        layout.values({"vektor": 1})
+
+
+def test_nested_structs_are_given_by_name_or_whole():
+    layout = structs.of_entry("quantize/mx", "quantize_mx_rows")
+    by_name = layout.values({"fast": {"to": 7}, "n": 5})
+    fast = next(m for m in layout.members if m.name == "fast")
+    assert fast.inner
+    assert by_name == layout.values({"fast": [7, *[0] * (fast.inner.count - 1)], "n": 5})
