@@ -15,6 +15,7 @@ from ..arrays import Array, empty_beside
 from ..kernels import Variant, capturing
 from ..results import Quantized
 from . import validate
+from .memory import Range, check_separate
 
 KEPT = 4                                        # plans of a result that no graph has captured
 
@@ -26,27 +27,6 @@ def as_list(a: Any, name: str, number: int | None = None) -> Sequence[Any]:
     if number is not None and len(a) != number:
         raise ValueError(f"{name}: expected {number}, one for each array of xs, got {len(a)}")
     return a
-
-
-class Run(NamedTuple):
-    """Of memory, and what it is to a call."""
-
-    start: int
-    end: int
-    written: bool
-    name: str
-
-
-def check_separate(runs: Iterable[Run]) -> None:
-    """ValueError if any run that is written shares a byte with another."""
-    furthest: dict[bool, Run] = {}                  # by whether it is written: the one that ends last
-    for run in sorted(runs):
-        for other in furthest.values() if run.written else filter(None, [furthest.get(True)]):
-            if run.start < other.end:
-                written, met = (run, other) if run.written else (other, run)
-                raise ValueError(f"{written.name}: overlaps {met.name} in memory; results need memory of their own")
-        if run.written not in furthest or run.end > furthest[run.written].end:
-            furthest[run.written] = run
 
 
 def of_output(error: Exception, i: int) -> Exception:
@@ -150,7 +130,7 @@ class Plan:
 
     captured = False
 
-    def __init__(self, table: Table, x: Array, written: list[Run]) -> None:
+    def __init__(self, table: Table, x: Array, written: list[Range]) -> None:
         self.table, self.key, self._written = table, None, written
         self._alive = [True]
         host = np.zeros(table.nbytes, np.uint8)
@@ -186,7 +166,7 @@ class Plan:
         if noop is not None:
             noop_at = validate.one_f32(noop, x, backend.cupy() if on_device else np, "noop")
             if noop_at not in self._checked:
-                check_separate([Run(noop_at, noop_at + 4, False, "noop"), *self._written])
+                check_separate([Range(noop_at, noop_at + 4, False, "noop"), *self._written])
         if on_device and not self.captured:
             self.captured = capturing(x.data.device_id)
         self.launch(x, noop_at)
@@ -211,7 +191,7 @@ def known(key: Key | None, outputs: Any) -> Plan | None:
     return None
 
 
-def launch(table: Table, x: Array, noop_at: int, runs: Iterable[Run], results: list[Quantized], key: Key | None, xs: Any,
+def launch(table: Table, x: Array, noop_at: int, runs: Iterable[Range], results: list[Quantized], key: Key | None, xs: Any,
            scales: Any = None, amaxes: Any = None) -> None:
     """Launch a call that is not known by its key, but perhaps by its table. key: None where other arrays than the caller's are read."""
     in_capture = not isinstance(x, np.ndarray) and capturing(x.data.device_id)

@@ -1,8 +1,19 @@
 """Finding, compiling and launching the kernels of kernels_cu/, on a GPU or (in tests) on the CPU."""
 
 from .errors import device_errors, error_word
-from .kernel import Kernel, Variant, announce, capturing, executor_of, forced_executor, grid_size, multiprocessors, shared_memory_per_block
+from .kernel import (
+    Kernel,
+    Launch,
+    Variant,
+    announce,
+    capturing,
+    executor_of,
+    forced_executor,
+    grid_size,
+    multiprocessors,
+    shared_memory_per_block,
+)
 from .workspace import workspace
 
-__all__ = ["Kernel", "Variant", "announce", "capturing", "device_errors", "error_word", "executor_of", "forced_executor", "grid_size",
-           "multiprocessors", "shared_memory_per_block", "workspace"]
+__all__ = ["Kernel", "Launch", "Variant", "announce", "capturing", "device_errors", "error_word", "executor_of",
+           "forced_executor", "grid_size", "multiprocessors", "shared_memory_per_block", "workspace"]

@@ -19,6 +19,7 @@ from .. import backend
 from . import sources, structs
 
 COMPILE_OPTIONS = ("-std=c++17",)
+_ON_CPU = -1                        # the device of a launch of NumPy arrays
 _SHARED_BY_DEFAULT = 48 << 10       # bytes of shared memory, static and dynamic, that a launch gets without asking
 
 #: Called with a line of text when a kernel is compiled (the command line prints it). None: silence.
@@ -88,26 +89,37 @@ class Variant:
 
     def launch(self, x: Any, grid: int, *values: Any, shared: int | None = None) -> None:
         """Run `grid` blocks on the current stream of x's device, or on the CPU for a NumPy x. values: the struct's members; shared:
-        bytes of dynamic shared memory, where a launch wants less than the variant's."""
-        if shared is None:
-            shared = self.shared
-        if isinstance(x, np.ndarray):
-            self._host_function()((grid,), (self.block,), self.kernel.params.pack(*values), shared_mem=shared,
-                                  resident=self.cooperative)
+        bytes of dynamic shared memory, where a launch wants less than the variant's. Every launch comes through here: a `Launch`,
+        which stands for x and has everything else, and those of values."""
+        if type(x) is Launch:
+            device, shared, pointers = x.device, x.shared, x.pointers
+            self._local.pointers                           # noqa: B018 (the first look makes the context current in a thread)
+        else:
+            device = _ON_CPU if isinstance(x, np.ndarray) else x.data.device_id
+            shared = self.shared if shared is None else shared
+            local = self._local
+            self._pack_into(local.buffer, 0, *values)
+            pointers = local.pointers
+        if device == _ON_CPU:
+            packed = x.packed if type(x) is Launch else local.buffer.raw
+            self._host_function()((grid,), (self.block,), packed, shared_mem=shared, resident=self.cooperative)
             return
-        device = x.data.device_id
         function = self._functions.get(device) or self._load(device)
         if device != _driver.get_device():
             with _cuda().Device(device):
                 self.launch(x, grid, *values, shared=shared)
             return
-        local = self._local
-        self._pack_into(local.buffer, 0, *values)
         stream = _driver.get_current_stream().ptr
         if self.cooperative:
-            _driver.launch_cooperative_kernel(function, grid, 1, 1, self.block, 1, 1, shared, stream, local.pointers)
+            _driver.launch_cooperative_kernel(function, grid, 1, 1, self.block, 1, 1, shared, stream, pointers)
         else:
-            _driver.launch_kernel(function, grid, 1, 1, self.block, 1, 1, shared, stream, local.pointers, 0)
+            _driver.launch_kernel(function, grid, 1, 1, self.block, 1, 1, shared, stream, pointers, 0)
+
+    def bind(self, x: Any, grid: int, /, *, shared: int | None = None, **members: Any) -> Launch:
+        """A launch for x's kind and device that can be run again and again. members: of the kernel's struct, by name;
+        what is not given is 0."""
+        layout = self.kernel.layout
+        return Launch(self, x, grid, layout.packer.pack(*layout.values(members)), self.shared if shared is None else shared)
 
     def _load(self, device: int) -> int:
         with self._lock:
@@ -145,6 +157,21 @@ class Variant:
             choice = ", ".join(f"{name}={value}" for name, value in self.defines)
             _announce(f"compiling {self.kernel.source}.cu: {self.kernel.entry} [{choice}] for {target} … "
                       f"{time.perf_counter() - start:.2f} s")
+
+
+class Launch:
+    """A kernel variant with its grid and packed parameters, to be launched again and again on the current stream."""
+
+    def __init__(self, variant: Variant, x: Any, grid: int, packed: bytes, shared: int) -> None:
+        self.variant, self.grid, self.packed, self.shared = variant, grid, packed, shared
+        self.device = _ON_CPU if isinstance(x, np.ndarray) else x.data.device_id
+        self._buffer = ctypes.create_string_buffer(packed, len(packed))
+        self._pointer = ctypes.c_void_p(ctypes.addressof(self._buffer))
+        #: Where the pointers to the kernel's arguments are.
+        self.pointers = ctypes.addressof(self._pointer)
+
+    def run(self) -> None:
+        self.variant.launch(self, self.grid)
 
 
 class _Driver:

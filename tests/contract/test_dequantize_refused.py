@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from block_data import COLUMN, MX, ROW, result
+from launches import values_of
 
 import cupy_fp8 as fp8
 from cupy_fp8 import Quantized, Scaled, cases, testing
@@ -136,7 +137,7 @@ class Fake:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Launches that happen in name only: (variant, grid, members of the struct)."""
     seen: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(Variant, "launch", lambda self, x, grid, *values: seen.append((self, grid, *values)))
+    monkeypatch.setattr(Variant, "launch", lambda self, x, grid, *values: seen.append((self, grid, *values_of(self, x, values))))
     monkeypatch.setattr(tiles, "choose", lambda x, large: large)
     return seen
 
@@ -146,10 +147,11 @@ def test_a_result_is_validated_once(block, layout, transposed, launched, monkeyp
     fake, host = Fake(), result((160, 288), block, layout, transposed)
     s, outs = fake.result(host), [fake(np.empty(host.shape, bfloat16)) for _ in range(2)]
     fp8.dequantize(s, dtype=bfloat16, out=outs[0])
-    monkeypatch.setattr(module, "check_block_scales", None)                     # not asked again
-    monkeypatch.setattr(validate, "source", None)
-    for out in outs:
-        fp8.dequantize(s, dtype=bfloat16, out=out)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "check_block_scales", None)                       # not asked again
+        patch.setattr(validate, "source", None)
+        fp8.dequantize(s, dtype=bfloat16, out=outs[0])
+    fp8.dequantize(s, dtype=bfloat16, out=outs[1])
     first, again, other = launched
     assert again == first
     assert [value for value in other if value not in first] == [outs[1].data.ptr]

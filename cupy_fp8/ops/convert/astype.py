@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ... import reference
-from ...arrays import Array, bits, empty_beside
-from ...calls import validate
+from ...arrays import Array
+from ...calls.call import Call, Input, Op, run
+from ...calls.results import Description, one_array
 from ...formats import BYTE_DTYPES, FORMATS, FP8_DTYPES, INPUT_DTYPES, lookup
-from ...kernels import Kernel, Variant, elementwise, executor_of, tiles
+from ...kernels import Kernel, Launch, Variant, elementwise, tiles
 from ...results import swap_last
 
 _CONVERT = Kernel("convert/astype", "convert")
@@ -39,14 +40,7 @@ def astype(a: Array, dtype: Any, saturate: bool = True, *, out: Array | None = N
     >>> fp8.astype(np.array([1.0, 1000.0, -0.3], np.float32), fp8.float8_e4m3fn).view(np.uint8).tolist()
     [56, 126, 170]
     """
-    to = lookup(dtype, _ALL_DTYPES, "dtype")
-    a, xp, at = validate.source(a, _ALL_DTYPES, "a")
-    if executor_of(xp) == "reference":
-        return store(reference.astype(a, to.dtype, saturate), out, a)
-    result = new_result(a, a.shape, to.dtype) if out is None else out
-    result_at = validate.destination(result, a.shape, to.dtype, a, xp, at)
-    launch_flat(a, at, result_at, 0, to.dtype, bool(saturate))
-    return result
+    return run(_ASTYPE, (a, dtype, saturate), out)
 
 
 def transpose(a: Array, *, out: Array | None = None) -> Array:
@@ -59,35 +53,69 @@ def transpose(a: Array, *, out: Array | None = None) -> Array:
     >>> fp8.transpose(fp8.zeros((2, 3, 4), fp8.float8_e5m2, like=np)).shape
     (2, 4, 3)
     """
-    a, xp, at = validate.source(a, BYTE_DTYPES, "a")
-    if a.ndim < 2:
-        raise ValueError(f"a: expected an array of two or more dimensions, got shape {a.shape}")
-    if executor_of(xp) == "reference":
-        return store(reference.transpose(a), out, a)
-    result = new_result(a, swap_last(a.shape), a.dtype) if out is None else out
-    result_at = validate.destination(result, swap_last(a.shape), a.dtype, a, xp, at)
-    launch_transposed(a, at, result_at, 0, a.dtype)
-    return result
+    return run(_TRANSPOSE_OP, (a,), out)
 
 
-def new_result(x: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    validate.may_allocate(x)
-    return empty_beside(x, shape, dtype)
+# ---- the way to the kernels ----
+class _Conversion(NamedTuple):
+    a: Input
+    to: np.dtype[Any]
+    saturate: bool = True
 
 
-def launch_flat(src: Array, at: int, to_at: int, scale_at: int, to: np.dtype[Any], saturate: bool) -> None:
+class _AsType(Op[_Conversion]):
+    def arguments(self, call: Call, a: Any, dtype: Any, saturate: Any) -> _Conversion:
+        to = lookup(dtype, _ALL_DTYPES, "dtype").dtype
+        return _Conversion(call.read("a", a, _ALL_DTYPES), to, bool(saturate))
+
+    def result(self, inputs: _Conversion) -> Description:
+        return one_array(inputs.a.shape, inputs.to)
+
+    def reference(self, inputs: _Conversion) -> list[np.ndarray]:
+        return [reference.astype(inputs.a.array, inputs.to, inputs.saturate)]
+
+    def launches(self, call: Call, inputs: _Conversion, *written: int) -> Iterator[Launch]:
+        yield from flat_launches(inputs.a, written[0], 0, inputs.to, inputs.saturate)
+
+
+class _Transpose(Op[_Conversion]):
+    def arguments(self, call: Call, a: Any) -> _Conversion:
+        found = call.read("a", a, BYTE_DTYPES)
+        if found.array.ndim < 2:
+            raise ValueError(f"a: expected an array of two or more dimensions, got shape {found.shape}")
+        return _Conversion(found, found.dtype)
+
+    def result(self, inputs: _Conversion) -> Description:
+        return one_array(swap_last(inputs.a.shape), inputs.to)
+
+    def reference(self, inputs: _Conversion) -> list[np.ndarray]:
+        return [reference.transpose(inputs.a.array)]
+
+    def launches(self, call: Call, inputs: _Conversion, *written: int) -> Iterator[Launch]:
+        yield from transposed_launches(inputs.a, written[0], 0, inputs.to)
+
+
+_ASTYPE, _TRANSPOSE_OP = _AsType(), _Transpose()
+
+
+def flat_launches(a: Input, to_at: int, scale_at: int, to: np.dtype[Any], saturate: bool) -> Iterator[Launch]:
+    """The launch that converts an array in its order, multiplied by the scale at an address (0: by none)."""
+    src = a.array
     if src.size:
-        blocks, vector = elementwise.grid(src.size, src.shape, src.dtype.itemsize, to.itemsize, at, to_at)
-        _convert_variant(src.dtype, to, saturate).launch(src, blocks, at, to_at, scale_at, src.size, 0, 0, 3 * vector)
+        blocks, vector = elementwise.grid(src.size, src.shape, src.dtype.itemsize, to.itemsize, a.at, to_at)
+        yield _convert_variant(src.dtype, to, saturate).bind(src, blocks, src=a.at, dst=to_at, scale_inv=scale_at, n=src.size,
+                                                             vector=3 * vector)
 
 
-def launch_transposed(src: Array, at: int, to_at: int, scale_at: int, to: np.dtype[Any]) -> None:
+def transposed_launches(a: Input, to_at: int, scale_at: int, to: np.dtype[Any]) -> Iterator[Launch]:
+    """The launch that converts each matrix of an array and transposes it."""
+    src = a.array
     if src.size:
         rows, columns = src.shape[-2:]
-        vector = (columns % 8 == 0 and at % 8 == 0) | (rows % 16 == 0 and to_at % 16 == 0) << 1
+        vector = (columns % 8 == 0 and a.at % 8 == 0) | (rows % 16 == 0 and to_at % 16 == 0) << 1
         tile = tiles.choose(src, _BYTES if src.dtype == to else TO_FLOAT) if vector == 3 else tiles.SMALL
-        variant = _transpose_variant(src.dtype, to, tile)
-        variant.launch(src, tiles.grid(src.shape, tile), at, to_at, scale_at, src.size, rows, columns, vector)
+        yield _transpose_variant(src.dtype, to, tile).bind(src, tiles.grid(src.shape, tile), src=a.at, dst=to_at, scale_inv=scale_at,
+                                                           n=src.size, rows=rows, columns=columns, vector=vector)
 
 
 @functools.cache
@@ -100,16 +128,6 @@ def _convert_variant(source: np.dtype[Any], to: np.dtype[Any], saturate: bool) -
 def _transpose_variant(source: np.dtype[Any], to: np.dtype[Any], tile: tiles.Tile) -> Variant:
     return _TRANSPOSE.variant(block=tile.block, shared=tile.shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, SATURATE=1,
                               **tile.defines, ALIGNED=int(tile is not tiles.SMALL))
-
-
-def store(result: np.ndarray, out: Array | None, *inputs: Array) -> Array:
-    """The reference's result, in `out` where one is given."""
-    if out is None:
-        return result
-    for a in inputs:
-        validate.destination(out, result.shape, result.dtype, a, np, validate.address(a))
-    bits(out)[...] = bits(result)
-    return out
 
 
 def variants() -> Iterator[Variant]:

@@ -6,19 +6,21 @@ import functools
 from collections.abc import Iterator
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ... import backend, kernels, reference
 from ...arrays import Array, is_contiguous
 from ...calls import validate
+from ...calls.call import Call, Input, Op, run
+from ...calls.results import Description, one_array
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e8m0fnu, float32, lookup
 from ...grouped import Grouped
-from ...kernels import Kernel, Variant, elementwise, executor_of, grid_size, tiles
+from ...kernels import Kernel, Launch, Variant, elementwise, grid_size, tiles
 from ...layouts import SMALLEST_BLOCK, SWIZZLE_COLUMNS, cdiv
 from ...results import Quantized, Scaled, check_block_scales, swap_last
-from . import astype
+from .astype import TO_FLOAT, flat_launches, transposed_launches
 
 _RUNS = Kernel("convert/dequantize", "dequantize_runs")
 _BLOCKS = Kernel("convert/dequantize", "dequantize_blocks")
@@ -43,34 +45,59 @@ def dequantize(q: Scaled | Quantized | Grouped, *, dtype: Any = float32, out: Ar
     >>> fp8.dequantize(fp8.quantize_tensor(np.float32([[3.0, -5.1]]), 16.0), dtype=np.float16).tolist()
     [[3.0, -5.0]]
     """
-    to = lookup(dtype, INPUT_DTYPES, "dtype").dtype
     if isinstance(q, Grouped):
-        return q.dequantize(to, out=out)
-    if not isinstance(q, (Scaled, Quantized)):
-        raise TypeError(f"q: expected a Scaled or Quantized, got {type(q).__name__}; use astype for a plain array")
-    s = q if isinstance(q, Scaled) else q._any
-    kept: _Blocks | None = s.__dict__.get("_blocks")
-    if kept is not None:
-        return kept.dequantize(s, to, out)
-    if s.block is not None and s.scale_layout == "deepgemm_sm100":
-        s = _unpacked(s)
-    data, xp, at = validate.source(s.data, FP8_DTYPES, "q.data")
-    stored = swap_last(s.shape) if s.transposed else s.shape
-    if data.shape != stored:
-        raise ValueError(f"q.data: expected shape {stored} for the logical shape {s.shape}, got {data.shape}")
-    if s.block is not None:
-        return _Blocks(s, data, xp, at).dequantize(s, to, out)
-    scale_at = validate.one_f32(s.scale_inv, data, xp, "q.scale_inv")
-    if executor_of(xp) == "reference":
-        return astype.store(reference.dequantize(s, dtype=to), out, data, s.scale_inv)
-    result = astype.new_result(data, s.shape, to) if out is None else out
-    result_at = validate.destination(result, s.shape, to, data, xp, at)
-    validate.separate(result_at, result.nbytes, scale_at, 4, "out", "q.scale_inv")
-    if s.transposed:
-        astype.launch_transposed(data, at, result_at, scale_at, to)
-    else:
-        astype.launch_flat(data, at, result_at, scale_at, to, True)
-    return result
+        return q.dequantize(lookup(dtype, INPUT_DTYPES, "dtype").dtype, out=out)
+    return run(_DEQUANTIZE, (q, dtype), out)
+
+
+class _Inputs(NamedTuple):
+    s: Scaled
+    data: Input
+    scales: Input | None                # of blocks
+    scale_at: int
+    to: np.dtype[Any]
+
+
+class _Dequantize(Op[_Inputs]):
+    def arguments(self, call: Call, q: Any, dtype: Any) -> _Inputs:
+        to = lookup(dtype, INPUT_DTYPES, "dtype").dtype
+        if not isinstance(q, (Scaled, Quantized)):
+            raise TypeError(f"q: expected a Scaled or Quantized, got {type(q).__name__}; use astype for a plain array")
+        s = q if isinstance(q, Scaled) else q._any
+        if s.block is not None and s.scale_layout == "deepgemm_sm100":
+            s, call.copied = _unpacked(s), True
+        data = call.read("q.data", s.data, FP8_DTYPES)
+        stored = swap_last(s.shape) if s.transposed else s.shape
+        if data.shape != stored:
+            raise ValueError(f"q.data: expected shape {stored} for the logical shape {s.shape}, got {data.shape}")
+        if s.block is None:
+            return _Inputs(s, data, None, call.one_f32("q.scale_inv", s.scale_inv), to)
+        backend.require_module(s.scale_inv, call.xp, "q.scale_inv")
+        check_block_scales(s, "q")
+        if s.scale_layout != "swizzled" and validate.matrix_strides(s.scale_inv) is not None:
+            scales = call.read_strided("q.scale_inv", s.scale_inv)
+        else:
+            scales = call.read("q.scale_inv", s.scale_inv, (s.scale_inv.dtype,))
+        return _Inputs(s, data, scales, scales.at, to)
+
+    def result(self, inputs: _Inputs) -> Description:
+        return one_array(inputs.s.shape, inputs.to)
+
+    def reference(self, inputs: _Inputs) -> list[np.ndarray]:
+        return [reference.dequantize(inputs.s, dtype=inputs.to)]
+
+    def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
+        s, data, scales, scale_at, to = inputs
+        if scales is not None:
+            if data.array.size:
+                yield _Blocks(s, data, scales).launch(to, written[0])
+        elif s.transposed:
+            yield from transposed_launches(data, written[0], scale_at, to)
+        else:
+            yield from flat_launches(data, written[0], scale_at, to, True)
+
+
+_DEQUANTIZE = _Dequantize()
 
 
 def _unpacked(s: Scaled) -> Scaled:
@@ -82,95 +109,64 @@ def _unpacked(s: Scaled) -> Scaled:
     return s.to_layout("compact")
 
 
-#: A variant, its blocks, and the members of its struct after the addresses.
-_Launch = tuple[Variant, int, tuple[int, ...]]
+#: A variant, its blocks of threads, and members of its struct by name.
+_Choice = tuple[Variant, int, dict[str, int]]
 
 
 class _Blocks:
-    """A Scaled's blocks, found valid: where its data and scales lie, and how the scale of a block is found. Kept with a Scaled on a GPU
-    whose arrays are read where they are, so that dequantising it again costs no validation."""
+    """How a kernel finds the scale of each element of data in blocks."""
 
-    def __init__(self, s: Scaled, data: Array, xp: Any, at: int) -> None:
-        scales = s.scale_inv
-        if not isinstance(scales, xp.ndarray):
-            backend.require_module(scales, xp, "q.scale_inv")
-        check_block_scales(s, "q")
+    def __init__(self, s: Scaled, data: Input, scales: Input) -> None:
         assert s.block is not None
-        if xp is not np:
-            validate.same_device(scales, data, "q.scale_inv")
-        strides = validate.matrix_strides(scales) if s.scale_layout != "swizzled" else None
-        if strides is None:                                             # swizzled, or strides that no kernel reads
-            scales, _, _ = validate.source(scales, (scales.dtype,), "q.scale_inv")
-            strides = validate.matrix_strides(scales)
-            assert strides is not None
-        self.data, self.at, self.xp = data, at, xp
-        self.scales, self.scale_at = scales, validate.address(scales)
-        self.scale_bytes = validate.extent(scales)
-        self.columnwise = s.block[1] == 1
-        self._describe(s, strides)
-        self._launches: dict[tuple[np.dtype[Any], bool], _Launch] = {}
-        if xp is not np and data is s.data and scales is s.scale_inv:
-            s.__dict__["_blocks"] = self
-
-    def _describe(self, s: Scaled, strides: tuple[int, int, int]) -> None:
-        """The numbers that a launch passes on, whatever the output dtype."""
-        assert s.block is not None
+        self.data, self.scales, self.transposed, self.columnwise = data, scales, s.transposed, s.block[1] == 1
         self.batch, (self.rows, self.columns) = prod(s.shape[:-2]), s.shape[-2:]
+        strides = validate.matrix_strides(scales.array)
+        assert strides is not None
         matrix_stride, row_stride, column_stride = strides
         lines_adjoin = s.block[0] == 1 and s.scale_layout not in ("compact", "swizzled")
         if lines_adjoin or (s.transposed and 1 not in s.block):
             row_stride, column_stride = column_stride, row_stride
         scale_tiles = s.scale_inv.shape[-1] // SWIZZLE_COLUMNS if s.scale_layout == "swizzled" else 0
-        shifts = [_shift(b, extent) for b, extent in zip(s.block, s.shape[-2:], strict=True)]
+        row_shift, column_shift = (_shift(b, extent) for b, extent in zip(s.block, s.shape[-2:], strict=True))
         self.one_row = (not s.transposed and s.block[0] == 1 and s.block[1] is not None and self.columns % s.block[1] == 0
-                        and s.scale_layout == "compact" and is_contiguous(self.scales))
+                        and s.scale_layout == "compact" and is_contiguous(scales.array))
         if self.one_row:                    # no block ends with a row: the array is one long row
-            self.batch, self.rows, self.columns = 1, 1, self.data.size
-        self.scaling = row_stride, column_stride, matrix_stride, scale_tiles, *shifts
+            self.batch, self.rows, self.columns = 1, 1, data.array.size
+        self.scaling = {"row_stride": row_stride, "column_stride": column_stride, "matrix_stride": matrix_stride,
+                        "scale_tiles": scale_tiles, "row_shift": row_shift, "column_shift": column_shift}
 
-    def dequantize(self, s: Scaled, to: np.dtype[Any], out: Array | None) -> Array:
-        data, xp = self.data, self.xp
-        by_reference = executor_of(xp) == "reference"
-        if out is not None:
-            result_at = validate.destination(out, s.shape, to, data, xp, self.at)
-            validate.separate(result_at, out.nbytes, self.scale_at, self.scale_bytes, "out", "q.scale_inv")
-        elif not by_reference:
-            out = astype.new_result(data, s.shape, to)
-            result_at = validate.address(out)
-        if by_reference:
-            return astype.store(reference.dequantize(s, dtype=to), out)
-        if data.size:
-            key = to, result_at % 16 == 0
-            launch = self._launches.get(key)
-            if launch is None:
-                launch = self._launches[key] = self._transposing(*key) if s.transposed else self._direct(*key)
-            variant, grid, members = launch
-            variant.launch(data, grid, self.at, result_at, self.scale_at, *members)
-        return out
+    def launch(self, to: np.dtype[Any], result_at: int) -> Launch:
+        variant, grid, members = (self._transposing if self.transposed else self._direct)(to, result_at % 16 == 0)
+        return variant.bind(self.data.array, grid, data=self.data.at, out=result_at, scale_inv=self.scales.at,
+                            rows=self.rows, columns=self.columns, **self.scaling, **members)
 
-    def _direct(self, to: np.dtype[Any], aligned: bool) -> _Launch:
+    def _direct(self, to: np.dtype[Any], aligned: bool) -> _Choice:
         """Of dequantize_runs or dequantize_blocks, to a result that is or is not aligned to 16 bytes."""
-        chunk = 16 // to.itemsize
+        source, scale, chunk = self.data.dtype, self.scales.dtype, 16 // to.itemsize
         run = _RUN if self.columnwise else min(_RUN, (cdiv(self.columns, chunk) - 1).bit_length())
         across = cdiv(self.columns, chunk * _CHUNKS if self.one_row else chunk << run)
-        steps = _STEPS_SWIZZLED if self.scaling[3] else _STEPS
+        steps = _STEPS_SWIZZLED if self.scaling["scale_tiles"] else _STEPS
         down = 1 if self.one_row else cdiv(self.rows, (elementwise.THREADS >> run) * steps)
-        vector = 3 if aligned and self.columns % chunk == 0 and self.at % chunk == 0 else 0
-        row_stride, column_stride, matrix_stride, scale_tiles, *_ = self.scaling
-        four = 4 * self.scales.itemsize
-        if vector and column_stride == 1 and not (scale_tiles or row_stride % 4 or matrix_stride % 4 or self.scale_at % four):
+        vector = 3 if aligned and self.columns % chunk == 0 and self.data.at % chunk == 0 else 0
+        if vector and self._four_scales_adjoin():
             vector |= 4
-        variant = (_runs_variant(self.data.dtype, to, self.scales.dtype) if self.one_row else
-                   _variant(self.data.dtype, to, self.scales.dtype, self.columnwise, steps))
+        variant = _runs_variant(source, to, scale) if self.one_row else _variant(source, to, scale, self.columnwise, steps)
         grid = grid_size(self.batch * down * across, self.data.shape)
-        return variant, grid, (self.rows, self.columns, *self.scaling, down, across, run, vector)
+        return variant, grid, {"down": down, "across": across, "run_shift": run, "vector": vector}
 
-    def _transposing(self, to: np.dtype[Any], aligned: bool) -> _Launch:
+    def _four_scales_adjoin(self) -> bool:
+        """Whether the scales of four neighbouring columns can be loaded at once."""
+        s, four = self.scaling, 4 * self.scales.dtype.itemsize
+        return s["column_stride"] == 1 and not (
+            s["scale_tiles"] or s["row_stride"] % 4 or s["matrix_stride"] % 4 or self.scales.at % four)
+
+    def _transposing(self, to: np.dtype[Any], aligned: bool) -> _Choice:
         """Of dequantize_blocks_transposed."""
-        vector = (self.rows % 8 == 0 and self.at % 8 == 0) | (self.columns % 16 == 0 and aligned) << 1
-        tile = tiles.choose(self.data, astype.TO_FLOAT) if vector == 3 else tiles.SMALL
-        variant = _transposed_variant(self.data.dtype, to, self.scales.dtype, self.columnwise, tile)
-        return variant, tiles.grid(self.data.shape, tile), (self.rows, self.columns, *self.scaling, 0, 0, 0, vector)
+        data = self.data.array
+        vector = (self.rows % 8 == 0 and self.data.at % 8 == 0) | (self.columns % 16 == 0 and aligned) << 1
+        tile = tiles.choose(data, TO_FLOAT) if vector == 3 else tiles.SMALL
+        variant = _transposed_variant(data.dtype, to, self.scales.dtype, self.columnwise, tile)
+        return variant, tiles.grid(data.shape, tile), {"vector": vector}
 
 
 def _shift(block: int | None, extent: int) -> int:
@@ -207,5 +203,5 @@ def variants() -> Iterator[Variant]:
             yield _variant(*choice, steps)
         if not choice[-1]:
             yield _runs_variant(*choice[:-1])
-        for tile in (tiles.SMALL, astype.TO_FLOAT):
+        for tile in (tiles.SMALL, TO_FLOAT):
             yield _transposed_variant(*choice, tile)

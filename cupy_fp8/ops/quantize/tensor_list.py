@@ -13,7 +13,8 @@ import numpy as np
 from ... import backend, reference
 from ...arrays import Array, empty_beside
 from ...calls import tensor_lists, validate
-from ...calls.tensor_lists import Key, Launch, Run, Table, as_list, check_separate, of_output, same
+from ...calls.memory import Range, check_separate
+from ...calls.tensor_lists import Key, Launch, Table, as_list, of_output, same
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e4m3fn, float32, lookup
 from ...kernels import Kernel, Variant, executor_of, tiles
 from ...recipes import (
@@ -222,12 +223,12 @@ def _per_tensor(xs: Any, options: _Options, scales: Any, amaxes: Any, noop: Arra
     amaxes_at = None if amaxes is None else [at for at, _ in _each_f32(amaxes, len(xs), x, xp, "amaxes", scalars=False)]
     _check_writable(amaxes)
     noop_at = 0 if noop is None else validate.one_f32(noop, x, xp, "noop")
-    runs = [Run(at, at + a.nbytes, False, f"xs[{i}]") for i, (a, at) in enumerate(zip(sources.arrays, sources.addresses, strict=True))
+    runs = [Range(at, at + a.nbytes, False, f"xs[{i}]") for i, (a, at) in enumerate(zip(sources.arrays, sources.addresses, strict=True))
             if a.nbytes]
-    runs += [Run(at, at + 4, False, f"scales[{i}]") for i, (at, _) in enumerate(scales_at or ()) if at]
-    runs += [Run(at, at + 4, True, f"amaxes[{i}]") for at, i in {at: i for i, at in enumerate(amaxes_at or ())}.items()]
+    runs += [Range(at, at + 4, False, f"scales[{i}]") for i, (at, _) in enumerate(scales_at or ()) if at]
+    runs += [Range(at, at + 4, True, f"amaxes[{i}]") for at, i in {at: i for i, at in enumerate(amaxes_at or ())}.items()]
     if noop_at:
-        runs.append(Run(noop_at, noop_at + 4, False, "noop"))
+        runs.append(Range(noop_at, noop_at + 4, False, "noop"))
     by_reference = executor_of(xp) == "reference"
     results: list[Quantized]
     if outputs is None:
@@ -240,7 +241,7 @@ def _per_tensor(xs: Any, options: _Options, scales: Any, amaxes: Any, noop: Arra
     else:
         results = outputs
         for i, (a, out) in enumerate(zip(sources.arrays, results, strict=True)):
-            runs += [Run(start, end, True, f"outputs[{i}]") for start, end in _ranges(out, a, xp, options, i)]
+            runs += [Range(start, end, True, f"outputs[{i}]") for start, end in _ranges(out, a, xp, options, i)]
         check_separate(runs)
         if by_reference:
             if noop is None or noop.reshape(()) != 1:

@@ -13,7 +13,8 @@ import numpy as np
 from ... import backend
 from ...arrays import Array
 from ...calls import tensor_lists, validate
-from ...calls.tensor_lists import Key, Launch, Run, Table, as_list, check_separate, of_output, same
+from ...calls.memory import Range, check_separate
+from ...calls.tensor_lists import Key, Launch, Table, as_list, of_output, same
 from ...formats import INPUT_DTYPES
 from ...kernels import executor_of
 from ...kernels.warp_tiles import LANE_COLUMNS
@@ -114,11 +115,11 @@ def _alone(x: Array, options: Options, noop: Array | None, out: Quantized | None
     return options.recipe.quantize(x, rowwise=options.rowwise, columnwise=options.columnwise, noop=noop, out=out)
 
 
-def _validated(xs: Sequence[Any], options: Options, noop: Array | None, outputs: Any) -> tuple[list[_Source], list[Run], bool]:
+def _validated(xs: Sequence[Any], options: Options, noop: Array | None, outputs: Any) -> tuple[list[_Source], list[Range], bool]:
     """The arrays, the memory of the call, and whether some arrays are copies of what was given; once nothing about any is wrong."""
     xp, copied = None, False
     sources: list[_Source] = []
-    runs: list[Run] = []
+    runs: list[Range] = []
     for i, given in enumerate(xs):
         if xp is not None and not isinstance(given, xp.ndarray):
             backend.require_module(given, xp, f"xs[{i}]")
@@ -135,17 +136,17 @@ def _validated(xs: Sequence[Any], options: Options, noop: Array | None, outputs:
         copied = copied or not (x is given or swapped)
         source = _Source(x, at, _form(x.shape, x.dtype, swapped, options))
         sources.append(source)
-        runs.append(Run(at, at + x.nbytes, False, f"xs[{i}]"))
+        runs.append(Range(at, at + x.nbytes, False, f"xs[{i}]"))
         if outputs is not None:
             plan = source.form.plan
             try:
                 ranges = block_results.written(outputs[i], plan.forms, x, xp, plan.kind, plan.shared)
             except (TypeError, ValueError) as error:
                 raise of_output(error, i) from None
-            runs += [Run(start, end, True, f"outputs[{i}]") for start, end in ranges]
+            runs += [Range(start, end, True, f"outputs[{i}]") for start, end in ranges]
     if noop is not None:
         at = validate.one_f32(noop, xs[0], xp, "noop")
-        runs.append(Run(at, at + 4, False, "noop"))
+        runs.append(Range(at, at + 4, False, "noop"))
     check_separate(run for run in runs if run.start < run.end)
     return sources, runs, copied
 

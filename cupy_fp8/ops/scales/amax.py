@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ... import reference
-from ...arrays import Array, empty_beside
-from ...calls import validate
+from ...arrays import Array, address
+from ...calls.call import Call, Input, Op, run
+from ...calls.results import Description, Written
 from ...formats import FORMATS, INPUT_DTYPES, float32
-from ...kernels import Kernel, Variant, executor_of, multiprocessors, workspace
+from ...kernels import Kernel, Launch, Variant, multiprocessors, workspace
 
 NAN_RULES = ("ignore", "propagate")
 
@@ -39,44 +40,62 @@ def compute_amax(x: Array, *, nan: str = "ignore", out: Array | None = None) -> 
     >>> fp8.compute_amax(np.array([1.0, -3.5, np.nan], np.float32)).tolist()
     [3.5]
     """
-    if not isinstance(nan, str) or nan not in NAN_RULES:
-        raise ValueError(f"nan: expected one of {NAN_RULES}, got {nan!r}")
-    x, xp, at = validate.source(x, INPUT_DTYPES)
-    given, out_at = out, 0
-    if out is not None:
-        out_at = validate.destination(out, getattr(out, "shape", (1,)), float32, x, xp, at)
+    return run(_AMAX, (x, nan), out)
+
+
+class _Inputs(NamedTuple):
+    x: Input
+    nan: str
+
+
+class _Result(Description):
+    """One element, in an array of any shape."""
+
+    def __init__(self) -> None:
+        super().__init__(Written("out", (1,), float32))
+
+    def arrays_of(self, out: Any) -> tuple[Array]:
+        if not hasattr(out, "reshape"):                     # no array, as the checks after this will say
+            return (out,)
         if out.size != 1:
             raise ValueError(f"out: expected one element, got shape {out.shape}")
-    if executor_of(xp) == "reference":
-        result = reference.compute_amax(x, nan=nan)
-        if out is None:
-            return result
-        out[...] = result.reshape(out.shape)
-        return out
-    if out is None:
-        validate.may_allocate(x)
-        out = empty_beside(x, (1,), float32)
-        out_at = validate.address(out)
-    words = workspace(given, x, "amax", _WORDS)
-    _launch(x, at, out_at, words, nan)
-    return out
+        return (out.reshape(1),)
+
+
+class _ComputeAmax(Op[_Inputs]):
+    def arguments(self, call: Call, x: Any, nan: Any) -> _Inputs:
+        if not isinstance(nan, str) or nan not in NAN_RULES:
+            raise ValueError(f"nan: expected one of {NAN_RULES}, got {nan!r}")
+        return _Inputs(call.read("x", x, INPUT_DTYPES), nan)
+
+    def result(self, inputs: _Inputs) -> Description:
+        return _RESULT
+
+    def reference(self, inputs: _Inputs) -> list[np.ndarray]:
+        return [reference.compute_amax(inputs.x.array, nan=inputs.nan)]
+
+    def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
+        yield _launch(inputs.x, call.workspace("amax", _WORDS), inputs.nan, out=written[0])
+
+
+_AMAX, _RESULT = _ComputeAmax(), _Result()
 
 
 def current_scale(x: Array, at: int, owner: Array | None, noop_at: int, target: float, eps: float, pow2: bool) -> int:
     """Launches the scale that x's own amax calls for, as `compute_scale` defines it, and returns its address, which is good for
     the launches that follow on this stream. owner: the array that the workspace belongs to (see `workspace`)."""
-    words = workspace(owner, x, "amax", _WORDS)
-    scale_at = validate.address(words) + _SCALE_OFFSET
-    _launch(x, at, scale_at, words, "ignore", noop_at, target, eps, 1, int(pow2))
+    words = address(workspace(owner, x, "amax", _WORDS))
+    scale_at = words + _SCALE_OFFSET
+    _launch(Input(x, at), words, "ignore", out=scale_at, noop=noop_at, target=target, eps=eps, to_scale=1, pow2=int(pow2)).run()
     return scale_at
 
 
-def _launch(x: Array, at: int, out_at: int, words: Array, nan: str, noop_at: int = 0, target: float = 0.0, eps: float = 0.0,
-            to_scale: int = 0, pow2: int = 0) -> None:
-    blocks = -(-x.nbytes // (_THREADS * 16 * _CHUNKS_PER_STEP))
-    most = _BLOCKS_ON_CPU if isinstance(x, np.ndarray) else multiprocessors(x.data.device_id) * _BLOCKS_PER_SM
-    _variant(x.dtype, nan).launch(x, max(1, min(blocks, most)), at, out_at, validate.address(words), noop_at, x.size, target, eps,
-                                  to_scale, pow2, int(at % 16 == 0))
+def _launch(x: Input, words: int, nan: str, **members: Any) -> Launch:
+    a = x.array
+    blocks = -(-a.nbytes // (_THREADS * 16 * _CHUNKS_PER_STEP))
+    most = _BLOCKS_ON_CPU if isinstance(a, np.ndarray) else multiprocessors(a.data.device_id) * _BLOCKS_PER_SM
+    return _variant(a.dtype, nan).bind(a, max(1, min(blocks, most)), x=x.at, workspace=words, n=a.size, vector=int(x.at % 16 == 0),
+                                       **members)
 
 
 @functools.cache

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ... import backend, reference
-from ...arrays import Array, bits, empty_beside
-from ...calls import validate
+from ... import reference
+from ...arrays import Array
+from ...calls.call import Call, Input, Op, run
+from ...calls.results import Description, Updated, one_array
 from ...formats import FORMATS, FP8_DTYPES, float8_e4m3fn, float32, lookup
-from ...kernels import Kernel, Variant, elementwise, executor_of, grid_size, multiprocessors
+from ...kernels import Kernel, Launch, Variant, elementwise, grid_size, multiprocessors
 from ...recipes import ALGORITHMS, checked_eps, checked_margin
 from ...reference.numerics import times_power_of_two
 
@@ -45,24 +46,40 @@ def compute_scale(amax: Array, *, dtype: Any = float8_e4m3fn, margin: int = 0, e
     >>> fp8.compute_scale(np.array([3.5, 0.0, 3.0], np.float32), pow2_scale=True).tolist()
     [128.0, 1.0, 128.0]
     """
-    fmt = lookup(dtype, FP8_DTYPES, "dtype")
-    target, floor = scale_target(fmt.dtype, checked_margin(margin)), checked_eps(eps)
-    amax, xp, at = validate.source(amax, (float32,), "amax")
-    if executor_of(xp) == "reference":
-        result = reference.compute_scale(amax, dtype=fmt.dtype, margin=margin, eps=floor, pow2_scale=pow2_scale)
-        if out is None:
-            return result
-        validate.destination(out, amax.shape, float32, amax, xp, at)
-        out[...] = result
-        return out
-    if out is None:
-        validate.may_allocate(amax)
-    result = empty_beside(amax, amax.shape, float32) if out is None else out
-    result_at = validate.destination(result, amax.shape, float32, amax, xp, at)
-    if amax.size:
-        blocks, vector = elementwise.grid(amax.size, amax.shape, 4, 4, at, result_at)
-        _compute_scale_variant().launch(amax, blocks, at, result_at, amax.size, target, floor, int(bool(pow2_scale)), vector)
-    return result
+    return run(_COMPUTE_SCALE_OP, (amax, dtype, margin, eps, pow2_scale), out)
+
+
+class _Scales(NamedTuple):
+    amax: Input
+    dtype: np.dtype[Any]
+    margin: int
+    eps: float
+    pow2: bool
+
+
+class _ComputeScale(Op[_Scales]):
+    def arguments(self, call: Call, amax: Any, dtype: Any, margin: Any, eps: Any, pow2_scale: Any) -> _Scales:
+        fmt = lookup(dtype, FP8_DTYPES, "dtype")
+        margin, eps = checked_margin(margin), checked_eps(eps)
+        return _Scales(call.read("amax", amax, (float32,)), fmt.dtype, margin, eps, bool(pow2_scale))
+
+    def result(self, inputs: _Scales) -> Description:
+        return one_array(inputs.amax.shape, float32)
+
+    def reference(self, inputs: _Scales) -> list[np.ndarray]:
+        amax, dtype, margin, eps, pow2 = inputs
+        return [reference.compute_scale(amax.array, dtype=dtype, margin=margin, eps=eps, pow2_scale=pow2)]
+
+    def launches(self, call: Call, inputs: _Scales, *written: int) -> Iterator[Launch]:
+        amax = inputs.amax.array
+        if amax.size:
+            blocks, vector = elementwise.grid(amax.size, amax.shape, 4, 4, inputs.amax.at, written[0])
+            yield _compute_scale_variant().bind(
+                amax, blocks, amax=inputs.amax.at, scale=written[0], n=amax.size, target=scale_target(inputs.dtype, inputs.margin),
+                eps=inputs.eps, pow2=int(inputs.pow2), vector=vector)
+
+
+_COMPUTE_SCALE_OP = _ComputeScale()
 
 
 def update_delayed_scaling(history: Array, scale: Array, *, dtype: Any, margin: int = 0, algo: str = "max",
@@ -102,38 +119,55 @@ def update_delayed_scaling(history: Array, scale: Array, *, dtype: Any, margin: 
     >>> history.ravel().tolist(), scale.tolist()
     ([0.0, 3.5, 7.0], [64.0])
     """
-    fmt = lookup(dtype, FP8_DTYPES, "dtype")
-    target = scale_target(fmt.dtype, checked_margin(margin))
-    if algo not in ALGORITHMS:
-        raise ValueError(f"algo: expected one of {ALGORITHMS}, got {algo!r}")
-    xp = np if isinstance(history, np.ndarray) else backend.module_of(history, "history")
-    shape = history.shape
-    at = validate.writable(history, shape, float32, history, xp, "history")
-    if len(shape) != 2 or not shape[0]:
-        raise ValueError(f"history: expected shape [L, n] with L of 1 or more, got {shape}")
-    length, n = shape
-    scale_at = validate.writable(scale, (n,), float32, history, xp, "scale")
-    validate.separate(scale_at, 4 * n, at, 4 * n * length, "scale", "history")
-    amax_at = 0
-    if amax is not None:
-        if not isinstance(amax, xp.ndarray):
-            backend.require_module(amax, xp, "amax")
-        amax, _, amax_at = validate.source(amax, (float32,), "amax")
-        if amax.shape != (n,):
-            raise ValueError(f"amax: expected shape {(n,)}, one for each column of history, got {amax.shape}")
-        if xp is not np:
-            validate.same_device(amax, history, "amax")
-        validate.separate(amax_at, 4 * n, at, 4 * n * length, "amax", "history")
-        validate.separate(amax_at, 4 * n, scale_at, 4 * n, "amax", "scale")
-    if executor_of(xp) == "reference":
-        fresh = reference.update_delayed_scaling(history, scale, dtype=fmt.dtype, margin=margin, algo=algo, amax=amax)
-        for mine, new in zip((history, scale), fresh, strict=True):
-            bits(mine)[...] = bits(new)
-    elif n:
-        log2 = _columns_log2(length, n, _MULTIPROCESSORS_OF_CPU if xp is np else multiprocessors(history.data.device_id))
-        blocks = grid_size((n - 1 >> log2) + 1, shape)
-        _update_variant().launch(history, blocks, at, scale_at, amax_at, length, n, target, int(algo == "most_recent"), log2)
+    run(_UPDATE_OP, (history, scale, dtype, margin, algo, amax), (history, scale))
     return history, scale
+
+
+class _Update(NamedTuple):
+    history: Input
+    scale: Input
+    dtype: np.dtype[Any]
+    margin: int
+    algo: str
+    amax: Input | None
+
+
+class _UpdateDelayedScaling(Op[_Update]):
+    def arguments(self, call: Call, history: Any, scale: Any, dtype: Any, margin: Any, algo: Any, amax: Any) -> _Update:
+        fmt, margin = lookup(dtype, FP8_DTYPES, "dtype"), checked_margin(margin)
+        if not isinstance(algo, str) or algo not in ALGORITHMS:
+            raise ValueError(f"algo: expected one of {ALGORITHMS}, got {algo!r}")
+        rows = call.update("history", history, float32)
+        if len(rows.shape) != 2 or not rows.shape[0]:
+            raise ValueError(f"history: expected shape [L, n] with L of 1 or more, got {rows.shape}")
+        n = rows.shape[1]
+        scales = call.update("scale", scale, float32, (n,))
+        reduced = None if amax is None else call.read("amax", amax, (float32,))
+        if reduced and reduced.shape != (n,):
+            raise ValueError(f"amax: expected shape {(n,)}, one for each column of history, got {reduced.shape}")
+        return _Update(rows, scales, fmt.dtype, margin, algo, reduced)
+
+    def result(self, inputs: _Update) -> Description:
+        return Updated()
+
+    def reference(self, inputs: _Update) -> Sequence[np.ndarray]:
+        history, scale, dtype, margin, algo, amax = inputs
+        return reference.update_delayed_scaling(history.array, scale.array, dtype=dtype, margin=margin, algo=algo,
+                                                amax=None if amax is None else amax.array)
+
+    def launches(self, call: Call, inputs: _Update, *written: int) -> Iterator[Launch]:
+        history = inputs.history.array
+        length, n = history.shape
+        if n:
+            on_cpu = isinstance(history, np.ndarray)
+            log2 = _columns_log2(length, n, _MULTIPROCESSORS_OF_CPU if on_cpu else multiprocessors(history.data.device_id))
+            yield _update_variant().bind(
+                history, grid_size((n - 1 >> log2) + 1, history.shape), history=inputs.history.at, scale=inputs.scale.at,
+                amax=0 if inputs.amax is None else inputs.amax.at, length=length, n=n,
+                target=scale_target(inputs.dtype, inputs.margin), most_recent=int(inputs.algo == "most_recent"), columns_log2=log2)
+
+
+_UPDATE_OP = _UpdateDelayedScaling()
 
 
 @functools.lru_cache

@@ -12,6 +12,7 @@ import pytest
 from block_data import COLUMN, LAYOUTS, MX, ROW, result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from launches import values_of
 
 import cupy_fp8 as fp8
 from cupy_fp8 import Quantized, Scaled, backend, cases, reference, testing
@@ -184,7 +185,7 @@ def addresses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     real = Variant.launch
 
     def launch(self: Variant, x: Any, grid: int, *values: Any) -> None:
-        seen.append(values)
+        seen.append(values_of(self, x, values))
         real(self, x, grid, *values)
 
     monkeypatch.setattr(Variant, "launch", launch)

@@ -446,7 +446,7 @@ def test_compute_scale_refuses(refused, args, kwargs, error, message):
 def test_out_is_not_amax(refused):
     memory = ones(9)
     for out in (memory[:5], memory[4:]):
-        refused(ValueError, "^out: overlaps the input in memory", fp8.compute_scale, memory[:5], out=out)
+        refused(ValueError, "^out: overlaps amax in memory", fp8.compute_scale, memory[:5], out=out)
 
 
 @pytest.mark.parametrize(("history", "scale", "kwargs", "error", "message"), [
@@ -482,9 +482,9 @@ def test_update_refuses_overlaps(refused):
     history = memory[4:16].reshape(4, 3)
     refused(ValueError, "^scale: overlaps history", fp8.update_delayed_scaling, history, memory[2:5], **options)
     refused(ValueError, "^scale: overlaps history", fp8.update_delayed_scaling, history, history[0], **options)
-    refused(ValueError, "^amax: overlaps history", fp8.update_delayed_scaling, history, memory[:3], amax=history[0], **options)
-    refused(ValueError, "^amax: overlaps history", fp8.update_delayed_scaling, history, memory[:3], amax=memory[15:18], **options)
-    refused(ValueError, "^amax: overlaps scale", fp8.update_delayed_scaling, history, memory[17:20], amax=memory[19:22], **options)
+    refused(ValueError, "^history: overlaps amax", fp8.update_delayed_scaling, history, memory[:3], amax=history[0], **options)
+    refused(ValueError, "^history: overlaps amax", fp8.update_delayed_scaling, history, memory[:3], amax=memory[15:18], **options)
+    refused(ValueError, "^scale: overlaps amax", fp8.update_delayed_scaling, history, memory[17:20], amax=memory[19:22], **options)
 
 
 class StandIn:

@@ -1,0 +1,186 @@
+"""The one way from a call to a launch, which every op takes: `run`.
+
+An op declares its arguments, its result and its launches (`Op`). `run` does the rest, in this order: a call with the same
+memory as an earlier one is launched again at once; else arguments are validated, the result described, `out=` checked
+or memory allocated, overlaps refused; then the reference computes, or kernels are launched, and the call is remembered.
+Nothing is written before everything is valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from .. import backend
+from ..arrays import Array, address
+from ..kernels import Launch, executor_of, workspace
+from . import memory, validate
+from .memory import Range
+from .results import Description, allocate, store
+
+_Inputs = TypeVar("_Inputs")
+
+#: Launches of calls with `out=`, by what they depend on; and the workspaces that they need.
+_remembered: dict[memory.Place, tuple[list[Launch], list[Any]]] = {}
+_MOST_REMEMBERED = 4096
+
+
+class Input(NamedTuple):
+    """An array that a call reads or updates, ready for a kernel, and its address."""
+
+    array: Array
+    at: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.array.dtype
+
+
+class Call:
+    """The arguments of a call as an op declares them, one by one; each is validated where it is declared."""
+
+    x: Array                            # the first array: all others are of its kind and on its device
+    xp: Any
+
+    def __init__(self) -> None:
+        self.ranges: list[Range] = []
+        self.noop_at = 0
+        self.owner: Array | None = None             # the array that workspaces belong to: one of `out=`
+        self.workspaces: list[Any] = []
+        #: Whether an argument had to be copied: such a call cannot be remembered by its memory.
+        self.copied = False
+        self._first = True
+
+    def read(self, name: str, a: Any, dtypes: tuple[np.dtype[Any], ...]) -> Input:
+        """An array that the op reads: of one of the dtypes; copied if it is not C-contiguous."""
+        if not self._first:
+            backend.require_module(a, self.xp, name)
+        dense, xp, at = validate.source(a, dtypes, name)
+        self.copied |= dense is not a
+        self._belongs(name, dense, xp)
+        self.ranges.append(Range(at, at + dense.nbytes, False, name))
+        return Input(dense, at)
+
+    def read_strided(self, name: str, a: Any) -> Input:
+        """An array that the op reads by its strides, none of them negative."""
+        backend.require_module(a, self.xp, name)
+        self._belongs(name, a, self.xp)
+        at = address(a)
+        self.ranges.append(Range(at, at + validate.extent(a), False, name))
+        return Input(a, at)
+
+    def update(self, name: str, a: Any, dtype: np.dtype[Any], shape: tuple[int, ...] | None = None) -> Input:
+        """An array that the op reads and writes in place: of this dtype, and of this shape where that is known."""
+        xp = np if isinstance(a, np.ndarray) else backend.module_of(a, name)
+        at = validate.writable(a, a.shape if shape is None else shape, dtype, a if self._first else self.x,
+                               xp if self._first else self.xp, name)
+        self._belongs(name, a, xp)
+        self.ranges.append(Range(at, at + a.nbytes, True, name))
+        return Input(a, at)
+
+    def noop(self, flag: Any) -> None:
+        """The flag on the device that keeps a call from writing anything."""
+        if flag is not None:
+            self.noop_at, self._noop = self.one_f32("noop", flag), flag
+
+    def write(self, arrays: Iterable[tuple[Array, tuple[int, ...], np.dtype[Any], str]]) -> None:
+        """Arrays of `out=`: each must have its shape and dtype."""
+        for a, shape, dtype, name in arrays:
+            at = validate.writable(a, shape, dtype, self.x, self.xp, name)
+            self.ranges.append(Range(at, at + a.nbytes, True, name))
+
+    def skips(self) -> bool:
+        """Whether the noop flag of a call that the reference computes is set."""
+        return bool(self.noop_at) and self._noop.reshape(()) == 1
+
+    def one_f32(self, name: str, a: Any) -> int:
+        """The address of a one-element f32 array that the op reads."""
+        at = validate.one_f32(a, self.x, self.xp, name)
+        self.ranges.append(Range(at, at + 4, False, name))
+        return at
+
+    def workspace(self, use: str, words: int) -> int:
+        """The address of u32 words for this call's launches (see `kernels.workspace`)."""
+        found = workspace(self.owner, self.x, use, words)
+        self.workspaces.append(found)
+        return address(found)
+
+    def _belongs(self, name: str, a: Array, xp: Any) -> None:
+        if self._first:
+            self.x, self.xp, self._first = a, xp, False
+        elif xp is not np:
+            validate.same_device(a, self.x, name)
+
+
+class Op(Generic[_Inputs]):
+    """What is particular to an op. Its inputs are whatever `arguments` returns, a NamedTuple mostly."""
+
+    def arguments(self, call: Call, *given: Any) -> _Inputs:
+        """Declare and validate the arguments, in the order in which users give them."""
+        raise NotImplementedError
+
+    def result(self, inputs: _Inputs) -> Description:
+        """The arrays that the call writes, beside those that it updates."""
+        raise NotImplementedError
+
+    def reference(self, inputs: _Inputs) -> Sequence[np.ndarray]:
+        """The arrays of the result in NumPy."""
+        raise NotImplementedError
+
+    def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterable[Launch]:
+        """The launches that write the result's arrays, whose addresses are given. A call without elements has none."""
+        raise NotImplementedError
+
+
+def run(op: Op[Any], given: tuple[Any, ...], out: Any = None) -> Any:
+    """Call an op: returns its result, or `out` after writing it."""
+    key = None
+    if out is not None:
+        try:
+            key = memory.key_of(op, given, out)
+            known = None if key is None else _remembered.get(key)
+        except TypeError:                           # an option that cannot be hashed: the op says what is wrong with it
+            key = known = None
+        if known is not None:
+            for launch in known[0]:
+                launch.run()
+            return out
+    call = Call()
+    inputs = op.arguments(call, *given)
+    result = op.result(inputs)
+    if out is None:
+        if call.noop_at:
+            raise ValueError("noop: needs out=, since nothing may be written")
+    else:
+        arrays = result.arrays_of(out)
+        call.write((a, *wanted[1:], wanted[0]) for a, wanted in zip(arrays, result.arrays, strict=True))
+    memory.check_separate(call.ranges)
+    if executor_of(call.xp) == "reference":
+        return _by_reference(op, call, inputs, result, out)
+    if out is None:
+        validate.may_allocate(call.x)
+        arrays = allocate(call.x, result.arrays)
+    else:
+        call.owner = next(iter(arrays), None)
+    launches = list(op.launches(call, inputs, *map(address, arrays)))
+    for launch in launches:
+        launch.run()
+    if key is not None and not call.copied:
+        if len(_remembered) >= _MOST_REMEMBERED:
+            _remembered.clear()
+        _remembered[key] = launches, call.workspaces
+    return result.build(arrays) if out is None else out
+
+
+def _by_reference(op: Op[Any], call: Call, inputs: Any, result: Description, out: Any) -> Any:
+    if out is None:
+        return result.build(op.reference(inputs))
+    if not call.skips():
+        store(result.stored_in(out), op.reference(inputs))
+    return out
