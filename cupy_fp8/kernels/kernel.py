@@ -66,9 +66,9 @@ class Kernel:
         """Packs the members of its parameter struct, all of them in order."""
         return self.layout.packer
 
-    def record(self, name: str) -> struct.Struct:
-        """Packs another struct of its source: a record of a table that it reads."""
-        return structs.named(self.source, name).packer
+    def record(self, name: str) -> structs.Layout:
+        """Another struct of its source: a record of a table that it reads."""
+        return structs.named(self.source, name)
 
     def variant(self, *, block: int, shared: int = 0, **defines: str | int) -> Variant:
         """The entry point compiled with `defines`, for blocks of `block` threads and `shared` bytes of dynamic shared memory.
@@ -119,7 +119,7 @@ class Variant:
         """A launch for x's kind and device that can be run again and again. members: of the kernel's struct, by name;
         what is not given is 0."""
         layout = self.kernel.layout
-        return Launch(self, x, grid, layout.packer.pack(*layout.values(members)), self.shared if shared is None else shared)
+        return Launch(self, x, grid, layout.pack(**members), self.shared if shared is None else shared)
 
     def _load(self, device: int) -> int:
         with self._lock:

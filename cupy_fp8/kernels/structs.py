@@ -68,6 +68,10 @@ class Layout:
             end = offset + struct.calcsize("=" + ("Q" if code == "P" else code))
         return struct.Struct(text + "x" * (self.size - end))
 
+    def pack(self, **members: Any) -> bytes:
+        """The struct's bytes, from members by name (see `values`)."""
+        return self.packer.pack(*self.values(members))
+
     def values(self, given: Mapping[str, Any]) -> list[Any]:
         """All scalars in order, from members by name; what is not given is 0. A nested struct is given as a mapping, or as
         the sequence of all its scalars. TypeError for a name that the struct does not have."""

@@ -7,9 +7,9 @@
 //                       group, or of rows of more than kColumns elements its share of them. `team` threads have a row, as few as hold it in
 //                       registers, while the next one is on its way; what does not fit is read again, from the L1 or L2.
 // group_quantize_lines  every other choice: data as x is or transposed ([columns, m] for each group), scales for rows, columns or both. Two
-//                       launches: `pass` 0 raises the maxima of rows and columns in a workspace, pass 1 quantises all from one read. A
+//                       launches: `phase` 0 raises the maxima of rows and columns in a workspace, phase 1 quantises all from one read. A
 //                       block takes 8 panels, 256 x 128 elements (include/tile/warp_tile.cuh). Columns: scale_inv [groups, columns, padded], a group
-//                       without rows too; the blocks of pass 1 share that out. The workspace is zero before pass 0: group_find_runs, which
+//                       without rows too; the blocks of phase 1 share that out. The workspace is zero before phase 0: group_find_runs, which
 //                       finds the runs of both, clears it.
 // What follows the last group is written 0; offsets and aligned sizes as row_groups.cuh says. Elements are divided by scale_inv where the struct's
 // `divide` says so. Any shape and address; rows of chunks of 16 bytes of x are read in chunks.
@@ -22,7 +22,7 @@ struct GroupLinesParams {
     RowGroups groups;            // rows alone: `across` blocks share a run
     GroupScales fast, slow;      // slow: unused, and all 0
     u32 *row_tops, *column_tops; // [result rows], [groups, columns]: the largest magnitudes, as f32 bits; or null
-    u32 pass;                    // of lines
+    u32 phase;                   // of lines
     u32 team;                    // of rows: threads that have one, 32 to 256
 };
 
@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) group_quan
     __shared__ RowRun found;
     __shared__ i64 first_row;                                        // of the group, in the results
     if (is_set(p.all.noop)) return;
-    if (p.pass == 1) store_column_scales(p);
+    if (p.phase == 1) store_column_scales(p);
     const auto move_scales = [&](const RowRun& run) {
         move_to_group(group.fast, p.fast, run.before[0], run.rows);
         first_row = p.all.columns ? run.to / p.all.columns : 0;
@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) group_quan
     Panel<IN> panel;
     const int given_left = left_of(found.given - row, kPanelRows);
     panel.template load<false>(group.x + place.at, group.columns, given_left, place.columns_left, group.vector & 1);
-    if (p.pass == 0) {
+    if (p.phase == 0) {
         raise_tops(p, panel, at, first_row, first_column, reinterpret_cast<u32*>(shared));
         return;
     }

@@ -132,7 +132,8 @@ class _Output(NamedTuple):
     def packed(self, at: int) -> bytes:
         """The Output of kernels_cu/moe/offsets.cu."""
         limit = self.largest // self.stride if self.stride else 2**64 - 1
-        return _KERNEL.record("Output").pack(at, self.stride, limit, int(self.dtype.itemsize == 8), int(self.lead))
+        return _KERNEL.record("Output").pack(to=at, stride=self.stride, limit=limit, wide=int(self.dtype.itemsize == 8),
+                                              lead=int(self.lead))
 
 
 class _Plan:

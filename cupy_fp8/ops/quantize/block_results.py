@@ -1,20 +1,22 @@
-"""What quantisers that scale in blocks share: arrays in either memory order, plans that outlive a call, and results given as `out=` checked
-against their forms."""
+"""What quantisers that scale in blocks share: arrays in either memory order, plans that outlive a call, and the description of
+their results."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...arrays import Array, bits, is_contiguous
+from ...arrays import Array, bits, empty_beside, is_contiguous
 from ...calls import validate
+from ...calls.call import Call, Input, Op, run
+from ...calls.results import Description, Written
 from ...formats import INPUT_DTYPES
-from ...kernels import Variant, executor_of
+from ...kernels import Launch, Variant
 from ...kernels.warp_tiles import LANE_COLUMNS
 from ...recipes import Form
 from ...results import Quantized, swap_last
@@ -32,8 +34,10 @@ NOWHERE: Addresses = (0, 0, 0, 0, 0)
 _DATA: dict[str | None, int] = {None: 0, "rowwise": 1, "columnwise": 3}
 _SCALES: dict[str | None, int] = {None: 0, "rowwise": 2, "columnwise": 4}
 
-#: A variant, its blocks, and the members of its struct after x and noop.
-Launch = tuple[Variant, int, tuple[Any, ...]]
+#: Members of a kernel's struct by name.
+Members = dict[str, Any]
+#: A variant, its blocks of threads, and the members of its struct but for x and noop.
+Choice = tuple[Variant, int, Members]
 
 
 class Side(NamedTuple):
@@ -46,16 +50,21 @@ class Side(NamedTuple):
 
 
 class Step:
-    """A launch, but for the addresses. The struct: both data, both scales and their strides, `members`, and `vector`."""
+    """A launch, but for the addresses. members: those of the struct that do not depend on them."""
 
-    def __init__(self, sides: tuple[Side, Side], members: tuple[Any, ...]) -> None:
+    def __init__(self, sides: tuple[Side, Side], members: Members) -> None:
         fast, slow = sides
         #: Picks the addresses of fast data, slow data, fast scales and slow scales.
         self._pick: Callable[[Addresses], tuple[int, int, int, int]] = itemgetter(
             _DATA[fast.data], _DATA[slow.data], _SCALES[fast.scales], _SCALES[slow.scales])
         self._fast, self._slow, self._members = fast.strides, slow.strides, members
 
-    def bind(self, out: Addresses, aligned: bool) -> Launch:
+    def places(self, out: Addresses) -> Members:
+        """Where data and scales go."""
+        fast, slow, fast_scales, slow_scales = self._pick(out)
+        return {"fast_data": fast, "slow_data": slow, "fast": (fast_scales, *self._fast), "slow": (slow_scales, *self._slow)}
+
+    def choose(self, out: Addresses, aligned: bool) -> Choice:
         """aligned: whether x is, to the `load_bytes` of the plan."""
         raise NotImplementedError
 
@@ -64,7 +73,7 @@ class PanelMembers(Step):
     """Members of the struct of a kernel that keeps panels (panels.py), whatever the variant. chunk: elements of a wide access. grouped: the
     kernel asks for each group of rows what its transposed data allow."""
 
-    def __init__(self, plan: Plan, sides: tuple[Side, Side], members: tuple[Any, ...], chunk: int = LANE_COLUMNS,
+    def __init__(self, plan: Plan, sides: tuple[Side, Side], members: Members, chunk: int = LANE_COLUMNS,
                  grouped: bool = False) -> None:
         super().__init__(sides, members)
         self._loads = int(plan.columns % chunk == 0)
@@ -72,29 +81,29 @@ class PanelMembers(Step):
         #: What addresses must be multiples of for wide stores; 0 where rows do not allow them.
         self._fast_bytes, self._slow_bytes = (transposed if side.stored == TRANSPOSED else chunk * self._loads for side in sides)
 
-    def at(self, out: Addresses, aligned: bool) -> tuple[Any, ...]:
-        """Those after x and noop. aligned: whether x is, to chunks."""
-        fast, slow, fast_scales, slow_scales = self._pick(out)
+    def at(self, out: Addresses, aligned: bool) -> Members:
+        """All but x and noop. aligned: whether x is, to chunks."""
+        places = self.places(out)
         vector = self._loads if aligned else 0
-        if self._fast_bytes and fast % self._fast_bytes == 0:
+        if self._fast_bytes and places["fast_data"] % self._fast_bytes == 0:
             vector |= 2
-        if self._slow_bytes and slow % self._slow_bytes == 0:
+        if self._slow_bytes and places["slow_data"] % self._slow_bytes == 0:
             vector |= 4
-        return fast, slow, fast_scales, *self._fast, slow_scales, *self._slow, *self._members, vector
+        return {**places, **self._members, "vector": vector}
 
 
 class PanelStep(PanelMembers):
     """A launch of such a kernel."""
 
-    def __init__(self, plan: Plan, sides: tuple[Side, Side], members: tuple[Any, ...], wide: tuple[Variant, int],
+    def __init__(self, plan: Plan, sides: tuple[Side, Side], members: Members, wide: tuple[Variant, int],
                  any_shape: tuple[Variant, int], chunk: int = LANE_COLUMNS) -> None:
         """wide: the variant for memory that allows wide accesses everywhere, and its blocks; any_shape: for other memory."""
         super().__init__(plan, sides, members, chunk)
         self._wide, self._any_shape = wide, any_shape
 
-    def bind(self, out: Addresses, aligned: bool) -> Launch:
+    def choose(self, out: Addresses, aligned: bool) -> Choice:
         members = self.at(out, aligned)
-        variant, grid = self._wide if members[-1] == 7 else self._any_shape
+        variant, grid = self._wide if members["vector"] == 7 else self._any_shape
         return variant, grid, members
 
 
@@ -109,41 +118,78 @@ class Plan:
         self.shape, self.forms, self.shared, self.load_bytes = shape, forms, shared, load_bytes
         self.size, (self.rows, self.columns) = prod(shape), shape[-2:]
 
+    def of(self, allocate: Callable[[tuple[int, ...], np.dtype[Any]], Array]) -> Quantized:
+        """A result of arrays that are asked for one by one, each once."""
+        raise NotImplementedError
+
     def empty(self, x: Array) -> Quantized:
         """A result beside x, uninitialised."""
-        raise NotImplementedError
+        return self.of(functools.partial(empty_beside, x))
 
     def make_steps(self) -> Iterable[Step]:
         raise NotImplementedError
+
+    @functools.cached_property
+    def result(self) -> QuantizedResult:
+        return QuantizedResult(self)
+
+    def addresses(self, written: Sequence[int]) -> Addresses:
+        """Those of the arrays of `result`, by direction."""
+        found = dict(zip((a.name for a in self.result.arrays), written, strict=True))
+        row, row_scales = (found.get(f"out.rowwise.{what}", 0) for what in ("data", "scale_inv"))
+        shared = ("rowwise" in self.forms and "columnwise" in self.forms) and self.shared
+        column, column_scales = (found.get(f"out.columnwise.{what}", at if shared and what in shared else 0)
+                                 for what, at in (("data", row), ("scale_inv", row_scales)))
+        return 0, row, row_scales, column, column_scales
 
     @functools.cached_property
     def _steps(self) -> list[Step]:
         """Made for the first launch: the reference needs none."""
         return list(self.make_steps()) if self.size else []
 
-    def launches(self, out: Addresses, aligned: bool) -> list[Launch]:
-        return [step.bind(out, aligned) for step in self._steps]
+    def choices(self, out: Addresses, aligned: bool) -> list[Choice]:
+        return [step.choose(out, aligned) for step in self._steps]
 
 
-class Target:
-    """Where launches write: a result that fits a plan. Kept with the Quantized it describes, so that using a result again as `out=` costs
-    one comparison instead of its validation."""
+class QuantizedResult(Description):
+    """A Quantized whose parts have given forms."""
 
-    def __init__(self, out: Quantized, plan: Plan, ranges: Ranges) -> None:
-        self._plan, self._out, self.ranges = plan, addresses(out), ranges
-        self._launches: dict[bool, list[Launch]] = {}           # by whether x is aligned
+    def __init__(self, plan: Plan) -> None:
+        self._plan, written = plan, []
+        for name, form in plan.forms.items():
+            for what, shape, dtype in (("data", form.stored, form.dtype), ("scale_inv", form.scale_shape, form.scale_dtype)):
+                if not self._is_shared(name, what):
+                    written.append(Written(f"out.{name}.{what}", shape, dtype))
+        super().__init__(*written)
 
-    def launch(self, x: Array, at: int, noop_at: int) -> None:
-        aligned = at % self._plan.load_bytes == 0
-        launches = self._launches.get(aligned)
-        if launches is None:
-            launches = self._launches[aligned] = self._plan.launches(self._out, aligned)
-        for variant, grid, members in launches:
-            variant.launch(x, grid, at, noop_at, *members)
+    def build(self, arrays: Sequence[Array]) -> Quantized:
+        rest = iter(arrays)
+        return self._plan.of(lambda *_: next(rest))
+
+    def arrays_of(self, out: Any) -> list[Array]:
+        check_forms(out, self._plan.forms, self._plan.kind)
+        found = []
+        for name, part in out._parts():
+            for what, a in zip(("data", "scale_inv"), part, strict=True):
+                if not self._is_shared(name, what):
+                    found.append(a)
+                elif a is not getattr(out.rowwise, what):
+                    raise ValueError(f"out.{name}.{what}: expected out.rowwise.{what} itself, since both directions are the same here")
+        return found
+
+    def _is_shared(self, name: str, what: str) -> bool:
+        return what in self._plan.shared and name == "columnwise" and "rowwise" in self._plan.forms
 
 
-class Quantizer:
-    """What a call does, whatever the family: `plan` and `reference` are the family's, `options` the names that `reference` has for its
+class _Inputs(NamedTuple):
+    x: Input                            # as it lies in memory
+    swapped: bool                       # whether its last two axes are swapped there
+    plan: Plan
+    options: tuple[Any, ...]
+
+
+class Quantizer(Op[_Inputs]):
+    """An op that quantises in blocks: `plan` and `reference` are its own, `options` the names that `reference` has for its
     options. Plans are kept for arrays of the same shape and dtype."""
 
     def __init__(self, plan: Callable[..., Plan], reference: Callable[..., Quantized], options: tuple[str, ...]) -> None:
@@ -156,27 +202,27 @@ class Quantizer:
         self._cached = cached
 
     def __call__(self, x: Array, options: tuple[Any, ...], noop: Array | None, out: Quantized | None) -> Quantized:
-        x, xp, at, swapped = source(x)
-        noop_at = 0 if noop is None else validate.one_f32(noop, x, xp, "noop")
-        by_reference = executor_of(xp) == "reference"
-        if out is None:
-            plan = self._plan(x, swapped, options)
-            if noop is not None:
-                raise ValueError("noop: needs out=, since nothing may be written")
-            if by_reference:
-                return self._by_reference(x, swapped, options)
-            validate.may_allocate(x)
-            out = plan.empty(x)
-            for variant, grid, members in plan.launches(addresses(out), at % plan.load_bytes == 0):
-                variant.launch(x, grid, at, 0, *members)
-            return out
-        target = self._target(out, x, xp, swapped, options)
-        check_separate(target.ranges, at, x.nbytes, noop_at)
-        if not by_reference:
-            target.launch(x, at, noop_at)
-        elif noop is None or noop.reshape(()) != 1:
-            store(out, self._by_reference(x, swapped, options))
-        return out
+        result: Quantized = run(self, (x, noop, *options), out)
+        return result
+
+    def arguments(self, call: Call, x: Any, noop: Any, *options: Any) -> _Inputs:
+        swapped = lies_swapped(x)
+        found = call.read("x", x.swapaxes(-1, -2) if swapped else x, INPUT_DTYPES)
+        call.noop(noop)
+        return _Inputs(found, swapped, self._plan(found.array, swapped, options), options)
+
+    def result(self, inputs: _Inputs) -> Description:
+        return inputs.plan.result
+
+    def reference(self, inputs: _Inputs) -> list[np.ndarray]:
+        x = inputs.x.array.swapaxes(-1, -2) if inputs.swapped else inputs.x.array
+        made = self._reference(x, **dict(zip(self._options, inputs.options, strict=True)))
+        return inputs.plan.result.arrays_of(made)
+
+    def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
+        x, plan = inputs.x, inputs.plan
+        for variant, grid, members in plan.choices(plan.addresses(written), x.at % plan.load_bytes == 0):
+            yield variant.bind(x.array, grid, x=x.at, noop=call.noop_at, **members)
 
     def _plan(self, x: Array, swapped: bool, options: tuple[Any, ...]) -> Plan:
         # A cache that looks at types, and at those of the block's extents: 1, 1.0 and True are equal, but not all are accepted.
@@ -186,22 +232,6 @@ class Quantizer:
             pass
         return self._make(x.shape, x.dtype, swapped, options)
 
-    def _by_reference(self, x: Array, swapped: bool, options: tuple[Any, ...]) -> Quantized:
-        return self._reference(x.swapaxes(-1, -2) if swapped else x, **dict(zip(self._options, options, strict=True)))
-
-    def _target(self, out: Quantized, x: Array, xp: Any, swapped: bool, options: tuple[Any, ...]) -> Target:
-        """The Target of a result given as `out=`, once it has been found to fit the call."""
-        key = (id(out), x.shape, x.dtype, swapped, options, 0 if xp is np else x.data.device_id)
-        kept = getattr(out, "_target", None)
-        if kept is not None and kept[0] == key:
-            found: Target = kept[1]
-            return found
-        plan = self._plan(x, swapped, options)
-        target = Target(out, plan, written(out, plan.forms, x, xp, plan.kind, plan.shared))
-        if xp is not np:
-            object.__setattr__(out, "_target", (key, target))
-        return target
-
 
 def addresses(out: Quantized) -> Addresses:
     row, column = out.rowwise, out.columnwise
@@ -210,11 +240,16 @@ def addresses(out: Quantized) -> Addresses:
     return 0, row_data, row_scales, data, scales
 
 
+def lies_swapped(x: Any) -> bool:
+    """Whether an array's last two axes are swapped in memory, where it is C-contiguous otherwise."""
+    if x.flags.c_contiguous if isinstance(x, np.ndarray) else getattr(x, "_c_contiguous", True):
+        return False
+    return bool(x.ndim >= 2 and is_contiguous(x.swapaxes(-1, -2)))
+
+
 def source(x: Array) -> tuple[Array, Any, int, bool]:
     """(x as it lies in memory, its module, its address, whether its last two axes are swapped there)."""
-    swapped = False
-    if not (x.flags.c_contiguous if isinstance(x, np.ndarray) else getattr(x, "_c_contiguous", True)):
-        swapped = x.ndim >= 2 and is_contiguous(x.swapaxes(-1, -2))
+    swapped = lies_swapped(x)
     return (*validate.source(x.swapaxes(-1, -2) if swapped else x, INPUT_DTYPES), swapped)
 
 
@@ -227,12 +262,10 @@ def stored(form: Form | None, swapped: bool) -> int:
     return ABSENT if form is None else AS_IS if form.transposed == swapped else TRANSPOSED
 
 
-def written(out: Quantized, forms: Mapping[str, Form], x: Array, xp: Any, kind: str, shared: tuple[str, ...] = ()) -> Ranges:
-    """The memory of a result given as `out=`, once every part of it has been found to have its form. `kind` of data, for messages.
-    shared: 'data', 'scale_inv': what both directions must have in common; nothing else may overlap."""
+def check_forms(out: Any, forms: Mapping[str, Form], kind: str) -> None:
+    """TypeError or ValueError unless a result given as `out=` is one of these forms. kind: of data, for messages."""
     if not isinstance(out, Quantized):
         raise TypeError(f"out: expected a Quantized (an earlier result, or recipe.empty(…)), got {type(out).__name__}")
-    found: list[tuple[str, int, int]] = []
     for name, part in (("rowwise", out.rowwise), ("columnwise", out.columnwise)):
         form = forms.get(name)
         if (part is None) != (form is None):
@@ -242,6 +275,15 @@ def written(out: Quantized, forms: Mapping[str, Form], x: Array, xp: Any, kind: 
         if (part.shape, part.transposed, part.block, part.scale_layout) != form[1:5]:
             raise ValueError(f"out.{name}: expected {kind} data of shape {form.shape}, {'' if form.transposed else 'not '}stored "
                              f"transposed, block {form.block}, scales {form.scale_layout}; got {part!r}, scales {part.scale_layout}")
+
+
+def written(out: Quantized, forms: Mapping[str, Form], x: Array, xp: Any, kind: str, shared: tuple[str, ...] = ()) -> Ranges:
+    """The memory of a result given as `out=`, once every part of it has been found to have its form. `kind` of data, for messages.
+    shared: 'data', 'scale_inv': what both directions must have in common; nothing else may overlap."""
+    check_forms(out, forms, kind)
+    found: list[tuple[str, int, int]] = []
+    for name, part in out._parts():
+        form = forms[name]
         for what, a, shape, dtype in (("data", part.data, form.stored, form.dtype),
                                       ("scale_inv", part.scale_inv, form.scale_shape, form.scale_dtype)):
             at = validate.destination(a, shape, dtype, x, xp, validate.address(x), f"out.{name}.{what}")
@@ -253,15 +295,6 @@ def written(out: Quantized, forms: Mapping[str, Form], x: Array, xp: Any, kind: 
                 validate.separate(at, a.nbytes, other_at, other_nbytes, f"out.{name}.{what}", other)
             found.append((f"out.{name}.{what}", at, a.nbytes))
     return [(at, at + nbytes) for _, at, nbytes in found if nbytes]
-
-
-def check_separate(ranges: Ranges, at: int, nbytes: int, noop_at: int) -> None:
-    """ValueError if what is written overlaps the input or noop."""
-    for start, end in ranges:
-        if at < end and start < at + nbytes:
-            raise ValueError("out: overlaps the input in memory; results need memory of their own")
-        if start - 3 <= noop_at < end:                 # of four bytes the last may be the first that is written
-            raise ValueError("out: overlaps noop in memory; results need memory of their own")
 
 
 def store(out: Quantized, result: Quantized) -> None:

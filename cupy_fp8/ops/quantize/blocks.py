@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
 import numpy as np
 
 from ... import reference
-from ...arrays import Array, empty_beside
+from ...arrays import Array
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e4m3fn, float32, lookup
 from ...kernels import Kernel, Variant, grid_size
 from ...kernels.warp_tiles import COLUMNS, LANE_COLUMNS, ROWS, Panels
@@ -18,7 +18,7 @@ from ...layouts import cdiv
 from ...recipes import Form, block_eps, block_forms, block_pow2, check_block_options, empty_blocks
 from ...results import Quantized
 from . import block_results
-from .block_results import ABSENT, AS_IS, TRANSPOSED, PanelStep, Side, Step
+from .block_results import ABSENT, AS_IS, TRANSPOSED, Members, PanelStep, Side, Step
 
 _TILE = Kernel("quantize/blocks", "quantize_block_tile")
 _ROWS = Kernel("quantize/blocks", "quantize_block_rows")
@@ -131,8 +131,8 @@ class Plan(block_results.Plan):
         if self.by_rows:
             self.load_bytes = _LOAD_BYTES
 
-    def empty(self, x: Array) -> Quantized:
-        return empty_blocks(self.forms, functools.partial(empty_beside, x))
+    def of(self, allocate: Callable[[tuple[int, ...], np.dtype[Any]], Array]) -> Quantized:
+        return empty_blocks(self.forms, allocate)
 
     def make_steps(self) -> Iterator[Step]:
         names = [name for name in self.forms if not (self.shared and name == "columnwise")]
@@ -147,7 +147,8 @@ class Plan(block_results.Plan):
         lines = cdiv(self.rows, panels.down * ROWS) if along_rows else cdiv(self.columns, panels.across * COLUMNS)
         grid = grid_size(self.size // (self.rows * self.columns) * lines, self.shape)
         launch = _lines_variant(self.source, self.to, along_rows), grid
-        members = self.rows, self.columns, *self.rule, 1, int(self.divide), 0, side.stored
+        members = {"rows": self.rows, "columns": self.columns, "rule": self.rule, "panels": 1, "divide": int(self.divide),
+                   "stored": side.stored}
         return PanelStep(self, (side, _NO_SIDE), members, launch, launch)
 
     def _tiles(self, names: list[str]) -> Step:
@@ -168,8 +169,8 @@ class Plan(block_results.Plan):
         matrices = self.size // (self.rows * self.columns)
         return _rows_variant(self.source, self.to, self.divide), grid_size(matrices * cdiv(warps, _WARPS), self.shape)
 
-    def tile_launch(self, names: list[str]) -> tuple[tuple[Side, Side], tuple[Any, ...]]:
-        """What a kernel of tiles is told of a result's directions: its sides, and the members of its struct after those of scales. (Of
+    def tile_launch(self, names: list[str]) -> tuple[tuple[Side, Side], Members]:
+        """What a kernel of tiles is told of a result's directions: its sides, and members of its struct. (Of
         whole lines those of ops/quantize/grouped_rows_columns.py, which ask for no length.)"""
         square = 1 not in self.block
         fast, slow = (name if name in names else None for name in (
@@ -184,7 +185,8 @@ class Plan(block_results.Plan):
                  Side(slow_data, stored_slow, slow, _strides(self.forms.get(slow or ""), self.swapped)))
         run = self.block[0] if self.block[1] == 1 else self.block[1]
         panels = (run or _RUN) // _RUN
-        return sides, (self.rows, self.columns, *self.rule, panels, int(self.divide), int(square), stored_fast | stored_slow << 2)
+        return sides, {"rows": self.rows, "columns": self.columns, "rule": self.rule, "panels": panels, "divide": int(self.divide),
+                       "square": int(square), "stored": stored_fast | stored_slow << 2}
 
 
 _QUANTIZE = block_results.Quantizer(Plan, reference.quantize_block, (

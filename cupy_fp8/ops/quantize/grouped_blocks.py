@@ -20,7 +20,7 @@ from ...kernels.warp_tiles import LANE_COLUMNS, ROWS, Panels
 from ...layouts import group_scales, group_unit, grouped_scale_shape
 from ...recipes import BlockScaling, Form, MXScaling
 from . import blocks, mx
-from .block_results import ABSENT, AS_IS, TRANSPOSED, PanelMembers, Side
+from .block_results import ABSENT, AS_IS, TRANSPOSED, Members, PanelMembers, Side
 from .grouped_results import Arrays, GroupForm, addresses, divided
 
 Plan = blocks.Plan | mx.Plan
@@ -59,28 +59,31 @@ def form(plan: Plan, arrays: Arrays, number: int) -> GroupForm:
 
 
 class Launch:
-    """The kernel's variant, its grid, and the members of its struct. Kept with a result on a GPU that was given as `out=`."""
+    """The launch for all groups and, where that pays, the one before it that finds each block's rows. Kept with a result on a
+    GPU that was given as `out=`."""
 
     def __init__(self, plan: Plan, out: Grouped, x: Array, at: int, noop_at: int, offsets_at: int, groups: sizes.Groups,
                  align: int, owner: Array | None) -> None:
         (fast, slow), of_plan = sides_of(plan)
         members = PanelMembers(plan, (fast, slow), of_plan, grouped=True).at(addresses(out), at % (LANE_COLUMNS * x.itemsize) == 0)
-        self.variant, panels = variant(plan, (fast.stored, slow.stored), members[-1] == 7)
+        chosen, panels = variant(plan, (fast.stored, slow.stored), members["vector"] == 7)
         division = divided(out, x, groups, offsets_at, align, panels.run_rows, panels.columns, clears=1)
         scales = [scales_of(plan, len(groups.array), side) for side in (fast, slow)]
-        self.grid, self.runs = division.grid, None
-        if pays(x, self.grid):
-            self.runs = GroupRuns(x, owner, *division.to_find, (scales[0][1], scales[1][1]))
-        self.members = (at, noop_at, *members, *division.members, 0 if self.runs is None else self.runs.at, *scales[0], *scales[1], 0, 0)
+        self._runs = None
+        if pays(x, division.grid):
+            self._runs = GroupRuns(x, owner, *division.to_find, (scales[0][1], scales[1][1]))
+        self._launch = chosen.bind(
+            x, division.grid, all={"x": at, "noop": noop_at, **members},
+            groups=(*division.members, 0 if self._runs is None else self._runs.at), fast=scales[0], slow=scales[1])
 
     def run(self, x: Array) -> None:
-        if self.runs is not None:
-            self.runs.run(x)
-        self.variant.launch(x, self.grid, *self.members)
+        if self._runs is not None:
+            self._runs.run(x)
+        self._launch.run()
 
 
-def sides_of(plan: Plan) -> tuple[tuple[Side, Side], tuple[Any, ...]]:
-    """What the kernel is told of a result's directions: its sides, and the members of its struct after those of scales."""
+def sides_of(plan: Plan) -> tuple[tuple[Side, Side], Members]:
+    """What the kernel is told of a result's directions: its sides, and members of its struct."""
     return plan.tile_launch(list(plan.forms)) if isinstance(plan, blocks.Plan) else (plan.sides, plan.members)
 
 

@@ -21,7 +21,7 @@ from ...kernels import Kernel, Variant, workspace
 from ...kernels.warp_tiles import LANE_COLUMNS, Panels
 from ...layouts import cdiv
 from . import blocks, grouped_blocks
-from .block_results import ABSENT, AS_IS, NOWHERE, PanelMembers, Side
+from .block_results import ABSENT, AS_IS, NOWHERE, Members, PanelMembers, Side
 from .grouped_results import addresses, divided
 
 _ROWS = Kernel("quantize/grouped_rows_columns", "group_quantize_rows")
@@ -55,15 +55,17 @@ class Launch:
         self.runs = None
         if clear[1] or pays(x, division.grid):
             self.runs = GroupRuns(x, owner, *division.to_find, (scales[1], 0), clear)
-        rest = 0 if self.runs is None else self.runs.at, *scales, 0, 0, 0, 0, *tops_at
-
+        runs_at = 0 if self.runs is None else self.runs.at
+        rest: Members = {"fast": scales, "row_tops": tops_at[0], "column_tops": tops_at[1]}
         variant = (_rows_variant if rows_alone else _lines_variant)(plan.source, plan.to)
-        quantised = (at, noop_at, *members.at(addresses(out), aligned), *division.members, *rest, _QUANTIZE, _team(plan.columns, chunk))
-        self.launches: list[tuple[Variant, int, tuple[Any, ...]]] = [(variant, division.grid, quantised)]
+        written = {"x": at, "noop": noop_at, **members.at(addresses(out), aligned)}
+        self.launches = [variant.bind(x, division.grid, all=written, groups=(*division.members, runs_at), **rest, phase=_QUANTIZE,
+                                      team=_team(plan.columns, chunk))]
         if not rows_alone:
             # Nothing is written but maxima: the other launch clears what no group has, and tells of the groups.
-            found = at, noop_at, *members.at(NOWHERE, aligned), offsets_at, 0, 0, *division.members[3:], *rest, _FIND, 0
-            self.launches.insert(0, (variant, division.grid, found))
+            found = {"x": at, "noop": noop_at, **members.at(NOWHERE, aligned)}
+            groups_alone = offsets_at, 0, 0, *division.members[3:], runs_at
+            self.launches.insert(0, variant.bind(x, division.grid, all=found, groups=groups_alone, **rest, phase=_FIND))
 
     def _tops(self, plan: blocks.Plan, x: Array, owner: Array | None, number: int,
               sides: tuple[Side, Side]) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -78,8 +80,8 @@ class Launch:
     def run(self, x: Array) -> None:
         if self.runs is not None:
             self.runs.run(x)
-        for variant, grid, members in self.launches:
-            variant.launch(x, grid, *members)
+        for launch in self.launches:
+            launch.run()
 
 
 def _team(columns: int, chunk: int) -> int:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
 import numpy as np
 
 from ... import reference
-from ...arrays import Array, empty_beside
+from ...arrays import Array
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e4m3fn, float32, lookup
 from ...kernels import Kernel, Variant, elementwise
 from ...kernels.warp_tiles import LANE_COLUMNS, Panels
@@ -18,7 +18,7 @@ from ...layouts import SWIZZLE_COLUMNS, cdiv, scale_grid
 from ...recipes import Form, check_mx_options, empty_mx, mx_forms
 from ...results import Quantized
 from . import block_results
-from .block_results import ABSENT, AS_IS, TRANSPOSED, PanelStep, Side, Step
+from .block_results import ABSENT, AS_IS, TRANSPOSED, Addresses, Choice, Members, PanelStep, Side, Step
 
 _ROWS = Kernel("quantize/mx", "quantize_mx_rows")
 _TILE = Kernel("quantize/mx", "quantize_mx_tile")
@@ -120,10 +120,11 @@ class Plan(block_results.Plan):
         self.flat = stored == (AS_IS, ABSENT) and _is_flat(fast, shape[-1])
         super().__init__(shape, found, ("data",) if alike else (), 16 if self.flat else LANE_COLUMNS * source.itemsize)
         self.source, self.to, self.block, self.tall = source, dtype, block, scale_layout == "swizzled" or swapped
-        self.members = (self.size, self.rows, self.columns, *_rule(dtype, mode, profile), int(square), stored[0] | stored[1] << 2)
+        self.members: Members = {"n": self.size, "rows": self.rows, "columns": self.columns, "rule": _rule(dtype, mode, profile),
+                                 "square": int(square), "stored": stored[0] | stored[1] << 2}
 
-    def empty(self, x: Array) -> Quantized:
-        return empty_mx(self.forms, self.block, functools.partial(empty_beside, x))
+    def of(self, allocate: Callable[[tuple[int, ...], np.dtype[Any]], Array]) -> Quantized:
+        return empty_mx(self.forms, self.block, allocate)
 
     def make_steps(self) -> Iterator[Step]:
         if self.flat:
@@ -145,10 +146,10 @@ class _Rows(Step):
         self._grid, _ = elementwise.grid(plan.size, plan.shape, plan.source.itemsize, 1, 0, 0)
         self._chunk = 16 // plan.source.itemsize
 
-    def bind(self, out: block_results.Addresses, aligned: bool) -> block_results.Launch:
-        data, _, scales, nowhere = self._pick(out)
-        vector = int(aligned and data % self._chunk == 0)
-        return self._variant, self._grid, (data, 0, scales, *self._fast, nowhere, *self._slow, *self._members, vector)
+    def choose(self, out: Addresses, aligned: bool) -> Choice:
+        places = self.places(out)
+        vector = int(aligned and places["fast_data"] % self._chunk == 0)
+        return self._variant, self._grid, {**places, **self._members, "vector": vector}
 
 
 _QUANTIZE = block_results.Quantizer(Plan, reference.quantize_mx, (

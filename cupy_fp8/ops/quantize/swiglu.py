@@ -431,7 +431,7 @@ class _Mx(_Plan):
             r.dtype, self.rowwise, self.columnwise, False, r.mode, r.profile, r.block, r.scale_layout))
         self.forms = plan.forms
         self.fast, self.slow = (side.strides for side in plan.sides)
-        self.members = plan.members[3:7]
+        self.members = plan.members["rule"]
 
     def variant(self, plain: int) -> Variant:
         return _variant(_MX, self.source, self.recipe.dtype, self.backward, plain and 2 - self.columnwise)

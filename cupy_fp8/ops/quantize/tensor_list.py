@@ -293,8 +293,9 @@ class _Table(Table):
                    aligned, vector, strict=True)
         record = _CAST.record("MultiTensor")
         packed = b"".join(
-            record.pack(at, to.data, to.data_t, scale, to.scale_inv, to.scale_inv_copy, amax, *a.shape, end - count, count, value, whole,
-                         rows16)
+            record.pack(x=at, data=to.data, data_t=to.data_t, scale=scale, scale_inv=to.scale_inv, scale_inv_copy=to.scale_inv_copy,
+                        amax=amax, rows=a.shape[0], columns=a.shape[1], first_block=end - count, blocks=count, scale_value=value,
+                        aligned=whole, vector=rows16)
             for a, at, to, (scale, value), amax, end, count, whole, rows16 in rows)
         self._source, self._options, self._tile, self._number = x.dtype, options, tile, number
         self._own_scales = scales is None and self._resident is None

@@ -49,7 +49,7 @@ class _Form:
         self.alignment = LANE_COLUMNS * source.itemsize
 
     @functools.cached_property
-    def _sides(self) -> tuple[tuple[block_results.Side, block_results.Side], tuple[Any, ...]]:
+    def _sides(self) -> tuple[tuple[block_results.Side, block_results.Side], block_results.Members]:
         return grouped_blocks.sides_of(self.plan)
 
     @functools.cached_property
@@ -162,14 +162,14 @@ class _Table(Table):
             chosen = [(source, source.form.members.at(block_results.addresses(out), source.at % source.form.alignment == 0))
                       for source, out in listed if source.x.dtype == dtype]
             form = chosen[0][0].form
-            wide = all(source.form.allows_wide(members[-1]) for source, members in chosen)
+            wide = all(source.form.allows_wide(members["vector"]) for source, members in chosen)
             variant, panels = grouped_blocks.variant(form.plan, form.stored, wide)
             params = "BlockParams" if isinstance(form.plan, blocks.Plan) else "MxParams"
             record, first = variant.kernel.record(f"ListedArray<{params}>"), 0
             for source, members in chosen:
                 plan = source.form.plan
                 across, down = cdiv(plan.columns, panels.columns), cdiv(plan.rows, panels.rows)
-                records.append(record.pack(source.at, 0, *members, first, across, down))
+                records.append(record.pack(array={"x": source.at, **members}, first=first, across=across, down=down))
                 counts.append(plan.size // (plan.rows * plan.columns) * across * down)
                 first += counts[-1]
                 if first > _MOST_BLOCKS:
