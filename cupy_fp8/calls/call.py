@@ -8,7 +8,7 @@ Nothing is written before everything is valid.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,7 +18,7 @@ from ..arrays import Array, address
 from ..kernels import Launch, executor_of, workspace
 from . import memory, validate
 from .memory import Range
-from .results import Description, allocate, store
+from .results import Description, allocate, given_result
 
 _Inputs = TypeVar("_Inputs")
 
@@ -47,6 +47,7 @@ class Call:
 
     x: Array                            # the first array: all others are of its kind and on its device
     xp: Any
+    result: Description                 # of what is written
 
     def __init__(self) -> None:
         self.ranges: list[Range] = []
@@ -89,27 +90,33 @@ class Call:
         if flag is not None:
             self.noop_at, self._noop = self.one_f32("noop", flag), flag
 
-    def write(self, arrays: Iterable[tuple[Array, tuple[int, ...], np.dtype[Any], str]]) -> None:
-        """Arrays of `out=`: each must have its shape and dtype."""
-        for a, shape, dtype, name in arrays:
-            at = validate.writable(a, shape, dtype, self.x, self.xp, name)
-            self.ranges.append(Range(at, at + a.nbytes, True, name))
-
     def skips(self) -> bool:
         """Whether the noop flag of a call that the reference computes is set."""
         return bool(self.noop_at) and self._noop.reshape(()) == 1
 
-    def one_f32(self, name: str, a: Any) -> int:
-        """The address of a one-element f32 array that the op reads."""
+    def one_f32(self, name: str, a: Any, *, updated: bool = False) -> int:
+        """The address of a one-element f32 array that the op reads, or updates too."""
         at = validate.one_f32(a, self.x, self.xp, name)
-        self.ranges.append(Range(at, at + 4, False, name))
+        if updated and self.xp is np and not a.flags.writeable:
+            raise ValueError(f"{name}: the array is read-only")
+        self.ranges.append(Range(at, at + 4, updated, name))
         return at
+
+    def scalar(self, name: str, a: Any) -> tuple[int, float]:
+        """(address, 0) of a one-element f32 array that the op reads, or (0, value) of a number rounded to f32."""
+        at, value = validate.scalar_or_one_f32(a, self.x, self.xp, name)
+        if isinstance(a, self.xp.ndarray):
+            self.ranges.append(Range(at, at + 4, False, name))
+        return at, value
 
     def workspace(self, use: str, words: int) -> int:
         """The address of u32 words for this call's launches (see `kernels.workspace`)."""
+        return address(self.workspace_array(use, words))
+
+    def workspace_array(self, use: str, words: int) -> Array:
         found = workspace(self.owner, self.x, use, words)
         self.workspaces.append(found)
-        return address(found)
+        return found
 
     def _belongs(self, name: str, a: Array, xp: Any) -> None:
         if self._first:
@@ -129,12 +136,12 @@ class Op(Generic[_Inputs]):
         """The arrays that the call writes, beside those that it updates."""
         raise NotImplementedError
 
-    def reference(self, inputs: _Inputs) -> Sequence[np.ndarray]:
-        """The arrays of the result in NumPy."""
+    def reference(self, inputs: _Inputs) -> Any:
+        """The result, computed by NumPy."""
         raise NotImplementedError
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterable[Launch]:
-        """The launches that write the result's arrays, whose addresses are given. A call without elements has none."""
+        """The launches that write the result's arrays, whose addresses are given in their order."""
         raise NotImplementedError
 
 
@@ -158,8 +165,8 @@ def run(op: Op[Any], given: tuple[Any, ...], out: Any = None) -> Any:
         if call.noop_at:
             raise ValueError("noop: needs out=, since nothing may be written")
     else:
-        arrays = result.arrays_of(out)
-        call.write((a, *wanted[1:], wanted[0]) for a, wanted in zip(arrays, result.arrays, strict=True))
+        result, arrays, ranges = given_result(result, out, call.x, call.xp)
+        call.ranges += ranges
     memory.check_separate(call.ranges)
     if executor_of(call.xp) == "reference":
         return _by_reference(op, call, inputs, result, out)
@@ -168,6 +175,7 @@ def run(op: Op[Any], given: tuple[Any, ...], out: Any = None) -> Any:
         arrays = allocate(call.x, result.arrays)
     else:
         call.owner = next(iter(arrays), None)
+    call.result = result
     launches = list(op.launches(call, inputs, *map(address, arrays)))
     for launch in launches:
         launch.run()
@@ -180,7 +188,7 @@ def run(op: Op[Any], given: tuple[Any, ...], out: Any = None) -> Any:
 
 def _by_reference(op: Op[Any], call: Call, inputs: Any, result: Description, out: Any) -> Any:
     if out is None:
-        return result.build(op.reference(inputs))
+        return op.reference(inputs)
     if not call.skips():
-        store(result.stored_in(out), op.reference(inputs))
+        result.store(out, op.reference(inputs))
     return out

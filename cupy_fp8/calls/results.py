@@ -10,6 +10,8 @@ import numpy as np
 
 from .. import backend
 from ..arrays import Array, bits, empty_beside
+from . import validate
+from .memory import Range
 
 #: Arrays of one allocation begin at multiples of so many bytes.
 _ALIGNMENT = 256
@@ -33,15 +35,20 @@ class Description:
         """What the user gets, from the arrays in their order."""
         return arrays[0]
 
+    def for_out(self, out: Any) -> Description:
+        """The description of a result given as `out=`, where such a result can have other arrays than a new one."""
+        return self
+
     def arrays_of(self, out: Any) -> Sequence[Array]:
         """The arrays of a result given as `out=`. TypeError or ValueError if it is another kind of result; the arrays
         themselves are checked after this."""
         return (out,)
 
 
-    def stored_in(self, out: Any) -> Sequence[Array]:
-        """Where the reference's arrays go."""
-        return self.arrays_of(out)
+    def store(self, out: Any, made: Any) -> None:
+        """Copy the reference's result into a given one, byte for byte."""
+        for mine, fresh in zip(self.arrays_of(out), self.arrays_of(made), strict=True):
+            bits(mine)[...] = bits(fresh)
 
 
 class Updated(Description):
@@ -50,12 +57,25 @@ class Updated(Description):
     def arrays_of(self, out: Any) -> Sequence[Array]:
         return ()
 
-    def stored_in(self, out: Any) -> Sequence[Array]:
-        return tuple(out)
+    def store(self, out: Any, made: Any) -> None:
+        for mine, fresh in zip(out, made, strict=True):
+            bits(mine)[...] = bits(fresh)
 
 
 def one_array(shape: tuple[int, ...], dtype: np.dtype[Any], name: str = "out") -> Description:
     return Description(Written(name, shape, dtype))
+
+
+def given_result(described: Description, out: Any, x: Array, xp: Any) -> tuple[Description, Sequence[Array], list[Range]]:
+    """The description and the arrays of a result given as `out=`, and their memory, once every array has been found to be of
+    x's kind and device, writable, and of its shape and dtype."""
+    described = described.for_out(out)
+    arrays = described.arrays_of(out)
+    ranges = []
+    for a, wanted in zip(arrays, described.arrays, strict=True):
+        at = validate.writable(a, wanted.shape, wanted.dtype, x, xp, wanted.name)
+        ranges.append(Range(at, at + a.nbytes, True, wanted.name))
+    return described, arrays, ranges
 
 
 def allocate(x: Array, arrays: Sequence[Written]) -> list[Array]:
@@ -69,9 +89,3 @@ def allocate(x: Array, arrays: Sequence[Written]) -> list[Array]:
     memory = empty_beside(x, (end,), np.dtype(np.uint8)).data
     cp = backend.cupy()
     return [cp.ndarray(a.shape, a.dtype, memory + start) for a, start in zip(arrays, starts, strict=True)]
-
-
-def store(arrays: Sequence[Array], made: Sequence[np.ndarray]) -> None:
-    """Copy the reference's arrays into given ones, byte for byte."""
-    for mine, fresh in zip(arrays, made, strict=True):
-        bits(mine)[...] = bits(fresh).reshape(mine.shape)

@@ -26,6 +26,8 @@ def workspace(out: Any | None, x: Any, use: str, words: int) -> Any:
     would have to be made during a capture. (Without `out` an op is not captured at all: it would have to allocate its result.)
     """
     if isinstance(x, np.ndarray):
+        if out is not None:
+            return np.zeros(words, np.uint32)              # kept by the call that is remembered with `out`
         own = threading.get_ident(), use, words
         if own not in _of_thread:
             _of_thread[own] = np.zeros(words, np.uint32)

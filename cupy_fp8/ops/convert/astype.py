@@ -71,8 +71,8 @@ class _AsType(Op[_Conversion]):
     def result(self, inputs: _Conversion) -> Description:
         return one_array(inputs.a.shape, inputs.to)
 
-    def reference(self, inputs: _Conversion) -> list[np.ndarray]:
-        return [reference.astype(inputs.a.array, inputs.to, inputs.saturate)]
+    def reference(self, inputs: _Conversion) -> np.ndarray:
+        return reference.astype(inputs.a.array, inputs.to, inputs.saturate)
 
     def launches(self, call: Call, inputs: _Conversion, *written: int) -> Iterator[Launch]:
         yield from flat_launches(inputs.a, written[0], 0, inputs.to, inputs.saturate)
@@ -88,8 +88,8 @@ class _Transpose(Op[_Conversion]):
     def result(self, inputs: _Conversion) -> Description:
         return one_array(swap_last(inputs.a.shape), inputs.to)
 
-    def reference(self, inputs: _Conversion) -> list[np.ndarray]:
-        return [reference.transpose(inputs.a.array)]
+    def reference(self, inputs: _Conversion) -> np.ndarray:
+        return reference.transpose(inputs.a.array)
 
     def launches(self, call: Call, inputs: _Conversion, *written: int) -> Iterator[Launch]:
         yield from transposed_launches(inputs.a, written[0], 0, inputs.to)

@@ -83,8 +83,8 @@ class _Dequantize(Op[_Inputs]):
     def result(self, inputs: _Inputs) -> Description:
         return one_array(inputs.s.shape, inputs.to)
 
-    def reference(self, inputs: _Inputs) -> list[np.ndarray]:
-        return [reference.dequantize(inputs.s, dtype=inputs.to)]
+    def reference(self, inputs: _Inputs) -> np.ndarray:
+        return reference.dequantize(inputs.s, dtype=inputs.to)
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
         s, data, scales, scale_at, to = inputs

@@ -6,10 +6,9 @@ import functools
 import math
 from collections.abc import Iterator
 
-from ...arrays import Array, empty_beside
-from ...calls import validate
+from ...arrays import Array, address, empty_beside
 from ...formats import float32
-from ...kernels import Kernel, Variant, grid_size, tiles
+from ...kernels import Kernel, Launch, Variant, grid_size, tiles
 from ...layouts import cdiv
 
 _SUM_ROWS = Kernel("quantize/bias_gradient", "sum_rows")
@@ -21,35 +20,41 @@ _THREADS = 256
 
 
 class ColumnSums:
-    """The way from tiles to a bias gradient, and the memory that it takes."""
+    """Adds per-tile column sums into a bias gradient; owns the memory of the partial sums."""
 
-    def __init__(self, x: Array, dbias: Array, partial: Array | None = None, shape: tuple[int, ...] | None = None) -> None:
+    def __init__(self, x: Array, dbias_at: int, partial: Array | None = None, shape: tuple[int, ...] | None = None) -> None:
         """partial: that of an earlier ColumnSums of the same shape, for launches that a graph has captured keep on using it. shape: of what
         is summed, where that is not x."""
-        self.dbias_at = validate.address(dbias)
+        self._dbias_at = dbias_at
         shape = x.shape if shape is None else shape
         self.matrices, self.rows, self.columns = math.prod(shape[:-2]), shape[-2], shape[-1]
-        lines, total = cdiv(self.rows, tiles.SMALL.rows), 0
-        while lines > 1:
-            total += lines
-            lines = cdiv(lines, _MOST)
-        self.partial = empty_beside(x, (self.matrices * total * self.columns,), float32) if partial is None else partial
-        self._partial_at = validate.address(self.partial)
+        self.partial = empty_beside(x, (partial_sums(shape),), float32) if partial is None else partial
+        self._partial_at = address(self.partial)
 
     def tiles_at(self, tile_rows: int) -> int:
         """Where cast_transpose writes the sums of its tiles: with one tile above another these are not the end of it."""
-        return self._partial_at if cdiv(self.rows, tile_rows) > 1 else self.dbias_at
+        return self._partial_at if cdiv(self.rows, tile_rows) > 1 else self._dbias_at
 
-    def finish(self, x: Array, tile_rows: int, noop_at: int) -> None:
-        """Adds up what the tiles have left, in as few launches as there are powers of 256 in their number. Without rows there are no
+    def launches(self, x: Array, tile_rows: int, noop_at: int) -> Iterator[Launch]:
+        """Add up what the tiles have left, in as few launches as there are powers of 256 in their number. Without rows there are no
         tiles, and the sums are 0."""
         lines, at = cdiv(self.rows, tile_rows), self._partial_at
         while lines != 1 and self.matrices * self.columns:
             left = max(1, cdiv(lines, _MOST))
-            to = at + 4 * self.matrices * lines * self.columns if left > 1 else self.dbias_at
+            to = at + 4 * self.matrices * lines * self.columns if left > 1 else self._dbias_at
             grid = grid_size(cdiv(self.columns, _COLUMNS_AT_ONCE) * left * self.matrices, x.shape)
-            _sum_rows_variant(_ROWS[lines > _RUNS * _ROWS[0]]).launch(x, grid, at, to, noop_at, lines, self.columns)
+            variant = _sum_rows_variant(_ROWS[lines > _RUNS * _ROWS[0]])
+            yield variant.bind(x, grid, src=at, dst=to, noop=noop_at, rows=lines, columns=self.columns)
             lines, at = left, to
+
+
+def partial_sums(shape: tuple[int, ...]) -> int:
+    """How many partial sums, of all launches, the columns of such an array take."""
+    lines, total = cdiv(shape[-2], tiles.SMALL.rows), 0
+    while lines > 1:
+        total += lines
+        lines = cdiv(lines, _MOST)
+    return math.prod(shape[:-2]) * total * shape[-1]
 
 
 @functools.cache

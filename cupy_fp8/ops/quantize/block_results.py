@@ -214,10 +214,9 @@ class Quantizer(Op[_Inputs]):
     def result(self, inputs: _Inputs) -> Description:
         return inputs.plan.result
 
-    def reference(self, inputs: _Inputs) -> list[np.ndarray]:
+    def reference(self, inputs: _Inputs) -> Quantized:
         x = inputs.x.array.swapaxes(-1, -2) if inputs.swapped else inputs.x.array
-        made = self._reference(x, **dict(zip(self._options, inputs.options, strict=True)))
-        return inputs.plan.result.arrays_of(made)
+        return self._reference(x, **dict(zip(self._options, inputs.options, strict=True)))
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
         x, plan = inputs.x, inputs.plan

@@ -266,7 +266,8 @@ def _quantize(x: Array, grad: Array | None, recipe: Any, o: _Options, noop: Arra
     sums_at, column_sums = 0, None
     if dprobs is not None:
         # Down the transposed partial sums, a row of them for each tile across.
-        column_sums = ColumnSums(x, dprobs, out.__dict__.get(_partial_sums(o)), (2 * half if o.interleaved else half, rows))
+        shape = 2 * half if o.interleaved else half, rows
+        column_sums = ColumnSums(x, validate.address(dprobs), out.__dict__.get(_partial_sums(o)), shape)
         out.__dict__[_partial_sums(o)], sums_at = column_sums.partial, column_sums.tiles_at(_TILE.columns)
     flags = _CLAMPED * (o.clamp is not None) | _GPT_OSS * (o.form == "gpt_oss") | _INTERLEAVED * bool(o.interleaved)
     if half % 8 == 0 and (at | bias_at | grad_at) % 16 == 0 and target.wide:
@@ -286,7 +287,8 @@ def _quantize(x: Array, grad: Array | None, recipe: Any, o: _Options, noop: Arra
             program = _EXPERTS if experts_at else _OPTIONS
     plan.launch(x, program, gate, target, scale_at, scale_value, amax_at, owner)
     if column_sums is not None:
-        column_sums.finish(x, _TILE.columns, noop_at)
+        for launch in column_sums.launches(x, _TILE.columns, noop_at):
+            launch.run()
     return out, dprobs
 
 

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ... import reference
-from ...arrays import Array, bits, empty_beside
-from ...calls import validate
+from ...arrays import Array
+from ...calls.call import Call, Input, Op, run
+from ...calls.results import Description, Written
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e4m3fn, float32, lookup
-from ...kernels import Kernel, Variant, elementwise, executor_of, tiles
-from ...recipes import check_directions, checked_eps, dbias_shape, empty_per_tensor
+from ...kernels import Kernel, Launch, Variant, elementwise, tiles
+from ...recipes import check_directions, checked_eps, dbias_shape
 from ...results import Quantized, Scaled, swap_last
 from ..scales.amax import current_scale
 from ..scales.scale import scale_target
 from . import tensor_current
-from .bias_gradient import ColumnSums
+from .bias_gradient import ColumnSums, partial_sums
 
 _CAST = Kernel("quantize/tensor", "cast")
 _CAST_TRANSPOSE = Kernel("quantize/tensor", "cast_transpose")
@@ -73,44 +74,9 @@ def quantize_tensor(x: Array, scale: Any = None, *, dtype: Any = float8_e4m3fn, 
     >>> q.dequantize().tolist(), q.scale_inv.tolist()
     ([[0.5, 224.0]], [0.5])
     """
-    fmt = lookup(dtype, FP8_DTYPES, "dtype")
-    x, xp, at = validate.source(x, INPUT_DTYPES)
-    current_rule = None if scale is not None else (scale_target(fmt.dtype, 0), checked_eps(eps), bool(pow2_scale))
-    scale_at, scale_value = (0, 0.0) if scale is None else validate.scalar_or_one_f32(scale, x, xp, "scale")
-    if scale is not None and (eps or pow2_scale):
-        raise ValueError(f"eps, pow2_scale: belong to current scaling, but a scale was given (got eps={eps}, pow2_scale={pow2_scale})")
-    amax_at = 0 if amax is None else validate.one_f32(amax, x, xp, "amax")
-    noop_at = 0 if noop is None else validate.one_f32(noop, x, xp, "noop")
-    if amax_at and (amax_at in (scale_at, noop_at) or (at < amax_at + 4 and amax_at < at + x.nbytes)):
-        raise ValueError("amax: overlaps an input in memory; it is written and needs memory of its own")
-    if amax_at and xp is np and not cast(np.ndarray, amax).flags.writeable:
-        raise ValueError("amax: the array is read-only")
-    by_reference = executor_of(xp) == "reference"
-    if out is None:
-        check_directions(x.shape, rowwise, columnwise, dbias)
-        if noop is not None:
-            raise ValueError("noop: needs out=, since nothing may be written")
-        if by_reference:
-            return reference.quantize_tensor(x, scale, dtype=fmt.dtype, rowwise=rowwise, columnwise=columnwise,
-                                             transposed=transposed, amax=amax, dbias=dbias, eps=eps, pow2_scale=pow2_scale)
-        validate.may_allocate(x)
-        out = empty_per_tensor(empty_beside(x, (1,), float32), x.shape, fmt.dtype, rowwise, columnwise, transposed, dbias)
-        target, owner = _Target(out, x, fmt.dtype), None
-    else:
-        target = _validated(out, x, xp, fmt.dtype, rowwise, columnwise, transposed, dbias)
-        target.check_separate(at, x.nbytes, scale_at, amax_at, noop_at)
-        owner = out._any.scale_inv
-        if by_reference:
-            return out if noop is not None and noop.reshape(()) == 1 else _store(out, reference.quantize_tensor(
-                x, scale, dtype=fmt.dtype, rowwise=rowwise, columnwise=columnwise, transposed=transposed, amax=amax, dbias=dbias,
-                eps=eps, pow2_scale=pow2_scale))
-    if current_rule:
-        if target.flat and tensor_current.launch(x, at, fmt.dtype, target.data, target.scale_inv, target.scale_inv_copy, amax_at, noop_at,
-                                          owner, *current_rule):
-            return out
-        scale_at = current_scale(x, at, owner, noop_at, *current_rule)
-    target.launch(x, at, scale_at, scale_value, amax_at, noop_at, bool(current_rule))
-    return out
+    given = x, scale, dtype, rowwise, columnwise, transposed, amax, noop, dbias, eps, pow2_scale
+    result: Quantized = run(_QUANTIZE, given, out)
+    return result
 
 
 def cast_transpose(x: Array, scale: Any = None, *, dtype: Any = float8_e4m3fn, transposed: bool = True, amax: Array | None = None,
@@ -129,63 +95,169 @@ def cast_transpose(x: Array, scale: Any = None, *, dtype: Any = float8_e4m3fn, t
                            eps=eps, pow2_scale=pow2_scale, out=out)
 
 
-class _Target:
-    """Where a launch writes: a result's addresses and the kernel variants for it. Kept with the Quantized it describes, so that
-    using a result again as `out=` costs one comparison instead of its validation."""
+# ---- the result ----
+class PerTensorResult(Description):
+    """A Quantized with one scale for the tensor. Both directions of a new one share scale_inv, and the data too where column-wise
+    data are not stored transposed, since the bytes are the same; a given one may have two scale_inv (`copy`)."""
 
-    ranges: list[tuple[int, int]]      # of memory that is written; known for a result given as `out=`
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool, columnwise: bool, transposed: bool = True,
+                 dbias: bool = False, copy: bool = False) -> None:
+        self._given = shape, dtype, rowwise, columnwise, transposed, dbias
+        self.rowwise, self.columnwise, self.transposed, self.dbias = rowwise, columnwise, transposed, dbias
+        first = "rowwise" if rowwise else "columnwise"
+        written = [Written(f"out.{first}.scale_inv", (1,), float32)]
+        if rowwise or not transposed:
+            written.append(Written(f"out.{first}.data", shape, dtype))
+        if columnwise and transposed:
+            written.append(Written("out.columnwise.data", swap_last(shape), dtype))
+        if dbias:
+            written.append(Written("out.dbias", dbias_shape(shape), float32))
+        if copy:
+            written.append(Written("out.columnwise.scale_inv", (1,), float32))
+        super().__init__(*written)
 
-    def __init__(self, out: Quantized, x: Array, dtype: np.dtype[Any]) -> None:
-        self.dtype, row, column = dtype, out.rowwise, out.columnwise
-        if column is not None and not column.transposed:
-            row, column = row or column, None              # the same bytes in the same order
-        self.rowwise, self.columnwise = row is not None, column is not None       # not by address: an empty array has none
-        self.flat = column is None and out.dbias is None
-        self.data = 0 if row is None else validate.address(row.data)
-        self.data_t = 0 if column is None else validate.address(column.data)
-        first = out._any.scale_inv
-        self.scale_inv, self.scale_inv_copy = validate.address(first), 0
-        if out.columnwise is not None and out.columnwise.scale_inv is not first:
-            self.scale_inv_copy = validate.address(out.columnwise.scale_inv)
-        self.rows = self.columns = 0
-        self.sums = None
+    def addresses(self, written: Sequence[int]) -> dict[str, int]:
+        """Of the arrays, by the names that the kernels' structs have for them."""
+        names = {"out.dbias": "dbias"}
+        found: dict[str, int] = {}
+        for a, at in zip(self.arrays, written, strict=True):
+            what = a.name.rpartition(".")[2]
+            if what == "scale_inv":
+                name = "scale_inv_copy" if "scale_inv" in found else "scale_inv"
+            elif what == "data":
+                name = "data_t" if a.name == "out.columnwise.data" and self.transposed else "data"
+            else:
+                name = names[a.name]
+            found[name] = at
+        return found
+
+    def build(self, arrays: Sequence[Array]) -> Quantized:
+        shape = self._given[0]
+        scale_inv, *rest = arrays
+        row = Scaled(rest.pop(0), scale_inv, shape) if self.rowwise or not self.transposed else None
+        column = row
+        if self.columnwise and self.transposed:
+            column = Scaled(rest.pop(0), scale_inv, shape, True)
+        return Quantized(row if self.rowwise else None, column if self.columnwise else None, rest[0] if self.dbias else None)
+
+    def for_out(self, out: Any) -> PerTensorResult:
+        if not isinstance(out, Quantized):
+            raise TypeError(f"out: expected a Quantized (an earlier result, or recipe.empty(…)), got {type(out).__name__}")
+        row, column = out.rowwise, out.columnwise
+        return PerTensorResult(*self._given, copy=row is not None and column is not None and row.scale_inv is not column.scale_inv)
+
+    def arrays_of(self, out: Quantized) -> list[Array]:
+        if self.dbias != (out.dbias is not None):
+            raise ValueError(f"out: {'no' if self.dbias else 'has a'} dbias, but dbias={self.dbias} was asked for")
+        row, column = out.rowwise, out.columnwise
+        for name, wanted, part, swapped in (("rowwise", self.rowwise, row, False),
+                                            ("columnwise", self.columnwise, column, self.transposed)):
+            if wanted != (part is not None):
+                raise ValueError(f"out: {'no' if wanted else 'has a'} {name} part, but {name}={wanted} was asked for")
+            if part is not None and (part.transposed != swapped or part.block is not None or part.shape != self._given[0]):
+                raise ValueError(f"out.{name}: expected per-tensor data of shape {self._given[0]} {'' if swapped else 'not '}stored "
+                                 f"transposed, got {part!r}")
+        if row and column and not self.transposed and row.data is not column.data:
+            raise ValueError("out: with transposed=False both directions are the same bytes; expected them to share one data array")
+        first = out._any
+        found = [first.scale_inv]
+        if self.rowwise or not self.transposed:
+            found.append(first.data)
+        if column and self.transposed:
+            found.append(column.data)
         if out.dbias is not None:
-            self.sums = ColumnSums(x, out.dbias, out.__dict__.get("_sums"))
-            out.__dict__["_sums"] = self.sums.partial          # its size follows from the shape alone
-        if self.flat:
-            self.variant = _cast_variant(x.dtype, dtype)
-        else:
-            self.rows, self.columns = x.shape[-2:]
-            self.tile = tiles.choose(x, _large_tile(x.dtype, self.rowwise, self.sums is not None)) if self.columnwise else tiles.SMALL
-            self.whole = self.tile is not tiles.SMALL or not self.columnwise
+            found.append(out.dbias)
+        if column and len(found) < len(self.arrays):
+            found.append(column.scale_inv)
+        return found
 
-    def check_separate(self, at: int, nbytes: int, scale_at: int, amax_at: int, noop_at: int) -> None:
-        for start, end in self.ranges:
-            if at < end and start < at + nbytes:
-                raise ValueError("out: overlaps the input in memory; results need memory of their own")
-            start -= 3                                      # of four bytes the last may be the first that is written
-            if start <= scale_at < end or start <= amax_at < end or start <= noop_at < end:
-                raise ValueError("out: overlaps scale, amax or noop in memory; results need memory of their own")
 
-    def launch(self, x: Array, at: int, scale_at: int, scale_value: float, amax_at: int, noop_at: int, reverse: bool) -> None:
-        sums_at = 0
-        if self.flat:
-            variant = self.variant
-            grid, vector = elementwise.grid(x.size, x.shape, x.dtype.itemsize, 1, at, self.data)
-        else:
-            aligned = self.columns % 8 == 0 and at % 16 == 0 and self.data % 8 == 0
-            vector = int(self.rows % 16 == 0 and self.data_t % 16 == 0)
-            whole = aligned and vector and self.whole
-            tile = self.tile if whole else tiles.SMALL
-            grid = tiles.grid(x.shape, tile)
-            if self.sums:
-                sums_at = self.sums.tiles_at(tile.rows)
-            variant = _cast_transpose_variant(x.dtype, self.dtype, tile, self.rowwise, self.columnwise, bool(self.sums),
-                                              2 if whole else int(aligned))
-        variant.launch(x, grid, at, self.data, self.data_t, scale_at, self.scale_inv, self.scale_inv_copy, amax_at, noop_at, sums_at,
-                       x.size, self.rows, self.columns, scale_value, reverse, vector)
-        if self.sums:
-            self.sums.finish(x, tile.rows, noop_at)
+# ---- the way to the kernels ----
+class _Inputs(NamedTuple):
+    x: Input
+    scale: Any                          # as it was given
+    scale_at: int
+    scale_value: float
+    rule: tuple[float, float, bool] | None      # of current scaling: target, eps and whether scales are powers of two
+    amax: Array | None
+    amax_at: int
+    result: PerTensorResult
+    dtype: np.dtype[Any]
+
+
+class _QuantizeTensor(Op[_Inputs]):
+    def arguments(self, call: Call, x: Any, scale: Any, dtype: Any, rowwise: Any, columnwise: Any, transposed: Any, amax: Any, noop: Any,
+                  dbias: Any, eps: Any, pow2_scale: Any) -> _Inputs:
+        fmt = lookup(dtype, FP8_DTYPES, "dtype")
+        found = call.read("x", x, INPUT_DTYPES)
+        rule = None if scale is not None else (scale_target(fmt.dtype, 0), checked_eps(eps), bool(pow2_scale))
+        scale_at, scale_value = (0, 0.0) if scale is None else call.scalar("scale", scale)
+        if scale is not None and (eps or pow2_scale):
+            raise ValueError("eps, pow2_scale: belong to current scaling, but a scale was given "
+                             f"(got eps={eps}, pow2_scale={pow2_scale})")
+        amax_at = 0 if amax is None else call.one_f32("amax", amax, updated=True)
+        call.noop(noop)
+        check_directions(found.shape, rowwise, columnwise, dbias)
+        result = PerTensorResult(found.shape, fmt.dtype, bool(rowwise), bool(columnwise), bool(transposed), bool(dbias))
+        return _Inputs(found, scale, scale_at, scale_value, rule, amax, amax_at, result, fmt.dtype)
+
+    def result(self, inputs: _Inputs) -> Description:
+        return inputs.result
+
+    def reference(self, inputs: _Inputs) -> Quantized:
+        result, rule = inputs.result, inputs.rule or (0.0, 0.0, False)
+        return reference.quantize_tensor(inputs.x.array, inputs.scale, dtype=inputs.dtype, rowwise=result.rowwise,
+                                         columnwise=result.columnwise, transposed=result.transposed, amax=inputs.amax,
+                                         dbias=result.dbias, eps=rule[1], pow2_scale=rule[2])
+
+    def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
+        assert isinstance(call.result, PerTensorResult)
+        places = call.result.addresses(written)
+        flat = not ((inputs.result.columnwise and inputs.result.transposed) or inputs.result.dbias)
+        scale_at, amax_at = inputs.scale_at, inputs.amax_at
+        if inputs.rule:
+            if flat and (launch := tensor_current.launch(call, inputs.x, inputs.dtype, inputs.rule, amax=amax_at, **places)):
+                yield launch
+                return
+            launch, scale_at = current_scale(call, inputs.x, *inputs.rule)
+            yield launch
+        members = {"x": inputs.x.at, "scale": scale_at, "scale_value": inputs.scale_value, "amax": amax_at, "noop": call.noop_at,
+                   "n": inputs.x.array.size, "reverse": int(inputs.rule is not None)}
+        yield from (_flat if flat else _tiled)(call, inputs, members, places)
+
+
+def _flat(call: Call, inputs: _Inputs, members: dict[str, Any], places: dict[str, int]) -> Iterator[Launch]:
+    """The launch that casts an array in its order."""
+    x = inputs.x.array
+    grid, vector = elementwise.grid(x.size, x.shape, x.dtype.itemsize, 1, inputs.x.at, places["data"])
+    yield _cast_variant(x.dtype, inputs.dtype).bind(x, grid, **members, **places, vector=vector)
+
+
+def _tiled(call: Call, inputs: _Inputs, members: dict[str, Any], places: dict[str, int]) -> Iterator[Launch]:
+    """The launch that works on tiles of a matrix, and those that add up column sums."""
+    x, result = inputs.x.array, inputs.result
+    rows, columns = x.shape[-2:]
+    rowwise, columnwise = "data" in places, "data_t" in places
+    aligned = columns % 8 == 0 and inputs.x.at % 16 == 0 and places.get("data", 0) % 8 == 0
+    vector = rows % 16 == 0 and places.get("data_t", 0) % 16 == 0
+    tile = tiles.SMALL
+    if aligned and vector and columnwise:
+        tile = tiles.choose(x, _large_tile(x.dtype, rowwise, result.dbias))
+    whole = aligned and vector and (tile is not tiles.SMALL or not columnwise)
+    sums = None
+    if result.dbias:
+        dbias_at = places.pop("dbias")
+        partial = None if call.owner is None else call.workspace_array("bias_gradient", partial_sums(x.shape))
+        sums = ColumnSums(x, dbias_at, partial)
+        members["column_sums"] = sums.tiles_at(tile.rows)
+    variant = _cast_transpose_variant(x.dtype, inputs.dtype, tile, rowwise, columnwise, result.dbias, 2 if whole else int(aligned))
+    yield variant.bind(x, tiles.grid(x.shape, tile), **members, **places, rows=rows, columns=columns, vector=int(vector))
+    if sums:
+        call.workspaces.append(sums.partial)
+        yield from sums.launches(x, tile.rows, call.noop_at)
+
+
+_QUANTIZE = _QuantizeTensor()
 
 
 def _large_tile(source: np.dtype[Any], rowwise: bool, dbias: bool) -> tiles.Tile:
@@ -206,63 +278,6 @@ def _cast_transpose_variant(source: np.dtype[Any], to: np.dtype[Any], tile: tile
     shared = columnwise * tile.shared + dbias * tile.shared // 4     # bytes of the tile; an f32 for every 16 rows of a column
     return _CAST_TRANSPOSE.variant(block=tile.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, **tile.defines,
                                    ROWWISE=int(rowwise), COLUMNWISE=int(columnwise), DBIAS=int(dbias), ALIGNED=aligned)
-
-
-def _validated(out: Quantized, x: Array, xp: Any, dtype: np.dtype[Any], rowwise: bool, columnwise: bool, transposed: bool,
-               dbias: bool) -> _Target:
-    """The _Target of a result given as `out=`, once it has been found to fit the call."""
-    key = (id(out), x.shape, x.dtype, dtype, rowwise, columnwise, transposed, dbias, 0 if xp is np else x.data.device_id)
-    kept = getattr(out, "_target", None)
-    if kept is not None and kept[0] == key:
-        return cast(_Target, kept[1])
-    if not isinstance(out, Quantized):
-        raise TypeError(f"out: expected a Quantized (an earlier result, or recipe.empty(…)), got {type(out).__name__}")
-    check_directions(x.shape, rowwise, columnwise, dbias)
-    if dbias != (out.dbias is not None):
-        raise ValueError(f"out: {'no' if dbias else 'has a'} dbias, but dbias={dbias} was asked for")
-    written: list[tuple[str, int, int]] = []
-
-    def write(name: str, a: Array, shape: tuple[int, ...], of: np.dtype[Any]) -> None:
-        at = validate.destination(a, shape, of, x, xp, validate.address(x), name)
-        for other, other_at, other_nbytes in written:
-            validate.separate(at, a.nbytes, other_at, other_nbytes, name, other)
-        written.append((name, at, a.nbytes))
-
-    for name, wanted, part, swapped in (("rowwise", rowwise, out.rowwise, False),
-                                        ("columnwise", columnwise, out.columnwise, transposed)):
-        if wanted != (part is not None):
-            raise ValueError(f"out: {'no' if wanted else 'has a'} {name} part, but {name}={wanted} was asked for")
-        if part is None:
-            continue
-        if part.transposed != swapped or part.block is not None or part.shape != x.shape:
-            raise ValueError(f"out.{name}: expected per-tensor data of shape {x.shape} {'' if swapped else 'not '}stored transposed, "
-                             f"got {part!r}")
-        for what, a, shape, of in (("data", part.data, swap_last(x.shape) if swapped else x.shape, dtype),
-                                   ("scale_inv", part.scale_inv, (1,), float32)):
-            shared = name == "columnwise" and out.rowwise is not None and a is getattr(out.rowwise, what)
-            if not (shared and (what == "scale_inv" or not transposed)):
-                write(f"out.{name}.{what}", a, shape, of)
-    if out.dbias is not None:
-        write("out.dbias", out.dbias, dbias_shape(x.shape), float32)
-    if rowwise and columnwise and not transposed and cast(Scaled, out.rowwise).data is not cast(Scaled, out.columnwise).data:
-        raise ValueError("out: with transposed=False both directions are the same bytes; expected them to share one data array")
-    if dbias and "_sums" not in out.__dict__:
-        validate.may_prepare(x)
-    target = _Target(out, x, dtype)
-    target.ranges = [(at, at + nbytes) for _, at, nbytes in written if nbytes]
-    if xp is not np:
-        object.__setattr__(out, "_target", (key, target))
-    return target
-
-
-def _store(out: Quantized, result: Quantized) -> Quantized:
-    for mine, fresh in ((out.rowwise, result.rowwise), (out.columnwise, result.columnwise)):
-        if mine is not None and fresh is not None:
-            for a, b in zip(mine, fresh, strict=True):
-                bits(a)[...] = bits(b)
-    if out.dbias is not None:
-        out.dbias[...] = result.dbias
-    return out
 
 
 #: (row-wise, column-wise, dbias) of what the tiles do.

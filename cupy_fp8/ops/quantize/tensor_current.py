@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import Array
-from ...calls import validate
+from ...calls.call import Call, Input
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES
-from ...kernels import Kernel, Variant, multiprocessors, shared_memory_per_block, workspace
+from ...kernels import Kernel, Launch, Variant, multiprocessors, shared_memory_per_block
 
 _CAST_CURRENT = Kernel("quantize/tensor_current", "cast_current", cooperative=True)
 _HELD = 8                   # rounds in registers, as in the kernel
@@ -38,22 +37,20 @@ def _gpu(device_id: int) -> _Machine:
     return _Machine(multiprocessors(device_id), 1024, shared_memory_per_block(device_id))
 
 
-def launch(x: Array, at: int, dtype: np.dtype[Any], data: int, scale_inv: int, scale_inv_copy: int, amax_at: int, noop_at: int,
-           owner: Array | None, target: float, eps: float, pow2: bool) -> bool:
-    """amax, scale and row-wise cast in one launch, if x fits and lies as the kernel needs it. owner: see `workspace`. Shared memory
-    that is not needed is left to the L1, through which the rounds in registers arrive."""
-    size, chunk = x.size, _CHUNK_BYTES // x.dtype.itemsize
-    machine = _CPU if isinstance(x, np.ndarray) else _gpu(x.data.device_id)
-    chunks = size // chunk
+def launch(call: Call, x: Input, dtype: np.dtype[Any], rule: tuple[float, float, bool], **places: int) -> Launch | None:
+    """amax, scale and row-wise cast in one launch; None where x does not fit, or does not lie as the kernel needs it. places: addresses
+    of the result. Shared memory that is not needed is left to the L1, through which the rounds in registers arrive."""
+    a, chunk = x.array, _CHUNK_BYTES // x.dtype.itemsize
+    machine = _CPU if isinstance(a, np.ndarray) else _gpu(a.data.device_id)
+    chunks = a.size // chunk
     blocks = min(machine.blocks, -(-chunks // machine.threads)) or 1
     rounds = -(-chunks // (blocks * machine.threads))
-    if rounds > machine.rounds or at % _CHUNK_BYTES or data % chunk:
-        return False
-    words = workspace(owner, x, "current", 1 + blocks)
-    _variant(x.dtype, dtype, machine).launch(x, blocks, at, data, scale_inv, scale_inv_copy, amax_at, noop_at, validate.address(words),
-                                             size, target, eps, int(pow2), rounds,
-                                             shared=max(1, rounds - _HELD) * machine.threads * _CHUNK_BYTES)
-    return True
+    if rounds > machine.rounds or x.at % _CHUNK_BYTES or places["data"] % chunk:
+        return None
+    target, eps, pow2 = rule
+    return _variant(x.dtype, dtype, machine).bind(
+        a, blocks, shared=max(1, rounds - _HELD) * machine.threads * _CHUNK_BYTES, x=x.at, **places, noop=call.noop_at,
+        workspace=call.workspace("current", 1 + blocks), n=a.size, target=target, eps=eps, pow2=int(pow2), rounds=rounds)
 
 
 @functools.cache

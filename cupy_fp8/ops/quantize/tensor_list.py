@@ -14,6 +14,7 @@ from ... import backend, reference
 from ...arrays import Array, empty_beside
 from ...calls import tensor_lists, validate
 from ...calls.memory import Range, check_separate
+from ...calls.results import given_result
 from ...calls.tensor_lists import Key, Launch, Table, as_list, of_output, same
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e4m3fn, float32, lookup
 from ...kernels import Kernel, Variant, executor_of, tiles
@@ -256,10 +257,13 @@ def _per_tensor(xs: Any, options: _Options, scales: Any, amaxes: Any, noop: Arra
 
 def _ranges(out: Any, x: Array, xp: Any, options: _Options, i: int) -> list[tuple[int, int]]:
     """The memory of a result given by the caller, once it has been found to fit."""
+    described = tensor.PerTensorResult(x.shape, options.dtype, options.rowwise, options.columnwise)
     try:
-        return tensor._validated(out, x, xp, options.dtype, options.rowwise, options.columnwise, True, False).ranges
+        _, _, ranges = given_result(described, out, x, xp)
+        check_separate(ranges)
     except (TypeError, ValueError) as error:
         raise of_output(error, i) from None
+    return [(found.start, found.end) for found in ranges if found.start < found.end]
 
 
 def _by_reference(xs: list[Array], options: _Options, scales: Any, amaxes: Any) -> list[Quantized]:

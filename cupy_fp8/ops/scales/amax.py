@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ... import reference
-from ...arrays import Array, address
+from ...arrays import Array
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, Written
 from ...formats import FORMATS, INPUT_DTYPES, float32
-from ...kernels import Kernel, Launch, Variant, multiprocessors, workspace
+from ...kernels import Kernel, Launch, Variant, multiprocessors
 
 NAN_RULES = ("ignore", "propagate")
 
@@ -71,8 +71,8 @@ class _ComputeAmax(Op[_Inputs]):
     def result(self, inputs: _Inputs) -> Description:
         return _RESULT
 
-    def reference(self, inputs: _Inputs) -> list[np.ndarray]:
-        return [reference.compute_amax(inputs.x.array, nan=inputs.nan)]
+    def reference(self, inputs: _Inputs) -> np.ndarray:
+        return reference.compute_amax(inputs.x.array, nan=inputs.nan)
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
         yield _launch(inputs.x, call.workspace("amax", _WORDS), inputs.nan, out=written[0])
@@ -81,13 +81,12 @@ class _ComputeAmax(Op[_Inputs]):
 _AMAX, _RESULT = _ComputeAmax(), _Result()
 
 
-def current_scale(x: Array, at: int, owner: Array | None, noop_at: int, target: float, eps: float, pow2: bool) -> int:
-    """Launches the scale that x's own amax calls for, as `compute_scale` defines it, and returns its address, which is good for
-    the launches that follow on this stream. owner: the array that the workspace belongs to (see `workspace`)."""
-    words = address(workspace(owner, x, "amax", _WORDS))
+def current_scale(call: Call, x: Input, target: float, eps: float, pow2: bool) -> tuple[Launch, int]:
+    """The launch that finds the scale that x's own amax calls for, as `compute_scale` defines it, and where it leaves the scale for the
+    launches that follow on this stream."""
+    words = call.workspace("amax", _WORDS)
     scale_at = words + _SCALE_OFFSET
-    _launch(Input(x, at), words, "ignore", out=scale_at, noop=noop_at, target=target, eps=eps, to_scale=1, pow2=int(pow2)).run()
-    return scale_at
+    return _launch(x, words, "ignore", out=scale_at, noop=call.noop_at, target=target, eps=eps, to_scale=1, pow2=int(pow2)), scale_at
 
 
 def _launch(x: Input, words: int, nan: str, **members: Any) -> Launch:

@@ -66,9 +66,9 @@ class _ComputeScale(Op[_Scales]):
     def result(self, inputs: _Scales) -> Description:
         return one_array(inputs.amax.shape, float32)
 
-    def reference(self, inputs: _Scales) -> list[np.ndarray]:
+    def reference(self, inputs: _Scales) -> np.ndarray:
         amax, dtype, margin, eps, pow2 = inputs
-        return [reference.compute_scale(amax.array, dtype=dtype, margin=margin, eps=eps, pow2_scale=pow2)]
+        return reference.compute_scale(amax.array, dtype=dtype, margin=margin, eps=eps, pow2_scale=pow2)
 
     def launches(self, call: Call, inputs: _Scales, *written: int) -> Iterator[Launch]:
         amax = inputs.amax.array

