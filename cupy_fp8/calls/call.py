@@ -15,16 +15,12 @@ import numpy as np
 
 from .. import backend
 from ..arrays import Array, address
-from ..kernels import Launch, executor_of, workspace
-from . import memory, validate
+from ..kernels import Launch, error_word, executor_of, workspace
+from . import memory, remembered, validate
 from .memory import Range
 from .results import Description, allocate, given_result
 
 _Inputs = TypeVar("_Inputs")
-
-#: Launches of calls with `out=`, by what they depend on; and the workspaces that they need.
-_remembered: dict[memory.Place, tuple[list[Launch], list[Any]]] = {}
-_MOST_REMEMBERED = 4096
 
 
 class Input(NamedTuple):
@@ -54,6 +50,8 @@ class Call:
         self.noop_at = 0
         self.owner: Array | None = None             # the array that workspaces belong to: one of `out=`
         self.workspaces: list[Any] = []
+        #: Addresses that are the same for every call on this device.
+        self.constants: set[int] = set()
         #: Whether an argument had to be copied: such a call cannot be remembered by its memory.
         self.copied = False
         self._first = True
@@ -118,6 +116,12 @@ class Call:
         self.workspaces.append(found)
         return found
 
+    def error_word(self) -> int:
+        """The address of the device's word of errors (see `kernels.errors`)."""
+        at = error_word(self.x)
+        self.constants.add(at)
+        return at
+
     def _belongs(self, name: str, a: Array, xp: Any) -> None:
         if self._first:
             self.x, self.xp, self._first = a, xp, False
@@ -147,17 +151,13 @@ class Op(Generic[_Inputs]):
 
 def run(op: Op[Any], given: tuple[Any, ...], out: Any = None) -> Any:
     """Call an op: returns its result, or `out` after writing it."""
-    key = None
-    if out is not None:
-        try:
-            key = memory.key_of(op, given, out)
-            known = None if key is None else _remembered.get(key)
-        except TypeError:                           # an option that cannot be hashed: the op says what is wrong with it
-            key = known = None
-        if known is not None:
-            for launch in known[0]:
-                launch.run()
-            return out
+    described = memory.describe(op, given, out)
+    try:
+        known = described and remembered.find(described, out)
+    except TypeError:                               # an option that cannot be hashed: the op says what is wrong with it
+        known = described = None
+    if described and known and (found := known.run(described[1], out)) is not None:
+        return found
     call = Call()
     inputs = op.arguments(call, *given)
     result = op.result(inputs)
@@ -175,14 +175,12 @@ def run(op: Op[Any], given: tuple[Any, ...], out: Any = None) -> Any:
         arrays = allocate(call.x, result.arrays)
     else:
         call.owner = next(iter(arrays), None)
-    call.result = result
-    launches = list(op.launches(call, inputs, *map(address, arrays)))
+    call.result, written = result, list(map(address, arrays))
+    launches = list(op.launches(call, inputs, *written))
     for launch in launches:
         launch.run()
-    if key is not None and not call.copied:
-        if len(_remembered) >= _MOST_REMEMBERED:
-            _remembered.clear()
-        _remembered[key] = launches, call.workspaces
+    if described and not call.copied:
+        remembered.remember(described, call, launches, written, out)
     return result.build(arrays) if out is None else out
 
 

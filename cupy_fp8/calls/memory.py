@@ -11,8 +11,6 @@ from ..kernels import executor_of
 from ..results import Quantized, Scaled
 from ..routing import Routing
 
-Place = tuple[Hashable, ...]
-
 
 # ---- overlap ----
 class Range(NamedTuple):
@@ -39,77 +37,86 @@ def check_separate(ranges: Iterable[Range]) -> None:
             furthest[found.written] = found, number
 
 
-# ---- calls with the same memory ----
-def key_of(op: Hashable, given: tuple[Any, ...], out: Any) -> Place | None:
-    """What two calls have in common if the second can be launched like the first: the op, its options, and the address,
-    shape and dtype of every array. None for calls of the reference."""
-    parts: list[Any] = [op]
+# ---- what a call depends on ----
+#: Appends the facts of an object that has memory (shapes, dtypes, metadata) and its addresses; False where such a call is
+#: never remembered.
+_Describe = Callable[[Any, list[Any], list[int]], bool]
+
+
+def describe(op: Hashable, given: tuple[Any, ...], out: Any) -> tuple[tuple[Any, ...], list[int]] | None:
+    """Everything a call depends on but for the contents of arrays: the op, its options and the facts of its arrays, which
+    can be hashed if the options can; and the addresses of the arrays. None for calls of the reference."""
+    facts: list[Any] = [op]
+    addresses: list[int] = []
     for a in (out, *given):
-        kind = type(a)
-        place = _PLACES.get(kind)
-        if place is None and kind.__name__ == "ndarray":
-            place = _PLACES[kind] = _of_cupy
-        parts.append(kind)
-        if place is not None:
-            a = place(a)
-            if a is None:
-                return None
-        elif isinstance(a, np.generic):
-            return None                             # equal numbers of other types can mean something else
-        parts.append(a)
-    return tuple(parts)
+        if not _describe(a, facts, addresses):
+            return None
+    return tuple(facts), addresses
 
 
-def _of_cupy(a: Any) -> Place | None:
+def _describe(a: Any, facts: list[Any], addresses: list[int]) -> bool:
+    kind = type(a)
+    facts.append(kind)
+    found = _KINDS.get(kind)
+    if found is None and kind.__name__ == "ndarray":
+        found = _KINDS[kind] = _of_cupy
+    if found is not None:
+        return found(a, facts, addresses)
+    facts.append(a)
+    return not isinstance(a, np.generic)            # equal numbers of other types can mean something else
+
+
+def _of_cupy(a: Any, facts: list[Any], addresses: list[int]) -> bool:
     memory = a.data
-    place = memory.ptr, a.shape, a.dtype, memory.device_id
-    return place if a._c_contiguous else (*place, a.strides)
+    addresses.append(memory.ptr)
+    facts += (a.shape, a.dtype, memory.device_id)
+    if not a._c_contiguous:
+        facts.append(a.strides)
+    return True
 
 
-def _of_numpy(a: np.ndarray) -> Place | None:
-    """Only for kernels on the CPU: the reference is never launched again."""
-    if executor_of(np) != "host":
-        return None
-    return a.ctypes.data, a.shape, a.dtype, a.strides, a.flags.writeable
+def _of_numpy(a: np.ndarray, facts: list[Any], addresses: list[int]) -> bool:
+    """Only for kernels on the CPU: a call of the reference is never repeated."""
+    addresses.append(a.ctypes.data)
+    facts += (a.shape, a.dtype, a.strides, a.flags.writeable)
+    return executor_of(np) == "host"
 
 
-def _of_tuple(given: tuple[Any, ...]) -> Place | None:
+def _of_tuple(given: tuple[Any, ...], facts: list[Any], addresses: list[int]) -> bool:
     """A result of several arrays, or an option such as a block."""
-    parts: list[Any] = []
-    for a in given:
-        place = _PLACES.get(type(a))
-        part = a if place is None else place(a)
-        if part is None and a is not None:
-            return None
-        parts += type(a), part
-    return tuple(parts)
+    facts.append(len(given))
+    return all(_describe(a, facts, addresses) for a in given)
 
 
-def _of_scaled(s: Scaled) -> Place | None:
-    return _kept(s, lambda: (_of_tuple((s.data, s.scale_inv)), s.shape, s.transposed, s.block, s.scale_layout), s.data)
+def _of_scaled(s: Scaled, facts: list[Any], addresses: list[int]) -> bool:
+    return _of_result(s, (s.data, s.scale_inv, s.shape, s.transposed, s.block, s.scale_layout), facts, addresses)
 
 
-def _of_quantized(q: Quantized) -> Place | None:
-    return _kept(q, lambda: (_of_tuple((q.rowwise, q.columnwise, q.dbias)),), q._any.data)
+def _of_quantized(q: Quantized, facts: list[Any], addresses: list[int]) -> bool:
+    return _of_result(q, (q.rowwise, q.columnwise, q.dbias), facts, addresses)
 
 
-def _of_routing(r: Routing) -> Place | None:
-    return _kept(r, lambda: (_of_tuple(tuple(r._arrays().values())), r.rows, r.align), r.row_map)
+def _of_routing(r: Routing, facts: list[Any], addresses: list[int]) -> bool:
+    return _of_result(r, (*r._arrays().values(), r.rows, r.align), facts, addresses)
 
 
-def _kept(result: Any, find: Callable[[], Place], a: Any) -> Place | None:
-    """The place of a result, remembered with it on a GPU: results are frozen, and CuPy's memory stays where it is."""
-    place: Place | None = result.__dict__.get("_place")
-    if place is None:
-        place = find()
-        if place[0] is None:
-            return None
-        if not isinstance(a, np.ndarray):
-            result.__dict__["_place"] = place
-    return place
+def _of_result(result: Any, fields: tuple[Any, ...], facts: list[Any], addresses: list[int]) -> bool:
+    """A result, whose description is remembered with it on a GPU: results are frozen, and CuPy's memory stays where it is."""
+    kept = result.__dict__.get("_described")
+    if kept is None:
+        own_facts: list[Any] = []
+        own_addresses: list[int] = []
+        if not _of_tuple(fields, own_facts, own_addresses):
+            return False
+        kept = tuple(own_facts), own_addresses
+        if np.ndarray not in own_facts and not any(isinstance(part, tuple) and np.ndarray in part for part in own_facts):
+            result.__dict__["_described"] = kept
+    facts.append(kept[0])
+    addresses += kept[1]
+    return True
 
 
-#: How to find the place of each kind of object that has memory; anything else is an option. CuPy's arrays are added when one
-#: is seen, since CuPy may not be there.
-_PLACES: dict[type, Callable[[Any], Place | None]] = {
+#: How to describe each kind of object that has memory; anything else is an option. CuPy's arrays are added when one is seen,
+#: since CuPy may not be there.
+_KINDS: dict[type, _Describe] = {
     np.ndarray: _of_numpy, Scaled: _of_scaled, Quantized: _of_quantized, Routing: _of_routing, tuple: _of_tuple}

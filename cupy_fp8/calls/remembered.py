@@ -1,77 +1,108 @@
-"""Launches of calls with out=, kept with a routing: arrays in the same places need no second validation."""
+"""Remembered calls: the launches of an earlier call, run again without looking at its arguments twice.
+
+A call that writes into `out=` is known by the addresses of its arrays, and its launches are run as they are. A call that
+allocates is known by the shapes, dtypes and alignments of its arrays: its launches get the new addresses.
+"""
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from ..arrays import Array, address
+from ..kernels import Launch, Variant
+from . import validate
+from .results import Description, allocate
 
-from .. import backend
-from ..arrays import Array
-from ..kernels import Variant, executor_of
-from ..results import Scaled
-from ..routing import Routing
+if TYPE_CHECKING:
+    from .call import Call
 
-#: A call: the op, its arrays' places, shapes and dtypes.
-Key = tuple[Any, ...]
-_MOST_KEPT = 256
+_Described = tuple[tuple[Any, ...], list[int]]
+_MOST = 4096
+_ALIGNMENT = 256                    # no kernel asks for more
+
+_calls: dict[Any, _Repeated | _Allocating] = {}
 
 
-def key(routing: Any, out: Any, op: Any, *arrays: Any) -> Key | None:
-    """What all validation of a call with out= depends on, None where that is more than arrays that kernels can take as they are."""
-    if out is None or not isinstance(routing, Routing):
-        return None
-    parts: list[Any] = [op]
-    for a in (out, *arrays):
-        for one in a if isinstance(a, tuple) else (a,):
-            if isinstance(one, Scaled):
-                found = _place(one.data), _place(one.scale_inv)
-                if None in found or type(one.shape) is not tuple or type(one.block) is not tuple:
-                    return None
-                parts.append((*found, one.shape, one.transposed, one.block, one.scale_layout))
-            elif one is None:
-                parts.append(None)
-            elif (place := _place(one)) is None:
+def find(described: _Described, out: Any) -> _Repeated | _Allocating | None:
+    """An earlier call that this one can be launched like. TypeError if an option cannot be hashed."""
+    facts, addresses = described
+    if out is None:
+        return _calls.get((facts, *[at % _ALIGNMENT for at in addresses]))
+    return _calls.get((facts, *addresses))
+
+
+def remember(described: _Described, call: Call, launches: list[Launch], written: list[int], out: Any) -> None:
+    """Keep a call that has been launched, if it can be repeated."""
+    facts, addresses = described
+    if len(_calls) >= _MOST:
+        _calls.clear()
+    if out is not None:
+        _calls[(facts, *addresses)] = _Repeated(launches, call.workspaces)
+    elif (found := _Allocating.of(call, launches, addresses, written)) is not None:
+        _calls[(facts, *[at % _ALIGNMENT for at in addresses])] = found
+
+
+class _Repeated:
+    """Launches into the same memory; the workspaces that they need live as long as they do."""
+
+    def __init__(self, launches: list[Launch], workspaces: list[Any]) -> None:
+        self._launches, self._workspaces = launches, workspaces
+        for launch in launches:
+            launch.keep()
+
+    def run(self, addresses: list[int], out: Any) -> Any:
+        for launch in self._launches:
+            launch.run()
+        return out
+
+
+class _Allocating:
+    """Launches into new memory: members that are pointers get the addresses of this call's arrays."""
+
+    def __init__(self, like: Array, result: Description, alignments: list[int],
+                 launches: list[tuple[Variant, int, int, list[Any], list[tuple[int, int]]]]) -> None:
+        """alignments: of the arrays that are written; launches: each with its values, and which of these are which address."""
+        self._device, self._result, self._alignments, self._launches = _device_of(like), result, alignments, launches
+
+    @staticmethod
+    def of(call: Call, launches: list[Launch], given: list[int], written: list[int]) -> _Allocating | None:
+        """None where launches use memory beside the arrays, or where it is not certain which array a pointer belongs to."""
+        known = [*given, *written]
+        if call.workspaces or any(found.written for found in call.ranges) or len({0, *known}) <= len(known):
+            return None
+        found = []
+        for launch in launches:
+            layout = launch.variant.kernel.layout
+            if layout.has_arrays:
                 return None
-            else:
-                parts.append(place)
-        parts.append(isinstance(a, tuple))
-    return tuple(parts)
+            slots = []
+            for position in layout.pointers:
+                value = launch.values[position]
+                if value in known:
+                    slots.append((position, known.index(value)))
+                elif value and value not in call.constants:
+                    return None
+            found.append((launch.variant, launch.grid, launch.shared, launch.values, slots))
+        return _Allocating(call.x, call.result, [at % _ALIGNMENT for at in written], found)
+
+    def run(self, addresses: list[int], out: Any) -> Any:
+        """The result; None where memory came with another alignment."""
+        x = self._device
+        validate.may_allocate(x)
+        arrays = allocate(x, self._result.arrays)
+        written = list(map(address, arrays))
+        if [at % _ALIGNMENT for at in written] != self._alignments:
+            return None
+        addresses = addresses + written
+        for variant, grid, shared, values, slots in self._launches:
+            values = values.copy()
+            for position, index in slots:
+                values[position] = addresses[index]
+            variant.launch(x, grid, *values, shared=shared)
+        return self._result.build(arrays)
 
 
-def _place(a: Any) -> Key | None:
-    kind = type(a)
-    if kind is np.ndarray:
-        at, fit = a.ctypes.data, a.flags.carray and executor_of(np) == "host"
-    elif kind is _cupy_ndarray():
-        at, fit = a.data.ptr, a._c_contiguous
-    else:
-        return None
-    dtype = a.dtype
-    return (kind, at, a.shape, dtype) if fit and at % (dtype.itemsize or 1) == 0 else None
-
-
-@functools.cache
-def _cupy_ndarray() -> Any:
-    return backend.cupy().ndarray if backend.gpu_problem() is None else None
-
-
-def launch(routing: Routing, key: Key | None, x: Array, variant: Variant, grid: int, members: tuple[Any, ...]) -> None:
-    """Kept with the routing, whose own arrays are always the same."""
-    variant.launch(x, grid, *members)
-    if key is not None:
-        kept = routing.__dict__.setdefault("_launches", {})
-        if len(kept) >= _MOST_KEPT:
-            kept.clear()
-        kept[key] = variant, grid, members
-
-
-def launch_again(routing: Routing, key: Key | None) -> bool:
-    """Whether a call was an earlier one, which needs no second look, and has been launched."""
-    found = None if key is None else routing.__dict__.get("_launches", {}).get(key)
-    if found is None:
-        return False
-    variant, grid, members = found
-    variant.launch(routing.row_map, grid, *members)
-    return True
+def _device_of(like: Array) -> Sequence[Any]:
+    """An array without elements on the device of another, which stands for it in launches and allocations."""
+    return like[:0] if like.ndim else like.reshape(1)[:0]

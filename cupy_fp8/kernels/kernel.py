@@ -91,23 +91,28 @@ class Variant:
         """Run `grid` blocks on the current stream of x's device, or on the CPU for a NumPy x. values: the struct's members; shared:
         bytes of dynamic shared memory, where a launch wants less than the variant's. Every launch comes through here: a `Launch`,
         which stands for x and has everything else, and those of values."""
+        local = self._local                                # the first look makes the context current in a thread
         if type(x) is Launch:
             device, shared, pointers = x.device, x.shared, x.pointers
-            self._local.pointers                           # noqa: B018 (the first look makes the context current in a thread)
+            if not pointers or device == _ON_CPU:
+                values = tuple(x.values)
         else:
-            device = _ON_CPU if isinstance(x, np.ndarray) else x.data.device_id
+            device, pointers = _ON_CPU if isinstance(x, np.ndarray) else x.data.device_id, 0
             shared = self.shared if shared is None else shared
-            local = self._local
+        if device == _ON_CPU:
+            self._host_function()((grid,), (self.block,), self.kernel.params.pack(*values), shared_mem=shared,
+                                  resident=self.cooperative)
+            return
+        if not pointers:
             self._pack_into(local.buffer, 0, *values)
             pointers = local.pointers
-        if device == _ON_CPU:
-            packed = x.packed if type(x) is Launch else local.buffer.raw
-            self._host_function()((grid,), (self.block,), packed, shared_mem=shared, resident=self.cooperative)
-            return
         function = self._functions.get(device) or self._load(device)
         if device != _driver.get_device():
             with _cuda().Device(device):
-                self.launch(x, grid, *values, shared=shared)
+                if type(x) is Launch:
+                    x.run()
+                else:
+                    self.launch(x, grid, *values, shared=shared)
             return
         stream = _driver.get_current_stream().ptr
         if self.cooperative:
@@ -119,7 +124,7 @@ class Variant:
         """A launch for x's kind and device that can be run again and again. members: of the kernel's struct, by name;
         what is not given is 0."""
         layout = self.kernel.layout
-        return Launch(self, x, grid, layout.pack(**members), self.shared if shared is None else shared)
+        return Launch(self, x, grid, layout.values(members), self.shared if shared is None else shared)
 
     def _load(self, device: int) -> int:
         with self._lock:
@@ -160,18 +165,27 @@ class Variant:
 
 
 class Launch:
-    """A kernel variant with its grid and packed parameters, to be launched again and again on the current stream."""
+    """A kernel variant with its grid and the values of its struct's members, to be launched on the current stream."""
 
-    def __init__(self, variant: Variant, x: Any, grid: int, packed: bytes, shared: int) -> None:
-        self.variant, self.grid, self.packed, self.shared = variant, grid, packed, shared
+    def __init__(self, variant: Variant, x: Any, grid: int, values: list[Any], shared: int) -> None:
+        self.variant, self.grid, self.values, self.shared = variant, grid, values, shared
         self.device = _ON_CPU if isinstance(x, np.ndarray) else x.data.device_id
-        self._buffer = ctypes.create_string_buffer(packed, len(packed))
-        self._pointer = ctypes.c_void_p(ctypes.addressof(self._buffer))
-        #: Where the pointers to the kernel's arguments are.
-        self.pointers = ctypes.addressof(self._pointer)
+        #: Where the pointers to the kernel's arguments are, once they are kept.
+        self.pointers = 0
 
     def run(self) -> None:
         self.variant.launch(self, self.grid)
+
+    def keep(self) -> None:
+        """Pack the parameters once, for a launch that is run again and again."""
+        packed = self.variant.kernel.params.pack(*self.values)
+        self._buffer = ctypes.create_string_buffer(packed, len(packed))
+        self._pointer = ctypes.c_void_p(ctypes.addressof(self._buffer))
+        self.pointers = ctypes.addressof(self._pointer)
+
+    @property
+    def packed(self) -> bytes:
+        return self.variant.kernel.params.pack(*self.values)
 
 
 class _Driver:

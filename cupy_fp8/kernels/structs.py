@@ -90,6 +90,16 @@ class Layout:
         return found
 
     @functools.cached_property
+    def pointers(self) -> list[int]:
+        """Which of the scalars are pointers."""
+        return [i for i, (_, code) in enumerate(self.scalars()) if code == "P"]
+
+    @functools.cached_property
+    def has_arrays(self) -> bool:
+        """Whether a member is an array, given as packed bytes."""
+        return any(code.endswith("s") for _, code in self.scalars())
+
+    @functools.cached_property
     def count(self) -> int:
         return sum(1 for _ in self.scalars())
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ... import backend, reference
 from ...arrays import Array, bits, empty_beside
-from ...calls import remembered, validate
+from ...calls import routing_launches, validate
 from ...formats import BYTE_DTYPES, FORMATS, FP8_DTYPES, INPUT_DTYPES, float32
 from ...kernels import Kernel, Variant, executor_of, grid_size
 from ...layouts import cdiv, round_up
@@ -64,8 +64,8 @@ def permute(x: Array | Scaled, routing: Routing, *, probs: Array | None = None, 
     >>> fp8.permute(np.array([10, 20, 30]), r).tolist()
     [20, 0, 10, 30, 0]
     """
-    key = remembered.key(routing, out, permute, x, probs)
-    if remembered.launch_again(routing, key):
+    key = routing_launches.key(routing, out, permute, x, probs)
+    if routing_launches.launch_again(routing, key):
         return out
     scaled = isinstance(x, Scaled)
     if isinstance(x, Quantized):
@@ -104,7 +104,7 @@ def permute(x: Array | Scaled, routing: Routing, *, probs: Array | None = None, 
     if scale_inv is not None and scale_inv.shape[1]:
         scales = _move(scales_at, validate.address(result_scales), scale_inv.shape[1] * scale_inv.dtype.itemsize, routing.tokens)
     grid, clearing = _grid(routing, moves[-1] + scales[-1], data.shape)
-    remembered.launch(routing, key, data, _permute_variant(), grid, (
+    routing_launches.launch(routing, key, data, _permute_variant(), grid, (
         *moves, *scales, probs_at, 0 if rows_probs is None else validate.address(rows_probs), *_routes(routing, columns, clearing)))
     return out
 
@@ -190,8 +190,8 @@ def unpermute_backward(grad: Array, y: Array | None, routing: Routing, *, probs:
             return permute(grad, routing), None
         permute(grad, routing, out=_pair(out)[0])
         return out
-    key = remembered.key(routing, out, unpermute_backward, grad, y, probs)
-    if remembered.launch_again(routing, key):
+    key = routing_launches.key(routing, out, unpermute_backward, grad, y, probs)
+    if routing_launches.launch_again(routing, key):
         return out
     if y is None:
         raise TypeError("y: needed for the gradient of probs, got None")
@@ -221,7 +221,7 @@ def unpermute_backward(grad: Array, y: Array | None, routing: Routing, *, probs:
     count, to = prod(g.shape[1:]), validate.address(grad_y)
     low_bits = at | y_at | to | count * g.dtype.itemsize
     grid, clearing = _grid(routing, routing.tokens, g.shape)
-    remembered.launch(routing, key, g, _backward_variant(g.dtype), grid, (
+    routing_launches.launch(routing, key, g, _backward_variant(g.dtype), grid, (
         at, y_at, to, probs_at, validate.address(dprobs), *_routes(routing, columns, clearing), count, int(low_bits % 16 == 0),
         _step(to | count * g.dtype.itemsize)))
     return out
@@ -229,8 +229,8 @@ def unpermute_backward(grad: Array, y: Array | None, routing: Routing, *, probs:
 
 def _unpermute(y: Array, name: str, routing: Routing, probs: Array | None, probs_grad: Array | None, out: Any) -> Any:
     """unpermute; with probs_grad also its elements in the order of the slots."""
-    key = remembered.key(routing, out, name, y, probs, probs_grad)
-    if remembered.launch_again(routing, key):
+    key = routing_launches.key(routing, out, name, y, probs, probs_grad)
+    if routing_launches.launch_again(routing, key):
         return out
     a, xp, at = validate.source(y, INPUT_DTYPES, name)
     _check_rows(a, name)
@@ -266,7 +266,7 @@ def _unpermute(y: Array, name: str, routing: Routing, probs: Array | None, probs
     vector = (at | to | count * a.dtype.itemsize) % 16 == 0
     plan = _unpermute_plan(routing.tokens, routing.topk, cdiv(count * a.dtype.itemsize, 16))
     topk = routing.topk if vector and routing.topk in _TOPKS else 0
-    remembered.launch(routing, key, a, _unpermute_variant(a.dtype, topk), plan.grid, (
+    routing_launches.launch(routing, key, a, _unpermute_variant(a.dtype, topk), plan.grid, (
         at, to, probs_at, gathered_at, 0 if slots is None else validate.address(slots), *_routes(routing, columns), count,
         plan.tokens, plan.across, plan.segment, int(vector)))
     return out
