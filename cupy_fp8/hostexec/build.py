@@ -12,6 +12,8 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -129,16 +131,22 @@ def _run_compiler(command: Sequence[object]) -> str:
     return done.stdout
 
 
+_locks: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
+
+
 def _build_into(target: Path, make: Callable[[Path], Path]) -> Path:
-    """Make a file in a temporary directory and move it to `target` in one step: other processes may be doing the same."""
-    if not target.exists():
+    """Make a file in a temporary directory and move it to `target` in one step, because other processes may be making the same file.
+    Threads of this process that want the same file wait for the first of them."""
+    with _locks[target]:
+        if target.exists():
+            return target
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=".build-", dir=target.parent))
         try:
             os.replace(make(scratch), target)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-    return target
+        return target
 
 
 def build_runtime(mode: str) -> Path:
