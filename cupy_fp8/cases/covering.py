@@ -18,7 +18,7 @@ Entry = tuple[str, str]
 
 
 class Recorded(NamedTuple):
-    """A case and the variants that it launches. raised: the op raised an error, so variants may be missing."""
+    """A case and the variants that it launches. raised: the op raised an error; variants may be missing."""
 
     case: Case
     variants: tuple[Variant, ...]
@@ -42,9 +42,9 @@ def covering(op: Op) -> list[Case]:
 def covering_of(recorded: Sequence[Recorded]) -> list[Recorded]:
     """A greedy cover of all entry points, in the order of the table, and every case that raised an error.
 
-    Each step takes the case that launches most of the entry points still missing. Of several such cases it takes
-    the largest one that is not larger than ALIGNED_MATRIX, which has tails of every tile. An op that launches
-    nothing keeps its first case.
+    Each step takes the case that launches most of the entry points still missing. Of several such cases it
+    takes the largest one that is not larger than ALIGNED_MATRIX, which has tails of every tile. An op that
+    launches nothing keeps its first case.
     """
     missing = set[Entry]().union(*(one.entries for one in recorded))
     chosen = {i for i, one in enumerate(recorded) if one.raised}

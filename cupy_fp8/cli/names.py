@@ -16,7 +16,7 @@ def add_ops(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_ops(parser: argparse.ArgumentParser, given: Sequence[str]) -> list[str]:
-    """The given ops in the order of the table, or all of them. An unknown name ends the command (exit code 2)."""
+    """The given ops in the order of the table, or all of them. An unknown name ends the command with 2."""
     unknown = sorted(set(given) - cases.OPS.keys())
     if unknown:
         wrong = ", ".join(map(_with_suggestion, unknown))

@@ -1,8 +1,8 @@
 """python -m cupy_fp8 selftest: compares every op with its reference on this machine, byte for byte.
 
 The quick pass, which is the default, launches every kernel entry point that an op's cases launch. It checks
-the few cases that cover them, and all cases that need no other kernel. Kernels are compiled in parallel, ahead
-of the checks.
+the few cases that cover them, and all cases that need no other kernel. Kernels are compiled in parallel,
+ahead of the checks.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def _checked(work: _Work, run: testing.Executor, progress: Progress) -> int:
 
 
 def check(op: cases.Op, case: cases.Case, run: testing.Executor) -> None:
-    """AssertionError unless the op gives the reference's bytes: freshly allocated, and again into the poisoned
-    result. An op that updates its arguments must write the bytes there, and must return those arguments."""
+    """AssertionError unless the op gives the reference's bytes: freshly allocated, and again into the
+    poisoned result. An op that updates its arguments must write the bytes there, and must return them."""
     args, kwargs = op.inputs(case)
     desired = cases.outputs(op.reference(*args, **kwargs), kwargs, op.updates)
     out: dict[str, object] = {}

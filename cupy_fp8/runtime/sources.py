@@ -43,7 +43,7 @@ def program(family: str, entry: str, defines: tuple[tuple[str, str], ...]) -> st
     CuPy probes the compiler anew for every new set of options."""
     path = root() / f"{family}.cu"
     head = "".join(f"#define {name} {value}\n" for name, value in all_defines(entry, dict(defines)).items())
-    return f'// {digest()}\n{head}#line 1 "{path.name}"\n{path.read_text()}'
+    return f'// {digest()}\n{head}#line 1 "{path.name}"\n{path.read_text(encoding="utf-8")}'
 
 
 def all_defines(entry: str, defines: Mapping[str, str]) -> dict[str, str]:
