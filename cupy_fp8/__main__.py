@@ -36,7 +36,8 @@ def _run(arguments: list[str]) -> int:
         return int(import_module(f"cupy_fp8.cli.{arguments[0]}").main(arguments[1:]))
     asked = bool(arguments) and arguments[0] in ("-h", "--help")
     lines = [f"  {name:9} {text}" for name, text in COMMANDS.items()]
-    print("\n".join(["usage: python -m cupy_fp8 COMMAND [--help]", *lines]), file=sys.stdout if asked else sys.stderr)
+    usage = "\n".join(["usage: python -m cupy_fp8 COMMAND [--help]", *lines])
+    print(usage, file=sys.stdout if asked else sys.stderr)
     return 0 if asked else 2
 
 
