@@ -108,10 +108,20 @@ def _map_arrays(a: Any, move: Any) -> Any:
     return move(a) if hasattr(a, "dtype") and hasattr(a, "ndim") and not np.isscalar(a) else a
 
 
+def _strategies() -> Any:
+    """hypothesis.strategies, or ImportError with the line that installs it."""
+    try:
+        from hypothesis import strategies
+    except ImportError as error:
+        raise ImportError(f"these strategies need Hypothesis ({error}): pip install 'cupy_fp8[test]' or hypothesis",
+                          name="hypothesis") from None
+    return strategies
+
+
 def arrays(dtype: Any = None, *, max_side: int = 40, max_dims: int = 3) -> Any:
     """A Hypothesis strategy: NumPy arrays of any bit patterns (NaN, Inf, -0, subnormals included) of `dtype`, or of any dtype
     that quantisers read; up to `max_dims` dimensions, sides from 0."""
-    from hypothesis import strategies as st
+    st = _strategies()
 
     dtypes = st.sampled_from(INPUT_DTYPES) if dtype is None else st.just(np.dtype(dtype))
     shapes = st.lists(st.integers(0, max_side), min_size=0, max_size=max_dims).map(tuple)
@@ -120,7 +130,7 @@ def arrays(dtype: Any = None, *, max_side: int = 40, max_dims: int = 3) -> Any:
 
 def scales() -> Any:
     """A Hypothesis strategy: f32 scales over the whole range, subnormals, 0, negative, Inf and NaN included."""
-    from hypothesis import strategies as st
+    st = _strategies()
 
     return st.one_of(st.floats(width=32), st.integers(-149, 127).map(lambda e: float(np.float32(2.0**e))))
 
@@ -128,7 +138,7 @@ def scales() -> Any:
 def mx_results(*, max_side: int = 140) -> Any:
     """A Hypothesis strategy: `Scaled`s of any FP8 codes under any E8M0 scales, in blocks of 32 along rows or columns, 2-D and 3-D, sides
     from 0, data stored either way round, scales compact or swizzled (with anything in the padding)."""
-    from hypothesis import strategies as st
+    st = _strategies()
 
     def build(dtype: np.dtype[Any], batch: list[int], side: tuple[int, int], block: tuple[int, int], layout: str, transposed: bool,
               seed: int) -> Scaled:

@@ -11,25 +11,22 @@ from typing import Any
 
 from .. import backend, kernels
 from ..arrays import asarray
-from ..cases import OPS
-from . import info
+from . import info, names
 
 _SMALL = 4096 * 4096 * 4        # bytes: up to here graph replay is measured too
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m cupy_fp8 bench", description=__doc__)
-    parser.add_argument("ops", nargs="*", metavar="op", help=f"which ops (default: all): {', '.join(OPS)}")
+    names.add_ops(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
-    options = parser.parse_args(argv)
-    unknown = sorted(set(options.ops) - set(OPS))
-    if unknown:
-        parser.error(f"no such op: {', '.join(unknown)}; the ops are {', '.join(OPS)}")
+    options = parser.parse_intermixed_args(argv)
+    ops = names.chosen_ops(parser, options.ops)
     problem = backend.gpu_problem()
     if problem:
         print(f"bench needs a GPU: {problem}")
         return 1
-    rows = run(options.ops or list(OPS))
+    rows = run(ops)
     if options.json:
         options.json.write_text(json.dumps({"machine": info.facts(), "commit": _commit(), "date": datetime.date.today().isoformat(),
                                             "results": rows}, indent=1) + "\n")

@@ -1,43 +1,126 @@
-"""python -m cupy_fp8 selftest: every op against its reference on this machine, byte for byte; a PASS or FAIL line each."""
+"""python -m cupy_fp8 selftest: compares every op with its reference on this machine, byte for byte.
+
+The quick pass, which is the default, launches every kernel entry point that an op's cases launch. It checks
+the few cases that cover them, and all cases that need no other kernel. Kernels are compiled in parallel,
+ahead of the checks.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 
-from .. import cases, testing
+from .. import backend, cases, testing
+from ..cases.covering import Recorded, covering_of, record, served_by
+from ..kernels import Variant
+from . import names
+from .progress import Progress
+
+_MOST_COMPILERS = 16                # NVRTC and g++ each need 100 to 200 MB
+_SECONDS_BETWEEN_LOOKS = 0.2
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m cupy_fp8 selftest", description=__doc__)
+    names.add_ops(parser)
+    parser.add_argument("--full", action="store_true",
+                        help="check all cases of each op (minutes, most of them spent compiling)")
     parser.add_argument("--executor", choices=testing.EXECUTORS[1:],
                         help="where to run the kernels (default: the GPU where there is one, else the CPU)")
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)
+    ops = [cases.OPS[name] for name in names.chosen_ops(parser, options.ops)]
     name = options.executor or ("cuda" if testing.executor_problem("cuda") is None else "host")
     problem = testing.executor_problem(name)
     if problem:
         print(f"the {name} executor cannot run here: {problem}")
         return 1
-    print(f"executor: {name}")
-    failed = 0
-    with testing.executor(name) as run:
-        for op in cases.OPS.values():
-            start, count, first_error = time.perf_counter(), 0, ""
-            for case in op.cases():
-                count += 1
-                try:
-                    check(op, case, run)
-                except Exception as error:      # one broken op must not hide the others' results
-                    failed += 1
-                    first_error = first_error or f"\n     {case}: {type(error).__name__}: {error}"
-            print(f"{'FAIL' if first_error else 'PASS'} {op.name:20} {count:4} cases {time.perf_counter() - start:6.1f} s{first_error}")
+    print(f"executor: {name}", flush=True)
+    progress = Progress()
+    with testing.executor(name) as run, _compilers(run) as compilers:
+        try:
+            work = [_Work(op, _selected(op, run, options.full, progress), compilers) for op in ops]
+            failed = sum([_checked(one, run, progress) for one in work])
+        finally:
+            progress.clear()
     print(f"{failed} of all cases failed" if failed else "all bytes equal the reference's")
+    if not options.full:
+        print("This was the quick pass, over every kernel entry point of these ops. --full checks every case.")
     return 1 if failed else 0
 
 
+class _Compilers:
+    """Threads that compile variants. Each variant is compiled once, for the device of the executor."""
+
+    def __init__(self, run: testing.Executor, threads: ThreadPoolExecutor) -> None:
+        self._device = backend.cupy().cuda.runtime.getDevice() if run.name == "cuda" else None
+        self._threads = threads
+        self._futures: dict[Variant, Future[None]] = {}
+
+    def start(self, variants: Sequence[Variant]) -> list[Future[None]]:
+        for variant in variants:
+            if variant not in self._futures:
+                self._futures[variant] = self._threads.submit(variant.compile, self._device)
+        return [self._futures[variant] for variant in variants]
+
+    def __str__(self) -> str:
+        done = sum(future.done() for future in self._futures.values())
+        return f"compiled {done} of {len(self._futures)} kernels"
+
+    def wait(self, futures: list[Future[None]], op: str, progress: Progress) -> None:
+        """Waits for compilers, but raises none of their errors: the launch of the kernel raises it again."""
+        while wait(futures, timeout=_SECONDS_BETWEEN_LOOKS).not_done:
+            progress.show(f"{self}; next: {op}")
+
+
+@contextmanager
+def _compilers(run: testing.Executor) -> Iterator[_Compilers]:
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = ThreadPoolExecutor(min(_MOST_COMPILERS, processors))
+    try:
+        yield _Compilers(run, threads)
+    finally:
+        threads.shutdown(cancel_futures=True)
+
+
+class _Work:
+    """An op, the cases to check, and the compilers that work for them."""
+
+    def __init__(self, op: cases.Op, selected: list[Recorded], compilers: _Compilers) -> None:
+        variants = dict.fromkeys(variant for one in selected for variant in one.variants)
+        self.op, self.cases, self.compilers = op, [one.case for one in selected], compilers
+        self.futures = compilers.start(list(variants))
+
+
+def _selected(op: cases.Op, run: testing.Executor, full: bool, progress: Progress) -> list[Recorded]:
+    progress.show(f"looking for the kernels of {op.name}")
+    recorded = record(op, run.array_arguments)
+    return recorded if full else served_by(covering_of(recorded), recorded)
+
+
+def _checked(work: _Work, run: testing.Executor, progress: Progress) -> int:
+    """Check an op's cases and print its line. Returns how many failed."""
+    start, failed, first_error = time.perf_counter(), 0, ""
+    work.compilers.wait(work.futures, work.op.name, progress)
+    for done, case in enumerate(work.cases):
+        progress.show(f"{work.op.name}: {done} of {len(work.cases)} cases; {work.compilers}")
+        try:
+            check(work.op, case, run)
+        except Exception as error:          # one broken op must not hide the others' results
+            failed += 1
+            first_error = first_error or f"\n     {case}: {type(error).__name__}: {error}"
+    progress.clear()
+    verdict, seconds = "FAIL" if failed else "PASS", time.perf_counter() - start
+    print(f"{verdict} {work.op.name:24} {len(work.cases):4} cases {seconds:6.1f} s{first_error}", flush=True)
+    return failed
+
+
 def check(op: cases.Op, case: cases.Case, run: testing.Executor) -> None:
-    """AssertionError unless the op gives the reference's bytes: freshly allocated, and again into the poisoned result (an op that
-    updates its arguments: in those, which it returns)."""
+    """AssertionError unless the op gives the reference's bytes: freshly allocated, and again into the
+    poisoned result. An op that updates its arguments must write the bytes there, and must return them."""
     args, kwargs = op.inputs(case)
     desired = cases.outputs(op.reference(*args, **kwargs), kwargs, op.updates)
     out: dict[str, object] = {}

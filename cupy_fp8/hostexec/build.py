@@ -9,16 +9,23 @@ import functools
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 SHIM = HERE / "shim"
 RUNTIME = HERE / "runtime"
 MODES = ("fast", "asan", "tsan")
+# Sources are UTF-8 whatever the locale is; other bytes, as in names of folders, pass unchanged.
+_ENCODING: Any = {"encoding": "utf-8", "errors": "surrogateescape"}
+_TEXT: Any = {"text": True, **_ENCODING}
 
 _COMMON = ["-fPIC", "-shared", "-fvisibility=hidden", "-pthread"]
 # No contraction: a * b + c keeps its two roundings. No sibling calls: the runtime reads the caller's address for its messages.
@@ -64,20 +71,51 @@ const HostKernel host_kernel = {host_call_kernel, sizeof(HostKernelParams), host
 }
 
 
+_CHOOSE_FOLDER = "set CUPY_FP8_CACHE_DIR to a folder where files can be written"
+
+
 class HostError(RuntimeError):
     """A kernel could not be compiled or run on the CPU, or did something a GPU would not allow."""
 
 
-def compiler() -> str:
-    return os.environ.get("CXX") or "g++"
+def compiler() -> list[str]:
+    """The command of the compiler: $CXX, which may have arguments of its own ("ccache g++ -m64"), else g++."""
+    chosen = os.environ.get("CXX", "").strip() or "g++"
+    if shutil.which(chosen):            # a path may have spaces in it
+        return [chosen]
+    try:
+        return shlex.split(chosen)
+    except ValueError as error:
+        raise HostError(f"CXX is not a command ({error}): {chosen}; set it to a compiler, such as g++") from None
 
 
 def cache_dir() -> Path:
     """Where compiled kernels are kept: $CUPY_FP8_CACHE_DIR, else the user's cache directory."""
     if chosen := os.environ.get("CUPY_FP8_CACHE_DIR"):
         return Path(chosen) / "host"
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:
+        raise HostError(f"no folder for compiled kernels ({error}): {_CHOOSE_FOLDER}") from None
     return Path(base) / "cupy_fp8" / "host"
+
+
+def make_cache_dir() -> Path:
+    """The cache's folder, made if need be. A folder that exists may be read-only: it may hold all kernels already."""
+    folder = cache_dir()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HostError(f"the folder for compiled kernels cannot be made ({error}): {_CHOOSE_FOLDER}") from None
+    return folder
+
+
+def _scratch_dir() -> Path:
+    folder = make_cache_dir()
+    try:
+        return Path(tempfile.mkdtemp(prefix=".build-", dir=folder))
+    except OSError as error:
+        raise HostError(f"no compiled kernel can be written ({error}): {_CHOOSE_FOLDER}") from None
 
 
 def clean_environment() -> dict[str, str]:
@@ -87,13 +125,15 @@ def clean_environment() -> dict[str, str]:
 
 @functools.cache
 def compiler_version() -> str:
+    """What the compiler prints about itself, and the arguments in CXX: kernels of another compiler are made anew."""
+    command = compiler()
     try:
-        done = subprocess.run([compiler(), "--version"], capture_output=True, text=True, env=clean_environment())
+        done = subprocess.run([*command, "--version"], capture_output=True, env=clean_environment(), **_TEXT)
     except OSError as error:
         raise HostError(f"the host executor needs g++ ({error}); install it or set CXX") from None
     if done.returncode:
-        raise HostError(f"{compiler()} --version failed:\n{done.stderr}")
-    return done.stdout
+        raise HostError(f"{shlex.join(command)} --version failed:\n{done.stderr}")
+    return shlex.join([done.stdout, *command[1:]]) if command[1:] else done.stdout
 
 
 def digest(*parts: object) -> str:
@@ -106,7 +146,7 @@ def digest(*parts: object) -> str:
                 add(item)
             state.update(b"]")
             return
-        data = part.read_bytes() if isinstance(part, Path) else str(part).encode()
+        data = part.read_bytes() if isinstance(part, Path) else str(part).encode(**_ENCODING)
         state.update(len(data).to_bytes(8, "little") + data)
 
     add(parts)
@@ -122,23 +162,29 @@ def _run_compiler(command: Sequence[object]) -> str:
     # With a path as the program and descriptors left as they are (Python's own end at an exec), subprocess takes posix_spawn, which copies
     # no page tables. ThreadSanitizer turns vfork into fork, and copying those of its shadow memory takes as long as compiling.
     program = shutil.which(str(command[0])) or command[0]
-    done = subprocess.run([str(part) for part in (program, *command[1:])], capture_output=True, text=True, env=clean_environment(),
-                          close_fds=False)
+    done = subprocess.run([str(part) for part in (program, *command[1:])], capture_output=True,
+                          env=clean_environment(), close_fds=False, **_TEXT)
     if done.returncode:
-        raise HostError(f"g++ failed:\n{done.stderr.strip()}")
+        message = done.stderr.strip().encode(**_ENCODING).decode("utf-8", "replace")
+        raise HostError(f"{command[0]} failed:\n{message}")
     return done.stdout
 
 
+_locks: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
+
+
 def _build_into(target: Path, make: Callable[[Path], Path]) -> Path:
-    """Make a file in a temporary directory and move it to `target` in one step: other processes may be doing the same."""
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".build-", dir=target.parent))
+    """Make a file in a temporary directory and move it to `target` in one step, because other processes may be making the same file.
+    Threads of this process that want the same file wait for the first of them."""
+    with _locks[target]:
+        if target.exists():
+            return target
+        scratch = _scratch_dir()
         try:
             os.replace(make(scratch), target)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-    return target
+        return target
 
 
 def build_runtime(mode: str) -> Path:
@@ -151,7 +197,7 @@ def build_runtime(mode: str) -> Path:
 
     def make(scratch: Path) -> Path:
         library = scratch / "runtime.so"
-        _run_compiler([compiler(), *flags, *sorted(RUNTIME.glob("*.cpp")), "-o", library, "-ldl"])
+        _run_compiler([*compiler(), *flags, *sorted(RUNTIME.glob("*.cpp")), "-o", library, "-ldl"])
         return library
 
     return _build_into(cache_dir() / f"runtime-{mode}-{key}.so", make)
@@ -191,13 +237,14 @@ def build_kernel(path: Path, entry: str, defines: dict[str, str], include_dirs: 
 
     def make(scratch: Path) -> Path:
         source, preprocessed, library, script = (scratch / name for name in ("unit.cpp", "unit.ii", "kernel.so", "shared.ld"))
-        source.write_text(unit)
-        preprocessed.write_text(rewrite_shared(_run_compiler([compiler(), "-E", *flags, *options, source]), storage))
+        source.write_text(unit, **_ENCODING)
+        text = _run_compiler([*compiler(), "-E", *flags, *options, source])
+        preprocessed.write_text(rewrite_shared(text, storage), **_ENCODING)
         link: list[object] = [runtime, "-lm"]
         if storage == "static":
             script.write_text(_SHARED_SECTION)
             link += ["-fdata-sections", f"-Wl,-T,{script}"]
-        _run_compiler([compiler(), *flags, "-fpreprocessed", preprocessed, "-o", library, *link])
+        _run_compiler([*compiler(), *flags, "-fpreprocessed", preprocessed, "-o", library, *link])
         return library
 
     return _build_into(cache_dir() / f"{path.stem}-{entry}-{mode}-{key}.so", make)

@@ -46,6 +46,7 @@ def available() -> str | None:
     """None if kernels can be run on this machine's CPU, else the reason why not."""
     try:
         build.compiler_version()
+        build.make_cache_dir()
     except HostError as error:
         return str(error)
     return None if os.uname().sysname == "Linux" else "the host executor runs on Linux only"
@@ -57,7 +58,7 @@ def sanitizer_env(mode: str) -> dict[str, str]:
     A finding ends the child with exit code 66 and a report on stderr.
     """
     library = {"asan": "libasan.so", "tsan": "libtsan.so"}[mode]
-    command = [build.compiler(), f"-print-file-name={library}"]
+    command = [*build.compiler(), f"-print-file-name={library}"]
     path = subprocess.run(command, capture_output=True, text=True, env=build.clean_environment()).stdout.strip()
     if not os.path.isabs(path):
         raise HostError(f"g++ has no {library}; install its sanitizer libraries")

@@ -126,6 +126,16 @@ class Variant:
         layout = self.kernel.layout
         return Launch(self, x, grid, layout.values(members), self.shared if shared is None else shared)
 
+    def compile(self, device: int | None) -> None:
+        """Compile it before its first launch, for a GPU or (None) for the CPU. Several threads may compile at the same time: CuPy lets
+        other threads run while NVRTC compiles, and so does waiting for g++."""
+        if device is None:
+            self._host_function()
+            return
+        with _cuda().Device(device):
+            _cuda().runtime.free(0)                        # makes the device's context current in this thread
+            self._load(device)
+
     def _load(self, device: int) -> int:
         with self._lock:
             if device in self._functions:

@@ -46,7 +46,7 @@ def program(source: str, entry: str, defines: tuple[tuple[str, str], ...]) -> st
     new set of options."""
     path = root() / f"{source}.cu"
     head = "".join(f"#define {name} {value}\n" for name, value in all_defines(entry, dict(defines)).items())
-    return f'// {digest()}\n{head}#line 1 "{source}.cu"\n{path.read_text()}'
+    return f'// {digest()}\n{head}#line 1 "{source}.cu"\n{path.read_text(encoding="utf-8")}'
 
 
 def all_defines(entry: str, defines: Mapping[str, str]) -> dict[str, str]:

@@ -1,0 +1,242 @@
+"""The quick pass of selftest: its cases, its progress, and compilers that work ahead of the checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cupy_fp8 as fp8
+from cupy_fp8 import cases, hostexec, testing
+from cupy_fp8.__main__ import main
+from cupy_fp8.cases.covering import Recorded, covering, covering_of, record, recording, served_by
+from cupy_fp8.cli import progress, selftest
+from cupy_fp8.kernels import Variant
+from cupy_fp8.ops.programs import launched_variants
+
+ROOT = Path(fp8.__file__).resolve().parent.parent
+HOST_PROBLEM = testing.executor_problem("host")
+needs_host = pytest.mark.skipif(HOST_PROBLEM is not None, reason=str(HOST_PROBLEM))
+
+
+def entries(recorded: list[Recorded]) -> set[tuple[str, str]]:
+    return {entry for one in recorded for entry in one.entries}
+
+
+def variants(recorded: list[Recorded]) -> set[Variant]:
+    return {variant for one in recorded for variant in one.variants}
+
+
+# ---- the cases ----
+@pytest.mark.parametrize("op", cases.OPS.values(), ids=list(cases.OPS))
+def test_covering_launches_every_entry_point_of_the_op(op, monkeypatch):
+    monkeypatch.setattr(hostexec, "compile_kernel", None)           # nothing is compiled
+    recorded = record(op)
+    chosen = covering_of(recorded)
+    assert not [str(one.case) for one in recorded if one.raised]
+    assert entries(chosen) == entries(recorded)
+    assert [str(one.case) for one in chosen] == [str(case) for case in covering(op)]
+    assert 1 <= len(chosen) <= len(entries(recorded))
+    served = served_by(chosen, recorded)
+    assert {id(one) for one in chosen} <= {id(one) for one in served}
+    assert variants(served) == variants(chosen)
+
+
+def test_all_ops_together_launch_every_entry_point_of_the_package():
+    launched = {entry for op in cases.OPS.values() for entry in entries(covering_of(record(op)))}
+    assert launched == {(program.source, program.entry) for program in launched_variants()}
+
+
+def test_recording_launches_nothing():
+    x = np.ones((3, 5), np.float32)
+    with testing.executor("host"), recording() as variants:
+        fp8.compute_amax(x, out=(out := np.full(1, 7, np.float32)))
+    assert out[0] == 7
+    assert [variant.kernel.entry for variant in variants] == ["compute_amax"]
+
+
+def test_a_case_that_raises_is_chosen():
+    op = cases.OPS["transpose"]
+    given = list(op.cases())[:4]
+
+    def inputs(case: cases.Case):
+        if case is given[2]:
+            raise ValueError("planted")
+        return op.inputs(case)
+
+    broken = cases.Op("transpose", op.function, op.reference, inputs, lambda: iter(given), "")
+    assert given[2] in covering(broken)
+    silent = cases.Op("transpose", lambda *_, **__: None, op.reference, op.inputs, lambda: iter(given), "")
+    assert covering(silent) == given[:1]
+
+
+# ---- the command ----
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """The op and case of every check. Nothing is compiled or launched."""
+    found: list[tuple[str, str]] = []
+    monkeypatch.setattr(selftest, "check", lambda op, case, run: found.append((op.name, str(case))))
+    monkeypatch.setattr(Variant, "compile", lambda *_: None)
+    return found
+
+
+@needs_host
+def test_the_default_is_the_quick_pass(checked, capsys):
+    assert main(["selftest", "--executor", "host"]) == 0
+    assert list(dict.fromkeys(name for name, _ in checked)) == list(cases.OPS)
+    for name, op in cases.OPS.items():
+        assert {(name, str(case)) for case in covering(op)} <= set(checked)
+    assert len(checked) < sum(1 for _ in cases.all_cases()) / 3
+    assert capsys.readouterr().out.splitlines()[-1].startswith("This was the quick pass")
+
+
+@needs_host
+@pytest.mark.parametrize("arguments", [[], ["--full"]], ids=str)
+def test_ops_by_name(arguments, checked, capsys):
+    assert main(["selftest", "transpose", *arguments, "astype", "transpose", "--executor", "host"]) == 0
+    assert list(dict.fromkeys(name for name, _ in checked)) == ["astype", "transpose"]
+    assert ("This was the quick pass" in capsys.readouterr().out) == (not arguments)
+
+
+@pytest.mark.parametrize("command", ["selftest", "bench"])
+@pytest.mark.parametrize(("given", "near"), [
+    ("quantise_mx", "quantize_mx"), ("swiglu", "swiglu_quantize"), ("Transpose", "transpose"),
+])
+def test_an_unknown_op(command, given, near, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        main([command, "astype", given])
+    printed = capsys.readouterr()
+    assert leaving.value.code == 2
+    assert printed.out == ""
+    assert f"no such op: {given} (did you mean " in printed.err
+    assert near in printed.err.split("did you mean ")[1].split("?)")[0]
+    assert all(name in printed.err for name in cases.OPS)
+
+
+@needs_host
+def test_a_name_like_no_other(capsys):
+    with pytest.raises(SystemExit):
+        main(["selftest", "zzz"])
+    assert "no such op: zzz; the ops are quantize_tensor" in capsys.readouterr().err
+
+
+@needs_host
+def test_kernels_are_compiled_in_several_threads_and_once(checked, monkeypatch):
+    """Every compiler waits until another one has begun."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    barrier, compiled = threading.Barrier(2, timeout=60), []
+
+    def compile_(variant: Variant, device: int | None) -> None:
+        compiled.append((variant, device))
+        if len(compiled) <= 2:
+            barrier.wait()
+
+    monkeypatch.setattr(Variant, "compile", compile_)
+    assert main(["selftest", "quantize_tensor", "cast_transpose", "--executor", "host"]) == 0
+    assert len(compiled) == len(set(compiled)) > 2
+    assert {device for _, device in compiled} == {None}
+
+
+@needs_host
+def test_the_quick_pass_finds_a_wrong_byte(monkeypatch, capsys):
+    op = cases.OPS["compute_scale"]
+
+    def function(*args: object, **kwargs: object) -> np.ndarray:
+        result = op.function(*args, **kwargs)
+        if result.size:
+            result.view(np.uint32).reshape(-1)[-1] ^= 1
+        return result
+
+    monkeypatch.setitem(cases.OPS, op.name, dataclasses.replace(op, function=function))
+    assert main(["selftest", "compute_scale", "--executor", "host"]) == 1
+    printed = capsys.readouterr().out
+    assert "FAIL compute_scale" in printed
+    assert "of all cases failed" in printed
+
+
+@needs_host
+def test_an_error_of_a_compiler_is_reported_by_the_case(monkeypatch, capsys):
+    def broken(*_: object, **__: object) -> None:
+        raise hostexec.HostError("g++ failed: planted")
+
+    monkeypatch.setattr(hostexec, "compile_kernel", broken)
+    assert main(["selftest", "transpose", "--executor", "host"]) == 1
+    printed = capsys.readouterr().out
+    assert "FAIL transpose" in printed
+    assert "HostError: g++ failed: planted" in printed
+    assert "all bytes equal" not in printed
+
+
+# ---- in a process of its own ----
+def start(*arguments: str, **env: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "cupy_fp8", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+                            env=os.environ | env)
+
+
+@needs_host
+def test_output_comes_while_kernels_are_compiled(tmp_path):
+    """The compiler of the second op's kernel waits for a file: the first op's line comes before that."""
+    compiler, gate = tmp_path / "slow-g++", tmp_path / "gate"
+    wait = f'while [ ! -e "{gate}" ]; do sleep 0.05; done'
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *ENTRY_compute_scale*) {wait};; esac\n'
+                        f'exec {os.environ.get("CXX") or "g++"} "$@"\n')
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    with start("selftest", "transpose", "compute_scale", "--executor", "host", CXX=str(compiler),
+               CUPY_FP8_CACHE_DIR=str(tmp_path / "cache")) as child:
+        assert child.stdout
+        assert child.stderr
+        assert child.stdout.readline() == "executor: host\n"
+        assert child.stderr.readline() == "looking for the kernels of transpose\n"
+        assert child.stdout.readline().startswith("PASS transpose")
+        while "next: compute_scale" not in (line := child.stderr.readline()):
+            assert line
+        gate.touch()
+        rest, _ = child.communicate(timeout=300)
+    assert child.returncode == 0
+    assert rest.startswith("PASS compute_scale")
+
+
+@needs_host
+def test_output_on_an_ascii_terminal():
+    ascii_only = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
+    with start("selftest", "compute_scale", "--executor", "host", **ascii_only) as child:
+        out, error = child.communicate(timeout=300)
+    assert child.returncode == 0
+    assert "all bytes equal the reference's" in out
+    assert "Traceback" not in error
+
+
+# ---- progress ----
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_on_a_terminal_is_one_line(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", screen := Terminal())
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN", (0.0, 0.0))
+    line = progress.Progress()
+    line.clear()
+    line.show("one")
+    line.show("two")
+    line.clear()
+    line.clear()
+    assert screen.getvalue() == "\r\x1b[Kone\r\x1b[Ktwo\r\x1b[K"
+
+
+def test_progress_elsewhere_is_plain_lines(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", file := io.StringIO())
+    line = progress.Progress()
+    for text in ("one", "two"):                         # the second comes too early
+        line.show(text)
+        line.clear()
+    assert file.getvalue() == "one\n"
