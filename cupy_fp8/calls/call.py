@@ -18,7 +18,7 @@ from ..arrays import Array, address
 from ..kernels import Launch, error_word, executor_of, workspace
 from . import memory, remembered, validate
 from .memory import Range
-from .results import Description, allocate, given_result
+from .results import Allocation, Description, given_result
 
 _Inputs = TypeVar("_Inputs")
 
@@ -44,6 +44,7 @@ class Call:
     x: Array                            # the first array: all others are of its kind and on its device
     xp: Any
     result: Description                 # of what is written
+    allocation: Allocation              # of a result that is not given
 
     def __init__(self) -> None:
         self.ranges: list[Range] = []
@@ -172,10 +173,11 @@ def run(op: Op[Any], given: tuple[Any, ...], out: Any = None) -> Any:
         return _by_reference(op, call, inputs, result, out)
     if out is None:
         validate.may_allocate(call.x)
-        arrays = allocate(call.x, result.arrays)
+        call.allocation = Allocation(call.x, result.arrays)
+        arrays, written = call.allocation.make()
     else:
-        call.owner = next(iter(arrays), None)
-    call.result, written = result, list(map(address, arrays))
+        call.owner, written = next(iter(arrays), None), list(map(address, arrays))
+    call.result = result
     launches = list(op.launches(call, inputs, *written))
     for launch in launches:
         launch.run()

@@ -6,20 +6,18 @@ allocates is known by the shapes, dtypes and alignments of its arrays: its launc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..arrays import Array, address
+from ..arrays import Array
 from ..kernels import Launch, Variant
 from . import validate
-from .results import Description, allocate
 
 if TYPE_CHECKING:
     from .call import Call
 
 _Described = tuple[tuple[Any, ...], list[int]]
 _MOST = 4096
-_ALIGNMENT = 256                    # no kernel asks for more
+_ALIGNMENT = 32                     # kernels ask for 16 at most
 
 _calls: dict[Any, _Repeated | _Allocating] = {}
 
@@ -60,10 +58,11 @@ class _Repeated:
 class _Allocating:
     """Launches into new memory: members that are pointers get the addresses of this call's arrays."""
 
-    def __init__(self, like: Array, result: Description, alignments: list[int],
+    def __init__(self, call: Call, alignments: list[int],
                  launches: list[tuple[Variant, int, int, list[Any], list[tuple[int, int]]]]) -> None:
         """alignments: of the arrays that are written; launches: each with its values, and which of these are which address."""
-        self._device, self._result, self._alignments, self._launches = _device_of(like), result, alignments, launches
+        self._like, self._allocation, self._build = _on_device_of(call.x), call.allocation, call.result.build
+        self._alignments, self._launches = alignments, launches
 
     @staticmethod
     def of(call: Call, launches: list[Launch], given: list[int], written: list[int]) -> _Allocating | None:
@@ -84,14 +83,13 @@ class _Allocating:
                 elif value and value not in call.constants:
                     return None
             found.append((launch.variant, launch.grid, launch.shared, launch.values, slots))
-        return _Allocating(call.x, call.result, [at % _ALIGNMENT for at in written], found)
+        return _Allocating(call, [at % _ALIGNMENT for at in written], found)
 
     def run(self, addresses: list[int], out: Any) -> Any:
         """The result; None where memory came with another alignment."""
-        x = self._device
+        x = self._like
         validate.may_allocate(x)
-        arrays = allocate(x, self._result.arrays)
-        written = list(map(address, arrays))
+        arrays, written = self._allocation.make()
         if [at % _ALIGNMENT for at in written] != self._alignments:
             return None
         addresses = addresses + written
@@ -100,9 +98,9 @@ class _Allocating:
             for position, index in slots:
                 values[position] = addresses[index]
             variant.launch(x, grid, *values, shared=shared)
-        return self._result.build(arrays)
+        return self._build(arrays)
 
 
-def _device_of(like: Array) -> Sequence[Any]:
+def _on_device_of(like: Array) -> Array:
     """An array without elements on the device of another, which stands for it in launches and allocations."""
     return like[:0] if like.ndim else like.reshape(1)[:0]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import backend
-from ..arrays import Array, bits, empty_beside
+from ..arrays import Array, bits
 from . import validate
 from .memory import Range
 
@@ -78,14 +78,28 @@ def given_result(described: Description, out: Any, x: Array, xp: Any) -> tuple[D
     return described, arrays, ranges
 
 
-def allocate(x: Array, arrays: Sequence[Written]) -> list[Array]:
-    """Uninitialised arrays beside x: on a GPU one allocation, viewed as all of them."""
-    if isinstance(x, np.ndarray) or len(arrays) == 1:
-        return [empty_beside(x, a.shape, a.dtype) for a in arrays]
-    starts, end = [], 0
-    for a in arrays:
-        starts.append(end)
-        end += -(-prod(a.shape) * a.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-    memory = empty_beside(x, (end,), np.dtype(np.uint8)).data
-    cp = backend.cupy()
-    return [cp.ndarray(a.shape, a.dtype, memory + start) for a, start in zip(arrays, starts, strict=True)]
+class Allocation:
+    """How uninitialised arrays beside another are made: on a GPU as views of one allocation."""
+
+    def __init__(self, like: Array, arrays: Sequence[Written]) -> None:
+        self._arrays, self._starts, self._nbytes = [(a.shape, a.dtype) for a in arrays], [], 0
+        for a in arrays:
+            self._starts.append(self._nbytes)
+            self._nbytes += -(-prod(a.shape) * a.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        self._device = None if isinstance(like, np.ndarray) else like.data.device_id
+        self._cupy = None if self._device is None else backend.cupy()
+
+    def make(self) -> tuple[list[Array], list[int]]:
+        """The arrays and their addresses."""
+        if self._cupy is None:
+            arrays = [np.empty(shape, dtype) for shape, dtype in self._arrays]
+            return arrays, [a.ctypes.data for a in arrays]
+        cp = self._cupy
+        if self._device != cp.cuda.runtime.getDevice():
+            with cp.cuda.Device(self._device):
+                memory = cp.cuda.alloc(self._nbytes)
+        else:
+            memory = cp.cuda.alloc(self._nbytes)
+        ndarray, at = cp.ndarray, memory.ptr
+        arrays = [ndarray(shape, dtype, memory + start) for (shape, dtype), start in zip(self._arrays, self._starts, strict=True)]
+        return arrays, [at + start for start in self._starts]

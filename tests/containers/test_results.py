@@ -50,9 +50,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     launched: list[str] = []
     real = Variant.launch
 
-    def launch(self: Variant, x: Any, grid: int, *values: Any) -> None:
+    def launch(self: Variant, x: Any, grid: int, *values: Any, **options: Any) -> None:
         launched.append(self.kernel.entry)
-        real(self, x, grid, *values)
+        real(self, x, grid, *values, **options)
 
     monkeypatch.setattr(Variant, "launch", launch)
     return launched

@@ -137,7 +137,7 @@ class Fake:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Launches that happen in name only: (variant, grid, members of the struct)."""
     seen: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(Variant, "launch", lambda self, x, grid, *values: seen.append((self, grid, *values_of(self, x, values))))
+    monkeypatch.setattr(Variant, "launch", lambda self, x, grid, *values, **_: seen.append((self, grid, *values_of(self, x, values))))
     monkeypatch.setattr(tiles, "choose", lambda x, large: large)
     return seen
 

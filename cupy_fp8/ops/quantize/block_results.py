@@ -162,9 +162,26 @@ class QuantizedResult(Description):
                     written.append(Written(f"out.{name}.{what}", shape, dtype))
         super().__init__(*written)
 
+    @functools.cached_property
+    def _places(self) -> list[tuple[str, int, int, Form]]:
+        """Of each direction its name, the places of data and scale_inv among the arrays, and its form."""
+        names, found = [a.name for a in self.arrays], []
+        for name, form in self._plan.forms.items():
+            data, scales = (names.index(f"out.{'rowwise' if self._is_shared(name, what) else name}.{what}")
+                            for what in ("data", "scale_inv"))
+            found.append((name, data, scales, form))
+        return found
+
     def build(self, arrays: Sequence[Array]) -> Quantized:
-        rest = iter(arrays)
-        return self._plan.of(lambda *_: next(rest))
+        parts = {name: form.of(arrays[data], arrays[scales]) for name, data, scales, form in self._places}
+        if len(parts) == 2 and self._alike:
+            parts["columnwise"] = parts["rowwise"]
+        return Quantized(**parts)
+
+    @functools.cached_property
+    def _alike(self) -> bool:
+        """Whether both directions are one and the same Scaled."""
+        return self._plan.forms.get("rowwise") == self._plan.forms.get("columnwise")
 
     def arrays_of(self, out: Any) -> list[Array]:
         check_forms(out, self._plan.forms, self._plan.kind)

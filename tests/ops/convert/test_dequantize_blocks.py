@@ -184,9 +184,9 @@ def addresses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     seen: list[tuple[Any, ...]] = []
     real = Variant.launch
 
-    def launch(self: Variant, x: Any, grid: int, *values: Any) -> None:
+    def launch(self: Variant, x: Any, grid: int, *values: Any, **options: Any) -> None:
         seen.append(values_of(self, x, values))
-        real(self, x, grid, *values)
+        real(self, x, grid, *values, **options)
 
     monkeypatch.setattr(Variant, "launch", launch)
     return seen

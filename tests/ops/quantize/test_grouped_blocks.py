@@ -111,7 +111,7 @@ def test_sizes_may_change_in_place(run):
 @needs_host
 def test_one_launch(monkeypatch):
     launched: list[str] = []
-    monkeypatch.setattr(Variant, "launch", lambda self, *_: launched.append(self.kernel.entry))
+    monkeypatch.setattr(Variant, "launch", lambda self, *_, **__: launched.append(self.kernel.entry))
     x = cases.values("normal", (64, 128), bfloat16)
     with testing.executor("host"):
         for recipe in (BlockScaling(), MXScaling()):

@@ -171,7 +171,7 @@ def test_sizes_may_change_in_place(run, block, directions, monkeypatch):
 def test_launches(monkeypatch):
     """Rows alone: one; else one that finds groups and clears, one for the maxima, and one that quantises."""
     launched: list[str] = []
-    monkeypatch.setattr(Variant, "launch", lambda self, *_: launched.append(self.kernel.entry))
+    monkeypatch.setattr(Variant, "launch", lambda self, *_, **__: launched.append(self.kernel.entry))
     monkeypatch.setattr(row_segments, "_MANY", 1000)
     x = cases.values("normal", (64, 128), bfloat16)
     with testing.executor("host"):
