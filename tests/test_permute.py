@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -404,21 +405,60 @@ def test_any_schedule(order, seed, monkeypatch):
             testing.assert_bytes_equal(a, b)
 
 
-@pytest.mark.parametrize("row", [-2, -(2**31), 2**31 - 1, 41])
-def test_rows_that_there_are_not(row, run):
-    """A map that nobody made is read as one that leads nowhere: never out of bounds."""
-    if run.name == "reference":
-        pytest.skip("of the kernels")
-    host = routed(20, 2, 3)
-    assert host.rows <= 41
-    host.row_map[3, 1] = row
-    wanted = routed(20, 2, 3)
-    wanted.row_map[3, 1] = -1
+def routed_by_hand(row: int, options: dict[str, Any], **changed: Any) -> Routing:
+    """A routing that nobody's `route` made: a slot of token 3 leads to this row, and no row thinks of that slot."""
+    r = routed(20, 2, 3, **options)
+    assert r.rows <= 100
+    row_map, sources = r.row_map.copy(), r.sources.copy()
+    if row_map[3, 1] >= 0:
+        sources[row_map[3, 1]] = -1
+    row_map[3, 1] = row
+    return dataclasses.replace(r, row_map=row_map, sources=sources, **changed)
+
+
+@pytest.mark.parametrize("options", [{}, {"form": "mask"}, {"align": 16}], ids=str)
+@pytest.mark.parametrize("row", [-2, -(2**31), 2**31 - 1, 100])
+def test_a_row_outside_of_the_routing_is_none(row, options, run):
+    """A map that leads out of bounds is read as one that leads nowhere, by all four ops, by the reference as by the kernels."""
+    host, nowhere = routed_by_hand(row, options), routed_by_hand(-1, options)
     r, x, y = on(run, host, normal((20, 24)), normal((host.rows, 24), seed=1))
-    probs = normal((20, 2))
-    testing.assert_bytes_equal(fp8.unpermute(y, r, probs=run.array(probs)), summed(run.numpy(y), wanted, probs))
-    assert fp8.permute(x, r).shape == (host.rows, 24)
-    assert fp8.unpermute_backward(x, y, r, probs=run.array(probs))[0].shape == (host.rows, 24)
+    host_x, host_y, probs, rows_probs = run.numpy(x), run.numpy(y), normal((20, 2)), normal((host.rows,), seed=2)
+    moved_rows, moved_with = fp8.permute(x, r, probs=run.array(probs))
+    testing.assert_bytes_equal(moved_rows, moved(host_x, nowhere))
+    testing.assert_bytes_equal(moved_with, moved_probs(probs, nowhere))
+    testing.assert_bytes_equal(fp8.unpermute(y, r, probs=run.array(probs)), summed(host_y, nowhere, probs))
+    x_grad, slots = fp8.permute_backward(y, r, probs_grad=run.array(rows_probs))
+    testing.assert_bytes_equal(x_grad, summed(host_y, nowhere))
+    testing.assert_bytes_equal(slots, np.where(nowhere.row_map < 0, 0, rows_probs[nowhere.row_map]).astype(np.float32))
+    for given in ({}, {"probs": probs}):
+        back = fp8.unpermute_backward(x, y, r, **{name: run.array(a) for name, a in given.items()})
+        for mine, want in zip(back, reference.unpermute_backward(host_x, host_y, nowhere, **given), strict=True):
+            assert (mine is None) == (want is None)
+            if want is not None:
+                testing.assert_bytes_equal(mine, want)
+
+
+@pytest.mark.parametrize("expert", [-7, 3, 2**31 - 1])
+def test_an_expert_that_is_none_has_a_prob_of_zero(expert, run):
+    """Of probs by expert, where the expert of a slot with a row is wrong: the reference does as the kernels."""
+    host = routed(20, 2, 3, form="mask")
+    token = int(np.argmax(host.row_map[:, 0] >= 0))
+    assert host.experts is not None
+    host.experts[token, 0] = expert
+    probs, x, y = normal((20, 3)), normal((20, 24)), normal((host.rows, 24), seed=1)
+    by_slot = np.take_along_axis(probs, np.clip(host.experts, 0, 2), 1)
+    by_slot[token, 0] = 0
+    r, there = on(run, host, probs)
+    testing.assert_bytes_equal(fp8.permute(run.array(x), r, probs=there)[1], moved_probs(by_slot, host))
+    testing.assert_bytes_equal(fp8.unpermute(run.array(y), r, probs=there), summed(y, host, by_slot))
+    grad_y, dprobs = fp8.unpermute_backward(run.array(x), run.array(y), r, probs=there)
+    by_slot_grad_y, by_slot_dprobs = reference.unpermute_backward(x, y, host, probs=by_slot)
+    testing.assert_bytes_equal(grad_y, by_slot_grad_y)
+    want = np.zeros_like(probs)
+    for t, k in zip(*np.nonzero(host.row_map >= 0), strict=True):
+        if 0 <= host.experts[t, k] < 3:
+            want[t, host.experts[t, k]] = by_slot_dprobs[t, k]                  # type: ignore[index]
+    testing.assert_bytes_equal(dprobs, want)
 
 
 # ---- calls that come again ----
