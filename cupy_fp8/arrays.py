@@ -6,7 +6,7 @@ No kernels here; `astype` and `transpose` are ops (cupy_fp8.ops.convert).
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -83,7 +83,7 @@ def asarray(a: Any, dtype: Any = None, *, like: Any = None) -> Array:
     `cupy_fp8.xp`). Conversions between the formats of this library are `astype`'s (saturating).
     """
     dtype = None if dtype is None else np.dtype(dtype)
-    if isinstance(a, np.ndarray) or _is_cupy(a):
+    if is_array(a):
         target = backend.module_of(a) if like is None else backend.like_module(like)
     else:
         a, target = np.asarray(a), backend.like_module(like)
@@ -127,10 +127,83 @@ def concatenate(arrays: Sequence[Array], axis: int = 0) -> Array:
     return xp.concatenate([bits(a) for a in arrays], axis=axis).view(dtype)
 
 
-def bytes_equal(a: Array, b: Array) -> bool:
-    """Whether two arrays of one kind have the same dtype, shape and bytes (NaN equals NaN of the same bits, -0 is not 0)."""
-    backend.require_module(b, backend.module_of(a, "a"), "b")
-    return a.dtype == b.dtype and a.shape == b.shape and bool((bits(a) == bits(b)).all())
+def bytes_equal(a: Any, b: Any) -> bool:
+    """Whether two arrays of one kind have the same dtype, shape and bytes (NaN equals NaN of the same bits, -0 is not 0).
+
+    Results (`Scaled`, `Quantized`, `Grouped`, `Routing`) are equal where all their arrays and metadata are; lists and tuples of arrays and
+    results where all members are. `testing.assert_bytes_equal` says what differs.
+    Raises TypeError for anything else, and for NumPy arrays beside CuPy arrays.
+    """
+    check_comparable(a, "a")
+    check_comparable(b, "b")
+    for path, x, y in pairs(a, b):
+        if is_array(x) and is_array(y):
+            backend.require_module(y, backend.module_of(x), f"b{path}")
+        if not _same(x, y):
+            return False
+    return True
+
+
+class Result:
+    """Base class of results: `==` compares bytes and metadata, `hash` is the identity's.
+
+    Two results with equal bytes are two places in memory, which ops write to; as keys of a dict they must not be taken for one another.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if type(self) is not type(other):
+            return NotImplemented
+        return all(_same(x, y) for _, x, y in pairs(self, other))
+
+    def __hash__(self) -> int:
+        return object.__hash__(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields, which copies and pickles take along, without what ops remember about this object's memory."""
+        return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
+
+
+def check_comparable(a: Any, name: str) -> None:
+    """TypeError unless `a` is an array, a result, or a list or tuple of these (or None, as ops return it for an absent part)."""
+    if not _is_comparable(a):
+        backend.module_of(a, name)
+
+
+def _is_comparable(a: Any) -> bool:
+    if isinstance(a, (list, tuple)):
+        return all(member is None or _is_comparable(member) for member in a)
+    return isinstance(a, Result) or is_array(a)
+
+
+def pairs(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(path, x, y) for all that has to be equal where a and b are: arrays, metadata, or two things of which one is not like the other.
+    Metadata come before arrays, since arrays differ wherever metadata do."""
+    if isinstance(a, Result) and type(a) is type(b):
+        fields, others = a.__getstate__(), b.__getstate__()
+        for name in sorted(fields, key=lambda name: isinstance(fields[name], Result) or is_array(fields[name])):
+            x, y = fields[name], others[name]
+            yield from pairs(x, y, f"{path}.{name}") if isinstance(x, Result) else [(f"{path}.{name}", x, y)]
+    elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        yield f"{path}.length", len(a), len(b)
+        for i, (x, y) in enumerate(zip(a, b, strict=False)):
+            yield from pairs(x, y, f"{path}[{i}]")
+    else:
+        yield path, a, b
+
+
+def _same(x: Any, y: Any) -> bool:
+    """Whether two arrays have the same kind, dtype, shape and bytes; whether two pieces of metadata are equal."""
+    if isinstance(x, Result) or isinstance(y, Result) or is_array(x) != is_array(y):
+        return False
+    if not is_array(x):
+        return bool(x == y)
+    return isinstance(y, backend.module_of(x).ndarray) and x.dtype == y.dtype and x.shape == y.shape and bool((bits(x) == bits(y)).all())
+
+
+def is_array(a: Any) -> bool:
+    return isinstance(a, np.ndarray) or _is_cupy(a)
 
 
 def bits(a: Array) -> Array:
@@ -153,8 +226,6 @@ def contiguous(a: Array) -> Array:
     if is_contiguous(a):
         return a
     return backend.module_of(a).ascontiguousarray(bits(a)).view(a.dtype)
-
-
 
 
 def _is_cupy(a: Any) -> bool:

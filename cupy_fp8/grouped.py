@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from . import backend
-from .arrays import Array, asnumpy, bits, is_contiguous, zeros
+from .arrays import Array, Result, asnumpy, bits, is_contiguous, zeros
 from .formats import INPUT_DTYPES, float32, lookup
 from .layouts import SCALE_DTYPES, cdiv, group_scales, group_unit, grouped_scale_shape, scale_shape
 from .results import Quantized, Scaled, block_text, facts_table
@@ -21,7 +21,7 @@ _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
-class Grouped:
+class Grouped(Result):
     """N matrices of together M rows of K columns, one after the other; their sizes may be known to the device only.
 
     splits      rows of each, int32 or int64 [N]
@@ -183,8 +183,8 @@ class Grouped:
         def member(i: int) -> Quantized:
             shape, row, column = (sizes[i], columns), part(i, self.rowwise, False), part(i, self.columnwise, transposed)
             return Quantized(
-                None if row is None else Scaled(row, scales("rowwise", i), shape, False, block, layout),
-                None if column is None else Scaled(column, scales("columnwise", i), shape, transposed, across, layout))
+                None if row is None else Scaled._of(row, scales("rowwise", i), shape, False, block, layout),
+                None if column is None else Scaled._of(column, scales("columnwise", i), shape, transposed, across, layout))
 
         return member
 
@@ -209,10 +209,6 @@ class Grouped:
             return flat[at[i] : at[i] + prod(shape)].reshape(shape)         # of whole columns of no rows: none
 
         return scales
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles take along: not what ops remember about this object's memory."""
-        return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
 
     def _facts(self) -> dict[str, str]:
         """As those of a `Scaled`."""

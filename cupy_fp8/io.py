@@ -154,9 +154,11 @@ class _Reader:
         if node.get("result") not in _RESULTS:
             raise ValueError(f"{name}: this version knows no value of kind {node.get('result')!r}")
         fields = {key: self.decode(value, f"{name}.{key}") for key, value in node["fields"].items()}
+        if node["result"] == "Scaled":
+            scaled = Scaled._of(**fields)
+            _check_scaled(scaled, name)
+            return scaled
         result = _RESULTS[node["result"]](**fields)
-        if isinstance(result, Scaled):
-            _check_scaled(result, name)
         if isinstance(result, Grouped):
             check_arrays(result, name)
         return result

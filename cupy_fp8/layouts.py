@@ -162,7 +162,7 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int | None, int | None] | N
 
     Raises ValueError for blocks and layouts that do not exist, and where the layout does not fit the block.
     """
-    if layout not in SCALE_DTYPES:
+    if not isinstance(layout, str) or layout not in SCALE_DTYPES:
         raise ValueError(f"scale_layout: expected one of {tuple(SCALE_DTYPES)}, got {layout!r}")
     if not _is_block(block):
         raise ValueError(f"block: expected (1, B), (B, 1) or (B, B'), a power of two of {SMALLEST_BLOCK} or more each, or None for a whole "

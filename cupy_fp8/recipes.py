@@ -111,7 +111,7 @@ class Form(NamedTuple):
         return swap_last(self.shape) if self.transposed else self.shape
 
     def of(self, data: Array, scale_inv: Array) -> Scaled:
-        return Scaled(data, scale_inv, self.shape, self.transposed, self.block, self.scale_layout)
+        return Scaled._of(data, scale_inv, self.shape, self.transposed, self.block, self.scale_layout)
 
 
 class _PerTensor:
@@ -382,8 +382,8 @@ def empty_per_tensor(scale_inv: Array, shape: tuple[int, ...], dtype: np.dtype[A
                      transposed: bool = True, dbias: bool = False) -> Quantized:
     """Uninitialised result of per-tensor scaling, beside its scale_inv, which both directions share; where the column-wise data is
     not stored transposed they share the data too, since its bytes are the same."""
-    row = Scaled(empty_beside(scale_inv, shape, dtype), scale_inv, shape) if rowwise or not transposed else None
+    row = Scaled._of(empty_beside(scale_inv, shape, dtype), scale_inv, shape) if rowwise or not transposed else None
     column = None
     if columnwise:
-        column = Scaled(empty_beside(scale_inv, swap_last(shape), dtype), scale_inv, shape, True) if transposed else row
+        column = Scaled._of(empty_beside(scale_inv, swap_last(shape), dtype), scale_inv, shape, True) if transposed else row
     return Quantized(row if rowwise else None, column, empty_beside(scale_inv, dbias_shape(shape), float32) if dbias else None)

@@ -456,7 +456,7 @@ Change = Callable[[Scaled, Scaled, Scaled], Any]
 def part(s: Scaled, **changes: Any) -> Scaled:
     fields = {"data": s.data, "scale_inv": s.scale_inv, "shape": s.shape, "transposed": s.transposed, "block": s.block,
               "scale_layout": s.scale_layout, **changes}
-    return Scaled(**fields)
+    return Scaled._of(**fields)
 
 
 OUT: list[tuple[type[Exception], str, Change]] = [
@@ -489,20 +489,21 @@ CODES, ONES = np.zeros((20, 130), np.uint8).view(float8_e4m3fn), np.ones((20, 2)
 RIGHT = Scaled(CODES, ONES, (20, 130), False, (1, 128), "compact")
 REFUSED: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
     (TypeError, "q: expected a Scaled or Quantized, got ndarray", CODES, {}),
-    (ValueError, "q: expected a row-wise part", Quantized(None, Scaled(CODES, ONES, (20, 130))), {}),
-    (ValueError, "q: expected row-wise data", Scaled(CODES, ONES[:1, 0], (20, 130)), {}),
-    (ValueError, "q: expected row-wise data", Scaled(CODES, ONES, (20, 130), False, (128, 1), "compact"), {}),
-    (ValueError, "q: expected row-wise data", Scaled(CODES, ONES, (130, 20), True, (1, 128), "compact"), {}),
-    (ValueError, "q: expected data not stored transposed", Scaled(CODES, ONES[:2, :1], (130, 20), True, (128, 128), "compact"), {}),
-    (ValueError, r"q.scale_inv: expected shape \(1, 2\), got \(20, 2\)", Scaled(CODES, ONES, (20, 130), False, (128, 128), "compact"), {}),
-    (ValueError, r"splits: blocks of \(128, 128\) may straddle", Scaled(CODES, ONES[:1], (20, 130), False, (128, 128), "compact"),
+    (ValueError, "q: expected a row-wise part", Quantized(None, Scaled._of(CODES, ONES, (20, 130))), {}),
+    (ValueError, "q: expected row-wise data", Scaled._of(CODES, ONES[:1, 0], (20, 130)), {}),
+    (ValueError, "q: expected row-wise data", Scaled._of(CODES, ONES, (20, 130), False, (128, 1), "compact"), {}),
+    (ValueError, "q: expected row-wise data", Scaled._of(CODES, ONES, (130, 20), True, (1, 128), "compact"), {}),
+    (ValueError, "q: expected data not stored transposed", Scaled._of(CODES, ONES[:2, :1], (130, 20), True, (128, 128), "compact"), {}),
+    (ValueError, r"q.scale_inv: expected shape \(1, 2\), got \(20, 2\)",
+     Scaled._of(CODES, ONES, (20, 130), False, (128, 128), "compact"), {}),
+    (ValueError, r"splits: blocks of \(128, 128\) may straddle", Scaled._of(CODES, ONES[:1], (20, 130), False, (128, 128), "compact"),
      {"splits": [20]}),
-    (ValueError, "q: expected compact scales, got gemm_ready", Scaled(CODES, ONES, (20, 130), False, (1, 128), "gemm_ready"), {}),
-    (ValueError, r"q.data: expected shape \(20, 131\)", Scaled(CODES, ONES, (20, 131), False, (1, 128), "compact"), {}),
+    (ValueError, "q: expected compact scales, got gemm_ready", Scaled._of(CODES, ONES, (20, 130), False, (1, 128), "gemm_ready"), {}),
+    (ValueError, r"q.data: expected shape \(20, 131\)", Scaled._of(CODES, ONES, (20, 131), False, (1, 128), "compact"), {}),
     (ValueError, r"q.scale_inv: expected shape \(20, 2\), got \(20, 1\)",
-     Scaled(CODES, ONES[:, :1], (20, 130), False, (1, 128), "compact"), {}),
-    (TypeError, "q.scale_inv: expected dtype float8_e8m0fnu", Scaled(CODES, ONES, (20, 130), False, (1, 32), "compact"), {}),
-    (TypeError, "q.data: expected dtype", Scaled(np.zeros((20, 130), np.uint8), ONES, (20, 130), False, (1, 128), "compact"), {}),
+     Scaled._of(CODES, ONES[:, :1], (20, 130), False, (1, 128), "compact"), {}),
+    (TypeError, "q.scale_inv: expected dtype float8_e8m0fnu", Scaled._of(CODES, ONES, (20, 130), False, (1, 32), "compact"), {}),
+    (TypeError, "q.data: expected dtype", Scaled._of(np.zeros((20, 130), np.uint8), ONES, (20, 130), False, (1, 128), "compact"), {}),
     *((error, message, RIGHT, options) for error, message, options in (
         (ValueError, r"target: expected one of \('column', 'tile'\), got 'row'", {"target": "row"}),
         (ValueError, r"scale_layout: expected one of \('gemm_ready', 'compact'\), got 'swizzled'; .to_layout",

@@ -430,9 +430,9 @@ def test_a_row_outside_of_the_routing_is_none(row, options, run):
     x_grad, slots = fp8.permute_backward(y, r, probs_grad=run.array(rows_probs))
     testing.assert_bytes_equal(x_grad, summed(host_y, nowhere))
     testing.assert_bytes_equal(slots, np.where(nowhere.row_map < 0, 0, rows_probs[nowhere.row_map]).astype(np.float32))
-    for given in ({}, {"probs": probs}):
-        back = fp8.unpermute_backward(x, y, r, **{name: run.array(a) for name, a in given.items()})
-        for mine, want in zip(back, reference.unpermute_backward(host_x, host_y, nowhere, **given), strict=True):
+    for options in ({}, {"probs": probs}):
+        back = fp8.unpermute_backward(x, y, r, **{name: run.array(a) for name, a in options.items()})
+        for mine, want in zip(back, reference.unpermute_backward(host_x, host_y, nowhere, **options), strict=True):
             assert (mine is None) == (want is None)
             if want is not None:
                 testing.assert_bytes_equal(mine, want)
@@ -559,10 +559,10 @@ def test_refused_scales(numpy_run):
                                                                                               scale_layout="compact").rowwise, r)
     q = fp8.quantize_mx(x).rowwise
     assert q is not None
-    refused(ValueError, r"x.scale_inv: expected shape \(9, 8\)", fp8.permute, Scaled(q.data, q.scale_inv[:, :7], q.shape, False, q.block,
-                                                                                    "compact"), r)
+    refused(ValueError, r"x.scale_inv: expected shape \(9, 8\)", fp8.permute,
+            Scaled._of(q.data, q.scale_inv[:, :7], q.shape, False, q.block, "compact"), r)
     refused(TypeError, "x.data: expected one of float8_e4m3fn, float8_e5m2, got float32", fp8.permute,
-            Scaled(x, q.scale_inv, q.shape, False, q.block, "compact"), r)
+            Scaled._of(x, q.scale_inv, q.shape, False, q.block, "compact"), r)
     refused(TypeError, "out: expected a Scaled", fp8.permute, q, r, out=q.data)
     refused(ValueError, r"out: expected shape \(18, 256\) in blocks \(1, 32\)", fp8.permute, q, r, out=q)
 

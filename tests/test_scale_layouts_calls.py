@@ -274,7 +274,7 @@ def test_dequantising_words_during_a_capture(monkeypatch):
         data = type("Memory", (), {"device_id": 0})()
 
     monkeypatch.setattr(runtime, "capturing", lambda device: True)
-    s = fp8.Scaled(np.zeros((9, 256), fp8.float8_e4m3fn), Elsewhere(), (9, 256), block=(1, 128), scale_layout="deepgemm_sm100")
+    s = fp8.Scaled._of(np.zeros((9, 256), fp8.float8_e4m3fn), Elsewhere(), (9, 256), block=(1, 128), scale_layout="deepgemm_sm100")
     with pytest.raises(ValueError, match=r"^q: deepgemm_sm100 scales are unpacked into new memory.*; dequantise q\.to_layout\('compact'\)"):
         s.dequantize()
 

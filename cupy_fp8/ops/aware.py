@@ -150,7 +150,7 @@ class _Source:
         if xp is not np:
             checks.same_device(scales, data, "q.scale_inv")
         self.s, self.data, self.scales, self.xp, self.at, self.scales_at = s, data, scales, xp, at, scales_at
-        self.dense = s if data is s.data and scales is s.scale_inv else Scaled(data, scales, s.shape, False, s.block, "compact")
+        self.dense = s if data is s.data and scales is s.scale_inv else Scaled._of(data, scales, s.shape, False, s.block, "compact")
         self.mx = self.block == 32
         if xp is not np and self.dense is s:
             s.__dict__["_aware"] = self
@@ -175,15 +175,15 @@ class _Source:
     def rowwise(self, scale_inv: Array | None) -> Scaled:
         if scale_inv is None:
             return self.dense
-        return Scaled(self.data, scale_inv, self.s.shape, False, self.s.block, "gemm_ready")
+        return Scaled._of(self.data, scale_inv, self.s.shape, False, self.s.block, "gemm_ready")
 
     def empty(self, groups: int | None, scale_layout: str) -> Quantized:
         """A result, uninitialised."""
         def new(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
             return empty_beside(self.data, shape, dtype)
 
-        columnwise = Scaled(new(self.stored(groups), self.data.dtype), new(self.target_shape(groups, scale_layout), self.scales.dtype),
-                            self.s.shape, True, (self.block, 1), self.layout(scale_layout))
+        columnwise = Scaled._of(new(self.stored(groups), self.data.dtype), new(self.target_shape(groups, scale_layout), self.scales.dtype),
+                                self.s.shape, True, (self.block, 1), self.layout(scale_layout))
         row_shape = self.row_shape(groups)
         return Quantized(self.rowwise(None if row_shape is None else new(row_shape, float32)), columnwise)
 
@@ -244,7 +244,7 @@ def _transposed_squares(s: Scaled, splits: Any, scale_layout: str, out: Quantize
     data = transpose(s.data, out=None if column is None else column.data)
     if out is not None:
         return out
-    return Quantized(s, Scaled(data, scale_inv, s.shape, True, _SQUARE, scale_layout))
+    return Quantized(s, Scaled._of(data, scale_inv, s.shape, True, _SQUARE, scale_layout))
 
 
 class _Written(NamedTuple):

@@ -87,7 +87,7 @@ def permute(x: Array | Scaled, routing: Routing, *, probs: Array | None = None, 
         result = empty_beside(data, shape, data.dtype)
         result_scales = None if scale_inv is None else empty_beside(data, (rows, scale_inv.shape[1]), scale_inv.dtype)
         rows_probs = None if probs is None else empty_beside(data, (rows,), float32)
-        moved = Scaled(result, result_scales, shape, False, x.block, "compact") if isinstance(x, Scaled) else result
+        moved = Scaled._of(result, result_scales, shape, False, x.block, "compact") if isinstance(x, Scaled) else result
         out = moved if probs is None else (moved, rows_probs)
     else:
         moved, rows_probs = (out, None) if probs is None else _pair(out)

@@ -16,7 +16,7 @@ def permute(x: Any, routing: Routing, *, probs: np.ndarray | None = None) -> Any
     """Each token, its scales and its probs in the rows that the map says; zeros elsewhere."""
     if isinstance(x, Scaled):
         data, scale_inv = (_to_rows(a, routing) for a in x)
-        rows: Any = Scaled(data, scale_inv, data.shape, False, x.block, x.scale_layout)
+        rows: Any = Scaled._of(data, scale_inv, data.shape, False, x.block, x.scale_layout)
     else:
         rows = _to_rows(x, routing)
     if probs is None:
