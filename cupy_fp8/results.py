@@ -88,7 +88,7 @@ class Scaled(Result):
         """
         if self.block is None:
             raise ValueError(f"to_layout({name!r}): per-tensor data has a single scale, which has no layout")
-        if name not in SCALE_DTYPES:
+        if not isinstance(name, str) or name not in SCALE_DTYPES:
             raise ValueError(f"to_layout: expected one of {tuple(SCALE_DTYPES)}, got {name!r}")
         if name == self.scale_layout and (dtype is None or self.scale_inv.dtype == dtype):
             return self
@@ -173,6 +173,25 @@ class Quantized(Result):
     def dequantize(self, dtype: Any = np.float32) -> Array:
         """The values, in the logical shape (from the row-wise part where there is one)."""
         return self._any.dequantize(dtype)
+
+    @property
+    def T(self) -> Quantized:
+        """The transposed tensor (last two axes), without moving a byte: its rows are this one's columns, so the parts change places, each
+        its own `Scaled.T`. The bias gradient, which sums columns, is not one of the transposed tensor, and is left out."""
+        if len(self.shape) < 2:
+            return self
+        row = None if self.rowwise is None else self.rowwise.T
+        column = row if self.columnwise is self.rowwise else None if self.columnwise is None else self.columnwise.T
+        return Quantized(column, row)
+
+    def to_layout(self, name: str, *, dtype: Any = None) -> Quantized:
+        """The same data with the scales of both directions in another layout, as `Scaled.to_layout` makes them and with its errors. Itself
+        where they are already."""
+        row = None if self.rowwise is None else self.rowwise.to_layout(name, dtype=dtype)
+        column = row
+        if self.columnwise is not self.rowwise:
+            column = None if self.columnwise is None else self.columnwise.to_layout(name, dtype=dtype)
+        return self if row is self.rowwise and column is self.columnwise else Quantized(row, column, self.dbias)
 
     @property
     def _any(self) -> Scaled:

@@ -151,6 +151,36 @@ def test_scales_move_along(block, dtype, columns, run):
         testing.assert_bytes_equal(again[1], moved_probs(probs, host))
 
 
+@pytest.mark.parametrize("layout", ["gemm_ready", "deepgemm_sm90", "deepgemm_sm100", "swizzled"])
+def test_scales_in_any_layout(layout, run):
+    """What `quantize_block` makes by default moves as it is; compact scales come out, whatever layout goes in."""
+    x, host = normal((40, 260)), routed(40, 3, 8, align=16)
+    given = fp8.quantize_mx(x) if layout == "swizzled" else fp8.quantize_block(x)
+    given = run.array(given.to_layout(layout))
+    compact = run.numpy(given.to_layout("compact")).rowwise
+    wanted = Scaled(moved(compact.data, host), moved(compact.scale_inv, host), (host.rows, 260), False, compact.block, "compact")
+    r = run.array(host)
+    for x in (given, given.rowwise):
+        out = fp8.permute(x, r)
+        testing.assert_bytes_equal(out, wanted)
+        for _ in range(2):
+            for a in out:
+                cases.poison(a)
+            assert fp8.permute(x, r, out=out) is out
+            testing.assert_bytes_equal(out, wanted)
+
+
+def test_new_scales_of_the_same_tokens_are_read_anew(run):
+    """A call with converted scales is not remembered as one that needs no second look."""
+    recipe, r = fp8.BlockScaling(), run.array(routed(40, 3, 8))
+    q = recipe.quantize(run.array(normal((40, 260))))
+    out = fp8.permute(q, r)
+    fp8.permute(q, r, out=out)
+    recipe.quantize(run.array(normal((40, 260), seed=3) * 64), out=q)
+    fp8.permute(q, r, out=out)
+    testing.assert_bytes_equal(out, fp8.permute(q.to_layout("compact"), r))
+
+
 def test_quantised_tokens_are_the_tokens_quantised(run):
     """Blocks along rows do not know where their row is."""
     x, host = normal((50, 256)), routed(50, 2, 4, align=16)
@@ -531,8 +561,8 @@ def test_refused_tokens(numpy_run):
     wrong: Any
     for wrong in ([[1]], 3, None):
         refused(TypeError, "x: expected a numpy.ndarray or cupy.ndarray", fp8.permute, wrong, r, out=out)
-    refused(TypeError, "x: expected an array or a Scaled, got a Quantized; take its .rowwise", fp8.permute,
-            fp8.quantize_mx(normal((9, 32))), r)
+    refused(ValueError, "x: expected a row-wise part, whose scales move with their rows, got a Quantized without one", fp8.permute,
+            fp8.quantize_mx(normal((9, 32)), rowwise=False, columnwise=True), r)
     for dtype in (np.complex128, object, "S3"):
         refused(TypeError, "x: expected a dtype of 1, 2, 4 or 8 bytes", fp8.permute, np.zeros((9, 4), dtype), r)
     refused(ValueError, "x: expected rows", fp8.permute, np.array(1, np.float32), r)
@@ -547,10 +577,8 @@ def test_refused_tokens(numpy_run):
 
 def test_refused_scales(numpy_run):
     r, x = routed(9, 2, 3), normal((9, 256))
-    refused(ValueError, r"x: expected compact scales, .* got gemm_ready; take x.to_layout\('compact'\)", fp8.permute,
-            fp8.quantize_block(x).rowwise, r)
-    refused(ValueError, r"x: expected compact scales, .* got swizzled; take x.to_layout\('compact'\)", fp8.permute,
-            fp8.quantize_mx(x, scale_layout="swizzled").rowwise, r)
+    refused(ValueError, r"x.scale_inv: expected shape \(2, 12\) \(gemm_ready scales", fp8.permute,
+            Scaled._of(array((9, 256)), np.ones((9, 2), float32), (9, 256), False, (1, 128), "gemm_ready"), r)
     refused(ValueError, "x: per-tensor data has a single scale, which does not move; permute x.data", fp8.permute,
             fp8.quantize_tensor(x, 1.0).rowwise, r)
     column = fp8.quantize_mx(x, columnwise=True).columnwise

@@ -95,7 +95,7 @@ def test_what_the_library_makes_is_not_checked(monkeypatch):
         with testing.executor(run):
             for q in (fp8.cast_transpose(x, 1.0), fp8.quantize_block(x, columnwise=True), fp8.quantize_mx(x, columnwise=True)):
                 assert q.rowwise is not None
-                assert q.rowwise.T.T == q.rowwise
+                assert q.rowwise == q.rowwise.T.T
             fp8.scaling_aware_transpose(fp8.quantize_block(x, scale_layout="compact"))
     assert not checked
 

@@ -21,7 +21,7 @@ from . import splits as sizes
 from .convert import transpose
 from .group_runs import GroupRuns
 from .group_runs import variants as run_variants
-from .scale_layouts import convert_scales
+from .scale_layouts import convert_scales, with_compact_scales
 
 _KERNEL = Kernel("aware", "scaling_aware_transpose", "6PPqPI7q4I")
 _ROWS = 128                                 # of a tile
@@ -54,19 +54,19 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
 
     Parameters
     ----------
-    q : row-wise Scaled (or the Quantized that has it) of shape (M, K), float8_e4m3fn or float8_e5m2, with compact scales: blocks of
-        (1, 128) with float32 scales, all powers of two (2**-149 to 2**127) or 0, as unused rows of `permute` have it, or of (1, 32) with
-        float8_e8m0fnu scales (MX). Or blocks of (128, 128), compact or gemm_ready, any float32 scales, two or three dimensions: such
-        data are transposed as they are, byte for byte, and so are their scales (no splits; the target does not matter; `rowwise` is q
-        itself)
+    q : row-wise Scaled (or the Quantized that has it) of shape (M, K), float8_e4m3fn or float8_e5m2: blocks of (1, 128) with float32
+        scales, all powers of two (2**-149 to 2**127) or 0, as unused rows of `permute` have it, or of (1, 32) with float8_e8m0fnu scales
+        (MX). Scales that are not compact are made so by a launch of `convert_scales` before, into new memory. Or blocks of (128, 128),
+        compact or gemm_ready, any float32 scales, two or three dimensions: such data are transposed as they are, byte for byte, and so
+        are their scales (no splits; the target does not matter; `rowwise` is q itself)
     splits : rows of each of E experts, which follow one another: an int32 or int64 array [E] of q's kind, or a list (for a CuPy q it
         is copied to the GPU). No block straddles two experts. Rows that they leave over (memory allocated for the worst case) are no
         expert's
     target : which t. 'column': for each block of B rows of a column the smallest power of two under which all its values fit. 'tile': for
         B x B elements the largest s of the rows that hold anything but zeros (as FP8-Flow-MoE; less accurate where rows differ)
     scale_layout : of f32 scales: 'gemm_ready' (rows of K rounded up to a multiple of 4, padding 0) or 'compact'; E8M0 ones are compact
-    out : an earlier result for the same q.data; written in place and returned. With it the call allocates nothing and can be captured
-        into a CUDA graph, with splits once it has been used before
+    out : an earlier result for the same q.data; written in place and returned. With it, and compact scales, the call allocates nothing
+        and can be captured into a CUDA graph, with splits once it has been used before
     check : wait for the device and raise ValueError if splits or scales there are wrong. (NumPy arrays and lists are always looked at)
 
     Returns
@@ -112,29 +112,31 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
         source.check_scales(None if groups.host is None else sum(groups.host.tolist()))
     if out is None:
         if by_reference:
-            return reference.scaling_aware_transpose(source.dense, splits=groups.host, target=target, scale_layout=scale_layout)
+            fresh = reference.scaling_aware_transpose(source.dense, splits=groups.host, target=target, scale_layout=scale_layout)
+            return Quantized(source.rowwise(None), fresh.columnwise) if source.mx else fresh
         checks.may_allocate(data)
         out = source.empty(groups.number, scale_layout)
         plan = _Plan(out, source, groups.number, target, None)
     else:
         plan = _validated(out, source, groups, target, scale_layout)
     if by_reference:
-        _store(out, reference.scaling_aware_transpose(source.dense, splits=groups.host, target=target, scale_layout=scale_layout))
+        fresh = reference.scaling_aware_transpose(source.dense, splits=groups.host, target=target, scale_layout=scale_layout)
+        _store(out, fresh, ("columnwise",) if source.mx else ("rowwise", "columnwise"))
     else:
         plan.launch(source, groups)
     return out
 
 
 class _Source:
-    """A row-wise Scaled, found valid: where its data and scales lie. Kept with a Scaled on a GPU whose arrays are read where they are."""
+    """A row-wise Scaled, found valid: where its data and scales lie. Kept with a Scaled on a GPU whose arrays are read where they are.
+    given: as it came; s: the same with compact scales."""
 
-    def __init__(self, s: Scaled) -> None:
+    def __init__(self, given: Scaled) -> None:
+        s = given
         data, xp, at = checks.source(s.data, FP8_DTYPES, "q.data")
         if s.block not in _BLOCKS or s.transposed or len(s.shape) != 2:
             raise ValueError(f"q: expected row-wise data [M, K] in blocks of {' or '.join(map(str, _BLOCKS))}, not stored transposed; "
                              f"got {s!r}")
-        if s.scale_layout != "compact":
-            raise ValueError(f"q: expected compact scales, got {s.scale_layout}; q.to_layout('compact') makes them")
         if data.shape != s.shape:
             raise ValueError(f"q.data: expected shape {s.shape}, got {data.shape}")
         self.rows, self.columns = s.shape
@@ -142,6 +144,7 @@ class _Source:
         dtype, shape = _BLOCKS[s.block], (self.rows, cdiv(self.columns, self.block))
         if not isinstance(s.scale_inv, xp.ndarray):
             backend.require_module(s.scale_inv, xp, "q.scale_inv")
+        s = with_compact_scales(s, "q", dtype)
         if s.scale_inv.dtype != dtype:
             raise TypeError(f"q.scale_inv: expected dtype {dtype} for blocks of {s.block}, got {s.scale_inv.dtype}")
         if s.scale_inv.shape != shape:
@@ -149,11 +152,11 @@ class _Source:
         scales, _, scales_at = checks.source(s.scale_inv, (dtype,), "q.scale_inv")
         if xp is not np:
             checks.same_device(scales, data, "q.scale_inv")
-        self.s, self.data, self.scales, self.xp, self.at, self.scales_at = s, data, scales, xp, at, scales_at
+        self.given, self.s, self.data, self.scales, self.xp, self.at, self.scales_at = given, s, data, scales, xp, at, scales_at
         self.dense = s if data is s.data and scales is s.scale_inv else Scaled._of(data, scales, s.shape, False, s.block, "compact")
         self.mx = self.block == 32
-        if xp is not np and self.dense is s:
-            s.__dict__["_aware"] = self
+        if xp is not np and self.dense is given:
+            given.__dict__["_aware"] = self
 
     def layout(self, scale_layout: str) -> str:
         return "compact" if self.mx else scale_layout
@@ -174,7 +177,7 @@ class _Source:
 
     def rowwise(self, scale_inv: Array | None) -> Scaled:
         if scale_inv is None:
-            return self.dense
+            return self.given if self.dense is self.s else self.dense
         return Scaled._of(self.data, scale_inv, self.s.shape, False, self.s.block, "gemm_ready")
 
     def empty(self, groups: int | None, scale_layout: str) -> Quantized:
@@ -305,7 +308,8 @@ class _Plan:
 
 def _validated(out: Quantized, source: _Source, groups: sizes.Groups, target: str, scale_layout: str) -> _Plan:
     """The _Plan of a result given as `out=`, once it has been found to fit the call."""
-    key = (id(out), source.at, source.scales_at, source.s.shape, source.s.block, source.data.dtype, groups.number, target, scale_layout)
+    key = (id(out), source.at, source.scales_at, checks.address(source.given.scale_inv), source.s.shape, source.s.block,
+           source.data.dtype, groups.number, target, scale_layout)
     kept = getattr(out, "_plan", None)
     if kept is not None and kept[0] == key:
         plan: _Plan = kept[1]
@@ -326,9 +330,10 @@ def _plan(out: Quantized, source: _Source, groups: int | None, target: str, scal
         raise ValueError("out: expected a row-wise and a column-wise part, as an earlier result has them")
     layout = source.layout(scale_layout)
     row_shape = source.row_shape(groups)
-    row_layout = "compact" if row_shape is None else "gemm_ready"
+    own = source.rowwise(None)
+    row_layout = own.scale_layout if row_shape is None else "gemm_ready"
     if (row.shape, row.transposed, row.block, row.scale_layout) != (source.s.shape, False, source.s.block, row_layout) \
-            or not _is_same(row.data, source.data) or (row_shape is None and not _is_same(row.scale_inv, source.scales)):
+            or not _is_same(row.data, source.data) or (row_shape is None and not _is_same(row.scale_inv, own.scale_inv)):
         what = "q itself" if row_shape is None else "q's own data with gemm_ready scales"
         raise ValueError(f"out.rowwise: expected {what}, got {row!r}; a result belongs to the memory of the q that it was made for")
     if (column.shape, column.transposed, column.block, column.scale_layout) != (source.s.shape, True, (source.block, 1), layout):
@@ -339,6 +344,8 @@ def _plan(out: Quantized, source: _Source, groups: int | None, target: str, scal
     def write(name: str, a: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         at = checks.destination(a, shape, dtype, source.data, source.xp, source.at, name)
         checks.separate(at, a.nbytes, source.scales_at, source.scales.nbytes, name, "q.scale_inv")
+        given = source.given.scale_inv
+        checks.separate(at, a.nbytes, checks.address(given), checks.extent(given), name, "q.scale_inv")
         for other in written:
             checks.separate(at, a.nbytes, other.at, other.nbytes, name, other.name)
         written.append(_Written(name, at, a.nbytes))
@@ -401,10 +408,9 @@ def _is_alone(in_flight: int, shifts: bool) -> bool:
     return in_flight == 4 and not shifts
 
 
-def _store(out: Quantized, result: Quantized) -> None:
-    for mine, fresh in ((out.rowwise, result.rowwise), (out.columnwise, result.columnwise)):
-        assert mine is not None
-        assert fresh is not None
+def _store(out: Quantized, result: Quantized, parts: tuple[str, ...]) -> None:
+    for name in parts:
+        mine, fresh = getattr(out, name), getattr(result, name)
         for a, b in zip(mine, fresh, strict=True):
             if a is not b:
                 bits(a)[...] = bits(b)

@@ -27,6 +27,7 @@ from ..layouts import (
     scale_shape,
 )
 from ..reference.scale_layouts import is_in_e8m0
+from ..results import Scaled, check_block_scales
 from ..runtime import Kernel, Variant, error_word, executor_of
 from . import checks
 from .layouts import swizzle_scales, unswizzle_scales
@@ -115,6 +116,17 @@ def convert_scales(scale_inv: Array, *, source: str, target: str, shape: tuple[i
     elif plan.grid:
         plan.variant.launch(scales, plan.grid, at, out_at, error_word(scales) if plan.may_be_wrong else 0, *plan.members)
     return out
+
+
+def with_compact_scales(s: Scaled, name: str, dtype: np.dtype[Any] | None = None) -> Scaled:
+    """A Scaled whose scales are compact: itself, or converted into new memory. dtype: that words of E8M0 scales (deepgemm_sm100) get."""
+    if s.scale_layout == "compact":
+        return s
+    check_block_scales(s, name)
+    if not isinstance(s.scale_inv, np.ndarray) and runtime.capturing(s.scale_inv.data.device_id):
+        raise ValueError(f"{name}: {s.scale_layout} scales are made compact in new memory, which cannot be had while a CUDA graph is "
+                         f"captured; take {name}.to_layout('compact') before the capture")
+    return s.to_layout("compact", dtype=dtype if s.scale_layout == "deepgemm_sm100" else None)
 
 
 def _as_tuple(shape: Any) -> tuple[int, ...]:
