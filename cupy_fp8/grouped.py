@@ -124,24 +124,29 @@ class Grouped(Result):
 
     def dequantize(self, dtype: Any = np.float32, *, out: Array | None = None) -> Array:
         """The values [M, K]; rows that no group has are 0. Waits for the device where offsets live there, then one launch per group.
-        out : array of this shape and dtype, written and returned."""
+        out : array of this shape and dtype, written and returned. Raises TypeError, ValueError before anything is written to it."""
         if self._plain:
             raise TypeError(f"dequantize: plain {self.dtype} values are not quantised; use astype on .data")
         from .ops import checks
-        from .ops.dequantize import dequantize
+        from .ops.dequantize import check_call, dequantize
 
         to, data = lookup(dtype, INPUT_DTYPES, "dtype").dtype, self._any
         sizes, offsets = self._places()
-        if out is None:
-            out = zeros(self.shape, to, like=data)
-        else:
+        if out is not None:
             checks.destination(out, self.shape, to, data, backend.module_of(data), checks.address(data))
+        result: Array = zeros(self.shape, to, like=data) if out is None else out
+        members = list(map(self._members(sizes, offsets), range(len(self))))
+        flat, length = result.reshape(-1), self.shape[1]
+        parts = [flat[at : at + size * length].reshape(size, length) for at, size in zip(offsets, sizes, strict=False)]
+        if out is not None:                                 # a member that is refused must not leave others written
+            scales = self.scale_inv if self.columnwise_scale_inv is None or self.scale_inv is not None else self.columnwise_scale_inv
+            checks.separate(checks.address(out), out.nbytes, checks.address(scales), checks.extent(scales), "out", "q.scale_inv")
+            for member, part in zip(members, parts, strict=True):
+                check_call(member, to, part)
             bits(out).fill(0)
-        flat, member_of = out.reshape(-1), self._members(sizes, offsets)
-        for i in range(len(self)):
-            member = member_of(i)
-            dequantize(member, dtype=dtype, out=flat[offsets[i] : offsets[i] + sizes[i] * self.shape[1]].reshape(member.shape))
-        return out
+        for member, part in zip(members, parts, strict=True):
+            dequantize(member, dtype=dtype, out=part)
+        return result
 
     @property
     def _plain(self) -> bool:
@@ -159,8 +164,12 @@ class Grouped(Result):
             if capturing(self.offsets.data.device_id):
                 raise ValueError("Grouped: members are found by their offsets on the device, which cannot be waited for while a CUDA graph "
                                  "is captured")
-        sizes, offsets = asnumpy(self.splits).tolist(), asnumpy(self.offsets).tolist()
         rows, columns = self.shape
+        for name, a, length in (("offsets", self.offsets, len(self.splits) + 1), ("rowwise", self.rowwise, rows * columns),
+                                ("columnwise", self.columnwise, rows * columns)):
+            if a is not None and a.shape != (length,):
+                raise ValueError(f"{name}: expected shape ({length},), got {a.shape}")
+        sizes, offsets = asnumpy(self.splits).tolist(), asnumpy(self.offsets).tolist()
         for i, (size, offset) in enumerate(zip(sizes, offsets[:-1], strict=True)):
             if size < 0 or offset < 0 or offset + size * columns > rows * columns:
                 raise ValueError(f"splits: group {i} of {size} rows at element {offset} is not within the {rows} x {columns} elements "
@@ -192,6 +201,8 @@ class Grouped(Result):
         """What gives the scales of a direction of the i-th group."""
         if self.block is None:
             per_tensor = cast(Array, self.scale_inv)
+            if per_tensor.shape != (len(sizes),):
+                raise ValueError(f"scale_inv: expected shape ({len(sizes)},), one for each group, got {per_tensor.shape}")
             return lambda name, i: per_tensor[i : i + 1]
         layout = cast(str, self.scale_layout)
         directions: dict[str, tuple[Array, tuple[int | None, int | None], bool, list[int]]] = {}
@@ -206,6 +217,9 @@ class Grouped(Result):
         def scales(name: str, i: int) -> Array:
             flat, block, transposed, at = directions[name]
             shape = scale_shape((sizes[i], self.shape[1]), block, layout, transposed)
+            if flat.size < at[i] + prod(shape):
+                raise ValueError(f"{'columnwise_' if name == 'columnwise' else ''}scale_inv: group {i} has scales {at[i]} to "
+                                 f"{at[i] + prod(shape)}, got {flat.size}")
             return flat[at[i] : at[i] + prod(shape)].reshape(shape)         # of whole columns of no rows: none
 
         return scales

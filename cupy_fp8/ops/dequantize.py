@@ -53,10 +53,7 @@ def dequantize(q: Scaled | Quantized | Grouped, *, dtype: Any = float32, out: Ar
         return kept.dequantize(s, to, out)
     if s.block is not None and s.scale_layout == "deepgemm_sm100":
         s = _unpacked(s)
-    data, xp, at = checks.source(s.data, FP8_DTYPES, "q.data")
-    stored = swap_last(s.shape) if s.transposed else s.shape
-    if data.shape != stored:
-        raise ValueError(f"q.data: expected shape {stored} for the logical shape {s.shape}, got {data.shape}")
+    data, xp, at = _data(s)
     if s.block is not None:
         return _Blocks(s, data, xp, at).dequantize(s, to, out)
     scale_at = checks.one_f32(s.scale_inv, data, xp, "q.scale_inv")
@@ -72,13 +69,44 @@ def dequantize(q: Scaled | Quantized | Grouped, *, dtype: Any = float32, out: Ar
     return result
 
 
+def check_call(q: Scaled | Quantized, to: np.dtype[Any], out: Array) -> None:
+    """All validation of `dequantize` with out= and nothing else: for callers that make several such calls or none."""
+    s = q if isinstance(q, Scaled) else q._any
+    data, xp, at = _data(s)
+    if s.block is None:
+        scale_at, scale_bytes = checks.one_f32(s.scale_inv, data, xp, "q.scale_inv"), 4
+    elif s.scale_layout == "deepgemm_sm100":
+        _check_unpacked(s, xp)
+        scale_at, scale_bytes = checks.address(s.scale_inv), checks.extent(s.scale_inv)
+    else:
+        blocks = _Blocks(s, data, xp, at)
+        scale_at, scale_bytes = blocks.scale_at, blocks.scale_bytes
+    result_at = checks.destination(out, s.shape, to, data, xp, at)
+    checks.separate(result_at, out.nbytes, scale_at, scale_bytes, "out", "q.scale_inv")
+
+
+def _data(s: Scaled) -> tuple[Array, Any, int]:
+    """(data ready for a kernel, their module, their address)."""
+    data, xp, at = checks.source(s.data, FP8_DTYPES, "q.data")
+    stored = swap_last(s.shape) if s.transposed else s.shape
+    if data.shape != stored:
+        raise ValueError(f"q.data: expected shape {stored} for the logical shape {s.shape}, got {data.shape}")
+    return data, xp, at
+
+
 def _unpacked(s: Scaled) -> Scaled:
     """With compact scales instead of words, which no kernel here reads."""
+    _check_unpacked(s, None)
+    return s.to_layout("compact")
+
+
+def _check_unpacked(s: Scaled, xp: Any) -> None:
+    if xp is not None:
+        backend.require_module(s.scale_inv, xp, "q.scale_inv")
     check_block_scales(s, "q")
     if not isinstance(s.scale_inv, np.ndarray) and runtime.capturing(s.scale_inv.data.device_id):
         raise ValueError("q: deepgemm_sm100 scales are unpacked into new memory, which cannot be done while a CUDA graph is captured; "
                          "dequantise q.to_layout('compact')")
-    return s.to_layout("compact")
 
 
 #: A variant, its blocks, and the members of its struct after the addresses.
