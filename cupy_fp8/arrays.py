@@ -14,6 +14,9 @@ import numpy as np
 from . import backend
 from .formats import FORMATS
 
+__all__ = ["Array", "Shape", "asarray", "asnumpy", "bytes_equal", "concatenate", "empty", "empty_like",
+           "full", "zeros"]
+
 Array = Any     # numpy.ndarray or cupy.ndarray
 Shape = int | Sequence[int]
 

@@ -19,6 +19,8 @@ from .ops.multi import Recipe, check_call, multi_quantize
 from .recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, check_directions
 from .results import Quantized
 
+__all__ = ["WeightCache"]
+
 
 class WeightCache:
     """Quantised weights, kept from call to call: a training step with several micro-batches quantises its weights once.

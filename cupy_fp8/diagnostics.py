@@ -17,6 +17,8 @@ from .reference.aware import target_exponent
 from .reference.numerics import widen
 from .results import Quantized, Scaled
 
+__all__ = ["BlockReport", "ErrorReport", "SpanReport", "Vanished", "blocks", "error", "scale_span"]
+
 #: Elements whose f64 intermediates exist at one time (eight arrays of 8 MB).
 CHUNK = 1 << 20
 
@@ -399,3 +401,7 @@ def _html(facts: dict[str, str]) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in facts)
     body = "".join(f"<td>{escape(text)}</td>" for text in facts.values())
     return f"<table><tr>{head}</tr><tr>{body}</tr></table>"
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

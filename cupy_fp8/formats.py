@@ -11,6 +11,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+__all__ = ["BYTE_DTYPES", "FORMATS", "FP8_DTYPES", "INPUT_DTYPES", "Format", "bfloat16", "finfo",
+           "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float16", "float32"]
+
 float8_e4m3fn = np.dtype(ml_dtypes.float8_e4m3fn)
 float8_e5m2 = np.dtype(ml_dtypes.float8_e5m2)
 float8_e8m0fnu = np.dtype(ml_dtypes.float8_e8m0fnu)

@@ -17,6 +17,8 @@ from .formats import INPUT_DTYPES, float32, lookup
 from .layouts import SCALE_DTYPES, cdiv, group_scales, group_unit, grouped_scale_shape, scale_shape
 from .results import Quantized, Scaled, block_text, facts_table
 
+__all__ = ["Grouped"]
+
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 

@@ -13,6 +13,8 @@ import numpy as np
 
 from .formats import float8_e8m0fnu, float32, int32
 
+__all__ = ["SCALE_DTYPES", "grouped_scale_shape", "scale_shape"]
+
 #: The layouts of block scales, and the dtypes that scales have in them (int32: words of four E8M0 scales).
 SCALE_DTYPES: dict[str, tuple[np.dtype[Any], ...]] = {
     "compact": (float8_e8m0fnu, float32), "swizzled": (float8_e8m0fnu,), "gemm_ready": (float32,), "deepgemm_sm90": (float32,),

@@ -16,6 +16,8 @@ from .formats import FORMATS, FP8_DTYPES, float8_e4m3fn, float8_e8m0fnu, float32
 from .layouts import scale_shape
 from .results import Quantized, Scaled, swap_last
 
+__all__ = ["BlockScaling", "CurrentScaling", "DelayedScaling", "MXScaling"]
+
 ALGORITHMS = ("max", "most_recent")
 MX_MODES = ("rceil", "floor", "ceil", "even")
 MX_PROFILES = ("te", "torchao")

@@ -14,6 +14,8 @@ from .arrays import Array, Result, Shape, _as_shape, bits
 from .formats import FP8_DTYPES, float32, names
 from .layouts import SCALE_DTYPES, scale_shape
 
+__all__ = ["Quantized", "Scaled"]
+
 
 @dataclass(frozen=True, eq=False)
 class Scaled(Result):

@@ -11,6 +11,8 @@ from . import backend
 from .arrays import Array, Result, address, is_contiguous
 from .results import facts_table
 
+__all__ = ["Routing"]
+
 #: What kernels keep of a token, or of all experts, in shared memory.
 MOST_EXPERTS = 1024
 

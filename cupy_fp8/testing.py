@@ -17,6 +17,9 @@ from .layouts import scale_shape
 from .results import Quantized, Scaled, swap_last
 from .routing import Routing
 
+__all__ = ["EXECUTORS", "Executor", "arrays", "assert_bytes_equal", "executor", "executor_problem",
+           "mx_results", "scales"]
+
 EXECUTORS = ("reference", "host", "cuda")
 
 
@@ -169,3 +172,7 @@ def mx_results(*, max_side: int = 140) -> Any:
 def _random_bits(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int) -> np.ndarray:
     storage = FORMATS[dtype].storage
     return np.random.default_rng(seed).integers(0, np.iinfo(storage).max, shape, storage, endpoint=True).reshape(shape).view(dtype)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]
