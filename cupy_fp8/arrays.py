@@ -26,7 +26,7 @@ def empty(shape: Shape, dtype: Any, *, like: Any = None) -> Array:
 
     like: an array (its kind and device), 'numpy' / 'cupy' or the module; default `cupy_fp8.xp`.
     """
-    xp, dtype, shape = backend.like_module(like), np.dtype(dtype), _as_shape(shape)
+    xp, dtype, shape = backend.like_module(like), _as_dtype(dtype), _as_shape(shape)
     if isinstance(like, xp.ndarray):
         return empty_beside(like, shape, dtype)
     return np.empty(shape, dtype) if xp is np else _cupy_empty(xp, shape, dtype)
@@ -63,11 +63,19 @@ def full(shape: Shape, fill_value: float, dtype: Any, *, like: Any = None) -> Ar
     """A new array whose every element is `fill_value`, rounded as `astype` rounds it (saturating, NaN as 0x7F)."""
     from .reference.numerics import narrow
 
-    out = empty(shape, dtype, like=like)
-    if out.dtype in FORMATS:
+    dtype, given = _as_dtype(dtype), cast(Any, fill_value)
+    if isinstance(given, (str, bytes, list, tuple, dict, set)) or np.ndim(given):
+        raise TypeError(f"fill_value: expected a number, got {given!r}")
+    try:
         with np.errstate(over="ignore"):
-            value = narrow(np.asarray([fill_value], np.float32), out.dtype)
-        bits(out).fill(bits(value)[0])
+            value = np.asarray([given], np.float32 if dtype in FORMATS else dtype)
+    except OverflowError:
+        raise ValueError(f"fill_value: expected a number that {dtype} holds, got an integer of {int(given).bit_length()} bits") from None
+    except (TypeError, ValueError):
+        raise TypeError(f"fill_value: expected a number, got {fill_value!r}") from None
+    out = empty(shape, dtype, like=like)
+    if dtype in FORMATS:
+        bits(out).fill(bits(narrow(value, dtype))[0])
     else:
         out.fill(fill_value)
     return out
@@ -85,7 +93,7 @@ def asarray(a: Any, dtype: Any = None, *, like: Any = None) -> Array:
     Arrays keep their kind unless `like` says otherwise; lists and scalars become arrays of `like` (default
     `cupy_fp8.xp`). Conversions between the formats of this library are `astype`'s (saturating).
     """
-    dtype = None if dtype is None else np.dtype(dtype)
+    dtype = None if dtype is None else _as_dtype(dtype)
     if is_array(a):
         target = backend.module_of(a) if like is None else backend.like_module(like)
     else:
@@ -118,11 +126,19 @@ def _move(a: Array, target: Any) -> Array:
     return (target.asarray(raw) if source is np else raw.get()).view(a.dtype)
 
 
-def concatenate(arrays: Sequence[Array], axis: int = 0) -> Array:
+def concatenate(arrays: Any, axis: int = 0) -> Array:
     """The arrays (of one dtype and kind) joined along `axis`."""
+    if (not isinstance(arrays, Sequence) and not is_array(arrays)) or isinstance(arrays, (str, bytes)):
+        raise TypeError(f"arrays: expected a list of arrays, got {type(arrays).__name__}")
+    try:
+        axis = operator.index(axis)
+    except TypeError:
+        raise TypeError(f"axis: expected an integer, got {axis!r}") from None
     if len(arrays) == 0:
         raise ValueError("concatenate: expected at least one array, got none")
     xp, dtype = backend.module_of(arrays[0], "arrays[0]"), arrays[0].dtype
+    if not -arrays[0].ndim <= axis < arrays[0].ndim:
+        raise ValueError(f"axis: expected one of the {arrays[0].ndim} axes of arrays[0], got {axis if abs(axis) < 2**63 else 'a huge one'}")
     for i, a in enumerate(arrays):
         backend.require_module(a, xp, f"arrays[{i}]")
         if a.dtype != dtype:
@@ -236,7 +252,22 @@ def _is_cupy(a: Any) -> bool:
 
 
 def _as_shape(shape: Shape) -> tuple[int, ...]:
-    result = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(operator.index(extent) for extent in shape)
+    try:
+        result = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(operator.index(extent) for extent in shape)
+    except TypeError:
+        raise TypeError(f"shape: expected an integer or a sequence of integers, got {shape!r}") from None
     if any(extent < 0 for extent in result):
         raise ValueError(f"shape: expected extents of zero or more, got {result}")
+    if any(extent > _MOST for extent in result):
+        raise ValueError(f"shape: expected extents of at most 2**63 - 1, got one of {max(result).bit_length()} bits")
     return result
+
+
+_MOST = 2**63 - 1
+
+
+def _as_dtype(dtype: Any) -> np.dtype[Any]:
+    try:
+        return np.dtype(dtype)
+    except (TypeError, ValueError):
+        raise TypeError(f"dtype: expected a dtype, its type or its name, got {dtype!r}") from None

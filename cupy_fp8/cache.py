@@ -15,6 +15,7 @@ import numpy as np
 
 from . import backend
 from .arrays import Array, is_array
+from .formats import flags
 from .ops.multi import Recipe, check_call, multi_quantize
 from .recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, check_directions
 from .results import Quantized
@@ -69,6 +70,8 @@ class WeightCache:
         """
         if not isinstance(weights, (list, tuple)):
             raise TypeError(f"weights: expected a list, got {type(weights).__name__}")
+        if {type(rowwise), type(columnwise), type(update)} != _FLAGS:
+            flags(rowwise=rowwise, columnwise=columnwise, update=update)
         call = _identities(weights), _shapes(weights), rowwise, columnwise
         if not update and noop is None:
             last, found = self._last
@@ -166,6 +169,7 @@ class WeightCache:
         return f"WeightCache({self.recipe!r}: {len(self)} weights, {self.nbytes:,} bytes)"
 
 
+_FLAGS: set[type] = {bool}
 _MOST_HITS = 256            # different lists of weights, of which one is short
 #: Held while what a cache knows changes. One for all caches, so that each can be copied; reentrant, since weights may die meanwhile.
 _LOCK = threading.RLock()

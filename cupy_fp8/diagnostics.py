@@ -262,7 +262,7 @@ def scale_span(q: Scaled | Quantized, *, block: int | None = None) -> SpanReport
         raise ValueError(f"q: expected row-wise blocks (1, B), got {part.block or 'one scale for the tensor'}; those of column-wise data "
                          "are in its .T")
     rows = part.block[1] if block is None else block
-    if not isinstance(rows, (int, np.integer)) or rows < 1:
+    if not isinstance(rows, (int, np.integer)) or not 1 <= rows < 2**63:
         raise ValueError(f"block: expected how many rows share a scale, an integer of 1 or more, got {rows!r}")
     s = part.to_layout("compact")
     codes, scales = asnumpy(s.data), widen(asnumpy(s.scale_inv))

@@ -95,5 +95,20 @@ def lookup(dtype: Any, allowed: tuple[np.dtype[Any], ...], what: str) -> Format:
     return FORMATS[dtype]
 
 
+def flag(value: Any, what: str) -> bool:
+    """True or False of a bool, a NumPy bool or an integer; a TypeError for anything else, whose truth would be a guess."""
+    if value is True or value is False:
+        return value
+    if not isinstance(value, (int, np.bool_, np.integer)):
+        raise TypeError(f"{what}: expected True or False, got {value!r}")
+    return bool(value)
+
+
+def flags(**given: Any) -> None:
+    """`flag` of each, by its name."""
+    for what, value in given.items():
+        flag(value, what)
+
+
 def names(dtypes: tuple[np.dtype[Any], ...]) -> str:
     return ", ".join(d.name for d in dtypes)

@@ -12,7 +12,7 @@ import numpy as np
 
 from . import backend
 from .arrays import Array, Shape, _as_shape, empty, empty_beside
-from .formats import FORMATS, FP8_DTYPES, float8_e4m3fn, float8_e8m0fnu, float32, lookup
+from .formats import FORMATS, FP8_DTYPES, flags, float8_e4m3fn, float8_e8m0fnu, float32, lookup
 from .layouts import scale_shape
 from .results import Quantized, Scaled, swap_last
 
@@ -158,7 +158,7 @@ class DelayedScaling(_PerTensor):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", lookup(self.dtype, FP8_DTYPES, "dtype").dtype)
-        if self.algo not in ALGORITHMS:
+        if not isinstance(self.algo, str) or self.algo not in ALGORITHMS:
             raise ValueError(f"algo: expected one of {ALGORITHMS}, got {self.algo!r}")
         if not isinstance(self.history_len, (int, np.integer)) or self.history_len < 1:
             raise ValueError(f"history_len: expected an integer of 1 or more, got {self.history_len!r}")
@@ -345,6 +345,8 @@ def empty_mx(forms: Mapping[str, Form], block: tuple[int, int], allocate: Callab
 
 def _wrapped(buffers: Mapping[str, tuple[Array, Array]], forms: Mapping[str, Form]) -> dict[str, Scaled]:
     """The caller's arrays as parts of these forms."""
+    if not isinstance(buffers, Mapping):
+        raise TypeError(f"buffers: expected a dict of (data, scale_inv) pairs, got {type(buffers).__name__}")
     if sorted(buffers) != sorted(forms):
         raise ValueError(f"buffers: expected a (data, scale_inv) pair for each of {list(forms)}, got {sorted(buffers)}")
     return {name: _wrap(name, buffers[name], form) for name, form in forms.items()}
@@ -372,6 +374,7 @@ def dbias_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def check_directions(shape: tuple[int, ...], rowwise: bool, columnwise: bool, dbias: bool = False) -> None:
+    flags(rowwise=rowwise, columnwise=columnwise, dbias=dbias)
     if not (rowwise or columnwise):
         raise ValueError("rowwise, columnwise: expected at least one of them, got neither")
     if columnwise and len(shape) < 2:

@@ -11,7 +11,7 @@ import numpy as np
 
 from . import backend
 from .arrays import Array, Result, Shape, _as_shape, bits
-from .formats import FP8_DTYPES, float32, names
+from .formats import FP8_DTYPES, flag, float32, names
 from .layouts import SCALE_DTYPES, scale_shape
 
 __all__ = ["Quantized", "Scaled"]
@@ -41,7 +41,7 @@ class Scaled(Result):
 
     def __init__(self, data: Array, scale_inv: Array, shape: Shape, transposed: bool = False,
                  block: Sequence[int | None] | None = None, scale_layout: str | None = None) -> None:
-        self.__dict__.update(data=data, scale_inv=scale_inv, shape=_as_shape(shape), transposed=bool(transposed),
+        self.__dict__.update(data=data, scale_inv=scale_inv, shape=_as_shape(shape), transposed=flag(transposed, "transposed"),
                              block=tuple(block) if isinstance(block, list) else block, scale_layout=scale_layout)
         _check_parts(self)
 

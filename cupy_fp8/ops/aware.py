@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import backend, reference, runtime
 from ..arrays import Array, asnumpy, bits, empty_beside, is_contiguous
-from ..formats import FORMATS, FP8_DTYPES, float8_e4m3fn, float8_e8m0fnu, float32
+from ..formats import FORMATS, FP8_DTYPES, flag, float8_e4m3fn, float8_e8m0fnu, float32
 from ..layouts import cdiv, round_up, scale_shape
 from ..reference.aware import exponents, row_scale_rows, target_rows
 from ..results import Quantized, Scaled, swap_last
@@ -95,11 +95,11 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
     ([[448.0, 4.0], [256.0, 256.0]], [[1.0, 0.0078125, 0.0, 0.0]])
     """
     given = _rowwise(q)
-    if target not in TARGETS:
+    if not isinstance(target, str) or target not in TARGETS:
         raise ValueError(f"target: expected one of {TARGETS}, got {target!r}")
-    if scale_layout not in _LAYOUTS:
+    if not isinstance(scale_layout, str) or scale_layout not in _LAYOUTS:
         raise ValueError(f"scale_layout: expected one of {_LAYOUTS}, got {scale_layout!r}"
-                         f"{'; .to_layout converts' if scale_layout == 'swizzled' else ''}")
+                         f"{'; .to_layout converts' if isinstance(scale_layout, str) and scale_layout == 'swizzled' else ''}")
     if given.block == _SQUARE:
         return _transposed_squares(given, splits, scale_layout, out)
     source = _source(given)
@@ -108,7 +108,7 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
     groups = sizes.NO_GROUPS if splits is None else sizes.read(splits, data, xp, check)
     if groups.host is not None:
         sizes.check_at_most(groups.host, s.shape[0])
-    if xp is np or check:
+    if flag(check, "check") or xp is np:
         source.check_scales(None if groups.host is None else sum(groups.host.tolist()))
     if out is None:
         if by_reference:

@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import reference
 from ..arrays import Array, bits, empty_beside
-from ..formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e4m3fn, float32, lookup
+from ..formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flags, float8_e4m3fn, float32, lookup
 from ..recipes import check_directions, checked_eps, dbias_shape, empty_per_tensor
 from ..results import Quantized, Scaled, swap_last
 from ..runtime import Kernel, Variant, executor_of
@@ -25,6 +25,9 @@ _CAST_TRANSPOSE = Kernel("cast", "cast_transpose", "9P3qfII")
 #: The fastest on an H200 of those tried (docs/performance.md).
 _COLUMNWISE = tiles.Tile(256, 128, down_first=True)
 _COLUMNWISE_SUMS = tiles.Tile(128, 128, down_first=True)
+
+#: The types of flags that need no second look.
+_FLAGS: set[type] = {bool}
 
 
 def quantize_tensor(x: Array, scale: Any = None, *, dtype: Any = float8_e4m3fn, rowwise: bool = True, columnwise: bool = False,
@@ -74,6 +77,10 @@ def quantize_tensor(x: Array, scale: Any = None, *, dtype: Any = float8_e4m3fn, 
     """
     fmt = lookup(dtype, FP8_DTYPES, "dtype")
     x, xp, at = checks.source(x, INPUT_DTYPES)
+    if {type(rowwise), type(columnwise), type(transposed), type(dbias), type(pow2_scale)} != _FLAGS:
+        flags(rowwise=rowwise, columnwise=columnwise, transposed=transposed, dbias=dbias, pow2_scale=pow2_scale)
+    if type(eps) is not float and hasattr(eps, "__len__"):
+        checked_eps(eps)
     current_rule = None if scale is not None else (scale_target(fmt.dtype, 0), checked_eps(eps), bool(pow2_scale))
     scale_at, scale_value = (0, 0.0) if scale is None else checks.scalar_or_one_f32(scale, x, xp, "scale")
     if scale is not None and (eps or pow2_scale):

@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import reference
 from ..arrays import Array, bits, empty_beside
-from ..formats import BYTE_DTYPES, FORMATS, FP8_DTYPES, INPUT_DTYPES, lookup
+from ..formats import BYTE_DTYPES, FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, lookup
 from ..results import swap_last
 from ..runtime import Kernel, Variant, executor_of
 from . import checks, flat, tiles
@@ -40,6 +40,7 @@ def astype(a: Array, dtype: Any, saturate: bool = True, *, out: Array | None = N
     [56, 126, 170]
     """
     to = lookup(dtype, _ALL_DTYPES, "dtype")
+    saturate = flag(saturate, "saturate")
     a, xp, at = checks.source(a, _ALL_DTYPES, "a")
     if executor_of(xp) == "reference":
         return store(reference.astype(a, to.dtype, saturate), out, a)

@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import backend, reference
 from ..arrays import Array, is_contiguous
-from ..formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float32
+from ..formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float32
 from ..grouped import Grouped
 from ..layouts import cdiv, padded_rows, round_up
 from ..recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, check_directions, checked_eps
@@ -134,7 +134,7 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
     shape = _result_rows(groups, len(x), align), x.shape[1]
     plan, described = None, group_forms.describing(groups, offsets is not None, align)
     if isinstance(recipe, (BlockScaling, MXScaling)):
-        plan = group_blocks.plan(shape, x.dtype, recipe, bool(rowwise), bool(columnwise))
+        plan = group_blocks.plan(shape, x.dtype, recipe, flag(rowwise, "rowwise"), flag(columnwise, "columnwise"))
         form = group_blocks.form(plan, described, number)
     else:
         form = _form(shape, described, number, recipe.dtype, rowwise, columnwise)

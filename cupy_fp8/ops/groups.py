@@ -94,8 +94,8 @@ def unpad_groups(y: Array | Scaled, splits: Any, align: int, *, rows: int | None
     source, xp = _rows(y, "y")
     if rows is None:
         rows = source.number if out is None else _rows_of(out)
-    elif (rows := integer(rows, "rows")) < 0:
-        raise ValueError(f"rows: expected 0 or more, got {rows}")
+    elif not 0 <= (rows := integer(rows, "rows")) < 2**63:
+        raise ValueError(f"rows: expected 0 or more, got {rows}" if rows < 0 else "rows: expected less than 2**63")
     groups = read(splits, source.array, xp, check)
     if groups.host is not None:
         _check_padded_sizes(groups.host, align, source.number, rows)

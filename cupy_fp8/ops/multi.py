@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import backend, reference
 from ..arrays import Array, empty_beside
-from ..formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e4m3fn, float32, lookup
+from ..formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, float32, lookup
 from ..recipes import (
     BlockScaling,
     CurrentScaling,
@@ -137,6 +137,7 @@ def check_call(xs: Sequence[Array], recipe: Recipe, *, rowwise: bool, columnwise
 
 
 def _options(recipe: Recipe, rowwise: bool, columnwise: bool, scales: Any, amaxes: Any) -> _Options | multi_blocks.Options:
+    rowwise, columnwise = flag(rowwise, "rowwise"), flag(columnwise, "columnwise")
     if isinstance(recipe, DelayedScaling):
         if scales is None:
             raise ValueError("scales: delayed scaling needs the scales that earlier steps determined, got None")
@@ -150,8 +151,8 @@ def _options(recipe: Recipe, rowwise: bool, columnwise: bool, scales: Any, amaxe
             raise TypeError(f"recipe: expected DelayedScaling, CurrentScaling, BlockScaling or MXScaling, got {type(recipe).__name__}")
         if scales is not None or amaxes is not None:
             raise ValueError("scales, amaxes: belong to per-tensor recipes; blocks take their scales from their own elements")
-        return multi_blocks.Options(recipe, bool(rowwise), bool(columnwise))
-    return _Options(recipe.dtype, bool(rowwise), bool(columnwise), rule)
+        return multi_blocks.Options(recipe, rowwise, columnwise)
+    return _Options(recipe.dtype, rowwise, columnwise, rule)
 
 
 class _Options(NamedTuple):

@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import reference
 from ..arrays import Array, empty_beside
-from ..formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e4m3fn, float32, lookup
+from ..formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, float32, lookup
 from ..layouts import SWIZZLE_COLUMNS, cdiv, scale_grid
 from ..recipes import Form, check_mx_options, empty_mx, mx_forms
 from ..results import Quantized
@@ -102,7 +102,8 @@ class Plan(forms.Plan):
     def __init__(self, shape: tuple[int, ...], source: np.dtype[Any], swapped: bool, options: tuple[Any, ...]) -> None:
         dtype, rowwise, columnwise, transposed, mode, profile, block, scale_layout = options
         check_mx_options(mode, profile, block, scale_layout)
-        found = mx_forms(forms.logical(shape, swapped), dtype, bool(rowwise), bool(columnwise), bool(transposed), block, scale_layout)
+        switches = flag(rowwise, "rowwise"), flag(columnwise, "columnwise"), flag(transposed, "transposed")
+        found = mx_forms(forms.logical(shape, swapped), dtype, *switches, block, scale_layout)
         names = ("columnwise", "rowwise") if swapped else ("rowwise", "columnwise")
         fast, slow = (found.get(name) for name in names)
         stored = forms.stored(fast, swapped), forms.stored(slow, swapped)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Iterator
 from math import prod
 from typing import Any, NamedTuple
@@ -198,10 +199,12 @@ def unpermute_backward(grad: Array, y: Array | None, routing: Routing, *, probs:
            [ 1. ,  1.5]], dtype=float32), array([[23.,  5.]], dtype=float32))
     """
     if probs is None:
-        if out is None:
-            return permute(grad, routing), None
-        permute(grad, routing, out=_pair(out)[0])
-        return out
+        pair = (None, None) if out is None else _pair(out)
+        try:
+            moved = permute(grad, routing, out=pair[0])
+        except (TypeError, ValueError) as error:
+            raise type(error)(re.sub(r"^x\b", "grad", str(error))) from None
+        return (moved, None) if out is None else out
     key = kept.key(routing, out, unpermute_backward, grad, y, probs)
     if kept.launch_again(routing, key):
         return out

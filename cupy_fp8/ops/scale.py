@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import backend, reference
 from ..arrays import Array, bits, empty_beside
-from ..formats import FORMATS, FP8_DTYPES, float8_e4m3fn, float32, lookup
+from ..formats import FORMATS, FP8_DTYPES, flag, float8_e4m3fn, float32, lookup
 from ..recipes import ALGORITHMS, checked_eps, checked_margin
 from ..reference.numerics import times_power_of_two
 from ..runtime import Kernel, Variant, executor_of, multiprocessors
@@ -45,6 +45,7 @@ def compute_scale(amax: Array, *, dtype: Any = float8_e4m3fn, margin: int = 0, e
     >>> fp8.compute_scale(np.array([3.5, 0.0, 3.0], np.float32), pow2_scale=True).tolist()
     [128.0, 1.0, 128.0]
     """
+    pow2_scale = flag(pow2_scale, "pow2_scale")
     fmt = lookup(dtype, FP8_DTYPES, "dtype")
     target, floor = scale_target(fmt.dtype, checked_margin(margin)), checked_eps(eps)
     amax, xp, at = checks.source(amax, (float32,), "amax")
@@ -61,7 +62,7 @@ def compute_scale(amax: Array, *, dtype: Any = float8_e4m3fn, margin: int = 0, e
     result_at = checks.destination(result, amax.shape, float32, amax, xp, at)
     if amax.size:
         blocks, vector = flat.grid(amax.size, amax.shape, 4, 4, at, result_at)
-        _compute_scale_variant().launch(amax, blocks, at, result_at, amax.size, target, floor, int(bool(pow2_scale)), vector)
+        _compute_scale_variant().launch(amax, blocks, at, result_at, amax.size, target, floor, int(pow2_scale), vector)
     return result
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import backend, reference, runtime
 from ..arrays import Array, _as_shape, asnumpy, bits, empty_beside, is_contiguous
-from ..formats import FORMATS, float8_e8m0fnu, float32, int32, names
+from ..formats import FORMATS, flag, float8_e8m0fnu, float32, int32, names
 from ..layouts import (
     PACKED,
     PADDED_TO,
@@ -82,10 +82,15 @@ def convert_scales(scale_inv: Array, *, source: str, target: str, shape: tuple[i
     True
     """
     xp = np if isinstance(scale_inv, np.ndarray) else backend.module_of(scale_inv, "scale_inv")
+    for name, layout in (("source", source), ("target", target)):
+        if not isinstance(layout, str):
+            raise ValueError(f"{name}: expected one of {tuple(SCALE_DTYPES)}, got {layout!r}")
     strides = None
     if source == "compact" and scale_inv.ndim >= 2 and not is_contiguous(scale_inv):
         strides = checks.matrix_strides(scale_inv)
     shape, block = shape if isinstance(shape, tuple) else _as_tuple(shape), tuple(block) if isinstance(block, list) else block
+    if not isinstance(block, tuple) or not all(b is None or isinstance(b, (int, np.integer)) for b in block):
+        scale_shape(shape, block, target)                   # which says what a block is
     plan = _plan(source, target, shape, block, scale_inv.dtype, None if dtype is None else _as_dtype(dtype), strides)
     if scale_inv.shape != plan.source_shape:
         raise ValueError(f"scale_inv: expected shape {plan.source_shape} ({source} scales of blocks {block} of shape {shape}), got "
@@ -94,7 +99,7 @@ def convert_scales(scale_inv: Array, *, source: str, target: str, shape: tuple[i
         scales, _, at = checks.source(scale_inv, (scale_inv.dtype,), "scale_inv")
     else:
         scales, at = scale_inv, checks.address(scale_inv)
-    if plan.may_be_wrong and (xp is np or check):
+    if (flag(check, "check") or xp is np) and plan.may_be_wrong:
         _check_powers_of_two(scale_inv, plan.used)
     if out is None:
         checks.may_allocate(scales)
