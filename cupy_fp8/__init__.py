@@ -62,3 +62,7 @@ def __getattr__(name: str) -> Any:
     if name == "testing":
         return import_module(".testing", __name__)
     raise AttributeError(f"module 'cupy_fp8' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "xp", "testing", "reference", *(name for name in globals() if name.startswith("__"))]

@@ -6,13 +6,16 @@ No kernels here; `astype` and `transpose` are ops (cupy_fp8.ops.convert.astype).
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
 
 from . import backend
 from .formats import FORMATS
+
+__all__ = ["Array", "Shape", "asarray", "asnumpy", "bytes_equal", "concatenate", "empty", "empty_like",
+           "full", "zeros"]
 
 Array = Any     # numpy.ndarray or cupy.ndarray
 Shape = int | Sequence[int]
@@ -23,7 +26,7 @@ def empty(shape: Shape, dtype: Any, *, like: Any = None) -> Array:
 
     like: an array (its kind and device), 'numpy' / 'cupy' or the module; default `cupy_fp8.xp`.
     """
-    xp, dtype, shape = backend.like_module(like), np.dtype(dtype), _as_shape(shape)
+    xp, dtype, shape = backend.like_module(like), _as_dtype(dtype), _as_shape(shape)
     if isinstance(like, xp.ndarray):
         return empty_beside(like, shape, dtype)
     return np.empty(shape, dtype) if xp is np else _cupy_empty(xp, shape, dtype)
@@ -60,11 +63,19 @@ def full(shape: Shape, fill_value: float, dtype: Any, *, like: Any = None) -> Ar
     """A new array whose every element is `fill_value`, rounded as `astype` rounds it (saturating, NaN as 0x7F)."""
     from .reference.numerics import narrow
 
-    out = empty(shape, dtype, like=like)
-    if out.dtype in FORMATS:
+    dtype, given = _as_dtype(dtype), cast(Any, fill_value)
+    if isinstance(given, (str, bytes, list, tuple, dict, set)) or np.ndim(given):
+        raise TypeError(f"fill_value: expected a number, got {given!r}")
+    try:
         with np.errstate(over="ignore"):
-            value = narrow(np.asarray([fill_value], np.float32), out.dtype)
-        bits(out).fill(bits(value)[0])
+            value = np.asarray([given], np.float32 if dtype in FORMATS else dtype)
+    except OverflowError:
+        raise ValueError(f"fill_value: expected a number that {dtype} holds, got an integer of {int(given).bit_length()} bits") from None
+    except (TypeError, ValueError):
+        raise TypeError(f"fill_value: expected a number, got {fill_value!r}") from None
+    out = empty(shape, dtype, like=like)
+    if dtype in FORMATS:
+        bits(out).fill(bits(narrow(value, dtype))[0])
     else:
         out.fill(fill_value)
     return out
@@ -82,8 +93,8 @@ def asarray(a: Any, dtype: Any = None, *, like: Any = None) -> Array:
     Arrays keep their kind unless `like` says otherwise; lists and scalars become arrays of `like` (default
     `cupy_fp8.xp`). Conversions between the formats of this library are `astype`'s (saturating).
     """
-    dtype = None if dtype is None else np.dtype(dtype)
-    if isinstance(a, np.ndarray) or _is_cupy(a):
+    dtype = None if dtype is None else _as_dtype(dtype)
+    if is_array(a):
         target = backend.module_of(a) if like is None else backend.like_module(like)
     else:
         a, target = np.asarray(a), backend.like_module(like)
@@ -115,11 +126,19 @@ def _move(a: Array, target: Any) -> Array:
     return (target.asarray(raw) if source is np else raw.get()).view(a.dtype)
 
 
-def concatenate(arrays: Sequence[Array], axis: int = 0) -> Array:
+def concatenate(arrays: Any, axis: int = 0) -> Array:
     """The arrays (of one dtype and kind) joined along `axis`."""
+    if (not isinstance(arrays, Sequence) and not is_array(arrays)) or isinstance(arrays, (str, bytes)):
+        raise TypeError(f"arrays: expected a list of arrays, got {type(arrays).__name__}")
+    try:
+        axis = operator.index(axis)
+    except TypeError:
+        raise TypeError(f"axis: expected an integer, got {axis!r}") from None
     if len(arrays) == 0:
         raise ValueError("concatenate: expected at least one array, got none")
     xp, dtype = backend.module_of(arrays[0], "arrays[0]"), arrays[0].dtype
+    if not -arrays[0].ndim <= axis < arrays[0].ndim:
+        raise ValueError(f"axis: expected one of the {arrays[0].ndim} axes of arrays[0], got {axis if abs(axis) < 2**63 else 'a huge one'}")
     for i, a in enumerate(arrays):
         backend.require_module(a, xp, f"arrays[{i}]")
         if a.dtype != dtype:
@@ -127,10 +146,83 @@ def concatenate(arrays: Sequence[Array], axis: int = 0) -> Array:
     return xp.concatenate([bits(a) for a in arrays], axis=axis).view(dtype)
 
 
-def bytes_equal(a: Array, b: Array) -> bool:
-    """Whether two arrays of one kind have the same dtype, shape and bytes (NaN equals NaN of the same bits, -0 is not 0)."""
-    backend.require_module(b, backend.module_of(a, "a"), "b")
-    return a.dtype == b.dtype and a.shape == b.shape and bool((bits(a) == bits(b)).all())
+def bytes_equal(a: Any, b: Any) -> bool:
+    """Whether two arrays of one kind have the same dtype, shape and bytes (NaN equals NaN of the same bits, -0 is not 0).
+
+    Results (`Scaled`, `Quantized`, `Grouped`, `Routing`) are equal where all their arrays and metadata are; lists and tuples of arrays and
+    results where all members are. `testing.assert_bytes_equal` says what differs.
+    Raises TypeError for anything else, and for NumPy arrays beside CuPy arrays.
+    """
+    check_comparable(a, "a")
+    check_comparable(b, "b")
+    for path, x, y in pairs(a, b):
+        if is_array(x) and is_array(y):
+            backend.require_module(y, backend.module_of(x), f"b{path}")
+        if not _same(x, y):
+            return False
+    return True
+
+
+class Result:
+    """Base class of results: `==` compares bytes and metadata, `hash` is the identity's.
+
+    Two results with equal bytes are two places in memory, which ops write to; as keys of a dict they must not be taken for one another.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if type(self) is not type(other):
+            return NotImplemented
+        return all(_same(x, y) for _, x, y in pairs(self, other))
+
+    def __hash__(self) -> int:
+        return object.__hash__(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields, which copies and pickles take along, without what ops remember about this object's memory."""
+        return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
+
+
+def check_comparable(a: Any, name: str) -> None:
+    """TypeError unless `a` is an array, a result, or a list or tuple of these (or None, as ops return it for an absent part)."""
+    if not _is_comparable(a):
+        backend.module_of(a, name)
+
+
+def _is_comparable(a: Any) -> bool:
+    if isinstance(a, (list, tuple)):
+        return all(member is None or _is_comparable(member) for member in a)
+    return isinstance(a, Result) or is_array(a)
+
+
+def pairs(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(path, x, y) for all that has to be equal where a and b are: arrays, metadata, or two things of which one is not like the other.
+    Metadata come before arrays, since arrays differ wherever metadata do."""
+    if isinstance(a, Result) and type(a) is type(b):
+        fields, others = a.__getstate__(), b.__getstate__()
+        for name in sorted(fields, key=lambda name: isinstance(fields[name], Result) or is_array(fields[name])):
+            x, y = fields[name], others[name]
+            yield from pairs(x, y, f"{path}.{name}") if isinstance(x, Result) else [(f"{path}.{name}", x, y)]
+    elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        yield f"{path}.length", len(a), len(b)
+        for i, (x, y) in enumerate(zip(a, b, strict=False)):
+            yield from pairs(x, y, f"{path}[{i}]")
+    else:
+        yield path, a, b
+
+
+def _same(x: Any, y: Any) -> bool:
+    """Whether two arrays have the same kind, dtype, shape and bytes; whether two pieces of metadata are equal."""
+    if isinstance(x, Result) or isinstance(y, Result) or is_array(x) != is_array(y):
+        return False
+    if not is_array(x):
+        return bool(x == y)
+    return isinstance(y, backend.module_of(x).ndarray) and x.dtype == y.dtype and x.shape == y.shape and bool((bits(x) == bits(y)).all())
+
+
+def is_array(a: Any) -> bool:
+    return isinstance(a, np.ndarray) or _is_cupy(a)
 
 
 def bits(a: Array) -> Array:
@@ -155,14 +247,27 @@ def contiguous(a: Array) -> Array:
     return backend.module_of(a).ascontiguousarray(bits(a)).view(a.dtype)
 
 
-
-
 def _is_cupy(a: Any) -> bool:
     return type(a).__module__.startswith("cupy") and hasattr(a, "__cuda_array_interface__")
 
 
 def _as_shape(shape: Shape) -> tuple[int, ...]:
-    result = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(operator.index(extent) for extent in shape)
+    try:
+        result = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(operator.index(extent) for extent in shape)
+    except TypeError:
+        raise TypeError(f"shape: expected an integer or a sequence of integers, got {shape!r}") from None
     if any(extent < 0 for extent in result):
         raise ValueError(f"shape: expected extents of zero or more, got {result}")
+    if any(extent > _MOST for extent in result):
+        raise ValueError(f"shape: expected extents of at most 2**63 - 1, got one of {max(result).bit_length()} bits")
     return result
+
+
+_MOST = 2**63 - 1
+
+
+def _as_dtype(dtype: Any) -> np.dtype[Any]:
+    try:
+        return np.dtype(dtype)
+    except (TypeError, ValueError):
+        raise TypeError(f"dtype: expected a dtype, its type or its name, got {dtype!r}") from None

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+__all__ = ["DeviceError", "default_module", "gpu_problem"]
+
 NUMPY_WARNING_BYTES = 64 << 20
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 

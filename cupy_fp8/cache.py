@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import functools
+import operator
+import re
+import threading
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import backend
-from .arrays import Array
-from .ops.quantize.tensor_list import Recipe, multi_quantize
+from .arrays import Array, is_array
+from .formats import flags
+from .ops.quantize.tensor_list import Recipe, check_call, multi_quantize
 from .recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, check_directions
 from .results import Quantized
+
+__all__ = ["WeightCache"]
 
 
 class WeightCache:
@@ -21,8 +28,8 @@ class WeightCache:
 
     recipe : DelayedScaling, CurrentScaling, BlockScaling or MXScaling, for all weights.
 
-    Weights are known by identity: the same array objects, call after call. The cache does not keep them alive, and forgets what
-    belongs to a weight that is gone.
+    Weights are known by identity: the same array objects, call after call, in the same shapes (one that was reshaped in place is new). The
+    cache does not keep them alive, and forgets what belongs to a weight that is gone. Threads may share a cache.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> cache = fp8.WeightCache(fp8.CurrentScaling())
@@ -43,8 +50,9 @@ class WeightCache:
         self.recipe: Recipe = recipe
         self._entries: dict[int, tuple[weakref.ref[Any], Quantized]] = {}      # by the identity of the weight
         # Whole calls, and the last one of them, which a comparison finds sooner; forgotten whenever an entry goes.
-        self._hits: dict[tuple[bytes, bool, bool], list[Quantized]] = {}
-        self._last: tuple[bytes, bool, bool, list[Quantized]] = _NO_CALL
+        self._hits: dict[_CallKey, list[Quantized]] = {}
+        self._last: tuple[_CallKey | None, list[Quantized]] = None, []
+        self._cleared = 0                                               # how often
 
     def quantize(self, weights: Sequence[Array | Quantized], *, rowwise: bool = True, columnwise: bool = False, scales: Any = None,
                  amaxes: Any = None, update: bool = True, noop: Array | None = None) -> list[Quantized]:
@@ -58,57 +66,76 @@ class WeightCache:
         scales, amaxes : as for `multi_quantize`, one for each member of `weights`, used or not
         noop : one-element f32 array on the device; where it holds 1.0 nothing is updated. With it the launch always happens and the device
             decides, `update` or not, so that one CUDA graph serves all micro-batches. What is quantised into new memory ignores it
-        Raises what `multi_quantize` raises; the cache is then as it was.
+        Raises what `multi_quantize` raises, before anything is written: neither results nor amaxes; the cache is then as it was.
         """
         if not isinstance(weights, (list, tuple)):
             raise TypeError(f"weights: expected a list, got {type(weights).__name__}")
-        identities = _identities(weights)
+        if {type(rowwise), type(columnwise), type(update)} != _FLAGS:
+            flags(rowwise=rowwise, columnwise=columnwise, update=update)
+        call = _identities(weights), _shapes(weights), rowwise, columnwise
         if not update and noop is None:
-            last, last_row, last_column, found = self._last
-            if last_row is rowwise and last_column is columnwise and last == identities:
+            last, found = self._last
+            if last == call:
                 return found.copy()
-            hit = self._hits.get((identities, rowwise, columnwise))
+            hit = self._hits.get(call)
             if hit is not None:
-                self._last = identities, rowwise, columnwise, hit
+                self._last = call, hit
                 return hit.copy()
         check_directions((0, 0), rowwise, columnwise)
         for name, given in (("scales", scales), ("amaxes", amaxes)):
-            if given is not None and hasattr(given, "__len__") and len(given) != len(weights):
-                raise ValueError(f"{name}: expected {len(weights)}, one for each weight, got {len(given)}")
-        # Places of weights by what has to be done: the directions, and whether it is done in place.
-        work: dict[tuple[bool, bool, bool], list[int]] = {}
+            number = _length(given)
+            if number is not None and number != len(weights):
+                raise ValueError(f"{name}: expected {len(weights)}, one for each weight, got {number}")
+        cleared, results = self._cleared, {id(weight): weight for weight in weights if isinstance(weight, Quantized)}
+        works = self._works(weights, results, bool(rowwise), bool(columnwise), update or noop is not None)
+        calls = [work.arguments(weights, scales, amaxes, noop) for work in works]
+        if len(calls) > 1:                                              # the last one must not be refused after the first has written
+            for work, (xs, options) in zip(works, calls, strict=True):
+                with _numbered(work.places):
+                    check_call(xs, self.recipe, **options)
+        for work, (xs, options) in zip(works, calls, strict=True):
+            with _numbered(work.places):
+                made = multi_quantize(xs, self.recipe, **options)
+            results.update(zip(map(id, xs), made, strict=True))
+        fresh = [weights[i] for work in works if work.outputs is None for i in work.places]
+        found = [results[id(weight)] for weight in weights]
+        with _LOCK:
+            if self._cleared == cleared:    # else another thread has forgotten all
+                self._keep(fresh, results, call, found)
+        return found.copy()
+
+    def _works(self, weights: Sequence[Any], results: dict[int, Quantized], rowwise: bool, columnwise: bool,
+               update: bool) -> list[_Work]:
+        """What has to be quantised; what needs new memory comes first, since that may be refused. `results` gets what stays as it is."""
+        works: dict[tuple[bool, bool, bool], _Work] = {}
         seen: set[int] = set()
         for i, weight in enumerate(weights):
-            if isinstance(weight, Quantized):
-                continue
-            if id(weight) in seen:
+            if isinstance(weight, Quantized) or id(weight) in seen:
                 continue
             seen.add(id(weight))
             known = self._known(weight, i)
-            row = bool(rowwise) or (known is not None and known.rowwise is not None)
-            column = bool(columnwise) or (known is not None and known.columnwise is not None)
+            row = rowwise or (known is not None and known.rowwise is not None)
+            column = columnwise or (known is not None and known.columnwise is not None)
             complete = known is not None and row == (known.rowwise is not None) and column == (known.columnwise is not None)
-            if not complete or update or noop is not None:
-                work.setdefault((row, column, complete), []).append(i)
-        fresh: list[tuple[Array, Quantized]] = []
-        for (row, column, in_place), places in sorted(work.items(), key=lambda item: item[0][2]):      # new memory may be refused: first
-            chosen = [weights[i] for i in places]
-            outputs = [self._entries[id(weight)][1] for weight in chosen] if in_place else None
-            results = multi_quantize(chosen, self.recipe, rowwise=row, columnwise=column, scales=_chosen(scales, places, len(weights)),
-                                     amaxes=_chosen(amaxes, places, len(weights)), noop=noop if in_place else None, outputs=outputs)
-            if not in_place:
-                fresh += zip(chosen, results, strict=True)
-        for weight, result in fresh:
+            if known is not None and complete:
+                results[id(weight)] = known
+            if not complete or update:
+                work = works.setdefault((complete, row, column), _Work(row, column, [], [] if complete else None))
+                work.places.append(i)
+                if known is not None and work.outputs is not None:
+                    work.outputs.append(known)
+        return [works[key] for key in sorted(works)]
+
+    def _keep(self, fresh: list[Array], results: dict[int, Quantized], call: _CallKey, found: list[Quantized]) -> None:
+        for weight in fresh:
             key = id(weight)
-            self._entries[key] = weakref.ref(weight, functools.partial(_forget, weakref.ref(self), key)), result
+            self._entries[key] = weakref.ref(weight, functools.partial(_forget, weakref.ref(self), key)), results[key]
         if fresh:
             self._forget_calls()
-        found = [weight if isinstance(weight, Quantized) else self._entries[id(weight)][1] for weight in weights]
         if len(self._hits) >= _MOST_HITS:
             self._hits.clear()
-        self._hits[identities, rowwise, columnwise] = found
-        self._last = identities, rowwise, columnwise, found
-        return found.copy()
+        self._hits[call] = found
+        self._last = call, found
 
     def _known(self, weight: Array, i: int) -> Quantized | None:
         backend.module_of(weight, f"weights[{i}]")
@@ -119,18 +146,20 @@ class WeightCache:
         return known if held is weight and known.shape == held.shape else None
 
     def clear(self) -> None:
-        """Forgets all weights."""
-        self._forget_calls()
-        self._entries.clear()
+        """Forgets all weights. What another thread's `quantize` is doing meanwhile is returned there, and forgotten as well."""
+        with _LOCK:
+            self._cleared += 1
+            self._forget_calls()
+            self._entries.clear()
 
     def _forget_calls(self) -> None:
         self._hits.clear()
-        self._last = _NO_CALL
+        self._last = None, []
 
     @property
     def nbytes(self) -> int:
         """Bytes of data and scales held."""
-        return sum(result.nbytes for _, result in self._entries.values())
+        return sum(result.nbytes for _, result in list(self._entries.values()))
 
     def __len__(self) -> int:
         """How many weights are known."""
@@ -140,8 +169,56 @@ class WeightCache:
         return f"WeightCache({self.recipe!r}: {len(self)} weights, {self.nbytes:,} bytes)"
 
 
+_FLAGS: set[type] = {bool}
 _MOST_HITS = 256            # different lists of weights, of which one is short
-_NO_CALL: Any = (None, None, None, None)
+#: Held while what a cache knows changes. One for all caches, so that each can be copied; reentrant, since weights may die meanwhile.
+_LOCK = threading.RLock()
+#: A call: the identities and shapes of the weights (NumPy and CuPy arrays can be reshaped in place), and the directions.
+_CallKey = tuple[bytes, tuple[Any, ...], bool, bool]
+
+
+class _Work(NamedTuple):
+    """Weights that one call of multi_quantize takes. outputs: earlier results to be written in place, None for new memory."""
+
+    rowwise: bool
+    columnwise: bool
+    places: list[int]
+    outputs: list[Quantized] | None
+
+    def arguments(self, weights: Sequence[Any], scales: Any, amaxes: Any, noop: Any) -> tuple[list[Any], dict[str, Any]]:
+        chosen = [_chosen(a, self.places, len(weights)) for a in (scales, amaxes)]
+        return [weights[i] for i in self.places], {
+            "rowwise": self.rowwise, "columnwise": self.columnwise, "scales": chosen[0], "amaxes": chosen[1],
+            "noop": None if self.outputs is None else noop, "outputs": self.outputs}
+
+
+@contextmanager
+def _numbered(places: list[int]) -> Iterator[None]:
+    """Errors about an array of multi_quantize's become errors about the weight that it is."""
+    def place(match: re.Match[str]) -> str:
+        return f"{'weights' if match[1] == 'xs' else match[1]}[{places[int(match[2])]}]"
+
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(re.sub(r"\b(xs|scales|amaxes|outputs)\[(\d+)\]", place, str(error))) from None
+
+
+def _shapes(weights: Sequence[Any]) -> tuple[Any, ...]:
+    try:
+        return tuple(map(_SHAPE, weights))
+    except AttributeError:
+        return tuple(getattr(weight, "shape", None) for weight in weights)      # one is no array, which _known tells
+
+
+_SHAPE = operator.attrgetter("shape")
+
+
+def _length(a: Any) -> int | None:
+    """Of a list, or an array of one or more dimensions."""
+    if isinstance(a, (list, tuple)):
+        return len(a)
+    return int(a.shape[0]) if is_array(a) and a.ndim else None
 
 
 def _identities(objects: Sequence[Any]) -> bytes:
@@ -151,13 +228,18 @@ def _identities(objects: Sequence[Any]) -> bytes:
 
 def _forget(cache: weakref.ref[WeightCache], key: int, gone: weakref.ref[Any]) -> None:
     found = cache()
-    if found is not None and key in found._entries and found._entries[key][0] is gone:
-        del found._entries[key]
-        found._forget_calls()
+    if found is None:
+        return
+    with _LOCK:
+        if key in found._entries and found._entries[key][0] is gone:
+            del found._entries[key]
+            found._forget_calls()
 
 
 def _chosen(a: Any, places: list[int], number: int) -> Any:
     """The scales or amaxes of some of the weights."""
-    if a is None or len(places) == number:
+    if len(places) == number:
         return a
-    return [a[i] for i in places] if isinstance(a, (list, tuple)) else [a[i:i + 1] for i in places]
+    if isinstance(a, (list, tuple)):
+        return [a[i] for i in places]
+    return [a[i:i + 1] for i in places] if is_array(a) and a.ndim else a

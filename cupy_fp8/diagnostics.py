@@ -17,6 +17,8 @@ from .reference.convert.scaling_aware import target_exponent
 from .reference.numerics import widen
 from .results import Quantized, Scaled
 
+__all__ = ["BlockReport", "ErrorReport", "SpanReport", "Vanished", "blocks", "error", "scale_span"]
+
 #: Elements whose f64 intermediates exist at one time (eight arrays of 8 MB).
 CHUNK = 1 << 20
 
@@ -260,7 +262,7 @@ def scale_span(q: Scaled | Quantized, *, block: int | None = None) -> SpanReport
         raise ValueError(f"q: expected row-wise blocks (1, B), got {part.block or 'one scale for the tensor'}; those of column-wise data "
                          "are in its .T")
     rows = part.block[1] if block is None else block
-    if not isinstance(rows, (int, np.integer)) or rows < 1:
+    if not isinstance(rows, (int, np.integer)) or not 1 <= rows < 2**63:
         raise ValueError(f"block: expected how many rows share a scale, an integer of 1 or more, got {rows!r}")
     s = part.to_layout("compact")
     codes, scales = asnumpy(s.data), widen(asnumpy(s.scale_inv))
@@ -399,3 +401,7 @@ def _html(facts: dict[str, str]) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in facts)
     body = "".join(f"<td>{escape(text)}</td>" for text in facts.values())
     return f"<table><tr>{head}</tr><tr>{body}</tr></table>"
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -19,6 +19,8 @@ from . import backend
 from .arrays import Array, bits
 from .formats import bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu
 
+__all__ = ["from_dlpack", "to_dlpack"]
+
 _UINT, _FLOAT = 1, 2
 _CUDA, _CUDA_MANAGED = 2, 13
 _CODES = {float8_e4m3fn: 10, float8_e5m2: 12, float8_e8m0fnu: 14, bfloat16: 4}

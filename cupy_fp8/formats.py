@@ -11,6 +11,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+__all__ = ["BYTE_DTYPES", "FORMATS", "FP8_DTYPES", "INPUT_DTYPES", "Format", "bfloat16", "finfo",
+           "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float16", "float32"]
+
 float8_e4m3fn = np.dtype(ml_dtypes.float8_e4m3fn)
 float8_e5m2 = np.dtype(ml_dtypes.float8_e5m2)
 float8_e8m0fnu = np.dtype(ml_dtypes.float8_e8m0fnu)
@@ -90,6 +93,21 @@ def lookup(dtype: Any, allowed: tuple[np.dtype[Any], ...], what: str) -> Format:
     if dtype not in allowed:
         raise TypeError(f"{what}: expected one of {names(allowed)}, got {dtype}")
     return FORMATS[dtype]
+
+
+def flag(value: Any, what: str) -> bool:
+    """True or False of a bool, a NumPy bool or an integer; a TypeError for anything else, whose truth would be a guess."""
+    if value is True or value is False:
+        return value
+    if not isinstance(value, (int, np.bool_, np.integer)):
+        raise TypeError(f"{what}: expected True or False, got {value!r}")
+    return bool(value)
+
+
+def flags(**given: Any) -> None:
+    """`flag` of each, by its name."""
+    for what, value in given.items():
+        flag(value, what)
 
 
 def names(dtypes: tuple[np.dtype[Any], ...]) -> str:

@@ -12,16 +12,18 @@ from typing import Any, cast
 import numpy as np
 
 from . import backend
-from .arrays import Array, asnumpy, bits, is_contiguous, zeros
+from .arrays import Array, Result, asnumpy, bits, is_contiguous, zeros
 from .formats import INPUT_DTYPES, float32, lookup
 from .layouts import SCALE_DTYPES, cdiv, group_scales, group_unit, grouped_scale_shape, scale_shape
 from .results import Quantized, Scaled, block_text, facts_table
+
+__all__ = ["Grouped"]
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
-class Grouped:
+class Grouped(Result):
     """N matrices of together M rows of K columns, one after the other; their sizes may be known to the device only.
 
     splits      rows of each, int32 or int64 [N]
@@ -124,24 +126,29 @@ class Grouped:
 
     def dequantize(self, dtype: Any = np.float32, *, out: Array | None = None) -> Array:
         """The values [M, K]; rows that no group has are 0. Waits for the device where offsets live there, then one launch per group.
-        out : array of this shape and dtype, written and returned."""
+        out : array of this shape and dtype, written and returned. Raises TypeError, ValueError before anything is written to it."""
         if self._plain:
             raise TypeError(f"dequantize: plain {self.dtype} values are not quantised; use astype on .data")
         from .calls import validate
-        from .ops.convert.dequantize import dequantize
+        from .ops.convert.dequantize import check_call, dequantize
 
         to, data = lookup(dtype, INPUT_DTYPES, "dtype").dtype, self._any
         sizes, offsets = self._places()
-        if out is None:
-            out = zeros(self.shape, to, like=data)
-        else:
+        if out is not None:
             validate.destination(out, self.shape, to, data, backend.module_of(data), validate.address(data))
+        result: Array = zeros(self.shape, to, like=data) if out is None else out
+        members = list(map(self._members(sizes, offsets), range(len(self))))
+        flat, length = result.reshape(-1), self.shape[1]
+        parts = [flat[at : at + size * length].reshape(size, length) for at, size in zip(offsets, sizes, strict=False)]
+        if out is not None:                                 # a member that is refused must not leave others written
+            scales = self.scale_inv if self.columnwise_scale_inv is None or self.scale_inv is not None else self.columnwise_scale_inv
+            validate.separate(validate.address(out), out.nbytes, validate.address(scales), validate.extent(scales), "out", "q.scale_inv")
+            for member, part in zip(members, parts, strict=True):
+                check_call(member, to, part)
             bits(out).fill(0)
-        flat, member_of = out.reshape(-1), self._members(sizes, offsets)
-        for i in range(len(self)):
-            member = member_of(i)
-            dequantize(member, dtype=dtype, out=flat[offsets[i] : offsets[i] + sizes[i] * self.shape[1]].reshape(member.shape))
-        return out
+        for member, part in zip(members, parts, strict=True):
+            dequantize(member, dtype=dtype, out=part)
+        return result
 
     @property
     def _plain(self) -> bool:
@@ -159,8 +166,12 @@ class Grouped:
             if capturing(self.offsets.data.device_id):
                 raise ValueError("Grouped: members are found by their offsets on the device, which cannot be waited for while a CUDA graph "
                                  "is captured")
-        sizes, offsets = asnumpy(self.splits).tolist(), asnumpy(self.offsets).tolist()
         rows, columns = self.shape
+        for name, a, length in (("offsets", self.offsets, len(self.splits) + 1), ("rowwise", self.rowwise, rows * columns),
+                                ("columnwise", self.columnwise, rows * columns)):
+            if a is not None and a.shape != (length,):
+                raise ValueError(f"{name}: expected shape ({length},), got {a.shape}")
+        sizes, offsets = asnumpy(self.splits).tolist(), asnumpy(self.offsets).tolist()
         for i, (size, offset) in enumerate(zip(sizes, offsets[:-1], strict=True)):
             if size < 0 or offset < 0 or offset + size * columns > rows * columns:
                 raise ValueError(f"splits: group {i} of {size} rows at element {offset} is not within the {rows} x {columns} elements "
@@ -183,8 +194,8 @@ class Grouped:
         def member(i: int) -> Quantized:
             shape, row, column = (sizes[i], columns), part(i, self.rowwise, False), part(i, self.columnwise, transposed)
             return Quantized(
-                None if row is None else Scaled(row, scales("rowwise", i), shape, False, block, layout),
-                None if column is None else Scaled(column, scales("columnwise", i), shape, transposed, across, layout))
+                None if row is None else Scaled._of(row, scales("rowwise", i), shape, False, block, layout),
+                None if column is None else Scaled._of(column, scales("columnwise", i), shape, transposed, across, layout))
 
         return member
 
@@ -192,6 +203,8 @@ class Grouped:
         """What gives the scales of a direction of the i-th group."""
         if self.block is None:
             per_tensor = cast(Array, self.scale_inv)
+            if per_tensor.shape != (len(sizes),):
+                raise ValueError(f"scale_inv: expected shape ({len(sizes)},), one for each group, got {per_tensor.shape}")
             return lambda name, i: per_tensor[i : i + 1]
         layout = cast(str, self.scale_layout)
         directions: dict[str, tuple[Array, tuple[int | None, int | None], bool, list[int]]] = {}
@@ -206,13 +219,12 @@ class Grouped:
         def scales(name: str, i: int) -> Array:
             flat, block, transposed, at = directions[name]
             shape = scale_shape((sizes[i], self.shape[1]), block, layout, transposed)
+            if flat.size < at[i] + prod(shape):
+                raise ValueError(f"{'columnwise_' if name == 'columnwise' else ''}scale_inv: group {i} has scales {at[i]} to "
+                                 f"{at[i] + prod(shape)}, got {flat.size}")
             return flat[at[i] : at[i] + prod(shape)].reshape(shape)         # of whole columns of no rows: none
 
         return scales
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles take along: not what ops remember about this object's memory."""
-        return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
 
     def _facts(self) -> dict[str, str]:
         """As those of a `Scaled`."""

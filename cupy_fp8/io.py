@@ -33,6 +33,8 @@ from .grouped import Grouped, check_arrays
 from .results import Quantized, Scaled, check_block_scales, swap_last
 from .routing import Routing
 
+__all__ = ["load", "read_matrices", "save"]
+
 VERSION = 1
 MANIFEST = "__cupy_fp8__"
 SAFETENSORS_HINT = "reading .safetensors needs the safetensors package: pip install 'cupy_fp8[io]' (or: pip install safetensors)"
@@ -154,9 +156,11 @@ class _Reader:
         if node.get("result") not in _RESULTS:
             raise ValueError(f"{name}: this version knows no value of kind {node.get('result')!r}")
         fields = {key: self.decode(value, f"{name}.{key}") for key, value in node["fields"].items()}
+        if node["result"] == "Scaled":
+            scaled = Scaled._of(**fields)
+            _check_scaled(scaled, name)
+            return scaled
         result = _RESULTS[node["result"]](**fields)
-        if isinstance(result, Scaled):
-            _check_scaled(result, name)
         if isinstance(result, Grouped):
             check_arrays(result, name)
         return result
@@ -283,3 +287,7 @@ def _mapped_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
             continue
         raw = np.memmap(path, np.uint8, "r", 8 + length + about["data_offsets"][0], (shape[0] * shape[1] * dtype.itemsize,))
         yield name, np.asarray(raw).view(dtype).reshape(shape)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -13,6 +13,8 @@ import numpy as np
 
 from .formats import float8_e8m0fnu, float32, int32
 
+__all__ = ["SCALE_DTYPES", "grouped_scale_shape", "scale_shape"]
+
 #: The layouts of block scales, and the dtypes that scales have in them (int32: words of four E8M0 scales).
 SCALE_DTYPES: dict[str, tuple[np.dtype[Any], ...]] = {
     "compact": (float8_e8m0fnu, float32), "swizzled": (float8_e8m0fnu,), "gemm_ready": (float32,), "deepgemm_sm90": (float32,),
@@ -162,7 +164,7 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int | None, int | None] | N
 
     Raises ValueError for blocks and layouts that do not exist, and where the layout does not fit the block.
     """
-    if layout not in SCALE_DTYPES:
+    if not isinstance(layout, str) or layout not in SCALE_DTYPES:
         raise ValueError(f"scale_layout: expected one of {tuple(SCALE_DTYPES)}, got {layout!r}")
     if not _is_block(block):
         raise ValueError(f"block: expected (1, B), (B, 1) or (B, B'), a power of two of {SMALLEST_BLOCK} or more each, or None for a whole "

@@ -16,6 +16,8 @@ from .formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, Format, lookup, names
 from .reference.numerics import widen
 from .results import Quantized, Scaled
 
+__all__ = ["error_by_magnitude", "histogram", "number_line", "scale_heat_map"]
+
 MATPLOTLIB_HINT = "plotting needs matplotlib: pip install 'cupy_fp8[plot]' (or: pip install matplotlib)"
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
@@ -224,3 +226,7 @@ def _by_bin(magnitude: np.ndarray, error: np.ndarray) -> tuple[np.ndarray, np.nd
     start = np.flatnonzero(np.diff(index, prepend=index[0] - 1))
     stop = np.append(start[1:], index.size)
     return 2.0 ** ((index[start] + 0.5) / _BINS_PER_BINADE), error[(start + stop - 1) // 2], error[stop - 1]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -12,9 +12,11 @@ import numpy as np
 
 from . import backend
 from .arrays import Array, Shape, _as_shape, empty, empty_beside
-from .formats import FORMATS, FP8_DTYPES, float8_e4m3fn, float8_e8m0fnu, float32, lookup
+from .formats import FORMATS, FP8_DTYPES, flags, float8_e4m3fn, float8_e8m0fnu, float32, lookup
 from .layouts import scale_shape
 from .results import Quantized, Scaled, swap_last
+
+__all__ = ["BlockScaling", "CurrentScaling", "DelayedScaling", "MXScaling"]
 
 ALGORITHMS = ("max", "most_recent")
 MX_MODES = ("rceil", "floor", "ceil", "even")
@@ -111,7 +113,7 @@ class Form(NamedTuple):
         return swap_last(self.shape) if self.transposed else self.shape
 
     def of(self, data: Array, scale_inv: Array) -> Scaled:
-        return Scaled(data, scale_inv, self.shape, self.transposed, self.block, self.scale_layout)
+        return Scaled._of(data, scale_inv, self.shape, self.transposed, self.block, self.scale_layout)
 
 
 class _PerTensor:
@@ -156,7 +158,7 @@ class DelayedScaling(_PerTensor):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", lookup(self.dtype, FP8_DTYPES, "dtype").dtype)
-        if self.algo not in ALGORITHMS:
+        if not isinstance(self.algo, str) or self.algo not in ALGORITHMS:
             raise ValueError(f"algo: expected one of {ALGORITHMS}, got {self.algo!r}")
         if not isinstance(self.history_len, (int, np.integer)) or self.history_len < 1:
             raise ValueError(f"history_len: expected an integer of 1 or more, got {self.history_len!r}")
@@ -343,6 +345,8 @@ def empty_mx(forms: Mapping[str, Form], block: tuple[int, int], allocate: Callab
 
 def _wrapped(buffers: Mapping[str, tuple[Array, Array]], forms: Mapping[str, Form]) -> dict[str, Scaled]:
     """The caller's arrays as parts of these forms."""
+    if not isinstance(buffers, Mapping):
+        raise TypeError(f"buffers: expected a dict of (data, scale_inv) pairs, got {type(buffers).__name__}")
     if sorted(buffers) != sorted(forms):
         raise ValueError(f"buffers: expected a (data, scale_inv) pair for each of {list(forms)}, got {sorted(buffers)}")
     return {name: _wrap(name, buffers[name], form) for name, form in forms.items()}
@@ -370,6 +374,7 @@ def dbias_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def check_directions(shape: tuple[int, ...], rowwise: bool, columnwise: bool, dbias: bool = False) -> None:
+    flags(rowwise=rowwise, columnwise=columnwise, dbias=dbias)
     if not (rowwise or columnwise):
         raise ValueError("rowwise, columnwise: expected at least one of them, got neither")
     if columnwise and len(shape) < 2:
@@ -382,8 +387,8 @@ def empty_per_tensor(scale_inv: Array, shape: tuple[int, ...], dtype: np.dtype[A
                      transposed: bool = True, dbias: bool = False) -> Quantized:
     """Uninitialised result of per-tensor scaling, beside its scale_inv, which both directions share; where the column-wise data is
     not stored transposed they share the data too, since its bytes are the same."""
-    row = Scaled(empty_beside(scale_inv, shape, dtype), scale_inv, shape) if rowwise or not transposed else None
+    row = Scaled._of(empty_beside(scale_inv, shape, dtype), scale_inv, shape) if rowwise or not transposed else None
     column = None
     if columnwise:
-        column = Scaled(empty_beside(scale_inv, swap_last(shape), dtype), scale_inv, shape, True) if transposed else row
+        column = Scaled._of(empty_beside(scale_inv, swap_last(shape), dtype), scale_inv, shape, True) if transposed else row
     return Quantized(row if rowwise else None, column, empty_beside(scale_inv, dbias_shape(shape), float32) if dbias else None)

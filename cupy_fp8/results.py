@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any, cast
@@ -10,13 +10,15 @@ from typing import Any, cast
 import numpy as np
 
 from . import backend
-from .arrays import Array, bits
-from .formats import names
+from .arrays import Array, Result, Shape, _as_shape, bits
+from .formats import FP8_DTYPES, flag, float32, names
 from .layouts import SCALE_DTYPES, scale_shape
+
+__all__ = ["Quantized", "Scaled"]
 
 
 @dataclass(frozen=True, eq=False)
-class Scaled:
+class Scaled(Result):
     """Quantised data in one direction: value = data * scale_inv.
 
     data         C-contiguous FP8 array: the logical shape […, M, K], or […, K, M] where `transposed`
@@ -26,6 +28,8 @@ class Scaled:
                  None: one scale for the tensor
     scale_layout how the scales of blocks are stored: 'compact' (a row of scales per row of blocks), 'swizzled', 'gemm_ready',
                  'deepgemm_sm90' or 'deepgemm_sm100' (docs/layouts.md); None for one scale
+
+    Made by hand, all of that has to fit together: TypeError or ValueError says what does not. `==` compares bytes and metadata.
     """
 
     data: Array
@@ -35,10 +39,19 @@ class Scaled:
     block: tuple[int | None, int | None] | None = None
     scale_layout: str | None = None
 
-    # By hand: the __init__ of a frozen dataclass costs 1.4 µs, a tenth of a whole call.
-    def __init__(self, data: Array, scale_inv: Array, shape: tuple[int, ...], transposed: bool = False,
-                 block: tuple[int | None, int | None] | None = None, scale_layout: str | None = None) -> None:
-        self.__dict__.update(data=data, scale_inv=scale_inv, shape=shape, transposed=transposed, block=block, scale_layout=scale_layout)
+    def __init__(self, data: Array, scale_inv: Array, shape: Shape, transposed: bool = False,
+                 block: Sequence[int | None] | None = None, scale_layout: str | None = None) -> None:
+        self.__dict__.update(data=data, scale_inv=scale_inv, shape=_as_shape(shape), transposed=flag(transposed, "transposed"),
+                             block=tuple(block) if isinstance(block, list) else block, scale_layout=scale_layout)
+        _check_parts(self)
+
+    @classmethod
+    def _of(cls, data: Array, scale_inv: Array, shape: tuple[int, ...], transposed: bool = False,
+            block: tuple[int | None, int | None] | None = None, scale_layout: str | None = None) -> Scaled:
+        """For parts that the library made or has checked: __init__ costs several microseconds, a good part of a whole call."""
+        made = object.__new__(cls)
+        made.__dict__.update(data=data, scale_inv=scale_inv, shape=shape, transposed=transposed, block=block, scale_layout=scale_layout)
+        return made
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -58,7 +71,8 @@ class Scaled:
         block, scale_inv = self.block, self.scale_inv
         if block is not None and 1 in block and self.scale_layout == "compact":
             scale_inv = scale_inv.swapaxes(-1, -2)
-        return Scaled(self.data, scale_inv, swap_last(self.shape), not self.transposed, block and (block[1], block[0]), self.scale_layout)
+        return Scaled._of(self.data, scale_inv, swap_last(self.shape), not self.transposed, block and (block[1], block[0]),
+                          self.scale_layout)
 
     def dequantize(self, dtype: Any = np.float32) -> Array:
         """The values, in the logical shape: see `cupy_fp8.dequantize`."""
@@ -76,7 +90,7 @@ class Scaled:
         """
         if self.block is None:
             raise ValueError(f"to_layout({name!r}): per-tensor data has a single scale, which has no layout")
-        if name not in SCALE_DTYPES:
+        if not isinstance(name, str) or name not in SCALE_DTYPES:
             raise ValueError(f"to_layout: expected one of {tuple(SCALE_DTYPES)}, got {name!r}")
         if name == self.scale_layout and (dtype is None or self.scale_inv.dtype == dtype):
             return self
@@ -86,20 +100,17 @@ class Scaled:
         if self.transposed and 1 not in block:              # such scales follow the data as stored
             shape, block = swap_last(shape), (block[1], block[0])
         scale_inv = convert_scales(self.scale_inv, source=cast(str, self.scale_layout), target=name, shape=shape, block=block, dtype=dtype)
-        return Scaled(self.data, scale_inv, self.shape, self.transposed, self.block, name)
+        return Scaled._of(self.data, scale_inv, self.shape, self.transposed, self.block, name)
 
     def __iter__(self) -> Iterator[Array]:
         return iter((self.data, self.scale_inv))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return _fields(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Scaled:
         """CuPy cannot copy FP8 arrays; their bytes it can."""
         for a in self:
             if id(a) not in memo:
                 memo[id(a)] = bits(a).copy().view(a.dtype)
-        return Scaled(memo[id(self.data)], memo[id(self.scale_inv)], self.shape, self.transposed, self.block, self.scale_layout)
+        return Scaled._of(memo[id(self.data)], memo[id(self.scale_inv)], self.shape, self.transposed, self.block, self.scale_layout)
 
     def _facts(self) -> dict[str, str]:
         granularity = "per tensor" if self.block is None else block_text(self.block)
@@ -119,8 +130,11 @@ class Scaled:
 
 
 @dataclass(frozen=True, eq=False)
-class Quantized:
-    """A quantised tensor: the row-wise direction, the column-wise direction, or both, of the same values."""
+class Quantized(Result):
+    """A quantised tensor: the row-wise direction, the column-wise direction, or both, of the same values.
+
+    `==` compares bytes and metadata.
+    """
 
     rowwise: Scaled | None = None
     columnwise: Scaled | None = None
@@ -130,9 +144,6 @@ class Quantized:
         if rowwise is None and columnwise is None:
             raise ValueError("Quantized: expected a row-wise or a column-wise part, got neither")
         self.__dict__.update(rowwise=rowwise, columnwise=columnwise, dbias=dbias)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return _fields(self)
 
     @property
     def data(self) -> Array:
@@ -166,6 +177,25 @@ class Quantized:
         return self._any.dequantize(dtype)
 
     @property
+    def T(self) -> Quantized:
+        """The transposed tensor (last two axes), without moving a byte: its rows are this one's columns, so the parts change places, each
+        its own `Scaled.T`. The bias gradient, which sums columns, is not one of the transposed tensor, and is left out."""
+        if len(self.shape) < 2:
+            return self
+        row = None if self.rowwise is None else self.rowwise.T
+        column = row if self.columnwise is self.rowwise else None if self.columnwise is None else self.columnwise.T
+        return Quantized(column, row)
+
+    def to_layout(self, name: str, *, dtype: Any = None) -> Quantized:
+        """The same data with the scales of both directions in another layout, as `Scaled.to_layout` makes them and with its errors. Itself
+        where they are already."""
+        row = None if self.rowwise is None else self.rowwise.to_layout(name, dtype=dtype)
+        column = row
+        if self.columnwise is not self.rowwise:
+            column = None if self.columnwise is None else self.columnwise.to_layout(name, dtype=dtype)
+        return self if row is self.rowwise and column is self.columnwise else Quantized(row, column, self.dbias)
+
+    @property
     def _any(self) -> Scaled:
         part = self.columnwise if self.rowwise is None else self.rowwise
         assert part is not None     # as __init__ checks
@@ -193,22 +223,59 @@ def swap_last(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def check_block_scales(s: Scaled, name: str) -> None:
-    """ValueError or TypeError unless the scale_inv of an `s` with blocks is what its shape, block and scale_layout say."""
+    """ValueError or TypeError unless the scale_inv of an `s` with blocks is what its shape, block and scale_layout say. name: of s, '' for
+    messages that begin with the part's own name."""
+    where = name and f"{name}."
     try:
         shape = scale_shape(s.shape, s.block, s.scale_layout, s.transposed)
     except ValueError as error:
-        raise ValueError(f"{name}.{error}") from None
+        raise ValueError(f"{where}{error}") from None
     dtypes = SCALE_DTYPES[str(s.scale_layout)]
     if s.scale_inv.dtype not in dtypes:
-        raise TypeError(f"{name}.scale_inv: expected dtype {names(dtypes)} of {s.scale_layout} scales, got {s.scale_inv.dtype}")
+        raise TypeError(f"{where}scale_inv: expected dtype {names(dtypes)} of {s.scale_layout} scales, got {s.scale_inv.dtype}")
     if s.scale_inv.shape != shape:
-        raise ValueError(f"{name}.scale_inv: expected shape {shape} ({s.scale_layout} scales of blocks {s.block} of shape {s.shape}), "
+        raise ValueError(f"{where}scale_inv: expected shape {shape} ({s.scale_layout} scales of blocks {s.block} of shape {s.shape}), "
                          f"got {s.scale_inv.shape}")
 
 
-def _fields(result: Scaled | Quantized) -> dict[str, Any]:
-    """What copies and pickles take along: not what ops remember about this object's memory."""
-    return {name: value for name, value in result.__dict__.items() if not name.startswith("_")}
+def _check_parts(s: Scaled) -> None:
+    """TypeError or ValueError unless the parts of a Scaled fit together."""
+    data, scale_inv = s.data, s.scale_inv
+    xp = backend.module_of(data, "data")
+    backend.require_module(scale_inv, xp, "scale_inv")
+    if data.dtype not in FP8_DTYPES:
+        raise TypeError(f"data: expected dtype {names(FP8_DTYPES)}, got {data.dtype}; codes in bytes are read as FP8 by .view")
+    if xp is not np and scale_inv.data.device_id != data.data.device_id:
+        raise ValueError(f"scale_inv: on GPU {scale_inv.data.device_id}, data is on GPU {data.data.device_id}")
+    if s.transposed and len(s.shape) < 2:
+        raise ValueError(f"transposed: needs two or more dimensions, got shape {s.shape}")
+    stored = swap_last(s.shape) if s.transposed else s.shape
+    if data.shape != stored:
+        how = " stored transposed" if s.transposed else ""
+        raise ValueError(f"data: expected shape {stored} for the logical shape {s.shape}{how}, got {data.shape}")
+    if s.block is not None:
+        if s.scale_layout is None:
+            raise ValueError(f"scale_layout: expected one of {tuple(SCALE_DTYPES)} for blocks {s.block}, got None{_fitting(s)}")
+        check_block_scales(s, "")
+        return
+    if s.scale_layout is not None:
+        raise ValueError(f"scale_layout: expected None for one scale, got {s.scale_layout!r}; scales of blocks need block=")
+    if scale_inv.dtype != float32:
+        raise TypeError(f"scale_inv: expected dtype float32 of one scale, got {scale_inv.dtype}; scales of blocks need block=")
+    if scale_inv.size != 1:
+        raise ValueError(f"scale_inv: expected one scale for the tensor, got shape {scale_inv.shape}; scales of blocks need block=")
+
+
+def _fitting(s: Scaled) -> str:
+    """A hint at the layouts that these scales could be in."""
+    found = []
+    for layout in SCALE_DTYPES:
+        try:
+            check_block_scales(Scaled._of(s.data, s.scale_inv, s.shape, s.transposed, s.block, layout), "")
+        except (TypeError, ValueError):
+            continue
+        found.append(layout)
+    return f"; these scales fit {' or '.join(found)}" if found else ""
 
 
 def _dims(shape: tuple[int, ...]) -> str:

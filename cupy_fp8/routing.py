@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from . import backend
-from .arrays import Array, address, is_contiguous
+from .arrays import Array, Result, address, is_contiguous
 from .results import facts_table
+
+__all__ = ["Routing"]
 
 #: What kernels keep of a token, or of all experts, in shared memory.
 MOST_EXPERTS = 1024
@@ -18,7 +20,7 @@ _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
-class Routing:
+class Routing(Result):
     """Copies of T tokens in rows sorted by expert, each expert's rows followed by unused ones up to a multiple of `align`.
 
     row_map         int32 [T, topk]: the row that a token's slot goes to; -1: nowhere
@@ -85,10 +87,6 @@ class Routing:
         """The arrays that there are, by name."""
         names = ("row_map", "splits", "aligned_splits", "offsets", "sources", "experts")
         return {name: a for name in names if (a := getattr(self, name)) is not None}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles take along: not what ops remember about this object's memory."""
-        return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
 
     def _facts(self) -> dict[str, str]:
         return {"tokens": f"{self.tokens:,}", "slots": str(self.topk), "experts": str(self.num_experts), "rows": f"{self.rows:,}",

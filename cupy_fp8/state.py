@@ -11,6 +11,8 @@ from .formats import float32
 from .ops.scales.scale import update_delayed_scaling
 from .recipes import DelayedScaling
 
+__all__ = ["DelayedScalingState"]
+
 
 class DelayedScalingState:
     """Scales and amax histories of n tensors that share a recipe.

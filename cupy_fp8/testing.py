@@ -11,29 +11,51 @@ from typing import Any
 import numpy as np
 
 from . import backend, kernels
-from .arrays import Array, asarray, asnumpy, bits
+from .arrays import Result, asarray, asnumpy, bits, check_comparable, is_array, pairs
 from .formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e8m0fnu
 from .layouts import scale_shape
 from .results import Quantized, Scaled, swap_last
 from .routing import Routing
 
+__all__ = ["EXECUTORS", "Executor", "arrays", "assert_bytes_equal", "executor", "executor_problem",
+           "mx_results", "scales"]
+
 EXECUTORS = ("reference", "host", "cuda")
 
 
-def assert_bytes_equal(actual: Array, desired: Array) -> None:
+def assert_bytes_equal(actual: Any, desired: Any) -> None:
     """AssertionError unless both arrays (of either kind) have the same dtype, shape and bytes.
 
-    The message names the first differing index, both elements in hex and as values, and how many differ.
+    Takes results (`Scaled`, `Quantized`, `Grouped`, `Routing`) and lists and tuples of arrays and results, too; their metadata have to be
+    equal as well. The message names the field that differs, and of an array the first differing index, both elements in hex and as
+    values, and how many differ. Raises TypeError for anything else.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> a = fp8.asarray([1.0, 2.0], fp8.float8_e4m3fn, like=np)
     >>> assert_bytes_equal(a, a.copy())
+    >>> q = fp8.quantize_tensor(np.float32([1, 2]), 1.0)
+    >>> assert_bytes_equal(q, fp8.quantize_tensor(np.float32([1, 3]), 1.0))
+    Traceback (most recent call last):
+        ...
+    AssertionError: rowwise.data: 1 of 2 elements of float8_e4m3fn[2] differ; first at (1,): actual 0x40 (2.0), desired 0x44 (3.0)
     """
-    a, b = asnumpy(actual), asnumpy(desired)
+    check_comparable(actual, "actual")
+    check_comparable(desired, "desired")
+    for path, a, b in pairs(actual, desired):
+        where = path.removeprefix(".")
+        if is_array(a) and is_array(b):
+            _assert_same_bytes(asnumpy(a), asnumpy(b), f"{where}: " if where else "")
+        elif is_array(a) or is_array(b) or isinstance(a, Result) or isinstance(b, Result):
+            raise AssertionError(f"{where or 'type'}: actual {_named(a)}, desired {_named(b)}")
+        elif a != b:
+            raise AssertionError(f"{where or 'type'}: actual {a!r}, desired {b!r}")
+
+
+def _assert_same_bytes(a: np.ndarray, b: np.ndarray, where: str) -> None:
     if a.dtype != b.dtype:
-        raise AssertionError(f"dtype: actual {a.dtype}, desired {b.dtype}")
+        raise AssertionError(f"{where}dtype: actual {a.dtype}, desired {b.dtype}")
     if a.shape != b.shape:
-        raise AssertionError(f"shape: actual {a.shape}, desired {b.shape}")
+        raise AssertionError(f"{where}shape: actual {a.shape}, desired {b.shape}")
     differ = np.asarray(bits(a) != bits(b))
     if not differ.any():
         return
@@ -41,8 +63,12 @@ def assert_bytes_equal(actual: Array, desired: Array) -> None:
     first = np.unravel_index(int(np.argmax(differ)), differ.shape)
     width = 2 * a.dtype.itemsize
     shown = [f"{name} 0x{int(bits(v)[first]):0{width}X} ({v[first]})" for name, v in (("actual", a), ("desired", b))]
-    raise AssertionError(f"{count} of {a.size} elements of {a.dtype}{list(a.shape)} differ; first at {tuple(map(int, first))}: "
+    raise AssertionError(f"{where}{count} of {a.size} elements of {a.dtype}{list(a.shape)} differ; first at {tuple(map(int, first))}: "
                          + ", ".join(shown))
+
+
+def _named(a: Any) -> str:
+    return "None" if a is None else f"of type {type(a).__name__}"
 
 
 @dataclass(frozen=True)
@@ -97,11 +123,11 @@ def executor_problem(name: str) -> str | None:
 
 def _map_arrays(a: Any, move: Any) -> Any:
     if isinstance(a, Scaled):
-        return Scaled(move(a.data), move(a.scale_inv), a.shape, a.transposed, a.block, a.scale_layout)
+        return Scaled._of(move(a.data), move(a.scale_inv), a.shape, a.transposed, a.block, a.scale_layout)
     if isinstance(a, Quantized):
         moved = {id(v): move(v) for part in (a.rowwise, a.columnwise) if part for v in part}
         def again(s: Scaled | None) -> Scaled | None:
-            return s and Scaled(moved[id(s.data)], moved[id(s.scale_inv)], s.shape, s.transposed, s.block, s.scale_layout)
+            return s and Scaled._of(moved[id(s.data)], moved[id(s.scale_inv)], s.shape, s.transposed, s.block, s.scale_layout)
         return Quantized(again(a.rowwise), again(a.columnwise), None if a.dbias is None else move(a.dbias))
     if isinstance(a, Routing):
         return dataclasses.replace(a, **{name: move(v) for name, v in a._arrays().items()})
@@ -145,7 +171,7 @@ def mx_results(*, max_side: int = 140) -> Any:
         shape = (*batch, *side)
         data = _random_bits(dtype, swap_last(shape) if transposed else shape, seed)
         scale_inv = _random_bits(float8_e8m0fnu, scale_shape(shape, block, layout, transposed), seed + 1)
-        return Scaled(data, scale_inv, shape, transposed, block, layout)
+        return Scaled._of(data, scale_inv, shape, transposed, block, layout)
 
     side = st.integers(0, max_side)
     return st.builds(build, st.sampled_from(FP8_DTYPES), st.lists(st.integers(0, 3), max_size=1), st.tuples(side, side),
@@ -156,3 +182,7 @@ def mx_results(*, max_side: int = 140) -> Any:
 def _random_bits(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int) -> np.ndarray:
     storage = FORMATS[dtype].storage
     return np.random.default_rng(seed).integers(0, np.iinfo(storage).max, shape, storage, endpoint=True).reshape(shape).view(dtype)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

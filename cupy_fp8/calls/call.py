@@ -8,7 +8,7 @@ Nothing is written before everything is valid.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -159,19 +159,10 @@ def run(op: Op[Any], given: tuple[Any, ...], out: Any = None) -> Any:
         known = described = None
     if described and known and (found := known.run(described[1], out)) is not None:
         return found
-    call = Call()
-    inputs = op.arguments(call, *given)
-    result = op.result(inputs)
-    if out is None:
-        if call.noop_at:
-            raise ValueError("noop: needs out=, since nothing may be written")
-    else:
-        result, arrays, ranges = given_result(result, out, call.x, call.xp)
-        call.ranges += ranges
-    memory.check_separate(call.ranges)
+    call, inputs, result, arrays = validate_call(op, given, out)
     if executor_of(call.xp) == "reference":
         return _by_reference(op, call, inputs, result, out)
-    if out is None:
+    if arrays is None:
         validate.may_allocate(call.x)
         call.allocation = Allocation(call.x, result.arrays)
         arrays, written = call.allocation.make()
@@ -184,6 +175,21 @@ def run(op: Op[Any], given: tuple[Any, ...], out: Any = None) -> Any:
     if described and not call.copied:
         remembered.remember(described, call, launches, written, out)
     return result.build(arrays) if out is None else out
+
+
+def validate_call(op: Op[Any], given: tuple[Any, ...], out: Any) -> tuple[Call, Any, Description, Sequence[Array] | None]:
+    """Everything that can be wrong with a call is found here, before anything is written. Returns the call, the op's inputs,
+    the description of its result, and the arrays of a result given as `out=`."""
+    call = Call()
+    inputs = op.arguments(call, *given)
+    result, arrays = op.result(inputs), None
+    if out is not None:
+        result, arrays, ranges = given_result(result, out, call.x, call.xp)
+        call.ranges += ranges
+    elif call.noop_at:
+        raise ValueError("noop: needs out=, since nothing may be written")
+    memory.check_separate(call.ranges)
+    return call, inputs, result, arrays
 
 
 def _by_reference(op: Op[Any], call: Call, inputs: Any, result: Description, out: Any) -> Any:

@@ -9,6 +9,7 @@ import numpy as np
 
 from .. import backend, kernels
 from ..arrays import Array, is_contiguous
+from ..formats import flag
 from . import validate
 
 DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
@@ -35,6 +36,7 @@ NO_GROUPS = Groups()
 def read(splits: Any, x: Array | None, xp: Any, check: bool, name: str = "splits") -> Groups:
     """`splits` among arrays of module xp, where x is one of them: beside it, else where they are (a list: the current device). `host`
     is known of NumPy arrays and lists; with `check` of CuPy arrays too, which waits for the device. name: in messages."""
+    check = flag(check, "check")
     if isinstance(splits, (list, tuple)):
         host = _as_sizes(splits, name)
         array = host if xp is np else _to_device(host, x, name)

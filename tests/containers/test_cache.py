@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import threading
+import warnings
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,7 @@ from list_results import LAUNCHES, arrays, assert_same, one, raw
 import cupy_fp8 as fp8
 from cupy_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, Quantized, WeightCache, backend, cases, testing
 from cupy_fp8.formats import bfloat16
+from cupy_fp8.ops.quantize.tensor_list import multi_quantize
 
 RECIPES = (DelayedScaling(), CurrentScaling(), BlockScaling(), MXScaling())
 SHAPES = ((64, 48), (130, 33), (0, 8), (16, 16))
@@ -197,6 +201,108 @@ def test_an_error_leaves_the_cache_as_it_was(recipe, run):
             cache.quantize(weights, **({"scales": scales} | options))
         assert (raw(first), len(cache), cache.nbytes) == (old, 4, nbytes)
     assert all(a is b for a, b in zip(cache.quantize(weights, update=False), first, strict=True))
+
+
+def test_nothing_is_written_where_a_later_part_of_a_call_is_refused(run):
+    """New weights are quantised before known ones; what is wrong with the latter is found before the former are."""
+    cache, weights = WeightCache(CurrentScaling()), weights_of(run)
+    known = cache.quantize(weights[:2])
+    old = raw(known)
+    for wrong, error, message in (
+            ({"noop": 1.0}, TypeError, "^noop: expected a numpy.ndarray or cupy.ndarray, got float"),
+            ({"noop": run.array(np.zeros(2, np.float32))}, ValueError, "^noop: expected one element"),
+            ({"amaxes": "others"}, TypeError, r"^amaxes\[1\]: expected dtype float32, got float64"),
+            ({"scales": [1.0] * 4}, ValueError, "^scales: current scaling takes them from the arrays")):
+        amaxes = [run.array(np.full(1, 0.5, np.float32)) for _ in weights]
+        given = list(amaxes)
+        if wrong.pop("amaxes", None):
+            given[1] = run.array(np.zeros(1, np.float64))
+        change(weights[:2])
+        with pytest.raises(error, match=message):
+            cache.quantize(weights, amaxes=given, **wrong)
+        assert [float(a[0]) for a in amaxes] == [0.5] * 4
+        assert (raw(known), len(cache)) == (old, 2)
+
+
+def test_errors_number_weights_as_they_were_given(run):
+    cache, weights = WeightCache(DelayedScaling()), weights_of(run)
+    cache.quantize(weights[:2], scales=[1.0, 2.0])
+    for options, message in (({"scales": [1.0, 1.0, "x", 1.0]}, r"^scales\[2\]: expected"),
+                             ({"scales": 3.0}, "^scales: expected a numpy.ndarray or cupy.ndarray, got float"),
+                             ({"scales": run.array(np.array(3, np.float32))}, r"^scales: expected shape \(2,\)"),
+                             ({"scales": [1.0] * 4, "amaxes": {}}, "^amaxes: expected a numpy.ndarray or cupy.ndarray, got dict")):
+        with pytest.raises((TypeError, ValueError), match=message):
+            cache.quantize(weights, update=False, **options)
+    with pytest.raises(ValueError, match=r"^weights\[2\]: expected a matrix"):
+        cache.quantize([*weights[:2], run.array(np.ones(3, np.float32))], scales=[1.0] * 3, update=False)
+
+
+def test_forgotten_while_quantised(run, monkeypatch):
+    """clear() in another thread at the worst moment: the call returns its results, and nothing of it is remembered."""
+    cache, weights = WeightCache(CurrentScaling()), weights_of(run)
+    cache.quantize(weights[:2])
+    real = multi_quantize
+
+    def cleared(*args: Any, **options: Any) -> Any:
+        cache.clear()
+        return real(*args, **options)
+
+    monkeypatch.setattr("cupy_fp8.cache.multi_quantize", cleared)
+    for update in (True, False):
+        for w, q in zip(weights, cache.quantize(weights, update=update), strict=True):
+            assert_same(q, CurrentScaling().quantize(w))
+        assert len(cache) == 0
+    monkeypatch.undo()
+    change(weights)
+    for w, q in zip(weights, cache.quantize(weights, update=False), strict=True):                  # not what was before
+        assert_same(q, CurrentScaling().quantize(w))
+    assert len(copy.deepcopy(cache)) == 4
+
+
+def test_threads_share_a_cache():
+    cache, weights = WeightCache(CurrentScaling()), weights_of(testing.Executor("reference"))
+    wanted = [CurrentScaling().quantize(w) for w in weights]
+    stop, failures = threading.Event(), []
+
+    def quantize() -> None:
+        try:
+            while not stop.is_set():
+                assert cache.quantize(weights, update=False) == wanted
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=quantize) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(300):
+        cache.clear()
+        len(cache), cache.nbytes
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+@pytest.mark.parametrize("recipe", RECIPES[1:], ids=lambda r: type(r).__name__)
+def test_a_weight_that_was_reshaped_in_place(recipe, run):
+    cache = WeightCache(recipe)
+    a, b = (run.array(cases.values("normal", (8, 64), bfloat16, seed)) for seed in (1, 2))
+    first = cache.quantize([a, b])
+    reshape(a, (16, 32))
+    for _ in range(2):
+        again = cache.quantize([a, b], update=False)
+        assert [q.shape for q in again] == [(16, 32), (8, 64)]
+        assert_same(again[0], recipe.quantize(a))
+        assert again[1] is first[1]
+    reshape(a, (8, 64))
+    assert cache.quantize([a, b], update=False)[0].shape == (8, 64)
+    assert len(cache) == 2
+
+
+def reshape(a: Any, shape: tuple[int, ...]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")                     # newer versions of NumPy do not like it
+        a.shape = shape
 
 
 def test_what_is_no_recipe_and_no_list(run):

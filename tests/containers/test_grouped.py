@@ -75,3 +75,36 @@ def test_dequantize(rowwise, run):
     testing.assert_bytes_equal(g.dequantize(), want)
     testing.assert_bytes_equal(fp8.dequantize(g), want)
     testing.assert_bytes_equal(g.dequantize(bfloat16), reference.astype(want, bfloat16))
+
+
+@pytest.mark.parametrize(("change", "error", "message"), [
+    ({"scale_inv": lambda s: s.astype(np.float64)}, TypeError, "q.scale_inv: expected dtype float8_e8m0fnu, float32 of compact"),
+    ({"scale_inv": lambda s: s[:40]}, ValueError, "scale_inv: group 1 has scales 16 to 64, got 40"),
+    ({"scale_inv": lambda s: s[::2]}, ValueError, "scale_inv: group 1 has scales 16 to 64, got 40"),
+    ({"offsets": lambda a: a[:-1]}, ValueError, r"offsets: expected shape \(4,\), got \(3,\)"),
+    ({"rowwise": lambda a: a[:-1]}, ValueError, r"rowwise: expected shape \(10240,\), got \(10239,\)"),
+    ({"rowwise": lambda a: a.view(np.uint8)}, TypeError, "q.data: expected dtype float8_e4m3fn, float8_e5m2, got uint8"),
+    ({"scale_layout": lambda _: "swizzled"}, ValueError, "scale_inv: group 0 has scales 0 to 512, got 80"),
+])  # fmt: skip
+def test_dequantize_into_out_writes_nothing_where_a_member_is_refused(change, error, message, run):
+    g = fp8.group_quantize(run.array(matrix(40, 256)), [8, 24, 3], fp8.BlockScaling(scale_layout="compact"))
+    assert g.scale_inv is not None
+    parts = {**g.__getstate__(), "scale_inv": g.scale_inv.reshape(-1)[:80]}
+    assert Grouped(**parts).dequantize().shape == (40, 256)
+    name, changed = next(iter(change.items()))
+    wrong = Grouped(**{**parts, name: changed(parts[name])})
+    out = run.array(np.full((40, 256), 7, np.float32))
+    with pytest.raises(error, match="^" + message):
+        wrong.dequantize(out=out)
+    assert (fp8.asnumpy(out) == 7).all()
+
+
+def test_dequantize_into_its_own_scales(run):
+    g = fp8.group_quantize(run.array(matrix(40, 256)), [8, 24, 8], fp8.BlockScaling(scale_layout="compact"))
+    memory = run.array(np.full(40 * 256, 7, np.float32))
+    scales = memory[-80:]
+    scales[...] = 1
+    wrong = Grouped(**{**g.__getstate__(), "scale_inv": scales})
+    with pytest.raises(ValueError, match=r"^out: overlaps q\.scale_inv in memory"):
+        wrong.dequantize(out=memory.reshape(40, 256))
+    assert (fp8.asnumpy(memory)[:-80] == 7).all()

@@ -89,10 +89,9 @@ def test_scaled_defaults():
     s = Scaled(data, scale_inv, SHAPE)
     assert (s.transposed, s.block, s.scale_layout) == (False, None, None)
     assert (s.dtype, s.nbytes) == (float8_e4m3fn, 15 + 4)
-    named = Scaled(data=data, scale_inv=scale_inv, shape=SHAPE, transposed=True, block=(1, 128), scale_layout="compact")
-    assert (named.transposed, named.block, named.scale_layout) == (True, (1, 128), "compact")
-    assert s != Scaled(data, scale_inv, SHAPE)              # identity: comparing arrays is bytes_equal's work
-    assert len({s, s, named}) == 2
+    named = Scaled(data=data.reshape(5, 3), scale_inv=np.ones((3, 1), np.float32), shape=list(SHAPE), transposed=True, block=[1, 128],
+                   scale_layout="compact")
+    assert (named.shape, named.transposed, named.block, named.scale_layout) == (SHAPE, True, (1, 128), "compact")
 
 
 @kind_parameter
@@ -112,8 +111,8 @@ def test_transposed_view(kind, shape):
 
 
 def test_transposed_view_of_blocks():
-    s = Scaled(np.zeros((4, 8), float8_e4m3fn), np.ones((4, 2), np.float32), (4, 8), block=(1, 4), scale_layout="compact")
-    assert (s.T.block, s.T.T.block, s.T.scale_layout) == ((4, 1), (1, 4), "compact")
+    s = Scaled(np.zeros((4, 64), float8_e4m3fn), np.ones((4, 2), np.float32), (4, 64), block=(1, 32), scale_layout="compact")
+    assert (s.T.block, s.T.T.block, s.T.scale_layout) == ((32, 1), (1, 32), "compact")
 
 
 @pytest.mark.parametrize("shape", [(), (7,)])
@@ -164,7 +163,6 @@ def test_quantized_is_frozen():
         with pytest.raises((AttributeError, dataclasses.FrozenInstanceError)):
             setattr(q, derived, None)
     assert q.dbias is None
-    assert q != fp8.cast_transpose(x_of(), 2.0)
 
 
 def test_quantized_is_not_empty():
@@ -219,8 +217,9 @@ def test_repr(kind):
     assert repr(both.rowwise) == f"Scaled(float8_e4m3fn[3, 5], per tensor, {kind})"
     assert repr(both.columnwise) == f"Scaled(float8_e4m3fn[3, 5], per tensor, stored transposed, {kind})"
     assert repr(fp8.quantize_tensor(x_of(kind, ()), 2.0).rowwise) == f"Scaled(float8_e4m3fn[], per tensor, {kind})"
-    blocks = Scaled(fp8.zeros(SHAPE, float8_e4m3fn, like=kind), fp8.zeros((3, 1), float32, like=kind), SHAPE, block=(1, None))
-    assert repr(blocks) == f"Scaled(float8_e4m3fn[3, 5], block 1×row, {kind})"
+    blocks = Scaled(fp8.zeros(SHAPE, float8_e4m3fn, like=kind), fp8.zeros((3, 1), float32, like=kind), SHAPE, block=(1, None),
+                    scale_layout="compact")
+    assert repr(blocks) == f"Scaled(float8_e4m3fn[3, 5], block 1×row, compact scales, {kind})"
     assert str(both) == repr(both)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import html
 import pickle
 import re
@@ -92,14 +91,18 @@ def test_to_layout(shape, block, transposed, run):
     testing.assert_bytes_equal(run.numpy(swizzled.T.to_layout("compact").scale_inv), run.numpy(compact.T.scale_inv))
 
 
+def unchecked(s: Scaled, **changes: Any) -> Scaled:
+    return Scaled._of(**{**s.__getstate__(), **changes})
+
+
 @pytest.mark.parametrize(("s", "name", "error", "message"), [
     (result((64, 64)), "gemm", ValueError, f"to_layout: expected one of {tuple(SCALE_DTYPES)}, got 'gemm'"),
     (result((64, 64)), None, ValueError, f"to_layout: expected one of {tuple(SCALE_DTYPES)}, got None"),
     (result((64, 64), (128, 128), scale=float32), "deepgemm_sm90", ValueError, "target: 'deepgemm_sm90' belongs to blocks along one line"),
     (result((140, 270), (128, 128)), "swizzled", ValueError, "target: 'swizzled' belongs to blocks along one line, got block"),
     (result((64, 64), scale=float32), "swizzled", ValueError, "scale_inv: expected powers of two from 2**-127 to 2**127"),
-    (dataclasses.replace(result((64, 64)), scale_layout=None), "compact", ValueError, "source: expected one of ('compact', "),
-    (dataclasses.replace(result((64, 64)), block=(1, 64)), "swizzled", ValueError, "scale_inv: expected shape (64, 1) (compact scales of"),
+    (unchecked(result((64, 64)), scale_layout=None), "compact", ValueError, "source: expected one of ('compact', "),
+    (unchecked(result((64, 64)), block=(1, 64)), "swizzled", ValueError, "scale_inv: expected shape (64, 1) (compact scales of"),
     (fp8.quantize_tensor(np.ones((2, 2), np.float32), 1.0).rowwise, "compact", ValueError, "to_layout('compact'): per-tensor data has"),
 ])
 def test_to_layout_errors(s, name, error, message):
@@ -178,3 +181,62 @@ def test_heat_map_of_a_result(layout):
     with pytest.raises(ValueError, match="at most two dimensions"):
         plot.scale_heat_map(result((2, 40, 96), layout=layout))
     pyplot.close("all")
+
+
+# ---- both directions ----
+def test_both_directions_to_another_layout(run):
+    x = run.array(np.ones((40, 260), np.float32))
+    for q, names in ((fp8.quantize_block(x, columnwise=True), ("compact", "deepgemm_sm90", "deepgemm_sm100", "gemm_ready")),
+                     (fp8.quantize_mx(x, columnwise=True), ("swizzled", "compact")),
+                     (fp8.quantize_block(x, rowwise=False, columnwise=True), ("compact",)),
+                     (fp8.quantize_block(x), ("compact",))):
+        for name in names:
+            there = q.to_layout(name)
+            for part, before in ((there.rowwise, q.rowwise), (there.columnwise, q.columnwise)):
+                assert (part is None) == (before is None)
+                if part is not None and before is not None:
+                    assert part.scale_layout == name
+                    testing.assert_bytes_equal(part, before.to_layout(name))
+            assert there.to_layout(name) is there
+            compact = q.to_layout("compact")
+            testing.assert_bytes_equal(there.to_layout("compact", dtype=compact._any.scale_inv.dtype), compact)
+
+
+def test_parts_that_are_one_stay_one():
+    q = fp8.quantize_block(np.ones((140, 270), np.float32), block=(128, 128), rowwise=True, columnwise=False)
+    both = Quantized(q.rowwise, q.rowwise, np.ones(270, np.float32))
+    there = both.to_layout("compact")
+    assert there.rowwise is there.columnwise
+    assert there.dbias is both.dbias
+    turned = both.T
+    assert turned.rowwise is turned.columnwise
+
+
+def test_to_layout_of_one_scale():
+    with pytest.raises(ValueError, match=r"^to_layout\('compact'\): per-tensor data has a single scale, which has no layout"):
+        fp8.quantize_tensor(np.ones((2, 2), np.float32), 1.0).to_layout("compact")
+    for wrong in ("gemm", None, ["compact"]):
+        with pytest.raises(ValueError, match=r"^to_layout: expected one of "):
+            fp8.quantize_block(np.ones((2, 128), np.float32)).to_layout(wrong)                      # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [
+    lambda x: fp8.quantize_block(x, columnwise=True), lambda x: fp8.quantize_mx(x, columnwise=True, scale_layout="swizzled"),
+    lambda x: fp8.cast_transpose(x, 2.0, dbias=True), lambda x: fp8.quantize_mx(x),
+    lambda x: fp8.quantize_mx(x, rowwise=False, columnwise=True),
+])  # fmt: skip
+def test_the_transposed_tensor(make, run):
+    """The rows of .T are the columns: its row-wise part is what was the column-wise one, byte for byte."""
+    q = make(run.array(np.arange(40 * 256, dtype=np.float32).reshape(40, 256)))
+    t = q.T
+    assert t.shape == (256, 40)
+    assert t.dbias is None
+    for part, before in ((t.rowwise, q.columnwise), (t.columnwise, q.rowwise)):
+        assert (part is None) == (before is None)
+        if part is not None:
+            testing.assert_bytes_equal(part, before.T)
+            assert part.data is before.data
+            testing.assert_bytes_equal(part.dequantize(), fp8.asnumpy(before.dequantize()).T.copy())
+    testing.assert_bytes_equal(t.T, Quantized(q.rowwise, q.columnwise))
+    flat = fp8.quantize_tensor(np.ones(3, np.float32), 1.0)
+    assert flat.T is flat

@@ -75,7 +75,7 @@ def test_a_malformed_result(executor, change, error, message):
     cases.poison(out)
     before = out.tobytes()
     with testing.executor(executor):
-        for q in (Scaled(**{**GOOD, **change}), Quantized(None, Scaled(**{**GOOD, **change}))):
+        for q in (Scaled._of(**{**GOOD, **change}), Quantized(None, Scaled._of(**{**GOOD, **change}))):
             with pytest.raises(error, match="^" + re.escape(message)):
                 fp8.dequantize(q, out=out)
             with pytest.raises(error, match="^" + re.escape(message)):

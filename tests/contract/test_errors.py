@@ -54,16 +54,16 @@ def result(shape: tuple[int, ...] = SHAPE, dtype: Any = float8_e4m3fn, *, rowwis
            **arrays: np.ndarray) -> Quantized:
     """A poisoned result; arrays: data, data_t, scale_inv or scale_inv_t to use in it."""
     scale_inv = arrays.get("scale_inv", poisoned((1,), float32))
-    row = Scaled(arrays.get("data", poisoned(shape, dtype)), scale_inv, shape)
+    row = Scaled._of(arrays.get("data", poisoned(shape, dtype)), scale_inv, shape)
     column = None
     if columnwise:
         data_t = arrays["data_t"] if "data_t" in arrays else poisoned(swap_last(shape), dtype)
-        column = Scaled(data_t, arrays.get("scale_inv_t", scale_inv), shape, True)
+        column = Scaled._of(data_t, arrays.get("scale_inv_t", scale_inv), shape, True)
     return Quantized(row if rowwise else None, column)
 
 
 def fp8_data(shape: tuple[int, ...] = SHAPE) -> Scaled:
-    return Scaled(ones(shape, float8_e4m3fn), one(), shape)
+    return Scaled._of(ones(shape, float8_e4m3fn), one(), shape)
 
 
 def arrays_in(value: Any) -> Iterator[np.ndarray]:
@@ -127,7 +127,7 @@ READERS: dict[str, tuple[tuple[np.dtype, ...], str, Callable[..., Any]]] = {
     "compute_amax": (INPUT_DTYPES, "x", fp8.compute_amax),
     "astype": (tuple(FORMATS), "a", lambda a, **k: fp8.astype(a, float8_e4m3fn, **k)),
     "transpose": (BYTE_DTYPES, "a", fp8.transpose),
-    "dequantize": (FP8_DTYPES, "q.data", lambda a, **k: fp8.dequantize(Scaled(a, one(), SHAPE), **k)),
+    "dequantize": (FP8_DTYPES, "q.data", lambda a, **k: fp8.dequantize(Scaled._of(a, one(), SHAPE), **k)),
 }
 #: An `out` that would fit, for each of them.
 FITTING: dict[str, Callable[[], Any]] = {
@@ -174,7 +174,7 @@ def test_dequantize_wants_a_result(wrong, refused):
     (carve(memory(), 3, (1,), float32), ValueError, "is not a multiple of 4"),
 ])  # fmt: skip
 def test_dequantize_wrong_scale_inv(scale_inv, error, message, refused):
-    refused(error, rf"^q.scale_inv: .*{message}", fp8.dequantize, Scaled(ones(SHAPE, float8_e5m2), scale_inv, SHAPE),
+    refused(error, rf"^q.scale_inv: .*{message}", fp8.dequantize, Scaled._of(ones(SHAPE, float8_e5m2), scale_inv, SHAPE),
             out=poisoned(SHAPE, float32))
 
 
@@ -182,7 +182,7 @@ def test_dequantize_wrong_scale_inv(scale_inv, error, message, refused):
     ((8, 8), (2, 2), False), ((2, 2), (8, 8), False), ((4, 6), (4, 6), True), ((6, 4), (4, 6), False), ((24,), (4, 6), True)])
 def test_dequantize_data_that_is_not_of_its_shape(data, shape, transposed, refused):
     """A Scaled made by hand whose metadata do not fit its data: a kernel would write past the result."""
-    s = Scaled(ones(data, float8_e4m3fn), one(), shape, transposed)
+    s = Scaled._of(ones(data, float8_e4m3fn), one(), shape, transposed)
     message = rf"^q.data: expected .*{re.escape(str(swap_last(shape) if transposed else shape))}.* got .*{re.escape(str(data))}"
     refused(ValueError, message, fp8.dequantize, s, out=poisoned(shape, float32))
     refused(ValueError, message, fp8.dequantize, Quantized(s))
@@ -388,17 +388,17 @@ def test_results_stored_the_other_way(refused):
     square = (5, 5)
     refused(ValueError, r"^out.columnwise: expected per-tensor data of shape \(5, 5\) not stored transposed, got Scaled\(",
             fp8.cast_transpose, ones(square), 2.0, transposed=False, out=result(square, columnwise=True))
-    shared = Scaled(poisoned(square), one(), square)
+    shared = Scaled._of(poisoned(square), one(), square)
     plain = Quantized(shared, shared)
     refused(ValueError, r"^out.columnwise: expected per-tensor data of shape \(5, 5\) stored transposed, got Scaled\(",
             fp8.cast_transpose, ones(square), 2.0, out=plain)
     flipped = result(square, columnwise=True).columnwise
     refused(ValueError, r"^out.rowwise: expected per-tensor data of shape \(5, 5\) not stored transposed",
             fp8.quantize_tensor, ones(square), 2.0, out=Quantized(flipped))
-    apart = Quantized(Scaled(poisoned(square), one(), square), Scaled(poisoned(square), one(), square))
+    apart = Quantized(Scaled._of(poisoned(square), one(), square), Scaled._of(poisoned(square), one(), square))
     refused(ValueError, "^out: with transposed=False both directions are the same bytes; expected them to share one data array$",
             fp8.cast_transpose, ones(square), 2.0, transposed=False, out=apart)
-    blocked = Quantized(Scaled(poisoned(square), one(), square, False, (1, 128), "gemm_ready"))
+    blocked = Quantized(Scaled._of(poisoned(square), one(), square, False, (1, 128), "gemm_ready"))
     refused(ValueError, r"^out.rowwise: expected per-tensor data .* got Scaled\(.*block 1×128",
             fp8.quantize_tensor, ones(square), 2.0, out=blocked)
 
@@ -481,7 +481,7 @@ def test_result_overlaps_the_input(start, refused):
     bytes_in = carve(buffer, X_AT, (8, 12))
     refused(ValueError, f"^out: {OVERLAP}", fp8.transpose, bytes_in, out=carve(buffer, start, (12, 8)))
     refused(ValueError, f"^out: {OVERLAP}",
-            fp8.dequantize, Scaled(bytes_in, one(), (8, 12)), dtype=bfloat16, out=carve(buffer, start // 2 * 2, (8, 12), bfloat16))
+            fp8.dequantize, Scaled._of(bytes_in, one(), (8, 12)), dtype=bfloat16, out=carve(buffer, start // 2 * 2, (8, 12), bfloat16))
 
 
 def test_one_element_overlaps_the_input(refused):
@@ -545,7 +545,7 @@ def test_results_overlap_one_another(refused):
 
 def test_dequantize_out_overlaps_scale_inv(refused):
     buffer = memory()
-    s = Scaled(ones(SHAPE, float8_e4m3fn), carve(buffer, 64, (1,), float32), SHAPE)
+    s = Scaled._of(ones(SHAPE, float8_e4m3fn), carve(buffer, 64, (1,), float32), SHAPE)
     for start in (64, 0, 64 - 92, 40):
         if start >= 0:
             refused(ValueError, f"^out: {OVERLAP}", fp8.dequantize, s, out=carve(buffer, start, SHAPE, float32))
@@ -622,9 +622,11 @@ def test_mixed_kinds_without_cupy(stand_in, refused):
     refused(TypeError, f"^scale{mixed}", fp8.quantize_tensor, x, stand_in, amax=amax, out=result())
     refused(TypeError, f"^amax{mixed}", fp8.quantize_tensor, x, 2.0, amax=stand_in, out=result())
     refused(TypeError, f"^noop{mixed}", fp8.quantize_tensor, x, 2.0, amax=amax, noop=stand_in, out=result())
-    refused(TypeError, f"^out.rowwise.data{mixed}", fp8.quantize_tensor, x, 2.0, amax=amax, out=Quantized(Scaled(stand_in, one(), SHAPE)))
-    refused(TypeError, f"^out.rowwise.scale_inv{mixed}", fp8.quantize_tensor, x, 2.0, out=Quantized(Scaled(poisoned(), stand_in, SHAPE)))
-    refused(TypeError, f"^q.scale_inv{mixed}", fp8.dequantize, Scaled(ones(SHAPE, float8_e4m3fn), stand_in, SHAPE))
+    refused(TypeError, f"^out.rowwise.data{mixed}", fp8.quantize_tensor, x, 2.0, amax=amax,
+            out=Quantized(Scaled._of(stand_in, one(), SHAPE)))
+    refused(TypeError, f"^out.rowwise.scale_inv{mixed}", fp8.quantize_tensor, x, 2.0,
+            out=Quantized(Scaled._of(poisoned(), stand_in, SHAPE)))
+    refused(TypeError, f"^q.scale_inv{mixed}", fp8.dequantize, Scaled._of(ones(SHAPE, float8_e4m3fn), stand_in, SHAPE))
     for op in ("compute_amax", "astype", "transpose", "dequantize"):
         refused(TypeError, f"^out{mixed}", READERS[op][2], ones(SHAPE, READERS[op][0][0]), out=stand_in)
     refused(TypeError, rf"^buffers\['rowwise'\] scale_inv{mixed}",
@@ -650,8 +652,8 @@ class Fake:
 
     def result(self, *, columnwise: bool = False, **arrays: Any) -> Quantized:
         scale_inv = arrays.get("scale_inv", self.one())
-        column = Scaled(arrays.get("data_t", self((6, 4), float8_e4m3fn)), arrays.get("scale_inv_t", scale_inv), SHAPE, True)
-        return Quantized(Scaled(arrays.get("data", self(SHAPE, float8_e4m3fn)), scale_inv, SHAPE), column if columnwise else None)
+        column = Scaled._of(arrays.get("data_t", self((6, 4), float8_e4m3fn)), arrays.get("scale_inv_t", scale_inv), SHAPE, True)
+        return Quantized(Scaled._of(arrays.get("data", self(SHAPE, float8_e4m3fn)), scale_inv, SHAPE), column if columnwise else None)
 
 
 @pytest.fixture
@@ -668,7 +670,7 @@ def test_mixed_kinds(fake, refused):
     refused(TypeError, f"^out{mixed}", fp8.compute_amax, x, out=fake.one())
     refused(TypeError, f"^out{mixed}", fp8.astype, x, float8_e4m3fn, out=fake(SHAPE, float8_e4m3fn))
     refused(TypeError, f"^out{mixed}", fp8.transpose, ones(SHAPE, float8_e5m2), out=fake((6, 4), float8_e5m2))
-    refused(TypeError, f"^q.scale_inv{mixed}", fp8.dequantize, Scaled(ones(SHAPE, float8_e5m2), fake.one(), SHAPE))
+    refused(TypeError, f"^q.scale_inv{mixed}", fp8.dequantize, Scaled._of(ones(SHAPE, float8_e5m2), fake.one(), SHAPE))
     refused(TypeError, f"^out{mixed}", fp8.dequantize, fp8_data(), out=fake())
 
 
@@ -684,8 +686,8 @@ def test_mixed_kinds_the_other_way(fake):
     _refused(TypeError, f"^out{mixed}", fp8.compute_amax, x, out=poisoned((1,), float32))
     _refused(TypeError, f"^out{mixed}", fp8.astype, x, float8_e4m3fn, out=poisoned())
     _refused(TypeError, f"^out{mixed}", fp8.transpose, x8, out=poisoned((6, 4)))
-    _refused(TypeError, f"^q.scale_inv{mixed}", fp8.dequantize, Scaled(x8, one(), SHAPE))
-    _refused(TypeError, f"^out{mixed}", fp8.dequantize, Scaled(x8, fake.one(), SHAPE), out=poisoned(SHAPE, float32))
+    _refused(TypeError, f"^q.scale_inv{mixed}", fp8.dequantize, Scaled._of(x8, one(), SHAPE))
+    _refused(TypeError, f"^out{mixed}", fp8.dequantize, Scaled._of(x8, fake.one(), SHAPE), out=poisoned(SHAPE, float32))
     _refused(TypeError, r"^buffers\['rowwise'\] scale_inv" + mixed, DelayedScaling().empty, SHAPE, buffers={"rowwise": (x8, one())})
     for wrong in ([2.0], True):
         _refused(TypeError, "^scale: expected a numpy.ndarray or cupy.ndarray, got ", fp8.quantize_tensor, x, wrong, out=fake.result())
@@ -707,8 +709,8 @@ def test_other_device(fake):
     _refused(ValueError, f"^out{elsewhere}", fp8.compute_amax, x, out=far)
     _refused(ValueError, f"^out{elsewhere}", fp8.astype, x, float8_e4m3fn, out=far8)
     _refused(ValueError, f"^out{elsewhere}", fp8.transpose, x8, out=far8_t)
-    _refused(ValueError, f"^q.scale_inv{elsewhere}", fp8.dequantize, Scaled(x8, far, SHAPE), out=fake())
-    _refused(ValueError, f"^out{elsewhere}", fp8.dequantize, Scaled(x8, fake.one(), SHAPE), out=fake(device=1))
+    _refused(ValueError, f"^q.scale_inv{elsewhere}", fp8.dequantize, Scaled._of(x8, far, SHAPE), out=fake())
+    _refused(ValueError, f"^out{elsewhere}", fp8.dequantize, Scaled._of(x8, fake.one(), SHAPE), out=fake(device=1))
 
 
 def test_layout_on_a_gpu(fake):
@@ -720,7 +722,7 @@ def test_layout_on_a_gpu(fake):
              fp8.cast_transpose, x, 2.0, out=fake.result(columnwise=True, data_t=fake((6, 4), float8_e4m3fn, strides=(1, 6))))
     _refused(ValueError, "^out" + strides, fp8.astype, x, bfloat16, out=fake(SHAPE, bfloat16, strides=(24, 4)))
     _refused(ValueError, "^out" + strides, fp8.transpose, x8, out=fake((6, 4), float8_e4m3fn, strides=(8, 2)))
-    _refused(ValueError, "^out" + strides, fp8.dequantize, Scaled(x8, fake.one(), SHAPE), out=fake(strides=(4, 16)))
+    _refused(ValueError, "^out" + strides, fp8.dequantize, Scaled._of(x8, fake.one(), SHAPE), out=fake(strides=(4, 16)))
     _refused(ValueError, r"^buffers\['rowwise'\] data: expected a C-contiguous array of shape \(4, 6\), got .* strides \(12, 2\)$",
              DelayedScaling().empty, SHAPE, buffers={"rowwise": (fake(SHAPE, float8_e4m3fn, strides=(12, 2)), fake.one())})
 
@@ -734,7 +736,7 @@ def test_misaligned_on_a_gpu(fake):
         _refused(ValueError, f"^x: {address}the element size {dtype.itemsize}$", fp8.compute_amax, x, out=fake.one())
         _refused(ValueError, f"^a: {address}the element size {dtype.itemsize}$", fp8.astype, x, float8_e4m3fn)
         _refused(ValueError, f"^out: {address}the element size {dtype.itemsize}$",
-                 fp8.dequantize, Scaled(fake(SHAPE, float8_e4m3fn), fake.one(), SHAPE), dtype=dtype, out=x)
+                 fp8.dequantize, Scaled._of(fake(SHAPE, float8_e4m3fn), fake.one(), SHAPE), dtype=dtype, out=x)
     _refused(ValueError, f"^scale: {address}4$", fp8.quantize_tensor, fake(), fake.one(lead=2), out=fake.result())
     _refused(ValueError, f"^amax: {address}4$", fp8.quantize_tensor, fake(), 2.0, amax=fake.one(lead=1), out=fake.result())
     _refused(ValueError, f"^out.rowwise.scale_inv: {address}the element size 4$",
@@ -752,7 +754,7 @@ def test_overlaps_on_a_gpu(fake):
     _refused(ValueError, f"^amax: {OVERLAP}", fp8.quantize_tensor, x, 2.0, amax=fake.one(at=(1 << 20) + 4), out=fake.result())
     x8 = fake(SHAPE, float8_e4m3fn, at=1 << 21)
     _refused(ValueError, f"^out: {OVERLAP}", fp8.transpose, x8, out=fake((6, 4), float8_e4m3fn, at=(1 << 21) + 23))
-    _refused(ValueError, f"^out: {OVERLAP}", fp8.dequantize, Scaled(x8, fake.one(at=1 << 22), SHAPE), out=fake(at=(1 << 22) - 92))
+    _refused(ValueError, f"^out: {OVERLAP}", fp8.dequantize, Scaled._of(x8, fake.one(at=1 << 22), SHAPE), out=fake(at=(1 << 22) - 92))
 
 
 def test_a_result_that_fitted_once_is_still_checked(fake, monkeypatch):

@@ -37,7 +37,7 @@ def test_a_second_call_plans_nothing(quantize, monkeypatch):
         before = quantizer._cached.cache_info()
         q = quantize(second, columnwise=True)
         after = quantizer._cached.cache_info()
-    assert (after.hits, after.misses) == (before.hits + 1, before.misses)
+    assert after.misses == before.misses
     want = definition(second, columnwise=True)
     for mine, wanted in ((q.rowwise, want.rowwise), (q.columnwise, want.columnwise)):
         for a, b in zip(mine, wanted, strict=True):

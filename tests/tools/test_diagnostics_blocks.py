@@ -21,7 +21,7 @@ def quantized(x: np.ndarray, scale_inv: np.ndarray, block: Any, dtype: np.dtype 
               transposed: bool = False) -> Scaled:
     """x over given scales, cast: what a quantiser does, whatever its scales. scale_inv: E8M0 bytes, or f32."""
     scale_inv = scale_inv.view(float8_e8m0fnu) if scale_inv.dtype == np.uint8 else scale_inv
-    scales = element_scales(Scaled(x, scale_inv, x.shape, False, block, "compact")).astype(np.float64)
+    scales = element_scales(Scaled._of(x, scale_inv, x.shape, False, block, "compact")).astype(np.float64)
     with np.errstate(all="ignore"):
         data = fp8.astype((x.astype(np.float64) / scales).astype(np.float32), dtype)
     if transposed:

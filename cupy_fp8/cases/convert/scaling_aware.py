@@ -53,7 +53,7 @@ def _again(q: Scaled, *, out: Quantized | None = None, **options: Any) -> Quanti
         kept = out.rowwise.scale_inv if out.rowwise.scale_layout == "compact" else q.scale_inv
         for mine, given in ((out.rowwise.data, q.data), (kept, q.scale_inv)):
             bits(mine)[...] = bits(given)
-        q = Scaled(out.rowwise.data, kept, q.shape, False, q.block, "compact")
+        q = Scaled._of(out.rowwise.data, kept, q.shape, False, q.block, "compact")
     return scaling_aware.scaling_aware_transpose(q, out=out, **options)
 
 

@@ -13,7 +13,7 @@ from ... import reference
 from ...arrays import Array
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, one_array
-from ...formats import BYTE_DTYPES, FORMATS, FP8_DTYPES, INPUT_DTYPES, lookup
+from ...formats import BYTE_DTYPES, FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, lookup
 from ...kernels import Kernel, Launch, Variant, elementwise, tiles
 from ...results import swap_last
 
@@ -66,7 +66,8 @@ class _Conversion(NamedTuple):
 class _AsType(Op[_Conversion]):
     def arguments(self, call: Call, a: Any, dtype: Any, saturate: Any) -> _Conversion:
         to = lookup(dtype, _ALL_DTYPES, "dtype").dtype
-        return _Conversion(call.read("a", a, _ALL_DTYPES), to, bool(saturate))
+        saturate = flag(saturate, "saturate")
+        return _Conversion(call.read("a", a, _ALL_DTYPES), to, saturate)
 
     def result(self, inputs: _Conversion) -> Description:
         return one_array(inputs.a.shape, inputs.to)

@@ -13,7 +13,7 @@ import numpy as np
 from ... import backend, kernels, reference
 from ...arrays import Array, is_contiguous
 from ...calls import validate
-from ...calls.call import Call, Input, Op, run
+from ...calls.call import Call, Input, Op, run, validate_call
 from ...calls.results import Description, one_array
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e8m0fnu, float32, lookup
 from ...grouped import Grouped
@@ -98,6 +98,11 @@ class _Dequantize(Op[_Inputs]):
 
 
 _DEQUANTIZE = _Dequantize()
+
+
+def check_call(q: Scaled | Quantized, to: np.dtype[Any], out: Array) -> None:
+    """All validation of `dequantize` with out= and nothing else: for callers that make several such calls or none."""
+    validate_call(_DEQUANTIZE, (q, to), out)
 
 
 def _unpacked(s: Scaled) -> Scaled:

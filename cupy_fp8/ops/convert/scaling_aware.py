@@ -15,12 +15,12 @@ from ...calls import splits as sizes
 from ...calls import validate
 from ...calls.row_segments import GroupRuns
 from ...calls.row_segments import variants as run_variants
-from ...formats import FORMATS, FP8_DTYPES, float8_e4m3fn, float8_e8m0fnu, float32
+from ...formats import FORMATS, FP8_DTYPES, flag, float8_e4m3fn, float8_e8m0fnu, float32
 from ...kernels import Kernel, Variant, error_word, executor_of, grid_size
 from ...layouts import cdiv, round_up, scale_shape
 from ...reference.convert.scaling_aware import exponents, row_scale_rows, target_rows
 from ...results import Quantized, Scaled, swap_last
-from ..scales.convert import convert_scales
+from ..scales.convert import convert_scales, with_compact_scales
 from .astype import transpose
 
 _KERNEL = Kernel("convert/scaling_aware", "scaling_aware_transpose")
@@ -54,19 +54,19 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
 
     Parameters
     ----------
-    q : row-wise Scaled (or the Quantized that has it) of shape (M, K), float8_e4m3fn or float8_e5m2, with compact scales: blocks of
-        (1, 128) with float32 scales, all powers of two (2**-149 to 2**127) or 0, as unused rows of `permute` have it, or of (1, 32) with
-        float8_e8m0fnu scales (MX). Or blocks of (128, 128), compact or gemm_ready, any float32 scales, two or three dimensions: such
-        data are transposed as they are, byte for byte, and so are their scales (no splits; the target does not matter; `rowwise` is q
-        itself)
+    q : row-wise Scaled (or the Quantized that has it) of shape (M, K), float8_e4m3fn or float8_e5m2: blocks of (1, 128) with float32
+        scales, all powers of two (2**-149 to 2**127) or 0, as unused rows of `permute` have it, or of (1, 32) with float8_e8m0fnu scales
+        (MX). Scales that are not compact are made so by a launch of `convert_scales` before, into new memory. Or blocks of (128, 128),
+        compact or gemm_ready, any float32 scales, two or three dimensions: such data are transposed as they are, byte for byte, and so
+        are their scales (no splits; the target does not matter; `rowwise` is q itself)
     splits : rows of each of E experts, which follow one another: an int32 or int64 array [E] of q's kind, or a list (for a CuPy q it
         is copied to the GPU). No block straddles two experts. Rows that they leave over (memory allocated for the worst case) are no
         expert's
     target : which t. 'column': for each block of B rows of a column the smallest power of two under which all its values fit. 'tile': for
         B x B elements the largest s of the rows that hold anything but zeros (as FP8-Flow-MoE; less accurate where rows differ)
     scale_layout : of f32 scales: 'gemm_ready' (rows of K rounded up to a multiple of 4, padding 0) or 'compact'; E8M0 ones are compact
-    out : an earlier result for the same q.data; written in place and returned. With it the call allocates nothing and can be captured
-        into a CUDA graph, with splits once it has been used before
+    out : an earlier result for the same q.data; written in place and returned. With it, and compact scales, the call allocates nothing
+        and can be captured into a CUDA graph, with splits once it has been used before
     check : wait for the device and raise ValueError if splits or scales there are wrong. (NumPy arrays and lists are always looked at)
 
     Returns
@@ -95,11 +95,11 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
     ([[448.0, 4.0], [256.0, 256.0]], [[1.0, 0.0078125, 0.0, 0.0]])
     """
     given = _rowwise(q)
-    if target not in TARGETS:
+    if not isinstance(target, str) or target not in TARGETS:
         raise ValueError(f"target: expected one of {TARGETS}, got {target!r}")
-    if scale_layout not in _LAYOUTS:
+    if not isinstance(scale_layout, str) or scale_layout not in _LAYOUTS:
         raise ValueError(f"scale_layout: expected one of {_LAYOUTS}, got {scale_layout!r}"
-                         f"{'; .to_layout converts' if scale_layout == 'swizzled' else ''}")
+                         f"{'; .to_layout converts' if isinstance(scale_layout, str) and scale_layout == 'swizzled' else ''}")
     if given.block == _SQUARE:
         return _transposed_squares(given, splits, scale_layout, out)
     source = _source(given)
@@ -108,33 +108,35 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
     groups = sizes.NO_GROUPS if splits is None else sizes.read(splits, data, xp, check)
     if groups.host is not None:
         sizes.check_at_most(groups.host, s.shape[0])
-    if xp is np or check:
+    if flag(check, "check") or xp is np:
         source.check_scales(None if groups.host is None else sum(groups.host.tolist()))
     if out is None:
         if by_reference:
-            return reference.scaling_aware_transpose(source.dense, splits=groups.host, target=target, scale_layout=scale_layout)
+            fresh = reference.scaling_aware_transpose(source.dense, splits=groups.host, target=target, scale_layout=scale_layout)
+            return Quantized(source.rowwise(None), fresh.columnwise) if source.mx else fresh
         validate.may_allocate(data)
         out = source.empty(groups.number, scale_layout)
         plan = _Plan(out, source, groups.number, target, None)
     else:
         plan = _validated(out, source, groups, target, scale_layout)
     if by_reference:
-        _store(out, reference.scaling_aware_transpose(source.dense, splits=groups.host, target=target, scale_layout=scale_layout))
+        fresh = reference.scaling_aware_transpose(source.dense, splits=groups.host, target=target, scale_layout=scale_layout)
+        _store(out, fresh, ("columnwise",) if source.mx else ("rowwise", "columnwise"))
     else:
         plan.launch(source, groups)
     return out
 
 
 class _Source:
-    """A row-wise Scaled, found valid: where its data and scales lie. Kept with a Scaled on a GPU whose arrays are read where they are."""
+    """A row-wise Scaled, found valid: where its data and scales lie. Kept with a Scaled on a GPU whose arrays are read where they are.
+    given: as it came; s: the same with compact scales."""
 
-    def __init__(self, s: Scaled) -> None:
+    def __init__(self, given: Scaled) -> None:
+        s = given
         data, xp, at = validate.source(s.data, FP8_DTYPES, "q.data")
         if s.block not in _BLOCKS or s.transposed or len(s.shape) != 2:
             raise ValueError(f"q: expected row-wise data [M, K] in blocks of {' or '.join(map(str, _BLOCKS))}, not stored transposed; "
                              f"got {s!r}")
-        if s.scale_layout != "compact":
-            raise ValueError(f"q: expected compact scales, got {s.scale_layout}; q.to_layout('compact') makes them")
         if data.shape != s.shape:
             raise ValueError(f"q.data: expected shape {s.shape}, got {data.shape}")
         self.rows, self.columns = s.shape
@@ -142,6 +144,7 @@ class _Source:
         dtype, shape = _BLOCKS[s.block], (self.rows, cdiv(self.columns, self.block))
         if not isinstance(s.scale_inv, xp.ndarray):
             backend.require_module(s.scale_inv, xp, "q.scale_inv")
+        s = with_compact_scales(s, "q", dtype)
         if s.scale_inv.dtype != dtype:
             raise TypeError(f"q.scale_inv: expected dtype {dtype} for blocks of {s.block}, got {s.scale_inv.dtype}")
         if s.scale_inv.shape != shape:
@@ -149,11 +152,11 @@ class _Source:
         scales, _, scales_at = validate.source(s.scale_inv, (dtype,), "q.scale_inv")
         if xp is not np:
             validate.same_device(scales, data, "q.scale_inv")
-        self.s, self.data, self.scales, self.xp, self.at, self.scales_at = s, data, scales, xp, at, scales_at
-        self.dense = s if data is s.data and scales is s.scale_inv else Scaled(data, scales, s.shape, False, s.block, "compact")
+        self.given, self.s, self.data, self.scales, self.xp, self.at, self.scales_at = given, s, data, scales, xp, at, scales_at
+        self.dense = s if data is s.data and scales is s.scale_inv else Scaled._of(data, scales, s.shape, False, s.block, "compact")
         self.mx = self.block == 32
-        if xp is not np and self.dense is s:
-            s.__dict__["_aware"] = self
+        if xp is not np and self.dense is given:
+            given.__dict__["_aware"] = self
 
     def layout(self, scale_layout: str) -> str:
         return "compact" if self.mx else scale_layout
@@ -174,16 +177,16 @@ class _Source:
 
     def rowwise(self, scale_inv: Array | None) -> Scaled:
         if scale_inv is None:
-            return self.dense
-        return Scaled(self.data, scale_inv, self.s.shape, False, self.s.block, "gemm_ready")
+            return self.given if self.dense is self.s else self.dense
+        return Scaled._of(self.data, scale_inv, self.s.shape, False, self.s.block, "gemm_ready")
 
     def empty(self, groups: int | None, scale_layout: str) -> Quantized:
         """A result, uninitialised."""
         def new(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
             return empty_beside(self.data, shape, dtype)
 
-        columnwise = Scaled(new(self.stored(groups), self.data.dtype), new(self.target_shape(groups, scale_layout), self.scales.dtype),
-                            self.s.shape, True, (self.block, 1), self.layout(scale_layout))
+        columnwise = Scaled._of(new(self.stored(groups), self.data.dtype), new(self.target_shape(groups, scale_layout), self.scales.dtype),
+                                self.s.shape, True, (self.block, 1), self.layout(scale_layout))
         row_shape = self.row_shape(groups)
         return Quantized(self.rowwise(None if row_shape is None else new(row_shape, float32)), columnwise)
 
@@ -244,7 +247,7 @@ def _transposed_squares(s: Scaled, splits: Any, scale_layout: str, out: Quantize
     data = transpose(s.data, out=None if column is None else column.data)
     if out is not None:
         return out
-    return Quantized(s, Scaled(data, scale_inv, s.shape, True, _SQUARE, scale_layout))
+    return Quantized(s, Scaled._of(data, scale_inv, s.shape, True, _SQUARE, scale_layout))
 
 
 class _Written(NamedTuple):
@@ -305,7 +308,8 @@ class _Plan:
 
 def _validated(out: Quantized, source: _Source, groups: sizes.Groups, target: str, scale_layout: str) -> _Plan:
     """The _Plan of a result given as `out=`, once it has been found to fit the call."""
-    key = (id(out), source.at, source.scales_at, source.s.shape, source.s.block, source.data.dtype, groups.number, target, scale_layout)
+    key = (id(out), source.at, source.scales_at, validate.address(source.given.scale_inv), source.s.shape, source.s.block,
+           source.data.dtype, groups.number, target, scale_layout)
     kept = getattr(out, "_plan", None)
     if kept is not None and kept[0] == key:
         plan: _Plan = kept[1]
@@ -326,9 +330,10 @@ def _plan(out: Quantized, source: _Source, groups: int | None, target: str, scal
         raise ValueError("out: expected a row-wise and a column-wise part, as an earlier result has them")
     layout = source.layout(scale_layout)
     row_shape = source.row_shape(groups)
-    row_layout = "compact" if row_shape is None else "gemm_ready"
+    own = source.rowwise(None)
+    row_layout = own.scale_layout if row_shape is None else "gemm_ready"
     if (row.shape, row.transposed, row.block, row.scale_layout) != (source.s.shape, False, source.s.block, row_layout) \
-            or not _is_same(row.data, source.data) or (row_shape is None and not _is_same(row.scale_inv, source.scales)):
+            or not _is_same(row.data, source.data) or (row_shape is None and not _is_same(row.scale_inv, own.scale_inv)):
         what = "q itself" if row_shape is None else "q's own data with gemm_ready scales"
         raise ValueError(f"out.rowwise: expected {what}, got {row!r}; a result belongs to the memory of the q that it was made for")
     if (column.shape, column.transposed, column.block, column.scale_layout) != (source.s.shape, True, (source.block, 1), layout):
@@ -339,6 +344,8 @@ def _plan(out: Quantized, source: _Source, groups: int | None, target: str, scal
     def write(name: str, a: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         at = validate.destination(a, shape, dtype, source.data, source.xp, source.at, name)
         validate.separate(at, a.nbytes, source.scales_at, source.scales.nbytes, name, "q.scale_inv")
+        given = source.given.scale_inv
+        validate.separate(at, a.nbytes, validate.address(given), validate.extent(given), name, "q.scale_inv")
         for other in written:
             validate.separate(at, a.nbytes, other.at, other.nbytes, name, other.name)
         written.append(_Written(name, at, a.nbytes))
@@ -401,10 +408,9 @@ def _is_alone(in_flight: int, shifts: bool) -> bool:
     return in_flight == 4 and not shifts
 
 
-def _store(out: Quantized, result: Quantized) -> None:
-    for mine, fresh in ((out.rowwise, result.rowwise), (out.columnwise, result.columnwise)):
-        assert mine is not None
-        assert fresh is not None
+def _store(out: Quantized, result: Quantized, parts: tuple[str, ...]) -> None:
+    for name in parts:
+        mine, fresh = getattr(out, name), getattr(result, name)
         for a, b in zip(mine, fresh, strict=True):
             if a is not b:
                 bits(a)[...] = bits(b)

@@ -15,7 +15,7 @@ from ... import backend, reference
 from ...arrays import Array, empty_beside
 from ...calls import validate
 from ...calls.splits import DTYPES, Groups, read, refuse_negative
-from ...formats import names
+from ...formats import flag, names
 from ...kernels import Kernel, Variant, error_word, executor_of, grid_size, workspace
 from ...layouts import cdiv, round_up
 
@@ -67,7 +67,7 @@ def splits_to_offsets(splits: Any, *, strides: Sequence[int] = (1,), include_lea
     >>> ends.tolist(), elements.tolist()
     ([3, 3, 8], [0, 768, 768, 2048])
     """
-    if isinstance(outputs, (list, tuple)) and not check:
+    if isinstance(outputs, (list, tuple)) and not flag(check, "check"):
         known = _targets.get(tuple(map(id, outputs)))
         if known is not None and known.fits(splits, (strides, include_leading_zero, dtypes)):
             known.launch(splits, splits.data.ptr)
@@ -80,7 +80,7 @@ def splits_to_offsets(splits: Any, *, strides: Sequence[int] = (1,), include_lea
         _check_sizes(groups.host, plan)
     if outputs is None:
         validate.may_allocate(groups.array)
-        outputs = plan.empty(groups.array, bulk_allocate)
+        outputs = plan.empty(groups.array, flag(bulk_allocate, "bulk_allocate"))
         target = _Target(outputs, plan, groups, options, None)
     else:
         target = _validated(outputs, plan, groups, xp, options)

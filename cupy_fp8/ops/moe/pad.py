@@ -94,8 +94,8 @@ def unpad_groups(y: Array | Scaled, splits: Any, align: int, *, rows: int | None
     source, xp = _rows(y, "y")
     if rows is None:
         rows = source.number if out is None else _rows_of(out)
-    elif (rows := integer(rows, "rows")) < 0:
-        raise ValueError(f"rows: expected 0 or more, got {rows}")
+    elif not 0 <= (rows := integer(rows, "rows")) < 2**63:
+        raise ValueError(f"rows: expected 0 or more, got {rows}" if rows < 0 else "rows: expected less than 2**63")
     groups = read(splits, source.array, xp, check)
     if groups.host is not None:
         _check_padded_sizes(groups.host, align, source.number, rows)
@@ -191,14 +191,14 @@ def _scaled_rows(q: Scaled, name: str) -> tuple[_Rows, Any]:
     scales = q.scale_inv
     if q.block is None:
         scales_at = validate.one_f32(scales, data, xp, f"{name}.scale_inv")
-        return _Rows(Scaled(data, scales, q.shape), data, at, None, scales, scales_at), xp
+        return _Rows(Scaled._of(data, scales, q.shape), data, at, None, scales, scales_at), xp
     if not isinstance(scales, xp.ndarray):
         backend.require_module(scales, xp, f"{name}.scale_inv")
     check_block_scales(q, name)
     if xp is not np:
         validate.same_device(scales, data, f"{name}.scale_inv")
     scales, _, scales_at = validate.source(scales, (scales.dtype,), f"{name}.scale_inv")
-    return _Rows(Scaled(data, scales, q.shape, False, q.block, q.scale_layout), data, at, scales, None, scales_at), xp
+    return _Rows(Scaled._of(data, scales, q.shape, False, q.block, q.scale_layout), data, at, scales, None, scales_at), xp
 
 
 def _rows_of(out: Any) -> int:
@@ -270,7 +270,7 @@ def _scaled_result(rows: _Rows, q: Scaled, xp: Any, shape: tuple[int, ...], grou
     if out is None:
         validate.may_allocate(a)
         scale_inv = empty_beside(a, scale_shape, q.scale_inv.dtype)
-        out = Scaled(empty_beside(a, shape, a.dtype), scale_inv, shape, False, q.block, q.scale_layout)
+        out = Scaled._of(empty_beside(a, shape, a.dtype), scale_inv, shape, False, q.block, q.scale_layout)
     elif not isinstance(out, Scaled):
         raise TypeError(f"out: expected a Scaled (an earlier result), got {type(out).__name__}")
     elif (out.shape, out.transposed, out.block, out.scale_layout) != (shape, False, q.block, q.scale_layout):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Iterator
 from math import prod
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from ...kernels import Kernel, Variant, executor_of, grid_size
 from ...layouts import cdiv, round_up
 from ...results import Quantized, Scaled, check_block_scales
 from ...routing import Routing
+from ..scales.convert import with_compact_scales
 
 _PERMUTE = Kernel("moe/permute", "permute")
 _UNPERMUTE = Kernel("moe/permute", "unpermute")
@@ -36,22 +38,22 @@ _FEW_UNUSED = 4             # that part of the rows used; more take blocks of th
 _Memory = tuple[int, int, str]
 
 
-def permute(x: Array | Scaled, routing: Routing, *, probs: Array | None = None, out: Any = None) -> Any:
+def permute(x: Array | Scaled | Quantized, routing: Routing, *, probs: Array | None = None, out: Any = None) -> Any:
     """Each token copied to the rows that the routing gives it; data, scales and probs in one launch.
 
         result[routing.row_map[t, k]] = x[t]          rows that no token is in are zeros
 
     Parameters
     ----------
-    x : array [T, …] of any dtype of 1, 2, 4 or 8 bytes, FP8 included; or a row-wise Scaled [T, K] with compact scales: blocks of 1×128,
-        1×32 (MX), …
+    x : array [T, …] of any dtype of 1, 2, 4 or 8 bytes, FP8 included; or a row-wise Scaled [T, K] (or the Quantized that has it): blocks
+        of 1×128, 1×32 (MX), … Scales that are not compact are made so by a launch of `convert_scales` before, into new memory
     routing : of T tokens, as `route` gives it
     probs : f32 array [T, topk], one for each slot; of a mask also [T, E]
     out : result of an earlier call, written and returned; needed while a CUDA graph is captured
 
     Returns
     -------
-    Array [rows, …] of x's dtype, or a Scaled [rows, K]. With probs a tuple: that, and f32 [rows], the prob of each row.
+    Array [rows, …] of x's dtype, or a Scaled [rows, K] with compact scales. With probs a tuple: that, and f32 [rows], the prob of each row.
 
     Raises
     ------
@@ -64,17 +66,27 @@ def permute(x: Array | Scaled, routing: Routing, *, probs: Array | None = None, 
     >>> fp8.permute(np.array([10, 20, 30]), r).tolist()
     [20, 0, 10, 30, 0]
     """
+    if isinstance(x, Quantized):
+        if x.rowwise is None:
+            raise ValueError("x: expected a row-wise part, whose scales move with their rows, got a Quantized without one")
+        x = x.rowwise
     key = routing_launches.key(routing, out, permute, x, probs)
     if routing_launches.launch_again(routing, key):
         return out
     scaled = isinstance(x, Scaled)
-    if isinstance(x, Quantized):
-        raise TypeError("x: expected an array or a Scaled, got a Quantized; take its .rowwise")
     data, xp, at = _rows(x.data if isinstance(x, Scaled) else x, "x.data" if scaled else "x")
+    given_scales = None
+    if isinstance(x, Scaled):
+        _check_moves(x, data, xp)
+        if x.scale_layout != "compact":
+            given_scales, key = x.scale_inv, None           # a later call finds the compact scales elsewhere
+            x = with_compact_scales(x, "x")
     scale_inv, scales_at = _compact_scales(x, data, xp) if isinstance(x, Scaled) else (None, 0)
     _check_routing(routing, data, xp)
     _check_length(data, routing.tokens, "x", "tokens")
     read = [(at, data.nbytes, "x"), (scales_at, 0 if scale_inv is None else scale_inv.nbytes, "x.scale_inv"), *_read(routing)]
+    if given_scales is not None:
+        read.append((validate.address(given_scales), validate.extent(given_scales), "x.scale_inv"))
     columns, probs_at = 0, 0
     if probs is not None:
         probs, probs_at, columns = _probs(probs, routing, data, xp)
@@ -86,7 +98,7 @@ def permute(x: Array | Scaled, routing: Routing, *, probs: Array | None = None, 
         result = empty_beside(data, shape, data.dtype)
         result_scales = None if scale_inv is None else empty_beside(data, (rows, scale_inv.shape[1]), scale_inv.dtype)
         rows_probs = None if probs is None else empty_beside(data, (rows,), float32)
-        moved = Scaled(result, result_scales, shape, False, x.block, "compact") if isinstance(x, Scaled) else result
+        moved = Scaled._of(result, result_scales, shape, False, x.block, "compact") if isinstance(x, Scaled) else result
         out = moved if probs is None else (moved, rows_probs)
     else:
         moved, rows_probs = (out, None) if probs is None else _pair(out)
@@ -186,10 +198,12 @@ def unpermute_backward(grad: Array, y: Array | None, routing: Routing, *, probs:
            [ 1. ,  1.5]], dtype=float32), array([[23.,  5.]], dtype=float32))
     """
     if probs is None:
-        if out is None:
-            return permute(grad, routing), None
-        permute(grad, routing, out=_pair(out)[0])
-        return out
+        pair = (None, None) if out is None else _pair(out)
+        try:
+            moved = permute(grad, routing, out=pair[0])
+        except (TypeError, ValueError) as error:
+            raise type(error)(re.sub(r"^x\b", "grad", str(error))) from None
+        return (moved, None) if out is None else out
     key = routing_launches.key(routing, out, unpermute_backward, grad, y, probs)
     if routing_launches.launch_again(routing, key):
         return out
@@ -288,20 +302,22 @@ def _check_rows(x: Array, name: str) -> None:
         raise ValueError(f"{name}: expected rows, an array of one or more dimensions, got shape ()")
 
 
-def _compact_scales(x: Scaled, data: Array, xp: Any) -> tuple[Array, int]:
-    """(x's scales ready for a kernel, their address): a row of them for each row of data."""
+def _check_moves(x: Scaled, data: Array, xp: Any) -> None:
+    """TypeError or ValueError unless x has scales that move with its rows."""
     if x.block is None:
         raise ValueError("x: per-tensor data has a single scale, which does not move; permute x.data")
     if x.block[0] != 1 or x.transposed or len(x.shape) != 2:
         raise ValueError(f"x: expected row-wise blocks (1, B) of a matrix, whose scales move with their rows, got {x!r}")
-    if x.scale_layout != "compact":
-        raise ValueError(f"x: expected compact scales, a row of them for each token, got {x.scale_layout}; take x.to_layout('compact')")
     if data.dtype not in FP8_DTYPES:
         raise TypeError(f"x.data: expected one of {', '.join(d.name for d in FP8_DTYPES)}, got {data.dtype}")
     if data.shape != x.shape:
         raise ValueError(f"x.data: expected the shape of x, {x.shape}, got {data.shape}")
     backend.require_module(x.scale_inv, xp, "x.scale_inv")
     check_block_scales(x, "x")
+
+
+def _compact_scales(x: Scaled, data: Array, xp: Any) -> tuple[Array, int]:
+    """(x's compact scales ready for a kernel, their address): a row of them for each row of data."""
     scale_inv, _, at = validate.source(x.scale_inv, (*BYTE_DTYPES[2:], float32), "x.scale_inv")
     if xp is not np:
         validate.same_device(scale_inv, data, "x.scale_inv")

@@ -12,6 +12,7 @@ import numpy as np
 from ... import kernels, reference
 from ...arrays import Array, bits, empty_beside
 from ...calls import validate
+from ...formats import flag
 from ...kernels import Kernel, Variant, error_word, executor_of, workspace
 from ...layouts import cdiv, round_up
 from ...routing import MOST_EXPERTS, Routing
@@ -63,6 +64,7 @@ def route(assignment: Array, *, num_experts: int | None = None, topk: int | None
     >>> r
     Routing(3 tokens x 2 slots -> 12 rows of 2 experts, aligned to 4, numpy)
     """
+    check = flag(check, "check")
     if not check and out is not None:
         kept = getattr(out, "__dict__", {}).get("_launch")
         if kept is not None and kept.is_for(assignment, num_experts, topk, rows, align):

@@ -11,7 +11,7 @@ import numpy as np
 
 from ... import reference
 from ...arrays import Array
-from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e4m3fn, float32, lookup
+from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, float32, lookup
 from ...kernels import Kernel, Variant, grid_size
 from ...kernels.warp_tiles import COLUMNS, LANE_COLUMNS, ROWS, Panels
 from ...layouts import cdiv
@@ -118,8 +118,8 @@ class Plan(block_results.Plan):
         check_block_options(block, profile, scale_layout)
         least = block_eps(eps, profile) + 0.0       # -0 is 0: the kernel compares the bits of magnitudes
         pow2 = block_pow2(pow2_scale, profile)
-        found = block_forms(block_results.logical(shape, swapped), to, bool(rowwise), bool(columnwise), bool(transposed),
-                            block, scale_layout)
+        switches = flag(rowwise, "rowwise"), flag(columnwise, "columnwise"), flag(transposed, "transposed")
+        found = block_forms(block_results.logical(shape, swapped), to, *switches, block, scale_layout)
         alike = found.get("rowwise") == found.get("columnwise")
         super().__init__(shape, found, ("data", "scale_inv") if alike else (), LANE_COLUMNS * source.itemsize)
         self.source, self.swapped, self.to, self.block, self.compact = source, swapped, to, block, scale_layout == "compact"

@@ -19,7 +19,7 @@ from ...calls import splits as sizes
 from ...calls import validate
 from ...calls.row_segments import GroupRuns
 from ...calls.row_segments import variants as run_variants
-from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float32
+from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float32
 from ...grouped import Grouped
 from ...kernels import Kernel, Variant, executor_of, tiles, workspace
 from ...layouts import cdiv, padded_rows, round_up
@@ -137,7 +137,7 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
     shape = _result_rows(groups, len(x), align), x.shape[1]
     plan, described = None, grouped_results.describing(groups, offsets is not None, align)
     if isinstance(recipe, (BlockScaling, MXScaling)):
-        plan = grouped_blocks.plan(shape, x.dtype, recipe, bool(rowwise), bool(columnwise))
+        plan = grouped_blocks.plan(shape, x.dtype, recipe, flag(rowwise, "rowwise"), flag(columnwise, "columnwise"))
         form = grouped_blocks.form(plan, described, number)
     else:
         form = _form(shape, described, number, recipe.dtype, rowwise, columnwise)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ... import reference
 from ...arrays import Array
-from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e4m3fn, float32, lookup
+from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, float32, lookup
 from ...kernels import Kernel, Variant, elementwise
 from ...kernels.warp_tiles import LANE_COLUMNS, Panels
 from ...layouts import SWIZZLE_COLUMNS, cdiv, scale_grid
@@ -101,8 +101,8 @@ class Plan(block_results.Plan):
     def __init__(self, shape: tuple[int, ...], source: np.dtype[Any], swapped: bool, options: tuple[Any, ...]) -> None:
         dtype, rowwise, columnwise, transposed, mode, profile, block, scale_layout = options
         check_mx_options(mode, profile, block, scale_layout)
-        found = mx_forms(block_results.logical(shape, swapped), dtype, bool(rowwise), bool(columnwise), bool(transposed), block,
-                         scale_layout)
+        switches = flag(rowwise, "rowwise"), flag(columnwise, "columnwise"), flag(transposed, "transposed")
+        found = mx_forms(block_results.logical(shape, swapped), dtype, *switches, block, scale_layout)
         names = ("columnwise", "rowwise") if swapped else ("rowwise", "columnwise")
         fast, slow = (found.get(name) for name in names)
         stored = block_results.stored(fast, swapped), block_results.stored(slow, swapped)

@@ -15,7 +15,7 @@ from ...arrays import Array, empty_beside
 from ...calls import splits as sizes
 from ...calls import validate
 from ...calls.row_segments import GroupRows, rows_variants
-from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float32
+from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float32
 from ...kernels import Kernel, Variant, executor_of, tiles, workspace
 from ...recipes import (
     BlockScaling,
@@ -215,6 +215,7 @@ def _quantize(x: Array, grad: Array | None, recipe: Any, o: _Options, noop: Arra
         bias_at *= len(groups.array) > 0                # its address may be anything
     noop_at = 0 if noop is None else reads("noop", validate.one_f32(noop, x, xp, "noop"), 4)
     limit = _limit(o.clamp)
+    flag(o.interleaved, "interleaved")
     if not isinstance(o.form, str) or o.form not in FORMS:
         raise ValueError(f"form: expected one of {FORMS}, got {o.form!r}")
     scale_at, scale_value = plan.scale(o.scale, o.amax, x, xp)
@@ -457,7 +458,7 @@ def _plan_of(x: Array, recipe: Any, rowwise: bool, columnwise: bool, backward: b
         raise TypeError(f"recipe: expected a DelayedScaling, CurrentScaling, BlockScaling or MXScaling, got {type(recipe).__name__}")
     if x.ndim != 2 or x.shape[1] % 2:
         raise ValueError(f"x: expected shape [M, 2 H], got {x.shape}")
-    return _plan(x.shape, x.dtype, recipe, bool(rowwise), bool(columnwise), backward)
+    return _plan(x.shape, x.dtype, recipe, flag(rowwise, "rowwise"), flag(columnwise, "columnwise"), backward)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -534,8 +535,11 @@ def _limit(clamp: Any) -> float:
         return np.inf
     if not isinstance(clamp, (int, float, np.floating, np.integer)) or isinstance(clamp, bool):
         raise TypeError(f"clamp: expected a number or None, got {clamp!r}")
-    with np.errstate(over="ignore", under="ignore"):
-        limit = float(np.float32(clamp))
+    try:
+        with np.errstate(over="ignore", under="ignore"):
+            limit = float(np.float32(clamp))
+    except OverflowError:
+        raise ValueError(f"clamp: an integer of {int(clamp).bit_length()} bits, beyond every float") from None
     if not limit > 0:
         raise ValueError(f"clamp: expected a number above 0 (in float32), got {clamp!r}")
     return limit

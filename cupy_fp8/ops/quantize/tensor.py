@@ -13,7 +13,7 @@ from ... import reference
 from ...arrays import Array
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, Written
-from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e4m3fn, float32, lookup
+from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flags, float8_e4m3fn, float32, lookup
 from ...kernels import Kernel, Launch, Variant, elementwise, tiles
 from ...recipes import check_directions, checked_eps, dbias_shape
 from ...results import Quantized, Scaled, swap_last
@@ -134,10 +134,10 @@ class PerTensorResult(Description):
     def build(self, arrays: Sequence[Array]) -> Quantized:
         shape = self._given[0]
         scale_inv, *rest = arrays
-        row = Scaled(rest.pop(0), scale_inv, shape) if self.rowwise or not self.transposed else None
+        row = Scaled._of(rest.pop(0), scale_inv, shape) if self.rowwise or not self.transposed else None
         column = row
         if self.columnwise and self.transposed:
-            column = Scaled(rest.pop(0), scale_inv, shape, True)
+            column = Scaled._of(rest.pop(0), scale_inv, shape, True)
         return Quantized(row if self.rowwise else None, column if self.columnwise else None, rest[0] if self.dbias else None)
 
     def for_out(self, out: Any) -> PerTensorResult:
@@ -190,6 +190,9 @@ class _QuantizeTensor(Op[_Inputs]):
                   dbias: Any, eps: Any, pow2_scale: Any) -> _Inputs:
         fmt = lookup(dtype, FP8_DTYPES, "dtype")
         found = call.read("x", x, INPUT_DTYPES)
+        flags(rowwise=rowwise, columnwise=columnwise, transposed=transposed, dbias=dbias, pow2_scale=pow2_scale)
+        if type(eps) is not float:
+            checked_eps(eps)
         rule = None if scale is not None else (scale_target(fmt.dtype, 0), checked_eps(eps), bool(pow2_scale))
         scale_at, scale_value = (0, 0.0) if scale is None else call.scalar("scale", scale)
         if scale is not None and (eps or pow2_scale):

@@ -16,7 +16,7 @@ from ...calls import tensor_lists, validate
 from ...calls.memory import Range, check_separate
 from ...calls.results import given_result
 from ...calls.tensor_lists import Key, Launch, Table, as_list, of_output, same
-from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e4m3fn, float32, lookup
+from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, float32, lookup
 from ...kernels import Kernel, Variant, executor_of, tiles
 from ...recipes import (
     BlockScaling,
@@ -121,6 +121,24 @@ def multi_quantize(xs: Sequence[Array], recipe: Recipe, *, rowwise: bool = True,
     >>> [q.scale_inv.tolist() for q in fp8.multi_quantize(xs, fp8.CurrentScaling())]
     [[0.015625], [0.0011160714784637094]]
     """
+    options = _options(recipe, rowwise, columnwise, scales, amaxes)
+    if isinstance(options, tensor_list_blocks.Options):
+        return tensor_list_blocks.quantize(xs, options, noop, outputs)
+    return _per_tensor(xs, options, scales, amaxes, noop, outputs)
+
+
+def check_call(xs: Sequence[Array], recipe: Recipe, *, rowwise: bool, columnwise: bool, scales: Any, amaxes: Any, noop: Array | None,
+               outputs: Sequence[Quantized] | None) -> None:
+    """All validation of `multi_quantize` and nothing else: for callers that make several such calls or none."""
+    options = _options(recipe, rowwise, columnwise, scales, amaxes)
+    if isinstance(options, tensor_list_blocks.Options):
+        tensor_list_blocks.check_call(xs, options, noop, outputs)
+    else:
+        _validated(xs, options, scales, amaxes, noop, outputs)
+
+
+def _options(recipe: Recipe, rowwise: bool, columnwise: bool, scales: Any, amaxes: Any) -> _Options | tensor_list_blocks.Options:
+    rowwise, columnwise = flag(rowwise, "rowwise"), flag(columnwise, "columnwise")
     if isinstance(recipe, DelayedScaling):
         if scales is None:
             raise ValueError("scales: delayed scaling needs the scales that earlier steps determined, got None")
@@ -134,8 +152,8 @@ def multi_quantize(xs: Sequence[Array], recipe: Recipe, *, rowwise: bool = True,
             raise TypeError(f"recipe: expected DelayedScaling, CurrentScaling, BlockScaling or MXScaling, got {type(recipe).__name__}")
         if scales is not None or amaxes is not None:
             raise ValueError("scales, amaxes: belong to per-tensor recipes; blocks take their scales from their own elements")
-        return tensor_list_blocks.quantize(xs, tensor_list_blocks.Options(recipe, bool(rowwise), bool(columnwise)), noop, outputs)
-    return _per_tensor(xs, _Options(recipe.dtype, bool(rowwise), bool(columnwise), rule), scales, amaxes, noop, outputs)
+        return tensor_list_blocks.Options(recipe, rowwise, columnwise)
+    return _Options(recipe.dtype, rowwise, columnwise, rule)
 
 
 class _Options(NamedTuple):
@@ -207,6 +225,42 @@ def _per_tensor(xs: Any, options: _Options, scales: Any, amaxes: Any, noop: Arra
     if plan is not None:
         plan.launch_again(xs[0], noop)
         return same(outputs)
+    call = _validated(xs, options, scales, amaxes, noop, outputs)
+    if call is None:
+        return [] if outputs is None else same(outputs)
+    sources, x = call.sources, call.sources.arrays[0]
+    if executor_of(sources.xp) == "reference":
+        if noop is not None and noop.reshape(()) == 1:
+            return same(outputs)
+        made = _by_reference(sources.arrays, options, scales, amaxes)
+        if outputs is None:
+            return made
+        for out, fresh in zip(outputs, made, strict=True):
+            block_results.store(out, fresh)
+        return same(outputs)
+    results = same(outputs)
+    if outputs is None:
+        validate.may_allocate(x)
+        results = [empty_per_tensor(empty_beside(x, (1,), float32), a.shape, options.dtype, options.rowwise, options.columnwise)
+                   for a in sources.arrays]
+    table = _Table(sources, options, call.scales_at, call.amaxes_at, results)
+    key = None if sources.copied else Key.of(xs, scales, amaxes, results, options)
+    tensor_lists.launch(table, x, call.noop_at, call.runs, results, key, xs, scales, amaxes)
+    return results
+
+
+class _Call(NamedTuple):
+    """A call found valid: its arrays, the places of scales, amaxes and noop, and the memory that it reads and writes."""
+
+    sources: _Sources
+    scales_at: list[tuple[int, float]] | None
+    amaxes_at: list[int] | None
+    noop_at: int
+    runs: list[Range]
+
+
+def _validated(xs: Any, options: _Options, scales: Any, amaxes: Any, noop: Array | None, outputs: Any) -> _Call | None:
+    """None for a list without arrays."""
     xs = as_list(xs, "xs")
     if outputs is not None:
         as_list(outputs, "outputs", len(xs))
@@ -217,7 +271,7 @@ def _per_tensor(xs: Any, options: _Options, scales: Any, amaxes: Any, noop: Arra
         for name, given in (("scales", scales), ("amaxes", amaxes)):
             if given is not None and len(given):
                 raise ValueError(f"{name}: expected none for no arrays, got {len(given)}")
-        return [] if outputs is None else same(outputs)
+        return None
     sources = _sources(xs)
     x, xp = sources.arrays[0], sources.xp
     scales_at = None if scales is None else _each_f32(scales, len(xs), x, xp, "scales", scalars=True)
@@ -230,29 +284,11 @@ def _per_tensor(xs: Any, options: _Options, scales: Any, amaxes: Any, noop: Arra
     runs += [Range(at, at + 4, True, f"amaxes[{i}]") for at, i in {at: i for i, at in enumerate(amaxes_at or ())}.items()]
     if noop_at:
         runs.append(Range(noop_at, noop_at + 4, False, "noop"))
-    by_reference = executor_of(xp) == "reference"
-    results: list[Quantized]
-    if outputs is None:
-        check_separate(runs)
-        if by_reference:
-            return _by_reference(sources.arrays, options, scales, amaxes)
-        validate.may_allocate(x)
-        results = [empty_per_tensor(empty_beside(x, (1,), float32), a.shape, options.dtype, options.rowwise, options.columnwise)
-                   for a in sources.arrays]
-    else:
-        results = outputs
-        for i, (a, out) in enumerate(zip(sources.arrays, results, strict=True)):
+    if outputs is not None:
+        for i, (a, out) in enumerate(zip(sources.arrays, outputs, strict=True)):
             runs += [Range(start, end, True, f"outputs[{i}]") for start, end in _ranges(out, a, xp, options, i)]
-        check_separate(runs)
-        if by_reference:
-            if noop is None or noop.reshape(()) != 1:
-                for out, fresh in zip(results, _by_reference(sources.arrays, options, scales, amaxes), strict=True):
-                    block_results.store(out, fresh)
-            return results
-    table = _Table(sources, options, scales_at, amaxes_at, results)
-    key = None if sources.copied else Key.of(xs, scales, amaxes, results, options)
-    tensor_lists.launch(table, x, noop_at, runs, results, key, xs, scales, amaxes)
-    return results
+    check_separate(runs)
+    return _Call(sources, scales_at, amaxes_at, noop_at, runs)
 
 
 def _ranges(out: Any, x: Array, xp: Any, options: _Options, i: int) -> list[tuple[int, int]]:

@@ -83,15 +83,10 @@ def quantize(xs: Any, options: Options, noop: Array | None, outputs: Any) -> lis
     if plan is not None:
         plan.launch_again(xs[0], noop)
         return same(outputs)
-    xs = as_list(xs, "xs")
-    if noop is not None and outputs is None:
-        raise ValueError("noop: needs outputs=, since nothing may be written")
-    check_directions((0, 0), options.rowwise, options.columnwise)
-    if outputs is not None:
-        as_list(outputs, "outputs", len(xs))
-    if not xs:
+    call = check_call(xs, options, noop, outputs)
+    if call is None:
         return [] if outputs is None else same(outputs)
-    sources, runs, copied = _validated(xs, options, noop, outputs)
+    sources, runs, copied = call
     x, xp = sources[0].x, backend.module_of(xs[0])
     if executor_of(xp) == "reference":
         results = [_alone(given, options, noop, None if outputs is None else outputs[i]) for i, given in enumerate(xs)]
@@ -109,6 +104,17 @@ def quantize(xs: Any, options: Options, noop: Array | None, outputs: Any) -> lis
         if source.form.alone:
             _alone(given, options, noop, out)
     return results
+
+
+def check_call(xs: Any, options: Options, noop: Array | None, outputs: Any) -> tuple[list[_Source], list[Range], bool] | None:
+    """What `_validated` finds, None for a list without arrays."""
+    xs = as_list(xs, "xs")
+    if noop is not None and outputs is None:
+        raise ValueError("noop: needs outputs=, since nothing may be written")
+    check_directions((0, 0), options.rowwise, options.columnwise)
+    if outputs is not None:
+        as_list(outputs, "outputs", len(xs))
+    return _validated(xs, options, noop, outputs) if xs else None
 
 
 def _alone(x: Array, options: Options, noop: Array | None, out: Quantized | None) -> Quantized:

@@ -13,7 +13,7 @@ import numpy as np
 from ... import backend, kernels, reference
 from ...arrays import Array, _as_shape, asnumpy, bits, empty_beside, is_contiguous
 from ...calls import validate
-from ...formats import FORMATS, float8_e8m0fnu, float32, int32, names
+from ...formats import FORMATS, flag, float8_e8m0fnu, float32, int32, names
 from ...kernels import Kernel, Variant, error_word, executor_of, grid_size
 from ...layouts import (
     PACKED,
@@ -29,6 +29,7 @@ from ...layouts import (
     scale_shape,
 )
 from ...reference.scales.convert import is_in_e8m0
+from ...results import Scaled, check_block_scales
 from .swizzle import swizzle_scales, unswizzle_scales
 
 _KERNEL = Kernel("scales/convert", "convert_scales")
@@ -81,10 +82,15 @@ def convert_scales(scale_inv: Array, *, source: str, target: str, shape: tuple[i
     True
     """
     xp = np if isinstance(scale_inv, np.ndarray) else backend.module_of(scale_inv, "scale_inv")
+    for name, layout in (("source", source), ("target", target)):
+        if not isinstance(layout, str):
+            raise ValueError(f"{name}: expected one of {tuple(SCALE_DTYPES)}, got {layout!r}")
     strides = None
     if source == "compact" and scale_inv.ndim >= 2 and not is_contiguous(scale_inv):
         strides = validate.matrix_strides(scale_inv)
     shape, block = shape if isinstance(shape, tuple) else _as_tuple(shape), tuple(block) if isinstance(block, list) else block
+    if not isinstance(block, tuple) or not all(b is None or isinstance(b, (int, np.integer)) for b in block):
+        scale_shape(shape, block, target)                   # which says what a block is
     plan = _plan(source, target, shape, block, scale_inv.dtype, None if dtype is None else _as_dtype(dtype), strides)
     if scale_inv.shape != plan.source_shape:
         raise ValueError(f"scale_inv: expected shape {plan.source_shape} ({source} scales of blocks {block} of shape {shape}), got "
@@ -93,7 +99,7 @@ def convert_scales(scale_inv: Array, *, source: str, target: str, shape: tuple[i
         scales, _, at = validate.source(scale_inv, (scale_inv.dtype,), "scale_inv")
     else:
         scales, at = scale_inv, validate.address(scale_inv)
-    if plan.may_be_wrong and (xp is np or check):
+    if (flag(check, "check") or xp is np) and plan.may_be_wrong:
         _check_powers_of_two(scale_inv, plan.used)
     if out is None:
         validate.may_allocate(scales)
@@ -115,6 +121,17 @@ def convert_scales(scale_inv: Array, *, source: str, target: str, shape: tuple[i
     elif plan.grid:
         plan.variant.launch(scales, plan.grid, at, out_at, error_word(scales) if plan.may_be_wrong else 0, *plan.members)
     return out
+
+
+def with_compact_scales(s: Scaled, name: str, dtype: np.dtype[Any] | None = None) -> Scaled:
+    """A Scaled whose scales are compact: itself, or converted into new memory. dtype: that words of E8M0 scales (deepgemm_sm100) get."""
+    if s.scale_layout == "compact":
+        return s
+    check_block_scales(s, name)
+    if not isinstance(s.scale_inv, np.ndarray) and kernels.capturing(s.scale_inv.data.device_id):
+        raise ValueError(f"{name}: {s.scale_layout} scales are made compact in new memory, which cannot be had while a CUDA graph is "
+                         f"captured; take {name}.to_layout('compact') before the capture")
+    return s.to_layout("compact", dtype=dtype if s.scale_layout == "deepgemm_sm100" else None)
 
 
 def _as_tuple(shape: Any) -> tuple[int, ...]:

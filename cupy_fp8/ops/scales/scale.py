@@ -12,7 +12,7 @@ from ... import reference
 from ...arrays import Array
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, Updated, one_array
-from ...formats import FORMATS, FP8_DTYPES, float8_e4m3fn, float32, lookup
+from ...formats import FORMATS, FP8_DTYPES, flag, float8_e4m3fn, float32, lookup
 from ...kernels import Kernel, Launch, Variant, elementwise, grid_size, multiprocessors
 from ...recipes import ALGORITHMS, checked_eps, checked_margin
 from ...reference.numerics import times_power_of_two
@@ -61,7 +61,7 @@ class _ComputeScale(Op[_Scales]):
     def arguments(self, call: Call, amax: Any, dtype: Any, margin: Any, eps: Any, pow2_scale: Any) -> _Scales:
         fmt = lookup(dtype, FP8_DTYPES, "dtype")
         margin, eps = checked_margin(margin), checked_eps(eps)
-        return _Scales(call.read("amax", amax, (float32,)), fmt.dtype, margin, eps, bool(pow2_scale))
+        return _Scales(call.read("amax", amax, (float32,)), fmt.dtype, margin, eps, flag(pow2_scale, "pow2_scale"))
 
     def result(self, inputs: _Scales) -> Description:
         return one_array(inputs.amax.shape, float32)

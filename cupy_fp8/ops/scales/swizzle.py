@@ -153,7 +153,7 @@ def _plan(shape: tuple[int, ...], groups: int | None, axis: int, spare: int) -> 
 def _groups(splits: Any, axis: int, shape: tuple[int, ...], x: Array, xp: Any, check: bool) -> Groups:
     """Validates splits and axis for compact scales of this shape; sizes that are on the host, or are to be checked, as well."""
     if splits is None:
-        if axis != 0:
+        if not isinstance(axis, (int, np.integer)) or axis != 0:
             raise ValueError(f"axis: means something for groups only, which need splits=; got axis={axis!r} without")
         return NO_GROUPS
     if not isinstance(axis, (int, np.integer)) or axis not in (0, 1):

@@ -53,10 +53,10 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
         stored = stored.view(s.data.dtype)
     rowwise, layout = s, "compact"
     if s.scale_inv.dtype == float32:
-        rowwise = Scaled(s.data, _row_scales(s.scale_inv, None if splits is None else ranges), s.shape, False, s.block, "gemm_ready")
+        rowwise = Scaled._of(s.data, _row_scales(s.scale_inv, None if splits is None else ranges), s.shape, False, s.block, "gemm_ready")
         layout = scale_layout
     scale_inv = padded(scale_inv) if layout == "gemm_ready" else scale_inv
-    return Quantized(rowwise, Scaled(stored, scale_inv, s.shape, True, (block, 1), layout))
+    return Quantized(rowwise, Scaled._of(stored, scale_inv, s.shape, True, (block, 1), layout))
 
 
 def _transposed_squares(s: Scaled, scale_layout: str) -> Quantized:
@@ -64,7 +64,7 @@ def _transposed_squares(s: Scaled, scale_layout: str) -> Quantized:
     data, blocks = np.swapaxes(s.data, -1, -2).copy(order="C"), cdiv(s.shape[-1], 128)
     scales = np.swapaxes(s.scale_inv[..., :blocks], -1, -2).copy(order="C")
     scale_inv = padded(scales) if scale_layout == "gemm_ready" else scales
-    return Quantized(s, Scaled(data, scale_inv, s.shape, True, s.block, scale_layout))
+    return Quantized(s, Scaled._of(data, scale_inv, s.shape, True, s.block, scale_layout))
 
 
 def target_rows(rows: int, groups: int | None, block: int) -> int:

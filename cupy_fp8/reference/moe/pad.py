@@ -32,7 +32,7 @@ def _move_all(x: Any, rows: int, *how: Any) -> Any:
     if not isinstance(x, Scaled):
         return _move(x, rows, *how)
     scale_inv = x.scale_inv.copy() if x.block is None else _move(x.scale_inv, rows, *how)
-    return Scaled(_move(x.data, rows, *how), scale_inv, (rows, *x.shape[1:]), False, x.block, x.scale_layout)
+    return Scaled._of(_move(x.data, rows, *how), scale_inv, (rows, *x.shape[1:]), False, x.block, x.scale_layout)
 
 
 def _move(x: np.ndarray, rows: int, splits: Any, align_from: int, align_to: int, order: np.ndarray | None = None) -> np.ndarray:

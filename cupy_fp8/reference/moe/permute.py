@@ -16,22 +16,24 @@ def permute(x: Any, routing: Routing, *, probs: np.ndarray | None = None) -> Any
     """Each token, its scales and its probs in the rows that the map says; zeros elsewhere."""
     if isinstance(x, Scaled):
         data, scale_inv = (_to_rows(a, routing) for a in x)
-        rows: Any = Scaled(data, scale_inv, data.shape, False, x.block, x.scale_layout)
+        rows: Any = Scaled._of(data, scale_inv, data.shape, False, x.block, x.scale_layout)
     else:
         rows = _to_rows(x, routing)
     if probs is None:
         return rows
     rows_probs = np.zeros(routing.rows, np.float32)
-    used = routing.row_map >= 0
-    bits(rows_probs)[routing.row_map[used]] = bits(by_slot(probs, routing))[used]
+    row_map = _row_map(routing)
+    used = row_map >= 0
+    bits(rows_probs)[row_map[used]] = bits(by_slot(probs, routing))[used]
     return rows, rows_probs
 
 
 def unpermute(y: np.ndarray, routing: Routing, *, probs: np.ndarray | None = None) -> np.ndarray:
     """narrow(sum of fl(row * prob)) over a token's rows, from the last row to the first, each product rounded and then added."""
     columns = y.shape[1:]
-    order = np.argsort(-routing.row_map, axis=1, kind="stable")                  # nowhere (-1) comes last
-    row_map = np.take_along_axis(routing.row_map, order, 1)
+    given = _row_map(routing)
+    order = np.argsort(-given, axis=1, kind="stable")                            # nowhere (-1) comes last
+    row_map = np.take_along_axis(given, order, 1)
     total = np.zeros((routing.tokens, *columns), np.float32)
     for slot in range(routing.topk):
         here = row_map[:, slot] >= 0
@@ -49,8 +51,9 @@ def permute_backward(grad: np.ndarray, routing: Routing, *, probs_grad: np.ndarr
     if probs_grad is None:
         return x_grad
     slots = np.zeros(routing.row_map.shape, np.float32)
-    used = routing.row_map >= 0
-    bits(slots)[used] = bits(probs_grad)[routing.row_map[used]]
+    row_map = _row_map(routing)
+    used = row_map >= 0
+    bits(slots)[used] = bits(probs_grad)[row_map[used]]
     return x_grad, slots
 
 
@@ -60,8 +63,9 @@ def unpermute_backward(grad: np.ndarray, y: np.ndarray | None, routing: Routing,
     if probs is None:
         return _to_rows(grad, routing), None
     assert y is not None
-    token, slot = np.nonzero(routing.row_map >= 0)
-    row = routing.row_map[token, slot]
+    row_map = _row_map(routing)
+    token, slot = np.nonzero(row_map >= 0)
+    row = row_map[token, slot]
     columns = int(np.prod(grad.shape[1:]))
     g = numerics.widen(grad.reshape(len(grad), columns))[token]
     prob = by_slot(probs, routing)[token, slot]
@@ -69,20 +73,34 @@ def unpermute_backward(grad: np.ndarray, y: np.ndarray | None, routing: Routing,
     grad_y[row] = numerics.narrow(numerics.mul(g, prob[:, None]), y.dtype).reshape(len(row), *y.shape[1:])
     dots = numerics.tree_sum(numerics.mul(g, numerics.widen(y.reshape(len(y), columns))[row]), 1)
     dprobs = np.zeros(probs.shape, np.float32)
-    column = slot if probs.shape == routing.row_map.shape or routing.experts is None else routing.experts[token, slot]
-    bits(dprobs)[token, column] = bits(dots)
+    if probs.shape == routing.row_map.shape or routing.experts is None:
+        bits(dprobs)[token, slot] = bits(dots)
+    else:
+        expert = routing.experts[token, slot]
+        known = (expert >= 0) & (expert < routing.num_experts)
+        bits(dprobs)[token[known], expert[known]] = bits(dots)[known]
     return grad_y, dprobs
 
 
 def by_slot(probs: np.ndarray, routing: Routing) -> np.ndarray:
-    """Probs [T, topk]: of a mask's [T, E] those of each slot's expert. (A slot without one is nowhere: any will do.)"""
+    """Probs [T, topk]: of a mask's [T, E] those of each slot's expert, 0 of a slot whose expert is none of the E."""
     if routing.experts is None or probs.shape == routing.row_map.shape:
         return probs
-    return np.take_along_axis(probs, np.maximum(routing.experts, 0), 1)
+    known = (routing.experts >= 0) & (routing.experts < routing.num_experts)
+    if routing.num_experts == 0:
+        return np.zeros(routing.experts.shape, np.float32)
+    found = np.take_along_axis(probs, np.where(known, routing.experts, 0), 1)
+    return np.where(known, found, np.float32(0))
+
+
+def _row_map(routing: Routing) -> np.ndarray:
+    """The row of each slot, -1 where it is not one of the routing's rows: such a slot is nowhere."""
+    return np.where((routing.row_map >= 0) & (routing.row_map < routing.rows), routing.row_map, np.int32(-1))
 
 
 def _to_rows(x: np.ndarray, routing: Routing) -> np.ndarray:
     rows = zeros((routing.rows, *x.shape[1:]), x.dtype, like=np)
-    token, slot = np.nonzero(routing.row_map >= 0)
-    bits(rows)[routing.row_map[token, slot]] = bits(x)[token]
+    row_map = _row_map(routing)
+    token, slot = np.nonzero(row_map >= 0)
+    bits(rows)[row_map[token, slot]] = bits(x)[token]
     return rows

@@ -30,8 +30,8 @@ def quantize_block(x: np.ndarray, *, block: Block = (1, 128), dtype: Any = float
         factor, scale_inv = (on_elements(s, block, x.shape) for s in scales)
         scaled = numerics.div(v, scale_inv) if profile == "vllm" and not pow2 else numerics.mul(v, factor)
         data = numerics.narrow(scaled, dtype)
-        return Scaled(transpose(data) if transposed else data, stored_scales(scales[1], block, transposed, scale_layout), x.shape,
-                      transposed, block, scale_layout)
+        return Scaled._of(transpose(data) if transposed else data, stored_scales(scales[1], block, transposed, scale_layout), x.shape,
+                          transposed, block, scale_layout)
 
     row = direction(block, False) if rowwise else None
     if row is not None and columnwise and not transposed and block[0] == block[1]:

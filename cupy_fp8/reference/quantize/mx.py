@@ -30,7 +30,7 @@ def quantize_mx(x: np.ndarray, *, dtype: Any = float8_e4m3fn, rowwise: bool = Tr
     row = column = None
     if rowwise:
         e = scale_byte(amax_rows, dtype, mode, profile)
-        row = Scaled(scaled_data(v, e, dtype), _stored(e, False, scale_layout), x.shape, False, (1, BLOCK), scale_layout)
+        row = Scaled._of(scaled_data(v, e, dtype), _stored(e, False, scale_layout), x.shape, False, (1, BLOCK), scale_layout)
     if columnwise:
         e = scale_byte(amax_columns, dtype, mode, profile)
         data = scaled_data(np.swapaxes(v, -1, -2), e, dtype)
@@ -38,7 +38,7 @@ def quantize_mx(x: np.ndarray, *, dtype: Any = float8_e4m3fn, rowwise: bool = Tr
             data = row.data                                                 # the same bytes: one array
         elif not transposed:
             data = transpose(data)
-        column = Scaled(data, _stored(e, True, scale_layout), x.shape, transposed, (BLOCK, 1), scale_layout)
+        column = Scaled._of(data, _stored(e, True, scale_layout), x.shape, transposed, (BLOCK, 1), scale_layout)
     return Quantized(row, column)
 
 

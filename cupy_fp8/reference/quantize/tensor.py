@@ -26,8 +26,8 @@ def quantize_tensor(x: np.ndarray, scale: Any = None, *, dtype: Any = float8_e4m
     scale_inv = numerics.one_nan(numerics.div(numerics.F32_ONE, scale))
     if amax is not None:
         numerics.raise_amax(amax, numerics.amax(x))
-    row = Scaled(data, scale_inv, x.shape)
-    column = Scaled(transpose(data), scale_inv, x.shape, True) if columnwise and transposed else row
+    row = Scaled._of(data, scale_inv, x.shape)
+    column = Scaled._of(transpose(data), scale_inv, x.shape, True) if columnwise and transposed else row
     sums = numerics.tree_sum(numerics.widen(x), -2) if dbias else None
     return Quantized(row if rowwise else None, column if columnwise else None, sums)
 

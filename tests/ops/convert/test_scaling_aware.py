@@ -12,10 +12,10 @@ import pytest
 from scale_arrays import guarded
 
 import cupy_fp8 as fp8
-from cupy_fp8 import backend, reference, testing
+from cupy_fp8 import backend, cases, reference, testing
 from cupy_fp8.arrays import bits
 from cupy_fp8.calls import splits as sizes_of_groups
-from cupy_fp8.formats import FORMATS, FP8_DTYPES, float8_e4m3fn, float8_e5m2, float8_e8m0fnu
+from cupy_fp8.formats import FORMATS, FP8_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu
 from cupy_fp8.kernels import errors
 from cupy_fp8.ops.convert import scaling_aware
 from cupy_fp8.results import Quantized, Scaled
@@ -456,7 +456,7 @@ Change = Callable[[Scaled, Scaled, Scaled], Any]
 def part(s: Scaled, **changes: Any) -> Scaled:
     fields = {"data": s.data, "scale_inv": s.scale_inv, "shape": s.shape, "transposed": s.transposed, "block": s.block,
               "scale_layout": s.scale_layout, **changes}
-    return Scaled(**fields)
+    return Scaled._of(**fields)
 
 
 OUT: list[tuple[type[Exception], str, Change]] = [
@@ -485,24 +485,78 @@ def test_refused_out(error, message, change):
         fp8.scaling_aware_transpose(q, out=out)
 
 
+# ---- scales that are not compact ----
+@pytest.mark.parametrize("splits", [None, [8, 0, 30]], ids=str)
+@pytest.mark.parametrize("layout", ["gemm_ready", "deepgemm_sm90", "deepgemm_sm100", "swizzled"])
+def test_scales_in_any_layout(layout, splits, run):
+    """What `quantize_block` makes by default is taken as it is; so are all other layouts of row-wise scales."""
+    x = cases.values("normal", (40, 260), bfloat16)
+    compact = fp8.quantize_mx(x).rowwise if layout == "swizzled" else fp8.quantize_block(x, scale_layout="compact").rowwise
+    assert compact is not None
+    given, wanted = run.array(compact.to_layout(layout)), fp8.scaling_aware_transpose(compact, splits=splits)
+    for q in (given, Quantized(given)):
+        got = fp8.scaling_aware_transpose(q, splits=splits)
+        testing.assert_bytes_equal(got.columnwise, wanted.columnwise)
+        if layout == "swizzled":
+            assert got.rowwise is given
+        else:
+            testing.assert_bytes_equal(got.rowwise, wanted.rowwise)
+        for written in (*parts(got)[1], *([] if layout == "swizzled" else [parts(got)[0].scale_inv])):
+            cases.poison(written)
+        assert fp8.scaling_aware_transpose(q, splits=splits, out=got) is got
+        testing.assert_bytes_equal(got.columnwise, wanted.columnwise)
+        testing.assert_bytes_equal(given, compact.to_layout(layout))
+        if layout != "swizzled":
+            testing.assert_bytes_equal(got.rowwise, wanted.rowwise)
+
+
+def test_the_default_of_quantize_block(run):
+    x = cases.values("normal", (40, 260), bfloat16)
+    testing.assert_bytes_equal(fp8.scaling_aware_transpose(fp8.quantize_block(run.array(x))),
+                               fp8.scaling_aware_transpose(fp8.quantize_block(x, scale_layout="compact")))
+
+
+def test_new_scales_of_the_same_result_are_read_anew(run):
+    """Converted scales are never remembered: the next call sees what was written since."""
+    first, second = (cases.values("normal", (40, 260), bfloat16, seed) for seed in (1, 2))
+    recipe = fp8.BlockScaling()
+    q = recipe.quantize(run.array(first))
+    out = fp8.scaling_aware_transpose(q)
+    recipe.quantize(run.array(second * bfloat16.type(64)), out=q)
+    fp8.scaling_aware_transpose(q, out=out)
+    testing.assert_bytes_equal(out, fp8.scaling_aware_transpose(recipe.quantize(second * bfloat16.type(64))))
+
+
+def test_a_result_in_the_given_scales_is_refused(run):
+    q = fp8.quantize_block(run.array(cases.values("normal", (40, 256), bfloat16)))
+    out = fp8.scaling_aware_transpose(q)
+    assert q.rowwise is not None
+    before = fp8.asnumpy(q.scale_inv).copy()
+    with pytest.raises(ValueError, match=r"^out\.rowwise\.scale_inv: overlaps q\.scale_inv in memory"):
+        fp8.scaling_aware_transpose(q, out=Quantized(q.rowwise, out.columnwise))
+    testing.assert_bytes_equal(q.scale_inv, before)
+
+
 CODES, ONES = np.zeros((20, 130), np.uint8).view(float8_e4m3fn), np.ones((20, 2), np.float32)
 RIGHT = Scaled(CODES, ONES, (20, 130), False, (1, 128), "compact")
 REFUSED: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
     (TypeError, "q: expected a Scaled or Quantized, got ndarray", CODES, {}),
-    (ValueError, "q: expected a row-wise part", Quantized(None, Scaled(CODES, ONES, (20, 130))), {}),
-    (ValueError, "q: expected row-wise data", Scaled(CODES, ONES[:1, 0], (20, 130)), {}),
-    (ValueError, "q: expected row-wise data", Scaled(CODES, ONES, (20, 130), False, (128, 1), "compact"), {}),
-    (ValueError, "q: expected row-wise data", Scaled(CODES, ONES, (130, 20), True, (1, 128), "compact"), {}),
-    (ValueError, "q: expected data not stored transposed", Scaled(CODES, ONES[:2, :1], (130, 20), True, (128, 128), "compact"), {}),
-    (ValueError, r"q.scale_inv: expected shape \(1, 2\), got \(20, 2\)", Scaled(CODES, ONES, (20, 130), False, (128, 128), "compact"), {}),
-    (ValueError, r"splits: blocks of \(128, 128\) may straddle", Scaled(CODES, ONES[:1], (20, 130), False, (128, 128), "compact"),
+    (ValueError, "q: expected a row-wise part", Quantized(None, Scaled._of(CODES, ONES, (20, 130))), {}),
+    (ValueError, "q: expected row-wise data", Scaled._of(CODES, ONES[:1, 0], (20, 130)), {}),
+    (ValueError, "q: expected row-wise data", Scaled._of(CODES, ONES, (20, 130), False, (128, 1), "compact"), {}),
+    (ValueError, "q: expected row-wise data", Scaled._of(CODES, ONES, (130, 20), True, (1, 128), "compact"), {}),
+    (ValueError, "q: expected data not stored transposed", Scaled._of(CODES, ONES[:2, :1], (130, 20), True, (128, 128), "compact"), {}),
+    (ValueError, r"q.scale_inv: expected shape \(1, 2\), got \(20, 2\)",
+     Scaled._of(CODES, ONES, (20, 130), False, (128, 128), "compact"), {}),
+    (ValueError, r"splits: blocks of \(128, 128\) may straddle", Scaled._of(CODES, ONES[:1], (20, 130), False, (128, 128), "compact"),
      {"splits": [20]}),
-    (ValueError, "q: expected compact scales, got gemm_ready", Scaled(CODES, ONES, (20, 130), False, (1, 128), "gemm_ready"), {}),
-    (ValueError, r"q.data: expected shape \(20, 131\)", Scaled(CODES, ONES, (20, 131), False, (1, 128), "compact"), {}),
+    (ValueError, r"q.scale_inv: expected shape \(2, 20\) \(gemm_ready scales",
+     Scaled._of(CODES, ONES, (20, 130), False, (1, 128), "gemm_ready"), {}),
+    (ValueError, r"q.data: expected shape \(20, 131\)", Scaled._of(CODES, ONES, (20, 131), False, (1, 128), "compact"), {}),
     (ValueError, r"q.scale_inv: expected shape \(20, 2\), got \(20, 1\)",
-     Scaled(CODES, ONES[:, :1], (20, 130), False, (1, 128), "compact"), {}),
-    (TypeError, "q.scale_inv: expected dtype float8_e8m0fnu", Scaled(CODES, ONES, (20, 130), False, (1, 32), "compact"), {}),
-    (TypeError, "q.data: expected dtype", Scaled(np.zeros((20, 130), np.uint8), ONES, (20, 130), False, (1, 128), "compact"), {}),
+     Scaled._of(CODES, ONES[:, :1], (20, 130), False, (1, 128), "compact"), {}),
+    (TypeError, "q.scale_inv: expected dtype float8_e8m0fnu", Scaled._of(CODES, ONES, (20, 130), False, (1, 32), "compact"), {}),
+    (TypeError, "q.data: expected dtype", Scaled._of(np.zeros((20, 130), np.uint8), ONES, (20, 130), False, (1, 128), "compact"), {}),
     *((error, message, RIGHT, options) for error, message, options in (
         (ValueError, r"target: expected one of \('column', 'tile'\), got 'row'", {"target": "row"}),
         (ValueError, r"scale_layout: expected one of \('gemm_ready', 'compact'\), got 'swizzled'; .to_layout",

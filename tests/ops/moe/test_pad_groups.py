@@ -488,7 +488,7 @@ def test_refused_scaled(numpy_run):
     assert both.columnwise is not None
     assert tensor.columnwise is not None
     assert mx.rowwise is not None
-    short = Scaled(mx.data, mx.scale_inv[:, :4], mx.shape, False, (1, 32), "compact")
+    short = Scaled._of(mx.data, mx.scale_inv[:, :4], mx.shape, False, (1, 32), "compact")
     wrong: tuple[tuple[type[Exception], str, Any], ...] = (
         (ValueError, "expected row-wise data", mx.columnwise), (ValueError, "expected row-wise data", square),
         (ValueError, "expected data stored as they are, whose rows can move", tensor.columnwise),
@@ -502,9 +502,9 @@ def test_refused_scaled(numpy_run):
             refused(error, f"{name}: {message.replace('X', name)}", function, q, [8], *rest)
         refused(ValueError, rf"{name}.scale_inv: expected shape \(8, 8\)", function, short, [8], *rest)
         refused(ValueError, rf"{name}.data: expected rows of the logical shape \(9, 256\), got \(8, 256\)", function,
-                Scaled(tensor.data, tensor.scale_inv, (9, 256)), [8], *rest)
+                Scaled._of(tensor.data, tensor.scale_inv, (9, 256)), [8], *rest)
         refused(ValueError, f"{name}.scale_inv: expected one element", function,
-                Scaled(tensor.data, np.ones(2, np.float32), (8, 256)), [8], *rest)
+                Scaled._of(tensor.data, np.ones(2, np.float32), (8, 256)), [8], *rest)
 
 
 def test_refused_out_of_scaled(numpy_run):
@@ -519,25 +519,26 @@ def test_refused_out_of_scaled(numpy_run):
             (TypeError, "out: expected a numpy.ndarray or cupy.ndarray", out, q.data),
             (ValueError, r"out: expected rows of shape \(23, 64\) quantised as", q, q),
             (ValueError, r"out: expected rows of shape \(23, 64\) quantised as", out, tensor),
-            (ValueError, r"out: expected rows of shape \(23, 64\) quantised as", Scaled(data, scale_inv, data.shape, True, *form), q),
+            (ValueError, r"out: expected rows of shape \(23, 64\) quantised as", Scaled._of(data, scale_inv, data.shape, True, *form), q),
             (ValueError, r"out.scale_inv: expected shape \(23, 2\), got \(23, 1\)",
-             Scaled(data, scale_inv[:, :1], data.shape, False, *form), q),
+             Scaled._of(data, scale_inv[:, :1], data.shape, False, *form), q),
             (TypeError, "out.scale_inv: expected dtype float8_e8m0fnu",
-             Scaled(data, scale_inv.view(np.uint8), data.shape, False, *form), q),
-            (TypeError, "out.data: expected dtype float8_e4m3fn", Scaled(data.view(np.uint8), scale_inv, data.shape, False, *form), q),
+             Scaled._of(data, scale_inv.view(np.uint8), data.shape, False, *form), q),
+            (TypeError, "out.data: expected dtype float8_e4m3fn", Scaled._of(data.view(np.uint8), scale_inv, data.shape, False, *form), q),
             (ValueError, "out.data: overlaps out.scale_inv in memory",
-             Scaled(shared[: 23 * 64].view(data.dtype).reshape(23, 64), shared[-46 - 1 : -1].view(scale_inv.dtype).reshape(23, 2), (23, 64),
-                    False, *form), q),
-            (ValueError, "out.scale_inv: overlaps scale_inv of the input in memory", Scaled(data, tensor.scale_inv, data.shape), tensor)):
+             Scaled._of(shared[: 23 * 64].view(data.dtype).reshape(23, 64), shared[-46 - 1 : -1].view(scale_inv.dtype).reshape(23, 2),
+                        (23, 64), False, *form), q),
+            (ValueError, "out.scale_inv: overlaps scale_inv of the input in memory",
+             Scaled._of(data, tensor.scale_inv, data.shape), tensor)):
         parts = (q.data, q.scale_inv, tensor.data, tensor.scale_inv)
         before = [raw(a).copy() for a in parts]
         with pytest.raises(error, match="^" + message):
             fp8.pad_groups(given_q, [4, 5], 8, out=wrong)
         for a, b in zip(parts, before, strict=True):
             np.testing.assert_array_equal(raw(a), b)
+    within = place.view(np.uint8)[: 23 * 64].view(data.dtype).reshape(23, 64)
     with pytest.raises(ValueError, match=r"^out\.data: overlaps splits in memory"):
-        fp8.pad_groups(q, place[:2], 8, out=Scaled(place.view(np.uint8)[: 23 * 64].view(data.dtype).reshape(23, 64), scale_inv, (23, 64),
-                                                   False, *form))
+        fp8.pad_groups(q, place[:2], 8, out=Scaled(within, scale_inv, (23, 64), False, *form))
     cases.poison(data)
     cases.poison(scale_inv)
     with pytest.raises(ValueError, match=r"^splits: expected sizes that add up to the 9 rows of x, got 10"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -148,6 +149,36 @@ def test_scales_move_along(block, dtype, columns, run):
         testing.assert_bytes_equal(again[0].data, moved(x.data, host))
         testing.assert_bytes_equal(again[0].scale_inv, moved(x.scale_inv, host))
         testing.assert_bytes_equal(again[1], moved_probs(probs, host))
+
+
+@pytest.mark.parametrize("layout", ["gemm_ready", "deepgemm_sm90", "deepgemm_sm100", "swizzled"])
+def test_scales_in_any_layout(layout, run):
+    """What `quantize_block` makes by default moves as it is; compact scales come out, whatever layout goes in."""
+    x, host = normal((40, 260)), routed(40, 3, 8, align=16)
+    given = fp8.quantize_mx(x) if layout == "swizzled" else fp8.quantize_block(x)
+    given = run.array(given.to_layout(layout))
+    compact = run.numpy(given.to_layout("compact")).rowwise
+    wanted = Scaled(moved(compact.data, host), moved(compact.scale_inv, host), (host.rows, 260), False, compact.block, "compact")
+    r = run.array(host)
+    for x in (given, given.rowwise):
+        out = fp8.permute(x, r)
+        testing.assert_bytes_equal(out, wanted)
+        for _ in range(2):
+            for a in out:
+                cases.poison(a)
+            assert fp8.permute(x, r, out=out) is out
+            testing.assert_bytes_equal(out, wanted)
+
+
+def test_new_scales_of_the_same_tokens_are_read_anew(run):
+    """A call with converted scales is not remembered as one that needs no second look."""
+    recipe, r = fp8.BlockScaling(), run.array(routed(40, 3, 8))
+    q = recipe.quantize(run.array(normal((40, 260))))
+    out = fp8.permute(q, r)
+    fp8.permute(q, r, out=out)
+    recipe.quantize(run.array(normal((40, 260), seed=3) * 64), out=q)
+    fp8.permute(q, r, out=out)
+    testing.assert_bytes_equal(out, fp8.permute(q.to_layout("compact"), r))
 
 
 def test_quantised_tokens_are_the_tokens_quantised(run):
@@ -404,21 +435,60 @@ def test_any_schedule(order, seed, monkeypatch):
             testing.assert_bytes_equal(a, b)
 
 
-@pytest.mark.parametrize("row", [-2, -(2**31), 2**31 - 1, 41])
-def test_rows_that_there_are_not(row, run):
-    """A map that nobody made is read as one that leads nowhere: never out of bounds."""
-    if run.name == "reference":
-        pytest.skip("of the kernels")
-    host = routed(20, 2, 3)
-    assert host.rows <= 41
-    host.row_map[3, 1] = row
-    wanted = routed(20, 2, 3)
-    wanted.row_map[3, 1] = -1
+def routed_by_hand(row: int, options: dict[str, Any], **changed: Any) -> Routing:
+    """A routing that nobody's `route` made: a slot of token 3 leads to this row, and no row thinks of that slot."""
+    r = routed(20, 2, 3, **options)
+    assert r.rows <= 100
+    row_map, sources = r.row_map.copy(), r.sources.copy()
+    if row_map[3, 1] >= 0:
+        sources[row_map[3, 1]] = -1
+    row_map[3, 1] = row
+    return dataclasses.replace(r, row_map=row_map, sources=sources, **changed)
+
+
+@pytest.mark.parametrize("options", [{}, {"form": "mask"}, {"align": 16}], ids=str)
+@pytest.mark.parametrize("row", [-2, -(2**31), 2**31 - 1, 100])
+def test_a_row_outside_of_the_routing_is_none(row, options, run):
+    """A map that leads out of bounds is read as one that leads nowhere, by all four ops, by the reference as by the kernels."""
+    host, nowhere = routed_by_hand(row, options), routed_by_hand(-1, options)
     r, x, y = on(run, host, normal((20, 24)), normal((host.rows, 24), seed=1))
-    probs = normal((20, 2))
-    testing.assert_bytes_equal(fp8.unpermute(y, r, probs=run.array(probs)), summed(run.numpy(y), wanted, probs))
-    assert fp8.permute(x, r).shape == (host.rows, 24)
-    assert fp8.unpermute_backward(x, y, r, probs=run.array(probs))[0].shape == (host.rows, 24)
+    host_x, host_y, probs, rows_probs = run.numpy(x), run.numpy(y), normal((20, 2)), normal((host.rows,), seed=2)
+    moved_rows, moved_with = fp8.permute(x, r, probs=run.array(probs))
+    testing.assert_bytes_equal(moved_rows, moved(host_x, nowhere))
+    testing.assert_bytes_equal(moved_with, moved_probs(probs, nowhere))
+    testing.assert_bytes_equal(fp8.unpermute(y, r, probs=run.array(probs)), summed(host_y, nowhere, probs))
+    x_grad, slots = fp8.permute_backward(y, r, probs_grad=run.array(rows_probs))
+    testing.assert_bytes_equal(x_grad, summed(host_y, nowhere))
+    testing.assert_bytes_equal(slots, np.where(nowhere.row_map < 0, 0, rows_probs[nowhere.row_map]).astype(np.float32))
+    for options in ({}, {"probs": probs}):
+        back = fp8.unpermute_backward(x, y, r, **{name: run.array(a) for name, a in options.items()})
+        for mine, want in zip(back, reference.unpermute_backward(host_x, host_y, nowhere, **options), strict=True):
+            assert (mine is None) == (want is None)
+            if want is not None:
+                testing.assert_bytes_equal(mine, want)
+
+
+@pytest.mark.parametrize("expert", [-7, 3, 2**31 - 1])
+def test_an_expert_that_is_none_has_a_prob_of_zero(expert, run):
+    """Of probs by expert, where the expert of a slot with a row is wrong: the reference does as the kernels."""
+    host = routed(20, 2, 3, form="mask")
+    token = int(np.argmax(host.row_map[:, 0] >= 0))
+    assert host.experts is not None
+    host.experts[token, 0] = expert
+    probs, x, y = normal((20, 3)), normal((20, 24)), normal((host.rows, 24), seed=1)
+    by_slot = np.take_along_axis(probs, np.clip(host.experts, 0, 2), 1)
+    by_slot[token, 0] = 0
+    r, there = on(run, host, probs)
+    testing.assert_bytes_equal(fp8.permute(run.array(x), r, probs=there)[1], moved_probs(by_slot, host))
+    testing.assert_bytes_equal(fp8.unpermute(run.array(y), r, probs=there), summed(y, host, by_slot))
+    grad_y, dprobs = fp8.unpermute_backward(run.array(x), run.array(y), r, probs=there)
+    by_slot_grad_y, by_slot_dprobs = reference.unpermute_backward(x, y, host, probs=by_slot)
+    testing.assert_bytes_equal(grad_y, by_slot_grad_y)
+    want = np.zeros_like(probs)
+    for t, k in zip(*np.nonzero(host.row_map >= 0), strict=True):
+        if 0 <= host.experts[t, k] < 3:
+            want[t, host.experts[t, k]] = by_slot_dprobs[t, k]                  # type: ignore[index]
+    testing.assert_bytes_equal(dprobs, want)
 
 
 # ---- calls that come again ----
@@ -491,8 +561,8 @@ def test_refused_tokens(numpy_run):
     wrong: Any
     for wrong in ([[1]], 3, None):
         refused(TypeError, "x: expected a numpy.ndarray or cupy.ndarray", fp8.permute, wrong, r, out=out)
-    refused(TypeError, "x: expected an array or a Scaled, got a Quantized; take its .rowwise", fp8.permute,
-            fp8.quantize_mx(normal((9, 32))), r)
+    refused(ValueError, "x: expected a row-wise part, whose scales move with their rows, got a Quantized without one", fp8.permute,
+            fp8.quantize_mx(normal((9, 32)), rowwise=False, columnwise=True), r)
     for dtype in (np.complex128, object, "S3"):
         refused(TypeError, "x: expected a dtype of 1, 2, 4 or 8 bytes", fp8.permute, np.zeros((9, 4), dtype), r)
     refused(ValueError, "x: expected rows", fp8.permute, np.array(1, np.float32), r)
@@ -507,10 +577,8 @@ def test_refused_tokens(numpy_run):
 
 def test_refused_scales(numpy_run):
     r, x = routed(9, 2, 3), normal((9, 256))
-    refused(ValueError, r"x: expected compact scales, .* got gemm_ready; take x.to_layout\('compact'\)", fp8.permute,
-            fp8.quantize_block(x).rowwise, r)
-    refused(ValueError, r"x: expected compact scales, .* got swizzled; take x.to_layout\('compact'\)", fp8.permute,
-            fp8.quantize_mx(x, scale_layout="swizzled").rowwise, r)
+    refused(ValueError, r"x.scale_inv: expected shape \(2, 12\) \(gemm_ready scales", fp8.permute,
+            Scaled._of(array((9, 256)), np.ones((9, 2), float32), (9, 256), False, (1, 128), "gemm_ready"), r)
     refused(ValueError, "x: per-tensor data has a single scale, which does not move; permute x.data", fp8.permute,
             fp8.quantize_tensor(x, 1.0).rowwise, r)
     column = fp8.quantize_mx(x, columnwise=True).columnwise
@@ -519,10 +587,10 @@ def test_refused_scales(numpy_run):
                                                                                               scale_layout="compact").rowwise, r)
     q = fp8.quantize_mx(x).rowwise
     assert q is not None
-    refused(ValueError, r"x.scale_inv: expected shape \(9, 8\)", fp8.permute, Scaled(q.data, q.scale_inv[:, :7], q.shape, False, q.block,
-                                                                                    "compact"), r)
+    refused(ValueError, r"x.scale_inv: expected shape \(9, 8\)", fp8.permute,
+            Scaled._of(q.data, q.scale_inv[:, :7], q.shape, False, q.block, "compact"), r)
     refused(TypeError, "x.data: expected one of float8_e4m3fn, float8_e5m2, got float32", fp8.permute,
-            Scaled(x, q.scale_inv, q.shape, False, q.block, "compact"), r)
+            Scaled._of(x, q.scale_inv, q.shape, False, q.block, "compact"), r)
     refused(TypeError, "out: expected a Scaled", fp8.permute, q, r, out=q.data)
     refused(ValueError, r"out: expected shape \(18, 256\) in blocks \(1, 32\)", fp8.permute, q, r, out=q)
 

@@ -210,7 +210,7 @@ def results(block: Any = (1, 128), **changes: Any) -> dict[str, Scaled]:
     found = {}
     for name, part in (("rowwise", q.rowwise), ("columnwise", q.columnwise)):
         attributes = {k: getattr(part, k) for k in ("data", "scale_inv", "shape", "transposed", "block", "scale_layout")}
-        found[name] = Scaled(**{**attributes, **changes.get(name, {})})
+        found[name] = Scaled._of(**{**attributes, **changes.get(name, {})})
         for a in found[name]:
             cases.poison(a)
     return found
@@ -240,7 +240,7 @@ def bad_results() -> Iterator[tuple[type[Exception], str, Any, dict[str, Any]]]:
         column = reference.quantize_block(X, rowwise=False, columnwise=True, transposed=False).columnwise
         assert column is not None
         cases.poison(column.scale_inv)
-        return {**found, "columnwise": Scaled(data, column.scale_inv, (4, 64), False, (128, 1), "gemm_ready")}
+        return {**found, "columnwise": Scaled._of(data, column.scale_inv, (4, 64), False, (128, 1), "gemm_ready")}
 
     yield ValueError, r"^out\.columnwise\.data: overlaps out\.rowwise\.data", shared, {**both, "transposed": False}
 

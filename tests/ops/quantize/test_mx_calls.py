@@ -188,7 +188,7 @@ def results(**changes: Any) -> dict[str, Scaled]:
         part = found[name]
         assert part is not None
         names = ("data", "scale_inv", "shape", "transposed", "block", "scale_layout")
-        found[name] = Scaled(**{**{k: getattr(part, k) for k in names}, **attributes})
+        found[name] = Scaled._of(**{**{k: getattr(part, k) for k in names}, **attributes})
     for part in found.values():
         assert part is not None
         for a in part:
