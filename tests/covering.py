@@ -1,0 +1,98 @@
+"""Few cases of the table that together launch every kernel and use every option: those of the quick tier.
+
+What a case launches is found by calling its op with launches that happen in name only.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import NamedTuple
+
+import pytest
+
+from cupy_fp8 import cases, runtime
+from cupy_fp8.cases import OPS, Case
+from cupy_fp8.ops.variants import Program
+from cupy_fp8.runtime import Variant
+
+Facts = frozenset[Hashable]
+
+
+class Observed(NamedTuple):
+    """A case, and the programs that it launches."""
+
+    case: Case
+    launched: frozenset[Program]
+
+    @property
+    def size(self) -> int:
+        """How many elements its first array has."""
+        return math.prod(self.case.shape)
+
+    @property
+    def entries(self) -> Facts:
+        """The entry points that it launches, on something."""
+        return frozenset((program.family, program.entry) for program in self.launched if self.size)
+
+    @property
+    def facts(self) -> Facts:
+        """What the quick tier has a case of, for each op: every entry point and type that this reads, and every dtype, layout, kind of
+        values, kind of shape and value of an option."""
+        case = self.case
+        reads = {(program.entry, dict(program.defines).get("IN")) for program in self.launched if self.size}
+        options = {(name, str(value)) for name, value in case.options.items()}
+        return frozenset({*reads, *options, case.dtype, case.layout, case.values, (len(case.shape), self.size > 0)})
+
+
+@functools.cache
+def observed() -> tuple[Observed, ...]:
+    """Every case of the table."""
+    return tuple(_observe(cases.all_cases()))
+
+
+def _observe(table: Iterator[Case]) -> Iterator[Observed]:
+    launched: set[Program] = set()
+
+    def launch(self: Variant, *_: object, **__: object) -> None:
+        launched.add(Program(self.kernel.family, self.kernel.entry, self.defines))
+
+    with pytest.MonkeyPatch.context() as patch, runtime.forced_executor("host"):
+        patch.setattr(Variant, "launch", launch)
+        for case in table:
+            launched.clear()
+            op = OPS[case.op]
+            try:
+                args, kwargs = op.inputs(case)
+                op.function(*args, **kwargs)
+            except Exception as error:          # This case must fail as a test, not stop the collection of all tests.
+                launched.add(Program("error", f"{case}: {error}", ()))
+            yield Observed(case, frozenset(launched))
+
+
+def cover(candidates: Sequence[Observed], facts: Callable[[Observed], Facts]) -> list[Observed]:
+    """Few candidates that together show every fact: again and again the first of those that show most of the missing facts."""
+    shown = [(candidate, facts(candidate)) for candidate in candidates]
+    missing = frozenset[Hashable]().union(*(found for _, found in shown))
+    chosen = []
+    while missing:
+        best, found = max(shown, key=lambda pair: len(pair[1] & missing))
+        chosen.append(best)
+        missing -= found
+    return chosen
+
+
+@functools.cache
+def quick_cases() -> tuple[Observed, ...]:
+    """The cases of the quick tier, op by op."""
+    return tuple(chosen for name in OPS
+                 for chosen in cover([one for one in observed() if one.case.op == name], lambda one: one.facts))
+
+
+@functools.cache
+def entry_cases() -> tuple[Observed, ...]:
+    """Few cases that together launch every entry point, whatever the op: of about 10,000 elements, which are several blocks of most
+    kernels, and not too many threads for a sanitizer."""
+    by_size = sorted(observed(), key=lambda one: abs(one.size - 10_000))
+    return tuple(cover(by_size, lambda one: one.entries))
