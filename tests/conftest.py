@@ -1,4 +1,4 @@
-"""Tests marked `gpu` are skipped where there is no GPU; the executors that tests run on; work in the background."""
+"""The tiers of tests (tiers.py); the executors that tests run on; work in the background."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 from background import Background
+from tiers import deselect_left_out, pytest_addoption, pytest_generate_tests, pytest_report_header
 
-from cupy_fp8 import backend, device_errors, testing
+from cupy_fp8 import device_errors, testing
 from cupy_fp8.kernels import Variant
+
+__all__ = ["pytest_addoption", "pytest_generate_tests", "pytest_report_header"]
 
 _BACKGROUND = pytest.StashKey[Background]()
 
@@ -22,7 +25,8 @@ def _module(item: pytest.Item) -> Any:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    deselect_left_out(config, items)
     items.sort(key=lambda item: _module(item) is not None)          # stable: those that wait come last
 
 
@@ -56,8 +60,6 @@ def background_result(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and (problem := backend.gpu_problem()):
-        pytest.skip(problem)
     if item.get_closest_marker("gpu"):
         device_errors(clear=True)           # they are sticky: a test is to see only its own
 

@@ -652,7 +652,7 @@ def every_float32() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("bitcode", ["0", "1"], ids=["hardware", "bitcode"])
 def test_every_float32(bitcode):
     """In a fresh process, since kernels compiled for the other conversions would be used again."""
@@ -666,7 +666,7 @@ def test_every_float32(bitcode):
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("shape", [((1 << 16) + 1, (1 << 15) + 8), (3, 29872, 24000)], ids=str)
 def test_more_than_two_to_the_31_elements(shape):
     """The bytes at both ends, around 2**31, and at 200 000 other places, in both directions; and amax wherever the largest is."""

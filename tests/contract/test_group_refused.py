@@ -27,6 +27,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch, run: testing.Executor) -> testing
     return run
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("given_sizes", "found"), [
     ([100, 0, 150], []), ([100, 0, 201], [SUM]), ([100, -1, 200], [NEGATIVE]), ([-100, 400], [NEGATIVE, SUM]), ([299, 50, 50, 1], [SUM]),
     ([300] * 200, [SUM]), ([0] * 300 + [301], [SUM]), ([2**63 - 1, 2**62, -(2**63), 1 << 40], [NEGATIVE, SUM]), ([2**63 - 1] * 500, [SUM]),

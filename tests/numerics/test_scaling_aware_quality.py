@@ -80,6 +80,7 @@ def gradients() -> np.ndarray:
     return (rng.standard_t(3, (1024, 1024)) * rng.lognormal(0, 2, (1024, 1))).astype(np.float32)
 
 
+@pytest.mark.full
 def test_no_double_quantisation():
     """The column-wise tensor is as good as the row-wise one; requantising is 1.4 times worse."""
     x = normal()

@@ -81,6 +81,7 @@ def errors(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.where(over, 0, np.abs(np.where(near_one, (got - 1) - rest, got - exact)) / ulp)
 
 
+@pytest.mark.full
 def test_exp_is_within_two_ulps(run):
     """2^26 floats where exp is neither 1 nor beyond the range, and some everywhere. (All 2^32: 1.8598, docs/numerics.md.)"""
     worst, count = 0.0, 0
@@ -130,6 +131,7 @@ def test_sigmoid_is_accurate():
     assert 3 < error.max() < 3.776
 
 
+@pytest.mark.full
 def test_one_correction_makes_a_reciprocal_exact():
     """From every start within an ulp, of all significands: the nearest float, but for one start of one significand."""
     d = floats(np.arange(0x3F800000, 0x40000000))

@@ -1,25 +1,58 @@
 """Every op over the table of cases, on every executor this machine has: bytes equal to the reference, fresh and with out=."""
 
 import dataclasses
+import re
+from collections import Counter
+from importlib import import_module
 
+import covering
+import numpy as np
 import pytest
 from large_tiles import check_those_that_ask
+from tiers import quick_if
 
 from cupy_fp8 import cases, testing
 from cupy_fp8.cases import OPS, Case
 from cupy_fp8.cli.selftest import check
 from cupy_fp8.formats import float8_e4m3fn, float32
+from cupy_fp8.kernels import Variant, sources
 
-CASES = list(cases.all_cases())
+CASES = [one.case for one in covering.observed()]
+QUICK = {id(one.case) for one in covering.quick_cases()}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", quick_if(lambda case: id(case) in QUICK, CASES), ids=str)
 @pytest.mark.parametrize("executor", [*testing.EXECUTORS[:2], pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_equals_reference(case, executor):
     with testing.executor(executor) as run:
         check(OPS[case.op], case, run)
 
 
+def entry_points():
+    """Of all kernels, as the sources have them."""
+    return {(source, entry) for source in sources.names()
+            for entry in re.findall(r"#ifdef ENTRY_(\w+)", (sources.root() / f"{source}.cu").read_text())}
+
+
+@pytest.mark.parametrize("executor", ["host", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_quick_cases_launch_every_entry_point(executor, monkeypatch):
+    """Launches are counted where they happen; the benchmark's delay belongs to no op."""
+    launches: Counter[tuple[str, str]] = Counter()
+    launch = Variant.launch
+
+    def counted(self, *args, **kwargs):
+        launches[self.kernel.source, self.kernel.entry] += 1
+        return launch(self, *args, **kwargs)
+
+    monkeypatch.setattr(Variant, "launch", counted)
+    with testing.executor(executor) as run:
+        for one in covering.cover(covering.quick_cases(), lambda one: one.entries):
+            check(OPS[one.case.op], one.case, run)
+        import_module("cupy_fp8.bench.measure")._DELAY.launch(run.array(np.zeros(1, np.uint8)), 1, 0)
+    assert launches.keys() == entry_points()
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("executor", ["host", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_tiles_of_large_arrays(executor, monkeypatch):
     """The kernels that transpose, with the tiles that only arrays of many megabytes get."""

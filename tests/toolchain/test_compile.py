@@ -13,6 +13,7 @@ from typing import Any
 import nvrtc
 import pytest
 from background import Background
+from tiers import first_of_each
 
 from cupy_fp8 import cases, kernels
 from cupy_fp8.arrays import zeros
@@ -120,7 +121,7 @@ def compiled(background_result: Callable[[Any], Any]) -> Iterator[Compile]:
         print(f"{c.registers:9}  {c.stack:5}  {c.spill_stores + c.spill_loads:6}  {arch:6}  CUDA {toolkit}  {variant}")
 
 
-@pytest.mark.parametrize(("variant", "arch", "toolkit"), PROGRAMS, ids=str)
+@pytest.mark.parametrize(("variant", "arch", "toolkit"), first_of_each(lambda program: program[0].entry, PROGRAMS), ids=str)
 def test_variant(variant, arch, toolkit, compiled, record_property):
     c = compiled(variant, arch, toolkit)
     record_property("registers", c.registers)
@@ -130,6 +131,7 @@ def test_variant(variant, arch, toolkit, compiled, record_property):
     check_instructions(c.ptx)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("variant", BITCODE_VARIANTS, ids=str)
 def test_bitcode(variant, background_result):
     check_instructions(background_result(variant))

@@ -112,6 +112,7 @@ def test_every_bug_has_a_mode_that_must_find_it():
     assert set(WRONG_BYTES) | set(ERRORS) | set(REPORTS) | others == set(CASES)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
 def test_correct_kernels_pass(children, mode):
     done = children[mode, "no bug"]
@@ -138,6 +139,7 @@ def test_error(name, order):
     assert planted_cases.run(name, bug=False, order=order, seed=0)["outcome"] == "right"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", REPORTS)
 def test_sanitizer_report(children, name):
     mode, pattern = REPORTS[name]
@@ -147,6 +149,7 @@ def test_sanitizer_report(children, name):
     assert names_planted_line(done.stderr, name), done.stderr[-3000:]
 
 
+@pytest.mark.full
 def test_bulk_copy_past_the_end_is_named_where_it_is_issued(children):
     done = children["asan", "bulk_bounds"]
     result = json.loads(done.stdout)
@@ -241,6 +244,7 @@ def test_sanitizer_modes_need_their_environment(source):
         hostexec.compile_kernel(source, "store", include_dirs=[source.parent / "include"], mode="asan")
 
 
+@pytest.mark.full
 def test_portable_context_switch():
     """What processors other than x86-64 use, forced by an environment variable."""
     env = dict(os.environ, CUPY_FP8_HOST_UCONTEXT="1", CUPY_FP8_HOST_MODE="fast")

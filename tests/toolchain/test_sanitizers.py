@@ -17,9 +17,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import covering
 import numpy as np
 import pytest
 from background import Background
+from tiers import quick_if
 
 import cupy_fp8 as fp8
 from cupy_fp8 import cases, hostexec, reference, testing
@@ -27,10 +29,11 @@ from cupy_fp8.arrays import bits
 from cupy_fp8.cases import DIRECTIONS, OPS, Case
 from cupy_fp8.cli.selftest import check
 from cupy_fp8.formats import INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
+from cupy_fp8.kernels import sources
 from cupy_fp8.ops.quantize import tensor
 from cupy_fp8.results import Quantized, Scaled, swap_last
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(hostexec.available() is not None, reason=str(hostexec.available()))]
+pytestmark = pytest.mark.skipif(hostexec.available() is not None, reason=str(hostexec.available()))
 
 Check = Callable[[testing.Executor], None]
 FOUND = 66                                              # exit code of a child in which a sanitizer found something
@@ -141,12 +144,21 @@ def few_block_checks() -> Iterator[Check]:
         yield partial(check, OPS[case.op], case)
 
 
+def entry_checks() -> Iterator[Check]:
+    for one in covering.entry_cases():
+        yield partial(check, OPS[one.case.op], one.case)
+
+
 SWIGLU = ("swiglu_quantize", "swiglu_backward_quantize")
 #: Ops of many kernels, which have jobs of their own.
 BIG = ("astype", "quantize_tensor", "dequantize", "quantize_mx", "quantize_block", "group_quantize", "multi_quantize", *SWIGLU)
 
-#: name -> sanitizer, its checks. What is compiled for one job is compiled for no other of the same sanitizer.
+#: The jobs of the quick tier: one case or more of every entry point.
+QUICK_JOBS = ("asan-entries", "tsan-entries")
+#: name -> sanitizer, its checks. Beside the jobs of the quick tier, what is compiled for one is compiled for no other of its sanitizer.
 JOBS: dict[str, tuple[str, Callable[[], Iterator[Check]]]] = {           # the longest first
+    "asan-entries": ("asan", entry_checks),
+    "tsan-entries": ("tsan", entry_checks),
     "asan-others": ("asan", lambda: case_checks(tuple(name for name in OPS if name not in BIG))),
     "tsan-blocks": ("tsan", few_block_checks),
     "asan-swiglu": ("asan", lambda: case_checks(SWIGLU, widths=True)),
@@ -222,10 +234,15 @@ def executed(done: subprocess.CompletedProcess[str]) -> int:
     return int(json.loads(done.stdout)["executed"])
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", quick_if(lambda job: job in QUICK_JOBS, JOBS))
 def test_no_sanitizer_finds_anything(job, background_result):
     mode, checks = JOBS[job]
     assert executed(background_result(job)) == len(list(checks())) * len(SCHEDULES[mode])
+
+
+def test_quick_jobs_are_of_every_family():
+    """But of the benchmark's delay, which reads and writes no memory."""
+    assert {program.source for one in covering.entry_cases() for program in one.launched if one.size} == set(sources.names()) - {"bench/delay"}
 
 
 def test_every_case_is_in_a_job():

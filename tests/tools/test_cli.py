@@ -149,6 +149,7 @@ def few_cases(monkeypatch: pytest.MonkeyPatch) -> dict[str, cases.Op]:
     return few
 
 
+@pytest.mark.full
 @needs_host
 def test_selftest_passes(few_cases, capsys):
     assert main(["selftest", "--full", "--executor", "host"]) == 0

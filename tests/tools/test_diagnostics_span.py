@@ -90,6 +90,7 @@ def scales_of(kind: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     return s
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("chunk", [1, 1 << 20])
 @pytest.mark.parametrize("dtype", FP8_DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["e8m0", "powers", "any", "wide"])

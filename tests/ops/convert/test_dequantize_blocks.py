@@ -43,6 +43,7 @@ def exact(code: np.ndarray, scale: np.ndarray, fp8_format: oracle.FloatFormat, t
         return half.encode(v, saturate=False).view(to)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("to", INPUT_DTYPES, ids=str)
 @pytest.mark.parametrize("fp8_format", oracle.FP8, ids=lambda f: str(f.dtype))
 @mx_parameter
@@ -313,7 +314,7 @@ def test_graph_replay(block, layout, transposed):
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("shape", "block", "layout", "transposed"), [
     (((1 << 16) + 1, 1 << 15), ROW, "compact", False),                  # one long row
     (((1 << 16) + 1, (1 << 15) + 8), ROW, "swizzled", False),           # tiles of rows

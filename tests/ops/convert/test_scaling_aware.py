@@ -89,6 +89,7 @@ def test_columns_in_exact_arithmetic(dtype, spread):
             assert bits(got.data)[c, r] == want, (r, c)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", FP8_DTYPES, ids=lambda d: d.name)
 def test_every_code_by_every_ratio_down(dtype, run):
     """Target 'tile': 1.0 under the largest scale makes k = 0 to -254 for all other rows, every code in each."""
@@ -109,6 +110,7 @@ def test_every_code_by_every_ratio_down(dtype, run):
         np.testing.assert_array_equal(bits(got.data).T[rows], bits(want))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", FP8_DTYPES, ids=lambda d: d.name)
 @pytest.mark.parametrize("block", [128, 32])
 def test_every_code_alone_in_its_column(dtype, block, run):
@@ -154,6 +156,7 @@ def test_largest_products_by_hand(run):
 
 
 # ---- patches whose rows differ too much for one arithmetic ----
+@pytest.mark.full
 @pytest.mark.parametrize("block", [128, 32])
 @pytest.mark.parametrize("dtype", FP8_DTYPES, ids=lambda d: d.name)
 @pytest.mark.parametrize("step", [1, 2, 3, 12, 13, 30])
@@ -649,7 +652,7 @@ def test_runs_of_tiles(tiles, experts, multiple, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("splits", [None, [20_003, 0, 45_661]], ids=["whole", "experts"])
 @pytest.mark.parametrize("target", scaling_aware.TARGETS)
 def test_more_than_two_to_the_31_elements(target, splits):

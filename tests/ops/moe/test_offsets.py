@@ -108,6 +108,7 @@ def test_any_call(number, dtype, log2, seed, options, bulk):
         testing.assert_bytes_equal(a, by_loop(host, stride, lead, t))
 
 
+@pytest.mark.full
 def test_a_million(run, launched):
     host = sizes(1_000_000, "few", INT64)
     outputs, intact = poisoned(run, host, **TYPICAL)

@@ -69,6 +69,7 @@ def test_rows_of_any_length(columns, run):
             assert intact()
 
 
+@pytest.mark.full
 def test_a_row_for_every_byte(run):
     """Where rows are few their places are found with numbers of 32 bits, where they are many with numbers of 64."""
     for number in ((1 << 24) - 3, (1 << 24) - 1, (1 << 24) + 5):
@@ -602,7 +603,7 @@ def test_graph_replay_follows_sizes_and_order():
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("columns", [65536, 65521])
 def test_more_than_two_to_the_31_bytes(columns):
     cp = backend.cupy()

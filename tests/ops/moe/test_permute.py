@@ -695,7 +695,7 @@ def test_graph_replay_follows_the_routing():
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("columns", [65536, 65521])
 def test_more_than_two_to_the_31_bytes(columns):
     cp = backend.cupy()

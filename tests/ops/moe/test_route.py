@@ -94,6 +94,7 @@ def test_indices(tokens, topk, number, align, run):
             assert intact()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("tokens", "number", "topk"), [
     (0, 3, 2), (1, 1, 1), (40, 12, 5), (70, 64, 8), (33, 33, 33), (6, 300, 40), (9, 4, 0)])
 @pytest.mark.parametrize("align", [1, 32])

@@ -139,6 +139,7 @@ def edge_blocks(source: Any) -> np.ndarray:
         return reference.astype(x, source)
 
 
+@pytest.mark.full
 @options_parameter
 @pytest.mark.parametrize("source", INPUT_DTYPES, ids=str)
 def test_by_hand(source, profile, pow2, run):
@@ -155,6 +156,7 @@ def test_by_hand(source, profile, pow2, run):
                 np.testing.assert_array_equal(data, codes, err_msg=str((i, dtype, eps)))
 
 
+@pytest.mark.full
 @options_parameter
 def test_every_bfloat16_in_a_block(profile, pow2, run):
     """Alone among zeros, along rows and (a block of one element) down columns; the scales against the table in f64."""

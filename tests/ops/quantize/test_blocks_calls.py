@@ -309,7 +309,7 @@ def test_graph_replay(options, swapped):
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("options", [o for o in CAPTURED if o.get("block") != (1, None)], ids=str)
 def test_more_than_two_to_the_31_elements(options):
     """Tiles of 128 x 128 at the ends, around 2**31, and at other places."""

@@ -97,6 +97,7 @@ def test_noop(run):
         assert untouched == (value == 1.0)
 
 
+@pytest.mark.full
 @needs_host
 @pytest.mark.parametrize(("rows", "step"), [(0, 3), (1 << 40, 1)], ids=["wide", "narrow"])
 def test_tiles_of_large_arrays(monkeypatch, rows, step):
@@ -138,7 +139,7 @@ def test_graph_replay_follows_the_sizes():
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
+@pytest.mark.full
 def test_more_than_two_to_the_31_elements():
     cp = backend.cupy()
     rows, columns, splits = 33_000, 65_536, [5, 32_768, 0, 200]

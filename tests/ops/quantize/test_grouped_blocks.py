@@ -71,6 +71,7 @@ def test_rows_at_any_multiple_of_eight_bytes(run, recipe):
     expect_members(fp8.group_quantize(memory[4:].reshape(40, 256), sizes, recipe), x, sizes, recipe)
 
 
+@pytest.mark.full
 @needs_host
 @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(0, 140), min_size=1, max_size=8), st.integers(1, 140), st.integers(0, 40), st.sampled_from(RECIPES),
@@ -83,6 +84,7 @@ def test_any_groups(sizes, columns, spare, recipe, directions, by_four):
     expect_members(g, x, sizes, recipe, **directions)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("directions", [{"columnwise": True}, {"rowwise": False, "columnwise": True}], ids=str)
 @pytest.mark.parametrize("block", [(1, 128), (128, 128)], ids=str)
 @pytest.mark.parametrize("source", [bfloat16, float32])

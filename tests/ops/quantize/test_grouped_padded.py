@@ -41,6 +41,7 @@ def expect_same(actual: Grouped, desired: Grouped) -> None:
             assert not more[want.size :].any()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("splits", [[50], [16, 0, 32], [0, 0, 0], [], [7, 13, 0, 1, 20], [0, 49, 0], [1] * 50, [0] * 300 + [50]],
                          ids=lambda s: f"{len(s)}of{sum(s)}")
 @pytest.mark.parametrize("recipe", ALL.values(), ids=ALL)

@@ -95,6 +95,7 @@ def test_scales_by_their_formula(run):
         -448, 448).astype(float8_e4m3fn).astype(np.float32))
 
 
+@pytest.mark.full
 @needs_host
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(0, 140), max_size=8), st.integers(1, 140), st.integers(0, 40), st.sampled_from(RECIPES),
@@ -290,7 +291,7 @@ def test_graph_replay_follows_the_sizes(block, directions, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_more_than_two_to_the_31_elements(columnwise):
     cp = backend.cupy()

@@ -218,6 +218,7 @@ def test_what_is_beside_nan_and_inf(run):
         assert set(raw(part.data).reshape(-1)[:64].tolist()) == {0x7F}
 
 
+@pytest.mark.full
 @options_parameter
 def test_every_bfloat16_in_a_block(mode, profile, run):
     """Alone among zeros, at every place in turn: the kernel for rows, and (a block of one element, down columns) the one for tiles."""
@@ -290,7 +291,7 @@ def test_some_amaxes(dtype, mode, profile, run):
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("mode", MX_MODES)
 @pytest.mark.parametrize("dtype", FP8_DTYPES, ids=str)
 def test_every_amax(dtype, mode):

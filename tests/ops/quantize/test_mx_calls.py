@@ -377,7 +377,7 @@ def test_what_cannot_be_captured():
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("options", CAPTURED, ids=str)
 def test_more_than_two_to_the_31_elements(options):
     """Blocks of 32 x 32 at the ends, around 2**31, and at other places."""

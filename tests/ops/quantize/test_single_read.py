@@ -133,6 +133,7 @@ def test_one_launch_where_most_fits(run, entries):
         expect_list(results[:5], xs[:5])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("op", ["multi_quantize", "group_quantize"])
 @pytest.mark.parametrize("executor", [pytest.param("host", marks=needs_host), pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_every_case_of_the_table(executor, op, entries):

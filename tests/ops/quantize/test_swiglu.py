@@ -598,6 +598,7 @@ def test_as_many_scales_as_32_bits_count_are_refused():
 
 
 # ---- biases of experts ----
+@pytest.mark.full
 @pytest.mark.parametrize("half", [64, 27])
 @pytest.mark.parametrize("rows", [[100, 0, 33, 1, 130], [0, 0], [264], [1] * 70])
 def test_biases_of_experts_are_those_of_each_alone(run, half, rows):
@@ -683,6 +684,7 @@ def several_tiles(monkeypatch):
     _plan.cache_clear()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rows", [128, 129, 385, 900, 1024])
 @pytest.mark.parametrize("directions", [(True, False), (True, True), (False, True)])
 @pytest.mark.parametrize("recipe", [
@@ -707,6 +709,7 @@ def test_tiles_one_below_the_other(run, several_tiles, recipe, directions, rows)
         assert_bytes_equal(run.numpy(pair[1]), sums)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rows", [129, 900])
 @pytest.mark.parametrize("directions", [(True, False), (True, True)])
 @pytest.mark.parametrize("experts", [None, 6])
@@ -759,7 +762,7 @@ def test_weights_of_any_size(run, recipe, together):
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["delayed", "blocks", "mx"])
 def test_more_than_two_to_the_31_elements(how):
     """Whole rows at both ends and around element 2**31 of y, and of its gradients, where x has more than 2**32."""

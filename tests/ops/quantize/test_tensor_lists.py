@@ -79,6 +79,7 @@ def test_equals_the_single_op(group, run):
     testing.assert_bytes_equal(amaxes, amax)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("directions", [(True, False), (False, True), (True, True)], ids=str)
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_multi_quantize_equals_the_recipe(recipe, directions, run):
@@ -90,6 +91,7 @@ def test_multi_quantize_equals_the_recipe(recipe, directions, run):
         assert_same(q, recipe.quantize(x, rowwise=rowwise, columnwise=columnwise, **({"scale": scales[i]} if scales else {})))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("directions", DIRECTIONS, ids=str)
 @pytest.mark.parametrize("recipe", BLOCK_RECIPES, ids=str)
 def test_lists_in_blocks(recipe, directions, run, launched):
@@ -112,6 +114,7 @@ def test_lists_in_blocks(recipe, directions, run, launched):
             assert_same(run.numpy(fresh), want)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", [BlockScaling(), BlockScaling((128, 128)), MXScaling()], ids=str)
 def test_dtypes_and_memory_of_lists_in_blocks(recipe, run, launched):
     """A launch for each dtype, and for each array whose last two axes are swapped; other views are copied."""
@@ -155,6 +158,7 @@ def test_order_and_company_do_not_matter(run):
         assert_same(other, q)
 
 
+@pytest.mark.full
 def test_a_thousand(run, launched):
     host = [cases.values("normal", (i % 7 * 5, i % 11 * 3), float32, i) for i in range(1000)]
     xs = [run.array(x) for x in host]
@@ -171,6 +175,7 @@ def test_a_thousand(run, launched):
             assert_same(run.numpy(results[i]), recipe.quantize(host[i], columnwise=True))
 
 
+@pytest.mark.full
 @needs_host
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.integers(0, 150), st.integers(0, 150)), min_size=1, max_size=6), st.sampled_from(INPUT_DTYPES),

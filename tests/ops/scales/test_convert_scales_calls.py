@@ -95,6 +95,7 @@ def test_offsets_of_more_than_32_bits(lines, step):
             testing.assert_bytes_equal(got, reference.convert_scales(np.ascontiguousarray(turned), **options))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lead", [0, 4, 8, 1, 3])
 @pytest.mark.parametrize("block", [(1, 128), (128, 1), SQUARE], ids=str)
 def test_out_is_written_and_nothing_else(block, lead, run):
@@ -306,7 +307,7 @@ def test_graph_replay():
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
+@pytest.mark.full
 def test_more_than_two_to_the_31_scales():
     cp = backend.cupy()
     lines, blocks = 2**24 + 5, 130

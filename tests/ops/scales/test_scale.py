@@ -524,7 +524,7 @@ def test_amax_need_not_be_contiguous(run):
 
 # ---- on a GPU ----
 @pytest.mark.gpu
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_float32_amax():
     """All 2^32, in each option, against the reference."""
     cp, chunk = backend.cupy(), 1 << 24
@@ -571,7 +571,7 @@ def test_large_histories(length, n, reduced):
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
+@pytest.mark.full
 def test_more_than_two_to_the_31_elements():
     """64-bit offsets: one value in each column, at a random row."""
     cp, length, n = backend.cupy(), 1024, (1 << 21) + 77

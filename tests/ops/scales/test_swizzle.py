@@ -308,7 +308,7 @@ def test_graph_replay_follows_the_sizes(axis):
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
+@pytest.mark.full
 def test_more_than_two_to_the_31_scales():
     cp = backend.cupy()
     shape = (2**24 + 1, 130)
