@@ -11,6 +11,7 @@ from background import Background
 from tiers import deselect_left_out, pytest_addoption, pytest_generate_tests, pytest_report_header
 
 from cupy_fp8 import device_errors, testing
+from cupy_fp8.calls import remembered
 from cupy_fp8.kernels import Variant
 
 __all__ = ["pytest_addoption", "pytest_generate_tests", "pytest_report_header"]
@@ -50,6 +51,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def pytest_unconfigure(config: pytest.Config) -> None:
     if background := config.stash.get(_BACKGROUND, None):
         background.stop()
+
+
+@pytest.fixture(autouse=True)
+def _no_remembered_calls() -> None:
+    """Every test makes its calls anew, since tests change what ops launch."""
+    remembered.forget()
 
 
 @pytest.fixture(scope="module")

@@ -41,6 +41,11 @@ def remember(described: _Described, call: Call, launches: list[Launch], written:
         _calls[(facts, *[at % _ALIGNMENT for at in addresses])] = found
 
 
+def forget() -> None:
+    """Forget all calls: for tests that change what ops would launch."""
+    _calls.clear()
+
+
 class _Repeated:
     """Launches into the same memory; the workspaces that they need live as long as they do."""
 

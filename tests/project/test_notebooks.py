@@ -3,6 +3,7 @@
 After a change, execute in place with: python tests/project/test_notebooks.py notebooks/*.ipynb
 """
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -36,7 +37,9 @@ def execute_in_place(path):
 
 def run(path):
     """execute_in_place in a process of its own: the kernel client leaves sockets and an event loop behind."""
-    return subprocess.run([sys.executable, __file__, path], capture_output=True, text=True, check=False)
+    support = Path(__file__).resolve().parents[1] / "support"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(support), os.environ.get("PYTHONPATH"))))}
+    return subprocess.run([sys.executable, __file__, path], capture_output=True, text=True, check=False, env=environment)
 
 
 def outputs(notebook, kind):

@@ -5,12 +5,13 @@ What a case launches is what `cupy_fp8.cases.covering` records.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
-from cupy_fp8.cases import OPS, Case
+from cupy_fp8.cases import OPS, Case, all_cases
 from cupy_fp8.cases.covering import record
 from cupy_fp8.kernels import Variant
 from cupy_fp8.ops.programs import Program
@@ -49,8 +50,16 @@ class Observed(NamedTuple):
 @functools.cache
 def observed() -> tuple[Observed, ...]:
     """Every case of the table."""
-    return tuple(Observed(one.case, frozenset(map(_program, one.variants)), one.raised)
-                 for op in OPS.values() for one in record(op))
+    return tuple(observe(all_cases()))
+
+
+def observe(table: Iterable[Case]) -> list[Observed]:
+    """What cases launch, op by op."""
+    by_op: dict[str, list[Case]] = {}
+    for case in table:
+        by_op.setdefault(case.op, []).append(case)
+    return [Observed(one.case, frozenset(map(_program, one.variants)), one.raised)
+            for name, own in by_op.items() for one in record(dataclasses.replace(OPS[name], cases=functools.partial(iter, own)))]
 
 
 def _program(variant: Variant) -> Program:

@@ -84,6 +84,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if ids is not None and not callable(ids):
             names_of_ids = list(ids)
             ids = [names_of_ids[i] for i in chosen]
+        kwargs.pop("_param_mark", None)                         # A mark that several tests share keeps the ids of the first.
         parametrize(names, [values[i] for i in chosen], *args, ids=ids, **kwargs)
 
     metafunc.parametrize = parametrize_wanted           # type: ignore[method-assign, assignment]

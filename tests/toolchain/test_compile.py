@@ -17,6 +17,7 @@ from tiers import first_of_each
 
 from cupy_fp8 import cases, kernels
 from cupy_fp8.arrays import zeros
+from cupy_fp8.calls import remembered
 from cupy_fp8.formats import FORMATS
 from cupy_fp8.kernels import Variant, sources, tiles
 from cupy_fp8.ops.convert.astype import astype
@@ -205,7 +206,7 @@ def split_stores(ptx: str) -> int:
 
 
 def kernel(body: str) -> str:
-    return f'#include "arith.cuh"\nextern "C" __global__ void k(float* p, int i) {{ {body} }}'
+    return f'#include "numerics/arith.cuh"\nextern "C" __global__ void k(float* p, int i) {{ {body} }}'
 
 
 @pytest.mark.parametrize(("body", "instructions"), [
@@ -236,8 +237,8 @@ def test_a_stack_frame_is_seen():
 
 
 def test_errors_name_the_file():
-    with pytest.raises(nvrtc.CompileError, match=r"cast\.cu\(\d+\): error"):
-        nvrtc.compile_variant("cast", "cast", (("IN", "no_such_format"), ("OUT", "e4m3fn")), "sm_90", 13)
+    with pytest.raises(nvrtc.CompileError, match=r"quantize/tensor\.cu\(\d+\): error"):
+        nvrtc.compile_variant("quantize/tensor", "cast", (("IN", "no_such_format"), ("OUT", "e4m3fn")), "sm_90", 13)
 
 
 def test_every_source_is_covered():
@@ -269,14 +270,17 @@ def test_ops_launch_all_known_variants_and_no_other(launched, monkeypatch):
     for case in cases.all_cases():
         op = cases.OPS[case.op]
         args, kwargs = op.inputs(case)                          # takes longer than the calls, in which nothing is written
+        remembered.forget()
         op.function(*args, **kwargs)
         with monkeypatch.context() as patch:
             patch.setattr(tiles, "choose", lambda x, large, size=0: large)
             patch.setattr(tensor_current, "_CPU", tensor_current._Machine(4, 1024, 40 << 10))
+            remembered.forget()
             op.function(*args, **kwargs)
             if case.op in ("group_quantize", "multi_cast_transpose"):
                 patch.setattr(tiles, "fills_wide", lambda columns: True)
                 patch.setattr(grouped, "_TALL", 0)
+                remembered.forget()
                 op.function(*args, **kwargs)
     assert launched == known
 
