@@ -7,6 +7,8 @@ random order; blocks run in that kind of order too. Shared memory starts as 0xFF
     cast = hostexec.compile_kernel("kernels_cu/quantize/tensor.cu", "cast", defines={"IN": "bf16"}, include_dirs=["kernels_cu/include"])
     cast((blocks,), (256,), params, shared_mem=0)
 
+Inside ``blocks_of_grid(first=2, last=2)`` only those blocks run, over arrays too large for all of them.
+
 Modes: "fast"; "asan" (AddressSanitizer and UndefinedBehaviorSanitizer: bounds, alignment, overflow); "tsan" (ThreadSanitizer:
 threads or blocks without an order). The last two need a process of their own:
 
@@ -22,6 +24,6 @@ counts every thread of the block, so an early return before one is an error here
 """
 
 from .build import HostError
-from .executor import HostKernel, available, compile_kernel, sanitizer_command, sanitizer_env
+from .executor import HostKernel, available, blocks_of_grid, compile_kernel, sanitizer_command, sanitizer_env
 
-__all__ = ["HostError", "HostKernel", "available", "compile_kernel", "sanitizer_command", "sanitizer_env"]
+__all__ = ["HostError", "HostKernel", "available", "blocks_of_grid", "compile_kernel", "sanitizer_command", "sanitizer_env"]

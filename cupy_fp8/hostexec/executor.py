@@ -3,10 +3,13 @@
 import ctypes
 import functools
 import itertools
+import math
 import os
 import re
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 from . import build
@@ -16,6 +19,7 @@ _ORDERS = {"asc": 0, "desc": 1, "random": 2}
 # Instrumented code keeps more on the stack.
 _STACK_BYTES = {"fast": 128 << 10, "asan": 512 << 10, "tsan": 256 << 10}
 _EXIT_CODE = 66  # of a child process in which a sanitizer found something
+_ends: ContextVar[tuple[int, int] | None] = ContextVar("cupy_fp8_blocks_of_grid", default=None)  # None: every block runs
 
 
 class _Kernel(ctypes.Structure):  # HostKernel in shim/host_abi.h
@@ -38,6 +42,8 @@ class _Launch(ctypes.Structure):  # HostLaunch in shim/host_abi.h
         ("workers", ctypes.c_uint),
         ("resident", ctypes.c_uint),
         ("stack_bytes", ctypes.c_uint),
+        ("first_blocks", ctypes.c_uint64),
+        ("last_blocks", ctypes.c_uint64),
         ("params", ctypes.c_void_p),
     ]
 
@@ -150,9 +156,17 @@ class HostKernel:
         address = (ctypes.addressof(memory) + 255) & ~255
         ctypes.memmove(address, params, len(params))
         schedule = (_ORDERS[order], seed & 0xFFFFFFFF, _workers(), bool(resident), _STACK_BYTES[self.mode])
-        launch = _Launch(blocks, threads, shared_mem, *schedule, address)
+        launch = _Launch(blocks, threads, shared_mem, *schedule, *self._ends(blocks, resident), address)
         if self._runtime.host_launch(ctypes.byref(self._kernel), ctypes.byref(launch)):
             raise HostError(f"{self.entry}: {self._name_places(self._runtime.host_error().decode())}")
+
+    def _ends(self, blocks: Sequence[int], resident: bool | None) -> tuple[int, int]:
+        """How many blocks run at the beginning and at the end of a grid; together no fewer than it has: all of them."""
+        total = math.prod(blocks)
+        first, last = _ends.get() or (total, 0)
+        if resident and first + last < total:
+            raise HostError(f"{self.entry}: blocks of a resident grid wait for each other; blocks_of_grid cannot leave any out")
+        return first, last
 
     def _name_places(self, message: str) -> str:
         """Replace the addresses in a message by file:line, innermost first."""
@@ -168,6 +182,22 @@ class HostKernel:
             return " called from ".join(places) or match[0]
 
         return re.sub(r"<pc (0x[0-9a-f]+)>", name, message)
+
+
+@contextmanager
+def blocks_of_grid(*, first: int, last: int) -> Iterator[None]:
+    """Within it, launches of this thread run only so many blocks at the beginning and at the end of their grid.
+
+    A test of indices beyond 2**31 then takes the time of a few blocks, and of memory that is mapped but never touched no more
+    than those blocks touch. Raises ValueError unless both numbers are 0 or more.
+    """
+    if min(first, last) < 0:
+        raise ValueError(f"first, last: expected numbers of blocks, 0 or more, got {first} and {last}")
+    token = _ends.set((first, last))
+    try:
+        yield
+    finally:
+        _ends.reset(token)
 
 
 @functools.cache

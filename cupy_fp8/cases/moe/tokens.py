@@ -96,7 +96,7 @@ def _route_cases() -> Iterator[Case]:
     for experts in (31, 32, 33, 255, 256, 257, 1023, 1024):          # warps and rounds of the kernel's scans
         yield case(_INT32, 200, 4, num_experts=experts, align=8)
         yield case(_BOOL, 60, experts, topk=6, align=32)
-    for topk in (0, 32, 33, 63, 64, 65, 200):
+    for topk in (0, 32, 33, 63, 64, 65, 127, 128, 129, 200):         # a warp holds 128 routes between its two passes
         yield case(_INT32, 70, topk, num_experts=40)
     yield case(_INT32, 2, 1024, num_experts=9, align=64)
     yield case(_INT32, 9000, 3, num_experts=12, align=16)            # more than a warp holds at once, in as many blocks as there can be

@@ -1,5 +1,5 @@
-"""Cases of SwiGLU with quantisation. A case's shape is that of x, [M, 2 H]; its options `probs` and `bias` say which values these have,
-`experts` how many of them have biases of their own."""
+"""Cases of SwiGLU with quantisation. A case's shape is that of x, [M, 2 H]; its options `probs` and `bias` say which values these have
+(a number: each is that number), `experts` how many of them have biases of their own."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
         options["splits"] = sizes(rows - rows // 8, experts, 0).astype(np.int32 if options.pop("narrow", False) else np.int64)
     for name, shape, dtype, seed in (("probs", (rows,), float32, 1), ("bias", of_bias, case.dtype, 2)):
         if name in options:
-            options[name] = values(options[name], shape, dtype, seed)
+            kind = options[name]
+            options[name] = values(kind, shape, dtype, seed) if isinstance(kind, str) else np.full(shape, kind, dtype)
     if "amax" in options:
         options["amax"] = np.full(1, options["amax"], np.float32)
     return (source(case), options.pop("recipe")), options
@@ -155,6 +156,8 @@ def _backward_cases() -> Iterator[Case]:
             scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
             yield case(dtype, (130, 2 * 136), "edges", recipe=how, **scale, **_GPT_OSS, **_BOTH)
     yield from _of_experts(case, weighted)
+    for dtype, how in product(INPUT_DTYPES, _RECIPES[:2]):                          # rows past the end count for no amax
+        yield case(dtype, (13, 512), "normal", **how, probs=0.25, **_BOTH)
     for interleaved in (False, True):                                               # sums of many tiles
         yield case(bfloat16, (3, 2 * 3000), "normal", **_DELAYED, **weighted, interleaved=interleaved)
         yield case(bfloat16, (9, 2 * 3072), "normal", **_DELAYED, **weighted, interleaved=interleaved)
@@ -209,6 +212,8 @@ def _cases() -> Iterator[Case]:
     for scaling in _SCALES:
         yield case(bfloat16, (133, 272), "normal", recipe=scaling, **_GPT_OSS, **_BOTH)
     yield from _of_experts(case, {"probs": "edges"})
+    for dtype, how in product(INPUT_DTYPES, _RECIPES[:2]):                          # rows past the end count for no amax
+        yield case(dtype, (13, 272), "normal", **how, probs=0.25)
     for mode, profile, scale_layout in product(MX_MODES, MX_PROFILES, MX_SCALE_LAYOUTS):
         yield case(bfloat16, (133, 290), recipe=MXScaling(mode=mode, profile=profile, scale_layout=scale_layout), **_BOTH)
         yield case(float32, (64, 144), "edges", recipe=MXScaling(float8_e5m2, mode, profile, scale_layout=scale_layout), **_BOTH)

@@ -104,7 +104,8 @@ static void work(Worker* worker) {
     prepare_dynamic_shared(worker);
     const auto run = [&](uint64_t number) {
         const bool descending = launch->options->order == HOST_DESCENDING;
-        run_block(worker, descending ? launch->blocks - 1 - number : (number * launch->block_multiplier + launch->block_offset) % launch->blocks);
+        const uint64_t one = descending ? launch->blocks - 1 - number : (number * launch->block_multiplier + launch->block_offset) % launch->blocks;
+        run_block(worker, one < launch->first_blocks ? one : one + launch->skipped_blocks);
     };
     if (launch->exclusive) {
         if (!launch->failed) run(worker->index);
@@ -187,7 +188,10 @@ extern "C" int host_launch(const HostKernel* kernel, const HostLaunch* options) 
     launch.options = options;
     launch.params = options->params;
     launch.threads_per_block = options->block[0] * options->block[1] * options->block[2];
-    launch.blocks = (uint64_t)options->grid[0] * options->grid[1] * options->grid[2];
+    const uint64_t grid = (uint64_t)options->grid[0] * options->grid[1] * options->grid[2];
+    launch.first_blocks = std::min(options->first_blocks, grid);
+    launch.blocks = launch.first_blocks + std::min(options->last_blocks, grid - launch.first_blocks);
+    launch.skipped_blocks = grid - launch.blocks;
     launch.exclusive = kTsan || options->resident;
     permute_blocks(launch);
 

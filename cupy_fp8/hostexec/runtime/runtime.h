@@ -73,7 +73,8 @@ struct Launch {
     const HostLaunch* options;
     const void* params;
     unsigned threads_per_block;
-    uint64_t blocks;
+    uint64_t blocks;                                  // that run
+    uint64_t first_blocks, skipped_blocks;            // those before, and the ones left out after, which shift the numbers of the rest
     bool exclusive;
     uint64_t block_multiplier = 1, block_offset = 0;  // block number b runs as (b * multiplier + offset) mod blocks
     std::atomic<uint64_t> next_block{0};

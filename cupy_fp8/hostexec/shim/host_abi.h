@@ -54,6 +54,7 @@ enum HostOrder { HOST_ASCENDING, HOST_DESCENDING, HOST_RANDOM };
 struct HostLaunch {
     unsigned grid[3], block[3];
     unsigned shared_bytes, order, seed, workers, resident, stack_bytes;
+    uint64_t first_blocks, last_blocks;  // how many blocks run at either end of the grid; together no fewer than it has: all
     const void* params;
 };
 

@@ -522,6 +522,30 @@ def test_the_same_memory_needs_no_second_look(run, monkeypatch):
     assert len(looked) == 3
 
 
+def test_the_same_memory_as_another_dtype_is_another_call(run):
+    """The bytes of bfloat16 arrays, given again as float16: sums are those of float16, and mixed arrays are refused."""
+    host = routed(20, 2, 3, align=4)
+    r, y = on(run, host, normal((host.rows, 24), bfloat16))
+    back = fp8.unpermute(y, r)
+    fp8.unpermute(y, r, out=back)
+    with pytest.raises(TypeError, match=r"^out: expected dtype bfloat16, got float16"):
+        fp8.unpermute(y, r, out=back.view(float16))
+    fp8.unpermute(y.view(float16), r, out=back.view(float16))
+    want = reference.unpermute(run.numpy(y).view(float16), host)
+    testing.assert_bytes_equal(run.numpy(back).view(float16), want)
+
+
+def test_a_result_made_read_only_between_two_calls_is_refused(numpy_run):
+    r, x = on(numpy_run, routed(20, 2, 3, align=4), normal((20, 24)))
+    y = fp8.permute(x, r)
+    fp8.permute(x, r, out=y)
+    y[...] = 7
+    y.flags.writeable = False
+    with pytest.raises(ValueError, match="^out: the array is read-only"):
+        fp8.permute(x, r, out=y)
+    assert (y == 7).all(), "a refused call wrote"
+
+
 @pytest.mark.parametrize("dtype", [bfloat16, float32], ids=str)
 @pytest.mark.parametrize("topk", [1, 2, 4, 6, 8, 3])
 def test_several_steps_of_a_block(topk, dtype, run, monkeypatch):
