@@ -156,7 +156,7 @@ class HostKernel:
         address = (ctypes.addressof(memory) + 255) & ~255
         ctypes.memmove(address, params, len(params))
         schedule = (_ORDERS[order], seed & 0xFFFFFFFF, _workers(), bool(resident), _STACK_BYTES[self.mode])
-        launch = _Launch(blocks, threads, shared_mem, *schedule, *self._ends(blocks, resident), address)
+        launch = _Launch(blocks, threads, shared_mem, *schedule, *self._ends(tuple(blocks), resident), address)
         if self._runtime.host_launch(ctypes.byref(self._kernel), ctypes.byref(launch)):
             raise HostError(f"{self.entry}: {self._name_places(self._runtime.host_error().decode())}")
 
