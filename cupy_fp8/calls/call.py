@@ -14,13 +14,16 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from .. import backend
-from ..arrays import Array, address
+from ..arrays import Array, address, empty_beside
 from ..kernels import Launch, error_word, executor_of, workspace
 from . import memory, remembered, validate
 from .memory import Range
 from .results import Allocation, Description, given_result
 
 _Inputs = TypeVar("_Inputs")
+
+
+_U32 = np.dtype(np.uint32)
 
 
 class Input(NamedTuple):
@@ -38,6 +41,14 @@ class Input(NamedTuple):
         return self.array.dtype
 
 
+class Workspace(NamedTuple):
+    """What a call asked `kernels.workspace` for, and what it got."""
+
+    use: str
+    words: int
+    array: Array
+
+
 class Call:
     """The arguments of a call as an op declares them, one by one; each is validated where it is declared."""
 
@@ -50,7 +61,8 @@ class Call:
         self.ranges: list[Range] = []
         self.noop_at = 0
         self.owner: Array | None = None             # the array that workspaces belong to: one of `out=`
-        self.workspaces: list[Any] = []
+        self.workspaces: list[Workspace] = []
+        self.scratches: list[Array] = []            # memory for this call alone
         #: Addresses that are the same for every call on this device.
         self.constants: set[int] = set()
         #: Whether an argument had to be copied: such a call cannot be remembered by its memory.
@@ -114,7 +126,16 @@ class Call:
 
     def workspace_array(self, use: str, words: int) -> Array:
         found = workspace(self.owner, self.x, use, words)
-        self.workspaces.append(found)
+        self.workspaces.append(Workspace(use, words, found))
+        return found
+
+    def scratch(self, use: str, words: int) -> Array:
+        """u32 words that a call without `out=` allocates for its launches; with `out=` they are a workspace of it."""
+        if self.owner is not None:
+            return self.workspace_array(use, words)
+        found = empty_beside(self.x, (words,), _U32)
+        if words:
+            self.scratches.append(found)
         return found
 
     def error_word(self) -> int:

@@ -6,15 +6,18 @@ allocates is known by the shapes, dtypes and alignments of its arrays: its launc
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..arrays import Array
-from ..kernels import Launch, Variant
+import numpy as np
+
+from ..arrays import Array, address, empty_beside
+from ..kernels import Launch, workspace
 from . import validate
 
 if TYPE_CHECKING:
     from .call import Call
 
+_U32 = np.dtype(np.uint32)
 _Described = tuple[tuple[Any, ...], list[int]]
 _MOST = 4096
 _ALIGNMENT = 32                     # kernels ask for 16 at most
@@ -60,35 +63,39 @@ class _Repeated:
         return out
 
 
+class _Slot(NamedTuple):
+    """A value of a launch that is an address: which one of a call's addresses, and how far behind it."""
+
+    position: int
+    which: int
+    offset: int
+
+
 class _Allocating:
     """Launches into new memory: members that are pointers get the addresses of this call's arrays."""
 
-    def __init__(self, call: Call, alignments: list[int],
-                 launches: list[tuple[Variant, int, int, list[Any], list[tuple[int, int]]]]) -> None:
-        """alignments: of the arrays that are written; launches: each with its values, and which of these are which address."""
+    def __init__(self, call: Call, written: list[int], launches: list[tuple[Launch, list[_Slot]]]) -> None:
         self._like, self._allocation, self._build = _on_device_of(call.x), call.allocation, call.result.build
-        self._alignments, self._launches = alignments, launches
+        self._alignments, self._launches = [at % _ALIGNMENT for at in written], launches
+        self._workspaces = [(found.use, found.words) for found in call.workspaces]
+        self._scratches = [scratch.shape for scratch in call.scratches]
 
     @staticmethod
     def of(call: Call, launches: list[Launch], given: list[int], written: list[int]) -> _Allocating | None:
-        """None where launches use memory beside the arrays, or where it is not certain which array a pointer belongs to."""
-        known = [*given, *written]
-        if call.workspaces or any(found.written for found in call.ranges) or len({0, *known}) <= len(known):
+        """None where it is not certain which array a pointer belongs to."""
+        known = [*given, *written, *(address(found.array) for found in call.workspaces), *map(address, call.scratches)]
+        if any(found.written for found in call.ranges) or len({0, *known}) <= len(known):
             return None
+        # Pointers may lead into workspaces and scratch memory, but only to the beginning of arrays.
+        sizes = [1] * (len(given) + len(written))
+        sizes += [4 * found.words for found in call.workspaces] + [scratch.nbytes for scratch in call.scratches]
         found = []
         for launch in launches:
-            layout = launch.variant.kernel.layout
-            if layout.has_arrays:
+            slots = _slots(launch, list(zip(known, sizes, strict=True)), call.constants)
+            if slots is None:
                 return None
-            slots = []
-            for position in layout.pointers:
-                value = launch.values[position]
-                if value in known:
-                    slots.append((position, known.index(value)))
-                elif value and value not in call.constants:
-                    return None
-            found.append((launch.variant, launch.grid, launch.shared, launch.values, slots))
-        return _Allocating(call, [at % _ALIGNMENT for at in written], found)
+            found.append((launch, slots))
+        return _Allocating(call, written, found)
 
     def run(self, addresses: list[int], out: Any) -> Any:
         """The result; None where memory came with another alignment."""
@@ -98,12 +105,33 @@ class _Allocating:
         if [at % _ALIGNMENT for at in written] != self._alignments:
             return None
         addresses = addresses + written
-        for variant, grid, shared, values, slots in self._launches:
-            values = values.copy()
-            for position, index in slots:
-                values[position] = addresses[index]
-            variant.launch(x, grid, *values, shared=shared)
+        for use, words in self._workspaces:
+            addresses.append(address(workspace(None, x, use, words)))
+        scratches = [empty_beside(x, shape, _U32) for shape in self._scratches]
+        addresses += map(address, scratches)
+        for launch, slots in self._launches:
+            values = launch.values.copy()
+            for position, which, offset in slots:
+                values[position] = addresses[which] + offset
+            launch.variant.launch(x, launch.grid, *values, shared=launch.shared)
         return self._build(arrays)
+
+
+def _slots(launch: Launch, known: list[tuple[int, int]], constants: set[int]) -> list[_Slot] | None:
+    """Where a launch has addresses. known: each address, and how many bytes from there on belong to it. None if a pointer
+    leads elsewhere, or may be hidden in packed bytes."""
+    layout = launch.variant.kernel.layout
+    if layout.has_arrays:
+        return None
+    slots = []
+    for position in layout.pointers:
+        value = launch.values[position]
+        owner = next((i for i, (at, size) in enumerate(known) if at <= value < at + size), None)
+        if owner is not None:
+            slots.append(_Slot(position, owner, value - known[owner][0]))
+        elif value and value not in constants:
+            return None
+    return slots
 
 
 def _on_device_of(like: Array) -> Array:

@@ -250,13 +250,11 @@ def _tiled(call: Call, inputs: _Inputs, members: dict[str, Any], places: dict[st
     sums = None
     if result.dbias:
         dbias_at = places.pop("dbias")
-        partial = None if call.owner is None else call.workspace_array("bias_gradient", partial_sums(x.shape))
-        sums = ColumnSums(x, dbias_at, partial)
+        sums = ColumnSums(x, dbias_at, call.scratch("bias_gradient", partial_sums(x.shape)))
         members["column_sums"] = sums.tiles_at(tile.rows)
     variant = _cast_transpose_variant(x.dtype, inputs.dtype, tile, rowwise, columnwise, result.dbias, 2 if whole else int(aligned))
     yield variant.bind(x, tiles.grid(x.shape, tile), **members, **places, rows=rows, columns=columns, vector=int(vector))
     if sums:
-        call.workspaces.append(sums.partial)
         yield from sums.launches(x, tile.rows, call.noop_at)
 
 
