@@ -20,7 +20,7 @@ import pytest
 import cupy_fp8 as fp8
 from cupy_fp8 import cases, hostexec, reference, testing
 from cupy_fp8.arrays import bits
-from cupy_fp8.formats import bfloat16, float8_e4m3fn, float16, float32
+from cupy_fp8.formats import bfloat16, float8_e4m3fn, float16
 from cupy_fp8.results import Scaled
 
 END = 512                   # rows or columns of either end that are compared

@@ -471,7 +471,7 @@ def test_a_result_made_read_only_between_two_calls_is_refused(numpy_run):
     fp8.permute(x, r, out=y)
     y[...] = 7
     y.flags.writeable = False
-    with pytest.raises(ValueError, match="^out: the array is read-only"):
+    with pytest.raises(ValueError, match=r"^out: the array is read-only"):
         fp8.permute(x, r, out=y)
     assert (y == 7).all(), "a refused call wrote"
 
