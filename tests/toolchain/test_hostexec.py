@@ -163,6 +163,12 @@ def test_waiting_blocks_need_a_resident_grid():
     assert planted_cases.run("grid_barrier", bug=False, order="asc", seed=0)["outcome"] == "right"
 
 
+def test_no_block_of_a_resident_grid_is_left_out():
+    with hostexec.blocks_of_grid(first=1, last=0):
+        result = planted_cases.run("grid_barrier", bug=False, order="asc", seed=0)
+    assert "blocks of a resident grid wait for each other" in result["text"]
+
+
 # ---- the interface ----
 KERNEL = """
 struct Params { unsigned* out; int value; };
