@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, address, empty_beside
+from ..arrays import address, empty_beside
 from ..kernels import Launch, workspace
 from . import validate
 
@@ -75,7 +75,9 @@ class _Allocating:
     """Launches into new memory: members that are pointers get the addresses of this call's arrays."""
 
     def __init__(self, call: Call, written: list[int], launches: list[tuple[Launch, list[_Slot]]]) -> None:
-        self._like, self._allocation, self._build = _on_device_of(call.x), call.allocation, call.result.build
+        #: An array without elements, which stands for the call's arrays where only their device matters: these may be freed.
+        self._like = empty_beside(call.x, (0,), _U32)
+        self._allocation, self._build = call.allocation, call.result.build
         self._alignments, self._launches = [at % _ALIGNMENT for at in written], launches
         self._workspaces = [(found.use, found.words) for found in call.workspaces]
         self._scratches = [scratch.shape for scratch in call.scratches]
@@ -132,8 +134,3 @@ def _slots(launch: Launch, known: list[tuple[int, int]], constants: set[int]) ->
         elif value and value not in constants:
             return None
     return slots
-
-
-def _on_device_of(like: Array) -> Array:
-    """An array without elements on the device of another, which stands for it in launches and allocations."""
-    return like[:0] if like.ndim else like.reshape(1)[:0]

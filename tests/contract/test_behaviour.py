@@ -3,11 +3,13 @@ streams, threads, devices, every float32 there is, and arrays past 2**31 element
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -753,3 +755,16 @@ def test_a_workspace_lives_with_the_memory_it_serves():
     assert results.get()[[0, 2, 3]].tolist() == [7, 7, 7]
     del results
     assert places[0] not in workspace._of_array
+
+
+def test_calls_that_are_remembered_keep_no_array_alive():
+    with testing.executor("host"):
+        x = np.ones((64, 96), np.float32)
+        gone = weakref.ref(x)
+        for _ in range(2):
+            fp8.quantize_tensor(x, 2.0, columnwise=True)
+            fp8.compute_amax(x)
+            fp8.quantize_mx(x, out=fp8.quantize_mx(x))
+        del x
+        gc.collect()
+        assert gone() is None

@@ -93,7 +93,7 @@ def check(far: Far) -> None:
 
 # ---- the calls ----
 _TALL, _WIDE, _BATCH = (FAR, 128), (128, FAR), ((1 << 18) + 4, 128, 128)
-_SHAPES = (("tall", _TALL, 0, END), ("wide", _WIDE, 1, END), ("batch", _BATCH, 0, 4))
+_SHAPES: tuple[tuple[Any, ...], ...] = (("tall", _TALL, 0, END), ("wide", _WIDE, 1, END), ("batch", _BATCH, 0, 4))
 _DIRECTIONS = (("rowwise", {"rowwise": True, "columnwise": False}), ("columnwise", {"rowwise": False, "columnwise": True}),
                ("both", {"rowwise": True, "columnwise": True}))
 
@@ -157,7 +157,8 @@ def _swiglu() -> Iterator[tuple[str, Far]]:
     for (how, recipe), (direction, options) in product(recipes.items(), _DIRECTIONS[::2]):
         scale = {"scale": 0.5} if how == "tensor" else {}
         for name, shape, axis, more in (("tall", (FAR, 256), 0, {}), ("wide", (128, 2 * FAR), 1, {"interleaved": True})):
-            call = partial(_with, lambda m, x, recipe, **o: m.swiglu_quantize(x, recipe, **o), {"recipe": recipe, **scale, **options, **more})
+            given = {"recipe": recipe, **scale, **options, **more}
+            call = partial(_with, lambda m, x, recipe, **o: m.swiglu_quantize(x, recipe, **o), given)
             yield f"swiglu_quantize-{how}-{direction}-{name}", Far(call, np.dtype(bfloat16), shape, axis, END)
 
 

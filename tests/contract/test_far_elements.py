@@ -11,7 +11,7 @@ from far_arrays import CALLS, check, lazy_memory, mapped
 import cupy_fp8 as fp8
 from cupy_fp8 import backend, hostexec, testing
 from cupy_fp8.formats import float8_e4m3fn
-from cupy_fp8.ops import checks
+from cupy_fp8.kernels import grid_size
 
 pytestmark = pytest.mark.skipif(hostexec.available() is not None, reason=str(hostexec.available()))
 
@@ -22,6 +22,7 @@ def no_advice(monkeypatch):
     monkeypatch.setattr(backend, "note_large_numpy", lambda x: None)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("far", [pytest.param(far, id=name) for name, far in CALLS.items()])
 def test_both_ends_equal_the_reference(far):
     check(far)
@@ -45,10 +46,11 @@ def test_negative_numbers_of_blocks_are_refused(ends):
         pass
 
 
+@pytest.mark.full
 def test_the_largest_grid_that_there_is():
     """2**31 - 1 blocks are launched, and the last one works; one more is refused."""
     blocks = (1 << 31) - 1
-    assert checks.grid_size(blocks, ()) == blocks
+    assert grid_size(blocks, ()) == blocks
     x: Any = mapped(blocks * 2048, np.float16)
     x[-2048:] = 3
     with testing.executor("host"), lazy_memory(), hostexec.blocks_of_grid(first=0, last=1):
@@ -56,4 +58,4 @@ def test_the_largest_grid_that_there_is():
         assert (out[-2048:].astype(np.float32) == 3).all()
         assert not out[-4096:-2048].view(np.uint8).any()
     with pytest.raises(ValueError, match=r"needs 2147483648 blocks"):
-        checks.grid_size(blocks + 1, ())
+        grid_size(blocks + 1, ())
