@@ -84,6 +84,9 @@ def _of_numpy(a: np.ndarray, facts: list[Any], addresses: list[int]) -> bool:
 
 def _of_tuple(given: tuple[Any, ...], facts: list[Any], addresses: list[int]) -> bool:
     """A result of several arrays, or an option such as a block."""
+    if given and type(given[-1]) is int:            # a shape or a block: only numbers, whose types count
+        facts += (given, tuple(map(type, given)))
+        return True
     facts.append(len(given))
     return all(_describe(a, facts, addresses) for a in given)
 
