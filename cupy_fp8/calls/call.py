@@ -21,8 +21,6 @@ from .memory import Range
 from .results import Allocation, Description, given_result
 
 _Inputs = TypeVar("_Inputs")
-
-
 _U32 = np.dtype(np.uint32)
 
 

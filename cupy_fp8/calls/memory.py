@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
@@ -58,11 +59,13 @@ def _describe(a: Any, facts: list[Any], addresses: list[int]) -> bool:
     kind = type(a)
     facts.append(kind)
     found = _KINDS.get(kind)
-    if found is None and kind.__name__ == "ndarray":
+    if found is None and kind.__name__ == "ndarray" and kind.__module__.partition(".")[0] == "cupy":
         found = _KINDS[kind] = _of_cupy
     if found is not None:
         return found(a, facts, addresses)
     facts.append(a)
+    if kind is float and a == 0:                    # -0.0 equals 0.0, and is another scale
+        facts.append(math.copysign(1, a))
     return not isinstance(a, np.generic)            # equal numbers of other types can mean something else
 
 

@@ -6,12 +6,13 @@ allocates is known by the shapes, dtypes and alignments of its arrays: its launc
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..arrays import address, empty_beside
-from ..kernels import Launch, workspace
+from ..kernels import Launch, owner_of, workspace
 from . import validate
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def remember(described: _Described, call: Call, launches: list[Launch], written:
     if len(_calls) >= _MOST:
         _calls.clear()
     if out is not None:
-        _calls[(facts, *addresses)] = _Repeated(launches, call.workspaces)
+        _calls[(facts, *addresses)] = _Repeated(call, launches)
     elif (found := _Allocating.of(call, launches, addresses, written)) is not None:
         _calls[(facts, *[at % _ALIGNMENT for at in addresses])] = found
 
@@ -50,14 +51,20 @@ def forget() -> None:
 
 
 class _Repeated:
-    """Launches into the same memory; the workspaces that they need live as long as they do."""
+    """Launches into the same memory. Workspaces belong to the array that owns this memory: once it is gone, another array may
+    have the address, and needs workspaces that live as long as itself, since a CUDA graph may keep on using them."""
 
-    def __init__(self, launches: list[Launch], workspaces: list[Any]) -> None:
-        self._launches, self._workspaces = launches, workspaces
+    def __init__(self, call: Call, launches: list[Launch]) -> None:
+        self._launches, self._workspaces, self._owner = launches, call.workspaces, None
+        if call.workspaces and not isinstance(call.x, np.ndarray):
+            self._owner = weakref.ref(owner_of(call.owner))
         for launch in launches:
             launch.keep()
 
     def run(self, addresses: list[int], out: Any) -> Any:
+        """out; None where the memory has another owner than it had."""
+        if self._owner is not None and self._owner() is None:
+            return None
         for launch in self._launches:
             launch.run()
         return out

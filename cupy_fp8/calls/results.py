@@ -26,7 +26,7 @@ class Written(NamedTuple):
 
 
 class Description:
-    """What an op returns. This one is a single array; other kinds of results replace the two methods."""
+    """What an op returns. This one is a single array; other kinds of results replace `build` and `arrays_of`."""
 
     def __init__(self, *arrays: Written) -> None:
         self.arrays = arrays
@@ -43,7 +43,6 @@ class Description:
         """The arrays of a result given as `out=`. TypeError or ValueError if it is another kind of result; the arrays
         themselves are checked after this."""
         return (out,)
-
 
     def store(self, out: Any, made: Any) -> None:
         """Copy the reference's result into a given one, byte for byte."""

@@ -13,7 +13,7 @@ from .kernel import (
     multiprocessors,
     shared_memory_per_block,
 )
-from .workspace import workspace
+from .workspace import owner_of, workspace
 
 __all__ = ["Kernel", "Launch", "Variant", "announce", "capturing", "device_errors", "error_word", "executor_of",
-           "forced_executor", "grid_size", "multiprocessors", "shared_memory_per_block", "workspace"]
+           "forced_executor", "grid_size", "multiprocessors", "owner_of", "shared_memory_per_block", "workspace"]

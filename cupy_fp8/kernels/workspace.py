@@ -39,7 +39,7 @@ def workspace(out: Any | None, x: Any, use: str, words: int) -> Any:
         if key not in _of_stream:
             _of_stream[key] = _zeros(device, words)
         return _of_stream[key]
-    owner = out if out.base is None else out.base
+    owner = owner_of(out)
     place = (id(owner), out.data.ptr, use, words)
     entry = _of_array.get(place)
     if entry is None or entry[0]() is not owner:
@@ -48,6 +48,11 @@ def workspace(out: Any | None, x: Any, use: str, words: int) -> Any:
         entry = (weakref.ref(owner, functools.partial(_forget, place)), _zeros(device, words))
         _of_array[place] = entry
     return entry[1]
+
+
+def owner_of(out: Any) -> Any:
+    """The CuPy array whose life is that of out's memory: views come and go."""
+    return out if out.base is None else out.base
 
 
 def _zeros(device: int, words: int) -> Any:

@@ -768,3 +768,35 @@ def test_calls_that_are_remembered_keep_no_array_alive():
         del x
         gc.collect()
         assert gone() is None
+
+
+@needs_host
+@pytest.mark.parametrize("given", [False, True], ids=["new", "out"])
+def test_a_scale_of_minus_zero_is_another_one(given):
+    """Both zeros are equal and hash alike, but a remembered call with one is no call with the other."""
+    x = np.array([[1, 2], [3, 4]], np.float32)
+    with testing.executor("host"):
+        out = {"out": fp8.cast_transpose(x, 1.0)} if given else {}
+        for _ in range(8):                          # memory of several alignments is remembered
+            for scale in (0.0, -0.0):
+                want = reference.cast_transpose(x, np.float32(scale))
+                assert_same(fp8.cast_transpose(x, scale, **out), want)
+
+
+@pytest.mark.gpu
+def test_workspaces_are_not_inherited_with_an_address():
+    """An array at the address of one that is gone gets workspaces that live as long as itself, not those that were remembered."""
+    cp = fp8.xp
+    x = cp.arange(1000, dtype=cp.float32)
+    memory = cp.cuda.alloc(4)
+    outs = []
+    for _ in range(2):
+        out = cp.ndarray((1,), cp.float32, memory)
+        for _ in range(2):
+            assert float(fp8.compute_amax(x, out=out)[0]) == 999
+        outs.append(weakref.ref(out))
+        owned = [entry for entry in importlib.import_module("cupy_fp8.kernels.workspace")._of_array.values() if entry[0]() is out]
+        assert len(owned) == 1
+        del out, owned
+        gc.collect()
+        assert outs[-1]() is None
