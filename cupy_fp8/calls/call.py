@@ -66,7 +66,8 @@ class Call:
         self.scratches: list[Array] = []            # memory for this call alone
         #: Addresses that are the same for every call on this device.
         self.constants: set[int] = set()
-        #: Whether the call may be remembered by its memory: not if an argument was copied or its contents were examined.
+        #: Whether the call may be remembered by its memory. It may not if an argument was copied, or if its
+        #: contents were examined.
         self.repeatable = True
         self._first = True
 

@@ -179,7 +179,8 @@ class _Result(Description):
         super().__init__(*(Written(f"out.{name}", shape, dtype) for name, shape, dtype in parts))
 
     def build(self, arrays: Sequence[Array]) -> Routing:
-        return Routing(**dict(zip(self.names, arrays, strict=True)), rows=self._form.rows, align=self._form.align)
+        parts = dict(zip(self.names, arrays, strict=True))
+        return Routing(**parts, rows=self._form.rows, align=self._form.align)
 
     def arrays_of(self, out: Any) -> list[Array]:
         if not isinstance(out, Routing):
@@ -205,7 +206,7 @@ class _Route(Op[_Inputs]):
         found = call.read("assignment", assignment, (_INT32, _INT64, _BOOL))
         options = num_experts, topk, rows, align
         form = _form(found.shape, found.dtype, *options)
-        # An object that is not an int, such as an array of one element, can have another value in the next call.
+        # An object that is not an int, such as an array of one element, can change before the next call.
         call.repeatable &= all(option is None or type(option) is int for option in options)
         if check or call.xp is np:
             call.repeatable = False
@@ -217,8 +218,8 @@ class _Route(Op[_Inputs]):
 
     def reference(self, inputs: _Inputs) -> Routing:
         form = inputs.form
-        return reference.route(inputs.assignment.array, num_experts=form.number, topk=form.topk, rows=form.rows,
-                               align=form.align)
+        return reference.route(inputs.assignment.array, num_experts=form.number, topk=form.topk,
+                               rows=form.rows, align=form.align)
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
         x, form, result = inputs
@@ -226,11 +227,12 @@ class _Route(Op[_Inputs]):
         counted = form.mask or blocks > 1
         counts = call.workspace("route", form.number * pitch) if counted else 0
         slot_for_each = form.mask and form.topk == form.number
+        places = dict(zip(result.names, written, strict=True))
         for kernel in (_COUNT, _RANK) if counted else (_RANK,):
             yield _variant(kernel).bind(
-                x.array, blocks, assignment=x.at, counts=counts, **dict(zip(result.names, written, strict=True)),
-                errors=call.error_word(), tokens=form.tokens, topk=form.topk, number=form.number, rows=form.rows,
-                align=form.align, run=form.run, pitch=pitch, wide=int(x.dtype == _INT64),
+                x.array, blocks, assignment=x.at, counts=counts, **places, errors=call.error_word(),
+                tokens=form.tokens, topk=form.topk, number=form.number, rows=form.rows, align=form.align,
+                run=form.run, pitch=pitch, wide=int(x.dtype == _INT64),
                 mask=int(form.mask) + int(slot_for_each))
 
 

@@ -290,8 +290,8 @@ def test_the_same_memory_is_looked_at_again(numpy_run):
         assert fp8.route(x, num_experts=4, out=out) is out
     x[3, 1] = 4
     for check in (False, True):
-        refused(ValueError, r"assignment: expected experts 0 to 3, or -1 for none, got 4 at \[3, 1\]", x, num_experts=4,
-                check=check, out=out)
+        refused(ValueError, r"assignment: expected experts 0 to 3, or -1 for none, got 4 at \[3, 1\]", x,
+                num_experts=4, check=check, out=out)
     assert fp8.device_errors() == ()
 
 
