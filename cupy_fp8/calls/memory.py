@@ -87,8 +87,13 @@ def _of_tuple(given: tuple[Any, ...], facts: list[Any], addresses: list[int]) ->
     if given and type(given[-1]) is int:            # a shape or a block: only numbers, whose types count
         facts += (given, tuple(map(type, given)))
         return True
-    facts.append(len(given))
-    return all(_describe(a, facts, addresses) for a in given)
+    return _of_parts(given, facts, addresses)
+
+
+def _of_parts(parts: tuple[Any, ...], facts: list[Any], addresses: list[int]) -> bool:
+    """Arrays, numbers and whatever else, each by itself."""
+    facts.append(len(parts))
+    return all(_describe(a, facts, addresses) for a in parts)
 
 
 def _of_result(fields: Callable[[Any], tuple[Any, ...]]) -> _Describe:
@@ -100,7 +105,7 @@ def _of_result(fields: Callable[[Any], tuple[Any, ...]]) -> _Describe:
         if kept is None:
             own_facts: list[Any] = []
             own_addresses: list[int] = []
-            if not _of_tuple(fields(result), own_facts, own_addresses):
+            if not _of_parts(fields(result), own_facts, own_addresses):
                 return False
             kept = tuple(own_facts), own_addresses
             nested = (part for part in own_facts if isinstance(part, tuple))

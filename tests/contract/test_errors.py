@@ -772,8 +772,8 @@ def test_an_assignment_that_is_checked_is_examined_in_every_call(fake, monkeypat
     for check in (False, True, False, True):
         assert fp8.route(x, num_experts=4, check=check, out=out) is out
     on_device[3, 1] = 4
-    _refused(ValueError, r"^assignment: expected experts 0 to 3, or -1 for none, got 4 at \[3, 1\]", fp8.route,
-             x, num_experts=4, check=True, out=out)
+    _refused(ValueError, r"^assignment: expected experts 0 to 3, or -1 for none, got 4 at \[3, 1\]",
+             fp8.route, x, num_experts=4, check=True, out=out)
     fp8.route(x, num_experts=4, out=out)
     assert launches == ["route_rank"] * 5
     _refused(ValueError, "^out.row_map: overlaps assignment in memory", fp8.route, out.row_map, num_experts=4,
