@@ -16,6 +16,7 @@ import numpy as np
 from .. import backend
 from ..arrays import Array, address, empty_beside
 from ..kernels import Launch, error_word, executor_of, workspace
+from ..routing import Routing
 from . import memory, remembered, validate
 from .memory import Range
 from .results import Allocation, Description, given_result
@@ -63,8 +64,9 @@ class Call:
         self.scratches: list[Array] = []            # memory for this call alone
         #: Addresses that are the same for every call on this device.
         self.constants: set[int] = set()
-        #: Whether an argument had to be copied: such a call cannot be remembered by its memory.
-        self.copied = False
+        #: Whether the call may be remembered by its memory. It may not if an argument was copied, or if its
+        #: contents were examined.
+        self.repeatable = True
         self._first = True
 
     def read(self, name: str, a: Any, dtypes: tuple[np.dtype[Any], ...]) -> Input:
@@ -72,7 +74,7 @@ class Call:
         if not self._first:
             backend.require_module(a, self.xp, name)
         dense, xp, at = validate.source(a, dtypes, name)
-        self.copied |= dense is not a
+        self.repeatable &= dense is a
         self._belongs(name, dense, xp)
         self.ranges.append(Range(at, at + dense.nbytes, False, name))
         return Input(dense, at)
@@ -93,6 +95,19 @@ class Call:
         self._belongs(name, a, xp)
         self.ranges.append(Range(at, at + a.nbytes, True, name))
         return Input(a, at)
+
+    def routing(self, name: str, r: Any, *parts: str) -> Routing:
+        """A Routing. parts: the names of the arrays that the op reads; none means all of them."""
+        if not isinstance(r, Routing):
+            raise TypeError(f"{name}: expected a Routing (cupy_fp8.route makes one), got {type(r).__name__}")
+        if not self._first:
+            backend.require_module(r.row_map, self.xp, name)
+        self._belongs(name, r.row_map, backend.module_of(r.row_map, name))
+        for part, a in r._arrays().items():
+            if not parts or part in parts:
+                at = address(a)
+                self.ranges.append(Range(at, at + a.nbytes, False, f"{name}.{part}"))
+        return r
 
     def noop(self, flag: Any) -> None:
         """The flag on the device that keeps a call from writing anything."""
@@ -191,7 +206,7 @@ def run(op: Op[Any], given: tuple[Any, ...], out: Any = None) -> Any:
     launches = list(op.launches(call, inputs, *written))
     for launch in launches:
         launch.run()
-    if described and not call.copied:
+    if described and call.repeatable:
         remembered.remember(described, call, launches, written, out)
     return result.build(arrays) if out is None else out
 

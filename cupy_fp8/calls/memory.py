@@ -90,39 +90,41 @@ def _of_tuple(given: tuple[Any, ...], facts: list[Any], addresses: list[int]) ->
     if given and type(given[-1]) is int:            # a shape or a block: only numbers, whose types count
         facts += (given, tuple(map(type, given)))
         return True
-    facts.append(len(given))
-    return all(_describe(a, facts, addresses) for a in given)
+    return _of_parts(given, facts, addresses)
 
 
-def _of_scaled(s: Scaled, facts: list[Any], addresses: list[int]) -> bool:
-    return _of_result(s, (s.data, s.scale_inv, s.shape, s.transposed, s.block, s.scale_layout), facts, addresses)
+def _of_parts(parts: tuple[Any, ...], facts: list[Any], addresses: list[int]) -> bool:
+    """Arrays, numbers and whatever else, each by itself."""
+    facts.append(len(parts))
+    return all(_describe(a, facts, addresses) for a in parts)
 
 
-def _of_quantized(q: Quantized, facts: list[Any], addresses: list[int]) -> bool:
-    return _of_result(q, (q.rowwise, q.columnwise, q.dbias), facts, addresses)
+def _of_result(fields: Callable[[Any], tuple[Any, ...]]) -> _Describe:
+    """For results with these fields. On a GPU a result's description is kept with it, so its fields are read
+    once: results are frozen, and CuPy's memory stays where it is."""
 
+    def describe(result: Any, facts: list[Any], addresses: list[int]) -> bool:
+        kept = result.__dict__.get("_described")
+        if kept is None:
+            own_facts: list[Any] = []
+            own_addresses: list[int] = []
+            if not _of_parts(fields(result), own_facts, own_addresses):
+                return False
+            kept = tuple(own_facts), own_addresses
+            nested = (part for part in own_facts if isinstance(part, tuple))
+            if np.ndarray not in own_facts and not any(np.ndarray in part for part in nested):
+                result.__dict__["_described"] = kept
+        facts.append(kept[0])
+        addresses += kept[1]
+        return True
 
-def _of_routing(r: Routing, facts: list[Any], addresses: list[int]) -> bool:
-    return _of_result(r, (*r._arrays().values(), r.rows, r.align), facts, addresses)
-
-
-def _of_result(result: Any, fields: tuple[Any, ...], facts: list[Any], addresses: list[int]) -> bool:
-    """A result, whose description is remembered with it on a GPU: results are frozen, and CuPy's memory stays where it is."""
-    kept = result.__dict__.get("_described")
-    if kept is None:
-        own_facts: list[Any] = []
-        own_addresses: list[int] = []
-        if not _of_tuple(fields, own_facts, own_addresses):
-            return False
-        kept = tuple(own_facts), own_addresses
-        if np.ndarray not in own_facts and not any(isinstance(part, tuple) and np.ndarray in part for part in own_facts):
-            result.__dict__["_described"] = kept
-    facts.append(kept[0])
-    addresses += kept[1]
-    return True
+    return describe
 
 
 #: How to describe each kind of object that has memory; anything else is an option. CuPy's arrays are added when one is seen,
 #: since CuPy may not be there.
 _KINDS: dict[type, _Describe] = {
-    np.ndarray: _of_numpy, Scaled: _of_scaled, Quantized: _of_quantized, Routing: _of_routing, tuple: _of_tuple}
+    np.ndarray: _of_numpy, tuple: _of_tuple,
+    Scaled: _of_result(lambda s: (s.data, s.scale_inv, s.shape, s.transposed, s.block, s.scale_layout)),
+    Quantized: _of_result(lambda q: (q.rowwise, q.columnwise, q.dbias)),
+    Routing: _of_result(lambda r: (*r._arrays().values(), r.rows, r.align))}

@@ -65,6 +65,29 @@ def one_array(shape: tuple[int, ...], dtype: np.dtype[Any], name: str = "out") -
     return Description(Written(name, shape, dtype))
 
 
+class Pair(Description):
+    """A tuple of two results."""
+
+    def __init__(self, first: Description, second: Description) -> None:
+        super().__init__(*first.arrays, *second.arrays)
+        self._first, self._second = first, second
+
+    def build(self, arrays: Sequence[Array]) -> tuple[Any, Any]:
+        end = len(self._first.arrays)
+        return self._first.build(arrays[:end]), self._second.build(arrays[end:])
+
+    def arrays_of(self, out: Any) -> Sequence[Array]:
+        first, second = pair(out)
+        return (*self._first.arrays_of(first), *self._second.arrays_of(second))
+
+
+def pair(out: Any) -> tuple[Any, Any]:
+    """A tuple of two given as `out=`; TypeError for anything else."""
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise TypeError(f"out: expected a tuple of two (an earlier result), got {type(out).__name__}")
+    return out
+
+
 def given_result(described: Description, out: Any, x: Array, xp: Any) -> tuple[Description, Sequence[Array], list[Range]]:
     """The description and the arrays of a result given as `out=`, and their memory, once every array has been found to be of
     x's kind and device, writable, and of its shape and dtype."""

@@ -757,6 +757,40 @@ def test_overlaps_on_a_gpu(fake):
     _refused(ValueError, f"^out: {OVERLAP}", fp8.dequantize, Scaled._of(x8, fake.one(at=1 << 22), SHAPE), out=fake(at=(1 << 22) - 92))
 
 
+def test_an_assignment_that_is_checked_is_examined_in_every_call(fake, monkeypatch):
+    """Without check=True a call with the same memory is launched again at once; with it the data are read."""
+    launches: list[str] = []
+    on_device = np.zeros((64, 2), np.int64)
+    monkeypatch.setattr(Variant, "launch", lambda self, *values: launches.append(self.kernel.entry))
+    monkeypatch.setattr("cupy_fp8.calls.call.error_word", lambda x: 1 << 29)
+    monkeypatch.setattr("cupy_fp8.ops.moe.route._on_host", lambda x: on_device)
+    x = fake((64, 2), np.dtype(np.int64))
+    shapes = {"row_map": (64, 2), "splits": (4,), "aligned_splits": (4,), "offsets": (5,), "sources": (128,)}
+    parts = {name: fake(shape, np.dtype(np.int64 if name == "offsets" else np.int32))
+             for name, shape in shapes.items()}
+    out = fp8.Routing(**parts, rows=128, align=1)
+    for check in (False, True, False, True):
+        assert fp8.route(x, num_experts=4, check=check, out=out) is out
+    on_device[3, 1] = 4
+    _refused(ValueError, r"^assignment: expected experts 0 to 3, or -1 for none, got 4 at \[3, 1\]",
+             fp8.route, x, num_experts=4, check=True, out=out)
+    fp8.route(x, num_experts=4, out=out)
+    assert launches == ["route_rank"] * 5
+    _refused(ValueError, "^out.row_map: overlaps assignment in memory", fp8.route, out.row_map, num_experts=4,
+             out=out)
+
+
+def test_routings_of_another_kind_or_device(fake):
+    r = fp8.route(np.zeros((64, 2), np.int64), num_experts=4)
+    x, y = fake((64, 32)), fake((128, 32))
+    _refused(TypeError, "^routing: a numpy array among cupy arrays", fp8.permute, x, r, out=y)
+    parts = {name: fake(a.shape, a.dtype, device=1) for name, a in r._arrays().items()}
+    elsewhere = fp8.Routing(**parts, rows=r.rows, align=1)
+    _refused(TypeError, "^routing: a cupy array among numpy arrays", fp8.permute, ones((64, 32)), elsewhere)
+    for call in (lambda: fp8.permute(x, elsewhere, out=y), lambda: fp8.unpermute(y, elsewhere, out=x)):
+        _refused(ValueError, "^routing: on GPU 1, the input is on GPU 0$", call)
+
+
 def test_a_result_that_fitted_once_is_still_checked(fake, monkeypatch):
     """A result keeps that it was found to fit; what changes from call to call is looked at again."""
     launches: list[Any] = []

@@ -65,7 +65,7 @@ class _Dequantize(Op[_Inputs]):
             raise TypeError(f"q: expected a Scaled or Quantized, got {type(q).__name__}; use astype for a plain array")
         s = q if isinstance(q, Scaled) else q._any
         if s.block is not None and s.scale_layout == "deepgemm_sm100":
-            s, call.copied = _unpacked(s), True
+            s, call.repeatable = _unpacked(s), False
         data = call.read("q.data", s.data, FP8_DTYPES)
         stored = swap_last(s.shape) if s.transposed else s.shape
         if data.shape != stored:

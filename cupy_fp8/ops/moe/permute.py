@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ... import backend, reference
-from ...arrays import Array, bits, empty_beside
-from ...calls import routing_launches, validate
-from ...formats import BYTE_DTYPES, FORMATS, FP8_DTYPES, INPUT_DTYPES, float32
-from ...kernels import Kernel, Variant, executor_of, grid_size
+from ...arrays import Array, address
+from ...calls.call import Call, Input, Op, run
+from ...calls.results import Description, Pair, Written, one_array, pair
+from ...formats import BYTE_DTYPES, FORMATS, FP8_DTYPES, INPUT_DTYPES, float32, names
+from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import cdiv, round_up
+from ...recipes import Form
 from ...results import Quantized, Scaled, check_block_scales
 from ...routing import Routing
 from ..scales.convert import with_compact_scales
@@ -33,9 +34,6 @@ _MOST_TOKENS = 256
 _BLOCKS = 528               # that few tokens are divided among: four for each of an H200's multiprocessors
 _LANES = 32                 # rows that a block looks at for some to clear, at most
 _FEW_UNUSED = 4             # that part of the rows used; more take blocks of their own
-
-#: A run of memory: where, how long, what it is called.
-_Memory = tuple[int, int, str]
 
 
 def permute(x: Array | Scaled | Quantized, routing: Routing, *, probs: Array | None = None, out: Any = None) -> Any:
@@ -66,59 +64,7 @@ def permute(x: Array | Scaled | Quantized, routing: Routing, *, probs: Array | N
     >>> fp8.permute(np.array([10, 20, 30]), r).tolist()
     [20, 0, 10, 30, 0]
     """
-    if isinstance(x, Quantized):
-        if x.rowwise is None:
-            raise ValueError("x: expected a row-wise part, whose scales move with their rows, got a Quantized without one")
-        x = x.rowwise
-    key = routing_launches.key(routing, out, permute, x, probs)
-    if routing_launches.launch_again(routing, key):
-        return out
-    scaled = isinstance(x, Scaled)
-    data, xp, at = _rows(x.data if isinstance(x, Scaled) else x, "x.data" if scaled else "x")
-    given_scales = None
-    if isinstance(x, Scaled):
-        _check_moves(x, data, xp)
-        if x.scale_layout != "compact":
-            given_scales, key = x.scale_inv, None           # a later call finds the compact scales elsewhere
-            x = with_compact_scales(x, "x")
-    scale_inv, scales_at = _compact_scales(x, data, xp) if isinstance(x, Scaled) else (None, 0)
-    _check_routing(routing, data, xp)
-    _check_length(data, routing.tokens, "x", "tokens")
-    read = [(at, data.nbytes, "x"), (scales_at, 0 if scale_inv is None else scale_inv.nbytes, "x.scale_inv"), *_read(routing)]
-    if given_scales is not None:
-        read.append((validate.address(given_scales), validate.extent(given_scales), "x.scale_inv"))
-    columns, probs_at = 0, 0
-    if probs is not None:
-        probs, probs_at, columns = _probs(probs, routing, data, xp)
-        read.append((probs_at, probs.nbytes, "probs"))
-    rows = routing.rows
-    shape = (rows, *data.shape[1:])
-    if out is None:
-        validate.may_allocate(data)
-        result = empty_beside(data, shape, data.dtype)
-        result_scales = None if scale_inv is None else empty_beside(data, (rows, scale_inv.shape[1]), scale_inv.dtype)
-        rows_probs = None if probs is None else empty_beside(data, (rows,), float32)
-        moved = Scaled._of(result, result_scales, shape, False, x.block, "compact") if isinstance(x, Scaled) else result
-        out = moved if probs is None else (moved, rows_probs)
-    else:
-        moved, rows_probs = (out, None) if probs is None else _pair(out)
-        result, result_scales = _parts_of(moved, x, shape) if isinstance(x, Scaled) else (moved, None)
-        _check_written([
-            ("out", result, shape, data.dtype),
-            *([] if scale_inv is None else [("out.scale_inv", result_scales, (rows, scale_inv.shape[1]), scale_inv.dtype)]),
-            *([] if probs is None else [("out[1]", rows_probs, (rows,), float32)])], data, xp, read)
-    if executor_of(xp) == "reference":
-        _store((result, result_scales, rows_probs), _flat(reference.permute(x, routing, probs=probs)))
-        return out
-    result_at = validate.address(result)
-    moves = _move(at, result_at, prod(data.shape[1:]) * data.dtype.itemsize, routing.tokens)
-    scales = _NOTHING
-    if scale_inv is not None and scale_inv.shape[1]:
-        scales = _move(scales_at, validate.address(result_scales), scale_inv.shape[1] * scale_inv.dtype.itemsize, routing.tokens)
-    grid, clearing = _grid(routing, moves[-1] + scales[-1], data.shape)
-    routing_launches.launch(routing, key, data, _permute_variant(), grid, (
-        *moves, *scales, probs_at, 0 if rows_probs is None else validate.address(rows_probs), *_routes(routing, columns, clearing)))
-    return out
+    return run(_PERMUTE_OP, (_rowwise(x, "x"), routing, probs), out)
 
 
 def unpermute(y: Array, routing: Routing, *, probs: Array | None = None, out: Array | None = None) -> Array:
@@ -146,7 +92,8 @@ def unpermute(y: Array, routing: Routing, *, probs: Array | None = None, out: Ar
     >>> fp8.unpermute(y, r, probs=np.float32([[0.5, 0.25], [1, 1]])).tolist()
     [[7.5], [20.0]]
     """
-    return _unpermute(y, "y", routing, probs, None, out)
+    result: Array = run(_UNPERMUTE_OP, (y, routing, probs, None), out)
+    return result
 
 
 def permute_backward(grad: Array, routing: Routing, *, probs_grad: Array | None = None, out: Any = None) -> Any:
@@ -168,7 +115,7 @@ def permute_backward(grad: Array, routing: Routing, *, probs_grad: Array | None 
            [2.]], dtype=float32), array([[7., 3.],
            [5., 0.]], dtype=float32))
     """
-    return _unpermute(grad, "grad", routing, None, probs_grad, out)
+    return run(_PERMUTE_BACKWARD_OP, (grad, routing, None, probs_grad), out)
 
 
 def unpermute_backward(grad: Array, y: Array | None, routing: Routing, *, probs: Array | None = None,
@@ -198,103 +145,26 @@ def unpermute_backward(grad: Array, y: Array | None, routing: Routing, *, probs:
            [ 1. ,  1.5]], dtype=float32), array([[23.,  5.]], dtype=float32))
     """
     if probs is None:
-        pair = (None, None) if out is None else _pair(out)
-        try:
-            moved = permute(grad, routing, out=pair[0])
-        except (TypeError, ValueError) as error:
-            raise type(error)(re.sub(r"^x\b", "grad", str(error))) from None
+        first = None if out is None else pair(out)[0]
+        moved = run(_MOVE_GRAD_OP, (_rowwise(grad, "grad"), routing, None), first)
         return (moved, None) if out is None else out
-    key = routing_launches.key(routing, out, unpermute_backward, grad, y, probs)
-    if routing_launches.launch_again(routing, key):
-        return out
-    if y is None:
-        raise TypeError("y: needed for the gradient of probs, got None")
-    g, xp, at = validate.source(grad, INPUT_DTYPES, "grad")
-    _check_rows(g, "grad")
-    _check_routing(routing, g, xp)
-    _check_length(g, routing.tokens, "grad", "tokens")
-    backend.require_module(y, xp, "y")
-    y, _, y_at = validate.source(y, (g.dtype,), "y")
-    shape = (routing.rows, *g.shape[1:])
-    if y.shape != shape:
-        raise ValueError(f"y: expected shape {shape} (the routing's rows, and the columns of grad), got {y.shape}")
-    if xp is not np:
-        validate.same_device(y, g, "y")
-    probs, probs_at, columns = _probs(probs, routing, g, xp)
-    if out is None:
-        validate.may_allocate(g)
-        out = empty_beside(g, shape, g.dtype), empty_beside(g, probs.shape, float32)
-        grad_y, dprobs = out
-    else:
-        grad_y, dprobs = _pair(out)
-        _check_written([("out[0]", grad_y, shape, g.dtype), ("out[1]", dprobs, probs.shape, float32)], g, xp, [
-            (at, g.nbytes, "grad"), (y_at, y.nbytes, "y"), (probs_at, probs.nbytes, "probs"), *_read(routing)])
-    if executor_of(xp) == "reference":
-        _store((grad_y, dprobs), reference.unpermute_backward(g, y, routing, probs=probs))
-        return out
-    count, to = prod(g.shape[1:]), validate.address(grad_y)
-    low_bits = at | y_at | to | count * g.dtype.itemsize
-    grid, clearing = _grid(routing, routing.tokens, g.shape)
-    routing_launches.launch(routing, key, g, _backward_variant(g.dtype), grid, (
-        at, y_at, to, probs_at, validate.address(dprobs), *_routes(routing, columns, clearing), count, int(low_bits % 16 == 0),
-        _step(to | count * g.dtype.itemsize)))
-    return out
+    result: tuple[Array, Array | None] = run(_UNPERMUTE_BACKWARD_OP, (grad, y, routing, probs), out)
+    return result
 
 
-def _unpermute(y: Array, name: str, routing: Routing, probs: Array | None, probs_grad: Array | None, out: Any) -> Any:
-    """unpermute; with probs_grad also its elements in the order of the slots."""
-    key = routing_launches.key(routing, out, name, y, probs, probs_grad)
-    if routing_launches.launch_again(routing, key):
-        return out
-    a, xp, at = validate.source(y, INPUT_DTYPES, name)
-    _check_rows(a, name)
-    _check_routing(routing, a, xp)
-    _check_length(a, routing.rows, name, "rows")
-    read = [(at, a.nbytes, name), *_read(routing)]
-    columns, probs_at, gathered_at = 0, 0, 0
-    if probs is not None:
-        probs, probs_at, columns = _probs(probs, routing, a, xp)
-        read.append((probs_at, probs.nbytes, "probs"))
-    if probs_grad is not None:
-        probs_grad, gathered_at = _f32(probs_grad, a, xp, "probs_grad")
-        if probs_grad.shape != (routing.rows,):
-            raise ValueError(f"probs_grad: expected shape ({routing.rows},), the routing's rows, got {probs_grad.shape}")
-        read.append((gathered_at, probs_grad.nbytes, "probs_grad"))
-    shape, slots_shape = (routing.tokens, *a.shape[1:]), (routing.tokens, routing.topk)
-    if out is None:
-        validate.may_allocate(a)
-        result = out = empty_beside(a, shape, a.dtype)
-        slots = None if probs_grad is None else empty_beside(a, slots_shape, float32)
-        if probs_grad is not None:
-            out = result, slots
-    else:
-        result, slots = (out, None) if probs_grad is None else _pair(out)
-        _check_written([("out", result, shape, a.dtype), *([] if slots is None else [("out[1]", slots, slots_shape, float32)])],
-                       a, xp, read)
-    if executor_of(xp) == "reference":
-        made = reference.unpermute(a, routing, probs=probs) if probs_grad is None else reference.permute_backward(
-            a, routing, probs_grad=probs_grad)
-        _store((result, slots), _flat(made))
-        return out
-    count, to = prod(a.shape[1:]), validate.address(result)
-    vector = (at | to | count * a.dtype.itemsize) % 16 == 0
-    plan = _unpermute_plan(routing.tokens, routing.topk, cdiv(count * a.dtype.itemsize, 16))
-    topk = routing.topk if vector and routing.topk in _TOPKS else 0
-    routing_launches.launch(routing, key, a, _unpermute_variant(a.dtype, topk), plan.grid, (
-        at, to, probs_at, gathered_at, 0 if slots is None else validate.address(slots), *_routes(routing, columns), count,
-        plan.tokens, plan.across, plan.segment, int(vector)))
-    return out
+# ---- arguments ----
+#: What kernels read of a routing.
+_ROUTING_PARTS = "row_map", "sources", "experts"
 
 
-# ---- validation ----
-def _rows(x: Any, name: str) -> tuple[Array, Any, int]:
-    """(x ready for a kernel, its module, its address)."""
-    if not isinstance(x, np.ndarray):
-        backend.module_of(x, name)
-    if x.dtype.hasobject or x.dtype.itemsize not in (1, 2, 4, 8):
-        raise TypeError(f"{name}: expected a dtype of 1, 2, 4 or 8 bytes, got {x.dtype}")
-    _check_rows(x, name)
-    return validate.source(x, (x.dtype,), name)
+def _rowwise(x: Any, name: str) -> Any:
+    """The part of a Quantized whose scales move with the rows; anything else as it is."""
+    if isinstance(x, Quantized):
+        if x.rowwise is None:
+            raise ValueError(f"{name}: expected a row-wise part, whose scales move with their rows, "
+                             "got a Quantized without one")
+        return x.rowwise
+    return x
 
 
 def _check_rows(x: Array, name: str) -> None:
@@ -302,114 +172,247 @@ def _check_rows(x: Array, name: str) -> None:
         raise ValueError(f"{name}: expected rows, an array of one or more dimensions, got shape ()")
 
 
-def _check_moves(x: Scaled, data: Array, xp: Any) -> None:
-    """TypeError or ValueError unless x has scales that move with its rows."""
-    if x.block is None:
-        raise ValueError("x: per-tensor data has a single scale, which does not move; permute x.data")
-    if x.block[0] != 1 or x.transposed or len(x.shape) != 2:
-        raise ValueError(f"x: expected row-wise blocks (1, B) of a matrix, whose scales move with their rows, got {x!r}")
-    if data.dtype not in FP8_DTYPES:
-        raise TypeError(f"x.data: expected one of {', '.join(d.name for d in FP8_DTYPES)}, got {data.dtype}")
-    if data.shape != x.shape:
-        raise ValueError(f"x.data: expected the shape of x, {x.shape}, got {data.shape}")
-    backend.require_module(x.scale_inv, xp, "x.scale_inv")
-    check_block_scales(x, "x")
-
-
-def _compact_scales(x: Scaled, data: Array, xp: Any) -> tuple[Array, int]:
-    """(x's compact scales ready for a kernel, their address): a row of them for each row of data."""
-    scale_inv, _, at = validate.source(x.scale_inv, (*BYTE_DTYPES[2:], float32), "x.scale_inv")
-    if xp is not np:
-        validate.same_device(scale_inv, data, "x.scale_inv")
-    return scale_inv, at
-
-
-def _check_routing(routing: Any, a: Array, xp: Any) -> None:
-    if not isinstance(routing, Routing):
-        raise TypeError(f"routing: expected a Routing (cupy_fp8.route makes one), got {type(routing).__name__}")
-    backend.require_module(routing.row_map, xp, "routing")
-    if xp is not np:
-        validate.same_device(routing.row_map, a, "routing")
-
-
 def _check_length(a: Array, length: int, name: str, of: str) -> None:
     if len(a) != length:
         raise ValueError(f"{name}: expected {length} rows, the {of} of the routing, got shape {a.shape}")
 
 
-def _f32(a: Any, x: Array, xp: Any, name: str) -> tuple[Array, int]:
-    """(a ready for a kernel, its address): an f32 array of x's kind and device."""
-    if not isinstance(a, xp.ndarray):
-        backend.require_module(a, xp, name)
-    a, _, at = validate.source(a, (float32,), name)
-    if xp is not np:
-        validate.same_device(a, x, name)
-    return a, at
+def _check_moves(x: Scaled, data: Input, xp: Any, name: str) -> None:
+    """TypeError or ValueError unless x has scales that move with its rows."""
+    if x.block is None:
+        raise ValueError(f"{name}: per-tensor data has a single scale, which does not move; "
+                         f"permute {name}.data")
+    if x.block[0] != 1 or x.transposed or len(x.shape) != 2:
+        raise ValueError(f"{name}: expected row-wise blocks (1, B) of a matrix, whose scales move with their "
+                         f"rows, got {x!r}")
+    if data.dtype not in FP8_DTYPES:
+        raise TypeError(f"{name}.data: expected one of {names(FP8_DTYPES)}, got {data.dtype}")
+    if data.shape != x.shape:
+        raise ValueError(f"{name}.data: expected the shape of {name}, {x.shape}, got {data.shape}")
+    backend.require_module(x.scale_inv, xp, f"{name}.scale_inv")
+    check_block_scales(x, name)
 
 
-def _probs(probs: Any, routing: Routing, x: Array, xp: Any) -> tuple[Array, int, int]:
-    """(probs ready for a kernel, their address, the experts of a mask by which they are found; 0: by slot)."""
-    probs, at = _f32(probs, x, xp, "probs")
-    if probs.shape == (routing.tokens, routing.topk):
-        return probs, at, 0
-    by_expert = routing.tokens, routing.num_experts
-    if routing.experts is None or probs.shape != by_expert:
+class _Probs(NamedTuple):
+    """Probs of a call. columns: the experts of a mask by which they are found; 0: they are found by slot."""
+
+    array: np.ndarray | None = None
+    at: int = 0
+    columns: int = 0
+
+
+def _probs(call: Call, probs: Any, routing: Routing) -> _Probs:
+    if probs is None:
+        return _Probs()
+    found = call.read("probs", probs, (float32,))
+    by_slot, by_expert = (routing.tokens, routing.topk), (routing.tokens, routing.num_experts)
+    if found.shape == by_slot:
+        return _Probs(found.array, found.at)
+    if routing.experts is None or found.shape != by_expert:
         also = "" if routing.experts is None else f", or {by_expert}, one for each expert"
-        raise ValueError(f"probs: expected shape {(routing.tokens, routing.topk)}, one for each slot{also}; got {probs.shape}")
-    return probs, at, routing.num_experts
+        raise ValueError(f"probs: expected shape {by_slot}, one for each slot{also}; got {found.shape}")
+    return _Probs(found.array, found.at, routing.num_experts)
 
 
-def _pair(out: Any) -> tuple[Any, Any]:
-    if not isinstance(out, tuple) or len(out) != 2:
-        raise TypeError(f"out: expected a tuple of two (an earlier result), got {type(out).__name__}")
-    return out
+# ---- permute ----
+class _Moved(NamedTuple):
+    x: Any                              # the array, or the Scaled with compact scales
+    data: Input
+    scales: Input | None
+    routing: Routing
+    probs: _Probs
 
 
-def _parts_of(out: Any, x: Scaled, shape: tuple[int, ...]) -> tuple[Array, Array]:
-    if not isinstance(out, Scaled):
-        raise TypeError(f"out: expected a Scaled (an earlier result), got {type(out).__name__}")
-    if out.shape != shape or out.transposed or out.block != x.block or out.scale_layout != "compact":
-        raise ValueError(f"out: expected shape {shape} in blocks {x.block} with compact scales, got {out!r}")
-    return out.data, out.scale_inv
+class _ScaledRows(Description):
+    """A row-wise Scaled with compact scales."""
+
+    def __init__(self, form: Form) -> None:
+        super().__init__(Written("out", form.stored, form.dtype),
+                         Written("out.scale_inv", form.scale_shape, form.scale_dtype))
+        self._form = form
+
+    def build(self, arrays: Sequence[Array]) -> Scaled:
+        return self._form.of(*arrays)
+
+    def arrays_of(self, out: Any) -> Sequence[Array]:
+        shape, block = self._form.shape, self._form.block
+        if not isinstance(out, Scaled):
+            raise TypeError(f"out: expected a Scaled (an earlier result), got {type(out).__name__}")
+        if out.shape != shape or out.transposed or out.block != block or out.scale_layout != "compact":
+            raise ValueError(f"out: expected shape {shape} in blocks {block} with compact scales, "
+                             f"got {out!r}")
+        return out.data, out.scale_inv
 
 
-def _check_written(parts: Iterable[tuple[str, Any, tuple[int, ...], np.dtype[Any]]], x: Array, xp: Any, read: list[_Memory]) -> None:
-    """(name, array, shape, dtype) of what will be written: arrays that fit, overlapping neither each other nor what is read."""
-    taken = list(read)
-    for name, a, shape, dtype in parts:
-        at = validate.writable(a, shape, dtype, x, xp, name)
-        for other_at, nbytes, other in taken:
-            validate.separate(at, a.nbytes, other_at, nbytes, name, other)
-        taken.append((at, a.nbytes, name))
+class _Permute(Op[_Moved]):
+    """Moves tokens to rows. name: of the tokens, in messages."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def arguments(self, call: Call, x: Any, routing: Any, probs: Any) -> _Moved:
+        name = self._name
+        if isinstance(x, Scaled):
+            data = _any_rows(call, f"{name}.data", x.data)
+            _check_moves(x, data, call.xp, name)
+            if x.scale_layout != "compact":
+                call.read_strided(f"{name}.scale_inv", x.scale_inv)
+                x = with_compact_scales(x, name)
+                call.repeatable = False                 # a later call finds these scales elsewhere
+            scales = call.read(f"{name}.scale_inv", x.scale_inv, (*BYTE_DTYPES[2:], float32))
+            x = Scaled._of(data.array, scales.array, x.shape, False, x.block, "compact")
+        else:
+            data, scales = _any_rows(call, name, x), None
+            x = data.array
+        call.routing("routing", routing, *_ROUTING_PARTS)
+        _check_length(data.array, routing.tokens, name, "tokens")
+        return _Moved(x, data, scales, routing, _probs(call, probs, routing))
+
+    def result(self, inputs: _Moved) -> Description:
+        x, rows = inputs.x, inputs.routing.rows
+        shape = rows, *inputs.data.shape[1:]
+        if inputs.scales is None:
+            moved = one_array(shape, inputs.data.dtype)
+        else:
+            moved = _ScaledRows(Form(inputs.data.dtype, shape, False, x.block, "compact", inputs.scales.dtype,
+                                     (rows, inputs.scales.shape[1])))
+        return moved if inputs.probs.array is None else Pair(moved, one_array((rows,), float32, "out[1]"))
+
+    def reference(self, inputs: _Moved) -> Any:
+        return reference.permute(inputs.x, inputs.routing, probs=inputs.probs.array)
+
+    def launches(self, call: Call, inputs: _Moved, *written: int) -> Iterator[Launch]:
+        _, data, scales, routing, probs = inputs
+        data_at, *rest = written
+        data_rows, scale_rows = _move(data, data_at, routing.tokens), _NOTHING
+        if scales is not None:
+            scales_at, *rest = rest
+            if scales.shape[1]:
+                scale_rows = _move(scales, scales_at, routing.tokens)
+        grid, clearing = _grid(routing, data_rows["blocks"] + scale_rows["blocks"], data.shape)
+        yield _permute_variant().bind(data.array, grid, data=data_rows, scales=scale_rows, probs=probs.at,
+                                      rows_probs=rest[0] if rest else 0,
+                                      routes=_routes(routing, probs.columns, clearing))
 
 
-def _read(routing: Routing) -> list[_Memory]:
-    """What kernels read of a routing; kept with it."""
-    found: list[_Memory] | None = routing.__dict__.get("_read")
-    if found is None:
-        parts = {"row_map": routing.row_map, "sources": routing.sources, "experts": routing.experts}
-        found = [(validate.address(a), a.nbytes, f"routing.{name}") for name, a in parts.items() if a is not None]
-        routing.__dict__["_read"] = found
-    return found
+def _any_rows(call: Call, name: str, x: Any) -> Input:
+    """Rows of any dtype that permute can copy."""
+    if not isinstance(x, np.ndarray):
+        backend.module_of(x, name)
+    if x.dtype.hasobject or x.dtype.itemsize not in (1, 2, 4, 8):
+        raise TypeError(f"{name}: expected a dtype of 1, 2, 4 or 8 bytes, got {x.dtype}")
+    _check_rows(x, name)
+    return call.read(name, x, (x.dtype,))
 
 
-def _flat(result: Any) -> tuple[Any, ...]:
-    """Arrays, and None, in the order of `_store`: data, scales, probs."""
-    moved, other = result if isinstance(result, tuple) else (result, None)
-    return (*moved, other) if isinstance(moved, Scaled) else (moved, None, other)
+# ---- unpermute, and the gradient of permute ----
+class _Summed(NamedTuple):
+    y: Input
+    routing: Routing
+    probs: _Probs
+    probs_grad: Input | None
 
 
-def _store(targets: tuple[Any, ...], results: tuple[Any, ...]) -> None:
-    for target, result in zip((a for a in targets if a is not None), (a for a in results if a is not None), strict=True):
-        bits(target)[...] = bits(result)
+class _Unpermute(Op[_Summed]):
+    """Sums the rows of each token. With probs_grad its elements come too, in the order of the slots.
+    name: of the rows, in messages."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def arguments(self, call: Call, y: Any, routing: Any, probs: Any, probs_grad: Any) -> _Summed:
+        found = call.read(self._name, y, INPUT_DTYPES)
+        _check_rows(found.array, self._name)
+        call.routing("routing", routing, *_ROUTING_PARTS)
+        _check_length(found.array, routing.rows, self._name, "rows")
+        weights = _probs(call, probs, routing)
+        gathered = None if probs_grad is None else call.read("probs_grad", probs_grad, (float32,))
+        if gathered and gathered.shape != (routing.rows,):
+            raise ValueError(f"probs_grad: expected shape ({routing.rows},), the routing's rows, "
+                             f"got {gathered.shape}")
+        return _Summed(found, routing, weights, gathered)
+
+    def result(self, inputs: _Summed) -> Description:
+        routing = inputs.routing
+        sums = one_array((routing.tokens, *inputs.y.shape[1:]), inputs.y.dtype)
+        if inputs.probs_grad is None:
+            return sums
+        return Pair(sums, one_array((routing.tokens, routing.topk), float32, "out[1]"))
+
+    def reference(self, inputs: _Summed) -> Any:
+        y, routing, probs, probs_grad = inputs
+        if probs_grad is None:
+            return reference.unpermute(y.array, routing, probs=probs.array)
+        return reference.permute_backward(y.array, routing, probs_grad=probs_grad.array)
+
+    def launches(self, call: Call, inputs: _Summed, *written: int) -> Iterator[Launch]:
+        y, routing, probs, probs_grad = inputs
+        count, size, to = prod(y.shape[1:]), y.dtype.itemsize, written[0]
+        vector = (y.at | to | count * size) % 16 == 0
+        plan = _unpermute_plan(routing.tokens, routing.topk, cdiv(count * size, 16))
+        topk = routing.topk if vector and routing.topk in _TOPKS else 0
+        gathering = {} if probs_grad is None else {"from_rows": probs_grad.at, "to_slots": written[1]}
+        yield _unpermute_variant(y.dtype, topk).bind(
+            y.array, plan.grid, y=y.at, out=to, probs=probs.at, routes=_routes(routing, probs.columns),
+            columns=count, tokens_per_block=plan.tokens, across=plan.across, segment=plan.segment,
+            vector=int(vector), **gathering)
+
+
+# ---- the gradient of unpermute ----
+class _Weighted(NamedTuple):
+    grad: Input
+    y: Input
+    routing: Routing
+    probs: _Probs
+
+
+class _UnpermuteBackward(Op[_Weighted]):
+    def arguments(self, call: Call, grad: Any, y: Any, routing: Any, probs: Any) -> _Weighted:
+        if y is None:
+            raise TypeError("y: needed for the gradient of probs, got None")
+        g = call.read("grad", grad, INPUT_DTYPES)
+        _check_rows(g.array, "grad")
+        call.routing("routing", routing, *_ROUTING_PARTS)
+        _check_length(g.array, routing.tokens, "grad", "tokens")
+        backend.require_module(y, call.xp, "y")
+        rows, shape = call.read("y", y, (g.dtype,)), (routing.rows, *g.shape[1:])
+        if rows.shape != shape:
+            raise ValueError(f"y: expected shape {shape} (the routing's rows, and the columns of grad), "
+                             f"got {rows.shape}")
+        return _Weighted(g, rows, routing, _probs(call, probs, routing))
+
+    def result(self, inputs: _Weighted) -> Description:
+        grad, y, _, probs = inputs
+        assert probs.array is not None
+        return Pair(one_array(y.shape, grad.dtype, "out[0]"), one_array(probs.array.shape, float32, "out[1]"))
+
+    def reference(self, inputs: _Weighted) -> Any:
+        grad, y, routing, probs = inputs
+        return reference.unpermute_backward(grad.array, y.array, routing, probs=probs.array)
+
+    def launches(self, call: Call, inputs: _Weighted, *written: int) -> Iterator[Launch]:
+        grad, y, routing, probs = inputs
+        grad_y, dprobs = written
+        count, row_bytes = prod(grad.shape[1:]), prod(grad.shape[1:]) * grad.dtype.itemsize
+        grid, clearing = _grid(routing, routing.tokens, grad.shape)
+        yield _backward_variant(grad.dtype).bind(
+            grad.array, grid, grad=grad.at, y=y.at, grad_y=grad_y, probs=probs.at, dprobs=dprobs,
+            routes=_routes(routing, probs.columns, clearing), columns=count,
+            vector=int((grad.at | y.at | grad_y | row_bytes) % 16 == 0), step=_step(grad_y | row_bytes))
+
+
+_PERMUTE_OP, _MOVE_GRAD_OP = _Permute("x"), _Permute("grad")
+_UNPERMUTE_OP, _PERMUTE_BACKWARD_OP = _Unpermute("y"), _Unpermute("grad")
+_UNPERMUTE_BACKWARD_OP = _UnpermuteBackward()
 
 
 # ---- launches ----
-def _routes(routing: Routing, columns: int, clearing: int = 0) -> tuple[int, ...]:
+def _routes(routing: Routing, columns: int, clearing: int = 0) -> dict[str, int]:
     """The struct Routes. columns: of probs found by expert; clearing: the first of the blocks that clear rows, or 0."""
-    row_map, sources, *experts = _read(routing)
-    return (row_map[0], sources[0], experts[0][0] if experts else 0, routing.tokens, routing.rows, routing.topk, columns,
-            clearing)
+    experts = 0 if routing.experts is None else address(routing.experts)
+    return {"row_map": address(routing.row_map), "sources": address(routing.sources), "experts": experts,
+            "tokens": routing.tokens, "rows": routing.rows, "topk": routing.topk, "columns": columns,
+            "clearing": clearing}
 
 
 def _step(low_bits: int) -> int:
@@ -439,25 +442,30 @@ def _grid(routing: Routing, blocks: int, shape: tuple[int, ...]) -> tuple[int, i
     return grid_size(max(blocks, cdiv(routing.rows, _LANES)), shape), 0
 
 
-_NOTHING: tuple[int, ...] = (0, 0, 0, 1, 0, 1, 1, 0, 0)
+#: The struct Rows where there are no scales.
+_NOTHING = {"step": 1, "tokens_per_block": 1, "across": 1, "blocks": 0}
 
 
-def _move(at: int, to: int, row_bytes: int, tokens: int) -> tuple[int, ...]:
+def _move(rows: Input, to: int, tokens: int) -> dict[str, int]:
     """The struct Rows."""
-    step = _step(at | to | row_bytes)
-    return at, to, row_bytes, step, *_permute_plan(tokens, row_bytes, step)
+    row_bytes = prod(rows.shape[1:]) * rows.dtype.itemsize
+    step = _step(rows.at | to | row_bytes)
+    lanes_log2, plan = _permute_plan(tokens, row_bytes, step)
+    return {"from": rows.at, "to": to, "row_bytes": row_bytes, "step": step, "lanes_log2": lanes_log2,
+            "tokens_per_block": plan.tokens, "across": plan.across, "segment": plan.segment,
+            "blocks": plan.grid}
 
 
 @functools.lru_cache(maxsize=1024)
-def _permute_plan(tokens: int, row_bytes: int, step: int) -> tuple[int, ...]:
-    """(log2 of the threads that share a token, and the members of a _Plan)."""
+def _permute_plan(tokens: int, row_bytes: int, step: int) -> tuple[int, _Plan]:
+    """(log2 of the threads that share a token, the plan)."""
     across = _across(tokens, row_bytes, _BYTES, 16 * _THREADS)
     segment = row_bytes if across == 1 else round_up(cdiv(row_bytes, across), 16)
     taken = max(1, min(_MOST_TOKENS, _BYTES // max(1, row_bytes), cdiv(tokens, _BLOCKS)))
     # Few pieces have a thread each, so that neighbouring threads store what is next to each other; no thread is without a token.
     pieces = segment // step
     lanes = min(_THREADS, max(pieces if pieces <= 64 else cdiv(pieces, _UNITS), cdiv(_THREADS, taken)))
-    return (lanes - 1).bit_length(), *_Plan(taken, across, segment, cdiv(tokens, taken) * across)
+    return (lanes - 1).bit_length(), _Plan(taken, across, segment, cdiv(tokens, taken) * across)
 
 
 @functools.lru_cache(maxsize=1024)

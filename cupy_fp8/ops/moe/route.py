@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ... import kernels, reference
-from ...arrays import Array, bits, empty_beside
-from ...calls import validate
+from ...arrays import Array
+from ...calls.call import Call, Input, Op, run
+from ...calls.results import Description, Written
 from ...formats import flag
-from ...kernels import Kernel, Variant, error_word, executor_of, workspace
+from ...kernels import Kernel, Launch, Variant
 from ...layouts import cdiv, round_up
 from ...routing import MOST_EXPERTS, Routing
 
@@ -64,35 +65,7 @@ def route(assignment: Array, *, num_experts: int | None = None, topk: int | None
     >>> r
     Routing(3 tokens x 2 slots -> 12 rows of 2 experts, aligned to 4, numpy)
     """
-    check = flag(check, "check")
-    if not check and out is not None:
-        kept = getattr(out, "__dict__", {}).get("_launch")
-        if kept is not None and kept.is_for(assignment, num_experts, topk, rows, align):
-            kept.run(assignment)
-            return out
-    x, xp, at = validate.source(assignment, (_INT32, _INT64, _BOOL), "assignment")
-    form = _form(x.shape, x.dtype, num_experts, topk, rows, align)
-    if xp is np:
-        _check(x, form)
-    elif check:
-        if kernels.capturing(x.data.device_id):
-            raise ValueError("check: waits for the device, which cannot be done while a CUDA graph is captured; check before the capture")
-        _check(x.get(), form)
-    if out is None:
-        validate.may_allocate(x)
-        result = _empty(x, form)
-    else:
-        _check_out(out, x, xp, at, form)
-        result = out
-    if executor_of(xp) == "reference":
-        made = reference.route(x, num_experts=form.number, topk=form.topk, rows=form.rows, align=form.align)
-        for name, a in result._arrays().items():
-            bits(a)[...] = bits(getattr(made, name))
-        return result
-    launch = _Launch(x, at, result, form, out is not None, (num_experts, topk, rows, align))
-    if out is not None and xp is not np and x is assignment:
-        result.__dict__["_launch"] = launch
-    launch.run(x)
+    result: Routing = run(_ROUTE, (assignment, num_experts, topk, rows, align, check), out)
     return result
 
 
@@ -158,6 +131,16 @@ def _integer(value: Any, name: str) -> int:
         raise TypeError(f"{name}: expected an integer, got {value!r}") from None
 
 
+def _on_host(x: Array) -> np.ndarray:
+    """The assignment itself, or a copy of it from the device, for which this waits."""
+    if isinstance(x, np.ndarray):
+        return x
+    if kernels.capturing(x.data.device_id):
+        raise ValueError("check: waits for the device, which cannot be done while a CUDA graph is captured; "
+                         "check before the capture")
+    return np.asarray(x.get())
+
+
 def _check(host: np.ndarray, form: _Form) -> None:
     """ValueError unless an assignment on the host has experts that exist, and slots and rows for all of them."""
     if form.mask:
@@ -179,65 +162,81 @@ def _check(host: np.ndarray, form: _Form) -> None:
                          f"{form.rows}")
 
 
-# ---- results ----
-def _shapes(form: _Form) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-    shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
-        "row_map": ((form.tokens, form.topk), _INT32), "splits": ((form.number,), _INT32), "aligned_splits": ((form.number,), _INT32),
-        "offsets": ((form.number + 1,), _INT64), "sources": ((form.rows,), _INT32)}
-    if form.mask:
-        shapes["experts"] = (form.tokens, form.topk), _INT32
-    return shapes
+# ---- the way to the kernels ----
+class _Result(Description):
+    """A Routing for these sizes."""
+
+    def __init__(self, form: _Form) -> None:
+        self._form = form
+        parts: list[tuple[str, tuple[int, ...], np.dtype[Any]]] = [
+            ("row_map", (form.tokens, form.topk), _INT32), ("splits", (form.number,), _INT32),
+            ("aligned_splits", (form.number,), _INT32), ("offsets", (form.number + 1,), _INT64),
+            ("sources", (form.rows,), _INT32)]
+        if form.mask:
+            parts.append(("experts", (form.tokens, form.topk), _INT32))
+        #: The arrays' names, which are also those of the kernels' members.
+        self.names = tuple(name for name, _, _ in parts)
+        super().__init__(*(Written(f"out.{name}", shape, dtype) for name, shape, dtype in parts))
+
+    def build(self, arrays: Sequence[Array]) -> Routing:
+        parts = dict(zip(self.names, arrays, strict=True))
+        return Routing(**parts, rows=self._form.rows, align=self._form.align)
+
+    def arrays_of(self, out: Any) -> list[Array]:
+        if not isinstance(out, Routing):
+            raise TypeError(f"out: expected a Routing (an earlier result), got {type(out).__name__}")
+        if self._form.mask != (out.experts is not None):
+            wanted, found = ("a mask", "indices") if self._form.mask else ("indices", "a mask")
+            raise ValueError(f"out: expected the routing of {wanted}, got that of {found}")
+        if out.align != self._form.align:
+            raise ValueError(f"out: expected align {self._form.align}, got a routing with {out.align}")
+        return [getattr(out, name) for name in self.names]
 
 
-def _empty(x: Array, form: _Form) -> Routing:
-    return Routing(**{name: empty_beside(x, shape, dtype) for name, (shape, dtype) in _shapes(form).items()}, rows=form.rows,
-                   align=form.align)
+class _Inputs(NamedTuple):
+    assignment: Input
+    form: _Form
+    result: _Result
 
 
-def _check_out(out: Routing, x: Array, xp: Any, at: int, form: _Form) -> None:
-    if not isinstance(out, Routing):
-        raise TypeError(f"out: expected a Routing (an earlier result), got {type(out).__name__}")
-    if form.mask != (out.experts is not None):
-        raise ValueError(f"out: expected the routing of {'a mask' if form.mask else 'indices'}, got that of "
-                         f"{'indices' if form.mask else 'a mask'}")
-    if out.align != form.align:
-        raise ValueError(f"out: expected align {form.align}, got a routing with {out.align}")
-    written: list[tuple[int, int, str]] = []
-    for name, (shape, dtype) in _shapes(form).items():
-        a = getattr(out, name)
-        a_at = validate.destination(a, shape, dtype, x, xp, at, f"out.{name}")
-        for other_at, nbytes, other in written:
-            validate.separate(a_at, a.nbytes, other_at, nbytes, f"out.{name}", other)
-        written.append((a_at, a.nbytes, f"out.{name}"))
+class _Route(Op[_Inputs]):
+    def arguments(self, call: Call, assignment: Any, num_experts: Any, topk: Any, rows: Any, align: Any,
+                  check: Any) -> _Inputs:
+        check = flag(check, "check")
+        found = call.read("assignment", assignment, (_INT32, _INT64, _BOOL))
+        options = num_experts, topk, rows, align
+        form = _form(found.shape, found.dtype, *options)
+        # An object that is not an int, such as an array of one element, can change before the next call.
+        call.repeatable &= all(option is None or type(option) is int for option in options)
+        if check or call.xp is np:
+            call.repeatable = False
+            _check(_on_host(found.array), form)
+        return _Inputs(found, form, _Result(form))
 
+    def result(self, inputs: _Inputs) -> Description:
+        return inputs.result
 
-# ---- launches ----
-class _Launch:
-    """The launches of a call. Kept with a result on a GPU that was given as `out=`: the same assignment and options need no second look."""
+    def reference(self, inputs: _Inputs) -> Routing:
+        form = inputs.form
+        return reference.route(inputs.assignment.array, num_experts=form.number, topk=form.topk,
+                               rows=form.rows, align=form.align)
 
-    def __init__(self, x: Array, at: int, result: Routing, form: _Form, given: bool, options: tuple[Any, ...]) -> None:
-        self._key = type(x), at, x.shape, x.dtype, *options
+    def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
+        x, form, result = inputs
         blocks, pitch = form.blocks, round_up(form.blocks, 4)
-        self._steps = [(_variant(_RANK), blocks)]
-        #: Counts of all blocks: of each launch its own.
-        self._counts: Any = None
-        if form.mask or blocks > 1:
-            self._steps.insert(0, (_variant(_COUNT), blocks))
-            self._counts = workspace(result.row_map if given else None, x, "route", form.number * pitch)
-        parts = (result.row_map, result.sources, result.splits, result.aligned_splits, result.offsets)
-        self._members = (
-            at, 0 if result.experts is None else validate.address(result.experts),
-            0 if self._counts is None else validate.address(self._counts), *map(validate.address, parts), error_word(x),
-            form.tokens, form.topk, form.number, form.rows, form.align, form.run, pitch, int(x.dtype == _INT64),
-            form.mask + (form.mask and form.topk == form.number))
+        counted = form.mask or blocks > 1
+        counts = call.workspace("route", form.number * pitch) if counted else 0
+        slot_for_each = form.mask and form.topk == form.number
+        places = dict(zip(result.names, written, strict=True))
+        for kernel in (_COUNT, _RANK) if counted else (_RANK,):
+            yield _variant(kernel).bind(
+                x.array, blocks, assignment=x.at, counts=counts, **places, errors=call.error_word(),
+                tokens=form.tokens, topk=form.topk, number=form.number, rows=form.rows, align=form.align,
+                run=form.run, pitch=pitch, wide=int(x.dtype == _INT64),
+                mask=int(form.mask) + int(slot_for_each))
 
-    def is_for(self, x: Any, *options: Any) -> bool:
-        """Whether this call is the earlier one again."""
-        return type(x) is self._key[0] and x._c_contiguous and (type(x), x.data.ptr, x.shape, x.dtype, *options) == self._key
 
-    def run(self, x: Array) -> None:
-        for variant, blocks in self._steps:
-            variant.launch(x, blocks, *self._members)
+_ROUTE = _Route()
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from scale_arrays import guarded, raw
 import cupy_fp8 as fp8
 from cupy_fp8 import Routing, Scaled, backend, cases, reference, testing
 from cupy_fp8.arrays import bits
+from cupy_fp8.calls.call import Call
 from cupy_fp8.cases.moe.tokens import indices, mask
 from cupy_fp8.cases.moe.tokens import routing as routed
 from cupy_fp8.formats import INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float16, float32
@@ -509,8 +510,14 @@ def test_the_same_memory_needs_no_second_look(run, monkeypatch):
         return [run.numpy(a) for a in (*y, back, *grads, *gradients)]
 
     first = [a.copy() for a in all_calls()]
-    looked: list[Any] = []
-    monkeypatch.setattr(op, "_check_routing", lambda *a: looked.append(a))
+    looked: list[str] = []
+    routing = Call.routing
+
+    def noted(self: Call, name: str, *given: Any) -> Routing:
+        looked.append(name)
+        return routing(self, name, *given)
+
+    monkeypatch.setattr(Call, "routing", noted)
     for a in (*y, back, *grads, *gradients):
         cases.poison(a)
     for a, b in zip(all_calls(), first, strict=True):
@@ -619,6 +626,24 @@ def test_refused_scales(numpy_run):
     refused(ValueError, r"out: expected shape \(18, 256\) in blocks \(1, 32\)", fp8.permute, q, r, out=q)
 
 
+@pytest.mark.parametrize("layout", ["compact", "gemm_ready"])
+def test_scales_that_overlap(layout, numpy_run):
+    """The scales given and those of the result, also where compact ones are made of them first."""
+    r = routed(9, 2, 3)
+    q = fp8.quantize_block(normal((9, 256)), scale_layout=layout).rowwise
+    assert q is not None
+    out = fp8.permute(q, r)
+    size = q.scale_inv.size
+    memory = np.zeros(size + out.scale_inv.size - 1, np.float32)            # one element is in both
+    given = dataclasses.replace(q, scale_inv=memory[:size].reshape(q.scale_inv.shape))
+    over = dataclasses.replace(out, scale_inv=memory[size - 1:].reshape(out.scale_inv.shape))
+    fp8.permute(given, r, out=out)
+    refused(ValueError, "out.scale_inv: overlaps x.scale_inv in memory", fp8.permute, given, r, out=over)
+    inside = dataclasses.replace(q, data=out.data[:9])
+    refused(ValueError, "out: overlaps x.data in memory", fp8.permute, inside, r, out=out)
+    assert not memory.any(), "memory was written"
+
+
 def test_refused_probs(numpy_run):
     r, of_mask = routed(9, 2, 3), routed(9, 2, 5, form="mask")
     x, y = normal((9, 16)), normal((18, 16))
@@ -657,13 +682,18 @@ def test_refused_out(numpy_run):
     memory = normal((40, 16))
     for call, overlapped in (
             (lambda: fp8.permute(memory[:9], r, out=memory[8:26]), "x"),
-            (lambda: fp8.unpermute(memory[:18], r, out=memory[17:26]), "y")):
+            (lambda: fp8.unpermute(memory[:18], r, out=memory[17:26]), "y"),
+            (lambda: fp8.permute_backward(memory[:18], r, out=memory[17:26]), "grad"),
+            (lambda: fp8.unpermute_backward(memory[:9], None, r, out=(memory[8:26], None)), "grad")):
         before = raw(memory).copy()
         with pytest.raises(ValueError, match=f"^out: overlaps {overlapped} in memory"):
             call()
         np.testing.assert_array_equal(raw(memory), before)
     with pytest.raises(ValueError, match=r"^out\[1\]: overlaps probs in memory"):
         fp8.unpermute_backward(x, y, r, probs=probs, out=(normal((18, 16)), probs))
+    with pytest.raises(ValueError, match=r"^out\[1\]: overlaps probs_grad in memory"):
+        fp8.permute_backward(y, r, probs_grad=(rows_grad := normal((18,))),
+                             out=(normal((9, 16)), rows_grad.reshape(9, 2)))
     with pytest.raises(ValueError, match=r"^out: overlaps routing.row_map in memory"):
         fp8.unpermute(normal((18, 1)), r, out=r.row_map.view(np.float32).reshape(-1)[:9].reshape(9, 1))
     both = np.empty(18 * 16, np.float32)

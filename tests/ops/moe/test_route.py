@@ -282,6 +282,19 @@ def test_refused_assignments(numpy_run):
     assert fp8.device_errors() == ()
 
 
+def test_the_same_memory_is_looked_at_again(numpy_run):
+    """A NumPy assignment that has become wrong since an earlier call with the same memory is refused."""
+    x = indices(9, 2, 4)
+    out = fp8.route(x, num_experts=4)
+    for _ in range(2):
+        assert fp8.route(x, num_experts=4, out=out) is out
+    x[3, 1] = 4
+    for check in (False, True):
+        refused(ValueError, r"assignment: expected experts 0 to 3, or -1 for none, got 4 at \[3, 1\]", x,
+                num_experts=4, check=check, out=out)
+    assert fp8.device_errors() == ()
+
+
 def test_refused_options(numpy_run):
     x, m = indices(9, 2, 4, "one"), mask(9, 4, 2)
     refused(ValueError, "num_experts: needed where the assignment is indices", x)
@@ -316,7 +329,7 @@ def test_refused_out(numpy_run):
     twice = dataclasses.replace(out, aligned_splits=out.splits)
     refused(ValueError, "out.aligned_splits: overlaps out.splits in memory", x, num_experts=4, align=2, out=twice)
     out.row_map.fill(1)
-    with pytest.raises(ValueError, match=r"^out.row_map: overlaps the input"):
+    with pytest.raises(ValueError, match=r"^out.row_map: overlaps assignment in memory"):
         fp8.route(out.row_map, num_experts=4, align=2, out=out)
 
 
@@ -363,6 +376,15 @@ def test_check_looks_at_the_device():
     assert fp8.device_errors() == ()
     fp8.route(cp.asarray([[4]]), num_experts=4)
     assert fp8.device_errors(clear=True) == (EXPERT,)
+    x = cp.asarray([[3]])
+    out = fp8.route(x, num_experts=4)
+    for _ in range(2):
+        fp8.route(x, num_experts=4, check=True, out=out)
+        fp8.route(x, num_experts=4, out=out)
+    x[...] = 4
+    with pytest.raises(ValueError, match=r"^assignment: expected experts 0 to 3"):
+        fp8.route(x, num_experts=4, check=True, out=out)
+    assert fp8.device_errors() == ()
 
 
 @pytest.mark.gpu
