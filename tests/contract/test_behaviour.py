@@ -776,7 +776,7 @@ def test_a_scale_of_minus_zero_is_another_one(given):
     """Both zeros are equal and hash alike, but a remembered call with one is no call with the other."""
     x = np.array([[1, 2], [3, 4]], np.float32)
     with testing.executor("host"):
-        out = {"out": fp8.cast_transpose(x, 1.0)} if given else {}
+        out: dict[str, Any] = {"out": fp8.cast_transpose(x, 1.0)} if given else {}
         for _ in range(8):                          # memory of several alignments is remembered
             for scale in (0.0, -0.0):
                 want = reference.cast_transpose(x, np.float32(scale))
