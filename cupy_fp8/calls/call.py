@@ -18,6 +18,7 @@ from ..arrays import Array, address, empty_beside
 from ..kernels import Launch, error_word, executor_of, workspace
 from ..routing import Routing
 from . import memory, remembered, validate
+from . import splits as group_sizes
 from .memory import Range
 from .results import Allocation, Description, given_result
 
@@ -108,6 +109,14 @@ class Call:
                 at = address(a)
                 self.ranges.append(Range(at, at + a.nbytes, False, f"{name}.{part}"))
         return r
+
+    def splits(self, name: str, given: Any, check: Any = False) -> group_sizes.Groups:
+        """The sizes of groups: an array that the launches read, or a list, which is copied to where they find it. A call
+        that examines the sizes on the host is never remembered."""
+        groups = group_sizes.read(given, self.x, self.xp, check, name)
+        self.repeatable &= groups.array is given and groups.host is None
+        self.ranges.append(Range(groups.at, groups.at + groups.nbytes, False, name))
+        return groups
 
     def noop(self, flag: Any) -> None:
         """The flag on the device that keeps a call from writing anything."""

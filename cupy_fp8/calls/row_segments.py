@@ -4,17 +4,20 @@ kernels_cu/groups/row_segments.cu."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from .. import kernels
 from ..arrays import Array
-from ..kernels import Kernel, Variant, error_word, workspace
+from ..kernels import Kernel, Launch, Variant, error_word, workspace
 from ..layouts import cdiv, round_up
 from . import validate
 from .splits import Groups
+
+if TYPE_CHECKING:
+    from .call import Call
 
 _KERNEL = Kernel("groups/row_segments", "group_find_runs")
 _KERNEL_OF_ROWS = Kernel("groups/row_segments", "group_find_rows")
@@ -25,6 +28,39 @@ _FEWEST = 64                    # runs, or rows, that a workspace has room for
 _CHUNK_BYTES = 16               # cleared at once
 _MOST_CHUNKS = 4                # cleared by a thread, of a workspace of few runs
 _MANY = 8                       # blocks per multiprocessor for which a launch of its own pays
+
+
+class Found(NamedTuple):
+    """A launch that goes before another one, and the address where that one reads what it found."""
+
+    launch: Launch
+    at: int
+
+
+def find_segments(call: Call, rows: int, count: int, groups: Mapping[str, Any], shifts: tuple[int, int] = (0, 0),
+                  clear: tuple[int, int] = (0, 0)) -> Found:
+    """Finds which rows of which group each of `count` segments of `rows` rows has.
+
+    groups: members of RowGroups (kernels_cu/include/groups/row_groups.cuh) but for `runs`. shifts: base-2 logarithms of the
+    units in which positions of each direction's scales are counted. clear: address and bytes, both multiples of 16, of a
+    workspace that the launch fills with zeros.
+    """
+    room = max(_FEWEST, 1 << (count - 1).bit_length())      # one workspace serves similar counts
+    at, (clear_at, nbytes) = call.workspace("group_runs", _RUN_WORDS * room), clear
+    chunks = nbytes // _CHUNK_BYTES
+    grid = max(cdiv(count, _THREADS // 32), cdiv(chunks, _MOST_CHUNKS * _THREADS))
+    return Found(_variant(rows).bind(call.x, grid, groups=groups, to=at, count=count, first_shift=shifts[0],
+                                     second_shift=shifts[1], clear=clear_at, chunks=chunks), at)
+
+
+def find_groups_of_rows(call: Call, groups: Groups, rows: int, tile_rows: int) -> Found:
+    """Finds the group of each of `rows` rows: u32 words, all ones for rows of no group, up to a whole number of tiles of
+    `tile_rows` rows."""
+    count = round_up(rows, tile_rows)
+    at = call.workspace("group_rows", max(_FEWEST, 1 << max(0, count - 1).bit_length()))
+    splits = {"sizes": groups.at, "groups": len(groups.array), "errors": call.error_word(), "wide": groups.wide}
+    return Found(_rows_variant().bind(call.x, cdiv(count, _THREADS // 32 * _SPAN), splits=splits, rows=rows, all=count,
+                                      group_of=at), at)
 
 
 class GroupRuns:
