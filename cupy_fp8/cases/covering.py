@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from ..kernels import Variant, forced_executor
-from .base import ALIGNED_MATRIX, Case, Op
+from .base import ALIGNED_MATRIX, Case
+from .registry import Op
 
 #: Brings an op's positional and keyword arguments to where its kernels are to run.
 Place = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from cupy_fp8.cases import OPS, Case, all_cases
 from cupy_fp8.cases.covering import record
+from cupy_fp8.cases.programs import Program
 from cupy_fp8.kernels import Variant
-from cupy_fp8.ops.programs import Program
 
 Facts = frozenset[Hashable]
 

@@ -18,10 +18,10 @@ from tiers import first_of_each
 from cupy_fp8 import cases, kernels
 from cupy_fp8.arrays import zeros
 from cupy_fp8.calls import remembered
+from cupy_fp8.cases.programs import Program, all_programs, launched_variants
 from cupy_fp8.formats import FORMATS
 from cupy_fp8.kernels import Variant, sources, tiles
 from cupy_fp8.ops.convert.astype import astype
-from cupy_fp8.ops.programs import Program, all_variants, launched_variants
 from cupy_fp8.ops.quantize import grouped, tensor_current
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's wheels are for Linux")
@@ -49,13 +49,13 @@ def representatives(turn: int, kind_of: Callable[[Program], tuple[object, ...]],
     little, two FP8 outputs not at all. Beside these one of every entry point and of every pair of types, whose conversions are an
     architecture's own."""
     found: dict[tuple[Any, ...], list[Program]] = {}
-    for v in all_variants():
+    for v in all_programs():
         options = () if any_options else tuple(d for d in v.defines if d[0] not in ("IN", "OUT"))
         found.setdefault((v.entry, options, kind_of(v)), []).append(v)
     chosen = [variants[(i + turn) % len(variants)] for i, variants in enumerate(found.values()) if takes(i)]
     for what in (lambda v: v.entry, types):
         met = {what(v) for v in chosen}
-        chosen += {what(v): v for v in reversed(all_variants()) if what(v) not in met}.values()
+        chosen += {what(v): v for v in reversed(all_programs()) if what(v) not in met}.values()
     return chosen
 
 
@@ -84,10 +84,10 @@ PROGRAMS = [
       for v in representatives(turn, whatever, takes=taken_by(target))),
     # Converts as sm_90 does, and has its registers.
     *((v, "sm_89", 13) for v in representatives(3, whatever, any_options=True)),
-    *((v, "sm_120", 12) for v in {v.entry: v for v in all_variants()}.values()),
+    *((v, "sm_120", 12) for v in {v.entry: v for v in all_programs()}.values()),
 ]
 #: Of every entry point and type of input one. Only tests of exactness launch these: how many registers they take does not matter.
-BITCODE_VARIANTS = list({(v.entry, types(v)[0]): v._replace(defines=v.defines + BITCODE) for v in all_variants()}.values())
+BITCODE_VARIANTS = list({(v.entry, types(v)[0]): v._replace(defines=v.defines + BITCODE) for v in all_programs()}.values())
 
 LAUNCHED = launched_variants()
 #: Bytes of shared memory that a block can have on the chips that have least. (What a launch chooses by the chip is not in a Variant.)
@@ -159,13 +159,13 @@ def test_targets_have_every_entry_and_type():
     def but_for_output(v: Program) -> tuple[object, ...]:
         return options(v), types(v)[0]
 
-    assert kinds(targets["sm_90", 13], but_for_output) == kinds(all_variants(), but_for_output)
+    assert kinds(targets["sm_90", 13], but_for_output) == kinds(all_programs(), but_for_output)
     for target, programs in targets.items():
-        assert {v.entry for v in programs} == {v.entry for v in all_variants()}
+        assert {v.entry for v in programs} == {v.entry for v in all_programs()}
         if target != ("sm_120", 12):
-            assert {types(v) for v in programs} == {types(v) for v in all_variants()}
+            assert {types(v) for v in programs} == {types(v) for v in all_programs()}
     compiled = [kind for target in OTHERS for kind in kinds(targets[target], options)]
-    assert {kind for kind in compiled if compiled.count(kind) >= 2} == kinds(all_variants(), options)
+    assert {kind for kind in compiled if compiled.count(kind) >= 2} == kinds(all_programs(), options)
 
 
 _INSTRUCTION = re.compile(r"\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s")
@@ -242,10 +242,10 @@ def test_errors_name_the_file():
 
 
 def test_every_source_is_covered():
-    assert sorted({v.source for v in all_variants()}) == sources.names()
+    assert sorted({v.source for v in all_programs()}) == sources.names()
     for source in sources.names():
         entries = set(re.findall(r"#ifdef ENTRY_(\w+)", (sources.root() / f"{source}.cu").read_text()))
-        assert entries == {v.entry for v in all_variants() if v.source == source}
+        assert entries == {v.entry for v in all_programs() if v.source == source}
 
 
 @pytest.fixture
@@ -255,7 +255,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Program]]:
 
     def launch(self, *_, **__):
         program = Program(self.kernel.source, self.kernel.entry, self.defines)
-        assert program in all_variants(), f"{program} is missing from the variants() of its ops module"
+        assert program in all_programs(), f"{program} is missing from the variants() of its ops module"
         seen.add(program)
 
     monkeypatch.setattr(Variant, "launch", launch)
@@ -266,7 +266,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Program]]:
 def test_ops_launch_all_known_variants_and_no_other(launched, monkeypatch):
     """Over all cases, with the tiles that ops choose for small arrays, and those for large arrays on a GPU."""
     not_an_op = {"bench/delay"}                                       # the benchmark's
-    known = {v for v in all_variants() if v.source not in not_an_op}
+    known = {v for v in all_programs() if v.source not in not_an_op}
     for case in cases.all_cases():
         op = cases.OPS[case.op]
         args, kwargs = op.inputs(case)                          # takes longer than the calls, in which nothing is written

@@ -9,9 +9,10 @@ import numpy as np
 
 from ... import reference
 from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e5m2, float32
-from ...ops.quantize import tensor_list
+from ...ops.quantize import blocks, grouped_blocks, mx, tensor_list
 from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
-from ..base import Case, Op, values
+from ..base import Case, values
+from ..registry import Op, register
 
 #: A few blocks of threads; and where rows allow chunked access; whole patches only; tails of every tile, and every alignment; empty; many;
 #: of one shape, with several blocks each; as many as fit into a launch's arguments.
@@ -134,9 +135,11 @@ def _quantize_cases() -> Iterator[Case]:
             yield _case("multi_quantize", bfloat16, "whole", "normal", layout, recipe=recipe, columnwise=True, scaled=False)
 
 
-OPS = (
+register(
     Op("multi_cast_transpose", _cast, _cast_reference, _inputs, _cast_cases,
-       "`cast_transpose` of any number of matrices, of any shapes, in one launch"),
+       "`cast_transpose` of any number of matrices of any shapes, in one launch",
+       programs=(tensor_list.variants,)),
     Op("multi_quantize", _quantize, _quantize_reference, _inputs, _quantize_cases,
-       "any recipe for a list of arrays of any shapes: one launch, or with current scaling two where one read is not faster"),
+       "any recipe for any number of arrays of any shapes, in one or two launches",
+       programs=(tensor_list.variants, grouped_blocks.variants, blocks.variants, mx.variants)),
 )
