@@ -1,4 +1,4 @@
-"""8-bit floating point on GPUs without a framework: FP8 kernels on CuPy arrays, each equal to a NumPy reference.
+"""FP8 kernels on CuPy arrays, without a framework. Each equals a NumPy reference byte for byte.
 
 >>> import cupy_fp8 as fp8                 # needs no GPU; fp8.xp is CuPy where there is one, else NumPy
 """
@@ -41,10 +41,10 @@ from .state import DelayedScalingState
 __version__ = "0.1.0"
 
 __all__ = [
-    "BlockScaling", "CurrentScaling", "DelayedScaling", "DelayedScalingState", "DeviceError", "Grouped", "MXScaling",
-    "Quantized", "Routing", "Scaled", "WeightCache",
-    "asarray", "asnumpy", "bytes_equal", "concatenate", "device_errors", "empty", "empty_like", "from_dlpack", "full",
-    "load", "save", "to_dlpack", "zeros",
+    "BlockScaling", "CurrentScaling", "DelayedScaling", "DelayedScalingState", "DeviceError", "Grouped",
+    "MXScaling", "Quantized", "Routing", "Scaled", "WeightCache",
+    "asarray", "asnumpy", "bytes_equal", "concatenate", "device_errors", "empty", "empty_like",
+    "from_dlpack", "full", "load", "save", "to_dlpack", "zeros",
     "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float16", "float32", "finfo",
     "diagnostics", "io", "plot",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Calls to time that need nothing but an op's registration: rows of the benchmark, and calls for host times."""
+"""Rows of the benchmark, and calls for host times, that are made from an op's registration alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make(op: Op, case: Case) -> tuple[Call, Check]:
     def check() -> None:
         args, kwargs = op.inputs(case)
         made = out
-        if op.updates:                      # a call of its own, since the timed calls have updated their arguments
+        if op.updates:                      # the timed calls have updated their arguments: check another call
             given, options = testing.Executor("cuda").array_arguments(*op.inputs(case))
             made = op.function(*given, **options)
         desired = outputs(op.reference(*args, **kwargs), kwargs, op.updates)

@@ -1,4 +1,4 @@
-"""Host time per call on tiny arrays, and as a ratio to a bare launch of a `cupy.RawKernel` with four arguments."""
+"""Host time per call on tiny arrays, and its ratio to a bare launch of a `cupy.RawKernel`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def measured(ops: Sequence[str]) -> Iterator[HostTime]:
 def bare_launch() -> Call:
     """A launch of an empty kernel as users of CuPy make it: what every launch costs without this library."""
     cp = backend.cupy()
-    kernel = cp.RawKernel('extern "C" __global__ void bare(float* a, float* b, long long n, float s) {}', "bare")
+    code = 'extern "C" __global__ void bare(float* a, float* b, long long n, float s) {}'
+    kernel = cp.RawKernel(code, "bare")
     a, b, n, s = cp.zeros(16, cp.float32), cp.zeros(16, cp.float32), cp.int64(16), cp.float32(1)
     return lambda: kernel((1,), (128,), (a, b, n, s))
 
@@ -55,13 +56,15 @@ def bare_launch() -> Call:
 def all_calls(ops: Sequence[str]) -> Iterator[HostCalls]:
     """The calls written down here, and one for every other op as it is registered."""
     x = asarray(backend.cupy().zeros((16, 16), backend.cupy().float32), fp8.bfloat16)
-    written = [calls for family in (_quantizers, _conversions, _scales, _tensor_lists, _groups) for calls in family(x)]
+    written = [calls for family in (_quantizers, _conversions, _scales, _tensor_lists, _groups)
+               for calls in family(x)]
     yield from (calls for calls in written if calls.name.split()[0] in ops)
     has_calls = {calls.name.split()[0] for calls in written}
     yield from (HostCalls(name, *host_calls(OPS[name])) for name in ops if name not in has_calls)
 
 
-def _both(name: str, function: Callable[..., Any], *args: Any, into: str = "out", **options: Any) -> HostCalls:
+def _both(name: str, function: Callable[..., Any], *args: Any, into: str = "out",
+          **options: Any) -> HostCalls:
     """The calls that allocate, and that write into a result of such a call."""
     allocating = partial(function, *args, **options)
     return HostCalls(name, partial(allocating, **{into: allocating()}), allocating)
@@ -120,7 +123,8 @@ def _tensor_lists(x: Any) -> Iterator[HostCalls]:
                     into="outputs")
     cache = fp8.WeightCache(fp8.CurrentScaling())
     cache.quantize(weights)
-    yield HostCalls("multi_quantize WeightCache hit, 64 arrays", partial(cache.quantize, weights, update=False))
+    yield HostCalls("multi_quantize WeightCache hit, 64 arrays",
+                    partial(cache.quantize, weights, update=False))
 
 
 def _groups(x: Any) -> Iterator[HostCalls]:
@@ -128,8 +132,10 @@ def _groups(x: Any) -> Iterator[HostCalls]:
     splits = cp.asarray([4, 12])
     five = partial(fp8.splits_to_offsets, splits, strides=(1, 1, 7168, 2048, 4096),
                    dtypes=("int32", "int64", "int64", "int64", "int64"))
-    yield HostCalls("splits_to_offsets five outputs", partial(five, outputs=five()), partial(five, bulk_allocate=True))
-    yield _both("group_quantize", fp8.group_quantize, x, splits, fp8.DelayedScaling(), scales=cp.ones(2, cp.float32))
+    yield HostCalls("splits_to_offsets five outputs", partial(five, outputs=five()),
+                    partial(five, bulk_allocate=True))
+    yield _both("group_quantize", fp8.group_quantize, x, splits, fp8.DelayedScaling(),
+                scales=cp.ones(2, cp.float32))
     yield _both("pad_groups", fp8.pad_groups, x, splits, 16)
     routing = fp8.route(cp.asarray([[0, 1]] * 16, cp.int32), num_experts=2)
     yield _both("permute", fp8.permute, x, routing)

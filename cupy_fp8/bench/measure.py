@@ -1,8 +1,8 @@
 """How a time is taken.
 
-CUDA events enclose many back-to-back calls. A delay on the device comes before them, so that gaps between launches
-on the host do not count. The calls rotate over more buffers than the L2 cache holds. The time is the median of
-repeats, and a device copy of the same bytes is timed in the same way.
+CUDA events enclose many back-to-back calls. A delay on the device comes before them, so that gaps between
+launches on the host do not count. The calls rotate over more buffers than the L2 cache holds. The time is the
+median of repeats, and a device copy of the same bytes is timed in the same way.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Check = Callable[[], None]
 
 @dataclass(frozen=True)
 class Spec:
-    """One row of the benchmark. make() allocates inputs and outputs and returns (call, check): the call to time, and
-    a function that compares what it wrote with the reference."""
+    """One row of the benchmark. make() allocates inputs and outputs and returns (call, check): the call to
+    time, and a function that compares what it wrote with the reference."""
 
     op: str
     label: str
@@ -43,7 +43,7 @@ class Spec:
 class Measurement:
     """Times in microseconds. spread: (max - min) / median of the repeats' times, in percent.
 
-    share: time of a device copy that moves the same total bytes / time of the op, both measured in this process.
+    share: time of a device copy of the same total bytes / time of the op, both measured in this process.
     """
 
     us: float
@@ -61,8 +61,8 @@ class Measurement:
 
 
 def measure(make: Callable[[], tuple[Call, Check]], traffic: int) -> Measurement:
-    """Times a call. make() returns a call over buffers of its own, and a check of what it wrote, which runs after the
-    timing. traffic: the bytes that one call must move."""
+    """Times a call. make() returns a call over buffers of its own, and a check of what it wrote, which runs
+    after the timing. traffic: the bytes that one call must move."""
     made = [make() for _ in range(_sets(traffic))]
     us, spread = _median_us([call for call, _ in made])
     for _, check in (made[0], made[-1]):

@@ -7,11 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .base import ALIGNED_MATRIX, DIRECTIONS, LARGE_SHAPES, MATRIX, SHAPES, Case, outputs, poison, source, values
+from .base import (
+    ALIGNED_MATRIX,
+    DIRECTIONS,
+    LARGE_SHAPES,
+    MATRIX,
+    SHAPES,
+    Case,
+    outputs,
+    poison,
+    source,
+    values,
+)
 from .registry import OPS, Op, family_modules, register
 
-__all__ = ["ALIGNED_MATRIX", "DIRECTIONS", "LARGE_SHAPES", "MATRIX", "OPS", "SHAPES", "Case", "Op", "all_cases",
-           "outputs", "poison", "register", "source", "values"]
+__all__ = ["ALIGNED_MATRIX", "DIRECTIONS", "LARGE_SHAPES", "MATRIX", "OPS", "SHAPES", "Case", "Op",
+           "all_cases", "outputs", "poison", "register", "source", "values"]
 
 family_modules(__name__)
 

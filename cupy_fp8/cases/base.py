@@ -15,10 +15,11 @@ from ..grouped import Grouped
 from ..results import Quantized, Scaled
 from ..routing import Routing
 
-#: They have tails of every tile, primes, no elements, or more than two dimensions. All are small enough for a CPU
-#: under sanitizers.
-SHAPES = ((), (1,), (7,), (0,), (1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (3, 37), (16, 8), (64, 64), (128, 128),
-          (127, 129), (130, 257), (256, 256), (272, 520), (2, 3, 40, 24), (3, 0, 4), (2, 133, 144), (8200,))
+#: They have tails of every tile, primes, no elements, or more than two dimensions. All are small enough for a
+#: CPU under sanitizers.
+SHAPES = ((), (1,), (7,), (0,), (1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (3, 37), (16, 8), (64, 64),
+          (128, 128), (127, 129), (130, 257), (256, 256), (272, 520), (2, 3, 40, 24), (3, 0, 4),
+          (2, 133, 144), (8200,))
 #: For a GPU only: these have tails of 256-wide tiles, and many blocks.
 LARGE_SHAPES = ((1000, 1003), (4096, 1024), (5, 1024, 1040), (2049, 4104))
 MATRIX = (130, 257)
@@ -34,7 +35,7 @@ class Case:
     dtype: np.dtype[Any]                # of the first array
     shape: tuple[int, ...]
     values: str = "bits"                # see `values`
-    layout: str = "contiguous"          # or 'offset' (one element into its buffer), 'strided' (a transposed view)
+    layout: str = "contiguous"          # or 'offset', one element into a buffer; 'strided', a transposed view
     options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -45,15 +46,15 @@ class Case:
 
 #: Zero, FP8 maxima and their neighbours, exact ties, subnormals, Inf and NaN.
 _EDGES = np.array([
-    0, 2.0**-149, 2.0**-133, 2.0**-126, 2.0**-25, 2.0**-24, 2.0**-17, 2.0**-16, 2.0**-10, 1.5 * 2.0**-10, 2.0**-9,
-    2.0**-7, 2.0**-6, 1, 1.0625, 1.1875, 17, 19, 447, 448, 449, 464, 465, 480, 57344, 61439, 61440, 65504, 1e30,
-    3.4e38, np.inf, np.nan,
+    0, 2.0**-149, 2.0**-133, 2.0**-126, 2.0**-25, 2.0**-24, 2.0**-17, 2.0**-16, 2.0**-10, 1.5 * 2.0**-10,
+    2.0**-9, 2.0**-7, 2.0**-6, 1, 1.0625, 1.1875, 17, 19, 447, 448, 449, 464, 465, 480, 57344, 61439, 61440,
+    65504, 1e30, 3.4e38, np.inf, np.nan,
 ], np.float32)  # fmt: skip
 
 
 def values(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int = 0) -> np.ndarray:
-    """Test data. 'bits': every bit pattern is equally likely (NaN, Inf, -0, subnormals). 'normal': N(0, 1) with
-    outlier columns. 'edges': _EDGES with both signs."""
+    """Test data. 'bits': every bit pattern is equally likely (NaN, Inf, -0, subnormals). 'normal': N(0, 1)
+    with outlier columns. 'edges': _EDGES with both signs."""
     rng = np.random.default_rng(seed)
     size = int(np.prod(shape, dtype=np.int64))
     storage = FORMATS[dtype].storage
@@ -83,8 +84,8 @@ def source(case: Case, seed: int = 0) -> np.ndarray:
 
 
 def outputs(result: Any, kwargs: dict[str, Any], updated: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Every array that a call wrote, by name: those of the result, and the amax buffer. The result of an op that
-    updates its arguments is these arguments."""
+    """Every array that a call wrote, by name: those of the result, and the amax buffer. The result of an op
+    that updates its arguments is these arguments."""
     found = dict(zip(updated, result, strict=True)) if updated else dict(_arrays(result, kwargs))
     if kwargs.get("amax") is not None:
         found["amax"] = kwargs["amax"]
@@ -95,7 +96,8 @@ def _arrays(result: Any, kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     if isinstance(result, Quantized):
         for name in ("rowwise", "columnwise"):
             if (part := getattr(result, name)) is not None:
-                yield from ((f"{name}.{field}", a) for field, a in zip(("data", "scale_inv"), part, strict=True))
+                yield from ((f"{name}.{field}", a)
+                            for field, a in zip(("data", "scale_inv"), part, strict=True))
         if result.dbias is not None:
             yield "dbias", result.dbias
     elif isinstance(result, Scaled):
@@ -123,7 +125,8 @@ def _arrays(result: Any, kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 DIRECTIONS = ({"rowwise": True, "columnwise": False}, {"rowwise": False, "columnwise": True},
-              {"rowwise": True, "columnwise": True}, {"rowwise": True, "columnwise": True, "transposed": False})
+              {"rowwise": True, "columnwise": True},
+              {"rowwise": True, "columnwise": True, "transposed": False})
 
 
 def poison(a: Any) -> None:

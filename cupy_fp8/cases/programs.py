@@ -9,7 +9,7 @@ from .registry import OPS, Op
 
 
 class Program(NamedTuple):
-    """The arguments of `kernels.sources.program`: a source, an entry point in it, and the #defines to compile it with."""
+    """What `kernels.sources.program` takes: a source, an entry point in it, and the #defines for it."""
 
     source: str
     entry: str

@@ -1,4 +1,4 @@
-"""The registered ops: tests, selftest, benchmark, command line and README walk over them and know no op by name."""
+"""The registered ops. Tests, selftest, benchmark, command line and README walk over them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ OPS: dict[str, Op] = {}
 
 
 def register(*ops: Op) -> None:
-    """Makes ops known to tests, selftest, benchmark, command line and README. ValueError if a name is taken."""
+    """Makes ops known to everything that walks over OPS. ValueError if a name is taken."""
     for op in ops:
         if op.name in OPS:
             raise ValueError(f"{op.name}: an op of this name is registered already")

@@ -1,6 +1,6 @@
 """python -m cupy_fp8 bench: time, GB/s, share of a same-bytes device copy's speed, and host time.
 
-How times are taken is told in cupy_fp8.bench.measure. Host times come with their ratios to that of a bare launch.
+cupy_fp8.bench.measure tells how times are taken. Host times come with their ratios to a bare launch.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def device_rows(ops: list[str]) -> list[dict[str, Any]]:
     from ..bench.measure import graph_us
 
     kernels.announce(print)
-    print(f"{'op':24} {'variant':28} {'shape':>12} {'µs':>9} {'GB/s':>6} {'share':>6} {'spread':>7} {'graph µs':>9}",
-          flush=True)
+    print(f"{'op':24} {'variant':28} {'shape':>12} {'µs':>9} {'GB/s':>6} {'share':>6} {'spread':>7} "
+          f"{'graph µs':>9}", flush=True)
     rows = []
     for spec in specs():
         if spec.op not in ops:
@@ -49,8 +49,8 @@ def device_rows(ops: list[str]) -> list[dict[str, Any]]:
         m = measure(spec.make, spec.traffic)
         replay = graph_us(spec.make, spec.traffic) if spec.traffic <= _SMALL else None
         shape = "×".join(map(str, spec.shape))
-        print(f"{spec.op:24} {spec.label:28} {shape:>12} {m.us:9.2f} {m.gb_per_s:6.0f} {m.share:6.3f} {m.spread:6.1f}% "
-              + (f"{replay:9.2f}" if replay else ""), flush=True)
+        print(f"{spec.op:24} {spec.label:28} {shape:>12} {m.us:9.2f} {m.gb_per_s:6.0f} {m.share:6.3f} "
+              f"{m.spread:6.1f}% " + (f"{replay:9.2f}" if replay else ""), flush=True)
         rows.append({"op": spec.op, "variant": spec.label, "shape": list(spec.shape), "bytes": spec.traffic,
                      "us": round(m.us, 3), "gb_per_s": round(m.gb_per_s), "share": round(m.share, 4),
                      "spread_percent": round(m.spread, 2), "copy_us": round(m.copy_us, 3),
@@ -59,7 +59,7 @@ def device_rows(ops: list[str]) -> list[dict[str, Any]]:
 
 
 def host_rows(ops: list[str]) -> list[dict[str, Any]]:
-    """Host time per call on a tiny array, and its ratio to a bare launch: with out= (or in place), and allocating."""
+    """Host time per call on a tiny array and its ratio to a bare launch, in place and allocating."""
     from ..bench import host
 
     print(f"{'host µs per call (× a bare launch)':48} {'out=':>15} {'allocating':>15}")

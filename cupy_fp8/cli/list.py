@@ -11,8 +11,9 @@ from . import written
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m cupy_fp8 list", description=__doc__)
     parser.add_argument("--markdown", action="store_true", help="print the README's table, grouped by family")
-    parser.add_argument("--write", action="store_true", help="in a checkout: bring the README's table and the "
-                        "public names of cupy_fp8 and cupy_fp8.reference up to date")
+    parser.add_argument("--write", action="store_true",
+                        help="in a checkout: bring the README's table and the public names of cupy_fp8 and "
+                        "cupy_fp8.reference up to date")
     options = parser.parse_args(argv)
     if options.write:
         for path, text in written.files().items():

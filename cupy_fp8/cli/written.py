@@ -34,9 +34,10 @@ def table() -> str:
 
 
 def _with_names(text: str, where: str) -> str:
-    """The text of an `__init__.py` that imports all ops from the families in `where`, and has them in `__all__`."""
+    """The text of an `__init__.py`, with imports of all ops from the families in `where`, and `__all__`."""
     homes = dict(_homes(where))
-    imports = "".join(f"from .{where}{module} import {', '.join(names)}\n" for module, names in sorted(homes.items()))
+    imports = "".join(f"from .{where}{module} import {', '.join(names)}\n"
+                      for module, names in sorted(homes.items()))
     names = ", ".join(f'"{name}"' for name in sorted(chain(*homes.values())))
     names = textwrap.fill(names, _WIDTH, initial_indent="    ", subsequent_indent="    ")
     families = "|".join({module.partition(".")[0] for module in homes})

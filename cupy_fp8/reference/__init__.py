@@ -1,4 +1,4 @@
-"""The definition of every op in NumPy, under the op's own name. It reads like docs/numerics.md; speed is not a goal.
+"""The definition of every op in NumPy, under the op's own name, written to read like docs/numerics.md.
 
 Each takes the op's arguments that bear on the result, returns fresh arrays and validates nothing.
 """

@@ -1,5 +1,4 @@
-"""What the README and the docs say is so: code prints what it shows, links lead somewhere, and what is written from the
-registered ops is up to date."""
+"""README and docs: code prints what it shows, links lead somewhere, and the table of ops is up to date."""
 
 from __future__ import annotations
 
@@ -15,9 +14,10 @@ from cupy_fp8.cli import written
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+DOCS = sorted((ROOT / "docs").glob("*.md"))
 
 
-@pytest.mark.skipif(backend.gpu_problem() is None, reason="the README shows what a machine without a GPU prints")
+@pytest.mark.skipif(backend.gpu_problem() is None, reason="the README shows what is printed without a GPU")
 def test_code_prints_what_it_shows():
     failed, attempted = doctest.testfile(str(ROOT / "README.md"), module_relative=False)
     assert (failed, attempted) == (0, 6)
@@ -31,10 +31,11 @@ def test_what_is_written_from_the_ops_is_up_to_date(path):
 def test_every_op_is_in_the_table_once():
     rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", README, re.MULTILINE)
     assert rows == [(op.name, op.summary) for op in OPS.values()]
-    assert re.findall(r"^\| \*\*(\w+)\*\* \| \|$", README, re.MULTILINE) == ["quantize", "convert", "scales", "moe"]
+    families = re.findall(r"^\| \*\*(\w+)\*\* \| \|$", README, re.MULTILINE)
+    assert families == ["quantize", "convert", "scales", "moe"]
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in DOCS)])
 def test_links_lead_somewhere(page):
     for link in re.findall(r"\]\(([^)#]+)", (ROOT / page).read_text()):
         if "://" not in link:

@@ -1,5 +1,4 @@
-"""One registration is enough: an op from outside the package (tests/support/toy_op.py) appears wherever ops are walked
-over, and no table names it."""
+"""One registration is enough: the op of tests/support/toy_op.py, which no table names, appears everywhere."""
 
 from __future__ import annotations
 
@@ -21,7 +20,6 @@ from cupy_fp8.__main__ import main
 from cupy_fp8.cases.covering import record
 from cupy_fp8.cases.programs import all_programs, programs
 from cupy_fp8.cli import written
-from cupy_fp8.formats import bfloat16, float32
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_host = pytest.mark.skipif(hostexec.available() is not None, reason=str(hostexec.available()))
@@ -39,7 +37,8 @@ def test_list_and_readme(op, capsys):
     assert main(["list"]) == 0
     assert f"{op.name:24} {op.summary}" in capsys.readouterr().out.splitlines()
     assert main(["list", "--markdown"]) == 0
-    assert capsys.readouterr().out.endswith("| **other** | |\n| `scale_rows` | each row times its scale, as FP8 |\n")
+    rows = "| **other** | |\n| `scale_rows` | each row times its scale, as FP8 |\n"
+    assert capsys.readouterr().out.endswith(rows)
     package = ROOT / "cupy_fp8" / "__init__.py"
     assert written.files()[package] == package.read_text(), "an op from outside is no name of the package"
 
@@ -69,9 +68,8 @@ def test_it_compiles_for_gpus(op):
 
 def test_rows_of_the_benchmark(op):
     rows = [spec for spec in bench.specs() if spec.op == "scale_rows"]
-    assert [(row.label, row.shape) for row in rows] == [("bfloat16", (4096, 4096)), ("bfloat16", (16384, 16384))]
-    assert [row.traffic for row in rows] == [n * n * (bfloat16.itemsize + 1) + n * float32.itemsize
-                                             for n in (4096, 16384)]
+    expected = [("bfloat16", (n, n), 3 * n * n + 4 * n) for n in (4096, 16384)]
+    assert [(row.label, row.shape, row.traffic) for row in rows] == expected
 
 
 def test_a_name_is_registered_once(op):
@@ -89,7 +87,8 @@ def test_its_arguments_are_validated():
 
 def in_a_process(*command: str, **env: str) -> str:
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path} | env)
+    environment = os.environ | {"PYTHONPATH": path} | env
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -105,10 +104,11 @@ def test_under_the_address_sanitizer():
 @pytest.mark.full
 @needs_host
 def test_the_generic_tests_walk_over_it(op):
-    """`pytest -p toy_op` registers it before tests are collected. Those of all its cases, programs and structs run."""
-    files = ("ops/test_cases.py", "toolchain/test_compile.py", "toolchain/test_structs.py", "tools/test_selftest.py")
-    out = in_a_process(sys.executable, "-m", "pytest", "-p", "toy_op", "-p", "no:cacheprovider", "--full", "-v",
-                       "-k", "scale_rows", *(f"tests/{name}" for name in files))
+    """`pytest -p toy_op` registers it before tests are collected."""
+    files = ("ops/test_cases.py", "toolchain/test_compile.py", "toolchain/test_structs.py",
+             "tools/test_selftest.py")
+    out = in_a_process(sys.executable, "-m", "pytest", "-p", "toy_op", "-p", "no:cacheprovider", "--full",
+                       "-v", "-k", "scale_rows", *(f"tests/{name}" for name in files))
     ran = [line for line in out.splitlines() if "PASSED" in line]
     assert sum("test_equals_reference[reference" in line for line in ran) == len(list(op.cases()))
     for name in files:

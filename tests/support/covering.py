@@ -1,6 +1,6 @@
-"""Few cases of the table that together launch every kernel and use every option: those of the quick tier.
+"""Few cases of the ops that together launch every kernel and use every option: those of the quick tier.
 
-What a case launches is what `cupy_fp8.cases.covering` records.
+`cupy_fp8.cases.covering` records what a case launches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import NamedTuple
 from cupy_fp8.cases import OPS, Case, all_cases
 from cupy_fp8.cases.covering import record
 from cupy_fp8.cases.programs import Program
-from cupy_fp8.kernels import Variant
 
 Facts = frozenset[Hashable]
 
@@ -38,13 +37,14 @@ class Observed(NamedTuple):
 
     @property
     def facts(self) -> Facts:
-        """What the quick tier has a case of, for each op: every entry point and type that this reads, and every dtype, layout, kind of
-        values, kind of shape and value of an option."""
+        """The quick tier has a case of each of these, op by op: every entry point with the type that it reads,
+        and every dtype, layout, kind of values, kind of shape and value of an option."""
         case = self.case
         reads = {(program.entry, dict(program.defines).get("IN")) for program in self.launched if self.size}
         options = {(name, str(value)) for name, value in case.options.items()}
         error = {str(case)} if self.raised else set()
-        return frozenset({*reads, *options, *error, case.dtype, case.layout, case.values, (len(case.shape), self.size > 0)})
+        return frozenset({*reads, *options, *error, case.dtype, case.layout, case.values,
+                          (len(case.shape), self.size > 0)})
 
 
 @functools.cache
@@ -58,16 +58,14 @@ def observe(table: Iterable[Case]) -> list[Observed]:
     by_op: dict[str, list[Case]] = {}
     for case in table:
         by_op.setdefault(case.op, []).append(case)
-    return [Observed(one.case, frozenset(map(_program, one.variants)), one.raised)
-            for name, own in by_op.items() for one in record(dataclasses.replace(OPS[name], cases=functools.partial(iter, own)))]
-
-
-def _program(variant: Variant) -> Program:
-    return Program(variant.kernel.source, variant.kernel.entry, variant.defines)
+    return [Observed(one.case, frozenset(map(Program.of, one.variants)), one.raised)
+            for name, own in by_op.items()
+            for one in record(dataclasses.replace(OPS[name], cases=functools.partial(iter, own)))]
 
 
 def cover(candidates: Sequence[Observed], facts: Callable[[Observed], Facts]) -> list[Observed]:
-    """Few candidates that together show every fact: again and again the first of those that show most of the missing facts."""
+    """Few candidates that together show every fact. Each step takes the first of those that show most of the
+    missing facts."""
     shown = [(candidate, facts(candidate)) for candidate in candidates]
     missing = frozenset[Hashable]().union(*(found for _, found in shown))
     chosen = []
@@ -82,12 +80,13 @@ def cover(candidates: Sequence[Observed], facts: Callable[[Observed], Facts]) ->
 def quick_cases() -> tuple[Observed, ...]:
     """The cases of the quick tier, op by op."""
     return tuple(chosen for name in OPS
-                 for chosen in cover([one for one in observed() if one.case.op == name], lambda one: one.facts))
+                 for chosen in cover([one for one in observed() if one.case.op == name],
+                                     lambda one: one.facts))
 
 
 @functools.cache
 def entry_cases() -> tuple[Observed, ...]:
-    """Few cases that together launch every entry point, whatever the op: of about 10,000 elements, which are several blocks of most
-    kernels, and not too many threads for a sanitizer."""
+    """Few cases that together launch every entry point, whatever the op. They have about 10,000 elements,
+    which are several blocks of most kernels, and not too many threads for a sanitizer."""
     by_size = sorted(observed(), key=lambda one: abs(one.size - 10_000))
     return tuple(cover(by_size, lambda one: one.entries))

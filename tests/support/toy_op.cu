@@ -1,7 +1,7 @@
 // scale_rows: out[m, k] = narrow(fl(widen(x[m, k]) * scale[m])), the example of CONTRIBUTING.md.
 //
-// x [rows, columns] of IN and scale [rows] of f32 give out [rows, columns] of OUT. One thread computes one element,
-// which is short rather than fast. Values beyond OUT's maximum become the maximum, NaN becomes 0x7F.
+// x [rows, columns] of IN and scale [rows] of f32 give out [rows, columns] of OUT. One thread computes one
+// element, which is short rather than fast. Values beyond OUT's maximum become the maximum, NaN becomes 0x7F.
 // Bytes moved per element: sizeof(IN) + sizeof(OUT).
 #include "numerics/formats.cuh"
 

@@ -1,7 +1,7 @@
-"""scale_rows, the example of CONTRIBUTING.md: an op that is defined outside the package, in this file and toy_op.cu.
+"""scale_rows, the example of CONTRIBUTING.md: an op defined outside the package, here and in toy_op.cu.
 
-In the package each part would be a file of its own, which the headings below name. `pytest -p toy_op` makes the
-generic tests walk over it; run as a program this file is its selftest on the CPU.
+In the package each part would be a file of its own, which the headings name. `pytest -p toy_op` makes the
+generic tests walk over the op. Run as a program, this file is the op's selftest on the CPU.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ def _cases() -> Iterator[Case]:
 
 
 SCALE_ROWS = cases.Op(
-    "scale_rows", scale_rows, reference, _inputs, _cases, "each row times its scale, as FP8", programs=(variants,),
+    "scale_rows", scale_rows, reference, _inputs, _cases,
+    "each row times its scale, as FP8",
+    programs=(variants,),
     timed=tuple(Case("scale_rows", bfloat16, (n, n), "normal") for n in (4096, 16384)))
 
 

@@ -1,6 +1,6 @@
 """Every kernel variant through NVRTC, with the options that CuPy uses and without a GPU.
 
-A variant compiles, keeps everything in registers, and computes by no other instructions than those in the sources.
+A variant compiles, keeps everything in registers, and computes by the instructions in the sources alone.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's wheels
 BITCODE = (("CUPY_FP8_BITCODE", "1"),)
 #: Bytes of shared memory that a block can have on the chips that have least: sm_89 and sm_120.
 LEAST_SHARED = 99 << 10
-#: Every choice of options is compiled for two of these, each pair of them in turn. All options and input types are
-#: compiled for sm_90 with CUDA 13.
+#: Every choice of options is compiled for two of these, each pair of them in turn. All options and input
+#: types are compiled for sm_90 with CUDA 13.
 OTHERS = (("sm_120", 13), ("sm_80", 13), ("sm_90", 12), ("sm_100", 13))
 PAIRS = list(itertools.combinations(OTHERS, 2))
 
@@ -66,11 +66,11 @@ def input_type(v: Program) -> tuple[str, int]:
 
 
 def representatives(turn: int, kind: Kind, takes: Callable[[int], bool] = lambda _: True) -> list[Program]:
-    """One program of every kind, if `takes` wants its number, and one of every entry point and of every pair of types.
+    """One program of each kind whose number `takes` wants, and of each entry point and pair of types.
 
-    Registers hardly depend on more than options and widths of types: bf16 and f16 differ by little, two FP8 outputs
-    not at all. So types take turns, and each target is given a `turn` of its own. Conversions between types are an
-    architecture's own, so every pair of types is there."""
+    Registers hardly depend on more than options and widths of types: bf16 and f16 differ by little, two FP8
+    outputs not at all. So types take turns, and each target is given a `turn` of its own. Conversions between
+    types are an architecture's own, so every pair of types is there."""
     found: dict[Any, list[Program]] = {}
     for v in ALL:
         found.setdefault((v.entry, kind(v)), []).append(v)
@@ -87,18 +87,20 @@ def taken_by(target: tuple[str, int]) -> Callable[[int], bool]:
 
 PROGRAMS = [
     *((v, "sm_90", 13) for v in representatives(0, lambda v: (options(v), input_type(v)))),
-    *((v, *target) for turn, target in enumerate(OTHERS) for v in representatives(turn, options, taken_by(target))),
+    *((v, *target) for turn, target in enumerate(OTHERS)
+      for v in representatives(turn, options, taken_by(target))),
     # sm_89 converts as sm_90 does, and has its registers.
     *((v, "sm_89", 13) for v in representatives(3, entry)),
     *((v, "sm_120", 12) for v in {v.entry: v for v in ALL}.values()),
 ]
-#: One program of every entry point and input type. Only tests of exactness launch these, so registers do not matter.
-BITCODE_VARIANTS = list({(v.entry, types(v)[0]): v._replace(defines=v.defines + BITCODE) for v in ALL}.values())
+#: One program of every entry point and input type. Registers do not matter: only exactness is tested.
+BITCODE_VARIANTS = list({(v.entry, types(v)[0]): v._replace(defines=v.defines + BITCODE)
+                         for v in ALL}.values())
 
 
 # ---- the compilations ----
 def background_jobs(items: list[Any], background: Background) -> Iterator[tuple[Any, Callable[[], Any]]]:
-    """The compilations of the selected tests, each in a process of its own: NVRTC uses one processor per process."""
+    """The compilations of the selected tests. Each has its own process, since NVRTC uses one processor."""
     for item in items:
         if item.originalname == "test_variant":
             v, arch, toolkit = (item.callspec.params[name] for name in ("variant", "arch", "toolkit"))
@@ -124,7 +126,8 @@ def compiled(background_result: Callable[[Any], Any]) -> Iterator[Callable[..., 
         print(f"{c.registers:9}  {c.stack:5}  {spills:6}  {arch:6}  CUDA {toolkit}  {variant}")
 
 
-@pytest.mark.parametrize(("variant", "arch", "toolkit"), first_of_each(lambda program: program[0].entry, PROGRAMS), ids=str)
+@pytest.mark.parametrize(("variant", "arch", "toolkit"),
+                         first_of_each(lambda program: program[0].entry, PROGRAMS), ids=str)
 def test_variant(variant, arch, toolkit, compiled, record_property):
     c = compiled(variant, arch, toolkit)
     record_property("registers", c.registers)
@@ -142,7 +145,8 @@ def test_bitcode(variant, background_result):
 
 def test_errors_name_the_file():
     with pytest.raises(nvrtc.CompileError, match=r"quantize/tensor\.cu\(\d+\): error"):
-        nvrtc.compile_variant("quantize/tensor", "cast", (("IN", "no_such_format"), ("OUT", "e4m3fn")), "sm_90", 13)
+        nvrtc.compile_variant("quantize/tensor", "cast", (("IN", "no_such_format"), ("OUT", "e4m3fn")),
+                              "sm_90", 13)
 
 
 # ---- everything is compiled ----
@@ -185,10 +189,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Program]]:
 
 
 def launched_by(op: Op, seen: set[Program], monkeypatch: pytest.MonkeyPatch) -> set[Program]:
-    """What all cases launch, with the tiles that the op chooses for small arrays, and those for large ones on a GPU."""
+    """What all cases launch with the tiles for small arrays, and with those for large arrays on a GPU."""
     seen.clear()
     for case in op.cases():
-        args, kwargs = op.inputs(case)                      # takes longer than the calls, in which nothing is written
+        args, kwargs = op.inputs(case)              # made once for all calls, since they write nothing
         remembered.forget()
         op.function(*args, **kwargs)
         with monkeypatch.context() as patch:
