@@ -9,6 +9,7 @@ from typing import Any
 
 from .. import testing
 from ..cases import ALIGNED_MATRIX, Case, Op, outputs
+from ..cases.base import zeros_for_values
 from ..cases.covering import recording
 from ..kernels import forced_executor
 from .measure import Call, Check, Spec
@@ -24,8 +25,8 @@ def specs_of(op: Op) -> Iterator[Spec]:
 
 def traffic(op: Op, case: Case) -> int:
     """The bytes that a call must move, from the sizes of its arrays. No kernel runs."""
-    args, kwargs = op.inputs(case)
-    with forced_executor("host"), recording():
+    with forced_executor("host"), recording(), zeros_for_values():
+        args, kwargs = op.inputs(case)
         result = op.function(*args, **kwargs)
     return op.moves((args, kwargs), outputs(result, kwargs, op.updates).values())
 

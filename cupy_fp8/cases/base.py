@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,9 +54,24 @@ _EDGES = np.array([
 ], np.float32)  # fmt: skip
 
 
+_zeros_for_values: ContextVar[bool] = ContextVar("zeros for values", default=False)
+
+
+@contextmanager
+def zeros_for_values() -> Iterator[None]:
+    """Within it `values` gives zeros, whose memory is never touched: for those who need shapes and sizes alone."""
+    token = _zeros_for_values.set(True)
+    try:
+        yield
+    finally:
+        _zeros_for_values.reset(token)
+
+
 def values(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int = 0) -> np.ndarray:
     """Test data. 'bits': every bit pattern is equally likely (NaN, Inf, -0, subnormals). 'normal': N(0, 1)
     with outlier columns. 'edges': _EDGES with both signs."""
+    if _zeros_for_values.get():
+        return np.zeros(shape, dtype)
     rng = np.random.default_rng(seed)
     size = int(np.prod(shape, dtype=np.int64))
     storage = FORMATS[dtype].storage
