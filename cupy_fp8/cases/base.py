@@ -59,7 +59,7 @@ _zeros_for_values: ContextVar[bool] = ContextVar("zeros for values", default=Fal
 
 @contextmanager
 def zeros_for_values() -> Iterator[None]:
-    """Within it `values` gives zeros, whose memory is never touched: for those who need shapes and sizes alone."""
+    """Within it `values` gives zeros, which cost nothing, to callers that need shapes and sizes alone."""
     token = _zeros_for_values.set(True)
     try:
         yield
