@@ -1,5 +1,4 @@
-"""diagnostics.scale_span against exact fractions, element by element, and against what the scaling-aware
-transpose makes 0."""
+"""diagnostics.scale_span against exact fractions, and against what the scaling-aware transpose makes 0."""
 
 from __future__ import annotations
 
@@ -142,8 +141,8 @@ def test_ties_vanish_and_what_is_above_does_not():
     for dtype, tiny in ((float8_e4m3fn, 2.0**-9), (float8_e5m2, 2.0**-16)):
         for scale, vanishes in ((tiny / 2, True), (np.nextafter(np.float32(tiny / 2), np.float32(1)), False)):
             codes = fp8.asarray([[1.0], [1.0]], dtype, like="numpy")
-            report = scale_span(
-                Scaled(codes, np.array([[1], [scale]], np.float32), (2, 1), False, (1, 128), "compact"))
+            scales = np.array([[1], [scale]], np.float32)
+            report = scale_span(Scaled(codes, scales, (2, 1), False, (1, 128), "compact"))
             assert report.by_tile == (vanishes, vanishes)
 
 
@@ -168,8 +167,8 @@ def test_a_batch_is_its_matrices():
     shape = (3, 70, 100)
     q = result(shape, (1, 32))
     report = scale_span(q, block=16)
-    alone = [scale_span(Scaled(q.data[i], q.scale_inv[i], shape[1:], False, (1, 32), "compact"), block=16)
-             for i in range(3)]
+    matrices = [Scaled(q.data[i], q.scale_inv[i], shape[1:], False, (1, 32), "compact") for i in range(3)]
+    alone = [scale_span(matrix, block=16) for matrix in matrices]
     assert report.spans.shape == (3, 5, 4)
     np.testing.assert_array_equal(report.spans, np.stack([a.spans for a in alone]))
     assert counts_of(report) == np.sum([counts_of(a) for a in alone], axis=0).tolist()
@@ -198,8 +197,9 @@ def test_text():
     x = np.outer([1e-4, 1, 100], np.ones(256)).astype(np.float32)
     report = scale_span(fp8.quantize_block(x))
     assert repr(report) == (
-        "SpanReport(1×2 tiles of 128×128, scales up to 2^20 apart, median 2^20; not 0: 6 row-blocks, 768 elements; "
-                            "vanish by tile: 2 row-blocks, 256 elements, by column: 2 row-blocks, 256 elements)")
+        "SpanReport(1×2 tiles of 128×128, scales up to 2^20 apart, median 2^20; "
+        "not 0: 6 row-blocks, 768 elements; "
+        "vanish by tile: 2 row-blocks, 256 elements, by column: 2 row-blocks, 256 elements)")
     html = report._repr_html_()
     assert html.startswith("<table>")
     assert html.count("<th>") == html.count("<td>") == 6

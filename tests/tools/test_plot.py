@@ -27,7 +27,7 @@ def sample():
 
 
 def ticks(ax):
-    """The x of every vertical line drawn by vlines, in order of drawing."""
+    """The x of every vertical line that vlines drew, in order."""
     return [np.array([segment[0][0] for segment in c.get_segments()]) for c in ax.collections]
 
 
