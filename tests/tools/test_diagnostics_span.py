@@ -39,20 +39,8 @@ def by_hand(values: np.ndarray, scales: np.ndarray, width: int, rows: int,
             spans[-1].append(math.nan if not held
                              else math.log2(max(s[i] for i in held) / min(s[i] for i in held)))
             largest = max((s[i] for i in held), default=Fraction(1))
-            of_column = []
-            for column in range(len(next(iter(tile.values()), []))):
-                products = [abs(line[column]) for line in tile.values() if not math.isnan(line[column])]
-                exact = [Fraction(abs(line[column])) * s[i] for i, line in tile.items()
-                         if math.isfinite(line[column])]
-                needed = max(exact, default=Fraction(0)) / Fraction(FORMATS[dtype].max)
-                t = Fraction(1)
-                if math.inf in products:
-                    t = Fraction(2) ** 127
-                elif needed:
-                    t = Fraction(2) ** -127
-                    while t < needed and t < Fraction(2) ** 127:
-                        t *= 2
-                of_column.append(t)
+            of_column = [target_of({i: line[column] for i, line in tile.items()}, s, dtype)
+                         for column in range(len(next(iter(tile.values()), [])))]
             for at, target in ((2, [largest] * len(of_column)), (4, of_column)):
                 for i, line in held.items():
                     left = [v != 0 and not (math.isfinite(v) and abs(Fraction(v)) * s[i] / t <= half)
@@ -60,6 +48,18 @@ def by_hand(values: np.ndarray, scales: np.ndarray, width: int, rows: int,
                     counts[at] += not any(left)
                     counts[at + 1] += sum(v != 0 and not there for v, there in zip(line, left, strict=True))
     return spans, counts
+
+
+def target_of(column: dict[int, float], scales: dict[int, Fraction], dtype: np.dtype[Any]) -> Fraction:
+    """The target scale of a column of a tile: the power of two that its largest value needs."""
+    if any(math.isinf(v) for v in column.values()):
+        return Fraction(2) ** 127
+    products = [Fraction(abs(v)) * scales[i] for i, v in column.items() if math.isfinite(v)]
+    needed = max(products, default=Fraction(0)) / Fraction(FORMATS[dtype].max)
+    target = Fraction(2) ** -127 if needed else Fraction(1)
+    while target < needed and target < Fraction(2) ** 127:
+        target *= 2
+    return target
 
 
 def counts_of(report: SpanReport) -> list[int]:
