@@ -16,6 +16,8 @@ def main(argv: list[str]) -> int:
                         "cupy_fp8.reference up to date")
     options = parser.parse_args(argv)
     if options.write:
+        if not written.README.exists():
+            parser.error("--write needs a checkout of the repository")
         for path, text in written.files().items():
             path.write_text(text, encoding="utf-8")
     elif options.markdown:

@@ -12,14 +12,14 @@ from ..cases import OPS
 from ..cases.registry import family_modules
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+README = _PACKAGE.parent / "README.md"
 _WIDTH = 110
 
 
 def files() -> dict[Path, str]:
     """The files with such parts, and what they should hold."""
-    readme = _PACKAGE.parent / "README.md"
     parts = re.compile(r"(<!-- ops: [^>]*-->\n).*(?=<!-- end of ops -->)", re.DOTALL)
-    found = {readme: parts.sub(lambda match: match[1] + table(), readme.read_text("utf-8"))}
+    found = {README: parts.sub(lambda match: match[1] + table(), README.read_text("utf-8"))}
     for path, where in ((_PACKAGE / "__init__.py", "ops."), (_PACKAGE / "reference/__init__.py", "")):
         found[path] = _with_names(path.read_text("utf-8"), where)
     return found

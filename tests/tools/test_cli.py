@@ -18,7 +18,7 @@ import cupy_fp8 as fp8
 from cupy_fp8 import backend, cases, testing
 from cupy_fp8.__main__ import COMMANDS, main
 from cupy_fp8.arrays import bits
-from cupy_fp8.cli import selftest
+from cupy_fp8.cli import selftest, written
 from cupy_fp8.kernels import Variant
 
 ROOT = Path(fp8.__file__).resolve().parent.parent
@@ -96,6 +96,26 @@ def test_console_script(monkeypatch, capsys):
 def test_list(capsys):
     assert main(["list"]) == 0
     assert capsys.readouterr().out.splitlines() == [f"{op.name:24} {op.summary}" for op in cases.OPS.values()]
+
+
+def test_list_writes_what_is_out_of_date(monkeypatch, tmp_path, capsys):
+    readme, package = tmp_path / "README.md", tmp_path / "__init__.py"
+    readme.write_text("before\n<!-- ops: here -->\n| old |\n<!-- end of ops -->\nafter\n")
+    package.write_text("from .ops.scales.old import old\n# `list --write` writes this:\n__all__ = [\n\n]\n")
+    (tmp_path / "reference").mkdir()
+    (tmp_path / "reference" / "__init__.py").write_text("")
+    monkeypatch.setattr(written, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(written, "README", readme)
+    assert main(["list", "--write"]) == 0
+    assert main(["list", "--markdown"]) == 0
+    table = capsys.readouterr().out
+    assert readme.read_text() == f"before\n<!-- ops: here -->\n{table}<!-- end of ops -->\nafter\n"
+    assert package.read_text().startswith("from .ops.convert.astype import astype, transpose\n")
+    assert '__all__ = [\n    "astype", "cast_transpose", ' in package.read_text()
+    assert "old" not in package.read_text()
+    readme.unlink()
+    assert exit_code(["list", "--write"]) == 2
+    assert "needs a checkout" in capsys.readouterr().err
 
 
 def test_info(capsys):
