@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from . import backend
 from .arrays import Array, is_array
+from .calls.call import Op, run, validate_call
+from .calls.memory import identities
 from .formats import flags
-from .ops.quantize.tensor_list import Recipe, check_call, multi_quantize
+from .ops.quantize.tensor_list import Recipe, call_of
 from .recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, check_directions
 from .results import Quantized
 
@@ -72,7 +72,7 @@ class WeightCache:
             raise TypeError(f"weights: expected a list, got {type(weights).__name__}")
         if {type(rowwise), type(columnwise), type(update)} != _FLAGS:
             flags(rowwise=rowwise, columnwise=columnwise, update=update)
-        call = _identities(weights), _shapes(weights), rowwise, columnwise
+        call = identities(weights), _shapes(weights), rowwise, columnwise
         if not update and noop is None:
             last, found = self._last
             if last == call:
@@ -88,15 +88,15 @@ class WeightCache:
                 raise ValueError(f"{name}: expected {len(weights)}, one for each weight, got {number}")
         cleared, results = self._cleared, {id(weight): weight for weight in weights if isinstance(weight, Quantized)}
         works = self._works(weights, results, bool(rowwise), bool(columnwise), update or noop is not None)
-        calls = [work.arguments(weights, scales, amaxes, noop) for work in works]
+        calls = [(work, *work.call(self.recipe, weights, scales, amaxes, noop)) for work in works]
         if len(calls) > 1:                                              # the last one must not be refused after the first has written
-            for work, (xs, options) in zip(works, calls, strict=True):
+            for work, op, given in calls:
                 with _numbered(work.places):
-                    check_call(xs, self.recipe, **options)
-        for work, (xs, options) in zip(works, calls, strict=True):
+                    validate_call(op, given, work.outputs)
+        for work, op, given in calls:
             with _numbered(work.places):
-                made = multi_quantize(xs, self.recipe, **options)
-            results.update(zip(map(id, xs), made, strict=True))
+                made = run(op, given, work.outputs)
+            results.update(zip((id(weights[i]) for i in work.places), made, strict=True))
         fresh = [weights[i] for work in works if work.outputs is None for i in work.places]
         found = [results[id(weight)] for weight in weights]
         with _LOCK:
@@ -185,11 +185,12 @@ class _Work(NamedTuple):
     places: list[int]
     outputs: list[Quantized] | None
 
-    def arguments(self, weights: Sequence[Any], scales: Any, amaxes: Any, noop: Any) -> tuple[list[Any], dict[str, Any]]:
-        chosen = [_chosen(a, self.places, len(weights)) for a in (scales, amaxes)]
-        return [weights[i] for i in self.places], {
-            "rowwise": self.rowwise, "columnwise": self.columnwise, "scales": chosen[0], "amaxes": chosen[1],
-            "noop": None if self.outputs is None else noop, "outputs": self.outputs}
+    def call(self, recipe: Recipe, weights: Sequence[Any], scales: Any, amaxes: Any,
+             noop: Any) -> tuple[Op[Any], tuple[Any, ...]]:
+        """The op and its arguments."""
+        scales, amaxes = (_chosen(a, self.places, len(weights)) for a in (scales, amaxes))
+        return call_of([weights[i] for i in self.places], recipe, rowwise=self.rowwise, columnwise=self.columnwise,
+                       scales=scales, amaxes=amaxes, noop=None if self.outputs is None else noop)
 
 
 @contextmanager
@@ -219,11 +220,6 @@ def _length(a: Any) -> int | None:
     if isinstance(a, (list, tuple)):
         return len(a)
     return int(a.shape[0]) if is_array(a) and a.ndim else None
-
-
-def _identities(objects: Sequence[Any]) -> bytes:
-    """Their addresses, which `id` tells too, in less than half the time: no integers are made, and comparing takes no loop."""
-    return np.fromiter(objects, object, len(objects)).tobytes()
 
 
 def _forget(cache: weakref.ref[WeightCache], key: int, gone: weakref.ref[Any]) -> None:

@@ -21,6 +21,7 @@ from . import memory, remembered, validate
 from . import splits as group_sizes
 from .memory import Range
 from .results import Allocation, Description, given_result
+from .tables import Records, Table, table
 
 _Inputs = TypeVar("_Inputs")
 _U32 = np.dtype(np.uint32)
@@ -56,6 +57,7 @@ class Call:
     xp: Any
     result: Description                 # of what is written
     allocation: Allocation              # of a result that is not given
+    arrays: Sequence[Array]             # those of the result, given or allocated
 
     def __init__(self) -> None:
         self.ranges: list[Range] = []
@@ -63,6 +65,9 @@ class Call:
         self.owner: Array | None = None             # the array that workspaces belong to: one of `out=`
         self.workspaces: list[Workspace] = []
         self.scratches: list[Array] = []            # memory for this call alone
+        self.tables: list[Table] = []
+        #: Arrays that launches have addresses inside of: the bytes from each address on.
+        self.read_inside: dict[int, int] = {}
         #: Addresses that are the same for every call on this device.
         self.constants: set[int] = set()
         #: Whether the call may be remembered by its memory. It may not if an argument was copied, or if its
@@ -160,6 +165,17 @@ class Call:
             self.scratches.append(found)
         return found
 
+    def table(self, records: Records) -> int:
+        """The address of records for this call's launches (see `tables`)."""
+        found = table(self.arrays[0], self.x, records)
+        self.tables.append(found)
+        return found.at
+
+    def without_arrays(self, noop: Any) -> None:
+        """For an empty list of arrays: the noop flag stands for the first array where there is one."""
+        self.x = np.empty(0, np.float32) if noop is None else noop
+        self.xp, self._first = backend.module_of(self.x, "noop"), False
+
     def error_word(self) -> int:
         """The address of the device's word of errors (see `kernels.errors`)."""
         at = error_word(self.x)
@@ -195,8 +211,9 @@ class Op(Generic[_Inputs]):
 
 def run(op: Op[Any], given: tuple[Any, ...], out: Any = None) -> Any:
     """Call an op: returns its result, or `out` after writing it."""
-    described = memory.describe(op, given, out)
+    described = None
     try:
+        described = memory.describe(op, given, out)
         known = described and remembered.find(described, out)
     except TypeError:                               # an option that cannot be hashed: the op says what is wrong with it
         known = described = None
@@ -211,7 +228,7 @@ def run(op: Op[Any], given: tuple[Any, ...], out: Any = None) -> Any:
         arrays, written = call.allocation.make()
     else:
         call.owner, written = next(iter(arrays), None), list(map(address, arrays))
-    call.result = result
+    call.result, call.arrays = result, arrays
     launches = list(op.launches(call, inputs, *written))
     for launch in launches:
         launch.run()
@@ -230,7 +247,7 @@ def validate_call(op: Op[Any], given: tuple[Any, ...], out: Any) -> tuple[Call, 
         result, arrays, ranges = given_result(result, out, call.x, call.xp)
         call.ranges += ranges
     elif call.noop_at:
-        raise ValueError("noop: needs out=, since nothing may be written")
+        raise ValueError(f"noop: needs {result.argument}=, since nothing may be written")
     memory.check_separate(call.ranges)
     return call, inputs, result, arrays
 

@@ -28,6 +28,9 @@ class Written(NamedTuple):
 class Description:
     """What an op returns. This one is a single array; other kinds of results replace `build` and `arrays_of`."""
 
+    #: The name of the argument that such a result is given as.
+    argument = "out"
+
     def __init__(self, *arrays: Written) -> None:
         self.arrays = arrays
 

@@ -14,8 +14,9 @@ from list_results import LAUNCHES, arrays, assert_same, one, raw
 
 import cupy_fp8 as fp8
 from cupy_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, Quantized, WeightCache, backend, cases, testing
+from cupy_fp8.calls.call import run as run_op
+from cupy_fp8.calls.memory import identities
 from cupy_fp8.formats import bfloat16
-from cupy_fp8.ops.quantize.tensor_list import multi_quantize
 
 RECIPES = (DelayedScaling(), CurrentScaling(), BlockScaling(), MXScaling())
 SHAPES = ((64, 48), (130, 33), (0, 8), (16, 16))
@@ -178,9 +179,9 @@ def test_identities_are_those_of_objects(run):
     """Nothing is unpacked or compared: arrays of no dimensions, members that are equal, and none at all."""
     array, same = run.array(np.array(3.0, np.float32)), run.array(np.array(3.0, np.float32))
     objects = [array, same, fp8.quantize_tensor(run.array(np.ones((2, 3), np.float32)), 1.0), None, array, [1, 2]]
-    assert np.frombuffer(fp8.cache._identities(objects), np.uintp).tolist() == [id(each) for each in objects]
-    assert fp8.cache._identities(tuple(objects)) == fp8.cache._identities(objects)
-    assert fp8.cache._identities([]) == b""
+    assert np.frombuffer(identities(objects), np.uintp).tolist() == [id(each) for each in objects]
+    assert identities(tuple(objects)) == identities(objects)
+    assert identities([]) == b""
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
@@ -241,13 +242,12 @@ def test_forgotten_while_quantised(run, monkeypatch):
     """clear() in another thread at the worst moment: the call returns its results, and nothing of it is remembered."""
     cache, weights = WeightCache(CurrentScaling()), weights_of(run)
     cache.quantize(weights[:2])
-    real = multi_quantize
 
-    def cleared(*args: Any, **options: Any) -> Any:
+    def cleared(*given: Any) -> Any:
         cache.clear()
-        return real(*args, **options)
+        return run_op(*given)
 
-    monkeypatch.setattr("cupy_fp8.cache.multi_quantize", cleared)
+    monkeypatch.setattr("cupy_fp8.cache.run", cleared)
     for update in (True, False):
         for w, q in zip(weights, cache.quantize(weights, update=update), strict=True):
             assert_same(q, CurrentScaling().quantize(w))
