@@ -32,24 +32,24 @@ _calls: dict[Any, _Repeated | _Allocating] = {}
 
 def find(described: _Described, out: Any) -> _Repeated | _Allocating | None:
     """An earlier call that this one can be launched like. TypeError if an option cannot be hashed."""
-    return _calls.get(_key(described, out))
-
-
-def _key(described: _Described, out: Any) -> tuple[Any, ...]:
     facts, addresses = described
-    if out is None:
-        return (facts, *[at % ALIGNMENT if type(at) is int else at.alignments for at in addresses])
-    return (facts, *addresses)
+    return _calls.get((facts, *addresses) if out is not None else _unplaced(facts, addresses))
+
+
+def _unplaced(facts: tuple[Any, ...], addresses: list[Any]) -> tuple[Any, ...]:
+    """What calls that allocate have in common, wherever their arrays are."""
+    return (facts, *[at % ALIGNMENT if type(at) is int else at.alignments for at in addresses])
 
 
 def remember(described: _Described, call: Call, launches: list[Launch], written: list[int], out: Any) -> None:
     """Keep a call that has been launched, if it can be repeated."""
     if len(_calls) >= _MOST:
         _calls.clear()
+    facts, addresses = described
     if out is not None:
-        _calls[_key(described, out)] = _Repeated(call, launches)
-    elif (found := _Allocating.of(call, launches, flat(described[1]), written)) is not None:
-        _calls[_key(described, out)] = found
+        _calls[(facts, *addresses)] = _Repeated(call, launches)
+    elif (found := _Allocating.of(call, launches, flat(addresses), written)) is not None:
+        _calls[_unplaced(facts, addresses)] = found
 
 
 def forget() -> None:

@@ -15,6 +15,8 @@ from .memory import Range
 
 #: Arrays of one allocation begin at multiples of so many bytes.
 _ALIGNMENT = 256
+#: Bytes whose kernels take longer than an allocation does.
+_LARGE = 8 << 20
 
 
 class Written(NamedTuple):
@@ -104,13 +106,12 @@ def given_result(described: Description, out: Any, x: Array, xp: Any) -> tuple[D
 
 
 class Allocation:
-    """How uninitialised arrays beside another are made: on a GPU as views of one allocation."""
+    """How uninitialised arrays beside another are made: on a GPU as views of one allocation, or of a few where they are large,
+    since an allocation is there for as long as one of its arrays."""
 
     def __init__(self, like: Array, arrays: Sequence[Written]) -> None:
-        self._arrays, self._starts, self._nbytes = [(a.shape, a.dtype) for a in arrays], [], 0
-        for a in arrays:
-            self._starts.append(self._nbytes)
-            self._nbytes += -(-prod(a.shape) * a.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        self._arrays = [(a.shape, a.dtype) for a in arrays]
+        self._places, self._sizes = places(arrays)
         self._device = None if isinstance(like, np.ndarray) else like.data.device_id
         self._cupy = None if self._device is None else backend.cupy()
 
@@ -122,9 +123,22 @@ class Allocation:
         cp = self._cupy
         if self._device != cp.cuda.runtime.getDevice():
             with cp.cuda.Device(self._device):
-                memory = cp.cuda.alloc(self._nbytes)
+                memories = [cp.cuda.alloc(nbytes) for nbytes in self._sizes]
         else:
-            memory = cp.cuda.alloc(self._nbytes)
-        ndarray, at = cp.ndarray, memory.ptr
-        arrays = [ndarray(shape, dtype, memory + start) for (shape, dtype), start in zip(self._arrays, self._starts, strict=True)]
-        return arrays, [at + start for start in self._starts]
+            memories = [cp.cuda.alloc(nbytes) for nbytes in self._sizes]
+        ndarray = cp.ndarray
+        arrays = [ndarray(shape, dtype, memories[which] + start)
+                  for (shape, dtype), (which, start) in zip(self._arrays, self._places, strict=True)]
+        return arrays, [memories[which].ptr + start for which, start in self._places]
+
+
+def places(arrays: Sequence[Written]) -> tuple[list[tuple[int, int]], list[int]]:
+    """Which allocation each array is in, and where it begins there; and the bytes of each allocation. An allocation that is
+    large already gets no further array."""
+    found, sizes = [], [0]
+    for a in arrays:
+        if sizes[-1] >= _LARGE:
+            sizes.append(0)
+        found.append((len(sizes) - 1, sizes[-1]))
+        sizes[-1] += -(-prod(a.shape) * a.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return found, sizes
