@@ -24,15 +24,16 @@ __all__ = ["WeightCache"]
 
 _FLAGS: set[type] = {bool}
 _MOST_HITS = 256            # different lists of weights, of which one is short
-#: Held while what a cache knows changes. One for all caches, so that each can be copied; reentrant, since weights may die
-#: meanwhile.
+#: Held while what a cache knows changes. One for all caches, so that each can be copied; reentrant, since
+#: weights may die meanwhile.
 _LOCK = threading.RLock()
-#: A call: the identities and shapes of the weights (NumPy and CuPy arrays can be reshaped in place), and the directions.
+#: A call: the identities and shapes of the weights (NumPy and CuPy arrays can be reshaped in place), and the
+#: directions.
 _CallKey = tuple[bytes, tuple[Any, ...], bool, bool]
 
 
 class _Work(NamedTuple):
-    """Weights that one list op quantises. outputs: earlier results to be written in place, None for new memory."""
+    """Weights that one call quantises. outputs: earlier results, to be written in place; None: new memory."""
 
     rowwise: bool
     columnwise: bool
@@ -43,8 +44,9 @@ class _Work(NamedTuple):
              noop: Any) -> tuple[Op[Any], tuple[Any, ...]]:
         """The op and its arguments."""
         scales, amaxes = (_chosen(a, self.places, len(weights)) for a in (scales, amaxes))
-        return call_of([weights[i] for i in self.places], recipe, rowwise=self.rowwise, columnwise=self.columnwise,
-                       scales=scales, amaxes=amaxes, noop=None if self.outputs is None else noop)
+        return call_of([weights[i] for i in self.places], recipe, rowwise=self.rowwise,
+                       columnwise=self.columnwise, scales=scales, amaxes=amaxes,
+                       noop=None if self.outputs is None else noop)
 
 
 class _Hit(NamedTuple):
@@ -55,13 +57,14 @@ class _Hit(NamedTuple):
 
 
 class WeightCache:
-    """Quantised weights, kept from call to call: a training step with several micro-batches quantises its weights once.
+    """Quantised weights, kept from call to call: a training step with several micro-batches quantises its
+    weights once.
 
     recipe : DelayedScaling, CurrentScaling, BlockScaling or MXScaling, for all weights.
 
-    Weights are known by identity: the same array objects, call after call, in the same shapes (one that was reshaped in
-    place is new). The cache does not keep them alive, and forgets what belongs to a weight that is gone. Threads may share
-    a cache.
+    Weights are known by identity: the same array objects, call after call, in the same shapes (one that was
+    reshaped in place is new). The cache does not keep them alive, and forgets what belongs to a weight that
+    is gone. Threads may share a cache.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> cache = fp8.WeightCache(fp8.CurrentScaling())
@@ -82,26 +85,29 @@ class WeightCache:
                             f"got {type(recipe).__name__}")
         self.recipe: Recipe = recipe
         self._entries: dict[int, tuple[weakref.ref[Any], Quantized]] = {}      # by the identity of the weight
-        # Whole calls, and the last one of them, which a comparison finds sooner; forgotten whenever an entry goes.
+        # Whole calls, and the last one, which a comparison finds sooner; forgotten whenever an entry goes.
         self._hits: dict[_CallKey, _Hit] = {}
         self._last: tuple[_CallKey, _Hit] | None = None
         self._cleared = 0                                               # how often
 
-    def quantize(self, weights: Sequence[Array | Quantized], *, rowwise: bool = True, columnwise: bool = False,
-                 scales: Any = None, amaxes: Any = None, update: bool = True, noop: Array | None = None) -> list[Quantized]:
-        """The weights quantised, each with the directions asked for (or more, where an earlier call asked for more).
+    def quantize(self, weights: Sequence[Array | Quantized], *, rowwise: bool = True,
+                 columnwise: bool = False, scales: Any = None, amaxes: Any = None, update: bool = True,
+                 noop: Array | None = None) -> list[Quantized]:
+        """The weights quantised, each with the directions asked for (or more, where an earlier call asked for
+        more).
 
         A weight that is new, or lacks a direction: quantised into new memory, all such weights together by
-        `multi_quantize`. Any other: with `update` quantised anew, together and in place, at the same addresses; without it
-        returned as it is, and where that is so of all nothing is launched.
+        `multi_quantize`. Any other: with `update` quantised anew, together and in place, at the same
+        addresses; without it returned as it is, and where that is so of all nothing is launched.
 
-        weights : list of arrays as `multi_quantize` takes; members that are Quantized already are returned as they are
+        weights : list of arrays as `multi_quantize` takes; members that are Quantized already are returned as
+            they are
         scales, amaxes : as for `multi_quantize`, one for each member of `weights`, used or not
-        noop : one-element f32 array on the device; where it holds 1.0 nothing is updated. With it the launch always happens
-            and the device decides, `update` or not, so that one CUDA graph serves all micro-batches. What is quantised into
-            new memory ignores it
-        Raises what `multi_quantize` raises, before anything is written: neither results nor amaxes; the cache is then as it
-        was.
+        noop : one-element f32 array on the device; where it holds 1.0 nothing is updated. With it the launch
+            always happens and the device decides, `update` or not, so that one CUDA graph serves all
+            micro-batches. What is quantised into new memory ignores it
+        Raises what `multi_quantize` raises, before anything is written: neither results nor amaxes; the cache
+        is then as it was.
         """
         if not isinstance(weights, (list, tuple)):
             raise TypeError(f"weights: expected a list, got {type(weights).__name__}")
@@ -119,13 +125,15 @@ class WeightCache:
         if hit is not None:
             self._run(hit.updates, weights, scales, amaxes, noop)
             return hit.results.copy()
-        cleared, results = self._cleared, {id(weight): weight for weight in weights if isinstance(weight, Quantized)}
+        cleared = self._cleared
+        results = {id(weight): weight for weight in weights if isinstance(weight, Quantized)}
         works = self._works(weights, results, call, update or noop is not None)
         results |= self._run(works, weights, scales, amaxes, noop)
         found = [results[id(weight)] for weight in weights]
         with _LOCK:
             if self._cleared == cleared:                    # else another thread has forgotten all
-                self._keep([weights[i] for work in works if work.outputs is None for i in work.places], results)
+                fresh = [i for work in works if work.outputs is None for i in work.places]
+                self._keep([weights[i] for i in fresh], results)
                 works = self._works(weights, {}, call, True)
                 if all(work.outputs is not None for work in works):
                     self._keep_call(call, _Hit(found, works))
@@ -142,9 +150,10 @@ class WeightCache:
                     self._last = call, hit
         return hit
 
-    def _works(self, weights: Sequence[Any], results: dict[int, Quantized], call: _CallKey, update: bool) -> list[_Work]:
-        """What has to be quantised; what needs new memory comes first, since that may be refused. `results` gets what stays
-        as it is."""
+    def _works(self, weights: Sequence[Any], results: dict[int, Quantized], call: _CallKey,
+               update: bool) -> list[_Work]:
+        """What has to be quantised; what needs new memory comes first, since that may be refused. `results`
+        gets what stays as it is."""
         works: dict[tuple[bool, bool, bool], _Work] = {}
         seen: set[int] = set()
         for i, weight in enumerate(weights):
@@ -152,13 +161,16 @@ class WeightCache:
                 continue
             seen.add(id(weight))
             known = self._known(weight, i)
-            row = call[2] or (known is not None and known.rowwise is not None)
-            column = call[3] or (known is not None and known.columnwise is not None)
-            complete = known is not None and row == (known.rowwise is not None) and column == (known.columnwise is not None)
+            has = False, False
+            if known is not None:
+                has = known.rowwise is not None, known.columnwise is not None
+            row, column = call[2] or has[0], call[3] or has[1]
+            complete = has == (row, column)
             if known is not None and complete:
                 results[id(weight)] = known
             if not complete or update:
-                work = works.setdefault((complete, row, column), _Work(row, column, [], [] if complete else None))
+                outputs: list[Quantized] | None = [] if complete else None
+                work = works.setdefault((complete, row, column), _Work(row, column, [], outputs))
                 work.places.append(i)
                 if known is not None and work.outputs is not None:
                     work.outputs.append(known)
@@ -168,7 +180,7 @@ class WeightCache:
              noop: Any) -> dict[int, Quantized]:
         """Quantises, and returns the results by the identities of their weights."""
         calls = [(work, *work.call(self.recipe, weights, scales, amaxes, noop)) for work in works]
-        if len(calls) > 1:                                  # the last one must not be refused after the first has written
+        if len(calls) > 1:                      # the last one must not be refused after the first has written
             for work, op, given in calls:
                 with _numbered(work.places):
                     validate_call(op, given, work.outputs)
@@ -182,7 +194,8 @@ class WeightCache:
     def _keep(self, fresh: list[Any], results: dict[int, Quantized]) -> None:
         for weight in fresh:
             key = id(weight)
-            self._entries[key] = weakref.ref(weight, functools.partial(_forget, weakref.ref(self), key)), results[key]
+            forget = functools.partial(_forget, weakref.ref(self), key)
+            self._entries[key] = weakref.ref(weight, forget), results[key]
         if fresh:
             self._forget_calls()
 
@@ -201,8 +214,8 @@ class WeightCache:
         return known if held is weight and known.shape == held.shape else None
 
     def clear(self) -> None:
-        """Forgets all weights. What another thread's `quantize` is doing meanwhile is returned there, and forgotten as
-        well."""
+        """Forgets all weights. What another thread's `quantize` is doing meanwhile is returned there, and
+        forgotten as well."""
         with _LOCK:
             self._cleared += 1
             self._forget_calls()
@@ -250,7 +263,7 @@ def _shapes(weights: Sequence[Any]) -> tuple[Any, ...]:
     try:
         return tuple(map(_SHAPE, weights))
     except AttributeError:
-        return tuple(getattr(weight, "shape", None) for weight in weights)      # one is no array, which _known tells
+        return tuple(getattr(weight, "shape", None) for weight in weights)  # one is no array, as _known tells
 
 
 _SHAPE = operator.attrgetter("shape")

@@ -1,4 +1,4 @@
-"""Memory of a call's arrays: which calls have the same, and whether what is written overlaps anything else."""
+"""Memory of a call's arrays: which calls have the same, and whether a written array overlaps another."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ class Range(NamedTuple):
 
 
 def check_separate(ranges: Iterable[Range]) -> None:
-    """ValueError if any range that is written shares a byte with another. It names the written one, of two the later."""
-    furthest: dict[bool, tuple[Range, int]] = {}    # by whether it is written: the one that ends last, and its number
+    """ValueError if any range that is written shares a byte with another. It names the written one, of two
+    the later."""
+    # By whether it is written: the range that ends last, and its number.
+    furthest: dict[bool, tuple[Range, int]] = {}
     for number, found in sorted(enumerate(ranges), key=lambda numbered: numbered[1]):
         if found.start == found.end:
             continue
@@ -45,15 +47,15 @@ def check_separate(ranges: Iterable[Range]) -> None:
 
 
 # ---- what a call depends on ----
-#: Appends the facts of an object that has memory (shapes, dtypes, metadata) and its addresses; False where such a call is
-#: never remembered.
+#: Appends the facts of an object that has memory (shapes, dtypes, metadata) and its addresses; False where
+#: such a call is never remembered.
 _Describe = Callable[[Any, list[Any], list[Any]], bool]
 
 
 def describe(op: Hashable, given: tuple[Any, ...], out: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
-    """Everything a call depends on but for the contents of arrays: the op, its options and the facts of its arrays, which
-    can be hashed if the options can; and the addresses of the arrays, those of a list as `Places`. None for calls of the
-    reference. TypeError if a list has a member that cannot be hashed."""
+    """Everything a call depends on but for the contents of arrays: the op, its options and the facts of its
+    arrays, which can be hashed if the options can; and the addresses of the arrays, those of a list as
+    `Places`. None for calls of the reference. TypeError if a list has a member that cannot be hashed."""
     facts: list[Any] = [op]
     addresses: list[Any] = []
     for a in (out, *given):
@@ -137,8 +139,8 @@ def flat(addresses: Iterable[Any]) -> list[int]:
 
 
 class _Members(NamedTuple):
-    """What `describe` says of a list, and the shapes of its arrays, which can be assigned to. `alive` watches its members:
-    their identities are others' once they are gone."""
+    """What `describe` says of a list, and the shapes of its arrays, which can be assigned to. `alive` watches
+    its members: their identities are others' once they are gone."""
 
     facts: Once
     places: Places
@@ -152,14 +154,17 @@ _SHAPE = attrgetter("shape")
 
 
 def identities(objects: Sequence[Any]) -> bytes:
-    """Their addresses, which `id` tells too, in less than half the time: no integers are made, and comparing takes no loop."""
+    """Their identities as bytes: made in less than half the time that `id` takes, and compared at once."""
     return np.fromiter(objects, object, len(objects)).tobytes()
 
 
 def _of_list(members: list[Any], facts: list[Any], addresses: list[Any]) -> bool:
-    """Lists of CuPy arrays, or of results that are there, are described once for as long as their members live."""
+    """Lists of CuPy arrays, or of results of these, are described once for as long as their members live. A
+    call with a list of integers is not remembered: most are sizes, which it copies."""
     kinds = set(map(type, members))
     kind = kinds.pop() if len(kinds) == 1 else None
+    if kind is int:
+        return False
     if kind is float:
         facts.append(array("d", members).tobytes())                 # tells -0 from 0
         return True
@@ -171,7 +176,8 @@ def _of_list(members: list[Any], facts: list[Any], addresses: list[Any]) -> bool
         own_addresses: list[Any] = []
         if not _of_parts(members, own_facts, own_addresses):
             return False
-        found = _Members(Once(tuple(own_facts)), Places(tuple(flat(own_addresses))), tuple(map(_SHAPE, members)) if of_arrays else None, [])
+        shapes = tuple(map(_SHAPE, members)) if of_arrays else None
+        found = _Members(Once(tuple(own_facts)), Places(tuple(flat(own_addresses))), shapes, [])
         if of_arrays or (kind is Quantized and all("_described" in q.__dict__ for q in members)):
             if len(_lists) >= _MOST_LISTS:
                 _lists.clear()
@@ -210,8 +216,8 @@ def _of_result(fields: Callable[[Any], tuple[Any, ...]]) -> _Describe:
     return describe
 
 
-#: How to describe each kind of object that has memory; anything else is an option. CuPy's arrays are added when one is seen,
-#: since CuPy may not be there.
+#: How to describe each kind of object that has memory; anything else is an option. CuPy's arrays are added
+#: when one is seen, since CuPy may not be there.
 _KINDS: dict[type, _Describe] = {
     np.ndarray: _of_numpy, tuple: _of_tuple, list: _of_list,
     Scaled: _of_result(lambda s: (s.data, s.scale_inv, s.shape, s.transposed, s.block, s.scale_layout)),

@@ -1,7 +1,8 @@
 """Remembered calls: the launches of an earlier call, run again without looking at its arguments twice.
 
-A call that writes into `out=` is known by the addresses of its arrays, and its launches are run as they are. A call that
-allocates is known by the shapes, dtypes and alignments of its arrays: its launches get the new addresses.
+A call that writes into `out=` is known by the addresses of its arrays, and its launches are run as they are.
+A call that allocates is known by the shapes, dtypes and alignments of its arrays: its launches get the new
+addresses.
 """
 
 from __future__ import annotations
@@ -58,12 +59,13 @@ def forget() -> None:
 
 
 class _Repeated:
-    """Launches into the same memory. Workspaces belong to the array that owns this memory: once it is gone, another array may
-    have the address, and needs workspaces that live as long as itself, since a CUDA graph may keep on using them. So do
-    tables, which may also have made room for others."""
+    """Launches into the same memory. Workspaces belong to the array that owns this memory: once it is gone,
+    another array may have the address, and needs workspaces that live as long as itself, since a CUDA graph
+    may keep on using them. So do tables, which may also have made room for others."""
 
     def __init__(self, call: Call, launches: list[Launch]) -> None:
-        self._launches, self._tables, self._workspaces, self._owner = launches, call.tables, call.workspaces, None
+        self._launches, self._tables, self._owner = launches, call.tables, None
+        self._workspaces = call.workspaces              # of NumPy arrays nobody else keeps them
         if call.workspaces and not isinstance(call.x, np.ndarray):
             self._owner = weakref.ref(owner_of(call.owner))
         for launch in launches:
@@ -110,14 +112,15 @@ class _RecordSlots:
 
 
 class _Known:
-    """The addresses of a call, and how many bytes from each on belong to it: a pointer in there is that address's."""
+    """The addresses of a call, and how many bytes from each on belong to it."""
 
     def __init__(self, known: list[tuple[int, int]], constants: set[int]) -> None:
         self._order = sorted(range(len(known)), key=lambda i: known[i])
         self._places = [known[i] for i in self._order]
         self._constants = constants
         #: Whether every pointer is one address's alone.
-        self.distinct = all(at and at + size <= next_at for (at, size), (next_at, _) in pairwise([*self._places, (1 << 64, 0)]))
+        ends = pairwise([*self._places, (1 << 64, 0)])
+        self.distinct = all(at and at + size <= next_at for (at, size), (next_at, _) in ends)
 
     def slots(self, values: Iterable[tuple[int, int]]) -> list[_Slot] | None:
         """Which of the values, each with its position, are these addresses; None if one leads elsewhere."""
@@ -163,8 +166,9 @@ class _Bound(NamedTuple):
 class _Allocating:
     """Launches into new memory: pointers get the addresses of this call's arrays."""
 
-    def __init__(self, call: Call, written: list[int], tables: list[_RecordSlots], launches: list[_Bound]) -> None:
-        #: An array without elements, which stands for the call's arrays where only their device matters: these may be freed.
+    def __init__(self, call: Call, written: list[int], tables: list[_RecordSlots],
+                 launches: list[_Bound]) -> None:
+        #: An array without elements stands for the call's arrays, which may be freed: it has their device.
         self._like = empty_beside(call.x, (0,), _U32)
         self._allocation, self._build = call.allocation, call.result.build
         self._alignments, self._launches, self._tables = [at % ALIGNMENT for at in written], launches, tables
@@ -176,8 +180,9 @@ class _Allocating:
         """None where it is not certain which array a pointer belongs to."""
         if any(found.written for found in call.ranges):
             return None
-        # Pointers may lead into workspaces, scratch memory and tables, but mostly only to the beginning of arrays.
-        sizes = [(at, call.read_inside.get(at, 1)) for at in given] + [(at, 1) for at in written]
+        # Pointers may lead into new memory, which overlaps nothing; of most given arrays, to the beginning alone.
+        sizes = [(at, call.read_inside.get(at, 1)) for at in given]
+        sizes += [(at, max(1, a.nbytes)) for at, a in zip(written, call.result.arrays, strict=True)]
         sizes += [(address(found.array), 4 * found.words) for found in call.workspaces]
         sizes += [(address(scratch), scratch.nbytes) for scratch in call.scratches]
         known = _Known(sizes, call.constants)

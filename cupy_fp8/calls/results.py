@@ -1,4 +1,4 @@
-"""Descriptions of results: which arrays an op writes, how users get them, and whether a result given as `out=` has them."""
+"""Descriptions of results: which arrays an op writes, how users get them, and whether `out=` has them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,13 @@ class Written(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
 
 class Description:
-    """What an op returns. This one is a single array; other kinds of results replace `build` and `arrays_of`."""
+    """What an op returns: here one array; other kinds of results replace `build` and `arrays_of`."""
 
     #: The name of the argument that such a result is given as.
     argument = "out"
@@ -41,12 +45,12 @@ class Description:
         return arrays[0]
 
     def for_out(self, out: Any) -> Description:
-        """The description of a result given as `out=`, where such a result can have other arrays than a new one."""
+        """The description of a result given as `out=`, which can have other arrays than a new one."""
         return self
 
     def arrays_of(self, out: Any) -> Sequence[Array]:
-        """The arrays of a result given as `out=`. TypeError or ValueError if it is another kind of result; the arrays
-        themselves are checked after this."""
+        """The arrays of a result given as `out=`. TypeError or ValueError if it is another kind of result;
+        the arrays themselves are checked after this."""
         return (out,)
 
     def store(self, out: Any, made: Any) -> None:
@@ -93,9 +97,10 @@ def pair(out: Any) -> tuple[Any, Any]:
     return out
 
 
-def given_result(described: Description, out: Any, x: Array, xp: Any) -> tuple[Description, Sequence[Array], list[Range]]:
-    """The description and the arrays of a result given as `out=`, and their memory, once every array has been found to be of
-    x's kind and device, writable, and of its shape and dtype."""
+def given_result(described: Description, out: Any, x: Array,
+                 xp: Any) -> tuple[Description, Sequence[Array], list[Range]]:
+    """The description and the arrays of a result given as `out=`, and their memory, once every array has been
+    found to be of x's kind and device, writable, and of its shape and dtype."""
     described = described.for_out(out)
     arrays = described.arrays_of(out)
     ranges = []
@@ -106,8 +111,8 @@ def given_result(described: Description, out: Any, x: Array, xp: Any) -> tuple[D
 
 
 class Allocation:
-    """How uninitialised arrays beside another are made: on a GPU as views of one allocation, or of a few where they are large,
-    since an allocation is there for as long as one of its arrays."""
+    """How uninitialised arrays beside another are made: on a GPU as views of one allocation, or of a few
+    where they are large, since an allocation is there for as long as one of its arrays."""
 
     def __init__(self, like: Array, arrays: Sequence[Written]) -> None:
         self._arrays = [(a.shape, a.dtype) for a in arrays]
@@ -133,12 +138,12 @@ class Allocation:
 
 
 def places(arrays: Sequence[Written]) -> tuple[list[tuple[int, int]], list[int]]:
-    """Which allocation each array is in, and where it begins there; and the bytes of each allocation. An allocation that is
-    large already gets no further array."""
+    """Which allocation each array is in, and where it begins there; and the bytes of each allocation. An
+    allocation that is large already gets no further array."""
     found, sizes = [], [0]
     for a in arrays:
         if sizes[-1] >= _LARGE:
             sizes.append(0)
         found.append((len(sizes) - 1, sizes[-1]))
-        sizes[-1] += -(-prod(a.shape) * a.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        sizes[-1] += -(-a.nbytes // _ALIGNMENT) * _ALIGNMENT
     return found, sizes

@@ -1,7 +1,7 @@
 """Tables: records in device memory that launches read, one record for each array of a list.
 
-A table belongs to the memory of the result that its launches write: a CUDA graph that captured these launches reads the
-table for as long as that result lives. Tables that no graph has captured make room for others.
+A table belongs to the memory of the result that its launches write: a CUDA graph that captured these launches
+reads the table for as long as that result lives. Tables that no graph has captured make room for others.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ _of_result: dict[int, tuple[weakref.ref[Any], list[Table]]] = {}
 
 
 class Records(bytes):
-    """Bytes of a table, or of records that a launch has among its arguments. Equal bytes make equal launches."""
+    """Bytes of a table, or of records that a launch has among its arguments. Equal bytes make equal
+    launches."""
 
     pointers: Sequence[int]             # the u64 words that are addresses of arrays
-    own: slice                          # the u64 words that are offsets in the table itself: addresses once it has one
+    own: slice                          # the u64 words that are offsets in the table itself
 
     @staticmethod
     def of(data: bytes, pointers: Sequence[int] = (), own: slice = slice(0)) -> Records:
@@ -39,6 +40,8 @@ class Records(bytes):
 class Table:
     """Records in the memory of x's device."""
 
+    captured = False                    # by a graph, which may read them for as long as the result lives
+
     def __init__(self, x: Array, records: Records) -> None:
         host = np.frombuffer(records, np.uint8).copy()
         self.records, self.device = records, None if isinstance(x, np.ndarray) else x.data.device_id
@@ -48,7 +51,6 @@ class Table:
         self.nbytes = host.nbytes
         host.view(np.uint64)[records.own] += np.uint64(self.at)
         self._host: np.ndarray | None = host            # a copy in flight still reads it
-        self._captured = False
         if self.device is not None:
             cuda = backend.cupy().cuda
             with nullcontext() if self.device == cuda.runtime.getDevice() else cuda.Device(self.device):
@@ -56,13 +58,9 @@ class Table:
 
     def use(self) -> bool:
         """Whether a launch can read it; notes that a graph captures this launch."""
-        if not self._captured and self.device is not None:
-            self._captured = capturing(self.device)
+        if not self.captured and self.device is not None:
+            self.captured = capturing(self.device)
         return self.memory is not None
-
-    @property
-    def replaceable(self) -> bool:
-        return not self._captured
 
     def free(self) -> None:
         self.memory = self._host = None
@@ -70,8 +68,8 @@ class Table:
 
 
 def table(result: Array, x: Array, records: Records) -> Table:
-    """The table with these records that belongs to `result`, an array that the launches write. ValueError if it would have
-    to be made during a capture."""
+    """The table with these records that belongs to `result`, an array that the launches write. ValueError if
+    it would have to be made during a capture."""
     owner = result if isinstance(x, np.ndarray) else owner_of(result)
     entry = _of_result.get(id(owner))
     if entry is None or entry[0]() is not owner:
@@ -80,9 +78,9 @@ def table(result: Array, x: Array, records: Records) -> Table:
     found = next((known for known in tables if known.records == records), None)
     if found is None:
         if not isinstance(x, np.ndarray) and capturing(x.data.device_id):
-            raise ValueError("outputs: used with these arrays for the first time while a CUDA graph is captured; call once "
-                             "before the capture")
-        for old in [known for known in tables if known.replaceable][:1 - _MOST]:
+            raise ValueError("outputs: used with these arrays for the first time while a CUDA graph is "
+                             "captured; call once before the capture")
+        for old in [known for known in tables if not known.captured][:1 - _MOST]:
             tables.remove(old)
             old.free()
         found = Table(x, records)

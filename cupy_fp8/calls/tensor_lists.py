@@ -1,4 +1,5 @@
-"""What ops on lists of arrays share: their arguments, the description of their results, and the tables that they launch."""
+"""What ops on lists of arrays share: their arguments, the description of their results, and the tables that
+they launch."""
 
 from __future__ import annotations
 
@@ -32,14 +33,16 @@ def checked(a: Any, name: str, number: int | None = None) -> Sequence[Any]:
 
 
 def each_scale(call: Call, scales: Any, number: int) -> list[tuple[int, float]]:
-    """(address, 0) of the scale of each array, or (0, value) of a number. scales: an f32 array [n], or a list."""
+    """(address, 0) of the scale of each array, or (0, value) of a number. scales: an f32 array [n], or a
+    list."""
     if isinstance(scales, (list, tuple)):
         return [call.scalar(f"scales[{i}]", one) for i, one in enumerate(checked(scales, "scales", number))]
     return [(at, 0.0) for at in _elements(call, "scales", scales, number, updated=False)]
 
 
 def each_amax(call: Call, amaxes: Any, number: int) -> list[int]:
-    """The address of the amax of each array; several arrays may have the same. amaxes: an f32 array [n], or a list."""
+    """The address of the amax of each array; several arrays may have the same. amaxes: an f32 array [n], or a
+    list."""
     if not isinstance(amaxes, (list, tuple)):
         return _elements(call, "amaxes", amaxes, number, updated=True)
     found: list[int] = []
@@ -67,7 +70,8 @@ def _elements(call: Call, name: str, a: Any, number: int, updated: bool) -> list
     if at % 4 or stride % 4:
         raise ValueError(f"{name}: address {at:#x} or stride {stride} is not a multiple of 4")
     found = [at + i * stride for i in range(number)]
-    call.ranges += [Range(one, one + 4, updated, f"{name}[{i}]") for one, i in dict(zip(found, range(number), strict=True)).items()]
+    distinct = enumerate(dict.fromkeys(found))
+    call.ranges += [Range(one, one + 4, updated, f"{name}[{i}]") for i, one in distinct]
     if stride == 4:
         call.read_inside[at] = 4 * number
     return found
@@ -97,7 +101,8 @@ class ListResult(Description):
 
     def for_out(self, out: Any) -> ListResult:
         checked(out, "outputs", len(self.members))
-        return ListResult([_numbered(i, member.for_out, one) for i, (member, one) in enumerate(zip(self.members, out, strict=True))])
+        pairs = enumerate(zip(self.members, out, strict=True))
+        return ListResult([_numbered(i, member.for_out, one) for i, (member, one) in pairs])
 
     def arrays_of(self, out: Any) -> list[Any]:
         return [a for i, (member, one) in enumerate(zip(self.members, out, strict=True))
@@ -110,19 +115,21 @@ def _numbered(i: int, check: Callable[[Any], _T], out: Any) -> _T:
         return check(out)
     except (TypeError, ValueError) as error:
         message = str(error)
-        raise type(error)(f"outputs[{i}]{message[3:]}" if message.startswith("out") else f"outputs[{i}]: {message}") from None
+        message = message[3:] if message.startswith("out") else f": {message}"
+        raise type(error)(f"outputs[{i}]{message}") from None
 
 
 # ---- tables ----
 class TableLayout:
-    """Where a table has its parts: a record for each array, then for each block of threads the number of its array, then
-    zeros for the launches."""
+    """Where a table has its parts: a record for each array, then for each block of threads the number of its
+    array, then zeros for the launches."""
 
     def __init__(self, record: Layout, blocks: Sequence[int], zeros: int = 0) -> None:
         """blocks: of threads, for each array. zeros: bytes."""
         self.record, self.blocks, self.count = record, blocks, sum(blocks)
         if self.count > _MOST_BLOCKS:
-            raise ValueError(f"xs: more than the {_MOST_BLOCKS} blocks that a launch can have; split the list")
+            raise ValueError(f"xs: more than the {_MOST_BLOCKS} blocks that a launch can have; "
+                             "split the list")
         #: Blocks of every array if all have as many, else 0.
         self.each = blocks[0] if len(set(blocks)) == 1 else 0
         self.numbers = record.size * len(blocks)
@@ -130,14 +137,18 @@ class TableLayout:
         self._nbytes = -(-(self.zeros + zeros) // 16) * 16
 
     def make(self, call: Call, packed: bytes, own: str = "") -> int:
-        """The address of the table with these records. own: the member of a record that is an offset in the table."""
+        """The address of the table with these records. own: the member of a record that is an offset in the
+        table."""
         numbers = np.repeat(np.arange(len(self.blocks), dtype=np.uint32), self.blocks).tobytes()
-        stride, own_words = self.record.size // 8, slice(0)
+        own_words = slice(0)
         if own:
-            own_words = slice(self.record.offset(own) // 8, self.numbers // 8, stride)
-        return call.table(Records.of((packed + numbers).ljust(self._nbytes, b"\0"), self.pointers(own), own_words))
+            own_words = slice(self.record.offset(own) // 8, self.numbers // 8, self.record.size // 8)
+        data = (packed + numbers).ljust(self._nbytes, b"\0")
+        return call.table(Records.of(data, self.pointers(own), own_words))
 
     def pointers(self, own: str = "") -> list[int]:
         """The u64 words of all records that are addresses of arrays."""
-        words = [at // 8 for at, code in self.record.scalars() if code == "P" and not (own and at == self.record.offset(own))]
-        return [word + i * self.record.size // 8 for i in range(len(self.blocks)) for word in words]
+        offsets = {at for at, code in self.record.scalars() if code == "P"}
+        offsets -= {self.record.offset(own)} if own else set()
+        starts = range(0, self.numbers, self.record.size)
+        return [(start + offset) // 8 for start in starts for offset in sorted(offsets)]

@@ -1,5 +1,6 @@
 """Current scaling of many matrices from one read, for those that fit into a GPU's multiprocessors. Kernels:
-kernels_cu/include/tile/single_read.cuh, for a list (tensor_list.cu) and for groups of rows (grouped_tensor.cu)."""
+kernels_cu/include/tile/single_read.cuh, for a list (tensor_list.cu) and for groups of rows
+(grouped_tensor.cu)."""
 
 from __future__ import annotations
 
@@ -61,8 +62,9 @@ class Choice(NamedTuple):
 
 
 def choose(x: Array, matrices: Sequence[int], times: int = 1) -> Choice | None:
-    """For matrices of so many tiles, so many times; None where two launches are faster: where there is little to do, and where most of it
-    would be read twice all the same. x: one of them, whose rows allow chunked access."""
+    """For matrices of so many tiles, so many times; None where two launches are faster: where there is little
+    to do, and where most of it would be read twice all the same. x: one of them, whose rows allow chunked
+    access."""
     machine = _CPU if isinstance(x, np.ndarray) else _gpu(x.data.device_id)
     total = sum(matrices)
     if x.dtype.itemsize != 2 or not machine.most_slots or times * total < machine.fewest * machine.blocks:

@@ -1,12 +1,12 @@
-"""Tensor lists: per-tensor scaling of any number of matrices in one launch, and every recipe for a list of arrays.
-Kernels: kernels_cu/quantize/tensor_list.cu."""
+"""Tensor lists: per-tensor scaling of any number of matrices in one launch, and every recipe for a list of
+arrays. Kernels: kernels_cu/quantize/tensor_list.cu."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, product
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, product, repeat
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -24,33 +24,39 @@ from . import single_read, tensor, tensor_list_blocks
 
 Recipe = DelayedScaling | CurrentScaling | BlockScaling | MXScaling
 
-_FEW = 8                                        # matrices whose records fit into a launch's arguments (kFew)
+_FEW = 8                                # matrices whose records fit into a launch's arguments (kFew)
 _CAST = Kernel("quantize/tensor_list", "multi_cast_transpose")
 _AMAX = Kernel("quantize/tensor_list", "multi_amax_scale")
 _CURRENT = Kernel("quantize/tensor_list", "multi_cast_current", cooperative=True)
 _AMAX_THREADS = 256
 _SMALL = tiles.SMALL
+#: Of current scaling: target, eps, and whether scales are powers of two.
+_Rule = tuple[float, float, bool]
 
 
-def multi_cast_transpose(xs: Sequence[Array], scales: Any, *, dtype: Any = float8_e4m3fn, amaxes: Any = None, noop: Array | None = None,
+def multi_cast_transpose(xs: Sequence[Array], scales: Any, *, dtype: Any = float8_e4m3fn, amaxes: Any = None,
+                         noop: Array | None = None,
                          outputs: Sequence[Quantized] | None = None) -> list[Quantized]:
     """`cast_transpose` of any number of matrices, of any shapes, in one launch.
 
-        data = cast(x * scale)      column-wise: data transposed      scale_inv = 1 / scale      amax = max(amax, max |x|)
+        data = cast(x * scale)      column-wise: data transposed      scale_inv = 1 / scale
+        amax = max(amax, max |x|)
 
     for each x with its own scale; bytes as `cast_transpose` writes them, one by one.
 
     Parameters
     ----------
-    xs : list of bfloat16, float16 or float32 matrices [M, K]: all of one dtype, each with its own shape (0 included)
+    xs : list of bfloat16, float16 or float32 matrices [M, K]: all of one dtype, each with its own shape (0
+        included)
     scales : one for each: an f32 array [n], or a list of one-element f32 arrays or of Python or NumPy scalars
     dtype : float8_e4m3fn or float8_e5m2
-    amaxes : f32 array [n], or a list of one-element f32 arrays: each is raised to the largest |x| before scaling (NaN ignored)
-    noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `outputs`. Must not change while the
-        launches run
-    outputs : earlier results for the same shapes, or those of ``recipe.empty(…)``; written in place and returned. Arrays that come
-        together again cost little: what the launch reads of them is on the device already. With such, the call allocates and copies
-        nothing, and can be captured into a CUDA graph
+    amaxes : f32 array [n], or a list of one-element f32 arrays: each is raised to the largest |x| before
+        scaling (NaN ignored)
+    noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `outputs`.
+        Must not change while the launches run
+    outputs : earlier results for the same shapes, or those of ``recipe.empty(…)``; written in place and
+        returned. Arrays that come together again cost little: what the launch reads of them is on the device
+        already. With such, the call allocates and copies nothing, and can be captured into a CUDA graph
 
     Returns
     -------
@@ -58,11 +64,12 @@ def multi_cast_transpose(xs: Sequence[Array], scales: Any, *, dtype: Any = float
 
     Raises
     ------
-    TypeError for wrong dtypes, dtypes that differ, or NumPy and CuPy arrays mixed, ValueError for shapes, lists of different lengths,
-    devices and overlaps (and, during a capture, arrays that no call has had before), DeviceError; all before anything is written.
+    TypeError for wrong dtypes, dtypes that differ, or NumPy and CuPy arrays mixed, ValueError for shapes,
+    lists of different lengths, devices and overlaps (and, during a capture, arrays that no call has had
+    before), DeviceError; all before anything is written.
 
-    Source: TransformerEngine's multi_cast_transpose. Bytes moved per element: x + 2. Matrices whose rows are no multiples of 8 elements (or
-    columns of 16) send the whole group through smaller tiles.
+    Source: TransformerEngine's multi_cast_transpose. Bytes moved per element: x + 2. Matrices whose rows are
+    no multiples of 8 elements (or columns of 16) send the whole group through smaller tiles.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> a, b = np.array([[1, 2], [3, 4]], np.float32), np.array([[0.5, 300]], np.float32)
@@ -74,20 +81,22 @@ def multi_cast_transpose(xs: Sequence[Array], scales: Any, *, dtype: Any = float
     return results
 
 
-def multi_quantize(xs: Sequence[Array], recipe: Recipe, *, rowwise: bool = True, columnwise: bool = False, scales: Any = None,
-                   amaxes: Any = None, noop: Array | None = None, outputs: Sequence[Quantized] | None = None) -> list[Quantized]:
+def multi_quantize(xs: Sequence[Array], recipe: Recipe, *, rowwise: bool = True, columnwise: bool = False,
+                   scales: Any = None, amaxes: Any = None, noop: Array | None = None,
+                   outputs: Sequence[Quantized] | None = None) -> list[Quantized]:
     """``recipe.quantize`` of any number of arrays: the same bytes.
 
-    All arrays take one launch together. With CurrentScaling 16-bit arrays whose rows are multiples of 8 elements (16-byte aligned) are read
-    once, and wait in the GPU's multiprocessors for their scales, where the list is large enough (17 M elements on an H200) and most of it
-    is in arrays that fit (15 M elements each); other lists take two launches, of which the first finds every scale. BlockScaling and
-    MXScaling take one for each dtype that there is, and one for each array whose last two axes are swapped in memory; blocks of whole lines
-    are quantised array by array.
+    All arrays take one launch together. With CurrentScaling 16-bit arrays whose rows are multiples of 8
+    elements (16-byte aligned) are read once, and wait in the GPU's multiprocessors for their scales, where
+    the list is large enough (17 M elements on an H200) and most of it is in arrays that fit (15 M elements
+    each); other lists take two launches, of which the first finds every scale. BlockScaling and MXScaling
+    take one for each dtype that there is, and one for each array whose last two axes are swapped in memory;
+    blocks of whole lines are quantised array by array.
 
     Parameters
     ----------
-    xs : list of bfloat16, float16 or float32 arrays of any, different shapes: for per-tensor recipes matrices of one dtype, for the
-        others what `quantize_block` and `quantize_mx` take
+    xs : list of bfloat16, float16 or float32 arrays of any, different shapes: for per-tensor recipes matrices
+        of one dtype, for the others what `quantize_block` and `quantize_mx` take
     recipe : DelayedScaling, CurrentScaling, BlockScaling or MXScaling
     rowwise, columnwise : the directions of every result
     scales : of DelayedScaling, which needs them: as for `multi_cast_transpose`
@@ -100,18 +109,19 @@ def multi_quantize(xs: Sequence[Array], recipe: Recipe, *, rowwise: bool = True,
 
     Raises
     ------
-    As `multi_cast_transpose`, and TypeError for another recipe, ValueError for scales and amaxes that the recipe has no use for; all
-    before anything is written.
+    As `multi_cast_transpose`, and TypeError for another recipe, ValueError for scales and amaxes that the
+    recipe has no use for; all before anything is written.
 
-    Source: TransformerEngine's multi-tensor quantize. In blocks, an array whose rows are no multiples of 4 elements sends all arrays of its
-    dtype through the slower kernel for any shape.
+    Source: TransformerEngine's multi-tensor quantize. In blocks, an array whose rows are no multiples of 4
+    elements sends all arrays of its dtype through the slower kernel for any shape.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> xs = [np.full((2, 3), 7, np.float32), np.full((1, 4), 0.5, np.float32)]
     >>> [q.scale_inv.tolist() for q in fp8.multi_quantize(xs, fp8.CurrentScaling())]
     [[0.015625], [0.0011160714784637094]]
     """
-    op, given = call_of(xs, recipe, rowwise=rowwise, columnwise=columnwise, scales=scales, amaxes=amaxes, noop=noop)
+    op, given = call_of(xs, recipe, rowwise=rowwise, columnwise=columnwise, scales=scales, amaxes=amaxes,
+                        noop=noop)
     results: list[Quantized] = run(op, given, outputs)
     return results
 
@@ -122,7 +132,8 @@ def call_of(xs: Sequence[Array], recipe: Recipe, *, rowwise: bool, columnwise: b
     if not isinstance(recipe, (BlockScaling, MXScaling)):
         return _QUANTIZE, (xs, scales, amaxes, noop, recipe, rowwise, columnwise)
     if scales is not None or amaxes is not None:
-        raise ValueError("scales, amaxes: belong to per-tensor recipes; blocks take their scales from their own elements")
+        raise ValueError("scales, amaxes: belong to per-tensor recipes; blocks take their scales from their "
+                         "own elements")
     return tensor_list_blocks.QUANTIZE, (xs, noop, recipe, rowwise, columnwise)
 
 
@@ -131,9 +142,9 @@ class _Inputs(NamedTuple):
     xs: list[Input]
     scales: list[tuple[int, float]] | None          # addresses or values
     amaxes: list[int] | None                        # addresses
-    given: dict[str, Any]                           # of the reference: scales, amaxes and directions as they were given
+    given: dict[str, Any]                           # options of the reference, as they were given
     recipe: DelayedScaling | CurrentScaling
-    rule: tuple[float, float, bool] | None          # of current scaling: target, eps and whether scales are powers of two
+    rule: _Rule | None                              # of current scaling
     result: ListResult
 
 
@@ -168,50 +179,51 @@ class _QuantizeList(Op[_Inputs]):
     def reference(self, inputs: _Inputs) -> list[Quantized]:
         return reference.multi_quantize([x.array for x in inputs.xs], inputs.recipe, **inputs.given)
 
-    def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
+    def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterable[Launch]:
         assert isinstance(call.result, ListResult)
-        matrices, aligned = [], True
-        for i, (x, result, places) in enumerate(zip(inputs.xs, call.result.members, call.result.divide(written), strict=True)):
-            assert isinstance(result, tensor.PerTensorResult)
-            scale, value = inputs.scales[i] if inputs.scales else (0, 0.0)
-            matrices.append(_Matrix(x, scale, value, inputs.amaxes[i] if inputs.amaxes else 0, result.addresses(places)))
-            aligned = aligned and matrices[-1].aligned
+        places = [cast(tensor.PerTensorResult, result).addresses(own)
+                  for result, own in zip(call.result.members, call.result.divide(written), strict=True)]
+        scales, amaxes = inputs.scales or repeat((0, 0.0)), inputs.amaxes or repeat(0)
+        matrices = [_Matrix(*each) for each in zip(inputs.xs, places, scales, amaxes, strict=False)]
         if not matrices:
-            return
-        to = inputs.recipe.dtype
-        if inputs.rule and aligned and (
-                choice := single_read.choose(call.x, [x.tiles(single_read.TILE) for x in matrices])):
-            yield _read_once(call, matrices, to, inputs.rule, choice)
-            return
-        tile = _tile(matrices) if aligned else _SMALL
-        yield from _read_twice(call, matrices, to, tile, inputs.rule) if inputs.rule else [_cast(call, matrices, to, tile)]
+            return []
+        if not inputs.rule:
+            return [_cast(call, matrices, inputs.recipe.dtype)]
+        choice = None
+        if all(each.aligned for each in matrices):
+            choice = single_read.choose(call.x, [each.tiles(single_read.TILE) for each in matrices])
+        if choice:
+            return [_read_once(call, matrices, inputs.recipe.dtype, inputs.rule, choice)]
+        return _read_twice(call, matrices, inputs.recipe.dtype, inputs.rule)
 
 
 class _CastTransposeList(_QuantizeList):
     """Matrices with given scales, in both directions."""
 
-    def arguments(self, call: Call, xs: Any, scales: Any, amaxes: Any, noop: Any, dtype: Any) -> _Inputs:  # type: ignore[override]
-        if scales is None:
-            raise ValueError("scales: expected one for each array, got None; multi_quantize with CurrentScaling takes them "
-                             "from the arrays")
+    def arguments(self, call: Call, *given: Any) -> _Inputs:
+        xs, scales, amaxes, noop, dtype = given
         recipe = DelayedScaling(lookup(dtype, FP8_DTYPES, "dtype").dtype)
+        if scales is None:
+            raise ValueError("scales: expected one for each array, got None; multi_quantize with "
+                             "CurrentScaling takes them from the arrays")
         return super().arguments(call, xs, scales, amaxes, noop, recipe, True, True)
 
 
 _QUANTIZE, _CAST_TRANSPOSE = _QuantizeList(), _CastTransposeList()
 
 
-def _rule(recipe: Any, scales: Any) -> tuple[float, float, bool] | None:
+def _rule(recipe: Any, scales: Any) -> _Rule | None:
     if isinstance(recipe, DelayedScaling):
         if scales is None:
-            raise ValueError("scales: delayed scaling needs the scales that earlier steps determined, got None")
+            raise ValueError("scales: delayed scaling needs the scales that earlier steps determined, "
+                             "got None")
         return None
     if not isinstance(recipe, CurrentScaling):
         raise TypeError("recipe: expected DelayedScaling, CurrentScaling, BlockScaling or MXScaling, "
                         f"got {type(recipe).__name__}")
     if scales is not None:
-        raise ValueError("scales: current scaling takes them from the arrays themselves; DelayedScaling quantises with given "
-                         "scales")
+        raise ValueError("scales: current scaling takes them from the arrays themselves; DelayedScaling "
+                         "quantises with given scales")
     return scale_target(recipe.dtype, 0), checked_eps(recipe.eps), bool(recipe.pow2_scale)
 
 
@@ -226,13 +238,13 @@ def _matrix(call: Call, name: str, x: Any) -> Input:
 
 # ---- launches ----
 class _Matrix(NamedTuple):
-    """A matrix and what belongs to it. places: addresses of its results, by their names in the kernel's struct."""
+    """A matrix, the addresses of its results (by their names in the kernel's struct), and those of its scale
+    (or its value) and amax."""
 
     x: Input
-    scale: int
-    scale_value: float
-    amax: int
     places: dict[str, int]
+    scale: tuple[int, float]
+    amax: int
 
     @property
     def aligned(self) -> bool:
@@ -250,13 +262,13 @@ class _Matrix(NamedTuple):
 
 
 def _tile(matrices: list[_Matrix]) -> tiles.Tile:
-    """The tile for matrices that are all aligned."""
     x, places = matrices[0].x.array, matrices[0].places
-    if not all(each.vector for each in matrices):
+    if not all(each.aligned and each.vector for each in matrices):
         return _SMALL
     wide = x.dtype.itemsize == 2 and "data" in places and "data_t" in places
-    large = tiles.BOTH if wide and tiles.fills_wide(each.x.shape[1] for each in matrices) else tiles.BOTH_NARROW
-    return tiles.choose(x, large, sum(each.x.array.size for each in matrices))
+    wide = wide and tiles.fills_wide(each.x.shape[1] for each in matrices)
+    size = sum(each.x.array.size for each in matrices)
+    return tiles.choose(x, tiles.BOTH if wide else tiles.BOTH_NARROW, size)
 
 
 def _table(matrices: list[_Matrix], tile: tiles.Tile, zeros: int = 0) -> TableLayout:
@@ -267,13 +279,14 @@ def _packed(matrices: list[_Matrix], table: TableLayout, scales: int = 0) -> byt
     """The records. scales: where in the table the scales are that another launch finds."""
     ends = accumulate(table.blocks)
     return b"".join(
-        table.record.pack(x=each.x.at, scale=scales + 4 * i if scales else each.scale, scale_value=each.scale_value,
-                          amax=each.amax, **each.places, rows=each.x.shape[0], columns=each.x.shape[1],
-                          first_block=end - blocks, blocks=blocks, aligned=each.aligned, vector=each.vector)
+        table.record.pack(x=each.x.at, scale=scales + 4 * i if scales else each.scale[0],
+                          scale_value=each.scale[1], amax=each.amax, **each.places, rows=each.x.shape[0],
+                          columns=each.x.shape[1], first_block=end - blocks, blocks=blocks,
+                          aligned=each.aligned, vector=each.vector)
         for i, (each, blocks, end) in enumerate(zip(matrices, table.blocks, ends, strict=True)))
 
 
-def _read_once(call: Call, matrices: list[_Matrix], to: np.dtype[Any], rule: tuple[float, float, bool],
+def _read_once(call: Call, matrices: list[_Matrix], to: np.dtype[Any], rule: _Rule,
                choice: single_read.Choice) -> Launch:
     """Current scaling of matrices that wait in the multiprocessors for their scales."""
     x, count = matrices[0].x.array, sum(each.tiles(single_read.TILE) for each in matrices)
@@ -284,25 +297,25 @@ def _read_once(call: Call, matrices: list[_Matrix], to: np.dtype[Any], rule: tup
         resident=single_read.members(at + table.zeros, count, choice, rule))
 
 
-def _read_twice(call: Call, matrices: list[_Matrix], to: np.dtype[Any], tile: tiles.Tile,
-                rule: tuple[float, float, bool]) -> Iterator[Launch]:
-    """Current scaling whose scales are found by a launch of their own. The cast begins at the end, which the L2 still
-    holds."""
-    x, number = matrices[0].x.array, len(matrices)
+def _read_twice(call: Call, matrices: list[_Matrix], to: np.dtype[Any], rule: _Rule) -> Iterator[Launch]:
+    """Current scaling whose scales are found by a launch of their own. The cast begins at the end, which the
+    L2 still holds."""
+    x, tile, number = matrices[0].x.array, _tile(matrices), len(matrices)
     table = _table(matrices, tile, 12 * number)             # a MultiWorkspace and a scale for each
     scales = table.zeros + 8 * number
     at = table.make(call, _packed(matrices, table, scales), own="scale")
     target, eps, pow2 = rule
     members = {"tensors": at, "tensor_of": at + table.numbers, "noop": call.noop_at}
-    yield _amax_variant(x.dtype).bind(x, table.count, **members, workspace=at + table.zeros, scale=at + scales, target=target,
-                                      eps=eps, pow2=int(pow2))
+    yield _amax_variant(x.dtype).bind(x, table.count, **members, workspace=at + table.zeros,
+                                      scale=at + scales, target=target, eps=eps, pow2=int(pow2))
     yield _cast_variant(x.dtype, to, tile).bind(x, table.count, **members, reverse=1, each=table.each)
 
 
-def _cast(call: Call, matrices: list[_Matrix], to: np.dtype[Any], tile: tiles.Tile) -> Launch:
-    """The launch for given scales. The records of few matrices are among its arguments; and if all have as many blocks, it
-    needs no table."""
-    x, table = matrices[0].x.array, _table(matrices, tile)
+def _cast(call: Call, matrices: list[_Matrix], to: np.dtype[Any]) -> Launch:
+    """The launch for given scales. The records of few matrices are among its arguments; and if all have as
+    many blocks, it needs no table."""
+    x, tile = matrices[0].x.array, _tile(matrices)
+    table = _table(matrices, tile)
     packed = _packed(matrices, table)
     members: dict[str, Any] = {}
     if len(matrices) <= _FEW:
@@ -310,13 +323,14 @@ def _cast(call: Call, matrices: list[_Matrix], to: np.dtype[Any], tile: tiles.Ti
     if not members or not table.each:
         at = table.make(call, packed)
         members |= {"tensors": at, "tensor_of": at + table.numbers}
-    return _cast_variant(x.dtype, to, tile).bind(x, table.count, **members, noop=call.noop_at, each=table.each)
+    return _cast_variant(x.dtype, to, tile).bind(x, table.count, **members, noop=call.noop_at,
+                                                 each=table.each)
 
 
 @functools.cache
 def _cast_variant(source: np.dtype[Any], to: np.dtype[Any], tile: tiles.Tile) -> Variant:
     return _CAST.variant(block=tile.block, shared=tile.shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag,
-                         TILE_ROWS=tile.rows, TILE_COLUMNS=tile.columns, DBIAS=0, WHOLE=int(tile != _SMALL))
+                         TILE_ROWS=tile.rows, TILE_COLUMNS=tile.columns, DBIAS=0)
 
 
 @functools.cache

@@ -4,13 +4,13 @@ Kernels: those of row groups (ops/quantize/grouped_blocks.py), which take a list
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ... import backend, reference
+from ...calls import validate
 from ...calls.call import Call, Input, Op
 from ...calls.tensor_lists import ListResult, TableLayout, checked
 from ...formats import INPUT_DTYPES, flag
@@ -23,16 +23,9 @@ from . import block_results, blocks, grouped_blocks, mx
 from .block_results import TRANSPOSED
 
 
-class _Array(NamedTuple):
-    """An array as it lies in memory, whether its last two axes are swapped there, and the plan for its shape and dtype."""
-
-    x: Input
-    swapped: bool
-    plan: grouped_blocks.Plan
-
-
 class _Inputs(NamedTuple):
-    arrays: list[_Array]
+    op: Op[Any]                         # of one array
+    arrays: list[Any]                   # its inputs, for each array
     recipe: BlockScaling | MXScaling
     directions: dict[str, bool]
 
@@ -40,35 +33,48 @@ class _Inputs(NamedTuple):
 class _QuantizeList(Op[_Inputs]):
     def arguments(self, call: Call, xs: Any, noop: Any, recipe: BlockScaling | MXScaling, rowwise: Any,
                   columnwise: Any) -> _Inputs:
-        directions = {"rowwise": flag(rowwise, "rowwise"), "columnwise": flag(columnwise, "columnwise")}
-        check_directions((0, 0), **directions)
+        directions = flag(rowwise, "rowwise"), flag(columnwise, "columnwise")
+        check_directions((0, 0), *directions)
         if not checked(xs, "xs"):
             call.without_arrays(noop)
-        arrays = [_array(call, f"xs[{i}]", x, recipe, **directions) for i, x in enumerate(xs)]
+        if isinstance(recipe, BlockScaling):
+            op: Op[Any] = blocks._QUANTIZE
+            options: tuple[Any, ...] = (recipe.dtype, *directions, True, recipe.block, recipe.pow2_scale,
+                                        recipe.eps, recipe.profile, recipe.scale_layout)
+        else:
+            op, options = mx._QUANTIZE, (recipe.dtype, *directions, False, recipe.mode, recipe.profile,
+                                         recipe.block, recipe.scale_layout)
+        arrays = []
+        for i, x in enumerate(xs):
+            call.names["x"] = f"xs[{i}]"
+            backend.module_of(x, call.names["x"])
+            if x.ndim not in (2, 3):
+                validate.source(x, INPUT_DTYPES, call.names["x"])
+                raise ValueError(f"xs[{i}]: expected an array of two or three dimensions, got shape "
+                                 f"{x.shape}")
+            arrays.append(op.arguments(call, x, None, *options))
         call.noop(noop)
-        return _Inputs(arrays, recipe, directions)
+        return _Inputs(op, arrays, recipe, dict(zip(("rowwise", "columnwise"), directions, strict=True)))
 
     def result(self, inputs: _Inputs) -> ListResult:
-        return ListResult([array.plan.result for array in inputs.arrays])
+        return ListResult([inputs.op.result(array) for array in inputs.arrays])
 
     def reference(self, inputs: _Inputs) -> list[Quantized]:
-        xs = [x.array.swapaxes(-1, -2) if swapped else x.array for x, swapped, _ in inputs.arrays]
+        xs = [x.array.swapaxes(-1, -2) if swapped else x.array for x, swapped, *_ in inputs.arrays]
         return reference.multi_quantize(xs, inputs.recipe, **inputs.directions)
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
-        """One for all arrays of a dtype; one for each array that no kernel for lists takes: such as have the last two axes
-        swapped in memory, and blocks of whole rows or columns."""
+        """One for all arrays of a dtype; and those of its own for each array that no kernel for lists takes:
+        such as have the last two axes swapped in memory, and blocks of whole rows or columns."""
         assert isinstance(call.result, ListResult)
         listed: dict[np.dtype[Any], list[_Listed]] = {}
         alone: list[Launch] = []
-        for (x, swapped, plan), own in zip(inputs.arrays, call.result.divide(written), strict=True):
-            out = plan.addresses(own)
+        for array, own in zip(inputs.arrays, call.result.divide(written), strict=True):
+            x, swapped, plan, _ = array
             if swapped or None in plan.block:
-                alone += [variant.bind(x.array, grid, x=x.at, noop=call.noop_at, **members)
-                          for variant, grid, members in plan.choices(out, x.at % plan.load_bytes == 0)]
+                alone += inputs.op.launches(call, array, *own)
             elif plan.size:
-                aligned = x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0
-                listed.setdefault(x.dtype, []).append(_Listed(x, plan, _kernel(plan).members.at(out, aligned)))
+                listed.setdefault(x.dtype, []).append(_Listed(x, plan, _members(plan, own, x)))
         for arrays in listed.values():
             yield _launch(call, arrays)
         yield from alone
@@ -77,60 +83,50 @@ class _QuantizeList(Op[_Inputs]):
 QUANTIZE = _QuantizeList()
 
 
-def _array(call: Call, name: str, x: Any, recipe: BlockScaling | MXScaling, rowwise: bool, columnwise: bool) -> _Array:
-    backend.module_of(x, name)
-    swapped = x.ndim in (2, 3) and block_results.lies_swapped(x)
-    found = call.read(name, x.swapaxes(-1, -2) if swapped else x, INPUT_DTYPES)
-    if x.ndim not in (2, 3):
-        raise ValueError(f"{name}: expected an array of two or three dimensions, got shape {x.shape}")
-    if isinstance(recipe, BlockScaling):
-        plan = blocks._QUANTIZE._plan(found.array, swapped, (
-            recipe.dtype, rowwise, columnwise, True, recipe.block, recipe.pow2_scale, recipe.eps, recipe.profile,
-            recipe.scale_layout))
-    else:
-        plan = mx._QUANTIZE._plan(found.array, swapped, (
-            recipe.dtype, rowwise, columnwise, False, recipe.mode, recipe.profile, recipe.block, recipe.scale_layout))
-    assert isinstance(plan, (blocks.Plan, mx.Plan))
-    return _Array(found, swapped, plan)
-
-
+# ---- launches ----
 class _Listed(NamedTuple):
-    """An array of a launch, and the members of its record but for x."""
+    """An array of a launch, what follows from its shape and the options, and the members of its record but
+    for x."""
 
     x: Input
     plan: grouped_blocks.Plan
     members: block_results.Members
 
+    @property
+    def allows_wide(self) -> bool:
+        """Whether it suits the program for wide accesses, which looks at the rows of transposed data
+        itself."""
+        sides, _ = grouped_blocks.sides_of(self.plan)
+        stored = None, sides[0].stored, sides[1].stored
+        vector = self.members["vector"]
+        return all(vector & bit or how == TRANSPOSED for bit, how in zip((1, 2, 4), stored, strict=True))
 
-class _Kernel:
-    """What the kernel for lists is told of arrays of one plan, whatever their memory."""
-
-    def __init__(self, plan: grouped_blocks.Plan) -> None:
-        sides, members = grouped_blocks.sides_of(plan)
-        self.members, self.stored = block_results.PanelMembers(plan, sides, members), (sides[0].stored, sides[1].stored)
-
-    def allows_wide(self, vector: int) -> bool:
-        """Whether an array with this `vector` suits the program for wide accesses, which asks about transposed rows alone."""
-        return all(vector & bit for bit, stored in zip((1, 2, 4), (None, *self.stored), strict=True) if stored != TRANSPOSED)
+    def tiles(self, rows: int, columns: int) -> tuple[int, int, int]:
+        """Tiles in all, across a matrix and down."""
+        across, down = cdiv(self.plan.columns, columns), cdiv(self.plan.rows, rows)
+        return self.plan.size // (self.plan.rows * self.plan.columns) * across * down, across, down
 
 
-_kernel = functools.lru_cache(maxsize=1024)(_Kernel)
+def _members(plan: grouped_blocks.Plan, written: Sequence[int], x: Input) -> block_results.Members:
+    aligned = x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0
+    members = block_results.PanelMembers(plan, *grouped_blocks.sides_of(plan))
+    return members.at(plan.addresses(written), aligned)
 
 
 def _launch(call: Call, arrays: list[_Listed]) -> Launch:
-    """The launch for arrays of one dtype. Any of them that does not allow wide accesses takes the kernel for any memory."""
-    plan = arrays[0].plan
-    wide = all(_kernel(each.plan).allows_wide(each.members["vector"]) for each in arrays)
-    variant, panels = grouped_blocks.variant(plan, _kernel(plan).stored, wide)
-    tiles = [(cdiv(each.plan.columns, panels.columns), cdiv(each.plan.rows, panels.rows)) for each in arrays]
-    counts = [each.plan.size // (each.plan.rows * each.plan.columns) * across * down
-              for each, (across, down) in zip(arrays, tiles, strict=True)]
+    """The launch for arrays of one dtype. If any of them does not allow wide accesses, it is of the kernel
+    for any memory."""
+    plan, wide = arrays[0].plan, all(each.allows_wide for each in arrays)
+    (along_rows, along_columns), _ = grouped_blocks.sides_of(plan)
+    variant, panels = grouped_blocks.variant(plan, (along_rows.stored, along_columns.stored), wide)
+    tiles = [each.tiles(panels.rows, panels.columns) for each in arrays]
     params = "BlockParams" if isinstance(plan, blocks.Plan) else "MxParams"
-    table = TableLayout(variant.kernel.record(f"ListedArray<{params}>"), counts)
+    table = TableLayout(variant.kernel.record(f"ListedArray<{params}>"), [count for count, _, _ in tiles])
     packed, first = [], 0
-    for each, (across, down), count in zip(arrays, tiles, counts, strict=True):
-        packed.append(table.record.pack(array={"x": each.x.at, **each.members}, first=first, across=across, down=down))
+    for each, (count, across, down) in zip(arrays, tiles, strict=True):
+        array = {"x": each.x.at, **each.members}
+        packed.append(table.record.pack(array=array, first=first, across=across, down=down))
         first += count
     at = table.make(call, b"".join(packed))
-    return variant.bind(arrays[0].x.array, first, all={"noop": call.noop_at},
+    return variant.bind(arrays[0].x.array, table.count, all={"noop": call.noop_at},
                         list={"arrays": at, "array_of": at + table.numbers})
