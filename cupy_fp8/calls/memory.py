@@ -68,14 +68,21 @@ def _describe(a: Any, facts: list[Any], addresses: list[Any]) -> bool:
     kind = type(a)
     facts.append(kind)
     found = _KINDS.get(kind)
-    if found is None and kind.__name__ == "ndarray" and kind.__module__.partition(".")[0] == "cupy":
-        found = _KINDS[kind] = _of_cupy
+    if found is None and kind.__name__ == "ndarray":
+        found = _of_arrays(kind)
     if found is not None:
         return found(a, facts, addresses)
     facts.append(a)
     if kind is float and a == 0:                    # -0.0 equals 0.0, and is another scale
         facts.append(math.copysign(1, a))
     return not isinstance(a, np.generic)            # equal numbers of other types can mean something else
+
+
+def _of_arrays(kind: type) -> _Describe | None:
+    """How arrays of this kind are described. CuPy's kind is added when one is seen: CuPy may not be there."""
+    if kind not in _KINDS and kind.__name__ == "ndarray" and kind.__module__.partition(".")[0] == "cupy":
+        _KINDS[kind] = _of_cupy
+    return _KINDS.get(kind)
 
 
 def _of_cupy(a: Any, facts: list[Any], addresses: list[Any]) -> bool:
@@ -168,7 +175,7 @@ def _of_list(members: list[Any], facts: list[Any], addresses: list[Any]) -> bool
     if kind is float:
         facts.append(array("d", members).tobytes())                 # tells -0 from 0
         return True
-    of_arrays = _KINDS.get(kind) is _of_cupy if kind else False
+    of_arrays = kind is not None and _of_arrays(kind) is _of_cupy
     key = identities(members) if of_arrays or kind is Quantized else b""
     found = _lists.get(key) if key else None
     if found is None or (of_arrays and found.shapes != tuple(map(_SHAPE, members))):
@@ -216,8 +223,7 @@ def _of_result(fields: Callable[[Any], tuple[Any, ...]]) -> _Describe:
     return describe
 
 
-#: How to describe each kind of object that has memory; anything else is an option. CuPy's arrays are added
-#: when one is seen, since CuPy may not be there.
+#: How to describe each kind of object that has memory; anything else is an option.
 _KINDS: dict[type, _Describe] = {
     np.ndarray: _of_numpy, tuple: _of_tuple, list: _of_list,
     Scaled: _of_result(lambda s: (s.data, s.scale_inv, s.shape, s.transposed, s.block, s.scale_layout)),
