@@ -43,13 +43,16 @@ class Table:
     captured = False                    # by a graph, which may read them for as long as the result lives
 
     def __init__(self, x: Array, records: Records) -> None:
-        host = np.frombuffer(records, np.uint8).copy()
         self.records, self.device = records, None if isinstance(x, np.ndarray) else x.data.device_id
+        host = np.frombuffer(records, np.uint8)
+        if self.device is None or records.own.stop:
+            host = host.copy()
         memory: Array = host if self.device is None else empty_beside(x, host.shape, host.dtype)
         self.memory: Array | None = memory              # None once another table has taken its place
         self.at = address(memory)
         self.nbytes = host.nbytes
-        host.view(np.uint64)[records.own] += np.uint64(self.at)
+        if records.own.stop:
+            host.view(np.uint64)[records.own] += np.uint64(self.at)
         self._host: np.ndarray | None = host            # a copy in flight still reads it
         if self.device is not None:
             cuda = backend.cupy().cuda
