@@ -180,7 +180,7 @@ class _Allocating:
         """None where it is not certain which array a pointer belongs to."""
         if any(found.written for found in call.ranges):
             return None
-        # Pointers may lead into new memory, which overlaps nothing; of most given arrays, to the beginning alone.
+        # Pointers may lead into new memory, which overlaps nothing; of most given arrays, to the start alone.
         sizes = [(at, call.read_inside.get(at, 1)) for at in given]
         sizes += [(at, max(1, a.nbytes)) for at, a in zip(written, call.result.arrays, strict=True)]
         sizes += [(address(found.array), 4 * found.words) for found in call.workspaces]
