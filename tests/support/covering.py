@@ -28,8 +28,8 @@ def launched_entries(one: Recorded) -> frozenset[tuple[str, str]]:
 
 
 def facts(one: Recorded) -> Facts:
-    """The quick tier has a case of each of these, op by op: every entry point with the type that it reads, and
-    every dtype, layout, kind of values, kind of shape and value of an option."""
+    """The quick tier has a case of each of these, op by op: every entry point with the type that it reads,
+    and every dtype, layout, kind of values, kind of shape and value of an option."""
     case = one.case
     reads = {(v.kernel.entry, dict(v.defines).get("IN")) for v in one.variants if one.size}
     options = {(name, str(value)) for name, value in case.options.items()}
@@ -46,7 +46,7 @@ def quick_cases() -> tuple[Recorded, ...]:
 
 @functools.cache
 def entry_cases() -> tuple[Recorded, ...]:
-    """Few cases that together launch every entry point, whatever the op. They have about 10,000 elements, which
-    are several blocks of most kernels, and not too many threads for a sanitizer."""
+    """Few cases that together launch every entry point, whatever the op. They have about 10,000 elements,
+    which are several blocks of most kernels, and not too many threads for a sanitizer."""
     by_size = sorted(observed(), key=lambda one: abs(one.size - 10_000))
     return tuple(cover(by_size, launched_entries))
