@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -11,19 +11,20 @@ import numpy as np
 
 from ... import reference
 from ...arrays import Array
+from ...calls.call import Call
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, float32, lookup
-from ...kernels import Kernel, Variant, elementwise
+from ...kernels import Kernel, Launch, Variant, elementwise
 from ...kernels.warp_tiles import LANE_COLUMNS, Panels
 from ...layouts import SWIZZLE_COLUMNS, cdiv, scale_grid
-from ...recipes import Form, check_mx_options, empty_mx, mx_forms
+from ...recipes import Form, check_mx_options, mx_forms
 from ...results import Quantized
 from . import block_results
-from .block_results import ABSENT, AS_IS, TRANSPOSED, Addresses, Choice, Members, PanelStep, Side, Step
+from .block_results import ABSENT, AS_IS, TRANSPOSED, Axis, BlockOp, BlockResult, Inputs, Members, destinations
 
 _ROWS = Kernel("quantize/mx", "quantize_mx_rows")
 _TILE = Kernel("quantize/mx", "quantize_mx_tile")
 _BLOCK = 32
-_NO_SCALES = (0, 1, 1)
+_NO_SCALES = (0, 1, 1)                          # a ScaleTarget, but for the address
 
 _STORED = ((AS_IS, ABSENT), (TRANSPOSED, ABSENT), (ABSENT, AS_IS), (ABSENT, TRANSPOSED), (AS_IS, AS_IS), (AS_IS, TRANSPOSED),
            (TRANSPOSED, TRANSPOSED))
@@ -84,6 +85,45 @@ def quantize_mx(x: Array, *, dtype: Any = float8_e4m3fn, rowwise: bool = True, c
     return _QUANTIZE(x, options, noop, out)
 
 
+# ---- what follows from shape and options ----
+class MxQuantization(block_results.Quantization):
+    def __init__(self, shape: tuple[int, ...], source: np.dtype[Any], swapped: bool, options: tuple[Any, ...]) -> None:
+        to, rowwise, columnwise, transposed, mode, profile, block, scale_layout = options
+        check_mx_options(mode, profile, block, scale_layout)
+        switches = flag(rowwise, "rowwise"), flag(columnwise, "columnwise"), flag(transposed, "transposed")
+        forms = mx_forms(block_results.logical(shape, swapped), to, *switches, block, scale_layout)
+        square = block == (_BLOCK, _BLOCK)
+        same_data = square and "columnwise" in forms and not forms["columnwise"].transposed
+        super().__init__(shape, source, to, BlockResult(forms, ("data",) * same_data, "MX"))
+        self.block, self.tall = block, scale_layout == "swizzled" or swapped
+        self.axes = self.sides = _axes(forms, swapped, square)
+        self.members: Members = {"n": self.size, "rows": self.rows, "columns": self.columns,
+                                 "rule": _rule(to, mode, profile), "square": int(square),
+                                 "stored": self.axes[0].stored | self.axes[1].stored << 2}
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether quantize_mx_rows can write all of it: whole blocks along rows of memory, whose scales follow one another."""
+        along_rows, along_columns = self.axes
+        form = self.forms.get(along_rows.scales or "")
+        return (along_rows.stored, along_columns.stored) == (AS_IS, ABSENT) and form is not None and (
+            self.columns % _BLOCK == 0 and form.scale_layout == "compact" and form.block == (1, _BLOCK))
+
+
+def _axes(forms: dict[str, Form], swapped: bool, square: bool) -> tuple[Axis, Axis]:
+    """What is written along rows and along columns of memory."""
+    names = ("columnwise", "rowwise") if swapped else ("rowwise", "columnwise")
+    stored = [block_results.stored(forms.get(name), swapped) for name in names]
+    data: list[str | None] = [name if how else None for name, how in zip(names, stored, strict=True)]
+    if square:                         # the same codes whatever the direction: what counts is how they are stored
+        by_order = dict(zip(stored, names, strict=True))
+        stored = [AS_IS if AS_IS in by_order and TRANSPOSED in by_order else ABSENT, max(by_order)]
+        data = [by_order[how] if how else None for how in stored]
+    rows, columns = (Axis(data[i], stored[i], name if name in forms else None, _scale_strides(forms.get(name)))
+                     for i, name in enumerate(names))
+    return rows, columns
+
+
 @functools.cache
 def _rule(dtype: np.dtype[Any], mode: str, profile: str) -> tuple[float, int, int, int]:
     """The ScaleRule of kernels_cu/include/numerics/e8m0.cuh."""
@@ -93,72 +133,6 @@ def _rule(dtype: np.dtype[Any], mode: str, profile: str) -> tuple[float, int, in
     factor, rounding, bias = {"rceil": (float(np.float32(1) / np.float32(fmt.max)), up, 0), "floor": (2.0**-emax, 0, 0),
                               "ceil": (1.0, up, emax), "even": (1.0, half_a_step, emax)}[mode]
     return factor, rounding, bias, 254 if profile == "te" else 255
-
-
-class Plan(block_results.Plan):
-    kind = "MX"
-
-    def __init__(self, shape: tuple[int, ...], source: np.dtype[Any], swapped: bool, options: tuple[Any, ...]) -> None:
-        dtype, rowwise, columnwise, transposed, mode, profile, block, scale_layout = options
-        check_mx_options(mode, profile, block, scale_layout)
-        switches = flag(rowwise, "rowwise"), flag(columnwise, "columnwise"), flag(transposed, "transposed")
-        found = mx_forms(block_results.logical(shape, swapped), dtype, *switches, block, scale_layout)
-        names = ("columnwise", "rowwise") if swapped else ("rowwise", "columnwise")
-        fast, slow = (found.get(name) for name in names)
-        stored = block_results.stored(fast, swapped), block_results.stored(slow, swapped)
-        square = block == (_BLOCK, _BLOCK)
-        if square:                     # the same codes whatever the direction: what counts is how they are stored
-            data = dict(zip(stored, names, strict=True))
-            stored = AS_IS if AS_IS in data and TRANSPOSED in data else ABSENT, max(data)
-
-        def side(i: int) -> Side:
-            how, name, form = stored[i], names[i], found.get(names[i])
-            return Side((data[how] if square else name) if how else None, how, name if form else None, _scale_strides(form))
-
-        self.sides = side(0), side(1)
-        alike = square and "columnwise" in found and not found["columnwise"].transposed
-        self.flat = stored == (AS_IS, ABSENT) and _is_flat(fast, shape[-1])
-        super().__init__(shape, found, ("data",) if alike else (), 16 if self.flat else LANE_COLUMNS * source.itemsize)
-        self.source, self.to, self.block, self.tall = source, dtype, block, scale_layout == "swizzled" or swapped
-        self.members: Members = {"n": self.size, "rows": self.rows, "columns": self.columns, "rule": _rule(dtype, mode, profile),
-                                 "square": int(square), "stored": stored[0] | stored[1] << 2}
-
-    def of(self, allocate: Callable[[tuple[int, ...], np.dtype[Any]], Array]) -> Quantized:
-        return empty_mx(self.forms, self.block, allocate)
-
-    def make_steps(self) -> Iterator[Step]:
-        if self.flat:
-            yield _Rows(self)
-            return
-        stored = self.sides[0].stored, self.sides[1].stored
-        panels = panels_of(self.source, *stored, self.tall)
-        wide = tile_variant(self.source, self.to, *stored, panels), panels.grid(self.shape)
-        any_shape = any_shape_variant(self.source, self.to), ANY_SHAPE.grid(self.shape)
-        yield PanelStep(self, self.sides, self.members, wide, any_shape)
-
-
-class _Rows(Step):
-    """Of quantize_mx_rows."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(plan.sides, plan.members)
-        self._variant = _rows_variant(plan.source, plan.to)
-        self._grid, _ = elementwise.grid(plan.size, plan.shape, plan.source.itemsize, 1, 0, 0)
-        self._chunk = 16 // plan.source.itemsize
-
-    def choose(self, out: Addresses, aligned: bool) -> Choice:
-        places = self.places(out)
-        vector = int(aligned and places["fast_data"] % self._chunk == 0)
-        return self._variant, self._grid, {**places, **self._members, "vector": vector}
-
-
-_QUANTIZE = block_results.Quantizer(Plan, reference.quantize_mx, (
-    "dtype", "rowwise", "columnwise", "transposed", "mode", "profile", "block", "scale_layout"))
-
-
-def _is_flat(form: Form | None, columns: int) -> bool:
-    """Whether quantize_mx_rows can write this direction: whole blocks, whose scales follow one another."""
-    return form is not None and columns % _BLOCK == 0 and form.scale_layout == "compact" and form.block == (1, _BLOCK)
 
 
 def _scale_strides(form: Form | None) -> tuple[int, int, int]:
@@ -172,6 +146,44 @@ def _scale_strides(form: Form | None) -> tuple[int, int, int]:
     return matrix, *((1, grid.outer) if grid.columnwise else (grid.blocks, 1))
 
 
+# ---- launches ----
+class _QuantizeMx(BlockOp):
+    quantization = MxQuantization
+    definition = reference.quantize_mx
+    options = ("dtype", "rowwise", "columnwise", "transposed", "mode", "profile", "block", "scale_layout")
+
+    def launches(self, call: Call, inputs: Inputs, *written: int) -> Iterator[Launch]:
+        plan: MxQuantization = inputs.quantization
+        if plan.size:
+            yield (_rows_launch if plan.elementwise else _tile_launch)(call, inputs, written)
+
+
+def _rows_launch(call: Call, inputs: Inputs, written: tuple[int, ...]) -> Launch:
+    """quantize_mx_rows: compact scales along rows of memory, data as they are."""
+    plan, x = inputs.quantization, inputs.x
+    members = destinations(plan.axes, plan.result.places(written))
+    grid, vector = elementwise.grid(plan.size, plan.shape, x.dtype.itemsize, 1, x.at, members["fast_data"])
+    return _rows_variant(plan.source, plan.to).bind(x.array, grid, x=x.at, noop=call.noop_at, **members, **plan.members,
+                                                    vector=vector)
+
+
+def _tile_launch(call: Call, inputs: Inputs, written: tuple[int, ...]) -> Launch:
+    """quantize_mx_tile: everything else, both directions in one launch."""
+    plan, x = inputs.quantization, inputs.x
+    members = plan.warp_tile_members(plan.axes, plan.result.places(written), x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0)
+    variant, tile = any_shape_variant(plan.source, plan.to), ANY_SHAPE
+    if members["vector"] == 7:
+        stored = plan.axes[0].stored, plan.axes[1].stored
+        tile = panels_of(plan.source, *stored, plan.tall)
+        variant = tile_variant(plan.source, plan.to, *stored, tile)
+    return variant.bind(x.array, tile.grid(plan.shape), x=x.at, noop=call.noop_at, **members, **plan.members)
+
+
+_QUANTIZE = _QuantizeMx()
+Plan = MxQuantization            # the name that ops on groups, on tensor lists and of SwiGLU import
+
+
+# ---- programs ----
 def panels_of(source: np.dtype[Any], fast: int, slow: int, tall: bool) -> Panels:
     """The fastest on an H200 of those tried (docs/performance.md). tall: a scale's neighbours along a column of memory are its neighbours
     in the result, so that a tile has to have four of them."""
