@@ -4,8 +4,8 @@
 //               block keeps what it has read: kHeld rounds of chunks in registers, the rest in shared memory. All blocks meet once, when each
 //               has told its amax to all the others; so all of them must be resident (a cooperative launch).
 //
-// In round r block b reads chunks (r * blocks + b) * THREADS and on, neighbouring threads neighbouring chunks. THREADS: one block per
-// multiprocessor, no fewer than there are of these, 64 registers each. Bytes moved per element: sizeof(IN) + 1. Speed and what was tried: docs/performance.md.
+// In round r block b reads chunks (r * blocks + b) * kThreads and on, neighbouring threads neighbouring chunks. There is one
+// block per multiprocessor. Bytes moved per element: sizeof(IN) + 1. Speed and what was tried: docs/performance.md.
 #include "scale/cast.cuh"
 #include "scale/scale.cuh"
 
@@ -23,6 +23,12 @@ struct CastCurrentParams {
     u32 rounds;                  // at most kHeld and what shared memory holds
 };
 
+// At least as many threads as a GPU has multiprocessors, with 64 registers each. Both are also in ops/quantize/tensor_current.py.
+#ifdef CUPY_FP8_HOST
+constexpr int kThreads = 256;
+#else
+constexpr int kThreads = 1024;
+#endif
 constexpr int kHeld = 8;                                             // chunks of a thread in registers
 constexpr int kCount = 16 / sizeof(IN::storage);
 constexpr u32 kMark = 0x80000000u;                                   // no amax has the sign bit
@@ -39,20 +45,20 @@ __device__ __forceinline__ u32 wait_for(const u32* told, u32 mark) {
 }
 
 #ifdef ENTRY_cast_current
-extern "C" __global__ void __launch_bounds__(THREADS) cast_current(const __grid_constant__ CastCurrentParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads) cast_current(const __grid_constant__ CastCurrentParams p) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ u32 shared_top, launches;
     if (is_set(p.noop)) return;
     if (threadIdx.x == 0) shared_top = 0, launches = load_relaxed(p.workspace);
     using Source = Chunk<IN, kCount>;
-    const i64 first = ((i64)blockIdx.x * THREADS + threadIdx.x) * kCount, step = (i64)gridDim.x * THREADS * kCount;
+    const i64 first = ((i64)blockIdx.x * kThreads + threadIdx.x) * kCount, step = (i64)gridDim.x * kThreads * kCount;
     const i64 whole = p.n / kCount * kCount;                         // elements in whole chunks; the first thread takes what is left
     const int left = blockIdx.x == 0 && threadIdx.x == 0 ? (int)(p.n - whole) : 0;
     u8* const mine = shared + threadIdx.x * 16;
 
 #pragma unroll 1
     for (int r = kHeld; r < (int)p.rounds; r++)
-        if (first + r * step < whole) copy_async(mine + (r - kHeld) * (THREADS * 16), p.x + first + r * step);
+        if (first + r * step < whole) copy_async(mine + (r - kHeld) * (kThreads * 16), p.x + first + r * step);
     Source held[kHeld];
 #pragma unroll
     for (int r = 0; r < kHeld; r++) held[r] = first + r * step < whole ? Source::load(p.x + first + r * step) : Source{};
@@ -64,10 +70,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) cast_current(const __grid_
     copy_async_wait();
 #pragma unroll 1
     for (int r = kHeld; r < (int)p.rounds; r++)
-        if (first + r * step < whole) amax.add(Source::load_shared(mine + (r - kHeld) * (THREADS * 16)));
+        if (first + r * step < whole) amax.add(Source::load_shared(mine + (r - kHeld) * (kThreads * 16)));
 
     u32* const told = p.workspace + 1;
-    const u32 block_top = block_max<THREADS>(amax.f32_bits()), mark = launches & 1 ? 0u : kMark;    // behind block_max's barrier
+    const u32 block_top = block_max<kThreads>(amax.f32_bits()), mark = launches & 1 ? 0u : kMark;    // behind block_max's barrier
     if (threadIdx.x == 0) atomicExch(&told[blockIdx.x], block_top | mark);
     if (threadIdx.x < (gridDim.x + 31) / 32 * 32) {                  // a thread for each block, in whole warps
         const u32 top = __reduce_max_sync(~0u, threadIdx.x < gridDim.x ? wait_for(&told[threadIdx.x], mark) : 0u);
@@ -89,6 +95,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) cast_current(const __grid_
 #pragma unroll 1
     for (int r = kHeld; r < (int)p.rounds; r++)
         if (first + r * step < whole)
-            scale_and_narrow(Source::load_shared(mine + (r - kHeld) * (THREADS * 16)), scale).store(p.data + first + r * step);
+            scale_and_narrow(Source::load_shared(mine + (r - kHeld) * (kThreads * 16)), scale).store(p.data + first + r * step);
 }
 #endif

@@ -26,7 +26,7 @@ _CAST = Kernel("quantize/tensor", "cast")
 _CAST_TRANSPOSE = Kernel("quantize/tensor", "cast_transpose")
 #: The fastest on an H200 of those tried (docs/performance.md).
 _COLUMNWISE = tiles.Tile(256, 128, down_first=True)
-_COLUMNWISE_SUMS = tiles.Tile(128, 128, down_first=True)
+_ROWWISE_BIT, _COLUMNWISE_BIT = 1, 2        # of DIRECTIONS
 
 
 def quantize_tensor(x: Array, scale: Any = None, *, dtype: Any = float8_e4m3fn, rowwise: bool = True, columnwise: bool = False,
@@ -238,22 +238,25 @@ def _flat(call: Call, inputs: _Inputs, members: dict[str, Any], places: dict[str
 
 def _tiled(call: Call, inputs: _Inputs, members: dict[str, Any], places: dict[str, int]) -> Iterator[Launch]:
     """The launch that works on tiles of a matrix, and those that add up column sums."""
-    x, result = inputs.x.array, inputs.result
+    x, dbias = inputs.x.array, inputs.result.dbias
     rows, columns = x.shape[-2:]
-    rowwise, columnwise = "data" in places, "data_t" in places
+    directions = _ROWWISE_BIT * ("data" in places) | _COLUMNWISE_BIT * ("data_t" in places)
     aligned = columns % 8 == 0 and inputs.x.at % 16 == 0 and places.get("data", 0) % 8 == 0
     vector = rows % 16 == 0 and places.get("data_t", 0) % 16 == 0
-    tile = tiles.SMALL
-    if aligned and vector and columnwise:
-        tile = tiles.choose(x, _large_tile(x.dtype, rowwise, result.dbias))
-    whole = aligned and vector and (tile is not tiles.SMALL or not columnwise)
+    tile, whole = tiles.SMALL, _whole_tile(x.dtype, directions, dbias) if aligned and vector else None
+    if whole:
+        tile = tiles.choose(x, whole) if directions & _COLUMNWISE_BIT else whole
     sums = None
-    if result.dbias:
+    if dbias:
         dbias_at = places.pop("dbias")
         sums = ColumnSums(x, dbias_at, call.scratch("bias_gradient", partial_sums(x.shape)))
         members["column_sums"] = sums.tiles_at(tile.rows)
-    variant = _cast_transpose_variant(x.dtype, inputs.dtype, tile, rowwise, columnwise, result.dbias, 2 if whole else int(aligned))
-    yield variant.bind(x, tiles.grid(x.shape, tile), **members, **places, rows=rows, columns=columns, vector=int(vector))
+    if whole and (tile is not tiles.SMALL or tile is whole):
+        variant = _cast_transpose_variant(x.dtype, inputs.dtype, tile, dbias, directions)
+    else:
+        variant = _cast_transpose_variant(x.dtype, inputs.dtype, tile, dbias)
+    yield variant.bind(x, tiles.grid(x.shape, tile), shared=_shared(tile, directions, dbias), **members, **places, rows=rows,
+                       columns=columns, aligned=int(aligned), vector=int(vector))
     if sums:
         yield from sums.launches(x, tile.rows, call.noop_at)
 
@@ -261,9 +264,12 @@ def _tiled(call: Call, inputs: _Inputs, members: dict[str, Any], places: dict[st
 _QUANTIZE = _QuantizeTensor()
 
 
-def _large_tile(source: np.dtype[Any], rowwise: bool, dbias: bool) -> tiles.Tile:
-    if not rowwise:
-        return _COLUMNWISE_SUMS if dbias else _COLUMNWISE
+def _whole_tile(source: np.dtype[Any], directions: int, dbias: bool) -> tiles.Tile | None:
+    """The tile of the program for whole patches; None where there is no such program."""
+    if directions == _ROWWISE_BIT:
+        return tiles.SMALL
+    if directions == _COLUMNWISE_BIT:
+        return None if dbias else _COLUMNWISE
     # f32 patches and column sums do not fit the 64 registers of 1024 threads
     return tiles.BOTH_NARROW if source == float32 or dbias else tiles.BOTH
 
@@ -273,24 +279,26 @@ def _cast_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
     return _CAST.variant(block=elementwise.THREADS, IN=FORMATS[source].tag, OUT=FORMATS[to].tag)
 
 
+def _shared(tile: tiles.Tile, directions: int, dbias: bool) -> int:
+    """Bytes of shared memory: the transposed tile, and an f32 for every 16 rows of a column."""
+    return bool(directions & _COLUMNWISE_BIT) * tile.shared + dbias * tile.shared // 4
+
+
 @functools.cache
-def _cast_transpose_variant(source: np.dtype[Any], to: np.dtype[Any], tile: tiles.Tile, rowwise: bool, columnwise: bool, dbias: bool,
-                            aligned: int) -> Variant:
-    shared = columnwise * tile.shared + dbias * tile.shared // 4     # bytes of the tile; an f32 for every 16 rows of a column
-    return _CAST_TRANSPOSE.variant(block=tile.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, **tile.defines,
-                                   ROWWISE=int(rowwise), COLUMNWISE=int(columnwise), DBIAS=int(dbias), ALIGNED=aligned)
-
-
-#: (row-wise, column-wise, dbias) of what the tiles do.
-_TILED = ((True, True, False), (False, True, False), (True, True, True), (False, True, True), (True, False, True))
+def _cast_transpose_variant(source: np.dtype[Any], to: np.dtype[Any], tile: tiles.Tile, dbias: bool, directions: int = 0) -> Variant:
+    """The program for whole patches in these directions, or, of SMALL tiles, the one for any array and any directions."""
+    return _CAST_TRANSPOSE.variant(block=tile.block, shared=_shared(tile, directions or _COLUMNWISE_BIT, dbias), IN=FORMATS[source].tag,
+                                   OUT=FORMATS[to].tag, **tile.defines, DBIAS=int(dbias), WHOLE=int(directions > 0),
+                                   DIRECTIONS=directions)
 
 
 def variants() -> Iterator[Variant]:
     """Every variant that these ops may launch."""
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
         yield _cast_variant(source, to)
-        for rowwise, columnwise, dbias in _TILED:
-            large = _large_tile(source, rowwise, dbias) if columnwise else tiles.SMALL
-            yield _cast_transpose_variant(source, to, large, rowwise, columnwise, dbias, 2)
-            for aligned in (0, 1):
-                yield _cast_transpose_variant(source, to, tiles.SMALL, rowwise, columnwise, dbias, aligned)
+        for dbias in (False, True):
+            yield _cast_transpose_variant(source, to, tiles.SMALL, dbias)
+        for directions, dbias in ((3, False), (2, False), (3, True), (1, True)):
+            tile = _whole_tile(source, directions, dbias)
+            assert tile is not None
+            yield _cast_transpose_variant(source, to, tile, dbias, directions)

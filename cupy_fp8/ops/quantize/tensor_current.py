@@ -55,11 +55,10 @@ def launch(call: Call, x: Input, dtype: np.dtype[Any], rule: tuple[float, float,
 
 @functools.cache
 def _variant(source: np.dtype[Any], to: np.dtype[Any], machine: _Machine) -> Variant:
-    return _CAST_CURRENT.variant(block=machine.threads, shared=machine.shared, IN=FORMATS[source].tag,
-                                 OUT=FORMATS[to].tag, THREADS=machine.threads)
+    return _CAST_CURRENT.variant(block=machine.threads, shared=machine.shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag)
 
 
 def variants() -> Iterator[Variant]:
     """Every variant that this op may launch."""
-    for source, to, machine in product(INPUT_DTYPES, FP8_DTYPES, (_Machine(1, 1024, _STATIC_SHARED), _CPU)):
-        yield _variant(source, to, machine)
+    for source, to in product(INPUT_DTYPES, FP8_DTYPES):
+        yield _variant(source, to, _Machine(1, 1024, _STATIC_SHARED))
