@@ -52,8 +52,9 @@ constexpr int kRun = 1;
 #endif
 static_assert(kRun == 1 || (ALIGNED && SLOW == 2), "a run is of transposed data");
 
-// What elements are multiplied by, or what they are divided by.
-__device__ __forceinline__ float operand(const BlockScale& s) { return DIVIDE ? s.scale_inv : s.factor; }
+// Whether elements are divided by scale_inv instead of multiplied by the factor.
+__device__ __forceinline__ bool divides(const BlockParams& p) { return ALIGNED ? DIVIDE : p.divide; }
+__device__ __forceinline__ float operand(const BlockParams& p, const BlockScale& s) { return divides(p) ? s.scale_inv : s.factor; }
 
 // The scales of the panel's rows, all by one warp. reduced: the operands for write_quad, one run of columns after the other; inverses:
 // the same of scale_inv, for stores of more than one panel's scales at a time. Scales whose lines adjoin are stored here, 32 to a line.
@@ -111,7 +112,7 @@ __device__ __forceinline__ void find_column_scales(const PanelAmax<IN, false>& a
         u32 top = 0;
         for (int b = 0; b < panels; b++) top = larger(top, of_block[b * Tile::kColumns]);
         const BlockScale s = p.rule.of(top);
-        *of_block = as_bits(operand(s));
+        *of_block = as_bits(operand(p, s));
         const i64 r = at.row / (panels * kPanelRows) + block, c = at.column + column;
         if (p.slow.to && p.slow.has(r, c)) *p.slow.at(at.matrix, r, c) = c < p.columns ? s.scale_inv : 0.0f;
     }
@@ -149,7 +150,7 @@ __device__ __forceinline__ float find_square_scale(const PanelAmax<IN, false>& a
         store_square_scale(p.fast, p, at.matrix, r, c, s.scale_inv);
         store_square_scale(p.slow, p, at.matrix, r, c, s.scale_inv);
     }
-    return operand(s);
+    return operand(p, s);
 }
 
 template <How kHow>
@@ -229,14 +230,14 @@ __device__ __forceinline__ void quantize_tile(const BlockParams& p, const TilePo
 #pragma unroll
     for (int c = 0; c < kLaneColumns; c++) {
         columns.factor[c] = columns.divisor[c] = of_columns[c];
-        if (DIVIDE && kSlow) {
+        if (kSlow && divides(p)) {
             columns.factor[c] = div_rn(1.0f, of_columns[c]);
             quick &= (!square && !slow) || c >= columns_left || has_quick_quotients(of_columns[c]);
         }
     }
     const Outputs to{fast, slow, square, {as_global(p.fast_data), (p.vector & 2) != 0}, {as_global(p.slow_data), (p.vector & 4) != 0},
                      fast_tile, slow_tile};
-    if (!DIVIDE) write_panel<kMultiply>(p, panel, place, rows, columns, to);
+    if (!divides(p)) write_panel<kMultiply>(p, panel, place, rows, columns, to);
     else if (__all_sync(~0u, quick)) write_panel<kDivideQuickly>(p, panel, place, rows, columns, to);
     else divide_panel(p, place, given_left, rows, columns, to);
 

@@ -12,7 +12,7 @@ import numpy as np
 from ... import reference
 from ...arrays import Array
 from ...calls.call import Call
-from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, float32, lookup
+from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, bfloat16, flag, float8_e4m3fn, float16, float32, lookup
 from ...kernels import Kernel, Launch, Variant, grid_size
 from ...kernels.warp_tiles import COLUMNS, LANE_COLUMNS, ROWS, Panels
 from ...layouts import cdiv
@@ -221,9 +221,11 @@ def _tile_launch(call: Call, inputs: Inputs, axes: tuple[Axis, Axis], places: Pl
     plan, x = inputs.quantization, inputs.x
     members = plan.warp_tile_members(axes, places, x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0)
     stored = axes[0].stored, axes[1].stored
-    tile = panels_of(plan.source, *stored, plan.square, plan.divide, plan.compact) if members["vector"] == 7 else None
-    variant = (tile_variant(plan.source, plan.to, *stored, plan.square, plan.divide, tile) if tile
-               else any_shape_variant(plan.source, plan.to, plan.divide))
+    tile = None
+    if members["vector"] == 7 and not plan.divide:
+        tile = panels_of(plan.source, *stored, plan.square, False, plan.compact)
+    variant = (tile_variant(plan.source, plan.to, *stored, plan.square, False, tile) if tile
+               else any_shape_variant(plan.source, plan.to))
     return variant.bind(x.array, (tile or ANY_SHAPE).grid(plan.shape), x=x.at, noop=call.noop_at, **members,
                         **plan.members(axes))
 
@@ -234,16 +236,17 @@ Plan = BlockQuantization            # the name that ops on groups, on tensor lis
 
 # ---- programs ----
 def panels_of(source: np.dtype[Any], fast: int, slow: int, square: bool, divide: bool, compact: bool) -> Panels | None:
-    """Of the kernel for wide accesses; None where there is none."""
-    if (fast, slow) == (AS_IS, ABSENT):
-        return _DOWN if square and not divide else _ACROSS if not square else None
-    if divide or (fast == TRANSPOSED):
+    """Of the program for wide accesses. None where there is none: for blocks along columns whose data are not stored
+    transposed, for divided elements but of row-wise data, and for squares of float16, which are all rare."""
+    if fast == TRANSPOSED or slow == AS_IS or (square and source == float16):
         return None
-    if slow == AS_IS:
-        return _DOWN
+    if slow == ABSENT:
+        return None if square and divide else _DOWN if square else _ACROSS
+    if divide:
+        return None
     if fast == ABSENT:
         return _GATHERED._replace(down_first=True)
-    return _DOWN if source == float32 else _WIDE if compact and not square else _GATHERED
+    return _DOWN if source == float32 else _WIDE if compact and source == bfloat16 and not square else _GATHERED
 
 
 @functools.cache
@@ -258,9 +261,9 @@ def tile_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int,
                          SQUARE=int(square), DIVIDE=int(divide), ALIGNED=int(aligned), **panels.defines, **of_groups)
 
 
-def any_shape_variant(source: np.dtype[Any], to: np.dtype[Any], divide: bool, kernel: Kernel = _TILE) -> Variant:
-    """For arrays whose rows do not allow wide accesses, and for rare ways to store: what it stores, and how, is told at run time."""
-    return tile_variant(source, to, TRANSPOSED, TRANSPOSED, False, divide, ANY_SHAPE, False, kernel)
+def any_shape_variant(source: np.dtype[Any], to: np.dtype[Any], _divide: bool = False, kernel: Kernel = _TILE) -> Variant:
+    """For arrays whose rows do not allow wide accesses, and for what is rare: what it stores, and how, is told at run time."""
+    return tile_variant(source, to, TRANSPOSED, TRANSPOSED, False, False, ANY_SHAPE, False, kernel)
 
 
 @functools.cache
@@ -278,14 +281,13 @@ def _lines_variant(source: np.dtype[Any], to: np.dtype[Any], along_rows: bool) -
 
 def variants() -> Iterator[Variant]:
     """Every variant that this op may launch."""
-    stored = ((AS_IS, ABSENT), (ABSENT, AS_IS), (ABSENT, TRANSPOSED), (AS_IS, AS_IS), (AS_IS, TRANSPOSED))
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
+        yield any_shape_variant(source, to)
         for divide in (False, True):
-            yield any_shape_variant(source, to, divide)
             yield _rows_variant(source, to, divide)
         for along_rows in (False, True):
             yield _lines_variant(source, to, along_rows)
-        for (fast, slow), square, divide, compact in product(stored, *((False, True),) * 3):
-            panels = panels_of(source, fast, slow, square, divide, compact)
-            if panels and not (square and slow == AS_IS):
-                yield tile_variant(source, to, fast, slow, square, divide, panels)
+        for (fast, slow), square, compact in product(
+                ((AS_IS, ABSENT), (ABSENT, TRANSPOSED), (AS_IS, TRANSPOSED)), (False, True), (False, True)):
+            if panels := panels_of(source, fast, slow, square, False, compact):
+                yield tile_variant(source, to, fast, slow, square, False, panels)

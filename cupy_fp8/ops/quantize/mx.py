@@ -12,7 +12,7 @@ import numpy as np
 from ... import reference
 from ...arrays import Array
 from ...calls.call import Call
-from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, float32, lookup
+from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, float16, float32, lookup
 from ...kernels import Kernel, Launch, Variant, elementwise
 from ...kernels.warp_tiles import LANE_COLUMNS, Panels
 from ...layouts import SWIZZLE_COLUMNS, cdiv, scale_grid
@@ -26,8 +26,8 @@ _TILE = Kernel("quantize/mx", "quantize_mx_tile")
 _BLOCK = 32
 _NO_SCALES = (0, 1, 1)                          # a ScaleTarget, but for the address
 
-_STORED = ((AS_IS, ABSENT), (TRANSPOSED, ABSENT), (ABSENT, AS_IS), (ABSENT, TRANSPOSED), (AS_IS, AS_IS), (AS_IS, TRANSPOSED),
-           (TRANSPOSED, TRANSPOSED))
+#: How data along rows and along columns are stored, but for both transposed.
+_STORED = ((AS_IS, ABSENT), (TRANSPOSED, ABSENT), (ABSENT, AS_IS), (ABSENT, TRANSPOSED), (AS_IS, AS_IS), (AS_IS, TRANSPOSED))
 _SWIZZLED = Panels(4, 1, down_first=False)      # 128 lines: the swizzled scales of a tile of 128 x 128 elements are adjacent
 _COMPACT = Panels(1, 8, down_first=False)       # 32 bytes of a row's compact scales (and of a transposed row)
 _GATHERED = Panels(8, 1, down_first=False)      # 256 bytes of a transposed row
@@ -171,12 +171,10 @@ def _tile_launch(call: Call, inputs: Inputs, written: tuple[int, ...]) -> Launch
     """quantize_mx_tile: everything else, both directions in one launch."""
     plan, x = inputs.quantization, inputs.x
     members = plan.warp_tile_members(plan.axes, plan.result.places(written), x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0)
-    variant, tile = any_shape_variant(plan.source, plan.to), ANY_SHAPE
-    if members["vector"] == 7:
-        stored = plan.axes[0].stored, plan.axes[1].stored
-        tile = panels_of(plan.source, *stored, plan.tall)
-        variant = tile_variant(plan.source, plan.to, *stored, tile)
-    return variant.bind(x.array, tile.grid(plan.shape), x=x.at, noop=call.noop_at, **members, **plan.members)
+    stored = plan.axes[0].stored, plan.axes[1].stored
+    tile = _wide_tile(plan.source, *stored, plan.tall) if members["vector"] == 7 else None
+    variant = tile_variant(plan.source, plan.to, *stored, tile) if tile else any_shape_variant(plan.source, plan.to)
+    return variant.bind(x.array, (tile or ANY_SHAPE).grid(plan.shape), x=x.at, noop=call.noop_at, **members, **plan.members)
 
 
 _QUANTIZE = _QuantizeMx()
@@ -192,6 +190,15 @@ def panels_of(source: np.dtype[Any], fast: int, slow: int, tall: bool) -> Panels
     if AS_IS not in (fast, slow):
         return _GATHERED._replace(down_first=True)
     return _SWIZZLED if source == float32 else _GATHERED if tall else _COMPACT
+
+
+def _wide_tile(source: np.dtype[Any], fast: int, slow: int, tall: bool) -> Panels | None:
+    """Of the program of an array that allows wide accesses; None where there is none, for what is rare: both directions
+    stored transposed, and both of float16 with tall tiles."""
+    if (fast, slow) == (TRANSPOSED, TRANSPOSED) or (source == float16 and tall and fast and slow):
+        return None
+    # Data of rows alone are here for swizzled scales, or for ragged blocks, which are rare: the others go by rows.
+    return panels_of(source, fast, slow, tall or slow == ABSENT)
 
 
 @functools.cache
@@ -219,4 +226,5 @@ def variants() -> Iterator[Variant]:
         yield _rows_variant(source, to)
         yield any_shape_variant(source, to)
         for (fast, slow), tall in product(_STORED, (False, True)):
-            yield tile_variant(source, to, fast, slow, panels_of(source, fast, slow, tall))
+            if tile := _wide_tile(source, fast, slow, tall):
+                yield tile_variant(source, to, fast, slow, tile)
