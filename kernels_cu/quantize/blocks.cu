@@ -24,15 +24,9 @@
 // DIVIDE 1: elements are divided by scale_inv (profile vllm), which takes three instructions for each. Lines: where the struct's `divide` says so.
 // IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}; the other profiles, blocks and scale layouts are run-time values. Bytes moved per
 // element: sizeof(IN) + 1 + 4 / block, and 1 + 4 / block for a second direction. Padding of scales is written 0.
-#ifdef ENTRY_quantize_block_rows
-#include "scale/block_params.cuh"
-#include "numerics/amax.cuh"
-#else
 #include "scale/block_write.cuh"
 #include "tile/column_segment.cuh"
-#endif
 
-#if defined(ENTRY_quantize_block_tile) || defined(ENTRY_group_quantize_block)
 constexpr bool kFast = !ALIGNED || (FAST && !SQUARE), kSlow = !ALIGNED || SLOW || SQUARE;
 static_assert(!kSlow || PANELS_DOWN % 4 == 0, "a block of 128 rows is four panels");
 // On an H200 a multiprocessor keeps 512 threads of 16-bit panels in flight, 256 of f32. On sm_120, and of groups with CUDA 12, the compiler
@@ -258,7 +252,6 @@ __device__ __forceinline__ void quantize_tile(const BlockParams& p, const TilePo
         slow_tile.template store<kVectorStores>(as_global(p.slow_data) + place_t, p.rows, columns_of_tile, rows_of_tile, p.vector & 4);
     }
 }
-#endif
 
 #ifdef ENTRY_quantize_block_tile
 extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) quantize_block_tile(const __grid_constant__ BlockParams p) {
@@ -292,164 +285,5 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) group_quan
             if (kRun == 1 || ++tile == tiles) return;
         }
     });
-}
-#endif
-
-#ifdef ENTRY_quantize_block_rows
-constexpr int kLength = 128, kChunk = 16 / sizeof(IN::storage);      // elements of a block, and of a load; also in ops/quantize/blocks.py
-constexpr int kLanes = kLength / kChunk, kAtOnce = 32 / kLanes;      // lanes that share a block, blocks of one load of a warp
-constexpr int kWarpBlocks = 8, kLoads = kWarpBlocks / kAtOnce;       // of a warp, whose scales are 32 bytes together
-constexpr int kOwners = kLanes / kLoads;                             // lanes that find the same scale
-constexpr int kThreads = 128, kWarps = kThreads / 32;                // also in ops/quantize/blocks.py, and kWarpBlocks
-using Source = Chunk<IN, kChunk>;
-
-// The largest of all lanes that share a block: that of load i in lanes i * kOwners to i * kOwners + kOwners - 1 of them. Each exchange
-// halves the loads that a lane has a part of.
-__device__ __forceinline__ u32 reduce_over_lanes(u32 (&top)[kLoads]) {
-#pragma unroll
-    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-        const int keep = kLoads * distance / kLanes;
-        const bool upper = threadIdx.x & distance;
-        if (keep == 0) top[0] = IN::max_magnitudes<false>(top[0], __shfl_xor_sync(~0u, top[0], distance));
-#pragma unroll
-        for (int i = 0; i < keep; i++) {
-            const u32 sent = upper ? top[i] : top[i + keep], kept = upper ? top[i + keep] : top[i];
-            top[i] = IN::max_magnitudes<false>(kept, __shfl_xor_sync(~0u, sent, distance));
-        }
-    }
-    return top[0];
-}
-
-extern "C" __global__ void __launch_bounds__(kThreads) quantize_block_rows(const __grid_constant__ BlockParams p) {
-    if (is_set(p.noop)) return;
-    const u32 across = (u32)(p.columns / kLength);
-    const bool adjoin = p.fast.row != 1;                             // scales of a row; then all blocks of a matrix are one row of them
-    const auto warps_of = [](i64 n) { return (u32)((n + kWarpBlocks - 1) / kWarpBlocks); };
-    const u32 warps = adjoin ? warps_of(p.rows * across) : warps_of(p.fast.rows) * across;
-    const u32 blocks = (warps + kWarps - 1) / kWarps, m = blockIdx.x / blocks, warp = (blockIdx.x - m * blocks) * kWarps + threadIdx.x / 32;
-    if (warp >= warps) return;
-    const u32 group = adjoin ? warp : warp / across;
-    const i64 first = (i64)group * kWarpBlocks, column = adjoin ? 0 : warp - group * across, step = adjoin ? kLength : p.columns;
-    const int count = left_of((adjoin ? p.rows * across : p.rows) - first, kWarpBlocks);
-    const int stored = adjoin ? count : left_of(p.fast.rows - first, kWarpBlocks);       // with padding
-
-    const int lane = threadIdx.x % 32, in_block = lane % kLanes, of_load = lane / kLanes;
-    const i64 at = m * p.rows * p.columns + first * step + column * kLength + of_load * step + in_block * kChunk;
-    const auto exists = [&](int load) { return load * kAtOnce + of_load < count; };
-    Source chunk[kLoads];
-    u32 top[kLoads];
-#pragma unroll
-    for (int i = 0; i < kLoads; i++) chunk[i] = exists(i) ? Source::load(p.x + (at + i * kAtOnce * step)) : Source{};
-#pragma unroll
-    for (int i = 0; i < kLoads; i++) {
-        Amax<IN> amax;
-        amax.add(chunk[i]);
-        top[i] = amax.top;
-    }
-    const int own = in_block / kOwners * kAtOnce + of_load;          // the block whose scale this lane finds
-    // Of DIVIDE div_rn() below may be a call anyway; without it there is none in the kernel.
-    const BlockScale s = p.rule.of<DIVIDE != 0>(Amax<IN>{reduce_over_lanes(top)}.f32_bits());
-    if (in_block % kOwners == 0 && own < stored)
-        as_global(p.fast.to)[m * p.fast.matrix + first + column * p.fast.column + own] = own < count ? s.scale_inv : 0.0f;
-    const bool quick = !DIVIDE || __all_sync(~0u, own >= count || has_quick_quotients(s.scale_inv));
-#pragma unroll
-    for (int i = 0; i < kLoads; i++) {
-        const int owner = of_load * kLanes + i * kOwners;
-        const float factor = __shfl_sync(~0u, s.factor, owner), divisor = DIVIDE ? __shfl_sync(~0u, s.scale_inv, owner) : 0.0f;
-        Chunk<OUT, kChunk> out;
-#pragma unroll
-        for (int e = 0; e < kChunk / 2; e++) {
-            float lo, hi;
-            chunk[i].widen2(e, lo, hi);
-            if (!DIVIDE) out.narrow2(e, mul_rn(lo, factor), mul_rn(hi, factor));
-            else if (quick) out.narrow2(e, quick_quotient_of_codes(lo, divisor, factor), quick_quotient_of_codes(hi, divisor, factor));
-            else out.narrow2(e, div_rn(lo, divisor), div_rn(hi, divisor));
-        }
-        if (exists(i)) out.store(p.fast_data + (at + i * kAtOnce * step));
-    }
-}
-#endif
-
-#ifdef ENTRY_quantize_block_lines
-static_assert(PANELS_DOWN == 1 || PANELS_ACROSS == 1, "panels in a line");
-constexpr bool kAlongRows = ALONG_ROWS;
-constexpr int kLines = kAlongRows ? Tile::kRows : Tile::kColumns;    // of a block of threads
-constexpr int kStep = kAlongRows ? Tile::kColumns : Tile::kRows;     // elements of them at a time
-constexpr int kParts = kAlongRows ? PANELS_ACROSS * kRuns : PANELS_DOWN, kPartStride = kAlongRows ? kRunStride : kLines;
-
-extern "C" __global__ void __launch_bounds__(Tile::kThreads, 1) quantize_block_lines(const __grid_constant__ BlockParams p) {
-    extern __shared__ __align__(16) u8 shared[];
-    if (is_set(p.noop)) return;
-    const bool transposed = p.stored == 2;
-    const Tile tile{shared};
-    u32* const tops = reinterpret_cast<u32*>(transposed ? shared + Tile::kBytes : shared);           // a word per line of every part
-    const i64 lines = kAlongRows ? p.rows : p.columns, length = kAlongRows ? p.columns : p.rows;
-    const i64 tiles = (lines + kLines - 1) / kLines, m = blockIdx.x / tiles, first = blockIdx.x % tiles * kLines;
-    const i64 matrix = m * p.rows * p.columns;
-
-    Panel<IN> panel;
-    const auto load = [&](i64 begin) -> Place {
-        const i64 row = (kAlongRows ? first : begin) + Tile::row(), column = (kAlongRows ? begin : first) + Tile::column();
-        const Place place{matrix + row * p.columns + column, left_of(p.rows - row, kPanelRows), left_of(p.columns - column, kLaneColumns)};
-        panel.template load<false>(p.x + place.at, p.columns, place.rows_left, place.columns_left, p.vector & 1);
-        return place;
-    };
-    u32 top[4] = {};
-#pragma unroll 1
-    for (i64 begin = 0; begin < length; begin += kStep) {
-        load(begin);
-        PanelAmax<IN, false> amax;
-        amax.template find<kAlongRows, !kAlongRows>(panel);
-        u32 bits[4];
-        if constexpr (kAlongRows) amax.template reduce_rows<32 / kRuns>(bits);
-        else amax.of_columns(bits);
-#pragma unroll
-        for (int i = 0; i < 4; i++) top[i] = larger(top[i], bits[i]);
-    }
-    const int lane = threadIdx.x % 32;
-    u32* const mine = kAlongRows ? tops + (threadIdx.x / 32 * kRuns + lane / 8) * kPartStride + lane % 8 * 4
-                                 : tops + threadIdx.x / 32 * kPartStride + lane * 4;
-    *reinterpret_cast<uint4*>(mine) = make_uint4(top[0], top[1], top[2], top[3]);
-    __syncthreads();
-    const ScaleGrid& to = p.fast;
-    for (int i = threadIdx.x; i < kLines; i += Tile::kThreads) {
-        u32 bits = 0;
-        for (int part = 0; part < kParts; part++) bits = larger(bits, tops[part * kPartStride + i]);
-        const BlockScale s = p.rule.of(bits);
-        const i64 line = first + i, r = kAlongRows ? line : 0, c = kAlongRows ? 0 : line;
-        if (to.has(r, c)) *to.at(m, r, c) = line < lines ? s.scale_inv : 0.0f;
-        tops[i] = as_bits(s.factor), tops[kPartStride + i] = as_bits(s.scale_inv);       // where nobody else reads
-    }
-    __syncthreads();
-    const float *const factors = reinterpret_cast<const float*>(tops), *const divisors = factors + kPartStride;
-    const RowOperands rows{factors, divisors};
-    ColumnOperands columns;
-    bool quick = true;
-#pragma unroll
-    for (int c = 0; c < kLaneColumns; c++) {
-        const int i = kAlongRows ? (int)(threadIdx.x % 32) : Tile::column() + c;
-        columns.factor[c] = factors[i], columns.divisor[c] = divisors[i];
-        quick &= first + i >= lines || has_quick_quotients(divisors[i]);
-    }
-    const Target target{p.fast_data, (p.vector & 2) != 0};
-    const Outputs outputs{kAlongRows ? (int)p.stored : 0, kAlongRows ? 0 : (int)p.stored, false, target, target, tile, tile};
-    const bool divided_quickly = p.divide && __all_sync(~0u, quick);
-#pragma unroll 1
-    for (i64 begin = 0; begin < length; begin += kStep) {
-        const Place place = load(begin);
-        if (p.divide && !divided_quickly) divide_panel(p, place, place.rows_left, rows, columns, outputs);
-        else
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-                if (divided_quickly)
-                    write_half<kAlongRows, false, kDivideQuickly>(p, panel, place, rows, columns, p.stored == 1, transposed, target, half, tile);
-                else write_half<kAlongRows, false, kMultiply>(p, panel, place, rows, columns, p.stored == 1, transposed, target, half, tile);
-        if (!transposed) continue;
-        __syncthreads();
-        const i64 row = kAlongRows ? first : begin, column = kAlongRows ? begin : first;
-        tile.template store<false>(p.fast_data + matrix + column * p.rows + row, p.rows, left_of(p.columns - column, Tile::kColumns),
-                                   left_of(p.rows - row, Tile::kRows), p.vector & 2);
-        __syncthreads();
-    }
 }
 #endif

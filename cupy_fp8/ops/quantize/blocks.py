@@ -22,8 +22,8 @@ from . import block_results
 from .block_results import ABSENT, AS_IS, TRANSPOSED, Axis, BlockOp, BlockResult, Inputs, Members, Places
 
 _TILE = Kernel("quantize/blocks", "quantize_block_tile")
-_ROWS = Kernel("quantize/blocks", "quantize_block_rows")
-_LINES = Kernel("quantize/blocks", "quantize_block_lines")
+_ROWS = Kernel("quantize/block_rows", "quantize_block_rows")
+_LINES = Kernel("quantize/block_lines", "quantize_block_lines")
 _SMALLEST = 32                                  # elements of the smallest block, a quarter of a warp tile's row
 _NO_SCALES = (0, 1, 1, 0, 0)                    # a ScaleGrid, but for the address
 _NO_BLOCKS = Axis(None, ABSENT, None, _NO_SCALES)
@@ -33,7 +33,7 @@ _DOWN = Panels(4, 1, down_first=False)
 _GATHERED = Panels(8, 1, down_first=False)      # 256 bytes of a transposed row
 ANY_SHAPE = _GATHERED
 _WIDE = Panels(4, 2, down_first=False)          # a compromise of both
-#: Constants of quantize_block_rows in kernels_cu/quantize/blocks.cu: elements of a block, bytes of a load, warps of a
+#: Constants of quantize_block_rows in kernels_cu/quantize/block_rows.cu: elements of a block, bytes of a load, warps of a
 #: block of threads, and blocks of a warp.
 _LENGTH, _LOAD_BYTES, _WARPS, _WARP_BLOCKS = 128, 16, 4, 8
 #: Bytes of shared memory for the scales of a warp tile's rows and columns.
