@@ -1,4 +1,5 @@
-"""Launch shapes of the kernels that keep panels of 32 x 128 elements in registers (kernels_cu/include/tile/warp_tile.cuh)."""
+"""Launch shapes of the kernels that keep panels of 32 x 128 elements in registers
+(kernels_cu/include/tile/warp_tile.cuh)."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ LANE_COLUMNS = 4                # neighbouring columns of a lane
 
 
 class Panels(NamedTuple):
-    """The panels of a block of threads, and the order of blocks: down_first makes neighbouring ones write neighbouring transposed data.
-    run: tiles that a block has of a group, one below the other."""
+    """The panels of a block of threads, and the order of blocks: down_first makes neighbouring ones write
+    neighbouring transposed data. run: tiles that a block has of a group, one below the other."""
 
     down: int
     across: int

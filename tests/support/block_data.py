@@ -14,10 +14,13 @@ from cupy_fp8.results import swap_last
 ROW, COLUMN = (1, 32), (32, 1)
 LAYOUTS = ("compact", "swizzled")
 #: Every way that MX data are stored: (block, scale layout, whether transposed).
-MX = [(block, layout, transposed) for block in (ROW, COLUMN) for layout in LAYOUTS for transposed in (False, True)]
+MX = [(block, layout, transposed) for block in (ROW, COLUMN) for layout in LAYOUTS
+      for transposed in (False, True)]
 
 
-def result(shape: tuple[int, ...], block: Any = ROW, layout: str = "compact", transposed: bool = False, *, seed: int = 0,
-           dtype: np.dtype[Any] = float8_e4m3fn, scale: np.dtype[Any] = float8_e8m0fnu) -> Scaled:
+def result(shape: tuple[int, ...], block: Any = ROW, layout: str = "compact", transposed: bool = False, *,
+           seed: int = 0, dtype: np.dtype[Any] = float8_e4m3fn,
+           scale: np.dtype[Any] = float8_e8m0fnu) -> Scaled:
     return Scaled(cases.values("bits", swap_last(shape) if transposed else shape, dtype, seed),
-                  cases.values("bits", scale_shape(shape, block, layout, transposed), scale, seed + 1), shape, transposed, block, layout)
+                  cases.values("bits", scale_shape(shape, block, layout, transposed), scale, seed + 1), shape,
+                  transposed, block, layout)

@@ -1,7 +1,7 @@
 """What quantisers in blocks share: the description of their results, and what kernels are told of one.
 
-Kernels know only memory, where the last two axes of x may be swapped. Blocks *along rows* lie along a row of memory,
-blocks *along columns* down a column; which of them are the row-wise ones depends on how x lies there.
+Kernels know only memory, where the last two axes of x may be swapped. Blocks *along rows* lie along a row of
+memory, blocks *along columns* down a column; which of them are the row-wise ones depends on how x lies there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from ...kernels.warp_tiles import LANE_COLUMNS
 from ...recipes import Form
 from ...results import Quantized, swap_last
 
-#: How the data of one direction are stored: not at all, in the order of x's memory, or with its last two axes swapped.
+#: How the data of one direction are stored: not at all, in the order of x's memory, or with its last two axes
+#: swapped.
 ABSENT, AS_IS, TRANSPOSED = 0, 1, 2
 
 #: Members of a kernel's struct by name.
@@ -33,12 +34,13 @@ _NOWHERE = 0, 0
 
 # ---- the result ----
 class BlockResult(Description):
-    """A Quantized whose directions are described by `forms`. shared: 'data', 'scale_inv', what both directions have in
-    common, if there are both. kind: of data, for messages."""
+    """A Quantized whose directions are described by `forms`. shared: 'data', 'scale_inv', what both
+    directions have in common, if there are both. kind: of data, for messages."""
 
     def __init__(self, forms: dict[str, Form], shared: tuple[str, ...], kind: str) -> None:
         self.forms, self.shared, self.kind = forms, shared if len(forms) == 2 else (), kind
-        self._positions: dict[str, list[int]] = {}          # of data and scale_inv among the arrays, by direction
+        # of data and scale_inv among the arrays, by direction
+        self._positions: dict[str, list[int]] = {}
         written: list[Written] = []
         for name, form in forms.items():
             positions = self._positions[name] = []
@@ -68,8 +70,8 @@ class BlockResult(Description):
                 if not self._is_shared(name, what):
                     found.append(a)
                 elif a is not getattr(out.rowwise, what):
-                    raise ValueError(f"out.{name}.{what}: expected out.rowwise.{what} itself, since both directions are the "
-                                     "same here")
+                    raise ValueError(f"out.{name}.{what}: expected out.rowwise.{what} itself, since both "
+                                     "directions are the same here")
         return found
 
     def _is_shared(self, name: str, what: str) -> bool:
@@ -81,26 +83,30 @@ def _arrays_of(form: Form) -> tuple[tuple[str, tuple[int, ...], np.dtype[Any]], 
 
 
 def check_forms(out: Any, forms: Mapping[str, Form], kind: str) -> None:
-    """TypeError or ValueError unless a result given as `out=` has these directions. kind: of data, for messages."""
+    """TypeError or ValueError unless a result given as `out=` has these directions. kind: of data, for
+    messages."""
     if not isinstance(out, Quantized):
-        raise TypeError(f"out: expected a Quantized (an earlier result, or recipe.empty(…)), got {type(out).__name__}")
+        raise TypeError("out: expected a Quantized (an earlier result, or recipe.empty(…)), got "
+                        f"{type(out).__name__}")
     for name, part in (("rowwise", out.rowwise), ("columnwise", out.columnwise)):
         form = forms.get(name)
         if (part is None) != (form is None):
-            raise ValueError(f"out: {'no' if part is None else 'has a'} {name} part, but {name}={form is not None} was "
-                             "asked for")
+            raise ValueError(f"out: {'no' if part is None else 'has a'} {name} part, but "
+                             f"{name}={form is not None} was asked for")
         if part is None or form is None:
             continue
         if (part.shape, part.transposed, part.block, part.scale_layout) != form[1:5]:
             raise ValueError(f"out.{name}: expected {kind} data of shape {form.shape}, "
-                             f"{'' if form.transposed else 'not '}stored transposed, block {form.block}, scales "
-                             f"{form.scale_layout}; got {part!r}, scales {part.scale_layout}")
+                             f"{'' if form.transposed else 'not '}stored transposed, block {form.block}, "
+                             f"scales {form.scale_layout}; got {part!r}, scales {part.scale_layout}")
 
 
 # ---- what kernels are told ----
 class Axis(NamedTuple):
-    """What a kernel writes of the blocks along one axis of memory: the directions whose data and scales these are (None:
-    nothing is written), how the data are stored, and the strides of the scales as the kernel's struct has them."""
+    """What a kernel writes of the blocks along one axis of memory: the directions whose data and scales these
+    are (None:
+    nothing is written), how the data are stored, and the strides of the scales as the kernel's struct has
+    them."""
 
     data: str | None
     stored: int
@@ -109,7 +115,8 @@ class Axis(NamedTuple):
 
 
 def stored(form: Form | None, swapped: bool) -> int:
-    """How the data of a direction are stored. swapped: whether x lies in memory with its last two axes swapped."""
+    """How the data of a direction are stored. swapped: whether x lies in memory with its last two axes
+    swapped."""
     return ABSENT if form is None else AS_IS if form.transposed == swapped else TRANSPOSED
 
 
@@ -123,10 +130,11 @@ def destinations(axes: tuple[Axis, Axis], places: Places) -> Members:
 
 
 class Quantization:
-    """What follows from an array's shape and the options, whatever the memory: the result, and members of the kernels'
-    structs. shape: of x as it lies in memory."""
+    """What follows from an array's shape and the options, whatever the memory: the result, and members of the
+    kernels' structs. shape: of x as it lies in memory."""
 
-    def __init__(self, shape: tuple[int, ...], source: np.dtype[Any], to: np.dtype[Any], result: BlockResult) -> None:
+    def __init__(self, shape: tuple[int, ...], source: np.dtype[Any], to: np.dtype[Any],
+                 result: BlockResult) -> None:
         self.shape, self.source, self.to, self.result = shape, source, to, result
         self.size, (self.rows, self.columns) = prod(shape), shape[-2:]
         self.forms, self.shared, self.kind = result.forms, result.shared, result.kind
@@ -135,11 +143,12 @@ class Quantization:
         """An uninitialised result beside x."""
         return self.result.build([empty_beside(x, a.shape, a.dtype) for a in self.result.arrays])
 
-    def warp_tile_members(self, axes: tuple[Axis, Axis], places: Places, aligned: bool, chunk: int = LANE_COLUMNS,
-                          grouped: bool = False) -> Members:
-        """Destinations, and as `vector` which accesses of x (1) and of data along rows (2) and along columns (4) may be wide.
-        aligned: whether x is, to chunks. chunk: elements of a wide access. grouped: the kernel asks for each group of
-        rows what its transposed data allow."""
+    def warp_tile_members(self, axes: tuple[Axis, Axis], places: Places, aligned: bool,
+                          chunk: int = LANE_COLUMNS, grouped: bool = False) -> Members:
+        """Destinations, and as `vector` which accesses of x (1) and of data along rows (2) and along columns
+        (4) may be wide.
+        aligned: whether x is, to chunks. chunk: elements of a wide access. grouped: the kernel asks for each
+        group of rows what its transposed data allow."""
         members, whole = destinations(axes, places), self.columns % chunk == 0
         vector = int(whole and aligned)
         for bit, axis, at in zip((2, 4), axes, (members["fast_data"], members["slow_data"]), strict=True):
@@ -168,7 +177,8 @@ class BlockOp(Op[Inputs]):
     #: The names of the options, as the definition has them.
     options: ClassVar[tuple[str, ...]]
 
-    def __call__(self, x: Array, options: tuple[Any, ...], noop: Array | None, out: Quantized | None) -> Quantized:
+    def __call__(self, x: Array, options: tuple[Any, ...], noop: Array | None,
+                 out: Quantized | None) -> Quantized:
         result: Quantized = run(self, (x, noop, *options), out)
         return result
 
@@ -176,7 +186,8 @@ class BlockOp(Op[Inputs]):
         swapped = lies_swapped(x)
         found = call.read("x", x.swapaxes(-1, -2) if swapped else x, INPUT_DTYPES)
         call.noop(noop)
-        return Inputs(found, swapped, type(self).quantization(found.shape, found.dtype, swapped, options), options)
+        return Inputs(found, swapped, type(self).quantization(found.shape, found.dtype, swapped, options),
+                      options)
 
     def result(self, inputs: Inputs) -> Description:
         result: BlockResult = inputs.quantization.result
@@ -210,8 +221,8 @@ NOWHERE: Addresses = (0, 0, 0, 0, 0)
 class PanelMembers:
     """Members of the struct of a kernel of warp tiles, but for x and noop."""
 
-    def __init__(self, plan: Quantization, sides: tuple[Axis, Axis], members: Members, chunk: int = LANE_COLUMNS,
-                 grouped: bool = False) -> None:
+    def __init__(self, plan: Quantization, sides: tuple[Axis, Axis], members: Members,
+                 chunk: int = LANE_COLUMNS, grouped: bool = False) -> None:
         self._given = plan, sides, members, chunk, grouped
 
     def at(self, out: Addresses, aligned: bool) -> Members:
@@ -242,8 +253,8 @@ def written(out: Quantized, forms: Mapping[str, Form], x: Array, xp: Any, kind: 
             at = validate.destination(a, shape, dtype, x, xp, validate.address(x), f"out.{name}.{what}")
             if what in shared and name == "columnwise" and out.rowwise is not None:
                 if a is not getattr(out.rowwise, what):
-                    raise ValueError(f"out.{name}.{what}: expected out.rowwise.{what} itself, since both directions are the "
-                                     "same here")
+                    raise ValueError(f"out.{name}.{what}: expected out.rowwise.{what} itself, since both "
+                                     "directions are the same here")
                 continue
             for other, other_at, other_nbytes in found:
                 validate.separate(at, a.nbytes, other_at, other_nbytes, f"out.{name}.{what}", other)

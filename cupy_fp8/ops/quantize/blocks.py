@@ -1,4 +1,5 @@
-"""Blocks with f32 scales: 1 x 128, 128 x 1, 128 x 128 and their like. Kernels: kernels_cu/quantize/blocks.cu."""
+"""Blocks with f32 scales: 1 x 128, 128 x 1, 128 x 128 and their like. Kernels:
+kernels_cu/quantize/blocks.cu."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from .block_results import ABSENT, AS_IS, TRANSPOSED, Axis, BlockOp, BlockResult
 _TILE = Kernel("quantize/blocks", "quantize_block_tile")
 _ROWS = Kernel("quantize/block_rows", "quantize_block_rows")
 _LINES = Kernel("quantize/block_lines", "quantize_block_lines")
-_SMALLEST = 32                                  # elements of the smallest block, a quarter of a warp tile's row
+# elements of the smallest block, a quarter of a warp tile's row
+_SMALLEST = 32
 _NO_SCALES = (0, 1, 1, 0, 0)                    # a ScaleGrid, but for the address
 _NO_BLOCKS = Axis(None, ABSENT, None, _NO_SCALES)
 
@@ -33,8 +35,8 @@ _DOWN = Panels(4, 1, down_first=False)
 _GATHERED = Panels(8, 1, down_first=False)      # 256 bytes of a transposed row
 ANY_SHAPE = _GATHERED
 _WIDE = Panels(4, 2, down_first=False)          # a compromise of both
-#: Constants of quantize_block_rows in kernels_cu/quantize/block_rows.cu: elements of a block, bytes of a load, warps of a
-#: block of threads, and blocks of a warp.
+#: Constants of quantize_block_rows in kernels_cu/quantize/block_rows.cu: elements of a block, bytes of a
+#: load, warps of a block of threads, and blocks of a warp.
 _LENGTH, _LOAD_BYTES, _WARPS, _WARP_BLOCKS = 128, 16, 4, 8
 #: Bytes of shared memory for the scales of a warp tile's rows and columns.
 _ROW_BYTES, _COLUMN_BYTES = 2 * 4 * (ROWS + 4) * 4, COLUMNS * 4
@@ -45,49 +47,55 @@ _RUN_BYTES = 64
 _AMAX_FIRST, _GUARDED, _ROUND_DOWN, _ROUND_UP, _OTHER_QUOTIENT, _OTHER_PRODUCT = 1, 2, 4, 8, 16, 32
 
 
-def quantize_block(x: Array, *, block: tuple[int | None, int | None] = (1, 128), dtype: Any = float8_e4m3fn, rowwise: bool = True,
-                   columnwise: bool = False, transposed: bool = True, pow2_scale: bool | None = None, eps: float | None = None,
-                   profile: str = "te", scale_layout: str = "gemm_ready", noop: Array | None = None,
+def quantize_block(x: Array, *, block: tuple[int | None, int | None] = (1, 128), dtype: Any = float8_e4m3fn,
+                   rowwise: bool = True, columnwise: bool = False, transposed: bool = True,
+                   pow2_scale: bool | None = None, eps: float | None = None, profile: str = "te",
+                   scale_layout: str = "gemm_ready", noop: Array | None = None,
                    out: Quantized | None = None) -> Quantized:
     """Quantise to FP8 in blocks, each with an f32 scale of its own.
 
         s = fp8_max / max |x| over the block      data = cast(x * s)      scale_inv = 1 / s
 
-    in f32: round to nearest even, saturating, NaN as 0x7F; every byte as docs/numerics.md section 3 says. One kernel reads x once and
-    writes everything, both directions included (blocks of a whole line: one kernel per direction, which reads x twice).
+    in f32: round to nearest even, saturating, NaN as 0x7F; every byte as docs/numerics.md section 3 says. One
+    kernel reads x once and writes everything, both directions included (blocks of a whole line: one kernel
+    per direction, which reads x twice).
 
     Parameters
     ----------
-    x : bfloat16, float16 or float32 array […, M, K] of two or three dimensions (a batch: each matrix by itself). An array whose last two
-        axes are swapped in memory is read as it is; any other view is copied first
-    block : (1, 128), (1, 64), (1, 32), (1, None) (whole rows), their transposes such as (128, 1), or (128, 128): the row-wise block, in
-        rows and columns of x; column-wise blocks are its transpose, found from x with their own amax. Blocks at the ends are smaller
+    x : bfloat16, float16 or float32 array […, M, K] of two or three dimensions (a batch: each matrix by
+        itself). An array whose last two axes are swapped in memory is read as it is; any other view is copied
+        first
+    block : (1, 128), (1, 64), (1, 32), (1, None) (whole rows), their transposes such as (128, 1), or (128,
+        128): the row-wise block, in rows and columns of x; column-wise blocks are its transpose, found from x
+        with their own amax. Blocks at the ends are smaller
     dtype : float8_e4m3fn or float8_e5m2
     rowwise, columnwise : the directions
     transposed : store the column-wise data […, K, M], which matrix products want
     pow2_scale : scales are powers of two. None: the profile's own (te: True, the others False)
-    eps : the amax is at least this, in f32. None: the profile's own (te 0, deepgemm and tilekernels 1e-4, vllm and sglang 1e-10, torchao
-        1e-12)
-    profile : whose arithmetic: 'te', 'deepgemm', 'tilekernels', 'vllm', 'sglang' or 'torchao'. They differ in roundings, and in what a
-        block with Inf gives
-    scale_layout : of scale_inv, f32, padding 0. 1-D blocks: 'gemm_ready' and 'deepgemm_sm90' […, blocks, lines rounded up to 4], 'compact'
-        […, M, ceil(K/128)] and […, ceil(M/128), K]. Blocks of 128 x 128: 'compact' has one scale for each in the order in which the data
-        are stored, 'gemm_ready' the same with rows rounded up to 4. See docs/layouts.md
+    eps : the amax is at least this, in f32. None: the profile's own (te 0, deepgemm and tilekernels 1e-4,
+        vllm and sglang 1e-10, torchao 1e-12)
+    profile : whose arithmetic: 'te', 'deepgemm', 'tilekernels', 'vllm', 'sglang' or 'torchao'. They differ in
+        roundings, and in what a block with Inf gives
+    scale_layout : of scale_inv, f32, padding 0. 1-D blocks: 'gemm_ready' and 'deepgemm_sm90' […, blocks,
+        lines rounded up to 4], 'compact' […, M, ceil(K/128)] and […, ceil(M/128), K]. Blocks of 128 x 128:
+        'compact' has one scale for each in the order in which the data are stored, 'gemm_ready' the same with
+        rows rounded up to 4. See docs/layouts.md
     noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `out`
-    out : an earlier result of the same shape and options (or ``recipe.empty(…)``); written in place and returned. With it the call
-        allocates nothing and can be captured into a CUDA graph
+    out : an earlier result of the same shape and options (or ``recipe.empty(…)``); written in place and
+        returned. With it the call allocates nothing and can be captured into a CUDA graph
 
     Returns
     -------
-    Quantized, its scale_inv float32. With blocks of (128, 128) and without `transposed` both directions are the same Scaled.
+    Quantized, its scale_inv float32. With blocks of (128, 128) and without `transposed` both directions are
+    the same Scaled.
 
     Raises
     ------
-    TypeError for wrong dtypes or NumPy and CuPy arrays mixed, ValueError for shapes, options and overlaps, DeviceError; all before
-    anything is written.
+    TypeError for wrong dtypes or NumPy and CuPy arrays mixed, ValueError for shapes, options and overlaps,
+    DeviceError; all before anything is written.
 
-    Source: DeepSeek-V3 (arXiv 2412.19437); TransformerEngine, DeepGEMM, TileKernels, vLLM, SGLang, torchao. Bytes moved per element: x + 1
-    + 4/128 per direction.
+    Source: DeepSeek-V3 (arXiv 2412.19437); TransformerEngine, DeepGEMM, TileKernels, vLLM, SGLang, torchao.
+    Bytes moved per element: x + 1 + 4/128 per direction.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> x = np.zeros((1, 256), np.float32)
@@ -96,13 +104,15 @@ def quantize_block(x: Array, *, block: tuple[int | None, int | None] = (1, 128),
     >>> q.scale_inv.tolist(), q.data.astype(np.float32)[0, [0, 1, 200]].tolist()
     ([[1.0, 0.0, 0.0, 0.0], [0.0009765625, 0.0, 0.0, 0.0]], [448.0, 3.0, 320.0])
     """
-    options = (lookup(dtype, FP8_DTYPES, "dtype").dtype, rowwise, columnwise, transposed, block, pow2_scale, eps, profile, scale_layout)
+    options = (lookup(dtype, FP8_DTYPES, "dtype").dtype, rowwise, columnwise, transposed, block, pow2_scale,
+               eps, profile, scale_layout)
     return _QUANTIZE(x, options, noop, out)
 
 
 # ---- what follows from shape and options ----
 class BlockQuantization(block_results.Quantization):
-    def __init__(self, shape: tuple[int, ...], source: np.dtype[Any], swapped: bool, options: tuple[Any, ...]) -> None:
+    def __init__(self, shape: tuple[int, ...], source: np.dtype[Any], swapped: bool,
+                 options: tuple[Any, ...]) -> None:
         to, rowwise, columnwise, transposed, block, pow2_scale, eps, profile, scale_layout = options
         check_block_options(block, profile, scale_layout)
         least = block_eps(eps, profile) + 0.0       # -0 is 0: the kernel compares the bits of magnitudes
@@ -116,25 +126,29 @@ class BlockQuantization(block_results.Quantization):
         self.rule, self.divide = _rule(source, to, pow2, least, profile), profile == "vllm" and not pow2
 
     def axes(self, names: list[str]) -> tuple[Axis, Axis]:
-        """What a kernel of warp tiles writes along rows and along columns of memory of these directions. (Of whole rows and columns
-        too, for ops/quantize/grouped_rows_columns.py.)"""
+        """What a kernel of warp tiles writes along rows and along columns of memory of these directions. (Of
+        whole rows and columns too, for ops/quantize/grouped_rows_columns.py.)"""
         rows, columns = (name if name in names else None for name in (
             ("rowwise", "columnwise") if (self.block[0] == 1) != self.swapped else ("columnwise", "rowwise")))
         written: list[tuple[int, str | None]] = [
-            (block_results.stored(self.forms[name], self.swapped) if name else ABSENT, name) for name in (rows, columns)]
-        if self.square:                # the same codes whatever the direction: what counts is how they are stored
+            (block_results.stored(self.forms[name], self.swapped) if name else ABSENT, name)
+            for name in (rows, columns)]
+        # the same codes whatever the direction: what counts is how they are stored
+        if self.square:
             by_order = dict(written)
             written = [(stored, by_order[stored]) if stored in by_order else (ABSENT, None)
                        for stored in (AS_IS, TRANSPOSED)]
         (rows_stored, rows_data), (columns_stored, columns_data) = written
         return (Axis(rows_data, rows_stored, rows, _strides(self.forms.get(rows or ""), self.swapped)),
-                Axis(columns_data, columns_stored, columns, _strides(self.forms.get(columns or ""), self.swapped)))
+                Axis(columns_data, columns_stored, columns,
+                     _strides(self.forms.get(columns or ""), self.swapped)))
 
     def members(self, axes: tuple[Axis, Axis]) -> Members:
         """Members of the struct of a kernel of warp tiles that do not depend on memory."""
         length = (self.block[0] if self.block[1] == 1 else self.block[1]) or _SMALLEST
         return {"rows": self.rows, "columns": self.columns, "rule": self.rule, "panels": length // _SMALLEST,
-                "divide": int(self.divide), "square": int(self.square), "stored": axes[0].stored | axes[1].stored << 2}
+                "divide": int(self.divide), "square": int(self.square),
+                "stored": axes[0].stored | axes[1].stored << 2}
 
     def tile_launch(self, names: list[str]) -> tuple[tuple[Axis, Axis], Members]:
         axes = self.axes(names)
@@ -170,7 +184,8 @@ def _strides(form: Form | None, swapped: bool) -> tuple[int, int, int, int, int]
 class _QuantizeBlock(BlockOp):
     quantization = BlockQuantization
     definition = reference.quantize_block
-    options = ("dtype", "rowwise", "columnwise", "transposed", "block", "pow2_scale", "eps", "profile", "scale_layout")
+    options = ("dtype", "rowwise", "columnwise", "transposed", "block", "pow2_scale", "eps", "profile",
+               "scale_layout")
 
     def launches(self, call: Call, inputs: Inputs, *written: int) -> Iterator[Launch]:
         plan: BlockQuantization = inputs.quantization
@@ -193,17 +208,20 @@ def _whole_line_launch(call: Call, inputs: Inputs, name: str, places: Places) ->
     tile = _ACROSS if along_rows else _GATHERED
     tiles = cdiv(plan.rows, tile.rows) if along_rows else cdiv(plan.columns, tile.columns)
     matrices = plan.size // (plan.rows * plan.columns)
-    members = plan.warp_tile_members((axis, _NO_BLOCKS), places, x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0)
+    members = plan.warp_tile_members((axis, _NO_BLOCKS), places,
+                                     x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0)
     return _lines_variant(plan.source, plan.to, along_rows).bind(
-        x.array, grid_size(matrices * tiles, plan.shape), x=x.at, noop=call.noop_at, **members, rows=plan.rows,
-        columns=plan.columns, rule=plan.rule, panels=1, divide=int(plan.divide), stored=axis.stored)
+        x.array, grid_size(matrices * tiles, plan.shape), x=x.at, noop=call.noop_at, **members,
+        rows=plan.rows, columns=plan.columns, rule=plan.rule, panels=1, divide=int(plan.divide),
+        stored=axis.stored)
 
 
 def _rows_launch(call: Call, inputs: Inputs, axes: tuple[Axis, Axis], places: Places) -> Launch | None:
-    """quantize_block_rows: whole blocks of 128 along rows of memory, data as they are. None if this is something else, or
-    memory does not allow the kernel's accesses."""
+    """quantize_block_rows: whole blocks of 128 along rows of memory, data as they are. None if this is
+    something else, or memory does not allow the kernel's accesses."""
     plan, x = inputs.quantization, inputs.x
-    if set(plan.block) != {1, _LENGTH} or plan.columns % _LENGTH or [axis.stored for axis in axes] != [AS_IS, ABSENT]:
+    if set(plan.block) != {1, _LENGTH} or plan.columns % _LENGTH or [axis.stored for axis in axes] != [AS_IS,
+        ABSENT]:
         return None
     members = plan.warp_tile_members(axes, places, x.at % _LOAD_BYTES == 0, _LOAD_BYTES // x.dtype.itemsize)
     if members["vector"] != 7:
@@ -235,9 +253,11 @@ Plan = BlockQuantization            # the name that ops on groups, on tensor lis
 
 
 # ---- programs ----
-def panels_of(source: np.dtype[Any], fast: int, slow: int, square: bool, divide: bool, compact: bool) -> Panels | None:
-    """Of the program for wide accesses. None where there is none: for blocks along columns whose data are not stored
-    transposed, for divided elements but of row-wise data, and for squares of float16, which are all rare."""
+def panels_of(source: np.dtype[Any], fast: int, slow: int, square: bool, divide: bool,
+              compact: bool) -> Panels | None:
+    """Of the program for wide accesses. None where there is none: for blocks along columns whose data are not
+    stored transposed, for divided elements but of row-wise data, and for squares of float16, which are all
+    rare."""
     if fast == TRANSPOSED or slow == AS_IS or (square and source == float16):
         return None
     if slow == ABSENT:
@@ -246,23 +266,30 @@ def panels_of(source: np.dtype[Any], fast: int, slow: int, square: bool, divide:
         return None
     if fast == ABSENT:
         return _GATHERED._replace(down_first=True)
-    return _DOWN if source == float32 else _WIDE if compact and source == bfloat16 and not square else _GATHERED
+    if source == float32:
+        return _DOWN
+    return _WIDE if compact and source == bfloat16 and not square else _GATHERED
 
 
 @functools.cache
-def tile_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int, square: bool, divide: bool, panels: Panels,
-                 aligned: bool = True, kernel: Kernel = _TILE) -> Variant:
+def tile_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int, square: bool, divide: bool,
+                 panels: Panels, aligned: bool = True, kernel: Kernel = _TILE) -> Variant:
     """Of the kernel of tiles, for arrays or (ops/quantize/grouped_blocks.py) for groups."""
-    per_panel = _COLUMN_BYTES * (not aligned or slow != ABSENT or square) + _ROW_BYTES * (not aligned or (fast != ABSENT and not square))
+    per_panel = _COLUMN_BYTES * (not aligned or slow != ABSENT or square) + _ROW_BYTES * (not aligned
+        or (fast != ABSENT and not square))
     shared = (fast, slow).count(TRANSPOSED) * panels.tile + panels.down * panels.across * per_panel
     shared += _RUN_BYTES * panels.columns * (panels.run > 1)
     of_groups = {} if kernel is _TILE else {"RUN": panels.run}
-    return kernel.variant(block=panels.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, FAST=fast, SLOW=slow,
-                         SQUARE=int(square), DIVIDE=int(divide), ALIGNED=int(aligned), **panels.defines, **of_groups)
+    return kernel.variant(block=panels.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag,
+                          FAST=fast, SLOW=slow,
+                         SQUARE=int(square), DIVIDE=int(divide), ALIGNED=int(aligned), **panels.defines,
+                         **of_groups)
 
 
-def any_shape_variant(source: np.dtype[Any], to: np.dtype[Any], _divide: bool = False, kernel: Kernel = _TILE) -> Variant:
-    """For arrays whose rows do not allow wide accesses, and for what is rare: what it stores, and how, is told at run time."""
+def any_shape_variant(source: np.dtype[Any], to: np.dtype[Any], _divide: bool = False,
+                      kernel: Kernel = _TILE) -> Variant:
+    """For arrays whose rows do not allow wide accesses, and for what is rare: what it stores, and how, is
+    told at run time."""
     return tile_variant(source, to, TRANSPOSED, TRANSPOSED, False, False, ANY_SHAPE, False, kernel)
 
 
@@ -275,8 +302,8 @@ def _rows_variant(source: np.dtype[Any], to: np.dtype[Any], divide: bool) -> Var
 def _lines_variant(source: np.dtype[Any], to: np.dtype[Any], along_rows: bool) -> Variant:
     panels = _ACROSS if along_rows else _GATHERED
     shared = panels.tile + panels.down * panels.across * (_ROW_BYTES // 2 if along_rows else _COLUMN_BYTES)
-    return _LINES.variant(block=panels.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, ALONG_ROWS=int(along_rows),
-                          PANELS_DOWN=panels.down, PANELS_ACROSS=panels.across)
+    return _LINES.variant(block=panels.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag,
+                          ALONG_ROWS=int(along_rows), PANELS_DOWN=panels.down, PANELS_ACROSS=panels.across)
 
 
 def variants() -> Iterator[Variant]:

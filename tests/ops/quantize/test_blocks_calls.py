@@ -1,4 +1,5 @@
-"""How quantize_block and quantize_mx are called: which kernel runs, out=, noop, recipes, and what they refuse."""
+"""How quantize_block and quantize_mx are called: which kernel runs, out=, noop, recipes, and what they
+refuse."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def is_poison(q: Quantized) -> bool:
 # ---- which kernel ----
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Launches, which happen in name only: the entry, with FAST and SLOW where it is made for wide accesses."""
+    """Launches, which happen in name only: the entry, with FAST and SLOW where it is made for wide
+    accesses."""
     seen: list[str] = []
 
     def launch(self: Variant, *_: Any) -> None:
@@ -70,7 +72,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     (BLOCK, (100, 128), False, {}, "rows"),
     (BLOCK, (100, 128), False, {"scale_layout": "compact", "profile": "vllm"}, "rows divide"),
     (BLOCK, (100, 128), False, {"block": (1, 64)}, "tile 10"),
-    (BLOCK, (100, 128), False, BOTH, "tile"),                                       # transposed rows at odd multiples of 4
+    # transposed rows at odd multiples of 4
+    (BLOCK, (100, 128), False, BOTH, "tile"),
     (BLOCK, (128, 100), True, COLUMN, "rows"),
     (BLOCK, (100, 128), False, {"block": (128, 1), **COLUMN, **NOT_T}, "rows"),
     (BLOCK, (100, 96), False, {}, "tile 10"),
@@ -78,7 +81,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     (BLOCK, (100, 96), False, {"profile": "vllm"}, "tile"),
     (BLOCK, (100, 96), False, {"profile": "vllm", "pow2_scale": True}, "tile 10"),
     (BLOCK, (96, 100), False, COLUMN, "tile 02"),
-    (BLOCK, (100, 96), False, {**COLUMN, **NOT_T}, "tile"),                         # ways to store that are rare
+    # ways to store that are rare
+    (BLOCK, (100, 96), False, {**COLUMN, **NOT_T}, "tile"),
     (BLOCK, (96, 100), False, BOTH, "tile 12"),
     (BLOCK, (96, 100), False, {**BOTH, **NOT_T}, "tile"),
     (BLOCK, (96, 100), False, {**BOTH, "profile": "vllm"}, "tile"),
@@ -92,12 +96,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     (BLOCK, (100, 96), True, COLUMN, "tile 10"),
     (BLOCK, (100, 96), True, BOTH, "tile 12"),
     (BLOCK, (96, 101), False, BOTH, "tile"),                                        # rows at odd addresses
-    (BLOCK, (100, 104), False, BOTH, "tile"),                                       # transposed rows at odd multiples of 8
+    # transposed rows at odd multiples of 8
+    (BLOCK, (100, 104), False, BOTH, "tile"),
     (BLOCK, (96, 100), False, {"block": (1, None)}, "lines"),
     (BLOCK, (96, 100), False, {"block": (1, None), **BOTH}, "lines, lines"),
     (MX, (256, 128), False, {}, "rows"),
     (MX, (256, 128), False, {"scale_layout": "swizzled"}, "tile 10"),
-    (MX, (100, 96), False, {"scale_layout": "swizzled"}, "tile 10"),                # its scales leave in whole tiles
+    # its scales leave in whole tiles
+    (MX, (100, 96), False, {"scale_layout": "swizzled"}, "tile 10"),
     (MX, (100, 96), False, {}, "rows"),
     (MX, (100, 100), False, {}, "tile 10"),
     (MX, (100, 96), False, SQUARES_32, "tile 01"),
@@ -109,14 +115,16 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     (MX, (96, 100), False, {**BOTH, **SQUARES_32}, "tile 01"),
     (MX, (100, 96), True, {}, "tile 02"),
     (MX, (100, 96), True, COLUMN, "tile 20"),
-    (MX, (100, 96), True, {**COLUMN, **T}, "tile 10"),                              # scales of neighbouring rows adjoin
+    # scales of neighbouring rows adjoin
+    (MX, (100, 96), True, {**COLUMN, **T}, "tile 10"),
     (MX, (96, 96), True, {**COLUMN, **T, "scale_layout": "swizzled"}, "tile 10"),
     (MX, (96, 128), True, {**COLUMN, **T, "scale_layout": "swizzled"}, "tile 10"),
     (MX, (100, 96), True, BOTH, "tile"),                                            # both stored transposed
     (MX, (100, 96), True, {**BOTH, **T}, "tile 12"),
     (MX, (100, 96), True, {**BOTH, **SQUARES_32}, "tile 02"),
     (MX, (96, 101), False, BOTH, "tile"),                                           # rows at odd addresses
-    (MX, (100, 104), False, {**BOTH, **T}, "tile"),                                 # transposed rows at odd multiples of 8
+    # transposed rows at odd multiples of 8
+    (MX, (100, 104), False, {**BOTH, **T}, "tile"),
 ], ids=lambda v: v.function.__name__ if isinstance(v, Quantiser) else str(v))
 def test_which_kernel(op, shape, swapped, options, kernels, launched):
     options = {"columnwise": not options.get("rowwise", True), **options}
@@ -151,7 +159,8 @@ def test_a_result_is_written_in_place(op, block, run):
 
 
 @pytest.mark.parametrize(("op", "options"), [
-    (BLOCK, {}), (BLOCK, {"block": (1, 64)}), (BLOCK, BOTH), (BLOCK, {**BOTH, **SQUARES}), (BLOCK, {"block": (1, None)}),
+    (BLOCK, {}), (BLOCK, {"block": (1, 64)}), (BLOCK, BOTH), (BLOCK, {**BOTH, **SQUARES}),
+    (BLOCK, {"block": (1, None)}),
     (MX, {}), (MX, BOTH), (MX, {**BOTH, **T}), (MX, {**BOTH, **SQUARES_32})])
 def test_noop(op, options, run):
     host = cases.values("normal", (40, 128), bfloat16)
@@ -168,12 +177,15 @@ def test_noop(op, options, run):
 
 
 @pytest.mark.parametrize(("op", "layout", "lead"), [
-    *itertools.product([BLOCK], ("gemm_ready", "compact"), (4, 8, 12)), *itertools.product([MX], ("compact", "swizzled"), (1, 2, 4, 8))])
+    *itertools.product([BLOCK], ("gemm_ready", "compact"), (4, 8, 12)),
+    *itertools.product([MX], ("compact", "swizzled"), (1, 2, 4, 8))])
 def test_results_at_any_address(op, layout, lead, run):
     """Every array of the result starts `lead` bytes into a buffer; what surrounds it stays."""
     directions = DIRECTIONS[:3] if op is MX else DIRECTIONS[2:3]
-    for shape, transposed, d in itertools.product([(128, 128), (300, 96), (64, 100), (33, 65)], (False, True), directions):
-        host, options = cases.values("normal", shape, bfloat16), {**d, "transposed": transposed, "scale_layout": layout}
+    for shape, transposed, d in itertools.product([(128, 128), (300, 96), (64, 100), (33, 65)], (False, True),
+                                                  directions):
+        host, options = cases.values("normal", shape, bfloat16), {**d, "transposed": transposed,
+                                                                  "scale_layout": layout}
         want = op.definition(host, **options)
         buffers, found = [], {}
         for name, part in want._parts():
@@ -190,9 +202,11 @@ def test_results_at_any_address(op, layout, lead, run):
 
 
 @pytest.mark.parametrize(("op", "recipe"), [
-    (BLOCK, BlockScaling()), (BLOCK, BlockScaling((128, 128), float8_e5m2, 1e-3, False, "deepgemm", "compact")),
+    (BLOCK, BlockScaling()),
+    (BLOCK, BlockScaling((128, 128), float8_e5m2, 1e-3, False, "deepgemm", "compact")),
     (BLOCK, BlockScaling((1, None), profile="vllm")),
-    (BLOCK, BlockScaling(block=(128, 1), dtype="float8_e5m2", profile="sglang", scale_layout="deepgemm_sm90")),
+    (BLOCK, BlockScaling(block=(128, 1), dtype="float8_e5m2", profile="sglang",
+                         scale_layout="deepgemm_sm90")),
     (MX, MXScaling()), (MX, MXScaling(float8_e5m2, "floor", "torchao", (32, 32), "swizzled")),
     (MX, MXScaling(dtype="float8_e5m2", mode="even", scale_layout="swizzled"))], ids=str)
 def test_recipe(op, recipe, run):
@@ -221,9 +235,11 @@ def test_recipes_are_values():
 
 def test_scales_and_metadata():
     q = fp8.quantize_mx(np.ones((40, 70), np.float32), columnwise=True, scale_layout="swizzled")
-    facts = [(part.shape, part.block, part.scale_layout, part.transposed, part.dtype, part.scale_inv.dtype, part.scale_inv.shape)
+    facts = [(part.shape, part.block, part.scale_layout, part.transposed, part.dtype, part.scale_inv.dtype,
+              part.scale_inv.shape)
              for _, part in q._parts()]
-    assert facts == [((40, 70), block, "swizzled", False, float8_e4m3fn, float8_e8m0fnu, (128, 4)) for block in ((1, 32), (32, 1))]
+    assert facts == [((40, 70), block, "swizzled", False, float8_e4m3fn, float8_e8m0fnu, (128, 4))
+                     for block in ((1, 32), (32, 1))]
     assert q.nbytes == 2 * (40 * 70 + 512)
 
 
@@ -241,27 +257,32 @@ def test_x_has_two_or_three_dimensions(op, shape):
 
 
 @pytest.mark.parametrize(("op", "error", "message", "options"), [
-    (BLOCK, TypeError, "^dtype: expected one of float8_e4m3fn, float8_e5m2, got float8_e8m0fnu", {"dtype": float8_e8m0fnu}),
+    (BLOCK, TypeError, "^dtype: expected one of float8_e4m3fn, float8_e5m2, got float8_e8m0fnu",
+     {"dtype": float8_e8m0fnu}),
     (BLOCK, ValueError, r"^profile: expected one of \('te', .*'torchao'\), got 'TE'", {"profile": "TE"}),
     (BLOCK, ValueError, r"^block: expected one of \(\(1, 128\), .*, got \(1, 16\)", {"block": (1, 16)}),
     (BLOCK, ValueError, "^block: expected one of", {"block": [1, 128]}),
     (BLOCK, ValueError, "^block: expected one of", {"block": 128}),
     (BLOCK, ValueError, "^block: expected", {"block": (1, 128.0)}),
     (BLOCK, ValueError, r"^scale_layout: expected one of .*, got 'swizzled'", {"scale_layout": "swizzled"}),
-    (BLOCK, ValueError, "^scale_layout: 'deepgemm_sm90' belongs to blocks along", {"scale_layout": "deepgemm_sm90", **SQUARES}),
+    (BLOCK, ValueError, "^scale_layout: 'deepgemm_sm90' belongs to blocks along",
+     {"scale_layout": "deepgemm_sm90", **SQUARES}),
     (BLOCK, ValueError, "^eps: expected a finite float32 of 0 or more, got -1", {"eps": -1}),
     (BLOCK, ValueError, "^eps: expected a finite float32", {"eps": float("nan")}),
     (BLOCK, TypeError, "^eps: expected a number", {"eps": "0"}),
     (BLOCK, TypeError, "^pow2_scale: expected True, False or None", {"pow2_scale": "yes"}),
     (BLOCK, ValueError, "^rowwise, columnwise: expected at least one", COLUMN),
-    (MX, TypeError, "^dtype: expected one of float8_e4m3fn, float8_e5m2, got float8_e8m0fnu", {"dtype": float8_e8m0fnu}),
-    (MX, ValueError, r"^mode: expected one of \('rceil', 'floor', 'ceil', 'even'\), got 'round'", {"mode": "round"}),
+    (MX, TypeError, "^dtype: expected one of float8_e4m3fn, float8_e5m2, got float8_e8m0fnu",
+     {"dtype": float8_e8m0fnu}),
+    (MX, ValueError, r"^mode: expected one of \('rceil', 'floor', 'ceil', 'even'\), got 'round'",
+     {"mode": "round"}),
     (MX, ValueError, "^mode: expected one of", {"mode": None}),
     (MX, ValueError, r"^profile: expected one of \('te', 'torchao'\), got 'ocp'", {"profile": "ocp"}),
     (MX, ValueError, r"^block: expected one of \(\(1, 32\), \(32, 32\)\), got \(32, 1\)", {"block": (32, 1)}),
     (MX, ValueError, "^block: expected one of", {"block": [1, 32]}),
     (MX, ValueError, "^block: expected one of", {"block": 32}),
-    (MX, ValueError, r"^scale_layout: expected one of \('compact', 'swizzled'\), got 'gemm_ready'", {"scale_layout": "gemm_ready"}),
+    (MX, ValueError, r"^scale_layout: expected one of \('compact', 'swizzled'\), got 'gemm_ready'",
+     {"scale_layout": "gemm_ready"}),
     (MX, ValueError, "^rowwise, columnwise: expected at least one", COLUMN),
 ])
 def test_options_are_refused(op, error, message, options):
@@ -269,11 +290,13 @@ def test_options_are_refused(op, error, message, options):
         op.function(X, **options)
 
 
-def result(op: Quantiser, options: dict[str, Any] | None = None, **changes: dict[str, Any]) -> dict[str, Scaled]:
+def result(op: Quantiser, options: dict[str, Any] | None = None, **changes: dict[str, Any]) -> dict[str,
+    Scaled]:
     """Both directions of a result of X, poisoned, with some attributes changed by direction."""
     q = op.definition(X, columnwise=True, **options or {})
     names = ("data", "scale_inv", "shape", "transposed", "block", "scale_layout")
-    return {name: Scaled._of(**{**{k: getattr(part, k) for k in names}, **changes.get(name, {})}) for name, part in q._parts()}
+    return {name: Scaled._of(**{**{k: getattr(part, k) for k in names}, **changes.get(name, {})}) for name,
+            part in q._parts()}
 
 
 def bad_results() -> Iterator[tuple[Quantiser, type[Exception], str, dict[str, Scaled], dict[str, Any]]]:
@@ -282,10 +305,12 @@ def bad_results() -> Iterator[tuple[Quantiser, type[Exception], str, dict[str, S
         yield op, ValueError, "^out: no columnwise part", {"rowwise": both["rowwise"]}, BOTH
         yield op, ValueError, "^out: has a columnwise part", both, {}
         yield op, ValueError, "^out: no rowwise part", {"columnwise": both["columnwise"]}, BOTH
-        yield op, TypeError, "^out.rowwise.data: expected dtype float8_e5m2", both, {**BOTH, "dtype": float8_e5m2}
+        yield op, TypeError, "^out.rowwise.data: expected dtype float8_e5m2", both, {**BOTH,
+                                                                                     "dtype": float8_e5m2}
         data = np.empty((4, 64), float8_e4m3fn)
         shared = result(op, NOT_T, rowwise={"data": data}, columnwise={"data": data})
-        yield op, ValueError, r"^out\.columnwise\.data: overlaps out\.rowwise\.data", shared, {**BOTH, **NOT_T}
+        yield op, ValueError, r"^out\.columnwise\.data: overlaps out\.rowwise\.data", shared, {**BOTH,
+            **NOT_T}
     of_block, of_mx = "^out.rowwise: expected block-scaled data", "^out.rowwise: expected MX data of shape"
     yield BLOCK, ValueError, of_block, result(BLOCK, rowwise={"block": (1, 64)}), BOTH
     yield BLOCK, ValueError, of_block, result(BLOCK, rowwise={"scale_layout": "compact"}), BOTH
@@ -293,7 +318,8 @@ def bad_results() -> Iterator[tuple[Quantiser, type[Exception], str, dict[str, S
     yield BLOCK, ValueError, not_stored, result(BLOCK), {**BOTH, **NOT_T}
     itself = r"^out\.columnwise\.data: expected out\.rowwise\.data itself"
     apart = [result(BLOCK, {**SQUARES, **NOT_T})["rowwise"] for _ in range(2)]
-    yield BLOCK, ValueError, itself, dict(zip(("rowwise", "columnwise"), apart, strict=True)), {**BOTH, **SQUARES, **NOT_T}
+    yield BLOCK, ValueError, itself, dict(zip(("rowwise", "columnwise"), apart, strict=True)), {**BOTH,
+        **SQUARES, **NOT_T}
     yield MX, ValueError, of_mx, result(MX, rowwise={"block": None}), BOTH
     yield MX, ValueError, of_mx, result(MX, rowwise={"block": (32, 1)}), BOTH
     yield MX, ValueError, of_mx, result(MX, rowwise={"shape": (4, 65)}), BOTH
@@ -302,7 +328,8 @@ def bad_results() -> Iterator[tuple[Quantiser, type[Exception], str, dict[str, S
     yield MX, ValueError, "^out.columnwise: expected MX data .*, stored transposed", result(MX), {**BOTH, **T}
     yield MX, ValueError, itself, result(MX), {**BOTH, **SQUARES_32}
     memory = np.empty(512, np.uint8).view(float8_e4m3fn)
-    near = result(MX, rowwise={"data": memory[:256].reshape(4, 64)}, columnwise={"data": memory[255:511].reshape(4, 64)})
+    near = result(MX, rowwise={"data": memory[:256].reshape(4, 64)},
+                  columnwise={"data": memory[255:511].reshape(4, 64)})
     yield MX, ValueError, "^out.columnwise.data: overlaps out.rowwise.data", near, BOTH
 
 
@@ -324,27 +351,37 @@ def test_results_are_refused(op, error, message, made, options, executor):
     (ValueError, "^block: expected one of", lambda: BlockScaling((2, 128))),
     (ValueError, "^scale_layout: expected one of", lambda: BlockScaling(scale_layout="tiles")),
     (ValueError, "^eps: expected a finite", lambda: BlockScaling(eps=-1.0)),
-    (TypeError, "^pow2_scale: expected", lambda: BlockScaling(pow2_scale=2)),                       # type: ignore[arg-type]
-    (ValueError, "^scale, amax: belong to per-tensor", lambda: BlockScaling().quantize(X, scale=1.0)),  # type: ignore[arg-type]
-    (ValueError, "^rowwise, columnwise: expected at least one", lambda: BlockScaling().empty((4, 64), rowwise=False)),
+    (TypeError, "^pow2_scale: expected", lambda: BlockScaling(pow2_scale=2)),
+    # type: ignore[arg-type]
+    (ValueError, "^scale, amax: belong to per-tensor", lambda: BlockScaling().quantize(X, scale=1.0)),
+    # type: ignore[arg-type]
+    (ValueError, "^rowwise, columnwise: expected at least one",
+     lambda: BlockScaling().empty((4, 64), rowwise=False)),
     (ValueError, "^x: expected an array of two or three dimensions", lambda: BlockScaling().empty((64,))),
     (TypeError, "^dtype: expected one of", lambda: MXScaling(float32)),
     (ValueError, "^mode: expected one of", lambda: MXScaling(mode="nearest")),
     (ValueError, "^profile: expected one of", lambda: MXScaling(profile="")),
     (ValueError, "^block: expected one of", lambda: MXScaling(block=(1, 16))),
     (ValueError, "^scale_layout: expected one of", lambda: MXScaling(scale_layout="tiles")),
-    (ValueError, "^scale, amax: belong to per-tensor", lambda: MXScaling().quantize(X, scale=1.0)),     # type: ignore[arg-type]
-    (ValueError, "^scale, amax: belong to per-tensor", lambda: MXScaling().quantize(X, amax=X[:1, 0])),  # type: ignore[arg-type]
-    (ValueError, "^rowwise, columnwise: expected at least one", lambda: MXScaling().empty((4, 64), rowwise=False)),
+    (ValueError, "^scale, amax: belong to per-tensor", lambda: MXScaling().quantize(X, scale=1.0)),
+    # type: ignore[arg-type]
+    (ValueError, "^scale, amax: belong to per-tensor", lambda: MXScaling().quantize(X, amax=X[:1, 0])),
+    # type: ignore[arg-type]
+    (ValueError, "^rowwise, columnwise: expected at least one",
+     lambda: MXScaling().empty((4, 64), rowwise=False)),
     (ValueError, "^x: expected an array of two or three dimensions", lambda: MXScaling().empty((64,))),
     (ValueError, "^buffers: expected a .* pair for each of", lambda: MXScaling().empty((4, 64), buffers={})),
     (ValueError, r"^buffers\['rowwise'\]: expected a .* pair",
-     lambda: MXScaling().empty((4, 64), buffers={"rowwise": X})),                                       # type: ignore[dict-item]
-    (TypeError, "data: expected dtype float8_e4m3fn", lambda: MXScaling().empty((4, 64), buffers={"rowwise": (X, E8M0)})),
+     lambda: MXScaling().empty((4, 64), buffers={"rowwise": X})),
+     # type: ignore[dict-item]
+    (TypeError, "data: expected dtype float8_e4m3fn",
+     lambda: MXScaling().empty((4, 64), buffers={"rowwise": (X, E8M0)})),
     (ValueError, "scale_inv: expected a C-contiguous array of shape",
      lambda: MXScaling().empty((4, 65), buffers={"rowwise": (np.zeros((4, 65), float8_e4m3fn), E8M0)})),
     (TypeError, "scale_inv: expected dtype float8_e8m0fnu",
-     lambda: MXScaling().empty((4, 64), buffers={"rowwise": (np.zeros((4, 64), float8_e4m3fn), np.ones(1, np.float32))})),
+     lambda: MXScaling().empty((4, 64),
+                               buffers={"rowwise": (np.zeros((4, 64), float8_e4m3fn),
+                                                    np.ones(1, np.float32))})),
 ])
 def test_recipes_refuse(error, message, make):
     with pytest.raises(error, match=message):
