@@ -56,7 +56,7 @@ def choose(x: Array, large: Tile, size: int | None = None) -> Tile:
 
 
 def fills_wide(columns: Iterable[int]) -> bool:
-    """Whether tiles of BOTH hang over rows of so many columns hardly further than those of BOTH_NARROW."""
+    """True if 256-wide tiles (BOTH) waste at most 2 % more columns than 128-wide ones (BOTH_NARROW)."""
     narrow = wide = 0
     for count in columns:
         narrow += cdiv(count, BOTH_NARROW.columns)

@@ -1,4 +1,4 @@
-"""Launch shapes of the kernels that keep panels of 32 x 128 elements in registers
+"""Launch shapes of the kernels that keep a tile of 32 x 128 elements per warp in registers
 (kernels_cu/include/tile/warp_tile.cuh)."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from .kernel import grid_size
 
-ROWS, COLUMNS = 32, 128         # of a panel, which belongs to one warp
+ROWS, COLUMNS = 32, 128         # of a warp tile
 LANE_COLUMNS = 4                # neighbouring columns of a lane
 
 

@@ -1,6 +1,7 @@
 // Quantisation with an f32 scale for every row of memory, or for every column (docs/numerics.md, section 3).
 //
-//   factor, scale_inv = of max |x| over the row or column (scale/block_scale.cuh)  data = narrow(fl(x * factor))
+//   factor, scale_inv = of max |x| over the row or column (scale/block_scale.cuh) data = narrow(fl(x *
+//   factor))
 //
 // A block of threads reads its rows (ALONG_ROWS 1) or columns (0) twice: for the largest magnitude, then to
 // write data, as they are or transposed. Any shape and address. PANELS_DOWN, PANELS_ACROSS: warp tiles
@@ -24,7 +25,7 @@ quantize_block_lines(const __grid_constant__ BlockParams p) {
     const bool transposed = p.stored == 2;
     const Tile tile{shared};
     // a word per line of every part
-    u32* const tops = reinterpret_cast<u32*>(transposed ? shared + Tile::kBytes : shared);
+    u32* const amaxes = reinterpret_cast<u32*>(transposed ? shared + Tile::kBytes : shared);
     const i64 lines = kAlongRows ? p.rows : p.columns, length = kAlongRows ? p.columns : p.rows;
     const i64 tiles = (lines + kLines - 1) / kLines, m = blockIdx.x / tiles;
     const i64 first = blockIdx.x % tiles * kLines;
@@ -53,22 +54,22 @@ quantize_block_lines(const __grid_constant__ BlockParams p) {
         for (int i = 0; i < 4; i++) top[i] = larger(top[i], bits[i]);
     }
     const int lane = threadIdx.x % 32;
-    u32* const mine = kAlongRows ? tops + (threadIdx.x / 32 * kRuns + lane / 8) * kPartStride + lane % 8 * 4
-                                 : tops + threadIdx.x / 32 * kPartStride + lane * 4;
+    u32* const mine = kAlongRows ? amaxes + (threadIdx.x / 32 * kRuns + lane / 8) * kPartStride + lane % 8 * 4
+                                 : amaxes + threadIdx.x / 32 * kPartStride + lane * 4;
     *reinterpret_cast<uint4*>(mine) = make_uint4(top[0], top[1], top[2], top[3]);
     __syncthreads();
     const ScaleGrid& to = p.fast;
     for (int i = threadIdx.x; i < kLines; i += Tile::kThreads) {
         u32 bits = 0;
-        for (int part = 0; part < kParts; part++) bits = larger(bits, tops[part * kPartStride + i]);
+        for (int part = 0; part < kParts; part++) bits = larger(bits, amaxes[part * kPartStride + i]);
         const BlockScale s = p.rule.of(bits);
         const i64 line = first + i, r = kAlongRows ? line : 0, c = kAlongRows ? 0 : line;
         if (to.has(r, c)) *to.at(m, r, c) = line < lines ? s.scale_inv : 0.0f;
         // where nobody else reads
-        tops[i] = as_bits(s.factor), tops[kPartStride + i] = as_bits(s.scale_inv);
+        amaxes[i] = as_bits(s.factor), amaxes[kPartStride + i] = as_bits(s.scale_inv);
     }
     __syncthreads();
-    const float *const factors = reinterpret_cast<const float*>(tops), 
+    const float *const factors = reinterpret_cast<const float*>(amaxes), 
                 *const divisors = factors + kPartStride;
     const RowOperands rows{factors, divisors};
     ColumnOperands columns;

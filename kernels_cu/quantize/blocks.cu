@@ -1,45 +1,45 @@
-// Quantisation in blocks with f32 scales (docs/numerics.md, section 3).
+// Quantisation in blocks of 32, 64 or 128 elements, or of 128 x 128, with f32 scales (docs/numerics.md,
+// section 3).
 //
 //   factor, scale_inv = of max |x| over the block (scale/block_scale.cuh)    data = narrow(fl(x * factor))
 //
-// Everything here speaks of memory: x is [batch, rows, columns], columns fastest. Blocks along a row are
-// called fast, blocks down a column slow; which of them is row-wise is the caller's matter. Data is stored as
-// x is, or transposed: [batch, columns, rows].
+// Names speak of memory: x is [batch, rows, columns], columns fastest. `fast` blocks lie along a row of
+// memory, `slow` blocks down a column; the caller knows which of them is row-wise. Data is stored in the
+// order of x, or transposed: [batch, columns, rows].
 //
-// quantize_block_rows   blocks of 128 along rows of whole blocks, data as is, 16-byte loads: eight blocks per
-//                       warp, one below the other or, where the scales of a row adjoin, one after the other,
-//                       so that their scales are 32 bytes together. Registers alone.
-// quantize_block_tile   blocks of 32, 64 or 128 elements along a line, or of 128 x 128. A warp owns a panel
-//                       of 32 x 128 elements (include/tile/warp_tile.cuh); a block of threads PANELS_DOWN x
-//                       PANELS_ACROSS panels. A row's scale is found inside a warp, a column's and a square's
-//                       through shared memory, by as many threads as there are scales: no scale is computed
-//                       twice. FAST, SLOW: 0 not wanted, 1 data as is, 2 transposed. SQUARE 1: 128 x 128;
-//                       FAST is then 1 for data as is, SLOW 2 for transposed data. ALIGNED 1: as defined, and
-//                       all rows allow the wide accesses of a panel; 0: the struct's `stored`, `square` and
-//                       `vector` tell (arrays of any shape and address). DOWN_FIRST: see tile.cuh.
-// group_quantize_block  the same of groups of rows whose sizes are on the device, each a matrix of its own:
-//                       no tile has rows of two. Data are where their rows are in x, stored transposed
-//                       [columns, m] for each group; scales of one group follow those of another. What
-//                       follows the last group is written 0. Block 0 writes offsets where none are given.
-//                       With `align` a group is followed by rows of zeros, quantised as the others are, and
-//                       block 0 writes the aligned sizes too. Or the same of arrays in a list. RUN: tiles of
-//                       a group that a block has, one below the other; more than one where SLOW is 2 and
-//                       ALIGNED 1, so that few sectors of the transposed data are stored in parts
-//                       (include/tile/column_segment.cuh).
-// quantize_block_lines  one block per line: all of a row (ALONG_ROWS 1) or of a column (0). A block of
-//                       threads reads its lines twice. Any shape and address.
-// DIVIDE 1: elements are divided by scale_inv (profile vllm), which takes three instructions for each. Lines:
-// where the struct's `divide` says so. IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}; the other profiles,
-// blocks and scale layouts are run-time values. Bytes moved per element: sizeof(IN) + 1 + 4 / block, and 1 +
-// 4 / block for a second direction. Padding of scales is written 0.
+// quantize_block_tile   A warp has a tile of 32 x 128 elements in registers (tile/warp_tile.cuh), a block of
+//                       threads PANELS_DOWN x PANELS_ACROSS of them. A row's scale is found inside a warp; a
+//                       column's and a square's through shared memory, by as many threads as there are
+//                       scales. No scale is computed twice.
+// group_quantize_block  The same of groups of rows, each a matrix of its own, or of a list of arrays. The
+//                       sizes of groups are on the device. No tile has rows of two groups. Data stay where
+//                       their rows are in x; each group's transposed data are [columns, m], and its scales
+//                       follow those of the group before. What follows the last group is written 0. The first
+//                       block of threads writes offsets where none are given. With `align`, rows of zeros
+//                       follow a group and are quantised like the others, and the first block of threads
+//                       writes the aligned sizes too.
+//
+// Defines, each for programs whose speed it decides:
+//   ALIGNED     1: all rows allow the wide accesses of a warp tile, and the defines below hold. 0: one
+//               program for any array; the struct's `stored`, `square`, `divide` and `vector` tell.
+//   FAST, SLOW  how data of fast and of slow blocks are stored: 0 not at all, 1 in the order of x,
+//               2 transposed. Of squares FAST 1 means data in the order of x, SLOW 2 transposed data.
+//   SQUARE      1: blocks are 128 x 128.
+//   DIVIDE      1: elements are divided by scale_inv (profile vllm), which takes three instructions for each.
+//               With ALIGNED only groups of row-wise data have such a program.
+//   RUN         tiles of a group that a block of threads has, one below the other: more than one where SLOW
+//               is 2, so that few sectors of transposed data are written in parts (tile/column_segment.cuh).
+//   DOWN_FIRST  the order of tiles (tile/tile.cuh).
+// IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}; profiles, lengths of blocks and scale layouts are run-time
+// values. Bytes moved per element: sizeof(IN), and 1 + 4 / block per direction. Padding of scales is written
+// 0.
 #include "scale/block_write.cuh"
 #include "tile/column_segment.cuh"
 
 constexpr bool kFast = !ALIGNED || (FAST && !SQUARE), kSlow = !ALIGNED || SLOW || SQUARE;
-static_assert(!kSlow || PANELS_DOWN % 4 == 0, "a block of 128 rows is four panels");
-// On an H200 a multiprocessor keeps 512 threads of 16-bit panels in flight, 256 of f32. On sm_120, and of
-// groups with CUDA 12, the compiler spills at 512 threads' registers; what 256 cost there has not been
-// measured.
+static_assert(!kSlow || PANELS_DOWN % 4 == 0, "a block of 128 rows is four warp tiles");
+// On an H200 a multiprocessor keeps 512 threads with 16-bit inputs in flight, 256 with f32. On sm_120, and
+// for groups with CUDA 12, the compiler spills at the registers of 512 threads.
 #if defined(__CUDA_ARCH__) && \
     (__CUDA_ARCH__ >= 1200 || defined(ENTRY_group_quantize_block) && __CUDACC_VER_MAJOR__ < 13)
 constexpr int kMostInFlight = 256;
@@ -110,20 +110,20 @@ __device__ __forceinline__ void store_row_scales(const BlockParams& p, const Til
     }
 }
 
-// The operands of this lane's columns. tops: a word for every column of every panel.
+// The operands of this lane's columns. amaxes: a word for every column of every panel.
 __device__ __forceinline__ void find_column_scales(const PanelAmax<IN, false>& amax, const BlockParams& p,
-                                                   const TilePosition& at, u32* tops,
+                                                   const TilePosition& at, u32* amaxes,
                                                    float (&columns)[kLaneColumns]) {
     u32 bits[kLaneColumns];
     amax.of_columns(bits);
     const int panels = (int)p.panels, panel = Tile::row() / kPanelRows;
-    *reinterpret_cast<uint4*>(tops + panel * Tile::kColumns + Tile::column()) = make_uint4(bits[0], bits[1],
+    *reinterpret_cast<uint4*>(amaxes + panel * Tile::kColumns + Tile::column()) = make_uint4(bits[0], bits[1],
         bits[2], bits[3]);
     __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i < PANELS_DOWN / panels * Tile::kColumns; i += Tile::kThreads) {
         const int block = i / Tile::kColumns, column = i % Tile::kColumns;
-        u32* of_block = tops + block * panels * Tile::kColumns + column;
+        u32* of_block = amaxes + block * panels * Tile::kColumns + column;
         u32 top = 0;
         for (int b = 0; b < panels; b++) top = larger(top, of_block[b * Tile::kColumns]);
         const BlockScale s = p.rule.of(top);
@@ -132,7 +132,7 @@ __device__ __forceinline__ void find_column_scales(const PanelAmax<IN, false>& a
         if (p.slow.to && p.slow.has(r, c)) *p.slow.at(at.matrix, r, c) = c < p.columns ? s.scale_inv : 0.0f;
     }
     __syncthreads();
-    const uint4 four = *reinterpret_cast<const uint4*>(tops + panel / panels * panels * Tile::kColumns
+    const uint4 four = *reinterpret_cast<const uint4*>(amaxes + panel / panels * panels * Tile::kColumns
                                                        + Tile::column());
     columns[0] = as_float(four.x), columns[1] = as_float(four.y), columns[2] = as_float(four.z),
         columns[3] = as_float(four.w);
@@ -151,19 +151,19 @@ __device__ __forceinline__ void store_square_scale(const ScaleGrid& to, const Bl
         for (i64 i = columns; i < to.columns; i++) *to.at(m, r, i) = 0.0f;
 }
 
-// The operand of this warp's square, four panels one below the other. tops: a word for every warp.
+// The operand of this warp's square, four panels one below the other. amaxes: a word for every warp.
 __device__ __forceinline__ float find_square_scale(const PanelAmax<IN, false>& amax, const BlockParams& p,
-                                                   const TilePosition& at, u32* tops) {
+                                                   const TilePosition& at, u32* amaxes) {
     u32 bits[kLaneColumns], top = 0;
     amax.of_columns(bits);
 #pragma unroll
     for (const u32 b : bits) top = larger(top, b);
     top = __reduce_max_sync(~0u, top);
-    if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = top;
+    if (threadIdx.x % 32 == 0) amaxes[threadIdx.x / 32] = top;
     __syncthreads();
     top = 0;
 #pragma unroll
-    for (int w = 0; w < 4; w++) top = larger(top, tops[threadIdx.x / 128 * 4 + w]);
+    for (int w = 0; w < 4; w++) top = larger(top, amaxes[threadIdx.x / 128 * 4 + w]);
     const BlockScale s = p.rule.of(top);
     if (threadIdx.x % 128 == 0) {
         const i64 r = (at.row + Tile::row()) / 128, c = (at.column + Tile::column()) / 128;
@@ -227,8 +227,8 @@ __device__ __forceinline__ void quantize_tile(const BlockParams& p, const TilePo
     float* const reduced = reinterpret_cast<float*>(slow == 2 ? slow_tile.shared + Tile::kBytes
                                                     : slow_tile.shared);
     float* const inverses = reduced + kWarps * kRowWords;
-    u32* const tops = reinterpret_cast<u32*>(kFast ? inverses + kWarps * kRowWords : reduced);
-    u8* const of_run = reinterpret_cast<u8*>(kSlow ? tops + PANELS_DOWN * Tile::kColumns : tops);
+    u32* const amaxes = reinterpret_cast<u32*>(kFast ? inverses + kWarps * kRowWords : reduced);
+    u8* const of_run = reinterpret_cast<u8*>(kSlow ? amaxes + PANELS_DOWN * Tile::kColumns : amaxes);
     float* const of_warp = reduced + threadIdx.x / 32 * kRowWords;
 
     const i64 matrix = at.matrix * p.rows * p.columns, row = at.row + Tile::row();
@@ -249,12 +249,12 @@ __device__ __forceinline__ void quantize_tile(const BlockParams& p, const TilePo
     // whether all divisors have quick quotients
     bool quick = true;
     if (square) {
-        const float all = find_square_scale(amax, p, at, tops);
+        const float all = find_square_scale(amax, p, at, amaxes);
 #pragma unroll
         for (float& c : of_columns) c = all;
     } else {
         if constexpr (kFast) quick = find_row_scales(amax, p, at, of_warp, inverses_of_warp) || !fast;
-        if constexpr (kSlow) find_column_scales(amax, p, at, tops, of_columns);
+        if constexpr (kSlow) find_column_scales(amax, p, at, amaxes, of_columns);
     }
 
     const int run = threadIdx.x % 32 / (32 / kRuns);

@@ -2,23 +2,27 @@
 //
 //   e = scale byte of max |x| over the block          data = narrow(fl(x * 2^(127 - e)))
 //
-// Everything here speaks of memory: x is [batch, rows, columns], columns fastest. Blocks along a row are
-// called fast, blocks down a column slow; which of them is row-wise is the caller's matter. Data is stored as
-// x is, or transposed: [batch, columns, rows].
+// Names speak of memory: x is [batch, rows, columns], columns fastest. `fast` blocks lie along a row of
+// memory, `slow` blocks down a column; the caller knows which of them is row-wise. Data is stored in the
+// order of x, or transposed: [batch, columns, rows].
 //
-// quantize_mx_rows  fast blocks, data as is, compact scales, columns a multiple of 32. Registers and
-//                   shuffles, over the flat array: a lane has a 16-byte chunk, 4 (16-bit x) or 8 (f32) lanes
-//                   a block.
-// quantize_mx_tile  anything else. A warp owns a panel of 32 x 128 elements (include/tile/warp_tile.cuh); a
-//                   block of threads PANELS_DOWN x PANELS_ACROSS panels, whose transposed data it gathers in
-//                   shared memory for stores of whole lines. FAST, SLOW: 0 not wanted, 1 data as is, 2
-//                   transposed. ALIGNED 1: as defined, and all rows allow the wide accesses of a panel; 0:
-//                   the struct's `stored`, up to FAST and SLOW, and `vector` tell (arrays of any shape and
-//                   address). DOWN_FIRST: see tile.cuh.
-// group_quantize_mx the same of groups of rows, as group_quantize_block (blocks.cu).
+// quantize_mx_rows   Fast blocks, data in the order of x, compact scales, columns a multiple of 32.
+//                    Elementwise: a lane has 16 bytes of x, a block 4 (16-bit x) or 8 (f32) lanes, which
+//                    exchange their amaxes.
+// quantize_mx_tile   Anything else. A warp has a tile of 32 x 128 elements in registers (tile/warp_tile.cuh),
+//                    a block of threads PANELS_DOWN x PANELS_ACROSS of them, whose transposed data it gathers
+//                    in shared memory, so that whole sectors are stored.
+// group_quantize_mx  The same of groups of rows, or of a list of arrays, as group_quantize_block (blocks.cu).
+//
+// Defines, each for programs whose speed it decides:
+//   ALIGNED     1: all rows allow the wide accesses of a warp tile. 0: one program for any array; the
+//               struct's `stored` (up to FAST and SLOW) and `vector` tell.
+//   FAST, SLOW  how data of fast and of slow blocks are stored: 0 not at all, 1 in the order of x,
+//               2 transposed.
+//   DOWN_FIRST  the order of tiles (tile/tile.cuh).
 // IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}; mode, profile and scale layout are run-time values, which
-// cost nothing. Bytes moved per element: sizeof(IN) + 1 + 1/32, and 1 + 1/32 for a second direction. Padding
-// of swizzled scales is written 0.
+// cost nothing. Bytes moved per element: sizeof(IN), and 1 + 1/32 per direction. Padding of swizzled scales
+// is written 0.
 #include "scale/cast.cuh"
 #include "numerics/e8m0.cuh"
 #include "memory/elementwise.cuh"

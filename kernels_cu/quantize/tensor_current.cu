@@ -1,10 +1,10 @@
 // Current scaling in one launch and one read, for tensors that fit into the multiprocessors
 // (docs/numerics.md, section 1).
 //
-// cast_current  x [n] -> amax -> scale -> data [n], scale_inv, and amax raised: as compute_amax and cast one
-//               after the other, but every block keeps what it has read: kHeld rounds of chunks in registers,
-//               the rest in shared memory. All blocks meet once, when each has told its amax to all the
-//               others; so all of them must be resident (a cooperative launch).
+// cast_current  x [n] -> amax -> scale -> data [n], scale_inv, and amax raised: the bytes of compute_amax and
+//               cast, one after the other. Every block keeps what it has read: kHeld rounds of chunks in
+//               registers, the rest in shared memory. Each block publishes its amax and waits for those of
+//               all others, so all blocks must be resident (a cooperative launch).
 //
 // In round r block b reads chunks (r * blocks + b) * kThreads and on, neighbouring threads neighbouring
 // chunks. There is one block per multiprocessor. Bytes moved per element: sizeof(IN) + 1. Speed and what was

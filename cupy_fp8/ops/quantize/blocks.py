@@ -13,7 +13,7 @@ import numpy as np
 from ... import reference
 from ...arrays import Array
 from ...calls.call import Call
-from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, bfloat16, flag, float8_e4m3fn, float16, float32, lookup
+from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, float16, float32, lookup
 from ...kernels import Kernel, Launch, Variant, grid_size
 from ...kernels.warp_tiles import COLUMNS, LANE_COLUMNS, ROWS, Panels
 from ...layouts import cdiv
@@ -268,7 +268,7 @@ def panels_of(source: np.dtype[Any], fast: int, slow: int, square: bool, divide:
         return _GATHERED._replace(down_first=True)
     if source == float32:
         return _DOWN
-    return _WIDE if compact and source == bfloat16 and not square else _GATHERED
+    return _WIDE if compact and source != float16 and not square else _GATHERED
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from ...layouts import SWIZZLE_COLUMNS, cdiv, scale_grid
 from ...recipes import Form, check_mx_options, mx_forms
 from ...results import Quantized
 from . import block_results
-from .block_results import ABSENT, AS_IS, TRANSPOSED, Axis, BlockOp, BlockResult, Inputs, Members, destinations
+from .block_results import ABSENT, AS_IS, TRANSPOSED, Axis, BlockOp, BlockResult, Inputs, Members
 
 _ROWS = Kernel("quantize/mx", "quantize_mx_rows")
 _TILE = Kernel("quantize/mx", "quantize_mx_tile")
@@ -174,7 +174,7 @@ class _QuantizeMx(BlockOp):
 def _rows_launch(call: Call, inputs: Inputs, written: tuple[int, ...]) -> Launch:
     """quantize_mx_rows: compact scales along rows of memory, data as they are."""
     plan, x = inputs.quantization, inputs.x
-    members = destinations(plan.axes, plan.result.places(written))
+    members = block_results.destinations(plan.axes, plan.result.places(written))
     grid, vector = elementwise.grid(plan.size, plan.shape, x.dtype.itemsize, 1, x.at, members["fast_data"])
     return _rows_variant(plan.source, plan.to).bind(x.array, grid, x=x.at, noop=call.noop_at, **members,
                                                     **plan.members, vector=vector)

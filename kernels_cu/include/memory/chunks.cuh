@@ -13,7 +13,7 @@ template <> struct Words<16> { using type = uint4; };
 template <class T>
 __device__ __forceinline__ T load_read_only(const T* p) { return __ldg(p); }
 
-// threadIdx.x, of which nothing is kept that is found here.
+// Reads threadIdx.x anew, so that the compiler keeps nothing derived from it in registers.
 __device__ __forceinline__ int thread_again() {
     u32 thread = threadIdx.x;
 #ifndef CUPY_FP8_HOST
@@ -88,7 +88,7 @@ __device__ __forceinline__ void store_shared_whole(void* shared, u32 a, u32 b, u
 #endif
 }
 
-// The compiler has to be told that what a struct in shared memory points to is global.
+// Tells the compiler that a pointer, read from a struct in shared memory, points to global memory.
 template <class T>
 __device__ __forceinline__ T* as_global(T* p) {
 #ifdef CUPY_FP8_HOST

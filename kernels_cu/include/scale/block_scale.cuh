@@ -36,8 +36,9 @@ __device__ __forceinline__ float positive_quotient(float a, float b) {
     return as_float(units + up);
 }
 
-// How the amax a of a block becomes its scale. A profile is one quotient, rounded to a power of two or not,
-//   and the other number from it: q = target / a, or a / target  other = 1 / q, or a / target, or a * reciprocal
+// How the amax a of a block becomes its scale. A profile is one quotient q, which may be rounded to a power
+// of two, and another number found from it:
+//   q = target / a, or a / target            other = 1 / q, or a / target, or a * reciprocal
 // The host turns profiles into flags (cupy_fp8/ops/quantize/blocks.py), so that one code has two divisions
 // whatever they are.
 struct BlockRule {

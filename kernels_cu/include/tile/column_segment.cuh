@@ -1,10 +1,10 @@
-// Transposed rows of tiles that one block of threads has one below the other, where these do not begin at
-// whole sectors of memory. Sectors are stored whole but for those at the ends of the run: what follows the
-// last one of a tile waits in shared memory for the next tile, and what precedes the first one for the end of
-// the run, when both are one store (of a byte per lane; of a short last tile two).
+// Stores the transposed rows of several tiles, one below the other, that one block of threads works on, where
+// these rows do not begin at sectors of memory. Only the sectors at both ends are written in parts: the bytes
+// after a tile's last whole sector wait in shared memory for the next tile, and the bytes before the first
+// whole sector for the last tile, when one byte per lane stores both ends.
 //
-// Columns 32 apart begin at the same byte of a sector, whatever the number of rows: what is found for one of
-// them is found for all, and by how many bytes to shift is the same in a whole warp.
+// Columns 32 apart begin at the same byte of a sector, whatever the number of rows. So a warp works on such
+// columns together and shifts them by the same number of bytes.
 #pragma once
 #include "tile/warp_tile.cuh"
 

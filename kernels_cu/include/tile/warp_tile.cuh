@@ -1,7 +1,6 @@
-// Panels: 32 rows x 128 columns of a matrix, owned by one warp and held in registers. Lane l has columns 4l
-// to 4l + 3 of all 32 rows: the largest magnitude of a column is found inside a lane, that of a row by
-// exchanges among the lanes that share it, and both from one read. All 32 loads are in flight before the
-// first use.
+// Warp tiles: 32 rows x 128 columns of a matrix that one warp holds in registers ("panels"). Lane l has
+// columns 4l to 4l + 3 of all 32 rows. So a lane finds the largest magnitude of its columns alone, lanes that
+// share a row exchange theirs, and both come from one read. All 32 loads are in flight before the first use.
 #pragma once
 #include "numerics/amax.cuh"
 #include "tile/tile.cuh"

@@ -14,7 +14,7 @@ import oracle
 import pytest
 
 import cupy_fp8 as fp8
-from cupy_fp8 import Quantized, Scaled, cases, reference, testing
+from cupy_fp8 import cases, reference, testing
 from cupy_fp8.formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
 from cupy_fp8.recipes import BLOCK_PROFILES, BLOCKS
 from cupy_fp8.reference.quantize.blocks import scales_from_amax
@@ -34,21 +34,6 @@ def raw(a: Any) -> np.ndarray:
 
 def f32(a: Any) -> np.ndarray:
     return fp8.asnumpy(a)
-
-
-def parts(q: Quantized) -> list[Scaled]:
-    return [part for part in (q.rowwise, q.columnwise) if part is not None]
-
-
-def assert_same(actual: Quantized, desired: Quantized) -> None:
-    for mine, theirs in zip((actual.rowwise, actual.columnwise), (desired.rowwise, desired.columnwise),
-                            strict=True):
-        assert (mine is None) == (theirs is None)
-        if mine is not None and theirs is not None:
-            testing.assert_bytes_equal(mine.data, theirs.data)
-            testing.assert_bytes_equal(mine.scale_inv, theirs.scale_inv)
-            for name in ("shape", "transposed", "block", "scale_layout"):
-                assert getattr(mine, name) == getattr(theirs, name), name
 
 
 # ---- the definition, a second time: numbers as fractions, one rounding at a time ----
@@ -184,7 +169,7 @@ def test_every_bfloat16_in_a_block(profile, pow2, run):
         options: dict[str, Any] = {"dtype": dtype, "profile": profile, "pow2_scale": pow2, "block": (1, 32),
                                    "scale_layout": "compact"}
         want = reference.quantize_block(x, **options)
-        assert_same(fp8.quantize_block(run.array(x), **options), want)
+        testing.assert_bytes_equal(fp8.quantize_block(run.array(x), **options), want)
         column = fp8.quantize_block(run.array(patterns.reshape(1, -1)), rowwise=False, columnwise=True,
                                     **options).columnwise
         assert column is not None
@@ -217,7 +202,7 @@ def test_quotients_next_to_ties(dtype, run):
         given = np.pad(x, ((0, 0), (0, columns - x.shape[1])))
         for shown, columnwise in ((given, False), (np.ascontiguousarray(given.T), True)):
             options = {"dtype": dtype, "profile": "vllm", "columnwise": columnwise}
-            assert_same(fp8.quantize_block(run.array(shown), **options),
+            testing.assert_bytes_equal(fp8.quantize_block(run.array(shown), **options),
                         reference.quantize_block(shown, **options))
 
 
@@ -259,7 +244,8 @@ def test_layouts_hold_the_same_scales(shape, block, run):
                             for layout in ("compact", "gemm_ready", "deepgemm_sm90") if 1 in block
                             or layout != "deepgemm_sm90")
         for other in others:
-            for a, b in zip(parts(compact), parts(other), strict=True):
+            for a, b in zip([compact.rowwise, compact.columnwise], [other.rowwise, other.columnwise],
+                            strict=True):
                 testing.assert_bytes_equal(a.data, b.data)
                 plain, padded = f32(a.scale_inv), f32(b.scale_inv)
                 if a.block is not None and a.block[0] == 1:
@@ -281,7 +267,7 @@ def test_layouts_hold_the_same_scales(shape, block, run):
 def test_squares_are_the_same_in_both_directions(shape, run):
     q = fp8.quantize_block(run.array(cases.values("normal", shape, float32)), block=(128, 128),
                            columnwise=True, scale_layout="compact")
-    row, column = parts(q)
+    row, column = q.rowwise, q.columnwise
     testing.assert_bytes_equal(np.ascontiguousarray(f32(column.scale_inv).swapaxes(-1, -2)),
                                f32(row.scale_inv))
     np.testing.assert_array_equal(raw(column.data).swapaxes(-1, -2), raw(row.data))
@@ -296,8 +282,8 @@ def test_a_block_names_the_rowwise_tile(run):
     down = fp8.quantize_block(run.array(host), block=(128, 1), columnwise=True, scale_layout="compact")
     along = fp8.quantize_block(run.array(np.ascontiguousarray(host.T)), block=(1, 128), columnwise=True,
                                scale_layout="compact")
-    row, column = parts(down)
-    row_t, column_t = parts(along)
+    row, column = down.rowwise, down.columnwise
+    row_t, column_t = along.rowwise, along.columnwise
     assert (row.block, row.transposed, column.block, column.transposed) == ((128, 1), False, (1, 128), True)
     np.testing.assert_array_equal(raw(row.data), raw(row_t.data).T)
     np.testing.assert_array_equal(f32(row.scale_inv), f32(row_t.scale_inv).T)
