@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_fp8 import Scaled, cases
+from cupy_fp8 import Quantized, Scaled, cases
 from cupy_fp8.formats import float8_e4m3fn, float8_e8m0fnu
 from cupy_fp8.layouts import scale_shape
 from cupy_fp8.results import swap_last
@@ -16,6 +16,11 @@ LAYOUTS = ("compact", "swizzled")
 #: Every way that MX data are stored: (block, scale layout, whether transposed).
 MX = [(block, layout, transposed) for block in (ROW, COLUMN) for layout in LAYOUTS
       for transposed in (False, True)]
+
+
+def parts(q: Quantized) -> list[Scaled]:
+    """The directions that a result has."""
+    return [part for _, part in q._parts()]
 
 
 def result(shape: tuple[int, ...], block: Any = ROW, layout: str = "compact", transposed: bool = False, *,

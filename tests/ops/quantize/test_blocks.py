@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import oracle
 import pytest
+from block_data import parts
 
 import cupy_fp8 as fp8
 from cupy_fp8 import cases, reference, testing
@@ -244,7 +245,7 @@ def test_layouts_hold_the_same_scales(shape, block, run):
                             for layout in ("compact", "gemm_ready", "deepgemm_sm90") if 1 in block
                             or layout != "deepgemm_sm90")
         for other in others:
-            for a, b in zip([compact.rowwise, compact.columnwise], [other.rowwise, other.columnwise],
+            for a, b in zip(parts(compact), parts(other),
                             strict=True):
                 testing.assert_bytes_equal(a.data, b.data)
                 plain, padded = f32(a.scale_inv), f32(b.scale_inv)
@@ -267,7 +268,7 @@ def test_layouts_hold_the_same_scales(shape, block, run):
 def test_squares_are_the_same_in_both_directions(shape, run):
     q = fp8.quantize_block(run.array(cases.values("normal", shape, float32)), block=(128, 128),
                            columnwise=True, scale_layout="compact")
-    row, column = q.rowwise, q.columnwise
+    row, column = parts(q)
     testing.assert_bytes_equal(np.ascontiguousarray(f32(column.scale_inv).swapaxes(-1, -2)),
                                f32(row.scale_inv))
     np.testing.assert_array_equal(raw(column.data).swapaxes(-1, -2), raw(row.data))
@@ -282,8 +283,8 @@ def test_a_block_names_the_rowwise_tile(run):
     down = fp8.quantize_block(run.array(host), block=(128, 1), columnwise=True, scale_layout="compact")
     along = fp8.quantize_block(run.array(np.ascontiguousarray(host.T)), block=(1, 128), columnwise=True,
                                scale_layout="compact")
-    row, column = down.rowwise, down.columnwise
-    row_t, column_t = along.rowwise, along.columnwise
+    row, column = parts(down)
+    row_t, column_t = parts(along)
     assert (row.block, row.transposed, column.block, column.transposed) == ((128, 1), False, (1, 128), True)
     np.testing.assert_array_equal(raw(row.data), raw(row_t.data).T)
     np.testing.assert_array_equal(f32(row.scale_inv), f32(row_t.scale_inv).T)

@@ -346,43 +346,39 @@ def test_results_are_refused(op, error, message, made, options, executor):
 
 
 @pytest.mark.parametrize(("error", "message", "make"), [
-    (TypeError, "^dtype: expected one of", lambda: BlockScaling(dtype=float32)),
-    (ValueError, "^profile: expected one of", lambda: BlockScaling(profile="")),
-    (ValueError, "^block: expected one of", lambda: BlockScaling((2, 128))),
-    (ValueError, "^scale_layout: expected one of", lambda: BlockScaling(scale_layout="tiles")),
-    (ValueError, "^eps: expected a finite", lambda: BlockScaling(eps=-1.0)),
-    (TypeError, "^pow2_scale: expected", lambda: BlockScaling(pow2_scale=2)),
-    # type: ignore[arg-type]
-    (ValueError, "^scale, amax: belong to per-tensor", lambda: BlockScaling().quantize(X, scale=1.0)),
-    # type: ignore[arg-type]
+    (TypeError, "^dtype: expected one of", lambda block, mx: block(dtype=float32)),
+    (ValueError, "^profile: expected one of", lambda block, mx: block(profile="")),
+    (ValueError, "^block: expected one of", lambda block, mx: block((2, 128))),
+    (ValueError, "^scale_layout: expected one of", lambda block, mx: block(scale_layout="tiles")),
+    (ValueError, "^eps: expected a finite", lambda block, mx: block(eps=-1.0)),
+    (TypeError, "^pow2_scale: expected", lambda block, mx: block(pow2_scale=2)),
+    (ValueError, "^scale, amax: belong to per-tensor", lambda block, mx: block().quantize(X, scale=1.0)),
     (ValueError, "^rowwise, columnwise: expected at least one",
-     lambda: BlockScaling().empty((4, 64), rowwise=False)),
-    (ValueError, "^x: expected an array of two or three dimensions", lambda: BlockScaling().empty((64,))),
-    (TypeError, "^dtype: expected one of", lambda: MXScaling(float32)),
-    (ValueError, "^mode: expected one of", lambda: MXScaling(mode="nearest")),
-    (ValueError, "^profile: expected one of", lambda: MXScaling(profile="")),
-    (ValueError, "^block: expected one of", lambda: MXScaling(block=(1, 16))),
-    (ValueError, "^scale_layout: expected one of", lambda: MXScaling(scale_layout="tiles")),
-    (ValueError, "^scale, amax: belong to per-tensor", lambda: MXScaling().quantize(X, scale=1.0)),
-    # type: ignore[arg-type]
-    (ValueError, "^scale, amax: belong to per-tensor", lambda: MXScaling().quantize(X, amax=X[:1, 0])),
-    # type: ignore[arg-type]
+     lambda block, mx: block().empty((4, 64), rowwise=False)),
+    (ValueError, "^x: expected an array of two or three dimensions", lambda block, mx: block().empty((64,))),
+    (TypeError, "^dtype: expected one of", lambda block, mx: mx(float32)),
+    (ValueError, "^mode: expected one of", lambda block, mx: mx(mode="nearest")),
+    (ValueError, "^profile: expected one of", lambda block, mx: mx(profile="")),
+    (ValueError, "^block: expected one of", lambda block, mx: mx(block=(1, 16))),
+    (ValueError, "^scale_layout: expected one of", lambda block, mx: mx(scale_layout="tiles")),
+    (ValueError, "^scale, amax: belong to per-tensor", lambda block, mx: mx().quantize(X, scale=1.0)),
+    (ValueError, "^scale, amax: belong to per-tensor", lambda block, mx: mx().quantize(X, amax=X[:1, 0])),
     (ValueError, "^rowwise, columnwise: expected at least one",
-     lambda: MXScaling().empty((4, 64), rowwise=False)),
-    (ValueError, "^x: expected an array of two or three dimensions", lambda: MXScaling().empty((64,))),
-    (ValueError, "^buffers: expected a .* pair for each of", lambda: MXScaling().empty((4, 64), buffers={})),
+     lambda block, mx: mx().empty((4, 64), rowwise=False)),
+    (ValueError, "^x: expected an array of two or three dimensions", lambda block, mx: mx().empty((64,))),
+    (ValueError, "^buffers: expected a .* pair for each of",
+     lambda block, mx: mx().empty((4, 64), buffers={})),
     (ValueError, r"^buffers\['rowwise'\]: expected a .* pair",
-     lambda: MXScaling().empty((4, 64), buffers={"rowwise": X})),
-     # type: ignore[dict-item]
+     lambda block, mx: mx().empty((4, 64), buffers={"rowwise": X})),
     (TypeError, "data: expected dtype float8_e4m3fn",
-     lambda: MXScaling().empty((4, 64), buffers={"rowwise": (X, E8M0)})),
+     lambda block, mx: mx().empty((4, 64), buffers={"rowwise": (X, E8M0)})),
     (ValueError, "scale_inv: expected a C-contiguous array of shape",
-     lambda: MXScaling().empty((4, 65), buffers={"rowwise": (np.zeros((4, 65), float8_e4m3fn), E8M0)})),
+     lambda block, mx: mx().empty((4, 65), buffers={"rowwise": (np.zeros((4, 65), float8_e4m3fn), E8M0)})),
     (TypeError, "scale_inv: expected dtype float8_e8m0fnu",
-     lambda: MXScaling().empty((4, 64),
+     lambda block, mx: mx().empty((4, 64),
                                buffers={"rowwise": (np.zeros((4, 64), float8_e4m3fn),
                                                     np.ones(1, np.float32))})),
 ])
 def test_recipes_refuse(error, message, make):
     with pytest.raises(error, match=message):
-        make()
+        make(BlockScaling, MXScaling)

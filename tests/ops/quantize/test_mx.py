@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import oracle
 import pytest
+from block_data import parts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -330,7 +331,7 @@ def test_swizzled_is_compact_swizzled(shape, block, swapped, run):
         compact, swizzled = (fp8.quantize_mx(run.array(x), columnwise=True, transposed=transposed,
                                              block=block, scale_layout=layout)
                              for layout in MX_SCALE_LAYOUTS)
-        for a, b in zip([compact.rowwise, compact.columnwise], [swizzled.rowwise, swizzled.columnwise],
+        for a, b in zip(parts(compact), parts(swizzled),
                         strict=True):
             lines = fp8.asnumpy(a.scale_inv)
             testing.assert_bytes_equal(b.scale_inv,
@@ -352,7 +353,7 @@ def test_square_blocks(shape, mode, run):
     codes = codes_of(x, everywhere, float8_e4m3fn)
     for transposed in (False, True):
         q = fp8.quantize_mx(run.array(x), columnwise=True, transposed=transposed, block=SQUARE, mode=mode)
-        row, column = q.rowwise, q.columnwise
+        row, column = parts(q)
         assert (row.block, column.block) == ((1, 32), (32, 1))
         assert (row.data is column.data) != transposed
         np.testing.assert_array_equal(raw(row.data), codes)
@@ -368,7 +369,7 @@ def test_a_batch_is_matrices_by_themselves(run):
         q = fp8.quantize_mx(run.array(x), **options)
         for e in range(3):
             one = fp8.quantize_mx(run.array(x[e].copy()), **options)
-            for whole, single_part in zip([q.rowwise, q.columnwise], [one.rowwise, one.columnwise],
+            for whole, single_part in zip(parts(q), parts(one),
                                           strict=True):
                 for a, b in zip(whole, single_part, strict=True):
                     np.testing.assert_array_equal(raw(a)[e], raw(b))
