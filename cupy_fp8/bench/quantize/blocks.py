@@ -44,8 +44,8 @@ def _scales(part: Scaled, r: int, c: int) -> Any:
     assert part.block is not None
     flipped = part.block[0] == 1 and part.scale_layout != "compact" if 1 in part.block else part.transposed
     scales = part.scale_inv.T if flipped else part.scale_inv
-    rows, columns = (slice(at // (b or 1), at // (b or 1) + _EDGE // (b or 1)) for at,
-                     b in zip((r, c), part.block, strict=True))
+    rows, columns = (slice(at // (b or 1), at // (b or 1) + _EDGE // (b or 1))
+                     for at, b in zip((r, c), part.block, strict=True))
     return scales[rows, columns].copy()
 
 

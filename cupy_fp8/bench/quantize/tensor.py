@@ -214,8 +214,8 @@ def _all() -> Iterator[Spec]:
                    _update(shape, True))
     for shape in _MAIN:
         for source, size in ((float32, 4), (float16, 2)):
-            name, row, column, e4m3 = {float32: "f32", float16: "f16"}[source], (True, False), (False,
-                True), float8_e4m3fn
+            name, e4m3 = {float32: "f32", float16: "f16"}[source], float8_e4m3fn
+            row, column = (True, False), (False, True)
             yield spec("quantize_tensor", f"{name}→e5m2 row +amax", shape, size + 1,
                        _quantize(shape, source, float8_e5m2, *row, True))
             yield spec("quantize_tensor", f"{name}→e4m3 column +amax", shape, size + 1,

@@ -220,8 +220,8 @@ def _rows_launch(call: Call, inputs: Inputs, axes: tuple[Axis, Axis], places: Pl
     """quantize_block_rows: whole blocks of 128 along rows of memory, data as they are. None if this is
     something else, or memory does not allow the kernel's accesses."""
     plan, x = inputs.quantization, inputs.x
-    if set(plan.block) != {1, _LENGTH} or plan.columns % _LENGTH or [axis.stored for axis in axes] != [AS_IS,
-        ABSENT]:
+    stored = axes[0].stored, axes[1].stored
+    if set(plan.block) != {1, _LENGTH} or plan.columns % _LENGTH or stored != (AS_IS, ABSENT):
         return None
     members = plan.warp_tile_members(axes, places, x.at % _LOAD_BYTES == 0, _LOAD_BYTES // x.dtype.itemsize)
     if members["vector"] != 7:

@@ -65,9 +65,8 @@ def scale_byte(amax: np.ndarray, dtype: np.dtype[Any], mode: str, profile: str) 
     emax = int(np.log2(fmt.max))
     u = amax.view(np.uint32).astype(np.int64)
     if mode == "rceil":
-        e = numerics.round_up_e8m0(numerics.mul(amax,
-                                                numerics.div(numerics.F32_ONE,
-                                                             np.float32(fmt.max)))).view(np.uint8)
+        reciprocal = numerics.div(numerics.F32_ONE, np.float32(fmt.max))
+        e = numerics.round_up_e8m0(numerics.mul(amax, reciprocal)).view(np.uint8)
     elif mode == "floor":
         e = numerics.mul(amax, np.float32(2.0**-emax)).view(np.uint32) >> np.uint32(23)
     elif mode == "ceil":

@@ -290,13 +290,13 @@ def test_options_are_refused(op, error, message, options):
         op.function(X, **options)
 
 
-def result(op: Quantiser, options: dict[str, Any] | None = None, **changes: dict[str, Any]) -> dict[str,
-    Scaled]:
-    """Both directions of a result of X, poisoned, with some attributes changed by direction."""
+def result(op: Quantiser, options: dict[str, Any] | None = None,
+           **changes: dict[str, Any]) -> dict[str, Scaled]:
+    """Both directions of a result of X, with some attributes changed by direction."""
     q = op.definition(X, columnwise=True, **options or {})
     names = ("data", "scale_inv", "shape", "transposed", "block", "scale_layout")
-    return {name: Scaled._of(**{**{k: getattr(part, k) for k in names}, **changes.get(name, {})}) for name,
-            part in q._parts()}
+    return {name: Scaled._of(**{**{k: getattr(part, k) for k in names}, **changes.get(name, {})})
+            for name, part in q._parts()}
 
 
 def bad_results() -> Iterator[tuple[Quantiser, type[Exception], str, dict[str, Scaled], dict[str, Any]]]:
