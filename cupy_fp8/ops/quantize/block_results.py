@@ -210,7 +210,7 @@ def logical(shape: tuple[int, ...], swapped: bool) -> tuple[int, ...]:
     return swap_last(shape) if swapped else shape
 
 
-# ---- for ops on groups, on tensor lists and of SwiGLU, which do not take the one call path yet ----
+# ---- for ops on groups and SwiGLU, which do not take the one call path yet ----
 Side = Axis
 Ranges = list[tuple[int, int]]
 #: 0, which means nowhere; data and scales of the row-wise and the column-wise direction.
@@ -229,18 +229,6 @@ class PanelMembers:
         plan, sides, members, chunk, grouped = self._given
         places: Places = {"rowwise": out[1:3], "columnwise": out[3:5]}
         return {**plan.warp_tile_members(sides, places, aligned, chunk, grouped), **members}
-
-
-def addresses(out: Quantized) -> Addresses:
-    row, column = ((0, 0) if part is None else (validate.address(part.data), validate.address(part.scale_inv))
-                   for part in (out.rowwise, out.columnwise))
-    return (0, *row, *column)
-
-
-def source(x: Array) -> tuple[Array, Any, int, bool]:
-    """(x as it lies in memory, its module, its address, whether its last two axes are swapped there)."""
-    swapped = lies_swapped(x)
-    return (*validate.source(x.swapaxes(-1, -2) if swapped else x, INPUT_DTYPES), swapped)
 
 
 def written(out: Quantized, forms: Mapping[str, Form], x: Array, xp: Any, kind: str,

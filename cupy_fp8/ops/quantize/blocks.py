@@ -249,7 +249,7 @@ def _tile_launch(call: Call, inputs: Inputs, axes: tuple[Axis, Axis], places: Pl
 
 
 _QUANTIZE = _QuantizeBlock()
-Plan = BlockQuantization            # the name that ops on groups, on tensor lists and of SwiGLU import
+Plan = BlockQuantization            # the name that other quantisers import
 
 
 # ---- programs ----

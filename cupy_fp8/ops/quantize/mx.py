@@ -194,7 +194,7 @@ def _tile_launch(call: Call, inputs: Inputs, written: tuple[int, ...]) -> Launch
 
 
 _QUANTIZE = _QuantizeMx()
-Plan = MxQuantization            # the name that ops on groups, on tensor lists and of SwiGLU import
+Plan = MxQuantization            # the name that other quantisers import
 
 
 # ---- programs ----
