@@ -15,7 +15,8 @@ _LARGE_PER_MULTIPROCESSOR = 1 << 18      # elements: four 256 x 256 tiles
 
 
 class Tile(NamedTuple):
-    """A tile's extents and the order of tiles: down_first makes neighbouring blocks write neighbouring output."""
+    """A tile's extents and the order of tiles: down_first makes neighbouring blocks write neighbouring
+    output."""
 
     rows: int
     columns: int
@@ -36,16 +37,18 @@ class Tile(NamedTuple):
         return {"TILE_ROWS": self.rows, "TILE_COLUMNS": self.columns, "DOWN_FIRST": int(self.down_first)}
 
 
-#: For both directions: long phases of loads, and of stores. NARROW: where 1024 threads have too few registers, or rows do not fill wide
-#: tiles.
+#: For both directions: long phases of loads, and of stores. NARROW: where 1024 threads have too few
+#: registers, or rows do not fill wide tiles.
 BOTH = Tile(256, 256, False)
 BOTH_NARROW = Tile(256, 128, False)
-#: For arrays that fit into the L2, and for the CPU executor: blocks of 256 threads (the sanitizers pay per thread).
+#: For arrays that fit into the L2, and for the CPU executor: blocks of 256 threads (the sanitizers pay per
+#: thread).
 SMALL = Tile(128, 128, False)
 
 
 def choose(x: Array, large: Tile, size: int | None = None) -> Tile:
-    """`large` for arrays that give every multiprocessor of the GPU several tiles, else SMALL. size: elements of a group with x in it."""
+    """`large` for arrays that give every multiprocessor of the GPU several tiles, else SMALL. size: elements
+    of a group with x in it."""
     size = x.size if size is None else size
     if isinstance(x, np.ndarray) or size < _LARGE_PER_MULTIPROCESSOR * multiprocessors(x.data.device_id):
         return SMALL
@@ -53,7 +56,7 @@ def choose(x: Array, large: Tile, size: int | None = None) -> Tile:
 
 
 def fills_wide(columns: Iterable[int]) -> bool:
-    """Whether tiles of BOTH hang over rows of so many columns hardly further than those of BOTH_NARROW."""
+    """True if 256-wide tiles (BOTH) waste at most 2 % more columns than 128-wide ones (BOTH_NARROW)."""
     narrow = wide = 0
     for count in columns:
         narrow += cdiv(count, BOTH_NARROW.columns)

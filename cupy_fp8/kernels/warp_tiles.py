@@ -1,4 +1,5 @@
-"""Launch shapes of the kernels that keep panels of 32 x 128 elements in registers (kernels_cu/include/tile/warp_tile.cuh)."""
+"""Launch shapes of the kernels that keep a tile of 32 x 128 elements per warp in registers
+(kernels_cu/include/tile/warp_tile.cuh)."""
 
 from __future__ import annotations
 
@@ -6,13 +7,13 @@ from typing import NamedTuple
 
 from .kernel import grid_size
 
-ROWS, COLUMNS = 32, 128         # of a panel, which belongs to one warp
+ROWS, COLUMNS = 32, 128         # of a warp tile
 LANE_COLUMNS = 4                # neighbouring columns of a lane
 
 
 class Panels(NamedTuple):
-    """The panels of a block of threads, and the order of blocks: down_first makes neighbouring ones write neighbouring transposed data.
-    run: tiles that a block has of a group, one below the other."""
+    """The panels of a block of threads, and the order of blocks: down_first makes neighbouring ones write
+    neighbouring transposed data. run: tiles that a block has of a group, one below the other."""
 
     down: int
     across: int

@@ -1,8 +1,10 @@
-// Bias gradients (docs/numerics.md, section 1): what cast_transpose has summed tile by tile, added up by the same tree.
+// Bias gradients (docs/numerics.md, section 1): what cast_transpose has summed tile by tile, added up by the
+// same tree.
 //
-// sum_rows  src [batch, rows, columns] f32 -> dst [batch, ceil(rows / (8 ROWS)), columns], each the sum of up to 8 ROWS rows by the fixed
-//           tree (column_sum.cuh); no rows give one row of +0. A block takes 32 columns (whole lines) of them, each thread ROWS rows of one
-//           column, all in flight. Bytes moved per element: 4; launch-bound for the few rows that there are.
+// sum_rows  src [batch, rows, columns] f32 -> dst [batch, ceil(rows / (8 ROWS)), columns], each the sum of up
+//           to 8 ROWS rows by the fixed tree (column_sum.cuh); no rows give one row of +0. A block takes 32
+//           columns (whole lines) of them, each thread ROWS rows of one column, all in flight. Bytes moved
+//           per element: 4; launch-bound for the few rows that there are.
 #include "numerics/column_sum.cuh"
 #include "memory/chunks.cuh"
 
@@ -14,9 +16,11 @@ struct SumRowsParams {
     i64 rows, columns;
 };
 
-constexpr int kColumns = 32, kRuns = 8;                              // of a block; ROWS is the length of a run
+// of a block; ROWS is the length of a run
+constexpr int kColumns = 32, kRuns = 8;
 
-extern "C" __global__ void __launch_bounds__(kColumns * kRuns) sum_rows(const __grid_constant__ SumRowsParams p) {
+extern "C" __global__ void __launch_bounds__(kColumns * kRuns)
+sum_rows(const __grid_constant__ SumRowsParams p) {
     if (is_set(p.noop)) return;
     __shared__ float shared[kRuns][kColumns];
     const int lane = threadIdx.x % kColumns, run = threadIdx.x / kColumns;

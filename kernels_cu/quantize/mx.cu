@@ -2,19 +2,27 @@
 //
 //   e = scale byte of max |x| over the block          data = narrow(fl(x * 2^(127 - e)))
 //
-// Everything here speaks of memory: x is [batch, rows, columns], columns fastest. Blocks along a row are called fast, blocks down a
-// column slow; which of them is row-wise is the caller's matter. Data is stored as x is, or transposed: [batch, columns, rows].
+// Names speak of memory: x is [batch, rows, columns], columns fastest. `fast` blocks lie along a row of
+// memory, `slow` blocks down a column; the caller knows which of them is row-wise. Data is stored in the
+// order of x, or transposed: [batch, columns, rows].
 //
-// quantize_mx_rows  fast blocks, data as is, compact scales, columns a multiple of 32. Registers and shuffles, over the flat array: a lane
-//                   has a 16-byte chunk, 4 (16-bit x) or 8 (f32) lanes a block.
-// quantize_mx_tile  anything else. A warp owns a panel of 32 x 128 elements (include/tile/warp_tile.cuh); a block of threads PANELS_DOWN x
-//                   PANELS_ACROSS panels, whose transposed data it gathers in shared memory for stores of whole lines.
-//                   FAST, SLOW: 0 not wanted, 1 data as is, 2 transposed. ALIGNED 1: as defined, and all rows allow the wide accesses of
-//                   a panel; 0: the struct's `stored`, up to FAST and SLOW, and `vector` tell (arrays of any shape and address). DOWN_FIRST:
-//                   see tile.cuh.
-// group_quantize_mx the same of groups of rows, as group_quantize_block (blocks.cu).
-// IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}; mode, profile and scale layout are run-time values, which cost nothing. Bytes moved per
-// element: sizeof(IN) + 1 + 1/32, and 1 + 1/32 for a second direction. Padding of swizzled scales is written 0.
+// quantize_mx_rows   Fast blocks, data in the order of x, compact scales, columns a multiple of 32.
+//                    Elementwise: a lane has 16 bytes of x, a block 4 (16-bit x) or 8 (f32) lanes, which
+//                    exchange their amaxes.
+// quantize_mx_tile   Anything else. A warp has a tile of 32 x 128 elements in registers (tile/warp_tile.cuh),
+//                    a block of threads PANELS_DOWN x PANELS_ACROSS of them, whose transposed data it gathers
+//                    in shared memory, so that whole sectors are stored.
+// group_quantize_mx  The same of groups of rows, or of a list of arrays, as group_quantize_block (blocks.cu).
+//
+// Defines, each for programs whose speed it decides:
+//   ALIGNED     1: all rows allow the wide accesses of a warp tile. 0: one program for any array; the
+//               struct's `stored` (up to FAST and SLOW) and `vector` tell.
+//   FAST, SLOW  how data of fast and of slow blocks are stored: 0 not at all, 1 in the order of x,
+//               2 transposed.
+//   DOWN_FIRST  the order of tiles (tile/tile.cuh).
+// IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}; mode, profile and scale layout are run-time values, which
+// cost nothing. Bytes moved per element: sizeof(IN), and 1 + 1/32 per direction. Padding of swizzled scales
+// is written 0.
 #include "scale/cast.cuh"
 #include "numerics/e8m0.cuh"
 #include "memory/elementwise.cuh"
@@ -31,8 +39,9 @@ struct MxParams {
     ScaleRule rule;
     u32 square;                  // 1: blocks of 32 x 32; either direction's scales, data by SLOW (and FAST)
     u32 stored;                  // tile without ALIGNED: FAST | SLOW << 2
-    u32 vector;                  // rows: x and data are aligned to their chunks. tile without ALIGNED: bit 0, every row of x allows loads
-                                 // of four elements; bits 1 and 2, fast and slow data stores of 4 bytes as is, of 16 bytes transposed
+    u32 vector;                  // rows: x and data are aligned to their chunks. tile without ALIGNED: bit 0,
+                                 // every row of x allows loads of four elements; bits 1 and 2, fast and slow
+                                 // data stores of 4 bytes as is, of 16 bytes transposed
 };
 
 constexpr int kBlock = 32;
@@ -51,7 +60,8 @@ __device__ __forceinline__ u32 block_amax(const Chunk<IN, kChunk>& chunk) {
     return amax.f32_bits();
 }
 
-extern "C" __global__ void __launch_bounds__(kFlatThreads) quantize_mx_rows(const __grid_constant__ MxParams p) {
+extern "C" __global__ void __launch_bounds__(kFlatThreads)
+quantize_mx_rows(const __grid_constant__ MxParams p) {
     if (is_set(p.noop)) return;
     constexpr int kBlocksAtOnce = kFlatThreads / kLanes;             // whose scales are neighbours
     __shared__ __align__(4) u8 staged[kFlatUnroll * kBlocksAtOnce];
@@ -59,7 +69,8 @@ extern "C" __global__ void __launch_bounds__(kFlatThreads) quantize_mx_rows(cons
     u32 e[kFlatUnroll];
 #pragma unroll
     for (int u = 0; u < kFlatUnroll; u++)
-        e[u] = p.rule.byte(p.rule.nan_wins() ? block_amax<true>(in.chunk[u]) : block_amax<false>(in.chunk[u]));
+        e[u] = p.rule.byte(p.rule.nan_wins() ? block_amax<true>(in.chunk[u])
+                           : block_amax<false>(in.chunk[u]));
 #pragma unroll
     for (int u = 0; u < kFlatUnroll; u++) {
         const auto out = scale_and_narrow(in.chunk[u], inverse_e8m0(e[u]));
@@ -67,7 +78,8 @@ extern "C" __global__ void __launch_bounds__(kFlatThreads) quantize_mx_rows(cons
         else out.store_partial(p.fast_data + in.at(u), in.left(u));
         if (threadIdx.x % kLanes == 0) staged[u * kBlocksAtOnce + threadIdx.x / kLanes] = (u8)e[u];
     }
-    // Scales as whole sectors: to the L2 four bytes are as much work as 32. Lines follow one another, so they are one line.
+    // Scales as whole sectors: to the L2 four bytes are as much work as 32. Lines follow one another, so they
+    // are one line.
     __syncthreads();
     if (threadIdx.x >= kFlatUnroll * kBlocksAtOnce / 4) return;
     const i64 block = (i64)blockIdx.x * (kFlatUnroll * kBlocksAtOnce) + threadIdx.x * 4;
@@ -78,11 +90,13 @@ extern "C" __global__ void __launch_bounds__(kFlatThreads) quantize_mx_rows(cons
 #if defined(ENTRY_quantize_mx_tile) || defined(ENTRY_group_quantize_mx)
 using Tile = PanelTile<PANELS_DOWN, PANELS_ACROSS>;
 constexpr int kScaleBytes = Tile::kBytes / kBlock;                   // of one direction, staged
-constexpr bool kSwizzles = PANELS_DOWN % 4 == 0;                     // 128 lines either way; smaller tiles are for compact scales alone
+// 128 lines either way; smaller tiles are for compact scales alone
+constexpr bool kSwizzles = PANELS_DOWN % 4 == 0;
 
 constexpr int kLanes = kBlock / kLaneColumns;                        // that share a fast block
 // On an H200 a multiprocessor keeps 512 threads of 16-bit panels in flight, 256 of f32.
-// (Both directions, one of them transposed, do not quite fit the registers of 512 threads elsewhere, and groups do not.)
+// (Both directions, one of them transposed, do not quite fit the registers of 512 threads elsewhere, and
+// groups do not.)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
 #ifdef ENTRY_group_quantize_mx
 constexpr bool kFits = false;
@@ -95,16 +109,20 @@ constexpr bool kFits = true;
 constexpr int kThreadsInFlight = ALIGNED ? sizeof(IN::storage) == 2 && kFits ? 512 : 256 : Tile::kThreads;
 constexpr int kBlocks = kThreadsInFlight > Tile::kThreads ? kThreadsInFlight / Tile::kThreads : 1;
 
-// A panel's scale bytes: of the four rows of its fast block that this lane has the maxima of, and of its four columns; absent ones 0.
+// A panel's scale bytes: of the four rows of its fast block that this lane has the maxima of, and of its four
+// columns; absent ones 0.
 struct Scales {
     u32 rows = 0, columns = 0;
 };
 
 // The first `count` bytes of a word.
-__device__ __forceinline__ u32 first_bytes(u32 word, int count) { return count >= 4 ? word : count > 0 ? word & (1u << 8 * count) - 1 : 0; }
+__device__ __forceinline__ u32 first_bytes(u32 word, int count) {
+    return count >= 4 ? word : count > 0 ? word & (1u << 8 * count) - 1 : 0;
+}
 
 template <bool kNan>
-__device__ __forceinline__ Scales find_scales(const Panel<IN>& panel, const MxParams& p, int rows_left, int columns_left) {
+__device__ __forceinline__ Scales find_scales(const Panel<IN>& panel, const MxParams& p, int rows_left,
+                                              int columns_left) {
     constexpr bool kFast = !ALIGNED || FAST, kSlow = !ALIGNED || SLOW;
     PanelAmax<IN, kNan> amax;
     amax.template find<kFast, kSlow>(panel);
@@ -156,10 +174,12 @@ struct Place {
     int rows_left, columns_left;
 };
 
-// The codes of rows 4 * quad to 4 * quad + 3 under the scales of one direction: stored as is, or transposed into words[column][quad % 4].
+// The codes of rows 4 * quad to 4 * quad + 3 under the scales of one direction: stored as is, or transposed
+// into words[column][quad % 4].
 template <bool kFast>
-__device__ __forceinline__ void write_quad(const MxParams& p, const Panel<IN>& panel, const Place& place, const Scales& e, int stored,
-                                           int quad, u32 (&words)[kLaneColumns][4]) {
+__device__ __forceinline__ void write_quad(const MxParams& p, const Panel<IN>& panel, const Place& place,
+                                           const Scales& e, int stored, int quad,
+                                           u32 (&words)[kLaneColumns][4]) {
     float scale[kLaneColumns];
     u32 bytes = e.columns, codes[4];
     if (kFast) bytes = __shfl_sync(~0u, e.rows, threadIdx.x % 32 / kLanes * kLanes + quad);
@@ -185,24 +205,31 @@ __device__ __forceinline__ void write_quad(const MxParams& p, const Panel<IN>& p
 
 // Sixteen rows: what a column has of them are 16 bytes of a transposed row.
 template <bool kFast>
-__device__ __forceinline__ void write_half(const MxParams& p, const Panel<IN>& panel, const Place& place, const Scales& e, int stored,
-                                           int half, const Tile& tile) {
+__device__ __forceinline__ void write_half(const MxParams& p, const Panel<IN>& panel, const Place& place,
+                                           const Scales& e, int stored, int half, const Tile& tile) {
     if (!stored) return;
     u32 words[kLaneColumns][4];
 #pragma unroll
-    for (int quad = 0; quad < 4; quad++) write_quad<kFast>(p, panel, place, e, stored, half * 4 + quad, words);
+    for (int quad = 0; quad < 4; quad++)
+        write_quad<kFast>(p, panel, place, e, stored, half * 4 + quad, words);
     if (stored == 2) tile.write(half, words);
 }
 
-// One tile of a matrix, of which x has all rows or, where kPads, the first `given`, and the rest are zeros. kVectorStores: transposed rows allow
-// stores of 16 bytes wherever the tile is whole; otherwise `vector` tells.
+// One tile of a matrix, of which x has all rows or, where kPads, the first `given`, and the rest are zeros.
+// kVectorStores: transposed rows allow stores of 16 bytes wherever the tile is whole; otherwise `vector`
+// tells.
 template <bool kVectorStores, bool kPads>
-__device__ __forceinline__ void quantize_tile(const MxParams& p, const TilePosition& at, i64 given, u8* shared) {
-    const int fast = ALIGNED ? FAST : p.stored & (FAST == 2 ? 3 : FAST), slow = ALIGNED ? SLOW : p.stored >> 2 & (SLOW == 2 ? 3 : SLOW);
+__device__ __forceinline__ void quantize_tile(const MxParams& p, const TilePosition& at, i64 given,
+                                              u8* shared) {
+    const int fast = ALIGNED ? FAST : p.stored & (FAST == 2 ? 3 : FAST);
+    const int slow = ALIGNED ? SLOW : p.stored >> 2 & (SLOW == 2 ? 3 : SLOW);
     const Tile fast_tile{shared}, slow_tile{fast == 2 ? shared + Tile::kBytes : shared};
-    u8* const staged_slow = slow == 2 ? slow_tile.shared + Tile::kBytes : slow_tile.shared;          // a line per panel down
-    u32* const staged_fast = reinterpret_cast<u32*>(staged_slow + kScaleBytes);                      // a word of each row per panel across
-    const i64 matrix = at.matrix * p.rows * p.columns, row = at.row + Tile::row(), column = at.column + Tile::column();
+    // a line per panel down
+    u8* const staged_slow = slow == 2 ? slow_tile.shared + Tile::kBytes : slow_tile.shared;
+    // a word of each row per panel across
+    u32* const staged_fast = reinterpret_cast<u32*>(staged_slow + kScaleBytes);
+    const i64 matrix = at.matrix * p.rows * p.columns, row = at.row + Tile::row();
+    const i64 column = at.column + Tile::column();
     const int rows_left = left_of(p.rows - row, kPanelRows);
     int columns_left = left_of(p.columns - column, kLaneColumns);
     if (ALIGNED && columns_left) columns_left = kLaneColumns;
@@ -214,7 +241,8 @@ __device__ __forceinline__ void quantize_tile(const MxParams& p, const TilePosit
     panel.template load<ALIGNED != 0>(p.x + place.at, p.columns, given_left, columns_left, p.vector & 1);
     const Scales e = p.rule.nan_wins() ? find_scales<true>(panel, p, rows_left, columns_left)
                                        : find_scales<false>(panel, p, rows_left, columns_left);
-    // The directions take turns, so that neither addresses nor widened values live long: in whole panels they would not fit.
+    // The directions take turns, so that neither addresses nor widened values live long: in whole panels they
+    // would not fit.
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         if (fast == 1 && slow == 1) {
@@ -230,50 +258,68 @@ __device__ __forceinline__ void quantize_tile(const MxParams& p, const TilePosit
         }
     }
 
-    // Scales leave in runs as long as the tile allows, gathered in shared memory where a lane or a warp does not have them: to the L2
-    // four bytes are as much work as 32. Fast ones: four rows of one block are in a lane, or, exchanged, four blocks of one row.
+    // Scales leave in runs as long as the tile allows, gathered in shared memory where a lane or a warp does
+    // not have them: to the L2 four bytes are as much work as 32. Fast ones: four rows of one block are in a
+    // lane, or, exchanged, four blocks of one row.
     const i64 fast_blocks = (p.columns + kBlock - 1) / kBlock, slow_blocks = (p.rows + kBlock - 1) / kBlock;
-    const bool stage_fast = p.fast.to && !p.fast.lines_adjoin(), stage_slow = kSwizzles && p.slow.to && !p.slow.lines_adjoin();
+    const bool stage_fast = p.fast.to && !p.fast.lines_adjoin();
+    const bool stage_slow = kSwizzles && p.slow.to && !p.slow.lines_adjoin();
     if (p.fast.to) {
         const int group = threadIdx.x % 32 / kLanes, first = threadIdx.x % kLanes * 4;
         if (stage_fast)
-            staged_fast[(Tile::row() + first + group) * PANELS_ACROSS + Tile::column() / kPanelColumns] = transpose_across_lanes(e.rows);
+            staged_fast[(Tile::row() + first + group) * PANELS_ACROSS
+                        + Tile::column() / kPanelColumns] = transpose_across_lanes(e.rows);
         else
-            p.fast.store_lines(at.matrix, row + first, column / kPanelColumns * (kPanelColumns / kBlock) + group, e.rows, p.rows, fast_blocks);
+            p.fast.store_lines(at.matrix, row + first, column / kPanelColumns * (kPanelColumns / kBlock)
+                               + group, e.rows, p.rows, fast_blocks);
     }
     // Slow ones: four columns of one block are in a lane; four blocks of one column in four warps.
-    if (stage_slow) *reinterpret_cast<u32*>(staged_slow + Tile::row() / kPanelRows * Tile::kColumns + Tile::column()) = e.columns;
-    else if (p.slow.to) p.slow.store_lines(at.matrix, column, row / kBlock, e.columns, p.columns, slow_blocks);
+    if (stage_slow)
+        *reinterpret_cast<u32*>(staged_slow + Tile::row() / kPanelRows * Tile::kColumns
+                                + Tile::column()) = e.columns;
+    else if (p.slow.to)
+        p.slow.store_lines(at.matrix, column, row / kBlock, e.columns, p.columns, slow_blocks);
 
     if (fast == 2 || slow == 2 || stage_fast || stage_slow) __syncthreads();
-    const int columns_of_tile = left_of(p.columns - at.column, Tile::kColumns), rows_of_tile = left_of(p.rows - at.row, Tile::kRows);
+    const int columns_of_tile = left_of(p.columns - at.column, Tile::kColumns);
+    const int rows_of_tile = left_of(p.rows - at.row, Tile::kRows);
     const i64 place_t = matrix + at.column * p.rows + at.row;
-    if (fast == 2) fast_tile.template store<kVectorStores>(as_global(p.fast_data) + place_t, p.rows, columns_of_tile, rows_of_tile, p.vector & 2);
-    if (slow == 2) slow_tile.template store<kVectorStores>(as_global(p.slow_data) + place_t, p.rows, columns_of_tile, rows_of_tile, p.vector & 4);
+    if (fast == 2)
+        fast_tile.template store<kVectorStores>(as_global(p.fast_data) + place_t, p.rows, columns_of_tile,
+                                                rows_of_tile, p.vector & 2);
+    if (slow == 2)
+        slow_tile.template store<kVectorStores>(as_global(p.slow_data) + place_t, p.rows, columns_of_tile,
+                                                rows_of_tile, p.vector & 4);
     // A word per thread, in the order of memory.
     const int word = threadIdx.x, swizzled_line = word / 128 * 128 + word % 4 * 32 + word / 4 % 32;
     if (stage_fast) {
         const bool swizzled = kSwizzles && p.fast.swizzled();
-        const int line = swizzled ? word / (128 * PANELS_ACROSS) * 128 + swizzled_line % 128 : word / PANELS_ACROSS;
+        const int line = swizzled ? word / (128 * PANELS_ACROSS) * 128 + swizzled_line % 128
+            : word / PANELS_ACROSS;
         const int across = swizzled ? word / 128 % PANELS_ACROSS : word % PANELS_ACROSS;
-        p.fast.store_blocks(at.matrix, at.row + line, at.column / kBlock + across * 4, staged_fast[line * PANELS_ACROSS + across], p.rows,
-                            fast_blocks);
+        p.fast.store_blocks(at.matrix, at.row + line, at.column / kBlock + across * 4,
+                            staged_fast[line * PANELS_ACROSS + across], p.rows, fast_blocks);
     }
     if (stage_slow) {
-        const int line = (p.slow.swizzled() ? swizzled_line : word) % Tile::kColumns, first = word / Tile::kColumns * 4;
+        const int line = (p.slow.swizzled() ? swizzled_line : word) % Tile::kColumns;
+        const int first = word / Tile::kColumns * 4;
         u32 blocks = 0;
 #pragma unroll
         for (int b = 0; b < 4; b++) blocks |= (u32)staged_slow[(first + b) * Tile::kColumns + line] << 8 * b;
-        p.slow.store_blocks(at.matrix, at.column + line, at.row / kBlock + first, blocks, p.columns, slow_blocks);
+        p.slow.store_blocks(at.matrix, at.column + line, at.row / kBlock + first, blocks, p.columns,
+                            slow_blocks);
     }
 }
 #endif
 
 #ifdef ENTRY_quantize_mx_tile
-extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) quantize_mx_tile(const __grid_constant__ MxParams p) {
+extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks)
+quantize_mx_tile(const __grid_constant__ MxParams p) {
     extern __shared__ __align__(16) u8 shared[];
     if (is_set(p.noop)) return;
-    quantize_tile<ALIGNED != 0, false>(p, TilePosition::of_block<Tile, DOWN_FIRST != 0>(blockIdx.x, p.rows, p.columns), p.rows, shared);
+    quantize_tile<ALIGNED != 0,
+        false>(p, TilePosition::of_block<Tile, DOWN_FIRST != 0>(blockIdx.x, p.rows, p.columns), p.rows,
+               shared);
 }
 #endif
 
@@ -289,7 +335,8 @@ __device__ __forceinline__ void move_to_group(ScaleTarget& target, const GroupSc
     if (target.to) target.to += before * scales.unit;
 }
 
-extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) group_quantize_mx(const __grid_constant__ GroupMxParams p) {
+extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks)
+group_quantize_mx(const __grid_constant__ GroupMxParams p) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ MxParams group;                                       // its matrix
     const auto move_scales = [&](const RowRun& found) {
@@ -297,6 +344,8 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) group_quan
         move_to_group(group.slow, p.slow, found.before[1]);
         if (group.slow.swizzled()) group.slow.block = p.slow.units(found.rows);
     };
-    quantize_group<Tile>(p, group, move_scales, [&](const TilePosition& at, i64 given, int) { quantize_tile<false, true>(group, at, given, shared); });
+    quantize_group<Tile>(p, group, move_scales,
+                         [&](const TilePosition& at, i64 given, int) { quantize_tile<false,
+                                                                      true>(group, at, given, shared); });
 }
 #endif

@@ -1,19 +1,24 @@
-// Per-tensor scaling (docs/numerics.md, section 1): x is widened to f32, multiplied by the scale, rounded to FP8.
+// Per-tensor scaling (docs/numerics.md, section 1): x is widened to f32, multiplied by the scale, rounded to
+// FP8.
 //
-//   data      = narrow(fl(x * scale))                 scale_inv = fl(1 / scale)           amax = max(amax, max |x|)
+//   data      = narrow(fl(x * scale))                 scale_inv = fl(1 / scale)           amax = max(amax,
+//             max |x|)
 //   data_t    = data with its last two axes swapped
 //
 // cast            x [n] -> data [n]. Registers only; bytes moved per element: sizeof(IN) + 1.
-// cast_transpose  x [batch, rows, columns] -> data (ROWWISE 1) and data_t [batch, columns, rows] (COLUMNWISE 1); one block per tile of
-//                 TILE_ROWS x TILE_COLUMNS elements, a thread for each 8 x 8 of them. Bytes moved per element: sizeof(IN) + ROWWISE + COLUMNWISE.
-//                 ALIGNED 1: every row of x and data allows chunked access; 2: and every row of data_t 16-byte stores, and there are
-//                 whole patches only (large tiles have no registers for other paths).
-//                 Both outputs want 256 x 256 tiles: one block per SM, long separate load and store phases. DOWN_FIRST: see tile.cuh.
-//                 What a block does with its tile: cast_tile.cuh.
-//                 DBIAS 1: also the sum of x down each column of the tile, before scaling, by the fixed tree (column_sum.cuh); bias_gradient.cu adds
-//                 up the tiles.
-// Both write scale_inv and raise amax themselves. IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}. At least one block, so that an
-// empty array gets its scale_inv. Speed and what was tried: docs/performance.md.
+// cast_transpose  x [batch, rows, columns] -> data, and data_t [batch, columns, rows]; one block of threads
+//                 per tile, a thread for each 8 x 8 elements (cast_tile.cuh). Bytes moved per element:
+//                 sizeof(IN) + 1 per direction. TILE_ROWS, TILE_COLUMNS: of a tile. Both outputs want 256 x
+//                 256: one block of threads per multiprocessor, and long separate phases of loads and stores.
+//                 DOWN_FIRST: see tile.cuh. DBIAS 1: writes the sum of x down each column of the tile too,
+//                 before scaling, by the fixed tree (column_sum.cuh); bias_gradient.cu adds up the tiles.
+//                 Without sums there are registers for more threads. WHOLE 1: every row of x and data allows
+//                 chunked access, every row of data_t 16-byte stores, and there are whole patches only. Large
+//                 tiles have no registers for other paths. 0: the struct tells. DIRECTIONS: with WHOLE, what
+//                 is written: 1 data, 2 data_t, 3 both. Without: 0, null pointers tell.
+// Both write scale_inv and raise amax themselves. IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}. There is at
+// least one block of threads, so that an empty array gets its scale_inv. Speed and what was tried:
+// docs/performance.md.
 #include "memory/elementwise.cuh"
 #ifdef ENTRY_cast_transpose
 #include "tile/cast_tile.cuh"
@@ -23,8 +28,8 @@
 
 struct CastParams {
     const IN::storage* x;
-    OUT::storage* data;          // cast_transpose without ROWWISE: not written
-    OUT::storage* data_t;        // cast, cast_transpose without COLUMNWISE: not written
+    OUT::storage* data;          // or null
+    OUT::storage* data_t;        // or null
     const float* scale;          // one element, or null: scale_value
     float* scale_inv;            // one element
     float* scale_inv_copy;       // a second place for it, or null
@@ -35,14 +40,21 @@ struct CastParams {
     i64 rows, columns;           // cast_transpose: of each matrix
     float scale_value;
     u32 reverse;                 // 1: blocks take the array from its end
-    u32 vector;                  // cast: x and data are aligned to their chunks; cast_transpose: every row of data_t allows 16-byte stores
+    u32 aligned;                 // cast_transpose: every row of x and data allows chunked access
+    u32 vector;                  // cast: x and data are aligned to their chunks; cast_transpose: every row of
+                                 // data_t allows 16-byte stores
 
-    // After a pass over x from its beginning (current scaling) its end is what the L2 still holds: start there.
+    // After a pass over x from its beginning (current scaling) its end is what the L2 still holds: start
+    // there.
     __device__ __forceinline__ i64 block() const { return reverse ? gridDim.x - 1 - blockIdx.x : blockIdx.x; }
     __device__ __forceinline__ float load_scale() const { return scale ? *scale : scale_value; }
 #ifdef ENTRY_cast_transpose
-    static constexpr __device__ __forceinline__ bool rowwise() { return ROWWISE; }
-    static constexpr __device__ __forceinline__ bool columnwise() { return COLUMNWISE; }
+    constexpr __device__ __forceinline__ bool rowwise() const {
+        return DIRECTIONS ? DIRECTIONS & 1 : data != nullptr;
+    }
+    constexpr __device__ __forceinline__ bool columnwise() const {
+        return DIRECTIONS ? DIRECTIONS & 2 : data_t != nullptr;
+    }
 #endif
     __device__ __forceinline__ void write_inverse(float value) const {
         if (blockIdx.x == 0 && threadIdx.x == 0) write_scale_inv(value, scale_inv, scale_inv_copy);
@@ -54,7 +66,8 @@ extern "C" __global__ void __launch_bounds__(kFlatThreads) cast(const __grid_con
     if (is_set(p.noop)) return;
     const float scale = p.load_scale();
     p.write_inverse(scale);
-    const i32 amax_before = p.amax && threadIdx.x == 0 ? load_relaxed(p.amax) : 0;       // now, beside the loads of x: no waiting later
+    // now, beside the loads of x: no waiting later
+    const i32 amax_before = p.amax && threadIdx.x == 0 ? load_relaxed(p.amax) : 0;
     FlatChunks<IN, OUT> in(p.x, p.n, p.vector, p.block());
     Amax<IN> amax;
 #pragma unroll
@@ -68,16 +81,20 @@ extern "C" __global__ void __launch_bounds__(kFlatThreads) cast(const __grid_con
 #endif
 
 #ifdef ENTRY_cast_transpose
-// 1024 threads per multiprocessor on an H200: more would leave too few registers for eight loads in flight, fewer too few loads. (All paths
-// with f32 or sums need more registers, so do most sums, and all of them with the allocator of CUDA 12.)
+// 1024 threads per multiprocessor on an H200: more would leave too few registers for eight loads in flight,
+// fewer too few loads. f32 and sums need more registers, and so do most sums whatever the path, all of them
+// with the allocator of CUDA 12.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && (!DBIAS || __CUDACC_VER_MAJOR__ >= 13)
-constexpr int kResident = (kLoads == 2 || DBIAS) && ALIGNED < 2 ? 512 : !DBIAS ? 1024 : !COLUMNWISE || !ROWWISE ? 768 : kLoads == 2 ? 512 : 1024;
+constexpr bool kIsF32 = kLoads == 2;
+constexpr int kResident = !WHOLE ? (kIsF32 || DBIAS ? 512 : 1024) : !DBIAS ? 1024 : DIRECTIONS != 3 ? 768
+    : kIsF32 ? 512 : 1024;
 constexpr int kBlocks = kResident / Tile::kThreads;
 #else
 constexpr int kBlocks = 1;
 #endif
 
-extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) cast_transpose(const __grid_constant__ CastParams p) {
+extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks)
+cast_transpose(const __grid_constant__ CastParams p) {
     extern __shared__ __align__(16) u8 shared[];
     if (is_set(p.noop)) return;
     const float scale = p.load_scale();
@@ -86,6 +103,9 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) cast_trans
         if (p.amax && threadIdx.x == 0) raise_amax(p.amax, 0, load_relaxed(p.amax));
         return;
     }
-    cast_tile<ALIGNED>(p, TilePosition::of_block<Tile, DOWN_FIRST != 0>(p.block(), p.rows, p.columns), scale, shared);
+    const auto at = TilePosition::of_block<Tile, DOWN_FIRST != 0>(p.block(), p.rows, p.columns);
+    if (WHOLE) cast_tile<2>(p, at, scale, shared);
+    else if (p.aligned) cast_tile<1>(p, at, scale, shared);
+    else cast_tile<0>(p, at, scale, shared);
 }
 #endif

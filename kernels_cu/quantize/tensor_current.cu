@@ -1,11 +1,14 @@
-// Current scaling in one launch and one read, for tensors that fit into the multiprocessors (docs/numerics.md, section 1).
+// Current scaling in one launch and one read, for tensors that fit into the multiprocessors
+// (docs/numerics.md, section 1).
 //
-// cast_current  x [n] -> amax -> scale -> data [n], scale_inv, and amax raised: as compute_amax and cast one after the other, but every
-//               block keeps what it has read: kHeld rounds of chunks in registers, the rest in shared memory. All blocks meet once, when each
-//               has told its amax to all the others; so all of them must be resident (a cooperative launch).
+// cast_current  x [n] -> amax -> scale -> data [n], scale_inv, and amax raised: the bytes of compute_amax and
+//               cast, one after the other. Every block keeps what it has read: kHeld rounds of chunks in
+//               registers, the rest in shared memory. Each block publishes its amax and waits for those of
+//               all others, so all blocks must be resident (a cooperative launch).
 //
-// In round r block b reads chunks (r * blocks + b) * THREADS and on, neighbouring threads neighbouring chunks. THREADS: one block per
-// multiprocessor, no fewer than there are of these, 64 registers each. Bytes moved per element: sizeof(IN) + 1. Speed and what was tried: docs/performance.md.
+// In round r block b reads chunks (r * blocks + b) * kThreads and on, neighbouring threads neighbouring
+// chunks. There is one block per multiprocessor. Bytes moved per element: sizeof(IN) + 1. Speed and what was
+// tried: docs/performance.md.
 #include "scale/cast.cuh"
 #include "scale/scale.cuh"
 
@@ -16,13 +19,21 @@ struct CastCurrentParams {
     float* scale_inv_copy;       // a second place for it, or null
     float* amax;                 // one element, raised, or null
     const float* noop;           // one element: 1.0 there means that nothing is written; or null
-    u32* workspace;              // launches so far, then what each block told; zero before the first launch, always for as many blocks
+    u32* workspace;              // launches so far, then what each block told; zero before the first launch,
+                                 // always for as many blocks
     i64 n;
     float target, eps;           // of the scale, as in compute_scale
     u32 pow2;
     u32 rounds;                  // at most kHeld and what shared memory holds
 };
 
+// At least as many threads as a GPU has multiprocessors, with 64 registers each. Both are also in
+// ops/quantize/tensor_current.py.
+#ifdef CUPY_FP8_HOST
+constexpr int kThreads = 256;
+#else
+constexpr int kThreads = 1024;
+#endif
 constexpr int kHeld = 8;                                             // chunks of a thread in registers
 constexpr int kCount = 16 / sizeof(IN::storage);
 constexpr u32 kMark = 0x80000000u;                                   // no amax has the sign bit
@@ -39,23 +50,28 @@ __device__ __forceinline__ u32 wait_for(const u32* told, u32 mark) {
 }
 
 #ifdef ENTRY_cast_current
-extern "C" __global__ void __launch_bounds__(THREADS) cast_current(const __grid_constant__ CastCurrentParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+cast_current(const __grid_constant__ CastCurrentParams p) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ u32 shared_top, launches;
     if (is_set(p.noop)) return;
     if (threadIdx.x == 0) shared_top = 0, launches = load_relaxed(p.workspace);
     using Source = Chunk<IN, kCount>;
-    const i64 first = ((i64)blockIdx.x * THREADS + threadIdx.x) * kCount, step = (i64)gridDim.x * THREADS * kCount;
-    const i64 whole = p.n / kCount * kCount;                         // elements in whole chunks; the first thread takes what is left
+    const i64 first = ((i64)blockIdx.x * kThreads + threadIdx.x) * kCount;
+    const i64 step = (i64)gridDim.x * kThreads * kCount;
+    // elements in whole chunks; the first thread takes what is left
+    const i64 whole = p.n / kCount * kCount;
     const int left = blockIdx.x == 0 && threadIdx.x == 0 ? (int)(p.n - whole) : 0;
     u8* const mine = shared + threadIdx.x * 16;
 
 #pragma unroll 1
     for (int r = kHeld; r < (int)p.rounds; r++)
-        if (first + r * step < whole) copy_async(mine + (r - kHeld) * (THREADS * 16), p.x + first + r * step);
+        if (first + r * step < whole)
+            copy_async(mine + (r - kHeld) * (kThreads * 16), p.x + first + r * step);
     Source held[kHeld];
 #pragma unroll
-    for (int r = 0; r < kHeld; r++) held[r] = first + r * step < whole ? Source::load(p.x + first + r * step) : Source{};
+    for (int r = 0; r < kHeld; r++)
+        held[r] = first + r * step < whole ? Source::load(p.x + first + r * step) : Source{};
     const Source tail = Source::load_partial(p.x + whole, left);
     Amax<IN> amax;
     amax.add(tail);
@@ -64,20 +80,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) cast_current(const __grid_
     copy_async_wait();
 #pragma unroll 1
     for (int r = kHeld; r < (int)p.rounds; r++)
-        if (first + r * step < whole) amax.add(Source::load_shared(mine + (r - kHeld) * (THREADS * 16)));
+        if (first + r * step < whole) amax.add(Source::load_shared(mine + (r - kHeld) * (kThreads * 16)));
 
     u32* const told = p.workspace + 1;
-    const u32 block_top = block_max<THREADS>(amax.f32_bits()), mark = launches & 1 ? 0u : kMark;    // behind block_max's barrier
+    // behind block_max's barrier
+    const u32 block_top = block_max<kThreads>(amax.f32_bits()), mark = launches & 1 ? 0u : kMark;
     if (threadIdx.x == 0) atomicExch(&told[blockIdx.x], block_top | mark);
-    if (threadIdx.x < (gridDim.x + 31) / 32 * 32) {                  // a thread for each block, in whole warps
-        const u32 top = __reduce_max_sync(~0u, threadIdx.x < gridDim.x ? wait_for(&told[threadIdx.x], mark) : 0u);
+    // a thread for each block, in whole warps
+    if (threadIdx.x < (gridDim.x + 31) / 32 * 32) {
+        const u32 top = __reduce_max_sync(~0u, threadIdx.x < gridDim.x ? wait_for(&told[threadIdx.x], mark)
+                                          : 0u);
         if (threadIdx.x % 32 == 0) atomicMax(&shared_top, top);
     }
     __syncthreads();
     const u32 top = shared_top;
     const float scale = scale_from_amax(as_float(top), p.target, p.eps, as_float(kMaxF32), p.pow2);
     if (blockIdx.x == 0 && threadIdx.x == 0) {
-        atomicExch(p.workspace, launches + 1);                       // all blocks have told theirs, so all have read it
+        // all blocks have told theirs, so all have read it
+        atomicExch(p.workspace, launches + 1);
         write_scale_inv(scale, p.scale_inv, p.scale_inv_copy);
         if (p.amax) raise_amax(p.amax, top, load_relaxed(p.amax));
     }
@@ -89,6 +109,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) cast_current(const __grid_
 #pragma unroll 1
     for (int r = kHeld; r < (int)p.rounds; r++)
         if (first + r * step < whole)
-            scale_and_narrow(Source::load_shared(mine + (r - kHeld) * (THREADS * 16)), scale).store(p.data + first + r * step);
+            scale_and_narrow(Source::load_shared(mine + (r - kHeld) * (kThreads * 16)), scale).store(p.data
+                + first + r * step);
 }
 #endif

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_fp8 import Scaled, cases
+from cupy_fp8 import Quantized, Scaled, cases
 from cupy_fp8.formats import float8_e4m3fn, float8_e8m0fnu
 from cupy_fp8.layouts import scale_shape
 from cupy_fp8.results import swap_last
@@ -14,10 +14,18 @@ from cupy_fp8.results import swap_last
 ROW, COLUMN = (1, 32), (32, 1)
 LAYOUTS = ("compact", "swizzled")
 #: Every way that MX data are stored: (block, scale layout, whether transposed).
-MX = [(block, layout, transposed) for block in (ROW, COLUMN) for layout in LAYOUTS for transposed in (False, True)]
+MX = [(block, layout, transposed) for block in (ROW, COLUMN) for layout in LAYOUTS
+      for transposed in (False, True)]
 
 
-def result(shape: tuple[int, ...], block: Any = ROW, layout: str = "compact", transposed: bool = False, *, seed: int = 0,
-           dtype: np.dtype[Any] = float8_e4m3fn, scale: np.dtype[Any] = float8_e8m0fnu) -> Scaled:
+def parts(q: Quantized) -> list[Scaled]:
+    """The directions that a result has."""
+    return [part for _, part in q._parts()]
+
+
+def result(shape: tuple[int, ...], block: Any = ROW, layout: str = "compact", transposed: bool = False, *,
+           seed: int = 0, dtype: np.dtype[Any] = float8_e4m3fn,
+           scale: np.dtype[Any] = float8_e8m0fnu) -> Scaled:
     return Scaled(cases.values("bits", swap_last(shape) if transposed else shape, dtype, seed),
-                  cases.values("bits", scale_shape(shape, block, layout, transposed), scale, seed + 1), shape, transposed, block, layout)
+                  cases.values("bits", scale_shape(shape, block, layout, transposed), scale, seed + 1), shape,
+                  transposed, block, layout)

@@ -13,8 +13,10 @@ from cupy_fp8.cli.selftest import check
 from cupy_fp8.kernels import Variant, tiles
 
 
-def check_those_that_ask(run: testing.Executor, cases: Iterable[Case], monkeypatch: pytest.MonkeyPatch) -> set[tiles.Tile]:
-    """Of the cases those in which an op asks for a tile, each with the large one. Returns what they asked for."""
+def check_those_that_ask(run: testing.Executor, cases: Iterable[Case],
+                         monkeypatch: pytest.MonkeyPatch) -> set[tiles.Tile]:
+    """Of the cases those in which an op asks for a tile, each with the large one. Returns what they asked
+    for."""
     chosen = []
 
     def choose(x: object, large: tiles.Tile) -> tiles.Tile:

@@ -45,7 +45,8 @@ def stored_by_blocks(s: np.ndarray, run: testing.Executor) -> Any:
 
 def guarded(run: testing.Executor, shape: tuple[int, ...], dtype: np.dtype[Any] = float8_e8m0fnu,
             lead: int = 0) -> tuple[Any, Callable[[], bool]]:
-    """(a poisoned array that starts `lead` bytes past a multiple of 16, whether the 512 bytes on either side of it are as they were)."""
+    """(a poisoned array that starts `lead` bytes past a multiple of 16, whether the 512 bytes on either side
+    of it are as they were)."""
     n = int(np.prod(shape)) * dtype.itemsize
     buffer = run.array(np.full(n + 1024 + 32, 0xAA, np.uint8))
     at = buffer.ctypes.data if isinstance(buffer, np.ndarray) else buffer.data.ptr
@@ -59,9 +60,10 @@ def guarded(run: testing.Executor, shape: tuple[int, ...], dtype: np.dtype[Any] 
     return out, intact
 
 
-def addresses(layout: str, shape: tuple[int, int], block: tuple[int | None, int | None]) -> dict[tuple[int, int], list[int]]:
-    """Where a matrix's scales lie, by line and block (2-D: by row and column of blocks): docs/layouts.md, scale by scale. In elements; in
-    bytes where a scale is a byte."""
+def addresses(layout: str, shape: tuple[int, int], block: tuple[int | None, int | None]) -> dict[tuple[int,
+    int], list[int]]:
+    """Where a matrix's scales lie, by line and block (2-D: by row and column of blocks): docs/layouts.md,
+    scale by scale. In elements; in bytes where a scale is a byte."""
     down, across = (cdiv(n, b or max(n, 1)) for n, b in zip(shape, block, strict=True))
     lines, blocks = (across, down) if block[1] == 1 else (down, across)
     found: dict[tuple[int, int], list[int]] = {}
@@ -72,7 +74,8 @@ def addresses(layout: str, shape: tuple[int, int], block: tuple[int | None, int 
             at = [(i // 128 * cdiv(blocks, 4) + j // 4) * 512 + i % 32 * 16 + i % 128 // 32 * 4 + j % 4]
         elif layout == "deepgemm_sm100":
             pitch = round_up(lines if 1 in block else shape[0], 4)
-            repeats = [i] if 1 in block else range(i * int(block[0] or 0), min((i + 1) * int(block[0] or 0), shape[0]))
+            repeats = [i] if 1 in block else range(i * int(block[0] or 0),
+                                                   min((i + 1) * int(block[0] or 0), shape[0]))
             at = [4 * (j // 4 * pitch + line) + j % 4 for line in repeats]
         elif 1 in block:
             at = [j * round_up(lines, 4) + i]
@@ -88,9 +91,11 @@ def flat(a: Any) -> np.ndarray:
     return (a.astype("<i4").view(np.uint8) if a.dtype == int32 else bits(a)).reshape(-1)
 
 
-def filled(layout: str, shape: tuple[int, int], block: Any, dtype: np.dtype[Any], values: dict[tuple[int, int], int]) -> np.ndarray:
+def filled(layout: str, shape: tuple[int, int], block: Any, dtype: np.dtype[Any],
+           values: dict[tuple[int, int], int]) -> np.ndarray:
     """Scales of these bits or bytes in a layout, whose padding is no scale that anybody may see."""
-    out = np.full(scale_shape(shape, block, layout), 0xAAAAAAAA if dtype != float8_e8m0fnu else 0xAA, f"u{dtype.itemsize}")
+    out = np.full(scale_shape(shape, block, layout), 0xAAAAAAAA if dtype != float8_e8m0fnu else 0xAA,
+                  f"u{dtype.itemsize}")
     cells = out.reshape(-1) if dtype == float32 else out.view(np.uint8).reshape(-1)
     for place, at in addresses(layout, shape, block).items():
         cells[at] = values[place]

@@ -34,7 +34,8 @@ def _check(x: Any, out: Quantized, options: dict[str, Any]) -> None:
             if part is None or wanted is None:
                 continue
             at = (c, r) if part.transposed else (r, c)
-            assert_bytes_equal(bits(part.data)[at[0] : at[0] + _EDGE, at[1] : at[1] + _EDGE].copy(), bits(wanted.data))
+            assert_bytes_equal(bits(part.data)[at[0] : at[0] + _EDGE, at[1] : at[1] + _EDGE].copy(),
+                               bits(wanted.data))
             assert_bytes_equal(_scales(part, r, c), _scales(wanted, 0, 0))
 
 
@@ -43,11 +44,13 @@ def _scales(part: Scaled, r: int, c: int) -> Any:
     assert part.block is not None
     flipped = part.block[0] == 1 and part.scale_layout != "compact" if 1 in part.block else part.transposed
     scales = part.scale_inv.T if flipped else part.scale_inv
-    rows, columns = (slice(at // (b or 1), at // (b or 1) + _EDGE // (b or 1)) for at, b in zip((r, c), part.block, strict=True))
+    rows, columns = (slice(at // (b or 1), at // (b or 1) + _EDGE // (b or 1))
+                     for at, b in zip((r, c), part.block, strict=True))
     return scales[rows, columns].copy()
 
 
-def _quantize(shape: tuple[int, int], source: np.dtype[Any], directions: tuple[bool, bool], options: dict[str, Any]) -> Any:
+def _quantize(shape: tuple[int, int], source: np.dtype[Any], directions: tuple[bool, bool],
+              options: dict[str, Any]) -> Any:
     def make() -> Any:
         x = _normal(shape, source)
         out = quantize_block(x, rowwise=directions[0], columnwise=directions[1], **options)
@@ -61,12 +64,15 @@ def _quantize(shape: tuple[int, int], source: np.dtype[Any], directions: tuple[b
 
 
 def _all() -> Iterator[Spec]:
-    def spec(label: str, shape: tuple[int, int], directions: tuple[bool, bool], source: np.dtype[Any] = bfloat16, **options: Any) -> Spec:
+    def spec(label: str, shape: tuple[int, int], directions: tuple[bool, bool],
+             source: np.dtype[Any] = bfloat16, **options: Any) -> Spec:
         block, layout = options.get("block", (1, 128)), options.get("scale_layout", "gemm_ready")
         scales = sum(4 * prod(scale_shape(shape, along, layout, swapped))
-                     for along, swapped, on in zip((block, block[::-1]), (False, True), directions, strict=True) if on)
+                     for along, swapped, on in zip((block, block[::-1]), (False, True), directions,
+                                                   strict=True) if on)
         traffic = prod(shape) * (source.itemsize + sum(directions)) + scales
-        return Spec("quantize_block", f"{FORMATS[source].tag}→e4m3 {label}", shape, traffic, _quantize(shape, source, directions, options))
+        return Spec("quantize_block", f"{FORMATS[source].tag}→e4m3 {label}", shape, traffic,
+                    _quantize(shape, source, directions, options))
 
     for shape in SIZES:
         yield spec("1×128 row", shape, _ROW)

@@ -44,21 +44,26 @@ def _of_matrix(part: Scaled, e: int) -> tuple[Any, np.ndarray]:
     data, scales = (bits(a)[e] if len(part.shape) == 3 else bits(a) for a in part)
     lines, length = part.shape[-2:][::-1] if columnwise else part.shape[-2:]
     scales = asnumpy(scales)
-    scales = unswizzle(scales, lines, -(-length // 32)) if part.scale_layout == "swizzled" else scales.T if columnwise else scales
+    if part.scale_layout == "swizzled":
+        scales = unswizzle(scales, lines, -(-length // 32))
+    elif columnwise:
+        scales = scales.T
     return data.T if columnwise and not part.transposed else data, scales
 
 
-def _quantize(shape: tuple[int, ...], source: np.dtype[Any], directions: tuple[bool, bool], transposed: bool, n_fastest: bool,
-              options: dict[str, Any]) -> Any:
+def _quantize(shape: tuple[int, ...], source: np.dtype[Any], directions: tuple[bool, bool], transposed: bool,
+              n_fastest: bool, options: dict[str, Any]) -> Any:
     def make() -> Any:
         cp = backend.cupy()
         x = _normal(shape, source)
         if n_fastest:
             x = cp.ascontiguousarray(bits(x).swapaxes(-1, -2)).view(source).swapaxes(-1, -2)
-        out = quantize_mx(x, rowwise=directions[0], columnwise=directions[1], transposed=transposed, **options)
+        out = quantize_mx(x, rowwise=directions[0], columnwise=directions[1], transposed=transposed,
+                          **options)
 
         def call() -> Any:
-            return quantize_mx(x, rowwise=directions[0], columnwise=directions[1], transposed=transposed, out=out, **options)
+            return quantize_mx(x, rowwise=directions[0], columnwise=directions[1], transposed=transposed,
+                               out=out, **options)
 
         return call, lambda: _check(x, out, options.get("mode", "rceil"))
 
@@ -66,10 +71,12 @@ def _quantize(shape: tuple[int, ...], source: np.dtype[Any], directions: tuple[b
 
 
 def _all() -> Iterator[Spec]:
-    def spec(label: str, shape: tuple[int, ...], directions: tuple[bool, bool], source: np.dtype[Any] = bfloat16, transposed: bool = False,
-             n_fastest: bool = False, **options: Any) -> Spec:
+    def spec(label: str, shape: tuple[int, ...], directions: tuple[bool, bool],
+             source: np.dtype[Any] = bfloat16, transposed: bool = False, n_fastest: bool = False,
+             **options: Any) -> Spec:
         layout = options.get("scale_layout", "compact")
-        scales = sum(prod(scale_shape(shape, block, layout)) for block, on in zip(((1, 32), (32, 1)), directions, strict=True) if on)
+        scales = sum(prod(scale_shape(shape, block, layout))
+                     for block, on in zip(((1, 32), (32, 1)), directions, strict=True) if on)
         traffic = prod(shape) * (source.itemsize + sum(directions)) + scales
         return Spec("quantize_mx", f"{FORMATS[source].tag}→e4m3 {label}", shape, traffic,
                     _quantize(shape, source, directions, transposed, n_fastest, options))
@@ -96,7 +103,8 @@ def _all() -> Iterator[Spec]:
             yield spec("column", (count, *experts), _COLUMN)
             yield spec("column stored transposed", (count, *experts), _COLUMN, transposed=True)
     for transposed, stored in ((False, ""), (True, " stored transposed")):
-        yield spec(f"column{stored}, N fastest", (8, *_EXPERTS[0]), _COLUMN, transposed=transposed, n_fastest=True)
+        yield spec(f"column{stored}, N fastest", (8, *_EXPERTS[0]), _COLUMN, transposed=transposed,
+                   n_fastest=True)
 
 
 SPECS: tuple[Spec, ...] = tuple(_all())

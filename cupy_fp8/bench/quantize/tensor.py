@@ -1,4 +1,5 @@
-"""What is measured: for every op its variants, the bytes each must move, and a check of the bytes that the timed call wrote."""
+"""What is measured: for every op its variants, the bytes each must move, and a check of the bytes that the
+timed call wrote."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ def _sample(rows: int) -> list[int]:
     return sorted({int(r) for r in np.linspace(0, rows - 1, _SAMPLED_ROWS)})
 
 
-def _quantize(shape: tuple[int, int], source: np.dtype[Any], to: np.dtype[Any], row: bool, column: bool, with_amax: bool,
-              current: bool = False, dbias: bool = False) -> Any:
+def _quantize(shape: tuple[int, int], source: np.dtype[Any], to: np.dtype[Any], row: bool, column: bool,
+              with_amax: bool, current: bool = False, dbias: bool = False) -> Any:
     def make() -> Any:
         cp = backend.cupy()
         x, scale = _normal(shape, source), None if current else cp.full(1, _SCALE, cp.float32)
@@ -52,14 +53,17 @@ def _quantize(shape: tuple[int, int], source: np.dtype[Any], to: np.dtype[Any], 
             if out.rowwise is not None:
                 assert_bytes_equal(asnumpy(out.rowwise.data.view("u1")[picked]).view(to), want.data)
             if out.columnwise is not None:
-                assert_bytes_equal(asnumpy(out.columnwise.data.view("u1")[:, picked]).view(to), reference.transpose(want.data))
+                assert_bytes_equal(asnumpy(out.columnwise.data.view("u1")[:, picked]).view(to),
+                                   reference.transpose(want.data))
             if amax is not None:
                 assert_bytes_equal(amax, compute_amax(x))
             if out.dbias is not None:
                 picked = _sample(shape[1])
-                assert_bytes_equal(out.dbias[picked], reference.numerics.tree_sum(asnumpy(x[:, picked]).astype(np.float32), 0))
+                assert_bytes_equal(out.dbias[picked],
+                                   reference.numerics.tree_sum(asnumpy(x[:, picked]).astype(np.float32), 0))
 
-        return (lambda: quantize_tensor(x, scale, dtype=to, rowwise=row, columnwise=column, amax=amax, dbias=dbias, out=out)), check
+        return (lambda: quantize_tensor(x, scale, dtype=to, rowwise=row, columnwise=column, amax=amax,
+                                        dbias=dbias, out=out)), check
 
     return make
 
@@ -87,7 +91,8 @@ def _convert(shape: tuple[int, int], source: np.dtype[Any], to: np.dtype[Any]) -
             picked = _sample(shape[0])
             storage = f"u{a.dtype.itemsize}"
             rows = asnumpy(a.view(storage)[picked]).view(source)
-            assert_bytes_equal(asnumpy(out.view(f"u{out.dtype.itemsize}")[picked]).view(to), reference.astype(rows, to))
+            assert_bytes_equal(asnumpy(out.view(f"u{out.dtype.itemsize}")[picked]).view(to),
+                               reference.astype(rows, to))
 
         return (lambda: astype(a, to, out=out)), check
 
@@ -97,7 +102,8 @@ def _convert(shape: tuple[int, int], source: np.dtype[Any], to: np.dtype[Any]) -
 def _dequantize(shape: tuple[int, int], to: np.dtype[Any], transposed: bool) -> Any:
     def make() -> Any:
         cp = backend.cupy()
-        q = quantize_tensor(_normal(shape, bfloat16), cp.full(1, _SCALE, cp.float32), rowwise=not transposed, columnwise=transposed)
+        q = quantize_tensor(_normal(shape, bfloat16), cp.full(1, _SCALE, cp.float32), rowwise=not transposed,
+                            columnwise=transposed)
         s = q.columnwise if transposed else q.rowwise
         assert s is not None
         out = empty(shape, to, like=s.data)
@@ -107,7 +113,8 @@ def _dequantize(shape: tuple[int, int], to: np.dtype[Any], transposed: bool) -> 
             raw = s.data.view("u1")
             data = asnumpy(cp.ascontiguousarray(raw.T[picked] if transposed else raw[picked])).view(s.dtype)
             part = Scaled(data, asnumpy(s.scale_inv), data.shape)
-            assert_bytes_equal(asnumpy(out.view(f"u{out.dtype.itemsize}")[picked]).view(to), reference.dequantize(part, dtype=to))
+            assert_bytes_equal(asnumpy(out.view(f"u{out.dtype.itemsize}")[picked]).view(to),
+                               reference.dequantize(part, dtype=to))
 
         return (lambda: dequantize(s, dtype=to, out=out)), check
 
@@ -167,9 +174,12 @@ def _all() -> Iterator[Spec]:
         return Spec(op, label, shape, shape[0] * shape[1] * bytes_per_element, make)
 
     for shape in SIZES:
-        yield spec("quantize_tensor", "bf16→e4m3 row +amax", shape, 3, _quantize(shape, bfloat16, float8_e4m3fn, True, False, True))
-        yield spec("quantize_tensor", "bf16→e4m3 column +amax", shape, 3, _quantize(shape, bfloat16, float8_e4m3fn, False, True, True))
-        yield spec("cast_transpose", "bf16→e4m3 +amax", shape, 4, _quantize(shape, bfloat16, float8_e4m3fn, True, True, True))
+        yield spec("quantize_tensor", "bf16→e4m3 row +amax", shape, 3,
+                   _quantize(shape, bfloat16, float8_e4m3fn, True, False, True))
+        yield spec("quantize_tensor", "bf16→e4m3 column +amax", shape, 3,
+                   _quantize(shape, bfloat16, float8_e4m3fn, False, True, True))
+        yield spec("cast_transpose", "bf16→e4m3 +amax", shape, 4, _quantize(shape, bfloat16, float8_e4m3fn,
+                                                                            True, True, True))
         yield spec("quantize_tensor", "bf16→e4m3 row +amax +dbias", shape, 3,
                    _quantize(shape, bfloat16, float8_e4m3fn, True, False, True, dbias=True))
         yield spec("cast_transpose", "bf16→e4m3 +amax +dbias", shape, 4,
@@ -188,13 +198,18 @@ def _all() -> Iterator[Spec]:
         yield spec("compute_scale", "f32", shape, 8, _compute_scale(shape))
     for shape in _HISTORIES:
         yield spec("update_delayed_scaling", "history × tensors", shape, 8, _update(shape, False))
-        yield spec("update_delayed_scaling", "history × tensors, reduced amax", shape, 8, _update(shape, True))
+        yield spec("update_delayed_scaling", "history × tensors, reduced amax", shape, 8,
+                   _update(shape, True))
     for shape in _MAIN:
         for source, size in ((float32, 4), (float16, 2)):
-            name, row, column, e4m3 = {float32: "f32", float16: "f16"}[source], (True, False), (False, True), float8_e4m3fn
-            yield spec("quantize_tensor", f"{name}→e5m2 row +amax", shape, size + 1, _quantize(shape, source, float8_e5m2, *row, True))
-            yield spec("quantize_tensor", f"{name}→e4m3 column +amax", shape, size + 1, _quantize(shape, source, e4m3, *column, True))
-            yield spec("cast_transpose", f"{name}→e4m3 +amax", shape, size + 2, _quantize(shape, source, e4m3, True, True, True))
+            name, e4m3 = {float32: "f32", float16: "f16"}[source], float8_e4m3fn
+            row, column = (True, False), (False, True)
+            yield spec("quantize_tensor", f"{name}→e5m2 row +amax", shape, size + 1,
+                       _quantize(shape, source, float8_e5m2, *row, True))
+            yield spec("quantize_tensor", f"{name}→e4m3 column +amax", shape, size + 1,
+                       _quantize(shape, source, e4m3, *column, True))
+            yield spec("cast_transpose", f"{name}→e4m3 +amax", shape, size + 2,
+                       _quantize(shape, source, e4m3, True, True, True))
             yield spec("cast_transpose", f"{name}→e4m3 +amax +dbias", shape, size + 2,
                        _quantize(shape, source, e4m3, True, True, True, dbias=True))
             yield spec("compute_amax", name, shape, size, _amax(shape, source))

@@ -20,11 +20,13 @@ _LINES: dict[str, Any] = {"block": (1, None)}
 _COMPACT = {"scale_layout": "compact"}
 _VLLM = {"profile": "vllm"}
 #: Every kernel for wide accesses.
-_WIDE: tuple[dict[str, Any], ...] = (_ROW, {**_ROW, **_VLLM}, _COLUMN, _BOTH, {**_BOTH, **_COMPACT}, _COLUMN_AS_IS, _AS_IS,
-                                     {**_ROW, **_SQUARE}, {**_COLUMN, **_SQUARE}, {**_BOTH, **_SQUARE})
+_WIDE: tuple[dict[str, Any], ...] = (_ROW, {**_ROW, **_VLLM}, _COLUMN, _BOTH, {**_BOTH, **_COMPACT},
+                                     _COLUMN_AS_IS, _AS_IS, {**_ROW, **_SQUARE}, {**_COLUMN, **_SQUARE},
+                                     {**_BOTH, **_SQUARE})
 #: Short blocks, one and several panels, tails of every tile, empty, batches.
 _SHAPES: tuple[tuple[int, ...], ...] = (
-    (1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (3, 37), (128, 128), (130, 257), (260, 132), (129, 64), (1, 640), (640, 1), (48, 1100),
+    (1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (3, 37), (128, 128), (130, 257), (260, 132), (129, 64), (1, 640),
+    (640, 1), (48, 1100),
     (2, 40, 64), (3, 0, 4), (0, 2, 2), (2, 133, 144), (3, 128, 96))
 
 
@@ -33,7 +35,8 @@ def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _cases() -> Iterator[Case]:
-    def case(dtype: Any, shape: tuple[int, ...], values: str = "bits", layout: str = "contiguous", /, **options: Any) -> Case:
+    def case(dtype: Any, shape: tuple[int, ...], values: str = "bits", layout: str = "contiguous", /,
+             **options: Any) -> Case:
         return Case("quantize_block", dtype, shape, values, layout, options)
 
     # First, for whoever takes only a few: every kind of kernel, on a few blocks.
@@ -55,7 +58,8 @@ def _cases() -> Iterator[Case]:
         yield case(float16, (64, 136), "bits", **rule, **_COMPACT)
     for profile, eps in product(BLOCK_PROFILES, (0.0, 1e-42, 1e-3)):
         for pow2 in (False, True):
-            yield case(float32, (40, 96), "bits", **_BOTH, profile=profile, eps=eps, pow2_scale=pow2, block=(1, 32))
+            yield case(float32, (40, 96), "bits", **_BOTH, profile=profile, eps=eps, pow2_scale=pow2,
+                       block=(1, 32))
     for shape in _SHAPES:
         for options in ({}, _COMPACT, _SQUARE, {**_SQUARE, **_COMPACT}, _LINES):
             yield case(bfloat16, shape, "normal", **_BOTH, **options)
@@ -71,7 +75,8 @@ def _cases() -> Iterator[Case]:
         for options in (_ROW, {**_ROW, **_VLLM}):
             yield case(dtype, (21, 384), "edges", dtype=to, **options)
             yield case(dtype, (21, 384), "bits", dtype=to, **options, **_COMPACT)
-    for shape, scale_layout in product(((1, 128), (8, 128), (9, 1024), (67, 1408), (3, 21, 384), (2, 16, 640)), BLOCK_SCALE_LAYOUTS):
+    for shape, scale_layout in product(((1, 128), (8, 128), (9, 1024), (67, 1408), (3, 21, 384),
+                                        (2, 16, 640)), BLOCK_SCALE_LAYOUTS):
         yield case(bfloat16, shape, "normal", **_ROW, scale_layout=scale_layout)
         yield case(float32, shape, "normal", **_COLUMN_AS_IS, block=(128, 1), scale_layout=scale_layout)
     yield case(bfloat16, (256, 21), "normal", "strided", **_COLUMN)

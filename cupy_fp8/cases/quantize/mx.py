@@ -12,11 +12,15 @@ from ...recipes import MX_MODES, MX_PROFILES, MX_SCALE_LAYOUTS
 from ..base import DIRECTIONS, MATRIX, Case, source
 from ..registry import Op, register
 
-MX_DIRECTIONS = (*({**d, "transposed": False} for d in DIRECTIONS[:3]), *({**d, "transposed": True} for d in DIRECTIONS[1:3]))
+MX_DIRECTIONS = (*({**d, "transposed": False} for d in DIRECTIONS[:3]),
+                 *({**d, "transposed": True} for d in DIRECTIONS[1:3]))
 _SQUARE = {"block": (32, 32)}
-#: Short blocks, one and several panels, rows for wide accesses and rows for none, tails of the swizzled layout's tiles, empty, batches.
-_SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (3, 37), (31, 33), (32, 32), (33, 31), (64, 96), (128, 128), (130, 257), (144, 264),
-           (160, 132), (260, 128), (129, 64), (1, 640), (640, 1), (2, 40, 64), (3, 0, 4), (2, 133, 144), (3, 128, 96), (2, 160, 160))
+#: Short blocks, one and several panels, rows for wide accesses and rows for none, tails of the swizzled
+#: layout's tiles, empty, batches.
+_SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (3, 37), (31, 33), (32, 32), (33, 31), (64, 96),
+           (128, 128), (130, 257), (144, 264),
+           (160, 132), (260, 128), (129, 64), (1, 640), (640, 1), (2, 40, 64), (3, 0, 4), (2, 133, 144),
+           (3, 128, 96), (2, 160, 160))
 
 
 def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -24,7 +28,8 @@ def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _cases() -> Iterator[Case]:
-    def case(dtype: Any, shape: tuple[int, ...], values: str = "bits", layout: str = "contiguous", /, **options: Any) -> Case:
+    def case(dtype: Any, shape: tuple[int, ...], values: str = "bits", layout: str = "contiguous", /,
+             **options: Any) -> Case:
         return Case("quantize_mx", dtype, shape, values, layout, options)
 
     # First, for whoever takes only a few: every kind of kernel, on a few blocks.
@@ -56,14 +61,16 @@ def _cases() -> Iterator[Case]:
                 yield case(dtype, (72, 96), "normal", "offset", scale_layout=scale_layout, **directions)
             for shape in ((72, 95), (160, 288), (2, 48, 80)):
                 for layout in ("contiguous", "strided"):
-                    yield case(float16, shape, "normal", layout, scale_layout=scale_layout, **_SQUARE, **directions)
+                    yield case(float16, shape, "normal", layout, scale_layout=scale_layout, **_SQUARE,
+                               **directions)
     for mode in MX_MODES:
         for profile in MX_PROFILES:
             for to in FP8_DTYPES:
                 for dtype in INPUT_DTYPES:
                     yield case(dtype, (33, 96), "bits", dtype=to, mode=mode, profile=profile)
                 yield case(float32, (64, 64), "edges", dtype=to, mode=mode, profile=profile, columnwise=True)
-                yield case(float32, (64, 64), "edges", dtype=to, mode=mode, profile=profile, columnwise=True, transposed=True, **_SQUARE)
+                yield case(float32, (64, 64), "edges", dtype=to, mode=mode, profile=profile, columnwise=True,
+                           transposed=True, **_SQUARE)
     # Quantised along rows: padding of the swizzled layout below and beside, in one matrix and in several.
     for shape in ((127, 96), (129, 96), (300, 160), (256, 128), (3, 130, 32), (2, 256, 64)):
         yield case(bfloat16, shape, "normal", dtype=float8_e5m2, scale_layout="swizzled")

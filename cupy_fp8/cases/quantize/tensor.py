@@ -45,35 +45,46 @@ def _quantize_cases() -> Iterator[Case]:
         for dtype in INPUT_DTYPES:
             for to in FP8_DTYPES:
                 for kind in ("bits", "edges", "normal"):
-                    yield Case("quantize_tensor", dtype, MATRIX, kind, options={"dtype": to, "amax": 0.0, **directions})
-                yield Case("quantize_tensor", dtype, ALIGNED_MATRIX, options={"dtype": to, "amax": 0.0, **directions})
+                    yield Case("quantize_tensor", dtype, MATRIX, kind,
+                               options={"dtype": to, "amax": 0.0, **directions})
+                yield Case("quantize_tensor", dtype, ALIGNED_MATRIX,
+                           options={"dtype": to, "amax": 0.0, **directions})
         for shape in SHAPES:
             if fits(shape, directions):
                 yield Case("quantize_tensor", bfloat16, shape, options={"amax": -1.0, **directions})
                 yield Case("quantize_tensor", float32, shape, "normal", options=directions)
         for layout in ("offset", "strided"):
             for dtype in INPUT_DTYPES:
-                yield Case("quantize_tensor", dtype, (72, 96), "bits", layout, options={"amax": 0.0, **directions})
+                yield Case("quantize_tensor", dtype, (72, 96), "bits", layout,
+                           options={"amax": 0.0, **directions})
         for value in _SCALES:
-            yield Case("quantize_tensor", float32, (24, 40), options={"scale": value, "dtype": float8_e5m2, **directions})
+            yield Case("quantize_tensor", float32, (24, 40), options={"scale": value, "dtype": float8_e5m2,
+                                                                      **directions})
         for dtype in INPUT_DTYPES:
             for kind in ("bits", "edges", "normal"):
-                yield Case("quantize_tensor", dtype, MATRIX, kind, options={"scale": None, "amax": 0.0, **directions})
+                yield Case("quantize_tensor", dtype, MATRIX, kind,
+                           options={"scale": None, "amax": 0.0, **directions})
             yield Case("quantize_tensor", dtype, ALIGNED_MATRIX, "normal",
-                       options={"scale": None, "dtype": float8_e5m2, "pow2_scale": True, "eps": 1e3, **directions})
+                       options={"scale": None, "dtype": float8_e5m2, "pow2_scale": True, "eps": 1e3,
+                                **directions})
         for shape in SHAPES:
             if fits(shape, directions):
-                yield Case("quantize_tensor", bfloat16, shape, "normal", options={"scale": None, "pow2_scale": True, **directions})
+                yield Case("quantize_tensor", bfloat16, shape, "normal",
+                           options={"scale": None, "pow2_scale": True, **directions})
         for dtype in INPUT_DTYPES:
             for shape in (MATRIX, ALIGNED_MATRIX, (130, 264)):
                 for to in FP8_DTYPES:
-                    yield Case("quantize_tensor", dtype, shape, "bits", options={"dtype": to, "dbias": True, "amax": 0.0, **directions})
+                    yield Case("quantize_tensor", dtype, shape, "bits",
+                               options={"dtype": to, "dbias": True, "amax": 0.0, **directions})
                 yield Case("quantize_tensor", dtype, shape, "normal", options={"dbias": True, **directions})
-            yield Case("quantize_tensor", dtype, (300, 96), "normal", "offset", {"dbias": True, "scale": None, **directions})
+            yield Case("quantize_tensor", dtype, (300, 96), "normal", "offset",
+                       {"dbias": True, "scale": None, **directions})
         for shape in SHAPES:
             if len(shape) >= 2:
-                yield Case("quantize_tensor", bfloat16, shape, "normal", options={"dbias": True, **directions})
-    yield Case("quantize_tensor", bfloat16, (33000, 3), "normal", options={"dbias": True})          # more tiles than are summed at once
+                yield Case("quantize_tensor", bfloat16, shape, "normal",
+                           options={"dbias": True, **directions})
+    # more tiles than are summed at once
+    yield Case("quantize_tensor", bfloat16, (33000, 3), "normal", options={"dbias": True})
     for start in (-1.0, float("inf"), float("nan"), 2.0**-149):
         yield Case("quantize_tensor", float32, (9, 11), "normal", options={"amax": start})
 
@@ -82,7 +93,8 @@ def _cast_transpose_cases() -> Iterator[Case]:
     for dtype in INPUT_DTYPES:
         for to in FP8_DTYPES:
             for dbias in (False, True):
-                yield Case("cast_transpose", dtype, ALIGNED_MATRIX, options={"dtype": to, "amax": 0.0, "dbias": dbias})
+                yield Case("cast_transpose", dtype, ALIGNED_MATRIX,
+                           options={"dtype": to, "amax": 0.0, "dbias": dbias})
 
 
 def _array_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -102,7 +114,8 @@ def _astype_cases() -> Iterator[Case]:
         yield Case("astype", float32, shape, options={"to": float8_e4m3fn})
         yield Case("astype", float8_e5m2, shape, options={"to": bfloat16})
     for layout in ("offset", "strided"):
-        for dtype, to in ((float32, float8_e4m3fn), (float8_e4m3fn, float16), (float8_e8m0fnu, float32), (float16, float8_e5m2)):
+        for dtype, to in ((float32, float8_e4m3fn), (float8_e4m3fn, float16), (float8_e8m0fnu, float32),
+                          (float16, float8_e5m2)):
             yield Case("astype", dtype, (40, 72), "bits", layout, options={"to": to})
 
 
@@ -133,7 +146,8 @@ def _compute_scale_cases() -> Iterator[Case]:
                 yield Case("compute_scale", float32, MATRIX, kind, options={"dtype": to, "pow2_scale": pow2})
             # Margins that make large scales overflow; small ones subnormal, or 0; target itself Inf or 0.
             for margin in (1, -3, -130, 12, 140, 1 << 40):
-                yield Case("compute_scale", float32, (9, 64), "edges", options={"dtype": to, "pow2_scale": pow2, "margin": margin})
+                yield Case("compute_scale", float32, (9, 64), "edges",
+                           options={"dtype": to, "pow2_scale": pow2, "margin": margin})
     for eps in (2.0**-149, 1e-39, 1e-12, 0.1, 3e38):
         for kind in ("bits", "edges"):
             yield Case("compute_scale", float32, (9, 64), kind, options={"eps": eps})
@@ -144,7 +158,8 @@ def _compute_scale_cases() -> Iterator[Case]:
 
 
 def _update_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The case's array is the history; a third of the tensors have a zero in its row 0, half in the reduced amax."""
+    """The case's array is the history; a third of the tensors have a zero in its row 0, half in the reduced
+    amax."""
     options = dict(case.options)
     history, n = source(case), case.shape[1]
     history[:1, ::3] = 0
@@ -162,9 +177,12 @@ def _update_cases() -> Iterator[Case]:
         for reduced in (None, "bits", "edges", "normal"):
             for kind in ("bits", "edges", "normal"):
                 for length in (1, 2, 3, 19):
-                    yield Case("update_delayed_scaling", float32, (length, 131), kind, options={**e4m3, "algo": algo, "amax": reduced})
-    # One round of loads and several, runs of one row and of many, every number of columns in a block; tails of each.
-    for shape in ((1, 1), (2, 1), (16, 512), (1024, 1), (1025, 2), (513, 3), (700, 5), (1030, 17), (6000, 1), (9001, 3), (300, 70),
+                    yield Case("update_delayed_scaling", float32, (length, 131), kind,
+                               options={**e4m3, "algo": algo, "amax": reduced})
+    # One round of loads and several, runs of one row and of many, every number of columns in a block; tails
+    # of each.
+    for shape in ((1, 1), (2, 1), (16, 512), (1024, 1), (1025, 2), (513, 3), (700, 5), (1030, 17), (6000, 1),
+                  (9001, 3), (300, 70),
                   (16, 0)):
         for reduced in (None, "normal"):
             yield Case("update_delayed_scaling", float32, shape, "normal", options={**e5m2, "amax": reduced})

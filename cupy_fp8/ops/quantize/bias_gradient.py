@@ -1,4 +1,5 @@
-"""Bias gradients: the sums down columns that cast_transpose leaves tile by tile, added up. Kernel: kernels_cu/quantize/bias_gradient.cu."""
+"""Bias gradients: the sums down columns that cast_transpose leaves tile by tile, added up. Kernel:
+kernels_cu/quantize/bias_gradient.cu."""
 
 from __future__ import annotations
 
@@ -22,9 +23,10 @@ _THREADS = 256
 class ColumnSums:
     """Adds per-tile column sums into a bias gradient; owns the memory of the partial sums."""
 
-    def __init__(self, x: Array, dbias_at: int, partial: Array | None = None, shape: tuple[int, ...] | None = None) -> None:
-        """partial: that of an earlier ColumnSums of the same shape, for launches that a graph has captured keep on using it. shape: of what
-        is summed, where that is not x."""
+    def __init__(self, x: Array, dbias_at: int, partial: Array | None = None,
+                 shape: tuple[int, ...] | None = None) -> None:
+        """partial: that of an earlier ColumnSums of the same shape, for launches that a graph has captured
+        keep on using it. shape: of what is summed, where that is not x."""
         self._dbias_at = dbias_at
         shape = x.shape if shape is None else shape
         self.matrices, self.rows, self.columns = math.prod(shape[:-2]), shape[-2], shape[-1]
@@ -32,12 +34,13 @@ class ColumnSums:
         self._partial_at = address(self.partial)
 
     def tiles_at(self, tile_rows: int) -> int:
-        """Where cast_transpose writes the sums of its tiles: with one tile above another these are not the end of it."""
+        """Where cast_transpose writes the sums of its tiles: with one tile above another these are not the
+        end of it."""
         return self._partial_at if cdiv(self.rows, tile_rows) > 1 else self._dbias_at
 
     def launches(self, x: Array, tile_rows: int, noop_at: int) -> Iterator[Launch]:
-        """Add up what the tiles have left, in as few launches as there are powers of 256 in their number. Without rows there are no
-        tiles, and the sums are 0."""
+        """Add up what the tiles have left, in as few launches as there are powers of 256 in their number.
+        Without rows there are no tiles, and the sums are 0."""
         lines, at = cdiv(self.rows, tile_rows), self._partial_at
         while lines != 1 and self.matrices * self.columns:
             left = max(1, cdiv(lines, _MOST))

@@ -1,9 +1,10 @@
-"""Blocks with f32 scales: 1 x 128, 128 x 1, 128 x 128 and their like. Kernels: kernels_cu/quantize/blocks.cu."""
+"""Blocks with f32 scales: 1 x 128, 128 x 1, 128 x 128 and their like. Kernels:
+kernels_cu/quantize/blocks.cu."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -11,31 +12,34 @@ import numpy as np
 
 from ... import reference
 from ...arrays import Array
-from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, float32, lookup
-from ...kernels import Kernel, Variant, grid_size
+from ...calls.call import Call
+from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, float16, float32, lookup
+from ...kernels import Kernel, Launch, Variant, grid_size
 from ...kernels.warp_tiles import COLUMNS, LANE_COLUMNS, ROWS, Panels
 from ...layouts import cdiv
-from ...recipes import Form, block_eps, block_forms, block_pow2, check_block_options, empty_blocks
+from ...recipes import Form, block_eps, block_forms, block_pow2, check_block_options
 from ...results import Quantized
 from . import block_results
-from .block_results import ABSENT, AS_IS, TRANSPOSED, Members, PanelStep, Side, Step
+from .block_results import ABSENT, AS_IS, TRANSPOSED, Axis, BlockOp, BlockResult, Inputs, Members, Places
 
 _TILE = Kernel("quantize/blocks", "quantize_block_tile")
-_ROWS = Kernel("quantize/blocks", "quantize_block_rows")
-_LINES = Kernel("quantize/blocks", "quantize_block_lines")
-_RUN = 32                                       # elements along a line: a quarter of a panel, and the smallest block
-_NOWHERE = (0, 1, 1, 0, 0)                      # a ScaleGrid, but for the address
-_NO_SIDE = Side(None, ABSENT, None, _NOWHERE)
+_ROWS = Kernel("quantize/block_rows", "quantize_block_rows")
+_LINES = Kernel("quantize/block_lines", "quantize_block_lines")
+# elements of the smallest block, a quarter of a warp tile's row
+_SMALLEST = 32
+_NO_SCALES = (0, 1, 1, 0, 0)                    # a ScaleGrid, but for the address
+_NO_BLOCKS = Axis(None, ABSENT, None, _NO_SCALES)
 
 _ACROSS = Panels(1, 8, down_first=False)        # 32 bytes of a row's compact scales
 _DOWN = Panels(4, 1, down_first=False)
 _GATHERED = Panels(8, 1, down_first=False)      # 256 bytes of a transposed row
 ANY_SHAPE = _GATHERED
 _WIDE = Panels(4, 2, down_first=False)          # a compromise of both
-#: Constants of quantize_block_rows in kernels_cu/quantize/blocks.cu: elements of a block, bytes of a load, warps of a
-#: block of threads, and blocks of a warp.
+#: Constants of quantize_block_rows in kernels_cu/quantize/block_rows.cu: elements of a block, bytes of a
+#: load, warps of a block of threads, and blocks of a warp.
 _LENGTH, _LOAD_BYTES, _WARPS, _WARP_BLOCKS = 128, 16, 4, 8
-_ROW_BYTES, _COLUMN_BYTES = 2 * 4 * (ROWS + 4) * 4, COLUMNS * 4     # of shared memory for the scales of a panel
+#: Bytes of shared memory for the scales of a warp tile's rows and columns.
+_ROW_BYTES, _COLUMN_BYTES = 2 * 4 * (ROWS + 4) * 4, COLUMNS * 4
 #: Bytes of shared memory for a column of a row segment (kernels_cu/include/tile/column_segment.cuh).
 _RUN_BYTES = 64
 
@@ -43,49 +47,55 @@ _RUN_BYTES = 64
 _AMAX_FIRST, _GUARDED, _ROUND_DOWN, _ROUND_UP, _OTHER_QUOTIENT, _OTHER_PRODUCT = 1, 2, 4, 8, 16, 32
 
 
-def quantize_block(x: Array, *, block: tuple[int | None, int | None] = (1, 128), dtype: Any = float8_e4m3fn, rowwise: bool = True,
-                   columnwise: bool = False, transposed: bool = True, pow2_scale: bool | None = None, eps: float | None = None,
-                   profile: str = "te", scale_layout: str = "gemm_ready", noop: Array | None = None,
+def quantize_block(x: Array, *, block: tuple[int | None, int | None] = (1, 128), dtype: Any = float8_e4m3fn,
+                   rowwise: bool = True, columnwise: bool = False, transposed: bool = True,
+                   pow2_scale: bool | None = None, eps: float | None = None, profile: str = "te",
+                   scale_layout: str = "gemm_ready", noop: Array | None = None,
                    out: Quantized | None = None) -> Quantized:
     """Quantise to FP8 in blocks, each with an f32 scale of its own.
 
         s = fp8_max / max |x| over the block      data = cast(x * s)      scale_inv = 1 / s
 
-    in f32: round to nearest even, saturating, NaN as 0x7F; every byte as docs/numerics.md section 3 says. One kernel reads x once and
-    writes everything, both directions included (blocks of a whole line: one kernel per direction, which reads x twice).
+    in f32: round to nearest even, saturating, NaN as 0x7F; every byte as docs/numerics.md section 3 says. One
+    kernel reads x once and writes everything, both directions included (blocks of a whole line: one kernel
+    per direction, which reads x twice).
 
     Parameters
     ----------
-    x : bfloat16, float16 or float32 array […, M, K] of two or three dimensions (a batch: each matrix by itself). An array whose last two
-        axes are swapped in memory is read as it is; any other view is copied first
-    block : (1, 128), (1, 64), (1, 32), (1, None) (whole rows), their transposes such as (128, 1), or (128, 128): the row-wise block, in
-        rows and columns of x; column-wise blocks are its transpose, found from x with their own amax. Blocks at the ends are smaller
+    x : bfloat16, float16 or float32 array […, M, K] of two or three dimensions (a batch: each matrix by
+        itself). An array whose last two axes are swapped in memory is read as it is; any other view is copied
+        first
+    block : (1, 128), (1, 64), (1, 32), (1, None) (whole rows), their transposes such as (128, 1), or (128,
+        128): the row-wise block, in rows and columns of x; column-wise blocks are its transpose, found from x
+        with their own amax. Blocks at the ends are smaller
     dtype : float8_e4m3fn or float8_e5m2
     rowwise, columnwise : the directions
     transposed : store the column-wise data […, K, M], which matrix products want
     pow2_scale : scales are powers of two. None: the profile's own (te: True, the others False)
-    eps : the amax is at least this, in f32. None: the profile's own (te 0, deepgemm and tilekernels 1e-4, vllm and sglang 1e-10, torchao
-        1e-12)
-    profile : whose arithmetic: 'te', 'deepgemm', 'tilekernels', 'vllm', 'sglang' or 'torchao'. They differ in roundings, and in what a
-        block with Inf gives
-    scale_layout : of scale_inv, f32, padding 0. 1-D blocks: 'gemm_ready' and 'deepgemm_sm90' […, blocks, lines rounded up to 4], 'compact'
-        […, M, ceil(K/128)] and […, ceil(M/128), K]. Blocks of 128 x 128: 'compact' has one scale for each in the order in which the data
-        are stored, 'gemm_ready' the same with rows rounded up to 4. See docs/layouts.md
+    eps : the amax is at least this, in f32. None: the profile's own (te 0, deepgemm and tilekernels 1e-4,
+        vllm and sglang 1e-10, torchao 1e-12)
+    profile : whose arithmetic: 'te', 'deepgemm', 'tilekernels', 'vllm', 'sglang' or 'torchao'. They differ in
+        roundings, and in what a block with Inf gives
+    scale_layout : of scale_inv, f32, padding 0. 1-D blocks: 'gemm_ready' and 'deepgemm_sm90' […, blocks,
+        lines rounded up to 4], 'compact' […, M, ceil(K/128)] and […, ceil(M/128), K]. Blocks of 128 x 128:
+        'compact' has one scale for each in the order in which the data are stored, 'gemm_ready' the same with
+        rows rounded up to 4. See docs/layouts.md
     noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `out`
-    out : an earlier result of the same shape and options (or ``recipe.empty(…)``); written in place and returned. With it the call
-        allocates nothing and can be captured into a CUDA graph
+    out : an earlier result of the same shape and options (or ``recipe.empty(…)``); written in place and
+        returned. With it the call allocates nothing and can be captured into a CUDA graph
 
     Returns
     -------
-    Quantized, its scale_inv float32. With blocks of (128, 128) and without `transposed` both directions are the same Scaled.
+    Quantized, its scale_inv float32. With blocks of (128, 128) and without `transposed` both directions are
+    the same Scaled.
 
     Raises
     ------
-    TypeError for wrong dtypes or NumPy and CuPy arrays mixed, ValueError for shapes, options and overlaps, DeviceError; all before
-    anything is written.
+    TypeError for wrong dtypes or NumPy and CuPy arrays mixed, ValueError for shapes, options and overlaps,
+    DeviceError; all before anything is written.
 
-    Source: DeepSeek-V3 (arXiv 2412.19437); TransformerEngine, DeepGEMM, TileKernels, vLLM, SGLang, torchao. Bytes moved per element: x + 1
-    + 4/128 per direction.
+    Source: DeepSeek-V3 (arXiv 2412.19437); TransformerEngine, DeepGEMM, TileKernels, vLLM, SGLang, torchao.
+    Bytes moved per element: x + 1 + 4/128 per direction.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> x = np.zeros((1, 256), np.float32)
@@ -94,145 +104,193 @@ def quantize_block(x: Array, *, block: tuple[int | None, int | None] = (1, 128),
     >>> q.scale_inv.tolist(), q.data.astype(np.float32)[0, [0, 1, 200]].tolist()
     ([[1.0, 0.0, 0.0, 0.0], [0.0009765625, 0.0, 0.0, 0.0]], [448.0, 3.0, 320.0])
     """
-    options = (lookup(dtype, FP8_DTYPES, "dtype").dtype, rowwise, columnwise, transposed, block, pow2_scale, eps, profile, scale_layout)
+    options = (lookup(dtype, FP8_DTYPES, "dtype").dtype, rowwise, columnwise, transposed, block, pow2_scale,
+               eps, profile, scale_layout)
     return _QUANTIZE(x, options, noop, out)
+
+
+# ---- what follows from shape and options ----
+class BlockQuantization(block_results.Quantization):
+    def __init__(self, shape: tuple[int, ...], source: np.dtype[Any], swapped: bool,
+                 options: tuple[Any, ...]) -> None:
+        to, rowwise, columnwise, transposed, block, pow2_scale, eps, profile, scale_layout = options
+        check_block_options(block, profile, scale_layout)
+        least = block_eps(eps, profile) + 0.0       # -0 is 0: the kernel compares the bits of magnitudes
+        pow2 = block_pow2(pow2_scale, profile)
+        switches = flag(rowwise, "rowwise"), flag(columnwise, "columnwise"), flag(transposed, "transposed")
+        forms = block_forms(block_results.logical(shape, swapped), to, *switches, block, scale_layout)
+        same = forms.get("rowwise") == forms.get("columnwise")
+        super().__init__(shape, source, to, BlockResult(forms, ("data", "scale_inv") * same, "block-scaled"))
+        self.swapped, self.block, self.compact = swapped, block, scale_layout == "compact"
+        self.square = 1 not in block
+        self.rule, self.divide = _rule(source, to, pow2, least, profile), profile == "vllm" and not pow2
+
+    def axes(self, names: list[str]) -> tuple[Axis, Axis]:
+        """What a kernel of warp tiles writes along rows and along columns of memory of these directions. (Of
+        whole rows and columns too, for ops/quantize/grouped_rows_columns.py.)"""
+        rows, columns = (name if name in names else None for name in (
+            ("rowwise", "columnwise") if (self.block[0] == 1) != self.swapped else ("columnwise", "rowwise")))
+        written: list[tuple[int, str | None]] = [
+            (block_results.stored(self.forms[name], self.swapped) if name else ABSENT, name)
+            for name in (rows, columns)]
+        # the same codes whatever the direction: what counts is how they are stored
+        if self.square:
+            by_order = dict(written)
+            written = [(stored, by_order[stored]) if stored in by_order else (ABSENT, None)
+                       for stored in (AS_IS, TRANSPOSED)]
+        (rows_stored, rows_data), (columns_stored, columns_data) = written
+        return (Axis(rows_data, rows_stored, rows, _strides(self.forms.get(rows or ""), self.swapped)),
+                Axis(columns_data, columns_stored, columns,
+                     _strides(self.forms.get(columns or ""), self.swapped)))
+
+    def members(self, axes: tuple[Axis, Axis]) -> Members:
+        """Members of the struct of a kernel of warp tiles that do not depend on memory."""
+        length = (self.block[0] if self.block[1] == 1 else self.block[1]) or _SMALLEST
+        return {"rows": self.rows, "columns": self.columns, "rule": self.rule, "panels": length // _SMALLEST,
+                "divide": int(self.divide), "square": int(self.square),
+                "stored": axes[0].stored | axes[1].stored << 2}
+
+    def tile_launch(self, names: list[str]) -> tuple[tuple[Axis, Axis], Members]:
+        axes = self.axes(names)
+        return axes, self.members(axes)
 
 
 def _rule(source: np.dtype[Any], to: np.dtype[Any], pow2: bool, eps: float,
           profile: str) -> tuple[float, float, float, float, int, int, int]:
     """The BlockRule of kernels_cu/include/scale/block_scale.cuh."""
     target = np.float32(FORMATS[to].max)
-    flags = {"te": _GUARDED, "deepgemm": _AMAX_FIRST, "tilekernels": _OTHER_QUOTIENT, "vllm": _AMAX_FIRST, "sglang": _OTHER_PRODUCT,
-             "torchao": 0}[profile]
+    flags = {"te": _GUARDED, "deepgemm": _AMAX_FIRST, "tilekernels": _OTHER_QUOTIENT, "vllm": _AMAX_FIRST,
+             "sglang": _OTHER_PRODUCT, "torchao": 0}[profile]
     if pow2:
         flags = _GUARDED | _ROUND_DOWN if profile == "te" else _AMAX_FIRST | _ROUND_UP
     low, high = (0x00800000, 0x7F000000) if profile == "deepgemm" else (0x00400000, 0x7F800000)
     return float(target), float(np.float32(1) / target), eps, float(FORMATS[source].max), low, high, flags
 
 
-class Plan(block_results.Plan):
-    kind = "block-scaled"
-
-    def __init__(self, shape: tuple[int, ...], source: np.dtype[Any], swapped: bool, options: tuple[Any, ...]) -> None:
-        to, rowwise, columnwise, transposed, block, pow2_scale, eps, profile, scale_layout = options
-        check_block_options(block, profile, scale_layout)
-        least = block_eps(eps, profile) + 0.0       # -0 is 0: the kernel compares the bits of magnitudes
-        pow2 = block_pow2(pow2_scale, profile)
-        switches = flag(rowwise, "rowwise"), flag(columnwise, "columnwise"), flag(transposed, "transposed")
-        found = block_forms(block_results.logical(shape, swapped), to, *switches, block, scale_layout)
-        alike = found.get("rowwise") == found.get("columnwise")
-        super().__init__(shape, found, ("data", "scale_inv") if alike else (), LANE_COLUMNS * source.itemsize)
-        self.source, self.swapped, self.to, self.block, self.compact = source, swapped, to, block, scale_layout == "compact"
-        self.rule, self.divide = _rule(source, to, pow2, least, profile), profile == "vllm" and not pow2
-        #: Whether quantize_block_rows can write all of it: whole blocks along rows of memory, data as they are. (Memory that does not allow
-        #: its accesses is rare: it gets the kernel for any.)
-        self.by_rows = set(block) == {1, _LENGTH} and self.columns % _LENGTH == 0 and [
-            side.stored for side in self.tile_launch(list(found))[0]] == [AS_IS, ABSENT]
-        if self.by_rows:
-            self.load_bytes = _LOAD_BYTES
-
-    def of(self, allocate: Callable[[tuple[int, ...], np.dtype[Any]], Array]) -> Quantized:
-        return empty_blocks(self.forms, allocate)
-
-    def make_steps(self) -> Iterator[Step]:
-        names = [name for name in self.forms if not (self.shared and name == "columnwise")]
-        return map(self._lines, names) if None in self.block else iter([self._tiles(names)])
-
-    def _lines(self, name: str) -> Step:
-        form = self.forms[name]
-        assert form.block is not None
-        along_rows = (form.block[0] == 1) != self.swapped
-        side = Side(name, block_results.stored(form, self.swapped), name, _strides(form, self.swapped))
-        panels = _ACROSS if along_rows else _GATHERED
-        lines = cdiv(self.rows, panels.down * ROWS) if along_rows else cdiv(self.columns, panels.across * COLUMNS)
-        grid = grid_size(self.size // (self.rows * self.columns) * lines, self.shape)
-        launch = _lines_variant(self.source, self.to, along_rows), grid
-        members = {"rows": self.rows, "columns": self.columns, "rule": self.rule, "panels": 1, "divide": int(self.divide),
-                   "stored": side.stored}
-        return PanelStep(self, (side, _NO_SIDE), members, launch, launch)
-
-    def _tiles(self, names: list[str]) -> Step:
-        sides, members = self.tile_launch(names)
-        stored, square = (sides[0].stored, sides[1].stored), 1 not in self.block
-        any_shape = any_shape_variant(self.source, self.to, self.divide), ANY_SHAPE.grid(self.shape)
-        wide, chunk = any_shape, LANE_COLUMNS
-        if self.by_rows:
-            wide, chunk = self._rows_launch(sides[0].strides), _LOAD_BYTES // self.source.itemsize
-        elif panels := panels_of(self.source, *stored, square, self.divide, self.compact):
-            wide = tile_variant(self.source, self.to, *stored, square, self.divide, panels), panels.grid(self.shape)
-        return PanelStep(self, sides, members, wide, any_shape, chunk)
-
-    def _rows_launch(self, strides: tuple[int, ...]) -> tuple[Variant, int]:
-        """quantize_block_rows and its blocks of threads, for scales with these strides."""
-        _, row, _, rows, across = strides
-        warps = cdiv(rows, _WARP_BLOCKS) * across if row == 1 else cdiv(rows * across, _WARP_BLOCKS)
-        matrices = self.size // (self.rows * self.columns)
-        return _rows_variant(self.source, self.to, self.divide), grid_size(matrices * cdiv(warps, _WARPS), self.shape)
-
-    def tile_launch(self, names: list[str]) -> tuple[tuple[Side, Side], Members]:
-        """What a kernel of tiles is told of a result's directions: its sides, and members of its struct. (Of
-        whole lines those of ops/quantize/grouped_rows_columns.py, which ask for no length.)"""
-        square = 1 not in self.block
-        fast, slow = (name if name in names else None for name in (
-            ("rowwise", "columnwise") if (self.block[0] == 1) != self.swapped else ("columnwise", "rowwise")))
-        places: list[tuple[int, str | None]] = [(block_results.stored(self.forms[name], self.swapped) if name else ABSENT, name)
-                                                for name in (fast, slow)]
-        if square:                     # the same codes whatever the direction: what counts is how they are stored
-            at = dict(places)
-            places = [(stored, at[stored]) if stored in at else (ABSENT, None) for stored in (AS_IS, TRANSPOSED)]
-        (stored_fast, fast_data), (stored_slow, slow_data) = places
-        sides = (Side(fast_data, stored_fast, fast, _strides(self.forms.get(fast or ""), self.swapped)),
-                 Side(slow_data, stored_slow, slow, _strides(self.forms.get(slow or ""), self.swapped)))
-        run = self.block[0] if self.block[1] == 1 else self.block[1]
-        panels = (run or _RUN) // _RUN
-        return sides, {"rows": self.rows, "columns": self.columns, "rule": self.rule, "panels": panels, "divide": int(self.divide),
-                       "square": int(square), "stored": stored_fast | stored_slow << 2}
-
-
-_QUANTIZE = block_results.Quantizer(Plan, reference.quantize_block, (
-    "dtype", "rowwise", "columnwise", "transposed", "block", "pow2_scale", "eps", "profile", "scale_layout"))
-
-
 def _strides(form: Form | None, swapped: bool) -> tuple[int, int, int, int, int]:
     """The ScaleGrid of kernels_cu/include/scale/block_scale.cuh, but for the address."""
     if form is None:
-        return _NOWHERE
+        return _NO_SCALES
     assert form.block is not None
     *_, rows, columns = form.scale_shape
     lines_first = form.block[0] == 1 and form.scale_layout != "compact"
-    if (lines_first or (1 not in form.block and form.transposed)) != swapped:      # rows of blocks in memory are columns of scale_inv
+    # Whether rows of blocks in memory are columns of scale_inv.
+    if (lines_first or (1 not in form.block and form.transposed)) != swapped:
         return rows * columns, 1, columns, columns, rows
     return rows * columns, columns, 1, rows, columns
 
 
-def panels_of(source: np.dtype[Any], fast: int, slow: int, square: bool, divide: bool, compact: bool) -> Panels | None:
-    """Of the kernel for wide accesses; None where there is none."""
-    if (fast, slow) == (AS_IS, ABSENT):
-        return _DOWN if square and not divide else _ACROSS if not square else None
-    if divide or (fast == TRANSPOSED):
+# ---- launches ----
+class _QuantizeBlock(BlockOp):
+    quantization = BlockQuantization
+    definition = reference.quantize_block
+    options = ("dtype", "rowwise", "columnwise", "transposed", "block", "pow2_scale", "eps", "profile",
+               "scale_layout")
+
+    def launches(self, call: Call, inputs: Inputs, *written: int) -> Iterator[Launch]:
+        plan: BlockQuantization = inputs.quantization
+        if not plan.size:
+            return
+        places = plan.result.places(written)
+        names = [name for name in plan.forms if name == "rowwise" or len(plan.shared) < 2]
+        if None in plan.block:
+            yield from (_whole_line_launch(call, inputs, name, places) for name in names)
+        else:
+            axes = plan.axes(names)
+            yield _rows_launch(call, inputs, axes, places) or _tile_launch(call, inputs, axes, places)
+
+
+def _whole_line_launch(call: Call, inputs: Inputs, name: str, places: Places) -> Launch:
+    """quantize_block_lines: one direction of blocks of whole rows or columns."""
+    plan, x, form = inputs.quantization, inputs.x, inputs.quantization.forms[name]
+    along_rows = (form.block[0] == 1) != plan.swapped
+    axis = Axis(name, block_results.stored(form, plan.swapped), name, _strides(form, plan.swapped))
+    tile = _ACROSS if along_rows else _GATHERED
+    tiles = cdiv(plan.rows, tile.rows) if along_rows else cdiv(plan.columns, tile.columns)
+    matrices = plan.size // (plan.rows * plan.columns)
+    members = plan.warp_tile_members((axis, _NO_BLOCKS), places,
+                                     x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0)
+    return _lines_variant(plan.source, plan.to, along_rows).bind(
+        x.array, grid_size(matrices * tiles, plan.shape), x=x.at, noop=call.noop_at, **members,
+        rows=plan.rows, columns=plan.columns, rule=plan.rule, panels=1, divide=int(plan.divide),
+        stored=axis.stored)
+
+
+def _rows_launch(call: Call, inputs: Inputs, axes: tuple[Axis, Axis], places: Places) -> Launch | None:
+    """quantize_block_rows: whole blocks of 128 along rows of memory, data as they are. None if this is
+    something else, or memory does not allow the kernel's accesses."""
+    plan, x = inputs.quantization, inputs.x
+    stored = axes[0].stored, axes[1].stored
+    if set(plan.block) != {1, _LENGTH} or plan.columns % _LENGTH or stored != (AS_IS, ABSENT):
         return None
-    if slow == AS_IS:
-        return _DOWN
+    members = plan.warp_tile_members(axes, places, x.at % _LOAD_BYTES == 0, _LOAD_BYTES // x.dtype.itemsize)
+    if members["vector"] != 7:
+        return None
+    _, row, _, rows, across = axes[0].strides
+    warps = cdiv(rows, _WARP_BLOCKS) * across if row == 1 else cdiv(rows * across, _WARP_BLOCKS)
+    matrices = plan.size // (plan.rows * plan.columns)
+    return _rows_variant(plan.source, plan.to, plan.divide).bind(
+        x.array, grid_size(matrices * cdiv(warps, _WARPS), plan.shape), x=x.at, noop=call.noop_at, **members,
+        **plan.members(axes))
+
+
+def _tile_launch(call: Call, inputs: Inputs, axes: tuple[Axis, Axis], places: Places) -> Launch:
+    """quantize_block_tile: everything else, both directions in one launch."""
+    plan, x = inputs.quantization, inputs.x
+    members = plan.warp_tile_members(axes, places, x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0)
+    stored = axes[0].stored, axes[1].stored
+    tile = None
+    if members["vector"] == 7 and not plan.divide:
+        tile = panels_of(plan.source, *stored, plan.square, False, plan.compact)
+    variant = (tile_variant(plan.source, plan.to, *stored, plan.square, False, tile) if tile
+               else any_shape_variant(plan.source, plan.to))
+    return variant.bind(x.array, (tile or ANY_SHAPE).grid(plan.shape), x=x.at, noop=call.noop_at, **members,
+                        **plan.members(axes))
+
+
+_QUANTIZE = _QuantizeBlock()
+Plan = BlockQuantization            # the name that other quantisers import
+
+
+# ---- programs ----
+def panels_of(source: np.dtype[Any], fast: int, slow: int, square: bool, divide: bool,
+              compact: bool) -> Panels | None:
+    """Of the program for wide accesses. None where there is none: for blocks along columns whose data are not
+    stored transposed, for divided elements but of row-wise data, and for squares of float16, which are all
+    rare."""
+    if fast == TRANSPOSED or slow == AS_IS or (square and source == float16):
+        return None
+    if slow == ABSENT:
+        return None if square and divide else _DOWN if square else _ACROSS
+    if divide:
+        return None
     if fast == ABSENT:
         return _GATHERED._replace(down_first=True)
-    return _DOWN if source == float32 else _WIDE if compact and not square else _GATHERED
+    if source == float32:
+        return _DOWN
+    return _WIDE if compact and source != float16 and not square else _GATHERED
 
 
 @functools.cache
-def tile_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int, square: bool, divide: bool, panels: Panels,
-                 aligned: bool = True, kernel: Kernel = _TILE) -> Variant:
+def tile_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int, square: bool, divide: bool,
+                 panels: Panels, aligned: bool = True, kernel: Kernel = _TILE) -> Variant:
     """Of the kernel of tiles, for arrays or (ops/quantize/grouped_blocks.py) for groups."""
-    per_panel = _COLUMN_BYTES * (not aligned or slow != ABSENT or square) + _ROW_BYTES * (not aligned or (fast != ABSENT and not square))
+    per_panel = _COLUMN_BYTES * (not aligned or slow != ABSENT or square) + _ROW_BYTES * (not aligned
+        or (fast != ABSENT and not square))
     shared = (fast, slow).count(TRANSPOSED) * panels.tile + panels.down * panels.across * per_panel
     shared += _RUN_BYTES * panels.columns * (panels.run > 1)
     of_groups = {} if kernel is _TILE else {"RUN": panels.run}
-    return kernel.variant(block=panels.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, FAST=fast, SLOW=slow,
-                         SQUARE=int(square), DIVIDE=int(divide), ALIGNED=int(aligned), **panels.defines, **of_groups)
+    return kernel.variant(block=panels.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag,
+                          FAST=fast, SLOW=slow,
+                         SQUARE=int(square), DIVIDE=int(divide), ALIGNED=int(aligned), **panels.defines,
+                         **of_groups)
 
 
-def any_shape_variant(source: np.dtype[Any], to: np.dtype[Any], divide: bool, kernel: Kernel = _TILE) -> Variant:
-    """For arrays whose rows do not allow wide accesses, and for rare ways to store: what it stores, and how, is told at run time."""
-    return tile_variant(source, to, TRANSPOSED, TRANSPOSED, False, divide, ANY_SHAPE, False, kernel)
+def any_shape_variant(source: np.dtype[Any], to: np.dtype[Any], _divide: bool = False,
+                      kernel: Kernel = _TILE) -> Variant:
+    """For arrays whose rows do not allow wide accesses, and for what is rare: what it stores, and how, is
+    told at run time."""
+    return tile_variant(source, to, TRANSPOSED, TRANSPOSED, False, False, ANY_SHAPE, False, kernel)
 
 
 @functools.cache
@@ -244,20 +302,19 @@ def _rows_variant(source: np.dtype[Any], to: np.dtype[Any], divide: bool) -> Var
 def _lines_variant(source: np.dtype[Any], to: np.dtype[Any], along_rows: bool) -> Variant:
     panels = _ACROSS if along_rows else _GATHERED
     shared = panels.tile + panels.down * panels.across * (_ROW_BYTES // 2 if along_rows else _COLUMN_BYTES)
-    return _LINES.variant(block=panels.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, ALONG_ROWS=int(along_rows),
-                          PANELS_DOWN=panels.down, PANELS_ACROSS=panels.across)
+    return _LINES.variant(block=panels.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag,
+                          ALONG_ROWS=int(along_rows), PANELS_DOWN=panels.down, PANELS_ACROSS=panels.across)
 
 
 def variants() -> Iterator[Variant]:
     """Every variant that this op may launch."""
-    stored = ((AS_IS, ABSENT), (ABSENT, AS_IS), (ABSENT, TRANSPOSED), (AS_IS, AS_IS), (AS_IS, TRANSPOSED))
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
+        yield any_shape_variant(source, to)
         for divide in (False, True):
-            yield any_shape_variant(source, to, divide)
             yield _rows_variant(source, to, divide)
         for along_rows in (False, True):
             yield _lines_variant(source, to, along_rows)
-        for (fast, slow), square, divide, compact in product(stored, *((False, True),) * 3):
-            panels = panels_of(source, fast, slow, square, divide, compact)
-            if panels and not (square and slow == AS_IS):
-                yield tile_variant(source, to, fast, slow, square, divide, panels)
+        for (fast, slow), square, compact in product(
+                ((AS_IS, ABSENT), (ABSENT, TRANSPOSED), (AS_IS, TRANSPOSED)), (False, True), (False, True)):
+            if panels := panels_of(source, fast, slow, square, False, compact):
+                yield tile_variant(source, to, fast, slow, square, False, panels)

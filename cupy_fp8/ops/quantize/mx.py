@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -11,67 +11,75 @@ import numpy as np
 
 from ... import reference
 from ...arrays import Array
-from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, float32, lookup
-from ...kernels import Kernel, Variant, elementwise
+from ...calls.call import Call
+from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, float16, float32, lookup
+from ...kernels import Kernel, Launch, Variant, elementwise
 from ...kernels.warp_tiles import LANE_COLUMNS, Panels
 from ...layouts import SWIZZLE_COLUMNS, cdiv, scale_grid
-from ...recipes import Form, check_mx_options, empty_mx, mx_forms
+from ...recipes import Form, check_mx_options, mx_forms
 from ...results import Quantized
 from . import block_results
-from .block_results import ABSENT, AS_IS, TRANSPOSED, Addresses, Choice, Members, PanelStep, Side, Step
+from .block_results import ABSENT, AS_IS, TRANSPOSED, Axis, BlockOp, BlockResult, Inputs, Members
 
 _ROWS = Kernel("quantize/mx", "quantize_mx_rows")
 _TILE = Kernel("quantize/mx", "quantize_mx_tile")
 _BLOCK = 32
-_NO_SCALES = (0, 1, 1)
+_NO_SCALES = (0, 1, 1)                          # a ScaleTarget, but for the address
 
-_STORED = ((AS_IS, ABSENT), (TRANSPOSED, ABSENT), (ABSENT, AS_IS), (ABSENT, TRANSPOSED), (AS_IS, AS_IS), (AS_IS, TRANSPOSED),
-           (TRANSPOSED, TRANSPOSED))
-_SWIZZLED = Panels(4, 1, down_first=False)      # 128 lines: the swizzled scales of a tile of 128 x 128 elements are adjacent
+#: How data along rows and along columns are stored, but for both transposed.
+_STORED = ((AS_IS, ABSENT), (TRANSPOSED, ABSENT), (ABSENT, AS_IS), (ABSENT, TRANSPOSED), (AS_IS, AS_IS),
+           (AS_IS, TRANSPOSED))
+# 128 lines: the swizzled scales of a tile of 128 x 128 elements are adjacent
+_SWIZZLED = Panels(4, 1, down_first=False)
 _COMPACT = Panels(1, 8, down_first=False)       # 32 bytes of a row's compact scales (and of a transposed row)
 _GATHERED = Panels(8, 1, down_first=False)      # 256 bytes of a transposed row
 ANY_SHAPE = _GATHERED
 
 
-def quantize_mx(x: Array, *, dtype: Any = float8_e4m3fn, rowwise: bool = True, columnwise: bool = False, transposed: bool = False,
-                mode: str = "rceil", profile: str = "te", block: tuple[int, int] = (1, 32), scale_layout: str = "compact",
-                noop: Array | None = None, out: Quantized | None = None) -> Quantized:
+def quantize_mx(x: Array, *, dtype: Any = float8_e4m3fn, rowwise: bool = True, columnwise: bool = False,
+                transposed: bool = False, mode: str = "rceil", profile: str = "te",
+                block: tuple[int, int] = (1, 32), scale_layout: str = "compact", noop: Array | None = None,
+                out: Quantized | None = None) -> Quantized:
     """Quantise to MXFP8: every 32 neighbouring elements share a scale, a power of two kept as one E8M0 byte.
 
-        e = scale byte of max |x| over the block      data = cast(x * 2**(127 - e))      scale_inv = 2**(e - 127)
+        e = scale byte of max |x| over the block    data = cast(x * 2**(127 - e))    scale_inv = 2**(e - 127)
 
-    in f32: round to nearest even, saturating, NaN as 0x7F; every byte as docs/numerics.md section 2 says. One kernel reads x once and
-    writes everything, both directions included.
+    in f32: round to nearest even, saturating, NaN as 0x7F; every byte as docs/numerics.md section 2 says. One
+    kernel reads x once and writes everything, both directions included.
 
     Parameters
     ----------
-    x : bfloat16, float16 or float32 array […, M, K] of two or three dimensions (a batch: each matrix by itself). An array whose last two
-        axes are swapped in memory (expert weights with strides (N·K, 1, N), say) is read as it is; any other view is copied first
+    x : bfloat16, float16 or float32 array […, M, K] of two or three dimensions (a batch: each matrix by
+        itself). An array whose last two axes are swapped in memory (expert weights with strides (N·K, 1, N),
+        say) is read as it is; any other view is copied first
     dtype : float8_e4m3fn or float8_e5m2
     rowwise, columnwise : blocks of 32 along K, blocks of 32 along M; the last one of a line may be shorter
     transposed : store the column-wise data […, K, M]
-    mode : how the block's amax becomes e: 'rceil' (amax / fp8_max rounded up to a power of two), 'floor' (OCP MX v1.0: large elements
-        may saturate), 'ceil', 'even'
-    profile : 'te' (NaN is ignored by the amax and stays NaN; a block with Inf gets e = 254) or 'torchao' (NaN or Inf makes its whole block
-        NaN, e = 255)
-    block : (1, 32), or (32, 32): one amax for 32 x 32 elements, whose scale either direction repeats for its lines
-    scale_layout : 'compact' (row-wise […, M, ceil(K/32)], column-wise […, ceil(M/32), K]) or 'swizzled' (tiles of 128 lines x 4 blocks, as
-        cuBLAS reads them: […, lines rounded up to 128, blocks rounded up to 4], padding 0; see docs/layouts.md)
+    mode : how the block's amax becomes e: 'rceil' (amax / fp8_max rounded up to a power of two), 'floor' (OCP
+        MX v1.0: large elements may saturate), 'ceil', 'even'
+    profile : 'te' (NaN is ignored by the amax and stays NaN; a block with Inf gets e = 254) or 'torchao' (NaN
+        or Inf makes its whole block NaN, e = 255)
+    block : (1, 32), or (32, 32): one amax for 32 x 32 elements, whose scale either direction repeats for its
+        lines
+    scale_layout : 'compact' (row-wise […, M, ceil(K/32)], column-wise […, ceil(M/32), K]) or 'swizzled'
+        (tiles of 128 lines x 4 blocks, as cuBLAS reads them: […, lines rounded up to 128, blocks rounded up
+        to 4], padding 0; see docs/layouts.md)
     noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `out`
-    out : an earlier result of the same shape and options (or ``recipe.empty(…)``); written in place and returned. With it the call
-        allocates nothing and can be captured into a CUDA graph
+    out : an earlier result of the same shape and options (or ``recipe.empty(…)``); written in place and
+        returned. With it the call allocates nothing and can be captured into a CUDA graph
 
     Returns
     -------
-    Quantized, its scale_inv float8_e8m0fnu. With blocks of (32, 32) and without `transposed` both directions are the same data array.
+    Quantized, its scale_inv float8_e8m0fnu. With blocks of (32, 32) and without `transposed` both directions
+    are the same data array.
 
     Raises
     ------
-    TypeError for wrong dtypes or NumPy and CuPy arrays mixed, ValueError for shapes, options and overlaps, DeviceError; all before
-    anything is written.
+    TypeError for wrong dtypes or NumPy and CuPy arrays mixed, ValueError for shapes, options and overlaps,
+    DeviceError; all before anything is written.
 
-    Source: OCP Microscaling Formats v1.0; TransformerEngine's MXFP8; torchao's to_mx. Bytes moved per element: x + 1 + 1/32 per
-    direction.
+    Source: OCP Microscaling Formats v1.0; TransformerEngine's MXFP8; torchao's to_mx. Bytes moved per
+    element: x + 1 + 1/32 per direction.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> x = np.zeros((1, 64), np.float32)
@@ -80,8 +88,52 @@ def quantize_mx(x: Array, *, dtype: Any = float8_e4m3fn, rowwise: bool = True, c
     >>> q.scale_inv.view(np.uint8).tolist(), q.data.astype(np.float32)[0, [0, 1, 40]].tolist()
     ([[127, 117]], [448.0, 3.0, 320.0])
     """
-    options = (lookup(dtype, FP8_DTYPES, "dtype").dtype, rowwise, columnwise, transposed, mode, profile, block, scale_layout)
+    options = (lookup(dtype, FP8_DTYPES, "dtype").dtype, rowwise, columnwise, transposed, mode, profile,
+               block, scale_layout)
     return _QUANTIZE(x, options, noop, out)
+
+
+# ---- what follows from shape and options ----
+class MxQuantization(block_results.Quantization):
+    def __init__(self, shape: tuple[int, ...], source: np.dtype[Any], swapped: bool,
+                 options: tuple[Any, ...]) -> None:
+        to, rowwise, columnwise, transposed, mode, profile, block, scale_layout = options
+        check_mx_options(mode, profile, block, scale_layout)
+        switches = flag(rowwise, "rowwise"), flag(columnwise, "columnwise"), flag(transposed, "transposed")
+        forms = mx_forms(block_results.logical(shape, swapped), to, *switches, block, scale_layout)
+        square = block == (_BLOCK, _BLOCK)
+        same_data = square and "columnwise" in forms and not forms["columnwise"].transposed
+        super().__init__(shape, source, to, BlockResult(forms, ("data",) * same_data, "MX"))
+        self.block, self.tall = block, scale_layout == "swizzled" or swapped
+        self.axes = self.sides = _axes(forms, swapped, square)
+        self.members: Members = {"n": self.size, "rows": self.rows, "columns": self.columns,
+                                 "rule": _rule(to, mode, profile), "square": int(square),
+                                 "stored": self.axes[0].stored | self.axes[1].stored << 2}
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether quantize_mx_rows can write all of it: whole blocks along rows of memory, whose scales
+        follow one another."""
+        along_rows, along_columns = self.axes
+        form = self.forms.get(along_rows.scales or "")
+        return (along_rows.stored, along_columns.stored) == (AS_IS, ABSENT) and form is not None and (
+            self.columns % _BLOCK == 0 and form.scale_layout == "compact" and form.block == (1, _BLOCK))
+
+
+def _axes(forms: dict[str, Form], swapped: bool, square: bool) -> tuple[Axis, Axis]:
+    """What is written along rows and along columns of memory."""
+    names = ("columnwise", "rowwise") if swapped else ("rowwise", "columnwise")
+    stored = [block_results.stored(forms.get(name), swapped) for name in names]
+    data: list[str | None] = [name if how else None for name, how in zip(names, stored, strict=True)]
+    # the same codes whatever the direction: what counts is how they are stored
+    if square:
+        by_order = dict(zip(stored, names, strict=True))
+        stored = [AS_IS if AS_IS in by_order and TRANSPOSED in by_order else ABSENT, max(by_order)]
+        data = [by_order[how] if how else None for how in stored]
+    rows, columns = (Axis(data[i], stored[i], name if name in forms else None,
+                          _scale_strides(forms.get(name)))
+                     for i, name in enumerate(names))
+    return rows, columns
 
 
 @functools.cache
@@ -90,75 +142,10 @@ def _rule(dtype: np.dtype[Any], mode: str, profile: str) -> tuple[float, int, in
     fmt = FORMATS[dtype]
     emax = int(np.log2(fmt.max))
     up, half_a_step = 0x7FFFFF, 1 << 23 - fmt.mantissa_bits - 1
-    factor, rounding, bias = {"rceil": (float(np.float32(1) / np.float32(fmt.max)), up, 0), "floor": (2.0**-emax, 0, 0),
-                              "ceil": (1.0, up, emax), "even": (1.0, half_a_step, emax)}[mode]
+    factor, rounding, bias = {"rceil": (float(np.float32(1) / np.float32(fmt.max)), up, 0),
+                              "floor": (2.0**-emax, 0, 0), "ceil": (1.0, up, emax),
+                              "even": (1.0, half_a_step, emax)}[mode]
     return factor, rounding, bias, 254 if profile == "te" else 255
-
-
-class Plan(block_results.Plan):
-    kind = "MX"
-
-    def __init__(self, shape: tuple[int, ...], source: np.dtype[Any], swapped: bool, options: tuple[Any, ...]) -> None:
-        dtype, rowwise, columnwise, transposed, mode, profile, block, scale_layout = options
-        check_mx_options(mode, profile, block, scale_layout)
-        switches = flag(rowwise, "rowwise"), flag(columnwise, "columnwise"), flag(transposed, "transposed")
-        found = mx_forms(block_results.logical(shape, swapped), dtype, *switches, block, scale_layout)
-        names = ("columnwise", "rowwise") if swapped else ("rowwise", "columnwise")
-        fast, slow = (found.get(name) for name in names)
-        stored = block_results.stored(fast, swapped), block_results.stored(slow, swapped)
-        square = block == (_BLOCK, _BLOCK)
-        if square:                     # the same codes whatever the direction: what counts is how they are stored
-            data = dict(zip(stored, names, strict=True))
-            stored = AS_IS if AS_IS in data and TRANSPOSED in data else ABSENT, max(data)
-
-        def side(i: int) -> Side:
-            how, name, form = stored[i], names[i], found.get(names[i])
-            return Side((data[how] if square else name) if how else None, how, name if form else None, _scale_strides(form))
-
-        self.sides = side(0), side(1)
-        alike = square and "columnwise" in found and not found["columnwise"].transposed
-        self.flat = stored == (AS_IS, ABSENT) and _is_flat(fast, shape[-1])
-        super().__init__(shape, found, ("data",) if alike else (), 16 if self.flat else LANE_COLUMNS * source.itemsize)
-        self.source, self.to, self.block, self.tall = source, dtype, block, scale_layout == "swizzled" or swapped
-        self.members: Members = {"n": self.size, "rows": self.rows, "columns": self.columns, "rule": _rule(dtype, mode, profile),
-                                 "square": int(square), "stored": stored[0] | stored[1] << 2}
-
-    def of(self, allocate: Callable[[tuple[int, ...], np.dtype[Any]], Array]) -> Quantized:
-        return empty_mx(self.forms, self.block, allocate)
-
-    def make_steps(self) -> Iterator[Step]:
-        if self.flat:
-            yield _Rows(self)
-            return
-        stored = self.sides[0].stored, self.sides[1].stored
-        panels = panels_of(self.source, *stored, self.tall)
-        wide = tile_variant(self.source, self.to, *stored, panels), panels.grid(self.shape)
-        any_shape = any_shape_variant(self.source, self.to), ANY_SHAPE.grid(self.shape)
-        yield PanelStep(self, self.sides, self.members, wide, any_shape)
-
-
-class _Rows(Step):
-    """Of quantize_mx_rows."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(plan.sides, plan.members)
-        self._variant = _rows_variant(plan.source, plan.to)
-        self._grid, _ = elementwise.grid(plan.size, plan.shape, plan.source.itemsize, 1, 0, 0)
-        self._chunk = 16 // plan.source.itemsize
-
-    def choose(self, out: Addresses, aligned: bool) -> Choice:
-        places = self.places(out)
-        vector = int(aligned and places["fast_data"] % self._chunk == 0)
-        return self._variant, self._grid, {**places, **self._members, "vector": vector}
-
-
-_QUANTIZE = block_results.Quantizer(Plan, reference.quantize_mx, (
-    "dtype", "rowwise", "columnwise", "transposed", "mode", "profile", "block", "scale_layout"))
-
-
-def _is_flat(form: Form | None, columns: int) -> bool:
-    """Whether quantize_mx_rows can write this direction: whole blocks, whose scales follow one another."""
-    return form is not None and columns % _BLOCK == 0 and form.scale_layout == "compact" and form.block == (1, _BLOCK)
 
 
 def _scale_strides(form: Form | None) -> tuple[int, int, int]:
@@ -172,14 +159,63 @@ def _scale_strides(form: Form | None) -> tuple[int, int, int]:
     return matrix, *((1, grid.outer) if grid.columnwise else (grid.blocks, 1))
 
 
+# ---- launches ----
+class _QuantizeMx(BlockOp):
+    quantization = MxQuantization
+    definition = reference.quantize_mx
+    options = ("dtype", "rowwise", "columnwise", "transposed", "mode", "profile", "block", "scale_layout")
+
+    def launches(self, call: Call, inputs: Inputs, *written: int) -> Iterator[Launch]:
+        plan: MxQuantization = inputs.quantization
+        if plan.size:
+            yield (_rows_launch if plan.elementwise else _tile_launch)(call, inputs, written)
+
+
+def _rows_launch(call: Call, inputs: Inputs, written: tuple[int, ...]) -> Launch:
+    """quantize_mx_rows: compact scales along rows of memory, data as they are."""
+    plan, x = inputs.quantization, inputs.x
+    members = block_results.destinations(plan.axes, plan.result.places(written))
+    grid, vector = elementwise.grid(plan.size, plan.shape, x.dtype.itemsize, 1, x.at, members["fast_data"])
+    return _rows_variant(plan.source, plan.to).bind(x.array, grid, x=x.at, noop=call.noop_at, **members,
+                                                    **plan.members, vector=vector)
+
+
+def _tile_launch(call: Call, inputs: Inputs, written: tuple[int, ...]) -> Launch:
+    """quantize_mx_tile: everything else, both directions in one launch."""
+    plan, x = inputs.quantization, inputs.x
+    members = plan.warp_tile_members(plan.axes, plan.result.places(written),
+                                     x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0)
+    stored = plan.axes[0].stored, plan.axes[1].stored
+    tile = _wide_tile(plan.source, *stored, plan.tall) if members["vector"] == 7 else None
+    variant = tile_variant(plan.source, plan.to, *stored, tile) if tile else any_shape_variant(plan.source,
+        plan.to)
+    return variant.bind(x.array, (tile or ANY_SHAPE).grid(plan.shape), x=x.at, noop=call.noop_at, **members,
+                        **plan.members)
+
+
+_QUANTIZE = _QuantizeMx()
+Plan = MxQuantization            # the name that other quantisers import
+
+
+# ---- programs ----
 def panels_of(source: np.dtype[Any], fast: int, slow: int, tall: bool) -> Panels:
-    """The fastest on an H200 of those tried (docs/performance.md). tall: a scale's neighbours along a column of memory are its neighbours
-    in the result, so that a tile has to have four of them."""
+    """The fastest on an H200 of those tried (docs/performance.md). tall: a scale's neighbours along a column
+    of memory are its neighbours in the result, so that a tile has to have four of them."""
     if TRANSPOSED not in (fast, slow):
         return _SWIZZLED if tall or not fast else _COMPACT
     if AS_IS not in (fast, slow):
         return _GATHERED._replace(down_first=True)
     return _SWIZZLED if source == float32 else _GATHERED if tall else _COMPACT
+
+
+def _wide_tile(source: np.dtype[Any], fast: int, slow: int, tall: bool) -> Panels | None:
+    """Of the program of an array that allows wide accesses; None where there is none, for what is rare: both
+    directions stored transposed, and both of float16 with tall tiles."""
+    if (fast, slow) == (TRANSPOSED, TRANSPOSED) or (source == float16 and tall and fast and slow):
+        return None
+    # Data of rows alone are here for swizzled scales, or for ragged blocks, which are rare: the others go by
+    # rows.
+    return panels_of(source, fast, slow, tall or slow == ABSENT)
 
 
 @functools.cache
@@ -188,11 +224,13 @@ def _rows_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
 
 
 @functools.cache
-def tile_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int, panels: Panels, aligned: bool = True,
-                 kernel: Kernel = _TILE) -> Variant:
+def tile_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int, panels: Panels,
+                 aligned: bool = True, kernel: Kernel = _TILE) -> Variant:
     """Of the kernel of tiles, for arrays or (ops/quantize/grouped_blocks.py) for groups."""
-    shared = (fast, slow).count(TRANSPOSED) * panels.tile + 2 * panels.tile // _BLOCK                # and the scales of both directions
-    return kernel.variant(block=panels.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, FAST=fast, SLOW=slow,
+    # and the scales of both directions
+    shared = (fast, slow).count(TRANSPOSED) * panels.tile + 2 * panels.tile // _BLOCK
+    return kernel.variant(block=panels.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag,
+                          FAST=fast, SLOW=slow,
                          ALIGNED=int(aligned), **panels.defines)
 
 
@@ -207,4 +245,5 @@ def variants() -> Iterator[Variant]:
         yield _rows_variant(source, to)
         yield any_shape_variant(source, to)
         for (fast, slow), tall in product(_STORED, (False, True)):
-            yield tile_variant(source, to, fast, slow, panels_of(source, fast, slow, tall))
+            if tile := _wide_tile(source, fast, slow, tall):
+                yield tile_variant(source, to, fast, slow, tile)

@@ -1,4 +1,5 @@
-"""Per-tensor scaling: quantise with a given scale, row-wise, column-wise, or both from one read. Kernels: kernels_cu/quantize/tensor.cu."""
+"""Per-tensor scaling: quantise with a given scale, row-wise, column-wise, or both from one read. Kernels:
+kernels_cu/quantize/tensor.cu."""
 
 from __future__ import annotations
 
@@ -26,35 +27,42 @@ _CAST = Kernel("quantize/tensor", "cast")
 _CAST_TRANSPOSE = Kernel("quantize/tensor", "cast_transpose")
 #: The fastest on an H200 of those tried (docs/performance.md).
 _COLUMNWISE = tiles.Tile(256, 128, down_first=True)
-_COLUMNWISE_SUMS = tiles.Tile(128, 128, down_first=True)
+_ROWWISE_BIT, _COLUMNWISE_BIT = 1, 2        # of DIRECTIONS
 
 
-def quantize_tensor(x: Array, scale: Any = None, *, dtype: Any = float8_e4m3fn, rowwise: bool = True, columnwise: bool = False,
-                    transposed: bool = True, amax: Array | None = None, noop: Array | None = None, dbias: bool = False,
-                    eps: float = 0.0, pow2_scale: bool = False, out: Quantized | None = None) -> Quantized:
-    """Quantise a tensor with one scale: a given one (delayed scaling), or the one that its own amax calls for (current scaling).
+def quantize_tensor(x: Array, scale: Any = None, *, dtype: Any = float8_e4m3fn, rowwise: bool = True,
+                    columnwise: bool = False, transposed: bool = True, amax: Array | None = None,
+                    noop: Array | None = None, dbias: bool = False, eps: float = 0.0,
+                    pow2_scale: bool = False, out: Quantized | None = None) -> Quantized:
+    """Quantise a tensor with one scale: a given one (delayed scaling), or the one that its own amax calls for
+    (current scaling).
 
-        data = cast(x * scale)      scale_inv = 1 / scale      amax = max(amax, max |x|)      dbias = sum of x over rows
+        data = cast(x * scale)  scale_inv = 1 / scale  amax = max(amax, max |x|)  dbias = sum of x over rows
 
-    in f32: round to nearest even, saturating, NaN as 0x7F; every byte as docs/numerics.md section 1 says. One kernel reads x
-    once and writes everything, scale_inv included. Without a given scale it is
-    ``compute_scale(compute_amax(x), dtype=dtype, eps=eps, pow2_scale=pow2_scale)``, found by a kernel before it, or, for row-wise
-    data of a tensor that fits into the GPU's multiprocessors, by the same one.
+    in f32: round to nearest even, saturating, NaN as 0x7F; every byte as docs/numerics.md section 1 says. One
+    kernel reads x once and writes everything, scale_inv included. Without a given scale it is
+    ``compute_scale(compute_amax(x), dtype=dtype, eps=eps, pow2_scale=pow2_scale)``, found by a kernel before
+    it, or, for row-wise data of a tensor that fits into the GPU's multiprocessors, by the same one.
 
     Parameters
     ----------
     x : bfloat16, float16 or float32 array of any shape (two or more dimensions for `columnwise`)
-    scale : one-element f32 array, or a Python or NumPy scalar (fixed in a captured graph); None: current scaling
+    scale : one-element f32 array, or a Python or NumPy scalar (fixed in a captured graph); None: current
+        scaling
     dtype : float8_e4m3fn or float8_e5m2
-    rowwise, columnwise : which directions to return; `columnwise` data is stored […, K, M] for an x of […, M, K], which is what
-        TN matrix products want, or as x with ``transposed=False`` (then both directions are the same array)
-    amax : one-element f32 array, raised to the largest finite or infinite |x| before scaling (NaN ignored); not zeroed first
-    noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `out`. It must not change while
-        the call runs
-    dbias : also return the bias gradient, f32 […, K]: the sum of an x of […, M, K] over M before scaling, by a fixed tree, so that
-        its bytes depend on nothing but x
-    eps, pow2_scale : of current scaling: the floor of the amax, and whether the scale is a power of two (see `compute_scale`)
-    out : an earlier result of the same shape, dtype and directions (or ``recipe.empty(…)``); written in place and returned.
+    rowwise, columnwise : which directions to return; `columnwise` data is stored […, K, M] for an x of […, M,
+        K], which is what TN matrix products want, or as x with ``transposed=False`` (then both directions are
+        the same array)
+    amax : one-element f32 array, raised to the largest finite or infinite |x| before scaling (NaN ignored);
+        not zeroed first
+    noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `out`. It
+        must not change while the call runs
+    dbias : also return the bias gradient, f32 […, K]: the sum of an x of […, M, K] over M before scaling, by
+        a fixed tree, so that its bytes depend on nothing but x
+    eps, pow2_scale : of current scaling: the floor of the amax, and whether the scale is a power of two (see
+        `compute_scale`)
+    out : an earlier result of the same shape, dtype and directions (or ``recipe.empty(…)``); written in place
+        and returned.
         With it the call allocates nothing and can be captured into a CUDA graph
 
     Returns
@@ -63,11 +71,12 @@ def quantize_tensor(x: Array, scale: Any = None, *, dtype: Any = float8_e4m3fn, 
 
     Raises
     ------
-    TypeError for wrong dtypes or NumPy and CuPy arrays mixed, ValueError for shapes, sizes and overlaps, DeviceError; all before
-    anything is written.
+    TypeError for wrong dtypes or NumPy and CuPy arrays mixed, ValueError for shapes, sizes and overlaps,
+    DeviceError; all before anything is written.
 
-    Source: TransformerEngine's delayed and current scaling. Bytes moved per element: x + 1 per direction; current scaling in
-    two launches reads x twice (what the L2 still holds of it, from there). A dbias of more than one tile of rows takes another launch.
+    Source: TransformerEngine's delayed and current scaling. Bytes moved per element: x + 1 per direction;
+    current scaling in two launches reads x twice (what the L2 still holds of it, from there). A dbias of more
+    than one tile of rows takes another launch.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> q = fp8.quantize_tensor(np.array([[0.5, 300.0]], np.float32), 2.0)
@@ -79,10 +88,11 @@ def quantize_tensor(x: Array, scale: Any = None, *, dtype: Any = float8_e4m3fn, 
     return result
 
 
-def cast_transpose(x: Array, scale: Any = None, *, dtype: Any = float8_e4m3fn, transposed: bool = True, amax: Array | None = None,
-                   noop: Array | None = None, dbias: bool = False, eps: float = 0.0, pow2_scale: bool = False,
-                   out: Quantized | None = None) -> Quantized:
-    """`quantize_tensor` in both directions from one read of x: row-wise data […, M, K] and column-wise data […, K, M].
+def cast_transpose(x: Array, scale: Any = None, *, dtype: Any = float8_e4m3fn, transposed: bool = True,
+                   amax: Array | None = None, noop: Array | None = None, dbias: bool = False,
+                   eps: float = 0.0, pow2_scale: bool = False, out: Quantized | None = None) -> Quantized:
+    """`quantize_tensor` in both directions from one read of x: row-wise data […, M, K] and column-wise data
+    […, K, M].
 
     Parameters, errors and source as for `quantize_tensor`.
 
@@ -91,17 +101,18 @@ def cast_transpose(x: Array, scale: Any = None, *, dtype: Any = float8_e4m3fn, t
     >>> q.columnwise.data.astype(np.float32).tolist()
     [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
     """
-    return quantize_tensor(x, scale, dtype=dtype, columnwise=True, transposed=transposed, amax=amax, noop=noop, dbias=dbias,
-                           eps=eps, pow2_scale=pow2_scale, out=out)
+    return quantize_tensor(x, scale, dtype=dtype, columnwise=True, transposed=transposed, amax=amax,
+                           noop=noop, dbias=dbias, eps=eps, pow2_scale=pow2_scale, out=out)
 
 
 # ---- the result ----
 class PerTensorResult(Description):
-    """A Quantized with one scale for the tensor. Both directions of a new one share scale_inv, and the data too where column-wise
-    data are not stored transposed, since the bytes are the same; a given one may have two scale_inv (`copy`)."""
+    """A Quantized with one scale for the tensor. Both directions of a new one share scale_inv, and the data
+    too where column-wise data are not stored transposed, since the bytes are the same; a given one may have
+    two scale_inv (`copy`)."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool, columnwise: bool, transposed: bool = True,
-                 dbias: bool = False, copy: bool = False) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool, columnwise: bool,
+                 transposed: bool = True, dbias: bool = False, copy: bool = False) -> None:
         self._given = shape, dtype, rowwise, columnwise, transposed, dbias
         self.rowwise, self.columnwise, self.transposed, self.dbias = rowwise, columnwise, transposed, dbias
         first = "rowwise" if rowwise else "columnwise"
@@ -138,27 +149,34 @@ class PerTensorResult(Description):
         column = row
         if self.columnwise and self.transposed:
             column = Scaled._of(rest.pop(0), scale_inv, shape, True)
-        return Quantized(row if self.rowwise else None, column if self.columnwise else None, rest[0] if self.dbias else None)
+        return Quantized(row if self.rowwise else None, column if self.columnwise else None,
+                         rest[0] if self.dbias else None)
 
     def for_out(self, out: Any) -> PerTensorResult:
         if not isinstance(out, Quantized):
-            raise TypeError(f"out: expected a Quantized (an earlier result, or recipe.empty(…)), got {type(out).__name__}")
+            raise TypeError("out: expected a Quantized (an earlier result, or recipe.empty(…)), got "
+                            f"{type(out).__name__}")
         row, column = out.rowwise, out.columnwise
-        return PerTensorResult(*self._given, copy=row is not None and column is not None and row.scale_inv is not column.scale_inv)
+        return PerTensorResult(*self._given, copy=row is not None and column is not None
+                               and row.scale_inv is not column.scale_inv)
 
     def arrays_of(self, out: Quantized) -> list[Array]:
         if self.dbias != (out.dbias is not None):
-            raise ValueError(f"out: {'no' if self.dbias else 'has a'} dbias, but dbias={self.dbias} was asked for")
+            raise ValueError(f"out: {'no' if self.dbias else 'has a'} dbias, but "
+                             f"dbias={self.dbias} was asked for")
         row, column = out.rowwise, out.columnwise
         for name, wanted, part, swapped in (("rowwise", self.rowwise, row, False),
                                             ("columnwise", self.columnwise, column, self.transposed)):
             if wanted != (part is not None):
-                raise ValueError(f"out: {'no' if wanted else 'has a'} {name} part, but {name}={wanted} was asked for")
-            if part is not None and (part.transposed != swapped or part.block is not None or part.shape != self._given[0]):
-                raise ValueError(f"out.{name}: expected per-tensor data of shape {self._given[0]} {'' if swapped else 'not '}stored "
-                                 f"transposed, got {part!r}")
+                raise ValueError(f"out: {'no' if wanted else 'has a'} {name} part, but "
+                                 f"{name}={wanted} was asked for")
+            if part is not None and (part.transposed != swapped or part.block is not None
+                                     or part.shape != self._given[0]):
+                raise ValueError(f"out.{name}: expected per-tensor data of shape {self._given[0]} "
+                                 f"{'' if swapped else 'not '}stored transposed, got {part!r}")
         if row and column and not self.transposed and row.data is not column.data:
-            raise ValueError("out: with transposed=False both directions are the same bytes; expected them to share one data array")
+            raise ValueError("out: with transposed=False both directions are the same bytes; expected them "
+                             "to share one data array")
         first = out._any
         found = [first.scale_inv]
         if self.rowwise or not self.transposed:
@@ -178,7 +196,8 @@ class _Inputs(NamedTuple):
     scale: Any                          # as it was given
     scale_at: int
     scale_value: float
-    rule: tuple[float, float, bool] | None      # of current scaling: target, eps and whether scales are powers of two
+    # of current scaling: target, eps and whether scales are powers of two
+    rule: tuple[float, float, bool] | None
     amax: Array | None
     amax_at: int
     result: PerTensorResult
@@ -186,11 +205,12 @@ class _Inputs(NamedTuple):
 
 
 class _QuantizeTensor(Op[_Inputs]):
-    def arguments(self, call: Call, x: Any, scale: Any, dtype: Any, rowwise: Any, columnwise: Any, transposed: Any, amax: Any, noop: Any,
-                  dbias: Any, eps: Any, pow2_scale: Any) -> _Inputs:
+    def arguments(self, call: Call, x: Any, scale: Any, dtype: Any, rowwise: Any, columnwise: Any,
+                  transposed: Any, amax: Any, noop: Any, dbias: Any, eps: Any, pow2_scale: Any) -> _Inputs:
         fmt = lookup(dtype, FP8_DTYPES, "dtype")
         found = call.read("x", x, INPUT_DTYPES)
-        flags(rowwise=rowwise, columnwise=columnwise, transposed=transposed, dbias=dbias, pow2_scale=pow2_scale)
+        flags(rowwise=rowwise, columnwise=columnwise, transposed=transposed, dbias=dbias,
+              pow2_scale=pow2_scale)
         if type(eps) is not float:
             checked_eps(eps)
         rule = None if scale is not None else (scale_target(fmt.dtype, 0), checked_eps(eps), bool(pow2_scale))
@@ -201,7 +221,8 @@ class _QuantizeTensor(Op[_Inputs]):
         amax_at = 0 if amax is None else call.one_f32("amax", amax, updated=True)
         call.noop(noop)
         check_directions(found.shape, rowwise, columnwise, dbias)
-        result = PerTensorResult(found.shape, fmt.dtype, bool(rowwise), bool(columnwise), bool(transposed), bool(dbias))
+        result = PerTensorResult(found.shape, fmt.dtype, bool(rowwise), bool(columnwise), bool(transposed),
+                                 bool(dbias))
         return _Inputs(found, scale, scale_at, scale_value, rule, amax, amax_at, result, fmt.dtype)
 
     def result(self, inputs: _Inputs) -> Description:
@@ -209,9 +230,10 @@ class _QuantizeTensor(Op[_Inputs]):
 
     def reference(self, inputs: _Inputs) -> Quantized:
         result, rule = inputs.result, inputs.rule or (0.0, 0.0, False)
-        return reference.quantize_tensor(inputs.x.array, inputs.scale, dtype=inputs.dtype, rowwise=result.rowwise,
-                                         columnwise=result.columnwise, transposed=result.transposed, amax=inputs.amax,
-                                         dbias=result.dbias, eps=rule[1], pow2_scale=rule[2])
+        return reference.quantize_tensor(inputs.x.array, inputs.scale, dtype=inputs.dtype,
+                                         rowwise=result.rowwise, columnwise=result.columnwise,
+                                         transposed=result.transposed, amax=inputs.amax, dbias=result.dbias,
+                                         eps=rule[1], pow2_scale=rule[2])
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
         assert isinstance(call.result, PerTensorResult)
@@ -219,13 +241,14 @@ class _QuantizeTensor(Op[_Inputs]):
         flat = not ((inputs.result.columnwise and inputs.result.transposed) or inputs.result.dbias)
         scale_at, amax_at = inputs.scale_at, inputs.amax_at
         if inputs.rule:
-            if flat and (launch := tensor_current.launch(call, inputs.x, inputs.dtype, inputs.rule, amax=amax_at, **places)):
+            if flat and (launch := tensor_current.launch(call, inputs.x, inputs.dtype, inputs.rule,
+                                                         amax=amax_at, **places)):
                 yield launch
                 return
             launch, scale_at = current_scale(call, inputs.x, *inputs.rule)
             yield launch
-        members = {"x": inputs.x.at, "scale": scale_at, "scale_value": inputs.scale_value, "amax": amax_at, "noop": call.noop_at,
-                   "n": inputs.x.array.size, "reverse": int(inputs.rule is not None)}
+        members = {"x": inputs.x.at, "scale": scale_at, "scale_value": inputs.scale_value, "amax": amax_at,
+                   "noop": call.noop_at, "n": inputs.x.array.size, "reverse": int(inputs.rule is not None)}
         yield from (_flat if flat else _tiled)(call, inputs, members, places)
 
 
@@ -238,22 +261,25 @@ def _flat(call: Call, inputs: _Inputs, members: dict[str, Any], places: dict[str
 
 def _tiled(call: Call, inputs: _Inputs, members: dict[str, Any], places: dict[str, int]) -> Iterator[Launch]:
     """The launch that works on tiles of a matrix, and those that add up column sums."""
-    x, result = inputs.x.array, inputs.result
+    x, dbias = inputs.x.array, inputs.result.dbias
     rows, columns = x.shape[-2:]
-    rowwise, columnwise = "data" in places, "data_t" in places
+    directions = _ROWWISE_BIT * ("data" in places) | _COLUMNWISE_BIT * ("data_t" in places)
     aligned = columns % 8 == 0 and inputs.x.at % 16 == 0 and places.get("data", 0) % 8 == 0
     vector = rows % 16 == 0 and places.get("data_t", 0) % 16 == 0
-    tile = tiles.SMALL
-    if aligned and vector and columnwise:
-        tile = tiles.choose(x, _large_tile(x.dtype, rowwise, result.dbias))
-    whole = aligned and vector and (tile is not tiles.SMALL or not columnwise)
+    tile, whole = tiles.SMALL, _whole_tile(x.dtype, directions, dbias) if aligned and vector else None
+    if whole:
+        tile = tiles.choose(x, whole) if directions & _COLUMNWISE_BIT else whole
     sums = None
-    if result.dbias:
+    if dbias:
         dbias_at = places.pop("dbias")
         sums = ColumnSums(x, dbias_at, call.scratch("bias_gradient", partial_sums(x.shape)))
         members["column_sums"] = sums.tiles_at(tile.rows)
-    variant = _cast_transpose_variant(x.dtype, inputs.dtype, tile, rowwise, columnwise, result.dbias, 2 if whole else int(aligned))
-    yield variant.bind(x, tiles.grid(x.shape, tile), **members, **places, rows=rows, columns=columns, vector=int(vector))
+    if whole and (tile is not tiles.SMALL or tile is whole):
+        variant = _cast_transpose_variant(x.dtype, inputs.dtype, tile, dbias, directions)
+    else:
+        variant = _cast_transpose_variant(x.dtype, inputs.dtype, tile, dbias)
+    yield variant.bind(x, tiles.grid(x.shape, tile), shared=_shared(tile, directions, dbias), **members,
+                       **places, rows=rows, columns=columns, aligned=int(aligned), vector=int(vector))
     if sums:
         yield from sums.launches(x, tile.rows, call.noop_at)
 
@@ -261,9 +287,12 @@ def _tiled(call: Call, inputs: _Inputs, members: dict[str, Any], places: dict[st
 _QUANTIZE = _QuantizeTensor()
 
 
-def _large_tile(source: np.dtype[Any], rowwise: bool, dbias: bool) -> tiles.Tile:
-    if not rowwise:
-        return _COLUMNWISE_SUMS if dbias else _COLUMNWISE
+def _whole_tile(source: np.dtype[Any], directions: int, dbias: bool) -> tiles.Tile | None:
+    """The tile of the program for whole patches; None where there is no such program."""
+    if directions == _ROWWISE_BIT:
+        return tiles.SMALL
+    if directions == _COLUMNWISE_BIT:
+        return None if dbias else _COLUMNWISE
     # f32 patches and column sums do not fit the 64 registers of 1024 threads
     return tiles.BOTH_NARROW if source == float32 or dbias else tiles.BOTH
 
@@ -273,24 +302,29 @@ def _cast_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
     return _CAST.variant(block=elementwise.THREADS, IN=FORMATS[source].tag, OUT=FORMATS[to].tag)
 
 
+def _shared(tile: tiles.Tile, directions: int, dbias: bool) -> int:
+    """Bytes of shared memory: the transposed tile, and an f32 for every 16 rows of a column."""
+    return bool(directions & _COLUMNWISE_BIT) * tile.shared + dbias * tile.shared // 4
+
+
 @functools.cache
-def _cast_transpose_variant(source: np.dtype[Any], to: np.dtype[Any], tile: tiles.Tile, rowwise: bool, columnwise: bool, dbias: bool,
-                            aligned: int) -> Variant:
-    shared = columnwise * tile.shared + dbias * tile.shared // 4     # bytes of the tile; an f32 for every 16 rows of a column
-    return _CAST_TRANSPOSE.variant(block=tile.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, **tile.defines,
-                                   ROWWISE=int(rowwise), COLUMNWISE=int(columnwise), DBIAS=int(dbias), ALIGNED=aligned)
-
-
-#: (row-wise, column-wise, dbias) of what the tiles do.
-_TILED = ((True, True, False), (False, True, False), (True, True, True), (False, True, True), (True, False, True))
+def _cast_transpose_variant(source: np.dtype[Any], to: np.dtype[Any], tile: tiles.Tile, dbias: bool,
+                            directions: int = 0) -> Variant:
+    """The program for whole patches in these directions, or, of SMALL tiles, the one for any array and any
+    directions."""
+    return _CAST_TRANSPOSE.variant(block=tile.block, shared=_shared(tile, directions or _COLUMNWISE_BIT,
+                                                                    dbias), IN=FORMATS[source].tag,
+                                   OUT=FORMATS[to].tag, **tile.defines, DBIAS=int(dbias),
+                                   WHOLE=int(directions > 0), DIRECTIONS=directions)
 
 
 def variants() -> Iterator[Variant]:
     """Every variant that these ops may launch."""
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
         yield _cast_variant(source, to)
-        for rowwise, columnwise, dbias in _TILED:
-            large = _large_tile(source, rowwise, dbias) if columnwise else tiles.SMALL
-            yield _cast_transpose_variant(source, to, large, rowwise, columnwise, dbias, 2)
-            for aligned in (0, 1):
-                yield _cast_transpose_variant(source, to, tiles.SMALL, rowwise, columnwise, dbias, aligned)
+        for dbias in (False, True):
+            yield _cast_transpose_variant(source, to, tiles.SMALL, dbias)
+        for directions, dbias in ((3, False), (2, False), (3, True), (1, True)):
+            tile = _whole_tile(source, directions, dbias)
+            assert tile is not None
+            yield _cast_transpose_variant(source, to, tile, dbias, directions)

@@ -1,4 +1,5 @@
-"""Current scaling in one launch, for tensors that fit into the GPU's multiprocessors. Kernel: kernels_cu/quantize/tensor_current.cu."""
+"""Current scaling in one launch, for tensors that fit into the GPU's multiprocessors. Kernel:
+kernels_cu/quantize/tensor_current.cu."""
 
 from __future__ import annotations
 
@@ -37,9 +38,11 @@ def _gpu(device_id: int) -> _Machine:
     return _Machine(multiprocessors(device_id), 1024, shared_memory_per_block(device_id))
 
 
-def launch(call: Call, x: Input, dtype: np.dtype[Any], rule: tuple[float, float, bool], **places: int) -> Launch | None:
-    """amax, scale and row-wise cast in one launch; None where x does not fit, or does not lie as the kernel needs it. places: addresses
-    of the result. Shared memory that is not needed is left to the L1, through which the rounds in registers arrive."""
+def launch(call: Call, x: Input, dtype: np.dtype[Any], rule: tuple[float, float, bool],
+           **places: int) -> Launch | None:
+    """amax, scale and row-wise cast in one launch; None where x does not fit, or does not lie as the kernel
+    needs it. places: addresses of the result. Shared memory that is not needed is left to the L1, through
+    which the rounds in registers arrive."""
     a, chunk = x.array, _CHUNK_BYTES // x.dtype.itemsize
     machine = _CPU if isinstance(a, np.ndarray) else _gpu(a.data.device_id)
     chunks = a.size // chunk
@@ -49,17 +52,18 @@ def launch(call: Call, x: Input, dtype: np.dtype[Any], rule: tuple[float, float,
         return None
     target, eps, pow2 = rule
     return _variant(x.dtype, dtype, machine).bind(
-        a, blocks, shared=max(1, rounds - _HELD) * machine.threads * _CHUNK_BYTES, x=x.at, **places, noop=call.noop_at,
-        workspace=call.workspace("current", 1 + blocks), n=a.size, target=target, eps=eps, pow2=int(pow2), rounds=rounds)
+        a, blocks, shared=max(1, rounds - _HELD) * machine.threads * _CHUNK_BYTES, x=x.at, **places,
+        noop=call.noop_at, workspace=call.workspace("current", 1 + blocks), n=a.size, target=target, eps=eps,
+        pow2=int(pow2), rounds=rounds)
 
 
 @functools.cache
 def _variant(source: np.dtype[Any], to: np.dtype[Any], machine: _Machine) -> Variant:
     return _CAST_CURRENT.variant(block=machine.threads, shared=machine.shared, IN=FORMATS[source].tag,
-                                 OUT=FORMATS[to].tag, THREADS=machine.threads)
+                                 OUT=FORMATS[to].tag)
 
 
 def variants() -> Iterator[Variant]:
     """Every variant that this op may launch."""
-    for source, to, machine in product(INPUT_DTYPES, FP8_DTYPES, (_Machine(1, 1024, _STATIC_SHARED), _CPU)):
-        yield _variant(source, to, machine)
+    for source, to in product(INPUT_DTYPES, FP8_DTYPES):
+        yield _variant(source, to, _Machine(1, 1024, _STATIC_SHARED))

@@ -109,8 +109,8 @@ class _Listed(NamedTuple):
 
 def _members(plan: grouped_blocks.Plan, written: Sequence[int], x: Input) -> block_results.Members:
     aligned = x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0
-    members = block_results.PanelMembers(plan, *grouped_blocks.sides_of(plan))
-    return members.at(plan.addresses(written), aligned)
+    axes, members = grouped_blocks.sides_of(plan)
+    return {**plan.warp_tile_members(axes, plan.result.places(written), aligned), **members}
 
 
 def _launch(call: Call, arrays: list[_Listed]) -> Launch:

@@ -16,21 +16,24 @@ from ..convert.dequantize import on_elements
 from ..scales.convert import Block, stored
 
 
-def quantize_block(x: np.ndarray, *, block: Block = (1, 128), dtype: Any = float8_e4m3fn, rowwise: bool = True, columnwise: bool = False,
-                   transposed: bool = True, pow2_scale: bool | None = None, eps: float | None = None, profile: str = "te",
+def quantize_block(x: np.ndarray, *, block: Block = (1, 128), dtype: Any = float8_e4m3fn,
+                   rowwise: bool = True, columnwise: bool = False, transposed: bool = True,
+                   pow2_scale: bool | None = None, eps: float | None = None, profile: str = "te",
                    scale_layout: str = "gemm_ready", source: Any = None) -> Quantized:
-    """data = narrow(fl(x * factor)), factor and scale_inv from the amax of the block. source: whose largest value is the largest scale, the
-    dtype of x where None."""
+    """data = narrow(fl(x * factor)), factor and scale_inv from the amax of the block. source: whose largest
+    value is the largest scale, the dtype of x where None."""
     dtype, v = np.dtype(dtype), numerics.widen(x)
     pow2 = block_pow2(pow2_scale, profile)
 
     def direction(block: Block, transposed: bool) -> Scaled:
-        scales = scales_from_amax(block_amax(v, block), np.float32(FORMATS[dtype].max), profile, np.float32(block_eps(eps, profile)), pow2,
+        scales = scales_from_amax(block_amax(v, block), np.float32(FORMATS[dtype].max), profile,
+                                  np.float32(block_eps(eps, profile)), pow2,
                                   np.float32(FORMATS[source or x.dtype].max))
         factor, scale_inv = (on_elements(s, block, x.shape) for s in scales)
         scaled = numerics.div(v, scale_inv) if profile == "vllm" and not pow2 else numerics.mul(v, factor)
         data = numerics.narrow(scaled, dtype)
-        return Scaled._of(transpose(data) if transposed else data, stored_scales(scales[1], block, transposed, scale_layout), x.shape,
+        return Scaled._of(transpose(data) if transposed else data, stored_scales(scales[1], block, transposed,
+                                                                                 scale_layout), x.shape,
                           transposed, block, scale_layout)
 
     row = direction(block, False) if rowwise else None
@@ -40,8 +43,10 @@ def quantize_block(x: np.ndarray, *, block: Block = (1, 128), dtype: Any = float
 
 
 def block_amax(v: np.ndarray, block: Block) -> np.ndarray:
-    """max |v| in f32 of each block, NaN ignored, by rows and columns of blocks: […, M, K] -> […, blocks along M, blocks along K]."""
-    magnitude = np.where(np.isnan(v), np.uint32(0), v.view(np.uint32) & np.uint32(0x7FFFFFFF))      # orders like the values
+    """max |v| in f32 of each block, NaN ignored, by rows and columns of blocks: […, M, K] -> […, blocks
+    along M, blocks along K]."""
+    # orders like the values
+    magnitude = np.where(np.isnan(v), np.uint32(0), v.view(np.uint32) & np.uint32(0x7FFFFFFF))
     for axis, extent in zip((-2, -1), block, strict=True):
         length = v.shape[axis]
         extent = extent or max(length, 1)
@@ -62,7 +67,8 @@ def scales_from_amax(amax: np.ndarray, target: np.float32, profile: str, eps: np
         return scale, numerics.div(numerics.F32_ONE, scale)
     if pow2:
         scale_inv = numerics.div(a, target)
-        scale_inv = deepgemm_power_of_two(scale_inv) if profile == "deepgemm" else ceil_to_power_of_two(scale_inv)
+        round_up = deepgemm_power_of_two if profile == "deepgemm" else ceil_to_power_of_two
+        scale_inv = round_up(scale_inv)
         return numerics.div(numerics.F32_ONE, scale_inv), scale_inv
     if profile == "torchao":
         scale = numerics.div(target, a)

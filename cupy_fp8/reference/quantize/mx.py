@@ -1,4 +1,5 @@
-"""Reference of cupy_fp8.ops.quantize.mx: blocks of 32 elements with E8M0 scales (docs/numerics.md, section 2)."""
+"""Reference of cupy_fp8.ops.quantize.mx: blocks of 32 elements with E8M0 scales (docs/numerics.md, section
+2)."""
 
 from __future__ import annotations
 
@@ -16,21 +17,23 @@ from ..scales.swizzle import swizzle
 BLOCK = 32
 
 
-def quantize_mx(x: np.ndarray, *, dtype: Any = float8_e4m3fn, rowwise: bool = True, columnwise: bool = False, transposed: bool = False,
-                mode: str = "rceil", profile: str = "te", block: tuple[int, int] = (1, BLOCK),
-                scale_layout: str = "compact") -> Quantized:
+def quantize_mx(x: np.ndarray, *, dtype: Any = float8_e4m3fn, rowwise: bool = True, columnwise: bool = False,
+                transposed: bool = False, mode: str = "rceil", profile: str = "te",
+                block: tuple[int, int] = (1, BLOCK), scale_layout: str = "compact") -> Quantized:
     """data = narrow(fl(x * inv(e))), e from the amax of the block."""
     dtype, v = np.dtype(dtype), numerics.widen(x)
     amax_rows = block_amax(v, profile)                                      # […, M, blocks along K]
     amax_columns = block_amax(np.swapaxes(v, -1, -2), profile)              # […, K, blocks along M]
     if block[0] == BLOCK:
-        square = block_amax(np.swapaxes(amax_rows, -1, -2), profile)        # […, blocks along K, blocks along M]
+        # […, blocks along K, blocks along M]
+        square = block_amax(np.swapaxes(amax_rows, -1, -2), profile)
         amax_rows = np.repeat(np.swapaxes(square, -1, -2), BLOCK, axis=-2)[..., :x.shape[-2], :]
         amax_columns = np.repeat(square, BLOCK, axis=-2)[..., :x.shape[-1], :]
     row = column = None
     if rowwise:
         e = scale_byte(amax_rows, dtype, mode, profile)
-        row = Scaled._of(scaled_data(v, e, dtype), _stored(e, False, scale_layout), x.shape, False, (1, BLOCK), scale_layout)
+        row = Scaled._of(scaled_data(v, e, dtype), _stored(e, False, scale_layout), x.shape, False,
+                         (1, BLOCK), scale_layout)
     if columnwise:
         e = scale_byte(amax_columns, dtype, mode, profile)
         data = scaled_data(np.swapaxes(v, -1, -2), e, dtype)
@@ -38,15 +41,17 @@ def quantize_mx(x: np.ndarray, *, dtype: Any = float8_e4m3fn, rowwise: bool = Tr
             data = row.data                                                 # the same bytes: one array
         elif not transposed:
             data = transpose(data)
-        column = Scaled._of(data, _stored(e, True, scale_layout), x.shape, transposed, (BLOCK, 1), scale_layout)
+        column = Scaled._of(data, _stored(e, True, scale_layout), x.shape, transposed, (BLOCK, 1),
+                            scale_layout)
     return Quantized(row, column)
 
 
 def block_amax(v: np.ndarray, profile: str) -> np.ndarray:
-    """max |v| in f32 of each 32 elements of the last axis (the last ones fewer): […, L] -> […, ceil(L / 32)]. NaN is ignored, or, in the
-    profile 'torchao', wins."""
+    """max |v| in f32 of each 32 elements of the last axis (the last ones fewer): […, L] -> […, ceil(L / 32)].
+    NaN is ignored, or, in the profile 'torchao', wins."""
     *lines, length = v.shape
-    magnitude = v.view(np.uint32) & np.uint32(0x7FFFFFFF)                   # orders like the values; NaN is above Inf
+    # orders like the values; NaN is above Inf
+    magnitude = v.view(np.uint32) & np.uint32(0x7FFFFFFF)
     if profile == "te":
         magnitude = np.where(np.isnan(v), np.uint32(0), magnitude)
     padded = np.zeros((*lines, cdiv(length, BLOCK) * BLOCK), np.uint32)
@@ -60,7 +65,8 @@ def scale_byte(amax: np.ndarray, dtype: np.dtype[Any], mode: str, profile: str) 
     emax = int(np.log2(fmt.max))
     u = amax.view(np.uint32).astype(np.int64)
     if mode == "rceil":
-        e = numerics.round_up_e8m0(numerics.mul(amax, numerics.div(numerics.F32_ONE, np.float32(fmt.max)))).view(np.uint8)
+        reciprocal = numerics.div(numerics.F32_ONE, np.float32(fmt.max))
+        e = numerics.round_up_e8m0(numerics.mul(amax, reciprocal)).view(np.uint8)
     elif mode == "floor":
         e = numerics.mul(amax, np.float32(2.0**-emax)).view(np.uint32) >> np.uint32(23)
     elif mode == "ceil":

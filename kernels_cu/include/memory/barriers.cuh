@@ -1,5 +1,6 @@
-// Barriers in shared memory that count arrivals: those who wait do so for the end of a phase, by its parity, and a phase that has not begun
-// counts as ended with parity 1. And barriers of some of a block's warps. All sm_80 and later.
+// Barriers in shared memory that count arrivals: those who wait do so for the end of a phase, by its parity,
+// and a phase that has not begun counts as ended with parity 1. And barriers of some of a block's warps. All
+// sm_80 and later.
 #pragma once
 #include "memory/chunks.cuh"
 
@@ -10,14 +11,16 @@ __device__ __forceinline__ void init_phases(PhaseBarrier* barrier, u32 arrivals)
 #ifdef CUPY_FP8_HOST
     host_mbarrier_init(barrier, arrivals);
 #else
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"((u32)__cvta_generic_to_shared(barrier)), "r"(arrivals) : "memory");
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"((u32)__cvta_generic_to_shared(barrier)),
+                 "r"(arrivals) : "memory");
 #endif
 }
 __device__ __forceinline__ void arrive(PhaseBarrier* barrier) {
 #ifdef CUPY_FP8_HOST
     host_mbarrier_arrive(barrier, 0);
 #else
-    asm volatile("{.reg .b64 state; mbarrier.arrive.shared.b64 state, [%0];}" :: "r"((u32)__cvta_generic_to_shared(barrier)) : "memory");
+    asm volatile("{.reg .b64 state; mbarrier.arrive.shared.b64 state, [%0];}"
+                 :: "r"((u32)__cvta_generic_to_shared(barrier)) : "memory");
 #endif
 }
 // Once all of this thread's copy_async() are there, without waiting for them.
@@ -26,7 +29,8 @@ __device__ __forceinline__ void arrive_after_copies(PhaseBarrier* barrier) {
     copy_async_wait();
     host_mbarrier_arrive(barrier, 0);
 #else
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"((u32)__cvta_generic_to_shared(barrier)) : "memory");
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];"
+                 :: "r"((u32)__cvta_generic_to_shared(barrier)) : "memory");
 #endif
 }
 __device__ __forceinline__ bool has_ended(PhaseBarrier* barrier, u32 parity) {
@@ -44,7 +48,8 @@ __device__ __forceinline__ void wait_for_end(PhaseBarrier* barrier, u32 parity) 
     while (!has_ended(barrier, parity)) {}
 #else
     u32 ended;
-    do {                                                             // the hardware lets the thread sleep for a while
+    // the hardware lets the thread sleep for a while
+    do {
         asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
                      : "=r"(ended) : "r"((u32)__cvta_generic_to_shared(barrier)), "r"(parity) : "memory");
     } while (!ended);

@@ -1,4 +1,5 @@
-// Chunks: a few neighbouring elements of one format, moved by one wide load or store, or element by element at ragged ends.
+// Chunks: a few neighbouring elements of one format, moved by one wide load or store, or element by element
+// at ragged ends.
 #pragma once
 #include "numerics/formats.cuh"
 
@@ -7,12 +8,12 @@ template <> struct Words<4> { using type = u32; };
 template <> struct Words<8> { using type = uint2; };
 template <> struct Words<16> { using type = uint4; };
 
-// Read-only load. Not L1::no_allocate: on an H200 that hint cost a tenth of the bandwidth of every kernel here
-// (docs/performance.md).
+// Read-only load. Not L1::no_allocate: on an H200 that hint cost a tenth of the bandwidth of every kernel
+// here (docs/performance.md).
 template <class T>
 __device__ __forceinline__ T load_read_only(const T* p) { return __ldg(p); }
 
-// threadIdx.x, of which nothing is kept that is found here.
+// Reads threadIdx.x anew, so that the compiler keeps nothing derived from it in registers.
 __device__ __forceinline__ int thread_again() {
     u32 thread = threadIdx.x;
 #ifndef CUPY_FP8_HOST
@@ -21,8 +22,9 @@ __device__ __forceinline__ int thread_again() {
     return (int)thread;
 }
 
-// 16 bytes from global to shared memory, both 16-byte aligned, on their way until copy_async_wait() in the same thread; zeros where they do
-// not exist. kThroughL1: for halves of sectors, whose other halves are copied soon.
+// 16 bytes from global to shared memory, both 16-byte aligned, on their way until copy_async_wait() in the
+// same thread; zeros where they do not exist. kThroughL1: for halves of sectors, whose other halves are
+// copied soon.
 template <bool kThroughL1 = false>
 __device__ __forceinline__ void copy_async(u8* shared, const void* from, bool exists = true) {
     const u32 bytes = exists ? 16 : 0;
@@ -30,8 +32,12 @@ __device__ __forceinline__ void copy_async(u8* shared, const void* from, bool ex
     host_cp_async(shared, from, 16, bytes);
 #else
     const u32 to = (u32)__cvta_generic_to_shared(shared);
-    if constexpr (kThroughL1) asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
-    else asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
+    if constexpr (kThroughL1)
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from),
+                     "r"(bytes) : "memory");
+    else
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from),
+                     "r"(bytes) : "memory");
 #endif
 }
 // Ends a group of them, and waits for all groups but the last kPending.
@@ -64,13 +70,15 @@ __device__ __forceinline__ void fetch_to_l2(const void* from, u32 bytes) {
     const volatile u8* const all = static_cast<const u8*>(from);
     (void)all[0], (void)all[bytes - 1];                              // as sanitizers see it
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(__cvta_generic_to_global(from)), "r"(bytes));
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(__cvta_generic_to_global(from)),
+                 "r"(bytes));
 #else
     asm volatile("prefetch.global.L2 [%0];" :: "l"(__cvta_generic_to_global(from)));
 #endif
 }
 
-// 16 bytes to shared memory as one instruction: of a plain store NVRTC makes four words in some kernels, whose lanes then meet in banks.
+// 16 bytes to shared memory as one instruction: of a plain store NVRTC makes four words in some kernels,
+// whose lanes then meet in banks.
 __device__ __forceinline__ void store_shared_whole(void* shared, u32 a, u32 b, u32 c, u32 d) {
 #ifdef CUPY_FP8_HOST
     *reinterpret_cast<uint4*>(shared) = make_uint4(a, b, c, d);
@@ -80,7 +88,7 @@ __device__ __forceinline__ void store_shared_whole(void* shared, u32 a, u32 b, u
 #endif
 }
 
-// The compiler has to be told that what a struct in shared memory points to is global.
+// Tells the compiler that a pointer, read from a struct in shared memory, points to global memory.
 template <class T>
 __device__ __forceinline__ T* as_global(T* p) {
 #ifdef CUPY_FP8_HOST
@@ -95,13 +103,16 @@ __device__ __forceinline__ T* as_global(T* p) {
 __device__ __forceinline__ bool is_set(const float* flag) { return flag && as_bits(*flag) == 0x3f800000u; }
 
 // How many of the next `most` elements exist when `left` do (which may be negative).
-__device__ __forceinline__ int left_of(i64 left, int most) { return left >= most ? most : left > 0 ? (int)left : 0; }
+__device__ __forceinline__ int left_of(i64 left, int most) {
+    return left >= most ? most : left > 0 ? (int)left : 0;
+}
 
 // kCount elements of format F, packed low element first.
 template <class F, int kCount>
 struct Chunk {
     using storage = typename F::storage;
-    static constexpr int kBytes = kCount * sizeof(storage), kWords = kBytes / 4, kPerWord = 4 / sizeof(storage);
+    static constexpr int kBytes = kCount * sizeof(storage), kWords = kBytes / 4;
+    static constexpr int kPerWord = 4 / sizeof(storage);
     static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "a chunk is one load of 4, 8 or 16 bytes");
     using Vector = typename Words<kBytes>::type;
     u32 word[kWords];
@@ -123,7 +134,8 @@ struct Chunk {
             c.word[w] = 0;
 #pragma unroll
             for (int i = 0; i < kPerWord; i++)
-                if (w * kPerWord + i < count) c.word[w] |= (u32)p[w * kPerWord + i] << (8 * sizeof(storage) * i);
+                if (w * kPerWord + i < count)
+                    c.word[w] |= (u32)p[w * kPerWord + i] << (8 * sizeof(storage) * i);
         }
         return c;
     }
@@ -132,9 +144,10 @@ struct Chunk {
         get(v);
         *reinterpret_cast<Vector*>(p) = v;
     }
-    // 16 bytes to global memory as one instruction, for memory that the kernel does not read: on sm_80 and sm_90 NVRTC makes four words
-    // of store() in some kernels that also use shared memory, and then every lane's 16 bytes are written in quarters. kFirstOut: the L2 may
-    // write them to memory before others, which pays where there is much more to write than to read (docs/performance.md).
+    // 16 bytes to global memory as one instruction, for memory that the kernel does not read: on sm_80 and
+    // sm_90 NVRTC makes four words of store() in some kernels that also use shared memory, and then every
+    // lane's 16 bytes are written in quarters. kFirstOut: the L2 may write them to memory before others,
+    // which pays where there is much more to write than to read (docs/performance.md).
     template <bool kFirstOut = false>
     __device__ __forceinline__ void store_whole(storage* p) const {
         static_assert(kBytes == 16, "one 16-byte store");
@@ -143,8 +156,11 @@ struct Chunk {
 #else
         const u64 to = __cvta_generic_to_global(p);
         if constexpr (kFirstOut)
-            asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" :: "l"(to), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3]));
-        else asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" :: "l"(to), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3]));
+            asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" :: "l"(to), "r"(word[0]), "r"(word[1]),
+                         "r"(word[2]), "r"(word[3]));
+        else
+            asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" :: "l"(to), "r"(word[0]), "r"(word[1]),
+                         "r"(word[2]), "r"(word[3]));
 #endif
     }
     __device__ __forceinline__ void store_partial(storage* p, int count) const {
@@ -152,7 +168,8 @@ struct Chunk {
         for (int w = 0; w < kWords; w++)
 #pragma unroll
             for (int i = 0; i < kPerWord; i++)
-                if (w * kPerWord + i < count) p[w * kPerWord + i] = (storage)(word[w] >> (8 * sizeof(storage) * i) % 32);
+                if (w * kPerWord + i < count)
+                    p[w * kPerWord + i] = (storage)(word[w] >> (8 * sizeof(storage) * i) % 32);
     }
 
     // Elements 2i and 2i+1. The index is a constant after unrolling.
@@ -176,15 +193,20 @@ struct Chunk {
     __device__ __forceinline__ Chunk<F, kPart> slice(int part) const {
         Chunk<F, kPart> c;
 #pragma unroll
-        for (int w = 0; w < Chunk<F, kPart>::kWords; w++) c.word[w] = word[part * Chunk<F, kPart>::kWords + w];
+        for (int w = 0; w < Chunk<F, kPart>::kWords; w++)
+            c.word[w] = word[part * Chunk<F, kPart>::kWords + w];
         return c;
     }
 
 private:
     __device__ __forceinline__ void set(u32 v) { word[0] = v; }
     __device__ __forceinline__ void set(uint2 v) { word[0] = v.x, word[1] = v.y; }
-    __device__ __forceinline__ void set(uint4 v) { word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w; }
+    __device__ __forceinline__ void set(uint4 v) {
+        word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
+    }
     __device__ __forceinline__ void get(u32& v) const { v = word[0]; }
     __device__ __forceinline__ void get(uint2& v) const { v = make_uint2(word[0], word[1]); }
-    __device__ __forceinline__ void get(uint4& v) const { v = make_uint4(word[0], word[1], word[2], word[3]); }
+    __device__ __forceinline__ void get(uint4& v) const {
+        v = make_uint4(word[0], word[1], word[2], word[3]);
+    }
 };

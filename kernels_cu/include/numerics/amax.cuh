@@ -1,12 +1,14 @@
-// amax (docs/numerics.md, rule 6): the largest magnitude, from 0. Magnitudes of every format order like their bits as unsigned
-// integers (Inf above every number, NaN above Inf), so reductions across threads are integer maxima and exact in any order.
+// amax (docs/numerics.md, rule 6): the largest magnitude, from 0. Magnitudes of every format order like their
+// bits as unsigned integers (Inf above every number, NaN above Inf), so reductions across threads are integer
+// maxima and exact in any order.
 #pragma once
 #include "memory/chunks.cuh"
 
 // This thread's running maximum over chunks of format F. kNan: false ignores NaN, true lets one NaN win.
 template <class F, bool kNan = false>
 struct Amax {
-    u32 top = 0;                                                     // 16-bit formats: two running maxima, one per half
+    // 16-bit formats: two running maxima, one per half
+    u32 top = 0;
 
     template <int kCount>
     __device__ __forceinline__ void add(const Chunk<F, kCount>& c) {
@@ -23,19 +25,22 @@ struct Amax {
     }
 };
 
-// Adds to every thread's maximum its share of `n` elements from x on, by a whole block of kThreads: 16-byte loads, four of them in flight.
+// Adds to every thread's maximum its share of `n` elements from x on, by a whole block of kThreads: 16-byte
+// loads, four of them in flight.
 template <int kThreads, class F>
 __device__ __forceinline__ void add_run(Amax<F>& amax, const typename F::storage* x, i64 n) {
     constexpr int kUnroll = 4, kChunk = 16 / sizeof(typename F::storage);
     constexpr i64 kStep = (i64)kThreads * kChunk;
     using Source = Chunk<F, kChunk>;
-    const int lead = left_of(n, (int)(-reinterpret_cast<u64>(x) % 16 / sizeof(typename F::storage)));        // before the first aligned chunk
+    // before the first aligned chunk
+    const int lead = left_of(n, (int)(-reinterpret_cast<u64>(x) % 16 / sizeof(typename F::storage)));
     const typename F::storage* const aligned = x + lead;
     const i64 whole = (n - lead) / kChunk * kChunk;
     for (i64 first = threadIdx.x * kChunk; first < whole; first += kUnroll * kStep) {
         Source c[kUnroll];
 #pragma unroll
-        for (int u = 0; u < kUnroll; u++) c[u] = first + u * kStep < whole ? Source::load(aligned + first + u * kStep) : Source{};
+        for (int u = 0; u < kUnroll; u++)
+            c[u] = first + u * kStep < whole ? Source::load(aligned + first + u * kStep) : Source{};
 #pragma unroll
         for (int u = 0; u < kUnroll; u++) amax.add(c[u]);
     }
@@ -45,8 +50,8 @@ __device__ __forceinline__ void add_run(Amax<F>& amax, const typename F::storage
     }
 }
 
-// The largest of all threads' values, in thread 0: every thread put()s its own, and behind a __syncthreads() that the kernel has
-// anyway, get() tells. kThreads is the block size.
+// The largest of all threads' values, in thread 0: every thread put()s its own, and behind a __syncthreads()
+// that the kernel has anyway, get() tells. kThreads is the block size.
 template <int kThreads>
 struct BlockMax {
     static_assert(kThreads % 32 == 0 && kThreads <= 1024, "whole warps, at most 32 of them");
@@ -99,9 +104,12 @@ __device__ __forceinline__ void store_relaxed(u64* word, u64 value) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" :: "l"(word), "l"(value) : "memory");
 #endif
 }
-__device__ __forceinline__ i32 load_relaxed(const float* buffer) { return (i32)load_relaxed(reinterpret_cast<const u32*>(buffer)); }
+__device__ __forceinline__ i32 load_relaxed(const float* buffer) {
+    return (i32)load_relaxed(reinterpret_cast<const u32*>(buffer));
+}
 
-// *buffer = max(*buffer, amax) on the bits. Most blocks of a large tensor find nothing to raise: look before the atomic.
+// *buffer = max(*buffer, amax) on the bits. Most blocks of a large tensor find nothing to raise: look before
+// the atomic.
 // before: the buffer at some earlier time.
 __device__ __forceinline__ void raise_amax(float* buffer, u32 bits, i32 before) {
     if (before < (i32)bits) atomicMax(reinterpret_cast<i32*>(buffer), (i32)bits);

@@ -1,6 +1,8 @@
-// The value-producing f32 operations (docs/numerics.md, rule 1): each correctly rounded, subnormals kept, never contracted.
-// CuPy compiles with -ftz=true, so a plain `a * b` flushes subnormals; inline PTX keeps its own modifiers. Every operation on
-// the path to an output byte goes through these names (a test looks for .ftz in the PTX of every kernel).
+// The value-producing f32 operations (docs/numerics.md, rule 1): each correctly rounded, subnormals kept,
+// never contracted.
+// CuPy compiles with -ftz=true, so a plain `a * b` flushes subnormals; inline PTX keeps its own modifiers.
+// Every operation on the path to an output byte goes through these names (a test looks for .ftz in the PTX of
+// every kernel).
 #pragma once
 #include "numerics/types.cuh"
 
@@ -15,13 +17,20 @@ __device__ __forceinline__ float corrected_quotient(float a, float s, float r, f
 }
 __device__ __forceinline__ bool is_nan(float a) { return a != a; }
 __device__ __forceinline__ bool is_less(float a, float b) { return a < b; }
-// The operand that is not NaN, as PTX max.f32 does; both operands are magnitudes here, so the order of zeros never matters.
-__device__ __forceinline__ float max_number(float a, float b) { return a != a ? b : (b != b || a > b ? a : b); }
-__device__ __forceinline__ float max_or_nan(float a, float b) { return as_float(as_bits(a) > as_bits(b) ? as_bits(a) : as_bits(b)); }
+// The operand that is not NaN, as PTX max.f32 does; both operands are magnitudes here, so the order of zeros
+// never matters.
+__device__ __forceinline__ float max_number(float a, float b) {
+    return a != a ? b : (b != b || a > b ? a : b);
+}
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+    return as_float(as_bits(a) > as_bits(b) ? as_bits(a) : as_bits(b));
+}
 // NaN where either is.
 __device__ __forceinline__ float at_most(float a, float b) { return a != a || a < b ? a : b; }
 __device__ __forceinline__ float at_least(float a, float b) { return a != a || a > b ? a : b; }
-__device__ __forceinline__ u32 raised_magnitude(u32 top, float v) { return as_bits(max_number(as_float(top), __builtin_fabsf(v))); }
+__device__ __forceinline__ u32 raised_magnitude(u32 top, float v) {
+    return as_bits(max_number(as_float(top), __builtin_fabsf(v)));
+}
 template <int kCount>
 __device__ __forceinline__ bool all_below(const float (&v)[kCount], float limit) {
     for (const float each : v)
@@ -57,9 +66,10 @@ __device__ __forceinline__ float fma_rn(float a, float b, float c) {
     asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(c));
     return r;
 }
-// 1 / d, correctly rounded, 1 <= |d| < 2^126: the instructions of rcp.rn, but for its test of the range. One correction makes every
-// start within an ulp the nearest float, but for 0.5 as the reciprocal of 2^k * (2 - 2^-23) (all of them tried, tests/numerics/test_sigmoid.py);
-// that one rcp.approx does not give, or rcp.rn were wrong too.
+// 1 / d, correctly rounded, 1 <= |d| < 2^126: the instructions of rcp.rn, but for its test of the range. One
+// correction makes every start within an ulp the nearest float, but for 0.5 as the reciprocal of 2^k * (2 -
+// 2^-23) (all of them tried, tests/numerics/test_sigmoid.py); that one rcp.approx does not give, or rcp.rn
+// were wrong too.
 __device__ __forceinline__ float reciprocal(float d) {
     float r;
     asm("{\n\t.reg .f32 e;\n\trcp.approx.ftz.f32 %0, %1;\n\tneg.f32 e, %1;\n\t"
@@ -67,10 +77,11 @@ __device__ __forceinline__ float reciprocal(float d) {
         : "=&f"(r) : "f"(d));
     return r;
 }
-// q + (a - s * q) * r, with the exact remainder. In assembly to the end: of a sign that is turned outside of it the compiler makes
-// neg.ftz.f32.
+// q + (a - s * q) * r, with the exact remainder. In assembly to the end: of a sign that is turned outside of
+// it the compiler makes neg.ftz.f32.
 __device__ __forceinline__ float corrected_quotient(float a, float s, float r, float q) {
-    asm("{\n\t.reg .f32 n;\n\tneg.f32 n, %1;\n\tfma.rn.f32 n, %2, %0, n;\n\tneg.f32 n, n;\n\tfma.rn.f32 %0, n, %3, %0;\n\t}"
+    asm("{\n\t.reg .f32 n;\n\tneg.f32 n, %1;\n\tfma.rn.f32 n, %2, %0, n;\n\t"
+        "neg.f32 n, n;\n\tfma.rn.f32 %0, n, %3, %0;\n\t}"
         : "+f"(q) : "f"(a), "f"(s), "f"(r));
     return q;
 }
@@ -78,10 +89,12 @@ __device__ __forceinline__ float corrected_quotient(float a, float s, float r, f
 __device__ __forceinline__ bool is_nan(float a) { return (as_bits(a) & 0x7fffffffu) > 0x7f800000u; }
 __device__ __forceinline__ bool is_less(float a, float b) {
     const i32 a_bits = (i32)as_bits(a), b_bits = (i32)as_bits(b);
-    const i32 a_order = a_bits < 0 ? -(a_bits & 0x7fffffff) : a_bits, b_order = b_bits < 0 ? -(b_bits & 0x7fffffff) : b_bits;
+    const i32 a_order = a_bits < 0 ? -(a_bits & 0x7fffffff) : a_bits, b_order = b_bits < 0
+        ? -(b_bits & 0x7fffffff) : b_bits;
     return !is_nan(a) && !is_nan(b) && a_order < b_order;            // zeros of both signs are 0
 }
-// Operands as integers: where a magnitude, an integer mask, becomes a float operand, NVRTC 12.9 makes it abs.ftz.f32.
+// Operands as integers: where a magnitude, an integer mask, becomes a float operand, NVRTC 12.9 makes it
+// abs.ftz.f32.
 __device__ __forceinline__ float max_number(float a, float b) {
     u32 r;
     asm("max.f32 %0, %1, %2;" : "=r"(r) : "r"(as_bits(a)), "r"(as_bits(b)));
@@ -139,14 +152,17 @@ __device__ __forceinline__ u32 no_magnitude_beyond_of_four(float a, float b, flo
     u32 none;
     asm("{\n\t.reg .pred q;\n\t.reg .f32 m;\n\t"
         "abs.f32 m, %1;\n\tsetp.leu.f32 q, m, %5;\n\tabs.f32 m, %2;\n\tsetp.leu.and.f32 q, m, %5, q;\n\t"
-        "abs.f32 m, %3;\n\tsetp.leu.and.f32 q, m, %5, q;\n\tabs.f32 m, %4;\n\tsetp.leu.and.f32 q, m, %5, q;\n\t"
+        "abs.f32 m, %3;\n\tsetp.leu.and.f32 q, m, %5, q;\n\t"
+        "abs.f32 m, %4;\n\tsetp.leu.and.f32 q, m, %5, q;\n\t"
         "selp.u32 %0, 1, 0, q;\n\t}"
         : "=r"(none) : "f"(a), "f"(b), "f"(c), "f"(d), "f"(limit));
     return none;
 }
 __device__ __forceinline__ bool none_beyond(const float (&a)[8], const float (&b)[8], float limit) {
-    return none_beyond_of_four(a[0], a[1], a[2], a[3], limit) & none_beyond_of_four(a[4], a[5], a[6], a[7], limit) &
-           no_magnitude_beyond_of_four(b[0], b[1], b[2], b[3], limit) & no_magnitude_beyond_of_four(b[4], b[5], b[6], b[7], limit);
+    return none_beyond_of_four(a[0], a[1], a[2], a[3], limit) & none_beyond_of_four(a[4], a[5], a[6], a[7],
+                                                                                    limit) &
+           no_magnitude_beyond_of_four(b[0], b[1], b[2], b[3], limit) & no_magnitude_beyond_of_four(b[4],
+               b[5], b[6], b[7], limit);
 }
 #endif
 
@@ -155,13 +171,19 @@ __device__ __forceinline__ bool is_positive_number(float a) { return as_bits(a) 
 __device__ __forceinline__ bool is_infinite(float a) { return (as_bits(a) & 0x7fffffffu) == 0x7f800000u; }
 __device__ __forceinline__ float magnitude(float a) { return as_float(as_bits(a) & 0x7fffffffu); }
 
-// a / s, correctly rounded like div_rn: what div.rn itself does once it has a reciprocal, two corrections by exact remainders. (Negated
-// remainders: so -0 stays -0.) r: fl(1 / s). Where has_quick_quotients(s), a quotient whose remainder underflows is below 2^-40: 0 in every
-// FP8 format; elsewhere it may be wrong.
+// a / s, correctly rounded like div_rn: what div.rn itself does once it has a reciprocal, two corrections by
+// exact remainders. (Negated remainders: so -0 stays -0.) r: fl(1 / s). Where has_quick_quotients(s), a
+// quotient whose remainder underflows is below 2^-40: 0 in every FP8 format; elsewhere it may be wrong.
 __device__ __forceinline__ float quick_quotient(float a, float s, float r) {
     return corrected_quotient(a, s, r, corrected_quotient(a, s, r, mul_rn(a, r)));
 }
-// The same as far as FP8 codes tell, for which one correction suffices: tried for every significand of s and, around every value at which the
-// code changes, the four nearest floats a on either side (tests/numerics/test_sigmoid.py does so for some of s).
-__device__ __forceinline__ float quick_quotient_of_codes(float a, float s, float r) { return corrected_quotient(a, s, r, mul_rn(a, r)); }
-__device__ __forceinline__ bool has_quick_quotients(float s) { return as_bits(s) - 0x17800000u < 0x5a000000u; }   // 2^-80 <= s < 2^100
+// The same as far as FP8 codes tell, for which one correction suffices: tried for every significand of s and,
+// around every value at which the code changes, the four nearest floats a on either side
+// (tests/numerics/test_sigmoid.py does so for some of s).
+__device__ __forceinline__ float quick_quotient_of_codes(float a, float s, float r) {
+    return corrected_quotient(a, s, r, mul_rn(a, r));
+}
+// 2^-80 <= s < 2^100
+__device__ __forceinline__ bool has_quick_quotients(float s) {
+    return as_bits(s) - 0x17800000u < 0x5a000000u;
+}

@@ -1,10 +1,12 @@
-// The number formats (docs/numerics.md, rules 2 to 5): one struct per dtype, named as `tag` in cupy_fp8/formats.py.
+// The number formats (docs/numerics.md, rules 2 to 5): one struct per dtype, named as `tag` in
+// cupy_fp8/formats.py.
 //   storage            the unsigned integer that holds one element
 //   widen(bits)        the exact f32 value
-//   narrow(value)      nearest-even, FP8 saturating (or not: template argument), subnormals kept; NaN is one fixed pattern
-//   widen2 / narrow2   the same for two elements packed low half first; one instruction where the chip has it
-// sm_89 and later convert FP8 in hardware; older chips, the host and -DCUPY_FP8_BITCODE use the integer code. Both agree for
-// every input (all 2^32 on an H200).
+//   narrow(value)      nearest-even, FP8 saturating (or not: template argument), subnormals kept; NaN is one
+//   fixed pattern widen2 / narrow2   the same for two elements packed low half first; one instruction where
+//   the chip has it
+// sm_89 and later convert FP8 in hardware; older chips, the host and -DCUPY_FP8_BITCODE use the integer code.
+// Both agree for every input (all 2^32 on an H200).
 #pragma once
 #include "numerics/arith.cuh"
 
@@ -14,8 +16,8 @@
 
 constexpr u32 kNanF32 = 0x7fc00000u, kNanBf16 = 0x7fc0u, kNanF16 = 0x7e00u, kNanFp8 = 0x7fu, kNanE8m0 = 0xffu;
 
-// Largest of two words of magnitudes, format by format (one f32, or two 16-bit halves). kNan false: a NaN in `next` is ignored
-// (`top` never holds one then); true: NaN wins.
+// Largest of two words of magnitudes, format by format (one f32, or two 16-bit halves). kNan false: a NaN in
+// `next` is ignored (`top` never holds one then); true: NaN wins.
 template <u32 kInf, bool kNan>
 __device__ __forceinline__ u32 max_halves_by_bits(u32 top, u32 next) {
     u32 result = 0;
@@ -32,11 +34,14 @@ struct f32 {
     static constexpr u32 kMagnitudes = 0x7fffffffu;
     template <bool kNan>
     static __device__ __forceinline__ u32 max_magnitudes(u32 top, u32 next) {
-        return as_bits(kNan ? max_or_nan(as_float(top), as_float(next)) : max_number(as_float(top), as_float(next)));
+        return as_bits(kNan ? max_or_nan(as_float(top), as_float(next))
+                       : max_number(as_float(top), as_float(next)));
     }
     static __device__ __forceinline__ float widen(u32 bits) { return as_float(bits); }
     template <bool kSaturate = true>
-    static __device__ __forceinline__ u32 narrow(float value) { return is_nan(value) ? kNanF32 : as_bits(value); }
+    static __device__ __forceinline__ u32 narrow(float value) {
+        return is_nan(value) ? kNanF32 : as_bits(value);
+    }
 };
 
 struct bf16 {
@@ -95,7 +100,8 @@ struct f16 {
 #ifdef CUPY_FP8_HOST
         const u32 sign = (bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
         if (magnitude >= 0x7c00u) return as_float(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
-        return as_float(sign | as_bits(as_float(magnitude << 13) * as_float(0x77800000u)));  // * 2^112: rebias, exact
+        // * 2^112: rebias, exact
+        return as_float(sign | as_bits(as_float(magnitude << 13) * as_float(0x77800000u)));
 #else
         float value;
         asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((u16)bits));
@@ -108,8 +114,10 @@ struct f16 {
 #ifdef CUPY_FP8_HOST
         const u32 bits = as_bits(value), sign = bits >> 16 & 0x8000u;
         u32 magnitude = bits & 0x7fffffffu;
-        if (magnitude >= 0x477ff000u) return sign | 0x7c00u;                                        // rounds past 65504
-        if (magnitude < 0x38800000u)                                                                // below 2^-14: ulp 2^-24
+        // rounds past 65504
+        if (magnitude >= 0x477ff000u) return sign | 0x7c00u;
+        // below 2^-14: ulp 2^-24
+        if (magnitude < 0x38800000u)
             return sign | (as_bits(as_float(magnitude) + as_float(0x3f000000u)) - 0x3f000000u);
         return sign | ((magnitude + 0xfffu + (magnitude >> 13 & 1)) - 0x38000000u) >> 13;
 #else
@@ -137,7 +145,8 @@ struct f16 {
 
 // Integer FP8 rounding, shared by both formats.
 //   kMax, kMinNormal   the format's largest value and smallest normal, as f32 bits
-//   kMagic             f32 bits of the power of two whose ulp is the format's subnormal step: adding it rounds there
+//   kMagic             f32 bits of the power of two whose ulp is the format's subnormal step: adding it
+//                      rounds there
 template <int kMantissaBits, int kBias, u32 kMax, u32 kMinNormal, u32 kMagic>
 __device__ __forceinline__ u32 round_to_fp8(u32 magnitude) {
     if (magnitude > kMax) magnitude = kMax;
@@ -152,13 +161,15 @@ struct e4m3fn {
     static __device__ __forceinline__ float widen(u32 bits) {
         const u32 magnitude = bits & 0x7fu, sign = (bits & 0x80u) << 24;
         if (magnitude == 0x7fu) return as_float(kNanF32);
-        return as_float(sign | as_bits(mul_rn(as_float(magnitude << 20), as_float(0x7b800000u))));  // * 2^120: rebias, exact
+        // * 2^120: rebias, exact
+        return as_float(sign | as_bits(mul_rn(as_float(magnitude << 20), as_float(0x7b800000u))));
     }
     template <bool kSaturate = true>
     static __device__ __forceinline__ u32 narrow(float value) {
         const u32 bits = as_bits(value), magnitude = bits & 0x7fffffffu;
         if (magnitude > 0x7f800000u) return kNanFp8;
-        if (!kSaturate && magnitude > 0x43e80000u) return kNanFp8;                                  // above 464: no Inf here
+        // above 464: no Inf here
+        if (!kSaturate && magnitude > 0x43e80000u) return kNanFp8;
         return (bits >> 24 & 0x80u) | round_to_fp8<3, 7, 0x43e00000u, 0x3c800000u, 0x46800000u>(magnitude);
     }
 #ifdef CUPY_FP8_HARDWARE_CVT
@@ -193,7 +204,8 @@ struct e5m2 {
     static __device__ __forceinline__ u32 narrow(float value) {
         const u32 bits = as_bits(value), magnitude = bits & 0x7fffffffu, sign = bits >> 24 & 0x80u;
         if (magnitude > 0x7f800000u) return kNanFp8;
-        if (!kSaturate && magnitude >= 0x47700000u) return sign | 0x7cu;                            // from 61440: Inf
+        // from 61440: Inf
+        if (!kSaturate && magnitude >= 0x47700000u) return sign | 0x7cu;
         return sign | round_to_fp8<2, 15, 0x47600000u, 0x38800000u, 0x43000000u>(magnitude);
     }
     static __device__ __forceinline__ void widen2(u32 pair, float& lo, float& hi) {
@@ -222,7 +234,8 @@ struct e8m0fnu {
     static __device__ __forceinline__ u32 narrow(float value) {
         const u32 bits = as_bits(value), exponent = bits >> 23, mantissa = bits & 0x7fffffu;
         if (bits == 0x80000000u) return 0;
-        if (exponent >= 0xffu) return kNanE8m0;                                                     // also every negative value
+        // also every negative value
+        if (exponent >= 0xffu) return kNanE8m0;
         if (exponent == 0) return mantissa > 0x400000u;
         return exponent + (mantissa != 0);
     }

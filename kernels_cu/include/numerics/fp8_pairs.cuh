@@ -1,5 +1,5 @@
-// Pairs of FP8 elements as pairs of f16, which hold every e4m3fn and e5m2 value: half the instructions of f32. Two elements are in a word,
-// the first one in the low half.
+// Pairs of FP8 elements as pairs of f16, which hold every e4m3fn and e5m2 value: half the instructions of
+// f32. Two elements are in a word, the first one in the low half.
 #pragma once
 #include "numerics/formats.cuh"
 
@@ -27,10 +27,13 @@ struct Halves {
         return f16::max_magnitudes<false>(top, next);
     }
     // 2^k, -24 <= k <= 15.
-    static __device__ __forceinline__ u32 power(int k) { return k >= -14 ? (u32)(k + 15) << 10 : 1u << (k + 24); }
+    static __device__ __forceinline__ u32 power(int k) {
+        return k >= -14 ? (u32)(k + 15) << 10 : 1u << (k + 24);
+    }
 };
 
-// kEmax: of the largest value, 1.75 * 2^kEmax. The half-th two of four codes in a word, and back: narrowing saturates.
+// kEmax: of the largest value, 1.75 * 2^kEmax. The half-th two of four codes in a word, and back: narrowing
+// saturates.
 template <class F> struct Pairs;
 
 template <> struct Pairs<e4m3fn> {
@@ -38,8 +41,12 @@ template <> struct Pairs<e4m3fn> {
     static __device__ __forceinline__ u32 widen(u32 word, int half) {
 #ifdef CUPY_FP8_HARDWARE_CVT
         u32 halves;
-        if (half) asm("{\n\t.reg .b16 lo, hi;\n\tmov.b32 {lo, hi}, %1;\n\tcvt.rn.f16x2.e4m3x2 %0, hi;\n\t}" : "=r"(halves) : "r"(word));
-        else asm("{\n\t.reg .b16 lo, hi;\n\tmov.b32 {lo, hi}, %1;\n\tcvt.rn.f16x2.e4m3x2 %0, lo;\n\t}" : "=r"(halves) : "r"(word));
+        if (half)
+            asm("{\n\t.reg .b16 lo, hi;\n\tmov.b32 {lo, hi}, %1;\n\tcvt.rn.f16x2.e4m3x2 %0, hi;\n\t}"
+                : "=r"(halves) : "r"(word));
+        else
+            asm("{\n\t.reg .b16 lo, hi;\n\tmov.b32 {lo, hi}, %1;\n\tcvt.rn.f16x2.e4m3x2 %0, lo;\n\t}"
+                : "=r"(halves) : "r"(word));
         return halves;
 #else
         float lo, hi;
@@ -50,7 +57,8 @@ template <> struct Pairs<e4m3fn> {
     static __device__ __forceinline__ u32 narrow(u32 first, u32 second) {
 #ifdef CUPY_FP8_HARDWARE_CVT
         u32 word;
-        asm("{\n\t.reg .b16 lo, hi;\n\tcvt.rn.satfinite.e4m3x2.f16x2 lo, %1;\n\tcvt.rn.satfinite.e4m3x2.f16x2 hi, %2;\n\tmov.b32 %0, {lo, hi};\n\t}"
+        asm("{\n\t.reg .b16 lo, hi;\n\tcvt.rn.satfinite.e4m3x2.f16x2 lo, %1;\n\t"
+            "cvt.rn.satfinite.e4m3x2.f16x2 hi, %2;\n\tmov.b32 %0, {lo, hi};\n\t}"
             : "=r"(word) : "r"(first), "r"(second));
         return word;
 #else
@@ -65,11 +73,14 @@ template <> struct Pairs<e4m3fn> {
 // e5m2 is the upper byte of f16.
 template <> struct Pairs<e5m2> {
     static constexpr int kEmax = 15;
-    static __device__ __forceinline__ u32 widen(u32 word, int half) { return __byte_perm(word, 0, half ? 0x3424 : 0x1404); }
+    static __device__ __forceinline__ u32 widen(u32 word, int half) {
+        return __byte_perm(word, 0, half ? 0x3424 : 0x1404);
+    }
     static __device__ __forceinline__ u32 narrow(u32 first, u32 second) {
 #ifdef CUPY_FP8_HARDWARE_CVT
         u32 word;
-        asm("{\n\t.reg .b16 lo, hi;\n\tcvt.rn.satfinite.e5m2x2.f16x2 lo, %1;\n\tcvt.rn.satfinite.e5m2x2.f16x2 hi, %2;\n\tmov.b32 %0, {lo, hi};\n\t}"
+        asm("{\n\t.reg .b16 lo, hi;\n\tcvt.rn.satfinite.e5m2x2.f16x2 lo, %1;\n\t"
+            "cvt.rn.satfinite.e5m2x2.f16x2 hi, %2;\n\tmov.b32 %0, {lo, hi};\n\t}"
             : "=r"(word) : "r"(first), "r"(second));
         return word;
 #else

@@ -1,4 +1,5 @@
-// What kernels of blocks with f32 scales are told of an array. IN is the kernel's format. (quantize_block_rows needs no member from `panels` on.)
+// What kernels of blocks with f32 scales are told of an array. IN is the kernel's format.
+// (quantize_block_rows needs no member from `panels` on.)
 #pragma once
 #include "scale/block_scale.cuh"
 
@@ -9,10 +10,11 @@ struct BlockParams {
     ScaleGrid fast, slow;        // squares: two places for the same scales
     i64 rows, columns;           // of each matrix
     BlockRule rule;
-    u32 panels;                  // of a block along its line, in runs of 32 elements: 1, 2 or 4
-    u32 divide;                  // 1: by scale_inv
-    u32 square;
+    u32 panels;                  // length of a block in units of 32 elements: 1, 2 or 4
+    u32 divide;                  // 1: elements are divided by scale_inv (tile without ALIGNED, lines)
+    u32 square;                  // tile without ALIGNED: 1 for blocks of 128 x 128
     u32 stored;                  // tile without ALIGNED: FAST | SLOW << 2. lines: 1 as is, 2 transposed
-    u32 vector;                  // without ALIGNED: bit 0, every row of x allows loads of four elements; bits 1 and 2, fast and slow data
-                                 // stores of 4 bytes as is, of 16 bytes transposed (lines: bit 1)
+    u32 vector;                  // without ALIGNED: bit 0, every row of x allows loads of four elements; bits
+                                 // 1 and 2, fast and slow data stores of 4 bytes as is, of 16 bytes
+                                 // transposed (lines: bit 1)
 };

@@ -1,4 +1,5 @@
-// f32 scales of blocks (docs/numerics.md, section 3): the scale of an amax in every profile, and where scales go.
+// f32 scales of blocks (docs/numerics.md, section 3): the scale of an amax in every profile, and where scales
+// go.
 #pragma once
 #include "memory/chunks.cuh"
 #include "scale/scale.cuh"
@@ -8,16 +9,18 @@ struct BlockScale {
     float factor, scale_inv;
 };
 
-// a / b as div_rn rounds it, of numbers that are not below 0, but for 0 / 0 and Inf / Inf. div.rn has a call, which costs every kernel
-// registers; quotients of significands need none.
+// a / b as div_rn rounds it, of numbers that are not below 0, but for 0 / 0 and Inf / Inf. div.rn has a call,
+// which costs every kernel registers; quotients of significands need none.
 __device__ __forceinline__ float positive_quotient(float a, float b) {
     if (as_bits(a) == 0 || is_infinite(b)) return 0.0f;
     if (as_bits(b) == 0 || is_infinite(a)) return as_float(0x7f800000u);
     const auto times_2_24 = [](float v) {
         return as_bits(v) < 0x00800000u ? as_bits(mul_rn(v, 16777216.0f)) : as_bits(v) + (24u << 23);
     };
-    const u32 a_bits = times_2_24(a), b_bits = times_2_24(b);        // the exponents may be larger than those of floats
-    const float m = as_float((a_bits & 0x7fffffu) | 0x3f800000u), n = as_float((b_bits & 0x7fffffu) | 0x3f800000u);
+    // the exponents may be larger than those of floats
+    const u32 a_bits = times_2_24(a), b_bits = times_2_24(b);
+    const float m = as_float((a_bits & 0x7fffffu) | 0x3f800000u);
+    const float n = as_float((b_bits & 0x7fffffu) | 0x3f800000u);
     const float q = quick_quotient(m, n, reciprocal(n));
     const u32 bits = as_bits(q);
     const i32 moved = (i32)(a_bits >> 23) - (i32)(b_bits >> 23), exponent = (i32)(bits >> 23) + moved;
@@ -27,31 +30,40 @@ __device__ __forceinline__ float positive_quotient(float a, float b) {
     const u32 dropped = (u32)(1 - exponent), significand = (bits & 0x7fffffu) | 0x800000u;
     if (dropped > 24) return 0.0f;
     const i32 remainder = (i32)as_bits(fma_rn(mul_rn(n, -1.0f), q, m));
-    const u32 units = significand >> dropped, rest = significand & ((1u << dropped) - 1), tie = 1u << (dropped - 1);
+    const u32 units = significand >> dropped, rest = significand & ((1u << dropped) - 1);
+    const u32 tie = 1u << (dropped - 1);
     const bool up = rest > tie || (rest == tie && (remainder > 0 || (remainder == 0 && (units & 1))));
     return as_float(units + up);
 }
 
-// How the amax a of a block becomes its scale. A profile is one quotient, rounded to a power of two or not, and the other number from it:
-//   q = target / a, or a / target        other = 1 / q, or a / target, or a * reciprocal
-// The host turns profiles into flags (cupy_fp8/ops/quantize/blocks.py), so that one code has two divisions whatever they are.
+// How the amax a of a block becomes its scale. A profile is one quotient q, which may be rounded to a power
+// of two, and another number found from it:
+//   q = target / a, or a / target            other = 1 / q, or a / target, or a * reciprocal
+// The host turns profiles into flags (cupy_fp8/ops/quantize/blocks.py), so that one code has two divisions
+// whatever they are.
 struct BlockRule {
-    static constexpr u32 kAmaxFirst = 1;                             // q = a / target is scale_inv; otherwise q = target / a is the factor
-    static constexpr u32 kGuarded = 2;                               // 1 where a is 0 or Inf; `largest` where target / a overflows
+    // q = a / target is scale_inv; otherwise q = target / a is the factor
+    static constexpr u32 kAmaxFirst = 1;
+    // 1 where a is 0 or Inf; `largest` where target / a overflows
+    static constexpr u32 kGuarded = 2;
     static constexpr u32 kRoundDown = 4, kRoundUp = 8;               // q to a power of two
     static constexpr u32 kQuickLeast = 67u << 23, kQuickMost = 187u << 23;        // 2^-60 and 2^60, as bits
-    static constexpr u32 kOtherQuotient = 16, kOtherProduct = 32;    // the other number is a / target, a * reciprocal
+    // the other number is a / target, a * reciprocal
+    static constexpr u32 kOtherQuotient = 16, kOtherProduct = 32;
 
-    float target, reciprocal;                                        // the FP8 format's maximum, and fl(1 / it)
+    // the FP8 format's maximum, and fl(1 / it)
+    float target, reciprocal;
     float eps;                                                       // a is at least this
     float largest;
-    u32 low, high;                                                   // what rounding up stays within, as f32 bits
+    // what rounding up stays within, as f32 bits
+    u32 low, high;
     u32 flags;
 
     __device__ __forceinline__ bool has(u32 flag) const { return flags & flag; }
 
-    // As of(). Where q = target / a is rounded down to a power of two, of numbers that are not extreme, that is the difference of
-    // exponents, one less where a's significand is the larger one: then the quotient is too far below a power of two to be rounded to it.
+    // As of(). Where q = target / a is rounded down to a power of two, of numbers that are not extreme, that
+    // is the difference of exponents, one less where a's significand is the larger one: then the quotient is
+    // too far below a power of two to be rounded to it.
     __device__ __forceinline__ BlockScale quick_of(u32 amax_bits) const {
         return is_quick(amax_bits) ? quick(amax_bits) : of<false>(amax_bits);
     }
@@ -63,12 +75,15 @@ struct BlockRule {
         return {as_float(factor), as_float((254u << 23) - factor)};
     }
     // Magnitudes order like their bits.
-    __device__ __forceinline__ u32 raised(u32 amax_bits) const { return amax_bits < as_bits(eps) ? as_bits(eps) : amax_bits; }
+    __device__ __forceinline__ u32 raised(u32 amax_bits) const {
+        return amax_bits < as_bits(eps) ? as_bits(eps) : amax_bits;
+    }
 
     // kCalls: divisions may be calls.
     template <bool kCalls = true>
     __device__ __forceinline__ BlockScale of(u32 amax_bits) const {
-        const auto divide = [](float v, float by) { return kCalls ? div_rn(v, by) : positive_quotient(v, by); };
+        const auto divide = [](float v, float by) { return kCalls ? div_rn(v, by)
+                                                   : positive_quotient(v, by); };
         const float a = as_float(raised(amax_bits));
         const bool amax_first = has(kAmaxFirst), quotient = has(kOtherQuotient);
         float q = divide(amax_first ? a : target, amax_first ? target : a);
@@ -84,7 +99,8 @@ struct BlockRule {
     }
 };
 
-// Where the scales of one direction go, by rows and columns of blocks of x as it lies in memory. Strides in elements, one of them 1.
+// Where the scales of one direction go, by rows and columns of blocks of x as it lies in memory. Strides in
+// elements, one of them 1.
 // rows, columns: what is stored of a matrix, padding included.
 struct ScaleGrid {
     float* to;                                                       // null: nowhere
@@ -92,5 +108,7 @@ struct ScaleGrid {
     i64 rows, columns;
 
     __device__ __forceinline__ bool has(i64 r, i64 c) const { return r < rows && c < columns; }
-    __device__ __forceinline__ float* at(i64 m, i64 r, i64 c) const { return as_global(to) + m * matrix + r * row + c * column; }
+    __device__ __forceinline__ float* at(i64 m, i64 r, i64 c) const {
+        return as_global(to) + m * matrix + r * row + c * column;
+    }
 };

@@ -1,5 +1,5 @@
-// How a warp writes the codes of its panel, in kernels of blocks with f32 scales. IN and OUT are the kernel's formats; PANELS_DOWN and
-// PANELS_ACROSS as its file says.
+// How a warp writes the codes of its panel, in kernels of blocks with f32 scales. IN and OUT are the kernel's
+// formats; PANELS_DOWN and PANELS_ACROSS as its file says.
 #pragma once
 #include "scale/block_params.cuh"
 #include "groups/row_groups.cuh"
@@ -8,13 +8,15 @@
 using Tile = PanelTile<PANELS_DOWN, PANELS_ACROSS>;
 
 constexpr int kRuns = kPanelColumns / 32;                            // of 32 elements in a row of a panel
-constexpr int kRunStride = kPanelRows + 4;                           // words between them in shared memory: no conflicts of banks
-constexpr int kRowWords = kRuns * kRunStride;                        // shared by a warp for a scale of every row of every run
+// words between them in shared memory: no conflicts of banks
+constexpr int kRunStride = kPanelRows + 4;
+// shared by a warp for a scale of every row of every run
+constexpr int kRowWords = kRuns * kRunStride;
 
 __device__ __forceinline__ u32 larger(u32 a, u32 b) { return a > b ? a : b; }
 
-// Elements are multiplied by a factor, or divided: by quick_quotient_of_codes() where all divisors of a warp allow that, since a choice for
-// every few elements takes longer than it saves.
+// Elements are multiplied by a factor, or divided: by quick_quotient_of_codes() where all divisors of a warp
+// allow that, since a choice for every few elements takes longer than it saves.
 enum How { kMultiply, kDivideQuickly, kDivide };
 
 // By rows: factors, or divisors and their reciprocals.
@@ -33,12 +35,14 @@ struct ColumnOperands {
 
 // Four codes in a word.
 template <How kHow>
-__device__ __forceinline__ u32 scaled_codes(const float (&v)[4], const float (&factor)[4], const float (&divisor)[4]) {
+__device__ __forceinline__ u32 scaled_codes(const float (&v)[4], const float (&factor)[4],
+                                            const float (&divisor)[4]) {
     float scaled[4];
 #pragma unroll
     for (int i = 0; i < 4; i++)
         scaled[i] = kHow == kMultiply ? mul_rn(v[i], factor[i])
-                    : kHow == kDivideQuickly ? quick_quotient_of_codes(v[i], divisor[i], factor[i]) : div_rn(v[i], divisor[i]);
+                    : kHow == kDivideQuickly ? quick_quotient_of_codes(v[i], divisor[i], factor[i])
+                    : div_rn(v[i], divisor[i]);
     Chunk<OUT, 4> out;
     out.narrow2(0, scaled[0], scaled[1]);
     out.narrow2(1, scaled[2], scaled[3]);
@@ -57,12 +61,12 @@ struct Target {
     bool wide;
 };
 
-// The codes of rows 4 * quad to 4 * quad + 3: stored as is (kAsIs), and transposed into words[column][quad % 4]. kFast: `rows` has an
-// operand for every row; otherwise there is one for each of the lane's columns.
+// The codes of rows 4 * quad to 4 * quad + 3: stored as is (kAsIs), and transposed into words[column][quad %
+// 4]. kFast: `rows` has an operand for every row; otherwise there is one for each of the lane's columns.
 template <bool kFast, bool kWide, How kHow>
-__device__ __forceinline__ void write_quad(const BlockParams& p, const Panel<IN>& panel, const Place& place, const RowOperands& rows,
-                                           const ColumnOperands& columns, bool as_is, const Target& to, int quad,
-                                           u32 (&words)[kLaneColumns][4]) {
+__device__ __forceinline__ void write_quad(const BlockParams& p, const Panel<IN>& panel, const Place& place,
+                                           const RowOperands& rows, const ColumnOperands& columns, bool as_is,
+                                           const Target& to, int quad, u32 (&words)[kLaneColumns][4]) {
     float factor[4] = {}, divisor[4] = {};
     if (kFast) RowOperands::load(rows.factors + quad * 4, factor);
     if (kFast && kHow != kMultiply) RowOperands::load(rows.divisors + quad * 4, divisor);
@@ -75,7 +79,8 @@ __device__ __forceinline__ void write_quad(const BlockParams& p, const Panel<IN>
         panel.line[r].widen2(0, v[0], v[1]);
         panel.line[r].widen2(1, v[2], v[3]);
         if constexpr (kFast)
-            codes[i] = scaled_codes<kHow>(v, {factor[i], factor[i], factor[i], factor[i]}, {divisor[i], divisor[i], divisor[i], divisor[i]});
+            codes[i] = scaled_codes<kHow>(v, {factor[i], factor[i], factor[i], factor[i]},
+                                          {divisor[i], divisor[i], divisor[i], divisor[i]});
         else codes[i] = scaled_codes<kHow>(v, columns.factor, columns.divisor);
         if (!as_is) continue;
         const int left = r < place.rows_left ? place.columns_left : 0;
@@ -91,9 +96,9 @@ __device__ __forceinline__ void write_quad(const BlockParams& p, const Panel<IN>
 
 // Sixteen rows: what a column has of them are 16 bytes of a transposed row.
 template <bool kFast, bool kWide, How kHow>
-__device__ __forceinline__ void write_half(const BlockParams& p, const Panel<IN>& panel, const Place& place, const RowOperands& rows,
-                                           const ColumnOperands& columns, bool as_is, bool transposed, const Target& to, int half,
-                                           const Tile& tile) {
+__device__ __forceinline__ void write_half(const BlockParams& p, const Panel<IN>& panel, const Place& place,
+                                           const RowOperands& rows, const ColumnOperands& columns, bool as_is,
+                                           bool transposed, const Target& to, int half, const Tile& tile) {
     if (!as_is && !transposed) return;
     u32 words[kLaneColumns][4];
 #pragma unroll
@@ -102,9 +107,10 @@ __device__ __forceinline__ void write_half(const BlockParams& p, const Panel<IN>
     if (transposed) tile.write(half, words);
 }
 
-// Sixteen rows multiplied by what their columns have, for transposed data alone: what is narrowed together comes from one column, so that there
-// is nothing left to transpose.
-__device__ __forceinline__ void write_half_of_columns(const Panel<IN>& panel, const ColumnOperands& columns, int half, const Tile& tile) {
+// Sixteen rows multiplied by what their columns have, for transposed data alone: what is narrowed together
+// comes from one column, so that there is nothing left to transpose.
+__device__ __forceinline__ void write_half_of_columns(const Panel<IN>& panel, const ColumnOperands& columns,
+                                                      int half, const Tile& tile) {
     u32 words[kLaneColumns][4];
 #pragma unroll
     for (int quad = 0; quad < 4; quad++) {
@@ -126,7 +132,8 @@ __device__ __forceinline__ void write_half_of_columns(const Panel<IN>& panel, co
     tile.write(half, words);
 }
 
-// Where data of a panel go, and how: 0 nowhere, 1 as they are, 2 transposed. square: by columns, as they are where the blocks of rows would be.
+// Where data of a panel go, and how: 0 nowhere, 1 as they are, 2 transposed. square: by columns, as they are
+// where the blocks of rows would be.
 struct Outputs {
     int fast, slow;
     bool square;
@@ -136,22 +143,29 @@ struct Outputs {
 
 // Sixteen rows in both directions, one after the other.
 template <bool kWide, How kHow>
-__device__ __forceinline__ void write_half_of_both(const BlockParams& p, const Panel<IN>& panel, const Place& place, const RowOperands& rows,
-                                                   const ColumnOperands& columns, int half, const Outputs& to) {
-    write_half<true, kWide, kHow>(p, panel, place, rows, columns, to.fast == 1, to.fast == 2, to.fast_target, half, to.fast_tile);
-    write_half<false, kWide, kHow>(p, panel, place, rows, columns, to.slow == 1, to.slow == 2, to.slow_target, half, to.slow_tile);
+__device__ __forceinline__ void write_half_of_both(const BlockParams& p, const Panel<IN>& panel,
+                                                   const Place& place, const RowOperands& rows,
+                                                   const ColumnOperands& columns, int half,
+                                                   const Outputs& to) {
+    write_half<true, kWide, kHow>(p, panel, place, rows, columns, to.fast == 1, to.fast == 2, to.fast_target,
+                                  half, to.fast_tile);
+    write_half<false, kWide, kHow>(p, panel, place, rows, columns, to.slow == 1, to.slow == 2, to.slow_target,
+                                   half, to.slow_tile);
 }
 
-// All codes of a panel, for divisors that have no quick quotients: x, of which given_left rows exist, is read again. Rare; and a division takes the
-// compiler longer than anything else here, so that there are four in all, for a lane's columns of one row in one direction.
-__device__ __forceinline__ void divide_panel(const BlockParams& p, const Place& place, int given_left, const RowOperands& rows,
-                                             const ColumnOperands& columns, const Outputs& to) {
+// All codes of a panel, for divisors that have no quick quotients: x, of which given_left rows exist, is read
+// again. Rare; and a division takes the compiler longer than anything else here, so that there are four in
+// all, for a lane's columns of one row in one direction.
+__device__ __forceinline__ void divide_panel(const BlockParams& p, const Place& place, int given_left,
+                                             const RowOperands& rows, const ColumnOperands& columns,
+                                             const Outputs& to) {
 #pragma unroll 1
     for (int i = 0; i < 2 * kPanelRows; i++) {
         const int row = i / 2;
         const bool of_rows = i % 2 == 0;
         if (of_rows ? to.square || !to.fast : !to.square && !to.slow) continue;
-        const auto line = Panel<IN>::Line::load_partial(p.x + (place.at + row * p.columns), row < given_left ? place.columns_left : 0);
+        const auto line = Panel<IN>::Line::load_partial(p.x + (place.at + row * p.columns), row < given_left
+                                                        ? place.columns_left : 0);
         float v[kLaneColumns], divisor[kLaneColumns];
         line.widen2(0, v[0], v[1]);
         line.widen2(1, v[2], v[3]);
@@ -161,17 +175,20 @@ __device__ __forceinline__ void divide_panel(const BlockParams& p, const Place& 
         const bool is_fast = of_rows || to.square;
         if ((is_fast ? to.fast : to.slow) == 1 && row < place.rows_left) {
             const Chunk<OUT, kLaneColumns> out{{codes}};
-            out.store_partial((is_fast ? to.fast_target : to.slow_target).as_is + (place.at + row * p.columns), place.columns_left);
+            out.store_partial((is_fast ? to.fast_target : to.slow_target).as_is
+                              + (place.at + row * p.columns), place.columns_left);
         }
         if ((of_rows ? to.fast : to.slow) != 2) continue;
         const Tile& tile = of_rows ? to.fast_tile : to.slow_tile;
 #pragma unroll
-        for (int c = 0; c < kLaneColumns; c++) *tile.byte_at(Tile::column() + c, Tile::row() + row) = (u8)(codes >> 8 * c);
+        for (int c = 0; c < kLaneColumns; c++)
+            *tile.byte_at(Tile::column() + c, Tile::row() + row) = (u8)(codes >> 8 * c);
     }
 }
 
 // The part of a grid of scales that belongs to a group.
-__device__ __forceinline__ void move_to_group(ScaleGrid& grid, const GroupScales& scales, i64 before, i64 rows) {
+__device__ __forceinline__ void move_to_group(ScaleGrid& grid, const GroupScales& scales, i64 before,
+                                              i64 rows) {
     if (!grid.to) return;
     grid.to += before * scales.unit;
     grid.rows = scales.block_rows(rows);

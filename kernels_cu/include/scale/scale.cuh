@@ -1,5 +1,5 @@
-// Scales from amax (docs/numerics.md, section 1): the factor that brings a largest magnitude to `target`, the largest value of the
-// FP8 format (times 2^-margin).
+// Scales from amax (docs/numerics.md, section 1): the factor that brings a largest magnitude to `target`, the
+// largest value of the FP8 format (times 2^-margin).
 #pragma once
 #include "numerics/arith.cuh"
 
@@ -11,8 +11,8 @@ __device__ __forceinline__ float scale_to(float target, float amax, float larges
     return is_infinite(scale) ? largest : scale;
 }
 
-// The largest power of two not above a finite v >= 0: the mantissa cleared. A subnormal's leading one is in its mantissa and stays;
-// 0 stays 0.
+// The largest power of two not above a finite v >= 0: the mantissa cleared. A subnormal's leading one is in
+// its mantissa and stays; 0 stays 0.
 __device__ __forceinline__ float floor_to_power_of_two(float v) {
     const u32 bits = as_bits(v);
     if (bits >> 23) return as_float(bits & 0xff800000u);
@@ -20,7 +20,8 @@ __device__ __forceinline__ float floor_to_power_of_two(float v) {
 }
 
 // The whole formula, for any amax: 1 where there is nothing to scale by.
-__device__ __forceinline__ float scale_from_amax(float amax, float target, float eps, float largest, bool pow2) {
+__device__ __forceinline__ float scale_from_amax(float amax, float target, float eps, float largest,
+                                                 bool pow2) {
     if (is_less(amax, eps)) amax = eps;
     if (!is_positive_number(amax)) return 1.0f;
     const float scale = scale_to(target, amax, largest);

@@ -1,5 +1,5 @@
-// What a block of threads does with one tile of a matrix, for kernels that cast in both directions from one read (tensor.cu, tensor_list.cu,
-// grouped_tensor.cu).
+// What a block of threads does with one tile of a matrix, for kernels that cast in both directions from one
+// read (tensor.cu, tensor_list.cu, grouped_tensor.cu).
 // Macros: IN, OUT, TILE_ROWS, TILE_COLUMNS, DBIAS.
 #pragma once
 #include "scale/cast.cuh"
@@ -19,7 +19,8 @@ constexpr u32 kAbsentWord = sizeof(IN::storage) == 4 ? kAbsentTerm : kAbsentTerm
 
 using Tile = ByteTile<TILE_ROWS, TILE_COLUMNS>;
 
-// The sums down the columns of the tile: eight of this thread's patch, added to those of the patches above and below it.
+// The sums down the columns of the tile: eight of this thread's patch, added to those of the patches above
+// and below it.
 struct PatchSums {
     TreeSum<8> column[8];
 
@@ -32,8 +33,8 @@ struct PatchSums {
             column[load * kLoad + 2 * i + 1].add(row, hi);
         }
     }
-    // sums: [pairs of row patches, columns of the tile] in shared memory. The other patch of a pair is 16 lanes away: each thread adds up
-    // half of the columns.
+    // sums: [pairs of row patches, columns of the tile] in shared memory. The other patch of a pair is 16
+    // lanes away: each thread adds up half of the columns.
     __device__ __forceinline__ void share(float* sums) const {
         static_assert(!DBIAS || Tile::kColumnPatches == 16, "half a warp per row of patches");
         const bool lower = Tile::row_patch() % 2;
@@ -44,8 +45,8 @@ struct PatchSums {
             const float other = __shfl_xor_sync(~0u, lower ? upper_half : lower_half, 16);
             pair[i] = add_rn(lower ? lower_half : upper_half, other);
         }
-        store_shared_whole(sums + Tile::row_patch() / 2 * TILE_COLUMNS + Tile::patch_column() + lower * 4, as_bits(pair[0]),
-                           as_bits(pair[1]), as_bits(pair[2]), as_bits(pair[3]));
+        store_shared_whole(sums + Tile::row_patch() / 2 * TILE_COLUMNS + Tile::patch_column() + lower * 4,
+                           as_bits(pair[0]), as_bits(pair[1]), as_bits(pair[2]), as_bits(pair[3]));
     }
     static __device__ __forceinline__ void write(const float* sums, float* to, i64 columns_left) {
         if ((int)threadIdx.x >= TILE_COLUMNS || threadIdx.x >= columns_left) return;
@@ -67,20 +68,26 @@ struct Shared {
     __device__ __forceinline__ operator T() const { return *at; }
 };
 struct SharedOutput {
-    u8* const* at;               // of an address of global memory, which the compiler has to be told; or null: not written
+    u8* const* at;               // of an address of global memory, which the compiler has to be told; or
+                                 // null: not written
 };
-__device__ __forceinline__ u8* operator+(const SharedOutput& p, i64 offset) { return as_global(*p.at) + offset; }
+__device__ __forceinline__ u8* operator+(const SharedOutput& p, i64 offset) {
+    return as_global(*p.at) + offset;
+}
 
-// p: the tensor's members of CastParams; rowwise() and columnwise() tell which directions are written. kAligned 1: every row of x and data
-// allows chunked access; 2: and every row of data_t 16-byte stores, and there are whole patches only, all in x. shared: the tile, then the sums.
+// p: the tensor's members of CastParams; rowwise() and columnwise() tell which directions are written.
+// kAligned 1: every row of x and data allows chunked access; 2: and every row of data_t 16-byte stores, and
+// there are whole patches only, all in x. shared: the tile, then the sums.
 template <int kAligned, class Tensor>
 __device__ __forceinline__ void cast_tile(const Tensor& p, TilePosition at, float scale, u8* shared) {
     const Tile tile{shared};
-    __shared__ TilePosition shared_at;                               // six registers fewer while the sums need them
+    // six registers fewer while the sums need them
+    __shared__ TilePosition shared_at;
     if (DBIAS && threadIdx.x == 0) shared_at = at;
     const i64 row = at.row + Tile::patch_row(), column = at.column + Tile::patch_column();
     int rows_left = left_of(p.rows - row, 8), columns_left = left_of(p.columns - column, 8);
-    if (kAligned == 2) rows_left = columns_left = rows_left && columns_left ? 8 : 0;      // whole patches: one predicate for all
+    // whole patches: one predicate for all
+    if (kAligned == 2) rows_left = columns_left = rows_left && columns_left ? 8 : 0;
     int given_left = rows_left;
     if constexpr (kPads<Tensor> && kAligned < 2) given_left = left_of(p.given - row, 8);
     const i64 patch_at = (at.matrix * p.rows + row) * p.columns + column;
@@ -125,28 +132,35 @@ __device__ __forceinline__ void cast_tile(const Tensor& p, TilePosition at, floa
     if (DBIAS) sums.share(shared_sums);
     __shared__ u32 per_warp[Tile::kThreads / 32];
     const BlockMax<Tile::kThreads> top{per_warp};
-    if (DBIAS && p.amax) top.put(amax.f32_bits());                   // sums leave no register for it; without them, later is cheaper
+    // sums leave no register for it; without them, later is cheaper
+    if (DBIAS && p.amax) top.put(amax.f32_bits());
     if (p.columnwise() || DBIAS) __syncthreads();
     if (DBIAS) at = shared_at;
     if (p.columnwise() && kAligned < 2 && !p.vector) {
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ != 900 || __CUDACC_VER_MAJOR__ < 13)
-        constexpr bool kBySectors = Tile::kRows == 256 && Tile::kThreads == 512;     // with more threads the compiler spills
+        // with more threads the compiler spills
+        constexpr bool kBySectors = Tile::kRows == 256 && Tile::kThreads == 512;
 #else
         constexpr bool kBySectors = Tile::kRows == 256;
 #endif
-        tile.template store_ragged<kBySectors>(p.data_t + (at.matrix * p.columns + at.column) * p.rows + at.row, p.rows,
-                                               left_of(p.columns - at.column, TILE_COLUMNS), left_of(p.rows - at.row, TILE_ROWS));
+        tile.template store_ragged<kBySectors>(p.data_t + (at.matrix * p.columns + at.column) * p.rows
+                                               + at.row, p.rows,
+                                               left_of(p.columns - at.column, TILE_COLUMNS),
+                                               left_of(p.rows - at.row, TILE_ROWS));
     } else if (p.columnwise()) {
 #pragma unroll
         for (int unit = 0; unit < Tile::kUnits<16>; unit++) {
             const i64 to_row = at.column + Tile::column<16>(unit), to_column = at.row + Tile::row<16>();
             if (to_row < p.columns && to_column < p.rows)
-                tile.read<OUT, 16>(unit).store(p.data_t + (at.matrix * p.columns + to_row) * p.rows + to_column);
+                tile.read<OUT, 16>(unit).store(p.data_t + (at.matrix * p.columns + to_row) * p.rows
+                                               + to_column);
         }
     }
     if constexpr (DBIAS != 0) {
         const i64 tiles_down = (p.rows + TILE_ROWS - 1) / TILE_ROWS;
-        PatchSums::write(shared_sums, p.column_sums + (at.matrix * tiles_down + at.row / TILE_ROWS) * p.columns + at.column, p.columns - at.column);
+        PatchSums::write(shared_sums, p.column_sums
+                         + (at.matrix * tiles_down + at.row / TILE_ROWS) * p.columns + at.column,
+                         p.columns - at.column);
     }
     if (p.amax) {
         if (!DBIAS) {

@@ -1,28 +1,34 @@
-// Transposed rows of tiles that one block of threads has one below the other, where these do not begin at whole sectors of memory. Sectors are
-// stored whole but for those at the ends of the run: what follows the last one of a tile waits in shared memory for the next tile, and what
-// precedes the first one for the end of the run, when both are one store (of a byte per lane; of a short last tile two).
+// Stores the transposed rows of several tiles, one below the other, that one block of threads works on, where
+// these rows do not begin at sectors of memory. Only the sectors at both ends are written in parts: the bytes
+// after a tile's last whole sector wait in shared memory for the next tile, and the bytes before the first
+// whole sector for the last tile, when one byte per lane stores both ends.
 //
-// Columns 32 apart begin at the same byte of a sector, whatever the number of rows: what is found for one of them is found for all, and by how
-// many bytes to shift is the same in a whole warp.
+// Columns 32 apart begin at the same byte of a sector, whatever the number of rows. So a warp works on such
+// columns together and shifts them by the same number of bytes.
 #pragma once
 #include "tile/warp_tile.cuh"
 
 template <class Tile>
 struct ColumnRun {
     static constexpr int kColumns = Tile::kColumns, kRows = Tile::kRows, kBytes = 2 * kSector * kColumns;
-    static constexpr int kAlike = kColumns / kSector;                            // columns with the same alignment
-    static constexpr int kUnits = kRows / 16, kAtOnce = 32 / kUnits;             // of a column; columns that a warp has at once, 32 apart
+    // columns with the same alignment
+    static constexpr int kAlike = kColumns / kSector;
+    // of a column; columns that a warp has at once, 32 apart
+    static constexpr int kUnits = kRows / 16, kAtOnce = 32 / kUnits;
     static constexpr int kOfWarp = kSector / (Tile::kThreads / 32);              // alignments of a warp
     static_assert(kUnits >= 2 && kAlike % kAtOnce == 0 && kOfWarp * kAlike * 2 % 32 == 0, "whole warps");
 
     const Tile& tile;
-    u8* shared;                                                      // kBytes, 16-byte aligned; each warp has its own columns' part
+    // kBytes, 16-byte aligned; each warp has its own columns' part
+    u8* shared;
 
-    // to: where source column 0 of this tile goes, rows `stride` bytes apart. columns_left, rows_left: of this tile; rows_before: of the run's
-    // tiles above, all of them whole; last: of the run.
-    __device__ __forceinline__ void store(u8* to, i64 stride, int columns_left, int rows_left, int rows_before, bool last) const {
+    // to: where source column 0 of this tile goes, rows `stride` bytes apart. columns_left, rows_left: of
+    // this tile; rows_before: of the run's tiles above, all of them whole; last: of the run.
+    __device__ __forceinline__ void store(u8* to, i64 stride, int columns_left, int rows_left,
+                                          int rows_before, bool last) const {
         const int unit = threadIdx.x % kUnits, first_column = threadIdx.x / 32 * kOfWarp;
-        const int member = threadIdx.x % 32 / kUnits;                // of the columns that the warp has at once
+        // of the columns that the warp has at once
+        const int member = threadIdx.x % 32 / kUnits;
         const bool first = rows_before == 0;
 #pragma unroll 1
         for (int column = first_column; column < first_column + kOfWarp && column < columns_left; column++) {
@@ -45,11 +51,13 @@ struct ColumnRun {
             row += kSector * member * stride + 16 * unit - before;
 #pragma unroll
             for (int i = 0; i < kAlike / kAtOnce; i++, row += kSector * kAtOnce * stride)
-                if (whole && column + kSector * (member + i * kAtOnce) < columns_left) *reinterpret_cast<uint4*>(row) = lower[i];
+                if (whole && column + kSector * (member + i * kAtOnce) < columns_left)
+                    *reinterpret_cast<uint4*>(row) = lower[i];
         }
         if (first) keep(head(0), 0);
         if (last) return store_ends(to, stride, columns_left, rows_left, rows_before);
-        __syncwarp();                                                // every lane has read what this takes the place of
+        // every lane has read what this takes the place of
+        __syncwarp();
         keep(rest(0), kUnits - 2);
         __syncwarp();
     }
@@ -61,15 +69,19 @@ private:
 
     // Rows 16 * unit and on of a column; -2 and -1: the rest. After the last one anything.
     __device__ __forceinline__ const uint4* unit_of(int column, int unit) const {
-        return unit < 0 ? reinterpret_cast<const uint4*>(rest(column)) + (unit + 2) : tile.unit_at(column, unit % kUnits);
+        return unit < 0 ? reinterpret_cast<const uint4*>(rest(column)) + (unit + 2)
+            : tile.unit_at(column, unit % kUnits);
     }
     // lower: the 16 bytes from word kFirst, byte bits / 8 of it, of both on.
     template <int kFirst>
-    static __device__ __forceinline__ void shift_all(uint4 (&lower)[kAlike / kAtOnce], const uint4 (&upper)[kAlike / kAtOnce], int bits) {
+    static __device__ __forceinline__ void shift_all(uint4 (&lower)[kAlike / kAtOnce],
+                                                     const uint4 (&upper)[kAlike / kAtOnce], int bits) {
 #pragma unroll
         for (int i = 0; i < kAlike / kAtOnce; i++) {
-            const u32 word[8] = {lower[i].x, lower[i].y, lower[i].z, lower[i].w, upper[i].x, upper[i].y, upper[i].z, upper[i].w};
-            lower[i] = make_uint4(__funnelshift_r(word[kFirst], word[kFirst + 1], bits), __funnelshift_r(word[kFirst + 1], word[kFirst + 2], bits),
+            const u32 word[8] = {lower[i].x, lower[i].y, lower[i].z, lower[i].w, upper[i].x, upper[i].y,
+                                 upper[i].z, upper[i].w};
+            lower[i] = make_uint4(__funnelshift_r(word[kFirst], word[kFirst + 1], bits),
+                                  __funnelshift_r(word[kFirst + 1], word[kFirst + 2], bits),
                                   __funnelshift_r(word[kFirst + 2], word[kFirst + 3], bits),
                                   __funnelshift_r(word[kFirst + 3], word[kFirst + 4], bits));
         }
@@ -78,25 +90,30 @@ private:
     __device__ __forceinline__ void keep(u8* to, int first_unit) const {
 #pragma unroll
         for (int i = 0; i < kOfWarp * kAlike * 2; i += 32) {
-            const int which = i + threadIdx.x % 32, unit = which % 2, column = threadIdx.x / 32 * kOfWarp + which / 2 % kOfWarp;
+            const int which = i + threadIdx.x % 32, unit = which % 2;
+            const int column = threadIdx.x / 32 * kOfWarp + which / 2 % kOfWarp;
             const int all = column + which / 2 / kOfWarp * kSector;
             reinterpret_cast<uint4*>(to + all * kSector)[unit] = *tile.unit_at(all, first_unit + unit);
         }
     }
 
     // What is before and after the whole sectors of the run: a byte of a lane.
-    __device__ __forceinline__ void store_ends(u8* to, i64 stride, int columns_left, int rows_left, int rows_before) const {
+    __device__ __forceinline__ void store_ends(u8* to, i64 stride, int columns_left, int rows_left,
+                                               int rows_before) const {
         __syncwarp();
-        const int first_column = threadIdx.x / 32 * kOfWarp, rows = left_of(rows_before + rows_left, kSector);       // as far as they count
+        // as far as they count
+        const int first_column = threadIdx.x / 32 * kOfWarp, rows = left_of(rows_before + rows_left, kSector);
 #pragma unroll 1
         for (int column = first_column; column < first_column + kOfWarp && column < columns_left; column++) {
             u8* const begin = to + column * stride;
             const int before = before_sector(begin), missing = -before & kSector - 1;
-            const int of_head = missing < rows ? missing : rows, of_tail = missing < rows ? before + rows_left & kSector - 1 : 0;
+            const int of_head = missing < rows ? missing : rows;
+            const int of_tail = missing < rows ? before + rows_left & kSector - 1 : 0;
 #pragma unroll 1
             for (int i = threadIdx.x % 32; i < of_head + of_tail; i += 32) {
                 const bool in_head = i < of_head;
-                const int r = in_head ? i : rows_left - of_tail + (i - of_head);         // below 0: in the rest
+                // below 0: in the rest
+                const int r = in_head ? i : rows_left - of_tail + (i - of_head);
                 const u8* from = in_head ? head(column) + r : r < 0 ? rest(column) + kSector + r
                                          : reinterpret_cast<const u8*>(tile.unit_at(column, r / 16)) + r % 16;
                 const int step = in_head || r < 0 ? kSector * kSector : kSector * kRows;

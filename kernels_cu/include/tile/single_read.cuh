@@ -1,24 +1,33 @@
-// Current scaling of many matrices from one read: what is read stays in shared memory and registers until its matrix's scale is known.
+// Current scaling of many matrices from one read: what is read stays in shared memory and registers until its
+// matrix's scale is known.
 //
-// A launch has one block of threads per multiprocessor, all of them resident (a cooperative launch), and every matrix is cut into tiles of
-// 128 x 128 elements. Block b takes tiles b, b + blocks, ... of all matrices in a row. In a block, warps have three tasks:
+// A launch has one block of threads per multiprocessor, all of them resident (a cooperative launch), and
+// every matrix is cut into tiles of 128 x 128 elements. Block b takes tiles b, b + blocks, ... of all
+// matrices in a row. In a block, warps have three tasks:
 //
-//   loaders    copy tiles into `slots` slots of shared memory, one after the other as these become free, without waiting for them to arrive
-//   tellers    find the largest magnitude in a slot, and tell it to all blocks: told[tile] = the launch, and the magnitude
-//   consumers  take a tile from its slot to registers, which frees the slot; wait until all tiles of its matrix have been told; cast it, in
-//              both directions. While they wait or cast, the next tile comes to registers too, if it is there.
+//   loaders    copy tiles into `slots` slots of shared memory, one after the other as these become free,
+//              without waiting for them to arrive
+//   tellers    find the largest magnitude in a slot, and tell it to all blocks: told[tile] = the launch, and
+//              the magnitude
+//   consumers  take a tile from its slot to registers, which frees the slot; wait until all tiles of its
+//              matrix have been told; cast it, in both directions. While they wait or cast, the next tile
+//              comes to registers too, if it is there.
 //
-// So a block holds slots + 1 tiles, and of a matrix that has no more than that in any block each tile is read once. Those of a larger
-// matrix a block loads twice: first only to be told, then, in reverse order, for what the L2 still holds, to be cast. No block waits for a
-// tile that it keeps another one from loading: told is what a block has loaded, and slots of what is only told are free at once.
+// So a block holds slots + 1 tiles, and of a matrix that has no more than that in any block each tile is read
+// once. Those of a larger matrix a block loads twice: first only to be told, then, in reverse order, for what
+// the L2 still holds, to be cast. No block waits for a tile that it keeps another one from loading: told is
+// what a block has loaded, and slots of what is only told are free at once.
 //
-// Numbers of launches tell what has been told in this one from what is left of others: nothing has to be cleared. (They begin again after
-// 2^32, days of launches on the same words.) The last block to finish counts the launch.
+// Numbers of launches tell what has been told in this one from what is left of others: nothing has to be
+// cleared. (They begin again after 2^32, days of launches on the same words.) The last block to finish counts
+// the launch.
 //
 // IN in {bf16, f16}, OUT in {e4m3fn, e5m2}. Tensors, what the kernel makes of its arguments:
 //   struct Ahead                          what a lane knows of the tile that is looked for next
-//   bool find(u32 tile, Ahead&, Visit& to)        by a whole warp: what the tile is, in shared memory (kind: kClear, or 0); false: nothing
-//   void first_tile(const Visit&, u32 launch, u32 top, float scale)       by one thread, once for every matrix that has a tile
+//   bool find(u32 tile, Ahead&, Visit& to)        by a whole warp: describes the tile in shared memory (kind:
+//                                                 kClear, or 0); false: nothing
+//   void first_tile(const Visit&, u32 launch, u32 top, float scale)
+//                                                 by one thread, once for every matrix that has a tile
 //   void clear(const Visit&)              by all consumers: a tile of kind kClear
 //   void last(u32 launch)                 by all consumers of the last block to finish
 #pragma once
@@ -28,8 +37,10 @@
 #include "tile/tile.cuh"
 
 struct Resident {
-    u32* state;                  // launches so far, and blocks that have finished this one; zero before the first launch
-    u64* told;                   // [tiles] of each: the launch, then the largest magnitude (f32 bits); zero before the first launch
+    u32* state;                  // launches so far, and blocks that have finished this one; zero before the
+                                 // first launch
+    u64* told;                   // [tiles] of each: the launch, then the largest magnitude (f32 bits); zero
+                                 // before the first launch
     u32 tiles;                   // of all matrices
     u32 slots;                   // 1 to kMostSlots
     float target, eps;           // of the scales, as in compute_scale
@@ -44,7 +55,8 @@ struct Visit {
     i64 rows, columns;           // of the matrix
     i64 matrix;                  // which one
     u32 tile, first, tiles;      // which of all tiles; the first of the matrix, and how many it has
-    int given, rows_left, columns_left;                              // of the tile: rows in x (the others are zeros) and in all, columns
+    // of the tile: rows in x (the others are zeros) and in all, columns
+    int given, rows_left, columns_left;
     u32 vector;                  // rows of data_t allow 16-byte stores
     u32 kind;
 };
@@ -54,7 +66,8 @@ constexpr int kConsumers = ResidentTile::kThreads, kTellers = 64, kLoaders = 64;
 constexpr int kResidentThreads = kConsumers + kTellers + kLoaders;
 constexpr int kMostSlots = 6, kVisits = kMostSlots + 2;              // two more tiles are in registers
 constexpr int kTileSide = 128, kUnit = 16 / sizeof(IN::storage);     // elements of a 16-byte load
-constexpr int kSlotBytes = kTileSide * kTileSide * sizeof(IN::storage);        // also in ops/quantize/single_read.py
+// also in ops/quantize/single_read.py
+constexpr int kSlotBytes = kTileSide * kTileSide * sizeof(IN::storage);
 static_assert(sizeof(IN::storage) == 2, "a patch of 8 x 8 elements is 32 registers");
 
 struct ResidentShared {
@@ -64,7 +77,8 @@ struct ResidentShared {
     u32 top[2][kTellers / 32], top_told[kConsumers / 32];
     u32 launch, is_last;
 };
-static_assert(sizeof(ResidentShared) + 128 * (kLoaders / 32) <= 2048, "also in ops/quantize/single_read.py; 128: what find() has per warp");
+static_assert(sizeof(ResidentShared) + 128 * (kLoaders / 32) <= 2048,
+              "also in ops/quantize/single_read.py; 128: what find() has per warp");
 
 // Goes through the slots, and through visits.
 struct SlotCursor {
@@ -81,7 +95,8 @@ __device__ __forceinline__ u64 in_launch(u32 launch, u32 top) { return (u64)laun
 __device__ __forceinline__ bool is_of(u64 told, u32 launch) { return (u32)(told >> 32) == launch; }
 
 template <class Tensors>
-__device__ __forceinline__ void load_tiles(const Tensors& tensors, const Resident& p, ResidentShared& shared, u8* slots) {
+__device__ __forceinline__ void load_tiles(const Tensors& tensors, const Resident& p, ResidentShared& shared,
+                                           u8* slots) {
     const int thread = threadIdx.x - kConsumers - kTellers, warp = thread / 32, lane = thread % 32;
     Visit& found = shared.found[warp];
     typename Tensors::Ahead ahead;
@@ -108,9 +123,11 @@ __device__ __forceinline__ void load_tiles(const Tensors& tensors, const Residen
         }
         arrive_after_copies(shared.full + at.slot);
         if (warp == 0) {
-            static_assert(sizeof(Visit) % sizeof(u64) == 0 && sizeof(Visit) <= 32 * sizeof(u64), "a word per lane");
+            static_assert(sizeof(Visit) % sizeof(u64) == 0 && sizeof(Visit) <= 32 * sizeof(u64),
+                          "a word per lane");
             u64* const to = reinterpret_cast<u64*>(shared.visit + at.visit);
-            if (lane < (int)(sizeof(Visit) / sizeof(u64))) to[lane] = reinterpret_cast<const u64*>(&found)[lane];
+            if (lane < (int)(sizeof(Visit) / sizeof(u64)))
+                to[lane] = reinterpret_cast<const u64*>(&found)[lane];
             __syncwarp();
             if (lane == 0) shared.visit[at.visit].kind = kind;
             arrive(shared.full + at.slot);                           // each for what it has written
@@ -152,14 +169,16 @@ __device__ __forceinline__ void tell_tiles(const Resident& p, ResidentShared& sh
             Amax<IN> amax;
             const u8* const from = slots + at.slot * kSlotBytes + thread * 16;
 #pragma unroll 8
-            for (int i = 0; i < kSlotBytes; i += kTellers * 16) amax.add(Chunk<IN, kUnit>::load_shared(from + i));
+            for (int i = 0; i < kSlotBytes; i += kTellers * 16)
+                amax.add(Chunk<IN, kUnit>::load_shared(from + i));
             const u32 top = __reduce_max_sync(~0u, amax.f32_bits());
             odd ^= 1;
             if (thread % 32 == 0) shared.top[odd][warp] = top;
             sync_some<1, kTellers>();
             if (thread == 0) {
                 u32 all = top;
-                for (int w = 1; w < kTellers / 32; w++) all = all > shared.top[odd][w] ? all : shared.top[odd][w];
+                for (int w = 1; w < kTellers / 32; w++)
+                    all = all > shared.top[odd][w] ? all : shared.top[odd][w];
                 store_relaxed(p.told + shared.visit[at.visit].tile, in_launch(shared.launch, all));
             }
         }
@@ -174,7 +193,8 @@ __device__ __forceinline__ u32 wait_for_top(const Resident& p, ResidentShared& s
     const u32 launch = shared.launch, tiles = visit.tiles;
     const u64* const told = p.told + visit.first;
     const auto pause = [] { __nanosleep(20); };
-    // As a rule the last ones are told last. One warp asks for these, and nobody for the others before: the L2 has much else to do.
+    // As a rule the last ones are told last. One warp asks for these, and nobody for the others before: the
+    // L2 has much else to do.
     if (threadIdx.x < 32) {
         if (threadIdx.x < tiles)
             while (!is_of(load_relaxed(told + tiles - 1 - threadIdx.x), launch)) pause();
@@ -188,7 +208,8 @@ __device__ __forceinline__ u32 wait_for_top(const Resident& p, ResidentShared& s
             bool all = true;
 #pragma unroll
             for (int u = 0; u < kAtOnce; u++)
-                value[u] = i + u * kConsumers < tiles ? load_relaxed(told + i + u * kConsumers) : in_launch(launch, 0);
+                value[u] = i + u * kConsumers < tiles ? load_relaxed(told + i + u * kConsumers)
+                    : in_launch(launch, 0);
 #pragma unroll
             for (int u = 0; u < kAtOnce; u++) all = all && is_of(value[u], launch);
             if (all) break;
@@ -206,25 +227,30 @@ __device__ __forceinline__ u32 wait_for_top(const Resident& p, ResidentShared& s
 }
 
 template <class Tensors>
-__device__ __forceinline__ void cast_tiles(const Tensors& tensors, const Resident& p, ResidentShared& shared, const u8* slots,
-                                           u8* staging) {
+__device__ __forceinline__ void cast_tiles(const Tensors& tensors, const Resident& p, ResidentShared& shared,
+                                           const u8* slots, u8* staging) {
     const ResidentTile tile{staging};
     const int row = ResidentTile::patch_row(), column = ResidentTile::patch_column();
-    SlotCursor next_at(0);                                           // of the tile that comes to registers next
+    // of the tile that comes to registers next
+    SlotCursor next_at(0);
     Chunk<IN, 8> next[8];
-    const auto is_there = [&] { return __all_sync(~0u, has_ended(shared.full + next_at.slot, next_at.parity)); };
+    const auto is_there = [&] { return __all_sync(~0u,
+                                                  has_ended(shared.full + next_at.slot, next_at.parity)); };
     const auto take = [&] {
-        const u8* const from = slots + next_at.slot * kSlotBytes + (row * kTileSide + column) * sizeof(IN::storage);
+        const u8* const from = slots + next_at.slot * kSlotBytes
+            + (row * kTileSide + column) * sizeof(IN::storage);
         const u32 kind = shared.visit[next_at.visit].kind;
         if (kind & kCast)
 #pragma unroll
-            for (int r = 0; r < 8; r++) next[r] = Chunk<IN, 8>::load_shared(from + r * kTileSide * sizeof(IN::storage));
+            for (int r = 0; r < 8; r++)
+                next[r] = Chunk<IN, 8>::load_shared(from + r * kTileSide * sizeof(IN::storage));
         __syncwarp();
         if (kind != kEnd && threadIdx.x % 32 == 0) arrive(shared.empty + next_at.slot);
         next_at.advance(p.slots);
     };
     bool taken = false;
-    u32 visit_at = 0, known = ~0u, top = 0;                          // known: the first tile of the matrix whose top and scale these are
+    // known: the first tile of the matrix whose top and scale these are
+    u32 visit_at = 0, known = ~0u, top = 0;
     float scale = 0.0f;
     for (;; visit_at = visit_at + 1 == kVisits ? 0 : visit_at + 1) {
         if (!taken) {
@@ -253,7 +279,8 @@ __device__ __forceinline__ void cast_tiles(const Tensors& tensors, const Residen
         } else if (columnwise) {
             sync_some<2, kConsumers>();                              // all have read the tile before
         }
-        if (threadIdx.x == 0 && visit.tile == visit.first) tensors.first_tile(visit, shared.launch, top, scale);
+        if (threadIdx.x == 0 && visit.tile == visit.first)
+            tensors.first_tile(visit, shared.launch, top, scale);
         const i64 columns = visit.columns;
         const int rows_here = visit.data && column < visit.columns_left ? visit.rows_left - row : 0;
         u8* const to = visit.data ? as_global(visit.data) + row * columns + column : nullptr;
@@ -276,7 +303,8 @@ __device__ __forceinline__ void cast_tiles(const Tensors& tensors, const Residen
 #pragma unroll
         for (int unit = 0; unit < ResidentTile::kUnits<16>; unit++) {
             const int to_row = ResidentTile::column<16>(unit), to_column = ResidentTile::row<16>();
-            if (to_row < columns_left && to_column < rows_left) tile.read<OUT, 16>(unit).store_whole(to_t + to_row * rows + to_column);
+            if (to_row < columns_left && to_column < rows_left)
+                tile.read<OUT, 16>(unit).store_whole(to_t + to_row * rows + to_column);
         }
     }
 }
@@ -286,7 +314,8 @@ template <class Tensors>
 __device__ __forceinline__ void cast_resident(const Tensors& tensors, const Resident& p, u8* memory) {
     __shared__ ResidentShared shared;
     if (threadIdx.x < p.slots) {
-        init_phases(shared.full + threadIdx.x, kLoaders + 32);           // copies, and what one warp tells of them
+        // copies, and what one warp tells of them
+        init_phases(shared.full + threadIdx.x, kLoaders + 32);
         init_phases(shared.empty + threadIdx.x, (kConsumers + kTellers) / 32);
     }
     if (threadIdx.x == 0) {

@@ -1,6 +1,7 @@
-// Transposing bytes through shared memory. A tile is kRows x kColumns bytes; each thread owns a patch of 8 rows x 8 columns, which
-// it transposes in registers (prmt) and writes as eight 8-byte pieces of transposed rows. The 8-byte columns of the shared tile
-// are XOR-swizzled by patch, so that neither those writes nor the 16-byte reads of whole transposed rows conflict in banks.
+// Transposing bytes through shared memory. A tile is kRows x kColumns bytes; each thread owns a patch of 8
+// rows x 8 columns, which it transposes in registers (prmt) and writes as eight 8-byte pieces of transposed
+// rows. The 8-byte columns of the shared tile are XOR-swizzled by patch, so that neither those writes nor the
+// 16-byte reads of whole transposed rows conflict in banks.
 #pragma once
 #include "memory/chunks.cuh"
 
@@ -14,9 +15,12 @@ __device__ __forceinline__ void transpose_4x4(u32 a, u32 b, u32 c, u32 d, u32 (&
     out[3] = __byte_perm(ab_high, cd_high, 0x7632);
 }
 
-constexpr int kSector = 32;                                          // bytes of memory: the L2 takes parts of them at a fraction of its speed
+// bytes of memory: the L2 takes parts of them at a fraction of its speed
+constexpr int kSector = 32;
 // Bytes of the sector that p lies in before p.
-__device__ __forceinline__ int before_sector(const u8* p) { return (int)(reinterpret_cast<u64>(p) & kSector - 1); }
+__device__ __forceinline__ int before_sector(const u8* p) {
+    return (int)(reinterpret_cast<u64>(p) & kSector - 1);
+}
 
 // The eight bytes from byte `first` of 0 to 7 of two chunks on.
 __device__ __forceinline__ uint2 bytes_of_two(uint2 low, uint2 high, int first) {
@@ -24,23 +28,30 @@ __device__ __forceinline__ uint2 bytes_of_two(uint2 low, uint2 high, int first) 
     const u32 a = second ? low.y : low.x, b = second ? high.x : low.y, c = second ? high.y : high.x;
     return make_uint2(__funnelshift_r(a, b, first % 4 * 8), __funnelshift_r(b, c, first % 4 * 8));
 }
-__device__ __forceinline__ u8 byte_of(uint2 chunk, int row) { return (u8)((row & 4 ? chunk.y : chunk.x) >> (row & 3) * 8); }
+__device__ __forceinline__ u8 byte_of(uint2 chunk, int row) {
+    return (u8)((row & 4 ? chunk.y : chunk.x) >> (row & 3) * 8);
+}
 
-// Stores transposed rows of a tile where these do not start at multiples of 16 bytes: 8-byte stores of shifted bytes, single bytes at the
-// ends. to: where source column 0 goes; rows `stride` bytes apart; only the first columns_left source columns and rows_left source rows
-// exist. chunk_at(column, chunk) are source rows 8 * chunk and on of any source column of the tile.
+// Stores transposed rows of a tile where these do not start at multiples of 16 bytes: 8-byte stores of
+// shifted bytes, single bytes at the ends. to: where source column 0 goes; rows `stride` bytes apart; only
+// the first columns_left source columns and rows_left source rows exist. chunk_at(column, chunk) are source
+// rows 8 * chunk and on of any source column of the tile.
 template <int kRows, int kColumns, int kThreads, class ChunkAt>
-__device__ __forceinline__ void store_ragged_rows(u8* to, i64 stride, int columns_left, int rows_left, ChunkAt chunk_at) {
+__device__ __forceinline__ void store_ragged_rows(u8* to, i64 stride, int columns_left, int rows_left,
+                                                  ChunkAt chunk_at) {
     constexpr int kChunks = kRows / 8, kStep = kThreads / kChunks, kInFlight = 4;
     static_assert(kThreads % kChunks == 0, "a thread has the same chunk of every column it takes");
-    static_assert(kColumns % (kInFlight * kStep) == 0, "which are columns of the tile, whether they exist or not");
+    static_assert(kColumns % (kInFlight * kStep) == 0,
+                  "which are columns of the tile, whether they exist or not");
     const auto before_multiple_of_8 = [](const u8* row) { return (int)(-reinterpret_cast<u64>(row) & 7); };
-    const int chunk = threadIdx.x % kChunks, next = (chunk + 1) % kChunks;       // of the last one no byte is used
+    // of the last one no byte is used
+    const int chunk = threadIdx.x % kChunks, next = (chunk + 1) % kChunks;
 #pragma unroll 1
     for (int column = threadIdx.x / kChunks; column < columns_left; column += kInFlight * kStep) {
         uint2 low[kInFlight], high[kInFlight];
 #pragma unroll
-        for (int u = 0; u < kInFlight; u++) low[u] = chunk_at(column + u * kStep, chunk), high[u] = chunk_at(column + u * kStep, next);
+        for (int u = 0; u < kInFlight; u++)
+            low[u] = chunk_at(column + u * kStep, chunk), high[u] = chunk_at(column + u * kStep, next);
         u8* row = to + column * stride;
 #pragma unroll
         for (int u = 0; u < kInFlight; u++, row += kStep * stride) {
@@ -50,7 +61,8 @@ __device__ __forceinline__ void store_ragged_rows(u8* to, i64 stride, int column
         }
     }
     // The bytes before the first multiple of 8 and from the last one on: of whole tiles 8, a thread each.
-    constexpr int kEndStep = kThreads / 8, kEnds = kColumns % (4 * kEndStep) == 0 ? 4 : kColumns % (2 * kEndStep) == 0 ? 2 : 1;
+    constexpr int kEndStep = kThreads / 8;
+    constexpr int kEnds = kColumns % (4 * kEndStep) == 0 ? 4 : kColumns % (2 * kEndStep) == 0 ? 2 : 1;
 #pragma unroll 1
     for (int column = threadIdx.x / 8; column < columns_left; column += kEnds * kEndStep) {
         u8* const first = to + column * stride;
@@ -78,10 +90,12 @@ __device__ __forceinline__ void store_ragged_rows(u8* to, i64 stride, int column
     }
 }
 
-// The same by whole sectors of memory, a warp per column. What is before and after them, of whole tiles 32 bytes, is one store of a byte per lane.
-// More instructions for fewer stores of parts of sectors, which pays where many warps are in flight.
+// The same by whole sectors of memory, a warp per column. What is before and after them, of whole tiles 32
+// bytes, is one store of a byte per lane. More instructions for fewer stores of parts of sectors, which pays
+// where many warps are in flight.
 template <int kRows, int kColumns, int kThreads, class ChunkAt>
-__device__ __forceinline__ void store_ragged_rows_by_sectors(u8* to, i64 stride, int columns_left, int rows_left, ChunkAt chunk_at) {
+__device__ __forceinline__ void store_ragged_rows_by_sectors(u8* to, i64 stride, int columns_left,
+                                                             int rows_left, ChunkAt chunk_at) {
     constexpr int kChunks = kRows / 8, kStep = kThreads / 32, kInFlight = 4;
     static_assert(kChunks == 32, "a chunk for every lane");
     static_assert(kColumns % (kInFlight * kStep) == 0, "columns of the tile, whether they exist or not");
@@ -95,7 +109,8 @@ __device__ __forceinline__ void store_ragged_rows_by_sectors(u8* to, i64 stride,
 #pragma unroll
         for (int u = 0; u < kInFlight; u++, row += kStep * stride) {
             const int from = lane + until_sector(row) / 8;          // past the last one no byte is used
-            low[u] = chunk_at(column + u * kStep, from % kChunks), high[u] = chunk_at(column + u * kStep, (from + 1) % kChunks);
+            low[u] = chunk_at(column + u * kStep, from % kChunks),
+            high[u] = chunk_at(column + u * kStep, (from + 1) % kChunks);
         }
         row = first;
 #pragma unroll
@@ -104,9 +119,11 @@ __device__ __forceinline__ void store_ragged_rows_by_sectors(u8* to, i64 stride,
             const int before = until_sector(row), at = before + 8 * lane;
             if (exists && at + 8 <= before + (rows_left - before & -kSector))
                 *reinterpret_cast<uint2*>(row + at) = bytes_of_two(low[u], high[u], before % 8);
-            const int head = before < rows_left ? before : rows_left, ends = exists ? head + (rows_left - head) % kSector : 0;
+            const int head = before < rows_left ? before : rows_left;
+            const int ends = exists ? head + (rows_left - head) % kSector : 0;
             const auto store_byte = [&](int i) {
-                const int r = i < head ? i : rows_left - ends + i, owner = r / 8 - before / 8;       // the lane whose `low` has it
+                // the lane whose `low` has it
+                const int r = i < head ? i : rows_left - ends + i, owner = r / 8 - before / 8;
                 const uint2 bytes = {__shfl_sync(~0u, low[u].x, owner), __shfl_sync(~0u, low[u].y, owner)};
                 if (i < ends) row[r] = byte_of(bytes, r);
             };
@@ -119,11 +136,14 @@ __device__ __forceinline__ void store_ragged_rows_by_sectors(u8* to, i64 stride,
 template <int kTileRows, int kTileColumns>
 struct ByteTile {
     static constexpr int kRows = kTileRows, kColumns = kTileColumns;
-    static constexpr int kRowPatches = kRows / 8, kColumnPatches = kColumns / 8, kThreads = kRowPatches * kColumnPatches;
-    static_assert(kRowPatches >= 16 && kColumnPatches >= 16, "the swizzle is free of bank conflicts from 128 on");
+    static constexpr int kRowPatches = kRows / 8, kColumnPatches = kColumns / 8;
+    static constexpr int kThreads = kRowPatches * kColumnPatches;
+    static_assert(kRowPatches >= 16 && kColumnPatches >= 16,
+                  "the swizzle is free of bank conflicts from 128 on");
     static_assert((kRows & (kRows - 1)) == 0 && kThreads <= 1024, "powers of two, one thread per patch");
 
-    u8* shared;                                                      // kRows * kColumns bytes, 16-byte aligned
+    // kRows * kColumns bytes, 16-byte aligned
+    u8* shared;
 
     // This thread's patch of the source tile: neighbouring threads take neighbouring columns.
     static __device__ __forceinline__ int row_patch() { return threadIdx.x / kColumnPatches; }
@@ -131,10 +151,12 @@ struct ByteTile {
     static __device__ __forceinline__ int patch_row() { return row_patch() * 8; }
     static __device__ __forceinline__ int patch_column() { return column_patch() * 8; }
 
-    // The patch whose first element is at `from`, zeros where only rows_left and columns_left of 8 exist. vector: every row allows
-    // chunked access. columns: a reference, since by value the compiler multiplies anew for every row.
+    // The patch whose first element is at `from`, zeros where only rows_left and columns_left of 8 exist.
+    // vector: every row allows chunked access. columns: a reference, since by value the compiler multiplies
+    // anew for every row.
     template <class F>
-    static __device__ __forceinline__ void load_patch(Chunk<F, 8> (&patch)[8], const typename F::storage* from, const i64& columns,
+    static __device__ __forceinline__ void load_patch(Chunk<F, 8> (&patch)[8],
+                                                      const typename F::storage* from, const i64& columns,
                                                       int rows_left, int columns_left, bool vector) {
 #pragma unroll
         for (int r = 0; r < 8; r++) {
@@ -152,17 +174,23 @@ struct ByteTile {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             u32 top[4], bottom[4];
-            transpose_4x4(line[0].word[half], line[1].word[half], line[2].word[half], line[3].word[half], top);
-            transpose_4x4(line[4].word[half], line[5].word[half], line[6].word[half], line[7].word[half], bottom);
+            transpose_4x4(line[0].word[half], line[1].word[half], line[2].word[half], line[3].word[half],
+                          top);
+            transpose_4x4(line[4].word[half], line[5].word[half], line[6].word[half], line[7].word[half],
+                          bottom);
 #pragma unroll
-            for (int k = 0; k < 4; k++) *reinterpret_cast<uint2*>(to + (half * 4 + k) * kRows) = make_uint2(top[k], bottom[k]);
+            for (int k = 0; k < 4; k++)
+                *reinterpret_cast<uint2*>(to + (half * 4 + k) * kRows) = make_uint2(top[k], bottom[k]);
         }
     }
-    // Reading back: transposed rows in units of kBytes (4, 8 or 16), neighbouring threads neighbouring units of a row. A thread
-    // reads kUnits<kBytes> of them: unit i holds source rows row() to row() + kBytes - 1 of source column column(i).
+    // Reading back: transposed rows in units of kBytes (4, 8 or 16), neighbouring threads neighbouring units
+    // of a row. A thread reads kUnits<kBytes> of them: unit i holds source rows row() to row() + kBytes - 1
+    // of source column column(i).
     template <int kBytes> static constexpr int kUnits = kRows * kColumns / kBytes / kThreads;
     template <int kBytes>
-    static __device__ __forceinline__ int column(int unit) { return (unit * kThreads + threadIdx.x) / (kRows / kBytes); }
+    static __device__ __forceinline__ int column(int unit) {
+        return (unit * kThreads + threadIdx.x) / (kRows / kBytes);
+    }
     template <int kBytes>
     static __device__ __forceinline__ int row() { return threadIdx.x % (kRows / kBytes) * kBytes; }
     template <class F, int kBytes>
@@ -179,7 +207,9 @@ struct ByteTile {
     template <bool kBySectors = false>
     __device__ __forceinline__ void store_ragged(u8* to, i64 stride, int columns_left, int rows_left) const {
         const auto chunks = [&](int column, int row_patch) { return chunk_at(column, row_patch); };
-        if constexpr (kBySectors) store_ragged_rows_by_sectors<kRows, kColumns, kThreads>(to, stride, columns_left, rows_left, chunks);
+        if constexpr (kBySectors)
+            store_ragged_rows_by_sectors<kRows, kColumns, kThreads>(to, stride, columns_left, rows_left,
+                                                                    chunks);
         else store_ragged_rows<kRows, kColumns, kThreads>(to, stride, columns_left, rows_left, chunks);
     }
 
@@ -194,19 +224,25 @@ struct ByteTile {
 
 private:
     // Where the 8-byte chunk of source rows 8 * row_patch and on lies in its transposed row.
-    static __device__ __forceinline__ int swizzle(int row_patch, int column_patch) { return row_patch ^ column_patch % kRowPatches; }
+    static __device__ __forceinline__ int swizzle(int row_patch, int column_patch) {
+        return row_patch ^ column_patch % kRowPatches;
+    }
 };
 
-// Where the block-th block of a batch of [rows, columns] matrices works, one matrix after the other: along rows of tiles, or down
-// columns of tiles (kDownFirst), which makes neighbouring blocks write neighbouring parts of the transposed rows.
+// Where the block-th block of a batch of [rows, columns] matrices works, one matrix after the other: along
+// rows of tiles, or down columns of tiles (kDownFirst), which makes neighbouring blocks write neighbouring
+// parts of the transposed rows.
 struct TilePosition {
     i64 matrix, row, column;
 
     template <class Tile, bool kDownFirst>
     static __device__ __forceinline__ TilePosition of_block(i64 block, i64 rows, i64 columns) {
-        const i64 across = (columns + Tile::kColumns - 1) / Tile::kColumns, down = (rows + Tile::kRows - 1) / Tile::kRows;
+        const i64 across = (columns + Tile::kColumns - 1) / Tile::kColumns;
+        const i64 down = (rows + Tile::kRows - 1) / Tile::kRows;
         const i64 run = kDownFirst ? down : across, line = block / run, in_run = block - line * run;
-        const i64 lines = kDownFirst ? across : down, matrix = line / lines, in_matrix = line - matrix * lines;
-        return {matrix, (kDownFirst ? in_run : in_matrix) * Tile::kRows, (kDownFirst ? in_matrix : in_run) * Tile::kColumns};
+        const i64 lines = kDownFirst ? across : down, matrix = line / lines;
+        const i64 in_matrix = line - matrix * lines;
+        return {matrix, (kDownFirst ? in_run : in_matrix) * Tile::kRows,
+                (kDownFirst ? in_matrix : in_run) * Tile::kColumns};
     }
 };

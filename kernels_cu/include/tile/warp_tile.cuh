@@ -1,6 +1,6 @@
-// Panels: 32 rows x 128 columns of a matrix, owned by one warp and held in registers. Lane l has columns 4l to 4l + 3 of all 32 rows: the
-// largest magnitude of a column is found inside a lane, that of a row by exchanges among the lanes that share it, and both from one read.
-// All 32 loads are in flight before the first use.
+// Warp tiles: 32 rows x 128 columns of a matrix that one warp holds in registers ("panels"). Lane l has
+// columns 4l to 4l + 3 of all 32 rows. So a lane finds the largest magnitude of its columns alone, lanes that
+// share a row exchange theirs, and both come from one read. All 32 loads are in flight before the first use.
 #pragma once
 #include "numerics/amax.cuh"
 #include "tile/tile.cuh"
@@ -12,10 +12,12 @@ struct Panel {
     using Line = Chunk<F, kLaneColumns>;
     Line line[kPanelRows];
 
-    // from: this lane's first column of the panel's first row; rows_left rows and columns_left columns exist, the others become zeros.
-    // kVector: every row allows chunked access (and columns_left is 0 or all); otherwise `vector` tells.
+    // from: this lane's first column of the panel's first row; rows_left rows and columns_left columns exist,
+    // the others become zeros. kVector: every row allows chunked access (and columns_left is 0 or all);
+    // otherwise `vector` tells.
     template <bool kVector>
-    __device__ __forceinline__ void load(const typename F::storage* from, i64 stride, int rows_left, int columns_left, bool vector) {
+    __device__ __forceinline__ void load(const typename F::storage* from, i64 stride, int rows_left,
+                                         int columns_left, bool vector) {
         if ((kVector || vector) && rows_left == kPanelRows && columns_left == kLaneColumns) {
 #pragma unroll
             for (int r = 0; r < kPanelRows; r++, from += stride) line[r] = Line::load(from);
@@ -56,11 +58,14 @@ struct PanelAmax {
             if (!kOfRows) continue;
             if (!kPairs) row[r] = of_row;
             else if (r % 2 == 0) row[r / 2] = of_row;
-            else row[r / 2] = larger(__byte_perm(row[r / 2], of_row, 0x5410), __byte_perm(row[r / 2], of_row, 0x7632));
+            else
+                row[r / 2] = larger(__byte_perm(row[r / 2], of_row, 0x5410),
+                                    __byte_perm(row[r / 2], of_row, 0x7632));
         }
     }
-    // Over groups of kLanes neighbouring lanes. Each exchange halves the rows that a lane has a part of, so that afterwards lane i of a
-    // group holds the whole maxima of rows i * kOwned to i * kOwned + kOwned - 1, as f32 bits.
+    // Over groups of kLanes neighbouring lanes. Each exchange halves the rows that a lane has a part of, so
+    // that afterwards lane i of a group holds the whole maxima of rows i * kOwned to i * kOwned + kOwned - 1,
+    // as f32 bits.
     template <int kLanes> static constexpr int kOwned = kPanelRows / kLanes;
     template <int kLanes>
     __device__ __forceinline__ void reduce_rows(u32 (&owned)[kOwned<kLanes>]) {
@@ -69,17 +74,21 @@ struct PanelAmax {
             owned[0] = widened(threadIdx.x & 1 ? row[0] >> 16 : row[0] & 0xffffu);
         } else {
 #pragma unroll
-            for (int i = 0; i < kOwned<kLanes>; i++) owned[i] = kPairs ? widened(row[i / 2] >> i % 2 * 16 & 0xffffu) : row[i];
+            for (int i = 0; i < kOwned<kLanes>; i++)
+                owned[i] = kPairs ? widened(row[i / 2] >> i % 2 * 16 & 0xffffu) : row[i];
         }
     }
     // Of this lane's columns, as f32 bits.
     __device__ __forceinline__ void of_columns(u32 (&bits)[kLaneColumns]) const {
 #pragma unroll
-        for (int i = 0; i < kLaneColumns; i++) bits[i] = kPairs ? widened(column[i / 2] >> i % 2 * 16 & 0xffffu) : column[i];
+        for (int i = 0; i < kLaneColumns; i++)
+            bits[i] = kPairs ? widened(column[i / 2] >> i % 2 * 16 & 0xffffu) : column[i];
     }
 
 private:
-    static __device__ __forceinline__ u32 larger(u32 a, u32 b) { return F::template max_magnitudes<kNan>(a, b); }
+    static __device__ __forceinline__ u32 larger(u32 a, u32 b) {
+        return F::template max_magnitudes<kNan>(a, b);
+    }
     static __device__ __forceinline__ u32 widened(u32 magnitude) { return as_bits(F::widen(magnitude)); }
     // Lanes kDistance apart share kKeep words each way, or their last one.
     template <int kDistance, int kKeep>
@@ -106,13 +115,15 @@ __device__ __forceinline__ u32 transpose_across_lanes(u32 word) {
     return odd ? __byte_perm(word, other, 0x3715) : __byte_perm(word, other, 0x6240);
 }
 
-// FP8 bytes of the panels of a block, kPanelsDown x kPanelsAcross of them, on their way to transposed rows. A column of the tile is
-// kRows consecutive bytes, its 16-byte units XOR-swizzled by column so that neither writes nor reads conflict in banks.
+// FP8 bytes of the panels of a block, kPanelsDown x kPanelsAcross of them, on their way to transposed rows. A
+// column of the tile is kRows consecutive bytes, its 16-byte units XOR-swizzled by column so that neither
+// writes nor reads conflict in banks.
 template <int kPanelsDown, int kPanelsAcross>
 struct PanelTile {
     static constexpr int kRows = kPanelRows * kPanelsDown, kColumns = kPanelColumns * kPanelsAcross;
     static constexpr int kThreads = 32 * kPanelsDown * kPanelsAcross, kBytes = kRows * kColumns;
-    static_assert((kRows & (kRows - 1)) == 0 && kThreads <= 1024, "a power of two of rows, one warp per panel");
+    static_assert((kRows & (kRows - 1)) == 0 && kThreads <= 1024,
+                  "a power of two of rows, one warp per panel");
 
     u8* shared;                                                      // kBytes, 16-byte aligned
 
@@ -122,30 +133,36 @@ struct PanelTile {
         return threadIdx.x / 32 / kPanelsDown * kPanelColumns + threadIdx.x % 32 * kLaneColumns;
     }
 
-    // words[c]: rows row() + 16 * half and on, four to a word, of column() + c. Call __syncthreads() before storing.
+    // words[c]: rows row() + 16 * half and on, four to a word, of column() + c. Call __syncthreads() before
+    // storing.
     __device__ __forceinline__ void write(int half, const u32 (&words)[kLaneColumns][4]) const {
 #pragma unroll
         for (int c = 0; c < kLaneColumns; c++)
             *reinterpret_cast<uint4*>(shared + at(column() + c, row() / 16 + half)) =
                 make_uint4(words[c][0], words[c][1], words[c][2], words[c][3]);
     }
-    // Stores the tile's columns as rows of `to` (where column 0 goes), `stride` bytes apart; columns_left columns and rows_left rows exist.
-    // vector: rows_left and every row of `to` are multiples of 16 bytes.
+    // Stores the tile's columns as rows of `to` (where column 0 goes), `stride` bytes apart; columns_left
+    // columns and rows_left rows exist. vector: rows_left and every row of `to` are multiples of 16 bytes.
     template <bool kVector>
-    __device__ __forceinline__ void store(u8* to, i64 stride, int columns_left, int rows_left, bool vector) const {
+    __device__ __forceinline__ void store(u8* to, i64 stride, int columns_left, int rows_left,
+                                          bool vector) const {
         if (!kVector && !vector) {
-            store_ragged_rows<kRows, kColumns, kThreads>(to, stride, columns_left, rows_left, [&](int column, int chunk) {
+            store_ragged_rows<kRows, kColumns, kThreads>(to, stride, columns_left, rows_left,
+                                                         [&](int column, int chunk) {
                 return *reinterpret_cast<const uint2*>(shared + at(column, chunk / 2) + chunk % 2 * 8);
             });
             return;
         }
         // Loads before stores, and what all of them have in common once.
-        constexpr int kStep = kThreads / kUnits, kOfThread = kColumns / kStep, kPeriod = kStep < kSwizzled ? kSwizzled / kStep : 1;
-        static_assert(kStep % kSwizzled == 0 || kSwizzled % kStep == 0, "all columns of a thread are swizzled alike, or every kPeriod-th");
+        constexpr int kStep = kThreads / kUnits, kOfThread = kColumns / kStep;
+        constexpr int kPeriod = kStep < kSwizzled ? kSwizzled / kStep : 1;
+        static_assert(kStep % kSwizzled == 0 || kSwizzled % kStep == 0,
+                      "all columns of a thread are swizzled alike, or every kPeriod-th");
         const int unit = threadIdx.x % kUnits, first = threadIdx.x / kUnits;
         uint4 loaded[kOfThread];
 #pragma unroll
-        for (int i = 0; i < kOfThread; i++) loaded[i] = unit_at(first + i % kPeriod * kStep, unit)[i / kPeriod * kPeriod * kStep * kUnits];
+        for (int i = 0; i < kOfThread; i++)
+            loaded[i] = unit_at(first + i % kPeriod * kStep, unit)[i / kPeriod * kPeriod * kStep * kUnits];
         const int columns = unit * 16 < rows_left ? columns_left : 0;
         u8* row = to + first * stride + unit * 16;
 #pragma unroll
@@ -153,10 +170,14 @@ struct PanelTile {
             if (first + i * kStep < columns) *reinterpret_cast<uint4*>(row) = loaded[i];
     }
     // A single byte, as write() would put it.
-    __device__ __forceinline__ u8* byte_at(int column, int tile_row) const { return shared + at(column, tile_row / 16) + tile_row % 16; }
+    __device__ __forceinline__ u8* byte_at(int column, int tile_row) const {
+        return shared + at(column, tile_row / 16) + tile_row % 16;
+    }
     // Rows 16 * unit and on of a column. Of columns kSwizzled apart these are kSwizzled * kUnits apart.
     static constexpr int kSwizzled = 32;
-    __device__ __forceinline__ const uint4* unit_at(int column, int unit) const { return reinterpret_cast<const uint4*>(shared + at(column, unit)); }
+    __device__ __forceinline__ const uint4* unit_at(int column, int unit) const {
+        return reinterpret_cast<const uint4*>(shared + at(column, unit));
+    }
 
 private:
     static constexpr int kUnits = kRows / 16;                        // of a column

@@ -1,4 +1,5 @@
-"""Bias gradients (docs/numerics.md, rule 11): the fixed tree, whatever the shape, the tiles and the directions."""
+"""Bias gradients (docs/numerics.md, rule 11): the fixed tree, whatever the shape, the tiles and the
+directions."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from cupy_fp8.formats import bfloat16, float8_e4m3fn, float32
 from cupy_fp8.kernels import tiles
 from cupy_fp8.reference import numerics
 
-DIRECTIONS = [{"rowwise": True, "columnwise": False}, {"rowwise": False, "columnwise": True}, {"rowwise": True, "columnwise": True}]
+DIRECTIONS = [{"rowwise": True, "columnwise": False}, {"rowwise": False, "columnwise": True},
+              {"rowwise": True, "columnwise": True}]
 
 
 def by_hand(terms: list[np.float32]) -> np.float32:
@@ -30,7 +32,8 @@ def test_the_tree_is_the_rule(rows):
     want = np.array([by_hand(list(column)) for column in x.T], np.float32)
     testing.assert_bytes_equal(numerics.tree_sum(x, 0), want)
     if rows > 8:
-        assert (want != x.sum(axis=0, dtype=np.float32)).any() or (want != np.cumsum(x, axis=0, dtype=np.float32)[-1]).any()
+        others = x.sum(axis=0, dtype=np.float32), np.cumsum(x, axis=0, dtype=np.float32)[-1]
+        assert any((want != other).any() for other in others)
 
 
 @pytest.mark.parametrize("directions", DIRECTIONS, ids=str)
@@ -90,7 +93,8 @@ def test_recipes_make_room_for_it(recipe, run):
     testing.assert_bytes_equal(out.dbias, want.dbias)
     testing.assert_bytes_equal(out.data, want.data)
     assert recipe.quantize(run.array(x), scale=scale).dbias is None
-    wrapped = recipe.empty(x.shape, dbias=True, like=run.array(x), buffers={"rowwise": (out.data, out.scale_inv)})
+    wrapped = recipe.empty(x.shape, dbias=True, like=run.array(x),
+                           buffers={"rowwise": (out.data, out.scale_inv)})
     assert wrapped.dbias is not None
     assert wrapped.dbias.shape == (48,)
     assert wrapped.dbias.dtype == float32
@@ -113,7 +117,8 @@ def test_bad_input(run):
     wrong = Quantized(with_it.rowwise, None, fp8.empty((8,), bfloat16, like=x))
     with pytest.raises(TypeError, match=r"out\.dbias: expected dtype float32"):
         fp8.quantize_tensor(x, 1.0, dbias=True, out=wrong)
-    overlapping = Quantized(with_it.rowwise, None, with_it.data.view(np.uint8).reshape(-1)[:32].view(np.float32))
+    overlapping = Quantized(with_it.rowwise, None,
+                            with_it.data.view(np.uint8).reshape(-1)[:32].view(np.float32))
     with pytest.raises(ValueError, match=r"out\.dbias: overlaps"):
         fp8.quantize_tensor(x, 1.0, dbias=True, out=overlapping)
 
@@ -150,7 +155,8 @@ def test_captured():
 
 @pytest.mark.gpu
 def test_a_graph_keeps_its_memory():
-    """Calls with another dtype, between capture and replay, use the memory for the sums of tiles that the graph knows."""
+    """Calls with another dtype, between capture and replay, use the memory for the sums of tiles that the
+    graph knows."""
     cp = fp8.xp
     values = cases.values("normal", (1000, 264), bfloat16)
     x, other = fp8.asarray(values, like="cupy"), fp8.asarray(values.astype(np.float32) * 3, like="cupy")

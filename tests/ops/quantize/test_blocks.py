@@ -1,5 +1,5 @@
-"""What quantize_block writes: every profile against an oracle of exact fractions on the edges, all bfloat16 values in a block; layouts,
-padding, squares, batches, memory orders."""
+"""What quantize_block writes: every profile against an oracle of exact fractions on the edges, all bfloat16
+values in a block; layouts, padding, squares, batches, memory orders."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from typing import Any
 import numpy as np
 import oracle
 import pytest
+from block_data import parts
 
 import cupy_fp8 as fp8
-from cupy_fp8 import Quantized, Scaled, cases, reference, testing
+from cupy_fp8 import cases, reference, testing
 from cupy_fp8.formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
 from cupy_fp8.recipes import BLOCK_PROFILES, BLOCKS
 from cupy_fp8.reference.quantize.blocks import scales_from_amax
 
 FORMAT = {float8_e4m3fn: oracle.E4M3FN, float8_e5m2: oracle.E5M2}
 MAXIMUM = {float8_e4m3fn: 448.0, float8_e5m2: 57344.0}
-LARGEST = {float32: float(np.finfo(np.float32).max), float16: 65504.0, bfloat16: float(np.uint32(0x7F7F0000).view(np.float32))}
+LARGEST = {float32: float(np.finfo(np.float32).max), float16: 65504.0,
+           bfloat16: float(np.uint32(0x7F7F0000).view(np.float32))}
 EPS = {"te": 0.0, "deepgemm": 1e-4, "tilekernels": 1e-4, "vllm": 1e-10, "sglang": 1e-10, "torchao": 1e-12}
 OPTIONS = list(itertools.product(BLOCK_PROFILES, (False, True)))
 options_parameter = pytest.mark.parametrize(("profile", "pow2"), OPTIONS)
@@ -33,20 +35,6 @@ def raw(a: Any) -> np.ndarray:
 
 def f32(a: Any) -> np.ndarray:
     return fp8.asnumpy(a)
-
-
-def parts(q: Quantized) -> list[Scaled]:
-    return [part for part in (q.rowwise, q.columnwise) if part is not None]
-
-
-def assert_same(actual: Quantized, desired: Quantized) -> None:
-    for mine, theirs in zip((actual.rowwise, actual.columnwise), (desired.rowwise, desired.columnwise), strict=True):
-        assert (mine is None) == (theirs is None)
-        if mine is not None and theirs is not None:
-            testing.assert_bytes_equal(mine.data, theirs.data)
-            testing.assert_bytes_equal(mine.scale_inv, theirs.scale_inv)
-            for name in ("shape", "transposed", "block", "scale_layout"):
-                assert getattr(mine, name) == getattr(theirs, name), name
 
 
 # ---- the definition, a second time: numbers as fractions, one rounding at a time ----
@@ -68,7 +56,8 @@ def product(a: float, b: float) -> float:
     if math.isnan(a) or math.isnan(b) or (math.isinf(a) and b == 0) or (math.isinf(b) and a == 0):
         return math.nan
     sign = math.copysign(1, a) * math.copysign(1, b)
-    return math.copysign(math.inf if math.isinf(a) or math.isinf(b) else fl(Fraction(abs(a)) * Fraction(abs(b))), sign)
+    return math.copysign(math.inf if math.isinf(a) or math.isinf(b)
+                         else fl(Fraction(abs(a)) * Fraction(abs(b))), sign)
 
 
 def quotient(a: float, b: float) -> float:
@@ -77,7 +66,8 @@ def quotient(a: float, b: float) -> float:
     sign = math.copysign(1, a) * math.copysign(1, b)
     if math.isinf(b) or a == 0:
         return math.copysign(0.0, sign)
-    return math.copysign(math.inf if math.isinf(a) or b == 0 else fl(Fraction(abs(a)) / Fraction(abs(b))), sign)
+    return math.copysign(math.inf if math.isinf(a) or b == 0 else fl(Fraction(abs(a)) / Fraction(abs(b))),
+                         sign)
 
 
 def power(v: float, up: bool) -> float:
@@ -86,7 +76,8 @@ def power(v: float, up: bool) -> float:
     return math.ldexp(1.0, exponent if up and fraction != 0.5 else exponent - 1)
 
 
-def scale_by_hand(amax: float, top: float, profile: str, pow2: bool, eps: float, largest: float) -> tuple[float, float]:
+def scale_by_hand(amax: float, top: float, profile: str, pow2: bool, eps: float,
+                  largest: float) -> tuple[float, float]:
     """(factor, scale_inv) by the tables of docs/numerics.md."""
     a = max(amax, fl(eps))
     if profile == "te":
@@ -110,29 +101,34 @@ def scale_by_hand(amax: float, top: float, profile: str, pow2: bool, eps: float,
 
 
 @functools.cache
-def edges_by_hand(source: Any, dtype: Any, profile: str, pow2: bool, eps: float) -> list[tuple[np.ndarray, np.float32]]:
+def edges_by_hand(source: Any, dtype: Any, profile: str, pow2: bool,
+                  eps: float) -> list[tuple[np.ndarray, np.float32]]:
     return [block_by_hand(block, dtype, profile, pow2, eps, LARGEST[source]) for block in edge_blocks(source)]
 
 
-def block_by_hand(block: np.ndarray, dtype: Any, profile: str, pow2: bool, eps: float, largest: float) -> tuple[np.ndarray, np.float32]:
+def block_by_hand(block: np.ndarray, dtype: Any, profile: str, pow2: bool, eps: float,
+                  largest: float) -> tuple[np.ndarray, np.float32]:
     x = [float(v) for v in block.astype(np.float32)]
-    factor, inv = scale_by_hand(max([0.0, *(abs(v) for v in x if v == v)]), MAXIMUM[dtype], profile, pow2, eps, largest)
+    factor, inv = scale_by_hand(max([0.0, *(abs(v) for v in x if v == v)]), MAXIMUM[dtype], profile, pow2,
+                                eps, largest)
     scaled = [quotient(v, inv) if profile == "vllm" and not pow2 else product(v, factor) for v in x]
     return FORMAT[dtype].encode(np.array(scaled), True), np.float32(inv)
 
 
 def edge_blocks(source: Any) -> np.ndarray:
     """Blocks of 32 elements: one large value, and what may go wrong beside it."""
-    tops = [0.0, -0.0, 2.0**-149, 2.0**-133, 2.0**-127, 2.0**-126, 1e-38, 1.2e-36, 1.3e-36, 1.4e-36, 448 * 2.0**-127, 448 * 2.0**-126,
-            448 * 2.0**-128, 1e-30, 1e-12, 1.5e-10, 9.99e-5, 1e-4, 1.0, 447.9, 448.0, 449.0, 480.0, 3.7, 57344.0, 61440.0, 65504.0, 1e30,
-            3.4e38, float(np.finfo(np.float32).max), math.inf, math.nan]
+    tops = [0.0, -0.0, 2.0**-149, 2.0**-133, 2.0**-127, 2.0**-126, 1e-38, 1.2e-36, 1.3e-36, 1.4e-36,
+            448 * 2.0**-127, 448 * 2.0**-126, 448 * 2.0**-128, 1e-30, 1e-12, 1.5e-10, 9.99e-5, 1e-4, 1.0,
+            447.9, 448.0, 449.0, 480.0, 3.7, 57344.0, 61440.0, 65504.0, 1e30, 3.4e38,
+            float(np.finfo(np.float32).max), math.inf, math.nan]
     x = np.zeros((2 * len(tops), 32), np.float32)
     with np.errstate(all="ignore"):
         for i, top in enumerate(tops):
             for sign, row in ((1, 2 * i), (-1, 2 * i + 1)):
                 x[row, row % 32] = sign * top
                 for k, part in enumerate((0.5, -0.3, 2.0**-9, 1.0, -(2.0**-130))):
-                    x[row, (row + 3 + k) % 32] = np.float32(part) * (np.float32(top) if np.isfinite(top) else np.float32(1000))
+                    x[row, (row + 3 + k) % 32] = np.float32(part) * (np.float32(top) if np.isfinite(top)
+                                                                     else np.float32(1000))
                 x[row, (row + 11) % 32] = -0.0
                 if sign < 0:
                     x[row, (row + 13) % 32] = math.nan
@@ -145,38 +141,46 @@ def edge_blocks(source: Any) -> np.ndarray:
 def test_by_hand(source, profile, pow2, run):
     x = edge_blocks(source)
     for dtype, eps in itertools.product(FP8_DTYPES, (None, 0.0, 1e-3)):
-        options = {"dtype": dtype, "profile": profile, "pow2_scale": pow2, "eps": eps, "scale_layout": "compact"}
+        options = {"dtype": dtype, "profile": profile, "pow2_scale": pow2, "eps": eps,
+                   "scale_layout": "compact"}
         row = fp8.quantize_block(run.array(x), block=(1, 32), **options)
         flipped = run.array(np.ascontiguousarray(x.T))
-        column = fp8.quantize_block(flipped, block=(1, 32), rowwise=False, columnwise=True, **options).columnwise
+        column = fp8.quantize_block(flipped, block=(1, 32), rowwise=False, columnwise=True,
+                                    **options).columnwise
         assert column is not None
-        for i, (codes, inv) in enumerate(edges_by_hand(source, dtype, profile, pow2, EPS[profile] if eps is None else eps)):
-            for data, scale_inv in ((raw(row.data)[i], f32(row.scale_inv)[i, 0]), (raw(column.data)[i], f32(column.scale_inv)[0, i])):
-                assert scale_inv.tobytes() == inv.tobytes(), (i, x[i].astype(np.float32).max(), scale_inv, inv)
+        for i, (codes, inv) in enumerate(edges_by_hand(source, dtype, profile, pow2, EPS[profile]
+                                                       if eps is None else eps)):
+            for data, scale_inv in ((raw(row.data)[i], f32(row.scale_inv)[i, 0]),
+                                    (raw(column.data)[i], f32(column.scale_inv)[0, i])):
+                assert scale_inv.tobytes() == inv.tobytes(), (i, x[i].astype(np.float32).max(), scale_inv,
+                                                              inv)
                 np.testing.assert_array_equal(data, codes, err_msg=str((i, dtype, eps)))
 
 
 @pytest.mark.full
 @options_parameter
 def test_every_bfloat16_in_a_block(profile, pow2, run):
-    """Alone among zeros, along rows and (a block of one element) down columns; the scales against the table in f64."""
+    """Alone among zeros, along rows and (a block of one element) down columns; the scales against the table
+    in f64."""
     patterns = oracle.patterns(oracle.BFLOAT16)
     x = np.zeros((patterns.size, 32), bfloat16)
     place = np.arange(patterns.size), np.arange(patterns.size) % 32
     x[place] = patterns
     for dtype in FP8_DTYPES:
-        options: dict[str, Any] = {"dtype": dtype, "profile": profile, "pow2_scale": pow2, "block": (1, 32), "scale_layout": "compact"}
+        options: dict[str, Any] = {"dtype": dtype, "profile": profile, "pow2_scale": pow2, "block": (1, 32),
+                                   "scale_layout": "compact"}
         want = reference.quantize_block(x, **options)
-        assert_same(fp8.quantize_block(run.array(x), **options), want)
-        column = fp8.quantize_block(run.array(patterns.reshape(1, -1)), rowwise=False, columnwise=True, **options).columnwise
+        testing.assert_bytes_equal(fp8.quantize_block(run.array(x), **options), want)
+        column = fp8.quantize_block(run.array(patterns.reshape(1, -1)), rowwise=False, columnwise=True,
+                                    **options).columnwise
         assert column is not None
         np.testing.assert_array_equal(f32(column.scale_inv).reshape(-1), f32(want.scale_inv).reshape(-1))
         np.testing.assert_array_equal(raw(column.data).reshape(-1), raw(want.data)[place])
     values = patterns.astype(np.float32)[::37]
     for dtype in FP8_DTYPES:
         amax = np.where(np.isnan(values), 0, np.abs(values)).astype(np.float32)
-        factor, inv = scales_from_amax(amax, np.float32(MAXIMUM[dtype]), profile, np.float32(EPS[profile]), pow2,
-                                       np.float32(LARGEST[bfloat16]))
+        factor, inv = scales_from_amax(amax, np.float32(MAXIMUM[dtype]), profile, np.float32(EPS[profile]),
+                                       pow2, np.float32(LARGEST[bfloat16]))
         for i, a in enumerate(amax):
             hand = scale_by_hand(float(a), MAXIMUM[dtype], profile, pow2, EPS[profile], LARGEST[bfloat16])
             assert (float(factor[i]), float(inv[i])) == hand, a
@@ -184,31 +188,38 @@ def test_every_bfloat16_in_a_block(profile, pow2, run):
 
 @pytest.mark.parametrize("dtype", FP8_DTYPES, ids=str)
 def test_quotients_next_to_ties(dtype, run):
-    """vllm divides: elements whose quotients are the floats nearest to ties between two codes, of scales with any significand."""
+    """vllm divides: elements whose quotients are the floats nearest to ties between two codes, of scales
+    with any significand."""
     amax = np.random.default_rng(0).uniform(256, 512, 256).astype(np.float32)
     s = (amax / np.float32(MAXIMUM[dtype]))[:, None]
-    ties = np.arange(1, 32, 2, dtype=np.float32) * np.float32(2.0**-10 if dtype == float8_e4m3fn else 2.0**-17)
-    around = np.concatenate([ties, 16 * ties])                          # ties of subnormal codes among them, and of normal ones alone
+    ties = np.arange(1, 32, 2, dtype=np.float32) * np.float32(2.0**-10 if dtype == float8_e4m3fn
+                                                              else 2.0**-17)
+    # ties of subnormal codes among them, and of normal ones alone
+    around = np.concatenate([ties, 16 * ties])
     x = (around * s).view(np.int32)[:, :, None] + np.arange(-1, 2, dtype=np.int32)
     x = np.concatenate([amax[:, None], x.reshape(len(amax), -1).view(np.float32)], axis=1)
-    for columns in (x.shape[1], 100, 128):                              # of any shape, in panels, in whole blocks
+    # of any shape, in panels, in whole blocks
+    for columns in (x.shape[1], 100, 128):
         given = np.pad(x, ((0, 0), (0, columns - x.shape[1])))
         for shown, columnwise in ((given, False), (np.ascontiguousarray(given.T), True)):
             options = {"dtype": dtype, "profile": "vllm", "columnwise": columnwise}
-            assert_same(fp8.quantize_block(run.array(shown), **options), reference.quantize_block(shown, **options))
+            testing.assert_bytes_equal(fp8.quantize_block(run.array(shown), **options),
+                        reference.quantize_block(shown, **options))
 
 
 def test_power_of_two_scales_are_the_formula():
     """With pow2_scale every profile's scale_inv is 2^ceil(log2(amax / max)) in the normal range."""
     amax = np.random.default_rng(0).integers(0x20000000, 0x7F000000, 4096, np.uint32).view(np.float32)
     exact = np.float32(448) * np.exp2(np.arange(-60, 60)).astype(np.float32)
-    amax = np.concatenate([amax, exact, np.nextafter(exact, np.float32(np.inf)), np.nextafter(exact, np.float32(0))])
+    amax = np.concatenate([amax, exact, np.nextafter(exact, np.float32(np.inf)),
+                           np.nextafter(exact, np.float32(0))])
     want = [Fraction(2) ** (math.frexp(float(a) / 448)[1] + 2) for a in amax]
     for i, a in enumerate(amax):
         while want[i] / 2 >= Fraction(float(a)) / 448:
             want[i] /= 2
     for profile in BLOCK_PROFILES:
-        _, inv = scales_from_amax(amax, np.float32(448), profile, np.float32(0), True, np.float32(LARGEST[float32]))
+        _, inv = scales_from_amax(amax, np.float32(448), profile, np.float32(0), True,
+                                  np.float32(LARGEST[float32]))
         np.testing.assert_array_equal(inv, np.array([float(w) for w in want], np.float32))
 
 
@@ -229,17 +240,21 @@ def test_layouts_hold_the_same_scales(shape, block, run):
     """Padding is 0, and data do not depend on the layout."""
     host = cases.values("normal", shape, bfloat16)
     for transposed in (False, True):
-        compact, *others = (fp8.quantize_block(run.array(host), block=block, columnwise=True, transposed=transposed, scale_layout=layout)
-                            for layout in ("compact", "gemm_ready", "deepgemm_sm90") if 1 in block or layout != "deepgemm_sm90")
+        compact, *others = (fp8.quantize_block(run.array(host), block=block, columnwise=True,
+                                               transposed=transposed, scale_layout=layout)
+                            for layout in ("compact", "gemm_ready", "deepgemm_sm90") if 1 in block
+                            or layout != "deepgemm_sm90")
         for other in others:
-            for a, b in zip(parts(compact), parts(other), strict=True):
+            for a, b in zip(parts(compact), parts(other),
+                            strict=True):
                 testing.assert_bytes_equal(a.data, b.data)
                 plain, padded = f32(a.scale_inv), f32(b.scale_inv)
                 if a.block is not None and a.block[0] == 1:
                     plain = plain.swapaxes(-1, -2)
                 lines = plain.shape[-1]
                 assert padded.shape == (*plain.shape[:-1], -(-lines // 4) * 4)
-                testing.assert_bytes_equal(np.ascontiguousarray(padded[..., :lines]), np.ascontiguousarray(plain))
+                testing.assert_bytes_equal(np.ascontiguousarray(padded[..., :lines]),
+                                           np.ascontiguousarray(plain))
                 assert not padded[..., lines:].any()
                 testing.assert_bytes_equal(a.dequantize(), b.dequantize())
                 testing.assert_bytes_equal(a.T.dequantize(), b.T.dequantize())
@@ -251,11 +266,14 @@ def test_layouts_hold_the_same_scales(shape, block, run):
 
 @pytest.mark.parametrize("shape", [(1, 1), (144, 264), (130, 257), (2, 133, 144)], ids=str)
 def test_squares_are_the_same_in_both_directions(shape, run):
-    q = fp8.quantize_block(run.array(cases.values("normal", shape, float32)), block=(128, 128), columnwise=True, scale_layout="compact")
+    q = fp8.quantize_block(run.array(cases.values("normal", shape, float32)), block=(128, 128),
+                           columnwise=True, scale_layout="compact")
     row, column = parts(q)
-    testing.assert_bytes_equal(np.ascontiguousarray(f32(column.scale_inv).swapaxes(-1, -2)), f32(row.scale_inv))
+    testing.assert_bytes_equal(np.ascontiguousarray(f32(column.scale_inv).swapaxes(-1, -2)),
+                               f32(row.scale_inv))
     np.testing.assert_array_equal(raw(column.data).swapaxes(-1, -2), raw(row.data))
-    both = fp8.quantize_block(run.array(cases.values("normal", shape, float32)), block=(128, 128), columnwise=True, transposed=False)
+    both = fp8.quantize_block(run.array(cases.values("normal", shape, float32)), block=(128, 128),
+                              columnwise=True, transposed=False)
     assert both.columnwise is both.rowwise
 
 
@@ -263,7 +281,8 @@ def test_a_block_names_the_rowwise_tile(run):
     """(128, 1) is (1, 128) of the transposed array."""
     host = cases.values("normal", (130, 300), float16)
     down = fp8.quantize_block(run.array(host), block=(128, 1), columnwise=True, scale_layout="compact")
-    along = fp8.quantize_block(run.array(np.ascontiguousarray(host.T)), block=(1, 128), columnwise=True, scale_layout="compact")
+    along = fp8.quantize_block(run.array(np.ascontiguousarray(host.T)), block=(1, 128), columnwise=True,
+                               scale_layout="compact")
     row, column = parts(down)
     row_t, column_t = parts(along)
     assert (row.block, row.transposed, column.block, column.transposed) == ((128, 1), False, (1, 128), True)

@@ -1,337 +1,384 @@
-"""How quantize_block is called: which kernel runs, out=, noop, BlockScaling, errors; on a GPU captured graphs, more than 2**31 elements."""
+"""How quantize_block and quantize_mx are called: which kernel runs, out=, noop, recipes, and what they
+refuse."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from test_blocks import assert_same, parts, raw
 
 import cupy_fp8 as fp8
-from cupy_fp8 import BlockScaling, Quantized, Scaled, backend, cases, reference, testing
-from cupy_fp8.arrays import bits
+from cupy_fp8 import BlockScaling, MXScaling, Quantized, Scaled, cases, reference, testing
+from cupy_fp8.arrays import address
+from cupy_fp8.cases.base import DIRECTIONS
 from cupy_fp8.formats import bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float16, float32
 from cupy_fp8.kernels import Variant
 
-SQUARE = (128, 128)
-DIRECTIONS: tuple[dict[str, bool], ...] = ({}, {"rowwise": False, "columnwise": True}, {"columnwise": True},
-                                           {"columnwise": True, "transposed": False})
+
+class Quantiser(NamedTuple):
+    function: Callable[..., Quantized]
+    definition: Callable[..., Quantized]
+    recipe: type[Any]
+
+
+BLOCK = Quantiser(fp8.quantize_block, reference.quantize_block, BlockScaling)
+MX = Quantiser(fp8.quantize_mx, reference.quantize_mx, MXScaling)
+of_either = pytest.mark.parametrize("op", [BLOCK, MX], ids=["block", "mx"])
+SQUARES, SQUARES_32 = {"block": (128, 128)}, {"block": (32, 32)}
+COLUMN, BOTH, T, NOT_T = {"rowwise": False}, {"columnwise": True}, {"transposed": True}, {"transposed": False}
+
+
+def arrays(q: Quantized) -> list[Any]:
+    return [a for _, part in q._parts() for a in part]
+
+
+def raw(a: Any) -> np.ndarray:
+    return fp8.asnumpy(a).view(np.uint8)
 
 
 def poison(q: Quantized) -> None:
-    for a in itertools.chain(*parts(q)):
-        cases.poison(a)
+    for a in arrays(q):
+        if not isinstance(a, np.ndarray) or a.flags.writeable:
+            cases.poison(a)
 
 
 def is_poison(q: Quantized) -> bool:
-    return all((raw(a) == 0xAA).all() for a in itertools.chain(*parts(q)))
-
-
-def addresses(q: Quantized) -> list[tuple[int, int]]:
-    return [(id(a), a.ctypes.data if isinstance(a, np.ndarray) else a.data.ptr) for a in itertools.chain(*parts(q))]
+    return all((raw(a) == 0xAA).all() for a in arrays(q))
 
 
 # ---- which kernel ----
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Launches, which happen in name only: the entry, with FAST and SLOW where it is made for wide accesses."""
+    """Launches, which happen in name only: the entry, with FAST and SLOW where it is made for wide
+    accesses."""
     seen: list[str] = []
 
     def launch(self: Variant, *_: Any) -> None:
         d = dict(self.defines)
-        wide = f" {d['FAST']}{d['SLOW']}" + " square" * (d["SQUARE"] == "1") if d.get("ALIGNED") == "1" else ""
-        seen.append(self.kernel.entry.removeprefix("quantize_block_") + wide + " divide" * (d.get("DIVIDE") == "1"))
+        square, divide = " square" * (d.get("SQUARE") == "1"), " divide" * (d.get("DIVIDE") == "1")
+        wide = f" {d['FAST']}{d['SLOW']}{square}" if d.get("ALIGNED") == "1" else ""
+        seen.append(self.kernel.entry.rpartition("_")[2] + wide + divide)
 
     monkeypatch.setattr(Variant, "launch", launch)
     with testing.executor("host"):
         yield seen
 
 
-@pytest.mark.parametrize(("shape", "swapped", "options", "kernels"), [
-    ((100, 128), False, {}, ["rows"]),
-    ((100, 128), False, {"scale_layout": "compact", "profile": "vllm"}, ["rows divide"]),
-    ((100, 128), False, {"block": (1, 64)}, ["tile 10"]),
-    ((100, 128), False, {"columnwise": True}, ["tile"]),                                  # transposed rows at odd multiples of 4
-    ((128, 100), True, {"rowwise": False}, ["rows"]),
-    ((100, 128), False, {"block": (128, 1), "rowwise": False, "transposed": False}, ["rows"]),
-    ((100, 96), False, {}, ["tile 10"]),
-    ((100, 96), False, {"block": (1, 32)}, ["tile 10"]),
-    ((100, 96), False, {"profile": "vllm"}, ["tile 10 divide"]),
-    ((100, 96), False, {"profile": "vllm", "pow2_scale": True}, ["tile 10"]),
-    ((96, 100), False, {"rowwise": False}, ["tile 02"]),
-    ((100, 96), False, {"rowwise": False, "transposed": False}, ["tile 01"]),
-    ((96, 100), False, {"columnwise": True}, ["tile 12"]),
-    ((96, 100), False, {"columnwise": True, "transposed": False}, ["tile 11"]),
-    ((96, 100), False, {"columnwise": True, "profile": "vllm"}, ["tile divide"]),
-    ((100, 96), False, {"block": SQUARE}, ["tile 10 square"]),
-    ((96, 100), False, {"block": SQUARE, "rowwise": False}, ["tile 02 square"]),
-    ((96, 100), False, {"block": SQUARE, "columnwise": True}, ["tile 12 square"]),
-    ((96, 100), False, {"block": SQUARE, "columnwise": True, "transposed": False}, ["tile 10 square"]),
-    ((96, 100), False, {"block": (128, 1)}, ["tile 01"]),
-    ((96, 100), False, {"block": (128, 1), "columnwise": True}, ["tile"]),                # a way to store that is rare
-    ((100, 96), True, {}, ["tile 02"]),
-    ((100, 96), True, {"rowwise": False}, ["tile 10"]),
-    ((100, 96), True, {"columnwise": True}, ["tile 12"]),
-    ((96, 101), False, {"columnwise": True}, ["tile"]),                                   # rows at odd addresses
-    ((100, 104), False, {"columnwise": True}, ["tile"]),                                  # transposed rows at odd multiples of 8
-    ((96, 100), False, {"block": (1, None)}, ["lines"]),
-    ((96, 100), False, {"block": (1, None), "columnwise": True}, ["lines", "lines"]),
-], ids=str)
-def test_which_kernel(shape, swapped, options, kernels, launched):
+@pytest.mark.parametrize(("op", "shape", "swapped", "options", "kernels"), [
+    (BLOCK, (100, 128), False, {}, "rows"),
+    (BLOCK, (100, 128), False, {"scale_layout": "compact", "profile": "vllm"}, "rows divide"),
+    (BLOCK, (100, 128), False, {"block": (1, 64)}, "tile 10"),
+    # transposed rows at odd multiples of 4
+    (BLOCK, (100, 128), False, BOTH, "tile"),
+    (BLOCK, (128, 100), True, COLUMN, "rows"),
+    (BLOCK, (100, 128), False, {"block": (128, 1), **COLUMN, **NOT_T}, "rows"),
+    (BLOCK, (100, 96), False, {}, "tile 10"),
+    (BLOCK, (100, 96), False, {"block": (1, 32)}, "tile 10"),
+    (BLOCK, (100, 96), False, {"profile": "vllm"}, "tile"),
+    (BLOCK, (100, 96), False, {"profile": "vllm", "pow2_scale": True}, "tile 10"),
+    (BLOCK, (96, 100), False, COLUMN, "tile 02"),
+    # ways to store that are rare
+    (BLOCK, (100, 96), False, {**COLUMN, **NOT_T}, "tile"),
+    (BLOCK, (96, 100), False, BOTH, "tile 12"),
+    (BLOCK, (96, 100), False, {**BOTH, **NOT_T}, "tile"),
+    (BLOCK, (96, 100), False, {**BOTH, "profile": "vllm"}, "tile"),
+    (BLOCK, (100, 96), False, SQUARES, "tile 10 square"),
+    (BLOCK, (96, 100), False, {**SQUARES, **COLUMN}, "tile 02 square"),
+    (BLOCK, (96, 100), False, {**SQUARES, **BOTH}, "tile 12 square"),
+    (BLOCK, (96, 100), False, {**SQUARES, **BOTH, **NOT_T}, "tile 10 square"),
+    (BLOCK, (96, 100), False, {"block": (128, 1)}, "tile"),
+    (BLOCK, (96, 100), False, {"block": (128, 1), **BOTH}, "tile"),
+    (BLOCK, (100, 96), True, {}, "tile 02"),
+    (BLOCK, (100, 96), True, COLUMN, "tile 10"),
+    (BLOCK, (100, 96), True, BOTH, "tile 12"),
+    (BLOCK, (96, 101), False, BOTH, "tile"),                                        # rows at odd addresses
+    # transposed rows at odd multiples of 8
+    (BLOCK, (100, 104), False, BOTH, "tile"),
+    (BLOCK, (96, 100), False, {"block": (1, None)}, "lines"),
+    (BLOCK, (96, 100), False, {"block": (1, None), **BOTH}, "lines, lines"),
+    (MX, (256, 128), False, {}, "rows"),
+    (MX, (256, 128), False, {"scale_layout": "swizzled"}, "tile 10"),
+    # its scales leave in whole tiles
+    (MX, (100, 96), False, {"scale_layout": "swizzled"}, "tile 10"),
+    (MX, (100, 96), False, {}, "rows"),
+    (MX, (100, 100), False, {}, "tile 10"),
+    (MX, (100, 96), False, SQUARES_32, "tile 01"),
+    (MX, (100, 96), False, COLUMN, "tile 01"),
+    (MX, (96, 100), False, {**COLUMN, **T}, "tile 02"),
+    (MX, (96, 100), False, BOTH, "tile 11"),
+    (MX, (96, 100), False, {**BOTH, **T}, "tile 12"),
+    (MX, (96, 100), False, {**BOTH, **T, **SQUARES_32}, "tile 12"),
+    (MX, (96, 100), False, {**BOTH, **SQUARES_32}, "tile 01"),
+    (MX, (100, 96), True, {}, "tile 02"),
+    (MX, (100, 96), True, COLUMN, "tile 20"),
+    # scales of neighbouring rows adjoin
+    (MX, (100, 96), True, {**COLUMN, **T}, "tile 10"),
+    (MX, (96, 96), True, {**COLUMN, **T, "scale_layout": "swizzled"}, "tile 10"),
+    (MX, (96, 128), True, {**COLUMN, **T, "scale_layout": "swizzled"}, "tile 10"),
+    (MX, (100, 96), True, BOTH, "tile"),                                            # both stored transposed
+    (MX, (100, 96), True, {**BOTH, **T}, "tile 12"),
+    (MX, (100, 96), True, {**BOTH, **SQUARES_32}, "tile 02"),
+    (MX, (96, 101), False, BOTH, "tile"),                                           # rows at odd addresses
+    # transposed rows at odd multiples of 8
+    (MX, (100, 104), False, {**BOTH, **T}, "tile"),
+], ids=lambda v: v.function.__name__ if isinstance(v, Quantiser) else str(v))
+def test_which_kernel(op, shape, swapped, options, kernels, launched):
     options = {"columnwise": not options.get("rowwise", True), **options}
     x = np.zeros(shape[::-1] if swapped else shape, np.float32)
-    fp8.quantize_block(x.T if swapped else x, **options)
-    assert launched == kernels
+    op.function(x.T if swapped else x, **options)
+    assert ", ".join(launched) == kernels
 
 
 def test_empty_arrays_launch_nothing(launched):
-    for shape, block in itertools.product(((0, 5), (5, 0), (0, 0), (3, 0, 4), (0, 2, 2)), ((1, 128), SQUARE, (1, None))):
-        fp8.quantize_block(np.zeros(shape, np.float32), block=block, columnwise=True)
+    for shape in ((0, 5), (5, 0), (0, 0), (3, 0, 4), (0, 2, 2)):
+        x = np.zeros(shape, np.float32)
+        for block in ((1, 128), (128, 128), (1, None)):
+            fp8.quantize_block(x, block=block, columnwise=True)
+        fp8.quantize_mx(x, columnwise=True, scale_layout="swizzled")
     assert launched == []
 
 
-# ---- out=, noop, recipe ----
-@pytest.mark.parametrize("directions", DIRECTIONS, ids=str)
-@pytest.mark.parametrize("block", [(1, 128), SQUARE, (1, None)], ids=str)
-def test_a_result_is_written_in_place(directions, block, run):
-    out = fp8.quantize_block(run.array(cases.values("normal", (50, 64), bfloat16)), block=block, **directions)
-    before = addresses(out)
-    for seed in range(3):
-        host = cases.values("bits", (50, 64), bfloat16, seed)
-        poison(out)
-        assert fp8.quantize_block(run.array(host), block=block, out=out, **directions) is out
-        assert addresses(out) == before
-        assert_same(out, reference.quantize_block(host, block=block, **directions))
+# ---- out=, noop, recipes ----
+@pytest.mark.parametrize(("op", "block"), [(BLOCK, (1, 128)), (BLOCK, (128, 128)), (BLOCK, (1, None)),
+                                           (MX, (1, 32)), (MX, (32, 32))])
+def test_a_result_is_written_in_place(op, block, run):
+    for directions, transposed in itertools.product(DIRECTIONS[:3], (False, True)):
+        options = {**directions, "transposed": transposed, "block": block}
+        out = op.function(run.array(cases.values("normal", (50, 64), bfloat16)), **options)
+        before = [(id(a), address(a)) for a in arrays(out)]
+        for seed in range(3):
+            host = cases.values("bits", (50, 64), bfloat16, seed)
+            poison(out)
+            assert op.function(run.array(host), out=out, **options) is out
+            assert [(id(a), address(a)) for a in arrays(out)] == before
+            testing.assert_bytes_equal(out, op.definition(host, **options))
 
 
-@pytest.mark.parametrize("options", [{}, {"block": (1, 64)}, {"columnwise": True}, {"columnwise": True, "block": SQUARE},
-                                     {"block": (1, None)}], ids=str)
-def test_noop(options, run):
+@pytest.mark.parametrize(("op", "options"), [
+    (BLOCK, {}), (BLOCK, {"block": (1, 64)}), (BLOCK, BOTH), (BLOCK, {**BOTH, **SQUARES}),
+    (BLOCK, {"block": (1, None)}),
+    (MX, {}), (MX, BOTH), (MX, {**BOTH, **T}), (MX, {**BOTH, **SQUARES_32})])
+def test_noop(op, options, run):
     host = cases.values("normal", (40, 128), bfloat16)
     x = run.array(host)
-    out, flag = fp8.quantize_block(x, **options), run.array(np.ones(1, np.float32))
+    out, flag = op.function(x, **options), run.array(np.ones(1, np.float32))
     for value in (1.0, 0.0, 1.0, float("nan"), 2.0):
         poison(out)
         flag.fill(value)
-        assert fp8.quantize_block(x, noop=flag, out=out, **options) is out
+        assert op.function(x, noop=flag, out=out, **options) is out
         if value == 1.0:
             assert is_poison(out)
         else:
-            assert_same(out, reference.quantize_block(host, **options))
+            testing.assert_bytes_equal(out, op.definition(host, **options))
 
 
-@pytest.mark.parametrize("lead", [4, 8, 12])
-def test_results_at_any_address(lead, run):
+@pytest.mark.parametrize(("op", "layout", "lead"), [
+    *itertools.product([BLOCK], ("gemm_ready", "compact"), (4, 8, 12)),
+    *itertools.product([MX], ("compact", "swizzled"), (1, 2, 4, 8))])
+def test_results_at_any_address(op, layout, lead, run):
     """Every array of the result starts `lead` bytes into a buffer; what surrounds it stays."""
-    for shape, layout in itertools.product([(128, 128), (300, 96), (33, 65)], ("gemm_ready", "compact")):
-        host = cases.values("normal", shape, bfloat16)
-        want = reference.quantize_block(host, columnwise=True, scale_layout=layout)
+    directions = DIRECTIONS[:3] if op is MX else DIRECTIONS[2:3]
+    for shape, transposed, d in itertools.product([(128, 128), (300, 96), (64, 100), (33, 65)], (False, True),
+                                                  directions):
+        host, options = cases.values("normal", shape, bfloat16), {**d, "transposed": transposed,
+                                                                  "scale_layout": layout}
+        want = op.definition(host, **options)
         buffers, found = [], {}
-        for name, part in (("rowwise", want.rowwise), ("columnwise", want.columnwise)):
-            assert part is not None
+        for name, part in want._parts():
             pair = []
             for a in part:
-                buffer = run.array(np.full(a.nbytes + lead + 16, 0xAA, np.uint8))
-                buffers.append((buffer, a.nbytes))
-                pair.append(buffer[lead : lead + a.nbytes].view(a.dtype).reshape(a.shape))
+                buffers.append((run.array(np.full(a.nbytes + lead + 16, 0xAA, np.uint8)), a.nbytes))
+                pair.append(buffers[-1][0][lead : lead + a.nbytes].view(a.dtype).reshape(a.shape))
             found[name] = Scaled(pair[0], pair[1], part.shape, part.transposed, part.block, part.scale_layout)
         out = Quantized(**found)
-        fp8.quantize_block(run.array(host), columnwise=True, scale_layout=layout, out=out)
-        assert_same(out, want)
+        op.function(run.array(host), out=out, **options)
+        testing.assert_bytes_equal(out, want)
         for buffer, nbytes in buffers:
             assert set(np.delete(raw(buffer), slice(lead, lead + nbytes)).tolist()) == {0xAA}
 
 
-@pytest.mark.parametrize("recipe", [
-    BlockScaling(), BlockScaling(SQUARE, float8_e5m2, 1e-3, False, "deepgemm", "compact"), BlockScaling((1, None), profile="vllm"),
-    BlockScaling(block=(128, 1), dtype="float8_e5m2", profile="sglang", scale_layout="deepgemm_sm90"),
-], ids=str)
-def test_recipe(recipe, run):
+@pytest.mark.parametrize(("op", "recipe"), [
+    (BLOCK, BlockScaling()),
+    (BLOCK, BlockScaling((128, 128), float8_e5m2, 1e-3, False, "deepgemm", "compact")),
+    (BLOCK, BlockScaling((1, None), profile="vllm")),
+    (BLOCK, BlockScaling(block=(128, 1), dtype="float8_e5m2", profile="sglang",
+                         scale_layout="deepgemm_sm90")),
+    (MX, MXScaling()), (MX, MXScaling(float8_e5m2, "floor", "torchao", (32, 32), "swizzled")),
+    (MX, MXScaling(dtype="float8_e5m2", mode="even", scale_layout="swizzled"))], ids=str)
+def test_recipe(op, recipe, run):
     host = cases.values("bits", (2, 40, 70), float16)
-    x = run.array(host)
-    for row, column in ((True, False), (False, True), (True, True)):
-        want = reference.quantize_block(host, block=recipe.block, dtype=recipe.dtype, rowwise=row, columnwise=column, eps=recipe.eps,
-                                        pow2_scale=recipe.pow2_scale, profile=recipe.profile, scale_layout=recipe.scale_layout)
-        assert_same(recipe.quantize(x, rowwise=row, columnwise=column), want)
-        empty = recipe.empty(x.shape, rowwise=row, columnwise=column, like=x)
-        assert recipe.quantize(x, rowwise=row, columnwise=column, out=empty) is empty
-        assert_same(empty, want)
-        pairs = {name: tuple(getattr(empty, name)) for name, on in (("rowwise", row), ("columnwise", column)) if on}
-        wrapped = recipe.empty(x.shape, rowwise=row, columnwise=column, buffers=pairs)
-        for part, original in zip(parts(wrapped), parts(empty), strict=True):
-            assert part.data is original.data
-            assert part.scale_inv is original.scale_inv
+    x, options = run.array(host), {field.name: getattr(recipe, field.name) for field in fields(recipe)}
+    for directions in DIRECTIONS[:3]:
+        want = op.definition(host, **directions, **options)
+        testing.assert_bytes_equal(recipe.quantize(x, **directions), want)
+        empty = recipe.empty(x.shape, like=x, **directions)
+        assert recipe.quantize(x, out=empty, **directions) is empty
+        testing.assert_bytes_equal(empty, want)
+        pairs = {name: tuple(part) for name, part in empty._parts()}
+        wrapped = recipe.empty(x.shape, buffers=pairs, **directions)
+        assert [id(a) for a in arrays(wrapped)] == [id(a) for a in arrays(empty)]
+        assert recipe.quantize(x, out=wrapped, **directions) is wrapped
 
 
 def test_recipes_are_values():
     assert BlockScaling(dtype="float8_e5m2") == BlockScaling((1, 128), float8_e5m2)
+    assert MXScaling("float8_e5m2") == MXScaling(float8_e5m2)
     assert len({BlockScaling(), BlockScaling(), BlockScaling(profile="vllm")}) == 2
+    assert len({MXScaling(), MXScaling(), MXScaling(mode="floor")}) == 2
+    with pytest.raises(AttributeError):
+        MXScaling().mode = "floor"      # type: ignore[misc]
 
 
-# ---- errors ----
+def test_scales_and_metadata():
+    q = fp8.quantize_mx(np.ones((40, 70), np.float32), columnwise=True, scale_layout="swizzled")
+    facts = [(part.shape, part.block, part.scale_layout, part.transposed, part.dtype, part.scale_inv.dtype,
+              part.scale_inv.shape)
+             for _, part in q._parts()]
+    assert facts == [((40, 70), block, "swizzled", False, float8_e4m3fn, float8_e8m0fnu, (128, 4))
+                     for block in ((1, 32), (32, 1))]
+    assert q.nbytes == 2 * (40 * 70 + 512)
+
+
+# ---- what is refused ----
 X = np.ones((4, 64), np.float32)
-BAD: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
-    (TypeError, "^x: expected dtype bfloat16, float16, float32, got float64", (np.ones((2, 2)),), {}),
-    (TypeError, "^x: expected a numpy.ndarray or cupy.ndarray, got list", ([[1.0]],), {}),
-    (ValueError, r"^x: expected an array of two or three dimensions, got shape \(64,\)", (np.ones(64, np.float32),), {}),
-    (ValueError, "^x: expected an array of two or three dimensions", (np.ones((2, 2, 2, 2), np.float32),), {}),
-    (TypeError, "^dtype: expected one of float8_e4m3fn, float8_e5m2, got float8_e8m0fnu", (X,), {"dtype": float8_e8m0fnu}),
-    (ValueError, r"^profile: expected one of \('te', .*'torchao'\), got 'TE'", (X,), {"profile": "TE"}),
-    (ValueError, r"^block: expected one of \(\(1, 128\), .*, got \(1, 16\)", (X,), {"block": (1, 16)}),
-    (ValueError, "^block: expected one of", (X,), {"block": [1, 128]}),
-    (ValueError, "^block: expected one of", (X,), {"block": 128}),
-    (ValueError, "^block: expected", (X,), {"block": (1, 128.0)}),
-    (ValueError, r"^scale_layout: expected one of .*, got 'swizzled'", (X,), {"scale_layout": "swizzled"}),
-    (ValueError, "^scale_layout: 'deepgemm_sm90' belongs to blocks along", (X,), {"scale_layout": "deepgemm_sm90", "block": SQUARE}),
-    (ValueError, "^eps: expected a finite float32 of 0 or more, got -1", (X,), {"eps": -1}),
-    (ValueError, "^eps: expected a finite float32", (X,), {"eps": float("nan")}),
-    (TypeError, "^eps: expected a number", (X,), {"eps": "0"}),
-    (TypeError, "^pow2_scale: expected True, False or None", (X,), {"pow2_scale": "yes"}),
-    (ValueError, "^rowwise, columnwise: expected at least one", (X,), {"rowwise": False}),
-    (ValueError, "^noop: needs out=", (X,), {"noop": np.zeros(1, np.float32)}),
-    (TypeError, "^noop: expected dtype float32", (X,), {"noop": np.zeros(1)}),
-    (ValueError, "^noop: expected one element", (X,), {"noop": np.zeros(2, np.float32)}),
-    (TypeError, "^out: expected a Quantized", (X,), {"out": X}),
-]
+E8M0 = np.zeros((4, 2), float8_e8m0fnu)
 
 
-@pytest.mark.parametrize(("error", "message", "args", "kwargs"), BAD, ids=[f"{i}" for i in range(len(BAD))])
-def test_refused(error, message, args, kwargs, run):
-    args, kwargs = run.array_arguments(args, kwargs)
+@of_either
+@pytest.mark.parametrize("shape", [(64,), (2, 2, 2, 2), (1, 1, 1, 2)], ids=str)
+def test_x_has_two_or_three_dimensions(op, shape):
+    for x in (np.ones(shape, np.float32), np.ones(shape, np.float32).T):
+        with pytest.raises(ValueError, match=r"^x: expected an array of two or three dimensions, got shape"):
+            op.function(x)
+
+
+@pytest.mark.parametrize(("op", "error", "message", "options"), [
+    (BLOCK, TypeError, "^dtype: expected one of float8_e4m3fn, float8_e5m2, got float8_e8m0fnu",
+     {"dtype": float8_e8m0fnu}),
+    (BLOCK, ValueError, r"^profile: expected one of \('te', .*'torchao'\), got 'TE'", {"profile": "TE"}),
+    (BLOCK, ValueError, r"^block: expected one of \(\(1, 128\), .*, got \(1, 16\)", {"block": (1, 16)}),
+    (BLOCK, ValueError, "^block: expected one of", {"block": [1, 128]}),
+    (BLOCK, ValueError, "^block: expected one of", {"block": 128}),
+    (BLOCK, ValueError, "^block: expected", {"block": (1, 128.0)}),
+    (BLOCK, ValueError, r"^scale_layout: expected one of .*, got 'swizzled'", {"scale_layout": "swizzled"}),
+    (BLOCK, ValueError, "^scale_layout: 'deepgemm_sm90' belongs to blocks along",
+     {"scale_layout": "deepgemm_sm90", **SQUARES}),
+    (BLOCK, ValueError, "^eps: expected a finite float32 of 0 or more, got -1", {"eps": -1}),
+    (BLOCK, ValueError, "^eps: expected a finite float32", {"eps": float("nan")}),
+    (BLOCK, TypeError, "^eps: expected a number", {"eps": "0"}),
+    (BLOCK, TypeError, "^pow2_scale: expected True, False or None", {"pow2_scale": "yes"}),
+    (BLOCK, ValueError, "^rowwise, columnwise: expected at least one", COLUMN),
+    (MX, TypeError, "^dtype: expected one of float8_e4m3fn, float8_e5m2, got float8_e8m0fnu",
+     {"dtype": float8_e8m0fnu}),
+    (MX, ValueError, r"^mode: expected one of \('rceil', 'floor', 'ceil', 'even'\), got 'round'",
+     {"mode": "round"}),
+    (MX, ValueError, "^mode: expected one of", {"mode": None}),
+    (MX, ValueError, r"^profile: expected one of \('te', 'torchao'\), got 'ocp'", {"profile": "ocp"}),
+    (MX, ValueError, r"^block: expected one of \(\(1, 32\), \(32, 32\)\), got \(32, 1\)", {"block": (32, 1)}),
+    (MX, ValueError, "^block: expected one of", {"block": [1, 32]}),
+    (MX, ValueError, "^block: expected one of", {"block": 32}),
+    (MX, ValueError, r"^scale_layout: expected one of \('compact', 'swizzled'\), got 'gemm_ready'",
+     {"scale_layout": "gemm_ready"}),
+    (MX, ValueError, "^rowwise, columnwise: expected at least one", COLUMN),
+])
+def test_options_are_refused(op, error, message, options):
     with pytest.raises(error, match=message):
-        fp8.quantize_block(*args, **kwargs)
+        op.function(X, **options)
 
 
-def results(block: Any = (1, 128), **changes: Any) -> dict[str, Scaled]:
-    q = reference.quantize_block(X, columnwise=True, block=block)
-    found = {}
-    for name, part in (("rowwise", q.rowwise), ("columnwise", q.columnwise)):
-        attributes = {k: getattr(part, k) for k in ("data", "scale_inv", "shape", "transposed", "block", "scale_layout")}
-        found[name] = Scaled._of(**{**attributes, **changes.get(name, {})})
-        for a in found[name]:
-            cases.poison(a)
-    return found
+def result(op: Quantiser, options: dict[str, Any] | None = None,
+           **changes: dict[str, Any]) -> dict[str, Scaled]:
+    """Both directions of a result of X, with some attributes changed by direction."""
+    q = op.definition(X, columnwise=True, **options or {})
+    names = ("data", "scale_inv", "shape", "transposed", "block", "scale_layout")
+    return {name: Scaled._of(**{**{k: getattr(part, k) for k in names}, **changes.get(name, {})})
+            for name, part in q._parts()}
 
 
-def bad_results() -> Iterator[tuple[type[Exception], str, Any, dict[str, Any]]]:
-    both = {"columnwise": True}
-    yield ValueError, "^out: no columnwise part", lambda: {"rowwise": results()["rowwise"]}, both
-    yield ValueError, "^out: has a columnwise part", results, {}
-    yield ValueError, "^out.rowwise: expected block-scaled data", lambda: results(rowwise={"block": (1, 64)}), both
-    yield ValueError, "^out.rowwise: expected block-scaled data", lambda: results(rowwise={"scale_layout": "compact"}), both
-    yield ValueError, "^out.columnwise: expected block-scaled data .*, not stored transposed", results, {**both, "transposed": False}
-    yield ValueError, "^out.rowwise.scale_inv: expected shape", lambda: results(rowwise={"scale_inv": np.empty((1, 8), np.float32)}), both
-    yield TypeError, "^out.rowwise.scale_inv: expected dtype", lambda: results(rowwise={"scale_inv": np.empty((1, 4), np.uint32)}), both
-    yield TypeError, "^out.rowwise.data: expected dtype float8_e5m2", results, {**both, "dtype": float8_e5m2}
-    square = {**both, "block": SQUARE, "transposed": False}
-
-    def apart() -> dict[str, Scaled]:
-        a, b = results(SQUARE)["rowwise"], results(SQUARE)["rowwise"]
-        return {"rowwise": a, "columnwise": b}
-
-    yield ValueError, r"^out\.columnwise\.data: expected out\.rowwise\.data itself", apart, square
-
-    def shared() -> dict[str, Scaled]:
+def bad_results() -> Iterator[tuple[Quantiser, type[Exception], str, dict[str, Scaled], dict[str, Any]]]:
+    for op in (BLOCK, MX):
+        both = result(op)
+        yield op, ValueError, "^out: no columnwise part", {"rowwise": both["rowwise"]}, BOTH
+        yield op, ValueError, "^out: has a columnwise part", both, {}
+        yield op, ValueError, "^out: no rowwise part", {"columnwise": both["columnwise"]}, BOTH
+        yield op, TypeError, "^out.rowwise.data: expected dtype float8_e5m2", both, {**BOTH,
+                                                                                     "dtype": float8_e5m2}
         data = np.empty((4, 64), float8_e4m3fn)
-        found = results(rowwise={"data": data})
-        column = reference.quantize_block(X, rowwise=False, columnwise=True, transposed=False).columnwise
-        assert column is not None
-        cases.poison(column.scale_inv)
-        return {**found, "columnwise": Scaled._of(data, column.scale_inv, (4, 64), False, (128, 1), "gemm_ready")}
+        shared = result(op, NOT_T, rowwise={"data": data}, columnwise={"data": data})
+        yield op, ValueError, r"^out\.columnwise\.data: overlaps out\.rowwise\.data", shared, {**BOTH,
+            **NOT_T}
+    of_block, of_mx = "^out.rowwise: expected block-scaled data", "^out.rowwise: expected MX data of shape"
+    yield BLOCK, ValueError, of_block, result(BLOCK, rowwise={"block": (1, 64)}), BOTH
+    yield BLOCK, ValueError, of_block, result(BLOCK, rowwise={"scale_layout": "compact"}), BOTH
+    not_stored = "^out.columnwise: expected block-scaled data .*, not stored transposed"
+    yield BLOCK, ValueError, not_stored, result(BLOCK), {**BOTH, **NOT_T}
+    itself = r"^out\.columnwise\.data: expected out\.rowwise\.data itself"
+    apart = [result(BLOCK, {**SQUARES, **NOT_T})["rowwise"] for _ in range(2)]
+    yield BLOCK, ValueError, itself, dict(zip(("rowwise", "columnwise"), apart, strict=True)), {**BOTH,
+        **SQUARES, **NOT_T}
+    yield MX, ValueError, of_mx, result(MX, rowwise={"block": None}), BOTH
+    yield MX, ValueError, of_mx, result(MX, rowwise={"block": (32, 1)}), BOTH
+    yield MX, ValueError, of_mx, result(MX, rowwise={"shape": (4, 65)}), BOTH
+    other_layout = "^out.rowwise: expected MX data of shape .* scales swizzled; got .* scales compact"
+    yield MX, ValueError, other_layout, result(MX), {**BOTH, "scale_layout": "swizzled"}
+    yield MX, ValueError, "^out.columnwise: expected MX data .*, stored transposed", result(MX), {**BOTH, **T}
+    yield MX, ValueError, itself, result(MX), {**BOTH, **SQUARES_32}
+    memory = np.empty(512, np.uint8).view(float8_e4m3fn)
+    near = result(MX, rowwise={"data": memory[:256].reshape(4, 64)},
+                  columnwise={"data": memory[255:511].reshape(4, 64)})
+    yield MX, ValueError, "^out.columnwise.data: overlaps out.rowwise.data", near, BOTH
 
-    yield ValueError, r"^out\.columnwise\.data: overlaps out\.rowwise\.data", shared, {**both, "transposed": False}
 
-
-@pytest.mark.parametrize(("error", "message", "make", "kwargs"), [pytest.param(*case, id=str(i)) for i, case in enumerate(bad_results())])
+@pytest.mark.parametrize(("op", "error", "message", "made", "options"), list(bad_results()))
 @pytest.mark.parametrize("executor", ["reference", "host"])
-def test_refused_results(error, message, make, kwargs, executor):
+def test_results_are_refused(op, error, message, made, options, executor):
     if problem := testing.executor_problem(executor):
         pytest.skip(problem)
-    out = Quantized(**make())
+    out = Quantized(**made)
+    poison(out)
     with testing.executor(executor), pytest.raises(error, match=message):
-        fp8.quantize_block(X, out=out, **kwargs)
+        op.function(X, out=out, **options)
     assert is_poison(out)
 
 
 @pytest.mark.parametrize(("error", "message", "make"), [
-    (TypeError, "^dtype: expected one of", lambda: BlockScaling(dtype=float32)),
-    (ValueError, "^profile: expected one of", lambda: BlockScaling(profile="")),
-    (ValueError, "^block: expected one of", lambda: BlockScaling((2, 128))),
-    (ValueError, "^scale_layout: expected one of", lambda: BlockScaling(scale_layout="tiles")),
-    (ValueError, "^eps: expected a finite", lambda: BlockScaling(eps=-1.0)),
-    (TypeError, "^pow2_scale: expected", lambda: BlockScaling(pow2_scale=2)),                   # type: ignore[arg-type]
-    (ValueError, "^scale, amax: belong to per-tensor", lambda: BlockScaling().quantize(X, scale=1.0)),     # type: ignore[arg-type]
-    (ValueError, "^rowwise, columnwise: expected at least one", lambda: BlockScaling().empty((4, 64), rowwise=False)),
-    (ValueError, "^x: expected an array of two or three dimensions", lambda: BlockScaling().empty((64,))),
+    (TypeError, "^dtype: expected one of", lambda block, mx: block(dtype=float32)),
+    (ValueError, "^profile: expected one of", lambda block, mx: block(profile="")),
+    (ValueError, "^block: expected one of", lambda block, mx: block((2, 128))),
+    (ValueError, "^scale_layout: expected one of", lambda block, mx: block(scale_layout="tiles")),
+    (ValueError, "^eps: expected a finite", lambda block, mx: block(eps=-1.0)),
+    (TypeError, "^pow2_scale: expected", lambda block, mx: block(pow2_scale=2)),
+    (ValueError, "^scale, amax: belong to per-tensor", lambda block, mx: block().quantize(X, scale=1.0)),
+    (ValueError, "^rowwise, columnwise: expected at least one",
+     lambda block, mx: block().empty((4, 64), rowwise=False)),
+    (ValueError, "^x: expected an array of two or three dimensions", lambda block, mx: block().empty((64,))),
+    (TypeError, "^dtype: expected one of", lambda block, mx: mx(float32)),
+    (ValueError, "^mode: expected one of", lambda block, mx: mx(mode="nearest")),
+    (ValueError, "^profile: expected one of", lambda block, mx: mx(profile="")),
+    (ValueError, "^block: expected one of", lambda block, mx: mx(block=(1, 16))),
+    (ValueError, "^scale_layout: expected one of", lambda block, mx: mx(scale_layout="tiles")),
+    (ValueError, "^scale, amax: belong to per-tensor", lambda block, mx: mx().quantize(X, scale=1.0)),
+    (ValueError, "^scale, amax: belong to per-tensor", lambda block, mx: mx().quantize(X, amax=X[:1, 0])),
+    (ValueError, "^rowwise, columnwise: expected at least one",
+     lambda block, mx: mx().empty((4, 64), rowwise=False)),
+    (ValueError, "^x: expected an array of two or three dimensions", lambda block, mx: mx().empty((64,))),
+    (ValueError, "^buffers: expected a .* pair for each of",
+     lambda block, mx: mx().empty((4, 64), buffers={})),
+    (ValueError, r"^buffers\['rowwise'\]: expected a .* pair",
+     lambda block, mx: mx().empty((4, 64), buffers={"rowwise": X})),
+    (TypeError, "data: expected dtype float8_e4m3fn",
+     lambda block, mx: mx().empty((4, 64), buffers={"rowwise": (X, E8M0)})),
+    (ValueError, "scale_inv: expected a C-contiguous array of shape",
+     lambda block, mx: mx().empty((4, 65), buffers={"rowwise": (np.zeros((4, 65), float8_e4m3fn), E8M0)})),
+    (TypeError, "scale_inv: expected dtype float8_e8m0fnu",
+     lambda block, mx: mx().empty((4, 64),
+                               buffers={"rowwise": (np.zeros((4, 64), float8_e4m3fn),
+                                                    np.ones(1, np.float32))})),
 ])
-def test_recipe_refuses(error, message, make):
+def test_recipes_refuse(error, message, make):
     with pytest.raises(error, match=message):
-        make()
-
-
-# ---- on a GPU ----
-CAPTURED: list[dict[str, Any]] = [
-    {}, {"scale_layout": "compact"}, {"profile": "vllm"}, {"rowwise": False, "columnwise": True}, {"columnwise": True},
-    {"columnwise": True, "scale_layout": "compact"}, {"columnwise": True, "block": SQUARE}, {"columnwise": True, "block": (1, None)},
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("swapped", [False, True])
-@pytest.mark.parametrize("options", CAPTURED, ids=str)
-def test_graph_replay(options, swapped):
-    cp = backend.cupy()
-    shape = (3, 160, 384)
-    stream = cp.cuda.Stream(non_blocking=True)
-    with stream:
-        memory = fp8.asarray(cases.values("normal", shape, bfloat16), like="cupy")
-        x = memory.swapaxes(-1, -2) if swapped else memory
-        flag, out = cp.zeros(1, cp.float32), fp8.quantize_block(x, **options)
-        fp8.quantize_block(x, noop=flag, out=out, **options)
-        stream.synchronize()
-        stream.begin_capture()
-        fp8.quantize_block(x, noop=flag, out=out, **options)
-        graph = stream.end_capture()
-        for seed, value in ((1, 0.0), (2, 1.0), (3, 0.0)):
-            host = cases.values("bits", shape, bfloat16, seed)
-            bits(memory).set(bits(host))
-            flag.fill(value)
-            poison(out)
-            graph.launch(stream)
-            stream.synchronize()
-            if value:
-                assert is_poison(out)
-            else:
-                assert_same(out, reference.quantize_block(host.swapaxes(-1, -2) if swapped else host, **options))
-
-
-@pytest.mark.gpu
-@pytest.mark.full
-@pytest.mark.parametrize("options", [o for o in CAPTURED if o.get("block") != (1, None)], ids=str)
-def test_more_than_two_to_the_31_elements(options):
-    """Tiles of 128 x 128 at the ends, around 2**31, and at other places."""
-    cp = backend.cupy()
-    rows, columns = (1 << 16) + 128, (1 << 15) + 128
-    words = cp.empty((rows, columns), np.uint16)
-    words[...] = cp.asarray(bits(cases.values("normal", (columns,), bfloat16)))
-    words += (cp.arange(rows, dtype=cp.uint32) % 61).astype(cp.uint16)[:, None]
-    q = fp8.quantize_block(words.view(bfloat16), **options)
-    middle = (1 << 31) // columns // 128 * 128, (1 << 31) % columns // 128 * 128
-    for r, c in itertools.product((0, middle[0], middle[0] + 128, rows - 128), (0, 4096, middle[1], columns - 128)):
-        tile = fp8.asnumpy(words[r : r + 128, c : c + 128]).view(bfloat16)
-        want = reference.quantize_block(tile, **{**options, "scale_layout": "compact"})
-        for part, wanted in zip(parts(q), parts(want), strict=True):
-            data = bits(part.data)
-            found = data[c : c + 128, r : r + 128] if part.transposed else data[r : r + 128, c : c + 128]
-            np.testing.assert_array_equal(fp8.asnumpy(found), raw(wanted.data))
-            assert part.block is not None
-            first = [at // (extent or 1) for at, extent in zip((r, c), part.block, strict=True)]
-            flipped = part.transposed if 1 not in part.block else part.block[0] == 1 and part.scale_layout != "compact"
-            scales = part.scale_inv.T if flipped else part.scale_inv
-            expected = fp8.asnumpy(wanted.scale_inv)
-            expected = expected.T if part.transposed and 1 not in part.block else expected
-            np.testing.assert_array_equal(
-                fp8.asnumpy(scales[first[0] : first[0] + expected.shape[0], first[1] : first[1] + expected.shape[1]]), expected)
+        make(BlockScaling, MXScaling)

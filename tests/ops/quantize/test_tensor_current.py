@@ -1,4 +1,5 @@
-"""Current scaling in one launch: the same bytes as in two, whatever was launched before it on the same memory."""
+"""Current scaling in one launch: the same bytes as in two, whatever was launched before it on the same
+memory."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from cupy_fp8.cases import poison, values
 from cupy_fp8.formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e5m2, float16, float32
 from cupy_fp8.ops.quantize import tensor_current
 
-#: Of one element, less and more than a chunk, one round, rounds in registers, rounds in shared memory (of the CPU's machine), and too many.
+#: Of one element, less and more than a chunk, one round, rounds in registers, rounds in shared memory (of the
+#: CPU's machine), and too many.
 SIZES = (1, 7, 8, 9, 2048, 8192, 65536, 65543, 81920, 81921, 90007)
 
 
@@ -60,7 +62,8 @@ def test_misaligned_memory_takes_two_launches(run, launches):
 
 
 def test_memory_between_blocks_serves_any_sequence_of_calls(run):
-    """Sizes of one block and of all of them in turn, odd and even numbers of launches, noop between them; with out= and without."""
+    """Sizes of one block and of all of them in turn, odd and even numbers of launches, noop between them;
+    with out= and without."""
     rng = np.random.default_rng(0)
     xs = {size: values("normal", (size,), float16, size) for size in (100, 3000, 20000)}
     outs = {size: fp8.quantize_tensor(run.array(x)) for size, x in xs.items()}
@@ -81,7 +84,8 @@ def test_memory_between_blocks_serves_any_sequence_of_calls(run):
             got = fp8.quantize_tensor(moved, out=outs[size])
         testing.assert_bytes_equal(got.data, want.data)
         testing.assert_bytes_equal(got.scale_inv, want.scale_inv)
-        testing.assert_bytes_equal(fp8.compute_amax(moved), reference.compute_amax(x))          # which has words of its own
+        # which has words of its own
+        testing.assert_bytes_equal(fp8.compute_amax(moved), reference.compute_amax(x))
 
 
 @pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf, 0.0, 2.0**-140])
@@ -96,7 +100,8 @@ def test_edges_of_the_scale(special, run):
 
 @pytest.mark.gpu
 def test_captured_and_replayed():
-    """Two graphs over results of their own, replayed in turn: the number of launches is the workspace's, not the host's."""
+    """Two graphs over results of their own, replayed in turn: the number of launches is the workspace's, not
+    the host's."""
     cp = backend.cupy()
     shape = (2048, 1024)
     x = fp8.asarray(values("normal", shape, bfloat16), like="cupy")

@@ -1,0 +1,102 @@
+// Quantisation in blocks of 128 along rows of memory with f32 scales (docs/numerics.md, section 3): whole
+// blocks, data in the order of x.
+//
+//   factor, scale_inv = of max |x| over the block (scale/block_scale.cuh)    data = narrow(fl(x * factor))
+//
+// A warp has eight blocks, one below the other or, where the scales of a row adjoin, one after the other, so
+// that their scales are 32 bytes together. 16-byte loads; registers alone. Bytes moved per element:
+// sizeof(IN) + 1 + 4 / 128.
+// DIVIDE 1: elements are divided by scale_inv (profile vllm), which takes three instructions for each.
+// IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}; other profiles and scale layouts are run-time values.
+// Padding of scales is written 0.
+#include "scale/block_params.cuh"
+#include "numerics/amax.cuh"
+
+#ifdef ENTRY_quantize_block_rows
+// elements of a block, and of a load; also in ops/quantize/blocks.py
+constexpr int kLength = 128, kChunk = 16 / sizeof(IN::storage);
+// lanes that share a block, blocks of one load of a warp
+constexpr int kLanes = kLength / kChunk, kAtOnce = 32 / kLanes;
+// of a warp, whose scales are 32 bytes together
+constexpr int kWarpBlocks = 8, kLoads = kWarpBlocks / kAtOnce;
+constexpr int kOwners = kLanes / kLoads;                             // lanes that find the same scale
+// also in ops/quantize/blocks.py, and kWarpBlocks
+constexpr int kThreads = 128, kWarps = kThreads / 32;
+using Source = Chunk<IN, kChunk>;
+
+// The largest of all lanes that share a block: that of load i in lanes i * kOwners to i * kOwners + kOwners -
+// 1 of them. Each exchange halves the loads that a lane has a part of.
+__device__ __forceinline__ u32 reduce_over_lanes(u32 (&top)[kLoads]) {
+#pragma unroll
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+        const int keep = kLoads * distance / kLanes;
+        const bool upper = threadIdx.x & distance;
+        if (keep == 0) top[0] = IN::max_magnitudes<false>(top[0], __shfl_xor_sync(~0u, top[0], distance));
+#pragma unroll
+        for (int i = 0; i < keep; i++) {
+            const u32 sent = upper ? top[i] : top[i + keep], kept = upper ? top[i + keep] : top[i];
+            top[i] = IN::max_magnitudes<false>(kept, __shfl_xor_sync(~0u, sent, distance));
+        }
+    }
+    return top[0];
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+quantize_block_rows(const __grid_constant__ BlockParams p) {
+    if (is_set(p.noop)) return;
+    const u32 across = (u32)(p.columns / kLength);
+    // scales of a row; then all blocks of a matrix are one row of them
+    const bool adjoin = p.fast.row != 1;
+    const auto warps_of = [](i64 n) { return (u32)((n + kWarpBlocks - 1) / kWarpBlocks); };
+    const u32 warps = adjoin ? warps_of(p.rows * across) : warps_of(p.fast.rows) * across;
+    const u32 blocks = (warps + kWarps - 1) / kWarps, m = blockIdx.x / blocks;
+    const u32 warp = (blockIdx.x - m * blocks) * kWarps + threadIdx.x / 32;
+    if (warp >= warps) return;
+    const u32 group = adjoin ? warp : warp / across;
+    const i64 first = (i64)group * kWarpBlocks, column = adjoin ? 0 : warp - group * across;
+    const i64 step = adjoin ? kLength : p.columns;
+    const int count = left_of((adjoin ? p.rows * across : p.rows) - first, kWarpBlocks);
+    const int stored = adjoin ? count : left_of(p.fast.rows - first, kWarpBlocks);       // with padding
+
+    const int lane = threadIdx.x % 32, in_block = lane % kLanes, of_load = lane / kLanes;
+    const i64 at = m * p.rows * p.columns + first * step + column * kLength + of_load * step
+        + in_block * kChunk;
+    const auto exists = [&](int load) { return load * kAtOnce + of_load < count; };
+    Source chunk[kLoads];
+    u32 top[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; i++)
+        chunk[i] = exists(i) ? Source::load(p.x + (at + i * kAtOnce * step)) : Source{};
+#pragma unroll
+    for (int i = 0; i < kLoads; i++) {
+        Amax<IN> amax;
+        amax.add(chunk[i]);
+        top[i] = amax.top;
+    }
+    const int own = in_block / kOwners * kAtOnce + of_load;          // the block whose scale this lane finds
+    // Of DIVIDE div_rn() below may be a call anyway; without it there is none in the kernel.
+    const BlockScale s = p.rule.of<DIVIDE != 0>(Amax<IN>{reduce_over_lanes(top)}.f32_bits());
+    if (in_block % kOwners == 0 && own < stored)
+        as_global(p.fast.to)[m * p.fast.matrix + first + column * p.fast.column + own] = own < count
+            ? s.scale_inv : 0.0f;
+    const bool quick = !DIVIDE || __all_sync(~0u, own >= count || has_quick_quotients(s.scale_inv));
+#pragma unroll
+    for (int i = 0; i < kLoads; i++) {
+        const int owner = of_load * kLanes + i * kOwners;
+        const float factor = __shfl_sync(~0u, s.factor, owner);
+        const float divisor = DIVIDE ? __shfl_sync(~0u, s.scale_inv, owner) : 0.0f;
+        Chunk<OUT, kChunk> out;
+#pragma unroll
+        for (int e = 0; e < kChunk / 2; e++) {
+            float lo, hi;
+            chunk[i].widen2(e, lo, hi);
+            if (!DIVIDE) out.narrow2(e, mul_rn(lo, factor), mul_rn(hi, factor));
+            else if (quick)
+                out.narrow2(e, quick_quotient_of_codes(lo, divisor, factor),
+                            quick_quotient_of_codes(hi, divisor, factor));
+            else out.narrow2(e, div_rn(lo, divisor), div_rn(hi, divisor));
+        }
+        if (exists(i)) out.store(p.fast_data + (at + i * kAtOnce * step));
+    }
+}
+#endif
