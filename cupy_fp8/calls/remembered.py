@@ -61,7 +61,7 @@ class _Repeated:
         for launch in launches:
             launch.keep()
 
-    def run(self, addresses: list[int], out: Any) -> Any:
+    def run(self, addresses: list[int], given: tuple[Any, ...], out: Any) -> Any:
         """out; None where the memory has another owner than it had."""
         if self._owner is not None and self._owner() is None:
             return None
@@ -84,7 +84,7 @@ class _Allocating:
     def __init__(self, call: Call, written: list[int], launches: list[tuple[Launch, list[_Slot]]]) -> None:
         #: An array without elements, which stands for the call's arrays where only their device matters: these may be freed.
         self._like = empty_beside(call.x, (0,), _U32)
-        self._allocation, self._build = call.allocation, call.result.build
+        self._allocation, self._build = call.allocation, call.result.builder()
         self._alignments, self._launches = [at % _ALIGNMENT for at in written], launches
         self._workspaces = [(found.use, found.words) for found in call.workspaces]
         self._scratches = [scratch.shape for scratch in call.scratches]
@@ -106,7 +106,7 @@ class _Allocating:
             found.append((launch, slots))
         return _Allocating(call, written, found)
 
-    def run(self, addresses: list[int], out: Any) -> Any:
+    def run(self, addresses: list[int], given: tuple[Any, ...], out: Any) -> Any:
         """The result; None where memory came with another alignment."""
         x = self._like
         validate.may_allocate(x)
@@ -123,7 +123,7 @@ class _Allocating:
             for position, which, offset in slots:
                 values[position] = addresses[which] + offset
             launch.variant.launch(x, launch.grid, *values, shared=launch.shared)
-        return self._build(arrays)
+        return self._build(arrays, given)
 
 
 def _slots(launch: Launch, known: list[tuple[int, int]], constants: set[int]) -> list[_Slot] | None:

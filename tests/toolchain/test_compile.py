@@ -22,7 +22,7 @@ from cupy_fp8.formats import FORMATS
 from cupy_fp8.kernels import Variant, sources, tiles
 from cupy_fp8.ops.convert.astype import astype
 from cupy_fp8.ops.programs import Program, all_variants, launched_variants
-from cupy_fp8.ops.quantize import grouped, tensor_current
+from cupy_fp8.ops.quantize import grouped_tensor, tensor_current
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's wheels are for Linux")
 
@@ -279,7 +279,7 @@ def test_ops_launch_all_known_variants_and_no_other(launched, monkeypatch):
             op.function(*args, **kwargs)
             if case.op in ("group_quantize", "multi_cast_transpose"):
                 patch.setattr(tiles, "fills_wide", lambda columns: True)
-                patch.setattr(grouped, "_TALL", 0)
+                patch.setattr(grouped_tensor, "_TALL", 0)
                 remembered.forget()
                 op.function(*args, **kwargs)
     assert launched == known

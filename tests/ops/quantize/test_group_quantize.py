@@ -21,7 +21,7 @@ from cupy_fp8.cases.moe.pad import sizes
 from cupy_fp8.formats import bfloat16, float8_e4m3fn, float32
 from cupy_fp8.grouped import Grouped
 from cupy_fp8.kernels import Variant, tiles
-from cupy_fp8.ops.quantize import grouped as op
+from cupy_fp8.ops.quantize import grouped_tensor as op
 
 
 @pytest.mark.parametrize("splits", [[50], [16, 0, 32], [0, 0, 0], [], [7, 13, 0, 1, 20], [0, 50, 0]], ids=str)

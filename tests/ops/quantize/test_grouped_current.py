@@ -14,10 +14,11 @@ from scale_arrays import guarded, raw
 import cupy_fp8 as fp8
 from cupy_fp8 import backend, cases, kernels, reference, testing
 from cupy_fp8.arrays import bits
+from cupy_fp8.calls import call
 from cupy_fp8.cases.moe.pad import sizes
 from cupy_fp8.formats import bfloat16
 from cupy_fp8.kernels import Variant
-from cupy_fp8.ops.quantize import grouped, grouped_amax, single_read
+from cupy_fp8.ops.quantize import single_read
 
 
 @pytest.mark.parametrize("options", [{}, {"eps": 0.5, "pow2_scale": True}], ids=str)
@@ -83,18 +84,17 @@ def test_current_scaling_leaves_its_workspace_ready(entries, run, monkeypatch):
     """The same words for every call, as on a GPU, and for other sizes."""
     launches: list[str] = []
     launch, made = Variant.launch, kernels.workspace
-    kept: dict[int, Any] = {}
+    kept: dict[str, Any] = {}
 
     def noted(self: Variant, x: Any, grid: int, *values: Any) -> None:
         launches.append(self.kernel.entry)
         launch(self, x, grid, *values)
 
     def same_words(owner: Any, x: Any, use: str, words: int) -> Any:
-        return kept.setdefault(words, made(owner, x, use, words))
+        return kept.setdefault(use, made(owner, x, use, words))
 
     monkeypatch.setattr(Variant, "launch", noted)
-    monkeypatch.setattr(grouped_amax, "workspace", same_words)
-    monkeypatch.setattr(grouped, "workspace", same_words)
+    monkeypatch.setattr(call, "workspace", same_words)
     gpu = single_read._gpu
     monkeypatch.setattr(single_read, "_gpu", lambda device: gpu(device)._replace(fewest=0))
     if len(entries) == 2:
@@ -111,9 +111,9 @@ def test_current_scaling_leaves_its_workspace_ready(entries, run, monkeypatch):
         assert not launches
         return
     # Of so many blocks the CPU has a launch before, as a GPU of large arrays; tiles that are read once always have.
-    before = ["group_find_runs"] if run.name == "host" or len(entries) == 1 else []
+    before = ["group_find_segments"] if run.name == "host" or len(entries) == 1 else []
     assert launches == [*before, *entries] * 4
-    (words,) = kept.values()
+    words = kept["group_amax" if len(entries) == 2 else "group_current"]
     if len(entries) == 2:
         assert len(words) == 1 + 2 * 128
         assert not fp8.asnumpy(words)[: 1 + 128].any()

@@ -15,12 +15,11 @@ from scale_arrays import guarded, raw
 import cupy_fp8 as fp8
 from cupy_fp8 import BlockScaling, backend, cases, kernels, reference, testing
 from cupy_fp8.arrays import bits
-from cupy_fp8.calls import row_segments
+from cupy_fp8.calls import call, row_segments
 from cupy_fp8.formats import bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
 from cupy_fp8.grouped import Grouped
 from cupy_fp8.kernels import Variant
 from cupy_fp8.layouts import round_up, scale_shape
-from cupy_fp8.ops.quantize import grouped_rows_columns
 
 ROWS, COLUMNS = (1, None), (None, 1)
 RECIPES: list[Any] = [
@@ -151,9 +150,9 @@ def test_dequantize(run):
 @pytest.mark.parametrize("block", [ROWS, COLUMNS], ids=str)
 def test_sizes_may_change_in_place(run, block, directions, monkeypatch):
     """What an earlier call left in the result, or in its workspace, is gone; nothing else is written."""
-    kept: dict[int, Any] = {}
+    kept: dict[str, Any] = {}
     made = kernels.workspace
-    monkeypatch.setattr(grouped_rows_columns, "workspace", lambda owner, x, use, words: kept.setdefault(words, made(owner, x, use, words)))
+    monkeypatch.setattr(call, "workspace", lambda owner, x, use, words: kept.setdefault(use, made(owner, x, use, words)))
     splits, recipe = run.array(np.array([100, 3, 97])), BlockScaling(block)
     fresh = fp8.group_quantize(run.array(np.zeros((200, 136), np.float32)), splits, recipe, **directions)
     parts = {name: guarded(run, a.shape, a.dtype) for name in PARTS if (a := getattr(fresh, name)) is not None}
@@ -178,7 +177,7 @@ def test_launches(monkeypatch):
     with testing.executor("host"):
         for block, directions in ((ROWS, DIRECTIONS[0]), (ROWS, DIRECTIONS[2]), (COLUMNS, DIRECTIONS[0]), (COLUMNS, DIRECTIONS[1])):
             fp8.group_quantize(x, [10, 20], BlockScaling(block), **directions)
-    assert launched == ["group_quantize_rows", *["group_find_runs", "group_quantize_lines", "group_quantize_lines"] * 3]
+    assert launched == ["group_quantize_rows", *["group_find_segments", "group_quantize_lines", "group_quantize_lines"] * 3]
 
 
 def test_noop_writes_nothing(run):
