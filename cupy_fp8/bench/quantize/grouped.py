@@ -28,13 +28,16 @@ def _normal(shape: tuple[int, int]) -> Array:
     return astype(cp.random.standard_normal(shape, dtype=cp.float32), bfloat16)
 
 
-def _quantize(shape: tuple[int, int], groups: int, division: str, columnwise: bool, current: bool = False) -> Any:
+def _quantize(shape: tuple[int, int], groups: int, division: str, columnwise: bool,
+              current: bool = False) -> Any:
     def make() -> Any:
         cp = backend.cupy()
         host = sizes(shape[0], groups, division)
-        x, splits, recipe = _normal(shape), cp.asarray(host), CurrentScaling() if current else DelayedScaling()
+        x, splits = _normal(shape), cp.asarray(host)
+        recipe = CurrentScaling() if current else DelayedScaling()
         scales, amaxes = cp.linspace(0.5, 2, groups, dtype=cp.float32), cp.zeros(groups, cp.float32)
-        options: dict[str, Any] = {"columnwise": columnwise, "scales": None if current else scales, "amaxes": amaxes}
+        options: dict[str, Any] = {"columnwise": columnwise, "scales": None if current else scales,
+                                   "amaxes": amaxes}
         out = group_quantize(x, splits, recipe, **options)
 
         def check() -> None:
@@ -42,7 +45,8 @@ def _quantize(shape: tuple[int, int], groups: int, division: str, columnwise: bo
             for g in np.linspace(0, groups - 1, _CHECKED).astype(int):
                 part = bits(x)[starts[g] : starts[g] + host[g]].view(bfloat16)
                 amax = cp.zeros(1, cp.float32)
-                want = quantize_tensor(part, None if current else scales[g : g + 1], columnwise=columnwise, amax=amax)
+                want = quantize_tensor(part, None if current else scales[g : g + 1], columnwise=columnwise,
+                                       amax=amax)
                 for mine, theirs in ((out[g].rowwise, want.rowwise), (out[g].columnwise, want.columnwise)):
                     if mine is not None and theirs is not None:
                         assert_bytes_equal(mine.data, theirs.data)
@@ -57,11 +61,14 @@ def _quantize(shape: tuple[int, int], groups: int, division: str, columnwise: bo
 def _all() -> Iterator[Spec]:
     for rows, columns in ((64 * 2048, 5120), (64 * 4096, 7168)):
         for label, division, both in (("both", "even", True), ("both, ragged", "ragged", True),
-                                      ("both, ragged in multiples of 16", "aligned", True), ("row", "even", False)):
-            yield Spec("group_quantize", f"bf16→e4m3 {label}, 64 groups", (rows, columns), rows * columns * (4 if both else 3),
+                                      ("both, ragged in multiples of 16", "aligned", True),
+                                      ("row", "even", False)):
+            yield Spec("group_quantize", f"bf16→e4m3 {label}, 64 groups", (rows, columns),
+                       rows * columns * (4 if both else 3),
                        _quantize((rows, columns), 64, division, both))
         for label, both in (("both", True), ("row", False)):
-            yield Spec("group_quantize", f"bf16→e4m3 current {label}, 64 groups", (rows, columns), rows * columns * (4 if both else 3),
+            yield Spec("group_quantize", f"bf16→e4m3 current {label}, 64 groups", (rows, columns),
+                       rows * columns * (4 if both else 3),
                        _quantize((rows, columns), 64, "even", both, current=True))
 
 
@@ -98,9 +105,11 @@ def _padded(shape: tuple[int, int], groups: int, align: int, recipe: Any) -> Any
 def _all_padded() -> Iterator[Spec]:
     rows, columns, groups, align = 64 * 2048, 5120, 64, 128
     written = padded_rows(rows, groups, align)
-    for label, recipe, scales in (("", DelayedScaling(), 0.0), ("MX ", MXScaling(scale_layout="swizzled"), 1 / 32)):
-        yield Spec("group_quantize", f"bf16→e4m3 {label}both, ragged, {groups} groups padded to {align}", (rows, columns),
-                   int(columns * (2 * rows + 2 * written * (1 + scales))), _padded((rows, columns), groups, align, recipe))
+    for label, recipe, scales in (("", DelayedScaling(), 0.0),
+                                  ("MX ", MXScaling(scale_layout="swizzled"), 1 / 32)):
+        yield Spec("group_quantize", f"bf16→e4m3 {label}both, ragged, {groups} groups padded to {align}",
+                   (rows, columns), int(columns * (2 * rows + 2 * written * (1 + scales))),
+                   _padded((rows, columns), groups, align, recipe))
 
 
 def _in_blocks(shape: tuple[int, int], groups: int, division: str, recipe: Any, columnwise: bool) -> Any:
@@ -113,7 +122,8 @@ def _in_blocks(shape: tuple[int, int], groups: int, division: str, recipe: Any, 
         def check() -> None:
             starts = np.cumsum(host) - host
             for g in np.linspace(0, groups - 1, _CHECKED).astype(int):
-                want = recipe.quantize(bits(x)[starts[g] : starts[g] + host[g]].view(bfloat16), columnwise=columnwise)
+                want = recipe.quantize(bits(x)[starts[g] : starts[g] + host[g]].view(bfloat16),
+                                       columnwise=columnwise)
                 for mine, theirs in ((out[g].rowwise, want.rowwise), (out[g].columnwise, want.columnwise)):
                     if mine is not None and theirs is not None:
                         assert_bytes_equal(mine.data, theirs.data)
@@ -129,14 +139,18 @@ def _all_in_blocks() -> Iterator[Spec]:
     for rows, columns in ((64 * 2048, 5120), (64 * 4096, 7168)):
         for (label, recipe, scales), both in product(recipes, (True, False)):
             directions = 1 + both
-            yield Spec("group_quantize", f"bf16→e4m3 {label} {'both' if both else 'row'}, ragged, 64 groups", (rows, columns),
+            yield Spec("group_quantize", f"bf16→e4m3 {label} {'both' if both else 'row'}, ragged, 64 groups",
+                       (rows, columns),
                        int(rows * columns * (2 + directions * (1 + scales))),
                        _in_blocks((rows, columns), 64, "ragged", recipe, both))
-        yield Spec("group_quantize", "bf16→e4m3 1×128 both, ragged in multiples of 16, 64 groups", (rows, columns),
-                   int(rows * columns * (2 + 2 * (1 + 4 / 128))), _in_blocks((rows, columns), 64, "aligned", BlockScaling(), True))
-        for label, both in (("row", False), ("both", True)):        # both: columns have to be read twice, which is not counted
-            yield Spec("group_quantize", f"bf16→e4m3 whole rows {label}, ragged, 64 groups", (rows, columns), rows * columns * (3 + both),
-                       _in_blocks((rows, columns), 64, "ragged", BlockScaling((1, None), scale_layout="compact"), both))
+        yield Spec("group_quantize", "bf16→e4m3 1×128 both, ragged in multiples of 16, 64 groups",
+                   (rows, columns), int(rows * columns * (2 + 2 * (1 + 4 / 128))),
+                   _in_blocks((rows, columns), 64, "aligned", BlockScaling(), True))
+        whole_rows = BlockScaling((1, None), scale_layout="compact")
+        for label, both in (("row", False), ("both", True)):    # both reads x twice, which is not counted
+            yield Spec("group_quantize", f"bf16→e4m3 whole rows {label}, ragged, 64 groups", (rows, columns),
+                       rows * columns * (3 + both),
+                       _in_blocks((rows, columns), 64, "ragged", whole_rows, both))
 
 
 SPECS: tuple[Spec, ...] = (*_all(), *_all_in_blocks(), *_all_padded())
