@@ -34,7 +34,8 @@ def group_quantize(x: np.ndarray, splits: Any, recipe: Recipe, *, rowwise: bool 
                               columnwise=columnwise, scales=scales, amaxes=amaxes)
     if isinstance(recipe, (BlockScaling, MXScaling)):
         return _in_blocks(x, splits, recipe, starts, offsets, rowwise, columnwise)
-    row, column = (zeros(x.size, recipe.dtype, like=np) if wanted else None for wanted in (rowwise, columnwise))
+    row = zeros(x.size, recipe.dtype, like=np) if rowwise else None
+    column = zeros(x.size, recipe.dtype, like=np) if columnwise else None
     scale_inv = np.empty(len(sizes), float32)
     rule: dict[str, Any] = {}
     if isinstance(recipe, CurrentScaling):
