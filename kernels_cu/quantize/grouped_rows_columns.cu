@@ -99,6 +99,33 @@ __device__ __forceinline__ void write_lines(const BlockParams& p, const Panel<IN
         write_half_of_both<kWide, kHow>(p, panel, place, rows, columns, half, to);
 }
 
+// Factors of the rows of a tile, and their divisors; the same of its columns. In shared memory.
+struct LineFactors {
+    float *of_rows, *of_columns;
+
+    explicit __device__ __forceinline__ LineFactors(u8* shared)
+        : of_rows(reinterpret_cast<float*>(shared)), of_columns(of_rows + 2 * Tile::kRows) {}
+
+    // Finds them from the maxima, and stores the scales of rows. A whole block calls it, before a barrier.
+    __device__ __forceinline__ void find(const GroupLinesParams& p, const BlockParams& group,
+                                         const TilePosition& at, i64 first_row, i64 first_column) const {
+        if (p.row_amaxes && threadIdx.x < Tile::kRows) {
+            const i64 r = at.row + threadIdx.x;
+            const bool exists = r < group.rows;
+            const BlockScale s = p.all.rule.of(exists ? load_read_only(p.row_amaxes + first_row + r) : 0);
+            if (at.column == 0 && group.fast.has(r, 0)) *group.fast.at(0, r, 0) = exists ? s.scale_inv : 0.0f;
+            of_rows[threadIdx.x] = s.factor, of_rows[Tile::kRows + threadIdx.x] = s.scale_inv;
+        }
+        if (p.column_amaxes && threadIdx.x < Tile::kColumns) {
+            const i64 c = at.column + threadIdx.x;
+            const bool exists = c < group.columns;
+            const u32 amax = exists ? load_read_only(p.column_amaxes + first_column + c) : 0;
+            const BlockScale s = p.all.rule.of(amax);
+            of_columns[threadIdx.x] = s.factor, of_columns[Tile::kColumns + threadIdx.x] = s.scale_inv;
+        }
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks)
 group_quantize_lines(const __grid_constant__ GroupLinesParams p) {
     extern __shared__ __align__(16) u8 shared[];
@@ -116,9 +143,7 @@ group_quantize_lines(const __grid_constant__ GroupLinesParams p) {
     if (group.columns == 0) return;
 
     const Tile tile{shared};
-    // Factors of lines, and their divisors.
-    float* const of_rows = reinterpret_cast<float*>(shared + Tile::kBytes);
-    float* const of_columns = of_rows + 2 * Tile::kRows;
+    const LineFactors factors(shared + Tile::kBytes);
     const i64 row = at.row + Tile::row(), column = at.column + Tile::column();
     const i64 first_column = found.group * group.columns;
     const Place place{row * group.columns + column, left_of(group.rows - row, kPanelRows),
@@ -131,24 +156,13 @@ group_quantize_lines(const __grid_constant__ GroupLinesParams p) {
         raise_amaxes(p, panel, at, first_row, first_column, reinterpret_cast<u32*>(shared));
         return;
     }
-    if (p.row_amaxes && threadIdx.x < Tile::kRows) {
-        const i64 r = at.row + threadIdx.x;
-        const bool exists = r < group.rows;
-        const BlockScale s = p.all.rule.of(exists ? load_read_only(p.row_amaxes + first_row + r) : 0);
-        if (at.column == 0 && group.fast.has(r, 0)) *group.fast.at(0, r, 0) = exists ? s.scale_inv : 0.0f;
-        of_rows[threadIdx.x] = s.factor, of_rows[Tile::kRows + threadIdx.x] = s.scale_inv;
-    }
-    if (p.column_amaxes && threadIdx.x < Tile::kColumns) {
-        const i64 c = at.column + threadIdx.x;
-        const bool exists = c < group.columns;
-        const BlockScale s = p.all.rule.of(exists ? load_read_only(p.column_amaxes + first_column + c) : 0);
-        of_columns[threadIdx.x] = s.factor, of_columns[Tile::kColumns + threadIdx.x] = s.scale_inv;
-    }
+    factors.find(p, group, at, first_row, first_column);
     __syncthreads();
+    const float *const of_rows = factors.of_rows, *const of_columns = factors.of_columns;
     const RowOperands rows{of_rows + Tile::row(), of_rows + Tile::kRows + Tile::row()};
     const int fast = group.stored & 3, slow = group.stored >> 2;
     bool quick = !fast || (int)(threadIdx.x % 32) >= place.rows_left ||
-        has_quick_quotients(rows.divisors[threadIdx.x % 32]);
+                 has_quick_quotients(rows.divisors[threadIdx.x % 32]);
     ColumnOperands columns;
 #pragma unroll
     for (int c = 0; c < kLaneColumns; c++) {
