@@ -24,17 +24,18 @@ _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 @dataclass(frozen=True, eq=False)
 class Grouped(Result):
-    """N matrices of together M rows of K columns, one after the other; their sizes may be known to the device only.
+    """N matrices of together M rows of K columns, one after the other; the device alone may know their sizes.
 
     splits      rows of each, int32 or int64 [N]
     offsets     int64 [N + 1]: where each begins, and the last one ends, in elements of the flat arrays
     shape       (M, K) of the flat arrays. What follows the last group belongs to none
     rowwise     flat [M * K]: each group's [m, K]; or None
     columnwise  flat [M * K]: each group's [K, m], where `transposed`, or [m, K]; or None
-    scale_inv   of per-tensor scaling f32 [N], one for each group and both directions; of blocks the row-wise scales, each group's as its
-                own `Scaled` has them, one after the other: flat, or [lines, scales of a line] where all lines are equally long. Room for
-                any sizes; what follows the last group is 0. Of whole columns [N, K, padded as the layout says], a line for each group,
-                also for one without rows: that of zeros. None where there are no row-wise data
+    scale_inv   of per-tensor scaling f32 [N], one for each group and both directions; of blocks the row-wise
+                scales, each group's as its own `Scaled` has them, one after the other: flat, or [lines,
+                scales of a line] where all lines are equally long. Room for any sizes; what follows the last
+                group is 0. Of whole columns [N, K, padded as the layout says], a line for each group, also
+                for one without rows: that of zeros. None where there are no row-wise data
     columnwise_scale_inv  the same of column-wise blocks, or None
     block       the row-wise block; column-wise ones are its transpose. None: one scale for each group
     scale_layout  how scales of blocks are stored (docs/layouts.md)
@@ -42,8 +43,9 @@ class Grouped(Result):
 
     Without any scales these are plain values, which only `rowwise` holds.
 
-    ``grouped[i]`` is the i-th member: a Quantized, or of plain values an array [m, K]; views, nothing is copied. That, iteration and
-    `dequantize` wait for the device where offsets live there (ValueError while a CUDA graph is captured).
+    ``grouped[i]`` is the i-th member: a Quantized, or of plain values an array [m, K]; views, nothing is
+    copied. That, iteration and `dequantize` wait for the device where offsets live there (ValueError while a
+    CUDA graph is captured).
     """
 
     splits: Array
@@ -65,9 +67,12 @@ class Grouped(Result):
     def wrap(cls, data: Array, splits: Any, *, offsets: Array | None = None) -> Grouped:
         """Groups of the rows of an array [M, K] of any dtype, which is not copied.
 
-        splits : rows of each group: an int32 or int64 array of data's kind, or a list. They may leave rows of data over
-        offsets : int64 [N + 1] where they are known already; else one launch computes them. Not compared with splits
-        Raises TypeError, ValueError before anything is launched; for NumPy arrays and lists also for sizes that data does not hold.
+        splits : rows of each group: an int32 or int64 array of data's kind, or a list. They may leave rows of
+            data over
+        offsets : int64 [N + 1] where they are known already; else one launch computes them. Not compared with
+            splits
+        Raises TypeError, ValueError before anything is launched; for NumPy arrays and lists also for sizes
+        that data does not hold.
 
         >>> import numpy as np, cupy_fp8 as fp8
         >>> g = fp8.Grouped.wrap(np.arange(12).reshape(6, 2), [1, 0, 4])
@@ -81,7 +86,8 @@ class Grouped(Result):
         if data.ndim != 2:
             raise ValueError(f"data: expected shape [M, K], got {data.shape}")
         if not is_contiguous(data):
-            raise ValueError(f"data: expected a C-contiguous array, got strides {data.strides}; members are views of it")
+            raise ValueError(f"data: expected a C-contiguous array, got strides {data.strides}; members are "
+                             "views of it")
         groups = sizes.read(splits, data, xp, False)
         rows, columns = data.shape
         if groups.host is not None:
@@ -106,7 +112,9 @@ class Grouped(Result):
     @property
     def nbytes(self) -> int:
         """Bytes of data and scales, counting an array that both directions share once."""
-        arrays = {id(a): a for a in (self.rowwise, self.columnwise, self.scale_inv, self.columnwise_scale_inv) if a is not None}
+        arrays = {id(a): a
+                  for a in (self.rowwise, self.columnwise, self.scale_inv, self.columnwise_scale_inv)
+                  if a is not None}
         return sum(int(a.nbytes) for a in arrays.values())
 
     def __len__(self) -> int:
@@ -125,8 +133,11 @@ class Grouped(Result):
         return map(self._members(*self._places()), range(len(self)))
 
     def dequantize(self, dtype: Any = np.float32, *, out: Array | None = None) -> Array:
-        """The values [M, K]; rows that no group has are 0. Waits for the device where offsets live there, then one launch per group.
-        out : array of this shape and dtype, written and returned. Raises TypeError, ValueError before anything is written to it."""
+        """The values [M, K]; rows that no group has are 0. Waits for the device where offsets live there,
+        then one launch per group.
+
+        out : array of this shape and dtype, written and returned.
+        Raises TypeError, ValueError before anything is written to it."""
         if self._plain:
             raise TypeError(f"dequantize: plain {self.dtype} values are not quantised; use astype on .data")
         from .calls import validate
@@ -139,10 +150,12 @@ class Grouped(Result):
         result: Array = zeros(self.shape, to, like=data) if out is None else out
         members = list(map(self._members(sizes, offsets), range(len(self))))
         flat, length = result.reshape(-1), self.shape[1]
-        parts = [flat[at : at + size * length].reshape(size, length) for at, size in zip(offsets, sizes, strict=False)]
-        if out is not None:                                 # a member that is refused must not leave others written
-            scales = self.scale_inv if self.columnwise_scale_inv is None or self.scale_inv is not None else self.columnwise_scale_inv
-            validate.separate(validate.address(out), out.nbytes, validate.address(scales), validate.extent(scales), "out", "q.scale_inv")
+        parts = [flat[at : at + size * length].reshape(size, length)
+                 for at, size in zip(offsets, sizes, strict=False)]
+        if out is not None:                         # a member that is refused must not leave others written
+            scales = self.columnwise_scale_inv if self.scale_inv is None else self.scale_inv
+            validate.separate(validate.address(out), out.nbytes, validate.address(scales),
+                              validate.extent(scales), "out", "q.scale_inv")
             for member, part in zip(members, parts, strict=True):
                 check_call(member, to, part)
             bits(out).fill(0)
@@ -164,17 +177,20 @@ class Grouped(Result):
             from .kernels import capturing
 
             if capturing(self.offsets.data.device_id):
-                raise ValueError("Grouped: members are found by their offsets on the device, which cannot be waited for while a CUDA graph "
+                raise ValueError("Grouped: members are found by their offsets on the device, which cannot be "
+                                 "waited for while a CUDA graph "
                                  "is captured")
         rows, columns = self.shape
-        for name, a, length in (("offsets", self.offsets, len(self.splits) + 1), ("rowwise", self.rowwise, rows * columns),
+        for name, a, length in (("offsets", self.offsets, len(self.splits) + 1),
+                                ("rowwise", self.rowwise, rows * columns),
                                 ("columnwise", self.columnwise, rows * columns)):
             if a is not None and a.shape != (length,):
                 raise ValueError(f"{name}: expected shape ({length},), got {a.shape}")
         sizes, offsets = asnumpy(self.splits).tolist(), asnumpy(self.offsets).tolist()
         for i, (size, offset) in enumerate(zip(sizes, offsets[:-1], strict=True)):
             if size < 0 or offset < 0 or offset + size * columns > rows * columns:
-                raise ValueError(f"splits: group {i} of {size} rows at element {offset} is not within the {rows} x {columns} elements "
+                raise ValueError(f"splits: group {i} of {size} rows at element {offset} is not within the "
+                                 f"{rows} x {columns} elements "
                                  "there are")
         return sizes, offsets
 
@@ -192,10 +208,12 @@ class Grouped(Result):
         across, scales = block and (block[1], block[0]), self._scales(sizes)
 
         def member(i: int) -> Quantized:
-            shape, row, column = (sizes[i], columns), part(i, self.rowwise, False), part(i, self.columnwise, transposed)
+            shape, row = (sizes[i], columns), part(i, self.rowwise, False)
+            column = part(i, self.columnwise, transposed)
             return Quantized(
                 None if row is None else Scaled._of(row, scales("rowwise", i), shape, False, block, layout),
-                None if column is None else Scaled._of(column, scales("columnwise", i), shape, transposed, across, layout))
+                None if column is None
+                else Scaled._of(column, scales("columnwise", i), shape, transposed, across, layout))
 
         return member
 
@@ -204,7 +222,8 @@ class Grouped(Result):
         if self.block is None:
             per_tensor = cast(Array, self.scale_inv)
             if per_tensor.shape != (len(sizes),):
-                raise ValueError(f"scale_inv: expected shape ({len(sizes)},), one for each group, got {per_tensor.shape}")
+                raise ValueError(f"scale_inv: expected shape ({len(sizes)},), one for each group, got "
+                                 f"{per_tensor.shape}")
             return lambda name, i: per_tensor[i : i + 1]
         layout = cast(str, self.scale_layout)
         directions: dict[str, tuple[Array, tuple[int | None, int | None], bool, list[int]]] = {}
@@ -212,7 +231,8 @@ class Grouped(Result):
                 ("rowwise", self.scale_inv, self.block, False),
                 ("columnwise", self.columnwise_scale_inv, (self.block[1], self.block[0]), self.transposed)):
             if scale_inv is not None:
-                unit, each = group_unit(block, layout, transposed), group_scales(self.shape[1], block, layout, transposed)
+                unit = group_unit(block, layout, transposed)
+                each = group_scales(self.shape[1], block, layout, transposed)
                 ends = list(accumulate((cdiv(size, unit) if unit else 1) * each for size in sizes))
                 directions[name] = scale_inv.reshape(-1), block, transposed, [0, *ends]
 
@@ -220,20 +240,24 @@ class Grouped(Result):
             flat, block, transposed, at = directions[name]
             shape = scale_shape((sizes[i], self.shape[1]), block, layout, transposed)
             if flat.size < at[i] + prod(shape):
-                raise ValueError(f"{'columnwise_' if name == 'columnwise' else ''}scale_inv: group {i} has scales {at[i]} to "
+                raise ValueError(f"{'columnwise_' if name == 'columnwise' else ''}scale_inv: group {i} has "
+                                 f"scales {at[i]} to "
                                  f"{at[i] + prod(shape)}, got {flat.size}")
-            return flat[at[i] : at[i] + prod(shape)].reshape(shape)         # of whole columns of no rows: none
+            return flat[at[i] : at[i] + prod(shape)].reshape(shape)        # of whole columns of no rows: none
 
         return scales
 
     def _facts(self) -> dict[str, str]:
         """As those of a `Scaled`."""
         column = "columnwise (stored transposed)" if self.transposed else "columnwise"
-        directions = [name for name, part in (("rowwise", self.rowwise), (column, self.columnwise)) if part is not None]
+        directions = [name for name, part in (("rowwise", self.rowwise), (column, self.columnwise))
+                      if part is not None]
         blocks = self.block and f"{block_text(self.block)}, {self.scale_layout} scales"
-        return {"dtype": self.dtype.name, "shape": f"{self.shape[0]}, {self.shape[1]}", "groups": str(len(self)),
+        return {"dtype": self.dtype.name, "shape": f"{self.shape[0]}, {self.shape[1]}",
+                "groups": str(len(self)),
                 "scaling": "plain values" if self._plain else blocks or "a scale each",
-                "directions": "" if self._plain else " + ".join(directions), "kind": backend.kind_of(self._any),
+                "directions": "" if self._plain else " + ".join(directions),
+                "kind": backend.kind_of(self._any),
                 "bytes": f"{self.nbytes:,}"}
 
     def __repr__(self) -> str:
@@ -256,12 +280,14 @@ def check_arrays(g: Grouped, name: str) -> None:
         expected.append(("scale_inv", g.scale_inv, (number,), (float32,)))
     else:
         for part, a, block, transposed in (("scale_inv", g.scale_inv, g.block, False),
-                                           ("columnwise_scale_inv", g.columnwise_scale_inv, (g.block[1], g.block[0]), g.transposed)):
+                                           ("columnwise_scale_inv", g.columnwise_scale_inv,
+                                            (g.block[1], g.block[0]), g.transposed)):
             shape = grouped_scale_shape(g.shape, number, block, str(g.scale_layout), transposed)
             expected.append((part, a, shape, SCALE_DTYPES[str(g.scale_layout)]))
     for part, a, shape, dtypes in expected:
         if a is not None and (a.shape != shape or (dtypes and a.dtype not in dtypes)):
-            raise ValueError(f"{name}.{part}: expected {' or '.join(str(dtype) for dtype in dtypes) or 'data'} of shape {shape}, got "
+            raise ValueError(f"{name}.{part}: expected "
+                             f"{' or '.join(str(dtype) for dtype in dtypes) or 'data'} of shape {shape}, got "
                              f"{a.dtype} {a.shape}")
     for data, scale_inv in (("rowwise", g.scale_inv), ("columnwise", g.columnwise_scale_inv)):
         if g.block is not None and (getattr(g, data) is None) != (scale_inv is None):

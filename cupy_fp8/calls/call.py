@@ -220,7 +220,7 @@ def run(op: Op[Any], given: tuple[Any, ...], out: Any = None) -> Any:
         known = described and remembered.find(described, out)
     except TypeError:                   # an option that cannot be hashed: the op says what is wrong with it
         known = described = None
-    if described and known and (found := known.run(described[1], out)) is not None:
+    if described and known and (found := known.run(described[1], given, out)) is not None:
         return found
     call, inputs, result, arrays = validate_call(op, given, out)
     if executor_of(call.xp) == "reference":

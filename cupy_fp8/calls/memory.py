@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..grouped import Grouped
 from ..kernels import executor_of
 from ..results import Quantized, Scaled
 from ..routing import Routing
@@ -228,4 +229,6 @@ _KINDS: dict[type, _Describe] = {
     np.ndarray: _of_numpy, tuple: _of_tuple, list: _of_list,
     Scaled: _of_result(lambda s: (s.data, s.scale_inv, s.shape, s.transposed, s.block, s.scale_layout)),
     Quantized: _of_result(lambda q: (q.rowwise, q.columnwise, q.dbias)),
+    Grouped: _of_result(lambda g: (g.splits, g.offsets, g.rowwise, g.columnwise, g.scale_inv, g.columnwise_scale_inv,
+                                   g.shape, g.block, g.scale_layout, g.transposed)),
     Routing: _of_result(lambda r: (*r._arrays().values(), r.rows, r.align))}

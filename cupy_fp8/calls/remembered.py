@@ -71,7 +71,7 @@ class _Repeated:
         for launch in launches:
             launch.keep()
 
-    def run(self, addresses: list[Any], out: Any) -> Any:
+    def run(self, addresses: list[Any], given: tuple[Any, ...], out: Any) -> Any:
         """out; None where the memory has another owner than it had."""
         if self._owner is not None and self._owner() is None:
             return None
@@ -170,7 +170,7 @@ class _Allocating:
                  launches: list[_Bound]) -> None:
         #: An array without elements stands for the call's arrays, which may be freed: it has their device.
         self._like = empty_beside(call.x, (0,), _U32)
-        self._allocation, self._build = call.allocation, call.result.build
+        self._allocation, self._build = call.allocation, call.result.builder()
         self._alignments, self._launches, self._tables = [at % ALIGNMENT for at in written], launches, tables
         self._workspaces = [(found.use, found.words) for found in call.workspaces]
         self._scratches = [scratch.shape for scratch in call.scratches]
@@ -193,7 +193,7 @@ class _Allocating:
             return None
         return _Allocating(call, written, [each for each in tables if each], [each for each in found if each])
 
-    def run(self, addresses: list[Any], out: Any) -> Any:
+    def run(self, addresses: list[Any], given: tuple[Any, ...], out: Any) -> Any:
         """The result; None where memory came with another alignment."""
         x = self._like
         validate.may_allocate(x)
@@ -209,4 +209,4 @@ class _Allocating:
         addresses += [each.at for each in tables]
         for bound in self._launches:
             bound.run(x, addresses)
-        return self._build(arrays)
+        return self._build(arrays, given)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -43,6 +43,11 @@ class Description:
     def build(self, arrays: Sequence[Array]) -> Any:
         """What the user gets, from the arrays in their order."""
         return arrays[0]
+
+    def builder(self) -> Callable[[Sequence[Array], tuple[Any, ...]], Any]:
+        """What makes the results of later calls that are alike, from their arrays and the arguments given then. It is
+        remembered, so it holds no array. A result that holds an argument replaces this."""
+        return lambda arrays, given: self.build(arrays)
 
     def for_out(self, out: Any) -> Description:
         """The description of a result given as `out=`, which can have other arrays than a new one."""

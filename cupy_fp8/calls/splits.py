@@ -26,6 +26,10 @@ class Groups(NamedTuple):
     array: Any = None               # kept alive
     host: Any = None                # sizes that can be looked at
 
+    def members(self, errors: int) -> dict[str, int]:
+        """The struct Splits of kernels_cu/include/groups/splits.cuh. errors: the address of the device's word."""
+        return {"sizes": self.at, "groups": len(self.array), "errors": errors, "wide": self.wide}
+
     def check_separate(self, at: int, nbytes: int) -> None:
         validate.separate(at, nbytes, self.at, self.nbytes, "out", "splits")
 

@@ -34,6 +34,7 @@
 // values. Bytes moved per element: sizeof(IN), and 1 + 4 / block per direction. Padding of scales is written
 // 0.
 #include "scale/block_write.cuh"
+#include "groups/quantize_group.cuh"
 #include "tile/column_segment.cuh"
 
 constexpr bool kFast = !ALIGNED || (FAST && !SQUARE), kSlow = !ALIGNED || SLOW || SQUARE;
@@ -321,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks)
 group_quantize_block(const __grid_constant__ GroupBlockParams p) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ BlockParams group;                                    // its matrix
-    const auto move_scales = [&](const RowRun& found) {
+    const auto move_scales = [&](const RowSegment& found) {
         move_to_group(group.fast, p.fast, found.before[0], found.rows);
         move_to_group(group.slow, p.slow, found.before[1], found.rows);
     };

@@ -1,11 +1,14 @@
-// Current scaling of groups of consecutive rows, each with a scale of its own; sizes are on the device (docs/numerics.md, sections 1 and 7).
+// Current scaling of groups of consecutive rows, each with a scale of its own; sizes are on the device
+// (docs/numerics.md, sections 1 and 7).
 //
 //   top = max |x| of the group      scale = as compute_scale finds it from top      amax = max(amax, top)
 //
-// group_amax_scale  x [rows, columns] -> scale [groups], and amax raised where it is given (null: not), before group_cast_transpose. Every group is
-//                   cut into runs of kRunRows rows, and a run into parts of 64 KB; a block takes one part. Its first warp finds which
-//                   by a scan over the sizes, or group_find_runs has found it. The block that finishes last writes every scale, those
-//                   of empty groups too, and leaves the workspace as it found it (zeros), so that a captured graph replays.
+// group_amax_scale  x [rows, columns] -> scale [groups], and amax raised where it is given (null: not),
+//                   before group_cast_transpose. Every group is cut into segments of kSegmentRows rows, and a
+//                   segment into parts of 64 KB; a block takes one part. Its first warp finds the segment by
+//                   a scan over the sizes, or group_find_segments has found it. The block that finishes last
+//                   writes every scale, those of empty groups too, and leaves the workspace as it found it
+//                   (zeros), so that a captured graph replays.
 // IN in {bf16, f16, f32}. Bytes moved per element: sizeof(IN).
 #include "groups/row_groups.cuh"
 #include "numerics/amax.cuh"
@@ -13,38 +16,42 @@
 
 struct GroupAmaxParams {
     const IN::storage* x;
-    u32* workspace;              // blocks done, then the largest magnitude of each group; zero before the first launch, and after each
+    u32* workspace;              // blocks done, then the amax of each group; zero before and after a launch
     float* scale;                // [groups]
     float* amax;                 // [groups], raised, or null
     const float* noop;           // one element: 1.0 there means that nothing is written; or null
-    RowGroups groups;            // across: blocks that share a run
+    RowGroups groups;            // across: blocks that share a segment
     float target, eps;           // as in compute_scale
     u32 pow2;
 };
 
 constexpr int kThreads = 256;
-constexpr int kRunRows = 64;                                         // also in ops/quantize/grouped_amax.py, as is the size of a part
+constexpr int kSegmentRows = 64;        // also in ops/quantize/grouped_tensor.py, as is the size of a part
+constexpr u32 kSegmentRowsLog2 = log2_of(kSegmentRows);
 constexpr int kPart = (64 << 10) / sizeof(IN::storage);
 
 #ifdef ENTRY_group_amax_scale
-extern "C" __global__ void __launch_bounds__(kThreads) group_amax_scale(const __grid_constant__ GroupAmaxParams p) {
-    __shared__ RowRun found;
+extern "C" __global__ void __launch_bounds__(kThreads)
+group_amax_scale(const __grid_constant__ GroupAmaxParams p) {
+    __shared__ RowSegment found;
     __shared__ bool last;
     if (is_set(p.noop)) return;
-    u32* const tops = p.workspace + 1;
-    const u32 run = blockIdx.x / p.groups.across, part = blockIdx.x - run * p.groups.across;
+    u32* const amaxes = p.workspace + 1;
+    const u32 segment = blockIdx.x / p.groups.across, part = blockIdx.x - segment * p.groups.across;
     if (threadIdx.x < 32) {
-        if (p.groups.runs) load_run(p.groups, run, found);
-        else find_run<kRunRows, false, false>(p.groups, run, 0, 0, found);
+        if (p.groups.segments) load_segment(p.groups, segment, found);
+        else find_segment<false, false>(p.groups, segment, kSegmentRowsLog2, 0, 0, found);
     }
     __syncthreads();
-    const i64 before = found.run * kRunRows, elements = left_of(found.rows - before, kRunRows) * p.groups.columns;
+    const i64 before = found.index * kSegmentRows;
+    const i64 elements = left_of(found.rows - before, kSegmentRows) * p.groups.columns;
     const int mine = found.group < 0 ? 0 : left_of(elements - (i64)part * kPart, kPart);
     Amax<IN> amax;
-    if (mine) add_run<kThreads>(amax, p.x + found.start + before * p.groups.columns + (i64)part * kPart, mine);
+    const i64 in_group = before * p.groups.columns + (i64)part * kPart;
+    if (mine) add_run<kThreads>(amax, p.x + found.start + in_group, mine);
     const u32 top = block_max<kThreads>(amax.f32_bits());
     if (threadIdx.x == 0) {
-        if (mine && load_relaxed(tops + found.group) < top) atomicMax(tops + found.group, top);
+        if (mine && load_relaxed(amaxes + found.group) < top) atomicMax(amaxes + found.group, top);
         __threadfence();
         last = atomicAdd(p.workspace, 1u) == gridDim.x - 1;
     }
@@ -52,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) group_amax_scale(const __
     if (!last) return;
     __threadfence();
     for (i64 g = threadIdx.x; g < p.groups.splits.groups; g += kThreads) {
-        const u32 of_group = atomicExch(tops + g, 0u);
+        const u32 of_group = atomicExch(amaxes + g, 0u);
         p.scale[g] = scale_from_amax(as_float(of_group), p.target, p.eps, as_float(kMaxF32), p.pow2);
         if (p.amax) raise_amax(p.amax + g, of_group, load_relaxed(p.amax + g));
     }

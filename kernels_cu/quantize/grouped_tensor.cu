@@ -1,19 +1,32 @@
-// Per-tensor scaling of groups of consecutive rows, each with its own scale; sizes are on the device (docs/numerics.md, sections 1 and 7).
+// Per-tensor scaling of groups of consecutive rows, each with its own scale; sizes are on the device
+// (docs/numerics.md, sections 1 and 7).
 //
-//   data = narrow(fl(x * scale[g]))    data_t = each group's data transposed    scale_inv = fl(1 / scale)    amax = max(amax, max |x|)
+//   data = narrow(fl(x * scale[g]))    data_t = each group's data transposed    scale_inv = fl(1 / scale)
+//   amax = max(amax, max |x|)
 //
-// group_cast_transpose  x [rows, columns] -> data [rows, columns], and data_t flat: each group's [columns, m], where its data are. Every group is cut
-//                       into tiles of TILE_ROWS x TILE_COLUMNS elements, and a block of threads casts one, as cast_transpose does
-//                       (cast_tile.cuh); its first warp finds which by a scan over the sizes, or group_find_runs has found it. What
-//                       follows the last group is written as 0, by tiles of its own. Block 0 also writes scale_inv of every group, and
-//                       the offsets where none are given. Either output may be absent (null). With `align` every group is followed
-//                       there by rows of zeros, cast as the others are, and block 0 writes the aligned sizes too. LARGE 1: every row of
-//                       x and data allows chunked access, the runs are found, and no code is made for anything else; blocks take further tiles after
-//                       their first one, since there are fewer than groups of any sizes may need.
-// group_cast_current    the same with the scale that each group's own amax calls for, found from the same read (single_read.cuh) where groups
-//                       fit into the multiprocessors; tiles of 128 x 128 elements, whose runs are found. For x and data all of whose rows
-//                       allow chunked access.
-// IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}. Bytes moved per element: sizeof(IN) + outputs.
+// group_cast_transpose  x [rows, columns] -> data [rows, columns], and data_t flat: each group's [columns,
+//                       m], where its data are. Every group is cut into tiles of TILE_ROWS x TILE_COLUMNS
+//                       elements, and a block of threads casts one, as cast_transpose does
+//                       (include/tile/cast_tile.cuh). Its first warp finds which by a scan over the sizes, or
+//                       group_find_segments has found it. What follows the last group is written as 0, by
+//                       tiles of its own. Block 0 also writes scale_inv of every group, and the offsets where
+//                       none are given. Either output may be absent (null). With `align` every group is
+//                       followed there by rows of zeros, cast as the others are, and block 0 writes the
+//                       aligned sizes too.
+// group_cast_current    the same with the scale that each group's own amax calls for, found from the same
+//                       read (include/tile/single_read.cuh) where groups fit into the multiprocessors; tiles
+//                       of 128 x 128 elements, whose segments have been found. For x and data all of whose
+//                       rows allow chunked access.
+// IN, OUT                  {bf16, f16, f32}, {e4m3fn, e5m2}: formats of x and data. group_cast_current:
+//                          16-bit x alone.
+// TILE_ROWS, TILE_COLUMNS  a block has a thread for each 8 x 8 elements of a tile, and shared memory for its
+//                          codes.
+// LARGE                    1: every row of x and data allows chunked access, the segments have been found,
+//                          and no code is made for anything else, which leaves registers for large tiles.
+//                          Blocks take further tiles after their first one, since there are fewer blocks than
+//                          groups of any sizes may need tiles.
+// DBIAS                    0: cast_tile.cuh has sums of columns for other kernels.
+// Bytes moved per element: sizeof(IN) + outputs.
 #ifdef ENTRY_group_cast_current
 #include "tile/single_read.cuh"
 #else
@@ -32,8 +45,8 @@ struct GroupCastParams {
     const float* noop;           // one element: 1.0 there means that nothing is written; or null
     RowGroups groups;
     u32 aligned;                 // every row of x and data allows chunked access
-    u32 reverse;                 // 1: blocks take the rows from their end, which the L2 still holds after group_amax_scale
-    u32 tiles;                   // of groups of any sizes. Where runs have been found there are fewer blocks
+    u32 reverse;                 // 1: blocks begin with the last rows, which the L2 holds after the amax
+    u32 tiles;                   // of groups of any sizes; blocks are fewer where segments have been found
 };
 
 // A group, or part of it.
@@ -42,14 +55,15 @@ struct GroupTensor {
     u8 *data, *data_t;           // or null
     float* amax;
     i64 given, rows, columns;    // rows of the group: in x, written
-    RowRun found;
+    RowSegment found;
     TilePosition at;
     u32 aligned, vector;
     u32 in_x;                    // 1: x has all rows of the tile that are written
     u32 next;                    // the block's next tile, as blocks are counted
 };
 
-// What cast_tile wants to know of it. The loads of whole tiles do not wait for x and columns to be read anew; others have no registers for them.
+// What cast_tile wants to know of it. The loads of whole tiles do not wait for x and columns to be read anew;
+// others have no registers for them.
 template <class X, class Columns>
 struct GroupView {
     X x;
@@ -60,46 +74,55 @@ struct GroupView {
     Shared<u32> vector;
 
     __device__ __forceinline__ GroupView(X x, Columns columns, const GroupTensor& t)
-        : x(x), columns(columns), data{&t.data}, data_t{&t.data_t}, given{&t.given}, rows{&t.rows}, amax{&t.amax}, vector{&t.vector} {}
+        : x(x), columns(columns), data{&t.data}, data_t{&t.data_t}, given{&t.given}, rows{&t.rows},
+          amax{&t.amax}, vector{&t.vector} {}
     __device__ __forceinline__ bool rowwise() const { return *data.at; }
     __device__ __forceinline__ bool columnwise() const { return *data_t.at; }
 };
 template <class X, class Columns>
 constexpr bool kPads<GroupView<X, Columns>> = true;
 
-// As in tensor.cu: 1024 threads per multiprocessor on an H200, where everything fits into the 64 registers that leaves each.
+constexpr u32 kTileRowsLog2 = log2_of(TILE_ROWS);
+
+// As in tensor.cu: 1024 threads per multiprocessor on an H200, where everything fits into the 64 registers
+// that leaves each.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && __CUDACC_VER_MAJOR__ >= 13
 constexpr int kBlocks = (kLoads == 2 || !LARGE ? 512 : 1024) / Tile::kThreads;
 #else
 constexpr int kBlocks = 1;
 #endif
 
-// Zeros in the tile of rows that no group has: the same bytes of both outputs, whose layouts mean nothing there.
+// Writes zeros in the tile of rows that no group has: the same bytes of both outputs, whose layouts mean
+// nothing there.
 __device__ __forceinline__ void clear_tile(const GroupTensor& t) {
     const int width = left_of(t.columns - t.at.column, TILE_COLUMNS);
     if (t.data) clear_rows<Tile::kThreads>(as_global(t.data) + t.at.column, t.rows, width, t.columns);
     if (t.data_t) clear_rows<Tile::kThreads>(as_global(t.data_t) + t.at.column, t.rows, width, t.columns);
 }
 
-// By one warp: what there is to know of a tile, counted as blocks are. ahead: of the block's next tile, on its way while it casts this one.
-__device__ __forceinline__ void find_tile(const GroupCastParams& p, u32 own, RowRun& ahead, GroupTensor& tensor) {
-    const u32 tile = p.reverse ? p.tiles - 1 - own : own, run = tile / p.groups.across, lane = threadIdx.x % 32;
-    const u32 next = own + gridDim.x;
+// Finds all there is to know of a tile, counted as blocks are. One warp calls it. ahead: the segment of the
+// block's next tile, which is copied while the block casts this one.
+__device__ __forceinline__ void find_tile(const GroupCastParams& p, u32 own, RowSegment& ahead,
+                                          GroupTensor& tensor) {
+    const u32 tile = p.reverse ? p.tiles - 1 - own : own, segment = tile / p.groups.across;
+    const u32 next = own + gridDim.x, lane = threadIdx.x % 32;
     if (LARGE) {
         if (own == blockIdx.x) {
-            load_run(p.groups, run, tensor.found);
+            load_segment(p.groups, segment, tensor.found);
         } else {
             copy_async_wait();
             __syncwarp();
-            if (lane < kRunWords) reinterpret_cast<u32*>(&tensor.found)[lane] = reinterpret_cast<const u32*>(&ahead)[lane];
+            if (lane < kSegmentWords)
+                reinterpret_cast<u32*>(&tensor.found)[lane] = reinterpret_cast<const u32*>(&ahead)[lane];
             __syncwarp();
         }
-        if (next < p.tiles && lane < kRunWords / 4) {
-            const u32 next_run = (p.reverse ? p.tiles - 1 - next : next) / p.groups.across;
-            copy_async(reinterpret_cast<u8*>(&ahead) + lane * 16, reinterpret_cast<const u8*>(p.groups.runs + next_run) + lane * 16);
+        if (next < p.tiles && lane < kSegmentWords / 4) {
+            const u32 next_segment = (p.reverse ? p.tiles - 1 - next : next) / p.groups.across;
+            copy_async(reinterpret_cast<u8*>(&ahead) + lane * 16,
+                       reinterpret_cast<const u8*>(p.groups.segments + next_segment) + lane * 16);
         }
     } else {
-        find_run<TILE_ROWS, false, true>(p.groups, run, 0, 0, tensor.found);
+        find_segment<false, true>(p.groups, segment, kTileRowsLog2, 0, 0, tensor.found);
     }
     if (lane != 0) return;
     const i64 group = tensor.found.group, to = tensor.found.to;
@@ -109,26 +132,29 @@ __device__ __forceinline__ void find_tile(const GroupCastParams& p, u32 own, Row
     tensor.data_t = p.data_t ? p.data_t + to : nullptr;
     tensor.amax = p.amax && group >= 0 ? p.amax + group : nullptr;
     tensor.aligned = p.aligned;
-    tensor.at = {0, tensor.found.run * TILE_ROWS, (i64)(tile - run * p.groups.across) * TILE_COLUMNS};
+    tensor.at = {0, tensor.found.index * TILE_ROWS, (i64)(tile - segment * p.groups.across) * TILE_COLUMNS};
     tensor.vector = tensor.rows % 16 == 0 && reinterpret_cast<u64>(tensor.data_t) % 16 == 0;
     tensor.in_x = tensor.given == tensor.rows || tensor.at.row + TILE_ROWS <= tensor.given;
     tensor.next = next;
 }
 
-extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) group_cast_transpose(const __grid_constant__ GroupCastParams p) {
+extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks)
+group_cast_transpose(const __grid_constant__ GroupCastParams p) {
     extern __shared__ __align__(16) u8 shared[];
-    __shared__ GroupTensor tensor;                                   // not in registers, of which the tile needs all
-    __shared__ __align__(16) RowRun ahead;
+    __shared__ GroupTensor tensor;                       // not in registers, of which the tile needs all
+    __shared__ __align__(16) RowSegment ahead;
     if (is_set(p.noop)) return;
 #pragma unroll 1
     for (u32 own = blockIdx.x;;) {
         if (threadIdx.x < 32) find_tile(p, own, ahead, tensor);
         __syncthreads();
         if (tensor.rows > 0 && tensor.columns > 0) {
-            const float scale = tensor.found.group < 0 ? 0.0f : load_read_only(p.scale + tensor.found.group);    // on its way with x
+            // Loaded together with x.
+            const float scale = tensor.found.group < 0 ? 0.0f : load_read_only(p.scale + tensor.found.group);
             const TilePosition at = {0, tensor.at.row, tensor.at.column};
             const GroupView<const IN::storage*, i64> whole(tensor.x, tensor.columns, tensor);
-            const GroupView<Shared<const IN::storage*>, Shared<i64>> any({&tensor.x}, {&tensor.columns}, tensor);
+            using SharedX = Shared<const IN::storage*>;
+            const GroupView<SharedX, Shared<i64>> any({&tensor.x}, {&tensor.columns}, tensor);
             if (tensor.found.group < 0) clear_tile(tensor);
             else if (tensor.aligned && tensor.vector && tensor.in_x) cast_tile<2>(whole, at, scale, shared);
             else if (LARGE || tensor.aligned) cast_tile<1>(any, at, scale, shared);
@@ -155,73 +181,83 @@ struct GroupCurrentParams {
     float* scale_inv;            // [groups]
     float* amax;                 // [groups], raised, or null
     const float* noop;           // one element: 1.0 there means that nothing is written; or null
-    u64* top;                    // [groups] of those that have a tile: the launch, then the amax; zero before the first launch
+    u64* amax_of_launch;         // [groups] of those that have a tile: the launch, then the amax; first zero
     RowGroups groups;
     Resident resident;
 };
 
 struct GroupTensors {
     const GroupCurrentParams& p;
-    u32 runs_per_step, tiles_per_step;                               // from a block's tile to its next: whole runs, and more
+    // From a block's tile to its next: whole segments, and more tiles.
+    u32 segments_per_step, tiles_per_step;
 
     explicit __device__ __forceinline__ GroupTensors(const GroupCurrentParams& p)
-        : p(p), runs_per_step(gridDim.x / p.groups.across), tiles_per_step(gridDim.x % p.groups.across) {}
+        : p(p), segments_per_step(gridDim.x / p.groups.across), tiles_per_step(gridDim.x % p.groups.across) {}
 
-    // Its run and place along the run's rows, and a word of what is known of the run.
+    // A tile's segment and its place along the segment's rows, and a word of what is known of the segment.
     struct Ahead {
-        u32 tile = ~0u, run, at, word;
+        u32 tile = ~0u, segment, at, word;
     };
 
-    __device__ __forceinline__ u32 word_of(u32 tile, u32 run) const {
-        const u32* const from = reinterpret_cast<const u32*>(p.groups.runs + (tile < p.resident.tiles ? run : 0));
-        return threadIdx.x % 32 < kRunWords ? load_read_only(from + threadIdx.x % 32) : 0;
+    __device__ __forceinline__ u32 word_of(u32 tile, u32 segment) const {
+        const RowSegment* const found = p.groups.segments + (tile < p.resident.tiles ? segment : 0);
+        const u32* const from = reinterpret_cast<const u32*>(found);
+        return threadIdx.x % 32 < kSegmentWords ? load_read_only(from + threadIdx.x % 32) : 0;
     }
     __device__ __forceinline__ bool find(u32 tile, Ahead& ahead, Visit& to) const {
-        __shared__ RowRun by_warp[kLoaders / 32];
-        RowRun& found = by_warp[threadIdx.x / 32 % (kLoaders / 32)];
+        __shared__ RowSegment by_warp[kLoaders / 32];
+        RowSegment& found = by_warp[threadIdx.x / 32 % (kLoaders / 32)];
         if (ahead.tile != tile) {
-            ahead.run = tile / p.groups.across, ahead.at = tile - ahead.run * p.groups.across;
-            ahead.word = word_of(tile, ahead.run);
+            ahead.segment = tile / p.groups.across, ahead.at = tile - ahead.segment * p.groups.across;
+            ahead.word = word_of(tile, ahead.segment);
         }
-        const u32 run = ahead.run, across = ahead.at;
-        if (threadIdx.x % 32 < kRunWords) reinterpret_cast<u32*>(&found)[threadIdx.x % 32] = ahead.word;
+        const u32 segment = ahead.segment, across = ahead.at;
+        if (threadIdx.x % 32 < kSegmentWords) reinterpret_cast<u32*>(&found)[threadIdx.x % 32] = ahead.word;
         __syncwarp();
-        ahead.tile = tile + gridDim.x, ahead.run += runs_per_step, ahead.at += tiles_per_step;
-        if (ahead.at >= p.groups.across) ahead.run++, ahead.at -= p.groups.across;
-        ahead.word = word_of(ahead.tile, ahead.run);
+        ahead.tile = tile + gridDim.x, ahead.segment += segments_per_step, ahead.at += tiles_per_step;
+        if (ahead.at >= p.groups.across) ahead.segment++, ahead.at -= p.groups.across;
+        ahead.word = word_of(ahead.tile, ahead.segment);
         if (threadIdx.x % 32 == 0) {
-            const bool lost = found.group < 0;
-            const i64 columns = p.groups.columns, column = (i64)across * kTileSide, row = lost ? 0 : found.run * kTileSide;
-            const i64 in_group = row * columns + column, in_group_t = lost ? in_group : column * found.rows + row;
+            const bool nobodys = found.group < 0;
+            const i64 columns = p.groups.columns, column = (i64)across * kTileSide;
+            const i64 row = nobodys ? 0 : found.index * kTileSide;
+            const i64 in_group = row * columns + column;
+            const i64 in_group_t = nobodys ? in_group : column * found.rows + row;
             u8* const data_t = p.data_t ? p.data_t + found.to + in_group_t : nullptr;
-            to = {p.x + found.start + in_group, p.data ? p.data + found.to + in_group : nullptr, data_t, found.rows, columns, found.group, tile,
-                  (run - (u32)found.run) * p.groups.across, (u32)((found.rows + kTileSide - 1) / kTileSide) * p.groups.across,
-                  left_of(found.given - row, kTileSide), left_of(found.rows - row, kTileSide), left_of(columns - column, kTileSide),
-                  found.rows % 16 == 0 && reinterpret_cast<u64>(data_t) % 16 == 0, lost ? (u32)kClear : 0};
+            u8* const data = p.data ? p.data + found.to + in_group : nullptr;
+            const u32 first = (segment - (u32)found.index) * p.groups.across;
+            const u32 tiles = (u32)((found.rows + kTileSide - 1) / kTileSide) * p.groups.across;
+            const u32 vector = found.rows % 16 == 0 && reinterpret_cast<u64>(data_t) % 16 == 0;
+            to = {p.x + found.start + in_group, data, data_t, found.rows, columns, found.group, tile, first,
+                  tiles, left_of(found.given - row, kTileSide), left_of(found.rows - row, kTileSide),
+                  left_of(columns - column, kTileSide), vector, nobodys ? (u32)kClear : 0};
         }
         __syncwarp();
         return to.rows > 0;
     }
     __device__ __forceinline__ void first_tile(const Visit& visit, u32 launch, u32 top, float) const {
-        store_relaxed(p.top + visit.matrix, in_launch(launch, top));
+        store_relaxed(p.amax_of_launch + visit.matrix, in_launch(launch, top));
     }
     __device__ __forceinline__ void clear(const Visit& visit) const {
-        if (visit.data) clear_rows<kConsumers>(as_global(visit.data), visit.rows_left, visit.columns_left, visit.columns);
-        if (visit.data_t) clear_rows<kConsumers>(as_global(visit.data_t), visit.rows_left, visit.columns_left, visit.columns);
+        const int rows = visit.rows_left, width = visit.columns_left;
+        if (visit.data) clear_rows<kConsumers>(as_global(visit.data), rows, width, visit.columns);
+        if (visit.data_t) clear_rows<kConsumers>(as_global(visit.data_t), rows, width, visit.columns);
     }
-    // The scales of all groups, also of those without a tile.
+    // Writes the scales of all groups, also of those without a tile.
     __device__ __forceinline__ void last(u32 launch) const {
         for (i64 g = threadIdx.x; g < p.groups.splits.groups; g += kConsumers) {
-            const u64 told = load_relaxed(p.top + g);
+            const u64 told = load_relaxed(p.amax_of_launch + g);
             const u32 top = is_of(told, launch) ? (u32)told : 0;
             const Resident& r = p.resident;
-            write_scale_inv(scale_from_amax(as_float(top), r.target, r.eps, as_float(kMaxF32), r.pow2), p.scale_inv + g, nullptr);
+            const float scale = scale_from_amax(as_float(top), r.target, r.eps, as_float(kMaxF32), r.pow2);
+            write_scale_inv(scale, p.scale_inv + g, nullptr);
             if (p.amax) raise_amax(p.amax + g, top, load_relaxed(p.amax + g));
         }
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kResidentThreads) group_cast_current(const __grid_constant__ GroupCurrentParams p) {
+extern "C" __global__ void __launch_bounds__(kResidentThreads)
+group_cast_current(const __grid_constant__ GroupCurrentParams p) {
     extern __shared__ __align__(16) u8 shared[];
     if (is_set(p.noop)) return;
     if (blockIdx.x == 0 && threadIdx.x < 32) write_offsets(p.groups);

@@ -26,7 +26,7 @@
 #include "scale/cast.cuh"
 #include "numerics/e8m0.cuh"
 #include "memory/elementwise.cuh"
-#include "groups/row_groups.cuh"
+#include "groups/quantize_group.cuh"
 #include "tile/warp_tile.cuh"
 
 struct MxParams {
@@ -339,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks)
 group_quantize_mx(const __grid_constant__ GroupMxParams p) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ MxParams group;                                       // its matrix
-    const auto move_scales = [&](const RowRun& found) {
+    const auto move_scales = [&](const RowSegment& found) {
         move_to_group(group.fast, p.fast, found.before[0]);
         move_to_group(group.slow, p.slow, found.before[1]);
         if (group.slow.swizzled()) group.slow.block = p.slow.units(found.rows);

@@ -8,7 +8,7 @@
 //               which are stored [blocks, lines])
 // WORDS         1: with ADJACENT 0 all compact words of four blocks exist and are aligned, and no code is made for anything else (which
 //               takes many more registers, to have as many loads in flight)
-// GROUPED       0; 1: groups of lines, 2: groups along the blocks, of sizes on the device (include/groups/row_groups.cuh), each group a swizzled
+// GROUPED       0; 1: groups of lines, 2: groups along the blocks, of sizes on the device (include/groups/splits.cuh), each group a swizzled
 //               matrix of its own, one after the other: in the rows of the result, or (2) in its bytes. What is past the last group is
 //               written as 0, and so are compact scales that no group covers.
 //
@@ -16,7 +16,7 @@
 // 16 swizzled bytes, each from 4 compact lines; 8 lanes share a 32-byte sector of a compact line, 4 lanes have 64 adjacent swizzled bytes.
 // ADJACENT 1: 16 lines x 4 blocks per thread, transposed in registers and gathered in shared memory, so that both sides are moved in
 // whole lines. Bytes moved per scale: 2. Such arrays are small and latency is all: one launch, every load of a thread in flight at once.
-#include "groups/row_groups.cuh"
+#include "groups/splits.cuh"
 #include "scale/swizzle.cuh"
 #include "tile/tile.cuh"
 
@@ -61,10 +61,10 @@ struct Tiles {
         i64 line = (i64)run * kSwizzleLines, block = (first + t) * kSwizzleBlocks, tile = ((matrix * p.down + run) * p.tiles + first + t);
         int lines = left_of(p.lines - line, kSwizzleLines), blocks = left_of(p.blocks - block, kSwizzleBlocks);
         bool lost = false;
-        if (GROUPED == 1) line = groups[0].start, lines = groups[0].lines, lost = groups[0].lost;
+        if (GROUPED == 1) line = groups[0].start, lines = groups[0].lines, lost = groups[0].past_groups;
         if (GROUPED == 2) {
             const GroupTile& group = groups[t];
-            block = group.start, blocks = group.lines, lost = group.lost;
+            block = group.start, blocks = group.lines, lost = group.past_groups;
             tile = group.group_tile * p.down + run * group.group_tiles + (first + t - group.group_tile);
         }
         const i64 compact = matrix * p.lines * p.blocks + (ADJACENT ? block * p.stride + line : line * p.stride + block);

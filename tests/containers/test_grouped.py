@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any, cast
 
 import numpy as np
 import pytest
-from group_arrays import RECIPE, matrix, scales_of
+from group_arrays import COLUMNS, CURRENT, RECIPE, ROWS, matrix, scales_of
 
 import cupy_fp8 as fp8
-from cupy_fp8 import reference, testing
+from cupy_fp8 import BlockScaling, MXScaling, reference, testing
 from cupy_fp8.formats import bfloat16, float8_e4m3fn
 from cupy_fp8.grouped import Grouped
 
@@ -23,37 +24,50 @@ def test_wrap(run):
         assert fp8.asnumpy(g.offsets).tolist() == [0, 6, 6, 18]
         assert g.offsets.dtype == np.int64
         assert g.data.shape == (21,)
-        assert [fp8.asnumpy(a).tolist() for a in g] == [[[0, 1, 2], [3, 4, 5]], [], np.arange(6, 18).reshape(4, 3).tolist()]
+        assert [fp8.asnumpy(a).reshape(-1).tolist() for a in g] == [[*range(6)], [], [*range(6, 18)]]
+        assert [a.shape for a in g] == [(2, 3), (0, 3), (4, 3)]
         assert g[-1].shape == g[index].shape == (4, 3)
         g[2][0, 0] = 99
         assert int(data[2, 0]) == 99, "a member is a view"
         data[2, 0] = 6
     offsets = run.array(np.array([0, 6, 6, 18]))
     assert fp8.Grouped.wrap(data, splits, offsets=offsets).offsets is offsets
-    assert repr(g) == f"Grouped(int32[7, 3] in 3 groups, plain values, {'cupy' if run.name == 'cuda' else 'numpy'})"
-    typed = fp8.Grouped.wrap(run.array(np.arange(8, dtype=np.uint8).view(float8_e4m3fn).reshape(4, 2)), [1, 3])
+    kind = "cupy" if run.name == "cuda" else "numpy"
+    assert repr(g) == f"Grouped(int32[7, 3] in 3 groups, plain values, {kind})"
+    codes = np.arange(8, dtype=np.uint8).view(float8_e4m3fn).reshape(4, 2)
+    typed = fp8.Grouped.wrap(run.array(codes), [1, 3])
     assert (typed[1].dtype, typed[1].shape) == (float8_e4m3fn, (3, 2))
 
 
-def test_wrap_refuses():
-    data, everything = np.zeros((4, 2), np.float32), cast(Any, slice(None))
-    for wrong, error, message in (
-            (lambda: Grouped.wrap(np.zeros(4), [4]), ValueError, r"data: expected shape \[M, K\], got \(4,\)"),
-            (lambda: Grouped.wrap(data.T, [2]), ValueError, "data: expected a C-contiguous array"),
-            (lambda: Grouped.wrap([[1]], [1]), TypeError, "data: expected a numpy.ndarray or cupy.ndarray"),
-            (lambda: Grouped.wrap(data, [2, 3]), ValueError, "splits: expected sizes that add up to at most the 4 rows there are, got 5"),
-            (lambda: Grouped.wrap(data, [2, -1]), ValueError, "splits: expected sizes of 0 or more, got -1 for group 1"),
-            (lambda: Grouped.wrap(data, [2.0]), TypeError, "splits: expected integers"),
-            (lambda: Grouped.wrap(data, [4], offsets=np.zeros(2, np.int32)), TypeError, "offsets: expected dtype int64, got int32"),
-            (lambda: Grouped.wrap(data, [4], offsets=np.zeros(3, np.int64)), ValueError, "offsets: expected a C-contiguous array of 2"),
-            (lambda: Grouped.wrap(data, [4], offsets=[0, 8]), TypeError, "offsets: expected a numpy.ndarray"),
-            (lambda: Grouped.wrap(data, [4])[1], IndexError, "Grouped: index 1 is out of range for 1 groups"),
-            (lambda: Grouped.wrap(data, [4])[everything], TypeError, "Grouped: expected an integer index"),
-            (lambda: Grouped.wrap(data, [4]).dequantize(), TypeError, "dequantize: plain float32 values are not quantised"),
-            (lambda: Grouped(data, data, (4, 2)), ValueError, "Grouped: expected row-wise data, or quantised column-wise data"),
-            (lambda: Grouped.wrap(data, [2, 2], offsets=np.array([0, 6, 8]))[0], ValueError, "splits: group 1 of 2 rows at element 6")):
-        with pytest.raises(error, match="^" + message):
-            wrong()
+DATA, EVERYTHING = np.zeros((4, 2), np.float32), cast(Any, slice(None))
+
+
+@pytest.mark.parametrize(("wrong", "error", "message"), [
+    (lambda: Grouped.wrap(np.zeros(4), [4]), ValueError, r"data: expected shape \[M, K\], got \(4,\)"),
+    (lambda: Grouped.wrap(DATA.T, [2]), ValueError, "data: expected a C-contiguous array"),
+    (lambda: Grouped.wrap([[1]], [1]), TypeError, "data: expected a numpy.ndarray or cupy.ndarray"),
+    (lambda: Grouped.wrap(DATA, [2, 3]), ValueError,
+     "splits: expected sizes that add up to at most the 4 rows there are, got 5"),
+    (lambda: Grouped.wrap(DATA, [2, -1]), ValueError,
+     "splits: expected sizes of 0 or more, got -1 for group 1"),
+    (lambda: Grouped.wrap(DATA, [2.0]), TypeError, "splits: expected integers"),
+    (lambda: Grouped.wrap(DATA, [4], offsets=np.zeros(2, np.int32)), TypeError,
+     "offsets: expected dtype int64, got int32"),
+    (lambda: Grouped.wrap(DATA, [4], offsets=np.zeros(3, np.int64)), ValueError,
+     "offsets: expected a C-contiguous array of 2"),
+    (lambda: Grouped.wrap(DATA, [4], offsets=[0, 8]), TypeError, "offsets: expected a numpy.ndarray"),
+    (lambda: Grouped.wrap(DATA, [4])[1], IndexError, "Grouped: index 1 is out of range for 1 groups"),
+    (lambda: Grouped.wrap(DATA, [4])[EVERYTHING], TypeError, "Grouped: expected an integer index"),
+    (lambda: Grouped.wrap(DATA, [4]).dequantize(), TypeError,
+     "dequantize: plain float32 values are not quantised"),
+    (lambda: Grouped(DATA, DATA, (4, 2)), ValueError,
+     "Grouped: expected row-wise data, or quantised column-wise data"),
+    (lambda: Grouped.wrap(DATA, [2, 2], offsets=np.array([0, 6, 8]))[0], ValueError,
+     "splits: group 1 of 2 rows at element 6"),
+])  # fmt: skip
+def test_refused(wrong, error, message):
+    with pytest.raises(error, match="^" + message):
+        wrong()
 
 
 def test_columnwise_alone():
@@ -68,7 +82,8 @@ def test_columnwise_alone():
 @pytest.mark.parametrize("rowwise", [True, False])
 def test_dequantize(rowwise, run):
     x, splits, scales = matrix(50, 24), [20, 0, 23], scales_of(3)
-    g = fp8.group_quantize(run.array(x), splits, RECIPE, rowwise=rowwise, columnwise=True, scales=run.array(scales))
+    g = fp8.group_quantize(run.array(x), splits, RECIPE, rowwise=rowwise, columnwise=True,
+                           scales=run.array(scales))
     want = np.zeros((50, 24), np.float32)
     want[:20] = reference.quantize_tensor(x[:20], scales[:1]).dequantize()
     want[20:43] = reference.quantize_tensor(x[20:43], scales[2:]).dequantize()
@@ -78,12 +93,14 @@ def test_dequantize(rowwise, run):
 
 
 @pytest.mark.parametrize(("change", "error", "message"), [
-    ({"scale_inv": lambda s: s.astype(np.float64)}, TypeError, "q.scale_inv: expected dtype float8_e8m0fnu, float32 of compact"),
+    ({"scale_inv": lambda s: s.astype(np.float64)}, TypeError,
+     "q.scale_inv: expected dtype float8_e8m0fnu, float32 of compact"),
     ({"scale_inv": lambda s: s[:40]}, ValueError, "scale_inv: group 1 has scales 16 to 64, got 40"),
     ({"scale_inv": lambda s: s[::2]}, ValueError, "scale_inv: group 1 has scales 16 to 64, got 40"),
     ({"offsets": lambda a: a[:-1]}, ValueError, r"offsets: expected shape \(4,\), got \(3,\)"),
     ({"rowwise": lambda a: a[:-1]}, ValueError, r"rowwise: expected shape \(10240,\), got \(10239,\)"),
-    ({"rowwise": lambda a: a.view(np.uint8)}, TypeError, "q.data: expected dtype float8_e4m3fn, float8_e5m2, got uint8"),
+    ({"rowwise": lambda a: a.view(np.uint8)}, TypeError,
+     "q.data: expected dtype float8_e4m3fn, float8_e5m2, got uint8"),
     ({"scale_layout": lambda _: "swizzled"}, ValueError, "scale_inv: group 0 has scales 0 to 512, got 80"),
 ])  # fmt: skip
 def test_dequantize_into_out_writes_nothing_where_a_member_is_refused(change, error, message, run):
@@ -108,3 +125,53 @@ def test_dequantize_into_its_own_scales(run):
     with pytest.raises(ValueError, match=r"^out: overlaps q\.scale_inv in memory"):
         wrong.dequantize(out=memory.reshape(40, 256))
     assert (fp8.asnumpy(memory)[:-80] == 7).all()
+
+
+# ---- in files and on pages ----
+RECIPES = [CURRENT, BlockScaling(profile="deepgemm", scale_layout="deepgemm_sm90"),
+           BlockScaling(profile="vllm"),
+           BlockScaling(ROWS), BlockScaling(COLUMNS, scale_layout="compact"),
+           *(MXScaling(block=block, scale_layout=layout)
+             for block, layout in product(((1, 32), (32, 32)), ("compact", "swizzled")))]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_saved_and_loaded(recipe, tmp_path):
+    x, sizes = matrix(90, 71), np.array([40, 0, 33])
+    g, plain = fp8.group_quantize(x, sizes, recipe, columnwise=True), Grouped.wrap(x, sizes)
+    fp8.save(tmp_path / "groups.npz", g=g, plain=plain)
+    loaded = fp8.load(tmp_path / "groups.npz")
+    assert (loaded["g"], loaded["plain"]) == (g, plain)
+    assert (loaded["g"].columnwise is loaded["g"].rowwise) == (g.columnwise is g.rowwise)
+
+
+@pytest.mark.parametrize(("recipe", "field", "message"), [
+    (BlockScaling(scale_layout="compact"), {"shape": (91, 72)},
+     r"g\.rowwise: expected data of shape \(6552,\)"),
+    (BlockScaling(scale_layout="compact"), {"splits": np.zeros(4, np.int64)}, r"g\.offsets: expected int64"),
+    (BlockScaling(scale_layout="compact"), {"offsets": np.zeros(4, np.int32)}, r"g\.offsets: expected int64"),
+    (BlockScaling(scale_layout="compact"), {"scale_layout": "gemm_ready"}, r"g\.scale_inv: expected float32"),
+    (BlockScaling(scale_layout="compact"), {"columnwise_scale_inv": None},
+     r"g: expected columnwise data and scales, or neither"),
+    (BlockScaling(scale_layout="compact"), {"block": None},
+     r"g\.scale_inv: expected float32 of shape \(3,\)"),
+    *((BlockScaling(block), {"scale_inv": np.zeros((2, 7), np.float32)},
+       r"g\.scale_inv: expected .*float32 of shape")
+      for block in (ROWS, COLUMNS)),
+], ids=str)  # fmt: skip
+def test_damaged_files_are_refused(recipe, field, message, tmp_path):
+    g = fp8.group_quantize(matrix(90, 72), np.array([40, 0, 33]), recipe, columnwise=True)
+    fp8.save(tmp_path / "groups.npz", g=Grouped(**{**g.__getstate__(), **field}))
+    with pytest.raises(ValueError, match=message):
+        fp8.load(tmp_path / "groups.npz")
+
+
+def test_what_is_shown():
+    x, sizes = matrix(90, 72), np.array([40, 0, 33])
+    g = fp8.group_quantize(x, sizes, BlockScaling(), columnwise=True)
+    assert repr(g) == ("Grouped(float8_e4m3fn[90, 72] in 3 groups, block 1×128, gemm_ready scales, "
+                       "rowwise + columnwise (stored transposed), numpy)")
+    html = g._repr_html_()
+    assert html.count("<td>") == html.count("<th>") == 7
+    assert f"<td>{g.nbytes:,}</td>" in html
+    assert "rowwise" not in repr(Grouped.wrap(x, sizes))

@@ -6,13 +6,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-from group_arrays import ALL, BLOCKS, CURRENT, PARTS, RECIPE, matrix, refused, scales_for, scales_of
-from scale_arrays import guarded
+from group_arrays import (
+    ALL,
+    BLOCKS,
+    COLUMNS,
+    CURRENT,
+    PARTS,
+    RECIPE,
+    ROWS,
+    guarded_like,
+    matrix,
+    refused,
+    scales_for,
+    scales_of,
+)
 
 import cupy_fp8 as fp8
-from cupy_fp8 import reference, testing
+from cupy_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, reference, testing
 from cupy_fp8.calls import splits as sizes_of_groups
-from cupy_fp8.formats import float8_e4m3fn
+from cupy_fp8.formats import bfloat16, float8_e5m2
 from cupy_fp8.grouped import Grouped
 from cupy_fp8.kernels import errors, tiles
 
@@ -29,8 +41,9 @@ def unchecked(monkeypatch: pytest.MonkeyPatch, run: testing.Executor) -> testing
 
 @pytest.mark.full
 @pytest.mark.parametrize(("given_sizes", "found"), [
-    ([100, 0, 150], []), ([100, 0, 201], [SUM]), ([100, -1, 200], [NEGATIVE]), ([-100, 400], [NEGATIVE, SUM]), ([299, 50, 50, 1], [SUM]),
-    ([300] * 200, [SUM]), ([0] * 300 + [301], [SUM]), ([2**63 - 1, 2**62, -(2**63), 1 << 40], [NEGATIVE, SUM]), ([2**63 - 1] * 500, [SUM]),
+    ([100, 0, 150], []), ([100, 0, 201], [SUM]), ([100, -1, 200], [NEGATIVE]), ([-100, 400], [NEGATIVE, SUM]),
+    ([299, 50, 50, 1], [SUM]), ([300] * 200, [SUM]), ([0] * 300 + [301], [SUM]),
+    ([2**63 - 1, 2**62, -(2**63), 1 << 40], [NEGATIVE, SUM]), ([2**63 - 1] * 500, [SUM]),
 ], ids=lambda s: str(s)[:30])  # fmt: skip
 @pytest.mark.parametrize(("columns", "align"), [(16, 1), (5, 1), (16, 16), (5, 4)])
 @pytest.mark.parametrize("recipe", ALL.values(), ids=ALL)
@@ -43,90 +56,155 @@ def test_wrong_sizes_are_harmless_and_noted(given_sizes, found, recipe, columns,
     for name in PARTS[align == 1 :]:
         if getattr(want, name) is not None:
             testing.assert_bytes_equal(getattr(g, name), getattr(want, name))
-    if align > 1:                                                    # each as far as x has rows for it, rounded up
+    if align > 1:                                               # each as far as x has rows for it, rounded up
         counted = np.diff(np.minimum(np.cumsum([0, *(min(max(n, 0), 301) for n in given_sizes)]), 300))
         assert fp8.asnumpy(g.splits).tolist() == (-(-counted // align) * align).tolist()
     assert list(fp8.device_errors(clear=True)) == (found if run.name != "reference" else [])
 
 
-@pytest.mark.parametrize("large", [False, True])
-@pytest.mark.parametrize("offsets", [[0, 160, 480], [-16, 160, 320], [0, 320, 480], [2**63 - 1, -(2**63), 0], [0, 159, 480]], ids=str)
-@pytest.mark.parametrize("recipe", [RECIPE, CURRENT], ids=["delayed", "current"])
-def test_wrong_offsets_stay_within_the_arrays(recipe, offsets, large, unchecked, monkeypatch):
+@pytest.mark.parametrize(("columns", "large"), [(16, False), (5, False), (16, True)])
+@pytest.mark.parametrize("offsets", [[0, 160, 480], [-16, 160, 320], [0, 320, 480], [2**63 - 1, -(2**63), 0],
+                                     [0, 159, 480]], ids=str)
+@pytest.mark.parametrize("recipe", ALL.values(), ids=ALL)
+def test_wrong_offsets_stay_within_the_arrays(recipe, offsets, columns, large, unchecked, monkeypatch):
     if large:
         monkeypatch.setattr(tiles, "choose", lambda x, large: large)
-    run, x, splits = unchecked, matrix(30, 16), unchecked.array(np.array([10, 20]))
-    parts = [guarded(run, (480,), float8_e4m3fn) for _ in range(2)]
-    given_offsets = run.array(np.array(offsets))
-    out = Grouped(splits, given_offsets, (30, 16), parts[0][0], parts[1][0], run.array(np.zeros(2, np.float32)))
-    if run.name == "reference":
-        pytest.skip("does not use them")
-    fp8.group_quantize(run.array(x), splits, recipe, columnwise=True, scales=run.array(scales_of(2)) if recipe is RECIPE else None,
-                       offsets=given_offsets, out=out)
-    assert all(intact() for _, intact in parts)
-    assert list(fp8.device_errors(clear=True)) == ([] if offsets[:2] == [0, 160] else [SUM])
-
-
-@pytest.mark.parametrize("columns", [16, 5])
-@pytest.mark.parametrize("offsets", [(0, 160, 480), (-16, 160, 320), (0, 320, 480), (2**63 - 1, -(2**63), 0), (0, 159, 480)], ids=str)
-@pytest.mark.parametrize("recipe", BLOCKS.values(), ids=BLOCKS)
-def test_wrong_offsets_of_blocks_stay_within_the_arrays(recipe, offsets, columns, unchecked):
     run, x, splits = unchecked, matrix(30, columns), np.array([10, 20])
     if run.name == "reference":
         pytest.skip("does not use them")
-    right = fp8.group_quantize(x, splits, recipe, columnwise=True)
-    given_offsets = run.array(np.array(offsets))
-    parts = {name: guarded(run, a.shape, a.dtype) for name in ("rowwise", "columnwise", "scale_inv", "columnwise_scale_inv")
-             if (a := getattr(right, name)) is not None}
-    out = Grouped(run.array(splits), given_offsets, (30, columns), **{name: a for name, (a, _) in parts.items()}, block=right.block,
-                  scale_layout=right.scale_layout, transposed=right.transposed)
-    fp8.group_quantize(run.array(x), out.splits, recipe, columnwise=True, offsets=given_offsets, out=out)
-    assert all(intact() for _, intact in parts.values())
-    assert list(fp8.device_errors(clear=True)) == ([] if offsets == (0, 160, 480) and columns == 16 else [SUM])
+    scales, given_offsets = scales_for(recipe, 2, run), run.array(np.array(offsets))
+    for rowwise in (True, False) if recipe in BLOCKS.values() else (True,):
+        right = fp8.group_quantize(run.array(x), run.array(splits), recipe, rowwise=rowwise, columnwise=True,
+                                   scales=scales)
+        out, intact = guarded_like(run, right, splits=right.splits, offsets=given_offsets)
+        fp8.group_quantize(run.array(x), out.splits, recipe, rowwise=rowwise, columnwise=True, scales=scales,
+                           offsets=given_offsets, out=out)
+        assert intact()
+        is_right = offsets == [0, 160, 480] and columns == 16
+        assert list(fp8.device_errors(clear=True)) == ([] if is_right else [SUM])
+        if is_right:
+            for name in PARTS[2:]:
+                if getattr(right, name) is not None:
+                    testing.assert_bytes_equal(getattr(out, name), getattr(right, name))
 
 
 # ---- what is refused ----
-def test_refusals():
-    x, splits, scales = matrix(9, 16), np.array([4, 5]), scales_of(2)
-    out = fp8.group_quantize(x, splits, RECIPE, columnwise=True, scales=scales)
+X, SPLITS, SCALES = matrix(9, 16), np.array([4, 5], np.int32), scales_of(2)
+MISALIGNED, NOOP = np.zeros(28, np.uint8)[4:].view(np.int64), np.zeros(1, np.float32)
+#: The error, and how a call differs from one that is right.
+REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
+    (TypeError, "recipe: expected a DelayedScaling, .* or MXScaling, got str", {"recipe": "mx"}),
+    (TypeError, "x: expected dtype", {"x": np.zeros((9, 16))}),
+    (ValueError, r"x: expected shape \[M, K\], got \(144,\)", {"x": X.reshape(-1)}),
+    (ValueError, "rowwise, columnwise: expected at least one", {"rowwise": False, "columnwise": False}),
+    (TypeError, r"rowwise: expected True or False, got", {"rowwise": NOOP}),
+    (ValueError, "splits: expected sizes that add up to at most the 9 rows there are, got 10",
+     {"splits": [4, 6]}),
+    (ValueError, "splits: expected sizes of 0 or more", {"splits": [4, -1]}),
+    (ValueError, "splits: expected int64, since 2147483640 rows rounded up to 16 are more than int32 holds, "
+                 "got int32",
+     {"x": np.zeros((2**31 - 8, 0), bfloat16), "align": 16, "out": None}),
+    (ValueError, "scales: delayed scaling needs the scales", {"scales": None}),
+    (ValueError, "scales: current scaling takes them from the groups themselves", {"recipe": CURRENT}),
+    (ValueError, "scales, amaxes: belong to per-tensor recipes", {"recipe": BlockScaling()}),
+    (ValueError, "scales, amaxes: belong to per-tensor recipes",
+     {"recipe": MXScaling(), "scales": None, "amaxes": SCALES}),
+    (ValueError, "scales, amaxes: belong to per-tensor recipes", {"recipe": BlockScaling(ROWS)}),
+    (ValueError, r"scales: expected shape \(2,\), one for each group, got \(3,\)", {"scales": scales_of(3)}),
+    (TypeError, "scales: expected dtype float32, got float64", {"scales": np.ones(2)}),
+    (TypeError, "scales: expected a numpy.ndarray or cupy.ndarray", {"scales": [1.0, 2.0]}),
+    (ValueError, r"amaxes: expected shape \(2,\), got \(3,\)", {"amaxes": scales_of(3)}),
+    (ValueError, r"amaxes: expected shape \(2,\)",
+     {"recipe": CURRENT, "scales": None, "amaxes": scales_of(3)}),
+    (ValueError, "amaxes: expected a C-contiguous array", {"amaxes": scales_of(4)[::2]}),
+    (ValueError, "amaxes: overlaps scales in memory", {"amaxes": SCALES}),
+    (ValueError, "noop: needs out=", {"noop": NOOP, "out": None}),
+    (ValueError, "noop: needs out=", {"recipe": CURRENT, "scales": None, "noop": NOOP, "out": None}),
+    (ValueError, "noop: needs out=", {"noop": NOOP, "align": 8, "out": None}),
+    (ValueError, "align: expected a power of two from 1 to 65536, got 12", {"align": 12}),
+    (ValueError, "align: expected a power of two from 1 to 65536, got 0", {"align": 0}),
+    (ValueError, "align: expected a power of two from 1 to 65536, got 131072", {"align": 1 << 17}),
+    (TypeError, "align: expected an integer, got 8.0", {"align": 8.0}),
+    (ValueError, r"offsets: expected none with align=8, got ndarray",
+     {"align": 8, "offsets": np.array([0, 128, 256])}),
+    (TypeError, "offsets: expected dtype int64", {"offsets": np.zeros(3, np.int32)}),
+    (ValueError, "offsets: expected 64 at 1 ", {"offsets": np.array([0, 65, 144])}),
+    (ValueError, r"offsets: address 0x[0-9a-f]+ is not a multiple of the element size 8",
+     {"offsets": MISALIGNED}),
+    (ValueError, "out: expected offsets to be out.offsets", {"offsets": np.array([0, 64, 144])}),
+    (ValueError, "out: expected splits to be out.splits", {"splits": [4, 5]}),
+    (ValueError, "out: expected splits to be out.splits", {"splits": SPLITS.copy()}),
+    (TypeError, r"out: expected a Grouped \(an earlier result\), got ndarray", {"out": X}),
+    (ValueError, r"out: expected shape \(10, 16\), got", {"x": matrix(10, 16)}),
+    (ValueError, "out.columnwise: expected none for these options, got one", {"columnwise": False}),
+    (TypeError, "out.rowwise: expected dtype float8_e5m2", {"recipe": DelayedScaling(float8_e5m2)}),
+    (TypeError, "out.rowwise: expected dtype float8_e5m2",
+     {"recipe": CurrentScaling(float8_e5m2), "scales": None}),
+]  # fmt: skip
 
-    def call(x: Any = x, splits: Any = splits, recipe: Any = RECIPE, **options: Any) -> Any:
-        given_options: dict[str, Any] = {"columnwise": True, "scales": scales, "out": out, **options}
-        return lambda: fp8.group_quantize(x, splits, recipe, **given_options)
 
-    other = fp8.group_quantize(x, splits, RECIPE, scales=scales)
-    for error, message, wrong in (
-            (TypeError, "recipe: expected a DelayedScaling, .* or MXScaling, got str", call(recipe="mx")),
-            (TypeError, "x: expected dtype", call(np.zeros((9, 16)))),
-            (ValueError, r"x: expected shape \[M, K\], got \(144,\)", call(x.reshape(-1))),
-            (ValueError, "rowwise, columnwise: expected at least one", call(rowwise=False, columnwise=False)),
-            (ValueError, "splits: expected sizes that add up to at most the 9 rows there are, got 10", call(splits=[4, 6])),
-            (ValueError, "splits: expected sizes of 0 or more", call(splits=[4, -1])),
-            (ValueError, "scales: delayed scaling needs the scales", call(scales=None)),
-            (ValueError, "scales: current scaling takes them from the groups themselves", call(recipe=CURRENT)),
-            (ValueError, r"amaxes: expected a contiguous array of shape \(2,\)", call(recipe=CURRENT, scales=None, amaxes=scales_of(3))),
-            (ValueError, "noop: needs out=", call(recipe=CURRENT, scales=None, noop=np.zeros(1, np.float32), out=None)),
-            (TypeError, "out.rowwise: expected dtype float8_e5m2", call(recipe=fp8.CurrentScaling(fp8.float8_e5m2), scales=None)),
-            (ValueError, "out.rowwise: overlaps amaxes in memory",
-             call(recipe=CURRENT, scales=None, amaxes=out.data[16:24].view(np.float32))),
-            (ValueError, r"scales: expected an array of shape \(2,\)", call(scales=scales_of(3))),
-            (ValueError, r"amaxes: expected a contiguous array of shape \(2,\)", call(amaxes=scales_of(4)[::2])),
-            (TypeError, "scales: expected dtype float32, got float64", call(scales=np.ones(2))),
-            (TypeError, "scales: expected a numpy.ndarray or cupy.ndarray", call(scales=[1.0, 2.0])),
-            (ValueError, r"amaxes: expected a contiguous array of shape \(2,\)", call(amaxes=scales_of(3))),
-            (ValueError, "amaxes: overlaps scales in memory", call(amaxes=scales)),
-            (ValueError, "noop: needs out=", call(noop=np.zeros(1, np.float32), out=None)),
-            (TypeError, "offsets: expected dtype int64", call(offsets=np.zeros(3, np.int32))),
-            (ValueError, "offsets: expected 64 at 1 ", call(offsets=np.array([0, 65, 144]))),
-            (ValueError, r"offsets: address 0x[0-9a-f]+ is not a multiple of the element size 8",
-             call(offsets=np.zeros(28, np.uint8)[4:].view(np.int64))),
-            (ValueError, "out: expected offsets to be out.offsets", call(offsets=np.array([0, 64, 144]))),
-            (ValueError, "out: expected splits to be out.splits", call(splits=[4, 5])),
-            (ValueError, "out: expected splits to be out.splits", call(splits=splits.copy())),
-            (TypeError, r"out: expected a Grouped \(an earlier result\), got ndarray", call(out=x)),
-            (ValueError, r"out: expected shape \(10, 16\), got", call(matrix(10, 16))),
-            (ValueError, "out.columnwise: expected none for these options, got one", call(columnwise=False)),
-            (ValueError, "out.columnwise: expected one for these options, got none", call(out=other)),
-            (TypeError, "out.rowwise: expected dtype float8_e5m2", call(recipe=fp8.DelayedScaling(fp8.float8_e5m2))),
-            (ValueError, "out.rowwise: overlaps scales in memory", call(scales=out.data[16:24].view(np.float32)))):
-        refused(error, message, wrong, out)
+def call(**options: Any) -> Any:
+    """A call that is right, but for the options given."""
+    options = {"x": X, "splits": SPLITS, "recipe": RECIPE, "columnwise": True, **options}
+    options.setdefault("scales", scales_for(options["recipe"], 2))
+    x, splits, recipe = (options.pop(name) for name in ("x", "splits", "recipe"))
+    return lambda: fp8.group_quantize(x, splits, recipe, **options)
+
+
+@pytest.mark.parametrize(("error", "message", "options"), REFUSED,
+                         ids=[message[:40] for _, message, _ in REFUSED])
+def test_refused(error, message, options):
+    out = call()()
+    refused(error, message, call(**{"out": out, "scales": SCALES, **options}), out)
+
+
+#: The recipe and options of a result, the error, how the result is changed, and how the call then differs.
+RESULTS: list[tuple[Any, dict[str, Any], type[Exception], str, Any, Any]] = [
+    (RECIPE, {"columnwise": False}, ValueError, "out.columnwise: expected one for these options, got none",
+     None, lambda _: {"columnwise": True}),
+    (RECIPE, {}, ValueError, "out.rowwise: overlaps scales in memory", None,
+     lambda g: {"scales": g.data[16:24].view(np.float32)}),
+    (CURRENT, {}, ValueError, "out.rowwise: overlaps amaxes in memory", None,
+     lambda g: {"amaxes": g.data[16:24].view(np.float32)}),
+    (RECIPE, {}, ValueError, r"out: expected shape \(23, 16\), got \(9, 16\)", None, lambda _: {"align": 8}),
+    (RECIPE, {"align": 8}, ValueError, r"out: expected shape \(39, 16\), got \(23, 16\)", None,
+     lambda _: {"align": 16}),
+    (RECIPE, {"align": 8}, ValueError, "out: expected splits to be out.splits", None, lambda _: {"align": 1}),
+    (RECIPE, {"align": 8}, TypeError, "out.splits: expected dtype int64, got int32", None,
+     lambda _: {"splits": [4, 5]}),
+    (RECIPE, {"align": 8}, ValueError, r"out.splits: expected shape \(2,\), got \(3,\)",
+     lambda _: {"splits": np.zeros(3, np.int32)}, None),
+    (RECIPE, {"align": 8}, ValueError, "out.splits: overlaps splits in memory",
+     lambda _: {"splits": SPLITS}, None),
+    (RECIPE, {"align": 8}, ValueError, "out.splits: overlaps out.rowwise in memory",
+     lambda g: {"splits": g.data[16:24].view(np.int32)}, None),
+    (BlockScaling(), {}, ValueError, r"out: expected block \(1, None\), got \(1, 128\)", None,
+     lambda _: {"recipe": BlockScaling(ROWS)}),
+    (BlockScaling(), {}, ValueError, r"out: expected block \(1, 32\), got \(1, 128\)", None,
+     lambda _: {"recipe": MXScaling()}),
+    (BlockScaling(ROWS), {}, ValueError, r"out: expected block \(None, 1\), got \(1, None\)", None,
+     lambda _: {"recipe": BlockScaling(COLUMNS)}),
+    *((BlockScaling(block), {}, ValueError, "out: expected scale_layout compact, got gemm_ready", None,
+       lambda _, block=block: {"recipe": BlockScaling(block, scale_layout="compact")})
+      for block in ((1, 128), ROWS)),
+    *((BlockScaling(block), {}, ValueError, "out.columnwise: expected none for these options, got one", None,
+       lambda _: {"columnwise": False}) for block in ((1, 128), ROWS)),
+    (BlockScaling(), {}, ValueError, r"out\.scale_inv: expected",
+     lambda g: {"scale_inv": g.scale_inv[:-1]}, None),
+    (BlockScaling(), {}, ValueError, r"out\.columnwise: overlaps out\.rowwise",
+     lambda g: {"columnwise": g.rowwise}, None),
+    (BlockScaling(ROWS), {}, ValueError,
+     r"out\.columnwise_scale_inv: expected shape \(2, 16\), got \(1, 16\)",
+     lambda g: {"columnwise_scale_inv": g.columnwise_scale_inv[:1]}, None),
+    (MXScaling(block=(32, 32)), {}, ValueError, r"out\.columnwise: expected out\.rowwise itself",
+     lambda g: {"columnwise": g.rowwise.copy()}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "options", "error", "message", "change", "differs"), RESULTS,
+                         ids=[f"{type(row[0]).__name__}-{row[3][:40]}" for row in RESULTS])
+def test_refused_results(recipe, options, error, message, change, differs):
+    out = call(recipe=recipe, **options)()
+    wrong = Grouped(**{**out.__getstate__(), **change(out)}) if change else out
+    given = {"recipe": recipe, **options, "out": wrong, **(differs(out) if differs else {})}
+    refused(error, message, call(**given), out, PARTS if "align" in options else PARTS[1:])

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
-from scale_arrays import raw
+from scale_arrays import guarded, raw
 
 import cupy_fp8 as fp8
-from cupy_fp8 import cases, reference, testing
-from cupy_fp8.arrays import bits
+from cupy_fp8 import BlockScaling, MXScaling, cases, testing
 from cupy_fp8.formats import bfloat16
 from cupy_fp8.grouped import Grouped
 
-needs_host = pytest.mark.skipif(testing.executor_problem("host") is not None, reason=str(testing.executor_problem("host")))
+needs_host = pytest.mark.skipif(testing.executor_problem("host") is not None,
+                                reason=str(testing.executor_problem("host")))
 RECIPE, CURRENT = fp8.DelayedScaling(), fp8.CurrentScaling()
-BLOCKS = {"block": fp8.BlockScaling(), "square": fp8.BlockScaling(block=(128, 128)), "mx": fp8.MXScaling(scale_layout="swizzled"),
-          "rows": fp8.BlockScaling((1, None)), "columns": fp8.BlockScaling((None, 1), scale_layout="compact")}
+ROWS, COLUMNS = (1, None), (None, 1)
+BLOCKS = {"block": BlockScaling(), "square": BlockScaling(block=(128, 128)),
+          "mx": MXScaling(scale_layout="swizzled"), "rows": BlockScaling(ROWS),
+          "columns": BlockScaling(COLUMNS, scale_layout="compact")}
 ALL: dict[str, Any] = {"delayed": RECIPE, "current": CURRENT, **BLOCKS}
+DIRECTIONS: list[dict[str, Any]] = [
+    {"rowwise": row, "columnwise": column} for row, column in ((True, False), (False, True), (True, True))]
+#: Names of a Grouped's arrays.
 PARTS = ("splits", "offsets", "rowwise", "columnwise", "scale_inv", "columnwise_scale_inv")
 
 
@@ -31,32 +37,91 @@ def scales_of(number: int) -> np.ndarray:
     return np.linspace(0.5, 40, number, dtype=np.float32) if number else np.zeros(0, np.float32)
 
 
-def expect_members(g: Grouped, x: np.ndarray, splits: Any, scales: np.ndarray | None, **options: Any) -> None:
-    """Every member is what quantize_tensor makes of its rows, without scales by current scaling; the rest is 0."""
-    ends = np.cumsum([0, *splits])
-    assert fp8.asnumpy(g.offsets).tolist() == (ends * x.shape[1]).tolist()
-    assert len(g) == len(splits)
-    for i, q in enumerate(g):
-        want = reference.quantize_tensor(x[ends[i] : ends[i + 1]], None if scales is None else scales[i : i + 1], rowwise=True,
-                                         columnwise=True, **options)
-        for mine, theirs in ((q.rowwise, want.rowwise), (q.columnwise, want.columnwise)):
-            if mine is not None:
-                assert theirs is not None
-                assert (mine.shape, mine.transposed) == (theirs.shape, theirs.transposed)
-                testing.assert_bytes_equal(mine.data, theirs.data)
-                testing.assert_bytes_equal(mine.scale_inv, theirs.scale_inv)
-    for flat in (g.rowwise, g.columnwise):
-        assert flat is None or not raw(flat)[ends[-1] * x.shape[1] :].any()
+def scales_for(recipe: Any, number: int, run: testing.Executor | None = None) -> Any:
+    """The scales that a call with this recipe needs, if it does; on run's device."""
+    if recipe is not RECIPE:
+        return None
+    return scales_of(number) if run is None else run.array(scales_of(number))
 
 
-def scales_for(recipe: Any, number: int) -> np.ndarray | None:
-    return scales_of(number) if recipe is RECIPE else None
+def parts_of(g: Grouped, names: Iterable[str] = PARTS) -> dict[str, Any]:
+    """Those of its arrays that there are, by name."""
+    return {name: a for name in names if (a := getattr(g, name)) is not None}
 
 
-def refused(error: type[Exception], message: str, call: Callable[[], Any], out: Grouped | None = None) -> None:
-    parts = [] if out is None else [a for a in (out.rowwise, out.columnwise, out.scale_inv, out.offsets) if a is not None]
-    for a in parts:
+def guarded_like(run: testing.Executor, g: Grouped, names: Iterable[str] = PARTS,
+                 **own: Any) -> tuple[Grouped, Callable[[], bool]]:
+    """(the same in poisoned memory, but for the fields given, whether the memory on either side of it is as
+    it was)."""
+    made = {name: guarded(run, a.shape, a.dtype) for name, a in parts_of(g, names).items() if name not in own}
+    fields = {**g.__getstate__(), **{name: a for name, (a, _) in made.items()}, **own}
+    if g.columnwise is g.rowwise:
+        fields["columnwise"] = fields["rowwise"]
+    return Grouped(**fields), lambda: all(intact() for _, intact in made.values())
+
+
+def poison(arrays: Iterable[Any]) -> None:
+    for a in arrays:
         cases.poison(a)
+
+
+def is_poisoned(arrays: Iterable[Any]) -> bool:
+    return all((raw(a).view(np.uint8) == 0xAA).all() for a in arrays)
+
+
+def expect_groups(g: Grouped, x: np.ndarray, sizes: Any, recipe: Any, scales: np.ndarray | None = None,
+                  **directions: bool) -> None:
+    """Every member is what the recipe makes of its rows; data and scales follow one another, and the rest is
+    0. Of whole columns every group has a line of scales, without rows that of zeros."""
+    ends, directions = np.cumsum([0, *sizes]), {"rowwise": True, "columnwise": False, **directions}
+    assert fp8.asnumpy(g.offsets).tolist() == (ends * x.shape[1]).tolist()
+    assert len(g) == len(sizes)
+    own = [{} if scales is None else {"scale": scales[i : i + 1]} for i in range(len(sizes))]
+    with testing.executor("reference"):
+        want = [recipe.quantize(x[a:b], **directions, **scale)
+                for (a, b), scale in zip(pairwise(ends), own, strict=True)]
+        none = recipe.quantize(np.zeros((1, x.shape[1]), x.dtype), **directions,
+                               **({} if scales is None else {"scale": 1.0}))
+    members = list(g)
+    for name, is_wanted in directions.items():
+        assert (getattr(g, name) is not None) == is_wanted
+        if not is_wanted:
+            continue
+        parts = [getattr(q, name) for q in want]
+        for mine, theirs in zip((getattr(member, name) for member in members), parts, strict=True):
+            assert (mine.shape, mine.transposed, mine.block, mine.scale_layout) == (
+                theirs.shape, theirs.transposed, theirs.block, theirs.scale_layout)
+            testing.assert_bytes_equal(mine.data, theirs.data)
+            testing.assert_bytes_equal(mine.scale_inv, theirs.scale_inv)
+        follow_one_another(getattr(g, name), [part.data for part in parts])
+        lines = [part if part.shape[0] or part.block is None or part.block[0] is not None
+                 else getattr(none, name)
+                 for part in parts]
+        of_rows = name == "rowwise" or g.block is None
+        follow_one_another(g.scale_inv if of_rows else g.columnwise_scale_inv,
+                           [line.scale_inv for line in lines])
+
+
+def follow_one_another(flat: Any, parts: list[Any]) -> None:
+    """An array has these parts one after the other, and then zeros."""
+    got, *expected = (raw(a).reshape(-1).view(np.uint8) for a in (flat, *parts))
+    want = np.concatenate([np.zeros(0, np.uint8), *expected])
+    testing.assert_bytes_equal(got[: want.size], want)
+    assert not got[want.size :].any()
+
+
+def padded(x: np.ndarray, sizes: Any, align: int) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of groups, each followed by rows of zeros, and their sizes."""
+    sizes = np.asarray(sizes, np.int64)
+    with testing.executor("reference"):
+        return fp8.pad_groups(x[: sizes.sum()], sizes, align), -(-sizes // align) * align
+
+
+def refused(error: type[Exception], message: str, call: Callable[[], Any], out: Grouped,
+            names: Iterable[str] = PARTS[1:]) -> None:
+    """The call raises the error, and has written nothing to these arrays of `out`."""
+    parts = parts_of(out, names).values()
+    poison(parts)
     with pytest.raises(error, match="^" + message):
         call()
-    assert all((bits(a).view(np.uint8) == 0xAA).all() for a in parts), "memory was written"
+    assert is_poisoned(parts), "memory was written"

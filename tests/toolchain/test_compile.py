@@ -26,7 +26,7 @@ from cupy_fp8.cases.programs import Program, all_programs, launched_variants, pr
 from cupy_fp8.formats import FORMATS
 from cupy_fp8.kernels import Variant, sources, tiles
 from cupy_fp8.ops.convert.astype import astype
-from cupy_fp8.ops.quantize import grouped, tensor_current
+from cupy_fp8.ops.quantize import grouped_tensor
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's wheels are for Linux")
 
@@ -197,12 +197,12 @@ def launched_by(op: Op, seen: set[Program], monkeypatch: pytest.MonkeyPatch) -> 
         op.function(*args, **kwargs)
         with monkeypatch.context() as patch:
             patch.setattr(tiles, "choose", lambda x, large, size=0: large)
-            patch.setattr(tensor_current, "_CPU", tensor_current._Machine(4, 1024, 40 << 10))
+
             remembered.forget()
             op.function(*args, **kwargs)
             if op.name in ("group_quantize", "multi_cast_transpose"):
                 patch.setattr(tiles, "fills_wide", lambda columns: True)
-                patch.setattr(grouped, "_TALL", 0)
+                patch.setattr(grouped_tensor, "_TALL", 0)
                 remembered.forget()
                 op.function(*args, **kwargs)
     return set(seen)

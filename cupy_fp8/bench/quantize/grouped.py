@@ -15,7 +15,6 @@ from ...formats import bfloat16
 from ...layouts import padded_rows, round_up
 from ...ops.convert.astype import astype
 from ...ops.quantize.grouped import group_quantize
-from ...ops.quantize.tensor import quantize_tensor
 from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from ...testing import assert_bytes_equal
 from .tensor import Spec
@@ -28,115 +27,76 @@ def _normal(shape: tuple[int, int]) -> Array:
     return astype(cp.random.standard_normal(shape, dtype=cp.float32), bfloat16)
 
 
-def _quantize(shape: tuple[int, int], groups: int, division: str, columnwise: bool, current: bool = False) -> Any:
+def _spec(label: str, shape: tuple[int, int], nbytes: float, division: str, recipe: Any, columnwise: bool,
+          groups: int = 64, align: int = 1) -> Spec:
+    """division: of the rows into groups. Per-tensor recipes raise amaxes too where groups are not padded."""
+
     def make() -> Any:
         cp = backend.cupy()
         host = sizes(shape[0], groups, division)
-        x, splits, recipe = _normal(shape), cp.asarray(host), CurrentScaling() if current else DelayedScaling()
-        scales, amaxes = cp.linspace(0.5, 2, groups, dtype=cp.float32), cp.zeros(groups, cp.float32)
-        options: dict[str, Any] = {"columnwise": columnwise, "scales": None if current else scales, "amaxes": amaxes}
-        out = group_quantize(x, splits, recipe, **options)
-
-        def check() -> None:
-            starts = np.cumsum(host) - host
-            for g in np.linspace(0, groups - 1, _CHECKED).astype(int):
-                part = bits(x)[starts[g] : starts[g] + host[g]].view(bfloat16)
-                amax = cp.zeros(1, cp.float32)
-                want = quantize_tensor(part, None if current else scales[g : g + 1], columnwise=columnwise, amax=amax)
-                for mine, theirs in ((out[g].rowwise, want.rowwise), (out[g].columnwise, want.columnwise)):
-                    if mine is not None and theirs is not None:
-                        assert_bytes_equal(mine.data, theirs.data)
-                        assert_bytes_equal(mine.scale_inv, theirs.scale_inv)
-                assert float(amax[0]) == float(amaxes[g])
-
-        return (lambda: group_quantize(x, out.splits, recipe, **options, out=out)), check
-
-    return make
-
-
-def _all() -> Iterator[Spec]:
-    for rows, columns in ((64 * 2048, 5120), (64 * 4096, 7168)):
-        for label, division, both in (("both", "even", True), ("both, ragged", "ragged", True),
-                                      ("both, ragged in multiples of 16", "aligned", True), ("row", "even", False)):
-            yield Spec("group_quantize", f"bf16→e4m3 {label}, 64 groups", (rows, columns), rows * columns * (4 if both else 3),
-                       _quantize((rows, columns), 64, division, both))
-        for label, both in (("both", True), ("row", False)):
-            yield Spec("group_quantize", f"bf16→e4m3 current {label}, 64 groups", (rows, columns), rows * columns * (4 if both else 3),
-                       _quantize((rows, columns), 64, "even", both, current=True))
-
-
-def _padded(shape: tuple[int, int], groups: int, align: int, recipe: Any) -> Any:
-    """In both directions, from ragged groups."""
-
-    def make() -> Any:
-        cp = backend.cupy()
-        host = sizes(shape[0], groups, "ragged")
-        aligned = [round_up(int(size), align) for size in host]
-        x, options = _normal(shape), dict[str, Any](columnwise=True, align=align)
+        x, splits = _normal(shape), cp.asarray(host)
+        options: dict[str, Any] = {"columnwise": columnwise, "align": align}
         if isinstance(recipe, DelayedScaling):
             options["scales"] = cp.linspace(0.5, 2, groups, dtype=cp.float32)
-        splits = cp.asarray(host)
+        if isinstance(recipe, (DelayedScaling, CurrentScaling)) and align == 1:
+            options["amaxes"] = cp.zeros(groups, cp.float32)
         out = group_quantize(x, splits, recipe, **options)
 
         def check() -> None:
-            starts = np.cumsum(host) - host
+            """Some groups are what the recipe makes of each by itself."""
+            starts, aligned = np.cumsum(host) - host, [round_up(int(size), align) for size in host]
             assert asnumpy(out.splits).tolist() == aligned
             for g in np.linspace(0, groups - 1, _CHECKED).astype(int):
+                own: dict[str, Any] = {"columnwise": columnwise}
                 part = zeros((aligned[g], shape[1]), bfloat16, like=x)
                 bits(part)[: host[g]] = bits(x)[starts[g] : starts[g] + host[g]]
-                scale = {"scale": options["scales"][g : g + 1]} if "scales" in options else {}
-                want = recipe.quantize(part, columnwise=True, **scale)
-                for mine, theirs in ((out[g].rowwise, want.rowwise), (out[g].columnwise, want.columnwise)):
-                    assert_bytes_equal(mine.data, theirs.data)
-                    assert_bytes_equal(mine.scale_inv, theirs.scale_inv)
+                if "scales" in options:
+                    own["scale"] = options["scales"][g : g + 1]
+                if "amaxes" in options:
+                    own["amax"] = cp.zeros(1, cp.float32)
+                assert_bytes_equal(out[g], recipe.quantize(part, **own))
+                assert "amax" not in own or float(own["amax"][0]) == float(options["amaxes"][g])
 
         return (lambda: group_quantize(x, splits, recipe, **options, out=out)), check
 
-    return make
+    return Spec("group_quantize", f"bf16→e4m3 {label}", shape, int(nbytes), make)
 
 
-def _all_padded() -> Iterator[Spec]:
-    rows, columns, groups, align = 64 * 2048, 5120, 64, 128
-    written = padded_rows(rows, groups, align)
-    for label, recipe, scales in (("", DelayedScaling(), 0.0), ("MX ", MXScaling(scale_layout="swizzled"), 1 / 32)):
-        yield Spec("group_quantize", f"bf16→e4m3 {label}both, ragged, {groups} groups padded to {align}", (rows, columns),
-                   int(columns * (2 * rows + 2 * written * (1 + scales))), _padded((rows, columns), groups, align, recipe))
+def _all(shape: tuple[int, int]) -> Iterator[Spec]:
+    elements = shape[0] * shape[1]
+    for label, division, both in (
+            ("both", "even", True), ("both, ragged", "ragged", True),
+            ("both, ragged in multiples of 16", "aligned", True), ("row", "even", False)):
+        yield _spec(f"{label}, 64 groups", shape, elements * (3 + both), division, DelayedScaling(), both)
+    for label, both in (("both", True), ("row", False)):
+        yield _spec(f"current {label}, 64 groups", shape, elements * (3 + both), "even", CurrentScaling(),
+                    both)
 
 
-def _in_blocks(shape: tuple[int, int], groups: int, division: str, recipe: Any, columnwise: bool) -> Any:
-    def make() -> Any:
-        cp = backend.cupy()
-        host = sizes(shape[0], groups, division)
-        x = _normal(shape)
-        out = group_quantize(x, cp.asarray(host), recipe, columnwise=columnwise)
-
-        def check() -> None:
-            starts = np.cumsum(host) - host
-            for g in np.linspace(0, groups - 1, _CHECKED).astype(int):
-                want = recipe.quantize(bits(x)[starts[g] : starts[g] + host[g]].view(bfloat16), columnwise=columnwise)
-                for mine, theirs in ((out[g].rowwise, want.rowwise), (out[g].columnwise, want.columnwise)):
-                    if mine is not None and theirs is not None:
-                        assert_bytes_equal(mine.data, theirs.data)
-                        assert_bytes_equal(mine.scale_inv, theirs.scale_inv)
-
-        return (lambda: group_quantize(x, out.splits, recipe, columnwise=columnwise, out=out)), check
-
-    return make
-
-
-def _all_in_blocks() -> Iterator[Spec]:
+def _all_in_blocks(shape: tuple[int, int]) -> Iterator[Spec]:
+    elements = shape[0] * shape[1]
     recipes = (("1×128", BlockScaling(), 4 / 128), ("MX", MXScaling(scale_layout="swizzled"), 1 / 32))
-    for rows, columns in ((64 * 2048, 5120), (64 * 4096, 7168)):
-        for (label, recipe, scales), both in product(recipes, (True, False)):
-            directions = 1 + both
-            yield Spec("group_quantize", f"bf16→e4m3 {label} {'both' if both else 'row'}, ragged, 64 groups", (rows, columns),
-                       int(rows * columns * (2 + directions * (1 + scales))),
-                       _in_blocks((rows, columns), 64, "ragged", recipe, both))
-        yield Spec("group_quantize", "bf16→e4m3 1×128 both, ragged in multiples of 16, 64 groups", (rows, columns),
-                   int(rows * columns * (2 + 2 * (1 + 4 / 128))), _in_blocks((rows, columns), 64, "aligned", BlockScaling(), True))
-        for label, both in (("row", False), ("both", True)):        # both: columns have to be read twice, which is not counted
-            yield Spec("group_quantize", f"bf16→e4m3 whole rows {label}, ragged, 64 groups", (rows, columns), rows * columns * (3 + both),
-                       _in_blocks((rows, columns), 64, "ragged", BlockScaling((1, None), scale_layout="compact"), both))
+    for (label, recipe, scales), both in product(recipes, (True, False)):
+        yield _spec(f"{label} {'both' if both else 'row'}, ragged, 64 groups", shape,
+                    elements * (2 + (1 + both) * (1 + scales)), "ragged", recipe, both)
+    yield _spec("1×128 both, ragged in multiples of 16, 64 groups", shape, elements * (2 + 2 * (1 + 4 / 128)),
+                "aligned", BlockScaling(), True)
+    whole_rows = BlockScaling((1, None), scale_layout="compact")
+    for label, both in (("row", False), ("both", True)):        # both reads x twice, which is not counted
+        yield _spec(f"whole rows {label}, ragged, 64 groups", shape, elements * (3 + both), "ragged",
+                    whole_rows, both)
 
 
-SPECS: tuple[Spec, ...] = (*_all(), *_all_in_blocks(), *_all_padded())
+def _all_padded(shape: tuple[int, int], groups: int = 64, align: int = 128) -> Iterator[Spec]:
+    written = padded_rows(shape[0], groups, align)
+    recipes = (("", DelayedScaling(), 0.0), ("MX ", MXScaling(scale_layout="swizzled"), 1 / 32))
+    for label, recipe, scales in recipes:
+        yield _spec(f"{label}both, ragged, {groups} groups padded to {align}", shape,
+                    shape[1] * (2 * shape[0] + 2 * written * (1 + scales)), "ragged", recipe, True, groups,
+                    align)
+
+
+_SHAPES = (64 * 2048, 5120), (64 * 4096, 7168)
+SPECS: tuple[Spec, ...] = (*(spec for shape in _SHAPES for spec in _all(shape)),
+                           *(spec for shape in _SHAPES for spec in _all_in_blocks(shape)),
+                           *_all_padded(_SHAPES[0]))

@@ -1,5 +1,5 @@
-"""Cases of groups quantised as tensors of their own. A case's shape is x's; its options say how it is divided (see cases.groups), and
-how many rows are left over (`spare`)."""
+"""Cases of groups quantised as tensors of their own. A case's shape is x's; its options say how it is divided
+(see cases.groups), and how many rows are left over (`spare`)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,18 @@ from ..base import DIRECTIONS, Case, poison, source
 from ..moe.pad import sizes
 from ..registry import Op, register
 
+#: Row-wise, column-wise, and both.
+_DIRECTIONS: tuple[dict[str, bool], ...] = ({}, {"rowwise": False, "columnwise": True}, {"columnwise": True})
+
 
 def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
     options = dict(case.options)
     number, rows = options.pop("groups"), case.shape[0] - options.pop("spare", 0)
-    splits = sizes(rows, number, options.pop("sizes", "ragged")).astype(np.int64 if options.pop("wide", True) else np.int32)
+    splits = sizes(rows, number, options.pop("sizes", "ragged"))
+    splits = splits.astype(np.int64 if options.pop("wide", True) else np.int32)
     rng = np.random.default_rng(5)
-    dtype, rule, recipe = options.pop("dtype", float8_e4m3fn), options.pop("current", None), _in_blocks(options)
+    dtype, rule = options.pop("dtype", float8_e4m3fn), options.pop("current", None)
+    recipe = _in_blocks(options)
     if recipe is None and rule is None:
         options["scales"] = np.exp2(rng.uniform(-4, 6, number)).astype(np.float32)
     if recipe is None and options.pop("with_amax", True):
@@ -34,7 +39,8 @@ def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if options.pop("with_offsets", False):
         options["offsets"] = np.concatenate([[0], np.cumsum(splits, dtype=np.int64)]) * case.shape[1]
     if recipe is None:
-        return (source(case), splits, DelayedScaling(dtype) if rule is None else CurrentScaling(dtype, *rule)), options
+        per_tensor = DelayedScaling(dtype) if rule is None else CurrentScaling(dtype, *rule)
+        return (source(case), splits, per_tensor), options
     return (source(case), splits, recipe(dtype=dtype)), options
 
 
@@ -43,13 +49,15 @@ def _in_blocks(options: dict[str, Any]) -> Any:
     family = options.pop("family", None)
     if family is None:
         return None
-    own = {name: options.pop(name) for name in tuple(options) if name in ("block", "scale_layout", "profile", "mode", "pow2_scale")}
+    own = {name: options.pop(name) for name in tuple(options)
+           if name in ("block", "scale_layout", "profile", "mode", "pow2_scale")}
     return functools.partial({"block": BlockScaling, "mx": MXScaling}[family], **own)
 
 
 def _group_quantize(x: Array, splits: Array, recipe: Any, *, amax: Array | None = None,
                     offsets: Array | None = None, out: Grouped | None = None, **options: Any) -> Grouped:
-    """A result belongs to its own splits and offsets: those given are copied there. (With `align` its splits are written.)"""
+    """A result belongs to its own splits and offsets: those given are copied there. (With `align` its splits
+    are written.)"""
     if out is not None and options.get("align", 1) > 1:
         poison(out.splits)
     elif out is not None:
@@ -61,14 +69,16 @@ def _group_quantize(x: Array, splits: Array, recipe: Any, *, amax: Array | None 
     return grouped.group_quantize(x, splits, recipe, amaxes=amax, offsets=offsets, out=out, **options)
 
 
-def _reference(x: np.ndarray, splits: np.ndarray, recipe: Any, *, amax: np.ndarray | None = None, **options: Any) -> Grouped:
+def _reference(x: np.ndarray, splits: np.ndarray, recipe: Any, *, amax: np.ndarray | None = None,
+               **options: Any) -> Grouped:
     return reference.group_quantize(x, splits, recipe, amaxes=amax, **options)
 
 
 def _cases() -> Iterator[Case]:
     both = {"rowwise": True, "columnwise": True}
 
-    def case(dtype: Any, shape: tuple[int, int], values: str = "normal", layout: str = "contiguous", /, **options: Any) -> Case:
+    def case(dtype: Any, shape: tuple[int, int], values: str = "normal", layout: str = "contiguous", /,
+             **options: Any) -> Case:
         return Case("group_quantize", dtype, shape, values, layout, options)
 
     # First, for whoever takes only a few: few tiles, everything that the kernel does; every type.
@@ -86,9 +96,11 @@ def _cases() -> Iterator[Case]:
     for source_dtype, dtype in product(INPUT_DTYPES, (float8_e4m3fn, float8_e5m2)):
         for columns in (264, 133):
             yield case(source_dtype, (300, columns), "bits", groups=5, dtype=dtype, **both)
-        yield case(source_dtype, (400, 272), "edges", groups=6, sizes="aligned", dtype=dtype, spare=17, with_offsets=True, **both)
+        yield case(source_dtype, (400, 272), "edges", groups=6, sizes="aligned", dtype=dtype, spare=17,
+                   with_offsets=True, **both)
         for values, columns in (("bits", 133), ("edges", 264), ("normal", 528)):
-            yield case(source_dtype, (300, columns), values, groups=5, spare=9, dtype=dtype, current=(), **both)
+            yield case(source_dtype, (300, columns), values, groups=5, spare=9, dtype=dtype, current=(),
+                       **both)
         yield case(source_dtype, (200, 24), groups=6, dtype=dtype, current=(1e-3, True), with_offsets=True)
     for directions in DIRECTIONS[:2]:
         for shape in ((300, 144), (77, 130)):
@@ -101,7 +113,8 @@ def _cases() -> Iterator[Case]:
         yield case(bfloat16, (512, 128), groups=4, sizes=division, **both)
     for number in (127, 128, 129, 400):                              # rounds of the kernel's scan
         yield case(bfloat16, (200, 16), groups=number, spare=3, **both)
-        yield case(bfloat16, (200, 16), groups=number, spare=3, current=(0.0, True), with_amax=number % 2 == 0)
+        yield case(bfloat16, (200, 16), groups=number, spare=3, current=(0.0, True),
+                   with_amax=number % 2 == 0)
     yield case(bfloat16, (30, 40), groups=3, spare=30, **both)
     for layout in ("offset", "strided"):
         for rule in ({}, {"current": ()}):
@@ -112,38 +125,46 @@ def _cases() -> Iterator[Case]:
 
 
 def _block_cases(case: Callable[..., Case]) -> Iterator[Case]:
-    directions: tuple[dict[str, bool], ...] = ({}, {"rowwise": False, "columnwise": True}, {"columnwise": True})
     layouts = {"block": ("gemm_ready", "compact", "deepgemm_sm90"), "mx": ("compact", "swizzled")}
     # Every program: rows that allow wide accesses and others, transposed rows that allow them in some groups.
-    for source_dtype, dtype, options in product(INPUT_DTYPES, (float8_e4m3fn, float8_e5m2), directions):
+    for source_dtype, dtype, options in product(INPUT_DTYPES, (float8_e4m3fn, float8_e5m2), _DIRECTIONS):
         for columns in (264, 133):
             described = {"groups": 4, "dtype": dtype, **options}
             yield case(source_dtype, (150, columns), "bits", family="block", **described)
             yield case(source_dtype, (150, columns), "normal", family="block", block=(128, 128), **described)
-            yield case(source_dtype, (150, columns), "normal", family="mx", scale_layout="compact", **described)
-            yield case(source_dtype, (150, columns), "bits", family="mx", scale_layout="swizzled", profile="torchao", **described)
+            yield case(source_dtype, (150, columns), "normal", family="mx", scale_layout="compact",
+                       **described)
+            yield case(source_dtype, (150, columns), "bits", family="mx", scale_layout="swizzled",
+                       profile="torchao", **described)
             if not options:
                 yield case(source_dtype, (150, columns), "bits", family="block", profile="vllm", **described)
-    # Runs of tiles, whose columns begin anywhere, at halves of sectors of memory, or at whole ones.
-    for source_dtype, division, options, block in product((bfloat16, float32), ("ragged", "aligned", "even"), directions[1:],
+    # Several tiles of a block of threads, whose columns begin anywhere, at halves of sectors, or at whole
+    # ones.
+    for source_dtype, division, options, block in product((bfloat16, float32), ("ragged", "aligned", "even"),
+                                                          _DIRECTIONS[1:],
                                                           ((1, 128), (128, 128))):
-        yield case(source_dtype, (1344, 36), "bits", groups=2, sizes=division, family="block", block=block, **options)
+        yield case(source_dtype, (1344, 36), "bits", groups=2, sizes=division, family="block", block=block,
+                   **options)
     # What is told at run time.
-    for family, options in product(layouts, directions):
+    for family, options in product(layouts, _DIRECTIONS):
         for layout in layouts[family]:
             for shape in ((272, 144), (150, 40)):
-                yield case(bfloat16, shape, groups=5, sizes="aligned", spare=17, family=family, scale_layout=layout, **options)
-    for block, options in product(((1, 32), (1, 64), (128, 1), (64, 1), (128, 128)), directions):
+                yield case(bfloat16, shape, groups=5, sizes="aligned", spare=17, family=family,
+                           scale_layout=layout, **options)
+    for block, options in product(((1, 32), (1, 64), (128, 1), (64, 1), (128, 128)), _DIRECTIONS):
         for layout in layouts["block"][:2]:
-            yield case(bfloat16, (300, 257), "edges", groups=4, spare=9, family="block", block=block, scale_layout=layout, **options)
-    for layout, options in product(layouts["mx"], directions):
-        yield case(bfloat16, (150, 130), "edges", groups=4, spare=9, family="mx", block=(32, 32), scale_layout=layout, mode="floor",
+            yield case(bfloat16, (300, 257), "edges", groups=4, spare=9, family="block", block=block,
+                       scale_layout=layout, **options)
+    for layout, options in product(layouts["mx"], _DIRECTIONS):
+        yield case(bfloat16, (150, 130), "edges", groups=4, spare=9, family="mx", block=(32, 32),
+                   scale_layout=layout, mode="floor",
                    **options)
     both = {"columnwise": True}
     for family in layouts:
         for shape in ((1, 1), (0, 8), (5, 0), (1, 300), (300, 1)):
             for number in (0, 1, 3):
-                yield case(bfloat16, shape, groups=number, spare=shape[0] if number == 0 else 0, family=family, **both)
+                yield case(bfloat16, shape, groups=number, spare=shape[0] if number == 0 else 0,
+                           family=family, **both)
         for number in (128, 129, 400):                               # rounds of the kernel's scan
             yield case(bfloat16, (200, 16), groups=number, spare=3, family=family, wide=False, **both)
         yield case(bfloat16, (30, 40), groups=3, spare=30, family=family, **both)
@@ -154,38 +175,45 @@ def _block_cases(case: Callable[..., Case]) -> Iterator[Case]:
 
 def _line_cases(case: Callable[..., Case]) -> Iterator[Case]:
     """Whole rows and columns."""
-    directions: tuple[dict[str, bool], ...] = ({}, {"rowwise": False, "columnwise": True}, {"columnwise": True})
     rows: dict[str, Any] = {"family": "block", "block": (1, None)}
     columns: dict[str, Any] = {"family": "block", "block": (None, 1)}
-    for source_dtype, dtype, options in product(INPUT_DTYPES, (float8_e4m3fn, float8_e5m2), directions):
+    for source_dtype, dtype, options in product(INPUT_DTYPES, (float8_e4m3fn, float8_e5m2), _DIRECTIONS):
         for width in (264, 133):
             yield case(source_dtype, (300, width), "bits", groups=4, spare=9, dtype=dtype, **rows, **options)
-        yield case(source_dtype, (150, 136), "edges", groups=4, dtype=dtype, profile="vllm", **rows, **options)
-    for block, options, layout in product((rows, columns), directions, ("gemm_ready", "compact", "deepgemm_sm90")):
+        yield case(source_dtype, (150, 136), "edges", groups=4, dtype=dtype, profile="vllm", **rows,
+                   **options)
+    for block, options, layout in product((rows, columns), _DIRECTIONS,
+                                          ("gemm_ready", "compact", "deepgemm_sm90")):
         for shape in ((272, 144), (150, 35)):
-            yield case(bfloat16, shape, groups=5, sizes="aligned", spare=17, scale_layout=layout, wide=False, **block, **options)
-    for profile, pow2, block in product(("deepgemm", "tilekernels", "vllm", "sglang", "torchao"), (False, True), (rows, columns)):
-        yield case(bfloat16, (70, 40), "edges", groups=3, profile=profile, pow2_scale=pow2, columnwise=True, **block)
+            yield case(bfloat16, shape, groups=5, sizes="aligned", spare=17, scale_layout=layout, wide=False,
+                       **block, **options)
+    for profile, pow2, block in product(("deepgemm", "tilekernels", "vllm", "sglang", "torchao"),
+                                        (False, True), (rows, columns)):
+        yield case(bfloat16, (70, 40), "edges", groups=3, profile=profile, pow2_scale=pow2, columnwise=True,
+                   **block)
     # Of rows: held by one warp, by two, four and eight of them; longer, shared by blocks.
-    for source_dtype, widths in ((float16, (1032, 1027, 3000, 6000, 17_000)), (float32, (520, 1500, 4100, 9001))):
+    for source_dtype, widths in ((float16, (1032, 1027, 3000, 6000, 17_000)),
+                                 (float32, (520, 1500, 4100, 9001))):
         for width in widths:
             yield case(source_dtype, (45, width), groups=3, spare=2, sizes="even", **rows)
     yield case(bfloat16, (37, 10_000), groups=2, align=16, profile="vllm", **rows)
     for block in (rows, columns):
         for shape in ((1, 1), (0, 8), (5, 0), (1, 300), (300, 1)):
             for number in (0, 1, 3):
-                for options in directions:
-                    yield case(bfloat16, shape, groups=number, spare=shape[0] if number == 0 else 0, **block, **options)
-        for options in directions[::2]:
+                for options in _DIRECTIONS:
+                    yield case(bfloat16, shape, groups=number, spare=shape[0] if number == 0 else 0, **block,
+                               **options)
+        for options in _DIRECTIONS[::2]:
             for number in (128, 129, 400):                           # rounds of the kernels' scans
                 yield case(bfloat16, (200, 16), groups=number, spare=3, wide=False, **block, **options)
             yield case(bfloat16, (30, 40), groups=3, spare=30, **block, **options)
             yield case(bfloat16, (130, 36), groups=3, with_offsets=True, **block, **options)
             for layout in ("offset", "strided"):
                 yield case(float16, (100, 48), "bits", layout, groups=4, **block, **options)
-        for options in directions:
+        for options in _DIRECTIONS:
             for width, align in ((136, 16), (35, 128)):              # lines that end in padding
-                yield case(bfloat16, (150, width), "edges", groups=4, spare=5, align=align, **block, **options)
+                yield case(bfloat16, (150, width), "edges", groups=4, spare=5, align=align, **block,
+                           **options)
         yield case(bfloat16, (0, 8), groups=3, align=16, columnwise=True, **block)
 
 
@@ -194,29 +222,40 @@ def _padded_cases(case: Callable[..., Case]) -> Iterator[Case]:
     for source_dtype, columns in product(INPUT_DTYPES, (264, 133)):
         yield case(source_dtype, (300, columns), "bits", groups=4, spare=9, align=256, columnwise=True)
     for columns in (136, 35):
-        yield case(bfloat16, (150, columns), "edges", groups=4, align=32, current=(), wide=False, columnwise=True)
+        yield case(bfloat16, (150, columns), "edges", groups=4, align=32, current=(), wide=False,
+                   columnwise=True)
     # Blocks that end in padding, and their scales.
-    directions: tuple[dict[str, bool], ...] = ({}, {"rowwise": False, "columnwise": True}, {"columnwise": True})
-    for options in directions:
-        for columns, layout, recipe in ((136, "gemm_ready", {}), (35, "compact", {"block": (128, 128)}), (136, "deepgemm_sm90", {}),
+    for options in _DIRECTIONS:
+        for columns, layout, recipe in ((136, "gemm_ready", {}), (35, "compact", {"block": (128, 128)}),
+                                        (136, "deepgemm_sm90", {}),
                                         (35, "gemm_ready", {"block": (1, 32)})):
-            yield case(bfloat16, (150, columns), groups=4, spare=5, family="block", scale_layout=layout, align=16, **recipe, **options)
-        for columns, layout, recipe in ((136, "swizzled", {}), (35, "compact", {}), (136, "swizzled", {"block": (32, 32)})):
-            yield case(float32, (150, columns), "edges", groups=4, family="mx", scale_layout=layout, align=128, **recipe, **options)
+            yield case(bfloat16, (150, columns), groups=4, spare=5, family="block", scale_layout=layout,
+                       align=16, **recipe, **options)
+        for columns, layout, recipe in ((136, "swizzled", {}), (35, "compact", {}),
+                                        (136, "swizzled", {"block": (32, 32)})):
+            yield case(float32, (150, columns), "edges", groups=4, family="mx", scale_layout=layout,
+                       align=128, **recipe, **options)
     yield case(float16, (150, 136), groups=4, family="block", profile="vllm", align=2)
     for block, columns in product(((1, 128), (1, None)), (136, 21)):  # divisors of any size, and padding
         values = "edges" if columns > 64 else "bits"
-        yield case(bfloat16, (150, columns), values, groups=4, family="block", block=block, profile="vllm", align=16, columnwise=True)
-    for options in directions:
-        yield case(bfloat16, (150, 35), "bits", groups=4, family="block", block=(128, 128), profile="vllm", align=16, **options)
-    for block, align in product(((1, 128), (128, 128)), (256, 512)):  # runs of tiles that end in padding, or are padding alone
-        yield case(float32, (300, 36), groups=2, sizes="even", family="block", block=block, align=align, columnwise=True)
-    families: tuple[dict[str, Any], ...] = ({}, {"current": (1e-3, True)}, {"family": "block"}, {"family": "mx"})
+        yield case(bfloat16, (150, columns), values, groups=4, family="block", block=block, profile="vllm",
+                   align=16, columnwise=True)
+    for options in _DIRECTIONS:
+        yield case(bfloat16, (150, 35), "bits", groups=4, family="block", block=(128, 128), profile="vllm",
+                   align=16, **options)
+    # Several tiles of a block of threads that end in padding, or are padding alone.
+    for block, align in product(((1, 128), (128, 128)), (256, 512)):
+        yield case(float32, (300, 36), groups=2, sizes="even", family="block", block=block, align=align,
+                   columnwise=True)
+    families: tuple[dict[str, Any], ...] = ({}, {"current": (1e-3, True)}, {"family": "block"},
+                                            {"family": "mx"})
     for family in families:
         for shape, number in (((0, 8), 0), ((0, 8), 3), ((3, 20), 4)):
             yield case(bfloat16, shape, groups=number, align=16, columnwise=True, **family)
-        yield case(bfloat16, (200, 16), groups=300, spare=3, align=4, columnwise=True, **family)              # rounds of the kernel's scan
-        yield case(bfloat16, (64, 16), groups=4, sizes="even", align=16, columnwise=True, **family)           # nothing is added
+        # The kernel's scan takes more than one round.
+        yield case(bfloat16, (200, 16), groups=300, spare=3, align=4, columnwise=True, **family)
+        # Nothing is added.
+        yield case(bfloat16, (64, 16), groups=4, sizes="even", align=16, columnwise=True, **family)
 
 
 register(

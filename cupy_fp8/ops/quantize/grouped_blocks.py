@@ -1,4 +1,6 @@
-"""Groups of rows quantised in blocks, each as a matrix of its own. Kernels: kernels_cu/quantize/blocks.cu and mx.cu."""
+"""Groups of rows quantised in blocks, each group as a matrix of its own.
+
+Kernels: kernels_cu/quantize/blocks.cu and mx.cu; for whole rows and columns grouped_rows_columns.cu."""
 
 from __future__ import annotations
 
@@ -10,76 +12,91 @@ from typing import Any, cast
 
 import numpy as np
 
-from ...arrays import Array
-from ...calls import splits as sizes
-from ...calls.row_segments import GroupRuns, pays
-from ...formats import FP8_DTYPES, INPUT_DTYPES
-from ...grouped import Grouped
-from ...kernels import Kernel, Variant
-from ...kernels.warp_tiles import LANE_COLUMNS, ROWS, Panels
-from ...layouts import group_scales, group_unit, grouped_scale_shape
-from ...recipes import BlockScaling, Form, MXScaling
+from ...calls.call import Call
+from ...calls.row_segments import find_segments, pays
+from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float32
+from ...kernels import Kernel, Launch, Variant
+from ...kernels.warp_tiles import LANE_COLUMNS, Panels
+from ...layouts import cdiv, group_scales, group_unit, grouped_scale_shape, round_up
+from ...recipes import BlockScaling, MXScaling
+from ...recipes import Form as ArrayForm
 from . import blocks, mx
-from .block_results import ABSENT, AS_IS, TRANSPOSED, Members, PanelMembers, Side
-from .grouped_results import Arrays, GroupForm, addresses, divided
+from .block_results import ABSENT, AS_IS, NOWHERE, TRANSPOSED, Addresses, Members, PanelMembers, Side
+from .grouped_call import Arrays, Form, Inputs, tiled
 
 Plan = blocks.Plan | mx.Plan
 
 _BLOCKS = Kernel("quantize/blocks", "group_quantize_block")
 _MX = Kernel("quantize/mx", "group_quantize_mx")
-_RUN = 2                        # tiles of a block where data are stored transposed: more would leave multiprocessors idle at the end
+_TILES_PER_BLOCK = 2            # of transposed data; with more, multiprocessors are idle at the end
+_ROWS = Kernel("quantize/grouped_rows_columns", "group_quantize_rows")
+_LINES = Kernel("quantize/grouped_rows_columns", "group_quantize_lines")
+_LINE_TILE = Panels(8, 1, down_first=False)             # 256 bytes of a transposed row
+_SEGMENT_ROWS, _SHARE, _THREADS = 32, 8192, 256         # SegmentOfRows of the kernel
+_CHUNK_BYTES, _CHUNKS, _WARP = 16, 4, 32                # of a row, held by a thread of the kernel
+_FIND, _QUANTIZE = 0, 1                                 # passes of the kernel of whole columns
+_FEWEST = 64                                            # maxima that a workspace has room for
 
 
 @functools.lru_cache(maxsize=256)
-def plan(shape: tuple[int, int], source: np.dtype[Any], recipe: BlockScaling | MXScaling, rowwise: bool, columnwise: bool) -> Plan:
-    """Of all rows as one matrix, which is the same for its groups but for their number of rows. shape: of the result."""
+def plan_of(shape: tuple[int, int], source: np.dtype[Any], recipe: BlockScaling | MXScaling, rowwise: bool,
+            columnwise: bool) -> Plan:
+    """The plan for all rows as one matrix; that of a group differs in the number of rows only. shape: of the
+    result."""
     if isinstance(recipe, BlockScaling):
-        return blocks.Plan(shape, source, False, (recipe.dtype, rowwise, columnwise, True, recipe.block, recipe.pow2_scale, recipe.eps,
-                                                  recipe.profile, recipe.scale_layout))
-    return mx.Plan(shape, source, False, (recipe.dtype, rowwise, columnwise, False, recipe.mode, recipe.profile, recipe.block,
-                                          recipe.scale_layout))
+        return blocks.Plan(shape, source, False, (
+            recipe.dtype, rowwise, columnwise, True, recipe.block, recipe.pow2_scale, recipe.eps,
+            recipe.profile, recipe.scale_layout))
+    return mx.Plan(shape, source, False, (
+        recipe.dtype, rowwise, columnwise, False, recipe.mode, recipe.profile, recipe.block,
+        recipe.scale_layout))
 
 
-def form(plan: Plan, arrays: Arrays, number: int) -> GroupForm:
-    """The result's description for so many groups; blocks of whole rows and columns have it too. arrays: what tells of the
-    groups."""
-    arrays = dict(arrays)
+def described(plan: Plan, count: int) -> tuple[Form, Arrays]:
+    """The result for `count` groups: what it is, and its data and scales."""
     shape = plan.rows, plan.columns
+    data: Arrays = {}
+    scales: Arrays = {}
     for name, of in plan.forms.items():
-        assert of.block is not None
-        assert of.scale_layout is not None
-        arrays[name] = (plan.size,), of.dtype
-        arrays["scale_inv" if name == "rowwise" else f"{name}_scale_inv"] = (
-            grouped_scale_shape(shape, number, of.block, of.scale_layout, of.transposed), of.scale_dtype)
+        data[name] = (plan.size,), of.dtype
+        stored = grouped_scale_shape(shape, count, *_scales_of(of))
+        scales["scale_inv" if name == "rowwise" else f"{name}_scale_inv"] = stored, of.scale_dtype
     row, column = plan.forms.get("rowwise"), plan.forms.get("columnwise")
-    block = row.block if row else cast(Form, column).block
-    assert block is not None
-    return GroupForm(shape, arrays, block if row else (block[1], block[0]), cast(Form, row or column).scale_layout,
-                     isinstance(plan, blocks.Plan), "data" in plan.shared and len(plan.forms) == 2)
+    block = _scales_of(cast(ArrayForm, row or column))[0]
+    form = Form(shape, block if row else (block[1], block[0]), cast(ArrayForm, row or column).scale_layout,
+                isinstance(plan, blocks.Plan), "data" in plan.shared and len(plan.forms) == 2)
+    return form, {**data, **scales}
 
 
-class Launch:
-    """The launch for all groups and, where that pays, the one before it that finds each block's rows. Kept with a result on a
-    GPU that was given as `out=`."""
+def launches(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator[Launch]:
+    """The launch for all groups and, where it pays, the one before it that finds each block's rows."""
+    plan, x = cast(Plan, inputs.plan), inputs.x.array
+    if None in plan.block:
+        yield from _whole_lines(call, inputs, places)
+        return
+    (fast, slow), of_plan = sides_of(plan)
+    wide_loads = inputs.x.at % (LANE_COLUMNS * x.itemsize) == 0
+    members = PanelMembers(plan, (fast, slow), of_plan, grouped=True).at(_addresses(places), wide_loads)
+    chosen, panels = variant(plan, (fast.stored, slow.stored), members["vector"] == 7)
+    tiling = tiled(call, inputs, places, panels.run_rows, panels.columns, clears=1)
+    scales, segments_at = [scales_of(plan, inputs.number, side) for side in (fast, slow)], 0
+    if pays(x, tiling.grid):
+        shifts = scales[0]["unit_shift"], scales[1]["unit_shift"]
+        find, segments_at = find_segments(call, tiling.rows, tiling.segments, tiling.groups, shifts)
+        yield find
+    yield chosen.bind(x, tiling.grid, all={"x": inputs.x.at, "noop": call.noop_at, **members},
+                      groups={**tiling.groups, "segments": segments_at}, fast=scales[0], slow=scales[1])
 
-    def __init__(self, plan: Plan, out: Grouped, x: Array, at: int, noop_at: int, offsets_at: int, groups: sizes.Groups,
-                 align: int, owner: Array | None) -> None:
-        (fast, slow), of_plan = sides_of(plan)
-        members = PanelMembers(plan, (fast, slow), of_plan, grouped=True).at(addresses(out), at % (LANE_COLUMNS * x.itemsize) == 0)
-        chosen, panels = variant(plan, (fast.stored, slow.stored), members["vector"] == 7)
-        division = divided(out, x, groups, offsets_at, align, panels.run_rows, panels.columns, clears=1)
-        scales = [scales_of(plan, len(groups.array), side) for side in (fast, slow)]
-        self._runs = None
-        if pays(x, division.grid):
-            self._runs = GroupRuns(x, owner, *division.to_find, (scales[0][1], scales[1][1]))
-        self._launch = chosen.bind(
-            x, division.grid, all={"x": at, "noop": noop_at, **members},
-            groups=(*division.members, 0 if self._runs is None else self._runs.at), fast=scales[0], slow=scales[1])
 
-    def run(self, x: Array) -> None:
-        if self._runs is not None:
-            self._runs.run(x)
-        self._launch.run()
+def _addresses(places: dict[str, int]) -> Addresses:
+    return 0, places["rowwise"], places["scale_inv"], places["columnwise"], places["columnwise_scale_inv"]
+
+
+def _scales_of(form: ArrayForm) -> tuple[tuple[int | None, int | None], str, bool]:
+    """The block, the layout of scales, and whether data are stored transposed."""
+    assert form.block is not None
+    assert form.scale_layout is not None
+    return form.block, form.scale_layout, form.transposed
 
 
 def sides_of(plan: Plan) -> tuple[tuple[Side, Side], Members]:
@@ -87,21 +104,75 @@ def sides_of(plan: Plan) -> tuple[tuple[Side, Side], Members]:
     return plan.tile_launch(list(plan.forms)) if isinstance(plan, blocks.Plan) else (plan.sides, plan.members)
 
 
-def scales_of(plan: Plan, number: int, side: Side) -> tuple[int, int, int, int]:
-    """The GroupScales of kernels_cu/include/groups/row_groups.cuh."""
+def scales_of(plan: Plan, count: int, side: Side) -> dict[str, int]:
+    """Members of the GroupScales of kernels_cu/include/groups/row_groups.cuh."""
     if side.scales is None:
-        return 0, 0, 0, 0
-    of = plan.forms[side.scales]
-    assert of.block is not None
-    assert of.block[0] is not None
-    assert of.scale_layout is not None
-    described = of.block, of.scale_layout, of.transposed
-    stored = prod(grouped_scale_shape((plan.rows, plan.columns), number, *described))
-    return of.block[0].bit_length() - 1, group_unit(*described).bit_length() - 1, group_scales(plan.columns, *described), stored
+        return dict.fromkeys(("block_shift", "unit_shift", "unit", "all"), 0)
+    of = _scales_of(plan.forms[side.scales])
+    rows = of[0][0]
+    assert rows is not None
+    stored = prod(grouped_scale_shape((plan.rows, plan.columns), count, *of))
+    return {"block_shift": rows.bit_length() - 1, "unit_shift": group_unit(*of).bit_length() - 1,
+            "unit": group_scales(plan.columns, *of), "all": stored}
 
 
+# ---- whole rows and whole columns ----
+def _whole_lines(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator[Launch]:
+    """One launch for rows alone. Else two, of which the first finds the maxima, after a launch that finds
+    each block's rows and clears the maxima."""
+    plan, x = cast(blocks.Plan, inputs.plan), inputs.x.array
+    (fast, slow), of_plan = plan.tile_launch(list(plan.forms))
+    rows_alone = (fast.stored, slow.stored) == (AS_IS, ABSENT)
+    tile = (_SEGMENT_ROWS, _SHARE) if rows_alone else (_LINE_TILE.rows, _LINE_TILE.columns)
+    tiling = tiled(call, inputs, places, *tile, clears=1)
+    chunk = _CHUNK_BYTES // x.itemsize if rows_alone else LANE_COLUMNS
+    members = PanelMembers(plan, (fast, slow), of_plan, chunk, grouped=True)
+    aligned = inputs.x.at % (chunk * x.itemsize) == 0
+    scales = scales_of(plan, inputs.number, fast)
+    amaxes, clear = ({}, (0, 0)) if rows_alone else _amaxes(call, inputs, (fast, slow))
+    groups = {**tiling.groups, "segments": 0}
+    if clear[1] or pays(x, tiling.grid):
+        find, groups["segments"] = find_segments(call, tiling.rows, tiling.segments, tiling.groups,
+                                                 (scales["unit_shift"], 0), clear)
+        yield find
+    chosen = (_rows_variant if rows_alone else _lines_variant)(plan.source, plan.to)
+    array = {"x": inputs.x.at, "noop": call.noop_at}
+    if not rows_alone:
+        # Writes nothing but maxima: the other launch clears what no group has, and tells of the groups.
+        silent = {**groups, "offsets_out": 0, "sizes_out": 0}
+        yield chosen.bind(x, tiling.grid, all={**array, **members.at(NOWHERE, aligned)}, groups=silent,
+                          fast=scales, **amaxes, phase=_FIND)
+    yield chosen.bind(x, tiling.grid, all={**array, **members.at(_addresses(places), aligned)}, groups=groups,
+                      fast=scales, **amaxes, phase=_QUANTIZE, team=_team(plan.columns, chunk))
+
+
+def _amaxes(call: Call, inputs: Inputs, sides: tuple[Side, Side]) -> tuple[dict[str, int], tuple[int, int]]:
+    """Where the maxima of rows and of columns go; and the memory of them that has to be cleared: address and
+    bytes."""
+    plan = cast(Plan, inputs.plan)
+    of_rows = plan.rows if sides[0].scales else 0
+    of_columns = inputs.number * plan.columns if sides[1].scales else 0
+    words = round_up(of_rows + of_columns, 4)                   # whole chunks
+    room = max(_FEWEST, 1 << (words - 1).bit_length())          # one workspace serves similar numbers
+    at = call.workspace("group_lines", room)
+    return {"row_amaxes": at if sides[0].scales else 0,
+            "column_amaxes": at + 4 * of_rows if sides[1].scales else 0}, (at, 4 * max(words, 4))
+
+
+def _team(columns: int, chunk: int) -> int:
+    """Threads that have a row: as few as hold all of it, if any do."""
+    wanted = cdiv(max(columns, 1), chunk * _CHUNKS)
+    return min(_THREADS, max(_WARP, 1 << (wanted - 1).bit_length()))
+
+
+# ---- variants ----
 def variant(plan: Plan, stored: tuple[int, int], wide: bool) -> tuple[Variant, Panels]:
-    """The variant for memory that allows wide accesses, or for any, and the panels of its blocks."""
+    """The variant for memory that allows wide accesses, or for any, and the panels of its blocks.
+
+    Few choices have a program of their own for wide accesses. The others take the program that is told at run
+    time what to store: f32, of which either program keeps 256 threads of a multiprocessor in flight; elements
+    that are divided (profile vllm); and squares whose column-wise data are wanted alone."""
+    wide = wide and plan.source != float32
     if isinstance(plan, blocks.Plan):
         return _block_variant(plan.source, plan.to, *stored, 1 not in plan.block, plan.divide, wide)
     return _mx_variant(plan.source, plan.to, *stored, plan.tall, wide)
@@ -109,37 +180,52 @@ def variant(plan: Plan, stored: tuple[int, int], wide: bool) -> tuple[Variant, P
 
 def _block_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int, square: bool, divide: bool,
                    wide: bool) -> tuple[Variant, Panels]:
-    # Blocks down columns alone, data as they are: rare, and no program of their own.
-    panels = blocks.panels_of(source, fast, slow, square, divide, False) if wide and slow != AS_IS else None
+    rare = divide or slow == AS_IS or (square and fast == ABSENT)
+    panels = blocks.panels_of(source, fast, slow, square, divide, False) if wide and not rare else None
     if panels is None:
         return blocks.any_shape_variant(source, to, divide, _BLOCKS), blocks.ANY_SHAPE
-    panels = panels._replace(down_first=False, run=_RUN if slow == TRANSPOSED else 1)       # groups have an order of their own
+    # Groups have an order of their own.
+    panels = panels._replace(down_first=False, run=_TILES_PER_BLOCK if slow == TRANSPOSED else 1)
     return blocks.tile_variant(source, to, fast, slow, square, divide, panels, True, _BLOCKS), panels
 
 
-def _mx_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int, tall: bool, wide: bool) -> tuple[Variant, Panels]:
-    if not wide:                                            # told at run time; MX data are never stored transposed here
+def _mx_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int, tall: bool,
+                wide: bool) -> tuple[Variant, Panels]:
+    if not wide:                                        # MX data are never stored transposed here
         return mx.tile_variant(source, to, AS_IS, AS_IS, mx.ANY_SHAPE, False, _MX), mx.ANY_SHAPE
     panels = mx.panels_of(source, fast, slow, tall)._replace(down_first=False)
     return mx.tile_variant(source, to, fast, slow, panels, True, _MX), panels
 
 
-def run_rows() -> Iterator[int]:
-    """Of every variant."""
-    for v in variants():
-        defines = dict(v.defines)
-        yield int(defines.get("RUN", 1)) * int(defines["PANELS_DOWN"]) * ROWS
+@functools.cache
+def _rows_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
+    return _ROWS.variant(block=_THREADS, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, **_line_defines())
+
+
+@functools.cache
+def _lines_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
+    factors_and_divisors = 2 * 4 * (_LINE_TILE.rows + _LINE_TILE.columns)
+    shared = _LINE_TILE.tile + factors_and_divisors
+    return _LINES.variant(block=_LINE_TILE.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag,
+                          **_line_defines())
+
+
+def _line_defines() -> dict[str, int]:
+    return {"PANELS_DOWN": _LINE_TILE.down, "PANELS_ACROSS": _LINE_TILE.across}
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant that this op may launch."""
+    """Every variant that these launches may take."""
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
+        yield _rows_variant(source, to)
+        yield _lines_variant(source, to)
         for divide in (False, True):
             yield _block_variant(source, to, ABSENT, ABSENT, False, divide, False)[0]
-            yield _block_variant(source, to, AS_IS, ABSENT, False, divide, True)[0]
-        for (fast, slow), square in product(((ABSENT, TRANSPOSED), (AS_IS, TRANSPOSED)), (False, True)):
-            yield _block_variant(source, to, fast, slow, square, False, True)[0]
-        yield _block_variant(source, to, AS_IS, ABSENT, True, False, True)[0]
         yield _mx_variant(source, to, ABSENT, ABSENT, False, False)[0]
+        if source == float32:
+            continue
+        yield _block_variant(source, to, ABSENT, TRANSPOSED, False, False, True)[0]
+        for slow, square in product((ABSENT, TRANSPOSED), (False, True)):
+            yield _block_variant(source, to, AS_IS, slow, square, False, True)[0]
         for (fast, slow), tall in product(((AS_IS, ABSENT), (ABSENT, AS_IS), (AS_IS, AS_IS)), (False, True)):
             yield _mx_variant(source, to, fast, slow, tall, True)[0]

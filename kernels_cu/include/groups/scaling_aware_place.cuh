@@ -9,7 +9,7 @@ struct AwareParams {
     u8* out;
     void* target_scales;
     float* row_scales;
-    const RowRun* runs;          // where there are splits: of every row of tiles the run of rows that it is, found by a launch before
+    const RowSegment* runs;          // where there are splits: of every row of tiles the run of rows that it is, found by a launch before
     Splits splits;               // groups -1: there are none, all rows are one expert's
     i64 rows, columns;
     i64 scale_columns;           // of the compact scales
@@ -98,7 +98,7 @@ struct Place {
 
 // The record of a row of tiles, on its way to one whole warp: a word per lane.
 __device__ __forceinline__ u32 load_record(const AwareParams& p, i64 row_of_tiles) {
-    static_assert(sizeof(RowRun) == 16 * sizeof(u32), "half a warp");
+    static_assert(sizeof(RowSegment) == 16 * sizeof(u32), "half a warp");
     return threadIdx.x % 32 < 16 ? load_read_only(reinterpret_cast<const u32*>(p.runs + row_of_tiles) + threadIdx.x % 32) : 0;
 }
 
@@ -111,10 +111,10 @@ __device__ __forceinline__ Place find_expert(const AwareParams& p, i64 row_of_ti
         found.stack = stack_of(p.rows);
         return found;
     }
-    RowRun run;
+    RowSegment run;
     const auto member = [&](int n) { return (i64)((u64)__shfl_sync(~0u, record, 2 * n + 1) << 32 | __shfl_sync(~0u, record, 2 * n)); };
-    run.group = member(0), run.start = member(1), run.given = member(3), run.run = member(5), run.before[0] = member(6), run.before[1] = member(7);
-    found.group_tile = row_of_tiles - run.run, found.group_scales = 4 * run.before[1];
+    run.group = member(0), run.start = member(1), run.given = member(3), run.index = member(5), run.before[0] = member(6), run.before[1] = member(7);
+    found.group_tile = row_of_tiles - run.index, found.group_scales = 4 * run.before[1];
     found.group_block = kMx ? run.before[0] : found.group_tile;
     found.lost = run.group < 0;
     if (found.lost) {                                                // the record says where its own rows begin

@@ -1,4 +1,5 @@
-"""group_quantize with given scales, against quantize_tensor of each group."""
+"""group_quantize by every recipe, against the recipe's own quantiser of each group. test_cases.py has the
+kernels' bytes."""
 
 from __future__ import annotations
 
@@ -7,135 +8,314 @@ from typing import Any
 
 import numpy as np
 import pytest
-from group_arrays import RECIPE, expect_members, matrix, needs_host, scales_of
+from group_arrays import (
+    ALL,
+    CURRENT,
+    DIRECTIONS,
+    PARTS,
+    RECIPE,
+    expect_groups,
+    guarded_like,
+    is_poisoned,
+    matrix,
+    needs_host,
+    padded,
+    parts_of,
+    poison,
+    scales_for,
+    scales_of,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from large_tiles import check_those_that_ask
-from scale_arrays import guarded, raw
+from scale_arrays import guarded
+from tiers import quick_if
 
 import cupy_fp8 as fp8
-from cupy_fp8 import backend, cases, testing
+from cupy_fp8 import BlockScaling, MXScaling, backend, cases, kernels, reference, testing
 from cupy_fp8.arrays import bits
+from cupy_fp8.calls import call, remembered, row_segments
+from cupy_fp8.calls import splits as sizes_of_groups
 from cupy_fp8.cases import OPS
 from cupy_fp8.cases.moe.pad import sizes
-from cupy_fp8.formats import bfloat16, float8_e4m3fn, float32
-from cupy_fp8.grouped import Grouped
+from cupy_fp8.formats import bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
 from cupy_fp8.kernels import Variant, tiles
-from cupy_fp8.ops.quantize import grouped as op
+from cupy_fp8.ops.quantize import grouped_tensor
+
+BOTH = DIRECTIONS[2]
 
 
-@pytest.mark.parametrize("splits", [[50], [16, 0, 32], [0, 0, 0], [], [7, 13, 0, 1, 20], [0, 50, 0]], ids=str)
 @pytest.mark.parametrize("columns", [48, 37])
-def test_each_group_by_itself(splits, columns, run):
-    x, scales = matrix(50, columns), scales_of(len(splits))
-    for given_splits in (splits, run.array(np.array(splits, np.int32)), run.array(np.array(splits, np.int64))):
-        for directions in cases.DIRECTIONS[:3]:
-            g = fp8.group_quantize(run.array(x), given_splits, RECIPE, scales=run.array(scales), **dict[str, Any](directions))
-            assert (g.rowwise is not None, g.columnwise is not None) == (directions["rowwise"], directions["columnwise"])
-            expect_members(g, x, splits, scales)
+@pytest.mark.parametrize("splits",
+                         [[50], [16, 0, 32], [0, 0, 0], [], [7, 13, 0, 1, 20], [0, 50, 0], [0] * 300 + [50]],
+                         ids=lambda s: f"{len(s)}of{sum(s)}")
+@pytest.mark.parametrize("recipe", [RECIPE, CURRENT, fp8.CurrentScaling(eps=0.5, pow2_scale=True)], ids=str)
+def test_each_group_by_itself(recipe, splits, columns, run):
+    x, scales = matrix(50, columns), scales_for(recipe, len(splits))
+    x *= np.geomspace(1e-3, 1e3, 50)[:, None].astype(bfloat16)
+    for given_splits in (splits, run.array(np.array(splits, np.int32)),
+                         run.array(np.array(splits, np.int64))):
+        for directions in DIRECTIONS:
+            g = fp8.group_quantize(run.array(x), given_splits, recipe, **directions,
+                                   scales=scales_for(recipe, len(splits), run))
+            expect_groups(g, x, splits, recipe, scales, **directions)
+            if scales is None:
+                empty = fp8.asnumpy(g.scale_inv)[np.array(splits, int) == 0]
+                want = 0.5 / 256 if recipe.pow2_scale else 1
+                assert (empty == want).all(), "of an amax of 0: eps, or no scale at all"
+
+
+LINES = [*(BlockScaling(block, scale_layout=layout) for block in ((1, None), (None, 1))
+           for layout in ("gemm_ready", "compact")),
+         BlockScaling((1, None), profile="vllm"),
+         BlockScaling((None, 1), float8_e5m2, eps=0.5, pow2_scale=False)]
+FAMILIES: dict[str, list[Any]] = {
+    "delayed": [RECIPE], "current": [CURRENT, fp8.CurrentScaling(float8_e5m2, pow2_scale=True)],
+    "lines": LINES,
+    "blocks": [*(BlockScaling(block) for block in ((1, 128), (128, 1), (1, 32), (128, 128))),
+               BlockScaling(profile="vllm"), BlockScaling(profile="deepgemm", scale_layout="deepgemm_sm90"),
+               *(MXScaling(block=block, scale_layout=layout) for block in ((1, 32), (32, 32))
+                 for layout in ("compact", "swizzled"))]}
 
 
 @needs_host
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(st.integers(0, 150), max_size=12), st.integers(0, 40), st.integers(1, 40), st.sampled_from([1, 8, 16]),
-       st.integers(0, 2**32 - 1))
-def test_any_call(splits, spare, columns, multiple, seed):
-    splits, columns = [n // multiple * multiple for n in splits], columns * multiple
-    x, scales = matrix(sum(splits) + spare, columns, seed=seed), scales_of(len(splits))
+@pytest.mark.parametrize("family", quick_if(lambda family: family in ("delayed", "current"), FAMILIES))
+@settings(max_examples=80, deadline=None,
+          suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_call(family, data):
+    """Groups of every length, at every address, padded or not."""
+    draw, dtype = data.draw, np.dtype(data.draw(st.sampled_from([bfloat16, float16, float32])))
+    splits, spare = draw(st.lists(st.integers(0, 150), max_size=12)), draw(st.integers(0, 40))
+    columns = draw(st.integers(1, 140)) * draw(st.sampled_from([1, 1, 4, 8, 16]))
+    recipe, directions = draw(st.sampled_from(FAMILIES[family])), draw(st.sampled_from(DIRECTIONS))
+    align = draw(st.sampled_from([1, 1, 1, 2, 8, 16, 32, 64, 256]))
+    if draw(st.booleans()):
+        splits = [n // 16 * 16 for n in splits]
+    scales = scales_for(recipe, len(splits))
+    with testing.executor("host") as run:
+        x, _ = guarded(run, (sum(splits) + spare, columns), dtype, draw(st.integers(0, 3)) * dtype.itemsize)
+        bits(x)[...] = bits(cases.values(draw(st.sampled_from(["bits", "normal"])), x.shape, dtype,
+                                         draw(st.integers(0, 99))))
+        g = fp8.group_quantize(x, splits, recipe, **directions, align=align, scales=scales)
+    expect_groups(g, *padded(x, splits, align), recipe, scales, **directions)
+
+
+def workspaces_of_one_call(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Gives all calls the same words for the same use, as on a GPU; returns them as they come."""
+    kept: dict[str, Any] = {}
+    made = kernels.workspace
+
+    def workspace(owner: Any, x: Any, use: str, words: int) -> Any:
+        return kept.setdefault(use, made(owner, x, use, words))
+
+    monkeypatch.setattr(call, "workspace", workspace)
+    return kept
+
+
+@pytest.mark.parametrize(("directions", "align"), [*((d, 1) for d in DIRECTIONS), (BOTH, 32)], ids=str)
+@pytest.mark.parametrize("recipe", ALL.values(), ids=ALL)
+def test_results_are_written_in_place(recipe, directions, align, run, monkeypatch):
+    """Sizes change; what an earlier call left in the result, or in a workspace, is gone; nothing else is
+    written, and nothing at all where noop is 1."""
+    workspaces_of_one_call(monkeypatch)
+    splits, scales = run.array(np.array([100, 3, 97], np.int32)), scales_for(recipe, 3)
+    options = {**directions, "align": align, "scales": scales_for(recipe, 3, run)}
+    names = PARTS if align > 1 else PARTS[1:]
+    fresh = fp8.group_quantize(run.array(np.zeros((200, 136), bfloat16)), splits, recipe, **options)
+    out, intact = guarded_like(run, fresh, names)
+    held, noop = parts_of(out, names).values(), run.array(np.zeros(1, np.float32))
+    for seed, host in enumerate(([100, 3, 97], [0, 150, 7], [1, 1, 1], [0, 0, 0], [200, 0, 0], [66, 67, 67])):
+        x = matrix(200, 136, seed=seed) * np.float32(10.0**-seed).astype(bfloat16)
+        bits(splits)[...] = run.array(np.array(host, np.int32))
+        poison(held)
+        assert fp8.group_quantize(run.array(x), splits, recipe, **options, noop=noop, check=seed % 2 == 1,
+                                  out=out) is out
+        expect_groups(out, *padded(x, host, align), recipe, scales, **directions)
+        assert fp8.asnumpy(splits).tolist() == host
+    assert intact()
+    poison(held)
+    per_tensor = recipe in (RECIPE, CURRENT)
+    amaxes = run.array(np.full(3, -1, np.float32)) if per_tensor else None
+    fp8.group_quantize(run.array(x), splits, recipe, **options, amaxes=amaxes,
+                       noop=run.array(np.ones(1, np.float32)), out=out)
+    assert is_poisoned(held)
+    assert amaxes is None or (fp8.asnumpy(amaxes) == -1).all()
+
+
+@needs_host
+@pytest.mark.parametrize("align", [1, 16])
+@pytest.mark.parametrize("recipe", ALL.values(), ids=ALL)
+def test_repeated_calls(recipe, align, monkeypatch):
+    """A call that is alike is launched without looking at its arguments again, into a given result or a new
+    one, which has the sizes of its own call. (On the CPU sizes are always examined, but here.)"""
+    read, x, other = sizes_of_groups.read, matrix(300, 144), matrix(300, 144, seed=1)
+    monkeypatch.setattr(sizes_of_groups, "read", lambda *given: read(*given)._replace(host=None))
+    options = {"columnwise": True, "align": align, "scales": scales_for(recipe, 4)}
+    validate, validated = call.validate_call, []
+
+    def noted(op: Any, *given: Any) -> Any:
+        validated.append(type(op).__name__)
+        return validate(op, *given)
+
+    monkeypatch.setattr(call, "validate_call", noted)
     with testing.executor("host"):
-        g = fp8.group_quantize(x, splits, RECIPE, columnwise=True, scales=scales)
-    expect_members(g, x, splits, scales)
+        for _ in range(4):
+            for a, host in ((x, [100, 0, 150, 30]), (other, [1, 2, 100, 33])):
+                splits = np.array(host)
+                out = fp8.group_quantize(a, splits, recipe, **options)
+                assert align > 1 or out.splits is splits
+                poison(parts_of(out, PARTS[2:]).values())
+                validated.clear()
+                for _ in range(2):
+                    fp8.group_quantize(a, splits, recipe, **options, out=out)
+                    expect_groups(out, *padded(a, host, align), recipe, options["scales"], columnwise=True)
+                assert validated.count("_GroupQuantize") <= 1, "the second call with out= is remembered"
+    assert any(type(found).__name__ == "_Allocating" for found in remembered._calls.values())
 
 
-def test_nothing_else_is_written(run):
-    x, splits = matrix(70, 40), run.array(np.array([30, 0, 33]))
-    parts = {name: guarded(run, shape, np.dtype(dtype)) for name, shape, dtype in (
-        ("offsets", (4,), np.int64), ("rowwise", (2800,), float8_e4m3fn), ("columnwise", (2800,), float8_e4m3fn),
-        ("scale_inv", (3,), float32))}
-    out = Grouped(splits, parts["offsets"][0], (70, 40), *(parts[name][0] for name in ("rowwise", "columnwise", "scale_inv")))
-    scales = scales_of(3)
-    assert fp8.group_quantize(run.array(x), splits, RECIPE, columnwise=True, scales=run.array(scales), out=out) is out
-    expect_members(out, x, [30, 0, 33], scales)
-    assert all(intact() for _, intact in parts.values())
+@needs_host
+@pytest.mark.parametrize(("recipe", "directions", "entries"), [
+    (RECIPE, BOTH, ["group_cast_transpose"]),
+    (CURRENT, BOTH, ["group_find_segments", "group_cast_current"]),
+    (BlockScaling(), BOTH, ["group_quantize_block"]),
+    (MXScaling(), BOTH, ["group_quantize_mx"]),
+    (BlockScaling((1, None)), DIRECTIONS[0], ["group_quantize_rows"]),
+    *((BlockScaling(block), directions,
+       ["group_find_segments", "group_quantize_lines", "group_quantize_lines"])
+      for block, directions in (((1, None), BOTH), ((None, 1), DIRECTIONS[0]), ((None, 1), DIRECTIONS[1]))),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("with_offsets", [False, True])
+def test_launches(recipe, directions, entries, with_offsets, monkeypatch):
+    """So many launches, whether offsets are given or not, and padded or not."""
+    launched: list[str] = []
+    monkeypatch.setattr(Variant, "launch", lambda self, *_, **__: launched.append(self.kernel.entry))
+    monkeypatch.setattr(row_segments, "_MANY", 1000)
+    options = {**directions, "scales": scales_for(recipe, 2)}
+    options.update({"offsets": np.array([0, 1280, 3840])} if with_offsets else {"align": 16})
+    with testing.executor("host"):
+        fp8.group_quantize(matrix(64, 128), [10, 20], recipe, **options)
+    assert launched == entries
 
 
-def test_amaxes_are_raised(run):
-    x, amaxes = matrix(60, 33), run.array(np.array([1e30, 5, 0, 0], np.float32))
-    fp8.group_quantize(run.array(x), [20, 0, 30, 10], RECIPE, scales=run.array(scales_of(4)), amaxes=amaxes)
-    top = [float(np.abs(x[a:b].astype(np.float32)).max()) for a, b in ((20, 50), (50, 60))]
-    assert fp8.asnumpy(amaxes).tolist() == [float(np.float32(1e30)), 5, *top]
-
-
-def test_given_offsets_are_used(run, monkeypatch):
-    x, splits, scales = matrix(60, 16), [20, 0, 40], scales_of(3)
-    offsets = run.array(np.array([0, 320, 320, 960]))
-    seen: list[int] = []
-    launch = Variant.launch
-
-    def noted(self: Variant, x: Any, grid: int, *values: Any) -> None:
-        seen.append(grid)
-        launch(self, x, grid, *values)
-
-    monkeypatch.setattr(Variant, "launch", noted)
-    g = fp8.group_quantize(run.array(x), splits, RECIPE, columnwise=True, scales=run.array(scales), offsets=offsets)
+@pytest.mark.parametrize("recipe", ALL.values(), ids=ALL)
+def test_given_offsets_are_used(recipe, run):
+    x, splits, offsets = matrix(60, 16), [20, 0, 40], run.array(np.array([0, 320, 320, 960]))
+    g = fp8.group_quantize(run.array(x), splits, recipe, columnwise=True, scales=scales_for(recipe, 3, run),
+                           offsets=offsets)
     assert g.offsets is offsets
-    expect_members(g, x, splits, scales)
-    fp8.group_quantize(run.array(x), splits, RECIPE, columnwise=True, scales=run.array(scales))
-    assert len(seen) == (0 if run.name == "reference" else 2), "one launch each, offsets or not"
+    expect_groups(g, x, splits, recipe, scales_for(recipe, 3), columnwise=True)
 
 
-def test_noop(run):
-    x, splits, scales = run.array(matrix(20, 16)), run.array(np.array([8, 12])), run.array(scales_of(2))
-    out, amaxes = fp8.group_quantize(x, splits, RECIPE, columnwise=True, scales=scales), run.array(np.zeros(2, np.float32))
-    parts = (out.rowwise, out.columnwise, out.scale_inv, out.offsets)
-    for value in (1.0, 0.0):
-        for a in parts:
-            cases.poison(a)
-        noop = run.array(np.array([value], np.float32))
-        fp8.group_quantize(x, splits, RECIPE, columnwise=True, scales=scales, amaxes=amaxes, noop=noop, out=out)
-        untouched = all((raw(a).view(np.uint8) == 0xAA).all() for a in parts) and not fp8.asnumpy(amaxes).any()
-        assert untouched == (value == 1.0)
+@pytest.mark.parametrize("align", [1, 64])
+@pytest.mark.parametrize("recipe", [RECIPE, CURRENT], ids=["delayed", "current"])
+def test_amaxes_are_raised(recipe, align, run):
+    """To the largest magnitude of each group; rows of zeros raise none."""
+    x, start, splits = matrix(60, 33), np.array([1e30, 5, -2, 0], np.float32), [20, 0, 30, 10]
+    amaxes, want, ends = run.array(start), start.copy(), np.cumsum([0, *splits])
+    g = fp8.group_quantize(run.array(x), splits, recipe, align=align, scales=scales_for(recipe, 4, run),
+                           amaxes=amaxes)
+    expect_groups(g, *padded(x, splits, align), recipe, scales_for(recipe, 4))
+    for i in range(4):
+        reference.quantize_tensor(x[ends[i] : ends[i + 1]], None, amax=want[i : i + 1])
+    testing.assert_bytes_equal(amaxes, want)
+
+
+def test_one_result_for_several_recipes(run):
+    """What is remembered of one is not taken for another."""
+    host, splits, scales = matrix(30, 16), run.array(np.array([10, 20])), run.array(scales_of(2))
+    x = run.array(host)
+    out = fp8.group_quantize(x, splits, RECIPE, scales=scales)
+    for recipe in (CURRENT, fp8.CurrentScaling(eps=50.0), RECIPE) * 2:
+        fp8.group_quantize(x, splits, recipe, scales=scales if recipe is RECIPE else None, out=out)
+        expect_groups(out, host, [10, 20], recipe, scales_for(recipe, 2))
+
+
+def test_scales_of_any_strides(run):
+    x, splits, scales = matrix(30, 16), run.array(np.array([10, 20])), scales_of(4)
+    out = fp8.group_quantize(run.array(x), splits, RECIPE, scales=run.array(scales)[::2])
+    for _ in range(2):
+        cases.poison(out.rowwise)
+        fp8.group_quantize(run.array(x), splits, RECIPE, scales=run.array(scales)[::2], out=out)
+        expect_groups(out, x, [10, 20], RECIPE, scales[::2])
 
 
 @pytest.mark.full
 @needs_host
 @pytest.mark.parametrize(("rows", "step"), [(0, 3), (1 << 40, 1)], ids=["wide", "narrow"])
 def test_tiles_of_large_arrays(monkeypatch, rows, step):
-    """What only arrays of many megabytes get, of groups of at least so many rows. Calls that ask for no tile are those of test_cases.py."""
+    """Tiles that only arrays of many megabytes get, of groups of at least so many rows. test_cases.py has
+    calls that ask for no tile."""
     monkeypatch.setattr(tiles, "fills_wide", lambda columns: True)
-    monkeypatch.setattr(op, "_TALL", rows)
-    with testing.executor("host") as run:                           # not of all: blocks of 1024 threads are slow here
+    monkeypatch.setattr(grouped_tensor, "_TALL", rows)
+    with testing.executor("host") as run:           # not of all cases: blocks of 1024 threads are slow here
         chosen = check_those_that_ask(run, islice(OPS["group_quantize"].cases(), 0, None, step), monkeypatch)
-    assert chosen == {tiles.BOTH, tiles.BOTH_NARROW}                # no groups at all have wide ones always
+    assert chosen == {tiles.BOTH, tiles.BOTH_NARROW}            # no groups at all have wide ones always
 
 
+# ---- on a GPU ----
 @pytest.mark.gpu
-def test_graph_replay_follows_the_sizes():
-    cp = backend.cupy()
-    x, splits, scales = fp8.asarray(matrix(500, 48), like="cupy"), cp.asarray(sizes(500, 20)), cp.asarray(scales_of(20))
-    out = fp8.group_quantize(x, splits, RECIPE, columnwise=True, scales=scales)
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("align", [1, 16])
+@pytest.mark.parametrize("recipe", ALL.values(), ids=ALL)
+def test_graph_replay_follows_the_sizes(recipe, align, large, monkeypatch):
+    """Of two results in one graph, each with workspaces of its own. large: as arrays whose segments another
+    launch finds."""
+    if large:
+        monkeypatch.setattr(tiles, "choose", lambda x, large: large)
+        monkeypatch.setattr(row_segments, "_MANY", 0)
+    cp, per_tensor = backend.cupy(), recipe in (RECIPE, CURRENT)
+    x, splits = fp8.asarray(matrix(500, 48), like="cupy"), cp.asarray(sizes(490, 20))
+    scales = scales_for(recipe, 20)
+    amaxes = cp.zeros(20, cp.float32) if per_tensor else None
+    options = {"columnwise": True, "align": align, "scales": None if scales is None else cp.asarray(scales),
+               "amaxes": amaxes}
+    outs = [fp8.group_quantize(x, splits, recipe, **options) for _ in range(2)]
     stream = cp.cuda.Stream(non_blocking=True)
+    for out in outs:                                            # makes their workspaces
+        fp8.group_quantize(x, splits, recipe, **options, out=out)
     cp.cuda.get_current_stream().synchronize()
     with stream:
         stream.begin_capture()
-        fp8.group_quantize(x, splits, RECIPE, columnwise=True, scales=scales, out=out)
+        for out in outs:
+            fp8.group_quantize(x, splits, recipe, **options, out=out)
         with pytest.raises(ValueError, match=r"^Grouped: members are found"):
-            _ = out[0]
+            _ = outs[0][0]
         graph = stream.end_capture()
         for seed in range(3):
-            host = sizes(490, 20, seed=seed)
+            host, data = sizes(490, 20, seed=seed), matrix(500, 48, seed=seed)
             splits.set(host)
-            for a in (out.rowwise, out.columnwise, out.scale_inv, out.offsets):
-                cases.poison(a)
+            bits(x).set(bits(data))
+            if amaxes is not None:
+                amaxes.fill(0)
+            for out in outs:
+                poison(parts_of(out, PARTS if align > 1 else PARTS[1:]).values())
             graph.launch(stream)
             stream.synchronize()
-            expect_members(out, fp8.asnumpy(x), host, scales_of(20))
+            for out in outs:
+                expect_groups(out, *padded(data, host, align), recipe, scales, columnwise=True)
+            starts = np.cumsum(host) - host
+            groups = [data[start : start + size] for start, size in zip(starts, host, strict=True)]
+            want = [float(reference.compute_amax(group)[0]) for group in groups]
+            assert amaxes is None or amaxes.tolist() == want
     other = fp8.asarray(matrix(500, 48, seed=9), like="cupy")
-    for _ in range(2):                                              # what is remembered of the first x is not taken for the second's
-        for a in (other, x):
-            assert fp8.group_quantize(a, splits, RECIPE, columnwise=True, scales=scales, out=out) is out
-            expect_members(out, fp8.asnumpy(a), host, scales_of(20))
+    for a in (other, x) * 2:                        # what is remembered of one x is not taken for another's
+        assert fp8.group_quantize(a, splits, recipe, **options, out=out) is out
+        expect_groups(out, *padded(fp8.asnumpy(a), host, align), recipe, scales, columnwise=True)
     assert fp8.device_errors() == ()
+
+
+@pytest.mark.gpu
+def test_workspaces_are_not_made_during_a_capture():
+    cp = backend.cupy()
+    x, splits = fp8.asarray(matrix(500, 48), like="cupy"), cp.asarray(sizes(490, 20))
+    fresh, stream = fp8.group_quantize(x, splits, CURRENT), cp.cuda.Stream(non_blocking=True)
+    cp.cuda.get_current_stream().synchronize()
+    with stream:
+        stream.begin_capture()
+        with pytest.raises(ValueError, match=r"^out: used for the first time while a CUDA graph is captured"):
+            fp8.group_quantize(x, splits, CURRENT, out=fresh)
+        stream.end_capture()
 
 
 @pytest.mark.gpu

@@ -1,0 +1,162 @@
+"""What all launches of `group_quantize` share: the inputs of a call, the description of its result, and the
+division of the result's rows into tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...arrays import Array, address
+from ...calls.call import Call, Input
+from ...calls.results import Description, Written
+from ...calls.splits import Groups
+from ...grouped import Grouped
+from ...kernels import grid_size
+from ...layouts import cdiv, padded_rows
+from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
+from . import blocks, mx
+
+Recipe = DelayedScaling | CurrentScaling | BlockScaling | MXScaling
+#: Shapes and dtypes by the names that a Grouped has for its arrays.
+Arrays = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
+
+_FACTS = ("shape", "block", "scale_layout", "transposed")
+_SCALED = ("rowwise", "columnwise", "scale_inv", "columnwise_scale_inv")
+
+
+class Inputs(NamedTuple):
+    """The arguments of a call, validated. plan: what blocks have; None for one scale per group."""
+
+    x: Input
+    groups: Groups
+    recipe: Recipe
+    rowwise: bool
+    columnwise: bool
+    scales: Input | None
+    amaxes: Input | None
+    offsets: Input | None
+    align: int
+    plan: blocks.Plan | mx.Plan | None
+    result: GroupedResult
+
+    @property
+    def number(self) -> int:
+        """How many groups there are."""
+        return len(self.groups.array)
+
+
+# ---- the result ----
+class Form(NamedTuple):
+    """What a Grouped is, apart from its memory. shared: both directions have the same data."""
+
+    shape: tuple[int, int]
+    block: tuple[int | None, int | None] | None = None
+    scale_layout: str | None = None
+    transposed: bool = True
+    shared: bool = False
+
+
+class GroupedResult(Description):
+    """A Grouped. It holds the sizes and offsets that the call was given, unless the call writes them."""
+
+    def __init__(self, form: Form, arrays: Arrays, groups: Groups, offsets: Array | None) -> None:
+        self.form, self._splits, self._offsets = form, groups.array, offsets
+        self._names = [name for name in arrays if not (form.shared and name == "columnwise")]
+        super().__init__(*(Written(f"out.{name}", *arrays[name]) for name in self._names))
+
+    def build(self, arrays: Sequence[Array]) -> Grouped:
+        return _grouped(self.form, self._names, arrays, self._splits, self._offsets)
+
+    def builder(self) -> Callable[[Sequence[Array], tuple[Any, ...]], Grouped]:
+        form, names = self.form, self._names
+
+        def build(arrays: Sequence[Array], given: tuple[Any, ...]) -> Grouped:
+            _, splits, *_, offsets = given
+            return _grouped(form, names, arrays, splits, offsets)
+
+        return build
+
+    def arrays_of(self, out: Any) -> list[Array]:
+        if not isinstance(out, Grouped):
+            raise TypeError(f"out: expected a Grouped (an earlier result), got {type(out).__name__}")
+        if "splits" not in self._names and not _is_same(out.splits, self._splits):
+            raise ValueError("out: expected splits to be out.splits, that very memory; a result belongs to "
+                             "the sizes that it was made for, which may change in place")
+        if self._offsets is not None and address(out.offsets) != address(self._offsets):
+            raise ValueError("out: expected offsets to be out.offsets, that very memory")
+        for name in _FACTS:
+            if getattr(out, name) != getattr(self.form, name):
+                raise ValueError(f"out: expected {name} {getattr(self.form, name)}, got {getattr(out, name)}")
+        shared = ("columnwise",) if self.form.shared else ()
+        for name in _SCALED:
+            has, wanted = getattr(out, name) is not None, name in self._names or name in shared
+            if has != wanted:
+                raise ValueError(f"out.{name}: expected {'one' if wanted else 'none'} for these options, "
+                                 f"got {'one' if has else 'none'}")
+        if shared and out.columnwise is not out.rowwise:
+            raise ValueError("out.columnwise: expected out.rowwise itself, since both directions are the "
+                             "same here")
+        return [getattr(out, name) for name in self._names]
+
+    def places(self, written: Sequence[int]) -> dict[str, int]:
+        """The addresses of a Grouped's arrays by name; 0 for those that the call does not write."""
+        found = dict.fromkeys((*_SCALED, "offsets", "splits"), 0)
+        found.update(zip(self._names, written, strict=True))
+        if self.form.shared:
+            found["columnwise"] = found["rowwise"]
+        return found
+
+
+def _grouped(form: Form, names: Sequence[str], arrays: Sequence[Array], splits: Array,
+             offsets: Array | None) -> Grouped:
+    made = dict(zip(names, arrays, strict=True))
+    if form.shared:
+        made["columnwise"] = made["rowwise"]
+    row, column, scales, columnwise_scales = map(made.get, _SCALED)
+    return Grouped(made.get("splits", splits), made.get("offsets", offsets), form.shape, row, column, scales,
+                   columnwise_scales, form.block, form.scale_layout, form.transposed)
+
+
+def _is_same(own: Array, given: Array) -> bool:
+    """Whether two arrays of sizes are the same memory."""
+    return type(own) is type(given) and own.shape == given.shape and own.dtype == given.dtype \
+        and address(own) == address(given)
+
+
+# ---- tiles ----
+class Tiling(NamedTuple):
+    """The rows of a result divided into row segments, none with rows of two groups, and these into tiles for
+    the blocks of a launch.
+
+    rows: of a segment; segments: how many there are for groups of any sizes. grid: tiles of groups of any
+    sizes; fewest: of groups of whole tiles. groups: members of RowGroups
+    (kernels_cu/include/groups/row_groups.cuh) but for `segments`."""
+
+    rows: int
+    segments: int
+    grid: int
+    fewest: int
+    groups: dict[str, Any]
+
+
+def tiled(call: Call, inputs: Inputs, places: dict[str, int], rows: int, columns: int,
+          clears: int = 0) -> Tiling:
+    """The result's rows, and those that follow the last group, in tiles of rows x columns. clears: segments
+    without rows, whose blocks clear scales."""
+    result_rows, width = inputs.result.form.shape
+    across = max(1, cdiv(width, columns))
+    segments = max(1, clears + padded_rows(result_rows, inputs.number + 1, rows) // rows)
+    groups = {**row_groups(call, inputs, across), "offsets_out": places["offsets"],
+              "sizes_out": places["splits"], "result_rows": result_rows, "align": inputs.align}
+    fewest = max(1, cdiv(result_rows, rows)) * across
+    return Tiling(rows, segments, grid_size(segments * across, inputs.x.shape), fewest, groups)
+
+
+def row_groups(call: Call, inputs: Inputs, across: int) -> dict[str, Any]:
+    """Members of RowGroups for the groups as they are in x, of which nothing is told in the result."""
+    rows, columns = inputs.x.shape
+    return {"offsets": inputs.offsets.at if inputs.offsets else 0,
+            "splits": inputs.groups.members(call.error_word()), "rows": rows, "columns": columns,
+            "result_rows": rows, "across": across, "align": 1}

@@ -1,0 +1,146 @@
+"""Groups of rows with one scale each, given or found from the group's own elements. Kernels:
+kernels_cu/quantize/grouped_tensor.cu, and grouped_amax.cu where a launch of its own finds the scales."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from ...calls.call import Call
+from ...calls.row_segments import find_segments, pays
+from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES
+from ...kernels import Kernel, Launch, Variant, grid_size, tiles
+from ...layouts import cdiv, padded_rows
+from ...recipes import CurrentScaling, checked_eps
+from ..scales.scale import scale_target
+from . import single_read
+from .grouped_call import Inputs, row_groups, tiled
+
+_AMAX = Kernel("quantize/grouped_amax", "group_amax_scale")
+_CAST = Kernel("quantize/grouped_tensor", "group_cast_transpose")
+_CURRENT = Kernel("quantize/grouped_tensor", "group_cast_current", cooperative=True)
+_AMAX_THREADS, _AMAX_ROWS = 256, 64         # of a block and of a row segment, as in grouped_amax.cu
+_PART_BYTES = 64 << 10                      # of a row segment that a block of group_amax_scale reads
+_FEWEST = 64                                # groups that a workspace has room for
+_TALL = 4096                                # average rows of a group from which on wide tiles are faster
+
+
+def launches(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator[Launch]:
+    """The launches that quantise with given scales, or find the scales first, or from the same read of x."""
+    recipe, scales_at, amaxes_at = inputs.recipe, 0, inputs.amaxes.at if inputs.amaxes else 0
+    if isinstance(recipe, CurrentScaling):
+        rule = scale_target(recipe.dtype, 0), checked_eps(recipe.eps), bool(recipe.pow2_scale)
+        if choice := _single_read(inputs, places):
+            yield from _cast_current(call, inputs, places, choice, rule)
+            return
+        scales_at, found = _find_scales(call, inputs, amaxes_at, rule)
+        yield from found
+        amaxes_at = 0                                       # raised already
+    elif inputs.scales:
+        scales_at = inputs.scales.at
+    yield from _cast(call, inputs, places, scales_at, amaxes_at)
+
+
+def _cast(call: Call, inputs: Inputs, places: dict[str, int], scales_at: int,
+          amaxes_at: int) -> Iterator[Launch]:
+    x, aligned = inputs.x.array, _is_aligned(inputs, places)
+    tile = tiles.choose(x, _large_tile(inputs)) if aligned else tiles.SMALL
+    tiling = tiled(call, inputs, places, tile.rows, tile.columns)
+    grid, segments_at = tiling.grid, 0
+    if tile is not tiles.SMALL:
+        # The program of large tiles wants the segments found. Its blocks take further tiles if there are any.
+        find, segments_at = find_segments(call, tiling.rows, tiling.segments, tiling.groups)
+        yield find
+        grid = tiling.fewest
+    yield _cast_variant(x.dtype, inputs.recipe.dtype, tile).bind(
+        x, grid, x=inputs.x.at, data=places["rowwise"], data_t=places["columnwise"], scale=scales_at,
+        scale_inv=places["scale_inv"], amax=amaxes_at, noop=call.noop_at,
+        groups={**tiling.groups, "segments": segments_at}, aligned=int(aligned),
+        reverse=int(isinstance(inputs.recipe, CurrentScaling)), tiles=tiling.grid)
+
+
+def _is_aligned(inputs: Inputs, places: dict[str, int]) -> bool:
+    """Whether every row of x and data allows chunked access."""
+    return inputs.x.shape[1] % 8 == 0 and inputs.x.at % 16 == 0 and places["rowwise"] % 8 == 0
+
+
+def _large_tile(inputs: Inputs) -> tiles.Tile:
+    """The tile for large arrays."""
+    (rows, columns), both = inputs.x.shape, inputs.rowwise and inputs.columnwise
+    wide = both and inputs.x.dtype.itemsize == 2 and rows >= _TALL * inputs.number
+    return tiles.BOTH if wide and tiles.fills_wide([columns]) else tiles.BOTH_NARROW
+
+
+# ---- current scaling ----
+def _find_scales(call: Call, inputs: Inputs, amaxes_at: int,
+                 rule: tuple[float, float, bool]) -> tuple[int, list[Launch]]:
+    """(where the scales of all groups will be, the launches that find them)."""
+    x, (rows, columns), count = inputs.x.array, inputs.x.shape, inputs.number
+    room = max(_FEWEST, 1 << max(0, count - 1).bit_length())        # one workspace serves similar numbers
+    words_at = call.workspace("group_amax", 1 + 2 * room)
+    scales_at = words_at + 4 * (1 + room)
+    across = max(1, cdiv(_AMAX_ROWS * columns * x.dtype.itemsize, _PART_BYTES))
+    segments = padded_rows(rows, count, _AMAX_ROWS) // _AMAX_ROWS
+    grid = grid_size(segments * across if count else 1, x.shape)
+    found: list[Launch] = []
+    groups = row_groups(call, inputs, across)
+    if pays(x, grid):
+        find, groups["segments"] = find_segments(call, _AMAX_ROWS, segments, groups)
+        found.append(find)
+    target, eps, pow2 = rule
+    found.append(_amax_variant(x.dtype).bind(
+        x, grid, x=inputs.x.at, workspace=words_at, scale=scales_at, amax=amaxes_at, noop=call.noop_at,
+        groups=groups, target=target, eps=eps, pow2=int(pow2)))
+    return scales_at, found
+
+
+def _single_read(inputs: Inputs, places: dict[str, int]) -> single_read.Choice | None:
+    """How to quantise groups from one read, if they are about equally large, which only the device knows."""
+    if not (inputs.number and _is_aligned(inputs, places)):
+        return None
+    rows, columns = inputs.x.shape
+    down = cdiv(cdiv(rows, inputs.number), single_read.TILE.rows)
+    across = max(1, cdiv(columns, single_read.TILE.columns))
+    return single_read.choose(inputs.x.array, [down * across], inputs.number)
+
+
+def _cast_current(call: Call, inputs: Inputs, places: dict[str, int], choice: single_read.Choice,
+                  rule: tuple[float, float, bool]) -> Iterator[Launch]:
+    x, tile = inputs.x.array, single_read.TILE
+    tiling = tiled(call, inputs, places, tile.rows, tile.columns)
+    find, segments_at = find_segments(call, tiling.rows, tiling.segments, tiling.groups)
+    yield find
+    of_tiles = single_read.words(tiling.grid)
+    words_at = call.workspace("group_current", 1 << (of_tiles + 2 * inputs.number - 1).bit_length())
+    yield single_read.variant(_CURRENT, x.dtype, inputs.recipe.dtype, choice.shared).bind(
+        x, choice.blocks, x=inputs.x.at, data=places["rowwise"], data_t=places["columnwise"],
+        scale_inv=places["scale_inv"], amax=inputs.amaxes.at if inputs.amaxes else 0, noop=call.noop_at,
+        amax_of_launch=words_at + 4 * of_tiles, groups={**tiling.groups, "segments": segments_at},
+        resident=single_read.members(words_at, tiling.grid, choice, rule))
+
+
+# ---- variants ----
+@functools.cache
+def _amax_variant(source: np.dtype[Any]) -> Variant:
+    return _AMAX.variant(block=_AMAX_THREADS, IN=FORMATS[source].tag)
+
+
+@functools.cache
+def _cast_variant(source: np.dtype[Any], to: np.dtype[Any], tile: tiles.Tile) -> Variant:
+    large = int(tile is not tiles.SMALL)
+    return _CAST.variant(block=tile.block, shared=tile.shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag,
+                         TILE_ROWS=tile.rows, TILE_COLUMNS=tile.columns, DBIAS=0, LARGE=large)
+
+
+def variants() -> Iterator[Variant]:
+    """Every variant that these launches may take."""
+    for source in INPUT_DTYPES:
+        yield _amax_variant(source)
+    yield from single_read.variants(_CURRENT)
+    for source, to, tile in product(INPUT_DTYPES, FP8_DTYPES, (tiles.SMALL, tiles.BOTH_NARROW, tiles.BOTH)):
+        if tile != tiles.BOTH or source.itemsize == 2:
+            yield _cast_variant(source, to, tile)

@@ -1,0 +1,119 @@
+// What a block of threads does to quantise its tile of a group of rows, or of one of a list of arrays, in
+// blocks of elements that have scales of their own: it finds the matrix and the tile, and clears what no
+// group has.
+#pragma once
+#include "groups/row_groups.cuh"
+
+// ---- arrays in a list, each a batch of matrices of its own, without groups of rows ----
+// One array; ops/quantize/tensor_list_blocks.py packs it.
+template <class Params>
+struct ListedArray {
+    Params array;                // noop: unused
+    u32 first;                   // block of the launch: the array's first
+    u32 across, down;            // tiles of a matrix
+};
+
+template <class Params>
+struct ArrayList {
+    const ListedArray<Params>* arrays;                   // null: there is no list
+    const u32* array_of;         // of every block: which array it belongs to
+
+    // Finds the matrix and the place in it that this block has, in shared memory. One whole warp calls it.
+    template <class Tile>
+    __device__ __forceinline__ void find(Params& matrix, TilePosition& at) const {
+        constexpr int kWords = sizeof(Params) / sizeof(u64);
+        static_assert(sizeof(Params) % sizeof(u64) == 0 && kWords <= 32, "a word per lane");
+        const ListedArray<Params>* const from = arrays + load_read_only(array_of + blockIdx.x);
+        const u32 block = blockIdx.x - load_read_only(&from->first);
+        const u32 across = load_read_only(&from->across), down = load_read_only(&from->down);
+        const u32 word = threadIdx.x;
+        if (word < kWords)
+            reinterpret_cast<u64*>(&matrix)[word] =
+                load_read_only(reinterpret_cast<const u64*>(&from->array) + word);
+        __syncwarp();
+        if (threadIdx.x != 0) return;
+        const u32 line = block / across, index = line / down;
+        at = {0, (i64)(line - index * down) * Tile::kRows, (i64)(block - line * across) * Tile::kColumns};
+        if (index == 0) return;
+        const i64 before = index * matrix.rows * matrix.columns;
+        matrix.x += before;
+        if (matrix.fast_data) matrix.fast_data += before;
+        if (matrix.slow_data) matrix.slow_data += before;
+        if (matrix.fast.to) matrix.fast.to += index * matrix.fast.matrix;
+        if (matrix.slow.to) matrix.slow.to += index * matrix.slow.matrix;
+    }
+};
+
+// ---- groups of rows ----
+// Finds this block's group as a matrix, as the results have it, and its tile of it (the first of up to kTiles
+// tiles, one below the other), in shared memory. A whole block calls it and leaves it after a barrier.
+// Returns false where there is no tile; what no group has is then cleared.
+template <class Tile, int kTiles = 1, class Params, class Matrix, class MoveScales>
+__device__ __forceinline__ bool find_group_tile(const Params& p, Matrix& group, TilePosition& at,
+                                                RowSegment& found, MoveScales move_scales) {
+    constexpr u32 kSegmentRows = kTiles * Tile::kRows;
+    static_assert((kSegmentRows & kSegmentRows - 1) == 0, "find_segment takes the logarithm");
+    constexpr u32 kSegmentRowsLog2 = log2_of(kSegmentRows);
+    const u32 segment = blockIdx.x / p.groups.across, across = blockIdx.x - segment * p.groups.across;
+    const i64 column = (i64)across * Tile::kColumns;
+    if (threadIdx.x < 32) {
+        static_assert(sizeof(Matrix) % sizeof(u32) == 0, "copied by words");
+        for (u32 i = threadIdx.x; i < sizeof(Matrix) / sizeof(u32); i += 32)
+            reinterpret_cast<u32*>(&group)[i] = reinterpret_cast<const u32*>(&p.all)[i];
+        const u32 first_shift = p.fast.unit_shift, second_shift = p.slow.unit_shift;
+        if (p.groups.segments) load_segment(p.groups, segment, found);
+        else find_segment<true, true>(p.groups, segment, kSegmentRowsLog2, first_shift, second_shift, found);
+        if (threadIdx.x == 0) {
+            at = {0, found.index * kSegmentRows, column};
+            group.rows = found.rows;
+            group.x += found.start;
+            if (group.fast_data) group.fast_data += found.to;
+            if (group.slow_data) group.slow_data += found.to;
+            move_scales(found);
+            // What is stored transposed has rows of found.rows bytes.
+            const auto allows_wide = [&](const u8* data) {
+                return found.rows % 16 == 0 && reinterpret_cast<u64>(data) % 16 == 0;
+            };
+            if ((group.stored & 3) == 2 && !allows_wide(group.fast_data)) group.vector &= ~2u;
+            if (group.stored >> 2 == 2 && !allows_wide(group.slow_data)) group.vector &= ~4u;
+        }
+        if (blockIdx.x == 0) write_offsets(p.groups);
+    }
+    __syncthreads();
+    if (found.group >= 0) return found.rows != 0;
+    // Clears data that no group has, by the same bytes whatever the direction, since rows of no group have no
+    // layout; and all scales.
+    const int width = left_of(p.all.columns - column, Tile::kColumns);
+    constexpr int kThreads = Tile::kThreads;
+    const auto clear = [&](u8* data) {
+        if (data) clear_rows<kThreads>(as_global(data) + column, found.rows, width, p.all.columns);
+    };
+    clear(group.fast_data);
+    clear(group.slow_data);
+    const i64 part = found.index * p.groups.across + across, parts = gridDim.x - (blockIdx.x - part);
+    p.fast.template clear_rest<kThreads>(p.all.fast.to, found.before[0], part, parts);
+    p.slow.template clear_rest<kThreads>(p.all.slow.to, found.before[1], part, parts);
+    return false;
+}
+
+// Quantises this block's tiles of a group of rows, or of an array in a list. p: `all`, the members that
+// describe an array, `groups`, and `fast` and `slow`, where either direction's scales go, or `list`. group:
+// room in shared memory for the members of one matrix. move_scales(found): moves a group's scales to where
+// they go. quantize(at, given, tiles): quantises the tiles from that place down, as many of kTiles as the
+// matrix has (of an array in a list one); x has `given` rows of them, and the rest are zeros.
+template <class Tile, int kTiles = 1, class Params, class Matrix, class MoveScales, class Quantize>
+__device__ __forceinline__ void quantize_group(const Params& p, Matrix& group, MoveScales move_scales,
+                                               Quantize quantize) {
+    __shared__ TilePosition at;
+    __shared__ RowSegment found;
+    if (is_set(p.all.noop)) return;
+    if (p.list.arrays) {
+        if (threadIdx.x < 32) p.list.template find<Tile>(group, at);
+        if (threadIdx.x == 0) found.given = group.rows;
+        __syncthreads();
+    } else if (!find_group_tile<Tile, kTiles>(p, group, at, found, move_scales)) return;
+    const bool single = kTiles == 1 || p.list.arrays;
+    const int rows = left_of(group.rows - at.row, kTiles * Tile::kRows);
+    const int tiles = single ? 1 : (rows + Tile::kRows - 1) / Tile::kRows;
+    quantize(at, found.given, tiles);
+}
