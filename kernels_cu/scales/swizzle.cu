@@ -29,6 +29,7 @@ struct LayoutParams {
     i64 tiles;                   // of the swizzled matrix, along its lines
     u32 down;                    // runs of 128 lines in the swizzled matrix
     u32 across;                  // blocks of threads along a run
+    u32 axis;                    // of groups: 0 of lines, 1 along the blocks
 };
 
 constexpr int kThreads = 64, kTiles = 8;
@@ -61,8 +62,8 @@ struct Tiles {
         i64 line = (i64)run * kSwizzleLines, block = (first + t) * kSwizzleBlocks, tile = ((matrix * p.down + run) * p.tiles + first + t);
         int lines = left_of(p.lines - line, kSwizzleLines), blocks = left_of(p.blocks - block, kSwizzleBlocks);
         bool lost = false;
-        if (GROUPED == 1) line = groups[0].start, lines = groups[0].lines, lost = groups[0].lost;
-        if (GROUPED == 2) {
+        if (GROUPED && p.axis == 0) line = groups[0].start, lines = groups[0].lines, lost = groups[0].lost;
+        if (GROUPED && p.axis) {
             const GroupTile& group = groups[t];
             block = group.start, blocks = group.lines, lost = group.lost;
             tile = group.group_tile * p.down + run * group.group_tiles + (first + t - group.group_tile);
@@ -77,7 +78,7 @@ __device__ __forceinline__ void find_groups_of_tiles(const Tiles& tiles, GroupTi
     if (!GROUPED) return;
     if (threadIdx.x < 32) {
         const LayoutParams& p = tiles.p;
-        if (GROUPED == 1)
+        if (p.axis == 0)
             find_groups<1, kSwizzleLines, 1>(p.splits, p.lines, tiles.run, p.down, blockIdx.x == 0, groups);
         else
             find_groups<32, kSwizzleBlocks, kTiles>(p.splits, p.blocks, tiles.first, p.tiles, blockIdx.x == 0, groups);

@@ -144,7 +144,8 @@ class _UpdateDelayedScaling(Op[_Update]):
         scales = call.update("scale", scale, float32, (n,))
         reduced = None if amax is None else call.read("amax", amax, (float32,))
         if reduced and reduced.shape != (n,):
-            raise ValueError(f"amax: expected shape {(n,)}, one for each column of history, got {reduced.shape}")
+            raise ValueError(f"amax: expected shape {(n,)}, one for each column of history, got "
+                             f"{reduced.shape}")
         return _Update(rows, scales, fmt.dtype, margin, algo, reduced)
 
     def result(self, inputs: _Update) -> Description:
