@@ -95,16 +95,17 @@ __device__ __forceinline__ void transform_any(const u8* mine, const short* expon
 #pragma unroll
             for (int c = 0; c < 4; c++) {
                 const u32 bits = as_bits(magnitude(IN::widen(word >> c * 8 & 0xffu)));
-                if (bits && bits <= 0x7f800000u) found[c] = larger(found[c], product_target(bits,
-                                                                                            exponents[r]));
+                if (bits && bits <= 0x7f800000u)
+                    found[c] = larger(found[c], product_target(bits, exponents[r]));
             }
         }
 #pragma unroll
         for (int c = 0; c < 4; c++) {
 #pragma unroll
-            for (int distance = 1; distance < kUnitPatches; distance *= 2)
-                found[c] = larger(found[c], __shfl_xor_sync(~0u, found[c], distance < patches ? distance
-                                                            : 0));
+            for (int distance = 1; distance < kUnitPatches; distance *= 2) {
+                const int other = __shfl_xor_sync(~0u, found[c], distance < patches ? distance : 0);
+                found[c] = larger(found[c], other);
+            }
             t[c] = found[c] ? (found[c] >> 20) - kTargetBias : 0;
         }
     }
@@ -116,8 +117,10 @@ __device__ __forceinline__ void transform_any(const u8* mine, const short* expon
             const u32 word = *reinterpret_cast<const u32*>(mine + (q * 4 + r) * TILE_COLUMNS);
             const int e = exponents[q * 4 + r];
 #pragma unroll
-            for (int c = 0; c < 4; c++) four[c] |= (e == kNoScale ? kNanFp8 : moved(word >> c * 8 & 0xffu, e,
-                                                                                    t[c])) << r * 8;
+            for (int c = 0; c < 4; c++) {
+                const u32 code = e == kNoScale ? kNanFp8 : moved(word >> c * 8 & 0xffu, e, t[c]);
+                four[c] |= code << r * 8;
+            }
         }
 #pragma unroll
         for (int c = 0; c < 4; c++) codes[c][q] = four[c];
@@ -128,15 +131,15 @@ __device__ __forceinline__ void transform_any(const u8* mine, const short* expon
 // of the unit, and this lane's four columns of it, which lanes `others` share. exponents: of its rows.
 __device__ __forceinline__ int find_largest(const u8* raw, const short* exponents, int first_row, int column,
                                             u32 others) {
-    int top = kNothing;
+    int amax = kNothing;
 #pragma unroll 1
     for (int r = 0; r < BLOCK; r++) {
-        const u32 word = *reinterpret_cast<const u32*>(raw + raw_unit(first_row + r, column / 16)
-                                                       + column % 16);
+        const u8* const at = raw + raw_unit(first_row + r, column / 16) + column % 16;
+        const u32 word = *reinterpret_cast<const u32*>(at);
         const u32 anything = __ballot_sync(~0u, word & 0x7f7f7f7fu) & others;
-        if (anything && exponents[r] != kNoScale) top = larger(top, exponents[r]);
+        if (anything && exponents[r] != kNoScale) amax = larger(amax, exponents[r]);
     }
-    return top;
+    return amax;
 }
 
 // The bits of a target 2^t.
@@ -151,45 +154,43 @@ __device__ __forceinline__ u32 scale_bits(int t) {
 __device__ __forceinline__ void transform_tile(const ScalingAwareParams& p, const Place& place,
                                                Shared& shared, int buffer, u8* raw, u8* shifted) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    // 16 rows, and 4 of the warp's columns
+    // This thread's 16 rows, and four of the warp's columns.
     const int patch = lane % kPatches, row = patch * 16, lane_column = lane / kPatches * 4;
-    const int column_block = warp * kWarpColumns / BLOCK, unit_index = row / BLOCK * kColumnBlocks
-        + column_block;
-    // this thread's four columns of its first row
-    const u8* const mine = raw + raw_unit(row, warp) + lane_column;
+    const int column_block = warp * kWarpColumns / BLOCK;
+    const int unit_index = row / BLOCK * kColumnBlocks + column_block;
+    const u8* const mine = raw + raw_unit(row, warp) + lane_column;      // its first row
     const auto holds_anything = [&](int r) {
         return *reinterpret_cast<const u32*>(mine + r * TILE_COLUMNS) & 0x7f7f7f7fu;
     };
     const Unit unit = shared.unit[buffer][unit_index];
     const short* const exponents = &shared.exponent[buffer][column_block][row];
-    const int line = place.line_of(row), column = warp * kWarpColumns + lane_column
-        + place.strip_of(row) * TILE_COLUMNS;
-    // of a block's rows
+    const int line = place.line_of(row);
+    const int column = warp * kWarpColumns + lane_column + place.strip_of(row) * TILE_COLUMNS;
+    // Threads below one another that share a target.
     const int patches = kMx ? kUnitPatches : kPatches >> (kStacks ? place.stack : 0);
     bool general = unit.facts & kGeneral;
-    // four rows of a column in a word; the bits of the columns' targets
-    u32 codes[4][4], stored[4];
+    u32 codes[4][4], stored[4];              // four rows of a column in a word; bits of columns' targets
     int tile_target = 0;
     u32 of_columns[2] = {0x3c003c00u, 0x3c003c00u};              // 2^(e_ref - kLift - t) of two columns
 
     u32 factors[8];                                              // of two rows
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const uint4 four = *reinterpret_cast<const uint4*>(&shared.factor[buffer][column_block][row / 2
-                                                                                                + 4 * half]);
+        const u32* const from = &shared.factor[buffer][column_block][row / 2 + 4 * half];
+        const uint4 four = *reinterpret_cast<const uint4*>(from);
         factors[4 * half] = four.x, factors[4 * half + 1] = four.y, factors[4 * half + 2] = four.z,
         factors[4 * half + 3] = four.w;
     }
     if constexpr (TARGET == 1) {
         // Whether the row with the largest scale holds anything but zeros: each lane of a unit tests four
         // bytes of it.
-        const int in_unit = (patch % kUnitPatches * 4 + lane / kPatches) * 4, column = column_block * BLOCK
-            + in_unit;
+        const int in_unit = (patch % kUnitPatches * 4 + lane / kPatches) * 4;
+        const int column = column_block * BLOCK + in_unit;
         const int first_row = row - row % BLOCK;
         const u32 others = (u32)((1ull << kUnitPatches) - 1) * 0x01010101u << patch - patch % kUnitPatches;
         const int with_largest = first_row + (int)(unit.facts >> 8);
-        const u32 word = *reinterpret_cast<const u32*>(raw + raw_unit(with_largest, column / 16)
-                                                       + column % 16);
+        const u8* const at = raw + raw_unit(with_largest, column / 16) + column % 16;
+        const u32 word = *reinterpret_cast<const u32*>(at);
         const bool holds = __ballot_sync(~0u, word & 0x7f7f7f7fu) & others;
         tile_target = unit.e_ref;
         if (__any_sync(~0u, !holds || unit.facts & kUnusual)) {
@@ -219,30 +220,30 @@ __device__ __forceinline__ void transform_tile(const ScalingAwareParams& p, cons
         if (unit.facts & kExcluded)
 #pragma unroll 1
             for (int r = 0; r < 16; r++) general |= exponents[r] == 0 && holds_anything(r);
-        u32 top[4] = {};
+        u32 amax[4] = {};
 #pragma unroll
         for (int c = 0; c < 4; c++)
 #pragma unroll
             for (int r = 0; r < 8; r++) {
                 const u32 product = Halves::times(values[c][r], factors[r]);
-                top[c] = Halves::raised(top[c], product);
+                amax[c] = Halves::raised(amax[c], product);
                 if (kLift) values[c][r] = product;
             }
-        // of two columns' targets, as f16 has exponents
-        u32 exponent[2];
+        u32 exponent[2];                     // of two columns' targets, as f16 has exponents
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const u32 even = __byte_perm(top[2 * half], top[2 * half + 1], 0x5410);
-            const u32 odd = __byte_perm(top[2 * half], top[2 * half + 1], 0x7632);
+            const u32 even = __byte_perm(amax[2 * half], amax[2 * half + 1], 0x5410);
+            const u32 odd = __byte_perm(amax[2 * half], amax[2 * half + 1], 0x7632);
             u32 largest = f16::max_magnitudes<false>(even, odd);
 #pragma unroll
-            for (int distance = 1; distance < kUnitPatches; distance *= 2)
-                largest = f16::max_magnitudes<false>(largest, __shfl_xor_sync(~0u, largest, distance < patches
-                                                                              ? distance : 0));
+            for (int distance = 1; distance < kUnitPatches; distance *= 2) {
+                const u32 other = __shfl_xor_sync(~0u, largest, distance < patches ? distance : 0);
+                largest = f16::max_magnitudes<false>(largest, other);
+            }
             exponent[half] = (largest + 0x00ff00ffu) & 0xfc00fc00u;
             of_columns[half] = ((Pack::kEmax + 30) << 10) * 0x10001u - exponent[half];
         }
-        // without the exponent as f16 has it
+        // The bits of a target but for its exponent as f16 has it.
         const u32 zero = (u32)(unit.e_ref - kLift - 15 - Pack::kEmax + 127) << (kMx ? 0 : 23);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -290,13 +291,12 @@ __device__ __forceinline__ void transform_tile(const ScalingAwareParams& p, cons
         if (!kMx && unit.facts & kWrong << place.strip_of(row))
 #pragma unroll
             for (int c = 0; c < 4; c++) stored[c] = kNanF32;
-        u8* const to = as_global(place.targets) + ((i64)(line / BLOCK) * p.target_pitch
-                                                   + column) * kScaleBytes;
+        u8* const targets = as_global(place.targets);
+        u8* const to = targets + ((i64)(line / BLOCK) * p.target_pitch + column) * kScaleBytes;
         if (place.plain) {
-            if constexpr (kMx) *reinterpret_cast<u32*>(to)
-                = stored[0] | stored[1] << 8 | stored[2] << 16 | stored[3] << 24;
-            else Chunk<f32, 4>{{stored[0], stored[1], stored[2],
-                                stored[3]}}.store_whole(reinterpret_cast<u32*>(to));
+            u32* const words = reinterpret_cast<u32*>(to);
+            if constexpr (kMx) *words = stored[0] | stored[1] << 8 | stored[2] << 16 | stored[3] << 24;
+            else Chunk<f32, 4>{{stored[0], stored[1], stored[2], stored[3]}}.store_whole(words);
         } else {
             const int left = left_of(p.target_pitch - place.column() - column, 4);
 #pragma unroll
@@ -309,17 +309,15 @@ __device__ __forceinline__ void transform_tile(const ScalingAwareParams& p, cons
         }
     }
 
-    // Transposed rows.
-    if (ONE_TILE || place.aligned) store_aligned(place, codes, line, column, shared.halves
-                                                 + warp * kHalvesBytes);
+    if (ONE_TILE || place.aligned)
+        store_aligned(place, codes, line, column, shared.halves + warp * kHalvesBytes);
     else if (place.group_down > 1) store_columns(place, codes, shifted + warp * kShiftedBytes);
     else store_range(place, codes, shifted);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 scaling_aware_transpose(const __grid_constant__ ScalingAwareParams p) {
-    // kAhead + 1 tiles, and columns of kColumnBytes; or one tile
-    extern __shared__ __align__(16) u8 dynamic[];
+    extern __shared__ __align__(16) u8 dynamic[];        // kAhead + 1 tiles, then staged columns; or one tile
     __shared__ Shared shared;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if constexpr (ONE_TILE) {
@@ -337,7 +335,7 @@ scaling_aware_transpose(const __grid_constant__ ScalingAwareParams p) {
         scales.load(p, place);
         prefetch(p, place, dynamic);
         copy_async_commit();
-        // of columns of MX the instructions cost more than is gained
+        // For columns of MX the instructions cost more than they gain.
         if (!kMx || TARGET == 1) fetch_ahead(p);
         scales.write(p, place, 0, shared);
         copy_async_wait();
@@ -359,13 +357,15 @@ scaling_aware_transpose(const __grid_constant__ ScalingAwareParams p) {
         if (warp == 0 && blockIdx.x == 0) check_sizes(p.splits, p.rows);
         next_record = load_record(p, first_row);
     }
-    // group -1: no expert has these rows, nor any that follow
+    // Group -1: no expert has these rows, nor any that follow.
     const bool lost = (int)__shfl_sync(~0u, next_record, 1) < 0;
     if (finds) {
         if (lost) {
             if (lane == 0) place_of(0).exists = false, place_of(0).lost = true;
-        } else find_first(p, expert_of(p, first_row, next_record), first_tile, tiles, &place_of(0),
-                          &place_of(kAhead + 1));
+        } else {
+            const Place expert = expert_of(p, first_row, next_record);
+            find_first(p, expert, first_tile, tiles, &place_of(0), &place_of(kAhead + 1));
+        }
         for (int n = 1; n <= kAhead; n++) {
             __syncwarp();
             find_next(p, place_of(n - 1), load_next_record(p, place_of(n - 1), tiles), tiles, &place_of(n));
@@ -392,7 +392,7 @@ scaling_aware_transpose(const __grid_constant__ ScalingAwareParams p) {
         transform_tile(p, place, shared, buffer, raw, dynamic + (kAhead + 1) * kRawBytes);
     }
     if (!place_of(n).exists && !place_of(n).lost) return;
-    // equals `lost`, which would keep a register until here
+    // This equals `lost`, which would keep a register until here.
     const bool none = !place_of(n).exists;
     const Place rest = none ? expert_of(p, first_row, next_record) : place_of(n);
     const i64 first = (none ? first_tile : first_tile + rest.offset) - rest.group_tile * p.strips;

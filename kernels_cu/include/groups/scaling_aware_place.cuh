@@ -81,23 +81,22 @@ struct Place {
 
     __device__ __forceinline__ void settle(const ScalingAwareParams& p, bool first, int tiles) {
         const i64 first_column = column();
-        lines = left_of(group_lines - tile * kTileRows, kTileRows), columns
-            = left_of(p.columns - first_column, TILE_COLUMNS << stack);
+        lines = left_of(group_lines - tile * kTileRows, kTileRows);
+        columns = left_of(p.columns - first_column, TILE_COLUMNS << stack);
         scale_blocks = left_of(p.scale_columns - first_column / BLOCK, kColumnBlocks << stack);
         from = p.data + start() * p.columns + first_column;
-        scales = static_cast<const u8*>(p.scales) + (start() * p.scale_columns
-                                                     + first_column / BLOCK) * kScaleBytes;
+        scales = static_cast<const u8*>(p.scales);
+        scales += (start() * p.scale_columns + first_column / BLOCK) * kScaleBytes;
         to = p.out + group_start * p.columns + first_column * group_lines + tile * kTileRows;
-        targets = static_cast<u8*>(p.target_scales) + ((group_block + tile * kRowBlocks) * p.target_pitch
-                                                       + first_column) * kScaleBytes;
+        targets = static_cast<u8*>(p.target_scales);
+        targets += ((group_block + tile * kRowBlocks) * p.target_pitch + first_column) * kScaleBytes;
         row_scale_pitch = (group_lines + 3) / 4 * 4, row_scales = nullptr;
         if (p.row_scales && !lost)
             row_scales = reinterpret_cast<u32*>(p.row_scales) + group_scales * p.scale_columns
-                + first_column / BLOCK * row_scale_pitch
-                         + tile * kTileRows;
+                         + first_column / BLOCK * row_scale_pitch + tile * kTileRows;
         aligned = ((u64)group_lines | reinterpret_cast<u64>(to)) % 16 == 0;
         plain = columns == TILE_COLUMNS << stack && p.target_pitch % 4 == 0
-            && reinterpret_cast<u64>(targets) % (4 * kScaleBytes) == 0;
+                && reinterpret_cast<u64>(targets) % (4 * kScaleBytes) == 0;
         exists = true, above = 0, continues = offset + 1 < tiles && !is_last_down();
     }
 
@@ -114,12 +113,12 @@ struct Place {
 // Loads the segment of a row of tiles, by one whole warp: a word per lane.
 __device__ __forceinline__ u32 load_record(const ScalingAwareParams& p, i64 row_of_tiles) {
     static_assert(sizeof(RowRun) == 16 * sizeof(u32), "half a warp");
-    return threadIdx.x % 32 < 16 ? load_read_only(reinterpret_cast<const u32*>(p.segments + row_of_tiles)
-                                                  + threadIdx.x % 32) : 0;
+    return threadIdx.x % 32 < 16
+               ? load_read_only(reinterpret_cast<const u32*>(p.segments + row_of_tiles) + threadIdx.x % 32)
+               : 0;
 }
 
-// The expert that has this row of tiles; by one whole warp, whose lanes have the words of the segment in
-// `record`.
+// The expert that has this row of tiles; by one whole warp. record: a word of the segment per lane.
 __device__ __forceinline__ Place expert_of(const ScalingAwareParams& p, i64 row_of_tiles, u32 record) {
     Place found{};
     found.group_lines = p.rows, found.group_down = p.down;
@@ -139,8 +138,7 @@ __device__ __forceinline__ Place expert_of(const ScalingAwareParams& p, i64 row_
     found.group_tile = row_of_tiles - segment.run, found.group_scales = 4 * segment.before[1];
     found.group_block = kMx ? segment.before[0] : found.group_tile;
     found.lost = segment.group < 0;
-    // the segment says where its own rows begin
-    if (found.lost) {
+    if (found.lost) {                                                // the segment says where its rows begin
         found.group_start = p.segments[found.group_tile].to;
         found.group_lines = p.rows - found.group_start, found.group_down = p.down - found.group_tile;
     } else {
@@ -152,8 +150,8 @@ __device__ __forceinline__ Place expert_of(const ScalingAwareParams& p, i64 row_
 
 // Loads the segment that find_next() needs.
 __device__ __forceinline__ u32 load_next_record(const ScalingAwareParams& p, const Place& place, int tiles) {
-    return place.exists && place.is_last(p) && place.next_offset(p) < tiles ? load_record(p, place.group_tile
-                                                                                          + place.group_down) : 0;
+    const bool needed = place.exists && place.is_last(p) && place.next_offset(p) < tiles;
+    return needed ? load_record(p, place.group_tile + place.group_down) : 0;
 }
 
 // The place of the block's tile after `place`, if it has one; by one whole warp. tiles: of the block.
@@ -168,8 +166,8 @@ __device__ __forceinline__ void find_next(const ScalingAwareParams& p, const Pla
     }
     if (!place.is_last_down()) found.step_down(p, tiles);
     else {
-        found.offset = place.next_offset(p), found.tile = 0, found.strip = of_next ? 0 : place.strip
-            + (1u << place.stack);
+        found.offset = place.next_offset(p), found.tile = 0;
+        found.strip = of_next ? 0 : place.strip + (1u << place.stack);
         found.settle(p, false, tiles);
     }
     *next = found;
@@ -180,10 +178,10 @@ __device__ __forceinline__ void find_next(const ScalingAwareParams& p, const Pla
 __device__ __forceinline__ void find_first(const ScalingAwareParams& p, Place found, i64 tile, int tiles,
                                            Place* place, Place* other) {
     const i64 in_group = tile - found.group_tile * p.strips, strip = in_group / found.group_down;
-    // strips of the tile that the block before has begun, which then does all of it
+    // Strips of the tile that the block before has begun, which then does all of it.
     const int before = (int)strip & (1 << found.stack) - 1;
-    found.tile = in_group - strip * found.group_down, found.strip = (u32)strip - before, found.offset
-        = -before;
+    found.tile = in_group - strip * found.group_down;
+    found.strip = (u32)strip - before, found.offset = -before;
     if (threadIdx.x % 32 == 0) {
         found.settle(p, true, tiles);
         *(before ? other : place) = found;
@@ -193,8 +191,8 @@ __device__ __forceinline__ void find_first(const ScalingAwareParams& p, Place fo
 }
 
 __device__ __forceinline__ void clear(u8* to, i64 bytes) {
-    const i64 before = -reinterpret_cast<u64>(to) & 15, head = before < bytes ? before : bytes, units
-        = (bytes - head) / 16;
+    const i64 before = -reinterpret_cast<u64>(to) & 15, head = before < bytes ? before : bytes;
+    const i64 units = (bytes - head) / 16;
     for (i64 i = threadIdx.x; i < units; i += kThreads) Chunk<IN, 16>{}.store_whole(to + head + i * 16);
     for (i64 i = threadIdx.x; i < head; i += kThreads) to[i] = 0;
     for (i64 i = head + units * 16 + threadIdx.x; i < bytes; i += kThreads) to[i] = 0;
@@ -206,8 +204,8 @@ __device__ __forceinline__ void clear_rest(const ScalingAwareParams& p, const Pl
                                            i64 end) {
     const i64 rest = (p.down - place.group_tile) * p.strips;
     const auto clear_part = [&](u8* to, i64 bytes) {
-        const i64 each = (bytes + rest - 1) / rest + 15 & -16, from = first * each, left = bytes - from, most
-            = (end - first) * each;
+        const i64 each = (bytes + rest - 1) / rest + 15 & -16, from = first * each, left = bytes - from;
+        const i64 most = (end - first) * each;
         if (left > 0) clear(to + from, left < most ? left : most);
     };
     clear_part(p.out + place.group_start * p.columns, (p.rows - place.group_start) * p.columns);

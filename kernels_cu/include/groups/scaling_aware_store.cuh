@@ -1,18 +1,15 @@
-// How the scaling-aware transpose (scaling_aware.cu) stores the columns of a tile, wherever in memory they
-// begin.
+// How the scaling-aware transpose (scaling_aware.cu) stores the columns of a tile, wherever they begin.
 #pragma once
 #include "groups/scaling_aware_place.cuh"
 
-// of a column in store_columns(), with rows of the tile above
-constexpr int kColumnBytes = kTileRows + kSector;
+constexpr int kColumnBytes = kTileRows + kSector;        // of a staged column, with rows of the tile above
 // Whether parts of sectors wait: for the other part in the tile below, or for the block's last tile, when
 // another block stores the other part as well, so that the L2 still has the sector. (Four blocks per
 // multiprocessor leave no shared memory for it; MX gains nothing.)
 constexpr bool kWaits = BLOCKS < 4 && !kMx;
-// of a column: the first rows of the block's tiles
-constexpr int kFirstBytes = kWaits ? kSector : 0;
-// of a warp
-constexpr int kShiftedBytes = kWarpColumns * (kColumnBytes + kFirstBytes), kHalvesBytes = kWarpColumns * 16;
+constexpr int kFirstBytes = kWaits ? kSector : 0;        // of a column: the first rows of the block's tiles
+constexpr int kShiftedBytes = kWarpColumns * (kColumnBytes + kFirstBytes);                   // of a warp
+constexpr int kHalvesBytes = kWarpColumns * 16;                                              // of a warp
 static_assert(kWarps * kShiftedBytes >= kTileRows * TILE_COLUMNS + 32, "room for what store_range() makes");
 
 // Columns of a tile as a thread has them: 16 rows of four.
@@ -29,8 +26,8 @@ __device__ __forceinline__ void store_aligned(const Place& place, const Codes& c
     if (!kWaits || !(place.above || place.continues)) {
 #pragma unroll
         for (int c = 0; c < 4; c++, to += stride)
-            if (c < columns) Chunk<IN, 16>{{codes[c][0], codes[c][1], codes[c][2],
-                                            codes[c][3]}}.store_whole(to);
+            if (c < columns)
+                Chunk<IN, 16>{{codes[c][0], codes[c][1], codes[c][2], codes[c][3]}}.store_whole(to);
         return;
     }
     const int lane = threadIdx.x % 32;
@@ -43,8 +40,8 @@ __device__ __forceinline__ void store_aligned(const Place& place, const Codes& c
         u8* at = to;
         if (last && reinterpret_cast<u64>(to) % kSector == 0) {
             const Chunk<IN, 16> above = Chunk<IN, 16>::load_shared(waiting + c * 16);
-            if (place.continues) store_shared_whole(waiting + c * 16, unit.word[0], unit.word[1],
-                                                    unit.word[2], unit.word[3]);
+            if (place.continues)
+                store_shared_whole(waiting + c * 16, unit.word[0], unit.word[1], unit.word[2], unit.word[3]);
             else if (stores) unit.store_whole(to);
             stores = place.above && column + c < place.columns, at = to - kTileRows, unit = above;
         }
@@ -60,8 +57,7 @@ enum Part { kStart, kEnd, kStartAndEnd };
 // block's first tile go; first_rows: where the latter are in shared memory.
 template <Part kPart>
 __device__ __forceinline__ void store_parts(u8* to, u8* first_row, int lines, i64 stride, int columns,
-                                            const u8* stage, const u8* first_rows, int lane,
-                                            u32 bytes) {
+                                            const u8* stage, const u8* first_rows, int lane, u32 bytes) {
     constexpr int kPitch = kWaits ? kFirstBytes : kColumnBytes;
     u8* edge = kPart == kEnd ? to + lines : first_row;
     const u8 *start = first_rows, *end = stage + kSector + lines;
@@ -91,21 +87,21 @@ __device__ __forceinline__ void store_parts(u8* to, u8* first_row, int lines, i6
 // block's tiles where parts of sectors wait.
 __device__ __forceinline__ void store_columns(const Place& place, const Codes& codes, u8* stage) {
     const u32 thread = thread_again();
-    const int first_column = thread / 32 * kWarpColumns, lane = thread % 32, patch = lane % kPatches, own
-        = lane / kPatches * 4;
+    const int first_column = thread / 32 * kWarpColumns, lane = thread % 32;
+    const int patch = lane % kPatches, own = lane / kPatches * 4;
     const int lines = place.lines, columns = left_of(place.columns - first_column, kWarpColumns);
     const i64 stride = place.group_lines;
     const bool continued = place.above, continues = place.continues;
     u8* const to = as_global(place.to) + first_column * stride;
     u8* const staged = stage + own * kColumnBytes + kSector + patch * 16;
 #pragma unroll
-    for (int c = 0; c < 4; c++) store_shared_whole(staged + c * kColumnBytes, codes[c][0], codes[c][1],
-                                                   codes[c][2], codes[c][3]);
+    for (int c = 0; c < 4; c++)
+        store_shared_whole(staged + c * kColumnBytes, codes[c][0], codes[c][1], codes[c][2], codes[c][3]);
     if (kWaits && !continued && patch < 2) {
         u8* const first = stage + kWarpColumns * kColumnBytes + own * kFirstBytes + patch * 16;
 #pragma unroll
-        for (int c = 0; c < 4; c++) store_shared_whole(first + c * kFirstBytes, codes[c][0], codes[c][1],
-                                                       codes[c][2], codes[c][3]);
+        for (int c = 0; c < 4; c++)
+            store_shared_whole(first + c * kFirstBytes, codes[c][0], codes[c][1], codes[c][2], codes[c][3]);
     }
     __syncwarp();
     const int sector = patch / 2 * kSector;
@@ -120,20 +116,19 @@ __device__ __forceinline__ void store_columns(const Place& place, const Codes& c
         Chunk<IN, 16> unit;
 #pragma unroll
         for (int w = 0; w < 4; w++) unit.word[w] = __funnelshift_r(words[w], words[w + 1], (-before & 3) * 8);
-        if (sector >= first && sector + kSector <= before + lines && own
-            + c < columns) unit.store_whole(column - before + patch * 16);
+        if (sector >= first && sector + kSector <= before + lines && own + c < columns)
+            unit.store_whole(column - before + patch * 16);
     }
     u8* const first_row = to - place.above * kTileRows;
     const u8* const first_rows = kWaits ? stage + kWarpColumns * kColumnBytes : stage + kSector;
     const u32 most = continued || lines > kSector ? kSector : lines;
-    if (kWaits && !continues && lines % kSector == 0) store_parts<kStartAndEnd>(to, first_row, lines, stride,
-                                                                                columns, stage, first_rows,
-                                                                                lane, kSector);
-    else {
-        if (kWaits ? !continues : !continued) store_parts<kStart>(to, first_row, lines, stride, columns,
-                                                                  stage, first_rows, lane, most);
-        if (!continues) store_parts<kEnd>(to, first_row, lines, stride, columns, stage, first_rows, lane,
-                                          most);
+    if (kWaits && !continues && lines % kSector == 0) {
+        store_parts<kStartAndEnd>(to, first_row, lines, stride, columns, stage, first_rows, lane, kSector);
+    } else {
+        if (kWaits ? !continues : !continued)
+            store_parts<kStart>(to, first_row, lines, stride, columns, stage, first_rows, lane, most);
+        if (!continues)
+            store_parts<kEnd>(to, first_row, lines, stride, columns, stage, first_rows, lane, most);
     }
     __syncwarp();
     if (continues && patch >= kPatches - 2)
@@ -146,14 +141,14 @@ __device__ __forceinline__ void store_columns(const Place& place, const Codes& c
 // Columns that follow one another without gaps, as they do in an expert of one row of tiles: the whole block
 // of threads stages them in shared memory as they are in global memory, and stores units of 16 bytes.
 __device__ __forceinline__ void store_range(const Place& place, const Codes& codes, u8* stage) {
-    const int lane = threadIdx.x % 32, row = lane % kPatches * 16, line = place.line_of(row), lines
-        = place.lines, left = lines - line;
+    const int lane = threadIdx.x % 32, row = lane % kPatches * 16, line = place.line_of(row);
+    const int lines = place.lines, left = lines - line;
     const int column = threadIdx.x / 32 * kWarpColumns + lane / kPatches * 4
-        + place.strip_of(row) * TILE_COLUMNS;
-    // bytes [before, end) of the units
+                       + place.strip_of(row) * TILE_COLUMNS;
+    // The columns are bytes [before, end) of the units.
     const int before = (int)(reinterpret_cast<u64>(place.to) & 15), end = before + place.columns * lines;
     u8* const to = as_global(place.to) - before;
-    // of this thread's rows of its first column
+    // The first byte of this thread's rows of its first column.
     const int first = before + column * lines + line;
     if (lines < 4) {
         if (line == 0)

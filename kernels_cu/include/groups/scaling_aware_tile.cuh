@@ -14,13 +14,11 @@ __device__ __forceinline__ int raw_unit(int row, int unit) {
 
 template <bool kStacked>
 __device__ __forceinline__ void prefetch_rows(const ScalingAwareParams& p, const Place& place, u8* raw) {
-    constexpr int kRowUnits = TILE_COLUMNS / 16, kEach = kTileRows * kRowUnits / kThreads, kStep
-        = kThreads / kRowUnits;
-    static_assert(kStep == 32,
-                  "rows n * 32 on are in the places that raw_unit gives them, by what n alone decides");
+    constexpr int kRowUnits = TILE_COLUMNS / 16, kStep = kThreads / kRowUnits, kEach = kTileRows / kStep;
+    static_assert(kStep == 32, "the places of a thread's units differ by what n alone decides");
     const int first = threadIdx.x / kRowUnits, unit = threadIdx.x % kRowUnits;
-    const int stack = kStacked ? place.stack : 0, left = place.columns - unit * 16, lines = kStacked
-        || left > 0 ? place.lines - first : 0;
+    const int stack = kStacked ? place.stack : 0, left = place.columns - unit * 16;
+    const int lines = kStacked || left > 0 ? place.lines - first : 0;
     // The steps in memory from even groups of 32 rows of the tile to odd ones, and from odd to even ones.
     const i64 down = kStep * p.columns, next = stack == 2 ? TILE_COLUMNS : down;
     const i64 after = stack == 0 ? down : stack == 1 ? TILE_COLUMNS - down : TILE_COLUMNS;
@@ -29,8 +27,8 @@ __device__ __forceinline__ void prefetch_rows(const ScalingAwareParams& p, const
 #pragma unroll
     for (int n = 0; n < kEach; from += n % 2 ? after : next, n++) {
         const int columns = kStacked ? left - place.strip_of(n * kStep) * TILE_COLUMNS : left;
-        const bool exists = (kStacked ? place.line_of(n * kStep) : n * kStep) < lines
-            && (!kStacked || columns > 0);
+        const int line = kStacked ? place.line_of(n * kStep) : n * kStep;
+        const bool exists = line < lines && (!kStacked || columns > 0);
         u8* const to = raw + ((n % 2 ? odd : even) + n * kStep * TILE_COLUMNS + n / 2 * 16);
         if constexpr (ALIGNED) copy_async(to, from, exists);
         else {
@@ -50,7 +48,7 @@ __device__ __forceinline__ void prefetch_rows(const ScalingAwareParams& p, const
 
 __device__ __forceinline__ void prefetch(const ScalingAwareParams& p, const Place& place, u8* raw) {
     if (place.lost) return;
-    // with fewer instructions
+    // Without stacks the copies take fewer instructions.
     if (ALIGNED && (!kStacks || place.stack == 0)) prefetch_rows<false>(p, place, raw);
     else prefetch_rows<kStacks>(p, place, raw);
 }
@@ -59,8 +57,8 @@ __device__ __forceinline__ void prefetch(const ScalingAwareParams& p, const Plac
 __device__ __forceinline__ void fetch_ahead(const ScalingAwareParams& p) {
     const u32 block = blockIdx.x + p.ahead, strip = block / (u32)p.down;
     if (block >= gridDim.x) return;
-    const i64 row = (i64)(block - strip * (u32)p.down) * kTileRows + threadIdx.x, column
-        = (i64)strip * TILE_COLUMNS;
-    if (threadIdx.x < kTileRows && row < p.rows) fetch_to_l2(p.data + (row * p.columns + column),
-                                                             left_of(p.columns - column, TILE_COLUMNS));
+    const i64 row = (i64)(block - strip * (u32)p.down) * kTileRows + threadIdx.x;
+    const i64 column = (i64)strip * TILE_COLUMNS;
+    if (threadIdx.x < kTileRows && row < p.rows)
+        fetch_to_l2(p.data + (row * p.columns + column), left_of(p.columns - column, TILE_COLUMNS));
 }
