@@ -25,11 +25,13 @@ _BYTES = tiles.Tile(256, 256, down_first=True)
 
 
 def astype(a: Array, dtype: Any, saturate: bool = True, *, out: Array | None = None) -> Array:
-    """Convert between float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 and float8_e8m0fnu, in any direction.
+    """Convert between float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 and float8_e8m0fnu, in any
+    direction.
 
-    Each element is widened exactly to f32 and rounded once, to nearest even with subnormals kept. To FP8: values beyond the
-    maximum become the maximum, or with ``saturate=False`` NaN (E4M3, above 464) or Inf (E5M2, from 61440); NaN is 0x7F. To E8M0:
-    the next power of two upwards; negative values, Inf and NaN become NaN (0xFF). To floats: overflow to Inf, one quiet NaN.
+    Each element is widened exactly to f32 and rounded once, to nearest even with subnormals kept. To FP8:
+    values beyond the maximum become the maximum, or with ``saturate=False`` NaN (E4M3, above 464) or Inf
+    (E5M2, from 61440); NaN is 0x7F. To E8M0: the next power of two upwards; negative values, Inf and NaN
+    become NaN (0xFF). To floats: overflow to Inf, one quiet NaN.
 
     a : array of any shape.  out : array of the same shape and the target dtype, written and returned.
     Raises TypeError (dtypes, mixed kinds), ValueError (out), DeviceError. Bytes moved: both arrays once.
@@ -43,7 +45,8 @@ def astype(a: Array, dtype: Any, saturate: bool = True, *, out: Array | None = N
 
 
 def transpose(a: Array, *, out: Array | None = None) -> Array:
-    """The last two axes swapped, as a new C-contiguous array: FP8 and E8M0 data, byte for byte, at copy speed.
+    """The last two axes swapped, as a new C-contiguous array: FP8 and E8M0 data, byte for byte, at copy
+    speed.
 
     a : float8_e4m3fn, float8_e5m2 or float8_e8m0fnu array […, M, K].  out : […, K, M], written and returned.
     Raises TypeError, ValueError, DeviceError as in `astype`. Bytes moved: both arrays once.
@@ -103,7 +106,8 @@ def flat_launches(a: Input, to_at: int, scale_at: int, to: np.dtype[Any], satura
     src = a.array
     if src.size:
         blocks, vector = elementwise.grid(src.size, src.shape, src.dtype.itemsize, to.itemsize, a.at, to_at)
-        yield _convert_variant(src.dtype, to).bind(src, blocks, src=a.at, dst=to_at, scale_inv=scale_at, n=src.size,
+        yield _convert_variant(src.dtype, to).bind(src, blocks, src=a.at, dst=to_at, scale_inv=scale_at,
+                                                   n=src.size,
                                                    vector=vector, saturate=int(saturate))
 
 

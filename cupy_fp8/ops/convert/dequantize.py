@@ -1,4 +1,5 @@
-"""The values of quantised data. Kernels: kernels_cu/convert/astype.cu (one scale), kernels_cu/convert/dequantize.cu (a scale per block)."""
+"""The values of quantised data. Kernels: kernels_cu/convert/astype.cu (one scale),
+kernels_cu/convert/dequantize.cu (a scale per block)."""
 
 from __future__ import annotations
 
@@ -28,20 +29,23 @@ _BLOCKS_TRANSPOSED = Kernel("convert/dequantize", "dequantize_blocks_transposed"
 #: The fastest on an H200 of those tried (docs/performance.md).
 _TRANSPOSED = tiles.Tile(128, 256, down_first=True)
 _CHUNKS = 2 * elementwise.THREADS           # of a block of threads of dequantize_long_row
-_CHUNKS_LOG2 = 5                            # along a row of a tile of dequantize_blocks; fewer where rows are short
+# along a row of a tile of dequantize_blocks; fewer where rows are short
+_CHUNKS_LOG2 = 5
 _STEPS, _STEPS_SWIZZLED = 4, 8              # rows of one of its threads
 
 
 def dequantize(q: Scaled | Quantized | Grouped, *, dtype: Any = float32, out: Array | None = None) -> Array:
     """The values of quantised data: data * scale_inv in f32, rounded to `dtype`, in the logical shape.
 
-    q : a Scaled, or a Quantized (its row-wise part where it has one): per tensor or in blocks, scales of blocks in any layout (a
-        `.T` too, without a copy; only deepgemm_sm100 scales are made compact first). Data stored transposed is transposed back.
-        A Grouped: a launch for each group, rows of no group are 0, and it waits for the device to know the sizes.
+    q : a Scaled, or a Quantized (its row-wise part where it has one): per tensor or in blocks, scales of
+        blocks in any layout (a `.T` too, without a copy; only deepgemm_sm100 scales are made compact first).
+        Data stored transposed is transposed back. A Grouped: a launch for each group, rows of no group are 0,
+        and it waits for the device to know the sizes.
     dtype : float32, float16 or bfloat16 (overflow to Inf, one quiet NaN).
     out : array of the logical shape and of dtype, written and returned.
-    Raises TypeError, ValueError (also for scales that are not those of the blocks), DeviceError, before anything is written. Bytes
-    moved: data, scales and result once. Source: docs/numerics.md rules 3 to 5 and 10.
+    Raises TypeError, ValueError (also for scales that are not those of the blocks), DeviceError, before
+    anything is written. Bytes moved: data, scales and result once. Source: docs/numerics.md rules 3 to 5 and
+    10.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> fp8.dequantize(fp8.quantize_tensor(np.float32([[3.0, -5.1]]), 16.0), dtype=np.float16).tolist()
@@ -102,7 +106,8 @@ _DEQUANTIZE = _Dequantize()
 
 
 def check_call(q: Scaled | Quantized, to: np.dtype[Any], out: Array) -> None:
-    """All validation of `dequantize` with out= and nothing else: for callers that make several such calls or none."""
+    """All validation of `dequantize` with out= and nothing else: for callers that make several such calls or
+    none."""
     validate_call(_DEQUANTIZE, (q, to), out)
 
 
@@ -121,7 +126,8 @@ _Choice = tuple[Variant, int, dict[str, int]]
 
 
 class _Blocks:
-    """How a kernel finds the scale of each element. One scale for everything is a block that covers everything."""
+    """How a kernel finds the scale of each element. One scale for everything is a block that covers
+    everything."""
 
     def __init__(self, inputs: _Inputs) -> None:
         s, self.data, scales, self.scale_at, self.to = inputs
@@ -129,7 +135,8 @@ class _Blocks:
         self.batch, (self.rows, self.columns) = prod(s.shape[:-2]), s.shape[-2:]
         block = (None, None) if s.block is None else s.block
         row_shift, column_shift = (_shift(b, extent) for b, extent in zip(block, s.shape[-2:], strict=True))
-        self.scaling = {"row_shift": row_shift, "column_shift": column_shift, "columnwise": int(block[1] == 1),
+        self.scaling = {"row_shift": row_shift, "column_shift": column_shift,
+                        "columnwise": int(block[1] == 1),
                         "f32_scales": int(scales is None or scales.dtype == float32)}
         self.long_row = False
         if scales is not None:
@@ -173,7 +180,8 @@ class _Blocks:
         data = self.data.array
         vector = (self.rows % 8 == 0 and self.data.at % 8 == 0) | (self.columns % 16 == 0 and aligned) << 1
         tile = tiles.choose(data, _TRANSPOSED) if vector == 3 else tiles.SMALL
-        return _transposed_variant(data.dtype, self.to, tile), tiles.grid(data.shape, tile), {"vector": vector}
+        variant = _transposed_variant(data.dtype, self.to, tile)
+        return variant, tiles.grid(data.shape, tile), {"vector": vector}
 
 
 def _strides(s: Scaled, scales: Array) -> dict[str, int]:
@@ -210,13 +218,15 @@ def _variant(source: np.dtype[Any], to: np.dtype[Any], swizzled: bool) -> Varian
 @functools.cache
 def _transposed_variant(source: np.dtype[Any], to: np.dtype[Any], tile: tiles.Tile) -> Variant:
     # Beside the tile the f32 scales of its blocks, none of which has fewer than SMALLEST_BLOCK elements.
-    return _BLOCKS_TRANSPOSED.variant(block=tile.block, shared=tile.shared + tile.shared // SMALLEST_BLOCK * 4,
+    return _BLOCKS_TRANSPOSED.variant(block=tile.block, shared=tile.shared
+                                      + tile.shared // SMALLEST_BLOCK * 4,
                                       IN=FORMATS[source].tag, OUT=FORMATS[to].tag, **tile.defines,
                                       ALIGNED=int(tile is not tiles.SMALL))
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant that dequantising blocks, or transposed data, may launch; else it is those of `convert`."""
+    """Every variant that dequantising blocks, or transposed data, may launch; else it is those of
+    `convert`."""
     for types in product(FP8_DTYPES, INPUT_DTYPES):
         yield _long_row_variant(*types)
         for swizzled in (False, True):

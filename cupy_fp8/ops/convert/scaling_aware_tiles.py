@@ -53,7 +53,8 @@ def tiles_of(data: Input, groups: int | None, out_at: int) -> Tiles:
     strips = cdiv(columns, _COLUMNS)
     if groups is None:
         return Tiles(cdiv(rows, TILE_ROWS), strips, bool(rows % 16 or out_at % 16))
-    # Rows of no expert take tiles of their own, one at least, so that even an empty array's sizes are looked at.
+    # Rows of no expert take tiles of their own, one at least, so that even an empty array's sizes are looked
+    # at.
     return Tiles(target_rows(rows, groups + 1, TILE_ROWS) + 1, max(1, strips), True)
 
 

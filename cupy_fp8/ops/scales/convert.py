@@ -87,8 +87,8 @@ def convert_scales(scale_inv: Array, *, source: str, target: str, shape: tuple[i
     >>> w = fp8.convert_scales(s, source="compact", target="deepgemm_sm100", shape=(2, 640), block=(1, 128))
     >>> w.shape, [hex(word) for word in w.view(np.uint32)[:, 0]]
     ((2, 4), ['0x8281807f', '0x83'])
-    >>> back = fp8.convert_scales(w, source="deepgemm_sm100", target="compact", shape=(2, 640), block=(1, 128),
-    ...                           dtype=np.float32)
+    >>> back = fp8.convert_scales(w, source="deepgemm_sm100", target="compact", shape=(2, 640),
+    ...                           block=(1, 128), dtype=np.float32)
     >>> fp8.bytes_equal(back, s)
     True
     """

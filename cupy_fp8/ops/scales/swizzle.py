@@ -178,7 +178,8 @@ _SWIZZLE_OP, _UNSWIZZLE_OP = _SwizzleScales(), _UnswizzleScales()
 def _check_dtype(s: Any) -> None:
     backend.module_of(s, "s")
     if s.dtype != float8_e8m0fnu:
-        hint = "; bytes of scales are made one by .view(cupy_fp8.float8_e8m0fnu)" if s.dtype.itemsize == 1 else ""
+        is_byte = s.dtype.itemsize == 1
+        hint = "; bytes of scales are made one by .view(cupy_fp8.float8_e8m0fnu)" if is_byte else ""
         raise TypeError(f"s: expected dtype float8_e8m0fnu, got {s.dtype}{hint}")
 
 
