@@ -159,7 +159,7 @@ _CONVERT_SCALES = _ConvertScales()
 
 def _as_tuple(shape: Any) -> tuple[int, ...]:
     try:
-        return shape if isinstance(shape, tuple) and all(type(n) is int for n in shape) else _as_shape(shape)
+        return _as_shape(shape)
     except TypeError as error:
         raise TypeError(f"shape: expected integers, (…, M, K), got {shape!r} ({error})") from None
 
