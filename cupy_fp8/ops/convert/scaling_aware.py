@@ -206,9 +206,9 @@ class _TransposeRowBlocks(Op[_Inputs]):
         _check_choices(target, scale_layout)
         data = call.read("q.data", s.data, FP8_DTYPES)
         if s.block not in _BLOCKS or s.transposed or len(s.shape) != 2:
-            raise ValueError("q: expected row-wise data [M, K] in blocks of "
-                             f"{' or '.join(map(str, _BLOCKS))}, "
-                             f"not stored transposed; got {s!r}")
+            blocks = " or ".join(map(str, _BLOCKS))
+            raise ValueError(f"q: expected row-wise data [M, K] in blocks of {blocks}, not stored "
+                             f"transposed; got {s!r}")
         if data.shape != s.shape:
             raise ValueError(f"q.data: expected shape {s.shape}, got {data.shape}")
         backend.require_module(s.scale_inv, call.xp, "q.scale_inv")
@@ -232,8 +232,8 @@ class _TransposeRowBlocks(Op[_Inputs]):
     def result(self, inputs: _Inputs) -> Description:
         s, groups, block = inputs.s, inputs.groups.number, inputs.block
         rows, columns = s.shape
-        stored, targets = (columns, rows) if groups is None else (rows * columns,), target_rows(rows, groups,
-                                                                                                block)
+        stored = (columns, rows) if groups is None else (rows * columns,)
+        targets = target_rows(rows, groups, block)
         written = [Written("out.columnwise.data", stored, s.dtype),
                    Written("out.columnwise.scale_inv", (targets, inputs.pitch), _BLOCKS[1, block])]
         if block == 128:
