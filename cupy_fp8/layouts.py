@@ -1,8 +1,8 @@
 """How scales of blocks are stored: shapes and padding (pure arithmetic; the bytes are in docs/layouts.md).
 
-A direction's scales form, per matrix, a grid of `outer` lines by `blocks` scales along each line: for row-wise blocks (1, B) the lines are
-the M rows and the blocks run along K, for column-wise blocks (B, 1) the lines are the K columns and the blocks run along M. Of 2-D blocks
-the lines are the rows of blocks.
+A direction's scales form, per matrix, a grid of `outer` lines by `blocks` scales along each line: for
+row-wise blocks (1, B) the lines are the M rows and the blocks run along K, for column-wise blocks (B, 1) the
+lines are the K columns and the blocks run along M. Of 2-D blocks the lines are the rows of blocks.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ __all__ = ["SCALE_DTYPES", "grouped_scale_shape", "scale_shape"]
 
 #: The layouts of block scales, and the dtypes that scales have in them (int32: words of four E8M0 scales).
 SCALE_DTYPES: dict[str, tuple[np.dtype[Any], ...]] = {
-    "compact": (float8_e8m0fnu, float32), "swizzled": (float8_e8m0fnu,), "gemm_ready": (float32,), "deepgemm_sm90": (float32,),
+    "compact": (float8_e8m0fnu, float32), "swizzled": (float8_e8m0fnu,), "gemm_ready": (float32,),
+    "deepgemm_sm90": (float32,),
     "deepgemm_sm100": (int32,)}
-PADDED_TO = 4                               # lines, in gemm_ready and DeepGEMM's layouts: runs of lines begin at multiples of 16 bytes
+#: What gemm_ready and DeepGEMM's layouts round lines up to: so rows of scales begin at multiples of 16 bytes.
+PADDED_TO = 4
 PACKED = 4                                  # E8M0 scales in a word of deepgemm_sm100
 SMALLEST_BLOCK = 32                         # elements along a line: what a tile of the kernels may assume
 
-SWIZZLE_ROWS, SWIZZLE_COLUMNS = 128, 4      # the tile of `swizzled`: 128 lines x 4 blocks in 512 consecutive bytes
-SWIZZLE_ELEMENTS = 32                       # of data per block: what a size of a group along the blocks counts
+#: The tile of `swizzled`: 128 lines x 4 blocks in 512 consecutive bytes.
+SWIZZLE_ROWS, SWIZZLE_COLUMNS = 128, 4
+#: Elements of data per block: the unit in which a size of a group along the blocks counts.
+SWIZZLE_ELEMENTS = 32
 
 
 class ScaleGrid(NamedTuple):
@@ -45,10 +49,13 @@ def round_up(a: int, b: int) -> int:
 
 
 def scale_grid(shape: tuple[int, ...], block: tuple[int | None, int | None]) -> ScaleGrid:
-    """The grid of 1-D blocks: (1, B) along rows, (B, 1) along columns; (1, None): one block per row. Of 2-D blocks: rows by columns.
+    """The grid of 1-D blocks: (1, B) along rows, (B, 1) along columns; (1, None): one block per row. Of 2-D
+    blocks: rows by columns.
 
-    >>> scale_grid((4, 100, 64), (32, 1)), scale_grid((100, 640), (128, 128))
-    (ScaleGrid(batch=(4,), outer=64, blocks=4, columnwise=True), ScaleGrid(batch=(), outer=1, blocks=5, columnwise=False))
+    >>> scale_grid((4, 100, 64), (32, 1))
+    ScaleGrid(batch=(4,), outer=64, blocks=4, columnwise=True)
+    >>> scale_grid((100, 640), (128, 128))
+    ScaleGrid(batch=(), outer=1, blocks=5, columnwise=False)
     """
     down, across = (cdiv(extent, b or max(extent, 1)) for extent, b in zip(shape[-2:], block, strict=True))
     if block[1] == 1:
@@ -62,11 +69,13 @@ def compact_shape(grid: ScaleGrid) -> tuple[int, ...]:
     >>> compact_shape(scale_grid((100, 64), (1, 32))), compact_shape(scale_grid((100, 64), (32, 1)))
     ((100, 2), (4, 64))
     """
-    return (*grid.batch, grid.blocks, grid.outer) if grid.columnwise else (*grid.batch, grid.outer, grid.blocks)
+    grid_shape = (grid.blocks, grid.outer) if grid.columnwise else (grid.outer, grid.blocks)
+    return (*grid.batch, *grid_shape)
 
 
 def swizzled_shape(grid: ScaleGrid) -> tuple[int, ...]:
-    """[…, lines rounded up to 128, blocks rounded up to 4], whatever the direction; within it the bytes lie in tiles of 128 x 4.
+    """[…, lines rounded up to 128, blocks rounded up to 4], whatever the direction; within it the bytes lie
+    in tiles of 128 x 4.
 
     >>> swizzled_shape(scale_grid((100, 64), (1, 32)))
     (128, 4)
@@ -93,8 +102,8 @@ def packed_shape(grid: ScaleGrid) -> tuple[int, ...]:
 
 
 def grouped_rows(lines: int, groups: int) -> int:
-    """Rows that hold the swizzled scales of any `groups` groups of together `lines` lines, each group rounded up to 128 rows: the
-    bound that does not depend on their sizes.
+    """Rows that hold the swizzled scales of any `groups` groups of together `lines` lines, each group rounded
+    up to 128 rows: the bound that does not depend on their sizes.
 
     >>> grouped_rows(300, 1), grouped_rows(300, 4), grouped_rows(3, 1000)
     (384, 768, 384)
@@ -112,8 +121,8 @@ def grouped_columns(blocks: int, groups: int) -> int:
 
 
 def grouped_shape(shape: tuple[int, ...], groups: int, axis: int) -> tuple[int, ...]:
-    """The shape of the swizzled scales of `groups` groups, of compact scales of this shape. axis 0: groups of lines, rows of the result;
-    axis 1: groups along the blocks, bytes of it.
+    """The shape of the swizzled scales of `groups` groups, of compact scales of this shape. axis 0: groups of
+    lines, rows of the result; axis 1: groups along the blocks, bytes of it.
 
     >>> grouped_shape((300, 30), 4, 0), grouped_shape((300, 30), 4, 1)
     ((768, 32), (15360,))
@@ -125,8 +134,8 @@ def grouped_shape(shape: tuple[int, ...], groups: int, axis: int) -> tuple[int, 
 
 
 def padded_rows(rows: int, groups: int, align: int) -> int:
-    """Rows of any `groups` groups of together `rows` rows, each rounded up to a multiple of `align`: the bound that does not depend on
-    their sizes, which need not be a multiple itself.
+    """Rows of any `groups` groups of together `rows` rows, each rounded up to a multiple of `align`: the
+    bound that does not depend on their sizes, which need not be a multiple itself.
 
     >>> padded_rows(300, 4, 128), padded_rows(3, 1000, 16)
     (808, 48)
@@ -142,8 +151,10 @@ def _grouped(total: int, groups: int, multiple: int) -> int:
 def scale_dtype(dtype: np.dtype[Any], layout: str) -> np.dtype[Any]:
     """What scales of a dtype are in a layout: the dtype itself where the layout holds it.
 
-    >>> scale_dtype(float32, "compact").name, scale_dtype(float32, "swizzled").name, scale_dtype(int32, "compact").name
-    ('float32', 'float8_e8m0fnu', 'float8_e8m0fnu')
+    >>> [scale_dtype(float32, layout).name for layout in ("compact", "swizzled")]
+    ['float32', 'float8_e8m0fnu']
+    >>> scale_dtype(int32, "compact").name
+    'float8_e8m0fnu'
     """
     held = SCALE_DTYPES[layout]
     return dtype if dtype in held else held[0]
@@ -151,23 +162,27 @@ def scale_dtype(dtype: np.dtype[Any], layout: str) -> np.dtype[Any]:
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int | None, int | None] | None, layout: str | None,
                 transposed: bool = False) -> tuple[int, ...]:
-    """The shape of a `Scaled`'s scale_inv. Of 1-D blocks `compact_shape`, `swizzled_shape`, `padded_shape`, `packed_shape`. Of 2-D blocks,
-    in the order in which the data are stored: a scale for each (compact, or gemm_ready, whose rows are padded), or as of 1-D blocks, a
-    scale repeated for each line of its block (deepgemm_sm100).
+    """The shape of a `Scaled`'s scale_inv. Of 1-D blocks `compact_shape`, `swizzled_shape`, `padded_shape`,
+    `packed_shape`. Of 2-D blocks, in the order in which the data are stored: a scale for each (compact, or
+    gemm_ready, whose rows are padded), or as of 1-D blocks, a scale repeated for each line of its block
+    (deepgemm_sm100).
 
-    >>> scale_shape((100, 64), (32, 1), "compact"), scale_shape((100, 640), (128, 128), "compact", transposed=True)
-    ((4, 64), (5, 1))
+    >>> scale_shape((100, 64), (32, 1), "compact")
+    (4, 64)
+    >>> scale_shape((100, 640), (128, 128), "compact", transposed=True)
+    (5, 1)
     >>> scale_shape((101, 640), (1, 128), "gemm_ready"), scale_shape((100, 640), (128, 128), "gemm_ready")
     ((5, 104), (1, 8))
-    >>> scale_shape((101, 640), (1, 128), "deepgemm_sm100"), scale_shape((101, 640), (128, 128), "deepgemm_sm100")
-    ((2, 104), (2, 104))
+    >>> [scale_shape((101, 640), block, "deepgemm_sm100") for block in ((1, 128), (128, 128))]
+    [(2, 104), (2, 104)]
 
     Raises ValueError for blocks and layouts that do not exist, and where the layout does not fit the block.
     """
     if not isinstance(layout, str) or layout not in SCALE_DTYPES:
         raise ValueError(f"scale_layout: expected one of {tuple(SCALE_DTYPES)}, got {layout!r}")
     if not _is_block(block):
-        raise ValueError(f"block: expected (1, B), (B, 1) or (B, B'), a power of two of {SMALLEST_BLOCK} or more each, or None for a whole "
+        raise ValueError(f"block: expected (1, B), (B, 1) or (B, B'), a power of two of {SMALLEST_BLOCK} or "
+                         "more each, or None for a whole "
                          f"line beside a 1; got {block!r}")
     if len(shape) < 2:
         raise ValueError(f"block: {block} needs two or more dimensions, got shape {shape}")
@@ -177,7 +192,8 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int | None, int | None] | N
     grid = scale_grid(shape, block)
     if 1 not in block:
         if layout in ("swizzled", "deepgemm_sm90"):
-            raise ValueError(f"scale_layout: {layout!r} belongs to blocks along one line, got block {block}; take compact or gemm_ready")
+            raise ValueError(f"scale_layout: {layout!r} belongs to blocks along one line, got block {block}; "
+                             "take compact or gemm_ready")
         if layout == "gemm_ready":
             return (*grid.batch, grid.outer, round_up(grid.blocks, PADDED_TO))
         if layout == "deepgemm_sm100":
@@ -186,11 +202,12 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int | None, int | None] | N
 
 
 def group_unit(block: tuple[int | None, int | None], layout: str, transposed: bool = False) -> int:
-    """Rows that the scales of a group of rows are stored for a multiple of: those of a block, times the blocks that a layout rounds up to
-    where blocks lie along M. Of whole columns 0: a group has as many scales whatever its rows, without any too.
+    """Rows that the scales of a group of rows are stored for a multiple of: those of a block, times the
+    blocks that a layout rounds up to where blocks lie along M. Of whole columns 0: a group has as many scales
+    whatever its rows, without any too.
 
-    >>> [group_unit((1, 128), layout) for layout in ("compact", "gemm_ready")], group_unit((32, 1), "swizzled")
-    ([1, 4], 128)
+    >>> group_unit((1, 128), "compact"), group_unit((1, 128), "gemm_ready"), group_unit((32, 1), "swizzled")
+    (1, 4, 128)
     >>> group_unit((1, None), "compact"), group_unit((None, 1), "compact")
     (1, 0)
     """
@@ -206,35 +223,39 @@ def group_unit(block: tuple[int | None, int | None], layout: str, transposed: bo
     return rows * PADDED_TO if transposed else rows
 
 
-def group_scales(columns: int, block: tuple[int | None, int | None], layout: str, transposed: bool = False) -> int:
+def group_scales(columns: int, block: tuple[int | None, int | None], layout: str,
+                 transposed: bool = False) -> int:
     """Scales of `group_unit` rows of an array with so many columns; of whole columns those of a group."""
     unit = group_unit(block, layout, transposed) or 1
     down, across = scale_shape((unit, columns), block, layout, transposed)
     return down * across
 
 
-def grouped_scale_shape(shape: tuple[int, int], groups: int, block: tuple[int | None, int | None], layout: str,
+def grouped_scale_shape(shape: tuple[int, int], groups: int, block: tuple[int | None, int | None],
+                        layout: str,
                         transposed: bool = False) -> tuple[int, ...]:
-    """The shape of the scales of `groups` groups of rows of an array of this shape, one after the other, each as `scale_shape` says for the
-    group alone: the bound that does not depend on their sizes. Flat where rows of scales are not equally long in every group. Of whole
-    columns one line for each group.
+    """The shape of the scales of `groups` groups of rows of an array of this shape, one after the other, each
+    as `scale_shape` says for the group alone: the bound that does not depend on their sizes. Flat where rows
+    of scales are not equally long in every group. Of whole columns one line for each group.
 
-    >>> grouped_scale_shape((300, 256), 4, (1, 128), "compact"), grouped_scale_shape((300, 256), 4, (1, 128), "gemm_ready")
-    ((300, 2), (624,))
+    >>> [grouped_scale_shape((300, 256), 4, (1, 128), layout) for layout in ("compact", "gemm_ready")]
+    [(300, 2), (624,)]
     >>> grouped_scale_shape((300, 256), 4, (128, 1), "compact")
     (6, 256)
-    >>> grouped_scale_shape((300, 255), 4, (None, 1), "compact"), grouped_scale_shape((300, 255), 4, (None, 1), "gemm_ready")
-    ((4, 255), (4, 256))
+    >>> [grouped_scale_shape((300, 255), 4, (None, 1), layout) for layout in ("compact", "gemm_ready")]
+    [(4, 255), (4, 256)]
     """
     unit = group_unit(block, layout, transposed)
     if unit == 0:
         return groups, group_scales(shape[1], block, layout, transposed)
     units = padded_rows(shape[0], groups, unit) // unit
-    (down, across), (_, across_two) = (scale_shape((unit * n, shape[1]), block, layout, transposed) for n in (1, 2))
+    (down, across), (_, across_two) = (scale_shape((unit * n, shape[1]), block, layout, transposed)
+                                       for n in (1, 2))
     return (units * down, across) if across == across_two else (units * down * across,)
 
 
-_SHAPES = {"compact": compact_shape, "swizzled": swizzled_shape, "gemm_ready": padded_shape, "deepgemm_sm90": padded_shape,
+_SHAPES = {"compact": compact_shape, "swizzled": swizzled_shape, "gemm_ready": padded_shape,
+           "deepgemm_sm90": padded_shape,
            "deepgemm_sm100": packed_shape}
 
 

@@ -24,13 +24,14 @@ class DelayedScalingState:
     scale         f32 [n], 1 at first
     amax_history  f32 [recipe.history_len, n], 0 at first; row 0 belongs to the current step
 
-    Both arrays stay the same from step to step, so a captured CUDA graph may read and update them. Tensor i's views
-    ``scale[i:i+1]`` and ``amax_history[0, i:i+1]`` are what `quantize_tensor` takes as `scale` and `amax`:
+    Both arrays stay the same from step to step, so a captured CUDA graph may read and update them. Tensor i's
+    views ``scale[i:i+1]`` and ``amax_history[0, i:i+1]`` are what `quantize_tensor` takes as `scale` and
+    `amax`:
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> state = fp8.DelayedScalingState(2, fp8.DelayedScaling(history_len=16), like=np)
     >>> x = np.array([[0.5, -3.5]], np.float32)
-    >>> for step in range(2):                                          # the second step uses the scale that the first one found
+    >>> for step in range(2):                       # the second step uses the scale that the first one found
     ...     q = state.recipe.quantize(x, scale=state.scale[:1], amax=state.amax_history[0, :1])
     ...     state.update()
     >>> q.data.astype(np.float32).tolist(), state.scale.tolist()
@@ -51,12 +52,14 @@ class DelayedScalingState:
         self.amax_history: Array = zeros((recipe.history_len, n), float32, like=like)
 
     def update(self, amax: Array | None = None) -> None:
-        """`update_delayed_scaling` of all tensors in one launch: the end of a step. amax: f32 [n] to use for row 0, after a
-        reduction over devices."""
-        update_delayed_scaling(self.amax_history, self.scale, dtype=self.recipe.dtype, margin=self.recipe.margin,
+        """`update_delayed_scaling` of all tensors in one launch: the end of a step. amax: f32 [n] to use for
+        row 0, after a reduction over devices."""
+        update_delayed_scaling(self.amax_history, self.scale, dtype=self.recipe.dtype,
+                               margin=self.recipe.margin,
                                algo=self.recipe.algo, amax=amax)
 
     def __repr__(self) -> str:
         length, n = self.amax_history.shape
         kind = type(self.scale).__module__.partition(".")[0]
-        return f"DelayedScalingState({n} tensors × {length} steps, {self.recipe.dtype}, {self.recipe.algo}, {kind})"
+        recipe = self.recipe
+        return f"DelayedScalingState({n} tensors × {length} steps, {recipe.dtype}, {recipe.algo}, {kind})"

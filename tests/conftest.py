@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 from background import Background
+from refusals import refused
 from tiers import deselect_left_out, pytest_addoption, pytest_generate_tests, pytest_report_header
 
 from cupy_fp8 import device_errors, testing
 from cupy_fp8.calls import remembered
 from cupy_fp8.kernels import Variant
 
-__all__ = ["pytest_addoption", "pytest_generate_tests", "pytest_report_header"]
+__all__ = ["pytest_addoption", "pytest_generate_tests", "pytest_report_header", "refused"]
 
 _BACKGROUND = pytest.StashKey[Background]()
 

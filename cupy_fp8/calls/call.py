@@ -89,8 +89,9 @@ class Call:
 
     def read_strided(self, name: str, a: Any) -> Input:
         """An array that the op reads by its strides, none of them negative."""
-        backend.require_module(a, self.xp, name)
-        self._belongs(name, a, self.xp)
+        if not self._first:
+            backend.require_module(a, self.xp, name)
+        self._belongs(name, a, backend.module_of(a, name))
         at = address(a)
         self.ranges.append(Range(at, at + validate.extent(a), False, name))
         return Input(a, at)

@@ -2,19 +2,29 @@
 //
 //   out[i, j] = narrow(fl(widen(data[i, j]) * widen(scale_inv of the block of (i, j))))
 //
-// out [batch, rows, columns]; the block of (i, j) is (i >> row_shift, j >> column_shift). scale_inv is found by strides (compact, whole
-// rows, a transposed view, …) or swizzled (swizzle.cuh: lines are the columns where COLUMNWISE, else the rows).
-// COLUMNWISE 1: blocks are one column wide, so that neighbouring columns have scales of their own; 0: 32 columns or more.
-// IN in {e4m3fn, e5m2}, OUT in {f32, bf16, f16}, SCALE in {e8m0fnu, f32}. Extents of blocks other than 1 are 32 or more.
+// out [batch, rows, columns]; the block of (i, j) is (i >> row_shift, j >> column_shift). scale_inv is found
+// by strides (compact, rows of scales, a transposed view, …) or swizzled (swizzle.cuh). Extents of blocks
+// other than 1 are 32 or more.
 //
-// dequantize_runs               data stored as out, row-wise blocks that tile its rows (no tail), compact scales: one long row, in which
-//                               neighbouring blocks have neighbouring scales. Registers only.
-// dequantize_blocks             data stored as out: a block of threads has 2^run_shift chunks of 16 bytes of out side by side (32 where
-//                               COLUMNWISE), a thread STEPS rows of one, all in flight, so that it needs a column's
-//                               scale once; eight or more where scales are swizzled, since then neighbouring lines share their sectors.
-// dequantize_blocks_transposed  data stored [batch, columns, rows]: through shared memory, a block of threads per tile of data, TILE_ROWS x
-//                               TILE_COLUMNS. ALIGNED, DOWN_FIRST: as `transpose` in astype.cu.
-// Scales that many threads need are widened once and kept in shared memory. Bytes moved per element: 1 + sizeof(OUT) + 1 scale per block.
+// dequantize_long_row           data stored as out, row-wise blocks that tile its rows (no tail), compact
+//                               scales: one long row, in which neighbouring blocks have neighbouring scales.
+//                               Registers only.
+// dequantize_blocks             data stored as out: a block of threads has 2^chunks_log2 chunks of 16 bytes
+//                               of out side by side, a thread a few rows of one, all in flight, so that it
+//                               loads a column's scale once.
+// dequantize_blocks_transposed  data stored [batch, columns, rows]: through shared memory, a block of threads
+//                               per tile of data. Scales that many threads need are widened once and kept
+//                               there. One scale for everything is a block that covers everything.
+//
+// Defines:
+//   IN, OUT      the formats: {e4m3fn, e5m2} and {f32, bf16, f16}. Conversions are instructions of the inner
+//                loop.
+//   SWIZZLED     of dequantize_blocks. 1: scales are swizzled (and E8M0), so that neighbouring rows share
+//                their sectors: a thread has eight rows instead of four. 0: it has strides.
+//   TILE_ROWS, TILE_COLUMNS, DOWN_FIRST, ALIGNED   of dequantize_blocks_transposed: as of `transpose` in
+//                                                  astype.cu
+// Whether scales are f32 or E8M0, and whether blocks are one column wide, is known at run time: a branch that
+// all threads take alike, outside of loops. Bytes moved per element: 1 + sizeof(OUT) + 1 scale per block.
 // Speed and what was tried: docs/performance.md.
 #include "memory/elementwise.cuh"
 #include "scale/swizzle.cuh"
@@ -23,55 +33,237 @@
 struct DequantizeParams {
     const IN::storage* data;
     OUT::storage* out;
-    const SCALE::storage* scale_inv;
+    const void* scale_inv;
     i64 rows, columns;                               // of each matrix of out
-    i64 row_stride, column_stride, matrix_stride;    // of scale_inv, in elements: to the block below, to the right, of the next matrix
-    i64 scale_tiles;                                 // swizzled: swizzle_tiles(blocks along a line); 0: strides
+    i64 row_stride, column_stride, matrix_stride;    // of scales: to the block below, right, next matrix
+    i64 scale_tiles;                                 // swizzled: swizzle_tiles(blocks in a line); 0: strides
     u32 row_shift, column_shift;                     // log2 of a block's extents
-    u32 down, across, run_shift;                     // dequantize_blocks: tiles of a matrix; log2 of a tile's chunks along a row
-    u32 vector;                                      // bit 0: data allows chunked access in every row; bit 1: out (untransposed: both or
-                                                     // none); bit 2: where COLUMNWISE, so do four neighbouring columns' scales
+    u32 down, across;                                // dequantize_blocks: tiles of a matrix
+    u32 chunks_log2;                                 // dequantize_blocks: chunks along a row of a tile
+    u32 vector;                                      // bit 0: rows of data allow chunked access; bit 1: of
+                                                     // out; bit 2: scales of four columns are one load
+    u32 f32_scales;                                  // 1: f32, 0: E8M0
+    u32 columnwise;                                  // blocks are one column wide, with a scale each
 };
 
-// Of the block in a row and a column of blocks.
-__device__ __forceinline__ const SCALE::storage* scale_at(const DequantizeParams& p, i64 matrix, i64 row, i64 column) {
-    const i64 at = p.scale_tiles == 0 ? row * p.row_stride + column * p.column_stride
-                   : COLUMNWISE       ? swizzled_at(column, row, p.scale_tiles)
-                                      : swizzled_at(row, column, p.scale_tiles);
-    return p.scale_inv + matrix * p.matrix_stride + at;
+// The scale of the block in a row and a column of blocks. Lines of swizzled scales are the columns if
+// `columnwise`, else the rows.
+template <class Scale>
+__device__ __forceinline__ const typename Scale::storage* scale_at(const DequantizeParams& p, bool swizzled,
+                                                                   bool columnwise, i64 matrix, i64 row,
+                                                                   i64 column) {
+    const i64 at = !swizzled    ? row * p.row_stride + column * p.column_stride
+                   : columnwise ? swizzled_at(column, row, p.scale_tiles)
+                                : swizzled_at(row, column, p.scale_tiles);
+    return static_cast<const typename Scale::storage*>(p.scale_inv) + matrix * p.matrix_stride + at;
 }
-__device__ __forceinline__ u32 load_scale(const DequantizeParams& p, i64 matrix, i64 row, i64 column) {
-    return load_read_only(scale_at(p, matrix, row, column));
-}
 
-// The scales of a tile of kRows x kColumns elements of out, both powers of two, whose first element's indices are multiples of them; in
-// shared memory. Their number is at most kMost.
-template <int kRows, int kColumns, int kMost, int kThreads>
-struct TileScales {
-    float* shared;
-    u32 row_shift, column_shift;
-    u32 columns_log2;                                // of the tile, in blocks
+// A scale for each of kCount neighbouring columns where kColumnwise, else one for all of them.
+template <bool kColumnwise, int kCount>
+struct ChunkScales {
+    float scale[kColumnwise ? kCount : 1];
 
-    __device__ __forceinline__ TileScales(float* shared, const DequantizeParams& p)
-        : shared(shared), row_shift(p.row_shift), column_shift(p.column_shift), columns_log2(blocks_log2(kColumns, p.column_shift)) {}
-
-    // Call __syncthreads() before get().
-    __device__ __forceinline__ void load(const DequantizeParams& p, i64 matrix, i64 row, i64 column) const {
-        static_assert(kMost % kThreads == 0, "every thread loads the same number");
-        const u32 count = 1u << (columns_log2 + blocks_log2(kRows, row_shift));
-        u32 scale[kMost / kThreads];                 // all on their way before the first is widened
+    // From shared memory, 16-byte aligned where kColumnwise.
+    __device__ __forceinline__ void load_shared(const float* from) {
+        if constexpr (!kColumnwise) scale[0] = *from;
+        else {
 #pragma unroll
-        for (int k = 0; k < kMost / kThreads; k++) {
-            const u32 i = k * kThreads + threadIdx.x;
-            const i64 block_row = (row >> row_shift) + (i >> columns_log2);
-            const i64 block_column = (column >> column_shift) + (i & ((1u << columns_log2) - 1));
-            const bool exists = i < count && block_row << row_shift < p.rows && block_column << column_shift < p.columns;
-            scale[k] = exists ? load_scale(p, matrix, block_row, block_column) : 0;
+            for (int i = 0; i < kCount; i += 4) {
+                const auto part = Chunk<f32, 4>::load_shared(reinterpret_cast<const u8*>(from + i));
+#pragma unroll
+                for (int j = 0; j < 4; j++) scale[i + j] = as_float(part.word[j]);
+            }
+        }
+    }
+    __device__ __forceinline__ Chunk<OUT, kCount> operator()(const Chunk<IN, kCount>& in) const {
+        Chunk<OUT, kCount> out;
+#pragma unroll
+        for (int i = 0; i < kCount / 2; i++) {
+            float lo, hi;
+            in.widen2(i, lo, hi);
+            const int second = kColumnwise ? 2 * i + 1 : 0;
+            out.narrow2(i, mul_rn(lo, scale[kColumnwise ? 2 * i : 0]), mul_rn(hi, scale[second]));
+        }
+        return out;
+    }
+};
+
+#ifdef ENTRY_dequantize_long_row
+using Chunks = FlatChunks<IN, OUT>;
+
+// The scales of a thread's chunks, all loaded before the first is widened.
+template <class Scale>
+__device__ __forceinline__ void load_scales(const DequantizeParams& p, const Chunks& in,
+                                            float (&scale)[kFlatUnroll]) {
+    const auto* const scales = static_cast<const typename Scale::storage*>(p.scale_inv);
+    u32 bits[kFlatUnroll];
+#pragma unroll
+    for (int u = 0; u < kFlatUnroll; u++)
+        bits[u] = in.whole || in.left(u) > 0 ? load_read_only(scales + (in.at(u) >> p.column_shift)) : 0;
+#pragma unroll
+    for (int u = 0; u < kFlatUnroll; u++) scale[u] = Scale::widen(bits[u]);
+}
+
+extern "C" __global__ void __launch_bounds__(kFlatThreads)
+dequantize_long_row(const __grid_constant__ DequantizeParams p) {
+    const Chunks in(p.data, p.columns, p.vector & 1);
+    float scale[kFlatUnroll];
+    if (p.f32_scales) load_scales<f32>(p, in, scale);
+    else load_scales<e8m0fnu>(p, in, scale);
+#pragma unroll
+    for (int u = 0; u < kFlatUnroll; u++) {
+        const auto values = ChunkScales<false, in.kCount>{{scale[u]}}(in.chunk[u]);
+        if (in.whole) values.store_whole(p.out + in.at(u));
+        else values.store_partial(p.out + in.at(u), in.left(u));
+    }
+}
+#endif
+
+#ifdef ENTRY_dequantize_blocks
+constexpr int kCount = kFlatChunk<IN, OUT>;                          // elements of a thread's chunk
+constexpr int kSteps = SWIZZLED ? 8 : 4;                             // rows of a thread
+
+// A thread's part: up to kSteps rows of a chunk of columns.
+struct Part {
+    i64 row, column;
+    u32 matrix;
+    int rows_left, columns_left;
+
+    __device__ __forceinline__ explicit Part(const DequantizeParams& p) {
+        const u32 chunks_log2 = p.chunks_log2;       // at most 5: a thread's chunks are in one column
+        const u32 line = blockIdx.x / p.across, in_row = threadIdx.x & ((1u << chunks_log2) - 1);
+        matrix = line / p.down;
+        row = ((i64)(line - matrix * p.down) * (kFlatThreads >> chunks_log2)
+               + (threadIdx.x >> chunks_log2)) * kSteps;
+        column = ((i64)(blockIdx.x - line * p.across) << chunks_log2 | in_row) * kCount;
+        columns_left = left_of(p.columns - column, kCount);
+        rows_left = columns_left ? left_of(p.rows - row, kSteps) : 0;
+    }
+};
+
+// The scales of a thread's columns in a row of blocks.
+template <class Scale>
+__device__ __forceinline__ void load_scales(const DequantizeParams& p, const Part& part,
+                                            ChunkScales<true, kCount>& to) {
+    const i64 block_row = part.row >> p.row_shift;
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+        u32 bits[4] = {};
+        if (!SWIZZLED && p.vector & 4) {
+            const auto four = Chunk<Scale, 4>::load(scale_at<Scale>(p, SWIZZLED, true, part.matrix, block_row,
+                                                                    part.column + i));
+            constexpr u32 kMask = four.kPerWord == 4 ? 0xffu : ~0u;
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                bits[j] = four.word[j / four.kPerWord] >> j % four.kPerWord * 8 & kMask;
+        } else {
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                if (i + j < part.columns_left)
+                    bits[j] = load_read_only(scale_at<Scale>(p, SWIZZLED, true, part.matrix, block_row,
+                                                             part.column + i + j));
         }
 #pragma unroll
-        for (int k = 0; k < kMost / kThreads; k++) shared[k * kThreads + threadIdx.x] = SCALE::widen(scale[k]);
+        for (int j = 0; j < 4; j++) to.scale[i + j] = Scale::widen(bits[j]);
     }
-    // Of an element of the tile, and of those to its right.
+}
+// The scales of a thread's rows, all loaded before the first is widened.
+template <class Scale, int kRows>
+__device__ __forceinline__ void load_scales(const DequantizeParams& p, const Part& part, i64 row,
+                                            float (&scale)[kRows]) {
+    u32 bits[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; r++)
+        bits[r] = load_read_only(scale_at<Scale>(p, SWIZZLED, false, part.matrix, (row + r) >> p.row_shift,
+                                                 part.column >> p.column_shift));
+#pragma unroll
+    for (int r = 0; r < kRows; r++) scale[r] = Scale::widen(bits[r]);
+}
+template <int kRows>
+__device__ __forceinline__ void load_scales(const DequantizeParams& p, const Part& part, i64 row,
+                                            float (&scale)[kRows]) {
+    if (!SWIZZLED && p.f32_scales) load_scales<f32>(p, part, row, scale);
+    else load_scales<e8m0fnu>(p, part, row, scale);
+}
+
+template <bool kColumnwise>
+__device__ __forceinline__ void dequantize_part(const DequantizeParams& p, const Part& part) {
+    ChunkScales<kColumnwise, kCount> scales;
+    if constexpr (kColumnwise) {                     // all rows are in one row of blocks
+        if (!SWIZZLED && p.f32_scales) load_scales<f32>(p, part, scales);
+        else load_scales<e8m0fnu>(p, part, scales);
+    }
+    i64 at = (part.matrix * p.rows + part.row) * p.columns + part.column;
+    if (p.vector & 1 && part.rows_left == kSteps) {
+        Chunk<IN, kCount> chunk[kSteps];
+#pragma unroll
+        for (int r = 0; r < kSteps; r++) chunk[r] = Chunk<IN, kCount>::load(p.data + at + r * p.columns);
+        float of_row[kSteps];
+        if constexpr (!kColumnwise) load_scales(p, part, part.row, of_row);
+#pragma unroll
+        for (int r = 0; r < kSteps; r++) {
+            if constexpr (!kColumnwise) scales.scale[0] = of_row[r];
+            scales(chunk[r]).store_whole(p.out + at + r * p.columns);
+        }
+        return;
+    }
+#pragma unroll 1
+    for (int r = 0; r < part.rows_left; r++, at += p.columns) {
+        if constexpr (!kColumnwise) load_scales(p, part, part.row + r, scales.scale);
+        scales(Chunk<IN, kCount>::load_partial(p.data + at, part.columns_left))
+            .store_partial(p.out + at, part.columns_left);
+    }
+}
+
+// Blocks of threads that a multiprocessor has registers for: as many as a kernel for one kind of blocks has.
+constexpr int kBlocks = sizeof(OUT::storage) == 4 && !SWIZZLED ? 16 : 12;
+
+extern "C" __global__ void __launch_bounds__(kFlatThreads, kBlocks)
+dequantize_blocks(const __grid_constant__ DequantizeParams p) {
+    const Part part(p);
+    if (!part.rows_left) return;
+    if (p.columnwise) dequantize_part<true>(p, part);
+    else dequantize_part<false>(p, part);
+}
+#endif
+
+#ifdef ENTRY_dequantize_blocks_transposed
+using Tile = ByteTile<TILE_ROWS, TILE_COLUMNS>;
+
+// The scales of a tile of data, whose rows are columns of out, as f32 in shared memory. The tile's extents
+// are powers of two, and its first element's indices multiples of them.
+struct TileScales {
+    static constexpr int kMost = TILE_ROWS * TILE_COLUMNS / 32;      // no block has fewer elements than 32
+    float* shared;
+    u32 row_shift, column_shift;
+    u32 columns_log2;                                // blocks along a row of out in the tile
+
+    __device__ __forceinline__ TileScales(u8* after_tile, const DequantizeParams& p)
+        : shared(reinterpret_cast<float*>(after_tile)), row_shift(p.row_shift), column_shift(p.column_shift),
+          columns_log2(blocks_log2(TILE_ROWS, p.column_shift)) {}
+
+    // row, column: of the tile's first element in out. Call __syncthreads() before get().
+    template <class Scale>
+    __device__ __forceinline__ void load(const DequantizeParams& p, i64 matrix, i64 row, i64 column) const {
+        static_assert(kMost % Tile::kThreads == 0, "every thread loads the same number");
+        const u32 count = 1u << (columns_log2 + blocks_log2(TILE_COLUMNS, row_shift));
+        const bool swizzled = sizeof(typename Scale::storage) == 1 && p.scale_tiles;
+        u32 scale[kMost / Tile::kThreads];           // all are loaded before the first is widened
+#pragma unroll
+        for (int k = 0; k < kMost / Tile::kThreads; k++) {
+            const u32 i = k * Tile::kThreads + threadIdx.x;
+            const i64 block_row = (row >> row_shift) + (i >> columns_log2);
+            const i64 block_column = (column >> column_shift) + (i & ((1u << columns_log2) - 1));
+            const bool exists = i < count && block_row << row_shift < p.rows
+                && block_column << column_shift < p.columns;
+            scale[k] = exists ? load_read_only(scale_at<Scale>(p, swizzled, p.columnwise, matrix, block_row,
+                                                               block_column)) : 0;
+        }
+#pragma unroll
+        for (int k = 0; k < kMost / Tile::kThreads; k++)
+            shared[k * Tile::kThreads + threadIdx.x] = Scale::widen(scale[k]);
+    }
+    // The scale of an element of the tile, found by its row and column of the tile in out; others follow it.
     __device__ __forceinline__ const float* get(int row, int column) const {
         return shared + (((i64)row >> row_shift) << columns_log2) + ((i64)column >> column_shift);
     }
@@ -84,141 +276,41 @@ private:
     }
 };
 
-// A scale for each of kCount neighbouring columns, or one for all of them.
-template <int kCount>
-struct ChunkScales {
-    float scale[COLUMNWISE ? kCount : 1];
-
-    __device__ __forceinline__ explicit ChunkScales(float all) : scale{all} {}
-    // from: in shared memory, 16-byte aligned where COLUMNWISE.
-    __device__ __forceinline__ explicit ChunkScales(const float* from) {
-        if (COLUMNWISE) {
-#pragma unroll
-            for (int i = 0; i < kCount; i += 4) {
-                const auto part = Chunk<f32, 4>::load_shared(reinterpret_cast<const u8*>(from + i));
-#pragma unroll
-                for (int j = 0; j < 4; j++) scale[COLUMNWISE ? i + j : 0] = as_float(part.word[j]);
-            }
-        } else scale[0] = *from;
-    }
-    // From global memory, where COLUMNWISE: those of `column` and on, of which columns_left exist.
-    __device__ __forceinline__ ChunkScales(const DequantizeParams& p, i64 matrix, i64 row, i64 column, int columns_left) {
-#pragma unroll
-        for (int i = 0; i < (COLUMNWISE ? kCount : 0); i += 4) {
-            u32 bits[4] = {};
-            if (p.vector & 4) {
-                const auto four = Chunk<SCALE, 4>::load(scale_at(p, matrix, row, column + i));
-#pragma unroll
-                for (int j = 0; j < 4; j++) bits[j] = four.word[j / four.kPerWord] >> j % four.kPerWord * 8 & (four.kPerWord == 4 ? 0xffu : ~0u);
-            } else {
-#pragma unroll
-                for (int j = 0; j < 4; j++)
-                    if (i + j < columns_left) bits[j] = load_scale(p, matrix, row, column + i + j);
-            }
-#pragma unroll
-            for (int j = 0; j < 4; j++) scale[COLUMNWISE ? i + j : 0] = SCALE::widen(bits[j]);
-        }
-    }
-    __device__ __forceinline__ Chunk<OUT, kCount> operator()(const Chunk<IN, kCount>& in) const {
-        Chunk<OUT, kCount> out;
-#pragma unroll
-        for (int i = 0; i < kCount / 2; i++) {
-            float lo, hi;
-            in.widen2(i, lo, hi);
-            out.narrow2(i, mul_rn(lo, scale[COLUMNWISE ? 2 * i : 0]), mul_rn(hi, scale[COLUMNWISE ? 2 * i + 1 : 0]));
-        }
-        return out;
-    }
-};
-
-#ifdef ENTRY_dequantize_runs
-extern "C" __global__ void __launch_bounds__(kFlatThreads) dequantize_runs(const __grid_constant__ DequantizeParams p) {
-    const FlatChunks<IN, OUT> in(p.data, p.columns, p.vector & 1);
-    u32 scale[kFlatUnroll];
-#pragma unroll
-    for (int u = 0; u < kFlatUnroll; u++)
-        scale[u] = in.whole || in.left(u) > 0 ? load_read_only(p.scale_inv + (in.at(u) >> p.column_shift)) : 0;
-#pragma unroll
-    for (int u = 0; u < kFlatUnroll; u++) {
-        const auto values = ChunkScales<in.kCount>(SCALE::widen(scale[u]))(in.chunk[u]);
-        if (in.whole) values.store_whole(p.out + in.at(u));
-        else values.store_partial(p.out + in.at(u), in.left(u));
-    }
-}
-#endif
-
-#ifdef ENTRY_dequantize_blocks
-constexpr int kCount = kFlatChunk<IN, OUT>;                          // of a thread's chunk
-
-extern "C" __global__ void __launch_bounds__(kFlatThreads) dequantize_blocks(const __grid_constant__ DequantizeParams p) {
-    const u32 run = COLUMNWISE ? 5 : p.run_shift;                    // at most 5: a thread's chunks are in one column
-    const u32 line = blockIdx.x / p.across, matrix = line / p.down;
-    const i64 row = ((i64)(line - matrix * p.down) * (kFlatThreads >> run) + (threadIdx.x >> run)) * STEPS;
-    const i64 column = ((i64)(blockIdx.x - line * p.across) << run | (threadIdx.x & ((1u << run) - 1))) * kCount;
-    const int columns_left = left_of(p.columns - column, kCount), rows_left = columns_left ? left_of(p.rows - row, STEPS) : 0;
-    if (!rows_left) return;
-#if COLUMNWISE
-    const ChunkScales<kCount> convert(p, matrix, row >> p.row_shift, column, columns_left);         // one block of rows has them all
-#endif
-    i64 at = (matrix * p.rows + row) * p.columns + column;
-    if (p.vector & 1 && rows_left == STEPS) {
-        Chunk<IN, kCount> chunk[STEPS];
-        u32 scale[STEPS];
-#pragma unroll
-        for (int r = 0; r < STEPS; r++) {
-            chunk[r] = Chunk<IN, kCount>::load(p.data + at + r * p.columns);
-            scale[r] = COLUMNWISE ? 0 : load_scale(p, matrix, (row + r) >> p.row_shift, column >> p.column_shift);
-        }
-#pragma unroll
-        for (int r = 0; r < STEPS; r++) {
-#if !COLUMNWISE
-            const ChunkScales<kCount> convert{SCALE::widen(scale[r])};
-#endif
-            convert(chunk[r]).store_whole(p.out + at + r * p.columns);
-        }
-        return;
-    }
-#pragma unroll 1
-    for (int r = 0; r < rows_left; r++, at += p.columns) {
-#if !COLUMNWISE
-        const ChunkScales<kCount> convert{SCALE::widen(load_scale(p, matrix, (row + r) >> p.row_shift, column >> p.column_shift))};
-#endif
-        convert(Chunk<IN, kCount>::load_partial(p.data + at, columns_left)).store_partial(p.out + at, columns_left);
-    }
-}
-#endif
-
-#ifdef ENTRY_dequantize_blocks_transposed
-using Tile = ByteTile<TILE_ROWS, TILE_COLUMNS>;
-
-extern "C" __global__ void __launch_bounds__(Tile::kThreads) dequantize_blocks_transposed(const __grid_constant__ DequantizeParams p) {
-    extern __shared__ __align__(16) u8 shared[];     // the tile of data, then its scales
-    const Tile tile{shared};
-    // Of out; a tile's rows are columns of out.
-    const auto at = TilePosition::of_block<Tile, DOWN_FIRST != 0>(blockIdx.x, p.columns, p.rows);
-    const i64 matrix = at.matrix * p.rows * p.columns;
-    const i64 column = at.row + Tile::patch_row(), row = at.column + Tile::patch_column();
-    const bool vector_in = ALIGNED || p.vector & 1, vector_out = ALIGNED || p.vector & 2;
-    int columns_left = left_of(p.columns - column, 8), rows_left = left_of(p.rows - row, 8);
-    if (ALIGNED) columns_left = rows_left = columns_left && rows_left ? 8 : 0;
-    Chunk<IN, 8> patch[8];
-    Tile::load_patch(patch, p.data + matrix + column * p.rows + row, p.rows, columns_left, rows_left, vector_in);
-    const TileScales<TILE_COLUMNS, TILE_ROWS, TILE_ROWS * TILE_COLUMNS / 32, Tile::kThreads> scales{
-        reinterpret_cast<float*>(shared + TILE_ROWS * TILE_COLUMNS), p};
-    scales.load(p, at.matrix, at.column, at.row);
-    tile.write_patch(patch);
-    __syncthreads();
+template <bool kColumnwise>
+__device__ __forceinline__ void store_tile(const DequantizeParams& p, const TilePosition& at,
+                                           const Tile& tile, const TileScales& scales) {
     constexpr int kStore = 16 / sizeof(OUT::storage);                // elements of a 16-byte store
 #pragma unroll
     for (int unit = 0; unit < Tile::kUnits<kStore>; unit++) {
         const int tile_row = Tile::column<kStore>(unit), tile_column = Tile::row<kStore>();
         const i64 to_row = at.column + tile_row, to_column = at.row + tile_column;
         const int left = to_row < p.rows ? left_of(p.columns - to_column, kStore) : 0;
-        const ChunkScales<kStore> convert{scales.get(tile_row, tile_column)};
+        ChunkScales<kColumnwise, kStore> convert;
+        convert.load_shared(scales.get(tile_row, tile_column));
         const Chunk<OUT, kStore> values = convert(tile.read<IN, kStore>(unit));
-        OUT::storage* to = p.out + matrix + to_row * p.columns + to_column;
-        if (!vector_out) values.store_partial(to, left);
+        OUT::storage* to = p.out + (at.matrix * p.rows + to_row) * p.columns + to_column;
+        if (!(ALIGNED || p.vector & 2)) values.store_partial(to, left);
         else if (left > 0) values.store_whole(to);
     }
+}
+
+extern "C" __global__ void __launch_bounds__(Tile::kThreads)
+dequantize_blocks_transposed(const __grid_constant__ DequantizeParams p) {
+    extern __shared__ __align__(16) u8 shared[];     // the tile of data, then its scales
+    const Tile tile{shared};
+    const auto at = TilePosition::of_block<Tile, DOWN_FIRST != 0>(blockIdx.x, p.columns, p.rows);
+    const i64 column = at.row + Tile::patch_row(), row = at.column + Tile::patch_column();       // of out
+    int columns_left = left_of(p.columns - column, 8), rows_left = left_of(p.rows - row, 8);
+    if (ALIGNED) columns_left = rows_left = columns_left && rows_left ? 8 : 0;
+    Chunk<IN, 8> patch[8];
+    Tile::load_patch(patch, p.data + (at.matrix * p.columns + column) * p.rows + row, p.rows, columns_left,
+                     rows_left, ALIGNED || p.vector & 1);
+    const TileScales scales(shared + TILE_ROWS * TILE_COLUMNS, p);
+    if (p.f32_scales) scales.load<f32>(p, at.matrix, at.column, at.row);
+    else scales.load<e8m0fnu>(p, at.matrix, at.column, at.row);
+    tile.write_patch(patch);
+    __syncthreads();
+    if (p.columnwise) store_tile<true>(p, at, tile, scales);
+    else store_tile<false>(p, at, tile, scales);
 }
 #endif

@@ -1,9 +1,9 @@
-// compute_amax (docs/numerics.md, rule 6): out = max |x| in f32, from 0, in one launch that initialises nothing; or, for current
-// scaling, out = the scale that this amax calls for (section 1).
+// compute_amax (docs/numerics.md, rule 6): out = max |x| in f32, from 0, in one launch that initialises
+// nothing; or, for current scaling, out = the scale that this amax calls for (section 1).
 //
-// NAN_WINS 0: NaN elements are ignored; 1: one NaN makes the result NaN. IN in {bf16, f16, f32}. A fixed grid strides over x;
-// each block raises workspace.top, the last one to finish writes out and leaves the workspace as it found it (zeros), so that
-// a captured graph replays. Bytes moved per element: sizeof(IN).
+// NAN_WINS 0: NaN elements are ignored; 1: one NaN makes the result NaN. IN in {bf16, f16, f32}. A fixed grid
+// strides over x; each block raises workspace.top, the last one to finish writes out and leaves the workspace
+// as it found it (zeros), so that a captured graph replays. Bytes moved per element: sizeof(IN).
 #include "memory/elementwise.cuh"
 #include "numerics/amax.cuh"
 #include "scale/scale.cuh"
@@ -44,7 +44,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) compute_amax(const __grid
         } else {
 #pragma unroll 1
             for (int u = 0; u < kUnroll; u++)
-                amax.add(Chunk<IN, kChunk>::load_partial(p.x + first + u * kStep, left_of(p.n - first - u * kStep, kChunk)));
+                amax.add(Chunk<IN, kChunk>::load_partial(p.x + first + u * kStep,
+                                                         left_of(p.n - first - u * kStep, kChunk)));
         }
     }
     const u32 block_top = block_max<kThreads>(amax.f32_bits());
@@ -56,7 +57,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) compute_amax(const __grid
             const u32 top = atomicExch(&p.workspace->top, 0u);
             atomicExch(&p.workspace->blocks_done, 0u);
             const float result = as_float(f32::narrow(as_float(top)));
-            *p.out = p.to_scale ? scale_from_amax(result, p.target, p.eps, as_float(kMaxF32), p.pow2) : result;
+            *p.out = p.to_scale ? scale_from_amax(result, p.target, p.eps, as_float(kMaxF32), p.pow2)
+                                : result;
         }
     }
 }

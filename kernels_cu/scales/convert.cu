@@ -1,24 +1,30 @@
 // Scales of blocks from layout to layout (docs/layouts.md; docs/numerics.md, section 5).
 //
-//   to[line, block] = scale of from[line, block]      the bits themselves; f32 -> E8M0: the exponent of a power of two, 0 of 0, else NaN and a bit
-//                                                      in the sticky word; E8M0 -> f32: 2^(e - 127); padding: 0, never read
+//   to[line, block] = scale of from[line, block]
 //
-// IN, OUT in {f32, e8m0fnu} (the words of deepgemm_sm100 are four E8M0 bytes each). Everything else is known at run time: a layout is six
-// strides (ScaleStrides). A thread has four scales that are neighbours in `to`: 16 bytes of f32, a word of E8M0, one store where it is
-// aligned and whole; and one load where they are neighbours in `from` too. A block of 256 threads has a tile of 32 lines x 32 blocks, of which
-// either side's part is whole sectors; of swizzled scales 128 x 8, two of its tiles. Such arrays are small and latency is all: one launch,
-// nothing in shared memory (sectors that two warps share meet in L1). Bytes moved per scale: one of each.
+// The bits themselves; f32 -> E8M0: the exponent of a power of two, 0 of 0, else NaN and a bit in the sticky
+// word; E8M0 -> f32: 2^(e - 127). Padding is 0, and never read.
+//
+// Defines: IN, OUT in {f32, e8m0fnu}, which decide the width of loads and stores (the words of deepgemm_sm100
+// are four E8M0 bytes each). Everything else is known at run time: a layout is six strides (ScaleStrides). A
+// thread has four scales that are neighbours in `to`: 16 bytes of f32, a word of E8M0, one store where it is
+// aligned and whole; and one load where they are neighbours in `from` too. A block of 256 threads has a tile
+// of 32 lines x 32 blocks, of which either side's part is whole sectors; of swizzled scales 128 x 8, two of
+// its tiles. Such arrays are small and latency is all: one launch, nothing in shared memory (sectors that two
+// warps share meet in L1). Bytes moved per scale: one of each.
 #include "memory/errors.cuh"
 #include "memory/chunks.cuh"
 
-// Where the scales of a layout are, in elements. Layouts without tiles: line32 = 32 line, line128 = 128 line, block4 = 4 block.
+// Where the scales of a layout are, in elements. Layouts without tiles: line32 = 32 line, line128 = 128 line,
+// block4 = 4 block.
 struct ScaleStrides {
     i64 matrix;
     i64 line, line32, line128;   // to the next line among 32; the next 32 among 128; the next 128
     i64 block, block4;           // to the next block among four; the next four
 
     __device__ __forceinline__ i64 at(i64 m, i64 l, i64 b) const {
-        return m * matrix + (l & 31) * line + (l >> 5 & 3) * line32 + (l >> 7) * line128 + (b & 3) * block + (b >> 2) * block4;
+        return m * matrix + (l & 31) * line + (l >> 5 & 3) * line32 + (l >> 7) * line128
+               + (b & 3) * block + (b >> 2) * block4;
     }
 };
 
@@ -30,12 +36,13 @@ struct ScaleLayoutParams {
     i64 lines, blocks;                                               // of the target that have a scale
     i64 stored_lines, stored_blocks;                                 // with the padding
     u32 down, across;                                                // tiles of a matrix
-    u32 source_shift, target_shift;                                  // log2 of the lines that repeat one line of scales
+    u32 source_shift, target_shift;                      // log2 of the lines that repeat one line of scales
     u32 order;
 };
 
 constexpr int kThreads = 256;
-// Which of a tile's scales a thread has: four lines; four blocks; those of packed words, eight lines of which are a sector; of a swizzled tile.
+// Which of a tile's scales a thread has: four lines; four blocks; those of packed words, eight lines of which
+// are a sector; of a swizzled tile.
 constexpr u32 kFourLines = 0, kFourBlocks = 1, kPacked = 2, kSwizzled = 3;
 
 struct Place {
@@ -63,7 +70,9 @@ __device__ __forceinline__ void set_element(Chunk<F, 4>& c, int i, u32 bits) {  
     else c.word[0] |= bits << 8 * i;
 }
 template <class F>
-__device__ __forceinline__ bool is_aligned(const typename F::storage* p) { return reinterpret_cast<u64>(p) % Chunk<F, 4>::kBytes == 0; }
+__device__ __forceinline__ bool is_aligned(const typename F::storage* p) {
+    return reinterpret_cast<u64>(p) % Chunk<F, 4>::kBytes == 0;
+}
 
 template <class From, class To>
 struct Conversion {
@@ -85,11 +94,13 @@ struct Conversion<f32, e8m0fnu> {
 };
 
 #ifdef ENTRY_convert_scales
-extern "C" __global__ void __launch_bounds__(kThreads) convert_scales(const __grid_constant__ ScaleLayoutParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+convert_scales(const __grid_constant__ ScaleLayoutParams p) {
     const u32 line_of_tiles = blockIdx.x / p.across, matrix = line_of_tiles / p.down;
     const Place at(p.order, line_of_tiles - matrix * p.down, blockIdx.x - line_of_tiles * p.across);
     const bool by_lines = p.order == kFourLines;
-    const auto of_four = [&](i64 lines, i64 blocks) {                // how many of the thread's scales are among these
+    // How many of the thread's scales are among these.
+    const auto of_four = [&](i64 lines, i64 blocks) {
         if (at.line >= lines || at.block >= blocks) return 0;
         return by_lines ? left_of(lines - at.line, 4) : left_of(blocks - at.block, 4);
     };
@@ -98,7 +109,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) convert_scales(const __gr
 
     Chunk<IN, 4> in{};
     if (count) {
-        const IN::storage* from = p.from + p.source.at(matrix, at.line >> p.target_shift << p.source_shift, at.block);
+        const IN::storage* from = p.from + p.source.at(matrix, at.line >> p.target_shift << p.source_shift,
+                                                       at.block);
         const i64 step = by_lines ? p.source.line : p.source.block;
         if (count == 4 && step == 1 && is_aligned<IN>(from)) {
             in = Chunk<IN, 4>::load(from);

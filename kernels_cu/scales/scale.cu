@@ -1,16 +1,18 @@
 // Scales of per-tensor scaling (docs/numerics.md, section 1).
 //
-// compute_scale           scale[i] = fl(target / max(amax[i], eps)), 1 where amax is 0, Inf or NaN. f32 [n] -> f32 [n], elementwise;
-//                         8 bytes moved per element.
-// update_delayed_scaling  history [length, n] f32, row 0 the current step: amax of the history -> scale [n], and the history rolls:
+// compute_scale           scale[i] = fl(target / max(amax[i], eps)), 1 where amax is 0, Inf or NaN. f32 [n]
+//                         -> f32 [n], elementwise; 8 bytes moved per element.
+// update_delayed_scaling  history [length, n] f32, row 0 the current step: amax of the history -> scale
+//                         [n], and the history rolls:
 //                             new[i] = old[i + 1],    new[length - 1] = last,    new[0] = 0
-//                         last = old[0], or the reduced amax where one is given and not 0. In place, n tensors in one launch, no
-//                         workspace; 8 bytes moved per element of the history.
-// A block owns 2^columns_log2 whole columns, and of each column a thread owns a run of rows. Row i comes from row i + 1, so of what a
-// thread reads only the row after its run is another thread's to overwrite: it is read before the barrier, and from there on nobody
-// waits until the maxima meet. 512 threads with eight loads each in flight; 32 columns are whole lines of every row, and the host gives
-// a block fewer, and so shorter runs, where few tensors have a long history (one round of loads for 1 x 1024 and 512 x 16).
-// NaN in the history is ignored by the maximum and moved as it is.
+//                         last = old[0], or the reduced amax where one is given and not 0. In place, n
+//                         tensors in one launch, no workspace; 8 bytes moved per element of the history.
+// A block owns 2^columns_log2 whole columns, and of each column a thread owns a run of rows. Row i comes from
+// row i + 1, so of what a thread reads only the row after its run is another thread's to overwrite: it is
+// read before the barrier, and from there on nobody waits until the maxima meet. 512 threads with eight loads
+// each in flight; 32 columns are whole lines of every row, and the host gives a block fewer, and so shorter
+// runs, where few tensors have a long history (one round of loads for 1 x 1024 and 512 x 16). NaN in the
+// history is ignored by the maximum and moved as it is.
 #include "memory/elementwise.cuh"
 #include "scale/scale.cuh"
 
@@ -25,12 +27,14 @@ struct ComputeScaleParams {
     u32 vector;                  // amax and scale are 16-byte aligned
 };
 
-extern "C" __global__ void __launch_bounds__(kFlatThreads) compute_scale(const __grid_constant__ ComputeScaleParams p) {
+extern "C" __global__ void __launch_bounds__(kFlatThreads)
+compute_scale(const __grid_constant__ ComputeScaleParams p) {
     FlatChunks<f32, f32>(p.amax, p.n, p.vector).store(p.scale, [&](const Chunk<f32, 4>& amax) {
         Chunk<f32, 4> scale;
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            scale.word[i] = as_bits(scale_from_amax(as_float(amax.word[i]), p.target, p.eps, as_float(kMaxF32), p.pow2));
+            scale.word[i] = as_bits(scale_from_amax(as_float(amax.word[i]), p.target, p.eps,
+                                                    as_float(kMaxF32), p.pow2));
         return scale;
     });
 }
@@ -49,7 +53,8 @@ struct UpdateDelayedScalingParams {
 
 constexpr int kThreadsLog2 = 9, kThreads = 1 << kThreadsLog2;
 constexpr int kInFlight = 8;                                         // loads per thread before the first use
-// Blocks per multiprocessor, at least: 48 KB in flight on an H200. Other compilers' register allocation is left alone.
+// Blocks per multiprocessor, at least: 48 KB in flight on an H200. Other compilers' register allocation is
+// left alone.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr int kBlocks = 3;
 #else
@@ -65,14 +70,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) update_delayed_s
     const i64 column = ((i64)blockIdx.x << p.columns_log2) + own;
     const bool exists = column < p.n;
     const i64 run = (p.length + (1 << runs_log2) - 1) >> runs_log2;
-    const i64 begin = (threadIdx.x >> p.columns_log2) * run, end = begin + run < p.length ? begin + run : p.length;
+    const i64 begin = (threadIdx.x >> p.columns_log2) * run;
+    const i64 end = begin + run < p.length ? begin + run : p.length;
     const bool works = exists && begin < end;
     u32* row = p.history + begin * p.n + column;
     i64 within = works ? end - begin - 1 : 0;                        // rows that move within the run
     u32* const final_row = row + within * p.n;
 
-    // A short history has all its loads in flight before the first use. Behind the barrier every row that another thread overwrites
-    // has been read.
+    // A short history has all its loads in flight before the first use. Behind the barrier every row that
+    // another thread overwrites has been read.
     const u32 current = exists ? p.history[column] : 0u, reduced = exists && p.amax ? p.amax[column] : 0u;
     const u32 beyond = works && end < p.length ? final_row[p.n] : 0u;
     const bool writes_scale = exists && (int)threadIdx.x < columns;
@@ -89,7 +95,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) update_delayed_s
     const u32 last = reduced << 1 ? reduced : current;               // a zero of either sign shifts to 0
     const bool changes = exists && (!p.amax || last << 1);
     u32 top = 0;
-    const auto see = [&](u32 bits) { top = bits <= 0x7f800000u && bits > top ? bits : top; };        // not NaN, not negative
+    // Neither NaN nor negative values count.
+    const auto see = [&](u32 bits) { top = bits <= 0x7f800000u && bits > top ? bits : top; };
     while (within > 0) {
         const int count = left_of(within, kInFlight);
 #pragma unroll
@@ -115,7 +122,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) update_delayed_s
     __syncthreads();
     if (writes_scale && changes) {
         const float amax = as_float(p.most_recent ? last : column_top[own]), largest = as_float(kMaxF32);
-        p.scale[column] = is_positive_number(amax) ? scale_to(p.target, amax, largest) : is_infinite(previous) ? largest : previous;
+        p.scale[column] = is_positive_number(amax) ? scale_to(p.target, amax, largest)
+                          : is_infinite(previous)  ? largest
+                                                   : previous;
     }
 }
 #endif

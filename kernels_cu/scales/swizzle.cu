@@ -1,21 +1,26 @@
 // The layout of E8M0 scales (docs/layouts.md): bytes move, nothing is computed.
 //
-// swizzle_scales    compact [batch, lines, blocks] -> swizzled: tiles of 128 lines x 4 blocks (include/scale/swizzle.cuh), the padding of
-//                   lines to 128 and of blocks to 4 written as 0
+// swizzle_scales    compact [batch, lines, blocks] -> swizzled: tiles of 128 lines x 4 blocks
+//                   (include/scale/swizzle.cuh), the padding of lines to 128 and of blocks to 4 written as 0
 // unswizzle_scales  the inverse; padding is not read
 //
-// ADJACENT      what is adjacent in compact memory: 0 the blocks of a line (row `stride` bytes apart), 1 the lines (column-wise scales,
-//               which are stored [blocks, lines])
-// WORDS         1: with ADJACENT 0 all compact words of four blocks exist and are aligned, and no code is made for anything else (which
-//               takes many more registers, to have as many loads in flight)
-// GROUPED       0; 1: groups of lines, 2: groups along the blocks, of sizes on the device (include/groups/splits.cuh), each group a swizzled
-//               matrix of its own, one after the other: in the rows of the result, or (2) in its bytes. What is past the last group is
-//               written as 0, and so are compact scales that no group covers.
+// Defines:
+// ADJACENT      what is adjacent in compact memory: 0 the blocks of a line (row `stride` bytes apart), 1 the
+//               lines (column-wise scales, which are stored [blocks, lines])
+// WORDS         1: with ADJACENT 0 all compact words of four blocks exist and are aligned, and no code is
+//               made for anything else (which takes many more registers, to have as many loads in flight)
+// GROUPED       1: groups of lines or along the blocks (`axis`), of sizes on the device
+//               (include/groups/splits.cuh), each group a swizzled matrix of its own, one after the
+//               other: in the rows of the result, or (axis 1) in its bytes. The result past the last group is
+//               0, and so are compact scales that no group covers. 0: no search for groups, and no barrier
+//               after it: these launches are latency
 //
-// A block of 64 threads takes 8 tiles of one run of 128 lines: 4 KB, 64 bytes in flight per thread. ADJACENT 0: a thread has four units of
-// 16 swizzled bytes, each from 4 compact lines; 8 lanes share a 32-byte sector of a compact line, 4 lanes have 64 adjacent swizzled bytes.
-// ADJACENT 1: 16 lines x 4 blocks per thread, transposed in registers and gathered in shared memory, so that both sides are moved in
-// whole lines. Bytes moved per scale: 2. Such arrays are small and latency is all: one launch, every load of a thread in flight at once.
+// A block of 64 threads takes 8 tiles of one run of 128 lines: 4 KB, 64 bytes in flight per thread. ADJACENT
+// 0: a thread has four units of 16 swizzled bytes, each from 4 compact lines; 8 lanes share a 32-byte sector
+// of a compact line, 4 lanes have 64 adjacent swizzled bytes. ADJACENT 1: 16 lines x 4 blocks per thread,
+// transposed in registers and gathered in shared memory, so that both sides are moved in whole lines. Bytes
+// moved per scale: 2. Such arrays are small and latency is all: one launch, every load of a thread in flight
+// at once.
 #include "groups/splits.cuh"
 #include "scale/swizzle.cuh"
 #include "tile/tile.cuh"
@@ -29,13 +34,16 @@ struct LayoutParams {
     i64 tiles;                   // of the swizzled matrix, along its lines
     u32 down;                    // runs of 128 lines in the swizzled matrix
     u32 across;                  // blocks of threads along a run
+    u32 axis;                    // of groups: 0 of lines, 1 along the blocks
 };
 
 constexpr int kThreads = 64, kTiles = 8;
-// Per multiprocessor, at least: without this, compilers aim at more and spill instead of having all loads in flight.
+// Per multiprocessor, at least: without this, compilers aim at more and spill instead of having all loads in
+// flight.
 constexpr int kBlocks = 8;
 constexpr int kUnits = kTiles * (int)kSwizzleTile / 16 / kThreads;   // of 16 swizzled bytes, per thread
-using Unit = Chunk<e8m0fnu, 16>;                                     // lines i, i + 32, i + 64 and i + 96: a word of 4 blocks each
+// Lines i, i + 32, i + 64 and i + 96: a word of 4 blocks each.
+using Unit = Chunk<e8m0fnu, 16>;
 
 struct ScaleTile {
     i64 compact;                 // offset of its first scale
@@ -58,16 +66,19 @@ struct Tiles {
         run = GROUPED ? line : line - (u32)matrix * p.down;
     }
     __device__ __forceinline__ ScaleTile operator[](int t) const {
-        i64 line = (i64)run * kSwizzleLines, block = (first + t) * kSwizzleBlocks, tile = ((matrix * p.down + run) * p.tiles + first + t);
-        int lines = left_of(p.lines - line, kSwizzleLines), blocks = left_of(p.blocks - block, kSwizzleBlocks);
+        i64 line = (i64)run * kSwizzleLines, block = (first + t) * kSwizzleBlocks;
+        i64 tile = (matrix * p.down + run) * p.tiles + first + t;
+        int lines = left_of(p.lines - line, kSwizzleLines);
+        int blocks = left_of(p.blocks - block, kSwizzleBlocks);
         bool lost = false;
-        if (GROUPED == 1) line = groups[0].start, lines = groups[0].lines, lost = groups[0].past_groups;
-        if (GROUPED == 2) {
+        if (GROUPED && p.axis == 0) line = groups[0].start, lines = groups[0].lines, lost = groups[0].past_groups;
+        if (GROUPED && p.axis) {
             const GroupTile& group = groups[t];
             block = group.start, blocks = group.lines, lost = group.past_groups;
             tile = group.group_tile * p.down + run * group.group_tiles + (first + t - group.group_tile);
         }
-        const i64 compact = matrix * p.lines * p.blocks + (ADJACENT ? block * p.stride + line : line * p.stride + block);
+        const i64 in_matrix = ADJACENT ? block * p.stride + line : line * p.stride + block;
+        const i64 compact = matrix * p.lines * p.blocks + in_matrix;
         return {compact, tile * kSwizzleTile, lines, blocks, first + t < p.tiles && run < p.down, lost};
     }
 };
@@ -77,21 +88,26 @@ __device__ __forceinline__ void find_groups_of_tiles(const Tiles& tiles, GroupTi
     if (!GROUPED) return;
     if (threadIdx.x < 32) {
         const LayoutParams& p = tiles.p;
-        if (GROUPED == 1)
+        if (p.axis == 0)
             find_groups<1, kSwizzleLines, 1>(p.splits, p.lines, tiles.run, p.down, blockIdx.x == 0, groups);
         else
-            find_groups<32, kSwizzleBlocks, kTiles>(p.splits, p.blocks, tiles.first, p.tiles, blockIdx.x == 0, groups);
+            find_groups<32, kSwizzleBlocks, kTiles>(p.splits, p.blocks, tiles.first, p.tiles, blockIdx.x == 0,
+                                                    groups);
     }
     __syncthreads();
 }
 
-__device__ __forceinline__ bool is_aligned(const u8* p, int bytes) { return reinterpret_cast<u64>(p) % bytes == 0; }
-
-__device__ __forceinline__ Unit load_unit(const LayoutParams& p, const ScaleTile& tile, int line) {
-    return tile.blocks && line < tile.lines && !tile.lost ? Unit::load(p.swizzled + tile.swizzled + line * 16) : Unit{};
+__device__ __forceinline__ bool is_aligned(const u8* p, int bytes) {
+    return reinterpret_cast<u64>(p) % bytes == 0;
 }
 
-// ---- ADJACENT 0: a thread's 16 words are of lines of one tile, 8 apart; word m is unit m % 4's word m / 4 ----
+__device__ __forceinline__ Unit load_unit(const LayoutParams& p, const ScaleTile& tile, int line) {
+    const bool exists = tile.blocks && line < tile.lines && !tile.lost;
+    return exists ? Unit::load(p.swizzled + tile.swizzled + line * 16) : Unit{};
+}
+
+// ---- ADJACENT 0 ----
+// A thread's 16 words are of lines of one tile, 8 apart; word m is unit m % 4's word m / 4.
 constexpr int kWords = 4 * kUnits, kStep = 128 / kWords;
 __device__ __forceinline__ int row_tile() { return threadIdx.x % kTiles; }
 __device__ __forceinline__ int row_line(int word) { return threadIdx.x / kTiles + word * kStep; }
@@ -101,7 +117,8 @@ __device__ __forceinline__ bool are_words(const u8* line, i64 stride, int blocks
 }
 // from, to: the tile's first line. kWhole: every word is aligned, and of four blocks.
 template <bool kWhole>
-__device__ __forceinline__ void load_rows(const u8* from, i64 stride, int lines, int blocks, Unit (&unit)[kUnits]) {
+__device__ __forceinline__ void load_rows(const u8* from, i64 stride, int lines, int blocks,
+                                          Unit (&unit)[kUnits]) {
     const u32 mask = ~0u >> 8 * (4 - blocks);
     const u8* line = from + row_line(0) * stride;
 #pragma unroll
@@ -112,7 +129,8 @@ __device__ __forceinline__ void load_rows(const u8* from, i64 stride, int lines,
         if (kWhole) {
             if (there) word = load_read_only(reinterpret_cast<const u32*>(line));
         } else {
-            // What does not exist is read where something does, and masked: there are too few predicates for this many loads at once.
+            // What does not exist is read where something does, and masked: there are too few predicates for
+            // this many loads at once.
             const u8* at = there ? line : from;
 #pragma unroll
             for (int b = 0; b < 4; b++) word |= (u32)load_read_only(at + (b < blocks ? b : 0)) << 8 * b;
@@ -121,7 +139,8 @@ __device__ __forceinline__ void load_rows(const u8* from, i64 stride, int lines,
     }
 }
 template <bool kWhole>
-__device__ __forceinline__ void store_rows(const Unit (&unit)[kUnits], u8* to, i64 stride, int lines, int blocks) {
+__device__ __forceinline__ void store_rows(const Unit (&unit)[kUnits], u8* to, i64 stride, int lines,
+                                           int blocks) {
     u8* line = to + row_line(0) * stride;
 #pragma unroll
     for (int m = 0; m < kWords; m++, line += kStep * stride) {
@@ -133,7 +152,8 @@ __device__ __forceinline__ void store_rows(const Unit (&unit)[kUnits], u8* to, i
 }
 
 // ---- ADJACENT 1: swizzled tiles in shared memory ----
-// Padded by 16 bytes after each half: eight lanes that write words of 8 x 16 lines, of four tiles, meet 32 banks.
+// Padded by 16 bytes after each half: eight lanes that write words of 8 x 16 lines, of four tiles, meet 32
+// banks.
 constexpr int kHalfWords = 64 + 4, kTileWords = 2 * kHalfWords;
 __device__ __forceinline__ u32* unit_in_shared(u32* shared, int tile, int line) {
     return shared + tile * kTileWords + line / 16 * kHalfWords + line % 16 * 4;
@@ -144,13 +164,15 @@ __device__ __forceinline__ int whole_line() { return threadIdx.x % 32; }
 // This thread's part of the compact tiles: 16 adjacent lines x 4 blocks.
 __device__ __forceinline__ int part_tile() { return threadIdx.x / 8; }
 __device__ __forceinline__ int part_line() { return threadIdx.x % 8 * 16; }
-__device__ __forceinline__ u32* part_in_shared(u32* shared, int line) {        // the word of part_line() + line
+// The word of line part_line() + line.
+__device__ __forceinline__ u32* part_in_shared(u32* shared, int line) {
     const int at = part_line() + line;
     return unit_in_shared(shared, part_tile(), at % 32) + at / 32;
 }
 
 #ifdef ENTRY_swizzle_scales
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) swizzle_scales(const __grid_constant__ LayoutParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
+swizzle_scales(const __grid_constant__ LayoutParams p) {
     __shared__ GroupTile groups[kTiles];
     const Tiles tiles(p, groups);
     find_groups_of_tiles(tiles, groups);
@@ -159,7 +181,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) swizzle_scales(c
         const u8* from = p.compact + tile.compact;
         Unit unit[kUnits]{};
         if (tile.lines && tile.blocks && !tile.lost) {
-            if (WORDS || are_words(from, p.stride, tile.blocks)) load_rows<true>(from, p.stride, tile.lines, kSwizzleBlocks, unit);
+            if (WORDS || are_words(from, p.stride, tile.blocks))
+                load_rows<true>(from, p.stride, tile.lines, kSwizzleBlocks, unit);
             else load_rows<WORDS != 0>(from, p.stride, tile.lines, tile.blocks, unit);
         }
         if (!tile.exists) return;
@@ -173,10 +196,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) swizzle_scales(c
         Unit run[kSwizzleBlocks];
         if (lines == 16 && is_aligned(from, 16) && p.stride % 16 == 0) {
 #pragma unroll
-            for (int b = 0; b < kSwizzleBlocks; b++) run[b] = b < part.blocks ? Unit::load(from + b * p.stride) : Unit{};
+            for (int b = 0; b < kSwizzleBlocks; b++)
+                run[b] = b < part.blocks ? Unit::load(from + b * p.stride) : Unit{};
         } else {
 #pragma unroll
-            for (int b = 0; b < kSwizzleBlocks; b++) run[b] = Unit::load_partial(from + b * p.stride, b < part.blocks ? lines : 0);
+            for (int b = 0; b < kSwizzleBlocks; b++)
+                run[b] = Unit::load_partial(from + b * p.stride, b < part.blocks ? lines : 0);
         }
 #pragma unroll
         for (int w = 0; w < 4; w++) {
@@ -189,7 +214,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) swizzle_scales(c
 #pragma unroll
         for (int u = 0; u < kUnits; u++) {
             const ScaleTile tile = tiles[whole_tile(u)];
-            const Unit unit = Unit::load_shared(reinterpret_cast<const u8*>(unit_in_shared(shared, whole_tile(u), whole_line())));
+            const u32* const words = unit_in_shared(shared, whole_tile(u), whole_line());
+            const Unit unit = Unit::load_shared(reinterpret_cast<const u8*>(words));
             if (tile.exists) unit.store(p.swizzled + tile.swizzled + whole_line() * 16);
         }
     }
@@ -197,7 +223,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) swizzle_scales(c
 #endif
 
 #ifdef ENTRY_unswizzle_scales
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) unswizzle_scales(const __grid_constant__ LayoutParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
+unswizzle_scales(const __grid_constant__ LayoutParams p) {
     __shared__ GroupTile groups[kTiles];
     const Tiles tiles(p, groups);
     find_groups_of_tiles(tiles, groups);
@@ -207,7 +234,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) unswizzle_scales
 #pragma unroll
         for (int u = 0; u < kUnits; u++) unit[u] = load_unit(p, tile, row_line(u));
         u8* to = p.compact + tile.compact;
-        if (are_words(to, p.stride, tile.blocks)) store_rows<true>(unit, to, p.stride, tile.lines, kSwizzleBlocks);
+        if (are_words(to, p.stride, tile.blocks))
+            store_rows<true>(unit, to, p.stride, tile.lines, kSwizzleBlocks);
         else store_rows<false>(unit, to, p.stride, tile.lines, tile.blocks);
     } else {
         __shared__ __align__(16) u32 shared[kTiles * kTileWords];
@@ -215,14 +243,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) unswizzle_scales
 #pragma unroll
         for (int u = 0; u < kUnits; u++) unit[u] = load_unit(p, tiles[whole_tile(u)], whole_line());
 #pragma unroll
-        for (int u = 0; u < kUnits; u++) unit[u].store(reinterpret_cast<u8*>(unit_in_shared(shared, whole_tile(u), whole_line())));
+        for (int u = 0; u < kUnits; u++) {
+            u32* const words = unit_in_shared(shared, whole_tile(u), whole_line());
+            unit[u].store(reinterpret_cast<u8*>(words));
+        }
         __syncthreads();
         const ScaleTile part = tiles[part_tile()];
         Unit run[kSwizzleBlocks];
 #pragma unroll
         for (int w = 0; w < 4; w++) {
             u32 byte[4];
-            transpose_4x4(*part_in_shared(shared, 4 * w), *part_in_shared(shared, 4 * w + 1), *part_in_shared(shared, 4 * w + 2),
+            transpose_4x4(*part_in_shared(shared, 4 * w), *part_in_shared(shared, 4 * w + 1),
+                          *part_in_shared(shared, 4 * w + 2),
                           *part_in_shared(shared, 4 * w + 3), byte);
 #pragma unroll
             for (int b = 0; b < kSwizzleBlocks; b++) run[b].word[w] = byte[b];

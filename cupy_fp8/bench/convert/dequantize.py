@@ -23,7 +23,8 @@ _PANELS, _PANEL_ROWS = 4, 128       # compared with the reference: whole blocks
 _ROW, _COLUMN = (1, 32), (32, 1)
 
 
-def _result(shape: tuple[int, int], dtype: np.dtype[Any], block: Any, scale: np.dtype[Any], layout: str, transposed: bool) -> Scaled:
+def _result(shape: tuple[int, int], dtype: np.dtype[Any], block: Any, scale: np.dtype[Any], layout: str,
+            transposed: bool) -> Scaled:
     """Codes of N(0, 60), which is a few hundred of them, under scales around 1."""
     cp = backend.cupy()
     stored = swap_last(shape) if transposed else shape
@@ -39,8 +40,8 @@ def _panels(a: Array, rows: int) -> np.ndarray:
     return np.concatenate([asnumpy(bits(a)[start:start + rows]) for start in starts]).view(a.dtype)
 
 
-def _blocks(shape: tuple[int, int], dtype: np.dtype[Any], to: np.dtype[Any], block: Any, scale: np.dtype[Any], layout: str,
-            transposed: bool) -> Any:
+def _blocks(shape: tuple[int, int], dtype: np.dtype[Any], to: np.dtype[Any], block: Any, scale: np.dtype[Any],
+            layout: str, transposed: bool) -> Any:
     def make() -> Any:
         s = _result(shape, dtype, block, scale, layout, transposed)
         out = empty(shape, to, like=s.data)
@@ -60,11 +61,14 @@ def _blocks(shape: tuple[int, int], dtype: np.dtype[Any], to: np.dtype[Any], blo
 
 
 def _all() -> Iterator[Spec]:
-    def spec(label: str, shape: tuple[int, int], block: Any, dtype: np.dtype[Any] = float8_e4m3fn, to: np.dtype[Any] = bfloat16,
-             scale: np.dtype[Any] = float8_e8m0fnu, layout: str = "compact", transposed: bool = False) -> Spec:
+    def spec(label: str, shape: tuple[int, int], block: Any, dtype: np.dtype[Any] = float8_e4m3fn,
+             to: np.dtype[Any] = bfloat16, scale: np.dtype[Any] = float8_e8m0fnu, layout: str = "compact",
+             transposed: bool = False) -> Spec:
         name = f"{FORMATS[dtype].tag.removesuffix('fn')}→{FORMATS[to].tag} {label}"
-        traffic = prod(shape) * (1 + to.itemsize) + prod(scale_shape(shape, block, layout, transposed)) * scale.itemsize
-        return Spec("dequantize", name, shape, traffic, _blocks(shape, dtype, to, block, scale, layout, transposed))
+        scales = prod(scale_shape(shape, block, layout, transposed))
+        traffic = prod(shape) * (1 + to.itemsize) + scales * scale.itemsize
+        make = _blocks(shape, dtype, to, block, scale, layout, transposed)
+        return Spec("dequantize", name, shape, traffic, make)
 
     for shape in SIZES:
         yield spec("MX row", shape, _ROW)

@@ -1,4 +1,5 @@
-"""Benchmark rows of scaling_aware_transpose, and of what it replaces: dequantise, transpose, quantise again."""
+"""Benchmark rows of scaling_aware_transpose, and of what it replaces: dequantise, transpose, quantise
+again."""
 
 from __future__ import annotations
 
@@ -44,8 +45,9 @@ def _check(q: Scaled, out: Quantized, splits: np.ndarray | None, target: str) ->
         start, size, line = int(starts[e]), int(given[e]), int(lines[e])
         data = bits(column.data).reshape(-1)[start * columns:(start + size) * columns].reshape(columns, size)
         for first in (0, columns - 256):
-            part = Scaled(_cut(q.data, start, size, first, 256), _cut(q.scale_inv, start, size, first // block, 256 // block), (size, 256),
-                          False, q.block, "compact")
+            scale_inv = _cut(q.scale_inv, start, size, first // block, 256 // block)
+            part = Scaled(_cut(q.data, start, size, first, 256), scale_inv, (size, 256), False, q.block,
+                          "compact")
             want = reference.scaling_aware_transpose(part, target=target, scale_layout="compact").columnwise
             assert want is not None
             assert_bytes_equal(asnumpy(data[first:first + 256].copy()).view(q.dtype), want.data)
@@ -57,14 +59,19 @@ def _cut(a: Array, start: int, size: int, first: int, columns: int) -> np.ndarra
     return asnumpy(bits(a)[start:start + size, first:first + columns].copy()).view(a.dtype)
 
 
-def _transpose(shape: tuple[int, int], dtype: np.dtype[Any], block: int, experts: int | None, target: str, multiple: int = 1) -> Any:
+def _transpose(shape: tuple[int, int], dtype: np.dtype[Any], block: int, experts: int | None, target: str,
+               multiple: int = 1) -> Any:
     """multiple: of which the sizes of experts are."""
     def make() -> Any:
         q = _rows(shape, dtype, block)
         host = None if experts is None else sizes(shape[0] // multiple, experts, 0) * multiple
         splits = None if host is None else backend.cupy().asarray(host)
         out = scaling_aware_transpose(q, splits=splits, target=target)
-        return (lambda: scaling_aware_transpose(q, splits=splits, target=target, out=out)), lambda: _check(q, out, host, target)
+
+        def call() -> Any:
+            return scaling_aware_transpose(q, splits=splits, target=target, out=out)
+
+        return call, lambda: _check(q, out, host, target)
 
     return make
 
@@ -77,7 +84,8 @@ def _baseline(shape: tuple[int, int]) -> Any:
         out = quantize_block(x, rowwise=False, columnwise=True)
 
         def call() -> Any:
-            return quantize_block(dequantize(q, dtype=bfloat16, out=x), rowwise=False, columnwise=True, out=out)
+            return quantize_block(dequantize(q, dtype=bfloat16, out=x), rowwise=False, columnwise=True,
+                                  out=out)
 
         return call, lambda: None
 
@@ -87,21 +95,24 @@ def _baseline(shape: tuple[int, int]) -> Any:
 def _all() -> Iterator[Spec]:
     def spec(label: str, shape: tuple[int, int], make: Any, block: int = 128) -> Spec:
         scales = shape[0] * cdiv(shape[1], block)
-        extra = 3 * scales * float32.itemsize if block == 128 else 2 * scales          # read, written by columns, by rows
+        # Scales are read, written by columns, and where they are f32 by rows.
+        extra = 3 * scales * float32.itemsize if block == 128 else 2 * scales
         return Spec("scaling_aware_transpose", label, shape, 2 * shape[0] * shape[1] + extra, make)
 
     for shape in _SHAPES:
         for target in TARGETS:
             yield spec(f"e4m3 {target}", shape, _transpose(shape, float8_e4m3fn, 128, None, target))
             for experts in _EXPERTS:
-                yield spec(f"e4m3 {target}, {experts} uneven experts", shape, _transpose(shape, float8_e4m3fn, 128, experts, target))
+                yield spec(f"e4m3 {target}, {experts} uneven experts", shape,
+                           _transpose(shape, float8_e4m3fn, 128, experts, target))
         for experts in _EXPERTS[1:]:
             yield spec(f"e4m3 column, {experts} uneven experts, multiples of 16", shape,
                        _transpose(shape, float8_e4m3fn, 128, experts, "column", 16))
         yield spec("dequantise, transpose, requantise", shape, _baseline(shape))
     for target in TARGETS:
         for dtype, block in ((float8_e5m2, 128), (float8_e4m3fn, 32)):
-            yield spec(f"{FORMATS[dtype].tag} {target}{' MX' if block == 32 else ''}, 8 uneven experts", _SHAPES[0],
+            kind = f"{FORMATS[dtype].tag} {target}{' MX' if block == 32 else ''}"
+            yield spec(f"{kind}, 8 uneven experts", _SHAPES[0],
                        _transpose(_SHAPES[0], dtype, block, 8, target), block)
 
 

@@ -1,4 +1,5 @@
-"""Rows of the benchmark for converting scales: those of 4096 x 4096 elements and on, 128 elements to an f32 scale, 32 to an E8M0 one."""
+"""Rows of the benchmark for converting scales: those of 4096 x 4096 elements and on, 128 elements to an f32
+scale, 32 to an E8M0 one."""
 
 from __future__ import annotations
 
@@ -18,8 +19,10 @@ from ..quantize.tensor import SIZES, Spec
 
 _ROW, _COLUMN, _MX, _SQUARE = (1, 128), (128, 1), (1, 32), (128, 128)
 #: Block, layouts: what a model does between its quantisers and its matrix products.
-_CONVERSIONS = ((_ROW, "compact", "gemm_ready"), (_ROW, "compact", "deepgemm_sm100"), (_COLUMN, "compact", "deepgemm_sm100"),
-                (_ROW, "gemm_ready", "compact"), (_SQUARE, "compact", "deepgemm_sm100"), (_MX, "compact", "deepgemm_sm100"),
+_CONVERSIONS = ((_ROW, "compact", "gemm_ready"), (_ROW, "compact", "deepgemm_sm100"),
+                (_COLUMN, "compact", "deepgemm_sm100"),
+                (_ROW, "gemm_ready", "compact"), (_SQUARE, "compact", "deepgemm_sm100"),
+                (_MX, "compact", "deepgemm_sm100"),
                 (_MX, "swizzled", "deepgemm_sm100"), (_MX, "deepgemm_sm100", "swizzled"))
 
 
@@ -27,8 +30,10 @@ def _convert(shape: tuple[int, int], block: Any, source: str, target: str) -> An
     def make() -> Any:
         cp = backend.cupy()
         options: dict[str, Any] = {"source": source, "target": target, "shape": shape, "block": block}
-        compact = cp.random.randint(100, 150, scale_shape(shape, block, "compact"), np.uint8).view(float8_e8m0fnu)
-        s = convert_scales(compact, source="compact", target=source, shape=shape, block=block, dtype=_held(block, source))
+        compact = cp.random.randint(100, 150, scale_shape(shape, block, "compact"),
+                                    np.uint8).view(float8_e8m0fnu)
+        s = convert_scales(compact, source="compact", target=source, shape=shape, block=block,
+                           dtype=_held(block, source))
         out = convert_scales(s, **options)
 
         def check() -> None:
@@ -46,7 +51,8 @@ def _held(block: Any, layout: str) -> np.dtype[Any]:
 def _all() -> Iterator[Spec]:
     for shape in SIZES:
         for block, source, target in _CONVERSIONS:
-            traffic = sum(prod(scale_shape(shape, block, layout)) * _held(block, layout).itemsize for layout in (source, target))
+            traffic = sum(prod(scale_shape(shape, block, layout)) * _held(block, layout).itemsize
+                          for layout in (source, target))
             label = f"{source} → {target}, {block[0]}×{block[1]}"
             yield Spec("convert_scales", label, shape, traffic, _convert(shape, block, source, target))
 

@@ -1,4 +1,5 @@
-"""Rows of the benchmark for the layouts of scales: the scales of 4096 x 4096 elements and on, 32 elements to a scale."""
+"""Rows of the benchmark for the layouts of scales: the scales of 4096 x 4096 elements and on, 32 elements to
+a scale."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def _all() -> Iterator[Spec]:
         yield spec("unswizzle_scales", "row-wise", shape, _unswizzle(shape, False))
         yield spec("unswizzle_scales", "column-wise", shape, _unswizzle(shape, True))
     shape = 16384, 8192 // 32
-    yield spec("swizzle_scales", f"row-wise, {_GROUPS} groups of rows", shape, _swizzle(shape, False, _GROUPS))
+    yield spec("swizzle_scales", f"row-wise, {_GROUPS} groups of rows", shape,
+               _swizzle(shape, False, _GROUPS))
     shape = 8192, 16384 // 32
     yield spec("swizzle_scales", f"column-wise, {_GROUPS} K-groups", shape, _swizzle(shape, True, _GROUPS, 1))
     yield spec("swizzle_scales", "row-wise, unaligned", (16384, 90), _swizzle((16384, 90), False))

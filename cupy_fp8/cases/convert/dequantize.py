@@ -17,17 +17,21 @@ from ..registry import Op, register
 
 _SCALES = (1.0, 0.37, 2.0**-130, 0.0, 3e38, float("inf"), float("nan"), -2.0)
 _MX_BLOCKS = ((1, 32), (32, 1))
-_OTHER_BLOCKS: tuple[Any, ...] = ((1, 128), (128, 1), (128, 128), (1, None), (None, 1), (1, 64), (32, 32), (64, 256))
-_TAILS: tuple[tuple[int, ...], ...] = (MATRIX, ALIGNED_MATRIX, (160, 288))             # the last: no tail of a block of 32
+_OTHER_BLOCKS: tuple[Any, ...] = ((1, 128), (128, 1), (128, 128), (1, None), (None, 1), (1, 64), (32, 32),
+                                  (64, 256))
+#: The last has no tail of a block of 32.
+_TAILS: tuple[tuple[int, ...], ...] = (MATRIX, ALIGNED_MATRIX, (160, 288))
 _BATCHES: tuple[tuple[int, ...], ...] = ((2, 3, 40, 96), (300, 160), (6, 1056))
 _ANY: tuple[tuple[int, ...], ...] = (MATRIX, (256, 384), (2, 133, 144))
 
 
 def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The case's array is the data as stored. Scales of blocks are of any bits; scales='view': not contiguous, as `.T` makes them."""
+    """The case's array is the data as stored. Scales of blocks are of any bits; scales='view': not
+    contiguous, as `.T` makes them."""
     options = dict(case.options)
-    transposed, block, layout = options.pop("transposed", False), options.pop("block", None), options.pop("scale_layout", "compact")
-    dtype, view, value = options.pop("scale", float8_e8m0fnu), options.pop("scales", ""), options.pop("scale_inv", 0.37)
+    transposed, block = options.pop("transposed", False), options.pop("block", None)
+    dtype, layout = options.pop("scale", float8_e8m0fnu), options.pop("scale_layout", "compact")
+    view, value = options.pop("scales", ""), options.pop("scale_inv", 0.37)
     data = source(case)
     shape = swap_last(data.shape) if transposed else data.shape
     if block is None:
@@ -43,7 +47,8 @@ def _cases() -> Iterator[Case]:
         for to in INPUT_DTYPES:
             for transposed in (False, True):
                 yield Case("dequantize", dtype, MATRIX, options={"dtype": to, "transposed": transposed})
-                yield Case("dequantize", dtype, ALIGNED_MATRIX, options={"dtype": to, "transposed": transposed})
+                options = {"dtype": to, "transposed": transposed}
+                yield Case("dequantize", dtype, ALIGNED_MATRIX, options=options)
             for scale_inv in _SCALES:
                 yield Case("dequantize", dtype, (16, 16), options={"dtype": to, "scale_inv": scale_inv})
     for shape in SHAPES:
@@ -54,7 +59,8 @@ def _cases() -> Iterator[Case]:
 
 
 def _block_cases() -> Iterator[Case]:
-    def case(source: np.dtype[Any], shape: tuple[int, ...], layout: str = "contiguous", /, **options: Any) -> Case:
+    def case(source: np.dtype[Any], shape: tuple[int, ...], layout: str = "contiguous", /,
+             **options: Any) -> Case:
         return Case("dequantize", source, shape, "bits", layout, options)
 
     for block in _MX_BLOCKS:
@@ -74,19 +80,24 @@ def _block_cases() -> Iterator[Case]:
                 for shape in _BATCHES:
                     yield case(float8_e5m2, shape, dtype=float32, scale_layout=scale_layout, **mx)
                 for layout in ("offset", "strided"):
-                    yield case(float8_e4m3fn, (96, 160), layout, dtype=bfloat16, scale_layout=scale_layout, **mx)
+                    yield case(float8_e4m3fn, (96, 160), layout, dtype=bfloat16, scale_layout=scale_layout,
+                               **mx)
             for shape in (*_TAILS, (2, 133, 160), (70, 32), (32, 70)):
                 yield case(float8_e4m3fn, shape, dtype=bfloat16, scales="view", **mx)
     for block in _OTHER_BLOCKS:
         for transposed in (False, True):
             for scale in (float8_e8m0fnu, float32):
                 for shape in _ANY:
-                    yield case(float8_e5m2, shape, dtype=bfloat16, block=block, transposed=transposed, scale=scale)
-            yield case(float8_e5m2, (2, 133, 144), dtype=bfloat16, block=block, transposed=transposed, scale=float32, scales="view")
-            yield case(float8_e5m2, (0, 40), dtype=bfloat16, block=block, transposed=transposed, scale=float32)
+                    yield case(float8_e5m2, shape, dtype=bfloat16, block=block, transposed=transposed,
+                               scale=scale)
+            yield case(float8_e5m2, (2, 133, 144), dtype=bfloat16, block=block, transposed=transposed,
+                       scale=float32, scales="view")
+            yield case(float8_e5m2, (0, 40), dtype=bfloat16, block=block, transposed=transposed,
+                       scale=float32)
             if block in ((1, 128), (128, 1), (128, 128), (1, None)):
                 for shape in (ALIGNED_MATRIX, (2, 133, 144)):
-                    yield case(float8_e4m3fn, shape, dtype=bfloat16, block=block, transposed=transposed, scale=float32,
+                    yield case(float8_e4m3fn, shape, dtype=bfloat16, block=block, transposed=transposed,
+                               scale=float32,
                                scale_layout="gemm_ready")
 
 

@@ -17,22 +17,27 @@ from ..base import Case, source
 from ..registry import Op, register
 from ..scales.swizzle import sizes
 
-_SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (0, 0), (3, 37), (127, 129), (130, 257), (128, 128), (272, 520), (144, 264), (33, 640),
+_SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (0, 0), (3, 37), (127, 129), (130, 257), (128, 128),
+           (272, 520), (144, 264), (33, 640),
            (500, 272))
-#: Rows, and how many experts: empty ones among them, one, more than rows, several rounds of the search, columns of half sectors.
-_EXPERTS = ((300, 1), (400, 4), (90, 40), (5, 64), (700, 300), (0, 3), (0, 0), (512, 3), (1281, 1), (1296, 1), (2700, 2))
+#: Rows, and how many experts: empty ones among them, one, more than rows, several rounds of the search,
+#: columns of half sectors.
+_EXPERTS = ((300, 1), (400, 4), (90, 40), (5, 64), (700, 300), (0, 3), (0, 0), (512, 3), (1281, 1), (1296, 1),
+            (2700, 2))
 #: Exponents of scales: alike, of rows that differ, of the whole range, and beyond it.
 _EXPONENTS = {"near": (-9, -5), "wide": (-30, 0), "all": (-127, 127), "tiny": (-149, -120)}
 
 
 def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The case's array is the data; rows of zeros are among them. scales: a name of _EXPONENTS, or '1' (all the same)."""
+    """The case's array is the data; rows of zeros are among them. scales: a name of _EXPONENTS, or '1' (all
+    the same)."""
     options = dict(case.options)
-    block, experts, scales = options.pop("block", 128), options.pop("experts", None), options.pop("scales", "near")
+    block, experts = options.pop("block", 128), options.pop("experts", None)
+    scales, narrow = options.pop("scales", "near"), options.pop("narrow", False)
     data = source(case)
     rows, columns = case.shape
     if case.layout != "strided":
-        bits(data)[5::11] &= 0x80                                           # of zeros, as padding and dropped tokens are
+        bits(data)[5::11] &= 0x80                   # of zeros, like padding and dropped tokens
     rng = np.random.default_rng(rows + columns)
     low, high = _EXPONENTS[scales]
     exponents = rng.integers(low, high, (rows, cdiv(columns, block)), endpoint=True)
@@ -44,7 +49,7 @@ def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
     else:
         scale_inv = np.ldexp(np.float32(1), exponents.astype(np.int32))
     if experts is not None:
-        options["splits"] = sizes(rows, experts, 0).astype(np.int32 if options.pop("narrow", False) else np.int64)
+        options["splits"] = sizes(rows, experts, 0).astype(np.int32 if narrow else np.int64)
     return (Scaled(data, scale_inv, case.shape, False, (1, block), "compact"),), options
 
 
@@ -59,7 +64,8 @@ def _again(q: Scaled, *, out: Quantized | None = None, **options: Any) -> Quanti
 
 
 def _cases() -> Iterator[Case]:
-    def case(dtype: Any, shape: tuple[int, ...], values: str = "bits", layout: str = "contiguous", /, **options: Any) -> Case:
+    def case(dtype: Any, shape: tuple[int, ...], values: str = "bits", layout: str = "contiguous", /,
+             **options: Any) -> Case:
         return Case("scaling_aware_transpose", dtype, shape, values, layout, options)
 
     # First, for whoever takes only a few: each kind of kernel, on a few blocks.
@@ -71,7 +77,8 @@ def _cases() -> Iterator[Case]:
         for target in scaling_aware.TARGETS:
             for dtype in FP8_DTYPES:
                 for scales in _EXPONENTS:
-                    yield case(dtype, (300, 272), "normal" if scales == "near" else "bits", block=block, target=target, scales=scales,
+                    yield case(dtype, (300, 272), "normal" if scales == "near" else "bits", block=block,
+                               target=target, scales=scales,
                                experts=3)
                 yield case(dtype, (130, 257), block=block, target=target, scales="all")
                 yield case(dtype, (160, 136), "edges", block=block, target=target, scales="wide")
@@ -79,10 +86,12 @@ def _cases() -> Iterator[Case]:
                 yield case(float8_e4m3fn, shape, "normal", block=block, target=target)
             for rows, experts in _EXPERTS:
                 yield case(float8_e4m3fn, (rows, 144), "normal", block=block, target=target, experts=experts)
-                yield case(float8_e5m2, (rows, 45), block=block, target=target, experts=experts, narrow=True, scale_layout="compact")
+                yield case(float8_e5m2, (rows, 45), block=block, target=target, experts=experts, narrow=True,
+                           scale_layout="compact")
             # Small ones, of which several strips are in a tile.
             for rows, columns, experts in ((500, 400, 24), (600, 272, 14), (31, 648, 1), (64, 528, 1)):
-                yield case(float8_e4m3fn, (rows, columns), "normal", block=block, target=target, experts=experts)
+                yield case(float8_e4m3fn, (rows, columns), "normal", block=block, target=target,
+                           experts=experts)
         for layout in ("offset", "strided"):
             yield case(float8_e5m2, (136, 144), "bits", layout, block=block, experts=2)
         yield case(float8_e4m3fn, (130, 257), block=block, scale_layout="compact")

@@ -17,7 +17,8 @@ from ..base import MATRIX, Case, values
 from ..registry import Op, register
 
 _ROW, _COLUMN, _SQUARE = (1, 128), (128, 1), (128, 128)
-_SHAPES = ((1, 1), (5, 300), (0, 5), (5, 0), (0, 0), (31, 1000), (33, 129), (4, 640), (127, 4224), (300, 4100), (1, 3, 2), (3, 140, 700),
+_SHAPES = ((1, 1), (5, 300), (0, 5), (5, 0), (0, 0), (31, 1000), (33, 129), (4, 640), (127, 4224),
+           (300, 4100), (1, 3, 2), (3, 140, 700),
            (3, 0, 4), (0, 9, 9), (2, 2, 5, 260))
 
 
@@ -27,15 +28,15 @@ def layouts_of(block: tuple[int | None, int | None]) -> tuple[str, ...]:
 
 
 def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Scales of any bits, padding too; f32 ones that are to become E8M0 are powers of two, with a NaN here and there. Compact ones of a
-    'strided' case are a transposed view."""
+    """Scales of any bits, padding too; f32 ones that are to become E8M0 are powers of two, with a NaN here
+    and there. Compact ones of a 'strided' case are a transposed view."""
     source, target, block = (case.options[name] for name in ("source", "target", "block"))
     stored = scale_shape(case.shape, block, source)
     if case.dtype == int32:
         scales = values("bits", stored, float32).view(int32)
     elif case.dtype == float32 and case.options.get("dtype", scale_dtype(case.dtype, target)) != float32:
         scales = reference.astype(values("bits", stored, float8_e8m0fnu), float32)
-        if source != "compact":                                             # E8M0 has no 3: whoever looks at padding is found out
+        if source != "compact":                                     # a 3, which E8M0 has not, in the padding
             used = scale_shape(case.shape, block, "compact")
             scales[..., used[-2] if block[0] == 1 else used[-1]:] = 3
     else:
@@ -50,13 +51,15 @@ def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _cases() -> Iterator[Case]:
-    def case(source: str, target: str, shape: tuple[int, ...], block: Any = _ROW, layout: str = "contiguous", /, *, held: Any = None,
+    def case(source: str, target: str, shape: tuple[int, ...], block: Any = _ROW, layout: str = "contiguous",
+             /, *, held: Any = None,
              **options: Any) -> Case:
         return Case("convert_scales", held or SCALE_DTYPES[source][-1], shape, "bits", layout,
                     {"source": source, "target": target, "block": block, **options})
 
     # Every variant of the kernel first, on a few blocks of threads: f32 or E8M0 to f32 or E8M0.
-    for source, target in (("gemm_ready", "swizzled"), ("compact", "gemm_ready"), ("swizzled", "deepgemm_sm90"),
+    for source, target in (("gemm_ready", "swizzled"), ("compact", "gemm_ready"),
+                           ("swizzled", "deepgemm_sm90"),
                            ("deepgemm_sm100", "swizzled")):
         yield case(source, target, (40, 900), (1, 32))
         yield case(source, target, (2, 150, 130), (32, 1))

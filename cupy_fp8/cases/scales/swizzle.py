@@ -1,4 +1,5 @@
-"""Cases of the ops that move scales between layouts. A case's shape is that of the compact scales: lines x blocks."""
+"""Cases of the ops that move scales between layouts. A case's shape is that of the compact scales: lines x
+blocks."""
 
 from __future__ import annotations
 
@@ -15,14 +16,17 @@ from ...results import swap_last
 from ..base import MATRIX, Case, poison, source
 from ..registry import Op, register
 
-_SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (0, 0), (31, 3), (33, 4), (127, 6), (128, 4), (129, 5), (256, 32), (257, 33), (31, 130),
+_SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (0, 0), (31, 3), (33, 4), (127, 6), (128, 4), (129, 5),
+           (256, 32), (257, 33), (31, 130),
            (1000, 7), (272, 48), (1, 3, 2), (2, 140, 33), (3, 0, 4), (3, 128, 32), (0, 9, 9))
-#: Along the groups' axis, and how many groups: empty ones among them, one group, more groups than lines, several rounds of the search.
+#: Along the groups' axis, and how many groups: empty ones among them, one group, more groups than lines,
+#: several rounds of the search.
 _GROUPED = ((300, 1), (700, 4), (90, 40), (5, 64), (1500, 300), (0, 3), (0, 0))
 
 
 def _stored(s: np.ndarray, stored: str) -> np.ndarray:
-    """Scales as an op gets them: 'rows' is [lines, blocks]; 'columns' is stored [blocks, lines], and given as a view of that."""
+    """Scales as an op gets them: 'rows' is [lines, blocks]; 'columns' is stored [blocks, lines], and given as
+    a view of that."""
     return s if stored == "rows" else np.ascontiguousarray(s.swapaxes(-1, -2))
 
 
@@ -34,18 +38,21 @@ def _swizzle_reference(s: np.ndarray, *, stored: str = "rows", **options: Any) -
     return reference.swizzle_scales(s if stored == "rows" else s.swapaxes(-1, -2), **options)
 
 
-def _unswizzle(s: Array, *, shape: tuple[int, ...], stored: str = "rows", out: Array | None = None, **options: Any) -> Array:
+def _unswizzle(s: Array, *, shape: tuple[int, ...], stored: str = "rows", out: Array | None = None,
+               **options: Any) -> Array:
     if stored == "columns" and out is None:
         out = empty_like(s, shape=swap_last(shape)).swapaxes(-1, -2)
     return swizzle.unswizzle_scales(s, shape=shape, out=out, **options)
 
 
-def _unswizzle_reference(s: np.ndarray, *, shape: tuple[int, ...], stored: str = "rows", **options: Any) -> np.ndarray:
+def _unswizzle_reference(s: np.ndarray, *, shape: tuple[int, ...], stored: str = "rows",
+                         **options: Any) -> np.ndarray:
     return reference.unswizzle_scales(s, shape=shape, **options)
 
 
 def sizes(total: int, groups: int, axis: int, seed: int = 0) -> np.ndarray:
-    """Sizes of groups that make up `total` lines (axis 0) or blocks (axis 1, in elements), about a third of them empty."""
+    """Sizes of groups that make up `total` lines (axis 0) or blocks (axis 1, in elements), about a third of
+    them empty."""
     rng = np.random.default_rng(seed)
     cuts = np.sort(rng.integers(0, total, max(groups - 1, 0), endpoint=True))
     cuts[rng.random(len(cuts)) < 0.3] = total // 2
@@ -73,7 +80,8 @@ def _unswizzle_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
     groups = {name: options[name] for name in ("splits", "axis") if name in options}
     filled = np.zeros(case.shape, np.uint8)
     filled[...] = 1
-    swizzled, used = (reference.swizzle_scales(s, **groups) for s in (source(case), filled.view(float8_e8m0fnu)))
+    filled_scales = filled.view(float8_e8m0fnu)
+    swizzled, used = (reference.swizzle_scales(s, **groups) for s in (source(case), filled_scales))
     w = empty(swizzled.shape, float8_e8m0fnu, like=swizzled)
     poison(w)
     np.copyto(w.view(np.uint8), swizzled.view(np.uint8), where=used.view(np.uint8) != 0)
@@ -90,8 +98,9 @@ def _cases(op: str) -> Iterator[Case]:
             yield Case(op, float8_e8m0fnu, shape, options={"stored": stored})
         for total, groups in _GROUPED:
             for wide in (False, True):
-                yield Case(op, float8_e8m0fnu, (total, 6), options={"stored": stored, "groups": groups, "axis": 0, "wide": wide})
-                yield Case(op, float8_e8m0fnu, (130, total), options={"stored": stored, "groups": groups, "axis": 1, "wide": wide})
+                for axis, shape in enumerate(((total, 6), (130, total))):
+                    options = {"stored": stored, "groups": groups, "axis": axis, "wide": wide}
+                    yield Case(op, float8_e8m0fnu, shape, options=options)
         yield Case(op, float8_e8m0fnu, (256, 64), "bits", "offset", {"stored": stored})
     yield Case(op, float8_e8m0fnu, MATRIX)
 

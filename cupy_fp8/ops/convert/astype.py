@@ -13,7 +13,7 @@ from ... import reference
 from ...arrays import Array
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, one_array
-from ...formats import BYTE_DTYPES, FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, lookup
+from ...formats import BYTE_DTYPES, FORMATS, flag, lookup
 from ...kernels import Kernel, Launch, Variant, elementwise, tiles
 from ...results import swap_last
 
@@ -22,15 +22,16 @@ _TRANSPOSE = Kernel("convert/astype", "transpose")
 _ALL_DTYPES = tuple(FORMATS)
 #: The fastest on an H200 of those tried (docs/performance.md).
 _BYTES = tiles.Tile(256, 256, down_first=True)
-TO_FLOAT = tiles.Tile(128, 256, down_first=True)
 
 
 def astype(a: Array, dtype: Any, saturate: bool = True, *, out: Array | None = None) -> Array:
-    """Convert between float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 and float8_e8m0fnu, in any direction.
+    """Convert between float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 and float8_e8m0fnu, in any
+    direction.
 
-    Each element is widened exactly to f32 and rounded once, to nearest even with subnormals kept. To FP8: values beyond the
-    maximum become the maximum, or with ``saturate=False`` NaN (E4M3, above 464) or Inf (E5M2, from 61440); NaN is 0x7F. To E8M0:
-    the next power of two upwards; negative values, Inf and NaN become NaN (0xFF). To floats: overflow to Inf, one quiet NaN.
+    Each element is widened exactly to f32 and rounded once, to nearest even with subnormals kept. To FP8:
+    values beyond the maximum become the maximum, or with ``saturate=False`` NaN (E4M3, above 464) or Inf
+    (E5M2, from 61440); NaN is 0x7F. To E8M0: the next power of two upwards; negative values, Inf and NaN
+    become NaN (0xFF). To floats: overflow to Inf, one quiet NaN.
 
     a : array of any shape.  out : array of the same shape and the target dtype, written and returned.
     Raises TypeError (dtypes, mixed kinds), ValueError (out), DeviceError. Bytes moved: both arrays once.
@@ -44,7 +45,8 @@ def astype(a: Array, dtype: Any, saturate: bool = True, *, out: Array | None = N
 
 
 def transpose(a: Array, *, out: Array | None = None) -> Array:
-    """The last two axes swapped, as a new C-contiguous array: FP8 and E8M0 data, byte for byte, at copy speed.
+    """The last two axes swapped, as a new C-contiguous array: FP8 and E8M0 data, byte for byte, at copy
+    speed.
 
     a : float8_e4m3fn, float8_e5m2 or float8_e8m0fnu array […, M, K].  out : […, K, M], written and returned.
     Raises TypeError, ValueError, DeviceError as in `astype`. Bytes moved: both arrays once.
@@ -93,7 +95,7 @@ class _Transpose(Op[_Conversion]):
         return reference.transpose(inputs.a.array)
 
     def launches(self, call: Call, inputs: _Conversion, *written: int) -> Iterator[Launch]:
-        yield from transposed_launches(inputs.a, written[0], 0, inputs.to)
+        yield from transposed_launches(inputs.a, written[0])
 
 
 _ASTYPE, _TRANSPOSE_OP = _AsType(), _Transpose()
@@ -104,40 +106,36 @@ def flat_launches(a: Input, to_at: int, scale_at: int, to: np.dtype[Any], satura
     src = a.array
     if src.size:
         blocks, vector = elementwise.grid(src.size, src.shape, src.dtype.itemsize, to.itemsize, a.at, to_at)
-        yield _convert_variant(src.dtype, to, saturate).bind(src, blocks, src=a.at, dst=to_at, scale_inv=scale_at, n=src.size,
-                                                             vector=3 * vector)
+        yield _convert_variant(src.dtype, to).bind(src, blocks, src=a.at, dst=to_at, scale_inv=scale_at,
+                                                   n=src.size,
+                                                   vector=vector, saturate=int(saturate))
 
 
-def transposed_launches(a: Input, to_at: int, scale_at: int, to: np.dtype[Any]) -> Iterator[Launch]:
-    """The launch that converts each matrix of an array and transposes it."""
+def transposed_launches(a: Input, to_at: int) -> Iterator[Launch]:
+    """The launch that transposes each matrix of an array of bytes."""
     src = a.array
     if src.size:
         rows, columns = src.shape[-2:]
         vector = (columns % 8 == 0 and a.at % 8 == 0) | (rows % 16 == 0 and to_at % 16 == 0) << 1
-        tile = tiles.choose(src, _BYTES if src.dtype == to else TO_FLOAT) if vector == 3 else tiles.SMALL
-        yield _transpose_variant(src.dtype, to, tile).bind(src, tiles.grid(src.shape, tile), src=a.at, dst=to_at, scale_inv=scale_at,
-                                                           n=src.size, rows=rows, columns=columns, vector=vector)
+        tile = tiles.choose(src, _BYTES) if vector == 3 else tiles.SMALL
+        yield _transpose_variant(tile).bind(src, tiles.grid(src.shape, tile), src=a.at, dst=to_at, rows=rows,
+                                            columns=columns, vector=vector)
 
 
 @functools.cache
-def _convert_variant(source: np.dtype[Any], to: np.dtype[Any], saturate: bool) -> Variant:
-    saturate = saturate or to not in FP8_DTYPES            # the other formats have one way to overflow
-    return _CONVERT.variant(block=elementwise.THREADS, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, SATURATE=int(saturate))
+def _convert_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
+    return _CONVERT.variant(block=elementwise.THREADS, IN=FORMATS[source].tag, OUT=FORMATS[to].tag)
 
 
 @functools.cache
-def _transpose_variant(source: np.dtype[Any], to: np.dtype[Any], tile: tiles.Tile) -> Variant:
-    return _TRANSPOSE.variant(block=tile.block, shared=tile.shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, SATURATE=1,
-                              **tile.defines, ALIGNED=int(tile is not tiles.SMALL))
+def _transpose_variant(tile: tiles.Tile) -> Variant:
+    return _TRANSPOSE.variant(block=tile.block, shared=tile.shared, **tile.defines,
+                              ALIGNED=int(tile is not tiles.SMALL))
 
 
 def variants() -> Iterator[Variant]:
     """Every variant that these ops may launch."""
     for source, to in product(_ALL_DTYPES, _ALL_DTYPES):
-        yield _convert_variant(source, to, True)
-    for source, to in product(_ALL_DTYPES, FP8_DTYPES):
-        yield _convert_variant(source, to, False)
-    for source, tile in product(BYTE_DTYPES, (tiles.SMALL, _BYTES)):
-        yield _transpose_variant(source, source, tile)
-    for source, to, tile in product(FP8_DTYPES, INPUT_DTYPES, (tiles.SMALL, TO_FLOAT)):
-        yield _transpose_variant(source, to, tile)
+        yield _convert_variant(source, to)
+    for tile in (tiles.SMALL, _BYTES):
+        yield _transpose_variant(tile)

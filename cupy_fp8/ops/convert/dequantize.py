@@ -1,4 +1,5 @@
-"""The values of quantised data. Kernels: kernels_cu/convert/astype.cu (one scale), kernels_cu/convert/dequantize.cu (a scale per block)."""
+"""The values of quantised data. Kernels: kernels_cu/convert/astype.cu (one scale),
+kernels_cu/convert/dequantize.cu (a scale per block)."""
 
 from __future__ import annotations
 
@@ -15,31 +16,36 @@ from ...arrays import Array, is_contiguous
 from ...calls import validate
 from ...calls.call import Call, Input, Op, run, validate_call
 from ...calls.results import Description, one_array
-from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e8m0fnu, float32, lookup
+from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float32, lookup
 from ...grouped import Grouped
 from ...kernels import Kernel, Launch, Variant, elementwise, grid_size, tiles
 from ...layouts import SMALLEST_BLOCK, SWIZZLE_COLUMNS, cdiv
 from ...results import Quantized, Scaled, check_block_scales, swap_last
-from .astype import TO_FLOAT, flat_launches, transposed_launches
+from .astype import flat_launches
 
-_RUNS = Kernel("convert/dequantize", "dequantize_runs")
+_LONG_ROW = Kernel("convert/dequantize", "dequantize_long_row")
 _BLOCKS = Kernel("convert/dequantize", "dequantize_blocks")
 _BLOCKS_TRANSPOSED = Kernel("convert/dequantize", "dequantize_blocks_transposed")
-_CHUNKS = 2 * elementwise.THREADS                  # of a block of threads of dequantize_runs
-_RUN = 5                                    # log2 of the chunks along a row of a tile of dequantize_blocks; fewer where rows are short
+#: The fastest on an H200 of those tried (docs/performance.md).
+_TRANSPOSED = tiles.Tile(128, 256, down_first=True)
+_CHUNKS = 2 * elementwise.THREADS           # of a block of threads of dequantize_long_row
+# along a row of a tile of dequantize_blocks; fewer where rows are short
+_CHUNKS_LOG2 = 5
 _STEPS, _STEPS_SWIZZLED = 4, 8              # rows of one of its threads
 
 
 def dequantize(q: Scaled | Quantized | Grouped, *, dtype: Any = float32, out: Array | None = None) -> Array:
     """The values of quantised data: data * scale_inv in f32, rounded to `dtype`, in the logical shape.
 
-    q : a Scaled, or a Quantized (its row-wise part where it has one): per tensor or in blocks, scales of blocks in any layout (a
-        `.T` too, without a copy; only deepgemm_sm100 scales are made compact first). Data stored transposed is transposed back.
-        A Grouped: a launch for each group, rows of no group are 0, and it waits for the device to know the sizes.
+    q : a Scaled, or a Quantized (its row-wise part where it has one): per tensor or in blocks, scales of
+        blocks in any layout (a `.T` too, without a copy; only deepgemm_sm100 scales are made compact first).
+        Data stored transposed is transposed back. A Grouped: a launch for each group, rows of no group are 0,
+        and it waits for the device to know the sizes.
     dtype : float32, float16 or bfloat16 (overflow to Inf, one quiet NaN).
     out : array of the logical shape and of dtype, written and returned.
-    Raises TypeError, ValueError (also for scales that are not those of the blocks), DeviceError, before anything is written. Bytes
-    moved: data, scales and result once. Source: docs/numerics.md rules 3 to 5 and 10.
+    Raises TypeError, ValueError (also for scales that are not those of the blocks), DeviceError, before
+    anything is written. Bytes moved: data, scales and result once. Source: docs/numerics.md rules 3 to 5 and
+    10.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> fp8.dequantize(fp8.quantize_tensor(np.float32([[3.0, -5.1]]), 16.0), dtype=np.float16).tolist()
@@ -62,14 +68,16 @@ class _Dequantize(Op[_Inputs]):
     def arguments(self, call: Call, q: Any, dtype: Any) -> _Inputs:
         to = lookup(dtype, INPUT_DTYPES, "dtype").dtype
         if not isinstance(q, (Scaled, Quantized)):
-            raise TypeError(f"q: expected a Scaled or Quantized, got {type(q).__name__}; use astype for a plain array")
+            raise TypeError(f"q: expected a Scaled or Quantized, got {type(q).__name__}; use astype for a "
+                            "plain array")
         s = q if isinstance(q, Scaled) else q._any
         if s.block is not None and s.scale_layout == "deepgemm_sm100":
             s, call.repeatable = _unpacked(s), False
         data = call.read("q.data", s.data, FP8_DTYPES)
         stored = swap_last(s.shape) if s.transposed else s.shape
         if data.shape != stored:
-            raise ValueError(f"q.data: expected shape {stored} for the logical shape {s.shape}, got {data.shape}")
+            raise ValueError(f"q.data: expected shape {stored} for the logical shape {s.shape}, got "
+                             f"{data.shape}")
         if s.block is None:
             return _Inputs(s, data, None, call.one_f32("q.scale_inv", s.scale_inv), to)
         backend.require_module(s.scale_inv, call.xp, "q.scale_inv")
@@ -87,21 +95,19 @@ class _Dequantize(Op[_Inputs]):
         return reference.dequantize(inputs.s, dtype=inputs.to)
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
-        s, data, scales, scale_at, to = inputs
-        if scales is not None:
-            if data.array.size:
-                yield _Blocks(s, data, scales).launch(to, written[0])
-        elif s.transposed:
-            yield from transposed_launches(data, written[0], scale_at, to)
-        else:
+        s, data, _, scale_at, to = inputs
+        if s.block is None and not s.transposed:
             yield from flat_launches(data, written[0], scale_at, to, True)
+        elif data.array.size:
+            yield _Blocks(inputs).launch(written[0])
 
 
 _DEQUANTIZE = _Dequantize()
 
 
 def check_call(q: Scaled | Quantized, to: np.dtype[Any], out: Array) -> None:
-    """All validation of `dequantize` with out= and nothing else: for callers that make several such calls or none."""
+    """All validation of `dequantize` with out= and nothing else: for callers that make several such calls or
+    none."""
     validate_call(_DEQUANTIZE, (q, to), out)
 
 
@@ -109,7 +115,8 @@ def _unpacked(s: Scaled) -> Scaled:
     """With compact scales instead of words, which no kernel here reads."""
     check_block_scales(s, "q")
     if not isinstance(s.scale_inv, np.ndarray) and kernels.capturing(s.scale_inv.data.device_id):
-        raise ValueError("q: deepgemm_sm100 scales are unpacked into new memory, which cannot be done while a CUDA graph is captured; "
+        raise ValueError("q: deepgemm_sm100 scales are unpacked into new memory, which cannot be done while "
+                         "a CUDA graph is captured; "
                          "dequantise q.to_layout('compact')")
     return s.to_layout("compact")
 
@@ -119,59 +126,76 @@ _Choice = tuple[Variant, int, dict[str, int]]
 
 
 class _Blocks:
-    """How a kernel finds the scale of each element of data in blocks."""
+    """How a kernel finds the scale of each element. One scale for everything is a block that covers
+    everything."""
 
-    def __init__(self, s: Scaled, data: Input, scales: Input) -> None:
-        assert s.block is not None
-        self.data, self.scales, self.transposed, self.columnwise = data, scales, s.transposed, s.block[1] == 1
+    def __init__(self, inputs: _Inputs) -> None:
+        s, self.data, scales, self.scale_at, self.to = inputs
+        self.transposed = s.transposed
         self.batch, (self.rows, self.columns) = prod(s.shape[:-2]), s.shape[-2:]
-        strides = validate.matrix_strides(scales.array)
-        assert strides is not None
-        matrix_stride, row_stride, column_stride = strides
-        lines_adjoin = s.block[0] == 1 and s.scale_layout not in ("compact", "swizzled")
-        if lines_adjoin or (s.transposed and 1 not in s.block):
-            row_stride, column_stride = column_stride, row_stride
-        scale_tiles = s.scale_inv.shape[-1] // SWIZZLE_COLUMNS if s.scale_layout == "swizzled" else 0
-        row_shift, column_shift = (_shift(b, extent) for b, extent in zip(s.block, s.shape[-2:], strict=True))
-        self.one_row = (not s.transposed and s.block[0] == 1 and s.block[1] is not None and self.columns % s.block[1] == 0
-                        and s.scale_layout == "compact" and is_contiguous(scales.array))
-        if self.one_row:                    # no block ends with a row: the array is one long row
-            self.batch, self.rows, self.columns = 1, 1, data.array.size
-        self.scaling = {"row_stride": row_stride, "column_stride": column_stride, "matrix_stride": matrix_stride,
-                        "scale_tiles": scale_tiles, "row_shift": row_shift, "column_shift": column_shift}
+        block = (None, None) if s.block is None else s.block
+        row_shift, column_shift = (_shift(b, extent) for b, extent in zip(block, s.shape[-2:], strict=True))
+        self.scaling = {"row_shift": row_shift, "column_shift": column_shift,
+                        "columnwise": int(block[1] == 1),
+                        "f32_scales": int(scales is None or scales.dtype == float32)}
+        self.long_row = False
+        if scales is not None:
+            self.scaling |= _strides(s, scales.array)
+            tiles_rows = block[0] == 1 and block[1] is not None and self.columns % block[1] == 0
+            self.long_row = (tiles_rows and not s.transposed and s.scale_layout == "compact"
+                             and is_contiguous(scales.array))
+        if self.long_row:                   # no block ends with a row: the array is one long row
+            self.batch, self.rows, self.columns = 1, 1, self.data.array.size
 
-    def launch(self, to: np.dtype[Any], result_at: int) -> Launch:
-        variant, grid, members = (self._transposing if self.transposed else self._direct)(to, result_at % 16 == 0)
-        return variant.bind(self.data.array, grid, data=self.data.at, out=result_at, scale_inv=self.scales.at,
+    def launch(self, result_at: int) -> Launch:
+        variant, grid, members = (self._transposing if self.transposed else self._direct)(result_at % 16 == 0)
+        return variant.bind(self.data.array, grid, data=self.data.at, out=result_at, scale_inv=self.scale_at,
                             rows=self.rows, columns=self.columns, **self.scaling, **members)
 
-    def _direct(self, to: np.dtype[Any], aligned: bool) -> _Choice:
-        """Of dequantize_runs or dequantize_blocks, to a result that is or is not aligned to 16 bytes."""
-        source, scale, chunk = self.data.dtype, self.scales.dtype, 16 // to.itemsize
-        run = _RUN if self.columnwise else min(_RUN, (cdiv(self.columns, chunk) - 1).bit_length())
-        across = cdiv(self.columns, chunk * _CHUNKS if self.one_row else chunk << run)
-        steps = _STEPS_SWIZZLED if self.scaling["scale_tiles"] else _STEPS
-        down = 1 if self.one_row else cdiv(self.rows, (elementwise.THREADS >> run) * steps)
+    def _direct(self, aligned: bool) -> _Choice:
+        """Of dequantize_long_row or dequantize_blocks, to a result that is or is not aligned to 16 bytes."""
+        source, to, chunk = self.data.dtype, self.to, 16 // self.to.itemsize
+        chunks_log2 = _CHUNKS_LOG2
+        if not self.scaling["columnwise"]:
+            chunks_log2 = min(chunks_log2, (cdiv(self.columns, chunk) - 1).bit_length())
+        across = cdiv(self.columns, chunk * _CHUNKS if self.long_row else chunk << chunks_log2)
+        swizzled = not self.long_row and self.scaling["scale_tiles"] != 0
+        steps = _STEPS_SWIZZLED if swizzled else _STEPS
+        down = 1 if self.long_row else cdiv(self.rows, (elementwise.THREADS >> chunks_log2) * steps)
         vector = 3 if aligned and self.columns % chunk == 0 and self.data.at % chunk == 0 else 0
         if vector and self._four_scales_adjoin():
             vector |= 4
-        variant = _runs_variant(source, to, scale) if self.one_row else _variant(source, to, scale, self.columnwise, steps)
+        variant = _long_row_variant(source, to) if self.long_row else _variant(source, to, swizzled)
         grid = grid_size(self.batch * down * across, self.data.shape)
-        return variant, grid, {"down": down, "across": across, "run_shift": run, "vector": vector}
+        return variant, grid, {"down": down, "across": across, "chunks_log2": chunks_log2, "vector": vector}
 
     def _four_scales_adjoin(self) -> bool:
         """Whether the scales of four neighbouring columns can be loaded at once."""
-        s, four = self.scaling, 4 * self.scales.dtype.itemsize
+        s, four = self.scaling, 16 if self.scaling["f32_scales"] else 4
         return s["column_stride"] == 1 and not (
-            s["scale_tiles"] or s["row_stride"] % 4 or s["matrix_stride"] % 4 or self.scales.at % four)
+            s["scale_tiles"] or s["row_stride"] % 4 or s["matrix_stride"] % 4 or self.scale_at % four)
 
-    def _transposing(self, to: np.dtype[Any], aligned: bool) -> _Choice:
+    def _transposing(self, aligned: bool) -> _Choice:
         """Of dequantize_blocks_transposed."""
         data = self.data.array
         vector = (self.rows % 8 == 0 and self.data.at % 8 == 0) | (self.columns % 16 == 0 and aligned) << 1
-        tile = tiles.choose(data, TO_FLOAT) if vector == 3 else tiles.SMALL
-        variant = _transposed_variant(data.dtype, to, self.scales.dtype, self.columnwise, tile)
+        tile = tiles.choose(data, _TRANSPOSED) if vector == 3 else tiles.SMALL
+        variant = _transposed_variant(data.dtype, self.to, tile)
         return variant, tiles.grid(data.shape, tile), {"vector": vector}
+
+
+def _strides(s: Scaled, scales: Array) -> dict[str, int]:
+    """Where the scales of blocks lie: members of the struct."""
+    assert s.block is not None
+    strides = validate.matrix_strides(scales)
+    assert strides is not None
+    matrix_stride, row_stride, column_stride = strides
+    follows_rows = s.block[0] == 1 and s.scale_layout not in ("compact", "swizzled")
+    if follows_rows or (s.transposed and 1 not in s.block):
+        row_stride, column_stride = column_stride, row_stride
+    scale_tiles = s.scale_inv.shape[-1] // SWIZZLE_COLUMNS if s.scale_layout == "swizzled" else 0
+    return {"row_stride": row_stride, "column_stride": column_stride, "matrix_stride": matrix_stride,
+            "scale_tiles": scale_tiles}
 
 
 def _shift(block: int | None, extent: int) -> int:
@@ -181,32 +205,31 @@ def _shift(block: int | None, extent: int) -> int:
 
 
 @functools.cache
-def _runs_variant(source: np.dtype[Any], to: np.dtype[Any], scale: np.dtype[Any]) -> Variant:
-    return _RUNS.variant(block=elementwise.THREADS, **_defines(source, to, scale, False))
+def _long_row_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
+    return _LONG_ROW.variant(block=elementwise.THREADS, IN=FORMATS[source].tag, OUT=FORMATS[to].tag)
 
 
 @functools.cache
-def _variant(source: np.dtype[Any], to: np.dtype[Any], scale: np.dtype[Any], columnwise: bool, steps: int) -> Variant:
-    return _BLOCKS.variant(block=elementwise.THREADS, **_defines(source, to, scale, columnwise), STEPS=steps)
+def _variant(source: np.dtype[Any], to: np.dtype[Any], swizzled: bool) -> Variant:
+    return _BLOCKS.variant(block=elementwise.THREADS, IN=FORMATS[source].tag, OUT=FORMATS[to].tag,
+                           SWIZZLED=int(swizzled))
 
 
 @functools.cache
-def _transposed_variant(source: np.dtype[Any], to: np.dtype[Any], scale: np.dtype[Any], columnwise: bool, tile: tiles.Tile) -> Variant:
+def _transposed_variant(source: np.dtype[Any], to: np.dtype[Any], tile: tiles.Tile) -> Variant:
     # Beside the tile the f32 scales of its blocks, none of which has fewer than SMALLEST_BLOCK elements.
-    return _BLOCKS_TRANSPOSED.variant(block=tile.block, shared=tile.shared + tile.shared // SMALLEST_BLOCK * 4,
-                                      **_defines(source, to, scale, columnwise), **tile.defines, ALIGNED=int(tile is not tiles.SMALL))
-
-
-def _defines(source: np.dtype[Any], to: np.dtype[Any], scale: np.dtype[Any], columnwise: bool) -> dict[str, Any]:
-    return {"IN": FORMATS[source].tag, "OUT": FORMATS[to].tag, "SCALE": FORMATS[scale].tag, "COLUMNWISE": int(columnwise)}
+    return _BLOCKS_TRANSPOSED.variant(block=tile.block, shared=tile.shared
+                                      + tile.shared // SMALLEST_BLOCK * 4,
+                                      IN=FORMATS[source].tag, OUT=FORMATS[to].tag, **tile.defines,
+                                      ALIGNED=int(tile is not tiles.SMALL))
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant that dequantising blocks may launch; with one scale it is those of `convert`."""
-    for choice in product(FP8_DTYPES, INPUT_DTYPES, (float8_e8m0fnu, float32), (False, True)):
-        for steps in (_STEPS, _STEPS_SWIZZLED) if choice[2] == float8_e8m0fnu else (_STEPS,):
-            yield _variant(*choice, steps)
-        if not choice[-1]:
-            yield _runs_variant(*choice[:-1])
-        for tile in (tiles.SMALL, TO_FLOAT):
-            yield _transposed_variant(*choice, tile)
+    """Every variant that dequantising blocks, or transposed data, may launch; else it is those of
+    `convert`."""
+    for types in product(FP8_DTYPES, INPUT_DTYPES):
+        yield _long_row_variant(*types)
+        for swizzled in (False, True):
+            yield _variant(*types, swizzled)
+        for tile in (tiles.SMALL, _TRANSPOSED):
+            yield _transposed_variant(*types, tile)

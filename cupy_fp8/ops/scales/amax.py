@@ -82,18 +82,20 @@ _AMAX, _RESULT = _ComputeAmax(), _Result()
 
 
 def current_scale(call: Call, x: Input, target: float, eps: float, pow2: bool) -> tuple[Launch, int]:
-    """The launch that finds the scale that x's own amax calls for, as `compute_scale` defines it, and where it leaves the scale for the
-    launches that follow on this stream."""
+    """The launch that finds the scale that x's own amax calls for, as `compute_scale` defines it, and where
+    it leaves the scale for the launches that follow on this stream."""
     words = call.workspace("amax", _WORDS)
     scale_at = words + _SCALE_OFFSET
-    return _launch(x, words, "ignore", out=scale_at, noop=call.noop_at, target=target, eps=eps, to_scale=1, pow2=int(pow2)), scale_at
+    return _launch(x, words, "ignore", out=scale_at, noop=call.noop_at, target=target, eps=eps, to_scale=1,
+                   pow2=int(pow2)), scale_at
 
 
 def _launch(x: Input, words: int, nan: str, **members: Any) -> Launch:
     a = x.array
     blocks = -(-a.nbytes // (_THREADS * 16 * _CHUNKS_PER_STEP))
     most = _BLOCKS_ON_CPU if isinstance(a, np.ndarray) else multiprocessors(a.data.device_id) * _BLOCKS_PER_SM
-    return _variant(a.dtype, nan).bind(a, max(1, min(blocks, most)), x=x.at, workspace=words, n=a.size, vector=int(x.at % 16 == 0),
+    return _variant(a.dtype, nan).bind(a, max(1, min(blocks, most)), x=x.at, workspace=words, n=a.size,
+                                       vector=int(x.at % 16 == 0),
                                        **members)
 
 

@@ -1,4 +1,5 @@
-"""Scales of per-tensor scaling: from an amax, and from a history of them. Kernels: kernels_cu/scales/scale.cu."""
+"""Scales of per-tensor scaling: from an amax, and from a history of them. Kernels:
+kernels_cu/scales/scale.cu."""
 
 from __future__ import annotations
 
@@ -25,11 +26,13 @@ _MOST_COLUMNS_LOG2 = 5          # 32 f32: a whole line of each row
 _MULTIPROCESSORS_OF_CPU = 4
 
 
-def compute_scale(amax: Array, *, dtype: Any = float8_e4m3fn, margin: int = 0, eps: float = 0.0, pow2_scale: bool = False,
+def compute_scale(amax: Array, *, dtype: Any = float8_e4m3fn, margin: int = 0, eps: float = 0.0,
+                  pow2_scale: bool = False,
                   out: Array | None = None) -> Array:
     """The scale that brings a largest magnitude to the largest value of an FP8 format.
 
-        scale = fl(fl(fp8_max * 2**-margin) / max(amax, eps))        1 where that amax is 0, Inf or NaN; Inf becomes FLT_MAX
+        scale = fl(fl(fp8_max * 2**-margin) / max(amax, eps))        1 where that amax is 0, Inf or NaN; Inf
+        becomes FLT_MAX
 
     in f32, correctly rounded, subnormals kept; every value as docs/numerics.md section 1 says.
 
@@ -38,9 +41,11 @@ def compute_scale(amax: Array, *, dtype: Any = float8_e4m3fn, margin: int = 0, e
     margin : integer; the scale aims 2**margin below the format's maximum.
     eps : floor of amax, finite, 0 or more (rounded to f32).
     pow2_scale : the scale is rounded down to a power of two (mantissa bits cleared).
-    out : f32 array of amax's shape, written and returned; memory of its own (not amax); needed while a CUDA graph is captured.
-    Returns f32 of amax's shape. Raises TypeError (not an array, dtypes, mixed kinds), ValueError (eps, out), DeviceError; nothing is
-    written then. Bytes moved: both arrays once. Source: TransformerEngine's current scaling.
+    out : f32 array of amax's shape, written and returned; memory of its own (not amax); needed while a CUDA
+        graph is captured.
+    Returns f32 of amax's shape. Raises TypeError (not an array, dtypes, mixed kinds), ValueError (eps, out),
+    DeviceError; nothing is written then. Bytes moved: both arrays once. Source: TransformerEngine's current
+    scaling.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> fp8.compute_scale(np.array([3.5, 0.0, 3.0], np.float32), pow2_scale=True).tolist()
@@ -61,7 +66,8 @@ class _ComputeScale(Op[_Scales]):
     def arguments(self, call: Call, amax: Any, dtype: Any, margin: Any, eps: Any, pow2_scale: Any) -> _Scales:
         fmt = lookup(dtype, FP8_DTYPES, "dtype")
         margin, eps = checked_margin(margin), checked_eps(eps)
-        return _Scales(call.read("amax", amax, (float32,)), fmt.dtype, margin, eps, flag(pow2_scale, "pow2_scale"))
+        return _Scales(call.read("amax", amax, (float32,)), fmt.dtype, margin, eps,
+                       flag(pow2_scale, "pow2_scale"))
 
     def result(self, inputs: _Scales) -> Description:
         return one_array(inputs.amax.shape, float32)
@@ -75,7 +81,8 @@ class _ComputeScale(Op[_Scales]):
         if amax.size:
             blocks, vector = elementwise.grid(amax.size, amax.shape, 4, 4, inputs.amax.at, written[0])
             yield _compute_scale_variant().bind(
-                amax, blocks, amax=inputs.amax.at, scale=written[0], n=amax.size, target=scale_target(inputs.dtype, inputs.margin),
+                amax, blocks, amax=inputs.amax.at, scale=written[0], n=amax.size,
+                target=scale_target(inputs.dtype, inputs.margin),
                 eps=inputs.eps, pow2=int(inputs.pow2), vector=vector)
 
 
@@ -84,14 +91,15 @@ _COMPUTE_SCALE_OP = _ComputeScale()
 
 def update_delayed_scaling(history: Array, scale: Array, *, dtype: Any, margin: int = 0, algo: str = "max",
                            amax: Array | None = None) -> tuple[Array, Array]:
-    """The end of a training step of delayed scaling: the scales of n tensors from their amax histories, which roll.
+    """The end of a training step of delayed scaling: the scales of n tensors from their amax histories, which
+    roll.
 
         a = max(history) or history[0]            scale = fl(fl(fp8_max * 2**-margin) / a)
         history[0] goes to the last row, the others move up by one, row 0 is 0
 
-    for each column, in place, in one launch; every edge as docs/numerics.md section 1 says. Where a is 0, Inf or NaN the scale
-    stays. With `amax` (after a reduction over devices) its elements, where they are not 0, take the place of history[0], and a tensor
-    whose amax is 0 in both keeps its history and scale.
+    for each column, in place, in one launch; every edge as docs/numerics.md section 1 says. Where a is 0, Inf
+    or NaN the scale stays. With `amax` (after a reduction over devices) its elements, where they are not 0,
+    take the place of history[0], and a tensor whose amax is 0 in both keeps its history and scale.
 
     Parameters
     ----------
@@ -108,10 +116,11 @@ def update_delayed_scaling(history: Array, scale: Array, *, dtype: Any, margin: 
 
     Raises
     ------
-    TypeError (not arrays, dtypes, mixed kinds), ValueError (shapes, strides, algo, arrays that overlap), DeviceError; nothing is
-    written then.
+    TypeError (not arrays, dtypes, mixed kinds), ValueError (shapes, strides, algo, arrays that overlap),
+    DeviceError; nothing is written then.
 
-    Can be captured into a CUDA graph. Source: TransformerEngine's delayed scaling. Bytes moved: 8 per element of the history.
+    Can be captured into a CUDA graph. Source: TransformerEngine's delayed scaling. Bytes moved: 8 per element
+    of the history.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> history, scale = np.array([[7.0], [2.0], [3.5]], np.float32), np.ones(1, np.float32)
@@ -133,7 +142,8 @@ class _Update(NamedTuple):
 
 
 class _UpdateDelayedScaling(Op[_Update]):
-    def arguments(self, call: Call, history: Any, scale: Any, dtype: Any, margin: Any, algo: Any, amax: Any) -> _Update:
+    def arguments(self, call: Call, history: Any, scale: Any, dtype: Any, margin: Any, algo: Any,
+                  amax: Any) -> _Update:
         fmt, margin = lookup(dtype, FP8_DTYPES, "dtype"), checked_margin(margin)
         if not isinstance(algo, str) or algo not in ALGORITHMS:
             raise ValueError(f"algo: expected one of {ALGORITHMS}, got {algo!r}")
@@ -144,7 +154,8 @@ class _UpdateDelayedScaling(Op[_Update]):
         scales = call.update("scale", scale, float32, (n,))
         reduced = None if amax is None else call.read("amax", amax, (float32,))
         if reduced and reduced.shape != (n,):
-            raise ValueError(f"amax: expected shape {(n,)}, one for each column of history, got {reduced.shape}")
+            raise ValueError(f"amax: expected shape {(n,)}, one for each column of history, got "
+                             f"{reduced.shape}")
         return _Update(rows, scales, fmt.dtype, margin, algo, reduced)
 
     def result(self, inputs: _Update) -> Description:
@@ -152,7 +163,8 @@ class _UpdateDelayedScaling(Op[_Update]):
 
     def reference(self, inputs: _Update) -> Sequence[np.ndarray]:
         history, scale, dtype, margin, algo, amax = inputs
-        return reference.update_delayed_scaling(history.array, scale.array, dtype=dtype, margin=margin, algo=algo,
+        return reference.update_delayed_scaling(history.array, scale.array, dtype=dtype, margin=margin,
+                                                algo=algo,
                                                 amax=None if amax is None else amax.array)
 
     def launches(self, call: Call, inputs: _Update, *written: int) -> Iterator[Launch]:
@@ -160,11 +172,14 @@ class _UpdateDelayedScaling(Op[_Update]):
         length, n = history.shape
         if n:
             on_cpu = isinstance(history, np.ndarray)
-            log2 = _columns_log2(length, n, _MULTIPROCESSORS_OF_CPU if on_cpu else multiprocessors(history.data.device_id))
+            log2 = _columns_log2(length, n, _MULTIPROCESSORS_OF_CPU if on_cpu
+                                 else multiprocessors(history.data.device_id))
             yield _update_variant().bind(
-                history, grid_size((n - 1 >> log2) + 1, history.shape), history=inputs.history.at, scale=inputs.scale.at,
+                history, grid_size((n - 1 >> log2) + 1, history.shape), history=inputs.history.at,
+                scale=inputs.scale.at,
                 amax=0 if inputs.amax is None else inputs.amax.at, length=length, n=n,
-                target=scale_target(inputs.dtype, inputs.margin), most_recent=int(inputs.algo == "most_recent"), columns_log2=log2)
+                target=scale_target(inputs.dtype, inputs.margin),
+                most_recent=int(inputs.algo == "most_recent"), columns_log2=log2)
 
 
 _UPDATE_OP = _UpdateDelayedScaling()
@@ -177,10 +192,11 @@ def scale_target(dtype: np.dtype[Any], margin: int) -> float:
 
 @functools.lru_cache
 def _columns_log2(length: int, n: int, processors: int) -> int:
-    """How many columns a block owns: 32, but fewer where a history is so long that a thread's run of rows needs more than one round
-    of loads while processors are idle, and no more than there are."""
+    """How many columns a block owns: 32, but fewer where a history is so long that a thread's run of rows
+    needs more than one round of loads while processors are idle, and no more than there are."""
     log2 = _MOST_COLUMNS_LOG2
-    while log2 and (1 << log2 >= 2 * n or (length << log2 > _THREADS * _IN_FLIGHT and (n - 1 >> log2) + 1 < processors)):
+    while log2 and (1 << log2 >= 2 * n or (length << log2 > _THREADS * _IN_FLIGHT and (n - 1 >> log2)
+                                           + 1 < processors)):
         log2 -= 1
     return log2
 

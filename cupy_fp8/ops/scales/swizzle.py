@@ -1,4 +1,5 @@
-"""The layout of block scales: compact, or swizzled as block-scaled matrix products read them. Kernels: kernels_cu/scales/swizzle.cu."""
+"""The layout of block scales: compact, or swizzled as block-scaled matrix products read them.
+Kernels: kernels_cu/scales/swizzle.cu."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ... import backend, reference
-from ...arrays import Array, bits, empty_beside, is_contiguous
-from ...calls import validate
-from ...calls.splits import NO_GROUPS, Groups, read, refuse_negative
+from ...arrays import Array, is_contiguous
+from ...calls.call import Call, Input, Op, run
+from ...calls.results import Description, Written
+from ...calls.splits import NO_GROUPS, Groups, refuse_negative
 from ...formats import float8_e8m0fnu
-from ...kernels import Kernel, Variant, error_word, executor_of, grid_size
+from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import (
     SWIZZLE_COLUMNS,
     SWIZZLE_ELEMENTS,
@@ -34,34 +36,41 @@ _THREADS = 64
 _TILES = 8                  # per block of threads, along a line
 
 
-def swizzle_scales(s: Array, *, splits: Any = None, axis: int = 0, out: Array | None = None, check: bool = False) -> Array:
-    """Compact E8M0 scales in the layout that block-scaled matrix products read: tiles of 128 lines x 4 blocks, padded with zeros.
+def swizzle_scales(s: Array, *, splits: Any = None, axis: int = 0, out: Array | None = None,
+                   check: bool = False) -> Array:
+    """Compact E8M0 scales in the layout that block-scaled matrix products read: tiles of 128 lines x 4
+    blocks, padded with zeros.
 
         scale (i, j) is byte (i // 128 * ceil(C / 4) + j // 4) * 512 + i % 32 * 16 + i % 128 // 32 * 4 + j % 4
 
     Parameters
     ----------
-    s : float8_e8m0fnu [R, C] or [E, R, C]: R lines of C blocks. Row-wise scales are that; column-wise ones, stored [blocks, lines],
-        are passed as ``s.T`` (``s.swapaxes(1, 2)``), which is read as it is, without a copy
-    splits : sizes of G consecutive groups of an s [R, C]: each is swizzled by itself, one after the other. An int32 or int64 array [G]
-        of s's kind, or a list (for a CuPy s it is copied to the GPU, which cannot be captured into a CUDA graph)
-    axis : 0: groups of lines, sizes in lines. 1: groups along the blocks, sizes in elements, 32 to a block; a started block counts
+    s : float8_e8m0fnu [R, C] or [E, R, C]: R lines of C blocks. Row-wise scales are that; column-wise ones,
+        stored [blocks, lines], are passed as ``s.T`` (``s.swapaxes(1, 2)``), which is read as it is, without
+        a copy
+    splits : sizes of G consecutive groups of an s [R, C]: each is swizzled by itself, one after the other. An
+        int32 or int64 array [G] of s's kind, or a list (for a CuPy s it is copied to the GPU, which cannot be
+        captured into a CUDA graph)
+    axis : 0: groups of lines, sizes in lines. 1: groups along the blocks, sizes in elements, 32 to a block; a
+        started block counts
     out : result of an earlier call, written and returned; needed while a CUDA graph is captured
-    check : wait for the device and raise ValueError if sizes there are wrong. (NumPy arrays and lists are always looked at)
+    check : wait for the device and raise ValueError if sizes there are wrong. (NumPy arrays and lists are
+        always looked at)
 
     Returns
     -------
-    float8_e8m0fnu […, R rounded up to 128, C rounded up to 4]. With splits its size is a bound that does not depend on the sizes, and
-    what is past the last group is 0:
-    axis 0: [(R + 127 * min(G, R)) // 128 * 128, C rounded up to 4]; a group begins at the row that is the sum of the sizes before it,
-    each rounded up to 128.
-    axis 1: flat, (R rounded up to 128) * ((C + 3 * min(G, C)) // 4 * 4) bytes; a group of c blocks takes (R rounded up to 128) *
-    (c rounded up to 4) of them.
+    float8_e8m0fnu […, R rounded up to 128, C rounded up to 4]. With splits its size is a bound that does not
+    depend on the sizes, and everything past the last group is 0:
+    axis 0: [(R + 127 * min(G, R)) // 128 * 128, C rounded up to 4]; a group begins at the row that is the sum
+    of the sizes before it, each rounded up to 128.
+    axis 1: flat, (R rounded up to 128) * ((C + 3 * min(G, C)) // 4 * 4) bytes; a group of c blocks takes (R
+    rounded up to 128) * (c rounded up to 4) of them.
 
     Raises
     ------
-    TypeError, ValueError, DeviceError, before anything is written. Sizes on the device raise nothing: a negative one counts as 0, groups
-    that go past the end of s are cut short; `device_errors` tells. Scales that no group covers are left out.
+    TypeError, ValueError, DeviceError, before anything is written. Sizes on the device raise nothing: a
+    negative one counts as 0, groups that go past the end of s are cut short; `device_errors` tells. Scales
+    that no group covers are left out.
 
     Source: cuBLAS's layout of 1-D block scaling factors; docs/layouts.md. Bytes moved: s and the result once.
 
@@ -70,57 +79,163 @@ def swizzle_scales(s: Array, *, splits: Any = None, axis: int = 0, out: Array | 
     >>> w.shape, w.view(np.uint8).reshape(32, 16)[1].tolist()                      # lines 1, 33, 65 and 97
     ((128, 4), [1, 0, 0, 0, 33, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0])
     """
-    xp, adjacent = _module(s), _lines_adjacent(s)
-    dense, _, at = validate.source(s.swapaxes(-1, -2) if adjacent else s, (float8_e8m0fnu,), "s")
-    groups = _groups(splits, axis, s.shape, s, xp, check)
-    plan = _plan(s.shape, groups.number, axis, 0)
-    result = _new(s, plan.swizzled) if out is None else out
-    result_at = validate.destination(result, plan.swizzled, float8_e8m0fnu, dense, xp, at)
-    groups.check_separate(result_at, result.nbytes)
-    if executor_of(xp) == "reference":
-        bits(result)[...] = bits(reference.swizzle_scales(s, splits=groups.host, axis=axis))
-    else:
-        _launch(_SWIZZLE, plan, dense, at, adjacent, result_at, "out", groups, axis)
-    return result
+    return run(_SWIZZLE_OP, (s, splits, axis, check), out)
 
 
-def unswizzle_scales(s: Array, *, shape: tuple[int, ...], splits: Any = None, axis: int = 0, out: Array | None = None,
-                     check: bool = False) -> Array:
+def unswizzle_scales(s: Array, *, shape: tuple[int, ...], splits: Any = None, axis: int = 0,
+                     out: Array | None = None, check: bool = False) -> Array:
     """The inverse of `swizzle_scales`: compact scales, without the padding.
 
     s : float8_e8m0fnu, of the shape that `swizzle_scales` gives
     shape : of the compact scales, (R, C) or (E, R, C)
     splits, axis, check : as for `swizzle_scales`. Scales that no group covers are 0
-    out : float8_e8m0fnu array of this shape, written and returned: C-contiguous, or with its lines adjacent (``a.T`` of an a [C, R],
-        which is how column-wise scales are stored)
-    Returns float8_e8m0fnu of this shape. Errors and source as for `swizzle_scales`. Bytes moved: s and the result once.
+    out : float8_e8m0fnu array of this shape, written and returned: C-contiguous, or with its lines adjacent
+        (``a.T`` of an a [C, R], which is how column-wise scales are stored)
+    Returns float8_e8m0fnu of this shape. Errors and source as for `swizzle_scales`. Bytes moved: s and the
+    result once.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> s = np.arange(40, dtype=np.uint8).reshape(20, 2).view(fp8.float8_e8m0fnu)
     >>> fp8.bytes_equal(fp8.unswizzle_scales(fp8.swizzle_scales(s), shape=(20, 2)), s)
     True
     """
-    xp = _module(s)
-    dense, _, at = validate.source(s, (float8_e8m0fnu,), "s")
-    shape = _as_shape(shape)
-    groups = _groups(splits, axis, shape, s, xp, check)
-    plan = _plan(shape, groups.number, axis, 1)
-    if s.shape != plan.swizzled:
-        raise ValueError(f"s: expected shape {plan.swizzled} for compact scales of shape {shape}"
-                         f"{'' if groups.number is None else f' in {groups.number} groups along axis {axis}'}, got {s.shape}")
-    result = _new(s, shape) if out is None else out
-    adjacent, result_at = _compact_destination(result, shape, dense, xp, at)
-    groups.check_separate(result_at, result.nbytes)
-    if executor_of(xp) == "reference":
-        bits(result)[...] = bits(reference.unswizzle_scales(s, shape=shape, splits=groups.host, axis=axis))
-    else:
-        _launch(_UNSWIZZLE, plan, dense, result_at, adjacent, at, "s", groups, axis)
-    return result
+    return run(_UNSWIZZLE_OP, (s, shape, splits, axis, check), out)
 
 
+# ---- the calls ----
+class _Inputs(NamedTuple):
+    given: Array            # s
+    s: Input                # the same memory, C-contiguous
+    adjacent: bool          # whether that swaps its last two axes
+    groups: Groups
+    axis: int
+    plan: _Plan
+
+
+class _SwizzleScales(Op[_Inputs]):
+    def arguments(self, call: Call, s: Any, splits: Any, axis: Any, check: Any) -> _Inputs:
+        _check_dtype(s)
+        adjacent = lines_adjacent(s)
+        found = call.read("s", s.swapaxes(-1, -2) if adjacent else s, (float8_e8m0fnu,))
+        groups = _groups(call, splits, axis, s.shape, check)
+        return _Inputs(s, found, adjacent, groups, axis, _plan(s.shape, groups.number, axis, 0))
+
+    def result(self, inputs: _Inputs) -> Description:
+        return Description(Written("out", inputs.plan.swizzled, float8_e8m0fnu))
+
+    def reference(self, inputs: _Inputs) -> np.ndarray:
+        return reference.swizzle_scales(inputs.given, splits=inputs.groups.host, axis=inputs.axis)
+
+    def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
+        check_aligned("out", written[0])
+        yield from _launches(call, _SWIZZLE, inputs, inputs.s.at, written[0], inputs.adjacent)
+
+
+class _UnswizzleScales(Op[_Inputs]):
+    def arguments(self, call: Call, s: Any, shape: Any, splits: Any, axis: Any, check: Any) -> _Inputs:
+        _check_dtype(s)
+        found, shape = call.read("s", s, (float8_e8m0fnu,)), _as_shape(shape)
+        groups = _groups(call, splits, axis, shape, check)
+        plan = _plan(shape, groups.number, axis, 1)
+        if s.shape != plan.swizzled:
+            of = "" if groups.number is None else f" in {groups.number} groups along axis {axis}"
+            raise ValueError(f"s: expected shape {plan.swizzled} for compact scales of shape {shape}{of}, "
+                             f"got {s.shape}")
+        return _Inputs(s, found, False, groups, axis, plan)
+
+    def result(self, inputs: _Inputs) -> Description:
+        return _CompactResult(inputs.plan.shape)
+
+    def reference(self, inputs: _Inputs) -> np.ndarray:
+        return reference.unswizzle_scales(inputs.s.array, shape=inputs.plan.shape, splits=inputs.groups.host,
+                                          axis=inputs.axis)
+
+    def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
+        check_aligned("s", inputs.s.at)
+        adjacent = isinstance(call.result, _CompactResult) and call.result.adjacent
+        yield from _launches(call, _UNSWIZZLE, inputs, written[0], inputs.s.at, adjacent)
+
+
+class _CompactResult(Description):
+    """Compact scales. `out` may have its lines adjacent instead of its blocks: it is then written as the
+    C-contiguous array with its last two axes swapped."""
+
+    def __init__(self, shape: tuple[int, ...], adjacent: bool = False) -> None:
+        super().__init__(Written("out", swap_last(shape) if adjacent else shape, float8_e8m0fnu))
+        self.shape, self.adjacent = shape, adjacent
+
+    def for_out(self, out: Any) -> Description:
+        backend.module_of(out, "out")
+        return _CompactResult(self.shape, True) if out.shape == self.shape and lines_adjacent(out) else self
+
+    def arrays_of(self, out: Any) -> tuple[Array]:
+        return (out.swapaxes(-1, -2) if self.adjacent else out,)
+
+
+_SWIZZLE_OP, _UNSWIZZLE_OP = _SwizzleScales(), _UnswizzleScales()
+
+
+def _check_dtype(s: Any) -> None:
+    backend.module_of(s, "s")
+    if s.dtype != float8_e8m0fnu:
+        is_byte = s.dtype.itemsize == 1
+        hint = "; bytes of scales are made one by .view(cupy_fp8.float8_e8m0fnu)" if is_byte else ""
+        raise TypeError(f"s: expected dtype float8_e8m0fnu, got {s.dtype}{hint}")
+
+
+def _groups(call: Call, splits: Any, axis: Any, shape: tuple[int, ...], check: Any) -> Groups:
+    """Validates splits and axis for compact scales of this shape, and the sizes that are known on the
+    host."""
+    is_axis = isinstance(axis, (int, np.integer))
+    if splits is None:
+        if not is_axis or axis != 0:
+            raise ValueError("axis: means something for groups only, which need splits=; "
+                             f"got axis={axis!r} without")
+        return NO_GROUPS
+    if not is_axis or axis not in (0, 1):
+        raise ValueError(f"axis: expected 0 (groups of lines) or 1 (groups along the blocks), got {axis!r}")
+    if len(shape) != 2:
+        raise ValueError(f"splits: groups are of scales [R, C], got shape {shape}; give each matrix its own "
+                         "call")
+    groups = call.splits("splits", splits, check)
+    if groups.host is not None:
+        _check_sizes(groups.host, shape[axis], axis)
+    return groups
+
+
+def _check_sizes(sizes: np.ndarray, total: int, axis: int) -> None:
+    """ValueError if sizes on the host are negative, or add up to more lines or blocks than there are."""
+    given = sizes.tolist()                                  # Python's integers: sums do not overflow
+    refuse_negative(given)
+    covered = sum(cdiv(size, SWIZZLE_ELEMENTS) for size in given) if axis == 1 else sum(given)
+    if covered > total:
+        what = "blocks of 32 elements" if axis == 1 else "lines"
+        raise ValueError(f"splits: expected sizes that add up to at most the {total} {what} there are, got "
+                         f"{covered}")
+
+
+def _as_shape(shape: Any) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, shape))
+    except TypeError as error:
+        raise TypeError(f"shape: expected integers, (R, C) or (E, R, C), got {shape!r} ({error})") from None
+
+
+def lines_adjacent(s: Array) -> bool:
+    """Whether s is not C-contiguous, but is with its last two axes swapped."""
+    if is_contiguous(s) or s.ndim < 2:
+        return False
+    shape, strides, size = s.shape, s.strides, s.itemsize
+    return bool(strides[-2:] == (size, shape[-2] * size)
+                and (s.ndim == 2 or (s.ndim == 3 and strides[0] == shape[1] * shape[2] * size)))
+
+
+# ---- launches ----
 class _Plan(NamedTuple):
-    """What follows from the shapes: of the swizzled array, and of the launch (the members of LayoutParams)."""
+    """Everything that follows from the shape of the compact scales: members of the struct LayoutParams,
+    mostly."""
 
+    shape: tuple[int, ...]
     swizzled: tuple[int, ...]
     lines: int
     blocks: int
@@ -132,109 +247,83 @@ class _Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _plan(shape: tuple[int, ...], groups: int | None, axis: int, spare: int) -> _Plan:
-    """For compact scales of this shape. spare: 1 where the launch also has to reach what no group covers."""
+    """spare: 1 where the launch also has to reach the scales that no group covers."""
     if len(shape) not in (2, 3):
         raise ValueError(f"compact scales: expected shape [R, C] or [E, R, C], got {shape}")
     *batch, lines, blocks = shape
     if min(shape) < 0:
         raise ValueError(f"shape: expected extents of zero or more, got {shape}")
     rows, columns = round_up(lines, SWIZZLE_ROWS), round_up(blocks, SWIZZLE_COLUMNS)
-    runs, reached = rows, columns
+    reached_rows, reached_columns = rows, columns
     if groups is not None and axis == 0:
-        rows, runs = grouped_rows(lines, groups), grouped_rows(lines, groups + spare)
+        rows, reached_rows = grouped_rows(lines, groups), grouped_rows(lines, groups + spare)
     if groups is not None and axis == 1:
-        columns, reached = grouped_columns(blocks, groups), grouped_columns(blocks, groups + spare)
-    across = cdiv(reached, SWIZZLE_COLUMNS * _TILES)
-    grid = (batch[0] if batch else 1) * (runs // SWIZZLE_ROWS) * across
-    return _Plan((*batch, rows, columns) if groups is None else grouped_shape(shape, groups, axis), lines, blocks,
-                 columns // SWIZZLE_COLUMNS, rows // SWIZZLE_ROWS, max(across, 1), grid and grid_size(grid, shape))
+        columns, reached_columns = grouped_columns(blocks, groups), grouped_columns(blocks, groups + spare)
+    across = cdiv(reached_columns, SWIZZLE_COLUMNS * _TILES)
+    grid = (batch[0] if batch else 1) * (reached_rows // SWIZZLE_ROWS) * across
+    swizzled = (*batch, rows, columns) if groups is None else grouped_shape(shape, groups, axis)
+    return _Plan(shape, swizzled, lines, blocks, columns // SWIZZLE_COLUMNS, rows // SWIZZLE_ROWS,
+                 max(across, 1),
+                 grid and grid_size(grid, shape))
 
 
-def _groups(splits: Any, axis: int, shape: tuple[int, ...], x: Array, xp: Any, check: bool) -> Groups:
-    """Validates splits and axis for compact scales of this shape; sizes that are on the host, or are to be checked, as well."""
-    if splits is None:
-        if not isinstance(axis, (int, np.integer)) or axis != 0:
-            raise ValueError(f"axis: means something for groups only, which need splits=; got axis={axis!r} without")
-        return NO_GROUPS
-    if not isinstance(axis, (int, np.integer)) or axis not in (0, 1):
-        raise ValueError(f"axis: expected 0 (groups of lines) or 1 (groups along the blocks), got {axis!r}")
-    if len(shape) != 2:
-        raise ValueError(f"splits: groups are of scales [R, C], got shape {shape}; give each matrix its own call")
-    groups = read(splits, x, xp, check)
-    if groups.host is not None:
-        _check_sizes(groups.host, shape[axis], axis)
-    return groups
+def check_aligned(name: str, at: int, layout: str = "swizzled") -> None:
+    """ValueError if scales that are read 16 bytes at a time are not aligned to that."""
+    if at % 16:
+        raise ValueError(f"{name}: address {at:#x} is not a multiple of 16, as that of {layout} scales has "
+                         "to be")
 
 
-def _as_shape(shape: Any) -> tuple[int, ...]:
-    try:
-        return tuple(map(operator.index, shape))
-    except TypeError as error:
-        raise TypeError(f"shape: expected integers, (R, C) or (E, R, C), got {shape!r} ({error})") from None
-
-
-def _check_sizes(sizes: np.ndarray, total: int, axis: int) -> None:
-    """ValueError unless sizes on the host are what they should be."""
-    given = sizes.tolist()                                   # Python's integers: sums do not overflow
-    refuse_negative(given)
-    covered = sum(cdiv(size, SWIZZLE_ELEMENTS) for size in given) if axis == 1 else sum(given)
-    if covered > total:
-        what = "blocks of 32 elements" if axis == 1 else "lines"
-        raise ValueError(f"splits: expected sizes that add up to at most the {total} {what} there are, got {covered}")
-
-
-def _module(s: Array) -> Any:
-    """The module of an array of scales; TypeError for any other dtype than theirs."""
-    xp = np if isinstance(s, np.ndarray) else backend.module_of(s, "s")
-    if s.dtype != float8_e8m0fnu:
-        hint = "; bytes of scales are made one by .view(cupy_fp8.float8_e8m0fnu)" if s.dtype.itemsize == 1 else ""
-        raise TypeError(f"s: expected dtype float8_e8m0fnu, got {s.dtype}{hint}")
-    return xp
-
-
-def _lines_adjacent(s: Array) -> bool:
-    """Whether s is not C-contiguous, but is with its last two axes swapped."""
-    if is_contiguous(s) or s.ndim < 2:
-        return False
-    shape, strides = s.shape, s.strides
-    return bool(strides[-2:] == (1, shape[-2]) and (s.ndim == 2 or (s.ndim == 3 and strides[0] == shape[1] * shape[2])))
-
-
-def _compact_destination(out: Array, shape: tuple[int, ...], x: Array, xp: Any, at: int) -> tuple[bool, int]:
-    """(whether out's lines are adjacent, its address)."""
-    if isinstance(out, xp.ndarray) and out.shape == shape and _lines_adjacent(out):
-        return True, validate.destination(out.swapaxes(-1, -2), swap_last(shape), float8_e8m0fnu, x, xp, at)
-    return False, validate.destination(out, shape, float8_e8m0fnu, x, xp, at)
-
-
-def _new(x: Array, shape: tuple[int, ...]) -> Array:
-    validate.may_allocate(x)
-    return empty_beside(x, shape, float8_e8m0fnu)
-
-
-def _launch(kernel: Kernel, plan: _Plan, x: Array, compact_at: int, adjacent: bool, swizzled_at: int, swizzled: str, groups: Groups,
-            axis: int) -> None:
-    if swizzled_at % 16:
-        raise ValueError(f"{swizzled}: address {swizzled_at:#x} is not a multiple of 16, as that of swizzled scales has to be")
-    grouped, errors_at = 0, 0
-    if groups.number is not None:
-        grouped, errors_at = 1 + int(axis), error_word(x)   # even an empty array's sizes are looked at
-    elif not plan.grid:
+def _launches(call: Call, kernel: Kernel, inputs: _Inputs, compact_at: int, swizzled_at: int,
+              adjacent: bool) -> Iterator[Launch]:
+    groups = inputs.groups
+    if groups.number is None:
+        yield from matrix_launches(kernel is _SWIZZLE, inputs.s.array, inputs.plan, compact_at, swizzled_at,
+                                   adjacent)
         return
-    words = kernel is _SWIZZLE and grouped != 2 and not adjacent and plan.blocks % 4 == 0 and compact_at % 4 == 0
-    _variant(kernel, adjacent, grouped, words).launch(
-        x, plan.grid or 1, compact_at, swizzled_at, groups.at, groups.number or 0, errors_at, groups.wide, plan.lines, plan.blocks,
-        plan.lines if adjacent else plan.blocks, plan.tiles, plan.down, plan.across)
+    splits = {"sizes": groups.at, "groups": groups.number, "errors": call.error_word(), "wide": groups.wide}
+    words = kernel is _SWIZZLE and inputs.axis == 0 and _are_words(inputs.plan, compact_at, adjacent)
+    # Even an empty array's sizes are looked at.
+    yield _variant(kernel, adjacent, True, words).bind(
+        inputs.s.array, inputs.plan.grid or 1, splits=splits, axis=int(inputs.axis),
+        **_members(inputs.plan, compact_at, swizzled_at, adjacent))
+
+
+def matrix_launches(swizzles: bool, x: Array, plan: _Plan, compact_at: int, swizzled_at: int,
+                    adjacent: bool) -> Iterator[Launch]:
+    """The launch that swizzles or unswizzles whole matrices. adjacent: whether their lines are adjacent in
+    compact memory."""
+    if plan.grid:
+        kernel = _SWIZZLE if swizzles else _UNSWIZZLE
+        words = swizzles and _are_words(plan, compact_at, adjacent)
+        yield _variant(kernel, adjacent, False, words).bind(
+            x, plan.grid, **_members(plan, compact_at, swizzled_at, adjacent))
+
+
+def matrix_plan(shape: tuple[int, ...]) -> _Plan:
+    """The plan of `matrix_launches`, of compact scales of this shape."""
+    return _plan(shape, None, 0, 0)
+
+
+def _are_words(plan: _Plan, compact_at: int, adjacent: bool) -> bool:
+    """Whether all compact words of four blocks exist and are aligned."""
+    return not adjacent and plan.blocks % 4 == 0 and compact_at % 4 == 0
+
+
+def _members(plan: _Plan, compact_at: int, swizzled_at: int, adjacent: bool) -> dict[str, int]:
+    return {"compact": compact_at, "swizzled": swizzled_at, "lines": plan.lines, "blocks": plan.blocks,
+            "stride": plan.lines if adjacent else plan.blocks, "tiles": plan.tiles, "down": plan.down,
+            "across": plan.across}
 
 
 @functools.cache
-def _variant(kernel: Kernel, adjacent: bool, grouped: int, words: bool) -> Variant:
-    return kernel.variant(block=_THREADS, ADJACENT=int(adjacent), WORDS=int(words), GROUPED=grouped)
+def _variant(kernel: Kernel, adjacent: bool, grouped: bool, words: bool) -> Variant:
+    return kernel.variant(block=_THREADS, ADJACENT=int(adjacent), WORDS=int(words), GROUPED=int(grouped))
 
 
 def variants() -> Iterator[Variant]:
     """Every variant that these ops may launch."""
-    for kernel, adjacent, grouped in product((_SWIZZLE, _UNSWIZZLE), (False, True), (0, 1, 2)):
+    for kernel, adjacent, grouped in product((_SWIZZLE, _UNSWIZZLE), (False, True), (False, True)):
         yield _variant(kernel, adjacent, grouped, False)
-    for grouped in (0, 1):
+    for grouped in (False, True):
         yield _variant(_SWIZZLE, False, grouped, True)

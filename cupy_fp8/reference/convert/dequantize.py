@@ -27,7 +27,8 @@ def element_scales(s: Scaled) -> np.ndarray:
     return on_elements(numerics.widen(block_scales(s)), s.block, s.shape)
 
 
-def on_elements(scales: np.ndarray, block: tuple[int | None, int | None], shape: tuple[int, ...]) -> np.ndarray:
+def on_elements(scales: np.ndarray, block: tuple[int | None, int | None], shape: tuple[int,
+                                                                                       ...]) -> np.ndarray:
     """What there is for each block, on each of its elements."""
     for axis, extent in zip((-2, -1), block, strict=True):
         length = shape[axis]

@@ -1,4 +1,5 @@
-"""Reference of cupy_fp8.ops.convert.scaling_aware: row-wise blocks become column-wise ones (docs/numerics.md, section 4)."""
+"""Reference of cupy_fp8.ops.convert.scaling_aware: row-wise blocks become column-wise ones (docs/numerics.md,
+section 4)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import numpy as np
 
 from ...arrays import bits
 from ...formats import FORMATS, float8_e8m0fnu, float32
-from ...layouts import PADDED_TO, cdiv, round_up
+from ...layouts import PADDED_TO, cdiv, padded_rows, round_up
 from ...results import Quantized, Scaled
 from .. import numerics
 from ..scales.convert import padded
@@ -18,7 +19,8 @@ _NOTHING = np.iinfo(np.int64).min
 
 
 class Exponents(NamedTuple):
-    """Scales as powers of two: 2^power where `exists`; `zero` where it is 0; `wrong` where it is neither. None of them: an E8M0 NaN."""
+    """Scales as powers of two: 2^power where `exists`; `zero` where it is 0; `wrong` where it is neither.
+    None of them: an E8M0 NaN."""
 
     power: np.ndarray
     exists: np.ndarray
@@ -40,7 +42,8 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
     scale_inv = np.zeros((lines, columns), s.scale_inv.dtype)
     pieces, line = [], 0
     for first, last in ranges:
-        data, scales = transpose_group(s.data[first:last], exponents(s.scale_inv[first:last]), block, target, s.scale_inv.dtype)
+        data, scales = transpose_group(s.data[first:last], exponents(s.scale_inv[first:last]), block, target,
+                                       s.scale_inv.dtype)
         pieces.append(data)
         scale_inv[line:line + len(scales)] = scales
         line += len(scales)
@@ -53,7 +56,8 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
         stored = stored.view(s.data.dtype)
     rowwise, layout = s, "compact"
     if s.scale_inv.dtype == float32:
-        rowwise = Scaled._of(s.data, _row_scales(s.scale_inv, None if splits is None else ranges), s.shape, False, s.block, "gemm_ready")
+        rowwise = Scaled._of(s.data, _row_scales(s.scale_inv, None if splits is None else ranges), s.shape,
+                             False, s.block, "gemm_ready")
         layout = scale_layout
     scale_inv = padded(scale_inv) if layout == "gemm_ready" else scale_inv
     return Quantized(rowwise, Scaled._of(stored, scale_inv, s.shape, True, (block, 1), layout))
@@ -68,13 +72,16 @@ def _transposed_squares(s: Scaled, scale_layout: str) -> Quantized:
 
 
 def target_rows(rows: int, groups: int | None, block: int) -> int:
-    """Rows of column-wise scales: blocks along M, of `groups` groups the bound that does not depend on their sizes."""
-    return cdiv(rows, block) if groups is None else (rows + (block - 1) * min(groups, rows)) // block
+    """Rows of column-wise scales: blocks along M, of `groups` groups the bound that does not depend on their
+    sizes."""
+    return cdiv(rows, block) if groups is None else padded_rows(rows, groups, block) // block
 
 
 def row_scale_rows(rows: int, groups: int | None) -> int:
-    """Rows of gemm_ready row-wise scales, each group's rounded up: the bound that does not depend on their sizes."""
-    return round_up(rows, PADDED_TO) if groups is None else (rows + (PADDED_TO - 1) * min(groups, rows)) // PADDED_TO * PADDED_TO
+    """Rows of gemm_ready row-wise scales, each group's rounded up: the bound that does not depend on their
+    sizes."""
+    bound = round_up(rows, PADDED_TO) if groups is None else padded_rows(rows, groups, PADDED_TO)
+    return bound // PADDED_TO * PADDED_TO
 
 
 def _row_scales(scales: np.ndarray, ranges: list[tuple[int, int]] | None) -> np.ndarray:
@@ -82,7 +89,8 @@ def _row_scales(scales: np.ndarray, ranges: list[tuple[int, int]] | None) -> np.
     if ranges is None:
         return padded(np.ascontiguousarray(scales.T))
     out = np.zeros(scales.shape[1] * row_scale_rows(len(scales), len(ranges)), np.float32)
-    flat = np.concatenate([np.zeros(0, np.float32), *(padded(np.ascontiguousarray(scales[a:b].T)).reshape(-1) for a, b in ranges)])
+    flat = np.concatenate([np.zeros(0, np.float32), *(padded(np.ascontiguousarray(scales[a:b].T)).reshape(-1)
+                                                      for a, b in ranges)])
     out[:len(flat)] = flat
     return out
 
@@ -93,12 +101,14 @@ def exponents(scale_inv: np.ndarray) -> Exponents:
         e = scale_inv.view(np.uint8).astype(np.int64)
         return Exponents(e - 127, e != 255, np.zeros(e.shape, bool), np.zeros(e.shape, bool))
     fraction, exponent = np.frexp(scale_inv)
-    right = fraction == 0.5                                                     # not so for 0, negative values, Inf and NaN
+    # not so for 0, negative values, Inf and NaN
+    right = fraction == 0.5
     zero = scale_inv.view(np.uint32) == 0
     return Exponents(np.where(right, exponent - 1, 0).astype(np.int64), right, zero, ~(right | zero))
 
 
-def transpose_group(data: np.ndarray, s: Exponents, block: int, target: str, dtype: np.dtype[Any]) -> tuple[np.ndarray, np.ndarray]:
+def transpose_group(data: np.ndarray, s: Exponents, block: int, target: str,
+                    dtype: np.dtype[Any]) -> tuple[np.ndarray, np.ndarray]:
     """(data [K, rows], scale_inv [ceil(rows / block), K]) of one group's rows."""
     rows, columns = data.shape
     blocks = cdiv(rows, block)
@@ -109,41 +119,51 @@ def transpose_group(data: np.ndarray, s: Exponents, block: int, target: str, dty
     t = (column_target if target == "column" else tile_target)(v, power, exists, data.dtype, block)
     k = power - t[:, None, :]
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        values = np.select([exists, zero], [np.ldexp(v, k.astype(np.int32)), v * np.float32(0)], np.float32(np.nan))
+        values = np.select([exists, zero], [np.ldexp(v, k.astype(np.int32)), v * np.float32(0)],
+                           np.float32(np.nan))
     out = numerics.narrow(values, data.dtype)
     out = out.reshape(blocks * block, columns)[:rows]
-    return np.ascontiguousarray(bits(out).T).view(data.dtype), _stored(t, np.asarray(wrong.any(axis=1)), dtype)
+    return np.ascontiguousarray(bits(out).T).view(data.dtype), _stored(t, np.asarray(wrong.any(axis=1)),
+                                                                       dtype)
 
 
-def column_target(v: np.ndarray, power: np.ndarray, exists: np.ndarray, dtype: np.dtype[Any], block: int) -> np.ndarray:
-    """log2 of the smallest power of two not below max(|v| * s) / fp8_max, for v [blocks, rows, columns]: [blocks, columns]."""
+def column_target(v: np.ndarray, power: np.ndarray, exists: np.ndarray, dtype: np.dtype[Any],
+                  block: int) -> np.ndarray:
+    """log2 of the smallest power of two not below max(|v| * s) / fp8_max, for v [blocks, rows, columns]:
+    [blocks, columns]."""
     counts = exists & ~np.isnan(v)
-    products = np.ldexp(np.where(counts, np.abs(v), 0).astype(np.float64), power.astype(np.int32))       # exact in f64
+    # exact in f64
+    products = np.ldexp(np.where(counts, np.abs(v), 0).astype(np.float64), power.astype(np.int32))
     return target_exponent(products.max(axis=1), dtype)
 
 
 def target_exponent(top: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    """log2 of the smallest power of two not below top / fp8_max, within -127 and 127; 0 where there is nothing. top: f64."""
+    """log2 of the smallest power of two not below top / fp8_max, within -127 and 127; 0 where there is
+    nothing. top: f64."""
     fraction, exponent = np.frexp(np.where(np.isinf(top), 0, top))
-    # fp8_max is 1.75 * 2^emax: a product of up to that mantissa needs its own exponent, one above it the next.
+    # fp8_max is 1.75 * 2^emax: a product of up to that mantissa needs its own exponent, one above it the
+    # next.
     t = exponent - 1 - int(np.log2(FORMATS[dtype].max)) + (fraction > 0.875)
     return np.where(top == 0, 0, np.clip(np.where(np.isinf(top), 127, t), -127, 127)).astype(np.int64)
 
 
-def tile_target(v: np.ndarray, power: np.ndarray, exists: np.ndarray, dtype: np.dtype[Any], block: int) -> np.ndarray:
-    """log2 of the largest scale of rows that hold anything but zeros among the columns of a row-wise block; 0 where none does."""
+def tile_target(v: np.ndarray, power: np.ndarray, exists: np.ndarray, dtype: np.dtype[Any],
+                block: int) -> np.ndarray:
+    """log2 of the largest scale of rows that hold anything but zeros among the columns of a row-wise block; 0
+    where none does."""
     blocks, rows, columns = v.shape
     across = cdiv(columns, block)
     anything = np.zeros((blocks, rows, across * block), bool)
     anything[..., :columns] = (v != 0) & exists                                 # NaN is not 0
-    anything = np.repeat(anything.reshape(blocks, rows, across, block).any(axis=-1), block, axis=-1)[..., :columns]
+    anything = np.repeat(anything.reshape(blocks, rows, across, block).any(axis=-1), block, axis=-1)[...,
+                                                                                                     :columns]
     top = np.max(np.where(anything, power, _NOTHING), axis=1, initial=_NOTHING)
     return np.where(top == _NOTHING, 0, top)
 
 
 def _spread(a: np.ndarray, blocks: int, block: int, columns: int) -> np.ndarray:
-    """What is said of row-wise blocks [rows, ceil(K / block)], for every element [blocks, block, K]; absent rows say what changes
-    nothing."""
+    """What is said of row-wise blocks [rows, ceil(K / block)], for every element [blocks, block, K]; absent
+    rows say what changes nothing."""
     out = np.zeros((blocks * block, columns), a.dtype)
     out[:len(a)] = np.repeat(a, block, axis=1)[:, :columns]
     return out.reshape(blocks, block, columns)

@@ -1,4 +1,5 @@
-"""Reference of cupy_fp8.ops.scales.convert (docs/layouts.md; docs/numerics.md, section 5): scales of blocks from layout to layout."""
+"""Reference of cupy_fp8.ops.scales.convert (docs/layouts.md; docs/numerics.md, section 5): scales of blocks
+from layout to layout."""
 
 from __future__ import annotations
 
@@ -32,20 +33,22 @@ def as_dtype(scales: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def encode(scales: np.ndarray) -> np.ndarray:
-    """f32 -> E8M0: the exponent of a power of two from 2^-127 to 2^127, the smallest for 0; anything else is NaN."""
+    """f32 -> E8M0: the exponent of a power of two from 2^-127 to 2^127, the smallest for 0; anything else is
+    NaN."""
     return np.where(is_in_e8m0(scales), bits(scales) >> 23, 255).astype(np.uint8).view(float8_e8m0fnu)
 
 
 def is_in_e8m0(scales: np.ndarray) -> np.ndarray:
-    """Whether E8M0 has an f32 value: 2^-127 (a subnormal), or a normal number, above zero, without a mantissa. 0, the scale of rows of
-    zeros that nobody quantised, counts as the smallest."""
+    """Whether E8M0 has an f32 value: 2^-127 (a subnormal), or a normal number, above zero, without a
+    mantissa. 0, the scale of rows of zeros that nobody quantised, counts as the smallest."""
     u = bits(scales)
     normal = (u >= 0x00800000) & (u < 0x7F800000) & (u & 0x007FFFFF == 0)
     return np.asarray(normal | (u == 0x00400000) | (u == 0))
 
 
 def lines_by_blocks(scale_inv: np.ndarray, layout: str, shape: tuple[int, ...], block: Block) -> np.ndarray:
-    """[…, lines, blocks] of scales in a layout, without its padding; of 2-D blocks, rows by columns of blocks."""
+    """[…, lines, blocks] of scales in a layout, without its padding; of 2-D blocks, rows by columns of
+    blocks."""
     grid = scale_grid(shape, block)
     if layout == "swizzled":
         return unswizzle(scale_inv, grid.outer, grid.blocks)
@@ -58,7 +61,8 @@ def lines_by_blocks(scale_inv: np.ndarray, layout: str, shape: tuple[int, ...], 
 
 
 def stored(scales: np.ndarray, layout: str, block: Block, rows: int = 0) -> np.ndarray:
-    """The inverse of `lines_by_blocks`, with zeros for padding: a fresh array. rows: of the matrix, for 2-D blocks in deepgemm_sm100."""
+    """The inverse of `lines_by_blocks`, with zeros for padding: a fresh array. rows: of the matrix, for 2-D
+    blocks in deepgemm_sm100."""
     if layout == "swizzled":
         return swizzle(scales)
     if layout == "deepgemm_sm100":
@@ -76,7 +80,8 @@ def padded(scales: np.ndarray) -> np.ndarray:
 
 
 def _packed(scales: np.ndarray) -> np.ndarray:
-    """E8M0 […, lines, blocks] -> int32 […, words of four blocks, lines and padding], the first of the four in the lowest byte."""
+    """E8M0 […, lines, blocks] -> int32 […, words of four blocks, lines and padding], the first of the four in
+    the lowest byte."""
     *batch, lines, blocks = scales.shape
     words = cdiv(blocks, PACKED)
     out = np.zeros((*batch, round_up(lines, PADDED_TO), words * PACKED), np.uint8)

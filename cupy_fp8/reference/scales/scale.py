@@ -17,7 +17,8 @@ def compute_scale(amax: np.ndarray, *, dtype: Any = float8_e4m3fn, margin: int =
     return numerics.scale_from_amax(amax, target, np.float32(eps), numerics.F32_MAX, pow2_scale)
 
 
-def update_delayed_scaling(history: np.ndarray, scale: np.ndarray, *, dtype: Any, margin: int = 0, algo: str = "max",
+def update_delayed_scaling(history: np.ndarray, scale: np.ndarray, *, dtype: Any, margin: int = 0,
+                           algo: str = "max",
                            amax: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """The next history and scale, for every column of the history by itself."""
     target = numerics.times_power_of_two(FORMATS[np.dtype(dtype)].max, -margin)

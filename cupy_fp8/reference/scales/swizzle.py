@@ -11,12 +11,14 @@ from ...layouts import SWIZZLE_COLUMNS, SWIZZLE_ELEMENTS, SWIZZLE_ROWS, cdiv, gr
 
 
 def swizzle(s: np.ndarray) -> np.ndarray:
-    """[…, R, C] of one-byte elements -> […, R rounded up to 128, C rounded up to 4], the bytes in tiles of 128 x 4, padding 0."""
+    """[…, R, C] of one-byte elements -> […, R rounded up to 128, C rounded up to 4], the bytes in tiles of
+    128 x 4, padding 0."""
     *batch, lines, blocks = s.shape
     rows, columns = round_up(lines, SWIZZLE_ROWS), round_up(blocks, SWIZZLE_COLUMNS)
     padded = np.zeros((*batch, rows, columns), np.uint8)
     padded[..., :lines, :blocks] = s.view(np.uint8)
-    tiles = padded.reshape(*batch, rows // 128, 4, 32, columns // 4, 4)                 # tile, line / 32, line % 32, tile, block % 4
+    # tile, line / 32, line % 32, tile, block % 4
+    tiles = padded.reshape(*batch, rows // 128, 4, 32, columns // 4, 4)
     return np.moveaxis(tiles, (-5, -2, -3, -4, -1), range(-5, 0)).reshape(padded.shape).view(s.dtype)
 
 
@@ -29,12 +31,12 @@ def unswizzle(s: np.ndarray, lines: int, blocks: int) -> np.ndarray:
 
 
 def swizzle_scales(s: np.ndarray, *, splits: Any = None, axis: int = 0) -> np.ndarray:
-    """Each group by itself, one after the other: rows of the result (axis 0), or its bytes (axis 1); zeros after the last one."""
+    """Each group by itself, one after the other: rows of the result (axis 0), or its bytes (axis 1); zeros
+    after the last one."""
     if splits is None:
         return swizzle(s)
-    out, ranges = np.zeros(grouped_shape(s.shape, len(splits), axis), np.uint8), group_ranges(splits, s.shape[axis], axis)
-    end = 0
-    for first, last in ranges:
+    out, end = np.zeros(grouped_shape(s.shape, len(splits), axis), np.uint8), 0
+    for first, last in group_ranges(splits, s.shape[axis], axis):
         part = swizzle(s[first:last] if axis == 0 else s[:, first:last]).view(np.uint8)
         part = part if axis == 0 else part.reshape(-1)
         start, end = end, end + len(part)
@@ -42,7 +44,8 @@ def swizzle_scales(s: np.ndarray, *, splits: Any = None, axis: int = 0) -> np.nd
     return out.view(s.dtype)
 
 
-def unswizzle_scales(s: np.ndarray, *, shape: tuple[int, ...], splits: Any = None, axis: int = 0) -> np.ndarray:
+def unswizzle_scales(s: np.ndarray, *, shape: tuple[int, ...], splits: Any = None,
+                     axis: int = 0) -> np.ndarray:
     """The inverse; scales that no group covers are 0."""
     if splits is None:
         return unswizzle(s, *shape[-2:])
@@ -57,8 +60,9 @@ def unswizzle_scales(s: np.ndarray, *, shape: tuple[int, ...], splits: Any = Non
 
 
 def group_ranges(splits: Any, total: int, axis: int) -> Iterator[tuple[int, int]]:
-    """Where each group begins and ends among the `total` lines (axis 0) or blocks (axis 1, whose sizes are elements). A negative size
-    counts as 0, and a group that goes past the end, which the ops refuse where they can, ends there."""
+    """Where each group begins and ends among the `total` lines (axis 0) or blocks (axis 1, whose sizes are
+    elements). A negative size counts as 0, and a group that goes past the end, which the ops refuse where
+    they can, ends there."""
     first = 0
     for size in map(int, splits):
         last = min(first + cdiv(max(size, 0), SWIZZLE_ELEMENTS if axis == 1 else 1), total)

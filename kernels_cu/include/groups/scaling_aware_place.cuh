@@ -1,179 +1,211 @@
-// What the scaling-aware transpose (scaling_aware.cu) is told, and which tiles of which experts a block of threads has. IN, BLOCK, TARGET and
-// TILE_COLUMNS as scaling_aware.cu says.
+// The parameters of the scaling-aware transpose (scaling_aware.cu), and which tiles of which experts a block
+// of threads has. scaling_aware.cu explains the defines.
 #pragma once
 #include "groups/row_groups.cuh"
 
-struct AwareParams {
+struct ScalingAwareParams {
     const u8* data;
     const void* scales;
     u8* out;
     void* target_scales;
     float* row_scales;
-    const RowSegment* runs;          // where there are splits: of every row of tiles the run of rows that it is, found by a launch before
+    const RowSegment* segments;      // with splits: the segment of each row of tiles, which a launch before found
     Splits splits;               // groups -1: there are none, all rows are one expert's
     i64 rows, columns;
     i64 scale_columns;           // of the compact scales
     i64 target_pitch, target_rows;
     i64 row_scale_rows;
     i64 down;                    // tiles: more than all experts take, if there are splits
-    u32 strips, run;
+    u32 strips;                  // of TILE_COLUMNS columns
+    u32 tiles;                   // of a block of threads, one after the other
     u32 vector;                  // without ALIGNED: whether rows of the data allow 8-byte loads
-    u32 ahead;                   // without RUNS: fetch_ahead() is for the block so many further
+    u32 ahead;                   // ONE_TILE: how many blocks ahead the tile is that fetch_ahead() fetches
 };
 
 constexpr bool kMx = BLOCK == 32;
 constexpr int kScaleBytes = kMx ? 1 : 4;
 constexpr int kTileRows = 128, kWarpColumns = 16;
 constexpr int kWarps = TILE_COLUMNS / kWarpColumns, kThreads = kWarps * 32;
-constexpr int kColumnBlocks = TILE_COLUMNS / BLOCK, kUnits = kTileRows / BLOCK * kColumnBlocks;     // units: blocks of BLOCK x BLOCK
-constexpr int kRowBlocks = kTileRows / BLOCK;
+constexpr int kColumnBlocks = TILE_COLUMNS / BLOCK, kRowBlocks = kTileRows / BLOCK;
+constexpr int kUnits = kRowBlocks * kColumnBlocks;                   // blocks of BLOCK x BLOCK
 constexpr int kPatches = kTileRows / 16;                             // threads below one another
 constexpr bool kStacks = kMx || TARGET == 0;
 static_assert(kMx || BLOCK == 128, "blocks of 32 or 128");
 
-// Where a tile is, and the expert whose it is.
+// Where a tile is, and its expert.
 struct Place {
-    i64 group_start, group_lines;                                    // rows of the data
-    i64 group_tile, group_down;                                      // rows of tiles before the expert, and its own
-    i64 group_block, group_scales;                                   // its first rows of target scales and of row scales
-    int stack;                                                       // log2 of how many strips are below one another
-    i64 tile;                                                        // of group_down
-    int offset;                                                      // in the run: tiles as they are without stacks
-    bool exists;                                                     // in the run
-    // What follows for the tile:
+    i64 group_start, group_lines;    // rows of the data
+    i64 group_tile, group_down;      // rows of tiles before the expert, and its own
+    i64 group_block, group_scales;   // its first rows of target scales and of row scales
+    int stack;                       // log2 of how many strips are below one another in a tile
+    i64 tile;                        // of group_down
+    int offset;                      // of the block's tiles, counted as if none were stacked
+    bool exists;                     // the block has such a tile
+    // What follows from that, for the tile:
     const u8* from;
-    const u8* scales;                                                // of its first row and block
-    u8* to;                                                          // where its first column goes, the next one group_lines on
-    u8* targets;                                                     // the target scale of its first block and column
-    u32* row_scales;                                                 // that of its first row and block, or null; the next block a pitch on
-    i64 row_scale_pitch;
+    const u8* scales;                // of its first row and block
+    u8* to;                          // where its first column goes, the next one group_lines on
+    u8* targets;                     // the target scale of its first block and column
+    u32* row_scales;                 // where the scale of its first row and block goes, or null
+    i64 row_scale_pitch;             // to the scale of the next block
     u32 strip;
-    int lines, columns, scale_blocks;                                // how many rows, columns and blocks along a row there are
-    bool lost;                                                       // no expert's
-    bool aligned;                                                    // columns go to multiples of 16 bytes
-    bool plain;                                                      // target scales: all are there, four of them one store
-    int above;                                                       // tiles of the run that are above it in the same columns
-    bool continues;                                                  // by the one below: where columns begin anywhere
+    int lines, columns;              // how many rows and columns there are
+    int scale_blocks;                // and blocks along a row
+    bool lost;                       // it is no expert's
+    bool aligned;                    // columns go to multiples of 16 bytes
+    bool plain;                      // target scales: all exist, and four of them are one store
+    int above;                       // the block's tiles above it in the same columns
+    bool continues;                  // the block's next tile is the one below
 
     __device__ __forceinline__ i64 start() const { return group_start + tile * kTileRows; }
     __device__ __forceinline__ i64 column() const { return (i64)strip * TILE_COLUMNS; }
     __device__ __forceinline__ bool is_last_down() const { return tile + 1 == group_down; }
     // The strips of the tile, of those that there are.
-    __device__ __forceinline__ u32 own_strips(const AwareParams& p) const {
+    __device__ __forceinline__ u32 own_strips(const ScalingAwareParams& p) const {
         const u32 left = p.strips - strip;
         return left >> stack ? 1u << stack : left;
     }
-    __device__ __forceinline__ bool is_last(const AwareParams& p) const { return is_last_down() && strip + own_strips(p) == p.strips; }
-    __device__ __forceinline__ int next_offset(const AwareParams& p) const { return offset + (int)own_strips(p); }
+    __device__ __forceinline__ bool is_last(const ScalingAwareParams& p) const {
+        return is_last_down() && strip + own_strips(p) == p.strips;
+    }
+    __device__ __forceinline__ int next_offset(const ScalingAwareParams& p) const {
+        return offset + (int)own_strips(p);
+    }
     // Of a row of the tile: which one it is of those of the expert, and where its columns are in the tile's.
-    __device__ __forceinline__ int line_of(int row) const { return kStacks ? row & (kTileRows >> stack) - 1 : row; }
-    __device__ __forceinline__ int strip_of(int row) const { return kStacks ? (int)(((u32)row << stack) / kTileRows) : 0; }
+    __device__ __forceinline__ int line_of(int row) const {
+        return kStacks ? row & (kTileRows >> stack) - 1 : row;
+    }
+    __device__ __forceinline__ int strip_of(int row) const {
+        return kStacks ? (int)(((u32)row << stack) / kTileRows) : 0;
+    }
 
-    __device__ __forceinline__ void settle(const AwareParams& p, bool first, int run) {
+    __device__ __forceinline__ void settle(const ScalingAwareParams& p, bool first, int tiles) {
         const i64 first_column = column();
-        lines = left_of(group_lines - tile * kTileRows, kTileRows), columns = left_of(p.columns - first_column, TILE_COLUMNS << stack);
+        lines = left_of(group_lines - tile * kTileRows, kTileRows);
+        columns = left_of(p.columns - first_column, TILE_COLUMNS << stack);
         scale_blocks = left_of(p.scale_columns - first_column / BLOCK, kColumnBlocks << stack);
         from = p.data + start() * p.columns + first_column;
-        scales = static_cast<const u8*>(p.scales) + (start() * p.scale_columns + first_column / BLOCK) * kScaleBytes;
+        scales = static_cast<const u8*>(p.scales);
+        scales += (start() * p.scale_columns + first_column / BLOCK) * kScaleBytes;
         to = p.out + group_start * p.columns + first_column * group_lines + tile * kTileRows;
-        targets = static_cast<u8*>(p.target_scales) + ((group_block + tile * kRowBlocks) * p.target_pitch + first_column) * kScaleBytes;
+        targets = static_cast<u8*>(p.target_scales);
+        targets += ((group_block + tile * kRowBlocks) * p.target_pitch + first_column) * kScaleBytes;
         row_scale_pitch = (group_lines + 3) / 4 * 4, row_scales = nullptr;
         if (p.row_scales && !lost)
-            row_scales = reinterpret_cast<u32*>(p.row_scales) + group_scales * p.scale_columns + first_column / BLOCK * row_scale_pitch
-                         + tile * kTileRows;
+            row_scales = reinterpret_cast<u32*>(p.row_scales) + group_scales * p.scale_columns
+                         + first_column / BLOCK * row_scale_pitch + tile * kTileRows;
         aligned = ((u64)group_lines | reinterpret_cast<u64>(to)) % 16 == 0;
-        plain = columns == TILE_COLUMNS << stack && p.target_pitch % 4 == 0 && reinterpret_cast<u64>(targets) % (4 * kScaleBytes) == 0;
-        exists = true, above = 0, continues = offset + 1 < run && !is_last_down();
+        plain = columns == TILE_COLUMNS << stack && p.target_pitch % 4 == 0
+                && reinterpret_cast<u64>(targets) % (4 * kScaleBytes) == 0;
+        exists = true, above = 0, continues = offset + 1 < tiles && !is_last_down();
     }
 
     // To the tile below.
-    __device__ __forceinline__ void step_down(const AwareParams& p, int run) {
+    __device__ __forceinline__ void step_down(const ScalingAwareParams& p, int tiles) {
         tile++, offset++, lines = left_of(group_lines - tile * kTileRows, kTileRows);
         from += kTileRows * p.columns, scales += kTileRows * p.scale_columns * kScaleBytes, to += kTileRows;
         targets += kRowBlocks * p.target_pitch * kScaleBytes;
         if (row_scales) row_scales += kTileRows;
-        above++, continues = offset + 1 < run && !is_last_down();
+        above++, continues = offset + 1 < tiles && !is_last_down();
     }
 };
 
-// The record of a row of tiles, on its way to one whole warp: a word per lane.
-__device__ __forceinline__ u32 load_record(const AwareParams& p, i64 row_of_tiles) {
+// Loads the segment of a row of tiles, by one whole warp: a word per lane.
+__device__ __forceinline__ u32 load_record(const ScalingAwareParams& p, i64 row_of_tiles) {
     static_assert(sizeof(RowSegment) == 16 * sizeof(u32), "half a warp");
-    return threadIdx.x % 32 < 16 ? load_read_only(reinterpret_cast<const u32*>(p.runs + row_of_tiles) + threadIdx.x % 32) : 0;
+    return threadIdx.x % 32 < 16
+               ? load_read_only(reinterpret_cast<const u32*>(p.segments + row_of_tiles) + threadIdx.x % 32)
+               : 0;
 }
 
-// The expert that has this row of tiles, whose record's words `record` are; by one whole warp.
-__device__ __forceinline__ Place find_expert(const AwareParams& p, i64 row_of_tiles, u32 record) {
+// The expert that has this row of tiles; by one whole warp. record: a word of the segment per lane.
+__device__ __forceinline__ Place expert_of(const ScalingAwareParams& p, i64 row_of_tiles, u32 record) {
     Place found{};
     found.group_lines = p.rows, found.group_down = p.down;
-    const auto stack_of = [](i64 lines) { return !kStacks || lines > kTileRows / 2 ? 0 : lines > kTileRows / 4 ? 1 : 2; };
+    const auto stack_of = [](i64 lines) {
+        return !kStacks || lines > kTileRows / 2 ? 0 : lines > kTileRows / 4 ? 1 : 2;
+    };
     if (p.splits.groups < 0) {
         found.stack = stack_of(p.rows);
         return found;
     }
-    RowSegment run;
-    const auto member = [&](int n) { return (i64)((u64)__shfl_sync(~0u, record, 2 * n + 1) << 32 | __shfl_sync(~0u, record, 2 * n)); };
-    run.group = member(0), run.start = member(1), run.given = member(3), run.index = member(5), run.before[0] = member(6), run.before[1] = member(7);
-    found.group_tile = row_of_tiles - run.index, found.group_scales = 4 * run.before[1];
-    found.group_block = kMx ? run.before[0] : found.group_tile;
-    found.lost = run.group < 0;
-    if (found.lost) {                                                // the record says where its own rows begin
-        found.group_start = p.runs[found.group_tile].to;
+    RowSegment segment;
+    const auto member = [&](int n) {
+        return (i64)((u64)__shfl_sync(~0u, record, 2 * n + 1) << 32 | __shfl_sync(~0u, record, 2 * n));
+    };
+    segment.group = member(0), segment.start = member(1), segment.given = member(3), segment.index = member(5);
+    segment.before[0] = member(6), segment.before[1] = member(7);
+    found.group_tile = row_of_tiles - segment.index, found.group_scales = 4 * segment.before[1];
+    found.group_block = kMx ? segment.before[0] : found.group_tile;
+    found.lost = segment.group < 0;
+    if (found.lost) {                                                // the segment says where its rows begin
+        found.group_start = p.segments[found.group_tile].to;
         found.group_lines = p.rows - found.group_start, found.group_down = p.down - found.group_tile;
     } else {
-        found.group_start = run.start, found.group_lines = run.given;
-        found.group_down = (run.given + kTileRows - 1) / kTileRows, found.stack = stack_of(run.given);
+        found.group_start = segment.start, found.group_lines = segment.given;
+        found.group_down = (segment.given + kTileRows - 1) / kTileRows, found.stack = stack_of(segment.given);
     }
     return found;
 }
 
-// The record that find_next() needs, on its way.
-__device__ __forceinline__ u32 load_next_record(const AwareParams& p, const Place& place, int run) {
-    return place.exists && place.is_last(p) && place.next_offset(p) < run ? load_record(p, place.group_tile + place.group_down) : 0;
+// Loads the segment that find_next() needs.
+__device__ __forceinline__ u32 load_next_record(const ScalingAwareParams& p, const Place& place, int tiles) {
+    const bool needed = place.exists && place.is_last(p) && place.next_offset(p) < tiles;
+    return needed ? load_record(p, place.group_tile + place.group_down) : 0;
 }
 
-// The place of the tile after that of `place`, if the run has one; by one whole warp.
-__device__ __forceinline__ void find_next(const AwareParams& p, const Place& place, u32 record, int run, Place* next) {
-    const bool exists = place.exists && place.next_offset(p) < run, of_next = exists && place.is_last(p);
-    Place found = of_next ? find_expert(p, place.group_tile + place.group_down, record) : place;
+// The place of the block's tile after `place`, if it has one; by one whole warp. tiles: of the block.
+__device__ __forceinline__ void find_next(const ScalingAwareParams& p, const Place& place, u32 record,
+                                          int tiles, Place* next) {
+    const bool exists = place.exists && place.next_offset(p) < tiles, of_next = exists && place.is_last(p);
+    Place found = of_next ? expert_of(p, place.group_tile + place.group_down, record) : place;
     if (threadIdx.x % 32 != 0) return;
     if (!exists) {
         next->exists = next->lost = false;
         return;
     }
-    if (!place.is_last_down()) found.step_down(p, run);
+    if (!place.is_last_down()) found.step_down(p, tiles);
     else {
-        found.offset = place.next_offset(p), found.tile = 0, found.strip = of_next ? 0 : place.strip + (1u << place.stack);
-        found.settle(p, false, run);
+        found.offset = place.next_offset(p), found.tile = 0;
+        found.strip = of_next ? 0 : place.strip + (1u << place.stack);
+        found.settle(p, false, tiles);
     }
     *next = found;
 }
 
-// The place of the first tile of a run, which begins at this one of the expert found; by one whole warp. other: room for another one.
-__device__ __forceinline__ void find_first(const AwareParams& p, Place found, i64 tile, int run, Place* place, Place* other) {
+// The place of the block's first tile, the tile-th of all, of the expert found; by one whole warp. other:
+// room for another place.
+__device__ __forceinline__ void find_first(const ScalingAwareParams& p, Place found, i64 tile, int tiles,
+                                           Place* place, Place* other) {
     const i64 in_group = tile - found.group_tile * p.strips, strip = in_group / found.group_down;
-    const int before = (int)strip & (1 << found.stack) - 1;          // strips of the tile that the run before has: then it has all of it
-    found.tile = in_group - strip * found.group_down, found.strip = (u32)strip - before, found.offset = -before;
+    // Strips of the tile that the block before has begun, which then does all of it.
+    const int before = (int)strip & (1 << found.stack) - 1;
+    found.tile = in_group - strip * found.group_down;
+    found.strip = (u32)strip - before, found.offset = -before;
     if (threadIdx.x % 32 == 0) {
-        found.settle(p, true, run);
+        found.settle(p, true, tiles);
         *(before ? other : place) = found;
     }
     __syncwarp();
-    if (before) find_next(p, *other, load_next_record(p, *other, run), run, place);
+    if (before) find_next(p, *other, load_next_record(p, *other, tiles), tiles, place);
 }
 
 __device__ __forceinline__ void clear(u8* to, i64 bytes) {
-    const i64 before = -reinterpret_cast<u64>(to) & 15, head = before < bytes ? before : bytes, units = (bytes - head) / 16;
+    const i64 before = -reinterpret_cast<u64>(to) & 15, head = before < bytes ? before : bytes;
+    const i64 units = (bytes - head) / 16;
     for (i64 i = threadIdx.x; i < units; i += kThreads) Chunk<IN, 16>{}.store_whole(to + head + i * 16);
     for (i64 i = threadIdx.x; i < head; i += kThreads) to[i] = 0;
     for (i64 i = head + units * 16 + threadIdx.x; i < bytes; i += kThreads) to[i] = 0;
 }
 
-// What tiles first to end - 1 of those after the last expert have to do: zeros in as large a part of all that no expert has. place: of them.
-__device__ __forceinline__ void clear_rest(const AwareParams& p, const Place& place, i64 first, i64 end) {
-    const i64 tiles = (p.down - place.group_tile) * p.strips;
+// Tiles first to end - 1 of those after the last expert clear their part of everything that no expert has.
+// place: of the first of them.
+__device__ __forceinline__ void clear_rest(const ScalingAwareParams& p, const Place& place, i64 first,
+                                           i64 end) {
+    const i64 rest = (p.down - place.group_tile) * p.strips;
     const auto clear_part = [&](u8* to, i64 bytes) {
-        const i64 each = (bytes + tiles - 1) / tiles + 15 & -16, from = first * each, left = bytes - from, most = (end - first) * each;
+        const i64 each = (bytes + rest - 1) / rest + 15 & -16, from = first * each, left = bytes - from;
+        const i64 most = (end - first) * each;
         if (left > 0) clear(to + from, left < most ? left : most);
     };
     clear_part(p.out + place.group_start * p.columns, (p.rows - place.group_start) * p.columns);

@@ -1,41 +1,47 @@
-// How the scaling-aware transpose (scaling_aware.cu) stores the columns of a tile, wherever in memory they begin. BLOCKS as scaling_aware.cu says.
+// How the scaling-aware transpose (scaling_aware.cu) stores the columns of a tile, wherever they begin.
 #pragma once
 #include "groups/scaling_aware_place.cuh"
 
-constexpr int kColumnBytes = kTileRows + kSector;                    // of a column in store_columns(), with rows of the tile above
-// Whether parts of sectors wait: for the part in the tile below, or for the end of the run, when the next run stores the other part as well, so
-// that the L2 still has the sector. (Four blocks leave no shared memory for it; MX gains nothing.)
+constexpr int kColumnBytes = kTileRows + kSector;        // of a staged column, with rows of the tile above
+// Whether parts of sectors wait: for the other part in the tile below, or for the block's last tile, when
+// another block stores the other part as well, so that the L2 still has the sector. (Four blocks per
+// multiprocessor leave no shared memory for it; MX gains nothing.)
 constexpr bool kWaits = BLOCKS < 4 && !kMx;
-constexpr int kFirstBytes = kWaits ? kSector : 0;                    // of a column, its first rows in the run
-constexpr int kShiftedBytes = kWarpColumns * (kColumnBytes + kFirstBytes), kHalvesBytes = kWarpColumns * 16;     // of a warp
-static_assert(kWarps * kShiftedBytes >= kTileRows * TILE_COLUMNS + 32, "room for what store_flat() makes");
+constexpr int kFirstBytes = kWaits ? kSector : 0;        // of a column: the first rows of the block's tiles
+constexpr int kShiftedBytes = kWarpColumns * (kColumnBytes + kFirstBytes);                   // of a warp
+constexpr int kHalvesBytes = kWarpColumns * 16;                                              // of a warp
+static_assert(kWarps * kShiftedBytes >= kTileRows * TILE_COLUMNS + 32, "room for what store_range() makes");
 
 // Columns of a tile as a thread has them: 16 rows of four.
 using Codes = u32[4][4];
 
-// Columns that begin at multiples of 16 bytes. line, column: of this thread's first code in the expert. Where the last 16 bytes of a tile's column
-// are half a sector, whose other half the tile below has, they wait for it in `halves`, 16 bytes for each of the warp's columns.
-__device__ __forceinline__ void store_aligned(const Place& place, const Codes& codes, int line, int column, u8* halves) {
+// Columns that begin at multiples of 16 bytes. line, column: of this thread's first code in the expert. Where
+// the last 16 bytes of a tile's column are half a sector, whose other half the tile below has, they wait for
+// it in `halves`, 16 bytes for each of the warp's columns.
+__device__ __forceinline__ void store_aligned(const Place& place, const Codes& codes, int line, int column,
+                                              u8* halves) {
     const i64 stride = place.group_lines;
     const int columns = line < place.lines ? place.columns - column : 0;
     u8* to = as_global(place.to) + (column * stride + line);
     if (!kWaits || !(place.above || place.continues)) {
 #pragma unroll
         for (int c = 0; c < 4; c++, to += stride)
-            if (c < columns) Chunk<IN, 16>{{codes[c][0], codes[c][1], codes[c][2], codes[c][3]}}.store_whole(to);
+            if (c < columns)
+                Chunk<IN, 16>{{codes[c][0], codes[c][1], codes[c][2], codes[c][3]}}.store_whole(to);
         return;
     }
     const int lane = threadIdx.x % 32;
     const bool last = lane % kPatches == kPatches - 1;
-    u8* const kept = halves + lane / kPatches * 64;
+    u8* const waiting = halves + lane / kPatches * 64;
 #pragma unroll
     for (int c = 0; c < 4; c++, to += stride) {
         Chunk<IN, 16> unit{{codes[c][0], codes[c][1], codes[c][2], codes[c][3]}};
         bool stores = c < columns;
         u8* at = to;
         if (last && reinterpret_cast<u64>(to) % kSector == 0) {
-            const Chunk<IN, 16> above = Chunk<IN, 16>::load_shared(kept + c * 16);
-            if (place.continues) store_shared_whole(kept + c * 16, unit.word[0], unit.word[1], unit.word[2], unit.word[3]);
+            const Chunk<IN, 16> above = Chunk<IN, 16>::load_shared(waiting + c * 16);
+            if (place.continues)
+                store_shared_whole(waiting + c * 16, unit.word[0], unit.word[1], unit.word[2], unit.word[3]);
             else if (stores) unit.store_whole(to);
             stores = place.above && column + c < place.columns, at = to - kTileRows, unit = above;
         }
@@ -45,14 +51,15 @@ __device__ __forceinline__ void store_aligned(const Place& place, const Codes& c
 
 enum Part { kStart, kEnd, kStartAndEnd };
 
-// Parts of sectors of `columns` columns, `stride` apart in memory and put together in `stage`: of two at a time, a byte per lane, `bytes` at most
-// of what follows a column's first line in the run, of what precedes its end there, or of both, where they are parts of as many bytes. Of the first
-// column, to: the tile's first line; top: the run's, unless that is stored; first_rows: where the run's first rows are in shared memory.
+// Stores the parts of sectors at the start of `columns` columns, at their end, or at both where these are
+// equally many bytes; two columns at a time, a byte per lane, `bytes` at most. The columns are `stride` apart
+// in memory and staged in `stage`. to, first_row: where the first column's rows of this tile and of the
+// block's first tile go; first_rows: where the latter are in shared memory.
 template <Part kPart>
-__device__ __forceinline__ void store_parts(u8* to, u8* top, int lines, i64 stride, int columns, const u8* stage, const u8* first_rows, int lane,
-                                            u32 bytes) {
+__device__ __forceinline__ void store_parts(u8* to, u8* first_row, int lines, i64 stride, int columns,
+                                            const u8* stage, const u8* first_rows, int lane, u32 bytes) {
     constexpr int kPitch = kWaits ? kFirstBytes : kColumnBytes;
-    u8* edge = kPart == kEnd ? to + lines : top;
+    u8* edge = kPart == kEnd ? to + lines : first_row;
     const u8 *start = first_rows, *end = stage + kSector + lines;
 #pragma unroll 1
     for (int c = 0; c < columns; c += 2) {
@@ -63,7 +70,7 @@ __device__ __forceinline__ void store_parts(u8* to, u8* top, int lines, i64 stri
             const int before = before_sector(edge), offset = lane - before;
             const bool ends = kPart == kEnd || (kPart == kStartAndEnd && offset < 0);
             at[i] = as_global(reinterpret_cast<u8*>((reinterpret_cast<u64>(edge) & -(u64)kSector) | lane));
-            if (kPart == kStartAndEnd && ends) at[i] += to + lines - top;
+            if (kPart == kStartAndEnd && ends) at[i] += to + lines - first_row;
             has[i] = c + i < columns && (before || kPart == kEnd);
             if (kPart != kStartAndEnd) has[i] &= (u32)(ends ? -1 - offset : offset) < bytes;
             if (has[i]) byte[i] = (ends ? end : start)[offset];
@@ -74,23 +81,27 @@ __device__ __forceinline__ void store_parts(u8* to, u8* top, int lines, i64 stri
     }
 }
 
-// Columns that begin at any byte, one group_lines after the other: by whole sectors of memory, since the L2 takes parts of them at a fraction
-// of its speed. They are put together in `stage` of the warp's own, where the last 32 rows wait if the tile below goes on, and have done so
-// if this one continues the tile above; behind them are the first 32 rows of the run where parts of sectors wait.
+// Columns that begin at any byte, one group_lines after the other: by whole sectors of memory, since the L2
+// takes parts of them at a fraction of its speed. The warp stages them in its own `stage`. If the block's
+// next tile is the one below, the last 32 rows wait there for it. Behind them are the first 32 rows of the
+// block's tiles where parts of sectors wait.
 __device__ __forceinline__ void store_columns(const Place& place, const Codes& codes, u8* stage) {
     const u32 thread = thread_again();
-    const int first_column = thread / 32 * kWarpColumns, lane = thread % 32, patch = lane % kPatches, own = lane / kPatches * 4;
+    const int first_column = thread / 32 * kWarpColumns, lane = thread % 32;
+    const int patch = lane % kPatches, own = lane / kPatches * 4;
     const int lines = place.lines, columns = left_of(place.columns - first_column, kWarpColumns);
     const i64 stride = place.group_lines;
     const bool continued = place.above, continues = place.continues;
     u8* const to = as_global(place.to) + first_column * stride;
     u8* const staged = stage + own * kColumnBytes + kSector + patch * 16;
 #pragma unroll
-    for (int c = 0; c < 4; c++) store_shared_whole(staged + c * kColumnBytes, codes[c][0], codes[c][1], codes[c][2], codes[c][3]);
+    for (int c = 0; c < 4; c++)
+        store_shared_whole(staged + c * kColumnBytes, codes[c][0], codes[c][1], codes[c][2], codes[c][3]);
     if (kWaits && !continued && patch < 2) {
         u8* const first = stage + kWarpColumns * kColumnBytes + own * kFirstBytes + patch * 16;
 #pragma unroll
-        for (int c = 0; c < 4; c++) store_shared_whole(first + c * kFirstBytes, codes[c][0], codes[c][1], codes[c][2], codes[c][3]);
+        for (int c = 0; c < 4; c++)
+            store_shared_whole(first + c * kFirstBytes, codes[c][0], codes[c][1], codes[c][2], codes[c][3]);
     }
     __syncwarp();
     const int sector = patch / 2 * kSector;
@@ -105,31 +116,40 @@ __device__ __forceinline__ void store_columns(const Place& place, const Codes& c
         Chunk<IN, 16> unit;
 #pragma unroll
         for (int w = 0; w < 4; w++) unit.word[w] = __funnelshift_r(words[w], words[w + 1], (-before & 3) * 8);
-        if (sector >= first && sector + kSector <= before + lines && own + c < columns) unit.store_whole(column - before + patch * 16);
+        if (sector >= first && sector + kSector <= before + lines && own + c < columns)
+            unit.store_whole(column - before + patch * 16);
     }
-    u8* const top = to - place.above * kTileRows;
+    u8* const first_row = to - place.above * kTileRows;
     const u8* const first_rows = kWaits ? stage + kWarpColumns * kColumnBytes : stage + kSector;
     const u32 most = continued || lines > kSector ? kSector : lines;
-    if (kWaits && !continues && lines % kSector == 0) store_parts<kStartAndEnd>(to, top, lines, stride, columns, stage, first_rows, lane, kSector);
-    else {
-        if (kWaits ? !continues : !continued) store_parts<kStart>(to, top, lines, stride, columns, stage, first_rows, lane, most);
-        if (!continues) store_parts<kEnd>(to, top, lines, stride, columns, stage, first_rows, lane, most);
+    if (kWaits && !continues && lines % kSector == 0) {
+        store_parts<kStartAndEnd>(to, first_row, lines, stride, columns, stage, first_rows, lane, kSector);
+    } else {
+        if (kWaits ? !continues : !continued)
+            store_parts<kStart>(to, first_row, lines, stride, columns, stage, first_rows, lane, most);
+        if (!continues)
+            store_parts<kEnd>(to, first_row, lines, stride, columns, stage, first_rows, lane, most);
     }
     __syncwarp();
     if (continues && patch >= kPatches - 2)
 #pragma unroll
         for (int c = 0; c < 4; c++)
-            store_shared_whole(staged + c * kColumnBytes - kTileRows, codes[c][0], codes[c][1], codes[c][2], codes[c][3]);
+            store_shared_whole(staged + c * kColumnBytes - kTileRows, codes[c][0], codes[c][1], codes[c][2],
+                               codes[c][3]);
 }
 
-// Columns that follow one another without gaps, as they do in an expert of one row of tiles: put together by the whole block in `stage`, in shared
-// memory, as memory has them, and stored by units of 16 bytes.
-__device__ __forceinline__ void store_flat(const Place& place, const Codes& codes, u8* stage) {
-    const int lane = threadIdx.x % 32, row = lane % kPatches * 16, line = place.line_of(row), lines = place.lines, left = lines - line;
-    const int column = threadIdx.x / 32 * kWarpColumns + lane / kPatches * 4 + place.strip_of(row) * TILE_COLUMNS;
-    const int before = (int)(reinterpret_cast<u64>(place.to) & 15), end = before + place.columns * lines;   // bytes [before, end) of the units
+// Columns that follow one another without gaps, as they do in an expert of one row of tiles: the whole block
+// of threads stages them in shared memory as they are in global memory, and stores units of 16 bytes.
+__device__ __forceinline__ void store_range(const Place& place, const Codes& codes, u8* stage) {
+    const int lane = threadIdx.x % 32, row = lane % kPatches * 16, line = place.line_of(row);
+    const int lines = place.lines, left = lines - line;
+    const int column = threadIdx.x / 32 * kWarpColumns + lane / kPatches * 4
+                       + place.strip_of(row) * TILE_COLUMNS;
+    // The columns are bytes [before, end) of the units.
+    const int before = (int)(reinterpret_cast<u64>(place.to) & 15), end = before + place.columns * lines;
     u8* const to = as_global(place.to) - before;
-    const int first = before + column * lines + line;                // of this thread's rows of its first column
+    // The first byte of this thread's rows of its first column.
+    const int first = before + column * lines + line;
     if (lines < 4) {
         if (line == 0)
 #pragma unroll
@@ -138,7 +158,8 @@ __device__ __forceinline__ void store_flat(const Place& place, const Codes& code
                 for (int r = 0; r < 3; r++)
                     if (r < lines) stage[first + c * lines + r] = (u8)(codes[c][0] >> 8 * r);
     } else {
-        // By words. The first one of a column has the end of the column before, which is there after a barrier.
+        // By words. The first word of a column also holds the end of the column before, which is there after
+        // a barrier.
         u32 above[4];
 #pragma unroll
         for (int c = 0; c < 4; c++) above[c] = __shfl_up_sync(~0u, codes[c][3], 1);
@@ -168,7 +189,7 @@ __device__ __forceinline__ void store_flat(const Place& place, const Codes& code
         const int at = ((int)threadIdx.x + n * kThreads + (before != 0)) * 16;
         if (at + 16 <= end) Chunk<IN, 16>::load_shared(stage + at).store_whole(to + at);
     }
-    // The first and the last unit have bytes of others: a lane for each byte.
+    // The first and the last unit share bytes with neighbours in memory: a lane for each byte.
     if (threadIdx.x >= 32) return;
     const int at = lane < 16 ? lane : end / 16 * 16 + lane % 16;
     if (at < end && (lane < 16 ? before && at >= before : before == 0 || end >= 16)) to[at] = stage[at];

@@ -12,15 +12,23 @@ import pytest
 from block_data import COLUMN, LAYOUTS, MX, ROW, result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from launches import values_of
+from launches import note_launches
 
 import cupy_fp8 as fp8
 from cupy_fp8 import Quantized, Scaled, backend, cases, reference, testing
 from cupy_fp8.arrays import bits
 from cupy_fp8.cases import OPS, Case
 from cupy_fp8.cli.selftest import check
-from cupy_fp8.formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float16, float32
-from cupy_fp8.kernels import Variant
+from cupy_fp8.formats import (
+    FP8_DTYPES,
+    INPUT_DTYPES,
+    bfloat16,
+    float8_e4m3fn,
+    float8_e5m2,
+    float8_e8m0fnu,
+    float16,
+    float32,
+)
 from cupy_fp8.layouts import scale_shape
 from cupy_fp8.reference.scales.swizzle import swizzle
 from cupy_fp8.results import swap_last
@@ -34,11 +42,13 @@ def codes(*values: int, dtype: np.dtype = float8_e4m3fn) -> np.ndarray:
 
 # ---- the values ----
 def exact(code: np.ndarray, scale: np.ndarray, fp8_format: oracle.FloatFormat, to: np.dtype) -> np.ndarray:
-    """The bytes of fl(decode(code) * 2**(scale - 127)) rounded to `to`: in f64 the product has no rounding."""
+    """The bytes of fl(decode(code) * 2**(scale - 127)) rounded to `to`: in f64 the product has no
+    rounding."""
     with np.errstate(over="ignore", invalid="ignore"):
         v = (fp8_format.decode(code) * oracle.decode_e8m0(scale)).astype(np.float32)
         if to == float32:
-            return np.where(np.isnan(v), np.uint32(0x7FC00000), v.view(np.uint32)).astype(np.uint32).view(np.float32)
+            return np.where(np.isnan(v), np.uint32(0x7FC00000),
+                            v.view(np.uint32)).astype(np.uint32).view(np.float32)
         half = next(f for f in oracle.HALVES if f.dtype == to)
         return half.encode(v, saturate=False).view(to)
 
@@ -57,7 +67,8 @@ def test_every_code_under_every_scale(block, layout, transposed, fp8_format, to,
     if block == COLUMN:
         data, want = data.T, want.T
         scale = scale if layout == "swizzled" else scale.T
-    stored, scale_inv = (np.ascontiguousarray(bits(a)).view(a.dtype) for a in (data.T if transposed else data, scale))
+    stored, scale_inv = (np.ascontiguousarray(bits(a)).view(a.dtype) for a in (data.T if transposed else data,
+                                                                               scale))
     s = Scaled(stored, scale_inv, (256, 256), transposed, block, layout)
     testing.assert_bytes_equal(run.numpy(fp8.dequantize(run.array(s), dtype=to)), want)
 
@@ -85,7 +96,8 @@ def test_edges(block, layout, transposed, dtype, code, scale, to, want, run):
     shape = (1, 3) if block == ROW else (3, 1)
     scale_inv = np.full(scale_shape(shape, block, layout), scale, np.uint8).view(float8_e8m0fnu)
     data = codes(code, code, code, dtype=dtype).reshape(swap_last(shape) if transposed else shape)
-    got = run.numpy(fp8.dequantize(run.array(Scaled(data, scale_inv, shape, transposed, block, layout)), dtype=to))
+    got = run.numpy(fp8.dequantize(run.array(Scaled(data, scale_inv, shape, transposed, block, layout)),
+                                   dtype=to))
     assert bits(got).ravel().tolist() == [want] * 3
 
 
@@ -120,7 +132,8 @@ def test_by_loop(shape, block, layout, transposed, run):
 
 def test_a_swizzled_scale_is_not_a_compact_one():
     s = result((128, 128), ROW)
-    assert not fp8.bytes_equal(s.dequantize(), Scaled(s.data, s.scale_inv, s.shape, block=ROW, scale_layout="swizzled").dequantize())
+    assert not fp8.bytes_equal(s.dequantize(), Scaled(s.data, s.scale_inv, s.shape, block=ROW,
+                                                      scale_layout="swizzled").dequantize())
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -152,7 +165,8 @@ def test_f32_scales(block, transposed, run):
 
 
 few = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-needs_host = pytest.mark.skipif(testing.executor_problem("host") is not None, reason=str(testing.executor_problem("host")))
+needs_host = pytest.mark.skipif(testing.executor_problem("host") is not None,
+                                reason=str(testing.executor_problem("host")))
 
 
 @needs_host
@@ -163,7 +177,8 @@ def test_any_result(s, dtype):
     assert want.shape == s.shape
     with testing.executor("host"):
         testing.assert_bytes_equal(fp8.dequantize(s, dtype=dtype), want)
-        testing.assert_bytes_equal(fp8.dequantize(s.T, dtype=dtype), np.ascontiguousarray(want.swapaxes(-1, -2)))
+        testing.assert_bytes_equal(fp8.dequantize(s.T, dtype=dtype), np.ascontiguousarray(want.swapaxes(-1,
+                                                                                                        -2)))
         testing.assert_bytes_equal(fp8.dequantize(Quantized(None, s), dtype=dtype), want)
 
 
@@ -179,44 +194,34 @@ def test_any_schedule(order, seed, monkeypatch):
 
 
 # ---- views, out=, Quantized ----
-@pytest.fixture
-def addresses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """The members of every parameter struct that is launched."""
-    seen: list[tuple[Any, ...]] = []
-    real = Variant.launch
-
-    def launch(self: Variant, x: Any, grid: int, *values: Any, **options: Any) -> None:
-        seen.append(values_of(self, x, values))
-        real(self, x, grid, *values, **options)
-
-    monkeypatch.setattr(Variant, "launch", launch)
-    return seen
-
-
 @mx_parameter
 @pytest.mark.parametrize("shape", [(130, 260), (160, 288), (2, 64, 96), (40, 32), (32, 40)], ids=str)
-def test_the_transposed_view(shape, block, layout, transposed, run, addresses):
+def test_the_transposed_view(shape, block, layout, transposed, run, monkeypatch):
     """.T dequantises to the transposed values, and its scales are read where they are."""
+    launched = note_launches(monkeypatch)
     host = result(shape, block, layout, transposed)
     s = run.array(host)
     turned = s.T
-    addresses.clear()
+    launched.clear()
     for to in (float32, bfloat16):
         testing.assert_bytes_equal(run.numpy(fp8.dequantize(turned, dtype=to)),
-                                   np.ascontiguousarray(reference.dequantize(host, dtype=to).swapaxes(-1, -2)))
+                                   np.ascontiguousarray(reference.dequantize(host, dtype=to).swapaxes(-1,
+                                                                                                      -2)))
     scale_at = s.scale_inv.ctypes.data if run.name != "cuda" else s.scale_inv.data.ptr
-    assert {values[2] for values in addresses} == (set() if run.name == "reference" else {scale_at})
+    assert {values[2] for _, values in launched} == (set() if run.name == "reference" else {scale_at})
     testing.assert_bytes_equal(run.numpy(turned.T.dequantize()), reference.dequantize(host))
 
 
 def test_scales_that_no_kernel_reads_in_place_are_copied(run):
     """Scattered matrices, reversed rows: any view means its values."""
     whole = run.array(result((4, 64, 96), ROW))
-    for pick in ((slice(None, None, 2), slice(None)), (slice(None), slice(None, None, -1)), ([0, 2, 3], slice(None))):
+    for pick in ((slice(None, None, 2), slice(None)), (slice(None), slice(None, None, -1)),
+                 ([0, 2, 3], slice(None))):
         scale_inv = bits(whole.scale_inv)[pick].view(float8_e8m0fnu)
         data = whole.data[:scale_inv.shape[0]]
         s = Scaled(data, scale_inv, data.shape, block=ROW, scale_layout="compact")
-        plain = Scaled(fp8.asnumpy(data), np.ascontiguousarray(fp8.asnumpy(scale_inv)), data.shape, block=ROW, scale_layout="compact")
+        plain = Scaled(fp8.asnumpy(data), np.ascontiguousarray(fp8.asnumpy(scale_inv)), data.shape, block=ROW,
+                       scale_layout="compact")
         testing.assert_bytes_equal(run.numpy(fp8.dequantize(s)), reference.dequantize(plain))
 
 
@@ -239,23 +244,25 @@ def test_the_row_wise_part_comes_first(run):
         assert q.shape == (64, 96)
 
 
-def test_one_launch(run, addresses):
+def test_one_launch(run, monkeypatch):
+    launched = note_launches(monkeypatch)
     for block, layout, transposed in MX:
         s = run.array(result((64, 96), block, layout, transposed))
-        addresses.clear()
+        launched.clear()
         s.dequantize()
-        assert len(addresses) == (run.name != "reference")
+        assert len(launched) == (run.name != "reference")
         empty = run.array(result((0, 96), block, layout, transposed))
-        addresses.clear()
+        launched.clear()
         assert empty.dequantize().shape == (0, 96)
-        assert addresses == []
+        assert launched == []
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("shape", [(70, 100), (2, 64, 96)], ids=str)
 def test_what_quantize_mx_makes(shape, layout, transposed, run):
-    """Both directions come back within half a unit in the last place, which no block of normal numbers exceeds."""
+    """Both directions come back within half a unit in the last place, which no block of normal numbers
+    exceeds."""
     host = cases.values("normal", shape, bfloat16)
     q = fp8.quantize_mx(run.array(host), columnwise=True, transposed=transposed, scale_layout=layout)
     x = host.astype(np.float32)
@@ -264,7 +271,8 @@ def test_what_quantize_mx_makes(shape, layout, transposed, run):
         values = run.numpy(part.dequantize())
         normal = np.abs(x) > np.abs(x).max() * 2.0**-13
         assert (np.abs(values - x)[normal] <= np.abs(x)[normal] * 2.0**-4).all()
-        testing.assert_bytes_equal(run.numpy(part.T.dequantize()), np.ascontiguousarray(values.swapaxes(-1, -2)))
+        testing.assert_bytes_equal(run.numpy(part.T.dequantize()), np.ascontiguousarray(values.swapaxes(-1,
+                                                                                                        -2)))
 
 
 # ---- on a GPU ----
@@ -289,7 +297,8 @@ def test_graph_replay(block, layout, transposed):
     with stream, testing.executor("cuda") as run:
         s = run.array(result((130, 272), block, layout, transposed))
         turned, out, out_t = s.T, cp.empty((130, 272), np.float32), cp.empty((272, 130), np.float32)
-        calls: list[Callable[[], Any]] = [lambda: fp8.dequantize(s, out=out), lambda: fp8.dequantize(turned, out=out_t)]
+        calls: list[Callable[[], Any]] = [lambda: fp8.dequantize(s, out=out),
+                                          lambda: fp8.dequantize(turned, out=out_t)]
         for call in calls:
             call()
         stream.synchronize()
@@ -298,7 +307,8 @@ def test_graph_replay(block, layout, transposed):
             call()
         graph = stream.end_capture()
         nodes = ctypes.c_size_t()
-        assert ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(ctypes.c_void_p(graph.graph), None, ctypes.byref(nodes)) == 0
+        assert ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(ctypes.c_void_p(graph.graph), None,
+                                                           ctypes.byref(nodes)) == 0
         assert nodes.value == 2
         for seed in (3, 4):
             other = result((130, 272), block, layout, transposed, seed=seed)
@@ -327,20 +337,27 @@ def test_more_than_two_to_the_31_elements(shape, block, layout, transposed):
     n, (m, k) = int(np.prod(shape)), shape[-2:]
     assert n > 1 << 31
     stored = swap_last(shape) if transposed else shape
-    data = (cp.arange(n, dtype=cp.uint32) * cp.uint32(2654435761) >> cp.uint32(24)).astype(cp.uint8).reshape(stored).view(float8_e4m3fn)
+    codes = (cp.arange(n, dtype=cp.uint32) * cp.uint32(2654435761) >> cp.uint32(24)).astype(cp.uint8)
+    data = codes.reshape(stored).view(float8_e4m3fn)
     wanted = scale_shape(shape, block, layout)
-    scale = (cp.arange(int(np.prod(wanted)), dtype=cp.uint32) * cp.uint32(40503) >> cp.uint32(8)).astype(cp.uint8)
+    scale = (cp.arange(int(np.prod(wanted)),
+                       dtype=cp.uint32) * cp.uint32(40503) >> cp.uint32(8)).astype(cp.uint8)
     s = Scaled(data, scale.reshape(wanted).view(float8_e8m0fnu), shape, transposed, block, layout)
     got = s.dequantize(bfloat16)
-    at = np.unique(np.concatenate([np.random.default_rng(3).integers(0, n, 200_000), [0, (1 << 31) - 1, 1 << 31, (1 << 31) + 1, n - 1]]))
+    at = np.unique(np.concatenate([np.random.default_rng(3).integers(0, n, 200_000), [0, (1 << 31) - 1,
+                                                                                      1 << 31, (1 << 31) + 1,
+                                                                                      n - 1]]))
     matrix, inside = np.divmod(at, m * k)
     i, j = np.divmod(inside, k)
-    line, of_line, lines, blocks = (i, j // 32, m, -(-k // 32)) if block == ROW else (j, i // 32, k, -(-m // 32))
+    line, of_line, lines, blocks = (i, j // 32, m, -(-k // 32)) if block == ROW else (j, i // 32, k,
+                                                                                      -(-m // 32))
     if layout == "swizzled":
         tiles_along, rows = -(-blocks // 4), -(-lines // 128)
-        where = ((matrix * rows + line // 128) * tiles_along + of_line // 4) * 512 + line % 32 * 16 + line % 128 // 32 * 4 + of_line % 4
+        where = ((matrix * rows + line // 128) * tiles_along
+                 + of_line // 4) * 512 + line % 32 * 16 + line % 128 // 32 * 4 + of_line % 4
     else:
-        where = matrix * lines * blocks + (line * blocks + of_line if block == ROW else of_line * lines + line)
+        where = matrix * lines * blocks + (line * blocks + of_line if block == ROW else of_line * lines
+                                           + line)
     code_at = matrix * m * k + j * m + i if transposed else at
 
     def pick(a: Any, index: np.ndarray) -> np.ndarray:

@@ -1,4 +1,5 @@
-"""convert_scales against the addresses of docs/layouts.md written as loops, the values of E8M0, and what DeepGEMM computes."""
+"""convert_scales against the addresses of docs/layouts.md written as loops, the values of E8M0, and what
+DeepGEMM computes."""
 
 from __future__ import annotations
 
@@ -25,12 +26,14 @@ from cupy_fp8.layouts import SCALE_DTYPES, round_up, scale_shape
 from cupy_fp8.ops.scales import convert
 
 SQUARE = (128, 128)
-needs_host = pytest.mark.skipif(testing.executor_problem("host") is not None, reason=str(testing.executor_problem("host")))
+needs_host = pytest.mark.skipif(testing.executor_problem("host") is not None,
+                                reason=str(testing.executor_problem("host")))
 
 
 # ---- addresses and values ----
 SHAPES = {ROW: [(1, 1), (5, 300), (130, 96), (33, 1100), (260, 33)], (1, 128): [(35, 700), (129, 4224)],
-          COLUMN: [(1, 1), (300, 5), (1100, 33)], (128, 1): [(700, 131)], SQUARE: [(1, 1), (129, 700), (300, 1300)], (64, 32): [(66, 170)],
+          COLUMN: [(1, 1), (300, 5), (1100, 33)], (128, 1): [(700, 131)],
+          SQUARE: [(1, 1), (129, 700), (300, 1300)], (64, 32): [(66, 170)],
           (1, None): [(34, 300)], (None, 1): [(300, 34)]}
 
 
@@ -40,8 +43,10 @@ def test_every_scale_is_where_it_belongs(block, run):
         values = powers(shape, block)
         for source, target in product(layouts_of(block), repeat=2):
             for held, to in product(SCALE_DTYPES[source], SCALE_DTYPES[target]):
-                s = filled(source, shape, block, held, {place: as_held(byte, held) for place, byte in values.items()})
-                got = fp8.convert_scales(run.array(s), source=source, target=target, shape=shape, block=block, dtype=to)
+                s = filled(source, shape, block, held, {place: as_held(byte, held) for place,
+                                                        byte in values.items()})
+                got = fp8.convert_scales(run.array(s), source=source, target=target, shape=shape, block=block,
+                                         dtype=to)
                 assert got.dtype == to
                 assert got.shape == scale_shape(shape, block, target)
                 want = np.zeros_like(flat(got))
@@ -81,7 +86,8 @@ def test_a_batch_is_its_matrices(block, run):
 
 @needs_host
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.integers(0, 300), st.integers(0, 4500), st.integers(0, 2), st.sampled_from([ROW, COLUMN, (1, 128), (128, 1), SQUARE, (64, 32)]),
+@given(st.integers(0, 300), st.integers(0, 4500), st.integers(0, 2),
+       st.sampled_from([ROW, COLUMN, (1, 128), (128, 1), SQUARE, (64, 32)]),
        st.data(), st.integers(0, 2**32 - 1))
 def test_there_and_back(m, k, batch, block, data, seed):
     """Any two layouts: the same bytes as the reference's, and the identity on what is no padding."""
@@ -89,7 +95,8 @@ def test_there_and_back(m, k, batch, block, data, seed):
     via = data.draw(st.sampled_from(layouts_of(block)))
     compact = cases.values("bits", scale_shape(shape, block, "compact"), float8_e8m0fnu, seed)
     compact = data.draw(st.sampled_from([compact, reference.astype(compact, float32)]))
-    there, back = ({"source": a, "target": b, "shape": shape, "block": block} for a, b in (("compact", via), (via, "compact")))
+    there, back = ({"source": a, "target": b, "shape": shape, "block": block} for a, b in (("compact", via),
+                                                                                           (via, "compact")))
     with testing.executor("host"):
         stored = fp8.convert_scales(compact, **there)
         testing.assert_bytes_equal(stored, reference.convert_scales(compact, **there))
@@ -99,7 +106,8 @@ def test_there_and_back(m, k, batch, block, data, seed):
 # ---- values ----
 def test_every_byte_to_f32(run):
     s = np.arange(256, dtype=np.uint8).reshape(256, 1)
-    got = run.numpy(fp8.convert_scales(run.array(s.view(float8_e8m0fnu)), source="compact", target="compact", shape=(256, 32), block=ROW,
+    got = run.numpy(fp8.convert_scales(run.array(s.view(float8_e8m0fnu)), source="compact", target="compact",
+                                       shape=(256, 32), block=ROW,
                                        dtype=float32))
     want = [0x00400000, *(e << 23 for e in range(1, 255)), 0x7FC00000]
     assert bits(got).reshape(-1).tolist() == want
@@ -108,8 +116,10 @@ def test_every_byte_to_f32(run):
 
 EVERY_NAN = (0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFC00000, 0xFFFFFFFF)
 #: f32 bits that E8M0 has nothing for.
-WRONG = {"-0": 0x80000000, "inf": 0x7F800000, "-inf": 0xFF800000, "-1": 0xBF800000, "-2^-127": 0x80400000, "3": 0x40400000,
-         "just above 1": 0x3F800001, "just below 1": 0x3F7FFFFF, "2^-128": 0x00200000, "2^-149": 1, "above 2^-127": 0x00400001,
+WRONG = {"-0": 0x80000000, "inf": 0x7F800000, "-inf": 0xFF800000, "-1": 0xBF800000, "-2^-127": 0x80400000,
+         "3": 0x40400000,
+         "just above 1": 0x3F800001, "just below 1": 0x3F7FFFFF, "2^-128": 0x00200000, "2^-149": 1,
+         "above 2^-127": 0x00400001,
          "below 2^-126": 0x007FFFFF, "FLT_MAX": 0x7F7FFFFF}  # fmt: skip
 
 
@@ -120,7 +130,8 @@ def column_of(words: Any) -> np.ndarray:
 
 def to_bytes(s: Any, target: str = "compact", **options: Any) -> Any:
     dtype = SCALE_DTYPES[target][0]
-    return fp8.convert_scales(s, source="compact", target=target, shape=(s.shape[0], 32), block=ROW, dtype=dtype, **options)
+    return fp8.convert_scales(s, source="compact", target=target, shape=(s.shape[0], 32), block=ROW,
+                              dtype=dtype, **options)
 
 
 def test_every_power_of_two_to_e8m0(run):
@@ -136,7 +147,8 @@ def test_every_power_of_two_to_e8m0(run):
 def test_the_bits_stay_where_the_dtype_does(run):
     s = column_of((*WRONG.values(), *EVERY_NAN, 0x3F800000, 0x00400000))
     for target in ("compact", "gemm_ready"):
-        got = fp8.convert_scales(run.array(s), source="compact", target=target, shape=(len(s), 128), block=(1, 128))
+        got = fp8.convert_scales(run.array(s), source="compact", target=target, shape=(len(s), 128),
+                                 block=(1, 128))
         assert got.dtype == float32
         assert bits(run.numpy(got)).reshape(-1)[:len(s)].tolist() == bits(s).reshape(-1).tolist()
 
@@ -150,7 +162,8 @@ def test_no_e8m0_of_other_values(name, monkeypatch, run):
     if run.name != "cuda":
         out = cases.values("bits", (5, 1), float8_e8m0fnu)
         cases.poison(out)
-        with pytest.raises(ValueError, match=r"^scale_inv: expected powers of two from 2\*\*-127 to 2\*\*127, which E8M0 holds, got "
+        with pytest.raises(ValueError, match=r"^scale_inv: expected powers of two from 2\*\*-127 to "
+                           r"2\*\*127, which E8M0 holds, got "
                                              + re.escape(f"{s[3, 0]}") + r" at \(3, 0\); "):
             to_bytes(s, out=out)
         assert (raw(out) == 0xAA).all()
@@ -158,9 +171,11 @@ def test_no_e8m0_of_other_values(name, monkeypatch, run):
     for target in ("compact", "swizzled", "deepgemm_sm100"):
         fp8.device_errors(clear=True)
         w = to_bytes(run.array(s), target)
-        assert flat(w)[[at[0] for at in addresses(target, (5, 32), ROW).values()]].tolist() == [131, 131, 131, 255, 255]
+        assert flat(w)[[at[0] for at in addresses(target, (5, 32), ROW).values()]].tolist() == [131, 131, 131,
+                                                                                                255, 255]
         found = fp8.device_errors(clear=True)
-        assert found == (() if run.name == "reference" else (errors.MESSAGES[errors.Fact.SCALE_NOT_POWER_OF_TWO],))
+        assert found == (() if run.name == "reference"
+                         else (errors.MESSAGES[errors.Fact.SCALE_NOT_POWER_OF_TWO],))
 
 
 @pytest.mark.parametrize("block", [(1, 128), (128, 1), SQUARE], ids=str)
@@ -169,7 +184,8 @@ def test_what_is_wrong_in_the_padding_is_not(block, run):
     s = np.full(scale_shape((129, 141), block, "gemm_ready"), 3, np.float32)
     used = s[..., :2 if block == SQUARE else 129 if block == (1, 128) else 141]
     used[...] = 0.5
-    options: dict[str, Any] = {"source": "gemm_ready", "target": "compact", "shape": (129, 141), "block": block, "dtype": float8_e8m0fnu}
+    options: dict[str, Any] = {"source": "gemm_ready", "target": "compact", "shape": (129, 141),
+                               "block": block, "dtype": float8_e8m0fnu}
     fp8.device_errors(clear=True)
     assert (raw(fp8.convert_scales(run.array(s), check=True, **options)) == 126).all()
     assert fp8.device_errors() == ()
@@ -180,7 +196,8 @@ def test_what_is_wrong_in_the_padding_is_not(block, run):
 
 @pytest.mark.gpu
 def test_check_looks_at_the_device():
-    s, out = backend.cupy().asarray(column_of([0x3F800000, 0x40400000])), fp8.zeros((2, 1), float8_e8m0fnu, like="cupy")
+    s, out = backend.cupy().asarray(column_of([0x3F800000, 0x40400000])), fp8.zeros((2, 1), float8_e8m0fnu,
+                                                                                    like="cupy")
     cases.poison(out)
     with pytest.raises(ValueError, match=r"^scale_inv: expected powers of two .*, got 3\.0 at \(1, 0\)"):
         to_bytes(s, out=out, check=True)
@@ -201,7 +218,8 @@ def deepgemm_sm90(s: np.ndarray) -> np.ndarray:
 
 
 def deepgemm_sm100(s: np.ndarray) -> np.ndarray:
-    """A column-major tensor [lines, ceil(blocks / 4)] of int32: exponents as bytes, four of a row to a word, zeros where there is none."""
+    """A column-major tensor [lines, ceil(blocks / 4)] of int32: exponents as bytes, four of a row to a word,
+    zeros where there is none."""
     lines, blocks = s.shape
     padded = np.zeros((round_up(lines, 4), round_up(blocks, 4)), np.uint8)
     padded[:lines, :blocks] = bits(s) >> 23
@@ -219,7 +237,8 @@ def test_deepgemm_of_activations_and_weights(shape, run):
         assert got.shape == want.shape
         assert got.strides == (4, 4 * round_up(shape[0], 4))
         np.testing.assert_array_equal(fp8.asnumpy(got), want)
-    weights = fp8.quantize_block(x, block=SQUARE, profile="deepgemm", pow2_scale=True, scale_layout="compact")._any
+    weights = fp8.quantize_block(x, block=SQUARE, profile="deepgemm", pow2_scale=True,
+                                 scale_layout="compact")._any
     want = deepgemm_sm100(weights.scale_inv[np.arange(shape[0]) // 128])
     s = run.array(weights).to_layout("deepgemm_sm100")
     np.testing.assert_array_equal(fp8.asnumpy(s.scale_inv.swapaxes(-1, -2)[:shape[0]]), want)
@@ -231,14 +250,18 @@ def test_only_the_first_line_of_a_block_is_read(run):
     words = np.arange(1, 401, dtype=np.int32).reshape(2, 200)
     first = np.repeat(words[:, ::128], 128, axis=-1)[:, :199]
     options: dict[str, Any] = {"shape": (199, 700), "block": SQUARE}
-    copy = run.numpy(fp8.convert_scales(run.array(words), source="deepgemm_sm100", target="deepgemm_sm100", **options))
+    copy = run.numpy(fp8.convert_scales(run.array(words), source="deepgemm_sm100", target="deepgemm_sm100",
+                                        **options))
     np.testing.assert_array_equal(copy[:, :199], first)
     assert (copy[:, 199:] == 0).all()
-    compact = run.numpy(fp8.convert_scales(run.array(words), source="deepgemm_sm100", target="compact", **options))
-    np.testing.assert_array_equal(bits(compact), np.ascontiguousarray(words[:, ::128].T).view(np.uint8)[:, :6])
+    compact = run.numpy(fp8.convert_scales(run.array(words), source="deepgemm_sm100", target="compact",
+                                           **options))
+    np.testing.assert_array_equal(bits(compact), np.ascontiguousarray(words[:, ::128].T).view(np.uint8)[:,
+                                                                                                        :6])
 
 
 def test_the_page_prints_what_it_shows():
     """docs/layouts.md."""
-    failed, attempted = doctest.testfile(str(Path(__file__).resolve().parents[3] / "docs" / "layouts.md"), module_relative=False)
+    failed, attempted = doctest.testfile(str(Path(__file__).resolve().parents[3] / "docs" / "layouts.md"),
+                                         module_relative=False)
     assert (failed, attempted) == (0, 11)

@@ -1,4 +1,5 @@
-"""convert_scales called: wherever its arrays lie, for results in every layout, what it refuses before a byte is written; on a GPU."""
+"""convert_scales called: wherever its arrays lie, for results in every layout, what it refuses before a byte
+is written; on a GPU."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from block_data import COLUMN, ROW, result
+from launches import note_launches
 from scale_arrays import as_held, filled, guarded, powers
 
 import cupy_fp8 as fp8
@@ -16,28 +18,14 @@ from cupy_fp8 import backend, cases, diagnostics, io, kernels, plot, reference, 
 from cupy_fp8.arrays import bits
 from cupy_fp8.cases.scales.convert import layouts_of
 from cupy_fp8.formats import float8_e8m0fnu, float32
-from cupy_fp8.kernels import Variant
 from cupy_fp8.layouts import SCALE_DTYPES, scale_dtype, scale_shape
 
 SQUARE = (128, 128)
-needs_host = pytest.mark.skipif(testing.executor_problem("host") is not None, reason=str(testing.executor_problem("host")))
+needs_host = pytest.mark.skipif(testing.executor_problem("host") is not None,
+                                reason=str(testing.executor_problem("host")))
 
 
 # ---- how the arrays lie ----
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Variant, tuple[Any, ...]]]:
-    """Every launch, which still happens."""
-    seen: list[tuple[Variant, tuple[Any, ...]]] = []
-    launch = Variant.launch
-
-    def noted(self: Variant, *args: Any) -> None:
-        seen.append((self, args))
-        launch(self, *args)
-
-    monkeypatch.setattr(Variant, "launch", noted)
-    return seen
-
-
 VIEWS: dict[str, Callable[[Any], Any]] = {                                  # of [60, 200]
     "rows": lambda a: a[:50:2, :],
     "columns": lambda a: a[:, 3:160],
@@ -53,18 +41,19 @@ COPIED = {"backwards": lambda a: a[::-1, ::-1]}
 @needs_host
 @pytest.mark.parametrize("columnwise", [False, True])
 @pytest.mark.parametrize("view", [*VIEWS, *COPIED])
-def test_compact_views_are_read_where_they_are(view, columnwise, launched):
+def test_compact_views_are_read_where_they_are(view, columnwise, monkeypatch):
+    launched = note_launches(monkeypatch)
     host = np.ldexp(np.float32(1), np.random.default_rng(0).integers(-127, 128, (60, 200)).astype(np.int32))
     s = {**VIEWS, **COPIED}[view](host)
     *batch, rows, columns = s.shape
-    shape, block = ((*batch, rows * 32, columns), COLUMN) if columnwise else ((*batch, rows, columns * 32), ROW)
+    shape, block = ((*batch, rows * 32, columns), COLUMN) if columnwise else ((*batch, rows, columns * 32),
+                                                                              ROW)
     for target in ("gemm_ready", "deepgemm_sm100"):
         options: dict[str, Any] = {"source": "compact", "target": target, "shape": shape, "block": block}
         with testing.executor("host"):
             got = fp8.convert_scales(s, **options)
         testing.assert_bytes_equal(got, reference.convert_scales(np.ascontiguousarray(s), **options))
-    at = {args[2] for _, args in launched}
-    assert (at == {s.__array_interface__["data"][0]}) == (view in VIEWS)
+    assert ({values[0] for _, values in launched} == {s.__array_interface__["data"][0]}) == (view in VIEWS)
 
 
 @pytest.mark.parametrize("view", [*VIEWS, *COPIED])
@@ -73,8 +62,10 @@ def test_any_view(view, run):
     s = {**VIEWS, **COPIED}[view](bits(run.array(host))).view(float8_e8m0fnu)
     *batch, rows, columns = s.shape
     for target in SCALE_DTYPES:
-        options: dict[str, Any] = {"source": "compact", "target": target, "shape": (*batch, rows, columns * 32), "block": ROW}
-        testing.assert_bytes_equal(run.numpy(fp8.convert_scales(s, **options)), reference.convert_scales(fp8.asnumpy(s), **options))
+        shape = *batch, rows, columns * 32
+        options: dict[str, Any] = {"source": "compact", "target": target, "shape": shape, "block": ROW}
+        testing.assert_bytes_equal(run.numpy(fp8.convert_scales(s, **options)),
+                                   reference.convert_scales(fp8.asnumpy(s), **options))
 
 
 @needs_host
@@ -102,13 +93,16 @@ def test_out_is_written_and_nothing_else(block, lead, run):
     """At any address that its elements allow, and that whoever reads them does."""
     for shape, (source, target) in product([(37, 1300), (132, 2048)], product(layouts_of(block), repeat=2)):
         for held, to in product(SCALE_DTYPES[source], SCALE_DTYPES[target]):
-            if lead % held.itemsize or lead % to.itemsize or (lead and target in ("swizzled", "deepgemm_sm100")):
+            if lead % held.itemsize or lead % to.itemsize or (lead and target in ("swizzled",
+                                                                                  "deepgemm_sm100")):
                 continue
             values = powers(shape, block, lead)
             s, source_intact = guarded(run, scale_shape(shape, block, source), held, lead)
-            bits(s)[...] = bits(run.array(filled(source, shape, block, held, {p: as_held(v, held) for p, v in values.items()})))
+            bits(s)[...] = bits(run.array(filled(source, shape, block, held, {p: as_held(v, held) for p,
+                                                                              v in values.items()})))
             out, intact = guarded(run, scale_shape(shape, block, target), to, lead)
-            options: dict[str, Any] = {"source": source, "target": target, "shape": shape, "block": block, "dtype": to}
+            options: dict[str, Any] = {"source": source, "target": target, "shape": shape, "block": block,
+                                       "dtype": to}
             assert fp8.convert_scales(s, out=out, **options) is out
             testing.assert_bytes_equal(out, reference.convert_scales(fp8.asnumpy(s), **options))
             assert intact()
@@ -116,14 +110,16 @@ def test_out_is_written_and_nothing_else(block, lead, run):
 
 
 # ---- results ----
-KINDS = [(ROW, float8_e8m0fnu), (COLUMN, float8_e8m0fnu), ((32, 32), float8_e8m0fnu), ((1, 128), float32), ((128, 1), float32),
+KINDS = [(ROW, float8_e8m0fnu), (COLUMN, float8_e8m0fnu), ((32, 32), float8_e8m0fnu), ((1, 128), float32),
+         ((128, 1), float32),
          (SQUARE, float32)]
 
 
 def powers_of_two(s: Any) -> Any:
     """The same result with scales that E8M0 holds."""
     if s.scale_inv.dtype == float32:
-        s.scale_inv[...] = np.ldexp(np.float32(1), np.random.default_rng(1).integers(-20, 21, s.scale_inv.shape).astype(np.int32))
+        exponents = np.random.default_rng(1).integers(-20, 21, s.scale_inv.shape, np.int32)
+        s.scale_inv[...] = np.ldexp(np.float32(1), exponents)
     return s
 
 
@@ -142,14 +138,17 @@ def test_results_in_every_layout(shape, block, scale, transposed, run, tmp_path)
         testing.assert_bytes_equal(run.numpy(s.T.dequantize()), np.ascontiguousarray(values.swapaxes(-1, -2)))
         assert s.to_layout(via) is s
         for then in layouts_of(block):
-            testing.assert_bytes_equal(run.numpy(s.to_layout(then).to_layout("compact", dtype=scale).scale_inv), compact.scale_inv)
+            testing.assert_bytes_equal(run.numpy(s.to_layout(then).to_layout("compact",
+                                                                             dtype=scale).scale_inv),
+                                                                             compact.scale_inv)
         if via != "compact":
             turned = s.T.to_layout("compact", dtype=scale).scale_inv
             testing.assert_bytes_equal(run.numpy(turned), np.ascontiguousarray(compact.T.scale_inv))
         io.save(tmp_path / "s.npz", s=s, t=s.T)
         for name, want in (("s", s), ("t", s.T)):
             loaded = io.load(tmp_path / "s.npz")[name]
-            assert (loaded.shape, loaded.transposed, loaded.block, loaded.scale_layout) == (want.shape, want.transposed, want.block, via)
+            facts = loaded.shape, loaded.transposed, loaded.block, loaded.scale_layout
+            assert facts == (want.shape, want.transposed, want.block, via)
             testing.assert_bytes_equal(loaded.scale_inv, want.scale_inv)
 
 
@@ -201,13 +200,17 @@ GOOD: dict[str, Any] = {"source": "compact", "target": "gemm_ready", "shape": (9
 
 @pytest.mark.parametrize(("change", "error", "message"), [
     ({"scale_inv": [[1.0]]}, TypeError, "scale_inv: expected a numpy.ndarray or cupy.ndarray, got list"),
-    ({"scale_inv": np.ones((9, 2))}, TypeError, "scale_inv: expected dtype float8_e8m0fnu, float32 of compact scales, got float64"),
-    ({"scale_inv": np.ones((9, 2), np.uint8)}, TypeError, "scale_inv: expected dtype float8_e8m0fnu, float32 of compact scales, got uint8"),
+    ({"scale_inv": np.ones((9, 2))}, TypeError, "scale_inv: expected dtype float8_e8m0fnu, float32 of "
+     "compact scales, got float64"),
+    ({"scale_inv": np.ones((9, 2), np.uint8)}, TypeError, "scale_inv: expected dtype float8_e8m0fnu, float32 "
+     "of compact scales, got uint8"),
     ({"scale_inv": np.ones((1, 12), np.float32), "source": "deepgemm_sm100"}, TypeError,
      "scale_inv: expected dtype int32 of deepgemm_sm100 scales, got float32"),
     ({"scale_inv": np.ones((2, 9), np.float32)}, ValueError,
-     r"scale_inv: expected shape \(9, 2\) \(compact scales of blocks \(1, 128\) of shape \(9, 256\)\), got \(2, 9\)"),
-    ({"scale_inv": np.ones((2, 9), np.float32), "source": "gemm_ready"}, ValueError, r"scale_inv: expected shape \(2, 12\) \(gemm_ready"),
+     r"scale_inv: expected shape \(9, 2\) \(compact scales of blocks \(1, 128\) of shape \(9, 256\)\), got "
+     r"\(2, 9\)"),
+    ({"scale_inv": np.ones((2, 9), np.float32), "source": "gemm_ready"}, ValueError, r"scale_inv: expected "
+     r"shape \(2, 12\) \(gemm_ready"),
     ({"source": "rows"}, ValueError, r"source: expected one of \('compact', .*\), got 'rows'"),
     ({"target": None}, ValueError, r"target: expected one of \('compact', .*\), got None"),
     ({"block": (1, 48)}, ValueError, r"block: expected \(1, B\), \(B, 1\) or \(B, B'\)"),
@@ -220,12 +223,16 @@ GOOD: dict[str, Any] = {"source": "compact", "target": "gemm_ready", "shape": (9
     ({"block": [1, 48]}, ValueError, r"block: expected \(1, B\), \(B, 1\) or \(B, B'\)"),
     ({"shape": None}, TypeError, r"shape: expected integers, \(…, M, K\), got None"),
     ({"block": SQUARE, "target": "swizzled"}, ValueError,
-     r"target: 'swizzled' belongs to blocks along one line, got block \(128, 128\); take compact or gemm_ready"),
-    ({"block": SQUARE, "source": "deepgemm_sm90"}, ValueError, "source: 'deepgemm_sm90' belongs to blocks along one line"),
+     r"target: 'swizzled' belongs to blocks along one line, got block \(128, 128\); take compact or "
+     r"gemm_ready"),
+    ({"block": SQUARE, "source": "deepgemm_sm90"}, ValueError, "source: 'deepgemm_sm90' belongs to blocks "
+     "along one line"),
     ({"dtype": float8_e8m0fnu}, TypeError, "dtype: gemm_ready scales are float32, got float8_e8m0fnu"),
-    ({"dtype": "float64", "target": "compact"}, TypeError, "dtype: compact scales are float8_e8m0fnu, float32, got float64"),
+    ({"dtype": "float64", "target": "compact"}, TypeError, "dtype: compact scales are float8_e8m0fnu, "
+     "float32, got float64"),
     ({"dtype": "number"}, TypeError, "dtype: expected one that scales have, got 'number'"),
-    ({"dtype": float32, "target": "deepgemm_sm100"}, TypeError, "dtype: deepgemm_sm100 scales are int32, got float32"),
+    ({"dtype": float32, "target": "deepgemm_sm100"}, TypeError, "dtype: deepgemm_sm100 scales are int32, got "
+     "float32"),
     ({"out": np.zeros((12, 2), np.float32)}, ValueError, r"out: expected shape \(2, 12\), got \(12, 2\)"),
     ({"out": np.zeros((12, 2), np.float32).T}, ValueError, r"out: expected a C-contiguous array"),
     ({"out": np.zeros((2, 12), np.int32)}, TypeError, "out: expected dtype float32, got int32"),
@@ -243,9 +250,9 @@ def test_refused_memory(numpy_run):
     cases.poison(memory)
     before = memory.copy()
     for s in (memory[:18].reshape(9, 2), memory[:18].reshape(2, 9).T, memory[:36].reshape(9, 4)[:, :2]):
-        with pytest.raises(ValueError, match=r"^out: overlaps the input in memory"):
+        with pytest.raises(ValueError, match=r"^out: overlaps scale_inv in memory"):
             fp8.convert_scales(s, out=memory[17:41].reshape(2, 12), **GOOD)
-    with pytest.raises(ValueError, match=r"^out: overlaps the input in memory"):
+    with pytest.raises(ValueError, match=r"^out: overlaps scale_inv in memory"):
         fp8.convert_scales(memory[:36].reshape(9, 4)[:, :2], out=memory[33:57].reshape(2, 12), **GOOD)
     out = np.zeros((2, 12), np.float32)
     out.flags.writeable = False
@@ -260,20 +267,24 @@ def test_who_reads_them_wants_them_aligned(target):
     with testing.executor("host") as run:
         out, intact = guarded(run, scale_shape((9, 256), (1, 128), target), SCALE_DTYPES[target][0], 8)
         cases.poison(out)
-        with pytest.raises(ValueError, match=rf"^out: address 0x.*8 is not a multiple of 16, as that of {target} scales has to be"):
+        with pytest.raises(ValueError, match=r"^out: address 0x.*8 is not a multiple of 16, as that of "
+                           rf"{target} scales has to be"):
             fp8.convert_scales(np.ones((9, 2), np.float32), **{**GOOD, "target": target}, out=out)
     assert intact()
     assert (bits(out).reshape(-1).view(np.uint8) == 0xAA).all()
 
 
 def test_dequantising_words_during_a_capture(monkeypatch):
-    class Elsewhere:                                                        # as much of a CuPy array as is looked at
+    # as much of a CuPy array as is looked at
+    class Elsewhere:
         dtype, shape = np.dtype(np.int32), (1, 12)
         data = type("Memory", (), {"device_id": 0})()
 
     monkeypatch.setattr(kernels, "capturing", lambda device: True)
-    s = fp8.Scaled._of(np.zeros((9, 256), fp8.float8_e4m3fn), Elsewhere(), (9, 256), block=(1, 128), scale_layout="deepgemm_sm100")
-    with pytest.raises(ValueError, match=r"^q: deepgemm_sm100 scales are unpacked into new memory.*; dequantise q\.to_layout\('compact'\)"):
+    s = fp8.Scaled._of(np.zeros((9, 256), fp8.float8_e4m3fn), Elsewhere(), (9, 256), block=(1, 128),
+                       scale_layout="deepgemm_sm100")
+    with pytest.raises(ValueError, match=r"^q: deepgemm_sm100 scales are unpacked into new memory.*; "
+                       r"dequantise q\.to_layout\('compact'\)"):
         s.dequantize()
 
 
@@ -282,8 +293,10 @@ def test_dequantising_words_during_a_capture(monkeypatch):
 def test_graph_replay():
     cp = backend.cupy()
     shape, block = (300, 1300), (1, 128)
-    options: dict[str, Any] = {"source": "compact", "target": "deepgemm_sm100", "shape": shape, "block": block}
-    hosts = [np.ldexp(np.float32(1), np.random.default_rng(seed).integers(-127, 128, (300, 11)).astype(np.int32)) for seed in range(3)]
+    options: dict[str, Any] = {"source": "compact", "target": "deepgemm_sm100", "shape": shape,
+                               "block": block}
+    exponents = [np.random.default_rng(seed).integers(-127, 128, (300, 11), np.int32) for seed in range(3)]
+    hosts = [np.ldexp(np.float32(1), powers) for powers in exponents]
     s = cp.asarray(hosts[0])
     out = fp8.convert_scales(s, **options)
     cp.cuda.get_current_stream().synchronize()
@@ -292,8 +305,10 @@ def test_graph_replay():
         stream.begin_capture()
         try:
             fp8.convert_scales(s, out=out, **options)
-            for message, call in (("out: needed while a CUDA graph", lambda: fp8.convert_scales(s, **options)),
-                                  ("check: waits for the device", lambda: fp8.convert_scales(s, out=out, check=True, **options))):
+            for message, call in (("out: needed while a CUDA "
+                                   "graph", lambda: fp8.convert_scales(s, **options)),
+                                  ("check: waits for the "
+                                   "device", lambda: fp8.convert_scales(s, out=out, check=True, **options))):
                 with pytest.raises(ValueError, match="^" + message):
                     call()
         finally:
@@ -314,6 +329,7 @@ def test_more_than_two_to_the_31_scales():
     s = cp.random.randint(1, 255, (lines, blocks), np.uint8)
     options: dict[str, Any] = {"shape": (lines, blocks * 32), "block": ROW}
     words = fp8.convert_scales(s.view(float8_e8m0fnu), source="compact", target="deepgemm_sm100", **options)
-    assert bool((words.view(np.uint8).reshape(33, -1, 4)[:, :lines].transpose(1, 0, 2).reshape(lines, -1)[:, :blocks] == s).all())
+    by_lines = words.view(np.uint8).reshape(33, -1, 4)[:, :lines].transpose(1, 0, 2).reshape(lines, -1)
+    assert bool((by_lines[:, :blocks] == s).all())
     back = fp8.convert_scales(words, source="deepgemm_sm100", target="compact", **options)
     assert bool((bits(back) == s).all())

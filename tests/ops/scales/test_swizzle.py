@@ -1,4 +1,5 @@
-"""The swizzled layout of scales, against its formula written as a loop: matrices, batches, groups, and however the arrays lie."""
+"""The swizzled layout of scales, against its formula written as a loop: matrices, batches, groups, and
+however the arrays lie."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from launches import note_launches
 from scale_arrays import by_formula, guarded, raw, scales, stored_by_blocks
 
 import cupy_fp8 as fp8
@@ -19,14 +21,15 @@ from cupy_fp8.cases import OPS
 from cupy_fp8.cases.scales.swizzle import sizes
 from cupy_fp8.cli.selftest import check
 from cupy_fp8.formats import float8_e8m0fnu
-from cupy_fp8.kernels import Variant
 from cupy_fp8.layouts import cdiv, grouped_columns, grouped_rows, round_up
 
-needs_host = pytest.mark.skipif(testing.executor_problem("host") is not None, reason=str(testing.executor_problem("host")))
+needs_host = pytest.mark.skipif(testing.executor_problem("host") is not None,
+                                reason=str(testing.executor_problem("host")))
 
 
 # ---- the formula ----
-FORMULA_SHAPES = [(1, 1), (1, 4), (2, 5), (31, 3), (32, 4), (33, 9), (64, 1), (127, 2), (128, 4), (129, 5), (160, 33), (257, 12), (300, 36)]
+FORMULA_SHAPES = [(1, 1), (1, 4), (2, 5), (31, 3), (32, 4), (33, 9), (64, 1), (127, 2), (128, 4), (129, 5),
+                  (160, 33), (257, 12), (300, 36)]
 
 
 @pytest.mark.parametrize("shape", FORMULA_SHAPES, ids=str)
@@ -72,24 +75,12 @@ def test_any_shape(lines, blocks, batch, columnwise, seed):
 
 
 # ---- how the arrays lie ----
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Variant, tuple[Any, ...]]]:
-    """Every launch, which still happens."""
-    seen: list[tuple[Variant, tuple[Any, ...]]] = []
-    launch = Variant.launch
-
-    def noted(self: Variant, *args: Any) -> None:
-        seen.append((self, args))
-        launch(self, *args)
-
-    monkeypatch.setattr(Variant, "launch", noted)
-    return seen
-
-
 @needs_host
 @pytest.mark.parametrize("shape", [(200, 6), (2, 200, 6)], ids=str)
-def test_column_wise_scales_are_not_copied(shape, launched):
-    compact = scales(*shape[:-2], shape[-1], shape[-2])                     # as quantisers store them: [..., blocks, lines]
+def test_column_wise_scales_are_not_copied(shape, monkeypatch):
+    launched = note_launches(monkeypatch)
+    # as quantisers store them: [..., blocks, lines]
+    compact = scales(*shape[:-2], shape[-1], shape[-2])
     s = compact.swapaxes(-1, -2)
     with testing.executor("host"):
         w = fp8.swizzle_scales(s)
@@ -98,7 +89,7 @@ def test_column_wise_scales_are_not_copied(shape, launched):
         view = back.swapaxes(-1, -2)
         assert fp8.unswizzle_scales(w, shape=shape, out=view) is view
     testing.assert_bytes_equal(back, compact)
-    (into, (_, _, compact_at, swizzled_at, *_)), (out_of, (_, _, back_at, _, *_)) = launched
+    (into, (compact_at, swizzled_at, *_)), (out_of, (back_at, *_)) = launched
     assert ("ADJACENT", "1") in into.defines
     assert ("ADJACENT", "1") in out_of.defines
     assert (compact_at, back_at) == (compact.ctypes.data, back.ctypes.data)
@@ -136,8 +127,8 @@ def test_compact_scales_at_any_address(lead, run):
         buffer = run.array(host)
         s, want = buffer[lead : lead + n], host[lead : lead + n]
         for columnwise in (False, True):
-            s, want = (a.reshape(shape[::-1]).T if columnwise else a.reshape(shape) for a in (buffer[lead : lead + n],
-                                                                                             host[lead : lead + n]))
+            flat = buffer[lead:lead + n], host[lead:lead + n]
+            s, want = (a.reshape(shape[::-1]).T if columnwise else a.reshape(shape) for a in flat)
             w = fp8.swizzle_scales(s)
             testing.assert_bytes_equal(w, reference.swizzle_scales(want))
             back = run.array(np.full(n + 16, 0xAA, np.uint8))
@@ -189,8 +180,10 @@ def grouped_by_formula(s: np.ndarray, splits: list[int], axis: int) -> np.ndarra
 
 
 GROUPS = {
-    "one": [130], "empty first": [0, 5, 130], "empty in the middle": [7, 0, 0, 128], "empty last": [129, 1, 0], "all empty": [0, 0, 0],
-    "none": [], "as many as lines": [1] * 9, "aligned": [128, 256], "just above": [129, 257], "uneven": [33, 1, 95, 64, 200, 31, 32],
+    "one": [130], "empty first": [0, 5, 130], "empty in the middle": [7, 0, 0, 128],
+    "empty last": [129, 1, 0], "all empty": [0, 0, 0],
+    "none": [], "as many as lines": [1] * 9, "aligned": [128, 256], "just above": [129, 257],
+    "uneven": [33, 1, 95, 64, 200, 31, 32],
 }  # fmt: skip
 
 
@@ -207,20 +200,24 @@ def test_groups_by_formula(name, axis, run):
                 sized = splits if dtype is list else run.array(np.array(splits, dtype))
                 w = fp8.swizzle_scales(given_scales, splits=sized, axis=axis, check=True)
                 np.testing.assert_array_equal(raw(w).reshape(-1), want)
-                assert w.shape == ((grouped_rows(total, len(splits)), round_up(other, 4)) if axis == 0 else (len(want),))
-                testing.assert_bytes_equal(fp8.unswizzle_scales(w, shape=s.shape, splits=sized, axis=axis, check=True), s)
+                assert w.shape == ((grouped_rows(total, len(splits)), round_up(other, 4)) if axis == 0
+                                   else (len(want),))
+                testing.assert_bytes_equal(fp8.unswizzle_scales(w, shape=s.shape, splits=sized, axis=axis,
+                                                                check=True), s)
 
 
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("groups", [1, 31, 32, 127, 128, 129, 300, 1025])
 def test_many_groups(groups, axis, run):
-    """More than one round of the search, groups in every part of it; and one block of threads over many groups."""
+    """More than one round of the search, groups in every part of it; and one block of threads over many
+    groups."""
     for total in (groups // 2, 700):
         splits = sizes(total, groups, axis, groups)
         s = scales(total, 5) if axis == 0 else scales(40, total)
         w = fp8.swizzle_scales(run.array(s), splits=run.array(splits), axis=axis)
         testing.assert_bytes_equal(w, reference.swizzle_scales(s, splits=splits, axis=axis))
-        testing.assert_bytes_equal(fp8.unswizzle_scales(w, shape=s.shape, splits=run.array(splits), axis=axis), s)
+        testing.assert_bytes_equal(fp8.unswizzle_scales(w, shape=s.shape, splits=run.array(splits),
+                                                        axis=axis), s)
 
 
 def test_a_group_is_a_slice_of_the_result():
@@ -243,7 +240,8 @@ def test_a_group_is_a_slice_of_the_result():
 @pytest.mark.parametrize("lines", range(12))
 def test_the_bound_is_reached_and_never_passed(lines):
     for groups in range(8):
-        most = max((sum(round_up(size, 4) for size in splits) for splits in partitions(lines, groups)), default=0)
+        most = max((sum(round_up(size, 4) for size in splits) for splits in partitions(lines, groups)),
+                   default=0)
         assert most <= grouped_columns(lines, groups)
         if groups:
             assert grouped_columns(lines, groups) - most < 4
@@ -271,7 +269,8 @@ def test_a_swizzle_that_forgets_padding_is_caught():
         np.copyto(bits(out), bits(fresh), where=bits(used) != 0)
         return out
 
-    with testing.executor("reference") as run, pytest.raises(AssertionError, match="elements of float8_e8m0fnu"):
+    with testing.executor("reference") as run, pytest.raises(AssertionError, match="elements of "
+                                                             "float8_e8m0fnu"):
         check(dataclasses.replace(op, function=forgets), next(op.cases()), run)
 
 

@@ -1,0 +1,132 @@
+"""The tiles of `scaling_aware_transpose`: how blocks of threads share them, and which program of the kernel
+they take."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ... import kernels
+from ...arrays import Array
+from ...calls.call import Input
+from ...calls.row_segments import variants as segment_variants
+from ...formats import FORMATS, FP8_DTYPES, float8_e4m3fn
+from ...kernels import Kernel, Launch, Variant, grid_size
+from ...layouts import cdiv
+from ...reference.convert.scaling_aware import row_scale_rows, target_rows
+
+TARGETS = ("column", "tile")
+TILE_ROWS = 128
+
+_KERNEL = Kernel("convert/scaling_aware", "scaling_aware_transpose")
+_COLUMNS = 128                              # of a tile
+_SMALL_EXPERT = 4 * TILE_ROWS               # rows, on average
+_THREADS = 2 * _COLUMNS                     # of a block: a warp for every 16 columns
+#: Bytes of shared memory: a tile, of which a block with several tiles has two, one of them being copied;
+#: columns that are shifted to whole sectors, whose readers look up to a word beyond them; the first sector of
+#: each column, where it waits for the last tile of the block. A launch that shifts nothing leaves the last
+#: two to the L1.
+_TILE, _SHIFTED, _FIRST_SECTORS = TILE_ROWS * _COLUMNS + 16, (TILE_ROWS + 32) * _COLUMNS + 16, 32 * _COLUMNS
+_MOST_TILES, _MOST_OF_EXPERTS = 3, 4        # of a block, one after the other; where there are several experts
+_BLOCKS_PER_MULTIPROCESSOR = 8              # at least, before a block gets more tiles
+#: How far ahead the tile is that a block fetches to the L2, in blocks for each multiprocessor.
+_AHEAD = 2
+_SCALE_BLOCKS = 128, 32                     # elements that share a scale
+
+
+class Tiles(NamedTuple):
+    """Tiles of the data: how many below one another and side by side, and whether columns of the result begin
+    at other places than multiples of 16 bytes."""
+
+    down: int
+    strips: int
+    shifts: bool
+
+
+def tiles_of(data: Input, groups: int | None, out_at: int) -> Tiles:
+    """groups: how many experts there are; None: no splits."""
+    rows, columns = data.shape
+    strips = cdiv(columns, _COLUMNS)
+    if groups is None:
+        return Tiles(cdiv(rows, TILE_ROWS), strips, bool(rows % 16 or out_at % 16))
+    # Rows of no expert take tiles of their own, one at least, so that even an empty array's sizes are looked
+    # at.
+    return Tiles(target_rows(rows, groups + 1, TILE_ROWS) + 1, max(1, strips), True)
+
+
+def launch(data: Input, block: int, target: str, groups: int | None, tiles: Tiles, **members: Any) -> Launch:
+    """The launch that transposes. members: the other members of the kernel's struct."""
+    rows, columns = data.shape
+    aligned = columns % 16 == 0 and data.at % 16 == 0
+    program = _program(data.dtype, block, target, aligned, tiles.shifts, rows, groups)
+    count = tiles.down * tiles.strips
+    most = _MOST_OF_EXPERTS if groups is not None and groups > 1 else _MOST_TILES
+    of_a_block = 1 if program.one_tile else _tiles_of_a_block(data.array, count, most)
+    return _variant(program).bind(
+        data.array, grid_size(cdiv(count, of_a_block), data.shape), shared=program.shared(tiles.shifts),
+        data=data.at, rows=rows, columns=columns, scale_columns=cdiv(columns, block),
+        target_rows=target_rows(rows, groups, block), row_scale_rows=row_scale_rows(rows, groups),
+        down=tiles.down, strips=tiles.strips, tiles=of_a_block,
+        vector=int(columns % 8 == 0 and data.at % 8 == 0), ahead=_ahead(data.array), **members)
+
+
+class _Program(NamedTuple):
+    """A variant of the kernel. blocks: of threads that fit on a multiprocessor."""
+
+    dtype: np.dtype[Any]
+    block: int
+    target: str
+    aligned: bool
+    blocks: int
+    one_tile: bool          # a block of threads has one tile, whose columns begin at multiples of 16 bytes
+
+    def shared(self, shifts: bool) -> int:
+        """Bytes of shared memory that a launch takes. shifts: as of Tiles."""
+        if self.one_tile:
+            return _TILE
+        parts_wait = self.block == 128 and self.blocks < 4
+        return 2 * _TILE + (_SHIFTED + parts_wait * _FIRST_SECTORS if shifts else 0)
+
+
+def _program(dtype: np.dtype[Any], block: int, target: str, aligned: bool, shifts: bool, rows: int,
+            groups: int | None) -> _Program:
+    """Four blocks of threads fit on a multiprocessor in some programs only; and large experts are faster with
+    three (docs/performance.md)."""
+    four_fit = dtype == float8_e4m3fn and aligned and (block == 128 or not shifts)
+    few_rows = groups is None or rows < _SMALL_EXPERT * groups
+    blocks = 4 if four_fit and few_rows else 3
+    return _Program(dtype, block, target, aligned, blocks, blocks == 4 and not shifts)
+
+
+def _tiles_of_a_block(x: Array, count: int, most: int) -> int:
+    """Tiles for each block of threads: few, so that the last blocks leave little of a GPU idle."""
+    if isinstance(x, np.ndarray):
+        return 3                            # on the CPU: for every way in which one tile follows another
+    blocks = _BLOCKS_PER_MULTIPROCESSOR * kernels.multiprocessors(x.data.device_id)
+    return max(1, min(most, count // blocks))
+
+
+def _ahead(x: Array) -> int:
+    return 1 if isinstance(x, np.ndarray) else _AHEAD * kernels.multiprocessors(x.data.device_id)
+
+
+@functools.cache
+def _variant(program: _Program) -> Variant:
+    return _KERNEL.variant(block=_THREADS, shared=program.shared(not program.one_tile),
+                           IN=FORMATS[program.dtype].tag, BLOCK=program.block,
+                           TARGET=TARGETS.index(program.target),
+                           TILE_COLUMNS=_COLUMNS, BLOCKS=program.blocks, ALIGNED=int(program.aligned),
+                           ONE_TILE=int(program.one_tile))
+
+
+def variants() -> Iterator[Variant]:
+    """Every variant that this op may launch."""
+    yield from segment_variants(iter((TILE_ROWS,)))
+    for dtype, block, target, aligned in product(FP8_DTYPES, _SCALE_BLOCKS, TARGETS, (False, True)):
+        programs = [_program(dtype, block, target, aligned, shifts, _SMALL_EXPERT, groups)
+                    for groups, shifts in ((None, False), (None, True), (1, True))]
+        yield from map(_variant, dict.fromkeys(programs))

@@ -1,0 +1,206 @@
+// How the scaling-aware transpose (scaling_aware.cu) loads the scales of a tile, and the factors that it
+// computes from them.
+#pragma once
+#include "groups/scaling_aware_store.cuh"
+#include "numerics/e8m0.cuh"
+#include "numerics/fp8_pairs.cuh"
+
+using Pack = Pairs<IN>;
+constexpr int kAhead = 1;                                            // tiles in flight while one is worked on
+constexpr int kUnitsPerWarp = (kUnits + kWarps - 1) / kWarps, kLaneRows = BLOCK / 32;
+
+constexpr int kNoScale = 1 << 14;                     // the exponent of a scale that is no power of two
+constexpr int kNothing = -kNoScale;                   // of no scale at all, or scale 0: the result is v * 0
+constexpr int kLowest = -127, kHighest = 127;                        // column targets
+constexpr int kLift = TARGET == 0 && Pack::kEmax == 8 ? 7 : 0;      // 448 * 2^7 has f16's largest exponent
+constexpr int kMostUp = 15, kMostDown = 24 + kLift;                  // powers of two that f16 has
+constexpr int kLeastNormal = -14 - kLift;
+constexpr int kUnitGap = 8;                              // between scale 1 of rows of zeros and other scales
+
+__device__ __forceinline__ int clamp(int v, int low, int high) { return v < low ? low : v > high ? high : v; }
+__device__ __forceinline__ int larger(int a, int b) { return a > b ? a : b; }
+__device__ __forceinline__ int smaller(int a, int b) { return a < b ? a : b; }
+
+// log2 of a scale; kNoScale where it is no power of two, kNothing of 0.
+__device__ __forceinline__ int exponent_of(u32 bits) {
+    if (kMx) return bits == kNanE8m0 ? kNoScale : (int)bits - 127;
+    if (bits == 0) return kNothing;
+    int bias = 127;
+    if (bits < 0x00800000u) {                            // a subnormal
+        bits = as_bits(mul_rn(as_float(bits), as_float((127u + 64) << 23)));
+        bias += 64;
+    }
+    return bits - 1u < 0x7f7fffffu && !(bits & 0x7fffffu) ? (int)(bits >> 23) - bias : kNoScale;
+}
+
+// Facts about a unit's scales, beside the exponent that its elements are computed relative to.
+enum UnitFacts : u32 {
+    kGeneral = 1,                // f16 does not have all powers of two that it takes
+    // The rows with scale 1 do not count for e_ref, since no other scale is nearly so large: as a rule a row
+    // of zeros has scale 1. If one holds anything, the unit is kGeneral.
+    kExcluded = 2,
+    // Any of these, or scales that were not examined for them: TARGET 1 knows no row that has the largest.
+    kUnusual = 4,
+    // A scale of the first strip is no power of two; the next three bits: of the other strips.
+    kWrong = 16,
+};
+struct Unit {
+    int e_ref;
+    u32 facts;                   // TARGET 1: from bit 8 on also a row of the unit with that scale
+};
+
+struct Shared {
+    Unit unit[2][kUnits];                                // by row of blocks, then by column of blocks
+    __align__(16) short exponent[2][kColumnBlocks][kTileRows];
+    // 2^(e - e_ref) of two rows as f16; NaN for a wrong scale.
+    __align__(16) u32 factor[2][kColumnBlocks][kTileRows / 2];
+    Place place[kAhead + 2];
+    __align__(16) u8 halves[kWaits ? kWarps * kHalvesBytes : 16];    // of sectors, see store_aligned()
+};
+
+// The scales of a tile, in registers until they go to shared memory: a warp has those of a unit or two, a
+// lane kLaneRows rows of it.
+struct TileScales {
+    u32 bits[kUnitsPerWarp][kLaneRows];
+
+    static __device__ __forceinline__ int unit(int n) { return n * kWarps + threadIdx.x / 32; }
+    static __device__ __forceinline__ int column_block(int n) { return unit(n) % kColumnBlocks; }
+    static __device__ __forceinline__ int row(int n) {
+        return unit(n) / kColumnBlocks * BLOCK + threadIdx.x % 32 * kLaneRows;
+    }
+    static __device__ __forceinline__ bool has(int n) { return kUnits % kWarps == 0 || unit(n) < kUnits; }
+
+    __device__ __forceinline__ void load(const ScalingAwareParams& p, const Place& place) {
+#pragma unroll
+        for (int n = 0; n < kUnitsPerWarp; n++) {
+#pragma unroll
+            for (int r = 0; r < kLaneRows; r++) bits[n][r] = 0;
+            const int line = place.line_of(row(n));
+            const int block = column_block(n) + place.strip_of(row(n)) * kColumnBlocks;
+            if (!has(n) || place.lost || block >= place.scale_blocks) continue;
+            const i64 at = line * p.scale_columns + block;
+#pragma unroll
+            for (int r = 0; r < kLaneRows; r++) {
+                if (line + r >= place.lines) continue;
+                if constexpr (kMx) bits[n][r] = load_read_only(place.scales + at);
+                else
+                    bits[n][r] = load_read_only(reinterpret_cast<const u32*>(place.scales) + at
+                                                + r * p.scale_columns);
+            }
+        }
+    }
+
+    // Writes factors and exponents to shared memory, and the scales themselves to the row-wise result.
+    __device__ __forceinline__ void write(const ScalingAwareParams& p, const Place& place, int buffer,
+                                          Shared& shared) const {
+#pragma unroll
+        for (int n = 0; n < kUnitsPerWarp; n++) {
+            if (!has(n)) continue;
+            const int row = TileScales::row(n), line = place.line_of(row);
+            const int block = column_block(n) + place.strip_of(row) * kColumnBlocks;
+            const int exist = block < place.scale_blocks ? place.lines - line : 0;
+            int e[kLaneRows], most = kNothing, least = kNoScale;
+            bool unusual = false;
+#pragma unroll
+            for (int r = 0; r < kLaneRows; r++) {
+                e[r] = kNothing;
+                if (r >= exist || (!kMx && bits[n][r] == 0)) continue;
+                e[r] = (int)(kMx ? bits[n][r] : bits[n][r] >> 23) - 127;
+                unusual |= kMx ? bits[n][r] == kNanE8m0
+                               : (bits[n][r] & 0x807fffffu) || e[r] < -126 || e[r] > kHighest;
+                most = larger(most, e[r]), least = smaller(least, e[r]);
+            }
+            most = __reduce_max_sync(~0u, most), least = __reduce_min_sync(~0u, least);
+            unusual |= most - least > -kLeastNormal || most - kMostUp <= kLowest
+                       || (most == 0 && least < -kUnitGap);
+            u16* const factors = reinterpret_cast<u16*>(shared.factor[buffer][column_block(n)]) + row;
+            short* const exponents = shared.exponent[buffer][column_block(n)] + row;
+            u32 factor[kLaneRows];
+            if (__any_sync(~0u, unusual)) {
+                write_unusual(p, place, n, exist, e, factor, &shared.unit[buffer][unit(n)]);
+            } else {
+                u32 facts = 0;
+                if constexpr (TARGET == 1) {
+                    int at = kLaneRows;
+#pragma unroll
+                    for (int r = kLaneRows - 1; r >= 0; r--)
+                        if (e[r] == most) at = r;
+                    const u32 lanes = __ballot_sync(~0u, at < kLaneRows);
+                    facts = first_row(lanes, at) << 8;
+                }
+                if (threadIdx.x % 32 == 0) shared.unit[buffer][unit(n)] = {most, facts};
+#pragma unroll
+                for (int r = 0; r < kLaneRows; r++)
+                    factor[r] = e[r] == kNothing ? 0 : (u32)(e[r] - most + 15 + kLift) << 10;
+            }
+            if constexpr (kMx) factors[0] = (u16)factor[0], exponents[0] = (short)e[0];
+            else {
+                *reinterpret_cast<uint2*>(factors) =
+                    make_uint2(factor[0] | factor[1] << 16, factor[2] | factor[3] << 16);
+                *reinterpret_cast<uint2*>(exponents) =
+                    make_uint2((u32)e[0] & 0xffffu | (u32)e[1] << 16, (u32)e[2] & 0xffffu | (u32)e[3] << 16);
+                // Rows are rounded up to four; scales of rows that do not exist are 0.
+                if (!place.row_scales || exist <= 0) continue;
+                u32* const to = place.row_scales + (block * place.row_scale_pitch + line);
+                if (reinterpret_cast<u64>(place.row_scales) % 16 == 0)
+                    Chunk<f32, 4>{{bits[n][0], bits[n][1], bits[n][2], bits[n][3]}}.store_whole(to);
+                else
+#pragma unroll
+                    for (int r = 0; r < 4; r++) to[r] = bits[n][r];
+            }
+        }
+    }
+
+    // The row of the unit that is row `at` of those of the first of these lanes.
+    static __device__ __forceinline__ u32 first_row(u32 lanes, int at) {
+        const int lane = __ffs(lanes) - 1;
+        return lane * kLaneRows + (u32)__shfl_sync(~0u, at, lane);
+    }
+
+    // The same for any scales, of any number of rows.
+    __device__ __forceinline__ void write_unusual(const ScalingAwareParams& p, const Place& place, int n,
+                                                  int exist, int (&e)[kLaneRows],
+                                                  u32 (&factor)[kLaneRows], Unit* to) const {
+        int most = kNothing, least = kNoScale;
+        bool wrong = false;
+#pragma unroll
+        for (int r = 0; r < kLaneRows; r++) {
+            e[r] = r < exist ? exponent_of(bits[n][r]) : kNothing;
+            wrong |= e[r] == kNoScale;
+            most = larger(most, e[r] == kNoScale ? kNothing : e[r]);
+            least = smaller(least, e[r] == kNothing ? kNoScale : e[r]);
+        }
+        most = __reduce_max_sync(~0u, most), least = __reduce_min_sync(~0u, least);
+        const u32 wrong_lanes = __ballot_sync(~0u, wrong);
+        int e_ref = most == kNothing ? 0 : most;
+        bool excludes = false;
+        if (most == 0 && least < -kUnitGap) {                        // a row of zeros has scale 1
+            int most_but_0 = kNothing, least_but_0 = kNoScale;
+#pragma unroll
+            for (int r = 0; r < kLaneRows; r++)
+                if (e[r] < 0 && e[r] != kNothing) {
+                    most_but_0 = larger(most_but_0, e[r]);
+                    least_but_0 = smaller(least_but_0, e[r]);
+                }
+            most_but_0 = __reduce_max_sync(~0u, most_but_0);
+            least_but_0 = __reduce_min_sync(~0u, least_but_0);
+            excludes = most_but_0 < -kUnitGap;
+            if (excludes) e_ref = most_but_0, least = least_but_0;
+        }
+        if (threadIdx.x % 32 == 0) {
+            const bool general = least < e_ref - kMostDown || e_ref - kMostUp <= kLowest;
+            u32 facts = (general ? kGeneral : 0u) | (excludes ? kExcluded : 0u) | kUnusual;
+#pragma unroll
+            for (int part = 0; part < 4; part++)                     // a lane has rows of one strip
+                if (wrong_lanes >> part * 8 & 0xffu) facts |= kWrong << place.strip_of(part * 8 * kLaneRows);
+            *to = {e_ref, facts};
+            if (!kMx && wrong_lanes) report(p.splits.errors, kScaleNotPowerOfTwo);
+        }
+#pragma unroll
+        for (int r = 0; r < kLaneRows; r++) {
+            const bool none = e[r] == kNothing || (excludes && e[r] == 0);
+            const int power = clamp(e[r] - e_ref, -kMostDown, 0) + kLift;
+            factor[r] = e[r] == kNoScale ? kNanF16 : none ? 0 : Halves::power(power);
+        }
+    }
+};

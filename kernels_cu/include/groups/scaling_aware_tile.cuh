@@ -1,0 +1,64 @@
+// How the scaling-aware transpose (scaling_aware.cu) copies the bytes of a tile into shared memory.
+#pragma once
+#include "groups/scaling_aware_place.cuh"
+
+constexpr int kRawBytes = kTileRows * TILE_COLUMNS + 16;             // of a tile, see raw_unit()
+
+// A tile's bytes in shared memory: rows of TILE_COLUMNS, whose pairs of 16-byte units are XOR-swizzled such
+// that the lanes of a warp, which read from rows 16 apart, meet no bank twice; the second half of the rows is
+// 16 bytes further on. (Units of a pair stay neighbours: copies of 16 bytes from one sector to two places
+// took 6 % longer.)
+__device__ __forceinline__ int raw_unit(int row, int unit) {
+    return row * TILE_COLUMNS + (unit ^ (row / 16 * 2 & 6)) * 16 + row / 64 * 16;
+}
+
+template <bool kStacked>
+__device__ __forceinline__ void prefetch_rows(const ScalingAwareParams& p, const Place& place, u8* raw) {
+    constexpr int kRowUnits = TILE_COLUMNS / 16, kStep = kThreads / kRowUnits, kEach = kTileRows / kStep;
+    static_assert(kStep == 32, "the places of a thread's units differ by what n alone decides");
+    const int first = threadIdx.x / kRowUnits, unit = threadIdx.x % kRowUnits;
+    const int stack = kStacked ? place.stack : 0, left = place.columns - unit * 16;
+    const int lines = kStacked || left > 0 ? place.lines - first : 0;
+    // The steps in memory from even groups of 32 rows of the tile to odd ones, and from odd to even ones.
+    const i64 down = kStep * p.columns, next = stack == 2 ? TILE_COLUMNS : down;
+    const i64 after = stack == 0 ? down : stack == 1 ? TILE_COLUMNS - down : TILE_COLUMNS;
+    const u8* from = place.from + (first * p.columns + unit * 16);
+    const int even = raw_unit(first, unit), odd = even ^ 4 * 16;
+#pragma unroll
+    for (int n = 0; n < kEach; from += n % 2 ? after : next, n++) {
+        const int columns = kStacked ? left - place.strip_of(n * kStep) * TILE_COLUMNS : left;
+        const int line = kStacked ? place.line_of(n * kStep) : n * kStep;
+        const bool exists = line < lines && (!kStacked || columns > 0);
+        u8* const to = raw + ((n % 2 ? odd : even) + n * kStep * TILE_COLUMNS + n / 2 * 16);
+        if constexpr (ALIGNED) copy_async(to, from, exists);
+        else {
+            const int exist = exists ? left_of(columns, 16) : 0;
+            Chunk<IN, 16> whole{};
+            if (!p.vector) whole = Chunk<IN, 16>::load_partial(from, exist);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                if (!p.vector || exist <= half * 8) continue;
+                const Chunk<IN, 8> eight = Chunk<IN, 8>::load(from + half * 8);
+                whole.word[2 * half] = eight.word[0], whole.word[2 * half + 1] = eight.word[1];
+            }
+            store_shared_whole(to, whole.word[0], whole.word[1], whole.word[2], whole.word[3]);
+        }
+    }
+}
+
+__device__ __forceinline__ void prefetch(const ScalingAwareParams& p, const Place& place, u8* raw) {
+    if (place.lost) return;
+    // Without stacks the copies take fewer instructions.
+    if (ALIGNED && (!kStacks || place.stack == 0)) prefetch_rows<false>(p, place, raw);
+    else prefetch_rows<kStacks>(p, place, raw);
+}
+
+// Fetches the tile of a later block to the L2: of so near a block that the bytes wait there only shortly.
+__device__ __forceinline__ void fetch_ahead(const ScalingAwareParams& p) {
+    const u32 block = blockIdx.x + p.ahead, strip = block / (u32)p.down;
+    if (block >= gridDim.x) return;
+    const i64 row = (i64)(block - strip * (u32)p.down) * kTileRows + threadIdx.x;
+    const i64 column = (i64)strip * TILE_COLUMNS;
+    if (threadIdx.x < kTileRows && row < p.rows)
+        fetch_to_l2(p.data + (row * p.columns + column), left_of(p.columns - column, TILE_COLUMNS));
+}

@@ -1,0 +1,296 @@
+"""Delayed scaling: update_delayed_scaling against a loop over columns and rows, what it refuses, and large
+histories."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+from refusals import misaligned, ones, read_only
+
+import cupy_fp8 as fp8
+from cupy_fp8 import DelayedScaling, DelayedScalingState, backend, reference, testing
+from cupy_fp8.arrays import bits
+from cupy_fp8.cases import OPS, Case, values
+from cupy_fp8.cli.selftest import check
+from cupy_fp8.formats import FORMATS, float8_e4m3fn, float8_e5m2, float16, float32
+from cupy_fp8.ops.scales import scale as scale_ops
+from cupy_fp8.testing import assert_bytes_equal
+
+FLT_MAX = float(np.finfo(np.float32).max)
+INF, NAN = float("inf"), float("nan")
+
+
+def f32(*numbers: float) -> np.ndarray:
+    return np.array(numbers, np.float32)
+
+
+def next_step(history: np.ndarray, scale: np.ndarray, dtype: Any, margin: int, algo: str,
+              amax: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Row by row, column by column, with Python's floats."""
+    length, n = history.shape
+    new_history, new_scale = history.copy(), scale.copy()
+    for c in range(n):
+        last = history[0, c]
+        if amax is not None:
+            if float(amax[c]) != 0:
+                last = amax[c]
+            if float(last) == 0:
+                continue
+        seen = [float(last)]
+        if algo == "max":
+            seen += [float(v) for v in history[1:, c]]
+        a = max((v for v in seen if v == v), default=0.0)
+        for i in range(1, length - 1):
+            new_history[i, c] = history[i + 1, c]
+        new_history[length - 1, c] = last
+        new_history[0, c] = 0
+        s = float(scale[c])
+        if 0 < a < INF:
+            with np.errstate(over="ignore"):
+                s = float(np.float32(FORMATS[dtype].max * 2.0**-margin / a))
+        if s in (INF, -INF):
+            new_scale[c] = FLT_MAX
+        elif 0 < a < INF:
+            new_scale[c] = s
+    return new_history, new_scale
+
+
+def assert_updates(run: testing.Executor, history: np.ndarray, scale: np.ndarray, amax: np.ndarray
+                   | None = None, *,
+                   dtype: Any = float8_e4m3fn, margin: int = 0, algo: str = "max") -> tuple[np.ndarray,
+                                                                                            np.ndarray]:
+    """The op does what the loop does, in place, and leaves amax alone. Returns the new history and scale."""
+    desired = next_step(history, scale, dtype, margin, algo, amax)
+    mine = run.array(history.copy()), run.array(scale.copy())
+    buffer = None if amax is None else run.array(amax.copy())
+    returned = fp8.update_delayed_scaling(*mine, dtype=dtype, margin=margin, algo=algo, amax=buffer)
+    assert returned[0] is mine[0]
+    assert returned[1] is mine[1]
+    for actual, want in zip(mine, desired, strict=True):
+        assert_bytes_equal(actual, want)
+    if amax is not None:
+        assert_bytes_equal(buffer, amax)
+    return desired
+
+
+#: What a column may hold; with a length of 1 to 3, all combinations of these for row 0, the other rows, amax
+#: and the scale.
+SPECIAL = (0.0, -0.0, NAN, INF, 2.0**-149, 3.5, FLT_MAX, -3.5, -INF)
+PREVIOUS = (1.0, 0.37, INF, -INF, NAN, 0.0)
+
+
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+@pytest.mark.parametrize("reduced", [False, True], ids=["plain", "reduced"])
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_special_values(run, length, reduced, algo):
+    grid = np.meshgrid(*[f32(*SPECIAL)] * min(length, 2), f32(*PREVIOUS), *[f32(*SPECIAL)] * reduced,
+                       indexing="ij")
+    columns = [g.reshape(-1) for g in grid]
+    rows: list[np.ndarray] = list(columns[:min(length, 2)])
+    if length == 3:
+        rows.append(np.roll(rows[1], 5))
+    amax = columns[-1].copy() if reduced else None
+    assert_updates(run, np.stack(rows), columns[min(length, 2)].copy(), amax, dtype=float8_e5m2, algo=algo)
+
+
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+@pytest.mark.parametrize("reduced", [None, "bits", "normal"], ids=str)
+@pytest.mark.parametrize(("length", "n"), [(1, 1), (1, 40), (2, 33), (3, 64), (16, 100), (17, 512), (1024, 1),
+                                           (1024, 2), (1025, 3),
+                                           (511, 5), (513, 17), (4608, 1), (4609, 1), (9300, 2), (146, 32),
+                                           (290, 65), (16, 1000)], ids=str)
+def test_against_a_loop(run, length, n, reduced, algo):
+    for kind in ("normal", "bits"):
+        history, scale = values(kind, (length, n), float32), values("normal", (n,), float32, 1)
+        history[0, ::3] = 0
+        amax = None if reduced is None else values(reduced, (n,), float32, 2)
+        if amax is not None:
+            amax[::2] = 0
+        assert_updates(run, history, scale, amax, margin=1, algo=algo)
+
+
+def test_every_row_counts(run):
+    """The maximum is found wherever it is, and the rows move by one: no two are alike."""
+    for length, n in ((37, 3), (1500, 1), (70, 40)):
+        for where in {*range(0, length, 11), 1, length - 1}:
+            history = (1 + np.arange(length * n).reshape(length, n)).astype(np.float32)
+            history[where] += 1e6
+            new, scale = assert_updates(run, history, np.ones(n, np.float32))
+            assert (scale < 448 / 1e6).all()
+            assert sorted(new[1:].ravel().tolist()) == sorted(np.delete(history, 1 if length > 1 else 0,
+                                                                        0).ravel().tolist())
+
+
+def test_nothing_changes_where_both_are_zero(run):
+    history, scale = f32(0, -0.0, 0, 5, 0).reshape(1, 5).repeat(4, 0), f32(NAN, INF, -2, 3, 4)
+    history[1:] = 7
+    amax = f32(0, 0, -0.0, 0, 2)
+    new_history, new_scale = assert_updates(run, history, scale, amax)
+    assert_bytes_equal(new_history[:, :3], history[:, :3])
+    assert_bytes_equal(new_scale[:3], scale[:3])
+    assert new_history[:, 3].tolist() == [0, 7, 7, 5]
+    assert new_scale[3:].tolist() == [64, 64]
+
+
+def test_nan_is_moved_bit_for_bit(run):
+    history = np.array([[0xFFC12345, 1], [0x7F800001, 2], [0x7FC00000, 0x80000000]],
+                       np.uint32).view(np.float32)
+    new, _ = assert_updates(run, history, f32(1, 1))
+    assert bits(new)[:, 0].tolist() == [0, 0x7FC00000, 0xFFC12345]
+
+
+def test_amax_need_not_be_contiguous(run):
+    history, scale, amax = values("normal", (5, 7), float32), np.ones(7, np.float32), values("normal", (14,),
+                                                                                             float32, 2)
+    desired = next_step(history, scale, float8_e4m3fn, 0, "max", amax[::2])
+    mine = fp8.update_delayed_scaling(run.array(history.copy()), run.array(scale), dtype=float8_e4m3fn,
+                                      amax=run.array(amax)[::2])
+    for actual, want in zip(mine, desired, strict=True):
+        assert_bytes_equal(actual, want)
+
+
+def test_columns_of_a_block():
+    """Whole lines where there is parallelism enough, one column where a single history is long."""
+    assert scale_ops._columns_log2(16, 512, 132) == 5
+    assert scale_ops._columns_log2(1024, 10_000, 132) == 5
+    assert scale_ops._columns_log2(1024, 1, 132) == 0
+    assert scale_ops._columns_log2(1024, 512, 132) == 2
+    for length in (1, 16, 1024, 100_000):
+        for n in (1, 2, 3, 31, 32, 33, 1000, 1 << 40):
+            log2 = scale_ops._columns_log2(length, n, 132)
+            assert 0 <= log2 <= 5
+            assert 1 << log2 < 2 * n
+
+
+@pytest.mark.parametrize(("broken", "message"), [
+    (lambda history, scale, **_: (history, scale), "^history: .* elements of float32"),
+    (lambda *args, **options: reference.update_delayed_scaling(*args, **options), "^history was not "
+     "returned"),
+    (lambda history, scale, **options: (fp8.update_delayed_scaling(history, scale, **options)[0],
+                                        scale.copy()), "^scale was not returned"),
+], ids=["does nothing", "not in place", "returns a copy"])
+def test_a_broken_update_is_caught(broken, message):
+    """By the check that tests and selftest use for every op."""
+    case = Case("update_delayed_scaling", float32, (5, 7), "normal", options={"dtype": float8_e4m3fn})
+    with testing.executor("reference") as run, pytest.raises(AssertionError, match=message):
+        check(dataclasses.replace(OPS["update_delayed_scaling"], function=broken), case, run)
+
+
+# ---- what is refused ----
+@pytest.mark.parametrize(("history", "scale", "kwargs", "error", "message"), [
+    ([[1.0]], ones(1), {}, TypeError, "^history: expected a numpy.ndarray or cupy.ndarray, got list"),
+    (ones(2, 3, dtype=float16), ones(3), {}, TypeError, "^history: expected dtype float32, got float16"),
+    (ones(3), ones(3), {}, ValueError, r"^history: expected shape \[L, n\] with L of 1 or more, got \(3,\)"),
+    (ones(2, 3, 1), ones(3), {}, ValueError, r"^history: expected shape \[L, n\].*got \(2, 3, 1\)"),
+    (ones(0, 3), ones(3), {}, ValueError, r"^history: expected shape \[L, n\] with L of 1 or more, got \(0, "
+     r"3\)"),
+    (ones(3, 2).T, ones(3), {}, ValueError, "^history: expected a C-contiguous array"),
+    (read_only(ones(2, 3)), ones(3), {}, ValueError, "^history: the array is read-only"),
+    (misaligned(2, 3), ones(3), {}, ValueError, "^history: address .* is not a multiple"),
+    (ones(2, 3), [1.0] * 3, {}, TypeError, "^scale: expected a numpy.ndarray"),
+    (ones(2, 3), 1.0, {}, TypeError, "^scale: expected a numpy.ndarray or cupy.ndarray, got float"),
+    (ones(2, 3), ones(3, dtype=np.float64), {}, TypeError, "^scale: expected dtype float32, got float64"),
+    (ones(2, 3), ones(2), {}, ValueError, r"^scale: expected shape \(3,\), got \(2,\)"),
+    (ones(2, 3), ones(1, 3), {}, ValueError, r"^scale: expected shape \(3,\), got \(1, 3\)"),
+    (ones(2, 3), ones(6)[::2], {}, ValueError, "^scale: expected a C-contiguous array"),
+    (ones(2, 3), read_only(ones(3)), {}, ValueError, "^scale: the array is read-only"),
+    (ones(2, 3), ones(3), {"dtype": float16}, TypeError, "^dtype: expected one of float8_e4m3fn, "
+     "float8_e5m2, got float16"),
+    (ones(2, 3), ones(3), {"margin": 1.0}, TypeError, "^margin: expected an integer, got 1.0"),
+    (ones(2, 3), ones(3), {"algo": "mean"}, ValueError, r"^algo: expected one of \('max', 'most_recent'\), "
+     r"got 'mean'"),
+    (ones(2, 3), ones(3), {"amax": [1.0] * 3}, TypeError, "^amax: expected a numpy.ndarray"),
+    (ones(2, 3), ones(3), {"amax": ones(3, dtype=float16)}, TypeError, "^amax: expected dtype float32, got "
+     "float16"),
+    (ones(2, 3), ones(3), {"amax": ones(4)}, ValueError, r"^amax: expected shape \(3,\), one for each column "
+     r"of history, got \(4,\)"),
+    (ones(2, 3), ones(3), {"amax": ones(1, 3)}, ValueError, r"^amax: expected shape \(3,\).*got \(1, 3\)"),
+])
+def test_update_refuses(refused, history, scale, kwargs, error, message):
+    refused(error, message, fp8.update_delayed_scaling, history, scale, **{"dtype": float8_e4m3fn, **kwargs})
+
+
+def test_update_refuses_overlaps(refused):
+    memory, options = ones(24), {"dtype": float8_e4m3fn}
+    history = memory[4:16].reshape(4, 3)
+    refused(ValueError, "^scale: overlaps "
+            "history", fp8.update_delayed_scaling, history, memory[2:5], **options)
+    refused(ValueError, "^scale: overlaps "
+            "history", fp8.update_delayed_scaling, history, history[0], **options)
+    refused(ValueError, "^history: overlaps "
+            "amax", fp8.update_delayed_scaling, history, memory[:3], amax=history[0], **options)
+    refused(ValueError, "^history: overlaps "
+            "amax", fp8.update_delayed_scaling, history, memory[:3], amax=memory[15:18], **options)
+    refused(ValueError, "^scale: overlaps "
+            "amax", fp8.update_delayed_scaling, history, memory[17:20], amax=memory[19:22], **options)
+
+
+class StandIn:
+    """What the checks see of a CuPy array before they refuse it."""
+
+    dtype, shape, size = float32, (3,), 3
+
+
+def test_mixed_kinds(refused, monkeypatch):
+    backend.gpu_problem()                               # asks the real CuPy, if there is one, and remembers
+    module = types.ModuleType("cupy")
+    module.ndarray = StandIn                            # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    mixed, options = ": a cupy array among numpy arrays; move it with cupy_fp8", {"dtype": float8_e4m3fn}
+    refused(TypeError, f"^out{mixed}", fp8.compute_scale, ones(3), out=StandIn())
+    refused(TypeError, f"^scale{mixed}", fp8.update_delayed_scaling, ones(2, 3), StandIn(), **options)
+    refused(TypeError, f"^amax{mixed}", fp8.update_delayed_scaling, ones(2, 3), ones(3), amax=StandIn(),
+            **options)
+
+
+@pytest.mark.parametrize(("args", "error", "message"), [
+    ((1.5, DelayedScaling()), TypeError, "^n: expected an integer, got 1.5"),
+    ((-1, DelayedScaling()), ValueError, "^n: expected 0 or more tensors, got -1"),
+    ((2, "max"), TypeError, "^recipe: expected a DelayedScaling, got str"),
+    ((2, DelayedScaling), TypeError, "^recipe: expected a DelayedScaling, got type"),
+])
+def test_state_refuses(refused, args, error, message):
+    refused(error, message, DelayedScalingState, *args, like="numpy")
+
+
+# ---- on a GPU ----
+@pytest.mark.gpu
+@pytest.mark.parametrize("reduced", [False, True], ids=["plain", "reduced"])
+@pytest.mark.parametrize(("length", "n"), [(1024, 10_000), (16, 512), (1024, 512), (1024, 1), (1024, 133),
+                                           (100_000, 3), (1, 100_003),
+                                           (2049, 4111)], ids=str)
+def test_large_histories(length, n, reduced):
+    cp = backend.cupy()
+    history, scale = np.abs(values("normal", (length, n), float32)), np.ones(n, np.float32)
+    history[np.random.default_rng(1).integers(0, length, n),
+            np.arange(n)] = np.random.default_rng(2).uniform(100, 1000, n)
+    amax = np.abs(values("normal", (n,), float32, 3)) if reduced else None
+    mine = cp.asarray(history), cp.asarray(scale)
+    for _ in range(3):
+        fp8.update_delayed_scaling(*mine, dtype=float8_e4m3fn, amax=None if amax is None
+                                   else cp.asarray(amax))
+        history, scale = reference.update_delayed_scaling(history, scale, dtype=float8_e4m3fn, amax=amax)
+        for actual, want in zip(mine, (history, scale), strict=True):
+            assert_bytes_equal(actual, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+def test_more_than_two_to_the_31_elements():
+    """64-bit offsets: one value in each column, at a random row."""
+    cp, length, n = backend.cupy(), 1024, (1 << 21) + 77
+    history, scale = cp.zeros((length, n), cp.float32), cp.ones(n, cp.float32)
+    rows = cp.asarray(np.random.default_rng(0).integers(0, length, n))
+    history[rows, cp.arange(n)] = cp.arange(1, n + 1, dtype=cp.float32)
+    fp8.update_delayed_scaling(history, scale, dtype=float8_e5m2)
+    assert_bytes_equal(scale, np.float32(57344) / np.arange(1, n + 1, dtype=np.float32))
+    moved = cp.where(rows == 0, length - 1, rows - 1)                  # row 1, the oldest, leaves
+    stays = rows != 1
+    columns = cp.arange(n)
+    assert bool((history[moved[stays], columns[stays]] == columns[stays].astype(cp.float32) + 1).all())
+    assert int(cp.count_nonzero(history)) == int(stays.sum())

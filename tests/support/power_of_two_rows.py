@@ -1,0 +1,55 @@
+"""Row-wise data with power-of-two scales, as `scaling_aware_transpose` takes it, and what comes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import cupy_fp8 as fp8
+from cupy_fp8 import testing
+from cupy_fp8.formats import float8_e8m0fnu
+from cupy_fp8.results import Quantized, Scaled
+
+NAN = 0x7F
+
+
+def scaled(codes: np.ndarray, exponents: np.ndarray, dtype: np.dtype[Any], block: int = 128) -> Scaled:
+    """Row-wise data with scales 2^exponents."""
+    scale_inv: np.ndarray = np.ldexp(np.float32(1), exponents.astype(np.int32))
+    if block == 32:
+        scale_inv = (exponents + 127).astype(np.uint8).view(float8_e8m0fnu)
+    return Scaled(codes.view(dtype), scale_inv, codes.shape, False, (1, block), "compact")
+
+
+def random_rows(rows: int, columns: int, block: int = 128, *, seed: int = 0,
+                dtype: Any = fp8.float8_e4m3fn) -> Scaled:
+    """Positive numbers under scales that differ by little."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 0x78, (rows, columns), np.uint8)
+    return scaled(codes, rng.integers(-9, -3, (rows, -(-columns // block))), dtype, block)
+
+
+def parts(result: Quantized) -> tuple[Scaled, Scaled]:
+    """(row-wise, column-wise)."""
+    assert result.rowwise is not None
+    assert result.columnwise is not None
+    return result.rowwise, result.columnwise
+
+
+def part(s: Scaled, **changes: Any) -> Scaled:
+    """The same with other fields, unchecked."""
+    fields = {"data": s.data, "scale_inv": s.scale_inv, "shape": s.shape, "transposed": s.transposed,
+              "block": s.block, "scale_layout": s.scale_layout, **changes}
+    return Scaled._of(**fields)
+
+
+def transposed(q: Scaled, run: testing.Executor, **options: Any) -> Scaled:
+    """The column-wise part."""
+    return parts(run.numpy(fp8.scaling_aware_transpose(run.array(q), **options)))[1]
+
+
+def assert_same(actual: Quantized, desired: Quantized) -> None:
+    for mine, want in zip(parts(actual), parts(desired), strict=True):
+        testing.assert_bytes_equal(mine.data, want.data)
+        testing.assert_bytes_equal(mine.scale_inv, want.scale_inv)
