@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,7 +93,12 @@ def _of_tuple(given: tuple[Any, ...], facts: list[Any], addresses: list[int]) ->
     return _of_parts(given, facts, addresses)
 
 
-def _of_parts(parts: tuple[Any, ...], facts: list[Any], addresses: list[int]) -> bool:
+def _of_list(given: list[Any], facts: list[Any], addresses: list[int]) -> bool:
+    """A result of several arrays. A call with a list of numbers is not remembered: most are sizes, which it copies."""
+    return bool(given) and type(given[-1]) is not int and _of_parts(given, facts, addresses)
+
+
+def _of_parts(parts: Sequence[Any], facts: list[Any], addresses: list[int]) -> bool:
     """Arrays, numbers and whatever else, each by itself."""
     facts.append(len(parts))
     return all(_describe(a, facts, addresses) for a in parts)
@@ -124,7 +129,7 @@ def _of_result(fields: Callable[[Any], tuple[Any, ...]]) -> _Describe:
 #: How to describe each kind of object that has memory; anything else is an option. CuPy's arrays are added when one is seen,
 #: since CuPy may not be there.
 _KINDS: dict[type, _Describe] = {
-    np.ndarray: _of_numpy, tuple: _of_tuple,
+    np.ndarray: _of_numpy, tuple: _of_tuple, list: _of_list,
     Scaled: _of_result(lambda s: (s.data, s.scale_inv, s.shape, s.transposed, s.block, s.scale_layout)),
     Quantized: _of_result(lambda q: (q.rowwise, q.columnwise, q.dbias)),
     Routing: _of_result(lambda r: (*r._arrays().values(), r.rows, r.align))}

@@ -95,8 +95,9 @@ class _Allocating:
         known = [*given, *written, *(address(found.array) for found in call.workspaces), *map(address, call.scratches)]
         if any(found.written for found in call.ranges) or len({0, *known}) <= len(known):
             return None
-        # Pointers may lead into workspaces and scratch memory, but only to the beginning of arrays.
-        sizes = [1] * (len(given) + len(written))
+        # Pointers may lead into new memory, workspaces and scratch memory, which overlap nothing; but only to the
+        # beginning of given arrays.
+        sizes = [1] * len(given) + [max(1, found.nbytes) for found in call.result.arrays]
         sizes += [4 * found.words for found in call.workspaces] + [scratch.nbytes for scratch in call.scratches]
         found = []
         for launch in launches:

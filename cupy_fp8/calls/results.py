@@ -24,6 +24,10 @@ class Written(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
 
 class Description:
     """What an op returns. This one is a single array; other kinds of results replace `build` and `arrays_of`."""
@@ -107,7 +111,7 @@ class Allocation:
         self._arrays, self._starts, self._nbytes = [(a.shape, a.dtype) for a in arrays], [], 0
         for a in arrays:
             self._starts.append(self._nbytes)
-            self._nbytes += -(-prod(a.shape) * a.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            self._nbytes += -(-a.nbytes // _ALIGNMENT) * _ALIGNMENT
         self._device = None if isinstance(like, np.ndarray) else like.data.device_id
         self._cupy = None if self._device is None else backend.cupy()
 

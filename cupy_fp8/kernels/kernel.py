@@ -51,15 +51,16 @@ def executor_of(xp: Any) -> str:
 class Kernel:
     """The entry point `entry` of kernels_cu/<source>.cu, whose parameter struct is read from there.
 
-    cooperative: its blocks wait for each other, so all of a grid must be resident."""
+    cooperative: its blocks wait for each other, so all of a grid must be resident. by_element: arrays of structs in its
+    parameter struct are given element by element, so that a remembered call finds the pointers in them."""
 
-    def __init__(self, source: str, entry: str, *, cooperative: bool = False) -> None:
-        self.source, self.entry, self.cooperative = source, entry, cooperative
+    def __init__(self, source: str, entry: str, *, cooperative: bool = False, by_element: bool = False) -> None:
+        self.source, self.entry, self.cooperative, self.by_element = source, entry, cooperative, by_element
 
     @functools.cached_property
     def layout(self) -> structs.Layout:
         """Where the members of its parameter struct lie."""
-        return structs.of_entry(self.source, self.entry)
+        return structs.of_entry(self.source, self.entry, self.by_element)
 
     @property
     def params(self) -> struct.Struct:

@@ -27,23 +27,31 @@ _MOST = 2**31 - 1           # what row_map holds
 _INT32, _INT64, _BOOL = np.dtype(np.int32), np.dtype(np.int64), np.dtype(bool)
 
 
-def route(assignment: Array, *, num_experts: int | None = None, topk: int | None = None, rows: int | None = None, align: int = 1,
-          check: bool = False, out: Routing | None = None) -> Routing:
-    """Where copies of tokens go, so that the rows of each expert are together: the map that `permute` and `unpermute` follow.
+def route(assignment: Array, *, num_experts: int | None = None, topk: int | None = None,
+          rows: int | None = None, align: int = 1, check: bool = False,
+          out: Routing | None = None) -> Routing:
+    """Where copies of tokens go, so that the rows of each expert are together: the map that `permute` and
+    `unpermute` follow.
 
-        expert e's rows begin at offsets[e], a multiple of `align`; in them its tokens come in their order, a token's slots in theirs
+        expert e's rows begin at offsets[e], a multiple of `align`; in them its tokens come in their order, a
+        token's slots in theirs
 
     Parameters
     ----------
-    assignment : int32 or int64 array [T, topk], the experts of each token's slots, -1: dropped. Or a mask, a bool array [T, E]; a token's
-        slots are then its experts in ascending order (where there are slots for all E, slot e is expert e)
+    assignment : int32 or int64 array [T, topk], the experts of each token's slots, -1: dropped. Or a mask, a
+        bool array [T, E]; a token's slots are then its experts in ascending order (where there are slots for
+        all E, slot e is expert e)
     num_experts : E, 1 to 1024. Needed for indices
-    topk : slots of a token, 0 to 1024. Of a mask the most experts that a token has (None: E, which needs `rows`); else the second extent
-    rows : of what `permute` will write, the caller's bound of the sum of all sizes, each rounded up to a multiple of `align`. None: what
-        always suffices, T * topk + E * (align - 1)
-    align : a power of two from 1 to 128: 16, 32 and 128 are what block scales and matrix products of groups want
-    check : wait for the device and raise ValueError if the assignment there is wrong. (NumPy arrays are always looked at)
-    out : an earlier result for the same T, topk, E, rows and align; written in place and returned. Needed while a CUDA graph is captured
+    topk : slots of a token, 0 to 1024. Of a mask the most experts that a token has (None: E, which needs
+        `rows`); else the second extent
+    rows : of what `permute` will write, the caller's bound of the sum of all sizes, each rounded up to a
+        multiple of `align`. None: what always suffices, T * topk + E * (align - 1)
+    align : a power of two from 1 to 128: 16, 32 and 128 are what block scales and matrix products of groups
+        want
+    check : wait for the device and raise ValueError if the assignment there is wrong. (NumPy arrays are
+        always looked at)
+    out : an earlier result for the same T, topk, E, rows and align; written in place and returned. Needed
+        while a CUDA graph is captured
 
     Returns
     -------
@@ -51,12 +59,12 @@ def route(assignment: Array, *, num_experts: int | None = None, topk: int | None
 
     Raises
     ------
-    TypeError, ValueError, DeviceError, before anything is written. Assignments on the device raise nothing: an index of no expert counts as
-    dropped, and so do a mask's experts beyond `topk`; routes to rows that there are not go nowhere (-1), and the sizes are what
-    there is room for; `device_errors` tells.
+    TypeError, ValueError, DeviceError, before anything is written. Assignments on the device raise nothing:
+    an index of no expert counts as dropped, and so do a mask's experts beyond `topk`; routes to rows that
+    there are not go nowhere (-1), and the sizes are what there is room for; `device_errors` tells.
 
-    Two launches, one for the indices of a few tokens. Source: TransformerEngine (moe_permute); docs/numerics.md section 8. Bytes moved:
-    the assignment, the map and its inverse.
+    Two launches, one for the indices of a few tokens. Source: TransformerEngine (moe_permute);
+    docs/numerics.md section 8. Bytes moved: the assignment, the map and its inverse.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> r = fp8.route(np.array([[1, 0], [1, -1], [0, 1]]), num_experts=2, align=4)
@@ -88,14 +96,16 @@ class _Form(NamedTuple):
         return max(1, cdiv(self.tokens, _WARPS * self.run))
 
 
-def _form(shape: tuple[int, ...], dtype: np.dtype[Any], num_experts: Any, topk: Any, rows: Any, align: Any) -> _Form:
+def _form(shape: tuple[int, ...], dtype: np.dtype[Any], num_experts: Any, topk: Any, rows: Any,
+          align: Any) -> _Form:
     mask = dtype == _BOOL
     if len(shape) != 2:
         raise ValueError(f"assignment: expected shape {'[T, E]' if mask else '[T, topk]'}, got {shape}")
     tokens, extent = shape
     if mask:
         if topk is None and rows is None:
-            raise ValueError("topk: a mask needs topk (the most experts of one token) or rows (the bound of the result), got neither")
+            raise ValueError("topk: a mask needs topk (the most experts of one token) or rows (the bound of "
+                             "the result), got neither")
         number = extent if num_experts is None else _integer(num_experts, "num_experts")
         slots = extent if topk is None else _integer(topk, "topk")
         if number != extent:
@@ -120,7 +130,8 @@ def _form(shape: tuple[int, ...], dtype: np.dtype[Any], num_experts: Any, topk: 
     if bound < 0:
         raise ValueError(f"rows: expected 0 or more, got {bound}")
     if max(bound, tokens * slots) > _MOST:
-        raise ValueError(f"rows: {bound} rows of {tokens * slots} routes are more than int32 holds (2**31 - 1); split the tokens")
+        raise ValueError(f"rows: {bound} rows of {tokens * slots} routes are more than int32 holds (2**31 - "
+                         "1); split the tokens")
     return _Form(mask, tokens, slots, number, bound, align)
 
 
@@ -142,24 +153,26 @@ def _on_host(x: Array) -> np.ndarray:
 
 
 def _check(host: np.ndarray, form: _Form) -> None:
-    """ValueError unless an assignment on the host has experts that exist, and slots and rows for all of them."""
+    """ValueError unless an assignment on the host has experts that exist, and slots and rows for all of
+    them."""
     if form.mask:
         most = host.sum(axis=1)
         if form.tokens and most.max() > form.topk:
             token = int(np.argmax(most > form.topk))
-            raise ValueError(f"assignment: expected at most topk={form.topk} experts of a token, got {most[token]} of token {token}")
+            raise ValueError(f"assignment: expected at most topk={form.topk} experts of a token, got "
+                             f"{most[token]} of token {token}")
         sizes = host.sum(axis=0)
     else:
         wrong = (host < -1) | (host >= form.number)
         if wrong.any():
             token, slot = map(int, np.argwhere(wrong)[0])
-            raise ValueError(f"assignment: expected experts 0 to {form.number - 1}, or -1 for none, got {host[token, slot]} at "
-                             f"[{token}, {slot}]")
+            raise ValueError(f"assignment: expected experts 0 to {form.number - 1}, or -1 for none, got "
+                             f"{host[token, slot]} at [{token}, {slot}]")
         sizes = np.bincount(host[host >= 0].astype(np.int64), minlength=form.number)
     needed = sum(round_up(size, form.align) for size in sizes.tolist())
     if needed > form.rows:
-        raise ValueError(f"rows: expected at least the {needed} that this assignment needs (sizes rounded up to {form.align}), got "
-                         f"{form.rows}")
+        raise ValueError(f"rows: expected at least the {needed} that this assignment needs (sizes rounded up "
+                         f"to {form.align}), got {form.rows}")
 
 
 # ---- the way to the kernels ----

@@ -19,7 +19,7 @@ from cupy_fp8.calls.call import Call
 from cupy_fp8.cases.moe.tokens import indices, mask
 from cupy_fp8.cases.moe.tokens import routing as routed
 from cupy_fp8.formats import INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float16, float32
-from cupy_fp8.ops.moe import permute as op
+from cupy_fp8.ops.moe import permute_plans as plans
 from cupy_fp8.reference.numerics import narrow
 
 needs_host = pytest.mark.skipif(testing.executor_problem("host") is not None, reason=str(testing.executor_problem("host")))
@@ -557,14 +557,14 @@ def test_a_result_made_read_only_between_two_calls_is_refused(numpy_run):
 @pytest.mark.parametrize("topk", [1, 2, 4, 6, 8, 3])
 def test_several_steps_of_a_block(topk, dtype, run, monkeypatch):
     """As many tokens have them: rows of the next step are on their way while those of one are added up."""
-    monkeypatch.setattr(op, "_BLOCKS", 1)
-    op._unpermute_plan.cache_clear()
+    monkeypatch.setattr(plans, "_BLOCKS", 1)
+    plans.unpermute_plan.cache_clear()
     for kind in ("distinct", "any"):
         host = routed(4, topk, 11, kind)
         y, probs = normal((host.rows, 4200), dtype), normal((4, topk), seed=1)
         r, given, weights = on(run, host, y, probs)
         testing.assert_bytes_equal(run.numpy(fp8.unpermute(given, r, probs=weights)), summed(y, host, probs))
-    op._unpermute_plan.cache_clear()
+    plans.unpermute_plan.cache_clear()
 
 
 # ---- what is refused ----
