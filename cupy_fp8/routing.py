@@ -13,7 +13,7 @@ from .results import facts_table
 
 __all__ = ["Routing"]
 
-#: What kernels keep of a token, or of all experts, in shared memory.
+#: Experts that there can be, and slots of a token: kernels keep these in shared memory.
 MOST_EXPERTS = 1024
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
@@ -98,8 +98,8 @@ class Routing(Result):
 
     def _facts(self) -> dict[str, str]:
         return {"tokens": f"{self.tokens:,}", "slots": str(self.topk), "experts": str(self.num_experts),
-                "rows": f"{self.rows:,}", "align": str(self.align), "from": "indices" if self.experts is None
-                else "mask", "kind": backend.kind_of(self.row_map)}
+                "rows": f"{self.rows:,}", "align": str(self.align),
+                "from": "indices" if self.experts is None else "mask", "kind": backend.kind_of(self.row_map)}
 
     def __repr__(self) -> str:
         f = self._facts()

@@ -164,7 +164,8 @@ private:
 extern "C" __global__ void __launch_bounds__(kThreads, TOPK ? 2 : 3)
 unpermute(const __grid_constant__ UnpermuteParams p) {
     __shared__ i32 given[kMostRoutes];
-    __shared__ Route sorted[kMostRoutes];        // of each token: the last row first, then routes without a row
+    // of each token: the last row first, then routes without a row
+    __shared__ Route sorted[kMostRoutes];
     const int topk = (int)p.routes.topk;
     const u32 group = blockIdx.x / p.across, part = blockIdx.x - group * p.across;
     const i64 first = (i64)group * p.tokens_per_block, first_chunk = (i64)part * p.segment;

@@ -22,16 +22,15 @@ _KERNEL = Kernel("moe/offsets", "splits_to_offsets", by_element=True)
 _OUTPUTS = 16               # of one launch
 _THREADS = 512
 _TILE = 2 * _THREADS        # sizes per block of threads
-#: With at most so many tiles every block adds up all sizes before its own; with more a launch before finds
-#: the tiles' totals.
+#: With at most so many tiles each block adds up all sizes before its own; with more a launch finds totals.
 _ADDED_ANEW = 8
 _INT64_MAX = 2**63 - 1
-_ALIGNED = 16               # bytes, where outputs share a buffer
+_ALIGNED = 16               # bytes of which the outputs in a buffer begin at a multiple
 
 
-def splits_to_offsets(splits: Any, *, strides: Sequence[int] = (1,), include_leading_zero: bool |
-                      Sequence[bool] = True,
-                      dtypes: Any = np.int64, bulk_allocate: bool = False, outputs: list[Array] | None = None,
+def splits_to_offsets(splits: Any, *, strides: Sequence[int] = (1,),
+                      include_leading_zero: bool | Sequence[bool] = True, dtypes: Any = np.int64,
+                      bulk_allocate: bool = False, outputs: list[Array] | None = None,
                       check: bool = False) -> list[Array]:
     """Where groups that follow one another begin and end, in as many units as there are strides, from one
     read of their sizes.
@@ -48,7 +47,7 @@ def splits_to_offsets(splits: Any, *, strides: Sequence[int] = (1,), include_lea
     strides : integers of 0 or more, one for each output: what an element of a group counts there (rows: 1;
         elements of a matrix of K columns: K; bytes)
     include_leading_zero : whether an output begins with a 0, and has N + 1 elements instead of N; one for
-    all, or one for each
+        all, or one for each
     dtypes : int32 or int64; one for all, or one for each
     bulk_allocate : the outputs are views of one buffer, each beginning at a multiple of 16 bytes
     outputs : an earlier result (or arrays of these shapes and dtypes), written and returned; needed while a
@@ -70,8 +69,8 @@ def splits_to_offsets(splits: Any, *, strides: Sequence[int] = (1,), include_lea
     docs/numerics.md section 6. Bytes moved: the sizes (twice for more than 8192) and the outputs once.
 
     >>> import numpy as np, cupy_fp8 as fp8
-    >>> ends, elements = fp8.splits_to_offsets(
-    ...     np.array([3, 0, 5]), strides=(1, 256), include_leading_zero=(False, True), dtypes=("int32", "int64"))
+    >>> ends, elements = fp8.splits_to_offsets(np.array([3, 0, 5]), strides=(1, 256),
+    ...                                        include_leading_zero=(False, True), dtypes=("int32", "int64"))
     >>> ends.tolist(), elements.tolist()
     ([3, 3, 8], [0, 768, 768, 2048])
     """
@@ -129,7 +128,8 @@ def _integers(strides: Any) -> tuple[int, ...]:
     try:
         return tuple(map(operator.index, strides))
     except TypeError as error:
-        raise TypeError(f"strides: expected integers, one for each output, got {strides!r} ({error})") from None
+        message = f"strides: expected integers, one for each output, got {strides!r} ({error})"
+        raise TypeError(message) from None
 
 
 def _unchanging(option: Any) -> Any:
@@ -169,9 +169,9 @@ def _check_sizes(sizes: np.ndarray, plan: _Plan) -> None:
     total = sum(given)
     for i, output in enumerate(plan.outputs):
         if total * output.stride > output.largest:
+            hint = "; ask for int64 there" if output.dtype.itemsize == 4 else ""
             raise ValueError(f"splits: output {i} would end with {total} * {output.stride}, more than "
-                             f"{output.dtype} holds"
-                             f"{'; ask for int64 there' if output.dtype.itemsize == 4 else ''}")
+                             f"{output.dtype} holds{hint}")
 
 
 # ---- results ----
@@ -232,16 +232,17 @@ class _SplitsToOffsets(Op[_Inputs]):
         if groups.host is not None:
             _check_sizes(groups.host, plan)
         arrays = [output.written(i, len(groups.array)) for i, output in enumerate(plan.outputs)]
-        return _Inputs(groups, plan, (_Buffer if flag(bulk_allocate, "bulk_allocate") else _Arrays)(*arrays))
+        kind = _Buffer if flag(bulk_allocate, "bulk_allocate") else _Arrays
+        return _Inputs(groups, plan, kind(*arrays))
 
     def result(self, inputs: _Inputs) -> Description:
         return inputs.result
 
     def reference(self, inputs: _Inputs) -> list[np.ndarray]:
-        strides, leads, dtypes = zip(*inputs.plan.outputs, strict=True) if inputs.plan.outputs else ((), (),
-                                                                                                     ())
-        made = reference.splits_to_offsets(inputs.groups.host, strides=strides, include_leading_zero=leads,
-                                           dtypes=dtypes)
+        outputs = inputs.plan.outputs
+        made = reference.splits_to_offsets(inputs.groups.host, strides=[o.stride for o in outputs],
+                                           include_leading_zero=[o.lead for o in outputs],
+                                           dtypes=[o.dtype for o in outputs])
         if not isinstance(inputs.result, _Buffer):
             return made
         views = inputs.result.build([np.empty(a.shape, a.dtype) for a in inputs.result.arrays])
@@ -254,8 +255,8 @@ class _SplitsToOffsets(Op[_Inputs]):
         if not plan.outputs:
             return
         assert isinstance(call.result, _Arrays)
-        outputs = [output.members(at) for output, at in zip(plan.outputs, call.result.addresses(written),
-                                                            strict=True)]
+        addresses = call.result.addresses(written)
+        outputs = [output.members(at) for output, at in zip(plan.outputs, addresses, strict=True)]
         x, tiles = groups.array, max(1, cdiv(len(groups.array), _TILE))
         members: dict[str, Any] = {"splits": groups.members(call.error_word()), "tiles": tiles}
         with_totals = tiles > _ADDED_ANEW
@@ -265,9 +266,9 @@ class _SplitsToOffsets(Op[_Inputs]):
         for first in range(0, len(outputs), _OUTPUTS):
             some = outputs[first:first + _OUTPUTS]
             per_block = len(some) if with_totals else 1
-            yield _variant().bind(x, grid_size(tiles * cdiv(len(some), per_block), x.shape), **members,
-                                  outputs=len(some),
-                                  outputs_per_block=per_block, output=some)
+            blocks = grid_size(tiles * cdiv(len(some), per_block), x.shape)
+            yield _variant().bind(x, blocks, **members, outputs=len(some), outputs_per_block=per_block,
+                                  output=some)
 
 
 _OFFSETS = _SplitsToOffsets()

@@ -23,8 +23,7 @@ from .rows import Rows, read_rows
 _KERNEL = Kernel("moe/pad", "move_groups")
 _THREADS = 256
 _UNIT = 16                  # bytes that a thread loads at once
-# loads of a thread in flight, at most; a block writes what its threads load at once
-_UNITS = 8
+_UNITS = 8                  # loads of a thread in flight, at most; a block writes what these load
 #: This many loads are fastest; more where rows fill them better (docs/performance.md).
 _BEST_UNITS = 5
 _ROWS = 2048                # rows of a block of threads, at most
@@ -44,7 +43,7 @@ def pad_groups(x: Array | Scaled, splits: Any, align: int, *, out: Array | Scale
     splits : rows of each of E consecutive groups: an int32 or int64 array [E] of x's kind, or a list (for a
         CuPy x it is copied to the GPU, which cannot be captured into a CUDA graph). Any may be 0
     align : rows, a power of two from 1 to 65536: 16, 32 and 128 are what block scales and matrix products of
-    groups want
+        groups want
     out : result of an earlier call, written and returned; needed while a CUDA graph is captured
     check : wait for the device and raise ValueError if sizes there are wrong. (NumPy arrays and lists are
         always looked at)
@@ -144,15 +143,14 @@ class _Move(NamedTuple):
     rows: Rows
     groups: Groups
     number: int                     # rows of the result
-    # what sizes are rounded up to, in the padded one of the source and the result
-    align: int = 1
+    align: int = 1                  # what sizes are rounded up to in the source (unpad) or the result (pad)
     order: Groups = NO_GROUPS
 
 
 class _MoveGroups(Op[_Move]):
-    """What the three ops share: results and launches."""
+    """The three ops' results and launches. exact: the groups are all rows of the source."""
 
-    padded_source, exact = False, True      # exact: the groups are all rows of the source
+    padded_source, exact = False, True
 
     def result(self, inputs: _Move) -> Description:
         return inputs.rows.moved(inputs.number)
@@ -195,8 +193,8 @@ class _Unpad(_MoveGroups):
         call.repeatable &= type(number) is int      # another object may be another number later
         number = integer(number, "rows")
         if not 0 <= number < 2**63:
-            raise ValueError(f"rows: expected 0 or more, got {number}" if number < 0
-                             else "rows: expected less than 2**63")
+            wanted = f"0 or more, got {number}" if number < 0 else "less than 2**63"
+            raise ValueError(f"rows: expected {wanted}")
         groups = call.splits("splits", splits, check)
         if groups.host is not None:
             _check_padded_sizes(groups.host, align, rows.number, number)
@@ -277,8 +275,9 @@ def _check_order(order: np.ndarray) -> None:
     given = order.tolist()
     if sorted(given) != list(range(len(given))):
         wrong = next(i for i, group in enumerate(given) if not 0 <= group < len(given) or group in given[:i])
+        again = ", for a second time" if 0 <= given[wrong] < len(given) else ""
         raise ValueError(f"order: expected a permutation of 0 to {len(given) - 1}, got {given[wrong]} at "
-                         f"{wrong}{', for a second time' if 0 <= given[wrong] < len(given) else ''}")
+                         f"{wrong}{again}")
 
 
 # ---- launches ----
@@ -291,9 +290,9 @@ def _row_array(rows: Input, number: int, to: int) -> tuple[dict[str, int], int]:
     row_bytes = rows.dtype.itemsize * prod(rows.shape[1:])
     per_block, across, segment = _shares(row_bytes)
     low_bits = rows.at | to | row_bytes
+    step = 16 if low_bits % 16 == 0 else 4 if low_bits % 4 == 0 else 1
     members = {"from": rows.at, "to": to, "row_bytes": row_bytes, "rows_per_block": per_block,
-               "across": across,
-               "segment": segment, "step": 16 if low_bits % 16 == 0 else 4 if low_bits % 4 == 0 else 1}
+               "across": across, "segment": segment, "step": step}
     # One block at least: even an empty array's sizes are looked at.
     return members, grid_size(cdiv(number, per_block) * across, (number, *rows.shape[1:]))
 
@@ -304,9 +303,9 @@ def _shares(row_bytes: int) -> tuple[int, int, int]:
     at_once = _UNIT * _THREADS
     if row_bytes > at_once * _UNITS:
         across = cdiv(row_bytes, at_once * _BEST_UNITS)
-        whole = round_up(cdiv(row_bytes, across), at_once)
-        return 1, across, whole if cdiv(row_bytes, whole) == across else round_up(cdiv(row_bytes, across),
-                                                                                  _UNIT)
+        share = cdiv(row_bytes, across)
+        whole = round_up(share, at_once)
+        return 1, across, whole if cdiv(row_bytes, whole) == across else round_up(share, _UNIT)
 
     def filled(rows: int) -> tuple[float, int]:
         units = max(1, cdiv(rows * row_bytes, at_once))

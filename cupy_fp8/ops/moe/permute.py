@@ -99,11 +99,10 @@ def permute_backward(grad: Array, routing: Routing, *, probs_grad: Array | None 
 
     grad : bfloat16, float16 or float32 array [rows, …]
     probs_grad : f32 array [rows], the gradient of the permuted probs
-    out : result of an earlier call, written and returned; needed while a CUDA graph is captured Returns an
-    array [T, …] of grad's dtype. With probs_grad a tuple: that, and f32 [T, topk], by slot, 0 where a slot is
-    nowhere (of a mask `routing.experts` tells which expert a slot is).
-    Raises TypeError, ValueError, DeviceError, before anything is written. One launch. Source as for
-    `unpermute`.
+    out : result of an earlier call, written and returned; needed while a CUDA graph is captured
+    Returns an array [T, …] of grad's dtype. With probs_grad a tuple: that, and f32 [T, topk], by slot, 0
+    where a slot is nowhere (of a mask `routing.experts` tells which expert a slot is). Raises TypeError,
+    ValueError, DeviceError, before anything is written. One launch. Source as for `unpermute`.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> r = fp8.route(np.array([[1, 0], [0, -1]]), num_experts=2, rows=3)
@@ -119,8 +118,8 @@ def unpermute_backward(grad: Array, y: Array | None, routing: Routing, *, probs:
                        out: Any = None) -> tuple[Array, Array | None]:
     """The gradient of `unpermute`: that of y, and that of probs.
 
-        grad_y[row_map[t, k]] = grad[t] * probs[t, k]      dprobs[t, k] = sum over the columns of grad[t] *
-        y[row_map[t, k]]
+        grad_y[row_map[t, k]] = grad[t] * probs[t, k]
+        dprobs[t, k] = sum over the columns of grad[t] * y[row_map[t, k]]
 
     the products rounded once to y's dtype, rows that no token is in zeros; the sums in f32 by the fixed tree
     (docs/numerics.md rule 11).
@@ -244,9 +243,8 @@ class _Permute(Op[_Moved]):
                 scale_rows = plans.rows(scales, scales_at, routing.tokens)
         grid, clearing = plans.grid(routing, data_rows["blocks"] + scale_rows["blocks"], data.shape)
         yield plans.permute_variant().bind(
-            data.array, grid, data=data_rows, scales=scale_rows, probs=probs.at, rows_probs=rest[0] if rest
-            else 0,
-            routes=plans.routes(routing, probs.columns, clearing))
+            data.array, grid, data=data_rows, scales=scale_rows, probs=probs.at,
+            rows_probs=rest[0] if rest else 0, routes=plans.routes(routing, probs.columns, clearing))
 
 
 # ---- unpermute, and the gradient of permute ----
@@ -258,8 +256,7 @@ class _Summed(NamedTuple):
 
 
 class _Unpermute(Op[_Summed]):
-    """Sums the rows of each token. With probs_grad its elements come too, in the order of the slots.
-    name: of the rows, in messages."""
+    """Sums the rows of each token, and gathers the elements of probs_grad by slot. name: of the rows."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -310,6 +307,8 @@ class _Weighted(NamedTuple):
 
 
 class _UnpermuteBackward(Op[_Weighted]):
+    """The gradients of the rows and of probs."""
+
     def arguments(self, call: Call, grad: Any, y: Any, routing: Any, probs: Any) -> _Weighted:
         if y is None:
             raise TypeError("y: needed for the gradient of probs, got None")
@@ -336,7 +335,8 @@ class _UnpermuteBackward(Op[_Weighted]):
     def launches(self, call: Call, inputs: _Weighted, *written: int) -> Iterator[Launch]:
         grad, y, routing, probs = inputs
         grad_y, dprobs = written
-        count, row_bytes = prod(grad.shape[1:]), prod(grad.shape[1:]) * grad.dtype.itemsize
+        count = prod(grad.shape[1:])
+        row_bytes = count * grad.dtype.itemsize
         grid, clearing = plans.grid(routing, routing.tokens, grad.shape)
         yield plans.backward_variant(grad.dtype).bind(
             grad.array, grid, grad=grad.at, y=y.at, grad_y=grad_y, probs=probs.at, dprobs=dprobs,

@@ -1,5 +1,4 @@
-"""How launches of kernels_cu/moe/permute.cu, unpermute.cu and unpermute_backward.cu share tokens among blocks
-of threads."""
+"""How launches of permute.cu, unpermute.cu and unpermute_backward.cu share tokens among blocks of threads."""
 
 from __future__ import annotations
 
@@ -28,14 +27,13 @@ TOPKS = (1, 2, 4, 6, 8)     # routes of a token for which unpermute has programs
 _MOST_ROUTES = 1024         # that a block of unpermute sorts
 _MOST_TOKENS = 256
 _BLOCKS = 528               # that few tokens are divided among: four for each of an H200's multiprocessors
-_LANES = 32                 # rows that a block looks at for some to clear, at most
-# unused rows are few if they are at most this part of the used ones; more get blocks of their own
+_LANES = 32                 # rows that a block examines, to clear the unused ones, at most
+#: Blocks of their own clear unused rows if these are more than this part of the used ones.
 _FEW_UNUSED = 4
 
 
 def routes(routing: Routing, columns: int, clearing: int = 0) -> dict[str, int]:
-    """The struct Routes. columns: of probs found by expert; clearing: the first of the blocks that clear
-    rows, or 0."""
+    """The struct Routes. columns: of probs by expert; clearing: the first block that clears rows, or 0."""
     experts = 0 if routing.experts is None else address(routing.experts)
     return {"row_map": address(routing.row_map), "sources": address(routing.sources), "experts": experts,
             "tokens": routing.tokens, "rows": routing.rows, "topk": routing.topk, "columns": columns,
@@ -43,7 +41,7 @@ def routes(routing: Routing, columns: int, clearing: int = 0) -> dict[str, int]:
 
 
 def grid(routing: Routing, blocks: int, shape: tuple[int, ...]) -> tuple[int, int]:
-    """(blocks, the first of those that clear rows) of a launch in which `blocks` move tokens; 0: all clear
+    """(all blocks, the first that clears rows) of a launch in which `blocks` move tokens. 0: all clear
     some."""
     used = routing.tokens * routing.topk
     if routing.rows - used > used // _FEW_UNUSED:

@@ -33,13 +33,10 @@ class Rows(NamedTuple):
         shape = number, *self.data.shape[1:]
         if not isinstance(self.given, Scaled):
             return one_array(shape, self.data.dtype)
-        scales, scale_shape = self.one_scale, None if self.one_scale is None else self.one_scale.shape
-        if self.scales is not None:
-            scales, scale_shape = self.scales, (number, *self.scales.shape[1:])
-        assert scales is not None
-        assert scale_shape is not None
+        scale_inv = self.given.scale_inv
+        scale_shape = scale_inv.shape if self.scales is None else (number, *scale_inv.shape[1:])
         return _ScaledRows(self.given.block, Written("out.data", shape, self.data.dtype),
-                           Written("out.scale_inv", scale_shape, scales.dtype))
+                           Written("out.scale_inv", scale_shape, scale_inv.dtype))
 
 
 class _ScaledRows(Description):
@@ -57,8 +54,8 @@ class _ScaledRows(Description):
         shape = self.arrays[0].shape
         if not isinstance(out, Scaled):
             raise TypeError(f"out: expected a Scaled (an earlier result), got {type(out).__name__}")
-        if (out.shape, out.transposed, out.block, out.scale_layout) != (shape, False, self._block,
-                                                                        self._layout):
+        wanted = shape, False, self._block, self._layout
+        if (out.shape, out.transposed, out.block, out.scale_layout) != wanted:
             scales = "one scale" if self._block is None else f"compact scales of blocks {self._block}"
             raise ValueError(f"out: expected shape {shape} with {scales}, got {out!r}")
         return out.data, out.scale_inv
