@@ -102,4 +102,4 @@ def noted(run: testing.Executor, found: list[str]) -> None:
 
 def zero_rows(a: Any) -> np.ndarray:
     """Which rows are all zeros."""
-    return ~raw(a).reshape(len(a), -1).any(axis=1)
+    return np.logical_not(raw(a).reshape(len(a), -1).any(axis=1))

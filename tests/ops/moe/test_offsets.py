@@ -131,6 +131,7 @@ def test_no_groups(run):
     wanted = [np.zeros(int(lead), dtype) for lead, dtype in zip(TYPICAL["include_leading_zero"],
                                                                 TYPICAL["dtypes"], strict=True)]
     expect_offsets(run, np.zeros(0, np.int32), wanted, **TYPICAL)
+    splits: Any
     for splits in (run.array(np.zeros(0, np.int32)), []):
         assert [a.shape for a in fp8.splits_to_offsets(splits, include_leading_zero=False)] == [(0,)]
 
@@ -177,6 +178,7 @@ def test_options_that_the_caller_changes(run):
     strides, outputs = np.array([1, 5]), fp8.splits_to_offsets(splits, strides=(1, 5))
     for stride in (5, 6, 7):
         strides[1] = stride
+        option: Any
         for option in (strides, list(strides)):
             fp8.splits_to_offsets(splits, strides=option, outputs=outputs)
             assert_equal(outputs, [by_loop([2, 3]), by_loop([2, 3], stride)])
@@ -337,8 +339,7 @@ def test_check_looks_at_the_device():
     for given_splits in (splits, [3, -1]):
         with pytest.raises(ValueError, match=r"^splits: expected sizes of 0 or more, got -1 for group 1"):
             fp8.splits_to_offsets(given_splits, outputs=outputs, check=True)
-    with pytest.raises(ValueError,
-                       match=r"^splits: output 0 would end with 3 \* 9223372036854775807, more than int64 holds"):
+    with pytest.raises(ValueError, match=r"^splits: output 0 would end with 3 \* 9223372036854775807, more"):
         fp8.splits_to_offsets(cp.asarray([3, 0]), strides=(MAX64,), outputs=outputs, check=True)
     assert (bits(fp8.asnumpy(outputs[0])) == 0xAAAAAAAAAAAAAAAA).all()
     assert fp8.device_errors() == ()
