@@ -54,6 +54,8 @@ def guarded_like(run: testing.Executor, wanted: Any, lead: int = 0) -> tuple[Any
     checks = []
 
     def make(part: Any) -> Any:
+        if part is None:
+            return None
         if isinstance(part, Scaled):
             return Scaled._of(make(part.data), make(part.scale_inv), part.shape, False, part.block,
                               part.scale_layout)
@@ -66,19 +68,18 @@ def guarded_like(run: testing.Executor, wanted: Any, lead: int = 0) -> tuple[Any
         checks.append(intact)
         return a
 
-    made = None if wanted is None else make(wanted)
-    return made, lambda: all(intact() for intact in checks)
+    return make(wanted), lambda: all(intact() for intact in checks)
 
 
-def expect(run: testing.Executor, wanted: Any, call: Callable[..., Any],
-           leads: tuple[int, ...] = (0,)) -> Any:
-    """call(out=…) gives the wanted bytes: in a new result, and in given ones that begin `lead` bytes past a
+def expect(run: testing.Executor, wanted: Any, function: Callable[..., Any], *args: Any,
+           leads: tuple[int, ...] = (0,), out_name: str = "out", **kwargs: Any) -> Any:
+    """The function gives the wanted bytes: in a new result, and in given ones that begin `lead` bytes past a
     multiple of 16. Returns the new one."""
-    made = call()
+    made = function(*args, **kwargs)
     assert_equal(made, wanted)
     for lead in leads:
         out, intact = guarded_like(run, wanted, lead)
-        assert call(out=out) is out
+        assert function(*args, **kwargs, **{out_name: out}) is out
         assert_equal(out, wanted)
         assert intact()
     return made

@@ -38,11 +38,9 @@ def by_loop(splits: Any, stride: int = 1, lead: bool = True, dtype: Any = INT64)
     return np.array(values, dtype)
 
 
-def expect_offsets(run: testing.Executor, host: Any, wanted: list[np.ndarray], **options: Any) -> Any:
-    def called(out: Any = None) -> Any:
-        return fp8.splits_to_offsets(run.array(np.asarray(host)), **options, outputs=out)
-
-    return expect(run, wanted, called)
+def expect_offsets(run: testing.Executor, host: Any, wanted: list[np.ndarray], **options: Any) -> None:
+    splits = run.array(np.asarray(host))
+    expect(run, wanted, fp8.splits_to_offsets, splits, out_name="outputs", **options)
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from moe_arrays import (
     array,
     assert_equal,
     expect,
-    guarded_like,
     needs_host,
     noted,
     on_the_cpu,
@@ -74,20 +73,14 @@ def sorted_by_slices(x: Any, splits: Any, order: Any) -> Any:
     return of_parts(placed, x)
 
 
-def expect_all(run: testing.Executor, x: Any, splits: Any, align: int, order: Any,
-               leads: tuple[int, ...] = (0,)) -> None:
-    """pad_groups, unpad_groups and sort_chunks of x, whose rows these groups are. splits, order: as the ops
-    take them."""
-    moved, host = run.array(x), fp8.asnumpy(splits) if not isinstance(splits, list) else splits
-    y = expect(run, padded_by_slices(x, host, align), lambda out=None: fp8.pad_groups(moved, splits, align,
-                                                                                      out=out), leads)
-    expect(run, x, lambda out=None: fp8.unpad_groups(y, splits, align, rows=len(raw_data(x)), out=out), leads)
-    want = sorted_by_slices(x, host, fp8.asnumpy(order) if not isinstance(order, list) else order)
-    expect(run, want, lambda out=None: fp8.sort_chunks(moved, splits, order, out=out), leads)
-
-
-def raw_data(x: Any) -> Any:
-    return x.data if isinstance(x, Scaled) else x
+def expect_all(run: testing.Executor, x: Any, splits: Any, align: int, order: Any, lead: int = 0) -> None:
+    """pad_groups, unpad_groups and sort_chunks of x, which these groups divide. splits, order: as ops take
+    them."""
+    host, host_order = (a if isinstance(a, list) else fp8.asnumpy(a).tolist() for a in (splits, order))
+    given_x, leads = run.array(x), (lead,)
+    y = expect(run, padded_by_slices(x, host, align), fp8.pad_groups, given_x, splits, align, leads=leads)
+    expect(run, x, fp8.unpad_groups, y, splits, align, rows=x.shape[0], leads=leads)
+    expect(run, sorted_by_slices(x, host, host_order), fp8.sort_chunks, given_x, splits, order, leads=leads)
 
 
 # ---- values ----
@@ -189,7 +182,7 @@ def test_any_call(splits, align, columns, lead, lead_out, dtype, seed):
     with testing.executor("host") as run:
         x, _ = guarded(run, (sum(splits), columns), dtype, lead // dtype.itemsize * dtype.itemsize)
         bits(x)[...] = bits(array(x.shape, dtype, seed))
-        expect_all(run, x, splits, align, np.random.default_rng(seed).permutation(len(splits)), (lead_out,))
+        expect_all(run, x, splits, align, np.random.default_rng(seed).permutation(len(splits)), lead_out)
 
 
 def test_one_launch_each(run, launched):
@@ -278,28 +271,25 @@ HUGE = [2**63 - 1, 2**62, 2**62 + 5, -(2**63), 1 << 40]
 WRONG: dict[str, tuple[list[int], list[str]]] = {
     "right": ([100, 0, 200], []), "short": ([100, 0, 150], [SUM]), "long": ([100, 0, 201], [SUM]),
     "nothing": ([0, 0, 0], [SUM]), "none": ([], [SUM]), "negative": ([100, -1, 200], [NEGATIVE]),
-    "negative and short": ([-100, 100, 100], [NEGATIVE, SUM]), "past the end twice": ([299, 50, 50, 1],
-                                                                                      [SUM]),
-    "all full": ([300] * 700, [SUM]), "late": ([0] * 600 + [299], [SUM]),
-    "late negative": ([300] + [0] * 500 + [-5], [NEGATIVE]), "huge": (HUGE, [NEGATIVE, SUM]),
-    "huge many": ([2**63 - 1] * 5000, [SUM])}
+    "negative and short": ([-100, 100, 100], [NEGATIVE, SUM]),
+    "past the end twice": ([299, 50, 50, 1], [SUM]), "all full": ([300] * 700, [SUM]),
+    "late": ([0] * 600 + [299], [SUM]), "late negative": ([300] + [0] * 500 + [-5], [NEGATIVE]),
+    "huge": (HUGE, [NEGATIVE, SUM]), "huge many": ([2**63 - 1] * 5000, [SUM])}
 
 
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("columns", [32, 5])
 def test_wrong_sizes_are_harmless_and_noted(name, columns, unchecked):
     given_sizes, found = WRONG[name]
-    splits, align, run = np.array(given_sizes, np.int64), 16, unchecked
+    splits, run = np.array(given_sizes, np.int64), unchecked
     order = np.random.default_rng(0).permutation(len(splits))
     for x in (fp8_array((300, columns)), quantised(300, 8 * columns, (1, 32), float8_e8m0fnu)):
-        for function, definition, rest in ((fp8.pad_groups, reference.pad_groups, align),
-                                           (fp8.sort_chunks, reference.sort_chunks, order)):
-            want = definition(x, splits, rest)
-            out, intact = guarded_like(run, want)
-            assert_equal(function(run.array(x), run.array(splits), run.array(rest) if rest is order else rest,
-                                  out=out), want)
-            assert intact()
-            noted(run, found)
+        given_x, there = run.array(x), run.array(splits)
+        expect(run, reference.pad_groups(x, splits, 16), fp8.pad_groups, given_x, there, 16)
+        noted(run, found)
+        want = reference.sort_chunks(x, splits, order)
+        expect(run, want, fp8.sort_chunks, given_x, there, run.array(order))
+        noted(run, found)
 
 
 @pytest.mark.parametrize(("given_sizes", "rows", "found"), [
@@ -309,9 +299,7 @@ def test_wrong_sizes_are_harmless_and_noted(name, columns, unchecked):
 def test_wrong_sizes_of_padded_groups(given_sizes, rows, found, unchecked):
     run, y, splits = unchecked, fp8_array((192, 48)), np.array(given_sizes, np.int64)
     want = reference.unpad_groups(y, splits, 16, rows=rows)
-    out, intact = guarded_like(run, want)
-    assert_equal(fp8.unpad_groups(run.array(y), run.array(splits), 16, out=out), want)
-    assert intact()
+    expect(run, want, fp8.unpad_groups, run.array(y), run.array(splits), 16, rows=rows)
     noted(run, found)
 
 
@@ -332,11 +320,8 @@ def test_wrong_sizes_by_hand():
                                    [2**31 - 1, -(2**31), 2, 2], [1, 1, 1, 1]], ids=str)
 def test_wrong_orders_are_harmless_and_noted(order, wide, unchecked):
     run, x, splits = unchecked, fp8_array((60, 16)), np.array([10, 0, 30, 20])
-    want = reference.sort_chunks(x, splits, order)
-    out, intact = guarded_like(run, want)
-    assert_equal(fp8.sort_chunks(run.array(x), run.array(splits), run.array(np.array(order, wide)), out=out),
-                 want)
-    assert intact()
+    want, there = reference.sort_chunks(x, splits, order), run.array(np.array(order, wide))
+    expect(run, want, fp8.sort_chunks, run.array(x), run.array(splits), there)
     noted(run, [] if order == [0, 1, 2, 3] else [ORDER])
 
 

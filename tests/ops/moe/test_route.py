@@ -1,4 +1,5 @@
-"""Tokens' rows against loops over tokens: indices and masks, bounds that cut, assignments that are wrong on the device."""
+"""Tokens' rows against loops over tokens: indices and masks, bounds that cut, assignments that are wrong on
+the device."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from cupy_fp8.cases.moe.tokens import KINDS, indices, mask
 from cupy_fp8.kernels import Variant, errors
 from cupy_fp8.ops.moe import route
 
-needs_host = pytest.mark.skipif(testing.executor_problem("host") is not None, reason=str(testing.executor_problem("host")))
+needs_host = pytest.mark.skipif(testing.executor_problem("host") is not None,
+                                reason=str(testing.executor_problem("host")))
 EXPERT, BOUND = (errors.MESSAGES[fact] for fact in (errors.Fact.ROUTE_EXPERT, errors.Fact.ROUTE_BOUND))
 NAMES = ("row_map", "splits", "aligned_splits", "offsets", "sources", "experts")
 
@@ -70,13 +72,16 @@ def assert_holds(r: Routing, want: dict[str, np.ndarray]) -> None:
 def guarded_result(run: testing.Executor, made: Routing) -> tuple[Routing, Any]:
     """A poisoned routing of the same form, and whether memory around its arrays is as it was."""
     parts = {name: guarded(run, a.shape, a.dtype) for name, a in made._arrays().items()}
-    return dataclasses.replace(made, **{name: a for name, (a, _) in parts.items()}), lambda: all(intact() for _, intact in parts.values())
+    return dataclasses.replace(made, **{name: a for name, (a, _) in parts.items()}), lambda: all(intact()
+                                                                                                 for _,
+                                                                                                 intact in parts.values())
 
 
 # ---- values ----
 @pytest.mark.parametrize("align", [1, 2, 16, 128])
 @pytest.mark.parametrize(("tokens", "topk", "number"), [
-    (0, 2, 3), (1, 1, 1), (3, 2, 2), (40, 8, 64), (64, 8, 8), (65, 8, 8), (129, 3, 40), (33, 40, 6), (5, 0, 4), (700, 1, 3), (30, 2, 1024),
+    (0, 2, 3), (1, 1, 1), (3, 2, 2), (40, 8, 64), (64, 8, 8), (65, 8, 8), (129, 3, 40), (33, 40, 6),
+    (5, 0, 4), (700, 1, 3), (30, 2, 1024),
 ])  # fmt: skip
 def test_indices(tokens, topk, number, align, run):
     for kind in KINDS:
@@ -87,7 +92,8 @@ def test_indices(tokens, topk, number, align, run):
             want = by_loops(host, number, align, tokens * topk + number * (align - 1))
             r = fp8.route(run.array(host), num_experts=number, align=align)
             assert_holds(r, want)
-            assert (r.tokens, r.topk, r.num_experts, r.align, r.rows) == (tokens, topk, number, align, len(want["sources"]))
+            assert (r.tokens, r.topk, r.num_experts, r.align, r.rows) == (tokens, topk, number, align,
+                                                                          len(want["sources"]))
             out, intact = guarded_result(run, r)
             assert fp8.route(run.array(host), num_experts=number, align=align, out=out) is out
             assert_holds(out, want)
@@ -108,7 +114,8 @@ def test_masks(tokens, number, topk, align, run):
             r = fp8.route(run.array(chosen), topk=given_topk, rows=rows, align=align)
             assert_holds(r, want)
             out, intact = guarded_result(run, r)
-            assert fp8.route(run.array(chosen), num_experts=number, topk=given_topk, rows=rows, align=align, out=out) is out
+            assert fp8.route(run.array(chosen), num_experts=number, topk=given_topk, rows=rows, align=align,
+                             out=out) is out
             assert_holds(out, want)
             assert intact()
 
@@ -116,8 +123,9 @@ def test_masks(tokens, number, topk, align, run):
 def test_by_hand(run):
     r = fp8.route(run.array(np.array([[2, 0], [2, 2], [-1, 0], [-1, -1]])), num_experts=3, rows=12, align=4)
     assert_holds(r, {
-        "row_map": i32([[4, 0], [5, 6], [-1, 1], [-1, -1]]), "splits": i32([2, 0, 3]), "aligned_splits": i32([4, 0, 4]),
-        "offsets": np.array([0, 4, 4, 8]), "sources": i32([1, 5, -1, -1, 0, 2, 3, -1, -1, -1, -1, -1])})
+        "row_map": i32([[4, 0], [5, 6], [-1, 1], [-1, -1]]), "splits": i32([2, 0, 3]),
+        "aligned_splits": i32([4, 0, 4]), "offsets": np.array([0, 4, 4, 8]),
+        "sources": i32([1, 5, -1, -1, 0, 2, 3, -1, -1, -1, -1, -1])})
     m = fp8.route(run.array(np.array([[True, False, True], [False, True, False]])), topk=2)
     assert fp8.asnumpy(m.experts).tolist() == [[0, 2], [1, -1]]
     assert fp8.asnumpy(m.row_map).tolist() == [[0, 2], [1, -1]]
@@ -128,7 +136,8 @@ def test_by_hand(run):
 
 @needs_host
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.integers(0, 300), st.integers(0, 9), st.integers(1, 70), st.sampled_from([1, 2, 8, 64]), st.integers(0, 2**32 - 1))
+@given(st.integers(0, 300), st.integers(0, 9), st.integers(1, 70), st.sampled_from([1, 2, 8, 64]),
+       st.integers(0, 2**32 - 1))
 def test_any_call(tokens, topk, number, align, seed):
     host = indices(tokens, topk, number, "any", np.dtype(np.int32), seed)
     with testing.executor("host"):
@@ -137,14 +146,16 @@ def test_any_call(tokens, topk, number, align, seed):
 
 
 @needs_host
-@pytest.mark.parametrize(("order", "seed"), [("asc", 0), ("desc", 0), ("random", 1), ("random", 2), ("random", 77)])
+@pytest.mark.parametrize(("order", "seed"), [("asc", 0), ("desc", 0), ("random", 1), ("random", 2),
+                                             ("random", 77)])
 def test_any_schedule(order, seed, monkeypatch):
     monkeypatch.setenv("CUPY_FP8_HOST_ORDER", order)
     monkeypatch.setenv("CUPY_FP8_HOST_SEED", str(seed))
     host = indices(400, 6, 9)
     chosen = mask(200, 20, 6)
     with testing.executor("host"):
-        assert_holds(fp8.route(host, num_experts=9, align=16), reference.route(host, num_experts=9, align=16)._arrays())
+        assert_holds(fp8.route(host, num_experts=9, align=16),
+                     reference.route(host, num_experts=9, align=16)._arrays())
         assert_holds(fp8.route(chosen, topk=6), reference.route(chosen, topk=6)._arrays())
 
 
@@ -259,7 +270,8 @@ def refused(error: type[Exception], message: str, *args: Any, **kwargs: Any) -> 
     with pytest.raises(error, match="^" + message):
         fp8.route(*args, **kwargs)
     if isinstance(out, Routing):
-        assert all((raw(a).view(np.uint8) == 0xAA).all() for a in out._arrays().values()), "memory was written"
+        assert all((raw(a).view(np.uint8) == 0xAA).all()
+                   for a in out._arrays().values()), "memory was written"
 
 
 def test_refused_assignments(numpy_run):
@@ -267,18 +279,24 @@ def test_refused_assignments(numpy_run):
     out = fp8.route(x, num_experts=4)
     wrong: Any
     for wrong in ([[1, 2]], None, 3):
-        refused(TypeError, "assignment: expected a numpy.ndarray or cupy.ndarray", wrong, num_experts=4, out=out)
+        refused(TypeError, "assignment: expected a numpy.ndarray or cupy.ndarray", wrong, num_experts=4,
+                out=out)
     for dtype in (np.float32, np.int16, np.uint8):
-        refused(TypeError, "assignment: expected dtype int32, int64, bool, got", x.astype(dtype), num_experts=4, out=out)
-    refused(ValueError, r"assignment: expected shape \[T, topk\], got \(9,\)", x[:, 0], num_experts=4, out=out)
-    refused(ValueError, r"assignment: expected shape \[T, E\], got \(9, 2, 1\)", np.zeros((9, 2, 1), bool), topk=1)
+        refused(TypeError, "assignment: expected dtype int32, int64, bool, got", x.astype(dtype),
+                num_experts=4, out=out)
+    refused(ValueError, r"assignment: expected shape \[T, topk\], got \(9,\)", x[:, 0], num_experts=4,
+            out=out)
+    refused(ValueError, r"assignment: expected shape \[T, E\], got \(9, 2, 1\)", np.zeros((9, 2, 1), bool),
+            topk=1)
     for value in (4, -2):
         y = x.copy()
         y[3, 1] = value
-        refused(ValueError, rf"assignment: expected experts 0 to 3, or -1 for none, got {value} at \[3, 1\]", y, num_experts=4, out=out)
+        refused(ValueError, rf"assignment: expected experts 0 to 3, or -1 for none, got {value} at \[3, 1\]",
+                y, num_experts=4, out=out)
     chosen = np.ones((3, 5), bool)
     chosen[0] = False
-    refused(ValueError, "assignment: expected at most topk=4 experts of a token, got 5 of token 1", chosen, topk=4)
+    refused(ValueError, "assignment: expected at most topk=4 experts of a token, got 5 of token 1", chosen,
+            topk=4)
     assert fp8.device_errors() == ()
 
 
@@ -308,12 +326,15 @@ def test_refused_options(numpy_run):
     refused(ValueError, "topk: expected 2, the columns of the assignment, got 3", x, num_experts=4, topk=3)
     refused(ValueError, "topk: expected 0 to 1024, got 1025", np.zeros((1, 1025), np.int32), num_experts=4)
     for align in (0, -16, 3, 24, 256):
-        refused(ValueError, f"align: expected a power of two from 1 to 128, got {align}", x, num_experts=4, align=align)
+        refused(ValueError, f"align: expected a power of two from 1 to 128, got {align}", x, num_experts=4,
+                align=align)
     refused(TypeError, "align: expected an integer", x, num_experts=4, align=1.5)
     refused(ValueError, "rows: expected 0 or more, got -1", x, num_experts=4, rows=-1)
-    refused(ValueError, "rows: 2147483648 rows of 18 routes are more than int32 holds", x, num_experts=4, rows=2**31)
-    refused(ValueError, r"rows: expected at least the 32 that this assignment needs \(sizes rounded up to 16\), got 31", x, num_experts=4,
-            rows=31, align=16)
+    refused(ValueError, "rows: 2147483648 rows of 18 routes are more than int32 holds", x, num_experts=4,
+            rows=2**31)
+    refused(ValueError,
+            r"rows: expected at least the 32 that this assignment needs \(sizes rounded up to 16\), got 31",
+            x, num_experts=4, rows=31, align=16)
 
 
 def test_refused_out(numpy_run):
@@ -321,13 +342,19 @@ def test_refused_out(numpy_run):
     refused(TypeError, "out: expected a Routing", x, num_experts=4, out=np.zeros(3))
     out = fp8.route(x, num_experts=4, align=2)
     refused(ValueError, "out: expected align 4, got a routing with 2", x, num_experts=4, align=4, out=out)
-    refused(ValueError, r"out.row_map: expected shape \(8, 2\), got \(9, 2\)", x[:8], num_experts=4, align=2, out=out)
-    refused(ValueError, r"out.sources: expected shape \(40,\), got \(22,\)", x, num_experts=4, rows=40, align=2, out=out)
-    refused(ValueError, r"out.splits: expected shape \(5,\), got \(4,\)", x, num_experts=5, rows=22, align=2, out=out)
-    refused(ValueError, "out: expected the routing of indices, got that of a mask", x, num_experts=4, out=fp8.route(mask(9, 4, 2), topk=2))
-    refused(ValueError, "out: expected the routing of a mask, got that of indices", mask(9, 4, 2), topk=2, align=2, out=out)
+    refused(ValueError, r"out.row_map: expected shape \(8, 2\), got \(9, 2\)", x[:8], num_experts=4, align=2,
+            out=out)
+    refused(ValueError, r"out.sources: expected shape \(40,\), got \(22,\)", x, num_experts=4, rows=40,
+            align=2, out=out)
+    refused(ValueError, r"out.splits: expected shape \(5,\), got \(4,\)", x, num_experts=5, rows=22, align=2,
+            out=out)
+    refused(ValueError, "out: expected the routing of indices, got that of a mask", x, num_experts=4,
+            out=fp8.route(mask(9, 4, 2), topk=2))
+    refused(ValueError, "out: expected the routing of a mask, got that of indices", mask(9, 4, 2), topk=2,
+            align=2, out=out)
     twice = dataclasses.replace(out, aligned_splits=out.splits)
-    refused(ValueError, "out.aligned_splits: overlaps out.splits in memory", x, num_experts=4, align=2, out=twice)
+    refused(ValueError, "out.aligned_splits: overlaps out.splits in memory", x, num_experts=4, align=2,
+            out=twice)
     out.row_map.fill(1)
     with pytest.raises(ValueError, match=r"^out.row_map: overlaps assignment in memory"):
         fp8.route(out.row_map, num_experts=4, align=2, out=out)
@@ -336,14 +363,16 @@ def test_refused_out(numpy_run):
 def test_routings_that_are_none():
     r = fp8.route(indices(9, 2, 4), num_experts=4)
     wrong: Any
-    for name, wrong in (("splits", r.splits.astype(np.int64)), ("offsets", r.offsets[1:]), ("sources", r.sources[::2]),
-                        ("row_map", np.asfortranarray(r.row_map)), ("experts", r.row_map[:3])):
+    for name, wrong in (("splits", r.splits.astype(np.int64)), ("offsets", r.offsets[1:]),
+                        ("sources", r.sources[::2]), ("row_map", np.asfortranarray(r.row_map)),
+                        ("experts", r.row_map[:3])):
         with pytest.raises(ValueError, match=f"^{name}: expected a C-contiguous"):
             dataclasses.replace(r, **{name: wrong})
     with pytest.raises(ValueError, match=r"^row_map: expected shape \[T, topk\]"):
         dataclasses.replace(r, row_map=r.splits)
     odd = np.zeros(r.row_map.nbytes + 1, np.uint8)[1:].view(np.int32).reshape(r.row_map.shape)
-    with pytest.raises(ValueError, match=r"^row_map: address 0x[0-9a-f]+ is not a multiple of the element size 4"):
+    with pytest.raises(ValueError,
+                       match=r"^row_map: address 0x[0-9a-f]+ is not a multiple of the element size 4"):
         dataclasses.replace(r, row_map=odd)
     with pytest.raises(ValueError, match=r"^Routing: expected at most 1024 experts"):
         dataclasses.replace(r, row_map=np.zeros((1, 1025), np.int32))
@@ -419,7 +448,8 @@ def test_graph_replay_follows_the_assignment():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("tokens", "topk", "number"), [(1_000_003, 8, 256), (3_000_000, 1, 1024), (20_000, 32, 64)])
+@pytest.mark.parametrize(("tokens", "topk", "number"), [(1_000_003, 8, 256), (3_000_000, 1, 1024),
+                                                        (20_000, 32, 64)])
 def test_many_tokens(tokens, topk, number):
     host = indices(tokens, topk, number)
     r = fp8.route(backend.cupy().asarray(host), num_experts=number, align=16)
@@ -429,7 +459,9 @@ def test_many_tokens(tokens, topk, number):
 @pytest.mark.parametrize("mask", [False, True])
 def test_saved_and_loaded(mask, tmp_path):
     assignment = np.array([[1, 0], [1, -1], [0, 2]])
-    routing = fp8.route(np.arange(3) == assignment[:, :1], topk=2) if mask else fp8.route(assignment, num_experts=3, align=16)
+    routing = fp8.route(np.arange(3) == assignment[:, :1], topk=2) if mask else fp8.route(assignment,
+                                                                                          num_experts=3,
+                                                                                          align=16)
     fp8.save(tmp_path / "routing.npz", routing=routing)
     loaded = fp8.load(tmp_path / "routing.npz")["routing"]
     assert (loaded.rows, loaded.align, (loaded.experts is not None)) == (routing.rows, routing.align, mask)
