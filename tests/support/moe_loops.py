@@ -80,8 +80,8 @@ def gathered(rows: np.ndarray, r: Routing) -> np.ndarray:
     return slots.view(np.float32)
 
 
-def gradients(grad: np.ndarray, y: np.ndarray, r: Routing, probs: np.ndarray) -> tuple[np.ndarray,
-                                                                                       np.ndarray]:
+def gradients(grad: np.ndarray, y: np.ndarray, r: Routing,
+              probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """unpermute_backward, row by row."""
     dprobs, grad_y = np.zeros(probs.shape, np.float32), np.zeros(y.shape, raw(y).dtype).view(y.dtype)
     by_row = moved_probs(probs, r)

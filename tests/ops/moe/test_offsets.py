@@ -126,8 +126,8 @@ def test_the_largest_offsets_fit(run):
 
 def test_no_groups(run):
     """Only the zeros are left, and they are written."""
-    wanted = [np.zeros(int(lead), dtype) for lead, dtype in zip(TYPICAL["include_leading_zero"],
-                                                                TYPICAL["dtypes"], strict=True)]
+    leads, dtypes = TYPICAL["include_leading_zero"], TYPICAL["dtypes"]
+    wanted = [np.zeros(int(lead), dtype) for lead, dtype in zip(leads, dtypes, strict=True)]
     expect_offsets(run, np.zeros(0, np.int32), wanted, **TYPICAL)
     splits: Any
     for splits in (run.array(np.zeros(0, np.int32)), []):
@@ -269,18 +269,18 @@ def unchecked(monkeypatch: pytest.MonkeyPatch, run: testing.Executor) -> testing
 #: dtypes.
 WRONG: dict[str, tuple[list[tuple[int, int]], list[str]]] = {
     "right": ([(0, 5), (16, 7)], []), "negative first": ([(0, -1), (3, 4)], [NEGATIVE]),
-    "negative last": ([(3, 4), (16, -(2**31))], [NEGATIVE]), "int32 reached": ([(0, 2**30), (9, 2**30 - 1)],
-                                                                               []),
+    "negative last": ([(3, 4), (16, -(2**31))], [NEGATIVE]),
+    "int32 reached": ([(0, 2**30), (9, 2**30 - 1)], []),
     "int32 passed by 1": ([(0, 2**30), (9, 2**30 - 1), (16, 1)], [OVERFLOW]),
     "int32 passed at once": ([(0, MAX32), (1, MAX32), (2, -5)], [NEGATIVE, OVERFLOW])}
 HUGE: dict[str, tuple[list[tuple[int, int]], int, list[str]]] = {
-    "sum reached": ([(0, 2**62), (8, 2**62 - 1)], 1, []), "sum passed by 1": ([(0, 2**62), (8, 2**62)], 1,
-                                                                              [OVERFLOW]),
+    "sum reached": ([(0, 2**62), (8, 2**62 - 1)], 1, []),
+    "sum passed by 1": ([(0, 2**62), (8, 2**62)], 1, [OVERFLOW]),
     "sum passed by far": ([(i, MAX64) for i in range(0, 17, 2)], 1, [OVERFLOW]),
     "twice two to the 63": ([(0, 2**62), (3, 2**62), (7, 2**62), (11, 2**62)], 1, [OVERFLOW]),
     "and of stride 0": ([(i, MAX64) for i in range(0, 17, 2)], 0, []),
-    "product passed": ([(0, 2**40), (16, 1)], 2**23, [OVERFLOW]), "product reached": ([(0, 2**40 - 1)], 2**23,
-                                                                                      []),
+    "product passed": ([(0, 2**40), (16, 1)], 2**23, [OVERFLOW]),
+    "product reached": ([(0, 2**40 - 1)], 2**23, []),
     "a product that wraps to little": ([(2, 2**33), (9, 2**33)], 2**31, [OVERFLOW]),
     "the largest stride": ([(5, 1), (16, 1)], MAX64, [OVERFLOW]),
     "the smallest size": ([(0, -(2**63)), (16, 3)], 3, [NEGATIVE])}

@@ -53,8 +53,8 @@ def test_scales_move_along(block, dtype, columns, run):
                block, "compact")
     for host in (routed(40, 3, 8, align=16), routed(40, 2, 5, form="mask")):
         q = expect_permuted(run, x, host)
-        assert (q.shape, q.block, q.scale_layout, q.transposed) == ((host.rows, columns), block, "compact",
-                                                                    False)
+        facts = q.shape, q.block, q.scale_layout, q.transposed
+        assert facts == ((host.rows, columns), block, "compact", False)
         expect_permuted(run, x, host, normal((40, host.topk)))
 
 

@@ -376,9 +376,8 @@ def test_many_tokens(tokens, topk, number):
 @pytest.mark.parametrize("mask", [False, True])
 def test_saved_and_loaded(mask, tmp_path):
     assignment = np.array([[1, 0], [1, -1], [0, 2]])
-    routing = fp8.route(np.arange(3) == assignment[:, :1], topk=2) if mask else fp8.route(assignment,
-                                                                                          num_experts=3,
-                                                                                          align=16)
+    options: dict[str, Any] = {"topk": 2} if mask else {"num_experts": 3, "align": 16}
+    routing = fp8.route(np.arange(3) == assignment[:, :1] if mask else assignment, **options)
     fp8.save(tmp_path / "routing.npz", routing=routing)
     loaded = fp8.load(tmp_path / "routing.npz")["routing"]
     assert (loaded.rows, loaded.align, (loaded.experts is not None)) == (routing.rows, routing.align, mask)

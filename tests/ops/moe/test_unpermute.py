@@ -107,8 +107,8 @@ def test_the_gradient_of_permute(options, run):
     host = routed(41, **options)
     r = run.array(host)
     for dtype in INPUT_DTYPES:
-        grad, by_row = cases.values("bits", (host.rows, 16), dtype, 1), cases.values("bits", (host.rows,),
-                                                                                     float32, 2)
+        grad = cases.values("bits", (host.rows, 16), dtype, 1)
+        by_row = cases.values("bits", (host.rows,), float32, 2)
         want, given_grad = summed(grad, host), run.array(grad)
         assert_equal(fp8.permute_backward(given_grad, r), want)
         expect(run, (want, gathered(by_row, host)), fp8.permute_backward, given_grad, r,
@@ -121,8 +121,7 @@ def test_the_gradient_of_unpermute(dtype, options, run):
     host = routed(13, **options)
     r = run.array(host)
     for columns, kind in ((24, "normal"), (13, "bits"), (0, "bits"), (1, "bits")):
-        y, grad = cases.values(kind, (host.rows, columns), dtype, 1), cases.values(kind, (13, columns), dtype,
-                                                                                   2)
+        y, grad = (cases.values(kind, (rows, columns), dtype, i) for rows, i in ((host.rows, 1), (13, 2)))
         given_grad, given_y = run.array(grad), run.array(y)
         for number in {host.topk, host.topk if host.experts is None else host.num_experts}:
             probs = normal((13, number), seed=3)
@@ -155,8 +154,8 @@ def test_gradients_are_adjoint(run):
 
     for host in (routed(30, 3, 5, align=4), routed(30, 3, 6, form="mask"),
                  routed(30, 2, 6, form="mask of any")):
-        x, probs, g, g_probs = integers(30, 8), integers(30, host.topk), integers(host.rows,
-                                                                                  8), integers(host.rows)
+        x, probs = integers(30, 8), integers(30, host.topk)
+        g, g_probs = integers(host.rows, 8), integers(host.rows)
         r, there = run.array(host), run.array(probs)
         y, y_probs = map(fp8.asnumpy, fp8.permute(run.array(x), r, probs=there))
         x_grad, probs_grad = map(fp8.asnumpy,
