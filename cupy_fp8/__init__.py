@@ -1,4 +1,4 @@
-"""8-bit floating point on GPUs without a framework: FP8 kernels on CuPy arrays, each equal to a NumPy reference byte for byte.
+"""FP8 kernels on CuPy arrays, without a framework. Each equals a NumPy reference byte for byte.
 
 >>> import cupy_fp8 as fp8                 # needs no GPU; fp8.xp is CuPy where there is one, else NumPy
 """
@@ -41,19 +41,21 @@ from .state import DelayedScalingState
 __version__ = "0.1.0"
 
 __all__ = [
-    "BlockScaling", "CurrentScaling", "DelayedScaling", "DelayedScalingState", "DeviceError", "Grouped", "MXScaling", "Quantized",
-    "Routing", "Scaled", "WeightCache",
-    "asarray", "asnumpy", "astype", "bytes_equal", "cast_transpose", "compute_amax", "compute_scale", "concatenate", "convert_scales",
-    "dequantize", "device_errors", "empty", "empty_like", "from_dlpack", "full", "group_quantize", "load", "multi_cast_transpose",
-    "multi_quantize",
-    "pad_groups", "permute", "permute_backward", "quantize_block", "quantize_mx", "quantize_tensor", "route", "save",
-    "scaling_aware_transpose", "sort_chunks", "splits_to_offsets", "swiglu_backward_quantize",
-    "swiglu_quantize", "swizzle_scales", "to_dlpack", "transpose", "unpad_groups",
-    "unpermute", "unpermute_backward", "unswizzle_scales", "update_delayed_scaling",
-    "zeros",
+    "BlockScaling", "CurrentScaling", "DelayedScaling", "DelayedScalingState", "DeviceError", "Grouped",
+    "MXScaling", "Quantized", "Routing", "Scaled", "WeightCache",
+    "asarray", "asnumpy", "bytes_equal", "concatenate", "device_errors", "empty", "empty_like",
+    "from_dlpack", "full", "load", "save", "to_dlpack", "zeros",
     "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float16", "float32", "finfo",
     "diagnostics", "io", "plot",
 ]  # fmt: skip
+# The ops. `python -m cupy_fp8 list --write` writes this list and their imports.
+__all__ += [
+    "astype", "cast_transpose", "compute_amax", "compute_scale", "convert_scales", "dequantize",
+    "group_quantize", "multi_cast_transpose", "multi_quantize", "pad_groups", "permute", "permute_backward",
+    "quantize_block", "quantize_mx", "quantize_tensor", "route", "scaling_aware_transpose", "sort_chunks",
+    "splits_to_offsets", "swiglu_backward_quantize", "swiglu_quantize", "swizzle_scales", "transpose",
+    "unpad_groups", "unpermute", "unpermute_backward", "unswizzle_scales", "update_delayed_scaling",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,13 +1,21 @@
-"""Measuring the ops on a GPU: time, GB/s, the share of a device copy's speed, and host time per call."""
+"""Measuring the ops on a GPU: time, GB/s, the share of a device copy's speed, and host time per call.
 
-from .convert import dequantize, scaling_aware
-from .measure import Measurement, measure
-from .moe import offsets, pad, tokens
-from .quantize import blocks, grouped, mx, swiglu, tensor, tensor_list
-from .quantize.tensor import Spec
-from .scales import convert, swizzle
+A module in a family's folder can have rows in SPECS. An op without such rows is timed as it is registered
+(`cases.Op.timed`).
+"""
 
-SPECS: tuple[Spec, ...] = (*tensor.SPECS, *dequantize.SPECS, *swizzle.SPECS, *convert.SPECS, *mx.SPECS, *blocks.SPECS, *scaling_aware.SPECS,
-                           *offsets.SPECS, *pad.SPECS, *grouped.SPECS, *tensor_list.SPECS, *swiglu.SPECS, *tokens.SPECS)
+from __future__ import annotations
 
-__all__ = ["SPECS", "Measurement", "Spec", "measure"]
+from ..cases import OPS
+from ..cases.registry import family_modules
+from .generic import specs_of
+from .measure import Measurement, Spec, measure
+
+__all__ = ["Measurement", "Spec", "measure", "specs"]
+
+
+def specs() -> list[Spec]:
+    """Every row of the benchmark."""
+    written = [spec for module in family_modules(__name__) for spec in getattr(module, "SPECS", ())]
+    has_rows = {spec.op for spec in written}
+    return written + [spec for name, op in OPS.items() if name not in has_rows for spec in specs_of(op)]

@@ -1,5 +1,9 @@
-"""How a time is taken: CUDA events around many back-to-back calls behind a device-side delay (so that host gaps do not count),
-buffers rotated over more than the L2 holds, median of repeats, and a device copy of the same bytes timed the same way."""
+"""How a time is taken.
+
+CUDA events enclose many back-to-back calls. A delay on the device comes before them, so that gaps between
+launches on the host do not count. The calls rotate over more buffers than the L2 cache holds. The time is the
+median of repeats, and a device copy of the same bytes is timed in the same way.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +20,30 @@ _DELAY = Kernel("bench/delay", "delay").variant(block=1)
 _ROTATE_BYTES = 512 << 20       # well past the 60 MB L2 of an H200
 _REPEATS = 21
 _HOST_CALLS = 2000
-_HOST_US_PER_CALL = 40          # how long the delay covers the enqueueing of one call: an upper bound
+_HOST_US_PER_CALL = 40          # an upper bound of the host time of one call, which the delay has to cover
+
+
+Call = Callable[[], Any]
+Check = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One row of the benchmark. make() allocates inputs and outputs and returns (call, check): the call to
+    time, and a function that compares what it wrote with the reference."""
+
+    op: str
+    label: str
+    shape: tuple[int, ...]
+    traffic: int
+    make: Callable[[], tuple[Call, Check]]
 
 
 @dataclass(frozen=True)
 class Measurement:
     """Times in microseconds. spread: (max - min) / median of the repeats' times, in percent.
 
-    share: time of a device copy that moves the same total bytes / time of the op, both measured here, in this process.
+    share: time of a device copy of the same total bytes / time of the op, both measured in this process.
     """
 
     us: float
@@ -40,13 +60,9 @@ class Measurement:
         return self.copy_us / self.us
 
 
-Call = Callable[[], Any]
-Check = Callable[[], None]
-
-
 def measure(make: Callable[[], tuple[Call, Check]], traffic: int) -> Measurement:
-    """Time a call. make() returns a call over buffers of its own, and a check of what it wrote, which runs after the timing;
-    traffic: the bytes that one call must move."""
+    """Times a call. make() returns a call over buffers of its own, and a check of what it wrote, which runs
+    after the timing. traffic: the bytes that one call must move."""
     made = [make() for _ in range(_sets(traffic))]
     us, spread = _median_us([call for call, _ in made])
     for _, check in (made[0], made[-1]):

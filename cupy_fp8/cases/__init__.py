@@ -1,4 +1,7 @@
-"""The one table of ops and their cases, a module per family: tests, selftest, benchmark and the README table all walk over it."""
+"""The registered ops and their cases, which tests, selftest, benchmark, command line and README walk over.
+
+The modules in the families' folders register their ops; importing this package imports all of them.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +14,17 @@ from .base import (
     MATRIX,
     SHAPES,
     Case,
-    Op,
     outputs,
     poison,
     source,
     values,
 )
-from .convert import dequantize, scaling_aware
-from .moe import offsets, pad, tokens
-from .quantize import blocks, grouped, mx, swiglu, tensor, tensor_list
-from .scales import convert, swizzle
+from .registry import OPS, Op, family_modules, register
 
-__all__ = ["ALIGNED_MATRIX", "DIRECTIONS", "LARGE_SHAPES", "MATRIX", "OPS", "SHAPES", "Case", "Op", "all_cases", "outputs", "poison",
-           "source", "values"]
+__all__ = ["ALIGNED_MATRIX", "DIRECTIONS", "LARGE_SHAPES", "MATRIX", "OPS", "SHAPES", "Case", "Op",
+           "all_cases", "outputs", "poison", "register", "source", "values"]
 
-OPS: dict[str, Op] = {op.name: op for op in (
-    *tensor.OPS, *dequantize.OPS, *swizzle.OPS, *convert.OPS, *mx.OPS, *blocks.OPS, *scaling_aware.OPS, *offsets.OPS, *pad.OPS,
-    *grouped.OPS,
-    *tensor_list.OPS, *swiglu.OPS, *tokens.OPS)}
+family_modules(__name__)
 
 
 def all_cases() -> Iterator[Case]:

@@ -1,8 +1,10 @@
-"""What the tables of cases are made of: ops, cases, shapes and values."""
+"""What cases are made of: shapes, values, arguments; and which arrays a call wrote."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,13 +17,16 @@ from ..grouped import Grouped
 from ..results import Quantized, Scaled
 from ..routing import Routing
 
-# Every tile's tail, primes, empty, more than two dimensions; all small enough for a CPU under sanitizers.
-SHAPES = ((), (1,), (7,), (0,), (1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (3, 37), (16, 8), (64, 64), (128, 128), (127, 129), (130, 257),
-          (256, 256), (272, 520), (2, 3, 40, 24), (3, 0, 4), (2, 133, 144), (8200,))
-#: Only on a GPU: tails of 256-wide tiles, many blocks.
+#: They have tails of every tile, primes, no elements, or more than two dimensions. All are small enough for a
+#: CPU under sanitizers.
+SHAPES = ((), (1,), (7,), (0,), (1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (3, 37), (16, 8), (64, 64),
+          (128, 128), (127, 129), (130, 257), (256, 256), (272, 520), (2, 3, 40, 24), (3, 0, 4),
+          (2, 133, 144), (8200,))
+#: For a GPU only: these have tails of 256-wide tiles, and many blocks.
 LARGE_SHAPES = ((1000, 1003), (4096, 1024), (5, 1024, 1040), (2049, 4104))
 MATRIX = (130, 257)
-ALIGNED_MATRIX = (144, 264)      # rows that allow wide loads and stores, but tails of every tile
+#: Its rows allow wide loads and stores, and it has tails of every tile.
+ALIGNED_MATRIX = (144, 264)
 
 
 @dataclass(frozen=True)
@@ -32,36 +37,41 @@ class Case:
     dtype: np.dtype[Any]                # of the first array
     shape: tuple[int, ...]
     values: str = "bits"                # see `values`
-    layout: str = "contiguous"          # or 'offset' (starts one element into its buffer), 'strided' (a transposed view)
+    layout: str = "contiguous"          # or 'offset', one element into a buffer; 'strided', a transposed view
     options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         shown = [f"{k}={getattr(v, 'name', v)}" for k, v in self.options.items()]
-        return "-".join([self.op, self.dtype.name, "x".join(map(str, self.shape)) or "scalar", self.values, self.layout, *shown])
+        shape = "x".join(map(str, self.shape)) or "scalar"
+        return "-".join([self.op, self.dtype.name, shape, self.values, self.layout, *shown])
 
 
-@dataclass(frozen=True)
-class Op:
-    """What the generic tests and tools need to know about an op.
+#: Zero, FP8 maxima and their neighbours, exact ties, subnormals, Inf and NaN.
+_EDGES = np.array([
+    0, 2.0**-149, 2.0**-133, 2.0**-126, 2.0**-25, 2.0**-24, 2.0**-17, 2.0**-16, 2.0**-10, 1.5 * 2.0**-10,
+    2.0**-9, 2.0**-7, 2.0**-6, 1, 1.0625, 1.1875, 17, 19, 447, 448, 449, 464, 465, 480, 57344, 61439, 61440,
+    65504, 1e30, 3.4e38, np.inf, np.nan,
+], np.float32)  # fmt: skip
 
-    inputs   (case) -> positional and keyword arguments, as NumPy arrays
-    cases    the calls to check
-    summary  the README's line
-    updates  names of the leading arguments that a call updates in place and returns, for an op that takes no `out=`
-    """
 
-    name: str
-    function: Callable[..., Any]
-    reference: Callable[..., Any]
-    inputs: Callable[[Case], tuple[tuple[Any, ...], dict[str, Any]]]
-    cases: Callable[[], Iterator[Case]]
-    summary: str
-    updates: tuple[str, ...] = ()
+_zeros_for_values: ContextVar[bool] = ContextVar("zeros for values", default=False)
+
+
+@contextmanager
+def zeros_for_values() -> Iterator[None]:
+    """Within it `values` gives zeros, which cost nothing, to callers that need shapes and sizes alone."""
+    token = _zeros_for_values.set(True)
+    try:
+        yield
+    finally:
+        _zeros_for_values.reset(token)
 
 
 def values(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int = 0) -> np.ndarray:
-    """Test data. 'bits': every bit pattern equally likely (NaN, Inf, -0, subnormals). 'normal': N(0, 1) with outlier columns.
-    'edges': zeros of both signs, FP8 maxima and their neighbours, exact ties, subnormals, Inf and NaN."""
+    """Test data. 'bits': every bit pattern is equally likely (NaN, Inf, -0, subnormals). 'normal': N(0, 1)
+    with outlier columns. 'edges': _EDGES with both signs."""
+    if _zeros_for_values.get():
+        return np.zeros(shape, dtype)
     rng = np.random.default_rng(seed)
     size = int(np.prod(shape, dtype=np.int64))
     storage = FORMATS[dtype].storage
@@ -73,11 +83,8 @@ def values(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int = 
             x = x * np.where(np.arange(x.shape[-1]) % 67 == 13, np.float32(60), np.float32(1))
         return reference.astype(np.asarray(x, np.float32), dtype)
     if kind == "edges":
-        magnitudes = np.array([
-            0, 2.0**-149, 2.0**-133, 2.0**-126, 2.0**-25, 2.0**-24, 2.0**-17, 2.0**-16, 2.0**-10, 1.5 * 2.0**-10, 2.0**-9, 2.0**-7,
-            2.0**-6, 1, 1.0625, 1.1875, 17, 19, 447, 448, 449, 464, 465, 480, 57344, 61439, 61440, 65504, 1e30, 3.4e38, np.inf, np.nan,
-        ], np.float32)  # fmt: skip
-        return reference.astype(np.resize(np.concatenate([magnitudes, -magnitudes]), size).reshape(shape), dtype)
+        both = np.concatenate([_EDGES, -_EDGES])
+        return reference.astype(np.resize(both, size).reshape(shape), dtype)
     raise ValueError(f"values: expected 'bits', 'normal' or 'edges', got {kind!r}")
 
 
@@ -94,44 +101,48 @@ def source(case: Case, seed: int = 0) -> np.ndarray:
 
 
 def outputs(result: Any, kwargs: dict[str, Any], updated: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Every array that a call wrote, by name: the result's (of an op that updates its arguments, under their names), and the amax
-    buffer."""
-    found: dict[str, Any] = {}
-    if updated:
-        found.update(zip(updated, result, strict=True))
-    elif isinstance(result, Quantized):
-        for name in ("rowwise", "columnwise"):
-            part = getattr(result, name)
-            if part is not None:
-                found[f"{name}.data"], found[f"{name}.scale_inv"] = part
-        if result.dbias is not None:
-            found["dbias"] = result.dbias
-    elif isinstance(result, Scaled):
-        found["data"], found["scale_inv"] = result
-    elif isinstance(result, Grouped):
-        parts = {name: getattr(result, name) for name in ("rowwise", "columnwise", "scale_inv", "columnwise_scale_inv", "offsets")}
-        found.update((name, a) for name, a in parts.items() if a is not None)
-        if kwargs.get("align", 1) > 1:
-            found["splits"] = result.splits
-    elif isinstance(result, Routing):
-        found.update(result._arrays())
-    elif isinstance(result, tuple):
-        for i, part in enumerate(result):
-            if part is None:
-                continue
-            found.update({f"[{i}].{name}": a for name, a in outputs(part, {}).items()})
-    elif isinstance(result, list):
-        for i, a in enumerate(result):
-            found.update({f"outputs[{i}].{name}": part for name, part in outputs(a, {}).items()} if isinstance(a, Quantized)
-                         else {f"outputs[{i}]": a})
-    else:
-        found["result"] = result
+    """Every array that a call wrote, by name: those of the result, and the amax buffer. The result of an op
+    that updates its arguments is these arguments."""
+    found = dict(zip(updated, result, strict=True)) if updated else dict(_arrays(result, kwargs))
     if kwargs.get("amax") is not None:
         found["amax"] = kwargs["amax"]
     return found
 
 
-DIRECTIONS = ({"rowwise": True, "columnwise": False}, {"rowwise": False, "columnwise": True}, {"rowwise": True, "columnwise": True},
+def _arrays(result: Any, kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    if isinstance(result, Quantized):
+        for name in ("rowwise", "columnwise"):
+            if (part := getattr(result, name)) is not None:
+                yield from ((f"{name}.{field}", a)
+                            for field, a in zip(("data", "scale_inv"), part, strict=True))
+        if result.dbias is not None:
+            yield "dbias", result.dbias
+    elif isinstance(result, Scaled):
+        yield from zip(("data", "scale_inv"), result, strict=True)
+    elif isinstance(result, Grouped):
+        for name in ("rowwise", "columnwise", "scale_inv", "columnwise_scale_inv", "offsets"):
+            if (a := getattr(result, name)) is not None:
+                yield name, a
+        if kwargs.get("align", 1) > 1:
+            yield "splits", result.splits
+    elif isinstance(result, Routing):
+        yield from result._arrays().items()
+    elif isinstance(result, tuple):
+        for i, part in enumerate(result):
+            if part is not None:
+                yield from ((f"[{i}].{name}", a) for name, a in _arrays(part, {}))
+    elif isinstance(result, list):
+        for i, part in enumerate(result):
+            if isinstance(part, Quantized):
+                yield from ((f"outputs[{i}].{name}", a) for name, a in _arrays(part, {}))
+            else:
+                yield f"outputs[{i}]", part
+    else:
+        yield "result", result
+
+
+DIRECTIONS = ({"rowwise": True, "columnwise": False}, {"rowwise": False, "columnwise": True},
+              {"rowwise": True, "columnwise": True},
               {"rowwise": True, "columnwise": True, "transposed": False})
 
 

@@ -1,20 +1,20 @@
-"""A few cases of an op that together launch every kernel entry point that all its cases launch."""
+"""A few cases that together launch every kernel entry point, or show any other facts, of many."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
 from ..kernels import Variant, forced_executor
-from .base import ALIGNED_MATRIX, Case, Op
+from .base import ALIGNED_MATRIX, Case
+from .registry import Arguments, Op
 
 #: Brings an op's positional and keyword arguments to where its kernels are to run.
-Place = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-#: Name of the source file and of the entry point in it.
-Entry = tuple[str, str]
+Place = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
+Facts = frozenset[Any]
 
 
 class Recorded(NamedTuple):
@@ -25,8 +25,19 @@ class Recorded(NamedTuple):
     raised: bool = False
 
     @property
-    def entries(self) -> set[Entry]:
-        return {(variant.kernel.source, variant.kernel.entry) for variant in self.variants}
+    def size(self) -> int:
+        """How many elements the case's first array has."""
+        return math.prod(self.case.shape)
+
+    @property
+    def entries(self) -> frozenset[tuple[str, str]]:
+        """Source and name of the entry points that it launches."""
+        return frozenset((variant.kernel.source, variant.kernel.entry) for variant in self.variants)
+
+    @property
+    def errors(self) -> Facts:
+        """A fact that no other case shows, if the op raised an error."""
+        return frozenset({str(self.case)} if self.raised else ())
 
 
 def covering(op: Op) -> list[Case]:
@@ -40,22 +51,31 @@ def covering(op: Op) -> list[Case]:
 
 
 def covering_of(recorded: Sequence[Recorded]) -> list[Recorded]:
-    """A greedy cover of all entry points, in the order of the table, and every case that raised an error.
+    """A cover of all entry points, and every case that raised an error.
 
-    Each step takes the case that launches most of the entry points still missing. Of several such cases it
-    takes the largest one that is not larger than ALIGNED_MATRIX, which has tails of every tile. An op that
-    launches nothing keeps its first case.
+    Of several cases that show as much, it takes the largest one that is not larger than ALIGNED_MATRIX, which
+    has tails of every tile. An op that launches nothing keeps its first case.
     """
-    missing = set[Entry]().union(*(one.entries for one in recorded))
-    chosen = {i for i, one in enumerate(recorded) if one.raised}
-    for i in chosen:
-        missing -= recorded[i].entries
+    most = math.prod(ALIGNED_MATRIX)
+    chosen = cover(recorded, lambda one: one.entries | one.errors, lambda one: (one.size <= most, one.size))
+    return chosen or list(recorded[:1])
+
+
+def cover(candidates: Sequence[Recorded], facts: Callable[[Recorded], Facts],
+          preference: Callable[[Recorded], Any] = lambda _: 0) -> list[Recorded]:
+    """Few candidates that together show every fact, in their order.
+
+    Each step takes a candidate that shows most of the missing facts: the preferred one of several, or the
+    first."""
+    shown = [(facts(one), preference(one)) for one in candidates]
+    missing = Facts().union(*(found for found, _ in shown))
+    chosen: set[int] = set()
     while missing:
-        gains = [(len(one.entries & missing), *_preference(one.case)) for one in recorded]
+        gains = [(len(found & missing), preferred) for found, preferred in shown]
         best = gains.index(max(gains))
         chosen.add(best)
-        missing -= recorded[best].entries
-    return [recorded[i] for i in sorted(chosen)] or list(recorded[:1])
+        missing -= shown[best][0]
+    return [candidates[i] for i in sorted(chosen)]
 
 
 def served_by(chosen: Sequence[Recorded], recorded: Sequence[Recorded]) -> list[Recorded]:
@@ -64,15 +84,11 @@ def served_by(chosen: Sequence[Recorded], recorded: Sequence[Recorded]) -> list[
     return [one for one in recorded if one.raised or compiled.issuperset(one.variants)]
 
 
-def _preference(case: Case) -> tuple[bool, int]:
-    size = math.prod(case.shape)
-    return size <= math.prod(ALIGNED_MATRIX), size
-
-
-def record(op: Op, place: Place | None = None) -> list[Recorded]:
-    """What each case launches, found without a launch: on the CPU, or wherever `place` moves the arrays."""
+def record(op: Op, place: Place | None = None, cases: Iterable[Case] | None = None) -> list[Recorded]:
+    """What cases of an op, or all of them, launch on the CPU, or wherever `place` moves the arrays. No kernel
+    runs."""
     found = []
-    for case in op.cases():
+    for case in op.cases() if cases is None else cases:
         raised = False
         with forced_executor("host"), recording() as variants:
             try:

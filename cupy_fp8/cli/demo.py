@@ -1,4 +1,4 @@
-"""python -m cupy_fp8 demo: what FP8 does to a weight and an activation, or to every matrix of your files, recipe by recipe."""
+"""python -m cupy_fp8 demo: what each recipe does to a weight and an activation, or to matrices of files."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ _CPU_REPEATS = 3
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor quantised with one recipe, row-wise and column-wise. An infinite figure is None, as JSON has no infinity.
+    """One tensor quantised with one recipe, row-wise and column-wise. Infinite figures are None, for JSON.
 
     bytes_per_element  data and scales of both directions
-    microseconds       of one call; copy_share: a device copy of the same traffic takes this share of it (GPU only)
+    microseconds       of one call
+    copy_share         a device copy of the same traffic takes this share of it (on a GPU only)
     """
 
     tensor: str
@@ -74,9 +75,11 @@ def main(argv: list[str]) -> int:
     finally:
         kernels.announce(None)
     if not rows:
-        print(f"demo: no 2-D tensor of float64, float32, float16 or bfloat16 in {', '.join(options.files)}", file=sys.stderr)
+        print(f"demo: no 2-D tensor of float64, float32, float16 or bfloat16 in {', '.join(options.files)}",
+              file=sys.stderr)
         return 1
-    print(f"Executor: {executor}. Both directions from one call: row-wise, and column-wise (stored transposed; MX as is).\n")
+    print(f"Executor: {executor}. "
+          "Both directions from one call: row-wise, and column-wise (stored transposed; MX as is).\n")
     print(demo_table.render(rows, markdown=options.markdown, summary=options.summary))
     if options.json:
         report = {"executor": executor, "platform": platform.machine(), "numpy": np.__version__,
@@ -89,11 +92,14 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m cupy_fp8 demo", description=__doc__)
-    parser.add_argument("files", nargs="*", metavar="FILE", help=".npy, .npz or .safetensors: every 2-D float tensor is "
-                        "quantised; without files a made-up weight and activation")
-    parser.add_argument("--array", choices=("numpy", "cupy"), help="the kind of array (default: cupy where there is a GPU)")
+    parser.add_argument("files", nargs="*", metavar="FILE",
+                        help=".npy, .npz or .safetensors: every 2-D float tensor is quantised; without files "
+                        "a made-up weight and activation")
+    parser.add_argument("--array", choices=("numpy", "cupy"),
+                        help="the kind of array (default: cupy where there is a GPU)")
     parser.add_argument("--seed", type=int, default=0, help="of the made-up matrices (default 0)")
-    parser.add_argument("--summary", action="store_true", help="first one row per kind: names that differ only in numbers")
+    parser.add_argument("--summary", action="store_true",
+                        help="first one row per kind: names that differ only in numbers")
     parser.add_argument("--markdown", action="store_true", help="tables in Markdown")
     parser.add_argument("--json", metavar="FILE", help="also write the rows as JSON")
     return parser
@@ -114,9 +120,11 @@ def _tensors(sources: list[Iterator[tuple[str, np.ndarray]]], like: Any,
 def quantize_with_all(name: str, x: Array) -> Iterator[Row]:
     """A Row for each of RECIPES."""
     for title, recipe in RECIPES.items():
-        extra = {"scale": compute_scale(compute_amax(x), dtype=recipe.dtype)} if isinstance(recipe, DelayedScaling) else {}
+        delayed = isinstance(recipe, DelayedScaling)
+        extra = {"scale": compute_scale(compute_amax(x), dtype=recipe.dtype)} if delayed else {}
 
-        def call(x: Array, out: Quantized | None = None, recipe: Any = recipe, extra: dict[str, Array] = extra) -> Quantized:
+        def call(x: Array, out: Quantized | None = None, recipe: Any = recipe,
+                 extra: dict[str, Array] = extra) -> Quantized:
             result: Quantized = recipe.quantize(x, columnwise=True, out=out, **extra)
             return result
 
@@ -124,19 +132,21 @@ def quantize_with_all(name: str, x: Array) -> Iterator[Row]:
         report = diagnostics.error(x, q)
         assert report.saturated is not None
         microseconds, share = timing(call, x, x.nbytes + q.nbytes)
-        yield Row(name, x.shape, x.dtype.name, title, _finite(report.sqnr_db), _finite(report.max_relative_error),
-                  report.saturated, report.underflowed, report.nan, q.nbytes / x.size, microseconds, share)
+        yield Row(name, x.shape, x.dtype.name, title, _finite(report.sqnr_db),
+                  _finite(report.max_relative_error), report.saturated, report.underflowed, report.nan,
+                  q.nbytes / x.size, microseconds, share)
 
 
 def timing(call: Callable[..., Quantized], x: Array, traffic: int) -> tuple[float, float | None]:
-    """(microseconds of call(x, out=…), share of copy speed or None): on a GPU as the benchmark measures, on the CPU by the clock."""
+    """(microseconds of call(x, out=…), share of copy speed): on a GPU as the benchmark measures them, on the
+    CPU by the clock and None."""
     if backend.module_of(x) is not np:
         from ..bench.measure import measure
 
         def make() -> tuple[Callable[[], Any], Callable[[], None]]:
             mine = x.copy()
             out = call(mine)
-            return lambda: call(mine, out=out), lambda: None      # the table that follows shows what was computed
+            return lambda: call(mine, out=out), lambda: None        # the demo's table shows what was computed
 
         measured = measure(make, traffic)
         return measured.us, measured.share

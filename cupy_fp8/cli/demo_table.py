@@ -18,8 +18,8 @@ def render(rows: Sequence[Row], *, markdown: bool, summary: bool) -> str:
     full = table(*_full(rows))
     if not summary:
         return full
-    titles = ("### By kind of tensor", "### Every tensor") if markdown else ("By kind of tensor", "Every tensor")
-    return f"{titles[0]}\n\n{table(*_summary(rows))}\n\n{titles[1]}\n\n{full}"
+    mark = "### " if markdown else ""
+    return f"{mark}By kind of tensor\n\n{table(*_summary(rows))}\n\n{mark}Every tensor\n\n{full}"
 
 
 def _full(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -55,14 +55,15 @@ def _summary(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((kind_of(row.tensor), row.recipe), []).append(row)
-    head = ["kind", "tensors", "elements", "recipe", "SQNR dB (lowest … highest)", "max rel. error", "saturated", "underflowed",
-            "bytes/element", "time"]
+    head = ["kind", "tensors", "elements", "recipe", "SQNR dB (lowest … highest)", "max rel. error",
+            "saturated", "underflowed", "bytes/element", "time"]
     body = []
     for (kind, recipe), members in groups.items():
         elements = sum(r.shape[0] * r.shape[1] for r in members)
         body.append([kind, str(len(members)), f"{elements:,}", recipe, _span([r.sqnr_db for r in members]),
                      _number(_worst(r.max_relative_error for r in members), ".4f"),
-                     f"{sum(r.saturated for r in members):,}", _share(sum(r.underflowed for r in members), elements),
+                     f"{sum(r.saturated for r in members):,}",
+                     _share(sum(r.underflowed for r in members), elements),
                      f"{sum(r.bytes_per_element * r.shape[0] * r.shape[1] for r in members) / elements:.3f}",
                      duration(sum(r.microseconds for r in members))])
     return head, body
@@ -105,9 +106,10 @@ def _text(head: list[str], body: list[list[str]]) -> str:
     lines = [head, *body]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     right = [all(re.match(r"[\d–-]", cell) for cell in column) for column in zip(*body, strict=True)]
-    set_line = ["  ".join(cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(line, widths, right, strict=True)).rstrip()
-                for line in lines]
-    return "\n".join([set_line[0], "  ".join("─" * w for w in widths), *set_line[1:]])
+    padded = [[cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(line, widths, right, strict=True)]
+              for line in lines]
+    first, *others = ["  ".join(cells).rstrip() for cells in padded]
+    return "\n".join([first, "  ".join("─" * w for w in widths), *others])
 
 
 def _markdown(head: list[str], body: list[list[str]]) -> str:

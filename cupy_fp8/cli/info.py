@@ -27,8 +27,9 @@ def facts() -> dict[str, Any]:
     """What a benchmark result has to say about the machine that made it."""
     import cupy_fp8
 
-    found: dict[str, Any] = {"cupy_fp8": cupy_fp8.__version__, "python": platform.python_version(), "platform": sys.platform,
-                             "numpy": metadata.version("numpy"), "ml_dtypes": metadata.version("ml_dtypes"),
+    found: dict[str, Any] = {"cupy_fp8": cupy_fp8.__version__, "python": platform.python_version(),
+                             "platform": sys.platform, "numpy": metadata.version("numpy"),
+                             "ml_dtypes": metadata.version("ml_dtypes"),
                              "kernel sources": f"{len(sources.files())} files, {sources.digest()[:12]}"}
     try:
         cp = backend.cupy()
@@ -38,12 +39,15 @@ def facts() -> dict[str, Any]:
     found["CuPy cache"] = os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")
     try:
         found["NVRTC"] = ".".join(map(str, cp.cuda.nvrtc.getVersion()))
-    except Exception as error:      # a missing library surfaces as several types here, and info is what tells people about it
+    except Exception as error:              # a missing library raises errors of several types, all shown here
         found["NVRTC"] = f"no: {error}"
     if backend.gpu_problem() is None:
         properties = cp.cuda.runtime.getDeviceProperties(cp.cuda.runtime.getDevice())
-        found |= {"CUDA driver": cp.cuda.runtime.driverGetVersion(), "CUDA runtime": cp.cuda.runtime.runtimeGetVersion(),
-                  "GPU": properties["name"].decode(), "compute capability": f"{properties['major']}.{properties['minor']}",
-                  "multiprocessors": properties["multiProcessorCount"], "L2 cache": f"{properties['l2CacheSize'] >> 20} MiB",
+        found |= {"CUDA driver": cp.cuda.runtime.driverGetVersion(),
+                  "CUDA runtime": cp.cuda.runtime.runtimeGetVersion(),
+                  "GPU": properties["name"].decode(),
+                  "compute capability": f"{properties['major']}.{properties['minor']}",
+                  "multiprocessors": properties["multiProcessorCount"],
+                  "L2 cache": f"{properties['l2CacheSize'] >> 20} MiB",
                   "GPUs": cp.cuda.runtime.getDeviceCount()}
     return found

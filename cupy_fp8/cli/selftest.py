@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
             progress.clear()
     print(f"{failed} of all cases failed" if failed else "all bytes equal the reference's")
     if not options.full:
-        print("This was the quick pass, over every kernel entry point of these ops. --full checks every case.")
+        print("This was the quick pass, over all kernel entry points of these ops. --full checks every case.")
     return 1 if failed else 0
 
 

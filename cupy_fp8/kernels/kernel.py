@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,18 +50,18 @@ def executor_of(xp: Any) -> str:
 
 
 class Kernel:
-    """The entry point `entry` of kernels_cu/<source>.cu, whose parameter struct is read from there.
+    """The entry point `entry` of kernels_cu/<source>.cu, or of a .cu file elsewhere whose path is given. The
+    kernel's parameter struct is read from there.
 
-    cooperative: its blocks wait for each other, so all of a grid must be resident. by_element: arrays of structs in its
-    parameter struct are given element by element, so that a remembered call finds the pointers in them."""
+    cooperative: its blocks wait for each other, so all of a grid must be resident."""
 
-    def __init__(self, source: str, entry: str, *, cooperative: bool = False, by_element: bool = False) -> None:
-        self.source, self.entry, self.cooperative, self.by_element = source, entry, cooperative, by_element
+    def __init__(self, source: str | Path, entry: str, *, cooperative: bool = False) -> None:
+        self.source, self.entry, self.cooperative = str(source).removesuffix(".cu"), entry, cooperative
 
     @functools.cached_property
     def layout(self) -> structs.Layout:
         """Where the members of its parameter struct lie."""
-        return structs.of_entry(self.source, self.entry, self.by_element)
+        return structs.of_entry(self.source, self.entry)
 
     @property
     def params(self) -> struct.Struct:
@@ -158,7 +159,7 @@ class Variant:
         from .. import hostexec
 
         source, entry = self.kernel.source, self.kernel.entry
-        return hostexec.compile_kernel(sources.root() / f"{source}.cu", entry, include_dirs=[sources.root() / "include"],
+        return hostexec.compile_kernel(sources.path(source), entry, include_dirs=[sources.root() / "include"],
                                        defines=sources.all_defines(entry, dict(self.all_defines())))
 
     def all_defines(self) -> tuple[tuple[str, str], ...]:

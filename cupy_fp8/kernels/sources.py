@@ -28,13 +28,18 @@ def names() -> list[str]:
     return sorted(p.relative_to(root()).with_suffix("").as_posix() for p in root().glob("**/*.cu"))
 
 
+def path(source: str) -> Path:
+    """The .cu file of a `Kernel.source`: in kernels_cu, or elsewhere if the source is an absolute path."""
+    return root() / f"{source}.cu"
+
+
 @functools.cache
 def digest() -> str:
     """A hash of all sources. CuPy's disk cache keys on the program text alone, so this goes into every program: a changed
     header would otherwise be compiled from the cache of the old one."""
     h = hashlib.sha256()
-    for path in files():
-        h.update(path.relative_to(root()).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    for file in files():
+        h.update(file.relative_to(root()).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
     return h.hexdigest()
 
 
@@ -44,9 +49,8 @@ def program(source: str, entry: str, defines: tuple[tuple[str, str], ...]) -> st
 
     The choices are #defines in the text rather than compiler options, because CuPy probes the compiler anew for every
     new set of options."""
-    path = root() / f"{source}.cu"
     head = "".join(f"#define {name} {value}\n" for name, value in all_defines(entry, dict(defines)).items())
-    return f'// {digest()}\n{head}#line 1 "{source}.cu"\n{path.read_text(encoding="utf-8")}'
+    return f'// {digest()}\n{head}#line 1 "{source}.cu"\n{path(source).read_text(encoding="utf-8")}'
 
 
 def all_defines(entry: str, defines: Mapping[str, str]) -> dict[str, str]:

@@ -1,8 +1,7 @@
 """The parameter structs of the kernels, read from the CUDA sources, so that Python and CUDA cannot drift apart.
 
 A kernel takes one struct: ``entry(const __grid_constant__ SomeParams p)``. Its members are pointers, integers, floats, other
-structs of these (templates too), and arrays of structs, which are given as packed bytes, or element by element where the
-`Kernel` says so. Methods and constants are ignored.
+structs of these (templates too), and arrays of structs, which are given as packed bytes. Methods and constants are ignored.
 """
 
 from __future__ import annotations
@@ -60,6 +59,10 @@ class Layout:
             else:
                 yield base + member.offset, member.code
 
+    def offset(self, name: str) -> int:
+        """Where a member begins."""
+        return next(member.offset for member in self.members if member.name == name)
+
     @functools.cached_property
     def packer(self) -> struct.Struct:
         """Packs all scalars, given in order."""
@@ -75,8 +78,7 @@ class Layout:
 
     def values(self, given: Mapping[str, Any]) -> list[Any]:
         """All scalars in order, from members by name; what is not given is 0. A nested struct is given as a mapping, or as
-        the sequence of all its scalars; an array as a sequence of mappings, its first elements. TypeError for a name that
-        the struct does not have."""
+        the sequence of all its scalars. TypeError for a name that the struct does not have."""
         found: list[Any] = []
         for name, _, code, inner in self.members:
             value = given.get(name)
@@ -84,8 +86,6 @@ class Layout:
                 found.append(value if value is not None else b"" if code.endswith("s") else 0)
             elif value is None or isinstance(value, Mapping):
                 found += inner.values(value or {})
-            elif value and isinstance(value[0], Mapping):
-                found += inner.values({str(i): element for i, element in enumerate(value)})
             else:
                 assert len(value) == inner.count, f"{self.name}.{name}: expected {inner.count} values, got {len(value)}"
                 found += value
@@ -109,13 +109,12 @@ class Layout:
 
 
 @functools.cache
-def of_entry(source: str, entry: str, by_element: bool = False) -> Layout:
-    """The parameter struct of an entry point of kernels_cu/<source>.cu. by_element: its own arrays of structs are given
-    element by element."""
+def of_entry(source: str, entry: str) -> Layout:
+    """The parameter struct of an entry point of kernels_cu/<source>.cu."""
     text = _all_text(f"{source}.cu")
     found = re.search(rf"\b{entry}\(\s*const __grid_constant__ (\w+) p\)", text)
     assert found, f"{source}.cu: no entry point {entry} with one parameter struct"
-    return _layout(found[1], text, by_element)
+    return _layout(found[1], text)
 
 
 @functools.cache
@@ -139,14 +138,13 @@ def _all_text(path: str) -> str:
     return expand(path)
 
 
-def _layout(name: str, text: str, by_element: bool = False) -> Layout:
+def _layout(name: str, text: str) -> Layout:
     template, _, argument = name.removesuffix(">").partition("<")
     found = re.search(rf"(?:\btemplate <class (\w+)>\s*)?\bstruct (?:alignas\((\d+)\) )?{template} \{{", text)
     assert found, f"struct {template} is not declared"
     declared: list[_Declared] = []
     for statement in _statements(text, found.end()):
-        statement = re.sub(rf"\b{found[1]}\b", argument, statement) if argument else statement
-        declared += _members(statement, text, by_element)
+        declared += _members(re.sub(rf"\b{found[1]}\b", argument, statement) if argument else statement, text)
     return Layout(name, declared, int(found[2] or 1))
 
 
@@ -171,7 +169,7 @@ def _statements(text: str, start: int) -> Iterator[str]:
         i += 1
 
 
-def _members(statement: str, text: str, by_element: bool) -> Iterator[_Declared]:
+def _members(statement: str, text: str) -> Iterator[_Declared]:
     """The members that one declaration declares: ``u8 *data, *data_t`` are two."""
     first, *more = statement.removeprefix("const ").split(",")
     head = re.match(r"(.*?)(\**\s*\w+(?:\[\w+\])?)$", first.strip())
@@ -190,13 +188,8 @@ def _members(statement: str, text: str, by_element: bool) -> Iterator[_Declared]
             inner = _layout(kind, text)
             member = _Declared(name, "", inner.size, inner.align, inner)
         if count:
-            number = _constant(count, text)
-            size = member.size * number
-            if by_element and member.inner:
-                elements = Layout(f"{kind}[]", [member._replace(name=str(i)) for i in range(number)], 1)
-                member = _Declared(name, "", size, member.align, elements)
-            else:
-                member = _Declared(name, f"{size}s", size, member.align, None)
+            size = member.size * _constant(count, text)
+            member = _Declared(name, f"{size}s", size, member.align, None)
         yield member
 
 

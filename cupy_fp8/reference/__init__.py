@@ -1,4 +1,4 @@
-"""The definition of every op in NumPy, under the op's own name. Reads like docs/numerics.md; speed is not a goal.
+"""The definition of every op in NumPy, under the op's own name, written to read like docs/numerics.md.
 
 Each takes the op's arguments that bear on the result, returns fresh arrays and validates nothing.
 """
@@ -21,9 +21,11 @@ from .scales.convert import convert_scales
 from .scales.scale import compute_scale, update_delayed_scaling
 from .scales.swizzle import swizzle_scales, unswizzle_scales
 
-__all__ = ["astype", "cast_transpose", "compute_amax", "compute_scale", "convert_scales", "dequantize", "group_quantize",
-           "multi_cast_transpose", "multi_quantize", "pad_groups", "permute", "permute_backward",
-           "quantize_block", "quantize_mx", "quantize_tensor", "route", "sort_chunks", "transpose", "unpad_groups",
-           "unpermute", "unpermute_backward",
-           "scaling_aware_transpose", "splits_to_offsets", "swiglu_backward_quantize",
-           "swiglu_quantize", "swizzle_scales", "unswizzle_scales", "update_delayed_scaling"]
+# `python -m cupy_fp8 list --write` writes this list and the imports.
+__all__ = [
+    "astype", "cast_transpose", "compute_amax", "compute_scale", "convert_scales", "dequantize",
+    "group_quantize", "multi_cast_transpose", "multi_quantize", "pad_groups", "permute", "permute_backward",
+    "quantize_block", "quantize_mx", "quantize_tensor", "route", "scaling_aware_transpose", "sort_chunks",
+    "splits_to_offsets", "swiglu_backward_quantize", "swiglu_quantize", "swizzle_scales", "transpose",
+    "unpad_groups", "unpermute", "unpermute_backward", "unswizzle_scales", "update_delayed_scaling",
+]

@@ -1,4 +1,4 @@
-"""Every op over the table of cases, on every executor this machine has: bytes equal to the reference, fresh and with out=."""
+"""Every case of every op on every executor of this machine: the bytes are the reference's, also with out=."""
 
 import dataclasses
 import re
@@ -29,14 +29,14 @@ def test_equals_reference(case, executor):
 
 
 def entry_points():
-    """Of all kernels, as the sources have them."""
+    """Every entry point in the sources."""
     return {(source, entry) for source in sources.names()
-            for entry in re.findall(r"#ifdef ENTRY_(\w+)", (sources.root() / f"{source}.cu").read_text())}
+            for entry in re.findall(r"#ifdef ENTRY_(\w+)", sources.path(source).read_text())}
 
 
 def test_quick_cases_launch_every_entry_point(monkeypatch):
-    """Launches are counted where they happen; the benchmark's delay belongs to no op. (On a GPU small arrays do not launch every
-    kernel: some pay only for large ones.)"""
+    """Launches are counted where they happen. The benchmark's delay belongs to no op. (On a GPU small arrays
+    do not launch every kernel, since some pay only for large ones.)"""
     launches: Counter[tuple[str, str]] = Counter()
     launch = Variant.launch
 
@@ -46,7 +46,7 @@ def test_quick_cases_launch_every_entry_point(monkeypatch):
 
     monkeypatch.setattr(Variant, "launch", counted)
     with testing.executor("host") as run:
-        for one in covering.cover(covering.quick_cases(), lambda one: one.entries):
+        for one in covering.cover(covering.quick_cases(), covering.launched_entries):
             check(OPS[one.case.op], one.case, run)
         import_module("cupy_fp8.bench.measure")._DELAY.launch(run.array(np.zeros(1, np.uint8)), 1, 0)
     assert launches.keys() == entry_points()
@@ -69,12 +69,16 @@ def test_large_shapes(shape):
             if case.op == "scaling_aware_transpose" and len(shape) > 2:
                 continue                                            # of one matrix
             if case.shape == cases.MATRIX and case.values == "bits":
-                check(OPS[case.op], Case(case.op, case.dtype, shape, case.values, case.layout, case.options), run)
+                check(OPS[case.op], dataclasses.replace(case, shape=shape), run)
 
 
 def test_a_function_that_writes_nothing_is_caught():
     """The check of every op fails where out= keeps its poison."""
     op = OPS["astype"]
-    lazy = dataclasses.replace(op, function=lambda a, dtype, out=None: out if out is not None else op.function(a, dtype))
-    with testing.executor("reference") as run, pytest.raises(AssertionError, match="elements of float8_e4m3fn"):
-        check(lazy, Case("astype", float32, (4, 4), options={"to": float8_e4m3fn}), run)
+    case = Case("astype", float32, (4, 4), options={"to": float8_e4m3fn})
+
+    def writes_nothing(a, dtype, out=None):
+        return op.function(a, dtype) if out is None else out
+
+    with testing.executor("reference") as run, pytest.raises(AssertionError, match="elements of float8"):
+        check(dataclasses.replace(op, function=writes_nothing), case, run)

@@ -1,4 +1,4 @@
-"""Every notebook runs afresh without an error, and is committed with pictures, so that people can look at it on a web page.
+"""Every notebook runs afresh without an error, and is committed with the pictures that web pages show.
 
 After a change, execute in place with: python tests/project/test_notebooks.py notebooks/*.ipynb
 """
@@ -19,14 +19,14 @@ LIMIT_BYTES = 600_000
 
 
 def execute_in_place(path):
-    """Run all cells in a fresh kernel of this Python, from the repository's root: `import cupy_fp8` finds this checkout."""
+    """Run all cells in a fresh kernel of this Python, from the root, so that they import this checkout."""
     from nbclient import NotebookClient
     from traitlets.config import Config
 
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         cell.metadata = {}
-    with tempfile.TemporaryDirectory() as sockets:                   # files, so no open port, and no warning about one
+    with tempfile.TemporaryDirectory() as sockets:          # files: an open port would bring a warning
         config = Config({"KernelManager": {"transport": "ipc", "ip": f"{sockets}/kernel"}})
         NotebookClient(notebook, kernel_name="python3", timeout=300, record_timing=False, config=config,
                        resources={"metadata": {"path": str(ROOT)}}).execute()
@@ -38,8 +38,9 @@ def execute_in_place(path):
 def run(path):
     """execute_in_place in a process of its own: the kernel client leaves sockets and an event loop behind."""
     support = Path(__file__).resolve().parents[1] / "support"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(support), os.environ.get("PYTHONPATH"))))}
-    return subprocess.run([sys.executable, __file__, path], capture_output=True, text=True, check=False, env=environment)
+    path_of_imports = os.pathsep.join(filter(None, (str(support), os.environ.get("PYTHONPATH"))))
+    return subprocess.run([sys.executable, __file__, path], capture_output=True, text=True, check=False,
+                          env=os.environ | {"PYTHONPATH": path_of_imports})
 
 
 def outputs(notebook, kind):
@@ -63,7 +64,8 @@ def test_runs(path, tmp_path):
     assert process.returncode == 0, process.stderr[-3000:]
     fresh = nbformat.read(copy, as_version=4)
     assert len(outputs(fresh, "image/png")) == pictures
-    assert not [o for cell in fresh.cells for o in cell.get("outputs", []) if o.get("name") == "stderr"], "a cell wrote to stderr"
+    errors = [o for cell in fresh.cells for o in cell.get("outputs", []) if o.get("name") == "stderr"]
+    assert not errors, "a cell wrote to stderr"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
@@ -71,7 +73,8 @@ def test_is_committed_executed(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), "not executed from top to bottom"
+    counts = [cell.execution_count for cell in code]
+    assert counts == list(range(1, len(code) + 1)), "not executed from top to bottom"
     assert outputs(notebook, "image/png")
     assert path.stat().st_size < LIMIT_BYTES
 

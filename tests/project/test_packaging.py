@@ -1,5 +1,6 @@
-"""What an installation holds: the built archives against the source tree, and the package working from a wheel and from editable
-installs, each in a virtual environment of its own."""
+"""The built archives hold the source tree, and the package works from a wheel and from editable installs.
+
+Each installation has a virtual environment of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 INPUTS = ("pyproject.toml", "README.md", "LICENSE", "cupy_fp8", "kernels_cu")
 TEST_COMMAND = "pip install -e '.[test]' && pytest"
 
-# Runs in the new environment, as if there were no CuPy. Arguments: where the kernels should be found, and their digest.
+# This runs in the new environment, as if there were no CuPy. Its arguments are the folder where the kernels
+# should be found, and their digest.
 USE = r"""
 import sys
 from pathlib import Path
@@ -41,8 +43,10 @@ print(Path(fp8.__file__).parent)
 
 
 def run(*command: object, cwd: Path | None = None) -> str:
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "PIP_REQUIRE_VIRTUALENV")}
-    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, env=environment)
+    environment = {k: v for k, v in os.environ.items()
+                   if k not in ("PYTHONPATH", "PYTHONHOME", "PIP_REQUIRE_VIRTUALENV")}
+    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True,
+                          env=environment)
     assert done.returncode == 0, f"{command[:4]}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -66,25 +70,27 @@ def copy_sources(to: Path) -> Path:
 def archives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(sdist, wheel), the wheel built from the sdist."""
     folder = tmp_path_factory.mktemp("archives")
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", copy_sources(folder / "source"))
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist",
+        copy_sources(folder / "source"))
     (sdist,), (wheel,) = (list((folder / "dist").glob(pattern)) for pattern in ("*.tar.gz", "*.whl"))
     return sdist, wheel
 
 
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
-    """A new environment that sees this one's packages, though not the project where it is installed editable: .pth files of a
-    folder that a .pth file names are not read."""
+    """A new environment that sees this one's packages. It does not see the project that is installed editable
+    here, since the .pth files of a folder that a .pth file names are not read."""
     folder = tmp_path / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", folder)
     paths = sysconfig.get_paths(vars={"base": str(folder), "platbase": str(folder)})
-    Path(paths["purelib"], "outer.pth").write_text("\n".join({sysconfig.get_path(kind) for kind in ("purelib", "platlib")}))
+    outer = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
+    Path(paths["purelib"], "outer.pth").write_text("\n".join(outer))
     return folder / "bin" / "python"
 
 
 def install(python: Path, *what: object) -> None:
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation",
-        "--ignore-installed", *what)
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index",
+        "--no-build-isolation", "--ignore-installed", *what)
 
 
 def source_files() -> set[str]:
@@ -141,7 +147,8 @@ def test_editable_works(mode, source_tree, python):
 def test_importing_is_light(module):
     """No optional dependency is imported, CuPy first of all: with it, importing takes seconds."""
     heavy = "cupy", "matplotlib", "safetensors", "hypothesis", "pytest"
-    out = run(sys.executable, "-c", f"import sys, {module}; print([m for m in {heavy} if m in sys.modules])", cwd=ROOT)
+    out = run(sys.executable, "-c", f"import sys, {module}; print([m for m in {heavy} if m in sys.modules])",
+              cwd=ROOT)
     assert out.strip() == "[]"
 
 

@@ -1,9 +1,9 @@
-"""Which tests run: the quick tier (`pytest`), or every test (`pytest --full`); GPU tests only where there is a GPU.
+"""Which tests run: the quick tier (`pytest`) or every test (`pytest --full`), and GPU tests only with a GPU.
 
-The quick tier leaves out what is marked `full`: a test, a module, or single parameters of a test. A machine without a GPU leaves out what
-is marked `gpu`. Parameters that are left out are never generated; tests that are left out are deselected. Tests that are selected with -m
-or by a node id (FILE::TEST) are selected from all tests: `pytest -m full` runs the rest of the quick tier, and `pytest -m gpu` runs every
-GPU test.
+The quick tier leaves out what is marked `full`: a test, a module, or single parameters of a test. A machine
+without a GPU leaves out what is marked `gpu`. Parameters that are left out are never generated, and tests
+that are left out are deselected. -m and node ids (FILE::TEST) select from all tests: `pytest -m full` runs
+what the quick tier leaves out, and `pytest -m gpu` runs every GPU test.
 
 tests/conftest.py takes the hooks from here.
 """
@@ -23,7 +23,8 @@ Value = TypeVar("Value")
 
 # ---- marks that modules use ----
 #: For tests of launches: the fixture `run` without the reference, which launches nothing.
-where_kernels_run = pytest.mark.parametrize("run", ["host", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+where_kernels_run = pytest.mark.parametrize("run", ["host", pytest.param("cuda", marks=pytest.mark.gpu)],
+                                            indirect=True)
 
 
 def quick_if(quick: Callable[[Value], bool], values: Iterable[Value]) -> list[Any]:
@@ -49,17 +50,19 @@ def _full(value: Any) -> Any:
 
 # ---- hooks ----
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="run every test, not only the quick ones (those without the mark `full`)")
+    parser.addoption("--full", action="store_true", help="run every test, also those with the mark `full`")
 
 
 def is_quick(config: pytest.Config) -> bool:
     """True if the session runs the quick tier: nobody asked for everything, or selected tests."""
-    return not (config.option.full or config.option.markexpr or any("::" in argument for argument in config.args))
+    return not (config.option.full or config.option.markexpr
+                or any("::" in argument for argument in config.args))
 
 
 def left_out(config: pytest.Config) -> set[str]:
     """The marks of the tests that this session leaves out."""
-    return {mark for mark, absent in (("full", is_quick(config)), ("gpu", backend.gpu_problem() is not None)) if absent}
+    return {mark for mark, absent in (("full", is_quick(config)), ("gpu", backend.gpu_problem() is not None))
+            if absent}
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -77,14 +80,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     def wanted(value: Any) -> bool:
         return not (isinstance(value, ParameterSet) and without & {mark.name for mark in value.marks})
 
-    def parametrize_wanted(names: Any, values: Iterable[Any], *args: Any, ids: Any = None, **kwargs: Any) -> None:
+    def parametrize_wanted(names: Any, values: Iterable[Any], *args: Any, ids: Any = None,
+                           **kwargs: Any) -> None:
         values = list(values)
         chosen = [] if whole else [i for i, value in enumerate(values) if wanted(value)]
         chosen = chosen or list(range(len(values)))[:1]         # One is left to be deselected.
         if ids is not None and not callable(ids):
             names_of_ids = list(ids)
             ids = [names_of_ids[i] for i in chosen]
-        kwargs.pop("_param_mark", None)                         # A mark that several tests share keeps the ids of the first.
+        kwargs.pop("_param_mark", None)         # else a mark of several tests keeps the ids of the first one
         parametrize(names, [values[i] for i in chosen], *args, ids=ids, **kwargs)
 
     metafunc.parametrize = parametrize_wanted           # type: ignore[method-assign, assignment]

@@ -169,7 +169,7 @@ def few_block_entry_checks() -> Iterator[Check]:
     """Of the cases with few blocks, which are those that ThreadSanitizer can run, one or more for every entry
     point."""
     candidates = covering.observe(few_blocks())
-    for one in covering.cover(candidates, lambda one: one.entries):
+    for one in covering.cover(candidates, covering.launched_entries):
         yield partial(check, OPS[one.case.op], one.case)
 
 
@@ -270,7 +270,7 @@ def test_no_sanitizer_finds_anything(job, background_result):
 
 def test_quick_jobs_are_of_every_family():
     """But of the benchmark's delay, which reads and writes no memory."""
-    reached = {program.source for one in covering.entry_cases() for program in one.launched if one.size}
+    reached = {source for one in covering.entry_cases() for source, _ in covering.launched_entries(one)}
     assert reached == set(sources.names()) - {"bench/delay"}
 
 

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from cupy_fp8 import hostexec
+from cupy_fp8.cases.programs import launched_variants
 from cupy_fp8.kernels import sources, structs
-from cupy_fp8.ops.programs import launched_variants
 
 ENTRIES = list({(v.kernel.source, v.kernel.entry): v for v in launched_variants().values()}.items())
 

@@ -18,17 +18,19 @@ import cupy_fp8 as fp8
 from cupy_fp8 import backend, cases, testing
 from cupy_fp8.__main__ import COMMANDS, main
 from cupy_fp8.arrays import bits
-from cupy_fp8.cli import selftest
+from cupy_fp8.cli import selftest, written
 from cupy_fp8.kernels import Variant
 
 ROOT = Path(fp8.__file__).resolve().parent.parent
 HOST_PROBLEM = testing.executor_problem("host")
 needs_host = pytest.mark.skipif(HOST_PROBLEM is not None, reason=str(HOST_PROBLEM))
+without_gpu = pytest.mark.skipif(backend.gpu_problem() is None, reason="there is a GPU")
 
 
-def command(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     """`python -m cupy_fp8 …` in a process of its own."""
-    return subprocess.run([sys.executable, "-m", "cupy_fp8", *arguments], capture_output=True, text=True, timeout=timeout, cwd=ROOT)
+    return subprocess.run([sys.executable, "-m", "cupy_fp8", *arguments], capture_output=True, text=True,
+                          timeout=300, cwd=ROOT)
 
 
 def exit_code(arguments: list[str]) -> int:
@@ -40,98 +42,94 @@ def exit_code(arguments: list[str]) -> int:
 
 
 # ---- the front ----
-@pytest.mark.parametrize("arguments", [["--help"], ["-h"]], ids=str)
-def test_help(arguments, capsys):
-    assert exit_code(arguments) == 0
+@pytest.mark.parametrize(("arguments", "code", "expected"), [
+    *((given, 0, "usage: python -m cupy_fp8 COMMAND") for given in (["--help"], ["-h"])),
+    *((given, 2, "usage: python -m cupy_fp8 COMMAND")
+      for given in ([], ["quantize"], ["--version"], ["", "list"], ["LIST"])),
+    *(([name, "--help"], 0, f"usage: python -m cupy_fp8 {name}") for name in COMMANDS),
+    *((given, 2, f"usage: python -m cupy_fp8 {given[0]}") for given in (
+        ["list", "everything"], ["info", "--json"], ["selftest", "--executor", "tpu"],
+        ["selftest", "--executor", "reference"], ["bench", "no_such_op"], ["bench", "--json"],
+        ["demo", "--no-such-option"])),
+], ids=str)
+def test_usage(arguments, code, expected, capsys):
+    """Help that was asked for goes to stdout, and what is wrong with the arguments to stderr."""
+    assert exit_code(arguments) == code
     printed = capsys.readouterr()
-    assert printed.out.startswith("usage: python -m cupy_fp8 COMMAND")
-    for name, text in COMMANDS.items():
-        assert re.search(rf"^  {name} +{re.escape(text)}$", printed.out, re.MULTILINE)
-    assert printed.err == ""
+    asked, unasked = (printed.out, printed.err) if code == 0 else (printed.err, printed.out)
+    assert asked.startswith(expected)
+    assert unasked == ""
 
 
-@pytest.mark.parametrize("arguments", [[], ["quantize"], ["--version"], ["", "list"], ["LIST"]], ids=str)
-def test_bad_command(arguments, capsys):
-    assert exit_code(arguments) == 2
-    printed = capsys.readouterr()
-    assert printed.err.startswith("usage: python -m cupy_fp8 COMMAND")
-    assert printed.out == ""
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_of_a_command(name, capsys):
-    assert exit_code([name, "--help"]) == 0
-    printed = capsys.readouterr()
-    assert printed.out.startswith(f"usage: python -m cupy_fp8 {name}")
-    assert printed.err == ""
-
-
-@pytest.mark.parametrize("arguments", [
-    ["list", "everything"], ["info", "--json"], ["selftest", "--executor", "tpu"], ["selftest", "--executor", "reference"],
-    ["bench", "no_such_op"], ["bench", "--json"], ["demo", "--no-such-option"],
-], ids=str)  # fmt: skip
-def test_bad_arguments_of_a_command(arguments, capsys):
-    assert exit_code(arguments) == 2
-    printed = capsys.readouterr()
-    assert f"python -m cupy_fp8 {arguments[0]}" in printed.err
-    assert printed.out == ""
-
-
-def test_commands_are_the_documented_ones():
+def test_commands_are_the_documented_ones(capsys):
     assert sorted(COMMANDS) == ["bench", "demo", "info", "list", "selftest"]
+    assert exit_code(["--help"]) == 0
+    out = capsys.readouterr().out
+    for name, text in COMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(text)}$", out, re.MULTILINE)
 
 
-@pytest.mark.parametrize("arguments", [("list",), ("--help",)], ids=str)
-def test_in_a_process(arguments):
+@pytest.mark.parametrize(("arguments", "code", "out"), [
+    (["list"], 0, "quantize_tensor"), (["--help"], 0, "usage"), ([], 2, ""), (["nothing"], 2, ""),
+    (["bench", "no_such_op"], 2, ""),
+], ids=str)
+def test_in_a_process(arguments, code, out):
     done = command(*arguments)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "quantize_tensor" in done.stdout or "usage" in done.stdout
+    assert done.returncode == code
+    assert out in done.stdout
+    assert (done.stderr == "") == (code == 0)
 
 
-def test_exit_codes_of_a_process():
-    assert command("nothing").returncode == 2
-    assert command().returncode == 2
-    assert command("bench", "no_such_op").returncode == 2
-
-
-def test_console_script():
-    scripts = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text().split("[project.scripts]\n")[1].split("\n[")[0]
-    found = re.fullmatch(r'cupy-fp8 = "([\w.]+):(\w+)"\s*', scripts)
+def test_console_script(monkeypatch, capsys):
+    """It calls `main` without arguments, whose return value is the exit code."""
+    project = (ROOT / "pyproject.toml").read_text()
+    found = re.search(r'\[project\.scripts\]\ncupy-fp8 = "([\w.]+):(\w+)"\n', project)
     assert found
-    assert getattr(importlib.import_module(found[1]), found[2]) is main
-
-
-@pytest.mark.parametrize(("arguments", "code"), [(["list"], 0), (["no-such-command"], 2)], ids=str)
-def test_main_reads_the_command_line(arguments, code, monkeypatch, capsys):
-    """As the console script calls it: without arguments, its return value the exit code."""
-    monkeypatch.setattr(sys, "argv", ["cupy-fp8", *arguments])
-    assert main() == code
-    assert capsys.readouterr()
+    script = getattr(importlib.import_module(found[1]), found[2])
+    for arguments, code in ((["list"], 0), (["no-such-command"], 2)):
+        monkeypatch.setattr(sys, "argv", ["cupy-fp8", *arguments])
+        assert script() == code
+        assert capsys.readouterr()
 
 
 # ---- list, info ----
 def test_list(capsys):
     assert main(["list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines == [f"{op.name:18} {op.summary}" for op in cases.OPS.values()]
-    for name in ("quantize_tensor", "cast_transpose", "dequantize", "astype", "transpose", "compute_amax"):
-        assert any(line.startswith(name + " ") for line in lines)
+    assert capsys.readouterr().out.splitlines() == [f"{op.name:24} {op.summary}" for op in cases.OPS.values()]
+
+
+def test_list_writes_what_is_out_of_date(monkeypatch, tmp_path, capsys):
+    readme, package = tmp_path / "README.md", tmp_path / "__init__.py"
+    readme.write_text("before\n<!-- ops: here -->\n| old |\n<!-- end of ops -->\nafter\n")
+    package.write_text("from .ops.scales.old import old\n# `list --write` writes this:\n__all__ = [\n\n]\n")
+    (tmp_path / "reference").mkdir()
+    (tmp_path / "reference" / "__init__.py").write_text("")
+    monkeypatch.setattr(written, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(written, "README", readme)
+    assert main(["list", "--write"]) == 0
+    assert main(["list", "--markdown"]) == 0
+    table = capsys.readouterr().out
+    assert readme.read_text() == f"before\n<!-- ops: here -->\n{table}<!-- end of ops -->\nafter\n"
+    assert package.read_text().startswith("from .ops.convert.astype import astype, transpose\n")
+    assert '__all__ = [\n    "astype", "cast_transpose", ' in package.read_text()
+    assert "old" not in package.read_text()
+    readme.unlink()
+    assert exit_code(["list", "--write"]) == 2
+    assert "needs a checkout" in capsys.readouterr().err
 
 
 def test_info(capsys):
     assert main(["info"]) == 0
-    lines = dict(re.findall(r"^(.+?)  +(.*)$", capsys.readouterr().out, re.MULTILINE))
-    assert lines["cupy_fp8"].strip() == fp8.__version__
-    assert lines["numpy"].strip() == np.__version__
+    found = re.findall(r"^(.+?)  +(.*)$", capsys.readouterr().out, re.MULTILINE)
+    lines = {name: value.strip() for name, value in found}
+    assert lines["cupy_fp8"] == fp8.__version__
+    assert lines["numpy"] == np.__version__
     assert re.match(r"\d+ files, [0-9a-f]{12}", lines["kernel sources"])
-    assert lines["reference executor"].strip() == "works"
-    for name in ("host", "cuda"):
+    for name in testing.EXECUTORS:
         problem = testing.executor_problem(name)
-        assert lines[f"{name} executor"].strip() == ("works" if problem is None else f"no: {problem}")
-    if backend.gpu_problem() is None:
-        assert lines["compute capability"]
-    assert "ml_dtypes" in lines
-    assert "cupy" in lines
+        assert lines[f"{name} executor"] == ("works" if problem is None else f"no: {problem}")
+    assert {"ml_dtypes", "cupy"} <= lines.keys()
+    assert backend.gpu_problem() is not None or lines["compute capability"]
 
 
 def test_info_facts_are_data():
@@ -142,7 +140,7 @@ def test_info_facts_are_data():
 # ---- selftest ----
 @pytest.fixture
 def few_cases(monkeypatch: pytest.MonkeyPatch) -> dict[str, cases.Op]:
-    """A table with the first cases of every op."""
+    """The ops, each with its first cases."""
     first = {name: list(op.cases())[:3] for name, op in cases.OPS.items()}
     few = {name: dataclasses.replace(op, cases=partial(iter, first[name])) for name, op in cases.OPS.items()}
     monkeypatch.setattr(cases, "OPS", few)
@@ -155,7 +153,8 @@ def test_selftest_passes(few_cases, capsys):
     assert main(["selftest", "--full", "--executor", "host"]) == 0
     first, *lines, last = capsys.readouterr().out.splitlines()
     assert first == "executor: host"
-    assert [re.match(r"PASS (\w+) +3 cases +\d+\.\d s$", line).group(1) for line in lines] == list(few_cases)   # type: ignore[union-attr]
+    passed = [re.match(r"PASS (\w+) +3 cases +\d+\.\d s$", line) for line in lines]
+    assert [found and found[1] for found in passed] == list(few_cases)
     assert last == "all bytes equal the reference's"
 
 
@@ -163,12 +162,16 @@ def test_selftest_passes(few_cases, capsys):
 def test_selftest_of_everything(monkeypatch, capsys):
     """Every case is checked once, which test_cases.py does too, whatever the check makes of them."""
     checked: list[tuple[str, str, str]] = []
-    monkeypatch.setattr(selftest, "check", lambda op, case, run: checked.append((op.name, str(case), run.name)))
+
+    def check(op, case, run):
+        checked.append((op.name, str(case), run.name))
+
+    monkeypatch.setattr(selftest, "check", check)
     monkeypatch.setattr(Variant, "compile", lambda *_: None)
     assert main(["selftest", "--full", "--executor", "host"]) == 0
     assert checked == [(op.name, str(case), "host") for op in cases.OPS.values() for case in op.cases()]
-    counts = {m[1]: int(m[2]) for m in re.finditer(r"^PASS (\w+) +(\d+) cases", capsys.readouterr().out, re.MULTILINE)}
-    assert counts == {name: len(list(op.cases())) for name, op in cases.OPS.items()}
+    found = re.findall(r"^PASS (\w+) +(\d+) cases", capsys.readouterr().out, re.MULTILINE)
+    assert found == [(name, str(len(list(op.cases())))) for name, op in cases.OPS.items()]
 
 
 def one_bit_off(op: cases.Op) -> cases.Op:
@@ -212,15 +215,15 @@ def returns_others(op: cases.Op) -> cases.Op:
 @pytest.mark.parametrize("breakage", [one_bit_off, writes_nothing, raises, returns_others])
 @pytest.mark.parametrize("name", list(cases.OPS))
 def test_selftest_finds_a_broken_op(name, breakage, few_cases, monkeypatch, capsys):
+    """The ops before it and after it are checked all the same."""
     names = list(few_cases)
-    others = {names[(names.index(name) + step) % len(names)] for step in (-1, 1)}       # what stands before it, and after it, goes on
-    for other in set(names) - {name, *others}:
+    for other in set(names) - {names[(names.index(name) + step) % len(names)] for step in (-1, 0, 1)}:
         monkeypatch.delitem(few_cases, other)
     monkeypatch.setitem(few_cases, name, breakage(few_cases[name]))
     assert main(["selftest", "--full", "--executor", "host"]) == 1
     printed = capsys.readouterr().out
-    assert re.findall(r"^FAIL (\w+) ", printed, re.MULTILINE) == [name]
-    assert re.findall(r"^PASS (\w+) ", printed, re.MULTILINE) == [other for other in few_cases if other != name]
+    assert re.findall(r"^(PASS|FAIL) (\w+) ", printed, re.MULTILINE) == [
+        ("FAIL" if other == name else "PASS", other) for other in few_cases]
     failed = re.search(r"^(\d+) of all cases failed$", printed, re.MULTILINE)
     assert failed
     assert 1 <= int(failed[1]) <= 3
@@ -228,34 +231,13 @@ def test_selftest_finds_a_broken_op(name, breakage, few_cases, monkeypatch, caps
     assert "all bytes equal" not in printed
 
 
+@without_gpu
 def test_selftest_where_there_is_no_gpu(capsys):
-    problem = backend.gpu_problem()
-    if problem is None:
-        pytest.skip("there is a GPU")
     assert main(["selftest", "--executor", "cuda"]) == 1
-    assert capsys.readouterr().out == f"the cuda executor cannot run here: {problem}\n"
+    assert capsys.readouterr().out == f"the cuda executor cannot run here: {backend.gpu_problem()}\n"
 
 
 @pytest.mark.gpu
 def test_selftest_on_the_gpu(few_cases, capsys):
     assert main(["selftest"]) == 0
     assert capsys.readouterr().out.startswith("executor: cuda\n")
-
-
-# ---- bench ----
-def test_bench_where_there_is_no_gpu(capsys, tmp_path):
-    problem = backend.gpu_problem()
-    if problem is None:
-        pytest.skip("there is a GPU")
-    for arguments in ([], ["compute_amax"], ["--json", str(tmp_path / "results.json")]):
-        assert main(["bench", *arguments]) == 1
-        assert capsys.readouterr().out == f"bench needs a GPU: {problem}\n"
-    assert list(tmp_path.iterdir()) == []
-    assert command("bench").returncode == 1
-
-
-def test_bench_names_an_unknown_op(capsys):
-    assert exit_code(["bench", "astyp", "compute_amax"]) == 2
-    error = capsys.readouterr().err
-    assert "no such op: astyp (did you mean astype?); the ops are" in error
-    assert all(name in error for name in cases.OPS)

@@ -1,5 +1,6 @@
 """The demo's figures are those of the recipes it names, and its output holds them all."""
 
+import itertools
 import json
 import math
 import re
@@ -23,7 +24,8 @@ def run(capsys, *arguments):
 def matrices(tmp_path):
     rng = np.random.default_rng(0)
     tensors: dict[str, Any] = {
-        "layer.0.weight": rng.standard_normal((6, 8), np.float32), "layer.1.weight": rng.standard_normal((4, 8), np.float32),
+        "layer.0.weight": rng.standard_normal((6, 8), np.float32),
+        "layer.1.weight": rng.standard_normal((4, 8), np.float32),
         "bias": np.ones(3, np.float32), "empty": np.zeros((0, 4), np.float32)}
     path = tmp_path / "model.npz"
     np.savez(path, **tensors)
@@ -39,13 +41,14 @@ def test_rows_are_what_the_recipes_do(matrices, tmp_path, capsys):
     report = json.loads(report_file.read_text())
     rows = report["rows"]
     names = ("layer.0.weight", "layer.1.weight")
-    assert [(r["tensor"], r["recipe"]) for r in rows] == [(name, recipe) for name in names for recipe in demo.RECIPES]
+    assert [(r["tensor"], r["recipe"]) for r in rows] == list(itertools.product(names, demo.RECIPES))
     for row in rows:
         x, dtype = tensors[row["tensor"]], fp8.float8_e5m2 if "e5m2" in row["recipe"] else fp8.float8_e4m3fn
         if row["recipe"].startswith("MX"):
             q, bytes_of_scales = fp8.quantize_mx(x, dtype=dtype, columnwise=True), x.shape[0] + x.shape[1]
         else:
-            q, bytes_of_scales = fp8.cast_transpose(x, np.float32(fp8.finfo(dtype).max) / np.abs(x).max(), dtype=dtype), 4
+            scale = np.float32(fp8.finfo(dtype).max) / np.abs(x).max()
+            q, bytes_of_scales = fp8.cast_transpose(x, scale, dtype=dtype), 4
         want = diagnostics.error(x, q)
         assert (row["sqnr_db"], row["max_relative_error"]) == (want.sqnr_db, want.max_relative_error)
         assert (row["saturated"], row["underflowed"], row["nan"]) == (want.saturated, want.underflowed, 0)
@@ -65,8 +68,9 @@ def test_made_up_matrices(monkeypatch, capsys):
 
 
 def without_times(out):
-    """The cells of the table's rows, but for the last, whatever the width of its column."""
-    rows = [re.split(r"\s{2,}", line.strip()) for line in out.splitlines() if line.startswith(("weight", "activation"))]
+    """All cells of the table's rows but the last, which is the time."""
+    rows = [re.split(r"\s{2,}", line.strip()) for line in out.splitlines()
+            if line.startswith(("weight", "activation"))]
     assert len(rows) == 2 * len(demo.RECIPES)
     return [row[:-1] for row in rows]
 
@@ -87,9 +91,9 @@ def test_summary_adds_up():
     other = demo.Row("a.1.w", (2, 12), "float32", "r", 20.0, 0.25, 2, 0, 0, 2.1, 30.0, None)
     head, body = demo_table._summary([row, other])
     assert dict(zip(head, body[0], strict=True)) == {
-        "kind": "a.*.w", "tensors": "2", "elements": "32", "recipe": "r", "SQNR dB (lowest … highest)": "20.00 … 30.00",
-        "max rel. error": "0.5000", "saturated": "3", "underflowed": "2 (0.062 of all)", "bytes/element": "2.200",
-        "time": "40.0 µs"}
+        "kind": "a.*.w", "tensors": "2", "elements": "32", "recipe": "r",
+        "SQNR dB (lowest … highest)": "20.00 … 30.00", "max rel. error": "0.5000", "saturated": "3",
+        "underflowed": "2 (0.062 of all)", "bytes/element": "2.200", "time": "40.0 µs"}
 
 
 def test_a_tensor_without_error_has_no_sqnr(tmp_path, capsys):
@@ -101,7 +105,10 @@ def test_a_tensor_without_error_has_no_sqnr(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("name", "content", "message"), [
-    ("none.npz", None, "no such file"), ("a.txt", b"", "expected a file ending in"), ("b.npy", b"junk", r"not an .npy file")])
+    ("none.npz", None, "no such file"),
+    ("a.txt", b"", "expected a file ending in"),
+    ("b.npy", b"junk", r"not an .npy file"),
+])
 def test_bad_files(tmp_path, capsys, name, content, message):
     if content is not None:
         (tmp_path / name).write_bytes(content)
@@ -131,7 +138,7 @@ def test_data():
     assert w.tobytes() != demo_data.weight(256, 128, seed=4).tobytes()
     f = w.astype(np.float64)
     assert 0.5 < f.std() * math.sqrt(128) < 2
-    assert np.abs(f).max() > 6 * f.std()                             # heavier tails than a normal distribution of this size has
+    assert np.abs(f).max() > 6 * f.std()                    # a normal distribution of this size has less
     per_channel = np.abs(x.astype(np.float64))[1:].mean(axis=0)
     assert (per_channel > 6 * np.median(per_channel)).sum() >= 4     # outlier channels
 

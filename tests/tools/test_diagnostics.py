@@ -20,11 +20,12 @@ BORDER = {E4M3: (np.float32(464), np.nextafter(np.float32(464), np.float32(500))
 
 def by_hand(x, v):
     """(sqnr_db, max_relative_error, underflowed, nan, nonfinite) with Python's floats and fsum."""
-    pairs = list(zip(x.astype(np.float64).ravel().tolist(), v.astype(np.float64).ravel().tolist(), strict=True))
+    pairs = list(zip(*(a.astype(np.float64).ravel().tolist() for a in (x, v)), strict=True))
     finite = [(a, b) for a, b in pairs if math.isfinite(a)]
     gaps = [abs(b - a) if math.isfinite(b) else math.inf for a, b in finite]
     signal, noise = math.fsum(a * a for a, _ in finite), math.fsum(g * g for g in gaps)
-    sqnr = math.inf if noise == 0 else -math.inf if signal == 0 or noise == math.inf else 10 * math.log10(signal / noise)
+    lost = signal == 0 or noise == math.inf
+    sqnr = math.inf if noise == 0 else -math.inf if lost else 10 * math.log10(signal / noise)
     relative = max((g / abs(a) for (a, _), g in zip(finite, gaps, strict=True) if a), default=0.0)
     underflowed, nan = sum(a != 0 and b == 0 for a, b in finite), sum(math.isnan(b) for _, b in pairs)
     return sqnr, relative, underflowed, nan, len(pairs) - len(finite)
@@ -62,7 +63,7 @@ def test_saturation_is_overflow_of_the_rounding(dtype):
     x = np.array([top, inside, -inside, beyond, -beyond, 2 * beyond, np.inf, np.nan, 0.0, 1.0], np.float32)
     report = error(x, fp8.quantize_tensor(x, 1.0, dtype=dtype))
     assert (report.saturated, report.nan, report.nonfinite) == (3, 1, 2)
-    unsaturated = fp8.astype(x, dtype, saturate=False).astype(np.float32)       # another definition of the same
+    unsaturated = fp8.astype(x, dtype, saturate=False).astype(np.float32)       # defines the same otherwise
     assert int((~np.isfinite(unsaturated) & np.isfinite(x)).sum()) == 3
 
 
@@ -74,7 +75,7 @@ def test_a_scale_of_max_over_amax_saturates_nothing(dtype):
         assert error(x, fp8.quantize_tensor(x, scale, dtype=dtype)).saturated == 0
 
 
-def test_every_form_of_q_agrees():
+def test_every_kind_of_result_agrees():
     x = sample()
     q: Any = fp8.cast_transpose(x, 8.0)
     want = error(x, q)
@@ -108,7 +109,8 @@ def test_a_broken_result_has_no_signal_left():
 
 
 def test_nothing_to_compare():
-    assert error(np.zeros((0, 3), np.float32), np.zeros((0, 3), np.float32)) == ErrorReport(0, math.inf, 0.0, None, 0, 0, 0)
+    nothing = np.zeros((0, 3), np.float32)
+    assert error(nothing, nothing) == ErrorReport(0, math.inf, 0.0, None, 0, 0, 0)
     x = np.array([np.nan, np.inf], np.float32)
     assert error(x, x) == ErrorReport(2, math.inf, 0.0, None, 0, 1, 2)
 
@@ -127,10 +129,13 @@ def test_any_values(pairs):
 
 
 @pytest.mark.parametrize(("x", "q", "kind", "message"), [
-    (np.zeros(3, np.int32), np.zeros(3, np.float32), TypeError, "x: expected dtype bfloat16, float16, float32, float64, got"),
-    (np.zeros(3, np.float32), np.zeros(3, np.int8), TypeError, "q: expected a Scaled, a Quantized or an array"),
+    (np.zeros(3, np.int32), np.zeros(3, np.float32), TypeError,
+     "x: expected dtype bfloat16, float16, float32, float64, got"),
+    (np.zeros(3, np.float32), np.zeros(3, np.int8), TypeError,
+     "q: expected a Scaled, a Quantized or an array"),
     (np.zeros(3, np.float32), [1, 2, 3], TypeError, "q: expected a numpy"),
-    (np.zeros(3, np.float32), np.zeros(4, np.float32), ValueError, r"q: expected the shape of x, \(3,\), got \(4,\)"),
+    (np.zeros(3, np.float32), np.zeros(4, np.float32), ValueError,
+     r"q: expected the shape of x, \(3,\), got \(4,\)"),
 ])
 def test_errors(x, q, kind, message):
     with pytest.raises(kind, match=message):
@@ -139,8 +144,9 @@ def test_errors(x, q, kind, message):
 
 def test_text():
     report = ErrorReport(1_048_576, 31.523, 1.0, None, 12_345, 0, 3)
-    assert repr(report) == ("ErrorReport(SQNR 31.52 dB, max relative error 1; of 1,048,576 elements unknown saturated, 12,345 "
-                            "underflowed, 0 NaN, 3 non-finite in x)")
+    assert repr(report) == (
+        "ErrorReport(SQNR 31.52 dB, max relative error 1; of 1,048,576 elements unknown saturated, 12,345 "
+        "underflowed, 0 NaN, 3 non-finite in x)")
     html = report._repr_html_()
     assert html.startswith("<table>")
     assert html.count("<th>") == html.count("<td>") == 7

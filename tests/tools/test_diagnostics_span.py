@@ -1,4 +1,4 @@
-"""diagnostics.scale_span against exact fractions, element by element, and against what the scaling-aware transpose makes 0."""
+"""diagnostics.scale_span against exact fractions, and against what the scaling-aware transpose makes 0."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from cupy_fp8.layouts import cdiv
 pytestmark = pytest.mark.filterwarnings("error")
 
 
-def by_hand(values: np.ndarray, scales: np.ndarray, width: int, rows: int, dtype: np.dtype[Any]) -> tuple[list[list[float]], list[int]]:
+def by_hand(values: np.ndarray, scales: np.ndarray, width: int, rows: int,
+            dtype: np.dtype[Any]) -> tuple[list[list[float]], list[int]]:
     """The definition in exact arithmetic: spans, and the counts of a report. values, scales: f32."""
     half = Fraction(FORMATS[dtype].smallest_subnormal) / 2
     spans: list[list[float]] = []
@@ -28,27 +29,18 @@ def by_hand(values: np.ndarray, scales: np.ndarray, width: int, rows: int, dtype
     for top in range(0, values.shape[0], rows):
         spans.append([])
         for b in range(scales.shape[1]):
-            tile = {i: [float(v) for v in values[i, b * width:(b + 1) * width]] for i in range(top, min(top + rows, len(values)))
+            tile = {i: [float(v) for v in values[i, b * width:(b + 1) * width]]
+                    for i in range(top, min(top + rows, len(values)))
                     if 0 < scales[i, b] < math.inf}
             held = {i: line for i, line in tile.items() if any(v != 0 for v in line)}
             s = {i: Fraction(float(scales[i, b])) for i in tile}
             counts[0] += len(held)
             counts[1] += sum(v != 0 and not math.isnan(v) for line in tile.values() for v in line)
-            spans[-1].append(math.nan if not held else math.log2(max(s[i] for i in held) / min(s[i] for i in held)))
+            spans[-1].append(math.nan if not held
+                             else math.log2(max(s[i] for i in held) / min(s[i] for i in held)))
             largest = max((s[i] for i in held), default=Fraction(1))
-            of_column = []
-            for column in range(len(next(iter(tile.values()), []))):
-                products = [abs(line[column]) for line in tile.values() if not math.isnan(line[column])]
-                exact = [Fraction(abs(line[column])) * s[i] for i, line in tile.items() if math.isfinite(line[column])]
-                needed = max(exact, default=Fraction(0)) / Fraction(FORMATS[dtype].max)
-                t = Fraction(1)
-                if math.inf in products:
-                    t = Fraction(2) ** 127
-                elif needed:
-                    t = Fraction(2) ** -127
-                    while t < needed and t < Fraction(2) ** 127:
-                        t *= 2
-                of_column.append(t)
+            of_column = [target_of({i: line[column] for i, line in tile.items()}, s, dtype)
+                         for column in range(len(next(iter(tile.values()), [])))]
             for at, target in ((2, [largest] * len(of_column)), (4, of_column)):
                 for i, line in held.items():
                     left = [v != 0 and not (math.isfinite(v) and abs(Fraction(v)) * s[i] / t <= half)
@@ -56,6 +48,18 @@ def by_hand(values: np.ndarray, scales: np.ndarray, width: int, rows: int, dtype
                     counts[at] += not any(left)
                     counts[at + 1] += sum(v != 0 and not there for v, there in zip(line, left, strict=True))
     return spans, counts
+
+
+def target_of(column: dict[int, float], scales: dict[int, Fraction], dtype: np.dtype[Any]) -> Fraction:
+    """The target scale of a column of a tile: the power of two that its largest value needs."""
+    if any(math.isinf(v) for v in column.values()):
+        return Fraction(2) ** 127
+    products = [Fraction(abs(v)) * scales[i] for i, v in column.items() if math.isfinite(v)]
+    needed = max(products, default=Fraction(0)) / Fraction(FORMATS[dtype].max)
+    target = Fraction(2) ** -127 if needed else Fraction(1)
+    while target < needed and target < Fraction(2) ** 127:
+        target *= 2
+    return target
 
 
 def counts_of(report: SpanReport) -> list[int]:
@@ -97,9 +101,11 @@ def scales_of(kind: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 def test_by_hand(monkeypatch, kind, dtype, chunk):
     monkeypatch.setattr(diagnostics, "CHUNK", chunk)
     for shape, width, rows in (((70, 100), 32, 32), (((40, 70), 64, 16))):
-        q = Scaled(data(shape, dtype), scales_of(kind, (shape[0], cdiv(shape[1], width))), shape, False, (1, width), "compact")
+        q = Scaled(data(shape, dtype), scales_of(kind, (shape[0], cdiv(shape[1], width))), shape, False,
+                   (1, width), "compact")
         report = scale_span(q, block=rows)
-        spans, counts = by_hand(reference.numerics.widen(q.data), reference.numerics.widen(q.scale_inv), width, rows, dtype)
+        spans, counts = by_hand(reference.numerics.widen(q.data), reference.numerics.widen(q.scale_inv),
+                                width, rows, dtype)
         assert report.tile == (rows, width)
         assert counts_of(report) == counts
         assert min(counts) > 0
@@ -116,7 +122,8 @@ def test_by_hand(monkeypatch, kind, dtype, chunk):
 @pytest.mark.parametrize(("block", "kind"), [((1, 128), "powers"), ((1, 128), "wide"), ((1, 32), "e8m0")])
 def test_what_the_transpose_makes_zero(block, kind, dtype, target):
     shape = (300, 420)
-    q = Scaled(data(shape, dtype), scales_of(kind, (300, cdiv(420, block[1]))), shape, False, block, "compact")
+    q = Scaled(data(shape, dtype), scales_of(kind, (300, cdiv(420, block[1]))), shape, False, block,
+               "compact")
     column = fp8.scaling_aware_transpose(q, target=target).columnwise
     assert column is not None
     before, after = bits(q.data) & 0x7F != 0, bits(column.data).T & 0x7F != 0
@@ -134,13 +141,15 @@ def test_ties_vanish_and_what_is_above_does_not():
     for dtype, tiny in ((float8_e4m3fn, 2.0**-9), (float8_e5m2, 2.0**-16)):
         for scale, vanishes in ((tiny / 2, True), (np.nextafter(np.float32(tiny / 2), np.float32(1)), False)):
             codes = fp8.asarray([[1.0], [1.0]], dtype, like="numpy")
-            report = scale_span(Scaled(codes, np.array([[1], [scale]], np.float32), (2, 1), False, (1, 128), "compact"))
+            scales = np.array([[1], [scale]], np.float32)
+            report = scale_span(Scaled(codes, scales, (2, 1), False, (1, 128), "compact"))
             assert report.by_tile == (vanishes, vanishes)
 
 
 def test_every_layout_and_the_transposed_view():
     shape = (140, 700)
-    compact = Scaled(data(shape, float8_e4m3fn), scales_of("powers", (140, 6)), shape, False, (1, 128), "compact")
+    compact = Scaled(data(shape, float8_e4m3fn), scales_of("powers", (140, 6)), shape, False, (1, 128),
+                     "compact")
     want = scale_span(compact)
     for layout in ("gemm_ready", "swizzled", "deepgemm_sm90", "deepgemm_sm100"):
         got = scale_span(compact.to_layout(layout))
@@ -148,7 +157,8 @@ def test_every_layout_and_the_transposed_view():
         np.testing.assert_array_equal(got.spans, want.spans)
     turned = Scaled(reference.transpose(compact.data), compact.scale_inv, shape, True, (1, 128), "compact")
     assert repr(scale_span(turned)) == repr(want)
-    column = Scaled(turned.data, reference.transpose(compact.scale_inv), (700, 140), False, (128, 1), "compact")
+    column = Scaled(turned.data, reference.transpose(compact.scale_inv), (700, 140), False, (128, 1),
+                    "compact")
     assert repr(scale_span(column.T)) == repr(want)
     assert repr(scale_span(Quantized(compact, column))) == repr(want)
 
@@ -157,7 +167,8 @@ def test_a_batch_is_its_matrices():
     shape = (3, 70, 100)
     q = result(shape, (1, 32))
     report = scale_span(q, block=16)
-    alone = [scale_span(Scaled(q.data[i], q.scale_inv[i], shape[1:], False, (1, 32), "compact"), block=16) for i in range(3)]
+    matrices = [Scaled(q.data[i], q.scale_inv[i], shape[1:], False, (1, 32), "compact") for i in range(3)]
+    alone = [scale_span(matrix, block=16) for matrix in matrices]
     assert report.spans.shape == (3, 5, 4)
     np.testing.assert_array_equal(report.spans, np.stack([a.spans for a in alone]))
     assert counts_of(report) == np.sum([counts_of(a) for a in alone], axis=0).tolist()
@@ -173,7 +184,8 @@ def test_whole_rows():
 
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 3, 64), (5, 40)], ids=str)
 def test_nothing(shape):
-    q = Scaled(np.zeros(shape, float8_e4m3fn), np.zeros((*shape[:-1], cdiv(shape[-1], 32)), np.float32), shape, False, (1, 32), "compact")
+    q = Scaled(np.zeros(shape, float8_e4m3fn), np.zeros((*shape[:-1], cdiv(shape[-1], 32)), np.float32),
+               shape, False, (1, 32), "compact")
     report = scale_span(q)
     assert counts_of(report) == [0] * 6
     assert np.isnan(report.spans).all()
@@ -184,8 +196,10 @@ def test_nothing(shape):
 def test_text():
     x = np.outer([1e-4, 1, 100], np.ones(256)).astype(np.float32)
     report = scale_span(fp8.quantize_block(x))
-    assert repr(report) == ("SpanReport(1×2 tiles of 128×128, scales up to 2^20 apart, median 2^20; not 0: 6 row-blocks, 768 elements; "
-                            "vanish by tile: 2 row-blocks, 256 elements, by column: 2 row-blocks, 256 elements)")
+    assert repr(report) == (
+        "SpanReport(1×2 tiles of 128×128, scales up to 2^20 apart, median 2^20; "
+        "not 0: 6 row-blocks, 768 elements; "
+        "vanish by tile: 2 row-blocks, 256 elements, by column: 2 row-blocks, 256 elements)")
     html = report._repr_html_()
     assert html.startswith("<table>")
     assert html.count("<th>") == html.count("<td>") == 6
@@ -198,12 +212,18 @@ COLUMN = fp8.quantize_block(X, rowwise=False, columnwise=True)
 
 @pytest.mark.parametrize(("q", "options", "kind", "message"), [
     (X, {}, TypeError, "q: expected a Scaled or Quantized, got ndarray"),
-    (fp8.quantize_tensor(X, 1.0), {}, ValueError, r"q: expected row-wise blocks \(1, B\), got one scale for the tensor"),
-    (COLUMN, {}, ValueError, r"q: expected a row-wise part, got a Quantized without one; q\.columnwise\.T has its columns as rows"),
-    (COLUMN.columnwise, {}, ValueError, r"q: expected row-wise blocks \(1, B\), got \(128, 1\); those of column-wise data are in its \.T"),
-    (fp8.quantize_block(X, block=(128, 128)), {}, ValueError, r"q: expected row-wise blocks \(1, B\), got \(128, 128\)"),
-    (fp8.quantize_block(X, block=(1, None)), {}, ValueError, r"block: expected how many rows share a scale, .*, got None"),
-    (fp8.quantize_block(X), {"block": 0}, ValueError, r"block: expected how many rows share a scale, an integer of 1 or more, got 0"),
+    (fp8.quantize_tensor(X, 1.0), {}, ValueError,
+     r"q: expected row-wise blocks \(1, B\), got one scale for the tensor"),
+    (COLUMN, {}, ValueError,
+     r"q: expected a row-wise part, got a Quantized without one; q\.columnwise\.T has its columns as rows"),
+    (COLUMN.columnwise, {}, ValueError,
+     r"q: expected row-wise blocks \(1, B\), got \(128, 1\); those of column-wise data are in its \.T"),
+    (fp8.quantize_block(X, block=(128, 128)), {}, ValueError,
+     r"q: expected row-wise blocks \(1, B\), got \(128, 128\)"),
+    (fp8.quantize_block(X, block=(1, None)), {}, ValueError,
+     r"block: expected how many rows share a scale, .*, got None"),
+    (fp8.quantize_block(X), {"block": 0}, ValueError,
+     r"block: expected how many rows share a scale, an integer of 1 or more, got 0"),
     (fp8.quantize_block(X), {"block": (1, 128)}, ValueError, r"block: expected how many rows share a scale"),
 ])
 def test_errors(q, options, kind, message):

@@ -27,11 +27,12 @@ def sample():
 
 
 def ticks(ax):
-    """The x of every vertical line drawn by vlines, in order of drawing."""
+    """The x of every vertical line that vlines drew, in order."""
     return [np.array([segment[0][0] for segment in c.get_segments()]) for c in ax.collections]
 
 
-@pytest.mark.parametrize(("dtype", "count"), [(fp8.float8_e4m3fn, 126), (fp8.float8_e5m2, 123), (fp8.float8_e8m0fnu, 255)])
+@pytest.mark.parametrize(("dtype", "count"),
+                         [(fp8.float8_e4m3fn, 126), (fp8.float8_e5m2, 123), (fp8.float8_e8m0fnu, 255)])
 def test_number_line_shows_every_positive_value(dtype, count):
     normal, subnormal = ticks(plot.number_line(dtype))
     f = fp8.finfo(dtype)
@@ -112,7 +113,8 @@ def test_draws_into_the_axes_given():
     q = fp8.quantize_tensor(x, 16.0)
     figure, axes = plt.subplots(4)
     drawn = [plot.number_line(fp8.float8_e5m2, ax=axes[0]), plot.histogram(x, ax=axes[1]),
-             plot.error_by_magnitude(x, q.dequantize(), ax=axes[2]), plot.scale_heat_map(np.abs(x), ax=axes[3])]
+             plot.error_by_magnitude(x, q.dequantize(), ax=axes[2]),
+             plot.scale_heat_map(np.abs(x), ax=axes[3])]
     assert drawn == list(axes)
     assert plt.get_fignums() == [figure.number]
     figure.canvas.draw()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,24 +18,13 @@ from ...ops.scales.scale import compute_scale, update_delayed_scaling
 from ...recipes import DelayedScaling
 from ...results import Scaled, swap_last
 from ...testing import assert_bytes_equal
+from ..measure import Spec as Spec
 
 SIZES = ((4096, 4096), (8192, 8192), (16384, 8192), (16384, 16384))
 _MAIN = ((16384, 8192),)
 _HISTORIES = ((16, 512), (1024, 1), (1024, 10_000))
 _SAMPLED_ROWS = 16
 _SCALE = 0.37
-
-
-@dataclass(frozen=True)
-class Spec:
-    """One row of the benchmark. make() allocates inputs and outputs and returns (call, check): the call to time, and a function
-    that compares a sample of what it wrote with the reference."""
-
-    op: str
-    label: str
-    shape: tuple[int, ...]
-    traffic: int
-    make: Callable[[], tuple[Callable[[], Any], Callable[[], None]]]
 
 
 def _normal(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

@@ -10,9 +10,10 @@ import numpy as np
 from ... import reference
 from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32
 from ...layouts import scale_shape
-from ...ops.convert import dequantize
+from ...ops.convert import astype, dequantize
 from ...results import Scaled, swap_last
-from ..base import ALIGNED_MATRIX, MATRIX, SHAPES, Case, Op, source, values
+from ..base import ALIGNED_MATRIX, MATRIX, SHAPES, Case, source, values
+from ..registry import Op, register
 
 _SCALES = (1.0, 0.37, 2.0**-130, 0.0, 3e38, float("inf"), float("nan"), -2.0)
 _MX_BLOCKS = ((1, 32), (32, 1))
@@ -89,7 +90,8 @@ def _block_cases() -> Iterator[Case]:
                                scale_layout="gemm_ready")
 
 
-OPS = (
+register(
     Op("dequantize", dequantize.dequantize, reference.dequantize, _inputs, _cases,
-       "the values of quantised data as float32, float16 or bfloat16, transposed back where stored transposed"),
+       "the values of quantised data as float32, float16 or bfloat16",
+       programs=(dequantize.variants, astype.variants)),
 )

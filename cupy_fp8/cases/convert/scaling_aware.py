@@ -13,7 +13,8 @@ from ...formats import FP8_DTYPES, float8_e4m3fn, float8_e5m2, float8_e8m0fnu
 from ...layouts import cdiv
 from ...ops.convert import scaling_aware
 from ...results import Quantized, Scaled
-from ..base import Case, Op, source
+from ..base import Case, source
+from ..registry import Op, register
 from ..scales.swizzle import sizes
 
 _SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (0, 0), (3, 37), (127, 129), (130, 257), (128, 128), (272, 520), (144, 264), (33, 640),
@@ -87,7 +88,8 @@ def _cases() -> Iterator[Case]:
         yield case(float8_e4m3fn, (130, 257), block=block, scale_layout="compact")
 
 
-OPS = (
+register(
     Op("scaling_aware_transpose", _again, reference.scaling_aware_transpose, _inputs, _cases,
-       "row-wise FP8 with power-of-two scales to column-wise FP8 per expert, one exact rounding, nothing dequantised; 1×128 and MX"),
+       "row-wise FP8 with power-of-two scales to column-wise FP8, one exact rounding",
+       programs=(scaling_aware.variants,)),
 )

@@ -10,7 +10,8 @@ import numpy as np
 from ... import reference
 from ...arrays import Array
 from ...ops.moe import offsets
-from ..base import Case, Op
+from ..base import Case
+from ..registry import Op, register
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 #: What a group of an expert layer wants: ends, starts, and starts of elements of three matrices.
@@ -84,8 +85,8 @@ def _cases() -> Iterator[Case]:
             yield case(dtype, 100, "few", layout, **TYPICAL)
 
 
-OPS = (
+register(
     Op("splits_to_offsets", _offsets, _reference, _inputs, _cases,
-       "sizes of groups on the device to any number of offsets: ends or starts, times strides, int32 and "
-       "int64, in one launch"),
+       "group sizes on the device to offsets: ends or starts, times strides, int32 and int64",
+       programs=(offsets.variants,)),
 )

@@ -14,7 +14,8 @@ from ...formats import bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, flo
 from ...layouts import scale_shape
 from ...ops.moe import pad
 from ...results import Scaled
-from ..base import Case, Op, poison, source, values
+from ..base import Case, poison, source, values
+from ..registry import Op, register
 
 _DIVISIONS = ("ragged", "even", "one", "aligned")
 
@@ -138,12 +139,14 @@ def _sort_cases() -> Iterator[Case]:
     yield from _cases("sort_chunks", ({}, {"wide_order": False}))
 
 
-OPS = (
+register(
     Op("pad_groups", pad.pad_groups, reference.pad_groups, _pad_inputs, _pad_cases,
-       "rows of groups whose sizes are on the device, each group followed by zero rows to a multiple of 16, "
-       "32, 128, …"),
+       "the rows of each group followed by zero rows to a multiple of 16, 32, 128, …",
+       programs=(pad.variants,)),
     Op("unpad_groups", pad.unpad_groups, reference.unpad_groups, _unpad_inputs, _unpad_cases,
-       "the inverse: the rows of all groups without the padding"),
+       "the rows of padded groups without the padding",
+       programs=(pad.variants,)),
     Op("sort_chunks", pad.sort_chunks, reference.sort_chunks, _sort_inputs, _sort_cases,
-       "chunks of rows in another order, sizes and order on the device"),
+       "chunks of rows in another order; sizes and order are on the device",
+       programs=(pad.variants,)),
 )

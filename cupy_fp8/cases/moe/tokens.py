@@ -15,7 +15,8 @@ from ...layouts import scale_shape
 from ...ops.moe import permute, route
 from ...results import Scaled
 from ...routing import Routing
-from ..base import Case, Op, source, values
+from ..base import Case, source, values
+from ..registry import Op, register
 
 _INT32, _INT64, _BOOL = np.dtype(np.int32), np.dtype(np.int64), np.dtype(bool)
 #: Where routes go: to 'any' expert, to one twice, or nowhere; to 'distinct' ones; all to 'one'; to 'none'.
@@ -246,18 +247,22 @@ def _unpermute_backward_cases() -> Iterator[Case]:
     yield Case("unpermute_backward", bfloat16, (3, 24_579), "normal", options={**_ROUTED[0], "probs": "slot"})
 
 
-OPS = (
+register(
     Op("route", route.route, reference.route, _route_inputs, _route_cases,
-       "which row each token goes to, sorted by expert, from indices or a mask on the device; experts padded "
-       "to 16, 32, 128, … rows"),
+       "the row of each token, sorted by expert, from indices or a mask on the device",
+       programs=(route.variants,)),
     Op("permute", permute.permute, reference.permute, _permute_inputs, _permute_cases,
-       "tokens of any type to their experts' rows, FP8 with its scales, probs too, padding as zeros, in one "
-       "launch"),
+       "tokens of any type to their experts' rows, FP8 with its scales and probs too",
+       programs=(permute.variants,)),
     Op("unpermute", permute.unpermute, reference.unpermute, _unpermute_inputs, _unpermute_cases,
-       "the sum of each token's rows, weighted by probs, in a fixed order"),
-    Op("permute_backward", permute.permute_backward, reference.permute_backward, _permute_backward_inputs,
-       _permute_backward_cases, "the gradients of permuted tokens and probs, in one launch"),
+       "the sum of each token's rows, weighted by probs, in a fixed order",
+       programs=(permute.variants,)),
+    Op("permute_backward", permute.permute_backward, reference.permute_backward,
+       _permute_backward_inputs, _permute_backward_cases,
+       "the gradients of permuted tokens and probs, in one launch",
+       programs=(permute.variants,)),
     Op("unpermute_backward", permute.unpermute_backward, reference.unpermute_backward,
        _unpermute_backward_inputs, _unpermute_backward_cases,
-       "the gradients of the rows and of the probs, whose dot products have a fixed order, in one launch"),
+       "the gradients of the rows and of the probs, with dot products in a fixed order",
+       programs=(permute.variants,)),
 )

@@ -16,8 +16,9 @@ from ...formats import INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float
 from ...grouped import Grouped
 from ...ops.quantize import grouped
 from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
-from ..base import DIRECTIONS, Case, Op, poison, source
+from ..base import DIRECTIONS, Case, poison, source
 from ..moe.pad import sizes
+from ..registry import Op, register
 
 
 def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -218,8 +219,8 @@ def _padded_cases(case: Callable[..., Case]) -> Iterator[Case]:
         yield case(bfloat16, (64, 16), groups=4, sizes="even", align=16, columnwise=True, **family)           # nothing is added
 
 
-OPS = (
+register(
     Op("group_quantize", _group_quantize, _reference, _inputs, _cases,
-       "groups of rows whose sizes are on the device, each quantised as a tensor of its own: row-wise, column-wise or both from one read, "
-       "padded on the way if wanted"),
+       "groups of rows whose sizes are on the device, each quantised as a tensor of its own",
+       programs=(grouped.variants,)),
 )

@@ -9,7 +9,8 @@ from ... import reference
 from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
 from ...ops.quantize import mx
 from ...recipes import MX_MODES, MX_PROFILES, MX_SCALE_LAYOUTS
-from ..base import DIRECTIONS, MATRIX, Case, Op, source
+from ..base import DIRECTIONS, MATRIX, Case, source
+from ..registry import Op, register
 
 MX_DIRECTIONS = (*({**d, "transposed": False} for d in DIRECTIONS[:3]), *({**d, "transposed": True} for d in DIRECTIONS[1:3]))
 _SQUARE = {"block": (32, 32)}
@@ -69,7 +70,8 @@ def _cases() -> Iterator[Case]:
         yield case(float32, shape, "normal", dtype=float8_e4m3fn, scale_layout="swizzled")
 
 
-OPS = (
+register(
     Op("quantize_mx", mx.quantize_mx, reference.quantize_mx, _inputs, _cases,
-       "MXFP8: blocks of 32 with E8M0 scales, row-wise, column-wise or both from one read; scales compact or swizzled"),
+       "MXFP8: blocks of 32 with E8M0 scales, compact or swizzled",
+       programs=(mx.variants,)),
 )

@@ -11,7 +11,7 @@ import numpy as np
 
 from ... import reference
 from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
-from ...ops.quantize import swiglu
+from ...ops.quantize import bias_gradient, swiglu
 from ...recipes import (
     BLOCK_PROFILES,
     BLOCK_SCALE_LAYOUTS,
@@ -23,7 +23,8 @@ from ...recipes import (
     DelayedScaling,
     MXScaling,
 )
-from ..base import DIRECTIONS, Case, Op, source, values
+from ..base import DIRECTIONS, Case, source, values
+from ..registry import Op, register
 from ..scales.swizzle import sizes
 
 _BOTH = DIRECTIONS[2]
@@ -221,10 +222,11 @@ def _cases() -> Iterator[Case]:
         yield case(float16, shape, "normal", recipe=MXScaling(scale_layout="swizzled"), **_BOTH)
 
 
-OPS = (
+register(
     Op("swiglu_quantize", swiglu.swiglu_quantize, reference.swiglu_quantize, _inputs, _cases,
-       "SwiGLU (and gpt-oss' form) with weights, biases (also one per expert) and clamp, quantised by any recipe from one read, without a "
-       "rounding in between"),
+       "SwiGLU with weights, biases and clamp, quantised without a rounding in between",
+       programs=(swiglu.variants,)),
     Op("swiglu_backward_quantize", _backward, _backward_reference, _backward_inputs, _backward_cases,
-       "the gradients of SwiGLU's input, quantised by any recipe, and of its weights, summed by a fixed tree"),
+       "the gradients of SwiGLU's input, quantised, and of its weights",
+       programs=(swiglu.variants, bias_gradient.variants)),
 )

@@ -12,8 +12,9 @@ from ... import reference
 from ...arrays import bits
 from ...formats import float8_e8m0fnu, float32, int32
 from ...layouts import SCALE_DTYPES, scale_dtype, scale_shape
-from ...ops.scales.convert import convert_scales
-from ..base import MATRIX, Case, Op, values
+from ...ops.scales import convert, swizzle
+from ..base import MATRIX, Case, values
+from ..registry import Op, register
 
 _ROW, _COLUMN, _SQUARE = (1, 128), (128, 1), (128, 128)
 _SHAPES = ((1, 1), (5, 300), (0, 5), (5, 0), (0, 0), (31, 1000), (33, 129), (4, 640), (127, 4224), (300, 4100), (1, 3, 2), (3, 140, 700),
@@ -78,7 +79,8 @@ def _cases() -> Iterator[Case]:
         yield case(target, "compact", (20, 500), (None, 1), dtype=float32)
 
 
-OPS = (
-    Op("convert_scales", convert_scales, reference.convert_scales, _inputs, _cases,
-       "scales of blocks from any layout to any other (cuBLAS, TransformerEngine, DeepGEMM), f32 powers of two and E8M0 to one another"),
+register(
+    Op("convert_scales", convert.convert_scales, reference.convert_scales, _inputs, _cases,
+       "scales of blocks from any layout to any other, f32 powers of two and E8M0",
+       programs=(convert.variants, swizzle.variants)),
 )

@@ -12,7 +12,8 @@ from ...arrays import Array, empty, empty_like
 from ...formats import float8_e8m0fnu
 from ...ops.scales import swizzle
 from ...results import swap_last
-from ..base import MATRIX, Case, Op, poison, source
+from ..base import MATRIX, Case, poison, source
+from ..registry import Op, register
 
 _SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (0, 0), (31, 3), (33, 4), (127, 6), (128, 4), (129, 5), (256, 32), (257, 33), (31, 130),
            (1000, 7), (272, 48), (1, 3, 2), (2, 140, 33), (3, 0, 4), (3, 128, 32), (0, 9, 9))
@@ -104,9 +105,11 @@ def _unswizzle_cases() -> Iterator[Case]:
     yield from _cases("unswizzle_scales")
 
 
-OPS = (
+register(
     Op("swizzle_scales", _swizzle, _swizzle_reference, _swizzle_inputs, _swizzle_cases,
-       "E8M0 scales in the 128×4 tiles that block-scaled matrix products read; 3-D, and groups of sizes on the device"),
+       "E8M0 scales in the 128×4 tiles of block-scaled matrix products; groups too",
+       programs=(swizzle.variants,)),
     Op("unswizzle_scales", _unswizzle, _unswizzle_reference, _unswizzle_inputs, _unswizzle_cases,
-       "the inverse: compact scales without the padding"),
+       "swizzled scales as compact ones, without the padding",
+       programs=(swizzle.variants,)),
 )

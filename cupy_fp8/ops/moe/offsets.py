@@ -14,11 +14,12 @@ from ...arrays import Array, address
 from ...calls.call import Call, Op, run
 from ...calls.results import Description, Written
 from ...calls.splits import DTYPES, Groups, refuse_negative
+from ...calls.tables import Records
 from ...formats import flag, names
 from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import cdiv, round_up
 
-_KERNEL = Kernel("moe/offsets", "splits_to_offsets", by_element=True)
+_KERNEL = Kernel("moe/offsets", "splits_to_offsets")
 _OUTPUTS = 16               # of one launch
 _THREADS = 512
 _TILE = 2 * _THREADS        # sizes per block of threads
@@ -95,11 +96,11 @@ class _Output(NamedTuple):
     def written(self, i: int, groups: int) -> Written:
         return Written(f"outputs[{i}]", (groups + self.lead,), self.dtype)
 
-    def members(self, at: int) -> dict[str, int]:
+    def packed(self, at: int) -> bytes:
         """The struct Output."""
         limit = self.largest // self.stride if self.stride else 2**64 - 1
-        return {"to": at, "stride": self.stride, "limit": limit, "wide": int(self.dtype.itemsize == 8),
-                "lead": int(self.lead)}
+        return _KERNEL.record("Output").pack(to=at, stride=self.stride, limit=limit,
+                                             wide=int(self.dtype.itemsize == 8), lead=int(self.lead))
 
 
 class _Plan:
@@ -256,7 +257,8 @@ class _SplitsToOffsets(Op[_Inputs]):
             return
         assert isinstance(call.result, _Arrays)
         addresses = call.result.addresses(written)
-        outputs = [output.members(at) for output, at in zip(plan.outputs, addresses, strict=True)]
+        outputs = [output.packed(at) for output, at in zip(plan.outputs, addresses, strict=True)]
+        words = _KERNEL.record("Output").size // 8          # of a record, which begins with an address
         x, tiles = groups.array, max(1, cdiv(len(groups.array), _TILE))
         members: dict[str, Any] = {"splits": groups.members(call.error_word()), "tiles": tiles}
         with_totals = tiles > _ADDED_ANEW
@@ -268,7 +270,7 @@ class _SplitsToOffsets(Op[_Inputs]):
             per_block = len(some) if with_totals else 1
             blocks = grid_size(tiles * cdiv(len(some), per_block), x.shape)
             yield _variant().bind(x, blocks, **members, outputs=len(some), outputs_per_block=per_block,
-                                  output=some)
+                                  output=Records.of(b"".join(some), range(0, words * len(some), words)))
 
 
 _OFFSETS = _SplitsToOffsets()

@@ -236,7 +236,7 @@ def remembering(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return validate(op, *args)
 
     monkeypatch.setattr(group_sizes, "read", unseen)
-    monkeypatch.setattr(remembered, "_ALIGNMENT", 16)       # NumPy aligns memory to no more
+    monkeypatch.setattr(remembered, "ALIGNMENT", 16)       # NumPy aligns memory to no more
     monkeypatch.setattr(call, "validate_call", noted_call)
     with testing.executor("host"):
         yield validated
@@ -344,13 +344,3 @@ def test_check_looks_at_the_device():
     fp8.splits_to_offsets(splits, outputs=outputs)
     assert fp8.device_errors(clear=True) == (NEGATIVE,)
     assert outputs[0].get().tolist() == [0, 3, 3]
-
-
-def test_outputs_are_packed_one_by_one():
-    """As C++ lays out an array of structs."""
-    layout, one = offsets._KERNEL.layout, offsets._KERNEL.record("Output")
-    members = [offsets._Output(stride, True, INT64).members(64 * stride) for stride in range(1, 4)]
-    packed = layout.pack(outputs=3, output=members)
-    assert len(packed) == layout.size
-    start = next(m.offset for m in layout.members if m.name == "output")
-    assert packed[start:] == b"".join(one.pack(**each) for each in members).ljust(16 * one.size, b"\0")

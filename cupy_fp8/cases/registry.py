@@ -1,0 +1,91 @@
+"""The registered ops. Tests, selftest, benchmark, command line and README walk over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import chain
+from pkgutil import iter_modules
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from ..kernels import Variant
+from .base import Case, outputs
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+#: The families in the order of the README. Any other family comes after these.
+FAMILIES = ("quantize", "convert", "scales", "moe")
+
+
+def bytes_moved(arguments: Arguments, written: Iterable[np.ndarray]) -> int:
+    """Every array argument read once, and every array of the result written once."""
+    args, kwargs = arguments
+    arrays = [*outputs([*args, *kwargs.values()], {}).values(), *written]
+    return sum(a.nbytes for a in arrays if isinstance(a, np.ndarray))
+
+
+@dataclass(frozen=True)
+class Op:
+    """What everything but its callers needs to know about an op.
+
+    function   what users call; it takes `out=`, unless the op `updates` arguments
+    reference  the same in NumPy
+    inputs     (case) -> positional and keyword arguments, as NumPy arrays
+    cases      the calls to check
+    summary    its row in the README
+    programs   functions that give every kernel variant that it may launch
+    updates    names of the leading arguments that a call updates in place and returns
+    timed      the calls that `bench` times where no module of `cupy_fp8.bench` has rows for the op
+    moves      (arguments, written arrays) -> the bytes that a call must move
+    """
+
+    name: str
+    function: Callable[..., Any]
+    reference: Callable[..., Any]
+    inputs: Callable[[Case], Arguments]
+    cases: Callable[[], Iterator[Case]]
+    summary: str
+    programs: tuple[Callable[[], Iterable[Variant]], ...] = ()
+    updates: tuple[str, ...] = ()
+    timed: tuple[Case, ...] = ()
+    moves: Callable[[Arguments, Iterable[np.ndarray]], int] = bytes_moved
+
+    @property
+    def family(self) -> str:
+        """The folder of its reference, or "other" for an op from outside the package."""
+        package, _, inside = self.reference.__module__.partition(".")
+        return inside.split(".")[1] if package == "cupy_fp8" and inside.count(".") > 1 else "other"
+
+    def variants(self) -> dict[Variant, None]:
+        """Every kernel variant that it may launch, once."""
+        return dict.fromkeys(chain.from_iterable(variants() for variants in self.programs))
+
+
+#: Every registered op by its name, ordered by family and name.
+OPS: dict[str, Op] = {}
+
+
+def register(*ops: Op) -> None:
+    """Makes ops known to everything that walks over OPS. ValueError if a name is taken."""
+    for op in ops:
+        if op.name in OPS:
+            raise ValueError(f"{op.name}: an op of this name is registered already")
+        OPS[op.name] = op
+    ordered = sorted(OPS.items(), key=lambda item: (_place(item[1].family), item[0]))
+    OPS.clear()
+    OPS.update(ordered)
+
+
+def family_modules(package: str) -> list[ModuleType]:
+    """Imports and returns all modules in the families' folders of a package."""
+    families = [m.name for m in iter_modules(import_module(package).__path__) if m.ispkg]
+    return [import_module(f"{package}.{family}.{module.name}") for family in sorted(families, key=_place)
+            for module in iter_modules(import_module(f"{package}.{family}").__path__)]
+
+
+def _place(family: str) -> tuple[int, str]:
+    return FAMILIES.index(family) if family in FAMILIES else len(FAMILIES), family

@@ -1,0 +1,48 @@
+"""Finds what the PTX of a kernel may not hold: inexact arithmetic, and 16-byte stores in pieces."""
+
+from __future__ import annotations
+
+import re
+
+_INSTRUCTION = re.compile(r"\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s")
+_FLOAT = re.compile(r"\.(?:b?f16(?:x2)?|[tb]?f32|f64)\b")
+_MOVES = ("mov.", "ld.", "st.", "selp.")
+_ROUNDING = re.compile(r"(?:add|sub|mul|fma|mad|div|rcp|sqrt)\.(?!rn\.)")
+#: `reciprocal` of numerics/arith.cuh, which starts from an approximation and is exact (test_sigmoid.py).
+_RECIPROCAL = re.compile(r"rcp\.approx\.ftz\.f32 (%\w+), (%\w+);\s+neg\.f32 e, \2;\s+"
+                         r"fma\.rn\.f32 e, e, \1, 0f3F800000;\s+fma\.rn\.f32 \1, e, \1, \1;")
+
+
+def check_instructions(ptx: str) -> None:
+    assert inexact_instructions(ptx) == []
+    assert split_stores(ptx) == 0, "16 bytes are written in four instructions: see Chunk::store_whole"
+
+
+def inexact_instructions(ptx: str) -> list[str]:
+    """Instructions that may flush subnormals, approximate or be contracted (docs/numerics.md, rule 1).
+
+    Outside inline assembly that is any floating-point instruction but a move: the compiler made it from a C++
+    operator, which CuPy's -ftz=true changes. Inside it that is .ftz, .approx, and arithmetic without .rn,
+    which the assembler may contract.
+    """
+    found, inline = [], False
+    for line in _RECIPROCAL.sub("", ptx).splitlines():
+        if "begin inline asm" in line or "end inline asm" in line:
+            inline = "begin" in line
+        match = _INSTRUCTION.match(line)
+        if match is None or not _FLOAT.search(match[1]):
+            continue
+        name = match[1]
+        inexact = _ROUNDING.match(name) if inline else not name.startswith(_MOVES)
+        if ".ftz" in name or ".approx" in name or inexact:
+            found.append(name)
+    return found
+
+
+def split_stores(ptx: str) -> int:
+    """How many times four stores to global memory write four neighbouring words.
+
+    That is what a 16-byte store became where the compiler lost it. Lanes then write quarters of their 16
+    bytes, which is the slowest pattern there is (docs/performance.md)."""
+    first, more = r"st\.global\.[fub]32\s+\[(%rd\d+)\], \S+\s+", r"st\.global\.[fub]32\s+\[\1\+{}\], \S+"
+    return len(re.findall(first + r"\s+".join(more.format(4 * i) for i in (1, 2, 3)), ptx))

@@ -1,0 +1,91 @@
+"""The benchmark without a GPU: its rows and host calls exist and are described; nothing is timed."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupy_fp8 import backend, bench, cases, testing
+from cupy_fp8.__main__ import main
+from cupy_fp8.bench import generic, host
+from cupy_fp8.cli.bench import host_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = json.loads((ROOT / "benchmarks" / "nvidia_h200.json").read_text())["results"]
+
+
+@pytest.mark.skipif(backend.gpu_problem() is None, reason="there is a GPU")
+@pytest.mark.parametrize("arguments", [[], ["compute_amax"], ["--json", "results.json"]], ids=str)
+def test_without_a_gpu(arguments, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", *arguments]) == 1
+    assert capsys.readouterr().out == f"bench needs a GPU: {backend.gpu_problem()}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_op_has_rows_and_no_row_twice():
+    rows = bench.specs()
+    assert {row.op for row in rows} == cases.OPS.keys()
+    assert max(Counter((row.op, row.label, row.shape) for row in rows).values()) == 1
+    assert min(row.traffic for row in rows) > 0
+
+
+@pytest.fixture
+def numpy_for_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NumPy arrays stand for CuPy arrays, so that the calls run on the reference."""
+    monkeypatch.setattr(host, "backend", SimpleNamespace(cupy=lambda: np))
+    here = SimpleNamespace(array_arguments=lambda *arguments: arguments)
+    monkeypatch.setattr(testing, "Executor", lambda name: here)
+
+
+def test_names_of_rows_are_those_of_the_published_results(numpy_for_cupy):
+    """Results are compared by these names."""
+    rows = {(row.op, row.label, row.shape) for row in bench.specs()}
+    assert {(r["op"], r["variant"], tuple(r["shape"])) for r in RESULTS if "variant" in r} <= rows
+    names = [calls.name for calls in host.all_calls(list(cases.OPS))]
+    assert {r["op"] for r in RESULTS if "host_us_out" in r} <= {*names, host.BARE}
+    assert {name.split()[0] for name in names} == cases.OPS.keys()
+    assert len(set(names)) == len(names)
+
+
+def test_host_calls_run(numpy_for_cupy):
+    for calls in host.all_calls(list(cases.OPS)):
+        calls.with_out()
+        if calls.allocating is not None:
+            calls.allocating()
+
+
+def test_host_times_are_shown_with_their_ratio_to_a_bare_launch(numpy_for_cupy, monkeypatch, capsys):
+    times: dict[Any, float] = {None: 4.0}
+    monkeypatch.setattr(host, "bare_launch", lambda: None)
+    monkeypatch.setattr(host, "host_us", lambda call: times.get(call, 6.0))
+    _, *rows = host_rows(["compute_amax"])
+    assert rows == [{"op": "compute_amax", "host_us_out": 6.0, "host_us_allocating": 6.0,
+                     "host_ratio_out": 1.5, "host_ratio_allocating": 1.5}]
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        f"{host.BARE:48}     4.00 ( 1.0)", f"{'compute_amax':48}     6.00 ( 1.5)     6.00 ( 1.5)"]
+
+
+def test_a_generic_row_is_a_call_and_a_check(numpy_for_cupy):
+    for name in ("astype", "update_delayed_scaling"):
+        op = cases.OPS[name]
+        case = next(case for case in op.cases() if np.prod(case.shape))
+        call, check = generic.make(op, case)
+        call()
+        check()
+    call, check = generic.make(cases.OPS["astype"], next(cases.OPS["astype"].cases()))
+    cases.poison(call())
+    with pytest.raises(AssertionError):
+        check()
+
+
+def test_bytes_moved_are_all_arguments_and_results():
+    op, case = cases.OPS["astype"], next(cases.OPS["astype"].cases())
+    args, kwargs = op.inputs(case)
+    assert generic.traffic(op, case) == args[0].nbytes + op.reference(*args, **kwargs).nbytes
