@@ -13,7 +13,7 @@ from .results import facts_table
 
 __all__ = ["Routing"]
 
-#: What kernels keep of a token, or of all experts, in shared memory.
+#: Experts that there can be, and slots of a token: kernels keep these in shared memory.
 MOST_EXPERTS = 1024
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
@@ -21,16 +21,20 @@ _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 @dataclass(frozen=True, eq=False)
 class Routing(Result):
-    """Copies of T tokens in rows sorted by expert, each expert's rows followed by unused ones up to a multiple of `align`.
+    """Copies of T tokens in rows sorted by expert, each expert's rows followed by unused ones up to a
+    multiple of `align`.
 
     row_map         int32 [T, topk]: the row that a token's slot goes to; -1: nowhere
     splits          int32 [E]: rows of each expert
     aligned_splits  int32 [E]: with the unused rows
-    offsets         int64 [E + 1]: the row at which each expert begins, and the last one ends; unused rows counted
+    offsets         int64 [E + 1]: the row at which each expert begins, and the last one ends; unused rows
+                    counted
     sources         int32 [rows]: the inverse of row_map: token * topk + slot; -1: an unused row
-    rows            the bound of rows that permuted tokens are allocated for. What follows offsets[E] is unused
+    rows            the bound of rows that permuted tokens are allocated for. What follows offsets[E] is
+                    unused
     align           1, 2, 4, … 128
-    experts         int32 [T, topk]: of a mask, the expert of each slot, -1: none. None where the assignment itself says it
+    experts         int32 [T, topk]: of a mask, the expert of each slot, -1: none. None where the assignment
+                    itself says it
 
     All but `rows` and `align` are on the device; nothing waits for it.
     """
@@ -50,21 +54,25 @@ class Routing(Result):
             raise ValueError(f"row_map: expected shape [T, topk], got {self.row_map.shape}")
         number = self.num_experts
         if max(number, self.topk) > MOST_EXPERTS:
-            raise ValueError(f"Routing: expected at most {MOST_EXPERTS} experts, and slots of a token; got {number} and {self.topk}")
+            raise ValueError(f"Routing: expected at most {MOST_EXPERTS} experts, and slots of a token; got "
+                             f"{number} and {self.topk}")
         parts: dict[str, tuple[Any, tuple[int, ...], np.dtype[Any]]] = {
             "row_map": (self.row_map, self.row_map.shape, _INT32), "splits": (self.splits, (number,), _INT32),
-            "aligned_splits": (self.aligned_splits, (number,), _INT32), "offsets": (self.offsets, (number + 1,), _INT64),
-            "sources": (self.sources, (self.rows,), _INT32)}
+            "aligned_splits": (self.aligned_splits, (number,), _INT32),
+            "offsets": (self.offsets, (number + 1,), _INT64), "sources": (self.sources, (self.rows,), _INT32)}
         if self.experts is not None:
             parts["experts"] = self.experts, self.row_map.shape, _INT32
         for name, (a, shape, dtype) in parts.items():
             backend.require_module(a, xp, name)
             if a.dtype != dtype or a.shape != shape or not is_contiguous(a):
-                raise ValueError(f"{name}: expected a C-contiguous {dtype} array of shape {shape}, got {a.dtype} of shape {a.shape}")
+                raise ValueError(f"{name}: expected a C-contiguous {dtype} array of shape {shape}, got "
+                                 f"{a.dtype} of shape {a.shape}")
             if address(a) % dtype.itemsize:
-                raise ValueError(f"{name}: address {address(a):#x} is not a multiple of the element size {dtype.itemsize}")
+                raise ValueError(f"{name}: address {address(a):#x} is not a multiple of the element size "
+                                 f"{dtype.itemsize}")
             if xp is not np and a.data.device_id != self.row_map.data.device_id:
-                raise ValueError(f"{name}: on GPU {a.data.device_id}, row_map is on GPU {self.row_map.data.device_id}")
+                raise ValueError(f"{name}: on GPU {a.data.device_id}, row_map is on GPU "
+                                 f"{self.row_map.data.device_id}")
 
     @property
     def tokens(self) -> int:
@@ -89,13 +97,14 @@ class Routing(Result):
         return {name: a for name in names if (a := getattr(self, name)) is not None}
 
     def _facts(self) -> dict[str, str]:
-        return {"tokens": f"{self.tokens:,}", "slots": str(self.topk), "experts": str(self.num_experts), "rows": f"{self.rows:,}",
-                "align": str(self.align), "from": "indices" if self.experts is None else "mask", "kind": backend.kind_of(self.row_map)}
+        return {"tokens": f"{self.tokens:,}", "slots": str(self.topk), "experts": str(self.num_experts),
+                "rows": f"{self.rows:,}", "align": str(self.align),
+                "from": "indices" if self.experts is None else "mask", "kind": backend.kind_of(self.row_map)}
 
     def __repr__(self) -> str:
         f = self._facts()
-        return (f"Routing({f['tokens']} tokens x {f['slots']} slots -> {f['rows']} rows of {f['experts']} experts, "
-                f"aligned to {f['align']}, {f['kind']})")
+        return (f"Routing({f['tokens']} tokens x {f['slots']} slots -> {f['rows']} rows of {f['experts']} "
+                f"experts, aligned to {f['align']}, {f['kind']})")
 
     def _repr_html_(self) -> str:
         return facts_table([self._facts()])

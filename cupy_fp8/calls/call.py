@@ -118,10 +118,15 @@ class Call:
                 self.ranges.append(Range(at, at + a.nbytes, False, f"{name}.{part}"))
         return r
 
-    def splits(self, name: str, given: Any, check: Any = False) -> group_sizes.Groups:
+    def splits(self, name: str, given: Any, check: Any = False, *, beside: Any = None) -> group_sizes.Groups:
         """The sizes of groups: an array that the launches read, or a list, which is copied to where they find
-        it. A call that examines the sizes on the host is never remembered."""
-        groups = group_sizes.read(given, self.x, self.xp, check, name)
+        it. A call that examines the sizes on the host is never remembered. beside: where a list goes if no
+        array was declared before (see `splits.read_first`)."""
+        if self._first:
+            groups = group_sizes.read_first(given, beside, check, name)
+            self._belongs(name, groups.array, backend.module_of(groups.array, name))
+        else:
+            groups = group_sizes.read(given, self.x, self.xp, check, name)
         self.repeatable &= groups.array is given and groups.host is None
         self.ranges.append(Range(groups.at, groups.at + groups.nbytes, False, name))
         return groups

@@ -23,8 +23,15 @@ class Groups(NamedTuple):
     at: int = 0
     nbytes: int = 0
     wide: int = 0
-    array: Any = None               # kept alive
-    host: Any = None                # sizes that can be looked at
+    #: The array that has the sizes. It is kept alive here.
+    array: Any = None
+    #: The sizes, where they can be looked at without waiting for a device.
+    host: Any = None
+
+    def members(self, errors: int) -> dict[str, Any]:
+        """The struct Splits of kernels_cu/include/groups/row_groups.cuh. errors: the address of the device's
+        word."""
+        return {"sizes": self.at, "groups": self.number, "errors": errors, "wide": self.wide}
 
     def members(self, errors: int) -> dict[str, int]:
         """The struct Splits of kernels_cu/include/groups/splits.cuh. errors: the address of the device's word."""
@@ -38,8 +45,9 @@ NO_GROUPS = Groups()
 
 
 def read(splits: Any, x: Array | None, xp: Any, check: bool, name: str = "splits") -> Groups:
-    """`splits` among arrays of module xp, where x is one of them: beside it, else where they are (a list: the current device). `host`
-    is known of NumPy arrays and lists; with `check` of CuPy arrays too, which waits for the device. name: in messages."""
+    """`splits` among arrays of module xp. They are beside x; without an x they are where they are, and a list
+    goes to the current device. `host` is known of NumPy arrays and lists; with `check` of CuPy arrays too,
+    which waits for the device. name: of the sizes, in messages."""
     check = flag(check, "check")
     if isinstance(splits, (list, tuple)):
         host = _as_sizes(splits, name)
@@ -56,10 +64,19 @@ def read(splits: Any, x: Array | None, xp: Any, check: bool, name: str = "splits
             validate.same_device(array, x, name)
         if check:
             if kernels.capturing(array.data.device_id):
-                raise ValueError("check: waits for the device, which cannot be done while a CUDA graph is captured; "
-                                 "check before the capture")
+                raise ValueError("check: waits for the device, which cannot be done while a CUDA graph is "
+                                 "captured; check before the capture")
             looked_at = array.get()
     return Groups(len(array), at, array.nbytes, int(array.dtype.itemsize == 8), array, looked_at)
+
+
+def read_first(splits: Any, beside: Any, check: bool, name: str = "splits") -> Groups:
+    """`splits` of a call that has no array before them. beside: an array of the kind and on the device that a
+    list goes to; None: it goes to where `cupy_fp8.xp` makes arrays."""
+    if not isinstance(splits, (list, tuple)):
+        return read(splits, None, backend.module_of(splits, name), check, name)
+    xp = backend.default_module() if beside is None else backend.module_of(beside, "outputs[0]")
+    return read(splits, beside, xp, check, name)
 
 
 def integer(value: Any, name: str) -> int:
@@ -78,9 +95,10 @@ def check_align(align: Any) -> int:
 
 
 def refuse_negative(sizes: list[int]) -> None:
-    """ValueError naming the first that is the smallest."""
+    """ValueError naming the first group that has the smallest size, if that is negative."""
     if sizes and min(sizes) < 0:
-        raise ValueError(f"splits: expected sizes of 0 or more, got {min(sizes)} for group {sizes.index(min(sizes))}")
+        raise ValueError(f"splits: expected sizes of 0 or more, got {min(sizes)} for group "
+                         f"{sizes.index(min(sizes))}")
 
 
 def check_at_most(sizes: np.ndarray, rows: int) -> None:
@@ -88,7 +106,8 @@ def check_at_most(sizes: np.ndarray, rows: int) -> None:
     given = sizes.tolist()                                   # Python's integers: sums do not overflow
     refuse_negative(given)
     if sum(given) > rows:
-        raise ValueError(f"splits: expected sizes that add up to at most the {rows} rows there are, got {sum(given)}")
+        raise ValueError(f"splits: expected sizes that add up to at most the {rows} rows there are, got "
+                         f"{sum(given)}")
 
 
 def check_offsets(offsets: Any, groups: Groups, x: Array, xp: Any) -> int:
@@ -98,8 +117,8 @@ def check_offsets(offsets: Any, groups: Groups, x: Array, xp: Any) -> int:
     if offsets.dtype != DTYPES[1]:
         raise TypeError(f"offsets: expected dtype int64, got {offsets.dtype}")
     if offsets.shape != (len(groups.array) + 1,) or not is_contiguous(offsets):
-        raise ValueError(f"offsets: expected a C-contiguous array of {len(groups.array) + 1}, one more than splits, got shape "
-                         f"{offsets.shape}")
+        raise ValueError(f"offsets: expected a C-contiguous array of {len(groups.array) + 1}, one more than "
+                         f"splits, got shape {offsets.shape}")
     if xp is not np:
         validate.same_device(offsets, x, "offsets")
     at = validate.address(offsets)
@@ -114,7 +133,8 @@ def compare_offsets(offsets: Array, given: np.ndarray, columns: int) -> None:
     want = np.concatenate([[0], np.cumsum(given)]) * columns
     if not np.array_equal(host, want):
         wrong = int(np.argmax(host != want))
-        raise ValueError(f"offsets: expected {want[wrong]} at {wrong} (rows before it, times {columns} columns), got {host[wrong]}")
+        raise ValueError(f"offsets: expected {want[wrong]} at {wrong} (rows before it, times {columns} "
+                         f"columns), got {host[wrong]}")
 
 
 def _as_sizes(splits: Any, name: str) -> np.ndarray:
@@ -130,7 +150,7 @@ def _to_device(host: np.ndarray, x: Array | None, name: str) -> Array:
     cp = backend.cupy()
     device = cp.cuda.runtime.getDevice() if x is None else x.data.device_id
     if kernels.capturing(device):
-        raise ValueError(f"{name}: a list would have to be copied to the GPU, which cannot be done while a CUDA graph is captured; "
-                         "give a CuPy array")
+        raise ValueError(f"{name}: a list would have to be copied to the GPU, which cannot be done while a "
+                         "CUDA graph is captured; give a CuPy array")
     with cp.cuda.Device(device):
         return cp.asarray(host)

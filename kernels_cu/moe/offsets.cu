@@ -1,23 +1,27 @@
 // Offsets of groups (docs/numerics.md, section 6).
 //
-// splits_to_offsets  sizes [n] i32 or i64 -> for every output: to[lead + i] = stride * (sizes[0] + ... + sizes[i]), and to[0] = 0 where
-//                    there is a lead; i32 or i64 each. A negative size counts as 0; what an output does not hold is its largest value.
-//                    Both are noted in the device's word.
+// splits_to_offsets  sizes [n] i32 or i64 -> for every output: to[lead + i] = stride * (sizes[0] + ... +
+//                    sizes[i]), and to[0] = 0 with a lead; i32 or i64 each. A negative size counts as 0; an
+//                    offset that an output does not hold becomes its largest value. Both are noted in the
+//                    device's word.
 //
-// A block of 512 threads takes a tile of 1024 sizes: a scan by shuffles within each warp, then one barrier, behind which every warp adds
-// up what its tile's earlier warps and all earlier tiles have. One tile is a matter of latency alone: one load before the barrier, and a
-// block for every output, so that no multiprocessor writes more than one. Of a few tiles a block adds up all sizes before its own, which
-// is to cost less than a second launch. Of many a first launch (without outputs) leaves each tile's total in `totals`, and a block of the
-// second adds up those; it then writes all outputs, so that sizes are read twice whatever the number of outputs.
+// A block of 512 threads takes a tile of 1024 sizes: a scan by shuffles within each warp, then one barrier,
+// after which every warp adds up the sums of its tile's earlier warps and of all earlier tiles. With one tile
+// only latency counts: there is one load before the barrier, and a block for every output, so that no
+// multiprocessor writes more than one. With a few tiles a block adds up all sizes before its own, which costs
+// less than a second launch. With many a first launch (without outputs) leaves each tile's total in `totals`,
+// and a block of the second adds up those. It then writes all outputs, so that sizes are read twice whatever
+// the number of outputs.
 //
-// Sums saturate at 2^63, one more than any offset. Of terms of 0 or more that is associative, so the order of additions does not matter.
-// Bytes moved: the sizes (twice where there are totals) and every output once, in whole lines of 4 or 8 bytes per lane.
+// Sums saturate at 2^63, one more than any offset. For terms of 0 or more that is associative, so the order
+// of additions does not matter. Bytes moved: the sizes (twice with totals) and every output once, in
+// neighbouring 4 or 8 bytes per lane.
 #include "groups/row_groups.cuh"
 
 struct Output {
     void* to;                    // [n] or, with a lead, [n + 1]
     u64 stride;
-    u64 limit;                   // the largest sum whose product with stride it holds
+    u64 limit;                   // the largest sum whose product with stride fits
     u32 wide;                    // i64, else i32
     u32 lead;                    // 1: begins with a 0
 };
@@ -34,18 +38,19 @@ struct OffsetsParams {
 };
 
 constexpr int kThreads = 512, kWarps = kThreads / 32, kItems = 2, kTile = kThreads * kItems;
-constexpr int kInFlight = 8;                                         // loads per thread of what is before a tile
-// Blocks per multiprocessor, at least: for many sizes on an H200. CUDA 12's compiler spills where it aims at three on sm_120.
+constexpr int kInFlight = 8;     // loads of a thread in flight, of sizes or totals before its tile
+// Blocks per multiprocessor, at least. Three are for many sizes on an H200; on sm_120 CUDA 12's compiler
+// spills with three.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr int kBlocks = 3;
 #else
 constexpr int kBlocks = 2;
 #endif
 constexpr u64 kTooMany = 1ull << 63;
-constexpr u64 kSmall = (1ull << 32) / (32 * kItems);                 // a warp's sum of terms below it needs 32 bits only
+constexpr u64 kSmall = (1ull << 32) / (32 * kItems);     // a warp's sum of terms below it needs 32 bits only
 
 __device__ __forceinline__ u32 plus(u32 a, u32 b) { return a + b; }
-__device__ __forceinline__ u64 plus(u64 a, u64 b) {                  // of terms up to kTooMany
+__device__ __forceinline__ u64 plus(u64 a, u64 b) {      // terms are kTooMany at most
     const u64 sum = a + b;
     return (a | sum) & kTooMany ? kTooMany : sum;
 }
@@ -80,16 +85,18 @@ __device__ __forceinline__ u64 thread_sum(i64 count, Load load) {
     for (i64 start = threadIdx.x; start < count; start += kInFlight * kThreads) {
         u64 term[kInFlight];
 #pragma unroll
-        for (int u = 0; u < kInFlight; u++) term[u] = start + u * kThreads < count ? load(start + u * kThreads) : 0;
+        for (int u = 0; u < kInFlight; u++)
+            term[u] = start + u * kThreads < count ? load(start + u * kThreads) : 0;
 #pragma unroll
         for (int u = 0; u < kInFlight; u++) sum = plus(sum, term[u]);
     }
     return sum;
 }
 
-// This thread's items, whose sums are given, from `first` on. Returns whether one overflows.
+// Writes this thread's offsets, whose sums are given, from item `first` on. Returns whether one overflows.
 template <class T>
-__device__ __forceinline__ bool write(const Output& output, u64 largest, const u64 (&sum)[kItems], i64 first, i64 n) {
+__device__ __forceinline__ bool write(const Output& output, u64 largest, const u64 (&sum)[kItems], i64 first,
+                                      i64 n) {
     T* const to = static_cast<T*>(output.to) + output.lead;
     bool overflow = false;
 #pragma unroll
@@ -105,11 +112,14 @@ __device__ __forceinline__ bool write(const Output& output, u64 largest, const u
 }
 
 #ifdef ENTRY_splits_to_offsets
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) splits_to_offsets(const __grid_constant__ OffsetsParams p) {
-    __shared__ u64 in_tile[kWarps], before_tile[kWarps];             // by warp: of the tile, and its part of what is before
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
+splits_to_offsets(const __grid_constant__ OffsetsParams p) {
+    // By warp: the sum of its sizes in the tile, and its share of the sum of all sizes before the tile.
+    __shared__ u64 in_tile[kWarps], before_tile[kWarps];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const u32 part = p.tiles == 1 ? blockIdx.x : blockIdx.x / p.tiles, tile = blockIdx.x - part * p.tiles;
-    const i64 n = p.splits.groups, tile_start = (i64)tile * kTile, first = tile_start + warp * (32 * kItems) + lane;
+    const i64 n = p.splits.groups, tile_start = (i64)tile * kTile;
+    const i64 first = tile_start + warp * (32 * kItems) + lane;
 
     i64 size[kItems];
 #pragma unroll
@@ -130,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) splits_to_offset
         small &= sum[u] < kSmall;
         if (size[u] < 0) found = kSplitNegative;
     }
-    if (__all_sync(~0u, small)) {                                    // a third of the instructions
+    if (__all_sync(~0u, small)) {                            // takes a third of the instructions
         u32 narrow[kItems];
 #pragma unroll
         for (int u = 0; u < kItems; u++) narrow[u] = (u32)sum[u];
@@ -157,7 +167,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) splits_to_offset
 #pragma unroll 1
     for (u32 o = begin; o < end && o < p.outputs; o++) {
         const Output& output = p.output[o];
-        const bool overflow = output.wide ? write<i64>(output, ~0ull >> 1, sum, first, n) : write<i32>(output, ~0u >> 1, sum, first, n);
+        const bool overflow = output.wide ? write<i64>(output, ~0ull >> 1, sum, first, n)
+                                          : write<i32>(output, ~0u >> 1, sum, first, n);
         if (overflow) found |= kOffsetOverflow;
     }
     found = __reduce_or_sync(~0u, found);

@@ -1,18 +1,22 @@
 // Tokens to rows sorted by expert (docs/numerics.md, section 8). Integers only.
 //
-// route_count  assignment -> counts [experts, blocks (padded to 4)]: routes of each expert in each block's tokens; of a mask also
-//              experts [tokens, topk].
-// route_rank   assignment (of a mask: experts), counts -> row_map [tokens, topk], sources [rows], splits, aligned_splits, offsets.
+// route_count  assignment -> counts [experts, blocks (padded to 4)]: routes of each expert in each block's
+//              tokens; of a mask also experts [tokens, topk].
+// route_rank   assignment (of a mask: experts), counts -> row_map [tokens, topk], sources [rows], splits,
+//              aligned_splits, offsets.
 //
-// A block of both takes the same consecutive tokens, each of its warps a run of them. A block of route_rank adds up what the blocks before
-// it counted, an expert per warp and step, so that nothing is left between launches and no block waits for another; counts are read from
-// the L2. Its warps count their own runs in shared memory; scanned over experts and warps that is where each warp's first route of each
-// expert goes. A second pass over the run, 32 routes at a time, ranks routes of one expert by __match_any_sync: in order, so that nothing
-// depends on the schedule. A single block counts for itself, without route_count. At most kMostBlocks blocks: as many as lanes of a
-// warp load counts at once.
+// In both kernels a block takes the same consecutive tokens, and each of its warps consecutive ones of them.
+// A block of route_rank adds up the counts of the blocks before it, an expert per warp and step, so that
+// nothing is left between launches and no block waits for another; counts are read from the L2. Its warps
+// count their own routes in shared memory. A scan of these counts over experts and warps gives the row of
+// each warp's first route of each expert. A second pass over the warp's routes, 32 at a time, ranks routes of
+// one expert by __match_any_sync: in order, so that nothing depends on the schedule. A single block counts
+// for itself, without route_count. There are at most kMostBlocks blocks: a warp's lanes load so many counts
+// at once.
 //
-// Facts of the device made harmless: an index of no expert counts as dropped; a mask's experts beyond `topk` are left out; rows past the
-// bound are not given. Bytes moved: the assignment two or three times (from the L2 but for the first), row_map and sources once.
+// Wrong facts on the device are harmless: an index of no expert counts as dropped; a mask's experts beyond
+// `topk` are left out; rows past the bound are not given. Bytes moved: the assignment two or three times
+// (from the L2 but for the first), row_map and sources once.
 #include "memory/errors.cuh"
 #include "memory/chunks.cuh"
 
@@ -28,19 +32,20 @@ struct RouteParams {
     u32* errors;                 // the device's word
     i64 tokens;
     u32 topk, number, rows, align;
-    u32 run;                     // tokens of a warp
+    u32 warp_tokens;             // tokens of a warp
     u32 pitch;                   // blocks, rounded up to 4
-    u32 wide;                    // indices are i64
-    u32 mask;                    // 1: it is a mask; 2: with a slot for each expert
+    u32 wide;                    // 1: indices are i64
+    u32 mask;                    // 1: the assignment is a mask; 2: and there is a slot for each expert
 };
 
 constexpr int kThreads = 256, kWarps = kThreads / 32, kMostExperts = 1024, kMostBlocks = 128;
 
-// Routes of this warp: from `begin` to `end` of all tokens * topk, and likewise its tokens.
-struct Run {
+// This warp's tokens, and its routes: from `begin` to `end` of all tokens * topk.
+struct WarpRoutes {
     i64 first_token, end_token, begin, end;
-    __device__ __forceinline__ explicit Run(const RouteParams& p) {
-        const i64 first = ((i64)blockIdx.x * kWarps + threadIdx.x / 32) * p.run, last = first + p.run;
+    __device__ __forceinline__ explicit WarpRoutes(const RouteParams& p) {
+        const i64 first = ((i64)blockIdx.x * kWarps + threadIdx.x / 32) * p.warp_tokens;
+        const i64 last = first + p.warp_tokens;
         first_token = first < p.tokens ? first : p.tokens;
         end_token = last < p.tokens ? last : p.tokens;
         begin = first_token * p.topk;
@@ -48,7 +53,7 @@ struct Run {
     }
 };
 
-// The expert of a route; -1: dropped. `wrong` is set where there is no such expert.
+// The expert of a route; -1: dropped. Sets `wrong` if there is no such expert.
 __device__ __forceinline__ i32 load_expert(const RouteParams& p, i64 route, bool& wrong) {
     i64 expert;
     if (p.mask) expert = p.experts[route];
@@ -58,21 +63,25 @@ __device__ __forceinline__ i32 load_expert(const RouteParams& p, i64 route, bool
     return expert >= 0 && expert < (i64)p.number ? (i32)expert : -1;
 }
 
-// A lane's experts of the kHeld * 32 routes from `first` on, all loads in flight; -1 past the run's end.
+// A lane's experts of the kHeld * 32 routes from `first` on, all loads in flight; -1 past the warp's last
+// route.
 constexpr int kHeld = 4;
-__device__ __forceinline__ void load_experts(const RouteParams& p, const Run& run, i64 first, i32 (&expert)[kHeld], bool& wrong) {
+__device__ __forceinline__ void load_experts(const RouteParams& p, const WarpRoutes& routes, i64 first,
+                                             i32 (&expert)[kHeld], bool& wrong) {
 #pragma unroll
     for (int u = 0; u < kHeld; u++) {
         const i64 route = first + u * 32 + threadIdx.x % 32;
-        expert[u] = route < run.end ? load_expert(p, route, wrong) : -1;
+        expert[u] = route < routes.end ? load_expert(p, route, wrong) : -1;
     }
 }
-// Counts the run's experts, of which `expert` has the first ones; afterwards the last ones, loaded while others were counted.
-__device__ __forceinline__ void count_experts(const RouteParams& p, const Run& run, i32 (&expert)[kHeld], bool& wrong, u32* count) {
-    for (i64 first = run.begin; first < run.end; first += kHeld * 32) {
+// Counts the experts of the warp's routes. `expert` has the first ones, and afterwards the last ones; each is
+// loaded while those before are counted.
+__device__ __forceinline__ void count_experts(const RouteParams& p, const WarpRoutes& routes,
+                                              i32 (&expert)[kHeld], bool& wrong, u32* count) {
+    for (i64 first = routes.begin; first < routes.end; first += kHeld * 32) {
         i32 next[kHeld] = {-1, -1, -1, -1};
-        const bool more = first + kHeld * 32 < run.end;
-        if (more) load_experts(p, run, first + kHeld * 32, next, wrong);
+        const bool more = first + kHeld * 32 < routes.end;
+        if (more) load_experts(p, routes, first + kHeld * 32, next, wrong);
 #pragma unroll
         for (int u = 0; u < kHeld; u++)
             if (expert[u] >= 0) atomicAdd(&count[expert[u]], 1u);
@@ -83,20 +92,22 @@ __device__ __forceinline__ void count_experts(const RouteParams& p, const Run& r
 }
 
 #ifdef ENTRY_route_count
-// The experts of a mask's tokens, ascending, by slot. A warp takes a token at a time. Returns whether a token has more than topk.
+// Lists the experts of a mask's tokens, ascending, by slot. A warp takes a token at a time. Returns whether a
+// token has more than topk.
 __device__ __forceinline__ bool list_experts(const RouteParams& p, u32* count) {
-    const Run run(p);
+    const WarpRoutes routes(p);
     const u32 lane = threadIdx.x % 32, before = (1u << lane) - 1;
     const bool slot_for_each = p.mask == 2;
     bool too_many = false;
-    for (i64 token = run.first_token; token < run.end_token; token++) {
+    for (i64 token = routes.first_token; token < routes.end_token; token++) {
         const u8* chosen = static_cast<const u8*>(p.assignment) + token * p.number;
         i32* slots = p.experts + token * p.topk;
         u32 used = 0;
         for (u32 first = 0; first < p.number; first += 32) {
             const u32 expert = first + lane;
             const bool here = expert < p.number && load_read_only(chosen + expert) != 0;
-            const u32 all = __ballot_sync(~0u, here), slot = slot_for_each ? expert : used + __popc(all & before);
+            const u32 all = __ballot_sync(~0u, here);
+            const u32 slot = slot_for_each ? expert : used + __popc(all & before);
             if (here && slot < p.topk) {
                 slots[slot] = (i32)expert;
                 atomicAdd(&count[expert], 1u);
@@ -119,14 +130,15 @@ extern "C" __global__ void __launch_bounds__(kThreads) route_count(const __grid_
     if (p.mask) {
         if (list_experts(p, count) && threadIdx.x % 32 == 0) report(p.errors, kRouteBound);
     } else {
-        const Run run(p);
-        bool wrong = false;                                          // route_rank tells
+        const WarpRoutes routes(p);
+        bool wrong = false;                                  // route_rank reports it
         i32 expert[kHeld];
-        load_experts(p, run, run.begin, expert, wrong);
-        count_experts(p, run, expert, wrong, count);
+        load_experts(p, routes, routes.begin, expert, wrong);
+        count_experts(p, routes, expert, wrong, count);
     }
     __syncthreads();
-    for (u32 expert = threadIdx.x; expert < p.number; expert += kThreads) p.counts[(i64)expert * p.pitch + blockIdx.x] = count[expert];
+    for (u32 expert = threadIdx.x; expert < p.number; expert += kThreads)
+        p.counts[(i64)expert * p.pitch + blockIdx.x] = count[expert];
 }
 #endif
 
@@ -138,12 +150,15 @@ struct Shared {
     u32 scan[kWarps];
 };
 
-// Of four counts, those of the blocks first to first + 3, the ones of blocks before `end`. (What follows the last block was never written.)
+// The sum of four counts, of blocks first to first + 3, but for those of blocks from `end` on. (Counts after
+// the last block are never written.)
 __device__ __forceinline__ u32 sum_of_first(const uint4& c, u32 first, u32 end) {
-    return (first < end ? c.x : 0) + (first + 1 < end ? c.y : 0) + (first + 2 < end ? c.z : 0) + (first + 3 < end ? c.w : 0);
+    return (first < end ? c.x : 0) + (first + 1 < end ? c.y : 0) + (first + 2 < end ? c.z : 0)
+           + (first + 3 < end ? c.w : 0);
 }
 
-// What all blocks before this one counted, and all blocks, expert by expert: of kBatch of these a warp has the counts in flight.
+// Adds up, expert by expert, the counts of the blocks before this one and of all blocks. A warp has the
+// counts of kBatch experts in flight.
 template <int kBatch>
 __device__ __forceinline__ void add_counts(const RouteParams& p, Shared& shared) {
     const u32 first = threadIdx.x % 32 * 4;
@@ -167,7 +182,7 @@ __device__ __forceinline__ void add_counts(const RouteParams& p, Shared& shared)
     }
 }
 
-// Sums of kThreads values over the threads before and including this one. Has barriers.
+// Inclusive sums over the threads of a block. It has barriers.
 __device__ __forceinline__ u32 block_prefix_sum(u32 value, u32* scan, u32& total) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
@@ -175,7 +190,7 @@ __device__ __forceinline__ u32 block_prefix_sum(u32 value, u32* scan, u32& total
         const u32 other = __shfl_up_sync(~0u, value, step);
         if (lane >= step) value += other;
     }
-    __syncthreads();                                                 // whoever still reads the sums of an earlier call
+    __syncthreads();                                 // other warps may still read the sums of an earlier call
     if (lane == 31) scan[warp] = value;
     __syncthreads();
     total = 0;
@@ -190,22 +205,22 @@ __device__ __forceinline__ u32 block_prefix_sum(u32 value, u32* scan, u32& total
 __device__ __forceinline__ u32 aligned_up(u32 rows, u32 align) { return (rows + align - 1) & -align; }
 __device__ __forceinline__ u32 at_most(u32 value, u32 bound) { return value < bound ? value : bound; }
 
-// There are at most kMostBlocks blocks: left to choose, the compiler makes room for five on a multiprocessor and spills.
+// One block per multiprocessor suffices. Without this bound the compiler makes room for five and spills.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) route_rank(const __grid_constant__ RouteParams p) {
     __shared__ Shared shared;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, earlier_lanes = (1u << lane) - 1;
-    const Run run(p);
+    const WarpRoutes routes(p);
     bool wrong = false, lost = false;
-    i32 held[kHeld];                                                 // on their way while counts are
-    load_experts(p, run, run.begin, held, wrong);
+    i32 held[kHeld];                                         // these arrive while counts are loaded
+    load_experts(p, routes, routes.begin, held, wrong);
     for (u32 expert = lane; expert < p.number; expert += 32) shared.warp[warp][expert] = 0;
     __syncwarp();
     if (p.counts && p.number <= 8 * kWarps) add_counts<8>(p, shared);
     else if (p.counts) add_counts<16>(p, shared);
-    count_experts(p, run, held, wrong, shared.warp[warp]);
+    count_experts(p, routes, held, wrong, shared.warp[warp]);
     __syncthreads();
 
-    u32 end = 0;                                                     // of the experts before this round's
+    u32 end = 0;                                             // row at which the experts of earlier rounds end
     for (u32 first = 0; first < p.number; first += kThreads) {
         const u32 expert = first + threadIdx.x;
         u32 total = 0, next = 0, aligned = 0;
@@ -242,15 +257,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) route_rank(const __gri
     }
     __syncthreads();
 
-    const bool all_held = run.end - run.begin <= kHeld * 32;         // as they were counted
-    for (i64 first = run.begin; first < run.end; first += kHeld * 32) {
-        if (!all_held) load_experts(p, run, first, held, wrong);
-        u32 lanes[kHeld];                                            // with a route of the same expert
+    const bool all_held = routes.end - routes.begin <= kHeld * 32;   // they are still in registers
+    for (i64 first = routes.begin; first < routes.end; first += kHeld * 32) {
+        if (!all_held) load_experts(p, routes, first, held, wrong);
+        u32 lanes[kHeld];                                    // lanes with a route of the same expert
 #pragma unroll
-        for (int u = 0; u < kHeld; u++) lanes[u] = first + u * 32 < run.end ? __match_any_sync(~0u, held[u]) : 0;
+        for (int u = 0; u < kHeld; u++)
+            lanes[u] = first + u * 32 < routes.end ? __match_any_sync(~0u, held[u]) : 0;
 #pragma unroll
         for (int u = 0; u < kHeld; u++) {
-            if (first + u * 32 >= run.end) break;                    // whole warps go round together
+            if (first + u * 32 >= routes.end) break;         // the same for the whole warp
             const i64 route = first + u * 32 + lane;
             const i32 expert = held[u];
             const u32 same = lanes[u], rank = __popc(same & earlier_lanes);
@@ -258,21 +274,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) route_rank(const __gri
             __syncwarp();
             if (expert >= 0 && rank == 0) shared.warp[warp][expert] = next + __popc(same);
             __syncwarp();
-            if (route >= run.end) continue;
+            if (route >= routes.end) continue;
             const bool fits = expert >= 0 && next + rank < p.rows;
             lost |= expert >= 0 && !fits;
             p.row_map[route] = fits ? (i32)(next + rank) : -1;
             if (fits) p.sources[next + rank] = (i32)route;
         }
     }
-    // Rows that nobody is in: of each expert, and after the last one.
+    // Unused rows: of each expert, and after the last one.
     for (u32 expert = blockIdx.x * kWarps + warp; expert < p.number; expert += gridDim.x * kWarps) {
         const u32 start = shared.before[expert], total = shared.total[expert];
         const u32 begin = start + total, stop = start + aligned_up(total, p.align);
         for (u32 row = begin + lane; row < stop; row += 32)
             if (row < p.rows) p.sources[row] = -1;
     }
-    for (i64 row = (i64)end + blockIdx.x * kThreads + threadIdx.x; row < p.rows; row += (i64)gridDim.x * kThreads) p.sources[row] = -1;
+    for (i64 row = (i64)end + blockIdx.x * kThreads + threadIdx.x; row < p.rows;
+         row += (i64)gridDim.x * kThreads)
+        p.sources[row] = -1;
     report(p.errors, (wrong ? kRouteExpert : 0u) | (lost ? kRouteBound : 0u));
 }
 #endif

@@ -1,4 +1,4 @@
-"""Rows of the benchmark for the offsets of groups: of an expert layer, and of more groups than a block of threads takes."""
+"""Rows of the benchmark for offsets of groups: of an expert layer, and of more groups than a block takes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def _offsets(number: int, options: dict[str, Any]) -> Any:
         outputs = splits_to_offsets(splits, **options)
 
         def check() -> None:
-            for actual, desired in zip(outputs, reference.splits_to_offsets(splits.get(), **options), strict=True):
+            want = reference.splits_to_offsets(splits.get(), **options)
+            for actual, desired in zip(outputs, want, strict=True):
                 assert_bytes_equal(actual, desired)
 
         return (lambda: splits_to_offsets(splits, **options, outputs=outputs)), check
@@ -33,9 +34,11 @@ def _offsets(number: int, options: dict[str, Any]) -> Any:
 
 def _all() -> Iterator[Spec]:
     for number in _NUMBERS:
-        yield Spec("splits_to_offsets", "five outputs i32/i64", (number,), number * (8 + 4 + 4 * 8), _offsets(number, TYPICAL))
+        yield Spec("splits_to_offsets", "five outputs i32/i64", (number,), number * (8 + 4 + 4 * 8),
+                   _offsets(number, TYPICAL))
     for number in (8, 512):
-        yield Spec("splits_to_offsets", "three outputs i64", (number,), number * (8 + 3 * 8), _offsets(number, _THREE))
+        yield Spec("splits_to_offsets", "three outputs i64", (number,), number * (8 + 3 * 8),
+                   _offsets(number, _THREE))
 
 
 SPECS: tuple[Spec, ...] = tuple(_all())

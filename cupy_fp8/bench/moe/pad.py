@@ -65,7 +65,8 @@ def _padded_scaled(shape: tuple[int, int], scales: tuple[int, int], dtype: np.dt
     def make() -> Any:
         cp = backend.cupy()
         host = sizes(shape[0], groups)
-        x = Scaled(_filled(shape, float8_e4m3fn), _filled(scales, dtype), shape, False, (1, shape[1] // scales[1]), "compact")
+        x = Scaled(_filled(shape, float8_e4m3fn), _filled(scales, dtype), shape, False,
+                   (1, shape[1] // scales[1]), "compact")
         splits = cp.asarray(host)
         y = pad_groups(x, splits, _ALIGN)
 
@@ -98,7 +99,8 @@ def _all() -> Iterator[Spec]:
     def spec(op: str, dtype: np.dtype[Any], shape: tuple[int, int], groups: int) -> Spec:
         rows = padded_rows(shape[0], groups, _ALIGN) if op == "pad_groups" else shape[0]
         label = f"{FORMATS[dtype].tag}, {groups} groups{'' if op == 'sort_chunks' else f' to {_ALIGN}'}"
-        return Spec(op, label, shape, (shape[0] + rows) * shape[1] * dtype.itemsize, _MAKERS[op](shape, dtype, groups))
+        return Spec(op, label, shape, (shape[0] + rows) * shape[1] * dtype.itemsize,
+                    _MAKERS[op](shape, dtype, groups))
 
     for op in _MAKERS:
         for dtype in (bfloat16, float8_e4m3fn):
@@ -110,7 +112,8 @@ def _all() -> Iterator[Spec]:
     for label, block, dtype in (("1×128 f32", 128, float32), ("1×32 E8M0", 32, float8_e8m0fnu)):
         scales = (shape[0], shape[1] // block)
         moved = (shape[0] + padded_rows(shape[0], 64, _ALIGN)) * (shape[1] + scales[1] * dtype.itemsize)
-        yield Spec("pad_groups", f"e4m3 and {label} scales, 64 groups to {_ALIGN}", shape, moved, _padded_scaled(shape, scales, dtype, 64))
+        yield Spec("pad_groups", f"e4m3 and {label} scales, 64 groups to {_ALIGN}", shape, moved,
+                   _padded_scaled(shape, scales, dtype, 64))
 
 
 SPECS: tuple[Spec, ...] = tuple(_all())

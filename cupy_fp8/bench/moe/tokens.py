@@ -1,4 +1,4 @@
-"""Rows of the benchmark for tokens that go to their experts' rows and back: an expert layer of 64 experts, 8 for each token."""
+"""Rows of the benchmark for tokens that go to their experts' rows and back: 64 experts, 8 for each token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _SAMPLED = 16               # tokens
 
 def _bytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     cp = backend.cupy()
-    return cp.random.randint(0, 256, int(np.prod(shape)) * dtype.itemsize, np.uint8).view(dtype).reshape(shape)
+    count = int(np.prod(shape)) * dtype.itemsize
+    return cp.random.randint(0, 256, count, np.uint8).view(dtype).reshape(shape)
 
 
 def _normal(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -69,13 +70,15 @@ def _route(tokens: int, topk: int, experts: int, align: int, as_mask: bool = Fal
     return make
 
 
-def _permute(tokens: int, dtype: np.dtype[Any], align: int, scales: np.dtype[Any] | None, rows: int | None, with_probs: bool) -> Any:
+def _permute(tokens: int, dtype: np.dtype[Any], align: int, scales: np.dtype[Any] | None, rows: int | None,
+             with_probs: bool) -> Any:
     def make() -> Any:
         routing, data = _routing(tokens, align, rows), _bytes((tokens, _COLUMNS), dtype)
         x: Any = data
         if scales is not None:
             block = (1, 32 if scales == float8_e8m0fnu else 128)
-            x = Scaled(data, _bytes((tokens, cdiv(_COLUMNS, block[1])), scales), data.shape, False, block, "compact")
+            scale_inv = _bytes((tokens, cdiv(_COLUMNS, block[1])), scales)
+            x = Scaled(data, scale_inv, data.shape, False, block, "compact")
         probs = _normal((tokens, _TOPK), float32) if with_probs else None
         out = permute(x, routing, probs=probs)
 
@@ -98,13 +101,15 @@ def _permute(tokens: int, dtype: np.dtype[Any], align: int, scales: np.dtype[Any
 def _unpermute(tokens: int, dtype: np.dtype[Any], weighted: bool) -> Any:
     def make() -> Any:
         routing = _routing(tokens, 1)
-        y, probs = _normal((routing.rows, _COLUMNS), dtype), _normal((tokens, _TOPK), float32) if weighted else None
+        y = _normal((routing.rows, _COLUMNS), dtype)
+        probs = _normal((tokens, _TOPK), float32) if weighted else None
         out = unpermute(y, routing, probs=probs)
 
         def check() -> None:
             picked, at = _sampled(routing)
             few, rows = _few(at)
-            want = reference.unpermute(asnumpy(y[rows]), few, probs=None if probs is None else asnumpy(probs[picked]))
+            few_probs = None if probs is None else asnumpy(probs[picked])
+            want = reference.unpermute(asnumpy(y[rows]), few, probs=few_probs)
             assert_bytes_equal(out[picked], want)
 
         return (lambda: unpermute(y, routing, probs=probs, out=out)), check
@@ -140,7 +145,8 @@ def _unpermute_backward(tokens: int, dtype: np.dtype[Any], align: int) -> Any:
         def check() -> None:
             picked, at = _sampled(routing)
             few, rows = _few(at)
-            want = reference.unpermute_backward(asnumpy(grad[picked]), asnumpy(y[rows]), few, probs=asnumpy(probs[picked]))
+            want = reference.unpermute_backward(asnumpy(grad[picked]), asnumpy(y[rows]), few,
+                                                probs=asnumpy(probs[picked]))
             assert_bytes_equal(grad_y[rows], want[0])
             assert dprobs is not None
             assert want[1] is not None
@@ -153,20 +159,28 @@ def _unpermute_backward(tokens: int, dtype: np.dtype[Any], align: int) -> Any:
 
 
 def _all() -> Iterator[Spec]:
-    for tokens, topk, experts, align in ((8192, 8, 64, 1), (8192, 8, 64, 16), (8192, 8, 256, 128), (128, 8, 64, 16), (65536, 8, 64, 1)):
+    for tokens, topk, experts, align in ((8192, 8, 64, 1), (8192, 8, 64, 16), (8192, 8, 256, 128),
+                                         (128, 8, 64, 16), (65536, 8, 64, 1)):
         traffic = 4 * (3 * tokens * topk + experts * (align - 1))
-        yield Spec("route", f"top {topk} of {experts} to {align}", (tokens, topk), traffic, _route(tokens, topk, experts, align))
+        yield Spec("route", f"top {topk} of {experts} to {align}", (tokens, topk), traffic,
+                   _route(tokens, topk, experts, align))
     yield Spec("route", "mask, top 8 of 64 to 1", (_TOKENS, _EXPERTS), _TOKENS * (_EXPERTS + 4 * 3 * _TOPK),
                _route(_TOKENS, _TOPK, _EXPERTS, 1, True))
 
-    def permuted(tokens: int, dtype: np.dtype[Any], align: int, scales: np.dtype[Any] | None = None, rows: int | None = None,
-                 probs: bool = False) -> Spec:
-        label = FORMATS[dtype].tag + ("" if scales is None else ", MX" if scales == float8_e8m0fnu else ", 1x128") + (
-            f", to {align}" if align > 1 else "") + (", probs" if probs else "") + ("" if rows is None else ", half a tail")
-        scale_bytes = 0 if scales is None else cdiv(_COLUMNS, 32 if scales == float8_e8m0fnu else 128) * scales.itemsize
+    def permuted(tokens: int, dtype: np.dtype[Any], align: int, scales: np.dtype[Any] | None = None,
+                 rows: int | None = None, probs: bool = False) -> Spec:
+        label, scale_bytes = FORMATS[dtype].tag, 0
+        if scales is not None:
+            block = 32 if scales == float8_e8m0fnu else 128
+            label += ", MX" if block == 32 else ", 1x128"
+            scale_bytes = cdiv(_COLUMNS, block) * scales.itemsize
+        label += f", to {align}" if align > 1 else ""
+        label += (", probs" if probs else "") + ("" if rows is None else ", half a tail")
         written = tokens * _TOPK + _EXPERTS * (align - 1) if rows is None else rows
-        traffic = (tokens + written) * (_COLUMNS * dtype.itemsize + scale_bytes) + probs * 4 * (tokens * _TOPK + written)
-        return Spec("permute", label, (tokens, _COLUMNS), traffic, _permute(tokens, dtype, align, scales, rows, probs))
+        traffic = (tokens + written) * (_COLUMNS * dtype.itemsize + scale_bytes)
+        traffic += probs * 4 * (tokens * _TOPK + written)
+        return Spec("permute", label, (tokens, _COLUMNS), traffic,
+                    _permute(tokens, dtype, align, scales, rows, probs))
 
     for align in (1, 16):
         yield permuted(_TOKENS, bfloat16, align)
@@ -177,13 +191,16 @@ def _all() -> Iterator[Spec]:
     yield permuted(64, bfloat16, 16)
     rows, token_bytes = _TOKENS * _TOPK, 2 * _COLUMNS
     for weighted in (True, False):
-        yield Spec("unpermute", f"bf16{', probs' if weighted else ''}", (_TOKENS, _COLUMNS), (rows + _TOKENS) * token_bytes,
-                   _unpermute(_TOKENS, bfloat16, weighted))
-    yield Spec("unpermute", "bf16, probs", (64, _COLUMNS), 64 * (_TOPK + 1) * token_bytes, _unpermute(64, bfloat16, True))
-    yield Spec("permute_backward", "bf16, probs", (_TOKENS, _COLUMNS), (rows + _TOKENS) * token_bytes, _permute_backward(_TOKENS, bfloat16))
+        yield Spec("unpermute", f"bf16{', probs' if weighted else ''}", (_TOKENS, _COLUMNS),
+                   (rows + _TOKENS) * token_bytes, _unpermute(_TOKENS, bfloat16, weighted))
+    yield Spec("unpermute", "bf16, probs", (64, _COLUMNS), 64 * (_TOPK + 1) * token_bytes,
+               _unpermute(64, bfloat16, True))
+    yield Spec("permute_backward", "bf16, probs", (_TOKENS, _COLUMNS), (rows + _TOKENS) * token_bytes,
+               _permute_backward(_TOKENS, bfloat16))
     for align in (1, 16):
         yield Spec("unpermute_backward", f"bf16{', to 16' if align > 1 else ''}", (_TOKENS, _COLUMNS),
-                   (2 * rows + _EXPERTS * (align - 1) + _TOKENS) * token_bytes, _unpermute_backward(_TOKENS, bfloat16, align))
+                   (2 * rows + _EXPERTS * (align - 1) + _TOKENS) * token_bytes,
+                   _unpermute_backward(_TOKENS, bfloat16, align))
 
 
 SPECS: tuple[Spec, ...] = tuple(_all())

@@ -1,5 +1,5 @@
-"""Cases of groups of rows. A case's shape is that of x without padding; its options say into how many `groups` it is divided, and `sizes`
-how (_DIVISIONS)."""
+"""Cases of groups of rows. A case's shape is that of x without padding. Its option `groups` is their number,
+`sizes` is how x is divided (_DIVISIONS)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ _DIVISIONS = ("ragged", "even", "one", "aligned")
 
 
 def sizes(total: int, number: int, division: str = "ragged", seed: int = 0) -> np.ndarray:
-    """Sizes of `number` groups of together `total` rows. 'ragged': random, about a third of them empty; 'even': as equal as can be;
-    'one': all rows in the middle group; 'aligned': multiples of 16, but for the last one."""
+    """Sizes of `number` groups of together `total` rows. 'ragged': random, about a third of them empty;
+    'even': as equal as can be; 'one': all rows in the middle group; 'aligned': multiples of 16, but for the
+    last one."""
     if number == 0:
         return np.zeros(0, np.int64)
     if division == "one":
@@ -38,7 +39,8 @@ def sizes(total: int, number: int, division: str = "ragged", seed: int = 0) -> n
 
 
 def _source(case: Case, options: dict[str, Any]) -> Any:
-    """The case's array; with the option `scales`, a dtype, a Scaled of it, of blocks (1, n) or (None) with one scale."""
+    """The case's array; with the option `scales` (their dtype) a Scaled, of blocks (1, n) or with one
+    scale."""
     data, dtype, block = source(case), options.pop("scales", None), options.pop("block", None)
     if dtype is None:
         return data
@@ -76,18 +78,20 @@ def _unpad_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _sort_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
     splits, options = _splits(case)
-    order = np.random.default_rng(1).permutation(len(splits)).astype(np.int64 if options.pop("wide_order", True) else np.int32)
+    dtype = np.int64 if options.pop("wide_order", True) else np.int32
+    order = np.random.default_rng(1).permutation(len(splits)).astype(dtype)
     return (_source(case, options), splits, order), options
 
 
-#: Rows of one byte to several blocks of threads; ones that are no multiple of 4 or 16 bytes; of more rows than a block takes.
+#: Rows of one byte to several blocks of threads; ones that are no multiple of 4 or 16 bytes; of more rows
+#: than a block takes.
 _SHAPES: tuple[tuple[Any, tuple[int, ...]], ...] = (
-    (float8_e4m3fn, (300, 64)), (bfloat16, (77, 264)), (float32, (700,)), (float8_e5m2, (1000,)), (bfloat16, (130, 129)),
-    (float32, (65, 3, 5)), (float8_e4m3fn, (9, 4, 7)), (float8_e4m3fn, (5, 40_000)), (bfloat16, (5, 16_500)), (float8_e5m2, (3, 32_785)),
-    (float32, (1, 1)), (bfloat16, (3, 0)))
+    (float8_e4m3fn, (300, 64)), (bfloat16, (77, 264)), (float32, (700,)), (float8_e5m2, (1000,)),
+    (bfloat16, (130, 129)), (float32, (65, 3, 5)), (float8_e4m3fn, (9, 4, 7)), (float8_e4m3fn, (5, 40_000)),
+    (bfloat16, (5, 16_500)), (float8_e5m2, (3, 32_785)), (float32, (1, 1)), (bfloat16, (3, 0)))
 
 
-#: Data of rows of 16-byte multiples and of others; scales whose rows are of 16 and of 4 bytes, or of 7 and of 3; one for all.
+#: Rows of 16-byte multiples and others; rows of scales of 16, 4, 7 and 3 bytes; one scale for all.
 _SCALED: tuple[tuple[tuple[int, ...], Any, Any], ...] = (
     ((300, 512), (1, 128), float32), ((77, 200), (1, 32), float8_e8m0fnu), ((40, 129), (1, None), float32),
     ((9, 3, 70), (1, 32), float8_e8m0fnu), ((65, 96), None, float32), ((5, 40_000), (1, 128), float32),
@@ -97,7 +101,8 @@ _SCALED: tuple[tuple[tuple[int, ...], Any, Any], ...] = (
 def _cases(op: str, options: tuple[dict[str, Any], ...]) -> Iterator[Case]:
     # First, for whoever takes only a few: a few blocks of threads, everything that the kernel does.
     for shape, block, scales in (_SCALED[1], _SCALED[4]):
-        yield Case(op, float8_e4m3fn, shape, options={"groups": 4, "block": block, "scales": scales, **options[0]})
+        scaled = {"groups": 4, "block": block, "scales": scales, **options[0]}
+        yield Case(op, float8_e4m3fn, shape, options=scaled)
     for i, (dtype, shape) in enumerate(_SHAPES):
         yield Case(op, dtype, shape, options={"groups": 5, "wide": i % 2 == 0, **options[i % len(options)]})
     for given in options:
@@ -108,16 +113,17 @@ def _cases(op: str, options: tuple[dict[str, Any], ...]) -> Iterator[Case]:
             yield Case(op, float8_e4m3fn, (300, 48), options={"groups": 7, "sizes": division, **given})
         for number in (0, 1, 4):
             yield Case(op, bfloat16, (0, 24), options={"groups": number, **given})
-    for number in (127, 128, 129, 1023, 1025, 3000):                 # rounds and windows of the kernel's scans
+    for number in (127, 128, 129, 1023, 1025, 3000):            # rounds and windows of the kernel's scans
         yield Case(op, bfloat16, (650, 8), options={"groups": number, **options[0]})
-    for columns in (16384, 10240, 24576, 14336, 32768, 40960):       # rows for four to eight loads of a thread, and shared by blocks
+    # Rows for four to eight loads of a thread, and rows that blocks share.
+    for columns in (16384, 10240, 24576, 14336, 32768, 40960):
         yield Case(op, float8_e4m3fn, (9, columns), options={"groups": 3, **options[0]})
     for layout in ("offset", "strided"):
         yield Case(op, float8_e4m3fn, (100, 48), "bits", layout, {"groups": 4, **options[0]})
     for i, (shape, block, scales) in enumerate(_SCALED):
         for number in (1, 5, 130):
-            yield Case(op, float8_e5m2 if i % 2 else float8_e4m3fn, shape,
-                       options={"groups": number, "block": block, "scales": scales, **options[i % len(options)]})
+            scaled = {"groups": number, "block": block, "scales": scales, **options[i % len(options)]}
+            yield Case(op, float8_e5m2 if i % 2 else float8_e4m3fn, shape, options=scaled)
 
 
 def _pad_cases() -> Iterator[Case]:

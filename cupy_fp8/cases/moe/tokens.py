@@ -1,5 +1,5 @@
-"""Cases of tokens that go to their experts' rows and back. A case's shape is that of the assignment, [T, topk] or of a mask [T, E]; else
-that of the tokens. Its options say how these are routed (`routing`)."""
+"""Cases of tokens that go to their experts' rows and back. A case of `route` has the assignment's shape,
+[T, topk] or of a mask [T, E]; others have that of the tokens, and options for how they are routed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from ..base import Case, source, values
 from ..registry import Op, register
 
 _INT32, _INT64, _BOOL = np.dtype(np.int32), np.dtype(np.int64), np.dtype(bool)
-#: What becomes of a route: 'any' expert, also one twice, or none; 'distinct' experts of a token; all to 'one'; to 'none'.
+#: Where routes go: to 'any' expert, to one twice, or nowhere; to 'distinct' ones; all to 'one'; to 'none'.
 KINDS = ("any", "distinct", "one", "none")
 
 
-def indices(tokens: int, topk: int, experts: int, kind: str = "any", dtype: np.dtype[Any] = _INT32, seed: int = 0) -> np.ndarray:
+def indices(tokens: int, topk: int, experts: int, kind: str = "any", dtype: np.dtype[Any] = _INT32,
+            seed: int = 0) -> np.ndarray:
     """Experts of each token's slots, -1: dropped (of 'any' an eighth of them)."""
     rng = np.random.default_rng(seed)
     if kind == "distinct":
@@ -41,12 +42,15 @@ def mask(tokens: int, experts: int, most: int, kind: str = "any", seed: int = 0)
         chosen[:, experts // 2] = True
     elif kind != "none":
         number = np.random.default_rng(seed + 1).integers(0, most, (tokens, 1), endpoint=True)
-        np.put_along_axis(chosen, indices(tokens, most, experts, "distinct", seed=seed), np.arange(most) < number, 1)
+        np.put_along_axis(chosen, indices(tokens, most, experts, "distinct", seed=seed),
+                          np.arange(most) < number, 1)
     return chosen
 
 
-def routing(tokens: int, topk: int, experts: int, kind: str = "any", align: int = 1, form: str = "indices") -> Routing:
-    """By the reference. form: 'indices'; 'mask', of which topk is the most; 'mask of any' number of experts of a token."""
+def routing(tokens: int, topk: int, experts: int, kind: str = "any", align: int = 1,
+            form: str = "indices") -> Routing:
+    """The reference's routing. form: of the assignment, 'indices'; 'mask' of at most topk experts of a token;
+    'mask of any' number of experts."""
     if form == "indices":
         return reference.route(indices(tokens, topk, experts, kind), num_experts=experts, align=align)
     chosen = mask(tokens, experts, topk, kind)
@@ -71,14 +75,16 @@ def _route_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
         made = reference.route(assignment, **options)
         options["rows"] = int(made.offsets[-1])
     if case.layout == "offset":
-        assignment = np.concatenate([assignment.reshape(-1)[:1], assignment.reshape(-1)])[1:].reshape(case.shape)
+        flat = assignment.reshape(-1)
+        assignment = np.concatenate([flat[:1], flat])[1:].reshape(case.shape)
     if case.layout == "strided":
         assignment = np.asfortranarray(assignment)
     return (assignment,), options
 
 
 def _route_cases() -> Iterator[Case]:
-    def case(dtype: Any, tokens: int, extent: int, kind: str = "any", layout: str = "contiguous", /, **options: Any) -> Case:
+    def case(dtype: Any, tokens: int, extent: int, kind: str = "any", layout: str = "contiguous", /,
+             **options: Any) -> Case:
         return Case("route", dtype, (tokens, extent), "bits", layout, {"kind": kind, **options})
 
     # First, for whoever takes only a few: one block of threads, several, indices and masks.
@@ -93,14 +99,17 @@ def _route_cases() -> Iterator[Case]:
     for kind in KINDS:
         for tokens, topk, experts in ((1, 1, 1), (64, 8, 64), (65, 8, 64), (513, 4, 33), (1500, 1, 7)):
             if kind != "distinct" or topk <= experts:
-                yield case(_INT64 if tokens % 2 else _INT32, tokens, topk, kind, num_experts=experts, align=16)
+                dtype = _INT64 if tokens % 2 else _INT32
+                yield case(dtype, tokens, topk, kind, num_experts=experts, align=16)
     for experts in (31, 32, 33, 255, 256, 257, 1023, 1024):          # warps and rounds of the kernel's scans
         yield case(_INT32, 200, 4, num_experts=experts, align=8)
         yield case(_BOOL, 60, experts, topk=6, align=32)
-    for topk in (0, 32, 33, 63, 64, 65, 127, 128, 129, 200):         # a warp holds 128 routes between its two passes
+    # A warp holds 128 routes between its two passes.
+    for topk in (0, 32, 33, 63, 64, 65, 127, 128, 129, 200):
         yield case(_INT32, 70, topk, num_experts=40)
     yield case(_INT32, 2, 1024, num_experts=9, align=64)
-    yield case(_INT32, 9000, 3, num_experts=12, align=16)            # more than a warp holds at once, in as many blocks as there can be
+    # More than a warp holds at once, in as many blocks as there can be.
+    yield case(_INT32, 9000, 3, num_experts=12, align=16)
     yield case(_INT32, 70_000, 1, num_experts=64)
     yield case(_BOOL, 9000, 8, topk=2, align=16)
     for kind in ("one", "none"):
@@ -114,24 +123,29 @@ def _route_cases() -> Iterator[Case]:
 
 # ---- moving tokens ----
 _ROUTED: tuple[dict[str, Any], ...] = (
-    {"topk": 2, "experts": 6, "align": 16}, {"topk": 8, "experts": 64, "kind": "distinct"}, {"topk": 3, "experts": 5, "form": "mask"},
-    {"topk": 2, "experts": 4, "align": 128, "kind": "one"}, {"topk": 2, "experts": 9, "align": 4, "form": "mask of any"},
+    {"topk": 2, "experts": 6, "align": 16}, {"topk": 8, "experts": 64, "kind": "distinct"},
+    {"topk": 3, "experts": 5, "form": "mask"}, {"topk": 2, "experts": 4, "align": 128, "kind": "one"},
+    {"topk": 2, "experts": 9, "align": 4, "form": "mask of any"},
     {"topk": 1, "experts": 3, "align": 32})
 _OTHERS: tuple[dict[str, Any], ...] = (
-    {"topk": 2, "experts": 3, "kind": "none", "align": 2}, {"topk": 0, "experts": 3, "align": 4}, {"topk": 40, "experts": 50},
-    {"topk": 9, "experts": 2}, {"topk": 2, "experts": 1024, "form": "mask"}, {"topk": 0, "experts": 4, "form": "mask", "align": 2})
+    {"topk": 2, "experts": 3, "kind": "none", "align": 2}, {"topk": 0, "experts": 3, "align": 4},
+    {"topk": 40, "experts": 50}, {"topk": 9, "experts": 2}, {"topk": 2, "experts": 1024, "form": "mask"},
+    {"topk": 0, "experts": 4, "form": "mask", "align": 2})
 _FEW: tuple[dict[str, Any], ...] = (
     {"topk": 2, "experts": 4, "align": 8}, {"topk": 3, "experts": 5, "form": "mask"},
     {"topk": 2, "experts": 3, "align": 16, "form": "mask of any"})
-#: One token and many of each block of threads; rows of whole chunks, of words, and of odd lengths; rows shared by blocks.
+#: One token and many of each block of threads; rows of whole chunks, of words, and of odd lengths; rows
+#: shared by blocks.
 _SHAPES: tuple[tuple[int, ...], ...] = (
-    (40, 64), (70, 264), (33, 5), (9, 37), (1100, 16), (3, 17_000), (300, 1), (65, 3, 5), (0, 24), (5, 0), (1, 8), (20, 4, 10))
+    (40, 64), (70, 264), (33, 5), (9, 37), (1100, 16), (3, 17_000), (300, 1), (65, 3, 5), (0, 24), (5, 0),
+    (1, 8), (20, 4, 10))
 
 
 def _routed(case: Case) -> tuple[Routing, dict[str, Any]]:
     """(the routing of the case's tokens, its other options)."""
     options = dict(case.options)
-    taken = {name: options.pop(name) for name in ("topk", "experts", "kind", "align", "form") if name in options}
+    names = options.keys() & {"topk", "experts", "kind", "align", "form"}
+    taken = {name: options.pop(name) for name in names}
     return routing(case.shape[0], **taken), options
 
 
@@ -156,9 +170,10 @@ def _permute_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _rows_inputs(case: Case) -> tuple[np.ndarray, Routing, dict[str, Any]]:
-    """(rows that no token is in are Inf and NaN and all else: nothing may depend on them, the routing, other options)."""
+    """(rows, the routing, other options). Unused rows have Inf and NaN too: nothing may depend on them."""
     routes, options = _routed(case)
-    return source(Case(case.op, case.dtype, (routes.rows, *case.shape[1:]), case.values, case.layout), 2), routes, options
+    rows = Case(case.op, case.dtype, (routes.rows, *case.shape[1:]), case.values, case.layout)
+    return source(rows, 2), routes, options
 
 
 def _unpermute_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -168,7 +183,8 @@ def _unpermute_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _permute_backward_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
     grad, routes, options = _rows_inputs(case)
-    return (grad, routes), {"probs_grad": values("bits", (routes.rows,), float32, 4)} if options.get("probs") else {}
+    probs_grad = {"probs_grad": values("bits", (routes.rows,), float32, 4)}
+    return (grad, routes), probs_grad if options.get("probs") else {}
 
 
 def _unpermute_backward_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -176,14 +192,16 @@ def _unpermute_backward_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, A
     return (source(case, 3), y, routes), _probs(routes, options.get("probs"), case.values)
 
 
-def _cases(op: str, dtypes: tuple[np.dtype[Any], ...], probs: tuple[str | None, ...], kinds: tuple[str, ...]) -> Iterator[Case]:
+def _cases(op: str, dtypes: tuple[np.dtype[Any], ...], probs: tuple[str | None, ...],
+           kinds: tuple[str, ...]) -> Iterator[Case]:
     """Shapes, types, routings, probs and values take turns."""
     def turn(choices: Any, i: int) -> Any:
         return choices[i % len(choices)]
 
     # First, for whoever takes only a few: a few blocks of threads.
     for i, shape in enumerate(((5, 40), (7, 9), (3, 300), (6, 64), (4, 2, 11), (5, 264), (0, 8), (3, 7))):
-        yield Case(op, turn(dtypes, i), shape, turn(kinds, i), options={**turn(_FEW, i), "probs": turn(probs, i + i // 3)})
+        yield Case(op, turn(dtypes, i), shape, turn(kinds, i),
+                   options={**turn(_FEW, i), "probs": turn(probs, i + i // 3)})
     for i, shape in enumerate(_SHAPES):
         for j in range(2):
             options = {**turn(_ROUTED, i + 2 * j), "probs": turn(probs, i + j)}
@@ -197,10 +215,13 @@ def _cases(op: str, dtypes: tuple[np.dtype[Any], ...], probs: tuple[str | None, 
 
 
 def _permute_cases() -> Iterator[Case]:
-    yield from _cases("permute", (bfloat16, float8_e4m3fn, float32, float8_e5m2, float16), (None, "slot", "expert"), ("bits",))
-    for i, (block, scales) in enumerate((((1, 128), float32), ((1, 32), float8_e8m0fnu), ((1, 64), float32), ((1, None), float32))):
+    yield from _cases("permute", (bfloat16, float8_e4m3fn, float32, float8_e5m2, float16),
+                      (None, "slot", "expert"), ("bits",))
+    scaled = ((1, 128), float32), ((1, 32), float8_e8m0fnu), ((1, 64), float32), ((1, None), float32)
+    for i, (block, scales) in enumerate(scaled):
         for j, shape in enumerate(((30, 256), (40, 520), (0, 128), (9, 37), (5, 0))):
-            options = {**_ROUTED[(i + j) % len(_ROUTED)], "block": block, "scales": scales, "probs": (None, "slot")[(i + j) % 2]}
+            options = {**_ROUTED[(i + j) % len(_ROUTED)], "block": block, "scales": scales,
+                       "probs": (None, "slot")[(i + j) % 2]}
             yield Case("permute", float8_e4m3fn, shape, options=options)
 
 
@@ -218,9 +239,11 @@ def _permute_backward_cases() -> Iterator[Case]:
 
 
 def _unpermute_backward_cases() -> Iterator[Case]:
-    yield from _cases("unpermute_backward", INPUT_DTYPES, ("slot", "expert", None), ("normal", "bits", "edges"))
+    yield from _cases("unpermute_backward", INPUT_DTYPES, ("slot", "expert", None),
+                      ("normal", "bits", "edges"))
     for columns in (2047, 2048, 4097, 8192, 8200):                    # tiles of the kernel's sums
-        yield Case("unpermute_backward", float32, (3, columns), "normal", options={**_ROUTED[0], "probs": "slot"})
+        yield Case("unpermute_backward", float32, (3, columns), "normal",
+                   options={**_ROUTED[0], "probs": "slot"})
     yield Case("unpermute_backward", bfloat16, (3, 24_579), "normal", options={**_ROUTED[0], "probs": "slot"})
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from ... import kernels, reference
 from ...arrays import Array
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, Written
+from ...calls.splits import integer
 from ...formats import flag
 from ...kernels import Kernel, Launch, Variant
 from ...layouts import cdiv, round_up
@@ -27,23 +27,31 @@ _MOST = 2**31 - 1           # what row_map holds
 _INT32, _INT64, _BOOL = np.dtype(np.int32), np.dtype(np.int64), np.dtype(bool)
 
 
-def route(assignment: Array, *, num_experts: int | None = None, topk: int | None = None, rows: int | None = None, align: int = 1,
-          check: bool = False, out: Routing | None = None) -> Routing:
-    """Where copies of tokens go, so that the rows of each expert are together: the map that `permute` and `unpermute` follow.
+def route(assignment: Array, *, num_experts: int | None = None, topk: int | None = None,
+          rows: int | None = None, align: int = 1, check: bool = False,
+          out: Routing | None = None) -> Routing:
+    """Where copies of tokens go, so that the rows of each expert are together: the map that `permute` and
+    `unpermute` follow.
 
-        expert e's rows begin at offsets[e], a multiple of `align`; in them its tokens come in their order, a token's slots in theirs
+        expert e's rows begin at offsets[e], a multiple of `align`; its tokens come in their order, each with
+        its slots in theirs
 
     Parameters
     ----------
-    assignment : int32 or int64 array [T, topk], the experts of each token's slots, -1: dropped. Or a mask, a bool array [T, E]; a token's
-        slots are then its experts in ascending order (where there are slots for all E, slot e is expert e)
+    assignment : int32 or int64 array [T, topk], the experts of each token's slots, -1: dropped. Or a mask, a
+        bool array [T, E]; a token's slots are then its experts in ascending order (where there are slots for
+        all E, slot e is expert e)
     num_experts : E, 1 to 1024. Needed for indices
-    topk : slots of a token, 0 to 1024. Of a mask the most experts that a token has (None: E, which needs `rows`); else the second extent
-    rows : of what `permute` will write, the caller's bound of the sum of all sizes, each rounded up to a multiple of `align`. None: what
-        always suffices, T * topk + E * (align - 1)
-    align : a power of two from 1 to 128: 16, 32 and 128 are what block scales and matrix products of groups want
-    check : wait for the device and raise ValueError if the assignment there is wrong. (NumPy arrays are always looked at)
-    out : an earlier result for the same T, topk, E, rows and align; written in place and returned. Needed while a CUDA graph is captured
+    topk : slots of a token, 0 to 1024. Of a mask the most experts that a token has (None: E, which needs
+        `rows`); else the second extent
+    rows : of what `permute` will write, the caller's bound of the sum of all sizes, each rounded up to a
+        multiple of `align`. None: what always suffices, T * topk + E * (align - 1)
+    align : a power of two from 1 to 128: 16, 32 and 128 are what block scales and matrix products of groups
+        want
+    check : wait for the device and raise ValueError if the assignment there is wrong. (NumPy arrays are
+        always looked at)
+    out : an earlier result for the same T, topk, E, rows and align; written in place and returned. Needed
+        while a CUDA graph is captured
 
     Returns
     -------
@@ -51,12 +59,12 @@ def route(assignment: Array, *, num_experts: int | None = None, topk: int | None
 
     Raises
     ------
-    TypeError, ValueError, DeviceError, before anything is written. Assignments on the device raise nothing: an index of no expert counts as
-    dropped, and so do a mask's experts beyond `topk`; routes to rows that there are not go nowhere (-1), and the sizes are what
-    there is room for; `device_errors` tells.
+    TypeError, ValueError, DeviceError, before anything is written. Assignments on the device raise nothing:
+    an index of no expert counts as dropped, and so do a mask's experts beyond `topk`; routes to rows that
+    there are not go nowhere (-1), and the sizes are what there is room for; `device_errors` tells.
 
-    Two launches, one for the indices of a few tokens. Source: TransformerEngine (moe_permute); docs/numerics.md section 8. Bytes moved:
-    the assignment, the map and its inverse.
+    Two launches, one for the indices of a few tokens. Source: TransformerEngine (moe_permute);
+    docs/numerics.md section 8. Bytes moved: the assignment, the map and its inverse.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> r = fp8.route(np.array([[1, 0], [1, -1], [0, 1]]), num_experts=2, align=4)
@@ -70,7 +78,7 @@ def route(assignment: Array, *, num_experts: int | None = None, topk: int | None
 
 
 # ---- what follows from shapes and options ----
-class _Form(NamedTuple):
+class _Extents(NamedTuple):
     mask: bool
     tokens: int
     topk: int
@@ -79,56 +87,61 @@ class _Form(NamedTuple):
     align: int
 
     @property
-    def run(self) -> int:
+    def warp_tokens(self) -> int:
         """Tokens of a warp."""
         return max(cdiv(_ROUTES, max(1, self.topk)), cdiv(self.tokens, _WARPS * _MOST_BLOCKS))
 
     @property
     def blocks(self) -> int:
-        return max(1, cdiv(self.tokens, _WARPS * self.run))
+        return max(1, cdiv(self.tokens, _WARPS * self.warp_tokens))
 
 
-def _form(shape: tuple[int, ...], dtype: np.dtype[Any], num_experts: Any, topk: Any, rows: Any, align: Any) -> _Form:
+def _extents(shape: tuple[int, ...], dtype: np.dtype[Any], num_experts: Any, topk: Any, rows: Any,
+             align: Any) -> _Extents:
     mask = dtype == _BOOL
     if len(shape) != 2:
         raise ValueError(f"assignment: expected shape {'[T, E]' if mask else '[T, topk]'}, got {shape}")
-    tokens, extent = shape
-    if mask:
-        if topk is None and rows is None:
-            raise ValueError("topk: a mask needs topk (the most experts of one token) or rows (the bound of the result), got neither")
-        number = extent if num_experts is None else _integer(num_experts, "num_experts")
-        slots = extent if topk is None else _integer(topk, "topk")
-        if number != extent:
-            raise ValueError(f"num_experts: expected {extent}, the columns of the mask, got {number}")
-        if slots > extent:
-            raise ValueError(f"topk: expected at most {extent}, the experts of the mask, got {slots}")
-    else:
-        if num_experts is None:
-            raise ValueError("num_experts: needed where the assignment is indices, got None")
-        number = _integer(num_experts, "num_experts")
-        slots = extent if topk is None else _integer(topk, "topk")
-        if slots != extent:
-            raise ValueError(f"topk: expected {extent}, the columns of the assignment, got {slots}")
+    tokens, columns = shape
+    number, slots = (_of_mask if mask else _of_indices)(columns, num_experts, topk, rows)
     if not 1 <= number <= MOST_EXPERTS:
         raise ValueError(f"num_experts: expected 1 to {MOST_EXPERTS}, got {number}")
     if not 0 <= slots <= MOST_EXPERTS:
         raise ValueError(f"topk: expected 0 to {MOST_EXPERTS}, got {slots}")
-    align = _integer(align, "align")
+    align = integer(align, "align")
     if not 1 <= align <= _MOST_ALIGN or align & align - 1:
         raise ValueError(f"align: expected a power of two from 1 to {_MOST_ALIGN}, got {align}")
-    bound = tokens * slots + number * (align - 1) if rows is None else _integer(rows, "rows")
+    bound = tokens * slots + number * (align - 1) if rows is None else integer(rows, "rows")
     if bound < 0:
         raise ValueError(f"rows: expected 0 or more, got {bound}")
     if max(bound, tokens * slots) > _MOST:
-        raise ValueError(f"rows: {bound} rows of {tokens * slots} routes are more than int32 holds (2**31 - 1); split the tokens")
-    return _Form(mask, tokens, slots, number, bound, align)
+        raise ValueError(f"rows: {bound} rows of {tokens * slots} routes are more than int32 holds "
+                         "(2**31 - 1); split the tokens")
+    return _Extents(mask, tokens, slots, number, bound, align)
 
 
-def _integer(value: Any, name: str) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: expected an integer, got {value!r}") from None
+def _of_mask(columns: int, num_experts: Any, topk: Any, rows: Any) -> tuple[int, int]:
+    """(experts, slots of a token) of a mask."""
+    if topk is None and rows is None:
+        raise ValueError("topk: a mask needs topk (the most experts of one token) or rows (the bound of the "
+                         "result), got neither")
+    number = columns if num_experts is None else integer(num_experts, "num_experts")
+    slots = columns if topk is None else integer(topk, "topk")
+    if number != columns:
+        raise ValueError(f"num_experts: expected {columns}, the columns of the mask, got {number}")
+    if slots > columns:
+        raise ValueError(f"topk: expected at most {columns}, the experts of the mask, got {slots}")
+    return number, slots
+
+
+def _of_indices(columns: int, num_experts: Any, topk: Any, rows: Any) -> tuple[int, int]:
+    """(experts, slots of a token) of indices."""
+    if num_experts is None:
+        raise ValueError("num_experts: needed where the assignment is indices, got None")
+    number = integer(num_experts, "num_experts")
+    slots = columns if topk is None else integer(topk, "topk")
+    if slots != columns:
+        raise ValueError(f"topk: expected {columns}, the columns of the assignment, got {slots}")
+    return number, slots
 
 
 def _on_host(x: Array) -> np.ndarray:
@@ -141,39 +154,40 @@ def _on_host(x: Array) -> np.ndarray:
     return np.asarray(x.get())
 
 
-def _check(host: np.ndarray, form: _Form) -> None:
-    """ValueError unless an assignment on the host has experts that exist, and slots and rows for all of them."""
-    if form.mask:
+def _check(host: np.ndarray, extents: _Extents) -> None:
+    """ValueError unless an assignment on the host has experts that exist, and slots and rows for all."""
+    if extents.mask:
         most = host.sum(axis=1)
-        if form.tokens and most.max() > form.topk:
-            token = int(np.argmax(most > form.topk))
-            raise ValueError(f"assignment: expected at most topk={form.topk} experts of a token, got {most[token]} of token {token}")
+        if extents.tokens and most.max() > extents.topk:
+            token = int(np.argmax(most > extents.topk))
+            raise ValueError(f"assignment: expected at most topk={extents.topk} experts of a token, got "
+                             f"{most[token]} of token {token}")
         sizes = host.sum(axis=0)
     else:
-        wrong = (host < -1) | (host >= form.number)
+        wrong = (host < -1) | (host >= extents.number)
         if wrong.any():
             token, slot = map(int, np.argwhere(wrong)[0])
-            raise ValueError(f"assignment: expected experts 0 to {form.number - 1}, or -1 for none, got {host[token, slot]} at "
-                             f"[{token}, {slot}]")
-        sizes = np.bincount(host[host >= 0].astype(np.int64), minlength=form.number)
-    needed = sum(round_up(size, form.align) for size in sizes.tolist())
-    if needed > form.rows:
-        raise ValueError(f"rows: expected at least the {needed} that this assignment needs (sizes rounded up to {form.align}), got "
-                         f"{form.rows}")
+            raise ValueError(f"assignment: expected experts 0 to {extents.number - 1}, or -1 for none, got "
+                             f"{host[token, slot]} at [{token}, {slot}]")
+        sizes = np.bincount(host[host >= 0].astype(np.int64), minlength=extents.number)
+    needed = sum(round_up(size, extents.align) for size in sizes.tolist())
+    if needed > extents.rows:
+        raise ValueError(f"rows: expected at least the {needed} that this assignment needs (sizes rounded up "
+                         f"to {extents.align}), got {extents.rows}")
 
 
 # ---- the way to the kernels ----
 class _Result(Description):
     """A Routing for these sizes."""
 
-    def __init__(self, form: _Form) -> None:
-        self._form = form
+    def __init__(self, extents: _Extents) -> None:
+        self._form = extents
         parts: list[tuple[str, tuple[int, ...], np.dtype[Any]]] = [
-            ("row_map", (form.tokens, form.topk), _INT32), ("splits", (form.number,), _INT32),
-            ("aligned_splits", (form.number,), _INT32), ("offsets", (form.number + 1,), _INT64),
-            ("sources", (form.rows,), _INT32)]
-        if form.mask:
-            parts.append(("experts", (form.tokens, form.topk), _INT32))
+            ("row_map", (extents.tokens, extents.topk), _INT32), ("splits", (extents.number,), _INT32),
+            ("aligned_splits", (extents.number,), _INT32), ("offsets", (extents.number + 1,), _INT64),
+            ("sources", (extents.rows,), _INT32)]
+        if extents.mask:
+            parts.append(("experts", (extents.tokens, extents.topk), _INT32))
         #: The arrays' names, which are also those of the kernels' members.
         self.names = tuple(name for name, _, _ in parts)
         super().__init__(*(Written(f"out.{name}", shape, dtype) for name, shape, dtype in parts))
@@ -195,7 +209,7 @@ class _Result(Description):
 
 class _Inputs(NamedTuple):
     assignment: Input
-    form: _Form
+    extents: _Extents
     result: _Result
 
 
@@ -205,35 +219,35 @@ class _Route(Op[_Inputs]):
         check = flag(check, "check")
         found = call.read("assignment", assignment, (_INT32, _INT64, _BOOL))
         options = num_experts, topk, rows, align
-        form = _form(found.shape, found.dtype, *options)
+        extents = _extents(found.shape, found.dtype, *options)
         # An object that is not an int, such as an array of one element, can change before the next call.
         call.repeatable &= all(option is None or type(option) is int for option in options)
         if check or call.xp is np:
             call.repeatable = False
-            _check(_on_host(found.array), form)
-        return _Inputs(found, form, _Result(form))
+            _check(_on_host(found.array), extents)
+        return _Inputs(found, extents, _Result(extents))
 
     def result(self, inputs: _Inputs) -> Description:
         return inputs.result
 
     def reference(self, inputs: _Inputs) -> Routing:
-        form = inputs.form
-        return reference.route(inputs.assignment.array, num_experts=form.number, topk=form.topk,
-                               rows=form.rows, align=form.align)
+        extents = inputs.extents
+        return reference.route(inputs.assignment.array, num_experts=extents.number, topk=extents.topk,
+                               rows=extents.rows, align=extents.align)
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
-        x, form, result = inputs
-        blocks, pitch = form.blocks, round_up(form.blocks, 4)
-        counted = form.mask or blocks > 1
-        counts = call.workspace("route", form.number * pitch) if counted else 0
-        slot_for_each = form.mask and form.topk == form.number
+        x, extents, result = inputs
+        blocks, pitch = extents.blocks, round_up(extents.blocks, 4)
+        counted = extents.mask or blocks > 1
+        counts = call.workspace("route", extents.number * pitch) if counted else 0
+        slot_for_each = extents.mask and extents.topk == extents.number
         places = dict(zip(result.names, written, strict=True))
         for kernel in (_COUNT, _RANK) if counted else (_RANK,):
             yield _variant(kernel).bind(
                 x.array, blocks, assignment=x.at, counts=counts, **places, errors=call.error_word(),
-                tokens=form.tokens, topk=form.topk, number=form.number, rows=form.rows, align=form.align,
-                run=form.run, pitch=pitch, wide=int(x.dtype == _INT64),
-                mask=int(form.mask) + int(slot_for_each))
+                tokens=extents.tokens, topk=extents.topk, number=extents.number, rows=extents.rows,
+                align=extents.align, warp_tokens=extents.warp_tokens, pitch=pitch,
+                wide=int(x.dtype == _INT64), mask=int(extents.mask) + int(slot_for_each))
 
 
 _ROUTE = _Route()

@@ -10,12 +10,16 @@ import numpy as np
 
 def splits_to_offsets(splits: Any, *, strides: Sequence[int] = (1,), include_leading_zero: Any = True,
                       dtypes: Any = np.int64) -> list[np.ndarray]:
-    """In Python's integers, which do not overflow. include_leading_zero, dtypes: one for all outputs, or one for each."""
+    """Computed in Python's integers, which do not overflow. include_leading_zero, dtypes: one for all
+    outputs, or one for each."""
     n = len(strides)
-    leads = include_leading_zero if isinstance(include_leading_zero, Sequence) else (include_leading_zero,) * n
+    leads = include_leading_zero
+    if not isinstance(leads, Sequence):
+        leads = (leads,) * n
     types = dtypes if isinstance(dtypes, (list, tuple)) else (dtypes,) * n
     sums = np.cumsum(np.maximum(splits, 0).astype(object))
-    return [offsets(sums * int(stride), lead, np.dtype(dtype)) for stride, lead, dtype in zip(strides, leads, types, strict=True)]
+    return [offsets(sums * int(stride), lead, np.dtype(dtype))
+            for stride, lead, dtype in zip(strides, leads, types, strict=True)]
 
 
 def offsets(values: np.ndarray, lead: bool, dtype: np.dtype[Any]) -> np.ndarray:

@@ -32,10 +32,12 @@ def _move_all(x: Any, rows: int, *how: Any) -> Any:
     if not isinstance(x, Scaled):
         return _move(x, rows, *how)
     scale_inv = x.scale_inv.copy() if x.block is None else _move(x.scale_inv, rows, *how)
-    return Scaled._of(_move(x.data, rows, *how), scale_inv, (rows, *x.shape[1:]), False, x.block, x.scale_layout)
+    return Scaled._of(_move(x.data, rows, *how), scale_inv, (rows, *x.shape[1:]), False, x.block,
+                      x.scale_layout)
 
 
-def _move(x: np.ndarray, rows: int, splits: Any, align_from: int, align_to: int, order: np.ndarray | None = None) -> np.ndarray:
+def _move(x: np.ndarray, rows: int, splits: Any, align_from: int, align_to: int,
+          order: np.ndarray | None = None) -> np.ndarray:
     """Each row of the result from the row of x that it is a copy of, or 0."""
     sizes = np.clip(np.asarray(splits, np.int64), 0, max(len(x), rows) + 1)        # sums of which int64 holds
     order = np.arange(len(sizes)) if order is None else order
@@ -45,7 +47,7 @@ def _move(x: np.ndarray, rows: int, splits: Any, align_from: int, align_to: int,
     placed = np.where(exists, sizes[group], 0) if len(sizes) else sizes
     to_start = _starts(placed, align_to)
     row = np.arange(rows)
-    at = np.searchsorted(to_start, row, side="right") - 1          # the last one that begins here or before: not an empty one
+    at = np.searchsorted(to_start, row, side="right") - 1       # the last group that begins here or before
     result = zeros((rows, *x.shape[1:]), x.dtype, like=np)
     if len(sizes) == 0:
         return result

@@ -29,7 +29,7 @@ def permute(x: Any, routing: Routing, *, probs: np.ndarray | None = None) -> Any
 
 
 def unpermute(y: np.ndarray, routing: Routing, *, probs: np.ndarray | None = None) -> np.ndarray:
-    """narrow(sum of fl(row * prob)) over a token's rows, from the last row to the first, each product rounded and then added."""
+    """narrow(sum of fl(row * prob)) over a token's rows, from the last row to the first."""
     columns = y.shape[1:]
     given = _row_map(routing)
     order = np.argsort(-given, axis=1, kind="stable")                            # nowhere (-1) comes last
@@ -59,7 +59,8 @@ def permute_backward(grad: np.ndarray, routing: Routing, *, probs_grad: np.ndarr
 
 def unpermute_backward(grad: np.ndarray, y: np.ndarray | None, routing: Routing, *,
                        probs: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray | None]:
-    """grad_y = narrow(fl(grad * prob)) in each token's rows; dprob = the sum over the columns of fl(grad * y), by the fixed tree."""
+    """grad_y = narrow(fl(grad * prob)) in each token's rows; dprob = the sum of fl(grad * y) over the
+    columns, by the fixed tree."""
     if probs is None:
         return _to_rows(grad, routing), None
     assert y is not None
@@ -83,7 +84,7 @@ def unpermute_backward(grad: np.ndarray, y: np.ndarray | None, routing: Routing,
 
 
 def by_slot(probs: np.ndarray, routing: Routing) -> np.ndarray:
-    """Probs [T, topk]: of a mask's [T, E] those of each slot's expert, 0 of a slot whose expert is none of the E."""
+    """Probs [T, topk]: of a mask's [T, E] those of each slot's expert, or 0 if that is none of the E."""
     if routing.experts is None or probs.shape == routing.row_map.shape:
         return probs
     known = (routing.experts >= 0) & (routing.experts < routing.num_experts)

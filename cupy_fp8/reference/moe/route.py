@@ -9,9 +9,10 @@ import numpy as np
 from ...routing import Routing
 
 
-def route(assignment: Any, *, num_experts: int | None = None, topk: int | None = None, rows: int | None = None,
-          align: int = 1) -> Routing:
-    """Indices [T, topk] of `num_experts` experts, or a mask [T, E], of which the first `topk` experts of a token count (None: all)."""
+def route(assignment: Any, *, num_experts: int | None = None, topk: int | None = None,
+          rows: int | None = None, align: int = 1) -> Routing:
+    """assignment: indices [T, topk] of `num_experts` experts, or a mask [T, E], of which the first `topk`
+    experts of a token count (None: all)."""
     assignment = np.asarray(assignment)
     mask = assignment.dtype == bool
     number = assignment.shape[1] if mask else int(num_experts or 0)
@@ -21,7 +22,7 @@ def route(assignment: Any, *, num_experts: int | None = None, topk: int | None =
         rows = tokens * slots + number * (align - 1)
     entry = np.flatnonzero((experts >= 0) & (experts < number))
     expert = experts.reshape(-1)[entry]
-    order = np.argsort(expert, kind="stable")                      # expert-major, tokens and slots in their order
+    order = np.argsort(expert, kind="stable")           # by expert; tokens and slots in their order
     entry, expert = entry[order], expert[order]
     sizes = np.bincount(expert, minlength=number)
     ends = np.cumsum(-(-sizes // align) * align)
@@ -33,12 +34,13 @@ def route(assignment: Any, *, num_experts: int | None = None, topk: int | None =
     sources[row] = entry
     offsets = np.minimum(np.concatenate([[0], ends]), rows).astype(np.int64)
     splits = np.minimum(sizes, rows - offsets[:-1]).astype(np.int32)
-    return Routing(row_map.reshape(tokens, slots), splits, np.diff(offsets).astype(np.int32), offsets, sources, rows, align,
-                   experts.astype(np.int32) if mask else None)
+    return Routing(row_map.reshape(tokens, slots), splits, np.diff(offsets).astype(np.int32), offsets,
+                   sources, rows, align, experts.astype(np.int32) if mask else None)
 
 
 def slots_of(mask: np.ndarray, topk: int | None) -> np.ndarray:
-    """int64 [T, topk]: the first experts of each token, ascending, then -1; where there is a slot for every expert, each in its own."""
+    """int64 [T, topk]: the first experts of each token, ascending, then -1; where there is a slot for every
+    expert, each in its own."""
     tokens, number = mask.shape
     if topk is None or topk == number:
         return np.where(mask, np.arange(number), -1)

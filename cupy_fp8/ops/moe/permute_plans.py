@@ -1,0 +1,134 @@
+"""How launches of permute.cu, unpermute.cu and unpermute_backward.cu share tokens among blocks of threads."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...arrays import address
+from ...calls.call import Input
+from ...formats import FORMATS, INPUT_DTYPES
+from ...kernels import Kernel, Variant, grid_size
+from ...layouts import cdiv, round_up
+from ...routing import Routing
+
+_PERMUTE = Kernel("moe/permute", "permute")
+_UNPERMUTE = Kernel("moe/unpermute", "unpermute")
+_BACKWARD = Kernel("moe/unpermute_backward", "unpermute_backward")
+_THREADS = 256
+_BYTES = 8 << 10            # of tokens that a block of permute takes, at most
+_UNITS = 4                  # loads of a token that a thread of permute has in flight
+_CHUNKS = 2048              # of results that a block of unpermute takes, at most
+TOPKS = (1, 2, 4, 6, 8)     # routes of a token for which unpermute has programs of their own
+_MOST_ROUTES = 1024         # that a block of unpermute sorts
+_MOST_TOKENS = 256
+_BLOCKS = 528               # that few tokens are divided among: four for each of an H200's multiprocessors
+_LANES = 32                 # rows that a block examines, to clear the unused ones, at most
+#: Blocks of their own clear unused rows if these are more than this part of the used ones.
+_FEW_UNUSED = 4
+
+
+def routes(routing: Routing, columns: int, clearing: int = 0) -> dict[str, int]:
+    """The struct Routes. columns: of probs by expert; clearing: the first block that clears rows, or 0."""
+    experts = 0 if routing.experts is None else address(routing.experts)
+    return {"row_map": address(routing.row_map), "sources": address(routing.sources), "experts": experts,
+            "tokens": routing.tokens, "rows": routing.rows, "topk": routing.topk, "columns": columns,
+            "clearing": clearing}
+
+
+def grid(routing: Routing, blocks: int, shape: tuple[int, ...]) -> tuple[int, int]:
+    """(all blocks, the first that clears rows) of a launch in which `blocks` move tokens. 0: all clear
+    some."""
+    used = routing.tokens * routing.topk
+    if routing.rows - used > used // _FEW_UNUSED:
+        return grid_size(blocks + cdiv(routing.rows, _LANES), shape), blocks
+    return grid_size(max(blocks, cdiv(routing.rows, _LANES)), shape), 0
+
+
+def step(low_bits: int) -> int:
+    """The largest power of two up to 16 bytes, but for 8, of which addresses and lengths are multiples."""
+    return 16 if low_bits % 16 == 0 else 4 if low_bits % 4 == 0 else 2 if low_bits % 2 == 0 else 1
+
+
+class Plan(NamedTuple):
+    """What follows from shapes: members of the struct Rows or UnpermuteParams, and the number of blocks."""
+
+    tokens_per_block: int
+    across: int
+    segment: int
+    blocks: int
+
+    def members(self) -> dict[str, int]:
+        return {"tokens_per_block": self.tokens_per_block, "across": self.across, "segment": self.segment}
+
+
+def _across(tokens: int, length: int, most: int, least: int) -> int:
+    """Blocks that share a row: none takes more than `most` of its length. Where tokens are few each takes
+    about `least`, so that there are many blocks."""
+    return max(1, cdiv(length, most), min(cdiv(length, least), _BLOCKS // max(1, tokens)))
+
+
+#: The struct Rows where there are no scales.
+NO_ROWS = {"step": 1, "tokens_per_block": 1, "across": 1, "blocks": 0}
+
+
+def rows(given: Input, to: int, tokens: int) -> dict[str, int]:
+    """The struct Rows of rows that move to this address."""
+    row_bytes = prod(given.shape[1:]) * given.dtype.itemsize
+    common = step(given.at | to | row_bytes)
+    lanes_log2, plan = _permute_plan(tokens, row_bytes, common)
+    return {"from": given.at, "to": to, "row_bytes": row_bytes, "step": common, "lanes_log2": lanes_log2,
+            **plan.members(), "blocks": plan.blocks}
+
+
+@functools.lru_cache(maxsize=1024)
+def _permute_plan(tokens: int, row_bytes: int, step: int) -> tuple[int, Plan]:
+    """(log2 of the threads that share a token, the plan)."""
+    across = _across(tokens, row_bytes, _BYTES, 16 * _THREADS)
+    segment = row_bytes if across == 1 else round_up(cdiv(row_bytes, across), 16)
+    taken = max(1, min(_MOST_TOKENS, _BYTES // max(1, row_bytes), cdiv(tokens, _BLOCKS)))
+    # If pieces are few, each has a thread of its own, so that neighbouring threads store neighbouring pieces.
+    # Every thread has a token.
+    pieces = segment // step
+    lanes = min(_THREADS, max(pieces if pieces <= 64 else cdiv(pieces, _UNITS), cdiv(_THREADS, taken)))
+    return (lanes - 1).bit_length(), Plan(taken, across, segment, cdiv(tokens, taken) * across)
+
+
+@functools.lru_cache(maxsize=1024)
+def unpermute_plan(tokens: int, topk: int, chunks: int) -> Plan:
+    """chunks: of 16 bytes, of a row."""
+    across = _across(tokens, chunks, _CHUNKS, _THREADS)
+    segment = cdiv(chunks, across)
+    most = min(_MOST_TOKENS, _CHUNKS // max(1, chunks), _MOST_ROUTES // max(1, topk), cdiv(tokens, _BLOCKS))
+    taken = max(1, most)
+    return Plan(taken, across, segment, grid_size(cdiv(tokens, taken) * across, (tokens, chunks)))
+
+
+# ---- programs ----
+@functools.cache
+def permute_variant() -> Variant:
+    return _PERMUTE.variant(block=_THREADS)
+
+
+@functools.cache
+def unpermute_variant(dtype: np.dtype[Any], topk: int) -> Variant:
+    """topk: routes of a token, one of TOPKS; 0: any number."""
+    return _UNPERMUTE.variant(block=_THREADS, IN=FORMATS[dtype].tag, TOPK=topk)
+
+
+@functools.cache
+def backward_variant(dtype: np.dtype[Any]) -> Variant:
+    return _BACKWARD.variant(block=_THREADS, IN=FORMATS[dtype].tag)
+
+
+def variants() -> Iterator[Variant]:
+    """Every variant that permute, unpermute and their gradients may launch."""
+    yield permute_variant()
+    for dtype in INPUT_DTYPES:
+        for topk in (0, *TOPKS):
+            yield unpermute_variant(dtype, topk)
+        yield backward_variant(dtype)

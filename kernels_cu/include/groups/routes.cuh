@@ -1,0 +1,76 @@
+// What the kernels that move tokens share: where a routing (route.cu) sends them, and zeros in unused rows.
+//
+// Each block examines every gridDim.x-th row and writes zeros to it if `sources` says that it is unused. So
+// all blocks have the same share of the unused rows, wherever these are. If they may be many, blocks of their
+// own do this.
+#pragma once
+#include "memory/chunks.cuh"
+
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+
+struct Routes {
+    const i32* row_map;          // [tokens, topk]
+    const i32* sources;          // [rows], -1: an unused row
+    const i32* experts;          // [tokens, topk] of a mask
+    i64 tokens, rows;
+    u32 topk;
+    u32 columns;                 // experts, if probs are [tokens, experts]; 0: they are [tokens, topk]
+    u32 clearing;                // first of the blocks that clear 32 rows each; 0: every block clears some
+
+    // The row of a slot, or -1. A row outside of what there is counts as none.
+    __device__ __forceinline__ i32 row(i64 slot) const {
+        const i32 row = load_read_only(row_map + slot);
+        return row >= 0 && row < rows ? row : -1;
+    }
+    // The index of the prob of slot k of a token, or -1.
+    __device__ __forceinline__ i64 prob_at(i64 token, u32 k) const {
+        const i64 slot = token * topk + k;
+        if (!columns) return slot;
+        const u32 expert = (u32)load_read_only(experts + slot);
+        return expert < columns ? token * columns + expert : -1;
+    }
+};
+
+using Unit = Chunk<e8m0fnu, 16>;
+template <class T> __device__ __forceinline__ T load_piece(const u8* from) {
+    return load_read_only(reinterpret_cast<const T*>(from));
+}
+template <> __device__ __forceinline__ Unit load_piece<Unit>(const u8* from) { return Unit::load(from); }
+__device__ __forceinline__ void store_piece(u8* to, const Unit& piece) { piece.store_whole<true>(to); }
+template <class T> __device__ __forceinline__ void store_piece(u8* to, T piece) {
+    *reinterpret_cast<T*>(to) = piece;
+}
+
+// A whole block writes zeros.
+template <class T>
+__device__ __forceinline__ void clear_pieces(u8* to, i64 bytes) {
+    for (i64 at = (i64)threadIdx.x * sizeof(T); at < bytes; at += kThreads * sizeof(T))
+        store_piece(to + at, T{});
+}
+__device__ __forceinline__ void clear(u8* to, i64 bytes, u32 step) {
+    if (step == 16) clear_pieces<Unit>(to, bytes);
+    else if (step == 4) clear_pieces<u32>(to, bytes);
+    else if (step == 2) clear_pieces<u16>(to, bytes);
+    else clear_pieces<u8>(to, bytes);
+}
+
+// The row that a lane examines: of a clearing block one of 32 neighbours, else one of rows blockIdx.x,
+// blockIdx.x + gridDim.x, ... The grid is so large that these are at most 32.
+__device__ __forceinline__ i64 row_to_examine(const Routes& routes, u32 lane) {
+    if (routes.clearing) return ((i64)blockIdx.x - routes.clearing) * 32 + lane;
+    return (i64)lane * gridDim.x + blockIdx.x;
+}
+// The source of the lane's row. It is loaded early and used late.
+__device__ __forceinline__ i32 load_own_source(const Routes& routes) {
+    const i64 own = row_to_examine(routes, threadIdx.x % 32);
+    return own >= 0 && own < routes.rows ? load_read_only(routes.sources + own) : 0;
+}
+// A whole block calls clear_row(row) for each of these rows that is unused.
+template <class Clear>
+__device__ __forceinline__ void clear_unused(const Routes& routes, i32 own_source, Clear clear_row) {
+#ifndef CUPY_FP8_HOST
+    asm volatile("" : "+r"(own_source));         // keeps the compiler from waiting for the load earlier
+#endif
+    for (u32 unused = __ballot_sync(~0u, own_source < 0); unused; unused &= unused - 1)
+        clear_row(row_to_examine(routes, __ffs(unused) - 1));
+}

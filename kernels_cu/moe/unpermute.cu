@@ -1,0 +1,220 @@
+// The weighted sum of each token's rows (docs/numerics.md, section 8).
+//
+// unpermute  y [rows, columns] -> out [tokens, columns] = narrow(sum of fl(y[row] * prob)) over a token's
+//            rows, the last row first; to_slots[t, k] = from_rows[row_map[t, k]], or 0: gradients of probs.
+//
+// A block sorts its tokens' routes in shared memory. Then each thread has the same columns of eight rows in
+// flight. In programs that know the number of routes (RowPipeline) it loads the next eight while it adds
+// these up. Rows that allow no 16-byte accesses are read element by element.
+//
+// Bytes moved: a row for each route, and the result.
+#include "numerics/column_sum.cuh"
+#include "groups/routes.cuh"
+
+#ifdef ENTRY_unpermute
+struct UnpermuteParams {
+    const IN::storage* y;
+    IN::storage* out;
+    const float* probs;          // see Routes::prob_at; null: ones
+    const u32* from_rows;        // [rows] f32
+    u32* to_slots;               // [tokens, topk] f32, or null
+    Routes routes;
+    i64 columns;
+    u32 tokens_per_block;        // 1 where a token is taken by several blocks
+    u32 across;                  // blocks that share a token
+    u32 segment;                 // chunks of a row that a block takes
+    u32 vector;                  // rows are whole chunks, 16-byte aligned
+};
+
+constexpr int kCount = 16 / sizeof(IN::storage), kInFlight = 8;
+constexpr int kMostRoutes = 1024;        // of a block
+using Part = Chunk<IN, kCount>;
+struct Route {
+    i64 at;                      // byte offset of its row in y; -1: nowhere
+    float prob;
+};
+
+// The sums of kCount columns.
+struct Sums {
+    float sum[kCount];
+
+    __device__ __forceinline__ Sums() {
+#pragma unroll
+        for (float& each : sum) each = as_float(kAbsentTerm);
+    }
+    __device__ __forceinline__ void add(const Part& part, float prob) {
+#pragma unroll
+        for (int j = 0; j < kCount / 2; j++) {
+            float lo, hi;
+            part.widen2(j, lo, hi);
+            sum[2 * j] = add_rn(sum[2 * j], mul_rn(lo, prob));
+            sum[2 * j + 1] = add_rn(sum[2 * j + 1], mul_rn(hi, prob));
+        }
+    }
+    // The rounded sums of so many rows; 0 of none.
+    __device__ __forceinline__ Part narrow(int rows) const {
+        Part out;
+#pragma unroll
+        for (int j = 0; j < kCount / 2; j++)
+            out.narrow2(j, rows ? sum[2 * j] : 0.0f, rows ? sum[2 * j + 1] : 0.0f);
+        return out;
+    }
+};
+
+// The sums of the chunk of columns at `column`, `left` of which exist, over the rows of a token.
+template <bool kVector>
+__device__ __forceinline__ Part sum_rows(const UnpermuteParams& p, const Route* route, i64 column, int left) {
+    constexpr int kFewInFlight = kVector ? 4 : 2;
+    const int topk = (int)p.routes.topk;
+    const u8* const y = reinterpret_cast<const u8*>(p.y + column);
+    const auto load = [&](const Route& from) {
+        const IN::storage* const row = reinterpret_cast<const IN::storage*>(y + from.at);
+        return kVector ? Part::load(row) : Part::load_partial(row, left);
+    };
+    Sums sums;
+    int n = 0;
+#pragma unroll 1
+    for (; kVector && n + kInFlight <= topk && route[n + kInFlight - 1].at >= 0; n += kInFlight) {
+        Part part[kInFlight];
+#pragma unroll
+        for (int u = 0; u < kInFlight; u++) part[u] = load(route[n + u]);
+#pragma unroll
+        for (int u = 0; u < kInFlight; u++) sums.add(part[u], route[n + u].prob);
+    }
+#pragma unroll 1
+    for (; n < topk && route[n].at >= 0; n += kFewInFlight) {
+        Part part[kFewInFlight];
+        bool here[kFewInFlight];
+#pragma unroll
+        for (int u = 0; u < kFewInFlight; u++) {
+            here[u] = n + u < topk && route[n + u].at >= 0;
+            if (here[u]) part[u] = load(route[n + u]);
+        }
+#pragma unroll
+        for (int u = 0; u < kFewInFlight; u++)
+            if (here[u]) sums.add(part[u], route[n + u].prob);
+    }
+    return sums.narrow(n);
+}
+
+#if TOPK
+// A whole block sums whole chunks of tokens that have a row for every slot. While a thread adds up the chunks
+// of up to kInFlight rows, the next ones are being loaded: warps that wait for what they add leave the memory
+// idle.
+struct RowPipeline {
+    static constexpr int kTogether = kInFlight / TOPK;                      // chunks of a thread at a time
+    static constexpr int kStep = kTogether * kThreads;
+    using Rows = Part[kTogether][TOPK];
+    const UnpermuteParams& p;
+    const Route* const routes;   // of the block's tokens
+    const i64 first_token, first_chunk;
+    const int chunks, end;       // chunks of a token, from first_chunk on; of all tokens
+
+    __device__ __forceinline__ void run() const {
+        Rows part[2];
+        int i = threadIdx.x;
+        request(i, part[0]);
+#pragma unroll 1
+        while (i < end) {
+            request(i + kStep, part[1]);
+            add(i, part[0]);
+            i += kStep;
+            if (i >= end) break;
+            request(i + kStep, part[0]);
+            add(i, part[1]);
+            i += kStep;
+        }
+    }
+
+private:
+    __device__ __forceinline__ int token_of(int i) const { return i < chunks ? 0 : i / chunks; }
+    __device__ __forceinline__ i64 column_of(int i, int token) const {
+        return (first_chunk + (i - token * chunks)) * kCount;
+    }
+    __device__ __forceinline__ void request(int first, Rows& part) const {
+#pragma unroll
+        for (int c = 0; c < kTogether; c++) {
+            const int i = first + c * kThreads;
+            if (i >= end) break;
+            const int token = token_of(i);
+            const u8* const y = reinterpret_cast<const u8*>(p.y + column_of(i, token));
+#pragma unroll
+            for (int u = 0; u < TOPK; u++) {
+                const u8* const from = y + routes[token * TOPK + u].at;
+                part[c][u] = Part::load(reinterpret_cast<const IN::storage*>(from));
+            }
+        }
+    }
+    __device__ __forceinline__ void add(int first, const Rows& part) const {
+#pragma unroll
+        for (int c = 0; c < kTogether; c++) {
+            const int i = first + c * kThreads;
+            if (i >= end) break;
+            const int token = token_of(i);
+            Sums sums;
+#pragma unroll
+            for (int u = 0; u < TOPK; u++) sums.add(part[c][u], routes[token * TOPK + u].prob);
+            sums.narrow(TOPK).store_whole(p.out + (first_token + token) * p.columns + column_of(i, token));
+        }
+    }
+};
+#endif
+
+// TOPK 1, 2, 4, 6, 8: rows are whole chunks, and each token has so many routes. 0: any.
+extern "C" __global__ void __launch_bounds__(kThreads, TOPK ? 2 : 3)
+unpermute(const __grid_constant__ UnpermuteParams p) {
+    __shared__ i32 given[kMostRoutes];
+    // of each token: the last row first, then routes without a row
+    __shared__ Route sorted[kMostRoutes];
+    const int topk = (int)p.routes.topk;
+    const u32 group = blockIdx.x / p.across, part = blockIdx.x - group * p.across;
+    const i64 first = (i64)group * p.tokens_per_block, first_chunk = (i64)part * p.segment;
+    const i64 chunks = (p.columns + kCount - 1) / kCount;
+    const int count = left_of(p.routes.tokens - first, p.tokens_per_block), slots = count * topk;
+    // The probs of the first kThreads routes are loaded before it is known which routes have no row.
+    float own_prob = 1.0f;
+    for (int i = threadIdx.x; i < slots; i += kThreads) {
+        given[i] = (i32)p.routes.row(first * topk + i);
+        if (p.probs && i < kThreads) {
+            const int token = i / topk;
+            const i64 at = p.routes.prob_at(first + token, i - token * topk);
+            own_prob = at < 0 ? 0.0f : load_read_only(p.probs + at);
+        }
+    }
+    __syncthreads();
+    bool own_here = true;
+    for (int i = threadIdx.x; i < slots; i += kThreads) {
+        const int token = i / topk, own = token * topk;
+        const i32 row = given[i];
+        float prob = own_prob;
+        if (p.probs && i >= kThreads) {
+            const i64 at = p.routes.prob_at(first + token, i - own);
+            prob = at < 0 ? 0.0f : load_read_only(p.probs + at);
+        }
+        own_here = own_here && row >= 0;
+        int rank = 0;
+        for (int j = own; j < own + topk; j++) rank += given[j] > row || (given[j] == row && j < i);
+        sorted[own + rank] = {row < 0 ? -1 : row * p.columns * (i64)sizeof(IN::storage), prob};
+        if (p.to_slots && part == 0)
+            p.to_slots[first * topk + i] = row < 0 ? 0 : load_read_only(p.from_rows + row);
+    }
+    [[maybe_unused]] const bool all_here = __syncthreads_and(own_here);
+
+    const int across = left_of(chunks - first_chunk, p.segment);
+#if TOPK
+    if (all_here) return RowPipeline{p, sorted, first, first_chunk, across, count * across}.run();
+#endif
+    for (int i = threadIdx.x; i < count * across; i += kThreads) {
+        const int token = count == 1 ? 0 : i / across;
+        const i64 column = (first_chunk + (i - token * across)) * kCount;
+        const Route* const route = sorted + token * topk;
+        IN::storage* const to = p.out + (first + token) * p.columns + column;
+        if (p.vector) {
+            sum_rows<true>(p, route, column, kCount).store_whole(to);
+        } else {
+            const int left = left_of(p.columns - column, kCount);
+            sum_rows<false>(p, route, column, left).store_partial(to, left);
+        }
+    }
+}
+#endif

@@ -1,0 +1,274 @@
+// The gradients of unpermute (docs/numerics.md, section 8).
+//
+// unpermute_backward  grad [tokens, columns], y [rows, columns] -> grad_y[row] = narrow(fl(grad[t] * prob)),
+//                     0 in unused rows; dprobs[t, k] = the sum of fl(grad[t] * y[row]) over the columns by
+//                     the fixed tree.
+//
+// A block takes a token, keeps up to 1024 chunks of it in registers and goes through its rows; a chunk of the
+// next row is loaded as soon as this row's is used. 32 neighbouring chunks belong to a warp. Their sum by
+// shuffles is a subtree of the fixed tree, and so is the sum of 32 such sums; these meet in a binary counter.
+// Rows that allow no 16-byte accesses are moved element by element.
+//
+// Bytes moved: every row named above once.
+#include "numerics/column_sum.cuh"
+#include "groups/routes.cuh"
+
+#ifdef ENTRY_unpermute_backward
+struct UnpermuteBackwardParams {
+    const IN::storage* grad;     // [tokens, columns]
+    const IN::storage* y;        // [rows, columns]
+    IN::storage* grad_y;         // [rows, columns]
+    const float* probs;          // see Routes::prob_at
+    float* dprobs;               // of the same shape
+    Routes routes;
+    i64 columns;
+    u32 vector;                  // rows are whole chunks, 16-byte aligned
+    u32 step;                    // bytes that rows of grad_y are a multiple of
+};
+
+constexpr int kCount = 16 / sizeof(IN::storage), kUnits = 4;
+constexpr int kTile = kUnits * kThreads;     // chunks of a tile: one for each lane of 32 warps
+constexpr int kStep = kThreads * kCount;     // columns from one of a thread's chunks to the next
+constexpr int kSlots = 32;                   // slots at a time
+constexpr int kLevels = 32;                  // of the binary counter: 2^32 tiles
+constexpr int kMostExperts = 1024;
+using Part = Chunk<IN, kCount>;
+static_assert(kUnits * kWarps == 32, "one warp adds up a tile's sums");
+
+#ifndef CUPY_FP8_HOST
+// Nearest-even; NaN as the instruction makes it, 0x7fff.
+template <class F> __device__ __forceinline__ u32 narrow_pair(float lo, float hi);
+template <> __device__ __forceinline__ u32 narrow_pair<bf16>(float lo, float hi) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(hi), "f"(lo));
+    return pair;
+}
+template <> __device__ __forceinline__ u32 narrow_pair<f16>(float lo, float hi) {
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(hi), "f"(lo));
+    return pair;
+}
+#endif
+
+// The sum over the lanes of a warp, in every lane. The order of two terms of a sum does not matter.
+__device__ __forceinline__ float warp_tree_sum(float term) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) term = add_rn(term, __shfl_xor_sync(~0u, term, step));
+    return term;
+}
+
+// The same of kUnits terms at once: lane l gets the sum of term l % kUnits. That takes fewer steps, since
+// each of two lanes gives away half of its terms.
+__device__ __forceinline__ float warp_tree_sums(const float (&term)[kUnits]) {
+    static_assert(kUnits == 4, "two bits of a lane's number");
+    const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+    const float first = add_rn(odd ? term[1] : term[0], __shfl_xor_sync(~0u, odd ? term[0] : term[1], 1));
+    const float second = add_rn(odd ? term[3] : term[2], __shfl_xor_sync(~0u, odd ? term[2] : term[3], 1));
+    float sum = add_rn(upper ? second : first, __shfl_xor_sync(~0u, upper ? first : second, 2));
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) sum = add_rn(sum, __shfl_xor_sync(~0u, sum, step));
+    return sum;
+}
+
+// part * factor, rounded to the format: as narrow2 of pairs, with one test for NaN for the whole chunk.
+template <class F>
+__device__ __forceinline__ Chunk<F, kCount> scaled(const Chunk<F, kCount>& part, float factor) {
+    float value[kCount];
+#pragma unroll
+    for (int j = 0; j < kCount / 2; j++) {
+        part.widen2(j, value[2 * j], value[2 * j + 1]);
+        value[2 * j] = mul_rn(value[2 * j], factor);
+        value[2 * j + 1] = mul_rn(value[2 * j + 1], factor);
+    }
+    Chunk<F, kCount> out;
+#ifndef CUPY_FP8_HOST
+    if constexpr (sizeof(typename F::storage) == 2) {
+        u32 top = 0;
+#pragma unroll
+        for (int j = 0; j < kCount / 2; j++) {
+            out.word[j] = narrow_pair<F>(value[2 * j], value[2 * j + 1]);
+            top = F::template max_magnitudes<true>(top, out.word[j]);
+        }
+        // NaN wins, as 0x7fff: no other half has these bits.
+        if ((top & 0xffffu) != 0x7fffu && top >> 16 != 0x7fffu) return out;
+    }
+#endif
+#pragma unroll
+    for (int j = 0; j < kCount / 2; j++) out.narrow2(j, value[2 * j], value[2 * j + 1]);
+    return out;
+}
+
+struct Shared {
+    i32 row[kSlots];
+    i64 prob_at[kSlots];
+    float prob[kSlots];
+    float of_warp[kSlots][32];               // a tile's sums
+    float of_tiles[kSlots][kLevels];         // sums of 2^level tiles each
+    u32 routed[kMostExperts / 32];           // a bit for each expert
+};
+
+// Adds the sums of a tile to those of earlier tiles. Each warp has its slots.
+__device__ __forceinline__ void add_tile(Shared& shared, int slots, i64 tile) {
+    for (int k = threadIdx.x / 32; k < slots; k += kWarps) {
+        if (shared.row[k] < 0) continue;
+        float sum = warp_tree_sum(shared.of_warp[k][threadIdx.x % 32]);
+        if (threadIdx.x % 32) continue;
+        int level = 0;
+        for (i64 rest = tile; rest & 1; rest >>= 1) sum = add_rn(shared.of_tiles[k][level++], sum);
+        shared.of_tiles[k][level] = sum;
+    }
+}
+
+// The sum over `tiles` tiles: the levels of the counter, from the lowest to the highest.
+__device__ __forceinline__ float total(const Shared& shared, int k, i64 tiles) {
+    float sum = as_float(kAbsentTerm);
+    int level = 0;
+    for (i64 rest = tiles; rest; rest >>= 1, level++)
+        if (rest & 1) sum = add_rn(shared.of_tiles[k][level], sum);
+    return tiles ? as_float(f32::narrow(sum)) : 0.0f;
+}
+
+// A thread's chunks of a tile. The u-th begins at `column` + u * kStep.
+template <bool kVector>
+struct Chunks {
+    int left;                    // columns from `column` on; with kVector whole chunks
+
+    __device__ __forceinline__ bool has(int u) const { return left > u * kStep; }
+    __device__ __forceinline__ Part load(const IN::storage* from, int u) const {
+        if (!has(u)) return {};
+        return kVector ? Part::load(from + u * kStep)
+                       : Part::load_partial(from + u * kStep, left - u * kStep);
+    }
+    __device__ __forceinline__ void store(IN::storage* to, int u, const Part& part) const {
+        if (!has(u)) return;
+        if (kVector) part.store_whole(to + u * kStep);
+        else part.store_partial(to + u * kStep, left - u * kStep);
+    }
+    // The tree over the products of two chunks.
+    __device__ __forceinline__ float dot(const Part& a, const Part& b, int u) const {
+        TreeSum<kCount> sum;
+#pragma unroll
+        for (int j = 0; j < kCount; j += 2) {
+            float a_lo, a_hi, b_lo, b_hi;
+            a.widen2(j / 2, a_lo, a_hi);
+            b.widen2(j / 2, b_lo, b_hi);
+            const bool lo = kVector || u * kStep + j < left, hi = kVector || u * kStep + j + 1 < left;
+            sum.add(j, lo ? mul_rn(a_lo, b_lo) : as_float(kAbsentTerm));
+            sum.add(j + 1, hi ? mul_rn(a_hi, b_hi) : as_float(kAbsentTerm));
+        }
+        return has(u) ? sum.sum() : as_float(kAbsentTerm);
+    }
+};
+
+// Writes a tile's columns of the gradients of these slots' rows, and to shared memory the sums of the
+// products of the rows with `from`.
+template <bool kVector>
+__device__ __forceinline__ void do_rows(const UnpermuteBackwardParams& p, Shared& shared, u32 present,
+                                        i64 column, int left, const Part (&from)[kUnits]) {
+    const Chunks<kVector> chunks{left};
+    Part other[kUnits];
+    int k = __ffs(present) - 1;
+    if (present) {
+        const IN::storage* const y = p.y + shared.row[k] * p.columns + column;
+#pragma unroll
+        for (int u = 0; u < kUnits; u++) other[u] = chunks.load(y, u);
+    }
+#pragma unroll 1
+    while (present) {
+        present &= present - 1;
+        const int next = present ? __ffs(present) - 1 : k;
+        const IN::storage* const y = p.y + shared.row[next] * p.columns + column;
+        IN::storage* const to = p.grad_y + shared.row[k] * p.columns + column;
+        const float prob = shared.prob[k];
+        float sum[kUnits];
+#pragma unroll
+        for (int u = 0; u < kUnits; u++) {
+            Part grad = from[u];
+#ifndef CUPY_FP8_HOST
+            // Widens the chunk anew for every row: the compiler would keep it as f32, in 32 registers.
+#pragma unroll
+            for (int w = 0; w < Part::kWords; w++) asm volatile("" : "+r"(grad.word[w]));
+#endif
+            sum[u] = chunks.dot(grad, other[u], u);
+            if (kVector && present) other[u] = chunks.load(y, u);    // arrives during what follows
+            chunks.store(to, u, scaled(grad, prob));
+        }
+        const float of_warp = warp_tree_sums(sum);
+        if (threadIdx.x % 32 < kUnits)
+            shared.of_warp[k][threadIdx.x % 32 * kWarps + threadIdx.x / 32] = of_warp;
+        k = next;
+        if (!kVector && present) {
+#pragma unroll
+            for (int u = 0; u < kUnits; u++) other[u] = chunks.load(y, u);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 3)
+unpermute_backward(const __grid_constant__ UnpermuteBackwardParams p) {
+    __shared__ Shared shared;
+    const i32 own_source = load_own_source(p.routes);
+    const auto clear_share = [&] {
+        clear_unused(p.routes, own_source, [&](i64 row) {
+            u8* const to = reinterpret_cast<u8*>(p.grad_y + row * p.columns);
+            clear(to, p.columns * (i64)sizeof(IN::storage), p.step);
+        });
+    };
+    const i64 token = blockIdx.x;
+    const i64 chunks = (p.columns + kCount - 1) / kCount, tiles = (chunks + kTile - 1) / kTile;
+    if (token >= p.routes.tokens) return clear_share();
+    const IN::storage* const grad = p.grad + token * p.columns;
+    Part from[kUnits];
+    // The thread's first column of a tile; the columns from it on; its chunks of grad.
+    const auto column_of = [&](i64 tile) { return (tile * kTile + threadIdx.x) * kCount; };
+    const auto left_in = [&](i64 tile) { return left_of(p.columns - column_of(tile), kTile * kCount); };
+    const auto load_grad = [&](i64 tile) {
+        const int left = left_in(tile);
+#pragma unroll
+        for (int u = 0; u < kUnits; u++) {
+            if (p.vector) from[u] = Chunks<true>{left}.load(grad + column_of(tile), u);
+            else from[u] = Chunks<false>{left}.load(grad + column_of(tile), u);
+        }
+    };
+    load_grad(0);                            // arrives while slots are loaded
+    if (p.routes.columns)
+        for (int w = threadIdx.x; w < kMostExperts / 32; w += kThreads) shared.routed[w] = 0;
+    for (u32 first = 0; first < p.routes.topk; first += kSlots) {
+        const int slots = left_of((i64)p.routes.topk - first, kSlots);
+        __syncthreads();
+        if ((int)threadIdx.x < slots) {
+            const i32 row = p.routes.row(token * p.routes.topk + first + threadIdx.x);
+            const i64 at = p.routes.prob_at(token, first + threadIdx.x);
+            shared.row[threadIdx.x] = row;
+            shared.prob_at[threadIdx.x] = at;
+            shared.prob[threadIdx.x] = at >= 0 ? load_read_only(p.probs + at) : 0.0f;
+        }
+        __syncthreads();
+        const int lane = threadIdx.x % 32;
+        const u32 present = __ballot_sync(~0u, lane < slots && shared.row[lane] >= 0);
+        for (i64 tile = 0; tile < tiles; tile++) {
+            if (tiles > 1 && (first > 0 || tile > 0)) load_grad(tile);
+            if (p.vector) do_rows<true>(p, shared, present, column_of(tile), left_in(tile), from);
+            else do_rows<false>(p, shared, present, column_of(tile), left_in(tile), from);
+            __syncthreads();
+            add_tile(shared, slots, tile);
+            __syncthreads();
+        }
+        if ((int)threadIdx.x < slots && shared.prob_at[threadIdx.x] >= 0) {
+            const i64 at = shared.prob_at[threadIdx.x];
+            p.dprobs[at] = shared.row[threadIdx.x] < 0 ? 0.0f : total(shared, threadIdx.x, tiles);
+            if (p.routes.columns) {
+                const u32 expert = (u32)(at - token * p.routes.columns);
+                atomicOr(&shared.routed[expert / 32], 1u << expert % 32);
+            }
+        }
+    }
+    if (p.routes.columns) {
+        __syncthreads();
+        for (u32 expert = threadIdx.x; expert < p.routes.columns; expert += kThreads)
+            if (!(shared.routed[expert / 32] >> expert % 32 & 1))
+                p.dprobs[token * p.routes.columns + expert] = 0.0f;
+    }
+    clear_share();
+}
+#endif
