@@ -29,13 +29,8 @@ class Groups(NamedTuple):
     host: Any = None
 
     def members(self, errors: int) -> dict[str, Any]:
-        """The struct Splits of kernels_cu/include/groups/row_groups.cuh. errors: the address of the device's
-        word."""
-        return {"sizes": self.at, "groups": self.number, "errors": errors, "wide": self.wide}
-
-    def members(self, errors: int) -> dict[str, int]:
         """The struct Splits of kernels_cu/include/groups/splits.cuh. errors: the address of the device's word."""
-        return {"sizes": self.at, "groups": len(self.array), "errors": errors, "wide": self.wide}
+        return {"sizes": self.at, "groups": self.number, "errors": errors, "wide": self.wide}
 
     def check_separate(self, at: int, nbytes: int) -> None:
         validate.separate(at, nbytes, self.at, self.nbytes, "out", "splits")
