@@ -145,7 +145,10 @@ def unpermute_backward(grad: Array, y: Array | None, routing: Routing, *, probs:
            [ 1. ,  1.5]], dtype=float32), array([[23.,  5.]], dtype=float32))
     """
     if probs is None:
-        first = None if out is None else pair(out)[0]
+        first, second = (None, None) if out is None else pair(out)
+        if out is not None and (first is None or second is not None):
+            wrong = "[0]: expected an array, got None" if first is None else "[1]: expected None, since no probs were given"
+            raise TypeError(f"out{wrong}")
         moved = run(_MOVE_GRAD_OP, (_rowwise(grad, "grad"), routing, None), first)
         return (moved, None) if out is None else out
     result: tuple[Array, Array | None] = run(_UNPERMUTE_BACKWARD_OP, (grad, y, routing, probs), out)
