@@ -88,6 +88,13 @@ def compare(example: Example, args: Any, kwargs: Any) -> None:
             raise AssertionError(f"{name}: {error}") from None
 
 
+def bytes_of(a: Any) -> np.ndarray:
+    """The bytes of an array wherever it is: of NumPy arrays and a stand-in's a view."""
+    on_host = getattr(a, "on_host", a)
+    on_host = on_host if isinstance(on_host, np.ndarray) else fp8.asnumpy(a)
+    return np.asarray(on_host).reshape(-1).view(np.uint8)
+
+
 def poison(example: Example) -> None:
     for a in leaves(example.out):
         cases.poison(a)
