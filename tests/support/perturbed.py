@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from declared import Example, leaves, mapped, snapshot, swapped
+from places import Place
 
 import cupy_fp8 as fp8
 from cupy_fp8 import cases, testing
@@ -190,3 +191,19 @@ def shapes(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         for other in {extent + 1, max(extent - 1, 0), 0} - {extent}:
             yield (*rest[0], other, *rest[1])
         yield (*rest[0], *rest[1])
+
+
+# ---- calls that come again ----
+def change_contents(example: Example, place: Place) -> None:
+    """Put the elements of every array that is only read into another order, in place. Sizes of groups keep their sum;
+    a Routing stays as it is, since its parts belong together."""
+    for name, a in given(example).items():
+        if name not in example.written and name != "noop":
+            other = np.ascontiguousarray(fp8.asnumpy(a).reshape(-1)[::-1].reshape(a.shape))
+            bits(a)[...] = bits(place.run.array(other))
+
+
+def anew(example: Example) -> Any:
+    """The same call without a result to write into."""
+    options = {name: value for name, value in example.kwargs.items() if name != "noop"}
+    return example.op.function(*example.args, **options)
