@@ -11,7 +11,8 @@ from declared import Example, leaves, mapped
 from perturbed import bytes_of, compare, given, on_host, poison, refused, with_array
 from places import Place, every_example
 
-from cupy_fp8.arrays import bits
+from cupy_fp8 import cases
+from cupy_fp8.arrays import Result, bits
 
 _ROOM = 256                 # bytes between arrays
 
@@ -98,3 +99,24 @@ def test_arrays_that_are_read_may_be_the_same(example, place):
             args, kwargs = on_host(shared)
             shared.call()
             compare(shared, args, kwargs)
+
+
+@every_example
+def test_what_is_not_declared_is_not_looked_at(example):
+    """Since nobody looks at its memory. Every array that is written is declared as such."""
+    example = example.fresh()
+    declared, args_and_kwargs = {id(a) for a in example.named().values()}, on_host(example)
+    in_results = {id(a) for part in (*example.args, *example.kwargs.values()) if isinstance(part, Result) for a in leaves(part)}
+    for a in leaves((example.args, example.kwargs)):
+        if id(a) not in declared:
+            other = with_array(example, a, poisoned(a) if id(a) in in_results else object())
+            other.call()
+            compare(other, *args_and_kwargs)
+    written = {id(a) for name, a in example.named().items() if name in example.written}
+    assert {id(a) for a in leaves(example.out)} <= written
+
+
+def poisoned(a: np.ndarray) -> np.ndarray:
+    found = np.empty_like(a)
+    cases.poison(found)
+    return found

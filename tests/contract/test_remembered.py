@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from declared import Example, leaves, mapped
-from perturbed import DTYPES, anew, change_contents, compare, given, on_host, outcome, poison, with_array
+from perturbed import DTYPES, anew, change_contents, compare, given, on_host, outcome, poison, strided, turn_round, turned, with_array
 from places import every_example
 from tiers import where_kernels_run
 
 import cupy_fp8 as fp8
 from cupy_fp8 import testing
+from cupy_fp8.arrays import is_contiguous
 from cupy_fp8.calls import remembered
 
 
@@ -46,6 +47,25 @@ def test_other_contents(example, device):
         args, kwargs = on_host(example)
         compare(example.with_tree((example.args, example.kwargs, anew(example))), args, kwargs)
         change_contents(example, device)
+
+
+@every_example
+def test_other_contents_of_arrays_that_are_copied(example, device):
+    """Such as do not lie as kernels read them: a call with them is made anew."""
+    original = example
+    for name in given(original):
+        for change in (strided, turned):
+            example = original.on(device.run)
+            a = given(example)[name]
+            other = device.array(change(fp8.asnumpy(a)))
+            if name in example.written or is_contiguous(other):
+                continue
+            example = with_array(example, a, other)
+            for _ in range(4):
+                args, kwargs = on_host(example)
+                example.call()
+                compare(example, args, kwargs)
+                turn_round(other, device)
 
 
 @every_example

@@ -199,8 +199,13 @@ def change_contents(example: Example, place: Place) -> None:
     a Routing stays as it is, since its parts belong together."""
     for name, a in given(example).items():
         if name not in example.written and name != "noop":
-            other = np.ascontiguousarray(fp8.asnumpy(a).reshape(-1)[::-1].reshape(a.shape))
-            bits(a)[...] = bits(place.run.array(other))
+            turn_round(a, place)
+
+
+def turn_round(a: Any, place: Place) -> None:
+    """Put the elements of an array into the opposite order, in place."""
+    other = np.ascontiguousarray(fp8.asnumpy(a).reshape(-1)[::-1].reshape(a.shape))
+    bits(a)[...] = bits(place.run.array(other))
 
 
 def anew(example: Example) -> Any:
