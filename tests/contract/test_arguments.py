@@ -13,7 +13,6 @@ from declared import DTYPES_OF_CASES, Example
 from perturbed import DTYPES, Tensor, given, layouts, named, outcome, parameters, refused, right_or_refused, shapes, with_array
 from places import every_example
 
-import cupy_fp8 as fp8
 from cupy_fp8.kernels import Variant
 
 

@@ -64,7 +64,7 @@ def test_what_is_written_overlaps_nothing(example, place):
         for start in starts(a, at, at + b.nbytes):
             wrong = with_array(example, a, arena.take(a, start))
             wrong = with_array(wrong, b, arena.take(b, at))
-            refused(wrong, rf"^ValueError: [\w.\[\]]+: overlaps [\w.\[\]]+ in memory; results need memory of their own$")
+            refused(wrong, r"^ValueError: [\w.\[\]]+: overlaps [\w.\[\]]+ in memory; results need memory of their own$")
 
 
 @every_example

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 from declared import Example
 from perturbed import change_contents, compare, on_host
 from places import Place, every_example

@@ -23,6 +23,7 @@ import cupy_fp8 as fp8
 from cupy_fp8 import cases, testing
 from cupy_fp8.arrays import Result, address, is_array
 from cupy_fp8.calls import call as calls
+from cupy_fp8.calls import memory
 from cupy_fp8.calls.memory import Range
 from cupy_fp8.cases import Case, Op
 
@@ -165,9 +166,8 @@ def _valid(call: Callable[[], Any]) -> tuple[list[Range], list[str]]:
         raise _Validated
 
     validate = calls.validate_call
-    with mock.patch.object(calls, "validate_call", noted), mock.patch.object(calls.memory, "describe", _never):
-        with suppress(_Validated):
-            call()
+    with mock.patch.object(calls, "validate_call", noted), mock.patch.object(memory, "describe", _never), suppress(_Validated):
+        call()
     return ranges, written
 
 
@@ -179,7 +179,8 @@ def _named(tree: Any, declared: Iterable[Range]) -> dict[str, Any]:
 
 
 def examples_of(op: Op) -> Iterator[Example]:
-    """Few contiguous cases that together declare every pair of names; then those with other options that are no numbers."""
+    """Few contiguous cases that together declare every pair of names; then those that declare another set of names, or
+    have another option that is no number."""
     found: list[tuple[Case, set[Any], set[Any]]] = []
     for case in op.cases():
         if _SMALLEST <= math.prod(case.shape) <= _LARGEST and case.layout == "contiguous":
@@ -192,9 +193,9 @@ def examples_of(op: Op) -> Iterator[Example]:
                 found.append((case, set(product(names, names)), options))
     chosen: list[Case] = []
     for quick in (True, False):
-        facts = [(case, names if quick else options) for case, names, options in found]
-        missing = set[Any]().union(*(shown for _, shown in facts))
-        missing -= set[Any]().union(*(options for case, _, options in found if case in chosen and not quick))
+        facts = [(case, names if quick else {frozenset(names), *options}) for case, names, options in found]
+        missing = set[Any]().union(*(shown for case, shown in facts))
+        missing -= set[Any]().union(*(shown for case, shown in facts if case in chosen))
         while missing:
             case, shown = max(facts, key=lambda one: (len(one[1] & missing), -math.prod(one[0].shape)))
             missing -= shown

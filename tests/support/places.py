@@ -54,13 +54,13 @@ def place(name: str) -> Iterator[Place]:
         if name == "stand-in":
             if problem := testing.executor_problem("host"):
                 pytest.skip(problem)
-            cp, devices = stand_in.install(patch), stand_in.DEVICES
+            cp, devices = stand_in.install(patch), list(stand_in.DEVICES)
         else:
             cp = backend.cupy()
-            devices = tuple(range(cp.cuda.runtime.getDeviceCount()))
+            devices = list(range(cp.cuda.runtime.getDeviceCount()))
         with testing.executor("cuda") as run:
             device_errors(clear=True)
-            yield Place(name, run, cp, devices)
+            yield Place(name, run, cp, tuple(devices))
 
 
 every_example = pytest.mark.parametrize("example", quick_if(lambda example: example.quick, EXAMPLES), ids=str)

@@ -12,6 +12,7 @@ import sys
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -79,7 +80,7 @@ class ndarray:
         return made
 
     shape, dtype, strides, size, nbytes, itemsize, ndim, flags = (
-        property(lambda self, name=name: getattr(self.on_host, name))
+        property(attrgetter(f"on_host.{name}"))
         for name in ("shape", "dtype", "strides", "size", "nbytes", "itemsize", "ndim", "flags"))
     T = property(lambda self: self._view(self.on_host.T))
     __cuda_array_interface__ = property(lambda self: {"data": (self.data.ptr, False)})
@@ -90,9 +91,15 @@ class ndarray:
     def __len__(self) -> int:
         return len(self.on_host)
 
+    def __int__(self) -> int:
+        return int(self.on_host.reshape(()))
+
+    def __float__(self) -> float:
+        return float(self.on_host.reshape(()))
+
     def __getitem__(self, key: Any) -> ndarray:
-        found = self.on_host[key]
-        return self._view(found if isinstance(found, np.ndarray) else found.reshape(()))
+        return self._view(self.on_host[(*key, ...)] if isinstance(key, tuple) and ... not in key else self.on_host[key, ...]
+                          if isinstance(key, int) else self.on_host[key])
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.on_host[key] = getattr(value, "on_host", value)
