@@ -82,7 +82,7 @@ def test_without_out(example, device, stream):
         pytest.skip("updates its arguments")
     example = example.on(device.run)
     for _ in range(2):                                  # the second time the call is known
-        with pytest.raises(ValueError, match="^out: needed while a CUDA graph is captured, since nothing may be allocated$"):
+        with pytest.raises(ValueError, match="^out: needed while a CUDA graph is captured, since"):
             captured(device, lambda: anew(example))
         args, kwargs = on_host(example)
         compare(example.with_tree((example.args, example.kwargs, anew(example))), args, kwargs)
