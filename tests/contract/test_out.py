@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from declared import EXAMPLES, Example
-from perturbed import DTYPES, LAYOUTS, Tensor, compare, named, on_host, poison, refused, results, right_or_refused, shapes, with_array
+from perturbed import DTYPES, LAYOUTS, Tensor, compare, named, on_host, parameters, poison, refused, results, right_or_refused, shapes, with_array
 from places import every_example
 
 import cupy_fp8 as fp8
@@ -93,6 +93,18 @@ def test_other_parts(example, place):
     for how, wrong in other_parts(example.out):
         print(how)
         refused(with_out(example, wrong), OUT)
+
+
+@every_example
+def test_a_part_that_was_not_asked_for(example, place):
+    if not isinstance(example.out, fp8.Quantized):
+        pytest.skip("has no parts that are asked for")
+    example = example.on(place.run)
+    fields = example.out.__getstate__()
+    for name in parameters(example):
+        if name in fields and fields[name] is None:
+            part = example.out.columnwise if name == "rowwise" else example.out.rowwise
+            refused(with_out(example, fp8.Quantized(**{**fields, name: part})), OUT)
 
 
 @every_example

@@ -28,6 +28,7 @@ from cupy_fp8.calls.memory import Range
 from cupy_fp8.cases import Case, Op
 
 _SMALLEST, _LARGEST = 64, 40_000    # elements of an example's first array
+_MOST_ARRAYS = 16                   # of an example: calls with lists of tensors can have many
 
 
 # ---- arguments as trees ----
@@ -188,7 +189,8 @@ def examples_of(op: Op) -> Iterator[Example]:
             ranges, written = _valid(functools.partial(op.function, *args, **kwargs))
             for name, a in _named((args, kwargs), ranges).items():
                 DTYPES_OF_CASES.setdefault((op.name, name), set()).add(a.dtype)
-            if names := {*(one.name for one in ranges), *written}:
+            names = {*(one.name for one in ranges), *written}
+            if 0 < len(names) <= _MOST_ARRAYS:
                 options = {(name, value) for name, value in case.options.items() if isinstance(value, (str, tuple, bool))}
                 found.append((case, set(product(names, names)), options))
     chosen: list[Case] = []
