@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from declared import Example, leaves, mapped
-from perturbed import bytes_of, compare, given, on_host, poison, refused, with_array
+from perturbed import bytes_of, compare, given, on_host, outcome, poison, refused, with_array
 from places import Place, every_example
 
 from cupy_fp8 import cases
@@ -95,8 +95,10 @@ def test_arrays_that_are_read_may_be_the_same(example, place):
         if name < other and a.shape == b.shape and a.dtype == b.dtype:
             shared = with_array(example, b, a[...])
             args, kwargs = on_host(shared)
-            shared.call()
-            compare(shared, args, kwargs)
+            if (message := outcome(shared)) is None:
+                compare(shared, args, kwargs)
+            else:                                       # sizes that are not those of an order, for example
+                assert "overlaps" not in message
 
 
 @every_example

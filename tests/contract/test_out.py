@@ -9,7 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 from declared import EXAMPLES, Example
-from perturbed import DTYPES, LAYOUTS, Tensor, compare, named, on_host, parameters, poison, refused, results, right_or_refused, shapes, with_array
+from perturbed import (
+    DTYPES,
+    LAYOUTS,
+    Tensor,
+    compare,
+    named,
+    on_host,
+    parameters,
+    poison,
+    refused,
+    results,
+    right_or_refused,
+    shapes,
+    with_array,
+)
 from places import every_example
 
 import cupy_fp8 as fp8

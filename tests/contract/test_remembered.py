@@ -143,11 +143,14 @@ def test_an_array_made_read_only_between_two_calls(example):
     if problem := testing.executor_problem("host"):
         pytest.skip(problem)
     with testing.executor("host") as run:
-        for name in example.written:
+        for name in example.written & set(example.named()):
             known = example.on(run)
             known.call()
             known.named()[name].flags.writeable = False
-            assert outcome(known) == f"ValueError: {name}: the array is read-only"
+            message = outcome(known)
+            assert message is not None
+            assert message.startswith(f"ValueError: {name}")
+            assert message.endswith(": the array is read-only")
 
 
 @every_example

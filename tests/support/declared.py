@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -27,8 +26,8 @@ from cupy_fp8.calls import memory
 from cupy_fp8.calls.memory import Range
 from cupy_fp8.cases import Case, Op
 
-_SMALLEST, _LARGEST = 64, 40_000    # elements of an example's first array
-_MOST_ARRAYS = 16                   # of an example: calls with lists of tensors can have many
+_SMALLEST, _LARGEST = 64, 60_000    # elements of an example's arrays
+_MOST_ARRAYS = 20                   # of an example: calls with lists of tensors can have many
 
 
 # ---- arguments as trees ----
@@ -111,7 +110,7 @@ class Example:
 
     @property
     def written(self) -> set[str]:
-        return {found.name for found in self.declared if found.written}
+        return {name for found in self.declared if found.written for name in (found.name, found.name.partition("[")[0])}
 
     def with_tree(self, tree: Any) -> Example:
         args, kwargs, out = tree
@@ -173,36 +172,59 @@ def _valid(call: Callable[[], Any]) -> tuple[list[Range], list[str]]:
 
 
 def _named(tree: Any, declared: Iterable[Range]) -> dict[str, Any]:
-    """The arrays that are declared, by name."""
-    by_place = {(address(a), a.nbytes): a for a in leaves(tree)}
-    found = {one.name: by_place.get((one.start, one.end - one.start)) for one in declared}
-    return {name: a for name, a in found.items() if a is not None}
+    """The arrays that are declared, by name; one of which parts are declared has the name before the brackets."""
+    arrays = list(leaves(tree))
+    by_place = {(address(a), a.nbytes): a for a in arrays}
+    found = {}
+    for one in declared:
+        if (a := by_place.get((one.start, one.end - one.start))) is not None:
+            found[one.name] = a
+        elif one.start < one.end:
+            around = (a for a in arrays if address(a) <= one.start and one.end <= address(a) + a.nbytes)
+            found.update({one.name.partition("[")[0]: a for a in around})
+    return found
 
 
 def examples_of(op: Op) -> Iterator[Example]:
     """Few contiguous cases that together declare every pair of names; then those that declare another set of names, or
     have another option that is no number."""
-    found: list[tuple[Case, set[Any], set[Any]]] = []
-    for case in op.cases():
-        if _SMALLEST <= math.prod(case.shape) <= _LARGEST and case.layout == "contiguous":
-            args, kwargs = op.inputs(case)
-            ranges, written = _valid(functools.partial(op.function, *args, **kwargs))
-            for name, a in _named((args, kwargs), ranges).items():
-                DTYPES_OF_CASES.setdefault((op.name, name), set()).add(a.dtype)
-            names = {*(one.name for one in ranges), *written}
-            if 0 < len(names) <= _MOST_ARRAYS:
-                options = {(name, value) for name, value in case.options.items() if isinstance(value, (str, tuple, bool))}
-                found.append((case, set(product(names, names)), options))
-    chosen: list[Case] = []
+    found = list(_described(op))
+    chosen: list[_Described] = []
     for quick in (True, False):
-        facts = [(case, names if quick else {frozenset(names), *options}) for case, names, options in found]
-        missing = set[Any]().union(*(shown for case, shown in facts))
-        missing -= set[Any]().union(*(shown for case, shown in facts if case in chosen))
+        facts = [(one, one.pairs if quick else one.facts) for one in found]
+        missing = set[Any]().union(*(shown for _, shown in facts))
+        missing -= set[Any]().union(*(shown for one, shown in facts if one in chosen))
         while missing:
-            case, shown = max(facts, key=lambda one: (len(one[1] & missing), -math.prod(one[0].shape)))
+            best, shown = max(facts, key=lambda one: (len(one[1] & missing), -one[0].size))
             missing -= shown
-            chosen.append(case)
-            yield _example(op, case, quick)
+            chosen.append(best)
+            yield _example(op, best.case, quick)
+
+
+class _Described(NamedTuple):
+    """A case, how many elements its arguments have, and what it would show as an example."""
+
+    case: Case
+    size: int
+    pairs: set[Any]                 # of names that it declares
+    facts: set[Any]                 # its names together, and its options
+
+
+def _described(op: Op) -> Iterator[_Described]:
+    for case in op.cases():
+        if case.layout != "contiguous" or 0 in case.shape:
+            continue
+        args, kwargs = op.inputs(case)
+        size = sum(a.size for a in leaves((args, kwargs)))
+        if not _SMALLEST <= size <= _LARGEST:
+            continue
+        ranges, written = _valid(functools.partial(op.function, *args, **kwargs))
+        for name, a in _named((args, kwargs), ranges).items():
+            DTYPES_OF_CASES.setdefault((op.name, name), set()).add(a.dtype)
+        names = {*(one.name for one in ranges), *written}
+        if len(names) <= _MOST_ARRAYS and (written or any(one.written for one in ranges)):
+            options = {(name, value) for name, value in case.options.items() if isinstance(value, (str, tuple, bool))}
+            yield _Described(case, size, set(product(names, names)), {frozenset(names), *options})
 
 
 def _example(op: Op, case: Case, quick: bool) -> Example:

@@ -179,7 +179,7 @@ LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 def layouts(a: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     """The same elements, lying another way in memory."""
     for how, change in LAYOUTS.items():
-        if (how == "misaligned" and a.itemsize == 1) or (how == "backwards" and not a.ndim):
+        if (how == "misaligned" and not a.nbytes > a.size) or (how == "backwards" and not a.ndim):
             continue
         changed = change(a)
         if how in ("misaligned", "read-only") or not changed.flags.c_contiguous:

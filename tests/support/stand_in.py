@@ -7,6 +7,7 @@ capture is an error. Streams run in order, so nothing here shows a missing synch
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import sys
 import types
@@ -49,6 +50,9 @@ class MemoryPointer:
 
     def __add__(self, more: int) -> MemoryPointer:
         return MemoryPointer(self.buffer, self.device_id, self.start + more)
+
+    def copy_from_host_async(self, source: int, nbytes: int, stream: Any = None) -> None:
+        ctypes.memmove(self.ptr, source, nbytes)
 
 
 def alloc(nbytes: int) -> MemoryPointer:
