@@ -1,4 +1,5 @@
-"""Every argument of every op, wrong in every way: refused by its name before anything is written, or taken for what it is."""
+"""Every argument of every op, wrong in every way: refused by its name before anything is written, or taken
+for what it is."""
 
 from __future__ import annotations
 
@@ -10,7 +11,19 @@ from unittest import mock
 import numpy as np
 import pytest
 from declared import DTYPES_OF_CASES, Example
-from perturbed import DTYPES, Tensor, given, layouts, named, outcome, parameters, refused, right_or_refused, shapes, with_array
+from perturbed import (
+    DTYPES,
+    Tensor,
+    given,
+    layouts,
+    named,
+    outcome,
+    parameters,
+    refused,
+    right_or_refused,
+    shapes,
+    with_array,
+)
 from places import every_example
 
 from cupy_fp8.kernels import Variant
@@ -40,7 +53,8 @@ def test_not_an_array(example, place, never_launched):
 
 @every_example
 def test_wrong_dtype(example, place, never_launched):
-    """Refused by name; but for dtypes that cases have, and those of which an op moves the bytes into such a result."""
+    """Refused by name; but for dtypes that cases have, and those of which an op moves the bytes into such a
+    result."""
     example = example.on(place.run)
     for name, a in given(example).items():
         of_cases = DTYPES_OF_CASES.get((example.op.name, name), {a.dtype})
@@ -67,7 +81,8 @@ def test_wrong_shape(example, place):
 
 @every_example
 def test_other_layouts(example, place):
-    """Arrays that lie another way are copied, read as they lie, or refused by name; those that are written are refused."""
+    """Arrays that lie another way are copied, read as they lie, or refused by name; those that are written
+    are refused."""
     original = example
     for name, a in given(example).items():
         for how, changed in layouts(a):
@@ -77,4 +92,7 @@ def test_other_layouts(example, place):
             must_fail = whole if how != "misaligned" else bool(place.devices)
             if how == "read-only" and place.devices:
                 continue
-            assert not right_or_refused(other, named(name, name.rpartition(".")[0])) or not must_fail, (name, how)
+            assert not right_or_refused(other, named(name, name.rpartition(".")[0])) or not must_fail, (
+                name,
+                how,
+            )

@@ -1,4 +1,5 @@
-"""NumPy beside CuPy arrays, arrays of another device, and devices that are not current: whichever argument it is."""
+"""NumPy beside CuPy arrays, arrays of another device, and devices that are not current: whichever argument it
+is."""
 
 from __future__ import annotations
 
@@ -21,12 +22,13 @@ def moved_one_by_one(example: Example, move: Callable[[Any], Any]) -> Iterator[t
     for name, a in example.named().items():
         part = together.get(id(a))
         gone = {id(b) for b in leaves(part)} if part else {id(a)}
-        tree = mapped(example.tree, lambda b, gone=gone: move(b) if id(b) in gone else b)       # type: ignore[misc]
+        tree = mapped(example.tree, lambda b, gone=gone: move(b) if id(b) in gone else b)  # type: ignore[misc]
         yield name.partition(".")[0] if part else name, example.with_tree(tree)
 
 
 def refused_one_by_one(example: Example, move: Callable[[Any], Any], message: str, reverse: str) -> None:
-    """The first array says where the others have to be: where it is gone alone, the next one is in the wrong place."""
+    """The first array says where the others have to be: where it is gone alone, the next one is in the wrong
+    place."""
     for i, (name, wrong) in enumerate(moved_one_by_one(example, move)):
         pattern = rf"^\w+: {name}(\.\w+)?: {message}" if i else rf"^\w+: [\w.\[\]]+: {reverse}"
         refused(wrong, pattern.replace("[", r"\[").replace("]", r"\]") if i else pattern)
@@ -35,7 +37,10 @@ def refused_one_by_one(example: Example, move: Callable[[Any], Any], message: st
 @every_example
 def test_mixed_kinds(example, device):
     there, here = example.on(device.run), example.fresh()
-    messages = [f"a {kind} array among {other} arrays; move it with" for kind, other in (("numpy", "cupy"), ("cupy", "numpy"))]
+    messages = [
+        f"a {kind} array among {other} arrays; move it with"
+        for kind, other in (("numpy", "cupy"), ("cupy", "numpy"))
+    ]
     refused_one_by_one(there, fp8.asnumpy, *messages)
     refused_one_by_one(here, device.run.array, *reversed(messages))
 
@@ -49,8 +54,12 @@ def on_second(device: Place) -> int:
 @every_example
 def test_other_device(example, device):
     first, second = device.devices[0], on_second(device)
-    refused_one_by_one(example.on(device.run), lambda a: device.array(fp8.asnumpy(a), second),
-                       f"on GPU {second}, the input is on GPU {first}$", f"on GPU {first}, the input is on GPU {second}$")
+    refused_one_by_one(
+        example.on(device.run),
+        lambda a: device.array(fp8.asnumpy(a), second),
+        f"on GPU {second}, the input is on GPU {first}$",
+        f"on GPU {first}, the input is on GPU {second}$",
+    )
 
 
 @every_example

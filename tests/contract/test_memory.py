@@ -1,4 +1,5 @@
-"""Memory of a call: what it writes overlaps nothing, nothing beside it is written, and what touches does not overlap."""
+"""Memory of a call: what it writes overlaps nothing, nothing beside it is written, and what touches does not
+overlap."""
 
 from __future__ import annotations
 
@@ -64,12 +65,16 @@ def test_what_is_written_overlaps_nothing(example, place):
         for start in starts(a, at, at + b.nbytes):
             wrong = with_array(example, a, arena.take(a, start))
             wrong = with_array(wrong, b, arena.take(b, at))
-            refused(wrong, r"^ValueError: [\w.\[\]]+: overlaps [\w.\[\]]+ in memory; results need memory of their own$")
+            refused(
+                wrong,
+                r"^ValueError: [\w.\[\]]+: overlaps [\w.\[\]]+ in memory; results need memory of their own$",
+            )
 
 
 @every_example
 def test_arrays_that_touch(example, place):
-    """All arrays of a call, one after the other without a gap: accepted, and nothing beside the result is written."""
+    """All arrays of a call, one after the other without a gap: accepted, and nothing beside the result is
+    written."""
     example = example.on(place.run)
     arena = Arena(place, sum(a.nbytes + a.itemsize for a in leaves(example.tree)))
     start = arena.end
@@ -106,7 +111,12 @@ def test_what_is_not_declared_is_not_looked_at(example):
     """Since nobody looks at its memory. Every array that is written is declared as such."""
     example = example.fresh()
     declared, args_and_kwargs = {id(a) for a in example.named().values()}, on_host(example)
-    in_results = {id(a) for part in (*example.args, *example.kwargs.values()) if isinstance(part, Result) for a in leaves(part)}
+    in_results = {
+        id(a)
+        for part in (*example.args, *example.kwargs.values())
+        if isinstance(part, Result)
+        for a in leaves(part)
+    }
     for a in leaves((example.args, example.kwargs)):
         if id(a) not in declared:
             other = with_array(example, a, poisoned(a) if id(a) in in_results else object())

@@ -1,16 +1,13 @@
-"""The flag on the device that keeps a call from writing: 1 writes nothing at all, whatever else writes as without a flag."""
+"""The flag on the device that keeps a call from writing: 1 writes nothing at all, whatever else writes as
+without a flag."""
 
 from __future__ import annotations
 
 import numpy as np
-import pytest
-from declared import EXAMPLES, Example, snapshot
+from declared import Example, snapshot
 from perturbed import compare, named, on_host, poison, refused
-from places import Place
-from tiers import quick_if
+from places import Place, every_noop
 
-WITH_NOOP = quick_if(lambda example: example.quick, [example for example in EXAMPLES if "noop" in example.kwargs])
-every_noop = pytest.mark.parametrize("example", WITH_NOOP, ids=str)
 _BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 
 
@@ -39,4 +36,7 @@ def test_noop_needs_out(example, place: Place):
     example = example.on(place.run)
     for value in (0.0, 1.0):
         example.kwargs["noop"].fill(value)
-        refused(example.with_tree((example.args, example.kwargs, None)), named("noop") + r"needs out(puts)?=, since nothing may be written$")
+        refused(
+            example.with_tree((example.args, example.kwargs, None)),
+            named("noop") + r"needs out(puts)?=, since nothing may be written$",
+        )

@@ -1,4 +1,5 @@
-"""Every wrong form of `out=`: another kind of result, a part too many or too few, and every array of it wrong in every way."""
+"""Every wrong form of `out=`: another kind of result, a part too many or too few, and every array of it wrong
+in every way."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from perturbed import (
     shapes,
     with_array,
 )
-from places import every_example
+from places import every_example, every_example_that, every_result
 
 import cupy_fp8 as fp8
 from cupy_fp8 import cases, testing
@@ -42,14 +43,8 @@ def with_out(example: Example, out: Any) -> Example:
     return example.with_tree((example.args, example.kwargs, out))
 
 
-def has_out(example: Example) -> None:
-    if example.op.updates:
-        pytest.skip("updates its arguments")
-
-
-@every_example
+@every_result
 def test_another_kind_of_result(example, place):
-    has_out(example)
     example = example.on(place.run)
     others = [other.on(place.run).out for kind, other in RESULTS.items() if kind is not type(example.out)]
     for wrong in (*others, [], (), [1], 1.0, "out", {}, object(), Tensor()):
@@ -60,11 +55,18 @@ def test_another_kind_of_result(example, place):
 def other_parts(out: Any) -> Iterator[tuple[str, Any]]:
     """Results that have a part too few, parts in another order, or other facts."""
     if isinstance(out, tuple):
-        yield from (("longer", (*out, out[0])), ("shorter", out[:1]), ("list", list(out)), ("turned", out[::-1]))
+        yield from (
+            ("longer", (*out, out[0])),
+            ("shorter", out[:1]),
+            ("list", list(out)),
+            ("turned", out[::-1]),
+        )
         for i, part in enumerate(out):
             if part is not None:
                 yield f"[{i}]: None", (*out[:i], None, *out[i + 1:])
-                yield from ((f"[{i}]{how}", (*out[:i], other, *out[i + 1:])) for how, other in other_parts(part))
+                yield from (
+                    (f"[{i}]{how}", (*out[:i], other, *out[i + 1 :])) for how, other in other_parts(part)
+                )
     if isinstance(out, Result):
         fields = out.__getstate__()
         for name, value in fields.items():
@@ -90,7 +92,8 @@ def other_values(value: Any) -> Iterator[Any]:
 
 
 def _result(like: Result, fields: dict[str, Any]) -> Iterator[Result]:
-    """One that nobody has validated; but of a Routing, which calls do not validate again, only what can be built."""
+    """One that nobody has validated; but of a Routing, which calls do not validate again, only what can be
+    built."""
     if isinstance(like, Routing):
         with suppress(TypeError, ValueError, AttributeError):
             yield Routing(**fields)
@@ -100,19 +103,16 @@ def _result(like: Result, fields: dict[str, Any]) -> Iterator[Result]:
     yield made
 
 
-@every_example
+@every_result
 def test_other_parts(example, place):
-    has_out(example)
     example = example.on(place.run)
     for how, wrong in other_parts(example.out):
         print(how)
         refused(with_out(example, wrong), OUT)
 
 
-@every_example
+@every_example_that(lambda example: isinstance(example.out, fp8.Quantized))
 def test_a_part_that_was_not_asked_for(example, place):
-    if not isinstance(example.out, fp8.Quantized):
-        pytest.skip("has no parts that are asked for")
     example = example.on(place.run)
     fields = example.out.__getstate__()
     for name in parameters(example):
@@ -139,15 +139,22 @@ def test_wrong_dtype_and_shape(example, place):
     for name, a in results(example).items():
         for dtype in DTYPES:
             if dtype != a.dtype and not (dtype.hasobject and place.devices):
-                refused(with_array(example, a, place.array(np.zeros(a.shape, dtype))), named(name) + "expected dtype ")
+                refused(
+                    with_array(example, a, place.array(np.zeros(a.shape, dtype))),
+                    named(name) + "expected dtype ",
+                )
         for shape in shapes(a.shape):
-            accepted = right_or_refused(with_array(example, a, place.array(np.zeros(shape, a.dtype))), named(name) + "expected ")
+            accepted = right_or_refused(
+                with_array(example, a, place.array(np.zeros(shape, a.dtype))), named(name) + "expected "
+            )
             assert not accepted or (a.size == np.prod(shape) == 1 and a is example.out), (name, shape)
 
 
 MESSAGES = {
     "strided": r"expected a C-contiguous array, got strides \(.*\); make one with cupy_fp8.empty$",
-    "read-only": "the array is read-only$", "misaligned": r"address 0x[0-9a-f]+ is not a multiple of (the element size )?\d$"}
+    "read-only": "the array is read-only$",
+    "misaligned": r"address 0x[0-9a-f]+ is not a multiple of (the element size )?\d$",
+}
 
 
 @every_example
@@ -157,15 +164,21 @@ def test_other_layouts(example, how, place):
     for name, a in results(example).items():
         original = np.zeros(a.shape, a.dtype)
         changed = LAYOUTS[how](original) if a.ndim and a.size else original
-        differs = not changed.flags.c_contiguous or not changed.flags.writeable or changed.ctypes.data % a.itemsize
+        differs = (
+            not changed.flags.c_contiguous or not changed.flags.writeable or changed.ctypes.data % a.itemsize
+        )
         if differs and not (how == "read-only" and place.devices):
             print(name, how)
-            refused(with_array(example, a, place.array(changed)), named(name) + MESSAGES.get(how, MESSAGES["strided"]))
+            refused(
+                with_array(example, a, place.array(changed)),
+                named(name) + MESSAGES.get(how, MESSAGES["strided"]),
+            )
 
 
-@every_example
+@every_result
 def test_a_result_is_written_in_place(example, place):
-    """Twice: fresh, and as a call that is known. Nothing in it is another object or lies elsewhere afterwards."""
+    """Twice: fresh, and as a call that is known. Nothing in it is another object or lies elsewhere
+    afterwards."""
     example = example.on(place.run)
     before = [(id(a), address(a)) for a in results(example).values()]
     for _ in range(2):
@@ -180,7 +193,6 @@ def test_a_result_is_written_in_place(example, place):
 @every_example
 def test_an_array_that_two_parts_share(example, place):
     """Given as two arrays both are written, or the result is refused."""
-    has_out(example)
     example = example.on(place.run)
     right_or_refused(with_out(example, unshared(example.out)), OUT)
 
@@ -197,7 +209,12 @@ def unshared(out: Any) -> Any:
     return fp8.empty_like(out) if is_array(out) else out
 
 
-RECIPES: list[Any] = [fp8.DelayedScaling(), fp8.CurrentScaling(float8_e5m2), fp8.BlockScaling(), fp8.MXScaling()]
+RECIPES: list[Any] = [
+    fp8.DelayedScaling(),
+    fp8.CurrentScaling(float8_e5m2),
+    fp8.BlockScaling(),
+    fp8.MXScaling(),
+]
 
 
 @pytest.mark.parametrize("directions", DIRECTIONS[:3], ids=lambda d: "-".join(k for k, on in d.items() if on))

@@ -1,4 +1,5 @@
-"""Calls of several threads at once, each with a stream of its own; and the workspaces that keep their launches apart."""
+"""Calls of several threads at once, each with a stream of its own; and the workspaces that keep their
+launches apart."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from places import Place, every_example
 
 import cupy_fp8 as fp8
 
-workspace = importlib.import_module("cupy_fp8.kernels.workspace")     # the package has a function of that name
+workspace = importlib.import_module("cupy_fp8.kernels.workspace")  # the package has a function of that name
 
 
 def work(example: Example, device: Place, seed: int) -> None:
@@ -41,7 +42,8 @@ def test_threads_with_streams_of_their_own(example, device):
 
 
 def test_threads_that_share_a_stream_do_not_share_a_workspace(monkeypatch):
-    """Their launches mix: what one call's first launch leaves for its second is not to be found by another's."""
+    """Their launches mix: what one call's first launch leaves for its second is not to be found by
+    another's."""
     monkeypatch.setattr(workspace, "current_stream", lambda device: 0)
     monkeypatch.setattr(workspace, "_zeros", lambda device, words: np.zeros(words, np.uint32))
     x: Any = SimpleNamespace(data=SimpleNamespace(device_id=0))
@@ -57,7 +59,8 @@ def test_threads_that_share_a_stream_do_not_share_a_workspace(monkeypatch):
 
 
 def test_a_workspace_lives_with_the_memory_it_serves(device):
-    """Views come and go between calls, and between capture and replay; the array that owns the memory is what counts."""
+    """Views come and go between calls, and between capture and replay; the array that owns the memory is what
+    counts."""
     cp = device.cupy
     x, results = device.array(np.arange(1000, dtype=np.float32)), cp.zeros(4, np.float32)
     with cp.cuda.Stream(non_blocking=True) as stream:
@@ -78,7 +81,8 @@ def test_a_workspace_lives_with_the_memory_it_serves(device):
 
 
 def test_workspaces_are_not_inherited_with_an_address(device):
-    """An array at the address of one that is gone gets workspaces that live as long as itself, not remembered ones."""
+    """An array at the address of one that is gone gets workspaces that live as long as itself, not remembered
+    ones."""
     cp, x = device.cupy, device.array(np.arange(1000, dtype=np.float32))
     memory = cp.cuda.alloc(4)
     for _ in range(2):

@@ -1,4 +1,5 @@
-"""Ops on per-tensor data: any bits, shapes and scales that Hypothesis finds, any layout of memory, any order of threads."""
+"""Ops on per-tensor data: any bits, shapes and scales that Hypothesis finds, any layout of memory, any order
+of threads."""
 
 from __future__ import annotations
 
@@ -30,9 +31,18 @@ from cupy_fp8.results import swap_last
 
 needs_host = pytest.mark.skipif(
     testing.executor_problem("host") is not None, reason=str(testing.executor_problem("host")))
-directions_of = st.sampled_from([
-    {"rowwise": r, "columnwise": c, "transposed": t} for r, c, t in (
-        (True, False, True), (False, True, True), (True, True, True), (True, True, False), (False, True, False))])
+directions_of = st.sampled_from(
+    [
+        {"rowwise": r, "columnwise": c, "transposed": t}
+        for r, c, t in (
+            (True, False, True),
+            (False, True, True),
+            (True, True, True),
+            (True, True, False),
+            (False, True, False),
+        )
+    ]
+)
 
 
 def matrices(a: np.ndarray) -> np.ndarray:
@@ -47,20 +57,29 @@ def quantize_tensor(draw: Any) -> Any:
 
     def call(m: Any) -> Any:
         seen = np.array([amax], np.float32)
-        return m.quantize_tensor(x, given_scale if m is fp8 else np.float32(scale), amax=seen, **options), seen
+        return m.quantize_tensor(
+            x, given_scale if m is fp8 else np.float32(scale), amax=seen, **options
+        ), seen
 
     return call
 
 
 @st.composite
 def cast_transpose(draw: Any) -> Any:
-    x, scale, dtype = matrices(draw(testing.arrays())), draw(testing.scales()), draw(st.sampled_from(FP8_DTYPES))
+    x, scale, dtype = (
+        matrices(draw(testing.arrays())),
+        draw(testing.scales()),
+        draw(st.sampled_from(FP8_DTYPES)),
+    )
     return lambda m: m.cast_transpose(x, np.float32(scale), dtype=dtype)
 
 
 @st.composite
 def dequantize(draw: Any) -> Any:
-    data, dtype = draw(st.sampled_from(FP8_DTYPES).flatmap(testing.arrays)), draw(st.sampled_from(INPUT_DTYPES))
+    data, dtype = (
+        draw(st.sampled_from(FP8_DTYPES).flatmap(testing.arrays)),
+        draw(st.sampled_from(INPUT_DTYPES)),
+    )
     transposed = data.ndim >= 2 and draw(st.booleans())
     scale_inv = np.array([draw(testing.scales())], np.float32)
     s = Scaled(data, scale_inv, swap_last(data.shape) if transposed else data.shape, transposed)
@@ -98,11 +117,15 @@ def test_any_call(op):
     equals_the_reference()
 
 
-VIEWS: dict[str, Callable[[np.ndarray], np.ndarray]] = {        # of 40 x 96 elements: 17 x 25
-    "sliced": lambda a: a[3:20, 8:33], "stepped": lambda a: a[1:35:2, ::3][:, :25],
-    "backwards": lambda a: a[::-1, ::-1][:17, :25], "transposed": lambda a: np.ascontiguousarray(a[:25, :17]).T,
-    "fortran": lambda a: np.asfortranarray(a[:17, :25]), "broadcast": lambda a: np.broadcast_to(a[:1, :25], (17, 25)),
-    "offset": lambda a: a.reshape(-1)[5:5 + 17 * 25].reshape(17, 25)}
+VIEWS: dict[str, Callable[[np.ndarray], np.ndarray]] = {  # of 40 x 96 elements: 17 x 25
+    "sliced": lambda a: a[3:20, 8:33],
+    "stepped": lambda a: a[1:35:2, ::3][:, :25],
+    "backwards": lambda a: a[::-1, ::-1][:17, :25],
+    "transposed": lambda a: np.ascontiguousarray(a[:25, :17]).T,
+    "fortran": lambda a: np.asfortranarray(a[:17, :25]),
+    "broadcast": lambda a: np.broadcast_to(a[:1, :25], (17, 25)),
+    "offset": lambda a: a.reshape(-1)[5 : 5 + 17 * 25].reshape(17, 25),
+}
 
 
 @pytest.mark.parametrize("view", VIEWS)

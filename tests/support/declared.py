@@ -1,8 +1,8 @@
-"""Calls of every op, and what they declare: found by making the calls of the table of cases, so that no list of arguments
-has to be written down.
+"""Calls of every op, and what they declare: found by making the calls of the table of cases, so that no list
+of arguments has to be written down.
 
-`EXAMPLES` has few calls of each op that together declare everything that its cases declare. Each knows the memory
-that it reads and writes, by the names that messages use.
+`EXAMPLES` has few calls of each op that together declare everything that its cases declare. Each knows the
+memory that it reads and writes, by the names that messages use.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def mapped(tree: Any, change: Callable[[Any], Any], made: dict[int, Any] | None = None) -> Any:
-    """The same tree of other arrays. What was one array, or one result, stays one. Results are not validated."""
+    """The same tree of other arrays. What was one array, or one result, stays one. Results are not
+    validated."""
     made = {} if made is None else made
     if id(tree) in made:
         return made[id(tree)]
@@ -53,7 +54,9 @@ def mapped(tree: Any, change: Callable[[Any], Any], made: dict[int, Any] | None 
         found = change(tree)
     elif isinstance(tree, Result):
         found = object.__new__(type(tree))
-        found.__dict__.update({name: mapped(part, change, made) for name, part in tree.__getstate__().items()})
+        found.__dict__.update(
+            {name: mapped(part, change, made) for name, part in tree.__getstate__().items()}
+        )
     elif isinstance(tree, dict):
         found = {name: mapped(part, change, made) for name, part in tree.items()}
     elif isinstance(tree, (list, tuple)):
@@ -110,7 +113,12 @@ class Example:
 
     @property
     def written(self) -> set[str]:
-        return {name for found in self.declared if found.written for name in (found.name, found.name.partition("[")[0])}
+        return {
+            name
+            for found in self.declared
+            if found.written
+            for name in (found.name, found.name.partition("[")[0])
+        }
 
     def with_tree(self, tree: Any) -> Example:
         args, kwargs, out = tree
@@ -154,8 +162,8 @@ def _copy(a: np.ndarray) -> np.ndarray:
 
 
 def _valid(call: Callable[[], Any]) -> tuple[list[Range], list[str]]:
-    """The memory that a call declares, and the names of what it writes; nothing where it does not take the one path.
-    The call ends before anything is written."""
+    """The memory that a call declares, and the names of what it writes; nothing where it does not take the
+    one path. The call ends before anything is written."""
     ranges: list[Range] = []
     written: list[str] = []
 
@@ -166,13 +174,18 @@ def _valid(call: Callable[[], Any]) -> tuple[list[Range], list[str]]:
         raise _Validated
 
     validate = calls.validate_call
-    with mock.patch.object(calls, "validate_call", noted), mock.patch.object(memory, "describe", _never), suppress(_Validated):
+    with (
+        mock.patch.object(calls, "validate_call", noted),
+        mock.patch.object(memory, "describe", _never),
+        suppress(_Validated),
+    ):
         call()
     return ranges, written
 
 
 def _named(tree: Any, declared: Iterable[Range]) -> dict[str, Any]:
-    """The arrays that are declared, by name; one of which parts are declared has the name before the brackets."""
+    """The arrays that are declared, by name; one of which parts are declared has the name before the
+    brackets."""
     arrays = list(leaves(tree))
     by_place = {(address(a), a.nbytes): a for a in arrays}
     found = {}
@@ -186,8 +199,8 @@ def _named(tree: Any, declared: Iterable[Range]) -> dict[str, Any]:
 
 
 def examples_of(op: Op) -> Iterator[Example]:
-    """Few contiguous cases that together declare every pair of names; then those that declare another set of names, or
-    have another option that is no number."""
+    """Few contiguous cases that together declare every pair of names; then those that declare another set of
+    names, or have another option that is no number."""
     found = list(_described(op))
     chosen: list[_Described] = []
     for quick in (True, False):
@@ -223,7 +236,9 @@ def _described(op: Op) -> Iterator[_Described]:
             DTYPES_OF_CASES.setdefault((op.name, name), set()).add(a.dtype)
         names = {*(one.name for one in ranges), *written}
         if len(names) <= _MOST_ARRAYS and (written or any(one.written for one in ranges)):
-            options = {(name, value) for name, value in case.options.items() if isinstance(value, (str, tuple, bool))}
+            options = {
+                (name, value) for name, value in case.options.items() if isinstance(value, (str, tuple, bool))
+            }
             yield _Described(case, size, set(product(names, names)), {frozenset(names), *options})
 
 

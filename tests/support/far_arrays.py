@@ -1,8 +1,8 @@
-"""Calls whose arrays have more than 2**32 elements. On the CPU memory is mapped lazily, and only the first and last blocks
-of a grid run; on a GPU all of them do.
+"""Calls whose arrays have more than 2**32 elements. On the CPU memory is mapped lazily, and only the first
+and last blocks of a grid run; on a GPU all of them do.
 
-A far call is compared at both ends with the reference of these ends alone. A product of indices in 32 bits would lead
-elsewhere.
+A far call is compared at both ends with the reference of these ends alone. A product of indices in 32 bits
+would lead elsewhere.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def lazy_memory() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Far:
-    """A call, `call(module, x)` with the package or its reference as the module, of an x whose axis `axis` is long.
+    """A call, `call(module, x)` with the package or its reference as the module, of an x whose axis `axis` is
+    long.
 
     end: how much of that axis is compared at either end; blocks: how many must run for it
     """
@@ -124,8 +125,10 @@ def _beside(x: Any, a: Any) -> Any:
 
 # ---- the calls ----
 _TALL, _WIDE, _BATCH = (FAR, 128), (128, FAR), ((1 << 18) + 4, 128, 128)
-_SHAPES: tuple[tuple[Any, ...], ...] = (("tall", _TALL, 0, END), ("wide", _WIDE, 1, END), ("batch", _BATCH, 0, 4))
-_DIRECTIONS = (("rowwise", {"rowwise": True, "columnwise": False}), ("columnwise", {"rowwise": False, "columnwise": True}),
+_SHAPES: tuple[tuple[Any, ...], ...] = (("tall", _TALL, 0, END), ("wide", _WIDE, 1, END),
+                                        ("batch", _BATCH, 0, 4))
+_DIRECTIONS = (("rowwise", {"rowwise": True, "columnwise": False}),
+               ("columnwise", {"rowwise": False, "columnwise": True}),
                ("both", {"rowwise": True, "columnwise": True}))
 
 
@@ -144,17 +147,21 @@ def _quantizers() -> Iterator[tuple[str, Far]]:
         "quantize_tensor": tensor, "quantize_mx": lambda m, x, **options: m.quantize_mx(x, **options),
         "quantize_mx-swizzled": lambda m, x, **options: m.quantize_mx(x, scale_layout="swizzled", **options),
         "quantize_block": lambda m, x, **options: m.quantize_block(x, **options),
-        "quantize_block-compact": lambda m, x, **options: m.quantize_block(x, scale_layout="compact", **options),
-        "quantize_block-square": lambda m, x, **options: m.quantize_block(x, block=(128, 128), scale_layout="compact", **options)}
+        "quantize_block-compact": lambda m, x, **options: m.quantize_block(x, scale_layout="compact",
+            **options),
+        "quantize_block-square": lambda m, x, **options: m.quantize_block(x, block=(128, 128),
+            scale_layout="compact", **options)}
     for (op, call), (direction, options), (name, *place) in product(ops.items(), _DIRECTIONS, _SHAPES):
         if op != "quantize_mx-swizzled" or direction == "both":
             yield f"{op}-{direction}-{name}", Far(partial(_with, call, options), np.dtype(bfloat16), *place)
-    yield "quantize_block-lines", Far(lambda m, x: m.quantize_block(x, block=(1, None)), np.dtype(bfloat16), *_SHAPES[0][1:])
-    for direction, options in _DIRECTIONS[:2]:                  # 2**32 scales of 32 elements: indices of scales
+    yield "quantize_block-lines", Far(lambda m, x: m.quantize_block(x, block=(1, None)), np.dtype(bfloat16),
+                                      *_SHAPES[0][1:])
+    for direction, options in _DIRECTIONS[:2]:      # 2**32 scales of 32 elements: indices of scales
         far_scales = partial(_with, lambda m, x, **options: m.quantize_block(x, **options), {
             "block": (1, 32), "scale_layout": "compact", **options})
         place = ((1 << 30) + END, 128), 0
-        yield f"scales-{direction}", Far(far_scales, np.dtype(bfloat16), *(place if options["rowwise"] else ((128, place[0][0]), 1)))
+        yield f"scales-{direction}", Far(far_scales, np.dtype(bfloat16),
+                                         *(place if options["rowwise"] else ((128, place[0][0]), 1)))
 
 
 def _with(call: Callable[..., Any], options: dict[str, Any], m: Any, x: np.ndarray) -> Any:
@@ -171,12 +178,15 @@ def _dequantized(how: str, options: dict[str, Any], m: Any, x: np.ndarray) -> An
 
 def _readers() -> Iterator[tuple[str, Far]]:
     for name, *place in _SHAPES:
-        yield f"dequantize-tensor-{name}", Far(partial(_dequantized, "tensor", {}), np.dtype(float8_e4m3fn), *place)
+        yield f"dequantize-tensor-{name}", Far(partial(_dequantized, "tensor", {}), np.dtype(float8_e4m3fn),
+            *place)
         for how, (direction, options) in product(("mx", "block"), _DIRECTIONS[:2]):
-            yield f"dequantize-{how}-{direction}-{name}", Far(partial(_dequantized, how, options), np.dtype(bfloat16), *place)
+            yield f"dequantize-{how}-{direction}-{name}", Far(partial(_dequantized, how, options),
+                np.dtype(bfloat16), *place)
     for name, *place in _SHAPES[:2]:
         for how in ("mx", "block"):
-            yield f"scaling_aware_transpose-{how}-{name}", Far(partial(_retransposed, how), np.dtype(bfloat16), *place)
+            yield f"scaling_aware_transpose-{how}-{name}", Far(partial(_retransposed, how),
+                np.dtype(bfloat16), *place)
 
 
 def _retransposed(how: str, m: Any, x: np.ndarray) -> Any:
@@ -188,7 +198,8 @@ def _swiglu() -> Iterator[tuple[str, Far]]:
     recipes = {"tensor": fp8.DelayedScaling(), "mx": fp8.MXScaling(), "block": fp8.BlockScaling()}
     for (how, recipe), (direction, options) in product(recipes.items(), _DIRECTIONS[::2]):
         scale = {"scale": 0.5} if how == "tensor" else {}
-        for name, shape, axis, more in (("tall", (FAR, 256), 0, {}), ("wide", (128, 2 * FAR), 1, {"interleaved": True})):
+        for name, shape, axis, more in (("tall", (FAR, 256), 0, {}), ("wide", (128, 2 * FAR), 1,
+            {"interleaved": True})):
             given = {"recipe": recipe, **scale, **options, **more}
             call = partial(_with, lambda m, x, recipe, **o: m.swiglu_quantize(x, recipe, **o), given)
             yield f"swiglu_quantize-{how}-{direction}-{name}", Far(call, np.dtype(bfloat16), shape, axis, END)
@@ -200,7 +211,8 @@ def _routed(op: str, m: Any, x: np.ndarray) -> Any:
     if op in ("permute", "permute_backward"):
         return getattr(m, op)(x, r)
     probs = _beside(x, np.full((len(x), 1), 0.5, np.float32))
-    return m.unpermute(x, r, probs=probs) if op == "unpermute" else m.unpermute_backward(x, x, r, probs=probs)[0]
+    return m.unpermute(x, r, probs=probs) if op == "unpermute" else m.unpermute_backward(x, x, r,
+        probs=probs)[0]
 
 
 def _rows() -> Iterator[tuple[str, Far]]:
@@ -241,11 +253,15 @@ def _converted(target: str, m: Any, s: Any) -> Any:
     return m.convert_scales(s, source="compact", target=target, shape=shape, block=(1, 32))
 
 
-#: Kernels that go along rows of memory, one after the other, do not reach the ends of several rows in so few blocks; nor are the ends of
-#: swizzled scales those of the matrix.
+#: Kernels that go along rows of memory, one after the other, do not reach the ends of several rows in so few
+#: blocks; nor are the ends of swizzled scales those of the matrix.
 _UNREACHED = {f"{name}-wide" for name in (
-    "astype", "quantize_tensor-rowwise", "quantize_mx-rowwise", "quantize_mx-both", "quantize_mx-swizzled-both", "quantize_block-rowwise",
-    "quantize_block-compact-rowwise", "dequantize-tensor", "dequantize-mx-rowwise", "dequantize-mx-columnwise",
-    "dequantize-block-rowwise", "scaling_aware_transpose-mx", "scaling_aware_transpose-block")} | {"quantize_mx-swizzled-both-tall"}
-CALLS: dict[str, Far] = {name: far for calls in (_elementwise, _quantizers, _readers, _swiglu, _rows, _scales) for name, far in calls()
+    "astype", "quantize_tensor-rowwise", "quantize_mx-rowwise", "quantize_mx-both",
+    "quantize_mx-swizzled-both", "quantize_block-rowwise",
+    "quantize_block-compact-rowwise", "dequantize-tensor", "dequantize-mx-rowwise",
+    "dequantize-mx-columnwise",
+    "dequantize-block-rowwise", "scaling_aware_transpose-mx",
+    "scaling_aware_transpose-block")} | {"quantize_mx-swizzled-both-tall"}
+CALLS: dict[str, Far] = {name: far for calls in (_elementwise, _quantizers, _readers, _swiglu, _rows,
+    _scales) for name, far in calls()
                          if name not in _UNREACHED}

@@ -29,10 +29,13 @@ class Tensor:
 
 
 def outcome(example: Example) -> str | None:
-    """The message of the error that a call raises, whose memory has to stay as it was; None where it raises none."""
+    """The message of the error that a call raises, whose memory has to stay as it was; None where it raises
+    none."""
     before = snapshot(example.tree)
     message = error_of(example)
-    assert message is None or snapshot(example.tree) == before, f"memory was written before the error: {message}"
+    assert message is None or snapshot(example.tree) == before, (
+        f"memory was written before the error: {message}"
+    )
     return message
 
 
@@ -59,13 +62,13 @@ def named(*names: str) -> str:
 def parameters(example: Example) -> list[str]:
     """What messages may name: the public function's parameters, and what is declared."""
     public = getattr(fp8, example.op.name, example.op.function)
-    also = ["columnwise"]                       # of cast_transpose, which is quantize_tensor in both directions
+    also = ["columnwise"]  # of cast_transpose, which is quantize_tensor in both directions
     return [*inspect.signature(public).parameters, *(found.name for found in example.declared), *also]
 
 
 def right_or_refused(example: Example, pattern: str) -> bool:
-    """Whether the call was accepted. AssertionError if it was refused for another reason, or wrote other bytes than the
-    reference."""
+    """Whether the call was accepted. AssertionError if it was refused for another reason, or wrote other
+    bytes than the reference."""
     args, kwargs = on_host(example)
     message = outcome(example)
     if message is not None:
@@ -81,7 +84,8 @@ def on_host(example: Example) -> tuple[Any, Any]:
 
 
 def compare(example: Example, args: Any, kwargs: Any) -> None:
-    """AssertionError unless a call wrote what the reference makes of these arguments. Both may have updated some."""
+    """AssertionError unless a call wrote what the reference makes of these arguments. Both may have updated
+    some."""
     op = example.op
     kwargs = {name: value for name, value in kwargs.items() if name != "noop"}
     want = cases.outputs(op.reference(*args, **kwargs), kwargs, op.updates)
@@ -107,7 +111,8 @@ def poison(example: Example) -> None:
 
 # ---- the arguments of a call ----
 def given(example: Example) -> dict[str, Any]:
-    """The arrays that a call reads or updates, by name. Those of a Routing were validated when it was built."""
+    """The arrays that a call reads or updates, by name. Those of a Routing were validated when it was
+    built."""
     built = {id(a) for part in _results(example.tree) if isinstance(part, Routing) for a in leaves(part)}
     results = {id(a) for a in leaves(example.out)}
     return {name: a for name, a in example.named().items() if id(a) not in built | results}
@@ -173,7 +178,12 @@ def at_address(buffer: np.ndarray, start: int, a: np.ndarray) -> np.ndarray:
 
 
 LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "strided": strided, "turned": turned, "backwards": backwards, "misaligned": misaligned, "read-only": read_only}
+    "strided": strided,
+    "turned": turned,
+    "backwards": backwards,
+    "misaligned": misaligned,
+    "read-only": read_only,
+}
 
 
 def layouts(a: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
@@ -199,8 +209,8 @@ def shapes(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 # ---- calls that come again ----
 def change_contents(example: Example, place: Place) -> None:
-    """Put the elements of every array that is only read into another order, in place. Sizes of groups keep their sum;
-    a Routing stays as it is, since its parts belong together."""
+    """Put the elements of every array that is only read into another order, in place. Sizes of groups keep
+    their sum; a Routing stays as it is, since its parts belong together."""
     for name, a in given(example).items():
         if name not in example.written and name != "noop":
             turn_round(a, place)

@@ -1,8 +1,9 @@
-"""Where the calls of contract tests have their arrays: NumPy and the reference, CuPy and a GPU, or a stand-in for both."""
+"""Where the calls of contract tests have their arrays: NumPy and the reference, CuPy and a GPU, or a stand-in
+for both."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import stand_in
-from declared import EXAMPLES
+from declared import EXAMPLES, Example
 from tiers import quick_if
 
 from cupy_fp8 import backend, device_errors, testing
@@ -63,4 +64,11 @@ def place(name: str) -> Iterator[Place]:
             yield Place(name, run, cp, tuple(devices))
 
 
-every_example = pytest.mark.parametrize("example", quick_if(lambda example: example.quick, EXAMPLES), ids=str)
+def every_example_that(wanted: Callable[[Example], bool]) -> pytest.MarkDecorator:
+    chosen = quick_if(lambda example: example.quick, filter(wanted, EXAMPLES))
+    return pytest.mark.parametrize("example", chosen, ids=str)
+
+
+every_example = every_example_that(lambda example: True)
+every_result = every_example_that(lambda example: not example.op.updates)
+every_noop = every_example_that(lambda example: "noop" in example.kwargs)

@@ -1,8 +1,10 @@
-"""A module that stands for CuPy where there is none: arrays lie in the CPU's memory, and kernels run on the CPU.
+"""A module that stands for CuPy where there is none: arrays lie in the CPU's memory, and kernels run on the
+CPU.
 
-Calls take the way of a GPU: results are views of one allocation, workspaces belong to arrays or streams, devices are
-compared, and a capture records launches, which its graph runs again with the same parameters. An allocation during a
-capture is an error. Streams run in order, so nothing here shows a missing synchronisation.
+Calls take the way of a GPU: results are views of one allocation, workspaces belong to arrays or streams,
+devices are compared, and a capture records launches, which its graph runs again with the same parameters. An
+allocation during a capture is an error. Streams run in order, so nothing here shows a missing
+synchronisation.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ class ndarray:
 
     __module__ = "cupy"
 
-    def __init__(self, shape: Any, dtype: Any = float, memptr: MemoryPointer | None = None, strides: Any = None) -> None:
+    def __init__(
+        self, shape: Any, dtype: Any = float, memptr: MemoryPointer | None = None, strides: Any = None
+    ) -> None:
         dtype, shape = np.dtype(dtype), (shape,) if isinstance(shape, int) else tuple(shape)
         at = alloc(int(np.prod(shape)) * dtype.itemsize) if memptr is None else memptr
         self._set(np.ndarray(shape, dtype, at.buffer, at.start, strides), at.buffer, at.device_id, None)
@@ -102,8 +106,13 @@ class ndarray:
         return float(self.on_host.reshape(()))
 
     def __getitem__(self, key: Any) -> ndarray:
-        return self._view(self.on_host[(*key, ...)] if isinstance(key, tuple) and ... not in key else self.on_host[key, ...]
-                          if isinstance(key, int) else self.on_host[key])
+        return self._view(
+            self.on_host[(*key, ...)]
+            if isinstance(key, tuple) and ... not in key
+            else self.on_host[key, ...]
+            if isinstance(key, int)
+            else self.on_host[key]
+        )
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.on_host[key] = getattr(value, "on_host", value)
@@ -203,9 +212,13 @@ def _module() -> Any:
     default = Stream()
     properties = {"multiProcessorCount": 132, "sharedMemPerBlockOptin": 227 << 10}
     runtime = types.SimpleNamespace(
-        getDevice=lambda: _state.device, getDeviceCount=lambda: len(DEVICES), free=lambda at: None,
-        streamIsCapturing=lambda stream: _state.recorded is not None, getDeviceProperties=lambda device: properties,
-        deviceSynchronize=lambda: None)
+        getDevice=lambda: _state.device,
+        getDeviceCount=lambda: len(DEVICES),
+        free=lambda at: None,
+        streamIsCapturing=lambda stream: _state.recorded is not None,
+        getDeviceProperties=lambda device: properties,
+        deviceSynchronize=lambda: None,
+    )
     module.cuda = types.SimpleNamespace(
         runtime=runtime, alloc=alloc, Device=Device, Stream=Stream,
         get_current_stream=lambda: _state.streams[-1] if _state.streams else default)

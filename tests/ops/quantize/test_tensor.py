@@ -1,4 +1,5 @@
-"""Per-tensor scaling: amax accumulates, any number is a scale, two places for one scale; and every float32 there is."""
+"""Per-tensor scaling: amax accumulates, any number is a scale, two places for one scale; and every float32
+there is."""
 
 from __future__ import annotations
 
@@ -77,7 +78,9 @@ def test_separate_scale_inv_are_both_written(transposed, run):
     for a in (row.data, row.scale_inv, out.columnwise.scale_inv):           # type: ignore[union-attr]
         cases.poison(a)
     assert fp8.cast_transpose(x, scale, transposed=transposed, out=out) is out
-    testing.assert_bytes_equal(run.numpy(out), reference.cast_transpose(host, one(3.0), transposed=transposed))
+    testing.assert_bytes_equal(
+        run.numpy(out), reference.cast_transpose(host, one(3.0), transposed=transposed)
+    )
 
 
 # ---- every float32 ----
@@ -85,8 +88,8 @@ CHUNK, BUCKET = 1 << 26, 1 << 16        # float32 patterns per launch; those tha
 
 
 class Expected:
-    """The reference's bytes for every float32. Rounding is monotonic in the magnitude, so a bucket whose first and last
-    pattern give one byte gives it throughout; only the few others are computed in full."""
+    """The reference's bytes for every float32. Rounding is monotonic in the magnitude, so a bucket whose
+    first and last pattern give one byte gives it throughout; only the few others are computed in full."""
 
     def __init__(self, dtype: np.dtype) -> None:
         first = np.arange(1 << 16, dtype=np.uint32) << 16
@@ -96,7 +99,9 @@ class Expected:
         self.full = {int(b): self.of(first[b] | np.arange(BUCKET, dtype=np.uint32)) for b in different}
 
     def of(self, patterns: np.ndarray) -> np.ndarray:
-        return bits(reference.quantize_tensor(patterns.view(np.float32), np.float32(1), dtype=self.dtype).data)
+        return bits(
+            reference.quantize_tensor(patterns.view(np.float32), np.float32(1), dtype=self.dtype).data
+        )
 
     def differs(self, bucket: int, got: np.ndarray) -> str:
         """The first difference of a bucket's bytes, or nothing."""
@@ -121,7 +126,8 @@ def test_buckets_are_the_reference(dtype):
 
 
 def every_float32() -> None:
-    """quantize_tensor (scale 1) of all 2**32 bit patterns, to both formats: bytes equal to the reference's."""
+    """quantize_tensor (scale 1) of all 2**32 bit patterns, to both formats: bytes equal to the
+    reference's."""
     cp = backend.cupy()
     one_on_gpu, patterns = cp.ones(1, cp.float32), cp.arange(CHUNK, dtype=cp.uint32)
     out = {dtype: DelayedScaling(dtype).empty(CHUNK, like=patterns) for dtype in FP8_DTYPES}
@@ -149,6 +155,8 @@ def test_every_float32(bitcode):
     path = os.pathsep.join(p for p in (root, str(Path(__file__).parent), os.environ.get("PYTHONPATH")) if p)
     env = os.environ | {"CUPY_FP8_BITCODE": bitcode, "PYTHONPATH": path}
     program = f"import {Path(__file__).stem} as tests; tests.every_float32()"
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout == f"compared {2 * 2**32}\n"
