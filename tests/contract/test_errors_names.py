@@ -87,9 +87,8 @@ def test_every_error_names_a_parameter(name):
                 given[place] = wrong
             named = options if place < len(given) else {**options, parameter: wrong}
             message = refusal(function, given, named)
-            named_one = message is None or parameter in message or any(f"{other}:" in message
-                for other in parameters)
-            assert named_one, (parameter, wrong, message)
+            if message is not None and parameter not in message:
+                assert any(f"{other}:" in message for other in parameters), (parameter, wrong, message)
 
 
 def refusal(function: Callable[..., Any], args: list[Any], options: dict[str, Any]) -> str | None:
