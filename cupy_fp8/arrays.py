@@ -1,4 +1,5 @@
-"""Typed arrays of both kinds: CuPy cannot allocate FP8 dtypes, but a byte buffer viewed as one is a full ndarray.
+"""Typed arrays of both kinds: CuPy cannot allocate FP8 dtypes, but a byte buffer viewed as one is a full
+ndarray.
 
 No kernels here; `astype` and `transpose` are ops (cupy_fp8.ops.convert.astype).
 """
@@ -60,7 +61,8 @@ def zeros(shape: Shape, dtype: Any, *, like: Any = None) -> Array:
 
 
 def full(shape: Shape, fill_value: float, dtype: Any, *, like: Any = None) -> Array:
-    """A new array whose every element is `fill_value`, rounded as `astype` rounds it (saturating, NaN as 0x7F)."""
+    """A new array whose every element is `fill_value`, rounded as `astype` rounds it (saturating, NaN as
+    0x7F)."""
     from .reference.numerics import narrow
 
     dtype, given = _as_dtype(dtype), cast(Any, fill_value)
@@ -70,7 +72,8 @@ def full(shape: Shape, fill_value: float, dtype: Any, *, like: Any = None) -> Ar
         with np.errstate(over="ignore"):
             value = np.asarray([given], np.float32 if dtype in FORMATS else dtype)
     except OverflowError:
-        raise ValueError(f"fill_value: expected a number that {dtype} holds, got an integer of {int(given).bit_length()} bits") from None
+        raise ValueError(f"fill_value: expected a number that {dtype} holds, got an integer of "
+                         f"{int(given).bit_length()} bits") from None
     except (TypeError, ValueError):
         raise TypeError(f"fill_value: expected a number, got {fill_value!r}") from None
     out = empty(shape, dtype, like=like)
@@ -88,7 +91,8 @@ def empty_like(a: Array, dtype: Any = None, *, shape: Shape | None = None) -> Ar
 
 
 def asarray(a: Any, dtype: Any = None, *, like: Any = None) -> Array:
-    """`a` as an array: itself where nothing has to change, moved to the kind `like` names, converted to `dtype`.
+    """`a` as an array: itself where nothing has to change, moved to the kind `like` names, converted to
+    `dtype`.
 
     Arrays keep their kind unless `like` says otherwise; lists and scalars become arrays of `like` (default
     `cupy_fp8.xp`). Conversions between the formats of this library are `astype`'s (saturating).
@@ -99,7 +103,8 @@ def asarray(a: Any, dtype: Any = None, *, like: Any = None) -> Array:
     else:
         a, target = np.asarray(a), backend.like_module(like)
     a = _move(a, target)
-    if dtype in FORMATS and a.dtype not in FORMATS and a.dtype.kind in "fiub":      # through f32, so that astype's rules hold
+    # through f32, so that astype's rules hold
+    if dtype in FORMATS and a.dtype not in FORMATS and a.dtype.kind in "fiub":
         with np.errstate(over="ignore"):
             a = a.astype(np.float32)
     if dtype is not None and dtype != a.dtype:
@@ -138,20 +143,23 @@ def concatenate(arrays: Any, axis: int = 0) -> Array:
         raise ValueError("concatenate: expected at least one array, got none")
     xp, dtype = backend.module_of(arrays[0], "arrays[0]"), arrays[0].dtype
     if not -arrays[0].ndim <= axis < arrays[0].ndim:
-        raise ValueError(f"axis: expected one of the {arrays[0].ndim} axes of arrays[0], got {axis if abs(axis) < 2**63 else 'a huge one'}")
+        raise ValueError(f"axis: expected one of the {arrays[0].ndim} axes of arrays[0], got "
+                         f"{axis if abs(axis) < 2**63 else 'a huge one'}")
     for i, a in enumerate(arrays):
         backend.require_module(a, xp, f"arrays[{i}]")
         if a.dtype != dtype:
-            raise TypeError(f"concatenate: arrays[0] is {dtype}, arrays[{i}] is {a.dtype}; convert with cupy_fp8.astype first")
+            raise TypeError(f"concatenate: arrays[0] is {dtype}, arrays[{i}] is {a.dtype}; convert with "
+                            f"cupy_fp8.astype first")
     return xp.concatenate([bits(a) for a in arrays], axis=axis).view(dtype)
 
 
 def bytes_equal(a: Any, b: Any) -> bool:
-    """Whether two arrays of one kind have the same dtype, shape and bytes (NaN equals NaN of the same bits, -0 is not 0).
+    """Whether two arrays of one kind have the same dtype, shape and bytes (NaN equals NaN of the same bits,
+    -0 is not 0).
 
-    Results (`Scaled`, `Quantized`, `Grouped`, `Routing`) are equal where all their arrays and metadata are; lists and tuples of arrays and
-    results where all members are. `testing.assert_bytes_equal` says what differs.
-    Raises TypeError for anything else, and for NumPy arrays beside CuPy arrays.
+    Results (`Scaled`, `Quantized`, `Grouped`, `Routing`) are equal where all their arrays and metadata
+    are; lists and tuples of arrays and results where all members are. `testing.assert_bytes_equal` says
+    what differs. Raises TypeError for anything else, and for NumPy arrays beside CuPy arrays.
     """
     check_comparable(a, "a")
     check_comparable(b, "b")
@@ -166,7 +174,8 @@ def bytes_equal(a: Any, b: Any) -> bool:
 class Result:
     """Base class of results: `==` compares bytes and metadata, `hash` is the identity's.
 
-    Two results with equal bytes are two places in memory, which ops write to; as keys of a dict they must not be taken for one another.
+    Two results with equal bytes are two places in memory, which ops write to; as keys of a dict they must not
+    be taken for one another.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -180,12 +189,14 @@ class Result:
         return object.__hash__(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The fields, which copies and pickles take along, without what ops remember about this object's memory."""
+        """The fields, which copies and pickles take along, without what ops remember about this object's
+        memory."""
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
 
 
 def check_comparable(a: Any, name: str) -> None:
-    """TypeError unless `a` is an array, a result, or a list or tuple of these (or None, as ops return it for an absent part)."""
+    """TypeError unless `a` is an array, a result, or a list or tuple of these (or None, as ops return it for
+    an absent part)."""
     if not _is_comparable(a):
         backend.module_of(a, name)
 
@@ -197,11 +208,12 @@ def _is_comparable(a: Any) -> bool:
 
 
 def pairs(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(path, x, y) for all that has to be equal where a and b are: arrays, metadata, or two things of which one is not like the other.
-    Metadata come before arrays, since arrays differ wherever metadata do."""
+    """(path, x, y) for all that has to be equal where a and b are: arrays, metadata, or two things of which
+    one is not like the other. Metadata come before arrays, since arrays differ wherever metadata do."""
     if isinstance(a, Result) and type(a) is type(b):
         fields, others = a.__getstate__(), b.__getstate__()
-        for name in sorted(fields, key=lambda name: isinstance(fields[name], Result) or is_array(fields[name])):
+        for name in sorted(fields,
+                           key=lambda name: isinstance(fields[name], Result) or is_array(fields[name])):
             x, y = fields[name], others[name]
             yield from pairs(x, y, f"{path}.{name}") if isinstance(x, Result) else [(f"{path}.{name}", x, y)]
     elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
@@ -213,12 +225,15 @@ def pairs(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
 
 
 def _same(x: Any, y: Any) -> bool:
-    """Whether two arrays have the same kind, dtype, shape and bytes; whether two pieces of metadata are equal."""
+    """Whether two arrays have the same kind, dtype, shape and bytes; whether two pieces of metadata are
+    equal."""
     if isinstance(x, Result) or isinstance(y, Result) or is_array(x) != is_array(y):
         return False
     if not is_array(x):
         return bool(x == y)
-    return isinstance(y, backend.module_of(x).ndarray) and x.dtype == y.dtype and x.shape == y.shape and bool((bits(x) == bits(y)).all())
+    return isinstance(y,
+                      backend.module_of(x).ndarray) and x.dtype == y.dtype and x.shape == y.shape and bool(
+        (bits(x) == bits(y)).all())
 
 
 def is_array(a: Any) -> bool:
@@ -226,7 +241,8 @@ def is_array(a: Any) -> bool:
 
 
 def bits(a: Array) -> Array:
-    """The elements as unsigned integers of the same width: a view, for everything CuPy cannot do with FP8 dtypes."""
+    """The elements as unsigned integers of the same width: a view, for everything CuPy cannot do with FP8
+    dtypes."""
     return a.view(f"u{a.dtype.itemsize}")
 
 
@@ -236,7 +252,8 @@ def address(a: Array) -> int:
 
 
 def is_contiguous(a: Array) -> bool:
-    """Whether `a` is C-contiguous. CuPy's `flags` builds an object at every look (0.2 µs); its own attribute does not."""
+    """Whether `a` is C-contiguous. CuPy's `flags` builds an object at every look (0.2 µs); its own attribute
+    does not."""
     return bool(a.flags.c_contiguous if isinstance(a, np.ndarray) else a._c_contiguous)
 
 
@@ -253,13 +270,15 @@ def _is_cupy(a: Any) -> bool:
 
 def _as_shape(shape: Shape) -> tuple[int, ...]:
     try:
-        result = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(operator.index(extent) for extent in shape)
+        result = ((int(shape),) if isinstance(shape, (int, np.integer))
+                  else tuple(operator.index(extent) for extent in shape))
     except TypeError:
         raise TypeError(f"shape: expected an integer or a sequence of integers, got {shape!r}") from None
     if any(extent < 0 for extent in result):
         raise ValueError(f"shape: expected extents of zero or more, got {result}")
     if any(extent > _MOST for extent in result):
-        raise ValueError(f"shape: expected extents of at most 2**63 - 1, got one of {max(result).bit_length()} bits")
+        raise ValueError(f"shape: expected extents of at most 2**63 - 1, got one of "
+                         f"{max(result).bit_length()} bits")
     return result
 
 

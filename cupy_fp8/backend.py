@@ -1,4 +1,5 @@
-"""NumPy or CuPy: which of the two an array belongs to, and whether there is a GPU. Nothing here imports CuPy unless asked to."""
+"""NumPy or CuPy: which of the two an array belongs to, and whether there is a GPU. Nothing here imports CuPy
+unless asked to."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def check_device(device_id: int) -> None:
         raise DeviceError(problem)
     capability = cupy().cuda.Device(device_id).compute_capability
     if int(capability) < 80:
-        raise DeviceError(f"GPU {device_id} has compute capability {int(capability) / 10}; the kernels need 8.0 or later "
+        raise DeviceError(f"GPU {device_id} has compute capability {int(capability) / 10}; the kernels need "
+                          f"8.0 or later "
                           "(pass NumPy arrays to use the reference)")
 
 
@@ -85,11 +87,13 @@ def require_module(a: Any, xp: Any, name: str) -> None:
     """TypeError unless `a` is an array of module `xp`."""
     if not isinstance(a, xp.ndarray):
         given = module_of(a, name).__name__
-        raise TypeError(f"{name}: a {given} array among {xp.__name__} arrays; move it with cupy_fp8.asarray(…, like=…)")
+        raise TypeError(f"{name}: a {given} array among {xp.__name__} arrays; move it with "
+                        f"cupy_fp8.asarray(…, like=…)")
 
 
 def like_module(like: Any) -> Any:
-    """The module that `like` means: None (the default), 'numpy'/'cupy', one of the two modules, or an array."""
+    """The module that `like` means: None (the default), 'numpy'/'cupy', one of the two modules, or an array.
+    """
     if like is None:
         return default_module()
     if like is np or (isinstance(like, str) and like == "numpy"):
@@ -112,10 +116,13 @@ def _usable_cupy() -> Any:
 @functools.cache
 def _warn_once() -> None:
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):       # to the line of the user's that is meant
+    # to the line of the user's that is meant
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame, level = frame.f_back, level + 1
-    warnings.warn("a NumPy array above 64 MB was given on a machine with a GPU: the NumPy reference runs on the CPU; "
-                  "cupy_fp8.asarray(x, like='cupy') moves it to the GPU (this warning appears once)", stacklevel=level)
+    warnings.warn("a NumPy array above 64 MB was given on a machine with a GPU: the NumPy reference runs on "
+                  "the CPU; "
+                  "cupy_fp8.asarray(x, like='cupy') moves it to the GPU (this warning appears once)",
+                  stacklevel=level)
 
 
 def note_large_numpy(x: np.ndarray) -> None:

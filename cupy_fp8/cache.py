@@ -11,25 +11,60 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from . import backend
 from .arrays import Array, is_array
+from .calls.call import Op, run, validate_call
+from .calls.memory import identities
 from .formats import flags
-from .ops.quantize.tensor_list import Recipe, check_call, multi_quantize
+from .ops.quantize.tensor_list import Recipe, call_of
 from .recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, check_directions
 from .results import Quantized
 
 __all__ = ["WeightCache"]
 
+_FLAGS: set[type] = {bool}
+_MOST_HITS = 256            # different lists of weights, of which one is short
+#: Held while what a cache knows changes. One for all caches, so that each can be copied; reentrant, since
+#: weights may die meanwhile.
+_LOCK = threading.RLock()
+#: A call: the identities and shapes of the weights (NumPy and CuPy arrays can be reshaped in place), and the
+#: directions.
+_CallKey = tuple[bytes, tuple[Any, ...], bool, bool]
+
+
+class _Work(NamedTuple):
+    """Weights that one call quantises. outputs: earlier results, to be written in place; None: new memory."""
+
+    rowwise: bool
+    columnwise: bool
+    places: list[int]
+    outputs: list[Quantized] | None
+
+    def call(self, recipe: Recipe, weights: Sequence[Any], scales: Any, amaxes: Any,
+             noop: Any) -> tuple[Op[Any], tuple[Any, ...]]:
+        """The op and its arguments."""
+        scales, amaxes = (_chosen(a, self.places, len(weights)) for a in (scales, amaxes))
+        return call_of([weights[i] for i in self.places], recipe, rowwise=self.rowwise,
+                       columnwise=self.columnwise, scales=scales, amaxes=amaxes,
+                       noop=None if self.outputs is None else noop)
+
+
+class _Hit(NamedTuple):
+    """The results of a call that found all weights quantised, and what updates them."""
+
+    results: list[Quantized]
+    updates: list[_Work]
+
 
 class WeightCache:
-    """Quantised weights, kept from call to call: a training step with several micro-batches quantises its weights once.
+    """Quantised weights, kept from call to call: a training step with several micro-batches quantises its
+    weights once.
 
     recipe : DelayedScaling, CurrentScaling, BlockScaling or MXScaling, for all weights.
 
-    Weights are known by identity: the same array objects, call after call, in the same shapes (one that was reshaped in place is new). The
-    cache does not keep them alive, and forgets what belongs to a weight that is gone. Threads may share a cache.
+    Weights are known by identity: the same array objects, call after call, in the same shapes (one that was
+    reshaped in place is new). The cache does not keep them alive, and forgets what belongs to a weight that
+    is gone. Threads may share a cache.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> cache = fp8.WeightCache(fp8.CurrentScaling())
@@ -46,67 +81,79 @@ class WeightCache:
 
     def __init__(self, recipe: Recipe) -> None:
         if not isinstance(recipe, (DelayedScaling, CurrentScaling, BlockScaling, MXScaling)):
-            raise TypeError(f"recipe: expected DelayedScaling, CurrentScaling, BlockScaling or MXScaling, got {type(recipe).__name__}")
+            raise TypeError("recipe: expected DelayedScaling, CurrentScaling, BlockScaling or MXScaling, "
+                            f"got {type(recipe).__name__}")
         self.recipe: Recipe = recipe
         self._entries: dict[int, tuple[weakref.ref[Any], Quantized]] = {}      # by the identity of the weight
-        # Whole calls, and the last one of them, which a comparison finds sooner; forgotten whenever an entry goes.
-        self._hits: dict[_CallKey, list[Quantized]] = {}
-        self._last: tuple[_CallKey | None, list[Quantized]] = None, []
+        # Whole calls, and the last one, which a comparison finds sooner; forgotten whenever an entry goes.
+        self._hits: dict[_CallKey, _Hit] = {}
+        self._last: tuple[_CallKey, _Hit] | None = None
         self._cleared = 0                                               # how often
 
-    def quantize(self, weights: Sequence[Array | Quantized], *, rowwise: bool = True, columnwise: bool = False, scales: Any = None,
-                 amaxes: Any = None, update: bool = True, noop: Array | None = None) -> list[Quantized]:
-        """The weights quantised, each with the directions asked for (or more, where an earlier call asked for more).
+    def quantize(self, weights: Sequence[Array | Quantized], *, rowwise: bool = True,
+                 columnwise: bool = False, scales: Any = None, amaxes: Any = None, update: bool = True,
+                 noop: Array | None = None) -> list[Quantized]:
+        """The weights quantised, each with the directions asked for (or more, where an earlier call asked for
+        more).
 
-        A weight that is new, or lacks a direction: quantised into new memory, all such weights together by `multi_quantize`. Any other:
-        with `update` quantised anew, together and in place, at the same addresses; without it returned as it is, and where that is so of
-        all nothing is launched.
+        A weight that is new, or lacks a direction: quantised into new memory, all such weights together by
+        `multi_quantize`. Any other: with `update` quantised anew, together and in place, at the same
+        addresses; without it returned as it is, and where that is so of all nothing is launched.
 
-        weights : list of arrays as `multi_quantize` takes; members that are Quantized already are returned as they are
+        weights : list of arrays as `multi_quantize` takes; members that are Quantized already are returned as
+            they are
         scales, amaxes : as for `multi_quantize`, one for each member of `weights`, used or not
-        noop : one-element f32 array on the device; where it holds 1.0 nothing is updated. With it the launch always happens and the device
-            decides, `update` or not, so that one CUDA graph serves all micro-batches. What is quantised into new memory ignores it
-        Raises what `multi_quantize` raises, before anything is written: neither results nor amaxes; the cache is then as it was.
+        noop : one-element f32 array on the device; where it holds 1.0 nothing is updated. With it the launch
+            always happens and the device decides, `update` or not, so that one CUDA graph serves all
+            micro-batches. What is quantised into new memory ignores it
+        Raises what `multi_quantize` raises, before anything is written: neither results nor amaxes; the cache
+        is then as it was.
         """
         if not isinstance(weights, (list, tuple)):
             raise TypeError(f"weights: expected a list, got {type(weights).__name__}")
         if {type(rowwise), type(columnwise), type(update)} != _FLAGS:
             flags(rowwise=rowwise, columnwise=columnwise, update=update)
-        call = _identities(weights), _shapes(weights), rowwise, columnwise
-        if not update and noop is None:
-            last, found = self._last
-            if last == call:
-                return found.copy()
-            hit = self._hits.get(call)
-            if hit is not None:
-                self._last = call, hit
-                return hit.copy()
+        call = identities(weights), _shapes(weights), rowwise, columnwise
+        hit = self._hit(call)
+        if hit is not None and not update and noop is None:
+            return hit.results.copy()
         check_directions((0, 0), rowwise, columnwise)
         for name, given in (("scales", scales), ("amaxes", amaxes)):
             number = _length(given)
             if number is not None and number != len(weights):
                 raise ValueError(f"{name}: expected {len(weights)}, one for each weight, got {number}")
-        cleared, results = self._cleared, {id(weight): weight for weight in weights if isinstance(weight, Quantized)}
-        works = self._works(weights, results, bool(rowwise), bool(columnwise), update or noop is not None)
-        calls = [work.arguments(weights, scales, amaxes, noop) for work in works]
-        if len(calls) > 1:                                              # the last one must not be refused after the first has written
-            for work, (xs, options) in zip(works, calls, strict=True):
-                with _numbered(work.places):
-                    check_call(xs, self.recipe, **options)
-        for work, (xs, options) in zip(works, calls, strict=True):
-            with _numbered(work.places):
-                made = multi_quantize(xs, self.recipe, **options)
-            results.update(zip(map(id, xs), made, strict=True))
-        fresh = [weights[i] for work in works if work.outputs is None for i in work.places]
+        if hit is not None:
+            self._run(hit.updates, weights, scales, amaxes, noop)
+            return hit.results.copy()
+        cleared = self._cleared
+        results = {id(weight): weight for weight in weights if isinstance(weight, Quantized)}
+        works = self._works(weights, results, call, update or noop is not None)
+        results |= self._run(works, weights, scales, amaxes, noop)
         found = [results[id(weight)] for weight in weights]
         with _LOCK:
-            if self._cleared == cleared:    # else another thread has forgotten all
-                self._keep(fresh, results, call, found)
+            if self._cleared == cleared:                    # else another thread has forgotten all
+                fresh = [i for work in works if work.outputs is None for i in work.places]
+                self._keep([weights[i] for i in fresh], results)
+                works = self._works(weights, {}, call, True)
+                if all(work.outputs is not None for work in works):
+                    self._keep_call(call, _Hit(found, works))
         return found.copy()
 
-    def _works(self, weights: Sequence[Any], results: dict[int, Quantized], rowwise: bool, columnwise: bool,
+    def _hit(self, call: _CallKey) -> _Hit | None:
+        last = self._last
+        if last is not None and last[0] == call:
+            return last[1]
+        hit = self._hits.get(call)
+        if hit is not None:
+            with _LOCK:
+                if self._hits.get(call) is hit:             # else another thread has forgotten it
+                    self._last = call, hit
+        return hit
+
+    def _works(self, weights: Sequence[Any], results: dict[int, Quantized], call: _CallKey,
                update: bool) -> list[_Work]:
-        """What has to be quantised; what needs new memory comes first, since that may be refused. `results` gets what stays as it is."""
+        """What has to be quantised; what needs new memory comes first, since that may be refused. `results`
+        gets what stays as it is."""
         works: dict[tuple[bool, bool, bool], _Work] = {}
         seen: set[int] = set()
         for i, weight in enumerate(weights):
@@ -114,28 +161,49 @@ class WeightCache:
                 continue
             seen.add(id(weight))
             known = self._known(weight, i)
-            row = rowwise or (known is not None and known.rowwise is not None)
-            column = columnwise or (known is not None and known.columnwise is not None)
-            complete = known is not None and row == (known.rowwise is not None) and column == (known.columnwise is not None)
+            has = False, False
+            if known is not None:
+                has = known.rowwise is not None, known.columnwise is not None
+            row, column = call[2] or has[0], call[3] or has[1]
+            complete = has == (row, column)
             if known is not None and complete:
                 results[id(weight)] = known
             if not complete or update:
-                work = works.setdefault((complete, row, column), _Work(row, column, [], [] if complete else None))
+                outputs: list[Quantized] | None = [] if complete else None
+                work = works.setdefault((complete, row, column), _Work(row, column, [], outputs))
                 work.places.append(i)
                 if known is not None and work.outputs is not None:
                     work.outputs.append(known)
         return [works[key] for key in sorted(works)]
 
-    def _keep(self, fresh: list[Array], results: dict[int, Quantized], call: _CallKey, found: list[Quantized]) -> None:
+    def _run(self, works: list[_Work], weights: Sequence[Any], scales: Any, amaxes: Any,
+             noop: Any) -> dict[int, Quantized]:
+        """Quantises, and returns the results by the identities of their weights."""
+        calls = [(work, *work.call(self.recipe, weights, scales, amaxes, noop)) for work in works]
+        if len(calls) > 1:                      # the last one must not be refused after the first has written
+            for work, op, given in calls:
+                with _numbered(work.places):
+                    validate_call(op, given, work.outputs)
+        results: dict[int, Quantized] = {}
+        for work, op, given in calls:
+            with _numbered(work.places):
+                made = run(op, given, work.outputs)
+            results.update(zip((id(weights[i]) for i in work.places), made, strict=True))
+        return results
+
+    def _keep(self, fresh: list[Any], results: dict[int, Quantized]) -> None:
         for weight in fresh:
             key = id(weight)
-            self._entries[key] = weakref.ref(weight, functools.partial(_forget, weakref.ref(self), key)), results[key]
+            forget = functools.partial(_forget, weakref.ref(self), key)
+            self._entries[key] = weakref.ref(weight, forget), results[key]
         if fresh:
             self._forget_calls()
+
+    def _keep_call(self, call: _CallKey, hit: _Hit) -> None:
         if len(self._hits) >= _MOST_HITS:
             self._hits.clear()
-        self._hits[call] = found
-        self._last = call, found
+        self._hits[call] = hit
+        self._last = call, hit
 
     def _known(self, weight: Array, i: int) -> Quantized | None:
         backend.module_of(weight, f"weights[{i}]")
@@ -146,7 +214,8 @@ class WeightCache:
         return known if held is weight and known.shape == held.shape else None
 
     def clear(self) -> None:
-        """Forgets all weights. What another thread's `quantize` is doing meanwhile is returned there, and forgotten as well."""
+        """Forgets all weights. What another thread's `quantize` is doing meanwhile is returned there, and
+        forgotten as well."""
         with _LOCK:
             self._cleared += 1
             self._forget_calls()
@@ -154,7 +223,16 @@ class WeightCache:
 
     def _forget_calls(self) -> None:
         self._hits.clear()
-        self._last = None, []
+        self._last = None
+
+    def __getstate__(self) -> tuple[Recipe, list[tuple[weakref.ref[Any], Quantized]]]:
+        return self.recipe, list(self._entries.values())
+
+    def __setstate__(self, state: tuple[Recipe, list[tuple[weakref.ref[Any], Quantized]]]) -> None:
+        """A copy watches the weights by itself."""
+        WeightCache.__init__(self, state[0])
+        alive = [(weight, result) for held, result in state[1] if (weight := held()) is not None]
+        self._keep([weight for weight, _ in alive], {id(weight): result for weight, result in alive})
 
     @property
     def nbytes(self) -> int:
@@ -167,29 +245,6 @@ class WeightCache:
 
     def __repr__(self) -> str:
         return f"WeightCache({self.recipe!r}: {len(self)} weights, {self.nbytes:,} bytes)"
-
-
-_FLAGS: set[type] = {bool}
-_MOST_HITS = 256            # different lists of weights, of which one is short
-#: Held while what a cache knows changes. One for all caches, so that each can be copied; reentrant, since weights may die meanwhile.
-_LOCK = threading.RLock()
-#: A call: the identities and shapes of the weights (NumPy and CuPy arrays can be reshaped in place), and the directions.
-_CallKey = tuple[bytes, tuple[Any, ...], bool, bool]
-
-
-class _Work(NamedTuple):
-    """Weights that one call of multi_quantize takes. outputs: earlier results to be written in place, None for new memory."""
-
-    rowwise: bool
-    columnwise: bool
-    places: list[int]
-    outputs: list[Quantized] | None
-
-    def arguments(self, weights: Sequence[Any], scales: Any, amaxes: Any, noop: Any) -> tuple[list[Any], dict[str, Any]]:
-        chosen = [_chosen(a, self.places, len(weights)) for a in (scales, amaxes)]
-        return [weights[i] for i in self.places], {
-            "rowwise": self.rowwise, "columnwise": self.columnwise, "scales": chosen[0], "amaxes": chosen[1],
-            "noop": None if self.outputs is None else noop, "outputs": self.outputs}
 
 
 @contextmanager
@@ -208,7 +263,7 @@ def _shapes(weights: Sequence[Any]) -> tuple[Any, ...]:
     try:
         return tuple(map(_SHAPE, weights))
     except AttributeError:
-        return tuple(getattr(weight, "shape", None) for weight in weights)      # one is no array, which _known tells
+        return tuple(getattr(weight, "shape", None) for weight in weights)  # one is no array, as _known tells
 
 
 _SHAPE = operator.attrgetter("shape")
@@ -219,11 +274,6 @@ def _length(a: Any) -> int | None:
     if isinstance(a, (list, tuple)):
         return len(a)
     return int(a.shape[0]) if is_array(a) and a.ndim else None
-
-
-def _identities(objects: Sequence[Any]) -> bytes:
-    """Their addresses, which `id` tells too, in less than half the time: no integers are made, and comparing takes no loop."""
-    return np.fromiter(objects, object, len(objects)).tobytes()
 
 
 def _forget(cache: weakref.ref[WeightCache], key: int, gone: weakref.ref[Any]) -> None:

@@ -23,8 +23,9 @@ __all__ = ["BlockReport", "ErrorReport", "SpanReport", "Vanished", "blocks", "er
 CHUNK = 1 << 20
 
 _FLOAT64 = np.dtype(np.float64)
-#: The code of the maximum; the bound from which rounding to nearest even leaves the format (half a step past the maximum); the
-#: maximum; whether the bound itself leaves it: the tie goes to 448 in E4M3 (even), past 57344 in E5M2 (odd).
+#: The code of the maximum; the bound from which rounding to nearest even leaves the format (half a step past
+#: the maximum); the maximum; whether the bound itself leaves it: the tie goes to 448 in E4M3 (even), past
+#: 57344 in E5M2 (odd).
 _OVERFLOW = {float8_e4m3fn: (0x7E, 464.0, 448.0, False), float8_e5m2: (0x7B, 61440.0, 57344.0, True)}
 
 
@@ -33,11 +34,13 @@ class ErrorReport:
     """What `error` measured. x is the original, v the dequantised value; counts are of elements.
 
     elements            all of them
-    sqnr_db             10 log10(Σ x² / Σ (v − x)²) over finite x: inf without any error, −inf where a finite x came back as
-                        NaN or Inf
-    max_relative_error  max |v − x| / |x| over finite nonzero x (an underflow is 1.0); 0.0 where there are none
-    saturated           finite x that overflowed: rounded with unlimited exponent, |x| / scale_inv is beyond the format's maximum,
-                        so that without saturation it would be NaN (E4M3) or Inf (E5M2). None where only values are known
+    sqnr_db             10 log10(Σ x² / Σ (v − x)²) over finite x: inf without any error, −inf where a finite
+                        x came back as NaN or Inf
+    max_relative_error  max |v − x| / |x| over finite nonzero x (an underflow is 1.0); 0.0 where there are
+                        none
+    saturated           finite x that overflowed: rounded with unlimited exponent, |x| / scale_inv is beyond
+                        the format's maximum, so that without saturation it would be NaN (E4M3) or Inf (E5M2).
+                        None where only values are known
     underflowed         finite nonzero x (also subnormal) with v = 0
     nan                 NaN in v
     nonfinite           NaN or Inf in x (these take no part in the two errors)
@@ -55,12 +58,14 @@ class ErrorReport:
         saturated = "unknown" if self.saturated is None else f"{self.saturated:,}"
         return {"SQNR": f"{self.sqnr_db:.2f} dB", "max relative error": f"{self.max_relative_error:.3g}",
                 "saturated": saturated, "underflowed": f"{self.underflowed:,}",
-                "NaN": f"{self.nan:,}", "non-finite in x": f"{self.nonfinite:,}", "elements": f"{self.elements:,}"}
+                "NaN": f"{self.nan:,}", "non-finite in x": f"{self.nonfinite:,}",
+                "elements": f"{self.elements:,}"}
 
     def __repr__(self) -> str:
         f = self._facts()
         tail = f", {f['non-finite in x']} non-finite in x" if self.nonfinite else ""
-        return (f"ErrorReport(SQNR {f['SQNR']}, max relative error {f['max relative error']}; of {f['elements']} elements "
+        return (f"ErrorReport(SQNR {f['SQNR']}, max relative error {f['max relative error']}; of "
+                f"{f['elements']} elements "
                 f"{f['saturated']} saturated, {f['underflowed']} underflowed, {f['NaN']} NaN{tail})")
 
     def _repr_html_(self) -> str:
@@ -69,7 +74,8 @@ class ErrorReport:
 
 @dataclass(frozen=True, eq=False)
 class BlockReport:
-    """What `blocks` counted. Arrays of the kind of x with an entry for each block, by rows and columns of blocks of the logical matrix.
+    """What `blocks` counted. Arrays of the kind of x with an entry for each block, by rows and columns of
+    blocks of the logical matrix.
 
     block               the shape of a block
     saturated           finite x that overflowed, as in `ErrorReport`: int32
@@ -95,7 +101,8 @@ class BlockReport:
 
     def __repr__(self) -> str:
         f = self._facts()
-        return (f"BlockReport({f['blocks']} blocks: {f['with saturated']} with saturated elements, {f['with underflowed']} with "
+        return (f"BlockReport({f['blocks']} blocks: {f['with saturated']} with saturated elements, "
+                f"{f['with underflowed']} with "
                 f"underflowed ones, {f['with NaN']} with NaN; log2 scale_inv {f['log2 scale_inv']})")
 
     def _repr_html_(self) -> str:
@@ -111,16 +118,18 @@ class Vanished(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SpanReport:
-    """What `scale_span` found. A tile is what as many rows as share a column-wise block have in one of their row-blocks.
+    """What `scale_span` found. A tile is what as many rows as share a column-wise block have in one of their
+    row-blocks.
 
     tile            its shape, (rows, B)
-    spans           log2(largest / smallest scale of a tile's rows that hold anything but zeros): float32 NumPy array by rows and columns
-                    of tiles, NaN where there are no such rows
+    spans           log2(largest / smallest scale of a tile's rows that hold anything but zeros): float32
+                    NumPy array by rows and columns of tiles, NaN where there are no such rows
     largest, median of the spans; NaN where there are none
     row_blocks      that hold anything but zeros, under a scale
     elements        that are neither 0 nor NaN, under a scale
     by_tile         what vanishes when all rows of a tile get the largest scale among them (target 'tile')
-    by_column       what vanishes when each column of a tile gets the scale that its largest value calls for (target 'column')
+    by_column       what vanishes when each column of a tile gets the scale that its largest value calls
+                    for (target 'column')
     """
 
     tile: tuple[int, int]
@@ -146,7 +155,8 @@ class SpanReport:
 
     def __repr__(self) -> str:
         f = self._facts()
-        return (f"SpanReport({f['tiles']}, scales up to {f['largest span']} apart, median {f['median span']}; not 0: {f['not 0']}; "
+        return (f"SpanReport({f['tiles']}, scales up to {f['largest span']} apart, median "
+                f"{f['median span']}; not 0: {f['not 0']}; "
                 f"vanish by tile: {f['vanish by tile']}, by column: {f['vanish by column']})")
 
     def _repr_html_(self) -> str:
@@ -157,16 +167,17 @@ def error(x: Array, q: Any) -> ErrorReport:
     """Compare a tensor with its quantised form.
 
     x : the original: bfloat16, float16, float32 or float64 array of any shape.
-    q : its `Scaled` or `Quantized` (the row-wise part where there is one), or an array of x's shape: FP8 (unscaled), or
-        dequantised values in any of x's dtypes (`saturated` is then unknown). Of the same kind (NumPy or CuPy) as x.
+    q : its `Scaled` or `Quantized` (the row-wise part where there is one), or an array of x's shape: FP8
+        (unscaled), or dequantised values in any of x's dtypes (`saturated` is then unknown). Of the same kind
+        (NumPy or CuPy) as x.
     Returns an `ErrorReport`, whose fields say exactly what is counted.
 
-    Values are compared and summed in f64 (x and v exactly; squares and sums rounded, so that the last digits may differ between
-    NumPy and CuPy). Beside one f32 copy of the dequantised values memory stays bounded: f64 intermediates exist for 2**20
-    elements at a time. `saturated` compares |x| with the dequantised maximum: exact up to the rounding of scale_inv (1e-7 of the
-    bound).
-    CuPy flushes f32 subnormals to zero when it widens them, so on a GPU |x| below 2**-126 counts as zero.
-    Raises TypeError (dtypes, mixed kinds), ValueError (shapes).
+    Values are compared and summed in f64 (x and v exactly; squares and sums rounded, so that the last digits
+    may differ between NumPy and CuPy). Beside one f32 copy of the dequantised values memory stays bounded:
+    f64 intermediates exist for 2**20 elements at a time. `saturated` compares |x| with the dequantised
+    maximum: exact up to the rounding of scale_inv (1e-7 of the bound). CuPy flushes f32 subnormals to zero
+    when it widens them, so on a GPU |x| below 2**-126 counts as zero. Raises TypeError (dtypes, mixed kinds),
+    ValueError (shapes).
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> x = np.float32([1.0, -3.3, 500.0, 1e-4])
@@ -178,7 +189,8 @@ def error(x: Array, q: Any) -> ErrorReport:
     _same_shape(x, values)
     flat, flat_values = (contiguous(a).reshape(-1) for a in (x, values))
     flat_codes = None if codes is None else codes.reshape(-1)
-    partial = [_partial(xp, flat[i:i + CHUNK], flat_values[i:i + CHUNK], None if flat_codes is None else flat_codes[i:i + CHUNK])
+    partial = [_partial(xp, flat[i:i + CHUNK], flat_values[i:i + CHUNK],
+                        None if flat_codes is None else flat_codes[i:i + CHUNK])
                for i in range(0, x.size, CHUNK)]
     if not partial:
         return ErrorReport(0, math.inf, 0.0, None if codes is None else 0, 0, 0, 0)
@@ -193,10 +205,10 @@ def blocks(x: Array, q: Scaled | Quantized) -> BlockReport:
     """Count block by block what `error` counts for the whole tensor, and show each block's scale.
 
     x : the original: bfloat16, float16, float32 or float64 array [..., M, K].
-    q : what became of it, with a scale per block, in any layout (of a `Quantized` the row-wise part where there is one). Of the same
-        kind (NumPy or CuPy) as x.
-    Returns a `BlockReport`, for row-wise blocks (1, B) arrays [..., M, ceil(K / B)], for column-wise ones [..., ceil(M / B), K].
-    Compared in f64, in pieces of about 2**20 elements, with the caveats of `error`.
+    q : what became of it, with a scale per block, in any layout (of a `Quantized` the row-wise part where
+        there is one). Of the same kind (NumPy or CuPy) as x.
+    Returns a `BlockReport`, for row-wise blocks (1, B) arrays [..., M, ceil(K / B)], for column-wise ones
+    [..., ceil(M / B), K]. Compared in f64, in pieces of about 2**20 elements, with the caveats of `error`.
     Raises TypeError (dtypes, mixed kinds), ValueError (shapes, data with one scale).
 
     >>> import numpy as np, cupy_fp8 as fp8
@@ -204,7 +216,8 @@ def blocks(x: Array, q: Scaled | Quantized) -> BlockReport:
     >>> scale_inv = np.array([[127, 120]], np.uint8).view(fp8.float8_e8m0fnu)
     >>> q = fp8.Scaled(codes, scale_inv, (1, 64), block=(1, 32), scale_layout="compact")
     >>> fp8.diagnostics.blocks(np.full((1, 64), 448, np.float32), q)
-    BlockReport(1×2 blocks: 1 with saturated elements, 0 with underflowed ones, 0 with NaN; log2 scale_inv -7 … 0)
+    BlockReport(1×2 blocks: 1 with saturated elements, 0 with underflowed ones, 0 with NaN; log2 scale_inv -7
+    … 0)
     """
     xp = _module(x)
     if not isinstance(q, (Scaled, Quantized)):
@@ -215,9 +228,11 @@ def blocks(x: Array, q: Scaled | Quantized) -> BlockReport:
     values, codes = _values_and_codes(s, xp)
     _same_shape(x, values)
     assert codes is not None
-    extents = [min(block or max(extent, 1), max(extent, 1)) for block, extent in zip(s.block, x.shape[-2:], strict=True)]
+    extents = [min(block or max(extent, 1), max(extent, 1))
+               for block, extent in zip(s.block, x.shape[-2:], strict=True)]
     exponents = _log2(xp, s.to_layout("compact").scale_inv)
-    if s.transposed and 1 not in s.block:                               # in the order in which the data are stored
+    # in the order in which the data are stored
+    if s.transposed and 1 not in s.block:
         exponents = exponents.swapaxes(-1, -2)
     counts = xp.zeros((3, *exponents.shape), np.int32)
     step = max(1, CHUNK // max(1, x.shape[-1] * extents[0]))            # rows of blocks at a time
@@ -232,20 +247,22 @@ def blocks(x: Array, q: Scaled | Quantized) -> BlockReport:
 
 
 def scale_span(q: Scaled | Quantized, *, block: int | None = None) -> SpanReport:
-    """How far apart the scales are of rows that a column-wise block would have to share, and what would vanish there: whether row-wise
-    data survive `scaling_aware_transpose`.
+    """How far apart the scales are of rows that a column-wise block would have to share, and what would
+    vanish there: whether row-wise data survive `scaling_aware_transpose`.
 
-    q : row-wise data in blocks of (1, B), any scales in any layout (of a `Quantized` the row-wise part). The rows of column-wise data are
-        those of its `.T`.
+    q : row-wise data in blocks of (1, B), any scales in any layout (of a `Quantized` the row-wise part).
+        The rows of column-wise data are those of its `.T`.
     block : rows of a column-wise block; default B.
     Returns a `SpanReport`. Computed on the host, in f64, in pieces of about 2**20 elements.
 
-    An element v under scale s becomes v * s / t, an exact real number, rounded to nearest even: it vanishes where |v| * s / t is at most
-    half of FP8's smallest subnormal (the tie goes to 0). t is docs/numerics.md section 4's: with target 'tile' the largest s of the tile's
-    rows that hold anything but zeros (NaN is something); with 'column' the smallest power of two not below max |v| * s / fp8_max over the
-    column's rows, within 2**-127 and 2**127. That is meant for any s: `scaling_aware_transpose` wants powers of two, and of those these
-    are the elements that it makes 0. Row-blocks under a scale that is NaN, Inf, 0 or negative take no part. A NaN does not vanish.
-    Raises TypeError, ValueError (blocks that are not row-wise).
+    An element v under scale s becomes v * s / t, an exact real number, rounded to nearest even: it
+    vanishes where |v| * s / t is at most half of FP8's smallest subnormal (the tie goes to 0). t is
+    docs/numerics.md section 4's: with target 'tile' the largest s of the tile's rows that hold anything
+    but zeros (NaN is something); with 'column' the smallest power of two not below max |v| * s / fp8_max
+    over the column's rows, within 2**-127 and 2**127. That is meant for any s: `scaling_aware_transpose`
+    wants powers of two, and of those these are the elements that it makes 0. Row-blocks under a scale that
+    is NaN, Inf, 0 or negative take no part. A NaN does not vanish. Raises TypeError, ValueError (blocks
+    that are not row-wise).
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> x = np.outer([1e-4, 1, 100], np.ones(256)).astype(np.float32)
@@ -257,13 +274,16 @@ def scale_span(q: Scaled | Quantized, *, block: int | None = None) -> SpanReport
         raise TypeError(f"q: expected a Scaled or Quantized, got {type(q).__name__}")
     part = q if isinstance(q, Scaled) else q.rowwise
     if part is None:
-        raise ValueError("q: expected a row-wise part, got a Quantized without one; q.columnwise.T has its columns as rows")
+        raise ValueError("q: expected a row-wise part, got a Quantized without one; q.columnwise.T has its "
+                         "columns as rows")
     if part.block is None or part.block[0] != 1:
-        raise ValueError(f"q: expected row-wise blocks (1, B), got {part.block or 'one scale for the tensor'}; those of column-wise data "
+        raise ValueError(f"q: expected row-wise blocks (1, B), got "
+                         f"{part.block or 'one scale for the tensor'}; those of column-wise data "
                          "are in its .T")
     rows = part.block[1] if block is None else block
     if not isinstance(rows, (int, np.integer)) or not 1 <= rows < 2**63:
-        raise ValueError(f"block: expected how many rows share a scale, an integer of 1 or more, got {rows!r}")
+        raise ValueError("block: expected how many rows share a scale, an integer of 1 or more, "
+                         f"got {rows!r}")
     s = part.to_layout("compact")
     codes, scales = asnumpy(s.data), widen(asnumpy(s.scale_inv))
     codes = np.swapaxes(codes, -1, -2) if s.transposed else codes
@@ -274,30 +294,37 @@ def scale_span(q: Scaled | Quantized, *, block: int | None = None) -> SpanReport
     for matrix in np.ndindex(s.shape[:-2]):
         for first in range(0, spans.shape[-2], step):
             piece = slice(first * rows, (first + step) * rows)
-            spans[matrix][first:first + step], found = _span_of_tiles(codes[matrix][piece], scales[matrix][piece], tile)
+            spans[matrix][first:first
+                          + step], found = _span_of_tiles(codes[matrix][piece], scales[matrix][piece], tile)
             counts += found
     known = spans[~np.isnan(spans)]
     largest, median = (float(known.max()), float(np.median(known))) if known.size else (math.nan, math.nan)
     row_blocks, elements, *vanished = counts.tolist()
-    return SpanReport(tile, spans, largest, median, row_blocks, elements, Vanished(*vanished[:2]), Vanished(*vanished[2:]))
+    return SpanReport(tile, spans, largest, median, row_blocks, elements, Vanished(*vanished[:2]),
+                      Vanished(*vanished[2:]))
 
 
-def _span_of_tiles(codes: np.ndarray, scales: np.ndarray, tile: tuple[int, int]) -> tuple[np.ndarray, list[int]]:
-    """(the spans, the counts of a SpanReport) of rows of tiles: codes [rows, K], f32 scales [rows, row-blocks]."""
+def _span_of_tiles(codes: np.ndarray, scales: np.ndarray,
+                   tile: tuple[int, int]) -> tuple[np.ndarray, list[int]]:
+    """(the spans, the counts of a SpanReport) of rows of tiles: codes [rows, K], f32 scales [rows,
+    row-blocks]."""
     down, across = cdiv(len(scales), tile[0]), scales.shape[1]
     padded = np.zeros((down * tile[0], across * tile[1]), codes.dtype)
     padded[:len(codes), :codes.shape[1]] = codes
     codes = padded.reshape(down, tile[0], across, tile[1])
-    scales = np.pad(scales.astype(np.float64), ((0, down * tile[0] - len(scales)), (0, 0))).reshape(down, tile[0], across)
+    scales = np.pad(scales.astype(np.float64),
+                    ((0, down * tile[0] - len(scales)), (0, 0))).reshape(down, tile[0], across)
     valid = np.isfinite(scales) & (scales > 0)
     v, s = np.abs(widen(codes)).astype(np.float64), np.where(valid, scales, 1)
     something = (v != 0) & valid[..., None]
     number = something & ~np.isnan(v)
     used = something.any(axis=-1)
     high, low = np.where(used, s, 0).max(axis=1), np.where(used, s, np.inf).min(axis=1)
-    (high_fraction, high_exponent), (low_fraction, low_exponent) = np.frexp(high), np.frexp(np.where(high > 0, low, 1))
+    (high_fraction, high_exponent), (low_fraction,
+                                     low_exponent) = np.frexp(high), np.frexp(np.where(high > 0, low, 1))
     with np.errstate(divide="ignore"):                                      # exact for powers of two
-        spans = np.where(high > 0, np.log2(high_fraction / low_fraction) + (high_exponent - low_exponent), np.nan)
+        spans = np.where(high > 0, np.log2(high_fraction / low_fraction) + (high_exponent - low_exponent),
+                         np.nan)
     products = np.where(number, v * s[..., None], 0)                        # exact
     by_tile = np.where(high > 0, high, 1)[:, None, :, None]
     by_column = np.ldexp(1.0, target_exponent(products.max(axis=1), codes.dtype).astype(np.int32))[:, None]
@@ -332,7 +359,8 @@ def _values_and_codes(q: Any, xp: Any) -> tuple[Array, Array | None]:
     if q.dtype in FP8_DTYPES:
         return astype(q, float32), contiguous(q)
     if q.dtype not in (*INPUT_DTYPES, _FLOAT64):
-        raise TypeError(f"q: expected a Scaled, a Quantized or an array of dtype {names((*FP8_DTYPES, *INPUT_DTYPES))}, float64, "
+        raise TypeError(f"q: expected a Scaled, a Quantized or an array of dtype "
+                        f"{names((*FP8_DTYPES, *INPUT_DTYPES))}, float64, "
                         f"got {q.dtype}")
     return q, None
 
@@ -362,7 +390,8 @@ def _overflowed(xp: Any, magnitude: Array, v: Array, codes: Array | None) -> Arr
     if codes is None:
         return xp.zeros(1, np.bool_)
     top, bound, maximum, at_tie = _OVERFLOW[codes.dtype]
-    # |v| is the maximum times the element's own scale_inv. For an f32 x both products are exact in f64: 24 bits times at most 4.
+    # |v| is the maximum times the element's own scale_inv. For an f32 x both products are exact in f64: 24
+    # bits times at most 4.
     with np.errstate(all="ignore"):
         left, right = magnitude * maximum, xp.abs(v) * bound
     return ((bits(codes) & 0x7F) == top) & ((left >= right) if at_tie else (left > right))

@@ -1,11 +1,13 @@
 """Zero-copy exchange of FP8, E8M0 and bfloat16 arrays with other libraries through DLPack.
 
-NumPy and CuPy cannot exchange these types themselves (CuPy labels float8_e5m2 a standard 'float' of 8 bits and refuses the
-others), but they exchange unsigned integers. So arrays travel as integers of the same width, and the type code inside the capsule
-is rewritten on the way: to the true type on export, to an unsigned integer on import.
+NumPy and CuPy cannot exchange these types themselves (CuPy labels float8_e5m2 a standard 'float' of 8 bits
+and refuses the others), but they exchange unsigned integers. So arrays travel as integers of the same width,
+and the type code inside the capsule is rewritten on the way: to the true type on export, to an unsigned
+integer on import.
 
-Type codes: DLPack 1.1 (kDLFloat8_e4m3fn = 10, kDLFloat8_e5m2 = 12, kDLFloat8_e8m0fnu = 14), kDLBfloat = 4; struct layouts:
-dlpack.h. A capsule is named 'dltensor' (DLManagedTensor) or 'dltensor_versioned' (DLManagedTensorVersioned).
+Type codes: DLPack 1.1 (kDLFloat8_e4m3fn = 10, kDLFloat8_e5m2 = 12, kDLFloat8_e8m0fnu = 14), kDLBfloat = 4;
+struct layouts: dlpack.h. A capsule is named 'dltensor' (DLManagedTensor) or 'dltensor_versioned'
+(DLManagedTensorVersioned).
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ class _DataType(ctypes.Structure):
 
 class _Tensor(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
-                ("ndim", ctypes.c_int32), ("dtype", _DataType), ("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p),
-                ("byte_offset", ctypes.c_uint64))
+                ("ndim", ctypes.c_int32), ("dtype", _DataType), ("shape", ctypes.c_void_p),
+                ("strides", ctypes.c_void_p), ("byte_offset", ctypes.c_uint64))
 
 
 class _Managed(ctypes.Structure):
@@ -47,7 +49,8 @@ class _ManagedVersioned(ctypes.Structure):
                 ("deleter", ctypes.c_void_p), ("flags", ctypes.c_uint64), ("tensor", _Tensor))
 
 
-# Prototypes of our own: attributes set on ctypes.pythonapi's functions would be shared with every other library.
+# Prototypes of our own: attributes set on ctypes.pythonapi's functions would be shared with every other
+# library.
 _capsule_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_IsValid", ctypes.pythonapi))
 _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
@@ -61,7 +64,8 @@ def _managed(capsule: Any) -> _Managed | _ManagedVersioned:
             address = _capsule_pointer(capsule, name)
             assert address is not None      # IsValid said so
             return struct.from_address(address)
-    raise TypeError(f"__dlpack__: expected an unused capsule 'dltensor' or 'dltensor_versioned', got {capsule!r}")
+    raise TypeError(f"__dlpack__: expected an unused capsule 'dltensor' or 'dltensor_versioned', got "
+                    f"{capsule!r}")
 
 
 class Exporter:
@@ -76,12 +80,14 @@ class Exporter:
         return device
 
     def __dlpack__(self, **options: Any) -> Any:
-        """A capsule of the array. options (stream, max_version, dl_device, copy) go to NumPy's or CuPy's `__dlpack__`."""
+        """A capsule of the array. options (stream, max_version, dl_device, copy) go to NumPy's or CuPy's
+        `__dlpack__`."""
         capsule = self._carrier.__dlpack__(**options)
         if self._array.dtype in _CODES:
             managed = _managed(capsule)
             managed.tensor.dtype.code = _CODES[self._array.dtype]
-            if isinstance(managed, _ManagedVersioned) and self._array.dtype.itemsize == 1 and managed.major == 1:
+            if isinstance(managed,
+                          _ManagedVersioned) and self._array.dtype.itemsize == 1 and managed.major == 1:
                 managed.minor = max(managed.minor, 1)       # the FP8 codes came with 1.1
         return capsule
 
@@ -92,11 +98,11 @@ class Exporter:
 def to_dlpack(a: Array) -> Exporter:
     """An object that other libraries import with their `from_dlpack`: the same memory, the true type.
 
-    a : NumPy or CuPy array of any shape and strides; FP8, E8M0 and bfloat16 carry their DLPack codes, other dtypes pass through.
-    Returns an object with `__dlpack__` and `__dlpack_device__`; the memory lives as long as any importer needs it.
-    Raises TypeError for anything but an array; when the capsule is made, BufferError for what NumPy or CuPy cannot export (a
-    read-only array to a consumer of unversioned capsules). A library that knows no FP8 types says so in its own words: give it
-    ``a.view(np.uint8)``.
+    a : NumPy or CuPy array of any shape and strides; FP8, E8M0 and bfloat16 carry their DLPack codes, other
+    dtypes pass through. Returns an object with `__dlpack__` and `__dlpack_device__`; the memory lives as long
+    as any importer needs it. Raises TypeError for anything but an array; when the capsule is made,
+    BufferError for what NumPy or CuPy cannot export (a read-only array to a consumer of unversioned
+    capsules). A library that knows no FP8 types says so in its own words: give it ``a.view(np.uint8)``.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> a = np.array([1, 2], fp8.float8_e5m2)
@@ -109,13 +115,16 @@ def to_dlpack(a: Array) -> Exporter:
 
 
 def from_dlpack(x: Any, *, dtype: Any = None) -> Array:
-    """The array behind any DLPack producer, without a copy: a CuPy array where the memory is on a GPU, else a NumPy array.
+    """The array behind any DLPack producer, without a copy: a CuPy array where the memory is on a GPU, else a
+    NumPy array.
 
-    x : an object with `__dlpack__` and `__dlpack_device__` (a torch or JAX array, an `Exporter`), or a NumPy or CuPy array.
-    dtype : names the type of a producer that says only uint8 or uint16 (or opaque bits of that width); has to agree with one
-        that says more.
+    x : an object with `__dlpack__` and `__dlpack_device__` (a torch or JAX array, an `Exporter`), or a
+        NumPy or CuPy array.
+    dtype : names the type of a producer that says only uint8 or uint16 (or opaque bits of that width); has
+        to agree with one that says more.
     Returns an array of the same shape and strides that keeps the producer's memory alive.
-    Raises TypeError (no `__dlpack__`, a type this library does not know, a dtype that disagrees) or what NumPy or CuPy raise.
+    Raises TypeError (no `__dlpack__`, a type this library does not know, a dtype that disagrees) or what
+    NumPy or CuPy raise.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> fp8.from_dlpack(np.array([0x38, 0x7E], np.uint8), dtype=fp8.float8_e4m3fn).astype(np.float32).tolist()
@@ -125,7 +134,8 @@ def from_dlpack(x: Any, *, dtype: Any = None) -> Array:
     if isinstance(x, np.ndarray) or type(x).__module__.partition(".")[0] == "cupy":
         x = to_dlpack(x)
     if not (hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__")):
-        raise TypeError(f"x: expected an object with __dlpack__ and __dlpack_device__, got {type(x).__name__}")
+        raise TypeError("x: expected an object with __dlpack__ and __dlpack_device__, "
+                        f"got {type(x).__name__}")
     carrier = _Carrier(x, wanted)
     xp = backend.cupy() if carrier.__dlpack_device__()[0] in (_CUDA, _CUDA_MANAGED) else np
     a = xp.from_dlpack(carrier)
@@ -133,7 +143,8 @@ def from_dlpack(x: Any, *, dtype: Any = None) -> Array:
 
 
 class _Carrier:
-    """The producer x as one of unsigned integers; `dtype` is then the type to view them as (None: as they are)."""
+    """The producer x as one of unsigned integers; `dtype` is then the type to view them as (None: as they
+    are)."""
 
     def __init__(self, x: Any, wanted: np.dtype[Any] | None) -> None:
         self._x, self._wanted = x, wanted
@@ -153,7 +164,8 @@ class _Carrier:
 
 
 def _view_dtype(carried: _DataType, wanted: np.dtype[Any] | None) -> np.dtype[Any] | None:
-    """What to view the imported elements as; None where NumPy and CuPy import what is wanted by themselves."""
+    """What to view the imported elements as; None where NumPy and CuPy import what is wanted by themselves.
+    """
     code, width = carried.code, carried.bits
     what = f"DLPack type (code {code}, {width} bits, {carried.lanes} lanes)"
     if carried.lanes != 1:
@@ -161,7 +173,8 @@ def _view_dtype(carried: _DataType, wanted: np.dtype[Any] | None) -> np.dtype[An
     said = _DTYPES.get((code, width)) or _native_dtype(code, width)
     if wanted is None or wanted == said:
         if said is None:
-            raise TypeError(f"x: {what} is none that this library knows; pass dtype= if you know what the bytes are")
+            raise TypeError(f"x: {what} is none that this library knows; pass dtype= if you know what the "
+                            f"bytes are")
         return said if said in _CODES else None
     if wanted.itemsize * 8 != width:
         raise TypeError(f"dtype: {wanted} has {wanted.itemsize * 8} bits, the producer says {what}")

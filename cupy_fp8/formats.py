@@ -56,7 +56,8 @@ FORMATS: dict[np.dtype[Any], Format] = {
     for f in (
         Format(float8_e4m3fn, "e4m3fn", 8, 4, 3, 7, 448.0, 2.0**-6, 2.0**-9, 0x7F, None),
         Format(float8_e5m2, "e5m2", 8, 5, 2, 15, 57344.0, 2.0**-14, 2.0**-16, 0x7F, 0x7C),
-        Format(float8_e8m0fnu, "e8m0fnu", 8, 8, 0, 127, 2.0**127, 2.0**-127, 2.0**-127, 0xFF, None, signed=False),
+        Format(float8_e8m0fnu, "e8m0fnu", 8, 8, 0, 127, 2.0**127, 2.0**-127, 2.0**-127, 0xFF, None,
+               signed=False),
         Format(bfloat16, "bf16", 16, 8, 7, 127, (2 - 2.0**-7) * 2.0**127, 2.0**-126, 2.0**-133,
                0x7FC0, 0x7F80),
         Format(float16, "f16", 16, 5, 10, 15, 65504.0, 2.0**-14, 2.0**-24, 0x7E00, 0x7C00),
@@ -78,7 +79,8 @@ def finfo(dtype: Any) -> Format:
     >>> fp8.finfo(fp8.float8_e4m3fn).max
     448.0
 
-    Raises TypeError for a dtype outside {float8_e4m3fn, float8_e5m2, float8_e8m0fnu, bfloat16, float16, float32}.
+    Raises TypeError for a dtype outside {float8_e4m3fn, float8_e5m2, float8_e8m0fnu, bfloat16, float16,
+    float32}.
     """
     return lookup(dtype, tuple(FORMATS), "dtype")
 
@@ -96,7 +98,8 @@ def lookup(dtype: Any, allowed: tuple[np.dtype[Any], ...], what: str) -> Format:
 
 
 def flag(value: Any, what: str) -> bool:
-    """True or False of a bool, a NumPy bool or an integer; a TypeError for anything else, whose truth would be a guess."""
+    """True or False of a bool, a NumPy bool or an integer; a TypeError for anything else, whose truth would
+    be a guess."""
     if value is True or value is False:
         return value
     if not isinstance(value, (int, np.bool_, np.integer)):

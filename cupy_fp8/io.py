@@ -1,17 +1,19 @@
-"""Files: .npz archives that keep FP8 dtypes and whole results, and reading matrices out of .npy, .npz and .safetensors.
+"""Files: .npz archives that keep FP8 dtypes and whole results, and reading matrices out of .npy, .npz and
+    .safetensors.
 
-The archive written by `save` (version 1) is an ordinary .npz that `numpy.load` opens without pickle. Each array is one entry;
-FP8, E8M0 and bfloat16 arrays are stored as unsigned integers of the same width (NumPy's own format forgets their dtype). The
-entry `__cupy_fp8__` is a JSON string that says what the entries are::
+The archive written by `save` (version 1) is an ordinary .npz that `numpy.load` opens without pickle. Each
+array is one entry; FP8, E8M0 and bfloat16 arrays are stored as unsigned integers of the same width
+(NumPy's own format forgets their dtype). The entry `__cupy_fp8__` is a JSON string that says what the
+entries are::
 
     {"format": "cupy_fp8", "version": 1,
      "dtypes": {"<entry>": "<dtype name>", …},              entries stored as integers
      "values": {"<name>": <value>, …}}
 
     <value>:  null, true, 3, 0.5, "text"       itself
-              {"array": "<entry>"}             an array; two values that name one entry share the array, as they did when saved
-              {"tuple": [<value>, …]}
-              {"result": "Scaled" | "Quantized" | …, "fields": {"<field>": <value>, …}}    absent fields take their default
+              {"array": "<entry>"} an array; two values that name one entry share the array, as they did
+              when saved {"tuple": [<value>, …]} {"result": "Scaled" | "Quantized" | …, "fields":
+              {"<field>": <value>, …}} absent fields take their default
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ __all__ = ["load", "read_matrices", "save"]
 
 VERSION = 1
 MANIFEST = "__cupy_fp8__"
-SAFETENSORS_HINT = "reading .safetensors needs the safetensors package: pip install 'cupy_fp8[io]' (or: pip install safetensors)"
+SAFETENSORS_HINT = ("reading .safetensors needs the safetensors package: pip install 'cupy_fp8[io]' "
+                    "(or: pip install safetensors)")
 
 _RESULTS: dict[str, Any] = {cls.__name__: cls for cls in (Scaled, Quantized, Grouped, Routing)}
 #: Dtypes that NumPy's file format does not know, by name.
@@ -52,9 +55,11 @@ def save(path: _PathLike, **arrays: Any) -> None:
     """Write arrays and quantised results to one .npz file, keeping dtypes, scales and metadata.
 
     path : where to write (exactly this name; an existing file is replaced only once the new one is complete).
-    arrays : by name: NumPy or CuPy arrays of any dtype without Python objects, `Scaled`, `Quantized`, `Grouped` and `Routing`. CuPy arrays
-        are copied to the host one at a time. An array that occurs twice (a scale_inv that both directions share) is stored once.
-    Raises TypeError for anything else, ValueError for names that collide; nothing is written then. Format: see `cupy_fp8.io`.
+    arrays : by name: NumPy or CuPy arrays of any dtype without Python objects, `Scaled`, `Quantized`,
+        `Grouped` and `Routing`. CuPy arrays are copied to the host one at a time. An array that occurs twice
+        (a scale_inv that both directions share) is stored once.
+    Raises TypeError for anything else, ValueError for names that collide; nothing is written then. Format:
+    see `cupy_fp8.io`.
 
     >>> import os, tempfile, numpy as np, cupy_fp8 as fp8
     >>> q = fp8.quantize_tensor(np.float32([[1.0, 2.5]]), 64.0)
@@ -83,11 +88,12 @@ def save(path: _PathLike, **arrays: Any) -> None:
 
 
 def load(path: _PathLike, *, like: Any = None) -> dict[str, Any]:
-    """Read a file that `save` wrote: a dict of the same names, arrays with their dtypes, results with their metadata.
+    """Read a file that `save` wrote: a dict of the same names, arrays with their dtypes, results with their
+    metadata.
 
-    like : the kind of array wanted: an array, 'numpy' / 'cupy' or the module. Default NumPy, whatever kind was saved.
-    Raises FileNotFoundError, ValueError for a file that `save` did not write, that is damaged, or that a later version wrote;
-    DeviceError for ``like='cupy'`` without a GPU. Never unpickles.
+    like : the kind of array wanted: an array, 'numpy' / 'cupy' or the module. Default NumPy, whatever kind
+    was saved. Raises FileNotFoundError, ValueError for a file that `save` did not write, that is damaged,
+    or that a later version wrote; DeviceError for ``like='cupy'`` without a GPU. Never unpickles.
 
     >>> import os, tempfile, numpy as np, cupy_fp8 as fp8
     >>> path = os.path.join(tempfile.mkdtemp(), "scales.npz")
@@ -99,14 +105,16 @@ def load(path: _PathLike, *, like: Any = None) -> dict[str, Any]:
     backend.like_module(like)
     with _open_npz(path) as archive:
         if MANIFEST not in archive.files:
-            raise ValueError(f"{os.fspath(path)}: not written by cupy_fp8.save (no {MANIFEST!r} entry); use numpy.load")
+            raise ValueError(f"{os.fspath(path)}: not written by cupy_fp8.save (no {MANIFEST!r} entry); use "
+                             f"numpy.load")
         try:
             manifest = json.loads(str(archive[MANIFEST]))
             version = manifest["version"] if manifest["format"] == "cupy_fp8" else None
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{os.fspath(path)}: damaged manifest ({error})") from None
         if version != VERSION:
-            raise ValueError(f"{os.fspath(path)}: format version {version!r}; this version of cupy_fp8 reads version {VERSION}")
+            raise ValueError(f"{os.fspath(path)}: format version {version!r}; this version of cupy_fp8 reads "
+                             f"version {VERSION}")
         reader = _Reader(archive, manifest.get("dtypes", {}), like)
         try:
             return {name: reader.decode(value, name) for name, value in manifest["values"].items()}
@@ -127,13 +135,15 @@ class _Entries:
         if isinstance(value, tuple):
             return {"tuple": [self.encode(item, f"{name}.{i}") for i, item in enumerate(value)]}
         if type(value) in _RESULTS.values():
-            fields = {f.name: self.encode(getattr(value, f.name), f"{name}.{f.name}") for f in dataclasses.fields(value)}
+            fields = {f.name: self.encode(getattr(value, f.name), f"{name}.{f.name}")
+                      for f in dataclasses.fields(value)}
             return {"result": type(value).__name__, "fields": fields}
         return {"array": self._entry(value, name)}
 
     def _entry(self, a: Array, name: str) -> str:
         backend.module_of(a, name)
-        if a.dtype.name not in _EXTENSION_DTYPES and (a.dtype.kind not in "biufcSUmM" or a.dtype.type.__module__ != "numpy"):
+        if a.dtype.name not in _EXTENSION_DTYPES and (a.dtype.kind not in "biufcSUmM"
+                                                      or a.dtype.type.__module__ != "numpy"):
             raise TypeError(f"{name}: cannot store dtype {a.dtype}")
         entry = self._entry_of.setdefault(id(a), name)
         if self.arrays.setdefault(entry, a) is not a or entry == MANIFEST:
@@ -171,7 +181,8 @@ class _Reader:
             if entry in self._dtypes:
                 dtype = _EXTENSION_DTYPES[self._dtypes[entry]]
                 if a.dtype != np.dtype(f"u{dtype.itemsize}"):
-                    raise ValueError(f"entry {entry!r}: expected u{dtype.itemsize} storage of {dtype}, got {a.dtype}")
+                    raise ValueError(f"entry {entry!r}: expected u{dtype.itemsize} storage of {dtype}, got "
+                                     f"{a.dtype}")
                 a = a.view(dtype)
             self._arrays[entry] = asarray(a, like=self._like)
         return self._arrays[entry]
@@ -207,11 +218,12 @@ def _open_npz(path: _PathLike) -> Any:
 def read_matrices(path: _PathLike) -> Iterator[tuple[str, np.ndarray]]:
     """Every 2-D float tensor of a file, one at a time, as (name, NumPy array).
 
-    path : .npy (the name is the file's), .npz (also one written by `save`: its plain arrays) or .safetensors (needs the
-        safetensors package). .npy and .safetensors are mapped, not read: no tensor is in memory before it is used.
-    Yields bfloat16, float16 and float32 as they are and float64 rounded to float32; other dtypes and ranks are skipped. Mapped
-    arrays are read-only.
-    Raises, when called and not at the first item: FileNotFoundError, ValueError (suffix, damaged file), ImportError.
+    path : .npy (the name is the file's), .npz (also one written by `save`: its plain arrays) or .safetensors
+        (needs the safetensors package). .npy and .safetensors are mapped, not read: no tensor is in memory
+        before it is used.
+    Yields bfloat16, float16 and float32 as they are and float64 rounded to float32; other dtypes and ranks
+    are skipped. Mapped arrays are read-only. Raises, when called and not at the first item:
+    FileNotFoundError, ValueError (suffix, damaged file), ImportError.
 
     >>> import os, tempfile, numpy as np, cupy_fp8 as fp8
     >>> path = os.path.join(tempfile.mkdtemp(), "model.npz")
@@ -285,7 +297,8 @@ def _mapped_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
         if 0 in shape:
             yield name, np.empty(shape, dtype)
             continue
-        raw = np.memmap(path, np.uint8, "r", 8 + length + about["data_offsets"][0], (shape[0] * shape[1] * dtype.itemsize,))
+        raw = np.memmap(path, np.uint8, "r", 8 + length + about["data_offsets"][0],
+                        (shape[0] * shape[1] * dtype.itemsize,))
         yield name, np.asarray(raw).view(dtype).reshape(shape)
 
 

@@ -1,7 +1,7 @@
 """Pictures of number formats and quantisation errors, with matplotlib (extra `plot`).
 
-Every function draws into `ax` (default: a new figure) and returns the Axes, takes NumPy and CuPy arrays (copied to the host), and
-changes no global setting of matplotlib.
+Every function draws into `ax` (default: a new figure) and returns the Axes, takes NumPy and CuPy arrays
+(copied to the host), and changes no global setting of matplotlib.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _LINE_DTYPES = tuple(dtype for dtype, f in FORMATS.items() if f.bits <= 16)
 
 
 def number_line(dtypes: Any, *, axis: str = "log", limit: float | None = None, ax: Any = None) -> Any:
-    """Every finite value that a format can represent, as a tick on a line; one line per format, subnormals in orange.
+    """Every finite value that a format can represent, as a tick on a line; one line per format, subnormals in
+    orange.
 
     dtypes : one of float8_e4m3fn, float8_e5m2, float8_e8m0fnu, bfloat16, float16, or a sequence of them.
     axis : 'log' (positive values on a scale of powers of two) or 'linear' (both signs).
@@ -74,8 +75,8 @@ def histogram(x: Array, q: Any = None, *, ax: Any = None) -> Any:
     """How often each magnitude occurs in x, and after quantisation: log2 axes, four bins per power of two.
 
     x : bfloat16, float16 or float32 array of any shape.
-    q : what became of it: `Scaled`, `Quantized`, or dequantised values of x's shape; drawn as an outline. Where it has a single
-        scale, the format's subnormals are shaded, and its limits marked, in units of x.
+    q : what became of it: `Scaled`, `Quantized`, or dequantised values of x's shape; drawn as an outline.
+        Where it has a single scale, the format's subnormals are shaded, and its limits marked, in units of x.
     Zeros have no place on the axis: the legend counts them.
     Raises TypeError, ValueError, ImportError without matplotlib.
 
@@ -87,12 +88,14 @@ def histogram(x: Array, q: Any = None, *, ax: Any = None) -> Any:
     before = _magnitudes(x)
     after = None if q is None else _magnitudes(_dequantized(q, x))
     present = np.concatenate([before[before > 0], [] if after is None else after[after > 0]])
-    low, high = (np.floor(np.log2(present.min())), np.floor(np.log2(present.max())) + 1) if present.size else (-1, 1)
+    low, high = (np.floor(np.log2(present.min())),
+                 np.floor(np.log2(present.max())) + 1) if present.size else (-1, 1)
     edges = 2.0 ** np.linspace(low, high, int(high - low) * _BINS_PER_BINADE + 1)
     ax = _axes(ax, (7, 3.2))
     ax.hist(before, edges, color=_BLUE, alpha=0.35, label=_counted("x", before))
     if after is not None:
-        ax.hist(after, edges, color=_VERMILION, histtype="step", linewidth=1.2, label=_counted("quantised", after))
+        ax.hist(after, edges, color=_VERMILION, histtype="step", linewidth=1.2,
+                label=_counted("quantised", after))
     s = q._any if isinstance(q, Quantized) else q
     if isinstance(s, Scaled) and s.scale_inv.size == 1:
         _mark_range(ax, FORMATS[s.dtype], float(asnumpy(s.scale_inv).reshape(())))
@@ -106,13 +109,14 @@ def histogram(x: Array, q: Any = None, *, ax: Any = None) -> Any:
 
 
 def error_by_magnitude(x: Array, q: Any, *, ax: Any = None) -> Any:
-    """Relative error against magnitude: median and maximum of |v − x| / |x| in bins of a quarter of a power of two.
+    """Relative error against magnitude: median and maximum of |v − x| / |x| in bins of a quarter of a power
+    of two.
 
-    x : bfloat16, float16 or float32 array of any shape.  q : `Scaled`, `Quantized`, or dequantised values of x's shape.
-    The dashed line is half a unit in the last place relative to the value, 2**-(mantissa bits + 1): the bound of every normal
-    number that was not saturated. Below the normal range the error grows to 1 (underflow); beyond the maximum it grows again
-    (saturation).
-    Raises TypeError, ValueError, ImportError without matplotlib.
+    x : bfloat16, float16 or float32 array of any shape. q : `Scaled`, `Quantized`, or dequantised values
+    of x's shape. The dashed line is half a unit in the last place relative to the value, 2**-(mantissa
+    bits + 1): the bound of every normal number that was not saturated. Below the normal range the error
+    grows to 1 (underflow); beyond the maximum it grows again (saturation). Raises TypeError, ValueError,
+    ImportError without matplotlib.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> x = np.random.default_rng(0).standard_normal(1000, np.float32)
@@ -130,7 +134,8 @@ def error_by_magnitude(x: Array, q: Any, *, ax: Any = None) -> Any:
     s = q._any if isinstance(q, Quantized) else q
     if isinstance(s, Scaled):
         bound = 2.0 ** -(FORMATS[s.dtype].mantissa_bits + 1)
-        ax.axhline(bound, color=_GREY, linestyle="--", linewidth=0.9, label=f"half a unit in the last place, {bound:g}")
+        ax.axhline(bound, color=_GREY, linestyle="--", linewidth=0.9,
+                   label=f"half a unit in the last place, {bound:g}")
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.set_xlabel("|x|")
@@ -142,8 +147,9 @@ def error_by_magnitude(x: Array, q: Any, *, ax: Any = None) -> Any:
 def scale_heat_map(scale_inv: Array | Scaled | Quantized, *, ax: Any = None) -> Any:
     """log2 of every scale_inv as a picture: where a matrix is large and where it is small.
 
-    scale_inv : f32 or float8_e8m0fnu array of compact scales, 2-D; fewer dimensions are drawn as one row. Or a `Scaled` or `Quantized`
-        (the row-wise part where there is one), with scales in any layout. Zeros, NaN and Inf stay blank.
+    scale_inv : f32 or float8_e8m0fnu array of compact scales, 2-D; fewer dimensions are drawn as one row. Or
+        a `Scaled` or `Quantized` (the row-wise part where there is one), with scales in any layout. Zeros,
+        NaN and Inf stay blank.
     Raises TypeError, ValueError for more than two dimensions, ImportError without matplotlib.
 
     >>> import numpy as np, cupy_fp8 as fp8
@@ -157,12 +163,14 @@ def scale_heat_map(scale_inv: Array | Scaled | Quantized, *, ax: Any = None) -> 
     s = asnumpy(scale_inv)
     lookup(s.dtype, tuple(FORMATS), "scale_inv")
     if s.ndim > 2:
-        raise ValueError(f"scale_inv: expected at most two dimensions, got shape {s.shape}; draw one matrix at a time")
+        raise ValueError(f"scale_inv: expected at most two dimensions, got shape {s.shape}; draw one matrix "
+                         f"at a time")
     values = np.atleast_2d(widen(s)).astype(np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         exponents = np.log2(values)
     ax = _axes(ax, (5, 3.6))
-    picture = ax.imshow(np.where(np.isfinite(exponents), exponents, np.nan), cmap="viridis", aspect="auto", interpolation="nearest")
+    picture = ax.imshow(np.where(np.isfinite(exponents), exponents, np.nan), cmap="viridis", aspect="auto",
+                        interpolation="nearest")
     ax.figure.colorbar(picture, ax=ax, label="log2 scale_inv")
     ax.set_xlabel("block column")
     ax.set_ylabel("block row")

@@ -26,18 +26,21 @@ MX_SCALE_LAYOUTS = ("compact", "swizzled")
 _MX_OPTIONS = frozenset(product(MX_MODES, MX_PROFILES, MX_BLOCKS, MX_SCALE_LAYOUTS))
 
 class BlockProfile(NamedTuple):
-    """How a library finds and applies the f32 scale of a block (docs/numerics.md, section 3): what its options are by default."""
+    """How a library finds and applies the f32 scale of a block (docs/numerics.md, section 3): what its
+    options are by default."""
 
     eps: float
     pow2_scale: bool
 
 
-BLOCK_PROFILES = {"te": BlockProfile(0.0, True), "deepgemm": BlockProfile(1e-4, False), "tilekernels": BlockProfile(1e-4, False),
-                  "vllm": BlockProfile(1e-10, False), "sglang": BlockProfile(1e-10, False), "torchao": BlockProfile(1e-12, False)}
+BLOCK_PROFILES = {"te": BlockProfile(0.0, True), "deepgemm": BlockProfile(1e-4, False),
+                  "tilekernels": BlockProfile(1e-4, False), "vllm": BlockProfile(1e-10, False),
+                  "sglang": BlockProfile(1e-10, False), "torchao": BlockProfile(1e-12, False)}
 BLOCKS: tuple[tuple[int | None, int | None], ...] = (
     (1, 128), (128, 1), (128, 128), (1, 64), (64, 1), (1, 32), (32, 1), (1, None), (None, 1))
 BLOCK_SCALE_LAYOUTS = ("gemm_ready", "compact", "deepgemm_sm90")
-_BLOCK_OPTIONS = frozenset(o for o in product(BLOCKS, BLOCK_PROFILES, BLOCK_SCALE_LAYOUTS) if o[0] != (128, 128) or o[2] != "deepgemm_sm90")
+_BLOCK_OPTIONS = frozenset(o for o in product(BLOCKS, BLOCK_PROFILES, BLOCK_SCALE_LAYOUTS)
+                           if o[0] != (128, 128) or o[2] != "deepgemm_sm90")
 
 _F32 = struct.Struct("f")        # rounds a number to f32 ten times faster than np.float32 does
 
@@ -77,11 +80,12 @@ def check_block_options(block: tuple[int | None, int | None], profile: str, scal
             return
     except TypeError:                               # something that is not even hashable
         pass
-    for name, value, allowed in zip(("block", "profile", "scale_layout"), given, (BLOCKS, tuple(BLOCK_PROFILES), BLOCK_SCALE_LAYOUTS),
-                                    strict=True):
+    for name, value, allowed in zip(("block", "profile", "scale_layout"), given,
+                                    (BLOCKS, tuple(BLOCK_PROFILES), BLOCK_SCALE_LAYOUTS), strict=True):
         if not any(type(value) is type(a) and value == a for a in allowed):
             raise ValueError(f"{name}: expected one of {allowed}, got {value!r}")
-    raise ValueError("scale_layout: 'deepgemm_sm90' belongs to blocks along one line; DeepGEMM takes scales of 128 x 128 blocks compact")
+    raise ValueError("scale_layout: 'deepgemm_sm90' belongs to blocks along one line; DeepGEMM takes scales "
+                     "of 128 x 128 blocks compact")
 
 
 def block_eps(eps: Any, profile: str) -> float:
@@ -97,7 +101,8 @@ def block_pow2(pow2_scale: Any, profile: str) -> bool:
 
 
 class Form(NamedTuple):
-    """What one direction of a result is, but for its memory: the attributes of a Scaled, and the scales' dtype and shape."""
+    """What one direction of a result is, but for its memory: the attributes of a Scaled, and the scales'
+    dtype and shape."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -121,21 +126,24 @@ class _PerTensor:
 
     dtype: Any
 
-    def empty(self, shape: Shape, *, rowwise: bool = True, columnwise: bool = False, dbias: bool = False, like: Any = None,
-              buffers: Mapping[str, tuple[Array, Array]] | None = None) -> Quantized:
+    def empty(self, shape: Shape, *, rowwise: bool = True, columnwise: bool = False, dbias: bool = False,
+              like: Any = None, buffers: Mapping[str, tuple[Array, Array]] | None = None) -> Quantized:
         """A result to pass as `out=`: allocates and launches nothing else, initialises nothing.
 
         dbias: with room for the bias gradient.
-        buffers: {'rowwise': (data, scale_inv), 'columnwise': (data, scale_inv)} to use instead of new arrays; both
-        arrays of a pair are needed, since nothing says otherwise that a scale_inv belongs to the data.
+        buffers: {'rowwise': (data, scale_inv), 'columnwise': (data, scale_inv)} to use instead of new arrays;
+        both arrays of a pair are needed, since nothing says otherwise that a scale_inv belongs to the data.
         """
         shape = _as_shape(shape)
         check_directions(shape, rowwise, columnwise, dbias)
         if buffers is None:
-            return empty_per_tensor(empty((1,), float32, like=like), shape, self.dtype, rowwise, columnwise, dbias=dbias)
-        parts = _wrapped(buffers, {name: Form(self.dtype, shape, name == "columnwise", None, None, float32, (1,))
+            return empty_per_tensor(empty((1,), float32, like=like), shape, self.dtype, rowwise, columnwise,
+                                    dbias=dbias)
+        parts = _wrapped(buffers,
+                         {name: Form(self.dtype, shape, name == "columnwise", None, None, float32, (1,))
                                    for name, on in (("rowwise", rowwise), ("columnwise", columnwise)) if on})
-        sums = empty_beside(next(iter(parts.values())).scale_inv, dbias_shape(shape), float32) if dbias else None
+        sums = empty_beside(next(iter(parts.values())).scale_inv, dbias_shape(shape),
+                            float32) if dbias else None
         return Quantized(**parts, dbias=sums)
 
 
@@ -165,14 +173,16 @@ class DelayedScaling(_PerTensor):
         checked_margin(self.margin)
 
     def quantize(self, x: Array, *, rowwise: bool = True, columnwise: bool = False, scale: Any = None,
-                 amax: Array | None = None, noop: Array | None = None, dbias: bool = False, out: Quantized | None = None) -> Quantized:
-        """`quantize_tensor` with this recipe's dtype. Delayed scaling needs a `scale`: the recipe's state holds it."""
+                 amax: Array | None = None, noop: Array | None = None, dbias: bool = False,
+                 out: Quantized | None = None) -> Quantized:
+        """`quantize_tensor` with this recipe's dtype. Delayed scaling needs a `scale`: the recipe's state
+        holds it."""
         from .ops.quantize.tensor import quantize_tensor
 
         if scale is None:
             raise ValueError("scale: delayed scaling needs the scale that earlier steps determined, got None")
-        return quantize_tensor(x, scale, dtype=self.dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, noop=noop, dbias=dbias,
-                               out=out)
+        return quantize_tensor(x, scale, dtype=self.dtype, rowwise=rowwise, columnwise=columnwise, amax=amax,
+                               noop=noop, dbias=dbias, out=out)
 
 
 @dataclass(frozen=True)
@@ -195,14 +205,17 @@ class CurrentScaling(_PerTensor):
         checked_eps(self.eps)
 
     def quantize(self, x: Array, *, rowwise: bool = True, columnwise: bool = False, scale: None = None,
-                 amax: Array | None = None, noop: Array | None = None, dbias: bool = False, out: Quantized | None = None) -> Quantized:
-        """`quantize_tensor` without a scale, with this recipe's dtype, eps and pow2_scale. `amax` receives the maximum."""
+                 amax: Array | None = None, noop: Array | None = None, dbias: bool = False,
+                 out: Quantized | None = None) -> Quantized:
+        """`quantize_tensor` without a scale, with this recipe's dtype, eps and pow2_scale. `amax` receives
+        the maximum."""
         from .ops.quantize.tensor import quantize_tensor
 
         if scale is not None:
-            raise ValueError("scale: current scaling takes it from the tensor itself; DelayedScaling quantises with a given scale")
-        return quantize_tensor(x, dtype=self.dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, noop=noop, dbias=dbias,
-                               eps=self.eps, pow2_scale=self.pow2_scale, out=out)
+            raise ValueError("scale: current scaling takes it from the tensor itself; DelayedScaling "
+                             "quantises with a given scale")
+        return quantize_tensor(x, dtype=self.dtype, rowwise=rowwise, columnwise=columnwise, amax=amax,
+                               noop=noop, dbias=dbias, eps=self.eps, pow2_scale=self.pow2_scale, out=out)
 
 
 @dataclass(frozen=True)
@@ -210,8 +223,10 @@ class MXScaling:
     """MX: blocks of 32 elements, each with a power of two as its scale (one E8M0 byte).
 
     dtype         float8_e4m3fn or float8_e5m2
-    mode          how an amax becomes a scale: 'rceil' (nothing saturates), 'floor' (OCP MX v1.0), 'ceil', 'even'
-    profile       what NaN and Inf do: 'te' (NaN stays by itself, Inf becomes the maximum) or 'torchao' (either makes its block NaN)
+    mode          how an amax becomes a scale: 'rceil' (nothing saturates), 'floor' (OCP MX v1.0), 'ceil',
+                  'even'
+    profile       what NaN and Inf do: 'te' (NaN stays by itself, Inf becomes the maximum) or 'torchao'
+                  (either makes its block NaN)
     block         (1, 32), column-wise (32, 1); or (32, 32): both directions have the same codes
     scale_layout  'compact' or 'swizzled' (the 128 x 4 tiles of cuBLAS)
 
@@ -228,24 +243,29 @@ class MXScaling:
         object.__setattr__(self, "dtype", lookup(self.dtype, FP8_DTYPES, "dtype").dtype)
         check_mx_options(self.mode, self.profile, self.block, self.scale_layout)
 
-    def quantize(self, x: Array, *, rowwise: bool = True, columnwise: bool = False, scale: None = None, amax: None = None,
-                 noop: Array | None = None, out: Quantized | None = None) -> Quantized:
-        """`quantize_mx` with this recipe's options. Every block finds its own scale: `scale` and `amax` belong to per-tensor recipes."""
+    def quantize(self, x: Array, *, rowwise: bool = True, columnwise: bool = False, scale: None = None,
+                 amax: None = None, noop: Array | None = None, out: Quantized | None = None) -> Quantized:
+        """`quantize_mx` with this recipe's options. Every block finds its own scale: `scale` and `amax`
+        belong to per-tensor recipes."""
         from .ops.quantize.mx import quantize_mx
 
         if scale is not None or amax is not None:
-            raise ValueError("scale, amax: belong to per-tensor recipes; MX takes the scale of every block from the block itself")
-        return quantize_mx(x, dtype=self.dtype, rowwise=rowwise, columnwise=columnwise, mode=self.mode, profile=self.profile,
-                           block=self.block, scale_layout=self.scale_layout, noop=noop, out=out)
+            raise ValueError("scale, amax: belong to per-tensor recipes; MX takes the scale of every block "
+                             "from the block itself")
+        return quantize_mx(x, dtype=self.dtype, rowwise=rowwise, columnwise=columnwise, mode=self.mode,
+                           profile=self.profile, block=self.block, scale_layout=self.scale_layout, noop=noop,
+                           out=out)
 
     def empty(self, shape: Shape, *, rowwise: bool = True, columnwise: bool = False, like: Any = None,
               buffers: Mapping[str, tuple[Array, Array]] | None = None) -> Quantized:
-        """A result to pass as `out=`: allocates and launches nothing else, initialises nothing. Column-wise data is not stored transposed.
+        """A result to pass as `out=`: allocates and launches nothing else, initialises nothing. Column-wise
+        data is not stored transposed.
 
-        buffers: {'rowwise': (data, scale_inv), 'columnwise': (data, scale_inv)} to use instead of new arrays (with blocks of (32, 32) both
-        pairs have the same data).
+        buffers: {'rowwise': (data, scale_inv), 'columnwise': (data, scale_inv)} to use instead of new
+        arrays (with blocks of (32, 32) both pairs have the same data).
         """
-        forms = mx_forms(_as_shape(shape), self.dtype, rowwise, columnwise, False, self.block, self.scale_layout)
+        forms = mx_forms(_as_shape(shape), self.dtype, rowwise, columnwise, False, self.block,
+                         self.scale_layout)
         if buffers is None:
             return empty_mx(forms, self.block, lambda shape, dtype: empty(shape, dtype, like=like))
         return Quantized(**_wrapped(buffers, forms))
@@ -262,7 +282,8 @@ class BlockScaling:
     profile       whose arithmetic: 'te', 'deepgemm', 'tilekernels', 'vllm', 'sglang' or 'torchao'
     scale_layout  'gemm_ready', 'compact' or 'deepgemm_sm90' (docs/layouts.md)
 
-    Source: DeepSeek-V3 (arXiv 2412.19437); TransformerEngine's Float8BlockScaling; the libraries that the profiles are named after.
+    Source: DeepSeek-V3 (arXiv 2412.19437); TransformerEngine's Float8BlockScaling; the libraries that the
+        profiles are named after.
     """
 
     block: tuple[int | None, int | None] = (1, 128)
@@ -278,63 +299,79 @@ class BlockScaling:
         block_eps(self.eps, self.profile)
         block_pow2(self.pow2_scale, self.profile)
 
-    def quantize(self, x: Array, *, rowwise: bool = True, columnwise: bool = False, scale: None = None, amax: None = None,
-                 noop: Array | None = None, out: Quantized | None = None) -> Quantized:
-        """`quantize_block` with this recipe's options. Every block finds its own scale: `scale` and `amax` belong to per-tensor recipes."""
+    def quantize(self, x: Array, *, rowwise: bool = True, columnwise: bool = False, scale: None = None,
+                 amax: None = None, noop: Array | None = None, out: Quantized | None = None) -> Quantized:
+        """`quantize_block` with this recipe's options. Every block finds its own scale: `scale` and `amax`
+        belong to per-tensor recipes."""
         from .ops.quantize.blocks import quantize_block
 
         if scale is not None or amax is not None:
-            raise ValueError("scale, amax: belong to per-tensor recipes; blocks take their scales from their own elements")
-        return quantize_block(x, block=self.block, dtype=self.dtype, rowwise=rowwise, columnwise=columnwise, pow2_scale=self.pow2_scale,
-                              eps=self.eps, profile=self.profile, scale_layout=self.scale_layout, noop=noop, out=out)
+            raise ValueError("scale, amax: belong to per-tensor recipes; blocks take their scales from their "
+                             "own elements")
+        return quantize_block(x, block=self.block, dtype=self.dtype, rowwise=rowwise, columnwise=columnwise,
+                              pow2_scale=self.pow2_scale, eps=self.eps, profile=self.profile,
+                              scale_layout=self.scale_layout, noop=noop, out=out)
 
     def empty(self, shape: Shape, *, rowwise: bool = True, columnwise: bool = False, like: Any = None,
               buffers: Mapping[str, tuple[Array, Array]] | None = None) -> Quantized:
-        """A result to pass as `out=`: allocates and launches nothing else, initialises nothing. Column-wise data is stored transposed.
+        """A result to pass as `out=`: allocates and launches nothing else, initialises nothing. Column-wise
+        data is stored transposed.
 
-        buffers: {'rowwise': (data, scale_inv), 'columnwise': (data, scale_inv)} to use instead of new arrays.
+        buffers: {'rowwise': (data, scale_inv), 'columnwise': (data, scale_inv)} to use instead of new
+            arrays.
         """
-        forms = block_forms(_as_shape(shape), self.dtype, rowwise, columnwise, True, self.block, self.scale_layout)
+        forms = block_forms(_as_shape(shape), self.dtype, rowwise, columnwise, True, self.block,
+                            self.scale_layout)
         if buffers is None:
             return empty_blocks(forms, lambda shape, dtype: empty(shape, dtype, like=like))
         return Quantized(**_wrapped(buffers, forms))
 
 
-def block_forms(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool, columnwise: bool, transposed: bool,
-                block: tuple[int | None, int | None], scale_layout: str) -> dict[str, Form]:
-    """The directions of a result with f32 scales, by name. ValueError for neither, and for an array that is not two- or
-    three-dimensional."""
+def block_forms(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool, columnwise: bool,
+                transposed: bool, block: tuple[int | None, int | None], scale_layout: str) -> dict[str, Form]:
+    """The directions of a result with f32 scales, by name. ValueError for neither, and for an array that is
+    not two- or three-dimensional."""
     check_directions(shape, rowwise, columnwise)
     if not 2 <= len(shape) <= 3:
         raise ValueError(f"x: expected an array of two or three dimensions, got shape {shape}")
-    return {name: Form(dtype, shape, swapped, along, scale_layout, float32, scale_shape(shape, along, scale_layout, swapped))
+    return {name: Form(dtype, shape, swapped, along, scale_layout, float32,
+                       scale_shape(shape, along, scale_layout, swapped))
             for name, wanted, along, swapped in (("rowwise", rowwise, block, False),
-                                                 ("columnwise", columnwise, (block[1], block[0]), transposed)) if wanted}
+                                                 ("columnwise", columnwise, (block[1], block[0]), transposed))
+            if wanted}
 
 
-def empty_blocks(forms: Mapping[str, Form], allocate: Callable[[tuple[int, ...], np.dtype[Any]], Array]) -> Quantized:
-    """Uninitialised result of quantisation in blocks. Where both directions are the same (square blocks, stored alike) they are one."""
+def empty_blocks(forms: Mapping[str, Form],
+                 allocate: Callable[[tuple[int, ...], np.dtype[Any]], Array]) -> Quantized:
+    """Uninitialised result of quantisation in blocks. Where both directions are the same (square blocks,
+    stored alike) they are one."""
     parts: dict[str, Scaled] = {}
     for name, form in forms.items():
         same = next((parts[other] for other in parts if forms[other] == form), None)
-        parts[name] = form.of(allocate(form.stored, form.dtype), allocate(form.scale_shape, form.scale_dtype)) if same is None else same
+        parts[name] = form.of(allocate(form.stored, form.dtype),
+                              allocate(form.scale_shape, form.scale_dtype)) if same is None else same
     return Quantized(**parts)
 
 
-def mx_forms(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool, columnwise: bool, transposed: bool, block: tuple[int, int],
-             scale_layout: str) -> dict[str, Form]:
-    """The directions of an MX result by name. Raises ValueError for neither, and for an array that is not two- or three-dimensional."""
+def mx_forms(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool, columnwise: bool, transposed: bool,
+             block: tuple[int, int], scale_layout: str) -> dict[str, Form]:
+    """The directions of an MX result by name. Raises ValueError for neither, and for an array that is not
+    two- or three-dimensional."""
     check_directions(shape, rowwise, columnwise)
     if not 2 <= len(shape) <= 3:
         raise ValueError(f"x: expected an array of two or three dimensions, got shape {shape}")
     def form(block: tuple[int, int], transposed: bool) -> Form:
-        return Form(dtype, shape, transposed, block, scale_layout, float8_e8m0fnu, scale_shape(shape, block, scale_layout))
-    return {name: form(along, swapped) for name, wanted, along, swapped in (("rowwise", rowwise, (1, 32), False),
-                                                                            ("columnwise", columnwise, (32, 1), transposed)) if wanted}
+        return Form(dtype, shape, transposed, block, scale_layout, float8_e8m0fnu,
+                    scale_shape(shape, block, scale_layout))
+    return {name: form(along, swapped)
+            for name, wanted, along, swapped in (("rowwise", rowwise, (1, 32), False),
+                                                 ("columnwise", columnwise, (32, 1), transposed)) if wanted}
 
 
-def empty_mx(forms: Mapping[str, Form], block: tuple[int, int], allocate: Callable[[tuple[int, ...], np.dtype[Any]], Array]) -> Quantized:
-    """Uninitialised result of MX quantisation. With blocks of (32, 32) directions that are stored alike share their data."""
+def empty_mx(forms: Mapping[str, Form], block: tuple[int, int],
+             allocate: Callable[[tuple[int, ...], np.dtype[Any]], Array]) -> Quantized:
+    """Uninitialised result of MX quantisation. With blocks of (32, 32) directions that are stored alike share
+    their data."""
     parts: dict[str, Scaled] = {}
     for name, form in forms.items():
         shared = parts.get("rowwise") if block == (32, 32) and not form.transposed else None
@@ -348,7 +385,8 @@ def _wrapped(buffers: Mapping[str, tuple[Array, Array]], forms: Mapping[str, For
     if not isinstance(buffers, Mapping):
         raise TypeError(f"buffers: expected a dict of (data, scale_inv) pairs, got {type(buffers).__name__}")
     if sorted(buffers) != sorted(forms):
-        raise ValueError(f"buffers: expected a (data, scale_inv) pair for each of {list(forms)}, got {sorted(buffers)}")
+        raise ValueError(f"buffers: expected a (data, scale_inv) pair for each of {list(forms)}, got "
+                         f"{sorted(buffers)}")
     return {name: _wrap(name, buffers[name], form) for name, form in forms.items()}
 
 
@@ -356,14 +394,17 @@ def _wrap(name: str, pair: tuple[Array, Array], form: Form) -> Scaled:
     try:
         data, scale_inv = pair
     except (TypeError, ValueError):
-        raise ValueError(f"buffers[{name!r}]: expected a (data, scale_inv) pair, got {type(pair).__name__}") from None
+        raise ValueError(f"buffers[{name!r}]: expected a (data, scale_inv) pair, "
+                             f"got {type(pair).__name__}") from None
     xp = backend.module_of(data, f"buffers[{name!r}] data")
     backend.require_module(scale_inv, xp, f"buffers[{name!r}] scale_inv")
-    for what, a, shape, dtype in (("data", data, form.stored, form.dtype), ("scale_inv", scale_inv, form.scale_shape, form.scale_dtype)):
+    for what, a, shape, dtype in (("data", data, form.stored, form.dtype),
+                                  ("scale_inv", scale_inv, form.scale_shape, form.scale_dtype)):
         if a.dtype != dtype:
             raise TypeError(f"buffers[{name!r}] {what}: expected dtype {dtype}, got {a.dtype}")
         if a.shape != shape or not a.flags.c_contiguous:
-            raise ValueError(f"buffers[{name!r}] {what}: expected a C-contiguous array of shape {shape}, got shape {a.shape}, "
+            raise ValueError(f"buffers[{name!r}] {what}: expected a C-contiguous array of shape {shape}, got "
+                             f"shape {a.shape}, "
                              f"strides {a.strides}")
     return form.of(data, scale_inv)
 
@@ -383,12 +424,15 @@ def check_directions(shape: tuple[int, ...], rowwise: bool, columnwise: bool, db
         raise ValueError(f"dbias: expected an array of two or more dimensions, got shape {shape}")
 
 
-def empty_per_tensor(scale_inv: Array, shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool, columnwise: bool,
-                     transposed: bool = True, dbias: bool = False) -> Quantized:
-    """Uninitialised result of per-tensor scaling, beside its scale_inv, which both directions share; where the column-wise data is
-    not stored transposed they share the data too, since its bytes are the same."""
-    row = Scaled._of(empty_beside(scale_inv, shape, dtype), scale_inv, shape) if rowwise or not transposed else None
+def empty_per_tensor(scale_inv: Array, shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool,
+                     columnwise: bool, transposed: bool = True, dbias: bool = False) -> Quantized:
+    """Uninitialised result of per-tensor scaling, beside its scale_inv, which both directions share; where
+    the column-wise data is not stored transposed they share the data too, since its bytes are the same."""
+    row = Scaled._of(empty_beside(scale_inv, shape, dtype), scale_inv,
+                     shape) if rowwise or not transposed else None
     column = None
     if columnwise:
-        column = Scaled._of(empty_beside(scale_inv, swap_last(shape), dtype), scale_inv, shape, True) if transposed else row
-    return Quantized(row if rowwise else None, column, empty_beside(scale_inv, dbias_shape(shape), float32) if dbias else None)
+        column = Scaled._of(empty_beside(scale_inv, swap_last(shape), dtype), scale_inv, shape,
+                            True) if transposed else row
+    return Quantized(row if rowwise else None, column,
+                     empty_beside(scale_inv, dbias_shape(shape), float32) if dbias else None)

@@ -1,4 +1,5 @@
-"""What quantisers return. All frozen: no function changes an input's metadata, and scale_inv always belongs to its data."""
+"""What quantisers return. All frozen: no function changes an input's metadata, and scale_inv always belongs
+to its data."""
 
 from __future__ import annotations
 
@@ -22,14 +23,17 @@ class Scaled(Result):
     """Quantised data in one direction: value = data * scale_inv.
 
     data         C-contiguous FP8 array: the logical shape […, M, K], or […, K, M] where `transposed`
-    scale_inv    f32 [1] per tensor; of blocks E8M0, f32, or int32 (words of four E8M0 scales), see scale_layout
+    scale_inv    f32 [1] per tensor; of blocks E8M0, f32, or int32 (words of four E8M0 scales), see
+                 scale_layout
     shape        the logical shape, whatever the storage
-    block        the shape of the block that shares a scale in the logical matrix, (1, 32) for row-wise and (32, 1) for column-wise MX;
-                 None: one scale for the tensor
-    scale_layout how the scales of blocks are stored: 'compact' (a row of scales per row of blocks), 'swizzled', 'gemm_ready',
-                 'deepgemm_sm90' or 'deepgemm_sm100' (docs/layouts.md); None for one scale
+    block        the shape of the block that shares a scale in the logical matrix, (1, 32) for row-wise and
+                 (32, 1) for column-wise MX; None: one scale for the tensor
+    scale_layout how the scales of blocks are stored: 'compact' (a row of scales per row of blocks),
+                 'swizzled', 'gemm_ready', 'deepgemm_sm90' or 'deepgemm_sm100' (docs/layouts.md); None for one
+                 scale
 
-    Made by hand, all of that has to fit together: TypeError or ValueError says what does not. `==` compares bytes and metadata.
+    Made by hand, all of that has to fit together: TypeError or ValueError says what does not. `==` compares
+    bytes and metadata.
     """
 
     data: Array
@@ -41,16 +45,20 @@ class Scaled(Result):
 
     def __init__(self, data: Array, scale_inv: Array, shape: Shape, transposed: bool = False,
                  block: Sequence[int | None] | None = None, scale_layout: str | None = None) -> None:
-        self.__dict__.update(data=data, scale_inv=scale_inv, shape=_as_shape(shape), transposed=flag(transposed, "transposed"),
-                             block=tuple(block) if isinstance(block, list) else block, scale_layout=scale_layout)
+        self.__dict__.update(data=data, scale_inv=scale_inv, shape=_as_shape(shape),
+                             transposed=flag(transposed, "transposed"),
+                             block=tuple(block) if isinstance(block, list) else block,
+                             scale_layout=scale_layout)
         _check_parts(self)
 
     @classmethod
     def _of(cls, data: Array, scale_inv: Array, shape: tuple[int, ...], transposed: bool = False,
             block: tuple[int | None, int | None] | None = None, scale_layout: str | None = None) -> Scaled:
-        """For parts that the library made or has checked: __init__ costs several microseconds, a good part of a whole call."""
+        """For parts that the library made or has checked: __init__ costs several microseconds, a good part of
+        a whole call."""
         made = object.__new__(cls)
-        made.__dict__.update(data=data, scale_inv=scale_inv, shape=shape, transposed=transposed, block=block, scale_layout=scale_layout)
+        made.__dict__.update(data=data, scale_inv=scale_inv, shape=shape, transposed=transposed, block=block,
+                             scale_layout=scale_layout)
         return made
 
     @property
@@ -64,15 +72,16 @@ class Scaled(Result):
 
     @property
     def T(self) -> Scaled:
-        """The transposed matrix (last two axes), without moving a byte: the same data read the other way round. Compact scales follow the
-        logical matrix, so they become a transposed view; those of other layouts follow the lines, and stay as they are."""
+        """The transposed matrix (last two axes), without moving a byte: the same data read the other way
+        round. Compact scales follow the logical matrix, so they become a transposed view; those of other
+        layouts follow the lines, and stay as they are."""
         if len(self.shape) < 2:
             return self
         block, scale_inv = self.block, self.scale_inv
         if block is not None and 1 in block and self.scale_layout == "compact":
             scale_inv = scale_inv.swapaxes(-1, -2)
-        return Scaled._of(self.data, scale_inv, swap_last(self.shape), not self.transposed, block and (block[1], block[0]),
-                          self.scale_layout)
+        return Scaled._of(self.data, scale_inv, swap_last(self.shape), not self.transposed,
+                          block and (block[1], block[0]), self.scale_layout)
 
     def dequantize(self, dtype: Any = np.float32) -> Array:
         """The values, in the logical shape: see `cupy_fp8.dequantize`."""
@@ -81,12 +90,14 @@ class Scaled(Result):
         return dequantize(self, dtype=dtype)
 
     def to_layout(self, name: str, *, dtype: Any = None) -> Scaled:
-        """The same data with its scales stored in another layout: 'compact', 'swizzled' (E8M0), 'gemm_ready' or 'deepgemm_sm90' (f32), or
-        'deepgemm_sm100' (words of E8M0 scales). Itself where they are already. See `convert_scales`, which does it.
+        """The same data with its scales stored in another layout: 'compact', 'swizzled' (E8M0), 'gemm_ready'
+        or 'deepgemm_sm90' (f32), or 'deepgemm_sm100' (words of E8M0 scales). Itself where they are
+        already. See `convert_scales`, which does it.
 
         dtype : of compact scales, float32 or float8_e8m0fnu. None: as they are; float8_e8m0fnu for words
-        Raises ValueError for other names, for a per-tensor result, whose one scale has no layout, where the layout does not fit the
-        block, and (of NumPy arrays) for f32 scales that E8M0 does not hold; TypeError for a dtype that the layout does not hold.
+        Raises ValueError for other names, for a per-tensor result, whose one scale has no layout, where
+        the layout does not fit the block, and (of NumPy arrays) for f32 scales that E8M0 does not hold;
+        TypeError for a dtype that the layout does not hold.
         """
         if self.block is None:
             raise ValueError(f"to_layout({name!r}): per-tensor data has a single scale, which has no layout")
@@ -99,7 +110,8 @@ class Scaled(Result):
         shape, block = self.shape, self.block
         if self.transposed and 1 not in block:              # such scales follow the data as stored
             shape, block = swap_last(shape), (block[1], block[0])
-        scale_inv = convert_scales(self.scale_inv, source=cast(str, self.scale_layout), target=name, shape=shape, block=block, dtype=dtype)
+        scale_inv = convert_scales(self.scale_inv, source=cast(str, self.scale_layout), target=name,
+                                   shape=shape, block=block, dtype=dtype)
         return Scaled._of(self.data, scale_inv, self.shape, self.transposed, self.block, name)
 
     def __iter__(self) -> Iterator[Array]:
@@ -110,7 +122,8 @@ class Scaled(Result):
         for a in self:
             if id(a) not in memo:
                 memo[id(a)] = bits(a).copy().view(a.dtype)
-        return Scaled._of(memo[id(self.data)], memo[id(self.scale_inv)], self.shape, self.transposed, self.block, self.scale_layout)
+        return Scaled._of(memo[id(self.data)], memo[id(self.scale_inv)], self.shape, self.transposed,
+                          self.block, self.scale_layout)
 
     def _facts(self) -> dict[str, str]:
         granularity = "per tensor" if self.block is None else block_text(self.block)
@@ -140,7 +153,8 @@ class Quantized(Result):
     columnwise: Scaled | None = None
     dbias: Array | None = None
 
-    def __init__(self, rowwise: Scaled | None = None, columnwise: Scaled | None = None, dbias: Array | None = None) -> None:
+    def __init__(self, rowwise: Scaled | None = None, columnwise: Scaled | None = None,
+                 dbias: Array | None = None) -> None:
         if rowwise is None and columnwise is None:
             raise ValueError("Quantized: expected a row-wise or a column-wise part, got neither")
         self.__dict__.update(rowwise=rowwise, columnwise=columnwise, dbias=dbias)
@@ -178,22 +192,25 @@ class Quantized(Result):
 
     @property
     def T(self) -> Quantized:
-        """The transposed tensor (last two axes), without moving a byte: its rows are this one's columns, so the parts change places, each
-        its own `Scaled.T`. The bias gradient, which sums columns, is not one of the transposed tensor, and is left out."""
+        """The transposed tensor (last two axes), without moving a byte: its rows are this one's columns, so
+        the parts change places, each its own `Scaled.T`. The bias gradient, which sums columns, is not one
+        of the transposed tensor, and is left out."""
         if len(self.shape) < 2:
             return self
         row = None if self.rowwise is None else self.rowwise.T
-        column = row if self.columnwise is self.rowwise else None if self.columnwise is None else self.columnwise.T
+        column = (row if self.columnwise is self.rowwise else None if self.columnwise is None
+                  else self.columnwise.T)
         return Quantized(column, row)
 
     def to_layout(self, name: str, *, dtype: Any = None) -> Quantized:
-        """The same data with the scales of both directions in another layout, as `Scaled.to_layout` makes them and with its errors. Itself
-        where they are already."""
+        """The same data with the scales of both directions in another layout, as `Scaled.to_layout` makes
+        them and with its errors. Itself where they are already."""
         row = None if self.rowwise is None else self.rowwise.to_layout(name, dtype=dtype)
         column = row
         if self.columnwise is not self.rowwise:
             column = None if self.columnwise is None else self.columnwise.to_layout(name, dtype=dtype)
-        return self if row is self.rowwise and column is self.columnwise else Quantized(row, column, self.dbias)
+        return (self if row is self.rowwise and column is self.columnwise
+                else Quantized(row, column, self.dbias))
 
     @property
     def _any(self) -> Scaled:
@@ -207,11 +224,13 @@ class Quantized(Result):
         return self.rowwise
 
     def _parts(self) -> list[tuple[str, Scaled]]:
-        return [(n, p) for n, p in (("rowwise", self.rowwise), ("columnwise", self.columnwise)) if p is not None]
+        return [(n, p) for n, p in (("rowwise", self.rowwise), ("columnwise", self.columnwise))
+                if p is not None]
 
     def __repr__(self) -> str:
         f = self._any._facts()
-        parts = " + ".join(name + (" (stored transposed)" if part.transposed else "") for name, part in self._parts())
+        parts = " + ".join(name + (" (stored transposed)" if part.transposed else "")
+                           for name, part in self._parts())
         return f"Quantized({f['dtype']}[{f['shape']}], {f['scaling']}, {parts}, {f['kind']})"
 
     def _repr_html_(self) -> str:
@@ -223,8 +242,8 @@ def swap_last(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def check_block_scales(s: Scaled, name: str) -> None:
-    """ValueError or TypeError unless the scale_inv of an `s` with blocks is what its shape, block and scale_layout say. name: of s, '' for
-    messages that begin with the part's own name."""
+    """ValueError or TypeError unless the scale_inv of an `s` with blocks is what its shape, block and
+    scale_layout say. name: of s, '' for messages that begin with the part's own name."""
     where = name and f"{name}."
     try:
         shape = scale_shape(s.shape, s.block, s.scale_layout, s.transposed)
@@ -232,9 +251,11 @@ def check_block_scales(s: Scaled, name: str) -> None:
         raise ValueError(f"{where}{error}") from None
     dtypes = SCALE_DTYPES[str(s.scale_layout)]
     if s.scale_inv.dtype not in dtypes:
-        raise TypeError(f"{where}scale_inv: expected dtype {names(dtypes)} of {s.scale_layout} scales, got {s.scale_inv.dtype}")
+        raise TypeError(f"{where}scale_inv: expected dtype {names(dtypes)} of {s.scale_layout} scales, got "
+                        f"{s.scale_inv.dtype}")
     if s.scale_inv.shape != shape:
-        raise ValueError(f"{where}scale_inv: expected shape {shape} ({s.scale_layout} scales of blocks {s.block} of shape {s.shape}), "
+        raise ValueError(f"{where}scale_inv: expected shape {shape} ({s.scale_layout} scales of blocks "
+                         f"{s.block} of shape {s.shape}), "
                          f"got {s.scale_inv.shape}")
 
 
@@ -244,26 +265,33 @@ def _check_parts(s: Scaled) -> None:
     xp = backend.module_of(data, "data")
     backend.require_module(scale_inv, xp, "scale_inv")
     if data.dtype not in FP8_DTYPES:
-        raise TypeError(f"data: expected dtype {names(FP8_DTYPES)}, got {data.dtype}; codes in bytes are read as FP8 by .view")
+        raise TypeError(f"data: expected dtype {names(FP8_DTYPES)}, got {data.dtype}; codes in bytes are "
+                        f"read as FP8 by .view")
     if xp is not np and scale_inv.data.device_id != data.data.device_id:
-        raise ValueError(f"scale_inv: on GPU {scale_inv.data.device_id}, data is on GPU {data.data.device_id}")
+        raise ValueError(f"scale_inv: on GPU {scale_inv.data.device_id}, "
+                         f"data is on GPU {data.data.device_id}")
     if s.transposed and len(s.shape) < 2:
         raise ValueError(f"transposed: needs two or more dimensions, got shape {s.shape}")
     stored = swap_last(s.shape) if s.transposed else s.shape
     if data.shape != stored:
         how = " stored transposed" if s.transposed else ""
-        raise ValueError(f"data: expected shape {stored} for the logical shape {s.shape}{how}, got {data.shape}")
+        raise ValueError(f"data: expected shape {stored} for the logical shape {s.shape}{how}, got "
+                         f"{data.shape}")
     if s.block is not None:
         if s.scale_layout is None:
-            raise ValueError(f"scale_layout: expected one of {tuple(SCALE_DTYPES)} for blocks {s.block}, got None{_fitting(s)}")
+            raise ValueError(f"scale_layout: expected one of {tuple(SCALE_DTYPES)} for blocks {s.block}, got "
+                             f"None{_fitting(s)}")
         check_block_scales(s, "")
         return
     if s.scale_layout is not None:
-        raise ValueError(f"scale_layout: expected None for one scale, got {s.scale_layout!r}; scales of blocks need block=")
+        raise ValueError(f"scale_layout: expected None for one scale, got {s.scale_layout!r}; scales of "
+                         f"blocks need block=")
     if scale_inv.dtype != float32:
-        raise TypeError(f"scale_inv: expected dtype float32 of one scale, got {scale_inv.dtype}; scales of blocks need block=")
+        raise TypeError(f"scale_inv: expected dtype float32 of one scale, got {scale_inv.dtype}; scales of "
+                        f"blocks need block=")
     if scale_inv.size != 1:
-        raise ValueError(f"scale_inv: expected one scale for the tensor, got shape {scale_inv.shape}; scales of blocks need block=")
+        raise ValueError(f"scale_inv: expected one scale for the tensor, got shape {scale_inv.shape}; scales "
+                         f"of blocks need block=")
 
 
 def _fitting(s: Scaled) -> str:
@@ -284,13 +312,15 @@ def _dims(shape: tuple[int, ...]) -> str:
 
 def block_text(block: tuple[int | None, int | None]) -> str:
     """As it is shown: 'block 1×128', 'block 1×row'."""
-    return "block " + "×".join(("column", "row")[axis] if b is None else str(b) for axis, b in enumerate(block))
+    return "block " + "×".join(("column", "row")[axis] if b is None else str(b)
+                               for axis, b in enumerate(block))
 
 
 def facts_table(rows: list[dict[str, str]]) -> str:
     """As HTML: a column for each fact."""
     head = "".join(f"<th>{escape(key)}</th>" for key in rows[0])
-    body = "".join("<tr>" + "".join(f"<td>{escape(value)}</td>" for value in row.values()) + "</tr>" for row in rows)
+    body = "".join("<tr>" + "".join(f"<td>{escape(value)}</td>" for value in row.values()) + "</tr>"
+                   for row in rows)
     return f"<table><tr>{head}</tr>{body}</table>"
 
 

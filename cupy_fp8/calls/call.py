@@ -1,9 +1,9 @@
 """The one way from a call to a launch, which every op takes: `run`.
 
-An op declares its arguments, its result and its launches (`Op`). `run` does the rest, in this order: a call with the same
-memory as an earlier one is launched again at once; else arguments are validated, the result described, `out=` checked
-or memory allocated, overlaps refused; then the reference computes, or kernels are launched, and the call is remembered.
-Nothing is written before everything is valid.
+An op declares its arguments, its result and its launches (`Op`). `run` does the rest, in this order: a call
+with the same memory as an earlier one is launched again at once; else arguments are validated, the result
+described, `out=` checked or memory allocated, overlaps refused; then the reference computes, or kernels are
+launched, and the call is remembered. Nothing is written before everything is valid.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from . import memory, remembered, validate
 from . import splits as group_sizes
 from .memory import Range
 from .results import Allocation, Description, given_result
+from .tables import Records, Table, table
 
 _Inputs = TypeVar("_Inputs")
 _U32 = np.dtype(np.uint32)
@@ -56,13 +57,18 @@ class Call:
     xp: Any
     result: Description                 # of what is written
     allocation: Allocation              # of a result that is not given
+    arrays: Sequence[Array]             # those of the result, given or allocated
 
     def __init__(self) -> None:
         self.ranges: list[Range] = []
+        self.names: dict[str, str] = {}             # of arrays in lists: for messages
         self.noop_at = 0
         self.owner: Array | None = None             # the array that workspaces belong to: one of `out=`
         self.workspaces: list[Workspace] = []
         self.scratches: list[Array] = []            # memory for this call alone
+        self.tables: list[Table] = []
+        #: Arrays that launches have addresses inside of: the bytes from each address on.
+        self.read_inside: dict[int, int] = {}
         #: Addresses that are the same for every call on this device.
         self.constants: set[int] = set()
         #: Whether the call may be remembered by its memory. It may not if an argument was copied, or if its
@@ -72,6 +78,7 @@ class Call:
 
     def read(self, name: str, a: Any, dtypes: tuple[np.dtype[Any], ...]) -> Input:
         """An array that the op reads: of one of the dtypes; copied if it is not C-contiguous."""
+        name = self.names.get(name, name)
         if not self._first:
             backend.require_module(a, self.xp, name)
         dense, xp, at = validate.source(a, dtypes, name)
@@ -89,7 +96,7 @@ class Call:
         return Input(a, at)
 
     def update(self, name: str, a: Any, dtype: np.dtype[Any], shape: tuple[int, ...] | None = None) -> Input:
-        """An array that the op reads and writes in place: of this dtype, and of this shape where that is known."""
+        """An array that the op reads and writes in place, of this dtype and (where it is known) shape."""
         xp = np if isinstance(a, np.ndarray) else backend.module_of(a, name)
         at = validate.writable(a, a.shape if shape is None else shape, dtype, a if self._first else self.x,
                                xp if self._first else self.xp, name)
@@ -111,8 +118,8 @@ class Call:
         return r
 
     def splits(self, name: str, given: Any, check: Any = False) -> group_sizes.Groups:
-        """The sizes of groups: an array that the launches read, or a list, which is copied to where they find it. A call
-        that examines the sizes on the host is never remembered."""
+        """The sizes of groups: an array that the launches read, or a list, which is copied to where they find
+        it. A call that examines the sizes on the host is never remembered."""
         groups = group_sizes.read(given, self.x, self.xp, check, name)
         self.repeatable &= groups.array is given and groups.host is None
         self.ranges.append(Range(groups.at, groups.at + groups.nbytes, False, name))
@@ -136,7 +143,7 @@ class Call:
         return at
 
     def scalar(self, name: str, a: Any) -> tuple[int, float]:
-        """(address, 0) of a one-element f32 array that the op reads, or (0, value) of a number rounded to f32."""
+        """(address, 0) of a one-element f32 array that the op reads, or (0, a number rounded to f32)."""
         at, value = validate.scalar_or_one_f32(a, self.x, self.xp, name)
         if isinstance(a, self.xp.ndarray):
             self.ranges.append(Range(at, at + 4, False, name))
@@ -152,13 +159,25 @@ class Call:
         return found
 
     def scratch(self, use: str, words: int) -> Array:
-        """u32 words that a call without `out=` allocates for its launches; with `out=` they are a workspace of it."""
+        """u32 words that a call without `out=` allocates for its launches; with `out=` they are a workspace
+        of it."""
         if self.owner is not None:
             return self.workspace_array(use, words)
         found = empty_beside(self.x, (words,), _U32)
         if words:
             self.scratches.append(found)
         return found
+
+    def table(self, records: Records) -> int:
+        """The address of records for this call's launches (see `tables`)."""
+        found = table(self.arrays[0], self.x, records)
+        self.tables.append(found)
+        return found.at
+
+    def without_arrays(self, noop: Any) -> None:
+        """For an empty list of arrays: the noop flag stands for the first array where there is one."""
+        self.x = np.empty(0, np.float32) if noop is None else noop
+        self.xp, self._first = backend.module_of(self.x, "noop"), False
 
     def error_word(self) -> int:
         """The address of the device's word of errors (see `kernels.errors`)."""
@@ -195,10 +214,11 @@ class Op(Generic[_Inputs]):
 
 def run(op: Op[Any], given: tuple[Any, ...], out: Any = None) -> Any:
     """Call an op: returns its result, or `out` after writing it."""
-    described = memory.describe(op, given, out)
+    described = None
     try:
+        described = memory.describe(op, given, out)
         known = described and remembered.find(described, out)
-    except TypeError:                               # an option that cannot be hashed: the op says what is wrong with it
+    except TypeError:                   # an option that cannot be hashed: the op says what is wrong with it
         known = described = None
     if described and known and (found := known.run(described[1], out)) is not None:
         return found
@@ -211,7 +231,7 @@ def run(op: Op[Any], given: tuple[Any, ...], out: Any = None) -> Any:
         arrays, written = call.allocation.make()
     else:
         call.owner, written = next(iter(arrays), None), list(map(address, arrays))
-    call.result = result
+    call.result, call.arrays = result, arrays
     launches = list(op.launches(call, inputs, *written))
     for launch in launches:
         launch.run()
@@ -220,9 +240,10 @@ def run(op: Op[Any], given: tuple[Any, ...], out: Any = None) -> Any:
     return result.build(arrays) if out is None else out
 
 
-def validate_call(op: Op[Any], given: tuple[Any, ...], out: Any) -> tuple[Call, Any, Description, Sequence[Array] | None]:
-    """Everything that can be wrong with a call is found here, before anything is written. Returns the call, the op's inputs,
-    the description of its result, and the arrays of a result given as `out=`."""
+def validate_call(op: Op[Any], given: tuple[Any, ...],
+                  out: Any) -> tuple[Call, Any, Description, Sequence[Array] | None]:
+    """Everything that can be wrong with a call is found here, before anything is written. Returns the call,
+    the op's inputs, the description of its result, and the arrays of a result given as `out=`."""
     call = Call()
     inputs = op.arguments(call, *given)
     result, arrays = op.result(inputs), None
@@ -230,7 +251,7 @@ def validate_call(op: Op[Any], given: tuple[Any, ...], out: Any) -> tuple[Call, 
         result, arrays, ranges = given_result(result, out, call.x, call.xp)
         call.ranges += ranges
     elif call.noop_at:
-        raise ValueError("noop: needs out=, since nothing may be written")
+        raise ValueError(f"noop: needs {result.argument}=, since nothing may be written")
     memory.check_separate(call.ranges)
     return call, inputs, result, arrays
 

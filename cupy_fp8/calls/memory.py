@@ -1,9 +1,13 @@
-"""Memory of a call's arrays: which calls have the same, and whether what is written overlaps anything else."""
+"""Memory of a call's arrays: which calls have the same, and whether a written array overlaps another."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Hashable, Iterable
+import weakref
+from array import array
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +15,8 @@ import numpy as np
 from ..kernels import executor_of
 from ..results import Quantized, Scaled
 from ..routing import Routing
+
+ALIGNMENT = 32                      # kernels ask for 16 at most
 
 
 # ---- overlap ----
@@ -24,8 +30,10 @@ class Range(NamedTuple):
 
 
 def check_separate(ranges: Iterable[Range]) -> None:
-    """ValueError if any range that is written shares a byte with another. It names the written one, of two the later."""
-    furthest: dict[bool, tuple[Range, int]] = {}    # by whether it is written: the one that ends last, and its number
+    """ValueError if any range that is written shares a byte with another. It names the written one, of two
+    the later."""
+    # By whether it is written: the range that ends last, and its number.
+    furthest: dict[bool, tuple[Range, int]] = {}
     for number, found in sorted(enumerate(ranges), key=lambda numbered: numbered[1]):
         if found.start == found.end:
             continue
@@ -39,28 +47,29 @@ def check_separate(ranges: Iterable[Range]) -> None:
 
 
 # ---- what a call depends on ----
-#: Appends the facts of an object that has memory (shapes, dtypes, metadata) and its addresses; False where such a call is
-#: never remembered.
-_Describe = Callable[[Any, list[Any], list[int]], bool]
+#: Appends the facts of an object that has memory (shapes, dtypes, metadata) and its addresses; False where
+#: such a call is never remembered.
+_Describe = Callable[[Any, list[Any], list[Any]], bool]
 
 
-def describe(op: Hashable, given: tuple[Any, ...], out: Any) -> tuple[tuple[Any, ...], list[int]] | None:
-    """Everything a call depends on but for the contents of arrays: the op, its options and the facts of its arrays, which
-    can be hashed if the options can; and the addresses of the arrays. None for calls of the reference."""
+def describe(op: Hashable, given: tuple[Any, ...], out: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
+    """Everything a call depends on but for the contents of arrays: the op, its options and the facts of its
+    arrays, which can be hashed if the options can; and the addresses of the arrays, those of a list as
+    `Places`. None for calls of the reference. TypeError if a list has a member that cannot be hashed."""
     facts: list[Any] = [op]
-    addresses: list[int] = []
+    addresses: list[Any] = []
     for a in (out, *given):
         if not _describe(a, facts, addresses):
             return None
     return tuple(facts), addresses
 
 
-def _describe(a: Any, facts: list[Any], addresses: list[int]) -> bool:
+def _describe(a: Any, facts: list[Any], addresses: list[Any]) -> bool:
     kind = type(a)
     facts.append(kind)
     found = _KINDS.get(kind)
-    if found is None and kind.__name__ == "ndarray" and kind.__module__.partition(".")[0] == "cupy":
-        found = _KINDS[kind] = _of_cupy
+    if found is None and kind.__name__ == "ndarray":
+        found = _of_arrays(kind)
     if found is not None:
         return found(a, facts, addresses)
     facts.append(a)
@@ -69,7 +78,14 @@ def _describe(a: Any, facts: list[Any], addresses: list[int]) -> bool:
     return not isinstance(a, np.generic)            # equal numbers of other types can mean something else
 
 
-def _of_cupy(a: Any, facts: list[Any], addresses: list[int]) -> bool:
+def _of_arrays(kind: type) -> _Describe | None:
+    """How arrays of this kind are described. CuPy's kind is added when one is seen: CuPy may not be there."""
+    if kind not in _KINDS and kind.__name__ == "ndarray" and kind.__module__.partition(".")[0] == "cupy":
+        _KINDS[kind] = _of_cupy
+    return _KINDS.get(kind)
+
+
+def _of_cupy(a: Any, facts: list[Any], addresses: list[Any]) -> bool:
     memory = a.data
     addresses.append(memory.ptr)
     facts += (a.shape, a.dtype, memory.device_id)
@@ -78,14 +94,14 @@ def _of_cupy(a: Any, facts: list[Any], addresses: list[int]) -> bool:
     return True
 
 
-def _of_numpy(a: np.ndarray, facts: list[Any], addresses: list[int]) -> bool:
+def _of_numpy(a: np.ndarray, facts: list[Any], addresses: list[Any]) -> bool:
     """Only for kernels on the CPU: a call of the reference is never repeated."""
     addresses.append(a.ctypes.data)
     facts += (a.shape, a.dtype, a.strides, a.flags.writeable)
     return executor_of(np) == "host"
 
 
-def _of_tuple(given: tuple[Any, ...], facts: list[Any], addresses: list[int]) -> bool:
+def _of_tuple(given: tuple[Any, ...], facts: list[Any], addresses: list[Any]) -> bool:
     """A result of several arrays, or an option such as a block."""
     if given and type(given[-1]) is int:            # a shape or a block: only numbers, whose types count
         facts += (given, tuple(map(type, given)))
@@ -93,21 +109,107 @@ def _of_tuple(given: tuple[Any, ...], facts: list[Any], addresses: list[int]) ->
     return _of_parts(given, facts, addresses)
 
 
-def _of_parts(parts: tuple[Any, ...], facts: list[Any], addresses: list[int]) -> bool:
+def _of_parts(parts: Sequence[Any], facts: list[Any], addresses: list[Any]) -> bool:
     """Arrays, numbers and whatever else, each by itself."""
     facts.append(len(parts))
     return all(_describe(a, facts, addresses) for a in parts)
 
 
+# ---- lists ----
+class Once:
+    """A tuple that is hashed once, and known to equal itself without a look at its members."""
+
+    def __init__(self, value: tuple[Any, ...]) -> None:
+        self.value, self._hash = value, hash(value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (type(other) is type(self) and self.value == other.value)
+
+
+class Places(Once):
+    """The addresses of the arrays of a list."""
+
+    @functools.cached_property
+    def alignments(self) -> bytes:
+        return bytes(at % ALIGNMENT for at in self.value)
+
+
+def flat(addresses: Iterable[Any]) -> list[int]:
+    """Addresses, also those of lists, one by one."""
+    found: list[int] = []
+    for at in addresses:
+        found += (at,) if type(at) is int else at.value
+    return found
+
+
+class _Members(NamedTuple):
+    """What `describe` says of a list, and the shapes of its arrays, which can be assigned to. `alive` watches
+    its members: their identities are others' once they are gone."""
+
+    facts: Once
+    places: Places
+    shapes: tuple[tuple[int, ...], ...] | None
+    alive: list[weakref.ref[Any]]
+
+
+_lists: dict[bytes, _Members] = {}          # by the identities of their members
+_MOST_LISTS = 1024
+_SHAPE = attrgetter("shape")
+
+
+def identities(objects: Sequence[Any]) -> bytes:
+    """Their identities as bytes: made in less than half the time that `id` takes, and compared at once."""
+    return np.fromiter(objects, object, len(objects)).tobytes()
+
+
+def _of_list(members: list[Any], facts: list[Any], addresses: list[Any]) -> bool:
+    """Lists of CuPy arrays, or of results of these, are described once for as long as their members live. A
+    call with a list of integers is not remembered: most are sizes, which it copies."""
+    kinds = set(map(type, members))
+    kind = kinds.pop() if len(kinds) == 1 else None
+    if kind is int:
+        return False
+    if kind is float:
+        facts.append(array("d", members).tobytes())                 # tells -0 from 0
+        return True
+    of_arrays = kind is not None and _of_arrays(kind) is _of_cupy
+    key = identities(members) if of_arrays or kind is Quantized else b""
+    found = _lists.get(key) if key else None
+    if found is None or (of_arrays and found.shapes != tuple(map(_SHAPE, members))):
+        own_facts: list[Any] = []
+        own_addresses: list[Any] = []
+        if not _of_parts(members, own_facts, own_addresses):
+            return False
+        shapes = tuple(map(_SHAPE, members)) if of_arrays else None
+        found = _Members(Once(tuple(own_facts)), Places(tuple(flat(own_addresses))), shapes, [])
+        if of_arrays or (kind is Quantized and all("_described" in q.__dict__ for q in members)):
+            if len(_lists) >= _MOST_LISTS:
+                _lists.clear()
+            _lists[key] = found
+            forget = functools.partial(_forget_list, key)
+            found.alive.extend(weakref.ref(member, forget) for member in members)
+    facts.append(found.facts)
+    addresses.append(found.places)
+    return True
+
+
+def _forget_list(key: bytes, _: Any) -> None:
+    _lists.pop(key, None)
+
+
+# ---- results ----
 def _of_result(fields: Callable[[Any], tuple[Any, ...]]) -> _Describe:
     """For results with these fields. On a GPU a result's description is kept with it, so its fields are read
     once: results are frozen, and CuPy's memory stays where it is."""
 
-    def describe(result: Any, facts: list[Any], addresses: list[int]) -> bool:
+    def describe(result: Any, facts: list[Any], addresses: list[Any]) -> bool:
         kept = result.__dict__.get("_described")
         if kept is None:
             own_facts: list[Any] = []
-            own_addresses: list[int] = []
+            own_addresses: list[Any] = []
             if not _of_parts(fields(result), own_facts, own_addresses):
                 return False
             kept = tuple(own_facts), own_addresses
@@ -121,10 +223,9 @@ def _of_result(fields: Callable[[Any], tuple[Any, ...]]) -> _Describe:
     return describe
 
 
-#: How to describe each kind of object that has memory; anything else is an option. CuPy's arrays are added when one is seen,
-#: since CuPy may not be there.
+#: How to describe each kind of object that has memory; anything else is an option.
 _KINDS: dict[type, _Describe] = {
-    np.ndarray: _of_numpy, tuple: _of_tuple,
+    np.ndarray: _of_numpy, tuple: _of_tuple, list: _of_list,
     Scaled: _of_result(lambda s: (s.data, s.scale_inv, s.shape, s.transposed, s.block, s.scale_layout)),
     Quantized: _of_result(lambda q: (q.rowwise, q.columnwise, q.dbias)),
     Routing: _of_result(lambda r: (*r._arrays().values(), r.rows, r.align))}

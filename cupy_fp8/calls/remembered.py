@@ -1,27 +1,32 @@
 """Remembered calls: the launches of an earlier call, run again without looking at its arguments twice.
 
-A call that writes into `out=` is known by the addresses of its arrays, and its launches are run as they are. A call that
-allocates is known by the shapes, dtypes and alignments of its arrays: its launches get the new addresses.
+A call that writes into `out=` is known by the addresses of its arrays, and its launches are run as they are.
+A call that allocates is known by the shapes, dtypes and alignments of its arrays: its launches get the new
+addresses.
 """
 
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
+from collections.abc import Iterable
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import address, empty_beside
+from ..arrays import Array, address, empty_beside
 from ..kernels import Launch, owner_of, workspace
 from . import validate
+from .memory import ALIGNMENT, flat
+from .tables import Records, table
 
 if TYPE_CHECKING:
     from .call import Call
 
-_U32 = np.dtype(np.uint32)
-_Described = tuple[tuple[Any, ...], list[int]]
+_U32, _U64 = np.dtype(np.uint32), np.dtype(np.uint64)
+_Described = tuple[tuple[Any, ...], list[Any]]
 _MOST = 4096
-_ALIGNMENT = 32                     # kernels ask for 16 at most
 
 _calls: dict[Any, _Repeated | _Allocating] = {}
 
@@ -29,20 +34,23 @@ _calls: dict[Any, _Repeated | _Allocating] = {}
 def find(described: _Described, out: Any) -> _Repeated | _Allocating | None:
     """An earlier call that this one can be launched like. TypeError if an option cannot be hashed."""
     facts, addresses = described
-    if out is None:
-        return _calls.get((facts, *[at % _ALIGNMENT for at in addresses]))
-    return _calls.get((facts, *addresses))
+    return _calls.get((facts, *addresses) if out is not None else _unplaced(facts, addresses))
+
+
+def _unplaced(facts: tuple[Any, ...], addresses: list[Any]) -> tuple[Any, ...]:
+    """What calls that allocate have in common, wherever their arrays are."""
+    return (facts, *[at % ALIGNMENT if type(at) is int else at.alignments for at in addresses])
 
 
 def remember(described: _Described, call: Call, launches: list[Launch], written: list[int], out: Any) -> None:
     """Keep a call that has been launched, if it can be repeated."""
-    facts, addresses = described
     if len(_calls) >= _MOST:
         _calls.clear()
+    facts, addresses = described
     if out is not None:
         _calls[(facts, *addresses)] = _Repeated(call, launches)
-    elif (found := _Allocating.of(call, launches, addresses, written)) is not None:
-        _calls[(facts, *[at % _ALIGNMENT for at in addresses])] = found
+    elif (found := _Allocating.of(call, launches, flat(addresses), written)) is not None:
+        _calls[_unplaced(facts, addresses)] = found
 
 
 def forget() -> None:
@@ -51,20 +59,25 @@ def forget() -> None:
 
 
 class _Repeated:
-    """Launches into the same memory. Workspaces belong to the array that owns this memory: once it is gone, another array may
-    have the address, and needs workspaces that live as long as itself, since a CUDA graph may keep on using them."""
+    """Launches into the same memory. Workspaces belong to the array that owns this memory: once it is gone,
+    another array may have the address, and needs workspaces that live as long as itself, since a CUDA graph
+    may keep on using them. So do tables, which may also have made room for others."""
 
     def __init__(self, call: Call, launches: list[Launch]) -> None:
-        self._launches, self._workspaces, self._owner = launches, call.workspaces, None
+        self._launches, self._tables, self._owner = launches, call.tables, None
+        self._workspaces = call.workspaces              # of NumPy arrays nobody else keeps them
         if call.workspaces and not isinstance(call.x, np.ndarray):
             self._owner = weakref.ref(owner_of(call.owner))
         for launch in launches:
             launch.keep()
 
-    def run(self, addresses: list[int], out: Any) -> Any:
+    def run(self, addresses: list[Any], out: Any) -> Any:
         """out; None where the memory has another owner than it had."""
         if self._owner is not None and self._owner() is None:
             return None
+        for each in self._tables:
+            if not each.use():
+                return None
         for launch in self._launches:
             launch.run()
         return out
@@ -78,66 +91,122 @@ class _Slot(NamedTuple):
     offset: int
 
 
-class _Allocating:
-    """Launches into new memory: members that are pointers get the addresses of this call's arrays."""
+class _RecordSlots:
+    """Records and the addresses in them."""
 
-    def __init__(self, call: Call, written: list[int], launches: list[tuple[Launch, list[_Slot]]]) -> None:
-        #: An array without elements, which stands for the call's arrays where only their device matters: these may be freed.
+    def __init__(self, records: Records, slots: list[_Slot]) -> None:
+        self._words, self._records = np.frombuffer(records, _U64), records
+        self._positions, self._which, self._offsets = np.array(slots, _U64).reshape(-1, 3).T.copy()
+
+    @staticmethod
+    def of(records: Records, known: _Known) -> _RecordSlots | None:
+        """None where it is not certain which array a pointer belongs to."""
+        words = np.frombuffer(records, _U64)
+        slots = known.slots((i, int(words[i])) for i in records.pointers)
+        return None if slots is None else _RecordSlots(records, slots)
+
+    def fill(self, addresses: list[int]) -> Records:
+        words = self._words.copy()
+        words[self._positions] = np.array(addresses, _U64)[self._which] + self._offsets
+        return Records.of(words.tobytes(), self._records.pointers, self._records.own)
+
+
+class _Known:
+    """The addresses of a call, and how many bytes from each on belong to it."""
+
+    def __init__(self, known: list[tuple[int, int]], constants: set[int]) -> None:
+        self._order = sorted(range(len(known)), key=lambda i: known[i])
+        self._places = [known[i] for i in self._order]
+        self._constants = constants
+        #: Whether every pointer is one address's alone.
+        ends = pairwise([*self._places, (1 << 64, 0)])
+        self.distinct = all(at and at + size <= next_at for (at, size), (next_at, _) in ends)
+
+    def slots(self, values: Iterable[tuple[int, int]]) -> list[_Slot] | None:
+        """Which of the values, each with its position, are these addresses; None if one leads elsewhere."""
+        found = []
+        for position, value in values:
+            i = bisect_right(self._places, (value, 1 << 64)) - 1
+            if i >= 0 and value < sum(self._places[i]):
+                found.append(_Slot(position, self._order[i], value - self._places[i][0]))
+            elif value and value not in self._constants:
+                return None
+        return found
+
+
+class _Bound(NamedTuple):
+    """A launch and the addresses among its values, also in records."""
+
+    launch: Launch
+    slots: list[_Slot]
+    records: list[tuple[int, _RecordSlots]]
+
+    @staticmethod
+    def of(launch: Launch, known: _Known) -> _Bound | None:
+        """None if a pointer leads elsewhere, or may be hidden in packed bytes."""
+        slots = known.slots((i, launch.values[i]) for i in launch.variant.kernel.layout.pointers)
+        records = []
+        for i, value in enumerate(launch.values):
+            if isinstance(value, bytes) and value:
+                inside = _RecordSlots.of(value, known) if isinstance(value, Records) else None
+                if inside is None:
+                    return None
+                records.append((i, inside))
+        return None if slots is None else _Bound(launch, slots, records)
+
+    def run(self, x: Array, addresses: list[int]) -> None:
+        launch, values = self.launch, self.launch.values.copy()
+        for position, which, offset in self.slots:
+            values[position] = addresses[which] + offset
+        for position, inside in self.records:
+            values[position] = inside.fill(addresses)
+        launch.variant.launch(x, launch.grid, *values, shared=launch.shared)
+
+
+class _Allocating:
+    """Launches into new memory: pointers get the addresses of this call's arrays."""
+
+    def __init__(self, call: Call, written: list[int], tables: list[_RecordSlots],
+                 launches: list[_Bound]) -> None:
+        #: An array without elements stands for the call's arrays, which may be freed: it has their device.
         self._like = empty_beside(call.x, (0,), _U32)
         self._allocation, self._build = call.allocation, call.result.build
-        self._alignments, self._launches = [at % _ALIGNMENT for at in written], launches
+        self._alignments, self._launches, self._tables = [at % ALIGNMENT for at in written], launches, tables
         self._workspaces = [(found.use, found.words) for found in call.workspaces]
         self._scratches = [scratch.shape for scratch in call.scratches]
 
     @staticmethod
     def of(call: Call, launches: list[Launch], given: list[int], written: list[int]) -> _Allocating | None:
         """None where it is not certain which array a pointer belongs to."""
-        known = [*given, *written, *(address(found.array) for found in call.workspaces), *map(address, call.scratches)]
-        if any(found.written for found in call.ranges) or len({0, *known}) <= len(known):
+        if any(found.written for found in call.ranges):
             return None
-        # Pointers may lead into workspaces and scratch memory, but only to the beginning of arrays.
-        sizes = [1] * (len(given) + len(written))
-        sizes += [4 * found.words for found in call.workspaces] + [scratch.nbytes for scratch in call.scratches]
-        found = []
-        for launch in launches:
-            slots = _slots(launch, list(zip(known, sizes, strict=True)), call.constants)
-            if slots is None:
-                return None
-            found.append((launch, slots))
-        return _Allocating(call, written, found)
+        # Pointers may lead into new memory, which overlaps nothing; of most given arrays, to the start alone.
+        sizes = [(at, call.read_inside.get(at, 1)) for at in given]
+        sizes += [(at, max(1, a.nbytes)) for at, a in zip(written, call.result.arrays, strict=True)]
+        sizes += [(address(found.array), 4 * found.words) for found in call.workspaces]
+        sizes += [(address(scratch), scratch.nbytes) for scratch in call.scratches]
+        known = _Known(sizes, call.constants)
+        tables = [_RecordSlots.of(each.records, known) for each in call.tables]
+        known_to_launches = _Known(sizes + [(each.at, each.nbytes) for each in call.tables], call.constants)
+        found = [_Bound.of(launch, known_to_launches) for launch in launches]
+        if not known_to_launches.distinct or None in tables or None in found:
+            return None
+        return _Allocating(call, written, [each for each in tables if each], [each for each in found if each])
 
-    def run(self, addresses: list[int], out: Any) -> Any:
+    def run(self, addresses: list[Any], out: Any) -> Any:
         """The result; None where memory came with another alignment."""
         x = self._like
         validate.may_allocate(x)
         arrays, written = self._allocation.make()
-        if [at % _ALIGNMENT for at in written] != self._alignments:
+        if [at % ALIGNMENT for at in written] != self._alignments:
             return None
-        addresses = addresses + written
+        addresses = flat(addresses) + written
         for use, words in self._workspaces:
             addresses.append(address(workspace(None, x, use, words)))
         scratches = [empty_beside(x, shape, _U32) for shape in self._scratches]
         addresses += map(address, scratches)
-        for launch, slots in self._launches:
-            values = launch.values.copy()
-            for position, which, offset in slots:
-                values[position] = addresses[which] + offset
-            launch.variant.launch(x, launch.grid, *values, shared=launch.shared)
+        tables = [table(arrays[0], x, each.fill(addresses)) for each in self._tables]
+        addresses += [each.at for each in tables]
+        for bound in self._launches:
+            bound.run(x, addresses)
         return self._build(arrays)
-
-
-def _slots(launch: Launch, known: list[tuple[int, int]], constants: set[int]) -> list[_Slot] | None:
-    """Where a launch has addresses. known: each address, and how many bytes from there on belong to it. None if a pointer
-    leads elsewhere, or may be hidden in packed bytes."""
-    layout = launch.variant.kernel.layout
-    if layout.has_arrays:
-        return None
-    slots = []
-    for position in layout.pointers:
-        value = launch.values[position]
-        owner = next((i for i, (at, size) in enumerate(known) if at <= value < at + size), None)
-        if owner is not None:
-            slots.append(_Slot(position, owner, value - known[owner][0]))
-        elif value and value not in constants:
-            return None
-    return slots

@@ -1,4 +1,4 @@
-"""Descriptions of results: which arrays an op writes, how users get them, and whether a result given as `out=` has them."""
+"""Descriptions of results: which arrays an op writes, how users get them, and whether `out=` has them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from .memory import Range
 
 #: Arrays of one allocation begin at multiples of so many bytes.
 _ALIGNMENT = 256
+#: Bytes whose kernels take longer than an allocation does.
+_LARGE = 8 << 20
 
 
 class Written(NamedTuple):
@@ -24,9 +26,16 @@ class Written(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
 
 class Description:
-    """What an op returns. This one is a single array; other kinds of results replace `build` and `arrays_of`."""
+    """What an op returns: here one array; other kinds of results replace `build` and `arrays_of`."""
+
+    #: The name of the argument that such a result is given as.
+    argument = "out"
 
     def __init__(self, *arrays: Written) -> None:
         self.arrays = arrays
@@ -36,12 +45,12 @@ class Description:
         return arrays[0]
 
     def for_out(self, out: Any) -> Description:
-        """The description of a result given as `out=`, where such a result can have other arrays than a new one."""
+        """The description of a result given as `out=`, which can have other arrays than a new one."""
         return self
 
     def arrays_of(self, out: Any) -> Sequence[Array]:
-        """The arrays of a result given as `out=`. TypeError or ValueError if it is another kind of result; the arrays
-        themselves are checked after this."""
+        """The arrays of a result given as `out=`. TypeError or ValueError if it is another kind of result;
+        the arrays themselves are checked after this."""
         return (out,)
 
     def store(self, out: Any, made: Any) -> None:
@@ -88,9 +97,10 @@ def pair(out: Any) -> tuple[Any, Any]:
     return out
 
 
-def given_result(described: Description, out: Any, x: Array, xp: Any) -> tuple[Description, Sequence[Array], list[Range]]:
-    """The description and the arrays of a result given as `out=`, and their memory, once every array has been found to be of
-    x's kind and device, writable, and of its shape and dtype."""
+def given_result(described: Description, out: Any, x: Array,
+                 xp: Any) -> tuple[Description, Sequence[Array], list[Range]]:
+    """The description and the arrays of a result given as `out=`, and their memory, once every array has been
+    found to be of x's kind and device, writable, and of its shape and dtype."""
     described = described.for_out(out)
     arrays = described.arrays_of(out)
     ranges = []
@@ -101,13 +111,12 @@ def given_result(described: Description, out: Any, x: Array, xp: Any) -> tuple[D
 
 
 class Allocation:
-    """How uninitialised arrays beside another are made: on a GPU as views of one allocation."""
+    """How uninitialised arrays beside another are made: on a GPU as views of one allocation, or of a few
+    where they are large, since an allocation is there for as long as one of its arrays."""
 
     def __init__(self, like: Array, arrays: Sequence[Written]) -> None:
-        self._arrays, self._starts, self._nbytes = [(a.shape, a.dtype) for a in arrays], [], 0
-        for a in arrays:
-            self._starts.append(self._nbytes)
-            self._nbytes += -(-prod(a.shape) * a.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        self._arrays = [(a.shape, a.dtype) for a in arrays]
+        self._places, self._sizes = places(arrays)
         self._device = None if isinstance(like, np.ndarray) else like.data.device_id
         self._cupy = None if self._device is None else backend.cupy()
 
@@ -119,9 +128,22 @@ class Allocation:
         cp = self._cupy
         if self._device != cp.cuda.runtime.getDevice():
             with cp.cuda.Device(self._device):
-                memory = cp.cuda.alloc(self._nbytes)
+                memories = [cp.cuda.alloc(nbytes) for nbytes in self._sizes]
         else:
-            memory = cp.cuda.alloc(self._nbytes)
-        ndarray, at = cp.ndarray, memory.ptr
-        arrays = [ndarray(shape, dtype, memory + start) for (shape, dtype), start in zip(self._arrays, self._starts, strict=True)]
-        return arrays, [at + start for start in self._starts]
+            memories = [cp.cuda.alloc(nbytes) for nbytes in self._sizes]
+        ndarray = cp.ndarray
+        arrays = [ndarray(shape, dtype, memories[which] + start)
+                  for (shape, dtype), (which, start) in zip(self._arrays, self._places, strict=True)]
+        return arrays, [memories[which].ptr + start for which, start in self._places]
+
+
+def places(arrays: Sequence[Written]) -> tuple[list[tuple[int, int]], list[int]]:
+    """Which allocation each array is in, and where it begins there; and the bytes of each allocation. An
+    allocation that is large already gets no further array."""
+    found, sizes = [], [0]
+    for a in arrays:
+        if sizes[-1] >= _LARGE:
+            sizes.append(0)
+        found.append((len(sizes) - 1, sizes[-1]))
+        sizes[-1] += -(-a.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return found, sizes

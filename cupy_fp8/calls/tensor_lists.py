@@ -1,27 +1,30 @@
-"""What ops on lists of arrays share: tables that tell a launch of every array, kept with the results that are written again and again."""
+"""What ops on lists of arrays share: their arguments, the description of their results, and the tables that
+they launch."""
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections.abc import Iterable, Sequence
-from operator import attrgetter
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import numpy as np
 
 from .. import backend
-from ..arrays import Array, empty_beside
-from ..kernels import Variant, capturing
-from ..results import Quantized
+from ..formats import float32
+from ..kernels.structs import Layout
 from . import validate
-from .memory import Range, check_separate
+from .call import Call
+from .memory import Range
+from .results import Description
+from .tables import Records
 
-KEPT = 4                                        # plans of a result that no graph has captured
+_T = TypeVar("_T")
+_MOST_BLOCKS = 0x7FFFFFFF
 
 
 # ---- arguments ----
-def as_list(a: Any, name: str, number: int | None = None) -> Sequence[Any]:
+def checked(a: Any, name: str, number: int | None = None) -> Sequence[Any]:
+    """A list or a tuple of so many members."""
     if not isinstance(a, (list, tuple)):
         raise TypeError(f"{name}: expected a list, got {type(a).__name__}")
     if number is not None and len(a) != number:
@@ -29,189 +32,123 @@ def as_list(a: Any, name: str, number: int | None = None) -> Sequence[Any]:
     return a
 
 
-def of_output(error: Exception, i: int) -> Exception:
-    """What an op says of `out`, said of one of `outputs`."""
-    message = str(error)
-    return type(error)(f"outputs[{i}]{message[3:]}" if message.startswith("out") else f"outputs[{i}]: {message}")
+def each_scale(call: Call, scales: Any, number: int) -> list[tuple[int, float]]:
+    """(address, 0) of the scale of each array, or (0, value) of a number. scales: an f32 array [n], or a
+    list."""
+    if isinstance(scales, (list, tuple)):
+        return [call.scalar(f"scales[{i}]", one) for i, one in enumerate(checked(scales, "scales", number))]
+    return [(at, 0.0) for at in _elements(call, "scales", scales, number, updated=False)]
 
 
-def same(outputs: Any) -> list[Quantized]:
-    found: list[Quantized] = outputs
+def each_amax(call: Call, amaxes: Any, number: int) -> list[int]:
+    """The address of the amax of each array; several arrays may have the same. amaxes: an f32 array [n], or a
+    list."""
+    if not isinstance(amaxes, (list, tuple)):
+        return _elements(call, "amaxes", amaxes, number, updated=True)
+    found: list[int] = []
+    for i, one in enumerate(checked(amaxes, "amaxes", number)):
+        at = call.one_f32(f"amaxes[{i}]", one, updated=True)
+        if at in found:
+            call.ranges.pop()
+        found.append(at)
     return found
 
 
-# ---- calls that come again ----
-class Key(NamedTuple):
-    """What a call must have in common with an earlier one to launch the same: the identities of its arrays (all of them alive, see
-    `Plan.alive`), their shapes, which can be assigned to, and where the scales and amaxes are. NumPy arrays can also move their memory."""
-
-    options: Any                                    # what differs most often comes first
-    scales: Any
-    amaxes: Any
-    xs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    memory: tuple[int, ...]
-
-    @staticmethod
-    def of(xs: Any, scales: Any, amaxes: Any, outputs: Any, options: Any) -> Key | None:
-        """None for what is no call at all."""
-        if type(xs) not in (list, tuple) or type(outputs) not in (list, tuple) or not xs or not outputs:
-            return None
-        if type(outputs[0]) is not Quantized:
-            return None
-        try:
-            shapes = tuple(map(_SHAPE, xs))
-            scales_key, amaxes_key = _identity(scales), _identity(amaxes)
-        except AttributeError:
-            return None
-        memory: tuple[int, ...] = ()
-        if isinstance(xs[0], np.ndarray):
-            held = [*xs, *_members(scales), *_members(amaxes)]
-            memory = tuple(a.ctypes.data for a in held if isinstance(a, np.ndarray))
-        return Key(options, scales_key, amaxes_key, tuple(map(id, xs)), tuple(map(id, outputs)), shapes, memory)
+def _elements(call: Call, name: str, a: Any, number: int, updated: bool) -> list[int]:
+    """The address of every element of an f32 array [n], which may have any stride."""
+    if not isinstance(a, call.xp.ndarray):
+        backend.require_module(a, call.xp, name)
+    if a.dtype != float32:
+        raise TypeError(f"{name}: expected dtype float32, got {a.dtype}")
+    if a.shape != (number,):
+        raise ValueError(f"{name}: expected shape {(number,)}, one for each array of xs, got {a.shape}")
+    if call.xp is not np:
+        validate.same_device(a, call.x, name)
+    elif updated and not a.flags.writeable:
+        raise ValueError(f"{name}: the array is read-only")
+    at, stride = validate.address(a), a.strides[0]
+    if at % 4 or stride % 4:
+        raise ValueError(f"{name}: address {at:#x} or stride {stride} is not a multiple of 4")
+    found = [at + i * stride for i in range(number)]
+    distinct = enumerate(dict.fromkeys(found))
+    call.ranges += [Range(one, one + 4, updated, f"{name}[{i}]") for i, one in distinct]
+    if stride == 4:
+        call.read_inside[at] = 4 * number
+    return found
 
 
-_SHAPE = attrgetter("shape")
+# ---- results ----
+class ListResult(Description):
+    """A list of results, each with a description of its own."""
+
+    argument = "outputs"
+
+    def __init__(self, members: Sequence[Description]) -> None:
+        self.members = members
+        self._ends = list(accumulate(len(member.arrays) for member in members))
+        super().__init__(*(a._replace(name=f"outputs[{i}]{a.name[3:]}") for i, member in enumerate(members)
+                           for a in member.arrays))
+
+    def divide(self, values: Sequence[_T]) -> Iterator[Sequence[_T]]:
+        """For each result those of the values, one for each array, that are its arrays'."""
+        start = 0
+        for end in self._ends:
+            yield values[start:end]
+            start = end
+
+    def build(self, arrays: Sequence[Any]) -> list[Any]:
+        return [member.build(own) for member, own in zip(self.members, self.divide(arrays), strict=True)]
+
+    def for_out(self, out: Any) -> ListResult:
+        checked(out, "outputs", len(self.members))
+        pairs = enumerate(zip(self.members, out, strict=True))
+        return ListResult([_numbered(i, member.for_out, one) for i, (member, one) in pairs])
+
+    def arrays_of(self, out: Any) -> list[Any]:
+        return [a for i, (member, one) in enumerate(zip(self.members, out, strict=True))
+                for a in _numbered(i, member.arrays_of, one)]
 
 
-def _members(a: Any) -> Sequence[Any]:
-    return a if isinstance(a, (list, tuple)) else ()
+def _numbered(i: int, check: Callable[[Any], _T], out: Any) -> _T:
+    """What an op says of `out` is said of one of `outputs`."""
+    try:
+        return check(out)
+    except (TypeError, ValueError) as error:
+        message = str(error)
+        message = message[3:] if message.startswith("out") else f": {message}"
+        raise type(error)(f"outputs[{i}]{message}") from None
 
 
-def _identity(a: Any) -> Any:
-    """Of scales or amaxes. One array is known by its memory: views of a state's arrays come and go."""
-    if a is None or isinstance(a, (list, tuple)):
-        return a and tuple(map(id, a))
-    return validate.address(a), a.shape, a.strides, a.dtype, type(a)
+# ---- tables ----
+class TableLayout:
+    """Where a table has its parts: a record for each array, then for each block of threads the number of its
+    array, then zeros for the launches."""
 
+    def __init__(self, record: Layout, blocks: Sequence[int], zeros: int = 0) -> None:
+        """blocks: of threads, for each array. zeros: bytes."""
+        self.record, self.blocks, self.count = record, blocks, sum(blocks)
+        if self.count > _MOST_BLOCKS:
+            raise ValueError(f"xs: more than the {_MOST_BLOCKS} blocks that a launch can have; "
+                             "split the list")
+        #: Blocks of every array if all have as many, else 0.
+        self.each = blocks[0] if len(set(blocks)) == 1 else 0
+        self.numbers = record.size * len(blocks)
+        self.zeros = -(-(self.numbers + 4 * self.count) // 16) * 16
+        self._nbytes = -(-(self.zeros + zeros) // 16) * 16
 
-class Launch(NamedTuple):
-    variant: Variant
-    grid: int
-    before: tuple[Any, ...]                         # the members of its struct before noop, and after it
-    after: tuple[Any, ...]
+    def make(self, call: Call, packed: bytes, own: str = "") -> int:
+        """The address of the table with these records. own: the member of a record that is an offset in the
+        table."""
+        numbers = np.repeat(np.arange(len(self.blocks), dtype=np.uint32), self.blocks).tobytes()
+        own_words = slice(0)
+        if own:
+            own_words = slice(self.record.offset(own) // 8, self.numbers // 8, self.record.size // 8)
+        data = (packed + numbers).ljust(self._nbytes, b"\0")
+        return call.table(Records.of(data, self.pointers(own), own_words))
 
-
-class Table:
-    """What the launches read of each array, but for where the table itself will be: a record, and for each block of threads the number of
-    its record. Equal tables make equal launches."""
-
-    def __init__(self, packed: bytes, blocks: Sequence[int], options: Any, extra: int = 0) -> None:
-        """packed: the records; blocks: of threads, of each; options: what else launches depend on; extra: bytes of a workspace, zeros."""
-        self.packed, self.blocks, self.options = packed, blocks, options
-        #: Where in the table the numbers of blocks begin, and the workspace.
-        self.numbers = len(packed)
-        self.workspace = -(-(self.numbers + 4 * sum(blocks)) // 16) * 16
-        self.nbytes = self.workspace + extra
-
-    def write(self, host: np.ndarray, at: int) -> None:
-        """The table, which will be at that address, into memory of zeros."""
-        host[:self.numbers] = np.frombuffer(self.packed, np.uint8)
-        count = sum(self.blocks)
-        numbers = np.arange(len(self.blocks), dtype=np.uint32)
-        host[self.numbers:self.numbers + 4 * count].view(np.uint32)[:] = np.repeat(numbers, self.blocks)
-
-    def launches(self, at: int) -> list[Launch]:
-        raise NotImplementedError
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Table) and (self.packed, self.options, self.blocks) == (other.packed, other.options, other.blocks)
-
-    __hash__ = None                                 # type: ignore[assignment]
-
-
-class Plan:
-    """A list's table in its memory, and the launches that read it.
-
-    Kept with the first of the results that it writes, so that a call with the same arrays neither validates nor copies anything; where a
-    CUDA graph has captured it for as long as that result lives.
-    """
-
-    captured = False
-
-    def __init__(self, table: Table, x: Array, written: list[Range]) -> None:
-        self.table, self.key, self._written = table, None, written
-        self._alive = [True]
-        host = np.zeros(table.nbytes, np.uint8)
-        memory: Array = host if isinstance(x, np.ndarray) else empty_beside(x, host.shape, host.dtype)
-        self._memory = host, memory                 # host: the copy may still be reading it
-        at = validate.address(memory)
-        table.write(host, at)
-        if memory is not host:
-            with backend.cupy().cuda.Device(x.data.device_id):
-                memory.data.copy_from_host_async(host.ctypes.data, host.nbytes)
-        self._launches = table.launches(at)
-        self._checked = {0}                         # addresses of noop that overlap nothing
-
-    key: Key | None
-
-    @property
-    def alive(self) -> bool:
-        """Whether all arrays still exist: else their identities may be others' by now."""
-        return self._alive[0]
-
-    def watch(self, key: Key | None, xs: Any, scales: Any, amaxes: Any, results: Sequence[Quantized]) -> None:
-        """From now on calls with this key are this plan's, for as long as these arrays live."""
-        self.key, self._alive = key, [True]
-        died = functools.partial(_died, self._alive)
-        held = [*xs, *results, *_members(scales), *_members(amaxes)]
-        # Scalars cannot be watched, but kept.
-        self._held = [weakref.ref(a, died) if isinstance(a, Quantized) or (hasattr(a, "strides") and not np.isscalar(a)) else a
-                      for a in held]
-
-    def launch_again(self, x: Array, noop: Array | None) -> None:
-        on_device = not isinstance(x, np.ndarray)
-        noop_at = 0
-        if noop is not None:
-            noop_at = validate.one_f32(noop, x, backend.cupy() if on_device else np, "noop")
-            if noop_at not in self._checked:
-                check_separate([Range(noop_at, noop_at + 4, False, "noop"), *self._written])
-        if on_device and not self.captured:
-            self.captured = capturing(x.data.device_id)
-        self.launch(x, noop_at)
-
-    def launch(self, x: Array, noop_at: int) -> None:
-        self._checked.add(noop_at)
-        for variant, grid, before, after in self._launches:
-            variant.launch(x, grid, *before, noop_at, *after)
-
-
-def _died(alive: list[bool], _: Any) -> None:
-    alive[0] = False
-
-
-def known(key: Key | None, outputs: Any) -> Plan | None:
-    """The plan of an earlier call with this key, which wrote these results."""
-    if key is not None:
-        for plan in outputs[0].__dict__.get("_lists", ()):
-            if plan.key == key and plan.alive:
-                found: Plan = plan
-                return found
-    return None
-
-
-def launch(table: Table, x: Array, noop_at: int, runs: Iterable[Range], results: list[Quantized], key: Key | None, xs: Any,
-           scales: Any = None, amaxes: Any = None) -> None:
-    """Launch a call that is not known by its key, but perhaps by its table. key: None where other arrays than the caller's are read."""
-    in_capture = not isinstance(x, np.ndarray) and capturing(x.data.device_id)
-    plans = results[0].__dict__.setdefault("_lists", [])
-    plan = next((plan for plan in plans if plan.table == table), None)
-    if plan is None:
-        if in_capture:
-            raise ValueError("outputs: used with these arrays for the first time while a CUDA graph is captured; call once before the "
-                             "capture")
-        plan = Plan(table, x, [run for run in runs if run.written])
-        _forget(plans)
-        plans.append(plan)
-    plan.watch(key, xs, scales, amaxes, results)
-    plan.launch(x, noop_at)
-    plan.captured = plan.captured or in_capture
-
-
-def _forget(plans: list[Plan]) -> None:
-    """Makes room for another plan: graphs that are replayed still read the tables of some."""
-    free = [plan for plan in plans if not plan.captured]
-    for i, plan in enumerate(free):
-        if not plan.alive or i <= len(free) - KEPT:
-            plans.remove(plan)
+    def pointers(self, own: str = "") -> list[int]:
+        """The u64 words of all records that are addresses of arrays."""
+        offsets = {at for at, code in self.record.scalars() if code == "P"}
+        offsets -= {self.record.offset(own)} if own else set()
+        starts = range(0, self.numbers, self.record.size)
+        return [(start + offset) // 8 for start in starts for offset in sorted(offsets)]

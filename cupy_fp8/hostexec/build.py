@@ -1,8 +1,8 @@
 """Compile the runtime and kernels with g++; keep the results on disk.
 
-A kernel is compiled in two steps: ``g++ -E`` with the shim in front, then the preprocessed text with CUDA's ``__shared__``
-rewritten into C++. Working on preprocessed text covers included headers, and its line markers make every message name the
-real file.
+A kernel is compiled in two steps: ``g++ -E`` with the shim in front, then the preprocessed text with CUDA's
+``__shared__`` rewritten into C++. Working on preprocessed text covers included headers, and its line markers
+make every message name the real file.
 """
 
 import functools
@@ -28,27 +28,30 @@ _ENCODING: Any = {"encoding": "utf-8", "errors": "surrogateescape"}
 _TEXT: Any = {"text": True, **_ENCODING}
 
 _COMMON = ["-fPIC", "-shared", "-fvisibility=hidden", "-pthread"]
-# No contraction: a * b + c keeps its two roundings. No sibling calls: the runtime reads the caller's address for its messages.
+# No contraction: a * b + c keeps its two roundings. No sibling calls: the runtime reads the caller's address
+# for its messages.
 _KERNEL_FLAGS = [
-    "-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-math-errno", "-fno-exceptions", "-fno-rtti",
-    "-fno-threadsafe-statics", "-fno-optimize-sibling-calls", "-Wno-unknown-pragmas", "-Wno-attributes",
+    "-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-math-errno", "-fno-exceptions",
+    "-fno-rtti", "-fno-threadsafe-statics", "-fno-optimize-sibling-calls", "-Wno-unknown-pragmas",
+    "-Wno-attributes",
 ]  # fmt: skip
 _UNDEFINED = ["-fsanitize=undefined,float-cast-overflow,bounds-strict,alignment", "-fno-sanitize-recover=all"]
-# -O1 takes a quarter less to compile than -O2, and what runs once, on little, runs as fast. (With -Og, accesses beyond shared memory of
-# templates are not found.) -g1 is what reports need (functions and lines). With the sanitizers' checks -g takes half as long again to
-# compile. AddressSanitizer's checks take a quarter less as calls than in line (they check the same), and with one region for the register
-# allocator, which comes after them.
+# -O1 takes a quarter less to compile than -O2, and what runs once, on little, runs as fast. (With -Og,
+# accesses beyond shared memory of templates are not found.) -g1 is what reports need (functions and lines).
+# With the sanitizers' checks -g takes half as long again to compile. AddressSanitizer's checks take a quarter
+# less as calls than in line (they check the same), and with one region for the register allocator, which
+# comes after them.
 _MODE_FLAGS = {
     "fast": ["-O1", "-g1"],
     "asan": [
-        "-O1", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address", *_UNDEFINED, "--param=asan-instrumentation-with-call-threshold=0",
-        "-fira-region=one",
+        "-O1", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address", *_UNDEFINED,
+        "--param=asan-instrumentation-with-call-threshold=0", "-fira-region=one",
     ],
     "tsan": ["-O1", "-g1", "-fno-omit-frame-pointer", "-fsanitize=thread", "-DHOST_TSAN"],
 }
-# Where several threads run blocks, each needs its own shared memory. AddressSanitizer puts red zones only around plain statics,
-# so there the variables are plain, and a linker script gathers them to make them findable (-fdata-sections gives each its own
-# input section, named after the function it is in).
+# Where several threads run blocks, each needs its own shared memory. AddressSanitizer puts red zones only
+# around plain statics, so there the variables are plain, and a linker script gathers them to make them
+# findable (-fdata-sections gives each its own input section, named after the function it is in).
 _SHARED = {"fast": "static thread_local", "asan": "static", "tsan": "static thread_local"}
 _SHARED_SECTION = """SECTIONS {
   host_shared (NOLOAD) : {
@@ -60,13 +63,15 @@ _EXPORT = {
     "static": """
 extern "C" char host_shared_begin[], host_shared_end[];
 extern "C" __attribute__((visibility("default"))) const HostKernel host_kernel;
-const HostKernel host_kernel = {host_call_kernel, sizeof(HostKernelParams), nullptr, host_shared_begin, host_shared_end};
+const HostKernel host_kernel = {
+    host_call_kernel, sizeof(HostKernelParams), nullptr, host_shared_begin, host_shared_end};
 """,
     "static thread_local": """
 static thread_local char host_anchor;
 static void* host_find_anchor() { return &host_anchor; }
 extern "C" __attribute__((visibility("default"))) const HostKernel host_kernel;
-const HostKernel host_kernel = {host_call_kernel, sizeof(HostKernelParams), host_find_anchor, nullptr, nullptr};
+const HostKernel host_kernel = {
+    host_call_kernel, sizeof(HostKernelParams), host_find_anchor, nullptr, nullptr};
 """,
 }
 
@@ -79,14 +84,16 @@ class HostError(RuntimeError):
 
 
 def compiler() -> list[str]:
-    """The command of the compiler: $CXX, which may have arguments of its own ("ccache g++ -m64"), else g++."""
+    """The command of the compiler: $CXX, which may have arguments of its own ("ccache g++ -m64"), else g++.
+    """
     chosen = os.environ.get("CXX", "").strip() or "g++"
     if shutil.which(chosen):            # a path may have spaces in it
         return [chosen]
     try:
         return shlex.split(chosen)
     except ValueError as error:
-        raise HostError(f"CXX is not a command ({error}): {chosen}; set it to a compiler, such as g++") from None
+        raise HostError(f"CXX is not a command ({error}): {chosen}; "
+                        "set it to a compiler, such as g++") from None
 
 
 def cache_dir() -> Path:
@@ -101,12 +108,14 @@ def cache_dir() -> Path:
 
 
 def make_cache_dir() -> Path:
-    """The cache's folder, made if need be. A folder that exists may be read-only: it may hold all kernels already."""
+    """The cache's folder, made if need be. A folder that exists may be read-only: it may hold all kernels
+    already."""
     folder = cache_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise HostError(f"the folder for compiled kernels cannot be made ({error}): {_CHOOSE_FOLDER}") from None
+        raise HostError(f"the folder for compiled kernels cannot be made ({error}): "
+                        f"{_CHOOSE_FOLDER}") from None
     return folder
 
 
@@ -125,7 +134,8 @@ def clean_environment() -> dict[str, str]:
 
 @functools.cache
 def compiler_version() -> str:
-    """What the compiler prints about itself, and the arguments in CXX: kernels of another compiler are made anew."""
+    """What the compiler prints about itself, and the arguments in CXX: kernels of another compiler are made
+    anew."""
     command = compiler()
     try:
         done = subprocess.run([*command, "--version"], capture_output=True, env=clean_environment(), **_TEXT)
@@ -159,8 +169,9 @@ def source_files(*directories: Path) -> list[Path]:
 
 
 def _run_compiler(command: Sequence[object]) -> str:
-    # With a path as the program and descriptors left as they are (Python's own end at an exec), subprocess takes posix_spawn, which copies
-    # no page tables. ThreadSanitizer turns vfork into fork, and copying those of its shadow memory takes as long as compiling.
+    # With a path as the program and descriptors left as they are (Python's own end at an exec), subprocess
+    # takes posix_spawn, which copies no page tables. ThreadSanitizer turns vfork into fork, and copying those
+    # of its shadow memory takes as long as compiling.
     program = shutil.which(str(command[0])) or command[0]
     done = subprocess.run([str(part) for part in (program, *command[1:])], capture_output=True,
                           env=clean_environment(), close_fds=False, **_TEXT)
@@ -174,8 +185,8 @@ _locks: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
 
 
 def _build_into(target: Path, make: Callable[[Path], Path]) -> Path:
-    """Make a file in a temporary directory and move it to `target` in one step, because other processes may be making the same file.
-    Threads of this process that want the same file wait for the first of them."""
+    """Make a file in a temporary directory and move it to `target` in one step, because other processes may
+    be making the same file. Threads of this process that want the same file wait for the first of them."""
     with _locks[target]:
         if target.exists():
             return target
@@ -188,7 +199,8 @@ def _build_into(target: Path, make: Callable[[Path], Path]) -> Path:
 
 
 def build_runtime(mode: str) -> Path:
-    """The runtime library for one mode. It is never instrumented; it only tells the sanitizer about fibers."""
+    """The runtime library for one mode. It is never instrumented; it only tells the sanitizer about fibers.
+    """
     flags = ["-std=c++20", "-O2", "-g1", *_COMMON]
     flags += {"fast": [], "asan": ["-DHOST_ASAN"], "tsan": ["-DHOST_TSAN"]}[mode]
     if os.environ.get("CUPY_FP8_HOST_UCONTEXT"):
@@ -204,7 +216,8 @@ def build_runtime(mode: str) -> Path:
 
 
 _ALIGNMENT = r"(?:\s*(?:alignas\s*\([^()]*\)|__attribute__\s*\(\(\s*aligned\s*\([^()]*\)\s*\)\)))*"
-_DYNAMIC_SHARED = re.compile(rf"\bextern\s+__shared__{_ALIGNMENT}\s*([^;=(){{}}]*?){_ALIGNMENT}\s*(\w+)\s*\[\s*\]\s*;")
+_DYNAMIC_SHARED = re.compile(
+    rf"\bextern\s+__shared__{_ALIGNMENT}\s*([^;=(){{}}]*?){_ALIGNMENT}\s*(\w+)\s*\[\s*\]\s*;")
 _STATIC_SHARED = re.compile(r"\b(?:static\s+)?__shared__((?:\s*alignas\s*\([^()]*\))*)")
 
 
@@ -212,14 +225,17 @@ def rewrite_shared(text: str, storage: str) -> str:
     """Turn CUDA's __shared__ declarations in preprocessed text into C++ ones, line for line."""
 
     def dynamic(match: re.Match[str]) -> str:
-        # The statement expression makes a declaration outside a function an error: it would bind before the memory exists.
+        # The statement expression makes a declaration outside a function an error: it would bind before the
+        # memory exists.
         lines = "\n" * match[0].count("\n")
-        return f"{match[1]} (&{match[2]})[] = *({{ reinterpret_cast<{match[1]} (*)[]>(host_block.dynamic_shared); }});{lines}"
+        return (f"{match[1]} (&{match[2]})[] = "
+                f"*({{ reinterpret_cast<{match[1]} (*)[]>(host_block.dynamic_shared); }});{lines}")
 
     return _STATIC_SHARED.sub(rf"\1 {storage}", _DYNAMIC_SHARED.sub(dynamic, text))
 
 
-def build_kernel(path: Path, entry: str, defines: dict[str, str], include_dirs: tuple[Path, ...], mode: str) -> Path:
+def build_kernel(path: Path, entry: str, defines: dict[str, str], include_dirs: tuple[Path, ...],
+                 mode: str) -> Path:
     """The shared library of one kernel entry point."""
     runtime = build_runtime(mode)
     storage = _SHARED[mode]
@@ -227,16 +243,19 @@ def build_kernel(path: Path, entry: str, defines: dict[str, str], include_dirs: 
     options = [f"-D{name}={value}" for name, value in sorted(defines.items())]
     options += [f"-I{directory}" for directory in include_dirs]
     unit = (
-        f'#include "{SHIM / "cuda_host.h"}"\n#include "{path}"\n#line 1 "<host executor: entry point {entry}>"\n'
+        f'#include "{SHIM / "cuda_host.h"}"\n#include "{path}"\n#line 1 "<host executor: entry point '
+        f'{entry}>"\n'
         f"using HostKernelParams = HostParams<decltype(&{entry})>::type;\n"
-        f"static void host_call_kernel(const void* params) {{ {entry}(*static_cast<const HostKernelParams*>(params)); }}\n"
+        f"static void host_call_kernel(const void* params) "
+        f"{{ {entry}(*static_cast<const HostKernelParams*>(params)); }}\n"
         + _EXPORT[storage]
     )
     files = [Path(__file__), path, *source_files(SHIM, *include_dirs)]
     key = digest(compiler_version(), flags, options, unit, str(runtime), files)
 
     def make(scratch: Path) -> Path:
-        source, preprocessed, library, script = (scratch / name for name in ("unit.cpp", "unit.ii", "kernel.so", "shared.ld"))
+        source, preprocessed, library, script = (
+            scratch / name for name in ("unit.cpp", "unit.ii", "kernel.so", "shared.ld"))
         source.write_text(unit, **_ENCODING)
         text = _run_compiler([*compiler(), "-E", *flags, *options, source])
         preprocessed.write_text(rewrite_shared(text, storage), **_ENCODING)

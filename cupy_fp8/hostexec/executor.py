@@ -19,7 +19,8 @@ _ORDERS = {"asc": 0, "desc": 1, "random": 2}
 # Instrumented code keeps more on the stack.
 _STACK_BYTES = {"fast": 128 << 10, "asan": 512 << 10, "tsan": 256 << 10}
 _EXIT_CODE = 66  # of a child process in which a sanitizer found something
-_ends: ContextVar[tuple[int, int] | None] = ContextVar("cupy_fp8_blocks_of_grid", default=None)  # None: every block runs
+# None: every block runs
+_ends: ContextVar[tuple[int, int] | None] = ContextVar("cupy_fp8_blocks_of_grid", default=None)
 
 
 class _Kernel(ctypes.Structure):  # HostKernel in shim/host_abi.h
@@ -59,13 +60,15 @@ def available() -> str | None:
 
 
 def sanitizer_env(mode: str) -> dict[str, str]:
-    """Environment variables with which a child process must be started to run kernels in mode "asan" or "tsan".
+    """Environment variables with which a child process must be started to run kernels in mode "asan" or
+    "tsan".
 
     A finding ends the child with exit code 66 and a report on stderr.
     """
     library = {"asan": "libasan.so", "tsan": "libtsan.so"}[mode]
     command = [*build.compiler(), f"-print-file-name={library}"]
-    path = subprocess.run(command, capture_output=True, text=True, env=build.clean_environment()).stdout.strip()
+    path = subprocess.run(command, capture_output=True, text=True,
+                          env=build.clean_environment()).stdout.strip()
     if not os.path.isabs(path):
         raise HostError(f"g++ has no {library}; install its sanitizer libraries")
     env = {"LD_PRELOAD": path, "CUPY_FP8_HOST_MODE": mode, "PYTHONMALLOC": "malloc"}
@@ -90,7 +93,8 @@ def sanitizer_command(mode: str, command: Sequence[object]) -> list[str]:
 def _check_preloaded(mode: str) -> None:
     name = {"asan": "libasan", "tsan": "libtsan"}.get(mode)
     if name and name not in Path("/proc/self/maps").read_text():
-        raise HostError(f'mode "{mode}" needs a process started with the environment hostexec.sanitizer_env("{mode}")')
+        raise HostError(f'mode "{mode}" needs a process started with the environment '
+                        f'hostexec.sanitizer_env("{mode}")')
 
 
 @functools.cache
@@ -133,20 +137,23 @@ class HostKernel:
     ) -> None:
         """Run the kernel and wait for it.
 
-        order: in which order threads and blocks run, "asc", "desc" or "random" (by `seed`); default $CUPY_FP8_HOST_ORDER and
-        $CUPY_FP8_HOST_SEED, else "random" and 0. resident: all blocks are alive at the same time, for kernels whose blocks wait
-        for each other.
+        order: in which order threads and blocks run, "asc", "desc" or "random" (by `seed`); default
+        $CUPY_FP8_HOST_ORDER and $CUPY_FP8_HOST_SEED, else "random" and 0. resident: all blocks are alive at
+        the same time, for kernels whose blocks wait for each other.
         """
         blocks, threads = _three("grid", grid), _three("block", block)
         if not 1 <= threads[0] * threads[1] * threads[2] <= 1024:
             raise HostError(f"{self.entry}: a block has 1 to 1024 threads, not {tuple(threads)}")
         if not all(blocks) or blocks[0] > 0x7FFFFFFF or blocks[1] > 65535 or blocks[2] > 65535:
-            raise HostError(f"{self.entry}: a grid has 1..2147483647 x 1..65535 x 1..65535 blocks, not {tuple(blocks)}")
+            raise HostError(f"{self.entry}: a grid has 1..2147483647 x 1..65535 x 1..65535 blocks, not "
+                            f"{tuple(blocks)}")
         if not 0 <= shared_mem <= 227 << 10:
-            raise HostError(f"{self.entry}: a block has at most 227 KiB of shared memory, not {shared_mem} bytes")
+            raise HostError(f"{self.entry}: a block has at most 227 KiB of shared memory, not {shared_mem} "
+                            f"bytes")
         params = bytes(params)
         if len(params) != self.param_bytes:
-            raise HostError(f"{self.entry}: {len(params)} bytes of parameters given, the kernel's struct has {self.param_bytes}")
+            raise HostError(f"{self.entry}: {len(params)} bytes of parameters given, the kernel's struct has "
+                            f"{self.param_bytes}")
         order = order or os.environ.get("CUPY_FP8_HOST_ORDER", "random")
         if order not in _ORDERS:
             raise HostError(f"order must be one of {', '.join(_ORDERS)}, not {order!r}")
@@ -156,16 +163,19 @@ class HostKernel:
         address = (ctypes.addressof(memory) + 255) & ~255
         ctypes.memmove(address, params, len(params))
         schedule = (_ORDERS[order], seed & 0xFFFFFFFF, _workers(), bool(resident), _STACK_BYTES[self.mode])
-        launch = _Launch(blocks, threads, shared_mem, *schedule, *self._ends(tuple(blocks), resident), address)
+        launch = _Launch(blocks, threads, shared_mem, *schedule, *self._ends(tuple(blocks), resident),
+                         address)
         if self._runtime.host_launch(ctypes.byref(self._kernel), ctypes.byref(launch)):
             raise HostError(f"{self.entry}: {self._name_places(self._runtime.host_error().decode())}")
 
     def _ends(self, blocks: Sequence[int], resident: bool | None) -> tuple[int, int]:
-        """How many blocks run at the beginning and at the end of a grid; together no fewer than it has: all of them."""
+        """How many blocks run at the beginning and at the end of a grid; together no fewer than it has: all
+        of them."""
         total = math.prod(blocks)
         first, last = _ends.get() or (total, 0)
         if resident and first + last < total:
-            raise HostError(f"{self.entry}: blocks of a resident grid wait for each other; blocks_of_grid cannot leave any out")
+            raise HostError(f"{self.entry}: blocks of a resident grid wait for each other; blocks_of_grid "
+                            f"cannot leave any out")
         return first, last
 
     def _name_places(self, message: str) -> str:
@@ -174,7 +184,8 @@ class HostKernel:
         def name(match: re.Match[str]) -> str:
             command = ["addr2line", "-i", "-e", str(self.library), hex(int(match[1], 16) - 1)]
             try:
-                lines = subprocess.run(command, capture_output=True, text=True, env=build.clean_environment()).stdout.split("\n")
+                lines = subprocess.run(command, capture_output=True, text=True,
+                                       env=build.clean_environment()).stdout.split("\n")
             except OSError:
                 return match[0]
             ours = re.compile(rf"^$|[?]|<host executor|^{re.escape(str(build.SHIM))}")
@@ -186,10 +197,11 @@ class HostKernel:
 
 @contextmanager
 def blocks_of_grid(*, first: int, last: int) -> Iterator[None]:
-    """Within it, launches of this thread run only so many blocks at the beginning and at the end of their grid.
+    """Within it, launches of this thread run only so many blocks at the beginning and at the end of their
+    grid.
 
-    A test of indices beyond 2**31 then takes the time of a few blocks, and of memory that is mapped but never touched no more
-    than those blocks touch. Raises ValueError unless both numbers are 0 or more.
+    A test of indices beyond 2**31 then takes the time of a few blocks, and of memory that is mapped but
+    never touched no more than those blocks touch. Raises ValueError unless both numbers are 0 or more.
     """
     if min(first, last) < 0:
         raise ValueError(f"first, last: expected numbers of blocks, 0 or more, got {first} and {last}")
@@ -213,8 +225,8 @@ _compiled: dict[tuple[object, ...], HostKernel] = {}
 
 
 def _stamps(directory: str) -> Iterator[tuple[str, int, int]]:
-    """What changes when a file below does. Every launch asks, so without Path.rglob, which takes several times as long (under
-    AddressSanitizer a fifth of the time of tests)."""
+    """What changes when a file below does. Every launch asks, so without Path.rglob, which takes several
+    times as long (under AddressSanitizer a fifth of the time of tests)."""
     with os.scandir(directory) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
@@ -234,8 +246,9 @@ def compile_kernel(
 ) -> HostKernel:
     """Compile one entry point of a .cu file for the CPU.
 
-    defines: preprocessor names and values. mode: "fast", "asan" or "tsan" (default: $CUPY_FP8_HOST_MODE, else "fast"). The
-    result is kept in memory and on disk until one of the files, this one or those in `include_dirs`, changes.
+    defines: preprocessor names and values. mode: "fast", "asan" or "tsan" (default: $CUPY_FP8_HOST_MODE, else
+    "fast"). The result is kept in memory and on disk until one of the files, this one or those in
+    `include_dirs`, changes.
     """
     mode = mode or os.environ.get("CUPY_FP8_HOST_MODE") or "fast"
     if mode not in build.MODES:
@@ -248,8 +261,10 @@ def compile_kernel(
     directories = tuple(Path(directory).resolve() for directory in include_dirs)
     macros = {str(name): str(value) for name, value in (defines or {}).items()}
     stat = source.stat()
-    stamps = (source, stat.st_mtime_ns, stat.st_size, *sorted(itertools.chain.from_iterable(map(_stamps, map(str, directories)))))
-    key = (entry, mode, tuple(sorted(macros.items())), directories, stamps, os.environ.get("CUPY_FP8_HOST_UCONTEXT"))
+    stamps = (source, stat.st_mtime_ns, stat.st_size,
+              *sorted(itertools.chain.from_iterable(map(_stamps, map(str, directories)))))
+    key = (entry, mode, tuple(sorted(macros.items())), directories, stamps,
+           os.environ.get("CUPY_FP8_HOST_UCONTEXT"))
     if key not in _compiled:
         _check_preloaded(mode)
         library = build.build_kernel(source, entry, macros, directories, mode)

@@ -1,4 +1,5 @@
-"""The sticky word of a device: what kernels found wrong with facts that only the device knows (kernels_cu/include/memory/errors.cuh)."""
+"""The sticky word of a device: what kernels found wrong with facts that only the device knows
+(kernels_cu/include/memory/errors.cuh)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from .kernel import capturing, executor_of
 
 
 class Fact(enum.IntFlag):
-    """A bit of the word for each kind of error; its value in MESSAGES says what was found, and how kernels made it harmless."""
+    """A bit of the word for each kind of error; its value in MESSAGES says what was found, and how kernels
+    made it harmless."""
 
     SPLIT_NEGATIVE = 1 << 0
     SPLIT_SUM = 1 << 1
@@ -26,13 +28,17 @@ class Fact(enum.IntFlag):
 
 MESSAGES = {
     Fact.SPLIT_NEGATIVE: "splits: a negative size; it counted as 0",
-    Fact.SPLIT_SUM: "splits: sizes that do not add up: more than there is, or less where groups are to have all of it; groups past the end "
+    Fact.SPLIT_SUM: "splits: sizes that do not add up: more than there is, or less where groups are to have "
+                    "all of it; groups past the end "
                     "were cut short, what no group covers left out",
-    Fact.SCALE_NOT_POWER_OF_TWO: "scale_inv: a scale that is not a power of two, or is none that E8M0 holds; what depends on it became NaN",
+    Fact.SCALE_NOT_POWER_OF_TWO: "scale_inv: a scale that is not a power of two, or is none that E8M0 holds; "
+                                 "what depends on it became NaN",
     Fact.OFFSET_OVERFLOW: "splits: offsets that their dtype does not hold; they became its largest value",
-    Fact.ORDER: "order: not a permutation of the groups; an index of no group was an empty chunk, a chunk named twice was copied twice",
+    Fact.ORDER: "order: not a permutation of the groups; an index of no group was an empty chunk, a chunk "
+                "named twice was copied twice",
     Fact.ROUTE_EXPERT: "assignment: an expert that does not exist; it counted as dropped",
-    Fact.ROUTE_BOUND: "assignment: more routes than topk or rows have room for; those past the end go nowhere",
+    Fact.ROUTE_BOUND: "assignment: more routes than topk or rows have room for; those past the end go "
+                      "nowhere",
 }
 
 _ON_HOST = -1                                # the word of kernels that run on the CPU
@@ -56,8 +62,10 @@ def _make(device: int) -> int:
                 _words[device] = host, host.ctypes.data
             else:
                 if capturing(device):
-                    raise ValueError("this is the first call with facts on the device, and the word that notes what is wrong with them "
-                                     "cannot be allocated while a CUDA graph is captured; call once before the capture")
+                    raise ValueError("this is the first call with facts on the device, and the word that "
+                                     "notes what is wrong with them "
+                                     "cannot be allocated while a CUDA graph is captured; call once before "
+                                     "the capture")
                 cp = backend.cupy()
                 with cp.cuda.Device(device):
                     word = cp.zeros(1, np.uint32)
@@ -69,19 +77,22 @@ def _make(device: int) -> int:
 def _wait(device: int) -> None:
     if device != _ON_HOST:
         if capturing(device):
-            raise ValueError("device_errors: waits for the device, which cannot be done while a CUDA graph is captured")
+            raise ValueError("device_errors: waits for the device, which cannot be done while a CUDA graph "
+                             "is captured")
         backend.cupy().cuda.runtime.deviceSynchronize()
 
 
 def device_errors(*, clear: bool = False) -> tuple[str, ...]:
-    """What kernels found wrong, since the last clear, with facts that only the device knows: sizes of groups, for example.
+    """What kernels found wrong, since the last clear, with facts that only the device knows: sizes of groups,
+    for example.
 
-    Such errors raise nothing, since nobody waits for the device: kernels read them in a harmless way, never out of bounds, and note
-    them in a sticky word. (With ``check=True`` an op looks first, and raises ValueError.)
+    Such errors raise nothing, since nobody waits for the device: kernels read them in a harmless way,
+    never out of bounds, and note them in a sticky word. (With ``check=True`` an op looks first, and raises
+    ValueError.)
 
     clear : forget what is returned.
-    Returns a tuple of sentences, empty where all was well, for the current device. Waits for the device to finish; raises ValueError
-    while a CUDA graph is captured.
+    Returns a tuple of sentences, empty where all was well, for the current device. Waits for the device to
+    finish; raises ValueError while a CUDA graph is captured.
 
     >>> import cupy_fp8 as fp8
     >>> fp8.device_errors()

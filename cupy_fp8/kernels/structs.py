@@ -59,6 +59,10 @@ class Layout:
             else:
                 yield base + member.offset, member.code
 
+    def offset(self, name: str) -> int:
+        """Where a member begins."""
+        return next(member.offset for member in self.members if member.name == name)
+
     @functools.cached_property
     def packer(self) -> struct.Struct:
         """Packs all scalars, given in order."""

@@ -1,4 +1,5 @@
-"""Small device memory that a kernel needs between its blocks: zero when made, and left for the kernel's next launch."""
+"""Small device memory that a kernel needs between its blocks: zero when made, and left for the kernel's next
+launch."""
 
 from __future__ import annotations
 
@@ -18,12 +19,15 @@ _of_thread: dict[tuple[int, str, int], Any] = {}
 
 
 def workspace(out: Any | None, x: Any, use: str, words: int) -> Any:
-    """u32 words for one launch at a time, zero at first; nobody but launches of the same `use` and size gets them.
+    """u32 words for one launch at a time, zero at first; nobody but launches of the same `use` and size gets
+    them.
 
-    With an `out` given by the caller they belong to that memory for as long as the array that owns it lives (views come and go),
-    so that two captured graphs never share them; without one they belong to this thread's use of the current stream of x's device, where
-    one call's launches follow another's. (Threads that share a stream mix theirs. With a NumPy x there is no stream.) ValueError where they
-    would have to be made during a capture. (Without `out` an op is not captured at all: it would have to allocate its result.)
+    With an `out` given by the caller they belong to that memory for as long as the array that owns it
+    lives (views come and go), so that two captured graphs never share them; without one they belong to
+    this thread's use of the current stream of x's device, where one call's launches follow another's.
+    (Threads that share a stream mix theirs. With a NumPy x there is no stream.) ValueError where they
+    would have to be made during a capture. (Without `out` an op is not captured at all: it would have to
+    allocate its result.)
     """
     if isinstance(x, np.ndarray):
         if out is not None:
@@ -44,7 +48,8 @@ def workspace(out: Any | None, x: Any, use: str, words: int) -> Any:
     entry = _of_array.get(place)
     if entry is None or entry[0]() is not owner:
         if capturing(device):
-            raise ValueError("out: used for the first time while a CUDA graph is captured; call once before the capture")
+            raise ValueError("out: used for the first time while a CUDA graph is captured; call once before "
+                             "the capture")
         entry = (weakref.ref(owner, functools.partial(_forget, place)), _zeros(device, words))
         _of_array[place] = entry
     return entry[1]

@@ -1,7 +1,7 @@
 """Ground rules (docs/numerics.md, section 0): every rounding that any op performs, as named NumPy operations.
 
-f32 arithmetic in NumPy is correctly rounded and keeps subnormals; what is added here is saturation, one NaN pattern per
-format, and E8M0.
+f32 arithmetic in NumPy is correctly rounded and keeps subnormals; what is added here is saturation, one NaN
+pattern per format, and E8M0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def widen(a: np.ndarray) -> np.ndarray:
 
 
 def narrow(v: np.ndarray, dtype: np.dtype[Any], saturate: bool = True) -> np.ndarray:
-    """f32 values rounded to `dtype`: nearest-even, subnormals kept, FP8 saturating unless told otherwise, NaN as one pattern."""
+    """f32 values rounded to `dtype`: nearest-even, subnormals kept, FP8 saturating unless told otherwise, NaN
+    as one pattern."""
     if dtype == float8_e8m0fnu:
         return round_up_e8m0(v)
     f = FORMATS[dtype]
@@ -35,7 +36,8 @@ def narrow(v: np.ndarray, dtype: np.dtype[Any], saturate: bool = True) -> np.nda
     if dtype in FP8_DTYPES and saturate:
         v = np.clip(v, np.float32(-f.max), np.float32(f.max))
     elif f.inf is None:
-        nan |= np.abs(v) > 464                                              # past the last tie to 448: E4M3 has no Inf
+        # past the last tie to 448: E4M3 has no Inf
+        nan |= np.abs(v) > 464
     with np.errstate(over="ignore", invalid="ignore"):
         out = np.asarray(v).astype(dtype)
     bits(out)[nan] = f.nan
@@ -72,8 +74,9 @@ def sub(a: Any, b: Any) -> np.ndarray:
 
 
 def fma(a: Any, b: Any, c: Any) -> np.ndarray:
-    """fl(a * b + c), rounded once. The product is exact in f64; the sum, rounded to f64, rounds to f32 as the exact one does unless it
-    has come to lie exactly between two f32, which all have 28 zeros at their ends: there it goes back towards the exact sum."""
+    """fl(a * b + c), rounded once. The product is exact in f64; the sum, rounded to f64, rounds to f32 as the
+    exact one does unless it has come to lie exactly between two f32, which all have 28 zeros at their
+    ends: there it goes back towards the exact sum."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         product = np.multiply(a, b, dtype=np.float64)
         total = np.asarray(product + c)
@@ -81,12 +84,16 @@ def fma(a: Any, b: Any, c: Any) -> np.ndarray:
         if tie.any():
             x, y, s = (np.broadcast_to(v, total.shape)[tie].astype(np.float64) for v in (product, c, total))
             part = s - x
-            error = (x - (s - part)) + (y - part)                           # of s, exactly; NaN where s is not finite
-            total[tie] = np.where(error == 0, s, np.nextafter(s, np.where(error > 0, np.inf, np.where(error < 0, -np.inf, s))))
+            # of s, exactly; NaN where s is not finite
+            error = (x - (s - part)) + (y - part)
+            total[tie] = np.where(error == 0, s,
+                                  np.nextafter(s,
+                                               np.where(error > 0, np.inf, np.where(error < 0, -np.inf, s))))
         return total.astype(np.float32)
 
 
-#: exp: log2 e; ln 2 in two parts; the polynomial's coefficients, that of r^5 first; 1.5 * 2^23, to which added a number is an integer.
+#: exp: log2 e; ln 2 in two parts; the polynomial's coefficients, that of r^5 first; 1.5 * 2^23, to which
+#:     added a number is an integer.
 _LOG2_E, _LN2, _LN2_REST = np.array([0x3FB8AA3B, 0x3F317218, 0xB102E308], np.uint32).view(np.float32)
 _EXP_COEFFICIENTS = np.array(
     [0x3C076C36, 0x3D2BA173, 0x3E2AAE85, 0x3EFFFED3, 0x3F7FFFF7, 0x3F800000], np.uint32).view(np.float32)
@@ -95,7 +102,8 @@ _TO_INTEGER = np.float32(12582912)
 
 def exp(x: np.ndarray) -> np.ndarray:
     """e^x within two ulps, by a fixed sequence of operations (section 9)."""
-    x = np.where(x < -104, np.float32(-104), np.where(x > 89, np.float32(89), x))       # 0 and Inf beyond; NaN stays
+    # 0 and Inf beyond; NaN stays
+    x = np.where(x < -104, np.float32(-104), np.where(x > 89, np.float32(89), x))
     n = sub(fma(x, _LOG2_E, _TO_INTEGER), _TO_INTEGER)
     r = fma(n, -_LN2_REST, fma(n, -_LN2, x))
     p = _EXP_COEFFICIENTS[0]
@@ -103,7 +111,8 @@ def exp(x: np.ndarray) -> np.ndarray:
         p = fma(p, r, coefficient)
     whole = np.where(np.isnan(x), 0, n).astype(np.int32)
     half = whole >> 1
-    return mul(mul(p, np.ldexp(F32_ONE, half)), np.ldexp(F32_ONE, whole - half))        # two steps: one rounding where it is subnormal
+    # two steps: one rounding where it is subnormal
+    return mul(mul(p, np.ldexp(F32_ONE, half)), np.ldexp(F32_ONE, whole - half))
 
 
 def sigmoid(a: np.ndarray) -> np.ndarray:
@@ -112,7 +121,8 @@ def sigmoid(a: np.ndarray) -> np.ndarray:
 
 
 def tree_sum(terms: np.ndarray, axis: int) -> np.ndarray:
-    """The sum along an axis by the fixed tree (rule 11): adjacent pairs, level by level; an unpaired last term passes unchanged."""
+    """The sum along an axis by the fixed tree (rule 11): adjacent pairs, level by level; an unpaired last
+    term passes unchanged."""
     terms = np.moveaxis(terms, axis, 0)
     if not len(terms):
         return np.zeros(terms.shape[1:], np.float32)
@@ -128,7 +138,8 @@ def div(a: Any, b: Any) -> np.ndarray:
 
 
 def amax(x: np.ndarray, nan: str = "ignore") -> np.ndarray:
-    """max |x| from 0 (rule 6), f32 [1]. nan='ignore' skips NaN, 'propagate' makes the result NaN where there is one."""
+    """max |x| from 0 (rule 6), f32 [1]. nan='ignore' skips NaN, 'propagate' makes the result NaN where there
+    is one."""
     with np.errstate(invalid="ignore"):
         is_nan = np.isnan(x)
     if nan == "propagate" and is_nan.any():
@@ -146,19 +157,24 @@ def raise_amax(buffer: np.ndarray, value: np.ndarray) -> None:
 
 
 def times_power_of_two(value: float, exponent: int) -> np.float32:
-    """fl(value * 2^exponent) for a value of a few significant bits: exact in f64, or far beyond f32 on either side."""
+    """fl(value * 2^exponent) for a value of a few significant bits: exact in f64, or far beyond f32 on either
+    side."""
     with np.errstate(over="ignore", under="ignore"):
         return np.float32(np.ldexp(np.float64(value), min(max(exponent, -1000), 1000)))
 
 
 def floor_to_power_of_two(v: np.ndarray) -> np.ndarray:
-    """The largest power of two not above a finite v >= 0: the mantissa cleared, but for a subnormal's leading one; 0 stays 0."""
-    fraction, exponent = np.frexp(v)                                        # v = fraction * 2^exponent, 0.5 <= fraction < 1
+    """The largest power of two not above a finite v >= 0: the mantissa cleared, but for a subnormal's leading
+    one; 0 stays 0."""
+    # v = fraction * 2^exponent, 0.5 <= fraction < 1
+    fraction, exponent = np.frexp(v)
     return np.where(fraction == 0, v, np.ldexp(F32_ONE, exponent - 1)).astype(np.float32)
 
 
-def scale_from_amax(amax: np.ndarray, target: np.float32, eps: np.float32, largest: np.float32, pow2: bool) -> np.ndarray:
-    """fl(target / amax) with amax at least eps, at most `largest`; 1 where amax is 0, Inf or NaN (section 1)."""
+def scale_from_amax(amax: np.ndarray, target: np.float32, eps: np.float32, largest: np.float32,
+                    pow2: bool) -> np.ndarray:
+    """fl(target / amax) with amax at least eps, at most `largest`; 1 where amax is 0, Inf or NaN (section 1).
+    """
     a = np.where(amax < eps, eps, amax)
     scale = div(target, a)
     scale = np.where(np.isinf(scale), largest, scale)

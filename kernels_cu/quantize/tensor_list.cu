@@ -1,19 +1,26 @@
-// Per-tensor scaling of a group of matrices of any shapes, each with its own scale (docs/numerics.md, section 1): one launch for all.
+// Per-tensor scaling of a list of matrices of any shapes in one launch, each with its own scale
+// (docs/numerics.md, section 1).
 //
-//   data = narrow(fl(x * scale))      data_t = data transposed      scale_inv = fl(1 / scale)      amax = max(amax, max |x|)
+//   data = narrow(fl(x * scale))      data_t = data transposed      scale_inv = fl(1 / scale)
+//   amax = max(amax, max |x|)
 //
-// multi_cast_transpose  every matrix is cut into tiles of TILE_ROWS x TILE_COLUMNS elements, and a block of threads casts one, as cast_transpose
-//                       does (cast_tile.cuh). tensor_of[block] tells which matrix the block belongs to, unless all have as many blocks: one load
-//                       where a search over prefix sums would wait for several, one after the other, and 4 bytes per tile. The records of
-//                       few matrices are in the launch's arguments. WHOLE 1: every matrix has whole patches only and is aligned (large
-//                       tiles have no registers for other paths); 0: each as its own `aligned` and `vector` say. Either output may be
-//                       absent (null). Bytes moved per element: sizeof(IN) + outputs.
-// multi_amax_scale      current scaling: the scale that each matrix's own amax calls for, before multi_cast_transpose, on the same table:
-//                       the blocks of a matrix take equal shares of its elements. The last one to finish writes the scale, and leaves
-//                       the workspace as it found it (zeros), so that a captured graph replays. Bytes moved per element: sizeof(IN).
-// multi_cast_current    current scaling from one read, of matrices that fit into the multiprocessors (single_read.cuh), on the same table:
-//                       blocks of a matrix are its tiles of 128 x 128 elements. For matrices all of whose rows allow chunked access.
-// IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}. An empty matrix has a block too, for its scale_inv.
+// A table has a record for each matrix, and for each block of threads the number of its record: one load, in
+// place of a search over prefix sums, which would wait for several, one after the other.
+//
+// multi_cast_transpose  Every matrix is cut into tiles of TILE_ROWS x TILE_COLUMNS elements, and a block of
+//                       threads casts one, as cast_transpose does (cast_tile.cuh). Few matrices have their
+//                       records among the launch's arguments. Either output may be absent (null).
+//                       Bytes moved per element: sizeof(IN) + outputs.
+// multi_amax_scale      Current scaling: finds the scale that each matrix's own amax calls for, before
+//                       multi_cast_transpose, on the same table. The blocks of a matrix take equal shares of
+//                       its elements. The last one to finish writes the scale, and leaves the workspace as it
+//                       found it (zeros), so that a captured graph replays.
+//                       Bytes moved per element: sizeof(IN).
+// multi_cast_current    Current scaling from one read, of matrices that fit into the multiprocessors
+//                       (single_read.cuh), on the same table: the blocks of a matrix are its tiles of
+//                       128 x 128 elements. For matrices all of whose rows allow chunked access.
+//
+// IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}. An empty matrix has a block too, which writes its scale_inv.
 #include "memory/elementwise.cuh"
 #include "scale/scale.cuh"
 #ifdef ENTRY_multi_cast_transpose
@@ -37,7 +44,7 @@ struct alignas(16) MultiTensor {
     i64 first_block;             // of the launch: the first of the `blocks` of this matrix
     u32 blocks;
     float scale_value;
-    u32 aligned;                 // every row of x and data allows chunked access
+    u32 aligned;                 // every row of x and of data allows chunked access
     u32 vector;                  // every row of data_t allows 16-byte stores
 };
 static_assert(sizeof(MultiTensor) == 96, "as ops/quantize/tensor_list.py packs it");
@@ -49,13 +56,13 @@ struct MultiCastParams {
     const MultiTensor* tensors;
     const u32* tensor_of;        // [blocks]
     const float* noop;           // one element: 1.0 there means that nothing is written; or null
-    u32 reverse;                 // 1: blocks take the group from its end, which the L2 still holds after multi_amax_scale
-    u32 each;                    // blocks of every matrix, if all have as many: then nobody waits for tensor_of; 0: they differ
-    u32 number;                  // of matrices, where they are in `few` (nobody waits for them either), or 0
+    u32 reverse;                 // 1: begin at the end of the list, which the L2 holds after multi_amax_scale
+    u32 each;                    // blocks of every matrix, if all have as many (nobody reads tensor_of), or 0
+    u32 number;                  // of matrices, if their records are in `few` (nobody reads `tensors`), or 0
     MultiTensor few[kFew];
 };
 
-// What cast_tile wants to know of a matrix.
+// A matrix as cast_tile sees it.
 struct TensorView {
     const IN::storage* x;
     i64 columns;
@@ -67,6 +74,9 @@ struct TensorView {
     __device__ __forceinline__ bool columnwise() const { return *data_t.at; }
 };
 
+// Large tiles have registers for one path alone: that of aligned matrices without partial patches.
+constexpr bool kWhole = TILE_ROWS * TILE_COLUMNS > 128 * 128;
+
 // As in tensor.cu.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr int kBlocks = (kLoads == 2 ? 512 : 1024) / Tile::kThreads;
@@ -74,16 +84,20 @@ constexpr int kBlocks = (kLoads == 2 ? 512 : 1024) / Tile::kThreads;
 constexpr int kBlocks = 1;
 #endif
 
-extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) multi_cast_transpose(const __grid_constant__ MultiCastParams p) {
+extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks)
+multi_cast_transpose(const __grid_constant__ MultiCastParams p) {
     extern __shared__ __align__(16) u8 shared[];
-    __shared__ MultiTensor tensor;                                   // not in registers, of which the tile needs all
+    __shared__ MultiTensor tensor;                                   // the tile needs all registers
     if (is_set(p.noop)) return;
     const i64 block = p.reverse ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     constexpr int kWords = sizeof(MultiTensor) / 16;
     if (threadIdx.x < kWords) {
         const u32 index = p.each ? (u32)block / p.each : load_read_only(p.tensor_of + block);
-        const auto words = [index](const MultiTensor* tensors) { return reinterpret_cast<const uint4*>(tensors + index) + threadIdx.x; };
-        reinterpret_cast<uint4*>(&tensor)[threadIdx.x] = p.number ? *words(p.few) : load_read_only(words(p.tensors));
+        const auto words = [index](const MultiTensor* tensors) {
+            return reinterpret_cast<const uint4*>(tensors + index) + threadIdx.x;
+        };
+        reinterpret_cast<uint4*>(&tensor)[threadIdx.x] =
+            p.number ? *words(p.few) : load_read_only(words(p.tensors));
     }
     __syncthreads();
     const float scale = tensor.scale ? *tensor.scale : tensor.scale_value;
@@ -95,8 +109,9 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) multi_cast
     }
     const u32 across = (u32)((tensor.columns + TILE_COLUMNS - 1) / TILE_COLUMNS), down = (u32)tile / across;
     const TilePosition at = {0, (i64)down * TILE_ROWS, (i64)((u32)tile - down * across) * TILE_COLUMNS};
-    const TensorView view = {tensor.x, tensor.columns, {&tensor.data}, {&tensor.data_t}, {&tensor.rows}, {&tensor.amax}, {&tensor.vector}};
-    if (WHOLE) cast_tile<2>(view, at, scale, shared);
+    const TensorView view = {tensor.x,       tensor.columns, {&tensor.data},  {&tensor.data_t},
+                             {&tensor.rows}, {&tensor.amax}, {&tensor.vector}};
+    if (kWhole) cast_tile<2>(view, at, scale, shared);
     else if (tensor.aligned) cast_tile<1>(view, at, scale, shared);
     else cast_tile<0>(view, at, scale, shared);
 }
@@ -104,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks) multi_cast
 
 #ifdef ENTRY_multi_amax_scale
 struct MultiWorkspace {          // of one matrix; zero before the first launch, and after each
-    u32 top;
+    u32 amax;                    // bits of an f32
     u32 blocks_done;
 };
 
@@ -120,26 +135,28 @@ struct MultiAmaxParams {
 
 constexpr int kThreads = 256;
 
-extern "C" __global__ void __launch_bounds__(kThreads) multi_amax_scale(const __grid_constant__ MultiAmaxParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+multi_amax_scale(const __grid_constant__ MultiAmaxParams p) {
     if (is_set(p.noop)) return;
     constexpr i64 kStep = (i64)kThreads * 16 / sizeof(IN::storage);
     const u32 index = load_read_only(p.tensor_of + blockIdx.x);
     const MultiTensor& tensor = p.tensors[index];
     const i64 n = tensor.rows * tensor.columns, blocks = tensor.blocks;
-    const i64 share = ((n + blocks - 1) / blocks + kStep - 1) / kStep * kStep, begin = (blockIdx.x - tensor.first_block) * share;
+    const i64 share = ((n + blocks - 1) / blocks + kStep - 1) / kStep * kStep;
+    const i64 begin = (blockIdx.x - tensor.first_block) * share;
     const i64 end = begin + share < n ? begin + share : n;
     Amax<IN> amax;
     if (begin < end) add_run<kThreads>(amax, tensor.x + begin, end - begin);
-    const u32 block_top = block_max<kThreads>(amax.f32_bits());
+    const u32 block_amax = block_max<kThreads>(amax.f32_bits());
     if (threadIdx.x == 0) {
         MultiWorkspace* const own = p.workspace + index;
-        atomicMax(&own->top, block_top);
+        atomicMax(&own->amax, block_amax);
         __threadfence();
         if (atomicAdd(&own->blocks_done, 1u) == tensor.blocks - 1) {
             __threadfence();
-            const u32 top = atomicExch(&own->top, 0u);
+            const u32 bits = atomicExch(&own->amax, 0u);
             atomicExch(&own->blocks_done, 0u);
-            p.scale[index] = scale_from_amax(as_float(top), p.target, p.eps, as_float(kMaxF32), p.pow2);
+            p.scale[index] = scale_from_amax(as_float(bits), p.target, p.eps, as_float(kMaxF32), p.pow2);
         }
     }
 }
@@ -159,13 +176,15 @@ struct ListedTensors {
     const u32* tensor_of;
     u32 tiles;
 
-    // A word of its matrix, and the number of the matrix of the tile after it.
+    // The tile that is looked for next: a lane's word of its record; and the number of the record after it.
     struct Ahead {
         u32 tile = ~0u, index, next_index;
         u64 word;
     };
 
-    __device__ __forceinline__ u32 index_of(u32 tile, u32 tiles) const { return load_read_only(tensor_of + (tile < tiles ? tile : 0)); }
+    __device__ __forceinline__ u32 index_of(u32 tile, u32 tiles) const {
+        return load_read_only(tensor_of + (tile < tiles ? tile : 0));
+    }
     __device__ __forceinline__ u64 word_of(u32 index) const {
         const u64* const from = reinterpret_cast<const u64*>(tensors + index);
         return threadIdx.x % 32 < kTensorWords ? load_read_only(from + threadIdx.x % 32) : 0;
@@ -181,28 +200,31 @@ struct ListedTensors {
         __syncwarp();
         if (threadIdx.x % 32 == 0) {
             const u32 first = (u32)t.first_block, in_matrix = tile - first;
-            const u32 across = (u32)((t.columns + kTileSide - 1) / kTileSide), down = across ? in_matrix / across : 0;
+            const u32 across = (u32)((t.columns + kTileSide - 1) / kTileSide);
+            const u32 down = across ? in_matrix / across : 0;
             const i64 row = (i64)down * kTileSide, column = (i64)(in_matrix - down * across) * kTileSide;
             const int rows = left_of(t.rows - row, kTileSide);
             const i64 at = row * t.columns + column;
-            to = {t.x + at, t.data ? t.data + at : nullptr, t.data_t ? t.data_t + column * t.rows + row : nullptr, t.rows, t.columns,
-                  ahead.index, tile, first, t.blocks, rows, rows, left_of(t.columns - column, kTileSide), t.vector, 0};
+            to = {t.x + at, t.data ? t.data + at : nullptr,
+                  t.data_t ? t.data_t + column * t.rows + row : nullptr, t.rows, t.columns, ahead.index, tile,
+                  first, t.blocks, rows, rows, left_of(t.columns - column, kTileSide), t.vector, 0};
         }
         ahead.tile = tile + gridDim.x, ahead.index = ahead.next_index;
         ahead.word = word_of(ahead.index), ahead.next_index = index_of(tile + 2 * gridDim.x, tiles);
         __syncwarp();
         return true;
     }
-    __device__ __forceinline__ void first_tile(const Visit& visit, u32, u32 top, float scale) const {
+    __device__ __forceinline__ void first_tile(const Visit& visit, u32, u32 amax, float scale) const {
         const MultiTensor& t = tensors[visit.matrix];
         write_scale_inv(scale, t.scale_inv, t.scale_inv_copy);
-        if (t.amax) raise_amax(t.amax, top, load_relaxed(t.amax));
+        if (t.amax) raise_amax(t.amax, amax, load_relaxed(t.amax));
     }
     __device__ __forceinline__ void clear(const Visit&) const {}
     __device__ __forceinline__ void last(u32) const {}
 };
 
-extern "C" __global__ void __launch_bounds__(kResidentThreads) multi_cast_current(const __grid_constant__ MultiCurrentParams p) {
+extern "C" __global__ void __launch_bounds__(kResidentThreads)
+multi_cast_current(const __grid_constant__ MultiCurrentParams p) {
     extern __shared__ __align__(16) u8 shared[];
     if (is_set(p.noop)) return;
     cast_resident(ListedTensors{p.tensors, p.tensor_of, p.resident.tiles}, p.resident, shared);

@@ -1,4 +1,5 @@
-"""Typed arrays of both kinds: making, moving, joining and comparing them, for every dtype, with no conversion nobody asked for."""
+"""Typed arrays of both kinds: making, moving, joining and comparing them, for every dtype, with no conversion
+nobody asked for."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def raw(a: fp8.arrays.Array) -> bytes:
 def random(dtype: np.dtype, shape: tuple[int, ...] = (3, 5)) -> np.ndarray:
     """Any bit patterns."""
     storage = FORMATS[dtype].storage
-    return np.random.default_rng(7).integers(0, np.iinfo(storage).max, shape, storage, endpoint=True).view(dtype)
+    return np.random.default_rng(7).integers(0, np.iinfo(storage).max, shape, storage,
+                                             endpoint=True).view(dtype)
 
 
 def assert_fresh(a: fp8.arrays.Array, kind: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
@@ -98,7 +100,8 @@ def test_extents_are_integers(shape):
 
 @pytest.mark.parametrize("like", ["torch", [1.0], 3, object()], ids=repr)
 def test_like_is_an_array_or_a_kind(like):
-    with pytest.raises(TypeError, match=f"like: expected a numpy.ndarray or cupy.ndarray, got {type(like).__name__}"):
+    with pytest.raises(TypeError,
+                       match=f"like: expected a numpy.ndarray or cupy.ndarray, got {type(like).__name__}"):
         fp8.empty(3, float8_e4m3fn, like=like)
 
 
@@ -115,7 +118,8 @@ def test_zeros(dtype, shape, kind):
 @dtype_parameter
 def test_full(dtype, kind):
     """Rounded and saturated as astype does it."""
-    for value in (0.0, -0.0, 1.0, -1.1, 0.3, 448.0, 464.5, 1e6, -1e6, 2.0**-140, float("inf"), float("-inf"), float("nan")):
+    for value in (0.0, -0.0, 1.0, -1.1, 0.3, 448.0, 464.5, 1e6, -1e6, 2.0**-140, float("inf"), float("-inf"),
+                  float("nan")):
         a = fp8.full((2, 3), value, dtype, like=kind)
         want = np.broadcast_to(fp8.astype(np.array([value], np.float32), dtype), (2, 3))
         assert raw(a) == want.tobytes(), value
@@ -145,7 +149,8 @@ def test_other_dtypes_are_made_too(dtype, kind):
 def test_empty_like(dtype, kind):
     a = of_kind(kind, random(dtype))
     assert_fresh(fp8.empty_like(a), kind, (3, 5), dtype)
-    assert_fresh(fp8.empty_like(a.T), kind, (5, 3), dtype)                  # C-contiguous, whatever it is like
+    # C-contiguous, whatever it is like
+    assert_fresh(fp8.empty_like(a.T), kind, (5, 3), dtype)
     assert_fresh(fp8.empty_like(a, shape=7), kind, (7,), dtype)
     assert_fresh(fp8.empty_like(a, shape=()), kind, (), dtype)
     assert_fresh(fp8.empty_like(a, float8_e5m2), kind, (3, 5), float8_e5m2)
@@ -183,7 +188,8 @@ def test_asnumpy(dtype, shape, kind):
 
 @pytest.mark.parametrize("wrong", [[1.0], 1.0, None, "x"], ids=repr)
 def test_asnumpy_of_what_is_no_array(wrong):
-    with pytest.raises(TypeError, match=f"a: expected a numpy.ndarray or cupy.ndarray, got {type(wrong).__name__}"):
+    with pytest.raises(TypeError,
+                       match=f"a: expected a numpy.ndarray or cupy.ndarray, got {type(wrong).__name__}"):
         fp8.asnumpy(wrong)
 
 
@@ -192,7 +198,8 @@ def test_asnumpy_of_what_is_no_array(wrong):
 @dtype_parameter
 def test_there_and_back(dtype, shape):
     cp = backend.cupy()
-    for host in (random(dtype, shape), np.asfortranarray(random(dtype, shape)), random(dtype, (*shape, 4))[..., 1]):
+    for host in (random(dtype, shape), np.asfortranarray(random(dtype, shape)),
+                 random(dtype, (*shape, 4))[..., 1]):
         there = fp8.asarray(host, like="cupy")
         assert isinstance(there, cp.ndarray)
         assert (there.dtype, there.shape) == (dtype, host.shape)
@@ -218,7 +225,8 @@ def test_asarray_converts_as_astype(source, to, kind):
 
 @kind_parameter
 @pytest.mark.parametrize("values", [
-    [1000.0, -1000.0, 1.0], [1000, -1000, 1], [[0.3], [448.0]], 1000.0, 1000, [1e300, -1e300], (2.0, 500), []], ids=str)
+    [1000.0, -1000.0, 1.0], [1000, -1000, 1], [[0.3], [448.0]], 1000.0, 1000, [1e300, -1e300], (2.0, 500),
+    []], ids=str)
 @pytest.mark.parametrize("to", [*FP8_DTYPES, bfloat16, float32], ids=str)
 def test_asarray_of_python_numbers(values, to, kind):
     """As astype makes them from float32, however the dtype is spelled: out-of-range numbers saturate."""
@@ -232,7 +240,8 @@ def test_asarray_of_python_numbers(values, to, kind):
 
 @kind_parameter
 def test_asarray_without_a_dtype(kind):
-    for values, dtype in (([1, 2], np.int64), ([1.0], np.float64), (3.0, np.float64), (np.float32(3), np.float32), ([True], np.bool_)):
+    for values, dtype in (([1, 2], np.int64), ([1.0], np.float64), (3.0, np.float64),
+                          (np.float32(3), np.float32), ([True], np.bool_)):
         a = fp8.asarray(values, like=kind)
         assert backend.kind_of(a) == kind
         assert a.dtype == dtype
@@ -260,20 +269,24 @@ def test_concatenate(dtype, kind):
         assert joined.dtype == dtype
         assert raw(joined) == np.moveaxis(host, 0, axis).tobytes()
     strided = of_kind(kind, random(dtype, (5, 4)))
-    assert raw(fp8.concatenate((strided.T, strided.T))) == np.concatenate([bits(random(dtype, (5, 4)).T)] * 2).tobytes()
+    assert raw(fp8.concatenate((strided.T,
+                                strided.T))) == np.concatenate([bits(random(dtype, (5, 4)).T)] * 2).tobytes()
 
 
 def test_concatenate_errors():
     a = np.zeros((2, 2), float8_e4m3fn)
     with pytest.raises(ValueError, match="concatenate: expected at least one array, got none"):
         fp8.concatenate([])
-    with pytest.raises(TypeError, match=r"arrays\[0\] is float8_e4m3fn, arrays\[1\] is float8_e5m2; convert with cupy_fp8.astype"):
+    with pytest.raises(TypeError,
+                       match=r"arrays\[0\] is float8_e4m3fn, arrays\[1\] is float8_e5m2; convert with "
+                             r"cupy_fp8.astype"):
         fp8.concatenate([a, a.view(float8_e5m2)])
     with pytest.raises(TypeError, match=r"arrays\[1\]: expected a numpy.ndarray or cupy.ndarray, got list"):
         fp8.concatenate([a, [[1.0, 2.0]]])
     with pytest.raises(TypeError, match=r"arrays\[0\]: expected a numpy.ndarray or cupy.ndarray, got float"):
         fp8.concatenate([1.0, a])
-    for wrong, axis in (([a, np.zeros((3, 3), float8_e4m3fn)], 0), ([a, a], 2), ([a[0, 0:1].reshape(()), a], 0)):
+    for wrong, axis in (([a, np.zeros((3, 3), float8_e4m3fn)], 0), ([a, a], 2),
+                        ([a[0, 0:1].reshape(()), a], 0)):
         with pytest.raises(ValueError, match=r"axis|dimension"):
             fp8.concatenate(wrong, axis)
 
@@ -308,8 +321,8 @@ def test_bytes_equal_compares_bytes_not_values(kind):
 def test_kinds_are_not_mixed():
     host = random(float8_e4m3fn)
     there = fp8.asarray(host, like="cupy")
-    for call in (lambda: fp8.bytes_equal(host, there), lambda: fp8.bytes_equal(there, host), lambda: fp8.concatenate([host, there]),
-                 lambda: fp8.concatenate([there, host])):
+    for call in (lambda: fp8.bytes_equal(host, there), lambda: fp8.bytes_equal(there, host),
+                 lambda: fp8.concatenate([host, there]), lambda: fp8.concatenate([there, host])):
         with pytest.raises(TypeError, match=r"array among .* arrays; move it with cupy_fp8.asarray"):
             call()
 
@@ -341,7 +354,8 @@ def test_any_array_survives(a):
 
 
 @few
-@given(st.one_of(st.floats(), st.integers(-(2**70), 2**70)), st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3))
+@given(st.one_of(st.floats(), st.integers(-(2**70), 2**70)), st.sampled_from(DTYPES),
+       st.lists(st.integers(0, 3), max_size=3))
 def test_full_is_astype(value, dtype, shape):
     with np.errstate(over="ignore"):
         want = fp8.astype(np.array([value], np.float32), dtype)
@@ -375,13 +389,15 @@ def test_finfo(dtype):
 
 def test_finfo_of_e8m0():
     e8m0 = fp8.finfo(float8_e8m0fnu)
-    assert (e8m0.max, e8m0.smallest_normal, e8m0.nan, e8m0.inf, e8m0.signed) == (2.0**127, 2.0**-127, 0xFF, None, False)
+    assert (e8m0.max, e8m0.smallest_normal, e8m0.nan, e8m0.inf,
+            e8m0.signed) == (2.0**127, 2.0**-127, 0xFF, None, False)
     values = np.arange(255, dtype=np.uint8).view(float8_e8m0fnu).astype(np.float64)
     assert (values.max(), values.min()) == (e8m0.max, e8m0.smallest_normal)
     assert (e8m0.bits, e8m0.exponent_bits, e8m0.mantissa_bits, e8m0.bias) == (8, 8, 0, 127)
 
 
-@pytest.mark.parametrize("dtype", [*OTHER_DTYPES, "nope", None, object(), ml_dtypes.float8_e4m3b11fnuz], ids=str)
+@pytest.mark.parametrize("dtype", [*OTHER_DTYPES, "nope", None, object(), ml_dtypes.float8_e4m3b11fnuz],
+                         ids=str)
 def test_finfo_of_another_dtype(dtype):
     with pytest.raises(TypeError, match=f"dtype: expected one of {', '.join(d.name for d in DTYPES)}, got "):
         fp8.finfo(dtype)
@@ -406,7 +422,9 @@ def test_xp():
         _ = fp8.np
 
 
-@pytest.mark.parametrize("numbers", [[1000.0, -1000.0], [1000, -1000], np.array([1000.0, -1000.0]), np.array([1000, -1000])], ids=repr)
+@pytest.mark.parametrize("numbers",
+                         [[1000.0, -1000.0], [1000, -1000], np.array([1000.0, -1000.0]),
+                          np.array([1000, -1000])], ids=repr)
 @pytest.mark.parametrize("dtype", [float8_e4m3fn, "float8_e4m3fn"], ids=str)
 def test_asarray_saturates_whatever_the_numbers_are(numbers, dtype):
     assert fp8.asarray(numbers, dtype, like=np).astype(np.float32).tolist() == [448.0, -448.0]

@@ -13,9 +13,20 @@ import pytest
 from list_results import LAUNCHES, arrays, assert_same, one, raw
 
 import cupy_fp8 as fp8
-from cupy_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, Quantized, WeightCache, backend, cases, testing
+from cupy_fp8 import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    MXScaling,
+    Quantized,
+    WeightCache,
+    backend,
+    cases,
+    testing,
+)
+from cupy_fp8.calls.call import run as run_op
+from cupy_fp8.calls.memory import identities
 from cupy_fp8.formats import bfloat16
-from cupy_fp8.ops.quantize.tensor_list import multi_quantize
 
 RECIPES = (DelayedScaling(), CurrentScaling(), BlockScaling(), MXScaling())
 SHAPES = ((64, 48), (130, 33), (0, 8), (16, 16))
@@ -73,7 +84,8 @@ def test_a_step_of_training(recipe, run, launched):
         assert_same(q, expected(recipe, w, i + 1.0, True, True))
     change(weights)
     kept = addresses(both)
-    for i, (w, q) in enumerate(zip(weights, cache.quantize(weights, scales=scales), strict=True)):         # no direction becomes stale
+    updated = cache.quantize(weights, scales=scales)                    # no direction becomes stale
+    for i, (w, q) in enumerate(zip(weights, updated, strict=True)):
         assert_same(q, expected(recipe, w, i + 1.0, True, True))
     assert addresses(both) == kept
     cache.clear()
@@ -146,7 +158,7 @@ def test_a_weight_that_is_gone(run):
         del weights[0]
         gc.collect()
         assert len(cache) == 3
-        weights.insert(0, run.array(cases.values("normal", SHAPES[0], bfloat16, 50 + seed)))        # often where the other was
+        weights.insert(0, run.array(cases.values("normal", SHAPES[0], bfloat16, 50 + seed)))
         assert_same(cache.quantize(weights, update=False)[0], fp8.quantize_tensor(weights[0]))
         assert len(cache) == 4
     held = cache.quantize(weights, update=False)
@@ -161,7 +173,8 @@ def test_other_lists_and_directions(run, launched):
     for each in (weights, others):
         cache.quantize(each)
         cache.quantize(each, rowwise=False, columnwise=True)
-    known = {id(w): q for each in (weights, others) for w, q in zip(each, cache.quantize(each, update=False), strict=True)}
+    both = [*weights, *others]
+    known = {id(w): q for w, q in zip(both, cache.quantize(both, update=False), strict=True)}
     launched.clear()
     chosen = list(weights)
     for i in range(4):
@@ -177,10 +190,11 @@ def test_other_lists_and_directions(run, launched):
 def test_identities_are_those_of_objects(run):
     """Nothing is unpacked or compared: arrays of no dimensions, members that are equal, and none at all."""
     array, same = run.array(np.array(3.0, np.float32)), run.array(np.array(3.0, np.float32))
-    objects = [array, same, fp8.quantize_tensor(run.array(np.ones((2, 3), np.float32)), 1.0), None, array, [1, 2]]
-    assert np.frombuffer(fp8.cache._identities(objects), np.uintp).tolist() == [id(each) for each in objects]
-    assert fp8.cache._identities(tuple(objects)) == fp8.cache._identities(objects)
-    assert fp8.cache._identities([]) == b""
+    result = fp8.quantize_tensor(run.array(np.ones((2, 3), np.float32)), 1.0)
+    objects = [array, same, result, None, array, [1, 2]]
+    assert np.frombuffer(identities(objects), np.uintp).tolist() == [id(each) for each in objects]
+    assert identities(tuple(objects)) == identities(objects)
+    assert identities([]) == b""
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
@@ -190,13 +204,13 @@ def test_an_error_leaves_the_cache_as_it_was(recipe, run):
     first = cache.quantize(weights, scales=scales)
     old, nbytes = raw(first), cache.nbytes
     change(weights)
-    bad = [run.array(np.ones(3, np.int32)), run.array(np.ones(3, np.float32)), "weight", None, weights[0].view(np.uint16)]
-    for wrong in bad:
+    for wrong in (run.array(np.ones(3, np.int32)), run.array(np.ones(3, np.float32)), "weight", None,
+                  weights[0].view(np.uint16)):
         with pytest.raises((TypeError, ValueError)):
             cache.quantize([*weights, wrong], scales=None if scales is None else [1.0] * 5)
         assert (raw(first), len(cache), cache.nbytes) == (old, 4, nbytes)
-    for options, message in (({"scales": [1.0] * 3}, "scales: "), ({"amaxes": [1.0] * 4}, "amaxes"), ({"rowwise": False}, "rowwise"),
-                             ({"noop": 1.0, "scales": scales}, "noop")):
+    for options, message in (({"scales": [1.0] * 3}, "scales: "), ({"amaxes": [1.0] * 4}, "amaxes"),
+                             ({"rowwise": False}, "rowwise"), ({"noop": 1.0, "scales": scales}, "noop")):
         with pytest.raises((TypeError, ValueError), match=message):
             cache.quantize(weights, **({"scales": scales} | options))
         assert (raw(first), len(cache), cache.nbytes) == (old, 4, nbytes)
@@ -204,7 +218,8 @@ def test_an_error_leaves_the_cache_as_it_was(recipe, run):
 
 
 def test_nothing_is_written_where_a_later_part_of_a_call_is_refused(run):
-    """New weights are quantised before known ones; what is wrong with the latter is found before the former are."""
+    """New weights are quantised before known ones; what is wrong with the latter is found before the former
+    are."""
     cache, weights = WeightCache(CurrentScaling()), weights_of(run)
     known = cache.quantize(weights[:2])
     old = raw(known)
@@ -227,10 +242,12 @@ def test_nothing_is_written_where_a_later_part_of_a_call_is_refused(run):
 def test_errors_number_weights_as_they_were_given(run):
     cache, weights = WeightCache(DelayedScaling()), weights_of(run)
     cache.quantize(weights[:2], scales=[1.0, 2.0])
-    for options, message in (({"scales": [1.0, 1.0, "x", 1.0]}, r"^scales\[2\]: expected"),
-                             ({"scales": 3.0}, "^scales: expected a numpy.ndarray or cupy.ndarray, got float"),
-                             ({"scales": run.array(np.array(3, np.float32))}, r"^scales: expected shape \(2,\)"),
-                             ({"scales": [1.0] * 4, "amaxes": {}}, "^amaxes: expected a numpy.ndarray or cupy.ndarray, got dict")):
+    for options, message in (
+            ({"scales": [1.0, 1.0, "x", 1.0]}, r"^scales\[2\]: expected"),
+            ({"scales": 3.0}, "^scales: expected a numpy.ndarray or cupy.ndarray, got float"),
+            ({"scales": run.array(np.array(3, np.float32))}, r"^scales: expected shape \(2,\)"),
+            ({"scales": [1.0] * 4, "amaxes": {}},
+             "^amaxes: expected a numpy.ndarray or cupy.ndarray, got dict")):
         with pytest.raises((TypeError, ValueError), match=message):
             cache.quantize(weights, update=False, **options)
     with pytest.raises(ValueError, match=r"^weights\[2\]: expected a matrix"):
@@ -238,25 +255,60 @@ def test_errors_number_weights_as_they_were_given(run):
 
 
 def test_forgotten_while_quantised(run, monkeypatch):
-    """clear() in another thread at the worst moment: the call returns its results, and nothing of it is remembered."""
+    """clear() in another thread at the worst moment: the call returns its results, and nothing of it is
+    remembered."""
     cache, weights = WeightCache(CurrentScaling()), weights_of(run)
     cache.quantize(weights[:2])
-    real = multi_quantize
 
-    def cleared(*args: Any, **options: Any) -> Any:
+    def cleared(*given: Any) -> Any:
         cache.clear()
-        return real(*args, **options)
+        return run_op(*given)
 
-    monkeypatch.setattr("cupy_fp8.cache.multi_quantize", cleared)
+    monkeypatch.setattr("cupy_fp8.cache.run", cleared)
     for update in (True, False):
         for w, q in zip(weights, cache.quantize(weights, update=update), strict=True):
             assert_same(q, CurrentScaling().quantize(w))
         assert len(cache) == 0
     monkeypatch.undo()
     change(weights)
-    for w, q in zip(weights, cache.quantize(weights, update=False), strict=True):                  # not what was before
+    for w, q in zip(weights, cache.quantize(weights, update=False), strict=True):   # not what was before
         assert_same(q, CurrentScaling().quantize(w))
-    assert len(copy.deepcopy(cache)) == 4
+
+
+def test_forgotten_while_a_known_list_is_looked_up(run):
+    """clear() in another thread between a look-up and the note of it: what was cleared is not found again."""
+    cache, weights, others = WeightCache(CurrentScaling()), weights_of(run), weights_of(run, 7)
+    for _ in range(2):
+        first = cache.quantize(weights)
+        cache.quantize(others)                              # so that the other list is not the last one
+
+    class Cleared(dict[Any, Any]):
+        def get(self, key: Any, default: Any = None) -> Any:
+            found = super().get(key, default)
+            cache._hits = dict(self)
+            cache.clear()
+            return found
+
+    cache._hits = Cleared(cache._hits)
+    assert cache.quantize(weights, update=False)[0] is first[0]
+    change(weights)
+    again = cache.quantize(weights, update=False)
+    assert again[0] is not first[0]
+    assert_same(again[0], CurrentScaling().quantize(weights[0]))
+
+
+def test_copies_watch_the_weights_by_themselves(run):
+    cache, weights = WeightCache(CurrentScaling()), weights_of(run)
+    first = cache.quantize(weights)
+    other = copy.deepcopy(cache)
+    assert (len(other), other.nbytes) == (4, cache.nbytes)
+    found = other.quantize(weights, update=False)
+    assert raw(found) == raw(first)
+    assert found[0] is not first[0]
+    cache.clear()
+    del weights[0]
+    gc.collect()
+    assert (len(cache), len(other)) == (0, 3)
 
 
 def test_threads_share_a_cache():

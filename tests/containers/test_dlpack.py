@@ -1,4 +1,5 @@
-"""DLPack capsules carry the right type codes; imports share memory, keep strides, and keep the producer alive."""
+"""DLPack capsules carry the right type codes; imports share memory, keep strides, and keep the producer
+alive."""
 
 import ctypes
 import gc
@@ -11,17 +12,20 @@ import pytest
 import cupy_fp8 as fp8
 from cupy_fp8 import dlpack
 
-CODES = {fp8.float8_e4m3fn: (10, 8), fp8.float8_e5m2: (12, 8), fp8.float8_e8m0fnu: (14, 8), fp8.bfloat16: (4, 16)}
+CODES = {fp8.float8_e4m3fn: (10, 8), fp8.float8_e5m2: (12, 8), fp8.float8_e8m0fnu: (14, 8),
+         fp8.bfloat16: (4, 16)}
 TYPED = list(CODES)
-# Where dlpack.h puts DLDataType on a 64-bit machine: data 8, device 8, ndim 4 bytes before it, and in the versioned struct
-# version 8, manager_ctx 8, deleter 8, flags 8 before the tensor. Not from the module's own ctypes structures, on purpose.
+# Where dlpack.h puts DLDataType on a 64-bit machine: data 8, device 8, ndim 4 bytes before it, and in the
+# versioned struct version 8, manager_ctx 8, deleter 8, flags 8 before the tensor. Not from the module's own
+# ctypes structures, on purpose.
 TYPE_OFFSET = {b"dltensor": 20, b"dltensor_versioned": 52}
 
 
 def type_bytes(capsule):
     """(memory of the 4-byte DLDataType, capsule name, address of the managed tensor)."""
     get_name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(("PyCapsule_GetName", ctypes.pythonapi))
-    get = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
+    get = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object,
+                            ctypes.c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
     name = get_name(capsule)
     address = get(capsule, name)
     return (ctypes.c_uint8 * 4).from_address(address + TYPE_OFFSET[name]), name, address
@@ -60,7 +64,8 @@ def test_exported_type(dtype, max_version):
     assert name == (b"dltensor" if max_version is None else b"dltensor_versioned")
     assert tuple(carried) == (*CODES[dtype], 1, 0)
     if max_version and dtype.itemsize == 1:
-        assert tuple((ctypes.c_uint32 * 2).from_address(address)) == (1, 1)     # the version that has the FP8 codes
+        # the version that has the FP8 codes
+        assert tuple((ctypes.c_uint32 * 2).from_address(address)) == (1, 1)
     assert exporter.__dlpack_device__() == (1, 0)
 
 
@@ -89,7 +94,8 @@ class Reinterpreted:
 
 @pytest.mark.parametrize("dtype", [*TYPED, np.dtype(np.float32), np.dtype(np.int16), np.dtype(bool)], ids=str)
 @pytest.mark.parametrize("view", [
-    lambda a: a, lambda a: a.T, lambda a: a[::2, 1::3], lambda a: a[::-1], lambda a: a[:0], lambda a: a[:1, 1].reshape(()),
+    lambda a: a, lambda a: a.T, lambda a: a[::2, 1::3], lambda a: a[::-1], lambda a: a[:0],
+    lambda a: a[:1, 1].reshape(()),
 ], ids=["whole", "transposed", "strided", "reversed", "empty", "0-d"])
 def test_round_trip(dtype, view):
     a = view(codes_array(dtype) if dtype in CODES else np.arange(32).reshape(4, 8).astype(dtype))
@@ -164,7 +170,8 @@ def test_dtype_may_repeat_what_the_producer_says():
     a = codes_array(fp8.float8_e5m2)
     assert fp8.bytes_equal(dlpack.from_dlpack(dlpack.to_dlpack(a), dtype="float8_e5m2"), a)
     x = np.ones(3, np.float32)
-    assert dlpack.from_dlpack(x, dtype=np.float32).__array_interface__["data"] == x.__array_interface__["data"]
+    assert dlpack.from_dlpack(x,
+                              dtype=np.float32).__array_interface__["data"] == x.__array_interface__["data"]
 
 
 def test_other_fp8_types_by_name():
@@ -179,7 +186,8 @@ def test_other_fp8_types_by_name():
     (Producer(np.zeros(4, np.uint8), 2), None, "code 2, 8 bits"),
     (Producer(np.zeros(4, np.uint8), 3), None, "code 3, 8 bits"),
     (Producer(np.zeros(4, np.uint8), 10, lanes=2), None, "vector type"),
-    (Producer(np.zeros(4, np.uint8), 10), "float8_e5m2", "float8_e5m2 was asked for, the producer says float8_e4m3fn"),
+    (Producer(np.zeros(4, np.uint8), 10), "float8_e5m2",
+     "float8_e5m2 was asked for, the producer says float8_e4m3fn"),
     (np.zeros(4, np.float32), "float8_e5m2", "has 8 bits, the producer says"),
     (np.zeros(4, np.float16), "bfloat16", "bfloat16 was asked for, the producer says float16"),
     (np.zeros(4, np.int8), "float8_e5m2", "float8_e5m2 was asked for, the producer says int8"),
@@ -196,12 +204,14 @@ def test_export_errors():
     a.flags.writeable = False
     with pytest.raises(BufferError):
         dlpack.to_dlpack(a).__dlpack__()
-    assert fp8.bytes_equal(dlpack.from_dlpack(dlpack.to_dlpack(a)), a)        # a versioned capsule can say that it is read-only
+    # a versioned capsule can say that it is read-only
+    assert fp8.bytes_equal(dlpack.from_dlpack(dlpack.to_dlpack(a)), a)
 
 
 def test_used_capsule():
     capsule = dlpack.to_dlpack(codes_array(fp8.float8_e4m3fn)).__dlpack__()
-    rename = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_SetName", ctypes.pythonapi))
+    rename = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object,
+                               ctypes.c_char_p)(("PyCapsule_SetName", ctypes.pythonapi))
     rename(capsule, b"used_dltensor")
     try:
         with pytest.raises(TypeError, match="unused capsule"):

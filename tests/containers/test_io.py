@@ -30,14 +30,15 @@ def test_every_code_of_every_dtype(path, dtype):
     io.save(path, a=a, transposed=a.T, one=a[:1, 1].reshape(()), nothing=a[:0], columns=a[:, ::3])
     loaded = io.load(path)
     assert list(loaded) == ["a", "transposed", "one", "nothing", "columns"]
-    for name, want in (("a", a), ("transposed", a.T), ("one", a[:1, 1].reshape(())), ("nothing", a[:0]), ("columns", a[:, ::3])):
+    for name, want in (("a", a), ("transposed", a.T), ("one", a[:1, 1].reshape(())), ("nothing", a[:0]),
+                       ("columns", a[:, ::3])):
         assert type(loaded[name]) is np.ndarray
         assert fp8.bytes_equal(loaded[name], want), name
 
 
 def test_ordinary_dtypes(path):
-    arrays: dict[str, Any] = {"i": np.arange(3), "b": np.array([True, False]), "c": np.array([1 + 2j]), "f": np.array([0.1]),
-                              "s": np.array(["è", "b"])}
+    arrays: dict[str, Any] = {"i": np.arange(3), "b": np.array([True, False]), "c": np.array([1 + 2j]),
+                              "f": np.array([0.1]), "s": np.array(["è", "b"])}
     io.save(path, **arrays)
     for name, a in io.load(path).items():
         assert a.dtype == arrays[name].dtype
@@ -52,19 +53,21 @@ def test_results_with_metadata(path):
     loaded = io.load(path)
     assert [type(loaded[name]) for name in ("q", "column", "turned")] == [Quantized, Scaled, Scaled]
     assert fp8.bytes_equal(loaded["q"].dbias, q.dbias)
-    for got, want in ((loaded["q"].rowwise, q.rowwise), (loaded["q"].columnwise, q.columnwise), (loaded["column"], q.columnwise),
-                      (loaded["turned"], q.rowwise.T)):
+    for got, want in ((loaded["q"].rowwise, q.rowwise), (loaded["q"].columnwise, q.columnwise),
+                      (loaded["column"], q.columnwise), (loaded["turned"], q.rowwise.T)):
         assert fp8.bytes_equal(got.data, want.data)
         assert fp8.bytes_equal(got.scale_inv, want.scale_inv)
-        assert (got.shape, got.transposed, got.block, got.scale_layout) == (want.shape, want.transposed, None, None)
-    assert loaded["q"].rowwise.scale_inv is loaded["q"].columnwise.scale_inv     # shared when saved, shared when loaded
+        assert (got.shape, got.transposed, got.block,
+                got.scale_layout) == (want.shape, want.transposed, None, None)
+    # shared when saved, shared when loaded
+    assert loaded["q"].rowwise.scale_inv is loaded["q"].columnwise.scale_inv
     assert loaded["q"].nbytes == q.nbytes
     np.testing.assert_array_equal(loaded["turned"].dequantize(), q.dequantize().T)
 
 
 def test_block_metadata(path):
-    s = Scaled(every_code(fp8.float8_e4m3fn).reshape(2, 128), np.array([[1], [2]], np.float32), (2, 128), block=(1, None),
-               scale_layout="compact")
+    s = Scaled(every_code(fp8.float8_e4m3fn).reshape(2, 128), np.array([[1], [2]], np.float32), (2, 128),
+               block=(1, None), scale_layout="compact")
     io.save(path, s=s)
     got = io.load(path)["s"]
     assert (got.block, got.scale_layout, got.shape) == ((1, None), "compact", (2, 128))
@@ -73,7 +76,8 @@ def test_block_metadata(path):
 def test_any_name(path):
     arrays = {name: np.full(2, i) for i, name in enumerate(["file", "self", "a b/c", "x.npy", "ü"])}
     io.save(path, **{"file": arrays["file"], **arrays})
-    assert {name: a.tolist() for name, a in io.load(path).items()} == {name: a.tolist() for name, a in arrays.items()}
+    assert {name: a.tolist()
+            for name, a in io.load(path).items()} == {name: a.tolist() for name, a in arrays.items()}
 
 
 def test_is_a_plain_npz(path):
@@ -84,14 +88,16 @@ def test_is_a_plain_npz(path):
         assert archive["a"].dtype == np.uint8
         assert archive["a"].tobytes() == a.tobytes()
         manifest = json.loads(str(archive[io.MANIFEST]))
-    assert manifest == {"format": "cupy_fp8", "version": 1, "dtypes": {"a": "float8_e4m3fn"}, "values": {"a": {"array": "a"}}}
+    assert manifest == {"format": "cupy_fp8", "version": 1, "dtypes": {"a": "float8_e4m3fn"},
+                        "values": {"a": {"array": "a"}}}
 
 
 @pytest.mark.parametrize(("arrays", "error", "message"), [
     ({"a": [1, 2]}, TypeError, "a: expected a numpy"),
     ({"a": None}, TypeError, "a: expected a numpy"),
     ({"a": np.array([None])}, TypeError, "a: cannot store dtype object"),
-    ({"q": fp8.quantize_tensor(np.ones(2, np.float32), 1.0), "q.rowwise.data": np.ones(2)}, ValueError, "taken by another entry"),
+    ({"q": fp8.quantize_tensor(np.ones(2, np.float32), 1.0), "q.rowwise.data": np.ones(2)}, ValueError,
+     "taken by another entry"),
     ({io.MANIFEST: np.ones(2)}, ValueError, "taken by another entry"),
 ])
 def test_save_refuses_and_keeps_the_old_file(path, arrays, error, message):
@@ -131,8 +137,10 @@ def rewrite(path, change):
     (lambda m: m.pop("values"), "damaged"),
     (lambda m: m["values"]["q"].update(result="Mystery"), "no value of kind 'Mystery'"),
     (lambda m: m["values"]["q"]["fields"].update(surprise=1), "damaged"),
-    (lambda m: m["values"]["q"]["fields"]["rowwise"]["fields"]["shape"].update(tuple=[1, 1]), "does not fit stored data"),
-    (lambda m: m["values"]["q"]["fields"]["rowwise"]["fields"].update(scale_inv={"array": "two"}), "expected one f32 scale_inv"),
+    (lambda m: m["values"]["q"]["fields"]["rowwise"]["fields"]["shape"].update(tuple=[1, 1]),
+     "does not fit stored data"),
+    (lambda m: m["values"]["q"]["fields"]["rowwise"]["fields"].update(scale_inv={"array": "two"}),
+     "expected one f32 scale_inv"),
     (lambda m: m["values"]["two"].update(array="missing"), "damaged"),
     (lambda m: m["dtypes"].update(two="float8_e4m3fn"), "expected u1 storage"),
     (lambda m: m["dtypes"].update({"q.rowwise.data": "float7"}), "damaged"),
@@ -188,10 +196,12 @@ def test_cupy_arrays(path):
         loaded = io.load(path, like=like)
         assert fp8.backend.kind_of(loaded["q"].columnwise.data) == kind
         assert fp8.bytes_equal(fp8.asnumpy(loaded["q"].columnwise.data), host.columnwise.data)
-        assert fp8.bytes_equal(fp8.asnumpy(loaded["turned"]), every_code(fp8.float8_e8m0fnu).reshape(2, 128).T)
+        assert fp8.bytes_equal(fp8.asnumpy(loaded["turned"]),
+                               every_code(fp8.float8_e8m0fnu).reshape(2, 128).T)
 
 
-# ── read_matrices ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── read_matrices
+# ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 SAFETENSORS_NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
                      "float8_e4m3fn": "F8_E4M3"}
@@ -212,8 +222,9 @@ def write_safetensors(path, tensors, padding=0):
 def model():
     rng = np.random.default_rng(0)
     tensors: dict[str, Any] = {
-        "vector": rng.standard_normal(7, np.float32), "cube": np.zeros((2, 2, 2), np.float32), "ids": np.zeros((2, 2), np.int64),
-        "f64": np.array([[0.1, 1e300]]), "f32": rng.standard_normal((3, 5), np.float32)}
+        "vector": rng.standard_normal(7, np.float32), "cube": np.zeros((2, 2, 2), np.float32),
+        "ids": np.zeros((2, 2), np.int64), "f64": np.array([[0.1, 1e300]]),
+        "f32": rng.standard_normal((3, 5), np.float32)}
     return tensors | {"f16": tensors["f32"].astype(np.float16), "bf16": tensors["f32"].astype(fp8.bfloat16),
                       "empty": np.zeros((0, 4), np.float32)}
 

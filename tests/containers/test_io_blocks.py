@@ -18,7 +18,8 @@ from cupy_fp8.formats import float32
 def assert_same(got: Scaled, want: Scaled) -> None:
     testing.assert_bytes_equal(got.data, want.data)
     testing.assert_bytes_equal(got.scale_inv, want.scale_inv)
-    assert (got.shape, got.transposed, got.block, got.scale_layout) == (want.shape, want.transposed, want.block, want.scale_layout)
+    assert (got.shape, got.transposed, got.block,
+            got.scale_layout) == (want.shape, want.transposed, want.block, want.scale_layout)
     testing.assert_bytes_equal(got.dequantize(), want.dequantize())
 
 
@@ -39,7 +40,8 @@ def test_every_layout(tmp_path, block, layout, transposed):
 def test_both_directions_and_f32_scales(tmp_path):
     row, column = result((64, 96), ROW), result((64, 96), COLUMN, "swizzled", True)
     square = result((140, 270), (128, 128), transposed=True, scale=float32)
-    io.save(tmp_path / "a.npz", q=Quantized(row, column), one=row, square=square, line=result((9, 50), (1, None), scale=float32))
+    io.save(tmp_path / "a.npz", q=Quantized(row, column), one=row, square=square,
+            line=result((9, 50), (1, None), scale=float32))
     loaded = io.load(tmp_path / "a.npz")
     assert_same(loaded["q"].rowwise, row)
     assert_same(loaded["q"].columnwise, column)
@@ -66,12 +68,14 @@ def test_what_an_op_remembers_is_not_saved(tmp_path):
 
 @pytest.mark.parametrize(("fields", "message"), [
     ({"scale_layout": "swizzled"}, r"s\.scale_inv: expected shape \(128, 4\) \(swizzled scales"),
-    ({"scale_layout": "other"}, r"s\.scale_layout: expected one of \('compact', 'swizzled', .*\), got 'other'"),
+    ({"scale_layout": "other"},
+     r"s\.scale_layout: expected one of \('compact', 'swizzled', .*\), got 'other'"),
     ({"scale_layout": None}, r"s\.scale_layout: expected one of"),
     ({"block": {"tuple": [32, 1]}}, r"s\.scale_inv: expected shape \(2, 96\) \(compact scales"),
     ({"block": {"tuple": [1, 33]}}, r"s\.block: expected \(1, B\)"),
     ({"block": 32}, r"s\.block: expected \(1, B\)"),
-    ({"scale_inv": {"array": "s.data"}}, r"damaged file \(TypeError: s\.scale_inv: expected dtype float8_e8m0fnu, float32"),
+    ({"scale_inv": {"array": "s.data"}},
+     r"damaged file \(TypeError: s\.scale_inv: expected dtype float8_e8m0fnu, float32"),
     ({"scale_inv": 1.0}, r"damaged"),
     ({"block": None}, "expected one f32 scale_inv"),
 ])

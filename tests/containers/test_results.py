@@ -1,4 +1,5 @@
-"""Results and recipes: frozen, honest about what they hold, and cheap: one launch per call, none for `.empty`."""
+"""Results and recipes: frozen, honest about what they hold, and cheap: one launch per call, none for
+`.empty`."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from cupy_fp8.arrays import bits
 from cupy_fp8.formats import INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
 from cupy_fp8.kernels import Variant
 
-DIRECTIONS = [{"rowwise": True}, {"rowwise": False, "columnwise": True}, {"rowwise": True, "columnwise": True}]
+DIRECTIONS = [{"rowwise": True}, {"rowwise": False, "columnwise": True},
+              {"rowwise": True, "columnwise": True}]
 SHAPE = (3, 5)
 KINDS = ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)]
 kind_parameter = pytest.mark.parametrize("kind", KINDS)
@@ -81,7 +83,8 @@ def test_scaled_unpacks(kind):
         data, scale_inv = part
         assert data is part.data
         assert scale_inv is part.scale_inv
-    assert [f.name for f in dataclasses.fields(Scaled)] == ["data", "scale_inv", "shape", "transposed", "block", "scale_layout"]
+    assert ([f.name for f in dataclasses.fields(Scaled)]
+            == ["data", "scale_inv", "shape", "transposed", "block", "scale_layout"])
 
 
 def test_scaled_defaults():
@@ -89,9 +92,10 @@ def test_scaled_defaults():
     s = Scaled(data, scale_inv, SHAPE)
     assert (s.transposed, s.block, s.scale_layout) == (False, None, None)
     assert (s.dtype, s.nbytes) == (float8_e4m3fn, 15 + 4)
-    named = Scaled(data=data.reshape(5, 3), scale_inv=np.ones((3, 1), np.float32), shape=list(SHAPE), transposed=True, block=[1, 128],
-                   scale_layout="compact")
-    assert (named.shape, named.transposed, named.block, named.scale_layout) == (SHAPE, True, (1, 128), "compact")
+    named = Scaled(data=data.reshape(5, 3), scale_inv=np.ones((3, 1), np.float32), shape=list(SHAPE),
+                   transposed=True, block=[1, 128], scale_layout="compact")
+    assert (named.shape, named.transposed, named.block,
+            named.scale_layout) == (SHAPE, True, (1, 128), "compact")
 
 
 @kind_parameter
@@ -111,7 +115,8 @@ def test_transposed_view(kind, shape):
 
 
 def test_transposed_view_of_blocks():
-    s = Scaled(np.zeros((4, 64), float8_e4m3fn), np.ones((4, 2), np.float32), (4, 64), block=(1, 32), scale_layout="compact")
+    s = Scaled(np.zeros((4, 64), float8_e4m3fn), np.ones((4, 2), np.float32), (4, 64), block=(1, 32),
+               scale_layout="compact")
     assert (s.T.block, s.T.T.block, s.T.scale_layout) == ((32, 1), (1, 32), "compact")
 
 
@@ -125,7 +130,9 @@ def test_transposed_view_of_fewer_than_two_dimensions(shape):
 def test_to_layout():
     s = fp8.quantize_tensor(x_of(), 2.0).rowwise
     assert s is not None
-    with pytest.raises(ValueError, match=r"to_layout\('swizzled'\): per-tensor data has a single scale, which has no layout"):
+    with pytest.raises(ValueError,
+                       match=r"to_layout\('swizzled'\): per-tensor data has a single scale, which has no "
+                             r"layout"):
         s.to_layout("swizzled")
 
 
@@ -167,7 +174,8 @@ def test_quantized_is_frozen():
 
 def test_quantized_is_not_empty():
     for nothing in ((), (None, None), (None, None, np.zeros(3))):
-        with pytest.raises(ValueError, match="Quantized: expected a row-wise or a column-wise part, got neither"):
+        with pytest.raises(ValueError,
+                           match="Quantized: expected a row-wise or a column-wise part, got neither"):
             Quantized(*nothing)
 
 
@@ -212,13 +220,16 @@ def test_directions_share_scale_inv(kind):
 def test_repr(kind):
     x = x_of(kind)
     both = fp8.cast_transpose(x, 2.0)
-    assert repr(both) == f"Quantized(float8_e4m3fn[3, 5], per tensor, rowwise + columnwise (stored transposed), {kind})"
-    assert repr(fp8.quantize_tensor(x, 2.0, dtype=float8_e5m2)) == f"Quantized(float8_e5m2[3, 5], per tensor, rowwise, {kind})"
+    assert (repr(both)
+            == f"Quantized(float8_e4m3fn[3, 5], per tensor, rowwise + columnwise (stored transposed), {kind})")
+    e5m2 = fp8.quantize_tensor(x, 2.0, dtype=float8_e5m2)
+    assert repr(e5m2) == f"Quantized(float8_e5m2[3, 5], per tensor, rowwise, {kind})"
     assert repr(both.rowwise) == f"Scaled(float8_e4m3fn[3, 5], per tensor, {kind})"
     assert repr(both.columnwise) == f"Scaled(float8_e4m3fn[3, 5], per tensor, stored transposed, {kind})"
-    assert repr(fp8.quantize_tensor(x_of(kind, ()), 2.0).rowwise) == f"Scaled(float8_e4m3fn[], per tensor, {kind})"
-    blocks = Scaled(fp8.zeros(SHAPE, float8_e4m3fn, like=kind), fp8.zeros((3, 1), float32, like=kind), SHAPE, block=(1, None),
-                    scale_layout="compact")
+    assert repr(fp8.quantize_tensor(x_of(kind, ()),
+                                    2.0).rowwise) == f"Scaled(float8_e4m3fn[], per tensor, {kind})"
+    blocks = Scaled(fp8.zeros(SHAPE, float8_e4m3fn, like=kind), fp8.zeros((3, 1), float32, like=kind), SHAPE,
+                    block=(1, None), scale_layout="compact")
     assert repr(blocks) == f"Scaled(float8_e4m3fn[3, 5], block 1×row, compact scales, {kind})"
     assert str(both) == repr(both)
 
@@ -291,12 +302,14 @@ def test_delayed_scaling_is_frozen_and_comparable():
     assert type(DelayedScaling(float8_e5m2.type).dtype) is type(float8_e5m2)
     assert dataclasses.replace(recipe, margin=-2).margin == -2
     assert pickle.loads(pickle.dumps(recipe)) == recipe
-    assert DelayedScaling(history_len=1, algo="most_recent", margin=3) == DelayedScaling(float8_e4m3fn, 3, 1, "most_recent")
+    assert DelayedScaling(history_len=1, algo="most_recent",
+                          margin=3) == DelayedScaling(float8_e4m3fn, 3, 1, "most_recent")
 
 
 @pytest.mark.parametrize(("options", "error", "message"), [
     ({"dtype": bfloat16}, TypeError, "dtype: expected one of float8_e4m3fn, float8_e5m2, got bfloat16"),
-    ({"dtype": fp8.float8_e8m0fnu}, TypeError, "dtype: expected one of float8_e4m3fn, float8_e5m2, got float8_e8m0fnu"),
+    ({"dtype": fp8.float8_e8m0fnu}, TypeError,
+     "dtype: expected one of float8_e4m3fn, float8_e5m2, got float8_e8m0fnu"),
     ({"dtype": "nope"}, TypeError, "dtype: expected one of float8_e4m3fn, float8_e5m2, got 'nope'"),
     ({"algo": "mean"}, ValueError, r"algo: expected one of \('max', 'most_recent'\), got 'mean'"),
     ({"algo": None}, ValueError, "algo: expected one of .*, got None"),
@@ -314,7 +327,9 @@ def test_delayed_scaling_validates(options, error, message):
 
 
 def test_delayed_scaling_needs_a_scale():
-    with pytest.raises(ValueError, match=r"^scale: delayed scaling needs the scale that earlier steps determined, got None$"):
+    with pytest.raises(ValueError,
+                       match=r"^scale: delayed scaling needs the scale that earlier steps determined, got "
+                             r"None$"):
         DelayedScaling().quantize(x_of())
 
 
@@ -328,7 +343,8 @@ def test_quantize_is_quantize_tensor(directions, dtype, kind):
     out = recipe.empty(x.shape, like=x, **directions)
     for q in (recipe.quantize(x, scale=scale, amax=seen_too, **directions),
               recipe.quantize(x, scale=scale, out=out, noop=fp8.zeros(1, float32, like=kind), **directions)):
-        assert [type(p) for p in (q.rowwise, q.columnwise)] == [type(p) for p in (want.rowwise, want.columnwise)]
+        assert [type(p)
+                for p in (q.rowwise, q.columnwise)] == [type(p) for p in (want.rowwise, want.columnwise)]
         for mine, theirs in zip(parts(q), parts(want), strict=True):
             testing.assert_bytes_equal(mine.data, theirs.data)
             testing.assert_bytes_equal(mine.scale_inv, theirs.scale_inv)
@@ -350,7 +366,8 @@ def test_empty(directions, shape, kind):
     for like in (kind, x_of(kind)):
         q = DelayedScaling(float8_e5m2).empty(shape, like=like, **directions)
         assert (q.shape, q.dtype) == (shape, float8_e5m2)
-        assert [q.rowwise is not None, q.columnwise is not None] == [directions["rowwise"], directions.get("columnwise", False)]
+        assert [q.rowwise is not None,
+                q.columnwise is not None] == [directions["rowwise"], directions.get("columnwise", False)]
         for part in parts(q):
             assert part.transposed is (part is q.columnwise)
             assert part.data.shape == ((*shape[:-2], shape[-1], shape[-2]) if part.transposed else shape)
@@ -387,7 +404,8 @@ def test_empty_initialises_nothing(directions, monkeypatch):
 @kind_parameter
 @direction_parameter
 def test_empty_uses_buffers_as_they_are(directions, kind):
-    buffers = {name: (fp8.empty(SHAPE if name == "rowwise" else SHAPE[::-1], float8_e4m3fn, like=kind), fp8.empty(1, float32, like=kind))
+    buffers = {name: (fp8.empty(SHAPE if name == "rowwise" else SHAPE[::-1], float8_e4m3fn, like=kind),
+                      fp8.empty(1, float32, like=kind))
                for name, on in directions.items() if on}
     for pair in buffers.values():
         for a in pair:
@@ -426,9 +444,11 @@ CASTS: list[Callable[..., Quantized]] = [
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (0, 5), (5, 0), (130, 257), (2, 133, 144)], ids=str)
-@pytest.mark.parametrize(("rowwise", "columnwise", "transposed"), [d for d in product((True, False), repeat=3) if d[0] or d[1]])
+@pytest.mark.parametrize(("rowwise", "columnwise", "transposed"),
+                         [d for d in product((True, False), repeat=3) if d[0] or d[1]])
 def test_one_launch_per_cast(rowwise, columnwise, transposed, shape, run, launches):
-    x, scale, amax = (run.array(a) for a in (x_of(shape=shape), np.array([2.0], np.float32), np.zeros(1, np.float32)))
+    x, scale, amax = (run.array(a) for a in (x_of(shape=shape), np.array([2.0], np.float32),
+                                             np.zeros(1, np.float32)))
     flag = run.array(np.zeros(1, np.float32))
     directions = {"rowwise": rowwise, "columnwise": columnwise, "transposed": transposed}
     expected = "cast_transpose" if columnwise and transposed else "cast"
@@ -450,7 +470,8 @@ def test_one_launch_per_call(shape, run, launches):
         "cast_transpose out": (lambda: fp8.cast_transpose(x, scale, out=both), "cast_transpose"),
         "untransposed": (lambda: fp8.cast_transpose(x, scale, transposed=False), "cast"),
         "recipe": (lambda: DelayedScaling().quantize(x, scale=scale), "cast"),
-        "recipe both": (lambda: DelayedScaling().quantize(x, scale=scale, columnwise=True, out=both), "cast_transpose"),
+        "recipe both": (lambda: DelayedScaling().quantize(x, scale=scale, columnwise=True, out=both),
+                        "cast_transpose"),
         "compute_amax": (lambda: fp8.compute_amax(x), "compute_amax"),
         "compute_amax out": (lambda: fp8.compute_amax(x, out=scale), "compute_amax"),
     }
@@ -473,7 +494,8 @@ def test_one_launch_per_call(shape, run, launches):
 
 # ---- CUDA graphs know everything that a call puts on its stream ----
 def nodes_of(call: Callable[[], Any]) -> int:
-    """How many nodes a call has when it is captured. Once before, it compiles, and fills the stream's memory pool."""
+    """How many nodes a call has when it is captured. Once before, it compiles, and fills the stream's memory
+    pool."""
     cp = backend.cupy()
     cp.cuda.get_current_stream().synchronize()
     stream = cp.cuda.Stream(non_blocking=True)
@@ -482,7 +504,8 @@ def nodes_of(call: Callable[[], Any]) -> int:
         stream.synchronize()
         stream.begin_capture()
         try:
-            kept = call()                                   # memory must not go back to the pool before the capture ends
+            # memory must not go back to the pool before the capture ends
+            kept = call()
         finally:
             graph = stream.end_capture()
         count = ctypes.c_size_t()
@@ -499,16 +522,20 @@ def test_empty_puts_nothing_on_the_stream(directions):
     assert nodes_of(lambda: DelayedScaling().empty((300, 500), like="cupy", **directions)) == 0
     x = cp.zeros((300, 500), cp.float32)
     out = fp8.quantize_tensor(x, 2.0, **directions)
-    assert nodes_of(lambda: fp8.quantize_tensor(x, 2.0, out=out, **directions)) == 1        # the same count sees a kernel
+    # the same count sees a kernel
+    assert nodes_of(lambda: fp8.quantize_tensor(x, 2.0, out=out, **directions)) == 1
 
 
 @pytest.mark.gpu
 def test_one_node_per_call_with_out():
     cp = backend.cupy()
-    x, scale, amax, flag = x_of("cupy", (130, 257)), cp.ones(1, cp.float32), cp.zeros(1, cp.float32), cp.zeros(1, cp.float32)
+    x, scale = x_of("cupy", (130, 257)), cp.ones(1, cp.float32)
+    amax, flag = cp.zeros(1, cp.float32), cp.zeros(1, cp.float32)
     both = fp8.cast_transpose(x, scale)
     values, data, flipped = both.dequantize(bfloat16), fp8.astype(x, float8_e4m3fn), fp8.transpose(both.data)
-    for call in (lambda: fp8.cast_transpose(x, scale, amax=amax, noop=flag, out=both), lambda: fp8.compute_amax(x, out=amax),
-                 lambda: fp8.dequantize(both, dtype=bfloat16, out=values), lambda: fp8.astype(x, float8_e4m3fn, out=data),
+    for call in (lambda: fp8.cast_transpose(x, scale, amax=amax, noop=flag, out=both),
+                 lambda: fp8.compute_amax(x, out=amax),
+                 lambda: fp8.dequantize(both, dtype=bfloat16, out=values),
+                 lambda: fp8.astype(x, float8_e4m3fn, out=data),
                  lambda: fp8.transpose(both.data, out=flipped)):
         assert nodes_of(call) == 1

@@ -32,9 +32,10 @@ kinds = pytest.mark.parametrize(("block", "transposed"), KINDS)
     ((100, 64), ROW, "swizzled", False, (128, 4)), ((130, 160), ROW, "swizzled", True, (256, 8)),
     ((100, 64), COLUMN, "swizzled", False, (128, 4)), ((130, 160), COLUMN, "swizzled", True, (256, 8)),
     ((5, 100, 64), COLUMN, "compact", False, (5, 4, 64)), ((5, 100, 64), ROW, "swizzled", False, (5, 128, 4)),
-    ((0, 64), ROW, "compact", False, (0, 2)), ((0, 64), COLUMN, "compact", False, (0, 64)), ((64, 0), ROW, "swizzled", False, (128, 0)),
-    ((100, 640), (128, 128), "compact", False, (1, 5)), ((100, 640), (128, 128), "compact", True, (5, 1)),
-    ((100, 640), (1, None), "compact", False, (100, 1)), ((100, 640), (None, 1), "compact", True, (1, 640)),
+    ((0, 64), ROW, "compact", False, (0, 2)), ((0, 64), COLUMN, "compact", False, (0, 64)),
+    ((64, 0), ROW, "swizzled", False, (128, 0)), ((100, 640), (128, 128), "compact", False, (1, 5)),
+    ((100, 640), (128, 128), "compact", True, (5, 1)), ((100, 640), (1, None), "compact", False, (100, 1)),
+    ((100, 640), (None, 1), "compact", True, (1, 640)),
 ])
 def test_scale_shape(shape, block, layout, transposed, want):
     assert scale_shape(shape, block, layout, transposed) == want
@@ -47,7 +48,8 @@ def test_scale_shape(shape, block, layout, transposed, want):
 def test_transposed_view(shape, layout, block, transposed, run):
     s = run.array(result(shape, block, layout, transposed))
     t = s.T
-    assert (t.shape, t.transposed, t.block, t.scale_layout) == (swap_last(shape), not transposed, block[::-1], layout)
+    assert (t.shape, t.transposed, t.block,
+            t.scale_layout) == (swap_last(shape), not transposed, block[::-1], layout)
     assert t.data is s.data
     assert t.scale_inv.shape == scale_shape(t.shape, t.block, layout, t.transposed)
     if layout == "swizzled":
@@ -56,7 +58,8 @@ def test_transposed_view(shape, layout, block, transposed, run):
         assert t.scale_inv.shape == swap_last(s.scale_inv.shape)
         if run.name != "cuda":
             assert np.shares_memory(t.scale_inv, s.scale_inv)
-    testing.assert_bytes_equal(run.numpy(t.dequantize()), np.ascontiguousarray(run.numpy(s.dequantize()).swapaxes(-1, -2)))
+    testing.assert_bytes_equal(run.numpy(t.dequantize()),
+                               np.ascontiguousarray(run.numpy(s.dequantize()).swapaxes(-1, -2)))
     testing.assert_bytes_equal(run.numpy(t.T.scale_inv), run.numpy(s.scale_inv))
     assert (t.nbytes, t.dtype) == (s.nbytes, s.dtype)
 
@@ -87,8 +90,10 @@ def test_to_layout(shape, block, transposed, run):
         testing.assert_bytes_equal(run.numpy(s.dequantize()), run.numpy(compact.dequantize()))
         assert s.to_layout(layout) is s
     assert compact.scale_layout == "compact"                                # the one asked stays as it was
-    testing.assert_bytes_equal(run.numpy(compact.T.to_layout("swizzled").scale_inv), run.numpy(swizzled.scale_inv))
-    testing.assert_bytes_equal(run.numpy(swizzled.T.to_layout("compact").scale_inv), run.numpy(compact.T.scale_inv))
+    testing.assert_bytes_equal(run.numpy(compact.T.to_layout("swizzled").scale_inv),
+                               run.numpy(swizzled.scale_inv))
+    testing.assert_bytes_equal(run.numpy(swizzled.T.to_layout("compact").scale_inv),
+                               run.numpy(compact.T.scale_inv))
 
 
 def unchecked(s: Scaled, **changes: Any) -> Scaled:
@@ -98,12 +103,18 @@ def unchecked(s: Scaled, **changes: Any) -> Scaled:
 @pytest.mark.parametrize(("s", "name", "error", "message"), [
     (result((64, 64)), "gemm", ValueError, f"to_layout: expected one of {tuple(SCALE_DTYPES)}, got 'gemm'"),
     (result((64, 64)), None, ValueError, f"to_layout: expected one of {tuple(SCALE_DTYPES)}, got None"),
-    (result((64, 64), (128, 128), scale=float32), "deepgemm_sm90", ValueError, "target: 'deepgemm_sm90' belongs to blocks along one line"),
-    (result((140, 270), (128, 128)), "swizzled", ValueError, "target: 'swizzled' belongs to blocks along one line, got block"),
-    (result((64, 64), scale=float32), "swizzled", ValueError, "scale_inv: expected powers of two from 2**-127 to 2**127"),
-    (unchecked(result((64, 64)), scale_layout=None), "compact", ValueError, "source: expected one of ('compact', "),
-    (unchecked(result((64, 64)), block=(1, 64)), "swizzled", ValueError, "scale_inv: expected shape (64, 1) (compact scales of"),
-    (fp8.quantize_tensor(np.ones((2, 2), np.float32), 1.0).rowwise, "compact", ValueError, "to_layout('compact'): per-tensor data has"),
+    (result((64, 64), (128, 128), scale=float32), "deepgemm_sm90", ValueError,
+     "target: 'deepgemm_sm90' belongs to blocks along one line"),
+    (result((140, 270), (128, 128)), "swizzled", ValueError,
+     "target: 'swizzled' belongs to blocks along one line, got block"),
+    (result((64, 64), scale=float32), "swizzled", ValueError,
+     "scale_inv: expected powers of two from 2**-127 to 2**127"),
+    (unchecked(result((64, 64)), scale_layout=None), "compact", ValueError,
+     "source: expected one of ('compact', "),
+    (unchecked(result((64, 64)), block=(1, 64)), "swizzled", ValueError,
+     "scale_inv: expected shape (64, 1) (compact scales of"),
+    (fp8.quantize_tensor(np.ones((2, 2), np.float32), 1.0).rowwise, "compact", ValueError,
+     "to_layout('compact'): per-tensor data has"),
 ])
 def test_to_layout_errors(s, name, error, message):
     with pytest.raises(error, match="^" + re.escape(message)):
@@ -117,7 +128,8 @@ def test_copies_are_whole(layout, block, transposed):
     s = result((40, 96), block, layout, transposed)
     for original in (s, s.T):
         again: Any
-        for again in (copy.deepcopy(original), pickle.loads(pickle.dumps(original)), copy.deepcopy(Quantized(None, original)).columnwise):
+        for again in (copy.deepcopy(original), pickle.loads(pickle.dumps(original)),
+                      copy.deepcopy(Quantized(None, original)).columnwise):
             assert (again.shape, again.transposed, again.block, again.scale_layout) == (
                 original.shape, original.transposed, original.block, original.scale_layout)
             for mine, theirs in zip(again, original, strict=True):
@@ -130,7 +142,9 @@ def test_nbytes():
     row, column = result((64, 96), ROW), result((64, 96), COLUMN)
     assert (row.nbytes, column.nbytes) == (64 * 96 + 64 * 3, 64 * 96 + 2 * 96)
     assert Quantized(row, column).nbytes == row.nbytes + column.nbytes
-    assert Quantized(row, Scaled(row.data, column.scale_inv, row.shape, block=COLUMN, scale_layout="compact")).nbytes == (
+    assert Quantized(row,
+                     Scaled(row.data, column.scale_inv, row.shape, block=COLUMN,
+                            scale_layout="compact")).nbytes == (
         64 * 96 + 64 * 3 + 2 * 96)
 
 
@@ -138,8 +152,11 @@ def test_nbytes():
 def test_repr():
     row, column = result((64, 96), ROW), result((64, 96), COLUMN, "swizzled", True)
     assert repr(row) == "Scaled(float8_e4m3fn[64, 96], block 1×32, compact scales, numpy)"
-    assert repr(column) == "Scaled(float8_e4m3fn[64, 96], block 32×1, swizzled scales, stored transposed, numpy)"
-    assert repr(Quantized(row, column)) == ("Quantized(float8_e4m3fn[64, 96], block 1×32, compact scales, rowwise + columnwise (stored "
+    assert (repr(column)
+            == "Scaled(float8_e4m3fn[64, 96], block 32×1, swizzled scales, stored transposed, numpy)")
+    assert repr(Quantized(row,
+                          column)) == ("Quantized(float8_e4m3fn[64, 96], block 1×32, compact scales, rowwise "
+                                       "+ columnwise (stored "
                                             "transposed), numpy)")
     assert "block column×1, compact scales" in repr(result((64, 96), (None, 1)))
 
@@ -148,8 +165,9 @@ def test_html():
     row, column = result((64, 96), ROW), result((64, 96), COLUMN, "swizzled", True)
     table = Quantized(row, column)._repr_html_()
     cells = [html.unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", table)]
-    assert cells == ["rowwise", "float8_e4m3fn", "64, 96", "block 1×32, compact scales", "as is", "numpy", "6,336",
-                     "columnwise", "float8_e4m3fn", "64, 96", "block 32×1, swizzled scales", "transposed 96, 64", "numpy", "6,656"]
+    assert cells == ["rowwise", "float8_e4m3fn", "64, 96", "block 1×32, compact scales", "as is", "numpy",
+                     "6,336", "columnwise", "float8_e4m3fn", "64, 96", "block 32×1, swizzled scales",
+                     "transposed 96, 64", "numpy", "6,656"]
 
 
 # ---- the strategy, the picture ----
@@ -186,7 +204,8 @@ def test_heat_map_of_a_result(layout):
 # ---- both directions ----
 def test_both_directions_to_another_layout(run):
     x = run.array(np.ones((40, 260), np.float32))
-    for q, names in ((fp8.quantize_block(x, columnwise=True), ("compact", "deepgemm_sm90", "deepgemm_sm100", "gemm_ready")),
+    for q, names in ((fp8.quantize_block(x, columnwise=True),
+                      ("compact", "deepgemm_sm90", "deepgemm_sm100", "gemm_ready")),
                      (fp8.quantize_mx(x, columnwise=True), ("swizzled", "compact")),
                      (fp8.quantize_block(x, rowwise=False, columnwise=True), ("compact",)),
                      (fp8.quantize_block(x), ("compact",))):
@@ -199,7 +218,8 @@ def test_both_directions_to_another_layout(run):
                     testing.assert_bytes_equal(part, before.to_layout(name))
             assert there.to_layout(name) is there
             compact = q.to_layout("compact")
-            testing.assert_bytes_equal(there.to_layout("compact", dtype=compact._any.scale_inv.dtype), compact)
+            testing.assert_bytes_equal(there.to_layout("compact", dtype=compact._any.scale_inv.dtype),
+                                       compact)
 
 
 def test_parts_that_are_one_stay_one():
@@ -213,15 +233,19 @@ def test_parts_that_are_one_stay_one():
 
 
 def test_to_layout_of_one_scale():
-    with pytest.raises(ValueError, match=r"^to_layout\('compact'\): per-tensor data has a single scale, which has no layout"):
+    with pytest.raises(ValueError,
+                       match=r"^to_layout\('compact'\): per-tensor data has a single scale, which has no "
+                             r"layout"):
         fp8.quantize_tensor(np.ones((2, 2), np.float32), 1.0).to_layout("compact")
     for wrong in ("gemm", None, ["compact"]):
         with pytest.raises(ValueError, match=r"^to_layout: expected one of "):
-            fp8.quantize_block(np.ones((2, 128), np.float32)).to_layout(wrong)                      # type: ignore[arg-type]
+            fp8.quantize_block(np.ones((2, 128),
+                                       np.float32)).to_layout(wrong)                      # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("make", [
-    lambda x: fp8.quantize_block(x, columnwise=True), lambda x: fp8.quantize_mx(x, columnwise=True, scale_layout="swizzled"),
+    lambda x: fp8.quantize_block(x, columnwise=True),
+    lambda x: fp8.quantize_mx(x, columnwise=True, scale_layout="swizzled"),
     lambda x: fp8.cast_transpose(x, 2.0, dbias=True), lambda x: fp8.quantize_mx(x),
     lambda x: fp8.quantize_mx(x, rowwise=False, columnwise=True),
 ])  # fmt: skip

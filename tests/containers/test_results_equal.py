@@ -1,4 +1,5 @@
-"""Two results are compared by bytes and metadata: `==`, bytes_equal and assert_bytes_equal, which names the field that differs."""
+"""Two results are compared by bytes and metadata: `==`, bytes_equal and assert_bytes_equal, which names the
+field that differs."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ X = cases.values("normal", (40, 256), bfloat16)
 
 
 def grouped(seed: int = 0) -> Grouped:
-    return fp8.group_quantize(cases.values("normal", (40, 256), bfloat16, seed), [8, 32], fp8.BlockScaling(), columnwise=True)
+    return fp8.group_quantize(cases.values("normal", (40, 256), bfloat16, seed), [8, 32], fp8.BlockScaling(),
+                              columnwise=True)
 
 
 def edited(q: Any, path: str) -> Any:
@@ -37,11 +39,13 @@ def edited(q: Any, path: str) -> Any:
 #: What makes a result, and an array of it.
 RESULTS: dict[str, tuple[Any, list[str]]] = {
     "Scaled": (lambda: fp8.quantize_mx(X).rowwise, ["data", "scale_inv"]),
-    "Quantized": (lambda: fp8.cast_transpose(X, 2.0, dbias=True), ["rowwise.data", "columnwise.data", "dbias"]),
+    "Quantized": (lambda: fp8.cast_transpose(X, 2.0, dbias=True),
+                  ["rowwise.data", "columnwise.data", "dbias"]),
     "blocks": (lambda: fp8.quantize_block(X, columnwise=True),
                ["rowwise.data", "rowwise.scale_inv", "columnwise.data", "columnwise.scale_inv"]),
     "Grouped": (grouped, ["rowwise", "columnwise", "scale_inv", "columnwise_scale_inv", "splits", "offsets"]),
-    "Routing": (lambda: routed(20, 2, 3, form="mask"), ["row_map", "splits", "sources", "offsets", "experts"]),
+    "Routing": (lambda: routed(20, 2, 3, form="mask"),
+                ["row_map", "splits", "sources", "offsets", "experts"]),
 }
 
 
@@ -58,13 +62,16 @@ def test_equal_results(name):
         testing.assert_bytes_equal(many, (b, a))
 
 
-@pytest.mark.parametrize(("name", "path"), [(name, path) for name, (_, paths) in RESULTS.items() for path in paths])
+@pytest.mark.parametrize(("name", "path"),
+                         [(name, path) for name, (_, paths) in RESULTS.items() for path in paths])
 def test_a_byte_that_differs_is_named(name, path):
     a = RESULTS[name][0]()
     b = edited(a, path)
     assert (a == b, a != b) == (False, True)
     assert fp8.bytes_equal(a, b) is False
-    with pytest.raises(AssertionError, match=rf"^{re.escape(path)}: 1 of \d+ elements of .* differ; first at .*: actual 0x.*, desired 0x"):
+    with pytest.raises(AssertionError,
+                       match=rf"^{re.escape(path)}: 1 of \d+ elements of .* differ; first at .*: actual "
+                             rf"0x.*, desired 0x"):
         testing.assert_bytes_equal(a, b)
     assert fp8.bytes_equal([a, a], [a, b]) is False
     with pytest.raises(AssertionError, match=rf"^\[1\]\.{re.escape(path)}: 1 of "):
@@ -76,16 +83,21 @@ Q = fp8.quantize_mx(X, columnwise=True)
 
 
 @pytest.mark.parametrize(("a", "b", "message"), [
-    (ROW, Scaled._of(ROW.data, ROW.scale_inv, ROW.shape, False, (1, 64), "compact"), "block: actual (1, 32), desired (1, 64)"),
-    (ROW, Scaled._of(ROW.data, ROW.scale_inv, ROW.shape, False, (1, 32), "swizzled"), "scale_layout: actual 'compact', desired 'swizzled'"),
-    (ROW, Scaled._of(ROW.data, ROW.scale_inv, (96, 64), True, (1, 32), "compact"), "shape: actual (64, 96), desired (96, 64)"),
-    (ROW, Scaled._of(ROW.data, ROW.scale_inv, ROW.shape, True, (1, 32), "compact"), "transposed: actual False, desired True"),
+    (ROW, Scaled._of(ROW.data, ROW.scale_inv, ROW.shape, False, (1, 64), "compact"),
+     "block: actual (1, 32), desired (1, 64)"),
+    (ROW, Scaled._of(ROW.data, ROW.scale_inv, ROW.shape, False, (1, 32), "swizzled"),
+     "scale_layout: actual 'compact', desired 'swizzled'"),
+    (ROW, Scaled._of(ROW.data, ROW.scale_inv, (96, 64), True, (1, 32), "compact"),
+     "shape: actual (64, 96), desired (96, 64)"),
+    (ROW, Scaled._of(ROW.data, ROW.scale_inv, ROW.shape, True, (1, 32), "compact"),
+     "transposed: actual False, desired True"),
     (ROW, Scaled(ROW.data.view(float8_e5m2), *list(ROW.__getstate__().values())[1:]),
      "data: dtype: actual float8_e4m3fn, desired float8_e5m2"),
     (Q, fp8.quantize_mx(X), "columnwise: actual of type Scaled, desired None"),
     (Q, Quantized(None, Q.columnwise), "rowwise: actual of type Scaled, desired None"),
     (fp8.quantize_mx(X), Q, "columnwise: actual None, desired of type Scaled"),
-    (fp8.cast_transpose(X, 2.0), fp8.cast_transpose(X, 2.0, dbias=True), "dbias: actual None, desired of type ndarray"),
+    (fp8.cast_transpose(X, 2.0), fp8.cast_transpose(X, 2.0, dbias=True),
+     "dbias: actual None, desired of type ndarray"),
     (Q, Q.rowwise, "type: actual of type Quantized, desired of type Scaled"),
     (Q.data, Q, "type: actual of type ndarray, desired of type Quantized"),
     ([Q], Q, "type: actual of type list, desired of type Quantized"),
@@ -93,7 +105,8 @@ Q = fp8.quantize_mx(X, columnwise=True)
     ([[Q, Q]], [[Q]], "[0].length: actual 2, desired 1"),
     ([None], [Q.data], "[0]: actual None, desired of type ndarray"),
     (routed(20, 2, 3), routed(20, 2, 3, align=4), "rows: actual 40, desired 49"),
-    (Grouped.wrap(X, [8, 32]), Grouped.wrap(X, [9, 31]), "splits: 2 of 2 elements of int64[2] differ; first at (0,)"),
+    (Grouped.wrap(X, [8, 32]), Grouped.wrap(X, [9, 31]),
+     "splits: 2 of 2 elements of int64[2] differ; first at (0,)"),
 ])  # fmt: skip
 def test_metadata_that_differ_are_named(a, b, message):
     assert fp8.bytes_equal(a, b) is False
@@ -126,7 +139,8 @@ def test_what_cannot_be_compared(wrong):
 
 
 def test_as_keys_results_are_places_in_memory():
-    """Ops write to results, so two with equal bytes are two keys; weak references know them by identity as before."""
+    """Ops write to results, so two with equal bytes are two keys; weak references know them by identity as
+    before."""
     a, b = fp8.quantize_mx(X), fp8.quantize_mx(X)
     assert a == b
     found = {a: 1, b: 2}

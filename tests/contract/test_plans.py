@@ -1,4 +1,5 @@
-"""What quantize_block and quantize_mx keep from call to call: plans that depend on nothing but shape, dtype and options."""
+"""What quantize_block and quantize_mx keep from call to call: plans that depend on nothing but shape, dtype
+and options."""
 
 from __future__ import annotations
 

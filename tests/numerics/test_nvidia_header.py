@@ -1,7 +1,8 @@
 """The reference against NVIDIA's own host conversions: cuda_fp8.h of the CUDA toolkit, compiled with g++.
 
-Where the two differ the difference is asserted too: negative values beyond E4M3 without saturation (0xFF there, 0x7F here: one
-NaN), negative values to E8M0 (the magnitude is converted there, NaN here), the NaN of a float output (0x7FFF there; rule 4 here).
+Where the two differ the difference is asserted too: negative values beyond E4M3 without saturation (0xFF
+there, 0x7F here: one NaN), negative values to E8M0 (the magnitude is converted there, NaN here), the NaN of a
+float output (0x7FFF there; rule 4 here).
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Header:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
 
-    def convert(self, name: str, x: np.ndarray, out: np.dtype, *, e5m2: bool = False, saturate: bool = True) -> np.ndarray:
+    def convert(self, name: str, x: np.ndarray, out: np.dtype, *, e5m2: bool = False,
+                saturate: bool = True) -> np.ndarray:
         source, target = np.ascontiguousarray(x), np.full(x.shape, 0xA5, f"u{out.itemsize}").view(out)
         function = getattr(self._library, name)
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
@@ -69,14 +71,16 @@ def header(tmp_path_factory: pytest.TempPathFactory) -> Header:
     assert shutil.which(compiler), f"{compiler} is needed to compile cuda_fp8.h"
     found = nvrtc.wheel_files("*/include/cuda_fp8.h")
     assert found, "cuda_fp8.h not found: pip install nvidia-cuda-runtime"
-    folders = {path.parent for pattern in ("*/include/cuda_fp8.h", "*/include/crt/host_defines.h", "*/include/nv/target")
+    folders = {path.parent for pattern in ("*/include/cuda_fp8.h", "*/include/crt/host_defines.h",
+                                           "*/include/nv/target")
                for path in nvrtc.wheel_files(pattern)}
     includes = sorted({folder.parent if folder.name in ("crt", "nv") else folder for folder in folders})
     folder = tmp_path_factory.mktemp("nvidia_header")
     (folder / "header.cpp").write_text(SOURCE)
     library = folder / "header.so"
-    done = subprocess.run([compiler, "-std=c++17", "-O2", "-shared", "-fPIC", *(f"-I{path}" for path in includes),
-                           str(folder / "header.cpp"), "-o", str(library)], capture_output=True, text=True)
+    done = subprocess.run([compiler, "-std=c++17", "-O2", "-shared", "-fPIC",
+                           *(f"-I{path}" for path in includes), str(folder / "header.cpp"), "-o",
+                           str(library)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return Header(ctypes.CDLL(str(library)))
 
@@ -84,7 +88,8 @@ def header(tmp_path_factory: pytest.TempPathFactory) -> Header:
 def f32_values() -> Iterator[np.ndarray]:
     """2**24 values of any bits, 2**22 near the range of each format, and every boundary."""
     boundaries = [oracle.boundaries(f) for f in FP8] + [oracle.e8m0_boundaries()]
-    return itertools.chain(boundaries, oracle.random_f32(chunks=16), *(oracle.random_f32(f, chunks=4) for f in FP8))
+    return itertools.chain(boundaries, oracle.random_f32(chunks=16),
+                           *(oracle.random_f32(f, chunks=4) for f in FP8))
 
 
 @pytest.mark.parametrize("saturate", [True, False], ids=["saturating", "not saturating"])
@@ -92,12 +97,14 @@ def f32_values() -> Iterator[np.ndarray]:
 class TestEncode:
     def test_f32(self, f, saturate, header):
         for x in f32_values():
-            check_fp8(x, header.convert("float32_to_fp8", x, f.dtype, e5m2=f is E5M2, saturate=saturate), saturate)
+            check_fp8(x, header.convert("float32_to_fp8", x, f.dtype, e5m2=f is E5M2, saturate=saturate),
+                      saturate)
 
     @pytest.mark.parametrize("half", HALVES, ids=lambda half: str(half.dtype))
     def test_every_half(self, f, saturate, half, header):
         x = oracle.patterns(half)
-        check_fp8(x, header.convert(f"{half.dtype}_to_fp8", x, f.dtype, e5m2=f is E5M2, saturate=saturate), saturate)
+        check_fp8(x, header.convert(f"{half.dtype}_to_fp8", x, f.dtype, e5m2=f is E5M2, saturate=saturate),
+                  saturate)
 
 
 def check_fp8(x: np.ndarray, theirs: np.ndarray, saturate: bool) -> None:

@@ -1,5 +1,5 @@
-"""The reference's ground rules (docs/numerics.md, section 0) against an exact oracle, and against ml_dtypes with every difference
-from it stated."""
+"""The reference's ground rules (docs/numerics.md, section 0) against an exact oracle, and against ml_dtypes
+with every difference from it stated."""
 
 import itertools
 from collections.abc import Iterator
@@ -23,7 +23,8 @@ def by_name(f: FloatFormat) -> str:
 
 
 def every_nan() -> np.ndarray:
-    """f32 NaN of both signs: quiet and signalling, first and last payloads, and those that narrow to a zero mantissa."""
+    """f32 NaN of both signs: quiet and signalling, first and last payloads, and those that narrow to a zero
+    mantissa."""
     payloads = np.concatenate([1 << np.arange(23), [0x7FFFFF, 0x400001, 0x3FFFFF, 0x1FFF]]).astype(np.uint32)
     return np.concatenate([payloads | INFINITY, payloads | np.uint32(0xFF800000)]).view(np.float32)
 
@@ -50,7 +51,8 @@ def test_widen_is_exact(f):
 def test_formats_table_is_the_oracles():
     for f in ALL:
         row = FORMATS[f.dtype]
-        assert (row.exponent_bits, row.mantissa_bits, row.nan, row.inf) == (f.exponent_bits, f.mantissa_bits, f.nan, f.inf)
+        assert (row.exponent_bits, row.mantissa_bits, row.nan,
+                row.inf) == (f.exponent_bits, f.mantissa_bits, f.nan, f.inf)
         assert row.bias == 2 ** (f.exponent_bits - 1) - 1
         assert (row.max, row.smallest_subnormal) == (f.magnitudes[f.codes - 1], f.magnitudes[1])
         assert row.smallest_normal == f.magnitudes[1 << f.mantissa_bits]
@@ -82,10 +84,11 @@ def test_halves_ignore_saturate(f):
 
 
 @pytest.mark.parametrize(("f", "value", "saturated", "unsaturated"), [
-    (E4M3FN, 448, 0x7E, 0x7E), (E4M3FN, 464, 0x7E, 0x7E), (E4M3FN, np.nextafter(np.float32(464), np.float32(465)), 0x7E, 0x7F),
-    (E4M3FN, 480, 0x7E, 0x7F), (E4M3FN, np.inf, 0x7E, 0x7F), (E4M3FN, 2.0**-10, 0, 0), (E4M3FN, 1.5 * 2.0**-9, 2, 2),
-    (E4M3FN, 17, 0x58, 0x58), (E4M3FN, 19, 0x5A, 0x5A),
-    (E5M2, 57344, 0x7B, 0x7B), (E5M2, np.nextafter(np.float32(61440), np.float32(0)), 0x7B, 0x7B), (E5M2, 61440, 0x7B, 0x7C),
+    (E4M3FN, 448, 0x7E, 0x7E), (E4M3FN, 464, 0x7E, 0x7E),
+    (E4M3FN, np.nextafter(np.float32(464), np.float32(465)), 0x7E, 0x7F), (E4M3FN, 480, 0x7E, 0x7F),
+    (E4M3FN, np.inf, 0x7E, 0x7F), (E4M3FN, 2.0**-10, 0, 0), (E4M3FN, 1.5 * 2.0**-9, 2, 2),
+    (E4M3FN, 17, 0x58, 0x58), (E4M3FN, 19, 0x5A, 0x5A), (E5M2, 57344, 0x7B, 0x7B),
+    (E5M2, np.nextafter(np.float32(61440), np.float32(0)), 0x7B, 0x7B), (E5M2, 61440, 0x7B, 0x7C),
     (E5M2, np.inf, 0x7B, 0x7C), (E5M2, 2.0**-17, 0, 0), (E5M2, 1.5 * 2.0**-16, 2, 2),
 ], ids=str)
 def test_values_of_the_specification(f, value, saturated, unsaturated):
@@ -98,8 +101,8 @@ def test_values_of_the_specification(f, value, saturated, unsaturated):
 
 @pytest.mark.parametrize("f", FP8, ids=by_name)
 def test_differences_from_ml_dtypes(f):
-    """ml_dtypes rounds alike, but overflows instead of saturating (E4M3 above 464: signed NaN; E5M2 from 61440: Inf) and keeps
-    the sign of a NaN (E5M2: 0x7E or 0xFE)."""
+    """ml_dtypes rounds alike, but overflows instead of saturating (E4M3 above 464: signed NaN; E5M2 from
+    61440: Inf) and keeps the sign of a NaN (E5M2: 0x7E or 0xFE)."""
     for x in sources(f):
         with np.errstate(over="ignore", invalid="ignore"):
             theirs = x.astype(f.dtype).view(np.uint8)
@@ -120,8 +123,9 @@ def test_e8m0_rounds_up():
 
 
 @pytest.mark.parametrize(("value", "code"), [
-    (0.0, 0), (-0.0, 0), (2.0**-149, 0), (2.0**-127, 0), (1.0001 * 2.0**-127, 1), (2.0**-126, 1), (1, 127), (1.0000001, 128),
-    (2.0**127, 254), (1.0000001 * 2.0**127, 255), (np.inf, 255), (np.nan, 255), (-1, 255), (-(2.0**-149), 255), (-np.inf, 255),
+    (0.0, 0), (-0.0, 0), (2.0**-149, 0), (2.0**-127, 0), (1.0001 * 2.0**-127, 1), (2.0**-126, 1), (1, 127),
+    (1.0000001, 128), (2.0**127, 254), (1.0000001 * 2.0**127, 255), (np.inf, 255), (np.nan, 255), (-1, 255),
+    (-(2.0**-149), 255), (-np.inf, 255),
 ], ids=str)
 def test_e8m0_values(value, code):
     assert numerics.round_up_e8m0(np.array([value], np.float32)).view(np.uint8).tolist() == [code]
@@ -154,7 +158,8 @@ def test_one_nan_pattern(dtype):
 
 
 def test_f32_is_kept():
-    for x in itertools.chain([oracle.boundaries(E4M3FN), oracle.e8m0_boundaries()], oracle.random_f32(chunks=1)):
+    for x in itertools.chain([oracle.boundaries(E4M3FN), oracle.e8m0_boundaries()],
+                             oracle.random_f32(chunks=1)):
         expected = np.where(np.isnan(x), np.uint32(0x7FC00000), x.view(np.uint32)).view(np.float32)
         assert_bytes_equal(numerics.narrow(x, float32), expected)
 
@@ -173,7 +178,8 @@ def test_products_are_correctly_rounded():
 def test_quotients_are_correctly_rounded():
     """|a/b - q| is at most half a step of f32, and ties are even: in exact arithmetic."""
     rng = np.random.default_rng(4)
-    a, b = (v[np.isfinite(v) & (v != 0)][:3000] for v in rng.integers(0, 1 << 32, (2, 4000), np.uint32).view(np.float32))
+    a, b = (v[np.isfinite(v) & (v != 0)][:3000]
+            for v in rng.integers(0, 1 << 32, (2, 4000), np.uint32).view(np.float32))
     a[::3] = 1                                              # scale_inv is 1 / scale
     b[::5] = (b[::5].view(np.uint32) | np.uint32(0x7E000000)).view(np.float32)          # subnormal quotients
     keep = np.isfinite(b)
@@ -187,10 +193,12 @@ def test_quotients_are_correctly_rounded():
         error, even = abs(exact - Fraction(float(q))), int(q.view(np.uint32)) % 2 == 0
         below, above = (np.nextafter(q, np.float32(side)) for side in (-np.inf, np.inf))
         for other in (float(v) for v in (below, above) if np.isfinite(v)):
-            assert error < abs(exact - Fraction(other)) or (even and error == abs(exact - Fraction(other))), (x, y, q)
+            other_error = abs(exact - Fraction(other))
+            assert error < other_error or (even and error == other_error), (x, y, q)
         checked += 1
     assert checked > 2000
-    assert numerics.div(np.float32(1), np.array([0, -0.0, np.inf], np.float32)).tolist() == [np.inf, -np.inf, 0]
+    assert numerics.div(np.float32(1),
+                        np.array([0, -0.0, np.inf], np.float32)).tolist() == [np.inf, -np.inf, 0]
 
 
 @pytest.mark.parametrize("dtype", [*(f.dtype for f in HALVES), float32], ids=str)
@@ -213,7 +221,8 @@ def test_amax(dtype):
 
 
 @pytest.mark.parametrize(("start", "value", "end"), [
-    (0.0, 2.5, 2.5), (3.0, 2.5, 3.0), (-1.0, 2.5, 2.5), (-0.0, 0.0, 0.0), (2.0, np.inf, np.inf), (np.inf, 2.0, np.inf)])
+    (0.0, 2.5, 2.5), (3.0, 2.5, 3.0), (-1.0, 2.5, 2.5), (-0.0, 0.0, 0.0), (2.0, np.inf, np.inf),
+    (np.inf, 2.0, np.inf)])
 def test_raise_amax(start, value, end):
     buffer = np.array([start], np.float32)
     numerics.raise_amax(buffer, np.array([value], np.float32))

@@ -1,4 +1,5 @@
-"""How good the scaling-aware transpose is: errors and unchanged values on two distributions, and the defects of the published bit trick."""
+"""How good the scaling-aware transpose is: errors and unchanged values on two distributions, and the defects
+of the published bit trick."""
 
 from __future__ import annotations
 
@@ -44,8 +45,9 @@ def transposed(q: Scaled, target: str = "column") -> Scaled:
 
 
 def bit_trick(q: Scaled) -> Scaled:
-    """The published kernel, from its description: the exponent field moves down by the difference of scales and stops at 0, mantissa bits
-    stay; codes of exponent field 0 become 0; a tile's largest scale counts whatever its row holds."""
+    """The published kernel, from its description: the exponent field moves down by the difference of scales
+    and stops at 0, mantissa bits stay; codes of exponent field 0 become 0; a tile's largest scale counts
+    whatever its row holds."""
     rows, columns = q.shape
     tiles = q.scale_inv.reshape(rows // BLOCK, BLOCK, columns // BLOCK)
     target = np.repeat(tiles.max(axis=1), BLOCK, axis=0)
@@ -59,7 +61,8 @@ def bit_trick(q: Scaled) -> Scaled:
 
 
 def requantized(x: np.ndarray) -> np.ndarray:
-    """What the transpose replaces: row-wise with plain f32 scales, dequantised, quantised again column-wise."""
+    """What the transpose replaces: row-wise with plain f32 scales, dequantised, quantised again column-wise.
+    """
     plain = row_values(quantize_rows(x, pow2=False))
     return row_values(quantize_rows(np.ascontiguousarray(plain.T), pow2=False)).T
 
@@ -100,7 +103,8 @@ def share_unchanged(q: Scaled, s: Scaled) -> float:
 def test_values_unchanged():
     """Heavy-tailed gradients: a column's own target keeps most values, the published rule fewest."""
     q = quantize_rows(gradients())
-    column, tile, trick = (share_unchanged(q, s) for s in (transposed(q), transposed(q, "tile"), bit_trick(q)))
+    column, tile, trick = (share_unchanged(q, s) for s in (transposed(q), transposed(q, "tile"),
+                                                           bit_trick(q)))
     assert column == pytest.approx(0.96, abs=0.02)
     assert tile == pytest.approx(0.86, abs=0.03)
     assert trick == pytest.approx(0.81, abs=0.04)
@@ -109,7 +113,8 @@ def test_values_unchanged():
     assert inflated[row_values(q) != 0].max() > 1000
     for target in ("column", "tile"):
         ours, given = np.abs(column_values(transposed(q, target))), np.abs(row_values(q))
-        assert (ours <= 2 * given).all()                    # rounding up doubles at most, to the smallest subnormal
+        # rounding up doubles at most, to the smallest subnormal
+        assert (ours <= 2 * given).all()
 
 
 # ---- the published defects, one by one ----

@@ -1,8 +1,9 @@
-"""Work in other processes that tests wait for. It starts when the session does, beside the tests that need nothing of it (which use one
-processor), as much at a time as there are processors.
+"""Work in other processes that tests wait for. It starts when the session does, beside the tests that need
+nothing of it (which use one processor), as much at a time as there are processors.
 
-A test module that has such work defines ``background_jobs(items, background)``: of its selected tests, pairs of a key and a function, which
-is called in a thread. Its tests run last, and ask the fixture `background_result` by key.
+A test module that has such work defines ``background_jobs(items, background)``: of its selected tests,
+pairs of a key and a function, which is called in a thread. Its tests run last, and ask the fixture
+`background_result` by key.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ def _serve(connection: Connection) -> None:
 
 
 class Background:
-    """What the machine does to a process does not fail a test: where one dies that should not, its work is done once more. What the work
-    itself does happens again."""
+    """What the machine does to a process does not fail a test: where one dies that should not, its work is
+    done once more. What the work itself does happens again."""
 
     def __init__(self) -> None:
         processors = os.cpu_count() or 1
@@ -104,7 +105,8 @@ class Background:
         finally:
             self._idle.put(worker)
 
-    def run(self, command: Sequence[str], env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
+    def run(self, command: Sequence[str], env: Mapping[str, str],
+            timeout: float) -> subprocess.CompletedProcess[str]:
         """As subprocess.run, with what the child prints."""
         done = self._run(command, env, timeout)
         if done.returncode == -signal.SIGKILL:          # other signals are findings
@@ -112,9 +114,11 @@ class Background:
             done = self._run(command, env, timeout)
         return done
 
-    def _run(self, command: Sequence[str], env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
+    def _run(self, command: Sequence[str], env: Mapping[str, str],
+             timeout: float) -> subprocess.CompletedProcess[str]:
         command = ["nice", "-n", str(_NICENESS), *command]
-        with self._begin(partial(subprocess.Popen, command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)) as child:
+        with self._begin(partial(subprocess.Popen, command, env=env, stdout=subprocess.PIPE,
+                                 stderr=subprocess.PIPE, text=True)) as child:
             try:
                 stdout, stderr = child.communicate(timeout=timeout)
             except subprocess.TimeoutExpired:

@@ -1,4 +1,5 @@
-"""What the tests of tensor lists and of the weight cache share: the results of lists, and the launches that made them."""
+"""What the tests of tensor lists and of the weight cache share: the results of lists, and the launches that
+made them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import cupy_fp8 as fp8
 from cupy_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, Quantized, testing
 
 #: The launches of a list of arrays that are not empty.
-LAUNCHES = {DelayedScaling: ["multi_cast_transpose"], CurrentScaling: ["multi_amax_scale", "multi_cast_transpose"],
+LAUNCHES = {DelayedScaling: ["multi_cast_transpose"],
+            CurrentScaling: ["multi_amax_scale", "multi_cast_transpose"],
             BlockScaling: ["group_quantize_block"], MXScaling: ["group_quantize_mx"]}
 
 

@@ -1,4 +1,5 @@
-"""NVRTC through ctypes: compile a kernel for any architecture without a GPU or CuPy, and read what the compiler did."""
+"""NVRTC through ctypes: compile a kernel for any architecture without a GPU or CuPy, and read what the
+compiler did."""
 
 from __future__ import annotations
 
@@ -29,8 +30,10 @@ TOOLKITS = (13, 12)
 
 @functools.cache
 def library(toolkit: int) -> ctypes.CDLL:
-    """libnvrtc. It looks for its builtins on the loader's path, where a wheel does not put them: so they are loaded first."""
-    paths = [wheel_files(f"*/lib/{name}") for name in (f"libnvrtc-builtins.so.{toolkit}.*", f"libnvrtc.so.{toolkit}")]
+    """libnvrtc. It looks for its builtins on the loader's path, where a wheel does not put them: so they are
+    loaded first."""
+    paths = [wheel_files(f"*/lib/{name}") for name in (f"libnvrtc-builtins.so.{toolkit}.*",
+                                                       f"libnvrtc.so.{toolkit}")]
     if not all(paths):
         raise FileNotFoundError(f"libnvrtc of CUDA {toolkit} not found: pip install -e '.[test]'")
     return [ctypes.CDLL(str(path[0])) for path in paths][-1]
@@ -42,7 +45,8 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class Compiled:
-    """One compiled kernel: static shared memory (bytes), resources per thread (bytes, registers), and its PTX."""
+    """One compiled kernel: static shared memory (bytes), resources per thread (bytes, registers), and its
+    PTX."""
 
     shared: int
     registers: int
@@ -52,12 +56,14 @@ class Compiled:
     ptx: str
 
 
-def compile_variant(source: str, entry: str, defines: tuple[tuple[str, str], ...], arch: str, toolkit: int) -> Compiled:
+def compile_variant(source: str, entry: str, defines: tuple[tuple[str, str], ...], arch: str,
+                    toolkit: int) -> Compiled:
     """As cupy_fp8.kernels compiles it, through CuPy, for `arch` (sm_90, …)."""
     return compile_text(sources.program(source, entry, defines), arch, toolkit)
 
 
-def variant_ptx(source: str, entry: str, defines: tuple[tuple[str, str], ...], arch: str, toolkit: int) -> str:
+def variant_ptx(source: str, entry: str, defines: tuple[tuple[str, str], ...], arch: str,
+                toolkit: int) -> str:
     """The PTX alone, which takes half the time: the assembler is not run."""
     return _compile(sources.program(source, entry, defines), arch.replace("sm", "compute"), toolkit)[1]
 
@@ -72,7 +78,8 @@ def _compile(text: str, arch: str, toolkit: int, *more_options: str) -> tuple[st
     nvrtc, program = library(toolkit), ctypes.c_void_p()
     _check(nvrtc, nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None))
     try:
-        options = [f"-arch={arch}", *COMPILE_OPTIONS, f"-I{sources.root() / 'include'}", *CUPY_OPTIONS, *more_options]
+        options = [f"-arch={arch}", *COMPILE_OPTIONS, f"-I{sources.root() / 'include'}", *CUPY_OPTIONS,
+                   *more_options]
         encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         failed = nvrtc.nvrtcCompileProgram(program, len(options), encoded)
         log = _text(nvrtc, program, "ProgramLog")

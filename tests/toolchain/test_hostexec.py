@@ -1,7 +1,7 @@
 """The host executor finds what it is meant to find.
 
-Every kernel in planted/ exists with and without a bug: the mode meant to catch the bug must catch it, and name the line; without
-the bug it must compute the right bytes in every mode and order.
+Every kernel in planted/ exists with and without a bug: the mode meant to catch the bug must catch it, and
+name the line; without the bug it must compute the right bytes in every mode and order.
 """
 
 import json
@@ -38,7 +38,8 @@ WRONG_BYTES = {
 # bug -> what the error of the fast mode says, and whether it names the planted line
 ERRORS = {
     "dynamic_shared": ("outside dynamic shared memory", False),
-    "divergent_shuffle": ("deadlock.*16 thread.* wait in __shfl_sync|deadlock.*32 thread.* wait in __shfl_sync", True),
+    "divergent_shuffle": ("deadlock.*16 thread.* wait in __shfl_sync|deadlock.*32 thread.* wait in "
+                          "__shfl_sync", True),
     "shuffle_from_exited": ("takes no part in it", True),
     "divergent_barrier": ("36 thread.*wait in __syncthreads.*28 thread.*have returned", True),
     "named_barrier": ("threads expected here|deadlock", True),
@@ -74,8 +75,8 @@ def planted_lines(name):
     path = planted_cases.source(name)
     found, kernel = [], None
     for number, line in enumerate(path.read_text().splitlines(), 1):
-        if line.startswith('extern "C"'):
-            kernel = re.findall(r"(\w+)\(const", line)[0]
+        if entry := re.search(r"(\w+)\(const __grid_constant__", line):
+            kernel = entry[1]
         if "// planted" in line:
             found.append(f"{path.name}:{number}")
         if line == "}" and kernel:
@@ -94,16 +95,19 @@ def child(mode, *arguments):
     env = dict(os.environ, CUPY_FP8_HOST_MODE=mode)
     if mode != "fast":
         env |= hostexec.sanitizer_env(mode)
-    return subprocess.run(hostexec.sanitizer_command(mode, command), env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(hostexec.sanitizer_command(mode, command), env=env, capture_output=True, text=True,
+                          timeout=120)
 
 
 @pytest.fixture(scope="module")
 def children():
-    """All child processes, as many at a time as there are processors: (mode, bug or "no bug") -> finished process."""
+    """All child processes, as many at a time as there are processors: (mode, bug or "no bug") -> finished
+    process."""
     bugs = [(mode, name) for name, (mode, _) in REPORTS.items()] + [("asan", "bulk_bounds")]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = {(mode, "no bug"): pool.submit(child, mode, "--seeds=3") for mode in MODES}
-        jobs |= {(mode, name): pool.submit(child, mode, "--bug", "--order=random", name) for mode, name in bugs}
+        jobs |= {(mode, name): pool.submit(child, mode, "--bug", "--order=random", name)
+                 for mode, name in bugs}
     return {key: job.result() for key, job in jobs.items()}
 
 
@@ -186,13 +190,15 @@ extern "C" __global__ void two_parameters(int a, int b) {}
 @pytest.fixture
 def source(tmp_path):
     (tmp_path / "include").mkdir()
-    (tmp_path / "include" / "add.cuh").write_text("__device__ __forceinline__ int add(int a, int b) { return a + b; }\n")
+    (tmp_path / "include"
+     / "add.cuh").write_text("__device__ __forceinline__ int add(int a, int b) { return a + b; }\n")
     (tmp_path / "store.cu").write_text(KERNEL)
     return tmp_path / "store.cu"
 
 
 def compile_store(source, entry="store", **options):
-    return hostexec.compile_kernel(source, entry, include_dirs=[source.parent / "include"], mode="fast", **options)
+    return hostexec.compile_kernel(source, entry, include_dirs=[source.parent / "include"], mode="fast",
+                                   **options)
 
 
 def test_launch_dimensions(source):
@@ -240,7 +246,8 @@ def test_included_files_are_part_of_the_cache_key(source):
     params = struct.pack("Qi4x", out.ctypes.data, 7)
     first = compile_store(source)
     assert compile_store(source) is first
-    (source.parent / "include" / "add.cuh").write_text("__device__ __forceinline__ int add(int a, int b) { return a + 2 * b; }\n")
+    (source.parent / "include"
+     / "add.cuh").write_text("__device__ __forceinline__ int add(int a, int b) { return a + 2 * b; }\n")
     compile_store(source)((1,), (32,), params)
     np.testing.assert_array_equal(out, 7 + 2 * np.arange(32))
 
@@ -254,7 +261,8 @@ def test_sanitizer_modes_need_their_environment(source):
 def test_portable_context_switch():
     """What processors other than x86-64 use, forced by an environment variable."""
     env = dict(os.environ, CUPY_FP8_HOST_UCONTEXT="1", CUPY_FP8_HOST_MODE="fast")
-    command = [sys.executable, str(PLANTED / "planted_cases.py"), "missing_syncthreads", "grid_barrier", "divergent_shuffle"]
+    command = [sys.executable, str(PLANTED / "planted_cases.py"), "missing_syncthreads", "grid_barrier",
+               "divergent_shuffle"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert [json.loads(line)["outcome"] for line in done.stdout.splitlines()] == ["right"] * 9

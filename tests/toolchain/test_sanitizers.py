@@ -1,8 +1,10 @@
-"""Every op under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer, on the CPU, in child processes.
+"""Every op under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer, on the CPU, in child
+processes.
 
-This file is also the child: called with the name of a JOB it runs the cases of that job and prints how many it executed. ASan and UBSan
-see every case and buffers that end exactly where their memory does; TSan, which pays for every thread, a few blocks of every entry
-point. Planted errors, driven through the same harness, show that both would speak up.
+This file is also the child: called with the name of a JOB it runs the cases of that job and prints how
+many it executed. ASan and UBSan see every case and buffers that end exactly where their memory does; TSan,
+which pays for every thread, a few blocks of every entry point. Planted errors, driven through the same
+harness, show that both would speak up.
 """
 
 from __future__ import annotations
@@ -37,8 +39,10 @@ pytestmark = pytest.mark.skipif(hostexec.available() is not None, reason=str(hos
 
 Check = Callable[[testing.Executor], None]
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
-FOUND = 66                                              # exit code of a child in which a sanitizer found something
-#: In which orders threads run; elsewhere in tests ("random", 0). Which addresses are wrong depends on orders only where threads race.
+# exit code of a child in which a sanitizer found something
+FOUND = 66
+#: In which orders threads run; elsewhere in tests ("random", 0). Which addresses are wrong depends on orders
+#: only where threads race.
 SCHEDULES = {"asan": (("desc", 0),), "tsan": (("random", 0), ("random", 1), ("desc", 0))}
 
 
@@ -48,24 +52,29 @@ TYPES = (bfloat16, float32, float8_e4m3fn)
 
 
 def case_checks(ops: tuple[str, ...], *, widths: bool = False) -> Iterator[Check]:
-    """widths: of inputs and results one type of each width. (Conversions are those of `astype`, under sanitizers for every type.)"""
+    """widths: of inputs and results one type of each width. (Conversions are those of `astype`, under
+    sanitizers for every type.)"""
     for name in ops:
         for case in OPS[name].cases():
-            if not widths or (case.dtype in TYPES and np.dtype(case.options.get("dtype", float8_e4m3fn)) in TYPES):
+            if not widths or (case.dtype in TYPES
+                              and np.dtype(case.options.get("dtype", float8_e4m3fn)) in TYPES):
                 yield partial(check, OPS[case.op], case)
 
 
 def flush_with_the_end(shape: tuple[int, ...], dtype: np.dtype, lead: int) -> tuple[np.ndarray, np.ndarray]:
-    """(array, its buffer): the array starts `lead` bytes into memory that ends exactly where the array does."""
+    """(array, its buffer): the array starts `lead` bytes into memory that ends exactly where the array does.
+    """
     nbytes = int(np.prod(shape)) * dtype.itemsize
     buffer = np.full(lead + nbytes, 0xAA, np.uint8)
     return buffer[lead:].view(dtype).reshape(shape), buffer
 
 
 def edge_check(op: str, shape: tuple[int, ...], lead: int, run: testing.Executor) -> None:
-    """An op between arrays at odd addresses that end with their memory: right bytes, and none before the result."""
+    """An op between arrays at odd addresses that end with their memory: right bytes, and none before the
+    result."""
     source = {"transpose": float8_e5m2, "dequantize": float8_e5m2, "astype": float32}.get(op, bfloat16)
-    x, _ = flush_with_the_end(shape, source, lead)      # of two- and four-byte elements, misaligned for an odd lead
+    # of two- and four-byte elements, misaligned for an odd lead
+    x, _ = flush_with_the_end(shape, source, lead)
     bits(x)[...] = bits(cases.values("bits", shape, source))
     scale = np.array([0.37], np.float32)
     data, buffer = flush_with_the_end(shape, float8_e4m3fn, lead)
@@ -102,14 +111,16 @@ EDGE_OPS = ("quantize_tensor", "cast_transpose", "dequantize", "astype", "transp
 
 def edge_checks() -> Iterator[Check]:
     for op in EDGE_OPS:
-        # Flat kernels give a block 1024 elements (f32) or 2048: one element less makes its last chunk a partial one.
+        # Flat kernels give a block 1024 elements (f32) or 2048: one element less makes its last chunk a
+        # partial one.
         for shape in ((1, 1), (17, 24), (130, 144), (3, 64, 40), (1, 1023), (1, 2047)):
             for lead in (0, 1, 3, 8):
                 yield partial(edge_check, op, shape, lead)
 
 
 def few_blocks() -> Iterator[Case]:
-    """Every entry point and direction, on at most a handful of blocks. Of an op that nobody chose cases for here, its first ones."""
+    """Every entry point and direction, on at most a handful of blocks. Of an op that nobody chose cases for
+    here, its first ones."""
     chosen = list(chosen_blocks())
     yield from chosen
     for name in OPS.keys() - {case.op for case in chosen}:
@@ -118,15 +129,18 @@ def few_blocks() -> Iterator[Case]:
 
 
 def chosen_blocks() -> Iterator[Case]:
-    tiles, flat = (130, 136), (17, 500)                 # four tiles of 128 x 128; five blocks of 2048 elements
+    # four tiles of 128 x 128; five blocks of 2048 elements
+    tiles, flat = (130, 136), (17, 500)
     for directions in DIRECTIONS:
         for dtype in (bfloat16, float32) if directions["columnwise"] else INPUT_DTYPES:
             shape = tiles if directions["columnwise"] and directions.get("transposed", True) else flat
             yield Case("quantize_tensor", dtype, shape, "normal", options={"amax": 0.0, **directions})
     yield Case("cast_transpose", float16, (2, 72, 129), "normal", "offset", {"amax": 0.0})
     for directions in DIRECTIONS[:3]:
-        yield Case("quantize_tensor", bfloat16, (260, 136), "normal", options={"amax": 0.0, "dbias": True, **directions})
-    yield Case("quantize_tensor", float16, (150, 100), "normal", options={"amax": 0.0, "scale": None})      # two blocks that meet
+        yield Case("quantize_tensor", bfloat16, (260, 136), "normal",
+                   options={"amax": 0.0, "dbias": True, **directions})
+    # two blocks that meet
+    yield Case("quantize_tensor", float16, (150, 100), "normal", options={"amax": 0.0, "scale": None})
     for transposed, shape in ((False, flat), (True, tiles)):
         yield Case("dequantize", float8_e5m2, shape, options={"dtype": float16, "transposed": transposed})
         for block, layout in (((1, 32), "compact"), ((32, 1), "swizzled")):
@@ -152,7 +166,8 @@ def entry_checks() -> Iterator[Check]:
 
 
 def few_block_entry_checks() -> Iterator[Check]:
-    """Of the cases with few blocks, which are those that ThreadSanitizer can run, one or more for every entry point."""
+    """Of the cases with few blocks, which are those that ThreadSanitizer can run, one or more for every entry
+    point."""
     candidates = covering.observe(few_blocks())
     for one in covering.cover(candidates, lambda one: one.entries):
         yield partial(check, OPS[one.case.op], one.case)
@@ -160,11 +175,13 @@ def few_block_entry_checks() -> Iterator[Check]:
 
 SWIGLU = ("swiglu_quantize", "swiglu_backward_quantize")
 #: Ops of many kernels, which have jobs of their own.
-BIG = ("astype", "quantize_tensor", "dequantize", "quantize_mx", "quantize_block", "group_quantize", "multi_quantize", *SWIGLU)
+BIG = ("astype", "quantize_tensor", "dequantize", "quantize_mx", "quantize_block", "group_quantize",
+       "multi_quantize", *SWIGLU)
 
 #: The jobs of the quick tier: one case or more of every entry point.
 QUICK_JOBS = ("asan-entries", "tsan-entries")
-#: name -> sanitizer, its checks. Beside the jobs of the quick tier, what is compiled for one is compiled for no other of its sanitizer.
+#: name -> sanitizer, its checks. Beside the jobs of the quick tier, what is compiled for one is compiled for
+#: no other of its sanitizer.
 JOBS: dict[str, tuple[str, Callable[[], Iterator[Check]]]] = {           # the longest first
     "asan-entries": ("asan", entry_checks),
     "tsan-entries": ("tsan", few_block_entry_checks),
@@ -189,9 +206,11 @@ def planted(kind: str) -> None:
         x = np.zeros(2 * n + 16, np.uint8)[2:].view(bfloat16)[:n]
     data = np.zeros(n - (kind == "short-output"), float8_e4m3fn)
     scale_inv = np.zeros(1, np.float32)
-    address = scale_inv.ctypes.data if kind != "overlapping" else data.ctypes.data + 3000      # the second block's
+    # the second block's
+    address = scale_inv.ctypes.data if kind != "overlapping" else data.ctypes.data + 3000
     variant = tensor._cast_variant(x.dtype, data.dtype)
-    variant.launch(x, 2, x.ctypes.data, data.ctypes.data, 0, 0, address, 0, 0, 0, 0, n, 0, 0, 1.0, 0, int(kind == "misaligned"))
+    variant.launch(x, 2, x.ctypes.data, data.ctypes.data, 0, 0, address, 0, 0, 0, 0, n, 0, 0, 1.0, 0,
+                   int(kind == "misaligned"))
 
 
 PLANTED = {
@@ -257,7 +276,8 @@ def test_quick_jobs_are_of_every_family():
 
 def test_every_case_is_in_a_job():
     jobs = [checks() for job, (mode, checks) in JOBS.items() if mode == "asan" and job != "asan-edges"]
-    ran = {(one.args[1].op, str(one.args[1])) for checks in jobs for one in checks if isinstance(one, partial)}
+    ran = {(one.args[1].op, str(one.args[1])) for checks in jobs for one in checks
+           if isinstance(one, partial)}
     left_out = {(case.op, str(case)) for case in cases.all_cases()} - ran
     assert {op for op, _ in left_out} == set(BIG) - {"astype"}
     assert all("float16-" in name.replace("bfloat16", "") or "float8_e5m2" in name for _, name in left_out)

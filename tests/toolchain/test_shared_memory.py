@@ -1,5 +1,5 @@
-"""Results given as `out=` whose parts are one array where they must not be: refused, and nothing is written. Square, so that all
-shapes fit."""
+"""Results given as `out=` whose parts are one array where they must not be: refused, and nothing is written.
+Square, so that all shapes fit."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def one_scale_inv(q: Quantized) -> Quantized:
     (fp8.quantize_block, {"columnwise": True}),
     (fp8.quantize_block, {"columnwise": True, "block": (128, 128)}),
 ], ids=["cast_transpose", "mx", "mx transposed", "1x128", "128x128"])
-def test_directions_of_one_array(share: Callable[[Quantized], Quantized], quantize: Callable[..., Quantized], options: dict[str, Any],
-                                 run: Any) -> None:
+def test_directions_of_one_array(share: Callable[[Quantized], Quantized], quantize: Callable[..., Quantized],
+                                 options: dict[str, Any], run: Any) -> None:
     x = run.array(cases.values("normal", SHAPE, float32))
     arguments = (x, 2.0) if quantize is fp8.cast_transpose else (x,)
     out = share(quantize(*arguments, **options))
@@ -55,14 +55,16 @@ def test_directions_of_one_array(share: Callable[[Quantized], Quantized], quanti
     assert all(fp8.bytes_equal(a, fp8.asnumpy(b)) for a, b in zip(before, arrays, strict=True))
 
 
-@pytest.mark.parametrize("recipe", [MXScaling(scale_layout="swizzled"), BlockScaling(), DelayedScaling()], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize("recipe", [MXScaling(scale_layout="swizzled"), BlockScaling(), DelayedScaling()],
+                         ids=lambda r: type(r).__name__)
 def test_buffers_of_one_array(recipe: Any, run: Any) -> None:
     x = run.array(cases.values("normal", SHAPE, float32))
     own = recipe.empty(SHAPE, columnwise=True, like=x)
     buffers = {"rowwise": tuple(own.rowwise), "columnwise": (own.data, own.columnwise.scale_inv)}
     shared = recipe.empty(SHAPE, columnwise=True, buffers=buffers)
     with pytest.raises(ValueError, match="overlaps out"):
-        recipe.quantize(x, columnwise=True, out=shared, **({"scale": 2.0} if isinstance(recipe, DelayedScaling) else {}))
+        recipe.quantize(x, columnwise=True, out=shared,
+                        **({"scale": 2.0} if isinstance(recipe, DelayedScaling) else {}))
 
 
 def test_bias_gradient_in_place_of_a_scale(run):

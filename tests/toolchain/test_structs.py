@@ -18,20 +18,22 @@ def test_layout_is_the_compilers(entry, variant, tmp_path):
     """offsetof every member and sizeof the struct, by static assertions that g++ checks."""
     source, name = entry
     layout = structs.of_entry(source, name)
-    found = re.search(rf"\b{name}\(\s*const __grid_constant__ (\w+) p\)", (sources.root() / f"{source}.cu").read_text())
+    found = re.search(rf"\b{name}\(\s*const __grid_constant__ (\w+) p\)",
+                      (sources.root() / f"{source}.cu").read_text())
     assert found
     checks = [f"static_assert(sizeof({found[1]}) == {layout.size});"]
     checks += [f"static_assert(offsetof({found[1]}, {m.name}) == {m.offset});" for m in layout.members]
     path = tmp_path / "layout.cu"
-    path.write_text(f'#include "{sources.root() / source}.cu"\n#include <cstddef>\n' + "\n".join(checks) + "\n")
+    path.write_text(f'#include "{sources.root() / source}.cu"\n#include <cstddef>\n' + "\n".join(checks)
+                    + "\n")
     hostexec.compile_kernel(path, name, include_dirs=[sources.root() / "include"],
                             defines=sources.all_defines(name, dict(variant.defines)))
 
 
 def test_names_are_checked():
     layout = structs.of_entry("convert/astype", "convert")
-    assert layout.packer.pack(*layout.values({"n": 3, "vector": 1})) == bytes(24) + (3).to_bytes(8, "little") + bytes(16) + (
-        1).to_bytes(8, "little")
+    packed = layout.packer.pack(*layout.values({"n": 3, "vector": 1}))
+    assert packed == bytes(24) + (3).to_bytes(8, "little") + bytes(16) + (1).to_bytes(8, "little")
     with pytest.raises(TypeError, match=r"ConvertParams has no members \['vektor'\]"):
         layout.values({"vektor": 1})
 

@@ -17,7 +17,8 @@ from ...testing import assert_bytes_equal
 from .tensor import Spec, _normal, _sample
 
 #: Weights of experts, how many of which shape; then small ones, where finding each block's matrix would show.
-_GROUPS = ((8, (2048, 5120)), (32, (2048, 5120)), (64, (2048, 5120)), (8, (4096, 7168)), (256, (2048, 1408)), (128, (256, 256)))
+_GROUPS = ((8, (2048, 5120)), (32, (2048, 5120)), (64, (2048, 5120)), (8, (4096, 7168)), (256, (2048, 1408)),
+           (128, (256, 256)))
 _SCALE = 0.37
 
 
@@ -48,7 +49,8 @@ def _make(number: int, shape: tuple[int, int], recipe: Any, columnwise: bool) ->
         def call() -> Any:
             if scales is not None and columnwise:
                 return multi_cast_transpose(xs, scales, amaxes=amaxes, outputs=outputs)
-            return multi_quantize(xs, recipe, columnwise=columnwise, scales=scales, amaxes=amaxes, outputs=outputs)
+            return multi_quantize(xs, recipe, columnwise=columnwise, scales=scales, amaxes=amaxes,
+                                  outputs=outputs)
 
         def check() -> None:
             for i in (0, number // 2, number - 1):
@@ -69,7 +71,8 @@ def _make(number: int, shape: tuple[int, int], recipe: Any, columnwise: bool) ->
 
 
 def _all() -> Iterator[Spec]:
-    def spec(op: str, label: str, number: int, shape: tuple[int, int], recipe: Any, columnwise: bool, scales: float = 0) -> Spec:
+    def spec(op: str, label: str, number: int, shape: tuple[int, int], recipe: Any, columnwise: bool,
+             scales: float = 0) -> Spec:
         """scales: bytes of them, for each element and direction."""
         size = number * shape[0] * shape[1]
         moved = int(size * (2 + (1 + columnwise) * (1 + scales)))
@@ -79,9 +82,11 @@ def _all() -> Iterator[Spec]:
         yield spec("multi_cast_transpose", "bf16→e4m3 +amax", number, shape, DelayedScaling(), True)
         yield spec("multi_quantize", "bf16→e4m3 current both", number, shape, CurrentScaling(), True)
     yield spec("multi_quantize", "bf16→e4m3 row +amax", *_GROUPS[1], DelayedScaling(), False)
-    for label, recipe, scales in (("1×128", BlockScaling(), 4 / 128), ("MX", MXScaling(scale_layout="swizzled"), 1 / 32)):
+    for label, recipe, scales in (("1×128", BlockScaling(), 4 / 128),
+                                  ("MX", MXScaling(scale_layout="swizzled"), 1 / 32)):
         for columnwise in (True, False):
-            yield spec("multi_quantize", f"bf16→e4m3 {label} {'both' if columnwise else 'row'}", *_GROUPS[2], recipe, columnwise, scales)
+            yield spec("multi_quantize", f"bf16→e4m3 {label} {'both' if columnwise else 'row'}", *_GROUPS[2],
+                       recipe, columnwise, scales)
     yield spec("multi_quantize", "bf16→e4m3 MX row", *_GROUPS[-1], MXScaling(), False, 1 / 32)
 
 

@@ -1,4 +1,5 @@
-"""Cases of groups of arrays. A case's shape is how many there are; its option `group` names their shapes (GROUPS)."""
+"""Cases of groups of arrays. A case's shape is how many there are; its option `group` names their shapes
+(GROUPS)."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from ...ops.quantize import tensor_list
 from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from ..base import Case, Op, values
 
-#: A few blocks of threads; and where rows allow chunked access; whole patches only; tails of every tile, and every alignment; empty; many;
-#: of one shape, with several blocks each; as many as fit into a launch's arguments.
+#: A few blocks of threads; and where rows allow chunked access; whole patches only; tails of every tile, and
+#: every alignment; empty; many; of one shape, with several blocks each; as many as fit into a launch's
+#: arguments.
 GROUPS: dict[str, tuple[tuple[int, int], ...]] = {
     "few": ((130, 16), (0, 5), (9, 5)),
     "fits": ((130, 136), (0, 8), (1, 8), (400, 16)),
@@ -37,7 +39,8 @@ _DIRECTIONS = ((True, False), (False, True), (True, True))
 
 
 def arrays(case: Case) -> list[np.ndarray]:
-    """The case's group: 'offset' starts one element into its buffer, 'strided' is a transposed view, every second one."""
+    """The case's group: 'offset' starts one element into its buffer, 'strided' is a transposed view, every
+    second one."""
     found = []
     for i, shape in enumerate(_shapes(case.options["group"])):
         x = values(case.values, shape, case.dtype, i)
@@ -80,7 +83,8 @@ def _quantize_reference(*xs: Any, amax: Any = None, recipe: Any, **options: Any)
     return reference.multi_quantize(xs, recipe, amaxes=amax, **options)
 
 
-def _case(op: str, dtype: np.dtype[Any], group: str, values: str = "bits", layout: str = "contiguous", /, **options: Any) -> Case:
+def _case(op: str, dtype: np.dtype[Any], group: str, values: str = "bits", layout: str = "contiguous", /,
+          **options: Any) -> Case:
     return Case(op, dtype, (len(_shapes(group)),), values, layout, {"group": group, **options})
 
 
@@ -107,36 +111,41 @@ def _quantize_cases() -> Iterator[Case]:
     few: dict[str, Any] = {"scaled": False, "amax": 0.0}
     for dtype in (bfloat16, float32):
         for rowwise, columnwise in _DIRECTIONS:
-            yield _case("multi_quantize", dtype, "few", "normal", recipe=CurrentScaling(), rowwise=rowwise, columnwise=columnwise, **few)
+            yield _case("multi_quantize", dtype, "few", "normal", recipe=CurrentScaling(), rowwise=rowwise,
+                        columnwise=columnwise, **few)
     for recipe in (MXScaling(), BlockScaling()):
         yield _case("multi_quantize", bfloat16, "few", "normal", recipe=recipe, scaled=False)
     yield _case("multi_quantize", bfloat16, "fits", "normal", recipe=CurrentScaling(), columnwise=True, **few)
     for rowwise, columnwise in _DIRECTIONS:
         directions = {"rowwise": rowwise, "columnwise": columnwise}
+        own_scales: dict[str, Any] = {"scaled": False, **directions}
+        current, powers = CurrentScaling(), CurrentScaling(float8_e5m2, 1e3, True)
         for dtype in INPUT_DTYPES:
             for group in ("mixed", "whole"):
-                yield _case("multi_quantize", dtype, group, recipe=CurrentScaling(), scaled=False, amax=0.0, **directions)
-            yield _case("multi_quantize", dtype, "mixed", "normal", recipe=CurrentScaling(float8_e5m2, 1e3, True), scaled=False,
-                        **directions)
-            yield _case("multi_quantize", dtype, "whole", "edges", recipe=CurrentScaling(float8_e5m2, 1e3, True), scaled=False,
-                        **directions)
+                yield _case("multi_quantize", dtype, group, recipe=current, amax=0.0, **own_scales)
+            yield _case("multi_quantize", dtype, "mixed", "normal", recipe=powers, **own_scales)
+            yield _case("multi_quantize", dtype, "whole", "edges", recipe=powers, **own_scales)
         for group in GROUPS:
-            yield _case("multi_quantize", bfloat16, group, "normal", recipe=CurrentScaling(), scaled=False, **directions)
-            yield _case("multi_quantize", bfloat16, group, "normal", recipe=DelayedScaling(), amax=0.0, **directions)
-        yield _case("multi_quantize", float32, "whole", "normal", "offset", recipe=CurrentScaling(), scaled=False, **directions)
-        for recipe in (BlockScaling(), MXScaling(float8_e5m2), MXScaling(block=(32, 32)), BlockScaling((128, 128))):
+            yield _case("multi_quantize", bfloat16, group, "normal", recipe=current, **own_scales)
+            yield _case("multi_quantize", bfloat16, group, "normal", recipe=DelayedScaling(), amax=0.0,
+                        **directions)
+        yield _case("multi_quantize", float32, "whole", "normal", "offset", recipe=current, **own_scales)
+        for recipe in (BlockScaling(), MXScaling(float8_e5m2), MXScaling(block=(32, 32)),
+                       BlockScaling((128, 128))):
             for group in ("mixed", *BATCHES):
-                yield _case("multi_quantize", bfloat16, group, "normal", recipe=recipe, scaled=False, **directions)
+                yield _case("multi_quantize", bfloat16, group, "normal", recipe=recipe, **own_scales)
     for recipe in (BlockScaling(scale_layout="compact"), MXScaling(scale_layout="swizzled")):
         for dtype in INPUT_DTYPES:
             yield _case("multi_quantize", dtype, "wide", recipe=recipe, columnwise=True, scaled=False)
         for layout in ("offset", "strided"):
-            yield _case("multi_quantize", bfloat16, "whole", "normal", layout, recipe=recipe, columnwise=True, scaled=False)
+            yield _case("multi_quantize", bfloat16, "whole", "normal", layout, recipe=recipe, columnwise=True,
+                        scaled=False)
 
 
 OPS = (
     Op("multi_cast_transpose", _cast, _cast_reference, _inputs, _cast_cases,
        "`cast_transpose` of any number of matrices, of any shapes, in one launch"),
     Op("multi_quantize", _quantize, _quantize_reference, _inputs, _quantize_cases,
-       "any recipe for a list of arrays of any shapes: one launch, or with current scaling two where one read is not faster"),
+       "any recipe for a list of arrays of any shapes: one launch, or with current scaling two where one "
+       "read is not faster"),
 )

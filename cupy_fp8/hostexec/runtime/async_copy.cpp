@@ -9,21 +9,25 @@ static void check_range(const char* what, const void* memory, unsigned bytes) {
     if (asan_poisoned(memory, bytes)) fail_here("%s: %u bytes at %p leave the array", what, bytes, memory);
 }
 static void check_aligned(const char* what, const void* memory, unsigned alignment) {
-    if ((uintptr_t)memory % alignment) fail_here("%s: address %p is not a multiple of %u", what, memory, alignment);
+    if ((uintptr_t)memory % alignment)
+        fail_here("%s: address %p is not a multiple of %u", what, memory, alignment);
 }
 
 // ---- cp.async ----
 // memcpy on purpose: the sanitizers see it as an access by the thread that waits for the copy.
 static void land(const CopyToShared& copy) {
     memcpy(copy.shared, copy.global, copy.source_bytes);
-    if (copy.bytes > copy.source_bytes) memset((char*)copy.shared + copy.source_bytes, 0, copy.bytes - copy.source_bytes);
+    if (copy.bytes > copy.source_bytes)
+        memset((char*)copy.shared + copy.source_bytes, 0, copy.bytes - copy.source_bytes);
 }
 template <class Copy> static void append(std::vector<Copy>& queue, const Copy& copy) {
     TsanIgnore ignore;
     queue.push_back(copy);
 }
-// Lands what lies in groups older than the `keep` newest committed ones (keep == ~0: everything), the rest stays.
-template <class Copy, class Land> static void land_groups(std::vector<Copy>& queue, unsigned filling, unsigned keep, Land land) {
+// Lands what lies in groups older than the `keep` newest committed ones (keep == ~0: everything), the rest
+// stays.
+template <class Copy, class Land>
+static void land_groups(std::vector<Copy>& queue, unsigned filling, unsigned keep, Land land) {
     size_t left = 0;
     for (size_t i = 0; i < queue.size(); i++) {
         const Copy copy = queue[i];
@@ -34,7 +38,8 @@ template <class Copy, class Land> static void land_groups(std::vector<Copy>& que
 }
 extern "C" void host_cp_async(void* shared, const void* global, unsigned bytes, unsigned source_bytes) {
     CALLED_FROM_KERNEL();
-    if ((bytes != 4 && bytes != 8 && bytes != 16) || source_bytes > bytes) fail_here("cp.async of %u bytes, %u of them from memory", bytes, source_bytes);
+    if ((bytes != 4 && bytes != 8 && bytes != 16) || source_bytes > bytes)
+        fail_here("cp.async of %u bytes, %u of them from memory", bytes, source_bytes);
     check_aligned("cp.async", shared, bytes);
     check_aligned("cp.async", global, bytes);
     check_range("cp.async writes", shared, bytes);
@@ -44,12 +49,15 @@ extern "C" void host_cp_async(void* shared, const void* global, unsigned bytes, 
     else append(self()->copies, copy);
 }
 extern "C" void host_cp_async_commit() { self()->copy_group++; }
-extern "C" void host_cp_async_wait(unsigned pending_groups) { land_groups(self()->copies, self()->copy_group, pending_groups, land); }
+extern "C" void host_cp_async_wait(unsigned pending_groups) {
+    land_groups(self()->copies, self()->copy_group, pending_groups, land);
+}
 
 // ---- mbarrier ----
 struct MBarrier {
     uint16_t expected, pending;   // arrivals of a phase, and those still to come
-    int32_t bytes_and_phase;      // announced and not yet copied, times 2, plus the parity of the current phase
+    // announced and not yet copied, times 2, plus the parity of the current phase
+    int32_t bytes_and_phase;
     int32_t bytes() const { return bytes_and_phase >> 1; }
     unsigned phase() const { return bytes_and_phase & 1; }
 };
@@ -85,7 +93,8 @@ extern "C" void host_mbarrier_expect_tx(void* barrier, unsigned bytes) {
 extern "C" void host_mbarrier_arrive(void* barrier, unsigned expect_bytes) {
     CALLED_FROM_KERNEL();
     MBarrier* state = checked_mbarrier(barrier);
-    if (!state->pending) fail_here("more arrivals at an mbarrier than the %u it was initialised for", state->expected);
+    if (!state->pending)
+        fail_here("more arrivals at an mbarrier than the %u it was initialised for", state->expected);
     tsan_release(barrier);
     state->bytes_and_phase += (int32_t)expect_bytes * 2;
     state->pending--;
@@ -146,7 +155,8 @@ extern "C" void host_bulk_store(void* global, const void* shared, unsigned bytes
 }
 extern "C" void host_bulk_commit() { self()->store_group++; }
 extern "C" void host_bulk_wait(unsigned pending_groups) {
-    land_groups(self()->stores, self()->store_group, pending_groups, [](const BulkStore& store) { memcpy(store.global, store.shared, store.bytes); });
+    land_groups(self()->stores, self()->store_group, pending_groups,
+                [](const BulkStore& store) { memcpy(store.global, store.shared, store.bytes); });
 }
 
 // ---- the ends ----
@@ -157,7 +167,11 @@ void reset_copies(Thread* thread) {
 }
 void finish_copies(Worker*, Thread* thread) {
     if (!thread->copies.empty()) host_cp_async_wait(~0u);
-    if (!thread->stores.empty()) fail_here("the thread returned with %zu bulk store(s) not waited for: shared memory may be gone before it is read", thread->stores.size());
+    if (!thread->stores.empty())
+        fail_here(
+            "the thread returned with %zu bulk store(s) not waited for: shared memory may be gone before it "
+            "is read",
+            thread->stores.size());
 }
 const char* unfinished_copies(Worker* worker) {
     return worker->loads.empty() ? nullptr : "a bulk load into shared memory was never waited for";

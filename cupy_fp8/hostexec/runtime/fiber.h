@@ -1,5 +1,5 @@
-// A fiber: a stack and the place where it was left. Switching costs about as much as a function call on x86-64;
-// other processors (or -DHOST_UCONTEXT) use the slower portable ucontext.
+// A fiber: a stack and the place where it was left. Switching costs about as much as a function call on
+// x86-64; other processors (or -DHOST_UCONTEXT) use the slower portable ucontext.
 #pragma once
 #include <stdint.h>
 #include <stdio.h>
@@ -36,8 +36,9 @@ inline size_t page_bytes() {
     return bytes;
 }
 
-// Puts the fiber at the start of `entry`, whatever it was doing. `slot` staggers the stacks: all of them start on a page boundary, and
-// without it the busiest cache lines of every fiber would fall into the same few sets of the cache.
+// Puts the fiber at the start of `entry`, whatever it was doing. `slot` staggers the stacks: all of them
+// start on a page boundary, and without it the busiest cache lines of every fiber would fall into the same
+// few sets of the cache.
 inline void fiber_restart(Fiber& fiber, void (*entry)(), unsigned slot) {
 #ifdef HOST_ASAN
     __asan_unpoison_memory_region(fiber.stack, fiber.stack_bytes);
@@ -54,7 +55,8 @@ inline void fiber_restart(Fiber& fiber, void (*entry)(), unsigned slot) {
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, entry, 0);
 #else
-    // What host_switch_context pops: six registers, then the address it returns to. The stack is then 8 mod 16, as after a call.
+    // What host_switch_context pops: six registers, then the address it returns to. The stack is then 8 mod
+    // 16, as after a call.
     void** top = reinterpret_cast<void**>(((uintptr_t)(fiber.stack + usable) & ~(uintptr_t)15) - 8);
     *top = nullptr;
     *--top = reinterpret_cast<void*>(entry);
@@ -65,7 +67,8 @@ inline void fiber_restart(Fiber& fiber, void (*entry)(), unsigned slot) {
 
 inline void fiber_create(Fiber& fiber, size_t stack_bytes, void (*entry)(), unsigned slot) {
     const size_t guard = page_bytes();
-    void* memory = mmap(nullptr, stack_bytes + guard, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* memory = mmap(nullptr, stack_bytes + guard, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED || mprotect(memory, guard, PROT_NONE)) {
         perror("cupy_fp8 host executor: no memory for a fiber's stack");
         abort();

@@ -11,7 +11,8 @@
 
 char launch_clock, done_clock;
 
-// Workers live as long as the process, so that a launch costs neither threads nor fibers. After a fork the child starts with none.
+// Workers live as long as the process, so that a launch costs neither threads nor fibers. After a fork the
+// child starts with none.
 struct Pool {
     std::vector<Worker*> workers;
     std::atomic<int> busy{0};
@@ -31,8 +32,9 @@ static void give_turn(Worker* worker) {
     worker->turn = 1;
     worker->turn.notify_one();
 }
-// Under AddressSanitizer static shared memory is one plain array in the library (only so does it get red zones), so blocks that
-// take turns must take their contents with them. Copied by hand: the red zones between the variables are no business of memcpy.
+// Under AddressSanitizer static shared memory is one plain array in the library (only so does it get red
+// zones), so blocks that take turns must take their contents with them. Copied by hand: the red zones between
+// the variables are no business of memcpy.
 static void copy_raw(char* to, const char* from, size_t bytes) {
     for (size_t i = 0; i < bytes; i++) ((volatile char*)to)[i] = from[i];
 }
@@ -57,7 +59,9 @@ static int find_thread_locals(dl_phdr_info* library, size_t, void* argument) {
     bool mine = false;
     for (int i = 0; i < library->dlpi_phnum; i++) {
         const auto& segment = library->dlpi_phdr[i];
-        if (segment.p_type == PT_LOAD && wanted->code - (library->dlpi_addr + segment.p_vaddr) < segment.p_memsz) mine = true;
+        if (segment.p_type == PT_LOAD &&
+            wanted->code - (library->dlpi_addr + segment.p_vaddr) < segment.p_memsz)
+            mine = true;
         if (segment.p_type == PT_TLS) bytes = segment.p_memsz;
     }
     if (!mine) return 0;
@@ -82,7 +86,8 @@ static void prepare_static_shared(Worker* worker) {
     }
 }
 static void prepare_dynamic_shared(Worker* worker) {
-    constexpr size_t alignment = 1024, margin = kAsan ? 0 : 1024;  // AddressSanitizer's malloc brings its own red zones
+    // AddressSanitizer's malloc brings its own red zones
+    constexpr size_t alignment = 1024, margin = kAsan ? 0 : 1024;
     const unsigned bytes = worker->launch->options->shared_bytes;
     if (bytes == worker->dynamic_bytes) return;
     free(worker->dynamic_memory);
@@ -104,7 +109,9 @@ static void work(Worker* worker) {
     prepare_dynamic_shared(worker);
     const auto run = [&](uint64_t number) {
         const bool descending = launch->options->order == HOST_DESCENDING;
-        const uint64_t one = descending ? launch->blocks - 1 - number : (number * launch->block_multiplier + launch->block_offset) % launch->blocks;
+        const uint64_t one =
+            descending ? launch->blocks - 1 - number
+                       : (number * launch->block_multiplier + launch->block_offset) % launch->blocks;
         run_block(worker, one < launch->first_blocks ? one : one + launch->skipped_blocks);
     };
     if (launch->exclusive) {
@@ -154,19 +161,21 @@ static bool add_worker() {
 }
 
 // ---- launches ----
-// Every fiber is a thread to ThreadSanitizer, which knows 8128, needs 0.9 MB and most of a millisecond for each, and holds on to about
-// twelve of the 65530 memory mappings that Linux allows a process. So they are kept between launches, up to a number that a small machine
-// can hold.
+// Every fiber is a thread to ThreadSanitizer, which knows 8128, needs 0.9 MB and most of a millisecond for
+// each, and holds on to about twelve of the 65530 memory mappings that Linux allows a process. So they are
+// kept between launches, up to a number that a small machine can hold.
 constexpr uint64_t kTsanThreads = 4000, kTsanKeptThreads = 3000;
 // Every fiber takes two memory mappings (stack and guard page), of which Linux allows 65530.
 constexpr uint64_t kResidentThreads = 16384;
 
 static void trim_fibers(uint64_t workers, unsigned threads) {
     uint64_t total = pool->workers.size() + workers;
-    for (size_t i = 0; i < pool->workers.size(); i++) total += std::max<uint64_t>(pool->workers[i]->threads.size(), i < workers ? threads : 0);
+    for (size_t i = 0; i < pool->workers.size(); i++)
+        total += std::max<uint64_t>(pool->workers[i]->threads.size(), i < workers ? threads : 0);
     for (size_t i = pool->workers.size(); i < workers; i++) total += threads;
     if (total <= kTsanKeptThreads) return;
-    for (size_t i = 0; i < pool->workers.size(); i++) drop_threads(pool->workers[i], i < workers ? threads : 0);
+    for (size_t i = 0; i < pool->workers.size(); i++)
+        drop_threads(pool->workers[i], i < workers ? threads : 0);
 }
 // A cheap permutation of the blocks: multiplication by something coprime to their number.
 static void permute_blocks(Launch& launch) {
@@ -197,21 +206,28 @@ extern "C" int host_launch(const HostKernel* kernel, const HostLaunch* options) 
 
     const uint64_t threads = launch.blocks * (launch.threads_per_block + 1);
     if (kTsan && threads > kTsanThreads)
-        return refuse("tsan mode runs at most " + std::to_string(kTsanThreads) + " threads (blocks included) in a grid, not " + std::to_string(threads));
+        return refuse("tsan mode runs at most " + std::to_string(kTsanThreads) +
+                      " threads (blocks included) in a grid, not " + std::to_string(threads));
     if (options->resident && threads > kResidentThreads)
-        return refuse("a resident grid has at most " + std::to_string(kResidentThreads) + " threads (blocks included) here, not " + std::to_string(threads));
+        return refuse("a resident grid has at most " + std::to_string(kResidentThreads) +
+                      " threads (blocks included) here, not " + std::to_string(threads));
 
     if (!pool || pool->process != getpid()) pool = new Pool();
     // Without thread_local shared memory (AddressSanitizer) only one block can run at a time.
-    const uint64_t workers = launch.exclusive ? launch.blocks : kernel->shared_anchor ? std::min<uint64_t>(options->workers, launch.blocks) : 1;
+    const uint64_t workers = launch.exclusive        ? launch.blocks
+                             : kernel->shared_anchor ? std::min<uint64_t>(options->workers, launch.blocks)
+                                                     : 1;
     if (kTsan) trim_fibers(workers, launch.threads_per_block);
     while (pool->workers.size() < workers)
-        if (!add_worker()) return refuse("the system refuses to start thread number " + std::to_string(pool->workers.size()));
+        if (!add_worker())
+            return refuse("the system refuses to start thread number " +
+                          std::to_string(pool->workers.size()));
 
     tsan_release(&launch_clock);
     pool->busy = (int)workers;
     for (uint64_t i = 0; i < workers; i++) pool->workers[i]->launch = &launch;
-    if (launch.exclusive) launch.unfinished.assign(pool->workers.begin(), pool->workers.begin() + (long)workers);
+    if (launch.exclusive)
+        launch.unfinished.assign(pool->workers.begin(), pool->workers.begin() + (long)workers);
     for (uint64_t i = 0; i < workers; i++) {
         pool->workers[i]->wake = 1;
         pool->workers[i]->wake.notify_one();

@@ -1,5 +1,6 @@
-// The runtime's own records. One Worker is one operating-system thread that runs whole blocks, the CUDA threads of a block as fibers.
-// A worker's state is touched by its own thread only, so nothing in it is atomic except how it is woken.
+// The runtime's own records. One Worker is one operating-system thread that runs whole blocks, the CUDA
+// threads of a block as fibers. A worker's state is touched by its own thread only, so nothing in it is
+// atomic except how it is woken.
 #pragma once
 #include <atomic>
 #include <string>
@@ -9,7 +10,8 @@
 #include "fiber.h"
 
 constexpr unsigned kMaxThreads = 1024, kMaxBarriers = 16;
-constexpr uint64_t kUninitialised = ~0ull;  // what shared memory holds before a block: NaN in every float format
+// what shared memory holds before a block: NaN in every float format
+constexpr uint64_t kUninitialised = ~0ull;
 
 struct CopyToShared {  // cp.async
     void* shared;
@@ -56,7 +58,8 @@ struct ReadyQueue {
     unsigned first = 0, count = 0;
     void push(Thread* thread) { entries[(first + count++) % kMaxThreads] = thread; }
     Thread* take(unsigned position) {
-        Thread *&head = entries[first], *&chosen = entries[(first + position) % kMaxThreads], *thread = chosen;
+        Thread *&head = entries[first], *&chosen = entries[(first + position) % kMaxThreads],
+               *thread = chosen;
         chosen = head;
         first = (first + 1) % kMaxThreads;
         count--;
@@ -66,17 +69,19 @@ struct ReadyQueue {
 
 struct Worker;
 
-// One launch. In exclusive mode (ThreadSanitizer, resident grids) every block has a worker of its own and one worker runs at a time:
-// the one whose turn it is. Only that one touches `unfinished` and `shared_idle`.
+// One launch. In exclusive mode (ThreadSanitizer, resident grids) every block has a worker of its own and one
+// worker runs at a time: the one whose turn it is. Only that one touches `unfinished` and `shared_idle`.
 struct Launch {
     const HostKernel* kernel;
     const HostLaunch* options;
     const void* params;
     unsigned threads_per_block;
     uint64_t blocks;                                  // that run
-    uint64_t first_blocks, skipped_blocks;            // those before, and the ones left out after, which shift the numbers of the rest
+    // those before, and the ones left out after, which shift the numbers of the rest
+    uint64_t first_blocks, skipped_blocks;
     bool exclusive;
-    uint64_t block_multiplier = 1, block_offset = 0;  // block number b runs as (b * multiplier + offset) mod blocks
+    // block number b runs as (b * multiplier + offset) mod blocks
+    uint64_t block_multiplier = 1, block_offset = 0;
     std::atomic<uint64_t> next_block{0};
     std::atomic<bool> failed{false};
     std::vector<Worker*> unfinished;
@@ -86,7 +91,8 @@ struct Launch {
 struct HostWorker {};
 struct Worker : HostWorker {
     Thread main;                    // the operating-system thread's own context
-    std::vector<Thread*> threads;   // kept between launches; the first threads_per_block belong to the current block
+    // kept between launches; the first threads_per_block belong to the current block
+    std::vector<Thread*> threads;
     std::vector<HostWarp*> warps;
     ReadyQueue ready;
     Barrier barriers[kMaxBarriers];
@@ -132,6 +138,7 @@ long mbarrier_missing_bytes(const void* barrier);
 
 // launch.cpp
 void pass_turn(Worker* worker, Worker* next);
-extern char launch_clock, done_clock;                 // "the launch has begun", "a thread is done", for ThreadSanitizer
+// "the launch has begun", "a thread is done", for ThreadSanitizer
+extern char launch_clock, done_clock;
 
 #define CALLED_FROM_KERNEL() (host_thread->call_site = __builtin_return_address(0))

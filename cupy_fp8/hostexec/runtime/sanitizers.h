@@ -1,4 +1,5 @@
-// What the runtime tells the sanitizers. It is never instrumented itself; HOST_ASAN / HOST_TSAN say how the kernels are.
+// What the runtime tells the sanitizers. It is never instrumented itself; HOST_ASAN / HOST_TSAN say how the
+// kernels are.
 #pragma once
 #include <stddef.h>
 
@@ -25,14 +26,18 @@ void AnnotateIgnoreWritesBegin(const char* file, int line);
 void AnnotateIgnoreWritesEnd(const char* file, int line);
 }
 constexpr bool kTsan = true;
-constexpr unsigned kTsanSwitchWithoutOrder = 1;  // only barriers order threads, never the order in which we happen to run them
+// only barriers order threads, never the order in which we happen to run them
+constexpr unsigned kTsanSwitchWithoutOrder = 1;
 inline void tsan_acquire(const void* clock) { __tsan_acquire(const_cast<void*>(clock)); }
 inline void tsan_release(const void* clock) { __tsan_release(const_cast<void*>(clock)); }
 
-// libc calls (malloc, memmove, snprintf) are intercepted even when an uninstrumented function makes them. Inside a fiber the runtime's
-// own use of them would look like races between CUDA threads.
+// libc calls (malloc, memmove, snprintf) are intercepted even when an uninstrumented function makes them.
+// Inside a fiber the runtime's own use of them would look like races between CUDA threads.
 struct TsanIgnore {
-    TsanIgnore() { AnnotateIgnoreReadsBegin(__FILE__, __LINE__); AnnotateIgnoreWritesBegin(__FILE__, __LINE__); }
+    TsanIgnore() {
+        AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
+        AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
+    }
     ~TsanIgnore() { AnnotateIgnoreWritesEnd(__FILE__, __LINE__); AnnotateIgnoreReadsEnd(__FILE__, __LINE__); }
 };
 #else
@@ -44,7 +49,9 @@ struct TsanIgnore { TsanIgnore() {} };
 
 #ifdef HOST_ASAN
 constexpr bool kAsan = true;
-inline bool asan_poisoned(const void* memory, size_t bytes) { return __asan_region_is_poisoned(const_cast<void*>(memory), bytes); }
+inline bool asan_poisoned(const void* memory, size_t bytes) {
+    return __asan_region_is_poisoned(const_cast<void*>(memory), bytes);
+}
 #else
 constexpr bool kAsan = false;
 inline bool asan_poisoned(const void*, size_t) { return false; }

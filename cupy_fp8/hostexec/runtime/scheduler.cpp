@@ -65,7 +65,8 @@ static std::string format_text(const char* format, va_list arguments) {
     vsnprintf(text, sizeof text, format, arguments);
     return text;
 }
-// Addresses in the kernel's library are named by Python, which knows the library (and starts addr2line only on errors).
+// Addresses in the kernel's library are named by Python, which knows the library (and starts addr2line only
+// on errors).
 static std::string place(Worker* worker, const void* address) {
     Dl_info library;
     char text[40] = "?";
@@ -90,8 +91,9 @@ static void record_failure(Worker* worker, const std::string& message) {
 }
 [[noreturn]] static void fail_thread(const std::string& message) {
     Worker* worker = own_worker();
-    record_failure(worker, message + " [block " + index_text(host_block.block_index) + ", thread " + index_text(self()->thread_index) +
-                               ", " + place(worker, self()->call_site) + "]");
+    record_failure(worker, message + " [block " + index_text(host_block.block_index) + ", thread " +
+                               index_text(self()->thread_index) + ", " + place(worker, self()->call_site) +
+                               "]");
     abandon_block(worker);
 }
 void fail_here(const char* format, ...) {
@@ -122,22 +124,28 @@ static void record_deadlock(Worker* worker) {
         bool is_first = true;
         for (unsigned j = 0; j < count; j++) {
             Thread* other = worker->threads[j];
-            if (other->returned || other->waiting_for != thread->waiting_for || other->call_site != thread->call_site) continue;
+            if (other->returned || other->waiting_for != thread->waiting_for ||
+                other->call_site != thread->call_site)
+                continue;
             if (j < i) is_first = false;
             alike++;
         }
         if (!is_first || message.size() > 2000) continue;
         polls |= !thread->waiting_for && !thread->waiting_object;
-        message += " " + std::to_string(alike) + " thread(s) " + (thread->waiting_for ? std::string("wait in ") + thread->waiting_for : "poll") + " at " +
-                   place(worker, thread->call_site) + " (first: thread " + index_text(thread->thread_index) + ")";
+        message += " " + std::to_string(alike) + " thread(s) " +
+                   (thread->waiting_for ? std::string("wait in ") + thread->waiting_for : "poll") + " at " +
+                   place(worker, thread->call_site) + " (first: thread " + index_text(thread->thread_index) +
+                   ")";
         if (thread->waiting_object) {
             const long missing = mbarrier_missing_bytes(thread->waiting_object);
-            if (missing) message += ", on an mbarrier with " + std::to_string(missing) + " announced bytes not copied";
+            if (missing)
+                message += ", on an mbarrier with " + std::to_string(missing) + " announced bytes not copied";
         }
         message += ";";
     }
     if (returned) message += " " + std::to_string(returned) + " thread(s) have returned";
-    if (polls && !worker->launch->options->resident) message += " (does it wait for another block? then launch with resident=True)";
+    if (polls && !worker->launch->options->resident)
+        message += " (does it wait for another block? then launch with resident=True)";
     record_failure(worker, message);
 }
 
@@ -164,7 +172,8 @@ void wait_here(Worker* worker, const char* what) {
 // ---- blocks taking turns (resident grids) ----
 static Worker* other_worker(Worker* worker) {
     std::vector<Worker*>& candidates = worker->launch->unfinished;
-    if (worker->launch->options->order == HOST_RANDOM) return candidates[random_below(worker, (uint32_t)candidates.size())];
+    if (worker->launch->options->order == HOST_RANDOM)
+        return candidates[random_below(worker, (uint32_t)candidates.size())];
     for (size_t i = 0; i < candidates.size(); i++)
         if (candidates[i] == worker) return candidates[(i + 1) % candidates.size()];
     return worker;
@@ -175,19 +184,23 @@ static void let_other_blocks_run(Worker* worker) {
 }
 void maybe_pass_turn(Worker* worker) {
     const Launch* launch = worker->launch;
-    if (launch->options->resident && launch->options->order == HOST_RANDOM && random_below(worker, 8) == 0) let_other_blocks_run(worker);
+    if (launch->options->resident && launch->options->order == HOST_RANDOM && random_below(worker, 8) == 0)
+        let_other_blocks_run(worker);
 }
 void poll_here(Worker* worker) {
     const Launch* launch = worker->launch;
     const uint64_t threads = launch->exclusive ? launch->threads_per_block * launch->blocks : worker->live;
-    if (++*worker->idle > 2000 + 100 * threads) {  // enough rounds that everybody who can do something has done it
+    // enough rounds that everybody who can do something has done it
+    if (++*worker->idle > 2000 + 100 * threads) {
         record_deadlock(worker);
         abandon_block(worker);
     }
     worker->ready.push(self());
     if (launch->options->resident && worker->polls_until_pass-- == 0) {
         // About once per round of polls, at a moment that differs from round to round.
-        worker->polls_until_pass = launch->options->order == HOST_RANDOM ? random_below(worker, 2 * worker->ready.count) : worker->ready.count;
+        worker->polls_until_pass = launch->options->order == HOST_RANDOM
+                                       ? random_below(worker, 2 * worker->ready.count)
+                                       : worker->ready.count;
         let_other_blocks_run(worker);
     }
     run_another(worker);
@@ -220,7 +233,8 @@ static void fiber_main() {
 void create_threads(Worker* worker, unsigned count) {
     while (worker->threads.size() < count) {
         Thread* thread = new Thread();
-        fiber_create(thread->fiber, worker->launch->options->stack_bytes, fiber_main, (unsigned)worker->threads.size());
+        fiber_create(thread->fiber, worker->launch->options->stack_bytes, fiber_main,
+                     (unsigned)worker->threads.size());
         thread->worker = worker;
         worker->threads.push_back(thread);
     }
@@ -239,22 +253,28 @@ void drop_threads(Worker* worker, unsigned keep) {
 constexpr unsigned kCanaryBytes = 64;
 constexpr unsigned char kCanary = 0xA7;
 
-// By hand, because memset and memcpy are watched by the sanitizers and these bytes (red zones among them) are nobody's business.
+// By hand, because memset and memcpy are watched by the sanitizers and these bytes (red zones among them) are
+// nobody's business.
 static void fill(char* memory, size_t bytes, char value) {
     volatile char* p = memory;
     for (; bytes && (uintptr_t)p % 8; bytes--) *p++ = value;
-    for (; bytes >= 8; bytes -= 8, p += 8) *(volatile uint64_t*)p = 0x0101010101010101ull * (unsigned char)value;
+    for (; bytes >= 8; bytes -= 8, p += 8)
+        *(volatile uint64_t*)p = 0x0101010101010101ull * (unsigned char)value;
     while (bytes--) *p++ = value;
 }
 static bool canaries_intact(const Worker* worker) {
     if (kAsan || !worker->dynamic_shared) return true;
     for (unsigned i = 0; i < kCanaryBytes; i++)
-        if (worker->dynamic_shared[-1 - (int)i] != kCanary || worker->dynamic_shared[worker->dynamic_bytes + i] != kCanary) return false;
+        if (worker->dynamic_shared[-1 - (int)i] != kCanary ||
+            worker->dynamic_shared[worker->dynamic_bytes + i] != kCanary)
+            return false;
     return true;
 }
 static void prepare_memory(Worker* worker) {
     if (worker->dynamic_shared) {
-        if (!kAsan) fill((char*)worker->dynamic_shared - kCanaryBytes, worker->dynamic_bytes + 2 * kCanaryBytes, (char)kCanary);
+        if (!kAsan)
+            fill((char*)worker->dynamic_shared - kCanaryBytes, worker->dynamic_bytes + 2 * kCanaryBytes,
+                 (char)kCanary);
         fill((char*)worker->dynamic_shared, worker->dynamic_bytes, (char)kUninitialised);
     }
     fill(worker->static_shared, worker->static_bytes, (char)kUninitialised);
@@ -263,12 +283,15 @@ static void prepare_memory(Worker* worker) {
 
 void run_block(Worker* worker, uint64_t block) {
     const Launch* launch = worker->launch;
-    const unsigned *grid = launch->options->grid, *dim = launch->options->block, count = launch->threads_per_block;
-    host_block.block_index = {(unsigned)(block % grid[0]), (unsigned)(block / grid[0] % grid[1]), (unsigned)(block / ((uint64_t)grid[0] * grid[1]))};
+    const unsigned *grid = launch->options->grid, *dim = launch->options->block,
+                   count = launch->threads_per_block;
+    host_block.block_index = {(unsigned)(block % grid[0]), (unsigned)(block / grid[0] % grid[1]),
+                              (unsigned)(block / ((uint64_t)grid[0] * grid[1]))};
     host_block.block_dim = {dim[0], dim[1], dim[2]};
     host_block.grid_dim = {grid[0], grid[1], grid[2]};
     // By block, not by worker: the same seed gives the same schedule however many workers there are.
-    worker->random_state = ((launch->options->seed * 0x9E3779B97F4A7C15ull) ^ ((block + 1) * 0xD1B54A32D192ED03ull)) | 1;
+    worker->random_state =
+        ((launch->options->seed * 0x9E3779B97F4A7C15ull) ^ ((block + 1) * 0xD1B54A32D192ED03ull)) | 1;
     worker->live = count;
     worker->own_idle = 0;
     worker->polls_until_pass = 0;
@@ -298,7 +321,9 @@ void run_block(Worker* worker, uint64_t block) {
 
     if (!worker->failed && !launch->failed) {
         if (!canaries_intact(worker))
-            record_failure(worker, "write outside dynamic shared memory (" + std::to_string(worker->dynamic_bytes) + " bytes) in block " + index_text(host_block.block_index));
+            record_failure(worker, "write outside dynamic shared memory (" +
+                                       std::to_string(worker->dynamic_bytes) + " bytes) in block " +
+                                       index_text(host_block.block_index));
         else if (const char* copies = unfinished_copies(worker))
             record_failure(worker, std::string(copies) + " in block " + index_text(host_block.block_index));
     }

@@ -28,16 +28,19 @@ static void release_barrier(Worker* worker, Barrier& barrier) {
 }
 // Counts the current thread in. True when it was the last one.
 //
-// Every thread of the block counts, also one that has returned: the GPU may forgive a barrier after an early return, but it is
-// undefined behaviour, and this project's kernels shall not do it.
+// Every thread of the block counts, also one that has returned: the GPU may forgive a barrier after an early
+// return, but it is undefined behaviour, and this project's kernels shall not do it.
 static bool arrive(Worker* worker, int id, int count, int predicate, int kind) {
     if (id < 0 || id >= (int)kMaxBarriers) fail_here("barrier id %d is not in 0..%u", id, kMaxBarriers - 1);
     Barrier& barrier = worker->barriers[id];
     const unsigned threads = worker->launch->threads_per_block, expected = count ? (unsigned)count : threads;
     if (count && (count % 32 || (unsigned)count > (threads + 31) / 32 * 32))
         fail_here("barrier %d: %d threads is not a multiple of 32 within the block's %u", id, count, threads);
-    if (barrier.arrived && barrier.expected != expected) fail_here("barrier %d: %u threads expected here, %u by those already waiting", id, expected, barrier.expected);
-    if (barrier.arrived && barrier.kind != kind) fail_here("threads meet in different kinds of __syncthreads");
+    if (barrier.arrived && barrier.expected != expected)
+        fail_here("barrier %d: %u threads expected here, %u by those already waiting", id, expected,
+                  barrier.expected);
+    if (barrier.arrived && barrier.kind != kind)
+        fail_here("threads meet in different kinds of __syncthreads");
     tsan_release(&barrier.clock[barrier.generation % 2]);
     barrier.kind = kind;
     barrier.expected = expected;
@@ -85,7 +88,8 @@ static void complete_if_all_here(Worker* worker, HostWarp* warp, HostCollective&
 void thread_left_warp(Worker* worker, Thread* thread) {
     HostWarp* warp = thread->warp;
     warp->live &= ~(1u << thread->lane);
-    for (unsigned used = warp->in_use; used; used &= used - 1) complete_if_all_here(worker, warp, warp->operations[__builtin_ctz(used)], 0);
+    for (unsigned used = warp->in_use; used; used &= used - 1)
+        complete_if_all_here(worker, warp, warp->operations[__builtin_ctz(used)], 0);
 }
 // The operation that the current lane joins: the one with its mask that still waits for it, or a new one.
 static unsigned join(HostWarp* warp, unsigned mask, unsigned caller, int kind) {
@@ -94,11 +98,14 @@ static unsigned join(HostWarp* warp, unsigned mask, unsigned caller, int kind) {
         const HostCollective& op = warp->operations[slot];
         if (op.complete || (op.arrived & caller)) continue;
         if (op.mask == mask) {
-            if (op.kind != kind) fail_here("lanes of one warp meet in different collectives: %s and %s", collective_name(op.kind), collective_name(kind));
+            if (op.kind != kind)
+                fail_here("lanes of one warp meet in different collectives: %s and %s",
+                          collective_name(op.kind), collective_name(kind));
             return slot;
         }
         if (op.mask & caller)
-            fail_here("%s with mask %08x, but lanes of this warp wait for this one in %s with mask %08x", collective_name(kind), mask, collective_name(op.kind), op.mask);
+            fail_here("%s with mask %08x, but lanes of this warp wait for this one in %s with mask %08x",
+                      collective_name(kind), mask, collective_name(op.kind), op.mask);
     }
     const unsigned slot = (unsigned)__builtin_ctz(~warp->in_use);
     HostCollective& op = warp->operations[slot];
@@ -114,7 +121,8 @@ extern "C" const HostCollective* host_collective(unsigned mask, int kind, uint64
     Worker* worker = own_worker();
     HostWarp* warp = host_thread->warp;
     const unsigned lane = host_thread->lane, caller = 1u << lane;
-    if (!(mask & caller)) fail_here("%s: the calling lane %u is not in the mask %08x", collective_name(kind), lane, mask);
+    if (!(mask & caller))
+        fail_here("%s: the calling lane %u is not in the mask %08x", collective_name(kind), lane, mask);
     const unsigned slot = join(warp, mask, caller, kind);
     HostCollective& op = warp->operations[slot];
     if (kind == HOST_SYNCWARP) tsan_release(&warp->clock[slot]);  // the others order no memory
@@ -124,7 +132,8 @@ extern "C" const HostCollective* host_collective(unsigned mask, int kind, uint64
     if (!op.complete) wait_here(worker, collective_name(kind));
     if (kind == HOST_SYNCWARP) tsan_acquire(&warp->clock[slot]);
     op.departed |= caller;
-    if (op.departed == op.arrived) warp->in_use &= ~(1u << slot);  // nobody else runs before the caller has read it
+    // nobody else runs before the caller has read it
+    if (op.departed == op.arrived) warp->in_use &= ~(1u << slot);
     return &op;
 }
 extern "C" unsigned host_live_lanes() { return host_thread->warp->live; }

@@ -1,6 +1,6 @@
 // Bit operations and exactly defined arithmetic of CUDA's device library.
-// Only functions whose result the GPU defines to the last bit are here; approximations (__expf, rsqrtf, ...) are left out on purpose,
-// so that a kernel using one does not compile on the host.
+// Only functions whose result the GPU defines to the last bit are here; approximations (__expf, rsqrtf, ...)
+// are left out on purpose, so that a kernel using one does not compile on the host.
 #pragma once
 
 // ---- bits ----
@@ -25,7 +25,8 @@ HOST_INLINE unsigned __brev(unsigned v) {
 HOST_INLINE unsigned long long __brevll(unsigned long long v) {
     return (unsigned long long)__brev((unsigned)v) << 32 | __brev((unsigned)(v >> 32));
 }
-// prmt: nibble i of the selector picks a byte of {high, low}; bit 3 of the nibble replicates that byte's sign instead.
+// prmt: nibble i of the selector picks a byte of {high, low}; bit 3 of the nibble replicates that byte's
+// sign instead.
 HOST_INLINE unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
     const uint64_t bytes = (uint64_t)high << 32 | low;
     unsigned result = 0;
@@ -83,20 +84,24 @@ HOST_INLINE bool isinf(float a) { return __builtin_isinf(a); }
 HOST_INLINE bool isfinite(float a) { return __builtin_isfinite(a); }
 
 // ---- conversions: out-of-range values saturate, NaN becomes 0 (a plain C++ cast is undefined there) ----
-#define HOST_FLOAT_TO_INTEGER(name, From, To, round, low, high, lowest, highest) \
-    HOST_INLINE To name(From v) { return v != v ? (To)0 : v <= low ? lowest : v >= high ? highest : (To)round(v); }
-#define HOST_FLOAT_TO_32(suffix, f_round, d_round)                                                                              \
-    HOST_FLOAT_TO_INTEGER(__float2int_##suffix, float, int, f_round, -2147483648.0f, 2147483648.0f, INT32_MIN, INT32_MAX)       \
-    HOST_FLOAT_TO_INTEGER(__float2uint_##suffix, float, unsigned, f_round, 0.0f, 4294967296.0f, 0u, UINT32_MAX)                \
-    HOST_FLOAT_TO_INTEGER(__double2int_##suffix, double, int, d_round, -2147483648.0, 2147483647.0, INT32_MIN, INT32_MAX)
+#define HOST_FLOAT_TO(name, From, To, round, low, high, lowest, highest) \
+    HOST_INLINE To name(From v) {                                                \
+        return v != v ? (To)0 : v <= low ? lowest : v >= high ? highest : (To)round(v); \
+    }
+#define HOST_FLOAT_TO_32(suffix, f_round, d_round)                                                         \
+    HOST_FLOAT_TO(__float2int_##suffix, float, int, f_round, -0x1p31f, 0x1p31f, INT32_MIN, INT32_MAX) \
+    HOST_FLOAT_TO(__float2uint_##suffix, float, unsigned, f_round, 0.0f, 0x1p32f, 0u, UINT32_MAX)  \
+    HOST_FLOAT_TO(__double2int_##suffix, double, int, d_round, -0x1p31, 0x1p31 - 1, INT32_MIN, INT32_MAX)
 HOST_FLOAT_TO_32(rn, __builtin_rintf, __builtin_rint)
 HOST_FLOAT_TO_32(rz, __builtin_truncf, __builtin_trunc)
 HOST_FLOAT_TO_32(ru, __builtin_ceilf, __builtin_ceil)
 HOST_FLOAT_TO_32(rd, __builtin_floorf, __builtin_floor)
-HOST_FLOAT_TO_INTEGER(__float2ll_rn, float, long long, __builtin_rintf, -9223372036854775808.0f, 9223372036854775808.0f, INT64_MIN, INT64_MAX)
-HOST_FLOAT_TO_INTEGER(__float2ll_rz, float, long long, __builtin_truncf, -9223372036854775808.0f, 9223372036854775808.0f, INT64_MIN, INT64_MAX)
+HOST_FLOAT_TO(__float2ll_rn, float, long long, __builtin_rintf,
+              -0x1p63f, 0x1p63f, INT64_MIN, INT64_MAX)
+HOST_FLOAT_TO(__float2ll_rz, float, long long, __builtin_truncf,
+              -0x1p63f, 0x1p63f, INT64_MIN, INT64_MAX)
 #undef HOST_FLOAT_TO_32
-#undef HOST_FLOAT_TO_INTEGER
+#undef HOST_FLOAT_TO
 HOST_INLINE float __int2float_rn(int v) { return (float)v; }
 HOST_INLINE float __uint2float_rn(unsigned v) { return (float)v; }
 HOST_INLINE float __ll2float_rn(long long v) { return (float)v; }

@@ -1,10 +1,12 @@
 // Asynchronous copies. A kernel's PTX header calls these in its host branch.
 //
-// A copy lands as late as the program allows: cp.async at the wait that covers its group, a bulk load when a thread waits for its
-// mbarrier and every arrival is in, a bulk store (which reads shared memory) at the wait for its group. So a missing wait shows as
-// wrong bytes or as an error. With order="desc" loads land at once instead, which shows a buffer refilled while others read it.
+// A copy lands as late as the program allows: cp.async at the wait that covers its group, a bulk load when a
+// thread waits for its mbarrier and every arrival is in, a bulk store (which reads shared memory) at the wait
+// for its group. So a missing wait shows as wrong bytes or as an error. With order="desc" loads land at once
+// instead, which shows a buffer refilled while others read it.
 //
-//   host_cp_async(shared, global, bytes, source_bytes)     cp.async: 4, 8 or 16 bytes, the rest after source_bytes zeroed
+//   host_cp_async(shared, global, bytes, source_bytes)     cp.async: 4, 8 or 16 bytes, the rest after
+//                                                          source_bytes zeroed
 //   host_cp_async_commit()                                 cp.async.commit_group
 //   host_cp_async_wait(n)                                  cp.async.wait_group n
 //   host_cp_async_wait_all()                               cp.async.wait_all
@@ -12,8 +14,8 @@
 //   host_mbarrier_arrive(bar, 0)                           mbarrier.arrive
 //   host_mbarrier_arrive(bar, bytes)                       mbarrier.arrive.expect_tx
 //   host_mbarrier_expect_tx(bar, bytes)                    mbarrier.expect_tx
-//   host_mbarrier_try_wait(bar, parity)                    mbarrier.try_wait.parity (yields when it returns 0)
-//   host_bulk_load(shared, global, bytes, bar)             cp.async.bulk.shared.global.mbarrier::complete_tx::bytes
+//   host_mbarrier_try_wait(bar, parity)                    mbarrier.try_wait.parity (yields when it is 0)
+//   host_bulk_load(shared, global, bytes, bar)             cp.async.bulk.shared.global with complete_tx
 //   host_bulk_store(global, shared, bytes)                 cp.async.bulk.global.shared.bulk_group
 //   host_bulk_commit(), host_bulk_wait(n)                  cp.async.bulk.commit_group, .wait_group[.read] n
 #pragma once

@@ -1,9 +1,10 @@
 // Atomics, fences, loads and stores with an order or a cache hint.
 //
-// Plain CUDA atomics are relaxed. For ThreadSanitizer the fence counts: an atomic by a thread that has executed
-// __threadfence() publishes what the thread has done and seen; an atomic always sees what was published through its
-// address. So "write, fence, take a ticket; the last one reads" is ordered, and the same without the fence is a race.
-// (One fence counts for the rest of the thread's life: a fence forgotten only the second time is not found.)
+// Plain CUDA atomics are relaxed. For ThreadSanitizer the fence counts: an atomic by a thread that has
+// executed __threadfence() publishes what the thread has done and seen; an atomic always sees what was
+// published through its address. So "write, fence, take a ticket; the last one reads" is ordered, and the
+// same without the fence is a race. (One fence counts for the rest of the thread's life: a fence forgotten
+// only the second time is not found.)
 #pragma once
 
 #ifdef HOST_TSAN
@@ -39,11 +40,13 @@ template <class T> HOST_INLINE T host_load_acquire(const T* p) {
     return host_from_bits<T>(__atomic_load_n(reinterpret_cast<const host_bits_t<T>*>(p), __ATOMIC_ACQUIRE));
 }
 template <class T> HOST_INLINE void host_store_relaxed(T* p, T value) {
-    __atomic_store_n(reinterpret_cast<host_bits_t<T>*>(p), (host_bits_t<T>)host_to_bits(value), __ATOMIC_RELAXED);
+    __atomic_store_n(reinterpret_cast<host_bits_t<T>*>(p), (host_bits_t<T>)host_to_bits(value),
+                     __ATOMIC_RELAXED);
     host_progress();
 }
 template <class T> HOST_INLINE void host_store_release(T* p, T value) {
-    __atomic_store_n(reinterpret_cast<host_bits_t<T>*>(p), (host_bits_t<T>)host_to_bits(value), __ATOMIC_RELEASE);
+    __atomic_store_n(reinterpret_cast<host_bits_t<T>*>(p), (host_bits_t<T>)host_to_bits(value),
+                     __ATOMIC_RELEASE);
     host_progress();
 }
 

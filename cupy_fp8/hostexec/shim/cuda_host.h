@@ -1,7 +1,8 @@
-// Included before every kernel: CUDA C++ as the host executor understands it, without any of NVIDIA's headers.
+// Included before every kernel: CUDA C++ as the host executor understands it, without any of NVIDIA's
+// headers.
 //
-// `__shared__` is not a macro: build.py replaces it in the preprocessed text, because `extern __shared__ T name[];`
-// (dynamic shared memory) and `__shared__ T name[N];` need different declarations.
+// `__shared__` is not a macro: build.py replaces it in the preprocessed text, because `extern __shared__ T
+// name[];` (dynamic shared memory) and `__shared__ T name[N];` need different declarations.
 #pragma once
 #define CUPY_FP8_HOST 1
 
@@ -25,7 +26,8 @@
 #define __noinline__ __attribute__((noinline))
 #define __align__(n) __attribute__((aligned(n)))
 
-// always_inline: the return address that the runtime reports must lie in the kernel, and unused ones must cost nothing.
+// always_inline: the return address that the runtime reports must lie in the kernel, and unused ones must
+//     cost nothing.
 #define HOST_INLINE static inline __attribute__((always_inline, unused))
 
 #define threadIdx (*const_cast<const uint3*>(&host_thread->thread_index))

@@ -45,7 +45,8 @@ enum HostBarrierKind { HOST_BARRIER_PLAIN, HOST_BARRIER_COUNT, HOST_BARRIER_AND,
 struct HostKernel {
     void (*call)(const void* params);
     size_t param_bytes;
-    void* (*shared_anchor)();    // address of one of the library's thread_locals; nullptr: __shared__ is plain static
+    // address of one of the library's thread_locals; nullptr: __shared__ is plain static
+    void* (*shared_anchor)();
     char *shared_begin, *shared_end;  // plain static shared memory
 };
 
@@ -54,7 +55,8 @@ enum HostOrder { HOST_ASCENDING, HOST_DESCENDING, HOST_RANDOM };
 struct HostLaunch {
     unsigned grid[3], block[3];
     unsigned shared_bytes, order, seed, workers, resident, stack_bytes;
-    uint64_t first_blocks, last_blocks;  // how many blocks run at either end of the grid; together no fewer than it has: all
+    // how many blocks run at either end of the grid; together no fewer than it has: all
+    uint64_t first_blocks, last_blocks;
     const void* params;
 };
 
@@ -63,7 +65,8 @@ extern "C" {
 extern __thread HostThread* host_thread __attribute__((tls_model("initial-exec")));
 extern __thread HostBlock host_block __attribute__((tls_model("initial-exec")));
 
-// 0, or 1 with a message in host_error(). In it, <pc 0x...> stands for an address inside the kernel's library.
+// 0, or 1 with a message in host_error(). In it, <pc 0x...> stands for an address inside the kernel's
+// library.
 int host_launch(const HostKernel* kernel, const HostLaunch* launch);
 const char* host_error();
 

@@ -2,7 +2,9 @@
 #pragma once
 
 HOST_INLINE void __syncthreads() { host_barrier(0, 0, 0, HOST_BARRIER_PLAIN); }
-HOST_INLINE int __syncthreads_count(int predicate) { return host_barrier(0, 0, predicate, HOST_BARRIER_COUNT); }
+HOST_INLINE int __syncthreads_count(int predicate) {
+    return host_barrier(0, 0, predicate, HOST_BARRIER_COUNT);
+}
 HOST_INLINE int __syncthreads_and(int predicate) { return host_barrier(0, 0, predicate, HOST_BARRIER_AND); }
 HOST_INLINE int __syncthreads_or(int predicate) { return host_barrier(0, 0, predicate, HOST_BARRIER_OR); }
 
@@ -20,7 +22,8 @@ HOST_INLINE unsigned __activemask() { return host_live_lanes(); }
 template <class T> HOST_INLINE T host_shuffle(unsigned mask, T value, unsigned source) {
     const HostCollective* op = host_collective(mask, HOST_SHUFFLE, host_to_bits(value));
     if (!(op->arrived >> source & 1))
-        host_fail("shuffle reads lane %u, which takes no part in it (mask %08x, took part %08x)", source, mask, op->arrived);
+        host_fail("shuffle reads lane %u, which takes no part in it (mask %08x, took part %08x)", source,
+                  mask, op->arrived);
     return host_from_bits<T>(op->value[source]);
 }
 template <class T> HOST_INLINE T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
@@ -28,7 +31,8 @@ template <class T> HOST_INLINE T __shfl_sync(unsigned mask, T value, int source,
     return host_shuffle(mask, value, segment | ((unsigned)source & (unsigned)(width - 1)));
 }
 template <class T> HOST_INLINE T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32) {
-    const unsigned lane = host_thread->lane, source = lane ^ (unsigned)lane_mask, last = lane | (unsigned)(width - 1);
+    const unsigned lane = host_thread->lane, source = lane ^ (unsigned)lane_mask,
+                   last = lane | (unsigned)(width - 1);
     return host_shuffle(mask, value, source > last ? lane : source);
 }
 template <class T> HOST_INLINE T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32) {

@@ -1,14 +1,14 @@
 // CUDA's built-in vector types, with the sizes and alignments they have on the GPU.
 #pragma once
 
-#define HOST_VECTOR_TYPE(T, name, a1, a2, a3, a4)                                                                  \
-    struct alignas(a1) name##1 { T x; };                                                                           \
-    struct alignas(a2) name##2 { T x, y; };                                                                        \
-    struct alignas(a3) name##3 { T x, y, z; };                                                                     \
-    struct alignas(a4) name##4 { T x, y, z, w; };                                                                  \
-    static inline name##1 make_##name##1(T x) { return {x}; }                                                      \
-    static inline name##2 make_##name##2(T x, T y) { return {x, y}; }                                              \
-    static inline name##3 make_##name##3(T x, T y, T z) { return {x, y, z}; }                                      \
+#define HOST_VECTOR_TYPE(T, name, a1, a2, a3, a4)                             \
+    struct alignas(a1) name##1 { T x; };                                      \
+    struct alignas(a2) name##2 { T x, y; };                                   \
+    struct alignas(a3) name##3 { T x, y, z; };                                \
+    struct alignas(a4) name##4 { T x, y, z, w; };                             \
+    static inline name##1 make_##name##1(T x) { return {x}; }                 \
+    static inline name##2 make_##name##2(T x, T y) { return {x, y}; }         \
+    static inline name##3 make_##name##3(T x, T y, T z) { return {x, y, z}; } \
     static inline name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
 
 HOST_VECTOR_TYPE(signed char, char, 1, 2, 1, 4)

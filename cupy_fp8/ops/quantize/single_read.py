@@ -1,5 +1,7 @@
-"""Current scaling of many matrices from one read, for those that fit into a GPU's multiprocessors. Kernels:
-kernels_cu/include/tile/single_read.cuh, for a list (tensor_list.cu) and for groups of rows (grouped_tensor.cu)."""
+"""Current scaling from one read: matrices wait in the GPU's multiprocessors until their scales are known.
+
+Kernels: kernels_cu/include/tile/single_read.cuh, for a list (tensor_list.cu) and for groups of rows
+(grouped_tensor.cu)."""
 
 from __future__ import annotations
 
@@ -15,26 +17,29 @@ from ...arrays import Array
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES
 from ...kernels import Kernel, Variant, tiles
 
-_THREADS = 384              # as in the kernel
 TILE = tiles.SMALL
-_STATE_WORDS = 2
-_MOST_SLOTS = 6             # as in the kernel
-_FEWEST_SLOTS = 4           # of a GPU; with fewer hardly a matrix fits
-#: For matrices of few tiles per block: with a sixth slot the L1 has 32 KB less.
-_PREFERRED_SLOTS = 5
-_FEWEST_TILES = 8           # per block, for which one launch is faster than two (docs/performance.md)
+#: Constants of single_read.cuh: threads of a block, slots of shared memory (each for a tile), words of state,
+#: and bytes that the kernel's own variables may take.
+_THREADS, _MOST_SLOTS, _STATE_WORDS, _STATIC_SHARED = 384, 6, 2, 2048
 _SLOT_BYTES = TILE.rows * TILE.columns * 2
-_STATIC_SHARED = 2048       # bytes that the kernel's own variables may take
+#: A GPU with fewer slots has hardly room for a matrix.
+_FEWEST_SLOTS = 4
+#: For matrices of few tiles per block: a sixth slot takes 32 KB from the L1.
+_PREFERRED_SLOTS = 5
+#: Tiles per block from which on one launch is faster than two (docs/performance.md).
+_FEWEST_TILES = 8
 
 
 class _Machine(NamedTuple):
+    """How many blocks of threads a GPU holds at a time, with how many slots each."""
+
     blocks: int
-    slots: int              # of matrices that leave half of what a block holds to others
-    most_slots: int         # 0: none at all
+    slots: int              # for matrices that leave half of what the blocks hold to others
+    most_slots: int         # 0: the GPU has too little shared memory
     fewest: int             # tiles per block
 
     def most(self, slots: int) -> int:
-        """Tiles of a matrix that is read once."""
+        """Tiles of the largest matrix that is read once: a block holds one more tile in registers."""
         return (slots + 1) * self.blocks
 
 
@@ -49,7 +54,7 @@ def _gpu(device_id: int) -> _Machine:
 
 
 class Choice(NamedTuple):
-    """A launch's slots and blocks."""
+    """The slots and the blocks of threads of a launch."""
 
     slots: int
     blocks: int
@@ -61,8 +66,9 @@ class Choice(NamedTuple):
 
 
 def choose(x: Array, matrices: Sequence[int], times: int = 1) -> Choice | None:
-    """For matrices of so many tiles, so many times; None where two launches are faster: where there is little to do, and where most of it
-    would be read twice all the same. x: one of them, whose rows allow chunked access."""
+    """For matrices of so many tiles, each so many times. None if two launches are faster: for little data,
+    and if most of it would be read twice all the same. x: one of the matrices, whose rows all allow chunked
+    access."""
     machine = _CPU if isinstance(x, np.ndarray) else _gpu(x.data.device_id)
     total = sum(matrices)
     if x.dtype.itemsize != 2 or not machine.most_slots or times * total < machine.fewest * machine.blocks:
@@ -74,12 +80,12 @@ def choose(x: Array, matrices: Sequence[int], times: int = 1) -> Choice | None:
 
 
 def words(count: int) -> int:
-    """Of the workspace for `count` tiles: what `members` takes."""
+    """u32 words of the workspace for `count` tiles."""
     return _STATE_WORDS + 2 * count
 
 
 def members(at: int, count: int, choice: Choice, rule: tuple[float, float, bool]) -> tuple[Any, ...]:
-    """Of Resident. at: of the workspace, a multiple of 8; rule: target, eps, pow2_scale."""
+    """The struct Resident. at: of the workspace, a multiple of 8. rule: target, eps, pow2_scale."""
     target, eps, pow2 = rule
     return at, at + 4 * _STATE_WORDS, count, choice.slots, target, eps, int(pow2)
 

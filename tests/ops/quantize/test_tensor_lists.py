@@ -1,11 +1,9 @@
-"""Groups of arrays: bytes of the single ops, whatever else is in the group; calls that come again; what is refused. The table of cases
-is in cases/quantize/tensor_list.py."""
+"""Tensor lists: the bytes of the single ops, whatever else is in the list; tables and calls that come again;
+what is refused. The table of cases is in cases/quantize/tensor_list.py."""
 
 from __future__ import annotations
 
 import gc
-import weakref
-from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
@@ -16,43 +14,81 @@ from hypothesis import strategies as st
 from list_results import LAUNCHES, arrays, assert_same, one, raw
 
 import cupy_fp8 as fp8
-from cupy_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, Quantized, backend, cases, reference, testing
-from cupy_fp8.calls import tensor_lists
+from cupy_fp8 import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    MXScaling,
+    Quantized,
+    backend,
+    cases,
+    testing,
+)
+from cupy_fp8.calls import memory, remembered, tables, tensor_lists
+from cupy_fp8.calls.results import Written, places
+from cupy_fp8.calls.tables import Records, Table
 from cupy_fp8.cases.quantize.tensor_list import GROUPS
 from cupy_fp8.formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
 from cupy_fp8.kernels import tiles
-from cupy_fp8.ops.quantize import single_read, tensor_list_blocks
+from cupy_fp8.ops.quantize import single_read, tensor_list, tensor_list_blocks
 
-needs_host = pytest.mark.skipif(testing.executor_problem("host") is not None, reason=str(testing.executor_problem("host")))
+needs_host = pytest.mark.skipif(testing.executor_problem("host") is not None,
+                                reason=str(testing.executor_problem("host")))
 DELAYED = DelayedScaling()
-RECIPES = (DELAYED, CurrentScaling(float8_e5m2), CurrentScaling(pow2_scale=True, eps=0.5), BlockScaling(), MXScaling())
+#: One of each kind.
+KINDS: tuple[Any, ...] = (DELAYED, CurrentScaling(), BlockScaling(), MXScaling())
+RECIPES = *KINDS, CurrentScaling(float8_e5m2, eps=0.5, pow2_scale=True)
 #: Every layout, block and mode, and what divides.
 BLOCK_RECIPES: tuple[Any, ...] = (
     *(BlockScaling(scale_layout=layout) for layout in ("gemm_ready", "compact", "deepgemm_sm90")),
     *(BlockScaling((128, 128), scale_layout=layout) for layout in ("gemm_ready", "compact")),
     *(BlockScaling(block) for block in ((1, 64), (1, 32), (128, 1), (32, 1), (1, None))),
-    *(BlockScaling(dtype=float8_e5m2, profile=profile) for profile in ("deepgemm", "tilekernels", "vllm", "sglang", "torchao")),
-    *(MXScaling(scale_layout=layout, block=block) for layout, block in product(("compact", "swizzled"), ((1, 32), (32, 32)))),
+    *(BlockScaling(dtype=float8_e5m2, profile=profile)
+      for profile in ("deepgemm", "tilekernels", "vllm", "sglang", "torchao")),
+    *(MXScaling(scale_layout=layout, block=block)
+      for layout, block in product(("compact", "swizzled"), ((1, 32), (32, 32)))),
     *(MXScaling(float8_e5m2, mode=mode, profile="torchao") for mode in ("floor", "ceil", "even")))
 DIRECTIONS = ((True, False), (False, True), (True, True))
+
+
+def kind(recipe: Any) -> str:
+    return type(recipe).__name__
 
 
 def matrices(group: str, dtype: Any = bfloat16, seed: int = 0) -> list[np.ndarray]:
     return [cases.values("normal", shape, dtype, seed + i) for i, shape in enumerate(GROUPS[group])]
 
 
-@pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A weak reference to every plan that is made: each is an upload."""
-    made: list[Any] = []
-    init = tensor_lists.Plan.__init__
+def multi(xs: Any, recipe: Any, **options: Any) -> Any:
+    return fp8.multi_quantize(xs, recipe, **({"columnwise": True} | options))
 
-    def noted(self: Any, *args: Any) -> None:
-        made.append(weakref.ref(self))
-        init(self, *args)
 
-    monkeypatch.setattr(tensor_lists.Plan, "__init__", noted)
-    return made
+def outputs_for(xs: list[Any], recipe: Any = DELAYED, **directions: bool) -> list[Quantized]:
+    outputs = [recipe.empty(x.shape, like=x, **({"columnwise": True} | directions)) for x in xs]
+    poison(outputs)
+    return outputs
+
+
+def poison(results: list[Quantized]) -> None:
+    for a in arrays(*results):
+        cases.poison(a)
+
+
+def scales_of(recipe: Any, xs: list[Any]) -> dict[str, Any]:
+    return {"scales": [0.5 + i for i in range(len(xs))]} if isinstance(recipe, DelayedScaling) else {}
+
+
+def expected(recipe: Any, xs: list[Any], scale: float | None = None, **directions: bool) -> list[Quantized]:
+    """Each array by itself, with the scales of `scales_of` where the recipe needs any."""
+    given = [{"scale": 0.5 + i if scale is None else scale} if isinstance(recipe, DelayedScaling) else {}
+             for i in range(len(xs))]
+    return [recipe.quantize(x, **({"columnwise": True} | directions), **own)
+            for x, own in zip(xs, given, strict=True)]
+
+
+def assert_all_same(run: testing.Executor, results: list[Quantized], desired: list[Quantized]) -> None:
+    for q, want in zip(results, desired, strict=True):
+        assert_same(run.numpy(q), run.numpy(want))
 
 
 # ---- bytes ----
@@ -64,54 +100,45 @@ def test_by_hand(run):
     assert fp8.asnumpy(first.columnwise.data).astype(np.float32).tolist() == [[1, 3], [2, 4]]
     assert fp8.asnumpy(second.dequantize()).tolist() == [[0.5, 224]]
     assert (fp8.asnumpy(second.scale_inv).tolist(), fp8.asnumpy(amaxes).tolist()) == ([0.5], [9, 300])
+    assert first.scale_inv is first.columnwise.scale_inv
     assert type(fp8.multi_cast_transpose([a, b], [1.0, 2.0])) is list
 
 
-@pytest.mark.parametrize("group", ["mixed", "whole", "empty"])
-def test_equals_the_single_op(group, run):
+@pytest.mark.parametrize("group", ["mixed", "whole", "eight", "empty"])
+def test_every_form_of_scales_and_amaxes(group, run):
+    """One array, also every second element of it, or backwards; one-element arrays; numbers."""
     xs = [run.array(x) for x in matrices(group)]
-    scales = run.array(np.linspace(0.1, 9, len(xs)).astype(np.float32))
-    amaxes, amax = run.array(np.full(len(xs), 0.25, np.float32)), run.array(np.full(len(xs), 0.25, np.float32))
-    for i, q in enumerate(fp8.multi_cast_transpose(xs, scales, amaxes=amaxes, dtype=float8_e5m2)):
-        assert_same(q, fp8.cast_transpose(xs[i], scales[i:i + 1], amax=amax[i:i + 1], dtype=float8_e5m2))
-        assert q.columnwise is not None
-        assert q.scale_inv is q.columnwise.scale_inv
-    testing.assert_bytes_equal(amaxes, amax)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("directions", [(True, False), (False, True), (True, True)], ids=str)
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_multi_quantize_equals_the_recipe(recipe, directions, run):
-    rowwise, columnwise = directions
-    xs = [run.array(x) for x in matrices("mixed", float16)]
-    scales = [run.array(one(0.5 + i)) for i in range(len(xs))] if isinstance(recipe, DelayedScaling) else None
-    results = fp8.multi_quantize(xs, recipe, rowwise=rowwise, columnwise=columnwise, scales=scales)
-    for i, (x, q) in enumerate(zip(xs, results, strict=True)):
-        assert_same(q, recipe.quantize(x, rowwise=rowwise, columnwise=columnwise, **({"scale": scales[i]} if scales else {})))
+    n = len(xs)
+    host = np.linspace(0.1, 9, n).astype(np.float32)
+    spread = run.array(np.repeat(host, 2))
+    forms = (run.array(host), spread[::2], run.array(host[::-1].copy())[::-1],
+             [run.array(one(s)) for s in host], tuple(map(float, host)), list(host))
+    desired = [fp8.cast_transpose(x, float(s)) for x, s in zip(xs, host, strict=True)]
+    for scales in forms:
+        amaxes = run.array(np.full(2 * n, 0.25, np.float32))
+        assert_all_same(run, fp8.multi_cast_transpose(xs, scales, amaxes=amaxes[::2]), desired)
+        found = [max(0.25, float(np.abs(fp8.asnumpy(x).astype(np.float32)).max(initial=0))) for x in xs]
+        assert fp8.asnumpy(amaxes).tolist() == [value for a in found for value in (a, 0.25)]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("directions", DIRECTIONS, ids=str)
 @pytest.mark.parametrize("recipe", BLOCK_RECIPES, ids=str)
 def test_lists_in_blocks(recipe, directions, run, launched):
-    """One launch for matrices and batches of any shapes, the bytes of each by itself; with rows that suit wide accesses, or not."""
-    rowwise, columnwise = directions
-    options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise}
-    for shapes in (((130, 150), (0, 8), (3, 5, 9), (37, 8), (2, 130, 72)), ((2, 144, 136), (16, 264), (3, 7, 4), (0, 8))):
+    """One launch for matrices and batches of any shapes; with rows that suit wide accesses, or not."""
+    options: dict[str, Any] = dict(zip(("rowwise", "columnwise"), directions, strict=True))
+    for shapes in (((130, 150), (0, 8), (3, 5, 9), (37, 8), (2, 130, 72)),
+                   ((2, 144, 136), (16, 264), (3, 7, 4), (0, 8))):
         host = [cases.values("normal", shape, bfloat16, i) for i, shape in enumerate(shapes)]
         xs = [run.array(x) for x in host]
         desired = [recipe.quantize(x, **options) for x in host]
-        outputs = [recipe.empty(x.shape, like=x, **options) for x in xs]
-        for a in arrays(*outputs):
-            cases.poison(a)
+        outputs = outputs_for(xs, recipe, **options)
         launched.clear()
-        assert fp8.multi_quantize(xs, recipe, outputs=outputs, **options) is outputs
+        assert multi(xs, recipe, outputs=outputs, **options) is outputs
         if run.name != "reference" and None not in recipe.block:
             assert launched == LAUNCHES[type(recipe)]
-        for q, fresh, want in zip(outputs, fp8.multi_quantize(xs, recipe, **options), desired, strict=True):
-            assert_same(run.numpy(q), want)
-            assert_same(run.numpy(fresh), want)
+        assert_all_same(run, outputs, desired)
+        assert_all_same(run, multi(xs, recipe, **options), desired)
 
 
 @pytest.mark.full
@@ -121,84 +148,69 @@ def test_dtypes_and_memory_of_lists_in_blocks(recipe, run, launched):
     host = [cases.values("normal", shape, dtype, i) for i, (shape, dtype) in enumerate(
         (((130, 264), bfloat16), ((40, 36), float32), ((16, 8), float16), ((33, 40), float32)))]
     flat = host[0].reshape(-1)
-    xs = [run.array(x) for x in (*host, host[0].T.copy(), np.repeat(host[1], 2, axis=1), np.concatenate([flat[:1], flat]))]
+    views = host[0].T.copy(), np.repeat(host[1], 2, axis=1), np.concatenate([flat[:1], flat])
+    xs = [run.array(x) for x in (*host, *views)]
     xs[4:] = [xs[4].T, xs[5][:, ::2], xs[6][1:].reshape(130, 264)]
     desired = [recipe.quantize(x, columnwise=True) for x in (*host, host[0], host[1], host[0])]
-    outputs = outputs_for(run, xs, recipe)
+    outputs = outputs_for(xs, recipe)
     single = "quantize_mx_tile" if isinstance(recipe, MXScaling) else "quantize_block_tile"
-    for _ in range(2):
-        launched.clear()
-        fp8.multi_quantize(xs, recipe, columnwise=True, outputs=outputs)
-        assert launched == ([] if run.name == "reference" else [*LAUNCHES[type(recipe)] * 3, single])
-        for q, want in zip(outputs, desired, strict=True):
-            assert_same(run.numpy(q), want)
-        for a in arrays(*outputs):
-            cases.poison(a)
+    for listed in (xs, xs, [*xs[:5], xs[6]]):
+        wanted = [0, 1, 2, 3, 4, 6] if len(listed) < 7 else range(7)
+        for _ in range(2):
+            launched.clear()
+            multi(listed, recipe, outputs=[outputs[i] for i in wanted])
+            assert launched == ([] if run.name == "reference" else [*LAUNCHES[type(recipe)] * 3, single])
+            assert_all_same(run, [outputs[i] for i in wanted], [desired[i] for i in wanted])
+            poison(outputs)
 
 
-@pytest.mark.parametrize("recipe", [BlockScaling(), MXScaling()], ids=str)
-def test_nothing_to_launch(recipe, run, launched):
-    for xs in ([], [run.array(np.zeros(shape, np.float32)) for shape in ((0, 5), (5, 0), (2, 0, 3))]):
-        results = fp8.multi_quantize(xs, recipe, columnwise=True)
+@pytest.mark.parametrize("recipe", KINDS, ids=kind)
+def test_no_arrays_and_no_elements(recipe, run, launched):
+    for xs in ([], (), [run.array(np.zeros(shape, np.float32)) for shape in ((0, 5), (5, 0), (0, 0))]):
+        given = scales_of(recipe, list(xs))
+        results = multi(xs, recipe, **given)
         assert [q.shape for q in results] == [x.shape for x in xs]
-        assert fp8.multi_quantize(xs, recipe, columnwise=True, outputs=results, noop=run.array(one(0))) is results
-    assert launched == []
-
-
-def test_order_and_company_do_not_matter(run):
-    """Each array's bytes are its own, wherever it stands."""
-    xs, scales = [run.array(x) for x in matrices("mixed")], [0.5 + i for i in range(len(GROUPS["mixed"]))]
-    together = fp8.multi_cast_transpose(xs, scales)
-    backwards = fp8.multi_cast_transpose(xs[::-1], scales[::-1])[::-1]
-    for i, (q, other) in enumerate(zip(together, backwards, strict=True)):
-        assert_same(other, q)
-        assert_same(fp8.multi_cast_transpose([xs[i]], [scales[i]])[0], q)
-    current = fp8.multi_quantize(xs, CurrentScaling())
-    for q, other in zip(current, fp8.multi_quantize(xs[::-1], CurrentScaling())[::-1], strict=True):
-        assert_same(other, q)
+        assert multi(xs, recipe, outputs=results, noop=run.array(one(0)), **given) is results
+    assert run.name == "reference" or bool(launched) == (recipe in KINDS[:2])   # there are scales to write
 
 
 @pytest.mark.full
 def test_a_thousand(run, launched):
     host = [cases.values("normal", (i % 7 * 5, i % 11 * 3), float32, i) for i in range(1000)]
     xs = [run.array(x) for x in host]
-    scales = run.array(np.linspace(0.01, 3, 1000).astype(np.float32))
-    results = fp8.multi_cast_transpose(xs, scales)
-    assert launched == ([] if run.name == "reference" else ["multi_cast_transpose"])
-    for i in range(0, 1000, 37):
-        assert_same(run.numpy(results[i]), reference.cast_transpose(host[i], fp8.asnumpy(scales)[i:i + 1]))
-    for recipe in (CurrentScaling(), BlockScaling(), MXScaling()):
+    for recipe in KINDS:
         launched.clear()
-        results = fp8.multi_quantize(xs, recipe, columnwise=True)
+        results = multi(xs, recipe, **scales_of(recipe, xs))
         assert launched == ([] if run.name == "reference" else LAUNCHES[type(recipe)])
-        for i in range(0, 1000, 37):
-            assert_same(run.numpy(results[i]), recipe.quantize(host[i], columnwise=True))
+        assert_all_same(run, results[::37], expected(recipe, host)[::37])
 
 
 @pytest.mark.full
 @needs_host
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(st.tuples(st.integers(0, 150), st.integers(0, 150)), min_size=1, max_size=6), st.sampled_from(INPUT_DTYPES),
-       st.sampled_from(FP8_DTYPES), st.lists(testing.scales(), min_size=6, max_size=6), st.sampled_from([(True, False), (False, True),
-                                                                                                      (True, True)]))
-def test_any_group(shapes, source, to, scales, directions):
+@given(st.lists(st.tuples(st.integers(0, 150), st.integers(0, 150)), min_size=1, max_size=6),
+       st.sampled_from(INPUT_DTYPES), st.sampled_from(FP8_DTYPES),
+       st.lists(testing.scales(), min_size=6, max_size=6), st.sampled_from(DIRECTIONS))
+def test_any_list(shapes, source, to, scales, directions):
     xs = [cases.values("bits", shape, source, i) for i, shape in enumerate(shapes)]
     options: dict[str, Any] = dict(zip(("rowwise", "columnwise"), directions, strict=True))
-    recipes: tuple[Any, ...] = (DelayedScaling(to), CurrentScaling(to), BlockScaling(dtype=to), BlockScaling((128, 128), to), MXScaling(to),
-                                MXScaling(to, scale_layout="swizzled"))
+    recipes: tuple[Any, ...] = (
+        DelayedScaling(to), CurrentScaling(to), BlockScaling(dtype=to), BlockScaling((128, 128), to),
+        MXScaling(to), MXScaling(to, scale_layout="swizzled"))
     for recipe in recipes:
-        given_scales = scales[:len(xs)] if isinstance(recipe, DelayedScaling) else None
+        options["scales"] = scales[:len(xs)] if isinstance(recipe, DelayedScaling) else None
         with testing.executor("host"):
-            results = fp8.multi_quantize(xs, recipe, scales=given_scales, **options)
-        for q, desired in zip(results, fp8.multi_quantize(xs, recipe, scales=given_scales, **options), strict=True):
+            results = multi(xs, recipe, **options)
+        for q, desired in zip(results, multi(xs, recipe, **options), strict=True):
             assert_same(q, desired)
 
 
 @pytest.mark.parametrize("source", INPUT_DTYPES, ids=str)
 @pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("executor", [pytest.param("host", marks=needs_host), pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_tiles_of_large_groups(executor, wide, source, monkeypatch):
-    """Groups in whole patches with the tiles that only many megabytes get, of current scaling those that are read twice."""
+@pytest.mark.parametrize("executor", [pytest.param("host", marks=needs_host),
+                                      pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_tiles_of_large_lists(executor, wide, source, monkeypatch):
+    """The tiles that only lists of many megabytes get, of current scaling those that are read twice."""
     chosen = []
     monkeypatch.setattr(single_read, "choose", lambda *_: None)
 
@@ -211,14 +223,13 @@ def test_tiles_of_large_groups(executor, wide, source, monkeypatch):
     shapes = ((272, 520), (256, 256), (0, 8), (16, 264))
     xs = [cases.values("bits", shape, source, i) for i, shape in enumerate(shapes)]
     with testing.executor(executor) as run:
-        for recipe, scales in ((DelayedScaling(), [0.3, 1.0, 2.0, 7.0]), (CurrentScaling(), None)):
-            for rowwise, columnwise in ((True, True), (True, False), (False, True)):
-                options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "scales": scales}
-                results = fp8.multi_quantize([run.array(x) for x in xs], recipe, **options)
-                with testing.executor("reference"):
-                    desired = fp8.multi_quantize(xs, recipe, **options)
-                for q, want in zip(results, desired, strict=True):
-                    assert_same(run.numpy(q), want)
+        for recipe, (rowwise, columnwise) in product(KINDS[:2], DIRECTIONS):
+            options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, **scales_of(recipe, xs)}
+            results = fp8.multi_quantize([run.array(x) for x in xs], recipe, **options)
+            with testing.executor("reference"):
+                desired = multi(xs, recipe, **options)
+            for q, want in zip(results, desired, strict=True):
+                assert_same(run.numpy(q), want)
     assert chosen == [sum(x.size for x in xs)] * 6
 
 
@@ -230,8 +241,8 @@ def test_wide_tiles_do_not_hang_over_rows():
 
 
 @pytest.mark.gpu
-def test_groups_of_many_megabytes(launched):
-    """The real choice of tiles, and more than 2**31 elements in one group."""
+def test_lists_of_many_megabytes(launched):
+    """The real choice of tiles, and more than 2**31 elements in one list."""
     cp = backend.cupy()
     x = cp.random.default_rng(0).standard_normal((8192, 8192), dtype=cp.float32).astype(cp.float16)
     scales = cp.linspace(0.1, 2, 33, dtype=cp.float32)
@@ -242,7 +253,7 @@ def test_groups_of_many_megabytes(launched):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", [BlockScaling(), MXScaling()], ids=str)
+@pytest.mark.parametrize("recipe", KINDS[2:], ids=kind)
 def test_a_large_batch_in_a_list(recipe, launched):
     """More than 2**31 elements: the last matrices are found, and their scales."""
     cp = backend.cupy()
@@ -259,320 +270,344 @@ def test_a_large_batch_in_a_list(recipe, launched):
         testing.assert_bytes_equal(large.scale_inv[i], want.scale_inv)
 
 
-# ---- results given ----
-def outputs_for(run: testing.Executor, xs: list[Any], recipe: Any = DELAYED, columnwise: bool = True) -> list[Quantized]:
-    outputs = [recipe.empty(x.shape, columnwise=columnwise, like=x) for x in xs]
-    for a in arrays(*outputs):
-        cases.poison(a)
-    return outputs
-
-
+# ---- calls that come again ----
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_outputs_are_written_in_place(recipe, run):
+def test_outputs_are_written_in_place_unless_noop_is_set(recipe, run):
+    """In every call, whatever the values were before: scales are found anew, workspaces are left as they
+    were."""
     xs = [run.array(x) for x in matrices("mixed")]
-    scales = [1.5] * len(xs) if isinstance(recipe, DelayedScaling) else None
-    desired = fp8.multi_quantize(xs, recipe, columnwise=True, scales=scales)
-    outputs = outputs_for(run, xs, recipe)
-    for _ in range(3):
-        assert fp8.multi_quantize(xs, recipe, columnwise=True, scales=scales, outputs=outputs) is outputs
-        for q, want in zip(outputs, desired, strict=True):
-            assert_same(q, want)
-        for a in arrays(*outputs):
-            cases.poison(a)
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_noop(recipe, run):
-    xs = [run.array(x) for x in matrices("mixed")]
-    delayed = isinstance(recipe, DelayedScaling)
-    options: dict[str, Any] = {"columnwise": True, "scales": [1.5] * len(xs) if delayed else None}
+    outputs, flag, options = outputs_for(xs, recipe), run.array(one(0.0)), scales_of(recipe, xs)
     amaxes = run.array(np.full(len(xs), -7, np.float32))
-    if delayed or isinstance(recipe, CurrentScaling):
+    if isinstance(recipe, (DelayedScaling, CurrentScaling)):
         options["amaxes"] = amaxes
-    outputs, flag = outputs_for(run, xs, recipe), run.array(one(1.0))
-    before = raw(outputs)
-    for _ in range(2):
-        assert fp8.multi_quantize(xs, recipe, noop=flag, outputs=outputs, **options) is outputs
-        assert raw(outputs) == before
-        assert fp8.asnumpy(amaxes).tolist() == [-7] * len(xs)
-    flag[...] = 0
-    fp8.multi_quantize(xs, recipe, noop=flag, outputs=outputs, **options)
-    for q, want in zip(outputs, fp8.multi_quantize(xs, recipe, **{**options, "amaxes": None}), strict=True):
-        assert_same(q, want)
-
-
-def test_the_workspace_is_left_as_it_was(run):
-    """Scales follow the values of each call, with the same plan."""
-    xs = [run.array(x) for x in matrices("whole")]
-    outputs = fp8.multi_quantize(xs, CurrentScaling())
-    for factor in (2, 0.125):
+    for factor in (1, 2, 0.125):
         for x in xs:
             x *= x.dtype.type(factor)
-        fp8.multi_quantize(xs, CurrentScaling(), outputs=outputs)
-        for x, q in zip(xs, outputs, strict=True):
-            assert_same(q, fp8.quantize_tensor(x))
+        for value in (1.0, 0.0):
+            flag[...], amaxes[...] = value, -7
+            poison(outputs)
+            before = raw(outputs)
+            assert multi(xs, recipe, noop=flag, outputs=outputs, **options) is outputs
+            if value:
+                assert (raw(outputs), fp8.asnumpy(amaxes).tolist()) == (before, [-7] * len(xs))
+        assert_all_same(run, outputs, expected(recipe, xs))
 
 
 @needs_host
-def test_calls_that_come_again_make_no_table(plans):
-    """The same arrays, and views of the same memory; others are noticed, also where an identity comes again."""
+@pytest.mark.parametrize("group", ["alike", "eight", "one", "whole"])
+@pytest.mark.parametrize("recipe", KINDS, ids=kind)
+def test_calls_that_allocate_come_again(recipe, group, monkeypatch):
+    """Such a call is not looked at twice, and its launches get the addresses of its own arrays."""
+    for module in (memory, remembered):
+        monkeypatch.setattr(module, "ALIGNMENT", 16)        # all NumPy arrays are aligned so
+    op = tensor_list._QUANTIZE if recipe in KINDS[:2] else tensor_list_blocks.QUANTIZE
+    looked_at, launches = [], type(op).launches
+
+    def noted(*given: Any) -> Any:
+        looked_at.append(given)
+        return launches(*given)
+
+    monkeypatch.setattr(type(op), "launches", noted)
     with testing.executor("host") as run:
-        xs = matrices("mixed")
-        history = np.zeros((2, len(xs)), np.float32)
-        state = np.ones(len(xs), np.float32)
-        outputs = outputs_for(run, xs)
-        for _ in range(3):
-            fp8.multi_cast_transpose(xs, state, amaxes=history[0], outputs=outputs)
-        assert len(plans) == 1
-        for _ in range(2):
-            fp8.multi_cast_transpose([x[:] for x in xs], [state[i:i + 1] for i in range(len(xs))], amaxes=history[0], outputs=outputs)
-        assert len(plans) == 1                              # found by their addresses
-        fp8.multi_cast_transpose(xs, state, amaxes=history[1], outputs=outputs)
-        assert len(plans) == 2
-        fp8.multi_cast_transpose(xs, [2.0] * len(xs), outputs=outputs)
-        assert len(plans) == 3
-        for i in range(8):
-            xs[0] = cases.values("normal", xs[0].shape, bfloat16, 100 + i)         # the array before is gone
-            fp8.multi_cast_transpose(xs, state, outputs=outputs)
-            assert_same(outputs[0], fp8.cast_transpose(xs[0], 1.0))
-        gc.collect()
-        assert sum(plan() is not None for plan in plans) <= tensor_lists.KEPT
-        del outputs
-        gc.collect()
-        assert not any(plan() for plan in plans)
+        for seed in range(4):
+            xs = [x for x in matrices(group, seed=seed) if x.size]
+            scales = np.linspace(seed + 1, 9, len(xs)).astype(np.float32)
+            given = {"scales": scales} if recipe is DELAYED else {}
+            results = multi(xs, recipe, **given)
+            with testing.executor("reference"):
+                assert_all_same(run, results, multi(xs, recipe, **given))
+        assert len(looked_at) == 1
+
+
+@pytest.fixture
+def uploads(monkeypatch: pytest.MonkeyPatch) -> list[Table]:
+    """Every table that is made."""
+    made: list[Table] = []
+    init = Table.__init__
+
+    def noted(self: Table, *args: Any) -> None:
+        made.append(self)
+        init(self, *args)
+
+    monkeypatch.setattr(Table, "__init__", noted)
+    return made
 
 
 @needs_host
-@pytest.mark.parametrize("recipe", [BlockScaling(), MXScaling()], ids=str)
-def test_lists_in_blocks_that_come_again_make_no_table(recipe, plans, launched):
+@pytest.mark.parametrize("recipe", KINDS, ids=kind)
+def test_calls_that_come_again_make_no_table(recipe, uploads, launched):
+    """The same arrays, and views of the same memory; other arrays are noticed, also where an identity comes
+    again."""
     with testing.executor("host") as run:
         xs = matrices("mixed")
-        outputs = outputs_for(run, xs, recipe)
+        given = {"scales": np.ones(len(xs), np.float32)} if recipe is DELAYED else {}
+        outputs, others = outputs_for(xs, recipe), outputs_for(xs, recipe)
+
+        def call(xs: list[Any], outputs: list[Quantized]) -> None:
+            multi(xs, recipe, outputs=outputs, **given)
+            with testing.executor("reference"):
+                assert_all_same(run, outputs, expected(recipe, xs, 1.0))
+
         for i in range(3):
-            fp8.multi_quantize(xs if i != 1 else [x[:] for x in xs], recipe, columnwise=True, outputs=outputs)
-        assert (len(plans), launched) == (1, LAUNCHES[type(recipe)] * 3)
-        other = outputs_for(run, xs, recipe)
-        fp8.multi_quantize(xs, recipe, columnwise=True, outputs=[outputs[0], *other[1:]])         # another result, of the same plan's owner
-        for q, want in zip(other[1:], outputs[1:], strict=True):
-            assert_same(q, want)
+            call(xs if i != 1 else [x[:] for x in xs], outputs)
+        assert (len(uploads), launched) == (1, LAUNCHES[type(recipe)] * 3)
+        call(xs, [outputs[0], *others[1:]])                 # only the first result has another table
+        assert len(uploads) == 2
         xs[3] *= bfloat16.type(0.5)
-        fp8.multi_quantize(xs, recipe, columnwise=True, outputs=outputs)
-        assert len(plans) == 2
-        assert_same(outputs[3], recipe.quantize(xs[3], columnwise=True))
+        call(xs, outputs)
+        assert len(uploads) == 2
         for i in range(8):
-            xs[0] = cases.values("normal", xs[0].shape, bfloat16, 100 + i)         # the array before is gone
-            fp8.multi_quantize(xs, recipe, columnwise=True, outputs=outputs)
-            assert_same(outputs[0], recipe.quantize(xs[0], columnwise=True))
+            xs[0] = cases.values("normal", xs[0].shape, bfloat16, 100 + i)      # the array before is gone
+            call(xs, outputs)
+        assert sum(each.memory is not None for each in uploads) <= tables._MOST
+        del outputs, others
         gc.collect()
-        assert sum(plan() is not None for plan in plans) <= tensor_lists.KEPT
-        x = cases.values("normal", (16, 24), bfloat16)
-        single = outputs_for(run, [x], recipe)
-        fp8.multi_quantize([x], recipe, columnwise=True, outputs=single)
-        x.shape = (24, 16)
-        with pytest.raises(ValueError, match=r"outputs\[0\]\.rowwise: "):
-            fp8.multi_quantize([x], recipe, columnwise=True, outputs=single)
-        del outputs, other, single
-        gc.collect()
-        assert not any(plan() for plan in plans)
+        assert all(each.memory is None for each in uploads), "a table outlived its result"
+
+
+def test_tables_that_a_graph_captured_stay():
+    x, owner = np.zeros(1, np.float32), np.zeros(1, np.float32)
+    first = tables.table(owner, x, Records.of(bytes(16)))
+    first.captured = True
+    made = [tables.table(owner, x, Records.of(i.to_bytes(16, "little"))) for i in range(1, 8)]
+    assert tables.table(owner, x, Records.of(bytes(16))) is first
+    assert [each.use() for each in made] == [False] * 3 + [True] * tables._MOST
+    del owner
+    assert not first.use()
+
+
+def test_large_results_have_memory_of_their_own():
+    """An array keeps its whole allocation alive: large ones share none."""
+    small, large = Written("a", (3,), np.dtype(np.float32)), Written("b", (9 << 20,), np.dtype(np.uint8))
+    assert places([small, small, large, large, small]) == ([(0, 0), (0, 256), (0, 512), (1, 0), (2, 0)],
+                                                           [512 + (9 << 20), 9 << 20, 256])
+    assert places([]) == ([], [0])
+
+
+class _Pointer:
+    """As CuPy's, for what is said of its arrays without looking at memory."""
+
+    device_id = 0
+
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+
+_Array = type("ndarray", (), {"__module__": "cupy", "_c_contiguous": True, "dtype": np.dtype(np.float32)})
+
+
+def _array(ptr: int, shape: tuple[int, ...]) -> Any:
+    made: Any = _Array()
+    made.data, made.shape = _Pointer(ptr), shape
+    return made
+
+
+def test_a_list_of_gpu_arrays_is_described_once_while_they_live(monkeypatch):
+    described: list[int] = []
+    real = memory._of_parts
+    monkeypatch.setattr(memory, "_KINDS", dict(memory._KINDS))
+
+    def noted(parts: Any, *rest: Any) -> bool:
+        described.append(len(parts))
+        return real(parts, *rest)
+
+    monkeypatch.setattr(memory, "_of_parts", noted)
+    xs = [_array(512 * i, (2, 3)) for i in range(3)]
+
+    def describe(xs: list[Any]) -> Any:
+        return memory.describe("op", (xs,), None)
+
+    first = describe(xs)
+    assert describe(list(xs)) == first
+    assert described == [3]
+    assert describe([_array(512 * i, (2, 3)) for i in range(3)]) == first       # views of the same memory
+    assert describe([*xs[:2], _array(4096, (2, 3))]) != first
+    assert described == [3] * 3
+    xs[1].shape = (3, 2)
+    assert describe(xs) != first                            # a shape that is assigned is noticed
+    xs[1].shape = (2, 3)
+    assert describe(xs) == first
+    key = memory.identities(xs)
+    assert key in memory._lists
+    del xs[0]
+    gc.collect()
+    assert key not in memory._lists
+    assert memory.describe("op", ([0.0, 1.0],), None) != memory.describe("op", ([-0.0, 1.0],), None)
 
 
 @needs_host
-def test_a_shape_that_is_assigned_is_noticed():
-    with testing.executor("host") as run:
+@pytest.mark.parametrize("recipe", [DELAYED, MXScaling()], ids=kind)
+def test_a_shape_that_is_assigned_is_noticed(recipe):
+    with testing.executor("host"):
         x = cases.values("normal", (16, 24), bfloat16)
-        outputs = outputs_for(run, [x])
-        fp8.multi_cast_transpose([x], [1.0], outputs=outputs)
+        outputs = outputs_for([x], recipe)
+        multi([x], recipe, outputs=outputs, **scales_of(recipe, [x]))
         x.shape = (24, 16)
         with pytest.raises(ValueError, match=r"outputs\[0\]\.rowwise: "):
-            fp8.multi_cast_transpose([x], [1.0], outputs=outputs)
+            multi([x], recipe, outputs=outputs, **scales_of(recipe, [x]))
 
 
 @pytest.mark.gpu
-def test_captured_graphs(launched):
+@pytest.mark.parametrize("recipe", KINDS, ids=kind)
+def test_captured_graphs(recipe, launched):
+    """A captured table is there for every replay, whatever was called in between."""
     cp = backend.cupy()
     with testing.executor("cuda") as run:
         xs = [run.array(x) for x in matrices("mixed")]
-        outputs, scales, amaxes = outputs_for(run, xs), cp.ones(len(xs), cp.float32), cp.zeros((2, len(xs)), cp.float32)
-        stream = cp.cuda.Stream(non_blocking=True)
-
-        def call(row: int) -> None:
-            fp8.multi_cast_transpose(xs, scales, amaxes=amaxes[row], outputs=outputs)
-
-        call(0)
-        cp.cuda.get_current_stream().synchronize()
-        with stream:
-            stream.begin_capture()
-            try:
-                call(0)
-                with pytest.raises(ValueError, match="call once before the capture"):
-                    call(1)
-                with pytest.raises(ValueError, match="out: needed"):
-                    fp8.multi_cast_transpose(xs, scales)
-            finally:
-                graph = stream.end_capture()
-            for i in range(6):                              # more tables than are kept: not at the captured one's cost
-                fp8.multi_cast_transpose(xs, [float(i)] * len(xs), outputs=outputs)
-            scales.fill(3)
-            for _ in range(2):
-                for a in arrays(*outputs):
-                    cases.poison(a)
-                amaxes.fill(0)
-                graph.launch(stream)
-            stream.synchronize()
-        for i, (x, q) in enumerate(zip(xs, outputs, strict=True)):
-            amax = cp.zeros(1, cp.float32)
-            assert_same(q, fp8.cast_transpose(x, 3.0, amax=amax))
-            testing.assert_bytes_equal(amaxes[0, i:i + 1], amax)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("recipe", [BlockScaling(), MXScaling()], ids=str)
-def test_captured_graphs_in_blocks(recipe, launched):
-    cp = backend.cupy()
-    with testing.executor("cuda") as run:
-        xs = [run.array(x) for x in matrices("mixed")]
-        outputs, others, flag = outputs_for(run, xs, recipe), outputs_for(run, xs, recipe), cp.zeros(1, cp.float32)
-        fp8.multi_quantize(xs, recipe, columnwise=True, outputs=outputs)
+        outputs, others = outputs_for(xs, recipe), outputs_for(xs, recipe)
+        flag, scales = cp.zeros(1, cp.float32), cp.ones(len(xs), cp.float32)
+        given = {"scales": scales} if recipe is DELAYED else {}
+        multi(xs, recipe, outputs=outputs, **given)
         cp.cuda.get_current_stream().synchronize()
         stream = cp.cuda.Stream(non_blocking=True)
         launched.clear()
         with stream:
             stream.begin_capture()
             try:
-                fp8.multi_quantize(xs, recipe, columnwise=True, outputs=outputs, noop=flag)
+                multi(xs, recipe, outputs=outputs, noop=flag, **given)
                 with pytest.raises(ValueError, match="call once before the capture"):
-                    fp8.multi_quantize(xs, recipe, columnwise=True, outputs=others)
+                    multi(xs, recipe, outputs=others, **given)
                 with pytest.raises(ValueError, match="out: needed"):
-                    fp8.multi_quantize(xs, recipe)
+                    fp8.multi_quantize(xs, recipe, **given)
             finally:
                 graph = stream.end_capture()
             assert launched == LAUNCHES[type(recipe)]
+            for _ in range(6):                              # more tables than are kept
+                multi([x.copy() for x in xs], recipe, outputs=outputs, **given)
+            scales.fill(3)
             for x in xs:
                 x *= x.dtype.type(0.5)
             for value in (0.0, 1.0):
                 flag.fill(value)
-                for a in arrays(*outputs):
-                    cases.poison(a)
+                poison(outputs)
                 before = raw(outputs)
                 graph.launch(stream)
                 stream.synchronize()
                 assert (raw(outputs) == before) == bool(value)
                 if not value:
-                    for x, q in zip(xs, outputs, strict=True):
-                        assert_same(q, recipe.quantize(x, columnwise=True))
+                    assert_all_same(run, outputs, expected(recipe, xs, 3.0))
+        made = multi(xs, recipe, **given)
+        cp.cuda.get_current_stream().synchronize()
+        with stream:
+            stream.begin_capture()
+            multi(xs, recipe, outputs=made, **given)        # the table is that of the call before
+            stream.end_capture()
 
 
 # ---- what is refused ----
-def refused(run: testing.Executor, error: type[Exception], message: str, call: Callable[..., Any], outputs: list[Quantized]) -> None:
-    before = raw(outputs)
-    with pytest.raises(error, match=message):
-        call()
-    assert raw(outputs) == before, "something was written"
+def _wrong_lists(run: testing.Executor, xs: list[Any], outputs: list[Quantized]) -> list[tuple[Any, ...]]:
+    """(error, message, what is given in place of the right arguments)"""
+    n = len(xs)
+    few = rf"^scales: expected {n}, one for each array of xs, got {n - 1}"
+    return [
+        (TypeError, "^xs: expected a list, got ndarray", {"xs": xs[0]}),
+        (ValueError, few, {"scales": [1.0] * (n - 1)}),
+        (ValueError, rf"^scales: expected shape \({n},\)", {"scales": run.array(np.ones(n + 1, np.float32))}),
+        (ValueError, "^scales: expected one for each array, got None", {"scales": None}),
+        (TypeError, "^scales: expected dtype float32, got float64", {"scales": run.array(np.ones(n))}),
+        (TypeError, r"^scales\[1\]: expected", {"scales": [1.0, "two", *[1.0] * (n - 2)]}),
+        (ValueError, "^amaxes: expected", {"amaxes": []}),
+        (TypeError, r"^amaxes\[0\]: expected", {"amaxes": [1.0] * n}),
+        (ValueError, "^outputs: expected", {"outputs": outputs[1:]}),
+        (TypeError, "^outputs: expected a list", {"outputs": outputs[0]}),
+        (TypeError, r"^outputs\[1\]: .*expected a Quantized", {"outputs": [outputs[0], None, *outputs[2:]]}),
+        (ValueError, r"^outputs\[0\]\.rowwise: expected per-tensor data of shape",
+         {"outputs": [outputs[1], outputs[0], *outputs[2:]]}),
+        (ValueError, r"^outputs\[1\]: no columnwise part",
+         {"outputs": [outputs[0], DELAYED.empty(xs[1].shape, like=xs[1]), *outputs[2:]]}),
+        (TypeError, r"^xs\[1\]: expected dtype bfloat16, that of xs\[0\], got float32",
+         {"xs": [xs[0], xs[1].astype(np.float32), *xs[2:]]}),
+        (ValueError, r"^xs\[2\]: expected a matrix", {"xs": [*xs[:2], xs[2].reshape(-1), *xs[3:]]}),
+        (TypeError, r"^xs\[0\]: expected dtype", {"xs": [outputs[0].data, *xs[1:]]}),
+        (TypeError, r"^xs\[1\]: expected a numpy", {"xs": [xs[0], [1.0], *xs[2:]]}),
+        (TypeError, "dtype", {"dtype": float16}),
+        (ValueError, "^noop: needs outputs=", {"outputs": None, "noop": run.array(one(0))}),
+        (ValueError, "^scales: expected none", {"xs": [], "outputs": []})]
 
 
 def test_lists_that_do_not_fit(run):
     xs = [run.array(x) for x in matrices("whole")]
-    n, outputs = len(xs), outputs_for(run, xs)
+    outputs = outputs_for(xs)
+    for error, message, wrong in _wrong_lists(run, xs, outputs):
+        given = {"scales": (1.0,) * len(xs), "outputs": outputs, **wrong}
+        refused(error, message, outputs, fp8.multi_cast_transpose, given.pop("xs", xs), given)
 
-    def case(error: type[Exception], message: str, xs: Any = xs, scales: Any = (1.0,) * n, outputs: Any = outputs, **options: Any) -> None:
-        refused(run, error, message, lambda: fp8.multi_cast_transpose(xs, scales, outputs=outputs, **options), given_outputs)
 
-    given_outputs = outputs
-    case(TypeError, "xs: expected a list, got ndarray", xs=xs[0])
-    case(ValueError, rf"scales: expected {n}, one for each array of xs, got {n - 1}", scales=[1.0] * (n - 1))
-    case(ValueError, rf"scales: expected shape \({n},\)", scales=run.array(np.ones(n + 1, np.float32)))
-    case(ValueError, "scales: expected one for each array, got None", scales=None)
-    case(TypeError, "scales: expected dtype float32, got float64", scales=run.array(np.ones(n)))
-    case(TypeError, r"scales\[1\]: expected", scales=[1.0, "two", *[1.0] * (n - 2)])
-    case(ValueError, r"amaxes: expected", amaxes=[])
-    case(TypeError, r"amaxes\[0\]: expected", amaxes=[1.0] * n)
-    case(ValueError, r"outputs: expected", outputs=outputs[1:])
-    case(TypeError, "outputs: expected a list", outputs=outputs[0])
-    case(TypeError, r"outputs\[1\]: .*expected a Quantized", outputs=[outputs[0], None, *outputs[2:]])
-    case(ValueError, r"outputs\[0\]\.rowwise: expected per-tensor data of shape", outputs=[outputs[1], outputs[0], *outputs[2:]])
-    case(ValueError, r"outputs\[1\]: no columnwise part", outputs=[outputs[0], DELAYED.empty(xs[1].shape, like=xs[1]), *outputs[2:]])
-    case(TypeError, r"xs\[1\]: expected dtype bfloat16, that of xs\[0\], got float32", xs=[xs[0], xs[1].astype(np.float32), *xs[2:]])
-    case(ValueError, r"xs\[2\]: expected a matrix", xs=[*xs[:2], xs[2].reshape(-1), *xs[3:]])
-    case(TypeError, r"xs\[0\]: expected dtype", xs=[outputs[0].data, *xs[1:]])
-    case(TypeError, r"xs\[1\]: expected a numpy", xs=[xs[0], [1.0], *xs[2:]])
-    case(TypeError, "dtype", dtype=float16)
-    case(ValueError, "noop: needs outputs=", outputs=None, noop=run.array(one(0)))
-    empty: Any
-    for empty in ([], ()):
-        assert list(fp8.multi_cast_transpose(empty, empty)) == []
-    case(ValueError, "scales: expected none", xs=[], outputs=[])
+def refused(error: Any, message: str, results: list[Quantized], op: Any, xs: Any,
+            given: dict[str, Any]) -> None:
+    before = raw(results)
+    with pytest.raises(error, match=message):
+        op(xs, **given)
+    assert raw(results) == before, "something was written"
 
 
 def test_memory_that_overlaps(run):
-    x = run.array(cases.values("normal", (16, 8), float32))
-    y = run.array(cases.values("normal", (16, 8), float32, 1))
-    outputs = outputs_for(run, [x, y])
-    inside = x.view(np.uint8).reshape(-1)[:128].view(float8_e4m3fn)
-
-    def empty(data: Any) -> Quantized:
-        return DelayedScaling().empty((16, 8), like=x, buffers={"rowwise": (data.reshape(16, 8), outputs[0].scale_inv)})
-
-    scales = run.array(np.ones(2, np.float32))
-
-    def call(outputs: Any, **options: Any) -> Any:
-        return lambda: fp8.multi_quantize([x, y], DelayedScaling(), **{"scales": scales, "outputs": outputs, **options})
-
-    before = fp8.asnumpy(x).tobytes()
-    rowwise = outputs_for(run, [x, y], columnwise=False)
-    refused(run, ValueError, "overlaps", call([rowwise[0], rowwise[0]]), rowwise)
-    refused(run, ValueError, "overlaps xs|overlaps the input", call([rowwise[0], empty(inside)]), rowwise)
-    refused(run, ValueError, r"amaxes\[0\]: overlaps scales\[0\]", call(rowwise, amaxes=scales), rowwise)
-    refused(run, ValueError, "overlaps", call(rowwise, amaxes=[rowwise[0].scale_inv, run.array(one(0))]), rowwise)
-    refused(run, ValueError, "overlaps", call(rowwise, noop=rowwise[1].scale_inv), rowwise)
-    assert fp8.asnumpy(x).tobytes() == before
-    call(rowwise)()
-    refused(run, ValueError, "overlaps", call(rowwise, noop=rowwise[1].scale_inv), rowwise)        # also of a call that is known
+    x, y = (run.array(cases.values("normal", (16, 8), float32, seed)) for seed in (0, 1))
+    rows = outputs_for([x, y], columnwise=False)
+    inside = x.view(np.uint8).reshape(-1)[:128].view(float8_e4m3fn).reshape(16, 8)
+    on_x = DELAYED.empty((16, 8), like=x, buffers={"rowwise": (inside, rows[1].scale_inv)})
+    scales, before = run.array(np.ones(2, np.float32)), fp8.asnumpy(x).tobytes()
+    right = {"recipe": DELAYED, "scales": scales, "outputs": rows}
+    wrong: Any
+    for _ in range(2):                                      # also of a call that is known
+        for message, wrong in (
+                (r"^outputs\[1\].*overlaps outputs\[0\]", {"outputs": [rows[0], rows[0]]}),
+                (r"^outputs\[1\].*overlaps xs\[0\]", {"outputs": [rows[0], on_x]}),
+                (r"^amaxes\[0\]: overlaps scales\[0\]", {"amaxes": scales}),
+                ("overlaps", {"amaxes": [rows[0].scale_inv, run.array(one(0))]}),
+                ("overlaps noop", {"noop": rows[1].scale_inv})):
+            refused(ValueError, message, rows, fp8.multi_quantize, [x, y], {**right, **wrong})
+            assert fp8.asnumpy(x).tobytes() == before
+        fp8.multi_quantize([x, y], DELAYED, scales=scales, outputs=rows)
     shared = run.array(one(0))
-    fp8.multi_quantize([x, y], DelayedScaling(), scales=scales, amaxes=[shared, shared])           # of both
+    fp8.multi_quantize([x, y], DELAYED, scales=scales, amaxes=[shared, shared])        # of both
     assert float(shared[0]) == max(float(abs(x).max()), float(abs(y).max()))
 
 
 @needs_host
-def test_more_blocks_than_a_launch_can_have(monkeypatch):
-    monkeypatch.setattr(tensor_list_blocks, "_MOST_BLOCKS", 2)
+@pytest.mark.parametrize("recipe", KINDS, ids=kind)
+def test_more_blocks_than_a_launch_can_have(recipe, monkeypatch):
+    monkeypatch.setattr(tensor_lists, "_MOST_BLOCKS", 2)
     with testing.executor("host") as run:
         xs = [run.array(cases.values("normal", (300, 8), bfloat16, i)) for i in range(2)]
-        outputs = outputs_for(run, xs, MXScaling())
-        refused(run, ValueError, "xs: more than the 2 blocks that a launch can have; split the list",
-                lambda: fp8.multi_quantize(xs, MXScaling(), columnwise=True, outputs=outputs), outputs)
+        outputs = outputs_for(xs, recipe)
+        given = {"recipe": recipe, "columnwise": True, "outputs": outputs, **scales_of(recipe, xs)}
+        refused(ValueError, "^xs: more than the 2 blocks that a launch can have; split the list", outputs,
+                fp8.multi_quantize, xs, given)
 
 
-def test_recipes_that_do_not_fit(run):
-    xs = [run.array(x) for x in matrices("whole")]
-    n = len(xs)
-    for error, message, recipe, options in (
-            (TypeError, "recipe: expected", "current", {}),
-            (ValueError, "scales: delayed scaling needs", DelayedScaling(), {}),
-            (ValueError, "scales: current scaling", CurrentScaling(), {"scales": [1.0] * n}),
-            (ValueError, "scales, amaxes: belong", MXScaling(), {"amaxes": [1.0] * n}),
-            (ValueError, "rowwise, columnwise: expected at least one", CurrentScaling(), {"rowwise": False}),
-            (ValueError, "rowwise, columnwise: expected at least one", BlockScaling(), {"rowwise": False}),
-            (ValueError, "noop: needs outputs=", MXScaling(), {"noop": run.array(one(0))})):
-        with pytest.raises(error, match=message):
-            fp8.multi_quantize(xs, recipe, **options)           # type: ignore[arg-type]
+@pytest.mark.parametrize(("error", "message", "recipe", "options"), [
+    (TypeError, "^recipe: expected", "current", {}),
+    (TypeError, "^recipe: expected", [1], {}),
+    (ValueError, "^scales: delayed scaling needs", DELAYED, {}),
+    (ValueError, "^scales: current scaling", CurrentScaling(), {"scales": [1.0] * 5}),
+    (ValueError, "^scales, amaxes: belong", MXScaling(), {"amaxes": [1.0] * 5}),
+    (ValueError, "^rowwise, columnwise: expected at least one", CurrentScaling(), {"rowwise": False}),
+    (ValueError, "^rowwise, columnwise: expected at least one", BlockScaling(), {"rowwise": False}),
+    (TypeError, "^columnwise: ", MXScaling(), {"columnwise": "yes"}),
+    (ValueError, "^noop: needs outputs=", MXScaling(), {"noop": np.zeros(1, np.float32)}),
+])
+def test_recipes_that_do_not_fit(error, message, recipe, options):
+    with pytest.raises(error, match=message):
+        fp8.multi_quantize(matrices("whole"), recipe, **options)
 
 
-@pytest.mark.parametrize("recipe", [BlockScaling(), MXScaling(), MXScaling(block=(32, 32)), CurrentScaling()], ids=str)
+@pytest.mark.parametrize("recipe", [*KINDS[1:], MXScaling(block=(32, 32))], ids=str)
 def test_nothing_is_written_where_the_last_is_wrong(recipe, run):
     xs = [run.array(x) for x in matrices("whole")]
-    outputs = outputs_for(run, xs, recipe)
-    wrong: Iterator[tuple[Any, Any]] = iter((
-        (xs, [*outputs[:-1], recipe.empty((3, 5), columnwise=True, like=xs[0])]), (xs, [*outputs[:-1], outputs[0]]),
-        ([*xs[:-1], xs[-1].view(np.uint16)], outputs), ([*xs[:-1], xs[-1].reshape(-1)], outputs), (xs, [*outputs[:-1], None])))
-    for bad_xs, bad_outputs in wrong:
-        refused(run, (TypeError, ValueError), r"xs|outputs|array", lambda: fp8.multi_quantize(                       # type: ignore[arg-type]
-            bad_xs, recipe, columnwise=True, outputs=bad_outputs), outputs)  # noqa: B023
+    outputs = outputs_for(xs, recipe)
+    other = recipe.empty((3, 5), columnwise=True, like=xs[0])
+    for bad_xs, bad_outputs in ((xs, [*outputs[:-1], other]), (xs, [*outputs[:-1], outputs[0]]),
+                                ([*xs[:-1], xs[-1].view(np.uint16)], outputs),
+                                ([*xs[:-1], xs[-1].reshape(-1)], outputs), (xs, [*outputs[:-1], None])):
+        refused((TypeError, ValueError), r"^(xs|outputs)\[4\]", outputs, fp8.multi_quantize, bad_xs,
+                {"recipe": recipe, "columnwise": True, "outputs": bad_outputs})
 
 
 @pytest.mark.gpu
 def test_kinds_are_not_mixed():
     cp = backend.cupy()
     x, y = np.ones((2, 2), np.float32), cp.ones((2, 2), cp.float32)
-    for recipe in (CurrentScaling(), MXScaling()):
+    for recipe in KINDS[1:]:
         with pytest.raises(TypeError, match=r"xs\[1\]: a numpy array among cupy arrays"):
             fp8.multi_quantize([y, x], recipe)

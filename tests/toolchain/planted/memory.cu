@@ -17,7 +17,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) global_write(const __grid
     if (i < p.n + kSlip) p.out[i] = i;  // planted
 }
 
-// A template, whose static variables the compiler treats differently; a pointer, so that the array's bound is not visible.
+// A template, whose static variables the compiler treats differently; a pointer, so that the array's bound is
+// not visible.
 template <int N> __device__ int* shared_words() {
     __shared__ int words[N];
     return words;
@@ -92,7 +93,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) float_to_int(const __grid
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) uninitialised_shared(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    uninitialised_shared(const __grid_constant__ Params p) {
     __shared__ int sum;
     const int t = threadIdx.x;
 #ifndef BUG
@@ -104,9 +106,10 @@ extern "C" __global__ void __launch_bounds__(kThreads) uninitialised_shared(cons
     p.out[blockIdx.x * kThreads + t] = sum;
 }
 
-// No bug: what shared memory holds before anybody writes it, so that a forgotten initialisation shows. Written afterwards, so that the next
-// block or launch sees it if it is not filled anew.
-extern "C" __global__ void __launch_bounds__(kThreads) shared_starts_filled(const __grid_constant__ Params p) {
+// No bug: what shared memory holds before anybody writes it, so that a forgotten initialisation shows.
+// Written afterwards, so that the next block or launch sees it if it is not filled anew.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    shared_starts_filled(const __grid_constant__ Params p) {
     extern __shared__ int dynamic_words[];
     __shared__ int static_words[kThreads];
     const int t = threadIdx.x;

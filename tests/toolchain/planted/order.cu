@@ -11,7 +11,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) missing_syncthreads(const
     p.out[base + t] = words[kThreads - 1 - t];  // planted
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) missing_second_syncthreads(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    missing_second_syncthreads(const __grid_constant__ Params p) {
     __shared__ int words[kThreads];
     const int t = threadIdx.x, base = blockIdx.x * kThreads;
     int sum = 0;
@@ -78,7 +79,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) last_block(const __grid_c
     }
 }
 
-// A grid barrier, with static and dynamic shared memory that must survive it. out[0]: arrivals; then one value per thread.
+// A grid barrier, with static and dynamic shared memory that must survive it. out[0]: arrivals; then one
+// value per thread.
 extern "C" __global__ void __launch_bounds__(kThreads) grid_barrier(const __grid_constant__ Params p) {
     __shared__ int words[kThreads];
     extern __shared__ int more[];
@@ -101,7 +103,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) grid_barrier(const __grid
     p.out[1 + gridDim.x * kThreads + base + t] = left + words[kThreads - 1 - t] + more[kThreads - 1 - t];
 }
 
-// Decoupled look-back: a running sum over blocks, each waiting for the one before it. out: n prefixes, then one flag per block.
+// Decoupled look-back: a running sum over blocks, each waiting for the one before it. out: n prefixes, then
+// one flag per block.
 extern "C" __global__ void __launch_bounds__(kThreads) look_back(const __grid_constant__ Params p) {
     __shared__ int carry;
     const int t = threadIdx.x, block = blockIdx.x;

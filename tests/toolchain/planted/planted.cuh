@@ -1,5 +1,6 @@
-// Kernels with a bug planted behind `#ifdef BUG`, and the same kernel without it. tests/toolchain/test_hostexec.py demands that each bug is found,
-// and found where "planted" stands in the source.
+// Kernels with a bug planted behind `#ifdef BUG`, and the same kernel without it.
+// tests/toolchain/test_hostexec.py demands that each bug is found, and found where "planted" stands in the
+// source.
 #pragma once
 struct Params {
     const int* in;

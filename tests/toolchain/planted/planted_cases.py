@@ -1,4 +1,5 @@
-"""The planted-bug kernels: their inputs and what they should compute. Run as a script to execute some of them in one mode:
+"""The planted-bug kernels: their inputs and what they should compute. Run as a script to execute some of them
+in one mode:
 
     python planted_cases.py [--bug] [--order desc] [--seed 1] name...      (the mode comes from $CUPY_FP8_HOST_MODE)
 
@@ -56,7 +57,8 @@ def add_partner(x: np.ndarray) -> np.ndarray:  # v + (v of lane ^ 8), in the low
     return lanes
 
 
-def add_lane_above(x: np.ndarray) -> np.ndarray:  # + the value 16 lanes up, the lane's own where there is none; absent ones are 0
+# + the value 16 lanes up, the lane's own where there is none; absent ones are 0
+def add_lane_above(x: np.ndarray) -> np.ndarray:
     lanes = np.concatenate([x, np.zeros(-len(x) % 32, int)]).reshape(-1, 32)
     above = np.concatenate([lanes[:, 16:], lanes[:, 16:]], 1)
     total: np.ndarray = lanes + above
@@ -93,8 +95,10 @@ CASES = {
     "shuffle_as_barrier": Case("order", lambda x: x.reshape(-1, 2)[:, ::-1]),
     "unordered_blocks": Case("order", lambda x: [5], blocks=5, n=5 * THREADS),
     "last_block": Case("order", last_block, blocks=5, n=5 * THREADS),
-    "grid_barrier": Case("order", grid_barrier, blocks=5, n=5 * THREADS, shared_mem=4 * THREADS, resident=True),
-    "look_back": Case("order", lambda x: np.concatenate([np.cumsum(x), np.ones(x.size)]), blocks=9, n=9, resident=True),
+    "grid_barrier": Case("order", grid_barrier, blocks=5, n=5 * THREADS, shared_mem=4 * THREADS,
+                         resident=True),
+    "look_back": Case("order", lambda x: np.concatenate([np.cumsum(x), np.ones(x.size)]), blocks=9, n=9,
+                      resident=True),
     "divergent_shuffle": Case("collectives", add_partner),
     "shuffle_from_exited": Case("collectives", add_lane_above, n=2 * THREADS - 20),
     "divergent_barrier": Case("collectives", copy, n=100),
@@ -126,7 +130,8 @@ def run(name: str, *, bug: bool, order: str, seed: int, resident: bool | None = 
     try:
         kernel = compile_case(name, bug)
         resident = case.resident if resident is None else resident
-        kernel((case.blocks,), (THREADS,), params, shared_mem=case.shared_mem, order=order, seed=seed, resident=resident)
+        kernel((case.blocks,), (THREADS,), params, shared_mem=case.shared_mem, order=order, seed=seed,
+               resident=resident)
     except hostexec.HostError as error:
         return result | {"text": str(error)}
     return result | {"outcome": "right" if np.array_equal(y, expected) else "wrong"}

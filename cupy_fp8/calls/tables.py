@@ -1,0 +1,100 @@
+"""Tables: records in device memory that launches read, one record for each array of a list.
+
+A table belongs to the memory of the result that its launches write: a CUDA graph that captured these launches
+reads the table for as long as that result lives. Tables that no graph has captured make room for others.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+
+from .. import backend
+from ..arrays import Array, address, empty_beside
+from ..kernels import capturing, owner_of
+
+_MOST = 4                               # tables of a result that no graph has captured
+
+_of_result: dict[int, tuple[weakref.ref[Any], list[Table]]] = {}
+
+
+class Records(bytes):
+    """Bytes of a table, or of records that a launch has among its arguments. Equal bytes make equal
+    launches."""
+
+    pointers: Sequence[int]             # the u64 words that are addresses of arrays
+    own: slice                          # the u64 words that are offsets in the table itself
+
+    @staticmethod
+    def of(data: bytes, pointers: Sequence[int] = (), own: slice = slice(0)) -> Records:
+        found = Records(data)
+        found.pointers, found.own = pointers, own
+        return found
+
+
+class Table:
+    """Records in the memory of x's device."""
+
+    captured = False                    # by a graph, which may read them for as long as the result lives
+
+    def __init__(self, x: Array, records: Records) -> None:
+        self.records, self.device = records, None if isinstance(x, np.ndarray) else x.data.device_id
+        host = np.frombuffer(records, np.uint8)
+        if self.device is None or records.own.stop:
+            host = host.copy()
+        memory: Array = host if self.device is None else empty_beside(x, host.shape, host.dtype)
+        self.memory: Array | None = memory              # None once another table has taken its place
+        self.at = address(memory)
+        self.nbytes = host.nbytes
+        if records.own.stop:
+            host.view(np.uint64)[records.own] += np.uint64(self.at)
+        self._host: np.ndarray | None = host            # a copy in flight still reads it
+        if self.device is not None:
+            cuda = backend.cupy().cuda
+            with nullcontext() if self.device == cuda.runtime.getDevice() else cuda.Device(self.device):
+                memory.data.copy_from_host_async(host.ctypes.data, host.nbytes)
+
+    def use(self) -> bool:
+        """Whether a launch can read it; notes that a graph captures this launch."""
+        if not self.captured and self.device is not None:
+            self.captured = capturing(self.device)
+        return self.memory is not None
+
+    def free(self) -> None:
+        self.memory = self._host = None
+        self.records = Records.of(b"")
+
+
+def table(result: Array, x: Array, records: Records) -> Table:
+    """The table with these records that belongs to `result`, an array that the launches write. ValueError if
+    it would have to be made during a capture."""
+    owner = result if isinstance(x, np.ndarray) else owner_of(result)
+    entry = _of_result.get(id(owner))
+    if entry is None or entry[0]() is not owner:
+        entry = _of_result[id(owner)] = weakref.ref(owner, functools.partial(_forget, id(owner))), []
+    tables = entry[1]
+    found = next((known for known in tables if known.records == records), None)
+    if found is None:
+        if not isinstance(x, np.ndarray) and capturing(x.data.device_id):
+            raise ValueError("outputs: used with these arrays for the first time while a CUDA graph is "
+                             "captured; call once before the capture")
+        for old in [known for known in tables if not known.captured][:1 - _MOST]:
+            tables.remove(old)
+            old.free()
+        found = Table(x, records)
+        tables.append(found)
+    found.use()
+    return found
+
+
+def _forget(place: int, owner: weakref.ref[Any]) -> None:
+    entry = _of_result.get(place)
+    if entry is not None and entry[0] is owner:
+        del _of_result[place]
+        for each in entry[1]:
+            each.free()
