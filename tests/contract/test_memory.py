@@ -78,7 +78,7 @@ def test_arrays_that_touch(example, place):
     example = example.on(place.run)
     arena = Arena(place, sum(a.nbytes + a.itemsize for a in leaves(example.tree)))
     start = arena.end
-    example = example.with_tree(mapped(example.tree, arena.append))
+    example = example.with_tree(mapped(example.tree, arena.append)).declare()
     args, kwargs = on_host(example)
     poison(example)
     before = {name: bytes_of(a).tobytes() for name, a in example.named().items()}
