@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import places
 import pytest
 from background import Background
 from refusals import refused
@@ -80,6 +81,20 @@ def run(request: pytest.FixtureRequest) -> Iterator[testing.Executor]:
     with testing.executor(request.param) as executor:
         device_errors(clear=True)
         yield executor
+
+
+@pytest.fixture(params=places.EVERYWHERE)
+def place(request: pytest.FixtureRequest) -> Iterator[places.Place]:
+    """Every kind of array that calls can have, or a stand-in for it."""
+    with places.place(request.param) as found:
+        yield found
+
+
+@pytest.fixture(params=places.DEVICES)
+def device(request: pytest.FixtureRequest) -> Iterator[places.Place]:
+    """A GPU, or a stand-in for it."""
+    with places.place(request.param) as found:
+        yield found
 
 
 @pytest.fixture

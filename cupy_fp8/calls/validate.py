@@ -1,5 +1,5 @@
-"""Validation that every op shares. Everything here runs before anything is written; each message says what was expected, what
-came and what to do."""
+"""Validation that every op shares. Everything here runs before anything is written; each message says what
+was expected, what came and what to do."""
 
 from __future__ import annotations
 
@@ -15,19 +15,24 @@ from ..formats import FORMATS, float32, names
 
 
 def source(x: Array, dtypes: tuple[np.dtype[Any], ...], name: str = "x") -> tuple[Array, Any, int]:
-    """(x ready for a kernel, its module, its address): one of the dtypes, C-contiguous (copied if not), naturally aligned."""
+    """(x ready for a kernel, its module, its address): one of the dtypes, C-contiguous (copied if not),
+    naturally aligned."""
     xp = np if isinstance(x, np.ndarray) else backend.module_of(x, name)
     if x.dtype not in dtypes:
         raise TypeError(f"{name}: expected dtype {names(dtypes)}, got {x.dtype}")
     if not is_contiguous(x):
         if xp is not np and kernels.capturing(x.data.device_id):
-            raise ValueError(f"{name}: not C-contiguous, and a copy cannot be made while a CUDA graph is captured; "
-                             "copy it before the capture")
+            raise ValueError(
+                f"{name}: not C-contiguous, and a copy cannot be made while a CUDA graph is captured; "
+                "copy it before the capture"
+            )
         x = contiguous(x)
     at = address(x)
     if at % x.dtype.itemsize:
         if xp is not np:
-            raise ValueError(f"{name}: address {at:#x} is not a multiple of the element size {x.dtype.itemsize}")
+            raise ValueError(
+                f"{name}: address {at:#x} is not a multiple of the element size {x.dtype.itemsize}"
+            )
         x = x.copy()
         at = address(x)
     if xp is np:
@@ -55,7 +60,11 @@ def scalar_or_one_f32(a: Any, x: Array, xp: Any, name: str) -> tuple[int, float]
     """(address, 0) of a one-element f32 array, or (0, value) of a Python or NumPy scalar rounded to f32."""
     if isinstance(a, xp.ndarray):
         return one_f32(a, x, xp, name), 0.0
-    number = a.dtype.kind in "fiu" or a.dtype in FORMATS if isinstance(a, np.generic) else isinstance(a, (int, float))
+    number = (
+        a.dtype.kind in "fiu" or a.dtype in FORMATS
+        if isinstance(a, np.generic)
+        else isinstance(a, (int, float))
+    )
     if isinstance(a, bool) or not number:
         backend.require_module(a, xp, name)
     try:
@@ -65,10 +74,18 @@ def scalar_or_one_f32(a: Any, x: Array, xp: Any, name: str) -> tuple[int, float]
         raise ValueError(f"{name}: an integer of {a.bit_length()} bits, beyond every float") from None
 
 
-def destination(a: Array, shape: tuple[int, ...], dtype: np.dtype[Any], x: Array, xp: Any, x_at: int, name: str = "out") -> int:
-    """The address of `a`, which can receive a result of this shape and dtype computed from x: kind, dtype, shape, strides,
-    device, no overlap with x."""
-    if xp is not np and isinstance(a, xp.ndarray) and a.dtype == dtype and a.shape == shape and a._c_contiguous:
+def destination(
+    a: Array, shape: tuple[int, ...], dtype: np.dtype[Any], x: Array, xp: Any, x_at: int, name: str = "out"
+) -> int:
+    """The address of `a`, which can receive a result of this shape and dtype computed from x: kind, dtype,
+    shape, strides, device, no overlap with x."""
+    if (
+        xp is not np
+        and isinstance(a, xp.ndarray)
+        and a.dtype == dtype
+        and a.shape == shape
+        and a._c_contiguous
+    ):
         # The usual case, without a second look at anything.
         memory = a.data
         at = memory.ptr
@@ -89,7 +106,9 @@ def writable(a: Array, shape: tuple[int, ...], dtype: np.dtype[Any], x: Array, x
     if a.shape != shape:
         raise ValueError(f"{name}: expected shape {shape}, got {a.shape}")
     if not is_contiguous(a):
-        raise ValueError(f"{name}: expected a C-contiguous array, got strides {a.strides}; make one with cupy_fp8.empty")
+        raise ValueError(
+            f"{name}: expected a C-contiguous array, got strides {a.strides}; make one with cupy_fp8.empty"
+        )
     if xp is np:
         if not a.flags.writeable:
             raise ValueError(f"{name}: the array is read-only")
@@ -121,7 +140,8 @@ def extent(a: Array) -> int:
 
 
 def matrix_strides(a: Array) -> tuple[int, int, int] | None:
-    """(from matrix to matrix, from row to row, from column to column) in elements, or None where there are no such three."""
+    """(from matrix to matrix, from row to row, from column to column) in elements, or None where there are no
+    such three."""
     size = a.itemsize
     *batch, row, column = a.strides
     if any(stride < 0 or stride % size for stride in a.strides) or address(a) % size:
@@ -133,12 +153,16 @@ def matrix_strides(a: Array) -> tuple[int, int, int] | None:
 
 
 def may_allocate(x: Array) -> None:
-    """ValueError while a CUDA graph is captured on x's device: memory of the pool could be another's when the graph is replayed."""
+    """ValueError while a CUDA graph is captured on x's device: memory of the pool could be another's when the
+    graph is replayed."""
     if not isinstance(x, np.ndarray) and kernels.capturing(x.data.device_id):
         raise ValueError("out: needed while a CUDA graph is captured, since nothing may be allocated")
 
 
 def may_prepare(x: Array) -> None:
-    """ValueError while a CUDA graph is captured on x's device: what a result keeps for the launches into it is made before."""
+    """ValueError while a CUDA graph is captured on x's device: what a result keeps for the launches into it
+    is made before."""
     if not isinstance(x, np.ndarray) and kernels.capturing(x.data.device_id):
-        raise ValueError("out: used for the first time while a CUDA graph is captured; call once before the capture")
+        raise ValueError(
+            "out: used for the first time while a CUDA graph is captured; call once before the capture"
+        )

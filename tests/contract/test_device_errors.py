@@ -1,4 +1,5 @@
-"""Facts that only the device knows and that are wrong: kernels read them in a harmless way and note them in a sticky word."""
+"""Facts that only the device knows and that are wrong: kernels read them in a harmless way and note them in a
+sticky word."""
 
 from __future__ import annotations
 
@@ -22,9 +23,11 @@ WRONG_SIZES = (errors.MESSAGES[errors.Fact.SPLIT_NEGATIVE], errors.MESSAGES[erro
 NEGATIVE, SUM = "splits: a negative size", "splits: sizes that do not add up"
 #: sizes (axis 0, of 300 lines), what is found
 WRONG: dict[str, tuple[list[int], list[str]]] = {
-    "right": ([100, 0, 200], []), "short": ([100, 0, 150], []), "long": ([100, 0, 201], [SUM]), "nothing": ([0, 0, 0], []),
+    "right": ([100, 0, 200], []), "short": ([100, 0, 150], []), "long": ([100, 0, 201], [SUM]),
+    "nothing": ([0, 0, 0], []),
     "negative": ([100, -1, 200], [NEGATIVE]), "negative and short": ([-100, 100, 100], [NEGATIVE]),
-    "first alone too long": ([301, 0, 0], [SUM]), "past the end twice": ([299, 50, 50, 1], [SUM]), "all full": ([300] * 7, [SUM]),
+    "first alone too long": ([301, 0, 0], [SUM]), "past the end twice": ([299, 50, 50, 1], [SUM]),
+    "all full": ([300] * 7, [SUM]),
     "many": ([1] * 299, []), "many more": ([1] * 700, [SUM]), "late": ([0] * 600 + [301], [SUM]),
     "late negative": ([300] + [0] * 500 + [-5], [NEGATIVE]),
 }  # fmt: skip
@@ -57,7 +60,9 @@ def test_wrong_sizes_are_harmless_and_noted(name, axis, unchecked):
         back, intact = guarded(run, s.shape if given_scales.flags.c_contiguous else s.shape[::-1])
         view = back if back.shape == s.shape and given_scales.flags.c_contiguous else back.T
         fp8.unswizzle_scales(out, shape=s.shape, splits=run.array(host), axis=axis, out=view)
-        testing.assert_bytes_equal(view, reference.unswizzle_scales(want, shape=s.shape, splits=host, axis=axis))
+        testing.assert_bytes_equal(
+            view, reference.unswizzle_scales(want, shape=s.shape, splits=host, axis=axis)
+        )
         assert intact()
         errors = fp8.device_errors(clear=True)
         if run.name == "reference":
@@ -68,7 +73,8 @@ def test_wrong_sizes_are_harmless_and_noted(name, axis, unchecked):
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_what_no_group_covers_may_need_a_tile_of_its_own(axis, unchecked):
-    """Eight groups that fill a block of threads with a tile each, and one scale more: past the tiles of the swizzled array."""
+    """Eight groups that fill a block of threads with a tile each, and one scale more: past the tiles of the
+    swizzled array."""
     run, sized = unchecked, [32] * 8 if axis == 1 else [1] * 8
     s = scales(9, 4) if axis == 0 else scales(4, 9)
     splits = np.array(sized)
@@ -90,8 +96,12 @@ def test_what_no_group_covers():
     back = reference.unswizzle_scales(short, shape=(10, 4), splits=[3, 4])
     testing.assert_bytes_equal(back[:7], s[:7])
     assert not bits(back[7:]).any()
-    testing.assert_bytes_equal(reference.swizzle_scales(s, splits=[3, 40]), reference.swizzle_scales(s, splits=[3, 7]))
-    testing.assert_bytes_equal(reference.swizzle_scales(s, splits=[-2, 10]), reference.swizzle_scales(s, splits=[0, 10]))
+    testing.assert_bytes_equal(
+        reference.swizzle_scales(s, splits=[3, 40]), reference.swizzle_scales(s, splits=[3, 7])
+    )
+    testing.assert_bytes_equal(
+        reference.swizzle_scales(s, splits=[-2, 10]), reference.swizzle_scales(s, splits=[0, 10])
+    )
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -101,7 +111,10 @@ def test_empty_scales_with_sizes(axis, unchecked):
     for splits, found in (([0, 0], 0), ([0, 3], 1)):
         w = fp8.swizzle_scales(s, splits=run.array(np.array(splits)), axis=axis)
         assert w.size == 0
-        assert fp8.unswizzle_scales(w, shape=s.shape, splits=run.array(np.array(splits)), axis=axis).shape == s.shape
+        assert (
+            fp8.unswizzle_scales(w, shape=s.shape, splits=run.array(np.array(splits)), axis=axis).shape
+            == s.shape
+        )
         assert len(fp8.device_errors(clear=True)) == (found if run.name != "reference" else 0)
 
 
@@ -141,7 +154,11 @@ def test_the_words_of_the_cpu_and_of_nobody(unchecked):
 
 
 def test_bits_are_the_kernels():
-    declared = re.search(r"constexpr u32 (k.*?);", (sources.root() / "include" / "memory" / "errors.cuh").read_text(), re.DOTALL)
+    declared = re.search(
+        r"constexpr u32 (k.*?);",
+        (sources.root() / "include" / "memory" / "errors.cuh").read_text(),
+        re.DOTALL,
+    )
     assert declared
     kernels = {name: int(bit) for name, bit in re.findall(r"k(\w+) = 1u << (\d+)", declared[1])}
     assert {fact.name.replace("_", ""): fact.value for fact in errors.Fact if fact.name} == {
@@ -222,7 +239,7 @@ def test_every_device_has_its_own_word(on_gpu):
         fp8.device_errors(clear=True)
         s, splits = on_gpu.array(scales(9, 4)), cp.asarray([4, 6])
         cp.cuda.Device(1).synchronize()
-    fp8.swizzle_scales(s, splits=splits)                    # runs where its array is, whatever device is current
+    fp8.swizzle_scales(s, splits=splits)  # runs where its array is, whatever device is current
     assert fp8.device_errors() == ()
     with cp.cuda.Device(1):
         assert len(fp8.device_errors(clear=True)) == 1

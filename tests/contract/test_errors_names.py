@@ -1,4 +1,5 @@
-"""Whatever is given for an option, the error names it: every public function with every kind of nonsense for every parameter."""
+"""Whatever is given for an option, the error names it: every public function with every kind of nonsense for
+every parameter."""
 
 from __future__ import annotations
 
@@ -29,33 +30,47 @@ NONSENSE: list[Any] = [
 CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
     "asarray": (fp8.asarray, (X,), {}), "concatenate": (fp8.concatenate, ([X, X],), {}),
     "empty": (fp8.empty, (3, fp8.float32), {}),
-    "zeros": (fp8.zeros, (3, fp8.float32), {}), "full": (fp8.full, (3, 1.0, fp8.float32), {}), "empty_like": (fp8.empty_like, (X,), {}),
+    "zeros": (fp8.zeros, (3, fp8.float32), {}), "full": (fp8.full, (3, 1.0, fp8.float32), {}),
+    "empty_like": (fp8.empty_like, (X,), {}),
     "astype": (fp8.astype, (X, fp8.float8_e4m3fn), {}), "transpose": (fp8.transpose, (Q.data,), {}),
     "finfo": (fp8.finfo, (fp8.float32,), {}),
-    "compute_amax": (fp8.compute_amax, (X,), {}), "compute_scale": (fp8.compute_scale, (np.ones(1, np.float32),), {}),
+    "compute_amax": (fp8.compute_amax, (X,), {}), "compute_scale": (fp8.compute_scale,
+        (np.ones(1, np.float32),), {}),
     "convert_scales": (fp8.convert_scales, (ROW.scale_inv,),
                        {"source": "compact", "target": "gemm_ready", "shape": (64, 256), "block": (1, 128)}),
     "swizzle_scales": (fp8.swizzle_scales, (MX.scale_inv,), {}),
-    "unswizzle_scales": (fp8.unswizzle_scales, (fp8.swizzle_scales(MX.scale_inv),), {"shape": MX.scale_inv.shape}),
-    "quantize_tensor": (fp8.quantize_tensor, (X, 1.0), {}), "cast_transpose": (fp8.cast_transpose, (X, 1.0), {}),
-    "quantize_block": (fp8.quantize_block, (X,), {}), "quantize_mx": (fp8.quantize_mx, (X,), {}), "dequantize": (fp8.dequantize, (Q,), {}),
+    "unswizzle_scales": (fp8.unswizzle_scales, (fp8.swizzle_scales(MX.scale_inv),),
+                         {"shape": MX.scale_inv.shape}),
+    "quantize_tensor": (fp8.quantize_tensor, (X, 1.0), {}), "cast_transpose": (fp8.cast_transpose, (X, 1.0),
+        {}),
+    "quantize_block": (fp8.quantize_block, (X,), {}), "quantize_mx": (fp8.quantize_mx, (X,), {}),
+    "dequantize": (fp8.dequantize, (Q,), {}),
     "multi_cast_transpose": (fp8.multi_cast_transpose, ([X, X], [1.0, 2.0]), {}),
     "multi_quantize": (fp8.multi_quantize, ([X], CurrentScaling()), {}),
     "scaling_aware_transpose": (fp8.scaling_aware_transpose, (ROW,), {}),
     "group_quantize": (fp8.group_quantize, (X, [32, 32], BlockScaling()), {}),
-    "splits_to_offsets": (fp8.splits_to_offsets, (np.array([32, 32]),), {}), "pad_groups": (fp8.pad_groups, (X, [30, 34], 16), {}),
-    "unpad_groups": (fp8.unpad_groups, (X, [30, 20], 16), {}), "sort_chunks": (fp8.sort_chunks, (X, [32, 32], [1, 0]), {}),
-    "route": (fp8.route, (np.zeros((64, 2), np.int64),), {"num_experts": 4}), "permute": (fp8.permute, (X, ROUTING), {}),
-    "unpermute": (fp8.unpermute, (MOVED, ROUTING), {}), "permute_backward": (fp8.permute_backward, (MOVED, ROUTING), {}),
+    "splits_to_offsets": (fp8.splits_to_offsets, (np.array([32, 32]),), {}), "pad_groups": (fp8.pad_groups,
+        (X, [30, 34], 16), {}),
+    "unpad_groups": (fp8.unpad_groups, (X, [30, 20], 16), {}), "sort_chunks": (fp8.sort_chunks,
+        (X, [32, 32], [1, 0]), {}),
+    "route": (fp8.route, (np.zeros((64, 2), np.int64),), {"num_experts": 4}), "permute": (fp8.permute,
+        (X, ROUTING), {}),
+    "unpermute": (fp8.unpermute, (MOVED, ROUTING), {}), "permute_backward": (fp8.permute_backward,
+        (MOVED, ROUTING), {}),
     "unpermute_backward": (fp8.unpermute_backward, (X, MOVED, ROUTING), {}),
     "swiglu_quantize": (fp8.swiglu_quantize, (X,), {"recipe": BlockScaling()}),
-    "swiglu_backward_quantize": (fp8.swiglu_backward_quantize, (X[:, :128].copy(), X), {"recipe": BlockScaling()}),
-    "BlockScaling": (BlockScaling, (), {}), "CurrentScaling": (CurrentScaling, (), {}), "DelayedScaling": (DelayedScaling, (), {}),
+    "swiglu_backward_quantize": (fp8.swiglu_backward_quantize, (X[:, :128].copy(), X),
+                                 {"recipe": BlockScaling()}),
+    "BlockScaling": (BlockScaling, (), {}), "CurrentScaling": (CurrentScaling, (), {}),
+    "DelayedScaling": (DelayedScaling, (), {}),
     "MXScaling": (MXScaling, (), {}), "BlockScaling.quantize": (BlockScaling().quantize, (X,), {}),
-    "CurrentScaling.quantize": (CurrentScaling().quantize, (X,), {}), "MXScaling.quantize": (MXScaling().quantize, (X,), {}),
+    "CurrentScaling.quantize": (CurrentScaling().quantize, (X,), {}),
+    "MXScaling.quantize": (MXScaling().quantize, (X,), {}),
     "DelayedScaling.quantize": (DelayedScaling().quantize, (X,), {"scale": 1.0}),
-    "BlockScaling.empty": (BlockScaling().empty, ((4, 128),), {}), "CurrentScaling.empty": (CurrentScaling().empty, ((4, 128),), {}),
-    "MXScaling.empty": (MXScaling().empty, ((4, 128),), {}), "WeightCache.quantize": (WeightCache(CurrentScaling()).quantize, ([X],), {}),
+    "BlockScaling.empty": (BlockScaling().empty, ((4, 128),), {}),
+    "CurrentScaling.empty": (CurrentScaling().empty, ((4, 128),), {}),
+    "MXScaling.empty": (MXScaling().empty, ((4, 128),), {}),
+    "WeightCache.quantize": (WeightCache(CurrentScaling()).quantize, ([X],), {}),
     "scale_span": (fp8.diagnostics.scale_span, (Q,), {}),
 }  # fmt: skip
 
@@ -72,8 +87,8 @@ def test_every_error_names_a_parameter(name):
                 given[place] = wrong
             named = options if place < len(given) else {**options, parameter: wrong}
             message = refusal(function, given, named)
-            named_one = message is None or parameter in message or any(f"{other}:" in message for other in parameters)
-            assert named_one, (parameter, wrong, message)
+            if message is not None and parameter not in message:
+                assert any(f"{other}:" in message for other in parameters), (parameter, wrong, message)
 
 
 def refusal(function: Callable[..., Any], args: list[Any], options: dict[str, Any]) -> str | None:
@@ -89,26 +104,32 @@ def refusal(function: Callable[..., Any], args: list[Any], options: dict[str, An
 def test_flags_are_true_or_false(flag, wrong):
     with pytest.raises(TypeError, match=f"^{flag}: expected True or False, got "):
         fp8.quantize_tensor(X, None, **{flag: wrong})
-    assert fp8.quantize_tensor(X, rowwise=np.bool_(True), columnwise=1) == fp8.quantize_tensor(X, columnwise=True)     # type: ignore[arg-type]
+    function: Any = fp8.quantize_tensor
+    assert function(X, rowwise=np.bool_(True), columnwise=1) == fp8.quantize_tensor(X, columnwise=True)
 
 
 ANY: Any = fp8          # whose types mypy does not compare
 
 
 @pytest.mark.parametrize(("call", "error", "message"), [
-    (lambda: ANY.full((2,), 10**400, fp8.float8_e4m3fn, like=np), ValueError, "fill_value: expected a number that float8_e4m3fn h"),
+    (lambda: ANY.full((2,), 10**400, fp8.float8_e4m3fn, like=np), ValueError,
+     "fill_value: expected a number that float8_e4m3fn h"),
     (lambda: ANY.full((2,), "3", fp8.float32, like=np), TypeError, "fill_value: expected a number, got '3'"),
     (lambda: ANY.full((2,), [1, 2], fp8.float32, like=np), TypeError, "fill_value: expected a number, got"),
     (lambda: ANY.concatenate({"a": X}), TypeError, "arrays: expected a list of arrays, got dict"),
     (lambda: ANY.concatenate(x for x in [X]), TypeError, "arrays: expected a list of arrays, got generator"),
     (lambda: ANY.concatenate([X], axis=1.0), TypeError, "axis: expected an integer, got 1.0"),
     (lambda: ANY.concatenate([X], axis=2), ValueError, "axis: expected one of the 2 axes of arrays"),
-    (lambda: ANY.zeros(1.5, fp8.float32, like=np), TypeError, "shape: expected an integer or a sequence of integers, got 1.5"),
-    (lambda: ANY.empty((2, None), fp8.float32, like=np), TypeError, "shape: expected an integer or a sequence of integers"),
+    (lambda: ANY.zeros(1.5, fp8.float32, like=np), TypeError,
+     "shape: expected an integer or a sequence of integers, got 1.5"),
+    (lambda: ANY.empty((2, None), fp8.float32, like=np), TypeError,
+     "shape: expected an integer or a sequence of integers"),
     (lambda: ANY.empty(2**64, fp8.float32, like=np), ValueError, "shape: expected extents of at most 2"),
-    (lambda: ANY.zeros(3, "float9", like=np), TypeError, "dtype: expected a dtype, its type or its name, got 'float9'"),
+    (lambda: ANY.zeros(3, "float9", like=np), TypeError,
+     "dtype: expected a dtype, its type or its name, got 'float9'"),
     (lambda: ANY.scaling_aware_transpose(ROW, target=["column"]), ValueError, "target: expected one of"),
-    (lambda: ANY.unpermute_backward(X[:3], None, ROUTING), ValueError, "grad: expected 64 rows, the tokens of the routing"),
+    (lambda: ANY.unpermute_backward(X[:3], None, ROUTING), ValueError,
+     "grad: expected 64 rows, the tokens of the routing"),
 ])  # fmt: skip
 def test_messages(call, error, message):
     with pytest.raises(error, match="^" + message):

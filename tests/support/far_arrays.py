@@ -1,6 +1,8 @@
-"""Calls whose arrays have more than 2**32 elements, on the CPU: memory is mapped lazily, and only the first and last blocks run.
+"""Calls whose arrays have more than 2**32 elements. On the CPU memory is mapped lazily, and only the first
+and last blocks of a grid run; on a GPU all of them do.
 
-A far call is compared at both ends with the reference of these ends alone. A product of indices in 32 bits would lead elsewhere.
+A far call is compared at both ends with the reference of these ends alone. A product of indices in 32 bits
+would lead elsewhere.
 """
 
 from __future__ import annotations
@@ -20,20 +22,22 @@ import pytest
 import cupy_fp8 as fp8
 from cupy_fp8 import cases, hostexec, reference, testing
 from cupy_fp8.arrays import bits
-from cupy_fp8.formats import bfloat16, float8_e4m3fn, float16
+from cupy_fp8.formats import bfloat16, float8_e4m3fn, float8_e8m0fnu, float16
 from cupy_fp8.results import Scaled
 
 END = 512                   # rows or columns of either end that are compared
 FAR = (1 << 25) + END       # with 128 elements each, these are more than 2**32
 BLOCKS = 64                 # of a grid, at either end: no kernel needs more for END * 128 elements
 _LARGE = 1 << 24            # bytes of an array that is mapped rather than allocated
-_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)      # Python has a name for it from 3.13 on; the number is that of Linux
+#: Python has a name for it from 3.13 on; the number is that of Linux.
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 def mapped(shape: tuple[int, ...] | int, dtype: Any = np.float64) -> np.ndarray:
     """Zeros that take memory only where they are touched, a small page at a time."""
     shape, dtype = (shape,) if isinstance(shape, int) else tuple(map(int, shape)), np.dtype(dtype)
-    memory = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+    memory = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=flags)
     memory.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(memory, np.uint8).view(dtype).reshape(shape)
 
@@ -55,46 +59,76 @@ def lazy_memory() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Far:
-    """A call, `call(module, x)` with the package or its reference as the module, of an x whose axis `axis` is the long one.
-    end: how much of that axis is compared at either end; blocks: that must run for it."""
+    """A call, `call(module, x)` with the package or its reference as the module, of an x whose axis `axis` is
+    long.
 
-    call: Callable[[Any, np.ndarray], Any]
+    end: how much of that axis is compared at either end; blocks: how many must run for it
+    """
+
+    call: Callable[[Any, Any], Any]
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     axis: int = 0
     end: int = END
     blocks: int = BLOCKS
 
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def ends(self) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+        """Where both ends of x are, and what is there. Everything else is 0."""
+        for seed, place in enumerate((slice(None, self.end), slice(-self.end, None))):
+            shape = (*self.shape[:self.axis], self.end, *self.shape[self.axis + 1:])
+            yield (*(slice(None),) * self.axis, place), cases.values("normal", shape, self.dtype, seed)
+
 
 def check(far: Far) -> None:
     """AssertionError unless both ends of every result are those of the reference."""
     x = mapped(far.shape, far.dtype)
-    ends = []
-    for seed, place in enumerate((slice(None, far.end), slice(-far.end, None))):
-        at = (*(slice(None),) * far.axis, place)
-        bits(x)[at] = bits(cases.values("normal", x[at].shape, far.dtype, seed))
-        ends.append(np.ascontiguousarray(bits(x)[at]).view(far.dtype))
+    for at, end in far.ends():
+        bits(x)[at] = bits(end)
     with testing.executor("host"), lazy_memory(), hostexec.blocks_of_grid(first=far.blocks, last=far.blocks):
         found = cases.outputs(far.call(fp8, x), {})
+    _compare(far, found)
+
+
+def check_on_device(far: Far) -> None:
+    """The same on a GPU, where every block runs."""
+    x = fp8.zeros(far.shape, far.dtype, like="cupy")
+    for at, end in far.ends():
+        bits(x)[at] = bits(fp8.asarray(end, like=x))
+    _compare(far, cases.outputs(far.call(fp8, x), {}))
+
+
+def _compare(far: Far, found: dict[str, Any]) -> None:
     compared = 0
-    for last, end in enumerate(ends):
+    for last, (_, end) in enumerate(far.ends()):
         for name, want in cases.outputs(far.call(reference, end), {}).items():
             if want.ndim < 2 or found[name].shape == want.shape:
                 continue                                        # scales of a whole tensor and sizes of groups
             assert found[name].ndim == want.ndim, name
             at = tuple(slice(-n, None) if last else slice(n) for n in want.shape)
+            got = np.ascontiguousarray(fp8.asnumpy(bits(found[name])[at])).view(want.dtype)
             try:
-                testing.assert_bytes_equal(np.ascontiguousarray(bits(found[name])[at]).view(want.dtype), want)
+                testing.assert_bytes_equal(got, want)
             except AssertionError as error:
                 raise AssertionError(f"{name}, {'last' if last else 'first'} {far.end}: {error}") from None
             compared += 1
     assert compared >= 2, "nothing was compared"
 
 
+def _beside(x: Any, a: Any) -> Any:
+    """A small argument of a call, where x is."""
+    return a if isinstance(x, np.ndarray) else testing.Executor("cuda").array(a)
+
+
 # ---- the calls ----
 _TALL, _WIDE, _BATCH = (FAR, 128), (128, FAR), ((1 << 18) + 4, 128, 128)
-_SHAPES: tuple[tuple[Any, ...], ...] = (("tall", _TALL, 0, END), ("wide", _WIDE, 1, END), ("batch", _BATCH, 0, 4))
-_DIRECTIONS = (("rowwise", {"rowwise": True, "columnwise": False}), ("columnwise", {"rowwise": False, "columnwise": True}),
+_SHAPES: tuple[tuple[Any, ...], ...] = (("tall", _TALL, 0, END), ("wide", _WIDE, 1, END),
+                                        ("batch", _BATCH, 0, 4))
+_DIRECTIONS = (("rowwise", {"rowwise": True, "columnwise": False}),
+               ("columnwise", {"rowwise": False, "columnwise": True}),
                ("both", {"rowwise": True, "columnwise": True}))
 
 
@@ -107,23 +141,27 @@ def _elementwise() -> Iterator[tuple[str, Far]]:
 
 def _quantizers() -> Iterator[tuple[str, Far]]:
     def tensor(m: Any, x: np.ndarray, **options: Any) -> Any:
-        return m.quantize_tensor(x, np.full(1, 0.5, np.float32), **options)
+        return m.quantize_tensor(x, _beside(x, np.full(1, 0.5, np.float32)), **options)
 
     ops: dict[str, Callable[..., Any]] = {
         "quantize_tensor": tensor, "quantize_mx": lambda m, x, **options: m.quantize_mx(x, **options),
         "quantize_mx-swizzled": lambda m, x, **options: m.quantize_mx(x, scale_layout="swizzled", **options),
         "quantize_block": lambda m, x, **options: m.quantize_block(x, **options),
-        "quantize_block-compact": lambda m, x, **options: m.quantize_block(x, scale_layout="compact", **options),
-        "quantize_block-square": lambda m, x, **options: m.quantize_block(x, block=(128, 128), scale_layout="compact", **options)}
+        "quantize_block-compact": lambda m, x, **options: m.quantize_block(x, scale_layout="compact",
+            **options),
+        "quantize_block-square": lambda m, x, **options: m.quantize_block(x, block=(128, 128),
+            scale_layout="compact", **options)}
     for (op, call), (direction, options), (name, *place) in product(ops.items(), _DIRECTIONS, _SHAPES):
         if op != "quantize_mx-swizzled" or direction == "both":
             yield f"{op}-{direction}-{name}", Far(partial(_with, call, options), np.dtype(bfloat16), *place)
-    yield "quantize_block-lines", Far(lambda m, x: m.quantize_block(x, block=(1, None)), np.dtype(bfloat16), *_SHAPES[0][1:])
-    for direction, options in _DIRECTIONS[:2]:                  # 2**32 scales of 32 elements: indices of scales
+    yield "quantize_block-lines", Far(lambda m, x: m.quantize_block(x, block=(1, None)), np.dtype(bfloat16),
+                                      *_SHAPES[0][1:])
+    for direction, options in _DIRECTIONS[:2]:      # 2**32 scales of 32 elements: indices of scales
         far_scales = partial(_with, lambda m, x, **options: m.quantize_block(x, **options), {
             "block": (1, 32), "scale_layout": "compact", **options})
         place = ((1 << 30) + END, 128), 0
-        yield f"scales-{direction}", Far(far_scales, np.dtype(bfloat16), *(place if options["rowwise"] else ((128, place[0][0]), 1)))
+        yield f"scales-{direction}", Far(far_scales, np.dtype(bfloat16),
+                                         *(place if options["rowwise"] else ((128, place[0][0]), 1)))
 
 
 def _with(call: Callable[..., Any], options: dict[str, Any], m: Any, x: np.ndarray) -> Any:
@@ -132,19 +170,23 @@ def _with(call: Callable[..., Any], options: dict[str, Any], m: Any, x: np.ndarr
 
 def _dequantized(how: str, options: dict[str, Any], m: Any, x: np.ndarray) -> Any:
     if how == "tensor":
-        return m.dequantize(Scaled(x.view(float8_e4m3fn), np.full(1, 0.5, np.float32), x.shape), dtype=float16)
+        scale_inv = _beside(x, np.full(1, 0.5, np.float32))
+        return m.dequantize(Scaled(x.view(float8_e4m3fn), scale_inv, x.shape), dtype=float16)
     q = m.quantize_mx(x, **options) if how == "mx" else m.quantize_block(x, scale_layout="compact", **options)
     return m.dequantize(q.rowwise or q.columnwise, dtype=bfloat16)
 
 
 def _readers() -> Iterator[tuple[str, Far]]:
     for name, *place in _SHAPES:
-        yield f"dequantize-tensor-{name}", Far(partial(_dequantized, "tensor", {}), np.dtype(float8_e4m3fn), *place)
+        yield f"dequantize-tensor-{name}", Far(partial(_dequantized, "tensor", {}), np.dtype(float8_e4m3fn),
+            *place)
         for how, (direction, options) in product(("mx", "block"), _DIRECTIONS[:2]):
-            yield f"dequantize-{how}-{direction}-{name}", Far(partial(_dequantized, how, options), np.dtype(bfloat16), *place)
+            yield f"dequantize-{how}-{direction}-{name}", Far(partial(_dequantized, how, options),
+                np.dtype(bfloat16), *place)
     for name, *place in _SHAPES[:2]:
         for how in ("mx", "block"):
-            yield f"scaling_aware_transpose-{how}-{name}", Far(partial(_retransposed, how), np.dtype(bfloat16), *place)
+            yield f"scaling_aware_transpose-{how}-{name}", Far(partial(_retransposed, how),
+                np.dtype(bfloat16), *place)
 
 
 def _retransposed(how: str, m: Any, x: np.ndarray) -> Any:
@@ -156,7 +198,8 @@ def _swiglu() -> Iterator[tuple[str, Far]]:
     recipes = {"tensor": fp8.DelayedScaling(), "mx": fp8.MXScaling(), "block": fp8.BlockScaling()}
     for (how, recipe), (direction, options) in product(recipes.items(), _DIRECTIONS[::2]):
         scale = {"scale": 0.5} if how == "tensor" else {}
-        for name, shape, axis, more in (("tall", (FAR, 256), 0, {}), ("wide", (128, 2 * FAR), 1, {"interleaved": True})):
+        for name, shape, axis, more in (("tall", (FAR, 256), 0, {}), ("wide", (128, 2 * FAR), 1,
+            {"interleaved": True})):
             given = {"recipe": recipe, **scale, **options, **more}
             call = partial(_with, lambda m, x, recipe, **o: m.swiglu_quantize(x, recipe, **o), given)
             yield f"swiglu_quantize-{how}-{direction}-{name}", Far(call, np.dtype(bfloat16), shape, axis, END)
@@ -164,17 +207,19 @@ def _swiglu() -> Iterator[tuple[str, Far]]:
 
 def _routed(op: str, m: Any, x: np.ndarray) -> Any:
     """Every token has one row, its own."""
-    r = reference.route(np.zeros((len(x), 1), np.int32), num_experts=1)
-    if op == "permute":
-        return m.permute(x, r)
-    probs = np.full((len(x), 1), 0.5, np.float32)
-    return m.unpermute(x, r, probs=probs) if op == "unpermute" else m.unpermute_backward(x, x, r, probs=probs)[0]
+    r = _beside(x, reference.route(np.zeros((len(x), 1), np.int32), num_experts=1))
+    if op in ("permute", "permute_backward"):
+        return getattr(m, op)(x, r)
+    probs = _beside(x, np.full((len(x), 1), 0.5, np.float32))
+    return m.unpermute(x, r, probs=probs) if op == "unpermute" else m.unpermute_backward(x, x, r,
+        probs=probs)[0]
 
 
 def _rows() -> Iterator[tuple[str, Far]]:
-    for op, dtype in (("permute", float8_e4m3fn), ("unpermute", bfloat16), ("unpermute_backward", bfloat16)):
+    for op, dtype in (("permute", float8_e4m3fn), ("permute_backward", bfloat16), ("unpermute", bfloat16),
+                      ("unpermute_backward", bfloat16)):
         yield op, Far(partial(_routed, op), np.dtype(dtype), ((1 << 16) + 4, 1 << 16), 0, 4, 128)
-    for op in ("pad_groups", "unpad_groups"):
+    for op in ("pad_groups", "unpad_groups", "sort_chunks"):
         yield op, Far(partial(_padded, op), np.dtype(float8_e4m3fn), ((1 << 16) + 4, 1 << 16), 0, 4, 128)
     yield "group_quantize-mx", Far(partial(_grouped, fp8.MXScaling()), np.dtype(bfloat16), *_SHAPES[0][1:])
     for how, recipe in (("mx", fp8.MXScaling()), ("block", fp8.BlockScaling())):
@@ -182,22 +227,41 @@ def _rows() -> Iterator[tuple[str, Far]]:
 
 
 def _padded(op: str, m: Any, x: np.ndarray) -> Any:
-    return getattr(m, op)(x, np.array([len(x)]), 4)
+    sizes = _beside(x, np.array([len(x)]))
+    return getattr(m, op)(x, sizes, _beside(x, np.array([0])) if op == "sort_chunks" else 4)
 
 
 def _grouped(recipe: Any, m: Any, x: np.ndarray) -> Any:
-    return m.group_quantize(x, np.array([len(x)]), recipe)
+    return m.group_quantize(x, _beside(x, np.array([len(x)])), recipe)
 
 
 def _listed(recipe: Any, m: Any, x: np.ndarray) -> Any:
     return m.multi_quantize([x], recipe, columnwise=True)
 
 
-#: Kernels that go along rows of memory, one after the other, do not reach the ends of several rows in so few blocks; nor are the ends of
-#: swizzled scales those of the matrix.
+def _scales() -> Iterator[tuple[str, Far]]:
+    """Scales of 2**32 blocks, a row for each of 128 columns of blocks."""
+    e8m0, place = np.dtype(float8_e8m0fnu), ((FAR, 128), 0)
+    yield "swizzle_scales", Far(lambda m, s: m.swizzle_scales(s), e8m0, *place)
+    yield "unswizzle_scales", Far(lambda m, s: m.unswizzle_scales(s, shape=s.shape), e8m0, *place)
+    for target in ("gemm_ready", "deepgemm_sm90", "deepgemm_sm100", "swizzled"):
+        yield f"convert_scales-{target}", Far(partial(_converted, target), e8m0, *place)
+
+
+def _converted(target: str, m: Any, s: Any) -> Any:
+    shape = len(s), 32 * s.shape[1]
+    return m.convert_scales(s, source="compact", target=target, shape=shape, block=(1, 32))
+
+
+#: Kernels that go along rows of memory, one after the other, do not reach the ends of several rows in so few
+#: blocks; nor are the ends of swizzled scales those of the matrix.
 _UNREACHED = {f"{name}-wide" for name in (
-    "astype", "quantize_tensor-rowwise", "quantize_mx-rowwise", "quantize_mx-both", "quantize_mx-swizzled-both", "quantize_block-rowwise",
-    "quantize_block-compact-rowwise", "dequantize-tensor", "dequantize-mx-rowwise", "dequantize-mx-columnwise",
-    "dequantize-block-rowwise", "scaling_aware_transpose-mx", "scaling_aware_transpose-block")} | {"quantize_mx-swizzled-both-tall"}
-CALLS: dict[str, Far] = {name: far for calls in (_elementwise, _quantizers, _readers, _swiglu, _rows) for name, far in calls()
+    "astype", "quantize_tensor-rowwise", "quantize_mx-rowwise", "quantize_mx-both",
+    "quantize_mx-swizzled-both", "quantize_block-rowwise",
+    "quantize_block-compact-rowwise", "dequantize-tensor", "dequantize-mx-rowwise",
+    "dequantize-mx-columnwise",
+    "dequantize-block-rowwise", "scaling_aware_transpose-mx",
+    "scaling_aware_transpose-block")} | {"quantize_mx-swizzled-both-tall"}
+CALLS: dict[str, Far] = {name: far for calls in (_elementwise, _quantizers, _readers, _swiglu, _rows,
+    _scales) for name, far in calls()
                          if name not in _UNREACHED}

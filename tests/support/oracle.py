@@ -1,7 +1,8 @@
-"""Rounding by definition: a table of every value that a format has, and the nearest entry. ml_dtypes only lends its dtypes.
+"""Rounding by definition: a table of every value that a format has, and the nearest entry. ml_dtypes only
+lends its dtypes.
 
-All values and midpoints of the formats are exact in f64, so comparing f64 numbers decides every rounding exactly. Also the
-inputs that the tests of numerics share.
+All values and midpoints of the formats are exact in f64, so comparing f64 numbers decides every rounding
+exactly. Also the inputs that the tests of numerics share.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def _f64(values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """A sign bit, `exponent_bits`, `mantissa_bits`; `codes` is how many magnitudes are numbers (the rest: Inf and NaN)."""
+    """A sign bit, `exponent_bits`, `mantissa_bits`; `codes` is how many magnitudes are numbers (the rest: Inf
+    and NaN)."""
 
     dtype: np.dtype[Any]
     exponent_bits: int
@@ -41,7 +43,8 @@ class FloatFormat:
 
     @cached_property
     def magnitudes(self) -> np.ndarray:
-        """f64 values of the codes 0, 1, 2, …, and of one more: where the next value would be if the format went on."""
+        """f64 values of the codes 0, 1, 2, …, and of one more: where the next value would be if the format
+        went on."""
         code = np.arange(self.codes + 1)
         exponent, mantissa = code >> self.mantissa_bits, code & (1 << self.mantissa_bits) - 1
         bias = 2 ** (self.exponent_bits - 1) - 1
@@ -61,7 +64,8 @@ class FloatFormat:
         return np.where(codes & self.sign, -value, value)
 
     def encode(self, values: np.ndarray, saturate: bool) -> np.ndarray:
-        """Codes of the nearest values, ties to the even code; past the last midpoint the maximum, or Inf (NaN without one)."""
+        """Codes of the nearest values, ties to the even code; past the last midpoint the maximum, or Inf (NaN
+        without one)."""
         magnitude = np.abs(_f64(values))
         code = np.searchsorted(self.midpoints, magnitude, side="left")      # so many midpoints lie below
         tie = magnitude == self.midpoints[np.minimum(code, self.codes - 1)]
@@ -84,7 +88,8 @@ _POWERS = np.ldexp(1.0, np.arange(-127, 128))
 
 
 def encode_e8m0(values: np.ndarray) -> np.ndarray:
-    """The smallest power of two not below: 255 above 2**127 and for negative values and NaN; zeros of both signs give 2**-127."""
+    """The smallest power of two not below: 255 above 2**127 and for negative values and NaN; zeros of both
+    signs give 2**-127."""
     codes = np.searchsorted(_POWERS, _f64(values), side="left")
     return np.where(np.isnan(values) | (values < 0), 255, codes).astype(np.uint8)
 
@@ -101,29 +106,39 @@ def patterns(f: FloatFormat) -> np.ndarray:
 def with_neighbours(magnitudes: np.ndarray) -> np.ndarray:
     """f32 values, and the f32 values just above and below, of both signs."""
     bits = magnitudes.astype(np.float32).view(np.uint32)
-    near = np.concatenate([bits, bits + np.uint32(1), np.where(bits == 0, 0, bits - np.uint32(1)).astype(np.uint32)])
+    near = np.concatenate(
+        [bits, bits + np.uint32(1), np.where(bits == 0, 0, bits - np.uint32(1)).astype(np.uint32)]
+    )
     return np.concatenate([near, near | np.uint32(0x80000000)]).view(np.float32)
 
 
 def boundaries(f: FloatFormat) -> np.ndarray:
-    """Where rounding to `f` can go wrong: around every value, every midpoint, and the limits of f32 itself."""
-    limits = np.array([0, 2.0**-149, 2.0**-127, 2.0**-126, 2.0**127, np.finfo(np.float32).max, np.inf, np.nan])
+    """Where rounding to `f` can go wrong: around every value, every midpoint, and the limits of f32
+    itself."""
+    limits = np.array(
+        [0, 2.0**-149, 2.0**-127, 2.0**-126, 2.0**127, np.finfo(np.float32).max, np.inf, np.nan]
+    )
     points = np.concatenate([f.magnitudes, f.midpoints, limits])
     return with_neighbours(points[~((points > limits[-3]) & np.isfinite(points))])
 
 
 def e8m0_boundaries() -> np.ndarray:
     """Around every power of two, every 1.5 * 2**e, and the limits of f32."""
-    return with_neighbours(np.concatenate([[0, 2.0**-149, np.finfo(np.float32).max, np.inf], _POWERS, 1.5 * _POWERS]))
+    return with_neighbours(
+        np.concatenate([[0, 2.0**-149, np.finfo(np.float32).max, np.inf], _POWERS, 1.5 * _POWERS])
+    )
 
 
 def random_f32(f: FloatFormat | None = None, chunks: int = 16, size: int = 1 << 20) -> Iterator[np.ndarray]:
-    """chunks * size f32 values in pieces: any bits, or where `f` is given any mantissa at exponents in and around its range."""
+    """chunks * size f32 values in pieces: any bits, or where `f` is given any mantissa at exponents in and
+    around its range."""
     rng = np.random.default_rng(20)
     for _ in range(chunks):
         bits = rng.integers(0, 1 << 32, size, np.uint32)
         if f is not None:
-            smallest, largest = np.frexp(f.magnitudes[[1, -2]])[1] + 126                # exponent fields in f32
-            exponent = rng.integers(max(smallest - 2, 0), min(largest + 2, 254), size, np.uint32, endpoint=True)
+            smallest, largest = np.frexp(f.magnitudes[[1, -2]])[1] + 126  # exponent fields in f32
+            exponent = rng.integers(
+                max(smallest - 2, 0), min(largest + 2, 254), size, np.uint32, endpoint=True
+            )
             bits = bits & np.uint32(0x807FFFFF) | exponent << np.uint32(23)
         yield bits.view(np.float32)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ... import reference
-from ...arrays import Array
+from ...arrays import Array, is_array
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, Written
 from ...formats import FORMATS, INPUT_DTYPES, float32
@@ -55,7 +55,7 @@ class _Result(Description):
         super().__init__(Written("out", (1,), float32))
 
     def arrays_of(self, out: Any) -> tuple[Array]:
-        if not hasattr(out, "reshape"):                     # no array, as the checks after this will say
+        if not is_array(out):                               # the checks after this will say so
             return (out,)
         if out.size != 1:
             raise ValueError(f"out: expected one element, got shape {out.shape}")

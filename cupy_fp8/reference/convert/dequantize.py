@@ -17,7 +17,7 @@ def dequantize(q: Scaled | Quantized, *, dtype: Any = np.float32) -> np.ndarray:
     s = q if isinstance(q, Scaled) else q.columnwise if q.rowwise is None else q.rowwise
     assert s is not None
     data = transpose(s.data) if s.transposed else s.data
-    scale_inv = s.scale_inv[0] if s.block is None else element_scales(s)
+    scale_inv = s.scale_inv.reshape(-1)[0] if s.block is None else element_scales(s)
     return numerics.narrow(numerics.mul(numerics.widen(data), scale_inv), np.dtype(dtype))
 
 

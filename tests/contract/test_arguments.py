@@ -1,0 +1,98 @@
+"""Every argument of every op, wrong in every way: refused by its name before anything is written, or taken
+for what it is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from declared import DTYPES_OF_CASES, Example
+from perturbed import (
+    DTYPES,
+    Tensor,
+    given,
+    layouts,
+    named,
+    outcome,
+    parameters,
+    refused,
+    right_or_refused,
+    shapes,
+    with_array,
+)
+from places import every_example
+
+from cupy_fp8.kernels import Variant
+
+
+@pytest.fixture
+def never_launched() -> Iterator[None]:
+    with mock.patch.object(Variant, "launch"):
+        yield
+
+
+def is_optional(example: Example, a: Any) -> bool:
+    """Whether an array is an argument of its own, which may be left out or be given as a number."""
+    return any(a is value for value in (*example.args[1:], *example.kwargs.values()))
+
+
+@every_example
+def test_not_an_array(example, place, never_launched):
+    example = example.on(place.run)
+    for name, a in given(example).items():
+        values = np.zeros(a.shape, np.float32).tolist()
+        for wrong in (None, values, "x", memoryview(b"x"), {}, object(), Tensor(), True, 1j):
+            pattern = named(name, name.rpartition(".")[0])
+            if not is_optional(example, a) or (wrong is not None and wrong is not values):
+                refused(with_array(example, a, wrong), pattern)
+
+
+@every_example
+def test_wrong_dtype(example, place, never_launched):
+    """Refused by name; but for dtypes that cases have, and those of which an op moves the bytes into such a
+    result."""
+    example = example.on(place.run)
+    for name, a in given(example).items():
+        of_cases = DTYPES_OF_CASES.get((example.op.name, name), {a.dtype})
+        for dtype in DTYPES:
+            if dtype == a.dtype or (dtype.hasobject and place.devices):
+                continue
+            message = outcome(with_array(example, a, place.array(np.zeros(a.shape, dtype))))
+            if message is None:
+                assert dtype in of_cases, (name, dtype)
+            elif not message.startswith(f"TypeError: {name}: expected"):
+                assert re.search(named(*parameters(example)), message), (name, dtype, message)
+                assert dtype in of_cases or f"expected dtype {dtype}," in message, (name, dtype, message)
+
+
+@every_example
+def test_wrong_shape(example, place):
+    """Refused by the name of an argument or of the result, or a call that is as right as the first one."""
+    example = example.on(place.run)
+    for a in given(example).values():
+        for shape in shapes(a.shape):
+            wrong = with_array(example, a, place.array(np.zeros(shape, a.dtype)))
+            right_or_refused(wrong, named(*parameters(example)))
+
+
+@every_example
+def test_other_layouts(example, place):
+    """Arrays that lie another way are copied, read as they lie, or refused by name; those that are written
+    are refused."""
+    original = example
+    for name, a in given(example).items():
+        for how, changed in layouts(a):
+            example = original.on(place.run)
+            other = with_array(example, given(example)[name], place.array(changed))
+            whole = name in {found.name for found in example.declared if found.written}
+            must_fail = whole if how != "misaligned" else bool(place.devices)
+            if how == "read-only" and place.devices:
+                continue
+            assert not right_or_refused(other, named(name, name.rpartition(".")[0])) or not must_fail, (
+                name,
+                how,
+            )

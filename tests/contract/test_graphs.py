@@ -1,0 +1,139 @@
+"""Every op captured into a CUDA graph once, and replayed after its inputs have changed; and what cannot be
+captured."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from declared import Example
+from perturbed import (
+    anew,
+    change_contents,
+    compare,
+    given,
+    layouts,
+    named,
+    on_host,
+    outcome,
+    poison,
+    with_array,
+)
+from places import Place, every_example, every_noop, every_result
+
+import cupy_fp8 as fp8
+from cupy_fp8.kernels import errors
+
+
+def captured(device: Place, call: Callable[[], Any]) -> Any:
+    """The graph of a call, on the current stream; and what the call returned."""
+    stream = device.cupy.cuda.get_current_stream()
+    stream.begin_capture()
+    try:
+        found = call()
+    finally:
+        graph = stream.end_capture()
+    return graph, found
+
+
+@pytest.fixture
+def stream(device):
+    """A stream that is current and can be captured."""
+    device.cupy.cuda.get_current_stream().synchronize()
+    with device.cupy.cuda.Stream(non_blocking=True) as stream:
+        yield stream
+
+
+@every_example
+def test_replay(example, device, stream):
+    """Twice each time: the second replay finds what the first one left behind."""
+    example = example.on(device.run)
+    example.call()
+    graph, _ = captured(device, example.call)
+    for _ in range(2):
+        change_contents(example, device)
+        for _ in range(2):
+            args, kwargs = on_host(example)
+            poison(example)
+            graph.launch(stream)
+            stream.synchronize()
+            compare(example, args, kwargs)
+
+
+@every_noop
+def test_replay_looks_at_noop(example, device, stream):
+    example = example.on(device.run)
+    example.call()
+    graph, _ = captured(device, example.call)
+    for value in (1.0, 0.0, 1.0):
+        example.kwargs["noop"].fill(value)
+        poison(example)
+        before, (args, kwargs) = [a.get().tobytes() for a in written(example)], on_host(example)
+        graph.launch(stream)
+        stream.synchronize()
+        if value == 1:
+            assert [a.get().tobytes() for a in written(example)] == before
+        else:
+            compare(example, args, kwargs)
+
+
+def written(example: Example) -> list[Any]:
+    """The bytes that the call writes."""
+    return [a.view(np.uint8) if a.ndim else a.reshape(1).view(np.uint8)
+            for name, a in example.named().items() if name in example.written]
+
+
+@every_result
+def test_without_out(example, device, stream):
+    """Nothing may be allocated during a capture; afterwards the call is as right as ever."""
+    example = example.on(device.run)
+    for _ in range(2):                                  # the second time the call is known
+        with pytest.raises(ValueError, match=r"^out: needed while a CUDA graph is captured, since"):
+            captured(device, lambda: anew(example))
+        args, kwargs = on_host(example)
+        compare(example.with_tree((example.args, example.kwargs, anew(example))), args, kwargs)
+
+
+@every_example
+def test_the_first_call(example, device, stream, monkeypatch):
+    """Captured as it is, or refused because memory would have to be made that lives as long as the result."""
+    monkeypatch.setattr(errors, "_words", {})
+    example = example.on(device.run)
+    graph, message = captured(device, lambda: outcome(example))
+    if message is None:
+        args, kwargs = on_host(example)
+        poison(example)
+        graph.launch(stream)
+        stream.synchronize()
+        compare(example, args, kwargs)
+    else:
+        assert message.startswith("ValueError: ")
+        assert message.endswith("call once before the capture"), message
+    args, kwargs = on_host(example)
+    example.call()
+    compare(example, args, kwargs)
+
+
+@every_example
+def test_arrays_that_would_be_copied(example, device, stream):
+    """Refused by name, or read where they are."""
+    example = example.on(device.run)
+    example.call()
+    for name, a in given(example).items():
+        for how, changed in layouts(fp8.asnumpy(a)):
+            if how not in ("misaligned", "read-only"):
+                other = with_array(example, a, device.array(changed))
+                graph, message = captured(device, lambda other=other: outcome(other))  # type: ignore[misc]
+                if message is None:
+                    args, kwargs = on_host(other)
+                    graph.launch(stream)
+                    stream.synchronize()
+                    compare(other, args, kwargs)
+                else:
+                    assert re.search(named(name, "out"), message), message
+                    assert re.search(
+                        "not C-contiguous, and a copy cannot be made|expected|call once before", message
+                    )

@@ -1,0 +1,111 @@
+"""More than 2**32 elements: both ends of huge arrays, on the CPU without the memory, and on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from far_arrays import CALLS, check, check_on_device, lazy_memory, mapped
+
+import cupy_fp8 as fp8
+from cupy_fp8 import backend, cases, hostexec, reference, testing
+from cupy_fp8.arrays import bits
+from cupy_fp8.formats import bfloat16, float8_e4m3fn
+from cupy_fp8.kernels import grid_size
+
+needs_host = pytest.mark.skipif(hostexec.available() is not None, reason=str(hostexec.available()))
+every_call = pytest.mark.parametrize("far", [pytest.param(far, id=name) for name, far in CALLS.items()])
+_MOST_BYTES = 20 << 30              # of x on a GPU: results and scales need as much again
+
+
+@pytest.fixture(autouse=True)
+def no_advice(monkeypatch):
+    """Large NumPy arrays are meant here, where a GPU would do too."""
+    monkeypatch.setattr(backend, "note_large_numpy", lambda x: None)
+
+
+@needs_host
+@pytest.mark.full
+@every_call
+def test_both_ends_equal_the_reference(far):
+    check(far)
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+@every_call
+def test_on_a_gpu(far):
+    if far.nbytes > _MOST_BYTES:
+        pytest.skip(f"x has {far.nbytes >> 30} GiB")
+    try:
+        check_on_device(far)
+    finally:
+        backend.cupy().get_default_memory_pool().free_all_blocks()
+
+
+@pytest.mark.full
+@every_call
+def test_short_arrays_on_a_device(far, device):
+    """The same comparison of arrays with little between their ends, which a stand-in can have."""
+    shape = (*far.shape[:far.axis], 2 * far.end + 128, *far.shape[far.axis + 1:])
+    if np.prod(shape) * far.dtype.itemsize > 1 << 22:
+        pytest.skip("rows are long")
+    check_on_device(replace(far, shape=shape))
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+def test_amax_wherever_the_largest_is():
+    """Around 2**31 and at both ends, in an amax that is raised and in one that is written."""
+    rows, columns = (1 << 16) + 1, (1 << 15) + 8
+    n = rows * columns
+    x = fp8.zeros((rows, columns), bfloat16, like="cupy")
+    words, largest = bits(x).reshape(-1), cases.values("normal", (1, 1), bfloat16)
+    for at in (0, 1, (1 << 31) - 1, 1 << 31, (1 << 31) + 1, n - 2, n - 1):
+        words[at] = int(bits(largest)[0, 0])
+        amax = fp8.zeros(1, np.float32, like=x)
+        fp8.quantize_tensor(x, 1.0, columnwise=True, amax=amax)
+        for found in (amax, fp8.compute_amax(x)):
+            testing.assert_bytes_equal(found, reference.compute_amax(largest))
+        words[at] = 0
+    assert not fp8.asnumpy(fp8.compute_amax(x)).any()
+
+
+@needs_host
+def test_only_the_ends_of_a_grid_run():
+    """Blocks of 2048 elements: the middle of the result keeps what it had."""
+    x, out = np.ones(10 * 2048, np.float16), np.zeros(10 * 2048, np.uint8).view(float8_e4m3fn)
+    with testing.executor("host"), hostexec.blocks_of_grid(first=2, last=3):
+        fp8.astype(x, float8_e4m3fn, out=out)
+    ran = [bool(block.any()) for block in out.view(np.uint8).reshape(10, 2048)]
+    assert ran == [True] * 2 + [False] * 5 + [True] * 3
+    with testing.executor("host"), hostexec.blocks_of_grid(first=8, last=8):
+        fp8.astype(x, float8_e4m3fn, out=out)
+    assert out.view(np.uint8).all(), "blocks of both ends run once"
+
+
+@pytest.mark.parametrize("ends", [{"first": -1, "last": 2}, {"first": 0, "last": -1}])
+def test_negative_numbers_of_blocks_are_refused(ends):
+    with (
+        pytest.raises(ValueError, match="expected numbers of blocks, 0 or more"),
+        hostexec.blocks_of_grid(**ends),
+    ):
+        pass
+
+
+@needs_host
+@pytest.mark.full
+def test_the_largest_grid_that_there_is():
+    """2**31 - 1 blocks are launched, and the last one works; one more is refused."""
+    blocks = (1 << 31) - 1
+    assert grid_size(blocks, ()) == blocks
+    x: Any = mapped(blocks * 2048, np.float16)
+    x[-2048:] = 3
+    with testing.executor("host"), lazy_memory(), hostexec.blocks_of_grid(first=0, last=1):
+        out = fp8.astype(x, float8_e4m3fn)
+        assert (out[-2048:].astype(np.float32) == 3).all()
+        assert not out[-4096:-2048].view(np.uint8).any()
+    with pytest.raises(ValueError, match=r"needs 2147483648 blocks"):
+        grid_size(blocks + 1, ())

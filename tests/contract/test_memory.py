@@ -1,0 +1,132 @@
+"""Memory of a call: what it writes overlaps nothing, nothing beside it is written, and what touches does not
+overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+from declared import Example, leaves, mapped
+from perturbed import bytes_of, compare, given, on_host, outcome, poison, refused, with_array
+from places import Place, every_example
+
+from cupy_fp8 import cases
+from cupy_fp8.arrays import Result, bits
+
+_ROOM = 256                 # bytes between arrays
+
+
+class Arena:
+    """One piece of memory on a place, from which arrays are taken, each at a multiple of its element size."""
+
+    def __init__(self, place: Place, nbytes: int) -> None:
+        self.memory = place.array(np.full(nbytes + 4 * _ROOM, 0xAA, np.uint8))
+        self.end = -bytes_of(self.memory).ctypes.data % _ROOM if not place.devices else 0
+
+    def take(self, a: Any, start: int) -> Any:
+        """A copy of an array from `start` on."""
+        found = self.memory[start:start + a.nbytes].view(a.dtype).reshape(a.shape)
+        if a.size:
+            bits(found)[...] = bits(a)
+        return found
+
+    def append(self, a: Any) -> Any:
+        """A copy of an array, behind the last one if that touches an address that it can have."""
+        start = -(-self.end // a.itemsize) * a.itemsize
+        self.end = start + a.nbytes
+        return self.take(a, start)
+
+
+def pairs(example: Example) -> Iterator[tuple[str, str]]:
+    """The names of every two arrays of which one is written."""
+    arrays = {name: a for name, a in example.named().items() if a.nbytes}
+    for name, other in product(arrays, arrays):
+        if name in example.written and name != other and (other not in example.written or name < other):
+            yield name, other
+
+
+def starts(a: Any, other_start: int, other_end: int) -> set[int]:
+    """Where `a` shares the first byte of another array, its last one, and one in between."""
+    size = a.itemsize
+    first = other_start // size * size + size - a.nbytes
+    return {first, (other_end - 1) // size * size, (first + other_end) // 2 // size * size}
+
+
+@every_example
+def test_what_is_written_overlaps_nothing(example, place):
+    example = example.on(place.run)
+    arrays = example.named()
+    for name, other in pairs(example):
+        a, b = arrays[name], arrays[other]
+        arena = Arena(place, 2 * a.nbytes + b.nbytes)
+        at = arena.end + -(-a.nbytes // _ROOM) * _ROOM
+        for start in starts(a, at, at + b.nbytes):
+            wrong = with_array(example, a, arena.take(a, start))
+            wrong = with_array(wrong, b, arena.take(b, at))
+            refused(
+                wrong,
+                r"^ValueError: [\w.\[\]]+: overlaps [\w.\[\]]+ in memory; results need memory of their own$",
+            )
+
+
+@every_example
+def test_arrays_that_touch(example, place):
+    """All arrays of a call, one after the other without a gap: accepted, and nothing beside the result is
+    written."""
+    example = example.on(place.run)
+    arena = Arena(place, sum(a.nbytes + a.itemsize for a in leaves(example.tree)))
+    start = arena.end
+    example = example.with_tree(mapped(example.tree, arena.append)).declare()
+    args, kwargs = on_host(example)
+    poison(example)
+    before = {name: bytes_of(a).tobytes() for name, a in example.named().items()}
+    example.call()
+    compare(example, args, kwargs)
+    changed = {name for name, a in example.named().items() if bytes_of(a).tobytes() != before[name]}
+    assert changed <= example.written
+    memory = bytes_of(arena.memory).reshape(-1)
+    assert (memory[:start] == 0xAA).all()
+    assert (memory[arena.end:] == 0xAA).all()
+
+
+@every_example
+def test_arrays_that_are_read_may_be_the_same(example, place):
+    """Two arguments of the same shape and dtype in the same memory."""
+    example = example.on(place.run)
+    arrays = {name: a for name, a in given(example).items() if name not in example.written}
+    for (name, a), (other, b) in product(arrays.items(), repeat=2):
+        if name < other and a.shape == b.shape and a.dtype == b.dtype:
+            shared = with_array(example, b, a[...])
+            args, kwargs = on_host(shared)
+            if (message := outcome(shared)) is None:
+                compare(shared, args, kwargs)
+            else:                                       # sizes that are not those of an order, for example
+                assert "overlaps" not in message
+
+
+@every_example
+def test_what_is_not_declared_is_not_looked_at(example):
+    """Since nobody looks at its memory. Every array that is written is declared as such."""
+    example = example.fresh()
+    declared, args_and_kwargs = {id(a) for a in example.named().values()}, on_host(example)
+    in_results = {
+        id(a)
+        for part in (*example.args, *example.kwargs.values())
+        if isinstance(part, Result)
+        for a in leaves(part)
+    }
+    for a in leaves((example.args, example.kwargs)):
+        if id(a) not in declared:
+            other = with_array(example, a, poisoned(a) if id(a) in in_results else object())
+            other.call()
+            compare(other, *args_and_kwargs)
+    written = {id(a) for name, a in example.named().items() if name in example.written}
+    assert {id(a) for a in leaves(example.out)} <= written
+
+
+def poisoned(a: np.ndarray) -> np.ndarray:
+    found = np.empty_like(a)
+    cases.poison(found)
+    return found

@@ -1,0 +1,228 @@
+"""Every wrong form of `out=`: another kind of result, a part too many or too few, and every array of it wrong
+in every way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from declared import EXAMPLES, Example
+from perturbed import (
+    DTYPES,
+    LAYOUTS,
+    Tensor,
+    compare,
+    named,
+    on_host,
+    parameters,
+    poison,
+    refused,
+    results,
+    right_or_refused,
+    shapes,
+    with_array,
+)
+from places import every_example, every_example_that, every_result
+
+import cupy_fp8 as fp8
+from cupy_fp8 import cases, testing
+from cupy_fp8.arrays import Result, address, is_array
+from cupy_fp8.cases import DIRECTIONS
+from cupy_fp8.formats import float8_e5m2, float32
+from cupy_fp8.routing import Routing
+
+#: A result of each type that ops return.
+RESULTS = {type(example.out): example for example in EXAMPLES if example.out is not None}
+OUT = named("out")
+
+
+def with_out(example: Example, out: Any) -> Example:
+    return example.with_tree((example.args, example.kwargs, out))
+
+
+@every_result
+def test_another_kind_of_result(example, place):
+    example = example.on(place.run)
+    others = [other.on(place.run).out for kind, other in RESULTS.items() if kind is not type(example.out)]
+    for wrong in (*others, [], (), [1], 1.0, "out", {}, object(), Tensor()):
+        if type(wrong) is not type(example.out):
+            refused(with_out(example, wrong), OUT)
+
+
+def other_parts(out: Any) -> Iterator[tuple[str, Any]]:
+    """Results that have a part too few, parts in another order, or other facts."""
+    if isinstance(out, tuple):
+        yield from (
+            ("longer", (*out, out[0])),
+            ("shorter", out[:1]),
+            ("list", list(out)),
+            ("turned", out[::-1]),
+        )
+        for i, part in enumerate(out):
+            if part is not None:
+                yield f"[{i}]: None", (*out[:i], None, *out[i + 1:])
+                yield from (
+                    (f"[{i}]{how}", (*out[:i], other, *out[i + 1 :])) for how, other in other_parts(part)
+                )
+    if isinstance(out, Result):
+        fields = out.__getstate__()
+        for name, value in fields.items():
+            for other in other_values(value):
+                yield from ((f".{name}={other!r}", made) for made in _result(out, {**fields, name: other}))
+            if isinstance(value, Result):
+                for how, other in other_parts(value):
+                    yield from ((f".{name}{how}", made) for made in _result(out, {**fields, name: other}))
+
+
+def other_values(value: Any) -> Iterator[Any]:
+    """In place of a field of a result."""
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int):
+        yield value + 1
+    elif isinstance(value, tuple):
+        yield from ((*value, 3), value[:-1], (*value[::-1], 1))
+    elif isinstance(value, str):
+        yield from (None, "compact" if value == "swizzled" else "swizzled")
+    elif value is not None:
+        yield None
+
+
+def _result(like: Result, fields: dict[str, Any]) -> Iterator[Result]:
+    """One that nobody has validated; but of a Routing, which calls do not validate again, only what can be
+    built."""
+    if isinstance(like, Routing):
+        with suppress(TypeError, ValueError, AttributeError):
+            yield Routing(**fields)
+        return
+    made = object.__new__(type(like))
+    made.__dict__.update(fields)
+    yield made
+
+
+@every_result
+def test_other_parts(example, place):
+    example = example.on(place.run)
+    for how, wrong in other_parts(example.out):
+        print(how)
+        refused(with_out(example, wrong), OUT)
+
+
+@every_example_that(lambda example: isinstance(example.out, fp8.Quantized))
+def test_a_part_that_was_not_asked_for(example, place):
+    example = example.on(place.run)
+    fields = example.out.__getstate__()
+    for name in parameters(example):
+        if name in fields and fields[name] is None:
+            part = example.out.rowwise or example.out.columnwise
+            refused(with_out(example, fp8.Quantized(**{**fields, name: part})), OUT)
+
+
+@every_example
+def test_not_an_array(example, place):
+    example = example.on(place.run)
+    for name, a in results(example).items():
+        for wrong in (None, [[1]], 1.0, np.float32(1), "x", memoryview(b"x"), {}, object(), Tensor()):
+            if wrong is None:
+                if a is not example.out:
+                    refused(with_array(example, a, wrong), OUT)
+            else:
+                refused(with_array(example, a, wrong), named(name))
+
+
+@every_example
+def test_wrong_dtype_and_shape(example, place):
+    example = example.on(place.run)
+    for name, a in results(example).items():
+        for dtype in DTYPES:
+            if dtype != a.dtype and not (dtype.hasobject and place.devices):
+                refused(
+                    with_array(example, a, place.array(np.zeros(a.shape, dtype))),
+                    named(name) + "expected dtype ",
+                )
+        for shape in shapes(a.shape):
+            accepted = right_or_refused(
+                with_array(example, a, place.array(np.zeros(shape, a.dtype))), named(name) + "expected "
+            )
+            assert not accepted or (a.size == np.prod(shape) == 1 and a is example.out), (name, shape)
+
+
+MESSAGES = {
+    "strided": r"expected a C-contiguous array, got strides \(.*\); make one with cupy_fp8.empty$",
+    "read-only": "the array is read-only$",
+    "misaligned": r"address 0x[0-9a-f]+ is not a multiple of (the element size )?\d$",
+}
+
+
+@every_example
+@pytest.mark.parametrize("how", LAYOUTS)
+def test_other_layouts(example, how, place):
+    example = example.on(place.run)
+    for name, a in results(example).items():
+        original = np.zeros(a.shape, a.dtype)
+        changed = LAYOUTS[how](original) if a.ndim and a.size else original
+        differs = (
+            not changed.flags.c_contiguous or not changed.flags.writeable or changed.ctypes.data % a.itemsize
+        )
+        if differs and not (how == "read-only" and place.devices):
+            print(name, how)
+            refused(
+                with_array(example, a, place.array(changed)),
+                named(name) + MESSAGES.get(how, MESSAGES["strided"]),
+            )
+
+
+@every_result
+def test_a_result_is_written_in_place(example, place):
+    """Twice: fresh, and as a call that is known. Nothing in it is another object or lies elsewhere
+    afterwards."""
+    example = example.on(place.run)
+    before = [(id(a), address(a)) for a in results(example).values()]
+    for _ in range(2):
+        args, kwargs = on_host(example)
+        poison(example)
+        result = example.call()
+        assert example.op.updates or result is example.out
+        compare(example, args, kwargs)
+        assert [(id(a), address(a)) for a in results(example).values()] == before
+
+
+@every_example
+def test_an_array_that_two_parts_share(example, place):
+    """Given as two arrays both are written, or the result is refused."""
+    example = example.on(place.run)
+    right_or_refused(with_out(example, unshared(example.out)), OUT)
+
+
+def unshared(out: Any) -> Any:
+    """The same result, whose parts share no array."""
+    if isinstance(out, tuple):
+        return tuple(map(unshared, out))
+    if isinstance(out, Result):
+        fields = {name: unshared(part) for name, part in out.__getstate__().items()}
+        made = object.__new__(type(out))
+        made.__dict__.update(fields)
+        return made
+    return fp8.empty_like(out) if is_array(out) else out
+
+
+RECIPES: list[Any] = [
+    fp8.DelayedScaling(),
+    fp8.CurrentScaling(float8_e5m2),
+    fp8.BlockScaling(),
+    fp8.MXScaling(),
+]
+
+
+@pytest.mark.parametrize("directions", DIRECTIONS[:3], ids=lambda d: "-".join(k for k, on in d.items() if on))
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+def test_results_that_recipes_make(recipe, directions, place):
+    x = place.array(cases.values("normal", (33, 140), float32))
+    scale = {"scale": 2.0} if isinstance(recipe, fp8.DelayedScaling) else {}
+    out = recipe.empty(x.shape, like=x, **directions)
+    assert recipe.quantize(x, out=out, **scale, **directions) is out
+    want = recipe.quantize(fp8.asnumpy(x), **scale, **directions)
+    testing.assert_bytes_equal(place.run.numpy(out), want)

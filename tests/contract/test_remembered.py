@@ -1,0 +1,192 @@
+"""Calls that come again: what has changed since is noticed, and nothing is kept that the caller owns."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from declared import Example, leaves, mapped
+from perturbed import (
+    DTYPES,
+    anew,
+    change_contents,
+    compare,
+    given,
+    on_host,
+    outcome,
+    poison,
+    strided,
+    turn_round,
+    turned,
+    with_array,
+)
+from places import every_example, every_result
+from tiers import where_kernels_run
+
+import cupy_fp8 as fp8
+from cupy_fp8 import testing
+from cupy_fp8.arrays import is_contiguous
+from cupy_fp8.calls import remembered
+
+
+def noticed(known: Example, changed: Example, options_are_equal: bool = False) -> None:
+    """After a call, a changed one is what it is without the first."""
+    known.call()
+    args, kwargs = on_host(known if options_are_equal else changed)
+    poison(changed)
+    after = outcome(changed)
+    if after is None:
+        compare(changed, args, kwargs)
+    remembered.forget()
+    assert outcome(changed) == after
+
+
+@every_example
+def test_other_contents(example, device):
+    """In the same memory; with a result to write into, and in calls that allocate theirs."""
+    example = example.on(device.run)
+    for _ in range(3):
+        args, kwargs = on_host(example)
+        poison(example)
+        example.call()
+        compare(example, args, kwargs)
+        change_contents(example, device)
+    for _ in range(6 if not example.op.updates else 0):
+        args, kwargs = on_host(example)
+        compare(example.with_tree((example.args, example.kwargs, anew(example))), args, kwargs)
+        change_contents(example, device)
+
+
+@every_example
+def test_other_contents_of_arrays_that_are_copied(example, device):
+    """Such as do not lie as kernels read them: a call with them is made anew."""
+    original = example
+    for name in given(original):
+        for change in (strided, turned):
+            example = original.on(device.run)
+            a = given(example)[name]
+            other = device.array(change(fp8.asnumpy(a)))
+            if name in example.written or is_contiguous(other):
+                continue
+            example = with_array(example, a, other)
+            for _ in range(4):
+                args, kwargs = on_host(example)
+                example.call()
+                compare(example, args, kwargs)
+                turn_round(other, device)
+
+
+@every_example
+def test_another_dtype_or_shape_of_the_same_memory(example, device):
+    example = example.on(device.run)
+    for a in given(example).values():
+        views = [
+            a.view(dtype)
+            for dtype in DTYPES
+            if dtype.itemsize == a.itemsize and not dtype.hasobject and dtype != a.dtype
+        ]
+        for view in (*views, a.reshape(-1), a.reshape(a.shape[::-1]), a.reshape(1, *a.shape)):
+            noticed(example, with_array(example, a, view))
+
+
+def other_values(value: Any) -> Iterator[Any]:
+    """Options that equal a given one, but are not it."""
+    if isinstance(value, tuple) and value and all(isinstance(n, int) for n in value):
+        yield from (tuple(map(float, value)), tuple(n if n != 1 else True for n in value), list(value))
+    elif isinstance(value, (bool, int, float)):
+        yield from {
+            type(other): other
+            for other in (bool(value), int(value), float(value), np.float32(value))
+            if other == value
+        }.values()
+        if value == 0:
+            yield -0.0
+    elif isinstance(value, str):
+        yield from (value + "x", "".join(value))
+
+
+@every_example
+def test_options_that_are_equal(example, device):
+    """True, 1 and 1.0 are equal and hash alike; so are 0.0 and -0.0. Not every op takes each of them."""
+    example = example.on(device.run)
+    public = inspect.signature(getattr(fp8, example.op.name, example.op.function)).parameters
+    options = {
+        name: p.default
+        for name, p in public.items()
+        if p.default is not p.empty and name not in ("out", "check")
+    }
+    options |= {name: value for name, value in example.kwargs.items() if name in public}
+    taken = list(public)[:len(example.args)]
+    for name, value in options.items():
+        for other in other_values(value) if name not in taken else ():
+            noticed(
+                example, example.with_tree((example.args, {**example.kwargs, name: other}, example.out)), True
+            )
+
+
+@every_example
+def test_numbers_in_the_place_of_arrays(example, device):
+    example = example.on(device.run)
+    for a in given(example).values():
+        if a.size == 1 and outcome(with_array(example, a, 0.5)) is None:
+            for before, after in ((0.0, -0.0), (-0.0, 0.0), (1.0, np.float32(1)), (1, 1.0), (0.5, 2)):
+                noticed(with_array(example, a, before), with_array(example, a, after))
+
+
+@every_example
+@where_kernels_run
+def test_no_array_is_kept_alive(example, run):
+    example = example.on(run)
+    for _ in range(2):
+        example.call()
+        if not example.op.updates:
+            anew(example)
+    gone = [weakref.ref(a) for a in leaves(example.tree)]
+    del example
+    gc.collect()
+    assert [a() for a in gone] == [None] * len(gone)
+
+
+@every_example
+def test_an_array_in_the_place_of_one_that_is_gone(example, device):
+    """Arrays come and go at the same addresses, as a pool gives them."""
+    cp, example = device.cupy, example.on(device.run)
+    for _ in range(3):
+        args, kwargs = on_host(example)
+        example.call()
+        compare(example, args, kwargs)
+        change_contents(example, device)
+        example = example.with_tree(mapped(example.tree, lambda a: cp.ndarray(a.shape, a.dtype, a.data)))
+        poison(example)
+
+
+@every_example
+def test_an_array_made_read_only_between_two_calls(example):
+    if problem := testing.executor_problem("host"):
+        pytest.skip(problem)
+    with testing.executor("host") as run:
+        for name in example.written & set(example.named()):
+            known = example.on(run)
+            known.call()
+            known.named()[name].flags.writeable = False
+            message = outcome(known)
+            assert message is not None
+            assert message.startswith(f"ValueError: {name}")
+            assert message.endswith(": the array is read-only")
+
+
+@every_result
+def test_results_of_two_calls_share_no_memory(example, device):
+    example = example.on(device.run)
+    calls = []
+    for _ in range(3):
+        before = on_host(example)
+        calls.append((anew(example), *before))
+        change_contents(example, device)
+    for out, args, kwargs in calls:
+        compare(example.with_tree((example.args, {**example.kwargs, "amax": None}, out)), args, kwargs)

@@ -1,0 +1,97 @@
+"""Calls of several threads at once, each with a stream of its own; and the workspaces that keep their
+launches apart."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from declared import Example
+from perturbed import change_contents, compare, on_host
+from places import Place, every_example
+
+import cupy_fp8 as fp8
+
+workspace = importlib.import_module("cupy_fp8.kernels.workspace")  # the package has a function of that name
+
+
+def work(example: Example, device: Place, seed: int) -> None:
+    """Many calls with arrays of this thread's own, on a stream of its own."""
+    with device.cupy.cuda.Stream(non_blocking=True) as stream:
+        example = example.on(device.run)
+        for _ in range(seed):
+            change_contents(example, device)
+        args, kwargs = on_host(example)
+        for _ in range(1 if example.op.updates else 20):
+            example.call()
+        stream.synchronize()
+        compare(example, args, kwargs)
+
+
+@every_example
+def test_threads_with_streams_of_their_own(example, device):
+    """A stand-in has one thread at a time."""
+    with ThreadPoolExecutor(1 if device.name == "stand-in" else 4) as threads:
+        for done in [threads.submit(work, example, device, seed) for seed in range(4)]:
+            done.result()
+
+
+def test_threads_that_share_a_stream_do_not_share_a_workspace(monkeypatch):
+    """Their launches mix: what one call's first launch leaves for its second is not to be found by
+    another's."""
+    monkeypatch.setattr(workspace, "current_stream", lambda device: 0)
+    monkeypatch.setattr(workspace, "_zeros", lambda device, words: np.zeros(words, np.uint32))
+    x: Any = SimpleNamespace(data=SimpleNamespace(device_id=0))
+
+    def words() -> Any:
+        return workspace.workspace(None, x, "a test", 8)
+
+    with ThreadPoolExecutor(1) as other:
+        theirs = other.submit(words).result()
+        assert theirs is other.submit(words).result()
+    assert words() is words()
+    assert words() is not theirs
+
+
+def test_a_workspace_lives_with_the_memory_it_serves(device):
+    """Views come and go between calls, and between capture and replay; the array that owns the memory is what
+    counts."""
+    cp = device.cupy
+    x, results = device.array(np.arange(1000, dtype=np.float32)), cp.zeros(4, np.float32)
+    with cp.cuda.Stream(non_blocking=True) as stream:
+        fp8.compute_amax(x, out=results[1:2])
+        places = [place for place in workspace._of_array if place[0] == id(results)]
+        assert [place[:2] for place in places] == [(id(results), results.data.ptr + 4)]
+        words = workspace._of_array[places[0]][1]
+        stream.begin_capture()
+        fp8.compute_amax(x, out=results[1:2])
+        graph = stream.end_capture()
+        assert workspace._of_array[places[0]][1] is words
+        results.fill(7)
+        graph.launch(stream)
+        stream.synchronize()
+    assert results.get().tolist() == [7, 999, 7, 7]
+    del results
+    assert places[0] not in workspace._of_array
+
+
+def test_workspaces_are_not_inherited_with_an_address(device):
+    """An array at the address of one that is gone gets workspaces that live as long as itself, not remembered
+    ones."""
+    cp, x = device.cupy, device.array(np.arange(1000, dtype=np.float32))
+    memory = cp.cuda.alloc(4)
+    for _ in range(2):
+        out = cp.ndarray((1,), np.float32, memory)
+        for _ in range(2):
+            assert fp8.compute_amax(x, out=out).get()[0] == 999
+        owned = [entry for entry in workspace._of_array.values() if entry[0]() is out]
+        assert len(owned) == 1
+        gone = weakref.ref(out)
+        del out, owned
+        gc.collect()
+        assert gone() is None

@@ -1,0 +1,262 @@
+"""Calls of every op, and what they declare: found by making the calls of the table of cases, so that no list
+of arguments has to be written down.
+
+`EXAMPLES` has few calls of each op that together declare everything that its cases declare. Each knows the
+memory that it reads and writes, by the names that messages use.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+
+import cupy_fp8 as fp8
+from cupy_fp8 import cases, testing
+from cupy_fp8.arrays import Result, address, is_array
+from cupy_fp8.calls import call as calls
+from cupy_fp8.calls import memory
+from cupy_fp8.calls.memory import Range
+from cupy_fp8.cases import Case, Op
+
+_SMALLEST, _LARGEST = 64, 60_000    # elements of an example's arrays
+_MOST_ARRAYS = 20                   # of an example: calls with lists of tensors can have many
+
+
+# ---- arguments as trees ----
+def leaves(tree: Any) -> Iterator[Any]:
+    """Every array that arguments or results lead to."""
+    if is_array(tree):
+        yield tree
+    elif isinstance(tree, Result):
+        yield from leaves(list(tree.__getstate__().values()))
+    elif isinstance(tree, dict):
+        yield from leaves(list(tree.values()))
+    elif isinstance(tree, (list, tuple)):
+        for part in tree:
+            yield from leaves(part)
+
+
+def mapped(tree: Any, change: Callable[[Any], Any], made: dict[int, Any] | None = None) -> Any:
+    """The same tree of other arrays. What was one array, or one result, stays one. Results are not
+    validated."""
+    made = {} if made is None else made
+    if id(tree) in made:
+        return made[id(tree)]
+    if is_array(tree):
+        found = change(tree)
+    elif isinstance(tree, Result):
+        found = object.__new__(type(tree))
+        found.__dict__.update(
+            {name: mapped(part, change, made) for name, part in tree.__getstate__().items()}
+        )
+    elif isinstance(tree, dict):
+        found = {name: mapped(part, change, made) for name, part in tree.items()}
+    elif isinstance(tree, (list, tuple)):
+        found = type(tree)([mapped(part, change, made) for part in tree])
+    else:
+        return tree
+    made[id(tree)] = found
+    return found
+
+
+def swapped(tree: Any, old: Any, new: Any) -> Any:
+    """The tree with another object in the place of an array."""
+    return mapped(tree, lambda a: new if a is old else a)
+
+
+def snapshot(*trees: Any) -> list[bytes]:
+    """The bytes of all memory that arguments lead to."""
+    return [_owner(a).tobytes() for a in leaves(trees)]
+
+
+def _owner(a: Any) -> np.ndarray:
+    on_host = getattr(a, "on_host", a)
+    if not isinstance(on_host, np.ndarray):
+        on_host = fp8.asnumpy(a)
+    while isinstance(on_host.base, np.ndarray):
+        on_host = on_host.base
+    return on_host
+
+
+# ---- examples ----
+@dataclass(frozen=True, eq=False)
+class Example:
+    """A call with a result to write into, unless the op updates its arguments.
+
+    declared : the memory of its arguments and of its result, in this call
+    quick : whether the quick tier has it
+    """
+
+    op: Op
+    case: Case
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
+    declared: tuple[Range, ...]
+    quick: bool
+
+    @property
+    def tree(self) -> tuple[Any, Any, Any]:
+        return self.args, self.kwargs, self.out
+
+    def named(self) -> dict[str, Any]:
+        """The arrays that the call declares, by name."""
+        return _named(self.tree, self.declared)
+
+    @property
+    def written(self) -> set[str]:
+        return {
+            name
+            for found in self.declared
+            if found.written
+            for name in (found.name, found.name.partition("[")[0])
+        }
+
+    def with_tree(self, tree: Any) -> Example:
+        args, kwargs, out = tree
+        return replace(self, args=args, kwargs=kwargs, out=out)
+
+    def fresh(self) -> Example:
+        """The same call of arrays of its own, with poison where the result goes."""
+        found = self.with_tree(mapped(self.tree, lambda a: _copy(a)))
+        for a in leaves(found.out):
+            cases.poison(a)
+        return found.declare()
+
+    def on(self, run: testing.Executor) -> Example:
+        """The same call of arrays on an executor."""
+        return self.with_tree(mapped(self.fresh().tree, run.array)).declare()
+
+    def declare(self) -> Example:
+        return replace(self, declared=tuple(_valid(self.call)[0]))
+
+    def call(self) -> Any:
+        out = {} if self.op.updates else {"out": self.out}
+        return self.op.function(*self.args, **self.kwargs, **out)
+
+    def __str__(self) -> str:
+        return str(self.case)
+
+
+class _Validated(Exception):
+    """Ends a call once it is known to be valid."""
+
+
+def _never(*_: Any) -> None:
+    """In place of `describe`: no call is a remembered one."""
+
+
+def _copy(a: np.ndarray) -> np.ndarray:
+    """With its strides, and writable."""
+    copied = np.empty_like(a)
+    copied[...] = a
+    return copied
+
+
+def _valid(call: Callable[[], Any]) -> tuple[list[Range], list[str]]:
+    """The memory that a call declares, and the names of what it writes; nothing where it does not take the
+    one path. The call ends before anything is written."""
+    ranges: list[Range] = []
+    written: list[str] = []
+
+    def noted(op: Any, given: Any, out: Any) -> Any:
+        declared, _, result, _ = validate(op, given, out)
+        ranges.extend(declared.ranges)
+        written.extend(one.name for one in result.arrays)
+        raise _Validated
+
+    validate = calls.validate_call
+    with (
+        mock.patch.object(calls, "validate_call", noted),
+        mock.patch.object(memory, "describe", _never),
+        suppress(_Validated),
+    ):
+        call()
+    return ranges, written
+
+
+def _named(tree: Any, declared: Iterable[Range]) -> dict[str, Any]:
+    """The arrays that are declared, by name; one of which parts are declared has the name before the
+    brackets."""
+    arrays = list(leaves(tree))
+    by_place = {(address(a), a.nbytes): a for a in arrays}
+    found = {}
+    for one in declared:
+        if (a := by_place.get((one.start, one.end - one.start))) is not None:
+            found[one.name] = a
+        elif one.start < one.end:
+            around = (a for a in arrays if address(a) <= one.start and one.end <= address(a) + a.nbytes)
+            found.update({one.name.partition("[")[0]: a for a in around})
+    return found
+
+
+def examples_of(op: Op) -> Iterator[Example]:
+    """Few contiguous cases that together declare every pair of names; then those that declare another set of
+    names, or have another option that is no number."""
+    found = list(_described(op))
+    chosen: list[_Described] = []
+    for quick in (True, False):
+        facts = [(one, one.pairs if quick else one.facts) for one in found]
+        missing = set[Any]().union(*(shown for _, shown in facts))
+        missing -= set[Any]().union(*(shown for one, shown in facts if one in chosen))
+        while missing:
+            best, shown = max(facts, key=lambda one: (len(one[1] & missing), -one[0].size))
+            missing -= shown
+            chosen.append(best)
+            yield _example(op, best.case, quick)
+
+
+class _Described(NamedTuple):
+    """A case, how many elements its arguments have, and what it would show as an example."""
+
+    case: Case
+    size: int
+    pairs: set[Any]                 # of names that it declares
+    facts: set[Any]                 # its names together, and its options
+
+
+def _described(op: Op) -> Iterator[_Described]:
+    for case in op.cases():
+        if case.layout != "contiguous" or 0 in case.shape:
+            continue
+        args, kwargs = op.inputs(case)
+        size = sum(a.size for a in leaves((args, kwargs)))
+        if not _SMALLEST <= size <= _LARGEST:
+            continue
+        ranges, written = _valid(functools.partial(op.function, *args, **kwargs))
+        for name, a in _named((args, kwargs), ranges).items():
+            DTYPES_OF_CASES.setdefault((op.name, name), set()).add(a.dtype)
+        names = {*(one.name for one in ranges), *written}
+        if len(names) <= _MOST_ARRAYS and (written or any(one.written for one in ranges)):
+            options = {
+                (name, value) for name, value in case.options.items() if isinstance(value, (str, tuple, bool))
+            }
+            yield _Described(case, size, set(product(names, names)), {frozenset(names), *options})
+
+
+def _example(op: Op, case: Case, quick: bool) -> Example:
+    args, kwargs = op.inputs(case)
+    out = None if op.updates else op.function(*args, **kwargs)
+    public = getattr(fp8, op.name, op.function)
+    if "noop" in inspect.signature(public).parameters:
+        kwargs = {**kwargs, "noop": np.zeros(1, np.float32)}
+    return Example(op, case, args, kwargs, out, (), quick).fresh()
+
+
+def takes_the_one_path(op: Op) -> bool:
+    args, kwargs = op.inputs(next(op.cases()))
+    return bool(_valid(functools.partial(op.function, *args, **kwargs))[0])
+
+
+#: By the names of an op and of an argument.
+DTYPES_OF_CASES: dict[tuple[str, str], set[np.dtype[Any]]] = {}
+#: Few calls of each op.
+EXAMPLES = [example for op in cases.OPS.values() if takes_the_one_path(op) for example in examples_of(op)]

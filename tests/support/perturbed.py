@@ -1,0 +1,228 @@
+"""Wrong arrays: one argument of a call changed at a time, and what has to become of it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from declared import Example, leaves, mapped, snapshot, swapped
+from places import Place
+
+import cupy_fp8 as fp8
+from cupy_fp8 import cases, testing
+from cupy_fp8.arrays import bits
+from cupy_fp8.formats import FORMATS
+from cupy_fp8.routing import Routing
+
+#: Of arrays that a call does not know.
+DTYPES = (*FORMATS, *(np.dtype(t) for t in ("f8", "i1", "u1", "i4", "i8", "?", "c8", "O", ">f4", ">f2")))
+
+
+class Tensor:
+    """What another library's tensor on a GPU looks like."""
+
+    dtype, shape, ndim, size, device = "float32", (2, 2), 2, 4, "cuda:0"
+    __cuda_array_interface__: dict[str, Any] = {}       # noqa: RUF012
+
+
+def outcome(example: Example) -> str | None:
+    """The message of the error that a call raises, whose memory has to stay as it was; None where it raises
+    none."""
+    before = snapshot(example.tree)
+    message = error_of(example)
+    assert message is None or snapshot(example.tree) == before, (
+        f"memory was written before the error: {message}"
+    )
+    return message
+
+
+def error_of(example: Example) -> str | None:
+    try:
+        example.call()
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def refused(example: Example, pattern: str) -> None:
+    """AssertionError unless the call raises TypeError or ValueError with this message, and writes nothing."""
+    message = outcome(example)
+    assert message is not None, f"{example}: was accepted, but expected {pattern}"
+    assert re.search(pattern, message), f"{example}: {message!r}, expected {pattern}"
+
+
+def named(*names: str) -> str:
+    """The pattern of a message about one of these arguments, or about a part of it."""
+    return rf"^(TypeError|ValueError): ({'|'.join(map(re.escape, names))})[.\w\[\]]*: "
+
+
+def parameters(example: Example) -> list[str]:
+    """What messages may name: the public function's parameters, and what is declared."""
+    public = getattr(fp8, example.op.name, example.op.function)
+    also = ["columnwise"]  # of cast_transpose, which is quantize_tensor in both directions
+    return [*inspect.signature(public).parameters, *(found.name for found in example.declared), *also]
+
+
+def right_or_refused(example: Example, pattern: str) -> bool:
+    """Whether the call was accepted. AssertionError if it was refused for another reason, or wrote other
+    bytes than the reference."""
+    args, kwargs = on_host(example)
+    message = outcome(example)
+    if message is not None:
+        assert re.search(pattern, message), f"{example}: {message!r}, expected {pattern}"
+        return False
+    compare(example, args, kwargs)
+    return True
+
+
+def on_host(example: Example) -> tuple[Any, Any]:
+    """The arguments of a call, as copies in NumPy arrays."""
+    return mapped((example.args, example.kwargs), lambda a: fp8.asnumpy(a).copy(order="K"))
+
+
+def compare(example: Example, args: Any, kwargs: Any) -> None:
+    """AssertionError unless a call wrote what the reference makes of these arguments. Both may have updated
+    some."""
+    op = example.op
+    kwargs = {name: value for name, value in kwargs.items() if name != "noop"}
+    want = cases.outputs(op.reference(*args, **kwargs), kwargs, op.updates)
+    returned = example.args[:len(op.updates)] if op.updates else example.out
+    for name, a in cases.outputs(returned, example.kwargs, op.updates).items():
+        try:
+            testing.assert_bytes_equal(a.reshape(want[name].shape) if a.size == 1 else a, want[name])
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
+
+
+def bytes_of(a: Any) -> np.ndarray:
+    """The bytes of an array wherever it is: of NumPy arrays and a stand-in's a view."""
+    on_host = getattr(a, "on_host", a)
+    on_host = on_host if isinstance(on_host, np.ndarray) else fp8.asnumpy(a)
+    return np.asarray(on_host).reshape(-1).view(np.uint8)
+
+
+def poison(example: Example) -> None:
+    for a in leaves(example.out):
+        cases.poison(a)
+
+
+# ---- the arguments of a call ----
+def given(example: Example) -> dict[str, Any]:
+    """The arrays that a call reads or updates, by name. Those of a Routing were validated when it was
+    built."""
+    built = {id(a) for part in _results(example.tree) if isinstance(part, Routing) for a in leaves(part)}
+    results = {id(a) for a in leaves(example.out)}
+    return {name: a for name, a in example.named().items() if id(a) not in built | results}
+
+
+def results(example: Example) -> dict[str, Any]:
+    """The arrays that a call writes into, by name."""
+    found = {id(a) for a in leaves(example.out)}
+    return {name: a for name, a in example.named().items() if id(a) in found}
+
+
+def _results(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    if isinstance(tree, (list, tuple)):
+        for part in tree:
+            yield from _results(part)
+    else:
+        yield tree
+
+
+def with_array(example: Example, old: Any, new: Any) -> Example:
+    """The call with something else in the place of an array."""
+    return example.with_tree(swapped(example.tree, old, new))
+
+
+# ---- arrays that lie another way ----
+def strided(a: np.ndarray) -> np.ndarray:
+    """Every second element of memory along the last axis."""
+    wide = np.zeros((*a.shape[:-1], 2 * a.shape[-1]), a.dtype) if a.ndim else np.zeros(2, a.dtype)
+    view = wide[..., ::2] if a.ndim else wide[0]
+    view[...] = a
+    return view
+
+
+def turned(a: np.ndarray) -> np.ndarray:
+    """The first axis is the fastest in memory."""
+    return np.asfortranarray(a)
+
+
+def backwards(a: np.ndarray) -> np.ndarray:
+    """The last element comes first in memory."""
+    return np.ascontiguousarray(a[::-1])[::-1]
+
+
+def misaligned(a: np.ndarray) -> np.ndarray:
+    """At an address that is no multiple of the element size."""
+    return at_address(np.empty(a.nbytes + 64, np.uint8), 1 if a.itemsize > 1 else 0, a)
+
+
+def read_only(a: np.ndarray) -> np.ndarray:
+    copied = a.copy()
+    copied.flags.writeable = False
+    return copied
+
+
+def at_address(buffer: np.ndarray, start: int, a: np.ndarray) -> np.ndarray:
+    """A copy of `a` in a buffer of bytes, from `start` past a multiple of 32 on."""
+    start += -buffer.ctypes.data % 32
+    view = buffer[start:start + a.nbytes].view(a.dtype).reshape(a.shape)
+    bits(view)[...] = bits(a)
+    return view
+
+
+LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "strided": strided,
+    "turned": turned,
+    "backwards": backwards,
+    "misaligned": misaligned,
+    "read-only": read_only,
+}
+
+
+def layouts(a: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """The same elements, lying another way in memory."""
+    for how, change in LAYOUTS.items():
+        if (how == "misaligned" and not a.nbytes > a.size) or (how == "backwards" and not a.ndim):
+            continue
+        changed = change(a)
+        if how in ("misaligned", "read-only") or not changed.flags.c_contiguous:
+            yield how, changed
+
+
+def shapes(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Other shapes: an axis more or less, an extent more or less, and nothing along an axis."""
+    yield (1, *shape)
+    yield (*shape, 2)
+    for axis, extent in enumerate(shape):
+        rest = shape[:axis], shape[axis + 1:]
+        for other in {extent + 1, max(extent - 1, 0), 0} - {extent}:
+            yield (*rest[0], other, *rest[1])
+        yield (*rest[0], *rest[1])
+
+
+# ---- calls that come again ----
+def change_contents(example: Example, place: Place) -> None:
+    """Put the elements of every array that is only read into another order, in place. Sizes of groups keep
+    their sum; a Routing stays as it is, since its parts belong together."""
+    for name, a in given(example).items():
+        if name not in example.written and name != "noop":
+            turn_round(a, place)
+
+
+def turn_round(a: Any, place: Place) -> None:
+    """Put the elements of an array into the opposite order, in place."""
+    other = np.ascontiguousarray(fp8.asnumpy(a).reshape(-1)[::-1].reshape(a.shape))
+    bits(a)[...] = bits(place.run.array(other))
+
+
+def anew(example: Example) -> Any:
+    """The same call without a result to write into."""
+    options = {name: value for name, value in example.kwargs.items() if name != "noop"}
+    return example.op.function(*example.args, **options)

@@ -1,0 +1,74 @@
+"""Where the calls of contract tests have their arrays: NumPy and the reference, CuPy and a GPU, or a stand-in
+for both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import stand_in
+from declared import EXAMPLES, Example
+from tiers import quick_if
+
+from cupy_fp8 import backend, device_errors, testing
+from cupy_fp8.arrays import bits
+
+#: Every place that arrays can be at, and those on devices.
+DEVICES = ["stand-in", pytest.param("cuda", marks=pytest.mark.gpu)]
+EVERYWHERE = ["numpy", *DEVICES]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A kind of array. devices: the numbers of those that there are, the current one first; none of NumPy."""
+
+    name: str
+    run: testing.Executor
+    cupy: Any
+    devices: tuple[int, ...]
+
+    def array(self, a: np.ndarray, device: int | None = None) -> Any:
+        """A copy there, which lies in memory as `a` does."""
+        if not self.devices:
+            return a
+        cp = self.cupy
+        steps = [(n - 1) * stride for n, stride in zip(a.shape, a.strides, strict=True)] if a.size else []
+        before, after = -sum(step for step in steps if step < 0), sum(step for step in steps if step > 0)
+        lead = a.ctypes.data % a.itemsize + before
+        with cp.cuda.Device(self.devices[0] if device is None else device):
+            made = cp.ndarray(a.shape, a.dtype, cp.cuda.alloc(lead + after + a.itemsize) + lead, a.strides)
+            if a.size:
+                bits(made)[...] = cp.asarray(bits(np.ascontiguousarray(a)))
+        return made
+
+
+@contextmanager
+def place(name: str) -> Iterator[Place]:
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "numpy":
+            yield Place(name, testing.Executor("reference"), None, ())
+            return
+        if name == "stand-in":
+            if problem := testing.executor_problem("host"):
+                pytest.skip(problem)
+            cp, devices = stand_in.install(patch), list(stand_in.DEVICES)
+        else:
+            cp = backend.cupy()
+            devices = list(range(cp.cuda.runtime.getDeviceCount()))
+        with testing.executor("cuda") as run:
+            device_errors(clear=True)
+            yield Place(name, run, cp, tuple(devices))
+
+
+def every_example_that(wanted: Callable[[Example], bool]) -> pytest.MarkDecorator:
+    chosen = quick_if(lambda example: example.quick, filter(wanted, EXAMPLES))
+    return pytest.mark.parametrize("example", chosen, ids=str)
+
+
+every_example = every_example_that(lambda example: True)
+every_result = every_example_that(lambda example: not example.op.updates)
+every_noop = every_example_that(lambda example: "noop" in example.kwargs)

@@ -1,0 +1,259 @@
+"""A module that stands for CuPy where there is none: arrays lie in the CPU's memory, and kernels run on the
+CPU.
+
+Calls take the way of a GPU: results are views of one allocation, workspaces belong to arrays or streams,
+devices are compared, and a capture records launches, which its graph runs again with the same parameters. An
+allocation during a capture is an error. Streams run in order, so nothing here shows a missing
+synchronisation.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import sys
+import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupy_fp8 import backend
+from cupy_fp8.kernels import Launch, Variant, errors, kernel
+from cupy_fp8.ops.quantize import single_read, tensor_current
+
+#: Device numbers that no machine has, since some facts of devices are cached.
+DEVICES = (40, 41)
+_ALIGNMENT, _POISON = 512, 0xAA
+_workspaces = sys.modules["cupy_fp8.kernels.workspace"]
+
+
+class _State:
+    """What is current, and what the captured stream has recorded; None: no stream is captured."""
+
+    def __init__(self) -> None:
+        self.device = DEVICES[0]
+        self.streams: list[Stream] = []
+        self.recorded: list[Callable[[], Any]] | None = None
+
+
+_state = _State()
+
+
+class MemoryPointer:
+    """An address in a buffer of bytes."""
+
+    def __init__(self, buffer: np.ndarray, device_id: int, start: int = 0) -> None:
+        self.buffer, self.device_id, self.start = buffer, device_id, start
+        self.ptr = buffer.ctypes.data + start
+
+    def __add__(self, more: int) -> MemoryPointer:
+        return MemoryPointer(self.buffer, self.device_id, self.start + more)
+
+    def copy_from_host_async(self, source: int, nbytes: int, stream: Any = None) -> None:
+        ctypes.memmove(self.ptr, source, nbytes)
+
+
+def alloc(nbytes: int) -> MemoryPointer:
+    """Poisoned memory on the current device."""
+    if _state.recorded is not None:
+        raise AssertionError("memory was allocated while a graph is captured")
+    buffer = np.full(nbytes + 2 * _ALIGNMENT, _POISON, np.uint8)
+    return MemoryPointer(buffer, _state.device, -buffer.ctypes.data % _ALIGNMENT)
+
+
+class ndarray:
+    """As much of CuPy's class as calls and tests need."""
+
+    __module__ = "cupy"
+
+    def __init__(
+        self, shape: Any, dtype: Any = float, memptr: MemoryPointer | None = None, strides: Any = None
+    ) -> None:
+        dtype, shape = np.dtype(dtype), (shape,) if isinstance(shape, int) else tuple(shape)
+        at = alloc(int(np.prod(shape)) * dtype.itemsize) if memptr is None else memptr
+        self._set(np.ndarray(shape, dtype, at.buffer, at.start, strides), at.buffer, at.device_id, None)
+
+    def _set(self, a: np.ndarray, buffer: np.ndarray, device_id: int, base: ndarray | None) -> None:
+        self.on_host, self.base = a, base
+        self.data = MemoryPointer(buffer, device_id, a.ctypes.data - buffer.ctypes.data)
+        self._c_contiguous = a.flags.c_contiguous
+
+    def _view(self, a: np.ndarray) -> ndarray:
+        made = ndarray.__new__(ndarray)
+        made._set(a, self.data.buffer, self.data.device_id, self if self.base is None else self.base)
+        return made
+
+    shape, dtype, strides, size, nbytes, itemsize, ndim, flags = (
+        property(attrgetter(f"on_host.{name}"))
+        for name in ("shape", "dtype", "strides", "size", "nbytes", "itemsize", "ndim", "flags"))
+    T = property(lambda self: self._view(self.on_host.T))
+    __cuda_array_interface__ = property(lambda self: {"data": (self.data.ptr, False)})
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("Implicit conversion to a NumPy array is not allowed.")
+
+    def __len__(self) -> int:
+        return len(self.on_host)
+
+    def __int__(self) -> int:
+        return int(self.on_host.reshape(()))
+
+    def __float__(self) -> float:
+        return float(self.on_host.reshape(()))
+
+    def __getitem__(self, key: Any) -> ndarray:
+        return self._view(
+            self.on_host[(*key, ...)]
+            if isinstance(key, tuple) and ... not in key
+            else self.on_host[key, ...]
+            if isinstance(key, int)
+            else self.on_host[key]
+        )
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.on_host[key] = getattr(value, "on_host", value)
+
+    def view(self, dtype: Any) -> ndarray:
+        return self._view(self.on_host.view(dtype))
+
+    def reshape(self, *shape: Any) -> ndarray:
+        return self._view(self.on_host.reshape(*shape))
+
+    def swapaxes(self, first: int, second: int) -> ndarray:
+        return self._view(self.on_host.swapaxes(first, second))
+
+    def fill(self, value: Any) -> None:
+        self.on_host.fill(value)
+
+    def get(self) -> np.ndarray:
+        return self.on_host.copy()
+
+    def set(self, a: np.ndarray) -> None:
+        self.on_host[...] = a
+
+
+def asarray(a: Any) -> ndarray:
+    return a if isinstance(a, ndarray) else _placed(np.asarray(a))
+
+
+def _placed(a: np.ndarray) -> ndarray:
+    made = ndarray(a.shape, a.dtype)
+    made.on_host[...] = a
+    return made
+
+
+def ascontiguousarray(a: ndarray) -> ndarray:
+    return a if a._c_contiguous else _placed(np.ascontiguousarray(a.on_host))
+
+
+def zeros(shape: Any, dtype: Any) -> ndarray:
+    made = ndarray(shape, dtype)
+    made.on_host[...] = 0
+    return made
+
+
+class Device(AbstractContextManager["Device"]):
+    compute_capability = "90"
+
+    def __init__(self, device: int) -> None:
+        self.id = device
+
+    def __enter__(self) -> Device:
+        self._before, _state.device = _state.device, self.id
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _state.device = self._before
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Stream(AbstractContextManager["Stream"]):
+    _numbers = itertools.count(1)
+
+    def __init__(self, non_blocking: bool = False) -> None:
+        self.ptr = next(self._numbers)
+
+    def __enter__(self) -> Stream:
+        _state.streams.append(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _state.streams.pop()
+
+    def synchronize(self) -> None:
+        pass
+
+    def begin_capture(self) -> None:
+        _state.recorded = []
+
+    def end_capture(self) -> Graph:
+        recorded, _state.recorded = _state.recorded, None
+        assert recorded is not None
+        return Graph(recorded)
+
+
+class Graph:
+    def __init__(self, launches: list[Callable[[], Any]]) -> None:
+        self._launches = launches
+
+    def launch(self, stream: Stream | None = None) -> None:
+        for launch in self._launches:
+            launch()
+
+
+def _module() -> Any:
+    module: Any = types.ModuleType("cupy")
+    default = Stream()
+    properties = {"multiProcessorCount": 132, "sharedMemPerBlockOptin": 227 << 10}
+    runtime = types.SimpleNamespace(
+        getDevice=lambda: _state.device,
+        getDeviceCount=lambda: len(DEVICES),
+        free=lambda at: None,
+        streamIsCapturing=lambda stream: _state.recorded is not None,
+        getDeviceProperties=lambda device: properties,
+        deviceSynchronize=lambda: None,
+    )
+    module.cuda = types.SimpleNamespace(
+        runtime=runtime, alloc=alloc, Device=Device, Stream=Stream,
+        get_current_stream=lambda: _state.streams[-1] if _state.streams else default)
+    vars(module).update(ndarray=ndarray, asarray=asarray, ascontiguousarray=ascontiguousarray, zeros=zeros)
+    return module
+
+
+def install(patch: pytest.MonkeyPatch) -> Any:
+    """The module, as what the package takes for CuPy while `patch` lasts."""
+    module, launch = _module(), Variant.launch
+    _state.__init__()                                       # type: ignore[misc]
+
+    def on_cpu(self: Variant, x: Any, grid: int, *values: Any, shared: int | None = None) -> None:
+        if isinstance(x, Launch):
+            values, shared = tuple(x.values), x.shared
+        elif shared is None:
+            shared = self.shared
+        if (x.device < 0) if isinstance(x, Launch) else isinstance(x, np.ndarray):
+            return launch(self, x, grid, *([] if isinstance(x, Launch) else values), shared=shared)
+        packed = self.kernel.params.pack(*values)
+        function, grids, blocks = self._host_function(), (grid,), (self.block,)
+
+        def run() -> None:
+            function(grids, blocks, packed, shared_mem=shared, resident=self.cooperative)
+
+        if _state.recorded is None:
+            return run()
+        return _state.recorded.append(run)
+
+    patch.setitem(sys.modules, "cupy", module)
+    for owner, name, value in (
+            (backend, "cupy", lambda: module), (backend, "gpu_problem", lambda: None),
+            (backend, "check_device", lambda device: None), (kernel, "_cuda", lambda: module.cuda),
+            (Variant, "launch", on_cpu), (errors, "_words", {}), (_workspaces, "_of_array", {}),
+            (_workspaces, "_of_stream", {}), (single_read, "_gpu", lambda device: single_read._CPU),
+            (tensor_current, "_gpu", lambda device: tensor_current._CPU)):
+        patch.setattr(owner, name, value)
+    return module
