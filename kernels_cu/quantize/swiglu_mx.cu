@@ -2,14 +2,15 @@
 // swiglu_tensor.cu.
 //
 // PLAIN 2: row-wise blocks alone. OPTIONS 1: in any direction.
+#include "swiglu/swiglu.cuh"
 #include "numerics/e8m0.cuh"
 #include "swiglu/swiglu_blocks.cuh"
 
 #ifdef ENTRY_swiglu_mx
 struct SwigluMxParams {
-    Gate gate;
-    u8 *data, *slow_data;        // row-wise and column-wise; or null
-    ScaleTarget fast, slow;
+    SwigluCall call;
+    u8 *data, *column_data;        // row-wise and column-wise; or null
+    ScaleTarget row_scales, column_scales;
     ScaleRule rule;
     u32 tiles;                   // of a block, one below the other (PLAIN)
 };
@@ -17,22 +18,22 @@ struct SwigluMxParams {
 // The bytes of scales, behind a __syncthreads(). A word per thread: four blocks of a row; four blocks of a column (swizzled), or a block of
 // four columns.
 __device__ __forceinline__ void store_scales(const SwigluMxParams& p, const TilePosition& at, const u8* of_rows, const u8* of_columns) {
-    const Gate& g = p.gate;
-    const i64 row_blocks = (g.columns + kRun - 1) / kRun, column_blocks = (g.rows + kRun - 1) / kRun;
+    const SwigluCall& call = p.call;
+    const i64 row_blocks = (call.columns + kRun - 1) / kRun, column_blocks = (call.rows + kRun - 1) / kRun;
     const int word = thread_again(), swizzled_line = word % 4 * 32 + word / 4 % 32;
     if (p.data && word < Tile::kRows) {
-        const int line = p.fast.swizzled() ? swizzled_line : word;
-        p.fast.store_blocks(0, at.row + line, at.column / kRun, reinterpret_cast<const u32*>(of_rows)[line], g.rows, row_blocks);
+        const int line = p.row_scales.swizzled() ? swizzled_line : word;
+        p.row_scales.store_blocks(0, at.row + line, at.column / kRun, reinterpret_cast<const u32*>(of_rows)[line], call.rows, row_blocks);
     }
-    if (p.slow_data && word < Tile::kColumns) {
-        if (p.slow.swizzled()) {
+    if (p.column_data && word < Tile::kColumns) {
+        if (p.column_scales.swizzled()) {
             u32 blocks = 0;
 #pragma unroll
             for (int b = 0; b < kRuns; b++) blocks |= (u32)of_columns[b * Tile::kColumns + swizzled_line] << 8 * b;
-            p.slow.store_blocks(0, at.column + swizzled_line, at.row / kRun, blocks, g.columns, column_blocks);
+            p.column_scales.store_blocks(0, at.column + swizzled_line, at.row / kRun, blocks, call.columns, column_blocks);
         } else {
             const int b = word / 32, c = word % 32 * 4;
-            p.slow.store_lines(0, at.column + c, at.row / kRun + b, reinterpret_cast<const u32*>(of_columns)[word], g.columns,
+            p.column_scales.store_lines(0, at.column + c, at.row / kRun + b, reinterpret_cast<const u32*>(of_columns)[word], call.columns,
                                column_blocks);
         }
     }
@@ -42,39 +43,39 @@ __device__ __forceinline__ void store_scales(const SwigluMxParams& p, const Tile
 // The same of a tile of one part, whose columns end at `end`. What is after the last part is padding.
 __device__ __forceinline__ void store_part_scales(const SwigluMxParams& p, const TilePosition& at, i64 end, const u8* of_rows,
                                                   const u8* of_columns) {
-    const Gate& g = p.gate;
-    const bool last = end == g.columns && at.column < end && at.column + Tile::kColumns >= end;
+    const SwigluCall& call = p.call;
+    const bool last = end == call.columns && at.column < end && at.column + Tile::kColumns >= end;
     if (BACKWARD ? at.column % Tile::kColumns == 0 && (last || at.column + Tile::kColumns <= end) : true) {
         store_scales(p, at, of_rows, of_columns);
         return;
     }
-    const i64 all = (g.columns + kRun - 1) / kRun, column_blocks = (g.rows + kRun - 1) / kRun;
+    const i64 all = (call.columns + kRun - 1) / kRun, column_blocks = (call.rows + kRun - 1) / kRun;
     const int word = thread_again(), swizzled_line = word % 4 * 32 + word / 4 % 32;
     if (p.data && word < Tile::kRows) {
         const i64 block = at.column / kRun, blocks = (end + kRun - 1) / kRun;
-        const int line = p.fast.swizzled() ? swizzled_line : word;
+        const int line = p.row_scales.swizzled() ? swizzled_line : word;
         const u32 four = reinterpret_cast<const u32*>(of_rows)[line];
-        if (!p.fast.swizzled()) {
-            p.fast.store_blocks(0, at.row + line, block, four, g.rows, blocks);
+        if (!p.row_scales.swizzled()) {
+            p.row_scales.store_blocks(0, at.row + line, block, four, call.rows, blocks);
         } else {
             const i64 stored = last ? swizzle_tiles(all) * kSwizzleBlocks : blocks;
 #pragma unroll 1
             for (i64 b = block; b < stored && (last || b < block + kRuns); b++)
-                *p.fast.at(0, at.row + line, b) = b < block + kRuns ? (u8)(four >> (int)(b - block) * 8) : 0;
+                *p.row_scales.at(0, at.row + line, b) = b < block + kRuns ? (u8)(four >> (int)(b - block) * 8) : 0;
         }
     }
-    if (p.slow_data && word < Tile::kColumns) {
-        if (p.slow.swizzled()) {
+    if (p.column_data && word < Tile::kColumns) {
+        if (p.column_scales.swizzled()) {
             u32 blocks = 0;
 #pragma unroll
             for (int b = 0; b < kRuns; b++) blocks |= (u32)of_columns[b * Tile::kColumns + swizzled_line] << 8 * b;
             const i64 stored = last ? (end + kSwizzleLines - 1) / kSwizzleLines * kSwizzleLines : end;
 #pragma unroll 1
             for (i64 line = at.column + swizzled_line; line < stored && (last || line < at.column + Tile::kColumns); line += Tile::kColumns)
-                p.slow.store_blocks(0, line, at.row / kRun, line < end ? blocks : 0, g.columns, column_blocks);
+                p.column_scales.store_blocks(0, line, at.row / kRun, line < end ? blocks : 0, call.columns, column_blocks);
         } else {
             const int b = word / 32, c = word % 32 * 4;
-            p.slow.store_lines(0, at.column + c, at.row / kRun + b, reinterpret_cast<const u32*>(of_columns)[word], end, column_blocks);
+            p.column_scales.store_lines(0, at.column + c, at.row / kRun + b, reinterpret_cast<const u32*>(of_columns)[word], end, column_blocks);
         }
     }
 }
@@ -123,19 +124,19 @@ private:
 // The runs down the columns; of_columns: a line per run.
 __device__ __forceinline__ void quantise_columns(const SwigluMxParams& p, const TilePosition& at, const i64& end, const float (&y)[4][8],
                                                  const ColumnTops& tops, u8* of_columns, u8* data, const LineStore& store, int left) {
-    const Gate& g = p.gate;
+    const SwigluCall& call = p.call;
     if (p.rule.nan_wins()) tops.write<true>(y);
     else tops.write<false>(y);
     __syncthreads();
     const int thread = thread_again(), run = ColumnTops::run(thread), column = ColumnTops::column(thread);
-    const bool exists = at.column + column < end && at.row + run * kRun < g.rows;
+    const bool exists = at.column + column < end && at.row + run * kRun < call.rows;
     of_columns[run * Tile::kColumns + column] = exists ? (u8)p.rule.byte(tops.read(run, column)) : 0;
     __syncthreads();
     const uint2 bytes = *reinterpret_cast<const uint2*>(of_columns + line_row(0) / kRun * Tile::kColumns + Tile::patch_column());
     float by[8];
 #pragma unroll
     for (int c = 0; c < 8; c++) by[c] = inverse_e8m0((c < 4 ? bytes.x : bytes.y) >> c % 4 * 8 & 0xffu);
-    store_lines(g, data, store, left, [&](int r) {
+    store_lines(call, data, store, left, [&](int r) {
         Chunk<OUT, 8> codes;
 #pragma unroll
         for (int i = 0; i < 4; i++) codes.narrow2(i, mul_rn(y[r][2 * i], by[2 * i]), mul_rn(y[r][2 * i + 1], by[2 * i + 1]));
@@ -149,35 +150,35 @@ extern "C" __global__ void __launch_bounds__(kLineThreads, kLineBlocks) swiglu_m
     extern __shared__ __align__(16) u8 shared[];
     __shared__ __align__(16) u8 of_rows[2][kParts][Tile::kRows * kRuns];         // a word per row; of two tiles, which take turns
     __shared__ __align__(16) u8 of_columns[kRuns * Tile::kColumns];              // a line per 32 rows
-    const Gate& g = p.gate;
-    if (is_set(g.noop)) return;
-    StreamPosition at(g, p.tiles);
-    Stream rows(g, at.tile(), p.tiles, shared);
+    const SwigluCall& call = p.call;
+    if (is_set(call.noop)) return;
+    StreamPosition at(call, p.tiles);
+    Stream rows(call, at.tile(), p.tiles, shared);
     const ColumnTops tops{reinterpret_cast<u32*>(shared + kStages * kStageBytes)};
     const float* weights = Stream::shared_probs() + line_row(0);
 #pragma unroll 1
-    for (bool more = at.down * (i64)Tile::kRows < g.rows; more; more = at.advance(g, p.tiles), weights += kStepRows) {
+    for (bool more = at.down * (i64)Tile::kRows < call.rows; more; more = at.advance(call, p.tiles), weights += kStepRows) {
         float y[kLines][8];
-        rows.compute(g, at, 0, weights, y);
+        rows.compute(call, at, 0, weights, y);
 #pragma unroll
         for (int part = 0; part < kParts; part++) {
             const auto& four = four_lines(y, part);
-            const i64 columns = part * apart(g), end = end_of(g, part);
+            const i64 columns = part * apart(call), end = end_of(call, part);
             const int left = rows.left_in(part, rows.left + kStepRows);
             u8* const bytes = of_rows[at.down % 2][part];
             if (p.data) {
                 const int thread = thread_again();                   // what follows from it takes no registers until here
                 const int run = thread % Tile::kColumnPatches / (kRun / 8);
                 const int row = thread / Tile::kColumnPatches * kLineRows + thread % 2 * 2 + thread / 2 % 2;         // that this lane owns
-                const MxLines lines{p, at.results(g).column + columns + run * kRun < end};
+                const MxLines lines{p, at.results(call).column + columns + run * kRun < end};
                 const float by = lines.scale(four, bytes + row * kRuns + run);
-                const LineStore store(g, at.results(g), thread);
-                store_lines(g, p.data + columns, store, left, [&](int line) { return quantised(four[line], broadcast(by, line)); });
+                const LineStore store(call, at.results(call), thread);
+                store_lines(call, p.data + columns, store, left, [&](int line) { return quantised(four[line], broadcast(by, line)); });
             }
-            const auto position = moved(at.results(g), columns);
-            if (p.slow_data) {
-                const LineStore store(g, at.results(g), thread_again());
-                quantise_columns(p, position, end, four, tops, of_columns, p.slow_data + columns, store, left);
+            const auto position = moved(at.results(call), columns);
+            if (p.column_data) {
+                const LineStore store(call, at.results(call), thread_again());
+                quantise_columns(p, position, end, four, tops, of_columns, p.column_data + columns, store, left);
             } else {
                 __syncthreads();                                     // bytes are other warps' below
             }
@@ -190,40 +191,40 @@ extern "C" __global__ void __launch_bounds__(kLineThreads, kLineBlocks) swiglu_m
 extern "C" __global__ void __launch_bounds__(kLineThreads, kLineBlocks) swiglu_mx(const __grid_constant__ SwigluMxParams p) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ __align__(16) u8 of_rows[2][kParts][Tile::kRows * kRuns];         // a word per row; of two tiles, which take turns
-    const Gate& g = p.gate;
-    if (is_set(g.noop)) return;
-    StreamPosition at(g, p.tiles);
+    const SwigluCall& call = p.call;
+    if (is_set(call.noop)) return;
+    StreamPosition at(call, p.tiles);
     const auto first = at.tile();
     const int own = owned<4>(), run = Tile::column_patch() / (kRun / 8);
-    Stream rows(g, first, p.tiles, shared);
-    LineStore store(g, first);
+    Stream rows(call, first, p.tiles, shared);
+    LineStore store(call, first);
 #if PLAIN == 1
     __shared__ __align__(16) u8 of_columns[kRuns * Tile::kColumns];              // a line per 32 rows
     const ColumnTops tops{reinterpret_cast<u32*>(shared + kStages * kStageBytes)};
 #endif
-    const int tiles = (left_of(g.rows - first.row, (int)p.tiles * Tile::kRows) + Tile::kRows - 1) / Tile::kRows;
+    const int tiles = (left_of(call.rows - first.row, (int)p.tiles * Tile::kRows) + Tile::kRows - 1) / Tile::kRows;
 #pragma unroll 1
     for (int step = 0; step < tiles * kSteps; step++) {
         u8* const bytes = of_rows[step / kSteps % 2][0];
         float y[kLines][8];
         const int row = step * kStepRows + line_row(0);        // from the block's first row on
         const float* const weights = Stream::shared_probs() + row;
-        const MxLines lines{p, at.tile().column + run * kRun < g.half()};
+        const MxLines lines{p, at.tile().column + run * kRun < call.half()};
         u8* const to = bytes + (part_of(own) * Tile::kRows + row % Tile::kRows + row_of(own) * kApart) * kRuns + run;
-        rows.compute(g, at, step % kSteps, weights, y);
+        rows.compute(call, at, step % kSteps, weights, y);
 #if PLAIN == 1
 #pragma unroll
         for (int part = 0; part < kParts; part++) {
             const auto& four = four_lines(y, part);
-            const i64 columns = part * g.half();
+            const i64 columns = part * call.half();
             const int skipped = part * (Tile::kRows * kRuns);
             if (p.data) {
                 const float by = lines.scale(four, to + skipped);
-                store_lines(g, p.data + columns, store, rows.left + kStepRows,
+                store_lines(call, p.data + columns, store, rows.left + kStepRows,
                             [&](int line) { return quantised(four[line], broadcast(by, line)); });
             }
             const auto position = moved(at.tile(), columns);
-            quantise_columns(p, position, g.columns, four, tops, of_columns, p.slow_data + columns, store, rows.left + kStepRows);
+            quantise_columns(p, position, call.columns, four, tops, of_columns, p.column_data + columns, store, rows.left + kStepRows);
             store_scales(p, position, bytes + skipped, of_columns);
         }
         at.down++;
@@ -233,15 +234,15 @@ extern "C" __global__ void __launch_bounds__(kLineThreads, kLineBlocks) swiglu_m
 #else
         const float by = lines.scale(y, weights, to);
 #endif
-        store_lines(g, p.data, store, rows.left + kStepRows, [&](int line) { return quantised(y[line], broadcast(by, line)); });
+        store_lines(call, p.data, store, rows.left + kStepRows, [&](int line) { return quantised(y[line], broadcast(by, line)); });
         if (step % kSteps == kSteps - 1) {
             __syncthreads();                                         // of_rows is other warps' below
             for (int part = 0; part < kParts; part++)
-                store_scales(p, moved(at.tile(), part * g.half()), bytes + part * (Tile::kRows * kRuns), nullptr);
+                store_scales(p, moved(at.tile(), part * call.half()), bytes + part * (Tile::kRows * kRuns), nullptr);
             at.down++;
         }
 #endif
-        store.advance(g);
+        store.advance(call);
     }
     Stream::finish();
 }
@@ -250,8 +251,8 @@ extern "C" __global__ void __launch_bounds__(kLineThreads, kLineBlocks) swiglu_m
 // The 32 rows of each run down the columns; of_columns: a line per run.
 __device__ __forceinline__ void quantise_columns(const SwigluMxParams& p, const TilePosition& at, const Place& place,
                                                  const float (&y)[8][8], u32* tops, u8* of_columns) {
-    const Gate& g = p.gate;
-    const i64 column_blocks = (g.rows + kRun - 1) / kRun;
+    const SwigluCall& call = p.call;
+    const i64 column_blocks = (call.rows + kRun - 1) / kRun;
     PatchTops top;
     if (p.rule.nan_wins()) top.find_columns<true>(y);
     else top.find_columns<false>(y);
@@ -260,7 +261,7 @@ __device__ __forceinline__ void quantise_columns(const SwigluMxParams& p, const 
 #pragma unroll
     for (int i = threadIdx.x; i < kRuns * Tile::kColumns; i += kThreads) {
         const int b = i / Tile::kColumns, c = i % Tile::kColumns;
-        const bool exists = at.column + c < g.columns && at.row / kRun + b < column_blocks;
+        const bool exists = at.column + c < call.columns && at.row / kRun + b < column_blocks;
         of_columns[i] = exists ? (u8)p.rule.byte(column_top(tops, b * (kRun / 8), kRun / 8, c)) : 0;
     }
     __syncthreads();
@@ -274,25 +275,25 @@ __device__ __forceinline__ void quantise_columns(const SwigluMxParams& p, const 
         Chunk<OUT, 8> codes;
 #pragma unroll
         for (int i = 0; i < 4; i++) codes.narrow2(i, mul_rn(y[r][2 * i], by[2 * i]), mul_rn(y[r][2 * i + 1], by[2 * i + 1]));
-        store_row(g, place, p.slow_data, r, codes);
+        store_row(call, place, p.column_data, r, codes);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) swiglu_mx(const __grid_constant__ SwigluMxParams p) {
-    const Gate& g = p.gate;
-    if (is_set(g.noop)) return;
+    const SwigluCall& call = p.call;
+    if (is_set(call.noop)) return;
     __shared__ __align__(16) u32 tops[Tile::kRowPatches * Tile::kColumns];
     __shared__ __align__(16) u8 of_columns[kRuns * Tile::kColumns];      // a line per 32 rows
     __shared__ __align__(16) u8 of_rows[Tile::kRows * kRuns];        // a word per row
-    const auto at = TilePosition::of_block<Tile, false>(blockIdx.x, g.rows, g.columns);
-    const Place place(g, at);
+    const auto at = TilePosition::of_block<Tile, false>(blockIdx.x, call.rows, call.columns);
+    const Place place(call, at);
     float y[8][8];
-    each_row(g, place, [&](int r, const float(&v)[8]) {
+    each_row(call, place, [&](int r, const float(&v)[8]) {
 #pragma unroll
         for (int c = 0; c < 8; c++) y[r][c] = v[c];
     });
     PatchTops top;
-    const i64 row_blocks = (g.columns + kRun - 1) / kRun;
+    const i64 row_blocks = (call.columns + kRun - 1) / kRun;
     if (p.data) {
         if (p.rule.nan_wins()) top.find_rows<true>(y);
         else top.find_rows<false>(y);
@@ -301,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) swiglu_mx(const 
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int row = Tile::patch_row() + PatchTops::owned() + i;
-            const bool exists = at.row + row < g.rows && at.column / kRun + run < row_blocks;
+            const bool exists = at.row + row < call.rows && at.column / kRun + run < row_blocks;
             of_rows[row * kRuns + run] = exists ? (u8)p.rule.byte(top.row[i]) : 0;
         }
         __syncwarp();
@@ -311,10 +312,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) swiglu_mx(const 
             Chunk<OUT, 8> codes;
 #pragma unroll
             for (int i = 0; i < 4; i++) codes.narrow2(i, mul_rn(y[r][2 * i], by), mul_rn(y[r][2 * i + 1], by));
-            store_row(g, place, p.data, r, codes);
+            store_row(call, place, p.data, r, codes);
         }
     }
-    if (p.slow_data) quantise_columns(p, at, place, y, tops, of_columns);
+    if (p.column_data) quantise_columns(p, at, place, y, tops, of_columns);
     else __syncthreads();                                            // of_rows is other warps' below
     store_scales(p, at, of_rows, of_columns);
 }

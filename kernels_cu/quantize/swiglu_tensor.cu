@@ -24,6 +24,7 @@
 // time.
 // Bytes moved per element of y: 2 sizeof(IN), and 1 + its part of a scale per direction. BACKWARD: of grad 3 sizeof(IN), 2 and scales;
 // PLAIN 0 reads what both da and db are made of twice, in blocks that are neighbours as far as the L2 is concerned.
+#include "swiglu/swiglu.cuh"
 #define STREAMED (PLAIN == 1 && (!BACKWARD || OPTIONS))
 #if STREAMED
 #include "swiglu/swiglu_blocks.cuh"
@@ -47,7 +48,7 @@ constexpr int kCastBlocks = !PLAIN ? kBlocks : BACKWARD ? 2 : 3;
 #endif
 
 struct SwigluCastParams {
-    Gate gate;
+    SwigluCall call;
     u8 *data, *data_t;           // or null
     const float* scale;          // one element, or null: scale_value
     float* scale_inv;            // one element
@@ -64,17 +65,17 @@ struct SwigluCastParams {
 
 extern "C" __global__ void __launch_bounds__(kCastThreads, kCastBlocks) swiglu_cast(const __grid_constant__ SwigluCastParams p) {
     extern __shared__ __align__(16) u8 shared[];
-    const Gate& g = p.gate;
-    if (is_set(g.noop)) return;
+    const SwigluCall& call = p.call;
+    if (is_set(call.noop)) return;
     const float scale = p.scale ? *p.scale : p.scale_value;
     if (!p.found && blockIdx.x == 0 && threadIdx.x == 0) write_scale_inv(scale, p.scale_inv, p.scale_inv_copy);
     u32 top = 0;
 #if STREAMED && OPTIONS
-    StreamPosition at(g, p.tiles);
-    Stream rows(g, at.tile(), p.tiles, shared);
+    StreamPosition at(call, p.tiles);
+    Stream rows(call, at.tile(), p.tiles, shared);
     const float* weights = Stream::shared_probs() + line_row(0);
 #pragma unroll 1
-    for (bool more = at.down * (i64)Tile::kRows < g.rows; more; more = at.advance(g, p.tiles), weights += kStepRows) {
+    for (bool more = at.down * (i64)Tile::kRows < call.rows; more; more = at.advance(call, p.tiles), weights += kStepRows) {
         Chunk<OUT, 8> lines[kParts][kLineRows];
 #if BACKWARD
         u32 sums[kParts][kLineRows];
@@ -82,11 +83,11 @@ extern "C" __global__ void __launch_bounds__(kCastThreads, kCastBlocks) swiglu_c
         rows.each(at, [&](int r, float(&v)[kArrays][8], const float(&sigma)[8]) {
             float y[kParts][8];
 #if BACKWARD
-            rows.gradients(g, r, weights[r * kApart], v, sigma, y, sums);
+            rows.gradients(call, r, weights[r * kApart], v, sigma, y, sums);
 #else
 #pragma unroll
             for (int i = 0; i < 8; i++) y[0][i] = mul_rn(v[0][i], v[1][i]);
-            if (g.probs) {
+            if (call.probs) {
                 const float weight = weights[r * kApart];
 #pragma unroll
                 for (int i = 0; i < 8; i++) y[0][i] = mul_rn(y[0][i], weight);
@@ -103,13 +104,13 @@ extern "C" __global__ void __launch_bounds__(kCastThreads, kCastBlocks) swiglu_c
             if (!BACKWARD && r >= rows.left) top = before;           // biases alone
         });
 #if BACKWARD
-        rows.store_sums(g, at, sums);
+        rows.store_sums(call, at, sums);
 #endif
         if (p.data) {
-            const LineStore store(g, at.results(g), thread_again());
+            const LineStore store(call, at.results(call), thread_again());
 #pragma unroll
             for (int part = 0; part < kParts; part++)
-                store_lines(g, p.data + part * apart(g), store, rows.left_in(part, rows.left), [&](int line) { return lines[part][line]; });
+                store_lines(call, p.data + part * apart(call), store, rows.left_in(part, rows.left), [&](int line) { return lines[part][line]; });
         }
         rows.left -= kStepRows;
         if (p.data_t) {
@@ -120,18 +121,18 @@ extern "C" __global__ void __launch_bounds__(kCastThreads, kCastBlocks) swiglu_c
             __syncthreads();
 #pragma unroll
             for (int part = 0; part < kParts; part++)
-                store_tile(g, moved(at.results(g), part * apart(g)), end_of(g, part), tile(part), p.data_t, p.vector);
+                store_tile(call, moved(at.results(call), part * apart(call)), end_of(call, part), tile(part), p.data_t, p.vector);
         }
     }
     Stream::finish();
 #elif STREAMED
-    StreamPosition at(g, p.tiles);
+    StreamPosition at(call, p.tiles);
     const auto first = at.tile();
-    Stream rows(g, first, p.tiles, shared);
-    LineStore store(g, first);
+    Stream rows(call, first, p.tiles, shared);
+    LineStore store(call, first);
     const Tile tile{shared + kStages * kStageBytes};
     const float* weights = Stream::shared_probs() + line_row(0);
-    const int steps = (left_of(g.rows - first.row, (int)p.tiles * Tile::kRows) + kStepRows - 1) / kStepRows;
+    const int steps = (left_of(call.rows - first.row, (int)p.tiles * Tile::kRows) + kStepRows - 1) / kStepRows;
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
         Chunk<OUT, 8> lines[kLineRows];
@@ -139,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(kCastThreads, kCastBlocks) swiglu_c
             float y[8];
 #pragma unroll
             for (int i = 0; i < 8; i++) y[i] = mul_rn(mul_rn(v[0][i], sigma[i]), v[1][i]);
-            if (g.probs) {
+            if (call.probs) {
                 const float weight = weights[r * kApart];
 #pragma unroll
                 for (int i = 0; i < 8; i++) y[i] = mul_rn(y[i], weight);
@@ -149,29 +150,29 @@ extern "C" __global__ void __launch_bounds__(kCastThreads, kCastBlocks) swiglu_c
 #pragma unroll
             for (int i = 0; i < 4; i++) lines[r].narrow2(i, mul_rn(y[2 * i], scale), mul_rn(y[2 * i + 1], scale));
         });
-        if (p.data) store_lines(g, p.data, store, rows.left, [&](int line) { return lines[line]; });
+        if (p.data) store_lines(call, p.data, store, rows.left, [&](int line) { return lines[line]; });
         rows.left -= kStepRows;
         if (p.data_t) {
             __syncthreads();                                         // all have stored the tile before
             write_four_rows(tile, line_row(0), lines);
             __syncthreads();
-            store_tile(g, at.tile(), g.columns, tile, p.data_t, p.vector);
+            store_tile(call, at.tile(), call.columns, tile, p.data_t, p.vector);
         }
         at.down++;
-        store.advance(g);
+        store.advance(call);
         weights += kStepRows;
     }
     Stream::finish();
 #elif PLAIN
-    const auto at = position(g, blockIdx.x);
-    const Place place(g, at);
-    RowStore store(g, place, p.data);
+    const auto at = position(call, blockIdx.x);
+    const Place place(call, at);
+    RowStore store(call, place, p.data);
     constexpr int kRows = 4;
-    Rows<kRows, kRowsAhead> rows(g, place);
+    Rows<kRows, kRowsAhead> rows(call, place);
 #pragma unroll 1
     for (int group = 0; group < 8 / kRows; group++) {
         Chunk<OUT, 8> lines[kParts][kRows];
-        rows.each(g, place, group, [&](int r, const float(&values)[kParts][8]) {
+        rows.each(call, place, group, [&](int r, const float(&values)[kParts][8]) {
 #pragma unroll
             for (int part = 0; part < kParts; part++) {
                 Chunk<OUT, 8>& codes = lines[part][r];
@@ -194,24 +195,24 @@ extern "C" __global__ void __launch_bounds__(kCastThreads, kCastBlocks) swiglu_c
         __syncthreads();
 #pragma unroll
         for (int part = 0; part < kParts; part++)
-            store_transposed(g, moved(at, part * g.half()), Tile{shared + part * Tile::kRows * Tile::kColumns}, p.data_t, p.vector);
+            store_transposed(call, moved(at, part * call.half()), Tile{shared + part * Tile::kRows * Tile::kColumns}, p.data_t, p.vector);
     }
 #else
-    const auto at = g.rows && g.columns ? TilePosition::of_block<Tile, false>(blockIdx.x, g.rows, g.columns) : TilePosition{};
-    const Place place(g, at);
+    const auto at = call.rows && call.columns ? TilePosition::of_block<Tile, false>(blockIdx.x, call.rows, call.columns) : TilePosition{};
+    const Place place(call, at);
     Chunk<OUT, 8> patch[8];
-    each_row(g, place, [&](int r, const float(&y)[8]) {
+    each_row(call, place, [&](int r, const float(&y)[8]) {
 #pragma unroll
         for (const float v : y) top = raised_magnitude(top, v);
 #pragma unroll
         for (int i = 0; i < 4; i++) patch[r].narrow2(i, mul_rn(y[2 * i], scale), mul_rn(y[2 * i + 1], scale));
-        if (p.data) store_row(g, place, p.data, r, patch[r]);
+        if (p.data) store_row(call, place, p.data, r, patch[r]);
     });
     if (p.data_t) {
         const Tile tile{shared};
         tile.write_patch(patch);
         __syncthreads();
-        store_transposed(g, at, tile, p.data_t, p.vector);
+        store_transposed(call, at, tile, p.data_t, p.vector);
     }
 #endif
     if (!p.amax && !p.found) return;

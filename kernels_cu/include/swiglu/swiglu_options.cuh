@@ -8,12 +8,12 @@
 // either part are neighbours, loads and stores are whole, and all that follows is the same for both orders.
 #pragma once
 
-__device__ __forceinline__ bool adjoin(const Gate& g) { return BACKWARD && g.interleaved(); }
+__device__ __forceinline__ bool adjoin(const SwigluCall& call) { return BACKWARD && call.interleaved(); }
 // Columns from the first part of a result to the second.
-__device__ __forceinline__ i64 apart(const Gate& g) { return adjoin(g) ? Tile::kColumns : g.half(); }
+__device__ __forceinline__ i64 apart(const SwigluCall& call) { return adjoin(call) ? Tile::kColumns : call.half(); }
 // The column after the last of a part.
-__device__ __forceinline__ i64 end_of(const Gate& g, int part) {
-    return BACKWARD && part == 0 && !g.interleaved() ? g.half() : g.columns;
+__device__ __forceinline__ i64 end_of(const SwigluCall& call, int part) {
+    return BACKWARD && part == 0 && !call.interleaved() ? call.half() : call.columns;
 }
 
 // The biases that the rows of a tile have, of a block's columns, of a and b, in an order in which a thread has four after four. EXPERTS 1:
@@ -44,17 +44,17 @@ public:
     }
 #endif
     // Of a tile. Call __syncthreads() before add(), and before another tile's are loaded.
-    static __device__ __forceinline__ void load(const Gate& g, const TilePosition& tile) {
+    static __device__ __forceinline__ void load(const SwigluCall& call, const TilePosition& tile) {
         const int last = threadIdx.x / kOfExpert, part = threadIdx.x / Tile::kColumns % 2, e = threadIdx.x % Tile::kColumns;
-        if (last > EXPERTS || !(EXPERTS || g.bias)) return;
-        const i64 at = tile.column + (adjoin(g) ? e : e % kHalf / 4 * 8 + e / kHalf * 4 + e % 4);
-        const IN::storage* from = g.bias;
+        if (last > EXPERTS || !(EXPERTS || call.bias)) return;
+        const i64 at = tile.column + (adjoin(call) ? e : e % kHalf / 4 * 8 + e / kHalf * 4 + e % 4);
+        const IN::storage* from = call.bias;
 #if EXPERTS
         const i64 row = tile.row + last * (Tile::kRows - 1);
-        from = tile.row < g.rows ? g.bias_of(row) : nullptr;
-        if (part + e == 0 && tile.row < g.rows) experts()[last] = load_read_only(g.experts + row);
+        from = tile.row < call.rows ? call.bias_of(row) : nullptr;
+        if (part + e == 0 && tile.row < call.rows && (!MAYBE_EXPERTS || call.experts)) experts()[last] = load_read_only(call.experts + row);
 #endif
-        const u32 bits = from && at < g.half() ? from[g.interleaved() ? 2 * at + part : part * g.half() + at] : kMinusZero;
+        const u32 bits = from && at < call.half() ? from[call.interleaved() ? 2 * at + part : part * call.half() + at] : kMinusZero;
         kept()[threadIdx.x] = (Kept::storage)keep(Kept{}, bits);
     }
     // This thread's. The address of what is shared would be found anew, slowly, wherever it is used: so it is kept.
@@ -68,8 +68,8 @@ public:
 #endif
     }
     // part: of a, or of b; last: those of the last row's expert. Rows that do not exist are no longer 0 then.
-    __device__ __forceinline__ void add(const Gate& g, int part, bool last, float (&v)[8]) const {
-        if (!EXPERTS && !g.bias) return;
+    __device__ __forceinline__ void add(const SwigluCall& call, int part, bool last, float (&v)[8]) const {
+        if (!EXPERTS && !call.bias) return;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const auto four = load(last * kOfExpert + part * Tile::kColumns + half * kHalf);
@@ -109,29 +109,29 @@ private:
 constexpr float kQuickGptOss = 51.0f;
 
 // What gpt_oss adds to b.
-__device__ __forceinline__ float one(const Gate& g) { return g.has(Gate::kGptOss) ? 1.0f : -0.0f; }
+__device__ __forceinline__ float one(const SwigluCall& call) { return call.has(SwigluCall::kGptOss) ? 1.0f : -0.0f; }
 
 #if BACKWARD
 // a and b clamped where an element is beyond the limit, which is rare. Bit i: of a; bit 8 + i: of b.
-__device__ __forceinline__ u32 clip(const Gate& g, float (&a)[8], float (&b)[8]) {
-    if (__builtin_expect(none_beyond(a, b, g.limit), 1)) return 0;
+__device__ __forceinline__ u32 clip(const SwigluCall& call, float (&a)[8], float (&b)[8]) {
+    if (__builtin_expect(none_beyond(a, b, call.limit), 1)) return 0;
     u32 clipped = 0;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        mark_above(clipped, 1u << i, a[i], g.limit), mark_above(clipped, 0x100u << i, magnitude(b[i]), g.limit);
-        a[i] = at_most(a[i], g.limit), b[i] = at_least(at_most(b[i], g.limit), g.minus_limit);
+        mark_above(clipped, 1u << i, a[i], call.limit), mark_above(clipped, 0x100u << i, magnitude(b[i]), call.limit);
+        a[i] = at_most(a[i], call.limit), b[i] = at_least(at_most(b[i], call.limit), call.minus_limit);
     }
     return clipped;
 }
 
 // da and db of eight elements, in the order of their parts. sums: of the terms of dp, over four elements and four; interleaved these are of
 // either part.
-__device__ __forceinline__ void gradients(const Gate& g, float prob, const float (&a)[8], const float (&b)[8], float (&grad)[8],
+__device__ __forceinline__ void gradients(const SwigluCall& call, float prob, const float (&a)[8], const float (&b)[8], float (&grad)[8],
                                           const float (&sigma)[8], u32 clipped, float (&values)[2][8], float (&sums)[2]) {
     float silu[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) silu[i] = mul_rn(a[i], sigma[i]);
-    if (g.sums) {
+    if (call.sums) {
         TreeSum<4> halves[2];
 #pragma unroll
         for (int i = 0; i < 8; i++) {
@@ -142,7 +142,7 @@ __device__ __forceinline__ void gradients(const Gate& g, float prob, const float
     }
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        const float rest = mul_rn(mul_rn(g.alpha, a[i]), fma_rn(sigma[i], -1.0f, 1.0f));                // u * (1 - sigma)
+        const float rest = mul_rn(mul_rn(call.alpha, a[i]), fma_rn(sigma[i], -1.0f, 1.0f));                // u * (1 - sigma)
         values[0][i] = mul_rn(mul_rn(grad[i], b[i]), mul_rn(sigma[i], add_rn(1.0f, rest)));
         values[1][i] = mul_rn(grad[i], silu[i]);
     }
@@ -151,7 +151,7 @@ __device__ __forceinline__ void gradients(const Gate& g, float prob, const float
         for (int i = 0; i < 16; i++)
             if (clipped >> i & 1) values[i / 8][i % 8] = 0.0f;
     }
-    if (!g.interleaved()) return;
+    if (!call.interleaved()) return;
     float paired[2][8];
 #pragma unroll
     for (int i = 0; i < 16; i++) paired[i / 8][i % 8] = values[i % 2][i / 2];

@@ -92,13 +92,13 @@ __device__ __forceinline__ u32 add_bits(u32 v, u32 w) { return as_bits(add_rn(as
 // The sums of kRows rows, `row` and those that many `apart`, over the columns of a tile, the tile-th across. left: how many rows there are
 // from `row` on.
 template <int kRows>
-__device__ __forceinline__ void store_sums(const Gate& g, const u32 (&sums)[kRows], i64 row, int apart, i64 tile, int left) {
+__device__ __forceinline__ void store_sums(const SwigluCall& call, const u32 (&sums)[kRows], i64 row, int apart, i64 tile, int left) {
     float total = as_float(fold(sums, add_bits));
 #pragma unroll
     for (int distance = 4; distance < Tile::kColumnPatches; distance *= 2)
         total = add_rn(total, as_float(__shfl_xor_sync(~0u, as_bits(total), distance)));
     const int r = owned<kRows>() * apart;
-    if (Tile::column_patch() < kRows && r < left) g.sums[tile * g.rows + row + r] = as_float(f32::narrow(total));
+    if (Tile::column_patch() < kRows && r < left) call.sums[tile * call.rows + row + r] = as_float(f32::narrow(total));
 }
 
 // The rows of a patch in groups of kRows, kAhead of them on their way from memory while one is computed.
@@ -107,14 +107,14 @@ __device__ __forceinline__ void store_sums(const Gate& g, const u32 (&sums)[kRow
 template <int kRows, int kAhead>
 class Rows {
 public:
-    __device__ __forceinline__ Rows(const Gate& g, const Place& place)
-        : rows_left(place.columns_left ? place.rows_left : 0), half(g.half()), a(g.x + place.row * (2 * half) + place.column) {
+    __device__ __forceinline__ Rows(const SwigluCall& call, const Place& place)
+        : rows_left(place.columns_left ? place.rows_left : 0), half(call.half()), a(call.x + place.row * (2 * half) + place.column) {
         static_assert(kRows % kAhead == 0, "a row takes the registers of the one that is kAhead above it");
 #if BACKWARD
-        grad = g.grad + place.row * half + place.column;
+        grad = call.grad + place.row * half + place.column;
 #endif
         const i64 row = place.row - Tile::patch_row() + threadIdx.x;
-        const float prob = g.probs && threadIdx.x < Tile::kRows && row < g.rows ? g.probs[row] : row < g.rows ? 1.0f : 0.0f;
+        const float prob = call.probs && threadIdx.x < Tile::kRows && row < call.rows ? call.probs[row] : row < call.rows ? 1.0f : 0.0f;
 #pragma unroll
         for (int i = 0; i < kAhead; i++) {
             raw[i] = {};
@@ -126,7 +126,7 @@ public:
     }
     // use(r, values) of the rows of a group. Groups are taken in their order.
     template <class Use>
-    __device__ __forceinline__ void each(const Gate& g, const Place& place, int group, Use use) {
+    __device__ __forceinline__ void each(const SwigluCall& call, const Place& place, int group, Use use) {
         const auto prob = Chunk<f32, kRows>::load_shared(reinterpret_cast<const u8*>(shared_probs() + Tile::patch_row() + group * kRows));
         u32 sums[kRows];
 #pragma unroll
@@ -140,14 +140,14 @@ public:
 #endif
             pin(a), pin(b);
             load(group * kRows, r + kAhead, in);             // past the patch no row exists
-            sums[r] = as_bits(activate(g.sums, as_float(prob.word[r]), a, b, grad, values));
+            sums[r] = as_bits(activate(call.sums, as_float(prob.word[r]), a, b, grad, values));
             use(r, values);
         }
         a += kRows * 2 * half;
 #if BACKWARD
         grad += kRows * half;
 #endif
-        if (BACKWARD && g.sums) store_sums(g, sums, place.row + group * kRows, 1, place.column / Tile::kColumns, rows_left - group * kRows);
+        if (BACKWARD && call.sums) store_sums(call, sums, place.row + group * kRows, 1, place.column / Tile::kColumns, rows_left - group * kRows);
     }
 
 private:

@@ -18,24 +18,24 @@ constexpr int kBlocks = sizeof(IN::storage) == 2 || !BACKWARD ? 2 : 1;
 #endif
 
 // Row r of the patch, stored as y is.
-__device__ __forceinline__ void store_row(const Gate& g, const Place& place, u8* data, int r, const Chunk<OUT, 8>& codes) {
+__device__ __forceinline__ void store_row(const SwigluCall& call, const Place& place, u8* data, int r, const Chunk<OUT, 8>& codes) {
     if (r >= place.rows_left) return;
-    u8* to = data + (place.row + r) * g.columns + place.column;
-    if (!g.has(Gate::kWide)) codes.store_partial(to, place.columns_left);
+    u8* to = data + (place.row + r) * call.columns + place.column;
+    if (!call.has(SwigluCall::kWide)) codes.store_partial(to, place.columns_left);
     else if (place.columns_left) codes.store(to);
 }
 
 // The transposed tile, behind a __syncthreads(). vector: every transposed row allows 16-byte stores.
-__device__ __forceinline__ void store_transposed(const Gate& g, const TilePosition& at, const Tile& tile, u8* data, bool vector) {
+__device__ __forceinline__ void store_transposed(const SwigluCall& call, const TilePosition& at, const Tile& tile, u8* data, bool vector) {
     if (!vector) {
-        tile.store_ragged(data + at.column * g.rows + at.row, g.rows, left_of(g.columns - at.column, Tile::kColumns),
-                          left_of(g.rows - at.row, Tile::kRows));
+        tile.store_ragged(data + at.column * call.rows + at.row, call.rows, left_of(call.columns - at.column, Tile::kColumns),
+                          left_of(call.rows - at.row, Tile::kRows));
         return;
     }
 #pragma unroll
     for (int unit = 0; unit < Tile::kUnits<16>; unit++) {
         const i64 row = at.column + Tile::column<16>(unit), column = at.row + Tile::row<16>();
-        if (row < g.columns && column < g.rows) tile.read<OUT, 16>(unit).store_whole(data + row * g.rows + column);
+        if (row < call.columns && column < call.rows) tile.read<OUT, 16>(unit).store_whole(data + row * call.rows + column);
     }
 }
 
@@ -46,9 +46,9 @@ struct RowStore {
     i64 half;
     int left;
 
-    __device__ __forceinline__ RowStore(const Gate& g, const Place& place, u8* data)
-        : to(data), half(g.half()), left(data && place.columns_left ? place.rows_left : 0) {
-        if (left) to += place.row * g.columns + place.column;
+    __device__ __forceinline__ RowStore(const SwigluCall& call, const Place& place, u8* data)
+        : to(data), half(call.half()), left(data && place.columns_left ? place.rows_left : 0) {
+        if (left) to += place.row * call.columns + place.column;
     }
     // Row r of the group that starts with row `first`.
     __device__ __forceinline__ void put(int first, int r, int part, const Chunk<OUT, 8>& codes) const {
@@ -59,8 +59,8 @@ struct RowStore {
     }
 };
 // Of a block, along rows of tiles. (In 32 bits: there are no more tiles than blocks. A division of i64 is a call, which costs registers.)
-__device__ __forceinline__ TilePosition position(const Gate& g, u32 block) {
-    const u32 across = (u32)((g.half() + Tile::kColumns - 1) / Tile::kColumns), line = across ? block / across : 0;
+__device__ __forceinline__ TilePosition position(const SwigluCall& call, u32 block) {
+    const u32 across = (u32)((call.half() + Tile::kColumns - 1) / Tile::kColumns), line = across ? block / across : 0;
     return {0, (i64)line * Tile::kRows, (i64)(block - line * across) * Tile::kColumns};
 }
 __device__ __forceinline__ TilePosition moved(const TilePosition& at, i64 columns) { return {at.matrix, at.row, at.column + columns}; }

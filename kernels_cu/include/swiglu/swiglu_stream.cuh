@@ -57,23 +57,23 @@ __device__ __forceinline__ void pin(T*& p) {
 struct StreamPosition {
     u32 down, across;
 
-    __device__ __forceinline__ StreamPosition(const Gate& g, u32 tiles) {
-        const u32 all = (u32)((g.half() + Tile::kColumns - 1) / Tile::kColumns), line = all ? blockIdx.x / all : 0;
+    __device__ __forceinline__ StreamPosition(const SwigluCall& call, u32 tiles) {
+        const u32 all = (u32)((call.half() + Tile::kColumns - 1) / Tile::kColumns), line = all ? blockIdx.x / all : 0;
         down = line * tiles, across = blockIdx.x - line * all;
     }
     __device__ __forceinline__ TilePosition tile() const { return {0, (i64)down * Tile::kRows, (i64)across * Tile::kColumns}; }
 #if OPTIONS
     // To the block's next tile, where there is one. tiles: a power of two.
-    __device__ __forceinline__ bool advance(const Gate& g, u32 tiles) {
+    __device__ __forceinline__ bool advance(const SwigluCall& call, u32 tiles) {
         down++;
 #ifndef CUPY_FP8_HOST
         asm volatile("" : "+r"(across));                             // what follows from it takes no registers all the time
 #endif
-        return down & (tiles - 1) && (i64)down * Tile::kRows < g.rows;
+        return down & (tiles - 1) && (i64)down * Tile::kRows < call.rows;
     }
     // The first of its results.
-    __device__ __forceinline__ TilePosition results(const Gate& g) const {
-        return {0, (i64)down * Tile::kRows, (i64)across * (adjoin(g) ? 2 * Tile::kColumns : Tile::kColumns)};
+    __device__ __forceinline__ TilePosition results(const SwigluCall& call) const {
+        return {0, (i64)down * Tile::kRows, (i64)across * (adjoin(call) ? 2 * Tile::kColumns : Tile::kColumns)};
     }
 #endif
 };
@@ -83,31 +83,31 @@ public:
     int left;                    // how many rows exist from this thread's next one on; none where the columns do not (gradients with OPTIONS: `absent`)
 
     // at: of the block's first tile.
-    __device__ __forceinline__ Stream(const Gate& g, const TilePosition& at, int tiles, u8* shared)
-        : half(g.half()), slots(shared + threadIdx.x * 16), stage(0)
+    __device__ __forceinline__ Stream(const SwigluCall& call, const TilePosition& at, int tiles, u8* shared)
+        : half(call.half()), slots(shared + threadIdx.x * 16), stage(0)
 #if OPTIONS
-        , gate(g)
+        , call(call)
 #endif
     {
         const i64 row = at.row + line_row(0), column = at.column + Tile::patch_column();
 #if OPTIONS
-        left = BACKWARD || column < half ? left_of(g.rows - row, tiles * Tile::kRows - line_row(0)) : 0;
-        const i64 in_row = first_of_row(g, at.column);
-        x = g.x + row * (2 * half) + in_row;
+        left = BACKWARD || column < half ? left_of(call.rows - row, tiles * Tile::kRows - line_row(0)) : 0;
+        const i64 in_row = first_of_row(call, at.column);
+        x = call.x + row * (2 * half) + in_row;
 #if BACKWARD
         absent = column < half ? 0 : kBothParts;
-        grad = g.grad + row * half + column;
-        if (g.interleaved()) {
-            absent = in_row >= g.columns ? kBothParts : in_row + Tile::kColumns >= g.columns ? kBothParts & ~kFirstPart : 0;
+        grad = call.grad + row * half + column;
+        if (call.interleaved()) {
+            absent = in_row >= call.columns ? kBothParts : in_row + Tile::kColumns >= call.columns ? kBothParts & ~kFirstPart : 0;
             grad -= Tile::patch_column() / 2;
         }
 #endif
-        Biases::load(g, at);
+        Biases::load(call, at);
 #else
-        left = column < half ? left_of(g.rows - row, tiles * Tile::kRows - line_row(0)) : 0;
-        x = g.x + row * (2 * half) + column;
+        left = column < half ? left_of(call.rows - row, tiles * Tile::kRows - line_row(0)) : 0;
+        x = call.x + row * (2 * half) + column;
 #if BACKWARD
-        grad = g.grad + row * half + column;
+        grad = call.grad + row * half + column;
 #endif
 #endif
         request(0);
@@ -116,7 +116,7 @@ public:
 #if OPTIONS
         if (threadIdx.x < kMostRows)
 #endif
-            shared_probs()[threadIdx.x] = g.probs && own < g.rows ? g.probs[own] : 1.0f;
+            shared_probs()[threadIdx.x] = call.probs && own < call.rows ? call.probs[own] : 1.0f;
         __syncthreads();
     }
     // use(r, v, sigma) of the rows of a group. v: of a, b, grad; OPTIONS, and not BACKWARD: of a * sigma, b. at: of the block's tile.
@@ -155,25 +155,25 @@ public:
 #endif
 #if OPTIONS && BACKWARD
     // Of the row that each() has told last. sums: row r of both parts.
-    __device__ __forceinline__ void gradients(const Gate& g, int r, float weight, float (&v)[kArrays][8], const float (&sigma)[8],
+    __device__ __forceinline__ void gradients(const SwigluCall& call, int r, float weight, float (&v)[kArrays][8], const float (&sigma)[8],
                                               float (&values)[kParts][8], u32 (&sums)[2][kLineRows]) const {
         float of_parts[2] = {};
-        ::gradients(g, weight, v[0], v[1], v[2], sigma, clipped, values, of_parts);
-        if (!g.sums) return;
-        if (!g.interleaved()) of_parts[0] = add_rn(of_parts[0], of_parts[1]);
+        ::gradients(call, weight, v[0], v[1], v[2], sigma, clipped, values, of_parts);
+        if (!call.sums) return;
+        if (!call.interleaved()) of_parts[0] = add_rn(of_parts[0], of_parts[1]);
 #pragma unroll
         for (int part = 0; part < 2; part++) sums[part][r] = has(part) ? as_bits(of_parts[part]) : kAbsentTerm;
     }
-    __device__ __forceinline__ void store_sums(const Gate& g, const StreamPosition& at, const u32 (&sums)[2][kLineRows]) const {
-        if (!g.sums) return;
-        const i64 row = at.tile().row + line_row(0), first = at.results(g).column;
-        ::store_sums(g, sums[0], row, kApart, first / Tile::kColumns, left);
-        if (g.interleaved() && first + Tile::kColumns < g.columns)
-            ::store_sums(g, sums[1], row, kApart, first / Tile::kColumns + 1, left);
+    __device__ __forceinline__ void store_sums(const SwigluCall& call, const StreamPosition& at, const u32 (&sums)[2][kLineRows]) const {
+        if (!call.sums) return;
+        const i64 row = at.tile().row + line_row(0), first = at.results(call).column;
+        ::store_sums(call, sums[0], row, kApart, first / Tile::kColumns, left);
+        if (call.interleaved() && first + Tile::kColumns < call.columns)
+            ::store_sums(call, sums[1], row, kApart, first / Tile::kColumns + 1, left);
     }
 #endif
     // The lines of a group; PLAIN 2: without the weights of y. weights: of its rows. step: of the block's tile.
-    __device__ __forceinline__ void compute(const Gate& g, const StreamPosition& at, int step, const float* weights,
+    __device__ __forceinline__ void compute(const SwigluCall& call, const StreamPosition& at, int step, const float* weights,
                                             float (&y)[kLines][8]) {
 #if BACKWARD && OPTIONS
         u32 sums[2][kLineRows];
@@ -184,9 +184,9 @@ public:
 #if BACKWARD
             float values[kParts][8];
 #if OPTIONS
-            gradients(g, r, weights[r * kApart], v, sigma, values, sums);
+            gradients(call, r, weights[r * kApart], v, sigma, values, sums);
 #else
-            sums[r] = as_bits(activate(g.sums, weights[r * kApart], v[0], v[1], v[2], sigma, values));
+            sums[r] = as_bits(activate(call.sums, weights[r * kApart], v[0], v[1], v[2], sigma, values));
 #endif
 #pragma unroll
             for (int part = 0; part < kParts; part++)
@@ -214,9 +214,9 @@ public:
         }
 #endif
 #if BACKWARD && OPTIONS
-        store_sums(g, at, sums);
+        store_sums(call, at, sums);
 #elif BACKWARD
-        if (g.sums) store_sums(g, sums, at.tile().row + step * kStepRows + line_row(0), kApart, at.across, left);
+        if (call.sums) store_sums(call, sums, at.tile().row + step * kStepRows + line_row(0), kApart, at.across, left);
 #endif
         left -= kStepRows;
     }
@@ -241,7 +241,7 @@ private:
 #endif
     int stage;                                                       // of the group's first row
 #if OPTIONS
-    const Gate& gate;
+    const SwigluCall& call;
     const Biases biases;
     static_assert(4 * Tile::kColumns == kLineThreads, "each loads a bias: of two experts, of a and b");
 #if EXPERTS
@@ -261,24 +261,25 @@ private:
 #endif
     }
     // The first element of a row of x that this thread has. column: the tile's.
-    static __device__ __forceinline__ i64 first_of_row(const Gate& g, i64 column) {
-        if (!g.interleaved()) return column + Tile::patch_column();
+    static __device__ __forceinline__ i64 first_of_row(const SwigluCall& call, i64 column) {
+        if (!call.interleaved()) return column + Tile::patch_column();
         return 2 * column + (BACKWARD ? 1 : 2) * Tile::patch_column();
     }
     // From a thread's first eight elements of a row of x to its others.
-    __device__ __forceinline__ i64 second() const { return !gate.interleaved() ? half : BACKWARD ? Tile::kColumns : 8; }
+    __device__ __forceinline__ i64 second() const { return !call.interleaved() ? half : BACKWARD ? Tile::kColumns : 8; }
 
 #if EXPERTS
     // Loads a tile's biases, where the block has others. The result: which of this thread's rows have another expert than the first row of the
     // tile (kLineRows bits), and than the last one too (as many).
     __device__ __forceinline__ u32 change_biases(const TilePosition& tile) const {
         static_assert(kLineRows == 4 && kApart == 1, "four words of which the first is aligned");
-        const u32* const experts = gate.experts + tile.row;
+        if (MAYBE_EXPERTS && !call.experts) return 0;
+        const u32* const experts = call.experts + tile.row;
         const u32 first = load_read_only(experts), last = load_read_only(experts + Tile::kRows - 1);
         const uint4 own = load_read_only(reinterpret_cast<const uint4*>(experts + line_row(0)));
         if (first != Biases::experts()[0] || last != Biases::experts()[1]) {
             __syncthreads();
-            Biases::load(gate, tile);
+            Biases::load(call, tile);
             __syncthreads();
         }
         const auto others = [&](u32 expert) {
@@ -289,21 +290,20 @@ private:
 #endif
     // Of row r. part: of a, or of b.
     __device__ __forceinline__ void add_biases(const StreamPosition& at, int r, int part, float (&v)[8]) const {
-        const Gate& g = gate;
 #if !EXPERTS
-        biases.add(g, part, false, v);
+        biases.add(call, part, false, v);
 #else
         u32 rare = others;
 #ifndef CUPY_FP8_HOST
         asm volatile("" : "+r"(rare));                               // otherwise both parts' ways to sigma are compiled, and spill
 #endif
-        if (__builtin_expect(!(rare >> (kLineRows + r) & 1), 1)) return biases.add(g, part, rare >> r & 1, v);
+        if (__builtin_expect(!(rare >> (kLineRows + r) & 1), 1)) return biases.add(call, part, rare >> r & 1, v);
         const TilePosition tile = at.tile();
-        const IN::storage* from = g.bias_of(tile.row + line_row(r));
+        const IN::storage* from = call.bias_of(tile.row + line_row(r));
         if (!from || left <= r * kApart) return;
         // A loop, as of rare arguments in sigmoids().
-        const bool interleaved = g.interleaved();
-        from += first_of_row(g, tile.column) + (interleaved ? part : part * half);
+        const bool interleaved = call.interleaved();
+        from += first_of_row(call, tile.column) + (interleaved ? part : part * half);
 #pragma unroll 1
         for (int i = 0; i < 8; i++, from += interleaved ? 2 : 1) {
             if (interleaved && i == 4) from += second() - 8;
@@ -316,24 +316,23 @@ private:
     }
     // As the rest of each(), with options.
     __device__ __forceinline__ void read_options(const StreamPosition& at, int r, float (&v)[kArrays][8], float (&sigma)[8]) {
-        const Gate& g = gate;
         Eight raw[2];
         read(r, 0, raw[0]);
         read(r, 1, raw[1]);
-        if (g.interleaved()) separate(raw);
+        if (call.interleaved()) separate(raw);
         widen_eight(raw[0], v[0]);
         add_biases(at, r, 0, v[0]);
 #if BACKWARD
         widen_eight(raw[1], v[1]);
         add_biases(at, r, 1, v[1]);
-        clipped = clip(g, v[0], v[1]) | (left > r * kApart ? absent : kBothParts);
+        clipped = clip(call, v[0], v[1]) | (left > r * kApart ? absent : kBothParts);
 #else
 #pragma unroll
-        for (float& a : v[0]) a = at_most(a, g.limit);
+        for (float& a : v[0]) a = at_most(a, call.limit);
 #endif
-        const bool quick = all_below(v[0], g.has(Gate::kGptOss) ? kQuickGptOss : kQuickSigmoid);
+        const bool quick = all_below(v[0], call.has(SwigluCall::kGptOss) ? kQuickGptOss : kQuickSigmoid);
 #pragma unroll
-        for (int i = 0; i < 8; i++) sigma[i] = mul_rn(g.alpha, v[0][i]);
+        for (int i = 0; i < 8; i++) sigma[i] = mul_rn(call.alpha, v[0][i]);
         sigmoids(sigma, quick);
 #if BACKWARD
         read(r, 2, raw[0]);
@@ -344,15 +343,15 @@ private:
         widen_eight(raw[1], v[1]);
         add_biases(at, r, 1, v[1]);
 #pragma unroll
-        for (float& b : v[1]) b = at_least(at_most(b, g.limit), g.minus_limit);
+        for (float& b : v[1]) b = at_least(at_most(b, call.limit), call.minus_limit);
 #endif
 #pragma unroll
-        for (float& b : v[1]) b = add_rn(b, one(g));
+        for (float& b : v[1]) b = add_rn(b, one(call));
     }
 #if BACKWARD
     // Eight neighbours, or four and four.
     __device__ __forceinline__ void request_grad(u8* to, bool first, bool other) const {
-        if (!gate.interleaved()) {
+        if (!call.interleaved()) {
 #pragma unroll
             for (int l = 0; l < kLoads; l++) copy_async<true>(to + l * kSlot, grad + l * kLoad, first);
         } else if (kLoads > 1) {
@@ -458,13 +457,13 @@ private:
 struct LineStore {
     i64 at;                      // of the first line of a group
 
-    __device__ __forceinline__ LineStore(const Gate& g, const TilePosition& to)
-        : at((to.row + line_row(0)) * g.columns + to.column + Tile::patch_column()) {}
-    __device__ __forceinline__ void advance(const Gate& g) { at += kStepRows * g.columns; }
+    __device__ __forceinline__ LineStore(const SwigluCall& call, const TilePosition& to)
+        : at((to.row + line_row(0)) * call.columns + to.column + Tile::patch_column()) {}
+    __device__ __forceinline__ void advance(const SwigluCall& call) { at += kStepRows * call.columns; }
 #if OPTIONS
     // Of one tile, found when it is stored: until then it takes no registers.
-    __device__ __forceinline__ LineStore(const Gate& g, const TilePosition& to, int thread)
-        : at((to.row + thread / Tile::kColumnPatches * kLineRows) * g.columns + to.column + thread % Tile::kColumnPatches * 8) {}
+    __device__ __forceinline__ LineStore(const SwigluCall& call, const TilePosition& to, int thread)
+        : at((to.row + thread / Tile::kColumnPatches * kLineRows) * call.columns + to.column + thread % Tile::kColumnPatches * 8) {}
 #endif
 };
 
@@ -486,9 +485,9 @@ __device__ __forceinline__ void multiply_lines(float (&u)[4][8], const float* we
 
 // codes(line) of four lines, to `data`. left: how many of the group's rows exist, and others after it.
 template <class Codes>
-__device__ __forceinline__ void store_lines(const Gate& g, u8* data, const LineStore& store, int left, Codes codes) {
+__device__ __forceinline__ void store_lines(const SwigluCall& call, u8* data, const LineStore& store, int left, Codes codes) {
     constexpr int kTogether = 4 / kLineRows;                         // da and db, or one of them
-    const i64 half = g.half();
+    const i64 half = call.half();
     u8* to = data + store.at;
 #pragma unroll
     for (int r = 0; r < kLineRows; r++) {
@@ -514,17 +513,17 @@ __device__ __forceinline__ void write_four_rows(const Tile& tile, int row, const
     write_half_patch(tile.byte_at(row, Tile::patch_column()), line);
 }
 // store_transposed() by kLineThreads. end: the column after the last.
-__device__ __forceinline__ void store_tile(const Gate& g, const TilePosition& at, const i64& end, const Tile& tile, u8* data, bool vector) {
+__device__ __forceinline__ void store_tile(const SwigluCall& call, const TilePosition& at, const i64& end, const Tile& tile, u8* data, bool vector) {
     if (!vector) {
         store_ragged_rows<Tile::kRows, Tile::kColumns, kLineThreads>(
-            data + at.column * g.rows + at.row, g.rows, left_of(end - at.column, Tile::kColumns),
-            left_of(g.rows - at.row, Tile::kRows), [&](int column, int row_patch) { return tile.chunk_at(column, row_patch); });
+            data + at.column * call.rows + at.row, call.rows, left_of(end - at.column, Tile::kColumns),
+            left_of(call.rows - at.row, Tile::kRows), [&](int column, int row_patch) { return tile.chunk_at(column, row_patch); });
         return;
     }
 #pragma unroll
     for (int unit = 0; unit < Tile::kUnits<16>; unit += kLineThreads / kThreads) {
         const i64 row = at.column + Tile::column<16>(unit), column = at.row + Tile::row<16>();
-        if (row < end && column < g.rows) tile.read<OUT, 16>(unit).store_whole(data + row * g.rows + column);
+        if (row < end && column < call.rows) tile.read<OUT, 16>(unit).store_whole(data + row * call.rows + column);
     }
 }
 // The maxima of the columns of a tile, four rows of it per thread: words in shared memory, so that the 32 rows of a run lie in lanes that
