@@ -1,7 +1,9 @@
-// SwiGLU, or its gradients, quantised in blocks with f32 scales from one read (docs/numerics.md, sections 9 and 3;
-// include/scale/block_scale.cuh); column-wise data are transposed. What is computed, and the programs: include/swiglu/swiglu.cuh.
+// SwiGLU, or its gradients, quantised in blocks with f32 scales from one read (docs/numerics.md, sections 9
+// and 3; include/scale/block_scale.cuh); column-wise data are transposed. What is computed, and the programs:
+// include/swiglu/swiglu.cuh.
 //
-// Launch and bytes moved as for swiglu_tensor.cu, and 4 bytes per block for its scale. Every path but any streams.
+// Launch and bytes moved as for swiglu_tensor.cu, and 4 bytes per block for its scale. Every path but any
+// streams.
 #include "scale/block_scale.cuh"
 #include "swiglu/swiglu_blocks.cuh"
 
@@ -26,26 +28,30 @@ __device__ __forceinline__ float operand(const SwigluBlockParams& p, const Block
 __device__ __forceinline__ float scaled(const SwigluBlockParams& p, float v, float by) {
     return divides(p) ? div_rn(v, by) : mul_rn(v, by);
 }
-__device__ __forceinline__ Chunk<OUT, 8> quantised(const SwigluBlockParams& p, const float (&y)[8], float by) {
+__device__ __forceinline__ Chunk<OUT, 8> quantised(const SwigluBlockParams& p, const float (&y)[8],
+                                                   float by) {
     Chunk<OUT, 8> codes;
 #pragma unroll
     for (int i = 0; i < 4; i++) codes.narrow2(i, scaled(p, y[2 * i], by), scaled(p, y[2 * i + 1], by));
     return codes;
 }
 // As before, with an operand for each column.
-__device__ __forceinline__ void quantise(const SwigluBlockParams& p, Chunk<OUT, 8>& codes, const float (&y)[8],
-                                         const float (&by)[8]) {
+__device__ __forceinline__ void quantise(const SwigluBlockParams& p, Chunk<OUT, 8>& codes,
+                                         const float (&y)[8], const float (&by)[8]) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) codes.narrow2(i, scaled(p, y[2 * i], by[2 * i]), scaled(p, y[2 * i + 1], by[2 * i + 1]));
+    for (int i = 0; i < 4; i++)
+        codes.narrow2(i, scaled(p, y[2 * i], by[2 * i]), scaled(p, y[2 * i + 1], by[2 * i + 1]));
 }
 
 // ---- rows that stream ----
-// Scales along rows. A block is one to four segments of four lanes; a lane writes the scale of the chunk that it owns.
+// Scales along rows. A block is one to four segments of four lanes; a lane writes the scale of the chunk that
+// it owns.
 struct RowScales {
     const SwigluBlockParams& p;
     u32 at_scale;                // where it goes, from p.row_scales.to on: the host refuses 2^32 scales
     int given;                   // how many rows there are from this one on
-    bool has, has_other;         // gradients with options: whether its block is in the first part, in the other
+    // Gradients with options: whether its block is in the first part, in the other.
+    bool has, has_other;
 
     // at: of the tile's results.
     __device__ __forceinline__ RowScales(const SwigluBlockParams& p, const TilePosition& at, int thread)
@@ -66,15 +72,16 @@ struct RowScales {
         at_scale += (u32)(rows * p.row_scales.row);
         given -= rows;
     }
-    // What the elements of this lane's chunk are multiplied (or divided) by. columns: how far to the right of this one the
-    // chunk is.
+    // What the elements of this lane's chunk are multiplied (or divided) by. columns: how far to the right of
+    // this one the chunk is.
     __device__ __forceinline__ float scale(const float (&y)[4][8], i64 columns = 0) const {
         const BlockScale s = p.rule.quick_of(amax(y));
         if (!(kOptions && kBackward) || (columns ? has_other : has)) store(s, columns);
         return operand(p, s);
     }
-    // The same of u, which has not been multiplied by the rows' weights yet: where all scales are powers of two, and nothing is
-    // extreme, the scale takes its weight with it, since no product of a power of two is rounded but to what FP8 makes 0.
+    // The same of u, which has not been multiplied by the rows' weights yet: where all scales are powers of
+    // two, and nothing is extreme, the scale takes its weight with it, since no product of a power of two is
+    // rounded but to what FP8 makes 0.
     __device__ __forceinline__ float scale(float (&u)[4][8], const float* weights) const {
         const float weight = weights[row_of(owned<4>()) * kApart];
         const u32 weighted = as_bits(mul_rn(as_float(amax(u)), weight)) & 0x7fffffffu;
@@ -97,25 +104,30 @@ private:
         return larger_bits(amax, __shfl_xor_sync(~0u, amax, p.block_segments > 2 ? 8 : 0));
     }
     __device__ __forceinline__ void store(const BlockScale& s, i64 columns) const {
-        const u32 further = columns ? (u32)((columns / kSegment >> p.block_segments / 2) * p.row_scales.column) : 0;
+        const u32 further = columns
+            ? (u32)((columns / kSegment >> p.block_segments / 2) * p.row_scales.column) : 0;
         if (given > (int)(p.call.rows - p.row_scales.rows))
             as_global(p.row_scales.to)[at_scale + further] = given > 0 ? s.scale_inv : 0.0f;
     }
 };
 
 // Stores the transposed tile, quantised column by column.
-__device__ __forceinline__ void quantise_columns(const SwigluBlockParams& p, const TilePosition& at, const float (&y)[4][8],
-                                                 const i64& end, const ColumnAmaxes& amaxes, const Tile& tile) {
+__device__ __forceinline__ void quantise_columns(const SwigluBlockParams& p, const TilePosition& at,
+                                                 const float (&y)[4][8], const i64& end,
+                                                 const ColumnAmaxes& amaxes, const Tile& tile) {
     const SwigluCall& call = p.call;
     amaxes.write<false>(y);
     __syncthreads();
-    const int thread = thread_again(), segment = ColumnAmaxes::segment(thread), column = ColumnAmaxes::column(thread);
+    const int thread = thread_again();
+    const int segment = ColumnAmaxes::segment(thread);
+    const int column = ColumnAmaxes::column(thread);
     u32 amax = amaxes.read(segment, column);
     if (p.block_segments > 1) amax = larger_bits(amax, __shfl_xor_sync(~0u, amax, 8));
     if (p.block_segments > 2) amax = larger_bits(amax, __shfl_xor_sync(~0u, amax, 16));
     const BlockScale s = p.rule.quick_of(amax);
     amaxes.put(segment, column, operand(p, s));
-    const i64 to_block = (at.row / kSegment + segment) >> p.block_segments / 2, to_column = at.column + column;
+    const i64 to_block = (at.row / kSegment + segment) >> p.block_segments / 2;
+    const i64 to_column = at.column + column;
     const bool first = !(segment & (p.block_segments - 1));
     if constexpr (kOptions) {
         // Wide rows need no padding; beyond the end may be the other part.
@@ -146,14 +158,16 @@ __device__ __forceinline__ void quantise_with_options(const SwigluBlockParams& p
 #pragma unroll 1
     for (bool more = at.down * (i64)Tile::kRows < call.rows; more; more = at.advance(call, p.tiles)) {
         float y[kThreadChunks][8];
-        const float* const weights = Stream::shared_probs() + at.down % p.tiles * Tile::kRows + row_in_step(0);
+        const float* const weights =
+            Stream::shared_probs() + at.down % p.tiles * Tile::kRows + row_in_step(0);
         rows.compute(at, 0, weights, y);
 #pragma unroll
         for (int part = 0; part < kParts; part++) {
             const auto& four = four_chunks(y, part);
             const i64 columns = part * apart(call);
             if (p.data) {
-                const int thread = thread_again();                   // what follows from it takes no registers until here
+                // What follows from it takes no registers until here.
+                const int thread = thread_again();
                 const float by = RowScales(p, at.results(call), thread).scale(four, columns);
                 const ChunkPosition position(call, at.results(call), thread);
                 store_chunks(call, p.data + columns, position, rows.left_in(part, rows.left + kStepRows),
@@ -176,9 +190,11 @@ __device__ __forceinline__ void quantise_plain(const SwigluBlockParams& p) {
     Stream rows(call, first, p.tiles, shared);
     ChunkPosition position(call, first);
     RowScales scales(p, first.row + row_in_step(row_of(own)),
-                     first.column + part_of(own) * call.half() + Tile::column_patch() / (kSegment / 8) * kSegment);
+                     first.column + part_of(own) * call.half() +
+                         Tile::column_patch() / (kSegment / 8) * kSegment);
     const float* weights = Stream::shared_probs() + row_in_step(0);
-    const int steps = (left_of(call.rows - first.row, (int)p.tiles * Tile::kRows) + kStepRows - 1) / kStepRows;
+    const int rows_left = left_of(call.rows - first.row, (int)p.tiles * Tile::kRows);
+    const int steps = (rows_left + kStepRows - 1) / kStepRows;
     const ColumnAmaxes amaxes{reinterpret_cast<u32*>(shared + kStages * kStageBytes)};
     const Tile tile{shared + kStages * kStageBytes + ColumnAmaxes::kWords * 4};
 #pragma unroll 1
@@ -201,7 +217,8 @@ __device__ __forceinline__ void quantise_plain(const SwigluBlockParams& p) {
         } else {
             rows.compute(at, step, weights, y);
             auto& four = four_chunks(y, 0);
-            const float by = kBackward ? scales.scale(const_cast<const float(&)[4][8]>(four)) : scales.scale(four, weights);
+            const float by = kBackward ? scales.scale(const_cast<const float(&)[4][8]>(four))
+                                       : scales.scale(four, weights);
             store_chunks(call, p.data, position, rows.left + kStepRows,
                          [&](int chunk) { return quantised(p, four[chunk], broadcast(by, chunk)); });
         }
@@ -212,11 +229,12 @@ __device__ __forceinline__ void quantise_plain(const SwigluBlockParams& p) {
 }
 
 // ---- path any ----
-constexpr int kSegmentStride = 16 + 4;                               // words: a warp's rows, without conflicts of banks
+// Words for a warp's rows, without conflicts of banks.
+constexpr int kSegmentStride = 16 + 4;
 
 // The same column by column. amaxes: [16][128] words.
-__device__ __forceinline__ void quantise_columns(const SwigluBlockParams& p, const TilePosition& at, const float (&y)[8][8],
-                                                 u32* amaxes, const Tile& tile) {
+__device__ __forceinline__ void quantise_columns(const SwigluBlockParams& p, const TilePosition& at,
+                                                 const float (&y)[8][8], u32* amaxes, const Tile& tile) {
     const SwigluCall& call = p.call;
     const int blocks = kSegments / (int)p.block_segments, patches = (int)p.block_segments * (kSegment / 8);
     PatchAmaxes amax;
@@ -243,9 +261,11 @@ __device__ __forceinline__ void quantise_columns(const SwigluBlockParams& p, con
     store_transposed(call, at, tile, p.data_t, p.vector);
 }
 
-// The scales of the 16 rows of a warp. of_rows: their amaxes, segment by segment, in whose place the operands are left, one for
-// every segment of a block, so that readers need not know the block. Only this lane reads and writes its blocks.
-__device__ __forceinline__ void find_row_scales(const SwigluBlockParams& p, const TilePosition& at, float* of_rows) {
+// The scales of the 16 rows of a warp. of_rows: their amaxes, segment by segment, in whose place the operands
+// are left, one for every segment of a block, so that readers need not know the block. Only this lane reads
+// and writes its blocks.
+__device__ __forceinline__ void find_row_scales(const SwigluBlockParams& p, const TilePosition& at,
+                                                float* of_rows) {
     const int lane = threadIdx.x % 32, segments = (int)p.block_segments, blocks = kSegments / segments;
 #pragma unroll 1
     for (int i = lane; i < 16 * blocks; i += 32) {                   // a lane per block
@@ -256,8 +276,10 @@ __device__ __forceinline__ void find_row_scales(const SwigluBlockParams& p, cons
             bits = other > bits ? other : bits;
         }
         const BlockScale s = p.rule.of(bits);
-        for (int k = b * segments; k < (b + 1) * segments; k++) of_rows[k * kSegmentStride + r] = operand(p, s);
-        const i64 to_row = at.row + threadIdx.x / 32 * 16 + r, to_block = at.column / Tile::kColumns * blocks + b;
+        for (int k = b * segments; k < (b + 1) * segments; k++)
+            of_rows[k * kSegmentStride + r] = operand(p, s);
+        const i64 to_row = at.row + threadIdx.x / 32 * 16 + r;
+        const i64 to_block = at.column / Tile::kColumns * blocks + b;
         if (p.row_scales.has(to_row, to_block))
             *p.row_scales.at(0, to_row, to_block) = to_row < p.call.rows ? s.scale_inv : 0.0f;
     }
@@ -295,7 +317,8 @@ __device__ __forceinline__ void quantise_any(const SwigluBlockParams& p) {
 }
 
 extern "C" __global__ void
-__launch_bounds__(kPath == Path::any ? kThreads : kStreamThreads, kPath == Path::any ? kBlocks : kStreamBlocks)
+__launch_bounds__(kPath == Path::any ? kThreads : kStreamThreads,
+                  kPath == Path::any ? kBlocks : kStreamBlocks)
 swiglu_block(const __grid_constant__ SwigluBlockParams p) {
     if (is_set(p.call.noop)) return;
     if constexpr (kOptions) quantise_with_options(p);

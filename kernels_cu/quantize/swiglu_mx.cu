@@ -1,8 +1,9 @@
-// SwiGLU, or its gradients, quantised in MX blocks of 32 elements with E8M0 scales from one read (docs/numerics.md, sections 9
-// and 2; include/numerics/e8m0.cuh); column-wise data are stored as y is. What is computed, and the programs:
-// include/swiglu/swiglu.cuh.
+// SwiGLU, or its gradients, quantised in MX blocks of 32 elements with E8M0 scales from one read
+// (docs/numerics.md, sections 9 and 2; include/numerics/e8m0.cuh); column-wise data are stored as y is. What
+// is computed, and the programs: include/swiglu/swiglu.cuh.
 //
-// Launch and bytes moved as for swiglu_tensor.cu, and a byte per block for its scale. Every path but any streams.
+// Launch and bytes moved as for swiglu_tensor.cu, and a byte per block for its scale. Every path but any
+// streams.
 #include "numerics/e8m0.cuh"
 #include "swiglu/swiglu_blocks.cuh"
 
@@ -15,8 +16,8 @@ struct SwigluMxParams {
     u32 tiles;                   // of a block of threads, one below the other, where rows stream
 };
 
-// A thread's word of the scales' bytes in shared memory: four blocks of a row or of a column (swizzled), or a block of each of
-// four columns. Swizzled, a warp's words are neighbours in the result.
+// A thread's word of the scales' bytes in shared memory: four blocks of a row or of a column (swizzled), or a
+// block of each of four columns. Swizzled, a warp's words are neighbours in the result.
 struct ScaleWord {
     int word, swizzled;
 
@@ -31,10 +32,11 @@ struct ScaleWord {
 };
 
 // Stores the scales' bytes of a tile; call __syncthreads() before.
-__device__ __forceinline__ void store_scales(const SwigluMxParams& p, const TilePosition& at, const u8* of_rows,
-                                             const u8* of_columns) {
+__device__ __forceinline__ void store_scales(const SwigluMxParams& p, const TilePosition& at,
+                                             const u8* of_rows, const u8* of_columns) {
     const SwigluCall& call = p.call;
-    const i64 row_blocks = (call.columns + kSegment - 1) / kSegment, column_blocks = (call.rows + kSegment - 1) / kSegment;
+    const i64 row_blocks = (call.columns + kSegment - 1) / kSegment;
+    const i64 column_blocks = (call.rows + kSegment - 1) / kSegment;
     const ScaleWord own;
     if (p.data && own.word < Tile::kRows) {
         const int row = p.row_scales.swizzled() ? own.swizzled : own.word;
@@ -43,19 +45,21 @@ __device__ __forceinline__ void store_scales(const SwigluMxParams& p, const Tile
     }
     if (p.column_data && own.word < Tile::kColumns) {
         if (p.column_scales.swizzled()) {
-            p.column_scales.store_blocks(0, at.column + own.swizzled, at.row / kSegment, own.blocks_of_column(of_columns),
-                                         call.columns, column_blocks);
+            p.column_scales.store_blocks(0, at.column + own.swizzled, at.row / kSegment,
+                                         own.blocks_of_column(of_columns), call.columns, column_blocks);
         } else {
             const int b = own.word / 32, c = own.word % 32 * 4;
             p.column_scales.store_lines(0, at.column + c, at.row / kSegment + b,
-                                        reinterpret_cast<const u32*>(of_columns)[own.word], call.columns, column_blocks);
+                                        reinterpret_cast<const u32*>(of_columns)[own.word], call.columns,
+                                        column_blocks);
         }
     }
 }
 
-// Stores the bytes of row-wise scales of a tile of one part, whose columns end at `end`. last: nothing but padding follows.
-__device__ __forceinline__ void store_part_of_rows(const SwigluMxParams& p, const TilePosition& at, i64 end, bool last,
-                                                   const ScaleWord& own, const u8* of_rows) {
+// Stores the bytes of row-wise scales of a tile of one part, whose columns end at `end`. last: nothing but
+// padding follows.
+__device__ __forceinline__ void store_part_of_rows(const SwigluMxParams& p, const TilePosition& at, i64 end,
+                                                   bool last, const ScaleWord& own, const u8* of_rows) {
     const i64 all = (p.call.columns + kSegment - 1) / kSegment;
     const i64 block = at.column / kSegment, blocks = (end + kSegment - 1) / kSegment;
     const int row = p.row_scales.swizzled() ? own.swizzled : own.word;
@@ -71,8 +75,9 @@ __device__ __forceinline__ void store_part_of_rows(const SwigluMxParams& p, cons
 }
 
 // The same of column-wise scales.
-__device__ __forceinline__ void store_part_of_columns(const SwigluMxParams& p, const TilePosition& at, i64 end, bool last,
-                                                      const ScaleWord& own, const u8* of_columns) {
+__device__ __forceinline__ void store_part_of_columns(const SwigluMxParams& p, const TilePosition& at,
+                                                      i64 end, bool last, const ScaleWord& own,
+                                                      const u8* of_columns) {
     const i64 column_blocks = (p.call.rows + kSegment - 1) / kSegment;
     if (!p.column_scales.swizzled()) {
         const int b = own.word / 32, c = own.word % 32 * 4;
@@ -83,14 +88,16 @@ __device__ __forceinline__ void store_part_of_columns(const SwigluMxParams& p, c
     const u32 blocks = own.blocks_of_column(of_columns);
     const i64 stored = last ? (end + kSwizzleLines - 1) / kSwizzleLines * kSwizzleLines : end;
 #pragma unroll 1
-    for (i64 column = at.column + own.swizzled; column < stored && (last || column < at.column + Tile::kColumns);
+    for (i64 column = at.column + own.swizzled;
+         column < stored && (last || column < at.column + Tile::kColumns);
          column += Tile::kColumns)
-        p.column_scales.store_blocks(0, column, at.row / kSegment, column < end ? blocks : 0, p.call.columns, column_blocks);
+        p.column_scales.store_blocks(0, column, at.row / kSegment, column < end ? blocks : 0, p.call.columns,
+                                     column_blocks);
 }
 
 // Stores the scales' bytes of a tile of one part.
-__device__ __forceinline__ void store_part_scales(const SwigluMxParams& p, const TilePosition& at, i64 end, const u8* of_rows,
-                                                  const u8* of_columns) {
+__device__ __forceinline__ void store_part_scales(const SwigluMxParams& p, const TilePosition& at, i64 end,
+                                                  const u8* of_rows, const u8* of_columns) {
     const bool last = end == p.call.columns && at.column < end && at.column + Tile::kColumns >= end;
     if (!kBackward || (at.column % Tile::kColumns == 0 && (last || at.column + Tile::kColumns <= end))) {
         store_scales(p, at, of_rows, of_columns);
@@ -111,7 +118,8 @@ __device__ __forceinline__ Chunk<OUT, 8> quantised(const float (&y)[8], float by
 __device__ __forceinline__ Chunk<OUT, 8> quantised(const float (&y)[8], const float (&by)[8]) {
     Chunk<OUT, 8> codes;
 #pragma unroll
-    for (int i = 0; i < 4; i++) codes.narrow2(i, mul_rn(y[2 * i], by[2 * i]), mul_rn(y[2 * i + 1], by[2 * i + 1]));
+    for (int i = 0; i < 4; i++)
+        codes.narrow2(i, mul_rn(y[2 * i], by[2 * i]), mul_rn(y[2 * i + 1], by[2 * i + 1]));
     return codes;
 }
 // The factors of eight columns, from their scales' bytes.
@@ -122,18 +130,21 @@ __device__ __forceinline__ void load_factors(const u8* of_columns, float (&by)[8
 }
 
 // ---- rows that stream ----
-// Scales along rows. A lane writes the byte of the chunk that it owns: 0 where it has no elements, since these are zeros then.
+// Scales along rows. A lane writes the byte of the chunk that it owns: 0 where it has no elements, since
+// these are zeros then.
 struct MxRowScales {
     const SwigluMxParams& p;
     bool given;                  // the chunk's segment has columns: zeros times a weight may be NaN
 
     // What the elements of this lane's chunk are multiplied by. to: where the byte goes.
     __device__ __forceinline__ float scale(const float (&y)[4][8], u8* to) const { return put(amax(y), to); }
-    // The same of u, which has not been multiplied by the rows' weights yet: as for RowScales in swiglu_blocks.cu.
+    // The same of u, which has not been multiplied by the rows' weights yet: as for RowScales in
+    // swiglu_blocks.cu.
     __device__ __forceinline__ float scale(float (&u)[4][8], const float* weights, u8* to) const {
         const float weight = weights[row_of(owned<4>()) * kApart];
         const u32 weighted = as_bits(mul_rn(as_float(amax(u)), weight)) & 0x7fffffffu;
-        if (__all_sync(~0u, is_moderate(weight) && is_moderate_amax(weighted))) return mul_rn(weight, put(weighted, to));
+        if (__all_sync(~0u, is_moderate(weight) && is_moderate_amax(weighted)))
+            return mul_rn(weight, put(weighted, to));
         multiply_chunks(u, weights);
         return scale(const_cast<const float(&)[4][8]>(u), to);
     }
@@ -150,16 +161,20 @@ private:
 };
 
 // Quantises the segments down the columns. of_columns: a row of bytes for each of them.
-__device__ __forceinline__ void quantise_columns(const SwigluMxParams& p, const TilePosition& at, const i64& end,
-                                                 const float (&y)[4][8], const ColumnAmaxes& amaxes, u8* of_columns, u8* data,
+__device__ __forceinline__ void quantise_columns(const SwigluMxParams& p, const TilePosition& at,
+                                                 const i64& end, const float (&y)[4][8],
+                                                 const ColumnAmaxes& amaxes, u8* of_columns, u8* data,
                                                  const ChunkPosition& position, int left) {
     const SwigluCall& call = p.call;
     if (p.rule.nan_wins()) amaxes.write<true>(y);
     else amaxes.write<false>(y);
     __syncthreads();
-    const int thread = thread_again(), segment = ColumnAmaxes::segment(thread), column = ColumnAmaxes::column(thread);
+    const int thread = thread_again();
+    const int segment = ColumnAmaxes::segment(thread);
+    const int column = ColumnAmaxes::column(thread);
     const bool exists = at.column + column < end && at.row + segment * kSegment < call.rows;
-    of_columns[segment * Tile::kColumns + column] = exists ? (u8)p.rule.byte(amaxes.read(segment, column)) : 0;
+    of_columns[segment * Tile::kColumns + column] =
+        exists ? (u8)p.rule.byte(amaxes.read(segment, column)) : 0;
     __syncthreads();
     float by[8];
     load_factors(of_columns + row_in_step(0) / kSegment * Tile::kColumns + Tile::patch_column(), by);
@@ -168,7 +183,8 @@ __device__ __forceinline__ void quantise_columns(const SwigluMxParams& p, const 
 
 __device__ __forceinline__ void quantise_with_options(const SwigluMxParams& p) {
     extern __shared__ __align__(16) u8 shared[];
-    __shared__ __align__(16) u8 of_rows[2][kParts][Tile::kRows * kSegments];     // a word per row; two tiles take turns
+    // A word per row; two tiles take turns.
+    __shared__ __align__(16) u8 of_rows[2][kParts][Tile::kRows * kSegments];
     __shared__ __align__(16) u8 of_columns[kSegments * Tile::kColumns];          // a row of bytes per 32 rows
     const SwigluCall& call = p.call;
     StreamPosition at(call, p.tiles);
@@ -176,7 +192,8 @@ __device__ __forceinline__ void quantise_with_options(const SwigluMxParams& p) {
     const ColumnAmaxes amaxes{reinterpret_cast<u32*>(shared + kStages * kStageBytes)};
     const float* weights = Stream::shared_probs() + row_in_step(0);
 #pragma unroll 1
-    for (bool more = at.down * (i64)Tile::kRows < call.rows; more; more = at.advance(call, p.tiles), weights += kStepRows) {
+    for (bool more = at.down * (i64)Tile::kRows < call.rows; more;
+         more = at.advance(call, p.tiles), weights += kStepRows) {
         float y[kThreadChunks][8];
         rows.compute(at, 0, weights, y);
 #pragma unroll
@@ -186,9 +203,11 @@ __device__ __forceinline__ void quantise_with_options(const SwigluMxParams& p) {
             const int left = rows.left_in(part, rows.left + kStepRows);
             u8* const bytes = of_rows[at.down % 2][part];
             if (p.data) {
-                const int thread = thread_again();                   // what follows from it takes no registers until here
+                // What follows from it takes no registers until here.
+                const int thread = thread_again();
                 const int segment = thread % Tile::kColumnPatches / (kSegment / 8);
-                const int row = thread / Tile::kColumnPatches * kThreadRows + thread % 2 * 2 + thread / 2 % 2;      // it owns
+                // The row that this lane owns.
+                const int row = thread / Tile::kColumnPatches * kThreadRows + thread % 2 * 2 + thread / 2 % 2;
                 const MxRowScales scales{p, at.results(call).column + columns + segment * kSegment < end};
                 const float by = scales.scale(four, bytes + row * kSegments + segment);
                 const ChunkPosition position(call, at.results(call), thread);
@@ -198,9 +217,11 @@ __device__ __forceinline__ void quantise_with_options(const SwigluMxParams& p) {
             const auto place = moved(at.results(call), columns);
             if (p.column_data) {
                 const ChunkPosition position(call, at.results(call), thread_again());
-                quantise_columns(p, place, end, four, amaxes, of_columns, p.column_data + columns, position, left);
+                quantise_columns(p, place, end, four, amaxes, of_columns, p.column_data + columns, position,
+                                 left);
             } else {
-                __syncthreads();                                     // store_part_scales() reads other warps' bytes
+                // store_part_scales() reads other warps' bytes
+                __syncthreads();
             }
             store_part_scales(p, place, end, bytes, of_columns);
         }
@@ -211,14 +232,16 @@ __device__ __forceinline__ void quantise_with_options(const SwigluMxParams& p) {
 // Paths rows and tiles.
 __device__ __forceinline__ void quantise_plain(const SwigluMxParams& p) {
     extern __shared__ __align__(16) u8 shared[];
-    __shared__ __align__(16) u8 of_rows[2][kParts][Tile::kRows * kSegments];     // a word per row; two tiles take turns
+    // A word per row; two tiles take turns.
+    __shared__ __align__(16) u8 of_rows[2][kParts][Tile::kRows * kSegments];
     const SwigluCall& call = p.call;
     StreamPosition at(call, p.tiles);
     const auto first = at.tile();
     const int own = owned<4>(), segment = Tile::column_patch() / (kSegment / 8);
     Stream rows(call, first, p.tiles, shared);
     ChunkPosition position(call, first);
-    const int tiles = (left_of(call.rows - first.row, (int)p.tiles * Tile::kRows) + Tile::kRows - 1) / Tile::kRows;
+    const int rows_left = left_of(call.rows - first.row, (int)p.tiles * Tile::kRows);
+    const int tiles = (rows_left + Tile::kRows - 1) / Tile::kRows;
 #pragma unroll 1
     for (int step = 0; step < tiles * kSteps; step++) {
         u8* const bytes = of_rows[step / kSteps % 2][0];
@@ -230,7 +253,8 @@ __device__ __forceinline__ void quantise_plain(const SwigluMxParams& p) {
         u8* const to = bytes + own_row * kSegments + segment;
         rows.compute(at, step % kSteps, weights, y);
         if constexpr (kTiled) {
-            __shared__ __align__(16) u8 of_columns[kSegments * Tile::kColumns];      // a row of bytes per 32 rows
+            // A row of bytes per 32 rows.
+            __shared__ __align__(16) u8 of_columns[kSegments * Tile::kColumns];
             const ColumnAmaxes amaxes{reinterpret_cast<u32*>(shared + kStages * kStageBytes)};
 #pragma unroll
             for (int part = 0; part < kParts; part++) {
@@ -243,8 +267,8 @@ __device__ __forceinline__ void quantise_plain(const SwigluMxParams& p) {
                                  [&](int chunk) { return quantised(four[chunk], broadcast(by, chunk)); });
                 }
                 const auto place = moved(at.tile(), columns);
-                quantise_columns(p, place, call.columns, four, amaxes, of_columns, p.column_data + columns, position,
-                                 rows.left + kStepRows);
+                quantise_columns(p, place, call.columns, four, amaxes, of_columns, p.column_data + columns,
+                                 position, rows.left + kStepRows);
                 store_scales(p, place, bytes + skipped, of_columns);
             }
             at.down++;
@@ -255,9 +279,11 @@ __device__ __forceinline__ void quantise_plain(const SwigluMxParams& p) {
             store_chunks(call, p.data, position, rows.left + kStepRows,
                          [&](int chunk) { return quantised(four[chunk], broadcast(by, chunk)); });
             if (step % kSteps == kSteps - 1) {
-                __syncthreads();                                     // store_scales() reads other warps' bytes
+                // store_scales() reads other warps' bytes
+                __syncthreads();
                 for (int part = 0; part < kParts; part++)
-                    store_scales(p, moved(at.tile(), part * call.half()), bytes + part * (Tile::kRows * kSegments), nullptr);
+                    store_scales(p, moved(at.tile(), part * call.half()),
+                                 bytes + part * (Tile::kRows * kSegments), nullptr);
                 at.down++;
             }
         }
@@ -268,8 +294,9 @@ __device__ __forceinline__ void quantise_plain(const SwigluMxParams& p) {
 
 // ---- path any ----
 // Quantises the 32 rows of each segment down the columns. of_columns: a row of bytes for each of them.
-__device__ __forceinline__ void quantise_columns(const SwigluMxParams& p, const TilePosition& at, const Place& place,
-                                                 const float (&y)[8][8], u32* amaxes, u8* of_columns) {
+__device__ __forceinline__ void quantise_columns(const SwigluMxParams& p, const TilePosition& at,
+                                                 const Place& place, const float (&y)[8][8], u32* amaxes,
+                                                 u8* of_columns) {
     const SwigluCall& call = p.call;
     const i64 column_blocks = (call.rows + kSegment - 1) / kSegment;
     PatchAmaxes amax;
@@ -281,7 +308,8 @@ __device__ __forceinline__ void quantise_columns(const SwigluMxParams& p, const 
     for (int i = threadIdx.x; i < kSegments * Tile::kColumns; i += kThreads) {
         const int b = i / Tile::kColumns, c = i % Tile::kColumns;
         const bool exists = at.column + c < call.columns && at.row / kSegment + b < column_blocks;
-        of_columns[i] = exists ? (u8)p.rule.byte(column_amax(amaxes, b * (kSegment / 8), kSegment / 8, c)) : 0;
+        of_columns[i] =
+            exists ? (u8)p.rule.byte(column_amax(amaxes, b * (kSegment / 8), kSegment / 8, c)) : 0;
     }
     __syncthreads();
     float by[8];
@@ -323,12 +351,14 @@ __device__ __forceinline__ void quantise_any(const SwigluMxParams& p) {
         }
     }
     if (p.column_data) quantise_columns(p, at, place, y, amaxes, of_columns);
-    else __syncthreads();                                            // store_scales() reads other warps' bytes
+    // store_scales() reads other warps' bytes
+    else __syncthreads();
     store_scales(p, at, of_rows, of_columns);
 }
 
 extern "C" __global__ void
-__launch_bounds__(kPath == Path::any ? kThreads : kStreamThreads, kPath == Path::any ? kBlocks : kStreamBlocks)
+__launch_bounds__(kPath == Path::any ? kThreads : kStreamThreads,
+                  kPath == Path::any ? kBlocks : kStreamBlocks)
 swiglu_mx(const __grid_constant__ SwigluMxParams p) {
     if (is_set(p.call.noop)) return;
     if constexpr (kOptions) quantise_with_options(p);

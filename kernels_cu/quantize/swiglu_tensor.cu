@@ -1,15 +1,18 @@
-// SwiGLU, or its gradients, and quantisation with one scale from one read (docs/numerics.md, sections 9 and 1); column-wise data
-// are transposed. What is computed, and the programs: include/swiglu/swiglu.cuh.
+// SwiGLU, or its gradients, and quantisation with one scale from one read (docs/numerics.md, sections 9 and
+// 1); column-wise data are transposed. What is computed, and the programs: include/swiglu/swiglu.cuh.
 //
-// swiglu_cast   data = cast(y * scale), amax = max(amax, max |y|). To find current scaling's scale first it finds the amax of all
-//               blocks, and the last one to finish stores the scale; nothing else is written then (but the sums of dprobs).
+// swiglu_cast   data = cast(y * scale), amax = max(amax, max |y|). To find current scaling's scale first it
+//               finds the amax of all blocks, and the last one to finish stores the scale; nothing else is
+//               written then (but the sums of dprobs).
 //
-// Launch: path any: a block of 256 threads for each tile of 128 x 128 elements of the result; otherwise a block for a tile of y,
-// or for those of da and of db, or for some of these one below the other (`tiles`), by 512 threads where rows stream through
-// shared memory (include/swiglu/swiglu_stream.cuh). Path rows, and path tiles of gradients, take rows through registers.
+// Launch: path any: a block of 256 threads for each tile of 128 x 128 elements of the result; otherwise a
+// block for a tile of y, or for those of da and of db, or for some of these one below the other (`tiles`), by
+// 512 threads where rows stream through shared memory (include/swiglu/swiglu_stream.cuh). Path rows, and path
+// tiles of gradients, take rows through registers.
 //
-// Bytes moved per element of y: 2 sizeof(IN), and 1 per direction. BACKWARD, per element of grad: 3 sizeof(IN), and 2 per
-// direction; path any reads what both da and db are made of twice, in blocks that are neighbours as far as the L2 is concerned.
+// Bytes moved per element of y: 2 sizeof(IN), and 1 per direction. BACKWARD, per element of grad: 3
+// sizeof(IN), and 2 per direction; path any reads what both da and db are made of twice, in blocks that are
+// neighbours as far as the L2 is concerned.
 #include "scale/scale.cuh"
 #include "swiglu/swiglu_store.cuh"
 #include "swiglu/swiglu_stream.cuh"
@@ -17,8 +20,8 @@
 #ifdef ENTRY_swiglu_cast
 constexpr bool kStreamed = kOptions || (kPath == Path::tiles && !kBackward);
 constexpr int kCastThreads = kStreamed ? kStreamThreads : kThreads;
-// Path rows keeps only codes of four rows: it takes no more registers than these blocks leave. On an H200 more blocks are faster
-// than more rows in flight (docs/performance.md).
+// Path rows keeps only codes of four rows: it takes no more registers than these blocks leave. On an H200
+// more blocks are faster than more rows in flight (docs/performance.md).
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && __CUDACC_VER_MAJOR__ >= 13
 constexpr int kRowsBlocks = kBackward ? 2 : sizeof(IN::storage) == 2 ? 4 : 3;
 #else
@@ -33,7 +36,8 @@ struct SwigluCastParams {
     float* scale_inv;            // one element
     float* scale_inv_copy;       // a second place for it, or null
     float* amax;                 // one element, raised, or null
-    u32* found;                  // to find a scale: the amax so far and the blocks that have finished, zero before and after; or null
+    // To find a scale: the amax so far and the blocks that have finished, zero before and after; or null
+    u32* found;
     float* found_scale;          // where it goes
     float scale_value;
     float target, eps;           // of it, as in compute_scale
@@ -49,7 +53,8 @@ __device__ __forceinline__ u32 raised_by(u32 amax, const float (&values)[8]) {
 }
 __device__ __forceinline__ void quantise(Chunk<OUT, 8>& codes, const float (&values)[8], float scale) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) codes.narrow2(i, mul_rn(values[2 * i], scale), mul_rn(values[2 * i + 1], scale));
+    for (int i = 0; i < 4; i++)
+        codes.narrow2(i, mul_rn(values[2 * i], scale), mul_rn(values[2 * i + 1], scale));
 }
 
 // Each of these casts the tiles of a block and returns the amax that a thread has found, as bits.
@@ -61,7 +66,8 @@ __device__ __forceinline__ u32 cast_with_options(const SwigluCastParams& p, floa
     Stream rows(call, at.tile(), p.tiles, shared);
     const float* weights = Stream::shared_probs() + row_in_step(0);
 #pragma unroll 1
-    for (bool more = at.down * (i64)Tile::kRows < call.rows; more; more = at.advance(call, p.tiles), weights += kStepRows) {
+    for (bool more = at.down * (i64)Tile::kRows < call.rows; more;
+         more = at.advance(call, p.tiles), weights += kStepRows) {
         Chunk<OUT, 8> codes[kParts][kThreadRows];
         u32 sums[2][kThreadRows];
         rows.each(at, [&](int r, float(&v)[kArrays][8], const float(&sigma)[8]) {
@@ -104,7 +110,8 @@ __device__ __forceinline__ u32 cast_with_options(const SwigluCastParams& p, floa
             __syncthreads();
 #pragma unroll
             for (int part = 0; part < kParts; part++)
-                store_tile(call, moved(at.results(call), part * apart(call)), end_of(call, part), tile(part), p.data_t, p.vector);
+                store_tile(call, moved(at.results(call), part * apart(call)), end_of(call, part), tile(part),
+                           p.data_t, p.vector);
         }
     }
     Stream::finish();
@@ -122,7 +129,8 @@ __device__ __forceinline__ u32 cast_tiles(const SwigluCastParams& p, float scale
     ChunkPosition position(call, first);
     const Tile tile{shared + kStages * kStageBytes};
     const float* weights = Stream::shared_probs() + row_in_step(0);
-    const int steps = (left_of(call.rows - first.row, (int)p.tiles * Tile::kRows) + kStepRows - 1) / kStepRows;
+    const int rows_left = left_of(call.rows - first.row, (int)p.tiles * Tile::kRows);
+    const int steps = (rows_left + kStepRows - 1) / kStepRows;
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
         Chunk<OUT, 8> codes[kThreadRows];
@@ -180,15 +188,16 @@ __device__ __forceinline__ u32 cast_rows(const SwigluCastParams& p, float scale)
 #pragma unroll
         for (int part = 0; part < kParts; part++) {
             const Tile tile{shared + part * Tile::kRows * Tile::kColumns};
-            write_half_patch(tile.byte_at(Tile::patch_row() + group * kRows, Tile::patch_column()), codes[part]);
+            write_half_patch(tile.byte_at(Tile::patch_row() + group * kRows, Tile::patch_column()),
+                             codes[part]);
         }
     }
     if (!p.data_t) return amax;
     __syncthreads();
 #pragma unroll
     for (int part = 0; part < kParts; part++)
-        store_transposed(call, moved(at, part * call.half()), Tile{shared + part * Tile::kRows * Tile::kColumns}, p.data_t,
-                         p.vector);
+        store_transposed(call, moved(at, part * call.half()),
+                         Tile{shared + part * Tile::kRows * Tile::kColumns}, p.data_t, p.vector);
     return amax;
 }
 
@@ -197,7 +206,8 @@ __device__ __forceinline__ u32 cast_any(const SwigluCastParams& p, float scale) 
     const SwigluCall& call = p.call;
     u32 amax = 0;
     const bool empty = !call.rows || !call.columns;
-    const auto at = empty ? TilePosition{} : TilePosition::of_block<Tile, false>(blockIdx.x, call.rows, call.columns);
+    const auto at =
+        empty ? TilePosition{} : TilePosition::of_block<Tile, false>(blockIdx.x, call.rows, call.columns);
     const Place place(call, at);
     Chunk<OUT, 8> patch[8];
     each_row(call, place, [&](int r, const float(&y)[8]) {
@@ -218,7 +228,8 @@ extern "C" __global__ void __launch_bounds__(kCastThreads, kCastBlocks)
 swiglu_cast(const __grid_constant__ SwigluCastParams p) {
     if (is_set(p.call.noop)) return;
     const float scale = p.scale ? *p.scale : p.scale_value;
-    if (!p.found && blockIdx.x == 0 && threadIdx.x == 0) write_scale_inv(scale, p.scale_inv, p.scale_inv_copy);
+    if (!p.found && blockIdx.x == 0 && threadIdx.x == 0)
+        write_scale_inv(scale, p.scale_inv, p.scale_inv_copy);
     u32 amax;
     if constexpr (kOptions) amax = cast_with_options(p, scale);
     else if constexpr (kStreamed) amax = cast_tiles(p, scale);

@@ -22,38 +22,42 @@ from .swiglu_launches import variants as variants
 FORMS = ("swiglu", "gpt_oss")
 
 
-def swiglu_quantize(x: Array, recipe: Recipe, *, scale: Any = None, amax: Array | None = None, probs: Array | None = None,
-                    bias: Array | None = None, splits: Any = None, rowwise: bool = True, columnwise: bool = False,
-                    clamp: float | None = None, form: str = "swiglu", interleaved: bool = False,
-                    noop: Array | None = None, out: Quantized | None = None) -> Quantized:
+def swiglu_quantize(x: Array, recipe: Recipe, *, scale: Any = None, amax: Array | None = None,
+                    probs: Array | None = None, bias: Array | None = None, splits: Any = None,
+                    rowwise: bool = True, columnwise: bool = False, clamp: float | None = None,
+                    form: str = "swiglu", interleaved: bool = False, noop: Array | None = None,
+                    out: Quantized | None = None) -> Quantized:
     """SwiGLU of both halves of x, quantised by a recipe, from one read of x.
 
-        y = ((a * sigma(a)) * b) * p                                form 'swiglu', sigma(a) = 1 / (1 + exp(-a))
+        y = ((a * sigma(a)) * b) * p                               form 'swiglu', sigma(a) = 1 / (1 + exp(-a))
         y = ((a * sigma(1.702 * a)) * (b + 1)) * p                  form 'gpt_oss'
 
-    in f32, each operation rounded; y then goes through the recipe's rule as it is, without a rounding to x's dtype in
-    between. docs/numerics.md section 9 defines every byte, and every bit of exp.
+    in f32, each operation rounded; y then goes through the recipe's rule as it is, without a rounding to x's
+    dtype in between. docs/numerics.md section 9 defines every byte, and every bit of exp.
 
     Parameters
     ----------
     x : bfloat16, float16 or float32 array [M, 2 H]; a row holds the H elements of a, then those of b
-    recipe : DelayedScaling, CurrentScaling, BlockScaling with blocks of (1, 128), (1, 64) or (1, 32), or MXScaling with
-        (1, 32)
+    recipe : DelayedScaling, CurrentScaling, BlockScaling with blocks of (1, 128), (1, 64) or (1, 32), or
+        MXScaling with (1, 32)
     scale : needed by DelayedScaling: one-element f32 array, or a number
-    amax : only with a per-tensor recipe: one-element f32 array, raised to the largest |y| (NaN ignored); not zeroed first
+    amax : only with a per-tensor recipe: one-element f32 array, raised to the largest |y| (NaN ignored); not
+        zeroed first
     probs : f32 array [M], the weight p of each row
-    bias : array [2 H] of x's dtype, in the order of x's columns; added to every row first. Or [E, 2 H], one for each
-        expert, with `splits`
-    splits : how many rows each of E experts has; the experts follow one another. An int32 or int64 array [E] of x's kind,
-        or a list. Rows that they leave over (memory allocated for the worst case) get no bias. Takes a small launch before
-    rowwise, columnwise : directions of y, [M, H]. Column-wise data are stored as the recipe stores them: transposed, but
-        for MX
+    bias : array [2 H] of x's dtype, in the order of x's columns; added to every row first. Or [E, 2 H], one
+        for each expert, with `splits`
+    splits : how many rows each of E experts has; the experts follow one another. An int32 or int64 array [E]
+        of x's kind, or a list. Rows that they leave over (memory allocated for the worst case) get no bias.
+        Takes a small launch before
+    rowwise, columnwise : directions of y, [M, H]. Column-wise data are stored as the recipe stores them:
+        transposed, but for MX
     clamp : a number c above 0: a is at most c, b at most c and at least -c (after the bias; NaN stays)
     form : 'swiglu' or 'gpt_oss'
     interleaved : a row of x is a0, b0, a1, b1, …; so is bias
     noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `out`
-    out : an earlier result of the same shape and options (or ``recipe.empty((M, H), …)``); written in place and returned.
-        With it the call allocates nothing and can be captured into a CUDA graph, with splits once it has been used before
+    out : an earlier result of the same shape and options (or ``recipe.empty((M, H), …)``); written in place
+        and returned. With it the call allocates nothing and can be captured into a CUDA graph, with splits
+        once it has been used before
 
     Returns
     -------
@@ -61,12 +65,12 @@ def swiglu_quantize(x: Array, recipe: Recipe, *, scale: Any = None, amax: Array 
 
     Raises
     ------
-    TypeError for wrong dtypes or NumPy and CuPy arrays mixed, ValueError for shapes, options and overlaps, DeviceError; all
-    before anything is written. Splits on the device raise nothing: a negative one counts as 0, an expert that goes past the
-    last row ends there, and `device_errors` tells about both.
+    TypeError for wrong dtypes or NumPy and CuPy arrays mixed, ValueError for shapes, options and overlaps,
+    DeviceError; all before anything is written. Splits on the device raise nothing: a negative one counts as
+    0, an expert that goes past the last row ends there, and `device_errors` tells about both.
 
-    Source: arXiv 2002.05202 (SwiGLU); gpt-oss; TransformerEngine; FP8-Flow-MoE. Bytes moved per element of y: 2 of x + 1 per
-    direction; current scaling reads x twice.
+    Source: arXiv 2002.05202 (SwiGLU); gpt-oss; TransformerEngine; FP8-Flow-MoE. Bytes moved per element of y:
+    2 of x + 1 per direction; current scaling reads x twice.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> q = fp8.swiglu_quantize(np.array([[0, 2, 3, 5]], np.float32), fp8.DelayedScaling(), scale=1.0)
@@ -77,34 +81,37 @@ def swiglu_quantize(x: Array, recipe: Recipe, *, scale: Any = None, amax: Array 
     >>> q.data.astype(np.float32).tolist()
     [[2.25], [30.0], [0.75]]
     """
-    given = x, None, recipe, scale, amax, probs, bias, splits, rowwise, columnwise, clamp, form, interleaved, noop
+    given = (x, None, recipe, scale, amax, probs, bias, splits, rowwise, columnwise, clamp, form, interleaved,
+             noop)
     result: Quantized = run(_FORWARD, given, out)
     return result
 
 
-def swiglu_backward_quantize(grad: Array, x: Array, recipe: Recipe, *, scale: Any = None, amax: Array | None = None,
-                             probs: Array | None = None, bias: Array | None = None, splits: Any = None,
-                             rowwise: bool = True, columnwise: bool = False, clamp: float | None = None,
-                             form: str = "swiglu", interleaved: bool = False, noop: Array | None = None,
-                             out: tuple[Quantized, Array | None] | None = None) -> tuple[Quantized, Array | None]:
+def swiglu_backward_quantize(grad: Array, x: Array, recipe: Recipe, *, scale: Any = None,
+                             amax: Array | None = None, probs: Array | None = None, bias: Array | None = None,
+                             splits: Any = None, rowwise: bool = True, columnwise: bool = False,
+                             clamp: float | None = None, form: str = "swiglu", interleaved: bool = False,
+                             noop: Array | None = None, out: tuple[Quantized, Array | None] | None = None
+                             ) -> tuple[Quantized, Array | None]:
     """The gradients of SwiGLU, quantised by a recipe, from one read of grad and x.
 
         da = ((g * p) * b) * (sigma * (1 + a * (1 - sigma)))
         db = (g * p) * (a * sigma)
         dp = sum over H of (g * (a * sigma)) * b
 
-    in f32, each operation rounded, sigma that of `swiglu_quantize`; dp by a fixed tree, so that its bytes depend on nothing
-    but its arguments. 'gpt_oss': sigma of 1.702 * a, which also takes the place of the a before (1 - sigma), and b + 1 for b.
-    Where `clamp` has changed a (b), da (db) is 0. docs/numerics.md section 9 defines every byte.
+    in f32, each operation rounded, sigma that of `swiglu_quantize`; dp by a fixed tree, so that its bytes
+    depend on nothing but its arguments. 'gpt_oss': sigma of 1.702 * a, which also takes the place of the a
+    before (1 - sigma), and b + 1 for b. Where `clamp` has changed a (b), da (db) is 0. docs/numerics.md
+    section 9 defines every byte.
 
     Parameters
     ----------
     grad : array [M, H] of x's dtype, the gradient of y
     x, probs, bias, splits, clamp, form, interleaved : as `swiglu_quantize` had them
-    recipe, scale, amax, rowwise, columnwise, noop : as for `swiglu_quantize`, of the gradient [da | db] of x (interleaved:
-        da0, db0, …)
-    out : an earlier result of the same shape and options; written in place and returned. With it the call allocates nothing
-        and can be captured into a CUDA graph, once it has been used before
+    recipe, scale, amax, rowwise, columnwise, noop : as for `swiglu_quantize`, of the gradient [da | db] of x
+        (interleaved: da0, db0, …)
+    out : an earlier result of the same shape and options; written in place and returned. With it the call
+        allocates nothing and can be captured into a CUDA graph, once it has been used before
 
     Returns
     -------
@@ -114,8 +121,8 @@ def swiglu_backward_quantize(grad: Array, x: Array, recipe: Recipe, *, scale: An
     ------
     TypeError, ValueError, DeviceError, as `swiglu_quantize`; all before anything is written.
 
-    Source: TransformerEngine; FP8-Flow-MoE. Bytes moved per element of grad: grad + 2 of x + 2 per direction. The gradient of
-    probs takes another launch if H is above 128 (interleaved: 64).
+    Source: TransformerEngine; FP8-Flow-MoE. Bytes moved per element of grad: grad + 2 of x + 2 per direction.
+    The gradient of probs takes another launch if H is above 128 (interleaved: 64).
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> grad, x = np.array([[1.0]], np.float32), np.array([[0.0, 2.0]], np.float32)
@@ -124,7 +131,8 @@ def swiglu_backward_quantize(grad: Array, x: Array, recipe: Recipe, *, scale: An
     >>> q.data.astype(np.float32).tolist(), dprobs.tolist()         # 2 * 0.5, 0 * 0.5; 0
     ([[1.0, 0.0]], [0.0])
     """
-    given = x, grad, recipe, scale, amax, probs, bias, splits, rowwise, columnwise, clamp, form, interleaved, noop
+    given = (x, grad, recipe, scale, amax, probs, bias, splits, rowwise, columnwise, clamp, form, interleaved,
+             noop)
     result: tuple[Quantized, Array | None] = run(_BACKWARD, given, out)
     return result
 
@@ -133,8 +141,9 @@ def swiglu_backward_quantize(grad: Array, x: Array, recipe: Recipe, *, scale: An
 class _Forward(Op[Inputs]):
     """y, quantised."""
 
-    def arguments(self, call: Call, x: Any, grad: Any, recipe: Any, scale: Any, amax: Any, probs: Any, bias: Any,
-                  splits: Any, rowwise: Any, columnwise: Any, clamp: Any, form: Any, interleaved: Any, noop: Any) -> Inputs:
+    def arguments(self, call: Call, x: Any, grad: Any, recipe: Any, scale: Any, amax: Any, probs: Any,
+                  bias: Any, splits: Any, rowwise: Any, columnwise: Any, clamp: Any, form: Any,
+                  interleaved: Any, noop: Any) -> Inputs:
         found = call.read("x", x, INPUT_DTYPES)
         if found.array.ndim != 2 or found.shape[1] % 2:
             raise ValueError(f"x: expected shape [M, 2 H], got {found.shape}")
@@ -150,11 +159,11 @@ class _Forward(Op[Inputs]):
         output.check_scale(scale, amax)
         given_scale = (0, 0.0) if scale is None else call.scalar("scale", scale)
         amax_at = 0 if amax is None else call.one_f32("amax", amax, updated=True)
-        options = {"scale": scale, "amax": amax, "probs": weights and weights.array, "bias": biases and biases.array,
-                   "splits": groups and groups.host, "rowwise": rowwise, "columnwise": columnwise, "clamp": clamp,
-                   "form": form, "interleaved": interleaved}
-        return Inputs(found, found_grad, weights, biases, groups, given_scale, amax_at, limit, form == "gpt_oss",
-                      bool(interleaved), output, options)
+        options = {"scale": scale, "amax": amax, "probs": weights and weights.array,
+                   "bias": biases and biases.array, "splits": groups and groups.host, "rowwise": rowwise,
+                   "columnwise": columnwise, "clamp": clamp, "form": form, "interleaved": interleaved}
+        return Inputs(found, found_grad, weights, biases, groups, given_scale, amax_at, limit,
+                      form == "gpt_oss", bool(interleaved), output, options)
 
     def result_shape(self, rows: int, width: int) -> tuple[int, int]:
         return rows, width // 2
@@ -203,7 +212,8 @@ class _Gradients(Pair):
     """The gradient of x, quantised, and that of probs, or None."""
 
     def __init__(self, first: Description, probs_shape: tuple[int, ...] | None) -> None:
-        dprobs = Description(Written("out[1]", probs_shape, float32)) if probs_shape is not None else _Nothing()
+        dprobs = Description(Written("out[1]", probs_shape,
+                                     float32)) if probs_shape is not None else _Nothing()
         super().__init__(first, dprobs)
         self.first, self._probs_shape = first, probs_shape
 
@@ -250,8 +260,8 @@ def _read_bias(call: Call, x: Input, bias: Any, splits: Any) -> tuple[Groups | N
     several = getattr(bias, "ndim", 1) > 1
     if splits is None:
         if several:
-            raise ValueError("bias: of several experts needs splits=, the rows of each; one bias for all rows has one "
-                             "dimension")
+            raise ValueError("bias: of several experts needs splits=, the rows of each; one bias for all "
+                             "rows has one dimension")
         return None, None if bias is None else _read(call, "bias", bias, x.dtype, x.shape[1:])
     if bias is None or getattr(bias, "ndim", 2) < 2:
         raise ValueError("splits: expected a bias [E, 2 H], one for each expert, got "

@@ -33,19 +33,23 @@ _BLOCK = Kernel("quantize/swiglu_blocks", "swiglu_block")
 _MX = Kernel("quantize/swiglu_mx", "swiglu_mx")
 _KERNELS = (_CAST, _BLOCK, _MX)
 
-#: Values of the define PATH (enum Path in kernels_cu/include/swiglu/swiglu.cuh says what each program can do).
+#: Values of the define PATH (enum Path in kernels_cu/include/swiglu/swiglu.cuh says what each program can
+#: do).
 ANY, ROWS, TILES, OPTIONS, EXPERTS = "any", "rows", "tiles", "options", "experts"
 WIDE, QUOTIENTS = "wide", "quotients"
 #: Flags of the struct SwigluCall.
 _CLAMPED, _GPT_OSS, _INTERLEAVED, _WIDE = 1, 2, 4, 8
 
 _TILE = tiles.SMALL
-_STAGES = 4                 # 16-byte loads that a thread has in flight for each array (kStages rows of kLoads)
+#: 16-byte loads that a thread has in flight for each array (kStages rows of kLoads).
+_STAGES = 4
 _COLUMN_AMAXES = 4 * (8 * _TILE.columns + 8) * 4    # bytes of shared memory for a tile (struct ColumnAmaxes)
-_LEAST_SHARED = 16          # a launch that needs no shared memory has some, since an array of 0 bytes has no address on the CPU
+#: Bytes of shared memory of a launch that needs none: an array of 0 bytes has no address on the CPU.
+_LEAST_SHARED = 16
 #: A block of threads takes more tiles only while there are at least so many blocks.
 _ENOUGH_BLOCKS = 512
-_WORKSPACE_WORDS, _SCALE_OFFSET = 4, 8              # of current scaling: amax, finished blocks, then the scale
+#: The workspace of current scaling: amax, finished blocks, then the scale.
+_WORKSPACE_WORDS, _SCALE_OFFSET = 4, 8
 
 
 class Inputs(NamedTuple):
@@ -71,7 +75,8 @@ class Inputs(NamedTuple):
 
 # ---- what each recipe writes ----
 class Output:
-    """How a recipe stores a matrix: the kernel that does, the description of its result, and members of its struct."""
+    """How a recipe stores a matrix: the kernel that does, the description of its result, and members of
+    its struct."""
 
     kernel: Kernel
     result: Description
@@ -85,7 +90,8 @@ class Output:
 
     def check_scale(self, scale: Any, amax: Any) -> None:
         if scale is not None or amax is not None:
-            raise ValueError("scale, amax: belong to per-tensor recipes; blocks take their scales from their own elements")
+            raise ValueError("scale, amax: belong to per-tensor recipes; blocks take their scales from their "
+                             "own elements")
 
     def places(self, result: Description, written: Sequence[int]) -> Members:
         """Members that say where data and scales go. result: the description of what is written."""
@@ -96,7 +102,8 @@ class _PerTensor(Output):
     kernel = _CAST
     writes_nothing_of_empty = False
 
-    def __init__(self, shape: tuple[int, int], source: np.dtype[Any], recipe: Any, rowwise: bool, columnwise: bool) -> None:
+    def __init__(self, shape: tuple[int, int], source: np.dtype[Any], recipe: Any, rowwise: bool,
+                 columnwise: bool) -> None:
         super().__init__(shape, recipe, rowwise, columnwise)
         check_directions(shape, rowwise, columnwise)
         self.result = PerTensorResult(shape, recipe.dtype, bool(rowwise), bool(columnwise))
@@ -104,10 +111,11 @@ class _PerTensor(Output):
     def check_scale(self, scale: Any, amax: Any) -> None:
         if isinstance(self.recipe, DelayedScaling):
             if scale is None:
-                raise ValueError("scale: delayed scaling needs the scale that earlier steps determined, got None")
+                raise ValueError("scale: delayed scaling needs the scale that earlier steps determined, got "
+                                 "None")
         elif scale is not None:
-            raise ValueError("scale: current scaling takes it from the values themselves; DelayedScaling quantises with a "
-                             "given scale")
+            raise ValueError("scale: current scaling takes it from the values themselves; DelayedScaling "
+                             "quantises with a given scale")
 
     def places(self, result: Description, written: Sequence[int]) -> Members:
         assert isinstance(result, PerTensorResult)
@@ -117,18 +125,19 @@ class _PerTensor(Output):
 class _Blocks(Output):
     kernel = _BLOCK
 
-    def __init__(self, shape: tuple[int, int], source: np.dtype[Any], recipe: Any, rowwise: bool, columnwise: bool) -> None:
+    def __init__(self, shape: tuple[int, int], source: np.dtype[Any], recipe: Any, rowwise: bool,
+                 columnwise: bool) -> None:
         super().__init__(shape, recipe, rowwise, columnwise)
         if recipe.block not in ((1, 128), (1, 64), (1, 32)):
-            raise ValueError(f"recipe: expected blocks of one of ((1, 128), (1, 64), (1, 32)), got {recipe.block}; "
-                             "quantize_block has the others")
+            raise ValueError("recipe: expected blocks of one of ((1, 128), (1, 64), (1, 32)), got "
+                             f"{recipe.block}; quantize_block has the others")
         self._plan = blocks.Plan(shape, source, False, (
-            recipe.dtype, rowwise, columnwise, True, recipe.block, recipe.pow2_scale, recipe.eps, recipe.profile,
-            recipe.scale_layout))
+            recipe.dtype, rowwise, columnwise, True, recipe.block, recipe.pow2_scale, recipe.eps,
+            recipe.profile, recipe.scale_layout))
         self.result, self.row_block, self.divides = self._plan.result, recipe.block[1], self._plan.divide
         if any(prod(form.scale_shape) >= 1 << 32 for form in self._plan.forms.values()):
-            raise ValueError(f"x: expected fewer than 2^32 scales, which rows of {shape[1]} elements have from {shape[0]} "
-                             "rows on")
+            raise ValueError(f"x: expected fewer than 2^32 scales, which rows of {shape[1]} elements have "
+                             f"from {shape[0]} rows on")
 
     def places(self, result: Description, written: Sequence[int]) -> Members:
         _, data, row_scales, data_t, column_scales = self._plan.addresses(written)
@@ -143,12 +152,15 @@ class _Mx(Output):
     row_block = 32
     transposed = False
 
-    def __init__(self, shape: tuple[int, int], source: np.dtype[Any], recipe: Any, rowwise: bool, columnwise: bool) -> None:
+    def __init__(self, shape: tuple[int, int], source: np.dtype[Any], recipe: Any, rowwise: bool,
+                 columnwise: bool) -> None:
         super().__init__(shape, recipe, rowwise, columnwise)
         if recipe.block != (1, 32):
-            raise ValueError(f"recipe: expected MX blocks of (1, 32), got {recipe.block}; quantize_mx has the others")
+            raise ValueError(f"recipe: expected MX blocks of (1, 32), got {recipe.block}; quantize_mx has "
+                             "the others")
         self._plan = mx.Plan(shape, source, False, (
-            recipe.dtype, rowwise, columnwise, False, recipe.mode, recipe.profile, recipe.block, recipe.scale_layout))
+            recipe.dtype, rowwise, columnwise, False, recipe.mode, recipe.profile, recipe.block,
+            recipe.scale_layout))
         self.result = self._plan.result
 
     def places(self, result: Description, written: Sequence[int]) -> Members:
@@ -162,8 +174,10 @@ _OUTPUTS: dict[type, Any] = {
     DelayedScaling: _PerTensor, CurrentScaling: _PerTensor, BlockScaling: _Blocks, MXScaling: _Mx}
 
 
-def output_of(shape: tuple[int, int], source: np.dtype[Any], recipe: Any, rowwise: Any, columnwise: Any) -> Output:
-    """How a recipe stores a matrix of this shape. source: x's dtype. TypeError or ValueError for recipes that have no kernel."""
+def output_of(shape: tuple[int, int], source: np.dtype[Any], recipe: Any, rowwise: Any,
+              columnwise: Any) -> Output:
+    """How a recipe stores a matrix of this shape. source: x's dtype. TypeError or ValueError for recipes
+    that have no kernel."""
     if type(recipe) not in _OUTPUTS:
         raise TypeError("recipe: expected a DelayedScaling, CurrentScaling, BlockScaling or MXScaling, got "
                         f"{type(recipe).__name__}")
@@ -172,9 +186,10 @@ def output_of(shape: tuple[int, int], source: np.dtype[Any], recipe: Any, rowwis
 
 
 # ---- launches ----
-def launches(call: Call, inputs: Inputs, result: Description, written: Sequence[int], dprobs_at: int) -> Iterator[Launch]:
-    """The launches that write y or the gradient of x, and the gradient of probs where there is an address for it. result,
-    written: the description of the quantised arrays and their addresses."""
+def launches(call: Call, inputs: Inputs, result: Description, written: Sequence[int],
+             dprobs_at: int) -> Iterator[Launch]:
+    """The launches that write y or the gradient of x, and the gradient of probs where there is an address for
+    it. result, written: the description of the quantised arrays and their addresses."""
     x, output, rows = inputs.x.array, inputs.output, len(inputs.x.array)
     places = output.places(result, written)
     swiglu = _described(inputs, call.noop_at)
@@ -188,7 +203,8 @@ def launches(call: Call, inputs: Inputs, result: Description, written: Sequence[
         sums = ColumnSums(x, dprobs_at, call.scratch("swiglu_dprobs", partial_sums(shape)), shape)
         swiglu["sums"] = sums.tiles_at(_TILE.columns)
     column_data = places.get("data_t", 0) or places.get("column_data", 0)
-    if _is_wide(inputs, places.get("data", 0) if output.transposed else places["data"] | places["column_data"]):
+    if _is_wide(inputs, places.get("data", 0) if output.transposed
+                else places["data"] | places["column_data"]):
         swiglu["flags"] |= _WIDE
     program = _program(inputs, swiglu)
     members = {"call": swiglu, "tiles": program.tiles}
@@ -205,11 +221,12 @@ def launches(call: Call, inputs: Inputs, result: Description, written: Sequence[
 def _described(inputs: Inputs, noop_at: int) -> Members:
     """The struct SwigluCall, but for what other launches find and for the flag of wide accesses."""
     rows, columns = inputs.output.shape
-    flags = _GPT_OSS * inputs.gpt_oss | _INTERLEAVED * inputs.interleaved | _CLAMPED * np.isfinite(inputs.limit)
+    flags = _GPT_OSS * inputs.gpt_oss | _INTERLEAVED * inputs.interleaved
+    flags |= _CLAMPED * bool(np.isfinite(inputs.limit))
     return {"x": inputs.x.at, "grad": inputs.grad.at if inputs.grad else 0, "bias": _bias_at(inputs),
-            "probs": inputs.probs.at if inputs.probs else 0, "noop": noop_at, "rows": rows, "columns": columns,
-            "limit": inputs.limit, "minus_limit": -inputs.limit, "alpha": float(ALPHA) if inputs.gpt_oss else 1.0,
-            "flags": int(flags)}
+            "probs": inputs.probs.at if inputs.probs else 0, "noop": noop_at, "rows": rows,
+            "columns": columns, "limit": inputs.limit, "minus_limit": -inputs.limit,
+            "alpha": float(ALPHA) if inputs.gpt_oss else 1.0, "flags": flags}
 
 
 def _bias_at(inputs: Inputs) -> int:
@@ -218,23 +235,26 @@ def _bias_at(inputs: Inputs) -> int:
 
 
 def _is_wide(inputs: Inputs, data: int) -> bool:
-    """Whether every row of what is read allows 16-byte loads, and every row of as-is data 8-byte stores. data: the addresses of
-    as-is data, or'ed."""
+    """Whether every row of what is read allows 16-byte loads, and every row of as-is data 8-byte stores.
+    data: the addresses of as-is data, or'ed."""
     read = inputs.x.at | _bias_at(inputs) | (inputs.grad.at if inputs.grad else 0)
     return inputs.half % 8 == 0 and read % 16 == 0 and data % 8 == 0
 
 
-def _cast(call: Call, inputs: Inputs, program: _Choice, members: Members, places: Members) -> Iterator[Launch]:
+def _cast(call: Call, inputs: Inputs, program: _Choice, members: Members,
+          places: Members) -> Iterator[Launch]:
     """The launch that casts with one scale; for current scaling another one before it finds that scale."""
     x, recipe, amax_at = inputs.x.array, inputs.output.recipe, inputs.amax_at
     scale_at, scale_value = inputs.scale
     if isinstance(recipe, CurrentScaling):
         found = call.workspace("swiglu", _WORKSPACE_WORDS)
         scale_at = found + _SCALE_OFFSET
-        yield program.bind(x, False, **{**members, "vector": 0}, amax=amax_at, found=found, found_scale=scale_at, scale_value=1.0,
-                           target=scale_target(recipe.dtype, 0), eps=recipe.eps, pow2=int(recipe.pow2_scale))
+        yield program.bind(x, False, **{**members, "vector": 0}, amax=amax_at, found=found,
+                           found_scale=scale_at, scale_value=1.0, target=scale_target(recipe.dtype, 0),
+                           eps=recipe.eps, pow2=int(recipe.pow2_scale))
         amax_at = 0
-    yield program.bind(x, inputs.output.columnwise, **members, **places, scale=scale_at, scale_value=scale_value, amax=amax_at)
+    yield program.bind(x, inputs.output.columnwise, **members, **places, scale=scale_at,
+                       scale_value=scale_value, amax=amax_at)
 
 
 # ---- programs ----
@@ -281,7 +301,8 @@ def _path(inputs: Inputs, swiglu: Members) -> str:
 
 @functools.cache
 def _variants(kernel: Kernel, source: np.dtype[Any], to: np.dtype[Any], backward: bool) -> dict[str, Variant]:
-    """The programs for these types, by path. bf16 to e4m3 has them all; WIDE takes the place of those that other types lack."""
+    """The programs for these types, by path. bf16 to e4m3 has them all; WIDE takes the place of those that
+    other types lack."""
     common, to_e4m3 = source == bfloat16 and to == float8_e4m3fn, to == float8_e4m3fn
     paths = {
         ANY: True,
@@ -293,13 +314,16 @@ def _variants(kernel: Kernel, source: np.dtype[Any], to: np.dtype[Any], backward
         QUOTIENTS: kernel is _BLOCK and to_e4m3 and not backward}
     if kernel is _CAST and backward:
         paths[ROWS] = False             # TILES does this too
-    return {path: _variant(kernel, source, to, int(backward), path) for path, exists in paths.items() if exists}
+    return {path: _variant(kernel, source, to, int(backward), path) for path, exists in paths.items()
+            if exists}
 
 
 def _variant(kernel: Kernel, source: np.dtype[Any], to: np.dtype[Any], backward: int, path: str) -> Variant:
-    types: dict[str, Any] = {"IN": FORMATS[source].tag, "OUT": FORMATS[to].tag, "BACKWARD": backward, "PATH": path}
+    types: dict[str, Any] = {"IN": FORMATS[source].tag, "OUT": FORMATS[to].tag, "BACKWARD": backward,
+                             "PATH": path}
     block, shared = _TILE.block, _LEAST_SHARED
-    if path == ANY or (kernel is _CAST and (path == ROWS or (path == TILES and backward))):     # rows come through registers
+    # Rows that come through registers.
+    if path == ANY or (kernel is _CAST and (path == ROWS or (path == TILES and backward))):
         if kernel is not _MX and path != ROWS:
             shared = _TILE.shared * (2 if path == TILES else 1)
         return kernel.variant(block=block, shared=shared, **types)
@@ -322,8 +346,8 @@ def _is_streamed(v: Variant) -> bool:
 
 
 def _most_tiles(v: Variant) -> int:
-    """How many tiles a block of threads can take: it has shared memory for so many rows' weights (kMostRows in
-    swiglu_stream.cuh)."""
+    """How many tiles a block of threads can take: it has shared memory for so many rows' weights (kMostRows
+    in swiglu_stream.cuh)."""
     defines = dict(v.defines)
     path, most = defines["PATH"], v.block // _TILE.rows
     if not _is_streamed(v):

@@ -1,20 +1,23 @@
 // SwiGLU with quantisation (docs/numerics.md, section 9): what a call asks for, and which program serves it.
 //
-//   y = ((a * sigma(a)) * b) * p        in f32, each operation rounded; a and b are halves of a row of x, p is its weight
+//   y = ((a * sigma(a)) * b) * p        in f32, each operation rounded
 //
-// Defines, of every program: IN, the format of x; OUT, that of the quantised data; BACKWARD 1, the result is the gradient of x,
-// laid out as x is, found from grad, the gradient of y; PATH, one of the values of Path.
+// a and b are halves of a row of x, p is its weight.
+//
+// Defines, of every program: IN, the format of x; OUT, that of the quantised data; BACKWARD 1, the result is
+// the gradient of x, laid out as x is, found from grad, the gradient of y; PATH, one of the values of Path.
 #pragma once
 #include "numerics/column_sum.cuh"
 #include "numerics/sigmoid.cuh"
 #include "tile/tile.cuh"
 
-// The calls that a program can serve. The fewer choices it makes at run time, the fewer instructions it has: with all of them
-// an H200 waited for instructions. cupy_fp8/ops/quantize/swiglu_launches.py chooses the path of a call.
+// The calls that a program can serve. The fewer choices it makes at run time, the fewer instructions it has:
+// with all of them an H200 waited for instructions. cupy_fp8/ops/quantize/swiglu_launches.py chooses the path
+// of a call.
 enum class Path {
     any,        // every call: any alignment, every option, blocks of both da and db, division by scale_inv
-    rows,       // x = [a | b] without bias, clamp and gpt_oss, rows that allow wide accesses, and for gradients an H that is a
-                // multiple of a tile's columns; row-wise data alone
+    rows,       // x = [a | b] without bias, clamp and gpt_oss; rows that allow wide accesses; for gradients
+                // an H that is a multiple of a tile's columns; row-wise data alone
     tiles,      // the same calls, with column-wise data
     options,    // rows that allow wide accesses, and every option but biases of experts, in every direction
     experts,    // the same with biases of each expert's own
@@ -24,8 +27,10 @@ enum class Path {
 constexpr Path kPath = Path::PATH;
 constexpr bool kBackward = BACKWARD;
 constexpr bool kOptions = kPath >= Path::options, kExperts = kPath >= Path::experts;
-constexpr bool kMaybeExperts = kPath >= Path::wide;                  // whether a call may have no experts all the same
-constexpr bool kTiled = kPath >= Path::tiles;                        // whether a block of threads has a whole tile at once
+// Whether a call may have no experts all the same.
+constexpr bool kMaybeExperts = kPath >= Path::wide;
+// Whether a block of threads has a whole tile at once.
+constexpr bool kTiled = kPath >= Path::tiles;
 constexpr int kParts = 1 + kBackward;                                // results: y, or da and db
 
 // What a call asks for.
@@ -36,15 +41,18 @@ struct SwigluCall {
     const IN::storage* x;        // [rows, 2 H]: a then b in each row, or a0 b0 a1 b1 ... (kInterleaved)
     const IN::storage* grad;     // BACKWARD: [rows, H]
     const IN::storage* bias;     // [2 H], in the order of x; with `experts` [E, 2 H]; or null
-    const u32* experts;          // [rows, rounded up to whole tiles]: whose bias each row has, or kNone; null: all have the same
+    // [rows, rounded up to whole tiles]: whose bias each row has, or kNone; null: all have the same
+    const u32* experts;
     const float* probs;          // [rows], or null
     const float* noop;           // one element: 1.0 there means that nothing is written; or null
-    float* sums;                 // BACKWARD: grad * dy / dp summed over the columns of a tile, [tiles across, rows]; or null
+    // BACKWARD: grad * dy / dp summed over the columns of a tile, [tiles across, rows]; or null
+    float* sums;
     i64 rows, columns;           // of the result, which has H or 2 H columns
     float limit, minus_limit;    // a <= limit, -limit <= b <= limit; infinite without kClamped
     float alpha;                 // sigma's argument is alpha * a: 1, or 1.702 with kGptOss, where b is b + 1
-    u32 flags;                   // kWide: every row of x, grad and bias allows 16-byte loads (interleaved grad: loads of 4
-                                 // elements), every row of as-is data 8-byte stores
+    // kWide: every row of x, grad and bias allows 16-byte loads (interleaved grad: loads of 4 elements), and
+    // every row of as-is data 8-byte stores
+    u32 flags;
 
     __device__ __forceinline__ bool has(u32 flag) const { return flags & flag; }
     __device__ __forceinline__ bool interleaved() const { return has(kInterleaved); }
@@ -60,7 +68,8 @@ struct SwigluCall {
 
 using Tile = ByteTile<128, 128>;
 constexpr int kThreads = Tile::kThreads;
-constexpr int kLoad = 16 / sizeof(IN::storage), kLoads = 8 / kLoad;  // elements of a load; loads of eight elements
+// Elements of a load, and loads of eight elements.
+constexpr int kLoad = 16 / sizeof(IN::storage), kLoads = 8 / kLoad;
 using Eight = Chunk<IN, kLoad>[kLoads];
 
 // A thread's patch of 8 x 8 elements.
@@ -87,7 +96,8 @@ __device__ __forceinline__ void widen_eight(const Eight& from, float (&v)[8]) {
 
 // Sixteen elements a0, b0, a1, b1, ... become eight of a and eight of b.
 __device__ __forceinline__ void separate(Eight (&part)[2]) {
-    constexpr int kWords = 8 / Chunk<IN, kLoad>::kPerWord, kOfLoad = Chunk<IN, kLoad>::kWords;       // of a half; of a load
+    // Words of a half, and of a load.
+    constexpr int kWords = 8 / Chunk<IN, kLoad>::kPerWord, kOfLoad = Chunk<IN, kLoad>::kWords;
     u32 word[2 * kWords];
 #pragma unroll
     for (int w = 0; w < 2 * kWords; w++) word[w] = part[w / kWords][w % kWords / kOfLoad].word[w % kOfLoad];

@@ -3,7 +3,8 @@
 #include "swiglu/swiglu_store.cuh"
 #include "swiglu/swiglu_stream.cuh"
 
-constexpr int kSegment = 32, kSegments = Tile::kColumns / kSegment;  // elements along a row: the smallest block
+// A segment is the smallest block: so many elements along a row.
+constexpr int kSegment = 32, kSegments = Tile::kColumns / kSegment;
 
 template <bool kNan>
 __device__ __forceinline__ u32 larger(u32 amax, float v) {
@@ -40,8 +41,8 @@ __device__ __forceinline__ float broadcast(float own, int chunk) {
     return as_float(__shfl_sync(~0u, as_bits(own), owner(chunk)));
 }
 
-// The amaxes of the columns of a tile, of which a thread has four rows: words in shared memory, so that the 32 rows of a
-// segment lie in lanes that do not meet in banks.
+// The amaxes of the columns of a tile, of which a thread has four rows: words in shared memory, so that the
+// 32 rows of a segment lie in lanes that do not meet in banks.
 struct ColumnAmaxes {
     static constexpr int kOfSegment = 8 * Tile::kColumns + 8, kWords = Tile::kRows / 32 * kOfSegment;
     u32* words;
@@ -52,7 +53,8 @@ struct ColumnAmaxes {
         u32 amax[8];
 #pragma unroll
         for (int c = 0; c < 8; c++)
-            amax[c] = larger<kNan>(larger<kNan>(larger<kNan>(larger<kNan>(0, y[0][c]), y[1][c]), y[2][c]), y[3][c]);
+            amax[c] = larger<kNan>(larger<kNan>(larger<kNan>(larger<kNan>(0, y[0][c]), y[1][c]), y[2][c]),
+                                   y[3][c]);
         const int thread = thread_again();
         u32* const to = at(thread / Tile::kColumnPatches) + thread % Tile::kColumnPatches * 8;
         store_shared_whole(to, amax[0], amax[1], amax[2], amax[3]);
@@ -67,8 +69,11 @@ struct ColumnAmaxes {
         for (int i = 0; i < 8; i++) amax = larger_bits(amax, at(segment * 8)[i * Tile::kColumns + column]);
         return amax;
     }
-    // Leaves a float for a segment and column where only this thread has read. Call __syncthreads() before operands().
-    __device__ __forceinline__ void put(int segment, int column, float v) const { at(segment * 8)[column] = as_bits(v); }
+    // Leaves a float for a segment and column where only this thread has read. Call __syncthreads() before
+    // operands().
+    __device__ __forceinline__ void put(int segment, int column, float v) const {
+        at(segment * 8)[column] = as_bits(v);
+    }
     // The floats for this thread's rows and columns.
     __device__ __forceinline__ void operands(float (&by)[8]) const {
         load_floats(at(threadIdx.x / Tile::kColumnPatches / 8 * 8) + Tile::patch_column(), by);
@@ -103,8 +108,8 @@ struct PatchAmaxes {
             for (int r = 0; r < 8; r++) column[c] = larger<kNan>(column[c], y[r][c]);
         }
     }
-    // Combines the four lanes of a segment: row[0] and row[1] are then whole, those of rows owned() and the next. Each exchange
-    // halves the rows that a lane has a part of.
+    // Combines the four lanes of a segment: row[0] and row[1] are then whole, those of rows owned() and the
+    // next. Each exchange halves the rows that a lane has a part of.
     __device__ __forceinline__ void reduce_rows() {
         halve<1, 4>();
         halve<2, 2>();

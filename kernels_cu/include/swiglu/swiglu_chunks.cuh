@@ -24,11 +24,13 @@ __device__ __forceinline__ float (&four_chunks(float (&y)[kThreadChunks][8], int
     return *reinterpret_cast<float(*)[4][8]>(&y[part * 4]);
 }
 
-// Whether a weight may become a part of a scale: its product with the scale of an amax between 2^-60 and 2^60 is a normal number.
+// Whether a weight may become a part of a scale: its product with the scale of an amax between 2^-60 and 2^60
+// is a normal number.
 __device__ __forceinline__ bool is_moderate(float weight) {
     return (as_bits(weight) & 0x7fffffffu) - (87u << 23) < 80u << 23;
 }
-__device__ __forceinline__ bool is_moderate_amax(u32 bits) { return bits - (67u << 23) < 120u << 23; }        // 2^-60 to 2^60
+// 2^-60 to 2^60
+__device__ __forceinline__ bool is_moderate_amax(u32 bits) { return bits - (67u << 23) < 120u << 23; }
 __device__ __forceinline__ void multiply_chunks(float (&u)[4][8], const float* weights) {
 #pragma unroll
     for (int chunk = 0; chunk < 4; chunk++) {
@@ -40,8 +42,8 @@ __device__ __forceinline__ void multiply_chunks(float (&u)[4][8], const float* w
 
 // Stores codes(chunk) of four chunks to `data`. left: how many rows exist from the group's first on.
 template <class Codes>
-__device__ __forceinline__ void store_chunks(const SwigluCall& call, u8* data, const ChunkPosition& position, int left,
-                                             Codes codes) {
+__device__ __forceinline__ void store_chunks(const SwigluCall& call, u8* data, const ChunkPosition& position,
+                                             int left, Codes codes) {
     constexpr int kTogether = 4 / kThreadRows;                       // da and db, or one of them
     const i64 half = call.half();
     u8* to = data + position.at;
@@ -65,17 +67,19 @@ __device__ __forceinline__ void write_rows(const Tile& tile, int row, const Chun
     if constexpr (kRows == 4) write_half_patch(tile.byte_at(row, Tile::patch_column()), codes);
 }
 // As store_transposed(), by kStreamThreads. end: the column after the last.
-__device__ __forceinline__ void store_tile(const SwigluCall& call, const TilePosition& at, const i64& end, const Tile& tile,
-                                           u8* data, bool vector) {
+__device__ __forceinline__ void store_tile(const SwigluCall& call, const TilePosition& at, const i64& end,
+                                           const Tile& tile, u8* data, bool vector) {
     if (!vector) {
         store_ragged_rows<Tile::kRows, Tile::kColumns, kStreamThreads>(
             data + at.column * call.rows + at.row, call.rows, left_of(end - at.column, Tile::kColumns),
-            left_of(call.rows - at.row, Tile::kRows), [&](int column, int patch) { return tile.chunk_at(column, patch); });
+            left_of(call.rows - at.row, Tile::kRows),
+            [&](int column, int patch) { return tile.chunk_at(column, patch); });
         return;
     }
 #pragma unroll
     for (int unit = 0; unit < Tile::kUnits<16>; unit += kStreamThreads / kThreads) {
         const i64 row = at.column + Tile::column<16>(unit), column = at.row + Tile::row<16>();
-        if (row < end && column < call.rows) tile.read<OUT, 16>(unit).store_whole(data + row * call.rows + column);
+        if (row < end && column < call.rows)
+            tile.read<OUT, 16>(unit).store_whole(data + row * call.rows + column);
     }
 }

@@ -1,4 +1,5 @@
-// Whether eight elements of x are all small enough for quick_sigmoid(), found from their bits: two 16-bit numbers at once.
+// Whether eight elements of x are all small enough for quick_sigmoid(), found from their bits: two 16-bit
+// numbers at once.
 #pragma once
 #include "swiglu/swiglu.cuh"
 

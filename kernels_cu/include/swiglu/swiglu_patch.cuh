@@ -1,12 +1,15 @@
-// Path any: patches of y or of its gradients, from any memory and with any options, all of which it is told at run time.
+// Path any: patches of y or of its gradients, from any memory and with any options, all of which it is told
+// at run time.
 //
-// A block of 256 threads owns 128 x 128 elements of the result, a thread 8 x 8 of them. An element of a gradient is da or db,
-// and sigma is computed for either. x and grad are loaded before anything is computed.
+// A block of 256 threads owns 128 x 128 elements of the result, a thread 8 x 8 of them. An element of a
+// gradient is da or db, and sigma is computed for either. x and grad are loaded before anything is computed.
 #pragma once
 #include "swiglu/swiglu.cuh"
 
-constexpr int kRowsAtOnce = sizeof(IN::storage) == 2 && !kBackward ? 8 : 2;      // rows whose loads are in flight
-constexpr int kPart = kBackward ? 4 : 8;             // elements of a row that are computed at a time: registers allow no more
+// Rows whose loads are in flight.
+constexpr int kRowsAtOnce = sizeof(IN::storage) == 2 && !kBackward ? 8 : 2;
+// Elements of a row that are computed at a time: registers allow no more.
+constexpr int kPart = kBackward ? 4 : 8;
 
 // Loads `left` of eight neighbours, and zeros in place of the others.
 template <bool kWide>
@@ -27,8 +30,8 @@ __device__ __forceinline__ void widen_part(const Eight& from, int part, float (&
     }
 }
 
-// Loads eight elements of a row that starts again after `wrap` columns, since a patch may have both da and db. Elements enter
-// at the top, in a loop: unrolled, all of these would be half of a kernel.
+// Loads eight elements of a row that starts again after `wrap` columns, since a patch may have both da and
+// db. Elements enter at the top, in a loop: unrolled, all of these would be half of a kernel.
 __device__ __forceinline__ void gather(Eight& to, const IN::storage* row, i64 wrap, i64 column, int left) {
     constexpr int kOfLoad = Chunk<IN, kLoad>::kWords, kWords = kLoads * kOfLoad;
     u32 word[kWords + 1] = {};
@@ -49,13 +52,15 @@ struct Halves {
 
     // row: of x. left: how many of the result's columns exist; zeros take the place of the others.
     template <bool kWide>
-    __device__ __forceinline__ void load(const SwigluCall& call, const IN::storage* row, i64 column, int left) {
+    __device__ __forceinline__ void load(const SwigluCall& call, const IN::storage* row, i64 column,
+                                         int left) {
         const bool interleaved = call.interleaved();
         const i64 half = call.half();
         if constexpr (!kBackward) {
             const IN::storage* const from = row + (interleaved ? 2 * column : column);
             load_eight<kWide>(part[0], from, interleaved ? left_of(2 * left, 8) : left);
-            load_eight<kWide>(part[1], from + (interleaved ? 8 : half), interleaved ? left_of(2 * left - 8, 8) : left);
+            load_eight<kWide>(part[1], from + (interleaved ? 8 : half),
+                              interleaved ? left_of(2 * left - 8, 8) : left);
         } else if constexpr (!kWide) {
             gather(part[0], row, call.wrap(), column, left);
             gather(part[1], row + half, call.wrap(), column, interleaved ? 0 : left);
@@ -65,7 +70,8 @@ struct Halves {
             load_eight<true>(part[1], row + half + at, interleaved ? 0 : left);
         }
     }
-    __device__ __forceinline__ void widen(const SwigluCall& call, int of_eight, float (&a)[kPart], float (&b)[kPart]) {
+    __device__ __forceinline__ void widen(const SwigluCall& call, int of_eight, float (&a)[kPart],
+                                          float (&b)[kPart]) {
         if (!kBackward && call.interleaved()) separate(part);
         widen_part(part[0], of_eight, a);
         widen_part(part[1], of_eight, b);
@@ -81,7 +87,8 @@ struct Grads {
     Eight part;                  // interleaved: four, or two and two
 
     template <bool kWide>
-    __device__ __forceinline__ void load(const SwigluCall& call, const IN::storage* row, i64 column, int left) {
+    __device__ __forceinline__ void load(const SwigluCall& call, const IN::storage* row, i64 column,
+                                         int left) {
         const bool interleaved = call.interleaved();
         if constexpr (!kWide) {
             gather(part, row, call.wrap(), interleaved ? column / 2 : column, interleaved ? left / 2 : left);
@@ -120,8 +127,9 @@ struct Source {
 };
 
 // a and b of a part of row r, biased and clamped. clipped: bit i for a, bit 8 + i for b.
-__device__ __forceinline__ void widen_clamped(const SwigluCall& call, const Place& place, int r, int part, Halves& in,
-                                              float (&a)[kPart], float (&b)[kPart], u32& clipped) {
+__device__ __forceinline__ void widen_clamped(const SwigluCall& call, const Place& place, int r, int part,
+                                              Halves& in, float (&a)[kPart], float (&b)[kPart],
+                                              u32& clipped) {
     in.widen(call, part, a, b);
     const int left = place.columns_of(r);
     if (const IN::storage* const biases = call.bias && left ? call.bias_of(place.row + r) : nullptr) {
@@ -140,9 +148,10 @@ __device__ __forceinline__ void widen_clamped(const SwigluCall& call, const Plac
     for (int i = 0; i < kPart; i++) {
         const float clamped_a = at_most(a[i], call.limit);
         const float clamped_b = at_least(at_most(b[i], call.limit), call.minus_limit);
-        if (kBackward) {                                             // clipped is what has become a limit: never NaN
+        if (kBackward) {             // clipped is what has become a limit: never NaN
             if (as_bits(clamped_a) == limit && as_bits(a[i]) != limit) clipped |= 1u << i;
-            if ((as_bits(clamped_b) & 0x7fffffffu) == limit && as_bits(b[i]) != as_bits(clamped_b)) clipped |= 0x100u << i;
+            if ((as_bits(clamped_b) & 0x7fffffffu) == limit && as_bits(b[i]) != as_bits(clamped_b))
+                clipped |= 0x100u << i;
         }
         a[i] = clamped_a, b[i] = clamped_b;
     }
@@ -160,8 +169,8 @@ __device__ __forceinline__ void find_sigma(const SwigluCall& call, const float (
 }
 
 // Eight elements of y. prob: the row's weight.
-__device__ __forceinline__ void activate(const SwigluCall& call, const Place& place, int r, const float& prob, Source& in,
-                                         float (&y)[8]) {
+__device__ __forceinline__ void activate(const SwigluCall& call, const Place& place, int r, const float& prob,
+                                         Source& in, float (&y)[8]) {
     float a[kPart], b[kPart], sigma[kPart];
     u32 clipped;
     widen_clamped(call, place, r, 0, in.x, a, b, clipped);
@@ -174,13 +183,15 @@ __device__ __forceinline__ void activate(const SwigluCall& call, const Place& pl
 }
 
 // A part of the gradients. others: bits of columns that are db, or do not exist.
-__device__ __forceinline__ void differentiate_part(const SwigluCall& call, const float (&a)[kPart], const float (&b)[kPart],
-                                                   const float (&sigma)[kPart], const float (&grad)[kPart], u32 all_others,
-                                                   u32 others, float (&out)[kPart]) {
+__device__ __forceinline__ void differentiate_part(const SwigluCall& call, const float (&a)[kPart],
+                                                   const float (&b)[kPart], const float (&sigma)[kPart],
+                                                   const float (&grad)[kPart], u32 all_others, u32 others,
+                                                   float (&out)[kPart]) {
     if (all_others != 0xffu) {
 #pragma unroll
         for (int i = 0; i < kPart; i++) {
-            const float rest = mul_rn(mul_rn(call.alpha, a[i]), fma_rn(sigma[i], -1.0f, 1.0f));      // u * (1 - sigma)
+            // rest = u * (1 - sigma)
+            const float rest = mul_rn(mul_rn(call.alpha, a[i]), fma_rn(sigma[i], -1.0f, 1.0f));
             out[i] = mul_rn(mul_rn(grad[i], b[i]), mul_rn(sigma[i], add_rn(1.0f, rest)));
         }
     }
@@ -201,8 +212,8 @@ __device__ __forceinline__ void store_sum(const SwigluCall& call, const Place& p
 }
 
 // Eight elements of the gradient of x.
-__device__ __forceinline__ void differentiate(const SwigluCall& call, const Place& place, int r, const float& prob, Source& in,
-                                              float (&d)[8]) {
+__device__ __forceinline__ void differentiate(const SwigluCall& call, const Place& place, int r,
+                                              const float& prob, Source& in, float (&d)[8]) {
     const u32 all_others = place.not_da(call);
     TreeSum<8> sum;
 #pragma unroll
@@ -227,7 +238,8 @@ __device__ __forceinline__ void differentiate(const SwigluCall& call, const Plac
         }
         differentiate_part(call, a, b, sigma, grad, all_others, others, out);
         if (!call.has(SwigluCall::kClamped)) continue;
-        // What is clipped is 0 whatever the weight, and what does not exist must be so too: 0 times Inf would be NaN.
+        // What is clipped is 0 whatever the weight, and what does not exist must be so too: 0 times Inf would
+        // be NaN.
         const u32 absent = (0xffu << place.columns_left & 0xffu) >> part * kPart;
         clipped |= absent | absent << 8;
 #pragma unroll
@@ -238,7 +250,8 @@ __device__ __forceinline__ void differentiate(const SwigluCall& call, const Plac
 }
 
 template <bool kWide>
-__device__ __forceinline__ void load_rows(const SwigluCall& call, const Place& place, int first, Source (&in)[kRowsAtOnce]) {
+__device__ __forceinline__ void load_rows(const SwigluCall& call, const Place& place, int first,
+                                          Source (&in)[kRowsAtOnce]) {
 #pragma unroll
     for (int r = 0; r < kRowsAtOnce; r++) in[r].template load<kWide>(call, place, first + r);
 }

@@ -1,5 +1,5 @@
-// Calls without options, whose rows come through registers: a tile of y, or one of da and one of db, from one read and one
-// sigma, by instructions that follow one another.
+// Calls without options, whose rows come through registers: a tile of y, or one of da and one of db, from one
+// read and one sigma, by instructions that follow one another.
 #pragma once
 #include "swiglu/swiglu.cuh"
 
@@ -11,8 +11,8 @@ struct RawRow {
     Eight a, b, grad;            // grad: BACKWARD
 };
 
-// Combines kCount values of every lane over the four lanes of a segment: each lane is left with one of them, the owned()-th.
-// Each exchange halves the values that a lane has a part of.
+// Combines kCount values of every lane over the four lanes of a segment: each lane is left with one of them,
+// the owned()-th. Each exchange halves the values that a lane has a part of.
 template <int kCount, class Combine>
 __device__ __forceinline__ u32 fold(const u32 (&v)[kCount], Combine combine) {
     static_assert(kCount == 2 || kCount == 4, "at most one for each lane");
@@ -24,11 +24,14 @@ __device__ __forceinline__ u32 fold(const u32 (&v)[kCount], Combine combine) {
         kept[i] = combine(own, __shfl_xor_sync(~0u, sent, 1));
     }
     if (kCount == 2) return combine(kept[0], __shfl_xor_sync(~0u, kept[0], 2));
-    const u32 sent = upper_pair ? kept[0] : kept[kCount / 2 - 1], own = upper_pair ? kept[kCount / 2 - 1] : kept[0];
+    const u32 sent = upper_pair ? kept[0] : kept[kCount / 2 - 1];
+    const u32 own = upper_pair ? kept[kCount / 2 - 1] : kept[0];
     return combine(own, __shfl_xor_sync(~0u, sent, 2));
 }
 template <int kCount>
-__device__ __forceinline__ int owned() { return kCount == 2 ? threadIdx.x % 2 : threadIdx.x % 2 * 2 + threadIdx.x / 2 % 2; }
+__device__ __forceinline__ int owned() {
+    return kCount == 2 ? threadIdx.x % 2 : threadIdx.x % 2 * 2 + threadIdx.x / 2 % 2;
+}
 // The lane of this lane's segment that owns value i of four.
 __device__ __forceinline__ int owner(int i) { return threadIdx.x % 32 / 4 * 4 + i / 2 + i % 2 * 2; }
 
@@ -40,10 +43,11 @@ __device__ __forceinline__ void pin(float (&v)[8]) {
 #endif
 }
 
-// y, or da and db, of eight elements. Returns the sum of the terms of dp where these are wanted. prob: 1 without probs, which
-// changes no bit.
-__device__ __forceinline__ float activate(const float* sums, float prob, const float (&a)[8], const float (&b)[8],
-                                          float (&grad)[8], const float (&sigma)[8], float (&values)[2][8]) {
+// y, or da and db, of eight elements. Returns the sum of the terms of dp where these are wanted. prob: 1
+// without probs, which changes no bit.
+__device__ __forceinline__ float activate(const float* sums, float prob, const float (&a)[8],
+                                          const float (&b)[8], float (&grad)[8], const float (&sigma)[8],
+                                          float (&values)[2][8]) {
     if constexpr (!kBackward) {
 #pragma unroll
         for (int i = 0; i < 8; i++) values[0][i] = mul_rn(mul_rn(mul_rn(a[i], sigma[i]), b[i]), prob);
@@ -62,7 +66,8 @@ __device__ __forceinline__ float activate(const float* sums, float prob, const f
     }
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        const float rest = mul_rn(a[i], fma_rn(sigma[i], -1.0f, 1.0f));                               // a * (1 - sigma)
+        // rest = a * (1 - sigma)
+        const float rest = mul_rn(a[i], fma_rn(sigma[i], -1.0f, 1.0f));
         values[0][i] = mul_rn(mul_rn(grad[i], b[i]), mul_rn(sigma[i], add_rn(1.0f, rest)));
         values[1][i] = mul_rn(grad[i], silu[i]);
     }
@@ -70,32 +75,35 @@ __device__ __forceinline__ float activate(const float* sums, float prob, const f
 }
 
 __device__ __forceinline__ u32 add_bits(u32 v, u32 w) { return as_bits(add_rn(as_float(v), as_float(w))); }
-// Stores the sums of kRows rows over the columns of a tile, the tile-th across. The rows are `row` and those that follow it,
-// `apart` from one another. left: how many rows there are from `row` on.
+// Stores the sums of kRows rows over the columns of a tile, the tile-th across. The rows are `row` and those
+// that follow it, `apart` from one another. left: how many rows there are from `row` on.
 template <int kRows>
-__device__ __forceinline__ void store_sums(const SwigluCall& call, const u32 (&sums)[kRows], i64 row, int apart, i64 tile,
-                                           int left) {
+__device__ __forceinline__ void store_sums(const SwigluCall& call, const u32 (&sums)[kRows], i64 row,
+                                           int apart, i64 tile, int left) {
     float total = as_float(fold(sums, add_bits));
 #pragma unroll
     for (int distance = 4; distance < Tile::kColumnPatches; distance *= 2)
         total = add_rn(total, as_float(__shfl_xor_sync(~0u, as_bits(total), distance)));
     const int r = owned<kRows>() * apart;
-    if (Tile::column_patch() < kRows && r < left) call.sums[tile * call.rows + row + r] = as_float(f32::narrow(total));
+    if (Tile::column_patch() < kRows && r < left)
+        call.sums[tile * call.rows + row + r] = as_float(f32::narrow(total));
 }
 
 // The rows of a patch in groups of kRows, kAhead of them in flight while one is computed.
-// A row that does not exist repeats the row whose registers it has, times 0: what is not NaN becomes 0. (Gradients without
-// weights are not multiplied by anything: a repeated row is in the same maxima already.)
+// A row that does not exist repeats the row whose registers it has, times 0: what is not NaN becomes 0.
+// (Gradients without weights are not multiplied by anything: a repeated row is in the same maxima already.)
 template <int kRows, int kAhead>
 class Rows {
 public:
     __device__ __forceinline__ Rows(const SwigluCall& call, const Place& place)
-        : left(place.columns_left ? place.rows_left : 0), half(call.half()), a(call.x + place.row * (2 * half) + place.column) {
+        : left(place.columns_left ? place.rows_left : 0), half(call.half()),
+          a(call.x + place.row * (2 * half) + place.column) {
         static_assert(kRows % kAhead == 0, "a row takes the registers of the one that is kAhead above it");
         if constexpr (kBackward) grad = call.grad + place.row * half + place.column;
         const i64 row = place.row - Tile::patch_row() + threadIdx.x;
         const bool exists = row < call.rows;
-        const float prob = call.probs && threadIdx.x < Tile::kRows && exists ? call.probs[row] : exists ? 1.0f : 0.0f;
+        const float prob = call.probs && threadIdx.x < Tile::kRows && exists ? call.probs[row]
+            : exists ? 1.0f : 0.0f;
 #pragma unroll
         for (int i = 0; i < kAhead; i++) {
             raw[i] = {};
@@ -132,12 +140,14 @@ public:
         if constexpr (kBackward) {
             grad += kRows * half;
             const i64 row = place.row + group * kRows;
-            if (call.sums) store_sums(call, sums, row, 1, place.column / Tile::kColumns, left - group * kRows);
+            if (call.sums)
+                store_sums(call, sums, row, 1, place.column / Tile::kColumns, left - group * kRows);
         }
     }
 
 private:
-    int left;                                                        // rows that exist; none where the columns do not
+    // Rows that exist: none where the columns do not.
+    int left;
     i64 half;
     const IN::storage* a;                                            // the next row to be loaded
     const IN::storage* grad;

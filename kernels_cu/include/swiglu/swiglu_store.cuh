@@ -5,8 +5,8 @@
 #include "swiglu/swiglu_rows.cuh"
 
 constexpr int kWarps = kThreads / 32;
-// Blocks of kThreads threads on a multiprocessor, for 128 registers. Gradients in f32 do not fit these; on sm_120 other kernels
-// do not either.
+// Blocks of kThreads threads on a multiprocessor, for 128 registers. Gradients in f32 do not fit these; on
+// sm_120 other kernels do not either.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 constexpr int kBlocks = sizeof(IN::storage) == 2 && !kBackward ? 2 : 1;
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
@@ -25,11 +25,13 @@ __device__ __forceinline__ void store_row(const SwigluCall& call, const Place& p
     else if (place.columns_left) codes.store(to);
 }
 
-// Stores the transposed tile; call __syncthreads() before. vector: every transposed row allows 16-byte stores.
-__device__ __forceinline__ void store_transposed(const SwigluCall& call, const TilePosition& at, const Tile& tile, u8* data,
-                                                 bool vector) {
+// Stores the transposed tile; call __syncthreads() before. vector: every transposed row allows 16-byte
+// stores.
+__device__ __forceinline__ void store_transposed(const SwigluCall& call, const TilePosition& at,
+                                                 const Tile& tile, u8* data, bool vector) {
     if (!vector) {
-        tile.store_ragged(data + at.column * call.rows + at.row, call.rows, left_of(call.columns - at.column, Tile::kColumns),
+        tile.store_ragged(data + at.column * call.rows + at.row, call.rows,
+                          left_of(call.columns - at.column, Tile::kColumns),
                           left_of(call.rows - at.row, Tile::kRows));
         return;
     }
@@ -60,10 +62,11 @@ struct RowStore {
     }
 };
 
-// The tile of a block of threads, along rows of tiles. There are no more tiles than blocks, so 32 bits hold their numbers: a
-// division of i64 is a call, which costs registers.
+// The tile of a block of threads, along rows of tiles. There are no more tiles than blocks, so 32 bits hold
+// their numbers: a division of i64 is a call, which costs registers.
 __device__ __forceinline__ TilePosition position(const SwigluCall& call, u32 block) {
-    const u32 across = (u32)((call.half() + Tile::kColumns - 1) / Tile::kColumns), row = across ? block / across : 0;
+    const u32 across = (u32)((call.half() + Tile::kColumns - 1) / Tile::kColumns);
+    const u32 row = across ? block / across : 0;
     return {0, (i64)row * Tile::kRows, (i64)(block - row * across) * Tile::kColumns};
 }
 __device__ __forceinline__ TilePosition moved(const TilePosition& at, i64 columns) {

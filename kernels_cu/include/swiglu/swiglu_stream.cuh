@@ -1,24 +1,27 @@
-// Rows of y, or of da and db, in chunks of eight elements per thread (swiglu_tensor.cu, swiglu_blocks.cu, swiglu_mx.cu). x and
-// grad come through shared memory (cp.async): copies in flight take no registers, and fetch the next tile while this one is
-// stored.
+// Rows of y, or of da and db, in chunks of eight elements per thread (swiglu_tensor.cu, swiglu_blocks.cu,
+// swiglu_mx.cu). x and grad come through shared memory (cp.async): copies in flight take no registers, and
+// fetch the next tile while this one is stored.
 //
-// A block of kStreamThreads threads owns 128 columns of y and some tiles of 128 rows, one below the other. Threads read what
-// they have copied themselves: nobody waits for anything but its own copies (and for other experts' biases). Rows and columns
-// that do not exist are zeros; where a bias is added to these, the results are made zeros.
+// A block of kStreamThreads threads owns 128 columns of y and some tiles of 128 rows, one below the other.
+// Threads read what they have copied themselves: nobody waits for anything but its own copies (and for other
+// experts' biases). Rows and columns that do not exist are zeros; where a bias is added to these, the results
+// are made zeros.
 #pragma once
 #include "swiglu/swiglu_chunks.cuh"
 #include "swiglu/swiglu_magnitudes.cuh"
 
 class Stream {
 public:
-    // How many rows exist from this thread's next one on; none where the columns do not (gradients with options: see `absent`).
+    // How many rows exist from this thread's next one on; none where the columns do not (gradients with
+    // options: see `absent`).
     int left;
 
     // at: the block's first tile.
     __device__ __forceinline__ Stream(const SwigluCall& call, const TilePosition& at, int tiles, u8* shared)
         : half(call.half()), staged(shared + threadIdx.x * 16), stage(0), call(call) {
         const i64 row = at.row + row_in_step(0), column = at.column + Tile::patch_column();
-        left = (kOptions && kBackward) || column < half ? left_of(call.rows - row, tiles * Tile::kRows - row_in_step(0)) : 0;
+        left = (kOptions && kBackward) || column < half
+            ? left_of(call.rows - row, tiles * Tile::kRows - row_in_step(0)) : 0;
         const i64 in_row = kOptions ? first_of_row(call, at.column) : column;
         x = call.x + row * (2 * half) + in_row;
         if constexpr (kBackward) {
@@ -38,7 +41,8 @@ public:
             shared_probs()[threadIdx.x] = call.probs && own < call.rows ? call.probs[own] : 1.0f;
         __syncthreads();
     }
-    // use(r, v, sigma) is called for the rows of a group. v: a, b, grad; forward with options: a * sigma, b. at: the block's tile.
+    // use(r, v, sigma) is called for the rows of a group. v: a, b, grad; forward with options: a * sigma, b.
+    // at: the block's tile.
     template <class Use>
     __device__ __forceinline__ void each(const StreamPosition& at, Use use) {
         if constexpr (kExperts) others = change_biases(at.tile());
@@ -56,23 +60,27 @@ public:
     // How many of the `left` rows exist, of this thread's columns of a part. With options.
     __device__ __forceinline__ int left_in(int part, int left) const { return has(part) ? left : 0; }
     // Gradients of the row that each() has told last, with options. sums: row r of both parts.
-    __device__ __forceinline__ void gradients(int r, float weight, float (&v)[kArrays][8], const float (&sigma)[8],
-                                              float (&values)[2][8], u32 (&sums)[2][kThreadRows]) const {
+    __device__ __forceinline__ void gradients(int r, float weight, float (&v)[kArrays][8],
+                                              const float (&sigma)[8], float (&values)[2][8],
+                                              u32 (&sums)[2][kThreadRows]) const {
         float of_parts[2] = {};
         ::gradients(call, weight, v[0], v[1], v[kArrays - 1], sigma, clipped, values, of_parts);
         if (!call.sums) return;
         if (!call.interleaved()) of_parts[0] = add_rn(of_parts[0], of_parts[1]);
 #pragma unroll
-        for (int part = 0; part < 2; part++) sums[part][r] = has(part) ? as_bits(of_parts[part]) : kAbsentTerm;
+        for (int part = 0; part < 2; part++)
+            sums[part][r] = has(part) ? as_bits(of_parts[part]) : kAbsentTerm;
     }
-    __device__ __forceinline__ void store_sums(const StreamPosition& at, const u32 (&sums)[2][kThreadRows]) const {
+    __device__ __forceinline__ void store_sums(const StreamPosition& at,
+                                               const u32 (&sums)[2][kThreadRows]) const {
         if (!call.sums) return;
         const i64 row = at.tile().row + row_in_step(0), first = at.results(call).column;
         ::store_sums(call, sums[0], row, kApart, first / Tile::kColumns, left);
         if (call.interleaved() && first + Tile::kColumns < call.columns)
             ::store_sums(call, sums[1], row, kApart, first / Tile::kColumns + 1, left);
     }
-    // The chunks of a group; path rows: without the weights of y. weights: of its rows. step: of the block's tile.
+    // The chunks of a group; path rows: without the weights of y. weights: of its rows. step: of the block's
+    // tile.
     __device__ __forceinline__ void compute(const StreamPosition& at, int step, const float* weights,
                                             float (&y)[kThreadChunks][8]) {
         u32 sums[kThreadRows], part_sums[2][kThreadRows];            // without options, and with them
@@ -80,7 +88,8 @@ public:
             if constexpr (kBackward) {
                 float values[2][8];
                 if constexpr (kOptions) gradients(r, weights[r * kApart], v, sigma, values, part_sums);
-                else sums[r] = as_bits(activate(call.sums, weights[r * kApart], v[0], v[1], v[kArrays - 1], sigma, values));
+                else sums[r] = as_bits(activate(call.sums, weights[r * kApart], v[0], v[1], v[kArrays - 1],
+                                                sigma, values));
 #pragma unroll
                 for (int part = 0; part < kParts; part++)
 #pragma unroll
@@ -105,11 +114,13 @@ public:
         if constexpr (kBackward && kOptions) store_sums(at, part_sums);
         else if constexpr (kBackward) {
             if (call.sums)
-                ::store_sums(call, sums, at.tile().row + step * kStepRows + row_in_step(0), kApart, at.across, left);
+                ::store_sums(call, sums, at.tile().row + step * kStepRows + row_in_step(0), kApart, at.across,
+                             left);
         }
         left -= kStepRows;
     }
-    // Waits, after the last group, for what was requested beyond it, before another block has the shared memory.
+    // Waits, after the last group, for what was requested beyond it, before another block has the shared
+    // memory.
     static __device__ __forceinline__ void finish() { copy_async_wait(); }
     // The weights of the block's rows, 1 without probs.
     static __device__ __forceinline__ float* shared_probs() {
@@ -124,12 +135,14 @@ private:
     int stage;                                                       // of the group's first row
     const SwigluCall& call;
     const Biases biases;
-    static_assert(!kOptions || 4 * Tile::kColumns == kStreamThreads, "each loads a bias: of two experts, of a and b");
+    static_assert(!kOptions || 4 * Tile::kColumns == kStreamThreads,
+                  "each loads a bias: of two experts, of a and b");
     u32 others;                                                      // rows of other experts (change_biases)
     // Bits of `clipped`: interleaved a thread has four elements of either part, otherwise both parts or none.
     static constexpr u32 kFirstPart = 0x0f0fu, kBothParts = 0xffffu;
     u32 absent;                                                      // columns that do not exist
-    u32 clipped;                                                     // in the row that each() has told last, or absent
+    // What is clipped in the row that each() has told last, or does not exist.
+    u32 clipped;
 
     __device__ __forceinline__ bool has(int part) const {
         return !kBackward || !(absent & (part ? kBothParts & ~kFirstPart : kFirstPart));
@@ -144,10 +157,12 @@ private:
         return !kOptions || !call.interleaved() ? half : kBackward ? Tile::kColumns : 8;
     }
 
-    // Loads a tile's biases, where the block has those of other experts. Returns kThreadRows bits for this thread's rows of
-    // another expert than the first row of the tile, then as many for those of another one than the last row too.
+    // Loads a tile's biases, where the block has those of other experts. Returns kThreadRows bits for this
+    // thread's rows of another expert than the first row of the tile, then as many for those of another one
+    // than the last row too.
     __device__ __forceinline__ u32 change_biases(const TilePosition& tile) const {
-        static_assert(!kOptions || (kThreadRows == 4 && kApart == 1), "four words of which the first is aligned");
+        static_assert(!kOptions || (kThreadRows == 4 && kApart == 1),
+                      "four words of which the first is aligned");
         if (kMaybeExperts && !call.experts) return 0;
         const u32* const experts = call.experts + tile.row;
         const u32 first = load_read_only(experts), last = load_read_only(experts + Tile::kRows - 1);
@@ -158,18 +173,22 @@ private:
             __syncthreads();
         }
         const auto others = [&](u32 expert) {
-            return (own.x != expert) | (own.y != expert) << 1 | (own.z != expert) << 2 | (own.w != expert) << 3;
+            return (own.x != expert) | (own.y != expert) << 1 | (own.z != expert) << 2
+                | (own.w != expert) << 3;
         };
         return others(first) | (others(first) & others(last)) << kThreadRows;
     }
     // Adds the biases of row r. part: 0 for a, 1 for b.
-    __device__ __forceinline__ void add_biases(const StreamPosition& at, int r, int part, float (&v)[8]) const {
+    __device__ __forceinline__ void add_biases(const StreamPosition& at, int r, int part,
+                                               float (&v)[8]) const {
         if constexpr (!kExperts) return biases.add(call, part, false, v);
         u32 rare = others;
 #ifndef CUPY_FP8_HOST
-        asm volatile("" : "+r"(rare));                               // otherwise both parts' ways to sigma are compiled, and spill
+        // Otherwise both parts' ways to sigma are compiled, and spill
+        asm volatile("" : "+r"(rare));
 #endif
-        if (__builtin_expect(!(rare >> (kThreadRows + r) & 1), 1)) return biases.add(call, part, rare >> r & 1, v);
+        if (__builtin_expect(!(rare >> (kThreadRows + r) & 1), 1))
+            return biases.add(call, part, rare >> r & 1, v);
         const TilePosition tile = at.tile();
         const IN::storage* from = call.bias_of(tile.row + row_in_step(r));
         if (!from || left <= r * kApart) return;
@@ -198,7 +217,8 @@ private:
             widen_eight(raw, v[k]);
         }
     }
-    __device__ __forceinline__ void read_options(const StreamPosition& at, int r, float (&v)[kArrays][8], float (&sigma)[8]) {
+    __device__ __forceinline__ void read_options(const StreamPosition& at, int r, float (&v)[kArrays][8],
+                                                 float (&sigma)[8]) {
         Eight raw[2];
         read(r, 0, raw[0]);
         read(r, 1, raw[1]);
@@ -238,11 +258,13 @@ private:
     }
     __device__ __forceinline__ void read(int r, int array, Eight& to) const {
 #pragma unroll
-        for (int l = 0; l < kLoads; l++) to[l] = Chunk<IN, kLoad>::load_shared(stage_of(r, array) + l * kLoadBytes);
+        for (int l = 0; l < kLoads; l++)
+            to[l] = Chunk<IN, kLoad>::load_shared(stage_of(r, array) + l * kLoadBytes);
     }
     // Requests kAtOnce rows from r on, of this group or of those that follow.
     __device__ __forceinline__ void request(int begin) {
-        constexpr bool kThroughL1 = kOptions || kLoads > 1;          // where a thread's requests are halves of sectors
+        // Where a thread's requests are halves of sectors.
+        constexpr bool kThroughL1 = kOptions || kLoads > 1;
 #pragma unroll
         for (int r = begin; r < begin + kAtOnce; r++) {
             const bool exists = left > r / kThreadRows * kStepRows + r % kThreadRows * kApart;
@@ -270,9 +292,11 @@ private:
             for (int l = 0; l < kLoads; l++)
                 copy_async<(kOptions || kLoads > 1)>(to + l * kLoadBytes, grad + l * kLoad, first);
         } else if (kLoads > 1) {
-            copy_async<true>(to, grad, first), copy_async<true>(to + kLoadBytes, grad + Tile::kColumns / 2, other);
+            copy_async<true>(to, grad, first);
+            copy_async<true>(to + kLoadBytes, grad + Tile::kColumns / 2, other);
         } else {
-            copy_async_half(to, grad, first), copy_async_half(to + 8, grad + Tile::kColumns / 2, other);
+            copy_async_half(to, grad, first);
+            copy_async_half(to + 8, grad + Tile::kColumns / 2, other);
         }
     }
     static __device__ __forceinline__ void copy_async_half(u8* shared, const void* from, bool exists) {
@@ -281,7 +305,8 @@ private:
         host_cp_async(shared, from, 8, bytes);
 #else
         const u32 to = (u32)__cvta_generic_to_shared(shared);
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" :: "r"(to), "l"(from), "r"(bytes)
+                     : "memory");
 #endif
     }
 };

@@ -1,5 +1,5 @@
-"""What swiglu_quantize and swiglu_backward_quantize compute and refuse. tests/ops/test_cases.py compares bytes over all
-cases; test_swiglu_programs.py is about the choice of programs, tiles and experts."""
+"""What swiglu_quantize and swiglu_backward_quantize compute and refuse. tests/ops/test_cases.py compares
+bytes over all cases; test_swiglu_programs.py is about the choice of programs, tiles and experts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def test_y_is_the_formula():
     p = normal((64,), seed=1)
     np.testing.assert_allclose(swiglu(x, probs=p), a / (1 + np.exp(-a)) * b * p[:, None], rtol=6e-7)
     a, b = np.minimum(a, 0.5), np.clip(b, -0.5, 0.5)
-    np.testing.assert_allclose(swiglu(x, form="gpt_oss", clamp=0.5), a / (1 + np.exp(-1.702 * a)) * (b + 1), rtol=6e-7)
+    np.testing.assert_allclose(swiglu(x, form="gpt_oss", clamp=0.5), a / (1 + np.exp(-1.702 * a)) * (b + 1),
+                               rtol=6e-7)
 
 
 def test_each_operation_is_rounded():
@@ -62,11 +63,13 @@ def test_each_operation_is_rounded():
 def test_interleaved_is_another_order_of_columns():
     x, bias = normal((5, 24)), normal((24,), seed=1)
     order = np.arange(24).reshape(2, 12).T.reshape(-1)                  # a0 b0 a1 b1 ...
-    assert_bytes_equal(swiglu(x, bias=bias), swiglu(np.ascontiguousarray(x[:, order]), bias=bias[order], interleaved=True))
+    assert_bytes_equal(swiglu(x, bias=bias),
+                       swiglu(np.ascontiguousarray(x[:, order]), bias=bias[order], interleaved=True))
 
 
 def test_edges_of_y(run):
-    """What follows from the formula where numbers end: -Inf times sigma(-Inf) = 0 is NaN, NaN stays, and clamps keep it."""
+    """What follows from the formula where numbers end: -Inf times sigma(-Inf) = 0 is NaN, NaN stays, and
+    clamps keep it."""
     a = np.array([np.inf, -np.inf, np.nan, 0, -0.0, 100, -100, -87.5, 1, 1], float32)
     b = np.array([2, 2, 2, -1, 1, 3, 3, 2.0**90, np.nan, np.inf], float32)
     x = np.concatenate([a, b])[None]
@@ -99,7 +102,8 @@ def test_y_is_not_rounded_in_between():
 def test_the_largest_scale_is_that_of_the_dtype(run):
     """Of float16 65504, though y is f32; where 448 / amax is beyond that."""
     x, probs = np.full((1, 256), 2.0**-24, float16), run.array(np.full(1, 2.0**-80, float32))
-    for values, largest in ((x, 65504), (x.astype(bfloat16), 3.3895314e38), (x.astype(float32), 3.4028235e38)):
+    for values, largest in ((x, 65504), (x.astype(bfloat16), 3.3895314e38),
+                            (x.astype(float32), 3.4028235e38)):
         q = run.numpy(fp8.swiglu_quantize(run.array(values), fp8.BlockScaling(pow2_scale=False), probs=probs))
         assert q.scale_inv[0, 0] == np.float32(1) / np.float32(largest)
 
@@ -107,7 +111,8 @@ def test_the_largest_scale_is_that_of_the_dtype(run):
 # ---- recipes and results ----
 def test_results_are_those_that_recipes_make(run, recipe):
     how, options = recipe
-    x, grad, p = (run.array(a) for a in (normal((70, 96), bfloat16), normal((70, 48), bfloat16, 1), normal((70,), seed=2)))
+    x, grad, p = (run.array(a) for a in (normal((70, 96), bfloat16), normal((70, 48), bfloat16, 1),
+                                         normal((70,), seed=2)))
     out = how.empty((70, 48), columnwise=True, like=x)
     pair = how.empty((70, 96), columnwise=True, like=x), run.array(np.empty(70, float32))
     for a in (*parts(out), *parts(pair[0]), pair[1]):
@@ -123,9 +128,11 @@ def test_results_are_those_that_recipes_make(run, recipe):
 @pytest.mark.parametrize("value", [1.0, 0.0])
 def test_noop(run, recipe, value):
     how, options = recipe
-    x, grad, probs = (run.array(a) for a in (normal((20, 32)), normal((20, 16), seed=1), normal((20,), seed=2)))
+    x, grad, probs = (run.array(a)
+                      for a in (normal((20, 32)), normal((20, 16), seed=1), normal((20,), seed=2)))
     noop, amax = (run.array(np.array([v], float32)) for v in (value, 0.25))
-    out, pair = how.empty((20, 16), columnwise=True, like=x), (how.empty((20, 32), like=x), run.array(np.empty(20, float32)))
+    out = how.empty((20, 16), columnwise=True, like=x)
+    pair = how.empty((20, 32), like=x), run.array(np.empty(20, float32))
     written = (*parts(out), *parts(pair[0]), pair[1])
     for a in written:
         cases.poison(a)
@@ -164,7 +171,8 @@ def test_scale_of_an_array_and_of_a_number(run):
     x = run.array(normal((9, 32)))
     for value in (0.0, np.inf, -2.0, 0.3):
         array = run.array(np.array([value], float32))
-        assert_same(run.numpy(fp8.swiglu_quantize(x, DELAYED, scale=array)), run.numpy(fp8.swiglu_quantize(x, DELAYED, scale=value)))
+        assert_same(run.numpy(fp8.swiglu_quantize(x, DELAYED, scale=array)),
+                    run.numpy(fp8.swiglu_quantize(x, DELAYED, scale=value)))
 
 
 def test_two_places_for_one_scale(run):
@@ -173,7 +181,8 @@ def test_two_places_for_one_scale(run):
     row, column = like.rowwise, like.columnwise
     assert row is not None
     assert column is not None
-    out = Quantized(Scaled(row.data, row.scale_inv, row.shape), Scaled(column.data, row.scale_inv.copy(), row.shape, True))
+    out = Quantized(Scaled(row.data, row.scale_inv, row.shape),
+                    Scaled(column.data, row.scale_inv.copy(), row.shape, True))
     for a in parts(out):
         cases.poison(a)
     fp8.swiglu_quantize(x, DELAYED, scale=0.7, columnwise=True, out=out)
@@ -188,7 +197,8 @@ def test_nothing_beside_the_result_is_written(run):
         for lead in (0, 1, 8):
             buffers = [np.full(lead + a.nbytes + 16, 0xAA, np.uint8) for a in parts(want)]
             given = [run.array(buffer) for buffer in buffers]
-            views = [g[lead:lead + a.nbytes].view(a.dtype).reshape(a.shape) for g, a in zip(given, parts(want), strict=True)]
+            views = [g[lead:lead + a.nbytes].view(a.dtype).reshape(a.shape) for g,
+                     a in zip(given, parts(want), strict=True)]
             row, column = want.rowwise, want.columnwise
             assert row is not None
             assert column is not None
@@ -202,7 +212,8 @@ def test_nothing_beside_the_result_is_written(run):
 
 
 # ---- gradients ----
-def numerical(grad: np.ndarray, x: np.ndarray, p: np.ndarray, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+def numerical(grad: np.ndarray, x: np.ndarray, p: np.ndarray,
+              **options: Any) -> tuple[np.ndarray, np.ndarray]:
     """By differences in f64 of sum(grad * y)."""
     def y(x: np.ndarray) -> np.ndarray:
         half = x.shape[1] // 2
@@ -245,11 +256,13 @@ def test_clipped_is_flat_and_the_limit_is_not(run):
 
 def test_sums_are_the_fixed_tree(run):
     """Over columns, whatever the tile: many tiles, their tails, pairs of columns."""
-    for half, interleaved in ((1, False), (5, True), (64, True), (65, True), (127, False), (128, False), (129, False), (1000, True),
-                              (1000, False), (40000, False)):
+    for half, interleaved in ((1, False), (5, True), (64, True), (65, True), (127, False), (128, False),
+                              (129, False), (1000, True), (1000, False), (40000, False)):
         rows = 19 if half < 40000 else 2                                # more tiles than one launch adds up
-        grad, x, p = normal((rows, half), bfloat16), normal((rows, 2 * half), bfloat16, seed=1), normal((rows,), seed=2)
-        _, dprobs = fp8.swiglu_backward_quantize(run.array(grad), run.array(x), MX, probs=run.array(p), interleaved=interleaved)
+        grad, x, p = normal((rows, half), bfloat16), normal((rows, 2 * half), bfloat16,
+                                                            seed=1), normal((rows,), seed=2)
+        _, dprobs = fp8.swiglu_backward_quantize(run.array(grad), run.array(x), MX, probs=run.array(p),
+                                                 interleaved=interleaved)
         a, b = (x[:, ::2], x[:, 1::2]) if interleaved else (x[:, :half], x[:, half:])
         a, b, g = (v.astype(float32) for v in (a, b, grad))
         terms = (g * (a * reference.numerics.sigmoid(a))) * b
@@ -261,12 +274,14 @@ def test_sums_are_the_fixed_tree(run):
 
 def test_one_result_for_both_orders_of_columns(run):
     """Sums of interleaved columns take twice the memory, which a result of the other order does not have."""
-    x, grad, probs = (cases.values("normal", shape, bfloat16) for shape in ((300, 2 * 200), (300, 200), (300,)))
+    x, grad, probs = (cases.values("normal", shape, bfloat16)
+                      for shape in ((300, 2 * 200), (300, 200), (300,)))
     probs = probs.astype(float32)
     arguments = run.array(grad), run.array(x), MX
     out: Any = None
     for interleaved in (False, True, False, True):
-        out = fp8.swiglu_backward_quantize(*arguments, probs=run.array(probs), interleaved=interleaved, out=out)
+        out = fp8.swiglu_backward_quantize(*arguments, probs=run.array(probs), interleaved=interleaved,
+                                           out=out)
         want = reference.swiglu_backward_quantize(grad, x, MX, probs=probs, interleaved=interleaved)
         assert_bytes_equal(out[0].data, want[0].data)
         assert_bytes_equal(out[1], want[1])
@@ -276,18 +291,20 @@ def test_vectors_of_any_strides(run):
     x = cases.values("normal", (40, 48), float32)
     probs, bias = cases.values("normal", (40, 2), float32, 1), cases.values("normal", (96,), float32, 2)
     q = fp8.swiglu_quantize(run.array(x), MX, probs=run.array(probs)[:, 1], bias=run.array(bias)[::2])
-    assert_bytes_equal(q.data, fp8.swiglu_quantize(x, MX, probs=probs[:, 1].copy(), bias=bias[::2].copy()).data)
+    assert_bytes_equal(q.data,
+                       fp8.swiglu_quantize(x, MX, probs=probs[:, 1].copy(), bias=bias[::2].copy()).data)
 
 
 @pytest.mark.parametrize("recipe", [
-    BLOCKS, fp8.BlockScaling(dtype=float8_e5m2, eps=2.0**-30), fp8.BlockScaling((1, 32), profile="sglang"), MX,
-    fp8.MXScaling(float8_e5m2, profile="torchao", scale_layout="swizzled")], ids=str)
+    BLOCKS, fp8.BlockScaling(dtype=float8_e5m2, eps=2.0**-30), fp8.BlockScaling((1, 32), profile="sglang"),
+    MX, fp8.MXScaling(float8_e5m2, profile="torchao", scale_layout="swizzled")], ids=str)
 @pytest.mark.parametrize("together", [1, 64])
 def test_weights_of_any_size(run, recipe, together):
-    """A row-wise scale takes the weight of its row with it where no bit can tell: not where weights or maxima are extreme, 0 or NaN. A warp
-    does so where all of its rows allow it: together: how many rows are alike."""
-    weights = np.array([1, -1, 0, -0.0, np.nan, np.inf, -np.inf, 0.3, -3e38, 1e-45, 2.0**-41, 2.0**-40, 2.0**-39, 2.0**39, -(2.0**40),
-                        1.7 * 2.0**39, 1e-38, -7.0], float32)
+    """A row-wise scale takes the weight of its row with it where no bit can tell: not where weights or maxima
+    are extreme, 0 or NaN. A warp does so where all of its rows allow it: together: how many rows are
+    alike."""
+    weights = np.array([1, -1, 0, -0.0, np.nan, np.inf, -np.inf, 0.3, -3e38, 1e-45, 2.0**-41, 2.0**-40,
+                        2.0**-39, 2.0**39, -(2.0**40), 1.7 * 2.0**39, 1e-38, -7.0], float32)
     exponents = np.array([0, -140, -126, -101, -100, -60, -59, -30, 20, 59, 60, 61, 100, 120], np.int32)
     if together > 1:
         weights, exponents = weights[[0, 7, 8, 9, 10, 12, 14, 15]], exponents[[0, 1, 4, 5, 8, 9, 12]]
@@ -313,17 +330,20 @@ GRAD = np.ones((8, 16), float32)
 
 
 @pytest.mark.parametrize(("arguments", "options", "error", "message"), [
-    ((X, "mx"), {}, TypeError, "recipe: expected a DelayedScaling, CurrentScaling, BlockScaling or MXScaling, got str"),
+    ((X, "mx"), {}, TypeError,
+     "recipe: expected a DelayedScaling, CurrentScaling, BlockScaling or MXScaling, got str"),
     ((X.astype(np.float64), MX), {}, TypeError, "x: expected dtype"),
     ((np.ones((8, 3), float32), MX), {}, ValueError, r"x: expected shape \[M, 2 H\], got \(8, 3\)"),
     ((np.ones((2, 8, 4), float32), MX), {}, ValueError, r"x: expected shape \[M, 2 H\]"),
     ((X, MX), {"rowwise": False}, ValueError, "rowwise, columnwise: expected at least one"),
-    ((X, DELAYED), {"scale": 1.0, "rowwise": False}, ValueError, "rowwise, columnwise: expected at least one"),
+    ((X, DELAYED), {"scale": 1.0, "rowwise": False}, ValueError,
+     "rowwise, columnwise: expected at least one"),
     ((X, DELAYED), {}, ValueError, "scale: delayed scaling needs the scale"),
     ((X, CURRENT), {"scale": 1.0}, ValueError, "scale: current scaling takes it from the values themselves"),
     ((X, MX), {"scale": 1.0}, ValueError, "scale, amax: belong to per-tensor recipes"),
     ((X, BLOCKS), {"amax": np.zeros(1, float32)}, ValueError, "scale, amax: belong to per-tensor recipes"),
-    ((X, fp8.BlockScaling((128, 128))), {}, ValueError, r"recipe: expected blocks of one of .* got \(128, 128\)"),
+    ((X, fp8.BlockScaling((128, 128))), {}, ValueError,
+     r"recipe: expected blocks of one of .* got \(128, 128\)"),
     ((X, fp8.BlockScaling((1, None))), {}, ValueError, "recipe: expected blocks of one of"),
     ((X, fp8.MXScaling(block=(32, 32))), {}, ValueError, r"recipe: expected MX blocks of \(1, 32\)"),
     ((X, MX), {"probs": np.ones(8)}, TypeError, "probs: expected dtype float32, got float64"),
@@ -332,16 +352,23 @@ GRAD = np.ones((8, 16), float32)
     ((X, MX), {"bias": np.ones(32, bfloat16)}, TypeError, "bias: expected dtype float32, got bfloat16"),
     ((X, MX), {"bias": np.ones(16, float32)}, ValueError, r"bias: expected an array of shape \(32,\)"),
     ((X, MX), {"bias": TWO}, ValueError, "bias: of several experts needs splits="),
-    ((X, MX), {"bias": np.ones((2, 16), float32), "splits": [4, 4]}, ValueError, r"bias: expected an array of shape \(2, 32\)"),
+    ((X, MX), {"bias": np.ones((2, 16), float32), "splits": [4, 4]}, ValueError,
+     r"bias: expected an array of shape \(2, 32\)"),
     ((X, MX), {"bias": TWO, "splits": [8]}, ValueError, r"bias: expected an array of shape \(1, 32\)"),
-    ((X, MX), {"bias": np.ones((2, 1, 32), float32), "splits": [4, 4]}, ValueError, r"bias: expected an array of shape \(2, 32\)"),
-    ((X, MX), {"bias": np.ones(32, float32), "splits": [8]}, ValueError, r"splits: expected a bias \[E, 2 H\], .* got one for all rows"),
+    ((X, MX), {"bias": np.ones((2, 1, 32), float32), "splits": [4, 4]}, ValueError,
+     r"bias: expected an array of shape \(2, 32\)"),
+    ((X, MX), {"bias": np.ones(32, float32), "splits": [8]}, ValueError,
+     r"splits: expected a bias \[E, 2 H\], .* got one for all rows"),
     ((X, MX), {"bias": [[1.0] * 32], "splits": [8]}, TypeError, "bias: expected a numpy.ndarray"),
-    ((X, MX), {"splits": [8]}, ValueError, r"splits: expected a bias \[E, 2 H\], one for each expert, got none"),
-    ((X, MX), {"bias": TWO, "splits": [4, 5]}, ValueError, "splits: expected sizes that add up to at most the 8 rows"),
-    ((X, MX), {"bias": TWO, "splits": np.array([4, -1])}, ValueError, "splits: expected sizes of 0 or more, got -1"),
+    ((X, MX), {"splits": [8]}, ValueError,
+     r"splits: expected a bias \[E, 2 H\], one for each expert, got none"),
+    ((X, MX), {"bias": TWO, "splits": [4, 5]}, ValueError,
+     "splits: expected sizes that add up to at most the 8 rows"),
+    ((X, MX), {"bias": TWO, "splits": np.array([4, -1])}, ValueError,
+     "splits: expected sizes of 0 or more, got -1"),
     ((X, MX), {"bias": TWO, "splits": np.ones(2, float32)}, TypeError, "splits: expected dtype int32"),
-    ((X, MX), {"bias": TWO, "splits": np.ones((1, 2), np.int64)}, ValueError, "splits: expected one dimension"),
+    ((X, MX), {"bias": TWO, "splits": np.ones((1, 2), np.int64)}, ValueError,
+     "splits: expected one dimension"),
     ((X, MX), {"clamp": "7"}, TypeError, "clamp: expected a number or None, got '7'"),
     ((X, MX), {"clamp": True}, TypeError, "clamp: expected a number or None"),
     ((X, MX), {"clamp": 0.0}, ValueError, r"clamp: expected a number above 0 \(in float32\), got 0.0"),
@@ -354,8 +381,10 @@ GRAD = np.ones((8, 16), float32)
     ((X, MX), {"out": 3}, TypeError, "out: expected a Quantized"),
     ((X, MX), {"out": OUT, "columnwise": True}, ValueError, "out: no columnwise part"),
     ((X, BLOCKS), {"out": OUT}, ValueError, "out.rowwise: expected block-scaled data"),
-    ((X, MX), {"out": MX.empty((8, 32), like=X)}, ValueError, r"out.rowwise: expected MX data of shape \(8, 16\)"),
-    ((X, fp8.MXScaling(float8_e5m2)), {"out": OUT}, TypeError, "out.rowwise.data: expected dtype float8_e5m2"),
+    ((X, MX), {"out": MX.empty((8, 32), like=X)}, ValueError,
+     r"out.rowwise: expected MX data of shape \(8, 16\)"),
+    ((X, fp8.MXScaling(float8_e5m2)), {"out": OUT}, TypeError,
+     "out.rowwise.data: expected dtype float8_e5m2"),
 ])
 def test_refused(run, arguments, options, error, message):
     if run.name == "cuda":
@@ -371,16 +400,19 @@ def test_refused(run, arguments, options, error, message):
     (None, {}, TypeError, "grad: expected a numpy.ndarray"),
     (np.ones((8, 16), bfloat16), {}, TypeError, "grad: expected dtype float32, got bfloat16"),
     (X, {}, ValueError, r"grad: expected shape \(8, 16\) for an x of shape \(8, 32\), got \(8, 32\)"),
-    (GRAD, {"out": MX.empty((8, 32), like=np)}, TypeError, r"out: expected a tuple of two \(an earlier result\)"),
+    (GRAD, {"out": MX.empty((8, 32), like=np)}, TypeError,
+     r"out: expected a tuple of two \(an earlier result\)"),
     (GRAD, {"out": (None, None)}, TypeError, r"out\[0\]: expected a Quantized"),
-    (GRAD, {"out": (None, GRAD[:, 0].copy()), "probs": GRAD[:, 0]}, TypeError, r"out\[0\]: expected a Quantized"),
+    (GRAD, {"out": (None, GRAD[:, 0].copy()), "probs": GRAD[:, 0]}, TypeError,
+     r"out\[0\]: expected a Quantized"),
     (GRAD, {"out": (MX.empty((8, 32), like=np), np.ones(8, float32))}, ValueError,
      r"out\[1\]: expected None, since there are no probs"),
     (GRAD, {"out": (MX.empty((8, 32), like=np), None), "probs": np.ones(8, float32)}, ValueError,
      r"out\[1\]: expected an array, since there are probs"),
-    (GRAD, {"out": (MX.empty((8, 32), like=np), np.ones(7, float32)), "probs": np.ones(8, float32)}, ValueError,
-     r"out\[1\]: expected shape \(8,\), got \(7,\)"),
-    (GRAD, {"out": (MX.empty((8, 16), like=np), None)}, ValueError, r"out.rowwise: expected MX data of shape \(8, 32\)"),
+    (GRAD, {"out": (MX.empty((8, 32), like=np), np.ones(7, float32)), "probs": np.ones(8, float32)},
+     ValueError, r"out\[1\]: expected shape \(8,\), got \(7,\)"),
+    (GRAD, {"out": (MX.empty((8, 16), like=np), None)}, ValueError,
+     r"out.rowwise: expected MX data of shape \(8, 32\)"),
 ])
 def test_gradients_refused(grad, options, error, message):
     with pytest.raises(error, match=f"^{message}"):
@@ -393,28 +425,33 @@ def test_results_need_memory_of_their_own():
 
     def out(at: int, columns: int = 16) -> Quantized:
         data = memory[at:at + 8 * columns].view(fp8.float8_e4m3fn).reshape(8, columns)
-        return Quantized(Scaled(data, np.empty((8, 1), fp8.float8_e8m0fnu), (8, columns), False, (1, 32), "compact"))
+        return Quantized(Scaled(data, np.empty((8, 1), fp8.float8_e8m0fnu), (8, columns), False, (1, 32),
+                                "compact"))
 
     with pytest.raises(ValueError, match=r"^out.rowwise.data: overlaps x in memory"):
         fp8.swiglu_quantize(x, MX, out=out(1000))
     for name, length in (("probs", 8), ("bias", 32), ("noop", 1), ("splits", 1)):
         there = memory[2048:2048 + 4 * length].view(np.int32 if name == "splits" else float32)
-        option: dict[str, Any] = {name: there, **({"bias": np.zeros((1, 32), float32)} if name == "splits" else {})}
+        option: dict[str, Any] = {name: there,
+                                  **({"bias": np.zeros((1, 32), float32)} if name == "splits" else {})}
         with pytest.raises(ValueError, match=f"^out.rowwise.data: overlaps {name} in memory"):
             fp8.swiglu_quantize(x, MX, out=out(2050), **option)
     grad, p, sums = np.ones((8, 16), float32), np.ones(8, float32), memory[2060:2092].view(float32)
-    for mine, data, name in ((p, 3000, "probs"), (grad.reshape(-1)[:8], 3000, "grad"), (sums, 2048, "out.rowwise.data")):
+    for mine, data, name in ((p, 3000, "probs"), (grad.reshape(-1)[:8], 3000, "grad"),
+                             (sums, 2048, "out.rowwise.data")):
         with pytest.raises(ValueError, match=rf"^out\[1\]: overlaps {name} in memory"):
             fp8.swiglu_backward_quantize(grad, x, MX, probs=p, out=(out(data, 32), mine))
     read_only = np.zeros(1, float32)
     read_only.flags.writeable = False
-    with pytest.raises(ValueError, match="^amax: the array is read-only"):
+    with pytest.raises(ValueError, match=r"^amax: the array is read-only"):
         fp8.swiglu_quantize(x, DELAYED, scale=1.0, amax=read_only)
 
 
 def test_as_many_scales_as_32_bits_count_are_refused():
-    """A row shorter than a block has a scale too, so any number of columns can have that many; the shape alone tells."""
+    """A row shorter than a block has a scale too, so any number of columns can have that many; the shape
+    alone tells."""
     for rows, columns in (((1 << 32), 8), ((1 << 31), 160)):
-        with pytest.raises(ValueError, match=rf"^x: expected fewer than 2\^32 scales, .* have from {rows} rows on"):
+        with pytest.raises(ValueError,
+                           match=rf"^x: expected fewer than 2\^32 scales, .* have from {rows} rows on"):
             output_of((rows, columns), bfloat16, BLOCKS, True, False)
     output_of(((1 << 32) - 4, 8), bfloat16, BLOCKS, True, False)

@@ -44,9 +44,9 @@ def misaligned(run: Any, a: np.ndarray) -> Any:
     ((21, 512), "tiles", "tiles"), ((130, 64), "tiles", "options"), ((9, 36), "any", "any")])
 @pytest.mark.parametrize("dtype", [bfloat16, float16], ids=str)
 def test_programs_agree(run, recipe, monkeypatch, shape, plain, plain_backward, dtype):
-    """Calls without options have programs of their own; a clamp beyond all values asks for the same result of those with
-    options, and rows that allow no wide accesses ask for it of the fallback. Gradients of no whole tiles are an option.
-    Other types than bf16 to e4m3 have one program for all of these but the fallback."""
+    """Calls without options have programs of their own; a clamp beyond all values asks for the same result of
+    those with options, and rows that allow no wide accesses ask for it of the fallback. Gradients of no whole
+    tiles are an option. Other types than bf16 to e4m3 have one program for all of these but the fallback."""
     how, options = recipe
     launched, launch = [], Variant.launch
 
@@ -64,11 +64,13 @@ def test_programs_agree(run, recipe, monkeypatch, shape, plain, plain_backward, 
     launched.clear()
     backward = [fp8.swiglu_backward_quantize(run.array(grad), x, how, clamp=c, **how_else) for x, c in calls]
     if run.name != "reference":
-        straddled = how is BLOCKS and shape[1] == 64                        # a block would be of both da and db
+        # a block would be of both da and db
+        straddled = how is BLOCKS and shape[1] == 64
         want = [plain, "any" if plain == "any" else "options", "any"]
         want_backward = ["any"] if straddled else [plain_backward, *want[1:]]
         if dtype != bfloat16:
-            want, want_backward = (["any" if path == "any" else "wide" for path in w] for w in (want, want_backward))
+            want, want_backward = (["any" if path == "any" else "wide" for path in w]
+                                   for w in (want, want_backward))
         assert forward_paths == list(dict.fromkeys(want))
         assert list(dict.fromkeys(filter(None, launched))) == list(dict.fromkeys(want_backward))
     for other in (1, 2):
@@ -83,40 +85,49 @@ OF_EXPERTS: dict[str, Any] = {"bias": np.zeros((2, 144), bfloat16), "splits": [3
 @pytest.mark.parametrize(("how", "half", "more", "path", "backward"), [
     (DELAYED, 72, {"scale": 1.0}, "rows", "options"), (DELAYED, 128, {"scale": 1.0}, "rows", "tiles"),
     (DELAYED, 128, {"scale": 1.0, "columnwise": True}, "tiles", "tiles"),
-    (MX, 72, {}, "rows", "any"), (MX, 96, {}, "rows", "options"), (MX, 128, {}, "rows", "rows"), (MX, 72, GPT_OSS, "options", "options"),
-    (MX, 100, GPT_OSS, "any", "any"), (MX, 72, {"clamp": float("inf")}, "rows", "any"),
-    (BLOCKS, 96, {}, "rows", "any"), (BLOCKS, 96, GPT_OSS, "options", "options"), (BLOCKS, 256, {}, "rows", "rows"),
-    (BLOCKS, 256, {"columnwise": True}, "tiles", "tiles"), (fp8.BlockScaling((1, 32)), 96, {}, "rows", "options"),
-    (VLLM, 256, {}, "quotients", "any"), (VLLM, 256, GPT_OSS, "quotients", "any"), (VLLM, 100, GPT_OSS, "any", "any"),
+    (MX, 72, {}, "rows", "any"), (MX, 96, {}, "rows", "options"), (MX, 128, {}, "rows", "rows"),
+    (MX, 72, GPT_OSS, "options", "options"), (MX, 100, GPT_OSS, "any", "any"),
+    (MX, 72, {"clamp": float("inf")}, "rows", "any"), (BLOCKS, 96, {}, "rows", "any"),
+    (BLOCKS, 96, GPT_OSS, "options", "options"), (BLOCKS, 256, {}, "rows", "rows"),
+    (BLOCKS, 256, {"columnwise": True}, "tiles", "tiles"),
+    (fp8.BlockScaling((1, 32)), 96, {}, "rows", "options"), (VLLM, 256, {}, "quotients", "any"),
+    (VLLM, 256, GPT_OSS, "quotients", "any"), (VLLM, 100, GPT_OSS, "any", "any"),
     (fp8.BlockScaling(profile="vllm", dtype=float8_e5m2), 256, {}, "any", "any"),
-    (fp8.MXScaling(float8_e5m2), 256, {}, "wide", "rows"), (fp8.MXScaling(float8_e5m2), 256, GPT_OSS, "wide", "wide"),
-    (MX, 72, OF_EXPERTS, "experts", "any"), (BLOCKS, 72, OF_EXPERTS, "experts", "any"), (VLLM, 72, OF_EXPERTS, "quotients", "any")])
+    (fp8.MXScaling(float8_e5m2), 256, {}, "wide", "rows"),
+    (fp8.MXScaling(float8_e5m2), 256, GPT_OSS, "wide", "wide"), (MX, 72, OF_EXPERTS, "experts", "any"),
+    (BLOCKS, 72, OF_EXPERTS, "experts", "any"), (VLLM, 72, OF_EXPERTS, "quotients", "any")])
 def test_which_call_takes_which_program(monkeypatch, how, half, more, path, backward):
-    """Wide rows have programs of their own; but a block may not be of both da and db, and gradients have no quotients (vllm)."""
+    """Wide rows have programs of their own; but a block may not be of both da and db, and gradients have
+    no quotients (vllm)."""
     launched = []
     monkeypatch.setattr(Variant, "launch", lambda self, *_, **__: launched.append(path_of(self)))
     with testing.executor("host"):
         fp8.swiglu_quantize(np.zeros((8, 2 * half), bfloat16), how, **more)
         assert launched.pop() == path
-        fp8.swiglu_backward_quantize(np.zeros((8, half), bfloat16), np.zeros((8, 2 * half), bfloat16), how, **more)
+        fp8.swiglu_backward_quantize(np.zeros((8, half), bfloat16), np.zeros((8, 2 * half), bfloat16), how,
+                                     **more)
         assert launched.pop() == backward
 
 
 @pytest.mark.parametrize("how", [DELAYED, CURRENT, BLOCKS, MX, TORCHAO], ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_what_does_not_exist_counts_nowhere(run, how, interleaved):
-    """Rows and columns of a tile beyond the array, where biases or weights are Inf or NaN and would be NaN times 0."""
+    """Rows and columns of a tile beyond the array, where biases or weights are Inf or NaN and would be NaN
+    times 0."""
     options = {"scale": 1.0} if how is DELAYED else {}
     for rows, half in ((3, 40), (130, 200), (35, 96)):
-        x, grad, bias = normal((rows, 2 * half), bfloat16), normal((rows, half), bfloat16, 1), normal((2 * half,), bfloat16, 2)
+        x, grad = normal((rows, 2 * half), bfloat16), normal((rows, half), bfloat16, 1)
+        bias = normal((2 * half,), bfloat16, 2)
         bias[5], bias[11], bias[half + 20] = 3e38, np.inf, np.nan
         bias[half - 3] = bias[2 * half - 3] = 3e38
-        x[:, 5], x[:, half - 3] = -3e38, -3e38                              # so that no value is as large as that of a row of zeros
+        # so that no value is as large as that of a row of zeros
+        x[:, 5], x[:, half - 3] = -3e38, -3e38
         probs = normal((rows,), seed=3)
         probs[1] = np.inf
-        for clamp in (None, 2.0**-20):                                      # nearly everything is clipped: 0 whatever the weight
-            how_else: dict[str, Any] = {"bias": bias, "probs": probs, "clamp": clamp, "form": "gpt_oss", "interleaved": interleaved,
-                                        "columnwise": True, **options}
+        # nearly everything is clipped: 0 whatever the weight
+        for clamp in (None, 2.0**-20):
+            how_else: dict[str, Any] = {"bias": bias, "probs": probs, "clamp": clamp, "form": "gpt_oss",
+                                        "interleaved": interleaved, "columnwise": True, **options}
             given = {name: run.array(a) if isinstance(a, np.ndarray) else a for name, a in how_else.items()}
             with np.errstate(all="ignore"):
                 want = reference.swiglu_quantize(x, how, **how_else)
@@ -146,7 +157,8 @@ def test_biases_of_experts_are_those_of_each_alone(run, half, rows):
         for own, count in zip([*bias, None], [*rows, 270 - sum(rows)], strict=True):
             here, options["bias"] = slice(start, start + count), own
             assert_bytes_equal(q[here], reference.swiglu_quantize(x[here], how, **GPT_OSS, **options).data)
-            assert_bytes_equal(back[here], reference.swiglu_backward_quantize(grad[here], x[here], how, **GPT_OSS, **options)[0].data)
+            want, _ = reference.swiglu_backward_quantize(grad[here], x[here], how, **GPT_OSS, **options)
+            assert_bytes_equal(back[here], want.data)
             start += count
         del options["bias"]
 
@@ -157,12 +169,14 @@ def test_biases_of_experts_in_a_graph(recipe):
     import cupy as cp
 
     how, options = recipe
-    x, bias = (fp8.asarray(a, like="cupy") for a in (normal((400, 512), bfloat16), normal((3, 512), bfloat16, seed=1)))
+    x, bias = (fp8.asarray(a, like="cupy")
+               for a in (normal((400, 512), bfloat16), normal((3, 512), bfloat16, seed=1)))
     grad, splits = fp8.asarray(normal((400, 256), bfloat16, 2), like="cupy"), cp.array([100, 0, 250])
     outs: list[Any] = [None, None]
 
     def call() -> None:
-        outs[0] = fp8.swiglu_quantize(x, how, columnwise=True, bias=bias, splits=splits, out=outs[0], **options)
+        outs[0] = fp8.swiglu_quantize(x, how, columnwise=True, bias=bias, splits=splits, out=outs[0],
+                                      **options)
         outs[1] = fp8.swiglu_backward_quantize(grad, x, how, bias=bias, splits=splits, out=outs[1], **options)
 
     call()
@@ -181,14 +195,18 @@ def test_biases_of_experts_in_a_graph(recipe):
             assert bool(errors) == (sizes != counted), errors
             host: dict[str, Any] = {"bias": fp8.asnumpy(bias), "splits": np.array(counted), **options}
             executor = testing.Executor("cuda")
-            assert_same(executor.numpy(outs[0]), reference.swiglu_quantize(fp8.asnumpy(x), how, columnwise=True, **host))
-            assert_same(executor.numpy(outs[1][0]), reference.swiglu_backward_quantize(fp8.asnumpy(grad), fp8.asnumpy(x), how, **host)[0])
+            assert_same(executor.numpy(outs[0]),
+                        reference.swiglu_quantize(fp8.asnumpy(x), how, columnwise=True, **host))
+            assert_same(executor.numpy(outs[1][0]),
+                        reference.swiglu_backward_quantize(fp8.asnumpy(grad), fp8.asnumpy(x), how, **host)[0])
 
 
 @pytest.mark.parametrize(("sizes", "rows"), [
-    ([3, 0, 200], 300), ([-5, 7, 1 << 40, 9], 140), ([1 << 62, 1 << 62, 1 << 62], 129), ([], 1), ([0] * 100 + [5], 128), ([2] * 300, 600)])
+    ([3, 0, 200], 300), ([-5, 7, 1 << 40, 9], 140), ([1 << 62, 1 << 62, 1 << 62], 129), ([], 1),
+    ([0] * 100 + [5], 128), ([2] * 300, 600)])
 def test_the_group_of_every_row(sizes, rows):
-    """As the kernel finds it, of sizes on the device, which may be wrong. Rows of tiles that do not exist are nobody's."""
+    """As the kernel finds it, of sizes on the device, which may be wrong. Rows of tiles that do not exist
+    are nobody's."""
     splits = np.array(sizes, np.int64)
     want, start = np.full(-(-rows // 128) * 128, 0xFFFFFFFF, np.uint32), 0
     for group, size in enumerate(sizes):
@@ -223,7 +241,8 @@ def several_tiles(monkeypatch):
 def check_both(run: Any, recipe: Any, x: np.ndarray, grad: np.ndarray | None, how: dict[str, Any]) -> None:
     """y and, with grad, the gradients equal the reference."""
     given = {name: run.array(a) if isinstance(a, np.ndarray) else a for name, a in how.items()}
-    assert_same(run.numpy(fp8.swiglu_quantize(run.array(x), recipe, **given)), reference.swiglu_quantize(x, recipe, **how))
+    assert_same(run.numpy(fp8.swiglu_quantize(run.array(x), recipe, **given)),
+                reference.swiglu_quantize(x, recipe, **how))
     if grad is not None:
         pair = fp8.swiglu_backward_quantize(run.array(grad), run.array(x), recipe, **given)
         want, sums = reference.swiglu_backward_quantize(grad, x, recipe, **how)
@@ -235,10 +254,11 @@ def check_both(run: Any, recipe: Any, x: np.ndarray, grad: np.ndarray | None, ho
 @pytest.mark.parametrize("rows", [128, 129, 385, 900, 1024])
 @pytest.mark.parametrize("directions", [(True, False), (True, True), (False, True)])
 @pytest.mark.parametrize("recipe", [
-    BLOCKS, fp8.BlockScaling((1, 32), profile="vllm"), fp8.BlockScaling((1, 64), scale_layout="compact"), MX, TORCHAO],
-    ids=str)
+    BLOCKS, fp8.BlockScaling((1, 32), profile="vllm"), fp8.BlockScaling((1, 64), scale_layout="compact"), MX,
+    TORCHAO], ids=str)
 def test_tiles_one_below_the_other(run, several_tiles, recipe, directions, rows):
-    """Rows of the next tile are in flight while this one is stored; the last tile, and the last block, may be short."""
+    """Rows of the next tile are in flight while this one is stored; the last tile, and the last block, may
+    be short."""
     for dtype, half in ((bfloat16, 256), (float32, 136)):
         x, grad = normal((rows, 2 * half), dtype, 1), normal((rows, half), dtype, 3)
         how = {"probs": normal((rows,), seed=2), "rowwise": directions[0], "columnwise": directions[1]}
@@ -251,7 +271,8 @@ def test_tiles_one_below_the_other(run, several_tiles, recipe, directions, rows)
 @pytest.mark.parametrize("rows", [129, 900])
 @pytest.mark.parametrize("directions", [(True, False), (True, True)])
 @pytest.mark.parametrize("experts", [None, 6])
-@pytest.mark.parametrize("recipe", [DELAYED, BLOCKS, fp8.BlockScaling((1, 64), scale_layout="compact"), VLLM, MX, TORCHAO],
+@pytest.mark.parametrize("recipe", [DELAYED, BLOCKS, fp8.BlockScaling((1, 64), scale_layout="compact"), VLLM,
+                                    MX, TORCHAO],
                          ids=str)
 def test_tiles_with_options_one_below_the_other(run, several_tiles, recipe, directions, rows, experts):
     for dtype, half in ((bfloat16, 200), (float32, 136)):
@@ -260,7 +281,8 @@ def test_tiles_with_options_one_below_the_other(run, several_tiles, recipe, dire
         how: dict[str, Any] = {"probs": normal((rows,), seed=2), "bias": bias, "rowwise": directions[0],
                                "columnwise": directions[1], **GPT_OSS}
         if experts is not None:
-            how["splits"] = np.array([rows // 3, 17, 0, 9, rows // 3, 5])        # some tiles have more than two experts
+            # some tiles have more than two experts
+            how["splits"] = np.array([rows // 3, 17, 0, 9, rows // 3, 5])
         if recipe is DELAYED:
             how["scale"] = 0.5
         check_both(run, recipe, x, grad, how)
@@ -272,7 +294,8 @@ def test_tiles_with_options_one_below_the_other(run, several_tiles, recipe, dire
 @pytest.mark.full
 @pytest.mark.parametrize("how", ["delayed", "blocks", "mx"])
 def test_more_than_two_to_the_31_elements(how):
-    """Whole rows at both ends and around element 2**31 of y, and of its gradients, where x has more than 2**32."""
+    """Whole rows at both ends and around element 2**31 of y, and of its gradients, where x has more than
+    2**32."""
     import cupy as cp
 
     recipe, options = RECIPES[how]
@@ -295,17 +318,22 @@ def test_more_than_two_to_the_31_elements(how):
             scales = bits(part.scale_inv)
             if part.block is not None:
                 extent = int(part.block[0] or 0)
-                scales = scales[:, first:first + stripe] if extent == 1 and part.scale_layout == "gemm_ready" \
-                    else scales[first // extent:(first + stripe) // extent]
+                if extent == 1 and part.scale_layout == "gemm_ready":
+                    scales = scales[:, first:first + stripe]
+                else:
+                    scales = scales[first // extent:(first + stripe) // extent]
             np.testing.assert_array_equal(scales.get(), bits(wanted.scale_inv))
 
     x, grad, probs = memory(2 * half, 0), memory(half, 1), cp.asarray(normal((rows,), seed=2))
     q = fp8.swiglu_quantize(x.view(bfloat16), recipe, columnwise=True, probs=probs, **options)
-    back, sums = fp8.swiglu_backward_quantize(grad.view(bfloat16), x.view(bfloat16), recipe, columnwise=True, probs=probs, **options)
+    back, sums = fp8.swiglu_backward_quantize(grad.view(bfloat16), x.view(bfloat16), recipe, columnwise=True,
+                                              probs=probs, **options)
     assert sums is not None
-    for first in (0, (1 << 31) // half // stripe * stripe, (1 << 31) // (2 * half) // stripe * stripe, rows - stripe):
+    for first in (0, (1 << 31) // half // stripe * stripe, (1 << 31) // (2 * half) // stripe * stripe,
+                  rows - stripe):
         here = slice(first, first + stripe)
-        hx, hgrad, given = x[here].get().view(bfloat16), grad[here].get().view(bfloat16), {"probs": probs[here].get(), **options}
+        hx, hgrad = x[here].get().view(bfloat16), grad[here].get().view(bfloat16)
+        given = {"probs": probs[here].get(), **options}
         check(q, reference.swiglu_quantize(hx, recipe, columnwise=True, **given), first)
         want, of_probs = reference.swiglu_backward_quantize(hgrad, hx, recipe, columnwise=True, **given)
         check(back, want, first)
