@@ -287,40 +287,6 @@ def test_one_result_for_both_orders_of_columns(run):
         assert_bytes_equal(out[1], want[1])
 
 
-def test_vectors_of_any_strides(run):
-    x = cases.values("normal", (40, 48), float32)
-    probs, bias = cases.values("normal", (40, 2), float32, 1), cases.values("normal", (96,), float32, 2)
-    q = fp8.swiglu_quantize(run.array(x), MX, probs=run.array(probs)[:, 1], bias=run.array(bias)[::2])
-    assert_bytes_equal(q.data,
-                       fp8.swiglu_quantize(x, MX, probs=probs[:, 1].copy(), bias=bias[::2].copy()).data)
-
-
-@pytest.mark.parametrize("recipe", [
-    BLOCKS, fp8.BlockScaling(dtype=float8_e5m2, eps=2.0**-30), fp8.BlockScaling((1, 32), profile="sglang"),
-    MX, fp8.MXScaling(float8_e5m2, profile="torchao", scale_layout="swizzled")], ids=str)
-@pytest.mark.parametrize("together", [1, 64])
-def test_weights_of_any_size(run, recipe, together):
-    """A row-wise scale takes the weight of its row with it where no bit can tell: not where weights or maxima
-    are extreme, 0 or NaN. A warp does so where all of its rows allow it: together: how many rows are
-    alike."""
-    weights = np.array([1, -1, 0, -0.0, np.nan, np.inf, -np.inf, 0.3, -3e38, 1e-45, 2.0**-41, 2.0**-40,
-                        2.0**-39, 2.0**39, -(2.0**40), 1.7 * 2.0**39, 1e-38, -7.0], float32)
-    exponents = np.array([0, -140, -126, -101, -100, -60, -59, -30, 20, 59, 60, 61, 100, 120], np.int32)
-    if together > 1:
-        weights, exponents = weights[[0, 7, 8, 9, 10, 12, 14, 15]], exponents[[0, 1, 4, 5, 8, 9, 12]]
-    probs = np.repeat(weights, exponents.size * together)
-    for columns in (128, 72):
-        a, b = normal((probs.size, columns), seed=1), normal((probs.size, columns), seed=2)
-        with np.errstate(over="ignore"):
-            b = np.ldexp(b, np.tile(np.repeat(exponents, together), weights.size)[:, None]).astype(float32)
-        b[::5, 3], b[::7, 40:] = 0, np.ldexp(b[::7, 40:], -70)          # codes that are 0, of both signs
-        if together == 1:
-            b[3::50, 9], b[7::60, 11] = np.inf, np.nan
-        x = np.concatenate([a, b], axis=1)
-        got = run.numpy(fp8.swiglu_quantize(run.array(x), recipe, probs=run.array(probs)))
-        assert_same(got, reference.swiglu_quantize(x, recipe, probs=probs))
-
-
 # ---- errors ----
 X = np.ones((8, 32), float32)
 OUT, TWO = MX.empty((8, 16), like=X), np.ones((2, 32), float32)
@@ -332,7 +298,6 @@ GRAD = np.ones((8, 16), float32)
 @pytest.mark.parametrize(("arguments", "options", "error", "message"), [
     ((X, "mx"), {}, TypeError,
      "recipe: expected a DelayedScaling, CurrentScaling, BlockScaling or MXScaling, got str"),
-    ((X.astype(np.float64), MX), {}, TypeError, "x: expected dtype"),
     ((np.ones((8, 3), float32), MX), {}, ValueError, r"x: expected shape \[M, 2 H\], got \(8, 3\)"),
     ((np.ones((2, 8, 4), float32), MX), {}, ValueError, r"x: expected shape \[M, 2 H\]"),
     ((X, MX), {"rowwise": False}, ValueError, "rowwise, columnwise: expected at least one"),
@@ -346,9 +311,7 @@ GRAD = np.ones((8, 16), float32)
      r"recipe: expected blocks of one of .* got \(128, 128\)"),
     ((X, fp8.BlockScaling((1, None))), {}, ValueError, "recipe: expected blocks of one of"),
     ((X, fp8.MXScaling(block=(32, 32))), {}, ValueError, r"recipe: expected MX blocks of \(1, 32\)"),
-    ((X, MX), {"probs": np.ones(8)}, TypeError, "probs: expected dtype float32, got float64"),
     ((X, MX), {"probs": np.ones(7, float32)}, ValueError, r"probs: expected an array of shape \(8,\)"),
-    ((X, MX), {"probs": [1.0] * 8}, TypeError, "probs: expected a numpy.ndarray"),
     ((X, MX), {"bias": np.ones(32, bfloat16)}, TypeError, "bias: expected dtype float32, got bfloat16"),
     ((X, MX), {"bias": np.ones(16, float32)}, ValueError, r"bias: expected an array of shape \(32,\)"),
     ((X, MX), {"bias": TWO}, ValueError, "bias: of several experts needs splits="),
@@ -375,11 +338,7 @@ GRAD = np.ones((8, 16), float32)
     ((X, MX), {"clamp": 1e-60}, ValueError, "clamp: expected a number above 0"),
     ((X, MX), {"clamp": float("nan")}, ValueError, "clamp: expected a number above 0"),
     ((X, MX), {"form": "geglu"}, ValueError, r"form: expected one of \('swiglu', 'gpt_oss'\), got 'geglu'"),
-    ((X, MX), {"noop": np.zeros(1, float32)}, ValueError, "noop: needs out="),
-    ((X, MX), {"noop": np.zeros(2, float32)}, ValueError, "noop: expected one element"),
     ((X, DELAYED), {"scale": 1.0, "amax": X.reshape(-1)[:1]}, ValueError, "amax: overlaps x in memory"),
-    ((X, MX), {"out": 3}, TypeError, "out: expected a Quantized"),
-    ((X, MX), {"out": OUT, "columnwise": True}, ValueError, "out: no columnwise part"),
     ((X, BLOCKS), {"out": OUT}, ValueError, "out.rowwise: expected block-scaled data"),
     ((X, MX), {"out": MX.empty((8, 32), like=X)}, ValueError,
      r"out.rowwise: expected MX data of shape \(8, 16\)"),
@@ -419,32 +378,13 @@ def test_gradients_refused(grad, options, error, message):
         fp8.swiglu_backward_quantize(grad, X, MX, **options)
 
 
-def test_results_need_memory_of_their_own():
-    memory = np.zeros(4096, np.uint8)
-    x = memory[:1024].view(float32).reshape(8, 32)
-
-    def out(at: int, columns: int = 16) -> Quantized:
-        data = memory[at:at + 8 * columns].view(fp8.float8_e4m3fn).reshape(8, columns)
-        return Quantized(Scaled(data, np.empty((8, 1), fp8.float8_e8m0fnu), (8, columns), False, (1, 32),
-                                "compact"))
-
-    with pytest.raises(ValueError, match=r"^out.rowwise.data: overlaps x in memory"):
-        fp8.swiglu_quantize(x, MX, out=out(1000))
-    for name, length in (("probs", 8), ("bias", 32), ("noop", 1), ("splits", 1)):
-        there = memory[2048:2048 + 4 * length].view(np.int32 if name == "splits" else float32)
-        option: dict[str, Any] = {name: there,
-                                  **({"bias": np.zeros((1, 32), float32)} if name == "splits" else {})}
-        with pytest.raises(ValueError, match=f"^out.rowwise.data: overlaps {name} in memory"):
-            fp8.swiglu_quantize(x, MX, out=out(2050), **option)
-    grad, p, sums = np.ones((8, 16), float32), np.ones(8, float32), memory[2060:2092].view(float32)
-    for mine, data, name in ((p, 3000, "probs"), (grad.reshape(-1)[:8], 3000, "grad"),
-                             (sums, 2048, "out.rowwise.data")):
+def test_sums_need_memory_of_their_own():
+    """Of the gradient of probs, which is written beside a result."""
+    p, pair = np.ones(8, float32), (MX.empty((8, 32), like=X), np.ones(8, float32))
+    inside = pair[0].data.reshape(-1)[:32].view(float32)
+    for sums, name in ((p, "probs"), (GRAD.reshape(-1)[:8], "grad"), (inside, "out.rowwise.data")):
         with pytest.raises(ValueError, match=rf"^out\[1\]: overlaps {name} in memory"):
-            fp8.swiglu_backward_quantize(grad, x, MX, probs=p, out=(out(data, 32), mine))
-    read_only = np.zeros(1, float32)
-    read_only.flags.writeable = False
-    with pytest.raises(ValueError, match=r"^amax: the array is read-only"):
-        fp8.swiglu_quantize(x, DELAYED, scale=1.0, amax=read_only)
+            fp8.swiglu_backward_quantize(GRAD, X, MX, probs=p, out=(pair[0], sums))
 
 
 def test_as_many_scales_as_32_bits_count_are_refused():

@@ -16,7 +16,6 @@ from cupy_fp8.calls.row_segments import find_groups_of_rows
 from cupy_fp8.formats import bfloat16, float8_e5m2, float16, float32
 from cupy_fp8.kernels import Variant
 from cupy_fp8.ops.quantize import swiglu_launches
-from cupy_fp8.results import Quantized
 from cupy_fp8.testing import assert_bytes_equal
 
 GPT_OSS: dict[str, Any] = {"form": "gpt_oss", "clamp": 1.5, "interleaved": True}
@@ -290,51 +289,28 @@ def test_tiles_with_options_one_below_the_other(run, several_tiles, recipe, dire
         assert max(choice.tiles for choice in several_tiles) > 1
 
 
-@pytest.mark.gpu
-@pytest.mark.full
-@pytest.mark.parametrize("how", ["delayed", "blocks", "mx"])
-def test_more_than_two_to_the_31_elements(how):
-    """Whole rows at both ends and around element 2**31 of y, and of its gradients, where x has more than
-    2**32."""
-    import cupy as cp
-
-    recipe, options = RECIPES[how]
-    rows, half, stripe = (1 << 18) + 128, (1 << 13) + 128, 128
-    assert rows * half > 1 << 31
-
-    def memory(columns: int, seed: int) -> Any:
-        words = cp.empty((rows, columns), np.uint16)
-        words[...] = cp.asarray(bits(normal((columns,), bfloat16, seed)))
-        words += (cp.arange(rows, dtype=cp.uint32) % 61).astype(cp.uint16)[:, None]
-        return words
-
-    def check(got: Quantized, want: Quantized, first: int) -> None:
-        for part, wanted in ((got.rowwise, want.rowwise), (got.columnwise, want.columnwise)):
-            assert part is not None
-            assert wanted is not None
-            data = bits(part.data)
-            here = data[:, first:first + stripe] if part.transposed else data[first:first + stripe]
-            np.testing.assert_array_equal(here.get(), bits(wanted.data))
-            scales = bits(part.scale_inv)
-            if part.block is not None:
-                extent = int(part.block[0] or 0)
-                if extent == 1 and part.scale_layout == "gemm_ready":
-                    scales = scales[:, first:first + stripe]
-                else:
-                    scales = scales[first // extent:(first + stripe) // extent]
-            np.testing.assert_array_equal(scales.get(), bits(wanted.scale_inv))
-
-    x, grad, probs = memory(2 * half, 0), memory(half, 1), cp.asarray(normal((rows,), seed=2))
-    q = fp8.swiglu_quantize(x.view(bfloat16), recipe, columnwise=True, probs=probs, **options)
-    back, sums = fp8.swiglu_backward_quantize(grad.view(bfloat16), x.view(bfloat16), recipe, columnwise=True,
-                                              probs=probs, **options)
-    assert sums is not None
-    for first in (0, (1 << 31) // half // stripe * stripe, (1 << 31) // (2 * half) // stripe * stripe,
-                  rows - stripe):
-        here = slice(first, first + stripe)
-        hx, hgrad = x[here].get().view(bfloat16), grad[here].get().view(bfloat16)
-        given = {"probs": probs[here].get(), **options}
-        check(q, reference.swiglu_quantize(hx, recipe, columnwise=True, **given), first)
-        want, of_probs = reference.swiglu_backward_quantize(hgrad, hx, recipe, columnwise=True, **given)
-        check(back, want, first)
-        assert_bytes_equal(sums[here], of_probs)
+# ---- scales that take weights with them ----
+@pytest.mark.parametrize("recipe", [
+    BLOCKS, fp8.BlockScaling(dtype=float8_e5m2, eps=2.0**-30), fp8.BlockScaling((1, 32), profile="sglang"),
+    MX, fp8.MXScaling(float8_e5m2, profile="torchao", scale_layout="swizzled")], ids=str)
+@pytest.mark.parametrize("together", [1, 64])
+def test_weights_of_any_size(run, recipe, together):
+    """A row-wise scale takes the weight of its row with it where no bit can tell: not where weights or maxima
+    are extreme, 0 or NaN. A warp does so where all of its rows allow it: together: how many rows are
+    alike."""
+    weights = np.array([1, -1, 0, -0.0, np.nan, np.inf, -np.inf, 0.3, -3e38, 1e-45, 2.0**-41, 2.0**-40,
+                        2.0**-39, 2.0**39, -(2.0**40), 1.7 * 2.0**39, 1e-38, -7.0], float32)
+    exponents = np.array([0, -140, -126, -101, -100, -60, -59, -30, 20, 59, 60, 61, 100, 120], np.int32)
+    if together > 1:
+        weights, exponents = weights[[0, 7, 8, 9, 10, 12, 14, 15]], exponents[[0, 1, 4, 5, 8, 9, 12]]
+    probs = np.repeat(weights, exponents.size * together)
+    for columns in (128, 72):
+        a, b = normal((probs.size, columns), seed=1), normal((probs.size, columns), seed=2)
+        with np.errstate(over="ignore"):
+            b = np.ldexp(b, np.tile(np.repeat(exponents, together), weights.size)[:, None]).astype(float32)
+        b[::5, 3], b[::7, 40:] = 0, np.ldexp(b[::7, 40:], -70)          # codes that are 0, of both signs
+        if together == 1:
+            b[3::50, 9], b[7::60, 11] = np.inf, np.nan
+        x = np.concatenate([a, b], axis=1)
+        got = run.numpy(fp8.swiglu_quantize(run.array(x), recipe, probs=run.array(probs)))
+        assert_same(got, reference.swiglu_quantize(x, recipe, probs=probs))
