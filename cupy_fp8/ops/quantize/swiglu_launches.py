@@ -83,7 +83,6 @@ class Output:
     row_block = 1                       # elements of a row that share a scale: not of both da and db
     divides = False                     # whether elements are divided by scale_inv, not multiplied
     transposed = True                   # how column-wise data are stored
-    writes_nothing_of_empty = True
 
     def __init__(self, shape: tuple[int, int], recipe: Any, rowwise: bool, columnwise: bool) -> None:
         self.shape, self.recipe, self.rowwise, self.columnwise = shape, recipe, rowwise, columnwise
@@ -100,7 +99,6 @@ class Output:
 
 class _PerTensor(Output):
     kernel = _CAST
-    writes_nothing_of_empty = False
 
     def __init__(self, shape: tuple[int, int], source: np.dtype[Any], recipe: Any, rowwise: bool,
                  columnwise: bool) -> None:
