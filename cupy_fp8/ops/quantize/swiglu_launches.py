@@ -303,13 +303,13 @@ def _variants(kernel: Kernel, source: np.dtype[Any], to: np.dtype[Any], backward
     other types lack."""
     common, to_e4m3 = source == bfloat16 and to == float8_e4m3fn, to == float8_e4m3fn
     paths = {
-        ANY: True,
         ROWS: common or (source == bfloat16 and backward) or (to_e4m3 and not backward and kernel is not _MX),
         TILES: common or (source == bfloat16 and backward),
         OPTIONS: common,
         EXPERTS: common,
         WIDE: not common,
-        QUOTIENTS: kernel is _BLOCK and to_e4m3 and not backward}
+        QUOTIENTS: kernel is _BLOCK and to_e4m3 and not backward,
+        ANY: True}
     if kernel is _CAST and backward:
         paths[ROWS] = False             # TILES does this too
     return {path: _variant(kernel, source, to, int(backward), path) for path, exists in paths.items()

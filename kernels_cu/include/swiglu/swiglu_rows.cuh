@@ -8,7 +8,8 @@ constexpr int kRowsAhead = sizeof(IN::storage) == 2 && kBackward ? 2 : 1;
 
 // The elements that are loaded for a row of a patch.
 struct RawRow {
-    Eight a, b, grad;            // grad: BACKWARD
+    static constexpr int kGrad = 1 + kBackward;
+    Eight part[2 + kBackward];   // a, b and (BACKWARD) grad
 };
 
 // Combines kCount values of every lane over the four lanes of a segment: each lane is left with one of them,
@@ -123,9 +124,9 @@ public:
         for (int r = 0; r < kRows; r++) {
             RawRow& in = raw[r % kAhead];
             float a[8], b[8], grad[8], sigma[8], values[2][8];
-            widen_eight(in.a, a), widen_eight(in.b, b);
+            widen_eight(in.part[0], a), widen_eight(in.part[1], b);
             if constexpr (kBackward) {
-                widen_eight(in.grad, grad);
+                widen_eight(in.part[RawRow::kGrad], grad);
                 pin(grad);
             }
             pin(a), pin(b);
@@ -159,8 +160,8 @@ private:
     }
     __device__ __forceinline__ void load(int first, int r, RawRow& to) {
         const bool exists = first + r < left;
-        load(to.a, a + r * (2 * half), exists), load(to.b, a + r * (2 * half) + half, exists);
-        if constexpr (kBackward) load(to.grad, grad + r * half, exists);
+        load(to.part[0], a + r * (2 * half), exists), load(to.part[1], a + r * (2 * half) + half, exists);
+        if constexpr (kBackward) load(to.part[RawRow::kGrad], grad + r * half, exists);
     }
     static __device__ __forceinline__ void load(Eight& to, const IN::storage* from, bool exists) {
 #pragma unroll
