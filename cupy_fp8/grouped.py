@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from . import backend
-from .arrays import Array, Result, asnumpy, bits, is_contiguous, zeros
+from .arrays import Array, Result, address, asnumpy, bits, is_contiguous, zeros
 from .formats import INPUT_DTYPES, float32, lookup
 from .layouts import SCALE_DTYPES, cdiv, group_scales, group_unit, grouped_scale_shape, scale_shape
 from .results import Quantized, Scaled, block_text, facts_table
@@ -140,22 +140,24 @@ class Grouped(Result):
         Raises TypeError, ValueError before anything is written to it."""
         if self._plain:
             raise TypeError(f"dequantize: plain {self.dtype} values are not quantised; use astype on .data")
-        from .calls import validate
+        from .calls import memory, validate
         from .ops.convert.dequantize import check_call, dequantize
 
         to, data = lookup(dtype, INPUT_DTYPES, "dtype").dtype, self._any
         sizes, offsets = self._places()
         if out is not None:
-            validate.destination(out, self.shape, to, data, backend.module_of(data), validate.address(data))
+            at = validate.writable(out, self.shape, to, data, backend.module_of(data), "out")
+            arrays = {"q.data": data,
+                      "q.scale_inv": self.columnwise_scale_inv if self.scale_inv is None else self.scale_inv}
+            memory.check_separate([memory.Range(at, at + out.nbytes, True, "out"), *(
+                memory.Range(address(a), address(a) + validate.extent(a), False, name)
+                for name, a in arrays.items() if a is not None)])
         result: Array = zeros(self.shape, to, like=data) if out is None else out
         members = list(map(self._members(sizes, offsets), range(len(self))))
         flat, length = result.reshape(-1), self.shape[1]
         parts = [flat[at : at + size * length].reshape(size, length)
                  for at, size in zip(offsets, sizes, strict=False)]
         if out is not None:                         # a member that is refused must not leave others written
-            scales = self.columnwise_scale_inv if self.scale_inv is None else self.scale_inv
-            validate.separate(validate.address(out), out.nbytes, validate.address(scales),
-                              validate.extent(scales), "out", "q.scale_inv")
             for member, part in zip(members, parts, strict=True):
                 check_call(member, to, part)
             bits(out).fill(0)

@@ -11,9 +11,8 @@ import numpy as np
 
 from .. import kernels
 from ..arrays import Array
-from ..kernels import Kernel, Launch, Variant, error_word, workspace
+from ..kernels import Kernel, Launch, Variant
 from ..layouts import cdiv, round_up
-from . import validate
 from .splits import Groups
 
 if TYPE_CHECKING:
@@ -90,39 +89,6 @@ def rows_variants() -> Iterator[Variant]:
     yield _rows_variant()
 
 
-def variants(rows: Iterator[int] | None = None) -> Iterator[Variant]:
-    """The variant of `find_segments`, whatever the rows of a segment."""
+def variants() -> Iterator[Variant]:
+    """The variant of `find_segments`."""
     yield _variant()
-
-
-# ---- for ops that are not on the one call path yet ----
-class GroupRuns:
-    """`find_segments` for ops that are not on the one call path yet. groups: the members of RowGroups before
-    `segments`, in order; owner: the array that the workspace belongs to."""
-
-    def __init__(self, x: Array, owner: Array | None, rows: int, count: int, groups: tuple[Any, ...],
-                 shifts: tuple[int, int] = (0, 0), clear: tuple[int, int] = (0, 0)) -> None:
-        room = max(_FEWEST, 1 << (count - 1).bit_length())
-        self._words = workspace(owner, x, "row_segments", _SEGMENT_WORDS * room)
-        self.at = validate.address(self._words)
-        self._variant, self._shift = _variant(), _log2(rows)
-        chunks = clear[1] // _CHUNK_BYTES
-        self._grid = max(cdiv(count, _THREADS // 32), cdiv(chunks, _MOST_CHUNKS * _THREADS))
-        self._members = (*groups, 0, self.at, count, self._shift, *shifts, clear[0], chunks)
-
-    def run(self, x: Array) -> None:
-        self._variant.launch(x, self._grid, *self._members)
-
-
-class GroupRows:
-    """`find_groups_of_rows` for ops that are not on the one call path yet."""
-
-    def __init__(self, x: Array, owner: Array | None, groups: Groups, rows: int, tile_rows: int) -> None:
-        count = round_up(rows, tile_rows)
-        self._words = workspace(owner, x, "group_rows", max(_FEWEST, 1 << max(0, count - 1).bit_length()))
-        self.at = validate.address(self._words)
-        self._grid = cdiv(count, _THREADS // 32 * _SPAN)
-        self._members = groups.at, len(groups.array), error_word(x), groups.wide, rows, count, self.at
-
-    def run(self, x: Array) -> None:
-        _rows_variant().launch(x, self._grid, *self._members)

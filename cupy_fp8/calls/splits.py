@@ -32,9 +32,6 @@ class Groups(NamedTuple):
         """The struct Splits of kernels_cu/include/groups/splits.cuh. errors: the address of the device's word."""
         return {"sizes": self.at, "groups": self.number, "errors": errors, "wide": self.wide}
 
-    def check_separate(self, at: int, nbytes: int) -> None:
-        validate.separate(at, nbytes, self.at, self.nbytes, "out", "splits")
-
 
 NO_GROUPS = Groups()
 

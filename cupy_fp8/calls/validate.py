@@ -74,29 +74,6 @@ def scalar_or_one_f32(a: Any, x: Array, xp: Any, name: str) -> tuple[int, float]
         raise ValueError(f"{name}: an integer of {a.bit_length()} bits, beyond every float") from None
 
 
-def destination(
-    a: Array, shape: tuple[int, ...], dtype: np.dtype[Any], x: Array, xp: Any, x_at: int, name: str = "out"
-) -> int:
-    """The address of `a`, which can receive a result of this shape and dtype computed from x: kind, dtype,
-    shape, strides, device, no overlap with x."""
-    if (
-        xp is not np
-        and isinstance(a, xp.ndarray)
-        and a.dtype == dtype
-        and a.shape == shape
-        and a._c_contiguous
-    ):
-        # The usual case, without a second look at anything.
-        memory = a.data
-        at = memory.ptr
-        if at % dtype.itemsize == 0 and memory.device_id == x.data.device_id and (
-                at >= x_at + x.nbytes or x_at >= at + a.nbytes):
-            return int(at)
-    at = writable(a, shape, dtype, x, xp, name)
-    separate(at, a.nbytes, x_at, x.nbytes, name, "the input")
-    return at
-
-
 def writable(a: Array, shape: tuple[int, ...], dtype: np.dtype[Any], x: Array, xp: Any, name: str) -> int:
     """The address of `a`, which a kernel can write beside x: kind, dtype, shape, strides, device."""
     if not isinstance(a, xp.ndarray):
@@ -126,12 +103,6 @@ def same_device(a: Array, x: Array, name: str) -> None:
         raise ValueError(f"{name}: on GPU {a.data.device_id}, the input is on GPU {x.data.device_id}")
 
 
-def separate(at: int, nbytes: int, other_at: int, other_nbytes: int, name: str, other: str) -> None:
-    """ValueError if two runs of memory share a byte."""
-    if nbytes and other_nbytes and at < other_at + other_nbytes and other_at < at + nbytes:
-        raise ValueError(f"{name}: overlaps {other} in memory; results need memory of their own")
-
-
 def extent(a: Array) -> int:
     """Bytes from the first element of an array without negative strides to the end of its last one."""
     if a.size == 0:
@@ -157,12 +128,3 @@ def may_allocate(x: Array) -> None:
     graph is replayed."""
     if not isinstance(x, np.ndarray) and kernels.capturing(x.data.device_id):
         raise ValueError("out: needed while a CUDA graph is captured, since nothing may be allocated")
-
-
-def may_prepare(x: Array) -> None:
-    """ValueError while a CUDA graph is captured on x's device: what a result keeps for the launches into it
-    is made before."""
-    if not isinstance(x, np.ndarray) and kernels.capturing(x.data.device_id):
-        raise ValueError(
-            "out: used for the first time while a CUDA graph is captured; call once before the capture"
-        )

@@ -1,298 +1,328 @@
-// SwiGLU, or its gradients, quantised in blocks with f32 scales (include/scale/block_scale.cuh); column-wise data transposed. See swiglu_tensor.cu.
+// SwiGLU, or its gradients, quantised in blocks with f32 scales from one read (docs/numerics.md, sections 9
+// and 3; include/scale/block_scale.cuh); column-wise data are transposed. What is computed, and the programs:
+// include/swiglu/swiglu.cuh.
 //
-// DIVIDE 1: elements are divided by scale_inv (vllm). PLAIN 2: row-wise blocks alone. OPTIONS 1: in any direction.
+// Launch and bytes moved as for swiglu_tensor.cu, and 4 bytes per block for its scale. Every path but any
+// streams.
 #include "scale/block_scale.cuh"
 #include "swiglu/swiglu_blocks.cuh"
 
 #ifdef ENTRY_swiglu_block
 struct SwigluBlockParams {
-    Gate gate;
+    SwigluCall call;
     u8 *data, *data_t;           // or null
-    ScaleGrid fast, slow;        // of row-wise and column-wise blocks
+    ScaleGrid row_scales, column_scales;             // of row-wise and column-wise blocks
     BlockRule rule;
-    u32 runs;                    // of 32 elements in a block: 1, 2 or 4
+    u32 block_segments;          // of 32 elements in a block: 1, 2 or 4
     u32 vector;                  // every row of data_t allows 16-byte stores
-    u32 tiles;                   // of a block, one below the other (PLAIN)
+    u32 tiles;                   // of a block of threads, one below the other, where rows stream
+    u32 divides;                 // path any: elements are divided by scale_inv, not multiplied by the scale
 };
 
-__device__ __forceinline__ float operand(const BlockScale& s) { return DIVIDE ? s.scale_inv : s.factor; }
-__device__ __forceinline__ float scaled(float v, float by) { return DIVIDE ? div_rn(v, by) : mul_rn(v, by); }
-__device__ __forceinline__ Chunk<OUT, 8> quantised(const float (&y)[8], float by) {
+__device__ __forceinline__ bool divides(const SwigluBlockParams& p) {
+    return kPath == Path::any ? p.divides : kPath == Path::quotients;
+}
+__device__ __forceinline__ float operand(const SwigluBlockParams& p, const BlockScale& s) {
+    return divides(p) ? s.scale_inv : s.factor;
+}
+__device__ __forceinline__ float scaled(const SwigluBlockParams& p, float v, float by) {
+    return divides(p) ? div_rn(v, by) : mul_rn(v, by);
+}
+__device__ __forceinline__ Chunk<OUT, 8> quantised(const SwigluBlockParams& p, const float (&y)[8],
+                                                   float by) {
     Chunk<OUT, 8> codes;
 #pragma unroll
-    for (int i = 0; i < 4; i++) codes.narrow2(i, scaled(y[2 * i], by), scaled(y[2 * i + 1], by));
+    for (int i = 0; i < 4; i++) codes.narrow2(i, scaled(p, y[2 * i], by), scaled(p, y[2 * i + 1], by));
     return codes;
 }
+// As before, with an operand for each column.
+__device__ __forceinline__ void quantise(const SwigluBlockParams& p, Chunk<OUT, 8>& codes,
+                                         const float (&y)[8], const float (&by)[8]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        codes.narrow2(i, scaled(p, y[2 * i], by[2 * i]), scaled(p, y[2 * i + 1], by[2 * i + 1]));
+}
 
-#if PLAIN
-// Scales of lines. A block is one to four runs of four lanes; a lane writes the scale of the line that it owns.
-struct BlockLines {
+// ---- rows that stream ----
+// Scales along rows. A block is one to four segments of four lanes; a lane writes the scale of the chunk that
+// it owns.
+struct RowScales {
     const SwigluBlockParams& p;
-    u32 at_scale;                // where it goes, from p.fast.to on: the host refuses 2^32 scales
+    u32 at_scale;                // where it goes, from p.row_scales.to on: the host refuses 2^32 scales
     int given;                   // how many rows there are from this one on
-#if OPTIONS && BACKWARD
-    bool has, has_other;         // its block in the first part, in the other
-#endif
+    // Gradients with options: whether its block is in the first part, in the other.
+    bool has, has_other;
 
-#if OPTIONS
     // at: of the tile's results.
-    __device__ __forceinline__ BlockLines(const SwigluBlockParams& p, const TilePosition& at, int thread)
-        : BlockLines(p, at.row + thread / Tile::kColumnPatches * kLineRows + thread % 2 * 2 + thread / 2 % 2,
-                     at.column + thread % Tile::kColumnPatches / (kRun / 8) * kRun) {}
-#endif
-    // row, column: of the line that this lane owns, and of its run.
-    __device__ __forceinline__ BlockLines(const SwigluBlockParams& p, i64 row, i64 column) : p(p) {
-        const i64 run = column / kRun, block = run >> p.runs / 2;
-#if OPTIONS && BACKWARD
-        this->has = column < end_of(p.gate, 0), has_other = column + apart(p.gate) < end_of(p.gate, 1);
-#endif
-        const bool has = p.data && !(run & (p.runs - 1)) && block < p.fast.columns;
-        const i64 rows = p.gate.rows - row;
+    __device__ __forceinline__ RowScales(const SwigluBlockParams& p, const TilePosition& at, int thread)
+        : RowScales(p, at.row + thread / Tile::kColumnPatches * kThreadRows + thread % 2 * 2 + thread / 2 % 2,
+                    at.column + thread % Tile::kColumnPatches / (kSegment / 8) * kSegment) {}
+    // row, column: of the chunk that this lane owns, and of its segment.
+    __device__ __forceinline__ RowScales(const SwigluBlockParams& p, i64 row, i64 column) : p(p) {
+        const i64 segment = column / kSegment, block = segment >> p.block_segments / 2;
+        if constexpr (kOptions && kBackward)
+            this->has = column < end_of(p.call, 0), has_other = column + apart(p.call) < end_of(p.call, 1);
+        const bool has = p.data && !(segment & (p.block_segments - 1)) && block < p.row_scales.columns;
+        const i64 rows = p.call.rows - row;
         given = !has ? -kMost : rows < kMost ? (int)rows : kMost;
-        at_scale = (u32)(row * p.fast.row + block * p.fast.column);
+        at_scale = (u32)(row * p.row_scales.row + block * p.row_scales.column);
     }
-    // Whose line is this many rows below.
+    // Goes to the chunk that is this many rows below.
     __device__ __forceinline__ void advance(int rows) {
-        at_scale += (u32)(rows * p.fast.row);
+        at_scale += (u32)(rows * p.row_scales.row);
         given -= rows;
     }
-    // What the elements of this lane's line are multiplied (DIVIDE: divided) by.
-    // columns: how far to the right of this one the line is.
+    // What the elements of this lane's chunk are multiplied (or divided) by. columns: how far to the right of
+    // this one the chunk is.
     __device__ __forceinline__ float scale(const float (&y)[4][8], i64 columns = 0) const {
-        const BlockScale s = p.rule.quick_of(tops(y));
-#if OPTIONS && BACKWARD
-        if (columns ? has_other : has)
-#endif
-            store(s, columns);
-        return operand(s);
+        const BlockScale s = p.rule.quick_of(amax(y));
+        if (!(kOptions && kBackward) || (columns ? has_other : has)) store(s, columns);
+        return operand(p, s);
     }
-#if PLAIN == 2 && !BACKWARD
-    // The same of u, which has not been multiplied by the rows' weights yet: where all scales are powers of two, and nothing is extreme,
-    // the scale takes its weight with it, since no product of a power of two is rounded but to what FP8 makes 0.
+    // The same of u, which has not been multiplied by the rows' weights yet: where all scales are powers of
+    // two, and nothing is extreme, the scale takes its weight with it, since no product of a power of two is
+    // rounded but to what FP8 makes 0.
     __device__ __forceinline__ float scale(float (&u)[4][8], const float* weights) const {
         const float weight = weights[row_of(owned<4>()) * kApart];
-        const u32 amax = as_bits(mul_rn(as_float(tops(u)), weight)) & 0x7fffffffu;
-        if (!DIVIDE && __all_sync(~0u, p.rule.is_quick(amax) && is_moderate(weight))) {
-            const BlockScale s = p.rule.quick(amax);
+        const u32 weighted = as_bits(mul_rn(as_float(amax(u)), weight)) & 0x7fffffffu;
+        if (!divides(p) && __all_sync(~0u, p.rule.is_quick(weighted) && is_moderate(weight))) {
+            const BlockScale s = p.rule.quick(weighted);
             store(s, 0);
             return mul_rn(weight, s.factor);
         }
-        multiply_lines(u, weights);
-        return scale(u);
+        multiply_chunks(u, weights);
+        return scale(const_cast<const float(&)[4][8]>(u));
     }
-#endif
 
 private:
-    static constexpr int kMost = 1 << 16;                            // more rows than a block has
+    static constexpr int kMost = 1 << 16;                            // more rows than a block of threads has
 
-    __device__ __forceinline__ u32 tops(const float (&y)[4][8]) const {
-        u32 top = fold_lines<false>(y);
+    __device__ __forceinline__ u32 amax(const float (&y)[4][8]) const {
+        u32 amax = fold_chunks<false>(y);
         // Without branches: at distance 0 a lane finds itself.
-        top = larger_bits(top, __shfl_xor_sync(~0u, top, p.runs > 1 ? 4 : 0));
-        return larger_bits(top, __shfl_xor_sync(~0u, top, p.runs > 2 ? 8 : 0));
+        amax = larger_bits(amax, __shfl_xor_sync(~0u, amax, p.block_segments > 1 ? 4 : 0));
+        return larger_bits(amax, __shfl_xor_sync(~0u, amax, p.block_segments > 2 ? 8 : 0));
     }
     __device__ __forceinline__ void store(const BlockScale& s, i64 columns) const {
-        const u32 further = columns ? (u32)((columns / kRun >> p.runs / 2) * p.fast.column) : 0;
-        if (given > (int)(p.gate.rows - p.fast.rows)) as_global(p.fast.to)[at_scale + further] = given > 0 ? s.scale_inv : 0.0f;
+        const u32 further = columns
+            ? (u32)((columns / kSegment >> p.block_segments / 2) * p.row_scales.column) : 0;
+        if (given > (int)(p.call.rows - p.row_scales.rows))
+            as_global(p.row_scales.to)[at_scale + further] = given > 0 ? s.scale_inv : 0.0f;
     }
 };
-#endif
 
-#if PLAIN == 1
-// The transposed tile, column by column.
-__device__ __forceinline__ void quantise_columns(const SwigluBlockParams& p, const TilePosition& at, const float (&y)[4][8],
-                                                 const i64& end, const ColumnTops& tops, const Tile& tile) {
-    const Gate& g = p.gate;
-    tops.write<false>(y);
+// Stores the transposed tile, quantised column by column.
+__device__ __forceinline__ void quantise_columns(const SwigluBlockParams& p, const TilePosition& at,
+                                                 const float (&y)[4][8], const i64& end,
+                                                 const ColumnAmaxes& amaxes, const Tile& tile) {
+    const SwigluCall& call = p.call;
+    amaxes.write<false>(y);
     __syncthreads();
-    const int thread = thread_again(), run = ColumnTops::run(thread), column = ColumnTops::column(thread);
-    u32 top = tops.read(run, column);
-    if (p.runs > 1) top = larger_bits(top, __shfl_xor_sync(~0u, top, 8));
-    if (p.runs > 2) top = larger_bits(top, __shfl_xor_sync(~0u, top, 16));
-    const BlockScale s = p.rule.quick_of(top);
-    tops.put(run, column, operand(s));
-    const i64 to_block = (at.row / kRun + run) >> p.runs / 2, to_column = at.column + column;
-#if OPTIONS
-    // Wide rows need no padding; beyond the end may be the other part.
-    if (!(run & (p.runs - 1)) && p.slow.has(to_block, to_column) && to_column < end) *p.slow.at(0, to_block, to_column) = s.scale_inv;
-#else
-    if (!(run & (p.runs - 1)) && p.slow.has(to_block, to_column))
-        *p.slow.at(0, to_block, to_column) = to_column < g.columns ? s.scale_inv : 0.0f;
-#endif
-    __syncthreads();
-    float by[8];
-    tops.operands(by);
-    Chunk<OUT, 8> lines[4];
-#pragma unroll
-    for (int r = 0; r < 4; r++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) lines[r].narrow2(i, scaled(y[r][2 * i], by[2 * i]), scaled(y[r][2 * i + 1], by[2 * i + 1]));
-    write_four_rows(tile, line_row(0), lines);
-    __syncthreads();
-    store_tile(g, at, end, tile, p.data_t, p.vector);
-}
-#elif !PLAIN
-// The transposed tile, column by column. tops: [16][128] words.
-__device__ __forceinline__ void quantise_columns(const SwigluBlockParams& p, const TilePosition& at, const float (&y)[8][8], u32* tops,
-                                                 const Tile& tile) {
-    const Gate& g = p.gate;
-    const int blocks = kRuns / (int)p.runs, patches = (int)p.runs * (kRun / 8);
-    PatchTops top;
-    top.find_columns<false>(y);
-    store_column_tops(tops, top.column);
-    __syncthreads();
-#pragma unroll 1
-    for (int i = threadIdx.x; i < blocks * Tile::kColumns; i += kThreads) {
-        const int b = i / Tile::kColumns, c = i % Tile::kColumns;
-        const BlockScale s = p.rule.quick_of(column_top(tops, b * patches, patches, c));
-        tops[b * patches * Tile::kColumns + c] = as_bits(operand(s));
-        const i64 to_block = at.row / Tile::kRows * blocks + b, to_column = at.column + c;
-        if (p.slow.has(to_block, to_column)) *p.slow.at(0, to_block, to_column) = to_column < g.columns ? s.scale_inv : 0.0f;
+    const int thread = thread_again();
+    const int segment = ColumnAmaxes::segment(thread);
+    const int column = ColumnAmaxes::column(thread);
+    u32 amax = amaxes.read(segment, column);
+    if (p.block_segments > 1) amax = larger_bits(amax, __shfl_xor_sync(~0u, amax, 8));
+    if (p.block_segments > 2) amax = larger_bits(amax, __shfl_xor_sync(~0u, amax, 16));
+    const BlockScale s = p.rule.quick_of(amax);
+    amaxes.put(segment, column, operand(p, s));
+    const i64 to_block = (at.row / kSegment + segment) >> p.block_segments / 2;
+    const i64 to_column = at.column + column;
+    const bool first = !(segment & (p.block_segments - 1));
+    if constexpr (kOptions) {
+        // Wide rows need no padding; beyond the end may be the other part.
+        if (first && p.column_scales.has(to_block, to_column) && to_column < end)
+            *p.column_scales.at(0, to_block, to_column) = s.scale_inv;
+    } else {
+        if (first && p.column_scales.has(to_block, to_column))
+            *p.column_scales.at(0, to_block, to_column) = to_column < call.columns ? s.scale_inv : 0.0f;
     }
     __syncthreads();
     float by[8];
-    load_floats(tops + Tile::row_patch() / patches * patches * Tile::kColumns + Tile::patch_column(), by);
-    Chunk<OUT, 8> patch[8];
+    amaxes.operands(by);
+    Chunk<OUT, 8> codes[4];
 #pragma unroll
-    for (int r = 0; r < 8; r++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) patch[r].narrow2(i, scaled(y[r][2 * i], by[2 * i]), scaled(y[r][2 * i + 1], by[2 * i + 1]));
-    tile.write_patch(patch);
+    for (int r = 0; r < 4; r++) quantise(p, codes[r], y[r], by);
+    write_rows(tile, row_in_step(0), codes);
     __syncthreads();
-    store_transposed(g, at, tile, p.data_t, p.vector);
+    store_tile(call, at, end, tile, p.data_t, p.vector);
 }
-#endif
 
-#if OPTIONS
-extern "C" __global__ void __launch_bounds__(kLineThreads, kLineBlocks) swiglu_block(const __grid_constant__ SwigluBlockParams p) {
+__device__ __forceinline__ void quantise_with_options(const SwigluBlockParams& p) {
     extern __shared__ __align__(16) u8 shared[];
-    const Gate& g = p.gate;
-    if (is_set(g.noop)) return;
-    StreamPosition at(g, p.tiles);
-    Stream rows(g, at.tile(), p.tiles, shared);
-    const ColumnTops tops{reinterpret_cast<u32*>(shared + kStages * kStageBytes)};
-    const Tile tile{shared + kStages * kStageBytes + ColumnTops::kWords * 4};
+    const SwigluCall& call = p.call;
+    StreamPosition at(call, p.tiles);
+    Stream rows(call, at.tile(), p.tiles, shared);
+    const ColumnAmaxes amaxes{reinterpret_cast<u32*>(shared + kStages * kStageBytes)};
+    const Tile tile{shared + kStages * kStageBytes + ColumnAmaxes::kWords * 4};
 #pragma unroll 1
-    for (bool more = at.down * (i64)Tile::kRows < g.rows; more; more = at.advance(g, p.tiles)) {
-        float y[kLines][8];
-        const float* const weights = Stream::shared_probs() + at.down % p.tiles * Tile::kRows + line_row(0);
-        rows.compute(g, at, 0, weights, y);
+    for (bool more = at.down * (i64)Tile::kRows < call.rows; more; more = at.advance(call, p.tiles)) {
+        float y[kThreadChunks][8];
+        const float* const weights =
+            Stream::shared_probs() + at.down % p.tiles * Tile::kRows + row_in_step(0);
+        rows.compute(at, 0, weights, y);
 #pragma unroll
         for (int part = 0; part < kParts; part++) {
-            const auto& four = four_lines(y, part);
-            const i64 columns = part * apart(g);
+            const auto& four = four_chunks(y, part);
+            const i64 columns = part * apart(call);
             if (p.data) {
-                const int thread = thread_again();                   // what follows from it takes no registers until here
-                const float by = BlockLines(p, at.results(g), thread).scale(four, columns);
-                const LineStore store(g, at.results(g), thread);
-                store_lines(g, p.data + columns, store, rows.left_in(part, rows.left + kStepRows),
-                            [&](int line) { return quantised(four[line], broadcast(by, line)); });
+                // What follows from it takes no registers until here.
+                const int thread = thread_again();
+                const float by = RowScales(p, at.results(call), thread).scale(four, columns);
+                const ChunkPosition position(call, at.results(call), thread);
+                store_chunks(call, p.data + columns, position, rows.left_in(part, rows.left + kStepRows),
+                             [&](int chunk) { return quantised(p, four[chunk], broadcast(by, chunk)); });
             }
-            if (p.data_t) quantise_columns(p, moved(at.results(g), columns), four, end_of(g, part), tops, tile);
+            if (p.data_t)
+                quantise_columns(p, moved(at.results(call), columns), four, end_of(call, part), amaxes, tile);
         }
     }
     Stream::finish();
 }
-#elif PLAIN
-extern "C" __global__ void __launch_bounds__(kLineThreads, kLineBlocks) swiglu_block(const __grid_constant__ SwigluBlockParams p) {
+
+// Paths rows and tiles.
+__device__ __forceinline__ void quantise_plain(const SwigluBlockParams& p) {
     extern __shared__ __align__(16) u8 shared[];
-    const Gate& g = p.gate;
-    if (is_set(g.noop)) return;
-    StreamPosition at(g, p.tiles);
+    const SwigluCall& call = p.call;
+    StreamPosition at(call, p.tiles);
     const auto first = at.tile();
     const int own = owned<4>();
-    Stream rows(g, first, p.tiles, shared);
-    LineStore store(g, first);
-    BlockLines lines(p, first.row + line_row(row_of(own)),
-                     first.column + part_of(own) * g.half() + Tile::column_patch() / (kRun / 8) * kRun);
-    const float* weights = Stream::shared_probs() + line_row(0);
-    const int steps = (left_of(g.rows - first.row, (int)p.tiles * Tile::kRows) + kStepRows - 1) / kStepRows;
-#if PLAIN == 1
-    const ColumnTops tops{reinterpret_cast<u32*>(shared + kStages * kStageBytes)};
-    const Tile tile{shared + kStages * kStageBytes + ColumnTops::kWords * 4};
-#endif
+    Stream rows(call, first, p.tiles, shared);
+    ChunkPosition position(call, first);
+    RowScales scales(p, first.row + row_in_step(row_of(own)),
+                     first.column + part_of(own) * call.half() +
+                         Tile::column_patch() / (kSegment / 8) * kSegment);
+    const float* weights = Stream::shared_probs() + row_in_step(0);
+    const int rows_left = left_of(call.rows - first.row, (int)p.tiles * Tile::kRows);
+    const int steps = (rows_left + kStepRows - 1) / kStepRows;
+    const ColumnAmaxes amaxes{reinterpret_cast<u32*>(shared + kStages * kStageBytes)};
+    const Tile tile{shared + kStages * kStageBytes + ColumnAmaxes::kWords * 4};
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
-        float y[kLines][8];
-#if PLAIN == 1
-        rows.compute(g, at, 0, weights, y);
+        float y[kThreadChunks][8];
+        if constexpr (kTiled) {
+            rows.compute(at, 0, weights, y);
 #pragma unroll
-        for (int part = 0; part < kParts; part++) {
-            const auto& four = four_lines(y, part);
-            const i64 columns = part * g.half();
-            if (p.data) {
-                const float by = lines.scale(four, columns);
-                store_lines(g, p.data + columns, store, rows.left + kStepRows,
-                            [&](int line) { return quantised(four[line], broadcast(by, line)); });
+            for (int part = 0; part < kParts; part++) {
+                const auto& four = four_chunks(y, part);
+                const i64 columns = part * call.half();
+                if (p.data) {
+                    const float by = scales.scale(four, columns);
+                    store_chunks(call, p.data + columns, position, rows.left + kStepRows,
+                                 [&](int chunk) { return quantised(p, four[chunk], broadcast(by, chunk)); });
+                }
+                quantise_columns(p, moved(at.tile(), columns), four, call.columns, amaxes, tile);
             }
-            quantise_columns(p, moved(at.tile(), columns), four, g.columns, tops, tile);
+            at.down++;
+        } else {
+            rows.compute(at, step, weights, y);
+            auto& four = four_chunks(y, 0);
+            const float by = kBackward ? scales.scale(const_cast<const float(&)[4][8]>(four))
+                                       : scales.scale(four, weights);
+            store_chunks(call, p.data, position, rows.left + kStepRows,
+                         [&](int chunk) { return quantised(p, four[chunk], broadcast(by, chunk)); });
         }
-        at.down++;
-#else
-        rows.compute(g, at, step, weights, y);
-#if BACKWARD
-        const float by = lines.scale(y);
-#else
-        const float by = lines.scale(y, weights);
-#endif
-        store_lines(g, p.data, store, rows.left + kStepRows, [&](int line) { return quantised(y[line], broadcast(by, line)); });
-#endif
-        store.advance(g), lines.advance(kStepRows);
+        position.advance(call), scales.advance(kStepRows);
         weights += kStepRows;
     }
     Stream::finish();
 }
-#else
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) swiglu_block(const __grid_constant__ SwigluBlockParams p) {
-    const Gate& g = p.gate;
-    if (is_set(g.noop)) return;
+
+// ---- path any ----
+// Words for a warp's rows, without conflicts of banks.
+constexpr int kSegmentStride = 16 + 4;
+
+// The same column by column. amaxes: [16][128] words.
+__device__ __forceinline__ void quantise_columns(const SwigluBlockParams& p, const TilePosition& at,
+                                                 const float (&y)[8][8], u32* amaxes, const Tile& tile) {
+    const SwigluCall& call = p.call;
+    const int blocks = kSegments / (int)p.block_segments, patches = (int)p.block_segments * (kSegment / 8);
+    PatchAmaxes amax;
+    amax.find_columns<false>(y);
+    store_column_amaxes(amaxes, amax.column);
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < blocks * Tile::kColumns; i += kThreads) {
+        const int b = i / Tile::kColumns, c = i % Tile::kColumns;
+        const BlockScale s = p.rule.quick_of(column_amax(amaxes, b * patches, patches, c));
+        amaxes[b * patches * Tile::kColumns + c] = as_bits(operand(p, s));
+        const i64 to_block = at.row / Tile::kRows * blocks + b, to_column = at.column + c;
+        if (p.column_scales.has(to_block, to_column))
+            *p.column_scales.at(0, to_block, to_column) = to_column < call.columns ? s.scale_inv : 0.0f;
+    }
+    __syncthreads();
+    float by[8];
+    load_floats(amaxes + Tile::row_patch() / patches * patches * Tile::kColumns + Tile::patch_column(), by);
+    Chunk<OUT, 8> patch[8];
+#pragma unroll
+    for (int r = 0; r < 8; r++) quantise(p, patch[r], y[r], by);
+    tile.write_patch(patch);
+    __syncthreads();
+    store_transposed(call, at, tile, p.data_t, p.vector);
+}
+
+// The scales of the 16 rows of a warp. of_rows: their amaxes, segment by segment, in whose place the operands
+// are left, one for every segment of a block, so that readers need not know the block. Only this lane reads
+// and writes its blocks.
+__device__ __forceinline__ void find_row_scales(const SwigluBlockParams& p, const TilePosition& at,
+                                                float* of_rows) {
+    const int lane = threadIdx.x % 32, segments = (int)p.block_segments, blocks = kSegments / segments;
+#pragma unroll 1
+    for (int i = lane; i < 16 * blocks; i += 32) {                   // a lane per block
+        const int r = i % 16, b = i / 16;
+        u32 bits = 0;
+        for (int k = b * segments; k < (b + 1) * segments; k++) {
+            const u32 other = as_bits(of_rows[k * kSegmentStride + r]);
+            bits = other > bits ? other : bits;
+        }
+        const BlockScale s = p.rule.of(bits);
+        for (int k = b * segments; k < (b + 1) * segments; k++)
+            of_rows[k * kSegmentStride + r] = operand(p, s);
+        const i64 to_row = at.row + threadIdx.x / 32 * 16 + r;
+        const i64 to_block = at.column / Tile::kColumns * blocks + b;
+        if (p.row_scales.has(to_row, to_block))
+            *p.row_scales.at(0, to_row, to_block) = to_row < p.call.rows ? s.scale_inv : 0.0f;
+    }
+}
+
+__device__ __forceinline__ void quantise_any(const SwigluBlockParams& p) {
     extern __shared__ __align__(16) u8 shared[];
-    __shared__ __align__(16) u32 tops[Tile::kRowPatches * Tile::kColumns];
-    constexpr int kRunStride = 16 + 4;                               // words: a warp's rows, without conflicts of banks
-    __shared__ __align__(16) float of_rows[kWarps][kRuns * kRunStride];
-    const auto at = TilePosition::of_block<Tile, false>(blockIdx.x, g.rows, g.columns);
-    const Place place(g, at);
+    __shared__ __align__(16) u32 amaxes[Tile::kRowPatches * Tile::kColumns];
+    __shared__ __align__(16) float of_rows[kWarps][kSegments * kSegmentStride];
+    const SwigluCall& call = p.call;
+    const auto at = TilePosition::of_block<Tile, false>(blockIdx.x, call.rows, call.columns);
+    const Place place(call, at);
     float y[8][8];
-    each_row(g, place, [&](int r, const float(&v)[8]) {
+    each_row(call, place, [&](int r, const float(&v)[8]) {
 #pragma unroll
         for (int c = 0; c < 8; c++) y[r][c] = v[c];
     });
-    PatchTops top;
-    const int lane = threadIdx.x % 32, blocks = kRuns / (int)p.runs;
+    PatchAmaxes amax;
     if (p.data) {
-        float* const mine = of_rows[threadIdx.x / 32];               // of the 16 rows of this warp, run by run
-        top.find_rows<false>(y);
-        top.reduce_rows();
-        const int run = Tile::column_patch() / (kRun / 8), row = lane / 16 * 8;
-        float* const owned = mine + run * kRunStride + row + PatchTops::owned();
-        owned[0] = as_float(top.row[0]), owned[1] = as_float(top.row[1]);
+        float* const mine = of_rows[threadIdx.x / 32];
+        amax.find_rows<false>(y);
+        amax.reduce_rows();
+        const int segment = Tile::column_patch() / (kSegment / 8), row = threadIdx.x % 32 / 16 * 8;
+        float* const owned = mine + segment * kSegmentStride + row + PatchAmaxes::owned();
+        owned[0] = as_float(amax.row[0]), owned[1] = as_float(amax.row[1]);
         __syncwarp();
-#pragma unroll 1
-        for (int i = lane; i < 16 * blocks; i += 32) {               // a lane per block
-            const int r = i % 16, b = i / 16;
-            u32 bits = 0;
-            for (int k = b * (int)p.runs; k < (b + 1) * (int)p.runs; k++) {
-                const u32 other = as_bits(mine[k * kRunStride + r]);
-                bits = other > bits ? other : bits;
-            }
-            const BlockScale s = p.rule.of(bits);
-            // Of all its runs, so that nobody needs to know the block. Nobody else reads this lane's.
-            for (int k = b * (int)p.runs; k < (b + 1) * (int)p.runs; k++) mine[k * kRunStride + r] = operand(s);
-            const i64 to_row = at.row + threadIdx.x / 32 * 16 + r, to_block = at.column / Tile::kColumns * blocks + b;
-            if (p.fast.has(to_row, to_block)) *p.fast.at(0, to_row, to_block) = to_row < g.rows ? s.scale_inv : 0.0f;
-        }
+        find_row_scales(p, at, mine);
         __syncwarp();
         float by[8];
-        load_floats(mine + run * kRunStride + row, by);
+        load_floats(mine + segment * kSegmentStride + row, by);
 #pragma unroll
-        for (int r = 0; r < 8; r++) {
-            Chunk<OUT, 8> codes;
-#pragma unroll
-            for (int i = 0; i < 4; i++) codes.narrow2(i, scaled(y[r][2 * i], by[r]), scaled(y[r][2 * i + 1], by[r]));
-            store_row(g, place, p.data, r, codes);
-        }
+        for (int r = 0; r < 8; r++) store_row(call, place, p.data, r, quantised(p, y[r], by[r]));
     }
-    if (p.data_t) quantise_columns(p, at, y, tops, Tile{shared});
+    if (p.data_t) quantise_columns(p, at, y, amaxes, Tile{shared});
 }
-#endif
+
+extern "C" __global__ void
+__launch_bounds__(kPath == Path::any ? kThreads : kStreamThreads,
+                  kPath == Path::any ? kBlocks : kStreamBlocks)
+swiglu_block(const __grid_constant__ SwigluBlockParams p) {
+    if (is_set(p.call.noop)) return;
+    if constexpr (kOptions) quantise_with_options(p);
+    else if constexpr (kPath == Path::any) quantise_any(p);
+    else quantise_plain(p);
+}
 #endif

@@ -1,84 +1,112 @@
-// SwiGLU, or its gradients, quantised in MX blocks of 32 elements with E8M0 scales (include/numerics/e8m0.cuh); column-wise data as y. See
-// swiglu_tensor.cu.
+// SwiGLU, or its gradients, quantised in MX blocks of 32 elements with E8M0 scales from one read
+// (docs/numerics.md, sections 9 and 2; include/numerics/e8m0.cuh); column-wise data are stored as y is. What
+// is computed, and the programs: include/swiglu/swiglu.cuh.
 //
-// PLAIN 2: row-wise blocks alone. OPTIONS 1: in any direction.
+// Launch and bytes moved as for swiglu_tensor.cu, and a byte per block for its scale. Every path but any
+// streams.
 #include "numerics/e8m0.cuh"
 #include "swiglu/swiglu_blocks.cuh"
 
 #ifdef ENTRY_swiglu_mx
 struct SwigluMxParams {
-    Gate gate;
-    u8 *data, *slow_data;        // row-wise and column-wise; or null
-    ScaleTarget fast, slow;
+    SwigluCall call;
+    u8 *data, *column_data;      // row-wise and column-wise; or null
+    ScaleTarget row_scales, column_scales;
     ScaleRule rule;
-    u32 tiles;                   // of a block, one below the other (PLAIN)
+    u32 tiles;                   // of a block of threads, one below the other, where rows stream
 };
 
-// The bytes of scales, behind a __syncthreads(). A word per thread: four blocks of a row; four blocks of a column (swizzled), or a block of
-// four columns.
-__device__ __forceinline__ void store_scales(const SwigluMxParams& p, const TilePosition& at, const u8* of_rows, const u8* of_columns) {
-    const Gate& g = p.gate;
-    const i64 row_blocks = (g.columns + kRun - 1) / kRun, column_blocks = (g.rows + kRun - 1) / kRun;
-    const int word = thread_again(), swizzled_line = word % 4 * 32 + word / 4 % 32;
-    if (p.data && word < Tile::kRows) {
-        const int line = p.fast.swizzled() ? swizzled_line : word;
-        p.fast.store_blocks(0, at.row + line, at.column / kRun, reinterpret_cast<const u32*>(of_rows)[line], g.rows, row_blocks);
-    }
-    if (p.slow_data && word < Tile::kColumns) {
-        if (p.slow.swizzled()) {
-            u32 blocks = 0;
+// A thread's word of the scales' bytes in shared memory: four blocks of a row or of a column (swizzled), or a
+// block of each of four columns. Swizzled, a warp's words are neighbours in the result.
+struct ScaleWord {
+    int word, swizzled;
+
+    __device__ __forceinline__ ScaleWord() : word(thread_again()), swizzled(word % 4 * 32 + word / 4 % 32) {}
+    // Four blocks of a column.
+    __device__ __forceinline__ u32 blocks_of_column(const u8* of_columns) const {
+        u32 blocks = 0;
 #pragma unroll
-            for (int b = 0; b < kRuns; b++) blocks |= (u32)of_columns[b * Tile::kColumns + swizzled_line] << 8 * b;
-            p.slow.store_blocks(0, at.column + swizzled_line, at.row / kRun, blocks, g.columns, column_blocks);
+        for (int b = 0; b < kSegments; b++) blocks |= (u32)of_columns[b * Tile::kColumns + swizzled] << 8 * b;
+        return blocks;
+    }
+};
+
+// Stores the scales' bytes of a tile; call __syncthreads() before.
+__device__ __forceinline__ void store_scales(const SwigluMxParams& p, const TilePosition& at,
+                                             const u8* of_rows, const u8* of_columns) {
+    const SwigluCall& call = p.call;
+    const i64 row_blocks = (call.columns + kSegment - 1) / kSegment;
+    const i64 column_blocks = (call.rows + kSegment - 1) / kSegment;
+    const ScaleWord own;
+    if (p.data && own.word < Tile::kRows) {
+        const int row = p.row_scales.swizzled() ? own.swizzled : own.word;
+        const u32 four = reinterpret_cast<const u32*>(of_rows)[row];
+        p.row_scales.store_blocks(0, at.row + row, at.column / kSegment, four, call.rows, row_blocks);
+    }
+    if (p.column_data && own.word < Tile::kColumns) {
+        if (p.column_scales.swizzled()) {
+            p.column_scales.store_blocks(0, at.column + own.swizzled, at.row / kSegment,
+                                         own.blocks_of_column(of_columns), call.columns, column_blocks);
         } else {
-            const int b = word / 32, c = word % 32 * 4;
-            p.slow.store_lines(0, at.column + c, at.row / kRun + b, reinterpret_cast<const u32*>(of_columns)[word], g.columns,
-                               column_blocks);
+            const int b = own.word / 32, c = own.word % 32 * 4;
+            p.column_scales.store_lines(0, at.column + c, at.row / kSegment + b,
+                                        reinterpret_cast<const u32*>(of_columns)[own.word], call.columns,
+                                        column_blocks);
         }
     }
 }
 
-#if OPTIONS
-// The same of a tile of one part, whose columns end at `end`. What is after the last part is padding.
-__device__ __forceinline__ void store_part_scales(const SwigluMxParams& p, const TilePosition& at, i64 end, const u8* of_rows,
-                                                  const u8* of_columns) {
-    const Gate& g = p.gate;
-    const bool last = end == g.columns && at.column < end && at.column + Tile::kColumns >= end;
-    if (BACKWARD ? at.column % Tile::kColumns == 0 && (last || at.column + Tile::kColumns <= end) : true) {
+// Stores the bytes of row-wise scales of a tile of one part, whose columns end at `end`. last: nothing but
+// padding follows.
+__device__ __forceinline__ void store_part_of_rows(const SwigluMxParams& p, const TilePosition& at, i64 end,
+                                                   bool last, const ScaleWord& own, const u8* of_rows) {
+    const i64 all = (p.call.columns + kSegment - 1) / kSegment;
+    const i64 block = at.column / kSegment, blocks = (end + kSegment - 1) / kSegment;
+    const int row = p.row_scales.swizzled() ? own.swizzled : own.word;
+    const u32 four = reinterpret_cast<const u32*>(of_rows)[row];
+    if (!p.row_scales.swizzled()) {
+        p.row_scales.store_blocks(0, at.row + row, block, four, p.call.rows, blocks);
+        return;
+    }
+    const i64 stored = last ? swizzle_tiles(all) * kSwizzleBlocks : blocks;
+#pragma unroll 1
+    for (i64 b = block; b < stored && (last || b < block + kSegments); b++)
+        *p.row_scales.at(0, at.row + row, b) = b < block + kSegments ? (u8)(four >> (int)(b - block) * 8) : 0;
+}
+
+// The same of column-wise scales.
+__device__ __forceinline__ void store_part_of_columns(const SwigluMxParams& p, const TilePosition& at,
+                                                      i64 end, bool last, const ScaleWord& own,
+                                                      const u8* of_columns) {
+    const i64 column_blocks = (p.call.rows + kSegment - 1) / kSegment;
+    if (!p.column_scales.swizzled()) {
+        const int b = own.word / 32, c = own.word % 32 * 4;
+        const u32 four = reinterpret_cast<const u32*>(of_columns)[own.word];
+        p.column_scales.store_lines(0, at.column + c, at.row / kSegment + b, four, end, column_blocks);
+        return;
+    }
+    const u32 blocks = own.blocks_of_column(of_columns);
+    const i64 stored = last ? (end + kSwizzleLines - 1) / kSwizzleLines * kSwizzleLines : end;
+#pragma unroll 1
+    for (i64 column = at.column + own.swizzled;
+         column < stored && (last || column < at.column + Tile::kColumns);
+         column += Tile::kColumns)
+        p.column_scales.store_blocks(0, column, at.row / kSegment, column < end ? blocks : 0, p.call.columns,
+                                     column_blocks);
+}
+
+// Stores the scales' bytes of a tile of one part.
+__device__ __forceinline__ void store_part_scales(const SwigluMxParams& p, const TilePosition& at, i64 end,
+                                                  const u8* of_rows, const u8* of_columns) {
+    const bool last = end == p.call.columns && at.column < end && at.column + Tile::kColumns >= end;
+    if (!kBackward || (at.column % Tile::kColumns == 0 && (last || at.column + Tile::kColumns <= end))) {
         store_scales(p, at, of_rows, of_columns);
         return;
     }
-    const i64 all = (g.columns + kRun - 1) / kRun, column_blocks = (g.rows + kRun - 1) / kRun;
-    const int word = thread_again(), swizzled_line = word % 4 * 32 + word / 4 % 32;
-    if (p.data && word < Tile::kRows) {
-        const i64 block = at.column / kRun, blocks = (end + kRun - 1) / kRun;
-        const int line = p.fast.swizzled() ? swizzled_line : word;
-        const u32 four = reinterpret_cast<const u32*>(of_rows)[line];
-        if (!p.fast.swizzled()) {
-            p.fast.store_blocks(0, at.row + line, block, four, g.rows, blocks);
-        } else {
-            const i64 stored = last ? swizzle_tiles(all) * kSwizzleBlocks : blocks;
-#pragma unroll 1
-            for (i64 b = block; b < stored && (last || b < block + kRuns); b++)
-                *p.fast.at(0, at.row + line, b) = b < block + kRuns ? (u8)(four >> (int)(b - block) * 8) : 0;
-        }
-    }
-    if (p.slow_data && word < Tile::kColumns) {
-        if (p.slow.swizzled()) {
-            u32 blocks = 0;
-#pragma unroll
-            for (int b = 0; b < kRuns; b++) blocks |= (u32)of_columns[b * Tile::kColumns + swizzled_line] << 8 * b;
-            const i64 stored = last ? (end + kSwizzleLines - 1) / kSwizzleLines * kSwizzleLines : end;
-#pragma unroll 1
-            for (i64 line = at.column + swizzled_line; line < stored && (last || line < at.column + Tile::kColumns); line += Tile::kColumns)
-                p.slow.store_blocks(0, line, at.row / kRun, line < end ? blocks : 0, g.columns, column_blocks);
-        } else {
-            const int b = word / 32, c = word % 32 * 4;
-            p.slow.store_lines(0, at.column + c, at.row / kRun + b, reinterpret_cast<const u32*>(of_columns)[word], end, column_blocks);
-        }
-    }
+    const ScaleWord own;
+    if (p.data && own.word < Tile::kRows) store_part_of_rows(p, at, end, last, own, of_rows);
+    if (p.column_data && own.word < Tile::kColumns) store_part_of_columns(p, at, end, last, own, of_columns);
 }
-#endif
 
 __device__ __forceinline__ Chunk<OUT, 8> quantised(const float (&y)[8], float by) {
     Chunk<OUT, 8> codes;
@@ -86,29 +114,44 @@ __device__ __forceinline__ Chunk<OUT, 8> quantised(const float (&y)[8], float by
     for (int i = 0; i < 4; i++) codes.narrow2(i, mul_rn(y[2 * i], by), mul_rn(y[2 * i + 1], by));
     return codes;
 }
+// The same with a factor for each column.
+__device__ __forceinline__ Chunk<OUT, 8> quantised(const float (&y)[8], const float (&by)[8]) {
+    Chunk<OUT, 8> codes;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        codes.narrow2(i, mul_rn(y[2 * i], by[2 * i]), mul_rn(y[2 * i + 1], by[2 * i + 1]));
+    return codes;
+}
+// The factors of eight columns, from their scales' bytes.
+__device__ __forceinline__ void load_factors(const u8* of_columns, float (&by)[8]) {
+    const uint2 bytes = *reinterpret_cast<const uint2*>(of_columns);
+#pragma unroll
+    for (int c = 0; c < 8; c++) by[c] = inverse_e8m0((c < 4 ? bytes.x : bytes.y) >> c % 4 * 8 & 0xffu);
+}
 
-#if PLAIN
-// Scales of lines. A lane writes the byte of the line that it owns: 0 where it has no elements, since these are zeros then.
-struct MxLines {
+// ---- rows that stream ----
+// Scales along rows. A lane writes the byte of the chunk that it owns: 0 where it has no elements, since
+// these are zeros then.
+struct MxRowScales {
     const SwigluMxParams& p;
-    bool given;                  // the line's run has columns: zeros times a weight may be NaN
+    bool given;                  // the chunk's segment has columns: zeros times a weight may be NaN
 
-    // What the elements of this lane's line are multiplied by. to: of the byte.
-    __device__ __forceinline__ float scale(const float (&y)[4][8], u8* to) const { return put(tops(y), to); }
-#if PLAIN == 2 && !BACKWARD
-    // The same of u, which has not been multiplied by the rows' weights yet: as in BlockLines.
+    // What the elements of this lane's chunk are multiplied by. to: where the byte goes.
+    __device__ __forceinline__ float scale(const float (&y)[4][8], u8* to) const { return put(amax(y), to); }
+    // The same of u, which has not been multiplied by the rows' weights yet: as for RowScales in
+    // swiglu_blocks.cu.
     __device__ __forceinline__ float scale(float (&u)[4][8], const float* weights, u8* to) const {
         const float weight = weights[row_of(owned<4>()) * kApart];
-        const u32 amax = as_bits(mul_rn(as_float(tops(u)), weight)) & 0x7fffffffu;
-        if (__all_sync(~0u, is_moderate(weight) && is_moderate_amax(amax))) return mul_rn(weight, put(amax, to));
-        multiply_lines(u, weights);
-        return scale(u, to);
+        const u32 weighted = as_bits(mul_rn(as_float(amax(u)), weight)) & 0x7fffffffu;
+        if (__all_sync(~0u, is_moderate(weight) && is_moderate_amax(weighted)))
+            return mul_rn(weight, put(weighted, to));
+        multiply_chunks(u, weights);
+        return scale(const_cast<const float(&)[4][8]>(u), to);
     }
-#endif
 
 private:
-    __device__ __forceinline__ u32 tops(const float (&y)[4][8]) const {
-        return p.rule.nan_wins() ? fold_lines<true>(y) : fold_lines<false>(y);
+    __device__ __forceinline__ u32 amax(const float (&y)[4][8]) const {
+        return p.rule.nan_wins() ? fold_chunks<true>(y) : fold_chunks<false>(y);
     }
     __device__ __forceinline__ float put(u32 amax, u8* to) const {
         const u32 byte = p.rule.byte(amax);
@@ -116,207 +159,210 @@ private:
         return inverse_e8m0(byte);
     }
 };
-#endif
 
-#if PLAIN
-#if PLAIN == 1
-// The runs down the columns; of_columns: a line per run.
-__device__ __forceinline__ void quantise_columns(const SwigluMxParams& p, const TilePosition& at, const i64& end, const float (&y)[4][8],
-                                                 const ColumnTops& tops, u8* of_columns, u8* data, const LineStore& store, int left) {
-    const Gate& g = p.gate;
-    if (p.rule.nan_wins()) tops.write<true>(y);
-    else tops.write<false>(y);
+// Quantises the segments down the columns. of_columns: a row of bytes for each of them.
+__device__ __forceinline__ void quantise_columns(const SwigluMxParams& p, const TilePosition& at,
+                                                 const i64& end, const float (&y)[4][8],
+                                                 const ColumnAmaxes& amaxes, u8* of_columns, u8* data,
+                                                 const ChunkPosition& position, int left) {
+    const SwigluCall& call = p.call;
+    if (p.rule.nan_wins()) amaxes.write<true>(y);
+    else amaxes.write<false>(y);
     __syncthreads();
-    const int thread = thread_again(), run = ColumnTops::run(thread), column = ColumnTops::column(thread);
-    const bool exists = at.column + column < end && at.row + run * kRun < g.rows;
-    of_columns[run * Tile::kColumns + column] = exists ? (u8)p.rule.byte(tops.read(run, column)) : 0;
+    const int thread = thread_again();
+    const int segment = ColumnAmaxes::segment(thread);
+    const int column = ColumnAmaxes::column(thread);
+    const bool exists = at.column + column < end && at.row + segment * kSegment < call.rows;
+    of_columns[segment * Tile::kColumns + column] =
+        exists ? (u8)p.rule.byte(amaxes.read(segment, column)) : 0;
     __syncthreads();
-    const uint2 bytes = *reinterpret_cast<const uint2*>(of_columns + line_row(0) / kRun * Tile::kColumns + Tile::patch_column());
     float by[8];
-#pragma unroll
-    for (int c = 0; c < 8; c++) by[c] = inverse_e8m0((c < 4 ? bytes.x : bytes.y) >> c % 4 * 8 & 0xffu);
-    store_lines(g, data, store, left, [&](int r) {
-        Chunk<OUT, 8> codes;
-#pragma unroll
-        for (int i = 0; i < 4; i++) codes.narrow2(i, mul_rn(y[r][2 * i], by[2 * i]), mul_rn(y[r][2 * i + 1], by[2 * i + 1]));
-        return codes;
-    });
+    load_factors(of_columns + row_in_step(0) / kSegment * Tile::kColumns + Tile::patch_column(), by);
+    store_chunks(call, data, position, left, [&](int r) { return quantised(y[r], by); });
 }
-#endif
 
-#if OPTIONS
-extern "C" __global__ void __launch_bounds__(kLineThreads, kLineBlocks) swiglu_mx(const __grid_constant__ SwigluMxParams p) {
+__device__ __forceinline__ void quantise_with_options(const SwigluMxParams& p) {
     extern __shared__ __align__(16) u8 shared[];
-    __shared__ __align__(16) u8 of_rows[2][kParts][Tile::kRows * kRuns];         // a word per row; of two tiles, which take turns
-    __shared__ __align__(16) u8 of_columns[kRuns * Tile::kColumns];              // a line per 32 rows
-    const Gate& g = p.gate;
-    if (is_set(g.noop)) return;
-    StreamPosition at(g, p.tiles);
-    Stream rows(g, at.tile(), p.tiles, shared);
-    const ColumnTops tops{reinterpret_cast<u32*>(shared + kStages * kStageBytes)};
-    const float* weights = Stream::shared_probs() + line_row(0);
+    // A word per row; two tiles take turns.
+    __shared__ __align__(16) u8 of_rows[2][kParts][Tile::kRows * kSegments];
+    __shared__ __align__(16) u8 of_columns[kSegments * Tile::kColumns];          // a row of bytes per 32 rows
+    const SwigluCall& call = p.call;
+    StreamPosition at(call, p.tiles);
+    Stream rows(call, at.tile(), p.tiles, shared);
+    const ColumnAmaxes amaxes{reinterpret_cast<u32*>(shared + kStages * kStageBytes)};
+    const float* weights = Stream::shared_probs() + row_in_step(0);
 #pragma unroll 1
-    for (bool more = at.down * (i64)Tile::kRows < g.rows; more; more = at.advance(g, p.tiles), weights += kStepRows) {
-        float y[kLines][8];
-        rows.compute(g, at, 0, weights, y);
+    for (bool more = at.down * (i64)Tile::kRows < call.rows; more;
+         more = at.advance(call, p.tiles), weights += kStepRows) {
+        float y[kThreadChunks][8];
+        rows.compute(at, 0, weights, y);
 #pragma unroll
         for (int part = 0; part < kParts; part++) {
-            const auto& four = four_lines(y, part);
-            const i64 columns = part * apart(g), end = end_of(g, part);
+            const auto& four = four_chunks(y, part);
+            const i64 columns = part * apart(call), end = end_of(call, part);
             const int left = rows.left_in(part, rows.left + kStepRows);
             u8* const bytes = of_rows[at.down % 2][part];
             if (p.data) {
-                const int thread = thread_again();                   // what follows from it takes no registers until here
-                const int run = thread % Tile::kColumnPatches / (kRun / 8);
-                const int row = thread / Tile::kColumnPatches * kLineRows + thread % 2 * 2 + thread / 2 % 2;         // that this lane owns
-                const MxLines lines{p, at.results(g).column + columns + run * kRun < end};
-                const float by = lines.scale(four, bytes + row * kRuns + run);
-                const LineStore store(g, at.results(g), thread);
-                store_lines(g, p.data + columns, store, left, [&](int line) { return quantised(four[line], broadcast(by, line)); });
+                // What follows from it takes no registers until here.
+                const int thread = thread_again();
+                const int segment = thread % Tile::kColumnPatches / (kSegment / 8);
+                // The row that this lane owns.
+                const int row = thread / Tile::kColumnPatches * kThreadRows + thread % 2 * 2 + thread / 2 % 2;
+                const MxRowScales scales{p, at.results(call).column + columns + segment * kSegment < end};
+                const float by = scales.scale(four, bytes + row * kSegments + segment);
+                const ChunkPosition position(call, at.results(call), thread);
+                store_chunks(call, p.data + columns, position, left,
+                             [&](int chunk) { return quantised(four[chunk], broadcast(by, chunk)); });
             }
-            const auto position = moved(at.results(g), columns);
-            if (p.slow_data) {
-                const LineStore store(g, at.results(g), thread_again());
-                quantise_columns(p, position, end, four, tops, of_columns, p.slow_data + columns, store, left);
+            const auto place = moved(at.results(call), columns);
+            if (p.column_data) {
+                const ChunkPosition position(call, at.results(call), thread_again());
+                quantise_columns(p, place, end, four, amaxes, of_columns, p.column_data + columns, position,
+                                 left);
             } else {
-                __syncthreads();                                     // bytes are other warps' below
+                // store_part_scales() reads other warps' bytes
+                __syncthreads();
             }
-            store_part_scales(p, position, end, bytes, of_columns);
+            store_part_scales(p, place, end, bytes, of_columns);
         }
     }
     Stream::finish();
 }
-#else
-extern "C" __global__ void __launch_bounds__(kLineThreads, kLineBlocks) swiglu_mx(const __grid_constant__ SwigluMxParams p) {
+
+// Paths rows and tiles.
+__device__ __forceinline__ void quantise_plain(const SwigluMxParams& p) {
     extern __shared__ __align__(16) u8 shared[];
-    __shared__ __align__(16) u8 of_rows[2][kParts][Tile::kRows * kRuns];         // a word per row; of two tiles, which take turns
-    const Gate& g = p.gate;
-    if (is_set(g.noop)) return;
-    StreamPosition at(g, p.tiles);
+    // A word per row; two tiles take turns.
+    __shared__ __align__(16) u8 of_rows[2][kParts][Tile::kRows * kSegments];
+    const SwigluCall& call = p.call;
+    StreamPosition at(call, p.tiles);
     const auto first = at.tile();
-    const int own = owned<4>(), run = Tile::column_patch() / (kRun / 8);
-    Stream rows(g, first, p.tiles, shared);
-    LineStore store(g, first);
-#if PLAIN == 1
-    __shared__ __align__(16) u8 of_columns[kRuns * Tile::kColumns];              // a line per 32 rows
-    const ColumnTops tops{reinterpret_cast<u32*>(shared + kStages * kStageBytes)};
-#endif
-    const int tiles = (left_of(g.rows - first.row, (int)p.tiles * Tile::kRows) + Tile::kRows - 1) / Tile::kRows;
+    const int own = owned<4>(), segment = Tile::column_patch() / (kSegment / 8);
+    Stream rows(call, first, p.tiles, shared);
+    ChunkPosition position(call, first);
+    const int rows_left = left_of(call.rows - first.row, (int)p.tiles * Tile::kRows);
+    const int tiles = (rows_left + Tile::kRows - 1) / Tile::kRows;
 #pragma unroll 1
     for (int step = 0; step < tiles * kSteps; step++) {
         u8* const bytes = of_rows[step / kSteps % 2][0];
-        float y[kLines][8];
-        const int row = step * kStepRows + line_row(0);        // from the block's first row on
+        float y[kThreadChunks][8];
+        const int row = step * kStepRows + row_in_step(0);           // from the block's first row on
         const float* const weights = Stream::shared_probs() + row;
-        const MxLines lines{p, at.tile().column + run * kRun < g.half()};
-        u8* const to = bytes + (part_of(own) * Tile::kRows + row % Tile::kRows + row_of(own) * kApart) * kRuns + run;
-        rows.compute(g, at, step % kSteps, weights, y);
-#if PLAIN == 1
+        const MxRowScales scales{p, at.tile().column + segment * kSegment < call.half()};
+        const int own_row = part_of(own) * Tile::kRows + row % Tile::kRows + row_of(own) * kApart;
+        u8* const to = bytes + own_row * kSegments + segment;
+        rows.compute(at, step % kSteps, weights, y);
+        if constexpr (kTiled) {
+            // A row of bytes per 32 rows.
+            __shared__ __align__(16) u8 of_columns[kSegments * Tile::kColumns];
+            const ColumnAmaxes amaxes{reinterpret_cast<u32*>(shared + kStages * kStageBytes)};
 #pragma unroll
-        for (int part = 0; part < kParts; part++) {
-            const auto& four = four_lines(y, part);
-            const i64 columns = part * g.half();
-            const int skipped = part * (Tile::kRows * kRuns);
-            if (p.data) {
-                const float by = lines.scale(four, to + skipped);
-                store_lines(g, p.data + columns, store, rows.left + kStepRows,
-                            [&](int line) { return quantised(four[line], broadcast(by, line)); });
+            for (int part = 0; part < kParts; part++) {
+                const auto& four = four_chunks(y, part);
+                const i64 columns = part * call.half();
+                const int skipped = part * (Tile::kRows * kSegments);
+                if (p.data) {
+                    const float by = scales.scale(four, to + skipped);
+                    store_chunks(call, p.data + columns, position, rows.left + kStepRows,
+                                 [&](int chunk) { return quantised(four[chunk], broadcast(by, chunk)); });
+                }
+                const auto place = moved(at.tile(), columns);
+                quantise_columns(p, place, call.columns, four, amaxes, of_columns, p.column_data + columns,
+                                 position, rows.left + kStepRows);
+                store_scales(p, place, bytes + skipped, of_columns);
             }
-            const auto position = moved(at.tile(), columns);
-            quantise_columns(p, position, g.columns, four, tops, of_columns, p.slow_data + columns, store, rows.left + kStepRows);
-            store_scales(p, position, bytes + skipped, of_columns);
-        }
-        at.down++;
-#else
-#if BACKWARD
-        const float by = lines.scale(y, to);
-#else
-        const float by = lines.scale(y, weights, to);
-#endif
-        store_lines(g, p.data, store, rows.left + kStepRows, [&](int line) { return quantised(y[line], broadcast(by, line)); });
-        if (step % kSteps == kSteps - 1) {
-            __syncthreads();                                         // of_rows is other warps' below
-            for (int part = 0; part < kParts; part++)
-                store_scales(p, moved(at.tile(), part * g.half()), bytes + part * (Tile::kRows * kRuns), nullptr);
             at.down++;
+        } else {
+            auto& four = four_chunks(y, 0);
+            const float by = kBackward ? scales.scale(const_cast<const float(&)[4][8]>(four), to)
+                                       : scales.scale(four, weights, to);
+            store_chunks(call, p.data, position, rows.left + kStepRows,
+                         [&](int chunk) { return quantised(four[chunk], broadcast(by, chunk)); });
+            if (step % kSteps == kSteps - 1) {
+                // store_scales() reads other warps' bytes
+                __syncthreads();
+                for (int part = 0; part < kParts; part++)
+                    store_scales(p, moved(at.tile(), part * call.half()),
+                                 bytes + part * (Tile::kRows * kSegments), nullptr);
+                at.down++;
+            }
         }
-#endif
-        store.advance(g);
+        position.advance(call);
     }
     Stream::finish();
 }
-#endif
-#else
-// The 32 rows of each run down the columns; of_columns: a line per run.
-__device__ __forceinline__ void quantise_columns(const SwigluMxParams& p, const TilePosition& at, const Place& place,
-                                                 const float (&y)[8][8], u32* tops, u8* of_columns) {
-    const Gate& g = p.gate;
-    const i64 column_blocks = (g.rows + kRun - 1) / kRun;
-    PatchTops top;
-    if (p.rule.nan_wins()) top.find_columns<true>(y);
-    else top.find_columns<false>(y);
-    store_column_tops(tops, top.column);
+
+// ---- path any ----
+// Quantises the 32 rows of each segment down the columns. of_columns: a row of bytes for each of them.
+__device__ __forceinline__ void quantise_columns(const SwigluMxParams& p, const TilePosition& at,
+                                                 const Place& place, const float (&y)[8][8], u32* amaxes,
+                                                 u8* of_columns) {
+    const SwigluCall& call = p.call;
+    const i64 column_blocks = (call.rows + kSegment - 1) / kSegment;
+    PatchAmaxes amax;
+    if (p.rule.nan_wins()) amax.find_columns<true>(y);
+    else amax.find_columns<false>(y);
+    store_column_amaxes(amaxes, amax.column);
     __syncthreads();
 #pragma unroll
-    for (int i = threadIdx.x; i < kRuns * Tile::kColumns; i += kThreads) {
+    for (int i = threadIdx.x; i < kSegments * Tile::kColumns; i += kThreads) {
         const int b = i / Tile::kColumns, c = i % Tile::kColumns;
-        const bool exists = at.column + c < g.columns && at.row / kRun + b < column_blocks;
-        of_columns[i] = exists ? (u8)p.rule.byte(column_top(tops, b * (kRun / 8), kRun / 8, c)) : 0;
+        const bool exists = at.column + c < call.columns && at.row / kSegment + b < column_blocks;
+        of_columns[i] =
+            exists ? (u8)p.rule.byte(column_amax(amaxes, b * (kSegment / 8), kSegment / 8, c)) : 0;
     }
     __syncthreads();
-    const uint2 bytes =
-        *reinterpret_cast<const uint2*>(of_columns + Tile::row_patch() / (kRun / 8) * Tile::kColumns + Tile::patch_column());
     float by[8];
+    load_factors(of_columns + Tile::row_patch() / (kSegment / 8) * Tile::kColumns + Tile::patch_column(), by);
 #pragma unroll
-    for (int c = 0; c < 8; c++) by[c] = inverse_e8m0((c < 4 ? bytes.x : bytes.y) >> c % 4 * 8 & 0xffu);
-#pragma unroll
-    for (int r = 0; r < 8; r++) {
-        Chunk<OUT, 8> codes;
-#pragma unroll
-        for (int i = 0; i < 4; i++) codes.narrow2(i, mul_rn(y[r][2 * i], by[2 * i]), mul_rn(y[r][2 * i + 1], by[2 * i + 1]));
-        store_row(g, place, p.slow_data, r, codes);
-    }
+    for (int r = 0; r < 8; r++) store_row(call, place, p.column_data, r, quantised(y[r], by));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) swiglu_mx(const __grid_constant__ SwigluMxParams p) {
-    const Gate& g = p.gate;
-    if (is_set(g.noop)) return;
-    __shared__ __align__(16) u32 tops[Tile::kRowPatches * Tile::kColumns];
-    __shared__ __align__(16) u8 of_columns[kRuns * Tile::kColumns];      // a line per 32 rows
-    __shared__ __align__(16) u8 of_rows[Tile::kRows * kRuns];        // a word per row
-    const auto at = TilePosition::of_block<Tile, false>(blockIdx.x, g.rows, g.columns);
-    const Place place(g, at);
+__device__ __forceinline__ void quantise_any(const SwigluMxParams& p) {
+    const SwigluCall& call = p.call;
+    __shared__ __align__(16) u32 amaxes[Tile::kRowPatches * Tile::kColumns];
+    __shared__ __align__(16) u8 of_columns[kSegments * Tile::kColumns];          // a row of bytes per 32 rows
+    __shared__ __align__(16) u8 of_rows[Tile::kRows * kSegments];    // a word per row
+    const auto at = TilePosition::of_block<Tile, false>(blockIdx.x, call.rows, call.columns);
+    const Place place(call, at);
     float y[8][8];
-    each_row(g, place, [&](int r, const float(&v)[8]) {
+    each_row(call, place, [&](int r, const float(&v)[8]) {
 #pragma unroll
         for (int c = 0; c < 8; c++) y[r][c] = v[c];
     });
-    PatchTops top;
-    const i64 row_blocks = (g.columns + kRun - 1) / kRun;
+    PatchAmaxes amax;
+    const i64 row_blocks = (call.columns + kSegment - 1) / kSegment;
     if (p.data) {
-        if (p.rule.nan_wins()) top.find_rows<true>(y);
-        else top.find_rows<false>(y);
-        top.reduce_rows();
-        const int run = Tile::column_patch() / (kRun / 8);
+        if (p.rule.nan_wins()) amax.find_rows<true>(y);
+        else amax.find_rows<false>(y);
+        amax.reduce_rows();
+        const int segment = Tile::column_patch() / (kSegment / 8);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int row = Tile::patch_row() + PatchTops::owned() + i;
-            const bool exists = at.row + row < g.rows && at.column / kRun + run < row_blocks;
-            of_rows[row * kRuns + run] = exists ? (u8)p.rule.byte(top.row[i]) : 0;
+            const int row = Tile::patch_row() + PatchAmaxes::owned() + i;
+            const bool exists = at.row + row < call.rows && at.column / kSegment + segment < row_blocks;
+            of_rows[row * kSegments + segment] = exists ? (u8)p.rule.byte(amax.row[i]) : 0;
         }
         __syncwarp();
 #pragma unroll
         for (int r = 0; r < 8; r++) {
-            const float by = inverse_e8m0(of_rows[(Tile::patch_row() + r) * kRuns + run]);
-            Chunk<OUT, 8> codes;
-#pragma unroll
-            for (int i = 0; i < 4; i++) codes.narrow2(i, mul_rn(y[r][2 * i], by), mul_rn(y[r][2 * i + 1], by));
-            store_row(g, place, p.data, r, codes);
+            const float by = inverse_e8m0(of_rows[(Tile::patch_row() + r) * kSegments + segment]);
+            store_row(call, place, p.data, r, quantised(y[r], by));
         }
     }
-    if (p.slow_data) quantise_columns(p, at, place, y, tops, of_columns);
-    else __syncthreads();                                            // of_rows is other warps' below
+    if (p.column_data) quantise_columns(p, at, place, y, amaxes, of_columns);
+    // store_scales() reads other warps' bytes
+    else __syncthreads();
     store_scales(p, at, of_rows, of_columns);
 }
-#endif
+
+extern "C" __global__ void
+__launch_bounds__(kPath == Path::any ? kThreads : kStreamThreads,
+                  kPath == Path::any ? kBlocks : kStreamBlocks)
+swiglu_mx(const __grid_constant__ SwigluMxParams p) {
+    if (is_set(p.call.noop)) return;
+    if constexpr (kOptions) quantise_with_options(p);
+    else if constexpr (kPath == Path::any) quantise_any(p);
+    else quantise_plain(p);
+}
 #endif

@@ -1,59 +1,43 @@
-// SwiGLU, or its gradients, and quantisation from one read (docs/numerics.md, section 9).
+// SwiGLU, or its gradients, and quantisation with one scale from one read (docs/numerics.md, sections 9 and
+// 1); column-wise data are transposed. What is computed, and the programs: include/swiglu/swiglu.cuh.
 //
-//   y = ((a * sigma(a)) * b) * p                 in f32, each operation rounded; (a, b) of x, p one weight per row or none
-//   data, scale_inv of y                         per tensor (section 1), MX (section 2), or in blocks of 32, 64 or 128 (section 3)
+// swiglu_cast   data = cast(y * scale), amax = max(amax, max |y|). To find current scaling's scale first it
+//               finds the amax of all blocks, and the last one to finish stores the scale; nothing else is
+//               written then (but the sums of dprobs).
 //
-// What y is, from which memory: include/swiglu/swiglu.cuh. BACKWARD 1: the gradient of x takes the place of y.
+// Launch: path any: a block of 256 threads for each tile of 128 x 128 elements of the result; otherwise a
+// block for a tile of y, or for those of da and of db, or for some of these one below the other (`tiles`), by
+// 512 threads where rows stream through shared memory (include/swiglu/swiglu_stream.cuh). Path rows, and path
+// tiles of gradients, take rows through registers.
 //
-// A block of 256 threads owns 128 x 128 elements of y, a thread 8 x 8 of them; what has scales of columns it keeps in registers until these
-// are known.
-//
-// PLAIN 1: the calls that include/swiglu/swiglu_rows.cuh has; of gradients a block then writes two tiles, that of da and that of db. What needs no
-// more than a row is finished with it. OPTIONS 1 (with PLAIN 1): every call with rows that allow wide accesses (include/swiglu/swiglu_options.cuh),
-// but for quotients, and for blocks of both da and db. PLAIN 0: every call, what it wants is told at run time; it loads all it needs of x
-// (256 bytes of 16-bit formats) before it computes, and keeps all of y.
-//
-// swiglu_cast   one scale; column-wise data transposed. To find current scaling's scale first: the amax of all blocks, and from the last
-//               one the scale; nothing else is written (but the sums of dprobs).
-//
-// PLAIN 2 is y row-wise alone. PLAIN 1 of y, in other directions, is by 512 threads, through whose shared memory rows stream
-// (include/swiglu/swiglu_stream.cuh), as they do in swiglu_blocks.cu and swiglu_mx.cu: blocks with scales of their own. So is OPTIONS 1, in every
-// direction.
-//
-// IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}; directions, forms, layouts, alignment and whatever else is in the structs is told at run
-// time.
-// Bytes moved per element of y: 2 sizeof(IN), and 1 + its part of a scale per direction. BACKWARD: of grad 3 sizeof(IN), 2 and scales;
-// PLAIN 0 reads what both da and db are made of twice, in blocks that are neighbours as far as the L2 is concerned.
-#define STREAMED (PLAIN == 1 && (!BACKWARD || OPTIONS))
-#if STREAMED
-#include "swiglu/swiglu_blocks.cuh"
-#else
-#include "swiglu/swiglu_store.cuh"
-#endif
+// Bytes moved per element of y: 2 sizeof(IN), and 1 per direction. BACKWARD, per element of grad: 3
+// sizeof(IN), and 2 per direction; path any reads what both da and db are made of twice, in blocks that are
+// neighbours as far as the L2 is concerned.
 #include "scale/scale.cuh"
+#include "swiglu/swiglu_store.cuh"
+#include "swiglu/swiglu_stream.cuh"
 
 #ifdef ENTRY_swiglu_cast
-// PLAIN swiglu_cast keeps only codes of four rows: it takes no more registers than these blocks leave. On an H200 more blocks are faster
-// than more rows on their way (docs/performance.md).
-#if STREAMED
-constexpr int kCastThreads = kLineThreads, kCastBlocks = kLineBlocks;
-#else
-constexpr int kCastThreads = kThreads;
+constexpr bool kStreamed = kOptions || (kPath == Path::tiles && !kBackward);
+constexpr int kCastThreads = kStreamed ? kStreamThreads : kThreads;
+// Path rows keeps only codes of four rows: it takes no more registers than these blocks leave. On an H200
+// more blocks are faster than more rows in flight (docs/performance.md).
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && __CUDACC_VER_MAJOR__ >= 13
-constexpr int kCastBlocks = !PLAIN ? kBlocks : BACKWARD ? 2 : sizeof(IN::storage) == 2 ? 4 : 3;
+constexpr int kRowsBlocks = kBackward ? 2 : sizeof(IN::storage) == 2 ? 4 : 3;
 #else
-constexpr int kCastBlocks = !PLAIN ? kBlocks : BACKWARD ? 2 : 3;
+constexpr int kRowsBlocks = kBackward ? 2 : 3;
 #endif
-#endif
+constexpr int kCastBlocks = kStreamed ? kStreamBlocks : kPath == Path::any ? kBlocks : kRowsBlocks;
 
 struct SwigluCastParams {
-    Gate gate;
+    SwigluCall call;
     u8 *data, *data_t;           // or null
     const float* scale;          // one element, or null: scale_value
     float* scale_inv;            // one element
     float* scale_inv_copy;       // a second place for it, or null
     float* amax;                 // one element, raised, or null
-    u32* found;                  // to find a scale: the amax so far and the blocks that have finished, zero before and after; or null
+    // To find a scale: the amax so far and the blocks that have finished, zero before and after; or null
+    u32* found;
     float* found_scale;          // where it goes
     float scale_value;
     float target, eps;           // of it, as in compute_scale
@@ -62,124 +46,141 @@ struct SwigluCastParams {
     u32 tiles;                   // of a block, one below the other, where rows stream
 };
 
-extern "C" __global__ void __launch_bounds__(kCastThreads, kCastBlocks) swiglu_cast(const __grid_constant__ SwigluCastParams p) {
+__device__ __forceinline__ u32 raised_by(u32 amax, const float (&values)[8]) {
+#pragma unroll
+    for (const float v : values) amax = raised_magnitude(amax, v);
+    return amax;
+}
+__device__ __forceinline__ void quantise(Chunk<OUT, 8>& codes, const float (&values)[8], float scale) {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        codes.narrow2(i, mul_rn(values[2 * i], scale), mul_rn(values[2 * i + 1], scale));
+}
+
+// Each of these casts the tiles of a block and returns the amax that a thread has found, as bits.
+__device__ __forceinline__ u32 cast_with_options(const SwigluCastParams& p, float scale) {
     extern __shared__ __align__(16) u8 shared[];
-    const Gate& g = p.gate;
-    if (is_set(g.noop)) return;
-    const float scale = p.scale ? *p.scale : p.scale_value;
-    if (!p.found && blockIdx.x == 0 && threadIdx.x == 0) write_scale_inv(scale, p.scale_inv, p.scale_inv_copy);
-    u32 top = 0;
-#if STREAMED && OPTIONS
-    StreamPosition at(g, p.tiles);
-    Stream rows(g, at.tile(), p.tiles, shared);
-    const float* weights = Stream::shared_probs() + line_row(0);
+    const SwigluCall& call = p.call;
+    u32 amax = 0;
+    StreamPosition at(call, p.tiles);
+    Stream rows(call, at.tile(), p.tiles, shared);
+    const float* weights = Stream::shared_probs() + row_in_step(0);
 #pragma unroll 1
-    for (bool more = at.down * (i64)Tile::kRows < g.rows; more; more = at.advance(g, p.tiles), weights += kStepRows) {
-        Chunk<OUT, 8> lines[kParts][kLineRows];
-#if BACKWARD
-        u32 sums[kParts][kLineRows];
-#endif
+    for (bool more = at.down * (i64)Tile::kRows < call.rows; more;
+         more = at.advance(call, p.tiles), weights += kStepRows) {
+        Chunk<OUT, 8> codes[kParts][kThreadRows];
+        u32 sums[2][kThreadRows];
         rows.each(at, [&](int r, float(&v)[kArrays][8], const float(&sigma)[8]) {
-            float y[kParts][8];
-#if BACKWARD
-            rows.gradients(g, r, weights[r * kApart], v, sigma, y, sums);
-#else
+            float y[2][8];
+            if constexpr (kBackward) {
+                rows.gradients(r, weights[r * kApart], v, sigma, y, sums);
+            } else {
 #pragma unroll
-            for (int i = 0; i < 8; i++) y[0][i] = mul_rn(v[0][i], v[1][i]);
-            if (g.probs) {
-                const float weight = weights[r * kApart];
+                for (int i = 0; i < 8; i++) y[0][i] = mul_rn(v[0][i], v[1][i]);
+                if (call.probs) {
+                    const float weight = weights[r * kApart];
 #pragma unroll
-                for (int i = 0; i < 8; i++) y[0][i] = mul_rn(y[0][i], weight);
+                    for (int i = 0; i < 8; i++) y[0][i] = mul_rn(y[0][i], weight);
+                }
             }
-#endif
-            const u32 before = top;
+            const u32 before = amax;
 #pragma unroll
             for (int part = 0; part < kParts; part++) {
-#pragma unroll
-                for (const float each : y[part]) top = raised_magnitude(top, each);
-#pragma unroll
-                for (int i = 0; i < 4; i++) lines[part][r].narrow2(i, mul_rn(y[part][2 * i], scale), mul_rn(y[part][2 * i + 1], scale));
+                amax = raised_by(amax, y[part]);
+                quantise(codes[part][r], y[part], scale);
             }
-            if (!BACKWARD && r >= rows.left) top = before;           // biases alone
+            if (!kBackward && r >= rows.left) amax = before;         // biases alone
         });
-#if BACKWARD
-        rows.store_sums(g, at, sums);
-#endif
+        if constexpr (kBackward) rows.store_sums(at, sums);
         if (p.data) {
-            const LineStore store(g, at.results(g), thread_again());
+            const ChunkPosition position(call, at.results(call), thread_again());
 #pragma unroll
             for (int part = 0; part < kParts; part++)
-                store_lines(g, p.data + part * apart(g), store, rows.left_in(part, rows.left), [&](int line) { return lines[part][line]; });
+                store_chunks(call, p.data + part * apart(call), position, rows.left_in(part, rows.left),
+                             [&](int chunk) { return codes[part][chunk]; });
         }
         rows.left -= kStepRows;
         if (p.data_t) {
-            const auto tile = [&](int part) { return Tile{shared + kStages * kStageBytes + part * Tile::kRows * Tile::kColumns}; };
+            const auto tile = [&](int part) {
+                return Tile{shared + kStages * kStageBytes + part * Tile::kRows * Tile::kColumns};
+            };
             __syncthreads();                                         // all have stored the tile before
 #pragma unroll
-            for (int part = 0; part < kParts; part++) write_four_rows(tile(part), line_row(0), lines[part]);
+            for (int part = 0; part < kParts; part++) write_rows(tile(part), row_in_step(0), codes[part]);
             __syncthreads();
 #pragma unroll
             for (int part = 0; part < kParts; part++)
-                store_tile(g, moved(at.results(g), part * apart(g)), end_of(g, part), tile(part), p.data_t, p.vector);
+                store_tile(call, moved(at.results(call), part * apart(call)), end_of(call, part), tile(part),
+                           p.data_t, p.vector);
         }
     }
     Stream::finish();
-#elif STREAMED
-    StreamPosition at(g, p.tiles);
+    return amax;
+}
+
+// y in both directions, or column-wise alone.
+__device__ __forceinline__ u32 cast_tiles(const SwigluCastParams& p, float scale) {
+    extern __shared__ __align__(16) u8 shared[];
+    const SwigluCall& call = p.call;
+    u32 amax = 0;
+    StreamPosition at(call, p.tiles);
     const auto first = at.tile();
-    Stream rows(g, first, p.tiles, shared);
-    LineStore store(g, first);
+    Stream rows(call, first, p.tiles, shared);
+    ChunkPosition position(call, first);
     const Tile tile{shared + kStages * kStageBytes};
-    const float* weights = Stream::shared_probs() + line_row(0);
-    const int steps = (left_of(g.rows - first.row, (int)p.tiles * Tile::kRows) + kStepRows - 1) / kStepRows;
+    const float* weights = Stream::shared_probs() + row_in_step(0);
+    const int rows_left = left_of(call.rows - first.row, (int)p.tiles * Tile::kRows);
+    const int steps = (rows_left + kStepRows - 1) / kStepRows;
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
-        Chunk<OUT, 8> lines[kLineRows];
+        Chunk<OUT, 8> codes[kThreadRows];
         rows.each(at, [&](int r, float(&v)[kArrays][8], const float(&sigma)[8]) {
             float y[8];
 #pragma unroll
             for (int i = 0; i < 8; i++) y[i] = mul_rn(mul_rn(v[0][i], sigma[i]), v[1][i]);
-            if (g.probs) {
+            if (call.probs) {
                 const float weight = weights[r * kApart];
 #pragma unroll
                 for (int i = 0; i < 8; i++) y[i] = mul_rn(y[i], weight);
             }
-#pragma unroll
-            for (const float each : y) top = raised_magnitude(top, each);
-#pragma unroll
-            for (int i = 0; i < 4; i++) lines[r].narrow2(i, mul_rn(y[2 * i], scale), mul_rn(y[2 * i + 1], scale));
+            amax = raised_by(amax, y);
+            quantise(codes[r], y, scale);
         });
-        if (p.data) store_lines(g, p.data, store, rows.left, [&](int line) { return lines[line]; });
+        if (p.data) store_chunks(call, p.data, position, rows.left, [&](int chunk) { return codes[chunk]; });
         rows.left -= kStepRows;
         if (p.data_t) {
             __syncthreads();                                         // all have stored the tile before
-            write_four_rows(tile, line_row(0), lines);
+            write_rows(tile, row_in_step(0), codes);
             __syncthreads();
-            store_tile(g, at.tile(), g.columns, tile, p.data_t, p.vector);
+            store_tile(call, at.tile(), call.columns, tile, p.data_t, p.vector);
         }
         at.down++;
-        store.advance(g);
+        position.advance(call);
         weights += kStepRows;
     }
     Stream::finish();
-#elif PLAIN
-    const auto at = position(g, blockIdx.x);
-    const Place place(g, at);
-    RowStore store(g, place, p.data);
+    return amax;
+}
+
+// y row-wise alone, or gradients in either direction.
+__device__ __forceinline__ u32 cast_rows(const SwigluCastParams& p, float scale) {
+    extern __shared__ __align__(16) u8 shared[];
+    const SwigluCall& call = p.call;
+    u32 amax = 0;
+    const auto at = position(call, blockIdx.x);
+    const Place place(call, at);
+    RowStore store(call, place, p.data);
     constexpr int kRows = 4;
-    Rows<kRows, kRowsAhead> rows(g, place);
+    Rows<kRows, kRowsAhead> rows(call, place);
 #pragma unroll 1
     for (int group = 0; group < 8 / kRows; group++) {
-        Chunk<OUT, 8> lines[kParts][kRows];
-        rows.each(g, place, group, [&](int r, const float(&values)[kParts][8]) {
+        Chunk<OUT, 8> codes[kParts][kRows];
+        rows.each(call, place, group, [&](int r, const float(&values)[2][8]) {
 #pragma unroll
             for (int part = 0; part < kParts; part++) {
-                Chunk<OUT, 8>& codes = lines[part][r];
-#pragma unroll
-                for (const float v : values[part]) top = raised_magnitude(top, v);
-#pragma unroll
-                for (int i = 0; i < 4; i++) codes.narrow2(i, mul_rn(values[part][2 * i], scale), mul_rn(values[part][2 * i + 1], scale));
-                store.put(group * kRows, r, part, codes);
+                amax = raised_by(amax, values[part]);
+                quantise(codes[part][r], values[part], scale);
+                store.put(group * kRows, r, part, codes[part][r]);
             }
         });
         store.advance(kRows);
@@ -187,44 +188,64 @@ extern "C" __global__ void __launch_bounds__(kCastThreads, kCastBlocks) swiglu_c
 #pragma unroll
         for (int part = 0; part < kParts; part++) {
             const Tile tile{shared + part * Tile::kRows * Tile::kColumns};
-            write_half_patch(tile.byte_at(Tile::patch_row() + group * kRows, Tile::patch_column()), lines[part]);
+            write_half_patch(tile.byte_at(Tile::patch_row() + group * kRows, Tile::patch_column()),
+                             codes[part]);
         }
     }
-    if (p.data_t) {
-        __syncthreads();
+    if (!p.data_t) return amax;
+    __syncthreads();
 #pragma unroll
-        for (int part = 0; part < kParts; part++)
-            store_transposed(g, moved(at, part * g.half()), Tile{shared + part * Tile::kRows * Tile::kColumns}, p.data_t, p.vector);
-    }
-#else
-    const auto at = g.rows && g.columns ? TilePosition::of_block<Tile, false>(blockIdx.x, g.rows, g.columns) : TilePosition{};
-    const Place place(g, at);
+    for (int part = 0; part < kParts; part++)
+        store_transposed(call, moved(at, part * call.half()),
+                         Tile{shared + part * Tile::kRows * Tile::kColumns}, p.data_t, p.vector);
+    return amax;
+}
+
+__device__ __forceinline__ u32 cast_any(const SwigluCastParams& p, float scale) {
+    extern __shared__ __align__(16) u8 shared[];
+    const SwigluCall& call = p.call;
+    u32 amax = 0;
+    const bool empty = !call.rows || !call.columns;
+    const auto at =
+        empty ? TilePosition{} : TilePosition::of_block<Tile, false>(blockIdx.x, call.rows, call.columns);
+    const Place place(call, at);
     Chunk<OUT, 8> patch[8];
-    each_row(g, place, [&](int r, const float(&y)[8]) {
-#pragma unroll
-        for (const float v : y) top = raised_magnitude(top, v);
-#pragma unroll
-        for (int i = 0; i < 4; i++) patch[r].narrow2(i, mul_rn(y[2 * i], scale), mul_rn(y[2 * i + 1], scale));
-        if (p.data) store_row(g, place, p.data, r, patch[r]);
+    each_row(call, place, [&](int r, const float(&y)[8]) {
+        amax = raised_by(amax, y);
+        quantise(patch[r], y, scale);
+        if (p.data) store_row(call, place, p.data, r, patch[r]);
     });
     if (p.data_t) {
         const Tile tile{shared};
         tile.write_patch(patch);
         __syncthreads();
-        store_transposed(g, at, tile, p.data_t, p.vector);
+        store_transposed(call, at, tile, p.data_t, p.vector);
     }
-#endif
+    return amax;
+}
+
+extern "C" __global__ void __launch_bounds__(kCastThreads, kCastBlocks)
+swiglu_cast(const __grid_constant__ SwigluCastParams p) {
+    if (is_set(p.call.noop)) return;
+    const float scale = p.scale ? *p.scale : p.scale_value;
+    if (!p.found && blockIdx.x == 0 && threadIdx.x == 0)
+        write_scale_inv(scale, p.scale_inv, p.scale_inv_copy);
+    u32 amax;
+    if constexpr (kOptions) amax = cast_with_options(p, scale);
+    else if constexpr (kStreamed) amax = cast_tiles(p, scale);
+    else if constexpr (kPath == Path::any) amax = cast_any(p, scale);
+    else amax = cast_rows(p, scale);
     if (!p.amax && !p.found) return;
-    top = block_max<kCastThreads>(top);
+    amax = block_max<kCastThreads>(amax);
     if (threadIdx.x != 0) return;
-    if (p.amax) raise_amax(p.amax, top, load_relaxed(p.amax));
+    if (p.amax) raise_amax(p.amax, amax, load_relaxed(p.amax));
     if (!p.found) return;
-    atomicMax(&p.found[0], top);
+    atomicMax(&p.found[0], amax);
     __threadfence();
     if (atomicAdd(&p.found[1], 1u) != gridDim.x - 1) return;
     __threadfence();
-    const float amax = as_float(atomicExch(&p.found[0], 0u));
+    const float of_all = as_float(atomicExch(&p.found[0], 0u));
     atomicExch(&p.found[1], 0u);
-    *p.found_scale = scale_from_amax(amax, p.target, p.eps, as_float(kMaxF32), p.pow2);
+    *p.found_scale = scale_from_amax(of_all, p.target, p.eps, as_float(kMaxF32), p.pow2);
 }
 #endif

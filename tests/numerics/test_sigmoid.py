@@ -19,8 +19,9 @@ from cupy_fp8.testing import assert_bytes_equal
 EXP_OF_MINUS, SIGMOID, SIGMOIDS, RECIPROCAL, RECIPROCAL_FROM_ONE, QUOTIENT = range(6)
 SOURCE = Path(__file__).parent / "sigmoid.cu"
 F32 = np.float32
-SPECIAL = np.array([0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 2.0**-126, 1, -1, 86.99999, 87, -87, 87.00001, 87.33654, -87.33654,
-                    88.02969, 88.72284, 88.72283, 88.9, 89, 89.1, 103.97208, 103.97207, 104, -88.72284, -103.97208, -104, -3e38, 3e38], F32)
+SPECIAL = np.array([0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 2.0**-126, 1, -1, 86.99999, 87, -87,
+                    87.00001, 87.33654, -87.33654, 88.02969, 88.72284, 88.72283, 88.9, 89, 89.1, 103.97208,
+                    103.97207, 104, -88.72284, -103.97208, -104, -3e38, 3e38], F32)
 
 
 @pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -30,12 +31,15 @@ def run(request):
         out = np.empty_like(a)
         kernel = hostexec.compile_kernel(SOURCE, "sigmoid_of", include_dirs=[sources.root() / "include"],
                                          defines={"FUNCTION": str(function)})
-        kernel((2,), (32,), struct.pack("@PPq", a.ctypes.data, out.ctypes.data, a.size), shared_mem=0, resident=False)
+        kernel((2,), (32,), struct.pack("@PPq", a.ctypes.data, out.ctypes.data, a.size), shared_mem=0,
+               resident=False)
         return out
 
     def on_gpu(function: int, a: np.ndarray) -> Any:
         cp = backend.cupy()
-        module = cp.RawModule(code=SOURCE.read_text(), options=("-std=c++17", f"-I{sources.root() / 'include'}", f"-DFUNCTION={function}"))
+        module = cp.RawModule(code=SOURCE.read_text(),
+                              options=("-std=c++17", f"-I{sources.root() / 'include'}",
+                                       f"-DFUNCTION={function}"))
         given, out = cp.asarray(a), cp.empty(a.shape, cp.float32)
         params = np.frombuffer(struct.pack("@PPq", given.data.ptr, out.data.ptr, a.size), np.dtype("V24"))[0]
         module.get_function("sigmoid_of")((1024,), (256,), (params,))
@@ -83,10 +87,12 @@ def errors(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 @pytest.mark.full
 def test_exp_is_within_two_ulps(run):
-    """2^26 floats where exp is neither 1 nor beyond the range, and some everywhere. (All 2^32: 1.8598, docs/numerics.md.)"""
+    """2^26 floats where exp is neither 1 nor beyond the range, and some everywhere. (All 2^32: 1.8598,
+    docs/numerics.md.)"""
     worst, count = 0.0, 0
     for sign in (0, 1 << 31):
-        for first, last, step in ((0x32800000, 0x42D80000, 8), (0, 0x32800000, 40_009), (0x42D80000, 0x7F800001, 40_009)):
+        for first, last, step in ((0x32800000, 0x42D80000, 8), (0, 0x32800000, 40_009),
+                                  (0x42D80000, 0x7F800001, 40_009)):
             for x in sweep(sign | first, sign | last, step):
                 x = x[:x.size // 8 * 8]
                 count += x.size
@@ -96,8 +102,10 @@ def test_exp_is_within_two_ulps(run):
 
 
 def test_limits():
-    x = np.array([np.inf, -np.inf, np.nan, -np.nan, 0, -0.0, 3e38, -3e38, 1e-45, 88.72283, 88.72284, -103.97207, -103.9721], F32)
-    want = np.array([np.inf, 0, np.nan, np.nan, 1, 1, np.inf, 0, 1, np.exp(np.float64(x[9])), np.inf, 2.0**-149, 0], F32)
+    x = np.array([np.inf, -np.inf, np.nan, -np.nan, 0, -0.0, 3e38, -3e38, 1e-45, 88.72283, 88.72284,
+                  -103.97207, -103.9721], F32)
+    want = np.array([np.inf, 0, np.nan, np.nan, 1, 1, np.inf, 0, 1, np.exp(np.float64(x[9])), np.inf,
+                     2.0**-149, 0], F32)
     got = numerics.exp(x)
     np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
     assert np.abs(got[9].view(np.int32) - want[9].view(np.int32)) <= 1
@@ -109,8 +117,10 @@ def test_limits():
 
 @pytest.mark.parametrize("function", ["exp", "sigmoid", "sigmoids"])
 def test_kernel_and_reference_agree(run, function):
-    x = np.concatenate([SPECIAL, -SPECIAL, random_floats(1 << 19), np.random.default_rng(1).normal(0, 8, 1 << 18).astype(F32),
-                        np.linspace(-105, 105, 1 << 18, dtype=F32), np.linspace(-88.8, -86, 1 << 17, dtype=F32)])
+    x = np.concatenate([SPECIAL, -SPECIAL, random_floats(1 << 19),
+                        np.random.default_rng(1).normal(0, 8, 1 << 18).astype(F32),
+                        np.linspace(-105, 105, 1 << 18, dtype=F32),
+                        np.linspace(-88.8, -86, 1 << 17, dtype=F32)])
     x = x[:x.size // 8 * 8]
     got = run({"exp": EXP_OF_MINUS, "sigmoid": SIGMOID, "sigmoids": SIGMOIDS}[function], x)
     assert_bytes_equal(one_nan(got), one_nan(numerics.exp(-x) if function == "exp" else numerics.sigmoid(x)))
@@ -125,7 +135,8 @@ def test_eight_at_once_are_those_of_each(run):
 
 def test_sigmoid_is_accurate():
     """Against f64, relative to the result's ulp, where that is a normal number."""
-    x = np.concatenate([np.linspace(-87, 100, 1 << 20, dtype=F32), np.random.default_rng(0).normal(0, 3, 1 << 19).astype(F32)])
+    x = np.concatenate([np.linspace(-87, 100, 1 << 20, dtype=F32),
+                        np.random.default_rng(0).normal(0, 3, 1 << 19).astype(F32)])
     exact = 1 / (1 + np.exp(-x.astype(np.float64)))
     error = np.abs(numerics.sigmoid(x) - exact) / np.ldexp(1.0, np.frexp(exact)[1] - 24)
     assert 3 < error.max() < 3.776
@@ -133,14 +144,16 @@ def test_sigmoid_is_accurate():
 
 @pytest.mark.full
 def test_one_correction_makes_a_reciprocal_exact():
-    """From every start within an ulp, of all significands: the nearest float, but for one start of one significand."""
+    """From every start within an ulp, of all significands: the nearest float, but for one start of one
+    significand."""
     d = floats(np.arange(0x3F800000, 0x40000000))
     want = numerics.div(F32(1), d)
     wrong = []
     for away in (-1, 0, 1):
         start = (want.view(np.int32) + away).view(F32)
         product = start.astype(np.float64) * d                          # exact, and so is 1 minus it
-        near = np.abs(1 - product) <= d * 2.0**-24                      # an ulp of the quotients, which are in (1/2, 1]
+        # an ulp of the quotients, which are in (1/2, 1]
+        near = np.abs(1 - product) <= d * 2.0**-24
         got = numerics.fma(numerics.fma(-d, start, F32(1)), start, start)
         wrong += [(float(d[i]), float(start[i])) for i in np.nonzero(near & (got != want))[0]]
         if away == 0:
@@ -175,11 +188,13 @@ def test_quotients_without_a_call(run):
     few = significands & 0x700000                                       # few bits: exact quotients, and ties
     ends = np.array([0, 2.0**-149, 2.0**-126, 1, 448, 57344, 3.4e38, np.inf], F32)
     pairs: list[tuple[Any, Any]] = [
-        (some(0, 255), some(0, 255)), (some(1, 30), some(125, 160)), (some(0, 1), some(100, 150)), (some(100, 150), some(0, 1)),
-        (floats((1 << 23) + significands), floats(rng.integers(127, 152, size) * (1 << 23) + few)),          # subnormal: ties of every kind
+        (some(0, 255), some(0, 255)), (some(1, 30), some(125, 160)), (some(0, 1), some(100, 150)),
+        # subnormal: ties of every kind
+        (some(100, 150), some(0, 1)), (floats((1 << 23) + significands),
+                                       floats(rng.integers(127, 152, size) * (1 << 23) + few)),
         (floats((10 << 23) + few), floats(rng.integers(130, 165, size) * (1 << 23) + few[::-1])),
-        (np.full(size, 448, F32), some(0, 255)), (some(0, 255), np.full(size, 448, F32)), (np.ones(size, F32), some(0, 255)),
-        (np.repeat(ends, 8), np.tile(ends, 8)),
+        (np.full(size, 448, F32), some(0, 255)), (some(0, 255), np.full(size, 448, F32)),
+        (np.ones(size, F32), some(0, 255)), (np.repeat(ends, 8), np.tile(ends, 8)),
     ]
     for a, b in pairs:
         with np.errstate(all="ignore"):
@@ -190,10 +205,12 @@ def test_quotients_without_a_call(run):
 
 
 def test_one_correction_leaves_no_code_of_a_quotient_wrong():
-    """A quotient from a reciprocal and its exact remainder lies on the same side of every tie between two FP8 values (an odd number of
-    five bits times a power of two) as the one that division rounds, or both are the tie: of divisors of 2^14 significands, and dividends
-    next to the ties. (Of all significands: none is wrong. Without a correction 6 % are.)"""
-    s = floats(0x3F800000 + np.unique(np.append(np.random.default_rng(0).integers(0, 1 << 23, 1 << 14), [0, 1, (1 << 23) - 1])))
+    """A quotient from a reciprocal and its exact remainder lies on the same side of every tie between two FP8
+    values (an odd number of five bits times a power of two) as the one that division rounds, or both are the
+    tie: of divisors of 2^14 significands, and dividends next to the ties. (Of all significands: none is
+    wrong. Without a correction 6 % are.)"""
+    s = floats(0x3F800000 + np.unique(np.append(np.random.default_rng(0).integers(0, 1 << 23, 1 << 14),
+                                                [0, 1, (1 << 23) - 1])))
     r = numerics.div(F32(1), s)
     wrong_without = 0
     for tie in np.arange(1, 32, 2, dtype=F32):
@@ -233,7 +250,8 @@ def test_fma_rounds_once():
     groups: list[tuple[Any, Any, Any]] = [
         (a, b, c), (a, b, near),                                        # anything; where the sum cancels
         (one, other, third * np.exp2(rng.integers(-30, 30, size)).astype(F32)),
-        (small[0], small[1], rng.integers(0, 1 << 10, size).astype(F32) * F32(2.0**-149)),         # subnormal results
+        # subnormal results
+        (small[0], small[1], rng.integers(0, 1 << 10, size).astype(F32) * F32(2.0**-149)),
         # Between two floats but for a bit far below: rounded to f64 first, these are ties.
         (f32(e, e, 3 * e, e), f32(1, 1 + 2 * e, 1 - e, 1 - e), f32(1, 1, 1, 1 + 2 * e)),
         (f32(2.0**-60, -(2.0**-60)), f32(2.0**-20, 2.0**-20), f32(1.5, 1.5)),
@@ -241,7 +259,8 @@ def test_fma_rounds_once():
     for x, y, z in groups:
         finite = np.isfinite(x) & np.isfinite(y) & np.isfinite(z)
         got = numerics.fma(x, y, z)[finite]
-        want = np.array([exactly(*map(float, v)) for v in zip(x[finite], y[finite], z[finite], strict=True)], F32)
+        want = np.array([exactly(*map(float, v)) for v in zip(x[finite], y[finite], z[finite], strict=True)],
+                        F32)
         assert_bytes_equal(got, want)
     assert np.isnan(numerics.fma(f32(np.inf, 0, np.nan), f32(1, np.inf, 1), f32(-np.inf, 1, 1))).all()
     assert numerics.fma(F32(3e38), F32(10), F32(0)) == np.inf

@@ -34,20 +34,23 @@ class _Biases:
         if experts is None:
             self.options["bias"] = self.options["bias"][0]
         else:
-            self._sizes = np.random.default_rng(0).multinomial(shape[0], np.random.default_rng(1).dirichlet(np.ones(experts)))
+            shares = np.random.default_rng(1).dirichlet(np.ones(experts))
+            self._sizes = np.random.default_rng(0).multinomial(shape[0], shares)
             self.options["splits"] = backend.cupy().asarray(self._sizes)
 
     def of_rows(self, first: int, columns: list[slice]) -> dict[str, Any]:
         """Those that the reference takes for a tile's rows from `first` on."""
         bias = self.options["bias"]
-        parts = asnumpy(backend.cupy().concatenate([bits(bias)[..., part] for part in columns], axis=-1)).view(bias.dtype)
+        parts = asnumpy(backend.cupy().concatenate([bits(bias)[..., part] for part in columns],
+                                                   axis=-1)).view(bias.dtype)
         if self._sizes is None:
             return {"bias": parts}
-        return {"bias": parts, "splits": np.diff(np.clip(np.cumsum(self._sizes), first, first + _EDGE), prepend=first)}
+        return {"bias": parts, "splits": np.diff(np.clip(np.cumsum(self._sizes), first, first + _EDGE),
+                                                 prepend=first)}
 
 
-def _swiglu(shape: tuple[int, int], source: np.dtype[Any], recipe: Any, directions: tuple[bool, bool], weighted: bool,
-            more: dict[str, Any]) -> Any:
+def _swiglu(shape: tuple[int, int], source: np.dtype[Any], recipe: Any, directions: tuple[bool, bool],
+            weighted: bool, more: dict[str, Any]) -> Any:
     def make() -> Any:
         cp = backend.cupy()
         rows, columns = shape
@@ -61,27 +64,36 @@ def _swiglu(shape: tuple[int, int], source: np.dtype[Any], recipe: Any, directio
 
         def check() -> None:
             """The codes of tiles: the corners, and one between."""
-            for r, c in ((0, 0), (rows // 2 // _EDGE * _EDGE, columns // 4 // _EDGE * _EDGE), (rows - _EDGE, columns - _EDGE)):
-                parts = [slice(2 * c, 2 * (c + _EDGE))] if "interleaved" in more else [slice(at, at + _EDGE) for at in (c, columns + c)]
-                tile = asnumpy(cp.concatenate([bits(x)[r : r + _EDGE, part] for part in parts], axis=1)).view(source)
+            for r, c in ((0, 0), (rows // 2 // _EDGE * _EDGE, columns // 4 // _EDGE * _EDGE),
+                         (rows - _EDGE, columns - _EDGE)):
+                parts = [slice(at, at + _EDGE) for at in (c, columns + c)]
+                if "interleaved" in more:
+                    parts = [slice(2 * c, 2 * (c + _EDGE))]
+                tile = asnumpy(cp.concatenate([bits(x)[r : r + _EDGE, part] for part in parts],
+                                              axis=1)).view(source)
                 used, how = scale, recipe
                 if isinstance(recipe, CurrentScaling):          # the scale is the whole array's
                     used, how = 1 / out._any.scale_inv, DelayedScaling(recipe.dtype)
-                want = reference.swiglu_quantize(tile, how, scale=None if used is None else asnumpy(used), **options,
-                                                 probs=None if probs is None else asnumpy(probs[r : r + _EDGE]),
-                                                 **({} if biases is None else biases.of_rows(r, parts)))
+                given = {} if biases is None else biases.of_rows(r, parts)
+                if probs is not None:
+                    given["probs"] = asnumpy(probs[r : r + _EDGE])
+                scale_given = None if used is None else asnumpy(used)
+                want = reference.swiglu_quantize(tile, how, scale=scale_given, **options, **given)
                 for part, wanted in ((out.rowwise, want.rowwise), (out.columnwise, want.columnwise)):
                     if part is not None and wanted is not None:
                         i, j = (c, r) if part.transposed else (r, c)
-                        assert_bytes_equal(bits(part.data)[i : i + _EDGE, j : j + _EDGE].copy(), bits(wanted.data))
+                        assert_bytes_equal(bits(part.data)[i : i + _EDGE, j : j + _EDGE].copy(),
+                                           bits(wanted.data))
 
         biased = {} if biases is None else biases.options
-        return (lambda: swiglu_quantize(x, recipe, scale=scale, probs=probs, out=out, **options, **biased)), check
+        return (lambda: swiglu_quantize(x, recipe, scale=scale, probs=probs, out=out, **options,
+                                        **biased)), check
 
     return make
 
 
-def _backward(shape: tuple[int, int], recipe: Any, directions: tuple[bool, bool], weighted: bool, more: dict[str, Any]) -> Any:
+def _backward(shape: tuple[int, int], recipe: Any, directions: tuple[bool, bool], weighted: bool,
+              more: dict[str, Any]) -> Any:
     """shape: of grad."""
     def make() -> Any:
         cp = backend.cupy()
@@ -102,8 +114,9 @@ def _backward(shape: tuple[int, int], recipe: Any, directions: tuple[bool, bool]
             how: dict[str, Any] = {name: asnumpy(a) if name == "scale" else a for name, a in options.items()}
             given = None if probs is None else asnumpy(probs[few])
             some_grad, some_x = (asnumpy(bits(a)[few]).view(bfloat16) for a in (grad, x))
-            want, sums = reference.swiglu_backward_quantize(some_grad, some_x, recipe, probs=given, **how,
-                                                            **({} if biases is None else biases.of_rows(0, [slice(None)])))
+            if biases is not None:
+                how |= biases.of_rows(0, [slice(None)])
+            want, sums = reference.swiglu_backward_quantize(some_grad, some_x, recipe, probs=given, **how)
             for part, wanted in ((out[0].rowwise, want.rowwise), (out[0].columnwise, want.columnwise)):
                 if part is not None and wanted is not None:
                     data = bits(part.data)[:, few] if part.transposed else bits(part.data)[few]
@@ -111,28 +124,31 @@ def _backward(shape: tuple[int, int], recipe: Any, directions: tuple[bool, bool]
             if sums is not None and out[1] is not None:
                 assert_bytes_equal(out[1][few], sums)
 
-        return (lambda: swiglu_backward_quantize(grad, x, recipe, probs=probs, out=out, **options, **biased)), check
+        return (lambda: swiglu_backward_quantize(grad, x, recipe, probs=probs, out=out, **options,
+                                                 **biased)), check
 
     return make
 
 
 def _all() -> Iterator[Spec]:
-    def spec(label: str, shape: tuple[int, int], recipe: Any, directions: tuple[bool, bool] = _ROW, source: np.dtype[Any] = bfloat16,
-             weighted: bool = False, **more: Any) -> Spec:
+    def spec(label: str, shape: tuple[int, int], recipe: Any, directions: tuple[bool, bool] = _ROW,
+             source: np.dtype[Any] = bfloat16, weighted: bool = False, **more: Any) -> Spec:
         scales = 0
         if isinstance(recipe, (BlockScaling, MXScaling)):
             blocks = recipe.block, recipe.block[::-1]
-            scales = sum((4 if isinstance(recipe, BlockScaling) else 1) * prod(scale_shape(shape, block, recipe.scale_layout, swapped))
+            scales = sum((4 if isinstance(recipe, BlockScaling) else 1)
+                         * prod(scale_shape(shape, block, recipe.scale_layout, swapped))
                          for block, swapped, on in zip(blocks, (False, True), directions, strict=True) if on)
         traffic = prod(shape) * (2 * source.itemsize + sum(directions)) + scales
         return Spec("swiglu_quantize", f"{FORMATS[source].tag}→e4m3 {label}", shape, traffic,
                     _swiglu(shape, source, recipe, directions, weighted, more))
 
-    def backward(label: str, shape: tuple[int, int], recipe: Any, directions: tuple[bool, bool], weighted: bool = False,
-                 **more: Any) -> Spec:
+    def backward(label: str, shape: tuple[int, int], recipe: Any, directions: tuple[bool, bool],
+                 weighted: bool = False, **more: Any) -> Spec:
         scales = 0 if isinstance(recipe, DelayedScaling) else prod(shape) // 16 * sum(directions)
         traffic = prod(shape) * (6 + 2 * sum(directions)) + scales
-        return Spec("swiglu_backward_quantize", f"bf16→e4m3 {label}", shape, traffic, _backward(shape, recipe, directions, weighted, more))
+        return Spec("swiglu_backward_quantize", f"bf16→e4m3 {label}", shape, traffic,
+                    _backward(shape, recipe, directions, weighted, more))
 
     for shape in SIZES:
         yield spec("per tensor row", shape, DelayedScaling())
@@ -142,9 +158,10 @@ def _all() -> Iterator[Spec]:
         yield spec("MX row", shape, MXScaling())
         yield spec("MX both", shape, MXScaling(), _BOTH)
     for recipe, directions, weighted, label in (
-            (DelayedScaling(), _ROW, False, "per tensor row"), (DelayedScaling(), _BOTH, False, "per tensor both"),
-            (BlockScaling(), _ROW, True, "1×128 row weighted"), (BlockScaling(), _BOTH, True, "1×128 both weighted"),
-            (MXScaling(), _BOTH, False, "MX both")):
+            (DelayedScaling(), _ROW, False, "per tensor row"),
+            (DelayedScaling(), _BOTH, False, "per tensor both"),
+            (BlockScaling(), _ROW, True, "1×128 row weighted"),
+            (BlockScaling(), _BOTH, True, "1×128 both weighted"), (MXScaling(), _BOTH, False, "MX both")):
         for shape in SIZES[1:3]:
             yield backward(label, shape, recipe, directions, weighted)
     for recipe, label in ((DelayedScaling(), "per tensor both gpt-oss"), (MXScaling(), "MX both gpt-oss")):

@@ -125,7 +125,7 @@ def _variant(program: _Program) -> Variant:
 
 def variants() -> Iterator[Variant]:
     """Every variant that this op may launch."""
-    yield from segment_variants(iter((TILE_ROWS,)))
+    yield from segment_variants()
     for dtype, block, target, aligned in product(FP8_DTYPES, _SCALE_BLOCKS, TARGETS, (False, True)):
         programs = [_program(dtype, block, target, aligned, shifts, _SMALL_EXPERT, groups)
                     for groups, shifts in ((None, False), (None, True), (1, True))]

@@ -12,8 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from ...arrays import Array, bits, empty_beside, is_contiguous
-from ...calls import validate
+from ...arrays import Array, empty_beside, is_contiguous
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, Written
 from ...formats import INPUT_DTYPES
@@ -104,9 +103,8 @@ def check_forms(out: Any, forms: Mapping[str, Form], kind: str) -> None:
 # ---- what kernels are told ----
 class Axis(NamedTuple):
     """What a kernel writes of the blocks along one axis of memory: the directions whose data and scales these
-    are (None:
-    nothing is written), how the data are stored, and the strides of the scales as the kernel's struct has
-    them."""
+    are (None: nothing is written), how the data are stored, and the strides of the scales as the kernel's
+    struct has them."""
 
     data: str | None
     stored: int
@@ -208,50 +206,3 @@ def lies_swapped(x: Any) -> bool:
 def logical(shape: tuple[int, ...], swapped: bool) -> tuple[int, ...]:
     """The shape of an array that lies in memory with this one."""
     return swap_last(shape) if swapped else shape
-
-
-# ---- for ops on groups and SwiGLU, which do not take the one call path yet ----
-Side = Axis
-Ranges = list[tuple[int, int]]
-#: 0, which means nowhere; data and scales of the row-wise and the column-wise direction.
-Addresses = tuple[int, int, int, int, int]
-NOWHERE: Addresses = (0, 0, 0, 0, 0)
-
-
-class PanelMembers:
-    """Members of the struct of a kernel of warp tiles, but for x and noop."""
-
-    def __init__(self, plan: Quantization, sides: tuple[Axis, Axis], members: Members,
-                 chunk: int = LANE_COLUMNS, grouped: bool = False) -> None:
-        self._given = plan, sides, members, chunk, grouped
-
-    def at(self, out: Addresses, aligned: bool) -> Members:
-        plan, sides, members, chunk, grouped = self._given
-        places: Places = {"rowwise": out[1:3], "columnwise": out[3:5]}
-        return {**plan.warp_tile_members(sides, places, aligned, chunk, grouped), **members}
-
-
-def written(out: Quantized, forms: Mapping[str, Form], x: Array, xp: Any, kind: str,
-            shared: tuple[str, ...] = ()) -> Ranges:
-    """The memory of a result given as `out=`, once every part of it has been found to fit its description."""
-    check_forms(out, forms, kind)
-    found: list[tuple[str, int, int]] = []
-    for name, part in out._parts():
-        for a, (what, shape, dtype) in zip(part, _arrays_of(forms[name]), strict=True):
-            at = validate.destination(a, shape, dtype, x, xp, validate.address(x), f"out.{name}.{what}")
-            if what in shared and name == "columnwise" and out.rowwise is not None:
-                if a is not getattr(out.rowwise, what):
-                    raise ValueError(f"out.{name}.{what}: expected out.rowwise.{what} itself, since both "
-                                     "directions are the same here")
-                continue
-            for other, other_at, other_nbytes in found:
-                validate.separate(at, a.nbytes, other_at, other_nbytes, f"out.{name}.{what}", other)
-            found.append((f"out.{name}.{what}", at, a.nbytes))
-    return [(at, at + nbytes) for _, at, nbytes in found if nbytes]
-
-
-def store(out: Quantized, result: Quantized) -> None:
-    for mine, fresh in ((out.rowwise, result.rowwise), (out.columnwise, result.columnwise)):
-        if mine is not None and fresh is not None:
-            for a, b in zip(mine, fresh, strict=True):
-                bits(a)[...] = bits(b)

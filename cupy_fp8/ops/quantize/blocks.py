@@ -150,10 +150,6 @@ class BlockQuantization(block_results.Quantization):
                 "divide": int(self.divide), "square": int(self.square),
                 "stored": axes[0].stored | axes[1].stored << 2}
 
-    def tile_launch(self, names: list[str]) -> tuple[tuple[Axis, Axis], Members]:
-        axes = self.axes(names)
-        return axes, self.members(axes)
-
 
 def _rule(source: np.dtype[Any], to: np.dtype[Any], pow2: bool, eps: float,
           profile: str) -> tuple[float, float, float, float, int, int, int]:
@@ -249,7 +245,6 @@ def _tile_launch(call: Call, inputs: Inputs, axes: tuple[Axis, Axis], places: Pl
 
 
 _QUANTIZE = _QuantizeBlock()
-Plan = BlockQuantization            # the name that other quantisers import
 
 
 # ---- programs ----

@@ -21,10 +21,10 @@ from ...layouts import cdiv, group_scales, group_unit, grouped_scale_shape, roun
 from ...recipes import BlockScaling, MXScaling
 from ...recipes import Form as ArrayForm
 from . import blocks, mx
-from .block_results import ABSENT, AS_IS, NOWHERE, TRANSPOSED, Addresses, Members, PanelMembers, Side
+from .block_results import ABSENT, AS_IS, TRANSPOSED, Axis, Members, Places
 from .grouped_call import Arrays, Form, Inputs, tiled
 
-Plan = blocks.Plan | mx.Plan
+Plan = blocks.BlockQuantization | mx.MxQuantization
 
 _BLOCKS = Kernel("quantize/blocks", "group_quantize_block")
 _MX = Kernel("quantize/mx", "group_quantize_mx")
@@ -44,10 +44,10 @@ def plan_of(shape: tuple[int, int], source: np.dtype[Any], recipe: BlockScaling 
     """The plan for all rows as one matrix; that of a group differs in the number of rows only. shape: of the
     result."""
     if isinstance(recipe, BlockScaling):
-        return blocks.Plan(shape, source, False, (
+        return blocks.BlockQuantization(shape, source, False, (
             recipe.dtype, rowwise, columnwise, True, recipe.block, recipe.pow2_scale, recipe.eps,
             recipe.profile, recipe.scale_layout))
-    return mx.Plan(shape, source, False, (
+    return mx.MxQuantization(shape, source, False, (
         recipe.dtype, rowwise, columnwise, False, recipe.mode, recipe.profile, recipe.block,
         recipe.scale_layout))
 
@@ -64,7 +64,7 @@ def described(plan: Plan, count: int) -> tuple[Form, Arrays]:
     row, column = plan.forms.get("rowwise"), plan.forms.get("columnwise")
     block = _scales_of(cast(ArrayForm, row or column))[0]
     form = Form(shape, block if row else (block[1], block[0]), cast(ArrayForm, row or column).scale_layout,
-                isinstance(plan, blocks.Plan), "data" in plan.shared and len(plan.forms) == 2)
+                isinstance(plan, blocks.BlockQuantization), "data" in plan.shared and len(plan.forms) == 2)
     return form, {**data, **scales}
 
 
@@ -74,12 +74,13 @@ def launches(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator[Lau
     if None in plan.block:
         yield from _whole_lines(call, inputs, places)
         return
-    (fast, slow), of_plan = sides_of(plan)
+    (fast, slow), of_plan = axes_of(plan)
     wide_loads = inputs.x.at % (LANE_COLUMNS * x.itemsize) == 0
-    members = PanelMembers(plan, (fast, slow), of_plan, grouped=True).at(_addresses(places), wide_loads)
+    members = {**plan.warp_tile_members((fast, slow), _by_direction(places), wide_loads, grouped=True),
+               **of_plan}
     chosen, panels = variant(plan, (fast.stored, slow.stored), members["vector"] == 7)
     tiling = tiled(call, inputs, places, panels.run_rows, panels.columns, clears=1)
-    scales, segments_at = [scales_of(plan, inputs.number, side) for side in (fast, slow)], 0
+    scales, segments_at = [scales_of(plan, inputs.number, axis) for axis in (fast, slow)], 0
     if pays(x, tiling.grid):
         shifts = scales[0]["unit_shift"], scales[1]["unit_shift"]
         find, segments_at = find_segments(call, tiling.rows, tiling.segments, tiling.groups, shifts)
@@ -88,8 +89,9 @@ def launches(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator[Lau
                       groups={**tiling.groups, "segments": segments_at}, fast=scales[0], slow=scales[1])
 
 
-def _addresses(places: dict[str, int]) -> Addresses:
-    return 0, places["rowwise"], places["scale_inv"], places["columnwise"], places["columnwise_scale_inv"]
+def _by_direction(places: dict[str, int]) -> Places:
+    return {"rowwise": (places["rowwise"], places["scale_inv"]),
+            "columnwise": (places["columnwise"], places["columnwise_scale_inv"])}
 
 
 def _scales_of(form: ArrayForm) -> tuple[tuple[int | None, int | None], str, bool]:
@@ -99,16 +101,19 @@ def _scales_of(form: ArrayForm) -> tuple[tuple[int | None, int | None], str, boo
     return form.block, form.scale_layout, form.transposed
 
 
-def sides_of(plan: Plan) -> tuple[tuple[Side, Side], Members]:
-    """What the kernel is told of a result's directions: its sides, and members of its struct."""
-    return plan.tile_launch(list(plan.forms)) if isinstance(plan, blocks.Plan) else (plan.sides, plan.members)
+def axes_of(plan: Plan) -> tuple[tuple[Axis, Axis], Members]:
+    """What the kernel writes along rows and along columns, and members of its struct."""
+    if isinstance(plan, blocks.BlockQuantization):
+        axes = plan.axes(list(plan.forms))
+        return axes, plan.members(axes)
+    return plan.axes, plan.members
 
 
-def scales_of(plan: Plan, count: int, side: Side) -> dict[str, int]:
+def scales_of(plan: Plan, count: int, axis: Axis) -> dict[str, int]:
     """Members of the GroupScales of kernels_cu/include/groups/row_groups.cuh."""
-    if side.scales is None:
+    if axis.scales is None:
         return dict.fromkeys(("block_shift", "unit_shift", "unit", "all"), 0)
-    of = _scales_of(plan.forms[side.scales])
+    of = _scales_of(plan.forms[axis.scales])
     rows = of[0][0]
     assert rows is not None
     stored = prod(grouped_scale_shape((plan.rows, plan.columns), count, *of))
@@ -120,14 +125,17 @@ def scales_of(plan: Plan, count: int, side: Side) -> dict[str, int]:
 def _whole_lines(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator[Launch]:
     """One launch for rows alone. Else two, of which the first finds the maxima, after a launch that finds
     each block's rows and clears the maxima."""
-    plan, x = cast(blocks.Plan, inputs.plan), inputs.x.array
-    (fast, slow), of_plan = plan.tile_launch(list(plan.forms))
+    plan, x = cast(blocks.BlockQuantization, inputs.plan), inputs.x.array
+    (fast, slow), of_plan = axes_of(plan)
     rows_alone = (fast.stored, slow.stored) == (AS_IS, ABSENT)
     tile = (_SEGMENT_ROWS, _SHARE) if rows_alone else (_LINE_TILE.rows, _LINE_TILE.columns)
     tiling = tiled(call, inputs, places, *tile, clears=1)
     chunk = _CHUNK_BYTES // x.itemsize if rows_alone else LANE_COLUMNS
-    members = PanelMembers(plan, (fast, slow), of_plan, chunk, grouped=True)
     aligned = inputs.x.at % (chunk * x.itemsize) == 0
+
+    def members(to: Places) -> Members:
+        return {**plan.warp_tile_members((fast, slow), to, aligned, chunk, grouped=True), **of_plan}
+
     scales = scales_of(plan, inputs.number, fast)
     amaxes, clear = ({}, (0, 0)) if rows_alone else _amaxes(call, inputs, (fast, slow))
     groups = {**tiling.groups, "segments": 0}
@@ -140,23 +148,23 @@ def _whole_lines(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator
     if not rows_alone:
         # Writes nothing but maxima: the other launch clears what no group has, and tells of the groups.
         silent = {**groups, "offsets_out": 0, "sizes_out": 0}
-        yield chosen.bind(x, tiling.grid, all={**array, **members.at(NOWHERE, aligned)}, groups=silent,
+        yield chosen.bind(x, tiling.grid, all={**array, **members({})}, groups=silent,
                           fast=scales, **amaxes, phase=_FIND)
-    yield chosen.bind(x, tiling.grid, all={**array, **members.at(_addresses(places), aligned)}, groups=groups,
+    yield chosen.bind(x, tiling.grid, all={**array, **members(_by_direction(places))}, groups=groups,
                       fast=scales, **amaxes, phase=_QUANTIZE, team=_team(plan.columns, chunk))
 
 
-def _amaxes(call: Call, inputs: Inputs, sides: tuple[Side, Side]) -> tuple[dict[str, int], tuple[int, int]]:
+def _amaxes(call: Call, inputs: Inputs, axes: tuple[Axis, Axis]) -> tuple[dict[str, int], tuple[int, int]]:
     """Where the maxima of rows and of columns go; and the memory of them that has to be cleared: address and
     bytes."""
     plan = cast(Plan, inputs.plan)
-    of_rows = plan.rows if sides[0].scales else 0
-    of_columns = inputs.number * plan.columns if sides[1].scales else 0
+    of_rows = plan.rows if axes[0].scales else 0
+    of_columns = inputs.number * plan.columns if axes[1].scales else 0
     words = round_up(of_rows + of_columns, 4)                   # whole chunks
     room = max(_FEWEST, 1 << (words - 1).bit_length())          # one workspace serves similar numbers
     at = call.workspace("group_lines", room)
-    return {"row_amaxes": at if sides[0].scales else 0,
-            "column_amaxes": at + 4 * of_rows if sides[1].scales else 0}, (at, 4 * max(words, 4))
+    return {"row_amaxes": at if axes[0].scales else 0,
+            "column_amaxes": at + 4 * of_rows if axes[1].scales else 0}, (at, 4 * max(words, 4))
 
 
 def _team(columns: int, chunk: int) -> int:
@@ -173,7 +181,7 @@ def variant(plan: Plan, stored: tuple[int, int], wide: bool) -> tuple[Variant, P
     time what to store: f32, of which either program keeps 256 threads of a multiprocessor in flight; elements
     that are divided (profile vllm); and squares whose column-wise data are wanted alone."""
     wide = wide and plan.source != float32
-    if isinstance(plan, blocks.Plan):
+    if isinstance(plan, blocks.BlockQuantization):
         return _block_variant(plan.source, plan.to, *stored, 1 not in plan.block, plan.divide, wide)
     return _mx_variant(plan.source, plan.to, *stored, plan.tall, wide)
 

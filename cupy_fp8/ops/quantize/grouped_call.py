@@ -38,7 +38,7 @@ class Inputs(NamedTuple):
     amaxes: Input | None
     offsets: Input | None
     align: int
-    plan: blocks.Plan | mx.Plan | None
+    plan: blocks.BlockQuantization | mx.MxQuantization | None
     result: GroupedResult
 
     @property

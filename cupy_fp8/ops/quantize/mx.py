@@ -105,7 +105,7 @@ class MxQuantization(block_results.Quantization):
         same_data = square and "columnwise" in forms and not forms["columnwise"].transposed
         super().__init__(shape, source, to, BlockResult(forms, ("data",) * same_data, "MX"))
         self.block, self.tall = block, scale_layout == "swizzled" or swapped
-        self.axes = self.sides = _axes(forms, swapped, square)
+        self.axes = _axes(forms, swapped, square)
         self.members: Members = {"n": self.size, "rows": self.rows, "columns": self.columns,
                                  "rule": _rule(to, mode, profile), "square": int(square),
                                  "stored": self.axes[0].stored | self.axes[1].stored << 2}
@@ -194,7 +194,6 @@ def _tile_launch(call: Call, inputs: Inputs, written: tuple[int, ...]) -> Launch
 
 
 _QUANTIZE = _QuantizeMx()
-Plan = MxQuantization            # the name that other quantisers import
 
 
 # ---- programs ----

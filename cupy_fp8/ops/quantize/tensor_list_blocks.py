@@ -96,8 +96,8 @@ class _Listed(NamedTuple):
     def allows_wide(self) -> bool:
         """Whether it suits the program for wide accesses, which looks at the rows of transposed data
         itself."""
-        sides, _ = grouped_blocks.sides_of(self.plan)
-        stored = None, sides[0].stored, sides[1].stored
+        axes, _ = grouped_blocks.axes_of(self.plan)
+        stored = None, axes[0].stored, axes[1].stored
         vector = self.members["vector"]
         return all(vector & bit or how == TRANSPOSED for bit, how in zip((1, 2, 4), stored, strict=True))
 
@@ -109,7 +109,7 @@ class _Listed(NamedTuple):
 
 def _members(plan: grouped_blocks.Plan, written: Sequence[int], x: Input) -> block_results.Members:
     aligned = x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0
-    axes, members = grouped_blocks.sides_of(plan)
+    axes, members = grouped_blocks.axes_of(plan)
     return {**plan.warp_tile_members(axes, plan.result.places(written), aligned), **members}
 
 
@@ -117,10 +117,10 @@ def _launch(call: Call, arrays: list[_Listed]) -> Launch:
     """The launch for arrays of one dtype. If any of them does not allow wide accesses, it is of the kernel
     for any memory."""
     plan, wide = arrays[0].plan, all(each.allows_wide for each in arrays)
-    (along_rows, along_columns), _ = grouped_blocks.sides_of(plan)
+    (along_rows, along_columns), _ = grouped_blocks.axes_of(plan)
     variant, panels = grouped_blocks.variant(plan, (along_rows.stored, along_columns.stored), wide)
     tiles = [each.tiles(panels.rows, panels.columns) for each in arrays]
-    params = "BlockParams" if isinstance(plan, blocks.Plan) else "MxParams"
+    params = "BlockParams" if isinstance(plan, blocks.BlockQuantization) else "MxParams"
     table = TableLayout(variant.kernel.record(f"ListedArray<{params}>"), [count for count, _, _ in tiles])
     packed, first = [], 0
     for each, (count, across, down) in zip(arrays, tiles, strict=True):

@@ -1,4 +1,5 @@
-"""Reference of cupy_fp8.ops.quantize.swiglu: SwiGLU, then quantisation of its f32 values (docs/numerics.md, section 9)."""
+"""Reference of cupy_fp8.ops.quantize.swiglu: SwiGLU, then quantisation of its f32 values
+(docs/numerics.md, section 9)."""
 
 from __future__ import annotations
 
@@ -16,40 +17,48 @@ from .tensor import quantize_tensor
 ALPHA = np.float32(1.702)
 
 
-def swiglu_quantize(x: np.ndarray, recipe: Any, *, scale: Any = None, amax: np.ndarray | None = None, probs: np.ndarray | None = None,
-                    bias: np.ndarray | None = None, splits: np.ndarray | None = None, rowwise: bool = True, columnwise: bool = False,
+def swiglu_quantize(x: np.ndarray, recipe: Any, *, scale: Any = None, amax: np.ndarray | None = None,
+                    probs: np.ndarray | None = None, bias: np.ndarray | None = None,
+                    splits: np.ndarray | None = None, rowwise: bool = True, columnwise: bool = False,
                     clamp: float | None = None, form: str = "swiglu", interleaved: bool = False) -> Quantized:
     """The recipe's rule on y."""
     y = swiglu(x, probs=probs, bias=bias, splits=splits, clamp=clamp, form=form, interleaved=interleaved)
     return quantize(y, x.dtype, recipe, scale, amax, rowwise, columnwise)
 
 
-def swiglu_backward_quantize(grad: np.ndarray, x: np.ndarray, recipe: Any, *, scale: Any = None, amax: np.ndarray | None = None,
-                             probs: np.ndarray | None = None, bias: np.ndarray | None = None, splits: np.ndarray | None = None,
-                             rowwise: bool = True, columnwise: bool = False, clamp: float | None = None, form: str = "swiglu",
+def swiglu_backward_quantize(grad: np.ndarray, x: np.ndarray, recipe: Any, *, scale: Any = None,
+                             amax: np.ndarray | None = None, probs: np.ndarray | None = None,
+                             bias: np.ndarray | None = None, splits: np.ndarray | None = None,
+                             rowwise: bool = True, columnwise: bool = False, clamp: float | None = None,
+                             form: str = "swiglu",
                              interleaved: bool = False) -> tuple[Quantized, np.ndarray | None]:
     """The recipe's rule on the gradient of x; the gradient of probs."""
-    dx, dprobs = swiglu_backward(grad, x, probs=probs, bias=bias, splits=splits, clamp=clamp, form=form, interleaved=interleaved)
+    dx, dprobs = swiglu_backward(grad, x, probs=probs, bias=bias, splits=splits, clamp=clamp, form=form,
+                                 interleaved=interleaved)
     return quantize(dx, x.dtype, recipe, scale, amax, rowwise, columnwise), dprobs
 
 
-def quantize(y: np.ndarray, source: np.dtype[Any], recipe: Any, scale: Any, amax: np.ndarray | None, rowwise: bool,
-             columnwise: bool) -> Quantized:
+def quantize(y: np.ndarray, source: np.dtype[Any], recipe: Any, scale: Any, amax: np.ndarray | None,
+             rowwise: bool, columnwise: bool) -> Quantized:
     """Of f32 values, as they are; the largest scale of a block is that of `source`."""
     directions: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise}
     if isinstance(recipe, DelayedScaling):
         return quantize_tensor(y, scale, dtype=recipe.dtype, amax=amax, **directions)
     if isinstance(recipe, CurrentScaling):
-        return quantize_tensor(y, dtype=recipe.dtype, amax=amax, eps=recipe.eps, pow2_scale=recipe.pow2_scale, **directions)
+        return quantize_tensor(y, dtype=recipe.dtype, amax=amax, eps=recipe.eps, pow2_scale=recipe.pow2_scale,
+                               **directions)
     if isinstance(recipe, MXScaling):
-        return quantize_mx(y, dtype=recipe.dtype, mode=recipe.mode, profile=recipe.profile, scale_layout=recipe.scale_layout, **directions)
+        return quantize_mx(y, dtype=recipe.dtype, mode=recipe.mode, profile=recipe.profile,
+                           scale_layout=recipe.scale_layout, **directions)
     assert isinstance(recipe, BlockScaling)
-    return quantize_block(y, block=recipe.block, dtype=recipe.dtype, eps=recipe.eps, pow2_scale=recipe.pow2_scale, profile=recipe.profile,
+    return quantize_block(y, block=recipe.block, dtype=recipe.dtype, eps=recipe.eps,
+                          pow2_scale=recipe.pow2_scale, profile=recipe.profile,
                           scale_layout=recipe.scale_layout, source=source, **directions)
 
 
-def swiglu(x: np.ndarray, *, probs: np.ndarray | None = None, bias: np.ndarray | None = None, splits: np.ndarray | None = None,
-           clamp: float | None = None, form: str = "swiglu", interleaved: bool = False) -> np.ndarray:
+def swiglu(x: np.ndarray, *, probs: np.ndarray | None = None, bias: np.ndarray | None = None,
+           splits: np.ndarray | None = None, clamp: float | None = None, form: str = "swiglu",
+           interleaved: bool = False) -> np.ndarray:
     """y = ((a * sigma(a)) * b) * p in f32, of 'gpt_oss' ((a * sigma(alpha * a)) * (b + 1)) * p."""
     a, b = clamped(*halves(x, bias, splits, interleaved), clamp)
     if form == "gpt_oss":
@@ -61,8 +70,9 @@ def swiglu(x: np.ndarray, *, probs: np.ndarray | None = None, bias: np.ndarray |
     return y if probs is None else numerics.mul(y, probs[:, np.newaxis])
 
 
-def swiglu_backward(grad: np.ndarray, x: np.ndarray, *, probs: np.ndarray | None = None, bias: np.ndarray | None = None,
-                    splits: np.ndarray | None = None, clamp: float | None = None, form: str = "swiglu",
+def swiglu_backward(grad: np.ndarray, x: np.ndarray, *, probs: np.ndarray | None = None,
+                    bias: np.ndarray | None = None, splits: np.ndarray | None = None,
+                    clamp: float | None = None, form: str = "swiglu",
                     interleaved: bool = False) -> tuple[np.ndarray, np.ndarray | None]:
     """(dx, f32, laid out as x; dprobs or None)."""
     one, g = numerics.F32_ONE, numerics.widen(grad)
@@ -79,13 +89,16 @@ def swiglu_backward(grad: np.ndarray, x: np.ndarray, *, probs: np.ndarray | None
     if clamp is not None:
         limit = np.float32(clamp)
         with np.errstate(invalid="ignore"):
-            da, db = np.where(given_a > limit, np.float32(0), da), np.where(np.abs(given_b) > limit, np.float32(0), db)
+            da = np.where(given_a > limit, np.float32(0), da)
+            db = np.where(np.abs(given_b) > limit, np.float32(0), db)
     dx = np.stack([da, db], axis=-1).reshape(x.shape) if interleaved else np.concatenate([da, db], axis=1)
     return dx, None if probs is None else numerics.tree_sum(numerics.mul(numerics.mul(g, silu), b), 1)
 
 
-def halves(x: np.ndarray, bias: np.ndarray | None, splits: np.ndarray | None, interleaved: bool) -> tuple[np.ndarray, np.ndarray]:
-    """a and b, biased. splits: rows of experts, each with a row of bias; rows that they leave over have none."""
+def halves(x: np.ndarray, bias: np.ndarray | None, splits: np.ndarray | None,
+           interleaved: bool) -> tuple[np.ndarray, np.ndarray]:
+    """a and b, biased. splits: rows of experts, each with a row of bias; rows that they leave over have
+    none."""
     v = numerics.widen(x)
     if bias is not None and splits is None:
         v = numerics.add(v, numerics.widen(bias))

@@ -1,19 +1,21 @@
 // Blocks of y, or of its gradients, with scales of their own: what swiglu_blocks.cu and swiglu_mx.cu share.
 #pragma once
 #include "swiglu/swiglu_store.cuh"
+#include "swiglu/swiglu_stream.cuh"
 
-constexpr int kRun = 32, kRuns = Tile::kColumns / kRun;              // of elements along a row; the smallest block
+// A segment is the smallest block: so many elements along a row.
+constexpr int kSegment = 32, kSegments = Tile::kColumns / kSegment;
 
 template <bool kNan>
-__device__ __forceinline__ u32 larger(u32 top, float v) {
-    if (!kNan) return raised_magnitude(top, v);
+__device__ __forceinline__ u32 larger(u32 amax, float v) {
+    if (!kNan) return raised_magnitude(amax, v);
     const u32 bits = as_bits(magnitude(v));
-    return bits > top ? bits : top;
+    return bits > amax ? bits : amax;
 }
 
 __device__ __forceinline__ u32 larger_bits(u32 v, u32 w) { return v > w ? v : w; }
 
-// Eight floats of shared memory, 16-byte aligned.
+// Loads eight floats of shared memory, 16-byte aligned.
 __device__ __forceinline__ void load_floats(const void* from, float (&v)[8]) {
     const uint4 low = reinterpret_cast<const uint4*>(from)[0], high = reinterpret_cast<const uint4*>(from)[1];
     const u32 bits[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -21,26 +23,71 @@ __device__ __forceinline__ void load_floats(const void* from, float (&v)[8]) {
     for (int i = 0; i < 8; i++) v[i] = as_float(bits[i]);
 }
 
-#if PLAIN
-// Their largest magnitudes over the lanes of a run: of each lane that of line owned<4>().
+// ---- chunks of swiglu_stream.cuh ----
+// The largest magnitudes of four chunks over the lanes of a segment: each lane gets that of chunk owned<4>().
 template <bool kNan>
-__device__ __forceinline__ u32 fold_lines(const float (&y)[4][8]) {
-    u32 tops[4];
+__device__ __forceinline__ u32 fold_chunks(const float (&y)[4][8]) {
+    u32 amaxes[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        tops[i] = 0;
+        amaxes[i] = 0;
 #pragma unroll
-        for (const float v : y[i]) tops[i] = larger<kNan>(tops[i], v);
+        for (const float v : y[i]) amaxes[i] = larger<kNan>(amaxes[i], v);
     }
-    return fold(tops, larger_bits);
+    return fold(amaxes, larger_bits);
 }
-// What this lane has for the line that it owns, to all lanes of its run.
-__device__ __forceinline__ float broadcast(float own, int line) { return as_float(__shfl_sync(~0u, as_bits(own), owner(line))); }
+// Gives all lanes of a segment what the lane that owns this chunk has for it.
+__device__ __forceinline__ float broadcast(float own, int chunk) {
+    return as_float(__shfl_sync(~0u, as_bits(own), owner(chunk)));
+}
 
-#include "swiglu/swiglu_stream.cuh"
-#else
+// The amaxes of the columns of a tile, of which a thread has four rows: words in shared memory, so that the
+// 32 rows of a segment lie in lanes that do not meet in banks.
+struct ColumnAmaxes {
+    static constexpr int kOfSegment = 8 * Tile::kColumns + 8, kWords = Tile::kRows / 32 * kOfSegment;
+    u32* words;
+
+    // Call __syncthreads() before read().
+    template <bool kNan>
+    __device__ __forceinline__ void write(const float (&y)[4][8]) const {
+        u32 amax[8];
+#pragma unroll
+        for (int c = 0; c < 8; c++)
+            amax[c] = larger<kNan>(larger<kNan>(larger<kNan>(larger<kNan>(0, y[0][c]), y[1][c]), y[2][c]),
+                                   y[3][c]);
+        const int thread = thread_again();
+        u32* const to = at(thread / Tile::kColumnPatches) + thread % Tile::kColumnPatches * 8;
+        store_shared_whole(to, amax[0], amax[1], amax[2], amax[3]);
+        store_shared_whole(to + 4, amax[4], amax[5], amax[6], amax[7]);
+    }
+    // A thread has one segment of one column: lanes that are 8 apart have the column's four segments.
+    static __device__ __forceinline__ int segment(int thread) { return thread % 32 / 8; }
+    static __device__ __forceinline__ int column(int thread) { return thread / 32 * 8 + thread % 8; }
+    __device__ __forceinline__ u32 read(int segment, int column) const {
+        u32 amax = 0;
+#pragma unroll
+        for (int i = 0; i < 8; i++) amax = larger_bits(amax, at(segment * 8)[i * Tile::kColumns + column]);
+        return amax;
+    }
+    // Leaves a float for a segment and column where only this thread has read. Call __syncthreads() before
+    // operands().
+    __device__ __forceinline__ void put(int segment, int column, float v) const {
+        at(segment * 8)[column] = as_bits(v);
+    }
+    // The floats for this thread's rows and columns.
+    __device__ __forceinline__ void operands(float (&by)[8]) const {
+        load_floats(at(threadIdx.x / Tile::kColumnPatches / 8 * 8) + Tile::patch_column(), by);
+    }
+
+private:
+    __device__ __forceinline__ u32* at(int four_rows) const {
+        return words + four_rows / 8 * kOfSegment + four_rows % 8 * Tile::kColumns;
+    }
+};
+
+// ---- patches of swiglu_patch.cuh ----
 // The largest magnitudes of the rows and columns of a patch, as bits.
-struct PatchTops {
+struct PatchAmaxes {
     u32 row[8], column[8];
 
     template <bool kNan>
@@ -61,8 +108,8 @@ struct PatchTops {
             for (int r = 0; r < 8; r++) column[c] = larger<kNan>(column[c], y[r][c]);
         }
     }
-    // Over the four lanes of a run: afterwards row[0] and row[1] are whole, those of rows owned() and the next. Each exchange halves the
-    // rows that a lane has a part of.
+    // Combines the four lanes of a segment: row[0] and row[1] are then whole, those of rows owned() and the
+    // next. Each exchange halves the rows that a lane has a part of.
     __device__ __forceinline__ void reduce_rows() {
         halve<1, 4>();
         halve<2, 2>();
@@ -82,20 +129,19 @@ private:
     }
 };
 
-// The maxima of the columns of every row of patches: [16][128] words.
-__device__ __forceinline__ void store_column_tops(u32* tops, const u32 (&column)[8]) {
-    u32* to = tops + Tile::row_patch() * Tile::kColumns + Tile::patch_column();
+// The amaxes of the columns of every row of patches: [16][128] words.
+__device__ __forceinline__ void store_column_amaxes(u32* amaxes, const u32 (&column)[8]) {
+    u32* to = amaxes + Tile::row_patch() * Tile::kColumns + Tile::patch_column();
     *reinterpret_cast<uint4*>(to) = make_uint4(column[0], column[1], column[2], column[3]);
     *reinterpret_cast<uint4*>(to + 4) = make_uint4(column[4], column[5], column[6], column[7]);
 }
-__device__ __forceinline__ u32 column_top(const u32* tops, int first, int patches, int column) {
-    u32 top = 0;
-    for (int i = first; i < first + patches; i += kRun / 8)          // whole runs: their loads wait together
+__device__ __forceinline__ u32 column_amax(const u32* amaxes, int first, int patches, int column) {
+    u32 amax = 0;
+    for (int i = first; i < first + patches; i += kSegment / 8)      // the loads of a segment wait together
 #pragma unroll
-        for (int u = 0; u < kRun / 8; u++) {
-            const u32 other = tops[(i + u) * Tile::kColumns + column];
-            top = other > top ? other : top;
+        for (int u = 0; u < kSegment / 8; u++) {
+            const u32 other = amaxes[(i + u) * Tile::kColumns + column];
+            amax = other > amax ? other : amax;
         }
-    return top;
+    return amax;
 }
-#endif

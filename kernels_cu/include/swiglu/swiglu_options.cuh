@@ -1,34 +1,44 @@
-// OPTIONS 1: rows that allow wide accesses, and whatever else: bias, clamp, the form `gpt_oss`, a0 b0 a1 b1 ..., gradients whose H is no
-// multiple of a tile's columns. What these need beside swiglu_stream.cuh, to eight elements of a row at a time. Options are uniform, one
-// branch for eight elements, or none at all: without clamp the limit is Inf, without gpt_oss alpha is 1 and -0 is added to b, which changes
-// no bit.
+// What calls with options need beside swiglu_stream.cuh: bias, clamp, gpt_oss, a0 b0 a1 b1 ..., gradients
+// whose H is no multiple of a tile's columns; rows allow wide accesses. Options are uniform, so each is one
+// branch for eight elements, or none at all: without clamp the limit is Inf, without gpt_oss alpha is 1 and
+// -0 is added to b, which changes no bit.
 //
-// Results of gradients lie in two parts of each row. [da | db]: the tile of da and that of db. Interleaved: two neighbouring tiles of da0
-// db0 da1 db1 ..., and of 128 columns of grad a thread has four of the first 64 and the same four of the others: then its eight columns of
-// either part are neighbours, loads and stores are whole, and all that follows is the same for both orders.
+// Results of gradients lie in two parts of each row. [da | db]: the tile of da and that of db. Interleaved:
+// two neighbouring tiles of da0 db0 da1 db1 ...; of 128 columns of grad a thread has four of the first 64 and
+// the same four of the others: so its eight columns of either part are neighbours, loads and stores are
+// whole, and all that follows is the same for both orders.
 #pragma once
+#include "swiglu/swiglu.cuh"
 
-__device__ __forceinline__ bool adjoin(const Gate& g) { return BACKWARD && g.interleaved(); }
+// Whether the parts of a result are neighbouring tiles.
+__device__ __forceinline__ bool adjoin(const SwigluCall& call) { return kBackward && call.interleaved(); }
 // Columns from the first part of a result to the second.
-__device__ __forceinline__ i64 apart(const Gate& g) { return adjoin(g) ? Tile::kColumns : g.half(); }
+__device__ __forceinline__ i64 apart(const SwigluCall& call) {
+    return adjoin(call) ? Tile::kColumns : call.half();
+}
 // The column after the last of a part.
-__device__ __forceinline__ i64 end_of(const Gate& g, int part) {
-    return BACKWARD && part == 0 && !g.interleaved() ? g.half() : g.columns;
+__device__ __forceinline__ i64 end_of(const SwigluCall& call, int part) {
+    return kBackward && part == 0 && !call.interleaved() ? call.half() : call.columns;
 }
 
-// The biases that the rows of a tile have, of a block's columns, of a and b, in an order in which a thread has four after four. EXPERTS 1:
-// experts have biases of their own; those of the first row's expert are here, then those of the last one's; rows of others are rare. As f32;
-// forward in blocks with transposed data as they come: there the chips with the least shared memory (99 KB) have none left.
-class Biases {
-#if defined(ENTRY_swiglu_block) && !BACKWARD
-    using Kept = IN;
+template <bool, class A, class B> struct Either { using Type = A; };
+template <class A, class B> struct Either<false, A, B> { using Type = B; };
+#ifdef ENTRY_swiglu_block
+constexpr bool kTransposesBlocks = true;
 #else
-    using Kept = f32;
+constexpr bool kTransposesBlocks = false;
 #endif
+
+// The biases of a block's columns that the rows of a tile have, of a and b, in an order in which a thread has
+// four after four. With experts those of the first row's expert are here, then those of the last row's; rows
+// of other experts are rare. They are kept as f32, but forward in blocks with transposed data as they come:
+// there the chips with the least shared memory (99 KB) have none left.
+class Biases {
+    using Kept = Either<kTransposesBlocks && !kBackward, IN, f32>::Type;
     static constexpr int kHalf = Tile::kColumns / 2, kOfExpert = 2 * Tile::kColumns;
     static constexpr u32 kMinusZero = 1u << (8 * sizeof(IN::storage) - 1);        // added, it changes no bit
     static __device__ __forceinline__ Kept::storage* kept() {
-        __shared__ __align__(16) Kept::storage biases[(1 + EXPERTS) * kOfExpert];
+        __shared__ __align__(16) Kept::storage biases[(1 + kExperts) * kOfExpert];
         return biases;
     }
     static __device__ __forceinline__ u32 keep(f32, u32 bits) { return as_bits(IN::widen(bits)); }
@@ -36,40 +46,47 @@ class Biases {
     static __device__ __forceinline__ u32 keep(F, u32 bits) { return bits; }
 
 public:
-#if EXPERTS
-    // Whose they are.
+    // Whose biases are kept.
     static __device__ __forceinline__ u32* experts() {
         __shared__ u32 experts[2];
         return experts;
     }
-#endif
-    // Of a tile. Call __syncthreads() before add(), and before another tile's are loaded.
-    static __device__ __forceinline__ void load(const Gate& g, const TilePosition& tile) {
-        const int last = threadIdx.x / kOfExpert, part = threadIdx.x / Tile::kColumns % 2, e = threadIdx.x % Tile::kColumns;
-        if (last > EXPERTS || !(EXPERTS || g.bias)) return;
-        const i64 at = tile.column + (adjoin(g) ? e : e % kHalf / 4 * 8 + e / kHalf * 4 + e % 4);
-        const IN::storage* from = g.bias;
-#if EXPERTS
-        const i64 row = tile.row + last * (Tile::kRows - 1);
-        from = tile.row < g.rows ? g.bias_of(row) : nullptr;
-        if (part + e == 0 && tile.row < g.rows) experts()[last] = load_read_only(g.experts + row);
-#endif
-        const u32 bits = from && at < g.half() ? from[g.interleaved() ? 2 * at + part : part * g.half() + at] : kMinusZero;
+    // Loads a tile's biases. Call __syncthreads() before add(), and before another tile's are loaded.
+    static __device__ __forceinline__ void load(const SwigluCall& call, const TilePosition& tile) {
+        const int last = threadIdx.x / kOfExpert;
+        const int part = threadIdx.x / Tile::kColumns % 2;
+        const int e = threadIdx.x % Tile::kColumns;
+        if (last > kExperts || !(kExperts || call.bias)) return;
+        const i64 at = tile.column + (adjoin(call) ? e : e % kHalf / 4 * 8 + e / kHalf * 4 + e % 4);
+        const IN::storage* from = call.bias;
+        if constexpr (kExperts) {
+            const i64 row = tile.row + last * (Tile::kRows - 1);
+            from = tile.row < call.rows ? call.bias_of(row) : nullptr;
+            if (part + e == 0 && tile.row < call.rows && (!kMaybeExperts || call.experts))
+                experts()[last] = load_read_only(call.experts + row);
+        }
+        const bool exists = from && at < call.half();
+        const u32 bits =
+            exists ? from[call.interleaved() ? 2 * at + part : part * call.half() + at] : kMinusZero;
         kept()[threadIdx.x] = (Kept::storage)keep(Kept{}, bits);
     }
-    // This thread's. The address of what is shared would be found anew, slowly, wherever it is used: so it is kept.
+    // This thread's biases. Their address is kept in a register: the compiler would find it anew, slowly, for
+    // every use.
     __device__ __forceinline__ Biases() {
-        const Kept::storage* const mine = kept() + Tile::column_patch() * 4;
+        if constexpr (kOptions) {
+            const Kept::storage* const mine = kept() + Tile::column_patch() * 4;
 #ifdef CUPY_FP8_HOST
-        from = mine;
+            from = mine;
 #else
-        from = (u32)__cvta_generic_to_shared(mine);
-        asm volatile("" : "+r"(from));
+            from = (u32)__cvta_generic_to_shared(mine);
+            asm volatile("" : "+r"(from));
 #endif
+        }
     }
-    // part: of a, or of b; last: those of the last row's expert. Rows that do not exist are no longer 0 then.
-    __device__ __forceinline__ void add(const Gate& g, int part, bool last, float (&v)[8]) const {
-        if (!EXPERTS && !g.bias) return;
+    // part: 0 for a, 1 for b; last: the biases of the last row's expert. Rows that do not exist are no longer
+    // 0 then.
+    __device__ __forceinline__ void add(const SwigluCall& call, int part, bool last, float (&v)[8]) const {
+        if (!kExperts && !call.bias) return;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const auto four = load(last * kOfExpert + part * Tile::kColumns + half * kHalf);
@@ -89,7 +106,9 @@ private:
 #ifdef CUPY_FP8_HOST
     const Kept::storage* from;
 
-    __device__ __forceinline__ Four load(int at) const { return Four::load_shared(reinterpret_cast<const u8*>(from + at)); }
+    __device__ __forceinline__ Four load(int at) const {
+        return Four::load_shared(reinterpret_cast<const u8*>(from + at));
+    }
 #else
     u32 from;
 
@@ -98,8 +117,11 @@ private:
         const u32 address = from + at * (int)sizeof(Kept::storage);
         if constexpr (Four::kWords == 4)
             asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(four.word[0]), "=r"(four.word[1]), "=r"(four.word[2]), "=r"(four.word[3]) : "r"(address));
-        else asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(four.word[0]), "=r"(four.word[1]) : "r"(address));
+                         : "=r"(four.word[0]), "=r"(four.word[1]), "=r"(four.word[2]), "=r"(four.word[3])
+                         : "r"(address));
+        else
+            asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                         : "=r"(four.word[0]), "=r"(four.word[1]) : "r"(address));
         return four;
     }
 #endif
@@ -109,29 +131,32 @@ private:
 constexpr float kQuickGptOss = 51.0f;
 
 // What gpt_oss adds to b.
-__device__ __forceinline__ float one(const Gate& g) { return g.has(Gate::kGptOss) ? 1.0f : -0.0f; }
+__device__ __forceinline__ float one(const SwigluCall& call) {
+    return call.has(SwigluCall::kGptOss) ? 1.0f : -0.0f;
+}
 
-#if BACKWARD
-// a and b clamped where an element is beyond the limit, which is rare. Bit i: of a; bit 8 + i: of b.
-__device__ __forceinline__ u32 clip(const Gate& g, float (&a)[8], float (&b)[8]) {
-    if (__builtin_expect(none_beyond(a, b, g.limit), 1)) return 0;
+// Clamps a and b where an element is beyond the limit, which is rare. Returns bit i for a, bit 8 + i for b.
+__device__ __forceinline__ u32 clip(const SwigluCall& call, float (&a)[8], float (&b)[8]) {
+    if (__builtin_expect(none_beyond(a, b, call.limit), 1)) return 0;
     u32 clipped = 0;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        mark_above(clipped, 1u << i, a[i], g.limit), mark_above(clipped, 0x100u << i, magnitude(b[i]), g.limit);
-        a[i] = at_most(a[i], g.limit), b[i] = at_least(at_most(b[i], g.limit), g.minus_limit);
+        mark_above(clipped, 1u << i, a[i], call.limit),
+        mark_above(clipped, 0x100u << i, magnitude(b[i]), call.limit);
+        a[i] = at_most(a[i], call.limit), b[i] = at_least(at_most(b[i], call.limit), call.minus_limit);
     }
     return clipped;
 }
 
-// da and db of eight elements, in the order of their parts. sums: of the terms of dp, over four elements and four; interleaved these are of
-// either part.
-__device__ __forceinline__ void gradients(const Gate& g, float prob, const float (&a)[8], const float (&b)[8], float (&grad)[8],
-                                          const float (&sigma)[8], u32 clipped, float (&values)[2][8], float (&sums)[2]) {
+// da and db of eight elements, in the order of their parts. sums: the terms of dp, added over four elements
+// and four; interleaved these belong to either part.
+__device__ __forceinline__ void gradients(const SwigluCall& call, float prob, const float (&a)[8],
+                                          const float (&b)[8], float (&grad)[8], const float (&sigma)[8],
+                                          u32 clipped, float (&values)[2][8], float (&sums)[2]) {
     float silu[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) silu[i] = mul_rn(a[i], sigma[i]);
-    if (g.sums) {
+    if (call.sums) {
         TreeSum<4> halves[2];
 #pragma unroll
         for (int i = 0; i < 8; i++) {
@@ -142,7 +167,8 @@ __device__ __forceinline__ void gradients(const Gate& g, float prob, const float
     }
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        const float rest = mul_rn(mul_rn(g.alpha, a[i]), fma_rn(sigma[i], -1.0f, 1.0f));                // u * (1 - sigma)
+        // rest = u * (1 - sigma)
+        const float rest = mul_rn(mul_rn(call.alpha, a[i]), fma_rn(sigma[i], -1.0f, 1.0f));
         values[0][i] = mul_rn(mul_rn(grad[i], b[i]), mul_rn(sigma[i], add_rn(1.0f, rest)));
         values[1][i] = mul_rn(grad[i], silu[i]);
     }
@@ -151,11 +177,10 @@ __device__ __forceinline__ void gradients(const Gate& g, float prob, const float
         for (int i = 0; i < 16; i++)
             if (clipped >> i & 1) values[i / 8][i % 8] = 0.0f;
     }
-    if (!g.interleaved()) return;
+    if (!call.interleaved()) return;
     float paired[2][8];
 #pragma unroll
     for (int i = 0; i < 16; i++) paired[i / 8][i % 8] = values[i % 2][i / 2];
 #pragma unroll
     for (int i = 0; i < 16; i++) values[i / 8][i % 8] = paired[i / 8][i % 8];
 }
-#endif

@@ -1,23 +1,19 @@
-// PLAIN calls: those that most make. x = [a | b], no bias, no clamp, the form `swiglu`, rows that allow wide accesses; of gradients H is a
-// multiple of a tile's columns. Then a tile of y, or of da and that of db, comes from one read and one sigma, by instructions that follow
-// one another. Told at run time these choices were most of the program: an H200 waited for instructions.
+// Calls without options, whose rows come through registers: a tile of y, or one of da and one of db, from one
+// read and one sigma, by instructions that follow one another.
 #pragma once
 #include "swiglu/swiglu.cuh"
 
-constexpr int kParts = 1 + BACKWARD;                                 // results: y, or da and db
-// Of swiglu_cast: how many rows are on their way from memory while one is computed.
-constexpr int kRowsAhead = sizeof(IN::storage) == 2 && BACKWARD ? 2 : 1;
+// Of swiglu_cast: how many rows are in flight while one is computed.
+constexpr int kRowsAhead = sizeof(IN::storage) == 2 && kBackward ? 2 : 1;
 
-// What is loaded for a row of a patch.
+// The elements that are loaded for a row of a patch.
 struct RawRow {
-    Eight a, b;
-#if BACKWARD
-    Eight grad;
-#endif
+    static constexpr int kGrad = 1 + kBackward;
+    Eight part[2 + kBackward];   // a, b and (BACKWARD) grad
 };
 
-// Combines kCount values of every lane over the four lanes of a run: each lane is left with one of them, the owned()-th. Each exchange
-// halves the values that a lane has a part of.
+// Combines kCount values of every lane over the four lanes of a segment: each lane is left with one of them,
+// the owned()-th. Each exchange halves the values that a lane has a part of.
 template <int kCount, class Combine>
 __device__ __forceinline__ u32 fold(const u32 (&v)[kCount], Combine combine) {
     static_assert(kCount == 2 || kCount == 4, "at most one for each lane");
@@ -29,15 +25,18 @@ __device__ __forceinline__ u32 fold(const u32 (&v)[kCount], Combine combine) {
         kept[i] = combine(own, __shfl_xor_sync(~0u, sent, 1));
     }
     if (kCount == 2) return combine(kept[0], __shfl_xor_sync(~0u, kept[0], 2));
-    const u32 sent = upper_pair ? kept[0] : kept[kCount / 2 - 1], own = upper_pair ? kept[kCount / 2 - 1] : kept[0];
+    const u32 sent = upper_pair ? kept[0] : kept[kCount / 2 - 1];
+    const u32 own = upper_pair ? kept[kCount / 2 - 1] : kept[0];
     return combine(own, __shfl_xor_sync(~0u, sent, 2));
 }
 template <int kCount>
-__device__ __forceinline__ int owned() { return kCount == 2 ? threadIdx.x % 2 : threadIdx.x % 2 * 2 + threadIdx.x / 2 % 2; }
-// The lane of this lane's run that owns value i of four.
+__device__ __forceinline__ int owned() {
+    return kCount == 2 ? threadIdx.x % 2 : threadIdx.x % 2 * 2 + threadIdx.x / 2 % 2;
+}
+// The lane of this lane's segment that owns value i of four.
 __device__ __forceinline__ int owner(int i) { return threadIdx.x % 32 / 4 * 4 + i / 2 + i % 2 * 2; }
 
-// Wants v here, not where it is used.
+// Makes the compiler find v here, not where it is used.
 __device__ __forceinline__ void pin(float (&v)[8]) {
 #ifndef CUPY_FP8_HOST
 #pragma unroll
@@ -45,10 +44,16 @@ __device__ __forceinline__ void pin(float (&v)[8]) {
 #endif
 }
 
-// Values and, of gradients, the sum of the terms of dp where these are wanted. Without probs they are 1, which changes no bit.
-__device__ __forceinline__ float activate(const float* sums, float prob, const float (&a)[8], const float (&b)[8], float (&grad)[8],
-                                          const float (&sigma)[8], float (&values)[kParts][8]) {
-#if BACKWARD
+// y, or da and db, of eight elements. Returns the sum of the terms of dp where these are wanted. prob: 1
+// without probs, which changes no bit.
+__device__ __forceinline__ float activate(const float* sums, float prob, const float (&a)[8],
+                                          const float (&b)[8], float (&grad)[8], const float (&sigma)[8],
+                                          float (&values)[2][8]) {
+    if constexpr (!kBackward) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) values[0][i] = mul_rn(mul_rn(mul_rn(a[i], sigma[i]), b[i]), prob);
+        return 0.0f;
+    }
     TreeSum<8> sum;
     float silu[8];
 #pragma unroll
@@ -62,59 +67,44 @@ __device__ __forceinline__ float activate(const float* sums, float prob, const f
     }
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        const float rest = mul_rn(a[i], fma_rn(sigma[i], -1.0f, 1.0f));                               // a * (1 - sigma)
+        // rest = a * (1 - sigma)
+        const float rest = mul_rn(a[i], fma_rn(sigma[i], -1.0f, 1.0f));
         values[0][i] = mul_rn(mul_rn(grad[i], b[i]), mul_rn(sigma[i], add_rn(1.0f, rest)));
         values[1][i] = mul_rn(grad[i], silu[i]);
     }
     return sums ? sum.sum() : 0.0f;
-#else
-#pragma unroll
-    for (int i = 0; i < 8; i++) values[0][i] = mul_rn(mul_rn(mul_rn(a[i], sigma[i]), b[i]), prob);
-    return 0.0f;
-#endif
-}
-
-__device__ __forceinline__ float activate(const float* sums, float prob, const float (&a)[8], const float (&b)[8], float (&grad)[8],
-                                          float (&values)[kParts][8]) {
-    float sigma[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) sigma[i] = a[i];
-    sigmoids(sigma);
-    return activate(sums, prob, a, b, grad, sigma, values);
-}
-
-__device__ __forceinline__ void widen_eight(const Eight& from, float (&v)[8]) {
-#pragma unroll
-    for (int i = 0; i < 8; i += 2) from[i / kLoad].widen2(i % kLoad / 2, v[i], v[i + 1]);
 }
 
 __device__ __forceinline__ u32 add_bits(u32 v, u32 w) { return as_bits(add_rn(as_float(v), as_float(w))); }
-// The sums of kRows rows, `row` and those that many `apart`, over the columns of a tile, the tile-th across. left: how many rows there are
-// from `row` on.
+// Stores the sums of kRows rows over the columns of a tile, the tile-th across. The rows are `row` and those
+// that follow it, `apart` from one another. left: how many rows there are from `row` on.
 template <int kRows>
-__device__ __forceinline__ void store_sums(const Gate& g, const u32 (&sums)[kRows], i64 row, int apart, i64 tile, int left) {
+__device__ __forceinline__ void store_sums(const SwigluCall& call, const u32 (&sums)[kRows], i64 row,
+                                           int apart, i64 tile, int left) {
     float total = as_float(fold(sums, add_bits));
 #pragma unroll
     for (int distance = 4; distance < Tile::kColumnPatches; distance *= 2)
         total = add_rn(total, as_float(__shfl_xor_sync(~0u, as_bits(total), distance)));
     const int r = owned<kRows>() * apart;
-    if (Tile::column_patch() < kRows && r < left) g.sums[tile * g.rows + row + r] = as_float(f32::narrow(total));
+    if (Tile::column_patch() < kRows && r < left)
+        call.sums[tile * call.rows + row + r] = as_float(f32::narrow(total));
 }
 
-// The rows of a patch in groups of kRows, kAhead of them on their way from memory while one is computed.
-// A row that does not exist repeats the row whose registers it has, times 0: what is not NaN becomes 0. (Gradients without weights are not
-// multiplied by anything: what is repeated is in the same maxima already.)
+// The rows of a patch in groups of kRows, kAhead of them in flight while one is computed.
+// A row that does not exist repeats the row whose registers it has, times 0: what is not NaN becomes 0.
+// (Gradients without weights are not multiplied by anything: a repeated row is in the same maxima already.)
 template <int kRows, int kAhead>
 class Rows {
 public:
-    __device__ __forceinline__ Rows(const Gate& g, const Place& place)
-        : rows_left(place.columns_left ? place.rows_left : 0), half(g.half()), a(g.x + place.row * (2 * half) + place.column) {
+    __device__ __forceinline__ Rows(const SwigluCall& call, const Place& place)
+        : left(place.columns_left ? place.rows_left : 0), half(call.half()),
+          a(call.x + place.row * (2 * half) + place.column) {
         static_assert(kRows % kAhead == 0, "a row takes the registers of the one that is kAhead above it");
-#if BACKWARD
-        grad = g.grad + place.row * half + place.column;
-#endif
+        if constexpr (kBackward) grad = call.grad + place.row * half + place.column;
         const i64 row = place.row - Tile::patch_row() + threadIdx.x;
-        const float prob = g.probs && threadIdx.x < Tile::kRows && row < g.rows ? g.probs[row] : row < g.rows ? 1.0f : 0.0f;
+        const bool exists = row < call.rows;
+        const float prob = call.probs && threadIdx.x < Tile::kRows && exists ? call.probs[row]
+            : exists ? 1.0f : 0.0f;
 #pragma unroll
         for (int i = 0; i < kAhead; i++) {
             raw[i] = {};
@@ -124,39 +114,44 @@ public:
         if (threadIdx.x < Tile::kRows) probs[threadIdx.x] = prob;
         __syncthreads();
     }
-    // use(r, values) of the rows of a group. Groups are taken in their order.
+    // use(r, values) is called for the rows of a group. Groups are taken in their order.
     template <class Use>
-    __device__ __forceinline__ void each(const Gate& g, const Place& place, int group, Use use) {
-        const auto prob = Chunk<f32, kRows>::load_shared(reinterpret_cast<const u8*>(shared_probs() + Tile::patch_row() + group * kRows));
+    __device__ __forceinline__ void each(const SwigluCall& call, const Place& place, int group, Use use) {
+        const float* const first_prob = shared_probs() + Tile::patch_row() + group * kRows;
+        const auto prob = Chunk<f32, kRows>::load_shared(reinterpret_cast<const u8*>(first_prob));
         u32 sums[kRows];
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
             RawRow& in = raw[r % kAhead];
-            float a[8], b[8], grad[8], values[kParts][8];
-            widen_eight(in.a, a), widen_eight(in.b, b);
-#if BACKWARD
-            widen_eight(in.grad, grad);
-            pin(grad);
-#endif
+            float a[8], b[8], grad[8], sigma[8], values[2][8];
+            widen_eight(in.part[0], a), widen_eight(in.part[1], b);
+            if constexpr (kBackward) {
+                widen_eight(in.part[RawRow::kGrad], grad);
+                pin(grad);
+            }
             pin(a), pin(b);
             load(group * kRows, r + kAhead, in);             // past the patch no row exists
-            sums[r] = as_bits(activate(g.sums, as_float(prob.word[r]), a, b, grad, values));
+#pragma unroll
+            for (int i = 0; i < 8; i++) sigma[i] = a[i];
+            sigmoids(sigma);
+            sums[r] = as_bits(activate(call.sums, as_float(prob.word[r]), a, b, grad, sigma, values));
             use(r, values);
         }
         a += kRows * 2 * half;
-#if BACKWARD
-        grad += kRows * half;
-#endif
-        if (BACKWARD && g.sums) store_sums(g, sums, place.row + group * kRows, 1, place.column / Tile::kColumns, rows_left - group * kRows);
+        if constexpr (kBackward) {
+            grad += kRows * half;
+            const i64 row = place.row + group * kRows;
+            if (call.sums)
+                store_sums(call, sums, row, 1, place.column / Tile::kColumns, left - group * kRows);
+        }
     }
 
 private:
-    int rows_left;
+    // Rows that exist: none where the columns do not.
+    int left;
     i64 half;
-    const IN::storage* a;                                            // of the next row to be loaded
-#if BACKWARD
+    const IN::storage* a;                                            // the next row to be loaded
     const IN::storage* grad;
-#endif
     RawRow raw[kAhead];
 
     static __device__ __forceinline__ float* shared_probs() {
@@ -164,13 +159,11 @@ private:
         return probs;
     }
     __device__ __forceinline__ void load(int first, int r, RawRow& to) {
-        const bool exists = first + r < rows_left;
-        load_eight(to.a, a + r * (2 * half), exists), load_eight(to.b, a + r * (2 * half) + half, exists);
-#if BACKWARD
-        load_eight(to.grad, grad + r * half, exists);
-#endif
+        const bool exists = first + r < left;
+        load(to.part[0], a + r * (2 * half), exists), load(to.part[1], a + r * (2 * half) + half, exists);
+        if constexpr (kBackward) load(to.part[RawRow::kGrad], grad + r * half, exists);
     }
-    static __device__ __forceinline__ void load_eight(Eight& to, const IN::storage* from, bool exists) {
+    static __device__ __forceinline__ void load(Eight& to, const IN::storage* from, bool exists) {
 #pragma unroll
         for (int l = 0; l < kLoads; l++) {
             if (exists) to[l] = Chunk<IN, kLoad>::load(from + l * kLoad);

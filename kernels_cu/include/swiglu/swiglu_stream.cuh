@@ -1,309 +1,200 @@
-// Rows of y, or of da and db, in lines of eight elements per thread (swiglu_tensor.cu, swiglu_blocks.cu, swiglu_mx.cu). x and grad
-// come through shared memory (cp.async): what is on its way takes no registers, and is the next tile's while this one is stored.
+// Rows of y, or of da and db, in chunks of eight elements per thread (swiglu_tensor.cu, swiglu_blocks.cu,
+// swiglu_mx.cu). x and grad come through shared memory (cp.async): copies in flight take no registers, and
+// fetch the next tile while this one is stored.
 //
-// A block of kLineThreads threads owns 128 columns of y and some tiles of 128 rows, one below the other. Threads read what they have
-// copied themselves: nobody waits for anything but its own copies (and for other experts' biases). Rows and columns that do not exist are
-// zeros; where a bias is added to these, the results are made zeros.
+// A block of kStreamThreads threads owns 128 columns of y and some tiles of 128 rows, one below the other.
+// Threads read what they have copied themselves: nobody waits for anything but its own copies (and for other
+// experts' biases). Rows and columns that do not exist are zeros; where a bias is added to these, the results
+// are made zeros.
 #pragma once
-#if OPTIONS
-#include "swiglu/swiglu_options.cuh"
-#endif
-
-constexpr int kLineThreads = PLAIN == 1 ? 512 : 256;                 // PLAIN 1: a group of all is a tile, whose columns have scales
-constexpr int kLineRows = PLAIN == 1 ? 4 : 4 / kParts, kLines = kLineRows * kParts;          // of a group
-constexpr int kPatches = kLineThreads / Tile::kColumnPatches, kStepRows = kPatches * kLineRows;      // threads down; rows of a group of all
-constexpr int kSteps = Tile::kRows / kStepRows;                      // in a tile
-constexpr int kApart = PLAIN == 1 ? 1 : kPatches;                    // a thread's rows: adjacent where they are transposed
-// Also in ops/quantize/swiglu.py.
-constexpr int kStages = (sizeof(IN::storage) == 2 ? 4 : 2) / (PLAIN == 1 && BACKWARD ? 2 : 1);
-constexpr int kAtOnce = (kStages + 1) / 2;               // rows that have memory; that are requested together
-constexpr int kArrays = 2 + BACKWARD, kSlot = kLineThreads * 16, kStageBytes = kArrays * kLoads * kSlot;
-static_assert(kLineRows % kAtOnce == 0, "rows are requested in the place of those that have been read");
-// Blocks that share a multiprocessor: 32 warps of y, 24 of gradients, 16 of both their directions. Calls of divisions take registers, and
-// elsewhere some programs take a few more.
-#if PLAIN == 1 && DIVIDE
-constexpr int kLineBlocks = 1;
-#elif PLAIN == 1 && OPTIONS && !defined(ENTRY_swiglu_cast)
-constexpr int kLineBlocks = BACKWARD || sizeof(IN::storage) == 4 ? 1 : 2;
-#elif PLAIN == 1
-constexpr int kLineBlocks = 2 - BACKWARD;
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && __CUDACC_VER_MAJOR__ >= 13
-constexpr int kLineBlocks = 4 - BACKWARD;
-#else
-constexpr int kLineBlocks = BACKWARD ? 2 : sizeof(IN::storage) == 4 ? 3 : 4;
-#endif
-
-// Of a block: as many as it has threads, where shared memory is enough. Also in ops/quantize/swiglu.py.
-#if OPTIONS && defined(ENTRY_swiglu_block) && !BACKWARD
-constexpr int kMostRows = kLineThreads / (sizeof(IN::storage) == 4 ? 2 : 1) / (1 + EXPERTS);
-#elif OPTIONS
-constexpr int kMostRows = kLineThreads;
-#endif
-
-// Of this thread's row r in a step.
-__device__ __forceinline__ int line_row(int r) {
-    const int patch = threadIdx.x / Tile::kColumnPatches;
-    return (PLAIN == 1 ? patch * kLineRows : patch) + r * kApart;
-}
-// An address from which others follow by addition: the compiler would multiply anew for each.
-template <class T>
-__device__ __forceinline__ void pin(T*& p) {
-#ifndef CUPY_FP8_HOST
-    asm volatile("" : "+l"(p));
-#endif
-}
-
-// A block's first tile, in tiles. Along rows of tiles.
-struct StreamPosition {
-    u32 down, across;
-
-    __device__ __forceinline__ StreamPosition(const Gate& g, u32 tiles) {
-        const u32 all = (u32)((g.half() + Tile::kColumns - 1) / Tile::kColumns), line = all ? blockIdx.x / all : 0;
-        down = line * tiles, across = blockIdx.x - line * all;
-    }
-    __device__ __forceinline__ TilePosition tile() const { return {0, (i64)down * Tile::kRows, (i64)across * Tile::kColumns}; }
-#if OPTIONS
-    // To the block's next tile, where there is one. tiles: a power of two.
-    __device__ __forceinline__ bool advance(const Gate& g, u32 tiles) {
-        down++;
-#ifndef CUPY_FP8_HOST
-        asm volatile("" : "+r"(across));                             // what follows from it takes no registers all the time
-#endif
-        return down & (tiles - 1) && (i64)down * Tile::kRows < g.rows;
-    }
-    // The first of its results.
-    __device__ __forceinline__ TilePosition results(const Gate& g) const {
-        return {0, (i64)down * Tile::kRows, (i64)across * (adjoin(g) ? 2 * Tile::kColumns : Tile::kColumns)};
-    }
-#endif
-};
+#include "swiglu/swiglu_chunks.cuh"
+#include "swiglu/swiglu_magnitudes.cuh"
 
 class Stream {
 public:
-    int left;                    // how many rows exist from this thread's next one on; none where the columns do not (gradients with OPTIONS: `absent`)
+    // How many rows exist from this thread's next one on; none where the columns do not (gradients with
+    // options: see `absent`).
+    int left;
 
-    // at: of the block's first tile.
-    __device__ __forceinline__ Stream(const Gate& g, const TilePosition& at, int tiles, u8* shared)
-        : half(g.half()), slots(shared + threadIdx.x * 16), stage(0)
-#if OPTIONS
-        , gate(g)
-#endif
-    {
-        const i64 row = at.row + line_row(0), column = at.column + Tile::patch_column();
-#if OPTIONS
-        left = BACKWARD || column < half ? left_of(g.rows - row, tiles * Tile::kRows - line_row(0)) : 0;
-        const i64 in_row = first_of_row(g, at.column);
-        x = g.x + row * (2 * half) + in_row;
-#if BACKWARD
-        absent = column < half ? 0 : kBothParts;
-        grad = g.grad + row * half + column;
-        if (g.interleaved()) {
-            absent = in_row >= g.columns ? kBothParts : in_row + Tile::kColumns >= g.columns ? kBothParts & ~kFirstPart : 0;
-            grad -= Tile::patch_column() / 2;
+    // at: the block's first tile.
+    __device__ __forceinline__ Stream(const SwigluCall& call, const TilePosition& at, int tiles, u8* shared)
+        : half(call.half()), staged(shared + threadIdx.x * 16), stage(0), call(call) {
+        const i64 row = at.row + row_in_step(0), column = at.column + Tile::patch_column();
+        left = (kOptions && kBackward) || column < half
+            ? left_of(call.rows - row, tiles * Tile::kRows - row_in_step(0)) : 0;
+        const i64 in_row = kOptions ? first_of_row(call, at.column) : column;
+        x = call.x + row * (2 * half) + in_row;
+        if constexpr (kBackward) {
+            if constexpr (kOptions) absent = column < half ? 0 : kBothParts;
+            grad = call.grad + row * half + column;
+            if (kOptions && call.interleaved()) {
+                absent = in_row >= call.columns ? kBothParts
+                    : in_row + Tile::kColumns >= call.columns ? kBothParts & ~kFirstPart : 0;
+                grad -= Tile::patch_column() / 2;
+            }
         }
-#endif
-        Biases::load(g, at);
-#else
-        left = column < half ? left_of(g.rows - row, tiles * Tile::kRows - line_row(0)) : 0;
-        x = g.x + row * (2 * half) + column;
-#if BACKWARD
-        grad = g.grad + row * half + column;
-#endif
-#endif
+        if constexpr (kOptions) Biases::load(call, at);
         request(0);
         if (kStages > kAtOnce) request(kAtOnce);
         const i64 own = at.row + threadIdx.x;
-#if OPTIONS
-        if (threadIdx.x < kMostRows)
-#endif
-            shared_probs()[threadIdx.x] = g.probs && own < g.rows ? g.probs[own] : 1.0f;
+        if (!kOptions || threadIdx.x < kMostRows)
+            shared_probs()[threadIdx.x] = call.probs && own < call.rows ? call.probs[own] : 1.0f;
         __syncthreads();
     }
-    // use(r, v, sigma) of the rows of a group. v: of a, b, grad; OPTIONS, and not BACKWARD: of a * sigma, b. at: of the block's tile.
+    // use(r, v, sigma) is called for the rows of a group. v: a, b, grad; forward with options: a * sigma, b.
+    // at: the block's tile.
     template <class Use>
     __device__ __forceinline__ void each(const StreamPosition& at, Use use) {
-#if OPTIONS && EXPERTS
-        others = change_biases(at.tile());
-#endif
+        if constexpr (kExperts) others = change_biases(at.tile());
 #pragma unroll
-        for (int r = 0; r < kLineRows; r++) {
+        for (int r = 0; r < kThreadRows; r++) {
             if (r % kAtOnce == 0) copy_async_wait<(kStages > kAtOnce)>();
             float v[kArrays][8], sigma[8];
-#if OPTIONS
-            read_options(at, r, v, sigma);
-#else
-            Eight raw;
-            read(r, 0, raw);
-            widen_eight(raw, v[0]);
-#pragma unroll
-            for (int i = 0; i < 8; i++) sigma[i] = v[0][i];
-            sigmoids(sigma, all_quick(raw));
-#pragma unroll
-            for (int k = 1; k < kArrays; k++) {
-                read(r, k, raw);
-                widen_eight(raw, v[k]);
-            }
-#endif
+            if constexpr (kOptions) read_options(at, r, v, sigma);
+            else read_plain(r, v, sigma);
             if (r % kAtOnce == kAtOnce - 1) request(r + 1 - kAtOnce + kStages);
             use(r, v, sigma);
         }
-        stage = (stage + kLineRows) % kStages;
+        stage = (stage + kThreadRows) % kStages;
     }
-#if OPTIONS
-    // How many of the rows exist that are `left`, of this thread's columns of a part.
+    // How many of the `left` rows exist, of this thread's columns of a part. With options.
     __device__ __forceinline__ int left_in(int part, int left) const { return has(part) ? left : 0; }
-#endif
-#if OPTIONS && BACKWARD
-    // Of the row that each() has told last. sums: row r of both parts.
-    __device__ __forceinline__ void gradients(const Gate& g, int r, float weight, float (&v)[kArrays][8], const float (&sigma)[8],
-                                              float (&values)[kParts][8], u32 (&sums)[2][kLineRows]) const {
+    // Gradients of the row that each() has told last, with options. sums: row r of both parts.
+    __device__ __forceinline__ void gradients(int r, float weight, float (&v)[kArrays][8],
+                                              const float (&sigma)[8], float (&values)[2][8],
+                                              u32 (&sums)[2][kThreadRows]) const {
         float of_parts[2] = {};
-        ::gradients(g, weight, v[0], v[1], v[2], sigma, clipped, values, of_parts);
-        if (!g.sums) return;
-        if (!g.interleaved()) of_parts[0] = add_rn(of_parts[0], of_parts[1]);
+        ::gradients(call, weight, v[0], v[1], v[kArrays - 1], sigma, clipped, values, of_parts);
+        if (!call.sums) return;
+        if (!call.interleaved()) of_parts[0] = add_rn(of_parts[0], of_parts[1]);
 #pragma unroll
-        for (int part = 0; part < 2; part++) sums[part][r] = has(part) ? as_bits(of_parts[part]) : kAbsentTerm;
+        for (int part = 0; part < 2; part++)
+            sums[part][r] = has(part) ? as_bits(of_parts[part]) : kAbsentTerm;
     }
-    __device__ __forceinline__ void store_sums(const Gate& g, const StreamPosition& at, const u32 (&sums)[2][kLineRows]) const {
-        if (!g.sums) return;
-        const i64 row = at.tile().row + line_row(0), first = at.results(g).column;
-        ::store_sums(g, sums[0], row, kApart, first / Tile::kColumns, left);
-        if (g.interleaved() && first + Tile::kColumns < g.columns)
-            ::store_sums(g, sums[1], row, kApart, first / Tile::kColumns + 1, left);
+    __device__ __forceinline__ void store_sums(const StreamPosition& at,
+                                               const u32 (&sums)[2][kThreadRows]) const {
+        if (!call.sums) return;
+        const i64 row = at.tile().row + row_in_step(0), first = at.results(call).column;
+        ::store_sums(call, sums[0], row, kApart, first / Tile::kColumns, left);
+        if (call.interleaved() && first + Tile::kColumns < call.columns)
+            ::store_sums(call, sums[1], row, kApart, first / Tile::kColumns + 1, left);
     }
-#endif
-    // The lines of a group; PLAIN 2: without the weights of y. weights: of its rows. step: of the block's tile.
-    __device__ __forceinline__ void compute(const Gate& g, const StreamPosition& at, int step, const float* weights,
-                                            float (&y)[kLines][8]) {
-#if BACKWARD && OPTIONS
-        u32 sums[2][kLineRows];
-#elif BACKWARD
-        u32 sums[kLineRows];
-#endif
-        each(at, [&](int r, float (&v)[kArrays][8], const float (&sigma)[8]) {
-#if BACKWARD
-            float values[kParts][8];
-#if OPTIONS
-            gradients(g, r, weights[r * kApart], v, sigma, values, sums);
-#else
-            sums[r] = as_bits(activate(g.sums, weights[r * kApart], v[0], v[1], v[2], sigma, values));
-#endif
+    // The chunks of a group; path rows: without the weights of y. weights: of its rows. step: of the block's
+    // tile.
+    __device__ __forceinline__ void compute(const StreamPosition& at, int step, const float* weights,
+                                            float (&y)[kThreadChunks][8]) {
+        u32 sums[kThreadRows], part_sums[2][kThreadRows];            // without options, and with them
+        each(at, [&](int r, float(&v)[kArrays][8], const float(&sigma)[8]) {
+            if constexpr (kBackward) {
+                float values[2][8];
+                if constexpr (kOptions) gradients(r, weights[r * kApart], v, sigma, values, part_sums);
+                else sums[r] = as_bits(activate(call.sums, weights[r * kApart], v[0], v[1], v[kArrays - 1],
+                                                sigma, values));
 #pragma unroll
-            for (int part = 0; part < kParts; part++)
+                for (int part = 0; part < kParts; part++)
 #pragma unroll
-                for (int i = 0; i < 8; i++) y[part * kLineRows + r][i] = values[part][i];
-#else
+                    for (int i = 0; i < 8; i++) y[part * kThreadRows + r][i] = values[part][i];
+            } else {
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-#if OPTIONS
-                const float u = mul_rn(v[0][i], v[1][i]);
-#else
-                const float u = mul_rn(mul_rn(v[0][i], sigma[i]), v[1][i]);
-#endif
-                y[r][i] = PLAIN == 2 ? u : mul_rn(u, weights[r * kApart]);
+                for (int i = 0; i < 8; i++) {
+                    const float u = mul_rn(kOptions ? v[0][i] : mul_rn(v[0][i], sigma[i]), v[1][i]);
+                    y[r][i] = kPath == Path::rows ? u : mul_rn(u, weights[r * kApart]);
+                }
             }
-#endif
         });
-#if OPTIONS && !BACKWARD
-        if (left < kLineRows) {                                      // biases alone
+        if constexpr (kOptions && !kBackward) {
+            if (left < kThreadRows) {                                // biases alone
 #pragma unroll
-            for (int r = 0; r < kLineRows; r++)
-                if (r >= left)
+                for (int r = 0; r < kThreadRows; r++)
+                    if (r >= left)
 #pragma unroll
-                    for (float& v : y[r]) v = 0.0f;
+                        for (float& v : y[r]) v = 0.0f;
+            }
         }
-#endif
-#if BACKWARD && OPTIONS
-        store_sums(g, at, sums);
-#elif BACKWARD
-        if (g.sums) store_sums(g, sums, at.tile().row + step * kStepRows + line_row(0), kApart, at.across, left);
-#endif
+        if constexpr (kBackward && kOptions) store_sums(at, part_sums);
+        else if constexpr (kBackward) {
+            if (call.sums)
+                ::store_sums(call, sums, at.tile().row + step * kStepRows + row_in_step(0), kApart, at.across,
+                             left);
+        }
         left -= kStepRows;
     }
-    // After the last group: what was requested beyond it is there too, before another block has the shared memory.
+    // Waits, after the last group, for what was requested beyond it, before another block has the shared
+    // memory.
     static __device__ __forceinline__ void finish() { copy_async_wait(); }
-    // Of the block's rows, 1 without weights.
+    // The weights of the block's rows, 1 without probs.
     static __device__ __forceinline__ float* shared_probs() {
-#if OPTIONS
         __shared__ __align__(16) float probs[kMostRows];
-#else
-        __shared__ __align__(16) float probs[kLineThreads];
-#endif
         return probs;
     }
 
 private:
     i64 half;
-    u8* slots;
-    const IN::storage* x;                                            // of the next row to be requested
-#if BACKWARD
-    const IN::storage* grad;
-#endif
+    u8* staged;                                                      // this thread's part of the stages
+    const IN::storage *x, *grad;                                     // the next row to be requested
     int stage;                                                       // of the group's first row
-#if OPTIONS
-    const Gate& gate;
+    const SwigluCall& call;
     const Biases biases;
-    static_assert(4 * Tile::kColumns == kLineThreads, "each loads a bias: of two experts, of a and b");
-#if EXPERTS
+    static_assert(!kOptions || 4 * Tile::kColumns == kStreamThreads,
+                  "each loads a bias: of two experts, of a and b");
     u32 others;                                                      // rows of other experts (change_biases)
-#endif
-#if BACKWARD
     // Bits of `clipped`: interleaved a thread has four elements of either part, otherwise both parts or none.
     static constexpr u32 kFirstPart = 0x0f0fu, kBothParts = 0xffffu;
-    u32 absent;                                                      // columns
-    u32 clipped;                                                     // of the row that each() has told last: or absent
-#endif
-    __device__ __forceinline__ bool has(int part) const {
-#if BACKWARD
-        return !(absent & (part ? kBothParts & ~kFirstPart : kFirstPart));
-#else
-        return true;
-#endif
-    }
-    // The first element of a row of x that this thread has. column: the tile's.
-    static __device__ __forceinline__ i64 first_of_row(const Gate& g, i64 column) {
-        if (!g.interleaved()) return column + Tile::patch_column();
-        return 2 * column + (BACKWARD ? 1 : 2) * Tile::patch_column();
-    }
-    // From a thread's first eight elements of a row of x to its others.
-    __device__ __forceinline__ i64 second() const { return !gate.interleaved() ? half : BACKWARD ? Tile::kColumns : 8; }
+    u32 absent;                                                      // columns that do not exist
+    // What is clipped in the row that each() has told last, or does not exist.
+    u32 clipped;
 
-#if EXPERTS
-    // Loads a tile's biases, where the block has others. The result: which of this thread's rows have another expert than the first row of the
-    // tile (kLineRows bits), and than the last one too (as many).
+    __device__ __forceinline__ bool has(int part) const {
+        return !kBackward || !(absent & (part ? kBothParts & ~kFirstPart : kFirstPart));
+    }
+    // The first element of a row of x that this thread has, with options. column: the tile's.
+    static __device__ __forceinline__ i64 first_of_row(const SwigluCall& call, i64 column) {
+        if (!call.interleaved()) return column + Tile::patch_column();
+        return 2 * column + (kBackward ? 1 : 2) * Tile::patch_column();
+    }
+    // Elements from a thread's first eight of a row of x to its others.
+    __device__ __forceinline__ i64 second() const {
+        return !kOptions || !call.interleaved() ? half : kBackward ? Tile::kColumns : 8;
+    }
+
+    // Loads a tile's biases, where the block has those of other experts. Returns kThreadRows bits for this
+    // thread's rows of another expert than the first row of the tile, then as many for those of another one
+    // than the last row too.
     __device__ __forceinline__ u32 change_biases(const TilePosition& tile) const {
-        static_assert(kLineRows == 4 && kApart == 1, "four words of which the first is aligned");
-        const u32* const experts = gate.experts + tile.row;
+        static_assert(!kOptions || (kThreadRows == 4 && kApart == 1),
+                      "four words of which the first is aligned");
+        if (kMaybeExperts && !call.experts) return 0;
+        const u32* const experts = call.experts + tile.row;
         const u32 first = load_read_only(experts), last = load_read_only(experts + Tile::kRows - 1);
-        const uint4 own = load_read_only(reinterpret_cast<const uint4*>(experts + line_row(0)));
+        const uint4 own = load_read_only(reinterpret_cast<const uint4*>(experts + row_in_step(0)));
         if (first != Biases::experts()[0] || last != Biases::experts()[1]) {
             __syncthreads();
-            Biases::load(gate, tile);
+            Biases::load(call, tile);
             __syncthreads();
         }
         const auto others = [&](u32 expert) {
-            return (own.x != expert) | (own.y != expert) << 1 | (own.z != expert) << 2 | (own.w != expert) << 3;
+            return (own.x != expert) | (own.y != expert) << 1 | (own.z != expert) << 2
+                | (own.w != expert) << 3;
         };
-        return others(first) | (others(first) & others(last)) << kLineRows;
+        return others(first) | (others(first) & others(last)) << kThreadRows;
     }
-#endif
-    // Of row r. part: of a, or of b.
-    __device__ __forceinline__ void add_biases(const StreamPosition& at, int r, int part, float (&v)[8]) const {
-        const Gate& g = gate;
-#if !EXPERTS
-        biases.add(g, part, false, v);
-#else
+    // Adds the biases of row r. part: 0 for a, 1 for b.
+    __device__ __forceinline__ void add_biases(const StreamPosition& at, int r, int part,
+                                               float (&v)[8]) const {
+        if constexpr (!kExperts) return biases.add(call, part, false, v);
         u32 rare = others;
 #ifndef CUPY_FP8_HOST
-        asm volatile("" : "+r"(rare));                               // otherwise both parts' ways to sigma are compiled, and spill
+        // Otherwise both parts' ways to sigma are compiled, and spill
+        asm volatile("" : "+r"(rare));
 #endif
-        if (__builtin_expect(!(rare >> (kLineRows + r) & 1), 1)) return biases.add(g, part, rare >> r & 1, v);
+        if (__builtin_expect(!(rare >> (kThreadRows + r) & 1), 1))
+            return biases.add(call, part, rare >> r & 1, v);
         const TilePosition tile = at.tile();
-        const IN::storage* from = g.bias_of(tile.row + line_row(r));
+        const IN::storage* from = call.bias_of(tile.row + row_in_step(r));
         if (!from || left <= r * kApart) return;
-        // A loop, as of rare arguments in sigmoids().
-        const bool interleaved = g.interleaved();
-        from += first_of_row(g, tile.column) + (interleaved ? part : part * half);
+        // A loop, as for rare arguments in sigmoids().
+        const bool interleaved = call.interleaved();
+        from += first_of_row(call, tile.column) + (interleaved ? part : part * half);
 #pragma unroll 1
         for (int i = 0; i < 8; i++, from += interleaved ? 2 : 1) {
             if (interleaved && i == 4) from += second() - 8;
@@ -312,53 +203,100 @@ private:
             for (int k = 1; k < 8; k++) v[k - 1] = v[k];
             v[7] = first;
         }
-#endif
     }
-    // As the rest of each(), with options.
-    __device__ __forceinline__ void read_options(const StreamPosition& at, int r, float (&v)[kArrays][8], float (&sigma)[8]) {
-        const Gate& g = gate;
+    __device__ __forceinline__ void read_plain(int r, float (&v)[kArrays][8], float (&sigma)[8]) {
+        Eight raw;
+        read(r, 0, raw);
+        widen_eight(raw, v[0]);
+#pragma unroll
+        for (int i = 0; i < 8; i++) sigma[i] = v[0][i];
+        sigmoids(sigma, all_quick(raw));
+#pragma unroll
+        for (int k = 1; k < kArrays; k++) {
+            read(r, k, raw);
+            widen_eight(raw, v[k]);
+        }
+    }
+    __device__ __forceinline__ void read_options(const StreamPosition& at, int r, float (&v)[kArrays][8],
+                                                 float (&sigma)[8]) {
         Eight raw[2];
         read(r, 0, raw[0]);
         read(r, 1, raw[1]);
-        if (g.interleaved()) separate(raw);
+        if (call.interleaved()) separate(raw);
         widen_eight(raw[0], v[0]);
         add_biases(at, r, 0, v[0]);
-#if BACKWARD
-        widen_eight(raw[1], v[1]);
-        add_biases(at, r, 1, v[1]);
-        clipped = clip(g, v[0], v[1]) | (left > r * kApart ? absent : kBothParts);
-#else
-#pragma unroll
-        for (float& a : v[0]) a = at_most(a, g.limit);
-#endif
-        const bool quick = all_below(v[0], g.has(Gate::kGptOss) ? kQuickGptOss : kQuickSigmoid);
-#pragma unroll
-        for (int i = 0; i < 8; i++) sigma[i] = mul_rn(g.alpha, v[0][i]);
-        sigmoids(sigma, quick);
-#if BACKWARD
-        read(r, 2, raw[0]);
-        widen_eight(raw[0], v[2]);
-#else
-#pragma unroll
-        for (int i = 0; i < 8; i++) v[0][i] = mul_rn(v[0][i], sigma[i]);
-        widen_eight(raw[1], v[1]);
-        add_biases(at, r, 1, v[1]);
-#pragma unroll
-        for (float& b : v[1]) b = at_least(at_most(b, g.limit), g.minus_limit);
-#endif
-#pragma unroll
-        for (float& b : v[1]) b = add_rn(b, one(g));
-    }
-#if BACKWARD
-    // Eight neighbours, or four and four.
-    __device__ __forceinline__ void request_grad(u8* to, bool first, bool other) const {
-        if (!gate.interleaved()) {
-#pragma unroll
-            for (int l = 0; l < kLoads; l++) copy_async<true>(to + l * kSlot, grad + l * kLoad, first);
-        } else if (kLoads > 1) {
-            copy_async<true>(to, grad, first), copy_async<true>(to + kSlot, grad + Tile::kColumns / 2, other);
+        if constexpr (kBackward) {
+            widen_eight(raw[1], v[1]);
+            add_biases(at, r, 1, v[1]);
+            clipped = clip(call, v[0], v[1]) | (left > r * kApart ? absent : kBothParts);
         } else {
-            copy_async_half(to, grad, first), copy_async_half(to + 8, grad + Tile::kColumns / 2, other);
+#pragma unroll
+            for (float& a : v[0]) a = at_most(a, call.limit);
+        }
+        const bool quick = all_below(v[0], call.has(SwigluCall::kGptOss) ? kQuickGptOss : kQuickSigmoid);
+#pragma unroll
+        for (int i = 0; i < 8; i++) sigma[i] = mul_rn(call.alpha, v[0][i]);
+        sigmoids(sigma, quick);
+        if constexpr (kBackward) {
+            read(r, 2, raw[0]);
+            widen_eight(raw[0], v[kArrays - 1]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 8; i++) v[0][i] = mul_rn(v[0][i], sigma[i]);
+            widen_eight(raw[1], v[1]);
+            add_biases(at, r, 1, v[1]);
+#pragma unroll
+            for (float& b : v[1]) b = at_least(at_most(b, call.limit), call.minus_limit);
+        }
+#pragma unroll
+        for (float& b : v[1]) b = add_rn(b, one(call));
+    }
+
+    __device__ __forceinline__ u8* stage_of(int r, int array) const {
+        const int number = kThreadRows % kStages ? (stage + r) % kStages : r % kStages;
+        return staged + number * kStageBytes + array * (kLoads * kLoadBytes);
+    }
+    __device__ __forceinline__ void read(int r, int array, Eight& to) const {
+#pragma unroll
+        for (int l = 0; l < kLoads; l++)
+            to[l] = Chunk<IN, kLoad>::load_shared(stage_of(r, array) + l * kLoadBytes);
+    }
+    // Requests kAtOnce rows from r on, of this group or of those that follow.
+    __device__ __forceinline__ void request(int begin) {
+        // Where a thread's requests are halves of sectors.
+        constexpr bool kThroughL1 = kOptions || kLoads > 1;
+#pragma unroll
+        for (int r = begin; r < begin + kAtOnce; r++) {
+            const bool exists = left > r / kThreadRows * kStepRows + r % kThreadRows * kApart;
+            const int rows = (r + 1) % kThreadRows ? kApart : kStepRows - (kThreadRows - 1) * kApart;
+            const bool first = exists && (!kOptions || has(0)), other = exists && (!kOptions || has(1));
+#pragma unroll
+            for (int l = 0; l < kLoads; l++) {
+                copy_async<kThroughL1>(stage_of(r, 0) + l * kLoadBytes, x + l * kLoad, first);
+                copy_async<kThroughL1>(stage_of(r, 1) + l * kLoadBytes, x + second() + l * kLoad, other);
+            }
+            x += rows * (2 * half);
+            pin(x);
+            if constexpr (kBackward) {
+                request_grad(stage_of(r, 2), first, other);
+                grad += rows * half;
+                pin(grad);
+            }
+        }
+        copy_async_commit();
+    }
+    // Eight neighbours, or (interleaved) four and four.
+    __device__ __forceinline__ void request_grad(u8* to, bool first, bool other) const {
+        if (!kOptions || !call.interleaved()) {
+#pragma unroll
+            for (int l = 0; l < kLoads; l++)
+                copy_async<(kOptions || kLoads > 1)>(to + l * kLoadBytes, grad + l * kLoad, first);
+        } else if (kLoads > 1) {
+            copy_async<true>(to, grad, first);
+            copy_async<true>(to + kLoadBytes, grad + Tile::kColumns / 2, other);
+        } else {
+            copy_async_half(to, grad, first);
+            copy_async_half(to + 8, grad + Tile::kColumns / 2, other);
         }
     }
     static __device__ __forceinline__ void copy_async_half(u8* shared, const void* from, bool exists) {
@@ -367,202 +305,8 @@ private:
         host_cp_async(shared, from, 8, bytes);
 #else
         const u32 to = (u32)__cvta_generic_to_shared(shared);
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" :: "r"(to), "l"(from), "r"(bytes)
+                     : "memory");
 #endif
-    }
-#endif
-#endif
-
-    __device__ __forceinline__ u8* slot(int r, int array) const {
-        return slots + (kLineRows % kStages ? (stage + r) % kStages : r % kStages) * kStageBytes + array * (kLoads * kSlot);
-    }
-    // kAtOnce rows from r on, of this group or of those that follow.
-    __device__ __forceinline__ void request(int begin) {
-#pragma unroll
-        for (int r = begin; r < begin + kAtOnce; r++) {
-            const bool exists = left > r / kLineRows * kStepRows + r % kLineRows * kApart;
-            const int rows = (r + 1) % kLineRows ? kApart : kStepRows - (kLineRows - 1) * kApart;
-#if OPTIONS
-            const bool first = exists && has(0), other = exists && has(1);
-#pragma unroll
-            for (int l = 0; l < kLoads; l++) {
-                copy_async<true>(slot(r, 0) + l * kSlot, x + l * kLoad, first);
-                copy_async<true>(slot(r, 1) + l * kSlot, x + second() + l * kLoad, other);
-            }
-            x += rows * (2 * half);
-            pin(x);
-#if BACKWARD
-            request_grad(slot(r, 2), first, other);
-            grad += rows * half;
-            pin(grad);
-#endif
-#else
-#pragma unroll
-            for (int l = 0; l < kLoads; l++) {
-                copy_async<(kLoads > 1)>(slot(r, 0) + l * kSlot, x + l * kLoad, exists);
-                copy_async<(kLoads > 1)>(slot(r, 1) + l * kSlot, x + half + l * kLoad, exists);
-            }
-            x += rows * (2 * half);
-            pin(x);
-#if BACKWARD
-#pragma unroll
-            for (int l = 0; l < kLoads; l++) copy_async<(kLoads > 1)>(slot(r, 2) + l * kSlot, grad + l * kLoad, exists);
-            grad += rows * half;
-            pin(grad);
-#endif
-#endif
-        }
-        copy_async_commit();
-    }
-    __device__ __forceinline__ void read(int r, int array, Eight& to) const {
-#pragma unroll
-        for (int l = 0; l < kLoads; l++) to[l] = Chunk<IN, kLoad>::load_shared(slot(r, array) + l * kSlot);
-    }
-    static __device__ constexpr u32 quick_limit(bf16) { return 0x42aeu; }       // kQuickSigmoid
-    static __device__ constexpr u32 quick_limit(f16) { return 0x5570u; }
-    static __device__ constexpr u32 quick_limit(f32) { return 0; }
-    // The larger magnitude of each half, NaN above all, with some sign.
-    static __device__ __forceinline__ u32 larger_halves(bf16, u32 a, u32 b) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-        asm("max.NaN.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
-        return a;
-#else
-        return bf16::max_magnitudes<true>(a & bf16::kMagnitudes, b & bf16::kMagnitudes);
-#endif
-    }
-    static __device__ __forceinline__ u32 larger_halves(f16, u32 a, u32 b) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-        asm("max.NaN.xorsign.abs.f16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
-        return a;
-#else
-        return f16::max_magnitudes<true>(a & f16::kMagnitudes, b & f16::kMagnitudes);
-#endif
-    }
-    static __device__ __forceinline__ u32 larger_halves(f32, u32 a, u32 b) { return a; }
-    // Whether every |a| is below kQuickSigmoid: of 16-bit formats by the largest magnitudes of both halves of a word.
-    static __device__ __forceinline__ bool all_quick(const Eight& raw) {
-        if (sizeof(IN::storage) == 4) {
-            float a[8];
-            widen_eight(raw, a);
-            return all_below(a, kQuickSigmoid);
-        }
-        u32 top = raw[0].word[0];
-#pragma unroll
-        for (int i = 1; i < 8 / Chunk<IN, kLoad>::kPerWord; i++)
-            top = larger_halves(IN{}, top, raw[i / Chunk<IN, kLoad>::kWords].word[i % Chunk<IN, kLoad>::kWords]);
-        return !((top & 0x7fff7fffu) + (0x8000u - quick_limit(IN{})) * 0x10001u & 0x80008000u);
     }
 };
-
-// Where lines go that are stored as y is: of an array's elements, so that two arrays have one.
-struct LineStore {
-    i64 at;                      // of the first line of a group
-
-    __device__ __forceinline__ LineStore(const Gate& g, const TilePosition& to)
-        : at((to.row + line_row(0)) * g.columns + to.column + Tile::patch_column()) {}
-    __device__ __forceinline__ void advance(const Gate& g) { at += kStepRows * g.columns; }
-#if OPTIONS
-    // Of one tile, found when it is stored: until then it takes no registers.
-    __device__ __forceinline__ LineStore(const Gate& g, const TilePosition& to, int thread)
-        : at((to.row + thread / Tile::kColumnPatches * kLineRows) * g.columns + to.column + thread % Tile::kColumnPatches * 8) {}
-#endif
-};
-
-// Line i of a group is of row i % kLineRows, and of da or db.
-__device__ __forceinline__ int row_of(int line) { return line % kLineRows; }
-__device__ __forceinline__ int part_of(int line) { return line / kLineRows; }
-
-// A weight that may become a part of a scale: its product with the scale of an amax between 2^-60 and 2^60 is a normal number.
-__device__ __forceinline__ bool is_moderate(float weight) { return (as_bits(weight) & 0x7fffffffu) - (87u << 23) < 80u << 23; }
-__device__ __forceinline__ bool is_moderate_amax(u32 bits) { return bits - (67u << 23) < 120u << 23; }        // 2^-60 to 2^60
-__device__ __forceinline__ void multiply_lines(float (&u)[4][8], const float* weights) {
-#pragma unroll
-    for (int line = 0; line < 4; line++) {
-        const float weight = weights[row_of(line) * kApart];
-#pragma unroll
-        for (float& v : u[line]) v = mul_rn(v, weight);
-    }
-}
-
-// codes(line) of four lines, to `data`. left: how many of the group's rows exist, and others after it.
-template <class Codes>
-__device__ __forceinline__ void store_lines(const Gate& g, u8* data, const LineStore& store, int left, Codes codes) {
-    constexpr int kTogether = 4 / kLineRows;                         // da and db, or one of them
-    const i64 half = g.half();
-    u8* to = data + store.at;
-#pragma unroll
-    for (int r = 0; r < kLineRows; r++) {
-        Chunk<OUT, 8> of_row[kTogether];
-#pragma unroll
-        for (int part = 0; part < kTogether; part++) of_row[part] = codes(part * kLineRows + r);
-        pin(to);
-        if (r * kApart < left) {
-#pragma unroll
-            for (int part = 0; part < kTogether; part++) of_row[part].store(as_global(to + part * half));
-        }
-        to += kApart * kParts * half;
-    }
-}
-// Four of the lines.
-__device__ __forceinline__ const float (&four_lines(const float (&y)[kLines][8], int part))[4][8] {
-    return *reinterpret_cast<const float(*)[4][8]>(&y[part * 4]);
-}
-
-#if PLAIN == 1
-// The codes of four rows of a tile from `row` on, and this thread's columns.
-__device__ __forceinline__ void write_four_rows(const Tile& tile, int row, const Chunk<OUT, 8> (&line)[4]) {
-    write_half_patch(tile.byte_at(row, Tile::patch_column()), line);
-}
-// store_transposed() by kLineThreads. end: the column after the last.
-__device__ __forceinline__ void store_tile(const Gate& g, const TilePosition& at, const i64& end, const Tile& tile, u8* data, bool vector) {
-    if (!vector) {
-        store_ragged_rows<Tile::kRows, Tile::kColumns, kLineThreads>(
-            data + at.column * g.rows + at.row, g.rows, left_of(end - at.column, Tile::kColumns),
-            left_of(g.rows - at.row, Tile::kRows), [&](int column, int row_patch) { return tile.chunk_at(column, row_patch); });
-        return;
-    }
-#pragma unroll
-    for (int unit = 0; unit < Tile::kUnits<16>; unit += kLineThreads / kThreads) {
-        const i64 row = at.column + Tile::column<16>(unit), column = at.row + Tile::row<16>();
-        if (row < end && column < g.rows) tile.read<OUT, 16>(unit).store_whole(data + row * g.rows + column);
-    }
-}
-// The maxima of the columns of a tile, four rows of it per thread: words in shared memory, so that the 32 rows of a run lie in lanes that
-// do not meet in banks.
-struct ColumnTops {
-    static constexpr int kOfRun = 8 * Tile::kColumns + 8, kWords = Tile::kRows / 32 * kOfRun;
-    u32* words;
-
-    // Call __syncthreads() before read().
-    template <bool kNan>
-    __device__ __forceinline__ void write(const float (&y)[4][8]) const {
-        u32 top[8];
-#pragma unroll
-        for (int c = 0; c < 8; c++) {
-            top[c] = larger<kNan>(larger<kNan>(larger<kNan>(larger<kNan>(0, y[0][c]), y[1][c]), y[2][c]), y[3][c]);
-        }
-        const int thread = thread_again();
-        u32* const to = at(thread / Tile::kColumnPatches) + thread % Tile::kColumnPatches * 8;
-        store_shared_whole(to, top[0], top[1], top[2], top[3]);
-        store_shared_whole(to + 4, top[4], top[5], top[6], top[7]);
-    }
-    // A thread has one run of one column: four runs in lanes that are 8 apart.
-    static __device__ __forceinline__ int run(int thread) { return thread % 32 / 8; }
-    static __device__ __forceinline__ int column(int thread) { return thread / 32 * 8 + thread % 8; }
-    __device__ __forceinline__ u32 read(int run, int column) const {
-        u32 top = 0;
-#pragma unroll
-        for (int i = 0; i < 8; i++) top = larger_bits(top, at(run * 8)[i * Tile::kColumns + column]);
-        return top;
-    }
-    // A float for every run and column, in the place of what only this thread has read. Call __syncthreads() before operands().
-    __device__ __forceinline__ void put(int run, int column, float v) const { at(run * 8)[column] = as_bits(v); }
-    // Those of this thread's rows and columns.
-    __device__ __forceinline__ void operands(float (&by)[8]) const {
-        load_floats(at(threadIdx.x / Tile::kColumnPatches / 8 * 8) + Tile::patch_column(), by);
-    }
-
-private:
-    __device__ __forceinline__ u32* at(int four_rows) const { return words + four_rows / 8 * kOfRun + four_rows % 8 * Tile::kColumns; }
-};
-#endif

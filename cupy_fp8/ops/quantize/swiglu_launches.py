@@ -1,0 +1,365 @@
+"""Launches of SwiGLU with quantisation: which program a call takes, and what it tells it. Kernels:
+kernels_cu/quantize/swiglu_tensor.cu, swiglu_blocks.cu, swiglu_mx.cu."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...calls import row_segments
+from ...calls.call import Call, Input
+from ...calls.results import Description
+from ...calls.splits import Groups
+from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn
+from ...kernels import Kernel, Launch, Variant, tiles
+from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, check_directions
+from ...reference.quantize.swiglu import ALPHA
+from ..scales.scale import scale_target
+from . import blocks, mx
+from .bias_gradient import ColumnSums, partial_sums
+from .tensor import PerTensorResult
+
+DIRECTIONS = "rowwise", "columnwise"
+Recipe = DelayedScaling | CurrentScaling | BlockScaling | MXScaling
+#: Members of a kernel's struct by name.
+Members = dict[str, Any]
+
+_CAST = Kernel("quantize/swiglu_tensor", "swiglu_cast")
+_BLOCK = Kernel("quantize/swiglu_blocks", "swiglu_block")
+_MX = Kernel("quantize/swiglu_mx", "swiglu_mx")
+_KERNELS = (_CAST, _BLOCK, _MX)
+
+#: Values of the define PATH (enum Path in kernels_cu/include/swiglu/swiglu.cuh says what each program can
+#: do).
+ANY, ROWS, TILES, OPTIONS, EXPERTS = "any", "rows", "tiles", "options", "experts"
+WIDE, QUOTIENTS = "wide", "quotients"
+#: Flags of the struct SwigluCall.
+_CLAMPED, _GPT_OSS, _INTERLEAVED, _WIDE = 1, 2, 4, 8
+
+_TILE = tiles.SMALL
+#: 16-byte loads that a thread has in flight for each array (kStages rows of kLoads).
+_STAGES = 4
+_COLUMN_AMAXES = 4 * (8 * _TILE.columns + 8) * 4    # bytes of shared memory for a tile (struct ColumnAmaxes)
+#: Bytes of shared memory of a launch that needs none: an array of 0 bytes has no address on the CPU.
+_LEAST_SHARED = 16
+#: A block of threads takes more tiles only while there are at least so many blocks.
+_ENOUGH_BLOCKS = 512
+#: The workspace of current scaling: amax, finished blocks, then the scale.
+_WORKSPACE_WORDS, _SCALE_OFFSET = 4, 8
+
+
+class Inputs(NamedTuple):
+    """The arguments of a call, validated."""
+
+    x: Input
+    grad: Input | None                  # the gradient of y, whose result is then the gradient of x
+    probs: Input | None
+    bias: Input | None
+    groups: Groups | None               # the rows of experts with biases of their own
+    scale: tuple[int, float]            # (address, 0) or (0, value)
+    amax_at: int
+    limit: float                        # infinite without clamp
+    gpt_oss: bool
+    interleaved: bool
+    output: Output
+    options: dict[str, Any]             # as the reference names them
+
+    @property
+    def half(self) -> int:
+        return self.x.shape[1] // 2
+
+
+# ---- what each recipe writes ----
+class Output:
+    """How a recipe stores a matrix: the kernel that does, the description of its result, and members of
+    its struct."""
+
+    kernel: Kernel
+    result: Description
+    row_block = 1                       # elements of a row that share a scale: not of both da and db
+    divides = False                     # whether elements are divided by scale_inv, not multiplied
+    transposed = True                   # how column-wise data are stored
+
+    def __init__(self, shape: tuple[int, int], recipe: Any, rowwise: bool, columnwise: bool) -> None:
+        self.shape, self.recipe, self.rowwise, self.columnwise = shape, recipe, rowwise, columnwise
+
+    def check_scale(self, scale: Any, amax: Any) -> None:
+        if scale is not None or amax is not None:
+            raise ValueError("scale, amax: belong to per-tensor recipes; blocks take their scales from their "
+                             "own elements")
+
+    def places(self, result: Description, written: Sequence[int]) -> Members:
+        """Members that say where data and scales go. result: the description of what is written."""
+        raise NotImplementedError
+
+
+class _PerTensor(Output):
+    kernel = _CAST
+
+    def __init__(self, shape: tuple[int, int], source: np.dtype[Any], recipe: Any, rowwise: bool,
+                 columnwise: bool) -> None:
+        super().__init__(shape, recipe, rowwise, columnwise)
+        check_directions(shape, rowwise, columnwise)
+        self.result = PerTensorResult(shape, recipe.dtype, bool(rowwise), bool(columnwise))
+
+    def check_scale(self, scale: Any, amax: Any) -> None:
+        if isinstance(self.recipe, DelayedScaling):
+            if scale is None:
+                raise ValueError("scale: delayed scaling needs the scale that earlier steps determined, got "
+                                 "None")
+        elif scale is not None:
+            raise ValueError("scale: current scaling takes it from the values themselves; DelayedScaling "
+                             "quantises with a given scale")
+
+    def places(self, result: Description, written: Sequence[int]) -> Members:
+        assert isinstance(result, PerTensorResult)
+        return dict(result.addresses(written))
+
+
+class _Blocks(Output):
+    kernel = _BLOCK
+
+    def __init__(self, shape: tuple[int, int], source: np.dtype[Any], recipe: Any, rowwise: bool,
+                 columnwise: bool) -> None:
+        super().__init__(shape, recipe, rowwise, columnwise)
+        if recipe.block not in ((1, 128), (1, 64), (1, 32)):
+            raise ValueError("recipe: expected blocks of one of ((1, 128), (1, 64), (1, 32)), got "
+                             f"{recipe.block}; quantize_block has the others")
+        self._plan = blocks.BlockQuantization(shape, source, False, (
+            recipe.dtype, rowwise, columnwise, True, recipe.block, recipe.pow2_scale, recipe.eps,
+            recipe.profile, recipe.scale_layout))
+        self.result, self.row_block, self.divides = self._plan.result, recipe.block[1], self._plan.divide
+        if any(prod(form.scale_shape) >= 1 << 32 for form in self._plan.forms.values()):
+            raise ValueError(f"x: expected fewer than 2^32 scales, which rows of {shape[1]} elements have "
+                             f"from {shape[0]} rows on")
+
+    def places(self, result: Description, written: Sequence[int]) -> Members:
+        places = self._plan.result.places(written)
+        (data, row_scales), (data_t, column_scales) = (places.get(name, (0, 0)) for name in DIRECTIONS)
+        rows, columns = self._plan.axes(list(self._plan.forms))
+        return {"data": data, "data_t": data_t, "row_scales": (row_scales, *rows.strides),
+                "column_scales": (column_scales, *columns.strides), "rule": self._plan.rule,
+                "block_segments": self.row_block // 32, "divides": int(self.divides)}
+
+
+class _Mx(Output):
+    kernel = _MX
+    row_block = 32
+    transposed = False
+
+    def __init__(self, shape: tuple[int, int], source: np.dtype[Any], recipe: Any, rowwise: bool,
+                 columnwise: bool) -> None:
+        super().__init__(shape, recipe, rowwise, columnwise)
+        if recipe.block != (1, 32):
+            raise ValueError(f"recipe: expected MX blocks of (1, 32), got {recipe.block}; quantize_mx has "
+                             "the others")
+        self._plan = mx.MxQuantization(shape, source, False, (
+            recipe.dtype, rowwise, columnwise, False, recipe.mode, recipe.profile, recipe.block,
+            recipe.scale_layout))
+        self.result = self._plan.result
+
+    def places(self, result: Description, written: Sequence[int]) -> Members:
+        places = self._plan.result.places(written)
+        (data, row_scales), (column_data, column_scales) = (places.get(name, (0, 0)) for name in DIRECTIONS)
+        rows, columns = self._plan.axes
+        return {"data": data, "column_data": column_data, "row_scales": (row_scales, *rows.strides),
+                "column_scales": (column_scales, *columns.strides), "rule": self._plan.members["rule"]}
+
+
+_OUTPUTS: dict[type, Any] = {
+    DelayedScaling: _PerTensor, CurrentScaling: _PerTensor, BlockScaling: _Blocks, MXScaling: _Mx}
+
+
+def output_of(shape: tuple[int, int], source: np.dtype[Any], recipe: Any, rowwise: Any,
+              columnwise: Any) -> Output:
+    """How a recipe stores a matrix of this shape. source: x's dtype. TypeError or ValueError for recipes
+    that have no kernel."""
+    if type(recipe) not in _OUTPUTS:
+        raise TypeError("recipe: expected a DelayedScaling, CurrentScaling, BlockScaling or MXScaling, got "
+                        f"{type(recipe).__name__}")
+    made: Output = _OUTPUTS[type(recipe)](shape, source, recipe, rowwise, columnwise)
+    return made
+
+
+# ---- launches ----
+def launches(call: Call, inputs: Inputs, result: Description, written: Sequence[int],
+             dprobs_at: int) -> Iterator[Launch]:
+    """The launches that write y or the gradient of x, and the gradient of probs where there is an address for
+    it. result, written: the description of the quantised arrays and their addresses."""
+    x, output, rows = inputs.x.array, inputs.output, len(inputs.x.array)
+    places = output.places(result, written)
+    swiglu = _described(inputs, call.noop_at)
+    if inputs.groups is not None and rows and len(inputs.groups.array):
+        launch, swiglu["experts"] = row_segments.find_groups_of_rows(call, inputs.groups, rows, _TILE.rows)
+        yield launch
+    sums = None
+    if dprobs_at:
+        # The partial sums of a tile of columns are a row: summing down these rows sums over the columns of x.
+        shape = (2 if inputs.interleaved else 1) * inputs.half, rows
+        sums = ColumnSums(x, dprobs_at, call.scratch("swiglu_dprobs", partial_sums(shape)), shape)
+        swiglu["sums"] = sums.tiles_at(_TILE.columns)
+    column_data = places.get("data_t", 0) or places.get("column_data", 0)
+    if _is_wide(inputs, places.get("data", 0) if output.transposed
+                else places["data"] | places["column_data"]):
+        swiglu["flags"] |= _WIDE
+    program = _program(inputs, swiglu)
+    members = {"call": swiglu, "tiles": program.tiles}
+    if output.transposed:
+        members["vector"] = int(rows % 16 == 0 and column_data % 16 == 0)
+    if output.kernel is _CAST:
+        yield from _cast(call, inputs, program, members, places)
+    elif x.size:
+        yield program.bind(x, bool(column_data), **members, **places)
+    if sums:
+        yield from sums.launches(x, _TILE.columns, call.noop_at)
+
+
+def _described(inputs: Inputs, noop_at: int) -> Members:
+    """The struct SwigluCall, but for what other launches find and for the flag of wide accesses."""
+    rows, columns = inputs.output.shape
+    flags = _GPT_OSS * inputs.gpt_oss | _INTERLEAVED * inputs.interleaved
+    flags |= _CLAMPED * bool(np.isfinite(inputs.limit))
+    return {"x": inputs.x.at, "grad": inputs.grad.at if inputs.grad else 0, "bias": _bias_at(inputs),
+            "probs": inputs.probs.at if inputs.probs else 0, "noop": noop_at, "rows": rows,
+            "columns": columns, "limit": inputs.limit, "minus_limit": -inputs.limit,
+            "alpha": float(ALPHA) if inputs.gpt_oss else 1.0, "flags": flags}
+
+
+def _bias_at(inputs: Inputs) -> int:
+    """The address of the biases: 0 if there are none, since an empty array may have any."""
+    return inputs.bias.at if inputs.bias and inputs.bias.array.size else 0
+
+
+def _is_wide(inputs: Inputs, data: int) -> bool:
+    """Whether every row of what is read allows 16-byte loads, and every row of as-is data 8-byte stores.
+    data: the addresses of as-is data, or'ed."""
+    read = inputs.x.at | _bias_at(inputs) | (inputs.grad.at if inputs.grad else 0)
+    return inputs.half % 8 == 0 and read % 16 == 0 and data % 8 == 0
+
+
+def _cast(call: Call, inputs: Inputs, program: _Choice, members: Members,
+          places: Members) -> Iterator[Launch]:
+    """The launch that casts with one scale; for current scaling another one before it finds that scale."""
+    x, recipe, amax_at = inputs.x.array, inputs.output.recipe, inputs.amax_at
+    scale_at, scale_value = inputs.scale
+    if isinstance(recipe, CurrentScaling):
+        found = call.workspace("swiglu", _WORKSPACE_WORDS)
+        scale_at = found + _SCALE_OFFSET
+        yield program.bind(x, False, **{**members, "vector": 0}, amax=amax_at, found=found,
+                           found_scale=scale_at, scale_value=1.0, target=scale_target(recipe.dtype, 0),
+                           eps=recipe.eps, pow2=int(recipe.pow2_scale))
+        amax_at = 0
+    yield program.bind(x, inputs.output.columnwise, **members, **places, scale=scale_at,
+                       scale_value=scale_value, amax=amax_at)
+
+
+# ---- programs ----
+class _Choice(NamedTuple):
+    """A program for a call: its grid, and how many tiles, one below the other, a block of threads takes."""
+
+    variant: Variant
+    grid: int
+    tiles: int
+
+    def bind(self, x: Any, columnwise: bool, /, **members: Any) -> Launch:
+        """columnwise: whether shared memory is needed for transposed data."""
+        shared = None if columnwise or _is_streamed(self.variant) else _LEAST_SHARED
+        return self.variant.bind(x, self.grid, shared=shared, **members)
+
+
+def _program(inputs: Inputs, swiglu: Members) -> _Choice:
+    """The program that a call takes. swiglu: the members of SwigluCall."""
+    output, backward, source = inputs.output, inputs.grad is not None, inputs.x.dtype
+    found = _variants(output.kernel, source, output.recipe.dtype, backward)
+    path = _path(inputs, swiglu)
+    variant = found.get(path) or found[ANY if path == QUOTIENTS else WIDE]
+    if variant is found[ANY]:
+        return _Choice(variant, tiles.grid(output.shape, _TILE), 1)
+    # These write the tiles of da and of db at once.
+    once, each = (output.shape[0], inputs.half), 1
+    while each < _most_tiles(variant) and tiles.grid(once, _TILE) // (2 * each) >= _ENOUGH_BLOCKS:
+        each *= 2
+    return _Choice(variant, tiles.grid(once, _TILE._replace(rows=each * _TILE.rows)), each)
+
+
+def _path(inputs: Inputs, swiglu: Members) -> str:
+    """The path for a call, if there is a program of it for the call's types."""
+    output, half, backward = inputs.output, inputs.half, inputs.grad is not None
+    straddled = backward and not inputs.interleaved and half % output.row_block != 0
+    if not swiglu["flags"] & _WIDE or straddled:
+        return ANY
+    if output.divides:
+        return QUOTIENTS
+    if swiglu["flags"] == _WIDE and inputs.bias is None and not (backward and half % _TILE.columns):
+        return TILES if output.columnwise or (output.kernel is _CAST and backward) else ROWS
+    return EXPERTS if swiglu.get("experts") else OPTIONS
+
+
+@functools.cache
+def _variants(kernel: Kernel, source: np.dtype[Any], to: np.dtype[Any], backward: bool) -> dict[str, Variant]:
+    """The programs for these types, by path. bf16 to e4m3 has them all; WIDE takes the place of those that
+    other types lack."""
+    common, to_e4m3 = source == bfloat16 and to == float8_e4m3fn, to == float8_e4m3fn
+    paths = {
+        ROWS: common or (source == bfloat16 and backward) or (to_e4m3 and not backward and kernel is not _MX),
+        TILES: common or (source == bfloat16 and backward),
+        OPTIONS: common,
+        EXPERTS: common,
+        WIDE: not common,
+        QUOTIENTS: kernel is _BLOCK and to_e4m3 and not backward,
+        ANY: True}
+    if kernel is _CAST and backward:
+        paths[ROWS] = False             # TILES does this too
+    return {path: _variant(kernel, source, to, int(backward), path) for path, exists in paths.items()
+            if exists}
+
+
+def _variant(kernel: Kernel, source: np.dtype[Any], to: np.dtype[Any], backward: int, path: str) -> Variant:
+    types: dict[str, Any] = {"IN": FORMATS[source].tag, "OUT": FORMATS[to].tag, "BACKWARD": backward,
+                             "PATH": path}
+    block, shared = _TILE.block, _LEAST_SHARED
+    # Rows that come through registers.
+    if path == ANY or (kernel is _CAST and (path == ROWS or (path == TILES and backward))):
+        if kernel is not _MX and path != ROWS:
+            shared = _TILE.shared * (2 if path == TILES else 1)
+        return kernel.variant(block=block, shared=shared, **types)
+    both = path != ROWS
+    block *= 1 + both
+    shared = _STAGES * (2 + backward) * 16 * block // (1 + (backward and both))
+    if both:
+        tile_bytes = (0 if kernel is _MX else 1 + (kernel is _CAST and backward)) * _TILE.shared
+        shared += tile_bytes + (kernel is not _CAST) * _COLUMN_AMAXES
+    return kernel.variant(block=block, shared=shared, **types)
+
+
+def _is_streamed(v: Variant) -> bool:
+    """Whether rows come through shared memory (kernels_cu/include/swiglu/swiglu_stream.cuh)."""
+    defines = dict(v.defines)
+    path = defines["PATH"]
+    if v.kernel is _CAST:
+        return path not in (ANY, ROWS, TILES) or (path == TILES and defines["BACKWARD"] == "0")
+    return path != ANY
+
+
+def _most_tiles(v: Variant) -> int:
+    """How many tiles a block of threads can take: it has shared memory for so many rows' weights (kMostRows
+    in swiglu_stream.cuh)."""
+    defines = dict(v.defines)
+    path, most = defines["PATH"], v.block // _TILE.rows
+    if not _is_streamed(v):
+        return 1
+    if v.kernel is _BLOCK and defines["BACKWARD"] == "0" and path not in (ROWS, TILES):
+        most //= (2 if defines["IN"] == "f32" else 1) * (1 if path == OPTIONS else 2)
+    return most
+
+
+def variants() -> Iterator[Variant]:
+    """Every variant that these ops may launch."""
+    yield from row_segments.rows_variants()
+    for kernel, source, to, backward in product(_KERNELS, INPUT_DTYPES, FP8_DTYPES, (False, True)):
+        yield from _variants(kernel, source, to, backward).values()

@@ -1,0 +1,85 @@
+// Chunks of swiglu_stream.cuh: which row and part each of them is, and how they are stored.
+#pragma once
+#include "swiglu/swiglu_store.cuh"
+#include "swiglu/swiglu_stream_shape.cuh"
+
+// Where chunks go that are stored as y is, in elements of an array: so two arrays have one position.
+struct ChunkPosition {
+    i64 at;                      // of the first chunk of a group
+
+    __device__ __forceinline__ ChunkPosition(const SwigluCall& call, const TilePosition& to)
+        : at((to.row + row_in_step(0)) * call.columns + to.column + Tile::patch_column()) {}
+    // Of one tile, found when it is stored: until then it takes no registers.
+    __device__ __forceinline__ ChunkPosition(const SwigluCall& call, const TilePosition& to, int thread)
+        : at((to.row + thread / Tile::kColumnPatches * kThreadRows) * call.columns + to.column +
+             thread % Tile::kColumnPatches * 8) {}
+    __device__ __forceinline__ void advance(const SwigluCall& call) { at += kStepRows * call.columns; }
+};
+
+// Chunk i of a group belongs to row i % kThreadRows, and to da or db.
+__device__ __forceinline__ int row_of(int chunk) { return chunk % kThreadRows; }
+__device__ __forceinline__ int part_of(int chunk) { return chunk / kThreadRows; }
+// The four chunks of a part, or all there are.
+__device__ __forceinline__ float (&four_chunks(float (&y)[kThreadChunks][8], int part))[4][8] {
+    return *reinterpret_cast<float(*)[4][8]>(&y[part * 4]);
+}
+
+// Whether a weight may become a part of a scale: its product with the scale of an amax between 2^-60 and 2^60
+// is a normal number.
+__device__ __forceinline__ bool is_moderate(float weight) {
+    return (as_bits(weight) & 0x7fffffffu) - (87u << 23) < 80u << 23;
+}
+// 2^-60 to 2^60
+__device__ __forceinline__ bool is_moderate_amax(u32 bits) { return bits - (67u << 23) < 120u << 23; }
+__device__ __forceinline__ void multiply_chunks(float (&u)[4][8], const float* weights) {
+#pragma unroll
+    for (int chunk = 0; chunk < 4; chunk++) {
+        const float weight = weights[row_of(chunk) * kApart];
+#pragma unroll
+        for (float& v : u[chunk]) v = mul_rn(v, weight);
+    }
+}
+
+// Stores codes(chunk) of four chunks to `data`. left: how many rows exist from the group's first on.
+template <class Codes>
+__device__ __forceinline__ void store_chunks(const SwigluCall& call, u8* data, const ChunkPosition& position,
+                                             int left, Codes codes) {
+    constexpr int kTogether = 4 / kThreadRows;                       // da and db, or one of them
+    const i64 half = call.half();
+    u8* to = data + position.at;
+#pragma unroll
+    for (int r = 0; r < kThreadRows; r++) {
+        Chunk<OUT, 8> of_row[kTogether];
+#pragma unroll
+        for (int part = 0; part < kTogether; part++) of_row[part] = codes(part * kThreadRows + r);
+        pin(to);
+        if (r * kApart < left) {
+#pragma unroll
+            for (int part = 0; part < kTogether; part++) of_row[part].store(as_global(to + part * half));
+        }
+        to += kApart * kParts * half;
+    }
+}
+
+// Writes the codes of a thread's rows of a tile, the first of which is `row`, where these are four (kTiled).
+template <int kRows>
+__device__ __forceinline__ void write_rows(const Tile& tile, int row, const Chunk<OUT, 8> (&codes)[kRows]) {
+    if constexpr (kRows == 4) write_half_patch(tile.byte_at(row, Tile::patch_column()), codes);
+}
+// As store_transposed(), by kStreamThreads. end: the column after the last.
+__device__ __forceinline__ void store_tile(const SwigluCall& call, const TilePosition& at, const i64& end,
+                                           const Tile& tile, u8* data, bool vector) {
+    if (!vector) {
+        store_ragged_rows<Tile::kRows, Tile::kColumns, kStreamThreads>(
+            data + at.column * call.rows + at.row, call.rows, left_of(end - at.column, Tile::kColumns),
+            left_of(call.rows - at.row, Tile::kRows),
+            [&](int column, int patch) { return tile.chunk_at(column, patch); });
+        return;
+    }
+#pragma unroll
+    for (int unit = 0; unit < Tile::kUnits<16>; unit += kStreamThreads / kThreads) {
+        const i64 row = at.column + Tile::column<16>(unit), column = at.row + Tile::row<16>();
+        if (row < end && column < call.rows)
+            tile.read<OUT, 16>(unit).store_whole(data + row * call.rows + column);
+    }
+}

@@ -1,0 +1,40 @@
+// Whether eight elements of x are all small enough for quick_sigmoid(), found from their bits: two 16-bit
+// numbers at once.
+#pragma once
+#include "swiglu/swiglu.cuh"
+
+__device__ constexpr u32 quick_limit(bf16) { return 0x42aeu; }       // kQuickSigmoid
+__device__ constexpr u32 quick_limit(f16) { return 0x5570u; }
+__device__ constexpr u32 quick_limit(f32) { return 0; }
+// The larger magnitude of each half, NaN above all, with some sign.
+__device__ __forceinline__ u32 larger_halves(bf16, u32 a, u32 b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+    return a;
+#else
+    return bf16::max_magnitudes<true>(a & bf16::kMagnitudes, b & bf16::kMagnitudes);
+#endif
+}
+__device__ __forceinline__ u32 larger_halves(f16, u32 a, u32 b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    asm("max.NaN.xorsign.abs.f16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+    return a;
+#else
+    return f16::max_magnitudes<true>(a & f16::kMagnitudes, b & f16::kMagnitudes);
+#endif
+}
+__device__ __forceinline__ u32 larger_halves(f32, u32 a, u32 b) { return a; }
+// Whether every |a| is below kQuickSigmoid.
+__device__ __forceinline__ bool all_quick(const Eight& raw) {
+    if (sizeof(IN::storage) == 4) {
+        float a[8];
+        widen_eight(raw, a);
+        return all_below(a, kQuickSigmoid);
+    }
+    using Load = Chunk<IN, kLoad>;
+    u32 amax = raw[0].word[0];
+#pragma unroll
+    for (int i = 1; i < 8 / Load::kPerWord; i++)
+        amax = larger_halves(IN{}, amax, raw[i / Load::kWords].word[i % Load::kWords]);
+    return !((amax & 0x7fff7fffu) + (0x8000u - quick_limit(IN{})) * 0x10001u & 0x80008000u);
+}

@@ -1,0 +1,283 @@
+// Path any: patches of y or of its gradients, from any memory and with any options, all of which it is told
+// at run time.
+//
+// A block of 256 threads owns 128 x 128 elements of the result, a thread 8 x 8 of them. An element of a
+// gradient is da or db, and sigma is computed for either. x and grad are loaded before anything is computed.
+#pragma once
+#include "swiglu/swiglu.cuh"
+
+// Rows whose loads are in flight.
+constexpr int kRowsAtOnce = sizeof(IN::storage) == 2 && !kBackward ? 8 : 2;
+// Elements of a row that are computed at a time: registers allow no more.
+constexpr int kPart = kBackward ? 4 : 8;
+
+// Loads `left` of eight neighbours, and zeros in place of the others.
+template <bool kWide>
+__device__ __forceinline__ void load_eight(Eight& to, const IN::storage* from, int left) {
+#pragma unroll
+    for (int l = 0; l < kLoads; l++) {
+        if (!kWide) to[l] = Chunk<IN, kLoad>::load_partial(from + l * kLoad, left - l * kLoad);
+        else if (left) to[l] = Chunk<IN, kLoad>::load(from + l * kLoad);
+        else to[l] = {};
+    }
+}
+// Widens kPart of eight elements, those from part * kPart on.
+__device__ __forceinline__ void widen_part(const Eight& from, int part, float (&v)[kPart]) {
+#pragma unroll
+    for (int i = 0; i < kPart; i += 2) {
+        const int at = part * kPart + i;
+        from[at / kLoad].widen2(at % kLoad / 2, v[i], v[i + 1]);
+    }
+}
+
+// Loads eight elements of a row that starts again after `wrap` columns, since a patch may have both da and
+// db. Elements enter at the top, in a loop: unrolled, all of these would be half of a kernel.
+__device__ __forceinline__ void gather(Eight& to, const IN::storage* row, i64 wrap, i64 column, int left) {
+    constexpr int kOfLoad = Chunk<IN, kLoad>::kWords, kWords = kLoads * kOfLoad;
+    u32 word[kWords + 1] = {};
+#pragma unroll 1
+    for (int i = 0; i < 8; i++, column++) {
+        word[kWords] = i < left ? row[column < wrap ? column : column - wrap] : 0;
+#pragma unroll
+        for (int w = 0; w < kWords; w++)
+            word[w] = sizeof(IN::storage) == 4 ? word[w + 1] : word[w] >> 16 | word[w + 1] << 16;
+    }
+#pragma unroll
+    for (int w = 0; w < kWords; w++) to[w / kOfLoad].word[w % kOfLoad] = word[w];
+}
+
+// The elements of a row of x, or of bias, that eight elements of the result are made of.
+struct Halves {
+    Eight part[2];               // a and b; interleaved 16 neighbours (BACKWARD: 8, and part[1] is not used)
+
+    // row: of x. left: how many of the result's columns exist; zeros take the place of the others.
+    template <bool kWide>
+    __device__ __forceinline__ void load(const SwigluCall& call, const IN::storage* row, i64 column,
+                                         int left) {
+        const bool interleaved = call.interleaved();
+        const i64 half = call.half();
+        if constexpr (!kBackward) {
+            const IN::storage* const from = row + (interleaved ? 2 * column : column);
+            load_eight<kWide>(part[0], from, interleaved ? left_of(2 * left, 8) : left);
+            load_eight<kWide>(part[1], from + (interleaved ? 8 : half),
+                              interleaved ? left_of(2 * left - 8, 8) : left);
+        } else if constexpr (!kWide) {
+            gather(part[0], row, call.wrap(), column, left);
+            gather(part[1], row + half, call.wrap(), column, interleaved ? 0 : left);
+        } else {
+            const i64 at = interleaved || column < half ? column : column - half;
+            load_eight<true>(part[0], row + at, left);
+            load_eight<true>(part[1], row + half + at, interleaved ? 0 : left);
+        }
+    }
+    __device__ __forceinline__ void widen(const SwigluCall& call, int of_eight, float (&a)[kPart],
+                                          float (&b)[kPart]) {
+        if (!kBackward && call.interleaved()) separate(part);
+        widen_part(part[0], of_eight, a);
+        widen_part(part[1], of_eight, b);
+        if (kBackward && call.interleaved()) {                       // a pair has both its elements' a and b
+#pragma unroll
+            for (int i = 0; i < kPart; i += 2) b[i] = b[i + 1] = a[i + 1], a[i + 1] = a[i];
+        }
+    }
+};
+
+// The elements of a row of grad.
+struct Grads {
+    Eight part;                  // interleaved: four, or two and two
+
+    template <bool kWide>
+    __device__ __forceinline__ void load(const SwigluCall& call, const IN::storage* row, i64 column,
+                                         int left) {
+        const bool interleaved = call.interleaved();
+        if constexpr (!kWide) {
+            gather(part, row, call.wrap(), interleaved ? column / 2 : column, interleaved ? left / 2 : left);
+        } else if (!interleaved) {
+            load_eight<true>(part, row + (column < call.half() ? column : column - call.half()), left);
+        } else {
+#pragma unroll
+            for (auto& c : part) c = {};
+            if (!left) return;
+            const auto four = Chunk<IN, 4>::load(row + column / 2);
+#pragma unroll
+            for (int w = 0; w < Chunk<IN, 4>::kWords; w++) part[0].word[w] = four.word[w];
+        }
+    }
+    __device__ __forceinline__ void widen(const SwigluCall& call, int of_eight, float (&v)[kPart]) const {
+        if (!call.interleaved()) return widen_part(part, of_eight, v);
+        float low, high;
+        part[of_eight * 2 / kLoad].widen2(of_eight * 2 % kLoad / 2, low, high);
+#pragma unroll
+        for (int i = 0; i < kPart; i++) v[i] = i < 2 ? low : high;
+    }
+};
+
+// The elements that are loaded for a row of a patch.
+struct Source {
+    Halves x;
+    Grads grad;
+
+    template <bool kWide>
+    __device__ __forceinline__ void load(const SwigluCall& call, const Place& place, int r) {
+        const int left = place.columns_of(r);
+        const i64 row = place.row + r;
+        x.load<kWide>(call, call.x + row * (2 * call.half()), place.column, left);
+        if constexpr (kBackward) grad.load<kWide>(call, call.grad + row * call.half(), place.column, left);
+    }
+};
+
+// a and b of a part of row r, biased and clamped. clipped: bit i for a, bit 8 + i for b.
+__device__ __forceinline__ void widen_clamped(const SwigluCall& call, const Place& place, int r, int part,
+                                              Halves& in, float (&a)[kPart], float (&b)[kPart],
+                                              u32& clipped) {
+    in.widen(call, part, a, b);
+    const int left = place.columns_of(r);
+    if (const IN::storage* const biases = call.bias && left ? call.bias_of(place.row + r) : nullptr) {
+        Halves bias;
+        float of_a[kPart], of_b[kPart];
+        if (call.has(SwigluCall::kWide)) bias.load<true>(call, biases, place.column, left);
+        else bias.load<false>(call, biases, place.column, left);
+        bias.widen(call, part, of_a, of_b);
+#pragma unroll
+        for (int i = 0; i < kPart; i++) a[i] = add_rn(a[i], of_a[i]), b[i] = add_rn(b[i], of_b[i]);
+    }
+    clipped = 0;
+    if (!call.has(SwigluCall::kClamped)) return;
+    const u32 limit = as_bits(call.limit);
+#pragma unroll
+    for (int i = 0; i < kPart; i++) {
+        const float clamped_a = at_most(a[i], call.limit);
+        const float clamped_b = at_least(at_most(b[i], call.limit), call.minus_limit);
+        if (kBackward) {             // clipped is what has become a limit: never NaN
+            if (as_bits(clamped_a) == limit && as_bits(a[i]) != limit) clipped |= 1u << i;
+            if ((as_bits(clamped_b) & 0x7fffffffu) == limit && as_bits(b[i]) != as_bits(clamped_b))
+                clipped |= 0x100u << i;
+        }
+        a[i] = clamped_a, b[i] = clamped_b;
+    }
+}
+
+// sigma of a part, and b as the form has it.
+__device__ __forceinline__ void find_sigma(const SwigluCall& call, const float (&a)[kPart], float (&b)[kPart],
+                                           float (&sigma)[kPart]) {
+#pragma unroll
+    for (int i = 0; i < kPart; i++) sigma[i] = mul_rn(call.alpha, a[i]);
+    sigmoids(sigma);
+    if (!call.has(SwigluCall::kGptOss)) return;
+#pragma unroll
+    for (int i = 0; i < kPart; i++) b[i] = add_rn(b[i], 1.0f);
+}
+
+// Eight elements of y. prob: the row's weight.
+__device__ __forceinline__ void activate(const SwigluCall& call, const Place& place, int r, const float& prob,
+                                         Source& in, float (&y)[8]) {
+    float a[kPart], b[kPart], sigma[kPart];
+    u32 clipped;
+    widen_clamped(call, place, r, 0, in.x, a, b, clipped);
+    find_sigma(call, a, b, sigma);
+#pragma unroll
+    for (int i = 0; i < kPart; i++) y[i] = mul_rn(mul_rn(a[i], sigma[i]), b[i]);
+    if (!call.probs) return;
+#pragma unroll
+    for (int i = 0; i < kPart; i++) y[i] = mul_rn(y[i], prob);
+}
+
+// A part of the gradients. others: bits of columns that are db, or do not exist.
+__device__ __forceinline__ void differentiate_part(const SwigluCall& call, const float (&a)[kPart],
+                                                   const float (&b)[kPart], const float (&sigma)[kPart],
+                                                   const float (&grad)[kPart], u32 all_others, u32 others,
+                                                   float (&out)[kPart]) {
+    if (all_others != 0xffu) {
+#pragma unroll
+        for (int i = 0; i < kPart; i++) {
+            // rest = u * (1 - sigma)
+            const float rest = mul_rn(mul_rn(call.alpha, a[i]), fma_rn(sigma[i], -1.0f, 1.0f));
+            out[i] = mul_rn(mul_rn(grad[i], b[i]), mul_rn(sigma[i], add_rn(1.0f, rest)));
+        }
+    }
+    if (!all_others) return;
+#pragma unroll
+    for (int i = 0; i < kPart; i++)
+        if (others >> i & 1) out[i] = mul_rn(grad[i], mul_rn(a[i], sigma[i]));
+}
+
+// Stores the sum of a row's terms over the columns of a tile: half a warp has the row's patches.
+__device__ __forceinline__ void store_sum(const SwigluCall& call, const Place& place, int r, float total) {
+#pragma unroll
+    for (int distance = 1; distance < Tile::kColumnPatches; distance *= 2)
+        total = add_rn(total, as_float(__shfl_xor_sync(~0u, as_bits(total), distance)));
+    const i64 first = place.column - Tile::patch_column();
+    if (Tile::column_patch() == 0 && r < place.rows_left && (call.interleaved() || first < call.half()))
+        call.sums[first / Tile::kColumns * call.rows + place.row + r] = as_float(f32::narrow(total));
+}
+
+// Eight elements of the gradient of x.
+__device__ __forceinline__ void differentiate(const SwigluCall& call, const Place& place, int r,
+                                              const float& prob, Source& in, float (&d)[8]) {
+    const u32 all_others = place.not_da(call);
+    TreeSum<8> sum;
+#pragma unroll
+    for (int part = 0; part < 8 / kPart; part++) {
+        const u32 others = all_others >> part * kPart;
+        float a[kPart], b[kPart], sigma[kPart], grad[kPart];
+        float (&out)[kPart] = *reinterpret_cast<float(*)[kPart]>(d + part * kPart);
+        u32 clipped;
+        widen_clamped(call, place, r, part, in.x, a, b, clipped);
+        in.grad.widen(call, part, grad);
+        find_sigma(call, a, b, sigma);
+        if (call.sums) {
+#pragma unroll
+            for (int i = 0; i < kPart; i++) {
+                const float term = mul_rn(mul_rn(grad[i], mul_rn(a[i], sigma[i])), b[i]);
+                sum.add(part * kPart + i, others >> i & 1 ? as_float(kAbsentTerm) : term);
+            }
+        }
+        if (call.probs) {
+#pragma unroll
+            for (int i = 0; i < kPart; i++) grad[i] = mul_rn(grad[i], prob);
+        }
+        differentiate_part(call, a, b, sigma, grad, all_others, others, out);
+        if (!call.has(SwigluCall::kClamped)) continue;
+        // What is clipped is 0 whatever the weight, and what does not exist must be so too: 0 times Inf would
+        // be NaN.
+        const u32 absent = (0xffu << place.columns_left & 0xffu) >> part * kPart;
+        clipped |= absent | absent << 8;
+#pragma unroll
+        for (int i = 0; i < kPart; i++)
+            if ((others >> i & 1 ? clipped >> 8 : clipped) >> i & 1) out[i] = 0.0f;
+    }
+    if (call.sums) store_sum(call, place, r, sum.sum());
+}
+
+template <bool kWide>
+__device__ __forceinline__ void load_rows(const SwigluCall& call, const Place& place, int first,
+                                          Source (&in)[kRowsAtOnce]) {
+#pragma unroll
+    for (int r = 0; r < kRowsAtOnce; r++) in[r].template load<kWide>(call, place, first + r);
+}
+
+// use(r, values) is called for each row of the patch. Values of rows and columns that do not exist are 0.
+template <class Use>
+__device__ __forceinline__ void each_row(const SwigluCall& call, const Place& place, Use use) {
+    __shared__ float probs[Tile::kRows];
+    const i64 row = place.row - Tile::patch_row() + threadIdx.x;
+    const float prob = call.probs && threadIdx.x < Tile::kRows && row < call.rows ? call.probs[row] : 1.0f;
+#pragma unroll
+    for (int first = 0; first < 8; first += kRowsAtOnce) {
+        Source in[kRowsAtOnce];
+        if (call.has(SwigluCall::kWide)) load_rows<true>(call, place, first, in);
+        else load_rows<false>(call, place, first, in);
+        if (first == 0 && call.probs) {                              // loads of x are in flight
+            if (threadIdx.x < Tile::kRows) probs[threadIdx.x] = prob;
+            __syncthreads();
+        }
+#pragma unroll
+        for (int r = 0; r < kRowsAtOnce; r++) {
+            float values[8];
+            const float& weight = probs[Tile::patch_row() + first + r];
+            if constexpr (kBackward) differentiate(call, place, first + r, weight, in[r], values);
+            else activate(call, place, first + r, weight, in[r], values);
+            use(first + r, values);
+        }
+    }
+}

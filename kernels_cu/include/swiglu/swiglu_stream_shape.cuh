@@ -1,0 +1,85 @@
+// How many rows, threads and tiles swiglu_stream.cuh has in flight, and where a block of threads is.
+#pragma once
+#include "swiglu/swiglu_options.cuh"
+
+#ifdef ENTRY_swiglu_cast
+constexpr bool kOneScale = true;
+#else
+constexpr bool kOneScale = false;
+#endif
+
+// A thread has chunks of eight elements of a row. In every step of a block its threads have a group of rows:
+// a whole tile where columns have scales (kTiled).
+constexpr int kStreamThreads = kTiled ? 512 : 256;
+// A thread's rows and chunks in a group.
+constexpr int kThreadRows = kTiled ? 4 : 4 / kParts, kThreadChunks = kThreadRows * kParts;
+constexpr int kPatches = kStreamThreads / Tile::kColumnPatches;      // threads below one another
+// Rows of a group, and groups of a tile.
+constexpr int kStepRows = kPatches * kThreadRows, kSteps = Tile::kRows / kStepRows;
+// From one of a thread's rows to the next: they are adjacent where they are transposed.
+constexpr int kApart = kTiled ? 1 : kPatches;
+// Rows of a thread that have shared memory (ops/quantize/swiglu_launches.py has their bytes); rows that are
+// requested together.
+constexpr int kStages = (sizeof(IN::storage) == 2 ? 4 : 2) / (kTiled && kBackward ? 2 : 1);
+constexpr int kAtOnce = (kStages + 1) / 2;
+constexpr int kArrays = 2 + kBackward;
+constexpr int kLoadBytes = kStreamThreads * 16;
+constexpr int kStageBytes = kArrays * kLoads * kLoadBytes;
+static_assert(kThreadRows % kAtOnce == 0, "rows are requested in the place of those that have been read");
+// Blocks of threads on a multiprocessor: 32 warps for y, 24 for gradients, 16 for both their directions.
+// Quotients take more registers, and so do blocks with options.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && __CUDACC_VER_MAJOR__ >= 13
+constexpr int kRowwiseBlocks = 4 - kBackward;
+#else
+constexpr int kRowwiseBlocks = kBackward ? 2 : sizeof(IN::storage) == 4 ? 3 : 4;
+#endif
+constexpr int kStreamBlocks = kPath == Path::quotients ? 1
+    : !kTiled ? kRowwiseBlocks
+    : kOptions && !kOneScale && sizeof(IN::storage) == 4 ? 1 : 2 - kBackward;
+
+// Rows of a block of threads: a weight of each is in shared memory. As many as there are threads, where
+// shared memory is enough (ops/quantize/swiglu_launches.py knows too).
+constexpr int kMostRows = !(kOptions && kTransposesBlocks && !kBackward) ? kStreamThreads
+    : kStreamThreads / (sizeof(IN::storage) == 4 ? 2 : 1) / (1 + kExperts);
+
+// This thread's row r in a step.
+__device__ __forceinline__ int row_in_step(int r) {
+    const int patch = threadIdx.x / Tile::kColumnPatches;
+    return (kTiled ? patch * kThreadRows : patch) + r * kApart;
+}
+// Makes other addresses follow from this one by addition: the compiler would multiply anew for each.
+template <class T>
+__device__ __forceinline__ void pin(T*& p) {
+#ifndef CUPY_FP8_HOST
+    asm volatile("" : "+l"(p));
+#endif
+}
+
+// The tile of a block of threads, in tiles. Blocks follow rows of tiles, and have some tiles below one
+// another.
+struct StreamPosition {
+    u32 down, across;
+
+    __device__ __forceinline__ StreamPosition(const SwigluCall& call, u32 tiles) {
+        const u32 all = (u32)((call.half() + Tile::kColumns - 1) / Tile::kColumns);
+        const u32 row = all ? blockIdx.x / all : 0;
+        down = row * tiles, across = blockIdx.x - row * all;
+    }
+    __device__ __forceinline__ TilePosition tile() const {
+        return {0, (i64)down * Tile::kRows, (i64)across * Tile::kColumns};
+    }
+    // Goes to the block's next tile, where there is one. tiles: a power of two.
+    __device__ __forceinline__ bool advance(const SwigluCall& call, u32 tiles) {
+        down++;
+#ifndef CUPY_FP8_HOST
+        // What follows from it takes no registers all the time.
+        asm volatile("" : "+r"(across));
+#endif
+        return down & (tiles - 1) && (i64)down * Tile::kRows < call.rows;
+    }
+    // The first tile of its results.
+    __device__ __forceinline__ TilePosition results(const SwigluCall& call) const {
+        const int columns = adjoin(call) ? 2 * Tile::kColumns : Tile::kColumns;
+        return {0, (i64)down * Tile::kRows, (i64)across * columns};
+    }
+};

@@ -1,0 +1,316 @@
+"""Which program of SwiGLU a call takes, blocks of threads that take several tiles, and biases of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from test_swiglu import BLOCKS, CURRENT, DELAYED, MX, RECIPES, assert_same, normal
+
+import cupy_fp8 as fp8
+from cupy_fp8 import reference, testing
+from cupy_fp8.arrays import bits
+from cupy_fp8.calls.call import Call
+from cupy_fp8.calls.row_segments import find_groups_of_rows
+from cupy_fp8.formats import bfloat16, float8_e5m2, float16, float32
+from cupy_fp8.kernels import Variant
+from cupy_fp8.ops.quantize import swiglu_launches
+from cupy_fp8.testing import assert_bytes_equal
+
+GPT_OSS: dict[str, Any] = {"form": "gpt_oss", "clamp": 1.5, "interleaved": True}
+TORCHAO = fp8.MXScaling(profile="torchao", scale_layout="swizzled")
+VLLM = fp8.BlockScaling(profile="vllm")
+
+
+@pytest.fixture(params=RECIPES)
+def recipe(request):
+    return RECIPES[request.param]
+
+
+def path_of(variant: Variant) -> str | None:
+    return dict(variant.defines).get("PATH")
+
+
+# ---- programs ----
+def misaligned(run: Any, a: np.ndarray) -> Any:
+    """The same array where no wide access is possible."""
+    whole = run.array(np.concatenate([np.zeros(1, a.dtype), a.reshape(-1)]))
+    return whole[1:].reshape(a.shape)
+
+
+@pytest.mark.parametrize(("shape", "plain", "plain_backward"), [
+    ((21, 512), "tiles", "tiles"), ((130, 64), "tiles", "options"), ((9, 36), "any", "any")])
+@pytest.mark.parametrize("dtype", [bfloat16, float16], ids=str)
+def test_programs_agree(run, recipe, monkeypatch, shape, plain, plain_backward, dtype):
+    """Calls without options have programs of their own; a clamp beyond all values asks for the same result of
+    those with options, and rows that allow no wide accesses ask for it of the fallback. Gradients of no whole
+    tiles are an option. Other types than bf16 to e4m3 have one program for all of these but the fallback."""
+    how, options = recipe
+    launched, launch = [], Variant.launch
+
+    def noted(self: Variant, x: Any, *rest: Any, **more: Any) -> None:
+        launched.append(path_of(self))
+        launch(self, x, *rest, **more)
+
+    monkeypatch.setattr(Variant, "launch", noted)
+    x, grad = normal(shape, dtype), normal((shape[0], shape[1] // 2), dtype, seed=1)
+    probs = run.array(normal(shape[:1], seed=2))
+    calls = [(run.array(x), None), (run.array(x), 1e30), (misaligned(run, x), None)]
+    how_else = {"columnwise": True, "probs": probs, **options}
+    forward = [fp8.swiglu_quantize(x, how, clamp=c, **how_else) for x, c in calls]
+    forward_paths = list(dict.fromkeys(filter(None, launched)))
+    launched.clear()
+    backward = [fp8.swiglu_backward_quantize(run.array(grad), x, how, clamp=c, **how_else) for x, c in calls]
+    if run.name != "reference":
+        # a block would be of both da and db
+        straddled = how is BLOCKS and shape[1] == 64
+        want = [plain, "any" if plain == "any" else "options", "any"]
+        want_backward = ["any"] if straddled else [plain_backward, *want[1:]]
+        if dtype != bfloat16:
+            want, want_backward = (["any" if path == "any" else "wide" for path in w]
+                                   for w in (want, want_backward))
+        assert forward_paths == list(dict.fromkeys(want))
+        assert list(dict.fromkeys(filter(None, launched))) == list(dict.fromkeys(want_backward))
+    for other in (1, 2):
+        assert_same(run.numpy(forward[0]), run.numpy(forward[other]))
+        assert_same(run.numpy(backward[0][0]), run.numpy(backward[other][0]))
+        assert_bytes_equal(run.numpy(backward[0][1]), run.numpy(backward[other][1]))
+
+
+OF_EXPERTS: dict[str, Any] = {"bias": np.zeros((2, 144), bfloat16), "splits": [3, 4]}
+
+
+@pytest.mark.parametrize(("how", "half", "more", "path", "backward"), [
+    (DELAYED, 72, {"scale": 1.0}, "rows", "options"), (DELAYED, 128, {"scale": 1.0}, "rows", "tiles"),
+    (DELAYED, 128, {"scale": 1.0, "columnwise": True}, "tiles", "tiles"),
+    (MX, 72, {}, "rows", "any"), (MX, 96, {}, "rows", "options"), (MX, 128, {}, "rows", "rows"),
+    (MX, 72, GPT_OSS, "options", "options"), (MX, 100, GPT_OSS, "any", "any"),
+    (MX, 72, {"clamp": float("inf")}, "rows", "any"), (BLOCKS, 96, {}, "rows", "any"),
+    (BLOCKS, 96, GPT_OSS, "options", "options"), (BLOCKS, 256, {}, "rows", "rows"),
+    (BLOCKS, 256, {"columnwise": True}, "tiles", "tiles"),
+    (fp8.BlockScaling((1, 32)), 96, {}, "rows", "options"), (VLLM, 256, {}, "quotients", "any"),
+    (VLLM, 256, GPT_OSS, "quotients", "any"), (VLLM, 100, GPT_OSS, "any", "any"),
+    (fp8.BlockScaling(profile="vllm", dtype=float8_e5m2), 256, {}, "any", "any"),
+    (fp8.MXScaling(float8_e5m2), 256, {}, "wide", "rows"),
+    (fp8.MXScaling(float8_e5m2), 256, GPT_OSS, "wide", "wide"), (MX, 72, OF_EXPERTS, "experts", "any"),
+    (BLOCKS, 72, OF_EXPERTS, "experts", "any"), (VLLM, 72, OF_EXPERTS, "quotients", "any")])
+def test_which_call_takes_which_program(monkeypatch, how, half, more, path, backward):
+    """Wide rows have programs of their own; but a block may not be of both da and db, and gradients have
+    no quotients (vllm)."""
+    launched = []
+    monkeypatch.setattr(Variant, "launch", lambda self, *_, **__: launched.append(path_of(self)))
+    with testing.executor("host"):
+        fp8.swiglu_quantize(np.zeros((8, 2 * half), bfloat16), how, **more)
+        assert launched.pop() == path
+        fp8.swiglu_backward_quantize(np.zeros((8, half), bfloat16), np.zeros((8, 2 * half), bfloat16), how,
+                                     **more)
+        assert launched.pop() == backward
+
+
+@pytest.mark.parametrize("how", [DELAYED, CURRENT, BLOCKS, MX, TORCHAO], ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_what_does_not_exist_counts_nowhere(run, how, interleaved):
+    """Rows and columns of a tile beyond the array, where biases or weights are Inf or NaN and would be NaN
+    times 0."""
+    options = {"scale": 1.0} if how is DELAYED else {}
+    for rows, half in ((3, 40), (130, 200), (35, 96)):
+        x, grad = normal((rows, 2 * half), bfloat16), normal((rows, half), bfloat16, 1)
+        bias = normal((2 * half,), bfloat16, 2)
+        bias[5], bias[11], bias[half + 20] = 3e38, np.inf, np.nan
+        bias[half - 3] = bias[2 * half - 3] = 3e38
+        # so that no value is as large as that of a row of zeros
+        x[:, 5], x[:, half - 3] = -3e38, -3e38
+        probs = normal((rows,), seed=3)
+        probs[1] = np.inf
+        # nearly everything is clipped: 0 whatever the weight
+        for clamp in (None, 2.0**-20):
+            how_else: dict[str, Any] = {"bias": bias, "probs": probs, "clamp": clamp, "form": "gpt_oss",
+                                        "interleaved": interleaved, "columnwise": True, **options}
+            given = {name: run.array(a) if isinstance(a, np.ndarray) else a for name, a in how_else.items()}
+            with np.errstate(all="ignore"):
+                want = reference.swiglu_quantize(x, how, **how_else)
+                want_grad, want_probs = reference.swiglu_backward_quantize(grad, x, how, **how_else)
+            assert_same(run.numpy(fp8.swiglu_quantize(run.array(x), how, **given)), want)
+            pair = fp8.swiglu_backward_quantize(run.array(grad), run.array(x), how, **given)
+            assert_same(run.numpy(pair[0]), want_grad)
+            assert_bytes_equal(run.numpy(pair[1]), want_probs)
+
+
+# ---- biases of experts ----
+@pytest.mark.full
+@pytest.mark.parametrize("half", [64, 27])
+@pytest.mark.parametrize("rows", [[100, 0, 33, 1, 130], [0, 0], [264], [1] * 70])
+def test_biases_of_experts_are_those_of_each_alone(run, half, rows):
+    """Rows of no expert have none at all: -0 stays what it is."""
+    x, bias = normal((270, 2 * half), bfloat16), normal((len(rows), 2 * half), bfloat16, seed=1)
+    bits(x)[264:, ::3] = 0x8000
+    grad = normal((270, half), bfloat16, seed=2)
+    for how, options in RECIPES.values():
+        if how is CURRENT:
+            continue
+        given = {"bias": run.array(bias), "splits": rows, **GPT_OSS, **options}
+        q = run.numpy(fp8.swiglu_quantize(run.array(x), how, **given)).data
+        back = run.numpy(fp8.swiglu_backward_quantize(run.array(grad), run.array(x), how, **given)[0]).data
+        start = 0
+        for own, count in zip([*bias, None], [*rows, 270 - sum(rows)], strict=True):
+            here, options["bias"] = slice(start, start + count), own
+            assert_bytes_equal(q[here], reference.swiglu_quantize(x[here], how, **GPT_OSS, **options).data)
+            want, _ = reference.swiglu_backward_quantize(grad[here], x[here], how, **GPT_OSS, **options)
+            assert_bytes_equal(back[here], want.data)
+            start += count
+        del options["bias"]
+
+
+@pytest.mark.gpu
+def test_biases_of_experts_in_a_graph(recipe):
+    """Sizes, biases and values change in place. Wrong sizes are told, and are harmless."""
+    import cupy as cp
+
+    how, options = recipe
+    x, bias = (fp8.asarray(a, like="cupy")
+               for a in (normal((400, 512), bfloat16), normal((3, 512), bfloat16, seed=1)))
+    grad, splits = fp8.asarray(normal((400, 256), bfloat16, 2), like="cupy"), cp.array([100, 0, 250])
+    outs: list[Any] = [None, None]
+
+    def call() -> None:
+        outs[0] = fp8.swiglu_quantize(x, how, columnwise=True, bias=bias, splits=splits, out=outs[0],
+                                      **options)
+        outs[1] = fp8.swiglu_backward_quantize(grad, x, how, bias=bias, splits=splits, out=outs[1], **options)
+
+    call()
+    call()
+    stream = cp.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        call()
+        graph = stream.end_capture()
+        for seed, sizes, counted in ((5, [0, 300, 1], [0, 300, 1]), (6, [-4, 390, 90], [0, 390, 10])):
+            bits(bias)[...] = cp.asarray(bits(normal((3, 512), bfloat16, seed)))
+            splits[...] = cp.array(sizes)
+            graph.launch(stream)
+            stream.synchronize()
+            errors = fp8.device_errors(clear=True)
+            assert bool(errors) == (sizes != counted), errors
+            host: dict[str, Any] = {"bias": fp8.asnumpy(bias), "splits": np.array(counted), **options}
+            executor = testing.Executor("cuda")
+            assert_same(executor.numpy(outs[0]),
+                        reference.swiglu_quantize(fp8.asnumpy(x), how, columnwise=True, **host))
+            assert_same(executor.numpy(outs[1][0]),
+                        reference.swiglu_backward_quantize(fp8.asnumpy(grad), fp8.asnumpy(x), how, **host)[0])
+
+
+@pytest.mark.parametrize(("sizes", "rows"), [
+    ([3, 0, 200], 300), ([-5, 7, 1 << 40, 9], 140), ([1 << 62, 1 << 62, 1 << 62], 129), ([], 1),
+    ([0] * 100 + [5], 128), ([2] * 300, 600)])
+def test_the_group_of_every_row(sizes, rows):
+    """As the kernel finds it, of sizes on the device, which may be wrong. Rows of tiles that do not exist
+    are nobody's."""
+    splits = np.array(sizes, np.int64)
+    want, start = np.full(-(-rows // 128) * 128, 0xFFFFFFFF, np.uint32), 0
+    for group, size in enumerate(sizes):
+        end = min(start + max(size, 0), rows)
+        want[start:end], start = group, end
+    with testing.executor("host"):
+        call = Call()
+        call.read("x", np.zeros((rows, 1), float32), (float32,))
+        found = find_groups_of_rows(call, call.splits("splits", splits), rows, 128)
+        words = call.workspaces[0].array
+        words[...] = 77
+        found.launch.run()
+    assert_bytes_equal(words[:len(want)], want)
+    assert (words[len(want):] == 77).all()
+
+
+# ---- blocks of threads that take several tiles ----
+@pytest.fixture
+def several_tiles(monkeypatch):
+    """As large arrays have them. Returns how many tiles each launch's blocks take."""
+    monkeypatch.setattr(swiglu_launches, "_ENOUGH_BLOCKS", 1)
+    found, program = [], swiglu_launches._program
+
+    def noted(*given: Any) -> Any:
+        found.append(program(*given))
+        return found[-1]
+
+    monkeypatch.setattr(swiglu_launches, "_program", noted)
+    return found
+
+
+def check_both(run: Any, recipe: Any, x: np.ndarray, grad: np.ndarray | None, how: dict[str, Any]) -> None:
+    """y and, with grad, the gradients equal the reference."""
+    given = {name: run.array(a) if isinstance(a, np.ndarray) else a for name, a in how.items()}
+    assert_same(run.numpy(fp8.swiglu_quantize(run.array(x), recipe, **given)),
+                reference.swiglu_quantize(x, recipe, **how))
+    if grad is not None:
+        pair = fp8.swiglu_backward_quantize(run.array(grad), run.array(x), recipe, **given)
+        want, sums = reference.swiglu_backward_quantize(grad, x, recipe, **how)
+        assert_same(run.numpy(pair[0]), want)
+        assert_bytes_equal(run.numpy(pair[1]), sums)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rows", [128, 129, 385, 900, 1024])
+@pytest.mark.parametrize("directions", [(True, False), (True, True), (False, True)])
+@pytest.mark.parametrize("recipe", [
+    BLOCKS, fp8.BlockScaling((1, 32), profile="vllm"), fp8.BlockScaling((1, 64), scale_layout="compact"), MX,
+    TORCHAO], ids=str)
+def test_tiles_one_below_the_other(run, several_tiles, recipe, directions, rows):
+    """Rows of the next tile are in flight while this one is stored; the last tile, and the last block, may
+    be short."""
+    for dtype, half in ((bfloat16, 256), (float32, 136)):
+        x, grad = normal((rows, 2 * half), dtype, 1), normal((rows, half), dtype, 3)
+        how = {"probs": normal((rows,), seed=2), "rowwise": directions[0], "columnwise": directions[1]}
+        check_both(run, recipe, x, None if half % 128 else grad, how)
+        if run.name == "host" and rows >= 256 and "rows" in map(path_of, (c.variant for c in several_tiles)):
+            assert max(choice.tiles for choice in several_tiles) > 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rows", [129, 900])
+@pytest.mark.parametrize("directions", [(True, False), (True, True)])
+@pytest.mark.parametrize("experts", [None, 6])
+@pytest.mark.parametrize("recipe", [DELAYED, BLOCKS, fp8.BlockScaling((1, 64), scale_layout="compact"), VLLM,
+                                    MX, TORCHAO],
+                         ids=str)
+def test_tiles_with_options_one_below_the_other(run, several_tiles, recipe, directions, rows, experts):
+    for dtype, half in ((bfloat16, 200), (float32, 136)):
+        x, grad = normal((rows, 2 * half), dtype, 1), normal((rows, half), dtype, 3)
+        bias = normal((2 * half,) if experts is None else (experts, 2 * half), dtype, 4)
+        how: dict[str, Any] = {"probs": normal((rows,), seed=2), "bias": bias, "rowwise": directions[0],
+                               "columnwise": directions[1], **GPT_OSS}
+        if experts is not None:
+            # some tiles have more than two experts
+            how["splits"] = np.array([rows // 3, 17, 0, 9, rows // 3, 5])
+        if recipe is DELAYED:
+            how["scale"] = 0.5
+        check_both(run, recipe, x, grad, how)
+    if run.name == "host" and rows >= 256:
+        assert max(choice.tiles for choice in several_tiles) > 1
+
+
+# ---- scales that take weights with them ----
+@pytest.mark.parametrize("recipe", [
+    BLOCKS, fp8.BlockScaling(dtype=float8_e5m2, eps=2.0**-30), fp8.BlockScaling((1, 32), profile="sglang"),
+    MX, fp8.MXScaling(float8_e5m2, profile="torchao", scale_layout="swizzled")], ids=str)
+@pytest.mark.parametrize("together", [1, 64])
+def test_weights_of_any_size(run, recipe, together):
+    """A row-wise scale takes the weight of its row with it where no bit can tell: not where weights or maxima
+    are extreme, 0 or NaN. A warp does so where all of its rows allow it: together: how many rows are
+    alike."""
+    weights = np.array([1, -1, 0, -0.0, np.nan, np.inf, -np.inf, 0.3, -3e38, 1e-45, 2.0**-41, 2.0**-40,
+                        2.0**-39, 2.0**39, -(2.0**40), 1.7 * 2.0**39, 1e-38, -7.0], float32)
+    exponents = np.array([0, -140, -126, -101, -100, -60, -59, -30, 20, 59, 60, 61, 100, 120], np.int32)
+    if together > 1:
+        weights, exponents = weights[[0, 7, 8, 9, 10, 12, 14, 15]], exponents[[0, 1, 4, 5, 8, 9, 12]]
+    probs = np.repeat(weights, exponents.size * together)
+    for columns in (128, 72):
+        a, b = normal((probs.size, columns), seed=1), normal((probs.size, columns), seed=2)
+        with np.errstate(over="ignore"):
+            b = np.ldexp(b, np.tile(np.repeat(exponents, together), weights.size)[:, None]).astype(float32)
+        b[::5, 3], b[::7, 40:] = 0, np.ldexp(b[::7, 40:], -70)          # codes that are 0, of both signs
+        if together == 1:
+            b[3::50, 9], b[7::60, 11] = np.inf, np.nan
+        x = np.concatenate([a, b], axis=1)
+        got = run.numpy(fp8.swiglu_quantize(run.array(x), recipe, probs=run.array(probs)))
+        assert_same(got, reference.swiglu_quantize(x, recipe, probs=probs))
