@@ -11,7 +11,16 @@ import numpy as np
 
 from . import backend
 from .arrays import Array, asnumpy, bits, contiguous
-from .formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32, names
+from .formats import (
+    FORMATS,
+    FP8_DTYPES,
+    INPUT_DTYPES,
+    float8_e4m3fn,
+    float8_e5m2,
+    float8_e8m0fnu,
+    float32,
+    names,
+)
 from .layouts import cdiv
 from .reference.convert.scaling_aware import target_exponent
 from .reference.numerics import widen

@@ -226,9 +226,24 @@ def _of_result(fields: Callable[[Any], tuple[Any, ...]]) -> _Describe:
 
 #: How to describe each kind of object that has memory; anything else is an option.
 _KINDS: dict[type, _Describe] = {
-    np.ndarray: _of_numpy, tuple: _of_tuple, list: _of_list,
+    np.ndarray: _of_numpy,
+    tuple: _of_tuple,
+    list: _of_list,
     Scaled: _of_result(lambda s: (s.data, s.scale_inv, s.shape, s.transposed, s.block, s.scale_layout)),
     Quantized: _of_result(lambda q: (q.rowwise, q.columnwise, q.dbias)),
-    Grouped: _of_result(lambda g: (g.splits, g.offsets, g.rowwise, g.columnwise, g.scale_inv, g.columnwise_scale_inv,
-                                   g.shape, g.block, g.scale_layout, g.transposed)),
-    Routing: _of_result(lambda r: (*r._arrays().values(), r.rows, r.align))}
+    Grouped: _of_result(
+        lambda g: (
+            g.splits,
+            g.offsets,
+            g.rowwise,
+            g.columnwise,
+            g.scale_inv,
+            g.columnwise_scale_inv,
+            g.shape,
+            g.block,
+            g.scale_layout,
+            g.transposed,
+        )
+    ),
+    Routing: _of_result(lambda r: (*r._arrays().values(), r.rows, r.align)),
+}

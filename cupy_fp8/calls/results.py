@@ -45,8 +45,8 @@ class Description:
         return arrays[0]
 
     def builder(self) -> Callable[[Sequence[Array], tuple[Any, ...]], Any]:
-        """What makes the results of later calls that are alike, from their arrays and the arguments given then. It is
-        remembered, so it holds no array. A result that holds an argument replaces this."""
+        """What makes the results of later calls that are alike, from their arrays and the arguments given
+        then. It is remembered, so it holds no array. A result that holds an argument replaces this."""
         return lambda arrays, given: self.build(arrays)
 
     def for_out(self, out: Any) -> Description:

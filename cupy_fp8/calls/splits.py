@@ -29,7 +29,8 @@ class Groups(NamedTuple):
     host: Any = None
 
     def members(self, errors: int) -> dict[str, Any]:
-        """The struct Splits of kernels_cu/include/groups/splits.cuh. errors: the address of the device's word."""
+        """The struct Splits of kernels_cu/include/groups/splits.cuh. errors: the address of the device's
+        word."""
         return {"sizes": self.at, "groups": self.number, "errors": errors, "wide": self.wide}
 
 

@@ -15,5 +15,19 @@ from .kernel import (
 )
 from .workspace import owner_of, workspace
 
-__all__ = ["Kernel", "Launch", "Variant", "announce", "capturing", "device_errors", "error_word", "executor_of",
-           "forced_executor", "grid_size", "multiprocessors", "owner_of", "shared_memory_per_block", "workspace"]
+__all__ = [
+    "Kernel",
+    "Launch",
+    "Variant",
+    "announce",
+    "capturing",
+    "device_errors",
+    "error_word",
+    "executor_of",
+    "forced_executor",
+    "grid_size",
+    "multiprocessors",
+    "owner_of",
+    "shared_memory_per_block",
+    "workspace",
+]

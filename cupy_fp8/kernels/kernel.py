@@ -1,4 +1,5 @@
-"""A kernel is one entry point of one source file; a variant is that entry point compiled for one choice of types and options."""
+"""A kernel is one entry point of one source file; a variant is that entry point compiled for one choice of
+types and options."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from . import sources, structs
 
 COMPILE_OPTIONS = ("-std=c++17",)
 _ON_CPU = -1                        # the device of a launch of NumPy arrays
-_SHARED_BY_DEFAULT = 48 << 10       # bytes of shared memory, static and dynamic, that a launch gets without asking
+_SHARED_BY_DEFAULT = 48 << 10  # bytes of shared memory, static and dynamic, that a launch gets without asking
 
 #: Called with a line of text when a kernel is compiled (the command line prints it). None: silence.
 _announce: Callable[[str], None] | None = None
@@ -73,16 +74,23 @@ class Kernel:
         return structs.named(self.source, name)
 
     def variant(self, *, block: int, shared: int = 0, **defines: str | int) -> Variant:
-        """The entry point compiled with `defines`, for blocks of `block` threads and `shared` bytes of dynamic shared memory.
-        Compiled at its first launch. Make it once and keep it."""
+        """The entry point compiled with `defines`, for blocks of `block` threads and `shared` bytes of
+        dynamic shared memory. Compiled at its first launch. Make it once and keep it."""
         return Variant(self, block, shared, tuple((name, str(value)) for name, value in defines.items()))
 
 
 class Variant:
-    """A compiled choice of a kernel. `launch` is the path every op takes on every call: nothing avoidable belongs in it."""
+    """A compiled choice of a kernel. `launch` is the path every op takes on every call: nothing avoidable
+    belongs in it."""
 
     def __init__(self, kernel: Kernel, block: int, shared: int, defines: tuple[tuple[str, str], ...]) -> None:
-        self.kernel, self.block, self.shared, self.cooperative, self.defines = kernel, block, shared, kernel.cooperative, defines
+        self.kernel, self.block, self.shared, self.cooperative, self.defines = (
+            kernel,
+            block,
+            shared,
+            kernel.cooperative,
+            defines,
+        )
         self._pack_into = kernel.params.pack_into
         self._functions: dict[int, int] = {}               # by device
         self._modules: list[Any] = []                      # keeps the loaded code alive
@@ -90,10 +98,11 @@ class Variant:
         self._lock = threading.Lock()
 
     def launch(self, x: Any, grid: int, *values: Any, shared: int | None = None) -> None:
-        """Run `grid` blocks on the current stream of x's device, or on the CPU for a NumPy x. values: the struct's members; shared:
-        bytes of dynamic shared memory, where a launch wants less than the variant's. Every launch comes through here: a `Launch`,
-        which stands for x and has everything else, and those of values."""
-        local = self._local                                # the first look makes the context current in a thread
+        """Run `grid` blocks on the current stream of x's device, or on the CPU for a NumPy x. values: the
+        struct's members; shared: bytes of dynamic shared memory, where a launch wants less than the
+        variant's. Every launch comes through here: a `Launch`, which stands for x and has everything else,
+        and those of values."""
+        local = self._local  # the first look makes the context current in a thread
         if type(x) is Launch:
             device, shared, pointers = x.device, x.shared, x.pointers
             if not pointers or device == _ON_CPU:
@@ -118,19 +127,21 @@ class Variant:
             return
         stream = _driver.get_current_stream().ptr
         if self.cooperative:
-            _driver.launch_cooperative_kernel(function, grid, 1, 1, self.block, 1, 1, shared, stream, pointers)
+            _driver.launch_cooperative_kernel(
+                function, grid, 1, 1, self.block, 1, 1, shared, stream, pointers
+            )
         else:
             _driver.launch_kernel(function, grid, 1, 1, self.block, 1, 1, shared, stream, pointers, 0)
 
     def bind(self, x: Any, grid: int, /, *, shared: int | None = None, **members: Any) -> Launch:
-        """A launch for x's kind and device that can be run again and again. members: of the kernel's struct, by name;
-        what is not given is 0."""
+        """A launch for x's kind and device that can be run again and again. members: of the kernel's struct,
+        by name; what is not given is 0."""
         layout = self.kernel.layout
         return Launch(self, x, grid, layout.values(members), self.shared if shared is None else shared)
 
     def compile(self, device: int | None) -> None:
-        """Compile it before its first launch, for a GPU or (None) for the CPU. Several threads may compile at the same time: CuPy lets
-        other threads run while NVRTC compiles, and so does waiting for g++."""
+        """Compile it before its first launch, for a GPU or (None) for the CPU. Several threads may compile at
+        the same time: CuPy lets other threads run while NVRTC compiles, and so does waiting for g++."""
         if device is None:
             self._host_function()
             return
@@ -146,8 +157,10 @@ class Variant:
             cp = backend.cupy()
             _driver.bind(cp.cuda)
             with cp.cuda.Device(device), self._announced(f"sm_{cp.cuda.Device(device).compute_capability}"):
-                module = cp.RawModule(code=sources.program(self.kernel.source, self.kernel.entry, self.all_defines()),
-                                      options=(*COMPILE_OPTIONS, f"-I{sources.root() / 'include'}"))
+                module = cp.RawModule(
+                    code=sources.program(self.kernel.source, self.kernel.entry, self.all_defines()),
+                    options=(*COMPILE_OPTIONS, f"-I{sources.root() / 'include'}"),
+                )
                 function = module.get_function(self.kernel.entry)
                 if self.shared + function.shared_size_bytes > _SHARED_BY_DEFAULT:
                     function.max_dynamic_shared_size_bytes = self.shared
@@ -163,8 +176,13 @@ class Variant:
                                        defines=sources.all_defines(entry, dict(self.all_defines())))
 
     def all_defines(self) -> tuple[tuple[str, str], ...]:
-        """The defines and, with CUPY_FP8_BITCODE=1 in the environment, the integer conversions of older GPUs (for tests)."""
-        return (*self.defines, ("CUPY_FP8_BITCODE", "1")) if os.environ.get("CUPY_FP8_BITCODE") == "1" else self.defines
+        """The defines and, with CUPY_FP8_BITCODE=1 in the environment, the integer conversions of older GPUs
+        (for tests)."""
+        return (
+            (*self.defines, ("CUPY_FP8_BITCODE", "1"))
+            if os.environ.get("CUPY_FP8_BITCODE") == "1"
+            else self.defines
+        )
 
     @contextmanager
     def _announced(self, target: str) -> Iterator[None]:
@@ -177,7 +195,8 @@ class Variant:
 
 
 class Launch:
-    """A kernel variant with its grid and the values of its struct's members, to be launched on the current stream."""
+    """A kernel variant with its grid and the values of its struct's members, to be launched on the current
+    stream."""
 
     def __init__(self, variant: Variant, x: Any, grid: int, values: list[Any], shared: int) -> None:
         self.variant, self.grid, self.values, self.shared = variant, grid, values, shared
@@ -210,7 +229,10 @@ class _Driver:
 
     def bind(self, cuda: Any) -> None:
         self.get_device, self.get_current_stream = cuda.runtime.getDevice, cuda.get_current_stream
-        self.launch_kernel, self.launch_cooperative_kernel = cuda.driver.launchKernel, cuda.driver.launchCooperativeKernel
+        self.launch_kernel, self.launch_cooperative_kernel = (
+            cuda.driver.launchKernel,
+            cuda.driver.launchCooperativeKernel,
+        )
 
 
 _driver = _Driver()
@@ -261,5 +283,8 @@ def capturing(device_id: int) -> bool:
 def grid_size(blocks: int, shape: tuple[int, ...]) -> int:
     """At least one block; ValueError past the hardware's 2**31 - 1."""
     if blocks > 0x7FFFFFFF:
-        raise ValueError(f"x: shape {shape} needs {blocks} blocks, more than a launch can have (2**31 - 1); split the array")
+        raise ValueError(
+            f"x: shape {shape} needs {blocks} blocks, more than a launch can have (2**31 - 1); "
+            "split the array"
+        )
     return blocks or 1

@@ -15,7 +15,9 @@ def root() -> Path:
     for folder in (package / "kernels_cu", package.parent / "kernels_cu"):
         if (folder / "include").is_dir():
             return folder
-    raise FileNotFoundError(f"kernels_cu was found neither in {package} nor beside it: the installation is incomplete")
+    raise FileNotFoundError(
+        f"kernels_cu was found neither in {package} nor beside it: the installation is incomplete"
+    )
 
 
 def files() -> list[Path]:
@@ -35,8 +37,8 @@ def path(source: str) -> Path:
 
 @functools.cache
 def digest() -> str:
-    """A hash of all sources. CuPy's disk cache keys on the program text alone, so this goes into every program: a changed
-    header would otherwise be compiled from the cache of the old one."""
+    """A hash of all sources. CuPy's disk cache keys on the program text alone, so this goes into every
+    program: a changed header would otherwise be compiled from the cache of the old one."""
     h = hashlib.sha256()
     for file in files():
         h.update(file.relative_to(root()).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
@@ -47,8 +49,8 @@ def digest() -> str:
 def program(source: str, entry: str, defines: tuple[tuple[str, str], ...]) -> str:
     """The program that compiles one entry point of kernels_cu/<source>.cu.
 
-    The choices are #defines in the text rather than compiler options, because CuPy probes the compiler anew for every
-    new set of options."""
+    The choices are #defines in the text rather than compiler options, because CuPy probes the compiler anew
+    for every new set of options."""
     head = "".join(f"#define {name} {value}\n" for name, value in all_defines(entry, dict(defines)).items())
     return f'// {digest()}\n{head}#line 1 "{source}.cu"\n{path(source).read_text(encoding="utf-8")}'
 

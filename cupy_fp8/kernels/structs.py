@@ -1,7 +1,9 @@
-"""The parameter structs of the kernels, read from the CUDA sources, so that Python and CUDA cannot drift apart.
+"""The parameter structs of the kernels, read from the CUDA sources, so that Python and CUDA cannot drift
+apart.
 
-A kernel takes one struct: ``entry(const __grid_constant__ SomeParams p)``. Its members are pointers, integers, floats, other
-structs of these (templates too), and arrays of structs, which are given as packed bytes. Methods and constants are ignored.
+A kernel takes one struct: ``entry(const __grid_constant__ SomeParams p)``. Its members are pointers,
+integers, floats, other structs of these (templates too), and arrays of structs, which are given as packed
+bytes. Methods and constants are ignored.
 """
 
 from __future__ import annotations
@@ -15,13 +17,23 @@ from typing import Any, NamedTuple
 from . import sources
 
 #: Code in the `struct` module, and size, of each type that a member can have.
-_SCALARS = {"i64": ("q", 8), "u64": ("Q", 8), "unsigned long long": ("Q", 8), "long long": ("q", 8), "u32": ("I", 4),
-            "i32": ("i", 4), "int": ("i", 4), "float": ("f", 4), "u8": ("B", 1)}
+_SCALARS = {
+    "i64": ("q", 8),
+    "u64": ("Q", 8),
+    "unsigned long long": ("Q", 8),
+    "long long": ("q", 8),
+    "u32": ("I", 4),
+    "i32": ("i", 4),
+    "int": ("i", 4),
+    "float": ("f", 4),
+    "u8": ("B", 1),
+}
 _POINTER = ("P", 8)
 
 
 class Member(NamedTuple):
-    """A member of a struct: a scalar or an array, with its code in the `struct` module, or a struct, whose layout is `inner`."""
+    """A member of a struct: a scalar or an array, with its code in the `struct` module, or a struct, whose
+    layout is `inner`."""
 
     name: str
     offset: int
@@ -77,8 +89,8 @@ class Layout:
         return self.packer.pack(*self.values(members))
 
     def values(self, given: Mapping[str, Any]) -> list[Any]:
-        """All scalars in order, from members by name; what is not given is 0. A nested struct is given as a mapping, or as
-        the sequence of all its scalars. TypeError for a name that the struct does not have."""
+        """All scalars in order, from members by name; what is not given is 0. A nested struct is given as a
+        mapping, or as the sequence of all its scalars. TypeError for a name that the struct does not have."""
         found: list[Any] = []
         for name, _, code, inner in self.members:
             value = given.get(name)
@@ -87,7 +99,9 @@ class Layout:
             elif value is None or isinstance(value, Mapping):
                 found += inner.values(value or {})
             else:
-                assert len(value) == inner.count, f"{self.name}.{name}: expected {inner.count} values, got {len(value)}"
+                assert len(value) == inner.count, (
+                    f"{self.name}.{name}: expected {inner.count} values, got {len(value)}"
+                )
                 found += value
         if unknown := given.keys() - {member.name for member in self.members}:
             raise TypeError(f"{self.name} has no members {sorted(unknown)}")
@@ -149,7 +163,8 @@ def _layout(name: str, text: str) -> Layout:
 
 
 def _statements(text: str, start: int) -> Iterator[str]:
-    """The member declarations of a struct whose body begins at `start`: no methods, constants or nested types."""
+    """The member declarations of a struct whose body begins at `start`: no methods, constants or nested
+    types."""
     depth, begin, i = 0, start, start
     while True:
         c = text[i]
@@ -163,7 +178,9 @@ def _statements(text: str, start: int) -> Iterator[str]:
                 begin = i + 1
         elif c == ";" and depth == 0:
             statement = " ".join(text[begin:i].split())
-            if "(" not in statement and not statement.startswith(("static", "using", "template", "struct", "}")):
+            if "(" not in statement and not statement.startswith(
+                ("static", "using", "template", "struct", "}")
+            ):
                 yield statement
             begin = i + 1
         i += 1

@@ -1,1 +1,2 @@
-"""The functions users call, one module per family: validation, allocation, choice of kernel variant, launch."""
+"""The functions users call, one module per family: validation, allocation, choice of kernel variant,
+launch."""

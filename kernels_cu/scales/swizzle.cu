@@ -71,7 +71,8 @@ struct Tiles {
         int lines = left_of(p.lines - line, kSwizzleLines);
         int blocks = left_of(p.blocks - block, kSwizzleBlocks);
         bool lost = false;
-        if (GROUPED && p.axis == 0) line = groups[0].start, lines = groups[0].lines, lost = groups[0].past_groups;
+        if (GROUPED && p.axis == 0)
+            line = groups[0].start, lines = groups[0].lines, lost = groups[0].past_groups;
         if (GROUPED && p.axis) {
             const GroupTile& group = groups[t];
             block = group.start, blocks = group.lines, lost = group.past_groups;

@@ -221,7 +221,8 @@ def test_repr(kind):
     x = x_of(kind)
     both = fp8.cast_transpose(x, 2.0)
     assert (repr(both)
-            == f"Quantized(float8_e4m3fn[3, 5], per tensor, rowwise + columnwise (stored transposed), {kind})")
+            == "Quantized(float8_e4m3fn[3, 5], per tensor, rowwise + columnwise (stored transposed), "
+            f"{kind})")
     e5m2 = fp8.quantize_tensor(x, 2.0, dtype=float8_e5m2)
     assert repr(e5m2) == f"Quantized(float8_e5m2[3, 5], per tensor, rowwise, {kind})"
     assert repr(both.rowwise) == f"Scaled(float8_e4m3fn[3, 5], per tensor, {kind})"

@@ -237,10 +237,10 @@ def test_to_layout_of_one_scale():
                        match=r"^to_layout\('compact'\): per-tensor data has a single scale, which has no "
                              r"layout"):
         fp8.quantize_tensor(np.ones((2, 2), np.float32), 1.0).to_layout("compact")
+    q: Any = fp8.quantize_block(np.ones((2, 128), np.float32))
     for wrong in ("gemm", None, ["compact"]):
         with pytest.raises(ValueError, match=r"^to_layout: expected one of "):
-            fp8.quantize_block(np.ones((2, 128),
-                                       np.float32)).to_layout(wrong)                      # type: ignore[arg-type]
+            q.to_layout(wrong)
 
 
 @pytest.mark.parametrize("make", [

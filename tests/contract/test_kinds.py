@@ -22,7 +22,8 @@ def moved_one_by_one(example: Example, move: Callable[[Any], Any]) -> Iterator[t
     for name, a in example.named().items():
         part = together.get(id(a))
         gone = {id(b) for b in leaves(part)} if part else {id(a)}
-        tree = mapped(example.tree, lambda b, gone=gone: move(b) if id(b) in gone else b)  # type: ignore[misc]
+        tree = mapped(
+            example.tree, lambda b, gone=gone: move(b) if id(b) in gone else b)  # type: ignore[misc]
         yield name.partition(".")[0] if part else name, example.with_tree(tree)
 
 

@@ -32,18 +32,19 @@ SOURCE = r"""
 #include <cstddef>
 
 // One loop per conversion: EXPORT(name, input type, output type, expression of in[i]).
-#define EXPORT(name, In, Out, ...)                                                                                         \
-    extern "C" void name(const In* in, Out* out, size_t n, int e5m2, int saturate) {                                       \
-        const __nv_fp8_interpretation_t kind = e5m2 ? __NV_E5M2 : __NV_E4M3;                                               \
-        const __nv_saturation_t mode = saturate ? __NV_SATFINITE : __NV_NOSAT;                                             \
-        (void)kind, (void)mode;                                                                                            \
-        for (size_t i = 0; i < n; i++) out[i] = __VA_ARGS__;                                                               \
+#define EXPORT(name, In, Out, ...) \
+    extern "C" void name(const In* in, Out* out, size_t n, int e5m2, int saturate) { \
+        const __nv_fp8_interpretation_t kind = e5m2 ? __NV_E5M2 : __NV_E4M3; \
+        const __nv_saturation_t mode = saturate ? __NV_SATFINITE : __NV_NOSAT; \
+        (void)kind, (void)mode; \
+        for (size_t i = 0; i < n; i++) out[i] = __VA_ARGS__; \
     }
 EXPORT(float32_to_fp8, float, unsigned char, __nv_cvt_float_to_fp8(in[i], mode, kind))
 EXPORT(float16_to_fp8, __half_raw, unsigned char, __nv_cvt_halfraw_to_fp8(in[i], mode, kind))
 EXPORT(bfloat16_to_fp8, __nv_bfloat16_raw, unsigned char, __nv_cvt_bfloat16raw_to_fp8(in[i], mode, kind))
 EXPORT(float32_to_e8m0, float, unsigned char, __nv_cvt_float_to_e8m0(in[i], mode, cudaRoundPosInf))
-EXPORT(bfloat16_to_e8m0, __nv_bfloat16_raw, unsigned char, __nv_cvt_bfloat16raw_to_e8m0(in[i], mode, cudaRoundPosInf))
+EXPORT(bfloat16_to_e8m0, __nv_bfloat16_raw, unsigned char,
+       __nv_cvt_bfloat16raw_to_e8m0(in[i], mode, cudaRoundPosInf))
 EXPORT(fp8_to_float16, unsigned char, __half_raw, __nv_cvt_fp8_to_halfraw(in[i], kind))
 EXPORT(e8m0_to_bfloat16, unsigned char, __nv_bfloat16_raw, __nv_cvt_e8m0_to_bf16raw(in[i]))
 """

@@ -35,7 +35,6 @@ def too_long(path: Path) -> int:
                for line in path.read_text(encoding="utf-8").splitlines())
 
 
-@pytest.mark.xfail(reason="some files are not wrapped yet: remove this mark when all of them are")
 def test_no_line_is_too_long():
     found = {str(path.relative_to(ROOT)): n for path in files() if (n := too_long(path))}
     assert not found, f"{sum(found.values())} lines in {len(found)} files"

@@ -9,7 +9,7 @@ struct ScalingAwareParams {
     u8* out;
     void* target_scales;
     float* row_scales;
-    const RowSegment* segments;      // with splits: the segment of each row of tiles, which a launch before found
+    const RowSegment* segments;  // with splits: the segment of each row of tiles, which a launch before found
     Splits splits;               // groups -1: there are none, all rows are one expert's
     i64 rows, columns;
     i64 scale_columns;           // of the compact scales
@@ -133,7 +133,8 @@ __device__ __forceinline__ Place expert_of(const ScalingAwareParams& p, i64 row_
     const auto member = [&](int n) {
         return (i64)((u64)__shfl_sync(~0u, record, 2 * n + 1) << 32 | __shfl_sync(~0u, record, 2 * n));
     };
-    segment.group = member(0), segment.start = member(1), segment.given = member(3), segment.index = member(5);
+    segment.group = member(0), segment.start = member(1);
+    segment.given = member(3), segment.index = member(5);
     segment.before[0] = member(6), segment.before[1] = member(7);
     found.group_tile = row_of_tiles - segment.index, found.group_scales = 4 * segment.before[1];
     found.group_block = kMx ? segment.before[0] : found.group_tile;

@@ -1,7 +1,7 @@
 """The planted-bug kernels: their inputs and what they should compute. Run as a script to execute some of them
 in one mode:
 
-    python planted_cases.py [--bug] [--order desc] [--seed 1] name...      (the mode comes from $CUPY_FP8_HOST_MODE)
+    python planted_cases.py [--bug] [--order desc] [--seed 1] name...   (mode: $CUPY_FP8_HOST_MODE)
 
 prints one JSON line per run: name, outcome ("right", "wrong" or "error") and the error's text.
 """
