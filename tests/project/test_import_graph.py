@@ -32,6 +32,7 @@ UPWARD = {
     ("arrays.asarray", "ops.convert.astype"),
     ("arrays.full", "reference.numerics"),
     ("grouped.Grouped._places", "kernels"),
+    ("grouped.Grouped.dequantize", "calls.memory"),
     ("grouped.Grouped.dequantize", "calls.validate"),
     ("grouped.Grouped.dequantize", "ops.convert.dequantize"),
     ("grouped.Grouped.wrap", "ops.moe.offsets"),
