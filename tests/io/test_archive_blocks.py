@@ -75,9 +75,9 @@ def test_what_an_op_remembers_is_not_saved(tmp_path):
     ({"block": {"tuple": [1, 33]}}, r"s\.block: expected \(1, B\)"),
     ({"block": 32}, r"s\.block: expected \(1, B\)"),
     ({"scale_inv": {"array": "s.data"}},
-     r"damaged file \(TypeError: s\.scale_inv: expected dtype float8_e8m0fnu, float32"),
+     r"s\.scale_inv: expected dtype float8_e8m0fnu, float32"),
     ({"scale_inv": 1.0}, r"damaged"),
-    ({"block": None}, "expected one f32 scale_inv"),
+    ({"block": None}, r"s\.scale_layout: expected None for one scale"),
 ])
 def test_a_damaged_file(tmp_path, fields, message):
     path = tmp_path / "a.npz"
