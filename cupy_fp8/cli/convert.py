@@ -1,4 +1,5 @@
-"""python -m cupy_fp8 convert: a checkpoint's weights from one FP8 format to another, to FP8, or back to bfloat16."""
+"""python -m cupy_fp8 convert: a checkpoint's weights from one FP8 format to another, to FP8, or back to
+bfloat16."""
 
 from __future__ import annotations
 
@@ -18,10 +19,12 @@ from .progress import Progress
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     try:
-        settings = convert.Settings(options.recipe, options.scale_format, tuple(options.include), tuple(options.exclude))
+        settings = convert.Settings(options.recipe, options.scale_format, tuple(options.include),
+                                    tuple(options.exclude))
         conversion = convert.Conversion(
             Path(options.source), Path(options.destination), settings, part=options.part,
-            like=backend.like_module(options.array), workers=options.workers, compare=bool(options.report or options.verify))
+            like=backend.like_module(options.array), workers=options.workers,
+            compare=bool(options.report or options.verify))
         _run(conversion, options)
     except (OSError, ValueError, backend.DeviceError) as error:
         print(f"convert: {error}", file=sys.stderr)
@@ -45,11 +48,14 @@ def _run(conversion: convert.Conversion, options: argparse.Namespace) -> None:
         print("Other parts are missing: whichever ends last writes the index.")
     rebased = [report for report in reports if report.changes.changed]
     if rebased:
-        print(f"{sum(r.changes.changed for r in rebased):,} of {sum(r.changes.elements for r in reports):,} values changed by "
+        print(
+            f"{sum(r.changes.changed for r in rebased):,} of {sum(r.changes.elements for r in reports):,} "
+            "values changed by "
               "rounding" + ("" if options.report or options.verify else " of re-based data"))
     if options.report:
         with replacing(options.report) as file:
-            file.write(json.dumps({"recipe": options.recipe, "tensors": [r.as_json() for r in reports]}, indent=1).encode())
+            file.write(json.dumps({"recipe": options.recipe, "tensors": [r.as_json() for r in reports]},
+                                  indent=1).encode())
 
 
 def _convert(conversion: convert.Conversion, shard: str, where: str) -> list[convert.Report] | None:
@@ -69,7 +75,9 @@ def _convert(conversion: convert.Conversion, shard: str, where: str) -> list[con
     else:
         seconds = time.perf_counter() - start
         converted = sum(report.after != "as it is" for report in made)
-        print(f"{where}: {converted} tensors converted, {len(made) - converted} as they are; {size / 1e6:,.0f} MB in "
+        print(
+            f"{where}: {converted} tensors converted, {len(made) - converted} as they are; "
+            f"{size / 1e6:,.0f} MB in "
               f"{seconds:.1f} s, {size / 1e6 / seconds:,.0f} MB/s", flush=True)
     return made
 
@@ -77,7 +85,9 @@ def _convert(conversion: convert.Conversion, shard: str, where: str) -> list[con
 def _print_plan(conversion: convert.Conversion) -> None:
     """What is converted, and what stays, with the reason."""
     plan = conversion.plan.values()
-    print(f"{sum(one.layout is not None for one in plan)} of {len(conversion.plan)} tensors become {conversion.settings.recipe}.")
+    print(
+        f"{sum(one.layout is not None for one in plan)} of {len(conversion.plan)} tensors become "
+        f"{conversion.settings.recipe}.")
     reasons: dict[str, list[str]] = {}
     for one in plan:
         if one.layout is None:
@@ -96,20 +106,30 @@ def _part(text: str) -> tuple[int, int]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m cupy_fp8 convert", description=__doc__, epilog=(
-        f"These stay as they are unless --include names them: tensors of one dimension and {', '.join(convert.STAYS)}. A conversion "
+        "These stay as they are unless --include names them: tensors of one dimension and "
+        f"{', '.join(convert.STAYS)}. A conversion "
         "that was interrupted goes on where it was: give the same command again."))
     parser.add_argument("source", metavar="IN", help="a .safetensors file, or a folder of shards")
-    parser.add_argument("destination", metavar="OUT", help="a folder, or a .safetensors file for a source of one file")
+    parser.add_argument("destination", metavar="OUT",
+                        help="a folder, or a .safetensors file for a source of one file")
     parser.add_argument("--recipe", required=True, choices=weights.RECIPES, help=(
-        "block128: 128x128 blocks (DeepSeek); mxfp8: 1x32, E8M0; row: a scale for each row; tensor: one scale; bf16: dequantised"))
-    parser.add_argument("--scale-format", default="f32", choices=weights.SCALE_FORMATS, help="of block128 (mxfp8 has E8M0)")
-    parser.add_argument("--include", action="append", default=[], metavar="PATTERN", help="convert these although they stay by default")
-    parser.add_argument("--exclude", action="append", default=[], metavar="PATTERN", help="leave these as they are")
-    parser.add_argument("--part", type=_part, default=(1, 1), metavar="I/N", help="only this share of the shards")
-    parser.add_argument("--verify", action="store_true", help="read the result again and compare every byte with the NumPy reference")
+        "block128: 128x128 blocks (DeepSeek); mxfp8: 1x32, E8M0; row: a scale for each row; tensor: one "
+        "scale; bf16: dequantised"))
+    parser.add_argument("--scale-format", default="f32", choices=weights.SCALE_FORMATS,
+                        help="of block128 (mxfp8 has E8M0)")
+    parser.add_argument("--include", action="append", default=[], metavar="PATTERN",
+                        help="convert these although they stay by default")
+    parser.add_argument("--exclude", action="append", default=[], metavar="PATTERN",
+                        help="leave these as they are")
+    parser.add_argument("--part", type=_part, default=(1, 1), metavar="I/N",
+                        help="only this share of the shards")
+    parser.add_argument("--verify", action="store_true",
+                        help="read the result again and compare every byte with the NumPy reference")
     parser.add_argument("--report", metavar="FILE.json", help="write what changed in each tensor")
-    parser.add_argument("--array", default=None, choices=("numpy", "cupy"), help="where values are computed (default: the GPU if there is one)")
-    parser.add_argument("--workers", type=_positive, default=None, help="threads that read, compute and write")
+    parser.add_argument("--array", default=None, choices=("numpy", "cupy"),
+                        help="where values are computed (default: the GPU if there is one)")
+    parser.add_argument("--workers", type=_positive, default=None,
+                        help="threads that read, compute and write")
     return parser
 
 

@@ -1,6 +1,6 @@
 """Files: archives of arrays and results (`save`, `load`), and .safetensors checkpoints with FP8 tensors."""
 
-from .archive import MANIFEST, VERSION, load, save
+from .archive import load, save
 from .checkpoint import load_safetensors, save_safetensors
 from .matrices import read_matrices
 

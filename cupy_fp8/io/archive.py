@@ -1,18 +1,19 @@
 """`save` and `load`: .npz archives that keep FP8 dtypes, results, states and recipes.
 
-The archive is an ordinary .npz that `numpy.load` opens without pickle. Each array is one member; FP8, E8M0 and bfloat16
-arrays are stored as unsigned integers of the same width, since NumPy's own format forgets their dtype. The member
-`__cupy_fp8__` is a JSON string that says what the members are::
+The archive is an ordinary .npz that `numpy.load` opens without pickle. Each array is one member; FP8, E8M0
+and bfloat16 arrays are stored as unsigned integers of the same width, since NumPy's own format forgets their
+dtype. The member `__cupy_fp8__` is a JSON string that says what the members are::
 
     {"format": "cupy_fp8", "version": 1,
      "dtypes": {"<member>": "<dtype name>", …},             members stored as integers
      "values": {"<name>": <value>, …}}
 
     <value>:  null, true, 3, 0.5, "text"                     itself
-              {"array": "<member>"}                          an array; values that name one member share it, as when saved
-              {"tuple": […]}, {"list": […]}, {"dict": {…}}   containers of values
+              {"array": "<member>"}                          an array; values that name one member share it,
+              as when saved {"tuple": […]}, {"list": […]}, {"dict": {…}}   containers of values
               {"dtype": "<dtype name>"}                      a dtype
-              {"result": "<class>", "fields": {…}}           a result, recipe or state; absent fields take their default
+              {"result": "<class>", "fields": {…}}           a result, recipe or state; absent fields take
+              their default
 """
 
 from __future__ import annotations
@@ -54,20 +55,26 @@ _FIELDS: dict[type, tuple[str, ...]] = {
 _KINDS = {kind.__name__: kind for kind in _FIELDS}
 _LONGEST_NAME = 65_535 - len(".npy")            # bytes of a member's name that a .zip has room for
 #: What NumPy, zipfile and json raise for damaged bytes.
-_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, EOFError, RecursionError, OSError,
-           RuntimeError, NotImplementedError, SyntaxError, tokenize.TokenError, struct.error, zlib.error,
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, EOFError,
+           RecursionError, OSError, RuntimeError, NotImplementedError, SyntaxError, tokenize.TokenError,
+           struct.error, zlib.error,
            zipfile.BadZipFile)
 
 
 def save(path: PathLike, **values: Any) -> None:
-    """Write arrays, quantised results and training state to one .npz file, keeping dtypes, scales and metadata.
+    """Write arrays, quantised results and training state to one .npz file, keeping dtypes, scales and
+    metadata.
 
-    path : where to write (exactly this name; an existing file is replaced only once the new one is complete and on disk).
-    values : by name: NumPy or CuPy arrays of any dtype without Python objects; `Scaled`, `Quantized`, `Grouped`, `Routing`;
-        `DelayedScalingState` and recipes; numbers, strings, None; lists, tuples and dicts (with strings as keys) of these.
-        CuPy arrays are copied to the host one at a time. An array that occurs twice is stored once.
-    Raises TypeError for anything else, ValueError for names that a file cannot hold or that collide; nothing is written
-    then. OSError where the disk is full or the folder does not exist. Format: see `cupy_fp8.io.archive`.
+    path : where to write (exactly this name; an existing file is replaced only once the new one is complete
+    and on disk).
+    values : by name: NumPy or CuPy arrays of any dtype without Python objects; `Scaled`, `Quantized`,
+    `Grouped`, `Routing`;
+        `DelayedScalingState` and recipes; numbers, strings, None; lists, tuples and dicts (with strings as
+        keys) of these. CuPy arrays are copied to the host one at a time. An array that occurs twice is stored
+        once.
+    Raises TypeError for anything else, ValueError for names that a file cannot hold or that collide; nothing
+    is written then. OSError where the disk is full or the folder does not exist. Format: see
+    `cupy_fp8.io.archive`.
 
     >>> import os, tempfile, numpy as np, cupy_fp8 as fp8
     >>> q = fp8.quantize_tensor(np.float32([[1.0, 2.5]]), 64.0)
@@ -90,11 +97,13 @@ def save(path: PathLike, **values: Any) -> None:
 
 
 def load(path: PathLike, *, like: Any = None) -> dict[str, Any]:
-    """Read a file that `save` wrote: a dict of the same names, arrays with their dtypes, results with their metadata.
+    """Read a file that `save` wrote: a dict of the same names, arrays with their dtypes, results with their
+    metadata.
 
-    like : the kind of array wanted: an array, 'numpy' / 'cupy' or the module. Default NumPy, whatever kind was saved.
-    Raises FileNotFoundError, ValueError for a file that `save` did not write, that is damaged, or that a later version
-    wrote (results are checked as those made by hand are); DeviceError for ``like='cupy'`` without a GPU. Never unpickles.
+    like : the kind of array wanted: an array, 'numpy' / 'cupy' or the module. Default NumPy, whatever kind
+    was saved. Raises FileNotFoundError, ValueError for a file that `save` did not write, that is damaged, or
+    that a later version wrote (results are checked as those made by hand are); DeviceError for
+    ``like='cupy'`` without a GPU. Never unpickles.
 
     >>> import os, tempfile, numpy as np, cupy_fp8 as fp8
     >>> path = os.path.join(tempfile.mkdtemp(), "scales.npz")
@@ -167,7 +176,8 @@ class _Writer:
             return {"dtype": value.name}
         if type(value) in _FIELDS:
             return {"result": type(value).__name__, "fields": {
-                field: self.encode(getattr(value, field), f"{name}.{field}") for field in _FIELDS[type(value)]}}
+                field: self.encode(getattr(value, field), f"{name}.{field}")
+                for field in _FIELDS[type(value)]}}
         if isinstance(value, np.generic) and value.dtype.kind in "biuf":
             value = np.asarray(value)
         return {"array": self._member(value, name)}
@@ -202,7 +212,8 @@ def _write_member(archive: zipfile.ZipFile, member: str, a: np.ndarray) -> None:
 
 
 class Members:
-    """The arrays of an .npz by their exact names. (NumPy's own reader takes one that ends in '.npy' for another.)"""
+    """The arrays of an .npz by their exact names. (NumPy's own reader takes one that ends in '.npy' for
+    another.)"""
 
     def __init__(self, archive: zipfile.ZipFile) -> None:
         self._archive, names = archive, archive.namelist()
@@ -224,9 +235,11 @@ class Members:
                 raise ValueError(f"entry {name!r}: holds Python objects, which are never unpickled")
             size = math.prod(shape) * dtype.itemsize
             if min(shape, default=0) < 0 or size != info.file_size - file.tell():
-                raise ValueError(f"damaged file (entry {name!r}: shape {shape} of {dtype} does not fit its bytes)")
+                raise ValueError(
+                    f"damaged file (entry {name!r}: shape {shape} of {dtype} does not fit its bytes)")
             a = np.empty(size, np.uint8)
-            if file.readinto(memoryview(a)) != size or file.read(1):
+            data: Any = file
+            if data.readinto(a.data) != size or file.read(1):
                 raise EOFError(f"entry {name!r} ends early")
         a = a.view(dtype) if size else np.empty(0, dtype)
         return a.reshape(shape[::-1]).transpose() if fortran_order else a.reshape(shape)
@@ -289,7 +302,8 @@ class _Reader:
 
 
 def _build(kind: type, fields: dict[str, Any]) -> Any:
-    """A result, recipe or state from its fields, which are checked as those of one made by hand: kernels trust results."""
+    """A result, recipe or state from its fields, which are checked as those of one made by hand: kernels
+    trust results."""
     if unknown := fields.keys() - set(_FIELDS[kind]):
         raise ValueError(f"{kind.__name__} has no fields {sorted(unknown)}")
     for field, value in fields.items():
@@ -308,7 +322,8 @@ def _state(recipe: Any, scale: Any, amax_history: Any) -> DelayedScalingState:
     if not isinstance(recipe, DelayedScaling) or getattr(scale, "ndim", 0) != 1:
         raise ValueError("expected a DelayedScaling and scales [n]")
     state = DelayedScalingState(len(scale), recipe, like=scale)
-    for name, mine, theirs in (("scale", state.scale, scale), ("amax_history", state.amax_history, amax_history)):
+    for name, mine, theirs in (("scale", state.scale, scale),
+                               ("amax_history", state.amax_history, amax_history)):
         if (theirs.shape, theirs.dtype) != (mine.shape, mine.dtype):
             raise ValueError(f"{name}: expected {mine.dtype} {mine.shape}, got {theirs.dtype} {theirs.shape}")
     state.scale, state.amax_history = scale, amax_history

@@ -1,5 +1,5 @@
-"""Checkpoints of .safetensors files: one file, or a folder of shards with or without an index; read and written with FP8
-tensors and their scales together, as `Scaled`."""
+"""Checkpoints of .safetensors files: one file, or a folder of shards with or without an index; read and
+written with FP8 tensors and their scales together, as `Scaled`."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ _SUFFIX = ".safetensors"
 
 
 class Checkpoint:
-    """The tensors of a .safetensors file, or of all shards in a folder: names, dtypes, shapes and places; none is read yet.
+    """The tensors of a .safetensors file, or of all shards in a folder: names, dtypes, shapes and places;
+    none is read yet.
 
     files    the shards by their file names
     shard    the file name of each tensor's shard
     tensors  what headers say of each tensor
     config   the folder's config.json, {} without one
-    Raises OSError, and ValueError that names the file for damaged files and for an index that does not fit its shards.
+    Raises OSError, and ValueError that names the file for damaged files and for an index that does not fit
+    its shards.
     """
 
     def __init__(self, path: PathLike) -> None:
@@ -79,24 +81,27 @@ def load_safetensors(path: PathLike, *, names: Iterable[str] | None = None, like
 
     path : a .safetensors file, or a folder of them, with or without an index.
     names : the tensors wanted, by name or pattern ('model.layers.0.*'); None: all.
-    like : the kind of array wanted: an array, 'numpy' / 'cupy' or the module. NumPy arrays are mapped, not read, and
+    like : the kind of array wanted: an array, 'numpy' / 'cupy' or the module. NumPy arrays are mapped, not
+    read, and
         read-only; CuPy arrays are copied to the GPU one tensor at a time. Default NumPy.
     block : (rows, columns) that share a scale, or a dict of these by name, where shapes do not say.
     raw : every tensor as it is stored, scales as tensors of their own.
 
-    Every dtype of the format that NumPy and ml_dtypes have is read: F8_E4M3, F8_E5M2, F8_E8M0, BF16, F16, F32, F64, integers,
-    bool. Scales are found by dtype, shape and the folder's quantization_config: one for the tensor, one for each row, blocks of
-    128×128, 1×128 and 1×32; f32, bf16, f16, E8M0, or E8M0 stored as U8. A Scaled has the name of its data.
+    Every dtype of the format that NumPy and ml_dtypes have is read: F8_E4M3, F8_E5M2, F8_E8M0, BF16, F16,
+    F32, F64, integers, bool. Scales are found by dtype, shape and the folder's quantization_config: one for
+    the tensor, one for each row, blocks of 128×128, 1×128 and 1×32; f32, bf16, f16, E8M0, or E8M0 stored as
+    U8. A Scaled has the name of its data.
 
-    Raises OSError, ValueError (damaged files, scales that fit no reading or several, names that are not there), DeviceError.
+    Raises OSError, ValueError (damaged files, scales that fit no reading or several, names that are not
+    there), DeviceError.
     Source: the safetensors format; DeepSeek-V3's, compressed-tensors', ModelOpt's and MX checkpoints.
 
     >>> import os, tempfile, numpy as np, cupy_fp8 as fp8
     >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
-    >>> w = fp8.quantize_block(np.ones((256, 128), np.float32), block=(128, 128), scale_layout="compact").rowwise
+    >>> w = fp8.quantize_block(np.ones((256, 128), np.float32), block=(128, 128))
     >>> fp8.io.save_safetensors(path, {"proj.weight": w, "norm.weight": np.ones(128, np.float32)})
-    >>> fp8.io.load_safetensors(path)
-    {'norm.weight': array([1., 1., ...], dtype=float32), 'proj.weight': Scaled(float8_e4m3fn[256, 128], block 128×128, compact scales, numpy)}
+    >>> fp8.io.load_safetensors(path)["proj.weight"]
+    Scaled(float8_e4m3fn[256, 128], block 128×128, compact scales, numpy)
     """
     like = np if like is None else like
     backend.like_module(like)
@@ -107,20 +112,26 @@ def load_safetensors(path: PathLike, *, names: Iterable[str] | None = None, like
     for name in _wanted(checkpoint, names):
         if name in pairs:
             s = checkpoint.scaled(pairs[name])
-            found[name] = Scaled(asarray(s.data, like=like), asarray(s.scale_inv, like=like), s.shape, False, s.block,
+            found[name] = Scaled(asarray(s.data, like=like), asarray(s.scale_inv, like=like), s.shape, False,
+                                 s.block,
                                  s.scale_layout)
         elif name not in scales:
             found[name] = asarray(checkpoint.read(name), like=like)
     return found
 
 
-def save_safetensors(path: PathLike, tensors: Mapping[str, Any], *, metadata: Mapping[str, str] | None = None) -> None:
-    """Write arrays and quantised tensors to one .safetensors file, which is replaced only once the new one is on disk.
+def save_safetensors(path: PathLike, tensors: Mapping[str, Any], *, metadata: Mapping[str, str]
+                     | None = None) -> None:
+    """Write arrays and quantised tensors to one .safetensors file, which is replaced only once the new one is
+    on disk.
 
-    tensors : by name: NumPy or CuPy arrays of the format's dtypes, `Scaled` or `Quantized` (its row-wise part). Scales are
-        written beside their data: `<name>_scale_inv` for blocks (compact), `<name>_scale` for one scale ([1]) and for rows ([M, 1]).
+    tensors : by name: NumPy or CuPy arrays of the format's dtypes, `Scaled` or `Quantized` (its row-wise
+    part). Scales are
+        written beside their data: `<name>_scale_inv` for blocks (compact), `<name>_scale` for one scale ([1])
+        and for rows ([M, 1]).
     metadata : strings by name, which other libraries show ({"format": "pt"} is what some of them want).
-    Raises TypeError, ValueError (data that is not row-wise, names that collide) before anything is written, OSError.
+    Raises TypeError, ValueError (data that is not row-wise, names that collide) before anything is written,
+    OSError.
     """
     arrays: dict[str, Array] = {}
     for name, value in tensors.items():
@@ -142,19 +153,22 @@ def save_safetensors(path: PathLike, tensors: Mapping[str, Any], *, metadata: Ma
 def write_array(file: Any, a: Array) -> None:
     """An array's bytes in C order."""
     host = np.ascontiguousarray(bits(asnumpy(a)))
-    file.write(memoryview(host.reshape(-1).view(np.uint8)))
+    file.write(host.reshape(-1).view(np.uint8).data)
 
 
 def scaled_arrays(name: str, s: Scaled) -> dict[str, Array]:
-    """The tensors that a file holds for a row-wise Scaled: its data, and scales under the name that readers look for."""
-    if s.transposed or (s.block is not None and s.block[0] is None) or (s.block is not None and s.block[1] == 1):
-        raise ValueError(f"{name}: expected row-wise data, not stored transposed, got {s!r}; transpose it, or save the "
+    """The tensors that a file holds for a row-wise Scaled: its data, and scales under the name that readers
+    look for."""
+    block = s.block or (1, None)
+    if s.transposed or block[0] is None or block[1] == 1:
+        raise ValueError(
+            f"{name}: expected row-wise data, not stored transposed, got {s!r}; transpose it, or save the "
                          "row-wise part")
     if s.block is None:
         return {name: s.data, f"{name}_scale": s.scale_inv.reshape(1)}
     if s.scale_layout != "compact":
         s = s.to_layout("compact")
-    return {name: s.data, f"{name}_{'scale' if s.block[1] is None else 'scale_inv'}": s.scale_inv}
+    return {name: s.data, f"{name}_{'scale' if block[1] is None else 'scale_inv'}": s.scale_inv}
 
 
 def _stored(name: Any, value: Any) -> dict[str, Array]:
@@ -206,7 +220,8 @@ def _shards(path: Path) -> list[str]:
         return [path.name]
     if listed := _weight_map(path / INDEX):
         return sorted(set(listed.values()))
-    found = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(_SUFFIX) and not entry.name.startswith("."))
+    found = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(_SUFFIX)
+                   and not entry.name.startswith("."))
     if not found:
         raise ValueError(f"{path}: no {_SUFFIX} files in this folder")
     return found
@@ -220,7 +235,8 @@ def _weight_map(path: Path) -> dict[str, str]:
         raise ValueError(f"{path}: expected a weight_map, the shard of each tensor")
     for name, shard in listed.items():
         if not isinstance(shard, str) or os.path.basename(shard) != shard or not shard.endswith(_SUFFIX):
-            raise ValueError(f"{path}: {name}: expected the name of a {_SUFFIX} file of this folder, got {shard!r}")
+            raise ValueError(
+                f"{path}: {name}: expected the name of a {_SUFFIX} file of this folder, got {shard!r}")
     return listed
 
 
@@ -235,6 +251,8 @@ def _wanted(checkpoint: Checkpoint, names: Iterable[str] | None) -> list[str]:
         found = [name] if name in checkpoint.tensors else fnmatch.filter(checkpoint.tensors, name)
         if not found:
             near = difflib.get_close_matches(name, checkpoint.tensors, 1)
-            raise ValueError(f"names: {checkpoint.path} has no tensor {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")
+            raise ValueError(
+                f"names: {checkpoint.path} has no tensor {name!r}"
+                f"{f'; did you mean {near[0]!r}?' if near else ''}")
         chosen.update(found)
     return [name for name in checkpoint.tensors if name in chosen]

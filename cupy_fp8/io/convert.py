@@ -1,7 +1,8 @@
 """Checkpoints converted from one format of weights to another, shard by shard, with bounded memory.
 
-Every shard of the result is written under a name of its own and renamed once it is on the disk, so that a conversion that is
-killed goes on with the shards that are missing. Workers read, compute and write chunks of rows at the same time.
+Every shard of the result is written under a name of its own and renamed once it is on the disk, so that a
+conversion that is killed goes on with the shards that are missing. Workers read, compute and write chunks of
+rows at the same time.
 """
 
 from __future__ import annotations
@@ -32,12 +33,16 @@ from .weights import Changes, Layout, Rows
 
 __all__ = ["STAYS", "Conversion", "Settings", "Tensors"]
 
-#: Tensors that stay as they are unless `include` names them: what is no weight of a matrix product, or suffers most.
-STAYS = ("*norm*", "*embed*", "*wte.*", "*wpe.*", "*lm_head*", "*router*", "*.gate.weight", "*.bias", "*_bias")
+#: Tensors that stay as they are unless `include` names them: what is no weight of a matrix product, or
+#: suffers most.
+STAYS = ("*norm*", "*embed*", "*wte.*", "*wpe.*", "*lm_head*", "*router*", "*.gate.weight", "*.bias",
+         "*_bias")
 _KEY = "cupy_fp8_convert"                       # of the metadata by which a shard of this conversion is known
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _COPY = 8 << 20                                 # bytes copied at a time
-_COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".py", ".md", ".tiktoken")
+#: Some of the work on a tensor: it returns how many source bytes it took, and what it changed.
+_Work = Callable[[], tuple[int, Changes]]
+_COPIED = (".json", ".txt", ".model", ".jinja", ".py", ".md", ".tiktoken")
 
 
 @dataclass(frozen=True)
@@ -59,13 +64,16 @@ class Settings:
         if self.recipe not in weights.RECIPES:
             raise ValueError(f"recipe: expected one of {', '.join(weights.RECIPES)}, got {self.recipe!r}")
         if self.scale_format not in weights.SCALE_FORMATS:
-            raise ValueError(f"scale_format: expected one of {', '.join(weights.SCALE_FORMATS)}, got {self.scale_format!r}")
+            raise ValueError(
+                f"scale_format: expected one of {', '.join(weights.SCALE_FORMATS)}, "
+                f"got {self.scale_format!r}")
         if self.scale_format == "e8m0" and self.recipe not in ("block128", "mxfp8"):
             raise ValueError(f"scale_format: {self.recipe} has no e8m0 scales; block128 and mxfp8 have")
 
 
 class Tensors(NamedTuple):
-    """What becomes of a tensor, and of its scales. layout: None where both stay as they are. why: it stays."""
+    """What becomes of a tensor, and of its scales. layout: None where both stay as they are. why: it
+    stays."""
 
     name: str
     pair: Pair | None
@@ -85,7 +93,8 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         return {"name": self.name, "shape": list(self.shape), "from": self.before, "to": self.after,
-                "elements": self.changes.elements, "changed": self.changes.changed, "sqnr_db": self.changes.sqnr_db}
+                "elements": self.changes.elements, "changed": self.changes.changed,
+                "sqnr_db": self.changes.sqnr_db}
 
 
 class Conversion:
@@ -100,12 +109,14 @@ class Conversion:
     Raises OSError, ValueError before anything is written.
     """
 
-    def __init__(self, source: Path, destination: Path, settings: Settings, *, part: tuple[int, int] = (1, 1), like: Any = np,
+    def __init__(self, source: Path, destination: Path, settings: Settings, *, part: tuple[int, int] = (1, 1),
+                 like: Any = np,
                  workers: int | None = None, compare: bool = False) -> None:
         self.checkpoint, self.settings = Checkpoint(source), settings
         single = destination.suffix == ".safetensors"
         if single and len(self.checkpoint.files) != 1:
-            raise ValueError(f"{destination}: expected a folder, since {source} has {len(self.checkpoint.files)} shards")
+            raise ValueError(
+                f"{destination}: expected a folder, since {source} has {len(self.checkpoint.files)} shards")
         self.folder = destination.parent if single else destination
         if self.folder.exists() and os.path.samefile(self.folder, self.checkpoint.folder) and (
                 not single or destination.name in self.checkpoint.files):
@@ -116,7 +127,8 @@ class Conversion:
         self._workers = workers or min(8, os.cpu_count() or 1)
         pairs = self.checkpoint.pairs()
         self._scales = {pair.scale: pair.data for pair in pairs.values()}
-        self.plan = {name: self._planned(name, pairs.get(name)) for name in self.checkpoint.tensors if name not in self._scales}
+        self.plan = {name: self._planned(name, pairs.get(name)) for name in self.checkpoint.tensors
+                     if name not in self._scales}
         self.names = {shard: destination.name if single else shard for shard in self.checkpoint.files}
 
     @property
@@ -145,11 +157,14 @@ class Conversion:
 
     # ---- a shard ----
     def convert(self, shard: str, progress: Callable[[int], None]) -> list[Report] | None:
-        """Write a shard of the result; None where it is there already. progress: told of every number of source bytes done."""
+        """Write a shard of the result; None where it is there already. progress: told of every number of
+        source bytes done."""
         target = self.folder / self.names[shard]
         if target.exists():
             if self._fingerprint(shard) != _fingerprint_of(target):
-                raise ValueError(f"{target}: is there already, and not of this conversion; delete it or choose another place")
+                raise ValueError(
+                    f"{target}: is there already, and not of this conversion; delete it or choose another "
+                    "place")
             return None
         self.folder.mkdir(parents=True, exist_ok=True)
         prefix = f"{self.names[shard][:80]}."
@@ -171,14 +186,16 @@ class Conversion:
             reports = []
             for one in plan:
                 tensor = self.checkpoint.tensors[one.name]
-                report = Report(one.name, tensor.shape, self._kind(one), self.settings.recipe if one.layout else "as it is")
+                report = Report(one.name, tensor.shape, self._kind(one), self.settings.recipe if one.layout
+                                else "as it is")
                 reports.append(report)
                 for work in self._works(one, out, pool):
                     queue.put(work, report, progress)
             queue.drain()
         return reports
 
-    def _works(self, one: Tensors, out: _Out, pool: ThreadPoolExecutor) -> Iterator[Callable[[], tuple[int, Changes]]]:
+    def _works(self, one: Tensors, out: _Out,
+               pool: ThreadPoolExecutor) -> Iterator[_Work]:
         """The chunks of a tensor, and of its scales: what each does when it is called."""
         if one.layout is None:
             for name in (one.name, *([one.pair.scale] if one.pair else [])):
@@ -187,7 +204,8 @@ class Conversion:
             return
         source = _Source(self.checkpoint, one.name, one.pair, self._like)
         scale = None
-        if one.layout.scale is not None and one.layout.block is None:
+        if one.layout.scale is not None and one.layout.block is None and (
+                not one.pair or one.pair.block is not None):
             scale = weights.tensor_scale(list(pool.map(lambda rows: weights.amax_of(source.rows(rows)),
                                                        weights.row_chunks(source.shape))))
         for rows in weights.row_chunks(source.shape):
@@ -210,14 +228,17 @@ class Conversion:
     def _dtype(self, name: str) -> np.dtype[Any]:
         file, kind = self.checkpoint.files[self.checkpoint.shard[name]], self.checkpoint.tensors[name].dtype
         if kind not in DTYPES:
-            raise ValueError(f"{file.path}: {name} is of type {kind}, which cannot be copied here; exclude its file")
+            raise ValueError(
+                f"{file.path}: {name} is of type {kind}, which cannot be copied here; exclude its file")
         return DTYPES[kind]
 
     def _kind(self, one: Tensors) -> str:
         kind = self.checkpoint.tensors[one.name].dtype
         if one.pair is None:
             return kind
-        block = "tensor" if one.pair.block is None else "×".join("row" if n is None else str(n) for n in one.pair.block)
+        block = "tensor"
+        if one.pair.block is not None:
+            block = "×".join("row" if n is None else str(n) for n in one.pair.block)
         return f"{kind} {block} {self.checkpoint.tensors[one.pair.scale].dtype}"
 
     # ---- what a shard is known by ----
@@ -232,14 +253,15 @@ class Conversion:
 
     def _metadata(self, shard: str) -> dict[str, str]:
         found = {"format": "pt", **self.checkpoint.files[shard].metadata, _KEY: self._fingerprint(shard)}
-        if self._single and not (self.checkpoint.folder / "config.json").is_file() and (config := self.quantization_config()):
+        if self._single and not (self.checkpoint.folder / "config.json").is_file() and (
+            config := self.quantization_config()):
             found["quantization_config"] = json.dumps(config)
         return found
 
     # ---- what goes with the shards ----
     def finish(self) -> bool:
-        """Write the index, config.json and whatever else a folder of this kind has, once all shards of all parts are there:
-        whether they are."""
+        """Write the index, config.json and whatever else a folder of this kind has, once all shards of all
+        parts are there: whether they are."""
         for shard, name in self.names.items():
             target = self.folder / name
             if not target.exists() or _fingerprint_of(target) != self._fingerprint(shard):
@@ -250,43 +272,50 @@ class Conversion:
         if len(files) > 1 or (self.checkpoint.folder / INDEX).is_file():
             weight_map = {tensor: name for name, file in files.items() for tensor in file.tensors}
             total = sum(t.nbytes for file in files.values() for t in file.tensors.values())
-            _write_json(self.folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+            _write_json(self.folder / INDEX,
+                        {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
         for path in sorted(self.checkpoint.folder.iterdir()):
-            if path.suffix in _COPIED_SUFFIXES and path.is_file() and path.name not in (INDEX, "config.json"):
+            if path.suffix in _COPIED and path.is_file() and path.name not in (INDEX, "config.json"):
                 with path.open("rb") as file, replacing(self.folder / path.name) as copy:
                     shutil.copyfileobj(file, copy)
         if self.checkpoint.config:
-            config = {key: value for key, value in self.checkpoint.config.items() if key != "quantization_config"}
+            config = {key: value for key, value in self.checkpoint.config.items()
+                      if key != "quantization_config"}
             if found := self.quantization_config():
                 config["quantization_config"] = found
             _write_json(self.folder / "config.json", config)
         return True
 
     def quantization_config(self) -> dict[str, Any] | None:
-        """What readers find in config.json: DeepSeek's form for block128, that of MX checkpoints, compressed-tensors' form for
-        row and tensor."""
+        """What readers find in config.json: DeepSeek's form for block128, that of MX checkpoints,
+        compressed-tensors' form for row and tensor."""
         left = sorted(one.name.removesuffix(".weight") for one in self.plan.values()
-                      if one.layout is None and len(self.checkpoint.tensors[one.name].shape) == 2 and not one.pair)
+                      if one.layout is None and len(self.checkpoint.tensors[one.name].shape) == 2
+                      and not one.pair)
         s = self.settings
         if s.recipe == "bf16":
             kept = any(one.pair and one.layout is None for one in self.plan.values())
             return dict(quantization_of(self.checkpoint.config)) or None if kept else None
         if s.recipe in ("block128", "mxfp8"):
-            found: dict[str, Any] = {"quant_method": "fp8" if s.recipe == "block128" else "mxfp8", "fmt": "e4m3",
+            found: dict[str, Any] = {"quant_method": "fp8" if s.recipe == "block128" else "mxfp8",
+                                     "fmt": "e4m3",
                                      "activation_scheme": "dynamic",
                                      "weight_block_size": [128, 128] if s.recipe == "block128" else [1, 32],
                                      "modules_to_not_convert": left}
-            return {**found, "scale_fmt": "ue8m0"} if s.recipe == "mxfp8" or s.scale_format == "e8m0" else found
+            return {**found,
+                    "scale_fmt": "ue8m0"} if s.recipe == "mxfp8" or s.scale_format == "e8m0" else found
         each = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False,
                 "strategy": "channel" if s.recipe == "row" else "tensor"}
         inputs = {**each, "dynamic": True, "strategy": "token" if s.recipe == "row" else "tensor"}
-        return {"quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
+        return {"quant_method": "compressed-tensors", "format": "float-quantized",
+                "quantization_status": "compressed",
                 "ignore": left,
-                "config_groups": {"group_0": {"targets": ["Linear"], "weights": each, "input_activations": inputs}}}
+                "config_groups": {
+                    "group_0": {"targets": ["Linear"], "weights": each, "input_activations": inputs}}}
 
     def verify(self, shard: str) -> None:
-        """Read a shard of the result again and compare every byte with what NumPy makes of the source. ValueError names the first
-        tensor that differs."""
+        """Read a shard of the result again and compare every byte with what NumPy makes of the source.
+        ValueError names the first tensor that differs."""
         written = TensorFile(self.folder / self.names[shard])
         for name in self.checkpoint.files[shard].tensors:
             if name not in self.plan:
@@ -327,14 +356,17 @@ class _Source:
         if self._pair.block is None:
             return weights.on(self._like, Scaled(data, self._scale, data.shape))
         down = self._pair.block[0] or height
-        scales = self._scale.reshape(-1, *self._scale.shape[-2:])[rows.matrix, rows.start // down:-(-rows.stop // down)]
-        return weights.on(self._like, Scaled(data, np.ascontiguousarray(scales), data.shape, False, self._pair.block, "compact"))
+        matrices = self._scale.reshape(-1, *self._scale.shape[-2:])
+        scales = matrices[rows.matrix, rows.start // down:-(-rows.stop // down)]
+        return weights.on(self._like, Scaled(data, np.ascontiguousarray(scales), data.shape, False,
+                                             self._pair.block, "compact"))
 
 
 class _Out:
     """A file whose header is known: bytes of tensors are written where they belong, by any thread."""
 
-    def __init__(self, descriptor: int, header: bytes, tensors: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> None:
+    def __init__(self, descriptor: int, header: bytes,
+                 tensors: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> None:
         self._descriptor, self._start, end = descriptor, {}, len(header)
         for name, (dtype, shape) in tensors.items():
             self._start[name] = end
@@ -343,7 +375,8 @@ class _Out:
 
     def put(self, name: str, at: int, a: np.ndarray) -> None:
         """at: bytes from the tensor's beginning."""
-        left, position = memoryview(np.ascontiguousarray(a).reshape(-1).view(np.uint8)), self._start[name] + at
+        left, position = np.ascontiguousarray(a).reshape(-1).view(np.uint8).data, self._start[
+            name] + at
         while left:
             done = os.pwrite(self._descriptor, left, position)
             left, position = left[done:], position + done
@@ -361,7 +394,8 @@ class _Compared:
             raise ValueError(f"{self._file.path}: {name} is not what the source gives")
 
 
-class _Copy(NamedTuple):
+@dataclass(frozen=True)
+class _Copy:
     """Some bytes of a tensor that stays as it is."""
 
     checkpoint: Checkpoint
@@ -376,7 +410,8 @@ class _Copy(NamedTuple):
         return count, Changes()
 
 
-class _Chunk(NamedTuple):
+@dataclass(frozen=True)
+class _Chunk:
     """Some rows of a weight that is converted."""
 
     source: _Source
@@ -409,7 +444,8 @@ class _Queue:
         self._pool, self._most = pool, most
         self._waiting: deque[tuple[Future[tuple[int, Changes]], Report, Callable[[int], None]]] = deque()
 
-    def put(self, work: Callable[[], tuple[int, Changes]], report: Report, progress: Callable[[int], None]) -> None:
+    def put(self, work: _Work, report: Report,
+            progress: Callable[[int], None]) -> None:
         self._waiting.append((self._pool.submit(work), report, progress))
         if len(self._waiting) >= self._most:
             self._take()
@@ -435,7 +471,8 @@ def _fingerprint_of(path: Path) -> str | None:
 
 
 def _reserve(descriptor: int, size: int) -> None:
-    """Takes the disk space of the whole file at once, so that a full disk is found before any work is done."""
+    """Takes the disk space of the whole file at once, so that a full disk is found before any work is
+    done."""
     try:
         os.posix_fallocate(descriptor, 0, size)
     except AttributeError:                                  # not on this system

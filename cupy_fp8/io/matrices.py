@@ -22,12 +22,13 @@ _DTYPES = (np.dtype(np.float64), float32, float16, bfloat16)
 def read_matrices(path: PathLike) -> Iterator[tuple[str, np.ndarray]]:
     """Every 2-D float tensor of a file, one at a time, as (name, NumPy array).
 
-    path : .npy (the name is the file's), .npz (also one written by `save`: its plain arrays), or .safetensors, whose FP8
-        tensors with scales are given as the float32 values that they stand for. .npy and .safetensors are mapped, not read:
-        no tensor is in memory before it is used.
-    Yields bfloat16, float16 and float32 as they are and float64 rounded to float32; other dtypes and ranks are skipped.
-    Mapped arrays are read-only. Raises, when called and not at the first item: FileNotFoundError, ValueError (suffix, damaged
-    file).
+    path : .npy (the name is the file's), .npz (also one written by `save`: its plain arrays), or
+    .safetensors, whose FP8
+        tensors with scales are given as the float32 values that they stand for. .npy and .safetensors are
+        mapped, not read: no tensor is in memory before it is used.
+    Yields bfloat16, float16 and float32 as they are and float64 rounded to float32; other dtypes and ranks
+    are skipped. Mapped arrays are read-only. Raises, when called and not at the first item:
+    FileNotFoundError, ValueError (suffix, damaged file).
 
     >>> import os, tempfile, numpy as np, cupy_fp8 as fp8
     >>> path = os.path.join(tempfile.mkdtemp(), "model.npz")
@@ -84,6 +85,7 @@ def _safetensors_arrays(path: Path) -> Iterator[tuple[str, np.ndarray]]:
         for name, tensor in checkpoint.tensors.items():
             if name in scales or len(tensor.shape) != 2:
                 continue
-            yield name, checkpoint.scaled(pairs[name]).dequantize() if name in pairs else checkpoint.read(name)
+            yield name, checkpoint.scaled(pairs[name]).dequantize() if name in pairs else checkpoint.read(
+                name)
 
     return arrays()

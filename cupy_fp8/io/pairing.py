@@ -1,8 +1,9 @@
-"""Which scales belong to an FP8 tensor of a checkpoint, and what they mean: told by dtypes and shapes, not by names alone.
+"""Which scales belong to an FP8 tensor of a checkpoint, and what they mean: told by dtypes and shapes, not by
+names alone.
 
 Checkpoints multiply by their scales whatever they call them: `weight_scale_inv` (DeepSeek), `weight_scale`
-(compressed-tensors, ModelOpt), `scale`. Scales of one byte are E8M0 exponents, also where a file calls them U8: read as
-numbers they make weights 450,000 times too large.
+(compressed-tensors, ModelOpt), `scale`. Scales of one byte are E8M0 exponents, also where a file calls them
+U8: read as numbers they make weights 450,000 times too large.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Pair(NamedTuple):
 
 def pairs_of(tensors: Mapping[str, Tensor], config_block: Block | None = None,
              given: Block | Mapping[str, Block] | None = None) -> dict[str, Pair]:
-    """The pairs among the tensors of a checkpoint, by the names of their data. FP8 tensors without scales have none.
+    """The pairs among the tensors of a checkpoint, by the names of their data. FP8 tensors without scales
+    have none.
 
     config_block : `weight_block_size` of the checkpoint's quantization_config, if it has one.
     given : the caller's word on blocks: for all tensors, or by name.
@@ -51,11 +53,13 @@ def pairs_of(tensors: Mapping[str, Tensor], config_block: Block | None = None,
             continue
         scales = [other for other in scale_names(name) if other in tensors]
         if len(scales) > 1:
-            raise ValueError(f"{name}: expected one tensor of scales, got {' and '.join(scales)}; load with raw=True and "
+            raise ValueError(
+                f"{name}: expected one tensor of scales, got {' and '.join(scales)}; load with raw=True and "
                              "make a Scaled of those that are meant")
         if scales:
             said = given.get(name) if isinstance(given, Mapping) else given
-            found[name] = Pair(name, scales[0], _block(name, tensor, scales[0], tensors[scales[0]], config_block, said))
+            found[name] = Pair(name, scales[0],
+                               _block(name, tensor, scales[0], tensors[scales[0]], config_block, said))
     return found
 
 
@@ -69,15 +73,19 @@ def _block(name: str, data: Tensor, scale_name: str, scale: Tensor, config_block
            given: Block | None) -> Block | None:
     """What shares a scale, from the shapes of data and scales."""
     if scale.dtype not in (*_FLOATS, *_EXPONENTS):
-        raise ValueError(f"{scale_name}: expected scales of type {', '.join((*_FLOATS, *_EXPONENTS))}, got {scale.dtype}")
-    readings = [block for block in _readings(data, config_block, given) if scale.shape in _shapes(data.shape, block)]
+        raise ValueError(
+            f"{scale_name}: expected scales of type {', '.join((*_FLOATS, *_EXPONENTS))}, got {scale.dtype}")
+    readings = [block for block in _readings(data, config_block, given)
+                if scale.shape in _shapes(data.shape, block)]
     if scale.dtype in _EXPONENTS:
         readings = [block for block in readings if block is not None and None not in block]
     shown = f"{scale_name} {scale.dtype} {list(scale.shape)} beside {name} {list(data.shape)}"
     if not readings:
-        raise ValueError(f"{shown}: these scales fit no block that is known; pass block=(rows, columns), or raw=True")
+        raise ValueError(
+            f"{shown}: these scales fit no block that is known; pass block=(rows, columns), or raw=True")
     if len({_extent(data.shape, block) for block in readings}) > 1:
-        raise ValueError(f"{shown}: may be blocks of {' or '.join(map(str, readings))}; pass block=(rows, columns)")
+        raise ValueError(
+            f"{shown}: may be blocks of {' or '.join(map(str, readings))}; pass block=(rows, columns)")
     return readings[0]
 
 
@@ -117,4 +125,5 @@ def combine(data: Any, scale: np.ndarray, pair: Pair) -> Scaled:
     *batch, rows, columns = data.shape
     down, across = (cdiv(n, b or max(n, 1)) for n, b in zip((rows, columns), pair.block, strict=True))
     assert prod(scale.shape) == prod((*batch, down, across))
-    return Scaled(data, np.ascontiguousarray(scale.reshape(*batch, down, across)), data.shape, False, pair.block, "compact")
+    return Scaled(data, np.ascontiguousarray(scale.reshape(*batch, down, across)), data.shape, False,
+                  pair.block, "compact")

@@ -1,4 +1,5 @@
-"""Files that are replaced as a whole: a reader sees the old bytes or the new ones, whatever happens in between."""
+"""Files that are replaced as a whole: a reader sees the old bytes or the new ones, whatever happens in
+between."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from typing import Any, BinaryIO
 
 try:
     import fcntl
-except ImportError:                             # Windows: files that are being written cannot be told from left-over ones
-    fcntl = None                                # type: ignore[assignment]
+# Windows: files that are being written cannot be told from left-over ones
+except ImportError:
+    fcntl = None                                # type: ignore[assignment,unused-ignore]
 
 __all__ = ["PathLike", "remove_abandoned", "replacing", "sync_folder"]
 
@@ -25,11 +27,13 @@ _EXCLUSIVE = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0) | g
 
 @contextmanager
 def replacing(path: PathLike, prefix: str = "") -> Iterator[BinaryIO]:
-    """A new file, which takes the place of `path` when the block ends without an error, and is deleted otherwise.
+    """A new file, which takes the place of `path` when the block ends without an error, and is deleted
+    otherwise.
 
-    The new file has a name of its own in the same folder, so that processes that write one path do not meet, and no
-    link that somebody laid there is followed. Its bytes are on the disk before it gets its name. The permissions of an
-    existing file are kept; where `path` is a link, the file that it leads to is replaced. prefix: of the new file's name.
+    The new file has a name of its own in the same folder, so that processes that write one path do not meet,
+    and no link that somebody laid there is followed. Its bytes are on the disk before it gets its name. The
+    permissions of an existing file are kept; where `path` is a link, the file that it leads to is replaced.
+    prefix: of the new file's name.
     """
     target = Path(os.path.realpath(path))
     if target.is_dir():
@@ -54,7 +58,8 @@ def replacing(path: PathLike, prefix: str = "") -> Iterator[BinaryIO]:
 
 
 def remove_abandoned(folder: Path, prefix: str) -> None:
-    """Deletes the new files with this prefix whose writers were killed. Those of living writers are locked."""
+    """Deletes the new files with this prefix whose writers were killed. Those of living writers are
+    locked."""
     for path in folder.glob(f".{glob.escape(prefix)}*.partial"):
         with open(path, "r+b") as file:
             if _lock(file):
@@ -63,8 +68,10 @@ def remove_abandoned(folder: Path, prefix: str) -> None:
 
 def _lock(file: Any) -> bool:
     """Whether this process now holds the file for as long as it is open."""
-    if fcntl is None:
+    if os.name != "posix":                      # files that are being written cannot be told from left-over ones
         return False
+    import fcntl
+
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:                             # somebody else holds it, or this file system has no locks

@@ -1,7 +1,9 @@
-"""The .safetensors format: one file's header, checked, and its tensors, mapped; and files written a tensor at a time.
+"""The .safetensors format: one file's header, checked, and its tensors, mapped; and files written a tensor at
+a time.
 
-A file is a length of eight bytes, a JSON header of that length, and the tensors' bytes without gaps. The `safetensors`
-package reads FP8 and bfloat16 only with PyTorch; here they are NumPy arrays with ml_dtypes types.
+A file is a length of eight bytes, a JSON header of that length, and the tensors' bytes without gaps. The
+`safetensors` package reads FP8 and bfloat16 only with PyTorch; here they are NumPy arrays with ml_dtypes
+types.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_), "U8": np.dtype(np.uint8), "I8": np.dtype(np.int8), "F8_E4M3": float8_e4m3fn,
     "F8_E5M2": float8_e5m2, "F8_E8M0": float8_e8m0fnu, "U16": np.dtype(np.uint16), "I16": np.dtype(np.int16),
     "F16": np.dtype(np.float16), "BF16": bfloat16, "U32": np.dtype(np.uint32), "I32": np.dtype(np.int32),
-    "F32": np.dtype(np.float32), "U64": np.dtype(np.uint64), "I64": np.dtype(np.int64), "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32), "U64": np.dtype(np.uint64), "I64": np.dtype(np.int64),
+    "F64": np.dtype(np.float64),
     "C64": np.dtype(np.complex64), "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
     "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz)}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -48,7 +51,8 @@ class Tensor(NamedTuple):
 
 
 class TensorFile:
-    """A .safetensors file whose header has been checked: names, dtypes and places fit each other and the file.
+    """A .safetensors file whose header has been checked: names, dtypes and places fit each other and the
+    file.
 
     Raises OSError where the file cannot be opened, ValueError that names the file where it is damaged.
     """
@@ -60,7 +64,8 @@ class TensorFile:
             try:
                 self.tensors, self.metadata = _read_header(file, size)
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{self.path}: not a .safetensors file, or a damaged one ({error})") from None
+                raise ValueError(
+                    f"{self.path}: not a .safetensors file, or a damaged one ({error})") from None
 
     def read(self, name: str) -> np.ndarray:
         """A tensor, mapped and read-only; not aligned to its elements where the file does not align it."""
@@ -82,14 +87,17 @@ class TensorFile:
         return found
 
 
-def header_of(tensors: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The first bytes of a file with these tensors (dtype and shape of each, by name, in the order of their bytes).
-    TypeError for a dtype that the format does not have."""
+def header_of(tensors: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]], metadata: Mapping[str, str]
+              | None = None) -> bytes:
+    """The first bytes of a file with these tensors (dtype and shape of each, by name, in the order of their
+    bytes). TypeError for a dtype that the format does not have."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, (dtype, shape) in tensors.items():
         if dtype not in _NAMES:
-            raise TypeError(f"{name}: .safetensors files have no dtype {dtype}; expected one of {', '.join(map(str, _NAMES))}")
+            raise TypeError(
+                f"{name}: .safetensors files have no dtype {dtype}; expected one of "
+                f"{', '.join(map(str, _NAMES))}")
         start, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -98,7 +106,8 @@ def header_of(tensors: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]], meta
 
 
 def by_alignment(tensors: Iterable[tuple[str, np.dtype[Any]]]) -> list[str]:
-    """Names in an order in which every tensor is aligned to its elements, as the `safetensors` package writes them."""
+    """Names in an order in which every tensor is aligned to its elements, as the `safetensors` package writes
+    them."""
     return [name for name, _ in sorted(tensors, key=lambda item: (-item[1].itemsize, item[0]))]
 
 

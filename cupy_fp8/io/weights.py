@@ -1,7 +1,8 @@
 """What a conversion makes of one weight, a chunk of rows at a time.
 
-Values come from a float tensor, or from FP8 data with scales; they become BF16, or FP8 data with scales of another kind. Where
-both scales are powers of two, data are re-based: every value is divided by its new scale exactly and rounded once, to FP8.
+Values come from a float tensor, or from FP8 data with scales; they become BF16, or FP8 data with scales of
+another kind. Where both scales are powers of two, data are re-based: every value is divided by its new scale
+exactly and rounded once, to FP8.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ _UINT8 = np.dtype(np.uint8)
 
 
 class Layout(NamedTuple):
-    """The tensors that a file holds for a weight. block: elements that share a scale; (): no scales; None: one for the tensor.
-    scale: the end of the scales' name, their dtype and their shape."""
+    """The tensors that a file holds for a weight. block: elements that share a scale; (): no scales; None:
+    one for the tensor. scale: the end of the scales' name, their dtype and their shape."""
 
     dtype: np.dtype[Any]
-    block: tuple[int | None, int | None] | None | tuple[()]
+    block: tuple[int | None, int | None] | tuple[()] | None
     scale: tuple[str, np.dtype[Any], tuple[int, ...]] | None
 
     def tensors(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
@@ -48,8 +49,9 @@ class Layout(NamedTuple):
 
 
 def layout_of(recipe: str, scale_format: str, shape: tuple[int, ...]) -> Layout:
-    """What a recipe makes of a weight […, N, K]: the names and shapes that DeepSeek's (block128), MX and compressed-tensors'
-    (row, tensor) checkpoints have. MX scales are stored as U8, which is what readers expect."""
+    """What a recipe makes of a weight […, N, K]: the names and shapes that DeepSeek's (block128), MX and
+    compressed-tensors' (row, tensor) checkpoints have. MX scales are stored as U8, which is what readers
+    expect."""
     if recipe == "bf16":
         return Layout(bfloat16, (), None)
     if recipe == "tensor":
@@ -59,7 +61,8 @@ def layout_of(recipe: str, scale_format: str, shape: tuple[int, ...]) -> Layout:
         return Layout(float8_e4m3fn, (1, None), ("_scale", float32, (*batch, rows, 1)))
     down, across, dtype = (1, 32, _UINT8) if recipe == "mxfp8" else (
         128, 128, float8_e8m0fnu if scale_format == "e8m0" else float32)
-    return Layout(float8_e4m3fn, (down, across), ("_scale_inv", dtype, (*batch, cdiv(rows, down), cdiv(columns, across))))
+    return Layout(float8_e4m3fn, (down, across),
+                  ("_scale_inv", dtype, (*batch, cdiv(rows, down), cdiv(columns, across))))
 
 
 class Rows(NamedTuple):
@@ -80,7 +83,8 @@ def row_chunks(shape: tuple[int, ...]) -> Iterator[Rows]:
 
 
 class Changes(NamedTuple):
-    """How many values are not what they were, and the energies of values and of differences (NaN and Inf left out)."""
+    """How many values are not what they were, and the energies of values and of differences (NaN and Inf left
+    out)."""
 
     elements: int = 0
     changed: int = 0
@@ -96,13 +100,21 @@ class Changes(NamedTuple):
         return float(10 * np.log10(self.signal / self.noise)) if self.noise and self.signal else None
 
 
-def make_rows(source: Array | Scaled, layout: Layout, scale: float | None, compare: bool) -> tuple[np.ndarray, np.ndarray | None, Changes]:
-    """(data, scales or None, changes) of a chunk, as a file holds them. scale: of a layout with one for the tensor. compare: measure
-    the changes of data that are rounded (those of re-based data are always counted)."""
-    rebases = isinstance(source, Scaled) and layout.scale is not None and layout.block is not None and _is_exponents(layout)
-    if isinstance(source, Scaled) and rebases and is_power_of_two(asnumpy(source.scale_inv)):
-        return _rebased(source, layout)
-    values = source.dequantize(bfloat16 if layout.scale is None else np.float32) if isinstance(source, Scaled) else source
+def make_rows(source: Array | Scaled, layout: Layout, scale: float | None,
+              compare: bool) -> tuple[np.ndarray, np.ndarray | None, Changes]:
+    """(data, scales or None, changes) of a chunk, as a file holds them. scale: of a layout with one for the
+    tensor. compare: measure the changes of data that are rounded (those of re-based data are always
+    counted)."""
+    if isinstance(source, Scaled) and layout.scale is not None:
+        scales, exponents = asnumpy(bits(source.scale_inv)).view(source.scale_inv.dtype), _is_exponents(
+            layout)
+        if not exponents or is_power_of_two(scales):
+            if source.block == layout.block and source.dtype == layout.dtype:
+                return _kept(source, scales, layout)
+            if exponents:
+                return _rebased(source, layout)
+    values = source.dequantize(bfloat16 if layout.scale is None
+                               else np.float32) if isinstance(source, Scaled) else source
     if not isinstance(source, Scaled) and source.dtype == np.float64:
         values = source.astype(np.float32)
     if layout.scale is None:
@@ -113,7 +125,18 @@ def make_rows(source: Array | Scaled, layout: Layout, scale: float | None, compa
     if _is_exponents(layout) and scales.dtype == float32:
         scales = astype(scales, float8_e8m0fnu)             # exact: powers of two
     changes = _compared(source, q, compare)
-    return asnumpy(bits(q.data)).view(layout.dtype), scales.view(layout.scale[1]) if scales.itemsize == 1 else scales, changes
+    return asnumpy(bits(q.data)).view(layout.dtype), scales.view(
+        layout.scale[1]) if scales.itemsize == 1 else scales, changes
+
+
+def _kept(source: Scaled, scales: np.ndarray, layout: Layout) -> tuple[np.ndarray, np.ndarray, Changes]:
+    """Data that have the scales they are to have; at most these are stored in another dtype, exactly."""
+    assert layout.scale is not None
+    if _is_exponents(layout):
+        scales = astype(scales, float8_e8m0fnu).view(layout.scale[1])
+    elif scales.dtype != float32:
+        scales = astype(scales, float32)
+    return asnumpy(bits(source.data)).view(source.dtype), scales, Changes(prod(source.shape))
 
 
 def _quantized(values: Array, layout: Layout, scale: float | None) -> Scaled:
@@ -122,7 +145,9 @@ def _quantized(values: Array, layout: Layout, scale: float | None) -> Scaled:
     elif layout.block == (1, 32):
         found = quantize_mx(values).rowwise
     else:
-        found = quantize_block(values, block=layout.block, pow2_scale=_is_exponents(layout), scale_layout="compact").rowwise
+        assert layout.block
+        found = quantize_block(values, block=layout.block, pow2_scale=_is_exponents(layout),
+                               scale_layout="compact").rowwise
     assert found is not None
     return found
 
@@ -145,7 +170,8 @@ def is_power_of_two(scale: np.ndarray) -> bool:
     if scale.dtype == float8_e8m0fnu:
         return True
     words = np.ascontiguousarray(scale, float32).view(np.uint32)
-    return bool(((words & 0x7FFFFF == 0) & (words > 0) & (words < 0x7F800000)).all())
+    normal = (words & 0x7FFFFF == 0) & (words > 0) & (words < 0x7F800000)
+    return bool((normal | (words == 0x400000)).all())       # the last is 2**-127, the smallest that E8M0 has
 
 
 def _is_exponents(layout: Layout) -> bool:
@@ -153,8 +179,9 @@ def _is_exponents(layout: Layout) -> bool:
 
 
 def _rebased(source: Scaled, layout: Layout) -> tuple[np.ndarray, np.ndarray, Changes]:
-    """Data of powers of two on new powers of two: the smallest under which every value of a block fits. float64 holds every
-    value, and every quotient, exactly; the float32 between it and FP8 loses only what is far below FP8's smallest value."""
+    """Data of powers of two on new powers of two: the smallest under which every value of a block fits.
+    float64 holds every value, and every quotient, exactly; the float32 between it and FP8 loses only what is
+    far below FP8's smallest value."""
     assert layout.scale is not None
     assert layout.block
     values = _exact(source)
@@ -164,14 +191,16 @@ def _rebased(source: Scaled, layout: Layout) -> tuple[np.ndarray, np.ndarray, Ch
     back = np.ldexp(data.astype(np.float64), _expanded(exponent, layout, values.shape))
     finite = np.isfinite(values)
     difference = np.where(finite, back - values, 0)
-    changes = Changes(values.size, int(np.count_nonzero(difference)), float((np.where(finite, values, 0) ** 2).sum()),
+    changes = Changes(values.size, int(np.count_nonzero(difference)),
+                      float((np.where(finite, values, 0) ** 2).sum()),
                       float((difference**2).sum()))
     return data, (exponent + _LARGEST_EXPONENT).astype(np.uint8).view(layout.scale[1]), changes
 
 
 def _exact(s: Scaled) -> np.ndarray:
     """The values of data whose scales are powers of two, in float64."""
-    data, scale = asnumpy(bits(s.data)).view(s.dtype).astype(np.float64), asnumpy(bits(s.scale_inv)).view(s.scale_inv.dtype)
+    data, scale = asnumpy(bits(s.data)).view(s.dtype).astype(np.float64), asnumpy(bits(s.scale_inv)).view(
+        s.scale_inv.dtype)
     scale = scale.astype(np.float64)
     if s.block is None:
         return data * scale.reshape(())
@@ -181,7 +210,8 @@ def _exact(s: Scaled) -> np.ndarray:
 
 
 def _block_exponents(values: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """Of each block the smallest exponent e, from -127 to 127, for which its largest magnitude / 2**e is at most 448."""
+    """Of each block the smallest exponent e, from -127 to 127, for which its largest magnitude / 2**e is at
+    most 448."""
     rows, columns = values.shape[-2:]
     down, across = cdiv(rows, block[0]), cdiv(columns, block[1])
     magnitudes = np.zeros((down * block[0], across * block[1]))
@@ -205,16 +235,19 @@ def _compared(source: Array | Scaled, made: Array | Scaled, compare: bool) -> Ch
     elements = prod(source.shape)
     if not compare:
         return Changes(elements)
-    before, after = (asnumpy(a.dequantize() if isinstance(a, Scaled) else a).astype(np.float64) for a in (source, made))
+    before, after = (asnumpy(a.dequantize() if isinstance(a, Scaled) else a).astype(np.float64)
+                     for a in (source, made))
     finite = np.isfinite(before)
     difference = np.where(finite, after - before, 0)
-    return Changes(elements, int(np.count_nonzero(difference)), float((np.where(finite, before, 0) ** 2).sum()),
+    return Changes(elements, int(np.count_nonzero(difference)),
+                   float((np.where(finite, before, 0) ** 2).sum()),
                    float((difference**2).sum()))
 
 
 def on(like: Any, source: np.ndarray | Scaled) -> Array | Scaled:
     """A chunk where it is to be worked on."""
     if isinstance(source, Scaled):
-        return Scaled(asarray(source.data, like=like), asarray(source.scale_inv, like=like), source.shape, False, source.block,
+        return Scaled(asarray(source.data, like=like), asarray(source.scale_inv, like=like), source.shape,
+                      False, source.block,
                       source.scale_layout)
     return asarray(source, like=like)

@@ -10,6 +10,7 @@ import pytest
 import cupy_fp8 as fp8
 from cupy_fp8 import io
 from cupy_fp8.formats import FORMATS
+from cupy_fp8.io.archive import MANIFEST
 from cupy_fp8.results import Quantized, Scaled
 
 
@@ -84,10 +85,10 @@ def test_is_a_plain_npz(path):
     a = every_code(fp8.float8_e4m3fn)
     io.save(path, a=a)
     with np.load(path, allow_pickle=False) as archive:
-        assert sorted(archive.files) == [io.MANIFEST, "a"]
+        assert sorted(archive.files) == [MANIFEST, "a"]
         assert archive["a"].dtype == np.uint8
         assert archive["a"].tobytes() == a.tobytes()
-        manifest = json.loads(str(archive[io.MANIFEST]))
+        manifest = json.loads(str(archive[MANIFEST]))
     assert manifest == {"format": "cupy_fp8", "version": 1, "dtypes": {"a": "float8_e4m3fn"},
                         "values": {"a": {"array": "a"}}}
 
@@ -103,7 +104,7 @@ def test_is_a_plain_npz(path):
     ({"a": np.array([None])}, TypeError, "a: cannot store dtype object"),
     ({"q": fp8.quantize_tensor(np.ones(2, np.float32), 1.0), "q.rowwise.data": np.ones(2)}, ValueError,
      "taken by another entry"),
-    ({io.MANIFEST: np.ones(2)}, ValueError, "taken by another entry"),
+    ({MANIFEST: np.ones(2)}, ValueError, "taken by another entry"),
 ])
 def test_save_refuses_and_keeps_the_old_file(path, arrays, error, message):
     path.write_bytes(b"old")
@@ -130,9 +131,9 @@ def rewrite(path, change):
     """The archive at path with its manifest changed by change(dict)."""
     with np.load(path) as archive:
         entries = {name: archive[name] for name in archive.files}
-    manifest = json.loads(str(entries[io.MANIFEST]))
+    manifest = json.loads(str(entries[MANIFEST]))
     change(manifest)
-    entries[io.MANIFEST] = np.array(json.dumps(manifest))
+    entries[MANIFEST] = np.array(json.dumps(manifest))
     np.savez(path, **entries)
 
 
@@ -175,7 +176,7 @@ def test_load_never_unpickles(path):
     evil = np.empty(1, object)
     evil_manifest = json.dumps({"format": "cupy_fp8", "version": 1, "values": {"a": {"array": "evil"}}})
     with zipfile.ZipFile(path, "w") as archive:
-        for name, a in ((io.MANIFEST, np.array(evil_manifest)), ("evil", evil)):
+        for name, a in ((MANIFEST, np.array(evil_manifest)), ("evil", evil)):
             with archive.open(f"{name}.npy", "w") as file:
                 np.lib.format.write_array(file, a, allow_pickle=True)
     with pytest.raises(ValueError, match="holds Python objects, which are never unpickled"):

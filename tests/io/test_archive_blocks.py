@@ -13,6 +13,7 @@ import cupy_fp8 as fp8
 from cupy_fp8 import Quantized, Scaled, io, testing
 from cupy_fp8.arrays import bits
 from cupy_fp8.formats import float32
+from cupy_fp8.io.archive import MANIFEST
 
 
 def assert_same(got: Scaled, want: Scaled) -> None:
@@ -84,9 +85,9 @@ def test_a_damaged_file(tmp_path, fields, message):
     io.save(path, s=result((64, 96), ROW))
     with np.load(path) as archive:
         entries = {name: archive[name] for name in archive.files}
-    manifest = json.loads(str(entries[io.MANIFEST]))
+    manifest = json.loads(str(entries[MANIFEST]))
     manifest["values"]["s"]["fields"].update(fields)
-    entries[io.MANIFEST] = np.array(json.dumps(manifest))
+    entries[MANIFEST] = np.array(json.dumps(manifest))
     np.savez(path, **entries)
     with pytest.raises(ValueError, match=message):
         io.load(path)
