@@ -12,12 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-try:
-    import fcntl
-# Windows: files that are being written cannot be told from left-over ones
-except ImportError:
-    fcntl = None                                # type: ignore[assignment,unused-ignore]
-
 __all__ = ["PathLike", "remove_abandoned", "replacing", "sync_folder"]
 
 PathLike = str | os.PathLike[str]
