@@ -1,5 +1,4 @@
-// splits_to_offsets turns sizes of groups into offsets (docs/numerics.md, section 6), for up to 16 outputs at
-// once:
+// splits_to_offsets turns sizes of groups into offsets (docs/numerics.md, section 6), for up to 16 outputs:
 //
 //   to[lead + i] = stride * (sizes[0] + ... + sizes[i])        and to[0] = 0 with a lead
 //

@@ -1,5 +1,4 @@
-// move_groups moves groups of consecutive rows (docs/numerics.md, section 7). Bytes move and nothing is
-// computed:
+// move_groups moves groups of consecutive rows (docs/numerics.md, section 7). Only bytes move:
 //
 //   to[start of group g in to + i] = from[start of group g in from + i] for i < sizes[g]; all other rows are
 //   0 In `from` each group takes its size rounded up to align_from rows, in the order of the groups.

@@ -12,8 +12,8 @@
 //
 // Defines:
 //   IN           bf16, f16 or f32: the format is in every instruction of the loop
-//   NAN_WINS     0: NaN elements are ignored; 1: one NaN makes the result NaN. The maximum is another
-//   instruction.
+//   NAN_WINS     0: NaN elements are ignored; 1: one NaN makes the result NaN. Each has its own maximum
+//                instruction.
 #include "memory/elementwise.cuh"
 #include "numerics/amax.cuh"
 #include "scale/scale.cuh"

@@ -107,8 +107,8 @@ _FAULTS = (
     Fault("include/groups/routes.cuh", "__ffs(unused) - 1));", "__ffs(unused)));", "permute"),
     Fault("include/groups/row_groups.cuh", "p.offsets_out[g] = first * p.columns;",
           "p.offsets_out[g] = start * p.columns;", "group_quantize", "quantize/grouped_rows_columns"),
-    Fault("include/groups/scaling_aware_place.cuh", "left_of(p.columns - first_column, TILE_COLUMNS << stack)",
-          "left_of(p.columns - first_column - 1, TILE_COLUMNS << stack)", "scaling_aware_transpose"),
+    Fault("include/groups/scaling_aware_place.cuh", "left_of(p.columns - first_column, TILE_COLUMNS",
+          "left_of(p.columns - first_column - 1, TILE_COLUMNS", "scaling_aware_transpose"),
     Fault("include/groups/scaling_aware_scales.cuh", "(e[r] - most + 15 + kLift) << 10",
           "(e[r] - most + 16 + kLift) << 10", "scaling_aware_transpose"),
     Fault("include/groups/scaling_aware_store.cuh", "line < place.lines ? place.columns - column : 0",
@@ -209,7 +209,7 @@ def finding(fault: Fault) -> str:
 def main(name: str, folder: str) -> None:
     fault = fault_of(name)
     root = plant(fault, Path(folder))
-    with mock.patch.object(sources, "root", lambda: root):
+    with mock.patch.object(sources, "root", return_value=root):
         print(json.dumps(finding(fault)))
 
 
