@@ -160,7 +160,7 @@ __device__ __forceinline__ u32 scale_bits(int t) {
 __device__ __forceinline__ void transform_tile(const ScalingAwareParams& p, const Place& place,
                                                Shared& shared, int buffer, u8* raw, u8* shifted) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    // This thread's 16 rows, and four of the warp's columns.
+    // This thread has 16 rows of four of the warp's columns.
     const int patch = lane % kPatches, row = patch * 16, lane_column = lane / kPatches * 4;
     const int column_block = warp * kWarpColumns / BLOCK;
     const int unit_index = row / BLOCK * kColumnBlocks + column_block;

@@ -166,18 +166,19 @@ private:
 };
 #endif
 
-// TOPK 1, 2, 4, 6, 8: rows are whole chunks, and each token has so many routes. 0: any.
+// With TOPK 1, 2, 4, 6 or 8 rows are whole chunks, and each token has so many routes. 0 is for all other
+// calls.
 extern "C" __global__ void __launch_bounds__(kThreads, TOPK ? 2 : 3)
 unpermute(const __grid_constant__ UnpermuteParams p) {
     __shared__ i32 given[kMostRoutes];
-    // of each token: the last row first, then routes without a row
+    // A token's last row comes first, and its routes without a row come last.
     __shared__ Route sorted[kMostRoutes];
     const int topk = (int)p.routes.topk;
     const u32 group = blockIdx.x / p.across, part = blockIdx.x - group * p.across;
     const i64 first = (i64)group * p.tokens_per_block, first_chunk = (i64)part * p.segment;
     const i64 chunks = (p.columns + kCount - 1) / kCount;
     const int count = left_of(p.routes.tokens - first, p.tokens_per_block), slots = count * topk;
-    // The probs of the first kThreads routes are loaded before it is known which routes have no row.
+    // The probs of the first kThreads routes are loaded while their rows are unknown, to save latency.
     float own_prob = 1.0f;
     for (int i = threadIdx.x; i < slots; i += kThreads) {
         given[i] = (i32)p.routes.row(first * topk + i);

@@ -148,7 +148,7 @@ __device__ __forceinline__ void store_range(const Place& place, const Codes& cod
     // The columns are bytes [before, end) of the units.
     const int before = (int)(reinterpret_cast<u64>(place.to) & 15), end = before + place.columns * lines;
     u8* const to = as_global(place.to) - before;
-    // The first byte of this thread's rows of its first column.
+    // This is the place of the thread's first code: of its first row and its first column.
     const int first = before + column * lines + line;
     if (lines < 4) {
         if (line == 0)
