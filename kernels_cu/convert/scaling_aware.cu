@@ -1,30 +1,25 @@
 // The scaling-aware transpose (docs/numerics.md, section 4) turns FP8 with a power-of-two scale for every
-// BLOCK elements of a row into transposed FP8 with a scale for every BLOCK elements of a column, without
-// going through a wider type.
+// BLOCK elements of a row into transposed FP8 with one for every BLOCK of a column, without a wider type.
 //
-//   out = narrow(v * s / t) with one rounding. s = 2^e is the element's scale, and t the scale of the new
-//   block. TARGET 0 (column): t = smallest power of two >= max |v| * s / fp8_max over BLOCK rows of a column
-//   TARGET 1 (tile):   t = largest s of those rows of BLOCK x BLOCK elements that hold anything but zeros
+//   out = narrow(v * s / t), rounded once; s = 2^e is the element's scale, and t that of the new block:
+//   TARGET 0 (column)  t = smallest power of two >= max |v| * s / fp8_max over BLOCK rows of a column
+//   TARGET 1 (tile)    t = largest s of those rows of BLOCK x BLOCK elements that hold anything but zeros
 //
 // Rounding is to nearest-even, and saturates. A code that is NaN stays NaN, and a scale that is no power of
 // two gives NaN. A row with s = 0 (an unused row of `permute`) gives narrow(v * 0) and counts for no target.
 //
 // data           FP8 [rows, columns] (IN)
 // scales         compact [rows, ceil(columns / BLOCK)]: f32 (BLOCK 128), E8M0 (32)
-// out            FP8 [columns, rows]; with splits (rows per expert, on the device) [columns, rows of the
-//                expert], one expert after the other
-// target_scales  [blocks along the rows of every expert, target_pitch]; the padding and rows past the last
-//                expert are 0
+// out            FP8 [columns, rows]; with splits (rows per expert) [columns, rows of the expert] each
+// target_scales  [blocks along the rows of every expert, target_pitch]; padding and the rest are 0
 // row_scales     null, or `scales` transposed in f32: for every expert [ceil(columns / BLOCK), rows rounded
-//                up to 4]. All experts together have row_scale_rows of such rows; the padding and the rest
-//                are 0.
+//                up to 4], row_scale_rows such rows in all; the padding and the rest are 0
 //
 // A tile is 128 rows x TILE_COLUMNS columns and begins at an expert's first row or a multiple of 128 rows on.
 // Tiles are counted down the rows of an expert, then along its strips of TILE_COLUMNS columns, then expert by
 // expert. A block of threads takes `tiles` tiles, one after the other, and copies the next one into shared
-// memory meanwhile. A warp has 16 columns of the tile. A thread has 16 rows x 4 columns, and eight threads
-// are one below the other: they find a column's amax by exchanges inside the warp and together store 128
-// bytes of a column.
+// memory meanwhile. A warp has 16 columns of the tile, and a thread 16 rows x 4 columns. Eight threads one
+// below the other find a column's amax by exchanges inside the warp and store 128 bytes of a column.
 //
 // An expert of at most 64 (or 32) rows has two (or four) strips in a tile, one below the other (its `stack`).
 // Rows of the tile are then rows of the expert modulo 64 or 32, each 128 columns further on. A tile that is
@@ -41,9 +36,8 @@
 //                    unless that row holds only zeros.
 //
 // Experts have any number of rows, so rows of the output begin anywhere. A warp then shifts its columns in
-// shared memory to whole sectors. If the block's next tile is the one below, the last rows wait there for it.
-// The columns of an expert of one row of tiles have no gaps between them, so such a tile is staged in shared
-// memory as a whole.
+// shared memory to whole sectors. If the block's next tile is the one below, the last rows wait for it. The
+// columns of an expert of one row of tiles have no gaps, so such a tile is staged as a whole.
 //
 // Each define changes registers, shared memory or the inner loop:
 //   IN            e4m3fn or e5m2
@@ -51,8 +45,7 @@
 //   TARGET        0: column, 1: tile (above)
 //   TILE_COLUMNS  128
 //   BLOCKS        how many blocks of threads should fit on a multiprocessor: 4 or 3 (docs/performance.md)
-//   ALIGNED       1: rows of the data allow 16-byte asynchronous copies. 0: they go through registers, which
-//                 leaves fewer for the rest.
+//   ALIGNED       1: rows of the data allow 16-byte asynchronous copies; 0: they go through registers
 //   ONE_TILE      1: nothing is split, all columns begin at multiples of 16 bytes, and BLOCKS is 4. A block
 //                 has one tile, which needs no search for experts and no shifts: a third of the program.
 // It moves 2 bytes per element, and 8 / BLOCK for f32 scales.

@@ -7,8 +7,8 @@
 //                      include/groups/row_groups.cuh defines. A warp finds one. It also fills a workspace of
 //                      the next launch with zeros, if one is given.
 // group_find_rows      sizes i32 or i64 [groups] -> group_of u32 [all]: the group of each of `rows` rows, and
-//                      kNobody for rows without a group and beyond. A warp finds kSpan rows, because it
-//                      reads all sizes before them. Wrong sizes are reported.
+//                      kNobody for rows without a group and beyond. A warp finds kSpan rows. Wrong sizes
+//                      are reported.
 //
 // A negative size counts as 0, and a group that goes past the last row ends there. It moves 64 bytes per
 // segment, 16 per cleared chunk and 4 per row. Sizes come from the L2. There are no defines.

@@ -1,7 +1,7 @@
 // move_groups moves groups of consecutive rows (docs/numerics.md, section 7). Only bytes move:
 //
-//   to[start of group g in to + i] = from[start of group g in from + i] for i < sizes[g]; all other rows are
-//   0 In `from` each group takes its size rounded up to align_from rows, in the order of the groups.
+//   to[start of g in to + i] = from[start of g in from + i] for every group g and i < sizes[g], else 0
+//   In `from` each group takes its size rounded up to align_from rows, in the order of the groups.
 //   In `to` each group takes its size rounded up to align_to rows, in `order`, or in its own if that is null.
 //
 // from u8 [from_rows, row_bytes], sizes i32 or i64 [groups] -> to u8 [rows, row_bytes]. pad_groups has
