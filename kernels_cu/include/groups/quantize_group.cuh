@@ -1,24 +1,23 @@
-// What a block of threads does to quantise its tile of a group of rows, or of one of a list of arrays, in
-// blocks of elements that have scales of their own: it finds the matrix and the tile, and clears what no
-// group has.
+// A block of threads quantises its tile of a group of rows, or of an array in a list, in blocks of elements
+// with scales of their own. It finds the matrix and the tile here, and clears the rows that no group has.
 #pragma once
 #include "groups/row_groups.cuh"
 
-// ---- arrays in a list, each a batch of matrices of its own, without groups of rows ----
-// One array; ops/quantize/tensor_list_blocks.py packs it.
+// ---- arrays in a list ----
+// Each array is a batch of matrices and has no groups of rows. ops/quantize/tensor_list_blocks.py packs this.
 template <class Params>
 struct ListedArray {
     Params array;                // noop: unused
-    u32 first;                   // block of the launch: the array's first
+    u32 first;                   // the array's first block in the launch
     u32 across, down;            // tiles of a matrix
 };
 
 template <class Params>
 struct ArrayList {
     const ListedArray<Params>* arrays;                   // null: there is no list
-    const u32* array_of;         // of every block: which array it belongs to
+    const u32* array_of;         // which array each block belongs to
 
-    // Finds the matrix and the place in it that this block has, in shared memory. One whole warp calls it.
+    // Writes this block's matrix and its place there to shared memory. One whole warp calls it.
     template <class Tile>
     __device__ __forceinline__ void find(Params& matrix, TilePosition& at) const {
         constexpr int kWords = sizeof(Params) / sizeof(u64);
@@ -45,9 +44,9 @@ struct ArrayList {
 };
 
 // ---- groups of rows ----
-// Finds this block's group as a matrix, as the results have it, and its tile of it (the first of up to kTiles
-// tiles, one below the other), in shared memory. A whole block calls it and leaves it after a barrier.
-// Returns false where there is no tile; what no group has is then cleared.
+// Writes to shared memory this block's group as a matrix of the results, and the block's tile (the first of
+// up to kTiles tiles, one below the other). A whole block calls it, and it ends after a barrier. Returns
+// false if there is no tile. A block whose rows belong to no group clears its share of the results.
 template <class Tile, int kTiles = 1, class Params, class Matrix, class MoveScales>
 __device__ __forceinline__ bool find_group_tile(const Params& p, Matrix& group, TilePosition& at,
                                                 RowSegment& found, MoveScales move_scales) {
@@ -70,7 +69,7 @@ __device__ __forceinline__ bool find_group_tile(const Params& p, Matrix& group, 
             if (group.fast_data) group.fast_data += found.to;
             if (group.slow_data) group.slow_data += found.to;
             move_scales(found);
-            // What is stored transposed has rows of found.rows bytes.
+            // Transposed data has rows of found.rows bytes.
             const auto allows_wide = [&](const u8* data) {
                 return found.rows % 16 == 0 && reinterpret_cast<u64>(data) % 16 == 0;
             };
@@ -81,8 +80,8 @@ __device__ __forceinline__ bool find_group_tile(const Params& p, Matrix& group, 
     }
     __syncthreads();
     if (found.group >= 0) return found.rows != 0;
-    // Clears data that no group has, by the same bytes whatever the direction, since rows of no group have no
-    // layout; and all scales.
+    // Clears data that no group has, and all scales past the last group. The same bytes are cleared in both
+    // directions, since rows of no group have no layout.
     const int width = left_of(p.all.columns - column, Tile::kColumns);
     constexpr int kThreads = Tile::kThreads;
     const auto clear = [&](u8* data) {
@@ -96,11 +95,14 @@ __device__ __forceinline__ bool find_group_tile(const Params& p, Matrix& group, 
     return false;
 }
 
-// Quantises this block's tiles of a group of rows, or of an array in a list. p: `all`, the members that
-// describe an array, `groups`, and `fast` and `slow`, where either direction's scales go, or `list`. group:
-// room in shared memory for the members of one matrix. move_scales(found): moves a group's scales to where
-// they go. quantize(at, given, tiles): quantises the tiles from that place down, as many of kTiles as the
-// matrix has (of an array in a list one); x has `given` rows of them, and the rest are zeros.
+// Quantises this block's tiles of a group of rows, or of an array in a list.
+//   p            the parameters: `all` describes an array. Beside it are `groups`, with `fast` and `slow`,
+//                which place the scales of each direction, or `list`.
+//   group        room in shared memory for the parameters of one matrix
+//   move_scales  move_scales(found) moves the addresses of scales to those of the group
+//   quantize     quantize(at, given, tiles) quantises the tiles from that place down: as many of kTiles as
+//                the matrix has, or one for an array in a list. x has `given` rows of the matrix, and the
+//                rest are zeros.
 template <class Tile, int kTiles = 1, class Params, class Matrix, class MoveScales, class Quantize>
 __device__ __forceinline__ void quantize_group(const Params& p, Matrix& group, MoveScales move_scales,
                                                Quantize quantize) {
