@@ -179,8 +179,11 @@ __device__ __forceinline__ u32 cast_rows(const SwigluCastParams& p, float scale)
 #pragma unroll
             for (int part = 0; part < kParts; part++) {
                 amax = raised_by(amax, values[part]);
-                quantise(codes[part][r], values[part], scale);
-                store.put(group * kRows, r, part, codes[part][r]);
+                // A chunk of its own: for sm_80 the compiler unrolls no row that writes into an array.
+                Chunk<OUT, 8> of_row;
+                quantise(of_row, values[part], scale);
+                codes[part][r] = of_row;
+                store.put(group * kRows, r, part, of_row);
             }
         });
         store.advance(kRows);
