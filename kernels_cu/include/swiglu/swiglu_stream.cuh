@@ -265,6 +265,8 @@ private:
     __device__ __forceinline__ void request(int begin) {
         // Where a thread's requests are halves of sectors.
         constexpr bool kThroughL1 = kOptions || kLoads > 1;
+        // f32 reads it anew: with one more value in registers its gradients spill on sm_120 (CUDA 12).
+        const i64 half = kLoads > 1 ? call.half() : this->half;
 #pragma unroll
         for (int r = begin; r < begin + kAtOnce; r++) {
             const bool exists = left > r / kThreadRows * kStepRows + r % kThreadRows * kApart;
