@@ -17,17 +17,17 @@ struct SumRowsParams {
 };
 
 // of a block; ROWS is the length of a run
-constexpr int kColumns = 32, kRuns = 8;
+constexpr int kColumns = 32, kSegments = 8;
 
-extern "C" __global__ void __launch_bounds__(kColumns * kRuns)
+extern "C" __global__ void __launch_bounds__(kColumns * kSegments)
 sum_rows(const __grid_constant__ SumRowsParams p) {
     if (is_set(p.noop)) return;
-    __shared__ float shared[kRuns][kColumns];
-    const int lane = threadIdx.x % kColumns, run = threadIdx.x / kColumns;
+    __shared__ float shared[kSegments][kColumns];
+    const int lane = threadIdx.x % kColumns, segment = threadIdx.x / kColumns;
     const i64 across = (p.columns + kColumns - 1) / kColumns, line = blockIdx.x / across;
     const i64 column = (blockIdx.x - line * across) * kColumns + lane;
-    const i64 groups = p.rows > kRuns * ROWS ? (p.rows + kRuns * ROWS - 1) / (kRuns * ROWS) : 1;
-    const i64 matrix = line / groups, row = (line - matrix * groups) * (kRuns * ROWS) + run * ROWS;
+    const i64 groups = p.rows > kSegments * ROWS ? (p.rows + kSegments * ROWS - 1) / (kSegments * ROWS) : 1;
+    const i64 matrix = line / groups, row = (line - matrix * groups) * (kSegments * ROWS) + segment * ROWS;
     const float* from = p.src + (matrix * p.rows + row) * p.columns + column;
     const int left = column < p.columns ? left_of(p.rows - row, ROWS) : 0;
     float term[ROWS];
@@ -36,12 +36,12 @@ sum_rows(const __grid_constant__ SumRowsParams p) {
     TreeSum<ROWS> sum;
 #pragma unroll
     for (int r = 0; r < ROWS; r++) sum.add(r, term[r]);
-    shared[run][lane] = sum.sum();
+    shared[segment][lane] = sum.sum();
     __syncthreads();
-    if (run != 0 || column >= p.columns) return;
-    TreeSum<kRuns> total;
+    if (segment != 0 || column >= p.columns) return;
+    TreeSum<kSegments> total;
 #pragma unroll
-    for (int r = 0; r < kRuns; r++) total.add(r, shared[r][lane]);
+    for (int r = 0; r < kSegments; r++) total.add(r, shared[r][lane]);
     p.dst[line * p.columns + column] = p.rows ? as_float(f32::narrow(total.sum())) : 0.0f;
 }
 #endif

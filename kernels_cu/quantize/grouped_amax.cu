@@ -49,9 +49,10 @@ group_amax_scale(const __grid_constant__ GroupAmaxParams p) {
     Amax<IN> amax;
     const i64 in_group = before * p.groups.columns + (i64)part * kPart;
     if (mine) add_run<kThreads>(amax, p.x + found.start + in_group, mine);
-    const u32 top = block_max<kThreads>(amax.f32_bits());
+    const u32 part_amax = block_max<kThreads>(amax.f32_bits());
     if (threadIdx.x == 0) {
-        if (mine && load_relaxed(amaxes + found.group) < top) atomicMax(amaxes + found.group, top);
+        if (mine && load_relaxed(amaxes + found.group) < part_amax)
+            atomicMax(amaxes + found.group, part_amax);
         __threadfence();
         last = atomicAdd(p.workspace, 1u) == gridDim.x - 1;
     }

@@ -183,7 +183,7 @@ struct GroupCurrentParams {
     const float* noop;           // one element: 1.0 there means that nothing is written; or null
     u64* amax_of_launch;         // [groups] of those that have a tile: the launch, then the amax; first zero
     RowGroups groups;
-    Resident resident;
+    SingleRead single_read;
 };
 
 struct GroupTensors {
@@ -200,7 +200,7 @@ struct GroupTensors {
     };
 
     __device__ __forceinline__ u32 word_of(u32 tile, u32 segment) const {
-        const RowSegment* const found = p.groups.segments + (tile < p.resident.tiles ? segment : 0);
+        const RowSegment* const found = p.groups.segments + (tile < p.single_read.tiles ? segment : 0);
         const u32* const from = reinterpret_cast<const u32*>(found);
         return threadIdx.x % 32 < kSegmentWords ? load_read_only(from + threadIdx.x % 32) : 0;
     }
@@ -235,8 +235,8 @@ struct GroupTensors {
         __syncwarp();
         return to.rows > 0;
     }
-    __device__ __forceinline__ void first_tile(const Visit& visit, u32 launch, u32 top, float) const {
-        store_relaxed(p.amax_of_launch + visit.matrix, in_launch(launch, top));
+    __device__ __forceinline__ void first_tile(const Visit& visit, u32 launch, u32 amax, float) const {
+        store_relaxed(p.amax_of_launch + visit.matrix, in_launch(launch, amax));
     }
     __device__ __forceinline__ void clear(const Visit& visit) const {
         const int rows = visit.rows_left, width = visit.columns_left;
@@ -247,20 +247,20 @@ struct GroupTensors {
     __device__ __forceinline__ void last(u32 launch) const {
         for (i64 g = threadIdx.x; g < p.groups.splits.groups; g += kConsumers) {
             const u64 told = load_relaxed(p.amax_of_launch + g);
-            const u32 top = is_of(told, launch) ? (u32)told : 0;
-            const Resident& r = p.resident;
-            const float scale = scale_from_amax(as_float(top), r.target, r.eps, as_float(kMaxF32), r.pow2);
+            const u32 amax = is_of(told, launch) ? (u32)told : 0;
+            const SingleRead& r = p.single_read;
+            const float scale = scale_from_amax(as_float(amax), r.target, r.eps, as_float(kMaxF32), r.pow2);
             write_scale_inv(scale, p.scale_inv + g, nullptr);
-            if (p.amax) raise_amax(p.amax + g, top, load_relaxed(p.amax + g));
+            if (p.amax) raise_amax(p.amax + g, amax, load_relaxed(p.amax + g));
         }
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kResidentThreads)
+extern "C" __global__ void __launch_bounds__(kSingleReadThreads)
 group_cast_current(const __grid_constant__ GroupCurrentParams p) {
     extern __shared__ __align__(16) u8 shared[];
     if (is_set(p.noop)) return;
     if (blockIdx.x == 0 && threadIdx.x < 32) write_offsets(p.groups);
-    cast_resident(GroupTensors(p), p.resident, shared);
+    cast_single_read(GroupTensors(p), p.single_read, shared);
 }
 #endif

@@ -73,8 +73,8 @@ extern "C" __global__ void __launch_bounds__(kFlatThreads) cast(const __grid_con
 #pragma unroll
     for (const auto& chunk : in.chunk) amax.add(chunk);
     if (p.amax) {
-        const u32 top = block_max<kFlatThreads>(amax.f32_bits());
-        if (threadIdx.x == 0) raise_amax(p.amax, top, amax_before);
+        const u32 block_amax = block_max<kFlatThreads>(amax.f32_bits());
+        if (threadIdx.x == 0) raise_amax(p.amax, block_amax, amax_before);
     }
     in.store(p.data, [&](const decltype(in)::Source& chunk) { return scale_and_narrow(chunk, scale); });
 }
@@ -86,9 +86,10 @@ extern "C" __global__ void __launch_bounds__(kFlatThreads) cast(const __grid_con
 // with the allocator of CUDA 12.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && (!DBIAS || __CUDACC_VER_MAJOR__ >= 13)
 constexpr bool kIsF32 = kLoads == 2;
-constexpr int kResident = !WHOLE ? (kIsF32 || DBIAS ? 512 : 1024) : !DBIAS ? 1024 : DIRECTIONS != 3 ? 768
+constexpr int kThreadsInFlight =
+    !WHOLE ? (kIsF32 || DBIAS ? 512 : 1024) : !DBIAS ? 1024 : DIRECTIONS != 3 ? 768
     : kIsF32 ? 512 : 1024;
-constexpr int kBlocks = kResident / Tile::kThreads;
+constexpr int kBlocks = kThreadsInFlight / Tile::kThreads;
 #else
 constexpr int kBlocks = 1;
 #endif

@@ -131,9 +131,9 @@ __device__ __forceinline__ void cast_tile(const Tensor& p, TilePosition at, floa
     float* const shared_sums = reinterpret_cast<float*>(shared + p.columnwise() * TILE_ROWS * TILE_COLUMNS);
     if (DBIAS) sums.share(shared_sums);
     __shared__ u32 per_warp[Tile::kThreads / 32];
-    const BlockMax<Tile::kThreads> top{per_warp};
+    const BlockMax<Tile::kThreads> block_amax{per_warp};
     // sums leave no register for it; without them, later is cheaper
-    if (DBIAS && p.amax) top.put(amax.f32_bits());
+    if (DBIAS && p.amax) block_amax.put(amax.f32_bits());
     if (p.columnwise() || DBIAS) __syncthreads();
     if (DBIAS) at = shared_at;
     if (p.columnwise() && kAligned < 2 && !p.vector) {
@@ -164,10 +164,10 @@ __device__ __forceinline__ void cast_tile(const Tensor& p, TilePosition at, floa
     }
     if (p.amax) {
         if (!DBIAS) {
-            top.put(amax.f32_bits());
+            block_amax.put(amax.f32_bits());
             __syncthreads();
         }
-        const u32 amax_bits = top.get();
+        const u32 amax_bits = block_amax.get();
         if (threadIdx.x == 0) raise_amax(p.amax, amax_bits, load_relaxed(p.amax));
     }
 }

@@ -9,7 +9,7 @@
 #include "tile/warp_tile.cuh"
 
 template <class Tile>
-struct ColumnRun {
+struct ColumnSegment {
     static constexpr int kColumns = Tile::kColumns, kRows = Tile::kRows, kBytes = 2 * kSector * kColumns;
     // columns with the same alignment
     static constexpr int kAlike = kColumns / kSector;

@@ -239,10 +239,11 @@ struct TilePosition {
     static __device__ __forceinline__ TilePosition of_block(i64 block, i64 rows, i64 columns) {
         const i64 across = (columns + Tile::kColumns - 1) / Tile::kColumns;
         const i64 down = (rows + Tile::kRows - 1) / Tile::kRows;
-        const i64 run = kDownFirst ? down : across, line = block / run, in_run = block - line * run;
+        const i64 per_line = kDownFirst ? down : across, line = block / per_line, in_line =
+            block - line * per_line;
         const i64 lines = kDownFirst ? across : down, matrix = line / lines;
         const i64 in_matrix = line - matrix * lines;
-        return {matrix, (kDownFirst ? in_run : in_matrix) * Tile::kRows,
-                (kDownFirst ? in_matrix : in_run) * Tile::kColumns};
+        return {matrix, (kDownFirst ? in_line : in_matrix) * Tile::kRows,
+                (kDownFirst ? in_matrix : in_line) * Tile::kColumns};
     }
 };
