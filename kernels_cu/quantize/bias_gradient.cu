@@ -1,9 +1,9 @@
-// Bias gradients (docs/numerics.md, section 1): what cast_transpose has summed tile by tile, added up by the
-// same tree.
+// Bias gradients (docs/numerics.md, section 1): adds up the sums that cast_transpose has found tile by tile,
+// by the same tree.
 //
 // sum_rows  src [batch, rows, columns] f32 -> dst [batch, ceil(rows / (8 ROWS)), columns], each the sum of up
 //           to 8 ROWS rows by the fixed tree (column_sum.cuh); no rows give one row of +0. A block takes 32
-//           columns (whole lines) of them, each thread ROWS rows of one column, all in flight. Bytes moved
+//           columns (whole 128-byte lines), each thread ROWS rows of one column, all in flight. Bytes moved
 //           per element: 4; launch-bound for the few rows that there are.
 #include "numerics/column_sum.cuh"
 #include "memory/chunks.cuh"
@@ -16,7 +16,7 @@ struct SumRowsParams {
     i64 rows, columns;
 };
 
-// of a block; ROWS is the length of a run
+// A block takes 32 columns and eight segments of ROWS rows.
 constexpr int kColumns = 32, kSegments = 8;
 
 extern "C" __global__ void __launch_bounds__(kColumns * kSegments)

@@ -1,17 +1,17 @@
 // Quantisation with an f32 scale for every row of memory, or for every column (docs/numerics.md, section 3).
 //
-//   factor, scale_inv = of max |x| over the row or column (scale/block_scale.cuh) data = narrow(fl(x *
-//   factor))
+//   factor, scale_inv = of max |x| over the row or column (scale/block_scale.cuh)
+//   data = narrow(fl(x * factor))
 //
 // A block of threads reads its rows (ALONG_ROWS 1) or columns (0) twice: for the largest magnitude, then to
-// write data, as they are or transposed. Any shape and address. WARP_TILES_DOWN, WARP_TILES_ACROSS: warp tiles
-// (include/tile/warp_tile.cuh) of a block of threads. Bytes moved per element: 2 sizeof(IN) + 1. Where the
-// struct's `divide` says so, elements are divided by scale_inv (profile vllm). IN in {bf16, f16, f32}, OUT in
-// {e4m3fn, e5m2}; profiles and scale layouts are run-time values. Padding of scales is written 0.
+// write data, as they are or transposed. It has WARP_TILES_DOWN x WARP_TILES_ACROSS warp tiles
+// (include/tile/warp_tile.cuh) and takes any shape and address. Bytes moved per element: 2 sizeof(IN) + 1.
+// With the struct's `divide`, elements are divided by scale_inv (profile vllm). IN in {bf16, f16, f32}, OUT
+// in {e4m3fn, e5m2}; profiles and scale layouts are run-time values. Padding of scales is written 0.
 #include "scale/block_write.cuh"
 
 #ifdef ENTRY_quantize_block_lines
-static_assert(WARP_TILES_DOWN == 1 || WARP_TILES_ACROSS == 1, "panels in a line");
+static_assert(WARP_TILES_DOWN == 1 || WARP_TILES_ACROSS == 1, "warp tiles in a line");
 constexpr bool kAlongRows = ALONG_ROWS;
 constexpr int kLines = kAlongRows ? Tile::kRows : Tile::kColumns;    // of a block of threads
 constexpr int kStep = kAlongRows ? Tile::kColumns : Tile::kRows;     // elements of them at a time
@@ -24,7 +24,7 @@ quantize_block_lines(const __grid_constant__ BlockParams p) {
     if (is_set(p.noop)) return;
     const bool transposed = p.stored == 2;
     const Tile tile{shared};
-    // a word per line of every part
+    // Each part has a word for every row or column of the block.
     u32* const amaxes = reinterpret_cast<u32*>(transposed ? shared + Tile::kBytes : shared);
     const i64 lines = kAlongRows ? p.rows : p.columns, length = kAlongRows ? p.columns : p.rows;
     const i64 tiles = (lines + kLines - 1) / kLines, m = blockIdx.x / tiles;
@@ -66,11 +66,11 @@ quantize_block_lines(const __grid_constant__ BlockParams p) {
         const BlockScale s = p.rule.of(bits);
         const i64 line = first + i, r = kAlongRows ? line : 0, c = kAlongRows ? 0 : line;
         if (to.has(r, c)) *to.at(m, r, c) = line < lines ? s.scale_inv : 0.0f;
-        // where nobody else reads
+        // Only this thread reads these two words before the next barrier.
         amaxes[i] = as_bits(s.factor), amaxes[kPartStride + i] = as_bits(s.scale_inv);
     }
     __syncthreads();
-    const float *const factors = reinterpret_cast<const float*>(amaxes), 
+    const float *const factors = reinterpret_cast<const float*>(amaxes),
                 *const divisors = factors + kPartStride;
     const RowOperands rows{factors, divisors};
     ColumnOperands columns;

@@ -13,19 +13,19 @@
 #include "numerics/amax.cuh"
 
 #ifdef ENTRY_quantize_block_rows
-// elements of a block, and of a load; also in ops/quantize/blocks.py
+// Elements of a scale's block and of a load; ops/quantize/blocks.py has the same numbers.
 constexpr int kLength = 128, kChunk = 16 / sizeof(IN::storage);
-// lanes that share a block, blocks of one load of a warp
+// kLanes lanes share a block, so that one load of a warp covers kAtOnce blocks.
 constexpr int kLanes = kLength / kChunk, kAtOnce = 32 / kLanes;
-// of a warp, whose scales are 32 bytes together
+// The eight scales of a warp are 32 bytes together.
 constexpr int kWarpBlocks = 8, kLoads = kWarpBlocks / kAtOnce;
-constexpr int kOwners = kLanes / kLoads;                             // lanes that find the same scale
-// also in ops/quantize/blocks.py, and kWarpBlocks
+constexpr int kOwners = kLanes / kLoads;                             // These lanes find the same scale.
+// ops/quantize/blocks.py has these numbers and kWarpBlocks.
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 using Source = Chunk<IN, kChunk>;
 
-// The largest of all lanes that share a block: that of load i in lanes i * kOwners to i * kOwners + kOwners -
-// 1 of them. Each exchange halves the loads that a lane has a part of.
+// Returns the amax of a block over the lanes that share it: lanes i * kOwners to (i + 1) * kOwners - 1 of
+// them get that of load i. Each exchange halves the loads that a lane has a part of.
 __device__ __forceinline__ u32 reduce_over_lanes(u32 (&largest)[kLoads]) {
 #pragma unroll
     for (int distance = kLanes / 2; distance > 0; distance /= 2) {
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 quantize_block_rows(const __grid_constant__ BlockParams p) {
     if (is_set(p.noop)) return;
     const u32 across = (u32)(p.columns / kLength);
-    // scales of a row; then all blocks of a matrix are one row of them
+    // Where the scales of a row adjoin, all blocks of a matrix count as one row of blocks.
     const bool adjoin = p.along_rows.row != 1;
     const auto warps_of = [](i64 n) { return (u32)((n + kWarpBlocks - 1) / kWarpBlocks); };
     const u32 warps = adjoin ? warps_of(p.rows * across) : warps_of(p.along_rows.rows) * across;
@@ -76,7 +76,7 @@ quantize_block_rows(const __grid_constant__ BlockParams p) {
         largest[i] = amax.top;
     }
     const int own = in_block / kOwners * kAtOnce + of_load;          // the block whose scale this lane finds
-    // Of DIVIDE div_rn() below may be a call anyway; without it there is none in the kernel.
+    // With DIVIDE, div_rn() below may be a call anyway; otherwise the kernel has no call.
     const BlockScale s = p.rule.of<DIVIDE != 0>(Amax<IN>{reduce_over_lanes(largest)}.f32_bits());
     if (in_block % kOwners == 0 && own < stored)
         as_global(p.along_rows.to)[m * p.along_rows.matrix + first + column * p.along_rows.column + own] =

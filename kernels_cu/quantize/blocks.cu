@@ -3,14 +3,14 @@
 //
 //   factor, scale_inv = of max |x| over the block (scale/block_scale.cuh)    data = narrow(fl(x * factor))
 //
-// Names speak of memory: x is [batch, rows, columns], columns fastest. `fast` blocks lie along a row of
-// memory, `slow` blocks down a column; the caller knows which of them is row-wise. Data is stored in the
-// order of x, or transposed: [batch, columns, rows].
+// Names speak of memory: x is [batch, rows, columns], columns fastest. Blocks lie along rows or along columns
+// of memory; the caller knows which of these are row-wise. Data are stored in the order of x, or transposed:
+// [batch, columns, rows].
 //
 // quantize_block_tile   A warp has a tile of 32 x 128 elements in registers (tile/warp_tile.cuh), a block of
-//                       threads WARP_TILES_DOWN x WARP_TILES_ACROSS of them. A row's scale is found inside a warp; a
-//                       column's and a square's through shared memory, by as many threads as there are
-//                       scales. No scale is computed twice.
+//                       threads WARP_TILES_DOWN x WARP_TILES_ACROSS of them. A row's scale is found inside a
+//                       warp, a column's and a square's through shared memory, by as many threads as there
+//                       are scales. No scale is computed twice.
 // group_quantize_block  The same of groups of rows, each a matrix of its own, or of a list of arrays. The
 //                       sizes of groups are on the device. No tile has rows of two groups. Data stay where
 //                       their rows are in x; each group's transposed data are [columns, m], and its scales
@@ -22,13 +22,17 @@
 // Defines, each for programs whose speed it decides:
 //   ALIGNED     1: all rows allow the wide accesses of a warp tile, and the defines below hold. 0: one
 //               program for any array; the struct's `stored`, `square`, `divide` and `vector` tell.
-//   ALONG_ROWS, ALONG_COLUMNS  how data of fast and of slow blocks are stored: 0 not at all, 1 in the order of x,
-//               2 transposed. Of squares ALONG_ROWS 1 means data in the order of x, ALONG_COLUMNS 2 transposed data.
+//   ALONG_ROWS, ALONG_COLUMNS
+//               how the data of blocks along rows and along columns are stored: 0 not at all, 1 in the order
+//               of x, 2 transposed. For squares ALONG_ROWS 1 means data in the order of x, ALONG_COLUMNS 2
+//               transposed data.
 //   SQUARE      1: blocks are 128 x 128.
 //   DIVIDE      1: elements are divided by scale_inv (profile vllm), which takes three instructions for each.
 //               With ALIGNED only groups of row-wise data have such a program.
-//   TILES_PER_BLOCK         tiles of a group that a block of threads has, one below the other: more than one where ALONG_COLUMNS
-//               is 2, so that few sectors of transposed data are written in parts (tile/column_segment.cuh).
+//   TILES_PER_BLOCK
+//               how many tiles of a group a block of threads takes, one below the other: more than one where
+//               ALONG_COLUMNS is 2, so that few sectors of transposed data are written in parts
+//               (tile/column_segment.cuh).
 //   DOWN_FIRST  the order of tiles (tile/tile.cuh).
 // IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}; profiles, lengths of blocks and scale layouts are run-time
 // values. Bytes moved per element: sizeof(IN), and 1 + 4 / block per direction. Padding of scales is written
@@ -56,7 +60,8 @@ constexpr int kTilesPerBlock = TILES_PER_BLOCK;
 #else
 constexpr int kTilesPerBlock = 1;
 #endif
-static_assert(kTilesPerBlock == 1 || (ALIGNED && ALONG_COLUMNS == 2), "a run is of transposed data");
+static_assert(kTilesPerBlock == 1 || (ALIGNED && ALONG_COLUMNS == 2),
+              "several tiles share the ends of transposed columns");
 
 // Whether elements are divided by scale_inv instead of multiplied by the factor.
 __device__ __forceinline__ bool divides(const BlockParams& p) { return ALIGNED ? DIVIDE : p.divide; }
@@ -64,10 +69,10 @@ __device__ __forceinline__ float operand(const BlockParams& p, const BlockScale&
     return divides(p) ? s.scale_inv : s.factor;
 }
 
-// The scales of the panel's rows, all by one warp. reduced: the operands for write_quad, one run of columns
-// after the other; inverses:
-// the same of scale_inv, for stores of more than one panel's scales at a time. Scales whose lines adjoin are
-// stored here, 32 to a line. Returns whether all divisors of this lane's row have quick quotients.
+// Finds the scales of the warp tile's rows; one warp does all of it. reduced receives the operands for
+// write_quad, one segment of columns after the other, and inverses the values of scale_inv, from which
+// store_row_scales() stores those of several warp tiles at a time. Scales of neighbouring rows that adjoin
+// are stored here, 32 together. Returns whether all divisors of this lane's row have quick quotients.
 __device__ __forceinline__ bool find_row_scales(WarpTileAmax<IN, false>& amax, const BlockParams& p,
                                                 const TilePosition& at, float* reduced, float* inverses) {
     const int lane = threadIdx.x % 32;
@@ -82,7 +87,7 @@ __device__ __forceinline__ bool find_row_scales(WarpTileAmax<IN, false>& amax, c
     const i64 first = (at.column + Tile::column()) / kWarpTileColumns * blocks;
     bool quick = true;
 #pragma unroll 1
-    for (int b = 0; b < blocks; b++) {                               // lane by row
+    for (int b = 0; b < blocks; b++) {                               // Each lane has a row.
         u32 bits = 0;
         for (int segment = b * segments; segment < (b + 1) * segments; segment++)
             bits = larger(bits, as_bits(reduced[segment * kSegmentStride + lane]));
@@ -91,7 +96,8 @@ __device__ __forceinline__ bool find_row_scales(WarpTileAmax<IN, false>& amax, c
         inverses[b * kSegmentStride + lane] = stored;
         if (p.along_rows.to && p.along_rows.row == 1 && p.along_rows.has(row, first + b))
             *p.along_rows.at(at.matrix, row, first + b) = stored;
-        // Of all its runs, so that nobody needs to know the block. Nobody else reads this lane's.
+        // Copies the factor to every segment of the block, so that readers index by segment. Only this lane
+        // owns the row, so there is no race.
         for (int segment = b * segments; segment < (b + 1) * segments; segment++)
             reduced[segment * kSegmentStride + lane] = s.factor;
         quick &= row >= p.rows || has_quick_quotients(s.scale_inv);
@@ -100,7 +106,7 @@ __device__ __forceinline__ bool find_row_scales(WarpTileAmax<IN, false>& amax, c
     return quick;
 }
 
-// Scales whose blocks adjoin: for every row a run as long as the tile is wide.
+// Stores scales of neighbouring blocks of a row that adjoin: for every row those of the whole tile's width.
 __device__ __forceinline__ void store_row_scales(const BlockParams& p, const TilePosition& at,
                                                  const float* inverses) {
     const int blocks = kSegments / (int)p.block_segments, across = blocks * WARP_TILES_ACROSS;
@@ -115,7 +121,8 @@ __device__ __forceinline__ void store_row_scales(const BlockParams& p, const Til
     }
 }
 
-// The operands of this lane's columns. amaxes: a word for every column of every panel.
+// Finds the operands of this lane's columns. amaxes: shared memory, a word for every column of every warp
+// tile.
 __device__ __forceinline__ void find_column_scales(const WarpTileAmax<IN, false>& amax, const BlockParams& p,
                                                    const TilePosition& at, u32* amaxes,
                                                    float (&columns)[kLaneColumns]) {
@@ -144,8 +151,8 @@ __device__ __forceinline__ void find_column_scales(const WarpTileAmax<IN, false>
         columns[3] = as_float(four.w);
 }
 
-// The scale of the block of rows r and columns c of blocks; after the last one of a line zeros as far as the
-// line is stored.
+// Stores the scale of block (r, c) of a matrix. The last block of a row or column also stores the zeros of
+// the padding that follows it.
 __device__ __forceinline__ void store_square_scale(const ScaleGrid& to, const BlockParams& p, i64 m, i64 r,
                                                    i64 c, float scale_inv) {
     const i64 rows = (p.rows + 127) / 128, columns = (p.columns + 127) / 128;
@@ -157,7 +164,8 @@ __device__ __forceinline__ void store_square_scale(const ScaleGrid& to, const Bl
         for (i64 i = columns; i < to.columns; i++) *to.at(m, r, i) = 0.0f;
 }
 
-// The operand of this warp's square, four panels one below the other. amaxes: a word for every warp.
+// Returns the operand of this warp's square, which is four warp tiles one below the other. amaxes: shared
+// memory, a word for every warp.
 __device__ __forceinline__ float find_square_scale(const WarpTileAmax<IN, false>& amax, const BlockParams& p,
                                                    const TilePosition& at, u32* amaxes) {
     u32 bits[kLaneColumns], largest = 0;
@@ -186,8 +194,8 @@ __device__ __forceinline__ void write_warp_tile(const BlockParams& p, const Warp
                                             const Outputs& to) {
     constexpr bool kWide = ALIGNED != 0;
     constexpr bool kOfColumns = kHow == kMultiply && kWide && ALONG_COLUMNS == 2 && !(SQUARE && ALONG_ROWS);
-    // The directions take turns, so that neither addresses nor widened values live long: in whole panels they
-    // would not fit.
+    // The directions take turns by halves, so that addresses and widened values live briefly: those of a
+    // whole warp tile would not fit in registers.
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         if constexpr (kOfColumns) {
@@ -216,23 +224,23 @@ __device__ __forceinline__ void write_warp_tile(const BlockParams& p, const Warp
     }
 }
 
-// Where a tile is in a run of tiles one below the other.
+// Where a tile is among the tiles of a block, one below the other.
 struct PlaceInSegment {
     int rows_before;
     bool last;
 };
 
-// One tile of a matrix, of which x has all rows or, where kPads, the first `given`, and the rest are zeros.
-// kVectorStores: transposed rows allow stores of 16 bytes wherever the tile is whole; otherwise `vector`
-// tells.
+// Quantises one tile of a matrix. x has all its rows or, with kPads, the first `given`; the other rows are
+// zeros. With kVectorStores transposed rows allow stores of 16 bytes wherever the tile is whole; otherwise
+// `vector` tells whether they do.
 template <bool kVectorStores, bool kPads>
 __device__ __forceinline__ void quantize_tile(const BlockParams& p, const TilePosition& at, i64 given,
                                               u8* shared, const PlaceInSegment& in_segment) {
     const int along_rows = ALIGNED ? ALONG_ROWS : p.stored & 3, along_columns =
         ALIGNED ? ALONG_COLUMNS : p.stored >> 2;
     const bool square = ALIGNED ? SQUARE : p.square;
-    // Shared memory: transposed fast data, transposed slow data, words of rows (twice), words of columns,
-    // ends of a run.
+    // Shared memory holds the transposed data of blocks along rows, then along columns, the words of rows
+    // (twice), the words of columns, and the ends of transposed columns (ColumnSegment).
     const bool rows_transposed = !square && along_rows == 2;
     const Tile rows_tile{shared}, columns_tile{rows_transposed ? shared + Tile::kBytes : shared};
     float* const reduced = reinterpret_cast<float*>(along_columns == 2 ? columns_tile.shared + Tile::kBytes
@@ -258,7 +266,6 @@ __device__ __forceinline__ void quantize_tile(const BlockParams& p, const TilePo
     amax.template find<kAlongRows, kAlongColumns>(warp_tile);
     float* const inverses_of_warp = inverses + threadIdx.x / 32 * kRowWords;
     float of_columns[kLaneColumns] = {};
-    // whether all divisors have quick quotients
     bool quick = true;
     if (square) {
         const float all = find_square_scale(amax, p, at, amaxes);

@@ -1,7 +1,7 @@
 // Current scaling of groups of consecutive rows, each with a scale of its own; sizes are on the device
 // (docs/numerics.md, sections 1 and 7).
 //
-//   top = max |x| of the group      scale = as compute_scale finds it from top      amax = max(amax, top)
+//   m = max |x| of the group      scale = as compute_scale finds it from m      amax = max(amax, m)
 //
 // group_amax_scale  x [rows, columns] -> scale [groups], and amax raised where it is given (null: not),
 //                   before group_cast_transpose. Every group is cut into segments of kSegmentRows rows, and a

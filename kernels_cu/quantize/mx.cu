@@ -10,14 +10,14 @@
 //                    Elementwise: a lane has 16 bytes of x, a block 4 (16-bit x) or 8 (f32) lanes, which
 //                    exchange their amaxes.
 // quantize_mx_tile   Anything else. A warp has a tile of 32 x 128 elements in registers (tile/warp_tile.cuh),
-//                    a block of threads WARP_TILES_DOWN x WARP_TILES_ACROSS of them, whose transposed data it gathers
-//                    in shared memory, so that whole sectors are stored.
+//                    a block of threads WARP_TILES_DOWN x WARP_TILES_ACROSS of them, whose transposed data it
+//                    gathers in shared memory, so that whole sectors are stored.
 // group_quantize_mx  The same of groups of rows, or of a list of arrays, as group_quantize_block (blocks.cu).
 //
 // Defines, each for programs whose speed it decides:
 //   ALIGNED     1: all rows allow the wide accesses of a warp tile. 0: one program for any array; the
 //               struct's `stored` (up to ALONG_ROWS and ALONG_COLUMNS) and `vector` tell.
-//   ALONG_ROWS, ALONG_COLUMNS  how data of fast and of slow blocks are stored: 0 not at all, 1 in the order of x,
+//   ALONG_ROWS, ALONG_COLUMNS  how data of blocks along rows and along columns are stored: 0 not, 1 as x is,
 //               2 transposed.
 //   DOWN_FIRST  the order of tiles (tile/tile.cuh).
 // IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}; mode, profile and scale layout are run-time values, which
@@ -78,8 +78,8 @@ quantize_mx_rows(const __grid_constant__ MxParams p) {
         else out.store_partial(p.rows_data + in.at(u), in.left(u));
         if (threadIdx.x % kLanes == 0) staged[u * kBlocksAtOnce + threadIdx.x / kLanes] = (u8)e[u];
     }
-    // Scales as whole sectors: to the L2 four bytes are as much work as 32. Lines follow one another, so they
-    // are one line.
+    // Scales are stored as whole sectors: to the L2 four bytes are as much work as 32. Rows follow one
+    // another, so that all scales count as one row.
     __syncthreads();
     if (threadIdx.x >= kFlatUnroll * kBlocksAtOnce / 4) return;
     const i64 block = (i64)blockIdx.x * (kFlatUnroll * kBlocksAtOnce) + threadIdx.x * 4;
@@ -91,13 +91,12 @@ quantize_mx_rows(const __grid_constant__ MxParams p) {
 #if defined(ENTRY_quantize_mx_tile) || defined(ENTRY_group_quantize_mx)
 using Tile = WarpTiles<WARP_TILES_DOWN, WARP_TILES_ACROSS>;
 constexpr int kScaleBytes = Tile::kBytes / kBlock;                   // of one direction, staged
-// 128 lines either way; smaller tiles are for compact scales alone
+// The swizzled layout needs tiles of 128 rows and columns; smaller tiles have compact scales only.
 constexpr bool kSwizzles = WARP_TILES_DOWN % 4 == 0;
 
-constexpr int kLanes = kBlock / kLaneColumns;                        // that share a fast block
-// On an H200 a multiprocessor keeps 512 threads of 16-bit panels in flight, 256 of f32.
-// (Both directions, one of them transposed, do not quite fit the registers of 512 threads elsewhere, and
-// groups do not.)
+constexpr int kLanes = kBlock / kLaneColumns;                        // These lanes share a block along a row.
+// On an H200 a multiprocessor keeps 512 threads with 16-bit warp tiles in flight, 256 with f32. On other GPUs
+// neither both directions with one transposed nor groups fit the registers of 512 threads.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
 #ifdef ENTRY_group_quantize_mx
 constexpr bool kFits = false;
@@ -110,13 +109,13 @@ constexpr bool kFits = true;
 constexpr int kThreadsInFlight = ALIGNED ? sizeof(IN::storage) == 2 && kFits ? 512 : 256 : Tile::kThreads;
 constexpr int kBlocks = kThreadsInFlight > Tile::kThreads ? kThreadsInFlight / Tile::kThreads : 1;
 
-// A panel's scale bytes: of the four rows of its fast block that this lane has the maxima of, and of its four
-// columns; absent ones 0.
+// Scale bytes of a warp tile: those of the four rows whose maxima this lane has, and those of its four
+// columns. Rows and columns that do not exist have 0.
 struct Scales {
     u32 rows = 0, columns = 0;
 };
 
-// The first `count` bytes of a word.
+// Keeps the first `count` bytes of a word.
 __device__ __forceinline__ u32 first_bytes(u32 word, int count) {
     return count >= 4 ? word : count > 0 ? word & (1u << 8 * count) - 1 : 0;
 }
@@ -156,7 +155,7 @@ __device__ __forceinline__ Scales find_scales(const WarpTile<IN>& warp_tile, con
     return e;
 }
 
-// Four codes in a word.
+// Returns four codes in a word.
 __device__ __forceinline__ u32 narrowed(const float (&v)[4], const float (&scale)[4]) {
     Chunk<OUT, 4> out;
     out.narrow2(0, mul_rn(v[0], scale[0]), mul_rn(v[1], scale[1]));
@@ -169,14 +168,14 @@ __device__ __forceinline__ void store_codes(u8* to, u32 codes, int left, bool ve
     else if (left) out.store(to);
 }
 
-// A warp's panel and where it belongs.
+// Where a warp tile lies in x.
 struct Place {
-    i64 at;                      // of this lane's columns in the panel's first row
+    i64 at;                      // this lane's first element
     int rows_left, columns_left;
 };
 
-// The codes of rows 4 * quad to 4 * quad + 3 under the scales of one direction: stored as is, or transposed
-// into words[column][quad % 4].
+// Finds the codes of rows 4 * quad to 4 * quad + 3 under the scales of one direction, and stores them as they
+// are or transposes them into words[column][quad % 4].
 template <bool kAlongRows>
 __device__ __forceinline__ void write_quad(const MxParams& p, const WarpTile<IN>& warp_tile,
                                            const Place& place,
@@ -206,7 +205,7 @@ __device__ __forceinline__ void write_quad(const MxParams& p, const WarpTile<IN>
     for (int c = 0; c < kLaneColumns; c++) words[c][quad % 4] = columns[c];
 }
 
-// Sixteen rows: what a column has of them are 16 bytes of a transposed row.
+// Writes sixteen rows, of which each column has 16 bytes of a transposed row.
 template <bool kAlongRows>
 __device__ __forceinline__ void write_half(const MxParams& p, const WarpTile<IN>& warp_tile,
                                            const Place& place,
@@ -219,9 +218,9 @@ __device__ __forceinline__ void write_half(const MxParams& p, const WarpTile<IN>
     if (stored == 2) tile.write(half, words);
 }
 
-// One tile of a matrix, of which x has all rows or, where kPads, the first `given`, and the rest are zeros.
-// kVectorStores: transposed rows allow stores of 16 bytes wherever the tile is whole; otherwise `vector`
-// tells.
+// Quantises one tile of a matrix. x has all its rows or, with kPads, the first `given`; the other rows are
+// zeros. With kVectorStores transposed rows allow stores of 16 bytes wherever the tile is whole; otherwise
+// `vector` tells whether they do.
 template <bool kVectorStores, bool kPads>
 __device__ __forceinline__ void quantize_tile(const MxParams& p, const TilePosition& at, i64 given,
                                               u8* shared) {
@@ -229,9 +228,9 @@ __device__ __forceinline__ void quantize_tile(const MxParams& p, const TilePosit
     const int along_columns =
         ALIGNED ? ALONG_COLUMNS : p.stored >> 2 & (ALONG_COLUMNS == 2 ? 3 : ALONG_COLUMNS);
     const Tile rows_tile{shared}, columns_tile{along_rows == 2 ? shared + Tile::kBytes : shared};
-    // a line per panel down
+    // There are kColumns bytes for every warp tile down.
     u8* const staged_columns = along_columns == 2 ? columns_tile.shared + Tile::kBytes : columns_tile.shared;
-    // a word of each row per panel across
+    // There is a word of each row for every warp tile across.
     u32* const staged_rows = reinterpret_cast<u32*>(staged_columns + kScaleBytes);
     const i64 matrix = at.matrix * p.rows * p.columns, row = at.row + Tile::row();
     const i64 column = at.column + Tile::column();
@@ -246,8 +245,8 @@ __device__ __forceinline__ void quantize_tile(const MxParams& p, const TilePosit
     warp_tile.template load<ALIGNED != 0>(p.x + place.at, p.columns, given_left, columns_left, p.vector & 1);
     const Scales e = p.rule.nan_wins() ? find_scales<true>(warp_tile, p, rows_left, columns_left)
                                        : find_scales<false>(warp_tile, p, rows_left, columns_left);
-    // The directions take turns, so that neither addresses nor widened values live long: in whole panels they
-    // would not fit.
+    // The directions take turns by halves, so that addresses and widened values live briefly: those of a
+    // whole warp tile would not fit in registers.
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         if (along_rows == 1 && along_columns == 1) {
@@ -263,9 +262,9 @@ __device__ __forceinline__ void quantize_tile(const MxParams& p, const TilePosit
         }
     }
 
-    // Scales leave in runs as long as the tile allows, gathered in shared memory where a lane or a warp does
-    // not have them: to the L2 four bytes are as much work as 32. Fast ones: four rows of one block are in a
-    // lane, or, exchanged, four blocks of one row.
+    // Scales are stored in pieces as long as the tile allows, since to the L2 four bytes are as much work as
+    // 32; shared memory gathers what is spread over lanes or warps. Along rows a lane has the scales of four
+    // rows of one block or, after an exchange, of four blocks of one row.
     const i64 row_blocks = (p.columns + kBlock - 1) / kBlock, column_blocks = (p.rows + kBlock - 1) / kBlock;
     const bool stage_rows = p.along_rows.to && !p.along_rows.lines_adjoin();
     const bool stage_columns = kSwizzles && p.along_columns.to && !p.along_columns.lines_adjoin();
@@ -279,7 +278,8 @@ __device__ __forceinline__ void quantize_tile(const MxParams& p, const TilePosit
                                      column / kWarpTileColumns * (kWarpTileColumns / kBlock)
                                + group, e.rows, p.rows, row_blocks);
     }
-    // Slow ones: four columns of one block are in a lane; four blocks of one column in four warps.
+    // Along columns a lane has the scales of four columns of one block; four warps have four blocks of a
+    // column.
     if (stage_columns)
         *reinterpret_cast<u32*>(staged_columns + Tile::row() / kWarpTileRows * Tile::kColumns
                                 + Tile::column()) = e.columns;
@@ -297,7 +297,7 @@ __device__ __forceinline__ void quantize_tile(const MxParams& p, const TilePosit
         columns_tile.template store<kVectorStores>(as_global(p.columns_data) + place_t, p.rows,
                                                    columns_of_tile,
                                                 rows_of_tile, p.vector & 4);
-    // A word per thread, in the order of memory.
+    // Each thread stores a word, in the order of memory.
     const int word = threadIdx.x, swizzled_line = word / 128 * 128 + word % 4 * 32 + word / 4 % 32;
     if (stage_rows) {
         const bool swizzled = kSwizzles && p.along_rows.swizzled();

@@ -38,7 +38,7 @@ constexpr int kHeld = 8;                                             // chunks o
 constexpr int kCount = 16 / sizeof(IN::storage);
 constexpr u32 kMark = 0x80000000u;                                   // no amax has the sign bit
 
-// The amax that a block told in this launch: from one launch to the next the mark changes its value.
+// Waits for the amax that a block tells in this launch: the mark changes its value from launch to launch.
 __device__ __forceinline__ u32 wait_for(const u32* told, u32 mark) {
     for (;;) {
         const u32 value = load_relaxed(told);
@@ -59,7 +59,7 @@ cast_current(const __grid_constant__ CastCurrentParams p) {
     using Source = Chunk<IN, kCount>;
     const i64 first = ((i64)blockIdx.x * kThreads + threadIdx.x) * kCount;
     const i64 step = (i64)gridDim.x * kThreads * kCount;
-    // elements in whole chunks; the first thread takes what is left
+    // The first thread of the grid takes the elements after the last whole chunk.
     const i64 whole = p.n / kCount * kCount;
     const int left = blockIdx.x == 0 && threadIdx.x == 0 ? (int)(p.n - whole) : 0;
     u8* const mine = shared + threadIdx.x * 16;
@@ -83,10 +83,10 @@ cast_current(const __grid_constant__ CastCurrentParams p) {
         if (first + r * step < whole) amax.add(Source::load_shared(mine + (r - kHeld) * (kThreads * 16)));
 
     u32* const told = p.workspace + 1;
-    // behind block_max's barrier
+    // The barrier of block_max() makes `launches` visible.
     const u32 block_amax = block_max<kThreads>(amax.f32_bits()), mark = launches & 1 ? 0u : kMark;
     if (threadIdx.x == 0) atomicExch(&told[blockIdx.x], block_amax | mark);
-    // a thread for each block, in whole warps
+    // A thread waits for each block, in whole warps.
     if (threadIdx.x < (gridDim.x + 31) / 32 * 32) {
         const u32 tensor_amax =
             __reduce_max_sync(~0u, threadIdx.x < gridDim.x ? wait_for(&told[threadIdx.x], mark)
@@ -97,7 +97,7 @@ cast_current(const __grid_constant__ CastCurrentParams p) {
     const u32 tensor_amax = shared_amax;
     const float scale = scale_from_amax(as_float(tensor_amax), p.target, p.eps, as_float(kMaxF32), p.pow2);
     if (blockIdx.x == 0 && threadIdx.x == 0) {
-        // all blocks have told theirs, so all have read it
+        // All blocks have told their amax, so all have read the number of launches.
         atomicExch(p.workspace, launches + 1);
         write_scale_inv(scale, p.scale_inv, p.scale_inv_copy);
         if (p.amax) raise_amax(p.amax, tensor_amax, load_relaxed(p.amax));

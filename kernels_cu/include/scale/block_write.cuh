@@ -1,5 +1,5 @@
-// How a warp writes the codes of its panel, in kernels of blocks with f32 scales. IN and OUT are the kernel's
-// formats; WARP_TILES_DOWN and WARP_TILES_ACROSS as its file says.
+// How a warp writes the codes of its warp tile, in kernels of blocks with f32 scales. IN and OUT are the
+// kernel's formats; WARP_TILES_DOWN and WARP_TILES_ACROSS as its file says.
 #pragma once
 #include "scale/block_params.cuh"
 #include "groups/row_groups.cuh"
@@ -7,10 +7,10 @@
 
 using Tile = WarpTiles<WARP_TILES_DOWN, WARP_TILES_ACROSS>;
 
-constexpr int kSegments = kWarpTileColumns / 32;  // of 32 elements in a row of a panel
-// words between them in shared memory: no conflicts of banks
+constexpr int kSegments = kWarpTileColumns / 32;  // segments of 32 elements in a row of a warp tile
+// Words from one segment to the next in shared memory, free of bank conflicts.
 constexpr int kSegmentStride = kWarpTileRows + 4;
-// shared by a warp for a scale of every row of every run
+// Shared memory of a warp for a scale of every row of every segment.
 constexpr int kRowWords = kSegments * kSegmentStride;
 
 __device__ __forceinline__ u32 larger(u32 a, u32 b) { return a > b ? a : b; }
@@ -19,7 +19,7 @@ __device__ __forceinline__ u32 larger(u32 a, u32 b) { return a > b ? a : b; }
 // allow that, since a choice for every few elements takes longer than it saves.
 enum How { kMultiply, kDivideQuickly, kDivide };
 
-// By rows: factors, or divisors and their reciprocals.
+// Operands of rows: factors, or divisors and their reciprocals.
 struct RowOperands {
     const float *factors, *divisors;
 
@@ -28,12 +28,12 @@ struct RowOperands {
         four[0] = v.x, four[1] = v.y, four[2] = v.z, four[3] = v.w;
     }
 };
-// By this lane's columns.
+// Operands of this lane's columns.
 struct ColumnOperands {
     float factor[kLaneColumns], divisor[kLaneColumns];
 };
 
-// Four codes in a word.
+// Returns four codes in a word.
 template <How kHow>
 __device__ __forceinline__ u32 scaled_codes(const float (&v)[4], const float (&factor)[4],
                                             const float (&divisor)[4]) {
@@ -49,20 +49,21 @@ __device__ __forceinline__ u32 scaled_codes(const float (&v)[4], const float (&f
     return out.word[0];
 }
 
-// A warp's panel and where it belongs.
+// Where a warp tile lies in x.
 struct Place {
-    i64 at;                      // of this lane's columns in the panel's first row
+    i64 at;                      // this lane's first element
     int rows_left, columns_left;
 };
 
-// Data of one direction. `wide`: stores of 4 bytes.
+// The destination of the data of one direction. wide: it allows stores of 4 bytes.
 struct Target {
     u8* as_is;
     bool wide;
 };
 
-// The codes of rows 4 * quad to 4 * quad + 3: stored as is (kAsIs), and transposed into words[column][quad %
-// 4]. kAlongRows: `rows` has an operand for every row; otherwise there is one for each of the lane's columns.
+// Finds the codes of rows 4 * quad to 4 * quad + 3, stores them as they are (as_is), and transposes them into
+// words[column][quad % 4]. kAlongRows: `rows` has an operand for every row; otherwise there is one for each
+// of the lane's columns.
 template <bool kAlongRows, bool kWide, How kHow>
 __device__ __forceinline__ void write_quad(const BlockParams& p, const WarpTile<IN>& warp_tile,
                                            const Place& place,
@@ -95,7 +96,7 @@ __device__ __forceinline__ void write_quad(const BlockParams& p, const WarpTile<
     for (int c = 0; c < kLaneColumns; c++) words[c][quad % 4] = column[c];
 }
 
-// Sixteen rows: what a column has of them are 16 bytes of a transposed row.
+// Writes sixteen rows, of which each column has 16 bytes of a transposed row.
 template <bool kAlongRows, bool kWide, How kHow>
 __device__ __forceinline__ void write_half(const BlockParams& p, const WarpTile<IN>& warp_tile,
                                            const Place& place,
@@ -110,8 +111,8 @@ __device__ __forceinline__ void write_half(const BlockParams& p, const WarpTile<
     if (transposed) tile.write(half, words);
 }
 
-// Sixteen rows multiplied by what their columns have, for transposed data alone: what is narrowed together
-// comes from one column, so that there is nothing left to transpose.
+// Writes sixteen rows, multiplied by the factors of their columns, for transposed data alone: elements that
+// are narrowed together come from one column, so that nothing is left to transpose.
 __device__ __forceinline__ void write_half_of_columns(const WarpTile<IN>& warp_tile,
                                                       const ColumnOperands& columns,
                                                       int half, const Tile& tile) {
@@ -136,8 +137,8 @@ __device__ __forceinline__ void write_half_of_columns(const WarpTile<IN>& warp_t
     tile.write(half, words);
 }
 
-// Where data of a panel go, and how: 0 nowhere, 1 as they are, 2 transposed. square: by columns, as they are
-// where the blocks of rows would be.
+// Where the data of a warp tile go, and how: 0 nowhere, 1 as they are, 2 transposed. square: the operands are
+// those of columns, and data as they are go to the destination of rows.
 struct Outputs {
     int along_rows, along_columns;
     bool square;
@@ -145,7 +146,7 @@ struct Outputs {
     Tile rows_tile, columns_tile;
 };
 
-// Sixteen rows in both directions, one after the other.
+// Writes sixteen rows in both directions, one after the other.
 template <bool kWide, How kHow>
 __device__ __forceinline__ void write_half_of_both(const BlockParams& p, const WarpTile<IN>& warp_tile,
                                                    const Place& place, const RowOperands& rows,
@@ -160,9 +161,9 @@ __device__ __forceinline__ void write_half_of_both(const BlockParams& p, const W
                                    half, to.columns_tile);
 }
 
-// All codes of a panel, for divisors that have no quick quotients: x, of which given_left rows exist, is read
-// again. Rare; and a division takes the compiler longer than anything else here, so that there are four in
-// all, for a lane's columns of one row in one direction.
+// Writes all codes of a warp tile whose divisors have no quick quotients. It reads x, of which given_left
+// rows exist, again. This is rare, and divisions take the compiler longer than anything else here, so that
+// the loop has only four: those of a lane's columns of one row in one direction.
 __device__ __forceinline__ void divide_warp_tile(const BlockParams& p, const Place& place, int given_left,
                                              const RowOperands& rows, const ColumnOperands& columns,
                                              const Outputs& to) {
@@ -194,7 +195,7 @@ __device__ __forceinline__ void divide_warp_tile(const BlockParams& p, const Pla
     }
 }
 
-// The part of a grid of scales that belongs to a group.
+// Moves a grid of scales to the part that belongs to a group.
 __device__ __forceinline__ void move_to_group(ScaleGrid& grid, const GroupScales& scales, i64 before,
                                               i64 rows) {
     if (!grid.to) return;

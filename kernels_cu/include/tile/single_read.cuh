@@ -5,18 +5,18 @@
 // every matrix is cut into tiles of 128 x 128 elements. Block b takes tiles b, b + blocks, ... of all
 // matrices in a row. In a block, warps have three tasks:
 //
-//   loaders    copy tiles into `slots` slots of shared memory, one after the other as these become free,
+//   loaders    copy tiles into `stages` stages of shared memory, one after the other as these become free,
 //              without waiting for them to arrive
-//   tellers    find the largest magnitude in a slot, and tell it to all blocks: told[tile] = the launch, and
+//   tellers    find the largest magnitude in a stage, and tell it to all blocks: told[tile] = the launch, and
 //              the magnitude
-//   consumers  take a tile from its slot to registers, which frees the slot; wait until all tiles of its
+//   consumers  take a tile from its stage to registers, which frees the stage; wait until all tiles of its
 //              matrix have been told; cast it, in both directions. While they wait or cast, the next tile
 //              comes to registers too, if it is there.
 //
-// So a block holds slots + 1 tiles, and of a matrix that has no more than that in any block each tile is read
-// once. Those of a larger matrix a block loads twice: first only to be told, then, in reverse order, for what
-// the L2 still holds, to be cast. No block waits for a tile that it keeps another one from loading: told is
-// what a block has loaded, and slots of what is only told are free at once.
+// So a block holds stages + 1 tiles, and of a matrix that has no more than that in any block each tile is
+// read once. Those of a larger matrix a block loads twice: first only to be told, then, in reverse order, for
+// what the L2 still holds, to be cast. No block waits for a tile that it keeps another one from loading: told
+// is what a block has loaded, and the stages of tiles that are only told are free at once.
 //
 // Numbers of launches tell what has been told in this one from what is left of others: nothing has to be
 // cleared. (They begin again after 2^32, days of launches on the same words.) The last block to finish counts
@@ -26,7 +26,7 @@
 //   struct Ahead                          what a lane knows of the tile that is looked for next
 //   bool find(u32 tile, Ahead&, Visit& to)        by a whole warp: describes the tile in shared memory (kind:
 //                                                 kClear, or 0); false: nothing
-//   void first_tile(const Visit&, u32 launch, u32 top, float scale)
+//   void first_tile(const Visit&, u32 launch, u32 amax, float scale)
 //                                                 by one thread, once for every matrix that has a tile
 //   void clear(const Visit&)              by all consumers: a tile of kind kClear
 //   void last(u32 launch)                 by all consumers of the last block to finish
@@ -66,7 +66,7 @@ constexpr int kConsumers = SingleReadTile::kThreads, kTellers = 64, kLoaders = 6
 constexpr int kSingleReadThreads = kConsumers + kTellers + kLoaders;
 constexpr int kMostStages = 6, kVisits = kMostStages + 2;              // two more tiles are in registers
 constexpr int kTileSide = 128, kUnit = 16 / sizeof(IN::storage);     // elements of a 16-byte load
-// also in ops/quantize/single_read.py
+// ops/quantize/single_read.py has the same number.
 constexpr int kStageBytes = kTileSide * kTileSide * sizeof(IN::storage);
 static_assert(sizeof(IN::storage) == 2, "a patch of 8 x 8 elements is 32 registers");
 
@@ -80,7 +80,7 @@ struct SingleReadShared {
 static_assert(sizeof(SingleReadShared) + 128 * (kLoaders / 32) <= 2048,
               "also in ops/quantize/single_read.py; 128: what find() has per warp");
 
-// Goes through the slots, and through visits.
+// Goes through the stages, and through visits.
 struct StageCursor {
     u32 stage = 0, visit = 0, parity;
 
@@ -131,7 +131,8 @@ __device__ __forceinline__ void load_tiles(const Tensors& tensors, const SingleR
                 to[lane] = reinterpret_cast<const u64*>(&found)[lane];
             __syncwarp();
             if (lane == 0) shared.visit[at.visit].kind = kind;
-            arrive(shared.full + at.stage);                           // each for what it has written
+            // Every lane arrives for the word that it has written.
+            arrive(shared.full + at.stage);
         }
         __syncwarp();
         at.advance(p.stages);
@@ -188,15 +189,15 @@ __device__ __forceinline__ void tell_tiles(const SingleRead& p, SingleReadShared
     }
 }
 
-// By all consumers: the largest magnitude in a matrix, once all its tiles have been told.
+// Returns the largest magnitude of a matrix, once all its tiles have been told. All consumers call it.
 __device__ __forceinline__ u32 wait_for_amax(const SingleRead& p, SingleReadShared& shared,
                                              const Visit& visit) {
     constexpr int kAtOnce = 4;
     const u32 launch = shared.launch, tiles = visit.tiles;
     const u64* const told = p.told + visit.first;
     const auto pause = [] { __nanosleep(20); };
-    // As a rule the last ones are told last. One warp asks for these, and nobody for the others before: the
-    // L2 has much else to do.
+    // The last tiles are usually told last, so one warp polls for these before anybody asks for the others:
+    // the L2 has much else to do.
     if (threadIdx.x < 32) {
         if (threadIdx.x < tiles)
             while (!is_of(load_relaxed(told + tiles - 1 - threadIdx.x), launch)) pause();
@@ -234,7 +235,7 @@ __device__ __forceinline__ void cast_tiles(const Tensors& tensors, const SingleR
                                            const u8* stages, u8* staging) {
     const SingleReadTile tile{staging};
     const int row = SingleReadTile::patch_row(), column = SingleReadTile::patch_column();
-    // of the tile that comes to registers next
+    // Where the tile is that comes to registers next.
     StageCursor next_at(0);
     Chunk<IN, 8> next[8];
     const auto is_there = [&] { return __all_sync(~0u,
@@ -252,7 +253,7 @@ __device__ __forceinline__ void cast_tiles(const Tensors& tensors, const SingleR
         next_at.advance(p.stages);
     };
     bool taken = false;
-    // known: the first tile of the matrix whose top and scale these are
+    // known: the first tile of the matrix to which amax and scale belong.
     u32 visit_at = 0, known = ~0u, amax = 0;
     float scale = 0.0f;
     for (;; visit_at = visit_at + 1 == kVisits ? 0 : visit_at + 1) {
@@ -312,12 +313,12 @@ __device__ __forceinline__ void cast_tiles(const Tensors& tensors, const SingleR
     }
 }
 
-// All that a block of kSingleReadThreads does. memory: p.slots slots, then 16 KB; 16-byte aligned.
+// Does all work of a block of kSingleReadThreads. memory: p.stages stages, then 16 KB; 16-byte aligned.
 template <class Tensors>
 __device__ __forceinline__ void cast_single_read(const Tensors& tensors, const SingleRead& p, u8* memory) {
     __shared__ SingleReadShared shared;
     if (threadIdx.x < p.stages) {
-        // copies, and what one warp tells of them
+        // The loaders arrive with their copies, and one warp for the visit that describes these.
         init_phases(shared.full + threadIdx.x, kLoaders + 32);
         init_phases(shared.empty + threadIdx.x, (kConsumers + kTellers) / 32);
     }

@@ -1,4 +1,4 @@
-// Warp tiles: 32 rows x 128 columns of a matrix that one warp holds in registers ("panels"). Lane l has
+// A warp tile is 32 rows x 128 columns of a matrix that one warp holds in registers. Lane l has
 // columns 4l to 4l + 3 of all 32 rows. So a lane finds the largest magnitude of its columns alone, lanes that
 // share a row exchange theirs, and both come from one read. All 32 loads are in flight before the first use.
 #pragma once
@@ -12,9 +12,9 @@ struct WarpTile {
     using Line = Chunk<F, kLaneColumns>;
     Line line[kWarpTileRows];
 
-    // from: this lane's first column of the panel's first row; rows_left rows and columns_left columns exist,
-    // the others become zeros. kVector: every row allows chunked access (and columns_left is 0 or all);
-    // otherwise `vector` tells.
+    // from: this lane's first column of the warp tile's first row; rows_left rows and columns_left columns
+    // exist, the others become zeros. kVector: every row allows chunked access (and columns_left is 0 or
+    // all); otherwise `vector` tells.
     template <bool kVector>
     __device__ __forceinline__ void load(const typename F::storage* from, i64 stride, int rows_left,
                                          int columns_left, bool vector) {
@@ -33,7 +33,7 @@ struct WarpTile {
     }
 };
 
-// Largest magnitudes of a panel. Rows of 16-bit formats are kept in pairs, one in each half of a word.
+// Largest magnitudes of a warp tile. Rows of 16-bit formats are kept in pairs, one in each half of a word.
 template <class F, bool kNan>
 struct WarpTileAmax {
     static constexpr bool kPairs = sizeof(typename F::storage) == 2;
@@ -115,8 +115,8 @@ __device__ __forceinline__ u32 transpose_across_lanes(u32 word) {
     return odd ? __byte_perm(word, other, 0x3715) : __byte_perm(word, other, 0x6240);
 }
 
-// FP8 bytes of the panels of a block, kTilesDown x kTilesAcross of them, on their way to transposed rows. A
-// column of the tile is kRows consecutive bytes, its 16-byte units XOR-swizzled by column so that neither
+// FP8 bytes of the warp tiles of a block, kTilesDown x kTilesAcross of them, on their way to transposed rows.
+// A column of the tile is kRows consecutive bytes, its 16-byte units XOR-swizzled by column so that neither
 // writes nor reads conflict in banks.
 template <int kTilesDown, int kTilesAcross>
 struct WarpTiles {
@@ -127,7 +127,7 @@ struct WarpTiles {
 
     u8* shared;                                                      // kBytes, 16-byte aligned
 
-    // This warp's panel in the tile, and this lane's first column.
+    // Where this warp's warp tile begins in the tile, and this lane's first column.
     static __device__ __forceinline__ int row() { return threadIdx.x / 32 % kTilesDown * kWarpTileRows; }
     static __device__ __forceinline__ int column() {
         return threadIdx.x / 32 / kTilesDown * kWarpTileColumns + threadIdx.x % 32 * kLaneColumns;
