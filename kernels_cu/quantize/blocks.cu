@@ -350,7 +350,7 @@ group_quantize_block(const __grid_constant__ GroupBlockParams p) {
     quantize_group<Tile,
         kTilesPerBlock>(p, group, move_scales, [&](const TilePosition& first, const i64& given, int tiles) {
 #pragma unroll 1
-        // what is shared is read before the next tile's takes its place
+        // All threads have read this tile's shared memory before the next tile overwrites it.
         for (int tile = 0;; __syncthreads()) {
             const TilePosition at{0, first.row + tile * Tile::kRows, first.column};
             const PlaceInSegment in_segment{tile * Tile::kRows, tile + 1 == tiles};

@@ -27,9 +27,9 @@
 #include "scale/block_write.cuh"
 
 struct GroupLinesParams {
-    BlockParams all;             // fast: rows, slow: columns. rows, panels, square: unused
+    BlockParams all;             // rows, block_segments, square: unused
     RowGroups groups;            // rows alone: `across` blocks share a segment
-    GroupScales along_rows, along_columns;      // slow: unused, and all 0
+    GroupScales along_rows, along_columns;      // along_columns: unused, and all 0
     u32* row_amaxes;             // [result rows]: the largest magnitudes, as f32 bits; or null
     u32* column_amaxes;          // [groups, columns], or null
     u32 phase;                   // of lines
@@ -59,7 +59,7 @@ __device__ __forceinline__ void raise_amaxes(const GroupLinesParams& p, const Wa
     if (p.row_amaxes) {
         amax.template find<true, false>(warp_tile);
         u32 largest[1];
-        amax.template reduce_rows<32>(largest);              // of the row of this lane; 0 where there is none
+        amax.template reduce_rows<32>(largest);  // The amax of this lane's row, 0 if there is none.
         const i64 row = at.row + Tile::row() + threadIdx.x % 32;
         if (largest[0]) raise_amax_bits(as_global(p.row_amaxes) + first_row + row, largest[0]);
     }
@@ -101,7 +101,7 @@ __device__ __forceinline__ void write_lines(const BlockParams& p, const WarpTile
         write_half_of_both<kWide, kHow>(p, warp_tile, place, rows, columns, half, to);
 }
 
-// Factors of the rows of a tile, and their divisors; the same of its columns. In shared memory.
+// The factors and the divisors of a tile's rows, then of its columns, in shared memory.
 struct LineFactors {
     float *of_rows, *of_columns;
 
@@ -193,11 +193,12 @@ group_quantize_lines(const __grid_constant__ GroupLinesParams p) {
 #endif
 
 #ifdef ENTRY_group_quantize_rows
-// What a block has of a segment: find_group_tile takes it for a tile. Also in ops/quantize/grouped_blocks.py.
+// The share of a segment that a block takes: find_group_tile treats it as a tile.
+// ops/quantize/grouped_blocks.py has the same numbers.
 struct SegmentOfRows {
     static constexpr int kRows = 32, kColumns = 8192, kThreads = 256;
 };
-// Elements of a chunk, chunks of a row that a thread holds.
+// How many elements a chunk has, and how many chunks of a row a thread holds.
 constexpr int kChunk = 16 / sizeof(IN::storage), kHeld = 4;
 using Source = Chunk<IN, kChunk>;
 // A multiprocessor has 768 threads; 512 where the compiler spills at the registers of 768.
@@ -213,7 +214,7 @@ __device__ __forceinline__ Source load_chunk(const IN::storage* x, int left, boo
     return Source::load_partial(x, left);
 }
 
-// What a thread holds of a row, of which there are `left` elements: chunks `stride` elements apart.
+// The chunks of a row that a thread holds, `stride` elements apart. left: how many elements of the row exist.
 struct HeldChunks {
     Source chunk[kHeld];
 
@@ -283,7 +284,7 @@ group_quantize_rows(const __grid_constant__ GroupLinesParams p) {
     const bool vector = p.all.vector & 1, wide = p.all.vector & 2;
     const int given = left_of(found.given - at.row, SegmentOfRows::kRows);
     const int rows = left_of(group.rows - at.row, SegmentOfRows::kRows);
-    // with padding of scales
+    // How many scales of rows are stored, padding included.
     const int stored = left_of(group.along_rows.rows - at.row, SegmentOfRows::kRows);
     // Rows of the segment: the blocks that share it, and their teams, take turns.
     const int first = (int)(at.column / SegmentOfRows::kColumns), step = teams * across;
@@ -315,7 +316,7 @@ group_quantize_rows(const __grid_constant__ GroupLinesParams p) {
         if (begin == 0 && row < SegmentOfRows::kRows && group.along_rows.has(r, 0))
             *group.along_rows.at(0, r, 0) = row < rows ? s.scale_inv : 0.0f;
         if (row >= rows) continue;
-        if (p.all.divide) {                              // rare: without registers for what is held
+        if (p.all.divide) {                              // This is rare, so it reads the row again.
             all.write<kDivide>(s.scale_inv);
             continue;
         }

@@ -2,11 +2,11 @@
 //
 //   e = scale byte of max |x| over the block          data = narrow(fl(x * 2^(127 - e)))
 //
-// Names speak of memory: x is [batch, rows, columns], columns fastest. `fast` blocks lie along a row of
-// memory, `slow` blocks down a column; the caller knows which of them is row-wise. Data is stored in the
-// order of x, or transposed: [batch, columns, rows].
+// Names speak of memory: x is [batch, rows, columns], columns fastest. Blocks lie along rows or along columns
+// of memory; the caller knows which of these are row-wise. Data are stored in the order of x, or transposed:
+// [batch, columns, rows].
 //
-// quantize_mx_rows   Fast blocks, data in the order of x, compact scales, columns a multiple of 32.
+// quantize_mx_rows   Blocks along rows, data in the order of x, compact scales, columns a multiple of 32.
 //                    Elementwise: a lane has 16 bytes of x, a block 4 (16-bit x) or 8 (f32) lanes, which
 //                    exchange their amaxes.
 // quantize_mx_tile   Anything else. A warp has a tile of 32 x 128 elements in registers (tile/warp_tile.cuh),
@@ -40,8 +40,9 @@ struct MxParams {
     u32 square;  // 1: blocks of 32 x 32; either direction's scales, data by ALONG_COLUMNS (and ALONG_ROWS)
     u32 stored;                  // tile without ALIGNED: ALONG_ROWS | ALONG_COLUMNS << 2
     u32 vector;                  // rows: x and data are aligned to their chunks. tile without ALIGNED: bit 0,
-                                 // every row of x allows loads of four elements; bits 1 and 2, fast and slow
-                                 // data stores of 4 bytes as is, of 16 bytes transposed
+                                 // every row of x allows loads of four elements; bits 1 and 2,
+                                 // the data along rows and along columns allow stores of 4 bytes as x is, of
+                                 // 16 bytes transposed
 };
 
 constexpr int kBlock = 32;

@@ -112,7 +112,7 @@ private:
 #pragma unroll 1
             for (int i = threadIdx.x % 32; i < of_head + of_tail; i += 32) {
                 const bool in_head = i < of_head;
-                // below 0: in the rest
+                // A row below 0 lies among the bytes kept from the tile above.
                 const int r = in_head ? i : rows_left - of_tail + (i - of_head);
                 const u8* from = in_head ? head(column) + r : r < 0 ? rest(column) + kSector + r
                                          : reinterpret_cast<const u8*>(tile.unit_at(column, r / 16)) + r % 16;

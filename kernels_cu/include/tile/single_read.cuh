@@ -1,4 +1,4 @@
-// Current scaling of many matrices from one read: what is read stays in shared memory and registers until its
+// Current scaling of many matrices from one read: tiles stay in shared memory and registers until their
 // matrix's scale is known.
 //
 // A launch has one block of threads per multiprocessor, all of them resident (a cooperative launch), and
@@ -13,13 +13,13 @@
 //              matrix have been told; cast it, in both directions. While they wait or cast, the next tile
 //              comes to registers too, if it is there.
 //
-// So a block holds stages + 1 tiles, and of a matrix that has no more than that in any block each tile is
-// read once. Those of a larger matrix a block loads twice: first only to be told, then, in reverse order, for
-// what the L2 still holds, to be cast. No block waits for a tile that it keeps another one from loading: told
-// is what a block has loaded, and the stages of tiles that are only told are free at once.
+// So a block holds stages + 1 tiles. A matrix with no more tiles than that in any block is read once. A block
+// loads the tiles of a larger matrix twice: first to tell their magnitudes, then, in reverse order for the
+// sake of those that the L2 still holds, to cast them. Blocks cannot wait for each other in a circle: a block
+// tells every tile that it has loaded, and the stages of tiles that are only told are free at once.
 //
-// Numbers of launches tell what has been told in this one from what is left of others: nothing has to be
-// cleared. (They begin again after 2^32, days of launches on the same words.) The last block to finish counts
+// The number of the launch marks every magnitude, so that those of earlier launches need not be cleared.
+// (Numbers begin again after 2^32 launches, which take days.) The last block to finish counts
 // the launch.
 //
 // IN in {bf16, f16}, OUT in {e4m3fn, e5m2}. Tensors, what the kernel makes of its arguments:
@@ -55,7 +55,7 @@ struct Visit {
     i64 rows, columns;           // of the matrix
     i64 matrix;                  // which one
     u32 tile, first, tiles;      // which of all tiles; the first of the matrix, and how many it has
-    // of the tile: rows in x (the others are zeros) and in all, columns
+    // The tile's rows in x (the others are zeros), its rows, and its columns.
     int given, rows_left, columns_left;
     u32 vector;                  // rows of data_t allow 16-byte stores
     u32 kind;

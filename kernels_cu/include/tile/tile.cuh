@@ -203,7 +203,8 @@ struct ByteTile {
             return chunk & 1 ? Chunk<F, 16>{{c.word[2], c.word[3], c.word[0], c.word[1]}} : c;
         }
     }
-    // store_ragged_rows() of the tile's transposed rows; kBySectors: store_ragged_rows_by_sectors().
+    // Stores the tile's transposed rows by store_ragged_rows() or, with kBySectors,
+    // store_ragged_rows_by_sectors().
     template <bool kBySectors = false>
     __device__ __forceinline__ void store_ragged(u8* to, i64 stride, int columns_left, int rows_left) const {
         const auto chunks = [&](int column, int row_patch) { return chunk_at(column, row_patch); };

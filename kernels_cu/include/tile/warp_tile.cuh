@@ -78,7 +78,7 @@ struct WarpTileAmax {
                 owned[i] = kPairs ? widened(row[i / 2] >> i % 2 * 16 & 0xffffu) : row[i];
         }
     }
-    // Of this lane's columns, as f32 bits.
+    // Returns the amaxes of this lane's columns, as f32 bits.
     __device__ __forceinline__ void of_columns(u32 (&bits)[kLaneColumns]) const {
 #pragma unroll
         for (int i = 0; i < kLaneColumns; i++)
@@ -123,7 +123,7 @@ struct WarpTiles {
     static constexpr int kRows = kWarpTileRows * kTilesDown, kColumns = kWarpTileColumns * kTilesAcross;
     static constexpr int kThreads = 32 * kTilesDown * kTilesAcross, kBytes = kRows * kColumns;
     static_assert((kRows & (kRows - 1)) == 0 && kThreads <= 1024,
-                  "a power of two of rows, one warp per panel");
+                  "a power of two of rows, one warp per warp tile");
 
     u8* shared;                                                      // kBytes, 16-byte aligned
 
