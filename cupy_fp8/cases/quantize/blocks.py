@@ -23,7 +23,7 @@ _VLLM = {"profile": "vllm"}
 _WIDE: tuple[dict[str, Any], ...] = (_ROW, {**_ROW, **_VLLM}, _COLUMN, _BOTH, {**_BOTH, **_COMPACT},
                                      _COLUMN_AS_IS, _AS_IS, {**_ROW, **_SQUARE}, {**_COLUMN, **_SQUARE},
                                      {**_BOTH, **_SQUARE})
-#: Short blocks, one and several panels, tails of every tile, empty, batches.
+#: Short blocks, one and several warp tiles, tails of every tile, empty, batches.
 _SHAPES: tuple[tuple[int, ...], ...] = (
     (1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (3, 37), (128, 128), (130, 257), (260, 132), (129, 64), (1, 640),
     (640, 1), (48, 1100),

@@ -15,7 +15,7 @@ from ..registry import Op, register
 MX_DIRECTIONS = (*({**d, "transposed": False} for d in DIRECTIONS[:3]),
                  *({**d, "transposed": True} for d in DIRECTIONS[1:3]))
 _SQUARE = {"block": (32, 32)}
-#: Short blocks, one and several panels, rows for wide accesses and rows for none, tails of the swizzled
+#: Short blocks, one and several warp tiles, rows for wide accesses and rows for none, tails of the swizzled
 #: layout's tiles, empty, batches.
 _SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (3, 37), (31, 33), (32, 32), (33, 31), (64, 96),
            (128, 128), (130, 257), (144, 264),
@@ -40,7 +40,8 @@ def _cases() -> Iterator[Case]:
     yield case(bfloat16, (133, 259), "normal", **swizzled, **MX_DIRECTIONS[4])
     yield case(bfloat16, (133, 259), "normal", "strided", **_SQUARE, **MX_DIRECTIONS[4])
     for directions in MX_DIRECTIONS:
-        # Fast paths (rows of whole blocks, whole panels), in both memory orders, and the path for any shape.
+        # Fast paths (rows of whole blocks, whole warp tiles), in both memory orders, and the path for any
+        # shape.
         for dtype in INPUT_DTYPES:
             for to in FP8_DTYPES:
                 for layout in ("contiguous", "strided"):

@@ -14,7 +14,7 @@ from ...arrays import Array
 from ...calls.call import Call
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, float16, float32, lookup
 from ...kernels import Kernel, Launch, Variant, elementwise
-from ...kernels.warp_tiles import LANE_COLUMNS, Panels
+from ...kernels.warp_tiles import LANE_COLUMNS, WarpTiles
 from ...layouts import SWIZZLE_COLUMNS, cdiv, scale_grid
 from ...recipes import Form, check_mx_options, mx_forms
 from ...results import Quantized
@@ -30,9 +30,9 @@ _NO_SCALES = (0, 1, 1)                          # a ScaleTarget, but for the add
 _STORED = ((AS_IS, ABSENT), (TRANSPOSED, ABSENT), (ABSENT, AS_IS), (ABSENT, TRANSPOSED), (AS_IS, AS_IS),
            (AS_IS, TRANSPOSED))
 # 128 lines: the swizzled scales of a tile of 128 x 128 elements are adjacent
-_SWIZZLED = Panels(4, 1, down_first=False)
-_COMPACT = Panels(1, 8, down_first=False)       # 32 bytes of a row's compact scales (and of a transposed row)
-_GATHERED = Panels(8, 1, down_first=False)      # 256 bytes of a transposed row
+_SWIZZLED = WarpTiles(4, 1, down_first=False)
+_COMPACT = WarpTiles(1, 8, down_first=False)  # 32 bytes of a row's compact scales (and of a transposed row)
+_GATHERED = WarpTiles(8, 1, down_first=False)      # 256 bytes of a transposed row
 ANY_SHAPE = _GATHERED
 
 
@@ -175,7 +175,7 @@ def _rows_launch(call: Call, inputs: Inputs, written: tuple[int, ...]) -> Launch
     """quantize_mx_rows: compact scales along rows of memory, data as they are."""
     plan, x = inputs.quantization, inputs.x
     members = block_results.destinations(plan.axes, plan.result.places(written))
-    grid, vector = elementwise.grid(plan.size, plan.shape, x.dtype.itemsize, 1, x.at, members["fast_data"])
+    grid, vector = elementwise.grid(plan.size, plan.shape, x.dtype.itemsize, 1, x.at, members["rows_data"])
     return _rows_variant(plan.source, plan.to).bind(x.array, grid, x=x.at, noop=call.noop_at, **members,
                                                     **plan.members, vector=vector)
 
@@ -197,24 +197,24 @@ _QUANTIZE = _QuantizeMx()
 
 
 # ---- programs ----
-def panels_of(source: np.dtype[Any], fast: int, slow: int, tall: bool) -> Panels:
+def warp_tiles_of(source: np.dtype[Any], rows: int, columns: int, tall: bool) -> WarpTiles:
     """The fastest on an H200 of those tried (docs/performance.md). tall: a scale's neighbours along a column
     of memory are its neighbours in the result, so that a tile has to have four of them."""
-    if TRANSPOSED not in (fast, slow):
-        return _SWIZZLED if tall or not fast else _COMPACT
-    if AS_IS not in (fast, slow):
+    if TRANSPOSED not in (rows, columns):
+        return _SWIZZLED if tall or not rows else _COMPACT
+    if AS_IS not in (rows, columns):
         return _GATHERED._replace(down_first=True)
     return _SWIZZLED if source == float32 else _GATHERED if tall else _COMPACT
 
 
-def _wide_tile(source: np.dtype[Any], fast: int, slow: int, tall: bool) -> Panels | None:
+def _wide_tile(source: np.dtype[Any], rows: int, columns: int, tall: bool) -> WarpTiles | None:
     """Of the program of an array that allows wide accesses; None where there is none, for what is rare: both
     directions stored transposed, and both of float16 with tall tiles."""
-    if (fast, slow) == (TRANSPOSED, TRANSPOSED) or (source == float16 and tall and fast and slow):
+    if (rows, columns) == (TRANSPOSED, TRANSPOSED) or (source == float16 and tall and rows and columns):
         return None
     # Data of rows alone are here for swizzled scales, or for ragged blocks, which are rare: the others go by
     # rows.
-    return panels_of(source, fast, slow, tall or slow == ABSENT)
+    return warp_tiles_of(source, rows, columns, tall or columns == ABSENT)
 
 
 @functools.cache
@@ -223,14 +223,14 @@ def _rows_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
 
 
 @functools.cache
-def tile_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int, panels: Panels,
+def tile_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: int, warp_tiles: WarpTiles,
                  aligned: bool = True, kernel: Kernel = _TILE) -> Variant:
     """Of the kernel of tiles, for arrays or (ops/quantize/grouped_blocks.py) for groups."""
     # and the scales of both directions
-    shared = (fast, slow).count(TRANSPOSED) * panels.tile + 2 * panels.tile // _BLOCK
-    return kernel.variant(block=panels.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag,
-                          FAST=fast, SLOW=slow,
-                         ALIGNED=int(aligned), **panels.defines)
+    shared = (rows, columns).count(TRANSPOSED) * warp_tiles.tile + 2 * warp_tiles.tile // _BLOCK
+    return kernel.variant(block=warp_tiles.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag,
+                          ALONG_ROWS=rows, ALONG_COLUMNS=columns,
+                         ALIGNED=int(aligned), **warp_tiles.defines)
 
 
 def any_shape_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
@@ -243,6 +243,6 @@ def variants() -> Iterator[Variant]:
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
         yield _rows_variant(source, to)
         yield any_shape_variant(source, to)
-        for (fast, slow), tall in product(_STORED, (False, True)):
-            if tile := _wide_tile(source, fast, slow, tall):
-                yield tile_variant(source, to, fast, slow, tile)
+        for (rows, columns), tall in product(_STORED, (False, True)):
+            if tile := _wide_tile(source, rows, columns, tall):
+                yield tile_variant(source, to, rows, columns, tile)

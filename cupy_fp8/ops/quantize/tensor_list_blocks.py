@@ -118,8 +118,8 @@ def _launch(call: Call, arrays: list[_Listed]) -> Launch:
     for any memory."""
     plan, wide = arrays[0].plan, all(each.allows_wide for each in arrays)
     (along_rows, along_columns), _ = grouped_blocks.axes_of(plan)
-    variant, panels = grouped_blocks.variant(plan, (along_rows.stored, along_columns.stored), wide)
-    tiles = [each.tiles(panels.rows, panels.columns) for each in arrays]
+    variant, warp_tiles = grouped_blocks.variant(plan, (along_rows.stored, along_columns.stored), wide)
+    tiles = [each.tiles(warp_tiles.rows, warp_tiles.columns) for each in arrays]
     params = "BlockParams" if isinstance(plan, blocks.BlockQuantization) else "MxParams"
     table = TableLayout(variant.kernel.record(f"ListedArray<{params}>"), [count for count, _, _ in tiles])
     packed, first = [], 0

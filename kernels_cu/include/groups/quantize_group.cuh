@@ -36,10 +36,10 @@ struct ArrayList {
         if (index == 0) return;
         const i64 before = index * matrix.rows * matrix.columns;
         matrix.x += before;
-        if (matrix.fast_data) matrix.fast_data += before;
-        if (matrix.slow_data) matrix.slow_data += before;
-        if (matrix.fast.to) matrix.fast.to += index * matrix.fast.matrix;
-        if (matrix.slow.to) matrix.slow.to += index * matrix.slow.matrix;
+        if (matrix.rows_data) matrix.rows_data += before;
+        if (matrix.columns_data) matrix.columns_data += before;
+        if (matrix.along_rows.to) matrix.along_rows.to += index * matrix.along_rows.matrix;
+        if (matrix.along_columns.to) matrix.along_columns.to += index * matrix.along_columns.matrix;
     }
 };
 
@@ -59,22 +59,22 @@ __device__ __forceinline__ bool find_group_tile(const Params& p, Matrix& group, 
         static_assert(sizeof(Matrix) % sizeof(u32) == 0, "copied by words");
         for (u32 i = threadIdx.x; i < sizeof(Matrix) / sizeof(u32); i += 32)
             reinterpret_cast<u32*>(&group)[i] = reinterpret_cast<const u32*>(&p.all)[i];
-        const u32 first_shift = p.fast.unit_shift, second_shift = p.slow.unit_shift;
+        const u32 first_shift = p.along_rows.unit_shift, second_shift = p.along_columns.unit_shift;
         if (p.groups.segments) load_segment(p.groups, segment, found);
         else find_segment<true, true>(p.groups, segment, kSegmentRowsLog2, first_shift, second_shift, found);
         if (threadIdx.x == 0) {
             at = {0, found.index * kSegmentRows, column};
             group.rows = found.rows;
             group.x += found.start;
-            if (group.fast_data) group.fast_data += found.to;
-            if (group.slow_data) group.slow_data += found.to;
+            if (group.rows_data) group.rows_data += found.to;
+            if (group.columns_data) group.columns_data += found.to;
             move_scales(found);
             // Transposed data has rows of found.rows bytes.
             const auto allows_wide = [&](const u8* data) {
                 return found.rows % 16 == 0 && reinterpret_cast<u64>(data) % 16 == 0;
             };
-            if ((group.stored & 3) == 2 && !allows_wide(group.fast_data)) group.vector &= ~2u;
-            if (group.stored >> 2 == 2 && !allows_wide(group.slow_data)) group.vector &= ~4u;
+            if ((group.stored & 3) == 2 && !allows_wide(group.rows_data)) group.vector &= ~2u;
+            if (group.stored >> 2 == 2 && !allows_wide(group.columns_data)) group.vector &= ~4u;
         }
         if (blockIdx.x == 0) write_offsets(p.groups);
     }
@@ -87,11 +87,11 @@ __device__ __forceinline__ bool find_group_tile(const Params& p, Matrix& group, 
     const auto clear = [&](u8* data) {
         if (data) clear_rows<kThreads>(as_global(data) + column, found.rows, width, p.all.columns);
     };
-    clear(group.fast_data);
-    clear(group.slow_data);
+    clear(group.rows_data);
+    clear(group.columns_data);
     const i64 part = found.index * p.groups.across + across, parts = gridDim.x - (blockIdx.x - part);
-    p.fast.template clear_rest<kThreads>(p.all.fast.to, found.before[0], part, parts);
-    p.slow.template clear_rest<kThreads>(p.all.slow.to, found.before[1], part, parts);
+    p.along_rows.template clear_rest<kThreads>(p.all.along_rows.to, found.before[0], part, parts);
+    p.along_columns.template clear_rest<kThreads>(p.all.along_columns.to, found.before[1], part, parts);
     return false;
 }
 
