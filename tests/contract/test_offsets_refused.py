@@ -17,8 +17,6 @@ MOST = 2**63 - 1
 TWO: dict[str, Any] = {"strides": (1, 2)}
 AGAIN = "in memory; results need memory of their own$"
 MEMORY = np.full(20, 3, np.int64)
-READ_ONLY = np.zeros(4, np.int64)
-READ_ONLY.flags.writeable = False
 
 
 def full(*dtypes: Any) -> list[np.ndarray]:

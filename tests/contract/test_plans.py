@@ -1,5 +1,4 @@
-"""What quantize_block and quantize_mx keep from call to call: plans that depend on nothing but shape, dtype
-and options."""
+"""What equal options of quantisers in blocks mean, and that the reference makes no kernels."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from cupy_fp8 import Scaled
 from cupy_fp8.formats import float8_e4m3fn, float8_e8m0fnu
 
 PAD, UNPAD, SORT = fp8.pad_groups, fp8.unpad_groups, fp8.sort_chunks
-X, OUT, MEMORY = (array((rows, 16), float8_e4m3fn) for rows in (9, 15, 40))
+X, OUT = (array((rows, 16), float8_e4m3fn) for rows in (9, 15))
 
 
 def all_three(error: type[Exception], message: str, x: Any, splits: Any) -> list[Any]:
@@ -37,7 +37,6 @@ Q = Scaled(array((9, 64), float8_e4m3fn), array((9, 2), float8_e8m0fnu, 1), (9, 
            "compact")
 ONE_SCALE = Scaled(Q.data, np.array([0.37], np.float32), (9, 64))
 PADDED = PAD(Q, [4, 5], 8)
-SHARED = np.zeros(23 * 66, np.uint8)
 
 
 def result(data: Any = PADDED.data, scale_inv: Any = PADDED.scale_inv, transposed: bool = False) -> Scaled:
