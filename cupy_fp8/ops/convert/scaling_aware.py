@@ -142,6 +142,8 @@ class _Result(Description):
         row, column = out.rowwise, out.columnwise
         if row is None or column is None:
             raise ValueError("out: expected a row-wise and a column-wise part, as an earlier result has them")
+        if out.dbias is not None:
+            raise ValueError("out: has a dbias, which a scaling-aware transpose does not write")
         if _facts(row) != self._row or self._memory_of(row) != self._own:
             what = "q's own data with gemm_ready scales" if self._writes_row_scales else "q itself"
             raise ValueError(f"out.rowwise: expected {what}, got {row!r}; "
