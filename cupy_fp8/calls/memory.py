@@ -7,7 +7,7 @@ import math
 import weakref
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,8 +48,8 @@ def check_separate(ranges: Iterable[Range]) -> None:
 
 
 # ---- what a call depends on ----
-#: Appends the facts of an object that has memory (shapes, dtypes, metadata) and its addresses; False where
-#: such a call is never remembered.
+#: Appends the facts of an argument that is no plain option (shapes, dtypes, metadata) and its addresses;
+#: False where such a call is never remembered.
 _Describe = Callable[[Any, list[Any], list[Any]], bool]
 
 
@@ -57,26 +57,56 @@ def describe(op: Hashable, given: tuple[Any, ...], out: Any) -> tuple[tuple[Any,
     """Everything a call depends on but for the contents of arrays: the op, its options and the facts of its
     arrays, which can be hashed if the options can; and the addresses of the arrays, those of a list as
     `Places`. None for calls of the reference. TypeError if a list has a member that cannot be hashed."""
-    facts: list[Any] = [op]
+    given = out, *given
+    kinds = tuple(map(type, given))
+    signature = _signatures.get(kinds) or _signature_of(kinds)
+    facts: list[Any] = [op, signature, signature.options(given)]
     addresses: list[Any] = []
-    for a in (out, *given):
-        if not _describe(a, facts, addresses):
+    for position, describe in signature.described:
+        if not describe(given[position], facts, addresses):
             return None
     return tuple(facts), addresses
 
 
-def _describe(a: Any, facts: list[Any], addresses: list[Any]) -> bool:
-    kind = type(a)
-    facts.append(kind)
-    found = _KINDS.get(kind)
-    if found is None and kind.__name__ == "ndarray":
-        found = _of_arrays(kind)
-    if found is not None:
-        return found(a, facts, addresses)
-    facts.append(a)
-    if kind is float and a == 0:                    # -0.0 equals 0.0, and is another scale
-        facts.append(math.copysign(1, a))
-    return not isinstance(a, np.generic)            # equal numbers of other types can mean something else
+class _Signature:
+    """The types of a call's arguments: each sequence of types has one such object, which stands for it among
+    the facts. Since types count, 1, 1.0 and True are three options.
+
+    options: gives the arguments that are compared as they are, from all of them
+    described: the positions of the others, and how to describe them
+    """
+
+    def __init__(self, kinds: tuple[type, ...]) -> None:
+        how = [_how_to_describe(kind) for kind in kinds]
+        plain = [position for position, describe in enumerate(how) if describe is None]
+        self.options = itemgetter(*plain) if plain else lambda _: None
+        self.described = [(position, describe) for position, describe in enumerate(how) if describe]
+
+
+_signatures: dict[tuple[type, ...], _Signature] = {}
+_MOST_SIGNATURES = 4096
+
+
+def _signature_of(kinds: tuple[type, ...]) -> _Signature:
+    if len(_signatures) >= _MOST_SIGNATURES:
+        _signatures.clear()
+    return _signatures.setdefault(kinds, _Signature(kinds))
+
+
+def _how_to_describe(kind: type) -> _Describe | None:
+    """None for options: equal ones of one type mean the same."""
+    if issubclass(kind, np.generic):                # equal numbers of other types can mean something else
+        return _never
+    return _of_arrays(kind) if kind.__name__ == "ndarray" else _KINDS.get(kind)
+
+
+def _never(a: Any, facts: list[Any], addresses: list[Any]) -> bool:
+    return False
+
+
+def _of_float(a: float, facts: list[Any], addresses: list[Any]) -> bool:
+    facts += (a, math.copysign(1, a))               # -0.0 equals 0.0, and is another scale
+    return True
 
 
 def _of_arrays(kind: type) -> _Describe | None:
@@ -112,8 +142,10 @@ def _of_tuple(given: tuple[Any, ...], facts: list[Any], addresses: list[Any]) ->
 
 def _of_parts(parts: Sequence[Any], facts: list[Any], addresses: list[Any]) -> bool:
     """Arrays, numbers and whatever else, each by itself."""
-    facts.append(len(parts))
-    return all(_describe(a, facts, addresses) for a in parts)
+    kinds = tuple(map(type, parts))
+    signature = _signatures.get(kinds) or _signature_of(kinds)
+    facts += (signature, signature.options(parts))
+    return all(describe(parts[i], facts, addresses) for i, describe in signature.described)
 
 
 # ---- lists ----
@@ -202,30 +234,44 @@ def _forget_list(key: bytes, _: Any) -> None:
 
 
 # ---- results ----
+#: Equal facts of results have one such object, which is compared and hashed at once.
+_tokens: dict[tuple[Any, ...], object] = {}
+_MOST_TOKENS = 4096
+
+
 def _of_result(fields: Callable[[Any], tuple[Any, ...]]) -> _Describe:
     """For results with these fields. On a GPU a result's description is kept with it, so its fields are read
     once: results are frozen, and CuPy's memory stays where it is."""
 
     def describe(result: Any, facts: list[Any], addresses: list[Any]) -> bool:
-        kept = result.__dict__.get("_described")
-        if kept is None:
+        known = result.__dict__.get("_described")
+        if known is None:
+            parts = fields(result)
             own_facts: list[Any] = []
             own_addresses: list[Any] = []
-            if not _of_parts(fields(result), own_facts, own_addresses):
+            if not _of_parts(parts, own_facts, own_addresses):
                 return False
-            kept = tuple(own_facts), own_addresses
-            nested = (part for part in own_facts if isinstance(part, tuple))
-            if np.ndarray not in own_facts and not any(np.ndarray in part for part in nested):
-                result.__dict__["_described"] = kept
-        facts.append(kept[0])
-        addresses += kept[1]
+            known = tuple(own_facts), own_addresses
+            if all(map(_stays, parts)):
+                if len(_tokens) >= _MOST_TOKENS:
+                    _tokens.clear()
+                known = _tokens.setdefault(known[0], object()), own_addresses
+                result.__dict__["_described"] = known
+        facts.append(known[0])
+        addresses += known[1]
         return True
 
     return describe
 
 
-#: How to describe each kind of object that has memory; anything else is an option.
+def _stays(part: Any) -> bool:
+    """Whether what is described of a result's part cannot change. A NumPy array can become read-only."""
+    return "_described" in part.__dict__ if isinstance(part, Scaled) else type(part) is not np.ndarray
+
+
+#: How to describe each kind of object that has memory; anything else is a plain option.
 _KINDS: dict[type, _Describe] = {
+    float: _of_float,
     np.ndarray: _of_numpy,
     tuple: _of_tuple,
     list: _of_list,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from declared import Example
+from declared import Example, leaves
 from perturbed import (
     anew,
     change_contents,
@@ -19,10 +19,10 @@ from perturbed import (
     named,
     on_host,
     outcome,
-    poison,
+    parameters,
     with_array,
 )
-from places import Place, every_example, every_noop, every_result
+from places import Place, every_example, every_example_that, every_noop, every_result
 
 import cupy_fp8 as fp8
 from cupy_fp8.kernels import errors
@@ -57,7 +57,7 @@ def test_replay(example, device, stream):
         change_contents(example, device)
         for _ in range(2):
             args, kwargs = on_host(example)
-            poison(example)
+            example.poison()
             graph.launch(stream)
             stream.synchronize()
             compare(example, args, kwargs)
@@ -70,7 +70,7 @@ def test_replay_looks_at_noop(example, device, stream):
     graph, _ = captured(device, example.call)
     for value in (1.0, 0.0, 1.0):
         example.kwargs["noop"].fill(value)
-        poison(example)
+        example.poison()
         before, (args, kwargs) = [a.get().tobytes() for a in written(example)], on_host(example)
         graph.launch(stream)
         stream.synchronize()
@@ -105,7 +105,7 @@ def test_the_first_call(example, device, stream, monkeypatch):
     graph, message = captured(device, lambda: outcome(example))
     if message is None:
         args, kwargs = on_host(example)
-        poison(example)
+        example.poison()
         graph.launch(stream)
         stream.synchronize()
         compare(example, args, kwargs)
@@ -114,6 +114,41 @@ def test_the_first_call(example, device, stream, monkeypatch):
         assert message.endswith("call once before the capture"), message
     args, kwargs = on_host(example)
     example.call()
+    compare(example, args, kwargs)
+
+
+@every_example_that(lambda example: "check" in parameters(example))
+def test_check_waits_for_the_device(example, device, stream):
+    """Which cannot be done in a capture; before and afterwards the call is right. Options without anything to
+    examine wait for nothing."""
+    example = example.on(device.run)
+    example = example.with_tree((example.args, {**example.kwargs, "check": True}, example.out))
+    for _ in range(2):
+        args, kwargs = on_host(example)
+        example.call()
+        compare(example, args, {name: value for name, value in kwargs.items() if name != "check"})
+        _, message = captured(device, lambda: outcome(example))
+        assert message is None or message.startswith("ValueError: check: waits for the device"), message
+        assert message is not None or "splits" not in example.named()
+
+
+@every_example_that(lambda example: "splits" in given(example))
+def test_sizes_in_a_list(example, device, stream):
+    """They are copied to the device, which cannot be done in a capture. A result that holds the sizes belongs
+    to an array."""
+    example = example.on(device.run)
+    example.call()
+    sizes = example.named()["splits"]
+    listed = with_array(example, sizes, sizes.get().tolist())
+    args, kwargs = on_host(example)
+    _, message = captured(device, lambda: outcome(listed))
+    assert message is not None
+    if any(a is sizes for a in leaves(example.out)):
+        assert re.search(named("splits", "out"), message), message
+        return
+    assert message.startswith("ValueError: splits: a list would have to be copied"), message
+    example.poison()
+    listed.call()
     compare(example, args, kwargs)
 
 

@@ -22,9 +22,9 @@ from group_arrays import (
 )
 
 import cupy_fp8 as fp8
-from cupy_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, reference, testing
+from cupy_fp8 import BlockScaling, MXScaling, reference, testing
 from cupy_fp8.calls import splits as sizes_of_groups
-from cupy_fp8.formats import bfloat16, float8_e5m2
+from cupy_fp8.formats import bfloat16
 from cupy_fp8.grouped import Grouped
 from cupy_fp8.kernels import errors, tiles
 
@@ -90,7 +90,7 @@ def test_wrong_offsets_stay_within_the_arrays(recipe, offsets, columns, large, u
 
 # ---- what is refused ----
 X, SPLITS, SCALES = matrix(9, 16), np.array([4, 5], np.int32), scales_of(2)
-MISALIGNED, NOOP = np.zeros(28, np.uint8)[4:].view(np.int64), np.zeros(1, np.float32)
+NOOP = np.zeros(1, np.float32)
 #: The error, and how a call differs from one that is right.
 REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, "recipe: expected a DelayedScaling, .* or MXScaling, got str", {"recipe": "mx"}),
@@ -117,7 +117,6 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ValueError, r"amaxes: expected shape \(2,\)",
      {"recipe": CURRENT, "scales": None, "amaxes": scales_of(3)}),
     (ValueError, "amaxes: expected a C-contiguous array", {"amaxes": scales_of(4)[::2]}),
-    (ValueError, "amaxes: overlaps scales in memory", {"amaxes": SCALES}),
     (ValueError, "noop: needs out=", {"noop": NOOP, "out": None}),
     (ValueError, "noop: needs out=", {"recipe": CURRENT, "scales": None, "noop": NOOP, "out": None}),
     (ValueError, "noop: needs out=", {"noop": NOOP, "align": 8, "out": None}),
@@ -127,19 +126,13 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, "align: expected an integer, got 8.0", {"align": 8.0}),
     (ValueError, r"offsets: expected none with align=8, got ndarray",
      {"align": 8, "offsets": np.array([0, 128, 256])}),
-    (TypeError, "offsets: expected dtype int64", {"offsets": np.zeros(3, np.int32)}),
     (ValueError, "offsets: expected 64 at 1 ", {"offsets": np.array([0, 65, 144])}),
-    (ValueError, r"offsets: address 0x[0-9a-f]+ is not a multiple of the element size 8",
-     {"offsets": MISALIGNED}),
     (ValueError, "out: expected offsets to be out.offsets", {"offsets": np.array([0, 64, 144])}),
     (ValueError, "out: expected splits to be out.splits", {"splits": [4, 5]}),
     (ValueError, "out: expected splits to be out.splits", {"splits": SPLITS.copy()}),
     (TypeError, r"out: expected a Grouped \(an earlier result\), got ndarray", {"out": X}),
     (ValueError, r"out: expected shape \(10, 16\), got", {"x": matrix(10, 16)}),
     (ValueError, "out.columnwise: expected none for these options, got one", {"columnwise": False}),
-    (TypeError, "out.rowwise: expected dtype float8_e5m2", {"recipe": DelayedScaling(float8_e5m2)}),
-    (TypeError, "out.rowwise: expected dtype float8_e5m2",
-     {"recipe": CurrentScaling(float8_e5m2), "scales": None}),
 ]  # fmt: skip
 
 
@@ -162,22 +155,12 @@ def test_refused(error, message, options):
 RESULTS: list[tuple[Any, dict[str, Any], type[Exception], str, Any, Any]] = [
     (RECIPE, {"columnwise": False}, ValueError, "out.columnwise: expected one for these options, got none",
      None, lambda _: {"columnwise": True}),
-    (RECIPE, {}, ValueError, "out.rowwise: overlaps scales in memory", None,
-     lambda g: {"scales": g.data[16:24].view(np.float32)}),
-    (CURRENT, {}, ValueError, "out.rowwise: overlaps amaxes in memory", None,
-     lambda g: {"amaxes": g.data[16:24].view(np.float32)}),
     (RECIPE, {}, ValueError, r"out: expected shape \(23, 16\), got \(9, 16\)", None, lambda _: {"align": 8}),
     (RECIPE, {"align": 8}, ValueError, r"out: expected shape \(39, 16\), got \(23, 16\)", None,
      lambda _: {"align": 16}),
     (RECIPE, {"align": 8}, ValueError, "out: expected splits to be out.splits", None, lambda _: {"align": 1}),
-    (RECIPE, {"align": 8}, TypeError, "out.splits: expected dtype int64, got int32", None,
-     lambda _: {"splits": [4, 5]}),
     (RECIPE, {"align": 8}, ValueError, r"out.splits: expected shape \(2,\), got \(3,\)",
      lambda _: {"splits": np.zeros(3, np.int32)}, None),
-    (RECIPE, {"align": 8}, ValueError, "out.splits: overlaps splits in memory",
-     lambda _: {"splits": SPLITS}, None),
-    (RECIPE, {"align": 8}, ValueError, "out.splits: overlaps out.rowwise in memory",
-     lambda g: {"splits": g.data[16:24].view(np.int32)}, None),
     (BlockScaling(), {}, ValueError, r"out: expected block \(1, None\), got \(1, 128\)", None,
      lambda _: {"recipe": BlockScaling(ROWS)}),
     (BlockScaling(), {}, ValueError, r"out: expected block \(1, 32\), got \(1, 128\)", None,
@@ -191,8 +174,6 @@ RESULTS: list[tuple[Any, dict[str, Any], type[Exception], str, Any, Any]] = [
        lambda _: {"columnwise": False}) for block in ((1, 128), ROWS)),
     (BlockScaling(), {}, ValueError, r"out\.scale_inv: expected",
      lambda g: {"scale_inv": g.scale_inv[:-1]}, None),
-    (BlockScaling(), {}, ValueError, r"out\.columnwise: overlaps out\.rowwise",
-     lambda g: {"columnwise": g.rowwise}, None),
     (BlockScaling(ROWS), {}, ValueError,
      r"out\.columnwise_scale_inv: expected shape \(2, 16\), got \(1, 16\)",
      lambda g: {"columnwise_scale_inv": g.columnwise_scale_inv[:1]}, None),

@@ -20,6 +20,19 @@ every_call = pytest.mark.parametrize("far", [pytest.param(far, id=name) for name
 _MOST_BYTES = 20 << 30              # of x on a GPU: results and scales need as much again
 
 
+#: Ops without a far call, and why.
+_OTHERS = {
+    "cast_transpose": "is quantize_tensor", "multi_cast_transpose": "has the kernels of multi_quantize",
+    "compute_amax": "has one element as its result: test_amax_wherever_the_largest_is",
+    "route": "has int32 rows", "splits_to_offsets": "has a group for each element",
+    "update_delayed_scaling": "has a tensor for each column",
+}
+
+
+def test_every_op_has_a_far_call():
+    assert {name.partition("-")[0] for name in CALLS} - {"scales"} == cases.OPS.keys() - _OTHERS.keys()
+
+
 @pytest.fixture(autouse=True)
 def no_advice(monkeypatch):
     """Large NumPy arrays are meant here, where a GPU would do too."""

@@ -135,6 +135,7 @@ _DIRECTIONS = (("rowwise", {"rowwise": True, "columnwise": False}),
 def _elementwise() -> Iterator[tuple[str, Far]]:
     for name, *place in _SHAPES[:2]:
         yield f"astype-{name}", Far(lambda m, x: m.astype(x, float8_e4m3fn), np.dtype(bfloat16), *place)
+    yield "compute_scale", Far(lambda m, x: m.compute_scale(x), np.dtype(np.float32), *_SHAPES[0][1:])
     for name, *place in _SHAPES:
         yield f"transpose-{name}", Far(lambda m, x: m.transpose(x), np.dtype(float8_e4m3fn), *place)
 
@@ -203,6 +204,20 @@ def _swiglu() -> Iterator[tuple[str, Far]]:
             given = {"recipe": recipe, **scale, **options, **more}
             call = partial(_with, lambda m, x, recipe, **o: m.swiglu_quantize(x, recipe, **o), given)
             yield f"swiglu_quantize-{how}-{direction}-{name}", Far(call, np.dtype(bfloat16), shape, axis, END)
+
+
+    for how, recipe in recipes.items():
+        call = partial(_backward, recipe, {"scale": 0.5} if how == "tensor" else {})
+        yield f"swiglu_backward_quantize-{how}", Far(call, np.dtype(bfloat16), *_SHAPES[0][1:])
+
+
+def _backward(recipe: Any, scale: dict[str, float], m: Any, x: Any) -> Any:
+    """x is the gradient, and beside itself the input, of which the ends alone are filled."""
+    columns = x.shape[1]
+    both = fp8.empty((len(x), 2 * columns), x.dtype, like=x)
+    for at in (slice(None, END), slice(-END, None)):
+        bits(both)[at, :columns] = bits(both)[at, columns:] = bits(x)[at]
+    return m.swiglu_backward_quantize(x, both, recipe, rowwise=True, columnwise=True, **scale)[0]
 
 
 def _routed(op: str, m: Any, x: np.ndarray) -> Any:

@@ -41,13 +41,3 @@ def refused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def ones(*shape: int, dtype: Any = np.float32) -> np.ndarray:
     return np.ones(shape, dtype)
-
-
-def read_only(a: np.ndarray) -> np.ndarray:
-    a.flags.writeable = False
-    return a
-
-
-def misaligned(*shape: int) -> np.ndarray:
-    """f32 ones at an odd address."""
-    return np.ones(int(np.prod(shape)) * 4 + 1, np.uint8)[1:].view(np.float32).reshape(shape)

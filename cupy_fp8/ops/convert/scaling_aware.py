@@ -129,8 +129,8 @@ class _Result(Description):
 
     def _memory_of(self, row: Scaled) -> list[Any]:
         """The memory that has to be q's own."""
-        return [(type(a), a.dtype, a.shape, is_contiguous(a) or a.strides, address(a) if a.size else 0)
-                for a in ([row.data] if self._writes_row_scales else row)]
+        return [(backend.module_of(a, "out.rowwise"), a.dtype, a.shape, is_contiguous(a) or a.strides,
+                 address(a) if a.size else 0) for a in ([row.data] if self._writes_row_scales else row)]
 
     def build(self, arrays: Sequence[Array]) -> tuple[Any, ...]:
         data, scale_inv, *row_scales = arrays
@@ -142,6 +142,8 @@ class _Result(Description):
         row, column = out.rowwise, out.columnwise
         if row is None or column is None:
             raise ValueError("out: expected a row-wise and a column-wise part, as an earlier result has them")
+        if out.dbias is not None:
+            raise ValueError("out: has a dbias, which a scaling-aware transpose does not write")
         if _facts(row) != self._row or self._memory_of(row) != self._own:
             what = "q's own data with gemm_ready scales" if self._writes_row_scales else "q itself"
             raise ValueError(f"out.rowwise: expected {what}, got {row!r}; "

@@ -87,6 +87,8 @@ def check_forms(out: Any, forms: Mapping[str, Form], kind: str) -> None:
     if not isinstance(out, Quantized):
         raise TypeError("out: expected a Quantized (an earlier result, or recipe.empty(…)), got "
                         f"{type(out).__name__}")
+    if out.dbias is not None:
+        raise ValueError("out: has a dbias, which no quantisation in blocks writes")
     for name, part in (("rowwise", out.rowwise), ("columnwise", out.columnwise)):
         form = forms.get(name)
         if (part is None) != (form is None):

@@ -3,7 +3,6 @@ refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -242,38 +241,6 @@ def test_a_result_in_the_given_scales_is_refused(run):
 
 
 # ---- what is refused ----
-Change = Callable[[Scaled, Scaled, Scaled], Any]
-
-OUT: list[tuple[type[Exception], str, Change]] = [
-    (TypeError, r"out: expected a Quantized \(an earlier result\), got Scaled", lambda row, column, q: q),
-    (ValueError, "out: expected a row-wise and a column-wise part", lambda row, column, q: Quantized(row)),
-    (ValueError, "out.rowwise: expected q's own data with gemm_ready "
-     "scales", lambda row, column, q: Quantized(
-        part(row, data=row.data.copy()), column)),
-    (ValueError, "out.rowwise: expected q's own data", lambda row, column, q: Quantized(q, column)),
-    (ValueError, "out.columnwise: expected data of "
-     "shape", lambda row, column, q: Quantized(row, part(column, block=(32, 1)))),
-    (ValueError, r"out.columnwise.data: expected shape \(130, 20\), got "
-     r"\(2600,\)", lambda row, column, q: Quantized(
-        row, part(column, data=column.data.reshape(-1)))),
-    (ValueError, r"out.columnwise.scale_inv: expected shape \(1, 132\), got \(1, "
-     r"128\)", lambda row, column, q: Quantized(
-        row, part(column, scale_inv=np.ones((1, 128), np.float32)))),
-    (TypeError, "out.columnwise.scale_inv: expected dtype float32", lambda row, column, q: Quantized(
-        row, part(column, scale_inv=np.ones((1, 132))))),
-    (ValueError, "out.columnwise.data: overlaps q.data in memory", lambda row, column, q: Quantized(
-        row, part(column, data=q.data.reshape(130, 20)))),
-]
-
-
-@pytest.mark.parametrize(("error", "message", "change"), OUT, ids=[m for _, m, _ in OUT])
-def test_refused_out(error, message, change):
-    q = scaled(np.zeros((20, 130), np.uint8), np.zeros((20, 2), np.int64), float8_e4m3fn)
-    out = change(*parts(fp8.scaling_aware_transpose(q)), q)
-    with pytest.raises(error, match="^" + message):
-        fp8.scaling_aware_transpose(q, out=out)
-
-
 CODES, ONES = np.zeros((20, 130), np.uint8).view(float8_e4m3fn), np.ones((20, 2), np.float32)
 RIGHT = Scaled(CODES, ONES, (20, 130), False, (1, 128), "compact")
 REFUSED: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [

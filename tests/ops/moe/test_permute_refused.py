@@ -12,19 +12,17 @@ import pytest
 from moe_arrays import array, normal, on_the_cpu, refused
 
 import cupy_fp8 as fp8
-from cupy_fp8 import Scaled, reference
+from cupy_fp8 import Scaled
 from cupy_fp8.cases.moe.tokens import routing as routed
 from cupy_fp8.formats import bfloat16, float8_e4m3fn, float16, float32
 
 PERMUTE, UNPERMUTE, PERMUTE_BACKWARD, UNPERMUTE_BACKWARD = (
     fp8.permute, fp8.unpermute, fp8.permute_backward, fp8.unpermute_backward)
 R, OF_MASK = routed(9, 2, 3), routed(9, 2, 5, form="mask")
-X, Y, PROBS, MEMORY = normal((9, 16)), normal((18, 16)), normal((9, 2)), normal((40, 16))
+X, Y, PROBS = normal((9, 16)), normal((18, 16)), normal((9, 2))
 DATA = array((9, 256), float8_e4m3fn)
 MX = fp8.quantize_mx(normal((9, 256)), columnwise=True)
 SQUARE = fp8.quantize_block(normal((9, 256)), block=(128, 128), scale_layout="compact")
-READ_ONLY = normal((18, 16))
-READ_ONLY.flags.writeable = False
 BOTH = np.empty(18 * 16, np.float32)
 ROWS_GRAD = normal((18,))
 
@@ -70,8 +68,6 @@ REFUSED: list[tuple[type[Exception], str, Callable[..., Any], tuple[Any, ...], d
     line(TypeError, "x.data: expected one of float8_e4m3fn, float8_e5m2, got float32", PERMUTE,
          mx(normal((9, 256))), R),
     line(TypeError, "out: expected a Scaled", PERMUTE, mx(), R, out=MX.data),
-    line(ValueError, r"out: expected shape \(18, 256\) with compact scales of blocks \(1, 32\)", PERMUTE,
-         mx(), R, out=mx()),
     # probs
     *(line(ValueError, r"probs: expected shape \(9, 2\), one for each slot", function, *args, routing,
            probs=normal(shape))
@@ -90,13 +86,7 @@ REFUSED: list[tuple[type[Exception], str, Callable[..., Any], tuple[Any, ...], d
          probs=PROBS),
     line(ValueError, r"y: expected shape \(18, 16\)", UNPERMUTE_BACKWARD, X, normal((18, 8)), R, probs=PROBS),
     # results
-    line(ValueError, r"out: expected shape \(18, 16\), got \(9, 16\)", PERMUTE, X, R, out=X.copy()),
-    line(TypeError, "out: expected dtype float32, got bfloat16", PERMUTE, X, R,
-         out=normal((18, 16), bfloat16)),
     line(TypeError, "out: expected a tuple of two", PERMUTE, X, R, probs=PROBS, out=Y.copy()),
-    line(ValueError, r"out\[1\]: expected shape \(18,\), got \(17,\)", PERMUTE, X, R, probs=PROBS,
-         out=(Y.copy(), normal((17,)))),
-    line(ValueError, r"out: expected shape \(9, 16\), got \(18, 16\)", UNPERMUTE, Y, R, out=Y.copy()),
     line(TypeError, "out: expected a tuple of two", PERMUTE_BACKWARD, Y, R, probs_grad=ROWS_GRAD,
          out=X.copy()),
     line(TypeError, "out: expected a tuple of two", UNPERMUTE_BACKWARD, X, Y, R, probs=PROBS,
@@ -105,20 +95,6 @@ REFUSED: list[tuple[type[Exception], str, Callable[..., Any], tuple[Any, ...], d
          out=(None, None)),
     line(TypeError, r"out\[1\]: expected None, since no probs were given", UNPERMUTE_BACKWARD, X, None, R,
          out=(Y.copy(), PROBS)),
-    line(ValueError, r"out\[1\]: expected shape \(9, 2\), got \(9, 3\)", UNPERMUTE_BACKWARD, X, Y, R,
-         probs=PROBS, out=(Y.copy(), normal((9, 3)))),
-    line(ValueError, "out: the array is read-only", PERMUTE, X, R, out=READ_ONLY),
-    line(ValueError, "out: overlaps x in memory", PERMUTE, MEMORY[:9], R, out=MEMORY[8:26]),
-    line(ValueError, "out: overlaps y in memory", UNPERMUTE, MEMORY[:18], R, out=MEMORY[17:26]),
-    line(ValueError, "out: overlaps grad in memory", PERMUTE_BACKWARD, MEMORY[:18], R, out=MEMORY[17:26]),
-    line(ValueError, "out: overlaps grad in memory", UNPERMUTE_BACKWARD, MEMORY[:9], None, R,
-         out=(MEMORY[8:26], None)),
-    line(ValueError, r"out\[1\]: overlaps probs in memory", UNPERMUTE_BACKWARD, X, Y, R, probs=PROBS,
-         out=(Y.copy(), PROBS)),
-    line(ValueError, r"out\[1\]: overlaps probs_grad in memory", PERMUTE_BACKWARD, Y, R, probs_grad=ROWS_GRAD,
-         out=(X.copy(), ROWS_GRAD.reshape(9, 2))),
-    line(ValueError, "out: overlaps routing.row_map in memory", UNPERMUTE, normal((18, 1)), R,
-         out=R.row_map.view(np.float32).reshape(-1)[:9].reshape(9, 1)),
     line(ValueError, r"out\[1\]: overlaps out in memory", PERMUTE, X, R, probs=PROBS,
          out=(BOTH.reshape(18, 16), BOTH[:18]))]
 
@@ -144,17 +120,3 @@ def test_scales_that_overlap(layout, run):
     refused(ValueError, "out.scale_inv: overlaps x.scale_inv in memory", fp8.permute, given, R, out=over)
     inside = dataclasses.replace(q, data=out.data[:9])
     refused(ValueError, "out.data: overlaps x.data in memory", fp8.permute, inside, R, out=out)
-
-
-@on_the_cpu
-def test_the_same_memory_as_another_dtype_is_another_call(run):
-    """The bytes of bfloat16 arrays, given again as float16: sums are those of float16, and mixed arrays are
-    refused."""
-    y = normal((18, 24), bfloat16)
-    back = fp8.unpermute(y, R)
-    fp8.unpermute(y, R, out=back)
-    refused(TypeError, "out: expected dtype bfloat16, got float16", fp8.unpermute, y, R,
-            out=back.view(float16))
-    fp8.unpermute(y.view(float16), R, out=back.view(float16))
-    np.testing.assert_array_equal(back.view(np.uint16),
-                                  reference.unpermute(y.view(float16), R).view(np.uint16))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import oracle
 import pytest
-from refusals import misaligned, ones, read_only
+from refusals import ones
 
 import cupy_fp8 as fp8
 from cupy_fp8 import backend, reference
@@ -168,23 +168,9 @@ def test_formats_table_agrees():
     ((ones(3),), {"eps": INF}, ValueError, "^eps: expected a finite float32 of 0 or more, got inf"),
     ((ones(3),), {"eps": 1e39}, ValueError, "^eps: "),
     ((ones(3),), {"eps": 10**400}, ValueError, "^eps: "),
-    ((ones(3),), {"out": [1.0]}, TypeError, "^out: expected a numpy.ndarray"),
-    ((ones(3),), {"out": ones(3, dtype=float16)}, TypeError, "^out: expected dtype float32, got float16"),
-    ((ones(3),), {"out": ones(4)}, ValueError, r"^out: expected shape \(3,\), got \(4,\)"),
-    ((ones(3),), {"out": ones(3, 1)}, ValueError, r"^out: expected shape \(3,\), got \(3, 1\)"),
-    ((ones(3),), {"out": ones(6)[::2]}, ValueError, "^out: expected a C-contiguous array"),
-    ((ones(3),), {"out": read_only(ones(3))}, ValueError, "^out: the array is read-only"),
-    ((ones(3),), {"out": misaligned(3)}, ValueError, "^out: address .* is not a multiple of the element size "
-     "4"),
 ])
 def test_compute_scale_refuses(refused, args, kwargs, error, message):
     refused(error, message, fp8.compute_scale, *args, **kwargs)
-
-
-def test_out_is_not_amax(refused):
-    memory = ones(9)
-    for out in (memory[:5], memory[4:]):
-        refused(ValueError, "^out: overlaps amax in memory", fp8.compute_scale, memory[:5], out=out)
 
 
 # ---- on a GPU ----

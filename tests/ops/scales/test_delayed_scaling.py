@@ -4,13 +4,11 @@ histories."""
 from __future__ import annotations
 
 import dataclasses
-import sys
-import types
 from typing import Any
 
 import numpy as np
 import pytest
-from refusals import misaligned, ones, read_only
+from refusals import ones
 
 import cupy_fp8 as fp8
 from cupy_fp8 import DelayedScaling, DelayedScalingState, backend, reference, testing
@@ -183,69 +181,21 @@ def test_a_broken_update_is_caught(broken, message):
 
 # ---- what is refused ----
 @pytest.mark.parametrize(("history", "scale", "kwargs", "error", "message"), [
-    ([[1.0]], ones(1), {}, TypeError, "^history: expected a numpy.ndarray or cupy.ndarray, got list"),
-    (ones(2, 3, dtype=float16), ones(3), {}, TypeError, "^history: expected dtype float32, got float16"),
     (ones(3), ones(3), {}, ValueError, r"^history: expected shape \[L, n\] with L of 1 or more, got \(3,\)"),
     (ones(2, 3, 1), ones(3), {}, ValueError, r"^history: expected shape \[L, n\].*got \(2, 3, 1\)"),
     (ones(0, 3), ones(3), {}, ValueError, r"^history: expected shape \[L, n\] with L of 1 or more, got \(0, "
      r"3\)"),
-    (ones(3, 2).T, ones(3), {}, ValueError, "^history: expected a C-contiguous array"),
-    (read_only(ones(2, 3)), ones(3), {}, ValueError, "^history: the array is read-only"),
-    (misaligned(2, 3), ones(3), {}, ValueError, "^history: address .* is not a multiple"),
-    (ones(2, 3), [1.0] * 3, {}, TypeError, "^scale: expected a numpy.ndarray"),
-    (ones(2, 3), 1.0, {}, TypeError, "^scale: expected a numpy.ndarray or cupy.ndarray, got float"),
-    (ones(2, 3), ones(3, dtype=np.float64), {}, TypeError, "^scale: expected dtype float32, got float64"),
-    (ones(2, 3), ones(2), {}, ValueError, r"^scale: expected shape \(3,\), got \(2,\)"),
-    (ones(2, 3), ones(1, 3), {}, ValueError, r"^scale: expected shape \(3,\), got \(1, 3\)"),
-    (ones(2, 3), ones(6)[::2], {}, ValueError, "^scale: expected a C-contiguous array"),
-    (ones(2, 3), read_only(ones(3)), {}, ValueError, "^scale: the array is read-only"),
     (ones(2, 3), ones(3), {"dtype": float16}, TypeError, "^dtype: expected one of float8_e4m3fn, "
      "float8_e5m2, got float16"),
     (ones(2, 3), ones(3), {"margin": 1.0}, TypeError, "^margin: expected an integer, got 1.0"),
     (ones(2, 3), ones(3), {"algo": "mean"}, ValueError, r"^algo: expected one of \('max', 'most_recent'\), "
      r"got 'mean'"),
-    (ones(2, 3), ones(3), {"amax": [1.0] * 3}, TypeError, "^amax: expected a numpy.ndarray"),
-    (ones(2, 3), ones(3), {"amax": ones(3, dtype=float16)}, TypeError, "^amax: expected dtype float32, got "
-     "float16"),
     (ones(2, 3), ones(3), {"amax": ones(4)}, ValueError, r"^amax: expected shape \(3,\), one for each column "
      r"of history, got \(4,\)"),
     (ones(2, 3), ones(3), {"amax": ones(1, 3)}, ValueError, r"^amax: expected shape \(3,\).*got \(1, 3\)"),
 ])
 def test_update_refuses(refused, history, scale, kwargs, error, message):
     refused(error, message, fp8.update_delayed_scaling, history, scale, **{"dtype": float8_e4m3fn, **kwargs})
-
-
-def test_update_refuses_overlaps(refused):
-    memory, options = ones(24), {"dtype": float8_e4m3fn}
-    history = memory[4:16].reshape(4, 3)
-    refused(ValueError, "^scale: overlaps "
-            "history", fp8.update_delayed_scaling, history, memory[2:5], **options)
-    refused(ValueError, "^scale: overlaps "
-            "history", fp8.update_delayed_scaling, history, history[0], **options)
-    refused(ValueError, "^history: overlaps "
-            "amax", fp8.update_delayed_scaling, history, memory[:3], amax=history[0], **options)
-    refused(ValueError, "^history: overlaps "
-            "amax", fp8.update_delayed_scaling, history, memory[:3], amax=memory[15:18], **options)
-    refused(ValueError, "^scale: overlaps "
-            "amax", fp8.update_delayed_scaling, history, memory[17:20], amax=memory[19:22], **options)
-
-
-class StandIn:
-    """What the checks see of a CuPy array before they refuse it."""
-
-    dtype, shape, size = float32, (3,), 3
-
-
-def test_mixed_kinds(refused, monkeypatch):
-    backend.gpu_problem()                               # asks the real CuPy, if there is one, and remembers
-    module = types.ModuleType("cupy")
-    module.ndarray = StandIn                            # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "cupy", module)
-    mixed, options = ": a cupy array among numpy arrays; move it with cupy_fp8", {"dtype": float8_e4m3fn}
-    refused(TypeError, f"^out{mixed}", fp8.compute_scale, ones(3), out=StandIn())
-    refused(TypeError, f"^scale{mixed}", fp8.update_delayed_scaling, ones(2, 3), StandIn(), **options)
-    refused(TypeError, f"^amax{mixed}", fp8.update_delayed_scaling, ones(2, 3), ones(3), amax=StandIn(),
-            **options)
 
 
 @pytest.mark.parametrize(("args", "error", "message"), [
