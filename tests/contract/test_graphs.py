@@ -19,7 +19,6 @@ from perturbed import (
     named,
     on_host,
     outcome,
-    poison,
     with_array,
 )
 from places import Place, every_example, every_noop, every_result
@@ -57,7 +56,7 @@ def test_replay(example, device, stream):
         change_contents(example, device)
         for _ in range(2):
             args, kwargs = on_host(example)
-            poison(example)
+            example.poison()
             graph.launch(stream)
             stream.synchronize()
             compare(example, args, kwargs)
@@ -70,7 +69,7 @@ def test_replay_looks_at_noop(example, device, stream):
     graph, _ = captured(device, example.call)
     for value in (1.0, 0.0, 1.0):
         example.kwargs["noop"].fill(value)
-        poison(example)
+        example.poison()
         before, (args, kwargs) = [a.get().tobytes() for a in written(example)], on_host(example)
         graph.launch(stream)
         stream.synchronize()
@@ -105,7 +104,7 @@ def test_the_first_call(example, device, stream, monkeypatch):
     graph, message = captured(device, lambda: outcome(example))
     if message is None:
         args, kwargs = on_host(example)
-        poison(example)
+        example.poison()
         graph.launch(stream)
         stream.synchronize()
         compare(example, args, kwargs)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from declared import Example, leaves, mapped
-from perturbed import compare, on_host, poison, refused
+from perturbed import compare, on_host, refused
 from places import Place, every_example
 
 import cupy_fp8 as fp8
@@ -72,7 +72,7 @@ def test_a_device_that_is_not_current(example, device):
     for current in device.devices[:2]:
         with device.cupy.cuda.Device(current):
             args, kwargs = on_host(example)
-            poison(example)
+            example.poison()
             example.call()
             assert device.cupy.cuda.runtime.getDevice() == current
         device.cupy.cuda.Device(second).synchronize()

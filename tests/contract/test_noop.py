@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 from declared import Example, snapshot
-from perturbed import compare, named, on_host, poison, refused
+from perturbed import compare, named, on_host, refused
 from places import Place, every_noop
 
 _BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
@@ -14,7 +14,7 @@ _BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 def check(example: Example, value: float) -> None:
     """One call with this flag."""
     example.kwargs["noop"].fill(value)
-    poison(example)
+    example.poison()
     before, (args, kwargs) = snapshot(example.tree), on_host(example)
     assert example.call() is example.out
     if value == 1:

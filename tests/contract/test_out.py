@@ -18,7 +18,6 @@ from perturbed import (
     named,
     on_host,
     parameters,
-    poison,
     refused,
     results,
     right_or_refused,
@@ -107,8 +106,7 @@ def _result(like: Result, fields: dict[str, Any]) -> Iterator[Result]:
 def test_other_parts(example, place):
     example = example.on(place.run)
     for how, wrong in other_parts(example.out):
-        print(how)
-        refused(with_out(example, wrong), OUT)
+        refused(with_out(example, wrong), OUT, how)
 
 
 @every_example_that(lambda example: isinstance(example.out, fp8.Quantized))
@@ -168,11 +166,9 @@ def test_other_layouts(example, how, place):
             not changed.flags.c_contiguous or not changed.flags.writeable or changed.ctypes.data % a.itemsize
         )
         if differs and not (how == "read-only" and place.devices):
-            print(name, how)
-            refused(
-                with_array(example, a, place.array(changed)),
-                named(name) + MESSAGES.get(how, MESSAGES["strided"]),
-            )
+            other = with_array(example, a, place.array(changed))
+            taken = right_or_refused(other, named(name) + MESSAGES.get(how, MESSAGES["strided"]))
+            assert not taken or (how == "turned" and example.op.name == "unswizzle_scales"), name
 
 
 @every_result
@@ -183,7 +179,7 @@ def test_a_result_is_written_in_place(example, place):
     before = [(id(a), address(a)) for a in results(example).values()]
     for _ in range(2):
         args, kwargs = on_host(example)
-        poison(example)
+        example.poison()
         result = example.call()
         assert example.op.updates or result is example.out
         compare(example, args, kwargs)

@@ -47,11 +47,12 @@ def error_of(example: Example) -> str | None:
     return None
 
 
-def refused(example: Example, pattern: str) -> None:
-    """AssertionError unless the call raises TypeError or ValueError with this message, and writes nothing."""
+def refused(example: Example, pattern: str, how: str = "") -> None:
+    """AssertionError unless the call raises TypeError or ValueError with this message, and writes nothing.
+    how: what is wrong with the call."""
     message = outcome(example)
-    assert message is not None, f"{example}: was accepted, but expected {pattern}"
-    assert re.search(pattern, message), f"{example}: {message!r}, expected {pattern}"
+    assert message is not None, f"{example} {how}: was accepted, but expected {pattern}"
+    assert re.search(pattern, message), f"{example} {how}: {message!r}, expected {pattern}"
 
 
 def named(*names: str) -> str:
@@ -104,23 +105,18 @@ def bytes_of(a: Any) -> np.ndarray:
     return np.asarray(on_host).reshape(-1).view(np.uint8)
 
 
-def poison(example: Example) -> None:
-    for a in leaves(example.out):
-        cases.poison(a)
-
-
 # ---- the arguments of a call ----
 def given(example: Example) -> dict[str, Any]:
     """The arrays that a call reads or updates, by name. Those of a Routing were validated when it was
     built."""
     built = {id(a) for part in _results(example.tree) if isinstance(part, Routing) for a in leaves(part)}
-    results = {id(a) for a in leaves(example.out)}
+    results = {id(a) for a in example.result}
     return {name: a for name, a in example.named().items() if id(a) not in built | results}
 
 
 def results(example: Example) -> dict[str, Any]:
     """The arrays that a call writes into, by name."""
-    found = {id(a) for a in leaves(example.out)}
+    found = {id(a) for a in example.result}
     return {name: a for name, a in example.named().items() if id(a) in found}
 
 
@@ -213,18 +209,19 @@ def change_contents(example: Example, place: Place) -> None:
     their sum; a Routing stays as it is, since its parts belong together."""
     for name, a in given(example).items():
         if name not in example.written and name != "noop":
-            turn_round(a, place)
+            turn_round(name, a, place)
 
 
-def turn_round(a: Any, place: Place) -> None:
-    """Put the elements of an array into the opposite order, in place; of numbers the largest become 0, so
-    that an amax which is left of the call before shows."""
-    flat = fp8.asnumpy(a).reshape(-1)[::-1].copy()
-    if flat.size > 1 and flat.dtype in INPUT_DTYPES:
-        magnitudes = np.nan_to_num(np.abs(flat.astype(np.float32)), nan=np.inf)
-        flat[magnitudes >= magnitudes.max() / 2] = 0
-    other = flat.reshape(a.shape)
-    bits(a)[...] = bits(place.run.array(other))
+def turn_round(name: str, a: Any, place: Place) -> None:
+    """Put the elements of an array into the opposite order, in place; offsets become those of such sizes. Of
+    numbers the largest become 0, so that an amax which is left of the call before shows."""
+    other = fp8.asnumpy(a).reshape(-1)[::-1].copy()
+    if name == "offsets":
+        other = other[0] - other
+    elif other.size > 1 and other.dtype in INPUT_DTYPES:
+        magnitudes = np.nan_to_num(np.abs(other.astype(np.float32)), nan=np.inf)
+        other[magnitudes >= magnitudes.max() / 2] = 0
+    bits(a)[...] = bits(place.run.array(other.reshape(a.shape)))
 
 
 def anew(example: Example) -> Any:

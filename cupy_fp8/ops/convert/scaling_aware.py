@@ -129,8 +129,8 @@ class _Result(Description):
 
     def _memory_of(self, row: Scaled) -> list[Any]:
         """The memory that has to be q's own."""
-        return [(type(a), a.dtype, a.shape, is_contiguous(a) or a.strides, address(a) if a.size else 0)
-                for a in ([row.data] if self._writes_row_scales else row)]
+        return [(backend.module_of(a, "out.rowwise"), a.dtype, a.shape, is_contiguous(a) or a.strides,
+                 address(a) if a.size else 0) for a in ([row.data] if self._writes_row_scales else row)]
 
     def build(self, arrays: Sequence[Array]) -> tuple[Any, ...]:
         data, scale_inv, *row_scales = arrays

@@ -84,7 +84,7 @@ class GroupedResult(Description):
         if "splits" not in self._names and not _is_same(out.splits, self._splits):
             raise ValueError("out: expected splits to be out.splits, that very memory; a result belongs to "
                              "the sizes that it was made for, which may change in place")
-        if self._offsets is not None and address(out.offsets) != address(self._offsets):
+        if self._offsets is not None and not _is_same(out.offsets, self._offsets):
             raise ValueError("out: expected offsets to be out.offsets, that very memory")
         for name in _FACTS:
             if getattr(out, name) != getattr(self.form, name):
@@ -120,7 +120,7 @@ def _grouped(form: Form, names: Sequence[str], arrays: Sequence[Array], splits: 
 
 
 def _is_same(own: Array, given: Array) -> bool:
-    """Whether two arrays of sizes are the same memory."""
+    """Whether two arrays of sizes or offsets are the same memory."""
     return type(own) is type(given) and own.shape == given.shape and own.dtype == given.dtype \
         and address(own) == address(given)
 
