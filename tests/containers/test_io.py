@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from block_data import COLUMN, ROW, result
+from hypothesis import HealthCheck, given, settings
 
 import cupy_fp8 as fp8
-from cupy_fp8 import io
-from cupy_fp8.formats import FORMATS
-from cupy_fp8.results import Quantized, Scaled
+from cupy_fp8 import io, testing
+from cupy_fp8.formats import FORMATS, float32
+from cupy_fp8.results import Quantized
 
 
 def every_code(dtype):
@@ -49,28 +51,52 @@ def test_results_with_metadata(path):
     x = np.random.default_rng(0).standard_normal((3, 5), np.float32)
     both = fp8.cast_transpose(x, 7.0, dtype=fp8.float8_e5m2)
     q: Any = Quantized(both.rowwise, both.columnwise, np.array([1, 2, 3, 4, 5], np.float32))
-    io.save(path, q=q, column=q.columnwise, turned=q.rowwise.T, x=x)
+    saved = {"q": q, "column": q.columnwise, "turned": q.rowwise.T, "x": x}
+    io.save(path, **saved)
     loaded = io.load(path)
-    assert [type(loaded[name]) for name in ("q", "column", "turned")] == [Quantized, Scaled, Scaled]
-    assert fp8.bytes_equal(loaded["q"].dbias, q.dbias)
-    for got, want in ((loaded["q"].rowwise, q.rowwise), (loaded["q"].columnwise, q.columnwise),
-                      (loaded["column"], q.columnwise), (loaded["turned"], q.rowwise.T)):
-        assert fp8.bytes_equal(got.data, want.data)
-        assert fp8.bytes_equal(got.scale_inv, want.scale_inv)
-        assert (got.shape, got.transposed, got.block,
-                got.scale_layout) == (want.shape, want.transposed, None, None)
+    testing.assert_bytes_equal(list(loaded.values()), list(saved.values()))
     # shared when saved, shared when loaded
     assert loaded["q"].rowwise.scale_inv is loaded["q"].columnwise.scale_inv
-    assert loaded["q"].nbytes == q.nbytes
     np.testing.assert_array_equal(loaded["turned"].dequantize(), q.dequantize().T)
 
 
-def test_block_metadata(path):
-    s = Scaled(every_code(fp8.float8_e4m3fn).reshape(2, 128), np.array([[1], [2]], np.float32), (2, 128),
-               block=(1, None), scale_layout="compact")
+@pytest.mark.parametrize("block", [ROW, COLUMN], ids=str)
+@pytest.mark.parametrize("layout", ["compact", "swizzled"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_scales_of_blocks_in_every_layout(path, block, layout, transposed):
+    saved = {f"d{len(shape)}_{i}": result(shape, block, layout, transposed)
+             for i, shape in enumerate([(64, 96), (33, 70), (2, 40, 96), (0, 64), (3, 0, 40)])}
+    saved |= {f"{name}_t": s.T for name, s in saved.items()}                # scales that are not contiguous
+    io.save(path, **saved)
+    loaded = io.load(path)
+    assert list(loaded) == list(saved)
+    for name, want in saved.items():
+        testing.assert_bytes_equal(loaded[name], want)
+        testing.assert_bytes_equal(loaded[name].dequantize(), want.dequantize())
+
+
+def test_both_directions_and_f32_scales(path):
+    row, column = result((64, 96), ROW), result((64, 96), COLUMN, "swizzled", True)
+    saved = {"q": Quantized(row, column), "one": row, "line": result((9, 50), (1, None), scale=float32),
+             "square": result((140, 270), (128, 128), transposed=True, scale=float32)}
+    io.save(path, **saved)
+    loaded = io.load(path)
+    testing.assert_bytes_equal(list(loaded.values()), list(saved.values()))
+    assert loaded["one"].data is loaded["q"].rowwise.data                   # stored once
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(testing.mx_results(max_side=70))
+def test_any_result(path, s):
+    io.save(path, s=s, t=s.T)
+    testing.assert_bytes_equal(list(io.load(path).values()), [s, s.T])
+
+
+def test_what_an_op_remembers_is_not_saved(path):
+    s = result((64, 96), ROW)
+    s.__dict__["_blocks"] = object()
     io.save(path, s=s)
-    got = io.load(path)["s"]
-    assert (got.block, got.scale_layout, got.shape) == ((1, None), "compact", (2, 128))
+    assert "_blocks" not in io.load(path)["s"].__dict__
 
 
 def test_any_name(path):
@@ -152,6 +178,26 @@ def test_damaged_manifest(path, change, message):
         io.load(path)
 
 
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"scale_layout": "swizzled"}, r"s\.scale_inv: expected shape \(128, 4\) \(swizzled scales"),
+    ({"scale_layout": "other"},
+     r"s\.scale_layout: expected one of \('compact', 'swizzled', .*\), got 'other'"),
+    ({"scale_layout": None}, r"s\.scale_layout: expected one of"),
+    ({"block": {"tuple": [32, 1]}}, r"s\.scale_inv: expected shape \(2, 96\) \(compact scales"),
+    ({"block": {"tuple": [1, 33]}}, r"s\.block: expected \(1, B\)"),
+    ({"block": 32}, r"s\.block: expected \(1, B\)"),
+    ({"scale_inv": {"array": "s.data"}},
+     r"damaged file \(TypeError: s\.scale_inv: expected dtype float8_e8m0fnu, float32"),
+    ({"scale_inv": 1.0}, r"damaged"),
+    ({"block": None}, "expected one f32 scale_inv"),
+])
+def test_damaged_fields_of_blocks(path, fields, message):
+    io.save(path, s=result((64, 96), ROW))
+    rewrite(path, lambda manifest: manifest["values"]["s"]["fields"].update(fields))
+    with pytest.raises(ValueError, match=message):
+        io.load(path)
+
+
 def test_load_refuses_other_files(path):
     np.savez(path, a=np.ones(2))
     with pytest.raises(ValueError, match=r"not written by cupy_fp8\.save"):
@@ -188,21 +234,19 @@ def test_like_without_a_gpu(path):
 @pytest.mark.gpu
 def test_cupy_arrays(path):
     x = np.random.default_rng(0).standard_normal((3, 5), np.float32)
-    host: Any = fp8.cast_transpose(x, 7.0)
-    device = fp8.cast_transpose(fp8.asarray(x, like="cupy"), 7.0)
-    codes = fp8.asarray(every_code(fp8.float8_e8m0fnu).reshape(2, 128), like="cupy")
-    io.save(path, q=device, codes=codes, turned=codes.T)
+    codes = every_code(fp8.float8_e8m0fnu).reshape(2, 128)
+    host: dict[str, Any] = {
+        "q": fp8.cast_transpose(x, 7.0), "codes": codes, "turned": codes.T, "t": result((33, 70), ROW).T,
+        "s": result((64, 96), COLUMN, "swizzled", True)}
+    with testing.executor("cuda") as run:
+        io.save(path, **{name: run.array(a) for name, a in host.items()})
     for like, kind in ((None, "numpy"), ("cupy", "cupy")):
         loaded = io.load(path, like=like)
         assert fp8.backend.kind_of(loaded["q"].columnwise.data) == kind
-        assert fp8.bytes_equal(fp8.asnumpy(loaded["q"].columnwise.data), host.columnwise.data)
-        assert fp8.bytes_equal(fp8.asnumpy(loaded["turned"]),
-                               every_code(fp8.float8_e8m0fnu).reshape(2, 128).T)
+        testing.assert_bytes_equal(list(loaded.values()), list(host.values()))
 
 
-# ── read_matrices
-# ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
+# ---- read_matrices ----
 SAFETENSORS_NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
                      "float8_e4m3fn": "F8_E4M3"}
 
