@@ -221,7 +221,8 @@ def test_parts_that_are_one_stay_one():
 
 def test_to_layout_of_one_scale():
     q = fp8.quantize_tensor(np.ones((2, 2), np.float32), 1.0)
-    for one in (q, q.rowwise):
+    one: Any
+    for one in (q, *parts(q)):
         with pytest.raises(ValueError,
                            match=r"^to_layout\('compact'\): per-tensor data has a single scale, which has no "
                                  r"layout"):

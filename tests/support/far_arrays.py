@@ -221,6 +221,7 @@ def _rows() -> Iterator[tuple[str, Far]]:
         yield op, Far(partial(_routed, op), np.dtype(dtype), ((1 << 16) + 4, 1 << 16), 0, 4, 128)
     for op in ("pad_groups", "unpad_groups", "sort_chunks"):
         yield op, Far(partial(_padded, op), np.dtype(float8_e4m3fn), ((1 << 16) + 4, 1 << 16), 0, 4, 128)
+    recipe: Any
     for how, recipe in (("mx", fp8.MXScaling()), ("tensor", fp8.DelayedScaling()),
                         ("rows", fp8.BlockScaling((1, None), scale_layout="compact"))):
         yield f"group_quantize-{how}", Far(partial(_grouped, recipe), np.dtype(bfloat16), *_SHAPES[0][1:])

@@ -3,7 +3,7 @@ kernels' bytes."""
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from group_arrays import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from large_tiles import check_those_that_ask
-from scale_arrays import guarded
+from scale_arrays import guarded, raw
 from tiers import quick_if
 
 import cupy_fp8 as fp8
@@ -44,24 +44,42 @@ from cupy_fp8.ops.quantize import grouped_tensor
 BOTH = DIRECTIONS[2]
 
 
-@pytest.mark.parametrize("columns", [48, 37])
+@pytest.mark.parametrize(("recipe", "align", "columns"), quick_if(lambda how: how[1] == 1, [
+    *product((RECIPE, CURRENT, fp8.CurrentScaling(eps=0.5, pow2_scale=True)), [1], [48, 37]),
+    *((recipe, *how) for recipe, how in product(ALL.values(), ((16, 48), (128, 37))))]))
 @pytest.mark.parametrize("splits",
-                         [[50], [16, 0, 32], [0, 0, 0], [], [7, 13, 0, 1, 20], [0, 50, 0], [0] * 300 + [50]],
-                         ids=lambda s: f"{len(s)}of{sum(s)}")
-@pytest.mark.parametrize("recipe", [RECIPE, CURRENT, fp8.CurrentScaling(eps=0.5, pow2_scale=True)], ids=str)
-def test_each_group_by_itself(recipe, splits, columns, run):
-    x, scales = matrix(50, columns), scales_for(recipe, len(splits))
-    x *= np.geomspace(1e-3, 1e3, 50)[:, None].astype(bfloat16)
-    for given_splits in (splits, run.array(np.array(splits, np.int32)),
-                         run.array(np.array(splits, np.int64))):
+                         [[50], [16, 0, 32], [0, 0, 0], [], [7, 13, 0, 1, 20], [0, 49, 0], [1] * 50,
+                          [0] * 300 + [50]], ids=lambda s: f"{len(s)}of{sum(s)}")
+def test_each_group_by_itself(recipe, splits, align, columns, run):
+    """Whatever lies behind the groups; with `align` the same as pad_groups, then group_quantize."""
+    x, scales = matrix(50 if align == 1 else 59, columns), scales_for(recipe, len(splits))
+    x *= np.geomspace(1e-3, 1e3, len(x))[:, None].astype(bfloat16)
+    bits(x)[sum(splits) :] = 0x4242                             # no group's: it may not be seen
+    rows, aligned = padded(x, splits, align)
+    for held in (splits, np.array(splits, np.int32), np.array(splits, np.int64)):
+        on_device = held if isinstance(held, list) else run.array(held)
         for directions in DIRECTIONS:
-            g = fp8.group_quantize(run.array(x), given_splits, recipe, **directions,
+            g = fp8.group_quantize(run.array(x), on_device, recipe, **directions, align=align,
                                    scales=scales_for(recipe, len(splits), run))
-            expect_groups(g, x, splits, recipe, scales, **directions)
-            if scales is None:
+            assert g.shape == (len(x) + (align - 1) * min(len(splits), len(x)), columns)
+            expect_groups(g, rows, aligned, recipe, scales, **directions)
+            assert fp8.asnumpy(g.splits).tolist() == aligned.tolist()
+            assert g.splits.dtype == (np.int64 if isinstance(held, list) else held.dtype)
+            if isinstance(recipe, fp8.CurrentScaling):
                 empty = fp8.asnumpy(g.scale_inv)[np.array(splits, int) == 0]
                 want = 0.5 / 256 if recipe.pow2_scale else 1
                 assert (empty == want).all(), "of an amax of 0: eps, or no scale at all"
+
+
+def test_members_of_padded_groups(run):
+    x = matrix(9, 16)
+    g = fp8.group_quantize(run.array(x), [4, 0, 5], RECIPE, columnwise=True, align=8,
+                           scales=run.array(scales_of(3)))
+    assert [member.rowwise.shape for member in g] == [(8, 16), (0, 16), (8, 16)]
+    want: Any = reference.quantize_tensor(x[4:], scales_of(3)[2:]).rowwise
+    testing.assert_bytes_equal(g[2].rowwise.data[:5], want.data)
+    assert not raw(g[2].rowwise.data[5:]).any()
+    assert g.dequantize().shape == g.shape == (9 + 7 * 3, 16)
 
 
 LINES = [*(BlockScaling(block, scale_layout=layout) for block in ((1, None), (None, 1))

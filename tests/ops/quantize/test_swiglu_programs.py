@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -236,43 +237,32 @@ def several_tiles(monkeypatch):
     return found
 
 
+OF_COLUMNS = fp8.BlockScaling((1, 64), scale_layout="compact")
+PLAIN = product((BLOCKS, fp8.BlockScaling((1, 32), profile="vllm"), OF_COLUMNS, MX, TORCHAO), [False],
+                [128, 129, 385, 900, 1024], [(True, False), (True, True), (False, True)], [None])
+WITH_OPTIONS = product((DELAYED, BLOCKS, OF_COLUMNS, VLLM, MX, TORCHAO), [True], [129, 900],
+                       [(True, False), (True, True)], [None, 6])
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("rows", [128, 129, 385, 900, 1024])
-@pytest.mark.parametrize("directions", [(True, False), (True, True), (False, True)])
-@pytest.mark.parametrize("recipe", [
-    BLOCKS, fp8.BlockScaling((1, 32), profile="vllm"), fp8.BlockScaling((1, 64), scale_layout="compact"), MX,
-    TORCHAO], ids=str)
-def test_tiles_one_below_the_other(run, several_tiles, recipe, directions, rows):
+@pytest.mark.parametrize(("recipe", "with_options", "rows", "directions", "experts"), [*PLAIN, *WITH_OPTIONS])
+def test_tiles_one_below_the_other(run, several_tiles, recipe, with_options, rows, directions, experts):
     """Rows of the next tile are in flight while this one is stored; the last tile, and the last block, may
     be short."""
-    for dtype, half in ((bfloat16, 256), (float32, 136)):
+    for dtype, half in ((bfloat16, 200 if with_options else 256), (float32, 136)):
         x, grad = normal((rows, 2 * half), dtype, 1), normal((rows, half), dtype, 3)
-        how = {"probs": normal((rows,), seed=2), "rowwise": directions[0], "columnwise": directions[1]}
-        check_both(run, recipe, x, None if half % 128 else grad, how)
-        if run.name == "host" and rows >= 256 and "rows" in map(path_of, (c.variant for c in several_tiles)):
-            assert max(choice.tiles for choice in several_tiles) > 1
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("rows", [129, 900])
-@pytest.mark.parametrize("directions", [(True, False), (True, True)])
-@pytest.mark.parametrize("experts", [None, 6])
-@pytest.mark.parametrize("recipe", [DELAYED, BLOCKS, fp8.BlockScaling((1, 64), scale_layout="compact"), VLLM,
-                                    MX, TORCHAO],
-                         ids=str)
-def test_tiles_with_options_one_below_the_other(run, several_tiles, recipe, directions, rows, experts):
-    for dtype, half in ((bfloat16, 200), (float32, 136)):
-        x, grad = normal((rows, 2 * half), dtype, 1), normal((rows, half), dtype, 3)
-        bias = normal((2 * half,) if experts is None else (experts, 2 * half), dtype, 4)
-        how: dict[str, Any] = {"probs": normal((rows,), seed=2), "bias": bias, "rowwise": directions[0],
-                               "columnwise": directions[1], **GPT_OSS}
-        if experts is not None:
-            # some tiles have more than two experts
+        how: dict[str, Any] = {"probs": normal((rows,), seed=2), "rowwise": directions[0],
+                               "columnwise": directions[1]}
+        if with_options:
+            shape = (2 * half,) if experts is None else (experts, 2 * half)
+            how |= {"bias": normal(shape, dtype, 4), **GPT_OSS}
+        if experts is not None:             # some tiles have more than two
             how["splits"] = np.array([rows // 3, 17, 0, 9, rows // 3, 5])
         if recipe is DELAYED:
             how["scale"] = 0.5
-        check_both(run, recipe, x, grad, how)
-    if run.name == "host" and rows >= 256:
+        check_both(run, recipe, x, grad if with_options or not half % 128 else None, how)
+    takes_rows = "rows" in (path_of(choice.variant) for choice in several_tiles)
+    if run.name == "host" and rows >= 256 and (with_options or takes_rows):
         assert max(choice.tiles for choice in several_tiles) > 1
 
 
