@@ -4,6 +4,7 @@ of threads."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -31,18 +32,10 @@ from cupy_fp8.results import swap_last
 
 needs_host = pytest.mark.skipif(
     testing.executor_problem("host") is not None, reason=str(testing.executor_problem("host")))
-directions_of = st.sampled_from(
-    [
-        {"rowwise": r, "columnwise": c, "transposed": t}
-        for r, c, t in (
-            (True, False, True),
-            (False, True, True),
-            (True, True, True),
-            (True, True, False),
-            (False, True, False),
-        )
-    ]
-)
+directions_of = st.sampled_from([
+    dict(zip(("rowwise", "columnwise", "transposed"), flags, strict=True))
+    for flags in ((True, False, True), (False, True, True), (True, True, True), (True, True, False),
+                  (False, True, False))])
 
 
 def matrices(a: np.ndarray) -> np.ndarray:
@@ -57,29 +50,23 @@ def quantize_tensor(draw: Any) -> Any:
 
     def call(m: Any) -> Any:
         seen = np.array([amax], np.float32)
-        return m.quantize_tensor(
-            x, given_scale if m is fp8 else np.float32(scale), amax=seen, **options
-        ), seen
+        own = given_scale if m is fp8 else np.float32(scale)
+        return m.quantize_tensor(x, own, amax=seen, **options), seen
 
     return call
 
 
 @st.composite
 def cast_transpose(draw: Any) -> Any:
-    x, scale, dtype = (
-        matrices(draw(testing.arrays())),
-        draw(testing.scales()),
-        draw(st.sampled_from(FP8_DTYPES)),
-    )
+    x, scale = matrices(draw(testing.arrays())), draw(testing.scales())
+    dtype = draw(st.sampled_from(FP8_DTYPES))
     return lambda m: m.cast_transpose(x, np.float32(scale), dtype=dtype)
 
 
 @st.composite
 def dequantize(draw: Any) -> Any:
-    data, dtype = (
-        draw(st.sampled_from(FP8_DTYPES).flatmap(testing.arrays)),
-        draw(st.sampled_from(INPUT_DTYPES)),
-    )
+    data = draw(st.sampled_from(FP8_DTYPES).flatmap(testing.arrays))
+    dtype = draw(st.sampled_from(INPUT_DTYPES))
     transposed = data.ndim >= 2 and draw(st.booleans())
     scale_inv = np.array([draw(testing.scales())], np.float32)
     s = Scaled(data, scale_inv, swap_last(data.shape) if transposed else data.shape, transposed)
@@ -150,6 +137,7 @@ def scheduled_cases() -> Iterator[Case]:
     yield Case("transpose", float8_e5m2, (272, 520))
     for nan in ("ignore", "propagate"):
         yield Case("compute_amax", float32, (257, 520), "bits", options={"nan": nan})
+    yield from islice(OPS["quantize_mx"].cases(), 8)
 
 
 @needs_host

@@ -236,9 +236,13 @@ def _rows() -> Iterator[tuple[str, Far]]:
         yield op, Far(partial(_routed, op), np.dtype(dtype), ((1 << 16) + 4, 1 << 16), 0, 4, 128)
     for op in ("pad_groups", "unpad_groups", "sort_chunks"):
         yield op, Far(partial(_padded, op), np.dtype(float8_e4m3fn), ((1 << 16) + 4, 1 << 16), 0, 4, 128)
-    yield "group_quantize-mx", Far(partial(_grouped, fp8.MXScaling()), np.dtype(bfloat16), *_SHAPES[0][1:])
-    for how, recipe in (("mx", fp8.MXScaling()), ("block", fp8.BlockScaling())):
-        yield f"multi_quantize-{how}", Far(partial(_listed, recipe), np.dtype(bfloat16), *_SHAPES[0][1:])
+    recipe: Any
+    for how, recipe in (("mx", fp8.MXScaling()), ("tensor", fp8.DelayedScaling()),
+                        ("rows", fp8.BlockScaling((1, None), scale_layout="compact"))):
+        yield f"group_quantize-{how}", Far(partial(_grouped, recipe), np.dtype(bfloat16), *_SHAPES[0][1:])
+    for (how, recipe), (name, *place) in product(
+            (("mx", fp8.MXScaling()), ("block", fp8.BlockScaling())), _SHAPES[::2]):
+        yield f"multi_quantize-{how}-{name}", Far(partial(_listed, recipe), np.dtype(bfloat16), *place)
 
 
 def _padded(op: str, m: Any, x: np.ndarray) -> Any:
@@ -247,7 +251,8 @@ def _padded(op: str, m: Any, x: np.ndarray) -> Any:
 
 
 def _grouped(recipe: Any, m: Any, x: np.ndarray) -> Any:
-    return m.group_quantize(x, _beside(x, np.array([len(x)])), recipe)
+    scales = _beside(x, np.full(1, 0.5, np.float32)) if isinstance(recipe, fp8.DelayedScaling) else None
+    return m.group_quantize(x, _beside(x, np.array([len(x)])), recipe, scales=scales)[0]
 
 
 def _listed(recipe: Any, m: Any, x: np.ndarray) -> Any:

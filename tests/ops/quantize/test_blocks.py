@@ -17,7 +17,7 @@ from block_data import parts
 import cupy_fp8 as fp8
 from cupy_fp8 import cases, reference, testing
 from cupy_fp8.formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
-from cupy_fp8.recipes import BLOCK_PROFILES, BLOCKS
+from cupy_fp8.recipes import BLOCK_PROFILES, BLOCKS, MX_MODES, MX_PROFILES
 from cupy_fp8.reference.quantize.blocks import scales_from_amax
 
 FORMAT = {float8_e4m3fn: oracle.E4M3FN, float8_e5m2: oracle.E5M2}
@@ -158,27 +158,33 @@ def test_by_hand(source, profile, pow2, run):
 
 
 @pytest.mark.full
-@options_parameter
-def test_every_bfloat16_in_a_block(profile, pow2, run):
-    """Alone among zeros, along rows and (a block of one element) down columns; the scales against the table
-    in f64."""
+@pytest.mark.parametrize("options", [
+    *({"profile": profile, "pow2_scale": pow2, "block": (1, 32), "scale_layout": "compact"}
+      for profile, pow2 in OPTIONS),
+    *({"mode": mode, "profile": profile} for mode, profile in itertools.product(MX_MODES, MX_PROFILES))],
+    ids=str)
+def test_every_bfloat16_in_a_block(options, run):
+    """The kernels for rows, and (a block of one element, down columns) those for tiles."""
+    name = "quantize_mx" if "mode" in options else "quantize_block"
     patterns = oracle.patterns(oracle.BFLOAT16)
+    at = np.arange(patterns.size), np.arange(patterns.size) % 32
     x = np.zeros((patterns.size, 32), bfloat16)
-    place = np.arange(patterns.size), np.arange(patterns.size) % 32
-    x[place] = patterns
+    x[at] = patterns
     for dtype in FP8_DTYPES:
-        options: dict[str, Any] = {"dtype": dtype, "profile": profile, "pow2_scale": pow2, "block": (1, 32),
-                                   "scale_layout": "compact"}
-        want = reference.quantize_block(x, **options)
-        testing.assert_bytes_equal(fp8.quantize_block(run.array(x), **options), want)
-        column = fp8.quantize_block(run.array(patterns.reshape(1, -1)), rowwise=False, columnwise=True,
-                                    **options).columnwise
-        assert column is not None
-        np.testing.assert_array_equal(f32(column.scale_inv).reshape(-1), f32(want.scale_inv).reshape(-1))
-        np.testing.assert_array_equal(raw(column.data).reshape(-1), raw(want.data)[place])
-    values = patterns.astype(np.float32)[::37]
+        want = getattr(reference, name)(x, dtype=dtype, **options)
+        testing.assert_bytes_equal(getattr(fp8, name)(run.array(x), dtype=dtype, **options), want)
+        column = getattr(fp8, name)(run.array(patterns.reshape(1, -1)), rowwise=False, columnwise=True,
+                                    dtype=dtype, **options).columnwise
+        np.testing.assert_array_equal(raw(column.scale_inv).reshape(-1), raw(want.scale_inv).reshape(-1))
+        np.testing.assert_array_equal(raw(column.data).reshape(-1), raw(want.data)[at])
+
+
+@pytest.mark.full
+@options_parameter
+def test_scales_by_hand(profile, pow2):
+    values = oracle.patterns(oracle.BFLOAT16).astype(np.float32)[::37]
+    amax = np.where(np.isnan(values), 0, np.abs(values)).astype(np.float32)
     for dtype in FP8_DTYPES:
-        amax = np.where(np.isnan(values), 0, np.abs(values)).astype(np.float32)
         factor, inv = scales_from_amax(amax, np.float32(MAXIMUM[dtype]), profile, np.float32(EPS[profile]),
                                        pow2, np.float32(LARGEST[bfloat16]))
         for i, a in enumerate(amax):
@@ -245,8 +251,7 @@ def test_layouts_hold_the_same_scales(shape, block, run):
                             for layout in ("compact", "gemm_ready", "deepgemm_sm90") if 1 in block
                             or layout != "deepgemm_sm90")
         for other in others:
-            for a, b in zip(parts(compact), parts(other),
-                            strict=True):
+            for a, b in zip(parts(compact), parts(other), strict=True):
                 testing.assert_bytes_equal(a.data, b.data)
                 plain, padded = f32(a.scale_inv), f32(b.scale_inv)
                 if a.block is not None and a.block[0] == 1:

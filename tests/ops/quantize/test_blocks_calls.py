@@ -1,5 +1,5 @@
-"""How quantize_block and quantize_mx are called: which kernel runs, out=, noop, recipes, and what they
-refuse."""
+"""How quantize_block and quantize_mx are called: which kernel runs, results at any address, recipes, and
+which options they refuse."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from block_data import arrays_of, guarded_like
 
 import cupy_fp8 as fp8
-from cupy_fp8 import BlockScaling, MXScaling, Quantized, Scaled, cases, reference, testing
-from cupy_fp8.arrays import address
+from cupy_fp8 import BlockScaling, MXScaling, Quantized, cases, reference, testing
 from cupy_fp8.cases.base import DIRECTIONS
 from cupy_fp8.formats import bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float16, float32
 from cupy_fp8.kernels import Variant
@@ -30,24 +30,6 @@ MX = Quantiser(fp8.quantize_mx, reference.quantize_mx, MXScaling)
 of_either = pytest.mark.parametrize("op", [BLOCK, MX], ids=["block", "mx"])
 SQUARES, SQUARES_32 = {"block": (128, 128)}, {"block": (32, 32)}
 COLUMN, BOTH, T, NOT_T = {"rowwise": False}, {"columnwise": True}, {"transposed": True}, {"transposed": False}
-
-
-def arrays(q: Quantized) -> list[Any]:
-    return [a for _, part in q._parts() for a in part]
-
-
-def raw(a: Any) -> np.ndarray:
-    return fp8.asnumpy(a).view(np.uint8)
-
-
-def poison(q: Quantized) -> None:
-    for a in arrays(q):
-        if not isinstance(a, np.ndarray) or a.flags.writeable:
-            cases.poison(a)
-
-
-def is_poison(q: Quantized) -> bool:
-    return all((raw(a) == 0xAA).all() for a in arrays(q))
 
 
 # ---- which kernel ----
@@ -142,40 +124,7 @@ def test_empty_arrays_launch_nothing(launched):
     assert launched == []
 
 
-# ---- out=, noop, recipes ----
-@pytest.mark.parametrize(("op", "block"), [(BLOCK, (1, 128)), (BLOCK, (128, 128)), (BLOCK, (1, None)),
-                                           (MX, (1, 32)), (MX, (32, 32))])
-def test_a_result_is_written_in_place(op, block, run):
-    for directions, transposed in itertools.product(DIRECTIONS[:3], (False, True)):
-        options = {**directions, "transposed": transposed, "block": block}
-        out = op.function(run.array(cases.values("normal", (50, 64), bfloat16)), **options)
-        before = [(id(a), address(a)) for a in arrays(out)]
-        for seed in range(3):
-            host = cases.values("bits", (50, 64), bfloat16, seed)
-            poison(out)
-            assert op.function(run.array(host), out=out, **options) is out
-            assert [(id(a), address(a)) for a in arrays(out)] == before
-            testing.assert_bytes_equal(out, op.definition(host, **options))
-
-
-@pytest.mark.parametrize(("op", "options"), [
-    (BLOCK, {}), (BLOCK, {"block": (1, 64)}), (BLOCK, BOTH), (BLOCK, {**BOTH, **SQUARES}),
-    (BLOCK, {"block": (1, None)}),
-    (MX, {}), (MX, BOTH), (MX, {**BOTH, **T}), (MX, {**BOTH, **SQUARES_32})])
-def test_noop(op, options, run):
-    host = cases.values("normal", (40, 128), bfloat16)
-    x = run.array(host)
-    out, flag = op.function(x, **options), run.array(np.ones(1, np.float32))
-    for value in (1.0, 0.0, 1.0, float("nan"), 2.0):
-        poison(out)
-        flag.fill(value)
-        assert op.function(x, noop=flag, out=out, **options) is out
-        if value == 1.0:
-            assert is_poison(out)
-        else:
-            testing.assert_bytes_equal(out, op.definition(host, **options))
-
-
+# ---- results and recipes ----
 @pytest.mark.parametrize(("op", "layout", "lead"), [
     *itertools.product([BLOCK], ("gemm_ready", "compact"), (4, 8, 12)),
     *itertools.product([MX], ("compact", "swizzled"), (1, 2, 4, 8))])
@@ -187,18 +136,10 @@ def test_results_at_any_address(op, layout, lead, run):
         host, options = cases.values("normal", shape, bfloat16), {**d, "transposed": transposed,
                                                                   "scale_layout": layout}
         want = op.definition(host, **options)
-        buffers, found = [], {}
-        for name, part in want._parts():
-            pair = []
-            for a in part:
-                buffers.append((run.array(np.full(a.nbytes + lead + 16, 0xAA, np.uint8)), a.nbytes))
-                pair.append(buffers[-1][0][lead : lead + a.nbytes].view(a.dtype).reshape(a.shape))
-            found[name] = Scaled(pair[0], pair[1], part.shape, part.transposed, part.block, part.scale_layout)
-        out = Quantized(**found)
+        out, intact = guarded_like(run, want, lead)
         op.function(run.array(host), out=out, **options)
         testing.assert_bytes_equal(out, want)
-        for buffer, nbytes in buffers:
-            assert set(np.delete(raw(buffer), slice(lead, lead + nbytes)).tolist()) == {0xAA}
+        assert intact()
 
 
 @pytest.mark.parametrize(("op", "recipe"), [
@@ -220,7 +161,7 @@ def test_recipe(op, recipe, run):
         testing.assert_bytes_equal(empty, want)
         pairs = {name: tuple(part) for name, part in empty._parts()}
         wrapped = recipe.empty(x.shape, buffers=pairs, **directions)
-        assert [id(a) for a in arrays(wrapped)] == [id(a) for a in arrays(empty)]
+        assert list(map(id, arrays_of(wrapped))) == list(map(id, arrays_of(empty)))
         assert recipe.quantize(x, out=wrapped, **directions) is wrapped
 
 
@@ -245,140 +186,79 @@ def test_scales_and_metadata():
 
 # ---- what is refused ----
 X = np.ones((4, 64), np.float32)
-E8M0 = np.zeros((4, 2), float8_e8m0fnu)
-
-
-@of_either
-@pytest.mark.parametrize("shape", [(64,), (2, 2, 2, 2), (1, 1, 1, 2)], ids=str)
-def test_x_has_two_or_three_dimensions(op, shape):
-    for x in (np.ones(shape, np.float32), np.ones(shape, np.float32).T):
-        with pytest.raises(ValueError, match=r"^x: expected an array of two or three dimensions, got shape"):
-            op.function(x)
+E8M0, FP8 = np.zeros((4, 2), float8_e8m0fnu), float8_e4m3fn
 
 
 @pytest.mark.parametrize(("op", "error", "message", "options"), [
-    (BLOCK, TypeError, "^dtype: expected one of float8_e4m3fn, float8_e5m2, got float8_e8m0fnu",
+    (BLOCK, TypeError, "dtype: expected one of float8_e4m3fn, float8_e5m2, got float8_e8m0fnu",
      {"dtype": float8_e8m0fnu}),
-    (BLOCK, ValueError, r"^profile: expected one of \('te', .*'torchao'\), got 'TE'", {"profile": "TE"}),
-    (BLOCK, ValueError, r"^block: expected one of \(\(1, 128\), .*, got \(1, 16\)", {"block": (1, 16)}),
-    (BLOCK, ValueError, "^block: expected one of", {"block": [1, 128]}),
-    (BLOCK, ValueError, "^block: expected one of", {"block": 128}),
-    (BLOCK, ValueError, "^block: expected", {"block": (1, 128.0)}),
-    (BLOCK, ValueError, r"^scale_layout: expected one of .*, got 'swizzled'", {"scale_layout": "swizzled"}),
-    (BLOCK, ValueError, "^scale_layout: 'deepgemm_sm90' belongs to blocks along",
-     {"scale_layout": "deepgemm_sm90", **SQUARES}),
-    (BLOCK, ValueError, "^eps: expected a finite float32 of 0 or more, got -1", {"eps": -1}),
-    (BLOCK, ValueError, "^eps: expected a finite float32", {"eps": float("nan")}),
-    (BLOCK, TypeError, "^eps: expected a number", {"eps": "0"}),
-    (BLOCK, TypeError, "^pow2_scale: expected True, False or None", {"pow2_scale": "yes"}),
-    (BLOCK, ValueError, "^rowwise, columnwise: expected at least one", COLUMN),
-    (MX, TypeError, "^dtype: expected one of float8_e4m3fn, float8_e5m2, got float8_e8m0fnu",
-     {"dtype": float8_e8m0fnu}),
-    (MX, ValueError, r"^mode: expected one of \('rceil', 'floor', 'ceil', 'even'\), got 'round'",
+    (BLOCK, ValueError, r"profile: expected one of \('te', .*'torchao'\), got 'TE'", {"profile": "TE"}),
+    (BLOCK, ValueError, r"block: expected one of \(\(1, 128\), .*, got \(1, 16\)", {"block": (1, 16)}),
+    (BLOCK, ValueError, "block: expected one of", {"block": [1, 128]}),
+    (BLOCK, ValueError, "block: expected one of", {"block": (2, 128)}),
+    (BLOCK, ValueError, r"scale_layout: expected one of .*, got 'swizzled'", {"scale_layout": "swizzled"}),
+    (BLOCK, ValueError, "eps: expected a finite float32 of 0 or more, got -1", {"eps": -1}),
+    (BLOCK, ValueError, "eps: expected a finite float32", {"eps": float("nan")}),
+    (BLOCK, TypeError, "eps: expected a number", {"eps": "0"}),
+    (BLOCK, TypeError, "pow2_scale: expected True, False or None", {"pow2_scale": "yes"}),
+    (MX, TypeError, "dtype: expected one of float8_e4m3fn, float8_e5m2, got float32", {"dtype": float32}),
+    (MX, ValueError, r"mode: expected one of \('rceil', 'floor', 'ceil', 'even'\), got 'round'",
      {"mode": "round"}),
-    (MX, ValueError, "^mode: expected one of", {"mode": None}),
-    (MX, ValueError, r"^profile: expected one of \('te', 'torchao'\), got 'ocp'", {"profile": "ocp"}),
-    (MX, ValueError, r"^block: expected one of \(\(1, 32\), \(32, 32\)\), got \(32, 1\)", {"block": (32, 1)}),
-    (MX, ValueError, "^block: expected one of", {"block": [1, 32]}),
-    (MX, ValueError, "^block: expected one of", {"block": 32}),
-    (MX, ValueError, r"^scale_layout: expected one of \('compact', 'swizzled'\), got 'gemm_ready'",
+    (MX, ValueError, "mode: expected one of", {"mode": None}),
+    (MX, ValueError, r"profile: expected one of \('te', 'torchao'\), got 'ocp'", {"profile": "ocp"}),
+    (MX, ValueError, r"block: expected one of \(\(1, 32\), \(32, 32\)\), got \(32, 1\)",
+     {"block": (32, 1)}),
+    (MX, ValueError, "block: expected one of", {"block": [1, 32]}),
+    (MX, ValueError, r"scale_layout: expected one of \('compact', 'swizzled'\), got 'gemm_ready'",
      {"scale_layout": "gemm_ready"}),
-    (MX, ValueError, "^rowwise, columnwise: expected at least one", COLUMN),
 ])
-def test_options_are_refused(op, error, message, options):
-    with pytest.raises(error, match=message):
-        op.function(X, **options)
+def test_options_are_refused_by_ops_and_recipes(op, error, message, options):
+    for call in (lambda: op.function(X, **options), lambda: op.recipe(**options)):
+        with pytest.raises(error, match="^" + message):
+            call()
 
 
-def result(op: Quantiser, options: dict[str, Any] | None = None,
-           **changes: dict[str, Any]) -> dict[str, Scaled]:
-    """Both directions of a result of X, with some attributes changed by direction."""
-    q = op.definition(X, columnwise=True, **options or {})
-    names = ("data", "scale_inv", "shape", "transposed", "block", "scale_layout")
-    return {name: Scaled._of(**{**{k: getattr(part, k) for k in names}, **changes.get(name, {})})
-            for name, part in q._parts()}
-
-
-def bad_results() -> Iterator[tuple[Quantiser, type[Exception], str, dict[str, Scaled], dict[str, Any]]]:
-    for op in (BLOCK, MX):
-        both = result(op)
-        yield op, ValueError, "^out: no columnwise part", {"rowwise": both["rowwise"]}, BOTH
-        yield op, ValueError, "^out: has a columnwise part", both, {}
-        yield op, ValueError, "^out: no rowwise part", {"columnwise": both["columnwise"]}, BOTH
-        yield op, TypeError, "^out.rowwise.data: expected dtype float8_e5m2", both, {**BOTH,
-                                                                                     "dtype": float8_e5m2}
-        data = np.empty((4, 64), float8_e4m3fn)
-        shared = result(op, NOT_T, rowwise={"data": data}, columnwise={"data": data})
-        yield op, ValueError, r"^out\.columnwise\.data: overlaps out\.rowwise\.data", shared, {**BOTH,
-            **NOT_T}
-    of_block, of_mx = "^out.rowwise: expected block-scaled data", "^out.rowwise: expected MX data of shape"
-    yield BLOCK, ValueError, of_block, result(BLOCK, rowwise={"block": (1, 64)}), BOTH
-    yield BLOCK, ValueError, of_block, result(BLOCK, rowwise={"scale_layout": "compact"}), BOTH
-    not_stored = "^out.columnwise: expected block-scaled data .*, not stored transposed"
-    yield BLOCK, ValueError, not_stored, result(BLOCK), {**BOTH, **NOT_T}
-    itself = r"^out\.columnwise\.data: expected out\.rowwise\.data itself"
-    apart = [result(BLOCK, {**SQUARES, **NOT_T})["rowwise"] for _ in range(2)]
-    yield BLOCK, ValueError, itself, dict(zip(("rowwise", "columnwise"), apart, strict=True)), {**BOTH,
-        **SQUARES, **NOT_T}
-    yield MX, ValueError, of_mx, result(MX, rowwise={"block": None}), BOTH
-    yield MX, ValueError, of_mx, result(MX, rowwise={"block": (32, 1)}), BOTH
-    yield MX, ValueError, of_mx, result(MX, rowwise={"shape": (4, 65)}), BOTH
-    other_layout = "^out.rowwise: expected MX data of shape .* scales swizzled; got .* scales compact"
-    yield MX, ValueError, other_layout, result(MX), {**BOTH, "scale_layout": "swizzled"}
-    yield MX, ValueError, "^out.columnwise: expected MX data .*, stored transposed", result(MX), {**BOTH, **T}
-    yield MX, ValueError, itself, result(MX), {**BOTH, **SQUARES_32}
-    memory = np.empty(512, np.uint8).view(float8_e4m3fn)
-    near = result(MX, rowwise={"data": memory[:256].reshape(4, 64)},
-                  columnwise={"data": memory[255:511].reshape(4, 64)})
-    yield MX, ValueError, "^out.columnwise.data: overlaps out.rowwise.data", near, BOTH
-
-
-@pytest.mark.parametrize(("op", "error", "message", "made", "options"), list(bad_results()))
-@pytest.mark.parametrize("executor", ["reference", "host"])
-def test_results_are_refused(op, error, message, made, options, executor):
-    if problem := testing.executor_problem(executor):
-        pytest.skip(problem)
-    out = Quantized(**made)
-    poison(out)
-    with testing.executor(executor), pytest.raises(error, match=message):
-        op.function(X, out=out, **options)
-    assert is_poison(out)
-
-
-@pytest.mark.parametrize(("error", "message", "make"), [
-    (TypeError, "^dtype: expected one of", lambda block, mx: block(dtype=float32)),
-    (ValueError, "^profile: expected one of", lambda block, mx: block(profile="")),
-    (ValueError, "^block: expected one of", lambda block, mx: block((2, 128))),
-    (ValueError, "^scale_layout: expected one of", lambda block, mx: block(scale_layout="tiles")),
-    (ValueError, "^eps: expected a finite", lambda block, mx: block(eps=-1.0)),
-    (TypeError, "^pow2_scale: expected", lambda block, mx: block(pow2_scale=2)),
-    (ValueError, "^scale, amax: belong to per-tensor", lambda block, mx: block().quantize(X, scale=1.0)),
-    (ValueError, "^rowwise, columnwise: expected at least one",
-     lambda block, mx: block().empty((4, 64), rowwise=False)),
-    (ValueError, "^x: expected an array of two or three dimensions", lambda block, mx: block().empty((64,))),
-    (TypeError, "^dtype: expected one of", lambda block, mx: mx(float32)),
-    (ValueError, "^mode: expected one of", lambda block, mx: mx(mode="nearest")),
-    (ValueError, "^profile: expected one of", lambda block, mx: mx(profile="")),
-    (ValueError, "^block: expected one of", lambda block, mx: mx(block=(1, 16))),
-    (ValueError, "^scale_layout: expected one of", lambda block, mx: mx(scale_layout="tiles")),
-    (ValueError, "^scale, amax: belong to per-tensor", lambda block, mx: mx().quantize(X, scale=1.0)),
-    (ValueError, "^scale, amax: belong to per-tensor", lambda block, mx: mx().quantize(X, amax=X[:1, 0])),
-    (ValueError, "^rowwise, columnwise: expected at least one",
-     lambda block, mx: mx().empty((4, 64), rowwise=False)),
-    (ValueError, "^x: expected an array of two or three dimensions", lambda block, mx: mx().empty((64,))),
-    (ValueError, "^buffers: expected a .* pair for each of",
-     lambda block, mx: mx().empty((4, 64), buffers={})),
-    (ValueError, r"^buffers\['rowwise'\]: expected a .* pair",
-     lambda block, mx: mx().empty((4, 64), buffers={"rowwise": X})),
-    (TypeError, "data: expected dtype float8_e4m3fn",
-     lambda block, mx: mx().empty((4, 64), buffers={"rowwise": (X, E8M0)})),
-    (ValueError, "scale_inv: expected a C-contiguous array of shape",
-     lambda block, mx: mx().empty((4, 65), buffers={"rowwise": (np.zeros((4, 65), float8_e4m3fn), E8M0)})),
-    (TypeError, "scale_inv: expected dtype float8_e8m0fnu",
-     lambda block, mx: mx().empty((4, 64),
-                               buffers={"rowwise": (np.zeros((4, 64), float8_e4m3fn),
-                                                    np.ones(1, np.float32))})),
+@pytest.mark.parametrize(("error", "message", "call"), [
+    (ValueError, "scale_layout: 'deepgemm_sm90' belongs to blocks along",
+     lambda op: BLOCK.function(X, scale_layout="deepgemm_sm90", **SQUARES)),
+    (ValueError, "rowwise, columnwise: expected at least one", lambda op: op.function(X, rowwise=False)),
+    (ValueError, "rowwise, columnwise: expected at least one",
+     lambda op: op.recipe().empty((4, 64), rowwise=False)),
+    *((ValueError, "x: expected an array of two or three dimensions, got shape",
+       lambda op, shape=shape: op.function(np.ones(shape, np.float32).T))
+      for shape in ((64,), (2, 2, 2, 2), (1, 1, 1, 2))),
+    (ValueError, "x: expected an array of two or three dimensions", lambda op: op.recipe().empty((64,))),
+    (ValueError, "scale, amax: belong to per-tensor", lambda op: op.recipe().quantize(X, scale=1.0)),
+    (ValueError, "scale, amax: belong to per-tensor", lambda op: op.recipe().quantize(X, amax=X[:1, 0])),
+    (ValueError, "buffers: expected a .* pair for each of",
+     lambda op: op.recipe().empty((4, 64), buffers={})),
+    (TypeError, ".* data: expected dtype float8_e4m3fn",
+     lambda op: op.recipe().empty((4, 64), buffers={"rowwise": (X, E8M0)})),
+    (ValueError, ".* scale_inv: expected a C-contiguous array of shape",
+     lambda op: MXScaling().empty((4, 65), buffers={"rowwise": (np.zeros((4, 65), FP8), E8M0)})),
+    (TypeError, ".* scale_inv: expected dtype float8_e8m0fnu",
+     lambda op: MXScaling().empty((4, 64), buffers={"rowwise": (np.zeros((4, 64), FP8), X[0, :1])})),
 ])
-def test_recipes_refuse(error, message, make):
-    with pytest.raises(error, match=message):
-        make(BlockScaling, MXScaling)
+@of_either
+def test_refused(op, error, message, call):
+    with pytest.raises(error, match="^" + message):
+        call(op)
+
+
+def test_results_of_other_forms_are_described():
+    """tests/contract gives every other form; these are the words."""
+    def out(op: Quantiser, **options: Any) -> Quantized:
+        return op.definition(X, columnwise=True, **options)
+
+    squares = Quantized(*(out(BLOCK, **SQUARES, **NOT_T).rowwise for _ in range(2)))
+    for op, message, given, options in (
+            (BLOCK, "out.rowwise: expected block-scaled data", out(BLOCK, block=(1, 64)), {}),
+            (BLOCK, "out.columnwise: expected block-scaled data .*, not stored transposed", out(BLOCK),
+             NOT_T),
+            (BLOCK, r"out\.columnwise\.data: expected out\.rowwise\.data itself", squares,
+             {**SQUARES, **NOT_T}),
+            (MX, "out.rowwise: expected MX data of shape .* scales swizzled; got .* scales compact", out(MX),
+             {"scale_layout": "swizzled"}),
+            (MX, "out.columnwise: expected MX data .*, stored transposed", out(MX), T)):
+        with pytest.raises(ValueError, match="^" + message):
+            op.function(X, columnwise=True, out=given, **options)

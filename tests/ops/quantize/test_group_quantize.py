@@ -3,7 +3,7 @@ kernels' bytes."""
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from group_arrays import (
     RECIPE,
     expect_groups,
     guarded_like,
-    is_poisoned,
     matrix,
     needs_host,
     padded,
@@ -28,7 +27,7 @@ from group_arrays import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from large_tiles import check_those_that_ask
-from scale_arrays import guarded
+from scale_arrays import guarded, raw
 from tiers import quick_if
 
 import cupy_fp8 as fp8
@@ -38,31 +37,49 @@ from cupy_fp8.calls import call, remembered, row_segments
 from cupy_fp8.calls import splits as sizes_of_groups
 from cupy_fp8.cases import OPS
 from cupy_fp8.cases.moe.pad import sizes
-from cupy_fp8.formats import bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
+from cupy_fp8.formats import bfloat16, float8_e5m2, float16, float32
 from cupy_fp8.kernels import Variant, tiles
 from cupy_fp8.ops.quantize import grouped_tensor
 
 BOTH = DIRECTIONS[2]
 
 
-@pytest.mark.parametrize("columns", [48, 37])
+@pytest.mark.parametrize(("recipe", "align", "columns"), quick_if(lambda how: how[1] == 1, [
+    *product((RECIPE, CURRENT, fp8.CurrentScaling(eps=0.5, pow2_scale=True)), [1], [48, 37]),
+    *((recipe, *how) for recipe, how in product(ALL.values(), ((16, 48), (128, 37))))]))
 @pytest.mark.parametrize("splits",
-                         [[50], [16, 0, 32], [0, 0, 0], [], [7, 13, 0, 1, 20], [0, 50, 0], [0] * 300 + [50]],
-                         ids=lambda s: f"{len(s)}of{sum(s)}")
-@pytest.mark.parametrize("recipe", [RECIPE, CURRENT, fp8.CurrentScaling(eps=0.5, pow2_scale=True)], ids=str)
-def test_each_group_by_itself(recipe, splits, columns, run):
-    x, scales = matrix(50, columns), scales_for(recipe, len(splits))
-    x *= np.geomspace(1e-3, 1e3, 50)[:, None].astype(bfloat16)
-    for given_splits in (splits, run.array(np.array(splits, np.int32)),
-                         run.array(np.array(splits, np.int64))):
+                         [[50], [16, 0, 32], [0, 0, 0], [], [7, 13, 0, 1, 20], [0, 49, 0], [1] * 50,
+                          [0] * 300 + [50]], ids=lambda s: f"{len(s)}of{sum(s)}")
+def test_each_group_by_itself(recipe, splits, align, columns, run):
+    """Whatever lies behind the groups; with `align` the same as pad_groups, then group_quantize."""
+    x, scales = matrix(50 if align == 1 else 59, columns), scales_for(recipe, len(splits))
+    x *= np.geomspace(1e-3, 1e3, len(x))[:, None].astype(bfloat16)
+    bits(x)[sum(splits) :] = 0x4242                             # no group's: it may not be seen
+    rows, aligned = padded(x, splits, align)
+    for held in (splits, np.array(splits, np.int32), np.array(splits, np.int64)):
+        on_device = held if isinstance(held, list) else run.array(held)
         for directions in DIRECTIONS:
-            g = fp8.group_quantize(run.array(x), given_splits, recipe, **directions,
+            g = fp8.group_quantize(run.array(x), on_device, recipe, **directions, align=align,
                                    scales=scales_for(recipe, len(splits), run))
-            expect_groups(g, x, splits, recipe, scales, **directions)
-            if scales is None:
+            assert g.shape == (len(x) + (align - 1) * min(len(splits), len(x)), columns)
+            expect_groups(g, rows, aligned, recipe, scales, **directions)
+            assert fp8.asnumpy(g.splits).tolist() == aligned.tolist()
+            assert g.splits.dtype == (np.int64 if isinstance(held, list) else held.dtype)
+            if isinstance(recipe, fp8.CurrentScaling):
                 empty = fp8.asnumpy(g.scale_inv)[np.array(splits, int) == 0]
                 want = 0.5 / 256 if recipe.pow2_scale else 1
                 assert (empty == want).all(), "of an amax of 0: eps, or no scale at all"
+
+
+def test_members_of_padded_groups(run):
+    x = matrix(9, 16)
+    g = fp8.group_quantize(run.array(x), [4, 0, 5], RECIPE, columnwise=True, align=8,
+                           scales=run.array(scales_of(3)))
+    assert [member.rowwise.shape for member in g] == [(8, 16), (0, 16), (8, 16)]
+    want: Any = reference.quantize_tensor(x[4:], scales_of(3)[2:]).rowwise
+    testing.assert_bytes_equal(g[2].rowwise.data[:5], want.data)
+    assert not raw(g[2].rowwise.data[5:]).any()
+    assert g.dequantize().shape == g.shape == (9 + 7 * 3, 16)
 
 
 LINES = [*(BlockScaling(block, scale_layout=layout) for block in ((1, None), (None, 1))
@@ -117,30 +134,20 @@ def workspaces_of_one_call(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize("recipe", ALL.values(), ids=ALL)
 def test_results_are_written_in_place(recipe, directions, align, run, monkeypatch):
     """Sizes change; what an earlier call left in the result, or in a workspace, is gone; nothing else is
-    written, and nothing at all where noop is 1."""
+    written."""
     workspaces_of_one_call(monkeypatch)
     splits, scales = run.array(np.array([100, 3, 97], np.int32)), scales_for(recipe, 3)
     options = {**directions, "align": align, "scales": scales_for(recipe, 3, run)}
     names = PARTS if align > 1 else PARTS[1:]
     fresh = fp8.group_quantize(run.array(np.zeros((200, 136), bfloat16)), splits, recipe, **options)
     out, intact = guarded_like(run, fresh, names)
-    held, noop = parts_of(out, names).values(), run.array(np.zeros(1, np.float32))
     for seed, host in enumerate(([100, 3, 97], [0, 150, 7], [1, 1, 1], [0, 0, 0], [200, 0, 0], [66, 67, 67])):
         x = matrix(200, 136, seed=seed) * np.float32(10.0**-seed).astype(bfloat16)
         bits(splits)[...] = run.array(np.array(host, np.int32))
-        poison(held)
-        assert fp8.group_quantize(run.array(x), splits, recipe, **options, noop=noop, check=seed % 2 == 1,
-                                  out=out) is out
+        poison(parts_of(out, names).values())
+        fp8.group_quantize(run.array(x), splits, recipe, **options, check=seed % 2 == 1, out=out)
         expect_groups(out, *padded(x, host, align), recipe, scales, **directions)
-        assert fp8.asnumpy(splits).tolist() == host
     assert intact()
-    poison(held)
-    per_tensor = recipe in (RECIPE, CURRENT)
-    amaxes = run.array(np.full(3, -1, np.float32)) if per_tensor else None
-    fp8.group_quantize(run.array(x), splits, recipe, **options, amaxes=amaxes,
-                       noop=run.array(np.ones(1, np.float32)), out=out)
-    assert is_poisoned(held)
-    assert amaxes is None or (fp8.asnumpy(amaxes) == -1).all()
 
 
 @needs_host
@@ -149,7 +156,9 @@ def test_results_are_written_in_place(recipe, directions, align, run, monkeypatc
 def test_repeated_calls(recipe, align, monkeypatch):
     """A call that is alike is launched without looking at its arguments again, into a given result or a new
     one, which has the sizes of its own call. (On the CPU sizes are always examined, but here.)"""
-    read, x, other = sizes_of_groups.read, matrix(300, 144), matrix(300, 144, seed=1)
+    read, calls = sizes_of_groups.read, ((matrix(300, 144), np.array([100, 0, 150, 30])),
+                                         (matrix(300, 144, seed=1), np.array([1, 2, 100, 33])))
+    wanted = [padded(*given, align) for given in calls]
     monkeypatch.setattr(sizes_of_groups, "read", lambda *given: read(*given)._replace(host=None))
     options = {"columnwise": True, "align": align, "scales": scales_for(recipe, 4)}
     validate, validated = call.validate_call, []
@@ -161,15 +170,14 @@ def test_repeated_calls(recipe, align, monkeypatch):
     monkeypatch.setattr(call, "validate_call", noted)
     with testing.executor("host"):
         for _ in range(4):
-            for a, host in ((x, [100, 0, 150, 30]), (other, [1, 2, 100, 33])):
-                splits = np.array(host)
+            for (a, splits), want in zip(calls, wanted, strict=True):
                 out = fp8.group_quantize(a, splits, recipe, **options)
                 assert align > 1 or out.splits is splits
                 poison(parts_of(out, PARTS[2:]).values())
                 validated.clear()
                 for _ in range(2):
                     fp8.group_quantize(a, splits, recipe, **options, out=out)
-                    expect_groups(out, *padded(a, host, align), recipe, options["scales"], columnwise=True)
+                    expect_groups(out, *want, recipe, options["scales"], columnwise=True)
                 assert validated.count("_GroupQuantize") <= 1, "the second call with out= is remembered"
     assert any(type(found).__name__ == "_Allocating" for found in remembered._calls.values())
 
@@ -229,15 +237,6 @@ def test_one_result_for_several_recipes(run):
     for recipe in (CURRENT, fp8.CurrentScaling(eps=50.0), RECIPE) * 2:
         fp8.group_quantize(x, splits, recipe, scales=scales if recipe is RECIPE else None, out=out)
         expect_groups(out, host, [10, 20], recipe, scales_for(recipe, 2))
-
-
-def test_scales_of_any_strides(run):
-    x, splits, scales = matrix(30, 16), run.array(np.array([10, 20])), scales_of(4)
-    out = fp8.group_quantize(run.array(x), splits, RECIPE, scales=run.array(scales)[::2])
-    for _ in range(2):
-        cases.poison(out.rowwise)
-        fp8.group_quantize(run.array(x), splits, RECIPE, scales=run.array(scales)[::2], out=out)
-        expect_groups(out, x, [10, 20], RECIPE, scales[::2])
 
 
 @pytest.mark.full
@@ -306,33 +305,15 @@ def test_graph_replay_follows_the_sizes(recipe, align, large, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_workspaces_are_not_made_during_a_capture():
-    cp = backend.cupy()
-    x, splits = fp8.asarray(matrix(500, 48), like="cupy"), cp.asarray(sizes(490, 20))
-    fresh, stream = fp8.group_quantize(x, splits, CURRENT), cp.cuda.Stream(non_blocking=True)
-    cp.cuda.get_current_stream().synchronize()
-    with stream:
-        stream.begin_capture()
-        with pytest.raises(ValueError, match=r"^out: used for the first time while a CUDA graph is captured"):
-            fp8.group_quantize(x, splits, CURRENT, out=fresh)
-        stream.end_capture()
-
-
-@pytest.mark.gpu
 @pytest.mark.full
-def test_more_than_two_to_the_31_elements():
-    cp = backend.cupy()
+@pytest.mark.parametrize("recipe", [fp8.CurrentScaling(pow2_scale=True),
+                                    BlockScaling((None, 1), scale_layout="compact")], ids=str)
+def test_amaxes_of_more_than_two_to_the_31_elements(recipe):
+    """Of whole groups; tests/contract/test_large.py has the data, and amaxes of rows and blocks."""
     rows, columns, splits = 33_000, 65_536, [5, 32_768, 0, 200]
     x = fp8.full((rows, columns), 1.0, bfloat16, like="cupy")
-    x_bits = bits(x)
-    x_bits[-30, 7] = int(np.array(3.0, bfloat16).view(np.uint16))
-    out = fp8.group_quantize(x, splits, RECIPE, columnwise=True, scales=cp.ones(4, cp.float32))
-    one, three = (int(fp8.asarray([v], float8_e4m3fn, like=np).view(np.uint8)[0]) for v in (1.0, 3.0))
-    end = sum(splits) * columns
-    for flat in (bits(out.rowwise), bits(out.columnwise)):
-        assert bool((flat[end:] == 0).all())
-        assert int((flat[:end] == one).sum()) == end - 1
-    assert int(bits(out[3].rowwise.data)[rows - 30 - 32_773, 7]) == three
-    assert int(bits(out[3].columnwise.data)[7, rows - 30 - 32_773]) == three
-    out = fp8.group_quantize(x, splits, fp8.CurrentScaling(pow2_scale=True))
-    assert fp8.asnumpy(out.scale_inv).tolist() == [1 / 256, 1 / 256, 1.0, 1 / 128]
+    bits(x)[-30, 7] = int(np.array(3.0, bfloat16).view(np.uint16))
+    scale_inv = fp8.asnumpy(fp8.group_quantize(x, splits, recipe).scale_inv).reshape(4, -1)
+    assert scale_inv[:, 7 % scale_inv.shape[1]].tolist() == [1 / 256, 1 / 256, 1.0, 1 / 128]
+    others = np.delete(scale_inv, 7 % scale_inv.shape[1], axis=1)
+    assert (others == np.array([[1 / 256], [1 / 256], [1.0], [1 / 256]])).all()

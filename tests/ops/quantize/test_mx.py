@@ -1,6 +1,5 @@
-"""What quantize_mx writes: the table of docs/numerics.md and every edge by hand, an oracle in f64, all
-bfloat16 values in a block, all 2**32 float32 as an amax (on a GPU); layouts, blocks of 32 x 32, batches,
-memory orders, any shape and schedule."""
+"""What quantize_mx writes: the table of docs/numerics.md and every edge by hand, an oracle in f64, all 2**32
+float32 as an amax (on a GPU); layouts, blocks of 32 x 32, batches, memory orders, any shape."""
 
 from __future__ import annotations
 
@@ -19,7 +18,6 @@ from cupy_fp8 import backend, cases, reference, testing
 from cupy_fp8.arrays import bits
 from cupy_fp8.calls import validate
 from cupy_fp8.cases.quantize.mx import MX_DIRECTIONS
-from cupy_fp8.cli.selftest import check
 from cupy_fp8.formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float32
 from cupy_fp8.recipes import MX_MODES, MX_PROFILES, MX_SCALE_LAYOUTS
 from cupy_fp8.reference.quantize.mx import scale_byte
@@ -218,27 +216,6 @@ def test_what_is_beside_nan_and_inf(run):
         assert set(raw(part.data).reshape(-1)[:64].tolist()) == {0x7F}
 
 
-@pytest.mark.full
-@options_parameter
-def test_every_bfloat16_in_a_block(mode, profile, run):
-    """Alone among zeros, at every place in turn: the kernel for rows, and (a block of one element, down
-    columns) the one for tiles."""
-    patterns = oracle.patterns(oracle.BFLOAT16)
-    x = np.zeros((patterns.size, 32), bfloat16)
-    x[np.arange(patterns.size), np.arange(patterns.size) % 32] = patterns
-    for dtype in FP8_DTYPES:
-        options = {"dtype": dtype, "mode": mode, "profile": profile}
-        want = reference.quantize_mx(x, **options)
-        q = fp8.quantize_mx(run.array(x), **options)
-        testing.assert_bytes_equal(q, want)
-        column = fp8.quantize_mx(run.array(patterns.reshape(1, -1)), rowwise=False, columnwise=True,
-                                 **options).columnwise
-        assert column is not None
-        np.testing.assert_array_equal(raw(column.scale_inv).reshape(-1), raw(want.scale_inv).reshape(-1))
-        np.testing.assert_array_equal(raw(column.data).reshape(-1),
-                                      raw(want.data)[np.arange(patterns.size), np.arange(patterns.size) % 32])
-
-
 # ---- every amax ----
 def first_amaxes(dtype: Any, mode: str) -> np.ndarray:
     """For every byte the bits of the smallest finite amax whose byte, by the reference, is not below it;
@@ -331,8 +308,7 @@ def test_swizzled_is_compact_swizzled(shape, block, swapped, run):
         compact, swizzled = (fp8.quantize_mx(run.array(x), columnwise=True, transposed=transposed,
                                              block=block, scale_layout=layout)
                              for layout in MX_SCALE_LAYOUTS)
-        for a, b in zip(parts(compact), parts(swizzled),
-                        strict=True):
+        for a, b in zip(parts(compact), parts(swizzled), strict=True):
             lines = fp8.asnumpy(a.scale_inv)
             testing.assert_bytes_equal(b.scale_inv,
                                        swizzle(lines if a.block == (1, 32) else lines.swapaxes(-1, -2)))
@@ -369,10 +345,9 @@ def test_a_batch_is_matrices_by_themselves(run):
         q = fp8.quantize_mx(run.array(x), **options)
         for e in range(3):
             one = fp8.quantize_mx(run.array(x[e].copy()), **options)
-            for whole, single_part in zip(parts(q), parts(one),
-                                          strict=True):
+            for whole, single_part in zip(parts(q), parts(one), strict=True):
                 for a, b in zip(whole, single_part, strict=True):
-                    np.testing.assert_array_equal(raw(a)[e], raw(b))
+                    testing.assert_bytes_equal(a[e], b)
 
 
 @pytest.mark.parametrize("directions", MX_DIRECTIONS, ids=lambda d: "-".join(k for k, on in d.items() if on))
@@ -395,15 +370,6 @@ def test_swapped_axes_are_not_copied(shape, directions, run, monkeypatch):
         fp8.quantize_mx(x[..., ::2], **directions)
 
 
-def test_other_views_are_copied(run):
-    host = cases.values("normal", (3, 40, 66), float32)
-    array = run.array(host)
-    for view in (lambda a: a[..., ::2], lambda a: a[:, ::-1], lambda a: a.transpose(1, 0, 2),
-                 lambda a: a[:, 3:20, 5:40]):
-        testing.assert_bytes_equal(fp8.quantize_mx(view(array), columnwise=True),
-                    reference.quantize_mx(view(host).copy(), columnwise=True))
-
-
 @needs_host
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.integers(0, 150), min_size=2, max_size=2), st.sampled_from([(), (1,), (2,)]),
@@ -418,15 +384,3 @@ def test_any_shape(matrix, batch, dtype, layout, directions, block, scale_layout
     want = reference.quantize_mx(x, **options)
     with testing.executor("host"):
         testing.assert_bytes_equal(fp8.quantize_mx(x, **options), want)
-
-
-@needs_host
-@pytest.mark.parametrize(("order", "seed"),
-                         [("asc", 0), ("desc", 0), *(("random", seed) for seed in (1, 2, 12345))])
-def test_any_schedule(order, seed, monkeypatch):
-    monkeypatch.setenv("CUPY_FP8_HOST_ORDER", order)
-    monkeypatch.setenv("CUPY_FP8_HOST_SEED", str(seed))
-    op = cases.OPS["quantize_mx"]
-    with testing.executor("host") as run:
-        for case in itertools.islice(op.cases(), 8):
-            check(op, case, run)

@@ -66,21 +66,19 @@ def test_a_scalar_scale_is_its_float32(scale, run):
         testing.assert_bytes_equal(run.numpy(found), reference.quantize_tensor(host, array))
 
 
-@pytest.mark.parametrize("transposed", [True, False])
-def test_separate_scale_inv_are_both_written(transposed, run):
+@pytest.mark.parametrize("call", [
+    lambda m, x, **out: m.cast_transpose(x, 3.0, **out),
+    lambda m, x, **out: m.cast_transpose(x, 3.0, transposed=False, **out),
+    lambda m, x, **out: m.swiglu_quantize(x, DelayedScaling(), scale=0.7, columnwise=True, **out)])
+def test_separate_scale_inv_are_both_written(call, run):
     host = cases.values("normal", (33, 40), float16)
-    x, scale = run.array(host), run.array(one(3.0))
-    fresh = fp8.cast_transpose(x, scale, transposed=transposed)
+    fresh: Any = call(fp8, run.array(host))
     row, column = fresh.rowwise, fresh.columnwise
-    assert row is not None
-    assert column is not None
     out = Quantized(row, Scaled(column.data, fp8.empty_like(row.scale_inv), column.shape, column.transposed))
-    for a in (row.data, row.scale_inv, out.columnwise.scale_inv):           # type: ignore[union-attr]
+    for a in (row.data, column.data, row.scale_inv, out.columnwise.scale_inv):      # type: ignore[union-attr]
         cases.poison(a)
-    assert fp8.cast_transpose(x, scale, transposed=transposed, out=out) is out
-    testing.assert_bytes_equal(
-        run.numpy(out), reference.cast_transpose(host, one(3.0), transposed=transposed)
-    )
+    assert call(fp8, run.array(host), out=out) is out
+    testing.assert_bytes_equal(out, call(reference, host))
 
 
 # ---- every float32 ----
