@@ -15,9 +15,10 @@ from . import backend
 from .arrays import Array, is_array
 from .calls.call import Op, run, validate_call
 from .calls.memory import identities
+from .directions import check_directions
 from .formats import flags
 from .ops.quantize.tensor_list import Recipe, call_of
-from .recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, check_directions
+from .recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from .results import Quantized
 
 __all__ = ["WeightCache"]

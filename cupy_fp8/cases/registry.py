@@ -29,7 +29,7 @@ def bytes_moved(arguments: Arguments, written: Iterable[np.ndarray]) -> int:
 
 
 @dataclass(frozen=True)
-class Op:
+class Registration:
     """What everything but its callers needs to know about an op.
 
     function   what users call; it takes `out=`, unless the op `updates` arguments
@@ -66,10 +66,10 @@ class Op:
 
 
 #: Every registered op by its name, ordered by family and name.
-OPS: dict[str, Op] = {}
+OPS: dict[str, Registration] = {}
 
 
-def register(*ops: Op) -> None:
+def register(*ops: Registration) -> None:
     """Makes ops known to everything that walks over OPS. ValueError if a name is taken."""
     for op in ops:
         if op.name in OPS:

@@ -14,9 +14,11 @@ PACKAGE = Path(__file__).resolve().parents[2] / "cupy_fp8"
 #: The modules and subpackages of cupy_fp8, from the bottom up. Parts of one layer do not import each other.
 LAYERS = (
     {"backend", "formats", "hostexec"},
-    {"arrays", "layouts"},
+    {"arrays", "layouts", "options"},
     {"dlpack", "results"},
-    {"recipes", "grouped", "routing"},
+    {"directions", "grouped", "routing"},
+    {"empty_results"},
+    {"recipes"},
     {"reference", "kernels"},
     {"calls"},
     {"ops"},
@@ -32,6 +34,7 @@ UPWARD = {
     ("arrays.asarray", "ops.convert.astype"),
     ("arrays.full", "reference.numerics"),
     ("grouped.Grouped._places", "kernels"),
+    ("grouped.Grouped.dequantize", "calls.memory"),
     ("grouped.Grouped.dequantize", "calls.validate"),
     ("grouped.Grouped.dequantize", "ops.convert.dequantize"),
     ("grouped.Grouped.wrap", "ops.moe.offsets"),

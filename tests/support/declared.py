@@ -24,7 +24,7 @@ from cupy_fp8.arrays import Result, address, is_array
 from cupy_fp8.calls import call as calls
 from cupy_fp8.calls import memory
 from cupy_fp8.calls.memory import Range
-from cupy_fp8.cases import Case, Op
+from cupy_fp8.cases import Case, Registration
 
 _SMALLEST, _LARGEST = 64, 60_000    # elements of an example's arrays
 _MOST_ARRAYS = 20                   # of an example: calls with lists of tensors can have many
@@ -95,7 +95,7 @@ class Example:
     quick : whether the quick tier has it
     """
 
-    op: Op
+    op: Registration
     case: Case
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -200,7 +200,7 @@ def _named(tree: Any, declared: Iterable[Range]) -> dict[str, Any]:
     return found
 
 
-def examples_of(op: Op) -> Iterator[Example]:
+def examples_of(op: Registration) -> Iterator[Example]:
     """Few contiguous cases that together declare every pair of names; then those that declare another set of
     names, or have another option that is no number."""
     found = list(_described(op))
@@ -225,7 +225,7 @@ class _Described(NamedTuple):
     facts: set[Any]                 # its names together, and its options
 
 
-def _described(op: Op) -> Iterator[_Described]:
+def _described(op: Registration) -> Iterator[_Described]:
     for case in op.cases():
         if case.layout != "contiguous" or 0 in case.shape:
             continue
@@ -244,7 +244,7 @@ def _described(op: Op) -> Iterator[_Described]:
             yield _Described(case, size, set(product(names, names)), {frozenset(names), *options})
 
 
-def _example(op: Op, case: Case, quick: bool) -> Example:
+def _example(op: Registration, case: Case, quick: bool) -> Example:
     args, kwargs = op.inputs(case)
     out = None if op.updates else op.function(*args, **kwargs)
     args, kwargs = op.inputs(case)                          # as they were: the call may have raised an amax
@@ -254,7 +254,7 @@ def _example(op: Op, case: Case, quick: bool) -> Example:
     return Example(op, case, args, kwargs, out, (), quick).fresh()
 
 
-def takes_the_one_path(op: Op) -> bool:
+def takes_the_one_path(op: Registration) -> bool:
     args, kwargs = op.inputs(next(op.cases()))
     return bool(_valid(functools.partial(op.function, *args, **kwargs))[0])
 

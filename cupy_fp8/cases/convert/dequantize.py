@@ -13,7 +13,7 @@ from ...layouts import scale_shape
 from ...ops.convert import astype, dequantize
 from ...results import Scaled, swap_last
 from ..base import ALIGNED_MATRIX, MATRIX, SHAPES, Case, source, values
-from ..registry import Op, register
+from ..registry import Registration, register
 
 _SCALES = (1.0, 0.37, 2.0**-130, 0.0, 3e38, float("inf"), float("nan"), -2.0)
 _MX_BLOCKS = ((1, 32), (32, 1))
@@ -102,7 +102,7 @@ def _block_cases() -> Iterator[Case]:
 
 
 register(
-    Op("dequantize", dequantize.dequantize, reference.dequantize, _inputs, _cases,
-       "the values of quantised data as float32, float16 or bfloat16",
-       programs=(dequantize.variants, astype.variants)),
+    Registration("dequantize", dequantize.dequantize, reference.dequantize, _inputs, _cases,
+                 "the values of quantised data as float32, float16 or bfloat16",
+                 programs=(dequantize.variants, astype.variants)),
 )

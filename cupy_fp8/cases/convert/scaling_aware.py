@@ -14,7 +14,7 @@ from ...layouts import cdiv
 from ...ops.convert import scaling_aware
 from ...results import Quantized, Scaled
 from ..base import Case, source
-from ..registry import Op, register
+from ..registry import Registration, register
 from ..scales.swizzle import sizes
 
 _SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (0, 0), (3, 37), (127, 129), (130, 257), (128, 128),
@@ -98,7 +98,7 @@ def _cases() -> Iterator[Case]:
 
 
 register(
-    Op("scaling_aware_transpose", _again, reference.scaling_aware_transpose, _inputs, _cases,
-       "row-wise FP8 with power-of-two scales to column-wise FP8, one exact rounding",
-       programs=(scaling_aware.variants,)),
+    Registration("scaling_aware_transpose", _again, reference.scaling_aware_transpose, _inputs, _cases,
+                 "row-wise FP8 with power-of-two scales to column-wise FP8, one exact rounding",
+                 programs=(scaling_aware.variants,)),
 )

@@ -11,7 +11,7 @@ from ... import reference
 from ...arrays import Array
 from ...ops.moe import offsets
 from ..base import Case
-from ..registry import Op, register
+from ..registry import Registration, register
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 #: What a group of an expert layer wants: ends, starts, and starts of elements of three matrices.
@@ -86,7 +86,7 @@ def _cases() -> Iterator[Case]:
 
 
 register(
-    Op("splits_to_offsets", _offsets, _reference, _inputs, _cases,
-       "group sizes on the device to offsets: ends or starts, times strides, int32 and int64",
-       programs=(offsets.variants,)),
+    Registration("splits_to_offsets", _offsets, _reference, _inputs, _cases,
+                 "group sizes on the device to offsets: ends or starts, times strides, int32 and int64",
+                 programs=(offsets.variants,)),
 )

@@ -15,7 +15,7 @@ from ...layouts import scale_shape
 from ...ops.moe import pad
 from ...results import Scaled
 from ..base import Case, poison, source, values
-from ..registry import Op, register
+from ..registry import Registration, register
 
 _DIVISIONS = ("ragged", "even", "one", "aligned")
 
@@ -140,13 +140,13 @@ def _sort_cases() -> Iterator[Case]:
 
 
 register(
-    Op("pad_groups", pad.pad_groups, reference.pad_groups, _pad_inputs, _pad_cases,
-       "the rows of each group followed by zero rows to a multiple of 16, 32, 128, …",
-       programs=(pad.variants,)),
-    Op("unpad_groups", pad.unpad_groups, reference.unpad_groups, _unpad_inputs, _unpad_cases,
-       "the rows of padded groups without the padding",
-       programs=(pad.variants,)),
-    Op("sort_chunks", pad.sort_chunks, reference.sort_chunks, _sort_inputs, _sort_cases,
-       "chunks of rows in another order; sizes and order are on the device",
-       programs=(pad.variants,)),
+    Registration("pad_groups", pad.pad_groups, reference.pad_groups, _pad_inputs, _pad_cases,
+                 "the rows of each group followed by zero rows to a multiple of 16, 32, 128, …",
+                 programs=(pad.variants,)),
+    Registration("unpad_groups", pad.unpad_groups, reference.unpad_groups, _unpad_inputs, _unpad_cases,
+                 "the rows of padded groups without the padding",
+                 programs=(pad.variants,)),
+    Registration("sort_chunks", pad.sort_chunks, reference.sort_chunks, _sort_inputs, _sort_cases,
+                 "chunks of rows in another order; sizes and order are on the device",
+                 programs=(pad.variants,)),
 )

@@ -16,7 +16,7 @@ from ...ops.moe import permute, route
 from ...results import Scaled
 from ...routing import Routing
 from ..base import Case, source, values
-from ..registry import Op, register
+from ..registry import Registration, register
 
 _INT32, _INT64, _BOOL = np.dtype(np.int32), np.dtype(np.int64), np.dtype(bool)
 #: Where routes go: to 'any' expert, to one twice, or nowhere; to 'distinct' ones; all to 'one'; to 'none'.
@@ -248,21 +248,21 @@ def _unpermute_backward_cases() -> Iterator[Case]:
 
 
 register(
-    Op("route", route.route, reference.route, _route_inputs, _route_cases,
-       "the row of each token, sorted by expert, from indices or a mask on the device",
-       programs=(route.variants,)),
-    Op("permute", permute.permute, reference.permute, _permute_inputs, _permute_cases,
-       "tokens of any type to their experts' rows, FP8 with its scales and probs too",
-       programs=(permute.variants,)),
-    Op("unpermute", permute.unpermute, reference.unpermute, _unpermute_inputs, _unpermute_cases,
-       "the sum of each token's rows, weighted by probs, in a fixed order",
-       programs=(permute.variants,)),
-    Op("permute_backward", permute.permute_backward, reference.permute_backward,
-       _permute_backward_inputs, _permute_backward_cases,
-       "the gradients of permuted tokens and probs, in one launch",
-       programs=(permute.variants,)),
-    Op("unpermute_backward", permute.unpermute_backward, reference.unpermute_backward,
-       _unpermute_backward_inputs, _unpermute_backward_cases,
-       "the gradients of the rows and of the probs, with dot products in a fixed order",
-       programs=(permute.variants,)),
+    Registration("route", route.route, reference.route, _route_inputs, _route_cases,
+                 "the row of each token, sorted by expert, from indices or a mask on the device",
+                 programs=(route.variants,)),
+    Registration("permute", permute.permute, reference.permute, _permute_inputs, _permute_cases,
+                 "tokens of any type to their experts' rows, FP8 with its scales and probs too",
+                 programs=(permute.variants,)),
+    Registration("unpermute", permute.unpermute, reference.unpermute, _unpermute_inputs, _unpermute_cases,
+                 "the sum of each token's rows, weighted by probs, in a fixed order",
+                 programs=(permute.variants,)),
+    Registration("permute_backward", permute.permute_backward, reference.permute_backward,
+                 _permute_backward_inputs, _permute_backward_cases,
+                 "the gradients of permuted tokens and probs, in one launch",
+                 programs=(permute.variants,)),
+    Registration("unpermute_backward", permute.unpermute_backward, reference.unpermute_backward,
+                 _unpermute_backward_inputs, _unpermute_backward_cases,
+                 "the gradients of the rows and of the probs, with dot products in a fixed order",
+                 programs=(permute.variants,)),
 )

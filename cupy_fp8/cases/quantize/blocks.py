@@ -9,9 +9,9 @@ from typing import Any
 from ... import reference
 from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e5m2, float16, float32
 from ...ops.quantize import blocks
-from ...recipes import BLOCK_PROFILES, BLOCK_SCALE_LAYOUTS, BLOCKS
+from ...options import BLOCK_PROFILES, BLOCK_SCALE_LAYOUTS, BLOCKS
 from ..base import ALIGNED_MATRIX, DIRECTIONS, MATRIX, Case, source
-from ..registry import Op, register
+from ..registry import Registration, register
 
 _ROW, _COLUMN, _BOTH, _AS_IS = DIRECTIONS
 _COLUMN_AS_IS = {**_COLUMN, "transposed": False}
@@ -96,7 +96,7 @@ def _cases() -> Iterator[Case]:
 
 
 register(
-    Op("quantize_block", blocks.quantize_block, reference.quantize_block, _inputs, _cases,
-       "FP8 in blocks of 128×128, 1×128, 128×1, … with f32 scales, as six libraries define it",
-       programs=(blocks.variants,)),
+    Registration("quantize_block", blocks.quantize_block, reference.quantize_block, _inputs, _cases,
+                 "FP8 in blocks of 128×128, 1×128, 128×1, … with f32 scales, as six libraries define it",
+                 programs=(blocks.variants,)),
 )

@@ -18,7 +18,7 @@ from ...ops.quantize import grouped
 from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from ..base import DIRECTIONS, Case, poison, source
 from ..moe.pad import sizes
-from ..registry import Op, register
+from ..registry import Registration, register
 
 #: Row-wise, column-wise, and both.
 _DIRECTIONS: tuple[dict[str, bool], ...] = ({}, {"rowwise": False, "columnwise": True}, {"columnwise": True})
@@ -259,7 +259,7 @@ def _padded_cases(case: Callable[..., Case]) -> Iterator[Case]:
 
 
 register(
-    Op("group_quantize", _group_quantize, _reference, _inputs, _cases,
-       "groups of rows whose sizes are on the device, each quantised as a tensor of its own",
-       programs=(grouped.variants,)),
+    Registration("group_quantize", _group_quantize, _reference, _inputs, _cases,
+                 "groups of rows whose sizes are on the device, each quantised as a tensor of its own",
+                 programs=(grouped.variants,)),
 )

@@ -8,9 +8,9 @@ from typing import Any
 from ... import reference
 from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
 from ...ops.quantize import mx
-from ...recipes import MX_MODES, MX_PROFILES, MX_SCALE_LAYOUTS
+from ...options import MX_MODES, MX_PROFILES, MX_SCALE_LAYOUTS
 from ..base import DIRECTIONS, MATRIX, Case, source
-from ..registry import Op, register
+from ..registry import Registration, register
 
 MX_DIRECTIONS = (*({**d, "transposed": False} for d in DIRECTIONS[:3]),
                  *({**d, "transposed": True} for d in DIRECTIONS[1:3]))
@@ -78,7 +78,7 @@ def _cases() -> Iterator[Case]:
 
 
 register(
-    Op("quantize_mx", mx.quantize_mx, reference.quantize_mx, _inputs, _cases,
-       "MXFP8: blocks of 32 with E8M0 scales, compact or swizzled",
-       programs=(mx.variants,)),
+    Registration("quantize_mx", mx.quantize_mx, reference.quantize_mx, _inputs, _cases,
+                 "MXFP8: blocks of 32 with E8M0 scales, compact or swizzled",
+                 programs=(mx.variants,)),
 )

@@ -13,19 +13,10 @@ import numpy as np
 from ... import reference
 from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
 from ...ops.quantize import bias_gradient, swiglu
-from ...recipes import (
-    BLOCK_PROFILES,
-    BLOCK_SCALE_LAYOUTS,
-    MX_MODES,
-    MX_PROFILES,
-    MX_SCALE_LAYOUTS,
-    BlockScaling,
-    CurrentScaling,
-    DelayedScaling,
-    MXScaling,
-)
+from ...options import BLOCK_PROFILES, BLOCK_SCALE_LAYOUTS, MX_MODES, MX_PROFILES, MX_SCALE_LAYOUTS
+from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from ..base import DIRECTIONS, Case, source, values
-from ..registry import Op, register
+from ..registry import Registration, register
 from ..scales.swizzle import sizes
 
 _BOTH = DIRECTIONS[2]
@@ -247,10 +238,11 @@ def _cases() -> Iterator[Case]:
 
 
 register(
-    Op("swiglu_quantize", swiglu.swiglu_quantize, reference.swiglu_quantize, _inputs, _cases,
-       "SwiGLU with weights, biases and clamp, quantised without a rounding in between",
-       programs=(swiglu.variants,)),
-    Op("swiglu_backward_quantize", _backward, _backward_reference, _backward_inputs, _backward_cases,
-       "the gradients of SwiGLU's input, quantised, and of its weights",
-       programs=(swiglu.variants, bias_gradient.variants)),
+    Registration("swiglu_quantize", swiglu.swiglu_quantize, reference.swiglu_quantize, _inputs, _cases,
+                 "SwiGLU with weights, biases and clamp, quantised without a rounding in between",
+                 programs=(swiglu.variants,)),
+    Registration("swiglu_backward_quantize", _backward, _backward_reference, _backward_inputs,
+                 _backward_cases,
+                 "the gradients of SwiGLU's input, quantised, and of its weights",
+                 programs=(swiglu.variants, bias_gradient.variants)),
 )

@@ -24,7 +24,7 @@ from ...ops.convert import astype
 from ...ops.quantize import bias_gradient, tensor, tensor_current
 from ...ops.scales import amax, scale
 from ..base import ALIGNED_MATRIX, DIRECTIONS, MATRIX, SHAPES, Case, source, values
-from ..registry import Op, register
+from ..registry import Registration, register
 
 _SCALES = (1.0, 0.37, 2.0**-130, 0.0, 3e38, float("inf"), float("nan"), -2.0)
 
@@ -192,28 +192,29 @@ def _update_cases() -> Iterator[Case]:
 
 
 register(
-    Op("quantize_tensor", tensor.quantize_tensor, reference.quantize_tensor, _quantize_inputs,
-       _quantize_cases,
-       "per-tensor FP8 with a given scale or that of its own amax; also writes amax and dbias",
-       programs=(tensor.variants, tensor_current.variants, bias_gradient.variants, amax.variants)),
-    Op("cast_transpose", tensor.cast_transpose, reference.cast_transpose, _quantize_inputs,
-       _cast_transpose_cases,
-       "`quantize_tensor` row-wise and column-wise from a single read of x",
-       programs=(tensor.variants, tensor_current.variants, bias_gradient.variants, amax.variants)),
-    Op("astype", astype.astype, reference.astype, _array_inputs, _astype_cases,
-       "conversion between float32, float16, bfloat16, E4M3, E5M2 and E8M0",
-       programs=(astype.variants,)),
-    Op("transpose", astype.transpose, reference.transpose, _array_inputs, _transpose_cases,
-       "the last two axes of FP8 or E8M0 data swapped, byte for byte",
-       programs=(astype.variants,)),
-    Op("compute_amax", amax.compute_amax, reference.compute_amax, _array_inputs, _amax_cases,
-       "the largest magnitude, in one launch",
-       programs=(amax.variants,)),
-    Op("compute_scale", scale.compute_scale, reference.compute_scale, _array_inputs, _compute_scale_cases,
-       "the scale that brings an amax to the format's maximum: margin, eps, powers of two",
-       programs=(scale.variants,)),
-    Op("update_delayed_scaling", scale.update_delayed_scaling, reference.update_delayed_scaling,
-       _update_inputs, _update_cases,
-       "n amax histories roll and give n scales, in place, in one launch",
-       programs=(scale.variants,), updates=("history", "scale")),
+    Registration("quantize_tensor", tensor.quantize_tensor, reference.quantize_tensor, _quantize_inputs,
+                 _quantize_cases,
+                 "per-tensor FP8 with a given scale or that of its own amax; also writes amax and dbias",
+                 programs=(tensor.variants, tensor_current.variants, bias_gradient.variants, amax.variants)),
+    Registration("cast_transpose", tensor.cast_transpose, reference.cast_transpose, _quantize_inputs,
+                 _cast_transpose_cases,
+                 "`quantize_tensor` row-wise and column-wise from a single read of x",
+                 programs=(tensor.variants, tensor_current.variants, bias_gradient.variants, amax.variants)),
+    Registration("astype", astype.astype, reference.astype, _array_inputs, _astype_cases,
+                 "conversion between float32, float16, bfloat16, E4M3, E5M2 and E8M0",
+                 programs=(astype.variants,)),
+    Registration("transpose", astype.transpose, reference.transpose, _array_inputs, _transpose_cases,
+                 "the last two axes of FP8 or E8M0 data swapped, byte for byte",
+                 programs=(astype.variants,)),
+    Registration("compute_amax", amax.compute_amax, reference.compute_amax, _array_inputs, _amax_cases,
+                 "the largest magnitude, in one launch",
+                 programs=(amax.variants,)),
+    Registration("compute_scale", scale.compute_scale, reference.compute_scale, _array_inputs,
+                 _compute_scale_cases,
+                 "the scale that brings an amax to the format's maximum: margin, eps, powers of two",
+                 programs=(scale.variants,)),
+    Registration("update_delayed_scaling", scale.update_delayed_scaling, reference.update_delayed_scaling,
+                 _update_inputs, _update_cases,
+                 "n amax histories roll and give n scales, in place, in one launch",
+                 programs=(scale.variants,), updates=("history", "scale")),
 )

@@ -13,7 +13,7 @@ from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e5m2, float32
 from ...ops.quantize import blocks, grouped_blocks, mx, tensor_list
 from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from ..base import Case, values
-from ..registry import Op, register
+from ..registry import Registration, register
 
 #: A few blocks of threads; and where rows allow chunked access; whole patches only; tails of every tile, and
 #: every alignment; empty; many; of one shape, with several blocks each; as many as fit into a launch's
@@ -144,10 +144,10 @@ def _quantize_cases() -> Iterator[Case]:
 
 
 register(
-    Op("multi_cast_transpose", _cast, _cast_reference, _inputs, _cast_cases,
-       "`cast_transpose` of any number of matrices of any shapes, in one launch",
-       programs=(tensor_list.variants,)),
-    Op("multi_quantize", _quantize, _quantize_reference, _inputs, _quantize_cases,
-       "any recipe for any number of arrays of any shapes, in one or two launches",
-       programs=(tensor_list.variants, grouped_blocks.variants, blocks.variants, mx.variants)),
+    Registration("multi_cast_transpose", _cast, _cast_reference, _inputs, _cast_cases,
+                 "`cast_transpose` of any number of matrices of any shapes, in one launch",
+                 programs=(tensor_list.variants,)),
+    Registration("multi_quantize", _quantize, _quantize_reference, _inputs, _quantize_cases,
+                 "any recipe for any number of arrays of any shapes, in one or two launches",
+                 programs=(tensor_list.variants, grouped_blocks.variants, blocks.variants, mx.variants)),
 )

@@ -14,7 +14,7 @@ from ...formats import float8_e8m0fnu, float32, int32
 from ...layouts import SCALE_DTYPES, scale_dtype, scale_shape
 from ...ops.scales import convert, swizzle
 from ..base import MATRIX, Case, values
-from ..registry import Op, register
+from ..registry import Registration, register
 
 _ROW, _COLUMN, _SQUARE = (1, 128), (128, 1), (128, 128)
 _SHAPES = ((1, 1), (5, 300), (0, 5), (5, 0), (0, 0), (31, 1000), (33, 129), (4, 640), (127, 4224),
@@ -83,7 +83,7 @@ def _cases() -> Iterator[Case]:
 
 
 register(
-    Op("convert_scales", convert.convert_scales, reference.convert_scales, _inputs, _cases,
-       "scales of blocks from any layout to any other, f32 powers of two and E8M0",
-       programs=(convert.variants, swizzle.variants)),
+    Registration("convert_scales", convert.convert_scales, reference.convert_scales, _inputs, _cases,
+                 "scales of blocks from any layout to any other, f32 powers of two and E8M0",
+                 programs=(convert.variants, swizzle.variants)),
 )

@@ -14,7 +14,7 @@ from ...formats import float8_e8m0fnu
 from ...ops.scales import swizzle
 from ...results import swap_last
 from ..base import MATRIX, Case, poison, source
-from ..registry import Op, register
+from ..registry import Registration, register
 
 _SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (0, 0), (31, 3), (33, 4), (127, 6), (128, 4), (129, 5),
            (256, 32), (257, 33), (31, 130),
@@ -115,10 +115,10 @@ def _unswizzle_cases() -> Iterator[Case]:
 
 
 register(
-    Op("swizzle_scales", _swizzle, _swizzle_reference, _swizzle_inputs, _swizzle_cases,
-       "E8M0 scales in the 128×4 tiles of block-scaled matrix products; groups too",
-       programs=(swizzle.variants,)),
-    Op("unswizzle_scales", _unswizzle, _unswizzle_reference, _unswizzle_inputs, _unswizzle_cases,
-       "swizzled scales as compact ones, without the padding",
-       programs=(swizzle.variants,)),
+    Registration("swizzle_scales", _swizzle, _swizzle_reference, _swizzle_inputs, _swizzle_cases,
+                 "E8M0 scales in the 128×4 tiles of block-scaled matrix products; groups too",
+                 programs=(swizzle.variants,)),
+    Registration("unswizzle_scales", _unswizzle, _unswizzle_reference, _unswizzle_inputs, _unswizzle_cases,
+                 "swizzled scales as compact ones, without the padding",
+                 programs=(swizzle.variants,)),
 )

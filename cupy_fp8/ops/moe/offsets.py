@@ -78,8 +78,8 @@ def splits_to_offsets(splits: Any, *, strides: Sequence[int] = (1,),
     beside = None
     if isinstance(splits, (list, tuple)) and isinstance(outputs, (list, tuple)) and outputs:
         beside = outputs[0]
-    plan = _plan(_integers(strides), _unchanging(include_leading_zero), _unchanging(dtypes))
-    result: list[Array] = run(_OFFSETS, (splits, beside, plan, bulk_allocate, check), outputs)
+    options = _options(_integers(strides), _unchanging(include_leading_zero), _unchanging(dtypes))
+    result: list[Array] = run(_OFFSETS, (splits, beside, options, bulk_allocate, check), outputs)
     return result
 
 
@@ -103,8 +103,8 @@ class _Output(NamedTuple):
                                              wide=int(self.dtype.itemsize == 8), lead=int(self.lead))
 
 
-class _Plan:
-    """The options, validated. A plan is known by its identity: equal options have the same."""
+class _Options:
+    """The validated options. Equal options are one object, so a call is remembered by its identity."""
 
     def __init__(self, strides: tuple[int, ...], leads: Any, dtypes: Any) -> None:
         for i, stride in enumerate(strides):
@@ -115,14 +115,14 @@ class _Plan:
         self.outputs = tuple(map(_Output, strides, map(_lead, leads), map(_dtype, dtypes)))
 
 
-_cached_plan = functools.lru_cache(maxsize=1024)(_Plan)
+_cached_options = functools.lru_cache(maxsize=1024)(_Options)
 
 
-def _plan(strides: tuple[int, ...], leads: Any, dtypes: Any) -> _Plan:
+def _options(strides: tuple[int, ...], leads: Any, dtypes: Any) -> _Options:
     try:
-        return _cached_plan(strides, leads, dtypes)
-    except TypeError:                               # an option that is not even hashable: _Plan says which
-        return _Plan(strides, leads, dtypes)
+        return _cached_options(strides, leads, dtypes)
+    except TypeError:                               # an option that is not even hashable: _Options says which
+        return _Options(strides, leads, dtypes)
 
 
 def _integers(strides: Any) -> tuple[int, ...]:
@@ -163,12 +163,12 @@ def _dtype(given: Any) -> np.dtype[Any]:
     return dtype
 
 
-def _check_sizes(sizes: np.ndarray, plan: _Plan) -> None:
+def _check_sizes(sizes: np.ndarray, options: _Options) -> None:
     """ValueError unless all sizes are 0 or more, and every offset fits its dtype."""
     given = sizes.tolist()                                  # Python's integers: sums do not overflow
     refuse_negative(given)
     total = sum(given)
-    for i, output in enumerate(plan.outputs):
+    for i, output in enumerate(options.outputs):
         if total * output.stride > output.largest:
             hint = "; ask for int64 there" if output.dtype.itemsize == 4 else ""
             raise ValueError(f"splits: output {i} would end with {total} * {output.stride}, more than "
@@ -222,25 +222,25 @@ class _Buffer(_Arrays):
 # ---- the op ----
 class _Inputs(NamedTuple):
     groups: Groups
-    plan: _Plan
+    options: _Options
     result: _Arrays
 
 
 class _SplitsToOffsets(Op[_Inputs]):
-    def arguments(self, call: Call, splits: Any, beside: Any, plan: _Plan, bulk_allocate: Any,
+    def arguments(self, call: Call, splits: Any, beside: Any, options: _Options, bulk_allocate: Any,
                   check: Any) -> _Inputs:
         groups = call.splits("splits", splits, check, beside=beside)
         if groups.host is not None:
-            _check_sizes(groups.host, plan)
-        arrays = [output.written(i, len(groups.array)) for i, output in enumerate(plan.outputs)]
+            _check_sizes(groups.host, options)
+        arrays = [output.written(i, len(groups.array)) for i, output in enumerate(options.outputs)]
         kind = _Buffer if flag(bulk_allocate, "bulk_allocate") else _Arrays
-        return _Inputs(groups, plan, kind(*arrays))
+        return _Inputs(groups, options, kind(*arrays))
 
     def result(self, inputs: _Inputs) -> Description:
         return inputs.result
 
     def reference(self, inputs: _Inputs) -> list[np.ndarray]:
-        outputs = inputs.plan.outputs
+        outputs = inputs.options.outputs
         made = reference.splits_to_offsets(inputs.groups.host, strides=[o.stride for o in outputs],
                                            include_leading_zero=[o.lead for o in outputs],
                                            dtypes=[o.dtype for o in outputs])
@@ -252,12 +252,12 @@ class _SplitsToOffsets(Op[_Inputs]):
         return views
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
-        groups, plan, _ = inputs
-        if not plan.outputs:
+        groups, options, _ = inputs
+        if not options.outputs:
             return
         assert isinstance(call.result, _Arrays)
         addresses = call.result.addresses(written)
-        outputs = [output.packed(at) for output, at in zip(plan.outputs, addresses, strict=True)]
+        outputs = [output.packed(at) for output, at in zip(options.outputs, addresses, strict=True)]
         words = _KERNEL.record("Output").size // 8          # of a record, which begins with an address
         x, tiles = groups.array, max(1, cdiv(len(groups.array), _TILE))
         members: dict[str, Any] = {"splits": groups.members(call.error_word()), "tiles": tiles}

@@ -18,8 +18,8 @@ from ...kernels import Launch
 from ...layouts import cdiv
 from ...results import Quantized, Scaled
 from ...routing import Routing
-from . import permute_plans as plans
-from .permute_plans import variants as variants
+from . import permute_launches as launching
+from .permute_launches import variants as variants
 from .rows import Rows, check_has_rows, read_rows
 
 
@@ -239,15 +239,15 @@ class _Permute(Op[_Moved]):
     def launches(self, call: Call, inputs: _Moved, *written: int) -> Iterator[Launch]:
         (_, data, scales, _), routing, probs = inputs
         data_at, *rest = written
-        data_rows, scale_rows = plans.rows(data, data_at, routing.tokens), plans.NO_ROWS
+        data_rows, scale_rows = launching.rows(data, data_at, routing.tokens), launching.NO_ROWS
         if scales is not None:
             scales_at, *rest = rest
             if scales.shape[1]:
-                scale_rows = plans.rows(scales, scales_at, routing.tokens)
-        grid, clearing = plans.grid(routing, data_rows["blocks"] + scale_rows["blocks"], data.shape)
-        yield plans.permute_variant().bind(
+                scale_rows = launching.rows(scales, scales_at, routing.tokens)
+        grid, clearing = launching.grid(routing, data_rows["blocks"] + scale_rows["blocks"], data.shape)
+        yield launching.permute_variant().bind(
             data.array, grid, data=data_rows, scales=scale_rows, probs=probs.at,
-            rows_probs=rest[0] if rest else 0, routes=plans.routes(routing, probs.columns, clearing))
+            rows_probs=rest[0] if rest else 0, routes=launching.routes(routing, probs.columns, clearing))
 
 
 # ---- unpermute, and the gradient of permute ----
@@ -293,12 +293,13 @@ class _Unpermute(Op[_Summed]):
         y, routing, probs, probs_grad = inputs
         count, size, to = prod(y.shape[1:]), y.dtype.itemsize, written[0]
         vector = (y.at | to | count * size) % 16 == 0
-        plan = plans.unpermute_plan(routing.tokens, routing.topk, cdiv(count * size, 16))
-        topk = routing.topk if vector and routing.topk in plans.TOPKS else 0
+        division = launching.unpermute_division(routing.tokens, routing.topk, cdiv(count * size, 16))
+        topk = routing.topk if vector and routing.topk in launching.TOPKS else 0
         gathering = {} if probs_grad is None else {"from_rows": probs_grad.at, "to_slots": written[1]}
-        yield plans.unpermute_variant(y.dtype, topk).bind(
-            y.array, plan.blocks, y=y.at, out=to, probs=probs.at, routes=plans.routes(routing, probs.columns),
-            columns=count, **plan.members(), vector=int(vector), **gathering)
+        yield launching.unpermute_variant(y.dtype, topk).bind(
+            y.array, division.blocks, y=y.at, out=to, probs=probs.at,
+            routes=launching.routes(routing, probs.columns), columns=count, **division.members(),
+            vector=int(vector), **gathering)
 
 
 # ---- the gradient of unpermute ----
@@ -340,11 +341,12 @@ class _UnpermuteBackward(Op[_Weighted]):
         grad_y, dprobs = written
         count = prod(grad.shape[1:])
         row_bytes = count * grad.dtype.itemsize
-        grid, clearing = plans.grid(routing, routing.tokens, grad.shape)
-        yield plans.backward_variant(grad.dtype).bind(
+        grid, clearing = launching.grid(routing, routing.tokens, grad.shape)
+        yield launching.backward_variant(grad.dtype).bind(
             grad.array, grid, grad=grad.at, y=y.at, grad_y=grad_y, probs=probs.at, dprobs=dprobs,
-            routes=plans.routes(routing, probs.columns, clearing), columns=count,
-            vector=int((grad.at | y.at | grad_y | row_bytes) % 16 == 0), step=plans.step(grad_y | row_bytes))
+            routes=launching.routes(routing, probs.columns, clearing), columns=count,
+            vector=int((grad.at | y.at | grad_y | row_bytes) % 16 == 0),
+            step=launching.step(grad_y | row_bytes))
 
 
 _PERMUTE, _MOVE_GRAD = _Permute("x"), _Permute("grad")

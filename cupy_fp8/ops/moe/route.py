@@ -181,7 +181,7 @@ class _Result(Description):
     """A Routing for these sizes."""
 
     def __init__(self, extents: _Extents) -> None:
-        self._form = extents
+        self._extents = extents
         parts: list[tuple[str, tuple[int, ...], np.dtype[Any]]] = [
             ("row_map", (extents.tokens, extents.topk), _INT32), ("splits", (extents.number,), _INT32),
             ("aligned_splits", (extents.number,), _INT32), ("offsets", (extents.number + 1,), _INT64),
@@ -194,16 +194,16 @@ class _Result(Description):
 
     def build(self, arrays: Sequence[Array]) -> Routing:
         parts = dict(zip(self.names, arrays, strict=True))
-        return Routing(**parts, rows=self._form.rows, align=self._form.align)
+        return Routing(**parts, rows=self._extents.rows, align=self._extents.align)
 
     def arrays_of(self, out: Any) -> list[Array]:
         if not isinstance(out, Routing):
             raise TypeError(f"out: expected a Routing (an earlier result), got {type(out).__name__}")
-        if self._form.mask != (out.experts is not None):
-            wanted, found = ("a mask", "indices") if self._form.mask else ("indices", "a mask")
+        if self._extents.mask != (out.experts is not None):
+            wanted, found = ("a mask", "indices") if self._extents.mask else ("indices", "a mask")
             raise ValueError(f"out: expected the routing of {wanted}, got that of {found}")
-        if out.align != self._form.align:
-            raise ValueError(f"out: expected align {self._form.align}, got a routing with {out.align}")
+        if out.align != self._extents.align:
+            raise ValueError(f"out: expected align {self._extents.align}, got a routing with {out.align}")
         return [getattr(out, name) for name in self.names]
 
 

@@ -15,9 +15,9 @@ import numpy as np
 from ...arrays import Array, empty_beside, is_contiguous
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, Written
+from ...directions import Direction
 from ...formats import INPUT_DTYPES
 from ...kernels.warp_tiles import LANE_COLUMNS
-from ...recipes import Form
 from ...results import Quantized, swap_last
 
 #: How the data of one direction are stored: not at all, in the order of x's memory, or with its last two axes
@@ -33,17 +33,17 @@ _NOWHERE = 0, 0
 
 # ---- the result ----
 class BlockResult(Description):
-    """A Quantized whose directions are described by `forms`. shared: 'data', 'scale_inv', what both
+    """A Quantized whose directions are described by `directions`. shared: 'data', 'scale_inv', what both
     directions have in common, if there are both. kind: of data, for messages."""
 
-    def __init__(self, forms: dict[str, Form], shared: tuple[str, ...], kind: str) -> None:
-        self.forms, self.shared, self.kind = forms, shared if len(forms) == 2 else (), kind
+    def __init__(self, directions: dict[str, Direction], shared: tuple[str, ...], kind: str) -> None:
+        self.directions, self.shared, self.kind = directions, shared if len(directions) == 2 else (), kind
         # of data and scale_inv among the arrays, by direction
         self._positions: dict[str, list[int]] = {}
         written: list[Written] = []
-        for name, form in forms.items():
+        for name, direction in directions.items():
             positions = self._positions[name] = []
-            for what, shape, dtype in _arrays_of(form):
+            for what, shape, dtype in _arrays_of(direction):
                 if self._is_shared(name, what):
                     positions.append(self._positions["rowwise"][len(positions)])
                 else:
@@ -52,7 +52,7 @@ class BlockResult(Description):
         super().__init__(*written)
 
     def build(self, arrays: Sequence[Array]) -> Quantized:
-        parts = {name: self.forms[name].of(arrays[data], arrays[scales])
+        parts = {name: self.directions[name].scaled(arrays[data], arrays[scales])
                  for name, (data, scales) in self._positions.items()}
         if len(self.shared) == 2:
             parts["columnwise"] = parts["rowwise"]
@@ -62,7 +62,7 @@ class BlockResult(Description):
         return {name: (written[data], written[scales]) for name, (data, scales) in self._positions.items()}
 
     def arrays_of(self, out: Any) -> list[Array]:
-        check_forms(out, self.forms, self.kind)
+        check_out(out, self.directions, self.kind)
         found = []
         for name, part in out._parts():
             for what, a in zip(("data", "scale_inv"), part, strict=True):
@@ -77,27 +77,29 @@ class BlockResult(Description):
         return name == "columnwise" and what in self.shared
 
 
-def _arrays_of(form: Form) -> tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...]:
-    return ("data", form.stored, form.dtype), ("scale_inv", form.scale_shape, form.scale_dtype)
+def _arrays_of(direction: Direction) -> tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...]:
+    return (("data", direction.stored, direction.dtype),
+            ("scale_inv", direction.scale_shape, direction.scale_dtype))
 
 
-def check_forms(out: Any, forms: Mapping[str, Form], kind: str) -> None:
+def check_out(out: Any, directions: Mapping[str, Direction], kind: str) -> None:
     """TypeError or ValueError unless a result given as `out=` has these directions. kind: of data, for
     messages."""
     if not isinstance(out, Quantized):
         raise TypeError("out: expected a Quantized (an earlier result, or recipe.empty(…)), got "
                         f"{type(out).__name__}")
     for name, part in (("rowwise", out.rowwise), ("columnwise", out.columnwise)):
-        form = forms.get(name)
-        if (part is None) != (form is None):
+        direction = directions.get(name)
+        if (part is None) != (direction is None):
             raise ValueError(f"out: {'no' if part is None else 'has a'} {name} part, but "
-                             f"{name}={form is not None} was asked for")
-        if part is None or form is None:
+                             f"{name}={direction is not None} was asked for")
+        if part is None or direction is None:
             continue
-        if (part.shape, part.transposed, part.block, part.scale_layout) != form[1:5]:
-            raise ValueError(f"out.{name}: expected {kind} data of shape {form.shape}, "
-                             f"{'' if form.transposed else 'not '}stored transposed, block {form.block}, "
-                             f"scales {form.scale_layout}; got {part!r}, scales {part.scale_layout}")
+        if (part.shape, part.transposed, part.block, part.scale_layout) != direction[1:5]:
+            order = "stored transposed" if direction.transposed else "not stored transposed"
+            raise ValueError(f"out.{name}: expected {kind} data of shape {direction.shape}, {order}, block "
+                             f"{direction.block}, scales {direction.scale_layout}; got {part!r}, scales "
+                             f"{part.scale_layout}")
 
 
 # ---- what kernels are told ----
@@ -112,10 +114,10 @@ class Axis(NamedTuple):
     strides: tuple[int, ...]
 
 
-def stored(form: Form | None, swapped: bool) -> int:
+def stored(direction: Direction | None, swapped: bool) -> int:
     """How the data of a direction are stored. swapped: whether x lies in memory with its last two axes
     swapped."""
-    return ABSENT if form is None else AS_IS if form.transposed == swapped else TRANSPOSED
+    return ABSENT if direction is None else AS_IS if direction.transposed == swapped else TRANSPOSED
 
 
 def destinations(axes: tuple[Axis, Axis], places: Places) -> Members:
@@ -135,7 +137,7 @@ class Quantization:
                  result: BlockResult) -> None:
         self.shape, self.source, self.to, self.result = shape, source, to, result
         self.size, (self.rows, self.columns) = prod(shape), shape[-2:]
-        self.forms, self.shared, self.kind = result.forms, result.shared, result.kind
+        self.directions, self.shared, self.kind = result.directions, result.shared, result.kind
 
     def empty(self, x: Array) -> Quantized:
         """An uninitialised result beside x."""

@@ -16,13 +16,14 @@ from ...calls import splits as sizes
 from ...calls.call import Call, Input, Op, run
 from ...calls.memory import Range
 from ...calls.results import Description
+from ...directions import check_directions
 from ...formats import INPUT_DTYPES, float32
 from ...grouped import Grouped
 from ...kernels import Launch, Variant
 from ...layouts import padded_rows, round_up
-from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, check_directions
+from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from . import grouped_blocks, grouped_tensor
-from .grouped_call import Arrays, Form, GroupedResult, Inputs, Recipe
+from .grouped_call import Arrays, GroupedFacts, GroupedResult, Inputs, Recipe
 
 _INT64 = np.dtype(np.int64)
 _MOST_INT32 = 0x7FFFFFFF
@@ -141,16 +142,17 @@ class _GroupQuantize(Op[Inputs]):
         call.noop(noop)
         placed = None if offsets is None else _offsets(call, offsets, align, groups, check)
         shape = _result_rows(groups, rows, align), found.shape[1]
-        plan, (form, arrays) = None, _one_scale_each(shape, each, recipe, rowwise, columnwise)
+        quantization, (facts, arrays) = None, _one_scale_each(shape, each, recipe, rowwise, columnwise)
         if isinstance(recipe, (BlockScaling, MXScaling)):
-            plan = grouped_blocks.plan_of(shape, found.dtype, recipe, bool(rowwise), bool(columnwise))
-            form, arrays = grouped_blocks.described(plan, *each)
+            quantization = grouped_blocks.quantization_of(shape, found.dtype, recipe, bool(rowwise),
+                                                          bool(columnwise))
+            facts, arrays = grouped_blocks.described(quantization, *each)
         if placed is None:
             arrays["offsets"] = (each[0] + 1,), _INT64
         if align > 1:
             arrays["splits"] = each, groups.array.dtype
         return Inputs(found, groups, recipe, bool(rowwise), bool(columnwise), scaled, raised, placed, align,
-                      plan, GroupedResult(form, arrays, groups, placed and placed.array))
+                      quantization, GroupedResult(facts, arrays, groups, placed and placed.array))
 
     def result(self, inputs: Inputs) -> Description:
         return inputs.result
@@ -162,7 +164,7 @@ class _GroupQuantize(Op[Inputs]):
             columnwise=inputs.columnwise, scales=scales, amaxes=amaxes, offsets=offsets, align=inputs.align)
 
     def launches(self, call: Call, inputs: Inputs, *written: int) -> Iterator[Launch]:
-        of_kind = grouped_tensor if inputs.plan is None else grouped_blocks
+        of_kind = grouped_tensor if inputs.quantization is None else grouped_blocks
         return of_kind.launches(call, inputs, inputs.result.places(written))
 
 
@@ -216,11 +218,11 @@ def _result_rows(groups: sizes.Groups, rows: int, align: int) -> int:
 
 
 def _one_scale_each(shape: tuple[int, int], each: tuple[int], recipe: Recipe, rowwise: bool,
-                    columnwise: bool) -> tuple[Form, Arrays]:
+                    columnwise: bool) -> tuple[GroupedFacts, Arrays]:
     """The result of per-tensor recipes: what it is, and its data and scales."""
     wanted = (("rowwise", rowwise), ("columnwise", columnwise))
     data: Arrays = {name: ((prod(shape),), recipe.dtype) for name, is_wanted in wanted if is_wanted}
-    return Form(shape), {**data, "scale_inv": (each, float32)}
+    return GroupedFacts(shape), {**data, "scale_inv": (each, float32)}
 
 
 def variants() -> Iterator[Variant]:

@@ -15,7 +15,8 @@ from ...calls.row_segments import find_segments, pays
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES
 from ...kernels import Kernel, Launch, Variant, grid_size, tiles
 from ...layouts import cdiv, padded_rows
-from ...recipes import CurrentScaling, checked_eps
+from ...options import checked_eps
+from ...recipes import CurrentScaling
 from ..scales.scale import scale_target
 from . import single_read
 from .grouped_call import Inputs, row_groups, tiled

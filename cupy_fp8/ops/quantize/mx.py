@@ -12,11 +12,12 @@ import numpy as np
 from ... import reference
 from ...arrays import Array
 from ...calls.call import Call
+from ...directions import Direction, mx_directions
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, float16, float32, lookup
 from ...kernels import Kernel, Launch, Variant, elementwise
 from ...kernels.warp_tiles import LANE_COLUMNS, Panels
 from ...layouts import SWIZZLE_COLUMNS, cdiv, scale_grid
-from ...recipes import Form, check_mx_options, mx_forms
+from ...options import check_mx_options
 from ...results import Quantized
 from . import block_results
 from .block_results import ABSENT, AS_IS, TRANSPOSED, Axis, BlockOp, BlockResult, Inputs, Members
@@ -100,12 +101,12 @@ class MxQuantization(block_results.Quantization):
         to, rowwise, columnwise, transposed, mode, profile, block, scale_layout = options
         check_mx_options(mode, profile, block, scale_layout)
         switches = flag(rowwise, "rowwise"), flag(columnwise, "columnwise"), flag(transposed, "transposed")
-        forms = mx_forms(block_results.logical(shape, swapped), to, *switches, block, scale_layout)
+        directions = mx_directions(block_results.logical(shape, swapped), to, *switches, scale_layout)
         square = block == (_BLOCK, _BLOCK)
-        same_data = square and "columnwise" in forms and not forms["columnwise"].transposed
-        super().__init__(shape, source, to, BlockResult(forms, ("data",) * same_data, "MX"))
+        same_data = square and "columnwise" in directions and not directions["columnwise"].transposed
+        super().__init__(shape, source, to, BlockResult(directions, ("data",) * same_data, "MX"))
         self.block, self.tall = block, scale_layout == "swizzled" or swapped
-        self.axes = _axes(forms, swapped, square)
+        self.axes = _axes(directions, swapped, square)
         self.members: Members = {"n": self.size, "rows": self.rows, "columns": self.columns,
                                  "rule": _rule(to, mode, profile), "square": int(square),
                                  "stored": self.axes[0].stored | self.axes[1].stored << 2}
@@ -115,23 +116,24 @@ class MxQuantization(block_results.Quantization):
         """Whether quantize_mx_rows can write all of it: whole blocks along rows of memory, whose scales
         follow one another."""
         along_rows, along_columns = self.axes
-        form = self.forms.get(along_rows.scales or "")
-        return (along_rows.stored, along_columns.stored) == (AS_IS, ABSENT) and form is not None and (
-            self.columns % _BLOCK == 0 and form.scale_layout == "compact" and form.block == (1, _BLOCK))
+        direction = self.directions.get(along_rows.scales or "")
+        return (along_rows.stored, along_columns.stored) == (AS_IS, ABSENT) and direction is not None and (
+            (direction.block, direction.scale_layout) == ((1, _BLOCK), "compact")
+            and self.columns % _BLOCK == 0)
 
 
-def _axes(forms: dict[str, Form], swapped: bool, square: bool) -> tuple[Axis, Axis]:
+def _axes(directions: dict[str, Direction], swapped: bool, square: bool) -> tuple[Axis, Axis]:
     """What is written along rows and along columns of memory."""
     names = ("columnwise", "rowwise") if swapped else ("rowwise", "columnwise")
-    stored = [block_results.stored(forms.get(name), swapped) for name in names]
+    stored = [block_results.stored(directions.get(name), swapped) for name in names]
     data: list[str | None] = [name if how else None for name, how in zip(names, stored, strict=True)]
     # the same codes whatever the direction: what counts is how they are stored
     if square:
         by_order = dict(zip(stored, names, strict=True))
         stored = [AS_IS if AS_IS in by_order and TRANSPOSED in by_order else ABSENT, max(by_order)]
         data = [by_order[how] if how else None for how in stored]
-    rows, columns = (Axis(data[i], stored[i], name if name in forms else None,
-                          _scale_strides(forms.get(name)))
+    rows, columns = (Axis(data[i], stored[i], name if name in directions else None,
+                          _scale_strides(directions.get(name)))
                      for i, name in enumerate(names))
     return rows, columns
 
@@ -148,13 +150,14 @@ def _rule(dtype: np.dtype[Any], mode: str, profile: str) -> tuple[float, int, in
     return factor, rounding, bias, 254 if profile == "te" else 255
 
 
-def _scale_strides(form: Form | None) -> tuple[int, int, int]:
+def _scale_strides(direction: Direction | None) -> tuple[int, int, int]:
     """The ScaleTarget of kernels_cu/include/numerics/e8m0.cuh, but for the address."""
-    if form is None:
+    if direction is None:
         return _NO_SCALES
-    assert form.block is not None
-    grid, matrix = scale_grid(form.shape, form.block), form.scale_shape[-2] * form.scale_shape[-1]
-    if form.scale_layout == "swizzled":
+    assert direction.block is not None
+    grid = scale_grid(direction.shape, direction.block)
+    matrix = direction.scale_shape[-2] * direction.scale_shape[-1]
+    if direction.scale_layout == "swizzled":
         return matrix, 0, cdiv(grid.blocks, SWIZZLE_COLUMNS)
     return matrix, *((1, grid.outer) if grid.columnwise else (grid.blocks, 1))
 
@@ -166,31 +169,32 @@ class _QuantizeMx(BlockOp):
     options = ("dtype", "rowwise", "columnwise", "transposed", "mode", "profile", "block", "scale_layout")
 
     def launches(self, call: Call, inputs: Inputs, *written: int) -> Iterator[Launch]:
-        plan: MxQuantization = inputs.quantization
-        if plan.size:
-            yield (_rows_launch if plan.elementwise else _tile_launch)(call, inputs, written)
+        quantization: MxQuantization = inputs.quantization
+        if quantization.size:
+            yield (_rows_launch if quantization.elementwise else _tile_launch)(call, inputs, written)
 
 
 def _rows_launch(call: Call, inputs: Inputs, written: tuple[int, ...]) -> Launch:
     """quantize_mx_rows: compact scales along rows of memory, data as they are."""
-    plan, x = inputs.quantization, inputs.x
-    members = block_results.destinations(plan.axes, plan.result.places(written))
-    grid, vector = elementwise.grid(plan.size, plan.shape, x.dtype.itemsize, 1, x.at, members["fast_data"])
-    return _rows_variant(plan.source, plan.to).bind(x.array, grid, x=x.at, noop=call.noop_at, **members,
-                                                    **plan.members, vector=vector)
+    quantization, x = inputs.quantization, inputs.x
+    members = block_results.destinations(quantization.axes, quantization.result.places(written))
+    grid, vector = elementwise.grid(quantization.size, quantization.shape, x.dtype.itemsize, 1, x.at,
+                                    members["fast_data"])
+    return _rows_variant(quantization.source, quantization.to).bind(
+        x.array, grid, x=x.at, noop=call.noop_at, **members, **quantization.members, vector=vector)
 
 
 def _tile_launch(call: Call, inputs: Inputs, written: tuple[int, ...]) -> Launch:
     """quantize_mx_tile: everything else, both directions in one launch."""
-    plan, x = inputs.quantization, inputs.x
-    members = plan.warp_tile_members(plan.axes, plan.result.places(written),
+    quantization, x = inputs.quantization, inputs.x
+    members = quantization.warp_tile_members(quantization.axes, quantization.result.places(written),
                                      x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0)
-    stored = plan.axes[0].stored, plan.axes[1].stored
-    tile = _wide_tile(plan.source, *stored, plan.tall) if members["vector"] == 7 else None
-    variant = tile_variant(plan.source, plan.to, *stored, tile) if tile else any_shape_variant(plan.source,
-        plan.to)
-    return variant.bind(x.array, (tile or ANY_SHAPE).grid(plan.shape), x=x.at, noop=call.noop_at, **members,
-                        **plan.members)
+    stored = quantization.axes[0].stored, quantization.axes[1].stored
+    tile = _wide_tile(quantization.source, *stored, quantization.tall) if members["vector"] == 7 else None
+    variant = (tile_variant(quantization.source, quantization.to, *stored, tile) if tile
+               else any_shape_variant(quantization.source, quantization.to))
+    return variant.bind(x.array, (tile or ANY_SHAPE).grid(quantization.shape), x=x.at, noop=call.noop_at,
+                        **members, **quantization.members)
 
 
 _QUANTIZE = _QuantizeMx()

@@ -15,9 +15,10 @@ from ...calls import row_segments
 from ...calls.call import Call, Input
 from ...calls.results import Description
 from ...calls.splits import Groups
+from ...directions import check_directions
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn
 from ...kernels import Kernel, Launch, Variant, tiles
-from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, check_directions
+from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from ...reference.quantize.swiglu import ALPHA
 from ..scales.scale import scale_target
 from . import blocks, mx
@@ -130,20 +131,21 @@ class _Blocks(Output):
         if recipe.block not in ((1, 128), (1, 64), (1, 32)):
             raise ValueError("recipe: expected blocks of one of ((1, 128), (1, 64), (1, 32)), got "
                              f"{recipe.block}; quantize_block has the others")
-        self._plan = blocks.BlockQuantization(shape, source, False, (
+        self._quantization = blocks.BlockQuantization(shape, source, False, (
             recipe.dtype, rowwise, columnwise, True, recipe.block, recipe.pow2_scale, recipe.eps,
             recipe.profile, recipe.scale_layout))
-        self.result, self.row_block, self.divides = self._plan.result, recipe.block[1], self._plan.divide
-        if any(prod(form.scale_shape) >= 1 << 32 for form in self._plan.forms.values()):
+        self.result, self.divides = self._quantization.result, self._quantization.divide
+        self.row_block = recipe.block[1]
+        if any(prod(d.scale_shape) >= 1 << 32 for d in self._quantization.directions.values()):
             raise ValueError(f"x: expected fewer than 2^32 scales, which rows of {shape[1]} elements have "
                              f"from {shape[0]} rows on")
 
     def places(self, result: Description, written: Sequence[int]) -> Members:
-        places = self._plan.result.places(written)
+        places = self._quantization.result.places(written)
         (data, row_scales), (data_t, column_scales) = (places.get(name, (0, 0)) for name in DIRECTIONS)
-        rows, columns = self._plan.axes(list(self._plan.forms))
+        rows, columns = self._quantization.axes(list(self._quantization.directions))
         return {"data": data, "data_t": data_t, "row_scales": (row_scales, *rows.strides),
-                "column_scales": (column_scales, *columns.strides), "rule": self._plan.rule,
+                "column_scales": (column_scales, *columns.strides), "rule": self._quantization.rule,
                 "block_segments": self.row_block // 32, "divides": int(self.divides)}
 
 
@@ -158,17 +160,18 @@ class _Mx(Output):
         if recipe.block != (1, 32):
             raise ValueError(f"recipe: expected MX blocks of (1, 32), got {recipe.block}; quantize_mx has "
                              "the others")
-        self._plan = mx.MxQuantization(shape, source, False, (
+        self._quantization = mx.MxQuantization(shape, source, False, (
             recipe.dtype, rowwise, columnwise, False, recipe.mode, recipe.profile, recipe.block,
             recipe.scale_layout))
-        self.result = self._plan.result
+        self.result = self._quantization.result
 
     def places(self, result: Description, written: Sequence[int]) -> Members:
-        places = self._plan.result.places(written)
+        places = self._quantization.result.places(written)
         (data, row_scales), (column_data, column_scales) = (places.get(name, (0, 0)) for name in DIRECTIONS)
-        rows, columns = self._plan.axes
+        rows, columns = self._quantization.axes
         return {"data": data, "column_data": column_data, "row_scales": (row_scales, *rows.strides),
-                "column_scales": (column_scales, *columns.strides), "rule": self._plan.members["rule"]}
+                "column_scales": (column_scales, *columns.strides),
+                "rule": self._quantization.members["rule"]}
 
 
 _OUTPUTS: dict[type, Any] = {

@@ -14,9 +14,10 @@ from ... import reference
 from ...arrays import Array
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, Written
+from ...directions import check_directions, dbias_shape
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flags, float8_e4m3fn, float32, lookup
 from ...kernels import Kernel, Launch, Variant, elementwise, tiles
-from ...recipes import check_directions, checked_eps, dbias_shape
+from ...options import checked_eps
 from ...results import Quantized, Scaled, swap_last
 from ..scales.amax import current_scale
 from ..scales.scale import scale_target

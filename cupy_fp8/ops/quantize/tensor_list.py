@@ -15,9 +15,11 @@ from ...arrays import Array
 from ...calls.call import Call, Input, Op, run
 from ...calls.tables import Records
 from ...calls.tensor_lists import ListResult, TableLayout, checked, each_amax, each_scale
+from ...directions import check_directions
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, lookup
 from ...kernels import Kernel, Launch, Variant, tiles
-from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, check_directions, checked_eps
+from ...options import checked_eps
+from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from ...results import Quantized
 from ..scales.scale import scale_target
 from . import single_read, tensor, tensor_list_blocks

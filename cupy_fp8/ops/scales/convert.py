@@ -32,7 +32,7 @@ from ...layouts import (
 )
 from ...reference.scales.convert import is_in_e8m0
 from ...results import Scaled, check_block_scales
-from .swizzle import check_aligned, lines_adjacent, matrix_launches, matrix_plan
+from .swizzle import check_aligned, lines_adjacent, matrix_extents, matrix_launches
 
 _KERNEL = Kernel("scales/convert", "convert_scales")
 _THREADS = 256
@@ -246,8 +246,8 @@ def conversion_launches(call: Call, found: Conversion, scales: Input, to_at: int
     adjacent = _adjacent_lines(found, scales)
     if adjacent is not None:
         compact_at, swizzled_at = (scales.at, to_at) if found.swizzles else (to_at, scales.at)
-        yield from matrix_launches(bool(found.swizzles), scales.array, matrix_plan(found.lines), compact_at,
-                                   swizzled_at, adjacent)
+        yield from matrix_launches(bool(found.swizzles), scales.array, matrix_extents(found.lines),
+                                   compact_at, swizzled_at, adjacent)
     elif found.grid:
         errors = call.error_word() if found.may_be_wrong else 0
         yield found.variant.bind(scales.array, found.grid, to=to_at, errors=errors, **{"from": scales.at},

@@ -15,7 +15,7 @@ from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, Updated, one_array
 from ...formats import FORMATS, FP8_DTYPES, flag, float8_e4m3fn, float32, lookup
 from ...kernels import Kernel, Launch, Variant, elementwise, grid_size, multiprocessors
-from ...recipes import ALGORITHMS, checked_eps, checked_margin
+from ...options import ALGORITHMS, checked_eps, checked_margin
 from ...reference.numerics import times_power_of_two
 
 _COMPUTE_SCALE = Kernel("scales/scale", "compute_scale")

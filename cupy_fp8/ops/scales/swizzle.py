@@ -109,7 +109,7 @@ class _Inputs(NamedTuple):
     adjacent: bool          # whether that swaps its last two axes
     groups: Groups
     axis: int
-    plan: _Plan
+    extents: _Extents
 
 
 class _SwizzleScales(Op[_Inputs]):
@@ -118,10 +118,10 @@ class _SwizzleScales(Op[_Inputs]):
         adjacent = lines_adjacent(s)
         found = call.read("s", s.swapaxes(-1, -2) if adjacent else s, (float8_e8m0fnu,))
         groups = _groups(call, splits, axis, s.shape, check)
-        return _Inputs(s, found, adjacent, groups, axis, _plan(s.shape, groups.number, axis, 0))
+        return _Inputs(s, found, adjacent, groups, axis, _extents(s.shape, groups.number, axis, 0))
 
     def result(self, inputs: _Inputs) -> Description:
-        return Description(Written("out", inputs.plan.swizzled, float8_e8m0fnu))
+        return Description(Written("out", inputs.extents.swizzled, float8_e8m0fnu))
 
     def reference(self, inputs: _Inputs) -> np.ndarray:
         return reference.swizzle_scales(inputs.given, splits=inputs.groups.host, axis=inputs.axis)
@@ -136,19 +136,19 @@ class _UnswizzleScales(Op[_Inputs]):
         _check_dtype(s)
         found, shape = call.read("s", s, (float8_e8m0fnu,)), _as_shape(shape)
         groups = _groups(call, splits, axis, shape, check)
-        plan = _plan(shape, groups.number, axis, 1)
-        if s.shape != plan.swizzled:
+        extents = _extents(shape, groups.number, axis, 1)
+        if s.shape != extents.swizzled:
             of = "" if groups.number is None else f" in {groups.number} groups along axis {axis}"
-            raise ValueError(f"s: expected shape {plan.swizzled} for compact scales of shape {shape}{of}, "
+            raise ValueError(f"s: expected shape {extents.swizzled} for compact scales of shape {shape}{of}, "
                              f"got {s.shape}")
-        return _Inputs(s, found, False, groups, axis, plan)
+        return _Inputs(s, found, False, groups, axis, extents)
 
     def result(self, inputs: _Inputs) -> Description:
-        return _CompactResult(inputs.plan.shape)
+        return _CompactResult(inputs.extents.shape)
 
     def reference(self, inputs: _Inputs) -> np.ndarray:
-        return reference.unswizzle_scales(inputs.s.array, shape=inputs.plan.shape, splits=inputs.groups.host,
-                                          axis=inputs.axis)
+        return reference.unswizzle_scales(inputs.s.array, shape=inputs.extents.shape,
+                                          splits=inputs.groups.host, axis=inputs.axis)
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
         check_aligned("s", inputs.s.at)
@@ -231,9 +231,8 @@ def lines_adjacent(s: Array) -> bool:
 
 
 # ---- launches ----
-class _Plan(NamedTuple):
-    """Everything that follows from the shape of the compact scales: members of the struct LayoutParams,
-    mostly."""
+class _Extents(NamedTuple):
+    """What follows from the shape of the compact scales. Most are members of the struct LayoutParams."""
 
     shape: tuple[int, ...]
     swizzled: tuple[int, ...]
@@ -246,8 +245,8 @@ class _Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(shape: tuple[int, ...], groups: int | None, axis: int, spare: int) -> _Plan:
-    """spare: 1 where the launch also has to reach the scales that no group covers."""
+def _extents(shape: tuple[int, ...], groups: int | None, axis: int, spare: int) -> _Extents:
+    """spare: 1 if the launch also writes the scales that no group covers, else 0."""
     if len(shape) not in (2, 3):
         raise ValueError(f"compact scales: expected shape [R, C] or [E, R, C], got {shape}")
     *batch, lines, blocks = shape
@@ -262,9 +261,8 @@ def _plan(shape: tuple[int, ...], groups: int | None, axis: int, spare: int) -> 
     across = cdiv(reached_columns, SWIZZLE_COLUMNS * _TILES)
     grid = (batch[0] if batch else 1) * (reached_rows // SWIZZLE_ROWS) * across
     swizzled = (*batch, rows, columns) if groups is None else grouped_shape(shape, groups, axis)
-    return _Plan(shape, swizzled, lines, blocks, columns // SWIZZLE_COLUMNS, rows // SWIZZLE_ROWS,
-                 max(across, 1),
-                 grid and grid_size(grid, shape))
+    return _Extents(shape, swizzled, lines, blocks, columns // SWIZZLE_COLUMNS, rows // SWIZZLE_ROWS,
+                    max(across, 1), grid and grid_size(grid, shape))
 
 
 def check_aligned(name: str, at: int, layout: str = "swizzled") -> None:
@@ -278,42 +276,42 @@ def _launches(call: Call, kernel: Kernel, inputs: _Inputs, compact_at: int, swiz
               adjacent: bool) -> Iterator[Launch]:
     groups = inputs.groups
     if groups.number is None:
-        yield from matrix_launches(kernel is _SWIZZLE, inputs.s.array, inputs.plan, compact_at, swizzled_at,
-                                   adjacent)
+        yield from matrix_launches(kernel is _SWIZZLE, inputs.s.array, inputs.extents, compact_at,
+                                   swizzled_at, adjacent)
         return
     splits = {"sizes": groups.at, "groups": groups.number, "errors": call.error_word(), "wide": groups.wide}
-    words = kernel is _SWIZZLE and inputs.axis == 0 and _are_words(inputs.plan, compact_at, adjacent)
+    words = kernel is _SWIZZLE and inputs.axis == 0 and _are_words(inputs.extents, compact_at, adjacent)
     # Even an empty array's sizes are looked at.
     yield _variant(kernel, adjacent, True, words).bind(
-        inputs.s.array, inputs.plan.grid or 1, splits=splits, axis=int(inputs.axis),
-        **_members(inputs.plan, compact_at, swizzled_at, adjacent))
+        inputs.s.array, inputs.extents.grid or 1, splits=splits, axis=int(inputs.axis),
+        **_members(inputs.extents, compact_at, swizzled_at, adjacent))
 
 
-def matrix_launches(swizzles: bool, x: Array, plan: _Plan, compact_at: int, swizzled_at: int,
+def matrix_launches(swizzles: bool, x: Array, extents: _Extents, compact_at: int, swizzled_at: int,
                     adjacent: bool) -> Iterator[Launch]:
     """The launch that swizzles or unswizzles whole matrices. adjacent: whether their lines are adjacent in
     compact memory."""
-    if plan.grid:
+    if extents.grid:
         kernel = _SWIZZLE if swizzles else _UNSWIZZLE
-        words = swizzles and _are_words(plan, compact_at, adjacent)
+        words = swizzles and _are_words(extents, compact_at, adjacent)
         yield _variant(kernel, adjacent, False, words).bind(
-            x, plan.grid, **_members(plan, compact_at, swizzled_at, adjacent))
+            x, extents.grid, **_members(extents, compact_at, swizzled_at, adjacent))
 
 
-def matrix_plan(shape: tuple[int, ...]) -> _Plan:
-    """The plan of `matrix_launches`, of compact scales of this shape."""
-    return _plan(shape, None, 0, 0)
+def matrix_extents(shape: tuple[int, ...]) -> _Extents:
+    """The extents that `matrix_launches` takes, for compact scales of this shape."""
+    return _extents(shape, None, 0, 0)
 
 
-def _are_words(plan: _Plan, compact_at: int, adjacent: bool) -> bool:
+def _are_words(extents: _Extents, compact_at: int, adjacent: bool) -> bool:
     """Whether all compact words of four blocks exist and are aligned."""
-    return not adjacent and plan.blocks % 4 == 0 and compact_at % 4 == 0
+    return not adjacent and extents.blocks % 4 == 0 and compact_at % 4 == 0
 
 
-def _members(plan: _Plan, compact_at: int, swizzled_at: int, adjacent: bool) -> dict[str, int]:
-    return {"compact": compact_at, "swizzled": swizzled_at, "lines": plan.lines, "blocks": plan.blocks,
-            "stride": plan.lines if adjacent else plan.blocks, "tiles": plan.tiles, "down": plan.down,
-            "across": plan.across}
+def _members(extents: _Extents, compact_at: int, swizzled_at: int, adjacent: bool) -> dict[str, int]:
+    return {"compact": compact_at, "swizzled": swizzled_at, "lines": extents.lines, "blocks": extents.blocks,
+            "stride": extents.lines if adjacent else extents.blocks, "tiles": extents.tiles,
+            "down": extents.down, "across": extents.across}
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import numpy as np
 
 from ...formats import FORMATS, float8_e4m3fn
 from ...layouts import cdiv
-from ...recipes import block_eps, block_pow2
+from ...options import block_eps, block_pow2
 from ...results import Quantized, Scaled
 from .. import numerics
 from ..convert.astype import transpose

@@ -63,15 +63,15 @@ def _in_blocks(x: np.ndarray, splits: Any, recipe: BlockScaling | MXScaling, sta
     for name in filter(wanted.get, wanted):
         parts = [getattr(_quantize(x[start:end], recipe, **wanted), name)
                  for start, end in zip(starts, ends, strict=False)]
-        part_of[name] = form = getattr(_quantize(x[:0], recipe, **wanted), name)
-        stored_shape = grouped_scale_shape((rows, columns), len(ends), form.block, form.scale_layout,
-                                           form.transposed)
-        scales = zeros(stored_shape, form.scale_inv.dtype, like=np)
+        part_of[name] = part = getattr(_quantize(x[:0], recipe, **wanted), name)
+        stored_shape = grouped_scale_shape((rows, columns), len(ends), part.block, part.scale_layout,
+                                           part.transposed)
+        scales = zeros(stored_shape, part.scale_inv.dtype, like=np)
         flat[name] = zeros(x.size, recipe.dtype, like=np)
         for start, part in zip(starts, parts, strict=False):
             here = slice(start * columns, start * columns + part.data.size)
             bits(flat[name])[here] = bits(part.data).reshape(-1)
-        if form.block[0] is None:  # every group has a line of scales: without rows that of zeros
+        if part.block[0] is None:  # every group has a line of scales: without rows that of zeros
             none = getattr(_quantize(np.zeros((1, columns), x.dtype), recipe, **wanted), name)
             parts = [part if part.shape[0] else none for part in parts]
         stored = np.concatenate([np.zeros(0, bits(scales).dtype),

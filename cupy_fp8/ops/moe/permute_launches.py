@@ -54,8 +54,8 @@ def step(low_bits: int) -> int:
     return 16 if low_bits % 16 == 0 else 4 if low_bits % 4 == 0 else 2 if low_bits % 2 == 0 else 1
 
 
-class Plan(NamedTuple):
-    """What follows from shapes: members of the struct Rows or UnpermuteParams, and the number of blocks."""
+class Division(NamedTuple):
+    """How blocks of threads share rows: members of the struct Rows or UnpermuteParams, and their number."""
 
     tokens_per_block: int
     across: int
@@ -80,14 +80,14 @@ def rows(given: Input, to: int, tokens: int) -> dict[str, int]:
     """The struct Rows of rows that move to this address."""
     row_bytes = prod(given.shape[1:]) * given.dtype.itemsize
     common = step(given.at | to | row_bytes)
-    lanes_log2, plan = _permute_plan(tokens, row_bytes, common)
+    lanes_log2, division = _permute_division(tokens, row_bytes, common)
     return {"from": given.at, "to": to, "row_bytes": row_bytes, "step": common, "lanes_log2": lanes_log2,
-            **plan.members(), "blocks": plan.blocks}
+            **division.members(), "blocks": division.blocks}
 
 
 @functools.lru_cache(maxsize=1024)
-def _permute_plan(tokens: int, row_bytes: int, step: int) -> tuple[int, Plan]:
-    """(log2 of the threads that share a token, the plan)."""
+def _permute_division(tokens: int, row_bytes: int, step: int) -> tuple[int, Division]:
+    """(log2 of the threads that share a token, the division)."""
     across = _across(tokens, row_bytes, _BYTES, 16 * _THREADS)
     segment = row_bytes if across == 1 else round_up(cdiv(row_bytes, across), 16)
     taken = max(1, min(_MOST_TOKENS, _BYTES // max(1, row_bytes), cdiv(tokens, _BLOCKS)))
@@ -95,17 +95,17 @@ def _permute_plan(tokens: int, row_bytes: int, step: int) -> tuple[int, Plan]:
     # Every thread has a token.
     pieces = segment // step
     lanes = min(_THREADS, max(pieces if pieces <= 64 else cdiv(pieces, _UNITS), cdiv(_THREADS, taken)))
-    return (lanes - 1).bit_length(), Plan(taken, across, segment, cdiv(tokens, taken) * across)
+    return (lanes - 1).bit_length(), Division(taken, across, segment, cdiv(tokens, taken) * across)
 
 
 @functools.lru_cache(maxsize=1024)
-def unpermute_plan(tokens: int, topk: int, chunks: int) -> Plan:
+def unpermute_division(tokens: int, topk: int, chunks: int) -> Division:
     """chunks: of 16 bytes, of a row."""
     across = _across(tokens, chunks, _CHUNKS, _THREADS)
     segment = cdiv(chunks, across)
     most = min(_MOST_TOKENS, _CHUNKS // max(1, chunks), _MOST_ROUTES // max(1, topk), cdiv(tokens, _BLOCKS))
     taken = max(1, most)
-    return Plan(taken, across, segment, grid_size(cdiv(tokens, taken) * across, (tokens, chunks)))
+    return Division(taken, across, segment, grid_size(cdiv(tokens, taken) * across, (tokens, chunks)))
 
 
 # ---- programs ----
