@@ -20,25 +20,25 @@ from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import cdiv, round_up
 
 _KERNEL = Kernel("moe/offsets", "splits_to_offsets")
-_OUTPUTS = 16               # of one launch
+_OUTPUTS = 16               # that one launch writes
 _THREADS = 512
 _TILE = 2 * _THREADS        # sizes per block of threads
-#: With at most so many tiles each block adds up all sizes before its own; with more a launch finds totals.
+#: With at most so many tiles each block adds up all sizes before its own. With more, another launch finds the
+#: totals first.
 _ADDED_ANEW = 8
 _INT64_MAX = 2**63 - 1
-_ALIGNED = 16               # bytes of which the outputs in a buffer begin at a multiple
+_ALIGNED = 16               # bytes: outputs in a buffer begin at multiples of this
 
 
 def splits_to_offsets(splits: Any, *, strides: Sequence[int] = (1,),
                       include_leading_zero: bool | Sequence[bool] = True, dtypes: Any = np.int64,
                       bulk_allocate: bool = False, outputs: list[Array] | None = None,
                       check: bool = False) -> list[Array]:
-    """Where groups that follow one another begin and end, in as many units as there are strides, from one
-    read of their sizes.
+    """Find where consecutive groups begin and end, in one unit for each stride, from one read of their sizes.
 
         output[i] = stride * (splits[0] + ... + splits[i])            for each stride; exact, never wrapped
 
-    with a 0 before these where it is asked for: group i is then output[i] to output[i + 1].
+    With include_leading_zero a 0 comes first: group i then reaches from output[i] to output[i + 1].
 
     Parameters
     ----------
@@ -54,17 +54,17 @@ def splits_to_offsets(splits: Any, *, strides: Sequence[int] = (1,),
     outputs : an earlier result (or arrays of these shapes and dtypes), written and returned; needed while a
         CUDA graph is captured
     check : wait for the device and raise ValueError if sizes there are wrong. (NumPy arrays and lists are
-        always looked at)
+    always examined)
 
     Returns
     -------
-    A list of arrays, one for each stride; of a NumPy array NumPy arrays.
+    A list of arrays of splits' kind, one for each stride.
 
     Raises
     ------
-    TypeError, ValueError, DeviceError, before anything is written. Sizes on the device raise nothing: a
-    negative one counts as 0, an offset that its dtype does not hold is the dtype's largest value;
-    `device_errors` tells.
+    TypeError, ValueError, DeviceError, before anything is written. Wrong sizes on the device raise nothing,
+    but `device_errors` reports them: a negative size counts as 0, and an offset that its dtype cannot hold
+    becomes the dtype's largest value.
 
     One launch for up to 16 outputs, two for more than 8192 groups. Source: TransformerEngine;
     docs/numerics.md section 6. Bytes moved: the sizes (twice for more than 8192) and the outputs once.
@@ -121,7 +121,7 @@ _cached_options = functools.lru_cache(maxsize=1024)(_Options)
 def _options(strides: tuple[int, ...], leads: Any, dtypes: Any) -> _Options:
     try:
         return _cached_options(strides, leads, dtypes)
-    except TypeError:                               # an option that is not even hashable: _Options says which
+    except TypeError:                               # an option cannot be hashed: _Options says which one
         return _Options(strides, leads, dtypes)
 
 
@@ -134,7 +134,7 @@ def _integers(strides: Any) -> tuple[int, ...]:
 
 
 def _unchanging(option: Any) -> Any:
-    """An option of one value, or a tuple of them, which the caller cannot change later."""
+    """An option's value or a tuple of its values, which the caller cannot change later."""
     return tuple(option) if isinstance(option, (list, np.ndarray)) else option
 
 
@@ -177,7 +177,7 @@ def _check_sizes(sizes: np.ndarray, options: _Options) -> None:
 
 # ---- results ----
 class _Arrays(Description):
-    """A list of arrays, which users give as `outputs`."""
+    """Describes a list of arrays, which users give as `outputs`."""
 
     def build(self, arrays: Sequence[Array]) -> list[Array]:
         return list(arrays)
@@ -197,7 +197,7 @@ class _Arrays(Description):
 
 
 class _Buffer(_Arrays):
-    """A list of arrays that are allocated as views of one buffer, each at a multiple of 16 bytes."""
+    """Describes a list of arrays that are views of one buffer, each at a multiple of 16 bytes."""
 
     def __init__(self, *views: Written) -> None:
         self._views, self._starts, end = views, [], 0
@@ -258,7 +258,7 @@ class _SplitsToOffsets(Op[_Inputs]):
         assert isinstance(call.result, _Arrays)
         addresses = call.result.addresses(written)
         outputs = [output.packed(at) for output, at in zip(options.outputs, addresses, strict=True)]
-        words = _KERNEL.record("Output").size // 8          # of a record, which begins with an address
+        words = _KERNEL.record("Output").size // 8          # 8-byte words of a record, which begins with an address
         x, tiles = groups.array, max(1, cdiv(len(groups.array), _TILE))
         members: dict[str, Any] = {"splits": groups.members(call.error_word()), "tiles": tiles}
         with_totals = tiles > _ADDED_ANEW

@@ -1,4 +1,4 @@
-"""Scales of per-tensor scaling: from an amax, and from a history of them. Kernels:
+"""Scales of per-tensor scaling, from an amax or from a history of amaxes. Kernels:
 kernels_cu/scales/scale.cu."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _COMPUTE_SCALE = Kernel("scales/scale", "compute_scale")
 _UPDATE = Kernel("scales/scale", "update_delayed_scaling")
 _THREADS = 512
 _IN_FLIGHT = 8
-_MOST_COLUMNS_LOG2 = 5          # 32 f32: a whole line of each row
+_MOST_COLUMNS_LOG2 = 5          # 32 f32: a whole cache line of each row
 _MULTIPROCESSORS_OF_CPU = 4
 
 
@@ -104,7 +104,7 @@ def update_delayed_scaling(history: Array, scale: Array, *, dtype: Any, margin: 
     Parameters
     ----------
     history : f32 [L, n], L at least 1; row 0 belongs to the current step, the oldest is row 1. Updated
-    scale : f32 [n]. Updated. No scale_inv is: that belongs to data which is already quantised
+    scale : f32 [n]. Updated. scale_inv is not, since it belongs to data that is already quantised
     dtype : float8_e4m3fn (448) or float8_e5m2 (57344)
     margin : integer; the scale aims 2**margin below the format's maximum
     algo : 'max' of the history (NaN ignored) or 'most_recent'
@@ -192,8 +192,8 @@ def scale_target(dtype: np.dtype[Any], margin: int) -> float:
 
 @functools.lru_cache
 def _columns_log2(length: int, n: int, processors: int) -> int:
-    """How many columns a block owns: 32, but fewer where a history is so long that a thread's run of rows
-    needs more than one round of loads while processors are idle, and no more than there are."""
+    """log2 of the columns that a block owns: 32 of them, or as many as there are. A block owns fewer if a
+    thread's rows take more than one round of loads while multiprocessors are idle."""
     log2 = _MOST_COLUMNS_LOG2
     while log2 and (1 << log2 >= 2 * n or (length << log2 > _THREADS * _IN_FLIGHT and (n - 1 >> log2)
                                            + 1 < processors)):

@@ -33,12 +33,12 @@ from ...results import swap_last
 _SWIZZLE = Kernel("scales/swizzle", "swizzle_scales")
 _UNSWIZZLE = Kernel("scales/swizzle", "unswizzle_scales")
 _THREADS = 64
-_TILES = 8                  # per block of threads, along a line
+_TILES = 8                  # of a block of threads, along a line
 
 
 def swizzle_scales(s: Array, *, splits: Any = None, axis: int = 0, out: Array | None = None,
                    check: bool = False) -> Array:
-    """Compact E8M0 scales in the layout that block-scaled matrix products read: tiles of 128 lines x 4
+    """Store compact E8M0 scales in the layout that block-scaled matrix products read: tiles of 128 lines x 4
     blocks, padded with zeros.
 
         scale (i, j) is byte (i // 128 * ceil(C / 4) + j // 4) * 512 + i % 32 * 16 + i % 128 // 32 * 4 + j % 4
@@ -55,7 +55,7 @@ def swizzle_scales(s: Array, *, splits: Any = None, axis: int = 0, out: Array | 
         started block counts
     out : result of an earlier call, written and returned; needed while a CUDA graph is captured
     check : wait for the device and raise ValueError if sizes there are wrong. (NumPy arrays and lists are
-        always looked at)
+    always examined)
 
     Returns
     -------
@@ -68,9 +68,9 @@ def swizzle_scales(s: Array, *, splits: Any = None, axis: int = 0, out: Array | 
 
     Raises
     ------
-    TypeError, ValueError, DeviceError, before anything is written. Sizes on the device raise nothing: a
-    negative one counts as 0, groups that go past the end of s are cut short; `device_errors` tells. Scales
-    that no group covers are left out.
+    TypeError, ValueError, DeviceError, before anything is written. Wrong sizes on the device raise nothing,
+    but `device_errors` reports them: a negative size counts as 0, and a group that passes the end of s ends
+    there. Scales of no group are skipped.
 
     Source: cuBLAS's layout of 1-D block scaling factors; docs/layouts.md. Bytes moved: s and the result once.
 
@@ -106,7 +106,7 @@ def unswizzle_scales(s: Array, *, shape: tuple[int, ...], splits: Any = None, ax
 class _Inputs(NamedTuple):
     given: Array            # s
     s: Input                # the same memory, C-contiguous
-    adjacent: bool          # whether that swaps its last two axes
+    adjacent: bool          # whether the last two axes are swapped for that
     groups: Groups
     axis: int
     extents: _Extents
@@ -157,7 +157,7 @@ class _UnswizzleScales(Op[_Inputs]):
 
 
 class _CompactResult(Description):
-    """Compact scales. `out` may have its lines adjacent instead of its blocks: it is then written as the
+    """Describes compact scales. If `out` has its lines adjacent instead of its blocks, it is written as the
     C-contiguous array with its last two axes swapped."""
 
     def __init__(self, shape: tuple[int, ...], adjacent: bool = False) -> None:
@@ -184,8 +184,7 @@ def _check_dtype(s: Any) -> None:
 
 
 def _groups(call: Call, splits: Any, axis: Any, shape: tuple[int, ...], check: Any) -> Groups:
-    """Validates splits and axis for compact scales of this shape, and the sizes that are known on the
-    host."""
+    """Validates splits and axis for compact scales of this shape, and the sizes if the host knows them."""
     is_axis = isinstance(axis, (int, np.integer))
     if splits is None:
         if not is_axis or axis != 0:
@@ -222,7 +221,7 @@ def _as_shape(shape: Any) -> tuple[int, ...]:
 
 
 def lines_adjacent(s: Array) -> bool:
-    """Whether s is not C-contiguous, but is with its last two axes swapped."""
+    """Whether s is C-contiguous only with its last two axes swapped."""
     if is_contiguous(s) or s.ndim < 2:
         return False
     shape, strides, size = s.shape, s.strides, s.itemsize
@@ -281,7 +280,7 @@ def _launches(call: Call, kernel: Kernel, inputs: _Inputs, compact_at: int, swiz
         return
     splits = {"sizes": groups.at, "groups": groups.number, "errors": call.error_word(), "wide": groups.wide}
     words = kernel is _SWIZZLE and inputs.axis == 0 and _are_words(inputs.extents, compact_at, adjacent)
-    # Even an empty array's sizes are looked at.
+    # An empty array's sizes are examined too.
     yield _variant(kernel, adjacent, True, words).bind(
         inputs.s.array, inputs.extents.grid or 1, splits=splits, axis=int(inputs.axis),
         **_members(inputs.extents, compact_at, swizzled_at, adjacent))
