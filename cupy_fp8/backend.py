@@ -1,5 +1,5 @@
-"""NumPy or CuPy: which of the two an array belongs to, and whether there is a GPU. Nothing here imports CuPy
-unless asked to."""
+"""NumPy or CuPy: finds which of the two an array belongs to, and whether there is a GPU. CuPy is imported
+only when it is needed."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _usable_cupy() -> Any:
 @functools.cache
 def _warn_once() -> None:
     level, frame = 1, sys._getframe()
-    # to the line of the user's that is meant
+    # The warning names the user's line.
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame, level = frame.f_back, level + 1
     warnings.warn("a NumPy array above 64 MB was given on a machine with a GPU: the NumPy reference runs on "

@@ -24,7 +24,7 @@ _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 @dataclass(frozen=True, eq=False)
 class Grouped(Result):
-    """N matrices of together M rows of K columns, one after the other; the device alone may know their sizes.
+    """N consecutive matrices of K columns, with M rows together. Only the device may know their sizes.
 
     splits      rows of each, int32 or int64 [N]
     offsets     int64 [N + 1]: where each begins, and the last one ends, in elements of the flat arrays
@@ -65,7 +65,7 @@ class Grouped(Result):
 
     @classmethod
     def wrap(cls, data: Array, splits: Any, *, offsets: Array | None = None) -> Grouped:
-        """Groups of the rows of an array [M, K] of any dtype, which is not copied.
+        """Group the rows of an array [M, K] of any dtype, without a copy.
 
         splits : rows of each group: an int32 or int64 array of data's kind, or a list. They may leave rows of
             data over
@@ -133,8 +133,8 @@ class Grouped(Result):
         return map(self._members(*self._places()), range(len(self)))
 
     def dequantize(self, dtype: Any = np.float32, *, out: Array | None = None) -> Array:
-        """The values [M, K]; rows that no group has are 0. Waits for the device where offsets live there,
-        then one launch per group.
+        """The values [M, K], with 0 in rows of no group. Waits for offsets on the device, then takes one
+        launch per group.
 
         out : array of this shape and dtype, written and returned.
         Raises TypeError, ValueError before anything is written to it."""
@@ -157,7 +157,7 @@ class Grouped(Result):
         flat, length = result.reshape(-1), self.shape[1]
         parts = [flat[at : at + size * length].reshape(size, length)
                  for at, size in zip(offsets, sizes, strict=False)]
-        if out is not None:                         # a member that is refused must not leave others written
+        if out is not None:                         # all members are checked before any is written
             for member, part in zip(members, parts, strict=True):
                 check_call(member, to, part)
             bits(out).fill(0)
@@ -197,7 +197,7 @@ class Grouped(Result):
         return sizes, offsets
 
     def _members(self, sizes: list[int], offsets: list[int]) -> Callable[[int], Any]:
-        """What gives the i-th member."""
+        """A function that returns the i-th member."""
         columns = self.shape[1]
 
         def part(i: int, flat: Array | None, transposed: bool) -> Array | None:
@@ -220,7 +220,7 @@ class Grouped(Result):
         return member
 
     def _scales(self, sizes: list[int]) -> Callable[[str, int], Array]:
-        """What gives the scales of a direction of the i-th group."""
+        """A function that returns the scales of a direction of the i-th group."""
         if self.block is None:
             per_tensor = cast(Array, self.scale_inv)
             if per_tensor.shape != (len(sizes),):
@@ -245,12 +245,12 @@ class Grouped(Result):
                 raise ValueError(f"{'columnwise_' if name == 'columnwise' else ''}scale_inv: group {i} has "
                                  f"scales {at[i]} to "
                                  f"{at[i] + prod(shape)}, got {flat.size}")
-            return flat[at[i] : at[i] + prod(shape)].reshape(shape)        # of whole columns of no rows: none
+            return flat[at[i] : at[i] + prod(shape)].reshape(shape)  # empty for whole columns without rows
 
         return scales
 
     def _facts(self) -> dict[str, str]:
-        """As those of a `Scaled`."""
+        """The facts that users see, as those of a `Scaled`."""
         column = "columnwise (stored transposed)" if self.transposed else "columnwise"
         directions = [name for name, part in (("rowwise", self.rowwise), (column, self.columnwise))
                       if part is not None]
@@ -272,7 +272,7 @@ class Grouped(Result):
 
 
 def check_arrays(g: Grouped, name: str) -> None:
-    """ValueError unless the arrays of a Grouped are what its shape, block and scale_layout say."""
+    """ValueError unless the arrays of a Grouped fit its shape, block and scale_layout."""
     number = len(g.splits) if g.splits.ndim == 1 else -1
     rows, columns = g.shape
     expected: list[tuple[str, Array | None, tuple[int, ...], tuple[np.dtype[Any], ...]]] = [

@@ -18,8 +18,8 @@ MX_SCALE_LAYOUTS = ("compact", "swizzled")
 _MX_OPTIONS = frozenset(product(MX_MODES, MX_PROFILES, MX_BLOCKS, MX_SCALE_LAYOUTS))
 
 class BlockProfile(NamedTuple):
-    """How a library finds and applies the f32 scale of a block (docs/numerics.md, section 3): what its
-    options are by default."""
+    """The default options of a library's arithmetic for blocks with f32 scales (docs/numerics.md, section
+    3)."""
 
     eps: float
     pow2_scale: bool
@@ -34,7 +34,7 @@ BLOCK_SCALE_LAYOUTS = ("gemm_ready", "compact", "deepgemm_sm90")
 _BLOCK_OPTIONS = frozenset(o for o in product(BLOCKS, BLOCK_PROFILES, BLOCK_SCALE_LAYOUTS)
                            if o[0] != (128, 128) or o[2] != "deepgemm_sm90")
 
-_F32 = struct.Struct("f")        # rounds a number to f32 ten times faster than np.float32 does
+_F32 = struct.Struct("f")        # rounds to f32 ten times faster than np.float32
 
 
 def checked_margin(margin: Any) -> int:

@@ -16,7 +16,7 @@ from .measure import Call, Check, Spec
 
 
 def specs_of(op: Registration) -> Iterator[Spec]:
-    """A row for each of the calls that the op is registered with."""
+    """A row for each of the registration's timed calls."""
     for case in op.timed:
         options = [f"{name}={getattr(value, 'name', value)}" for name, value in case.options.items()]
         label = ", ".join([case.dtype.name, *options])
@@ -38,7 +38,7 @@ def make(op: Registration, case: Case) -> tuple[Call, Check]:
     def check() -> None:
         args, kwargs = op.inputs(case)
         made = out
-        if op.updates:                      # the timed calls have updated their arguments: check another call
+        if op.updates:  # the timed calls have updated their arguments, so another call is checked
             given, options = testing.Executor("cuda").array_arguments(*op.inputs(case))
             made = op.function(*given, **options)
         desired = outputs(op.reference(*args, **kwargs), kwargs, op.updates)
@@ -57,7 +57,8 @@ def with_out(op: Registration, case: Case) -> tuple[Call, Any]:
 
 
 def host_calls(op: Registration) -> tuple[Call, Call | None]:
-    """Of an op's smallest matrix with elements: a call that writes in place, and one that allocates."""
+    """Calls with an op's smallest matrix that has elements: one that writes in place, and one that
+    allocates."""
     sizes: dict[int, Case] = {}
     for case in op.cases():
         if math.prod(case.shape) and len(case.shape) == len(ALIGNED_MATRIX):

@@ -1,4 +1,4 @@
-"""A few cases that together launch every kernel entry point, or show any other facts, of many."""
+"""Chooses few cases that together show as much as many do: every kernel entry point, or other facts."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def served_by(chosen: Sequence[Recorded], recorded: Sequence[Recorded]) -> list[
 
 def record(op: Registration, place: Place | None = None,
            cases: Iterable[Case] | None = None) -> list[Recorded]:
-    """What cases of an op, or all of them, launch on the CPU, or wherever `place` moves the arrays. No kernel
-    runs."""
+    """Records what an op's cases (None: all of them) launch on the CPU, or wherever `place` moves the arrays.
+    No kernel runs."""
     found = []
     for case in op.cases() if cases is None else cases:
         raised = False
@@ -97,7 +97,7 @@ def record(op: Registration, place: Place | None = None,
                 if place is not None:
                     args, kwargs = place(args, kwargs)
                 op.function(*args, **kwargs)
-            except Exception:           # the check of this case raises it again, and reports it
+            except Exception:           # the check of this case raises and reports it again
                 raised = True
         found.append(Recorded(case, tuple(dict.fromkeys(variants)), raised))
     return found

@@ -34,7 +34,7 @@ def launched_variants() -> dict[Program, Variant]:
 
 
 def all_programs() -> tuple[Program, ...]:
-    """Their programs, and that of the delay before what the benchmark times.
+    """The programs of all ops, and that of the benchmark's delay.
 
     >>> str(next(p for p in all_programs() if p.source == "scales/amax"))
     'compute_amax-IN=bf16-NAN_WINS=0'

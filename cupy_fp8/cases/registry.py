@@ -22,7 +22,7 @@ FAMILIES = ("quantize", "convert", "scales", "moe")
 
 
 def bytes_moved(arguments: Arguments, written: Iterable[np.ndarray]) -> int:
-    """Every array argument read once, and every array of the result written once."""
+    """The bytes of all array arguments, read once, and of all written arrays, written once."""
     args, kwargs = arguments
     arrays = [*outputs([*args, *kwargs.values()], {}).values(), *written]
     return sum(a.nbytes for a in arrays if isinstance(a, np.ndarray))
@@ -30,10 +30,10 @@ def bytes_moved(arguments: Arguments, written: Iterable[np.ndarray]) -> int:
 
 @dataclass(frozen=True)
 class Registration:
-    """What everything but its callers needs to know about an op.
+    """What tests, selftest, benchmark and README need to know about an op.
 
     function   what users call; it takes `out=`, unless the op `updates` arguments
-    reference  the same in NumPy
+    reference  its definition in NumPy
     inputs     (case) -> positional and keyword arguments, as NumPy arrays
     cases      the calls to check
     summary    its row in the README

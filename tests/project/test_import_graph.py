@@ -23,7 +23,7 @@ LAYERS = (
     {"calls"},
     {"ops"},
     {"state", "cache"},
-    {"cases", "testing", "diagnostics", "plot", "io", "bench", "cli", "__main__", "__init__"},
+    {"cases", "testing", "losses", "diagnostics", "plot", "io", "bench", "cli", "__main__", "__init__"},
 )
 TOOLS = LAYERS[-1]                          # these may use each other, and everything below
 NOBODY_IMPORTS = {"cli", "__main__", "__init__"}

@@ -1,5 +1,5 @@
-"""Cases of groups quantised as tensors of their own. A case's shape is x's; its options say how it is divided
-(see cases.groups), and how many rows are left over (`spare`)."""
+"""Cases of groups quantised as tensors of their own. A case's shape is x's. Its options say how it is divided
+(see cases.moe.pad), and how many rows belong to no group (`spare`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..base import DIRECTIONS, Case, poison, source
 from ..moe.pad import sizes
 from ..registry import Registration, register
 
-#: Row-wise, column-wise, and both.
+#: The directions: row-wise, column-wise, and both.
 _DIRECTIONS: tuple[dict[str, bool], ...] = ({}, {"rowwise": False, "columnwise": True}, {"columnwise": True})
 
 
@@ -45,7 +45,7 @@ def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _in_blocks(options: dict[str, Any]) -> Any:
-    """What makes the recipe of blocks that the options name, if they do; its options leave them."""
+    """The class of the recipe in blocks that the options name, or None. Its options are taken out of them."""
     family = options.pop("family", None)
     if family is None:
         return None
@@ -56,8 +56,8 @@ def _in_blocks(options: dict[str, Any]) -> Any:
 
 def _group_quantize(x: Array, splits: Array, recipe: Any, *, amax: Array | None = None,
                     offsets: Array | None = None, out: Grouped | None = None, **options: Any) -> Grouped:
-    """A result belongs to its own splits and offsets: those given are copied there. (With `align` its splits
-    are written.)"""
+    """Calls the op. A result belongs to its own splits and offsets, so those given are copied there. (With
+    `align` the op writes its splits.)"""
     if out is not None and options.get("align", 1) > 1:
         poison(out.splits)
     elif out is not None:
@@ -81,7 +81,8 @@ def _cases() -> Iterator[Case]:
              **options: Any) -> Case:
         return Case("group_quantize", dtype, shape, values, layout, options)
 
-    # First, for whoever takes only a few: few tiles, everything that the kernel does; every type.
+    # The first cases have few tiles, every type, and everything that the kernel does, for callers that take
+    # only a few cases.
     yield case(bfloat16, (140, 136), groups=3, **both)
     yield case(bfloat16, (150, 48), groups=3, sizes="aligned", spare=10, **both)
     yield case(float32, (40, 37), groups=2, spare=7, wide=False, **both)
@@ -126,7 +127,8 @@ def _cases() -> Iterator[Case]:
 
 def _block_cases(case: Callable[..., Case]) -> Iterator[Case]:
     layouts = {"block": ("gemm_ready", "compact", "deepgemm_sm90"), "mx": ("compact", "swizzled")}
-    # Every program: rows that allow wide accesses and others, transposed rows that allow them in some groups.
+    # These launch every program: some rows allow wide accesses, and some groups allow them for transposed
+    # rows.
     for source_dtype, dtype, options in product(INPUT_DTYPES, (float8_e4m3fn, float8_e5m2), _DIRECTIONS):
         for columns in (264, 133):
             described = {"groups": 4, "dtype": dtype, **options}
@@ -138,14 +140,13 @@ def _block_cases(case: Callable[..., Case]) -> Iterator[Case]:
                        profile="torchao", **described)
             if not options:
                 yield case(source_dtype, (150, columns), "bits", family="block", profile="vllm", **described)
-    # Several tiles of a block of threads, whose columns begin anywhere, at halves of sectors, or at whole
-    # ones.
+    # A block of threads has several tiles, whose columns begin anywhere, at half sectors, or at whole ones.
     for source_dtype, division, options, block in product((bfloat16, float32), ("ragged", "aligned", "even"),
                                                           _DIRECTIONS[1:],
                                                           ((1, 128), (128, 128))):
         yield case(source_dtype, (1344, 36), "bits", groups=2, sizes=division, family="block", block=block,
                    **options)
-    # What is told at run time.
+    # Options that the kernel gets at run time.
     for family, options in product(layouts, _DIRECTIONS):
         for layout in layouts[family]:
             for shape in ((272, 144), (150, 40)):
@@ -174,7 +175,7 @@ def _block_cases(case: Callable[..., Case]) -> Iterator[Case]:
 
 
 def _line_cases(case: Callable[..., Case]) -> Iterator[Case]:
-    """Whole rows and columns."""
+    """Cases of whole rows and columns."""
     rows: dict[str, Any] = {"family": "block", "block": (1, None)}
     columns: dict[str, Any] = {"family": "block", "block": (None, 1)}
     for source_dtype, dtype, options in product(INPUT_DTYPES, (float8_e4m3fn, float8_e5m2), _DIRECTIONS):
@@ -191,7 +192,7 @@ def _line_cases(case: Callable[..., Case]) -> Iterator[Case]:
                                         (False, True), (rows, columns)):
         yield case(bfloat16, (70, 40), "edges", groups=3, profile=profile, pow2_scale=pow2, columnwise=True,
                    **block)
-    # Of rows: held by one warp, by two, four and eight of them; longer, shared by blocks.
+    # Rows that one, two, four and eight warps hold, and longer ones, which blocks share.
     for source_dtype, widths in ((float16, (1032, 1027, 3000, 6000, 17_000)),
                                  (float32, (520, 1500, 4100, 9001))):
         for width in widths:
@@ -218,7 +219,7 @@ def _line_cases(case: Callable[..., Case]) -> Iterator[Case]:
 
 
 def _padded_cases(case: Callable[..., Case]) -> Iterator[Case]:
-    # Tiles that x has all rows of, that end in padding, and of padding alone.
+    # Tiles without padding, tiles that end in padding, and tiles of padding alone.
     for source_dtype, columns in product(INPUT_DTYPES, (264, 133)):
         yield case(source_dtype, (300, columns), "bits", groups=4, spare=9, align=256, columnwise=True)
     for columns in (136, 35):
@@ -243,7 +244,7 @@ def _padded_cases(case: Callable[..., Case]) -> Iterator[Case]:
     for options in _DIRECTIONS:
         yield case(bfloat16, (150, 35), "bits", groups=4, family="block", block=(128, 128), profile="vllm",
                    align=16, **options)
-    # Several tiles of a block of threads that end in padding, or are padding alone.
+    # A block of threads has several tiles that end in padding, or are padding alone.
     for block, align in product(((1, 128), (128, 128)), (256, 512)):
         yield case(float32, (300, 36), groups=2, sizes="even", family="block", block=block, align=align,
                    columnwise=True)
@@ -254,7 +255,7 @@ def _padded_cases(case: Callable[..., Case]) -> Iterator[Case]:
             yield case(bfloat16, shape, groups=number, align=16, columnwise=True, **family)
         # The kernel's scan takes more than one round.
         yield case(bfloat16, (200, 16), groups=300, spare=3, align=4, columnwise=True, **family)
-        # Nothing is added.
+        # No padding is added.
         yield case(bfloat16, (64, 16), groups=4, sizes="even", align=16, columnwise=True, **family)
 
 

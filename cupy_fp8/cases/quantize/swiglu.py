@@ -1,6 +1,5 @@
-"""Cases of SwiGLU with quantisation. A case's shape is that of x, [M, 2 H]; its options `probs` and `bias`
-say which values these have (a number: each is that number), `experts` how many of them have biases of
-their own."""
+"""Cases of SwiGLU with quantisation. A case's shape is x's, [M, 2 H]. Its options `probs` and `bias` name
+their values (a number: all are that number), and `experts` is how many experts have biases of their own."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ from ..registry import Registration, register
 from ..scales.swizzle import sizes
 
 _BOTH = DIRECTIONS[2]
-#: How many experts have biases of their own: of 133 rows, empty ones among them, one, more than rows, several
-#: rounds of the search; none.
+#: How many experts have biases of their own, for 133 rows. Some are empty; there is one, or more than rows,
+#: or enough for several rounds of the search; or none.
 _EXPERTS = (1, 3, 9, 200, 0)
 _DELAYED: dict[str, Any] = {"recipe": DelayedScaling(), "scale": 0.37, "amax": 0.0}
 _RECIPES: tuple[dict[str, Any], ...] = (
@@ -30,14 +29,14 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
     {}, {"probs": "normal"}, {"bias": "normal"}, {"clamp": 0.75}, {"form": "gpt_oss", "clamp": 7.0},
     {"interleaved": True}, {"form": "gpt_oss", "clamp": 7.0, "interleaved": True, "probs": "edges",
                             "bias": "normal"})
-#: Of x: short rows, one tile and several, with tails of every kind, rows that allow wide accesses and rows
-#: that do not; empty.
+#: Shapes of x: short rows, one tile and several, tails of every kind, rows with and without wide accesses,
+#: empty ones.
 _SHAPES = ((1, 2), (1, 6), (5, 2), (0, 8), (5, 0), (0, 0), (3, 74), (16, 16), (128, 256), (130, 514),
            (144, 272), (129, 264), (1, 1280), (300, 16))
 _ALIGNED = (144, 528)                           # wide accesses, and tails of the tile
 _GPT_OSS = _OPTIONS[-1]
-#: Of gradients wide accesses with halves of whole tiles (paths rows and tiles): rows that end with a patch of
-#: the tile, or within one.
+#: Shapes for gradients with wide accesses, whose halves are whole tiles (paths rows and tiles). Rows end with
+#: a patch of the tile, or within one.
 _HALVES = ((150, 512), (16, 256))
 _SCALES: tuple[Any, ...] = (
     *(BlockScaling(block, scale_layout=layout) for block,
@@ -75,7 +74,7 @@ def _in_blocks(to: np.dtype[Any]) -> tuple[BlockScaling | MXScaling, ...]:
 
 
 def _of_experts(case: Callable[..., Case], weighted: dict[str, Any]) -> Iterator[Case]:
-    """Biases of each expert's own, in wide rows and others."""
+    """Cases of experts with biases of their own, for rows with and without wide accesses."""
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
         for how in (DelayedScaling(to), *_in_blocks(to)):
             scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
@@ -92,7 +91,7 @@ def _of_experts(case: Callable[..., Case], weighted: dict[str, Any]) -> Iterator
 
 
 def _backward(*args: Any, out: Any = None, **options: Any) -> Any:
-    """The pair with probs, without them the gradient of x alone: what the checks compare are arrays."""
+    """The pair if there are probs, else the gradient of x alone, since the checks compare arrays."""
     if "probs" in options:
         return swiglu.swiglu_backward_quantize(*args, out=out, **options)
     return swiglu.swiglu_backward_quantize(*args, out=None if out is None else (out, None), **options)[0]
@@ -156,7 +155,7 @@ def _backward_cases() -> Iterator[Case]:
         for half in (160, 192, 224):
             yield case(bfloat16, (133, 2 * half), "normal", recipe=scaling, **weighted, **_BOTH)
         yield case(bfloat16, (133, 2 * 200), "normal", recipe=scaling, **_GPT_OSS, **_BOTH)
-        # the second tile is absent
+        # The second tile does not exist.
         yield case(bfloat16, (133, 2 * 72), "edges", recipe=scaling, interleaved=True, **_BOTH)
     # wide rows with all options at once
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):

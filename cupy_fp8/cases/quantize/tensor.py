@@ -83,7 +83,7 @@ def _quantize_cases() -> Iterator[Case]:
             if len(shape) >= 2:
                 yield Case("quantize_tensor", bfloat16, shape, "normal",
                            options={"dbias": True, **directions})
-    # more tiles than are summed at once
+    # More tiles than a launch sums at once.
     yield Case("quantize_tensor", bfloat16, (33000, 3), "normal", options={"dbias": True})
     for start in (-1.0, float("inf"), float("nan"), 2.0**-149):
         yield Case("quantize_tensor", float32, (9, 11), "normal", options={"amax": start})
@@ -144,7 +144,8 @@ def _compute_scale_cases() -> Iterator[Case]:
         for pow2 in (False, True):
             for kind in ("bits", "edges", "normal"):
                 yield Case("compute_scale", float32, MATRIX, kind, options={"dtype": to, "pow2_scale": pow2})
-            # Margins that make large scales overflow; small ones subnormal, or 0; target itself Inf or 0.
+            # Margins that make large scales overflow, small ones subnormal or 0, and the target itself Inf or
+            # 0.
             for margin in (1, -3, -130, 12, 140, 1 << 40):
                 yield Case("compute_scale", float32, (9, 64), "edges",
                            options={"dtype": to, "pow2_scale": pow2, "margin": margin})
@@ -179,8 +180,8 @@ def _update_cases() -> Iterator[Case]:
                 for length in (1, 2, 3, 19):
                     yield Case("update_delayed_scaling", float32, (length, 131), kind,
                                options={**e4m3, "algo": algo, "amax": reduced})
-    # One round of loads and several, runs of one row and of many, every number of columns in a block; tails
-    # of each.
+    # One round of loads and several, row segments of one row and of many, every number of columns in a block,
+    # and tails of each.
     for shape in ((1, 1), (2, 1), (16, 512), (1024, 1), (1025, 2), (513, 3), (700, 5), (1030, 17), (6000, 1),
                   (9001, 3), (300, 70),
                   (16, 0)):

@@ -258,7 +258,7 @@ class _SplitsToOffsets(Op[_Inputs]):
         assert isinstance(call.result, _Arrays)
         addresses = call.result.addresses(written)
         outputs = [output.packed(at) for output, at in zip(options.outputs, addresses, strict=True)]
-        words = _KERNEL.record("Output").size // 8          # 8-byte words of a record, which begins with an address
+        words = _KERNEL.record("Output").size // 8          # u64 words, for alignment
         x, tiles = groups.array, max(1, cdiv(len(groups.array), _TILE))
         members: dict[str, Any] = {"splits": groups.members(call.error_word()), "tiles": tiles}
         with_totals = tiles > _ADDED_ANEW

@@ -250,7 +250,7 @@ def _rows_of(out: Any) -> int:
 
 
 def _check_sizes(sizes: np.ndarray, total: int, name: str) -> None:
-    """ValueError unless sizes on the host add up to all rows."""
+    """ValueError unless sizes on the host are 0 or more and add up to all rows."""
     given = sizes.tolist()                                   # Python's integers: sums do not overflow
     refuse_negative(given)
     if sum(given) != total:

@@ -1,4 +1,4 @@
-"""What quantisers in blocks share: the description of their results, and what kernels are told of one.
+"""What quantisers in blocks share: the description of their results, and the members of the kernels' structs.
 
 Kernels know only memory, where the last two axes of x may be swapped. Blocks *along rows* lie along a row of
 memory, blocks *along columns* down a column; which of them are the row-wise ones depends on how x lies there.
@@ -33,12 +33,12 @@ _NOWHERE = 0, 0
 
 # ---- the result ----
 class BlockResult(Description):
-    """A Quantized whose directions are described by `directions`. shared: 'data', 'scale_inv', what both
-    directions have in common, if there are both. kind: of data, for messages."""
+    """Describes a Quantized with these directions. shared: the arrays ('data', 'scale_inv') that both
+    directions have in common. kind: the kind of data, for messages."""
 
     def __init__(self, directions: dict[str, Direction], shared: tuple[str, ...], kind: str) -> None:
         self.directions, self.shared, self.kind = directions, shared if len(directions) == 2 else (), kind
-        # of data and scale_inv among the arrays, by direction
+        # by direction: the positions of data and scale_inv among the arrays
         self._positions: dict[str, list[int]] = {}
         written: list[Written] = []
         for name, direction in directions.items():
@@ -83,8 +83,8 @@ def _arrays_of(direction: Direction) -> tuple[tuple[str, tuple[int, ...], np.dty
 
 
 def check_out(out: Any, directions: Mapping[str, Direction], kind: str) -> None:
-    """TypeError or ValueError unless a result given as `out=` has these directions. kind: of data, for
-    messages."""
+    """TypeError or ValueError unless a result given as `out=` has these directions. kind: the kind of data,
+    for messages."""
     if not isinstance(out, Quantized):
         raise TypeError("out: expected a Quantized (an earlier result, or recipe.empty(…)), got "
                         f"{type(out).__name__}")
@@ -102,11 +102,11 @@ def check_out(out: Any, directions: Mapping[str, Direction], kind: str) -> None:
                              f"{part.scale_layout}")
 
 
-# ---- what kernels are told ----
+# ---- members of the kernels' structs ----
 class Axis(NamedTuple):
-    """What a kernel writes of the blocks along one axis of memory: the directions whose data and scales these
-    are (None: nothing is written), how the data are stored, and the strides of the scales as the kernel's
-    struct has them."""
+    """What a kernel writes for the blocks along one axis of memory. data, scales: the direction that they
+    belong to, or None if they are not written. stored: how the data are stored. strides: the strides of the
+    scales, as the kernel's struct has them."""
 
     data: str | None
     stored: int
@@ -145,10 +145,9 @@ class Quantization:
 
     def warp_tile_members(self, axes: tuple[Axis, Axis], places: Places, aligned: bool,
                           chunk: int = LANE_COLUMNS, grouped: bool = False) -> Members:
-        """Destinations, and as `vector` which accesses of x (1) and of data along rows (2) and along columns
-        (4) may be wide.
-        aligned: whether x is, to chunks. chunk: elements of a wide access. grouped: the kernel asks for each
-        group of rows what its transposed data allow."""
+        """Destinations, and `vector`, whose bits say which accesses may be wide: of x (1), of data along rows
+        (2) and of data along columns (4). aligned: whether x is aligned to chunks. chunk: elements of a wide
+        access. grouped: the kernel asks for each group of rows what its transposed data allow."""
         members, whole = destinations(axes, places), self.columns % chunk == 0
         vector = int(whole and aligned)
         for bit, axis, at in zip((2, 4), axes, (members["fast_data"], members["slow_data"]), strict=True):
@@ -171,7 +170,7 @@ class Inputs(NamedTuple):
 class BlockOp(Op[Inputs]):
     """An op that quantises in blocks."""
 
-    #: Makes the Quantization of shape, dtype, whether axes are swapped, and options.
+    #: Makes a Quantization from shape, dtype, whether axes are swapped, and options.
     quantization: Callable[..., Quantization]
     definition: Callable[..., Quantized]
     #: The names of the options, as the definition has them.
@@ -199,12 +198,12 @@ class BlockOp(Op[Inputs]):
 
 
 def lies_swapped(x: Any) -> bool:
-    """Whether an array's last two axes are swapped in memory, where it is C-contiguous otherwise."""
+    """Whether an array is C-contiguous only with its last two axes swapped."""
     if x.flags.c_contiguous if isinstance(x, np.ndarray) else getattr(x, "_c_contiguous", True):
         return False
     return bool(x.ndim >= 2 and is_contiguous(x.swapaxes(-1, -2)))
 
 
 def logical(shape: tuple[int, ...], swapped: bool) -> tuple[int, ...]:
-    """The shape of an array that lies in memory with this one."""
+    """The shape of x, given the shape in which it lies in memory."""
     return swap_last(shape) if swapped else shape

@@ -1,4 +1,4 @@
-"""Blocks with f32 scales: 1 x 128, 128 x 1, 128 x 128 and their like. Kernels:
+"""Quantises in blocks with f32 scales: 1 x 128, 128 x 1, 128 x 128 and others. Kernels:
 kernels_cu/quantize/blocks.cu."""
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .block_results import ABSENT, AS_IS, TRANSPOSED, Axis, BlockOp, BlockResult
 _TILE = Kernel("quantize/blocks", "quantize_block_tile")
 _ROWS = Kernel("quantize/block_rows", "quantize_block_rows")
 _LINES = Kernel("quantize/block_lines", "quantize_block_lines")
-# elements of the smallest block, a quarter of a warp tile's row
+# Elements of the smallest block, a quarter of a warp tile's row.
 _SMALLEST = 32
-_NO_SCALES = (0, 1, 1, 0, 0)                    # a ScaleGrid, but for the address
+_NO_SCALES = (0, 1, 1, 0, 0)                    # a ScaleGrid without its address
 _NO_BLOCKS = Axis(None, ABSENT, None, _NO_SCALES)
 
 _ACROSS = Panels(1, 8, down_first=False)        # 32 bytes of a row's compact scales
@@ -42,7 +42,7 @@ _LENGTH, _LOAD_BYTES, _WARPS, _WARP_BLOCKS = 128, 16, 4, 8
 #: Bytes of shared memory for the scales of a warp tile's rows and columns.
 _ROW_BYTES, _COLUMN_BYTES = 2 * 4 * (ROWS + 4) * 4, COLUMNS * 4
 #: Bytes of shared memory for a column of a row segment (kernels_cu/include/tile/column_segment.cuh).
-_RUN_BYTES = 64
+_SEGMENT_BYTES = 64
 
 #: Flags of the BlockRule of kernels_cu/include/scale/block_scale.cuh.
 _AMAX_FIRST, _GUARDED, _ROUND_DOWN, _ROUND_UP, _OTHER_QUOTIENT, _OTHER_PRODUCT = 1, 2, 4, 8, 16, 32
@@ -129,14 +129,13 @@ class BlockQuantization(block_results.Quantization):
         self.rule, self.divide = _rule(source, to, pow2, least, profile), profile == "vllm" and not pow2
 
     def axes(self, names: list[str]) -> tuple[Axis, Axis]:
-        """What a kernel of warp tiles writes along rows and along columns of memory of these directions. (Of
-        whole rows and columns too, for ops/quantize/grouped_rows_columns.py.)"""
+        """What a kernel of warp tiles writes for these directions, along rows and along columns of memory."""
         rows, columns = (name if name in names else None for name in (
             ("rowwise", "columnwise") if (self.block[0] == 1) != self.swapped else ("columnwise", "rowwise")))
         written: list[tuple[int, str | None]] = [
             (block_results.stored(self.directions[name], self.swapped) if name else ABSENT, name)
             for name in (rows, columns)]
-        # the same codes whatever the direction: what counts is how they are stored
+        # Both directions have the same codes. They differ only in how these are stored.
         if self.square:
             by_order = dict(written)
             written = [(stored, by_order[stored]) if stored in by_order else (ABSENT, None)
@@ -167,7 +166,7 @@ def _rule(source: np.dtype[Any], to: np.dtype[Any], pow2: bool, eps: float,
 
 
 def _strides(direction: Direction | None, swapped: bool) -> tuple[int, int, int, int, int]:
-    """The ScaleGrid of kernels_cu/include/scale/block_scale.cuh, but for the address."""
+    """The ScaleGrid of kernels_cu/include/scale/block_scale.cuh without its address."""
     if direction is None:
         return _NO_SCALES
     assert direction.block is not None
@@ -201,7 +200,7 @@ class _QuantizeBlock(BlockOp):
 
 
 def _whole_line_launch(call: Call, inputs: Inputs, name: str, places: Places) -> Launch:
-    """quantize_block_lines: one direction of blocks of whole rows or columns."""
+    """The launch of quantize_block_lines, which writes one direction of blocks of whole rows or columns."""
     quantization, x, direction = inputs.quantization, inputs.x, inputs.quantization.directions[name]
     along_rows = (direction.block[0] == 1) != quantization.swapped
     axis = Axis(name, block_results.stored(direction, quantization.swapped), name,
@@ -218,8 +217,8 @@ def _whole_line_launch(call: Call, inputs: Inputs, name: str, places: Places) ->
 
 
 def _rows_launch(call: Call, inputs: Inputs, axes: tuple[Axis, Axis], places: Places) -> Launch | None:
-    """quantize_block_rows: whole blocks of 128 along rows of memory, data as they are. None if this is
-    something else, or memory does not allow the kernel's accesses."""
+    """The launch of quantize_block_rows, which writes whole blocks of 128 along rows of memory, data in x's
+    order. None for other calls, and if memory does not allow the kernel's accesses."""
     quantization, x = inputs.quantization, inputs.x
     stored = axes[0].stored, axes[1].stored
     whole_blocks = set(quantization.block) == {1, _LENGTH} and quantization.columns % _LENGTH == 0
@@ -238,7 +237,7 @@ def _rows_launch(call: Call, inputs: Inputs, axes: tuple[Axis, Axis], places: Pl
 
 
 def _tile_launch(call: Call, inputs: Inputs, axes: tuple[Axis, Axis], places: Places) -> Launch:
-    """quantize_block_tile: everything else, both directions in one launch."""
+    """The launch of quantize_block_tile, which writes everything else, both directions at once."""
     quantization, x = inputs.quantization, inputs.x
     source, to, square = quantization.source, quantization.to, quantization.square
     members = quantization.warp_tile_members(axes, places, x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0)
@@ -281,7 +280,7 @@ def tile_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int,
     per_panel = _COLUMN_BYTES * (not aligned or slow != ABSENT or square) + _ROW_BYTES * (not aligned
         or (fast != ABSENT and not square))
     shared = (fast, slow).count(TRANSPOSED) * panels.tile + panels.down * panels.across * per_panel
-    shared += _RUN_BYTES * panels.columns * (panels.run > 1)
+    shared += _SEGMENT_BYTES * panels.columns * (panels.run > 1)
     of_groups = {} if kernel is _TILE else {"RUN": panels.run}
     return kernel.variant(block=panels.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag,
                           FAST=fast, SLOW=slow,

@@ -1,6 +1,5 @@
-"""Groups of rows quantised in blocks, each group as a matrix of its own.
-
-Kernels: kernels_cu/quantize/blocks.cu and mx.cu; for whole rows and columns grouped_rows_columns.cu."""
+"""Quantises groups of rows in blocks, each group as a matrix of its own. Kernels:
+kernels_cu/quantize/blocks.cu and mx.cu, and grouped_rows_columns.cu for whole rows and columns."""
 
 from __future__ import annotations
 
@@ -28,14 +27,14 @@ AnyQuantization = blocks.BlockQuantization | mx.MxQuantization
 
 _BLOCKS = Kernel("quantize/blocks", "group_quantize_block")
 _MX = Kernel("quantize/mx", "group_quantize_mx")
-_TILES_PER_BLOCK = 2            # of transposed data; with more, multiprocessors are idle at the end
+_TILES_PER_BLOCK = 2            # that write transposed data; with more, multiprocessors are idle at the end
 _ROWS = Kernel("quantize/grouped_rows_columns", "group_quantize_rows")
 _LINES = Kernel("quantize/grouped_rows_columns", "group_quantize_lines")
 _LINE_TILE = Panels(8, 1, down_first=False)             # 256 bytes of a transposed row
 _SEGMENT_ROWS, _SHARE, _THREADS = 32, 8192, 256         # SegmentOfRows of the kernel
-_CHUNK_BYTES, _CHUNKS, _WARP = 16, 4, 32                # of a row, held by a thread of the kernel
+_CHUNK_BYTES, _CHUNKS, _WARP = 16, 4, 32                # a thread holds so many chunks of a row
 _FIND, _QUANTIZE = 0, 1                                 # passes of the kernel of whole columns
-_FEWEST = 64                                            # maxima that a workspace has room for
+_FEWEST = 64                                            # amaxes that a workspace has room for, at least
 
 
 @functools.lru_cache(maxsize=256)
@@ -53,7 +52,7 @@ def quantization_of(shape: tuple[int, int], source: np.dtype[Any], recipe: Block
 
 
 def described(quantization: AnyQuantization, count: int) -> tuple[GroupedFacts, Arrays]:
-    """The result for `count` groups: what it is, and its data and scales."""
+    """The result for `count` groups: its facts, and the shapes and dtypes of its data and scales."""
     shape = quantization.rows, quantization.columns
     data: Arrays = {}
     scales: Arrays = {}
@@ -96,7 +95,7 @@ def _by_direction(places: dict[str, int]) -> Places:
 
 
 def _scales_of(direction: Direction) -> tuple[tuple[int | None, int | None], str, bool]:
-    """The block, the layout of scales, and whether data are stored transposed."""
+    """(block, layout of scales, whether data are stored transposed)."""
     assert direction.block is not None
     assert direction.scale_layout is not None
     return direction.block, direction.scale_layout, direction.transposed
@@ -124,8 +123,8 @@ def scales_of(quantization: AnyQuantization, count: int, axis: Axis) -> dict[str
 
 # ---- whole rows and whole columns ----
 def _whole_lines(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator[Launch]:
-    """One launch for rows alone. Else two, of which the first finds the maxima, after a launch that finds
-    each block's rows and clears the maxima."""
+    """One launch if only rows are written. Otherwise a launch finds each block's rows and clears the amaxes,
+    the second finds the amaxes, and the third quantises."""
     quantization, x = cast(blocks.BlockQuantization, inputs.quantization), inputs.x.array
     (fast, slow), own = axes_of(quantization)
     rows_alone = (fast.stored, slow.stored) == (AS_IS, ABSENT)
@@ -147,7 +146,8 @@ def _whole_lines(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator
     chosen = (_rows_variant if rows_alone else _lines_variant)(quantization.source, quantization.to)
     array = {"x": inputs.x.at, "noop": call.noop_at}
     if not rows_alone:
-        # Writes nothing but maxima: the other launch clears what no group has, and tells of the groups.
+        # This launch writes only amaxes. The other one clears what no group has, and writes offsets and
+        # sizes.
         silent = {**groups, "offsets_out": 0, "sizes_out": 0}
         yield chosen.bind(x, tiling.grid, all={**array, **members({})}, groups=silent,
                           fast=scales, **amaxes, phase=_FIND)
@@ -156,8 +156,8 @@ def _whole_lines(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator
 
 
 def _amaxes(call: Call, inputs: Inputs, axes: tuple[Axis, Axis]) -> tuple[dict[str, int], tuple[int, int]]:
-    """Where the maxima of rows and of columns go; and the memory of them that has to be cleared: address and
-    bytes."""
+    """Members with the addresses of row and column amaxes, and the memory to clear for them: (address,
+    bytes)."""
     quantization = cast(AnyQuantization, inputs.quantization)
     of_rows = quantization.rows if axes[0].scales else 0
     of_columns = inputs.number * quantization.columns if axes[1].scales else 0
@@ -169,7 +169,7 @@ def _amaxes(call: Call, inputs: Inputs, axes: tuple[Axis, Axis]) -> tuple[dict[s
 
 
 def _team(columns: int, chunk: int) -> int:
-    """Threads that have a row: as few as hold all of it, if any do."""
+    """Threads that share a row: as few as can hold all of it, at most a block."""
     wanted = cdiv(max(columns, 1), chunk * _CHUNKS)
     return min(_THREADS, max(_WARP, 1 << (wanted - 1).bit_length()))
 

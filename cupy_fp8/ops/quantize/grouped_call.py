@@ -27,7 +27,7 @@ _SCALED = ("rowwise", "columnwise", "scale_inv", "columnwise_scale_inv")
 
 
 class Inputs(NamedTuple):
-    """The arguments of a call, validated. quantization: None if each group has one scale."""
+    """The validated arguments of a call. quantization: None if each group has one scale."""
 
     x: Input
     groups: Groups
@@ -49,7 +49,7 @@ class Inputs(NamedTuple):
 
 # ---- the result ----
 class GroupedFacts(NamedTuple):
-    """What a Grouped is, apart from its memory. shared: both directions have the same data."""
+    """The attributes of a Grouped besides its arrays. shared: both directions have the same data."""
 
     shape: tuple[int, int]
     block: tuple[int | None, int | None] | None = None
@@ -59,7 +59,8 @@ class GroupedFacts(NamedTuple):
 
 
 class GroupedResult(Description):
-    """A Grouped. It holds the sizes and offsets that the call was given, unless the call writes them."""
+    """Describes a Grouped. It holds the sizes and offsets that the call was given, unless the call writes
+    them."""
 
     def __init__(self, facts: GroupedFacts, arrays: Arrays, groups: Groups, offsets: Array | None) -> None:
         self.facts, self._splits, self._offsets = facts, groups.array, offsets
@@ -128,12 +129,12 @@ def _is_same(own: Array, given: Array) -> bool:
 
 # ---- tiles ----
 class Tiling(NamedTuple):
-    """The rows of a result divided into row segments, none with rows of two groups, and these into tiles for
-    the blocks of a launch.
+    """How a result's rows are divided into row segments, none with rows of two groups, and these into tiles
+    for the blocks of a launch.
 
-    rows: of a segment; segments: how many there are for groups of any sizes. grid: tiles of groups of any
-    sizes; fewest: of groups of whole tiles. groups: members of RowGroups
-    (kernels_cu/include/groups/row_groups.cuh) but for `segments`."""
+    rows: rows of a segment. segments, grid: the segments and tiles for groups of any sizes. fewest: the tiles
+    if all groups are whole tiles. groups: the members of RowGroups (kernels_cu/include/groups/row_groups.cuh)
+    except `segments`."""
 
     rows: int
     segments: int
@@ -144,8 +145,8 @@ class Tiling(NamedTuple):
 
 def tiled(call: Call, inputs: Inputs, places: dict[str, int], rows: int, columns: int,
           clears: int = 0) -> Tiling:
-    """The result's rows, and those that follow the last group, in tiles of rows x columns. clears: segments
-    without rows, whose blocks clear scales."""
+    """Divides the result's rows, with those after the last group, into tiles of rows x columns. clears:
+    segments without rows, whose blocks clear scales."""
     result_rows, width = inputs.result.facts.shape
     across = max(1, cdiv(width, columns))
     segments = max(1, clears + padded_rows(result_rows, inputs.number + 1, rows) // rows)
@@ -156,7 +157,8 @@ def tiled(call: Call, inputs: Inputs, places: dict[str, int], rows: int, columns
 
 
 def row_groups(call: Call, inputs: Inputs, across: int) -> dict[str, Any]:
-    """Members of RowGroups for the groups as they are in x, of which nothing is told in the result."""
+    """Members of RowGroups for the groups in x, for a launch that writes nothing about groups to the
+    result."""
     rows, columns = inputs.x.shape
     return {"offsets": inputs.offsets.at if inputs.offsets else 0,
             "splits": inputs.groups.members(call.error_word()), "rows": rows, "columns": columns,

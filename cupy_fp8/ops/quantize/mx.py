@@ -1,4 +1,4 @@
-"""MX: blocks of 32 elements with E8M0 scales. Kernels: kernels_cu/quantize/mx.cu."""
+"""Quantises to MX: blocks of 32 elements with E8M0 scales. Kernels: kernels_cu/quantize/mx.cu."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .block_results import ABSENT, AS_IS, TRANSPOSED, Axis, BlockOp, BlockResult
 _ROWS = Kernel("quantize/mx", "quantize_mx_rows")
 _TILE = Kernel("quantize/mx", "quantize_mx_tile")
 _BLOCK = 32
-_NO_SCALES = (0, 1, 1)                          # a ScaleTarget, but for the address
+_NO_SCALES = (0, 1, 1)                          # a ScaleTarget without its address
 
-#: How data along rows and along columns are stored, but for both transposed.
+#: How data along rows and along columns can be stored. Both transposed is the one case left out.
 _STORED = ((AS_IS, ABSENT), (TRANSPOSED, ABSENT), (ABSENT, AS_IS), (ABSENT, TRANSPOSED), (AS_IS, AS_IS),
            (AS_IS, TRANSPOSED))
-# 128 lines: the swizzled scales of a tile of 128 x 128 elements are adjacent
+# With 128 lines the swizzled scales of a tile of 128 x 128 elements are adjacent.
 _SWIZZLED = Panels(4, 1, down_first=False)
 _COMPACT = Panels(1, 8, down_first=False)       # 32 bytes of a row's compact scales (and of a transposed row)
 _GATHERED = Panels(8, 1, down_first=False)      # 256 bytes of a transposed row
@@ -113,8 +113,8 @@ class MxQuantization(block_results.Quantization):
 
     @property
     def elementwise(self) -> bool:
-        """Whether quantize_mx_rows can write all of it: whole blocks along rows of memory, whose scales
-        follow one another."""
+        """Whether quantize_mx_rows can write everything: whole blocks along rows of memory, with consecutive
+        scales."""
         along_rows, along_columns = self.axes
         direction = self.directions.get(along_rows.scales or "")
         return (along_rows.stored, along_columns.stored) == (AS_IS, ABSENT) and direction is not None and (
@@ -127,7 +127,7 @@ def _axes(directions: dict[str, Direction], swapped: bool, square: bool) -> tupl
     names = ("columnwise", "rowwise") if swapped else ("rowwise", "columnwise")
     stored = [block_results.stored(directions.get(name), swapped) for name in names]
     data: list[str | None] = [name if how else None for name, how in zip(names, stored, strict=True)]
-    # the same codes whatever the direction: what counts is how they are stored
+    # Both directions have the same codes. They differ only in how these are stored.
     if square:
         by_order = dict(zip(stored, names, strict=True))
         stored = [AS_IS if AS_IS in by_order and TRANSPOSED in by_order else ABSENT, max(by_order)]
@@ -151,7 +151,7 @@ def _rule(dtype: np.dtype[Any], mode: str, profile: str) -> tuple[float, int, in
 
 
 def _scale_strides(direction: Direction | None) -> tuple[int, int, int]:
-    """The ScaleTarget of kernels_cu/include/numerics/e8m0.cuh, but for the address."""
+    """The ScaleTarget of kernels_cu/include/numerics/e8m0.cuh without its address."""
     if direction is None:
         return _NO_SCALES
     assert direction.block is not None
@@ -175,7 +175,7 @@ class _QuantizeMx(BlockOp):
 
 
 def _rows_launch(call: Call, inputs: Inputs, written: tuple[int, ...]) -> Launch:
-    """quantize_mx_rows: compact scales along rows of memory, data as they are."""
+    """The launch of quantize_mx_rows, which writes compact scales along rows of memory, data in x's order."""
     quantization, x = inputs.quantization, inputs.x
     members = block_results.destinations(quantization.axes, quantization.result.places(written))
     grid, vector = elementwise.grid(quantization.size, quantization.shape, x.dtype.itemsize, 1, x.at,
@@ -185,7 +185,7 @@ def _rows_launch(call: Call, inputs: Inputs, written: tuple[int, ...]) -> Launch
 
 
 def _tile_launch(call: Call, inputs: Inputs, written: tuple[int, ...]) -> Launch:
-    """quantize_mx_tile: everything else, both directions in one launch."""
+    """The launch of quantize_mx_tile, which writes everything else, both directions at once."""
     quantization, x = inputs.quantization, inputs.x
     members = quantization.warp_tile_members(quantization.axes, quantization.result.places(written),
                                      x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0)

@@ -1,6 +1,6 @@
-"""Tensor lists quantised in blocks: all arrays of a dtype in one launch.
+"""Quantises tensor lists in blocks, all arrays of a dtype in one launch.
 
-Kernels: those of row groups (ops/quantize/grouped_blocks.py), which take a list as well."""
+Kernels: those of ops/quantize/grouped_blocks.py, which take lists too."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .block_results import TRANSPOSED
 
 
 class _Inputs(NamedTuple):
-    op: Op[Any]                         # of one array
-    arrays: list[Any]                   # its inputs, for each array
+    op: Op[Any]                         # the op for one array
+    arrays: list[Any]                   # that op's inputs, for each array
     recipe: BlockScaling | MXScaling
     directions: dict[str, bool]
 
@@ -66,8 +66,8 @@ class _QuantizeList(Op[_Inputs]):
         return reference.multi_quantize(xs, inputs.recipe, **inputs.directions)
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
-        """One for all arrays of a dtype; and those of its own for each array that no kernel for lists takes:
-        such as have the last two axes swapped in memory, and blocks of whole rows or columns."""
+        """One launch for all arrays of a dtype. An array has launches of its own if its last two axes are
+        swapped in memory, or if blocks are whole rows or columns: kernels for lists do not take these."""
         assert isinstance(call.result, ListResult)
         listed: dict[np.dtype[Any], list[_Listed]] = {}
         alone: list[Launch] = []
@@ -88,8 +88,7 @@ QUANTIZE = _QuantizeList()
 
 # ---- launches ----
 class _Listed(NamedTuple):
-    """An array of a launch, what follows from its shape and the options, and the members of its record but
-    for x."""
+    """An array of a launch, its quantisation, and the members of its record except x."""
 
     x: Input
     quantization: grouped_blocks.AnyQuantization
@@ -97,7 +96,7 @@ class _Listed(NamedTuple):
 
     @property
     def allows_wide(self) -> bool:
-        """Whether it suits the program for wide accesses, which looks at the rows of transposed data
+        """Whether it allows wide accesses. The program for these checks the rows of transposed data
         itself."""
         axes, _ = grouped_blocks.axes_of(self.quantization)
         stored = None, axes[0].stored, axes[1].stored
@@ -105,7 +104,7 @@ class _Listed(NamedTuple):
         return all(vector & bit or how == TRANSPOSED for bit, how in zip((1, 2, 4), stored, strict=True))
 
     def tiles(self, rows: int, columns: int) -> tuple[int, int, int]:
-        """Tiles in all, across a matrix and down."""
+        """(tiles of all matrices, tiles across a matrix, tiles down a matrix)."""
         (*batch, down, across) = self.quantization.shape
         across, down = cdiv(across, columns), cdiv(down, rows)
         return prod(batch) * across * down, across, down
@@ -119,8 +118,8 @@ def _members(quantization: grouped_blocks.AnyQuantization, written: Sequence[int
 
 
 def _launch(call: Call, arrays: list[_Listed]) -> Launch:
-    """The launch for arrays of one dtype. If any of them does not allow wide accesses, it is of the kernel
-    for any memory."""
+    """The launch for arrays of one dtype. It takes the program for any memory unless all arrays allow wide
+    accesses."""
     quantization, wide = arrays[0].quantization, all(each.allows_wide for each in arrays)
     (along_rows, along_columns), _ = grouped_blocks.axes_of(quantization)
     variant, panels = grouped_blocks.variant(quantization, (along_rows.stored, along_columns.stored), wide)
