@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
@@ -70,6 +70,11 @@ def _cases() -> Iterator[Case]:
         yield case(bfloat16, (144, 132), "normal", "strided", **_AS_IS, block=block, dtype=float8_e5m2)
         if 1 in block:
             yield case(bfloat16, MATRIX, "normal", **_BOTH, block=block, scale_layout="deepgemm_sm90")
+    yield from _row_and_column_cases(case)
+
+
+def _row_and_column_cases(case: Callable[..., Case]) -> Iterator[Case]:
+    """Cases of blocks along rows alone, of whole rows and columns, and of other memory orders."""
     # Rows of whole blocks: a warp has eight blocks down or across, or fewer.
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
         for options in (_ROW, {**_ROW, **_VLLM}):

@@ -103,6 +103,15 @@ def _cases() -> Iterator[Case]:
             yield case(source_dtype, (300, columns), values, groups=5, spare=9, dtype=dtype, current=(),
                        **both)
         yield case(source_dtype, (200, 24), groups=6, dtype=dtype, current=(1e-3, True), with_offsets=True)
+    yield from _shape_cases(case)
+    yield from _block_cases(case)
+    yield from _line_cases(case)
+    yield from _padded_cases(case)
+
+
+def _shape_cases(case: Callable[..., Case]) -> Iterator[Case]:
+    """Cases of per-tensor recipes with every kind of shape, division and layout."""
+    both = {"rowwise": True, "columnwise": True}
     for directions in DIRECTIONS[:2]:
         for shape in ((300, 144), (77, 130)):
             yield case(bfloat16, shape, groups=4, spare=5, **directions)
@@ -120,9 +129,6 @@ def _cases() -> Iterator[Case]:
     for layout in ("offset", "strided"):
         for rule in ({}, {"current": ()}):
             yield case(float32, (100, 48), "bits", layout, groups=4, **both, **rule)
-    yield from _block_cases(case)
-    yield from _line_cases(case)
-    yield from _padded_cases(case)
 
 
 def _block_cases(case: Callable[..., Case]) -> Iterator[Case]:
@@ -160,8 +166,13 @@ def _block_cases(case: Callable[..., Case]) -> Iterator[Case]:
         yield case(bfloat16, (150, 130), "edges", groups=4, spare=9, family="mx", block=(32, 32),
                    scale_layout=layout, mode="floor",
                    **options)
+    yield from _block_shape_cases(case)
+
+
+def _block_shape_cases(case: Callable[..., Case]) -> Iterator[Case]:
+    """Cases of blocks with every kind of shape and division."""
     both = {"columnwise": True}
-    for family in layouts:
+    for family in ("block", "mx"):
         for shape in ((1, 1), (0, 8), (5, 0), (1, 300), (300, 1)):
             for number in (0, 1, 3):
                 yield case(bfloat16, shape, groups=number, spare=shape[0] if number == 0 else 0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ... import reference
@@ -64,6 +64,11 @@ def _cases() -> Iterator[Case]:
                 for layout in ("contiguous", "strided"):
                     yield case(float16, shape, "normal", layout, scale_layout=scale_layout, **_SQUARE,
                                **directions)
+    yield from _rule_cases(case)
+
+
+def _rule_cases(case: Callable[..., Case]) -> Iterator[Case]:
+    """Cases of every mode and profile, and of padded swizzled scales."""
     for mode in MX_MODES:
         for profile in MX_PROFILES:
             for to in FP8_DTYPES:

@@ -43,6 +43,8 @@ _SCALES: tuple[Any, ...] = (
       layout in product(((1, 128), (1, 64), (1, 32)), BLOCK_SCALE_LAYOUTS)),
     *(MXScaling(mode=mode, profile=profile, scale_layout=layout)
       for mode, profile, layout in product(MX_MODES[:1], MX_PROFILES, MX_SCALE_LAYOUTS)))
+#: Options of most cases of gradients.
+_WEIGHTED = {"probs": "normal"}
 
 
 def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -107,53 +109,62 @@ def _backward_cases() -> Iterator[Case]:
              **options: Any) -> Case:
         return Case("swiglu_backward_quantize", dtype, shape, kind, layout, options)
 
-    weighted = {"probs": "normal"}
     # First, for whoever takes only a few: every kernel, on a few blocks.
     for recipe in _RECIPES:
-        yield case(bfloat16, (50, 512), "normal", **recipe, **weighted, **_BOTH)
-    yield case(bfloat16, (130, 30), "normal", recipe=BlockScaling(profile="vllm"), **weighted, **_BOTH)
+        yield case(bfloat16, (50, 512), "normal", **recipe, **_WEIGHTED, **_BOTH)
+    yield case(bfloat16, (130, 30), "normal", recipe=BlockScaling(profile="vllm"), **_WEIGHTED, **_BOTH)
     yield case(float32, (40, 264), "normal", recipe=MXScaling(scale_layout="swizzled"), **_OPTIONS[-1],
                **_BOTH)
     yield case(bfloat16, (50, 272), "normal", **_DELAYED, **_GPT_OSS, **_BOTH, experts=3)
     for recipe in _RECIPES:
-        yield case(bfloat16, (144, 208), "normal", **recipe, **weighted, **_BOTH)
+        yield case(bfloat16, (144, 208), "normal", **recipe, **_WEIGHTED, **_BOTH)
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
         for kind, shape, weights in (("bits", _ALIGNED, {}), ("edges", (67, 202), {}),
-                                     ("bits", _HALVES[0], weighted), ("edges", _HALVES[1], {})):
+                                     ("bits", _HALVES[0], _WEIGHTED), ("edges", _HALVES[1], {})):
             for how in (DelayedScaling(to), CurrentScaling(to, 1e-3, True), *_in_blocks(to)):
                 scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
                 yield case(dtype, shape, kind, recipe=how, **scale, **weights, **_BOTH)
         # row-wise alone: programs of their own
         for how in _in_blocks(to):
-            yield case(dtype, _HALVES[0], "edges", recipe=how, **weighted)
+            yield case(dtype, _HALVES[0], "edges", recipe=how, **_WEIGHTED)
     for i, (dtype, options) in enumerate(product(INPUT_DTYPES, _OPTIONS)):          # recipes take turns
         yield case(dtype, (24, 80), "edges", **_RECIPES[i % 4], **options)
         yield case(dtype, (37, 54), "normal", **_RECIPES[(i + 1) % 4], **options, **_BOTH)
-        yield case(dtype, (20, 528), "normal", **_RECIPES[(i + 2) % 4], **{**weighted, **options})
+        yield case(dtype, (20, 528), "normal", **_RECIPES[(i + 2) % 4], **{**_WEIGHTED, **options})
+    yield from _backward_shape_cases(case)
+    yield from _backward_scale_cases(case)
+
+
+def _backward_shape_cases(case: Callable[..., Case]) -> Iterator[Case]:
+    """Cases of every direction, shape and combination of options."""
     for recipe in _RECIPES:
         for directions in DIRECTIONS[:3]:
-            yield case(bfloat16, _ALIGNED, "normal", **recipe, **weighted, **directions)
-        yield case(float16, (48, 64), "normal", "offset", **recipe, **weighted, **_BOTH)
+            yield case(bfloat16, _ALIGNED, "normal", **recipe, **_WEIGHTED, **directions)
+        yield case(float16, (48, 64), "normal", "offset", **recipe, **_WEIGHTED, **_BOTH)
     for i, shape in enumerate(_SHAPES):
-        yield case(bfloat16, shape, "normal", **_RECIPES[i % 4], **weighted, **_BOTH)
-        yield case(bfloat16, shape, "normal", **_RECIPES[(i + 1) % 4], **weighted, interleaved=True, **_BOTH)
+        yield case(bfloat16, shape, "normal", **_RECIPES[i % 4], **_WEIGHTED, **_BOTH)
+        yield case(bfloat16, shape, "normal", **_RECIPES[(i + 1) % 4], **_WEIGHTED, interleaved=True, **_BOTH)
     for recipe in _RECIPES:
         for directions in DIRECTIONS[:3]:
             for kind in ("normal", "edges"):
                 yield case(bfloat16, _HALVES[0], "normal", **recipe, probs=kind, **directions)
             yield case(bfloat16, _HALVES[0], "normal", **recipe, **directions)
-        yield case(float32, (21, 768), "normal", **recipe, **weighted)
+        yield case(float32, (21, 768), "normal", **recipe, **_WEIGHTED)
         for options in _OPTIONS[2:]:
             yield case(bfloat16, _HALVES[1], "normal", **recipe, **options, **_BOTH)
             for directions in DIRECTIONS[:2]:                                       # halves of no whole tiles
-                yield case(bfloat16, (133, 2 * 200), "normal", **recipe, **{**weighted, **options},
+                yield case(bfloat16, (133, 2 * 200), "normal", **recipe, **{**_WEIGHTED, **options},
                            **directions)
+
+
+def _backward_scale_cases(case: Callable[..., Case]) -> Iterator[Case]:
+    """Cases of tiles that da and db share, wide rows with all options, experts, and sums of many tiles."""
     for scaling in _SCALES:
         yield case(bfloat16, (133, 256), "normal", recipe=scaling, **_BOTH)
-        yield case(bfloat16, (37, 512), recipe=scaling, **weighted)
+        yield case(bfloat16, (37, 512), recipe=scaling, **_WEIGHTED)
         # da ends, and db starts, within a tile
         for half in (160, 192, 224):
-            yield case(bfloat16, (133, 2 * half), "normal", recipe=scaling, **weighted, **_BOTH)
+            yield case(bfloat16, (133, 2 * half), "normal", recipe=scaling, **_WEIGHTED, **_BOTH)
         yield case(bfloat16, (133, 2 * 200), "normal", recipe=scaling, **_GPT_OSS, **_BOTH)
         # The second tile does not exist.
         yield case(bfloat16, (133, 2 * 72), "edges", recipe=scaling, interleaved=True, **_BOTH)
@@ -162,13 +173,13 @@ def _backward_cases() -> Iterator[Case]:
         for how in (DelayedScaling(to), *_in_blocks(to)):
             scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
             yield case(dtype, (130, 2 * 136), "edges", recipe=how, **scale, **_GPT_OSS, **_BOTH)
-    yield from _of_experts(case, weighted)
+    yield from _of_experts(case, _WEIGHTED)
     # rows past the end repeat this one, times 0
     for dtype, how in product(INPUT_DTYPES, _RECIPES[:2]):
         yield case(dtype, (1, 512), "normal", **how, probs=0.25, **_BOTH)
     for interleaved in (False, True):                                               # sums of many tiles
-        yield case(bfloat16, (3, 2 * 3000), "normal", **_DELAYED, **weighted, interleaved=interleaved)
-        yield case(bfloat16, (9, 2 * 3072), "normal", **_DELAYED, **weighted, interleaved=interleaved)
+        yield case(bfloat16, (3, 2 * 3000), "normal", **_DELAYED, **_WEIGHTED, interleaved=interleaved)
+        yield case(bfloat16, (9, 2 * 3072), "normal", **_DELAYED, **_WEIGHTED, interleaved=interleaved)
 
 
 def _cases() -> Iterator[Case]:
@@ -206,6 +217,11 @@ def _cases() -> Iterator[Case]:
                 yield case(float16, (48, 64), "normal", layout, **recipe, **directions)
         for shape in _SHAPES:
             yield case(bfloat16, shape, "normal", **recipe, **_BOTH)
+    yield from _option_cases(case)
+
+
+def _option_cases(case: Callable[..., Case]) -> Iterator[Case]:
+    """Cases of every profile, mode and layout, wide rows with all options, and experts."""
     for profile, pow2, block in product(BLOCK_PROFILES, (False, True), ((1, 128), (1, 64), (1, 32))):
         blocks = BlockScaling(block, float8_e5m2 if pow2 else float8_e4m3fn, profile=profile, pow2_scale=pow2)
         yield case(float32, (40, 400), "edges", recipe=blocks, **_BOTH)

@@ -38,55 +38,68 @@ def _quantize_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _quantize_cases() -> Iterator[Case]:
-    def fits(shape: tuple[int, ...], directions: dict[str, Any]) -> bool:
-        return len(shape) >= 2 or not directions["columnwise"]
-
     for directions in DIRECTIONS:
-        for dtype in INPUT_DTYPES:
-            for to in FP8_DTYPES:
-                for kind in ("bits", "edges", "normal"):
-                    yield Case("quantize_tensor", dtype, MATRIX, kind,
-                               options={"dtype": to, "amax": 0.0, **directions})
-                yield Case("quantize_tensor", dtype, ALIGNED_MATRIX,
-                           options={"dtype": to, "amax": 0.0, **directions})
-        for shape in SHAPES:
-            if fits(shape, directions):
-                yield Case("quantize_tensor", bfloat16, shape, options={"amax": -1.0, **directions})
-                yield Case("quantize_tensor", float32, shape, "normal", options=directions)
-        for layout in ("offset", "strided"):
-            for dtype in INPUT_DTYPES:
-                yield Case("quantize_tensor", dtype, (72, 96), "bits", layout,
-                           options={"amax": 0.0, **directions})
-        for value in _SCALES:
-            yield Case("quantize_tensor", float32, (24, 40), options={"scale": value, "dtype": float8_e5m2,
-                                                                      **directions})
-        for dtype in INPUT_DTYPES:
-            for kind in ("bits", "edges", "normal"):
-                yield Case("quantize_tensor", dtype, MATRIX, kind,
-                           options={"scale": None, "amax": 0.0, **directions})
-            yield Case("quantize_tensor", dtype, ALIGNED_MATRIX, "normal",
-                       options={"scale": None, "dtype": float8_e5m2, "pow2_scale": True, "eps": 1e3,
-                                **directions})
-        for shape in SHAPES:
-            if fits(shape, directions):
-                yield Case("quantize_tensor", bfloat16, shape, "normal",
-                           options={"scale": None, "pow2_scale": True, **directions})
-        for dtype in INPUT_DTYPES:
-            for shape in (MATRIX, ALIGNED_MATRIX, (130, 264)):
-                for to in FP8_DTYPES:
-                    yield Case("quantize_tensor", dtype, shape, "bits",
-                               options={"dtype": to, "dbias": True, "amax": 0.0, **directions})
-                yield Case("quantize_tensor", dtype, shape, "normal", options={"dbias": True, **directions})
-            yield Case("quantize_tensor", dtype, (300, 96), "normal", "offset",
-                       {"dbias": True, "scale": None, **directions})
-        for shape in SHAPES:
-            if len(shape) >= 2:
-                yield Case("quantize_tensor", bfloat16, shape, "normal",
-                           options={"dbias": True, **directions})
+        yield from _given_scale_cases(directions)
+        yield from _current_cases(directions)
+        yield from _dbias_cases(directions)
     # More tiles than a launch sums at once.
     yield Case("quantize_tensor", bfloat16, (33000, 3), "normal", options={"dbias": True})
     for start in (-1.0, float("inf"), float("nan"), 2.0**-149):
         yield Case("quantize_tensor", float32, (9, 11), "normal", options={"amax": start})
+
+
+def _given_scale_cases(directions: dict[str, Any]) -> Iterator[Case]:
+    for dtype in INPUT_DTYPES:
+        for to in FP8_DTYPES:
+            for kind in ("bits", "edges", "normal"):
+                yield Case("quantize_tensor", dtype, MATRIX, kind,
+                           options={"dtype": to, "amax": 0.0, **directions})
+            yield Case("quantize_tensor", dtype, ALIGNED_MATRIX,
+                       options={"dtype": to, "amax": 0.0, **directions})
+    for shape in SHAPES:
+        if _fits(shape, directions):
+            yield Case("quantize_tensor", bfloat16, shape, options={"amax": -1.0, **directions})
+            yield Case("quantize_tensor", float32, shape, "normal", options=directions)
+    for layout in ("offset", "strided"):
+        for dtype in INPUT_DTYPES:
+            yield Case("quantize_tensor", dtype, (72, 96), "bits", layout,
+                       options={"amax": 0.0, **directions})
+    for value in _SCALES:
+        yield Case("quantize_tensor", float32, (24, 40), options={"scale": value, "dtype": float8_e5m2,
+                                                                  **directions})
+
+
+def _current_cases(directions: dict[str, Any]) -> Iterator[Case]:
+    for dtype in INPUT_DTYPES:
+        for kind in ("bits", "edges", "normal"):
+            yield Case("quantize_tensor", dtype, MATRIX, kind,
+                       options={"scale": None, "amax": 0.0, **directions})
+        yield Case("quantize_tensor", dtype, ALIGNED_MATRIX, "normal",
+                   options={"scale": None, "dtype": float8_e5m2, "pow2_scale": True, "eps": 1e3,
+                            **directions})
+    for shape in SHAPES:
+        if _fits(shape, directions):
+            yield Case("quantize_tensor", bfloat16, shape, "normal",
+                       options={"scale": None, "pow2_scale": True, **directions})
+
+
+def _dbias_cases(directions: dict[str, Any]) -> Iterator[Case]:
+    for dtype in INPUT_DTYPES:
+        for matrix in (MATRIX, ALIGNED_MATRIX, (130, 264)):
+            for to in FP8_DTYPES:
+                yield Case("quantize_tensor", dtype, matrix, "bits",
+                           options={"dtype": to, "dbias": True, "amax": 0.0, **directions})
+            yield Case("quantize_tensor", dtype, matrix, "normal", options={"dbias": True, **directions})
+        yield Case("quantize_tensor", dtype, (300, 96), "normal", "offset",
+                   {"dbias": True, "scale": None, **directions})
+    for shape in SHAPES:
+        if len(shape) >= 2:
+            yield Case("quantize_tensor", bfloat16, shape, "normal",
+                       options={"dbias": True, **directions})
+
+
+def _fits(shape: tuple[int, ...], directions: dict[str, Any]) -> bool:
+    return len(shape) >= 2 or not directions["columnwise"]
 
 
 def _cast_transpose_cases() -> Iterator[Case]:
