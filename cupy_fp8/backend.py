@@ -36,7 +36,7 @@ def cupy() -> Any:
 
 @functools.cache
 def gpu_problem() -> str | None:
-    """Why kernels cannot run on a GPU here, or None where they can."""
+    """Why kernels cannot run on a GPU here, or None if they can."""
     try:
         cp = cupy()
     except DeviceError as error:
@@ -64,12 +64,12 @@ def check_device(device_id: int) -> None:
 
 
 def default_module() -> Any:
-    """CuPy where there is a GPU, else NumPy: what `cupy_fp8.xp` is."""
+    """The module `cupy_fp8.xp`: CuPy if there is a GPU, else NumPy."""
     return np if gpu_problem() else cupy()
 
 
 def module_of(a: Any, name: str = "x") -> Any:
-    """numpy or cupy, by the type of `a`; TypeError naming the argument for anything else."""
+    """numpy or cupy, by the type of `a`. TypeError, which names the argument, for any other object."""
     if isinstance(a, np.ndarray):
         return np
     cp = sys.modules.get("cupy")

@@ -58,8 +58,8 @@ class _Hit(NamedTuple):
 
 
 class WeightCache:
-    """Quantised weights, kept from call to call: a training step with several micro-batches quantises its
-    weights once.
+    """Holds quantised weights from call to call, so that a training step with several micro-batches quantises
+    its weights once.
 
     recipe : DelayedScaling, CurrentScaling, BlockScaling or MXScaling, for all weights.
 
@@ -105,7 +105,7 @@ class WeightCache:
         weights : list of arrays as `multi_quantize` takes; members that are Quantized already are returned as
             they are
         scales, amaxes : as for `multi_quantize`, one for each member of `weights`, used or not
-        noop : one-element f32 array on the device; where it holds 1.0 nothing is updated. With it the launch
+        noop : one-element f32 array on the device; nothing is updated if it holds 1.0. With it the launch
         always happens, `update` or not, and the device decides, so that one CUDA graph serves all
         micro-batches. Weights that get new memory ignore it
         Raises what `multi_quantize` raises, before anything is written: neither results nor amaxes; the cache

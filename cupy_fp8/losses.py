@@ -35,7 +35,7 @@ def finite_magnitude(xp: Any, x: Array) -> Array:
 
 
 def losses(xp: Any, magnitude: Array, v: Array, codes: Array | None) -> tuple[Array, Array, Array]:
-    """Which elements are saturated, underflowed, NaN."""
+    """(saturated elements, underflowed ones, NaN), as flags."""
     return _overflowed(xp, magnitude, v, codes), (magnitude > 0) & (v == 0), xp.isnan(v)
 
 

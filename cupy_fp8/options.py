@@ -1,4 +1,4 @@
-"""What the options of recipes may be, and the values that a profile gives those left out."""
+"""The values that options of recipes may have, and the defaults of each profile."""
 
 from __future__ import annotations
 

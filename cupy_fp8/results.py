@@ -187,7 +187,7 @@ class Quantized(Result):
         return sum(int(a.nbytes) for a in {id(a): a for a in arrays}.values())
 
     def dequantize(self, dtype: Any = np.float32) -> Array:
-        """The values, in the logical shape (from the row-wise part where there is one)."""
+        """The values in the logical shape, from the row-wise part if there is one."""
         return self._any.dequantize(dtype)
 
     @property

@@ -101,7 +101,7 @@ def executor(name: str) -> Iterator[Executor]:
 
     'host': NumPy arrays run the CUDA sources on the CPU (needs g++). 'cuda': the GPU (`array` makes CuPy
     arrays). 'reference': NumPy arrays run the reference, as always outside such a block. Raises DeviceError
-    where that cannot be.
+    if that is not possible.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> with executor("host") as run:                                    # doctest: +SKIP

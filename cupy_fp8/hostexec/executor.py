@@ -16,7 +16,7 @@ from . import build
 from .build import HostError
 
 _ORDERS = {"asc": 0, "desc": 1, "random": 2}
-# Instrumented code keeps more on the stack.
+# Instrumented code needs more stack.
 _STACK_BYTES = {"fast": 128 << 10, "asan": 512 << 10, "tsan": 256 << 10}
 _EXIT_CODE = 66  # of a child process in which a sanitizer found something
 # (first, last) inside `blocks_of_grid`. None: every block runs.

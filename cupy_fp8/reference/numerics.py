@@ -27,8 +27,8 @@ def widen(a: np.ndarray) -> np.ndarray:
 
 
 def narrow(v: np.ndarray, dtype: np.dtype[Any], saturate: bool = True) -> np.ndarray:
-    """f32 values rounded to `dtype`: nearest-even, subnormals kept, FP8 saturating unless told otherwise, NaN
-    as one pattern."""
+    """f32 values rounded to `dtype`, to nearest even with subnormals. FP8 saturates unless `saturate` is
+    False. NaN has one pattern."""
     if dtype == float8_e8m0fnu:
         return round_up_e8m0(v)
     f = FORMATS[dtype]
@@ -45,7 +45,8 @@ def narrow(v: np.ndarray, dtype: np.dtype[Any], saturate: bool = True) -> np.nda
 
 
 def round_up_e8m0(v: np.ndarray) -> np.ndarray:
-    """RP8: the smallest power of two not below v; 255 where there is none (negative nonzero, Inf, NaN)."""
+    """RP8: the E8M0 byte of the smallest power of two not below v. 255 if there is none (nonzero negative
+    values, Inf, NaN)."""
     u = bits(np.asarray(v, np.float32))
     exponent, mantissa = u >> 23 & 0xFF, u & 0x7FFFFF
     e = np.where(exponent == 0, mantissa > 0x400000, exponent + (mantissa != 0))

@@ -109,7 +109,7 @@ def _backward_cases() -> Iterator[Case]:
              **options: Any) -> Case:
         return Case("swiglu_backward_quantize", dtype, shape, kind, layout, options)
 
-    # First, for whoever takes only a few: every kernel, on a few blocks.
+    # The first cases launch every kernel on a few blocks, for callers that take only a few cases.
     for recipe in _RECIPES:
         yield case(bfloat16, (50, 512), "normal", **recipe, **_WEIGHTED, **_BOTH)
     yield case(bfloat16, (130, 30), "normal", recipe=BlockScaling(profile="vllm"), **_WEIGHTED, **_BOTH)
@@ -124,7 +124,7 @@ def _backward_cases() -> Iterator[Case]:
             for how in (DelayedScaling(to), CurrentScaling(to, 1e-3, True), *_in_blocks(to)):
                 scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
                 yield case(dtype, shape, kind, recipe=how, **scale, **weights, **_BOTH)
-        # row-wise alone: programs of their own
+        # Row-wise results alone have programs of their own.
         for how in _in_blocks(to):
             yield case(dtype, _HALVES[0], "edges", recipe=how, **_WEIGHTED)
     for i, (dtype, options) in enumerate(product(INPUT_DTYPES, _OPTIONS)):          # recipes take turns
@@ -162,19 +162,19 @@ def _backward_scale_cases(case: Callable[..., Case]) -> Iterator[Case]:
     for scaling in _SCALES:
         yield case(bfloat16, (133, 256), "normal", recipe=scaling, **_BOTH)
         yield case(bfloat16, (37, 512), recipe=scaling, **_WEIGHTED)
-        # da ends, and db starts, within a tile
+        # da ends, and db starts, within a tile.
         for half in (160, 192, 224):
             yield case(bfloat16, (133, 2 * half), "normal", recipe=scaling, **_WEIGHTED, **_BOTH)
         yield case(bfloat16, (133, 2 * 200), "normal", recipe=scaling, **_GPT_OSS, **_BOTH)
         # The second tile does not exist.
         yield case(bfloat16, (133, 2 * 72), "edges", recipe=scaling, interleaved=True, **_BOTH)
-    # wide rows with all options at once
+    # Wide rows with all options at once.
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
         for how in (DelayedScaling(to), *_in_blocks(to)):
             scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
             yield case(dtype, (130, 2 * 136), "edges", recipe=how, **scale, **_GPT_OSS, **_BOTH)
     yield from _of_experts(case, _WEIGHTED)
-    # rows past the end repeat this one, times 0
+    # Rows past the end repeat this one, times 0.
     for dtype, how in product(INPUT_DTYPES, _RECIPES[:2]):
         yield case(dtype, (1, 512), "normal", **how, probs=0.25, **_BOTH)
     for interleaved in (False, True):                                               # sums of many tiles
@@ -187,7 +187,7 @@ def _cases() -> Iterator[Case]:
              **options: Any) -> Case:
         return Case("swiglu_quantize", dtype, shape, kind, layout, options)
 
-    # First, for whoever takes only a few: every kernel, on a few blocks.
+    # The first cases launch every kernel on a few blocks, for callers that take only a few cases.
     for recipe in _RECIPES:
         yield case(bfloat16, (144, 208), "normal", **recipe, **_BOTH)
     yield case(bfloat16, (130, 30), "normal", recipe=BlockScaling(profile="vllm"), probs="normal", **_BOTH)
@@ -199,7 +199,7 @@ def _cases() -> Iterator[Case]:
             for how in (DelayedScaling(to), CurrentScaling(to, 1e-3, True), *_in_blocks(to)):
                 scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
                 yield case(dtype, shape, kind, recipe=how, **scale, **_BOTH)
-        # row-wise alone: programs of their own
+        # Row-wise results alone have programs of their own.
         for how in (DelayedScaling(to), *_in_blocks(to)):
             scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
             yield case(dtype, (133, 272), "edges", recipe=how, probs="normal", **scale)
@@ -229,7 +229,7 @@ def _option_cases(case: Callable[..., Case]) -> Iterator[Case]:
     for block, layout in product(((1, 128), (1, 64), (1, 32)), BLOCK_SCALE_LAYOUTS):
         for shape in (_ALIGNED, (133, 290)):
             yield case(bfloat16, shape, "normal", recipe=BlockScaling(block, scale_layout=layout), **_BOTH)
-    # wide rows with all options at once
+    # Wide rows with all options at once.
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
         for how in (DelayedScaling(to), *_in_blocks(to)):
             scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
@@ -240,7 +240,7 @@ def _option_cases(case: Callable[..., Case]) -> Iterator[Case]:
     for scaling in _SCALES:
         yield case(bfloat16, (133, 272), "normal", recipe=scaling, **_GPT_OSS, **_BOTH)
     yield from _of_experts(case, {"probs": "edges"})
-    # rows past the end repeat this one, times 0
+    # Rows past the end repeat this one, times 0.
     for dtype, how in product(INPUT_DTYPES, _RECIPES[:2]):
         yield case(dtype, (1, 272), "normal", **how, probs=0.25)
     for mode, profile, scale_layout in product(MX_MODES, MX_PROFILES, MX_SCALE_LAYOUTS):

@@ -46,7 +46,7 @@ def pad_groups(x: Array | Scaled, splits: Any, align: int, *, out: Array | Scale
         groups want
     out : result of an earlier call, written and returned; needed while a CUDA graph is captured
     check : wait for the device and raise ValueError if sizes there are wrong. (NumPy arrays and lists are
-        always looked at)
+        always examined)
 
     Returns
     -------
@@ -118,7 +118,7 @@ def sort_chunks(x: Array | Scaled, splits: Any, order: Any, *, out: Array | Scal
         kind, or a list. The inverse is ``sort_chunks(result, splits[order], argsort(order))``
     out : result of an earlier call, written and returned; needed while a CUDA graph is captured
     check : wait for the device and raise ValueError if sizes or order there are wrong. (NumPy arrays and
-        lists are always looked at)
+        lists are always examined)
 
     Returns an array of x's shape and dtype, or a `Scaled` like x.
 

@@ -81,7 +81,7 @@ def quantize_block(x: Array, *, block: tuple[int | None, int | None] = (1, 128),
         lines rounded up to 4], 'compact' […, M, ceil(K/128)] and […, ceil(M/128), K]. Blocks of 128 x 128:
         'compact' has one scale for each in the order in which the data are stored, 'gemm_ready' the same with
         rows rounded up to 4. See docs/layouts.md
-    noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `out`
+    noop : one-element f32 array on the device; nothing is written if it holds 1.0. Needs `out`
     out : an earlier result of the same shape and options (or ``recipe.empty(…)``); written in place and
         returned. With it the call allocates nothing and can be captured into a CUDA graph
 
@@ -257,9 +257,9 @@ _QUANTIZE = _QuantizeBlock()
 # ---- programs ----
 def panels_of(source: np.dtype[Any], fast: int, slow: int, square: bool, divide: bool,
               compact: bool) -> Panels | None:
-    """Of the program for wide accesses. None where there is none: for blocks along columns whose data are not
-    stored transposed, for divided elements but of row-wise data, and for squares of float16, which are all
-    rare."""
+    """The tile of the program for wide accesses. None if there is no program, since the case is rare: blocks
+    along columns whose data are not stored transposed, divided elements unless data are row-wise, and squares
+    of float16."""
     if fast == TRANSPOSED or slow == AS_IS or (square and source == float16):
         return None
     if slow == ABSENT:
@@ -276,7 +276,7 @@ def panels_of(source: np.dtype[Any], fast: int, slow: int, square: bool, divide:
 @functools.cache
 def tile_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int, square: bool, divide: bool,
                  panels: Panels, aligned: bool = True, kernel: Kernel = _TILE) -> Variant:
-    """Of the kernel of tiles, for arrays or (ops/quantize/grouped_blocks.py) for groups."""
+    """The variant of the tile kernel for arrays, or for groups (ops/quantize/grouped_blocks.py)."""
     per_panel = _COLUMN_BYTES * (not aligned or slow != ABSENT or square) + _ROW_BYTES * (not aligned
         or (fast != ABSENT and not square))
     shared = (fast, slow).count(TRANSPOSED) * panels.tile + panels.down * panels.across * per_panel
@@ -290,8 +290,8 @@ def tile_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int,
 
 def any_shape_variant(source: np.dtype[Any], to: np.dtype[Any], _divide: bool = False,
                       kernel: Kernel = _TILE) -> Variant:
-    """For arrays whose rows do not allow wide accesses, and for what is rare: what it stores, and how, is
-    told at run time."""
+    """The program for arrays whose rows do not allow wide accesses, and for rare cases. It gets what to
+    store, and how, at run time."""
     return tile_variant(source, to, TRANSPOSED, TRANSPOSED, False, False, ANY_SHAPE, False, kernel)
 
 

@@ -67,7 +67,7 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
     scales : f32 array [N]
     amaxes : for per-tensor recipes, f32 array [N], raised to each group's largest magnitude before scaling;
         not zeroed first
-    noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `out`. It
+    noop : one-element f32 array on the device; nothing is written if it holds 1.0. Needs `out`. It
         must not change while the launches run
     offsets : int64 [N + 1], where each group begins and the last one ends, in elements. Given offsets are
         used as they are; without them the same launch computes them. Not with `align`

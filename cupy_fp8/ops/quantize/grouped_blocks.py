@@ -69,7 +69,7 @@ def described(quantization: AnyQuantization, count: int) -> tuple[GroupedFacts, 
 
 
 def launches(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator[Launch]:
-    """The launch for all groups and, where it pays, the one before it that finds each block's rows."""
+    """The launch for all groups, after one that finds each block's rows if that pays."""
     quantization, x = cast(AnyQuantization, inputs.quantization), inputs.x.array
     if None in quantization.block:
         yield from _whole_lines(call, inputs, places)
@@ -178,8 +178,8 @@ def _team(columns: int, chunk: int) -> int:
 def variant(quantization: AnyQuantization, stored: tuple[int, int], wide: bool) -> tuple[Variant, Panels]:
     """The variant for memory that allows wide accesses, or for any, and the panels of its blocks.
 
-    Few choices have a program of their own for wide accesses. The others take the program that is told at run
-    time what to store: f32, of which either program keeps 256 threads of a multiprocessor in flight; elements
+    Few choices have a program of their own for wide accesses. The others take the program that gets what to
+    store at run time: f32, of which either program keeps 256 threads of a multiprocessor in flight; elements
     that are divided (profile vllm); and squares whose column-wise data are wanted alone."""
     wide = wide and quantization.source != float32
     if isinstance(quantization, blocks.BlockQuantization):

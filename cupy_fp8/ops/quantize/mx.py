@@ -65,7 +65,7 @@ def quantize_mx(x: Array, *, dtype: Any = float8_e4m3fn, rowwise: bool = True, c
     scale_layout : 'compact' (row-wise […, M, ceil(K/32)], column-wise […, ceil(M/32), K]) or 'swizzled'
         (tiles of 128 lines x 4 blocks, as cuBLAS reads them: […, lines rounded up to 128, blocks rounded up
         to 4], padding 0; see docs/layouts.md)
-    noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `out`
+    noop : one-element f32 array on the device; nothing is written if it holds 1.0. Needs `out`
     out : an earlier result of the same shape and options (or ``recipe.empty(…)``); written in place and
         returned. With it the call allocates nothing and can be captured into a CUDA graph
 
@@ -202,8 +202,8 @@ _QUANTIZE = _QuantizeMx()
 
 # ---- programs ----
 def panels_of(source: np.dtype[Any], fast: int, slow: int, tall: bool) -> Panels:
-    """The fastest on an H200 of those tried (docs/performance.md). tall: a scale's neighbours along a column
-    of memory are its neighbours in the result, so that a tile has to have four of them."""
+    """The fastest choice on an H200 (docs/performance.md). tall: scales that are neighbours along a column of
+    memory are neighbours in the result, so a tile has four of them."""
     if TRANSPOSED not in (fast, slow):
         return _SWIZZLED if tall or not fast else _COMPACT
     if AS_IS not in (fast, slow):
@@ -212,12 +212,12 @@ def panels_of(source: np.dtype[Any], fast: int, slow: int, tall: bool) -> Panels
 
 
 def _wide_tile(source: np.dtype[Any], fast: int, slow: int, tall: bool) -> Panels | None:
-    """Of the program of an array that allows wide accesses; None where there is none, for what is rare: both
-    directions stored transposed, and both of float16 with tall tiles."""
+    """The tile of the program for wide accesses. None if there is no program, since the case is rare: both
+    directions stored transposed, or both directions of float16 with tall tiles."""
     if (fast, slow) == (TRANSPOSED, TRANSPOSED) or (source == float16 and tall and fast and slow):
         return None
-    # Data of rows alone are here for swizzled scales, or for ragged blocks, which are rare: the others go by
-    # rows.
+    # Data along rows alone come here for swizzled scales or for partial blocks. quantize_mx_rows writes the
+    # others.
     return panels_of(source, fast, slow, tall or slow == ABSENT)
 
 
@@ -229,8 +229,8 @@ def _rows_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
 @functools.cache
 def tile_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int, panels: Panels,
                  aligned: bool = True, kernel: Kernel = _TILE) -> Variant:
-    """Of the kernel of tiles, for arrays or (ops/quantize/grouped_blocks.py) for groups."""
-    # and the scales of both directions
+    """The variant of the tile kernel for arrays, or for groups (ops/quantize/grouped_blocks.py)."""
+    # The scales of both directions take shared memory too.
     shared = (fast, slow).count(TRANSPOSED) * panels.tile + 2 * panels.tile // _BLOCK
     return kernel.variant(block=panels.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag,
                           FAST=fast, SLOW=slow,
@@ -238,7 +238,8 @@ def tile_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int,
 
 
 def any_shape_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
-    """For arrays whose rows do not allow wide accesses: what it stores, and how, is told at run time."""
+    """The program for arrays whose rows do not allow wide accesses. It gets what to store, and how, at run
+    time."""
     return tile_variant(source, to, TRANSPOSED, TRANSPOSED, ANY_SHAPE, False)
 
 

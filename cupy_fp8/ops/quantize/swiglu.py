@@ -53,7 +53,7 @@ def swiglu_quantize(x: Array, recipe: Recipe, *, scale: Any = None, amax: Array 
     clamp : a number c above 0: a is at most c, b at most c and at least -c (after the bias; NaN stays)
     form : 'swiglu' or 'gpt_oss'
     interleaved : a row of x is a0, b0, a1, b1, …; so is bias
-    noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `out`
+    noop : one-element f32 array on the device; nothing is written if it holds 1.0. Needs `out`
     out : an earlier result of the same shape and options (or ``recipe.empty((M, H), …)``); written in place
         and returned. With it the call allocates nothing and can be captured into a CUDA graph, with splits
         once it has been used before

@@ -56,7 +56,7 @@ def quantize_tensor(x: Array, scale: Any = None, *, dtype: Any = float8_e4m3fn, 
         the same array)
     amax : one-element f32 array, raised to the largest finite or infinite |x| before scaling (NaN ignored);
         not zeroed first
-    noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `out`. It
+    noop : one-element f32 array on the device; nothing is written if it holds 1.0. Needs `out`. It
         must not change while the call runs
     dbias : also return the bias gradient, f32 […, K]: the sum of an x of […, M, K] over M before scaling, by
         a fixed tree, so that its bytes depend on nothing but x

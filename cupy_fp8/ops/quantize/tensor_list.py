@@ -54,7 +54,7 @@ def multi_cast_transpose(xs: Sequence[Array], scales: Any, *, dtype: Any = float
     dtype : float8_e4m3fn or float8_e5m2
     amaxes : f32 array [n], or a list of one-element f32 arrays: each is raised to the largest |x| before
         scaling (NaN ignored)
-    noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `outputs`.
+    noop : one-element f32 array on the device; nothing is written if it holds 1.0. Needs `outputs`.
         Must not change while the launches run
     outputs : earlier results for the same shapes, or those of ``recipe.empty(…)``; written in place and
         returned. A call with the arrays of an earlier call costs little, since their table is on the device

@@ -77,7 +77,7 @@ def convert_scales(scale_inv: Array, *, source: str, target: str, shape: tuple[i
     ------
     TypeError, ValueError, DeviceError, before anything is written; ValueError for f32 scales in NumPy arrays
     (or with check=True) that have no E8M0 value: −0, Inf, negative ones, other mantissas, below 2**-127. On
-    the device such a scale becomes 0xFF, and `device_errors` tells.
+    the device such a scale becomes 0xFF, and `device_errors` reports it.
 
     Source: docs/layouts.md; DeepGEMM (get_mn_major_tma_aligned_packed_ue8m0_tensor). Bytes moved: each side
     once.
@@ -201,7 +201,7 @@ class Conversion(NamedTuple):
     lines: tuple[int, ...]          # the shape of the scales, […, lines, blocks]
     variant: Variant
     grid: int                       # 0: nothing to do
-    members: dict[str, Any]         # of the struct ScaleLayoutParams, but for the addresses
+    members: dict[str, Any]         # of the struct ScaleLayoutParams, without the addresses
 
 
 @functools.lru_cache(maxsize=4096)

@@ -34,7 +34,7 @@ def compute_scale(amax: Array, *, dtype: Any = float8_e4m3fn, margin: int = 0, e
         scale = fl(fl(fp8_max * 2**-margin) / max(amax, eps))        1 where that amax is 0, Inf or NaN; Inf
         becomes FLT_MAX
 
-    in f32, correctly rounded, subnormals kept; every value as docs/numerics.md section 1 says.
+    in f32, correctly rounded, with subnormals. docs/numerics.md section 1 defines every value.
 
     amax : f32 array of any shape; each element by itself.
     dtype : float8_e4m3fn (448) or float8_e5m2 (57344).
@@ -98,8 +98,8 @@ def update_delayed_scaling(history: Array, scale: Array, *, dtype: Any, margin: 
         history[0] goes to the last row, the others move up by one, row 0 is 0
 
     for each column, in place, in one launch; every edge as docs/numerics.md section 1 says. Where a is 0, Inf
-    or NaN the scale stays. With `amax` (after a reduction over devices) its elements, where they are not 0,
-    take the place of history[0], and a tensor whose amax is 0 in both keeps its history and scale.
+    or NaN the scale stays. With `amax` (after a reduction over devices) its nonzero elements replace those of
+    history[0], and a tensor whose amax is 0 in both keeps its history and scale.
 
     Parameters
     ----------

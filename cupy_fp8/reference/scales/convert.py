@@ -39,8 +39,8 @@ def encode(scales: np.ndarray) -> np.ndarray:
 
 
 def is_in_e8m0(scales: np.ndarray) -> np.ndarray:
-    """Whether E8M0 has an f32 value: 2^-127 (a subnormal), or a normal number, above zero, without a
-    mantissa. 0, the scale of rows of zeros that nobody quantised, counts as the smallest."""
+    """Whether E8M0 has an f32 value: 2^-127 (a subnormal), or a positive normal number whose mantissa is 0.
+    It has 0, the scale of unused rows, as the smallest value."""
     u = bits(scales)
     normal = (u >= 0x00800000) & (u < 0x7F800000) & (u & 0x007FFFFF == 0)
     return np.asarray(normal | (u == 0x00400000) | (u == 0))
