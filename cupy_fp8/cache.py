@@ -106,8 +106,8 @@ class WeightCache:
             they are
         scales, amaxes : as for `multi_quantize`, one for each member of `weights`, used or not
         noop : one-element f32 array on the device; nothing is updated if it holds 1.0. With it the launch
-        always happens, `update` or not, and the device decides, so that one CUDA graph serves all
-        micro-batches. Weights that get new memory ignore it
+            always happens, `update` or not, and the device decides, so that one CUDA graph serves all
+            micro-batches. Weights that get new memory ignore it
         Raises what `multi_quantize` raises, before anything is written: neither results nor amaxes; the cache
         is then as it was.
         """

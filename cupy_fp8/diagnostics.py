@@ -1,4 +1,4 @@
-"""How much a quantisation changed a tensor, and each of its blocks."""
+"""Measures how much quantisation changed a tensor and each of its blocks."""
 
 from __future__ import annotations
 
@@ -114,15 +114,15 @@ class Vanished(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SpanReport:
-    """What `scale_span` found. A tile is what as many rows as share a column-wise block have in one of their
-    row-blocks.
+    """What `scale_span` found. A tile has the rows of a column-wise block and the columns of a row-wise
+    block.
 
     tile            its shape, (rows, B)
-    spans           log2(largest / smallest scale of a tile's rows that hold anything but zeros): float32
-                    NumPy array by rows and columns of tiles, NaN where there are no such rows
-    largest, median of the spans; NaN where there are none
-    row_blocks      that hold anything but zeros, under a scale
-    elements        that are neither 0 nor NaN, under a scale
+    spans           log2(largest / smallest scale among the rows of a tile that are not all zeros): float32
+                    NumPy array by rows and columns of tiles, NaN for tiles without such rows
+    largest, median of the spans; NaN if there are none
+    row_blocks      those that are not all zeros and have a valid scale
+    elements        those that are neither 0 nor NaN and have a valid scale
     by_tile         what vanishes when all rows of a tile get the largest scale among them (target 'tile')
     by_column       what vanishes when each column of a tile gets the scale that its largest value calls
                     for (target 'column')
@@ -168,9 +168,9 @@ def error(x: Array, q: Any) -> ErrorReport:
         (NumPy or CuPy) as x.
     Returns an `ErrorReport`, whose fields say exactly what is counted.
 
-    Values are compared and summed in f64 (x and v exactly; squares and sums rounded, so that the last digits
-    may differ between NumPy and CuPy). Beside one f32 copy of the dequantised values memory stays bounded:
-    f64 intermediates exist for 2**20 elements at a time. `saturated` compares |x| with the dequantised
+    Values are compared and summed in f64. x and v are exact there; squares and sums are rounded, so their
+    last digits may differ between NumPy and CuPy. Besides one f32 copy of the dequantised values, memory
+    stays bounded: 2**20 elements are processed at a time. `saturated` compares |x| with the dequantised
     maximum: exact up to the rounding of scale_inv (1e-7 of the bound). CuPy flushes f32 subnormals to zero
     when it widens them, so on a GPU |x| below 2**-126 counts as zero. Raises TypeError (dtypes, mixed kinds),
     ValueError (shapes).
@@ -198,14 +198,14 @@ def error(x: Array, q: Any) -> ErrorReport:
 
 
 def blocks(x: Array, q: Scaled | Quantized) -> BlockReport:
-    """Count block by block what `error` counts for the whole tensor, and show each block's scale.
+    """Count for each block what `error` counts for the whole tensor, and show each block's scale.
 
     x : the original: bfloat16, float16, float32 or float64 array [..., M, K].
-    q : what became of it, with a scale per block, in any layout (of a `Quantized` the row-wise part where
-        there is one). Of the same kind (NumPy or CuPy) as x.
-    Returns a `BlockReport`, for row-wise blocks (1, B) arrays [..., M, ceil(K / B)], for column-wise ones
-    [..., ceil(M / B), K]. Compared in f64, in pieces of about 2**20 elements, with the caveats of `error`.
-    Raises TypeError (dtypes, mixed kinds), ValueError (shapes, data with one scale).
+    q : the quantised x, with a scale per block in any layout (for a `Quantized` its row-wise part, if there
+        is one), of the same kind (NumPy or CuPy) as x.
+    Returns a `BlockReport` with arrays [..., M, ceil(K / B)] for row-wise blocks (1, B), and [..., ceil(M /
+    B), K] for column-wise ones. Values are compared in f64, in pieces of about 2**20 elements, with the
+    caveats of `error`. Raises TypeError (dtypes, mixed kinds), ValueError (shapes, data with one scale).
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> codes = np.full((1, 64), 0x7E, np.uint8).view(fp8.float8_e4m3fn)
@@ -227,7 +227,7 @@ def blocks(x: Array, q: Scaled | Quantized) -> BlockReport:
     extents = [min(block or max(extent, 1), max(extent, 1))
                for block, extent in zip(s.block, x.shape[-2:], strict=True)]
     exponents = log2_of_scales(xp, s.to_layout("compact").scale_inv)
-    # These scales follow the order in which the data are stored.
+    # Scales of 2-D blocks follow the order in which the data are stored.
     if s.transposed and 1 not in s.block:
         exponents = exponents.swapaxes(-1, -2)
     counts = xp.zeros((3, *exponents.shape), np.int32)
@@ -243,8 +243,8 @@ def blocks(x: Array, q: Scaled | Quantized) -> BlockReport:
 
 
 def scale_span(q: Scaled | Quantized, *, block: int | None = None) -> SpanReport:
-    """How far apart the scales are of rows that a column-wise block would have to share, and what would
-    vanish there: whether row-wise data survive `scaling_aware_transpose`.
+    """Find how far apart the scales of the rows in a column-wise block are, and which elements would become 0
+    there: whether row-wise data survive `scaling_aware_transpose`.
 
     q : row-wise data in blocks of (1, B), any scales in any layout (of a `Quantized` the row-wise part).
         The rows of column-wise data are those of its `.T`.
@@ -255,10 +255,9 @@ def scale_span(q: Scaled | Quantized, *, block: int | None = None) -> SpanReport
     vanishes where |v| * s / t is at most half of FP8's smallest subnormal (the tie goes to 0). t is
     docs/numerics.md section 4's: with target 'tile' the largest s of the tile's rows that hold anything
     but zeros (NaN is something); with 'column' the smallest power of two not below max |v| * s / fp8_max
-    over the column's rows, within 2**-127 and 2**127. That is meant for any s: `scaling_aware_transpose`
-    wants powers of two, and of those these are the elements that it makes 0. Row-blocks under a scale that
-    is NaN, Inf, 0 or negative take no part. A NaN does not vanish. Raises TypeError, ValueError (blocks
-    that are not row-wise).
+    over the column's rows, within 2**-127 and 2**127. This holds for any s. `scaling_aware_transpose` takes
+    powers of two only, and makes exactly these elements 0. Row-blocks whose scale is NaN, Inf, 0 or negative
+    do not count. A NaN does not vanish. Raises TypeError, ValueError (blocks that are not row-wise).
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> x = np.outer([1e-4, 1, 100], np.ones(256)).astype(np.float32)

@@ -22,18 +22,17 @@ __all__ = ["Quantized", "Scaled"]
 class Scaled(Result):
     """Quantised data in one direction: value = data * scale_inv.
 
-    data         C-contiguous FP8 array: the logical shape […, M, K], or […, K, M] where `transposed`
-    scale_inv    f32 [1] per tensor; of blocks E8M0, f32, or int32 (words of four E8M0 scales), see
-                 scale_layout
-    shape        the logical shape, whatever the storage
+    data         C-contiguous FP8 array of the logical shape […, M, K], or […, K, M] if `transposed`
+    scale_inv    per-tensor scaling: f32 [1]; blocks: E8M0, f32, or int32 (words of four E8M0 scales), as
+                 scale_layout says
+    shape        the logical shape, which does not depend on the storage
     block        the shape of the block that shares a scale in the logical matrix, (1, 32) for row-wise and
                  (32, 1) for column-wise MX; None: one scale for the tensor
     scale_layout how the scales of blocks are stored: 'compact' (a row of scales per row of blocks),
                  'swizzled', 'gemm_ready', 'deepgemm_sm90' or 'deepgemm_sm100' (docs/layouts.md); None for one
                  scale
 
-    Made by hand, all of that has to fit together: TypeError or ValueError says what does not. `==` compares
-    bytes and metadata.
+    TypeError or ValueError says which parts do not fit together. `==` compares bytes and metadata.
     """
 
     data: Array

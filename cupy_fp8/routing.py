@@ -33,7 +33,8 @@ class Routing(Result):
     rows            the bound of rows that permuted tokens are allocated for. What follows offsets[E] is
                     unused
     align           1, 2, 4, … 128
-    experts int32 [T, topk]: the expert of each slot, -1 for none, if the assignment was a mask. Else None
+    experts         int32 [T, topk]: the expert of each slot, -1 for none, if the assignment was a mask. Else
+                    None
 
     All but `rows` and `align` are on the device; nothing waits for it.
     """

@@ -137,7 +137,7 @@ class HostKernel:
     ) -> None:
         """Run the kernel and wait for it.
 
-        order: in which order threads and blocks run, "asc", "desc" or "random" (by `seed`); default
+        order: the order of threads and blocks, "asc", "desc" or "random" (by `seed`); the default is
         $CUPY_FP8_HOST_ORDER and $CUPY_FP8_HOST_SEED, else "random" and 0. resident: all blocks are alive at
         the same time, for kernels whose blocks wait for each other.
         """

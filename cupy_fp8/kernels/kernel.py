@@ -100,8 +100,7 @@ class Variant:
     def launch(self, x: Any, grid: int, *values: Any, shared: int | None = None) -> None:
         """Run `grid` blocks on the current stream of x's device, or on the CPU for a NumPy x. values: the
         struct's members; shared: bytes of dynamic shared memory, where a launch wants less than the
-        variant's. Every launch comes through here: a `Launch`, which stands for x and has everything else,
-        and those of values."""
+        variant's. Every launch comes through here. A `Launch` stands for x and has everything else."""
         local = self._local  # the first look makes the context current in a thread
         if type(x) is Launch:
             device, shared, pointers = x.device, x.shared, x.pointers

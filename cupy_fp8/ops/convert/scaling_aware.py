@@ -53,8 +53,8 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
         three dimensions: such data are transposed as they are, byte for byte, and so are their scales (no
         splits; the target does not matter; `rowwise` is q itself)
     splits : rows of each of E consecutive experts: an int32 or int64 array [E] of q's kind, or a list (for a
-    CuPy q it is copied to the GPU). No block has rows of two experts. Rows after the last expert (memory
-    allocated for the worst case) belong to none
+        CuPy q it is copied to the GPU). No block has rows of two experts. Rows after the last expert (memory
+        allocated for the worst case) belong to none
     target : which t. 'column': for each block of B rows of a column the smallest power of two under which all
         its values fit. 'tile': for B x B elements the largest s of the rows that hold anything but zeros (as
         FP8-Flow-MoE; less accurate where rows differ)
@@ -64,7 +64,7 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
         nothing and can be captured into a CUDA graph; with splits, or scales that are not compact, once it
         has been used before
     check : wait for the device and raise ValueError if splits or scales there are wrong. (NumPy arrays and
-    lists are always examined)
+        lists are always examined)
 
     Returns
     -------

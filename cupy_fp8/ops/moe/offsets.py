@@ -54,7 +54,7 @@ def splits_to_offsets(splits: Any, *, strides: Sequence[int] = (1,),
     outputs : an earlier result (or arrays of these shapes and dtypes), written and returned; needed while a
         CUDA graph is captured
     check : wait for the device and raise ValueError if sizes there are wrong. (NumPy arrays and lists are
-    always examined)
+        always examined)
 
     Returns
     -------

@@ -83,9 +83,9 @@ def unpad_groups(y: Array | Scaled, splits: Any, align: int, *, rows: int | None
 
     y : array [Y, …] or `Scaled`, as `pad_groups` gives it: dtypes and scales as there
     splits, align : those of `pad_groups`: rows of each group without the padding, and what they were padded
-    to
+        to
     rows : of the result, the caller's bound of sum(splits) (which only the device knows). None: those of
-    `out`, else all Y
+        `out`, else all Y
     out, check : as for `pad_groups`
     Returns an array [rows, …] of y's dtype, or a `Scaled` of so many rows; rows after the last group are
     zeros. Errors and source as for `pad_groups`. Sizes are wrong if the padded groups need more rows than y
@@ -112,7 +112,7 @@ def sort_chunks(x: Array | Scaled, splits: Any, order: Any, *, out: Array | Scal
     Parameters
     ----------
     x : array [M, …] of any dtype of 1, 2, 4 or 8 bytes, FP8 included, or a `Scaled` of M rows as for
-    `pad_groups`
+        `pad_groups`
     splits : rows of each of E consecutive chunks: an int32 or int64 array [E] of x's kind, or a list
     order : a permutation of 0 … E - 1, the chunks as they are wanted: an int32 or int64 array [E] of x's
         kind, or a list. The inverse is ``sort_chunks(result, splits[order], argsort(order))``

@@ -49,7 +49,7 @@ def route(assignment: Array, *, num_experts: int | None = None, topk: int | None
     align : a power of two from 1 to 128: 16, 32 and 128 are what block scales and matrix products of groups
         want
     check : wait for the device and raise ValueError if the assignment there is wrong. (NumPy arrays are
-    always examined)
+        always examined)
     out : an earlier result for the same T, topk, E, rows and align; written in place and returned. Needed
         while a CUDA graph is captured
 

@@ -63,7 +63,7 @@ def convert_scales(scale_inv: Array, *, source: str, target: str, shape: tuple[i
         Other layouts hold one dtype
     out : array of the target's shape and dtype, written and returned; needed while a CUDA graph is captured
     check : wait for the device and raise ValueError if f32 scales there are not what E8M0 holds. (NumPy
-    arrays are always examined)
+        arrays are always examined)
 
     Returns
     -------

@@ -55,7 +55,7 @@ def swizzle_scales(s: Array, *, splits: Any = None, axis: int = 0, out: Array | 
         started block counts
     out : result of an earlier call, written and returned; needed while a CUDA graph is captured
     check : wait for the device and raise ValueError if sizes there are wrong. (NumPy arrays and lists are
-    always examined)
+        always examined)
 
     Returns
     -------
