@@ -485,7 +485,7 @@ def test_one_launch_per_call(shape, run, launches):
         "astype": (lambda: fp8.astype(x, float8_e4m3fn), "convert"),
         "transpose": (lambda: fp8.transpose(both.data), "transpose"),
         "dequantize": (both.dequantize, "convert"),
-        "dequantize stored transposed": (parts(both)[1].dequantize, "transpose"),
+        "dequantize stored transposed": (parts(both)[1].dequantize, "dequantize_blocks_transposed"),
     }
     for name, (call, entry) in conversions.items():
         launches.clear()

@@ -11,7 +11,7 @@ import pytest
 from scale_arrays import guarded, raw
 
 import cupy_fp8 as fp8
-from cupy_fp8 import BlockScaling, MXScaling, cases, testing
+from cupy_fp8 import BlockScaling, MXScaling, cases, reference, testing
 from cupy_fp8.formats import bfloat16
 from cupy_fp8.grouped import Grouped
 
@@ -113,8 +113,7 @@ def follow_one_another(flat: Any, parts: list[Any]) -> None:
 def padded(x: np.ndarray, sizes: Any, align: int) -> tuple[np.ndarray, np.ndarray]:
     """The rows of groups, each followed by rows of zeros, and their sizes."""
     sizes = np.asarray(sizes, np.int64)
-    with testing.executor("reference"):
-        return fp8.pad_groups(x[: sizes.sum()], sizes, align), -(-sizes // align) * align
+    return reference.pad_groups(x[: sizes.sum()], sizes, align), -(-sizes // align) * align
 
 
 def refused(error: type[Exception], message: str, call: Callable[[], Any], out: Grouped,

@@ -209,8 +209,8 @@ def planted(kind: str) -> None:
     # the second block's
     address = scale_inv.ctypes.data if kind != "overlapping" else data.ctypes.data + 3000
     variant = tensor._cast_variant(x.dtype, data.dtype)
-    variant.launch(x, 2, x.ctypes.data, data.ctypes.data, 0, 0, address, 0, 0, 0, 0, n, 0, 0, 1.0, 0,
-                   int(kind == "misaligned"))
+    variant.bind(x, 2, x=x.ctypes.data, data=data.ctypes.data, scale_inv=address, n=n, scale_value=1.0,
+                 vector=int(kind == "misaligned")).run()
 
 
 PLANTED = {
