@@ -17,6 +17,7 @@ MX_BLOCKS = ((1, 32), (32, 32))
 MX_SCALE_LAYOUTS = ("compact", "swizzled")
 _MX_OPTIONS = frozenset(product(MX_MODES, MX_PROFILES, MX_BLOCKS, MX_SCALE_LAYOUTS))
 
+
 class BlockProfile(NamedTuple):
     """The default options of a library's arithmetic for blocks with f32 scales (docs/numerics.md, section
     3)."""
@@ -38,13 +39,14 @@ _F32 = struct.Struct("f")        # rounds to f32 ten times faster than np.float3
 
 
 def checked_margin(margin: Any) -> int:
+    """The margin as an int. TypeError for anything that is no integer."""
     if not isinstance(margin, (int, np.integer)) or isinstance(margin, bool):
         raise TypeError(f"margin: expected an integer, got {margin!r}")
     return int(margin)
 
 
 def checked_eps(eps: Any) -> float:
-    """eps rounded to f32."""
+    """eps rounded to f32. TypeError or ValueError unless it is a finite number of 0 or more."""
     if not isinstance(eps, (int, float, np.floating, np.integer)) or isinstance(eps, bool):
         raise TypeError(f"eps: expected a number, got {eps!r}")
     if not 0 <= eps <= FORMATS[float32].max:
@@ -53,11 +55,12 @@ def checked_eps(eps: Any) -> float:
 
 
 def check_mx_options(mode: str, profile: str, block: tuple[int, int], scale_layout: str) -> None:
+    """ValueError for an option of MX quantisation that does not exist."""
     given = mode, profile, block, scale_layout
     try:
         if given in _MX_OPTIONS and not any(isinstance(extent, float) for extent in block):
             return
-    except TypeError:                               # something that is not even hashable
+    except TypeError:                               # an option cannot be hashed: the loop finds it
         pass
     for name, value, allowed in zip(("mode", "profile", "block", "scale_layout"), given,
                                     (MX_MODES, MX_PROFILES, MX_BLOCKS, MX_SCALE_LAYOUTS), strict=True):
@@ -66,11 +69,12 @@ def check_mx_options(mode: str, profile: str, block: tuple[int, int], scale_layo
 
 
 def check_block_options(block: tuple[int | None, int | None], profile: str, scale_layout: str) -> None:
+    """ValueError for an option of blocks with f32 scales that does not exist, or does not fit the block."""
     given = block, profile, scale_layout
     try:
         if given in _BLOCK_OPTIONS:
             return
-    except TypeError:                               # something that is not even hashable
+    except TypeError:                               # an option cannot be hashed: the loop finds it
         pass
     for name, value, allowed in zip(("block", "profile", "scale_layout"), given,
                                     (BLOCKS, tuple(BLOCK_PROFILES), BLOCK_SCALE_LAYOUTS), strict=True):
@@ -81,10 +85,12 @@ def check_block_options(block: tuple[int | None, int | None], profile: str, scal
 
 
 def block_eps(eps: Any, profile: str) -> float:
+    """eps rounded to f32, or the profile's own."""
     return float(_F32.unpack(_F32.pack(BLOCK_PROFILES[profile].eps))[0]) if eps is None else checked_eps(eps)
 
 
 def block_pow2(pow2_scale: Any, profile: str) -> bool:
+    """Whether scales are powers of two: as given, or as the profile has them."""
     if pow2_scale is None:
         return BLOCK_PROFILES[profile].pow2_scale
     if not isinstance(pow2_scale, (bool, np.bool_)):
