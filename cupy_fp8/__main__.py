@@ -13,6 +13,7 @@ COMMANDS = {
     "selftest": "every op against its reference on this machine: a quick pass, or --full",
     "bench": "time, GB/s, share of copy speed and host time of every op (needs a GPU)",
     "list": "the ops, a line each",
+    "convert": "a checkpoint to FP8, between FP8 formats, or back to bfloat16",
 }
 
 

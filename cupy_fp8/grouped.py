@@ -13,7 +13,7 @@ import numpy as np
 
 from . import backend
 from .arrays import Array, Result, address, asnumpy, bits, is_contiguous, zeros
-from .formats import INPUT_DTYPES, float32, lookup
+from .formats import FP8_DTYPES, INPUT_DTYPES, flag, float32, lookup
 from .layouts import SCALE_DTYPES, cdiv, group_scales, group_unit, grouped_scale_shape, scale_shape
 from .results import Quantized, Scaled, block_text, facts_table
 
@@ -272,25 +272,34 @@ class Grouped(Result):
 
 
 def check_arrays(g: Grouped, name: str) -> None:
-    """ValueError unless the arrays of a Grouped fit its shape, block and scale_layout."""
-    number = len(g.splits) if g.splits.ndim == 1 else -1
-    rows, columns = g.shape
+    """TypeError or ValueError unless the arrays of a Grouped are what its shape, block and scale_layout say.
+    name: of g, '' for messages that begin with the part's own name."""
+    where = name and f"{name}."
+    flag(g.transposed, f"{where}transposed")
+    if not (isinstance(g.shape, tuple) and len(g.shape) == 2
+            and all(type(n) is int and n >= 0 for n in g.shape)):
+        raise ValueError(f"{where}shape: expected two integers of 0 or more, got {g.shape!r}")
+    number = len(g.splits) if getattr(g.splits, "ndim", 0) == 1 else -1
+    data = () if g._plain else FP8_DTYPES
     expected: list[tuple[str, Array | None, tuple[int, ...], tuple[np.dtype[Any], ...]]] = [
         ("splits", g.splits, (number,), (_INT32, _INT64)), ("offsets", g.offsets, (number + 1,), (_INT64,)),
-        ("rowwise", g.rowwise, (rows * columns,), ()), ("columnwise", g.columnwise, (rows * columns,), ())]
+        ("rowwise", g.rowwise, (prod(g.shape),), data), ("columnwise", g.columnwise, (prod(g.shape),), data)]
     if g.block is None:
         expected.append(("scale_inv", g.scale_inv, (number,), (float32,)))
     else:
-        for part, a, block, transposed in (("scale_inv", g.scale_inv, g.block, False),
-                                           ("columnwise_scale_inv", g.columnwise_scale_inv,
-                                            (g.block[1], g.block[0]), g.transposed)):
+        for part, a, block, transposed in (
+                ("scale_inv", g.scale_inv, g.block, False),
+                ("columnwise_scale_inv", g.columnwise_scale_inv, (g.block[1], g.block[0]), g.transposed)):
             shape = grouped_scale_shape(g.shape, number, block, str(g.scale_layout), transposed)
             expected.append((part, a, shape, SCALE_DTYPES[str(g.scale_layout)]))
     for part, a, shape, dtypes in expected:
-        if a is not None and (a.shape != shape or (dtypes and a.dtype not in dtypes)):
-            raise ValueError(f"{name}.{part}: expected "
-                             f"{' or '.join(str(dtype) for dtype in dtypes) or 'data'} of shape {shape}, got "
-                             f"{a.dtype} {a.shape}")
-    for data, scale_inv in (("rowwise", g.scale_inv), ("columnwise", g.columnwise_scale_inv)):
-        if g.block is not None and (getattr(g, data) is None) != (scale_inv is None):
-            raise ValueError(f"{name}: expected {data} data and scales, or neither")
+        wanted = " or ".join(map(str, dtypes)) or "data"
+        if a is None and part not in ("splits", "offsets"):
+            continue
+        if a is None or not hasattr(a, "dtype"):
+            raise ValueError(f"{where}{part}: expected {wanted} of shape {shape}, got {a!r}")
+        if a.shape != shape or (dtypes and a.dtype not in dtypes):
+            raise ValueError(f"{where}{part}: expected {wanted} of shape {shape}, got {a.dtype} {a.shape}")
+    for data_name, scale_inv in (("rowwise", g.scale_inv), ("columnwise", g.columnwise_scale_inv)):
+        if g.block is not None and (getattr(g, data_name) is None) != (scale_inv is None):
+            raise ValueError(f"{where}{data_name}: expected data and scales, or neither")

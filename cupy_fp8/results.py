@@ -157,6 +157,14 @@ class Quantized(Result):
         if rowwise is None and columnwise is None:
             raise ValueError("Quantized: expected a row-wise or a column-wise part, got neither")
         self.__dict__.update(rowwise=rowwise, columnwise=columnwise, dbias=dbias)
+        _check_directions(self)
+
+    @classmethod
+    def _of(cls, rowwise: Scaled | None, columnwise: Scaled | None, dbias: Array | None = None) -> Quantized:
+        """For parts that the library made."""
+        made = object.__new__(cls)
+        made.__dict__.update(rowwise=rowwise, columnwise=columnwise, dbias=dbias)
+        return made
 
     @property
     def data(self) -> Array:
@@ -291,6 +299,22 @@ def _check_parts(s: Scaled) -> None:
     if scale_inv.size != 1:
         raise ValueError(f"scale_inv: expected one scale for the tensor, got shape {scale_inv.shape}; scales "
                          f"of blocks need block=")
+
+
+def _check_directions(q: Quantized) -> None:
+    """TypeError or ValueError unless the parts of a Quantized fit together."""
+    for name, part in (("rowwise", q.rowwise), ("columnwise", q.columnwise)):
+        if part is not None and not isinstance(part, Scaled):
+            raise TypeError(f"Quantized: expected a Scaled as {name}, got {type(part).__name__}")
+    first = q._any
+    if q.rowwise and q.columnwise and (q.columnwise.shape, q.columnwise.dtype) != (first.shape, first.dtype):
+        raise ValueError(f"columnwise: expected {first.dtype} of shape {first.shape}, as rowwise, got "
+                         f"{q.columnwise.dtype} {q.columnwise.shape}")
+    if q.dbias is not None:
+        backend.require_module(q.dbias, backend.module_of(first.data, "data"), "dbias")
+        wanted = (*first.shape[:-2], first.shape[-1]) if first.shape else ()
+        if q.dbias.dtype != float32 or q.dbias.shape != wanted:
+            raise ValueError(f"dbias: expected float32 {wanted}, got {q.dbias.dtype} {q.dbias.shape}")
 
 
 def _fitting(s: Scaled) -> str:

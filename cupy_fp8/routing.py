@@ -16,6 +16,8 @@ __all__ = ["Routing"]
 #: The most experts, and the most slots of a token: kernels keep these in shared memory.
 MOST_EXPERTS = 1024
 
+_ALIGNS = tuple(1 << i for i in range(8))
+
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 
@@ -50,6 +52,11 @@ class Routing(Result):
 
     def __post_init__(self) -> None:
         xp = backend.module_of(self.row_map, "row_map")
+        backend.require_module(self.splits, xp, "splits")
+        if not isinstance(self.rows, (int, np.integer)) or self.rows < 0:
+            raise ValueError(f"rows: expected an integer of 0 or more, got {self.rows!r}")
+        if self.align not in _ALIGNS:
+            raise ValueError(f"align: expected a power of two from 1 to {_ALIGNS[-1]}, got {self.align!r}")
         if self.row_map.ndim != 2:
             raise ValueError(f"row_map: expected shape [T, topk], got {self.row_map.shape}")
         number = self.num_experts

@@ -11,14 +11,15 @@ ROWS, COLUMNS = 32, 128         # of a warp tile
 LANE_COLUMNS = 4                # neighbouring columns of a lane
 
 
-class Panels(NamedTuple):
-    """The panels of a block of threads, and the order of blocks: down_first makes neighbouring ones write
-    neighbouring transposed data. run: tiles that a block has of a group, one below the other."""
+class WarpTiles(NamedTuple):
+    """The warp tiles of a block of threads, and the order of blocks: with down_first neighbouring blocks
+    write neighbouring transposed data. tiles_per_block: tiles of a group that a block takes, one below the
+    other."""
 
     down: int
     across: int
     down_first: bool
-    run: int = 1
+    tiles_per_block: int = 1
 
     @property
     def rows(self) -> int:
@@ -26,9 +27,9 @@ class Panels(NamedTuple):
         return self.down * ROWS
 
     @property
-    def run_rows(self) -> int:
+    def rows_of_block(self) -> int:
         """Rows that a block has of a group."""
-        return self.run * self.rows
+        return self.tiles_per_block * self.rows
 
     @property
     def columns(self) -> int:
@@ -46,7 +47,11 @@ class Panels(NamedTuple):
 
     @property
     def defines(self) -> dict[str, int]:
-        return {"PANELS_DOWN": self.down, "PANELS_ACROSS": self.across, "DOWN_FIRST": int(self.down_first)}
+        return {
+            "WARP_TILES_DOWN": self.down,
+            "WARP_TILES_ACROSS": self.across,
+            "DOWN_FIRST": int(self.down_first),
+        }
 
     def grid(self, shape: tuple[int, ...]) -> int:
         """Blocks for an array of matrices."""

@@ -1,19 +1,26 @@
-// Changing the type or the order of elements (docs/numerics.md, rules 2 to 5 and 10).
+// These kernels change the type or the order of elements (docs/numerics.md, rules 2 to 5 and 10).
 //
-// convert    src [n] -> dst [n]: narrow(widen(src)), or narrow(fl(widen(src) * scale_inv)) where a scale_inv
-//            is given (astype, dequantize). Registers only; bytes moved per element: sizeof(IN) +
-//            sizeof(OUT).
-// transpose  bytes src [batch, rows, columns] -> dst [batch, columns, rows]. A block of threads has a tile of
-//            TILE_ROWS x TILE_COLUMNS, a thread 8 x 8 elements of it. Bytes moved per element: 2.
+//   convert:    dst[i] = narrow(widen(src[i])), or narrow(fl(widen(src[i]) * scale_inv)) with a scale_inv
+//   transpose:  dst[b, j, i] = src[b, i, j], for bytes
+//
+// convert    src [n] IN -> dst [n] OUT; scale_inv f32 [1] or null. Every thread converts two chunks of 16
+//            bytes (of the wider type), whose loads are both in flight. Nothing goes through shared memory.
+//            It moves sizeof(IN) + sizeof(OUT) bytes per element.
+// transpose  src [batch, rows, columns] u8 -> dst [batch, columns, rows] u8. A block transposes a tile of
+//            TILE_ROWS x TILE_COLUMNS in shared memory, and a thread 8 x 8 elements of it in registers, so
+//            that both arrays are accessed along their rows. It moves 2 bytes per element.
+//
+// Rounding: nearest-even. NaN becomes the format's one NaN. Zeros keep their sign, and subnormals their
+// value.
 //
 // Defines of convert:
-//   IN, OUT      the formats, any of the six. Each pair is a program of its own, since conversions are
+//   IN, OUT      the formats, any of the six. Every pair is a program of its own, since conversions are
 //                instructions.
 // Defines of transpose:
 //   TILE_ROWS, TILE_COLUMNS, DOWN_FIRST   the tile and the order of tiles (tile.cuh)
-//   ALIGNED      1: both bits of `vector` are set, and no code is made for anything else, for which large
-//                tiles have no registers
-// Speed and what was tried: docs/performance.md.
+//   ALIGNED      1: both bits of `vector` are set. The program has no code for other calls, which would take
+//                the registers that large tiles need.
+// docs/performance.md has the measured speed and what was tried.
 #include "memory/elementwise.cuh"
 #include "tile/tile.cuh"
 
@@ -23,11 +30,11 @@ struct ConvertParams {
     OUT::storage* dst;
     const float* scale_inv;      // one element, or null: no multiplication
     i64 n;
-    u32 vector;                  // whether both arrays are aligned to their chunks
+    u32 vector;                  // 1: both arrays are aligned to their chunks
     u32 saturate;                // 0: FP8 overflow gives NaN or Inf instead of the maximum
 };
 
-// The formats for which `saturate` means anything.
+// Only these formats depend on `saturate`.
 template <class F> constexpr bool kMaySaturate = false;
 template <> constexpr bool kMaySaturate<e4m3fn> = true;
 template <> constexpr bool kMaySaturate<e5m2> = true;
@@ -64,11 +71,11 @@ extern "C" __global__ void __launch_bounds__(kFlatThreads) convert(const __grid_
 struct TransposeParams {
     const u8* src;
     u8* dst;
-    i64 rows, columns;           // of each source matrix
+    i64 rows, columns;           // shape of each source matrix
     u32 vector;                  // bit 0: every row of src allows 8-byte loads; bit 1: of dst, 16-byte stores
 };
 
-using Byte = e4m3fn;             // whatever the format: nothing is converted
+using Byte = e4m3fn;             // It stands for every one-byte format, since nothing is converted.
 
 extern "C" __global__ void __launch_bounds__(ByteTile<TILE_ROWS, TILE_COLUMNS>::kThreads)
 transpose(const __grid_constant__ TransposeParams p) {
@@ -80,7 +87,7 @@ transpose(const __grid_constant__ TransposeParams p) {
     const i64 row = at.row + Tile::patch_row(), column = at.column + Tile::patch_column();
     const bool vector_in = ALIGNED || p.vector & 1, vector_out = ALIGNED || p.vector & 2;
     int rows_left = left_of(p.rows - row, 8), columns_left = left_of(p.columns - column, 8);
-    // whole patches: one predicate
+    // Patches are whole or absent, so one predicate decides.
     if (ALIGNED) rows_left = columns_left = rows_left && columns_left ? 8 : 0;
     Chunk<Byte, 8> patch[8];
     Tile::load_patch(patch, p.src + matrix + row * p.columns + column, p.columns, rows_left, columns_left,

@@ -1,31 +1,35 @@
-// Dequantising data whose blocks share a scale (docs/numerics.md, rules 3 to 5 and 10):
+// These kernels dequantise data whose blocks share a scale (docs/numerics.md, rules 3 to 5 and 10):
 //
 //   out[i, j] = narrow(fl(widen(data[i, j]) * widen(scale_inv of the block of (i, j))))
+//   the block of (i, j) is (i >> row_shift, j >> column_shift)
 //
-// out [batch, rows, columns]; the block of (i, j) is (i >> row_shift, j >> column_shift). scale_inv is found
-// by strides (compact, rows of scales, a transposed view, …) or swizzled (swizzle.cuh). Extents of blocks
-// other than 1 are 32 or more.
+// data       IN [batch, rows, columns], or [batch, columns, rows] for dequantize_blocks_transposed
+// out        OUT [batch, rows, columns]
+// scale_inv  f32 or E8M0, at strides (compact, rows of scales, a transposed view, …) or swizzled
+//            (swizzle.cuh). Extents of blocks other than 1 are 32 or more.
 //
-// dequantize_long_row           data stored as out, row-wise blocks that tile its rows (no tail), compact
-//                               scales: one long row, in which neighbouring blocks have neighbouring scales.
-//                               Registers only.
-// dequantize_blocks             data stored as out: a block of threads has 2^chunks_log2 chunks of 16 bytes
-//                               of out side by side, a thread a few rows of one, all in flight, so that it
-//                               loads a column's scale once.
-// dequantize_blocks_transposed  data stored [batch, columns, rows]: through shared memory, a block of threads
-//                               per tile of data. Scales that many threads need are widened once and kept
-//                               there. One scale for everything is a block that covers everything.
+// dequantize_long_row           Row-wise blocks tile the rows of data without a tail, and scales are compact.
+//                               So data is one long row in which neighbouring blocks have neighbouring
+//                               scales. Nothing goes through shared memory.
+// dequantize_blocks             A block of threads has 2^chunks_log2 chunks of 16 bytes of out side by side.
+//                               A thread has a few rows of one chunk, all in flight, and loads the scale of a
+//                               column only once.
+// dequantize_blocks_transposed  A block of threads transposes a tile of data in shared memory. Scales that
+//                               many threads need are widened once and are kept there. One scale for
+//                               everything is a block that covers everything.
+//
+// The product and the result are each rounded to nearest-even. NaN becomes the format's one NaN. Zeros keep
+// their sign. Each element moves 1 + sizeof(OUT) bytes, and each block its scale.
 //
 // Defines:
 //   IN, OUT      the formats: {e4m3fn, e5m2} and {f32, bf16, f16}. Conversions are instructions of the inner
 //                loop.
-//   SWIZZLED     of dequantize_blocks. 1: scales are swizzled (and E8M0), so that neighbouring rows share
-//                their sectors: a thread has eight rows instead of four. 0: it has strides.
-//   TILE_ROWS, TILE_COLUMNS, DOWN_FIRST, ALIGNED   of dequantize_blocks_transposed: as of `transpose` in
+//   SWIZZLED     for dequantize_blocks. 1: scales are swizzled E8M0 bytes, whose sectors neighbouring rows
+//                share, so a thread has eight rows instead of four. 0: scales are found by strides.
+//   TILE_ROWS, TILE_COLUMNS, DOWN_FIRST, ALIGNED   for dequantize_blocks_transposed, as for `transpose` in
 //                                                  astype.cu
-// Whether scales are f32 or E8M0, and whether blocks are one column wide, is known at run time: a branch that
-// all threads take alike, outside of loops. Bytes moved per element: 1 + sizeof(OUT) + 1 scale per block.
-// Speed and what was tried: docs/performance.md.
+// The type of the scales and column-wise blocks are no defines: all threads take the same branch, outside of
+// loops. docs/performance.md has the measured speed and what was tried.
 #include "memory/elementwise.cuh"
 #include "scale/swizzle.cuh"
 #include "tile/tile.cuh"
@@ -34,20 +38,21 @@ struct DequantizeParams {
     const IN::storage* data;
     OUT::storage* out;
     const void* scale_inv;
-    i64 rows, columns;                               // of each matrix of out
-    i64 row_stride, column_stride, matrix_stride;    // of scales: to the block below, right, next matrix
-    i64 scale_tiles;                                 // swizzled: swizzle_tiles(blocks in a line); 0: strides
+    i64 rows, columns;                               // shape of each matrix of out
+    i64 row_stride, column_stride, matrix_stride;    // from a scale to the one below, to the right, in the
+                                                     // next matrix
+    i64 scale_tiles;                                 // swizzle_tiles(blocks of a row or a column); 0: strides
     u32 row_shift, column_shift;                     // log2 of a block's extents
     u32 down, across;                                // dequantize_blocks: tiles of a matrix
     u32 chunks_log2;                                 // dequantize_blocks: chunks along a row of a tile
-    u32 vector;                                      // bit 0: rows of data allow chunked access; bit 1: of
-                                                     // out; bit 2: scales of four columns are one load
+    u32 vector;                                      // bit 0: rows of data allow chunked access; bit 1: rows
+                                                     // of out; bit 2: scales of four columns are one load
     u32 f32_scales;                                  // 1: f32, 0: E8M0
-    u32 columnwise;                                  // blocks are one column wide, with a scale each
+    u32 columnwise;                                  // 1: blocks are one column wide
 };
 
-// The scale of the block in a row and a column of blocks. Lines of swizzled scales are the columns if
-// `columnwise`, else the rows.
+// Returns where the scale of a block is. row, column: of the grid of blocks. The rows of swizzled scales are
+// the columns of out if `columnwise`.
 template <class Scale>
 __device__ __forceinline__ const typename Scale::storage* scale_at(const DequantizeParams& p, bool swizzled,
                                                                    bool columnwise, i64 matrix, i64 row,
@@ -58,12 +63,12 @@ __device__ __forceinline__ const typename Scale::storage* scale_at(const Dequant
     return static_cast<const typename Scale::storage*>(p.scale_inv) + matrix * p.matrix_stride + at;
 }
 
-// A scale for each of kCount neighbouring columns where kColumnwise, else one for all of them.
+// Scales of kCount neighbouring columns: one each if kColumnwise, else one for all of them.
 template <bool kColumnwise, int kCount>
 struct ChunkScales {
     float scale[kColumnwise ? kCount : 1];
 
-    // From shared memory, 16-byte aligned where kColumnwise.
+    // `from` is 16-byte aligned if kColumnwise.
     __device__ __forceinline__ void load_shared(const float* from) {
         if constexpr (!kColumnwise) scale[0] = *from;
         else {
@@ -91,7 +96,7 @@ struct ChunkScales {
 #ifdef ENTRY_dequantize_long_row
 using Chunks = FlatChunks<IN, OUT>;
 
-// The scales of a thread's chunks, all loaded before the first is widened.
+// Loads the scales of a thread's chunks. All loads are in flight before the first scale is widened.
 template <class Scale>
 __device__ __forceinline__ void load_scales(const DequantizeParams& p, const Chunks& in,
                                             float (&scale)[kFlatUnroll]) {
@@ -120,17 +125,18 @@ dequantize_long_row(const __grid_constant__ DequantizeParams p) {
 #endif
 
 #ifdef ENTRY_dequantize_blocks
-constexpr int kCount = kFlatChunk<IN, OUT>;                          // elements of a thread's chunk
-constexpr int kSteps = SWIZZLED ? 8 : 4;                             // rows of a thread
+constexpr int kCount = kFlatChunk<IN, OUT>;                          // elements in a thread's chunk
+constexpr int kSteps = SWIZZLED ? 8 : 4;                             // rows per thread
 
-// A thread's part: up to kSteps rows of a chunk of columns.
+// What a thread dequantises: up to kSteps rows of a chunk of columns.
 struct Part {
     i64 row, column;
     u32 matrix;
     int rows_left, columns_left;
 
     __device__ __forceinline__ explicit Part(const DequantizeParams& p) {
-        const u32 chunks_log2 = p.chunks_log2;       // at most 5: a thread's chunks are in one column
+        // chunks_log2 is at most 5.
+        const u32 chunks_log2 = p.chunks_log2;
         const u32 line = blockIdx.x / p.across, in_row = threadIdx.x & ((1u << chunks_log2) - 1);
         matrix = line / p.down;
         row = ((i64)(line - matrix * p.down) * (kFlatThreads >> chunks_log2)
@@ -141,7 +147,7 @@ struct Part {
     }
 };
 
-// The scales of a thread's columns in a row of blocks.
+// Loads the scales of a thread's columns in one row of blocks.
 template <class Scale>
 __device__ __forceinline__ void load_scales(const DequantizeParams& p, const Part& part,
                                             ChunkScales<true, kCount>& to) {
@@ -167,7 +173,7 @@ __device__ __forceinline__ void load_scales(const DequantizeParams& p, const Par
         for (int j = 0; j < 4; j++) to.scale[i + j] = Scale::widen(bits[j]);
     }
 }
-// The scales of a thread's rows, all loaded before the first is widened.
+// Loads the scales of a thread's rows. All loads are in flight before the first scale is widened.
 template <class Scale, int kRows>
 __device__ __forceinline__ void load_scales(const DequantizeParams& p, const Part& part, i64 row,
                                             float (&scale)[kRows]) {
@@ -189,7 +195,7 @@ __device__ __forceinline__ void load_scales(const DequantizeParams& p, const Par
 template <bool kColumnwise>
 __device__ __forceinline__ void dequantize_part(const DequantizeParams& p, const Part& part) {
     ChunkScales<kColumnwise, kCount> scales;
-    if constexpr (kColumnwise) {                     // all rows are in one row of blocks
+    if constexpr (kColumnwise) {                     // A thread's rows are in one row of blocks.
         if (!SWIZZLED && p.f32_scales) load_scales<f32>(p, part, scales);
         else load_scales<e8m0fnu>(p, part, scales);
     }
@@ -215,7 +221,8 @@ __device__ __forceinline__ void dequantize_part(const DequantizeParams& p, const
     }
 }
 
-// Blocks of threads that a multiprocessor has registers for: as many as a kernel for one kind of blocks has.
+// How many blocks of threads a multiprocessor has registers for. Kernels for only one kind of blocks have as
+// many.
 constexpr int kBlocks = sizeof(OUT::storage) == 4 && !SWIZZLED ? 16 : 12;
 
 extern "C" __global__ void __launch_bounds__(kFlatThreads, kBlocks)
@@ -230,25 +237,25 @@ dequantize_blocks(const __grid_constant__ DequantizeParams p) {
 #ifdef ENTRY_dequantize_blocks_transposed
 using Tile = ByteTile<TILE_ROWS, TILE_COLUMNS>;
 
-// The scales of a tile of data, whose rows are columns of out, as f32 in shared memory. The tile's extents
-// are powers of two, and its first element's indices multiples of them.
+// The scales of a tile of data as f32 in shared memory. Rows of data are columns of out. The tile's extents
+// are powers of two, and its first element's indices are multiples of them.
 struct TileScales {
-    static constexpr int kMost = TILE_ROWS * TILE_COLUMNS / 32;      // no block has fewer elements than 32
+    static constexpr int kMost = TILE_ROWS * TILE_COLUMNS / 32;      // A block has at least 32 elements.
     float* shared;
     u32 row_shift, column_shift;
-    u32 columns_log2;                                // blocks along a row of out in the tile
+    u32 columns_log2;                                // log2 of the tile's blocks along a row of out
 
     __device__ __forceinline__ TileScales(u8* after_tile, const DequantizeParams& p)
         : shared(reinterpret_cast<float*>(after_tile)), row_shift(p.row_shift), column_shift(p.column_shift),
           columns_log2(blocks_log2(TILE_ROWS, p.column_shift)) {}
 
-    // row, column: of the tile's first element in out. Call __syncthreads() before get().
+    // row, column: place of the tile's first element in out. Call __syncthreads() before get().
     template <class Scale>
     __device__ __forceinline__ void load(const DequantizeParams& p, i64 matrix, i64 row, i64 column) const {
         static_assert(kMost % Tile::kThreads == 0, "every thread loads the same number");
         const u32 count = 1u << (columns_log2 + blocks_log2(TILE_COLUMNS, row_shift));
         const bool swizzled = sizeof(typename Scale::storage) == 1 && p.scale_tiles;
-        u32 scale[kMost / Tile::kThreads];           // all are loaded before the first is widened
+        u32 scale[kMost / Tile::kThreads];           // All loads are in flight before the first is widened.
 #pragma unroll
         for (int k = 0; k < kMost / Tile::kThreads; k++) {
             const u32 i = k * Tile::kThreads + threadIdx.x;
@@ -263,13 +270,14 @@ struct TileScales {
         for (int k = 0; k < kMost / Tile::kThreads; k++)
             shared[k * Tile::kThreads + threadIdx.x] = Scale::widen(scale[k]);
     }
-    // The scale of an element of the tile, found by its row and column of the tile in out; others follow it.
+    // Returns the scale of an element. row, column: its place in the tile, as out has it. The scales of its
+    // right neighbours follow.
     __device__ __forceinline__ const float* get(int row, int column) const {
         return shared + (((i64)row >> row_shift) << columns_log2) + ((i64)column >> column_shift);
     }
 
 private:
-    // At least one block, of which the tile may be a part.
+    // The tile has at least one block, or a part of one.
     static __device__ __forceinline__ u32 blocks_log2(u32 elements, u32 shift) {
         const u32 log2 = 31 - __clz((int)elements);
         return log2 > shift ? log2 - shift : 0;
@@ -296,7 +304,7 @@ __device__ __forceinline__ void store_tile(const DequantizeParams& p, const Tile
 
 extern "C" __global__ void __launch_bounds__(Tile::kThreads)
 dequantize_blocks_transposed(const __grid_constant__ DequantizeParams p) {
-    extern __shared__ __align__(16) u8 shared[];     // the tile of data, then its scales
+    extern __shared__ __align__(16) u8 shared[];     // It holds the tile of data and then its scales.
     const Tile tile{shared};
     const auto at = TilePosition::of_block<Tile, DOWN_FIRST != 0>(blockIdx.x, p.columns, p.rows);
     const i64 column = at.row + Tile::patch_row(), row = at.column + Tile::patch_column();       // of out

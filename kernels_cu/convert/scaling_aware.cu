@@ -1,64 +1,60 @@
-// Scaling-aware transpose (docs/numerics.md, section 4): FP8 with a power-of-two scale for every BLOCK
-// elements of a row becomes FP8 with one for every BLOCK elements of a column, stored transposed, without
-// going through a wider type.
+// The scaling-aware transpose (docs/numerics.md, section 4) turns FP8 with a power-of-two scale for every
+// BLOCK elements of a row into transposed FP8 with one for every BLOCK of a column, without a wider type.
 //
-//   out = narrow(v * s / t), one rounding      s = 2^e: the element's scale; t: that of the new block, a
-//   power of two TARGET 0 (column): t = smallest power of two >= max |v| * s / fp8_max over the block (BLOCK
-//   rows of a column) TARGET 1 (tile):   t = largest s of the rows of BLOCK x BLOCK elements that hold
-//   anything but zeros s = 0 (unused rows of `permute`): out = narrow(v * 0), no part of any target
+//   out = narrow(v * s / t), rounded once; s = 2^e is the element's scale, and t that of the new block:
+//   TARGET 0 (column)  t = smallest power of two >= max |v| * s / fp8_max over BLOCK rows of a column
+//   TARGET 1 (tile)    t = largest s of those rows of BLOCK x BLOCK elements that hold anything but zeros
+//
+// Rounding is to nearest-even, and saturates. A code that is NaN stays NaN, and a scale that is no power of
+// two gives NaN. A row with s = 0 (an unused row of `permute`) gives narrow(v * 0) and counts for no target.
 //
 // data           FP8 [rows, columns] (IN)
 // scales         compact [rows, ceil(columns / BLOCK)]: f32 (BLOCK 128), E8M0 (32)
-// out            [columns, rows]; with splits (rows per expert, on the device) flat: [columns, rows of the
-//                expert], one expert after the other
-// target_scales  [blocks along the rows of every expert, target_pitch]; the padding and rows past the last
-// expert are 0 row_scales     null, or f32, `scales` transposed: of every expert [ceil(columns / BLOCK), rows
-//                             rounded up to 4],
-//                row_scale_rows for each of ceil(columns / BLOCK) in all; the padding and the rest are 0
+// out            FP8 [columns, rows]; with splits (rows per expert) [columns, rows of the expert] each
+// target_scales  [blocks along the rows of every expert, target_pitch]; padding and the rest are 0
+// row_scales     null, or `scales` transposed in f32: for every expert [ceil(columns / BLOCK), rows rounded
+//                up to 4], row_scale_rows such rows in all; the padding and the rest are 0
 //
 // A tile is 128 rows x TILE_COLUMNS columns and begins at an expert's first row or a multiple of 128 rows on.
 // Tiles are counted down the rows of an expert, then along its strips of TILE_COLUMNS columns, then expert by
-// expert; a block of threads takes `tiles` of them, one after the other, and copies the next one into shared
-// memory meanwhile. A warp has 16 columns of the tile and a thread 16 rows x 4 columns, eight threads one
-// below the other: a column's amax is found by exchanges inside the warp, and together they store 128 bytes
-// of a column.
+// expert. A block of threads takes `tiles` tiles, one after the other, and copies the next one into shared
+// memory meanwhile. A warp has 16 columns of the tile, and a thread 16 rows x 4 columns. Eight threads one
+// below the other find a column's amax by exchanges inside the warp and store 128 bytes of a column.
 //
-// An expert of at most 64 (or 32) rows has two (or four) strips in a tile, one below the other (its `stack`):
-// rows of the tile are then rows of the expert modulo 64 or 32, 128 columns further on for each. Not where a
-// tile is one unit with one target (TARGET 1 of blocks of 128).
+// An expert of at most 64 (or 32) rows has two (or four) strips in a tile, one below the other (its `stack`).
+// Rows of the tile are then rows of the expert modulo 64 or 32, each 128 columns further on. A tile that is
+// one unit with one target (TARGET 1 for blocks of 128) never has a stack.
 //
-// Arithmetic is in f16, relative to the largest scale 2^e_ref of a block's rows. Of v * 2^(e - t) bits are
-// lost only where it is below 2^-20 (e4m3fn) and becomes 0 anyway, if f16 has the powers of two that are
-// needed. The rare blocks for which it has not are computed in f32, element by element.
-//   e4m3fn, column   2^(e - e_ref + kLift), whose products with v give the target and are then multiplied by
+// Arithmetic is in f16, relative to the largest scale 2^e_ref of a block's rows. v * 2^(e - t) loses bits
+// only where it is below 2^-20 (e4m3fn) and becomes 0 anyway, if f16 has the powers of two that are needed.
+// The rare other blocks are computed in f32, element by element.
+//   e4m3fn, column   The products v * 2^(e - e_ref + kLift) give the target and are then multiplied by
 //                    2^(e_ref - kLift - t). kLift uses all exponents of f16: the first product, of four bits,
-//                    loses bits only below 2^(e_ref - 27); t >= e_ref - 15
-//   e5m2, column     has no room for a lift: v * (2^(e - e_ref) * 2^(e_ref - t))
-//   tile             v * (2^(e - e_ref) * 2^(e_ref - t)), where t is that of the row with the largest scale
-//                    unless it holds nothing
+//                    loses bits only below 2^(e_ref - 27), and t >= e_ref - 15.
+//   e5m2, column     There is no room for a lift: v * (2^(e - e_ref) * 2^(e_ref - t)).
+//   tile             v * (2^(e - e_ref) * 2^(e_ref - t)). t is the scale of the row with the largest scale
+//                    unless that row holds only zeros.
 //
 // Experts have any number of rows, so rows of the output begin anywhere. A warp then shifts its columns in
-// shared memory to whole sectors. If the block's next tile is the one below, the last rows wait there for it.
-// The columns of an expert of one row of tiles have no gaps between them: such a tile is staged in shared
-// memory as a whole.
+// shared memory to whole sectors. If the block's next tile is the one below, the last rows wait for it. The
+// columns of an expert of one row of tiles have no gaps, so such a tile is staged as a whole.
 //
-// Defines, all of which change registers, shared memory or the inner loop:
+// Each define changes registers, shared memory or the inner loop:
 //   IN            e4m3fn or e5m2
 //   BLOCK         elements that share a scale: 128 (f32 scales) or 32 (E8M0)
 //   TARGET        0: column, 1: tile (above)
 //   TILE_COLUMNS  128
-//   BLOCKS        of threads that are to fit on a multiprocessor: 4 or 3 (docs/performance.md)
-//   ALIGNED       1: rows of the data allow 16-byte asynchronous copies; 0: they go through registers, of
-//                 which there are fewer then
-//   ONE_TILE      1: nothing is split, all columns begin at multiples of 16 bytes, and BLOCKS is 4: a block
-//                 has one tile, which needs no search for experts and no shifts, a third of the program
-// Bytes moved per element: 2, and 8 / BLOCK of f32 scales.
+//   BLOCKS        how many blocks of threads should fit on a multiprocessor: 4 or 3 (docs/performance.md)
+//   ALIGNED       1: rows of the data allow 16-byte asynchronous copies; 0: they go through registers
+//   ONE_TILE      1: nothing is split, all columns begin at multiples of 16 bytes, and BLOCKS is 4. A block
+//                 has one tile, which needs no search for experts and no shifts: a third of the program.
+// It moves 2 bytes per element, and 8 / BLOCK for f32 scales.
 #include "groups/scaling_aware_scales.cuh"
 #include "groups/scaling_aware_tile.cuh"
 
 constexpr int kUnitPatches = BLOCK / 16;                             // threads below one another in a unit
-// Blocks of threads that a multiprocessor keeps: BLOCKS on an H200. With as many, values spill on other GPUs,
-// with CUDA 12, and with the integer conversions.
+// A multiprocessor keeps BLOCKS blocks of threads on an H200. With as many, values spill on other GPUs, with
+// CUDA 12, and with the integer conversions.
 #if defined(CUPY_FP8_HARDWARE_CVT) && __CUDA_ARCH__ < 1000
 constexpr bool kFewer = __CUDACC_VER_MAJOR__ < 13 || (!ONE_TILE && __CUDA_ARCH__ < 900);
 constexpr int kBlocks = !ALIGNED ? BLOCKS - 1 : kFewer && BLOCKS == 4 ? 3 : BLOCKS;
@@ -66,9 +62,9 @@ constexpr int kBlocks = !ALIGNED ? BLOCKS - 1 : kFewer && BLOCKS == 4 ? 3 : BLOC
 constexpr int kBlocks = 2;
 #endif
 
-// The target of magnitudes |v| * 2^e is that of the largest of them, found as the largest of integers: 0
-// where there is no magnitude, else (log2 + kTargetBias) << 20 plus lower bits. The largest code is 1.75 *
-// 2^kEmax: a product of up to that mantissa needs its own exponent, one above it the next.
+// The largest of the magnitudes |v| * 2^e decides the target. It is found as the largest of integers: 0 if
+// there is no magnitude, else (log2 + kTargetBias) << 20 plus lower bits. The largest code is 1.75 * 2^kEmax,
+// so a product with a mantissa up to 1.75 needs its own exponent, and one above needs the next.
 constexpr int kTargetBias = 1024;
 __device__ __forceinline__ int product_target(u32 bits, int e) {
     constexpr int kFirst = (kLowest + kTargetBias) << 20;
@@ -76,14 +72,16 @@ __device__ __forceinline__ int product_target(u32 bits, int e) {
     return larger((int)(bits >> 3) + (e - 127 - Pack::kEmax + kTargetBias) * (1 << 20) + 0x3ffff, kFirst);
 }
 
-// The code of v * 2^(e - t): 2^60 times the smallest code saturates, 2^-60 times the largest vanishes.
+// Returns the code of v * 2^(e - t). 2^60 times the smallest code saturates, and 2^-60 times the largest is
+// 0.
 __device__ __forceinline__ u32 moved(u32 code, int e, int t) {
     const u32 power = e == kNothing ? 0 : (u32)(clamp(e - t, -60, 60) + 127) << 23;
     return IN::narrow(mul_rn(IN::widen(code), as_float(power)));
 }
 
-// This thread's 16 rows x 4 columns, element by element, for any scales. exponents: of these rows. patches:
-// threads that have the rows of a block. t: log2 of the columns' targets; TARGET 0 finds them here.
+// Transforms this thread's 16 rows x 4 columns element by element, for any scales. exponents: log2 of the
+// rows' scales. patches: how many threads have the rows of a block. t: log2 of the columns' targets, which
+// are found here for TARGET 0.
 __device__ __forceinline__ void transform_any(const u8* mine, const short* exponents, int patches,
                                               int (&t)[4], u32 (&codes)[4][4]) {
     if constexpr (TARGET == 0) {
@@ -127,8 +125,9 @@ __device__ __forceinline__ void transform_any(const u8* mine, const short* expon
     }
 }
 
-// The largest exponent of a row of a unit that holds anything, kNothing if there is none. first_row, column:
-// of the unit, and this lane's four columns of it, which lanes `others` share. exponents: of its rows.
+// Returns the largest exponent of the rows of a unit that hold anything but zeros, or kNothing. first_row:
+// the unit's first row. column: the first of the four columns that this lane tests. others: the lanes that
+// test the same row. exponents: log2 of the rows' scales.
 __device__ __forceinline__ int find_largest(const u8* raw, const short* exponents, int first_row, int column,
                                             u32 others) {
     int amax = kNothing;
@@ -142,23 +141,23 @@ __device__ __forceinline__ int find_largest(const u8* raw, const short* exponent
     return amax;
 }
 
-// The bits of a target 2^t.
+// Returns the bits of the target 2^t.
 __device__ __forceinline__ u32 scale_bits(int t) {
     if (kMx) return (u32)(t + 127);
     return t >= -126 ? (u32)(t + 127) << 23 : 1u << (t + 149);
 }
 
 #ifdef ENTRY_scaling_aware_transpose
-// Transposes the tile at `place`, whose bytes and scales are in shared memory. buffer: of the scales.
-// shifted: room for columns that begin anywhere.
+// Transposes the tile at `place`, whose bytes and scales are in shared memory. buffer: which of the two has
+// its scales. shifted: room for columns that begin anywhere.
 __device__ __forceinline__ void transform_tile(const ScalingAwareParams& p, const Place& place,
                                                Shared& shared, int buffer, u8* raw, u8* shifted) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    // This thread's 16 rows, and four of the warp's columns.
+    // This thread has 16 rows of four of the warp's columns.
     const int patch = lane % kPatches, row = patch * 16, lane_column = lane / kPatches * 4;
     const int column_block = warp * kWarpColumns / BLOCK;
     const int unit_index = row / BLOCK * kColumnBlocks + column_block;
-    const u8* const mine = raw + raw_unit(row, warp) + lane_column;      // its first row
+    const u8* const mine = raw + raw_unit(row, warp) + lane_column;      // this thread's first row
     const auto holds_anything = [&](int r) {
         return *reinterpret_cast<const u32*>(mine + r * TILE_COLUMNS) & 0x7f7f7f7fu;
     };
@@ -166,14 +165,14 @@ __device__ __forceinline__ void transform_tile(const ScalingAwareParams& p, cons
     const short* const exponents = &shared.exponent[buffer][column_block][row];
     const int line = place.line_of(row);
     const int column = warp * kWarpColumns + lane_column + place.strip_of(row) * TILE_COLUMNS;
-    // Threads below one another that share a target.
+    // So many threads below one another share a target.
     const int patches = kMx ? kUnitPatches : kPatches >> (kStacks ? place.stack : 0);
     bool general = unit.facts & kGeneral;
-    u32 codes[4][4], stored[4];              // four rows of a column in a word; bits of columns' targets
+    u32 codes[4][4], stored[4];              // four rows of a column per word; bits of the columns' targets
     int tile_target = 0;
-    u32 of_columns[2] = {0x3c003c00u, 0x3c003c00u};              // 2^(e_ref - kLift - t) of two columns
+    u32 of_columns[2] = {0x3c003c00u, 0x3c003c00u};              // 2^(e_ref - kLift - t) of two columns each
 
-    u32 factors[8];                                              // of two rows
+    u32 factors[8];                                              // of two rows each
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const u32* const from = &shared.factor[buffer][column_block][row / 2 + 4 * half];
@@ -182,8 +181,7 @@ __device__ __forceinline__ void transform_tile(const ScalingAwareParams& p, cons
         factors[4 * half + 3] = four.w;
     }
     if constexpr (TARGET == 1) {
-        // Whether the row with the largest scale holds anything but zeros: each lane of a unit tests four
-        // bytes of it.
+        // Each lane of a unit tests four bytes of the row with the largest scale for anything but zeros.
         const int in_unit = (patch % kUnitPatches * 4 + lane / kPatches) * 4;
         const int column = column_block * BLOCK + in_unit;
         const int first_row = row - row % BLOCK;
@@ -207,7 +205,7 @@ __device__ __forceinline__ void transform_tile(const ScalingAwareParams& p, cons
 #pragma unroll
         for (int c = 0; c < 4; c++) stored[c] = scale_bits(tile_target);
     }
-    u32 values[4][8];                                            // two rows of a column
+    u32 values[4][8];                                            // two rows of a column each
 #pragma unroll
     for (int r = 0; r < 8; r++) {
         const u32 even = *reinterpret_cast<const u32*>(mine + 2 * r * TILE_COLUMNS);
@@ -229,7 +227,7 @@ __device__ __forceinline__ void transform_tile(const ScalingAwareParams& p, cons
                 amax[c] = Halves::raised(amax[c], product);
                 if (kLift) values[c][r] = product;
             }
-        u32 exponent[2];                     // of two columns' targets, as f16 has exponents
+        u32 exponent[2];                     // exponents of two columns' targets each, as f16 has them
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const u32 even = __byte_perm(amax[2 * half], amax[2 * half + 1], 0x5410);
@@ -243,19 +241,19 @@ __device__ __forceinline__ void transform_tile(const ScalingAwareParams& p, cons
             exponent[half] = (largest + 0x00ff00ffu) & 0xfc00fc00u;
             of_columns[half] = ((Pack::kEmax + 30) << 10) * 0x10001u - exponent[half];
         }
-        // The bits of a target but for its exponent as f16 has it.
+        // These bits and the exponent of a target as f16 has it add up to the target.
         const u32 zero = (u32)(unit.e_ref - kLift - 15 - Pack::kEmax + 127) << (kMx ? 0 : 23);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             stored[2 * half] = zero + (kMx ? exponent[half] >> 10 & 31 : (exponent[half] & 0xffffu) << 13);
             stored[2 * half + 1] = zero + (kMx ? exponent[half] >> 26 : (exponent[half] & 0xffff0000u) >> 3);
         }
-        // Whether f16 has all the factors: the exponent is kEmax + kLift to that + 15.
+        // f16 has all the factors if the exponent is kEmax + kLift to kEmax + kLift + 15.
         const auto is_out = [](u32 two) {
             return ((two + ((16 - Pack::kEmax - kLift) << 10) * 0x10001u) & 0xc000c000u) != 0x40004000u;
         };
         if (is_out(exponent[0]) || is_out(exponent[1])) {
-            u32 anything = 0;                                    // by column
+            u32 anything = 0;                                    // a byte per column
 #pragma unroll
             for (int r = 0; r < 16; r++) anything |= holds_anything(r);
 #pragma unroll
@@ -286,7 +284,7 @@ __device__ __forceinline__ void transform_tile(const ScalingAwareParams& p, cons
         for (int c = 0; c < 4; c++) stored[c] = scale_bits(t[c]);
     }
 
-    // Target scales, 0 in the padding.
+    // Target scales in the padding are 0.
     if (line % BLOCK == 0 && line < place.lines) {
         if (!kMx && unit.facts & kWrong << place.strip_of(row))
 #pragma unroll
@@ -317,7 +315,7 @@ __device__ __forceinline__ void transform_tile(const ScalingAwareParams& p, cons
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 scaling_aware_transpose(const __grid_constant__ ScalingAwareParams p) {
-    extern __shared__ __align__(16) u8 dynamic[];        // kAhead + 1 tiles, then staged columns; or one tile
+    extern __shared__ __align__(16) u8 dynamic[];        // It holds kAhead + 1 tiles, then staged columns.
     __shared__ Shared shared;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if constexpr (ONE_TILE) {
@@ -330,12 +328,12 @@ scaling_aware_transpose(const __grid_constant__ ScalingAwareParams p) {
             place = found;
         }
         __syncthreads();
-        if (strip & (1u << place.stack) - 1) return;                 // another block has it
+        if (strip & (1u << place.stack) - 1) return;                 // Another block has this strip.
         TileScales scales;
         scales.load(p, place);
         prefetch(p, place, dynamic);
         copy_async_commit();
-        // For columns of MX the instructions cost more than they gain.
+        // For MX with column targets the instructions cost more than they gain.
         if (!kMx || TARGET == 1) fetch_ahead(p);
         scales.write(p, place, 0, shared);
         copy_async_wait();
@@ -350,25 +348,25 @@ scaling_aware_transpose(const __grid_constant__ ScalingAwareParams p) {
         if (place_of(n).exists) prefetch(p, place_of(n), dynamic + n % (kAhead + 1) * kRawBytes);
         copy_async_commit();
     };
-    const bool finds = warp == kWarps - 1;                           // this warp finds the places
-    const i64 first_row = first_tile / p.strips;                     // of tiles
-    u32 next_record = 0;
+    const bool finds = warp == kWarps - 1;                           // The last warp finds the places.
+    const i64 first_row = first_tile / p.strips;                     // which row of tiles
+    u32 next_segment = 0;
     if (p.splits.groups >= 0) {
         if (warp == 0 && blockIdx.x == 0) check_sizes(p.splits, p.rows);
-        next_record = load_record(p, first_row);
+        next_segment = load_segment_word(p, first_row);
     }
-    // Group -1: no expert has these rows, nor any that follow.
-    const bool lost = (int)__shfl_sync(~0u, next_record, 1) < 0;
+    // Group -1: no expert has these rows or any that follow.
+    const bool past_groups = (int)__shfl_sync(~0u, next_segment, 1) < 0;
     if (finds) {
-        if (lost) {
-            if (lane == 0) place_of(0).exists = false, place_of(0).lost = true;
+        if (past_groups) {
+            if (lane == 0) place_of(0).exists = false, place_of(0).past_groups = true;
         } else {
-            const Place expert = expert_of(p, first_row, next_record);
+            const Place expert = expert_of(p, first_row, next_segment);
             find_first(p, expert, first_tile, tiles, &place_of(0), &place_of(kAhead + 1));
         }
         for (int n = 1; n <= kAhead; n++) {
             __syncwarp();
-            find_next(p, place_of(n - 1), load_next_record(p, place_of(n - 1), tiles), tiles, &place_of(n));
+            find_next(p, place_of(n - 1), load_next_segment(p, place_of(n - 1), tiles), tiles, &place_of(n));
         }
     }
     __syncthreads();
@@ -378,23 +376,24 @@ scaling_aware_transpose(const __grid_constant__ ScalingAwareParams p) {
 
     int n = 0;
 #pragma unroll 1
-    for (; place_of(n).exists && !place_of(n).lost; n++) {
+    for (; place_of(n).exists && !place_of(n).past_groups; n++) {
         const int buffer = n % 2;
         const Place& place = place_of(n);
         u8* const raw = dynamic + n % (kAhead + 1) * kRawBytes;
-        if (finds && n > 0) find_next(p, place_of(n + kAhead - 1), next_record, tiles, &place_of(n + kAhead));
+        if (finds && n > 0)
+            find_next(p, place_of(n + kAhead - 1), next_segment, tiles, &place_of(n + kAhead));
         scales.write(p, place, buffer, shared);
         copy_async_wait<kAhead - 1>();
         __syncthreads();
         if (place_of(n + 1).exists) scales.load(p, place_of(n + 1));
         fetch(n + kAhead);
-        if (finds) next_record = load_next_record(p, place_of(n + kAhead), tiles);
+        if (finds) next_segment = load_next_segment(p, place_of(n + kAhead), tiles);
         transform_tile(p, place, shared, buffer, raw, dynamic + (kAhead + 1) * kRawBytes);
     }
-    if (!place_of(n).exists && !place_of(n).lost) return;
-    // This equals `lost`, which would keep a register until here.
+    if (!place_of(n).exists && !place_of(n).past_groups) return;
+    // This equals the variable `past_groups`, which would keep a register until here.
     const bool none = !place_of(n).exists;
-    const Place rest = none ? expert_of(p, first_row, next_record) : place_of(n);
+    const Place rest = none ? expert_of(p, first_row, next_segment) : place_of(n);
     const i64 first = (none ? first_tile : first_tile + rest.offset) - rest.group_tile * p.strips;
     clear_rest(p, rest, first, first + tiles - rest.offset);
 }

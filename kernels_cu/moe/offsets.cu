@@ -1,21 +1,20 @@
-// Offsets of groups (docs/numerics.md, section 6).
+// splits_to_offsets turns sizes of groups into offsets (docs/numerics.md, section 6), for up to 16 outputs:
 //
-// splits_to_offsets  sizes [n] i32 or i64 -> for every output: to[lead + i] = stride * (sizes[0] + ... +
-//                    sizes[i]), and to[0] = 0 with a lead; i32 or i64 each. A negative size counts as 0; an
-//                    offset that an output does not hold becomes its largest value. Both are noted in the
-//                    device's word.
+//   to[lead + i] = stride * (sizes[0] + ... + sizes[i])        and to[0] = 0 with a lead
 //
-// A block of 512 threads takes a tile of 1024 sizes: a scan by shuffles within each warp, then one barrier,
-// after which every warp adds up the sums of its tile's earlier warps and of all earlier tiles. With one tile
+// sizes i32 or i64 [n] -> to i32 or i64 [n], or [n + 1] with a lead. A negative size counts as 0, and an
+// offset that an output cannot hold becomes its largest value. Both set a bit in the device's sticky word. It
+// moves the sizes once (twice with totals) and every output once, 4 or 8 neighbouring bytes per lane.
+//
+// A block of 512 threads takes a tile of 1024 sizes. Each warp scans its sizes by shuffles. After one
+// barrier, every warp adds up the sums of its tile's earlier warps and of all earlier tiles. With one tile
 // only latency counts: there is one load before the barrier, and a block for every output, so that no
 // multiprocessor writes more than one. With a few tiles a block adds up all sizes before its own, which costs
-// less than a second launch. With many a first launch (without outputs) leaves each tile's total in `totals`,
-// and a block of the second adds up those. It then writes all outputs, so that sizes are read twice whatever
-// the number of outputs.
+// less than a second launch. With many tiles a first launch (without outputs) leaves each tile's total in
+// `totals`, and each block of a second launch adds up the totals and writes all outputs.
 //
-// Sums saturate at 2^63, one more than any offset. For terms of 0 or more that is associative, so the order
-// of additions does not matter. Bytes moved: the sizes (twice with totals) and every output once, in
-// neighbouring 4 or 8 bytes per lane.
+// Sums saturate at 2^63, one more than any offset. That is associative for terms of 0 or more, so the order
+// of additions does not matter. There are no defines.
 #include "groups/row_groups.cuh"
 
 struct Output {
@@ -23,39 +22,39 @@ struct Output {
     u64 stride;
     u64 limit;                   // the largest sum whose product with stride fits
     u32 wide;                    // i64, else i32
-    u32 lead;                    // 1: begins with a 0
+    u32 lead;                    // 1: `to` begins with a 0
 };
 
-constexpr int kOutputs = 16;     // of one launch
+constexpr int kOutputs = 16;     // outputs per launch
 
 struct OffsetsParams {
     Splits splits;
     u64* totals;                 // [tiles], or null
     u32 tiles;
-    u32 outputs;                 // 0: the totals are written
+    u32 outputs;                 // 0: the launch writes the totals
     u32 outputs_per_block;
     Output output[kOutputs];
 };
 
 constexpr int kThreads = 512, kWarps = kThreads / 32, kItems = 2, kTile = kThreads * kItems;
-constexpr int kInFlight = 8;     // loads of a thread in flight, of sizes or totals before its tile
-// Blocks per multiprocessor, at least. Three are for many sizes on an H200; on sm_120 CUDA 12's compiler
-// spills with three.
+constexpr int kInFlight = 8;     // a thread's loads in flight, of sizes or totals before its tile
+// A multiprocessor has at least so many blocks. Three help with many sizes on an H200. On sm_120 CUDA 12's
+// compiler spills with three.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr int kBlocks = 3;
 #else
 constexpr int kBlocks = 2;
 #endif
 constexpr u64 kTooMany = 1ull << 63;
-constexpr u64 kSmall = (1ull << 32) / (32 * kItems);     // a warp's sum of terms below it needs 32 bits only
+constexpr u64 kSmall = (1ull << 32) / (32 * kItems);     // A warp's sum of smaller terms fits 32 bits.
 
 __device__ __forceinline__ u32 plus(u32 a, u32 b) { return a + b; }
-__device__ __forceinline__ u64 plus(u64 a, u64 b) {      // terms are kTooMany at most
+__device__ __forceinline__ u64 plus(u64 a, u64 b) {      // Terms are at most kTooMany.
     const u64 sum = a + b;
     return (a | sum) & kTooMany ? kTooMany : sum;
 }
 
-// Inclusive sums over a warp's items, lane after lane, item after item.
+// Computes inclusive sums over a warp's items. Item 0 of all lanes comes before item 1.
 template <class T>
 __device__ __forceinline__ void warp_prefix_sums(T (&item)[kItems]) {
 #pragma unroll
@@ -78,7 +77,7 @@ __device__ __forceinline__ u64 warp_sum(u64 term) {
 
 __device__ __forceinline__ u64 counted(i64 size) { return size > 0 ? size : 0; }
 
-// This thread's part of the sum of load(0), ..., load(count - 1).
+// Returns this thread's part of the sum of load(0), ..., load(count - 1).
 template <class Load>
 __device__ __forceinline__ u64 thread_sum(i64 count, Load load) {
     u64 sum = 0;
@@ -93,7 +92,8 @@ __device__ __forceinline__ u64 thread_sum(i64 count, Load load) {
     return sum;
 }
 
-// Writes this thread's offsets, whose sums are given, from item `first` on. Returns whether one overflows.
+// Writes this thread's offsets, whose sums are given. first: the index of its first item. Returns true if an
+// offset overflows.
 template <class T>
 __device__ __forceinline__ bool write(const Output& output, u64 largest, const u64 (&sum)[kItems], i64 first,
                                       i64 n) {
@@ -114,7 +114,7 @@ __device__ __forceinline__ bool write(const Output& output, u64 largest, const u
 #ifdef ENTRY_splits_to_offsets
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 splits_to_offsets(const __grid_constant__ OffsetsParams p) {
-    // By warp: the sum of its sizes in the tile, and its share of the sum of all sizes before the tile.
+    // For each warp: the sum of its sizes in the tile, and its share of the sum of all sizes before the tile.
     __shared__ u64 in_tile[kWarps], before_tile[kWarps];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const u32 part = p.tiles == 1 ? blockIdx.x : blockIdx.x / p.tiles, tile = blockIdx.x - part * p.tiles;
@@ -140,7 +140,7 @@ splits_to_offsets(const __grid_constant__ OffsetsParams p) {
         small &= sum[u] < kSmall;
         if (size[u] < 0) found = kSplitNegative;
     }
-    if (__all_sync(~0u, small)) {                            // takes a third of the instructions
+    if (__all_sync(~0u, small)) {                            // This takes a third of the instructions.
         u32 narrow[kItems];
 #pragma unroll
         for (int u = 0; u < kItems; u++) narrow[u] = (u32)sum[u];

@@ -1,24 +1,25 @@
-// Tokens to their experts' rows, by the map that route.cu made (docs/numerics.md, section 8).
+// permute copies tokens to their experts' rows, by the map from route.cu (docs/numerics.md, section 8):
 //
-// permute  from [tokens, row_bytes] -> to [rows, row_bytes]: token t to row row_map[t, k] for each slot k;
-//          unused rows are 0. A second array (scales) and probs, which have an element per slot, move alike.
+//   to[row_map[t, k]] = from[t] for each slot k of token t; unused rows are 0
 //
-// A block reads whole tokens of up to 8 KB (or a part of a longer one) once and stores them topk times. Each
-// thread has four 16-byte loads in flight, and the row indices of eight slots. Blocks behind those of the
-// data move the scales. Rows that allow no 16-byte accesses are moved in words of 4, 2 or 1 bytes.
+// from u8 [tokens, row_bytes], row_map i32 [tokens, topk] -> to u8 [rows, row_bytes]. A second array (scales)
+// moves alike, and so do probs, which are f32 and have an element per slot. Nothing is computed.
 //
-// Bytes moved: every row named above once; the source once, not once per slot.
+// A block of 256 threads reads whole tokens of up to 8 KB (or a part of a longer one) once and stores them
+// topk times. Each thread has four 16-byte loads in flight, and the row indices of eight slots. The blocks
+// for the scales follow those for the data. Rows that allow no 16-byte accesses are moved in words of 4, 2 or
+// 1 bytes. It moves every row of `from` once and every row of `to` once. There are no defines.
 #include "groups/routes.cuh"
 
 #ifdef ENTRY_permute
-// Rows that move, and how blocks share them.
+// Rows that move, and how they are shared out among blocks.
 struct Rows {
     const u8* from;
     u8* to;
     i64 row_bytes;
     u32 step;                    // bytes that everything is a multiple of: 16, 4, 2 or 1
-    u32 lanes_log2;              // of the threads that share a token
-    u32 tokens_per_block;        // 1 where a token is taken by several blocks
+    u32 lanes_log2;              // log2 of how many threads share a token
+    u32 tokens_per_block;        // 1 if several blocks share a token
     u32 across;                  // blocks that share a token
     u32 segment;                 // bytes of a row that a block takes; a multiple of 16 if blocks share a row
     u32 blocks;
@@ -31,7 +32,7 @@ struct PermuteParams {
     Routes routes;
 };
 
-constexpr int kUnits = 4, kSlots = 8;    // loads of a thread in flight; slots whose rows it has at a time
+constexpr int kUnits = 4, kSlots = 8;    // a thread's loads in flight; the slots whose rows it loads at once
 
 template <class T>
 __device__ __forceinline__ void scatter_pieces(const Rows& rows, const Routes& routes, i64 first, int count,
@@ -65,7 +66,7 @@ __device__ __forceinline__ void scatter_pieces(const Rows& rows, const Routes& r
     }
 }
 
-// block: the number of this block among those that share `rows`.
+// block: which of the blocks that share `rows` this one is.
 __device__ __forceinline__ void scatter(const Rows& rows, const Routes& routes, u32 block) {
     const u32 group = block / rows.across;
     const i64 first = (i64)group * rows.tokens_per_block;

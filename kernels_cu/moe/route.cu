@@ -1,28 +1,32 @@
-// Tokens to rows sorted by expert (docs/numerics.md, section 8). Integers only.
+// These kernels give each route (a slot of a token) a row, sorted by expert (docs/numerics.md, section 8):
 //
-// route_count  assignment -> counts [experts, blocks (padded to 4)]: routes of each expert in each block's
-//              tokens; of a mask also experts [tokens, topk].
-// route_rank   assignment (of a mask: experts), counts -> row_map [tokens, topk], sources [rows], splits,
-//              aligned_splits, offsets.
+//   row_map[t, k] = start of its expert + how many routes of this expert come before it, or -1
+//   sources[row] = t * topk + k, or -1 for an unused row; each expert starts at a multiple of `align`
 //
-// In both kernels a block takes the same consecutive tokens, and each of its warps consecutive ones of them.
-// A block of route_rank adds up the counts of the blocks before it, an expert per warp and step, so that
-// nothing is left between launches and no block waits for another; counts are read from the L2. Its warps
-// count their own routes in shared memory. A scan of these counts over experts and warps gives the row of
-// each warp's first route of each expert. A second pass over the warp's routes, 32 at a time, ranks routes of
-// one expert by __match_any_sync: in order, so that nothing depends on the schedule. A single block counts
-// for itself, without route_count. There are at most kMostBlocks blocks: a warp's lanes load so many counts
-// at once.
+// route_count  assignment [tokens, topk] i32 or i64, or u8 [tokens, experts] (a mask) -> counts u32 [experts,
+//              blocks (padded to 4)]: the routes of each expert in each block's tokens. A mask also gives
+//              experts i32 [tokens, topk].
+// route_rank   assignment (or experts, for a mask), counts -> row_map i32 [tokens, topk], sources i32 [rows],
+//              splits i32 [experts], aligned_splits i32 [experts], offsets i64 [experts + 1].
 //
-// Wrong facts on the device are harmless: an index of no expert counts as dropped; a mask's experts beyond
-// `topk` are left out; rows past the bound are not given. Bytes moved: the assignment two or three times
-// (from the L2 but for the first), row_map and sources once.
+// In both kernels a block of 256 threads takes the same consecutive tokens, and each of its warps consecutive
+// ones of them. A block of route_rank adds up the counts of the blocks before it, an expert per warp and
+// step, so that nothing is left between launches and no block waits for another. Counts come from the L2. Its
+// warps count their own routes in shared memory. A scan of these counts over experts and warps gives the row
+// of each warp's first route of each expert. A second pass over the warp's routes, 32 at a time, ranks the
+// routes of one expert in their order by __match_any_sync, so that nothing depends on the schedule. A single
+// block counts for itself, without route_count. There are at most kMostBlocks blocks, because a warp's lanes
+// load so many counts at once.
+//
+// Wrong facts on the device are harmless: an index of no expert counts as dropped, a mask's experts beyond
+// `topk` are left out, and rows past the bound are not given. The assignment is read two or three times (from
+// the L2 but for the first), and row_map and sources are written once. There are no defines.
 #include "memory/errors.cuh"
 #include "memory/chunks.cuh"
 
 struct RouteParams {
     const void* assignment;      // [tokens, topk] i32, i64, or u8 [tokens, experts] (a mask)
-    i32* experts;                // [tokens, topk] of a mask
+    i32* experts;                // [tokens, topk], for a mask
     u32* counts;                 // [experts, pitch]; null: there is one block, which counts for itself
     i32* row_map;                // [tokens, topk]
     i32* sources;                // [rows]
@@ -32,15 +36,15 @@ struct RouteParams {
     u32* errors;                 // the device's word
     i64 tokens;
     u32 topk, number, rows, align;
-    u32 warp_tokens;             // tokens of a warp
-    u32 pitch;                   // blocks, rounded up to 4
+    u32 warp_tokens;             // tokens per warp
+    u32 pitch;                   // how many blocks there are, rounded up to 4
     u32 wide;                    // 1: indices are i64
-    u32 mask;                    // 1: the assignment is a mask; 2: and there is a slot for each expert
+    u32 mask;                    // 1: the assignment is a mask; 2: a mask with a slot for each expert
 };
 
 constexpr int kThreads = 256, kWarps = kThreads / 32, kMostExperts = 1024, kMostBlocks = 128;
 
-// This warp's tokens, and its routes: from `begin` to `end` of all tokens * topk.
+// This warp's tokens and its routes, which are `begin` to `end` of all tokens * topk routes.
 struct WarpRoutes {
     i64 first_token, end_token, begin, end;
     __device__ __forceinline__ explicit WarpRoutes(const RouteParams& p) {
@@ -53,7 +57,7 @@ struct WarpRoutes {
     }
 };
 
-// The expert of a route; -1: dropped. Sets `wrong` if there is no such expert.
+// Returns the expert of a route, or -1 if it is dropped. Sets `wrong` if there is no such expert.
 __device__ __forceinline__ i32 load_expert(const RouteParams& p, i64 route, bool& wrong) {
     i64 expert;
     if (p.mask) expert = p.experts[route];
@@ -63,8 +67,8 @@ __device__ __forceinline__ i32 load_expert(const RouteParams& p, i64 route, bool
     return expert >= 0 && expert < (i64)p.number ? (i32)expert : -1;
 }
 
-// A lane's experts of the kHeld * 32 routes from `first` on, all loads in flight; -1 past the warp's last
-// route.
+// Loads a lane's experts of the kHeld * 32 routes from `first` on, with all loads in flight. They are -1 past
+// the warp's last route.
 constexpr int kHeld = 4;
 __device__ __forceinline__ void load_experts(const RouteParams& p, const WarpRoutes& routes, i64 first,
                                              i32 (&expert)[kHeld], bool& wrong) {
@@ -74,8 +78,8 @@ __device__ __forceinline__ void load_experts(const RouteParams& p, const WarpRou
         expert[u] = route < routes.end ? load_expert(p, route, wrong) : -1;
     }
 }
-// Counts the experts of the warp's routes. `expert` has the first ones, and afterwards the last ones; each is
-// loaded while those before are counted.
+// Counts the experts of the warp's routes. `expert` has those of the first routes, and afterwards those of
+// the last. The next ones are loaded while these are counted.
 __device__ __forceinline__ void count_experts(const RouteParams& p, const WarpRoutes& routes,
                                               i32 (&expert)[kHeld], bool& wrong, u32* count) {
     for (i64 first = routes.begin; first < routes.end; first += kHeld * 32) {
@@ -92,8 +96,8 @@ __device__ __forceinline__ void count_experts(const RouteParams& p, const WarpRo
 }
 
 #ifdef ENTRY_route_count
-// Lists the experts of a mask's tokens, ascending, by slot. A warp takes a token at a time. Returns whether a
-// token has more than topk.
+// Writes the experts of a mask's tokens into their slots, in ascending order. A warp takes a token at a time.
+// Returns true if a token has more than topk experts.
 __device__ __forceinline__ bool list_experts(const RouteParams& p, u32* count) {
     const WarpRoutes routes(p);
     const u32 lane = threadIdx.x % 32, before = (1u << lane) - 1;
@@ -131,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) route_count(const __grid_
         if (list_experts(p, count) && threadIdx.x % 32 == 0) report(p.errors, kRouteBound);
     } else {
         const WarpRoutes routes(p);
-        bool wrong = false;                                  // route_rank reports it
+        bool wrong = false;                                  // route_rank reports it.
         i32 expert[kHeld];
         load_experts(p, routes, routes.begin, expert, wrong);
         count_experts(p, routes, expert, wrong, count);
@@ -144,20 +148,20 @@ extern "C" __global__ void __launch_bounds__(kThreads) route_count(const __grid_
 
 #ifdef ENTRY_route_rank
 struct Shared {
-    u32 warp[kWarps][kMostExperts];  // routes of a warp; then the row of its next one
-    u32 before[kMostExperts];        // routes in earlier blocks; then the row at which the expert begins
-    u32 total[kMostExperts];         // routes in all
+    u32 warp[kWarps][kMostExperts];  // how many routes a warp has, then the row of its next route
+    u32 before[kMostExperts];        // how many routes earlier blocks have, then the expert's first row
+    u32 total[kMostExperts];         // how many routes all blocks have
     u32 scan[kWarps];
 };
 
-// The sum of four counts, of blocks first to first + 3, but for those of blocks from `end` on. (Counts after
-// the last block are never written.)
+// Returns the sum of the counts of blocks first to first + 3 that are before `end`. Counts after the last
+// block are never written.
 __device__ __forceinline__ u32 sum_of_first(const uint4& c, u32 first, u32 end) {
     return (first < end ? c.x : 0) + (first + 1 < end ? c.y : 0) + (first + 2 < end ? c.z : 0)
            + (first + 3 < end ? c.w : 0);
 }
 
-// Adds up, expert by expert, the counts of the blocks before this one and of all blocks. A warp has the
+// Adds up for each expert the counts of the blocks before this one, and those of all blocks. A warp has the
 // counts of kBatch experts in flight.
 template <int kBatch>
 __device__ __forceinline__ void add_counts(const RouteParams& p, Shared& shared) {
@@ -182,7 +186,7 @@ __device__ __forceinline__ void add_counts(const RouteParams& p, Shared& shared)
     }
 }
 
-// Inclusive sums over the threads of a block. It has barriers.
+// Returns the inclusive sum over the threads of a block. It has barriers.
 __device__ __forceinline__ u32 block_prefix_sum(u32 value, u32* scan, u32& total) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
@@ -190,7 +194,7 @@ __device__ __forceinline__ u32 block_prefix_sum(u32 value, u32* scan, u32& total
         const u32 other = __shfl_up_sync(~0u, value, step);
         if (lane >= step) value += other;
     }
-    __syncthreads();                                 // other warps may still read the sums of an earlier call
+    __syncthreads();                                 // Other warps may still read an earlier call's sums.
     if (lane == 31) scan[warp] = value;
     __syncthreads();
     total = 0;
@@ -210,8 +214,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) route_rank(const __gri
     __shared__ Shared shared;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, earlier_lanes = (1u << lane) - 1;
     const WarpRoutes routes(p);
-    bool wrong = false, lost = false;
-    i32 held[kHeld];                                         // these arrive while counts are loaded
+    bool wrong = false, past_bound = false;
+    i32 held[kHeld];                                         // They arrive while counts are loaded.
     load_experts(p, routes, routes.begin, held, wrong);
     for (u32 expert = lane; expert < p.number; expert += 32) shared.warp[warp][expert] = 0;
     __syncwarp();
@@ -220,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) route_rank(const __gri
     count_experts(p, routes, held, wrong, shared.warp[warp]);
     __syncthreads();
 
-    u32 end = 0;                                             // row at which the experts of earlier rounds end
+    u32 end = 0;                                             // where the experts of earlier rounds end
     for (u32 first = 0; first < p.number; first += kThreads) {
         const u32 expert = first + threadIdx.x;
         u32 total = 0, next = 0, aligned = 0;
@@ -257,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) route_rank(const __gri
     }
     __syncthreads();
 
-    const bool all_held = routes.end - routes.begin <= kHeld * 32;   // they are still in registers
+    const bool all_held = routes.end - routes.begin <= kHeld * 32;   // They are still in registers.
     for (i64 first = routes.begin; first < routes.end; first += kHeld * 32) {
         if (!all_held) load_experts(p, routes, first, held, wrong);
         u32 lanes[kHeld];                                    // lanes with a route of the same expert
@@ -266,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) route_rank(const __gri
             lanes[u] = first + u * 32 < routes.end ? __match_any_sync(~0u, held[u]) : 0;
 #pragma unroll
         for (int u = 0; u < kHeld; u++) {
-            if (first + u * 32 >= routes.end) break;         // the same for the whole warp
+            if (first + u * 32 >= routes.end) break;         // The whole warp leaves.
             const i64 route = first + u * 32 + lane;
             const i32 expert = held[u];
             const u32 same = lanes[u], rank = __popc(same & earlier_lanes);
@@ -276,12 +280,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) route_rank(const __gri
             __syncwarp();
             if (route >= routes.end) continue;
             const bool fits = expert >= 0 && next + rank < p.rows;
-            lost |= expert >= 0 && !fits;
+            past_bound |= expert >= 0 && !fits;
             p.row_map[route] = fits ? (i32)(next + rank) : -1;
             if (fits) p.sources[next + rank] = (i32)route;
         }
     }
-    // Unused rows: of each expert, and after the last one.
+    // Marks the unused rows at the end of each expert and after the last one.
     for (u32 expert = blockIdx.x * kWarps + warp; expert < p.number; expert += gridDim.x * kWarps) {
         const u32 start = shared.before[expert], total = shared.total[expert];
         const u32 begin = start + total, stop = start + aligned_up(total, p.align);
@@ -291,6 +295,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) route_rank(const __gri
     for (i64 row = (i64)end + blockIdx.x * kThreads + threadIdx.x; row < p.rows;
          row += (i64)gridDim.x * kThreads)
         p.sources[row] = -1;
-    report(p.errors, (wrong ? kRouteExpert : 0u) | (lost ? kRouteBound : 0u));
+    report(p.errors, (wrong ? kRouteExpert : 0u) | (past_bound ? kRouteBound : 0u));
 }
 #endif

@@ -1,13 +1,20 @@
-// The weighted sum of each token's rows (docs/numerics.md, section 8).
+// unpermute adds up each token's weighted rows (docs/numerics.md, section 8):
 //
-// unpermute  y [rows, columns] -> out [tokens, columns] = narrow(sum of fl(y[row] * prob)) over a token's
-//            rows, the last row first; to_slots[t, k] = from_rows[row_map[t, k]], or 0: gradients of probs.
+//   out[t] = narrow(sum of fl(y[row] * prob)) over the rows of token t, the last row first, or 0 without rows
+//   to_slots[t, k] = from_rows[row_map[t, k]], or 0: the gradients of probs
 //
-// A block sorts its tokens' routes in shared memory. Then each thread has the same columns of eight rows in
-// flight. In programs that know the number of routes (RowPipeline) it loads the next eight while it adds
-// these up. Rows that allow no 16-byte accesses are read element by element.
+// y IN [rows, columns], probs f32 (see Routes::prob_at) or null, row_map i32 [tokens, topk] -> out IN
+// [tokens, columns]. Every product and every sum is rounded to f32, and the result once more to IN,
+// nearest-even. Its NaN is the format's one NaN. A sum starts from -0, so that zeros keep their sign. It
+// moves one row of y per route and the result.
 //
-// Bytes moved: a row for each route, and the result.
+// A block of 256 threads sorts its tokens' routes in shared memory. Then each thread has the same columns of
+// eight rows in flight. In programs that know the number of routes (RowPipeline) it loads the next eight
+// while it adds these up. Rows that allow no 16-byte accesses are read element by element.
+//
+// Defines:
+//   IN           the format of y and out
+//   TOPK         1, 2, 4, 6 or 8 slots per token, which RowPipeline keeps in registers; 0: any number
 #include "numerics/column_sum.cuh"
 #include "groups/routes.cuh"
 
@@ -15,19 +22,19 @@
 struct UnpermuteParams {
     const IN::storage* y;
     IN::storage* out;
-    const float* probs;          // see Routes::prob_at; null: ones
+    const float* probs;          // see Routes::prob_at; null: all are 1
     const u32* from_rows;        // [rows] f32
     u32* to_slots;               // [tokens, topk] f32, or null
     Routes routes;
     i64 columns;
-    u32 tokens_per_block;        // 1 where a token is taken by several blocks
+    u32 tokens_per_block;        // 1 if several blocks share a token
     u32 across;                  // blocks that share a token
     u32 segment;                 // chunks of a row that a block takes
-    u32 vector;                  // rows are whole chunks, 16-byte aligned
+    u32 vector;                  // 1: rows are whole chunks and 16-byte aligned
 };
 
 constexpr int kCount = 16 / sizeof(IN::storage), kInFlight = 8;
-constexpr int kMostRoutes = 1024;        // of a block
+constexpr int kMostRoutes = 1024;        // per block
 using Part = Chunk<IN, kCount>;
 struct Route {
     i64 at;                      // byte offset of its row in y; -1: nowhere
@@ -51,7 +58,7 @@ struct Sums {
             sum[2 * j + 1] = add_rn(sum[2 * j + 1], mul_rn(hi, prob));
         }
     }
-    // The rounded sums of so many rows; 0 of none.
+    // Returns the rounded sums, which are 0 without rows.
     __device__ __forceinline__ Part narrow(int rows) const {
         Part out;
 #pragma unroll
@@ -61,7 +68,7 @@ struct Sums {
     }
 };
 
-// The sums of the chunk of columns at `column`, `left` of which exist, over the rows of a token.
+// Returns the sums of a chunk of columns over the rows of a token. left: how many of the columns exist.
 template <bool kVector>
 __device__ __forceinline__ Part sum_rows(const UnpermuteParams& p, const Route* route, i64 column, int left) {
     constexpr int kFewInFlight = kVector ? 4 : 2;
@@ -98,9 +105,8 @@ __device__ __forceinline__ Part sum_rows(const UnpermuteParams& p, const Route* 
 }
 
 #if TOPK
-// A whole block sums whole chunks of tokens that have a row for every slot. While a thread adds up the chunks
-// of up to kInFlight rows, the next ones are being loaded: warps that wait for what they add leave the memory
-// idle.
+// A whole block adds up whole chunks of tokens that have a row for every slot. While a thread adds up the
+// chunks of up to kInFlight rows, the next ones are in flight, so that the memory is never idle.
 struct RowPipeline {
     static constexpr int kTogether = kInFlight / TOPK;                      // chunks of a thread at a time
     static constexpr int kStep = kTogether * kThreads;
@@ -108,7 +114,7 @@ struct RowPipeline {
     const UnpermuteParams& p;
     const Route* const routes;   // of the block's tokens
     const i64 first_token, first_chunk;
-    const int chunks, end;       // chunks of a token, from first_chunk on; of all tokens
+    const int chunks, end;       // chunks of a token from first_chunk on; chunks of all tokens
 
     __device__ __forceinline__ void run() const {
         Rows part[2];
@@ -160,18 +166,19 @@ private:
 };
 #endif
 
-// TOPK 1, 2, 4, 6, 8: rows are whole chunks, and each token has so many routes. 0: any.
+// With TOPK 1, 2, 4, 6 or 8 rows are whole chunks, and each token has so many routes. 0 is for all other
+// calls.
 extern "C" __global__ void __launch_bounds__(kThreads, TOPK ? 2 : 3)
 unpermute(const __grid_constant__ UnpermuteParams p) {
     __shared__ i32 given[kMostRoutes];
-    // of each token: the last row first, then routes without a row
+    // A token's last row comes first, and its routes without a row come last.
     __shared__ Route sorted[kMostRoutes];
     const int topk = (int)p.routes.topk;
     const u32 group = blockIdx.x / p.across, part = blockIdx.x - group * p.across;
     const i64 first = (i64)group * p.tokens_per_block, first_chunk = (i64)part * p.segment;
     const i64 chunks = (p.columns + kCount - 1) / kCount;
     const int count = left_of(p.routes.tokens - first, p.tokens_per_block), slots = count * topk;
-    // The probs of the first kThreads routes are loaded before it is known which routes have no row.
+    // The probs of the first kThreads routes are loaded while their rows are unknown, to save latency.
     float own_prob = 1.0f;
     for (int i = threadIdx.x; i < slots; i += kThreads) {
         given[i] = (i32)p.routes.row(first * topk + i);

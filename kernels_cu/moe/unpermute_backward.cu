@@ -1,15 +1,19 @@
-// The gradients of unpermute (docs/numerics.md, section 8).
+// unpermute_backward computes the gradients of unpermute (docs/numerics.md, section 8):
 //
-// unpermute_backward  grad [tokens, columns], y [rows, columns] -> grad_y[row] = narrow(fl(grad[t] * prob)),
-//                     0 in unused rows; dprobs[t, k] = the sum of fl(grad[t] * y[row]) over the columns by
-//                     the fixed tree.
+//   grad_y[row] = narrow(fl(grad[t] * prob)), and 0 in unused rows
+//   dprobs[t, k] = the sum of fl(grad[t] * y[row]) over the columns by the fixed tree
 //
-// A block takes a token, keeps up to 1024 chunks of it in registers and goes through its rows; a chunk of the
-// next row is loaded as soon as this row's is used. 32 neighbouring chunks belong to a warp. Their sum by
-// shuffles is a subtree of the fixed tree, and so is the sum of 32 such sums; these meet in a binary counter.
-// Rows that allow no 16-byte accesses are moved element by element.
+// grad IN [tokens, columns], y IN [rows, columns], probs f32 -> grad_y IN [rows, columns], dprobs f32 like
+// probs. Products and sums are rounded to f32 and grad_y to IN, nearest-even. NaN becomes the format's one
+// NaN. It moves every row of the four arrays once.
 //
-// Bytes moved: every row named above once.
+// A block of 256 threads takes a token, keeps up to 1024 chunks of it in registers and goes through its rows.
+// It loads a chunk of the next row as soon as this row's chunk is used. 32 neighbouring chunks belong to a
+// warp. Their sum by shuffles is a subtree of the fixed tree, and so is the sum of 32 such sums. The sums of
+// tiles meet in a binary counter. Rows that allow no 16-byte accesses are moved element by element.
+//
+// Defines:
+//   IN           the format of grad, y and grad_y
 #include "numerics/column_sum.cuh"
 #include "groups/routes.cuh"
 
@@ -19,24 +23,24 @@ struct UnpermuteBackwardParams {
     const IN::storage* y;        // [rows, columns]
     IN::storage* grad_y;         // [rows, columns]
     const float* probs;          // see Routes::prob_at
-    float* dprobs;               // of the same shape
+    float* dprobs;               // shape of probs
     Routes routes;
     i64 columns;
-    u32 vector;                  // rows are whole chunks, 16-byte aligned
-    u32 step;                    // bytes that rows of grad_y are a multiple of
+    u32 vector;                  // 1: rows are whole chunks and 16-byte aligned
+    u32 step;                    // rows of grad_y are multiples of so many bytes
 };
 
 constexpr int kCount = 16 / sizeof(IN::storage), kUnits = 4;
-constexpr int kTile = kUnits * kThreads;     // chunks of a tile: one for each lane of 32 warps
+constexpr int kTile = kUnits * kThreads;     // chunks in a tile: one for each lane of 32 warps
 constexpr int kStep = kThreads * kCount;     // columns from one of a thread's chunks to the next
 constexpr int kSlots = 32;                   // slots at a time
-constexpr int kLevels = 32;                  // of the binary counter: 2^32 tiles
+constexpr int kLevels = 32;                  // levels of the binary counter, for 2^32 tiles
 constexpr int kMostExperts = 1024;
 using Part = Chunk<IN, kCount>;
 static_assert(kUnits * kWarps == 32, "one warp adds up a tile's sums");
 
 #ifndef CUPY_FP8_HOST
-// Nearest-even; NaN as the instruction makes it, 0x7fff.
+// Rounds to nearest-even. NaN becomes 0x7fff, as the instruction makes it.
 template <class F> __device__ __forceinline__ u32 narrow_pair(float lo, float hi);
 template <> __device__ __forceinline__ u32 narrow_pair<bf16>(float lo, float hi) {
     u32 pair;
@@ -50,15 +54,16 @@ template <> __device__ __forceinline__ u32 narrow_pair<f16>(float lo, float hi) 
 }
 #endif
 
-// The sum over the lanes of a warp, in every lane. The order of two terms of a sum does not matter.
+// Returns the sum over the lanes of a warp to every lane. The order of the two terms of a sum does not
+// matter.
 __device__ __forceinline__ float warp_tree_sum(float term) {
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) term = add_rn(term, __shfl_xor_sync(~0u, term, step));
     return term;
 }
 
-// The same of kUnits terms at once: lane l gets the sum of term l % kUnits. That takes fewer steps, since
-// each of two lanes gives away half of its terms.
+// Computes such sums of kUnits terms at once. Lane l gets the sum of term l % kUnits. That takes fewer steps,
+// since each of two lanes gives away half of its terms.
 __device__ __forceinline__ float warp_tree_sums(const float (&term)[kUnits]) {
     static_assert(kUnits == 4, "two bits of a lane's number");
     const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
@@ -70,7 +75,8 @@ __device__ __forceinline__ float warp_tree_sums(const float (&term)[kUnits]) {
     return sum;
 }
 
-// part * factor, rounded to the format: as narrow2 of pairs, with one test for NaN for the whole chunk.
+// Returns part * factor, rounded to the format. It gives the bytes of narrow2 with one test for NaN per
+// chunk.
 template <class F>
 __device__ __forceinline__ Chunk<F, kCount> scaled(const Chunk<F, kCount>& part, float factor) {
     float value[kCount];
@@ -83,14 +89,14 @@ __device__ __forceinline__ Chunk<F, kCount> scaled(const Chunk<F, kCount>& part,
     Chunk<F, kCount> out;
 #ifndef CUPY_FP8_HOST
     if constexpr (sizeof(typename F::storage) == 2) {
-        u32 top = 0;
+        u32 amaxes = 0;
 #pragma unroll
         for (int j = 0; j < kCount / 2; j++) {
             out.word[j] = narrow_pair<F>(value[2 * j], value[2 * j + 1]);
-            top = F::template max_magnitudes<true>(top, out.word[j]);
+            amaxes = F::template max_magnitudes<true>(amaxes, out.word[j]);
         }
-        // NaN wins, as 0x7fff: no other half has these bits.
-        if ((top & 0xffffu) != 0x7fffu && top >> 16 != 0x7fffu) return out;
+        // NaN wins and is 0x7fff here. No other half has these bits.
+        if ((amaxes & 0xffffu) != 0x7fffu && amaxes >> 16 != 0x7fffu) return out;
     }
 #endif
 #pragma unroll
@@ -102,12 +108,12 @@ struct Shared {
     i32 row[kSlots];
     i64 prob_at[kSlots];
     float prob[kSlots];
-    float of_warp[kSlots][32];               // a tile's sums
-    float of_tiles[kSlots][kLevels];         // sums of 2^level tiles each
+    float of_warp[kSlots][32];               // the sums of 32 parts of a tile
+    float of_tiles[kSlots][kLevels];         // the sums of 2^level tiles each
     u32 routed[kMostExperts / 32];           // a bit for each expert
 };
 
-// Adds the sums of a tile to those of earlier tiles. Each warp has its slots.
+// Adds the sums of a tile to those of earlier tiles. Each warp has slots of its own.
 __device__ __forceinline__ void add_tile(Shared& shared, int slots, i64 tile) {
     for (int k = threadIdx.x / 32; k < slots; k += kWarps) {
         if (shared.row[k] < 0) continue;
@@ -119,7 +125,7 @@ __device__ __forceinline__ void add_tile(Shared& shared, int slots, i64 tile) {
     }
 }
 
-// The sum over `tiles` tiles: the levels of the counter, from the lowest to the highest.
+// Returns the sum over `tiles` tiles: the levels of the counter, from the lowest to the highest.
 __device__ __forceinline__ float total(const Shared& shared, int k, i64 tiles) {
     float sum = as_float(kAbsentTerm);
     int level = 0;
@@ -128,10 +134,10 @@ __device__ __forceinline__ float total(const Shared& shared, int k, i64 tiles) {
     return tiles ? as_float(f32::narrow(sum)) : 0.0f;
 }
 
-// A thread's chunks of a tile. The u-th begins at `column` + u * kStep.
+// A thread's chunks of a tile. Chunk u begins kStep * u columns after the first.
 template <bool kVector>
 struct Chunks {
-    int left;                    // columns from `column` on; with kVector whole chunks
+    int left;                    // columns from the first chunk on; whole chunks with kVector
 
     __device__ __forceinline__ bool has(int u) const { return left > u * kStep; }
     __device__ __forceinline__ Part load(const IN::storage* from, int u) const {
@@ -144,7 +150,7 @@ struct Chunks {
         if (kVector) part.store_whole(to + u * kStep);
         else part.store_partial(to + u * kStep, left - u * kStep);
     }
-    // The tree over the products of two chunks.
+    // Returns the sum of the products of two chunks by the tree.
     __device__ __forceinline__ float dot(const Part& a, const Part& b, int u) const {
         TreeSum<kCount> sum;
 #pragma unroll
@@ -160,7 +166,7 @@ struct Chunks {
     }
 };
 
-// Writes a tile's columns of the gradients of these slots' rows, and to shared memory the sums of the
+// Writes a tile's columns of the gradients of these slots' rows. Writes to shared memory the sums of the
 // products of the rows with `from`.
 template <bool kVector>
 __device__ __forceinline__ void do_rows(const UnpermuteBackwardParams& p, Shared& shared, u32 present,
@@ -185,12 +191,12 @@ __device__ __forceinline__ void do_rows(const UnpermuteBackwardParams& p, Shared
         for (int u = 0; u < kUnits; u++) {
             Part grad = from[u];
 #ifndef CUPY_FP8_HOST
-            // Widens the chunk anew for every row: the compiler would keep it as f32, in 32 registers.
+            // The chunk is widened anew for every row. Else the compiler keeps it as f32, in 32 registers.
 #pragma unroll
             for (int w = 0; w < Part::kWords; w++) asm volatile("" : "+r"(grad.word[w]));
 #endif
             sum[u] = chunks.dot(grad, other[u], u);
-            if (kVector && present) other[u] = chunks.load(y, u);    // arrives during what follows
+            if (kVector && present) other[u] = chunks.load(y, u);    // The next row arrives meanwhile.
             chunks.store(to, u, scaled(grad, prob));
         }
         const float of_warp = warp_tree_sums(sum);
@@ -219,7 +225,7 @@ unpermute_backward(const __grid_constant__ UnpermuteBackwardParams p) {
     if (token >= p.routes.tokens) return clear_share();
     const IN::storage* const grad = p.grad + token * p.columns;
     Part from[kUnits];
-    // The thread's first column of a tile; the columns from it on; its chunks of grad.
+    // The thread's first column of a tile, and how many columns there are from it on.
     const auto column_of = [&](i64 tile) { return (tile * kTile + threadIdx.x) * kCount; };
     const auto left_in = [&](i64 tile) { return left_of(p.columns - column_of(tile), kTile * kCount); };
     const auto load_grad = [&](i64 tile) {
@@ -230,7 +236,7 @@ unpermute_backward(const __grid_constant__ UnpermuteBackwardParams p) {
             else from[u] = Chunks<false>{left}.load(grad + column_of(tile), u);
         }
     };
-    load_grad(0);                            // arrives while slots are loaded
+    load_grad(0);                            // It arrives while slots are loaded.
     if (p.routes.columns)
         for (int w = threadIdx.x; w < kMostExperts / 32; w += kThreads) shared.routed[w] = 0;
     for (u32 first = 0; first < p.routes.topk; first += kSlots) {

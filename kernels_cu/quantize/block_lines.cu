@@ -1,22 +1,22 @@
 // Quantisation with an f32 scale for every row of memory, or for every column (docs/numerics.md, section 3).
 //
-//   factor, scale_inv = of max |x| over the row or column (scale/block_scale.cuh) data = narrow(fl(x *
-//   factor))
+//   factor, scale_inv = of max |x| over the row or column (scale/block_scale.cuh)
+//   data = narrow(fl(x * factor))
 //
 // A block of threads reads its rows (ALONG_ROWS 1) or columns (0) twice: for the largest magnitude, then to
-// write data, as they are or transposed. Any shape and address. PANELS_DOWN, PANELS_ACROSS: warp tiles
-// (include/tile/warp_tile.cuh) of a block of threads. Bytes moved per element: 2 sizeof(IN) + 1. Where the
-// struct's `divide` says so, elements are divided by scale_inv (profile vllm). IN in {bf16, f16, f32}, OUT in
-// {e4m3fn, e5m2}; profiles and scale layouts are run-time values. Padding of scales is written 0.
+// write data, as they are or transposed. It has WARP_TILES_DOWN x WARP_TILES_ACROSS warp tiles
+// (include/tile/warp_tile.cuh) and takes any shape and address. Bytes moved per element: 2 sizeof(IN) + 1.
+// With the struct's `divide`, elements are divided by scale_inv (profile vllm). IN in {bf16, f16, f32}, OUT
+// in {e4m3fn, e5m2}; profiles and scale layouts are run-time values. Padding of scales is written 0.
 #include "scale/block_write.cuh"
 
 #ifdef ENTRY_quantize_block_lines
-static_assert(PANELS_DOWN == 1 || PANELS_ACROSS == 1, "panels in a line");
+static_assert(WARP_TILES_DOWN == 1 || WARP_TILES_ACROSS == 1, "warp tiles in a line");
 constexpr bool kAlongRows = ALONG_ROWS;
 constexpr int kLines = kAlongRows ? Tile::kRows : Tile::kColumns;    // of a block of threads
 constexpr int kStep = kAlongRows ? Tile::kColumns : Tile::kRows;     // elements of them at a time
-constexpr int kParts = kAlongRows ? PANELS_ACROSS * kRuns : PANELS_DOWN;
-constexpr int kPartStride = kAlongRows ? kRunStride : kLines;
+constexpr int kParts = kAlongRows ? WARP_TILES_ACROSS * kSegments : WARP_TILES_DOWN;
+constexpr int kPartStride = kAlongRows ? kSegmentStride : kLines;
 
 extern "C" __global__ void __launch_bounds__(Tile::kThreads, 1)
 quantize_block_lines(const __grid_constant__ BlockParams p) {
@@ -24,52 +24,53 @@ quantize_block_lines(const __grid_constant__ BlockParams p) {
     if (is_set(p.noop)) return;
     const bool transposed = p.stored == 2;
     const Tile tile{shared};
-    // a word per line of every part
+    // Each part has a word for every row or column of the block.
     u32* const amaxes = reinterpret_cast<u32*>(transposed ? shared + Tile::kBytes : shared);
     const i64 lines = kAlongRows ? p.rows : p.columns, length = kAlongRows ? p.columns : p.rows;
     const i64 tiles = (lines + kLines - 1) / kLines, m = blockIdx.x / tiles;
     const i64 first = blockIdx.x % tiles * kLines;
     const i64 matrix = m * p.rows * p.columns;
 
-    Panel<IN> panel;
+    WarpTile<IN> warp_tile;
     const auto load = [&](i64 begin) -> Place {
         const i64 row = (kAlongRows ? first : begin) + Tile::row();
         const i64 column = (kAlongRows ? begin : first) + Tile::column();
-        const Place place{matrix + row * p.columns + column, left_of(p.rows - row, kPanelRows),
+        const Place place{matrix + row * p.columns + column, left_of(p.rows - row, kWarpTileRows),
                           left_of(p.columns - column, kLaneColumns)};
-        panel.template load<false>(p.x + place.at, p.columns, place.rows_left, place.columns_left,
+        warp_tile.template load<false>(p.x + place.at, p.columns, place.rows_left, place.columns_left,
                                    p.vector & 1);
         return place;
     };
-    u32 top[4] = {};
+    u32 largest[4] = {};
 #pragma unroll 1
     for (i64 begin = 0; begin < length; begin += kStep) {
         load(begin);
-        PanelAmax<IN, false> amax;
-        amax.template find<kAlongRows, !kAlongRows>(panel);
+        WarpTileAmax<IN, false> amax;
+        amax.template find<kAlongRows, !kAlongRows>(warp_tile);
         u32 bits[4];
-        if constexpr (kAlongRows) amax.template reduce_rows<32 / kRuns>(bits);
+        if constexpr (kAlongRows) amax.template reduce_rows<32 / kSegments>(bits);
         else amax.of_columns(bits);
 #pragma unroll
-        for (int i = 0; i < 4; i++) top[i] = larger(top[i], bits[i]);
+        for (int i = 0; i < 4; i++) largest[i] = larger(largest[i], bits[i]);
     }
     const int lane = threadIdx.x % 32;
-    u32* const mine = kAlongRows ? amaxes + (threadIdx.x / 32 * kRuns + lane / 8) * kPartStride + lane % 8 * 4
+    u32* const mine = kAlongRows
+        ? amaxes + (threadIdx.x / 32 * kSegments + lane / 8) * kPartStride + lane % 8 * 4
                                  : amaxes + threadIdx.x / 32 * kPartStride + lane * 4;
-    *reinterpret_cast<uint4*>(mine) = make_uint4(top[0], top[1], top[2], top[3]);
+    *reinterpret_cast<uint4*>(mine) = make_uint4(largest[0], largest[1], largest[2], largest[3]);
     __syncthreads();
-    const ScaleGrid& to = p.fast;
+    const ScaleGrid& to = p.along_rows;
     for (int i = threadIdx.x; i < kLines; i += Tile::kThreads) {
         u32 bits = 0;
         for (int part = 0; part < kParts; part++) bits = larger(bits, amaxes[part * kPartStride + i]);
         const BlockScale s = p.rule.of(bits);
         const i64 line = first + i, r = kAlongRows ? line : 0, c = kAlongRows ? 0 : line;
         if (to.has(r, c)) *to.at(m, r, c) = line < lines ? s.scale_inv : 0.0f;
-        // where nobody else reads
+        // Only this thread reads these two words before the next barrier.
         amaxes[i] = as_bits(s.factor), amaxes[kPartStride + i] = as_bits(s.scale_inv);
     }
     __syncthreads();
-    const float *const factors = reinterpret_cast<const float*>(amaxes), 
+    const float *const factors = reinterpret_cast<const float*>(amaxes),
                 *const divisors = factors + kPartStride;
     const RowOperands rows{factors, divisors};
     ColumnOperands columns;
@@ -80,28 +81,29 @@ quantize_block_lines(const __grid_constant__ BlockParams p) {
         columns.factor[c] = factors[i], columns.divisor[c] = divisors[i];
         quick &= first + i >= lines || has_quick_quotients(divisors[i]);
     }
-    const Target target{p.fast_data, (p.vector & 2) != 0};
+    const Target target{p.rows_data, (p.vector & 2) != 0};
     const Outputs outputs{kAlongRows ? (int)p.stored : 0, kAlongRows ? 0 : (int)p.stored, false, target,
                           target, tile, tile};
     const bool divided_quickly = p.divide && __all_sync(~0u, quick);
 #pragma unroll 1
     for (i64 begin = 0; begin < length; begin += kStep) {
         const Place place = load(begin);
-        if (p.divide && !divided_quickly) divide_panel(p, place, place.rows_left, rows, columns, outputs);
+        if (p.divide && !divided_quickly) divide_warp_tile(p, place, place.rows_left, rows, columns, outputs);
         else
 #pragma unroll
             for (int half = 0; half < 2; half++)
                 if (divided_quickly)
-                    write_half<kAlongRows, false, kDivideQuickly>(p, panel, place, rows, columns,
+                    write_half<kAlongRows, false, kDivideQuickly>(p, warp_tile, place, rows, columns,
                                                                   p.stored == 1, transposed, target, half,
                                                                   tile);
                 else
-                    write_half<kAlongRows, false, kMultiply>(p, panel, place, rows, columns, p.stored == 1,
+                    write_half<kAlongRows, false,
+                        kMultiply>(p, warp_tile, place, rows, columns, p.stored == 1,
                                                              transposed, target, half, tile);
         if (!transposed) continue;
         __syncthreads();
         const i64 row = kAlongRows ? first : begin, column = kAlongRows ? begin : first;
-        tile.template store<false>(p.fast_data + matrix + column * p.rows + row, p.rows,
+        tile.template store<false>(p.rows_data + matrix + column * p.rows + row, p.rows,
                                    left_of(p.columns - column, Tile::kColumns),
                                    left_of(p.rows - row, Tile::kRows), p.vector & 2);
         __syncthreads();

@@ -13,42 +13,44 @@
 #include "numerics/amax.cuh"
 
 #ifdef ENTRY_quantize_block_rows
-// elements of a block, and of a load; also in ops/quantize/blocks.py
+// Elements of a scale's block and of a load; ops/quantize/blocks.py has the same numbers.
 constexpr int kLength = 128, kChunk = 16 / sizeof(IN::storage);
-// lanes that share a block, blocks of one load of a warp
+// kLanes lanes share a block, so that one load of a warp covers kAtOnce blocks.
 constexpr int kLanes = kLength / kChunk, kAtOnce = 32 / kLanes;
-// of a warp, whose scales are 32 bytes together
+// The eight scales of a warp are 32 bytes together.
 constexpr int kWarpBlocks = 8, kLoads = kWarpBlocks / kAtOnce;
-constexpr int kOwners = kLanes / kLoads;                             // lanes that find the same scale
-// also in ops/quantize/blocks.py, and kWarpBlocks
+constexpr int kOwners = kLanes / kLoads;                             // These lanes find the same scale.
+// ops/quantize/blocks.py has these numbers and kWarpBlocks.
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 using Source = Chunk<IN, kChunk>;
 
-// The largest of all lanes that share a block: that of load i in lanes i * kOwners to i * kOwners + kOwners -
-// 1 of them. Each exchange halves the loads that a lane has a part of.
-__device__ __forceinline__ u32 reduce_over_lanes(u32 (&top)[kLoads]) {
+// Returns the amax of a block over the lanes that share it: lanes i * kOwners to (i + 1) * kOwners - 1 of
+// them get that of load i. Each exchange halves the loads that a lane has a part of.
+__device__ __forceinline__ u32 reduce_over_lanes(u32 (&largest)[kLoads]) {
 #pragma unroll
     for (int distance = kLanes / 2; distance > 0; distance /= 2) {
         const int keep = kLoads * distance / kLanes;
         const bool upper = threadIdx.x & distance;
-        if (keep == 0) top[0] = IN::max_magnitudes<false>(top[0], __shfl_xor_sync(~0u, top[0], distance));
+        if (keep == 0)
+            largest[0] = IN::max_magnitudes<false>(largest[0], __shfl_xor_sync(~0u, largest[0], distance));
 #pragma unroll
         for (int i = 0; i < keep; i++) {
-            const u32 sent = upper ? top[i] : top[i + keep], kept = upper ? top[i + keep] : top[i];
-            top[i] = IN::max_magnitudes<false>(kept, __shfl_xor_sync(~0u, sent, distance));
+            const u32 sent = upper ? largest[i] : largest[i + keep], kept =
+                upper ? largest[i + keep] : largest[i];
+            largest[i] = IN::max_magnitudes<false>(kept, __shfl_xor_sync(~0u, sent, distance));
         }
     }
-    return top[0];
+    return largest[0];
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 quantize_block_rows(const __grid_constant__ BlockParams p) {
     if (is_set(p.noop)) return;
     const u32 across = (u32)(p.columns / kLength);
-    // scales of a row; then all blocks of a matrix are one row of them
-    const bool adjoin = p.fast.row != 1;
+    // Where the scales of a row adjoin, all blocks of a matrix count as one row of blocks.
+    const bool adjoin = p.along_rows.row != 1;
     const auto warps_of = [](i64 n) { return (u32)((n + kWarpBlocks - 1) / kWarpBlocks); };
-    const u32 warps = adjoin ? warps_of(p.rows * across) : warps_of(p.fast.rows) * across;
+    const u32 warps = adjoin ? warps_of(p.rows * across) : warps_of(p.along_rows.rows) * across;
     const u32 blocks = (warps + kWarps - 1) / kWarps, m = blockIdx.x / blocks;
     const u32 warp = (blockIdx.x - m * blocks) * kWarps + threadIdx.x / 32;
     if (warp >= warps) return;
@@ -56,14 +58,14 @@ quantize_block_rows(const __grid_constant__ BlockParams p) {
     const i64 first = (i64)group * kWarpBlocks, column = adjoin ? 0 : warp - group * across;
     const i64 step = adjoin ? kLength : p.columns;
     const int count = left_of((adjoin ? p.rows * across : p.rows) - first, kWarpBlocks);
-    const int stored = adjoin ? count : left_of(p.fast.rows - first, kWarpBlocks);       // with padding
+    const int stored = adjoin ? count : left_of(p.along_rows.rows - first, kWarpBlocks);       // with padding
 
     const int lane = threadIdx.x % 32, in_block = lane % kLanes, of_load = lane / kLanes;
     const i64 at = m * p.rows * p.columns + first * step + column * kLength + of_load * step
         + in_block * kChunk;
     const auto exists = [&](int load) { return load * kAtOnce + of_load < count; };
     Source chunk[kLoads];
-    u32 top[kLoads];
+    u32 largest[kLoads];
 #pragma unroll
     for (int i = 0; i < kLoads; i++)
         chunk[i] = exists(i) ? Source::load(p.x + (at + i * kAtOnce * step)) : Source{};
@@ -71,13 +73,14 @@ quantize_block_rows(const __grid_constant__ BlockParams p) {
     for (int i = 0; i < kLoads; i++) {
         Amax<IN> amax;
         amax.add(chunk[i]);
-        top[i] = amax.top;
+        largest[i] = amax.top;
     }
     const int own = in_block / kOwners * kAtOnce + of_load;          // the block whose scale this lane finds
-    // Of DIVIDE div_rn() below may be a call anyway; without it there is none in the kernel.
-    const BlockScale s = p.rule.of<DIVIDE != 0>(Amax<IN>{reduce_over_lanes(top)}.f32_bits());
+    // With DIVIDE, div_rn() below may be a call anyway; otherwise the kernel has no call.
+    const BlockScale s = p.rule.of<DIVIDE != 0>(Amax<IN>{reduce_over_lanes(largest)}.f32_bits());
     if (in_block % kOwners == 0 && own < stored)
-        as_global(p.fast.to)[m * p.fast.matrix + first + column * p.fast.column + own] = own < count
+        as_global(p.along_rows.to)[m * p.along_rows.matrix + first + column * p.along_rows.column + own] =
+            own < count
             ? s.scale_inv : 0.0f;
     const bool quick = !DIVIDE || __all_sync(~0u, own >= count || has_quick_quotients(s.scale_inv));
 #pragma unroll
@@ -96,7 +99,7 @@ quantize_block_rows(const __grid_constant__ BlockParams p) {
                             quick_quotient_of_codes(hi, divisor, factor));
             else out.narrow2(e, div_rn(lo, divisor), div_rn(hi, divisor));
         }
-        if (exists(i)) out.store(p.fast_data + (at + i * kAtOnce * step));
+        if (exists(i)) out.store(p.rows_data + (at + i * kAtOnce * step));
     }
 }
 #endif

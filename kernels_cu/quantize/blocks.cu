@@ -3,14 +3,14 @@
 //
 //   factor, scale_inv = of max |x| over the block (scale/block_scale.cuh)    data = narrow(fl(x * factor))
 //
-// Names speak of memory: x is [batch, rows, columns], columns fastest. `fast` blocks lie along a row of
-// memory, `slow` blocks down a column; the caller knows which of them is row-wise. Data is stored in the
-// order of x, or transposed: [batch, columns, rows].
+// Names speak of memory: x is [batch, rows, columns], columns fastest. Blocks lie along rows or along columns
+// of memory; the caller knows which of these are row-wise. Data are stored in the order of x, or transposed:
+// [batch, columns, rows].
 //
 // quantize_block_tile   A warp has a tile of 32 x 128 elements in registers (tile/warp_tile.cuh), a block of
-//                       threads PANELS_DOWN x PANELS_ACROSS of them. A row's scale is found inside a warp; a
-//                       column's and a square's through shared memory, by as many threads as there are
-//                       scales. No scale is computed twice.
+//                       threads WARP_TILES_DOWN x WARP_TILES_ACROSS of them. A row's scale is found inside a
+//                       warp, a column's and a square's through shared memory, by as many threads as there
+//                       are scales. No scale is computed twice.
 // group_quantize_block  The same of groups of rows, each a matrix of its own, or of a list of arrays. The
 //                       sizes of groups are on the device. No tile has rows of two groups. Data stay where
 //                       their rows are in x; each group's transposed data are [columns, m], and its scales
@@ -22,13 +22,17 @@
 // Defines, each for programs whose speed it decides:
 //   ALIGNED     1: all rows allow the wide accesses of a warp tile, and the defines below hold. 0: one
 //               program for any array; the struct's `stored`, `square`, `divide` and `vector` tell.
-//   FAST, SLOW  how data of fast and of slow blocks are stored: 0 not at all, 1 in the order of x,
-//               2 transposed. Of squares FAST 1 means data in the order of x, SLOW 2 transposed data.
+//   ALONG_ROWS, ALONG_COLUMNS
+//               how the data of blocks along rows and along columns are stored: 0 not at all, 1 in the order
+//               of x, 2 transposed. For squares ALONG_ROWS 1 means data in the order of x, ALONG_COLUMNS 2
+//               transposed data.
 //   SQUARE      1: blocks are 128 x 128.
 //   DIVIDE      1: elements are divided by scale_inv (profile vllm), which takes three instructions for each.
 //               With ALIGNED only groups of row-wise data have such a program.
-//   RUN         tiles of a group that a block of threads has, one below the other: more than one where SLOW
-//               is 2, so that few sectors of transposed data are written in parts (tile/column_segment.cuh).
+//   TILES_PER_BLOCK
+//               how many tiles of a group a block of threads takes, one below the other: more than one where
+//               ALONG_COLUMNS is 2, so that few sectors of transposed data are written in parts
+//               (tile/column_segment.cuh).
 //   DOWN_FIRST  the order of tiles (tile/tile.cuh).
 // IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}; profiles, lengths of blocks and scale layouts are run-time
 // values. Bytes moved per element: sizeof(IN), and 1 + 4 / block per direction. Padding of scales is written
@@ -37,8 +41,9 @@
 #include "groups/quantize_group.cuh"
 #include "tile/column_segment.cuh"
 
-constexpr bool kFast = !ALIGNED || (FAST && !SQUARE), kSlow = !ALIGNED || SLOW || SQUARE;
-static_assert(!kSlow || PANELS_DOWN % 4 == 0, "a block of 128 rows is four warp tiles");
+constexpr bool kAlongRows = !ALIGNED || (ALONG_ROWS && !SQUARE), kAlongColumns =
+    !ALIGNED || ALONG_COLUMNS || SQUARE;
+static_assert(!kAlongColumns || WARP_TILES_DOWN % 4 == 0, "a block of 128 rows is four warp tiles");
 // On an H200 a multiprocessor keeps 512 threads with 16-bit inputs in flight, 256 with f32. On sm_120, and
 // for groups with CUDA 12, the compiler spills at the registers of 512 threads.
 #if defined(__CUDA_ARCH__) && \
@@ -51,11 +56,12 @@ constexpr int kThreadsInFlight = ALIGNED ? kMostInFlight : Tile::kThreads;
 constexpr int kBlocks = kThreadsInFlight > Tile::kThreads ? kThreadsInFlight / Tile::kThreads : 1;
 constexpr int kWarps = Tile::kThreads / 32;
 #ifdef ENTRY_group_quantize_block
-constexpr int kRun = RUN;
+constexpr int kTilesPerBlock = TILES_PER_BLOCK;
 #else
-constexpr int kRun = 1;
+constexpr int kTilesPerBlock = 1;
 #endif
-static_assert(kRun == 1 || (ALIGNED && SLOW == 2), "a run is of transposed data");
+static_assert(kTilesPerBlock == 1 || (ALIGNED && ALONG_COLUMNS == 2),
+              "several tiles share the ends of transposed columns");
 
 // Whether elements are divided by scale_inv instead of multiplied by the factor.
 __device__ __forceinline__ bool divides(const BlockParams& p) { return ALIGNED ? DIVIDE : p.divide; }
@@ -63,84 +69,90 @@ __device__ __forceinline__ float operand(const BlockParams& p, const BlockScale&
     return divides(p) ? s.scale_inv : s.factor;
 }
 
-// The scales of the panel's rows, all by one warp. reduced: the operands for write_quad, one run of columns
-// after the other; inverses:
-// the same of scale_inv, for stores of more than one panel's scales at a time. Scales whose lines adjoin are
-// stored here, 32 to a line. Returns whether all divisors of this lane's row have quick quotients.
-__device__ __forceinline__ bool find_row_scales(PanelAmax<IN, false>& amax, const BlockParams& p,
+// Finds the scales of the warp tile's rows; one warp does all of it. reduced receives the operands for
+// write_quad, one segment of columns after the other, and inverses the values of scale_inv, from which
+// store_row_scales() stores those of several warp tiles at a time. Scales of neighbouring rows that adjoin
+// are stored here, 32 together. Returns whether all divisors of this lane's row have quick quotients.
+__device__ __forceinline__ bool find_row_scales(WarpTileAmax<IN, false>& amax, const BlockParams& p,
                                                 const TilePosition& at, float* reduced, float* inverses) {
     const int lane = threadIdx.x % 32;
-    u32 top[4];
-    amax.template reduce_rows<32 / kRuns>(top);
-    *reinterpret_cast<uint4*>(reduced + lane / 8 * kRunStride + lane % 8 * 4) = make_uint4(top[0], top[1],
-        top[2], top[3]);
+    u32 largest[4];
+    amax.template reduce_rows<32 / kSegments>(largest);
+    *reinterpret_cast<uint4*>(reduced + lane / 8 * kSegmentStride + lane % 8 * 4) =
+        make_uint4(largest[0], largest[1],
+        largest[2], largest[3]);
     __syncwarp();
-    const int panels = (int)p.panels, blocks = kRuns / panels;
+    const int segments = (int)p.block_segments, blocks = kSegments / segments;
     const i64 row = at.row + Tile::row() + lane;
-    const i64 first = (at.column + Tile::column()) / kPanelColumns * blocks;
+    const i64 first = (at.column + Tile::column()) / kWarpTileColumns * blocks;
     bool quick = true;
 #pragma unroll 1
-    for (int b = 0; b < blocks; b++) {                               // lane by row
+    for (int b = 0; b < blocks; b++) {                               // Each lane has a row.
         u32 bits = 0;
-        for (int run = b * panels; run < (b + 1) * panels; run++)
-            bits = larger(bits, as_bits(reduced[run * kRunStride + lane]));
+        for (int segment = b * segments; segment < (b + 1) * segments; segment++)
+            bits = larger(bits, as_bits(reduced[segment * kSegmentStride + lane]));
         const BlockScale s = p.rule.of(bits);
         const float stored = row < p.rows ? s.scale_inv : 0.0f;
-        inverses[b * kRunStride + lane] = stored;
-        if (p.fast.to && p.fast.row == 1 && p.fast.has(row, first + b))
-            *p.fast.at(at.matrix, row, first + b) = stored;
-        // Of all its runs, so that nobody needs to know the block. Nobody else reads this lane's.
-        for (int run = b * panels; run < (b + 1) * panels; run++) reduced[run * kRunStride + lane] = s.factor;
+        inverses[b * kSegmentStride + lane] = stored;
+        if (p.along_rows.to && p.along_rows.row == 1 && p.along_rows.has(row, first + b))
+            *p.along_rows.at(at.matrix, row, first + b) = stored;
+        // Copies the factor to every segment of the block, so that readers index by segment. Only this lane
+        // owns the row, so there is no race.
+        for (int segment = b * segments; segment < (b + 1) * segments; segment++)
+            reduced[segment * kSegmentStride + lane] = s.factor;
         quick &= row >= p.rows || has_quick_quotients(s.scale_inv);
     }
     __syncwarp();
     return quick;
 }
 
-// Scales whose blocks adjoin: for every row a run as long as the tile is wide.
+// Stores scales of neighbouring blocks of a row that adjoin: for every row those of the whole tile's width.
 __device__ __forceinline__ void store_row_scales(const BlockParams& p, const TilePosition& at,
                                                  const float* inverses) {
-    const int blocks = kRuns / (int)p.panels, across = blocks * PANELS_ACROSS;
-    const i64 first = at.column / kPanelColumns * blocks;
+    const int blocks = kSegments / (int)p.block_segments, across = blocks * WARP_TILES_ACROSS;
+    const i64 first = at.column / kWarpTileColumns * blocks;
 #pragma unroll 1
     for (int i = threadIdx.x; i < Tile::kRows * across; i += Tile::kThreads) {
-        const int r = i / across, b = i % across, warp = b / blocks * PANELS_DOWN + r / kPanelRows;
-        if (p.fast.has(at.row + r, first + b))
-            *p.fast.at(at.matrix, at.row + r, first + b) = inverses[warp * kRowWords + b % blocks * kRunStride
-                                                                    + r % kPanelRows];
+        const int r = i / across, b = i % across, warp = b / blocks * WARP_TILES_DOWN + r / kWarpTileRows;
+        if (p.along_rows.has(at.row + r, first + b))
+            *p.along_rows.at(at.matrix, at.row + r, first + b) =
+                inverses[warp * kRowWords + b % blocks * kSegmentStride
+                                                                    + r % kWarpTileRows];
     }
 }
 
-// The operands of this lane's columns. amaxes: a word for every column of every panel.
-__device__ __forceinline__ void find_column_scales(const PanelAmax<IN, false>& amax, const BlockParams& p,
+// Finds the operands of this lane's columns. amaxes: shared memory, a word for every column of every warp
+// tile.
+__device__ __forceinline__ void find_column_scales(const WarpTileAmax<IN, false>& amax, const BlockParams& p,
                                                    const TilePosition& at, u32* amaxes,
                                                    float (&columns)[kLaneColumns]) {
     u32 bits[kLaneColumns];
     amax.of_columns(bits);
-    const int panels = (int)p.panels, panel = Tile::row() / kPanelRows;
-    *reinterpret_cast<uint4*>(amaxes + panel * Tile::kColumns + Tile::column()) = make_uint4(bits[0], bits[1],
+    const int segments = (int)p.block_segments, down = Tile::row() / kWarpTileRows;
+    *reinterpret_cast<uint4*>(amaxes + down * Tile::kColumns + Tile::column()) = make_uint4(bits[0], bits[1],
         bits[2], bits[3]);
     __syncthreads();
 #pragma unroll 1
-    for (int i = threadIdx.x; i < PANELS_DOWN / panels * Tile::kColumns; i += Tile::kThreads) {
+    for (int i = threadIdx.x; i < WARP_TILES_DOWN / segments * Tile::kColumns; i += Tile::kThreads) {
         const int block = i / Tile::kColumns, column = i % Tile::kColumns;
-        u32* of_block = amaxes + block * panels * Tile::kColumns + column;
-        u32 top = 0;
-        for (int b = 0; b < panels; b++) top = larger(top, of_block[b * Tile::kColumns]);
-        const BlockScale s = p.rule.of(top);
+        u32* of_block = amaxes + block * segments * Tile::kColumns + column;
+        u32 largest = 0;
+        for (int b = 0; b < segments; b++) largest = larger(largest, of_block[b * Tile::kColumns]);
+        const BlockScale s = p.rule.of(largest);
         *of_block = as_bits(operand(p, s));
-        const i64 r = at.row / (panels * kPanelRows) + block, c = at.column + column;
-        if (p.slow.to && p.slow.has(r, c)) *p.slow.at(at.matrix, r, c) = c < p.columns ? s.scale_inv : 0.0f;
+        const i64 r = at.row / (segments * kWarpTileRows) + block, c = at.column + column;
+        if (p.along_columns.to && p.along_columns.has(r, c))
+            *p.along_columns.at(at.matrix, r, c) = c < p.columns ? s.scale_inv : 0.0f;
     }
     __syncthreads();
-    const uint4 four = *reinterpret_cast<const uint4*>(amaxes + panel / panels * panels * Tile::kColumns
+    const uint4 four = *reinterpret_cast<const uint4*>(amaxes + down / segments * segments * Tile::kColumns
                                                        + Tile::column());
     columns[0] = as_float(four.x), columns[1] = as_float(four.y), columns[2] = as_float(four.z),
         columns[3] = as_float(four.w);
 }
 
-// The scale of the block of rows r and columns c of blocks; after the last one of a line zeros as far as the
-// line is stored.
+// Stores the scale of block (r, c) of a matrix. The last block of a row or column also stores the zeros of
+// the padding that follows it.
 __device__ __forceinline__ void store_square_scale(const ScaleGrid& to, const BlockParams& p, i64 m, i64 r,
                                                    i64 c, float scale_inv) {
     const i64 rows = (p.rows + 127) / 128, columns = (p.columns + 127) / 128;
@@ -152,149 +164,158 @@ __device__ __forceinline__ void store_square_scale(const ScaleGrid& to, const Bl
         for (i64 i = columns; i < to.columns; i++) *to.at(m, r, i) = 0.0f;
 }
 
-// The operand of this warp's square, four panels one below the other. amaxes: a word for every warp.
-__device__ __forceinline__ float find_square_scale(const PanelAmax<IN, false>& amax, const BlockParams& p,
+// Returns the operand of this warp's square, which is four warp tiles one below the other. amaxes: shared
+// memory, a word for every warp.
+__device__ __forceinline__ float find_square_scale(const WarpTileAmax<IN, false>& amax, const BlockParams& p,
                                                    const TilePosition& at, u32* amaxes) {
-    u32 bits[kLaneColumns], top = 0;
+    u32 bits[kLaneColumns], largest = 0;
     amax.of_columns(bits);
 #pragma unroll
-    for (const u32 b : bits) top = larger(top, b);
-    top = __reduce_max_sync(~0u, top);
-    if (threadIdx.x % 32 == 0) amaxes[threadIdx.x / 32] = top;
+    for (const u32 b : bits) largest = larger(largest, b);
+    largest = __reduce_max_sync(~0u, largest);
+    if (threadIdx.x % 32 == 0) amaxes[threadIdx.x / 32] = largest;
     __syncthreads();
-    top = 0;
+    largest = 0;
 #pragma unroll
-    for (int w = 0; w < 4; w++) top = larger(top, amaxes[threadIdx.x / 128 * 4 + w]);
-    const BlockScale s = p.rule.of(top);
+    for (int w = 0; w < 4; w++) largest = larger(largest, amaxes[threadIdx.x / 128 * 4 + w]);
+    const BlockScale s = p.rule.of(largest);
     if (threadIdx.x % 128 == 0) {
         const i64 r = (at.row + Tile::row()) / 128, c = (at.column + Tile::column()) / 128;
-        store_square_scale(p.fast, p, at.matrix, r, c, s.scale_inv);
-        store_square_scale(p.slow, p, at.matrix, r, c, s.scale_inv);
+        store_square_scale(p.along_rows, p, at.matrix, r, c, s.scale_inv);
+        store_square_scale(p.along_columns, p, at.matrix, r, c, s.scale_inv);
     }
     return operand(p, s);
 }
 
 template <How kHow>
-__device__ __forceinline__ void write_panel(const BlockParams& p, const Panel<IN>& panel, const Place& place,
+__device__ __forceinline__ void write_warp_tile(const BlockParams& p, const WarpTile<IN>& warp_tile,
+                                                const Place& place,
                                             const RowOperands& rows, const ColumnOperands& columns,
                                             const Outputs& to) {
     constexpr bool kWide = ALIGNED != 0;
-    constexpr bool kOfColumns = kHow == kMultiply && kWide && SLOW == 2 && !(SQUARE && FAST);
-    // The directions take turns, so that neither addresses nor widened values live long: in whole panels they
-    // would not fit.
+    constexpr bool kOfColumns = kHow == kMultiply && kWide && ALONG_COLUMNS == 2 && !(SQUARE && ALONG_ROWS);
+    // The directions take turns by halves, so that addresses and widened values live briefly: those of a
+    // whole warp tile would not fit in registers.
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         if constexpr (kOfColumns) {
             if (!SQUARE)
-                write_half<true, kWide, kHow>(p, panel, place, rows, columns, to.fast == 1, to.fast == 2,
-                                              to.fast_target, half, to.fast_tile);
-            write_half_of_columns(panel, columns, half, to.slow_tile);
+                write_half<true, kWide,
+                    kHow>(p, warp_tile, place, rows, columns, to.along_rows == 1, to.along_rows == 2,
+                                              to.rows_target, half, to.rows_tile);
+            write_half_of_columns(warp_tile, columns, half, to.columns_tile);
         } else if (to.square) {
-            write_half<false, kWide, kHow>(p, panel, place, rows, columns, to.fast == 1, to.slow == 2,
-                                           to.fast_target, half, to.slow_tile);
-        } else if (to.fast == 1 && to.slow == 1) {
+            write_half<false, kWide,
+                kHow>(p, warp_tile, place, rows, columns, to.along_rows == 1, to.along_columns == 2,
+                                           to.rows_target, half, to.columns_tile);
+        } else if (to.along_rows == 1 && to.along_columns == 1) {
             u32 unused[kLaneColumns][4];
 #pragma unroll
             for (int quad = half * 4; quad < half * 4 + 4; quad++) {
-                write_quad<true, kWide, kHow>(p, panel, place, rows, columns, true, to.fast_target, quad,
+                write_quad<true, kWide, kHow>(p, warp_tile, place, rows, columns, true, to.rows_target, quad,
                                               unused);
-                write_quad<false, kWide, kHow>(p, panel, place, rows, columns, true, to.slow_target, quad,
+                write_quad<false, kWide,
+                    kHow>(p, warp_tile, place, rows, columns, true, to.columns_target, quad,
                                                unused);
             }
         } else {
-            write_half_of_both<kWide, kHow>(p, panel, place, rows, columns, half, to);
+            write_half_of_both<kWide, kHow>(p, warp_tile, place, rows, columns, half, to);
         }
     }
 }
 
-// Where a tile is in a run of tiles one below the other.
-struct InRun {
+// Where a tile is among the tiles of a block, one below the other.
+struct PlaceInSegment {
     int rows_before;
     bool last;
 };
 
-// One tile of a matrix, of which x has all rows or, where kPads, the first `given`, and the rest are zeros.
-// kVectorStores: transposed rows allow stores of 16 bytes wherever the tile is whole; otherwise `vector`
-// tells.
+// Quantises one tile of a matrix. x has all its rows or, with kPads, the first `given`; the other rows are
+// zeros. With kVectorStores transposed rows allow stores of 16 bytes wherever the tile is whole; otherwise
+// `vector` tells whether they do.
 template <bool kVectorStores, bool kPads>
 __device__ __forceinline__ void quantize_tile(const BlockParams& p, const TilePosition& at, i64 given,
-                                              u8* shared, const InRun& in_run) {
-    const int fast = ALIGNED ? FAST : p.stored & 3, slow = ALIGNED ? SLOW : p.stored >> 2;
+                                              u8* shared, const PlaceInSegment& in_segment) {
+    const int along_rows = ALIGNED ? ALONG_ROWS : p.stored & 3, along_columns =
+        ALIGNED ? ALONG_COLUMNS : p.stored >> 2;
     const bool square = ALIGNED ? SQUARE : p.square;
-    // Shared memory: transposed fast data, transposed slow data, words of rows (twice), words of columns,
-    // ends of a run.
-    const bool fast_transposed = !square && fast == 2;
-    const Tile fast_tile{shared}, slow_tile{fast_transposed ? shared + Tile::kBytes : shared};
-    float* const reduced = reinterpret_cast<float*>(slow == 2 ? slow_tile.shared + Tile::kBytes
-                                                    : slow_tile.shared);
+    // Shared memory holds the transposed data of blocks along rows, then along columns, the words of rows
+    // (twice), the words of columns, and the ends of transposed columns (ColumnSegment).
+    const bool rows_transposed = !square && along_rows == 2;
+    const Tile rows_tile{shared}, columns_tile{rows_transposed ? shared + Tile::kBytes : shared};
+    float* const reduced = reinterpret_cast<float*>(along_columns == 2 ? columns_tile.shared + Tile::kBytes
+                                                    : columns_tile.shared);
     float* const inverses = reduced + kWarps * kRowWords;
-    u32* const amaxes = reinterpret_cast<u32*>(kFast ? inverses + kWarps * kRowWords : reduced);
-    u8* const of_run = reinterpret_cast<u8*>(kSlow ? amaxes + PANELS_DOWN * Tile::kColumns : amaxes);
+    u32* const amaxes = reinterpret_cast<u32*>(kAlongRows ? inverses + kWarps * kRowWords : reduced);
+    u8* const of_segment =
+        reinterpret_cast<u8*>(kAlongColumns ? amaxes + WARP_TILES_DOWN * Tile::kColumns : amaxes);
     float* const of_warp = reduced + threadIdx.x / 32 * kRowWords;
 
     const i64 matrix = at.matrix * p.rows * p.columns, row = at.row + Tile::row();
     const i64 column = at.column + Tile::column();
-    const int rows_left = left_of(p.rows - row, kPanelRows);
+    const int rows_left = left_of(p.rows - row, kWarpTileRows);
     int columns_left = left_of(p.columns - column, kLaneColumns);
     if (ALIGNED && columns_left) columns_left = kLaneColumns;
 
-    Panel<IN> panel;
+    WarpTile<IN> warp_tile;
     const Place place{matrix + row * p.columns + column, rows_left, columns_left};
     int given_left = rows_left;
-    if constexpr (kPads) given_left = left_of(given - row, kPanelRows);
-    panel.template load<ALIGNED != 0>(p.x + place.at, p.columns, given_left, columns_left, p.vector & 1);
-    PanelAmax<IN, false> amax;
-    amax.template find<kFast, kSlow>(panel);
+    if constexpr (kPads) given_left = left_of(given - row, kWarpTileRows);
+    warp_tile.template load<ALIGNED != 0>(p.x + place.at, p.columns, given_left, columns_left, p.vector & 1);
+    WarpTileAmax<IN, false> amax;
+    amax.template find<kAlongRows, kAlongColumns>(warp_tile);
     float* const inverses_of_warp = inverses + threadIdx.x / 32 * kRowWords;
     float of_columns[kLaneColumns] = {};
-    // whether all divisors have quick quotients
     bool quick = true;
     if (square) {
         const float all = find_square_scale(amax, p, at, amaxes);
 #pragma unroll
         for (float& c : of_columns) c = all;
     } else {
-        if constexpr (kFast) quick = find_row_scales(amax, p, at, of_warp, inverses_of_warp) || !fast;
-        if constexpr (kSlow) find_column_scales(amax, p, at, amaxes, of_columns);
+        if constexpr (kAlongRows) quick =
+            find_row_scales(amax, p, at, of_warp, inverses_of_warp) || !along_rows;
+        if constexpr (kAlongColumns) find_column_scales(amax, p, at, amaxes, of_columns);
     }
 
-    const int run = threadIdx.x % 32 / (32 / kRuns);
-    const RowOperands rows{of_warp + run * kRunStride, inverses_of_warp + run / (int)p.panels * kRunStride};
+    const int segment = threadIdx.x % 32 / (32 / kSegments);
+    const RowOperands rows{of_warp + segment * kSegmentStride,
+                           inverses_of_warp + segment / (int)p.block_segments * kSegmentStride};
     ColumnOperands columns;
 #pragma unroll
     for (int c = 0; c < kLaneColumns; c++) {
         columns.factor[c] = columns.divisor[c] = of_columns[c];
-        if (kSlow && divides(p)) {
+        if (kAlongColumns && divides(p)) {
             columns.factor[c] = div_rn(1.0f, of_columns[c]);
-            quick &= (!square && !slow) || c >= columns_left || has_quick_quotients(of_columns[c]);
+            quick &= (!square && !along_columns) || c >= columns_left || has_quick_quotients(of_columns[c]);
         }
     }
-    const Outputs to{fast, slow, square, {as_global(p.fast_data), (p.vector & 2) != 0},
-                     {as_global(p.slow_data), (p.vector & 4) != 0}, fast_tile, slow_tile};
-    if (!divides(p)) write_panel<kMultiply>(p, panel, place, rows, columns, to);
-    else if (__all_sync(~0u, quick)) write_panel<kDivideQuickly>(p, panel, place, rows, columns, to);
-    else divide_panel(p, place, given_left, rows, columns, to);
+    const Outputs to{along_rows, along_columns, square, {as_global(p.rows_data), (p.vector & 2) != 0},
+                     {as_global(p.columns_data), (p.vector & 4) != 0}, rows_tile, columns_tile};
+    if (!divides(p)) write_warp_tile<kMultiply>(p, warp_tile, place, rows, columns, to);
+    else if (__all_sync(~0u, quick)) write_warp_tile<kDivideQuickly>(p, warp_tile, place, rows, columns, to);
+    else divide_warp_tile(p, place, given_left, rows, columns, to);
 
-    const bool blocks_adjoin = kFast && !square && p.fast.to && p.fast.row != 1;
-    if (fast_transposed || slow == 2 || blocks_adjoin) __syncthreads();
-    if constexpr (kFast)
+    const bool blocks_adjoin = kAlongRows && !square && p.along_rows.to && p.along_rows.row != 1;
+    if (rows_transposed || along_columns == 2 || blocks_adjoin) __syncthreads();
+    if constexpr (kAlongRows)
         if (blocks_adjoin) store_row_scales(p, at, inverses);
     const int columns_of_tile = left_of(p.columns - at.column, Tile::kColumns);
     const int rows_of_tile = left_of(p.rows - at.row, Tile::kRows);
     const i64 place_t = matrix + at.column * p.rows + at.row;
-    if (fast_transposed)
-        fast_tile.template store<kVectorStores>(as_global(p.fast_data) + place_t, p.rows, columns_of_tile,
+    if (rows_transposed)
+        rows_tile.template store<kVectorStores>(as_global(p.rows_data) + place_t, p.rows, columns_of_tile,
                                                 rows_of_tile, p.vector & 2);
-    if constexpr (kRun > 1) {
-        u8* const to = as_global(p.slow_data) + place_t;
-        const bool single = in_run.rows_before == 0 && in_run.last;
+    if constexpr (kTilesPerBlock > 1) {
+        u8* const to = as_global(p.columns_data) + place_t;
+        const bool single = in_segment.rows_before == 0 && in_segment.last;
         if (p.vector & 4 && (single || (reinterpret_cast<u64>(to) | (u64)p.rows) % kSector == 0))
-            slow_tile.template store<true>(to, p.rows, columns_of_tile, rows_of_tile, true);
+            columns_tile.template store<true>(to, p.rows, columns_of_tile, rows_of_tile, true);
         else
-            ColumnRun<Tile>{slow_tile, of_run}.store(to, p.rows, columns_of_tile, rows_of_tile,
-                                                     in_run.rows_before, in_run.last);
-    } else if (slow == 2) {
-        slow_tile.template store<kVectorStores>(as_global(p.slow_data) + place_t, p.rows, columns_of_tile,
+            ColumnSegment<Tile>{columns_tile, of_segment}.store(to, p.rows, columns_of_tile, rows_of_tile,
+                                                     in_segment.rows_before, in_segment.last);
+    } else if (along_columns == 2) {
+        columns_tile.template store<kVectorStores>(as_global(p.columns_data) + place_t, p.rows,
+                                                   columns_of_tile,
                                                 rows_of_tile, p.vector & 4);
     }
 }
@@ -314,7 +335,7 @@ quantize_block_tile(const __grid_constant__ BlockParams p) {
 struct GroupBlockParams {
     BlockParams all;             // rows: unused
     RowGroups groups;
-    GroupScales fast, slow;
+    GroupScales along_rows, along_columns;
     ArrayList<BlockParams> list;     // in place of groups: `all` has noop alone
 };
 
@@ -323,18 +344,18 @@ group_quantize_block(const __grid_constant__ GroupBlockParams p) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ BlockParams group;                                    // its matrix
     const auto move_scales = [&](const RowSegment& found) {
-        move_to_group(group.fast, p.fast, found.before[0], found.rows);
-        move_to_group(group.slow, p.slow, found.before[1], found.rows);
+        move_to_group(group.along_rows, p.along_rows, found.before[0], found.rows);
+        move_to_group(group.along_columns, p.along_columns, found.before[1], found.rows);
     };
     quantize_group<Tile,
-        kRun>(p, group, move_scales, [&](const TilePosition& first, const i64& given, int tiles) {
+        kTilesPerBlock>(p, group, move_scales, [&](const TilePosition& first, const i64& given, int tiles) {
 #pragma unroll 1
-        // what is shared is read before the next tile's takes its place
+        // All threads have read this tile's shared memory before the next tile overwrites it.
         for (int tile = 0;; __syncthreads()) {
             const TilePosition at{0, first.row + tile * Tile::kRows, first.column};
-            const InRun in_run{tile * Tile::kRows, tile + 1 == tiles};
-            quantize_tile<false, true>(group, at, given, shared, in_run);
-            if (kRun == 1 || ++tile == tiles) return;
+            const PlaceInSegment in_segment{tile * Tile::kRows, tile + 1 == tiles};
+            quantize_tile<false, true>(group, at, given, shared, in_segment);
+            if (kTilesPerBlock == 1 || ++tile == tiles) return;
         }
     });
 }

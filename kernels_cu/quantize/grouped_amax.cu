@@ -1,7 +1,7 @@
 // Current scaling of groups of consecutive rows, each with a scale of its own; sizes are on the device
 // (docs/numerics.md, sections 1 and 7).
 //
-//   top = max |x| of the group      scale = as compute_scale finds it from top      amax = max(amax, top)
+//   m = max |x| of the group      scale = as compute_scale finds it from m      amax = max(amax, m)
 //
 // group_amax_scale  x [rows, columns] -> scale [groups], and amax raised where it is given (null: not),
 //                   before group_cast_transpose. Every group is cut into segments of kSegmentRows rows, and a
@@ -49,9 +49,10 @@ group_amax_scale(const __grid_constant__ GroupAmaxParams p) {
     Amax<IN> amax;
     const i64 in_group = before * p.groups.columns + (i64)part * kPart;
     if (mine) add_run<kThreads>(amax, p.x + found.start + in_group, mine);
-    const u32 top = block_max<kThreads>(amax.f32_bits());
+    const u32 part_amax = block_max<kThreads>(amax.f32_bits());
     if (threadIdx.x == 0) {
-        if (mine && load_relaxed(amaxes + found.group) < top) atomicMax(amaxes + found.group, top);
+        if (mine && load_relaxed(amaxes + found.group) < part_amax)
+            atomicMax(amaxes + found.group, part_amax);
         __threadfence();
         last = atomicAdd(p.workspace, 1u) == gridDim.x - 1;
     }

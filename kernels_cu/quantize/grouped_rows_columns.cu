@@ -20,16 +20,16 @@
 // divided by scale_inv where the struct's `divide` says so. Any shape and address; rows of chunks of 16 bytes
 // of x are read in chunks.
 // IN, OUT                     {bf16, f16, f32}, {e4m3fn, e5m2}: formats of x and data.
-// PANELS_DOWN, PANELS_ACROSS  the warp tiles of a block of group_quantize_lines: always 8, 1.
+// WARP_TILES_DOWN, WARP_TILES_ACROSS  the warp tiles of a block of group_quantize_lines: always 8, 1.
 // Profiles and scale layouts are run-time values. Bytes moved per element: rows alone sizeof(IN) + 1;
 // otherwise 2 * sizeof(IN) + 1 for each direction.
 #include "groups/quantize_group.cuh"
 #include "scale/block_write.cuh"
 
 struct GroupLinesParams {
-    BlockParams all;             // fast: rows, slow: columns. rows, panels, square: unused
+    BlockParams all;             // rows, block_segments, square: unused
     RowGroups groups;            // rows alone: `across` blocks share a segment
-    GroupScales fast, slow;      // slow: unused, and all 0
+    GroupScales along_rows, along_columns;      // along_columns: unused, and all 0
     u32* row_amaxes;             // [result rows]: the largest magnitudes, as f32 bits; or null
     u32* column_amaxes;          // [groups, columns], or null
     u32 phase;                   // of lines
@@ -52,34 +52,35 @@ __device__ __forceinline__ void raise_amax_bits(u32* amax, u32 bits) {
 }
 
 // first_row, first_column: where the maxima of the group's first row and column are.
-__device__ __forceinline__ void raise_amaxes(const GroupLinesParams& p, const Panel<IN>& panel,
+__device__ __forceinline__ void raise_amaxes(const GroupLinesParams& p, const WarpTile<IN>& warp_tile,
                                              const TilePosition& at, i64 first_row, i64 first_column,
                                              u32* words) {
-    PanelAmax<IN, false> amax;
+    WarpTileAmax<IN, false> amax;
     if (p.row_amaxes) {
-        amax.template find<true, false>(panel);
-        u32 top[1];
-        amax.template reduce_rows<32>(top);              // of the row of this lane; 0 where there is none
+        amax.template find<true, false>(warp_tile);
+        u32 largest[1];
+        amax.template reduce_rows<32>(largest);  // The amax of this lane's row, 0 if there is none.
         const i64 row = at.row + Tile::row() + threadIdx.x % 32;
-        if (top[0]) raise_amax_bits(as_global(p.row_amaxes) + first_row + row, top[0]);
+        if (largest[0]) raise_amax_bits(as_global(p.row_amaxes) + first_row + row, largest[0]);
     }
     if (!p.column_amaxes) return;
-    amax.template find<false, true>(panel);
+    amax.template find<false, true>(warp_tile);
     u32 bits[kLaneColumns];
     amax.of_columns(bits);
-    *reinterpret_cast<uint4*>(words + Tile::row() / kPanelRows * Tile::kColumns + Tile::column()) =
+    *reinterpret_cast<uint4*>(words + Tile::row() / kWarpTileRows * Tile::kColumns + Tile::column()) =
         make_uint4(bits[0], bits[1], bits[2], bits[3]);
     __syncthreads();
     if (threadIdx.x >= Tile::kColumns) return;
-    u32 top = 0;
-    for (int down = 0; down < PANELS_DOWN; down++)
-        top = larger(top, words[down * Tile::kColumns + threadIdx.x]);
-    if (top) raise_amax_bits(as_global(p.column_amaxes) + first_column + at.column + threadIdx.x, top);
+    u32 largest = 0;
+    for (int down = 0; down < WARP_TILES_DOWN; down++)
+        largest = larger(largest, words[down * Tile::kColumns + threadIdx.x]);
+    if (largest)
+        raise_amax_bits(as_global(p.column_amaxes) + first_column + at.column + threadIdx.x, largest);
 }
 
 // Stores the scales of the columns of all groups. All blocks call it.
 __device__ __forceinline__ void store_column_scales(const GroupLinesParams& p) {
-    const ScaleGrid& to = p.all.slow;
+    const ScaleGrid& to = p.all.along_columns;
     if (!to.to) return;
     const i64 all = p.groups.splits.groups * to.columns;
     const i64 threads = (i64)gridDim.x * Tile::kThreads;
@@ -91,15 +92,16 @@ __device__ __forceinline__ void store_column_scales(const GroupLinesParams& p) {
 }
 
 template <bool kWide, How kHow>
-__device__ __forceinline__ void write_lines(const BlockParams& p, const Panel<IN>& panel, const Place& place,
+__device__ __forceinline__ void write_lines(const BlockParams& p, const WarpTile<IN>& warp_tile,
+                                            const Place& place,
                                             const RowOperands& rows, const ColumnOperands& columns,
                                             const Outputs& to) {
 #pragma unroll
     for (int half = 0; half < 2; half++)
-        write_half_of_both<kWide, kHow>(p, panel, place, rows, columns, half, to);
+        write_half_of_both<kWide, kHow>(p, warp_tile, place, rows, columns, half, to);
 }
 
-// Factors of the rows of a tile, and their divisors; the same of its columns. In shared memory.
+// The factors and the divisors of a tile's rows, then of its columns, in shared memory.
 struct LineFactors {
     float *of_rows, *of_columns;
 
@@ -113,7 +115,8 @@ struct LineFactors {
             const i64 r = at.row + threadIdx.x;
             const bool exists = r < group.rows;
             const BlockScale s = p.all.rule.of(exists ? load_read_only(p.row_amaxes + first_row + r) : 0);
-            if (at.column == 0 && group.fast.has(r, 0)) *group.fast.at(0, r, 0) = exists ? s.scale_inv : 0.0f;
+            if (at.column == 0 && group.along_rows.has(r, 0))
+                *group.along_rows.at(0, r, 0) = exists ? s.scale_inv : 0.0f;
             of_rows[threadIdx.x] = s.factor, of_rows[Tile::kRows + threadIdx.x] = s.scale_inv;
         }
         if (p.column_amaxes && threadIdx.x < Tile::kColumns) {
@@ -136,7 +139,7 @@ group_quantize_lines(const __grid_constant__ GroupLinesParams p) {
     if (is_set(p.all.noop)) return;
     if (p.phase == 1) store_column_scales(p);
     const auto move_scales = [&](const RowSegment& segment) {
-        move_to_group(group.fast, p.fast, segment.before[0], segment.rows);
+        move_to_group(group.along_rows, p.along_rows, segment.before[0], segment.rows);
         first_row = p.all.columns ? segment.to / p.all.columns : 0;
     };
     if (!find_group_tile<Tile>(p, group, at, found, move_scales)) return;
@@ -146,55 +149,56 @@ group_quantize_lines(const __grid_constant__ GroupLinesParams p) {
     const LineFactors factors(shared + Tile::kBytes);
     const i64 row = at.row + Tile::row(), column = at.column + Tile::column();
     const i64 first_column = found.group * group.columns;
-    const Place place{row * group.columns + column, left_of(group.rows - row, kPanelRows),
+    const Place place{row * group.columns + column, left_of(group.rows - row, kWarpTileRows),
                       left_of(group.columns - column, kLaneColumns)};
-    Panel<IN> panel;
-    const int given_left = left_of(found.given - row, kPanelRows);
-    panel.template load<false>(group.x + place.at, group.columns, given_left, place.columns_left,
+    WarpTile<IN> warp_tile;
+    const int given_left = left_of(found.given - row, kWarpTileRows);
+    warp_tile.template load<false>(group.x + place.at, group.columns, given_left, place.columns_left,
                                group.vector & 1);
     if (p.phase == 0) {
-        raise_amaxes(p, panel, at, first_row, first_column, reinterpret_cast<u32*>(shared));
+        raise_amaxes(p, warp_tile, at, first_row, first_column, reinterpret_cast<u32*>(shared));
         return;
     }
     factors.find(p, group, at, first_row, first_column);
     __syncthreads();
     const float *const of_rows = factors.of_rows, *const of_columns = factors.of_columns;
     const RowOperands rows{of_rows + Tile::row(), of_rows + Tile::kRows + Tile::row()};
-    const int fast = group.stored & 3, slow = group.stored >> 2;
-    bool quick = !fast || (int)(threadIdx.x % 32) >= place.rows_left ||
+    const int along_rows = group.stored & 3, along_columns = group.stored >> 2;
+    bool quick = !along_rows || (int)(threadIdx.x % 32) >= place.rows_left ||
                  has_quick_quotients(rows.divisors[threadIdx.x % 32]);
     ColumnOperands columns;
 #pragma unroll
     for (int c = 0; c < kLaneColumns; c++) {
-        columns.factor[c] = slow ? of_columns[Tile::column() + c] : 0.0f;
-        columns.divisor[c] = slow ? of_columns[Tile::kColumns + Tile::column() + c] : 0.0f;
-        quick &= !slow || c >= place.columns_left || has_quick_quotients(columns.divisor[c]);
+        columns.factor[c] = along_columns ? of_columns[Tile::column() + c] : 0.0f;
+        columns.divisor[c] = along_columns ? of_columns[Tile::kColumns + Tile::column() + c] : 0.0f;
+        quick &= !along_columns || c >= place.columns_left || has_quick_quotients(columns.divisor[c]);
     }
-    const bool wide = (fast != 1 || group.vector & 2) && (slow != 1 || group.vector & 4);
-    const Outputs to{fast, slow, false, {as_global(group.fast_data), (group.vector & 2) != 0},
-                     {as_global(group.slow_data), (group.vector & 4) != 0}, tile, tile};
-    if (!p.all.divide && wide) write_lines<true, kMultiply>(group, panel, place, rows, columns, to);
-    else if (!p.all.divide) write_lines<false, kMultiply>(group, panel, place, rows, columns, to);
+    const bool wide = (along_rows != 1 || group.vector & 2) && (along_columns != 1 || group.vector & 4);
+    const Outputs to{along_rows, along_columns, false, {as_global(group.rows_data), (group.vector & 2) != 0},
+                     {as_global(group.columns_data), (group.vector & 4) != 0}, tile, tile};
+    if (!p.all.divide && wide) write_lines<true, kMultiply>(group, warp_tile, place, rows, columns, to);
+    else if (!p.all.divide) write_lines<false, kMultiply>(group, warp_tile, place, rows, columns, to);
     else if (__all_sync(~0u, quick))
-        write_lines<false, kDivideQuickly>(group, panel, place, rows, columns, to);
-    else divide_panel(group, place, given_left, rows, columns, to);
-    if (fast != 2 && slow != 2) return;
+        write_lines<false, kDivideQuickly>(group, warp_tile, place, rows, columns, to);
+    else divide_warp_tile(group, place, given_left, rows, columns, to);
+    if (along_rows != 2 && along_columns != 2) return;
     __syncthreads();
     const int columns_of_tile = left_of(group.columns - at.column, Tile::kColumns);
     const int rows_of_tile = left_of(group.rows - at.row, Tile::kRows);
-    u8* const data_t = as_global(fast == 2 ? group.fast_data : group.slow_data);
+    u8* const data_t = as_global(along_rows == 2 ? group.rows_data : group.columns_data);
     u8* const columns_to = data_t + at.column * group.rows + at.row;
     tile.template store<false>(columns_to, group.rows, columns_of_tile, rows_of_tile,
-                               group.vector & (fast == 2 ? 2 : 4));
+                               group.vector & (along_rows == 2 ? 2 : 4));
 }
 #endif
 
 #ifdef ENTRY_group_quantize_rows
-// What a block has of a segment: find_group_tile takes it for a tile. Also in ops/quantize/grouped_blocks.py.
+// The share of a segment that a block takes: find_group_tile treats it as a tile.
+// ops/quantize/grouped_blocks.py has the same numbers.
 struct SegmentOfRows {
     static constexpr int kRows = 32, kColumns = 8192, kThreads = 256;
 };
-// Elements of a chunk, chunks of a row that a thread holds.
+// How many elements a chunk has, and how many chunks of a row a thread holds.
 constexpr int kChunk = 16 / sizeof(IN::storage), kHeld = 4;
 using Source = Chunk<IN, kChunk>;
 // A multiprocessor has 768 threads; 512 where the compiler spills at the registers of 768.
@@ -210,7 +214,7 @@ __device__ __forceinline__ Source load_chunk(const IN::storage* x, int left, boo
     return Source::load_partial(x, left);
 }
 
-// What a thread holds of a row, of which there are `left` elements: chunks `stride` elements apart.
+// The chunks of a row that a thread holds, `stride` elements apart. left: how many elements of the row exist.
 struct HeldChunks {
     Source chunk[kHeld];
 
@@ -267,7 +271,7 @@ group_quantize_rows(const __grid_constant__ GroupLinesParams p) {
     __shared__ u32 amaxes[2][SegmentOfRows::kThreads / 32];          // of warps, in rows that take turns
     if (is_set(p.all.noop)) return;
     const auto move_scales = [&](const RowSegment& segment) {
-        move_to_group(group.fast, p.fast, segment.before[0], segment.rows);
+        move_to_group(group.along_rows, p.along_rows, segment.before[0], segment.rows);
     };
     if (!find_group_tile<SegmentOfRows>(p, group, at, found, move_scales)) return;
     const i64 columns = p.all.columns;
@@ -280,11 +284,12 @@ group_quantize_rows(const __grid_constant__ GroupLinesParams p) {
     const bool vector = p.all.vector & 1, wide = p.all.vector & 2;
     const int given = left_of(found.given - at.row, SegmentOfRows::kRows);
     const int rows = left_of(group.rows - at.row, SegmentOfRows::kRows);
-    const int stored = left_of(group.fast.rows - at.row, SegmentOfRows::kRows);      // with padding of scales
+    // How many scales of rows are stored, padding included.
+    const int stored = left_of(group.along_rows.rows - at.row, SegmentOfRows::kRows);
     // Rows of the segment: the blocks that share it, and their teams, take turns.
     const int first = (int)(at.column / SegmentOfRows::kColumns), step = teams * across;
     const IN::storage* const x = group.x + at.row * columns + begin;
-    u8* const data = as_global(group.fast_data) + at.row * columns + begin;
+    u8* const data = as_global(group.rows_data) + at.row * columns + begin;
     int row = first + threadIdx.x / team * across;
     HeldChunks next;
     next.load(x + row * columns, row < given ? left : 0, stride, vector);
@@ -304,14 +309,14 @@ group_quantize_rows(const __grid_constant__ GroupLinesParams p) {
         const u32 of_warp = __reduce_max_sync(~0u, amax.f32_bits());
         if (threadIdx.x % 32 == 0) amaxes[turn][threadIdx.x / 32] = of_warp;
         __syncthreads();
-        u32 top = 0;
-        for (int w = 0; w < warps; w++) top = larger(top, amaxes[turn][first_warp + w]);
-        const BlockScale s = p.all.rule.quick_of(top);
+        u32 largest = 0;
+        for (int w = 0; w < warps; w++) largest = larger(largest, amaxes[turn][first_warp + w]);
+        const BlockScale s = p.all.rule.quick_of(largest);
         const i64 r = at.row + row;
-        if (begin == 0 && row < SegmentOfRows::kRows && group.fast.has(r, 0))
-            *group.fast.at(0, r, 0) = row < rows ? s.scale_inv : 0.0f;
+        if (begin == 0 && row < SegmentOfRows::kRows && group.along_rows.has(r, 0))
+            *group.along_rows.at(0, r, 0) = row < rows ? s.scale_inv : 0.0f;
         if (row >= rows) continue;
-        if (p.all.divide) {                              // rare: without registers for what is held
+        if (p.all.divide) {                              // This is rare, so it reads the row again.
             all.write<kDivide>(s.scale_inv);
             continue;
         }

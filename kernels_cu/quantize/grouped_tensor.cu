@@ -49,7 +49,7 @@ struct GroupCastParams {
     u32 tiles;                   // of groups of any sizes; blocks are fewer where segments have been found
 };
 
-// A group, or part of it.
+// A group, and a block's tile of it.
 struct GroupTensor {
     const IN::storage* x;
     u8 *data, *data_t;           // or null
@@ -62,8 +62,8 @@ struct GroupTensor {
     u32 next;                    // the block's next tile, as blocks are counted
 };
 
-// What cast_tile wants to know of it. The loads of whole tiles do not wait for x and columns to be read anew;
-// others have no registers for them.
+// A group as cast_tile sees it. For whole tiles x and columns are in registers, so that loads do not wait for
+// them; the other paths have no registers left.
 template <class X, class Columns>
 struct GroupView {
     X x;
@@ -85,7 +85,7 @@ constexpr bool kPads<GroupView<X, Columns>> = true;
 constexpr u32 kTileRowsLog2 = log2_of(TILE_ROWS);
 
 // As in tensor.cu: 1024 threads per multiprocessor on an H200, where everything fits into the 64 registers
-// that leaves each.
+// that each thread then has.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && __CUDACC_VER_MAJOR__ >= 13
 constexpr int kBlocks = (kLoads == 2 || !LARGE ? 512 : 1024) / Tile::kThreads;
 #else
@@ -100,7 +100,7 @@ __device__ __forceinline__ void clear_tile(const GroupTensor& t) {
     if (t.data_t) clear_rows<Tile::kThreads>(as_global(t.data_t) + t.at.column, t.rows, width, t.columns);
 }
 
-// Finds all there is to know of a tile, counted as blocks are. One warp calls it. ahead: the segment of the
+// Describes a tile, counted as blocks are. One warp calls it. ahead: the segment of the
 // block's next tile, which is copied while the block casts this one.
 __device__ __forceinline__ void find_tile(const GroupCastParams& p, u32 own, RowSegment& ahead,
                                           GroupTensor& tensor) {
@@ -141,7 +141,7 @@ __device__ __forceinline__ void find_tile(const GroupCastParams& p, u32 own, Row
 extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks)
 group_cast_transpose(const __grid_constant__ GroupCastParams p) {
     extern __shared__ __align__(16) u8 shared[];
-    __shared__ GroupTensor tensor;                       // not in registers, of which the tile needs all
+    __shared__ GroupTensor tensor;  // In shared memory, since the tile needs all registers.
     __shared__ __align__(16) RowSegment ahead;
     if (is_set(p.noop)) return;
 #pragma unroll 1
@@ -149,7 +149,7 @@ group_cast_transpose(const __grid_constant__ GroupCastParams p) {
         if (threadIdx.x < 32) find_tile(p, own, ahead, tensor);
         __syncthreads();
         if (tensor.rows > 0 && tensor.columns > 0) {
-            // Loaded together with x.
+            // This load is in flight together with those of x.
             const float scale = tensor.found.group < 0 ? 0.0f : load_read_only(p.scale + tensor.found.group);
             const TilePosition at = {0, tensor.at.row, tensor.at.column};
             const GroupView<const IN::storage*, i64> whole(tensor.x, tensor.columns, tensor);
@@ -183,24 +183,24 @@ struct GroupCurrentParams {
     const float* noop;           // one element: 1.0 there means that nothing is written; or null
     u64* amax_of_launch;         // [groups] of those that have a tile: the launch, then the amax; first zero
     RowGroups groups;
-    Resident resident;
+    SingleRead single_read;
 };
 
 struct GroupTensors {
     const GroupCurrentParams& p;
-    // From a block's tile to its next: whole segments, and more tiles.
+    // The step from a block's tile to its next, in whole segments and in further tiles.
     u32 segments_per_step, tiles_per_step;
 
     explicit __device__ __forceinline__ GroupTensors(const GroupCurrentParams& p)
         : p(p), segments_per_step(gridDim.x / p.groups.across), tiles_per_step(gridDim.x % p.groups.across) {}
 
-    // A tile's segment and its place along the segment's rows, and a word of what is known of the segment.
+    // A tile's segment, its place along the segment's rows, and this lane's word of the segment's record.
     struct Ahead {
         u32 tile = ~0u, segment, at, word;
     };
 
     __device__ __forceinline__ u32 word_of(u32 tile, u32 segment) const {
-        const RowSegment* const found = p.groups.segments + (tile < p.resident.tiles ? segment : 0);
+        const RowSegment* const found = p.groups.segments + (tile < p.single_read.tiles ? segment : 0);
         const u32* const from = reinterpret_cast<const u32*>(found);
         return threadIdx.x % 32 < kSegmentWords ? load_read_only(from + threadIdx.x % 32) : 0;
     }
@@ -235,8 +235,8 @@ struct GroupTensors {
         __syncwarp();
         return to.rows > 0;
     }
-    __device__ __forceinline__ void first_tile(const Visit& visit, u32 launch, u32 top, float) const {
-        store_relaxed(p.amax_of_launch + visit.matrix, in_launch(launch, top));
+    __device__ __forceinline__ void first_tile(const Visit& visit, u32 launch, u32 amax, float) const {
+        store_relaxed(p.amax_of_launch + visit.matrix, in_launch(launch, amax));
     }
     __device__ __forceinline__ void clear(const Visit& visit) const {
         const int rows = visit.rows_left, width = visit.columns_left;
@@ -247,20 +247,20 @@ struct GroupTensors {
     __device__ __forceinline__ void last(u32 launch) const {
         for (i64 g = threadIdx.x; g < p.groups.splits.groups; g += kConsumers) {
             const u64 told = load_relaxed(p.amax_of_launch + g);
-            const u32 top = is_of(told, launch) ? (u32)told : 0;
-            const Resident& r = p.resident;
-            const float scale = scale_from_amax(as_float(top), r.target, r.eps, as_float(kMaxF32), r.pow2);
+            const u32 amax = is_of(told, launch) ? (u32)told : 0;
+            const SingleRead& r = p.single_read;
+            const float scale = scale_from_amax(as_float(amax), r.target, r.eps, as_float(kMaxF32), r.pow2);
             write_scale_inv(scale, p.scale_inv + g, nullptr);
-            if (p.amax) raise_amax(p.amax + g, top, load_relaxed(p.amax + g));
+            if (p.amax) raise_amax(p.amax + g, amax, load_relaxed(p.amax + g));
         }
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kResidentThreads)
+extern "C" __global__ void __launch_bounds__(kSingleReadThreads)
 group_cast_current(const __grid_constant__ GroupCurrentParams p) {
     extern __shared__ __align__(16) u8 shared[];
     if (is_set(p.noop)) return;
     if (blockIdx.x == 0 && threadIdx.x < 32) write_offsets(p.groups);
-    cast_resident(GroupTensors(p), p.resident, shared);
+    cast_single_read(GroupTensors(p), p.single_read, shared);
 }
 #endif

@@ -2,22 +2,22 @@
 //
 //   e = scale byte of max |x| over the block          data = narrow(fl(x * 2^(127 - e)))
 //
-// Names speak of memory: x is [batch, rows, columns], columns fastest. `fast` blocks lie along a row of
-// memory, `slow` blocks down a column; the caller knows which of them is row-wise. Data is stored in the
-// order of x, or transposed: [batch, columns, rows].
+// Names speak of memory: x is [batch, rows, columns], columns fastest. Blocks lie along rows or along columns
+// of memory; the caller knows which of these are row-wise. Data are stored in the order of x, or transposed:
+// [batch, columns, rows].
 //
-// quantize_mx_rows   Fast blocks, data in the order of x, compact scales, columns a multiple of 32.
+// quantize_mx_rows   Blocks along rows, data in the order of x, compact scales, columns a multiple of 32.
 //                    Elementwise: a lane has 16 bytes of x, a block 4 (16-bit x) or 8 (f32) lanes, which
 //                    exchange their amaxes.
 // quantize_mx_tile   Anything else. A warp has a tile of 32 x 128 elements in registers (tile/warp_tile.cuh),
-//                    a block of threads PANELS_DOWN x PANELS_ACROSS of them, whose transposed data it gathers
-//                    in shared memory, so that whole sectors are stored.
+//                    a block of threads WARP_TILES_DOWN x WARP_TILES_ACROSS of them, whose transposed data it
+//                    gathers in shared memory, so that whole sectors are stored.
 // group_quantize_mx  The same of groups of rows, or of a list of arrays, as group_quantize_block (blocks.cu).
 //
 // Defines, each for programs whose speed it decides:
 //   ALIGNED     1: all rows allow the wide accesses of a warp tile. 0: one program for any array; the
-//               struct's `stored` (up to FAST and SLOW) and `vector` tell.
-//   FAST, SLOW  how data of fast and of slow blocks are stored: 0 not at all, 1 in the order of x,
+//               struct's `stored` (up to ALONG_ROWS and ALONG_COLUMNS) and `vector` tell.
+//   ALONG_ROWS, ALONG_COLUMNS  how data of blocks along rows and along columns are stored: 0 not, 1 as x is,
 //               2 transposed.
 //   DOWN_FIRST  the order of tiles (tile/tile.cuh).
 // IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}; mode, profile and scale layout are run-time values, which
@@ -32,16 +32,17 @@
 struct MxParams {
     const IN::storage* x;
     const float* noop;           // one element: 1.0 there means that nothing is written; or null
-    u8 *fast_data, *slow_data;
-    ScaleTarget fast, slow;
+    u8 *rows_data, *columns_data;
+    ScaleTarget along_rows, along_columns;
     i64 n;                       // elements of x
     i64 rows, columns;           // of each matrix
     ScaleRule rule;
-    u32 square;                  // 1: blocks of 32 x 32; either direction's scales, data by SLOW (and FAST)
-    u32 stored;                  // tile without ALIGNED: FAST | SLOW << 2
+    u32 square;  // 1: blocks of 32 x 32; either direction's scales, data by ALONG_COLUMNS (and ALONG_ROWS)
+    u32 stored;                  // tile without ALIGNED: ALONG_ROWS | ALONG_COLUMNS << 2
     u32 vector;                  // rows: x and data are aligned to their chunks. tile without ALIGNED: bit 0,
-                                 // every row of x allows loads of four elements; bits 1 and 2, fast and slow
-                                 // data stores of 4 bytes as is, of 16 bytes transposed
+                                 // every row of x allows loads of four elements; bits 1 and 2,
+                                 // the data along rows and along columns allow stores of 4 bytes as x is, of
+                                 // 16 bytes transposed
 };
 
 constexpr int kBlock = 32;
@@ -74,34 +75,34 @@ quantize_mx_rows(const __grid_constant__ MxParams p) {
 #pragma unroll
     for (int u = 0; u < kFlatUnroll; u++) {
         const auto out = scale_and_narrow(in.chunk[u], inverse_e8m0(e[u]));
-        if (in.whole) out.store(p.fast_data + in.at(u));
-        else out.store_partial(p.fast_data + in.at(u), in.left(u));
+        if (in.whole) out.store(p.rows_data + in.at(u));
+        else out.store_partial(p.rows_data + in.at(u), in.left(u));
         if (threadIdx.x % kLanes == 0) staged[u * kBlocksAtOnce + threadIdx.x / kLanes] = (u8)e[u];
     }
-    // Scales as whole sectors: to the L2 four bytes are as much work as 32. Lines follow one another, so they
-    // are one line.
+    // Scales are stored as whole sectors: to the L2 four bytes are as much work as 32. Rows follow one
+    // another, so that all scales count as one row.
     __syncthreads();
     if (threadIdx.x >= kFlatUnroll * kBlocksAtOnce / 4) return;
     const i64 block = (i64)blockIdx.x * (kFlatUnroll * kBlocksAtOnce) + threadIdx.x * 4;
-    p.fast.store_blocks(0, 0, block, reinterpret_cast<const u32*>(staged)[threadIdx.x], 1, p.n / kBlock);
+    p.along_rows.store_blocks(0, 0, block, reinterpret_cast<const u32*>(staged)[threadIdx.x], 1,
+                              p.n / kBlock);
 }
 #endif
 
 #if defined(ENTRY_quantize_mx_tile) || defined(ENTRY_group_quantize_mx)
-using Tile = PanelTile<PANELS_DOWN, PANELS_ACROSS>;
+using Tile = WarpTiles<WARP_TILES_DOWN, WARP_TILES_ACROSS>;
 constexpr int kScaleBytes = Tile::kBytes / kBlock;                   // of one direction, staged
-// 128 lines either way; smaller tiles are for compact scales alone
-constexpr bool kSwizzles = PANELS_DOWN % 4 == 0;
+// The swizzled layout needs tiles of 128 rows and columns; smaller tiles have compact scales only.
+constexpr bool kSwizzles = WARP_TILES_DOWN % 4 == 0;
 
-constexpr int kLanes = kBlock / kLaneColumns;                        // that share a fast block
-// On an H200 a multiprocessor keeps 512 threads of 16-bit panels in flight, 256 of f32.
-// (Both directions, one of them transposed, do not quite fit the registers of 512 threads elsewhere, and
-// groups do not.)
+constexpr int kLanes = kBlock / kLaneColumns;                        // These lanes share a block along a row.
+// On an H200 a multiprocessor keeps 512 threads with 16-bit warp tiles in flight, 256 with f32. On other GPUs
+// neither both directions with one transposed nor groups fit the registers of 512 threads.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
 #ifdef ENTRY_group_quantize_mx
 constexpr bool kFits = false;
 #else
-constexpr bool kFits = FAST + SLOW < 3 || FAST == SLOW;
+constexpr bool kFits = ALONG_ROWS + ALONG_COLUMNS < 3 || ALONG_ROWS == ALONG_COLUMNS;
 #endif
 #else
 constexpr bool kFits = true;
@@ -109,37 +110,37 @@ constexpr bool kFits = true;
 constexpr int kThreadsInFlight = ALIGNED ? sizeof(IN::storage) == 2 && kFits ? 512 : 256 : Tile::kThreads;
 constexpr int kBlocks = kThreadsInFlight > Tile::kThreads ? kThreadsInFlight / Tile::kThreads : 1;
 
-// A panel's scale bytes: of the four rows of its fast block that this lane has the maxima of, and of its four
-// columns; absent ones 0.
+// Scale bytes of a warp tile: those of the four rows whose maxima this lane has, and those of its four
+// columns. Rows and columns that do not exist have 0.
 struct Scales {
     u32 rows = 0, columns = 0;
 };
 
-// The first `count` bytes of a word.
+// Keeps the first `count` bytes of a word.
 __device__ __forceinline__ u32 first_bytes(u32 word, int count) {
     return count >= 4 ? word : count > 0 ? word & (1u << 8 * count) - 1 : 0;
 }
 
 template <bool kNan>
-__device__ __forceinline__ Scales find_scales(const Panel<IN>& panel, const MxParams& p, int rows_left,
+__device__ __forceinline__ Scales find_scales(const WarpTile<IN>& warp_tile, const MxParams& p, int rows_left,
                                               int columns_left) {
-    constexpr bool kFast = !ALIGNED || FAST, kSlow = !ALIGNED || SLOW;
-    PanelAmax<IN, kNan> amax;
-    amax.template find<kFast, kSlow>(panel);
+    constexpr bool kAlongRows = !ALIGNED || ALONG_ROWS, kAlongColumns = !ALIGNED || ALONG_COLUMNS;
+    WarpTileAmax<IN, kNan> amax;
+    amax.template find<kAlongRows, kAlongColumns>(warp_tile);
     Scales e;
     u32 bits[4];
-    if constexpr (kSlow) {
+    if constexpr (kAlongColumns) {
         amax.of_columns(bits);
         if (p.square) {
-            u32 top = 0;
+            u32 largest = 0;
 #pragma unroll
-            for (const u32 b : bits) top = b > top ? b : top;
+            for (const u32 b : bits) largest = b > largest ? b : largest;
 #pragma unroll
             for (int distance = 1; distance < kLanes; distance *= 2) {
-                const u32 other = __shfl_xor_sync(~0u, top, distance);
-                top = other > top ? other : top;
+                const u32 other = __shfl_xor_sync(~0u, largest, distance);
+                largest = other > largest ? other : largest;
             }
-            const u32 everywhere = p.rule.byte(top) * 0x01010101u;
+            const u32 everywhere = p.rule.byte(largest) * 0x01010101u;
             e.rows = first_bytes(everywhere, rows_left - threadIdx.x % kLanes * 4);
             e.columns = first_bytes(everywhere, columns_left);
             return e;
@@ -147,7 +148,7 @@ __device__ __forceinline__ Scales find_scales(const Panel<IN>& panel, const MxPa
 #pragma unroll
         for (int i = 0; i < 4; i++) e.columns |= p.rule.byte(bits[i]) << 8 * i;
     }
-    if constexpr (kFast) {
+    if constexpr (kAlongRows) {
         amax.template reduce_rows<kLanes>(bits);
 #pragma unroll
         for (int i = 0; i < 4; i++) e.rows |= p.rule.byte(bits[i]) << 8 * i;
@@ -155,7 +156,7 @@ __device__ __forceinline__ Scales find_scales(const Panel<IN>& panel, const MxPa
     return e;
 }
 
-// Four codes in a word.
+// Returns four codes in a word.
 __device__ __forceinline__ u32 narrowed(const float (&v)[4], const float (&scale)[4]) {
     Chunk<OUT, 4> out;
     out.narrow2(0, mul_rn(v[0], scale[0]), mul_rn(v[1], scale[1]));
@@ -168,33 +169,35 @@ __device__ __forceinline__ void store_codes(u8* to, u32 codes, int left, bool ve
     else if (left) out.store(to);
 }
 
-// A warp's panel and where it belongs.
+// Where a warp tile lies in x.
 struct Place {
-    i64 at;                      // of this lane's columns in the panel's first row
+    i64 at;                      // this lane's first element
     int rows_left, columns_left;
 };
 
-// The codes of rows 4 * quad to 4 * quad + 3 under the scales of one direction: stored as is, or transposed
-// into words[column][quad % 4].
-template <bool kFast>
-__device__ __forceinline__ void write_quad(const MxParams& p, const Panel<IN>& panel, const Place& place,
+// Finds the codes of rows 4 * quad to 4 * quad + 3 under the scales of one direction, and stores them as they
+// are or transposes them into words[column][quad % 4].
+template <bool kAlongRows>
+__device__ __forceinline__ void write_quad(const MxParams& p, const WarpTile<IN>& warp_tile,
+                                           const Place& place,
                                            const Scales& e, int stored, int quad,
                                            u32 (&words)[kLaneColumns][4]) {
     float scale[kLaneColumns];
     u32 bytes = e.columns, codes[4];
-    if (kFast) bytes = __shfl_sync(~0u, e.rows, threadIdx.x % 32 / kLanes * kLanes + quad);
+    if (kAlongRows) bytes = __shfl_sync(~0u, e.rows, threadIdx.x % 32 / kLanes * kLanes + quad);
 #pragma unroll
     for (int c = 0; c < kLaneColumns; c++) scale[c] = inverse_e8m0(bytes >> 8 * c & 0xffu);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const int r = quad * 4 + i;
         float v[kLaneColumns];
-        panel.line[r].widen2(0, v[0], v[1]);
-        panel.line[r].widen2(1, v[2], v[3]);
-        codes[i] = kFast ? narrowed(v, {scale[i], scale[i], scale[i], scale[i]}) : narrowed(v, scale);
+        warp_tile.line[r].widen2(0, v[0], v[1]);
+        warp_tile.line[r].widen2(1, v[2], v[3]);
+        codes[i] = kAlongRows ? narrowed(v, {scale[i], scale[i], scale[i], scale[i]}) : narrowed(v, scale);
         if (stored == 1)
-            store_codes(as_global(kFast ? p.fast_data : p.slow_data) + place.at + r * p.columns, codes[i],
-                        r < place.rows_left ? place.columns_left : 0, p.vector & (kFast ? 2 : 4));
+            store_codes(as_global(kAlongRows ? p.rows_data : p.columns_data) + place.at + r * p.columns,
+                        codes[i],
+                        r < place.rows_left ? place.columns_left : 0, p.vector & (kAlongRows ? 2 : 4));
     }
     if (stored == 1) return;
     u32 columns[kLaneColumns];
@@ -203,111 +206,117 @@ __device__ __forceinline__ void write_quad(const MxParams& p, const Panel<IN>& p
     for (int c = 0; c < kLaneColumns; c++) words[c][quad % 4] = columns[c];
 }
 
-// Sixteen rows: what a column has of them are 16 bytes of a transposed row.
-template <bool kFast>
-__device__ __forceinline__ void write_half(const MxParams& p, const Panel<IN>& panel, const Place& place,
+// Writes sixteen rows, of which each column has 16 bytes of a transposed row.
+template <bool kAlongRows>
+__device__ __forceinline__ void write_half(const MxParams& p, const WarpTile<IN>& warp_tile,
+                                           const Place& place,
                                            const Scales& e, int stored, int half, const Tile& tile) {
     if (!stored) return;
     u32 words[kLaneColumns][4];
 #pragma unroll
     for (int quad = 0; quad < 4; quad++)
-        write_quad<kFast>(p, panel, place, e, stored, half * 4 + quad, words);
+        write_quad<kAlongRows>(p, warp_tile, place, e, stored, half * 4 + quad, words);
     if (stored == 2) tile.write(half, words);
 }
 
-// One tile of a matrix, of which x has all rows or, where kPads, the first `given`, and the rest are zeros.
-// kVectorStores: transposed rows allow stores of 16 bytes wherever the tile is whole; otherwise `vector`
-// tells.
+// Quantises one tile of a matrix. x has all its rows or, with kPads, the first `given`; the other rows are
+// zeros. With kVectorStores transposed rows allow stores of 16 bytes wherever the tile is whole; otherwise
+// `vector` tells whether they do.
 template <bool kVectorStores, bool kPads>
 __device__ __forceinline__ void quantize_tile(const MxParams& p, const TilePosition& at, i64 given,
                                               u8* shared) {
-    const int fast = ALIGNED ? FAST : p.stored & (FAST == 2 ? 3 : FAST);
-    const int slow = ALIGNED ? SLOW : p.stored >> 2 & (SLOW == 2 ? 3 : SLOW);
-    const Tile fast_tile{shared}, slow_tile{fast == 2 ? shared + Tile::kBytes : shared};
-    // a line per panel down
-    u8* const staged_slow = slow == 2 ? slow_tile.shared + Tile::kBytes : slow_tile.shared;
-    // a word of each row per panel across
-    u32* const staged_fast = reinterpret_cast<u32*>(staged_slow + kScaleBytes);
+    const int along_rows = ALIGNED ? ALONG_ROWS : p.stored & (ALONG_ROWS == 2 ? 3 : ALONG_ROWS);
+    const int along_columns =
+        ALIGNED ? ALONG_COLUMNS : p.stored >> 2 & (ALONG_COLUMNS == 2 ? 3 : ALONG_COLUMNS);
+    const Tile rows_tile{shared}, columns_tile{along_rows == 2 ? shared + Tile::kBytes : shared};
+    // There are kColumns bytes for every warp tile down.
+    u8* const staged_columns = along_columns == 2 ? columns_tile.shared + Tile::kBytes : columns_tile.shared;
+    // There is a word of each row for every warp tile across.
+    u32* const staged_rows = reinterpret_cast<u32*>(staged_columns + kScaleBytes);
     const i64 matrix = at.matrix * p.rows * p.columns, row = at.row + Tile::row();
     const i64 column = at.column + Tile::column();
-    const int rows_left = left_of(p.rows - row, kPanelRows);
+    const int rows_left = left_of(p.rows - row, kWarpTileRows);
     int columns_left = left_of(p.columns - column, kLaneColumns);
     if (ALIGNED && columns_left) columns_left = kLaneColumns;
 
-    Panel<IN> panel;
+    WarpTile<IN> warp_tile;
     const Place place{matrix + row * p.columns + column, rows_left, columns_left};
     int given_left = rows_left;
-    if constexpr (kPads) given_left = left_of(given - row, kPanelRows);
-    panel.template load<ALIGNED != 0>(p.x + place.at, p.columns, given_left, columns_left, p.vector & 1);
-    const Scales e = p.rule.nan_wins() ? find_scales<true>(panel, p, rows_left, columns_left)
-                                       : find_scales<false>(panel, p, rows_left, columns_left);
-    // The directions take turns, so that neither addresses nor widened values live long: in whole panels they
-    // would not fit.
+    if constexpr (kPads) given_left = left_of(given - row, kWarpTileRows);
+    warp_tile.template load<ALIGNED != 0>(p.x + place.at, p.columns, given_left, columns_left, p.vector & 1);
+    const Scales e = p.rule.nan_wins() ? find_scales<true>(warp_tile, p, rows_left, columns_left)
+                                       : find_scales<false>(warp_tile, p, rows_left, columns_left);
+    // The directions take turns by halves, so that addresses and widened values live briefly: those of a
+    // whole warp tile would not fit in registers.
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        if (fast == 1 && slow == 1) {
+        if (along_rows == 1 && along_columns == 1) {
             u32 unused[kLaneColumns][4];
 #pragma unroll
             for (int quad = 0; quad < 4; quad++) {
-                write_quad<true>(p, panel, place, e, fast, half * 4 + quad, unused);
-                write_quad<false>(p, panel, place, e, slow, half * 4 + quad, unused);
+                write_quad<true>(p, warp_tile, place, e, along_rows, half * 4 + quad, unused);
+                write_quad<false>(p, warp_tile, place, e, along_columns, half * 4 + quad, unused);
             }
         } else {
-            write_half<true>(p, panel, place, e, fast, half, fast_tile);
-            write_half<false>(p, panel, place, e, slow, half, slow_tile);
+            write_half<true>(p, warp_tile, place, e, along_rows, half, rows_tile);
+            write_half<false>(p, warp_tile, place, e, along_columns, half, columns_tile);
         }
     }
 
-    // Scales leave in runs as long as the tile allows, gathered in shared memory where a lane or a warp does
-    // not have them: to the L2 four bytes are as much work as 32. Fast ones: four rows of one block are in a
-    // lane, or, exchanged, four blocks of one row.
-    const i64 fast_blocks = (p.columns + kBlock - 1) / kBlock, slow_blocks = (p.rows + kBlock - 1) / kBlock;
-    const bool stage_fast = p.fast.to && !p.fast.lines_adjoin();
-    const bool stage_slow = kSwizzles && p.slow.to && !p.slow.lines_adjoin();
-    if (p.fast.to) {
+    // Scales are stored in pieces as long as the tile allows, since to the L2 four bytes are as much work as
+    // 32; shared memory gathers what is spread over lanes or warps. Along rows a lane has the scales of four
+    // rows of one block or, after an exchange, of four blocks of one row.
+    const i64 row_blocks = (p.columns + kBlock - 1) / kBlock, column_blocks = (p.rows + kBlock - 1) / kBlock;
+    const bool stage_rows = p.along_rows.to && !p.along_rows.lines_adjoin();
+    const bool stage_columns = kSwizzles && p.along_columns.to && !p.along_columns.lines_adjoin();
+    if (p.along_rows.to) {
         const int group = threadIdx.x % 32 / kLanes, first = threadIdx.x % kLanes * 4;
-        if (stage_fast)
-            staged_fast[(Tile::row() + first + group) * PANELS_ACROSS
-                        + Tile::column() / kPanelColumns] = transpose_across_lanes(e.rows);
+        if (stage_rows)
+            staged_rows[(Tile::row() + first + group) * WARP_TILES_ACROSS
+                        + Tile::column() / kWarpTileColumns] = transpose_across_lanes(e.rows);
         else
-            p.fast.store_lines(at.matrix, row + first, column / kPanelColumns * (kPanelColumns / kBlock)
-                               + group, e.rows, p.rows, fast_blocks);
+            p.along_rows.store_lines(at.matrix, row + first,
+                                     column / kWarpTileColumns * (kWarpTileColumns / kBlock)
+                               + group, e.rows, p.rows, row_blocks);
     }
-    // Slow ones: four columns of one block are in a lane; four blocks of one column in four warps.
-    if (stage_slow)
-        *reinterpret_cast<u32*>(staged_slow + Tile::row() / kPanelRows * Tile::kColumns
+    // Along columns a lane has the scales of four columns of one block; four warps have four blocks of a
+    // column.
+    if (stage_columns)
+        *reinterpret_cast<u32*>(staged_columns + Tile::row() / kWarpTileRows * Tile::kColumns
                                 + Tile::column()) = e.columns;
-    else if (p.slow.to)
-        p.slow.store_lines(at.matrix, column, row / kBlock, e.columns, p.columns, slow_blocks);
+    else if (p.along_columns.to)
+        p.along_columns.store_lines(at.matrix, column, row / kBlock, e.columns, p.columns, column_blocks);
 
-    if (fast == 2 || slow == 2 || stage_fast || stage_slow) __syncthreads();
+    if (along_rows == 2 || along_columns == 2 || stage_rows || stage_columns) __syncthreads();
     const int columns_of_tile = left_of(p.columns - at.column, Tile::kColumns);
     const int rows_of_tile = left_of(p.rows - at.row, Tile::kRows);
     const i64 place_t = matrix + at.column * p.rows + at.row;
-    if (fast == 2)
-        fast_tile.template store<kVectorStores>(as_global(p.fast_data) + place_t, p.rows, columns_of_tile,
+    if (along_rows == 2)
+        rows_tile.template store<kVectorStores>(as_global(p.rows_data) + place_t, p.rows, columns_of_tile,
                                                 rows_of_tile, p.vector & 2);
-    if (slow == 2)
-        slow_tile.template store<kVectorStores>(as_global(p.slow_data) + place_t, p.rows, columns_of_tile,
+    if (along_columns == 2)
+        columns_tile.template store<kVectorStores>(as_global(p.columns_data) + place_t, p.rows,
+                                                   columns_of_tile,
                                                 rows_of_tile, p.vector & 4);
-    // A word per thread, in the order of memory.
+    // Each thread stores a word, in the order of memory.
     const int word = threadIdx.x, swizzled_line = word / 128 * 128 + word % 4 * 32 + word / 4 % 32;
-    if (stage_fast) {
-        const bool swizzled = kSwizzles && p.fast.swizzled();
-        const int line = swizzled ? word / (128 * PANELS_ACROSS) * 128 + swizzled_line % 128
-            : word / PANELS_ACROSS;
-        const int across = swizzled ? word / 128 % PANELS_ACROSS : word % PANELS_ACROSS;
-        p.fast.store_blocks(at.matrix, at.row + line, at.column / kBlock + across * 4,
-                            staged_fast[line * PANELS_ACROSS + across], p.rows, fast_blocks);
+    if (stage_rows) {
+        const bool swizzled = kSwizzles && p.along_rows.swizzled();
+        const int line = swizzled ? word / (128 * WARP_TILES_ACROSS) * 128 + swizzled_line % 128
+            : word / WARP_TILES_ACROSS;
+        const int across = swizzled ? word / 128 % WARP_TILES_ACROSS : word % WARP_TILES_ACROSS;
+        p.along_rows.store_blocks(at.matrix, at.row + line, at.column / kBlock + across * 4,
+                            staged_rows[line * WARP_TILES_ACROSS + across], p.rows, row_blocks);
     }
-    if (stage_slow) {
-        const int line = (p.slow.swizzled() ? swizzled_line : word) % Tile::kColumns;
+    if (stage_columns) {
+        const int line = (p.along_columns.swizzled() ? swizzled_line : word) % Tile::kColumns;
         const int first = word / Tile::kColumns * 4;
         u32 blocks = 0;
 #pragma unroll
-        for (int b = 0; b < 4; b++) blocks |= (u32)staged_slow[(first + b) * Tile::kColumns + line] << 8 * b;
-        p.slow.store_blocks(at.matrix, at.column + line, at.row / kBlock + first, blocks, p.columns,
-                            slow_blocks);
+        for (int b = 0; b < 4; b++)
+            blocks |= (u32)staged_columns[(first + b) * Tile::kColumns + line] << 8 * b;
+        p.along_columns.store_blocks(at.matrix, at.column + line, at.row / kBlock + first, blocks, p.columns,
+                            column_blocks);
     }
 }
 #endif
@@ -327,7 +336,7 @@ quantize_mx_tile(const __grid_constant__ MxParams p) {
 struct GroupMxParams {
     MxParams all;                // n and rows: unused
     RowGroups groups;
-    GroupScales fast, slow;
+    GroupScales along_rows, along_columns;
     ArrayList<MxParams> list;     // in place of groups: `all` has noop alone
 };
 
@@ -340,9 +349,9 @@ group_quantize_mx(const __grid_constant__ GroupMxParams p) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ MxParams group;                                       // its matrix
     const auto move_scales = [&](const RowSegment& found) {
-        move_to_group(group.fast, p.fast, found.before[0]);
-        move_to_group(group.slow, p.slow, found.before[1]);
-        if (group.slow.swizzled()) group.slow.block = p.slow.units(found.rows);
+        move_to_group(group.along_rows, p.along_rows, found.before[0]);
+        move_to_group(group.along_columns, p.along_columns, found.before[1]);
+        if (group.along_columns.swizzled()) group.along_columns.block = p.along_columns.units(found.rows);
     };
     quantize_group<Tile>(p, group, move_scales,
                          [&](const TilePosition& at, i64 given, int) { quantize_tile<false,

@@ -35,7 +35,7 @@ __device__ __forceinline__ Chunk<OUT, 8> quantised(const SwigluBlockParams& p, c
     for (int i = 0; i < 4; i++) codes.narrow2(i, scaled(p, y[2 * i], by), scaled(p, y[2 * i + 1], by));
     return codes;
 }
-// As before, with an operand for each column.
+// The same with an operand for each column.
 __device__ __forceinline__ void quantise(const SwigluBlockParams& p, Chunk<OUT, 8>& codes,
                                          const float (&y)[8], const float (&by)[8]) {
 #pragma unroll
@@ -50,14 +50,14 @@ struct RowScales {
     const SwigluBlockParams& p;
     u32 at_scale;                // where it goes, from p.row_scales.to on: the host refuses 2^32 scales
     int given;                   // how many rows there are from this one on
-    // Gradients with options: whether its block is in the first part, in the other.
+    // Gradients with options: whether the block lies in the first part, and in the other.
     bool has, has_other;
 
-    // at: of the tile's results.
+    // at: the position of the tile's results.
     __device__ __forceinline__ RowScales(const SwigluBlockParams& p, const TilePosition& at, int thread)
         : RowScales(p, at.row + thread / Tile::kColumnPatches * kThreadRows + thread % 2 * 2 + thread / 2 % 2,
                     at.column + thread % Tile::kColumnPatches / (kSegment / 8) * kSegment) {}
-    // row, column: of the chunk that this lane owns, and of its segment.
+    // row: that of the chunk that this lane owns; column: that of its segment.
     __device__ __forceinline__ RowScales(const SwigluBlockParams& p, i64 row, i64 column) : p(p) {
         const i64 segment = column / kSegment, block = segment >> p.block_segments / 2;
         if constexpr (kOptions && kBackward)
@@ -67,21 +67,21 @@ struct RowScales {
         given = !has ? -kMost : rows < kMost ? (int)rows : kMost;
         at_scale = (u32)(row * p.row_scales.row + block * p.row_scales.column);
     }
-    // Goes to the chunk that is this many rows below.
+    // Moves to the chunk that is this many rows below.
     __device__ __forceinline__ void advance(int rows) {
         at_scale += (u32)(rows * p.row_scales.row);
         given -= rows;
     }
-    // What the elements of this lane's chunk are multiplied (or divided) by. columns: how far to the right of
-    // this one the chunk is.
+    // Returns the operand by which the elements of this lane's chunk are multiplied (or divided). columns:
+    // how far to the right of this one the chunk is.
     __device__ __forceinline__ float scale(const float (&y)[4][8], i64 columns = 0) const {
         const BlockScale s = p.rule.quick_of(amax(y));
         if (!(kOptions && kBackward) || (columns ? has_other : has)) store(s, columns);
         return operand(p, s);
     }
-    // The same of u, which has not been multiplied by the rows' weights yet: where all scales are powers of
-    // two, and nothing is extreme, the scale takes its weight with it, since no product of a power of two is
-    // rounded but to what FP8 makes 0.
+    // The same for u, which has not been multiplied by the rows' weights yet. Where all scales are powers of
+    // two and no number is extreme, the weight is multiplied into the scale: a product with a power of two is
+    // rounded only where FP8 makes it 0.
     __device__ __forceinline__ float scale(float (&u)[4][8], const float* weights) const {
         const float weight = weights[row_of(owned<4>()) * kApart];
         const u32 weighted = as_bits(mul_rn(as_float(amax(u)), weight)) & 0x7fffffffu;
@@ -130,7 +130,7 @@ __device__ __forceinline__ void quantise_columns(const SwigluBlockParams& p, con
     const i64 to_column = at.column + column;
     const bool first = !(segment & (p.block_segments - 1));
     if constexpr (kOptions) {
-        // Wide rows need no padding; beyond the end may be the other part.
+        // Wide rows need no padding; the other part may begin after the end.
         if (first && p.column_scales.has(to_block, to_column) && to_column < end)
             *p.column_scales.at(0, to_block, to_column) = s.scale_inv;
     } else {
@@ -166,7 +166,7 @@ __device__ __forceinline__ void quantise_with_options(const SwigluBlockParams& p
             const auto& four = four_chunks(y, part);
             const i64 columns = part * apart(call);
             if (p.data) {
-                // What follows from it takes no registers until here.
+                // Nothing derived from `thread` takes registers before this.
                 const int thread = thread_again();
                 const float by = RowScales(p, at.results(call), thread).scale(four, columns);
                 const ChunkPosition position(call, at.results(call), thread);
@@ -229,7 +229,7 @@ __device__ __forceinline__ void quantise_plain(const SwigluBlockParams& p) {
 }
 
 // ---- path any ----
-// Words for a warp's rows, without conflicts of banks.
+// Words from one segment of a warp's rows to the next, free of bank conflicts.
 constexpr int kSegmentStride = 16 + 4;
 
 // The same column by column. amaxes: [16][128] words.
@@ -268,7 +268,7 @@ __device__ __forceinline__ void find_row_scales(const SwigluBlockParams& p, cons
                                                 float* of_rows) {
     const int lane = threadIdx.x % 32, segments = (int)p.block_segments, blocks = kSegments / segments;
 #pragma unroll 1
-    for (int i = lane; i < 16 * blocks; i += 32) {                   // a lane per block
+    for (int i = lane; i < 16 * blocks; i += 32) {                   // Each lane has a block.
         const int r = i % 16, b = i / 16;
         u32 bits = 0;
         for (int k = b * segments; k < (b + 1) * segments; k++) {

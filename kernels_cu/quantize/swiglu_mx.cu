@@ -22,7 +22,7 @@ struct ScaleWord {
     int word, swizzled;
 
     __device__ __forceinline__ ScaleWord() : word(thread_again()), swizzled(word % 4 * 32 + word / 4 % 32) {}
-    // Four blocks of a column.
+    // Returns the bytes of four blocks of a column.
     __device__ __forceinline__ u32 blocks_of_column(const u8* of_columns) const {
         u32 blocks = 0;
 #pragma unroll
@@ -130,16 +130,15 @@ __device__ __forceinline__ void load_factors(const u8* of_columns, float (&by)[8
 }
 
 // ---- rows that stream ----
-// Scales along rows. A lane writes the byte of the chunk that it owns: 0 where it has no elements, since
-// these are zeros then.
+// Scales along rows. A lane writes the byte of the chunk that it owns, 0 where the chunk has no elements.
 struct MxRowScales {
     const SwigluMxParams& p;
-    bool given;                  // the chunk's segment has columns: zeros times a weight may be NaN
+    bool given;                  // the chunk's segment has columns (0 times a weight may be NaN)
 
-    // What the elements of this lane's chunk are multiplied by. to: where the byte goes.
+    // Returns the factor of the elements of this lane's chunk. to: where the byte goes.
     __device__ __forceinline__ float scale(const float (&y)[4][8], u8* to) const { return put(amax(y), to); }
-    // The same of u, which has not been multiplied by the rows' weights yet: as for RowScales in
-    // swiglu_blocks.cu.
+    // The same for u, which has not been multiplied by the rows' weights yet, as RowScales in
+    // swiglu_blocks.cu does it.
     __device__ __forceinline__ float scale(float (&u)[4][8], const float* weights, u8* to) const {
         const float weight = weights[row_of(owned<4>()) * kApart];
         const u32 weighted = as_bits(mul_rn(as_float(amax(u)), weight)) & 0x7fffffffu;
@@ -203,7 +202,7 @@ __device__ __forceinline__ void quantise_with_options(const SwigluMxParams& p) {
             const int left = rows.left_in(part, rows.left + kStepRows);
             u8* const bytes = of_rows[at.down % 2][part];
             if (p.data) {
-                // What follows from it takes no registers until here.
+                // Nothing derived from `thread` takes registers before this.
                 const int thread = thread_again();
                 const int segment = thread % Tile::kColumnPatches / (kSegment / 8);
                 // The row that this lane owns.

@@ -20,8 +20,8 @@
 #ifdef ENTRY_swiglu_cast
 constexpr bool kStreamed = kOptions || (kPath == Path::tiles && !kBackward);
 constexpr int kCastThreads = kStreamed ? kStreamThreads : kThreads;
-// Path rows keeps only codes of four rows: it takes no more registers than these blocks leave. On an H200
-// more blocks are faster than more rows in flight (docs/performance.md).
+// Path rows keeps only the codes of four rows, and takes no more registers than these blocks leave. On an
+// H200 more blocks are faster than more rows in flight (docs/performance.md).
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && __CUDACC_VER_MAJOR__ >= 13
 constexpr int kRowsBlocks = kBackward ? 2 : sizeof(IN::storage) == 2 ? 4 : 3;
 #else
@@ -57,7 +57,7 @@ __device__ __forceinline__ void quantise(Chunk<OUT, 8>& codes, const float (&val
         codes.narrow2(i, mul_rn(values[2 * i], scale), mul_rn(values[2 * i + 1], scale));
 }
 
-// Each of these casts the tiles of a block and returns the amax that a thread has found, as bits.
+// Each of the following functions casts the tiles of a block and returns the thread's amax, as bits.
 __device__ __forceinline__ u32 cast_with_options(const SwigluCastParams& p, float scale) {
     extern __shared__ __align__(16) u8 shared[];
     const SwigluCall& call = p.call;
@@ -89,7 +89,8 @@ __device__ __forceinline__ u32 cast_with_options(const SwigluCastParams& p, floa
                 amax = raised_by(amax, y[part]);
                 quantise(codes[part][r], y[part], scale);
             }
-            if (!kBackward && r >= rows.left) amax = before;         // biases alone
+            // A row that does not exist has only biases.
+            if (!kBackward && r >= rows.left) amax = before;
         });
         if constexpr (kBackward) rows.store_sums(at, sums);
         if (p.data) {
@@ -104,7 +105,7 @@ __device__ __forceinline__ u32 cast_with_options(const SwigluCastParams& p, floa
             const auto tile = [&](int part) {
                 return Tile{shared + kStages * kStageBytes + part * Tile::kRows * Tile::kColumns};
             };
-            __syncthreads();                                         // all have stored the tile before
+            __syncthreads();                                         // All threads have stored the last tile.
 #pragma unroll
             for (int part = 0; part < kParts; part++) write_rows(tile(part), row_in_step(0), codes[part]);
             __syncthreads();
@@ -118,7 +119,7 @@ __device__ __forceinline__ u32 cast_with_options(const SwigluCastParams& p, floa
     return amax;
 }
 
-// y in both directions, or column-wise alone.
+// Casts y in both directions, or column-wise alone.
 __device__ __forceinline__ u32 cast_tiles(const SwigluCastParams& p, float scale) {
     extern __shared__ __align__(16) u8 shared[];
     const SwigluCall& call = p.call;
@@ -149,7 +150,7 @@ __device__ __forceinline__ u32 cast_tiles(const SwigluCastParams& p, float scale
         if (p.data) store_chunks(call, p.data, position, rows.left, [&](int chunk) { return codes[chunk]; });
         rows.left -= kStepRows;
         if (p.data_t) {
-            __syncthreads();                                         // all have stored the tile before
+            __syncthreads();                                         // All threads have stored the last tile.
             write_rows(tile, row_in_step(0), codes);
             __syncthreads();
             store_tile(call, at.tile(), call.columns, tile, p.data_t, p.vector);
@@ -162,7 +163,7 @@ __device__ __forceinline__ u32 cast_tiles(const SwigluCastParams& p, float scale
     return amax;
 }
 
-// y row-wise alone, or gradients in either direction.
+// Casts y row-wise alone, or gradients in either direction.
 __device__ __forceinline__ u32 cast_rows(const SwigluCastParams& p, float scale) {
     extern __shared__ __align__(16) u8 shared[];
     const SwigluCall& call = p.call;
@@ -179,8 +180,12 @@ __device__ __forceinline__ u32 cast_rows(const SwigluCastParams& p, float scale)
 #pragma unroll
             for (int part = 0; part < kParts; part++) {
                 amax = raised_by(amax, values[part]);
-                quantise(codes[part][r], values[part], scale);
-                store.put(group * kRows, r, part, codes[part][r]);
+                // The chunk is a variable of its own, since NVRTC for sm_80 leaves the loop over rows rolled,
+                // and the arrays in local memory, where integer conversions write into codes[][] directly.
+                Chunk<OUT, 8> of_row;
+                quantise(of_row, values[part], scale);
+                codes[part][r] = of_row;
+                store.put(group * kRows, r, part, of_row);
             }
         });
         store.advance(kRows);

@@ -1,21 +1,20 @@
 // Per-tensor scaling (docs/numerics.md, section 1): x is widened to f32, multiplied by the scale, rounded to
 // FP8.
 //
-//   data      = narrow(fl(x * scale))                 scale_inv = fl(1 / scale)           amax = max(amax,
-//             max |x|)
+//   data      = narrow(fl(x * scale))       scale_inv = fl(1 / scale)       amax = max(amax, max |x|)
 //   data_t    = data with its last two axes swapped
 //
 // cast            x [n] -> data [n]. Registers only; bytes moved per element: sizeof(IN) + 1.
 // cast_transpose  x [batch, rows, columns] -> data, and data_t [batch, columns, rows]; one block of threads
 //                 per tile, a thread for each 8 x 8 elements (cast_tile.cuh). Bytes moved per element:
-//                 sizeof(IN) + 1 per direction. TILE_ROWS, TILE_COLUMNS: of a tile. Both outputs want 256 x
-//                 256: one block of threads per multiprocessor, and long separate phases of loads and stores.
-//                 DOWN_FIRST: see tile.cuh. DBIAS 1: writes the sum of x down each column of the tile too,
-//                 before scaling, by the fixed tree (column_sum.cuh); bias_gradient.cu adds up the tiles.
-//                 Without sums there are registers for more threads. WHOLE 1: every row of x and data allows
-//                 chunked access, every row of data_t 16-byte stores, and there are whole patches only. Large
-//                 tiles have no registers for other paths. 0: the struct tells. DIRECTIONS: with WHOLE, what
-//                 is written: 1 data, 2 data_t, 3 both. Without: 0, null pointers tell.
+//                 sizeof(IN) + 1 per direction. A tile has TILE_ROWS x TILE_COLUMNS elements. Both outputs
+//                 want 256 x 256: one block of threads per multiprocessor, and long separate phases of loads
+//                 and stores. DOWN_FIRST: see tile.cuh. DBIAS 1: writes the sum of x down each column of the
+//                 tile too, before scaling, by the fixed tree (column_sum.cuh); bias_gradient.cu adds up the
+//                 tiles. Without sums there are registers for more threads. WHOLE 1: every row of x and data
+//                 allows chunked access, every row of data_t 16-byte stores, and there are whole patches
+//                 only. Large tiles have no registers for other paths. 0: the struct tells. DIRECTIONS: with
+//                 WHOLE, what is written: 1 data, 2 data_t, 3 both. Without: 0, null pointers tell.
 // Both write scale_inv and raise amax themselves. IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}. There is at
 // least one block of threads, so that an empty array gets its scale_inv. Speed and what was tried:
 // docs/performance.md.
@@ -44,7 +43,7 @@ struct CastParams {
     u32 vector;                  // cast: x and data are aligned to their chunks; cast_transpose: every row of
                                  // data_t allows 16-byte stores
 
-    // After a pass over x from its beginning (current scaling) its end is what the L2 still holds: start
+    // After a pass over x from its beginning (current scaling) the L2 still holds its end, so blocks start
     // there.
     __device__ __forceinline__ i64 block() const { return reverse ? gridDim.x - 1 - blockIdx.x : blockIdx.x; }
     __device__ __forceinline__ float load_scale() const { return scale ? *scale : scale_value; }
@@ -66,15 +65,15 @@ extern "C" __global__ void __launch_bounds__(kFlatThreads) cast(const __grid_con
     if (is_set(p.noop)) return;
     const float scale = p.load_scale();
     p.write_inverse(scale);
-    // now, beside the loads of x: no waiting later
+    // This load is in flight beside those of x, so that nothing waits for it later.
     const i32 amax_before = p.amax && threadIdx.x == 0 ? load_relaxed(p.amax) : 0;
     FlatChunks<IN, OUT> in(p.x, p.n, p.vector, p.block());
     Amax<IN> amax;
 #pragma unroll
     for (const auto& chunk : in.chunk) amax.add(chunk);
     if (p.amax) {
-        const u32 top = block_max<kFlatThreads>(amax.f32_bits());
-        if (threadIdx.x == 0) raise_amax(p.amax, top, amax_before);
+        const u32 block_amax = block_max<kFlatThreads>(amax.f32_bits());
+        if (threadIdx.x == 0) raise_amax(p.amax, block_amax, amax_before);
     }
     in.store(p.data, [&](const decltype(in)::Source& chunk) { return scale_and_narrow(chunk, scale); });
 }
@@ -86,9 +85,10 @@ extern "C" __global__ void __launch_bounds__(kFlatThreads) cast(const __grid_con
 // with the allocator of CUDA 12.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && (!DBIAS || __CUDACC_VER_MAJOR__ >= 13)
 constexpr bool kIsF32 = kLoads == 2;
-constexpr int kResident = !WHOLE ? (kIsF32 || DBIAS ? 512 : 1024) : !DBIAS ? 1024 : DIRECTIONS != 3 ? 768
+constexpr int kThreadsInFlight =
+    !WHOLE ? (kIsF32 || DBIAS ? 512 : 1024) : !DBIAS ? 1024 : DIRECTIONS != 3 ? 768
     : kIsF32 ? 512 : 1024;
-constexpr int kBlocks = kResident / Tile::kThreads;
+constexpr int kBlocks = kThreadsInFlight / Tile::kThreads;
 #else
 constexpr int kBlocks = 1;
 #endif

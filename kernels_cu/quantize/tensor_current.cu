@@ -38,7 +38,7 @@ constexpr int kHeld = 8;                                             // chunks o
 constexpr int kCount = 16 / sizeof(IN::storage);
 constexpr u32 kMark = 0x80000000u;                                   // no amax has the sign bit
 
-// The amax that a block told in this launch: from one launch to the next the mark changes its value.
+// Waits for the amax that a block tells in this launch: the mark changes its value from launch to launch.
 __device__ __forceinline__ u32 wait_for(const u32* told, u32 mark) {
     for (;;) {
         const u32 value = load_relaxed(told);
@@ -53,13 +53,13 @@ __device__ __forceinline__ u32 wait_for(const u32* told, u32 mark) {
 extern "C" __global__ void __launch_bounds__(kThreads)
 cast_current(const __grid_constant__ CastCurrentParams p) {
     extern __shared__ __align__(16) u8 shared[];
-    __shared__ u32 shared_top, launches;
+    __shared__ u32 shared_amax, launches;
     if (is_set(p.noop)) return;
-    if (threadIdx.x == 0) shared_top = 0, launches = load_relaxed(p.workspace);
+    if (threadIdx.x == 0) shared_amax = 0, launches = load_relaxed(p.workspace);
     using Source = Chunk<IN, kCount>;
     const i64 first = ((i64)blockIdx.x * kThreads + threadIdx.x) * kCount;
     const i64 step = (i64)gridDim.x * kThreads * kCount;
-    // elements in whole chunks; the first thread takes what is left
+    // The first thread of the grid takes the elements after the last whole chunk.
     const i64 whole = p.n / kCount * kCount;
     const int left = blockIdx.x == 0 && threadIdx.x == 0 ? (int)(p.n - whole) : 0;
     u8* const mine = shared + threadIdx.x * 16;
@@ -83,23 +83,24 @@ cast_current(const __grid_constant__ CastCurrentParams p) {
         if (first + r * step < whole) amax.add(Source::load_shared(mine + (r - kHeld) * (kThreads * 16)));
 
     u32* const told = p.workspace + 1;
-    // behind block_max's barrier
-    const u32 block_top = block_max<kThreads>(amax.f32_bits()), mark = launches & 1 ? 0u : kMark;
-    if (threadIdx.x == 0) atomicExch(&told[blockIdx.x], block_top | mark);
-    // a thread for each block, in whole warps
+    // The barrier of block_max() makes `launches` visible.
+    const u32 block_amax = block_max<kThreads>(amax.f32_bits()), mark = launches & 1 ? 0u : kMark;
+    if (threadIdx.x == 0) atomicExch(&told[blockIdx.x], block_amax | mark);
+    // A thread waits for each block, in whole warps.
     if (threadIdx.x < (gridDim.x + 31) / 32 * 32) {
-        const u32 top = __reduce_max_sync(~0u, threadIdx.x < gridDim.x ? wait_for(&told[threadIdx.x], mark)
+        const u32 tensor_amax =
+            __reduce_max_sync(~0u, threadIdx.x < gridDim.x ? wait_for(&told[threadIdx.x], mark)
                                           : 0u);
-        if (threadIdx.x % 32 == 0) atomicMax(&shared_top, top);
+        if (threadIdx.x % 32 == 0) atomicMax(&shared_amax, tensor_amax);
     }
     __syncthreads();
-    const u32 top = shared_top;
-    const float scale = scale_from_amax(as_float(top), p.target, p.eps, as_float(kMaxF32), p.pow2);
+    const u32 tensor_amax = shared_amax;
+    const float scale = scale_from_amax(as_float(tensor_amax), p.target, p.eps, as_float(kMaxF32), p.pow2);
     if (blockIdx.x == 0 && threadIdx.x == 0) {
-        // all blocks have told theirs, so all have read it
+        // All blocks have told their amax, so all have read the number of launches.
         atomicExch(p.workspace, launches + 1);
         write_scale_inv(scale, p.scale_inv, p.scale_inv_copy);
-        if (p.amax) raise_amax(p.amax, top, load_relaxed(p.amax));
+        if (p.amax) raise_amax(p.amax, tensor_amax, load_relaxed(p.amax));
     }
 
 #pragma unroll

@@ -167,7 +167,7 @@ struct MultiCurrentParams {
     const MultiTensor* tensors;
     const u32* tensor_of;        // [tiles]
     const float* noop;           // one element: 1.0 there means that nothing is written; or null
-    Resident resident;
+    SingleRead single_read;
 };
 
 struct ListedTensors {
@@ -223,10 +223,10 @@ struct ListedTensors {
     __device__ __forceinline__ void last(u32) const {}
 };
 
-extern "C" __global__ void __launch_bounds__(kResidentThreads)
+extern "C" __global__ void __launch_bounds__(kSingleReadThreads)
 multi_cast_current(const __grid_constant__ MultiCurrentParams p) {
     extern __shared__ __align__(16) u8 shared[];
     if (is_set(p.noop)) return;
-    cast_resident(ListedTensors{p.tensors, p.tensor_of, p.resident.tiles}, p.resident, shared);
+    cast_single_read(ListedTensors{p.tensors, p.tensor_of, p.single_read.tiles}, p.single_read, shared);
 }
 #endif

@@ -1,15 +1,25 @@
-// compute_amax (docs/numerics.md, rule 6): out = max |x| in f32, from 0, in one launch that initialises
-// nothing; or, for current scaling, out = the scale that this amax calls for (section 1).
+// compute_amax (docs/numerics.md, rule 6) finds the largest magnitude of an array, or the scale that follows:
 //
-// NAN_WINS 0: NaN elements are ignored; 1: one NaN makes the result NaN. IN in {bf16, f16, f32}. A fixed grid
-// strides over x; each block raises workspace.top, the last one to finish writes out and leaves the workspace
-// as it found it (zeros), so that a captured graph replays. Bytes moved per element: sizeof(IN).
+//   out = max(0, |x[0]|, ..., |x[n - 1]|)               to_scale 0
+//   out = the scale of this amax, as compute_scale      to_scale 1 (current scaling, section 1)
+//
+// x [n] IN -> out f32 [1]. The amax is exact, since f32 holds every value of IN. NAN_WINS decides about NaN.
+// It moves sizeof(IN) bytes per element.
+//
+// A fixed grid of blocks of 512 threads strides over x. Each block raises workspace.amax. The last block to
+// finish writes out and leaves zeros in the workspace, so that one launch suffices, initialises nothing, and
+// can be replayed in a captured graph.
+//
+// Defines:
+//   IN           bf16, f16 or f32: the format is in every instruction of the loop
+//   NAN_WINS     0: NaN elements are ignored; 1: one NaN makes the result NaN. Each has its own maximum
+//                instruction.
 #include "memory/elementwise.cuh"
 #include "numerics/amax.cuh"
 #include "scale/scale.cuh"
 
 struct AmaxWorkspace {           // zero before the first launch, and after each
-    u32 top;
+    u32 amax;                    // f32 bits
     u32 blocks_done;
 };
 
@@ -17,11 +27,11 @@ struct AmaxParams {
     const IN::storage* x;        // [n]
     float* out;                  // one element
     AmaxWorkspace* workspace;
-    const float* noop;           // one element: 1.0 there means that nothing is written; or null
+    const float* noop;           // one element, or null: 1.0 means that nothing is written
     i64 n;
-    float target, eps;           // of the scale, as in compute_scale
+    float target, eps;           // for the scale, as in compute_scale
     u32 to_scale, pow2;          // to_scale 0: out is the amax itself
-    u32 vector;                  // x is 16-byte aligned
+    u32 vector;                  // 1: x is 16-byte aligned
 };
 
 constexpr int kThreads = 512;
@@ -48,15 +58,15 @@ extern "C" __global__ void __launch_bounds__(kThreads) compute_amax(const __grid
                                                          left_of(p.n - first - u * kStep, kChunk)));
         }
     }
-    const u32 block_top = block_max<kThreads>(amax.f32_bits());
+    const u32 block_amax = block_max<kThreads>(amax.f32_bits());
     if (threadIdx.x == 0) {
-        atomicMax(&p.workspace->top, block_top);
+        atomicMax(&p.workspace->amax, block_amax);
         __threadfence();
         if (atomicAdd(&p.workspace->blocks_done, 1u) == gridDim.x - 1) {
             __threadfence();
-            const u32 top = atomicExch(&p.workspace->top, 0u);
+            const u32 all = atomicExch(&p.workspace->amax, 0u);
             atomicExch(&p.workspace->blocks_done, 0u);
-            const float result = as_float(f32::narrow(as_float(top)));
+            const float result = as_float(f32::narrow(as_float(all)));
             *p.out = p.to_scale ? scale_from_amax(result, p.target, p.eps, as_float(kMaxF32), p.pow2)
                                 : result;
         }

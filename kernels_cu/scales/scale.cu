@@ -1,18 +1,21 @@
-// Scales of per-tensor scaling (docs/numerics.md, section 1).
+// These kernels compute the scales of per-tensor scaling (docs/numerics.md, section 1):
 //
-// compute_scale           scale[i] = fl(target / max(amax[i], eps)), 1 where amax is 0, Inf or NaN. f32 [n]
-//                         -> f32 [n], elementwise; 8 bytes moved per element.
-// update_delayed_scaling  history [length, n] f32, row 0 the current step: amax of the history -> scale
-//                         [n], and the history rolls:
-//                             new[i] = old[i + 1],    new[length - 1] = last,    new[0] = 0
-//                         last = old[0], or the reduced amax where one is given and not 0. In place, n
-//                         tensors in one launch, no workspace; 8 bytes moved per element of the history.
-// A block owns 2^columns_log2 whole columns, and of each column a thread owns a run of rows. Row i comes from
-// row i + 1, so of what a thread reads only the row after its run is another thread's to overwrite: it is
-// read before the barrier, and from there on nobody waits until the maxima meet. 512 threads with eight loads
-// each in flight; 32 columns are whole lines of every row, and the host gives a block fewer, and so shorter
-// runs, where few tensors have a long history (one round of loads for 1 x 1024 and 512 x 16). NaN in the
-// history is ignored by the maximum and moved as it is.
+//   compute_scale:           scale[i] = fl(target / max(amax[i], eps)), or 1 if amax[i] is 0, Inf or NaN
+//   update_delayed_scaling:  scale[j] from the largest of history[:, j], which then rolls:
+//                            new[i] = old[i + 1],    new[length - 1] = last,    new[0] = 0
+//
+// compute_scale           amax f32 [n] -> scale f32 [n], elementwise. It moves 8 bytes per element.
+// update_delayed_scaling  history f32 [length, n] in place, whose row 0 is the current step; scale f32 [n];
+//                         amax f32 [n] or null: `last` is the reduced amax if one is given and not 0, else
+//                         old[0]. The maximum ignores NaN, which rolls like any value. Nothing is rounded but
+//                         the scale. It moves 8 bytes per element of the history.
+//
+// A block of update_delayed_scaling has 512 threads and 2^columns_log2 whole columns of the history. A thread
+// has a segment of consecutive rows of one column, with eight loads in flight. Row i comes from row i + 1, so
+// a thread reads only one row that another thread overwrites: the row after its segment. It reads that row
+// before the barrier, and then no thread waits until the maxima meet. 32 columns are whole cache lines of
+// every row. The host chooses fewer columns, and so shorter segments, where few tensors have a long history.
+// 1 x 1024 and 512 x 16 take one round of loads.
 #include "memory/elementwise.cuh"
 #include "scale/scale.cuh"
 
@@ -24,7 +27,7 @@ struct ComputeScaleParams {
     float target;                // fl(largest FP8 value * 2^-margin)
     float eps;                   // finite, 0 or more
     u32 pow2;
-    u32 vector;                  // amax and scale are 16-byte aligned
+    u32 vector;                  // 1: amax and scale are 16-byte aligned
 };
 
 extern "C" __global__ void __launch_bounds__(kFlatThreads)
@@ -44,7 +47,7 @@ compute_scale(const __grid_constant__ ComputeScaleParams p) {
 struct UpdateDelayedScalingParams {
     u32* history;                // [length, n] f32
     float* scale;                // [n]
-    const u32* amax;             // [n] f32: after a reduction over devices; or null
+    const u32* amax;             // [n] f32, after a reduction over devices; or null
     i64 length, n;
     float target;                // fl(largest FP8 value * 2^-margin)
     u32 most_recent;             // 1: the scale follows `last` alone
@@ -53,8 +56,8 @@ struct UpdateDelayedScalingParams {
 
 constexpr int kThreadsLog2 = 9, kThreads = 1 << kThreadsLog2;
 constexpr int kInFlight = 8;                                         // loads per thread before the first use
-// Blocks per multiprocessor, at least: 48 KB in flight on an H200. Other compilers' register allocation is
-// left alone.
+// A multiprocessor has at least so many blocks, which have 48 KB in flight on an H200. For other GPUs the
+// compiler allocates registers as it likes.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr int kBlocks = 3;
 #else
@@ -63,21 +66,21 @@ constexpr int kBlocks = 1;
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) update_delayed_scaling(
     const __grid_constant__ UpdateDelayedScalingParams p) {
-    __shared__ u32 column_top[32];
-    if (threadIdx.x < 32) column_top[threadIdx.x] = 0;
-    const int columns = 1 << p.columns_log2, runs_log2 = kThreadsLog2 - p.columns_log2;
+    __shared__ u32 column_amax[32];
+    if (threadIdx.x < 32) column_amax[threadIdx.x] = 0;
+    const int columns = 1 << p.columns_log2, segments_log2 = kThreadsLog2 - p.columns_log2;
     const int own = threadIdx.x & (columns - 1);
     const i64 column = ((i64)blockIdx.x << p.columns_log2) + own;
     const bool exists = column < p.n;
-    const i64 run = (p.length + (1 << runs_log2) - 1) >> runs_log2;
-    const i64 begin = (threadIdx.x >> p.columns_log2) * run;
-    const i64 end = begin + run < p.length ? begin + run : p.length;
+    const i64 segment = (p.length + (1 << segments_log2) - 1) >> segments_log2;
+    const i64 begin = (threadIdx.x >> p.columns_log2) * segment;
+    const i64 end = begin + segment < p.length ? begin + segment : p.length;
     const bool works = exists && begin < end;
     u32* row = p.history + begin * p.n + column;
-    i64 within = works ? end - begin - 1 : 0;                        // rows that move within the run
+    i64 within = works ? end - begin - 1 : 0;                        // rows that move within the segment
     u32* const final_row = row + within * p.n;
 
-    // A short history has all its loads in flight before the first use. Behind the barrier every row that
+    // A short history has all its loads in flight before the first use. After the barrier, every row that
     // another thread overwrites has been read.
     const u32 current = exists ? p.history[column] : 0u, reduced = exists && p.amax ? p.amax[column] : 0u;
     const u32 beyond = works && end < p.length ? final_row[p.n] : 0u;
@@ -92,11 +95,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) update_delayed_s
     load();
     __syncthreads();
 
-    const u32 last = reduced << 1 ? reduced : current;               // a zero of either sign shifts to 0
+    const u32 last = reduced << 1 ? reduced : current;               // The shift drops the sign.
     const bool changes = exists && (!p.amax || last << 1);
-    u32 top = 0;
+    u32 amax_seen = 0;
     // Neither NaN nor negative values count.
-    const auto see = [&](u32 bits) { top = bits <= 0x7f800000u && bits > top ? bits : top; };
+    const auto see = [&](u32 bits) {
+        amax_seen = bits <= 0x7f800000u && bits > amax_seen ? bits : amax_seen;
+    };
     while (within > 0) {
         const int count = left_of(within, kInFlight);
 #pragma unroll
@@ -115,13 +120,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) update_delayed_s
         if (changes && begin == 0) p.history[column] = 0;
     }
     for (int step = columns; step < 32; step *= 2) {
-        const u32 other = __shfl_xor_sync(~0u, top, step);
-        top = other > top ? other : top;
+        const u32 other = __shfl_xor_sync(~0u, amax_seen, step);
+        amax_seen = other > amax_seen ? other : amax_seen;
     }
-    if ((int)(threadIdx.x % 32) < columns) atomicMax(&column_top[own], top);
+    if ((int)(threadIdx.x % 32) < columns) atomicMax(&column_amax[own], amax_seen);
     __syncthreads();
     if (writes_scale && changes) {
-        const float amax = as_float(p.most_recent ? last : column_top[own]), largest = as_float(kMaxF32);
+        const float amax = as_float(p.most_recent ? last : column_amax[own]), largest = as_float(kMaxF32);
         p.scale[column] = is_positive_number(amax) ? scale_to(p.target, amax, largest)
                           : is_infinite(previous)  ? largest
                                                    : previous;

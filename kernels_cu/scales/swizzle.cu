@@ -1,26 +1,30 @@
-// The layout of E8M0 scales (docs/layouts.md): bytes move, nothing is computed.
+// These kernels change the layout of E8M0 scales (docs/layouts.md). Bytes move and nothing is computed:
 //
-// swizzle_scales    compact [batch, lines, blocks] -> swizzled: tiles of 128 lines x 4 blocks
-//                   (include/scale/swizzle.cuh), the padding of lines to 128 and of blocks to 4 written as 0
-// unswizzle_scales  the inverse; padding is not read
+//   swizzle_scales:    swizzled[swizzled_at(line, block)] = compact[line, block], and 0 in the padding
+//   unswizzle_scales:  compact[line, block] = swizzled[swizzled_at(line, block)]
+//
+// compact   u8 [batch, lines, blocks], or [batch, blocks, lines] with ADJACENT 1. A line is a row of the
+//           scale grid for row-wise blocks, and a column for column-wise blocks.
+// swizzled  u8, tiles of 128 lines x 4 blocks (include/scale/swizzle.cuh). Lines are padded to 128 and blocks
+//           to 4. The padding is written as 0 and never read.
+//
+// A block of 64 threads takes 8 tiles that have the same 128 lines: 4 KB, with 64 bytes in flight per thread.
+// With ADJACENT 0 a thread has four units of 16 swizzled bytes, each from 4 compact lines. 8 lanes share a
+// 32-byte sector of a compact line, and 4 lanes have 64 adjacent swizzled bytes. With ADJACENT 1 a thread has
+// 16 lines x 4 blocks, which it transposes in registers and gathers in shared memory, so that both arrays are
+// accessed in whole sectors. Such arrays are small and only latency counts: there is one launch, and a thread
+// has all its loads in flight at once. It moves 2 bytes per scale.
 //
 // Defines:
-// ADJACENT      what is adjacent in compact memory: 0 the blocks of a line (row `stride` bytes apart), 1 the
-//               lines (column-wise scales, which are stored [blocks, lines])
-// WORDS         1: with ADJACENT 0 all compact words of four blocks exist and are aligned, and no code is
-//               made for anything else (which takes many more registers, to have as many loads in flight)
-// GROUPED       1: groups of lines or along the blocks (`axis`), of sizes on the device
-//               (include/groups/splits.cuh), each group a swizzled matrix of its own, one after the
-//               other: in the rows of the result, or (axis 1) in its bytes. The result past the last group is
-//               0, and so are compact scales that no group covers. 0: no search for groups, and no barrier
-//               after it: these launches are latency
-//
-// A block of 64 threads takes 8 tiles of one run of 128 lines: 4 KB, 64 bytes in flight per thread. ADJACENT
-// 0: a thread has four units of 16 swizzled bytes, each from 4 compact lines; 8 lanes share a 32-byte sector
-// of a compact line, 4 lanes have 64 adjacent swizzled bytes. ADJACENT 1: 16 lines x 4 blocks per thread,
-// transposed in registers and gathered in shared memory, so that both sides are moved in whole lines. Bytes
-// moved per scale: 2. Such arrays are small and latency is all: one launch, every load of a thread in flight
-// at once.
+//   ADJACENT     what is adjacent in compact memory. 0: the blocks of a line, and lines are `stride` bytes
+//                apart. 1: the lines (column-wise scales, which are stored [blocks, lines]).
+//   WORDS        1: with ADJACENT 0 all compact words of four blocks exist and are aligned. The program has
+//                no code for other calls, which would take many more registers for as many loads in flight.
+//   GROUPED      1: groups of lines (axis 0) or of blocks (axis 1) have sizes on the device
+//                (include/groups/splits.cuh). Each group is a swizzled matrix of its own, one after the other
+//                in the rows (axis 0) or the bytes (axis 1) of the result. The result past the last group is
+//                0, and so are compact scales that no group has. 0: the program has no search for groups and
+//                no barrier after it, which would add latency.
 #include "groups/splits.cuh"
 #include "scale/swizzle.cuh"
 #include "tile/tile.cuh"
@@ -29,68 +33,70 @@ struct LayoutParams {
     u8* compact;
     u8* swizzled;                // 16-byte aligned
     Splits splits;
-    i64 lines, blocks;           // of each compact matrix
-    i64 stride;                  // bytes between its rows, of blocks or of lines
-    i64 tiles;                   // of the swizzled matrix, along its lines
-    u32 down;                    // runs of 128 lines in the swizzled matrix
-    u32 across;                  // blocks of threads along a run
-    u32 axis;                    // of groups: 0 of lines, 1 along the blocks
+    i64 lines, blocks;           // shape of each compact matrix
+    i64 stride;                  // bytes between its lines, or between its blocks with ADJACENT 1
+    i64 tiles;                   // tiles along a line of the swizzled matrix
+    u32 down;                    // rows of tiles in the swizzled matrix, of 128 lines each
+    u32 across;                  // blocks of threads along a row of tiles
+    u32 axis;                    // 0: groups of lines; 1: groups of blocks
 };
 
 constexpr int kThreads = 64, kTiles = 8;
-// Per multiprocessor, at least: without this, compilers aim at more and spill instead of having all loads in
-// flight.
+// A multiprocessor has at least so many blocks of threads. Without this bound compilers make room for more
+// and spill instead of having all loads in flight.
 constexpr int kBlocks = 8;
-constexpr int kUnits = kTiles * (int)kSwizzleTile / 16 / kThreads;   // of 16 swizzled bytes, per thread
-// Lines i, i + 32, i + 64 and i + 96: a word of 4 blocks each.
+constexpr int kUnits = kTiles * (int)kSwizzleTile / 16 / kThreads;   // units of 16 swizzled bytes per thread
+// A unit has four blocks of lines i, i + 32, i + 64 and i + 96, a word each.
 using Unit = Chunk<e8m0fnu, 16>;
 
 struct ScaleTile {
     i64 compact;                 // offset of its first scale
     i64 swizzled;                // offset of its first byte
-    int lines, blocks;           // how many there are
-    bool exists, lost;           // it is one of the swizzled matrix; no group's
+    int lines, blocks;           // how many lines and blocks exist
+    bool exists, past_groups;    // the swizzled matrix has the tile; it follows the last group
 };
 
 // The 8 tiles of this block of threads.
 struct Tiles {
     const LayoutParams& p;
     const GroupTile* groups;     // in shared memory
-    i64 matrix, first;           // and the first of its tiles along the lines
-    u32 run;
+    i64 matrix, first;           // the first of the block's tiles, counted along a row of tiles
+    u32 tile_row;
 
     __device__ __forceinline__ Tiles(const LayoutParams& p, GroupTile* groups) : p(p), groups(groups) {
         const u32 line = blockIdx.x / p.across;
         first = (i64)(blockIdx.x - line * p.across) * kTiles;
         matrix = GROUPED ? 0 : line / p.down;
-        run = GROUPED ? line : line - (u32)matrix * p.down;
+        tile_row = GROUPED ? line : line - (u32)matrix * p.down;
     }
     __device__ __forceinline__ ScaleTile operator[](int t) const {
-        i64 line = (i64)run * kSwizzleLines, block = (first + t) * kSwizzleBlocks;
-        i64 tile = (matrix * p.down + run) * p.tiles + first + t;
+        i64 line = (i64)tile_row * kSwizzleLines, block = (first + t) * kSwizzleBlocks;
+        i64 tile = (matrix * p.down + tile_row) * p.tiles + first + t;
         int lines = left_of(p.lines - line, kSwizzleLines);
         int blocks = left_of(p.blocks - block, kSwizzleBlocks);
-        bool lost = false;
+        bool past_groups = false;
         if (GROUPED && p.axis == 0)
-            line = groups[0].start, lines = groups[0].lines, lost = groups[0].past_groups;
+            line = groups[0].start, lines = groups[0].lines, past_groups = groups[0].past_groups;
         if (GROUPED && p.axis) {
             const GroupTile& group = groups[t];
-            block = group.start, blocks = group.lines, lost = group.past_groups;
-            tile = group.group_tile * p.down + run * group.group_tiles + (first + t - group.group_tile);
+            block = group.start, blocks = group.lines, past_groups = group.past_groups;
+            tile = group.group_tile * p.down + tile_row * group.group_tiles + (first + t - group.group_tile);
         }
         const i64 in_matrix = ADJACENT ? block * p.stride + line : line * p.stride + block;
         const i64 compact = matrix * p.lines * p.blocks + in_matrix;
-        return {compact, tile * kSwizzleTile, lines, blocks, first + t < p.tiles && run < p.down, lost};
+        return {compact, tile * kSwizzleTile, lines, blocks, first + t < p.tiles && tile_row < p.down,
+                past_groups};
     }
 };
 
-// Makes the groups of the block's tiles known to all its threads. Block 0 has all sizes checked.
+// Finds the groups of the block's tiles, for all its threads. Block 0 also checks all sizes.
 __device__ __forceinline__ void find_groups_of_tiles(const Tiles& tiles, GroupTile* groups) {
     if (!GROUPED) return;
     if (threadIdx.x < 32) {
         const LayoutParams& p = tiles.p;
         if (p.axis == 0)
-            find_groups<1, kSwizzleLines, 1>(p.splits, p.lines, tiles.run, p.down, blockIdx.x == 0, groups);
+            find_groups<1, kSwizzleLines, 1>(p.splits, p.lines, tiles.tile_row, p.down, blockIdx.x == 0,
+                                             groups);
         else
             find_groups<32, kSwizzleBlocks, kTiles>(p.splits, p.blocks, tiles.first, p.tiles, blockIdx.x == 0,
                                                     groups);
@@ -103,12 +109,12 @@ __device__ __forceinline__ bool is_aligned(const u8* p, int bytes) {
 }
 
 __device__ __forceinline__ Unit load_unit(const LayoutParams& p, const ScaleTile& tile, int line) {
-    const bool exists = tile.blocks && line < tile.lines && !tile.lost;
+    const bool exists = tile.blocks && line < tile.lines && !tile.past_groups;
     return exists ? Unit::load(p.swizzled + tile.swizzled + line * 16) : Unit{};
 }
 
 // ---- ADJACENT 0 ----
-// A thread's 16 words are of lines of one tile, 8 apart; word m is unit m % 4's word m / 4.
+// A thread's 16 words belong to lines of one tile, 8 lines apart. Word m is word m / 4 of unit m % 4.
 constexpr int kWords = 4 * kUnits, kStep = 128 / kWords;
 __device__ __forceinline__ int row_tile() { return threadIdx.x % kTiles; }
 __device__ __forceinline__ int row_line(int word) { return threadIdx.x / kTiles + word * kStep; }
@@ -116,7 +122,7 @@ __device__ __forceinline__ int row_line(int word) { return threadIdx.x / kTiles 
 __device__ __forceinline__ bool are_words(const u8* line, i64 stride, int blocks) {
     return blocks == kSwizzleBlocks && is_aligned(line, 4) && stride % 4 == 0;
 }
-// from, to: the tile's first line. kWhole: every word is aligned, and of four blocks.
+// from, to: the tile's first line. kWhole: every word is aligned and has four blocks.
 template <bool kWhole>
 __device__ __forceinline__ void load_rows(const u8* from, i64 stride, int lines, int blocks,
                                           Unit (&unit)[kUnits]) {
@@ -130,8 +136,8 @@ __device__ __forceinline__ void load_rows(const u8* from, i64 stride, int lines,
         if (kWhole) {
             if (there) word = load_read_only(reinterpret_cast<const u32*>(line));
         } else {
-            // What does not exist is read where something does, and masked: there are too few predicates for
-            // this many loads at once.
+            // Absent bytes are loaded from an address that exists and are masked, because there are too few
+            // predicates for so many loads at once.
             const u8* at = there ? line : from;
 #pragma unroll
             for (int b = 0; b < 4; b++) word |= (u32)load_read_only(at + (b < blocks ? b : 0)) << 8 * b;
@@ -153,19 +159,19 @@ __device__ __forceinline__ void store_rows(const Unit (&unit)[kUnits], u8* to, i
 }
 
 // ---- ADJACENT 1: swizzled tiles in shared memory ----
-// Padded by 16 bytes after each half: eight lanes that write words of 8 x 16 lines, of four tiles, meet 32
-// banks.
+// Each half of a tile is padded by 16 bytes, so that eight lanes, which write words of 8 x 16 lines of four
+// tiles, meet 32 banks.
 constexpr int kHalfWords = 64 + 4, kTileWords = 2 * kHalfWords;
 __device__ __forceinline__ u32* unit_in_shared(u32* shared, int tile, int line) {
     return shared + tile * kTileWords + line / 16 * kHalfWords + line % 16 * 4;
 }
-// This thread's units: a warp has a whole swizzled tile.
+// A warp has a whole swizzled tile, and this thread one unit of it.
 __device__ __forceinline__ int whole_tile(int unit) { return (threadIdx.x + unit * kThreads) / 32; }
 __device__ __forceinline__ int whole_line() { return threadIdx.x % 32; }
-// This thread's part of the compact tiles: 16 adjacent lines x 4 blocks.
+// This thread has 16 adjacent lines x 4 blocks of the compact tiles.
 __device__ __forceinline__ int part_tile() { return threadIdx.x / 8; }
 __device__ __forceinline__ int part_line() { return threadIdx.x % 8 * 16; }
-// The word of line part_line() + line.
+// Returns the word of line part_line() + line.
 __device__ __forceinline__ u32* part_in_shared(u32* shared, int line) {
     const int at = part_line() + line;
     return unit_in_shared(shared, part_tile(), at % 32) + at / 32;
@@ -181,7 +187,7 @@ swizzle_scales(const __grid_constant__ LayoutParams p) {
         const ScaleTile tile = tiles[row_tile()];
         const u8* from = p.compact + tile.compact;
         Unit unit[kUnits]{};
-        if (tile.lines && tile.blocks && !tile.lost) {
+        if (tile.lines && tile.blocks && !tile.past_groups) {
             if (WORDS || are_words(from, p.stride, tile.blocks))
                 load_rows<true>(from, p.stride, tile.lines, kSwizzleBlocks, unit);
             else load_rows<WORDS != 0>(from, p.stride, tile.lines, tile.blocks, unit);
@@ -193,21 +199,21 @@ swizzle_scales(const __grid_constant__ LayoutParams p) {
         __shared__ __align__(16) u32 shared[kTiles * kTileWords];
         const ScaleTile part = tiles[part_tile()];
         const u8* from = p.compact + part.compact + part_line();
-        const int lines = part.lost ? 0 : left_of(part.lines - part_line(), 16);
-        Unit run[kSwizzleBlocks];
+        const int lines = part.past_groups ? 0 : left_of(part.lines - part_line(), 16);
+        Unit block[kSwizzleBlocks];
         if (lines == 16 && is_aligned(from, 16) && p.stride % 16 == 0) {
 #pragma unroll
             for (int b = 0; b < kSwizzleBlocks; b++)
-                run[b] = b < part.blocks ? Unit::load(from + b * p.stride) : Unit{};
+                block[b] = b < part.blocks ? Unit::load(from + b * p.stride) : Unit{};
         } else {
 #pragma unroll
             for (int b = 0; b < kSwizzleBlocks; b++)
-                run[b] = Unit::load_partial(from + b * p.stride, b < part.blocks ? lines : 0);
+                block[b] = Unit::load_partial(from + b * p.stride, b < part.blocks ? lines : 0);
         }
 #pragma unroll
         for (int w = 0; w < 4; w++) {
             u32 word[4];
-            transpose_4x4(run[0].word[w], run[1].word[w], run[2].word[w], run[3].word[w], word);
+            transpose_4x4(block[0].word[w], block[1].word[w], block[2].word[w], block[3].word[w], word);
 #pragma unroll
             for (int i = 0; i < 4; i++) *part_in_shared(shared, 4 * w + i) = word[i];
         }
@@ -250,7 +256,7 @@ unswizzle_scales(const __grid_constant__ LayoutParams p) {
         }
         __syncthreads();
         const ScaleTile part = tiles[part_tile()];
-        Unit run[kSwizzleBlocks];
+        Unit block[kSwizzleBlocks];
 #pragma unroll
         for (int w = 0; w < 4; w++) {
             u32 byte[4];
@@ -258,7 +264,7 @@ unswizzle_scales(const __grid_constant__ LayoutParams p) {
                           *part_in_shared(shared, 4 * w + 2),
                           *part_in_shared(shared, 4 * w + 3), byte);
 #pragma unroll
-            for (int b = 0; b < kSwizzleBlocks; b++) run[b].word[w] = byte[b];
+            for (int b = 0; b < kSwizzleBlocks; b++) block[b].word[w] = byte[b];
         }
         u8* to = p.compact + part.compact + part_line();
         const int lines = left_of(part.lines - part_line(), 16);
@@ -266,8 +272,8 @@ unswizzle_scales(const __grid_constant__ LayoutParams p) {
 #pragma unroll
         for (int b = 0; b < kSwizzleBlocks; b++) {
             if (b >= part.blocks) break;
-            if (whole) run[b].store(to + b * p.stride);
-            else run[b].store_partial(to + b * p.stride, lines);
+            if (whole) block[b].store(to + b * p.stride);
+            else block[b].store_partial(to + b * p.stride, lines);
         }
     }
 }

@@ -147,12 +147,12 @@ def test_saved_and_loaded(recipe, tmp_path):
 
 @pytest.mark.parametrize(("recipe", "field", "message"), [
     (BlockScaling(scale_layout="compact"), {"shape": (91, 72)},
-     r"g\.rowwise: expected data of shape \(6552,\)"),
+     r"g\.rowwise: expected float8_e4m3fn or float8_e5m2 of shape \(6552,\)"),
     (BlockScaling(scale_layout="compact"), {"splits": np.zeros(4, np.int64)}, r"g\.offsets: expected int64"),
     (BlockScaling(scale_layout="compact"), {"offsets": np.zeros(4, np.int32)}, r"g\.offsets: expected int64"),
     (BlockScaling(scale_layout="compact"), {"scale_layout": "gemm_ready"}, r"g\.scale_inv: expected float32"),
     (BlockScaling(scale_layout="compact"), {"columnwise_scale_inv": None},
-     r"g: expected columnwise data and scales, or neither"),
+     r"g\.columnwise: expected data and scales, or neither"),
     (BlockScaling(scale_layout="compact"), {"block": None},
      r"g\.scale_inv: expected float32 of shape \(3,\)"),
     *((BlockScaling(block), {"scale_inv": np.zeros((2, 7), np.float32)},

@@ -160,7 +160,7 @@ def test_every_layout_and_the_transposed_view():
     column = Scaled(turned.data, reference.transpose(compact.scale_inv), (700, 140), False, (128, 1),
                     "compact")
     assert repr(scale_span(column.T)) == repr(want)
-    assert repr(scale_span(Quantized(compact, column))) == repr(want)
+    assert repr(scale_span(Quantized(compact, column.T))) == repr(want)
 
 
 def test_a_batch_is_its_matrices():

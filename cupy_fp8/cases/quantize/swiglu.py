@@ -243,6 +243,11 @@ def _option_cases(case: Callable[..., Case]) -> Iterator[Case]:
     # Rows past the end repeat this one, times 0.
     for dtype, how in product(INPUT_DTYPES, _RECIPES[:2]):
         yield case(dtype, (1, 272), "normal", **how, probs=0.25)
+    # Rows past the end, whose weight is 1, have a larger amax, of biases alone.
+    yield case(bfloat16, (133, 272), "normal", **_DELAYED, bias="normal", probs=2.0**-20, **_BOTH)
+    # Zeros times weights that are Inf or NaN do not reach scales in the padding.
+    yield case(bfloat16, (133, 272), "edges", recipe=MXScaling(profile="torchao", scale_layout="swizzled"),
+               probs="edges", **_BOTH)
     for mode, profile, scale_layout in product(MX_MODES, MX_PROFILES, MX_SCALE_LAYOUTS):
         yield case(bfloat16, (133, 290),
                    recipe=MXScaling(mode=mode, profile=profile, scale_layout=scale_layout), **_BOTH)

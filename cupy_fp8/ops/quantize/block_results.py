@@ -121,12 +121,16 @@ def stored(direction: Direction | None, swapped: bool) -> int:
 
 
 def destinations(axes: tuple[Axis, Axis], places: Places) -> Members:
-    """Where a kernel writes data and scales along rows (fast) and along columns (slow) of memory."""
+    """Where a kernel writes data and scales along rows and along columns of memory."""
     (rows_data, _), (columns_data, _) = (places.get(axis.data, _NOWHERE) for axis in axes)
     (_, rows_scales), (_, columns_scales) = (places.get(axis.scales, _NOWHERE) for axis in axes)
     along_rows, along_columns = axes
-    return {"fast_data": rows_data, "slow_data": columns_data,
-            "fast": (rows_scales, *along_rows.strides), "slow": (columns_scales, *along_columns.strides)}
+    return {
+        "rows_data": rows_data,
+        "columns_data": columns_data,
+        "along_rows": (rows_scales, *along_rows.strides),
+        "along_columns": (columns_scales, *along_columns.strides),
+    }
 
 
 class Quantization:
@@ -150,7 +154,7 @@ class Quantization:
         access. grouped: the kernel asks for each group of rows what its transposed data allow."""
         members, whole = destinations(axes, places), self.columns % chunk == 0
         vector = int(whole and aligned)
-        for bit, axis, at in zip((2, 4), axes, (members["fast_data"], members["slow_data"]), strict=True):
+        for bit, axis, at in zip((2, 4), axes, (members["rows_data"], members["columns_data"]), strict=True):
             if axis.stored == TRANSPOSED:
                 wide = grouped or (self.rows % 16 == 0 and at % 16 == 0)
             else:

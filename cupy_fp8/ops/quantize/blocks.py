@@ -16,7 +16,7 @@ from ...calls.call import Call
 from ...directions import Direction, block_directions
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, float16, float32, lookup
 from ...kernels import Kernel, Launch, Variant, grid_size
-from ...kernels.warp_tiles import COLUMNS, LANE_COLUMNS, ROWS, Panels
+from ...kernels.warp_tiles import COLUMNS, LANE_COLUMNS, ROWS, WarpTiles
 from ...layouts import cdiv
 from ...options import block_eps, block_pow2, check_block_options
 from ...results import Quantized
@@ -31,11 +31,11 @@ _SMALLEST = 32
 _NO_SCALES = (0, 1, 1, 0, 0)                    # a ScaleGrid without its address
 _NO_BLOCKS = Axis(None, ABSENT, None, _NO_SCALES)
 
-_ACROSS = Panels(1, 8, down_first=False)        # 32 bytes of a row's compact scales
-_DOWN = Panels(4, 1, down_first=False)
-_GATHERED = Panels(8, 1, down_first=False)      # 256 bytes of a transposed row
+_ACROSS = WarpTiles(1, 8, down_first=False)        # 32 bytes of a row's compact scales
+_DOWN = WarpTiles(4, 1, down_first=False)
+_GATHERED = WarpTiles(8, 1, down_first=False)      # 256 bytes of a transposed row
 ANY_SHAPE = _GATHERED
-_WIDE = Panels(4, 2, down_first=False)          # a compromise of both
+_WIDE = WarpTiles(4, 2, down_first=False)          # a compromise of both
 #: Constants of quantize_block_rows in kernels_cu/quantize/block_rows.cu: elements of a block, bytes of a
 #: load, warps of a block of threads, and blocks of a warp.
 _LENGTH, _LOAD_BYTES, _WARPS, _WARP_BLOCKS = 128, 16, 4, 8
@@ -81,7 +81,7 @@ def quantize_block(x: Array, *, block: tuple[int | None, int | None] = (1, 128),
         lines rounded up to 4], 'compact' […, M, ceil(K/128)] and […, ceil(M/128), K]. Blocks of 128 x 128:
         'compact' has one scale for each in the order in which the data are stored, 'gemm_ready' the same with
         rows rounded up to 4. See docs/layouts.md
-    noop : one-element f32 array on the device; nothing is written if it holds 1.0. Needs `out`
+    noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `out`
     out : an earlier result of the same shape and options (or ``recipe.empty(…)``); written in place and
         returned. With it the call allocates nothing and can be captured into a CUDA graph
 
@@ -148,9 +148,15 @@ class BlockQuantization(block_results.Quantization):
     def members(self, axes: tuple[Axis, Axis]) -> Members:
         """Members of the struct of a kernel of warp tiles that do not depend on memory."""
         length = (self.block[0] if self.block[1] == 1 else self.block[1]) or _SMALLEST
-        return {"rows": self.rows, "columns": self.columns, "rule": self.rule, "panels": length // _SMALLEST,
-                "divide": int(self.divide), "square": int(self.square),
-                "stored": axes[0].stored | axes[1].stored << 2}
+        return {
+            "rows": self.rows,
+            "columns": self.columns,
+            "rule": self.rule,
+            "block_segments": length // _SMALLEST,
+            "divide": int(self.divide),
+            "square": int(self.square),
+            "stored": axes[0].stored | axes[1].stored << 2,
+        }
 
 
 def _rule(source: np.dtype[Any], to: np.dtype[Any], pow2: bool, eps: float,
@@ -212,7 +218,7 @@ def _whole_line_launch(call: Call, inputs: Inputs, name: str, places: Places) ->
                                      x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0)
     return _lines_variant(quantization.source, quantization.to, along_rows).bind(
         x.array, grid_size(matrices * tiles, quantization.shape), x=x.at, noop=call.noop_at, **members,
-        rows=quantization.rows, columns=quantization.columns, rule=quantization.rule, panels=1,
+        rows=quantization.rows, columns=quantization.columns, rule=quantization.rule, block_segments=1,
         divide=int(quantization.divide), stored=axis.stored)
 
 
@@ -244,7 +250,7 @@ def _tile_launch(call: Call, inputs: Inputs, axes: tuple[Axis, Axis], places: Pl
     stored = axes[0].stored, axes[1].stored
     tile = None
     if members["vector"] == 7 and not quantization.divide:
-        tile = panels_of(source, *stored, square, False, quantization.compact)
+        tile = warp_tiles_of(source, *stored, square, False, quantization.compact)
     variant = (tile_variant(source, to, *stored, square, False, tile) if tile
                else any_shape_variant(source, to))
     return variant.bind(x.array, (tile or ANY_SHAPE).grid(quantization.shape), x=x.at, noop=call.noop_at,
@@ -255,18 +261,18 @@ _QUANTIZE = _QuantizeBlock()
 
 
 # ---- programs ----
-def panels_of(source: np.dtype[Any], fast: int, slow: int, square: bool, divide: bool,
-              compact: bool) -> Panels | None:
+def warp_tiles_of(source: np.dtype[Any], rows: int, columns: int, square: bool, divide: bool,
+              compact: bool) -> WarpTiles | None:
     """The tile of the program for wide accesses. None if there is no program, since the case is rare: blocks
     along columns whose data are not stored transposed, divided elements unless data are row-wise, and squares
     of float16."""
-    if fast == TRANSPOSED or slow == AS_IS or (square and source == float16):
+    if rows == TRANSPOSED or columns == AS_IS or (square and source == float16):
         return None
-    if slow == ABSENT:
+    if columns == ABSENT:
         return None if square and divide else _DOWN if square else _ACROSS
     if divide:
         return None
-    if fast == ABSENT:
+    if rows == ABSENT:
         return _GATHERED._replace(down_first=True)
     if source == float32:
         return _DOWN
@@ -274,17 +280,28 @@ def panels_of(source: np.dtype[Any], fast: int, slow: int, square: bool, divide:
 
 
 @functools.cache
-def tile_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int, square: bool, divide: bool,
-                 panels: Panels, aligned: bool = True, kernel: Kernel = _TILE) -> Variant:
+def tile_variant(
+    source: np.dtype[Any],
+    to: np.dtype[Any],
+    rows: int,
+    columns: int,
+    square: bool,
+    divide: bool,
+    warp_tiles: WarpTiles,
+    aligned: bool = True,
+    kernel: Kernel = _TILE,
+) -> Variant:
     """The variant of the tile kernel for arrays, or for groups (ops/quantize/grouped_blocks.py)."""
-    per_panel = _COLUMN_BYTES * (not aligned or slow != ABSENT or square) + _ROW_BYTES * (not aligned
-        or (fast != ABSENT and not square))
-    shared = (fast, slow).count(TRANSPOSED) * panels.tile + panels.down * panels.across * per_panel
-    shared += _SEGMENT_BYTES * panels.columns * (panels.run > 1)
-    of_groups = {} if kernel is _TILE else {"RUN": panels.run}
-    return kernel.variant(block=panels.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag,
-                          FAST=fast, SLOW=slow,
-                         SQUARE=int(square), DIVIDE=int(divide), ALIGNED=int(aligned), **panels.defines,
+    per_warp_tile = _COLUMN_BYTES * (not aligned or columns != ABSENT or square) + _ROW_BYTES * (not aligned
+        or (rows != ABSENT and not square))
+    shared = (rows, columns).count(
+        TRANSPOSED
+    ) * warp_tiles.tile + warp_tiles.down * warp_tiles.across * per_warp_tile
+    shared += _SEGMENT_BYTES * warp_tiles.columns * (warp_tiles.tiles_per_block > 1)
+    of_groups = {} if kernel is _TILE else {"TILES_PER_BLOCK": warp_tiles.tiles_per_block}
+    return kernel.variant(block=warp_tiles.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag,
+                          ALONG_ROWS=rows, ALONG_COLUMNS=columns,
+                         SQUARE=int(square), DIVIDE=int(divide), ALIGNED=int(aligned), **warp_tiles.defines,
                          **of_groups)
 
 
@@ -302,10 +319,19 @@ def _rows_variant(source: np.dtype[Any], to: np.dtype[Any], divide: bool) -> Var
 
 @functools.cache
 def _lines_variant(source: np.dtype[Any], to: np.dtype[Any], along_rows: bool) -> Variant:
-    panels = _ACROSS if along_rows else _GATHERED
-    shared = panels.tile + panels.down * panels.across * (_ROW_BYTES // 2 if along_rows else _COLUMN_BYTES)
-    return _LINES.variant(block=panels.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag,
-                          ALONG_ROWS=int(along_rows), PANELS_DOWN=panels.down, PANELS_ACROSS=panels.across)
+    warp_tiles = _ACROSS if along_rows else _GATHERED
+    shared = warp_tiles.tile + warp_tiles.down * warp_tiles.across * (
+        _ROW_BYTES // 2 if along_rows else _COLUMN_BYTES
+    )
+    return _LINES.variant(
+        block=warp_tiles.block,
+        shared=shared,
+        IN=FORMATS[source].tag,
+        OUT=FORMATS[to].tag,
+        ALONG_ROWS=int(along_rows),
+        WARP_TILES_DOWN=warp_tiles.down,
+        WARP_TILES_ACROSS=warp_tiles.across,
+    )
 
 
 def variants() -> Iterator[Variant]:
@@ -316,7 +342,7 @@ def variants() -> Iterator[Variant]:
             yield _rows_variant(source, to, divide)
         for along_rows in (False, True):
             yield _lines_variant(source, to, along_rows)
-        for (fast, slow), square, compact in product(
+        for (rows, columns), square, compact in product(
                 ((AS_IS, ABSENT), (ABSENT, TRANSPOSED), (AS_IS, TRANSPOSED)), (False, True), (False, True)):
-            if panels := panels_of(source, fast, slow, square, False, compact):
-                yield tile_variant(source, to, fast, slow, square, False, panels)
+            if warp_tiles := warp_tiles_of(source, rows, columns, square, False, compact):
+                yield tile_variant(source, to, rows, columns, square, False, warp_tiles)

@@ -16,7 +16,7 @@ from ...calls.row_segments import find_segments, pays
 from ...directions import Direction
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float32
 from ...kernels import Kernel, Launch, Variant
-from ...kernels.warp_tiles import LANE_COLUMNS, Panels
+from ...kernels.warp_tiles import LANE_COLUMNS, WarpTiles
 from ...layouts import cdiv, group_scales, group_unit, grouped_scale_shape, round_up
 from ...recipes import BlockScaling, MXScaling
 from . import blocks, mx
@@ -30,7 +30,7 @@ _MX = Kernel("quantize/mx", "group_quantize_mx")
 _TILES_PER_BLOCK = 2            # that write transposed data; with more, multiprocessors are idle at the end
 _ROWS = Kernel("quantize/grouped_rows_columns", "group_quantize_rows")
 _LINES = Kernel("quantize/grouped_rows_columns", "group_quantize_lines")
-_LINE_TILE = Panels(8, 1, down_first=False)             # 256 bytes of a transposed row
+_LINE_TILE = WarpTiles(8, 1, down_first=False)             # 256 bytes of a transposed row
 _SEGMENT_ROWS, _SHARE, _THREADS = 32, 8192, 256         # SegmentOfRows of the kernel
 _CHUNK_BYTES, _CHUNKS, _WARP = 16, 4, 32                # a thread holds so many chunks of a row
 _FIND, _QUANTIZE = 0, 1                                 # passes of the kernel of whole columns
@@ -74,19 +74,25 @@ def launches(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator[Lau
     if None in quantization.block:
         yield from _whole_lines(call, inputs, places)
         return
-    (fast, slow), own = axes_of(quantization)
+    (rows, columns), own = axes_of(quantization)
     wide_loads = inputs.x.at % (LANE_COLUMNS * x.itemsize) == 0
-    members = {**own, **quantization.warp_tile_members((fast, slow), _by_direction(places), wide_loads,
-                                                       grouped=True)}
-    chosen, panels = variant(quantization, (fast.stored, slow.stored), members["vector"] == 7)
-    tiling = tiled(call, inputs, places, panels.run_rows, panels.columns, clears=1)
-    scales, segments_at = [scales_of(quantization, inputs.number, axis) for axis in (fast, slow)], 0
+    members = {**quantization.warp_tile_members((rows, columns), _by_direction(places), wide_loads,
+                                                grouped=True), **own}
+    chosen, warp_tiles = variant(quantization, (rows.stored, columns.stored), members["vector"] == 7)
+    tiling = tiled(call, inputs, places, warp_tiles.rows_of_block, warp_tiles.columns, clears=1)
+    scales, segments_at = [scales_of(quantization, inputs.number, axis) for axis in (rows, columns)], 0
     if pays(x, tiling.grid):
         shifts = scales[0]["unit_shift"], scales[1]["unit_shift"]
         find, segments_at = find_segments(call, tiling.rows, tiling.segments, tiling.groups, shifts)
         yield find
-    yield chosen.bind(x, tiling.grid, all={"x": inputs.x.at, "noop": call.noop_at, **members},
-                      groups={**tiling.groups, "segments": segments_at}, fast=scales[0], slow=scales[1])
+    yield chosen.bind(
+        x,
+        tiling.grid,
+        all={"x": inputs.x.at, "noop": call.noop_at, **members},
+        groups={**tiling.groups, "segments": segments_at},
+        along_rows=scales[0],
+        along_columns=scales[1],
+    )
 
 
 def _by_direction(places: dict[str, int]) -> Places:
@@ -126,18 +132,18 @@ def _whole_lines(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator
     """One launch if only rows are written. Otherwise a launch finds each block's rows and clears the amaxes,
     the second finds the amaxes, and the third quantises."""
     quantization, x = cast(blocks.BlockQuantization, inputs.quantization), inputs.x.array
-    (fast, slow), own = axes_of(quantization)
-    rows_alone = (fast.stored, slow.stored) == (AS_IS, ABSENT)
+    (rows, columns), own = axes_of(quantization)
+    rows_alone = (rows.stored, columns.stored) == (AS_IS, ABSENT)
     tile = (_SEGMENT_ROWS, _SHARE) if rows_alone else (_LINE_TILE.rows, _LINE_TILE.columns)
     tiling = tiled(call, inputs, places, *tile, clears=1)
     chunk = _CHUNK_BYTES // x.itemsize if rows_alone else LANE_COLUMNS
     aligned = inputs.x.at % (chunk * x.itemsize) == 0
 
     def members(to: Places) -> Members:
-        return {**quantization.warp_tile_members((fast, slow), to, aligned, chunk, grouped=True), **own}
+        return {**quantization.warp_tile_members((rows, columns), to, aligned, chunk, grouped=True), **own}
 
-    scales = scales_of(quantization, inputs.number, fast)
-    amaxes, clear = ({}, (0, 0)) if rows_alone else _amaxes(call, inputs, (fast, slow))
+    scales = scales_of(quantization, inputs.number, rows)
+    amaxes, clear = ({}, (0, 0)) if rows_alone else _amaxes(call, inputs, (rows, columns))
     groups = {**tiling.groups, "segments": 0}
     if clear[1] or pays(x, tiling.grid):
         find, groups["segments"] = find_segments(call, tiling.rows, tiling.segments, tiling.groups,
@@ -150,9 +156,9 @@ def _whole_lines(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator
         # sizes.
         silent = {**groups, "offsets_out": 0, "sizes_out": 0}
         yield chosen.bind(x, tiling.grid, all={**array, **members({})}, groups=silent,
-                          fast=scales, **amaxes, phase=_FIND)
+                          along_rows=scales, **amaxes, phase=_FIND)
     yield chosen.bind(x, tiling.grid, all={**array, **members(_by_direction(places))}, groups=groups,
-                      fast=scales, **amaxes, phase=_QUANTIZE, team=_team(quantization.columns, chunk))
+                      along_rows=scales, **amaxes, phase=_QUANTIZE, team=_team(quantization.columns, chunk))
 
 
 def _amaxes(call: Call, inputs: Inputs, axes: tuple[Axis, Axis]) -> tuple[dict[str, int], tuple[int, int]]:
@@ -175,8 +181,8 @@ def _team(columns: int, chunk: int) -> int:
 
 
 # ---- variants ----
-def variant(quantization: AnyQuantization, stored: tuple[int, int], wide: bool) -> tuple[Variant, Panels]:
-    """The variant for memory that allows wide accesses, or for any, and the panels of its blocks.
+def variant(quantization: AnyQuantization, stored: tuple[int, int], wide: bool) -> tuple[Variant, WarpTiles]:
+    """The variant for memory that allows wide accesses, or for any, and the warp tiles of its blocks.
 
     Few choices have a program of their own for wide accesses. The others take the program that gets what to
     store at run time: f32, of which either program keeps 256 threads of a multiprocessor in flight; elements
@@ -188,23 +194,30 @@ def variant(quantization: AnyQuantization, stored: tuple[int, int], wide: bool) 
     return _mx_variant(quantization.source, quantization.to, *stored, quantization.tall, wide)
 
 
-def _block_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int, square: bool, divide: bool,
-                   wide: bool) -> tuple[Variant, Panels]:
-    rare = divide or slow == AS_IS or (square and fast == ABSENT)
-    panels = blocks.panels_of(source, fast, slow, square, divide, False) if wide and not rare else None
-    if panels is None:
+def _block_variant(
+    source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: int, square: bool, divide: bool, wide: bool
+) -> tuple[Variant, WarpTiles]:
+    rare = divide or columns == AS_IS or (square and rows == ABSENT)
+    warp_tiles = (
+        blocks.warp_tiles_of(source, rows, columns, square, divide, False) if wide and not rare else None
+    )
+    if warp_tiles is None:
         return blocks.any_shape_variant(source, to, divide, _BLOCKS), blocks.ANY_SHAPE
     # Groups have an order of their own.
-    panels = panels._replace(down_first=False, run=_TILES_PER_BLOCK if slow == TRANSPOSED else 1)
-    return blocks.tile_variant(source, to, fast, slow, square, divide, panels, True, _BLOCKS), panels
+    warp_tiles = warp_tiles._replace(
+        down_first=False, tiles_per_block=_TILES_PER_BLOCK if columns == TRANSPOSED else 1
+    )
+    return blocks.tile_variant(
+        source, to, rows, columns, square, divide, warp_tiles, True, _BLOCKS
+    ), warp_tiles
 
 
-def _mx_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int, tall: bool,
-                wide: bool) -> tuple[Variant, Panels]:
+def _mx_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: int, tall: bool,
+                wide: bool) -> tuple[Variant, WarpTiles]:
     if not wide:                                        # MX data are never stored transposed here
         return mx.tile_variant(source, to, AS_IS, AS_IS, mx.ANY_SHAPE, False, _MX), mx.ANY_SHAPE
-    panels = mx.panels_of(source, fast, slow, tall)._replace(down_first=False)
-    return mx.tile_variant(source, to, fast, slow, panels, True, _MX), panels
+    warp_tiles = mx.warp_tiles_of(source, rows, columns, tall)._replace(down_first=False)
+    return mx.tile_variant(source, to, rows, columns, warp_tiles, True, _MX), warp_tiles
 
 
 @functools.cache
@@ -221,7 +234,7 @@ def _lines_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
 
 
 def _line_defines() -> dict[str, int]:
-    return {"PANELS_DOWN": _LINE_TILE.down, "PANELS_ACROSS": _LINE_TILE.across}
+    return {"WARP_TILES_DOWN": _LINE_TILE.down, "WARP_TILES_ACROSS": _LINE_TILE.across}
 
 
 def variants() -> Iterator[Variant]:
@@ -235,7 +248,9 @@ def variants() -> Iterator[Variant]:
         if source == float32:
             continue
         yield _block_variant(source, to, ABSENT, TRANSPOSED, False, False, True)[0]
-        for slow, square in product((ABSENT, TRANSPOSED), (False, True)):
-            yield _block_variant(source, to, AS_IS, slow, square, False, True)[0]
-        for (fast, slow), tall in product(((AS_IS, ABSENT), (ABSENT, AS_IS), (AS_IS, AS_IS)), (False, True)):
-            yield _mx_variant(source, to, fast, slow, tall, True)[0]
+        for columns, square in product((ABSENT, TRANSPOSED), (False, True)):
+            yield _block_variant(source, to, AS_IS, columns, square, False, True)[0]
+        for (rows, columns), tall in product(
+            ((AS_IS, ABSENT), (ABSENT, AS_IS), (AS_IS, AS_IS)), (False, True)
+        ):
+            yield _mx_variant(source, to, rows, columns, tall, True)[0]

@@ -122,7 +122,7 @@ def _cast_current(call: Call, inputs: Inputs, places: dict[str, int], choice: si
         x, choice.blocks, x=inputs.x.at, data=places["rowwise"], data_t=places["columnwise"],
         scale_inv=places["scale_inv"], amax=inputs.amaxes.at if inputs.amaxes else 0, noop=call.noop_at,
         amax_of_launch=words_at + 4 * of_tiles, groups={**tiling.groups, "segments": segments_at},
-        resident=single_read.members(words_at, tiling.grid, choice, rule))
+        single_read=single_read.members(words_at, tiling.grid, choice, rule))
 
 
 # ---- variants ----

@@ -15,7 +15,7 @@ from ...calls.call import Call
 from ...directions import Direction, mx_directions
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, float16, float32, lookup
 from ...kernels import Kernel, Launch, Variant, elementwise
-from ...kernels.warp_tiles import LANE_COLUMNS, Panels
+from ...kernels.warp_tiles import LANE_COLUMNS, WarpTiles
 from ...layouts import SWIZZLE_COLUMNS, cdiv, scale_grid
 from ...options import check_mx_options
 from ...results import Quantized
@@ -31,9 +31,9 @@ _NO_SCALES = (0, 1, 1)                          # a ScaleTarget without its addr
 _STORED = ((AS_IS, ABSENT), (TRANSPOSED, ABSENT), (ABSENT, AS_IS), (ABSENT, TRANSPOSED), (AS_IS, AS_IS),
            (AS_IS, TRANSPOSED))
 # With 128 lines the swizzled scales of a tile of 128 x 128 elements are adjacent.
-_SWIZZLED = Panels(4, 1, down_first=False)
-_COMPACT = Panels(1, 8, down_first=False)       # 32 bytes of a row's compact scales (and of a transposed row)
-_GATHERED = Panels(8, 1, down_first=False)      # 256 bytes of a transposed row
+_SWIZZLED = WarpTiles(4, 1, down_first=False)
+_COMPACT = WarpTiles(1, 8, down_first=False)  # 32 bytes of a row's compact scales (and of a transposed row)
+_GATHERED = WarpTiles(8, 1, down_first=False)      # 256 bytes of a transposed row
 ANY_SHAPE = _GATHERED
 
 
@@ -65,7 +65,7 @@ def quantize_mx(x: Array, *, dtype: Any = float8_e4m3fn, rowwise: bool = True, c
     scale_layout : 'compact' (row-wise […, M, ceil(K/32)], column-wise […, ceil(M/32), K]) or 'swizzled'
         (tiles of 128 lines x 4 blocks, as cuBLAS reads them: […, lines rounded up to 128, blocks rounded up
         to 4], padding 0; see docs/layouts.md)
-    noop : one-element f32 array on the device; nothing is written if it holds 1.0. Needs `out`
+    noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `out`
     out : an earlier result of the same shape and options (or ``recipe.empty(…)``); written in place and
         returned. With it the call allocates nothing and can be captured into a CUDA graph
 
@@ -179,7 +179,7 @@ def _rows_launch(call: Call, inputs: Inputs, written: tuple[int, ...]) -> Launch
     quantization, x = inputs.quantization, inputs.x
     members = block_results.destinations(quantization.axes, quantization.result.places(written))
     grid, vector = elementwise.grid(quantization.size, quantization.shape, x.dtype.itemsize, 1, x.at,
-                                    members["fast_data"])
+                                    members["rows_data"])
     return _rows_variant(quantization.source, quantization.to).bind(
         x.array, grid, x=x.at, noop=call.noop_at, **members, **quantization.members, vector=vector)
 
@@ -201,24 +201,24 @@ _QUANTIZE = _QuantizeMx()
 
 
 # ---- programs ----
-def panels_of(source: np.dtype[Any], fast: int, slow: int, tall: bool) -> Panels:
+def warp_tiles_of(source: np.dtype[Any], rows: int, columns: int, tall: bool) -> WarpTiles:
     """The fastest choice on an H200 (docs/performance.md). tall: scales that are neighbours along a column of
     memory are neighbours in the result, so a tile has four of them."""
-    if TRANSPOSED not in (fast, slow):
-        return _SWIZZLED if tall or not fast else _COMPACT
-    if AS_IS not in (fast, slow):
+    if TRANSPOSED not in (rows, columns):
+        return _SWIZZLED if tall or not rows else _COMPACT
+    if AS_IS not in (rows, columns):
         return _GATHERED._replace(down_first=True)
     return _SWIZZLED if source == float32 else _GATHERED if tall else _COMPACT
 
 
-def _wide_tile(source: np.dtype[Any], fast: int, slow: int, tall: bool) -> Panels | None:
+def _wide_tile(source: np.dtype[Any], rows: int, columns: int, tall: bool) -> WarpTiles | None:
     """The tile of the program for wide accesses. None if there is no program, since the case is rare: both
     directions stored transposed, or both directions of float16 with tall tiles."""
-    if (fast, slow) == (TRANSPOSED, TRANSPOSED) or (source == float16 and tall and fast and slow):
+    if (rows, columns) == (TRANSPOSED, TRANSPOSED) or (source == float16 and tall and rows and columns):
         return None
     # Data along rows alone come here for swizzled scales or for partial blocks. quantize_mx_rows writes the
     # others.
-    return panels_of(source, fast, slow, tall or slow == ABSENT)
+    return warp_tiles_of(source, rows, columns, tall or columns == ABSENT)
 
 
 @functools.cache
@@ -227,14 +227,14 @@ def _rows_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
 
 
 @functools.cache
-def tile_variant(source: np.dtype[Any], to: np.dtype[Any], fast: int, slow: int, panels: Panels,
+def tile_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: int, warp_tiles: WarpTiles,
                  aligned: bool = True, kernel: Kernel = _TILE) -> Variant:
     """The variant of the tile kernel for arrays, or for groups (ops/quantize/grouped_blocks.py)."""
     # The scales of both directions take shared memory too.
-    shared = (fast, slow).count(TRANSPOSED) * panels.tile + 2 * panels.tile // _BLOCK
-    return kernel.variant(block=panels.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag,
-                          FAST=fast, SLOW=slow,
-                         ALIGNED=int(aligned), **panels.defines)
+    shared = (rows, columns).count(TRANSPOSED) * warp_tiles.tile + 2 * warp_tiles.tile // _BLOCK
+    return kernel.variant(block=warp_tiles.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag,
+                          ALONG_ROWS=rows, ALONG_COLUMNS=columns,
+                         ALIGNED=int(aligned), **warp_tiles.defines)
 
 
 def any_shape_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
@@ -248,6 +248,6 @@ def variants() -> Iterator[Variant]:
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
         yield _rows_variant(source, to)
         yield any_shape_variant(source, to)
-        for (fast, slow), tall in product(_STORED, (False, True)):
-            if tile := _wide_tile(source, fast, slow, tall):
-                yield tile_variant(source, to, fast, slow, tile)
+        for (rows, columns), tall in product(_STORED, (False, True)):
+            if tile := _wide_tile(source, rows, columns, tall):
+                yield tile_variant(source, to, rows, columns, tile)

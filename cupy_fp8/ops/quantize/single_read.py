@@ -19,51 +19,51 @@ from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES
 from ...kernels import Kernel, Variant, tiles
 
 TILE = tiles.SMALL
-#: Constants of single_read.cuh: threads of a block, slots of shared memory (each for a tile), words of state,
-#: and bytes that the kernel's own variables may take.
-_THREADS, _MOST_SLOTS, _STATE_WORDS, _STATIC_SHARED = 384, 6, 2, 2048
-_SLOT_BYTES = TILE.rows * TILE.columns * 2
-#: With fewer slots hardly any matrix fits.
-_FEWEST_SLOTS = 4
-#: The slots for matrices of few tiles per block, because a sixth slot takes 32 KB from the L1.
-_PREFERRED_SLOTS = 5
+#: Constants of single_read.cuh: threads of a block, stages of shared memory (each for a tile), words of
+#: state, and bytes that the kernel's own variables may take.
+_THREADS, _MOST_STAGES, _STATE_WORDS, _STATIC_SHARED = 384, 6, 2, 2048
+_STAGE_BYTES = TILE.rows * TILE.columns * 2
+#: With fewer stages hardly any matrix fits.
+_FEWEST_STAGES = 4
+#: The stages for matrices of few tiles per block, because a sixth stage takes 32 KB from the L1.
+_PREFERRED_STAGES = 5
 #: One launch is faster than two from so many tiles per block on (docs/performance.md).
 _FEWEST_TILES = 8
 
 
 class _Machine(NamedTuple):
-    """How many blocks of threads a GPU holds at a time, and how many slots each of them has."""
+    """How many blocks of threads a GPU holds at a time, and how many stages each of them has."""
 
     blocks: int
-    slots: int              # for matrices that take at most half of the room
-    most_slots: int         # 0: the GPU has too little shared memory
+    stages: int             # for matrices that take at most half of the room
+    most_stages: int        # 0: the GPU has too little shared memory
     fewest: int             # tiles per block that make one launch worthwhile
 
-    def most(self, slots: int) -> int:
+    def most(self, stages: int) -> int:
         """Tiles of the largest matrix that is read once: a block holds one more tile in registers."""
-        return (slots + 1) * self.blocks
+        return (stages + 1) * self.blocks
 
 
-_CPU = _Machine(blocks=3, slots=1, most_slots=2, fewest=0)
+_CPU = _Machine(blocks=3, stages=1, most_stages=2, fewest=0)
 
 
 @functools.cache
 def _gpu(device_id: int) -> _Machine:
-    fit = (kernels.shared_memory_per_block(device_id) - _STATIC_SHARED - TILE.shared) // _SLOT_BYTES
-    most = min(fit, _MOST_SLOTS) if fit >= _FEWEST_SLOTS else 0
-    return _Machine(kernels.multiprocessors(device_id), min(most, _PREFERRED_SLOTS), most, _FEWEST_TILES)
+    fit = (kernels.shared_memory_per_block(device_id) - _STATIC_SHARED - TILE.shared) // _STAGE_BYTES
+    most = min(fit, _MOST_STAGES) if fit >= _FEWEST_STAGES else 0
+    return _Machine(kernels.multiprocessors(device_id), min(most, _PREFERRED_STAGES), most, _FEWEST_TILES)
 
 
 class Choice(NamedTuple):
-    """The slots and the blocks of threads of a launch."""
+    """The stages and the blocks of threads of a launch."""
 
-    slots: int
+    stages: int
     blocks: int
 
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory."""
-        return self.slots * _SLOT_BYTES + TILE.shared
+        return self.stages * _STAGE_BYTES + TILE.shared
 
 
 def choose(x: Array, matrices: Sequence[int], times: int = 1) -> Choice | None:
@@ -72,12 +72,12 @@ def choose(x: Array, matrices: Sequence[int], times: int = 1) -> Choice | None:
     whose rows all allow chunked access."""
     machine = _CPU if isinstance(x, np.ndarray) else _gpu(x.data.device_id)
     total = sum(matrices)
-    if x.dtype.itemsize != 2 or not machine.most_slots or times * total < machine.fewest * machine.blocks:
+    if x.dtype.itemsize != 2 or not machine.most_stages or times * total < machine.fewest * machine.blocks:
         return None
-    slots = machine.slots if 2 * max(matrices) <= machine.most(machine.slots) else machine.most_slots
-    if 2 * sum(count for count in matrices if count <= machine.most(slots)) < total:
+    stages = machine.stages if 2 * max(matrices) <= machine.most(machine.stages) else machine.most_stages
+    if 2 * sum(count for count in matrices if count <= machine.most(stages)) < total:
         return None
-    return Choice(slots, max(1, min(machine.blocks, times * total)))
+    return Choice(stages, max(1, min(machine.blocks, times * total)))
 
 
 def words(count: int) -> int:
@@ -88,7 +88,7 @@ def words(count: int) -> int:
 def members(at: int, count: int, choice: Choice, rule: tuple[float, float, bool]) -> tuple[Any, ...]:
     """The struct Resident. at: the workspace's address, a multiple of 8. rule: target, eps, pow2_scale."""
     target, eps, pow2 = rule
-    return at, at + 4 * _STATE_WORDS, count, choice.slots, target, eps, int(pow2)
+    return at, at + 4 * _STATE_WORDS, count, choice.stages, target, eps, int(pow2)
 
 
 @functools.cache

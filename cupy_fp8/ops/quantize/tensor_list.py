@@ -296,7 +296,7 @@ def _read_once(call: Call, matrices: list[_Matrix], to: np.dtype[Any], rule: _Ru
     at = table.make(call, _packed(matrices, table))
     return single_read.variant(_CURRENT, x.dtype, to, choice.shared).bind(
         x, choice.blocks, tensors=at, tensor_of=at + table.numbers, noop=call.noop_at,
-        resident=single_read.members(at + table.zeros, count, choice, rule))
+        single_read=single_read.members(at + table.zeros, count, choice, rule))
 
 
 def _read_twice(call: Call, matrices: list[_Matrix], to: np.dtype[Any], rule: _Rule) -> Iterator[Launch]:

@@ -122,8 +122,9 @@ def _launch(call: Call, arrays: list[_Listed]) -> Launch:
     accesses."""
     quantization, wide = arrays[0].quantization, all(each.allows_wide for each in arrays)
     (along_rows, along_columns), _ = grouped_blocks.axes_of(quantization)
-    variant, panels = grouped_blocks.variant(quantization, (along_rows.stored, along_columns.stored), wide)
-    tiles = [each.tiles(panels.rows, panels.columns) for each in arrays]
+    stored = along_rows.stored, along_columns.stored
+    variant, warp_tiles = grouped_blocks.variant(quantization, stored, wide)
+    tiles = [each.tiles(warp_tiles.rows, warp_tiles.columns) for each in arrays]
     params = "BlockParams" if isinstance(quantization, blocks.BlockQuantization) else "MxParams"
     table = TableLayout(variant.kernel.record(f"ListedArray<{params}>"), [count for count, _, _ in tiles])
     packed, first = [], 0

@@ -1,9 +1,9 @@
-// Where the rows of moved groups (moe/pad.cu) come from: scans over the sizes of all groups, by the first
-// warp of a block.
+// The first warp of a block finds where the rows of moved groups (moe/pad.cu) come from, by scans over the
+// sizes of all groups.
 #pragma once
 #include "groups/row_groups.cuh"
 
-// Rows that move, and how blocks of threads share them.
+// Rows that move, and how they are shared out among blocks of threads.
 struct RowArray {
     const u8* from;              // [from_rows, row_bytes]
     u8* to;                      // [rows, row_bytes]
@@ -18,21 +18,21 @@ struct GroupsParams {
     RowArray data, scales;
     Splits splits;
     const void* order;           // [groups] i32, or i64 where `order_wide`; null: groups keep their order
-    i64 from_rows, rows;         // of from, and of to
+    i64 from_rows, rows;         // rows of from and of to
     i64 align_from, align_to;    // powers of two
     const u32* scale;            // one word, copied to `scale_to`; or null
     u32* scale_to;
     u32 order_wide;
-    u32 exact;                   // 1: the groups are all rows of `from`; 0: rows may follow the last group
+    u32 exact;                   // 1: the groups have all rows of `from`; 0: rows may follow the last group
     u32 data_blocks;             // blocks of threads before those of `scales`
 
-    // A group's size, clamped to 0 to one more than all rows, so that sums stay small.
+    // A size is clamped to [0, one more than all rows], so that sums stay small.
     __device__ __forceinline__ i64 most() const { return (from_rows > rows ? from_rows : rows) + 1; }
     __device__ __forceinline__ i64 size(i64 group) const {
         const i64 given = splits.load(group);
         return given < 0 ? 0 : given < most() ? given : most();
     }
-    // The group at a position in `to`. A group that does not exist has size 0.
+    // Returns the group at a position in `to`. A group that does not exist has size 0.
     __device__ __forceinline__ i64 group_at(i64 position) const {
         if (!order || position >= splits.groups) return position;
         const i64 group = order_wide ? load_read_only(static_cast<const i64*>(order) + position)
@@ -42,20 +42,20 @@ struct GroupsParams {
 };
 
 constexpr int kThreads = 256, kMostRows = 2048;
-constexpr int kPerLane = 4, kRound = 32 * kPerLane;  // groups of a lane, and of a warp, in a round of a scan
+constexpr int kPerLane = 4, kRound = 32 * kPerLane;  // groups per lane and per warp in a round of a scan
 constexpr int kWindow = 1024;                        // groups whose starts are in shared memory at a time
 
 struct Shared {
-    // the row that each row of the block comes from, then its byte offset; -1: zeros
+    // the source row of each row of the block, then its byte offset; -1: zeros
     i64 source[kMostRows];
-    i32 group[kMostRows];        // with an order: the group of a row, whose start is added later
-    i64 start[kWindow];          // with an order: the rows of `from` where groups start
+    i32 group[kMostRows];        // with an order: the group of each row, whose start is added later
+    i64 start[kWindow];          // with an order: the first row of each group in `from`
 };
 
 __device__ __forceinline__ i64 aligned_up(i64 rows, i64 align) { return (rows + align - 1) & -align; }
 __device__ __forceinline__ i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
 
-// Inclusive sums over the lanes of both at once.
+// Computes the inclusive sums of both over the lanes at once.
 template <class T>
 __device__ __forceinline__ void warp_prefix_sums(T& a, T& b) {
 #pragma unroll
@@ -65,8 +65,8 @@ __device__ __forceinline__ void warp_prefix_sums(T& a, T& b) {
     }
 }
 
-// value[u] = from[index[u]], or -1 if that is not one of the `count` integers. All loads are in flight at
-// once: an index that does not exist loads the first.
+// value[u] = from[index[u]], or -1 if there is no such index. from has `count` integers. All loads are in
+// flight at once, because an index that does not exist loads the first.
 template <class Stored, int kCount>
 __device__ __forceinline__ void load_stored(const void* from, const i64 (&index)[kCount], i64 count,
                                             i64 (&value)[kCount]) {
@@ -84,7 +84,7 @@ __device__ __forceinline__ void load_all(const void* from, u32 wide, const i64 (
     else load_stored<i32, kCount>(from, index, count, value);
 }
 
-// The sizes of a lane's groups of a round. There is at least one group.
+// The sizes of a lane's groups in a round. There is at least one group.
 template <class T, int kCount>
 struct LaneGroups {
     T size[kCount];
@@ -107,11 +107,11 @@ struct LaneGroups {
     }
 };
 
-// With fewer rows in both arrays T is u32: no sum of a round's groups overflows.
+// With fewer rows in both arrays T is u32, since no sum of a round's groups overflows.
 constexpr i64 kFewRows = 1 << 24;
 
-// One whole warp finds the sources of `count` rows from `first_row` on; with an order they are counted from
-// the start of their group.
+// Finds the sources of `count` rows from `first_row` on. With an order they are counted from the start of
+// their group. One whole warp calls it.
 template <class T>
 __device__ __forceinline__ void find_in_groups(const GroupsParams& p, i64 first_row, int count,
                                                Shared& shared) {
@@ -119,14 +119,14 @@ __device__ __forceinline__ void find_in_groups(const GroupsParams& p, i64 first_
     const T first = (T)first_row, end = first + (T)count, most = (T)p.most();
     const T align_from = (T)p.align_from, align_to = (T)p.align_to;
     const auto aligned = [](T rows, T align) { return (rows + align - 1) & (T)(0 - align); };
-    constexpr bool kEarly = sizeof(T) == 4;          // the next round's sizes are loaded during this one
-    // groups of a lane and round: four i64 take too many registers
+    constexpr bool kEarly = sizeof(T) == 4;          // The next round's sizes are loaded during this one.
+    // Four groups per lane and round take too many registers as i64.
     constexpr int kCount = kEarly ? kPerLane : 1;
     LaneGroups<T, kCount> next;
     if (kEarly && p.splits.groups > 0) next.load(p, 0, p.order);
     for (int r = lane; r < count; r += 32) shared.source[r] = -1, shared.group[r] = -1;
     __syncwarp();
-    T from = 0, to = 0;                              // rows before this round's groups
+    T from = 0, to = 0;                              // how many rows precede this round's groups
     for (i64 round = 0; round < p.splits.groups && to < end; round += 32 * kCount) {
         LaneGroups<T, kCount> own;
         if constexpr (kEarly) {
@@ -141,13 +141,13 @@ __device__ __forceinline__ void find_in_groups(const GroupsParams& p, i64 first_
             from_rows += aligned(own.size[u], align_from);
             to_rows += aligned(own.size[u], align_to);
         }
-        // a round that ends before the first row costs two sums only
+        // A round that ends before the first row costs only two sums.
         if constexpr (sizeof(T) == 4) {
             const T all = to + __reduce_add_sync(~0u, to_rows);
             if (all <= first) {
                 from += __reduce_add_sync(~0u, from_rows);
                 from = from < most ? from : most;
-                to = all;                            // not more than `first`
+                to = all;                            // It is at most `first`.
                 continue;
             }
         }
@@ -180,7 +180,8 @@ __device__ __forceinline__ void find_in_groups(const GroupsParams& p, i64 first_
     __syncwarp();
 }
 
-// One whole warp adds to each row's source where its group starts in `from`, if there is an order.
+// Adds to each row's source the start of its group in `from`, for groups with an order. One whole warp calls
+// it.
 __device__ __forceinline__ void add_starts(const GroupsParams& p, int count, Shared& shared) {
     const int lane = threadIdx.x % 32;
     i64 before = 0;
@@ -209,7 +210,7 @@ __device__ __forceinline__ void add_starts(const GroupsParams& p, int count, Sha
     }
 }
 
-// A whole block notes sizes that do not fit, and an order that is no permutation.
+// Reports sizes that do not fit, and an order that is no permutation. A whole block calls it.
 __device__ __forceinline__ void check_groups(const GroupsParams& p, Shared& shared) {
     if (threadIdx.x < 32) {
         bool negative = false;
@@ -228,7 +229,7 @@ __device__ __forceinline__ void check_groups(const GroupsParams& p, Shared& shar
             report(p.splits.errors, (any_negative ? kSplitNegative : 0u) | (fits ? 0u : kSplitSum));
     }
     if (!p.order) return;
-    constexpr int kBits = kWindow * 64;              // a bit for each group, in the memory of their starts
+    constexpr int kBits = kWindow * 64;              // The memory of the starts has a bit for each group.
     u32* seen = reinterpret_cast<u32*>(shared.start);
     bool wrong = false;
     for (i64 window = 0; window < p.splits.groups; window += kBits) {

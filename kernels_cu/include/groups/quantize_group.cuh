@@ -1,24 +1,23 @@
-// What a block of threads does to quantise its tile of a group of rows, or of one of a list of arrays, in
-// blocks of elements that have scales of their own: it finds the matrix and the tile, and clears what no
-// group has.
+// A block of threads quantises its tile of a group of rows, or of an array in a list, in blocks of elements
+// with scales of their own. It finds the matrix and the tile here, and clears the rows that no group has.
 #pragma once
 #include "groups/row_groups.cuh"
 
-// ---- arrays in a list, each a batch of matrices of its own, without groups of rows ----
-// One array; ops/quantize/tensor_list_blocks.py packs it.
+// ---- arrays in a list ----
+// Each array is a batch of matrices and has no groups of rows. ops/quantize/tensor_list_blocks.py packs this.
 template <class Params>
 struct ListedArray {
     Params array;                // noop: unused
-    u32 first;                   // block of the launch: the array's first
+    u32 first;                   // the array's first block in the launch
     u32 across, down;            // tiles of a matrix
 };
 
 template <class Params>
 struct ArrayList {
     const ListedArray<Params>* arrays;                   // null: there is no list
-    const u32* array_of;         // of every block: which array it belongs to
+    const u32* array_of;         // which array each block belongs to
 
-    // Finds the matrix and the place in it that this block has, in shared memory. One whole warp calls it.
+    // Writes this block's matrix and its place there to shared memory. One whole warp calls it.
     template <class Tile>
     __device__ __forceinline__ void find(Params& matrix, TilePosition& at) const {
         constexpr int kWords = sizeof(Params) / sizeof(u64);
@@ -37,17 +36,17 @@ struct ArrayList {
         if (index == 0) return;
         const i64 before = index * matrix.rows * matrix.columns;
         matrix.x += before;
-        if (matrix.fast_data) matrix.fast_data += before;
-        if (matrix.slow_data) matrix.slow_data += before;
-        if (matrix.fast.to) matrix.fast.to += index * matrix.fast.matrix;
-        if (matrix.slow.to) matrix.slow.to += index * matrix.slow.matrix;
+        if (matrix.rows_data) matrix.rows_data += before;
+        if (matrix.columns_data) matrix.columns_data += before;
+        if (matrix.along_rows.to) matrix.along_rows.to += index * matrix.along_rows.matrix;
+        if (matrix.along_columns.to) matrix.along_columns.to += index * matrix.along_columns.matrix;
     }
 };
 
 // ---- groups of rows ----
-// Finds this block's group as a matrix, as the results have it, and its tile of it (the first of up to kTiles
-// tiles, one below the other), in shared memory. A whole block calls it and leaves it after a barrier.
-// Returns false where there is no tile; what no group has is then cleared.
+// Writes to shared memory this block's group as a matrix of the results, and the block's tile (the first of
+// up to kTiles tiles, one below the other). A whole block calls it, and it ends after a barrier. Returns
+// false if there is no tile. A block whose rows belong to no group clears its share of the results.
 template <class Tile, int kTiles = 1, class Params, class Matrix, class MoveScales>
 __device__ __forceinline__ bool find_group_tile(const Params& p, Matrix& group, TilePosition& at,
                                                 RowSegment& found, MoveScales move_scales) {
@@ -60,47 +59,50 @@ __device__ __forceinline__ bool find_group_tile(const Params& p, Matrix& group, 
         static_assert(sizeof(Matrix) % sizeof(u32) == 0, "copied by words");
         for (u32 i = threadIdx.x; i < sizeof(Matrix) / sizeof(u32); i += 32)
             reinterpret_cast<u32*>(&group)[i] = reinterpret_cast<const u32*>(&p.all)[i];
-        const u32 first_shift = p.fast.unit_shift, second_shift = p.slow.unit_shift;
+        const u32 first_shift = p.along_rows.unit_shift, second_shift = p.along_columns.unit_shift;
         if (p.groups.segments) load_segment(p.groups, segment, found);
         else find_segment<true, true>(p.groups, segment, kSegmentRowsLog2, first_shift, second_shift, found);
         if (threadIdx.x == 0) {
             at = {0, found.index * kSegmentRows, column};
             group.rows = found.rows;
             group.x += found.start;
-            if (group.fast_data) group.fast_data += found.to;
-            if (group.slow_data) group.slow_data += found.to;
+            if (group.rows_data) group.rows_data += found.to;
+            if (group.columns_data) group.columns_data += found.to;
             move_scales(found);
-            // What is stored transposed has rows of found.rows bytes.
+            // Transposed data has rows of found.rows bytes.
             const auto allows_wide = [&](const u8* data) {
                 return found.rows % 16 == 0 && reinterpret_cast<u64>(data) % 16 == 0;
             };
-            if ((group.stored & 3) == 2 && !allows_wide(group.fast_data)) group.vector &= ~2u;
-            if (group.stored >> 2 == 2 && !allows_wide(group.slow_data)) group.vector &= ~4u;
+            if ((group.stored & 3) == 2 && !allows_wide(group.rows_data)) group.vector &= ~2u;
+            if (group.stored >> 2 == 2 && !allows_wide(group.columns_data)) group.vector &= ~4u;
         }
         if (blockIdx.x == 0) write_offsets(p.groups);
     }
     __syncthreads();
     if (found.group >= 0) return found.rows != 0;
-    // Clears data that no group has, by the same bytes whatever the direction, since rows of no group have no
-    // layout; and all scales.
+    // Clears data that no group has, and all scales past the last group. The same bytes are cleared in both
+    // directions, since rows of no group have no layout.
     const int width = left_of(p.all.columns - column, Tile::kColumns);
     constexpr int kThreads = Tile::kThreads;
     const auto clear = [&](u8* data) {
         if (data) clear_rows<kThreads>(as_global(data) + column, found.rows, width, p.all.columns);
     };
-    clear(group.fast_data);
-    clear(group.slow_data);
+    clear(group.rows_data);
+    clear(group.columns_data);
     const i64 part = found.index * p.groups.across + across, parts = gridDim.x - (blockIdx.x - part);
-    p.fast.template clear_rest<kThreads>(p.all.fast.to, found.before[0], part, parts);
-    p.slow.template clear_rest<kThreads>(p.all.slow.to, found.before[1], part, parts);
+    p.along_rows.template clear_rest<kThreads>(p.all.along_rows.to, found.before[0], part, parts);
+    p.along_columns.template clear_rest<kThreads>(p.all.along_columns.to, found.before[1], part, parts);
     return false;
 }
 
-// Quantises this block's tiles of a group of rows, or of an array in a list. p: `all`, the members that
-// describe an array, `groups`, and `fast` and `slow`, where either direction's scales go, or `list`. group:
-// room in shared memory for the members of one matrix. move_scales(found): moves a group's scales to where
-// they go. quantize(at, given, tiles): quantises the tiles from that place down, as many of kTiles as the
-// matrix has (of an array in a list one); x has `given` rows of them, and the rest are zeros.
+// Quantises this block's tiles of a group of rows, or of an array in a list.
+//   p            the parameters: `all` describes an array. Beside it are `groups`, with `fast` and `slow`,
+//                which place the scales of each direction, or `list`.
+//   group        room in shared memory for the parameters of one matrix
+//   move_scales  move_scales(found) moves the addresses of scales to those of the group
+//   quantize     quantize(at, given, tiles) quantises the tiles from that place down: as many of kTiles as
+//                the matrix has, or one for an array in a list. x has `given` rows of the matrix, and the
+//                rest are zeros.
 template <class Tile, int kTiles = 1, class Params, class Matrix, class MoveScales, class Quantize>
 __device__ __forceinline__ void quantize_group(const Params& p, Matrix& group, MoveScales move_scales,
                                                Quantize quantize) {

@@ -1,8 +1,9 @@
-// What the kernels that move tokens share: where a routing (route.cu) sends them, and zeros in unused rows.
+// The kernels that move tokens share these: where a routing (route.cu) sends tokens, and zeros in unused
+// rows.
 //
 // Each block examines every gridDim.x-th row and writes zeros to it if `sources` says that it is unused. So
-// all blocks have the same share of the unused rows, wherever these are. If they may be many, blocks of their
-// own do this.
+// all blocks have the same share of the unused rows, wherever these are. If there may be many, separate
+// blocks clear them.
 #pragma once
 #include "memory/chunks.cuh"
 
@@ -10,19 +11,19 @@ constexpr int kThreads = 256, kWarps = kThreads / 32;
 
 struct Routes {
     const i32* row_map;          // [tokens, topk]
-    const i32* sources;          // [rows], -1: an unused row
-    const i32* experts;          // [tokens, topk] of a mask
+    const i32* sources;          // [rows]; -1: an unused row
+    const i32* experts;          // [tokens, topk], for a mask
     i64 tokens, rows;
     u32 topk;
     u32 columns;                 // experts, if probs are [tokens, experts]; 0: they are [tokens, topk]
-    u32 clearing;                // first of the blocks that clear 32 rows each; 0: every block clears some
+    u32 clearing;                // the first block of those that clear 32 rows each; 0: all blocks clear
 
-    // The row of a slot, or -1. A row outside of what there is counts as none.
+    // Returns the row of a slot, or -1. A row that does not exist counts as none.
     __device__ __forceinline__ i32 row(i64 slot) const {
         const i32 row = load_read_only(row_map + slot);
         return row >= 0 && row < rows ? row : -1;
     }
-    // The index of the prob of slot k of a token, or -1.
+    // Returns the index of the prob of slot k of a token, or -1.
     __device__ __forceinline__ i64 prob_at(i64 token, u32 k) const {
         const i64 slot = token * topk + k;
         if (!columns) return slot;
@@ -41,7 +42,7 @@ template <class T> __device__ __forceinline__ void store_piece(u8* to, T piece) 
     *reinterpret_cast<T*>(to) = piece;
 }
 
-// A whole block writes zeros.
+// Writes zeros. A whole block calls it.
 template <class T>
 __device__ __forceinline__ void clear_pieces(u8* to, i64 bytes) {
     for (i64 at = (i64)threadIdx.x * sizeof(T); at < bytes; at += kThreads * sizeof(T))
@@ -54,22 +55,22 @@ __device__ __forceinline__ void clear(u8* to, i64 bytes, u32 step) {
     else clear_pieces<u8>(to, bytes);
 }
 
-// The row that a lane examines: of a clearing block one of 32 neighbours, else one of rows blockIdx.x,
-// blockIdx.x + gridDim.x, ... The grid is so large that these are at most 32.
+// Returns the row that a lane examines: one of 32 neighbours in a clearing block, else one of rows
+// blockIdx.x, blockIdx.x + gridDim.x, ... The grid is so large that these are at most 32.
 __device__ __forceinline__ i64 row_to_examine(const Routes& routes, u32 lane) {
     if (routes.clearing) return ((i64)blockIdx.x - routes.clearing) * 32 + lane;
     return (i64)lane * gridDim.x + blockIdx.x;
 }
-// The source of the lane's row. It is loaded early and used late.
+// Loads the source of the lane's row, early, because it is used late.
 __device__ __forceinline__ i32 load_own_source(const Routes& routes) {
     const i64 own = row_to_examine(routes, threadIdx.x % 32);
     return own >= 0 && own < routes.rows ? load_read_only(routes.sources + own) : 0;
 }
-// A whole block calls clear_row(row) for each of these rows that is unused.
+// Calls clear_row(row) for each unused row that the block examines. A whole block calls it.
 template <class Clear>
 __device__ __forceinline__ void clear_unused(const Routes& routes, i32 own_source, Clear clear_row) {
 #ifndef CUPY_FP8_HOST
-    asm volatile("" : "+r"(own_source));         // keeps the compiler from waiting for the load earlier
+    asm volatile("" : "+r"(own_source));         // The compiler must not wait for the load earlier.
 #endif
     for (u32 unused = __ballot_sync(~0u, own_source < 0); unused; unused &= unused - 1)
         clear_row(row_to_examine(routes, __ffs(unused) - 1));

@@ -1,29 +1,29 @@
-// Groups of consecutive rows, each a matrix of its own, whose sizes only the device knows. Their rows are
-// divided into row segments, none with rows of two groups, whose scales have places that depend on all groups
-// before.
+// Groups of consecutive rows are matrices of their own, whose sizes only the device knows. Their rows are
+// divided into row segments, none of which has rows of two groups. The places of a group's scales depend on
+// all groups before it.
 //
-// The first warp of a block finds the block's segment by a scan over the sizes: find_segment. The block waits
-// for it, so before a launch of many blocks another launch (row_segments.cu) finds all
-// segments: load_segment.
+// find_segment: the first warp of a block finds the block's segment by a scan over the sizes, and the block
+// waits. load_segment: before a launch of many blocks, another launch (row_segments.cu) has found all
+// segments.
 #pragma once
 #include "groups/splits.cuh"
 #include "memory/chunks.cuh"
 
 struct RowSegment;
-// Groups of the rows of an array x [rows, columns], each followed in the results by rows of zeros up to a
-// multiple of `align` (1: by none). Wrong sizes and offsets are made harmless: a negative size counts as 0, a
-// group that goes past the last row ends there, and a group whose given offset is not a row start, or points
-// past the end, is skipped.
+// Groups of the rows of an array x [rows, columns]. In the results each group is followed by rows of zeros up
+// to a multiple of `align` (1: by none). Wrong sizes and offsets are made harmless: a negative size counts as
+// 0, a group that goes past the last row ends there, and a group whose given offset is not a row start, or
+// points past the end, is skipped.
 struct RowGroups {
-    const i64* offsets;          // [groups + 1], in elements, given with align 1; or null: sums of the sizes
-    i64* offsets_out;            // [groups + 1], of the results, or null
-    void* sizes_out;             // [groups], as wide as the sizes: rows of each in the results; or null
+    const i64* offsets;          // [groups + 1] in elements, with align 1; or null: sums of the sizes
+    i64* offsets_out;            // [groups + 1] in the results, or null
+    void* sizes_out;             // [groups] rows in the results, as wide as the sizes; or null
     Splits splits;
-    i64 rows, columns;           // of x
-    i64 result_rows;             // of the results: enough for any sizes
+    i64 rows, columns;           // shape of x
+    i64 result_rows;             // rows of the results, which suffice for any sizes
     u32 across;                  // tiles along a row
     u32 align;                   // a power of two
-    const RowSegment* segments;  // of the results; or null: a block finds its own
+    const RowSegment* segments;  // segments of the results; or null: a block finds its own
 
     __device__ __forceinline__ i64 aligned(i64 size) const { return (size + align - 1) & -(i64)align; }
     __device__ __forceinline__ i64 size(i64 group) const {
@@ -32,35 +32,35 @@ struct RowGroups {
     }
 };
 
-// Neighbouring rows of a group; or of the rows that follow the last group and belong to none.
+// Neighbouring rows of a group, or neighbouring rows after the last group.
 struct RowSegment {
     i64 group;                   // -1: none
-    i64 start;                   // the first element of the group in x
-    i64 to;                      // and in the results; without a group the first one of this segment
+    i64 start;                   // the group's first element in x
+    i64 to;                      // the group's first element in the results; without a group the segment's
     i64 given;                   // rows of the group in x
-    i64 rows;                    // and in the results; without a group those of this segment
-    i64 index;                   // which segment of the group, or of the rows without one, this is
-    i64 before[2];               // how many units there are in all groups before this one
+    i64 rows;                    // rows of the group in the results; without a group rows of the segment
+    i64 index;                   // which segment of the group, or of the rows after the last group
+    i64 before[2];               // how many units all groups before this one have
 };
 
-// Finds a segment of 2^rows_log2 rows, of the results where kAligns, else of x, in shared memory. One whole
-// warp calls it. shifts: units of 2^shift rows, of which a group has as many as its rows start; counted where
-// kCounts.
+// Writes a segment of 2^rows_log2 rows to shared memory: rows of the results if kAligns, else of x. One whole
+// warp calls it. first_shift, second_shift: a group has a unit for every 2^shift rows that it begins; units
+// are counted if kCounts.
 template <bool kCounts, bool kAligns>
 __device__ __forceinline__ void find_segment(const RowGroups& p, i64 segment, u32 rows_log2, u32 first_shift,
                                              u32 second_shift, RowSegment& found) {
     constexpr int kPerLane = 4;
     const int lane = threadIdx.x % 32;
     const auto least = [](i64 a, i64 b) { return a < b ? a : b; };
-    // Unsigned, for fewer instructions: with a few more NVRTC no longer advances a pointer from row to row of
-    // the tile that follows, but keeps the offsets of its 32 rows, in 64 registers.
+    // Unsigned numbers take fewer instructions. With a few more, NVRTC no longer advances a pointer from row
+    // to row of the tile that follows, but keeps the offsets of its 32 rows in 64 registers.
     const auto units = [](i64 rows, u32 shift) {
         return (i64)(((u64)rows + ((u64)1 << shift) - 1) >> shift);
     };
     const auto segments_of = [&](i64 rows) { return units(rows, rows_log2); };
     const auto in_results = [&](i64 size) { return kAligns ? p.aligned(size) : size; };
-    i64 round_start = 0, round_segment = 0, round_units[2] = {};     // before this round's groups
-    i64 to = 0;                                          // this lane's part of the result rows before
+    i64 round_start = 0, round_segment = 0, round_units[2] = {};     // sums over all earlier rounds
+    i64 to = 0;                                          // this lane's part of the result rows in them
     bool reached = false;
     for (i64 round = 0; round < p.splits.groups && !reached; round += 32 * kPerLane) {
         i64 size[kPerLane], rows = 0;
@@ -107,10 +107,10 @@ __device__ __forceinline__ void find_segment(const RowGroups& p, i64 segment, u3
     }
     __syncwarp();
     const bool aligns = kAligns && p.align > 1;
-    if (aligns) {                                // here, where the registers of the other sums are free
+    if (aligns) {                                // Here the registers of the other sums are free.
         if (reached) {
             to = 0;
-            // None of these groups ends short: x has rows beyond them.
+            // x has rows beyond these groups, so all of them are whole.
             for (i64 g = lane; g < found.group; g += 32) to += p.aligned(p.size(g));
         }
         to = __shfl_sync(~0u, warp_prefix_sum(to), 31);
@@ -134,7 +134,7 @@ __device__ __forceinline__ void find_segment(const RowGroups& p, i64 segment, u3
 
 constexpr u32 kSegmentWords = sizeof(RowSegment) / sizeof(u32);
 static_assert(kSegmentWords == 16, "half a warp; also in calls/row_segments.py");
-// Loads a segment that find_segment() has found before.
+// Loads a segment that an earlier launch has found.
 __device__ __forceinline__ void load_segment(const RowGroups& p, i64 segment, RowSegment& found) {
     const u32* const from = reinterpret_cast<const u32*>(p.segments + segment);
     if (threadIdx.x % 32 < kSegmentWords)
@@ -142,18 +142,18 @@ __device__ __forceinline__ void load_segment(const RowGroups& p, i64 segment, Ro
     __syncwarp();
 }
 
-// Where the scales of groups of rows go: those of one group after those of another, each padded by itself,
-// for as many rows of blocks as there are blocks down the group.
+// The place of the scales of groups of rows. The scales of one group follow those of another, and each group
+// is padded by itself. A group has a row of scales for every row of its blocks.
 struct GroupScales {
     u32 block_shift;             // a block has 2^block_shift rows
-    u32 unit_shift;              // a group counts as a multiple of 2^unit_shift rows
-    i64 unit;                    // scales of that many rows
-    i64 all;                     // stored, past the last group too
+    u32 unit_shift;              // a group is padded to a multiple of 2^unit_shift rows
+    i64 unit;                    // scales per 2^unit_shift rows
+    i64 all;                     // all stored scales, also those past the last group
 
     __device__ __forceinline__ i64 units(i64 rows) const {
         return (rows + ((i64)1 << unit_shift) - 1) >> unit_shift;
     }
-    // Rows of blocks of a group, padding included.
+    // Returns how many rows of blocks a group has, with its padding.
     __device__ __forceinline__ i64 block_rows(i64 rows) const {
         return units(rows) << (unit_shift - block_shift);
     }
@@ -167,8 +167,8 @@ struct GroupScales {
     }
 };
 
-// Writes zeros in `rows` rows of `width` bytes, `stride` bytes apart. A whole block of kThreads threads calls
-// it.
+// Writes zeros to `rows` rows of `width` bytes, which are `stride` bytes apart. A whole block of kThreads
+// threads calls it.
 template <int kThreads>
 __device__ __forceinline__ void clear_rows(u8* to, i64 rows, int width, i64 stride) {
     const bool whole = (reinterpret_cast<u64>(to) | (u64)stride | (u64)width) % 16 == 0;
@@ -180,13 +180,13 @@ __device__ __forceinline__ void clear_rows(u8* to, i64 rows, int width, i64 stri
     }
 }
 
-// Writes offsets, where none are given, and aligned sizes; reports sizes and offsets that are wrong. One
+// Writes offsets and aligned sizes if there are arrays for them, and reports wrong sizes and offsets. One
 // whole warp calls it.
 __device__ __forceinline__ void write_offsets(const RowGroups& p) {
     const int lane = threadIdx.x % 32;
     const auto least = [](i64 a, i64 b) { return a < b ? a : b; };
     const bool aligns = p.align > 1;
-    i64 before = 0, to = 0;                      // rows of x, and where they are aligned of the results
+    i64 before = 0, to = 0;                      // rows of x and of the results in earlier rounds
     u32 wrong = 0;
     for (i64 round = 0; round < p.splits.groups; round += 32) {
         const i64 g = round + lane, size = p.size(g);

@@ -1,5 +1,5 @@
-// The parameters of the scaling-aware transpose (scaling_aware.cu), and which tiles of which experts a block
-// of threads has. scaling_aware.cu explains the defines.
+// The parameters of the scaling-aware transpose (scaling_aware.cu), and the search for the tiles and experts
+// of a block of threads. scaling_aware.cu explains the defines.
 #pragma once
 #include "groups/row_groups.cuh"
 
@@ -9,17 +9,17 @@ struct ScalingAwareParams {
     u8* out;
     void* target_scales;
     float* row_scales;
-    const RowSegment* segments;  // with splits: the segment of each row of tiles, which a launch before found
-    Splits splits;               // groups -1: there are none, all rows are one expert's
+    const RowSegment* segments;  // with splits: the segment of each row of tiles, from an earlier launch
+    Splits splits;               // groups -1: nothing is split, one expert has all rows
     i64 rows, columns;
-    i64 scale_columns;           // of the compact scales
+    i64 scale_columns;           // columns of the compact scales
     i64 target_pitch, target_rows;
     i64 row_scale_rows;
-    i64 down;                    // tiles: more than all experts take, if there are splits
-    u32 strips;                  // of TILE_COLUMNS columns
-    u32 tiles;                   // of a block of threads, one after the other
-    u32 vector;                  // without ALIGNED: whether rows of the data allow 8-byte loads
-    u32 ahead;                   // ONE_TILE: how many blocks ahead the tile is that fetch_ahead() fetches
+    i64 down;                    // rows of tiles; with splits more than all experts take
+    u32 strips;                  // strips of TILE_COLUMNS columns
+    u32 tiles;                   // tiles per block of threads, one after the other
+    u32 vector;                  // without ALIGNED: 1 if rows of the data allow 8-byte loads
+    u32 ahead;                   // ONE_TILE: fetch_ahead() fetches the tile so many blocks ahead
 };
 
 constexpr bool kMx = BLOCK == 32;
@@ -32,35 +32,35 @@ constexpr int kPatches = kTileRows / 16;                             // threads 
 constexpr bool kStacks = kMx || TARGET == 0;
 static_assert(kMx || BLOCK == 128, "blocks of 32 or 128");
 
-// Where a tile is, and its expert.
+// A tile's place in memory, and its expert.
 struct Place {
-    i64 group_start, group_lines;    // rows of the data
+    i64 group_start, group_lines;    // the expert's first row in the data, and how many rows it has
     i64 group_tile, group_down;      // rows of tiles before the expert, and its own
-    i64 group_block, group_scales;   // its first rows of target scales and of row scales
+    i64 group_block, group_scales;   // the expert's first rows of target scales and of row scales
     int stack;                       // log2 of how many strips are below one another in a tile
-    i64 tile;                        // of group_down
-    int offset;                      // of the block's tiles, counted as if none were stacked
+    i64 tile;                        // which of the expert's group_down rows of tiles
+    int offset;                      // which of the block's tiles, counted as if none were stacked
     bool exists;                     // the block has such a tile
-    // What follows from that, for the tile:
+    // settle() computes the rest from these:
     const u8* from;
-    const u8* scales;                // of its first row and block
-    u8* to;                          // where its first column goes, the next one group_lines on
+    const u8* scales;                // the scale of the tile's first row and block
+    u8* to;                          // where its first column goes; the next one is group_lines bytes on
     u8* targets;                     // the target scale of its first block and column
     u32* row_scales;                 // where the scale of its first row and block goes, or null
-    i64 row_scale_pitch;             // to the scale of the next block
+    i64 row_scale_pitch;             // distance to the scale of the next block
     u32 strip;
-    int lines, columns;              // how many rows and columns there are
-    int scale_blocks;                // and blocks along a row
-    bool lost;                       // it is no expert's
+    int lines, columns;              // how many rows and columns exist
+    int scale_blocks;                // how many blocks along a row exist
+    bool past_groups;                // it follows the last expert
     bool aligned;                    // columns go to multiples of 16 bytes
-    bool plain;                      // target scales: all exist, and four of them are one store
+    bool plain;                      // all target scales exist, and four of them are one store
     int above;                       // the block's tiles above it in the same columns
     bool continues;                  // the block's next tile is the one below
 
     __device__ __forceinline__ i64 start() const { return group_start + tile * kTileRows; }
     __device__ __forceinline__ i64 column() const { return (i64)strip * TILE_COLUMNS; }
     __device__ __forceinline__ bool is_last_down() const { return tile + 1 == group_down; }
-    // The strips of the tile, of those that there are.
+    // Returns how many strips of the tile exist.
     __device__ __forceinline__ u32 own_strips(const ScalingAwareParams& p) const {
         const u32 left = p.strips - strip;
         return left >> stack ? 1u << stack : left;
@@ -71,7 +71,7 @@ struct Place {
     __device__ __forceinline__ int next_offset(const ScalingAwareParams& p) const {
         return offset + (int)own_strips(p);
     }
-    // Of a row of the tile: which one it is of those of the expert, and where its columns are in the tile's.
+    // A row of the tile is row line_of() of the expert's tile row and has the columns of strip strip_of().
     __device__ __forceinline__ int line_of(int row) const {
         return kStacks ? row & (kTileRows >> stack) - 1 : row;
     }
@@ -91,7 +91,7 @@ struct Place {
         targets = static_cast<u8*>(p.target_scales);
         targets += ((group_block + tile * kRowBlocks) * p.target_pitch + first_column) * kScaleBytes;
         row_scale_pitch = (group_lines + 3) / 4 * 4, row_scales = nullptr;
-        if (p.row_scales && !lost)
+        if (p.row_scales && !past_groups)
             row_scales = reinterpret_cast<u32*>(p.row_scales) + group_scales * p.scale_columns
                          + first_column / BLOCK * row_scale_pitch + tile * kTileRows;
         aligned = ((u64)group_lines | reinterpret_cast<u64>(to)) % 16 == 0;
@@ -100,7 +100,7 @@ struct Place {
         exists = true, above = 0, continues = offset + 1 < tiles && !is_last_down();
     }
 
-    // To the tile below.
+    // Moves to the tile below.
     __device__ __forceinline__ void step_down(const ScalingAwareParams& p, int tiles) {
         tile++, offset++, lines = left_of(group_lines - tile * kTileRows, kTileRows);
         from += kTileRows * p.columns, scales += kTileRows * p.scale_columns * kScaleBytes, to += kTileRows;
@@ -110,16 +110,17 @@ struct Place {
     }
 };
 
-// Loads the segment of a row of tiles, by one whole warp: a word per lane.
-__device__ __forceinline__ u32 load_record(const ScalingAwareParams& p, i64 row_of_tiles) {
+// Loads the segment of a row of tiles, a word per lane. One whole warp calls it.
+__device__ __forceinline__ u32 load_segment_word(const ScalingAwareParams& p, i64 row_of_tiles) {
     static_assert(sizeof(RowSegment) == 16 * sizeof(u32), "half a warp");
     return threadIdx.x % 32 < 16
                ? load_read_only(reinterpret_cast<const u32*>(p.segments + row_of_tiles) + threadIdx.x % 32)
                : 0;
 }
 
-// The expert that has this row of tiles; by one whole warp. record: a word of the segment per lane.
-__device__ __forceinline__ Place expert_of(const ScalingAwareParams& p, i64 row_of_tiles, u32 record) {
+// Returns the expert that has this row of tiles. One whole warp calls it. segment_word: a word of the segment
+// per lane.
+__device__ __forceinline__ Place expert_of(const ScalingAwareParams& p, i64 row_of_tiles, u32 segment_word) {
     Place found{};
     found.group_lines = p.rows, found.group_down = p.down;
     const auto stack_of = [](i64 lines) {
@@ -131,15 +132,16 @@ __device__ __forceinline__ Place expert_of(const ScalingAwareParams& p, i64 row_
     }
     RowSegment segment;
     const auto member = [&](int n) {
-        return (i64)((u64)__shfl_sync(~0u, record, 2 * n + 1) << 32 | __shfl_sync(~0u, record, 2 * n));
+        return (i64)((u64)__shfl_sync(~0u, segment_word, 2 * n + 1) << 32
+                     | __shfl_sync(~0u, segment_word, 2 * n));
     };
     segment.group = member(0), segment.start = member(1);
     segment.given = member(3), segment.index = member(5);
     segment.before[0] = member(6), segment.before[1] = member(7);
     found.group_tile = row_of_tiles - segment.index, found.group_scales = 4 * segment.before[1];
     found.group_block = kMx ? segment.before[0] : found.group_tile;
-    found.lost = segment.group < 0;
-    if (found.lost) {                                                // the segment says where its rows begin
+    found.past_groups = segment.group < 0;
+    if (found.past_groups) {                                         // `to` says where its rows begin.
         found.group_start = p.segments[found.group_tile].to;
         found.group_lines = p.rows - found.group_start, found.group_down = p.down - found.group_tile;
     } else {
@@ -149,20 +151,21 @@ __device__ __forceinline__ Place expert_of(const ScalingAwareParams& p, i64 row_
     return found;
 }
 
-// Loads the segment that find_next() needs.
-__device__ __forceinline__ u32 load_next_record(const ScalingAwareParams& p, const Place& place, int tiles) {
+// Loads the segment that find_next() needs, a word per lane.
+__device__ __forceinline__ u32 load_next_segment(const ScalingAwareParams& p, const Place& place, int tiles) {
     const bool needed = place.exists && place.is_last(p) && place.next_offset(p) < tiles;
-    return needed ? load_record(p, place.group_tile + place.group_down) : 0;
+    return needed ? load_segment_word(p, place.group_tile + place.group_down) : 0;
 }
 
-// The place of the block's tile after `place`, if it has one; by one whole warp. tiles: of the block.
-__device__ __forceinline__ void find_next(const ScalingAwareParams& p, const Place& place, u32 record,
+// Finds the block's tile after `place`, if there is one. One whole warp calls it. tiles: how many the block
+// has.
+__device__ __forceinline__ void find_next(const ScalingAwareParams& p, const Place& place, u32 segment_word,
                                           int tiles, Place* next) {
     const bool exists = place.exists && place.next_offset(p) < tiles, of_next = exists && place.is_last(p);
-    Place found = of_next ? expert_of(p, place.group_tile + place.group_down, record) : place;
+    Place found = of_next ? expert_of(p, place.group_tile + place.group_down, segment_word) : place;
     if (threadIdx.x % 32 != 0) return;
     if (!exists) {
-        next->exists = next->lost = false;
+        next->exists = next->past_groups = false;
         return;
     }
     if (!place.is_last_down()) found.step_down(p, tiles);
@@ -174,12 +177,12 @@ __device__ __forceinline__ void find_next(const ScalingAwareParams& p, const Pla
     *next = found;
 }
 
-// The place of the block's first tile, the tile-th of all, of the expert found; by one whole warp. other:
-// room for another place.
+// Finds the block's first tile, which is the tile-th of all and belongs to the expert `found`. One whole warp
+// calls it. other: room for another place.
 __device__ __forceinline__ void find_first(const ScalingAwareParams& p, Place found, i64 tile, int tiles,
                                            Place* place, Place* other) {
     const i64 in_group = tile - found.group_tile * p.strips, strip = in_group / found.group_down;
-    // Strips of the tile that the block before has begun, which then does all of it.
+    // If the block before has begun this stack of strips, it does all of it.
     const int before = (int)strip & (1 << found.stack) - 1;
     found.tile = in_group - strip * found.group_down;
     found.strip = (u32)strip - before, found.offset = -before;
@@ -188,7 +191,7 @@ __device__ __forceinline__ void find_first(const ScalingAwareParams& p, Place fo
         *(before ? other : place) = found;
     }
     __syncwarp();
-    if (before) find_next(p, *other, load_next_record(p, *other, tiles), tiles, place);
+    if (before) find_next(p, *other, load_next_segment(p, *other, tiles), tiles, place);
 }
 
 __device__ __forceinline__ void clear(u8* to, i64 bytes) {
@@ -199,8 +202,8 @@ __device__ __forceinline__ void clear(u8* to, i64 bytes) {
     for (i64 i = head + units * 16 + threadIdx.x; i < bytes; i += kThreads) to[i] = 0;
 }
 
-// Tiles first to end - 1 of those after the last expert clear their part of everything that no expert has.
-// place: of the first of them.
+// Writes zeros for the tiles first to end - 1 after the last expert: their part of everything that no expert
+// has. place: the first tile after the last expert.
 __device__ __forceinline__ void clear_rest(const ScalingAwareParams& p, const Place& place, i64 first,
                                            i64 end) {
     const i64 rest = (p.down - place.group_tile) * p.strips;

@@ -1,19 +1,19 @@
-// How the scaling-aware transpose (scaling_aware.cu) loads the scales of a tile, and the factors that it
-// computes from them.
+// The scaling-aware transpose (scaling_aware.cu) loads the scales of a tile here and computes f16 factors
+// from them.
 #pragma once
 #include "groups/scaling_aware_store.cuh"
 #include "numerics/e8m0.cuh"
 #include "numerics/fp8_pairs.cuh"
 
 using Pack = Pairs<IN>;
-constexpr int kAhead = 1;                                            // tiles in flight while one is worked on
+constexpr int kAhead = 1;                                            // tiles in flight beside the current one
 constexpr int kUnitsPerWarp = (kUnits + kWarps - 1) / kWarps, kLaneRows = BLOCK / 32;
 
-constexpr int kNoScale = 1 << 14;                     // the exponent of a scale that is no power of two
-constexpr int kNothing = -kNoScale;                   // of no scale at all, or scale 0: the result is v * 0
-constexpr int kLowest = -127, kHighest = 127;                        // column targets
+constexpr int kNoScale = 1 << 14;                     // stands for a scale that is no power of two
+constexpr int kNothing = -kNoScale;                   // stands for no scale or scale 0: the result is v * 0
+constexpr int kLowest = -127, kHighest = 127;                        // exponents of column targets
 constexpr int kLift = TARGET == 0 && Pack::kEmax == 8 ? 7 : 0;      // 448 * 2^7 has f16's largest exponent
-constexpr int kMostUp = 15, kMostDown = 24 + kLift;                  // powers of two that f16 has
+constexpr int kMostUp = 15, kMostDown = 24 + kLift;                  // f16 has these powers of two
 constexpr int kLeastNormal = -14 - kLift;
 constexpr int kUnitGap = 8;                              // between scale 1 of rows of zeros and other scales
 
@@ -21,45 +21,45 @@ __device__ __forceinline__ int clamp(int v, int low, int high) { return v < low 
 __device__ __forceinline__ int larger(int a, int b) { return a > b ? a : b; }
 __device__ __forceinline__ int smaller(int a, int b) { return a < b ? a : b; }
 
-// log2 of a scale; kNoScale where it is no power of two, kNothing of 0.
+// Returns log2 of a scale, kNoScale if it is no power of two, or kNothing for 0.
 __device__ __forceinline__ int exponent_of(u32 bits) {
     if (kMx) return bits == kNanE8m0 ? kNoScale : (int)bits - 127;
     if (bits == 0) return kNothing;
     int bias = 127;
-    if (bits < 0x00800000u) {                            // a subnormal
+    if (bits < 0x00800000u) {                            // It is subnormal.
         bits = as_bits(mul_rn(as_float(bits), as_float((127u + 64) << 23)));
         bias += 64;
     }
     return bits - 1u < 0x7f7fffffu && !(bits & 0x7fffffu) ? (int)(bits >> 23) - bias : kNoScale;
 }
 
-// Facts about a unit's scales, beside the exponent that its elements are computed relative to.
+// Facts about a unit's scales. e_ref is the exponent that its elements are computed relative to.
 enum UnitFacts : u32 {
-    kGeneral = 1,                // f16 does not have all powers of two that it takes
-    // The rows with scale 1 do not count for e_ref, since no other scale is nearly so large: as a rule a row
-    // of zeros has scale 1. If one holds anything, the unit is kGeneral.
+    kGeneral = 1,                // f16 does not have all powers of two that the unit needs.
+    // Rows with scale 1 do not count for e_ref, because all other scales are far smaller and a row of zeros
+    // usually has scale 1. If such a row holds anything but zeros, the unit is kGeneral.
     kExcluded = 2,
-    // Any of these, or scales that were not examined for them: TARGET 1 knows no row that has the largest.
+    // Another fact holds or was not examined. TARGET 1 then knows no row with the largest scale.
     kUnusual = 4,
-    // A scale of the first strip is no power of two; the next three bits: of the other strips.
+    // A scale of the first strip is no power of two. The next three bits say so of the other strips.
     kWrong = 16,
 };
 struct Unit {
     int e_ref;
-    u32 facts;                   // TARGET 1: from bit 8 on also a row of the unit with that scale
+    u32 facts;                   // with TARGET 1 bits 8 and above are a row of the unit with scale 2^e_ref
 };
 
 struct Shared {
-    Unit unit[2][kUnits];                                // by row of blocks, then by column of blocks
+    Unit unit[2][kUnits];                                // ordered by row of blocks, then by column of blocks
     __align__(16) short exponent[2][kColumnBlocks][kTileRows];
-    // 2^(e - e_ref) of two rows as f16; NaN for a wrong scale.
+    // A word has 2^(e - e_ref) of two rows as f16, or NaN for a wrong scale.
     __align__(16) u32 factor[2][kColumnBlocks][kTileRows / 2];
     Place place[kAhead + 2];
-    __align__(16) u8 halves[kWaits ? kWarps * kHalvesBytes : 16];    // of sectors, see store_aligned()
+    __align__(16) u8 halves[kWaits ? kWarps * kHalvesBytes : 16];    // halves of sectors, see store_aligned()
 };
 
-// The scales of a tile, in registers until they go to shared memory: a warp has those of a unit or two, a
-// lane kLaneRows rows of it.
+// The scales of a tile, in registers until they go to shared memory. A warp has the scales of a unit or two,
+// and a lane kLaneRows rows of each.
 struct TileScales {
     u32 bits[kUnitsPerWarp][kLaneRows];
 
@@ -77,7 +77,7 @@ struct TileScales {
             for (int r = 0; r < kLaneRows; r++) bits[n][r] = 0;
             const int line = place.line_of(row(n));
             const int block = column_block(n) + place.strip_of(row(n)) * kColumnBlocks;
-            if (!has(n) || place.lost || block >= place.scale_blocks) continue;
+            if (!has(n) || place.past_groups || block >= place.scale_blocks) continue;
             const i64 at = line * p.scale_columns + block;
 #pragma unroll
             for (int r = 0; r < kLaneRows; r++) {
@@ -139,7 +139,7 @@ struct TileScales {
                     make_uint2(factor[0] | factor[1] << 16, factor[2] | factor[3] << 16);
                 *reinterpret_cast<uint2*>(exponents) =
                     make_uint2((u32)e[0] & 0xffffu | (u32)e[1] << 16, (u32)e[2] & 0xffffu | (u32)e[3] << 16);
-                // Rows are rounded up to four; scales of rows that do not exist are 0.
+                // Rows are rounded up to four. Scales of absent rows are 0.
                 if (!place.row_scales || exist <= 0) continue;
                 u32* const to = place.row_scales + (block * place.row_scale_pitch + line);
                 if (reinterpret_cast<u64>(place.row_scales) % 16 == 0)
@@ -151,13 +151,13 @@ struct TileScales {
         }
     }
 
-    // The row of the unit that is row `at` of those of the first of these lanes.
+    // Returns which row of the unit is row `at` of the first of these lanes.
     static __device__ __forceinline__ u32 first_row(u32 lanes, int at) {
         const int lane = __ffs(lanes) - 1;
         return lane * kLaneRows + (u32)__shfl_sync(~0u, at, lane);
     }
 
-    // The same for any scales, of any number of rows.
+    // Finds factors and facts for any scales and any number of rows.
     __device__ __forceinline__ void write_unusual(const ScalingAwareParams& p, const Place& place, int n,
                                                   int exist, int (&e)[kLaneRows],
                                                   u32 (&factor)[kLaneRows], Unit* to) const {
@@ -174,7 +174,7 @@ struct TileScales {
         const u32 wrong_lanes = __ballot_sync(~0u, wrong);
         int e_ref = most == kNothing ? 0 : most;
         bool excludes = false;
-        if (most == 0 && least < -kUnitGap) {                        // a row of zeros has scale 1
+        if (most == 0 && least < -kUnitGap) {                        // Scale 1 is as a rule that of zeros.
             int most_but_0 = kNothing, least_but_0 = kNoScale;
 #pragma unroll
             for (int r = 0; r < kLaneRows; r++)
@@ -191,7 +191,7 @@ struct TileScales {
             const bool general = least < e_ref - kMostDown || e_ref - kMostUp <= kLowest;
             u32 facts = (general ? kGeneral : 0u) | (excludes ? kExcluded : 0u) | kUnusual;
 #pragma unroll
-            for (int part = 0; part < 4; part++)                     // a lane has rows of one strip
+            for (int part = 0; part < 4; part++)                     // A lane has rows of one strip.
                 if (wrong_lanes >> part * 8 & 0xffu) facts |= kWrong << place.strip_of(part * 8 * kLaneRows);
             *to = {e_ref, facts};
             if (!kMx && wrong_lanes) report(p.splits.errors, kScaleNotPowerOfTwo);

@@ -1,23 +1,23 @@
-// How the scaling-aware transpose (scaling_aware.cu) stores the columns of a tile, wherever they begin.
+// The scaling-aware transpose (scaling_aware.cu) stores the columns of a tile here, wherever they begin.
 #pragma once
 #include "groups/scaling_aware_place.cuh"
 
-constexpr int kColumnBytes = kTileRows + kSector;        // of a staged column, with rows of the tile above
-// Whether parts of sectors wait: for the other part in the tile below, or for the block's last tile, when
-// another block stores the other part as well, so that the L2 still has the sector. (Four blocks per
-// multiprocessor leave no shared memory for it; MX gains nothing.)
+constexpr int kColumnBytes = kTileRows + kSector;        // a staged column and rows of the tile above
+// True if parts of sectors wait: for the other part in the tile below, or until the block's last tile, when
+// another block stores the other part as well, so that the L2 still has the sector. Four blocks per
+// multiprocessor leave no shared memory for it, and MX gains nothing.
 constexpr bool kWaits = BLOCKS < 4 && !kMx;
-constexpr int kFirstBytes = kWaits ? kSector : 0;        // of a column: the first rows of the block's tiles
-constexpr int kShiftedBytes = kWarpColumns * (kColumnBytes + kFirstBytes);                   // of a warp
-constexpr int kHalvesBytes = kWarpColumns * 16;                                              // of a warp
+constexpr int kFirstBytes = kWaits ? kSector : 0;        // the first rows of a column of the block's tiles
+constexpr int kShiftedBytes = kWarpColumns * (kColumnBytes + kFirstBytes);                   // per warp
+constexpr int kHalvesBytes = kWarpColumns * 16;                                              // per warp
 static_assert(kWarps * kShiftedBytes >= kTileRows * TILE_COLUMNS + 32, "room for what store_range() makes");
 
-// Columns of a tile as a thread has them: 16 rows of four.
+// A thread's part of a tile: 16 rows of four columns.
 using Codes = u32[4][4];
 
-// Columns that begin at multiples of 16 bytes. line, column: of this thread's first code in the expert. Where
-// the last 16 bytes of a tile's column are half a sector, whose other half the tile below has, they wait for
-// it in `halves`, 16 bytes for each of the warp's columns.
+// Stores columns that begin at multiples of 16 bytes. line, column: place of this thread's first code in the
+// expert. If the last 16 bytes of a tile's column are half a sector, they wait in `halves` for the other
+// half, which the tile below has. `halves` has 16 bytes for each of the warp's columns.
 __device__ __forceinline__ void store_aligned(const Place& place, const Codes& codes, int line, int column,
                                               u8* halves) {
     const i64 stride = place.group_lines;
@@ -51,10 +51,10 @@ __device__ __forceinline__ void store_aligned(const Place& place, const Codes& c
 
 enum Part { kStart, kEnd, kStartAndEnd };
 
-// Stores the parts of sectors at the start of `columns` columns, at their end, or at both where these are
-// equally many bytes; two columns at a time, a byte per lane, `bytes` at most. The columns are `stride` apart
-// in memory and staged in `stage`. to, first_row: where the first column's rows of this tile and of the
-// block's first tile go; first_rows: where the latter are in shared memory.
+// Stores the parts of sectors at the start of `columns` columns, at their end, or at both if the columns are
+// whole sectors long. It stores two columns at a time, a byte per lane, `bytes` at most. The columns are
+// `stride` bytes apart in memory and staged in `stage`. to: where the first column's rows of this tile go.
+// first_row: where those of the block's first tile go. first_rows: where the latter are in shared memory.
 template <Part kPart>
 __device__ __forceinline__ void store_parts(u8* to, u8* first_row, int lines, i64 stride, int columns,
                                             const u8* stage, const u8* first_rows, int lane, u32 bytes) {
@@ -81,10 +81,10 @@ __device__ __forceinline__ void store_parts(u8* to, u8* first_row, int lines, i6
     }
 }
 
-// Columns that begin at any byte, one group_lines after the other: by whole sectors of memory, since the L2
-// takes parts of them at a fraction of its speed. The warp stages them in its own `stage`. If the block's
-// next tile is the one below, the last 32 rows wait there for it. Behind them are the first 32 rows of the
-// block's tiles where parts of sectors wait.
+// Stores columns that begin at any byte, group_lines bytes apart. It stores whole sectors of memory, since
+// the L2 takes parts of them at a fraction of its speed. The warp stages the columns in its own `stage`. If
+// the block's next tile is the one below, the last 32 rows wait there for it. If parts of sectors wait, the
+// first 32 rows of the block's tiles are behind them.
 __device__ __forceinline__ void store_columns(const Place& place, const Codes& codes, u8* stage) {
     const u32 thread = thread_again();
     const int first_column = thread / 32 * kWarpColumns, lane = thread % 32;
@@ -138,8 +138,8 @@ __device__ __forceinline__ void store_columns(const Place& place, const Codes& c
                                codes[c][3]);
 }
 
-// Columns that follow one another without gaps, as they do in an expert of one row of tiles: the whole block
-// of threads stages them in shared memory as they are in global memory, and stores units of 16 bytes.
+// Stores columns that follow one another without gaps, as they do in an expert of one row of tiles. The whole
+// block of threads stages them in shared memory in the order of global memory, and stores units of 16 bytes.
 __device__ __forceinline__ void store_range(const Place& place, const Codes& codes, u8* stage) {
     const int lane = threadIdx.x % 32, row = lane % kPatches * 16, line = place.line_of(row);
     const int lines = place.lines, left = lines - line;
@@ -148,7 +148,7 @@ __device__ __forceinline__ void store_range(const Place& place, const Codes& cod
     // The columns are bytes [before, end) of the units.
     const int before = (int)(reinterpret_cast<u64>(place.to) & 15), end = before + place.columns * lines;
     u8* const to = as_global(place.to) - before;
-    // The first byte of this thread's rows of its first column.
+    // This is the place of the thread's first code: of its first row and its first column.
     const int first = before + column * lines + line;
     if (lines < 4) {
         if (line == 0)
@@ -158,8 +158,7 @@ __device__ __forceinline__ void store_range(const Place& place, const Codes& cod
                 for (int r = 0; r < 3; r++)
                     if (r < lines) stage[first + c * lines + r] = (u8)(codes[c][0] >> 8 * r);
     } else {
-        // By words. The first word of a column also holds the end of the column before, which is there after
-        // a barrier.
+        // The first word of a column also holds the end of the column before, which is there after a barrier.
         u32 above[4];
 #pragma unroll
         for (int c = 0; c < 4; c++) above[c] = __shfl_up_sync(~0u, codes[c][3], 1);
@@ -189,7 +188,7 @@ __device__ __forceinline__ void store_range(const Place& place, const Codes& cod
         const int at = ((int)threadIdx.x + n * kThreads + (before != 0)) * 16;
         if (at + 16 <= end) Chunk<IN, 16>::load_shared(stage + at).store_whole(to + at);
     }
-    // The first and the last unit share bytes with neighbours in memory: a lane for each byte.
+    // The first and the last unit share bytes with neighbours in memory, so a lane stores each byte.
     if (threadIdx.x >= 32) return;
     const int at = lane < 16 ? lane : end / 16 * 16 + lane % 16;
     if (at < end && (lane < 16 ? before && at >= before : before == 0 || end >= 16)) to[at] = stage[at];

@@ -1,13 +1,13 @@
-// How the scaling-aware transpose (scaling_aware.cu) copies the bytes of a tile into shared memory.
+// The scaling-aware transpose (scaling_aware.cu) copies the bytes of a tile into shared memory here.
 #pragma once
 #include "groups/scaling_aware_place.cuh"
 
 constexpr int kRawBytes = kTileRows * TILE_COLUMNS + 16;             // of a tile, see raw_unit()
 
-// A tile's bytes in shared memory: rows of TILE_COLUMNS, whose pairs of 16-byte units are XOR-swizzled such
-// that the lanes of a warp, which read from rows 16 apart, meet no bank twice; the second half of the rows is
-// 16 bytes further on. (Units of a pair stay neighbours: copies of 16 bytes from one sector to two places
-// took 6 % longer.)
+// Returns where a 16-byte unit of a tile is in shared memory. A row has TILE_COLUMNS bytes, whose pairs of
+// units are XOR-swizzled such that the lanes of a warp, which read from rows 16 apart, meet no bank twice.
+// The second half of the rows is 16 bytes further on. Units of a pair stay neighbours, since copies of 16
+// bytes from one sector to two places took 6 % longer.
 __device__ __forceinline__ int raw_unit(int row, int unit) {
     return row * TILE_COLUMNS + (unit ^ (row / 16 * 2 & 6)) * 16 + row / 64 * 16;
 }
@@ -19,7 +19,8 @@ __device__ __forceinline__ void prefetch_rows(const ScalingAwareParams& p, const
     const int first = threadIdx.x / kRowUnits, unit = threadIdx.x % kRowUnits;
     const int stack = kStacked ? place.stack : 0, left = place.columns - unit * 16;
     const int lines = kStacked || left > 0 ? place.lines - first : 0;
-    // The steps in memory from even groups of 32 rows of the tile to odd ones, and from odd to even ones.
+    // `next` is the step in memory from even groups of 32 rows of the tile to odd ones, `after` from odd to
+    // even.
     const i64 down = kStep * p.columns, next = stack == 2 ? TILE_COLUMNS : down;
     const i64 after = stack == 0 ? down : stack == 1 ? TILE_COLUMNS - down : TILE_COLUMNS;
     const u8* from = place.from + (first * p.columns + unit * 16);
@@ -47,13 +48,13 @@ __device__ __forceinline__ void prefetch_rows(const ScalingAwareParams& p, const
 }
 
 __device__ __forceinline__ void prefetch(const ScalingAwareParams& p, const Place& place, u8* raw) {
-    if (place.lost) return;
+    if (place.past_groups) return;
     // Without stacks the copies take fewer instructions.
     if (ALIGNED && (!kStacks || place.stack == 0)) prefetch_rows<false>(p, place, raw);
     else prefetch_rows<kStacks>(p, place, raw);
 }
 
-// Fetches the tile of a later block to the L2: of so near a block that the bytes wait there only shortly.
+// Fetches the tile of a later block into the L2. That block is so near that the bytes wait only shortly.
 __device__ __forceinline__ void fetch_ahead(const ScalingAwareParams& p) {
     const u32 block = blockIdx.x + p.ahead, strip = block / (u32)p.down;
     if (block >= gridDim.x) return;

@@ -1,14 +1,13 @@
-// Sizes of groups that only the device knows, and tiles of the groups, which are stored one after the other
-// in whole tiles. One warp of a block finds the groups of the block's tiles by a scan over all sizes,
-// kPerLane sizes per lane and round.
+// Sizes of groups that only the device knows. Groups are stored one after the other in whole tiles. One warp
+// of a block finds the groups of the block's tiles by a scan over all sizes.
 #pragma once
 #include "memory/errors.cuh"
 #include "tile/tile.cuh"
 
 struct Splits {
-    const void* sizes;           // [groups] i32, or i64 where `wide`; in elements
+    const void* sizes;           // [groups] i32, or i64 if `wide`; in elements
     i64 groups;
-    u32* errors;                 // the device's word
+    u32* errors;                 // the device's sticky word
     u32 wide;
 
     __device__ __forceinline__ i64 load(i64 i) const {
@@ -20,12 +19,12 @@ struct Splits {
 
 __device__ constexpr u32 log2_of(u32 power) { return power > 1 ? 1 + log2_of(power / 2) : 0; }
 
-// What belongs to one tile.
+// A tile and its group.
 struct GroupTile {
-    i64 start;                   // its first line
-    i64 group_tile, group_tiles; // the first tile of its group, and how many the group has
-    int lines;                   // how many of its lines there are
-    bool past_groups;            // it follows the last group. `lines` are then those that no group covers
+    i64 start;                   // the tile's first line
+    i64 group_tile, group_tiles; // the group's first tile, and how many tiles the group has
+    int lines;                   // how many of the tile's lines exist
+    bool past_groups;            // the tile follows the last group; no group has its lines
 };
 
 __device__ __forceinline__ i64 warp_prefix_sum(i64 value) {
@@ -37,16 +36,16 @@ __device__ __forceinline__ i64 warp_prefix_sum(i64 value) {
     return value;
 }
 
-// Finds tiles first to first + kTiles - 1 of `tiles`, in shared memory. One whole warp calls it, before a
-// barrier. A line is kElements elements of a size (a started one counts), a tile is kLines lines; there are
-// `total` lines. A negative size counts as 0, and a group that goes past `total` ends there; `check`: report
-// these to the device's word.
+// Writes tiles first to first + kTiles - 1 of `tiles` to shared memory. One whole warp calls it, before a
+// barrier. A line is kElements elements of a size, rounded up, and a tile is kLines lines. All groups have at
+// most `total` lines: a negative size counts as 0, and a group that goes past `total` ends there. check:
+// reports such sizes.
 template <int kElements, int kLines, int kTiles>
 __device__ __forceinline__ void find_groups(const Splits& splits, i64 total, i64 first, i64 tiles, bool check,
                                             GroupTile* found) {
     constexpr int kPerLane = 4;
     const int lane = threadIdx.x % 32;
-    i64 round_start = 0, round_tile = 0;                 // lines and tiles before this round's groups
+    i64 round_start = 0, round_tile = 0;                 // lines and tiles in all earlier rounds
     bool negative = false;
     constexpr i64 kPerRound = 32 * kPerLane;
     for (i64 round = 0; round < splits.groups && (check || round_tile < first + kTiles); round += kPerRound) {
@@ -56,7 +55,7 @@ __device__ __forceinline__ void find_groups(const Splits& splits, i64 total, i64
             const i64 elements = splits.load(round + lane * kPerLane + u);
             negative |= elements < 0;
             const i64 whole = elements > 0 ? (elements - 1) / kElements + 1 : 0;
-            size[u] = whole > total ? total + 1 : whole;     // sums stay small, and still exceed total
+            size[u] = whole > total ? total + 1 : whole;     // Sums stay small and still exceed total.
             lines += size[u];
         }
         const i64 end = warp_prefix_sum(lines);
@@ -74,7 +73,7 @@ __device__ __forceinline__ void find_groups(const Splits& splits, i64 total, i64
 #pragma unroll
         for (int u = 0; u < kPerLane; u++) {
             const i64 group_tiles = (size[u] + kLines - 1) / kLines;
-            // The group's tiles among those that are looked for.
+            // These are the group's tiles among those that the block needs.
             const int end_here = left_of(tile + group_tiles - first, kTiles);
 #pragma unroll 1
             for (int t = left_of(tile - first, kTiles); t < end_here; t++) {
@@ -98,10 +97,10 @@ __device__ __forceinline__ void find_groups(const Splits& splits, i64 total, i64
         report(splits.errors, (any_negative ? kSplitNegative : 0u) | (round_start > total ? kSplitSum : 0u));
 }
 
-// Reports sizes that are wrong, of groups of `total` lines. One whole warp calls it.
+// Reports negative sizes, and sizes that add up to more than `total`. One whole warp calls it.
 __device__ __forceinline__ void check_sizes(const Splits& splits, i64 total) {
     bool negative = false;
-    i64 lines = 0;                               // at most total + 1 of a group, and of all before this round
+    i64 lines = 0;                               // clamped to total + 1 after every round
     for (i64 round = 0; round < splits.groups; round += 32) {
         const i64 size = splits.load(round + threadIdx.x % 32);
         negative |= size < 0;

@@ -1,12 +1,12 @@
-// Barriers in shared memory that count arrivals: those who wait do so for the end of a phase, by its parity,
-// and a phase that has not begun counts as ended with parity 1. And barriers of some of a block's warps. All
-// sm_80 and later.
+// Barriers in shared memory that count arrivals, and barriers for some of a block's warps, for sm_80 and
+// later. A thread waits for the end of a phase, which it names by its parity. Before the first phase, a wait
+// for parity 1 returns at once.
 #pragma once
 #include "memory/chunks.cuh"
 
 using PhaseBarrier = u64;
 
-// By one thread, before a __syncthreads(). arrivals: of a phase.
+// One thread calls it, before a __syncthreads(). arrivals: how many end a phase.
 __device__ __forceinline__ void init_phases(PhaseBarrier* barrier, u32 arrivals) {
 #ifdef CUPY_FP8_HOST
     host_mbarrier_init(barrier, arrivals);
@@ -23,7 +23,7 @@ __device__ __forceinline__ void arrive(PhaseBarrier* barrier) {
                  :: "r"((u32)__cvta_generic_to_shared(barrier)) : "memory");
 #endif
 }
-// Once all of this thread's copy_async() are there, without waiting for them.
+// Arrives as soon as all of this thread's copy_async() have ended. The thread does not wait.
 __device__ __forceinline__ void arrive_after_copies(PhaseBarrier* barrier) {
 #ifdef CUPY_FP8_HOST
     copy_async_wait();
@@ -48,7 +48,7 @@ __device__ __forceinline__ void wait_for_end(PhaseBarrier* barrier, u32 parity) 
     while (!has_ended(barrier, parity)) {}
 #else
     u32 ended;
-    // the hardware lets the thread sleep for a while
+    // The hardware lets the thread sleep for a while.
     do {
         asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
                      : "=r"(ended) : "r"((u32)__cvta_generic_to_shared(barrier)), "r"(parity) : "memory");
@@ -56,7 +56,7 @@ __device__ __forceinline__ void wait_for_end(PhaseBarrier* barrier, u32 parity) 
 #endif
 }
 
-// Where kThreads threads of the block, whole warps, meet. kId: 1 to 15; __syncthreads() has 0.
+// Waits for kThreads threads of the block, which are whole warps. kId: 1 to 15; __syncthreads() has 0.
 template <int kId, int kThreads>
 __device__ __forceinline__ void sync_some() {
 #ifdef CUPY_FP8_HOST

@@ -1,19 +1,19 @@
-// Chunks: a few neighbouring elements of one format, moved by one wide load or store, or element by element
-// at ragged ends.
+// A chunk is a few neighbouring elements of one format. One wide load or store moves it, or at ragged ends
+// one access per element.
 #pragma once
 #include "numerics/formats.cuh"
 
-template <int kBytes> struct Words;                                  // the register image of kBytes bytes
+template <int kBytes> struct Words;                                  // the registers that hold kBytes bytes
 template <> struct Words<4> { using type = u32; };
 template <> struct Words<8> { using type = uint2; };
 template <> struct Words<16> { using type = uint4; };
 
-// Read-only load. Not L1::no_allocate: on an H200 that hint cost a tenth of the bandwidth of every kernel
-// here (docs/performance.md).
+// Loads memory that no thread writes. The hint L1::no_allocate would cost a tenth of the bandwidth of every
+// kernel here on an H200 (docs/performance.md).
 template <class T>
 __device__ __forceinline__ T load_read_only(const T* p) { return __ldg(p); }
 
-// Reads threadIdx.x anew, so that the compiler keeps nothing derived from it in registers.
+// Re-reads threadIdx.x so that the compiler keeps nothing derived from it in registers.
 __device__ __forceinline__ int thread_again() {
     u32 thread = threadIdx.x;
 #ifndef CUPY_FP8_HOST
@@ -22,9 +22,9 @@ __device__ __forceinline__ int thread_again() {
     return (int)thread;
 }
 
-// 16 bytes from global to shared memory, both 16-byte aligned, on their way until copy_async_wait() in the
-// same thread; zeros where they do not exist. kThroughL1: for halves of sectors, whose other halves are
-// copied soon.
+// Starts a copy of 16 bytes, 16-byte aligned, from global to shared memory, which ends at copy_async_wait()
+// in the same thread. It writes zeros if they do not exist. kThroughL1: for halves of sectors, whose other
+// halves are copied soon.
 template <bool kThroughL1 = false>
 __device__ __forceinline__ void copy_async(u8* shared, const void* from, bool exists = true) {
     const u32 bytes = exists ? 16 : 0;
@@ -40,7 +40,7 @@ __device__ __forceinline__ void copy_async(u8* shared, const void* from, bool ex
                      "r"(bytes) : "memory");
 #endif
 }
-// Ends a group of them, and waits for all groups but the last kPending.
+// copy_async_commit() ends a group of copies. copy_async_wait() waits for all groups but the last kPending.
 __device__ __forceinline__ void copy_async_commit() {
 #ifdef CUPY_FP8_HOST
     host_cp_async_commit();
@@ -64,11 +64,11 @@ __device__ __forceinline__ void copy_async_wait() {
 #endif
 }
 
-// Up to 128 bytes, 16-byte aligned and a multiple of 16, to the L2: nobody waits for them.
+// Fetches up to 128 bytes into the L2 without waiting. They are 16-byte aligned and a multiple of 16.
 __device__ __forceinline__ void fetch_to_l2(const void* from, u32 bytes) {
 #ifdef CUPY_FP8_HOST
     const volatile u8* const all = static_cast<const u8*>(from);
-    (void)all[0], (void)all[bytes - 1];                              // as sanitizers see it
+    (void)all[0], (void)all[bytes - 1];                              // Sanitizers check these accesses.
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(__cvta_generic_to_global(from)),
                  "r"(bytes));
@@ -77,8 +77,8 @@ __device__ __forceinline__ void fetch_to_l2(const void* from, u32 bytes) {
 #endif
 }
 
-// 16 bytes to shared memory as one instruction: of a plain store NVRTC makes four words in some kernels,
-// whose lanes then meet in banks.
+// Stores 16 bytes to shared memory by one instruction. In some kernels NVRTC splits a plain store into four
+// words, whose lanes then meet in banks.
 __device__ __forceinline__ void store_shared_whole(void* shared, u32 a, u32 b, u32 c, u32 d) {
 #ifdef CUPY_FP8_HOST
     *reinterpret_cast<uint4*>(shared) = make_uint4(a, b, c, d);
@@ -99,15 +99,15 @@ __device__ __forceinline__ T* as_global(T* p) {
 #endif
 }
 
-// Whether a device-side flag (one f32, or null) holds 1.0.
+// Returns true if a flag on the device (one f32, or null) is 1.0.
 __device__ __forceinline__ bool is_set(const float* flag) { return flag && as_bits(*flag) == 0x3f800000u; }
 
-// How many of the next `most` elements exist when `left` do (which may be negative).
+// Returns how many of the next `most` elements exist if `left` do. left may be negative.
 __device__ __forceinline__ int left_of(i64 left, int most) {
     return left >= most ? most : left > 0 ? (int)left : 0;
 }
 
-// kCount elements of format F, packed low element first.
+// kCount elements of format F. The first one is in the low bits.
 template <class F, int kCount>
 struct Chunk {
     using storage = typename F::storage;
@@ -144,10 +144,10 @@ struct Chunk {
         get(v);
         *reinterpret_cast<Vector*>(p) = v;
     }
-    // 16 bytes to global memory as one instruction, for memory that the kernel does not read: on sm_80 and
-    // sm_90 NVRTC makes four words of store() in some kernels that also use shared memory, and then every
+    // Stores 16 bytes to global memory, which the kernel does not read, by one instruction. On sm_80 and
+    // sm_90 NVRTC splits store() into four words in some kernels that also use shared memory, and then every
     // lane's 16 bytes are written in quarters. kFirstOut: the L2 may write them to memory before others,
-    // which pays where there is much more to write than to read (docs/performance.md).
+    // which pays off if a kernel writes much more than it reads (docs/performance.md).
     template <bool kFirstOut = false>
     __device__ __forceinline__ void store_whole(storage* p) const {
         static_assert(kBytes == 16, "one 16-byte store");
@@ -172,13 +172,13 @@ struct Chunk {
                     p[w * kPerWord + i] = (storage)(word[w] >> (8 * sizeof(storage) * i) % 32);
     }
 
-    // Elements 2i and 2i+1. The index is a constant after unrolling.
+    // Widens elements 2i and 2i + 1. The index is a constant after unrolling.
     __device__ __forceinline__ void widen2(int i, float& lo, float& hi) const {
         if constexpr (sizeof(storage) == 4) lo = F::widen(word[2 * i]), hi = F::widen(word[2 * i + 1]);
         else if constexpr (sizeof(storage) == 2) F::widen2(word[i], lo, hi);
         else F::widen2(word[i / 2] >> (i % 2 * 16) & 0xffffu, lo, hi);
     }
-    // In order i = 0, 1, ...: an even byte pair starts its word.
+    // Callers go in the order i = 0, 1, ..., because an even pair of bytes starts its word.
     template <bool kSaturate = true>
     __device__ __forceinline__ void narrow2(int i, float lo, float hi) {
         if constexpr (sizeof(storage) == 4) word[2 * i] = F::narrow(lo), word[2 * i + 1] = F::narrow(hi);
@@ -188,7 +188,7 @@ struct Chunk {
             word[i / 2] = i % 2 ? word[i / 2] | pair << 16 : pair;
         }
     }
-    // The part-th run of kPart elements.
+    // Returns elements part * kPart and following, kPart of them.
     template <int kPart>
     __device__ __forceinline__ Chunk<F, kPart> slice(int part) const {
         Chunk<F, kPart> c;

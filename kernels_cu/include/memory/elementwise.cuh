@@ -1,5 +1,6 @@
-// Elementwise kernels over flat arrays: registers only, one wide load and one wide store per chunk, several
-// loads in flight before the first use. A block covers kUnroll * kThreads chunks, neighbouring threads
+// Elementwise kernels take an array of any shape as one long row. A chunk is one wide load and one wide
+// store, and nothing goes through shared memory. A thread has kFlatUnroll chunks, whose loads are all in
+// flight before the first use. A block has kFlatUnroll * kFlatThreads chunks, and neighbouring threads have
 // neighbouring chunks.
 #pragma once
 #include "memory/chunks.cuh"
@@ -7,12 +8,12 @@
 constexpr int kFlatThreads = 128;
 constexpr int kFlatUnroll = 2;                                       // chunks per thread
 
-// Elements per chunk: 16 bytes on the wider side.
+// A chunk has 16 bytes of the wider type.
 template <class In, class Out>
 constexpr int kFlatChunk = 16 / (sizeof(typename In::storage) > sizeof(typename Out::storage)
                                      ? sizeof(typename In::storage) : sizeof(typename Out::storage));
 
-// This thread's chunks of src. Elements past the end are zeros, and are not stored.
+// This thread's chunks of src. Elements past the end are zeros and are never stored.
 template <class In, class Out>
 struct FlatChunks {
     static constexpr int kCount = kFlatChunk<In, Out>;
@@ -21,11 +22,10 @@ struct FlatChunks {
 
     Source chunk[kFlatUnroll];
     i64 first, n;
-    // no element of the block is past the end, all is aligned
+    // All elements of the block exist and are aligned.
     bool whole;
 
-    // vector: src and dst are aligned to their chunks. Blocks take runs of src in their order, or in the
-    // order of `block`.
+    // vector: src and dst are aligned to their chunks. block: which part of src the block takes.
     __device__ __forceinline__ FlatChunks(const typename In::storage* src, i64 n, bool vector,
                                           i64 block = blockIdx.x) : n(n) {
         const i64 start = block * (kFlatUnroll * kStep);
@@ -46,7 +46,7 @@ struct FlatChunks {
         }
     }
 
-    // Where chunk u starts, and how many elements of it there are.
+    // Chunk u starts at element at(u), and left(u) of its elements exist.
     __device__ __forceinline__ i64 at(int u) const { return first + u * kStep; }
     __device__ __forceinline__ int left(int u) const { return left_of(n - at(u), kCount); }
 

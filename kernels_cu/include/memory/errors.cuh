@@ -1,16 +1,15 @@
-// The sticky word of a device: facts that only the device knows (split sizes, indices, ...) and that were not
-// as they should be.
-// A kernel goes on with a harmless reading of them and sets a bit; the host looks when it is asked to
-// (cupy_fp8.device_errors).
+// Every device has a sticky word of errors in facts that only the device knows (split sizes, indices, ...). A
+// kernel goes on with a harmless reading of a wrong fact and sets a bit. The host looks only when it is asked
+// to (cupy_fp8.device_errors).
 #pragma once
 #include "numerics/types.cuh"
 
 // The bits of cupy_fp8.kernels.errors.Fact (a test compares them).
 constexpr u32 kSplitNegative = 1u << 0, kSplitSum = 1u << 1, kScaleNotPowerOfTwo = 1u << 2,
-    kOffsetOverflow = 1u << 3, kOrder = 1u << 4,
+              kOffsetOverflow = 1u << 3, kOrder = 1u << 4,
               kRouteExpert = 1u << 5, kRouteBound = 1u << 6;
 
-// By one thread that knows of the error.
+// One thread that knows of the error calls it.
 __device__ __forceinline__ void report(u32* errors, u32 bits) {
     if (bits) atomicOr(errors, bits);
 }

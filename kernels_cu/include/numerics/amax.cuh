@@ -1,13 +1,13 @@
-// amax (docs/numerics.md, rule 6): the largest magnitude, from 0. Magnitudes of every format order like their
-// bits as unsigned integers (Inf above every number, NaN above Inf), so reductions across threads are integer
-// maxima and exact in any order.
+// The amax (docs/numerics.md, rule 6) is the largest magnitude, at least 0. Magnitudes of every format order
+// like their bits as unsigned integers (Inf above every number, NaN above Inf), so reductions across threads
+// are integer maxima and exact in any order.
 #pragma once
 #include "memory/chunks.cuh"
 
-// This thread's running maximum over chunks of format F. kNan: false ignores NaN, true lets one NaN win.
+// This thread's running maximum over chunks of format F. kNan false ignores NaN; true lets one NaN win.
 template <class F, bool kNan = false>
 struct Amax {
-    // 16-bit formats: two running maxima, one per half
+    // 16-bit formats have two running maxima, one in each half.
     u32 top = 0;
 
     template <int kCount>
@@ -25,14 +25,14 @@ struct Amax {
     }
 };
 
-// Adds to every thread's maximum its share of `n` elements from x on, by a whole block of kThreads: 16-byte
-// loads, four of them in flight.
+// Adds to every thread's maximum its share of `n` consecutive elements at x. A whole block of kThreads
+// threads calls it. A thread has four 16-byte loads in flight.
 template <int kThreads, class F>
 __device__ __forceinline__ void add_run(Amax<F>& amax, const typename F::storage* x, i64 n) {
     constexpr int kUnroll = 4, kChunk = 16 / sizeof(typename F::storage);
     constexpr i64 kStep = (i64)kThreads * kChunk;
     using Source = Chunk<F, kChunk>;
-    // before the first aligned chunk
+    // These elements precede the first aligned chunk.
     const int lead = left_of(n, (int)(-reinterpret_cast<u64>(x) % 16 / sizeof(typename F::storage)));
     const typename F::storage* const aligned = x + lead;
     const i64 whole = (n - lead) / kChunk * kChunk;
@@ -50,8 +50,8 @@ __device__ __forceinline__ void add_run(Amax<F>& amax, const typename F::storage
     }
 }
 
-// The largest of all threads' values, in thread 0: every thread put()s its own, and behind a __syncthreads()
-// that the kernel has anyway, get() tells. kThreads is the block size.
+// Finds the largest value of all threads: every thread put()s its own, and after a __syncthreads() that the
+// kernel has anyway, get() returns it to thread 0. kThreads is the block size.
 template <int kThreads>
 struct BlockMax {
     static_assert(kThreads % 32 == 0 && kThreads <= 1024, "whole warps, at most 32 of them");
@@ -68,7 +68,7 @@ struct BlockMax {
     }
 };
 
-// The same with a barrier of its own.
+// Returns the largest value of all threads to thread 0, with a barrier of its own.
 template <int kThreads>
 __device__ __forceinline__ u32 block_max(u32 value) {
     __shared__ u32 per_warp[BlockMax<kThreads>::kWarps];
@@ -78,7 +78,7 @@ __device__ __forceinline__ u32 block_max(u32 value) {
     return top.get();
 }
 
-// Loads and stores that other blocks' may meet, or their atomics: plain ones would be data races.
+// Relaxed loads and stores may meet those of other blocks, or their atomics. Plain ones would be data races.
 __device__ __forceinline__ u32 load_relaxed(const u32* word) {
 #ifdef CUPY_FP8_HOST
     return host_load_relaxed(word);
@@ -108,9 +108,8 @@ __device__ __forceinline__ i32 load_relaxed(const float* buffer) {
     return (i32)load_relaxed(reinterpret_cast<const u32*>(buffer));
 }
 
-// *buffer = max(*buffer, amax) on the bits. Most blocks of a large tensor find nothing to raise: look before
-// the atomic.
-// before: the buffer at some earlier time.
+// *buffer = max(*buffer, amax) on the bits. before: the buffer's bits at some earlier time. Most blocks of a
+// large tensor have nothing to raise, so a comparison precedes the atomic.
 __device__ __forceinline__ void raise_amax(float* buffer, u32 bits, i32 before) {
     if (before < (i32)bits) atomicMax(reinterpret_cast<i32*>(buffer), (i32)bits);
 }

@@ -1,8 +1,7 @@
-// The value-producing f32 operations (docs/numerics.md, rule 1): each correctly rounded, subnormals kept,
-// never contracted.
-// CuPy compiles with -ftz=true, so a plain `a * b` flushes subnormals; inline PTX keeps its own modifiers.
-// Every operation on the path to an output byte goes through these names (a test looks for .ftz in the PTX of
-// every kernel).
+// The f32 operations that produce values (docs/numerics.md, rule 1) are correctly rounded, keep subnormals
+// and are never contracted. CuPy compiles with -ftz=true, so a plain `a * b` flushes subnormals, but inline
+// PTX keeps its own modifiers. Every operation on the way to an output byte goes through these functions. A
+// test looks for .ftz in the PTX of every kernel.
 #pragma once
 #include "numerics/types.cuh"
 
@@ -17,7 +16,7 @@ __device__ __forceinline__ float corrected_quotient(float a, float s, float r, f
 }
 __device__ __forceinline__ bool is_nan(float a) { return a != a; }
 __device__ __forceinline__ bool is_less(float a, float b) { return a < b; }
-// The operand that is not NaN, as PTX max.f32 does; both operands are magnitudes here, so the order of zeros
+// Returns the operand that is not NaN, like PTX max.f32. Both operands are magnitudes, so the order of zeros
 // never matters.
 __device__ __forceinline__ float max_number(float a, float b) {
     return a != a ? b : (b != b || a > b ? a : b);
@@ -25,11 +24,11 @@ __device__ __forceinline__ float max_number(float a, float b) {
 __device__ __forceinline__ float max_or_nan(float a, float b) {
     return as_float(as_bits(a) > as_bits(b) ? as_bits(a) : as_bits(b));
 }
-// NaN where either is.
+// NaN if either operand is NaN.
 __device__ __forceinline__ float at_most(float a, float b) { return a != a || a < b ? a : b; }
 __device__ __forceinline__ float at_least(float a, float b) { return a != a || a > b ? a : b; }
-__device__ __forceinline__ u32 raised_magnitude(u32 top, float v) {
-    return as_bits(max_number(as_float(top), __builtin_fabsf(v)));
+__device__ __forceinline__ u32 raised_magnitude(u32 largest, float v) {
+    return as_bits(max_number(as_float(largest), __builtin_fabsf(v)));
 }
 template <int kCount>
 __device__ __forceinline__ bool all_below(const float (&v)[kCount], float limit) {
@@ -66,10 +65,10 @@ __device__ __forceinline__ float fma_rn(float a, float b, float c) {
     asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(c));
     return r;
 }
-// 1 / d, correctly rounded, 1 <= |d| < 2^126: the instructions of rcp.rn, but for its test of the range. One
-// correction makes every start within an ulp the nearest float, but for 0.5 as the reciprocal of 2^k * (2 -
-// 2^-23) (all of them tried, tests/numerics/test_sigmoid.py); that one rcp.approx does not give, or rcp.rn
-// were wrong too.
+// Returns 1 / d, correctly rounded, for 1 <= |d| < 2^126. These are the instructions of rcp.rn without its
+// test of the range. One correction turns every start within an ulp into the nearest float
+// (tests/numerics/test_sigmoid.py tries all). The one exception is 0.5 as the reciprocal of 2^k * (2 -
+// 2^-23), which rcp.approx never gives, since rcp.rn would be wrong too.
 __device__ __forceinline__ float reciprocal(float d) {
     float r;
     asm("{\n\t.reg .f32 e;\n\trcp.approx.ftz.f32 %0, %1;\n\tneg.f32 e, %1;\n\t"
@@ -77,24 +76,24 @@ __device__ __forceinline__ float reciprocal(float d) {
         : "=&f"(r) : "f"(d));
     return r;
 }
-// q + (a - s * q) * r, with the exact remainder. In assembly to the end: of a sign that is turned outside of
-// it the compiler makes neg.ftz.f32.
+// Returns q + (a - s * q) * r, with the exact remainder. The sign is turned in assembly too, since the
+// compiler would use neg.ftz.f32.
 __device__ __forceinline__ float corrected_quotient(float a, float s, float r, float q) {
     asm("{\n\t.reg .f32 n;\n\tneg.f32 n, %1;\n\tfma.rn.f32 n, %2, %0, n;\n\t"
         "neg.f32 n, n;\n\tfma.rn.f32 %0, n, %3, %0;\n\t}"
         : "+f"(q) : "f"(a), "f"(s), "f"(r));
     return q;
 }
-// On the bits: a comparison of floats would be compiled with .ftz.
+// These compare bits, because a comparison of floats would be compiled with .ftz.
 __device__ __forceinline__ bool is_nan(float a) { return (as_bits(a) & 0x7fffffffu) > 0x7f800000u; }
 __device__ __forceinline__ bool is_less(float a, float b) {
     const i32 a_bits = (i32)as_bits(a), b_bits = (i32)as_bits(b);
     const i32 a_order = a_bits < 0 ? -(a_bits & 0x7fffffff) : a_bits, b_order = b_bits < 0
         ? -(b_bits & 0x7fffffff) : b_bits;
-    return !is_nan(a) && !is_nan(b) && a_order < b_order;            // zeros of both signs are 0
+    return !is_nan(a) && !is_nan(b) && a_order < b_order;            // Zeros of both signs are 0.
 }
-// Operands as integers: where a magnitude, an integer mask, becomes a float operand, NVRTC 12.9 makes it
-// abs.ftz.f32.
+// The operands are integers, because NVRTC 12.9 uses abs.ftz.f32 where a magnitude, an integer mask, becomes
+// a float operand.
 __device__ __forceinline__ float max_number(float a, float b) {
     u32 r;
     asm("max.f32 %0, %1, %2;" : "=r"(r) : "r"(as_bits(a)), "r"(as_bits(b)));
@@ -105,7 +104,7 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
     asm("max.NaN.f32 %0, %1, %2;" : "=r"(r) : "r"(as_bits(a)), "r"(as_bits(b)));
     return as_float(r);
 }
-// NaN where either is.
+// NaN if either operand is NaN.
 __device__ __forceinline__ float at_most(float a, float b) {
     float r;
     asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
@@ -116,12 +115,12 @@ __device__ __forceinline__ float at_least(float a, float b) {
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
     return r;
 }
-// max_number(top, |v|) as bits, one instruction.
-__device__ __forceinline__ u32 raised_magnitude(u32 top, float v) {
-    asm("{\n\t.reg .f32 m;\n\tabs.f32 m, %1;\n\tmax.f32 %0, %0, m;\n\t}" : "+r"(top) : "f"(v));
-    return top;
+// Returns max_number(largest, |v|) as bits, by one instruction.
+__device__ __forceinline__ u32 raised_magnitude(u32 largest, float v) {
+    asm("{\n\t.reg .f32 m;\n\tabs.f32 m, %1;\n\tmax.f32 %0, %0, m;\n\t}" : "+r"(largest) : "f"(v));
+    return largest;
 }
-// Whether every |v| is below limit (NaN is not), one instruction each.
+// Returns true if every |v| is below limit. NaN is not. It takes one instruction for each.
 __device__ __forceinline__ bool all_below(const float (&v)[4], float limit) {
     u32 all;
     asm("{\n\t.reg .pred q;\n\t.reg .f32 m;\n\t"
@@ -134,12 +133,13 @@ __device__ __forceinline__ bool all_below(const float (&v)[4], float limit) {
 __device__ __forceinline__ bool all_below(const float (&v)[8], float limit) {
     return all_below({v[0], v[1], v[2], v[3]}, limit) & all_below({v[4], v[5], v[6], v[7]}, limit);
 }
-// marks |= mark where v is above limit; NaN is not.
+// marks |= mark if v is above limit. NaN is not.
 __device__ __forceinline__ void mark_above(u32& marks, u32 mark, float v, float limit) {
     asm("{\n\t.reg .pred q;\n\tsetp.gt.f32 q, %1, %2;\n\t@q or.b32 %0, %0, %3;\n\t}"
         : "+r"(marks) : "r"(as_bits(v)), "f"(limit), "r"(mark));
 }
-// Whether no a and no |b| is above limit (NaN is not), one instruction each.
+// none_beyond() returns true if no a and no |b| is above limit. NaN is not. It takes one instruction for
+// each.
 __device__ __forceinline__ u32 none_beyond_of_four(float a, float b, float c, float d, float limit) {
     u32 none;
     asm("{\n\t.reg .pred q;\n\t"
@@ -166,24 +166,25 @@ __device__ __forceinline__ bool none_beyond(const float (&a)[8], const float (&b
 }
 #endif
 
-// Finite and above zero: no other value has these bits.
+// Returns true for a finite value above zero. No other value has these bits.
 __device__ __forceinline__ bool is_positive_number(float a) { return as_bits(a) - 1u < 0x7f7fffffu; }
 __device__ __forceinline__ bool is_infinite(float a) { return (as_bits(a) & 0x7fffffffu) == 0x7f800000u; }
 __device__ __forceinline__ float magnitude(float a) { return as_float(as_bits(a) & 0x7fffffffu); }
 
-// a / s, correctly rounded like div_rn: what div.rn itself does once it has a reciprocal, two corrections by
-// exact remainders. (Negated remainders: so -0 stays -0.) r: fl(1 / s). Where has_quick_quotients(s), a
-// quotient whose remainder underflows is below 2^-40: 0 in every FP8 format; elsewhere it may be wrong.
+// Returns a / s, correctly rounded like div_rn: div.rn itself makes two corrections by exact remainders once
+// it has a reciprocal. Remainders are negated so that -0 stays -0. r: fl(1 / s). If has_quick_quotients(s), a
+// quotient whose remainder underflows is below 2^-40 and thus 0 in every FP8 format. For other s it may be
+// wrong.
 __device__ __forceinline__ float quick_quotient(float a, float s, float r) {
     return corrected_quotient(a, s, r, corrected_quotient(a, s, r, mul_rn(a, r)));
 }
-// The same as far as FP8 codes tell, for which one correction suffices: tried for every significand of s and,
-// around every value at which the code changes, the four nearest floats a on either side
-// (tests/numerics/test_sigmoid.py does so for some of s).
+// Returns a value with the same FP8 code as a / s, for which one correction suffices. That was tried for
+// every significand of s and for the four nearest floats a on either side of every value at which the code
+// changes. tests/numerics/test_sigmoid.py does so for some s.
 __device__ __forceinline__ float quick_quotient_of_codes(float a, float s, float r) {
     return corrected_quotient(a, s, r, mul_rn(a, r));
 }
-// 2^-80 <= s < 2^100
+// True for 2^-80 <= s < 2^100.
 __device__ __forceinline__ bool has_quick_quotients(float s) {
     return as_bits(s) - 0x17800000u < 0x5a000000u;
 }

@@ -1,11 +1,12 @@
-// The number formats (docs/numerics.md, rules 2 to 5): one struct per dtype, named as `tag` in
-// cupy_fp8/formats.py.
+// The number formats (docs/numerics.md, rules 2 to 5): one struct per dtype, named as
+// `tag` in cupy_fp8/formats.py.
 //   storage            the unsigned integer that holds one element
 //   widen(bits)        the exact f32 value
-//   narrow(value)      nearest-even, FP8 saturating (or not: template argument), subnormals kept; NaN is one
-//   fixed pattern widen2 / narrow2   the same for two elements packed low half first; one instruction where
-//   the chip has it
-// sm_89 and later convert FP8 in hardware; older chips, the host and -DCUPY_FP8_BITCODE use the integer code.
+//   narrow(value)      the code of the nearest value, ties to even. Subnormals are kept, and NaN is one fixed
+//                      pattern. FP8 saturates unless kSaturate is false.
+//   widen2, narrow2    the same for two elements, the first in the low half, by one instruction if the
+//                      chip has it
+// sm_89 and later convert FP8 in hardware. Older chips, the host and -DCUPY_FP8_BITCODE use the integer code.
 // Both agree for every input (all 2^32 on an H200).
 #pragma once
 #include "numerics/arith.cuh"
@@ -16,14 +17,14 @@
 
 constexpr u32 kNanF32 = 0x7fc00000u, kNanBf16 = 0x7fc0u, kNanF16 = 0x7e00u, kNanFp8 = 0x7fu, kNanE8m0 = 0xffu;
 
-// Largest of two words of magnitudes, format by format (one f32, or two 16-bit halves). kNan false: a NaN in
-// `next` is ignored (`top` never holds one then); true: NaN wins.
+// Returns the larger magnitudes of two words with two 16-bit halves each. kNan false: a NaN in `next` is
+// ignored, and `largest` never holds one. kNan true: NaN wins.
 template <u32 kInf, bool kNan>
-__device__ __forceinline__ u32 max_halves_by_bits(u32 top, u32 next) {
+__device__ __forceinline__ u32 max_halves_by_bits(u32 largest, u32 next) {
     u32 result = 0;
 #pragma unroll
     for (int shift = 0; shift < 32; shift += 16) {
-        const u32 t = top >> shift & 0xffffu, n = next >> shift & 0xffffu;
+        const u32 t = largest >> shift & 0xffffu, n = next >> shift & 0xffffu;
         result |= ((kNan || n <= kInf) && n > t ? n : t) << shift;
     }
     return result;
@@ -33,9 +34,9 @@ struct f32 {
     using storage = u32;
     static constexpr u32 kMagnitudes = 0x7fffffffu;
     template <bool kNan>
-    static __device__ __forceinline__ u32 max_magnitudes(u32 top, u32 next) {
-        return as_bits(kNan ? max_or_nan(as_float(top), as_float(next))
-                       : max_number(as_float(top), as_float(next)));
+    static __device__ __forceinline__ u32 max_magnitudes(u32 largest, u32 next) {
+        return as_bits(kNan ? max_or_nan(as_float(largest), as_float(next))
+                       : max_number(as_float(largest), as_float(next)));
     }
     static __device__ __forceinline__ float widen(u32 bits) { return as_float(bits); }
     template <bool kSaturate = true>
@@ -48,13 +49,13 @@ struct bf16 {
     using storage = u16;
     static constexpr u32 kMagnitudes = 0x7fff7fffu;
     template <bool kNan>
-    static __device__ __forceinline__ u32 max_magnitudes(u32 top, u32 next) {
+    static __device__ __forceinline__ u32 max_magnitudes(u32 largest, u32 next) {
 #ifdef CUPY_FP8_HOST
-        return max_halves_by_bits<0x7f80u, kNan>(top, next);
+        return max_halves_by_bits<0x7f80u, kNan>(largest, next);
 #else
         u32 r;
-        if (kNan) asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(top), "r"(next));
-        else asm("max.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(top), "r"(next));
+        if (kNan) asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(largest), "r"(next));
+        else asm("max.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(largest), "r"(next));
         return r;
 #endif
     }
@@ -75,7 +76,7 @@ struct bf16 {
 #else
         u32 pair;
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(hi), "f"(lo));
-        // The instruction's NaN is 0x7fff. Rare, so tested for the pair at once.
+        // The instruction's NaN is 0x7fff. NaN is rare, so one branch tests the pair.
         if (is_nan(lo) | is_nan(hi)) pair = narrow(lo) | narrow(hi) << 16;
         return pair;
 #endif
@@ -86,13 +87,13 @@ struct f16 {
     using storage = u16;
     static constexpr u32 kMagnitudes = 0x7fff7fffu;
     template <bool kNan>
-    static __device__ __forceinline__ u32 max_magnitudes(u32 top, u32 next) {
+    static __device__ __forceinline__ u32 max_magnitudes(u32 largest, u32 next) {
 #ifdef CUPY_FP8_HOST
-        return max_halves_by_bits<0x7c00u, kNan>(top, next);
+        return max_halves_by_bits<0x7c00u, kNan>(largest, next);
 #else
         u32 r;
-        if (kNan) asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(top), "r"(next));
-        else asm("max.f16x2 %0, %1, %2;" : "=r"(r) : "r"(top), "r"(next));
+        if (kNan) asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(largest), "r"(next));
+        else asm("max.f16x2 %0, %1, %2;" : "=r"(r) : "r"(largest), "r"(next));
         return r;
 #endif
     }
@@ -100,7 +101,7 @@ struct f16 {
 #ifdef CUPY_FP8_HOST
         const u32 sign = (bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
         if (magnitude >= 0x7c00u) return as_float(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
-        // * 2^112: rebias, exact
+        // The factor 2^112 changes the bias and is exact.
         return as_float(sign | as_bits(as_float(magnitude << 13) * as_float(0x77800000u)));
 #else
         float value;
@@ -114,9 +115,9 @@ struct f16 {
 #ifdef CUPY_FP8_HOST
         const u32 bits = as_bits(value), sign = bits >> 16 & 0x8000u;
         u32 magnitude = bits & 0x7fffffffu;
-        // rounds past 65504
+        // It rounds past 65504.
         if (magnitude >= 0x477ff000u) return sign | 0x7c00u;
-        // below 2^-14: ulp 2^-24
+        // Below 2^-14 the ulp is 2^-24.
         if (magnitude < 0x38800000u)
             return sign | (as_bits(as_float(magnitude) + as_float(0x3f000000u)) - 0x3f000000u);
         return sign | ((magnitude + 0xfffu + (magnitude >> 13 & 1)) - 0x38000000u) >> 13;
@@ -143,10 +144,10 @@ struct f16 {
     }
 };
 
-// Integer FP8 rounding, shared by both formats.
+// Rounds a magnitude to FP8 by integer instructions, for both formats.
 //   kMax, kMinNormal   the format's largest value and smallest normal, as f32 bits
 //   kMagic             f32 bits of the power of two whose ulp is the format's subnormal step: adding it
-//                      rounds there
+//                      rounds to that step
 template <int kMantissaBits, int kBias, u32 kMax, u32 kMinNormal, u32 kMagic>
 __device__ __forceinline__ u32 round_to_fp8(u32 magnitude) {
     if (magnitude > kMax) magnitude = kMax;
@@ -161,14 +162,14 @@ struct e4m3fn {
     static __device__ __forceinline__ float widen(u32 bits) {
         const u32 magnitude = bits & 0x7fu, sign = (bits & 0x80u) << 24;
         if (magnitude == 0x7fu) return as_float(kNanF32);
-        // * 2^120: rebias, exact
+        // The factor 2^120 changes the bias and is exact.
         return as_float(sign | as_bits(mul_rn(as_float(magnitude << 20), as_float(0x7b800000u))));
     }
     template <bool kSaturate = true>
     static __device__ __forceinline__ u32 narrow(float value) {
         const u32 bits = as_bits(value), magnitude = bits & 0x7fffffffu;
         if (magnitude > 0x7f800000u) return kNanFp8;
-        // above 464: no Inf here
+        // Values above 464 round to NaN, since the format has no Inf.
         if (!kSaturate && magnitude > 0x43e80000u) return kNanFp8;
         return (bits >> 24 & 0x80u) | round_to_fp8<3, 7, 0x43e00000u, 0x3c800000u, 0x46800000u>(magnitude);
     }
@@ -204,7 +205,7 @@ struct e5m2 {
     static __device__ __forceinline__ u32 narrow(float value) {
         const u32 bits = as_bits(value), magnitude = bits & 0x7fffffffu, sign = bits >> 24 & 0x80u;
         if (magnitude > 0x7f800000u) return kNanFp8;
-        // from 61440: Inf
+        // Values from 61440 on round to Inf.
         if (!kSaturate && magnitude >= 0x47700000u) return sign | 0x7cu;
         return sign | round_to_fp8<2, 15, 0x47600000u, 0x38800000u, 0x43000000u>(magnitude);
     }
@@ -229,12 +230,12 @@ struct e8m0fnu {
     static __device__ __forceinline__ float widen(u32 bits) {
         return as_float(bits == 0 ? 0x00400000u : bits == 0xffu ? kNanF32 : bits << 23);
     }
-    // RP8: the next power of two upwards; negative nonzero, Inf and NaN have no E8M0 value.
+    // Rounds upwards to a power of two. -0 becomes 0; other negative values, Inf and NaN become NaN.
     template <bool kSaturate = true>
     static __device__ __forceinline__ u32 narrow(float value) {
         const u32 bits = as_bits(value), exponent = bits >> 23, mantissa = bits & 0x7fffffu;
         if (bits == 0x80000000u) return 0;
-        // also every negative value
+        // The sign is part of this exponent, so every negative value is here too.
         if (exponent >= 0xffu) return kNanE8m0;
         if (exponent == 0) return mantissa > 0x400000u;
         return exponent + (mantissa != 0);

@@ -1,10 +1,10 @@
-// Pairs of FP8 elements as pairs of f16, which hold every e4m3fn and e5m2 value: half the instructions of
-// f32. Two elements are in a word, the first one in the low half.
+// Pairs of FP8 elements as pairs of f16. f16 holds every e4m3fn and e5m2 value, and pairs take half the
+// instructions of f32. A word has two elements, the first one in the low half.
 #pragma once
 #include "numerics/formats.cuh"
 
 struct Halves {
-    // Rounded to nearest, subnormals kept.
+    // Rounds to nearest-even and keeps subnormals.
     static __device__ __forceinline__ u32 times(u32 a, u32 b) {
 #ifdef CUPY_FP8_HOST
         float a_lo, a_hi, b_lo, b_hi;
@@ -17,23 +17,23 @@ struct Halves {
         return r;
 #endif
     }
-    // Largest of magnitudes in `top` and of the magnitudes of `next`, whose NaNs count for nothing.
-    static __device__ __forceinline__ u32 raised(u32 top, u32 next) {
+    // Returns the larger of the magnitudes in `largest` and those of `next`. NaN in `next` is ignored.
+    static __device__ __forceinline__ u32 raised(u32 largest, u32 next) {
 #ifndef CUPY_FP8_HOST
         asm("abs.f16x2 %0, %0;" : "+r"(next));
 #else
         next &= f16::kMagnitudes;
 #endif
-        return f16::max_magnitudes<false>(top, next);
+        return f16::max_magnitudes<false>(largest, next);
     }
-    // 2^k, -24 <= k <= 15.
+    // Returns 2^k for -24 <= k <= 15.
     static __device__ __forceinline__ u32 power(int k) {
         return k >= -14 ? (u32)(k + 15) << 10 : 1u << (k + 24);
     }
 };
 
-// kEmax: of the largest value, 1.75 * 2^kEmax. The half-th two of four codes in a word, and back: narrowing
-// saturates.
+// widen(word, half) widens two of the four codes in a word, and narrow() turns four f16 into a word of codes.
+// It saturates. The largest value is 1.75 * 2^kEmax.
 template <class F> struct Pairs;
 
 template <> struct Pairs<e4m3fn> {

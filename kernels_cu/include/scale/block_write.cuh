@@ -1,17 +1,17 @@
-// How a warp writes the codes of its panel, in kernels of blocks with f32 scales. IN and OUT are the kernel's
-// formats; PANELS_DOWN and PANELS_ACROSS as its file says.
+// How a warp writes the codes of its warp tile, in kernels of blocks with f32 scales. IN and OUT are the
+// kernel's formats; WARP_TILES_DOWN and WARP_TILES_ACROSS as its file says.
 #pragma once
 #include "scale/block_params.cuh"
 #include "groups/row_groups.cuh"
 #include "tile/warp_tile.cuh"
 
-using Tile = PanelTile<PANELS_DOWN, PANELS_ACROSS>;
+using Tile = WarpTiles<WARP_TILES_DOWN, WARP_TILES_ACROSS>;
 
-constexpr int kRuns = kPanelColumns / 32;                            // of 32 elements in a row of a panel
-// words between them in shared memory: no conflicts of banks
-constexpr int kRunStride = kPanelRows + 4;
-// shared by a warp for a scale of every row of every run
-constexpr int kRowWords = kRuns * kRunStride;
+constexpr int kSegments = kWarpTileColumns / 32;  // segments of 32 elements in a row of a warp tile
+// Words from one segment to the next in shared memory, free of bank conflicts.
+constexpr int kSegmentStride = kWarpTileRows + 4;
+// Shared memory of a warp for a scale of every row of every segment.
+constexpr int kRowWords = kSegments * kSegmentStride;
 
 __device__ __forceinline__ u32 larger(u32 a, u32 b) { return a > b ? a : b; }
 
@@ -19,7 +19,7 @@ __device__ __forceinline__ u32 larger(u32 a, u32 b) { return a > b ? a : b; }
 // allow that, since a choice for every few elements takes longer than it saves.
 enum How { kMultiply, kDivideQuickly, kDivide };
 
-// By rows: factors, or divisors and their reciprocals.
+// Operands of rows: factors, or divisors and their reciprocals.
 struct RowOperands {
     const float *factors, *divisors;
 
@@ -28,12 +28,12 @@ struct RowOperands {
         four[0] = v.x, four[1] = v.y, four[2] = v.z, four[3] = v.w;
     }
 };
-// By this lane's columns.
+// Operands of this lane's columns.
 struct ColumnOperands {
     float factor[kLaneColumns], divisor[kLaneColumns];
 };
 
-// Four codes in a word.
+// Returns four codes in a word.
 template <How kHow>
 __device__ __forceinline__ u32 scaled_codes(const float (&v)[4], const float (&factor)[4],
                                             const float (&divisor)[4]) {
@@ -49,36 +49,38 @@ __device__ __forceinline__ u32 scaled_codes(const float (&v)[4], const float (&f
     return out.word[0];
 }
 
-// A warp's panel and where it belongs.
+// Where a warp tile lies in x.
 struct Place {
-    i64 at;                      // of this lane's columns in the panel's first row
+    i64 at;                      // this lane's first element
     int rows_left, columns_left;
 };
 
-// Data of one direction. `wide`: stores of 4 bytes.
+// The destination of the data of one direction. wide: it allows stores of 4 bytes.
 struct Target {
     u8* as_is;
     bool wide;
 };
 
-// The codes of rows 4 * quad to 4 * quad + 3: stored as is (kAsIs), and transposed into words[column][quad %
-// 4]. kFast: `rows` has an operand for every row; otherwise there is one for each of the lane's columns.
-template <bool kFast, bool kWide, How kHow>
-__device__ __forceinline__ void write_quad(const BlockParams& p, const Panel<IN>& panel, const Place& place,
+// Finds the codes of rows 4 * quad to 4 * quad + 3, stores them as they are (as_is), and transposes them into
+// words[column][quad % 4]. kAlongRows: `rows` has an operand for every row; otherwise there is one for each
+// of the lane's columns.
+template <bool kAlongRows, bool kWide, How kHow>
+__device__ __forceinline__ void write_quad(const BlockParams& p, const WarpTile<IN>& warp_tile,
+                                           const Place& place,
                                            const RowOperands& rows, const ColumnOperands& columns, bool as_is,
                                            const Target& to, int quad, u32 (&words)[kLaneColumns][4]) {
     float factor[4] = {}, divisor[4] = {};
-    if (kFast) RowOperands::load(rows.factors + quad * 4, factor);
-    if (kFast && kHow != kMultiply) RowOperands::load(rows.divisors + quad * 4, divisor);
+    if (kAlongRows) RowOperands::load(rows.factors + quad * 4, factor);
+    if (kAlongRows && kHow != kMultiply) RowOperands::load(rows.divisors + quad * 4, divisor);
     u32 codes[4];
     u8* at = to.as_is + (place.at + quad * 4 * p.columns);
 #pragma unroll
     for (int i = 0; i < 4; i++, at += p.columns) {
         const int r = quad * 4 + i;
         float v[kLaneColumns];
-        panel.line[r].widen2(0, v[0], v[1]);
-        panel.line[r].widen2(1, v[2], v[3]);
-        if constexpr (kFast)
+        warp_tile.line[r].widen2(0, v[0], v[1]);
+        warp_tile.line[r].widen2(1, v[2], v[3]);
+        if constexpr (kAlongRows)
             codes[i] = scaled_codes<kHow>(v, {factor[i], factor[i], factor[i], factor[i]},
                                           {divisor[i], divisor[i], divisor[i], divisor[i]});
         else codes[i] = scaled_codes<kHow>(v, columns.factor, columns.divisor);
@@ -94,22 +96,25 @@ __device__ __forceinline__ void write_quad(const BlockParams& p, const Panel<IN>
     for (int c = 0; c < kLaneColumns; c++) words[c][quad % 4] = column[c];
 }
 
-// Sixteen rows: what a column has of them are 16 bytes of a transposed row.
-template <bool kFast, bool kWide, How kHow>
-__device__ __forceinline__ void write_half(const BlockParams& p, const Panel<IN>& panel, const Place& place,
+// Writes sixteen rows, of which each column has 16 bytes of a transposed row.
+template <bool kAlongRows, bool kWide, How kHow>
+__device__ __forceinline__ void write_half(const BlockParams& p, const WarpTile<IN>& warp_tile,
+                                           const Place& place,
                                            const RowOperands& rows, const ColumnOperands& columns, bool as_is,
                                            bool transposed, const Target& to, int half, const Tile& tile) {
     if (!as_is && !transposed) return;
     u32 words[kLaneColumns][4];
 #pragma unroll
     for (int quad = 0; quad < 4; quad++)
-        write_quad<kFast, kWide, kHow>(p, panel, place, rows, columns, as_is, to, half * 4 + quad, words);
+        write_quad<kAlongRows, kWide,
+            kHow>(p, warp_tile, place, rows, columns, as_is, to, half * 4 + quad, words);
     if (transposed) tile.write(half, words);
 }
 
-// Sixteen rows multiplied by what their columns have, for transposed data alone: what is narrowed together
-// comes from one column, so that there is nothing left to transpose.
-__device__ __forceinline__ void write_half_of_columns(const Panel<IN>& panel, const ColumnOperands& columns,
+// Writes sixteen rows, multiplied by the factors of their columns, for transposed data alone: elements that
+// are narrowed together come from one column, so that nothing is left to transpose.
+__device__ __forceinline__ void write_half_of_columns(const WarpTile<IN>& warp_tile,
+                                                      const ColumnOperands& columns,
                                                       int half, const Tile& tile) {
     u32 words[kLaneColumns][4];
 #pragma unroll
@@ -117,7 +122,7 @@ __device__ __forceinline__ void write_half_of_columns(const Panel<IN>& panel, co
         float v[4][kLaneColumns];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const auto& line = panel.line[half * 16 + quad * 4 + i];
+            const auto& line = warp_tile.line[half * 16 + quad * 4 + i];
             line.widen2(0, v[i][0], v[i][1]);
             line.widen2(1, v[i][2], v[i][3]);
         }
@@ -132,39 +137,43 @@ __device__ __forceinline__ void write_half_of_columns(const Panel<IN>& panel, co
     tile.write(half, words);
 }
 
-// Where data of a panel go, and how: 0 nowhere, 1 as they are, 2 transposed. square: by columns, as they are
-// where the blocks of rows would be.
+// Where the data of a warp tile go, and how: 0 nowhere, 1 as they are, 2 transposed. square: the operands are
+// those of columns, and data as they are go to the destination of rows.
 struct Outputs {
-    int fast, slow;
+    int along_rows, along_columns;
     bool square;
-    Target fast_target, slow_target;
-    Tile fast_tile, slow_tile;
+    Target rows_target, columns_target;
+    Tile rows_tile, columns_tile;
 };
 
-// Sixteen rows in both directions, one after the other.
+// Writes sixteen rows in both directions, one after the other.
 template <bool kWide, How kHow>
-__device__ __forceinline__ void write_half_of_both(const BlockParams& p, const Panel<IN>& panel,
+__device__ __forceinline__ void write_half_of_both(const BlockParams& p, const WarpTile<IN>& warp_tile,
                                                    const Place& place, const RowOperands& rows,
                                                    const ColumnOperands& columns, int half,
                                                    const Outputs& to) {
-    write_half<true, kWide, kHow>(p, panel, place, rows, columns, to.fast == 1, to.fast == 2, to.fast_target,
-                                  half, to.fast_tile);
-    write_half<false, kWide, kHow>(p, panel, place, rows, columns, to.slow == 1, to.slow == 2, to.slow_target,
-                                   half, to.slow_tile);
+    write_half<true, kWide,
+        kHow>(p, warp_tile, place, rows, columns, to.along_rows == 1, to.along_rows == 2, to.rows_target,
+                                  half, to.rows_tile);
+    write_half<false, kWide,
+        kHow>(p, warp_tile, place, rows, columns, to.along_columns == 1, to.along_columns == 2,
+              to.columns_target,
+                                   half, to.columns_tile);
 }
 
-// All codes of a panel, for divisors that have no quick quotients: x, of which given_left rows exist, is read
-// again. Rare; and a division takes the compiler longer than anything else here, so that there are four in
-// all, for a lane's columns of one row in one direction.
-__device__ __forceinline__ void divide_panel(const BlockParams& p, const Place& place, int given_left,
+// Writes all codes of a warp tile whose divisors have no quick quotients. It reads x, of which given_left
+// rows exist, again. This is rare, and divisions take the compiler longer than anything else here, so that
+// the loop has only four: those of a lane's columns of one row in one direction.
+__device__ __forceinline__ void divide_warp_tile(const BlockParams& p, const Place& place, int given_left,
                                              const RowOperands& rows, const ColumnOperands& columns,
                                              const Outputs& to) {
 #pragma unroll 1
-    for (int i = 0; i < 2 * kPanelRows; i++) {
+    for (int i = 0; i < 2 * kWarpTileRows; i++) {
         const int row = i / 2;
         const bool of_rows = i % 2 == 0;
-        if (of_rows ? to.square || !to.fast : !to.square && !to.slow) continue;
-        const auto line = Panel<IN>::Line::load_partial(p.x + (place.at + row * p.columns), row < given_left
+        if (of_rows ? to.square || !to.along_rows : !to.square && !to.along_columns) continue;
+        const auto line = WarpTile<IN>::Line::load_partial(p.x + (place.at + row * p.columns),
+                                                           row < given_left
                                                         ? place.columns_left : 0);
         float v[kLaneColumns], divisor[kLaneColumns];
         line.widen2(0, v[0], v[1]);
@@ -172,21 +181,21 @@ __device__ __forceinline__ void divide_panel(const BlockParams& p, const Place& 
 #pragma unroll
         for (int c = 0; c < kLaneColumns; c++) divisor[c] = of_rows ? rows.divisors[row] : columns.divisor[c];
         const u32 codes = scaled_codes<kDivide>(v, divisor, divisor);
-        const bool is_fast = of_rows || to.square;
-        if ((is_fast ? to.fast : to.slow) == 1 && row < place.rows_left) {
+        const bool is_along_rows = of_rows || to.square;
+        if ((is_along_rows ? to.along_rows : to.along_columns) == 1 && row < place.rows_left) {
             const Chunk<OUT, kLaneColumns> out{{codes}};
-            out.store_partial((is_fast ? to.fast_target : to.slow_target).as_is
+            out.store_partial((is_along_rows ? to.rows_target : to.columns_target).as_is
                               + (place.at + row * p.columns), place.columns_left);
         }
-        if ((of_rows ? to.fast : to.slow) != 2) continue;
-        const Tile& tile = of_rows ? to.fast_tile : to.slow_tile;
+        if ((of_rows ? to.along_rows : to.along_columns) != 2) continue;
+        const Tile& tile = of_rows ? to.rows_tile : to.columns_tile;
 #pragma unroll
         for (int c = 0; c < kLaneColumns; c++)
             *tile.byte_at(Tile::column() + c, Tile::row() + row) = (u8)(codes >> 8 * c);
     }
 }
 
-// The part of a grid of scales that belongs to a group.
+// Moves a grid of scales to the part that belongs to a group.
 __device__ __forceinline__ void move_to_group(ScaleGrid& grid, const GroupScales& scales, i64 before,
                                               i64 rows) {
     if (!grid.to) return;

@@ -14,7 +14,7 @@ __device__ __forceinline__ Chunk<OUT, kCount> scale_and_narrow(const Chunk<IN, k
     return out;
 }
 
-// By one thread of the grid. copy: a second place for it, or null.
+// Stores 1 / scale; one thread of the grid calls it. copy: a second destination, or null.
 __device__ __forceinline__ void write_scale_inv(float scale, float* to, float* copy) {
     const float inverse = as_float(f32::narrow(div_rn(1.0f, scale)));
     *to = inverse;

@@ -5,21 +5,21 @@
 
 constexpr u32 kMaxF32 = 0x7f7fffffu;                                 // FLT_MAX
 
-// fl(target / amax) of an amax that is finite and above zero; `largest` where that overflows.
+// Returns fl(target / amax) for a finite amax above zero, and `largest` where that overflows.
 __device__ __forceinline__ float scale_to(float target, float amax, float largest) {
     const float scale = div_rn(target, amax);
     return is_infinite(scale) ? largest : scale;
 }
 
-// The largest power of two not above a finite v >= 0: the mantissa cleared. A subnormal's leading one is in
-// its mantissa and stays; 0 stays 0.
+// Returns the largest power of two not above a finite v >= 0, by clearing the mantissa. A subnormal's leading
+// one is in its mantissa and stays; 0 stays 0.
 __device__ __forceinline__ float floor_to_power_of_two(float v) {
     const u32 bits = as_bits(v);
     if (bits >> 23) return as_float(bits & 0xff800000u);
     return as_float(bits ? 0x80000000u >> __clz((int)bits) : 0u);
 }
 
-// The whole formula, for any amax: 1 where there is nothing to scale by.
+// The whole formula, for any amax; returns 1 where an amax gives no scale (0, Inf or NaN).
 __device__ __forceinline__ float scale_from_amax(float amax, float target, float eps, float largest,
                                                  bool pow2) {
     if (is_less(amax, eps)) amax = eps;

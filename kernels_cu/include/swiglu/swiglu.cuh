@@ -27,9 +27,9 @@ enum class Path {
 constexpr Path kPath = Path::PATH;
 constexpr bool kBackward = BACKWARD;
 constexpr bool kOptions = kPath >= Path::options, kExperts = kPath >= Path::experts;
-// Whether a call may have no experts all the same.
+// Whether the program also serves calls without experts.
 constexpr bool kMaybeExperts = kPath >= Path::wide;
-// Whether a block of threads has a whole tile at once.
+// Whether a block of threads computes a whole tile at a time.
 constexpr bool kTiled = kPath >= Path::tiles;
 constexpr int kParts = 1 + kBackward;                                // results: y, or da and db
 
@@ -58,7 +58,7 @@ struct SwigluCall {
     __device__ __forceinline__ bool interleaved() const { return has(kInterleaved); }
     __device__ __forceinline__ i64 half() const { return kBackward ? columns / 2 : columns; }        // H
     __device__ __forceinline__ i64 wrap() const { return interleaved() ? columns : half(); }
-    // The biases of a row; null where it has none.
+    // Returns the biases of a row; null where it has none.
     __device__ __forceinline__ const IN::storage* bias_of(i64 row) const {
         if (!experts) return bias;
         const u32 expert = load_read_only(experts + row);
@@ -72,7 +72,7 @@ constexpr int kThreads = Tile::kThreads;
 constexpr int kLoad = 16 / sizeof(IN::storage), kLoads = 8 / kLoad;
 using Eight = Chunk<IN, kLoad>[kLoads];
 
-// A thread's patch of 8 x 8 elements.
+// Where a thread's patch of 8 x 8 elements lies.
 struct Place {
     i64 row, column;
     int rows_left, columns_left;
@@ -81,7 +81,7 @@ struct Place {
         : row(at.row + Tile::patch_row()), column(at.column + Tile::patch_column()) {
         rows_left = left_of(call.rows - row, 8), columns_left = left_of(call.columns - column, 8);
     }
-    // A bit for each of the eight columns: it is db, or does not exist.
+    // Sets the bit of each of the eight columns that is db or does not exist.
     __device__ __forceinline__ u32 not_da(const SwigluCall& call) const {
         if (call.interleaved()) return 0xaau | (0xffu << columns_left & 0xffu);
         return 0xffu << left_of(call.half() - column, 8) & 0xffu;
@@ -94,7 +94,7 @@ __device__ __forceinline__ void widen_eight(const Eight& from, float (&v)[8]) {
     for (int i = 0; i < 8; i += 2) from[i / kLoad].widen2(i % kLoad / 2, v[i], v[i + 1]);
 }
 
-// Sixteen elements a0, b0, a1, b1, ... become eight of a and eight of b.
+// Separates sixteen elements a0, b0, a1, b1, ... into eight of a and eight of b.
 __device__ __forceinline__ void separate(Eight (&part)[2]) {
     // Words of a half, and of a load.
     constexpr int kWords = 8 / Chunk<IN, kLoad>::kPerWord, kOfLoad = Chunk<IN, kLoad>::kWords;

@@ -1,9 +1,9 @@
-// Blocks of y, or of its gradients, with scales of their own: what swiglu_blocks.cu and swiglu_mx.cu share.
+// What swiglu_blocks.cu and swiglu_mx.cu share: amaxes of blocks of y, or of its gradients.
 #pragma once
 #include "swiglu/swiglu_store.cuh"
 #include "swiglu/swiglu_stream.cuh"
 
-// A segment is the smallest block: so many elements along a row.
+// A segment is the smallest block: 32 elements along a row.
 constexpr int kSegment = 32, kSegments = Tile::kColumns / kSegment;
 
 template <bool kNan>
@@ -24,7 +24,7 @@ __device__ __forceinline__ void load_floats(const void* from, float (&v)[8]) {
 }
 
 // ---- chunks of swiglu_stream.cuh ----
-// The largest magnitudes of four chunks over the lanes of a segment: each lane gets that of chunk owned<4>().
+// Finds the amaxes of four chunks over the lanes of a segment; each lane gets that of chunk owned<4>().
 template <bool kNan>
 __device__ __forceinline__ u32 fold_chunks(const float (&y)[4][8]) {
     u32 amaxes[4];
@@ -36,7 +36,7 @@ __device__ __forceinline__ u32 fold_chunks(const float (&y)[4][8]) {
     }
     return fold(amaxes, larger_bits);
 }
-// Gives all lanes of a segment what the lane that owns this chunk has for it.
+// Gives all lanes of a segment the value of the lane that owns this chunk.
 __device__ __forceinline__ float broadcast(float own, int chunk) {
     return as_float(__shfl_sync(~0u, as_bits(own), owner(chunk)));
 }
@@ -69,8 +69,8 @@ struct ColumnAmaxes {
         for (int i = 0; i < 8; i++) amax = larger_bits(amax, at(segment * 8)[i * Tile::kColumns + column]);
         return amax;
     }
-    // Leaves a float for a segment and column where only this thread has read. Call __syncthreads() before
-    // operands().
+    // Stores a float for a segment and column in a word that only this thread has read. Call __syncthreads()
+    // before operands().
     __device__ __forceinline__ void put(int segment, int column, float v) const {
         at(segment * 8)[column] = as_bits(v);
     }
@@ -124,7 +124,7 @@ private:
         for (int i = 0; i < kKeep; i++) {
             const u32 sent = upper ? row[i] : row[i + kKeep], kept = upper ? row[i + kKeep] : row[i];
             const u32 other = __shfl_xor_sync(~0u, sent, kDistance);
-            row[i] = kept > other ? kept : other;                    // NaNs are there only where they win
+            row[i] = kept > other ? kept : other;                    // Words hold NaNs only where NaN wins.
         }
     }
 };
@@ -137,7 +137,8 @@ __device__ __forceinline__ void store_column_amaxes(u32* amaxes, const u32 (&col
 }
 __device__ __forceinline__ u32 column_amax(const u32* amaxes, int first, int patches, int column) {
     u32 amax = 0;
-    for (int i = first; i < first + patches; i += kSegment / 8)      // the loads of a segment wait together
+    // The loads of a segment are in flight together.
+    for (int i = first; i < first + patches; i += kSegment / 8)
 #pragma unroll
         for (int u = 0; u < kSegment / 8; u++) {
             const u32 other = amaxes[(i + u) * Tile::kColumns + column];

@@ -1,4 +1,4 @@
-// Chunks of swiglu_stream.cuh: which row and part each of them is, and how they are stored.
+// Chunks of swiglu_stream.cuh: the row and part of each of them, and how they are stored.
 #pragma once
 #include "swiglu/swiglu_store.cuh"
 #include "swiglu/swiglu_stream_shape.cuh"
@@ -9,7 +9,7 @@ struct ChunkPosition {
 
     __device__ __forceinline__ ChunkPosition(const SwigluCall& call, const TilePosition& to)
         : at((to.row + row_in_step(0)) * call.columns + to.column + Tile::patch_column()) {}
-    // Of one tile, found when it is stored: until then it takes no registers.
+    // Finds the position of one tile when the tile is stored: until then it takes no registers.
     __device__ __forceinline__ ChunkPosition(const SwigluCall& call, const TilePosition& to, int thread)
         : at((to.row + thread / Tile::kColumnPatches * kThreadRows) * call.columns + to.column +
              thread % Tile::kColumnPatches * 8) {}
@@ -19,17 +19,17 @@ struct ChunkPosition {
 // Chunk i of a group belongs to row i % kThreadRows, and to da or db.
 __device__ __forceinline__ int row_of(int chunk) { return chunk % kThreadRows; }
 __device__ __forceinline__ int part_of(int chunk) { return chunk / kThreadRows; }
-// The four chunks of a part, or all there are.
+// Returns the four chunks of a part, or all chunks if there are four.
 __device__ __forceinline__ float (&four_chunks(float (&y)[kThreadChunks][8], int part))[4][8] {
     return *reinterpret_cast<float(*)[4][8]>(&y[part * 4]);
 }
 
-// Whether a weight may become a part of a scale: its product with the scale of an amax between 2^-60 and 2^60
-// is a normal number.
+// Whether a weight may be multiplied into a scale: its product with the scale of an amax between 2^-60 and
+// 2^60 is a normal number.
 __device__ __forceinline__ bool is_moderate(float weight) {
     return (as_bits(weight) & 0x7fffffffu) - (87u << 23) < 80u << 23;
 }
-// 2^-60 to 2^60
+// Whether an amax lies between 2^-60 and 2^60.
 __device__ __forceinline__ bool is_moderate_amax(u32 bits) { return bits - (67u << 23) < 120u << 23; }
 __device__ __forceinline__ void multiply_chunks(float (&u)[4][8], const float* weights) {
 #pragma unroll
@@ -44,7 +44,7 @@ __device__ __forceinline__ void multiply_chunks(float (&u)[4][8], const float* w
 template <class Codes>
 __device__ __forceinline__ void store_chunks(const SwigluCall& call, u8* data, const ChunkPosition& position,
                                              int left, Codes codes) {
-    constexpr int kTogether = 4 / kThreadRows;                       // da and db, or one of them
+    constexpr int kTogether = 4 / kThreadRows;                       // da and db, or one of these
     const i64 half = call.half();
     u8* to = data + position.at;
 #pragma unroll
@@ -61,12 +61,12 @@ __device__ __forceinline__ void store_chunks(const SwigluCall& call, u8* data, c
     }
 }
 
-// Writes the codes of a thread's rows of a tile, the first of which is `row`, where these are four (kTiled).
+// Writes the codes of a thread's four rows of a tile (kTiled), the first of which is `row`.
 template <int kRows>
 __device__ __forceinline__ void write_rows(const Tile& tile, int row, const Chunk<OUT, 8> (&codes)[kRows]) {
     if constexpr (kRows == 4) write_half_patch(tile.byte_at(row, Tile::patch_column()), codes);
 }
-// As store_transposed(), by kStreamThreads. end: the column after the last.
+// Stores the transposed tile as store_transposed() does, by kStreamThreads. end: the column after the last.
 __device__ __forceinline__ void store_tile(const SwigluCall& call, const TilePosition& at, const i64& end,
                                            const Tile& tile, u8* data, bool vector) {
     if (!vector) {

@@ -1,12 +1,12 @@
-// Whether eight elements of x are all small enough for quick_sigmoid(), found from their bits: two 16-bit
-// numbers at once.
+// Tests from their bits, two 16-bit numbers at a time, whether eight elements of x are all small enough for
+// quick_sigmoid().
 #pragma once
 #include "swiglu/swiglu.cuh"
 
 __device__ constexpr u32 quick_limit(bf16) { return 0x42aeu; }       // kQuickSigmoid
 __device__ constexpr u32 quick_limit(f16) { return 0x5570u; }
 __device__ constexpr u32 quick_limit(f32) { return 0; }
-// The larger magnitude of each half, NaN above all, with some sign.
+// Returns the larger magnitude of each half, with an arbitrary sign; NaN is above all.
 __device__ __forceinline__ u32 larger_halves(bf16, u32 a, u32 b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
     asm("max.NaN.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));

@@ -1,7 +1,7 @@
-// What calls with options need beside swiglu_stream.cuh: bias, clamp, gpt_oss, a0 b0 a1 b1 ..., gradients
-// whose H is no multiple of a tile's columns; rows allow wide accesses. Options are uniform, so each is one
-// branch for eight elements, or none at all: without clamp the limit is Inf, without gpt_oss alpha is 1 and
-// -0 is added to b, which changes no bit.
+// What calls with options need beside swiglu_stream.cuh. Options are bias, clamp, gpt_oss, interleaved x (a0
+// b0 a1 b1 ...) and gradients whose H is no multiple of a tile's columns; rows allow wide accesses. All
+// threads take the same options, so each costs one branch for eight elements, or none: without clamp the
+// limit is Inf, without gpt_oss alpha is 1 and -0 is added to b, which changes no bit.
 //
 // Results of gradients lie in two parts of each row. [da | db]: the tile of da and that of db. Interleaved:
 // two neighbouring tiles of da0 db0 da1 db1 ...; of 128 columns of grad a thread has four of the first 64 and
@@ -36,7 +36,7 @@ constexpr bool kTransposesBlocks = false;
 class Biases {
     using Kept = Either<kTransposesBlocks && !kBackward, IN, f32>::Type;
     static constexpr int kHalf = Tile::kColumns / 2, kOfExpert = 2 * Tile::kColumns;
-    static constexpr u32 kMinusZero = 1u << (8 * sizeof(IN::storage) - 1);        // added, it changes no bit
+    static constexpr u32 kMinusZero = 1u << (8 * sizeof(IN::storage) - 1);        // adding it changes no bit
     static __device__ __forceinline__ Kept::storage* kept() {
         __shared__ __align__(16) Kept::storage biases[(1 + kExperts) * kOfExpert];
         return biases;
@@ -46,7 +46,7 @@ class Biases {
     static __device__ __forceinline__ u32 keep(F, u32 bits) { return bits; }
 
 public:
-    // Whose biases are kept.
+    // The two experts whose biases are in shared memory.
     static __device__ __forceinline__ u32* experts() {
         __shared__ u32 experts[2];
         return experts;
@@ -70,8 +70,8 @@ public:
             exists ? from[call.interleaved() ? 2 * at + part : part * call.half() + at] : kMinusZero;
         kept()[threadIdx.x] = (Kept::storage)keep(Kept{}, bits);
     }
-    // This thread's biases. Their address is kept in a register: the compiler would find it anew, slowly, for
-    // every use.
+    // Keeps the address of this thread's biases in a register: the compiler would compute it anew for every
+    // use.
     __device__ __forceinline__ Biases() {
         if constexpr (kOptions) {
             const Kept::storage* const mine = kept() + Tile::column_patch() * 4;
@@ -83,8 +83,8 @@ public:
 #endif
         }
     }
-    // part: 0 for a, 1 for b; last: the biases of the last row's expert. Rows that do not exist are no longer
-    // 0 then.
+    // Adds the biases. part: 0 for a, 1 for b; last: those of the last row's expert. Rows that do not exist
+    // are then no longer 0.
     __device__ __forceinline__ void add(const SwigluCall& call, int part, bool last, float (&v)[8]) const {
         if (!kExperts && !call.bias) return;
 #pragma unroll
@@ -127,10 +127,10 @@ private:
 #endif
 };
 
-// Where |a| is below it, alpha * |a| is below kQuickSigmoid.
+// If |a| is below kQuickGptOss, alpha * |a| is below kQuickSigmoid.
 constexpr float kQuickGptOss = 51.0f;
 
-// What gpt_oss adds to b.
+// Returns the number that gpt_oss adds to b; without it -0.
 __device__ __forceinline__ float one(const SwigluCall& call) {
     return call.has(SwigluCall::kGptOss) ? 1.0f : -0.0f;
 }
@@ -148,8 +148,8 @@ __device__ __forceinline__ u32 clip(const SwigluCall& call, float (&a)[8], float
     return clipped;
 }
 
-// da and db of eight elements, in the order of their parts. sums: the terms of dp, added over four elements
-// and four; interleaved these belong to either part.
+// Computes da and db of eight elements, in the order of their parts. sums: the terms of dp, added over four
+// elements and four; interleaved, these are the sums of either part.
 __device__ __forceinline__ void gradients(const SwigluCall& call, float prob, const float (&a)[8],
                                           const float (&b)[8], float (&grad)[8], const float (&sigma)[8],
                                           u32 clipped, float (&values)[2][8], float (&sums)[2]) {

@@ -1,14 +1,14 @@
-// Path any: patches of y or of its gradients, from any memory and with any options, all of which it is told
-// at run time.
+// Path any computes patches of y or of its gradients from any memory and with any options, all of them
+// run-time values.
 //
 // A block of 256 threads owns 128 x 128 elements of the result, a thread 8 x 8 of them. An element of a
 // gradient is da or db, and sigma is computed for either. x and grad are loaded before anything is computed.
 #pragma once
 #include "swiglu/swiglu.cuh"
 
-// Rows whose loads are in flight.
+// How many rows have loads in flight.
 constexpr int kRowsAtOnce = sizeof(IN::storage) == 2 && !kBackward ? 8 : 2;
-// Elements of a row that are computed at a time: registers allow no more.
+// How many elements of a row are computed at a time: registers allow no more.
 constexpr int kPart = kBackward ? 4 : 8;
 
 // Loads `left` of eight neighbours, and zeros in place of the others.
@@ -31,7 +31,7 @@ __device__ __forceinline__ void widen_part(const Eight& from, int part, float (&
 }
 
 // Loads eight elements of a row that starts again after `wrap` columns, since a patch may have both da and
-// db. Elements enter at the top, in a loop: unrolled, all of these would be half of a kernel.
+// db. A loop shifts the elements in: unrolled, these loads would be half of a kernel.
 __device__ __forceinline__ void gather(Eight& to, const IN::storage* row, i64 wrap, i64 column, int left) {
     constexpr int kOfLoad = Chunk<IN, kLoad>::kWords, kWords = kLoads * kOfLoad;
     u32 word[kWords + 1] = {};
@@ -50,7 +50,7 @@ __device__ __forceinline__ void gather(Eight& to, const IN::storage* row, i64 wr
 struct Halves {
     Eight part[2];               // a and b; interleaved 16 neighbours (BACKWARD: 8, and part[1] is not used)
 
-    // row: of x. left: how many of the result's columns exist; zeros take the place of the others.
+    // row: a row of x. left: how many of the result's columns exist; zeros take the place of the others.
     template <bool kWide>
     __device__ __forceinline__ void load(const SwigluCall& call, const IN::storage* row, i64 column,
                                          int left) {
@@ -112,7 +112,7 @@ struct Grads {
     }
 };
 
-// The elements that are loaded for a row of a patch.
+// The elements that a thread loads for a row of its patch.
 struct Source {
     Halves x;
     Grads grad;
@@ -126,7 +126,7 @@ struct Source {
     }
 };
 
-// a and b of a part of row r, biased and clamped. clipped: bit i for a, bit 8 + i for b.
+// Finds a and b of a part of row r, biased and clamped. clipped: bit i for a, bit 8 + i for b.
 __device__ __forceinline__ void widen_clamped(const SwigluCall& call, const Place& place, int r, int part,
                                               Halves& in, float (&a)[kPart], float (&b)[kPart],
                                               u32& clipped) {
@@ -148,7 +148,7 @@ __device__ __forceinline__ void widen_clamped(const SwigluCall& call, const Plac
     for (int i = 0; i < kPart; i++) {
         const float clamped_a = at_most(a[i], call.limit);
         const float clamped_b = at_least(at_most(b[i], call.limit), call.minus_limit);
-        if (kBackward) {             // clipped is what has become a limit: never NaN
+        if (kBackward) {             // An element is clipped if it has become a limit; NaN never does.
             if (as_bits(clamped_a) == limit && as_bits(a[i]) != limit) clipped |= 1u << i;
             if ((as_bits(clamped_b) & 0x7fffffffu) == limit && as_bits(b[i]) != as_bits(clamped_b))
                 clipped |= 0x100u << i;
@@ -157,7 +157,7 @@ __device__ __forceinline__ void widen_clamped(const SwigluCall& call, const Plac
     }
 }
 
-// sigma of a part, and b as the form has it.
+// Finds sigma of a part; with gpt_oss b becomes b + 1.
 __device__ __forceinline__ void find_sigma(const SwigluCall& call, const float (&a)[kPart], float (&b)[kPart],
                                            float (&sigma)[kPart]) {
 #pragma unroll
@@ -168,7 +168,7 @@ __device__ __forceinline__ void find_sigma(const SwigluCall& call, const float (
     for (int i = 0; i < kPart; i++) b[i] = add_rn(b[i], 1.0f);
 }
 
-// Eight elements of y. prob: the row's weight.
+// Computes eight elements of y. prob: the row's weight.
 __device__ __forceinline__ void activate(const SwigluCall& call, const Place& place, int r, const float& prob,
                                          Source& in, float (&y)[8]) {
     float a[kPart], b[kPart], sigma[kPart];
@@ -182,7 +182,7 @@ __device__ __forceinline__ void activate(const SwigluCall& call, const Place& pl
     for (int i = 0; i < kPart; i++) y[i] = mul_rn(y[i], prob);
 }
 
-// A part of the gradients. others: bits of columns that are db, or do not exist.
+// Computes a part of the gradients. others: bits of columns that are db, or do not exist.
 __device__ __forceinline__ void differentiate_part(const SwigluCall& call, const float (&a)[kPart],
                                                    const float (&b)[kPart], const float (&sigma)[kPart],
                                                    const float (&grad)[kPart], u32 all_others, u32 others,
@@ -211,7 +211,7 @@ __device__ __forceinline__ void store_sum(const SwigluCall& call, const Place& p
         call.sums[first / Tile::kColumns * call.rows + place.row + r] = as_float(f32::narrow(total));
 }
 
-// Eight elements of the gradient of x.
+// Computes eight elements of the gradient of x.
 __device__ __forceinline__ void differentiate(const SwigluCall& call, const Place& place, int r,
                                               const float& prob, Source& in, float (&d)[8]) {
     const u32 all_others = place.not_da(call);
@@ -238,8 +238,8 @@ __device__ __forceinline__ void differentiate(const SwigluCall& call, const Plac
         }
         differentiate_part(call, a, b, sigma, grad, all_others, others, out);
         if (!call.has(SwigluCall::kClamped)) continue;
-        // What is clipped is 0 whatever the weight, and what does not exist must be so too: 0 times Inf would
-        // be NaN.
+        // Gradients of clipped elements are 0 whatever the weight, and those of absent elements must be too:
+        // 0 times Inf would be NaN.
         const u32 absent = (0xffu << place.columns_left & 0xffu) >> part * kPart;
         clipped |= absent | absent << 8;
 #pragma unroll
@@ -267,7 +267,7 @@ __device__ __forceinline__ void each_row(const SwigluCall& call, const Place& pl
         Source in[kRowsAtOnce];
         if (call.has(SwigluCall::kWide)) load_rows<true>(call, place, first, in);
         else load_rows<false>(call, place, first, in);
-        if (first == 0 && call.probs) {                              // loads of x are in flight
+        if (first == 0 && call.probs) {                              // The loads of x are in flight.
             if (threadIdx.x < Tile::kRows) probs[threadIdx.x] = prob;
             __syncthreads();
         }

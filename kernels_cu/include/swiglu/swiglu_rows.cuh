@@ -1,12 +1,12 @@
-// Calls without options, whose rows come through registers: a tile of y, or one of da and one of db, from one
-// read and one sigma, by instructions that follow one another.
+// Rows of calls without options that come through registers. A tile of y, or one of da and one of db, comes
+// from one read and one sigma, by instructions without branches.
 #pragma once
 #include "swiglu/swiglu.cuh"
 
-// Of swiglu_cast: how many rows are in flight while one is computed.
+// How many rows swiglu_cast has in flight while it computes one.
 constexpr int kRowsAhead = sizeof(IN::storage) == 2 && kBackward ? 2 : 1;
 
-// The elements that are loaded for a row of a patch.
+// The elements that a thread loads for a row of its patch.
 struct RawRow {
     static constexpr int kGrad = 1 + kBackward;
     Eight part[2 + kBackward];   // a, b and (BACKWARD) grad
@@ -36,7 +36,7 @@ __device__ __forceinline__ int owned() {
 // The lane of this lane's segment that owns value i of four.
 __device__ __forceinline__ int owner(int i) { return threadIdx.x % 32 / 4 * 4 + i / 2 + i % 2 * 2; }
 
-// Makes the compiler find v here, not where it is used.
+// Makes the compiler compute v here, not where it is used.
 __device__ __forceinline__ void pin(float (&v)[8]) {
 #ifndef CUPY_FP8_HOST
 #pragma unroll
@@ -44,8 +44,8 @@ __device__ __forceinline__ void pin(float (&v)[8]) {
 #endif
 }
 
-// y, or da and db, of eight elements. Returns the sum of the terms of dp where these are wanted. prob: 1
-// without probs, which changes no bit.
+// Computes y, or da and db, of eight elements. Returns the sum of the terms of dp where these are wanted.
+// prob: 1 without probs, which changes no bit.
 __device__ __forceinline__ float activate(const float* sums, float prob, const float (&a)[8],
                                           const float (&b)[8], float (&grad)[8], const float (&sigma)[8],
                                           float (&values)[2][8]) {
@@ -147,7 +147,7 @@ public:
     }
 
 private:
-    // Rows that exist: none where the columns do not.
+    // How many rows exist; none where the columns do not.
     int left;
     i64 half;
     const IN::storage* a;                                            // the next row to be loaded

@@ -62,8 +62,8 @@ struct RowStore {
     }
 };
 
-// The tile of a block of threads, along rows of tiles. There are no more tiles than blocks, so 32 bits hold
-// their numbers: a division of i64 is a call, which costs registers.
+// Returns the tile of a block of threads; blocks follow rows of tiles. A grid has fewer than 2^32 blocks, so
+// u32 holds the numbers of tiles: a division of i64 is a call, which costs registers.
 __device__ __forceinline__ TilePosition position(const SwigluCall& call, u32 block) {
     const u32 across = (u32)((call.half() + Tile::kColumns - 1) / Tile::kColumns);
     const u32 row = across ? block / across : 0;

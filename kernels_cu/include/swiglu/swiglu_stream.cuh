@@ -3,7 +3,7 @@
 // fetch the next tile while this one is stored.
 //
 // A block of kStreamThreads threads owns 128 columns of y and some tiles of 128 rows, one below the other.
-// Threads read what they have copied themselves: nobody waits for anything but its own copies (and for other
+// A thread reads the elements that it has copied itself, so it waits only for its own copies (and for other
 // experts' biases). Rows and columns that do not exist are zeros; where a bias is added to these, the results
 // are made zeros.
 #pragma once
@@ -57,9 +57,9 @@ public:
         }
         stage = (stage + kThreadRows) % kStages;
     }
-    // How many of the `left` rows exist, of this thread's columns of a part. With options.
+    // With options: returns how many of the `left` rows exist in this thread's columns of a part.
     __device__ __forceinline__ int left_in(int part, int left) const { return has(part) ? left : 0; }
-    // Gradients of the row that each() has told last, with options. sums: row r of both parts.
+    // With options: computes the gradients of the row that each() has passed last. sums: row r of both parts.
     __device__ __forceinline__ void gradients(int r, float weight, float (&v)[kArrays][8],
                                               const float (&sigma)[8], float (&values)[2][8],
                                               u32 (&sums)[2][kThreadRows]) const {
@@ -79,11 +79,11 @@ public:
         if (call.interleaved() && first + Tile::kColumns < call.columns)
             ::store_sums(call, sums[1], row, kApart, first / Tile::kColumns + 1, left);
     }
-    // The chunks of a group; path rows: without the weights of y. weights: of its rows. step: of the block's
-    // tile.
+    // Computes the chunks of a group; on path rows y is not yet multiplied by the weights. weights: those of
+    // the group's rows. step: the group's number in the tile.
     __device__ __forceinline__ void compute(const StreamPosition& at, int step, const float* weights,
                                             float (&y)[kThreadChunks][8]) {
-        u32 sums[kThreadRows], part_sums[2][kThreadRows];            // without options, and with them
+        u32 sums[kThreadRows], part_sums[2][kThreadRows];  // sums without options, part_sums with them
         each(at, [&](int r, float(&v)[kArrays][8], const float(&sigma)[8]) {
             if constexpr (kBackward) {
                 float values[2][8];
@@ -103,7 +103,7 @@ public:
             }
         });
         if constexpr (kOptions && !kBackward) {
-            if (left < kThreadRows) {                                // biases alone
+            if (left < kThreadRows) {  // These rows do not exist: they have only biases.
 #pragma unroll
                 for (int r = 0; r < kThreadRows; r++)
                     if (r >= left)
@@ -119,10 +119,10 @@ public:
         }
         left -= kStepRows;
     }
-    // Waits, after the last group, for what was requested beyond it, before another block has the shared
+    // Waits, after the last group, for the copies requested beyond it, before another block has the shared
     // memory.
     static __device__ __forceinline__ void finish() { copy_async_wait(); }
-    // The weights of the block's rows, 1 without probs.
+    // Shared memory with the weights of the block's rows, 1 without probs.
     static __device__ __forceinline__ float* shared_probs() {
         __shared__ __align__(16) float probs[kMostRows];
         return probs;
@@ -138,21 +138,22 @@ private:
     static_assert(!kOptions || 4 * Tile::kColumns == kStreamThreads,
                   "each loads a bias: of two experts, of a and b");
     u32 others;                                                      // rows of other experts (change_biases)
-    // Bits of `clipped`: interleaved a thread has four elements of either part, otherwise both parts or none.
+    // Masks of `clipped`: interleaved, a thread has four elements of either part; otherwise it has all of
+    // both parts or none.
     static constexpr u32 kFirstPart = 0x0f0fu, kBothParts = 0xffffu;
     u32 absent;                                                      // columns that do not exist
-    // What is clipped in the row that each() has told last, or does not exist.
+    // Bits of the elements that are clipped or do not exist in the row that each() has passed last.
     u32 clipped;
 
     __device__ __forceinline__ bool has(int part) const {
         return !kBackward || !(absent & (part ? kBothParts & ~kFirstPart : kFirstPart));
     }
-    // The first element of a row of x that this thread has, with options. column: the tile's.
+    // With options: returns the first element of a row of x that this thread has. column: the tile's column.
     static __device__ __forceinline__ i64 first_of_row(const SwigluCall& call, i64 column) {
         if (!call.interleaved()) return column + Tile::patch_column();
         return 2 * column + (kBackward ? 1 : 2) * Tile::patch_column();
     }
-    // Elements from a thread's first eight of a row of x to its others.
+    // Returns the distance in elements from a thread's first eight of a row of x to its second eight.
     __device__ __forceinline__ i64 second() const {
         return !kOptions || !call.interleaved() ? half : kBackward ? Tile::kColumns : 8;
     }
@@ -184,7 +185,7 @@ private:
         if constexpr (!kExperts) return biases.add(call, part, false, v);
         u32 rare = others;
 #ifndef CUPY_FP8_HOST
-        // Otherwise both parts' ways to sigma are compiled, and spill
+        // Without this the compiler duplicates the code down to sigma for either case, and spills.
         asm volatile("" : "+r"(rare));
 #endif
         if (__builtin_expect(!(rare >> (kThreadRows + r) & 1), 1))
@@ -192,7 +193,7 @@ private:
         const TilePosition tile = at.tile();
         const IN::storage* from = call.bias_of(tile.row + row_in_step(r));
         if (!from || left <= r * kApart) return;
-        // A loop, as for rare arguments in sigmoids().
+        // This is a loop for the same reason as in sigmoids().
         const bool interleaved = call.interleaved();
         from += first_of_row(call, tile.column) + (interleaved ? part : part * half);
 #pragma unroll 1
@@ -263,8 +264,10 @@ private:
     }
     // Requests kAtOnce rows from r on, of this group or of those that follow.
     __device__ __forceinline__ void request(int begin) {
-        // Where a thread's requests are halves of sectors.
+        // Copies go through the L1 where those of a thread are halves of sectors.
         constexpr bool kThroughL1 = kOptions || kLoads > 1;
+        // f32 reads it anew: with one more value in registers its gradients spill on sm_120 (CUDA 12).
+        const i64 half = kLoads > 1 ? call.half() : this->half;
 #pragma unroll
         for (int r = begin; r < begin + kAtOnce; r++) {
             const bool exists = left > r / kThreadRows * kStepRows + r % kThreadRows * kApart;
@@ -285,7 +288,7 @@ private:
         }
         copy_async_commit();
     }
-    // Eight neighbours, or (interleaved) four and four.
+    // Requests eight neighbours of grad or, interleaved, four and four.
     __device__ __forceinline__ void request_grad(u8* to, bool first, bool other) const {
         if (!kOptions || !call.interleaved()) {
 #pragma unroll

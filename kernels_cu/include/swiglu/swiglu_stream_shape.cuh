@@ -11,15 +11,15 @@ constexpr bool kOneScale = false;
 // A thread has chunks of eight elements of a row. In every step of a block its threads have a group of rows:
 // a whole tile where columns have scales (kTiled).
 constexpr int kStreamThreads = kTiled ? 512 : 256;
-// A thread's rows and chunks in a group.
+// How many rows and chunks of a group a thread has.
 constexpr int kThreadRows = kTiled ? 4 : 4 / kParts, kThreadChunks = kThreadRows * kParts;
 constexpr int kPatches = kStreamThreads / Tile::kColumnPatches;      // threads below one another
-// Rows of a group, and groups of a tile.
+// How many rows a group has, and how many groups a tile.
 constexpr int kStepRows = kPatches * kThreadRows, kSteps = Tile::kRows / kStepRows;
-// From one of a thread's rows to the next: they are adjacent where they are transposed.
+// The distance from one of a thread's rows to the next: rows are adjacent where they are transposed.
 constexpr int kApart = kTiled ? 1 : kPatches;
-// Rows of a thread that have shared memory (ops/quantize/swiglu_launches.py has their bytes); rows that are
-// requested together.
+// How many rows of a thread have shared memory (ops/quantize/swiglu_launches.py has their bytes), and how
+// many are requested together.
 constexpr int kStages = (sizeof(IN::storage) == 2 ? 4 : 2) / (kTiled && kBackward ? 2 : 1);
 constexpr int kAtOnce = (kStages + 1) / 2;
 constexpr int kArrays = 2 + kBackward;
@@ -37,17 +37,17 @@ constexpr int kStreamBlocks = kPath == Path::quotients ? 1
     : !kTiled ? kRowwiseBlocks
     : kOptions && !kOneScale && sizeof(IN::storage) == 4 ? 1 : 2 - kBackward;
 
-// Rows of a block of threads: a weight of each is in shared memory. As many as there are threads, where
-// shared memory is enough (ops/quantize/swiglu_launches.py knows too).
+// The most rows of a block of threads, a weight of each of which is in shared memory: as many as threads,
+// where shared memory suffices (ops/quantize/swiglu_launches.py has the same rule).
 constexpr int kMostRows = !(kOptions && kTransposesBlocks && !kBackward) ? kStreamThreads
     : kStreamThreads / (sizeof(IN::storage) == 4 ? 2 : 1) / (1 + kExperts);
 
-// This thread's row r in a step.
+// Returns which row of a step this thread's row r is.
 __device__ __forceinline__ int row_in_step(int r) {
     const int patch = threadIdx.x / Tile::kColumnPatches;
     return (kTiled ? patch * kThreadRows : patch) + r * kApart;
 }
-// Makes other addresses follow from this one by addition: the compiler would multiply anew for each.
+// Makes the compiler find other addresses from this one by addition; it would multiply anew for each.
 template <class T>
 __device__ __forceinline__ void pin(T*& p) {
 #ifndef CUPY_FP8_HOST
@@ -55,8 +55,8 @@ __device__ __forceinline__ void pin(T*& p) {
 #endif
 }
 
-// The tile of a block of threads, in tiles. Blocks follow rows of tiles, and have some tiles below one
-// another.
+// The place of a block's tile, counted in tiles. Blocks follow rows of tiles, and each has some tiles, one
+// below the other.
 struct StreamPosition {
     u32 down, across;
 
@@ -72,12 +72,12 @@ struct StreamPosition {
     __device__ __forceinline__ bool advance(const SwigluCall& call, u32 tiles) {
         down++;
 #ifndef CUPY_FP8_HOST
-        // What follows from it takes no registers all the time.
+        // The compiler then keeps nothing derived from `across` in registers from tile to tile.
         asm volatile("" : "+r"(across));
 #endif
         return down & (tiles - 1) && (i64)down * Tile::kRows < call.rows;
     }
-    // The first tile of its results.
+    // Returns the first tile of its results.
     __device__ __forceinline__ TilePosition results(const SwigluCall& call) const {
         const int columns = adjoin(call) ? 2 * Tile::kColumns : Tile::kColumns;
         return {0, (i64)down * Tile::kRows, (i64)across * columns};

@@ -68,8 +68,8 @@ struct Shared {
     __device__ __forceinline__ operator T() const { return *at; }
 };
 struct SharedOutput {
-    u8* const* at;               // of an address of global memory, which the compiler has to be told; or
-                                 // null: not written
+    u8* const* at;               // points to an address of global memory, which the compiler has to be told,
+                                 // or to null: not written
 };
 __device__ __forceinline__ u8* operator+(const SharedOutput& p, i64 offset) {
     return as_global(*p.at) + offset;
@@ -81,12 +81,12 @@ __device__ __forceinline__ u8* operator+(const SharedOutput& p, i64 offset) {
 template <int kAligned, class Tensor>
 __device__ __forceinline__ void cast_tile(const Tensor& p, TilePosition at, float scale, u8* shared) {
     const Tile tile{shared};
-    // six registers fewer while the sums need them
+    // In shared memory the position frees six registers while the sums need them.
     __shared__ TilePosition shared_at;
     if (DBIAS && threadIdx.x == 0) shared_at = at;
     const i64 row = at.row + Tile::patch_row(), column = at.column + Tile::patch_column();
     int rows_left = left_of(p.rows - row, 8), columns_left = left_of(p.columns - column, 8);
-    // whole patches: one predicate for all
+    // Patches are whole, so that one predicate serves all loads.
     if (kAligned == 2) rows_left = columns_left = rows_left && columns_left ? 8 : 0;
     int given_left = rows_left;
     if constexpr (kPads<Tensor> && kAligned < 2) given_left = left_of(p.given - row, 8);
@@ -131,14 +131,14 @@ __device__ __forceinline__ void cast_tile(const Tensor& p, TilePosition at, floa
     float* const shared_sums = reinterpret_cast<float*>(shared + p.columnwise() * TILE_ROWS * TILE_COLUMNS);
     if (DBIAS) sums.share(shared_sums);
     __shared__ u32 per_warp[Tile::kThreads / 32];
-    const BlockMax<Tile::kThreads> top{per_warp};
-    // sums leave no register for it; without them, later is cheaper
-    if (DBIAS && p.amax) top.put(amax.f32_bits());
+    const BlockMax<Tile::kThreads> block_amax{per_warp};
+    // The sums of DBIAS leave no register for the amax until later; without them, later is cheaper.
+    if (DBIAS && p.amax) block_amax.put(amax.f32_bits());
     if (p.columnwise() || DBIAS) __syncthreads();
     if (DBIAS) at = shared_at;
     if (p.columnwise() && kAligned < 2 && !p.vector) {
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ != 900 || __CUDACC_VER_MAJOR__ < 13)
-        // with more threads the compiler spills
+        // For more threads the compiler spills.
         constexpr bool kBySectors = Tile::kRows == 256 && Tile::kThreads == 512;
 #else
         constexpr bool kBySectors = Tile::kRows == 256;
@@ -164,10 +164,10 @@ __device__ __forceinline__ void cast_tile(const Tensor& p, TilePosition at, floa
     }
     if (p.amax) {
         if (!DBIAS) {
-            top.put(amax.f32_bits());
+            block_amax.put(amax.f32_bits());
             __syncthreads();
         }
-        const u32 amax_bits = top.get();
+        const u32 amax_bits = block_amax.get();
         if (threadIdx.x == 0) raise_amax(p.amax, amax_bits, load_relaxed(p.amax));
     }
 }

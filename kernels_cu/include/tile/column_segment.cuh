@@ -9,25 +9,25 @@
 #include "tile/warp_tile.cuh"
 
 template <class Tile>
-struct ColumnRun {
+struct ColumnSegment {
     static constexpr int kColumns = Tile::kColumns, kRows = Tile::kRows, kBytes = 2 * kSector * kColumns;
-    // columns with the same alignment
+    // Columns of a tile that have the same alignment.
     static constexpr int kAlike = kColumns / kSector;
-    // of a column; columns that a warp has at once, 32 apart
+    // Units of 16 bytes in a column; columns, 32 apart, that a warp handles at a time.
     static constexpr int kUnits = kRows / 16, kAtOnce = 32 / kUnits;
     static constexpr int kOfWarp = kSector / (Tile::kThreads / 32);              // alignments of a warp
     static_assert(kUnits >= 2 && kAlike % kAtOnce == 0 && kOfWarp * kAlike * 2 % 32 == 0, "whole warps");
 
     const Tile& tile;
-    // kBytes, 16-byte aligned; each warp has its own columns' part
+    // kBytes of shared memory, 16-byte aligned. Each warp uses the part of its own columns alone.
     u8* shared;
 
     // to: where source column 0 of this tile goes, rows `stride` bytes apart. columns_left, rows_left: of
-    // this tile; rows_before: of the run's tiles above, all of them whole; last: of the run.
+    // this tile; rows_before: rows of the block's tiles above, all of them whole; last: this is the last
+    // tile.
     __device__ __forceinline__ void store(u8* to, i64 stride, int columns_left, int rows_left,
                                           int rows_before, bool last) const {
         const int unit = threadIdx.x % kUnits, first_column = threadIdx.x / 32 * kOfWarp;
-        // of the columns that the warp has at once
         const int member = threadIdx.x % 32 / kUnits;
         const bool first = rows_before == 0;
 #pragma unroll 1
@@ -56,23 +56,24 @@ struct ColumnRun {
         }
         if (first) keep(head(0), 0);
         if (last) return store_ends(to, stride, columns_left, rows_left, rows_before);
-        // every lane has read what this takes the place of
+        // Every lane has read the bytes that keep() overwrites.
         __syncwarp();
         keep(rest(0), kUnits - 2);
         __syncwarp();
     }
 
 private:
-    // The first 32 bytes of a column of the run, and the last ones of it in the tile above.
+    // The first 32 bytes of a column, and its last bytes in the tile above.
     __device__ __forceinline__ u8* head(int column) const { return shared + column * kSector; }
     __device__ __forceinline__ u8* rest(int column) const { return head(kColumns + column); }
 
-    // Rows 16 * unit and on of a column; -2 and -1: the rest. After the last one anything.
+    // Returns rows 16 * unit and on of a column. Units -2 and -1 are the bytes kept from the tile above; past
+    // the last unit the bytes are arbitrary.
     __device__ __forceinline__ const uint4* unit_of(int column, int unit) const {
         return unit < 0 ? reinterpret_cast<const uint4*>(rest(column)) + (unit + 2)
             : tile.unit_at(column, unit % kUnits);
     }
-    // lower: the 16 bytes from word kFirst, byte bits / 8 of it, of both on.
+    // Leaves in lower the 16 bytes that begin at word kFirst, byte bits / 8, of lower and upper together.
     template <int kFirst>
     static __device__ __forceinline__ void shift_all(uint4 (&lower)[kAlike / kAtOnce],
                                                      const uint4 (&upper)[kAlike / kAtOnce], int bits) {
@@ -86,7 +87,7 @@ private:
                                   __funnelshift_r(word[kFirst + 3], word[kFirst + 4], bits));
         }
     }
-    // Two units of all columns of this warp.
+    // Keeps two units of all columns of this warp for later tiles.
     __device__ __forceinline__ void keep(u8* to, int first_unit) const {
 #pragma unroll
         for (int i = 0; i < kOfWarp * kAlike * 2; i += 32) {
@@ -97,11 +98,10 @@ private:
         }
     }
 
-    // What is before and after the whole sectors of the run: a byte of a lane.
+    // Stores the bytes before and after the whole sectors of each column, one byte per lane.
     __device__ __forceinline__ void store_ends(u8* to, i64 stride, int columns_left, int rows_left,
                                                int rows_before) const {
         __syncwarp();
-        // as far as they count
         const int first_column = threadIdx.x / 32 * kOfWarp, rows = left_of(rows_before + rows_left, kSector);
 #pragma unroll 1
         for (int column = first_column; column < first_column + kOfWarp && column < columns_left; column++) {
@@ -112,7 +112,7 @@ private:
 #pragma unroll 1
             for (int i = threadIdx.x % 32; i < of_head + of_tail; i += 32) {
                 const bool in_head = i < of_head;
-                // below 0: in the rest
+                // A row below 0 lies among the bytes kept from the tile above.
                 const int r = in_head ? i : rows_left - of_tail + (i - of_head);
                 const u8* from = in_head ? head(column) + r : r < 0 ? rest(column) + kSector + r
                                          : reinterpret_cast<const u8*>(tile.unit_at(column, r / 16)) + r % 16;

@@ -5,7 +5,7 @@
 #pragma once
 #include "memory/chunks.cuh"
 
-// Four words of four bytes: byte i of words a, b, c and d, in that order, becomes out[i].
+// Transposes 4 x 4 bytes: byte i of words a, b, c and d, in that order, becomes out[i].
 __device__ __forceinline__ void transpose_4x4(u32 a, u32 b, u32 c, u32 d, u32 (&out)[4]) {
     const u32 ab_low = __byte_perm(a, b, 0x5140), ab_high = __byte_perm(a, b, 0x7362);
     const u32 cd_low = __byte_perm(c, d, 0x5140), cd_high = __byte_perm(c, d, 0x7362);
@@ -15,14 +15,14 @@ __device__ __forceinline__ void transpose_4x4(u32 a, u32 b, u32 c, u32 d, u32 (&
     out[3] = __byte_perm(ab_high, cd_high, 0x7632);
 }
 
-// bytes of memory: the L2 takes parts of them at a fraction of its speed
+// Bytes of a sector of memory: the L2 takes parts of sectors at a fraction of its speed.
 constexpr int kSector = 32;
-// Bytes of the sector that p lies in before p.
+// Returns how many bytes of p's sector lie before p.
 __device__ __forceinline__ int before_sector(const u8* p) {
     return (int)(reinterpret_cast<u64>(p) & kSector - 1);
 }
 
-// The eight bytes from byte `first` of 0 to 7 of two chunks on.
+// Returns the eight bytes of two chunks that begin at byte `first`, 0 to 7.
 __device__ __forceinline__ uint2 bytes_of_two(uint2 low, uint2 high, int first) {
     const bool second = first & 4;
     const u32 a = second ? low.y : low.x, b = second ? high.x : low.y, c = second ? high.y : high.x;
@@ -44,7 +44,7 @@ __device__ __forceinline__ void store_ragged_rows(u8* to, i64 stride, int column
     static_assert(kColumns % (kInFlight * kStep) == 0,
                   "which are columns of the tile, whether they exist or not");
     const auto before_multiple_of_8 = [](const u8* row) { return (int)(-reinterpret_cast<u64>(row) & 7); };
-    // of the last one no byte is used
+    // No byte of the last chunk's successor is used.
     const int chunk = threadIdx.x % kChunks, next = (chunk + 1) % kChunks;
 #pragma unroll 1
     for (int column = threadIdx.x / kChunks; column < columns_left; column += kInFlight * kStep) {
@@ -60,7 +60,8 @@ __device__ __forceinline__ void store_ragged_rows(u8* to, i64 stride, int column
             *reinterpret_cast<uint2*>(row + first) = bytes_of_two(low[u], high[u], head);
         }
     }
-    // The bytes before the first multiple of 8 and from the last one on: of whole tiles 8, a thread each.
+    // Stores the bytes before the first multiple of 8 and from the last one on, which are 8 of a whole tile:
+    // a thread has one of them.
     constexpr int kEndStep = kThreads / 8;
     constexpr int kEnds = kColumns % (4 * kEndStep) == 0 ? 4 : kColumns % (2 * kEndStep) == 0 ? 2 : 1;
 #pragma unroll 1
@@ -90,9 +91,9 @@ __device__ __forceinline__ void store_ragged_rows(u8* to, i64 stride, int column
     }
 }
 
-// The same by whole sectors of memory, a warp per column. What is before and after them, of whole tiles 32
-// bytes, is one store of a byte per lane. More instructions for fewer stores of parts of sectors, which pays
-// where many warps are in flight.
+// The same by whole sectors of memory, a warp per column. The bytes before and after these, 32 of a whole
+// tile, are one store of a byte per lane. It takes more instructions and fewer stores of parts of sectors,
+// which pays where many warps are in flight.
 template <int kRows, int kColumns, int kThreads, class ChunkAt>
 __device__ __forceinline__ void store_ragged_rows_by_sectors(u8* to, i64 stride, int columns_left,
                                                              int rows_left, ChunkAt chunk_at) {
@@ -108,7 +109,7 @@ __device__ __forceinline__ void store_ragged_rows_by_sectors(u8* to, i64 stride,
         u8* row = first;
 #pragma unroll
         for (int u = 0; u < kInFlight; u++, row += kStep * stride) {
-            const int from = lane + until_sector(row) / 8;          // past the last one no byte is used
+            const int from = lane + until_sector(row) / 8;          // No byte past the last chunk is used.
             low[u] = chunk_at(column + u * kStep, from % kChunks),
             high[u] = chunk_at(column + u * kStep, (from + 1) % kChunks);
         }
@@ -122,7 +123,6 @@ __device__ __forceinline__ void store_ragged_rows_by_sectors(u8* to, i64 stride,
             const int head = before < rows_left ? before : rows_left;
             const int ends = exists ? head + (rows_left - head) % kSector : 0;
             const auto store_byte = [&](int i) {
-                // the lane whose `low` has it
                 const int r = i < head ? i : rows_left - ends + i, owner = r / 8 - before / 8;
                 const uint2 bytes = {__shfl_sync(~0u, low[u].x, owner), __shfl_sync(~0u, low[u].y, owner)};
                 if (i < ends) row[r] = byte_of(bytes, r);
@@ -142,7 +142,7 @@ struct ByteTile {
                   "the swizzle is free of bank conflicts from 128 on");
     static_assert((kRows & (kRows - 1)) == 0 && kThreads <= 1024, "powers of two, one thread per patch");
 
-    // kRows * kColumns bytes, 16-byte aligned
+    // kRows * kColumns bytes of shared memory, 16-byte aligned.
     u8* shared;
 
     // This thread's patch of the source tile: neighbouring threads take neighbouring columns.
@@ -151,9 +151,9 @@ struct ByteTile {
     static __device__ __forceinline__ int patch_row() { return row_patch() * 8; }
     static __device__ __forceinline__ int patch_column() { return column_patch() * 8; }
 
-    // The patch whose first element is at `from`, zeros where only rows_left and columns_left of 8 exist.
-    // vector: every row allows chunked access. columns: a reference, since by value the compiler multiplies
-    // anew for every row.
+    // Loads the patch whose first element is at `from`, and zeros where only rows_left and columns_left of 8
+    // exist. vector: every row allows chunked access. columns: a reference, since by value the compiler
+    // multiplies anew for every row.
     template <class F>
     static __device__ __forceinline__ void load_patch(Chunk<F, 8> (&patch)[8],
                                                       const typename F::storage* from, const i64& columns,
@@ -203,7 +203,8 @@ struct ByteTile {
             return chunk & 1 ? Chunk<F, 16>{{c.word[2], c.word[3], c.word[0], c.word[1]}} : c;
         }
     }
-    // store_ragged_rows() of the tile's transposed rows; kBySectors: store_ragged_rows_by_sectors().
+    // Stores the tile's transposed rows by store_ragged_rows() or, with kBySectors,
+    // store_ragged_rows_by_sectors().
     template <bool kBySectors = false>
     __device__ __forceinline__ void store_ragged(u8* to, i64 stride, int columns_left, int rows_left) const {
         const auto chunks = [&](int column, int row_patch) { return chunk_at(column, row_patch); };
@@ -213,11 +214,11 @@ struct ByteTile {
         else store_ragged_rows<kRows, kColumns, kThreads>(to, stride, columns_left, rows_left, chunks);
     }
 
-    // Source rows 8 * row_patch and on of a source column.
+    // Returns source rows 8 * row_patch and on of a source column.
     __device__ __forceinline__ uint2 chunk_at(int column, int row_patch) const {
         return *reinterpret_cast<const uint2*>(shared + column * kRows + swizzle(row_patch, column / 8) * 8);
     }
-    // A single byte, by its source row and column.
+    // Where a single byte lies, by its source row and column.
     __device__ __forceinline__ u8* byte_at(int row, int column) const {
         return shared + column * kRows + swizzle(row / 8, column / 8) * 8 + row % 8;
     }
@@ -239,10 +240,11 @@ struct TilePosition {
     static __device__ __forceinline__ TilePosition of_block(i64 block, i64 rows, i64 columns) {
         const i64 across = (columns + Tile::kColumns - 1) / Tile::kColumns;
         const i64 down = (rows + Tile::kRows - 1) / Tile::kRows;
-        const i64 run = kDownFirst ? down : across, line = block / run, in_run = block - line * run;
+        const i64 per_line = kDownFirst ? down : across, line = block / per_line, in_line =
+            block - line * per_line;
         const i64 lines = kDownFirst ? across : down, matrix = line / lines;
         const i64 in_matrix = line - matrix * lines;
-        return {matrix, (kDownFirst ? in_run : in_matrix) * Tile::kRows,
-                (kDownFirst ? in_matrix : in_run) * Tile::kColumns};
+        return {matrix, (kDownFirst ? in_line : in_matrix) * Tile::kRows,
+                (kDownFirst ? in_matrix : in_line) * Tile::kColumns};
     }
 };

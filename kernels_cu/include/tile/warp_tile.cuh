@@ -1,30 +1,30 @@
-// Warp tiles: 32 rows x 128 columns of a matrix that one warp holds in registers ("panels"). Lane l has
+// A warp tile is 32 rows x 128 columns of a matrix that one warp holds in registers. Lane l has
 // columns 4l to 4l + 3 of all 32 rows. So a lane finds the largest magnitude of its columns alone, lanes that
 // share a row exchange theirs, and both come from one read. All 32 loads are in flight before the first use.
 #pragma once
 #include "numerics/amax.cuh"
 #include "tile/tile.cuh"
 
-constexpr int kPanelRows = 32, kPanelColumns = 128, kLaneColumns = 4;
+constexpr int kWarpTileRows = 32, kWarpTileColumns = 128, kLaneColumns = 4;
 
 template <class F>
-struct Panel {
+struct WarpTile {
     using Line = Chunk<F, kLaneColumns>;
-    Line line[kPanelRows];
+    Line line[kWarpTileRows];
 
-    // from: this lane's first column of the panel's first row; rows_left rows and columns_left columns exist,
-    // the others become zeros. kVector: every row allows chunked access (and columns_left is 0 or all);
-    // otherwise `vector` tells.
+    // from: this lane's first column of the warp tile's first row; rows_left rows and columns_left columns
+    // exist, the others become zeros. kVector: every row allows chunked access (and columns_left is 0 or
+    // all); otherwise `vector` tells.
     template <bool kVector>
     __device__ __forceinline__ void load(const typename F::storage* from, i64 stride, int rows_left,
                                          int columns_left, bool vector) {
-        if ((kVector || vector) && rows_left == kPanelRows && columns_left == kLaneColumns) {
+        if ((kVector || vector) && rows_left == kWarpTileRows && columns_left == kLaneColumns) {
 #pragma unroll
-            for (int r = 0; r < kPanelRows; r++, from += stride) line[r] = Line::load(from);
+            for (int r = 0; r < kWarpTileRows; r++, from += stride) line[r] = Line::load(from);
             return;
         }
 #pragma unroll
-        for (int r = 0; r < kPanelRows; r++, from += stride) {
+        for (int r = 0; r < kWarpTileRows; r++, from += stride) {
             const int left = r < rows_left ? columns_left : 0;
             if (!kVector) line[r] = Line::load_partial(from, left);
             else if (left) line[r] = Line::load(from);
@@ -33,25 +33,25 @@ struct Panel {
     }
 };
 
-// Largest magnitudes of a panel. Rows of 16-bit formats are kept in pairs, one in each half of a word.
+// Largest magnitudes of a warp tile. Rows of 16-bit formats are kept in pairs, one in each half of a word.
 template <class F, bool kNan>
-struct PanelAmax {
+struct WarpTileAmax {
     static constexpr bool kPairs = sizeof(typename F::storage) == 2;
-    static constexpr int kWords = kPairs ? kPanelRows / 2 : kPanelRows;
+    static constexpr int kWords = kPairs ? kWarpTileRows / 2 : kWarpTileRows;
     u32 row[kWords];                                                 // over this lane's columns
-    u32 column[Panel<F>::Line::kWords];
+    u32 column[WarpTile<F>::Line::kWords];
 
     template <bool kOfRows, bool kOfColumns>
-    __device__ __forceinline__ void find(const Panel<F>& panel) {
-        using Line = typename Panel<F>::Line;
+    __device__ __forceinline__ void find(const WarpTile<F>& warp_tile) {
+        using Line = typename WarpTile<F>::Line;
 #pragma unroll
         for (u32& c : column) c = 0;
 #pragma unroll
-        for (int r = 0; r < kPanelRows; r++) {
+        for (int r = 0; r < kWarpTileRows; r++) {
             u32 of_row = 0;
 #pragma unroll
             for (int w = 0; w < Line::kWords; w++) {
-                const u32 magnitudes = panel.line[r].word[w] & F::kMagnitudes;
+                const u32 magnitudes = warp_tile.line[r].word[w] & F::kMagnitudes;
                 if (kOfColumns) column[w] = larger(column[w], magnitudes);
                 if (kOfRows) of_row = larger(of_row, magnitudes);
             }
@@ -66,7 +66,7 @@ struct PanelAmax {
     // Over groups of kLanes neighbouring lanes. Each exchange halves the rows that a lane has a part of, so
     // that afterwards lane i of a group holds the whole maxima of rows i * kOwned to i * kOwned + kOwned - 1,
     // as f32 bits.
-    template <int kLanes> static constexpr int kOwned = kPanelRows / kLanes;
+    template <int kLanes> static constexpr int kOwned = kWarpTileRows / kLanes;
     template <int kLanes>
     __device__ __forceinline__ void reduce_rows(u32 (&owned)[kOwned<kLanes>]) {
         halve<kLanes / 2, kWords / 2>();
@@ -78,7 +78,7 @@ struct PanelAmax {
                 owned[i] = kPairs ? widened(row[i / 2] >> i % 2 * 16 & 0xffffu) : row[i];
         }
     }
-    // Of this lane's columns, as f32 bits.
+    // Returns the amaxes of this lane's columns, as f32 bits.
     __device__ __forceinline__ void of_columns(u32 (&bits)[kLaneColumns]) const {
 #pragma unroll
         for (int i = 0; i < kLaneColumns; i++)
@@ -115,22 +115,22 @@ __device__ __forceinline__ u32 transpose_across_lanes(u32 word) {
     return odd ? __byte_perm(word, other, 0x3715) : __byte_perm(word, other, 0x6240);
 }
 
-// FP8 bytes of the panels of a block, kPanelsDown x kPanelsAcross of them, on their way to transposed rows. A
-// column of the tile is kRows consecutive bytes, its 16-byte units XOR-swizzled by column so that neither
+// FP8 bytes of the warp tiles of a block, kTilesDown x kTilesAcross of them, on their way to transposed rows.
+// A column of the tile is kRows consecutive bytes, its 16-byte units XOR-swizzled by column so that neither
 // writes nor reads conflict in banks.
-template <int kPanelsDown, int kPanelsAcross>
-struct PanelTile {
-    static constexpr int kRows = kPanelRows * kPanelsDown, kColumns = kPanelColumns * kPanelsAcross;
-    static constexpr int kThreads = 32 * kPanelsDown * kPanelsAcross, kBytes = kRows * kColumns;
+template <int kTilesDown, int kTilesAcross>
+struct WarpTiles {
+    static constexpr int kRows = kWarpTileRows * kTilesDown, kColumns = kWarpTileColumns * kTilesAcross;
+    static constexpr int kThreads = 32 * kTilesDown * kTilesAcross, kBytes = kRows * kColumns;
     static_assert((kRows & (kRows - 1)) == 0 && kThreads <= 1024,
-                  "a power of two of rows, one warp per panel");
+                  "a power of two of rows, one warp per warp tile");
 
     u8* shared;                                                      // kBytes, 16-byte aligned
 
-    // This warp's panel in the tile, and this lane's first column.
-    static __device__ __forceinline__ int row() { return threadIdx.x / 32 % kPanelsDown * kPanelRows; }
+    // Where this warp's warp tile begins in the tile, and this lane's first column.
+    static __device__ __forceinline__ int row() { return threadIdx.x / 32 % kTilesDown * kWarpTileRows; }
     static __device__ __forceinline__ int column() {
-        return threadIdx.x / 32 / kPanelsDown * kPanelColumns + threadIdx.x % 32 * kLaneColumns;
+        return threadIdx.x / 32 / kTilesDown * kWarpTileColumns + threadIdx.x % 32 * kLaneColumns;
     }
 
     // words[c]: rows row() + 16 * half and on, four to a word, of column() + c. Call __syncthreads() before

@@ -198,7 +198,7 @@ def test_quotients_next_to_ties(dtype, run):
     around = np.concatenate([ties, 16 * ties])
     x = (around * s).view(np.int32)[:, :, None] + np.arange(-1, 2, dtype=np.int32)
     x = np.concatenate([amax[:, None], x.reshape(len(amax), -1).view(np.float32)], axis=1)
-    # of any shape, in panels, in whole blocks
+    # of any shape, in warp tiles, in whole blocks
     for columns in (x.shape[1], 100, 128):
         given = np.pad(x, ((0, 0), (0, columns - x.shape[1])))
         for shown, columnwise in ((given, False), (np.ascontiguousarray(given.T), True)):

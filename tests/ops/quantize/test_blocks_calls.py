@@ -53,14 +53,14 @@ def is_poison(q: Quantized) -> bool:
 # ---- which kernel ----
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Launches, which happen in name only: the entry, with FAST and SLOW where it is made for wide
-    accesses."""
+    """Launches, which happen in name only: the entry, with ALONG_ROWS and ALONG_COLUMNS where it is made for
+    wide accesses."""
     seen: list[str] = []
 
     def launch(self: Variant, *_: Any) -> None:
         d = dict(self.defines)
         square, divide = " square" * (d.get("SQUARE") == "1"), " divide" * (d.get("DIVIDE") == "1")
-        wide = f" {d['FAST']}{d['SLOW']}{square}" if d.get("ALIGNED") == "1" else ""
+        wide = f" {d['ALONG_ROWS']}{d['ALONG_COLUMNS']}{square}" if d.get("ALIGNED") == "1" else ""
         seen.append(self.kernel.entry.rpartition("_")[2] + wide + divide)
 
     monkeypatch.setattr(Variant, "launch", launch)

@@ -48,8 +48,8 @@ def expect_list(results: list[Any], xs: list[np.ndarray], amaxes: Any = None, st
             testing.assert_bytes_equal(amaxes[i:i + 1], amax)
 
 
-def machine(monkeypatch, blocks, slots, most_slots=None):
-    monkeypatch.setattr(single_read, "_CPU", single_read._Machine(blocks, slots, most_slots or slots, 0))
+def machine(monkeypatch, blocks, stages, most_stages=None):
+    monkeypatch.setattr(single_read, "_CPU", single_read._Machine(blocks, stages, most_stages or stages, 0))
 
 
 @needs_host
@@ -57,11 +57,11 @@ def machine(monkeypatch, blocks, slots, most_slots=None):
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 40)), min_size=1, max_size=6),
        st.integers(1, 4), st.integers(1, 6), st.sampled_from(["bits", "normal"]),
        st.sampled_from([bfloat16, np.float16]), directions, seeds)
-def test_any_list(monkeypatch, shapes, blocks, slots, kind, dtype, directions, seed):
+def test_any_list(monkeypatch, shapes, blocks, stages, kind, dtype, directions, seed):
     """Any matrices whose rows allow chunked access, on machines of every size: also such as have to be loaded
     twice."""
     with monkeypatch.context() as patch, testing.executor("host") as run:
-        machine(patch, blocks, slots)
+        machine(patch, blocks, stages)
         patch.setattr(single_read._Machine, "most", lambda self, _: HUGE)
         xs = []
         for i, (rows, units) in enumerate(shapes):
@@ -78,9 +78,9 @@ def test_any_list(monkeypatch, shapes, blocks, slots, kind, dtype, directions, s
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=8), st.integers(0, 40), st.integers(0, 40),
        st.integers(1, 4), st.integers(1, 6), st.sampled_from([1, 16, 128]),
        st.sampled_from(["bits", "normal"]), directions, seeds)
-def test_any_groups(monkeypatch, splits, spare, units, blocks, slots, align, kind, directions, seed):
+def test_any_groups(monkeypatch, splits, spare, units, blocks, stages, align, kind, directions, seed):
     with monkeypatch.context() as patch, testing.executor("host") as run:
-        machine(patch, blocks, slots)
+        machine(patch, blocks, stages)
         patch.setattr(single_read._Machine, "most", lambda self, _: HUGE)
         x, _ = guarded(run, (sum(splits) + spare, 8 * units), bfloat16, 0)
         bits(x)[...] = bits(values(kind, x.shape, bfloat16, seed))
@@ -185,7 +185,7 @@ def test_outputs_and_noop(run, launched):
 
 def test_a_choice_counts_what_fits(monkeypatch):
     cpu = np.zeros((1, 8), float16)
-    machine = single_read._Machine(blocks=3, slots=3, most_slots=4, fewest=2)
+    machine = single_read._Machine(blocks=3, stages=3, most_stages=4, fewest=2)
     monkeypatch.setattr(single_read, "_CPU", machine)
     assert (machine.most(3), machine.most(4)) == (12, 15)
     assert single_read.choose(cpu, [6, 1]) == single_read.Choice(3, 3)
@@ -195,7 +195,7 @@ def test_a_choice_counts_what_fits(monkeypatch):
     assert single_read.choose(cpu, [16, 14, 1]) is None
     assert single_read.choose(cpu, [5]) is None, "too little"
     assert single_read.choose(cpu.astype(float32), [6]) is None
-    monkeypatch.setattr(single_read, "_CPU", machine._replace(most_slots=0))
+    monkeypatch.setattr(single_read, "_CPU", machine._replace(most_stages=0))
     assert single_read.choose(cpu, [6]) is None
     monkeypatch.setattr(single_read, "_CPU", machine._replace(fewest=0))
     assert single_read.choose(cpu, [2]) == single_read.Choice(3, 2)

@@ -13,6 +13,7 @@ import cupy_fp8 as fp8
 from cupy_fp8 import Quantized, Scaled, io, testing
 from cupy_fp8.arrays import bits
 from cupy_fp8.formats import float32
+from cupy_fp8.io.archive import MANIFEST
 
 
 def assert_same(got: Scaled, want: Scaled) -> None:
@@ -75,18 +76,18 @@ def test_what_an_op_remembers_is_not_saved(tmp_path):
     ({"block": {"tuple": [1, 33]}}, r"s\.block: expected \(1, B\)"),
     ({"block": 32}, r"s\.block: expected \(1, B\)"),
     ({"scale_inv": {"array": "s.data"}},
-     r"damaged file \(TypeError: s\.scale_inv: expected dtype float8_e8m0fnu, float32"),
+     r"s\.scale_inv: expected dtype float8_e8m0fnu, float32"),
     ({"scale_inv": 1.0}, r"damaged"),
-    ({"block": None}, "expected one f32 scale_inv"),
+    ({"block": None}, r"s\.scale_layout: expected None for one scale"),
 ])
 def test_a_damaged_file(tmp_path, fields, message):
     path = tmp_path / "a.npz"
     io.save(path, s=result((64, 96), ROW))
     with np.load(path) as archive:
         entries = {name: archive[name] for name in archive.files}
-    manifest = json.loads(str(entries[io.MANIFEST]))
+    manifest = json.loads(str(entries[MANIFEST]))
     manifest["values"]["s"]["fields"].update(fields)
-    entries[io.MANIFEST] = np.array(json.dumps(manifest))
+    entries[MANIFEST] = np.array(json.dumps(manifest))
     np.savez(path, **entries)
     with pytest.raises(ValueError, match=message):
         io.load(path)

@@ -1,0 +1,488 @@
+"""Checkpoints converted from one format of weights to another, shard by shard, with bounded memory.
+
+Every shard of the result is written under a name of its own and renamed once it is on the disk, so that a
+conversion that is killed goes on with the shards that are missing. Workers read, compute and write chunks of
+rows at the same time.
+"""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import hashlib
+import json
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..results import Scaled
+from . import weights
+from .checkpoint import INDEX, Checkpoint, quantization_of
+from .pairing import Pair, combine
+from .replace import remove_abandoned, replacing
+from .safetensors import DTYPES, TensorFile, by_alignment, header_of
+from .weights import Changes, Layout, Rows
+
+__all__ = ["STAYS", "Conversion", "Settings", "Tensors"]
+
+#: Tensors that stay as they are unless `include` names them: what is no weight of a matrix product, or
+#: suffers most.
+STAYS = ("*norm*", "*embed*", "*wte.*", "*wpe.*", "*lm_head*", "*router*", "*.gate.weight", "*.bias",
+         "*_bias")
+_KEY = "cupy_fp8_convert"                       # of the metadata by which a shard of this conversion is known
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_COPY = 8 << 20                                 # bytes copied at a time
+#: Some of the work on a tensor: it returns how many source bytes it took, and what it changed.
+_Work = Callable[[], tuple[int, Changes]]
+_COPIED = (".json", ".txt", ".model", ".jinja", ".py", ".md", ".tiktoken")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a conversion does. Two runs with equal settings make equal files.
+
+    recipe        one of `weights.RECIPES`
+    scale_format  of block128: 'f32', or 'e8m0' (powers of two, stored as F8_E8M0)
+    include       patterns of tensors to convert although they stay by default
+    exclude       patterns of tensors that stay
+    """
+
+    recipe: str
+    scale_format: str = "f32"
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.recipe not in weights.RECIPES:
+            raise ValueError(f"recipe: expected one of {', '.join(weights.RECIPES)}, got {self.recipe!r}")
+        if self.scale_format not in weights.SCALE_FORMATS:
+            raise ValueError(
+                f"scale_format: expected one of {', '.join(weights.SCALE_FORMATS)}, "
+                f"got {self.scale_format!r}")
+        if self.scale_format == "e8m0" and self.recipe not in ("block128", "mxfp8"):
+            raise ValueError(f"scale_format: {self.recipe} has no e8m0 scales; block128 and mxfp8 have")
+
+
+class Tensors(NamedTuple):
+    """What becomes of a tensor, and of its scales. layout: None where both stay as they are. why: it
+    stays."""
+
+    name: str
+    pair: Pair | None
+    layout: Layout | None
+    why: str = ""
+
+
+@dataclass
+class Report:
+    """What was done to a tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    before: str
+    after: str
+    changes: Changes = field(default_factory=Changes)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"name": self.name, "shape": list(self.shape), "from": self.before, "to": self.after,
+                "elements": self.changes.elements, "changed": self.changes.changed,
+                "sqnr_db": self.changes.sqnr_db}
+
+
+class Conversion:
+    """A checkpoint on its way to another folder or file.
+
+    source       a .safetensors file or a folder of them
+    destination  a folder, or the name of a .safetensors file where the source is one file
+    part         (i, n): only every n-th shard, from the i-th on (i from 1 to n)
+    like         where values are computed: 'numpy' or 'cupy'
+    workers      threads that read, compute and write
+    compare      measure what rounding changes, for a report
+    Raises OSError, ValueError before anything is written.
+    """
+
+    def __init__(self, source: Path, destination: Path, settings: Settings, *, part: tuple[int, int] = (1, 1),
+                 like: Any = np,
+                 workers: int | None = None, compare: bool = False) -> None:
+        self.checkpoint, self.settings = Checkpoint(source), settings
+        single = destination.suffix == ".safetensors"
+        if single and len(self.checkpoint.files) != 1:
+            raise ValueError(
+                f"{destination}: expected a folder, since {source} has {len(self.checkpoint.files)} shards")
+        self.folder = destination.parent if single else destination
+        if self.folder.exists() and os.path.samefile(self.folder, self.checkpoint.folder) and (
+                not single or destination.name in self.checkpoint.files):
+            raise ValueError(f"{destination}: expected another place than the source")
+        if not 1 <= part[0] <= part[1]:
+            raise ValueError(f"part: expected I/N with I from 1 to N, got {part[0]}/{part[1]}")
+        self._single, self._part, self._like, self._compare = single, part, like, compare
+        self._workers = workers or min(8, os.cpu_count() or 1)
+        pairs = self.checkpoint.pairs()
+        self._scales = {pair.scale: pair.data for pair in pairs.values()}
+        self.plan = {name: self._planned(name, pairs.get(name)) for name in self.checkpoint.tensors
+                     if name not in self._scales}
+        self.names = {shard: destination.name if single else shard for shard in self.checkpoint.files}
+
+    @property
+    def shards(self) -> list[str]:
+        """The source's shards that this part converts."""
+        first, step = self._part
+        return list(self.checkpoint.files)[first - 1::step]
+
+    def _planned(self, name: str, pair: Pair | None) -> Tensors:
+        tensor, s = self.checkpoint.tensors[name], self.settings
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in s.exclude):
+            return Tensors(name, pair, None, "excluded")
+        bare_fp8 = pair is None and tensor.dtype in ("F8_E4M3", "F8_E5M2") and s.recipe == "bf16"
+        if pair is None and not bare_fp8:
+            if tensor.dtype not in _FLOATS:
+                return Tensors(name, None, None, f"of type {tensor.dtype}")
+            if not any(fnmatch.fnmatchcase(name, pattern) for pattern in s.include):
+                if stays := next((pattern for pattern in STAYS if fnmatch.fnmatchcase(name, pattern)), None):
+                    return Tensors(name, None, None, stays)
+                if len(tensor.shape) < 2:
+                    return Tensors(name, None, None, "of one dimension")
+        if (len(tensor.shape) < 2 and s.recipe != "bf16") or not prod(tensor.shape):
+            return Tensors(name, pair, None, "of fewer than two dimensions, or empty")
+        shape = tensor.shape if len(tensor.shape) > 1 else (1, *tensor.shape)
+        return Tensors(name, pair, weights.layout_of(s.recipe, s.scale_format, shape))
+
+    # ---- a shard ----
+    def convert(self, shard: str, progress: Callable[[int], None]) -> list[Report] | None:
+        """Write a shard of the result; None where it is there already. progress: told of every number of
+        source bytes done."""
+        target = self.folder / self.names[shard]
+        if target.exists():
+            if self._fingerprint(shard) != _fingerprint_of(target):
+                raise ValueError(
+                    f"{target}: is there already, and not of this conversion; delete it or choose another "
+                    "place")
+            return None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        prefix = f"{self.names[shard][:80]}."
+        remove_abandoned(self.folder, prefix)
+        plan = [self.plan[name] for name in self.checkpoint.files[shard].tensors if name in self.plan]
+        tensors = self._written(plan)
+        order = by_alignment((name, dtype) for name, (dtype, _) in tensors.items())
+        header = header_of({name: tensors[name] for name in order}, self._metadata(shard))
+        with replacing(target, prefix) as file:
+            out = _Out(file.fileno(), header, {name: tensors[name] for name in order})
+            file.write(header)
+            file.flush()
+            _reserve(file.fileno(), out.size)
+            return self._fill(plan, out, progress)
+
+    def _fill(self, plan: list[Tensors], out: _Out, progress: Callable[[int], None]) -> list[Report]:
+        with ThreadPoolExecutor(self._workers) as pool:
+            queue = _Queue(pool, 2 * self._workers)
+            reports = []
+            for one in plan:
+                tensor = self.checkpoint.tensors[one.name]
+                report = Report(one.name, tensor.shape, self._kind(one), self.settings.recipe if one.layout
+                                else "as it is")
+                reports.append(report)
+                for work in self._works(one, out, pool):
+                    queue.put(work, report, progress)
+            queue.drain()
+        return reports
+
+    def _works(self, one: Tensors, out: _Out,
+               pool: ThreadPoolExecutor) -> Iterator[_Work]:
+        """The chunks of a tensor, and of its scales: what each does when it is called."""
+        if one.layout is None:
+            for name in (one.name, *([one.pair.scale] if one.pair else [])):
+                for start in range(0, self.checkpoint.tensors[name].nbytes, _COPY):
+                    yield _Copy(self.checkpoint, name, start, out)
+            return
+        source = _Source(self.checkpoint, one.name, one.pair, self._like)
+        scale = None
+        if one.layout.scale is not None and one.layout.block is None and (
+                not one.pair or one.pair.block is not None):
+            scale = weights.tensor_scale(list(pool.map(lambda rows: weights.amax_of(source.rows(rows)),
+                                                       weights.row_chunks(source.shape))))
+        for rows in weights.row_chunks(source.shape):
+            yield _Chunk(source, rows, one.layout, scale, self._compare, out)
+
+    def _written(self, plan: list[Tensors]) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+        """The tensors of a shard of the result, by name: dtype and shape."""
+        found: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
+        for one in plan:
+            if one.layout is not None:
+                made = one.layout.tensors(one.name, self.checkpoint.tensors[one.name].shape)
+            else:
+                made = {name: (self._dtype(name), self.checkpoint.tensors[name].shape)
+                        for name in (one.name, *([one.pair.scale] if one.pair else []))}
+            if taken := made.keys() & found.keys():
+                raise ValueError(f"{one.name}: {min(taken)} is taken by another tensor")
+            found.update(made)
+        return found
+
+    def _dtype(self, name: str) -> np.dtype[Any]:
+        file, kind = self.checkpoint.files[self.checkpoint.shard[name]], self.checkpoint.tensors[name].dtype
+        if kind not in DTYPES:
+            raise ValueError(
+                f"{file.path}: {name} is of type {kind}, which cannot be copied here; exclude its file")
+        return DTYPES[kind]
+
+    def _kind(self, one: Tensors) -> str:
+        kind = self.checkpoint.tensors[one.name].dtype
+        if one.pair is None:
+            return kind
+        block = "tensor"
+        if one.pair.block is not None:
+            block = "×".join("row" if n is None else str(n) for n in one.pair.block)
+        return f"{kind} {block} {self.checkpoint.tensors[one.pair.scale].dtype}"
+
+    # ---- what a shard is known by ----
+    def _fingerprint(self, shard: str) -> str:
+        """Of the settings and everything that headers say of the tensors that go into a shard."""
+        s = self.settings
+        about = [[one.name, self.checkpoint.tensors[one.name][:2],
+                  one.pair and [one.pair.scale, self.checkpoint.tensors[one.pair.scale][:2], one.pair.block]]
+                 for one in self.plan.values() if self.checkpoint.shard[one.name] == shard]
+        said = json.dumps([s.recipe, s.scale_format, s.include, s.exclude, shard, about], default=list)
+        return hashlib.sha256(said.encode()).hexdigest()
+
+    def _metadata(self, shard: str) -> dict[str, str]:
+        found = {"format": "pt", **self.checkpoint.files[shard].metadata, _KEY: self._fingerprint(shard)}
+        if self._single and not (self.checkpoint.folder / "config.json").is_file() and (
+            config := self.quantization_config()):
+            found["quantization_config"] = json.dumps(config)
+        return found
+
+    # ---- what goes with the shards ----
+    def finish(self) -> bool:
+        """Write the index, config.json and whatever else a folder of this kind has, once all shards of all
+        parts are there: whether they are."""
+        for shard, name in self.names.items():
+            target = self.folder / name
+            if not target.exists() or _fingerprint_of(target) != self._fingerprint(shard):
+                return False
+        if self._single:
+            return True
+        files = {name: TensorFile(self.folder / name) for name in self.names.values()}
+        if len(files) > 1 or (self.checkpoint.folder / INDEX).is_file():
+            weight_map = {tensor: name for name, file in files.items() for tensor in file.tensors}
+            total = sum(t.nbytes for file in files.values() for t in file.tensors.values())
+            _write_json(self.folder / INDEX,
+                        {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+        for path in sorted(self.checkpoint.folder.iterdir()):
+            if path.suffix in _COPIED and path.is_file() and path.name not in (INDEX, "config.json"):
+                with path.open("rb") as file, replacing(self.folder / path.name) as copy:
+                    shutil.copyfileobj(file, copy)
+        if self.checkpoint.config:
+            config = {key: value for key, value in self.checkpoint.config.items()
+                      if key != "quantization_config"}
+            if found := self.quantization_config():
+                config["quantization_config"] = found
+            _write_json(self.folder / "config.json", config)
+        return True
+
+    def quantization_config(self) -> dict[str, Any] | None:
+        """What readers find in config.json: DeepSeek's form for block128, that of MX checkpoints,
+        compressed-tensors' form for row and tensor."""
+        left = sorted(one.name.removesuffix(".weight") for one in self.plan.values()
+                      if one.layout is None and len(self.checkpoint.tensors[one.name].shape) == 2
+                      and not one.pair)
+        s = self.settings
+        if s.recipe == "bf16":
+            kept = any(one.pair and one.layout is None for one in self.plan.values())
+            return dict(quantization_of(self.checkpoint.config)) or None if kept else None
+        if s.recipe in ("block128", "mxfp8"):
+            found: dict[str, Any] = {"quant_method": "fp8" if s.recipe == "block128" else "mxfp8",
+                                     "fmt": "e4m3",
+                                     "activation_scheme": "dynamic",
+                                     "weight_block_size": [128, 128] if s.recipe == "block128" else [1, 32],
+                                     "modules_to_not_convert": left}
+            return {**found,
+                    "scale_fmt": "ue8m0"} if s.recipe == "mxfp8" or s.scale_format == "e8m0" else found
+        each = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False,
+                "strategy": "channel" if s.recipe == "row" else "tensor"}
+        inputs = {**each, "dynamic": True, "strategy": "token" if s.recipe == "row" else "tensor"}
+        return {"quant_method": "compressed-tensors", "format": "float-quantized",
+                "quantization_status": "compressed",
+                "ignore": left,
+                "config_groups": {
+                    "group_0": {"targets": ["Linear"], "weights": each, "input_activations": inputs}}}
+
+    def verify(self, shard: str) -> None:
+        """Read a shard of the result again and compare every byte with what NumPy makes of the source.
+        ValueError names the first tensor that differs."""
+        written = TensorFile(self.folder / self.names[shard])
+        for name in self.checkpoint.files[shard].tensors:
+            if name not in self.plan:
+                continue
+            one = self.plan[name]
+            for work in self._works_of_numpy(one, _Compared(written)):
+                work()
+
+    def _works_of_numpy(self, one: Tensors, out: Any) -> Iterator[Callable[[], Any]]:
+        like, self._like = self._like, np
+        try:
+            with ThreadPoolExecutor(1) as pool:
+                yield from self._works(one, out, pool)
+        finally:
+            self._like = like
+
+
+class _Source:
+    """A weight that is read a chunk of rows at a time."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str, pair: Pair | None, like: Any) -> None:
+        tensor = checkpoint.tensors[name]
+        self.shape = tensor.shape if len(tensor.shape) > 1 else (1, *tensor.shape)
+        self.name, self.dtype, self._like, self._pair = name, DTYPES[tensor.dtype], like, pair
+        self._file, self._scale = checkpoint.files[checkpoint.shard[name]], None
+        if pair is not None:
+            whole = combine(np.empty(self.shape, self.dtype), checkpoint.read(pair.scale), pair)
+            self._scale = np.array(whole.scale_inv)
+
+    def rows(self, rows: Rows) -> Any:
+        """A chunk's values, or data with their scales, where they are worked on."""
+        height, width = self.shape[-2:]
+        start = (rows.matrix * height + rows.start) * width * self.dtype.itemsize
+        count = (rows.stop - rows.start) * width * self.dtype.itemsize
+        data = self._file.read_bytes(self.name, start, count).view(self.dtype).reshape(-1, width)
+        if self._pair is None or self._scale is None:
+            return weights.on(self._like, data)
+        if self._pair.block is None:
+            return weights.on(self._like, Scaled(data, self._scale, data.shape))
+        down = self._pair.block[0] or height
+        matrices = self._scale.reshape(-1, *self._scale.shape[-2:])
+        scales = matrices[rows.matrix, rows.start // down:-(-rows.stop // down)]
+        return weights.on(self._like, Scaled(data, np.ascontiguousarray(scales), data.shape, False,
+                                             self._pair.block, "compact"))
+
+
+class _Out:
+    """A file whose header is known: bytes of tensors are written where they belong, by any thread."""
+
+    def __init__(self, descriptor: int, header: bytes,
+                 tensors: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> None:
+        self._descriptor, self._start, end = descriptor, {}, len(header)
+        for name, (dtype, shape) in tensors.items():
+            self._start[name] = end
+            end += prod(shape) * dtype.itemsize
+        self.size = end
+
+    def put(self, name: str, at: int, a: np.ndarray) -> None:
+        """at: bytes from the tensor's beginning."""
+        left, position = np.ascontiguousarray(a).reshape(-1).view(np.uint8).data, self._start[
+            name] + at
+        while left:
+            done = os.pwrite(self._descriptor, left, position)
+            left, position = left[done:], position + done
+
+
+class _Compared:
+    """A file that is there already: bytes are compared instead of written."""
+
+    def __init__(self, file: TensorFile) -> None:
+        self._file = file
+
+    def put(self, name: str, at: int, a: np.ndarray) -> None:
+        wanted = np.ascontiguousarray(a).reshape(-1).view(np.uint8)
+        if not np.array_equal(self._file.read_bytes(name, at, len(wanted)), wanted):
+            raise ValueError(f"{self._file.path}: {name} is not what the source gives")
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """Some bytes of a tensor that stays as it is."""
+
+    checkpoint: Checkpoint
+    name: str
+    start: int
+    out: Any
+
+    def __call__(self) -> tuple[int, Changes]:
+        count = min(_COPY, self.checkpoint.tensors[self.name].nbytes - self.start)
+        file = self.checkpoint.files[self.checkpoint.shard[self.name]]
+        self.out.put(self.name, self.start, file.read_bytes(self.name, self.start, count))
+        return count, Changes()
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Some rows of a weight that is converted."""
+
+    source: _Source
+    rows: Rows
+    layout: Layout
+    scale: float | None
+    compare: bool
+    out: Any
+
+    def __call__(self) -> tuple[int, Changes]:
+        values = self.source.rows(self.rows)
+        data, scales, changes = weights.make_rows(values, self.layout, self.scale, self.compare)
+        height, width = self.source.shape[-2:]
+        row = self.rows.matrix * height + self.rows.start
+        self.out.put(self.source.name, row * width * data.dtype.itemsize, data)
+        if scales is not None and self.layout.scale is not None:
+            at = 0
+            if self.layout.block:
+                down = self.layout.block[0] or 1
+                line = self.rows.matrix * -(-height // down) + self.rows.start // down
+                at = line * self.layout.scale[2][-1] * scales.dtype.itemsize
+            self.out.put(self.source.name + self.layout.scale[0], at, scales)
+        return (self.rows.stop - self.rows.start) * width * self.source.dtype.itemsize, changes
+
+
+class _Queue:
+    """Work in a pool, no more than a few pieces at a time, so that memory stays bounded."""
+
+    def __init__(self, pool: ThreadPoolExecutor, most: int) -> None:
+        self._pool, self._most = pool, most
+        self._waiting: deque[tuple[Future[tuple[int, Changes]], Report, Callable[[int], None]]] = deque()
+
+    def put(self, work: _Work, report: Report,
+            progress: Callable[[int], None]) -> None:
+        self._waiting.append((self._pool.submit(work), report, progress))
+        if len(self._waiting) >= self._most:
+            self._take()
+
+    def drain(self) -> None:
+        while self._waiting:
+            self._take()
+
+    def _take(self) -> None:
+        future, report, progress = self._waiting.popleft()
+        try:
+            count, changes = future.result()
+        except BaseException:
+            for other, *_ in self._waiting:
+                other.cancel()
+            raise
+        report.changes += changes
+        progress(count)
+
+
+def _fingerprint_of(path: Path) -> str | None:
+    return TensorFile(path).metadata.get(_KEY)
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Takes the disk space of the whole file at once, so that a full disk is found before any work is
+    done."""
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except AttributeError:                                  # not on this system
+        os.truncate(descriptor, size)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        os.truncate(descriptor, size)
+
+
+def _write_json(path: Path, found: Mapping[str, Any]) -> None:
+    with replacing(path) as file:
+        file.write(json.dumps(found, indent=2, ensure_ascii=False).encode() + b"\n")

@@ -1,0 +1,83 @@
+"""Files that are replaced as a whole: a reader sees the old bytes or the new ones, whatever happens in
+between."""
+
+from __future__ import annotations
+
+import glob
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+__all__ = ["PathLike", "remove_abandoned", "replacing", "sync_folder"]
+
+PathLike = str | os.PathLike[str]
+
+_EXCLUSIVE = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+
+
+@contextmanager
+def replacing(path: PathLike, prefix: str = "") -> Iterator[BinaryIO]:
+    """A new file, which takes the place of `path` when the block ends without an error, and is deleted
+    otherwise.
+
+    The new file has a name of its own in the same folder, so that processes that write one path do not meet,
+    and no link that somebody laid there is followed. Its bytes are on the disk before it gets its name. The
+    permissions of an existing file are kept; where `path` is a link, the file that it leads to is replaced.
+    prefix: of the new file's name.
+    """
+    target = Path(os.path.realpath(path))
+    if target.is_dir():
+        raise IsADirectoryError(f"{target}: is a folder")
+    partial = target.with_name(f".{prefix}{secrets.token_hex(8)}.partial")
+    try:
+        descriptor = os.open(partial, _EXCLUSIVE, 0o666)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{target.parent}: no such folder") from None
+    try:
+        with open(descriptor, "w+b") as file:
+            _lock(file)
+            if target.exists():
+                os.chmod(partial, stat.S_IMODE(target.stat().st_mode))
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, target)
+        sync_folder(target.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def remove_abandoned(folder: Path, prefix: str) -> None:
+    """Deletes the new files with this prefix whose writers were killed. Those of living writers are
+    locked."""
+    for path in folder.glob(f".{glob.escape(prefix)}*.partial"):
+        with open(path, "r+b") as file:
+            if _lock(file):
+                path.unlink(missing_ok=True)
+
+
+def _lock(file: Any) -> bool:
+    """Whether this process now holds the file for as long as it is open."""
+    if os.name != "posix":  # files that are being written cannot be told from left-over ones
+        return False
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:                             # somebody else holds it, or this file system has no locks
+        return False
+    return True
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder durable, where the system can do that."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,159 @@
+"""The .safetensors format: one file's header, checked, and its tensors, mapped; and files written a tensor at
+a time.
+
+A file is a length of eight bytes, a JSON header of that length, and the tensors' bytes without gaps. The
+`safetensors` package reads FP8 and bfloat16 only with PyTorch; here they are NumPy arrays with ml_dtypes
+types.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, BinaryIO, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from ..formats import bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu
+from .replace import PathLike
+
+__all__ = ["DTYPES", "Tensor", "TensorFile", "header_of"]
+
+#: The dtypes of the format that NumPy and ml_dtypes have, by their names in headers.
+DTYPES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_), "U8": np.dtype(np.uint8), "I8": np.dtype(np.int8), "F8_E4M3": float8_e4m3fn,
+    "F8_E5M2": float8_e5m2, "F8_E8M0": float8_e8m0fnu, "U16": np.dtype(np.uint16), "I16": np.dtype(np.int16),
+    "F16": np.dtype(np.float16), "BF16": bfloat16, "U32": np.dtype(np.uint32), "I32": np.dtype(np.int32),
+    "F32": np.dtype(np.float32), "U64": np.dtype(np.uint64), "I64": np.dtype(np.int64),
+    "F64": np.dtype(np.float64),
+    "C64": np.dtype(np.complex64), "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz)}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, **{name: 8 * dtype.itemsize for name, dtype in DTYPES.items()}}
+_LONGEST_HEADER = 100_000_000                   # bytes; the `safetensors` package has the same bound
+_ALIGNMENT = 8
+
+
+class Tensor(NamedTuple):
+    """What a header says of a tensor. start, stop: its bytes in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+class TensorFile:
+    """A .safetensors file whose header has been checked: names, dtypes and places fit each other and the
+    file.
+
+    Raises OSError where the file cannot be opened, ValueError that names the file where it is damaged.
+    """
+
+    def __init__(self, path: PathLike) -> None:
+        self.path = os.fspath(path)
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            try:
+                self.tensors, self.metadata = _read_header(file, size)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(
+                    f"{self.path}: not a .safetensors file, or a damaged one ({error})") from None
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor, mapped and read-only; not aligned to its elements where the file does not align it."""
+        tensor = self.tensors[name]
+        dtype = DTYPES.get(tensor.dtype)
+        if dtype is None:
+            raise ValueError(f"{self.path}: {name} is of type {tensor.dtype}, which NumPy arrays do not have")
+        if not tensor.nbytes:
+            return np.empty(tensor.shape, dtype)
+        mapped = np.memmap(self.path, np.uint8, "r", tensor.start, (tensor.nbytes,))
+        return np.asarray(mapped).view(dtype).reshape(tensor.shape)
+
+
+    def read_bytes(self, name: str, start: int, count: int) -> np.ndarray:
+        """Some bytes of a tensor, read and not mapped: memory that is the caller's own."""
+        found = np.fromfile(self.path, np.uint8, count, offset=self.tensors[name].start + start)
+        if len(found) != count:
+            raise ValueError(f"{self.path}: {name} ends early; the file was cut off while it was read")
+        return found
+
+
+def header_of(tensors: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]], metadata: Mapping[str, str]
+              | None = None) -> bytes:
+    """The first bytes of a file with these tensors (dtype and shape of each, by name, in the order of their
+    bytes). TypeError for a dtype that the format does not have."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        if dtype not in _NAMES:
+            raise TypeError(
+                f"{name}: .safetensors files have no dtype {dtype}; expected one of "
+                f"{', '.join(map(str, _NAMES))}")
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def by_alignment(tensors: Iterable[tuple[str, np.dtype[Any]]]) -> list[str]:
+    """Names in an order in which every tensor is aligned to its elements, as the `safetensors` package writes
+    them."""
+    return [name for name, _ in sorted(tensors, key=lambda item: (-item[1].itemsize, item[0]))]
+
+
+def _read_header(file: BinaryIO, size: int) -> tuple[dict[str, Tensor], dict[str, str]]:
+    if size < 8:
+        raise ValueError(f"{size} bytes, too few for a header")
+    length = int.from_bytes(file.read(8), "little")
+    if length > min(size - 8, _LONGEST_HEADER):
+        raise ValueError(f"a header of {length} bytes is claimed, the file has {size}")
+    header = json.loads(file.read(length).decode(), object_pairs_hook=_unique, parse_constant=_no_number)
+    if not isinstance(header, dict):
+        raise ValueError("the header is no JSON object")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("__metadata__ is no object of strings")
+    tensors = {name: _tensor(name, about, 8 + length) for name, about in header.items()}
+    end = 8 + length
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1][2:]):
+        if tensor.start != end:
+            raise ValueError(f"{name} begins at byte {tensor.start}, expected {end}")
+        end = tensor.stop
+    if end != size:
+        raise ValueError(f"the tensors end at byte {end}, the file has {size}")
+    return tensors, metadata
+
+
+def _tensor(name: str, about: Any, start: int) -> Tensor:
+    if not isinstance(about, dict) or about.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{name}: expected dtype, shape and data_offsets")
+    dtype, shape, offsets = about["dtype"], about["shape"], about["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _BITS:
+        raise ValueError(f"{name}: unknown dtype {dtype!r}")
+    for numbers, what in ((shape, "shape"), (offsets, "data_offsets")):
+        if not isinstance(numbers, list) or not all(type(n) is int and n >= 0 for n in numbers):
+            raise ValueError(f"{name}: {what} is no list of numbers from 0 on")
+    if len(offsets) != 2 or math.prod(shape) * _BITS[dtype] != 8 * (offsets[1] - offsets[0]):
+        raise ValueError(f"{name}: bytes {offsets} are not those of {dtype} {shape}")
+    return Tensor(dtype, tuple(shape), start + offsets[0], start + offsets[1])
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice in the header")
+    return found
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} in the header")

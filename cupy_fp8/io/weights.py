@@ -1,0 +1,253 @@
+"""What a conversion makes of one weight, a chunk of rows at a time.
+
+Values come from a float tensor, or from FP8 data with scales; they become BF16, or FP8 data with scales of
+another kind. Where both scales are powers of two, data are re-based: every value is divided by its new scale
+exactly and rounded once, to FP8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import Array, asarray, asnumpy, bits
+from ..formats import bfloat16, float8_e4m3fn, float8_e8m0fnu, float32
+from ..layouts import cdiv
+from ..ops.convert.astype import astype
+from ..ops.quantize.blocks import quantize_block
+from ..ops.quantize.mx import quantize_mx
+from ..ops.quantize.tensor import quantize_tensor
+from ..ops.scales.amax import compute_amax
+from ..ops.scales.scale import compute_scale
+from ..results import Scaled
+
+__all__ = ["RECIPES", "SCALE_FORMATS", "Changes", "Layout", "Rows", "layout_of", "make_rows", "row_chunks"]
+
+RECIPES = ("block128", "mxfp8", "row", "tensor", "bf16")
+SCALE_FORMATS = ("f32", "e8m0")
+_CHUNK = 1 << 20                        # elements that are worked on at a time, or a row of blocks
+_LARGEST_EXPONENT = 127                 # of an E8M0 scale, of either sign
+_UINT8 = np.dtype(np.uint8)
+
+
+class Layout(NamedTuple):
+    """The tensors that a file holds for a weight. block: elements that share a scale; (): no scales; None:
+    one for the tensor. scale: the end of the scales' name, their dtype and their shape."""
+
+    dtype: np.dtype[Any]
+    block: tuple[int | None, int | None] | tuple[()] | None
+    scale: tuple[str, np.dtype[Any], tuple[int, ...]] | None
+
+    def tensors(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+        found = {name: (self.dtype, shape)}
+        if self.scale:
+            found[name + self.scale[0]] = self.scale[1:]
+        return found
+
+
+def layout_of(recipe: str, scale_format: str, shape: tuple[int, ...]) -> Layout:
+    """What a recipe makes of a weight […, N, K]: the names and shapes that DeepSeek's (block128), MX and
+    compressed-tensors' (row, tensor) checkpoints have. MX scales are stored as U8, which is what readers
+    expect."""
+    if recipe == "bf16":
+        return Layout(bfloat16, (), None)
+    if recipe == "tensor":
+        return Layout(float8_e4m3fn, None, ("_scale", float32, (1,)))
+    *batch, rows, columns = shape
+    if recipe == "row":
+        return Layout(float8_e4m3fn, (1, None), ("_scale", float32, (*batch, rows, 1)))
+    down, across, dtype = (1, 32, _UINT8) if recipe == "mxfp8" else (
+        128, 128, float8_e8m0fnu if scale_format == "e8m0" else float32)
+    return Layout(float8_e4m3fn, (down, across),
+                  ("_scale_inv", dtype, (*batch, cdiv(rows, down), cdiv(columns, across))))
+
+
+class Rows(NamedTuple):
+    """Rows `start` to `stop` of matrix `matrix` of a weight: what is worked on at a time."""
+
+    matrix: int
+    start: int
+    stop: int
+
+
+def row_chunks(shape: tuple[int, ...]) -> Iterator[Rows]:
+    """All rows of a weight, in chunks of whole rows of blocks."""
+    *batch, rows, columns = shape
+    step = max(128, _CHUNK // max(columns, 1) // 128 * 128)
+    for matrix in range(prod(batch)):
+        for start in range(0, rows, step):
+            yield Rows(matrix, start, min(start + step, rows))
+
+
+class Changes(NamedTuple):
+    """How many values are not what they were, and the energies of values and of differences (NaN and Inf left
+    out)."""
+
+    elements: int = 0
+    changed: int = 0
+    signal: float = 0.0
+    noise: float = 0.0
+
+    def __add__(self, other: Any) -> Changes:
+        return Changes(*(a + b for a, b in zip(self, other, strict=True)))
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """None where nothing changed, or nothing is there."""
+        return float(10 * np.log10(self.signal / self.noise)) if self.noise and self.signal else None
+
+
+def make_rows(source: Array | Scaled, layout: Layout, scale: float | None,
+              compare: bool) -> tuple[np.ndarray, np.ndarray | None, Changes]:
+    """(data, scales or None, changes) of a chunk, as a file holds them. scale: of a layout with one for the
+    tensor. compare: measure the changes of data that are rounded (those of re-based data are always
+    counted)."""
+    if isinstance(source, Scaled) and layout.scale is not None:
+        scales, exponents = asnumpy(bits(source.scale_inv)).view(source.scale_inv.dtype), _is_exponents(
+            layout)
+        if not exponents or is_power_of_two(scales):
+            if source.block == layout.block and source.dtype == layout.dtype:
+                return _kept(source, scales, layout)
+            if exponents:
+                return _rebased(source, layout)
+    values = source.dequantize(bfloat16 if layout.scale is None
+                               else np.float32) if isinstance(source, Scaled) else source
+    if not isinstance(source, Scaled) and source.dtype == np.float64:
+        values = source.astype(np.float32)
+    if layout.scale is None:
+        data = values if values.dtype == bfloat16 else astype(values, bfloat16)
+        return asnumpy(data), None, _compared(source, data, compare)
+    q = _quantized(values, layout, scale)
+    scales = asnumpy(q.scale_inv)
+    if _is_exponents(layout) and scales.dtype == float32:
+        scales = astype(scales, float8_e8m0fnu)             # exact: powers of two
+    changes = _compared(source, q, compare)
+    return asnumpy(bits(q.data)).view(layout.dtype), scales.view(
+        layout.scale[1]) if scales.itemsize == 1 else scales, changes
+
+
+def _kept(source: Scaled, scales: np.ndarray, layout: Layout) -> tuple[np.ndarray, np.ndarray, Changes]:
+    """Data that have the scales they are to have; at most these are stored in another dtype, exactly."""
+    assert layout.scale is not None
+    if _is_exponents(layout):
+        scales = astype(scales, float8_e8m0fnu).view(layout.scale[1])
+    elif scales.dtype != float32:
+        scales = astype(scales, float32)
+    return asnumpy(bits(source.data)).view(source.dtype), scales, Changes(prod(source.shape))
+
+
+def _quantized(values: Array, layout: Layout, scale: float | None) -> Scaled:
+    if layout.block is None:
+        found = quantize_tensor(values, scale).rowwise
+    elif layout.block == (1, 32):
+        found = quantize_mx(values).rowwise
+    else:
+        assert layout.block
+        found = quantize_block(values, block=layout.block, pow2_scale=_is_exponents(layout),
+                               scale_layout="compact").rowwise
+    assert found is not None
+    return found
+
+
+def tensor_scale(amaxes: list[float]) -> float:
+    """The scale of a tensor from the amaxes of its chunks."""
+    amax = np.array([max(amaxes, default=0.0)], np.float32)
+    return float(compute_scale(amax, dtype=float8_e4m3fn)[0])
+
+
+def amax_of(source: Array | Scaled) -> float:
+    values = source.dequantize() if isinstance(source, Scaled) else source
+    if values.dtype == np.float64:
+        values = values.astype(np.float32)
+    return float(compute_amax(values)[0])
+
+
+def is_power_of_two(scale: np.ndarray) -> bool:
+    """Whether all scales are powers of two (E8M0 ones are), so that re-basing needs one rounding."""
+    if scale.dtype == float8_e8m0fnu:
+        return True
+    words = np.ascontiguousarray(scale, float32).view(np.uint32)
+    normal = (words & 0x7FFFFF == 0) & (words > 0) & (words < 0x7F800000)
+    return bool((normal | (words == 0x400000)).all())       # the last is 2**-127, the smallest that E8M0 has
+
+
+def _is_exponents(layout: Layout) -> bool:
+    return layout.scale is not None and layout.scale[1].itemsize == 1
+
+
+def _rebased(source: Scaled, layout: Layout) -> tuple[np.ndarray, np.ndarray, Changes]:
+    """Data of powers of two on new powers of two: the smallest under which every value of a block fits.
+    float64 holds every value, and every quotient, exactly; the float32 between it and FP8 loses only what is
+    far below FP8's smallest value."""
+    assert layout.scale is not None
+    assert layout.block
+    values = _exact(source)
+    exponent = _block_exponents(values, (layout.block[0] or 1, layout.block[1] or values.shape[-1]))
+    quotients = np.ldexp(values, -_expanded(exponent, layout, values.shape)).astype(np.float32)
+    data = astype(quotients, float8_e4m3fn)
+    back = np.ldexp(data.astype(np.float64), _expanded(exponent, layout, values.shape))
+    finite = np.isfinite(values)
+    difference = np.where(finite, back - values, 0)
+    changes = Changes(values.size, int(np.count_nonzero(difference)),
+                      float((np.where(finite, values, 0) ** 2).sum()),
+                      float((difference**2).sum()))
+    return data, (exponent + _LARGEST_EXPONENT).astype(np.uint8).view(layout.scale[1]), changes
+
+
+def _exact(s: Scaled) -> np.ndarray:
+    """The values of data whose scales are powers of two, in float64."""
+    data, scale = asnumpy(bits(s.data)).view(s.dtype).astype(np.float64), asnumpy(bits(s.scale_inv)).view(
+        s.scale_inv.dtype)
+    scale = scale.astype(np.float64)
+    if s.block is None:
+        return data * scale.reshape(())
+    rows, columns = data.shape[-2:]
+    down, across = s.block[0] or rows, s.block[1] or columns
+    return data * np.repeat(np.repeat(scale, down, -2)[..., :rows, :], across, -1)[..., :columns]
+
+
+def _block_exponents(values: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+    """Of each block the smallest exponent e, from -127 to 127, for which its largest magnitude / 2**e is at
+    most 448."""
+    rows, columns = values.shape[-2:]
+    down, across = cdiv(rows, block[0]), cdiv(columns, block[1])
+    magnitudes = np.zeros((down * block[0], across * block[1]))
+    np.abs(values, out=magnitudes[:rows, :columns])
+    magnitudes[~np.isfinite(magnitudes)] = 0
+    amax = magnitudes.reshape(down, block[0], across, block[1]).max((1, 3))
+    fraction, exponent = np.frexp(amax)
+    fitting = exponent - 9 + (fraction > 0.875)             # 448 = 0.875 * 2**9
+    return np.where(amax > 0, np.clip(fitting, -_LARGEST_EXPONENT, _LARGEST_EXPONENT), -_LARGEST_EXPONENT)
+
+
+def _expanded(exponent: np.ndarray, layout: Layout, shape: tuple[int, ...]) -> np.ndarray:
+    """The exponent of each element."""
+    assert layout.block
+    down, across = layout.block[0] or 1, layout.block[1] or shape[-1]
+    return np.repeat(np.repeat(exponent, down, -2)[..., :shape[-2], :], across, -1)[..., :shape[-1]]
+
+
+def _compared(source: Array | Scaled, made: Array | Scaled, compare: bool) -> Changes:
+    """What rounding changed. Where it is not measured, only the number of elements is known."""
+    elements = prod(source.shape)
+    if not compare:
+        return Changes(elements)
+    before, after = (asnumpy(a.dequantize() if isinstance(a, Scaled) else a).astype(np.float64)
+                     for a in (source, made))
+    finite = np.isfinite(before)
+    difference = np.where(finite, after - before, 0)
+    return Changes(elements, int(np.count_nonzero(difference)),
+                   float((np.where(finite, before, 0) ** 2).sum()),
+                   float((difference**2).sum()))
+
+
+def on(like: Any, source: np.ndarray | Scaled) -> Array | Scaled:
+    """A chunk where it is to be worked on."""
+    if isinstance(source, Scaled):
+        return Scaled(asarray(source.data, like=like), asarray(source.scale_inv, like=like), source.shape,
+                      False, source.block,
+                      source.scale_layout)
+    return asarray(source, like=like)

@@ -1,0 +1,103 @@
+"""Files are replaced as a whole: by one of several processes, never through a link, and not at all on an
+error."""
+
+import multiprocessing
+import os
+import stat
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupy_fp8 as fp8
+from cupy_fp8.io.replace import remove_abandoned, replacing
+
+
+def test_replaces_and_keeps_permissions(tmp_path):
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+    path.chmod(0o640)
+    with replacing(path) as file:
+        file.write(b"new")
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_new_file_has_the_permissions_that_files_have(tmp_path):
+    (tmp_path / "plain").write_bytes(b"")
+    with replacing(tmp_path / "a"):
+        pass
+    assert (tmp_path / "a").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def write_half(path, error):
+    with replacing(path) as file:
+        file.write(b"half")
+        raise error
+
+
+@pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt(), ValueError()], ids=repr)
+def test_an_error_leaves_the_old_file(tmp_path, error):
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+    with pytest.raises(type(error)):
+        write_half(path, error)
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_links(tmp_path):
+    """A link at the path is followed, and stays; what used to be a fixed temporary name is not looked at."""
+    target, link, victim = tmp_path / "target", tmp_path / "link", tmp_path / "victim"
+    for path in (target, victim):
+        path.write_bytes(b"old")
+    link.symlink_to(target)
+    (tmp_path / "link.partial").symlink_to(victim)
+    with replacing(link) as file:
+        file.write(b"new")
+    assert (target.read_bytes(), victim.read_bytes(), link.is_symlink()) == (b"new", b"old", True)
+
+
+def test_folders(tmp_path):
+    with pytest.raises(IsADirectoryError, match="is a folder"), replacing(tmp_path):
+        pass
+    with pytest.raises(FileNotFoundError, match="no such folder"), replacing(tmp_path / "none" / "a"):
+        pass
+
+
+def test_abandoned_files_are_removed_and_living_ones_are_not(tmp_path):
+    abandoned, other = tmp_path / ".a.00.partial", tmp_path / ".b.00.partial"
+    abandoned.write_bytes(b"half")
+    other.write_bytes(b"half")
+    with replacing(tmp_path / "a", "a.") as file:
+        remove_abandoned(tmp_path, "a.")
+        assert not abandoned.exists()
+        file.write(b"whole")
+    assert (tmp_path / "a").read_bytes() == b"whole"
+    assert other.exists()
+
+
+def save_many(path, number, count):
+    for i in range(count):
+        fp8.save(path, a=np.full(1000, 100 * number + i))
+
+
+def test_processes_that_save_one_path(tmp_path):
+    """Every load sees one whole save; no save fails, and nothing is left over."""
+    path, saves = tmp_path / "a.npz", 40
+    fp8.save(path, a=np.zeros(1000, int))
+    context: Any = multiprocessing.get_context("fork" if os.name == "posix" else "spawn")
+    writers = [context.Process(target=save_many, args=(path, number, saves)) for number in range(1, 4)]
+    for writer in writers:
+        writer.start()
+    loads = 0
+    while any(writer.is_alive() for writer in writers):
+        assert len(np.unique(fp8.load(path)["a"])) == 1
+        loads += 1
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    assert loads
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,84 @@
+"""Cases find a fault in every kernel file: in copies of the sources, planted one at a time (mutations.py)."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mutations
+import pytest
+from background import Background
+from mutations import FAULTS, FOUND_BY_SANITIZER, SURVIVED, fault_of
+
+import cupy_fp8
+from cupy_fp8 import hostexec
+from cupy_fp8.kernels import sources
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(hostexec.available() is not None, reason=str(hostexec.available())),
+]
+#: Signals with which a process dies of an address that is not its own, or of an error of the executor.
+CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
+
+
+
+
+def child(name: str, cache: Path, background: Background) -> str:
+    """What found the fault, or SURVIVED."""
+    mode = fault_of(name).mode
+    package = str(Path(cupy_fp8.__file__).resolve().parent.parent)
+    path = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH")) if p)
+    env = os.environ | {"PYTHONPATH": path, "CUPY_FP8_CACHE_DIR": str(cache), "CUPY_FP8_HOST_MODE": mode}
+    command = [sys.executable, mutations.__file__, name]
+    if mode != "fast":
+        env |= hostexec.sanitizer_env(mode)
+        command = hostexec.sanitizer_command(mode, command)
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        done = background.run([*command, folder], env, timeout=600)
+    if done.returncode == FOUND_BY_SANITIZER or done.returncode in CRASHES:
+        return done.stderr[:2000] or f"exit code {done.returncode}"
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stderr[-4000:]}"
+    return str(json.loads(done.stdout))
+
+
+@functools.cache
+def cache_folder() -> tempfile.TemporaryDirectory[str]:
+    """Where the session's children put what they compile: nobody needs a faulty kernel again."""
+    return tempfile.TemporaryDirectory(prefix="cupy-fp8-mutations-")
+
+
+def background_jobs(items: list[Any], background: Background) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The children of the selected tests."""
+    for item in items:
+        if hasattr(item, "callspec") and "name" in item.callspec.params:
+            name = item.callspec.params["name"]
+            yield name, partial(child, name, Path(cache_folder().name), background)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_cases_find_the_fault(name, background_result):
+    found = background_result(name)
+    assert found != SURVIVED, f"no case of {FAULTS[name].op} finds {FAULTS[name].new!r} in {name}: add one"
+
+
+@pytest.mark.parametrize("name", ["equivalent"])
+def test_a_change_of_no_byte_survives(name, background_result):
+    """So what finds faults is the bytes, not the harness."""
+    assert background_result(name) == SURVIVED
+
+
+def test_every_kernel_file_has_a_fault():
+    """But for the benchmark's delay, which does nothing on the CPU."""
+    kernels = {name.removesuffix(".cu") for name in FAULTS if name.endswith(".cu")}
+    assert kernels == set(sources.names()) - {"bench/delay"}
+    assert {file for file in FAULTS if file.endswith(".cuh")} <= {
+        path.relative_to(sources.root()).as_posix() for path in sources.files()}
