@@ -1,7 +1,7 @@
 """Typed arrays of both kinds: CuPy cannot allocate FP8 dtypes, but a byte buffer viewed as one is a full
 ndarray.
 
-No kernels here; `astype` and `transpose` are ops (cupy_fp8.ops.convert.astype).
+This module launches no kernels of its own: `astype` and `transpose` are ops (cupy_fp8.ops.convert.astype).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def empty(shape: Shape, dtype: Any, *, like: Any = None) -> Array:
 
 
 def empty_beside(a: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """`empty` for results: of a's kind, on a's device, everything known to be valid."""
+    """`empty` for results, of a's kind and on a's device. It validates nothing."""
     if isinstance(a, np.ndarray):
         return np.empty(shape, dtype)
     cp = backend.cupy()
@@ -46,7 +46,7 @@ def empty_beside(a: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Arra
 
 
 def _cupy_empty(cp: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """On the current device. CuPy cannot allocate FP8 dtypes, but lets memory be viewed as one."""
+    """An array on the current device. CuPy cannot allocate FP8 dtypes, but can view memory as one."""
     count = dtype.itemsize
     for extent in shape:
         count *= extent
@@ -85,14 +85,13 @@ def full(shape: Shape, fill_value: float, dtype: Any, *, like: Any = None) -> Ar
 
 
 def empty_like(a: Array, dtype: Any = None, *, shape: Shape | None = None) -> Array:
-    """A new C-contiguous array of the same kind and device, and where not given the same shape and dtype."""
+    """A new C-contiguous array of the same kind and device. Shape and dtype are the same unless given."""
     backend.module_of(a, "a")
     return empty(a.shape if shape is None else shape, a.dtype if dtype is None else dtype, like=a)
 
 
 def asarray(a: Any, dtype: Any = None, *, like: Any = None) -> Array:
-    """`a` as an array: itself where nothing has to change, moved to the kind `like` names, converted to
-    `dtype`.
+    """`a` as an array of the kind that `like` names, converted to `dtype`; `a` itself if it is that already.
 
     Arrays keep their kind unless `like` says otherwise; lists and scalars become arrays of `like` (default
     `cupy_fp8.xp`). Conversions between the formats of this library are `astype`'s (saturating).
@@ -103,7 +102,7 @@ def asarray(a: Any, dtype: Any = None, *, like: Any = None) -> Array:
     else:
         a, target = np.asarray(a), backend.like_module(like)
     a = _move(a, target)
-    # through f32, so that astype's rules hold
+    # The conversion goes through f32, so that astype's rules hold.
     if dtype in FORMATS and a.dtype not in FORMATS and a.dtype.kind in "fiub":
         with np.errstate(over="ignore"):
             a = a.astype(np.float32)
@@ -157,9 +156,9 @@ def bytes_equal(a: Any, b: Any) -> bool:
     """Whether two arrays of one kind have the same dtype, shape and bytes (NaN equals NaN of the same bits,
     -0 is not 0).
 
-    Results (`Scaled`, `Quantized`, `Grouped`, `Routing`) are equal where all their arrays and metadata
-    are; lists and tuples of arrays and results where all members are. `testing.assert_bytes_equal` says
-    what differs. Raises TypeError for anything else, and for NumPy arrays beside CuPy arrays.
+    Results (`Scaled`, `Quantized`, `Grouped`, `Routing`) are equal if all their arrays and metadata are,
+    lists and tuples of arrays and results if all members are. `testing.assert_bytes_equal` says what differs.
+    Raises TypeError for anything else, and for NumPy arrays beside CuPy arrays.
     """
     check_comparable(a, "a")
     check_comparable(b, "b")
@@ -189,8 +188,8 @@ class Result:
         return object.__hash__(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The fields, which copies and pickles take along, without what ops remember about this object's
-        memory."""
+        """The fields, which copies and pickles contain. What ops remember about this object's memory is not
+        among them."""
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
 
 
@@ -208,8 +207,8 @@ def _is_comparable(a: Any) -> bool:
 
 
 def pairs(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(path, x, y) for all that has to be equal where a and b are: arrays, metadata, or two things of which
-    one is not like the other. Metadata come before arrays, since arrays differ wherever metadata do."""
+    """(path, x, y) for everything that is equal if a and b are: arrays, metadata, or two objects of different
+    types. Metadata come before arrays, since arrays differ whenever metadata do."""
     if isinstance(a, Result) and type(a) is type(b):
         fields, others = a.__getstate__(), b.__getstate__()
         for name in sorted(fields,
@@ -241,18 +240,18 @@ def is_array(a: Any) -> bool:
 
 
 def bits(a: Array) -> Array:
-    """The elements as unsigned integers of the same width: a view, for everything CuPy cannot do with FP8
+    """The elements as a view of unsigned integers of the same width, for what CuPy cannot do with FP8
     dtypes."""
     return a.view(f"u{a.dtype.itemsize}")
 
 
 def address(a: Array) -> int:
-    """Where its first element is."""
+    """The address of its first element."""
     return a.ctypes.data if isinstance(a, np.ndarray) else a.data.ptr
 
 
 def is_contiguous(a: Array) -> bool:
-    """Whether `a` is C-contiguous. CuPy's `flags` builds an object at every look (0.2 µs); its own attribute
+    """Whether `a` is C-contiguous. CuPy's `flags` builds an object each time (0.2 µs); its private attribute
     does not."""
     return bool(a.flags.c_contiguous if isinstance(a, np.ndarray) else a._c_contiguous)
 

@@ -1,5 +1,5 @@
-"""NumPy or CuPy: which of the two an array belongs to, and whether there is a GPU. Nothing here imports CuPy
-unless asked to."""
+"""NumPy or CuPy: finds which of the two an array belongs to, and whether there is a GPU. CuPy is imported
+only when it is needed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def cupy() -> Any:
 
 @functools.cache
 def gpu_problem() -> str | None:
-    """Why kernels cannot run on a GPU here, or None where they can."""
+    """Why kernels cannot run on a GPU here, or None if they can."""
     try:
         cp = cupy()
     except DeviceError as error:
@@ -64,12 +64,12 @@ def check_device(device_id: int) -> None:
 
 
 def default_module() -> Any:
-    """CuPy where there is a GPU, else NumPy: what `cupy_fp8.xp` is."""
+    """The module `cupy_fp8.xp`: CuPy if there is a GPU, else NumPy."""
     return np if gpu_problem() else cupy()
 
 
 def module_of(a: Any, name: str = "x") -> Any:
-    """numpy or cupy, by the type of `a`; TypeError naming the argument for anything else."""
+    """numpy or cupy, by the type of `a`. TypeError, which names the argument, for any other object."""
     if isinstance(a, np.ndarray):
         return np
     cp = sys.modules.get("cupy")
@@ -116,7 +116,7 @@ def _usable_cupy() -> Any:
 @functools.cache
 def _warn_once() -> None:
     level, frame = 1, sys._getframe()
-    # to the line of the user's that is meant
+    # The warning names the user's line.
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame, level = frame.f_back, level + 1
     warnings.warn("a NumPy array above 64 MB was given on a machine with a GPU: the NumPy reference runs on "

@@ -15,19 +15,20 @@ from . import backend
 from .arrays import Array, is_array
 from .calls.call import Op, run, validate_call
 from .calls.memory import identities
+from .directions import check_directions
 from .formats import flags
 from .ops.quantize.tensor_list import Recipe, call_of
-from .recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, check_directions
+from .recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from .results import Quantized
 
 __all__ = ["WeightCache"]
 
 _FLAGS: set[type] = {bool}
-_MOST_HITS = 256            # different lists of weights, of which one is short
-#: Held while what a cache knows changes. One for all caches, so that each can be copied; reentrant, since
-#: weights may die meanwhile.
+_MOST_HITS = 256            # remembered lists of weights
+#: Held while a cache changes. All caches share it, so that each can be copied. It is reentrant, since weights
+#: may die meanwhile.
 _LOCK = threading.RLock()
-#: A call: the identities and shapes of the weights (NumPy and CuPy arrays can be reshaped in place), and the
+#: A call's key: the identities and shapes of the weights (arrays can be reshaped in place), and the
 #: directions.
 _CallKey = tuple[bytes, tuple[Any, ...], bool, bool]
 
@@ -57,8 +58,8 @@ class _Hit(NamedTuple):
 
 
 class WeightCache:
-    """Quantised weights, kept from call to call: a training step with several micro-batches quantises its
-    weights once.
+    """Holds quantised weights from call to call, so that a training step with several micro-batches quantises
+    its weights once.
 
     recipe : DelayedScaling, CurrentScaling, BlockScaling or MXScaling, for all weights.
 
@@ -85,27 +86,28 @@ class WeightCache:
                             f"got {type(recipe).__name__}")
         self.recipe: Recipe = recipe
         self._entries: dict[int, tuple[weakref.ref[Any], Quantized]] = {}      # by the identity of the weight
-        # Whole calls, and the last one, which a comparison finds sooner; forgotten whenever an entry goes.
+        # Whole calls, and the last one, which one comparison finds. They are forgotten whenever an entry
+        # goes.
         self._hits: dict[_CallKey, _Hit] = {}
         self._last: tuple[_CallKey, _Hit] | None = None
-        self._cleared = 0                                               # how often
+        self._cleared = 0                                               # counts the calls of `clear`
 
     def quantize(self, weights: Sequence[Array | Quantized], *, rowwise: bool = True,
                  columnwise: bool = False, scales: Any = None, amaxes: Any = None, update: bool = True,
                  noop: Array | None = None) -> list[Quantized]:
-        """The weights quantised, each with the directions asked for (or more, where an earlier call asked for
-        more).
+        """Quantise the weights, each with these directions, and with those that earlier calls asked for.
 
-        A weight that is new, or lacks a direction: quantised into new memory, all such weights together by
-        `multi_quantize`. Any other: with `update` quantised anew, together and in place, at the same
-        addresses; without it returned as it is, and where that is so of all nothing is launched.
+        A weight that is new, or lacks a direction, is quantised into new memory, all such weights together by
+        `multi_quantize`. With `update` all other weights are quantised again, together and in place, at the
+        same addresses. Without it their results are returned as they are, and if no weight is new nothing is
+        launched.
 
         weights : list of arrays as `multi_quantize` takes; members that are Quantized already are returned as
             they are
         scales, amaxes : as for `multi_quantize`, one for each member of `weights`, used or not
-        noop : one-element f32 array on the device; where it holds 1.0 nothing is updated. With it the launch
-            always happens and the device decides, `update` or not, so that one CUDA graph serves all
-            micro-batches. What is quantised into new memory ignores it
+        noop : one-element f32 array on the device; nothing is updated if it holds 1.0. With it the launch
+            always happens, `update` or not, and the device decides, so that one CUDA graph serves all
+            micro-batches. Weights that get new memory ignore it
         Raises what `multi_quantize` raises, before anything is written: neither results nor amaxes; the cache
         is then as it was.
         """
@@ -131,7 +133,7 @@ class WeightCache:
         results |= self._run(works, weights, scales, amaxes, noop)
         found = [results[id(weight)] for weight in weights]
         with _LOCK:
-            if self._cleared == cleared:                    # else another thread has forgotten all
+            if self._cleared == cleared:                    # else another thread has called `clear`
                 fresh = [i for work in works if work.outputs is None for i in work.places]
                 self._keep([weights[i] for i in fresh], results)
                 works = self._works(weights, {}, call, True)
@@ -152,8 +154,8 @@ class WeightCache:
 
     def _works(self, weights: Sequence[Any], results: dict[int, Quantized], call: _CallKey,
                update: bool) -> list[_Work]:
-        """What has to be quantised; what needs new memory comes first, since that may be refused. `results`
-        gets what stays as it is."""
+        """The weights to quantise. Those that need new memory come first, since these may be refused.
+        `results` gets the results of all others."""
         works: dict[tuple[bool, bool, bool], _Work] = {}
         seen: set[int] = set()
         for i, weight in enumerate(weights):
@@ -178,9 +180,9 @@ class WeightCache:
 
     def _run(self, works: list[_Work], weights: Sequence[Any], scales: Any, amaxes: Any,
              noop: Any) -> dict[int, Quantized]:
-        """Quantises, and returns the results by the identities of their weights."""
+        """Quantises the weights, and returns the results by the weights' identities."""
         calls = [(work, *work.call(self.recipe, weights, scales, amaxes, noop)) for work in works]
-        if len(calls) > 1:                      # the last one must not be refused after the first has written
+        if len(calls) > 1:                      # no call may be refused after another has written
             for work, op, given in calls:
                 with _numbered(work.places):
                     validate_call(op, given, work.outputs)
@@ -214,8 +216,8 @@ class WeightCache:
         return known if held is weight and known.shape == held.shape else None
 
     def clear(self) -> None:
-        """Forgets all weights. What another thread's `quantize` is doing meanwhile is returned there, and
-        forgotten as well."""
+        """Forgets all weights. Results that another thread's `quantize` is making are returned there, and
+        forgotten too."""
         with _LOCK:
             self._cleared += 1
             self._forget_calls()
@@ -249,7 +251,7 @@ class WeightCache:
 
 @contextmanager
 def _numbered(places: list[int]) -> Iterator[None]:
-    """Errors about an array of multi_quantize's become errors about the weight that it is."""
+    """Renames the arrays in error messages of `multi_quantize` to the weights that they are."""
     def place(match: re.Match[str]) -> str:
         return f"{'weights' if match[1] == 'xs' else match[1]}[{places[int(match[2])]}]"
 
@@ -263,14 +265,15 @@ def _shapes(weights: Sequence[Any]) -> tuple[Any, ...]:
     try:
         return tuple(map(_SHAPE, weights))
     except AttributeError:
-        return tuple(getattr(weight, "shape", None) for weight in weights)  # one is no array, as _known tells
+        # one is no array; _known raises the error
+        return tuple(getattr(weight, "shape", None) for weight in weights)
 
 
 _SHAPE = operator.attrgetter("shape")
 
 
 def _length(a: Any) -> int | None:
-    """Of a list, or an array of one or more dimensions."""
+    """The length of a list, or of an array with one or more dimensions."""
     if isinstance(a, (list, tuple)):
         return len(a)
     return int(a.shape[0]) if is_array(a) and a.ndim else None

@@ -1,4 +1,4 @@
-"""How much a quantisation changed a tensor, and each of its blocks."""
+"""Measures how much quantisation changed a tensor and each of its blocks."""
 
 from __future__ import annotations
 
@@ -10,32 +10,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import backend
-from .arrays import Array, asnumpy, bits, contiguous
-from .formats import (
-    FORMATS,
-    FP8_DTYPES,
-    INPUT_DTYPES,
-    float8_e4m3fn,
-    float8_e5m2,
-    float8_e8m0fnu,
-    float32,
-    names,
-)
+from .arrays import Array, asnumpy, contiguous
+from .formats import FP8_DTYPES, INPUT_DTYPES, float32, names
 from .layouts import cdiv
-from .reference.convert.scaling_aware import target_exponent
+from .losses import count_per_block, error_sums, finite_magnitude, log2_of_scales, losses, spans_of_tiles
 from .reference.numerics import widen
 from .results import Quantized, Scaled
 
 __all__ = ["BlockReport", "ErrorReport", "SpanReport", "Vanished", "blocks", "error", "scale_span"]
 
-#: Elements whose f64 intermediates exist at one time (eight arrays of 8 MB).
+#: Elements that are processed at a time. Their f64 intermediates are eight arrays of 8 MB.
 CHUNK = 1 << 20
 
 _FLOAT64 = np.dtype(np.float64)
-#: The code of the maximum; the bound from which rounding to nearest even leaves the format (half a step past
-#: the maximum); the maximum; whether the bound itself leaves it: the tie goes to 448 in E4M3 (even), past
-#: 57344 in E5M2 (odd).
-_OVERFLOW = {float8_e4m3fn: (0x7E, 464.0, 448.0, False), float8_e5m2: (0x7B, 61440.0, 57344.0, True)}
 
 
 @dataclass(frozen=True)
@@ -119,7 +106,7 @@ class BlockReport:
 
 
 class Vanished(NamedTuple):
-    """What becomes ±0 though it was not: row-blocks of which nothing is left, and elements."""
+    """What becomes ±0 but was not: whole row-blocks, and elements."""
 
     row_blocks: int
     elements: int
@@ -127,15 +114,15 @@ class Vanished(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SpanReport:
-    """What `scale_span` found. A tile is what as many rows as share a column-wise block have in one of their
-    row-blocks.
+    """What `scale_span` found. A tile has the rows of a column-wise block and the columns of a row-wise
+    block.
 
     tile            its shape, (rows, B)
-    spans           log2(largest / smallest scale of a tile's rows that hold anything but zeros): float32
-                    NumPy array by rows and columns of tiles, NaN where there are no such rows
-    largest, median of the spans; NaN where there are none
-    row_blocks      that hold anything but zeros, under a scale
-    elements        that are neither 0 nor NaN, under a scale
+    spans           log2(largest / smallest scale among the rows of a tile that are not all zeros): float32
+                    NumPy array by rows and columns of tiles, NaN for tiles without such rows
+    largest, median of the spans; NaN if there are none
+    row_blocks      those that are not all zeros and have a valid scale
+    elements        those that are neither 0 nor NaN and have a valid scale
     by_tile         what vanishes when all rows of a tile get the largest scale among them (target 'tile')
     by_column       what vanishes when each column of a tile gets the scale that its largest value calls
                     for (target 'column')
@@ -181,9 +168,9 @@ def error(x: Array, q: Any) -> ErrorReport:
         (NumPy or CuPy) as x.
     Returns an `ErrorReport`, whose fields say exactly what is counted.
 
-    Values are compared and summed in f64 (x and v exactly; squares and sums rounded, so that the last digits
-    may differ between NumPy and CuPy). Beside one f32 copy of the dequantised values memory stays bounded:
-    f64 intermediates exist for 2**20 elements at a time. `saturated` compares |x| with the dequantised
+    Values are compared and summed in f64. x and v are exact there; squares and sums are rounded, so their
+    last digits may differ between NumPy and CuPy. Besides one f32 copy of the dequantised values, memory
+    stays bounded: 2**20 elements are processed at a time. `saturated` compares |x| with the dequantised
     maximum: exact up to the rounding of scale_inv (1e-7 of the bound). CuPy flushes f32 subnormals to zero
     when it widens them, so on a GPU |x| below 2**-126 counts as zero. Raises TypeError (dtypes, mixed kinds),
     ValueError (shapes).
@@ -198,7 +185,7 @@ def error(x: Array, q: Any) -> ErrorReport:
     _same_shape(x, values)
     flat, flat_values = (contiguous(a).reshape(-1) for a in (x, values))
     flat_codes = None if codes is None else codes.reshape(-1)
-    partial = [_partial(xp, flat[i:i + CHUNK], flat_values[i:i + CHUNK],
+    partial = [error_sums(xp, flat[i:i + CHUNK], flat_values[i:i + CHUNK],
                         None if flat_codes is None else flat_codes[i:i + CHUNK])
                for i in range(0, x.size, CHUNK)]
     if not partial:
@@ -211,14 +198,14 @@ def error(x: Array, q: Any) -> ErrorReport:
 
 
 def blocks(x: Array, q: Scaled | Quantized) -> BlockReport:
-    """Count block by block what `error` counts for the whole tensor, and show each block's scale.
+    """Count for each block what `error` counts for the whole tensor, and show each block's scale.
 
     x : the original: bfloat16, float16, float32 or float64 array [..., M, K].
-    q : what became of it, with a scale per block, in any layout (of a `Quantized` the row-wise part where
-        there is one). Of the same kind (NumPy or CuPy) as x.
-    Returns a `BlockReport`, for row-wise blocks (1, B) arrays [..., M, ceil(K / B)], for column-wise ones
-    [..., ceil(M / B), K]. Compared in f64, in pieces of about 2**20 elements, with the caveats of `error`.
-    Raises TypeError (dtypes, mixed kinds), ValueError (shapes, data with one scale).
+    q : the quantised x, with a scale per block in any layout (for a `Quantized` its row-wise part, if there
+        is one), of the same kind (NumPy or CuPy) as x.
+    Returns a `BlockReport` with arrays [..., M, ceil(K / B)] for row-wise blocks (1, B), and [..., ceil(M /
+    B), K] for column-wise ones. Values are compared in f64, in pieces of about 2**20 elements, with the
+    caveats of `error`. Raises TypeError (dtypes, mixed kinds), ValueError (shapes, data with one scale).
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> codes = np.full((1, 64), 0x7E, np.uint8).view(fp8.float8_e4m3fn)
@@ -239,8 +226,8 @@ def blocks(x: Array, q: Scaled | Quantized) -> BlockReport:
     assert codes is not None
     extents = [min(block or max(extent, 1), max(extent, 1))
                for block, extent in zip(s.block, x.shape[-2:], strict=True)]
-    exponents = _log2(xp, s.to_layout("compact").scale_inv)
-    # in the order in which the data are stored
+    exponents = log2_of_scales(xp, s.to_layout("compact").scale_inv)
+    # Scales of 2-D blocks follow the order in which the data are stored.
     if s.transposed and 1 not in s.block:
         exponents = exponents.swapaxes(-1, -2)
     counts = xp.zeros((3, *exponents.shape), np.int32)
@@ -249,15 +236,15 @@ def blocks(x: Array, q: Scaled | Quantized) -> BlockReport:
         for first in range(0, exponents.shape[-2], step):
             rows = slice(first * extents[0], (first + step) * extents[0])
             piece, v = x[matrix][rows].astype(np.float64), values[matrix][rows].astype(np.float64)
-            for kind, found in enumerate(_losses(xp, _finite_magnitude(xp, piece), v, codes[matrix][rows])):
+            for kind, found in enumerate(losses(xp, finite_magnitude(xp, piece), v, codes[matrix][rows])):
                 there = (kind, *matrix, slice(first, first + step))
-                counts[there] = _per_block(xp, found, *extents)
+                counts[there] = count_per_block(xp, found, *extents)
     return BlockReport(s.block, counts[0], counts[1], counts[2], exponents)
 
 
 def scale_span(q: Scaled | Quantized, *, block: int | None = None) -> SpanReport:
-    """How far apart the scales are of rows that a column-wise block would have to share, and what would
-    vanish there: whether row-wise data survive `scaling_aware_transpose`.
+    """Find how far apart the scales of the rows in a column-wise block are, and which elements would become 0
+    there: whether row-wise data survive `scaling_aware_transpose`.
 
     q : row-wise data in blocks of (1, B), any scales in any layout (of a `Quantized` the row-wise part).
         The rows of column-wise data are those of its `.T`.
@@ -268,10 +255,9 @@ def scale_span(q: Scaled | Quantized, *, block: int | None = None) -> SpanReport
     vanishes where |v| * s / t is at most half of FP8's smallest subnormal (the tie goes to 0). t is
     docs/numerics.md section 4's: with target 'tile' the largest s of the tile's rows that hold anything
     but zeros (NaN is something); with 'column' the smallest power of two not below max |v| * s / fp8_max
-    over the column's rows, within 2**-127 and 2**127. That is meant for any s: `scaling_aware_transpose`
-    wants powers of two, and of those these are the elements that it makes 0. Row-blocks under a scale that
-    is NaN, Inf, 0 or negative take no part. A NaN does not vanish. Raises TypeError, ValueError (blocks
-    that are not row-wise).
+    over the column's rows, within 2**-127 and 2**127. This holds for any s. `scaling_aware_transpose` takes
+    powers of two only, and makes exactly these elements 0. Row-blocks whose scale is NaN, Inf, 0 or negative
+    do not count. A NaN does not vanish. Raises TypeError, ValueError (blocks that are not row-wise).
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> x = np.outer([1e-4, 1, 100], np.ones(256)).astype(np.float32)
@@ -303,45 +289,14 @@ def scale_span(q: Scaled | Quantized, *, block: int | None = None) -> SpanReport
     for matrix in np.ndindex(s.shape[:-2]):
         for first in range(0, spans.shape[-2], step):
             piece = slice(first * rows, (first + step) * rows)
-            spans[matrix][first:first
-                          + step], found = _span_of_tiles(codes[matrix][piece], scales[matrix][piece], tile)
-            counts += found
+            found, count = spans_of_tiles(codes[matrix][piece], scales[matrix][piece], tile)
+            spans[matrix][first:first + step] = found
+            counts += count
     known = spans[~np.isnan(spans)]
     largest, median = (float(known.max()), float(np.median(known))) if known.size else (math.nan, math.nan)
     row_blocks, elements, *vanished = counts.tolist()
     return SpanReport(tile, spans, largest, median, row_blocks, elements, Vanished(*vanished[:2]),
                       Vanished(*vanished[2:]))
-
-
-def _span_of_tiles(codes: np.ndarray, scales: np.ndarray,
-                   tile: tuple[int, int]) -> tuple[np.ndarray, list[int]]:
-    """(the spans, the counts of a SpanReport) of rows of tiles: codes [rows, K], f32 scales [rows,
-    row-blocks]."""
-    down, across = cdiv(len(scales), tile[0]), scales.shape[1]
-    padded = np.zeros((down * tile[0], across * tile[1]), codes.dtype)
-    padded[:len(codes), :codes.shape[1]] = codes
-    codes = padded.reshape(down, tile[0], across, tile[1])
-    scales = np.pad(scales.astype(np.float64),
-                    ((0, down * tile[0] - len(scales)), (0, 0))).reshape(down, tile[0], across)
-    valid = np.isfinite(scales) & (scales > 0)
-    v, s = np.abs(widen(codes)).astype(np.float64), np.where(valid, scales, 1)
-    something = (v != 0) & valid[..., None]
-    number = something & ~np.isnan(v)
-    used = something.any(axis=-1)
-    high, low = np.where(used, s, 0).max(axis=1), np.where(used, s, np.inf).min(axis=1)
-    (high_fraction, high_exponent), (low_fraction,
-                                     low_exponent) = np.frexp(high), np.frexp(np.where(high > 0, low, 1))
-    with np.errstate(divide="ignore"):                                      # exact for powers of two
-        spans = np.where(high > 0, np.log2(high_fraction / low_fraction) + (high_exponent - low_exponent),
-                         np.nan)
-    products = np.where(number, v * s[..., None], 0)                        # exact
-    by_tile = np.where(high > 0, high, 1)[:, None, :, None]
-    by_column = np.ldexp(1.0, target_exponent(products.max(axis=1), codes.dtype).astype(np.int32))[:, None]
-    counts = [int(used.sum()), int(number.sum())]
-    for target in (by_tile, by_column):
-        gone = number & (products <= target * (FORMATS[codes.dtype].smallest_subnormal / 2))
-        counts += [int((used & ~(something & ~gone).any(axis=-1)).sum()), int(gone.sum())]
-    return spans.astype(np.float32), counts
 
 
 def _module(x: Array) -> Any:
@@ -374,65 +329,12 @@ def _values_and_codes(q: Any, xp: Any) -> tuple[Array, Array | None]:
     return q, None
 
 
-def _partial(xp: Any, x: Array, v: Array, codes: Array | None) -> Array:
-    """f64 [7] of one chunk: signal, noise, saturated, underflowed, nan, nonfinite, max relative error."""
-    x, v = x.astype(np.float64), v.astype(np.float64)
-    finite, came_back = xp.isfinite(x), xp.isfinite(v)
-    magnitude = _finite_magnitude(xp, x)
-    with np.errstate(all="ignore"):
-        gap = xp.where(finite, xp.where(came_back, xp.abs(v - x), np.inf), 0.0)
-        relative = xp.where(magnitude > 0, gap / magnitude, 0.0)
-        sums = (xp.square(magnitude), xp.square(gap), *_losses(xp, magnitude, v, codes), ~finite)
-        return xp.stack([*(a.sum(dtype=np.float64) for a in sums), relative.max()])
-
-
-def _finite_magnitude(xp: Any, x: Array) -> Array:
-    return xp.where(xp.isfinite(x), xp.abs(x), 0.0)
-
-
-def _losses(xp: Any, magnitude: Array, v: Array, codes: Array | None) -> tuple[Array, Array, Array]:
-    """Which elements are saturated, underflowed, NaN."""
-    return _overflowed(xp, magnitude, v, codes), (magnitude > 0) & (v == 0), xp.isnan(v)
-
-
-def _overflowed(xp: Any, magnitude: Array, v: Array, codes: Array | None) -> Array:
-    if codes is None:
-        return xp.zeros(1, np.bool_)
-    top, bound, maximum, at_tie = _OVERFLOW[codes.dtype]
-    # |v| is the maximum times the element's own scale_inv. For an f32 x both products are exact in f64: 24
-    # bits times at most 4.
-    with np.errstate(all="ignore"):
-        left, right = magnitude * maximum, xp.abs(v) * bound
-    return ((bits(codes) & 0x7F) == top) & ((left >= right) if at_tie else (left > right))
-
-
 def _decibels(signal: float, noise: float) -> float:
     if noise == 0:
         return math.inf
     if signal == 0 or math.isinf(noise):
         return -math.inf
     return 10 * math.log10(signal / noise)
-
-
-def _per_block(xp: Any, found: Array, rows: int, columns: int) -> Array:
-    """How many of a matrix's flags are set in each block of rows x columns."""
-    down, across = (cdiv(extent, block) for extent, block in zip(found.shape, (rows, columns), strict=True))
-    padded = xp.zeros((down * rows, across * columns), np.bool_)
-    padded[:found.shape[0], :found.shape[1]] = found
-    return padded.reshape(down, rows, across, columns).sum(axis=(1, 3), dtype=np.int32)
-
-
-def _log2(xp: Any, scale_inv: Array) -> Array:
-    """log2 as f32, from the bits: CuPy would take f32 subnormals for zeros."""
-    u = bits(scale_inv).astype(np.int64)
-    if scale_inv.dtype == float8_e8m0fnu:
-        return xp.where(u == 0xFF, np.nan, (u - 127).astype(np.float64)).astype(np.float32)
-    exponent, fraction = u >> 23 & 0xFF, u & 0x7FFFFF
-    significand = xp.where(exponent == 0, fraction, fraction + (1 << 23)).astype(np.float64)
-    with np.errstate(divide="ignore"):
-        log2 = xp.log2(significand) + (xp.maximum(exponent, 1) - 150)
-    log2 = xp.where(exponent == 0xFF, xp.where(fraction == 0, np.inf, np.nan), log2)
-    return xp.where((u >> 31 == 1) & (significand != 0), np.nan, log2).astype(np.float32)
 
 
 def _html(facts: dict[str, str]) -> str:

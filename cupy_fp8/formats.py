@@ -20,7 +20,7 @@ float8_e8m0fnu = np.dtype(ml_dtypes.float8_e8m0fnu)
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
 float16 = np.dtype(np.float16)
 float32 = np.dtype(np.float32)
-#: Of packed scales (deepgemm_sm100), which are no numbers of their own.
+#: The dtype of packed scales (deepgemm_sm100). It is no number format here.
 int32 = np.dtype(np.int32)
 
 
@@ -66,7 +66,7 @@ FORMATS: dict[np.dtype[Any], Format] = {
     )
 }
 
-#: Formats that a quantiser reads, writes, and all one-byte formats.
+#: The formats that quantisers read, those that they write, and all one-byte formats.
 INPUT_DTYPES = (bfloat16, float16, float32)
 FP8_DTYPES = (float8_e4m3fn, float8_e5m2)
 BYTE_DTYPES = (*FP8_DTYPES, float8_e8m0fnu)
@@ -98,8 +98,8 @@ def lookup(dtype: Any, allowed: tuple[np.dtype[Any], ...], what: str) -> Format:
 
 
 def flag(value: Any, what: str) -> bool:
-    """True or False of a bool, a NumPy bool or an integer; a TypeError for anything else, whose truth would
-    be a guess."""
+    """A bool, NumPy bool or integer as True or False. TypeError for anything else, whose truth would be a
+    guess."""
     if value is True or value is False:
         return value
     if not isinstance(value, (int, np.bool_, np.integer)):

@@ -24,28 +24,28 @@ _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 @dataclass(frozen=True, eq=False)
 class Grouped(Result):
-    """N matrices of together M rows of K columns, one after the other; the device alone may know their sizes.
+    """N consecutive matrices of K columns, with M rows together. Only the device may know their sizes.
 
-    splits      rows of each, int32 or int64 [N]
-    offsets     int64 [N + 1]: where each begins, and the last one ends, in elements of the flat arrays
-    shape       (M, K) of the flat arrays. What follows the last group belongs to none
-    rowwise     flat [M * K]: each group's [m, K]; or None
-    columnwise  flat [M * K]: each group's [K, m], where `transposed`, or [m, K]; or None
-    scale_inv   of per-tensor scaling f32 [N], one for each group and both directions; of blocks the row-wise
-                scales, each group's as its own `Scaled` has them, one after the other: flat, or [lines,
-                scales of a line] where all lines are equally long. Room for any sizes; what follows the last
-                group is 0. Of whole columns [N, K, padded as the layout says], a line for each group, also
-                for one without rows: that of zeros. None where there are no row-wise data
-    columnwise_scale_inv  the same of column-wise blocks, or None
-    block       the row-wise block; column-wise ones are its transpose. None: one scale for each group
+    splits      int32 or int64 [N]: the rows of each group
+    offsets     int64 [N + 1]: where each group begins and the last one ends, in elements of the flat arrays
+    shape       (M, K) of the flat arrays. Rows after the last group belong to none
+    rowwise     flat [M * K] with each group's [m, K]; or None
+    columnwise  flat [M * K] with each group's [K, m] if `transposed`, else [m, K]; or None
+    scale_inv   per-tensor scaling: f32 [N], one scale for each group and both directions. Blocks: the scales
+                that each group's own row-wise `Scaled` has, one group after the other, flat or [lines, scales
+                of a line] if all lines are equally long. The array has room for groups of any sizes, and is 0
+                after the last one. Whole columns: [N, K padded as the layout says], one line for each group;
+                that of a group without rows is 0. None without row-wise data
+    columnwise_scale_inv  the same for column-wise blocks, or None
+    block       the row-wise block. The column-wise one is its transpose. None: one scale for each group
     scale_layout  how scales of blocks are stored (docs/layouts.md)
     transposed  whether column-wise data are stored transposed
 
-    Without any scales these are plain values, which only `rowwise` holds.
+    A Grouped without scales holds plain values, in `rowwise` alone.
 
-    ``grouped[i]`` is the i-th member: a Quantized, or of plain values an array [m, K]; views, nothing is
-    copied. That, iteration and `dequantize` wait for the device where offsets live there (ValueError while a
-    CUDA graph is captured).
+    ``grouped[i]`` is the i-th member, a Quantized, or an array [m, K] of plain values. Members are views.
+    Indexing, iteration and `dequantize` wait for the device if offsets live there, and raise ValueError while
+    a CUDA graph is captured.
     """
 
     splits: Array
@@ -65,14 +65,14 @@ class Grouped(Result):
 
     @classmethod
     def wrap(cls, data: Array, splits: Any, *, offsets: Array | None = None) -> Grouped:
-        """Groups of the rows of an array [M, K] of any dtype, which is not copied.
+        """Group the rows of an array [M, K] of any dtype, without a copy.
 
-        splits : rows of each group: an int32 or int64 array of data's kind, or a list. They may leave rows of
-            data over
-        offsets : int64 [N + 1] where they are known already; else one launch computes them. Not compared with
-            splits
-        Raises TypeError, ValueError before anything is launched; for NumPy arrays and lists also for sizes
-        that data does not hold.
+        splits : rows of each group: an int32 or int64 array of data's kind, or a list. Rows after the last
+            group belong to none
+        offsets : int64 [N + 1], if they are known; they are not compared with splits. None: one launch
+            computes them
+        Raises TypeError, ValueError before anything is launched. Sizes in NumPy arrays and lists are errors
+        if data has fewer rows.
 
         >>> import numpy as np, cupy_fp8 as fp8
         >>> g = fp8.Grouped.wrap(np.arange(12).reshape(6, 2), [1, 0, 4])
@@ -133,8 +133,8 @@ class Grouped(Result):
         return map(self._members(*self._places()), range(len(self)))
 
     def dequantize(self, dtype: Any = np.float32, *, out: Array | None = None) -> Array:
-        """The values [M, K]; rows that no group has are 0. Waits for the device where offsets live there,
-        then one launch per group.
+        """The values [M, K], with 0 in rows of no group. Waits for offsets on the device, then takes one
+        launch per group.
 
         out : array of this shape and dtype, written and returned.
         Raises TypeError, ValueError before anything is written to it."""
@@ -157,7 +157,7 @@ class Grouped(Result):
         flat, length = result.reshape(-1), self.shape[1]
         parts = [flat[at : at + size * length].reshape(size, length)
                  for at, size in zip(offsets, sizes, strict=False)]
-        if out is not None:                         # a member that is refused must not leave others written
+        if out is not None:                         # all members are checked before any is written
             for member, part in zip(members, parts, strict=True):
                 check_call(member, to, part)
             bits(out).fill(0)
@@ -197,7 +197,7 @@ class Grouped(Result):
         return sizes, offsets
 
     def _members(self, sizes: list[int], offsets: list[int]) -> Callable[[int], Any]:
-        """What gives the i-th member."""
+        """A function that returns the i-th member."""
         columns = self.shape[1]
 
         def part(i: int, flat: Array | None, transposed: bool) -> Array | None:
@@ -220,7 +220,7 @@ class Grouped(Result):
         return member
 
     def _scales(self, sizes: list[int]) -> Callable[[str, int], Array]:
-        """What gives the scales of a direction of the i-th group."""
+        """A function that returns the scales of a direction of the i-th group."""
         if self.block is None:
             per_tensor = cast(Array, self.scale_inv)
             if per_tensor.shape != (len(sizes),):
@@ -245,12 +245,12 @@ class Grouped(Result):
                 raise ValueError(f"{'columnwise_' if name == 'columnwise' else ''}scale_inv: group {i} has "
                                  f"scales {at[i]} to "
                                  f"{at[i] + prod(shape)}, got {flat.size}")
-            return flat[at[i] : at[i] + prod(shape)].reshape(shape)        # of whole columns of no rows: none
+            return flat[at[i] : at[i] + prod(shape)].reshape(shape)  # empty for whole columns without rows
 
         return scales
 
     def _facts(self) -> dict[str, str]:
-        """As those of a `Scaled`."""
+        """The facts that users see, as those of a `Scaled`."""
         column = "columnwise (stored transposed)" if self.transposed else "columnwise"
         directions = [name for name, part in (("rowwise", self.rowwise), (column, self.columnwise))
                       if part is not None]

@@ -15,19 +15,20 @@ from .formats import float8_e8m0fnu, float32, int32
 
 __all__ = ["SCALE_DTYPES", "grouped_scale_shape", "scale_shape"]
 
-#: The layouts of block scales, and the dtypes that scales have in them (int32: words of four E8M0 scales).
+#: The layouts of block scales, and the dtypes that they hold (int32: words of four E8M0 scales).
 SCALE_DTYPES: dict[str, tuple[np.dtype[Any], ...]] = {
     "compact": (float8_e8m0fnu, float32), "swizzled": (float8_e8m0fnu,), "gemm_ready": (float32,),
     "deepgemm_sm90": (float32,),
     "deepgemm_sm100": (int32,)}
-#: What gemm_ready and DeepGEMM's layouts round lines up to: so rows of scales begin at multiples of 16 bytes.
+#: gemm_ready and DeepGEMM's layouts round lines up to this, so that rows of scales begin at multiples of 16
+#: bytes.
 PADDED_TO = 4
 PACKED = 4                                  # E8M0 scales in a word of deepgemm_sm100
-SMALLEST_BLOCK = 32                         # elements along a line: what a tile of the kernels may assume
+SMALLEST_BLOCK = 32                         # elements along a line; kernels rely on it
 
 #: The tile of `swizzled`: 128 lines x 4 blocks in 512 consecutive bytes.
 SWIZZLE_ROWS, SWIZZLE_COLUMNS = 128, 4
-#: Elements of data per block: the unit in which a size of a group along the blocks counts.
+#: Elements of data for each block. Sizes of groups along the blocks count elements.
 SWIZZLE_ELEMENTS = 32
 
 
@@ -49,8 +50,8 @@ def round_up(a: int, b: int) -> int:
 
 
 def scale_grid(shape: tuple[int, ...], block: tuple[int | None, int | None]) -> ScaleGrid:
-    """The grid of 1-D blocks: (1, B) along rows, (B, 1) along columns; (1, None): one block per row. Of 2-D
-    blocks: rows by columns.
+    """The grid of blocks: (1, B) lie along rows, (B, 1) along columns, and (1, None) is one block per row.
+    The grid of 2-D blocks has rows of blocks as lines.
 
     >>> scale_grid((4, 100, 64), (32, 1))
     ScaleGrid(batch=(4,), outer=64, blocks=4, columnwise=True)
@@ -64,7 +65,7 @@ def scale_grid(shape: tuple[int, ...], block: tuple[int | None, int | None]) -> 
 
 
 def compact_shape(grid: ScaleGrid) -> tuple[int, ...]:
-    """Row-wise […, M, blocks], column-wise […, blocks, K].
+    """The shape of compact scales: row-wise […, M, blocks], column-wise […, blocks, K].
 
     >>> compact_shape(scale_grid((100, 64), (1, 32))), compact_shape(scale_grid((100, 64), (32, 1)))
     ((100, 2), (4, 64))
@@ -74,8 +75,8 @@ def compact_shape(grid: ScaleGrid) -> tuple[int, ...]:
 
 
 def swizzled_shape(grid: ScaleGrid) -> tuple[int, ...]:
-    """[…, lines rounded up to 128, blocks rounded up to 4], whatever the direction; within it the bytes lie
-    in tiles of 128 x 4.
+    """The shape of swizzled scales: […, lines rounded up to 128, blocks rounded up to 4] in both directions.
+    The bytes lie in tiles of 128 x 4.
 
     >>> swizzled_shape(scale_grid((100, 64), (1, 32)))
     (128, 4)
@@ -84,7 +85,8 @@ def swizzled_shape(grid: ScaleGrid) -> tuple[int, ...]:
 
 
 def padded_shape(grid: ScaleGrid) -> tuple[int, ...]:
-    """[…, blocks, lines rounded up to 4], whatever the direction: gemm_ready and deepgemm_sm90.
+    """The shape of gemm_ready and deepgemm_sm90 scales: […, blocks, lines rounded up to 4] in both
+    directions.
 
     >>> padded_shape(scale_grid((101, 640), (1, 128)))
     (5, 104)
@@ -93,7 +95,8 @@ def padded_shape(grid: ScaleGrid) -> tuple[int, ...]:
 
 
 def packed_shape(grid: ScaleGrid) -> tuple[int, ...]:
-    """[…, words of four blocks, lines rounded up to 4], whatever the direction: deepgemm_sm100.
+    """The shape of deepgemm_sm100 scales: […, words of four blocks, lines rounded up to 4] in both
+    directions.
 
     >>> packed_shape(scale_grid((101, 640), (1, 128)))
     (2, 104)
@@ -102,8 +105,8 @@ def packed_shape(grid: ScaleGrid) -> tuple[int, ...]:
 
 
 def grouped_rows(lines: int, groups: int) -> int:
-    """Rows that hold the swizzled scales of any `groups` groups of together `lines` lines, each group rounded
-    up to 128 rows: the bound that does not depend on their sizes.
+    """Rows for the swizzled scales of `groups` groups that have `lines` lines together, each rounded up to
+    128 rows: a bound for groups of any sizes.
 
     >>> grouped_rows(300, 1), grouped_rows(300, 4), grouped_rows(3, 1000)
     (384, 768, 384)
@@ -112,7 +115,7 @@ def grouped_rows(lines: int, groups: int) -> int:
 
 
 def grouped_columns(blocks: int, groups: int) -> int:
-    """The same along the blocks, each group rounded up to 4.
+    """The same along the blocks, with each group rounded up to 4.
 
     >>> grouped_columns(30, 4)
     40
@@ -121,8 +124,8 @@ def grouped_columns(blocks: int, groups: int) -> int:
 
 
 def grouped_shape(shape: tuple[int, ...], groups: int, axis: int) -> tuple[int, ...]:
-    """The shape of the swizzled scales of `groups` groups, of compact scales of this shape. axis 0: groups of
-    lines, rows of the result; axis 1: groups along the blocks, bytes of it.
+    """The shape of swizzled scales of `groups` groups, given the shape of the compact ones. axis 0: groups
+    are lines, and rows of the result; axis 1: groups lie along the blocks, and are bytes of the result.
 
     >>> grouped_shape((300, 30), 4, 0), grouped_shape((300, 30), 4, 1)
     ((768, 32), (15360,))
@@ -134,8 +137,8 @@ def grouped_shape(shape: tuple[int, ...], groups: int, axis: int) -> tuple[int, 
 
 
 def padded_rows(rows: int, groups: int, align: int) -> int:
-    """Rows of any `groups` groups of together `rows` rows, each rounded up to a multiple of `align`: the
-    bound that does not depend on their sizes, which need not be a multiple itself.
+    """Rows of `groups` groups that have `rows` rows together, each rounded up to a multiple of `align`: a
+    bound for groups of any sizes. It need not be a multiple itself.
 
     >>> padded_rows(300, 4, 128), padded_rows(3, 1000, 16)
     (808, 48)
@@ -149,7 +152,7 @@ def _grouped(total: int, groups: int, multiple: int) -> int:
 
 
 def scale_dtype(dtype: np.dtype[Any], layout: str) -> np.dtype[Any]:
-    """What scales of a dtype are in a layout: the dtype itself where the layout holds it.
+    """The dtype of scales in a layout: this dtype if the layout holds it.
 
     >>> [scale_dtype(float32, layout).name for layout in ("compact", "swizzled")]
     ['float32', 'float8_e8m0fnu']
@@ -162,9 +165,9 @@ def scale_dtype(dtype: np.dtype[Any], layout: str) -> np.dtype[Any]:
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int | None, int | None] | None, layout: str | None,
                 transposed: bool = False) -> tuple[int, ...]:
-    """The shape of a `Scaled`'s scale_inv. Of 1-D blocks `compact_shape`, `swizzled_shape`, `padded_shape`,
-    `packed_shape`. Of 2-D blocks, in the order in which the data are stored: a scale for each (compact, or
-    gemm_ready, whose rows are padded), or as of 1-D blocks, a scale repeated for each line of its block
+    """The shape of a `Scaled`'s scale_inv. For 1-D blocks it is `compact_shape`, `swizzled_shape`,
+    `padded_shape` or `packed_shape`. 2-D blocks follow the order in which the data are stored. They have one
+    scale each (compact, or gemm_ready, whose rows are padded), or repeat it for each line of the block
     (deepgemm_sm100).
 
     >>> scale_shape((100, 64), (32, 1), "compact")
@@ -186,7 +189,7 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int | None, int | None] | N
                          f"line beside a 1; got {block!r}")
     if len(shape) < 2:
         raise ValueError(f"block: {block} needs two or more dimensions, got shape {shape}")
-    assert block is not None                # as _is_block says
+    assert block is not None                # _is_block has checked it
     if transposed and 1 not in block:
         shape, block = (*shape[:-2], shape[-1], shape[-2]), (block[1], block[0])
     grid = scale_grid(shape, block)
@@ -202,9 +205,9 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int | None, int | None] | N
 
 
 def group_unit(block: tuple[int | None, int | None], layout: str, transposed: bool = False) -> int:
-    """Rows that the scales of a group of rows are stored for a multiple of: those of a block, times the
-    blocks that a layout rounds up to where blocks lie along M. Of whole columns 0: a group has as many scales
-    whatever its rows, without any too.
+    """The scales of a group are stored for a multiple of this many rows: the rows of a block, times the
+    blocks that a layout rounds up to if blocks lie along M. 0 for whole columns, since a group with any
+    number of rows, even none, has equally many scales.
 
     >>> group_unit((1, 128), "compact"), group_unit((1, 128), "gemm_ready"), group_unit((32, 1), "swizzled")
     (1, 4, 128)
@@ -225,7 +228,7 @@ def group_unit(block: tuple[int | None, int | None], layout: str, transposed: bo
 
 def group_scales(columns: int, block: tuple[int | None, int | None], layout: str,
                  transposed: bool = False) -> int:
-    """Scales of `group_unit` rows of an array with so many columns; of whole columns those of a group."""
+    """How many scales `group_unit` rows of so many columns have. For whole columns: how many a group has."""
     unit = group_unit(block, layout, transposed) or 1
     down, across = scale_shape((unit, columns), block, layout, transposed)
     return down * across
@@ -234,9 +237,9 @@ def group_scales(columns: int, block: tuple[int | None, int | None], layout: str
 def grouped_scale_shape(shape: tuple[int, int], groups: int, block: tuple[int | None, int | None],
                         layout: str,
                         transposed: bool = False) -> tuple[int, ...]:
-    """The shape of the scales of `groups` groups of rows of an array of this shape, one after the other, each
-    as `scale_shape` says for the group alone: the bound that does not depend on their sizes. Flat where rows
-    of scales are not equally long in every group. Of whole columns one line for each group.
+    """The shape of the scales of `groups` groups of rows of an array of this shape: a bound for groups of any
+    sizes. Each group's scales have the `scale_shape` of the group alone, one group after the other. The shape
+    is flat if rows of scales are not equally long in every group. Whole columns have one line for each group.
 
     >>> [grouped_scale_shape((300, 256), 4, (1, 128), layout) for layout in ("compact", "gemm_ready")]
     [(300, 2), (624,)]

@@ -27,8 +27,7 @@ _LINE_DTYPES = tuple(dtype for dtype, f in FORMATS.items() if f.bits <= 16)
 
 
 def number_line(dtypes: Any, *, axis: str = "log", limit: float | None = None, ax: Any = None) -> Any:
-    """Every finite value that a format can represent, as a tick on a line; one line per format, subnormals in
-    orange.
+    """Draw every finite value of a format as a tick on a line: one line per format, subnormals in orange.
 
     dtypes : one of float8_e4m3fn, float8_e5m2, float8_e8m0fnu, bfloat16, float16, or a sequence of them.
     axis : 'log' (positive values on a scale of powers of two) or 'linear' (both signs).
@@ -72,7 +71,8 @@ def finite_values(fmt: Format) -> np.ndarray:
 
 
 def histogram(x: Array, q: Any = None, *, ax: Any = None) -> Any:
-    """How often each magnitude occurs in x, and after quantisation: log2 axes, four bins per power of two.
+    """Draw how often each magnitude occurs in x and after quantisation, on log2 axes with four bins per power
+    of two.
 
     x : bfloat16, float16 or float32 array of any shape.
     q : what became of it: `Scaled`, `Quantized`, or dequantised values of x's shape; drawn as an outline.
@@ -109,8 +109,8 @@ def histogram(x: Array, q: Any = None, *, ax: Any = None) -> Any:
 
 
 def error_by_magnitude(x: Array, q: Any, *, ax: Any = None) -> Any:
-    """Relative error against magnitude: median and maximum of |v − x| / |x| in bins of a quarter of a power
-    of two.
+    """Draw the relative error against magnitude: median and maximum of |v − x| / |x| in bins of a quarter of
+    a power of two.
 
     x : bfloat16, float16 or float32 array of any shape. q : `Scaled`, `Quantized`, or dequantised values
     of x's shape. The dashed line is half a unit in the last place relative to the value, 2**-(mantissa
@@ -145,7 +145,7 @@ def error_by_magnitude(x: Array, q: Any, *, ax: Any = None) -> Any:
 
 
 def scale_heat_map(scale_inv: Array | Scaled | Quantized, *, ax: Any = None) -> Any:
-    """log2 of every scale_inv as a picture: where a matrix is large and where it is small.
+    """Draw log2 of every scale_inv: it shows where a matrix is large and where it is small.
 
     scale_inv : f32 or float8_e8m0fnu array of compact scales, 2-D; fewer dimensions are drawn as one row. Or
         a `Scaled` or `Quantized` (the row-wise part where there is one), with scales in any layout. Zeros,
@@ -206,7 +206,7 @@ def _dequantized(q: Any, x: Array) -> np.ndarray:
 
 
 def _magnitudes(a: Array) -> np.ndarray:
-    """Finite magnitudes, flat f64."""
+    """The finite magnitudes as a flat f64 array."""
     v = _host_f32(a, "x")
     return np.abs(v[np.isfinite(v)]).astype(np.float64)
 

@@ -22,18 +22,17 @@ __all__ = ["Quantized", "Scaled"]
 class Scaled(Result):
     """Quantised data in one direction: value = data * scale_inv.
 
-    data         C-contiguous FP8 array: the logical shape […, M, K], or […, K, M] where `transposed`
-    scale_inv    f32 [1] per tensor; of blocks E8M0, f32, or int32 (words of four E8M0 scales), see
-                 scale_layout
-    shape        the logical shape, whatever the storage
+    data         C-contiguous FP8 array of the logical shape […, M, K], or […, K, M] if `transposed`
+    scale_inv    per-tensor scaling: f32 [1]; blocks: E8M0, f32, or int32 (words of four E8M0 scales), as
+                 scale_layout says
+    shape        the logical shape, which does not depend on the storage
     block        the shape of the block that shares a scale in the logical matrix, (1, 32) for row-wise and
                  (32, 1) for column-wise MX; None: one scale for the tensor
     scale_layout how the scales of blocks are stored: 'compact' (a row of scales per row of blocks),
                  'swizzled', 'gemm_ready', 'deepgemm_sm90' or 'deepgemm_sm100' (docs/layouts.md); None for one
                  scale
 
-    Made by hand, all of that has to fit together: TypeError or ValueError says what does not. `==` compares
-    bytes and metadata.
+    TypeError or ValueError says which parts do not fit together. `==` compares bytes and metadata.
     """
 
     data: Array
@@ -54,8 +53,8 @@ class Scaled(Result):
     @classmethod
     def _of(cls, data: Array, scale_inv: Array, shape: tuple[int, ...], transposed: bool = False,
             block: tuple[int | None, int | None] | None = None, scale_layout: str | None = None) -> Scaled:
-        """For parts that the library made or has checked: __init__ costs several microseconds, a good part of
-        a whole call."""
+        """Makes a Scaled of parts that the library made or has checked. __init__ takes several microseconds,
+        much of a whole call."""
         made = object.__new__(cls)
         made.__dict__.update(data=data, scale_inv=scale_inv, shape=shape, transposed=transposed, block=block,
                              scale_layout=scale_layout)
@@ -91,8 +90,8 @@ class Scaled(Result):
 
     def to_layout(self, name: str, *, dtype: Any = None) -> Scaled:
         """The same data with its scales stored in another layout: 'compact', 'swizzled' (E8M0), 'gemm_ready'
-        or 'deepgemm_sm90' (f32), or 'deepgemm_sm100' (words of E8M0 scales). Itself where they are
-        already. See `convert_scales`, which does it.
+        or 'deepgemm_sm90' (f32), or 'deepgemm_sm100' (words of E8M0 scales). Itself if they are already.
+        `convert_scales` does the conversion.
 
         dtype : of compact scales, float32 or float8_e8m0fnu. None: as they are; float8_e8m0fnu for words
         Raises ValueError for other names, for a per-tensor result, whose one scale has no layout, where
@@ -118,7 +117,7 @@ class Scaled(Result):
         return iter((self.data, self.scale_inv))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Scaled:
-        """CuPy cannot copy FP8 arrays; their bytes it can."""
+        """Copies the arrays' bytes, since CuPy cannot copy FP8 arrays."""
         for a in self:
             if id(a) not in memo:
                 memo[id(a)] = bits(a).copy().view(a.dtype)
@@ -195,14 +194,14 @@ class Quantized(Result):
         return sum(int(a.nbytes) for a in {id(a): a for a in arrays}.values())
 
     def dequantize(self, dtype: Any = np.float32) -> Array:
-        """The values, in the logical shape (from the row-wise part where there is one)."""
+        """The values in the logical shape, from the row-wise part if there is one."""
         return self._any.dequantize(dtype)
 
     @property
     def T(self) -> Quantized:
         """The transposed tensor (last two axes), without moving a byte: its rows are this one's columns, so
-        the parts change places, each its own `Scaled.T`. The bias gradient, which sums columns, is not one
-        of the transposed tensor, and is left out."""
+        the parts change places, and each becomes its `Scaled.T`. The bias gradient is left out, since it sums
+        this tensor's columns."""
         if len(self.shape) < 2:
             return self
         row = None if self.rowwise is None else self.rowwise.T
@@ -212,7 +211,7 @@ class Quantized(Result):
 
     def to_layout(self, name: str, *, dtype: Any = None) -> Quantized:
         """The same data with the scales of both directions in another layout, as `Scaled.to_layout` makes
-        them and with its errors. Itself where they are already."""
+        them and with its errors. Itself if they are already."""
         row = None if self.rowwise is None else self.rowwise.to_layout(name, dtype=dtype)
         column = row
         if self.columnwise is not self.rowwise:
@@ -223,7 +222,7 @@ class Quantized(Result):
     @property
     def _any(self) -> Scaled:
         part = self.columnwise if self.rowwise is None else self.rowwise
-        assert part is not None     # as __init__ checks
+        assert part is not None     # __init__ has checked it
         return part
 
     def _rowwise(self, name: str) -> Scaled:
@@ -250,8 +249,8 @@ def swap_last(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def check_block_scales(s: Scaled, name: str) -> None:
-    """ValueError or TypeError unless the scale_inv of an `s` with blocks is what its shape, block and
-    scale_layout say. name: of s, '' for messages that begin with the part's own name."""
+    """ValueError or TypeError unless the scale_inv of an `s` with blocks fits its shape, block and
+    scale_layout. name: the name of s in messages; '' if these begin with the part's name."""
     where = name and f"{name}."
     try:
         shape = scale_shape(s.shape, s.block, s.scale_layout, s.transposed)
@@ -319,7 +318,7 @@ def _check_directions(q: Quantized) -> None:
 
 
 def _fitting(s: Scaled) -> str:
-    """A hint at the layouts that these scales could be in."""
+    """The end of a message that names the layouts that these scales fit."""
     found = []
     for layout in SCALE_DTYPES:
         try:
@@ -335,13 +334,13 @@ def _dims(shape: tuple[int, ...]) -> str:
 
 
 def block_text(block: tuple[int | None, int | None]) -> str:
-    """As it is shown: 'block 1×128', 'block 1×row'."""
+    """A block as users see it: 'block 1×128', 'block 1×row'."""
     return "block " + "×".join(("column", "row")[axis] if b is None else str(b)
                                for axis, b in enumerate(block))
 
 
 def facts_table(rows: list[dict[str, str]]) -> str:
-    """As HTML: a column for each fact."""
+    """An HTML table with a column for each fact."""
     head = "".join(f"<th>{escape(key)}</th>" for key in rows[0])
     body = "".join("<tr>" + "".join(f"<td>{escape(value)}</td>" for value in row.values()) + "</tr>"
                    for row in rows)

@@ -1,4 +1,4 @@
-"""Where an expert layer's tokens go: what `route` returns and `permute` and its relatives read."""
+"""The rows for an expert layer's tokens, which `route` finds and `permute` and its relatives read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .results import facts_table
 
 __all__ = ["Routing"]
 
-#: Experts that there can be, and slots of a token: kernels keep these in shared memory.
+#: The most experts, and the most slots of a token: kernels keep these in shared memory.
 MOST_EXPERTS = 1024
 
 _ALIGNS = tuple(1 << i for i in range(8))
@@ -23,8 +23,8 @@ _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 @dataclass(frozen=True, eq=False)
 class Routing(Result):
-    """Copies of T tokens in rows sorted by expert, each expert's rows followed by unused ones up to a
-    multiple of `align`.
+    """The rows for copies of T tokens, sorted by expert. Unused rows follow each expert's, up to a multiple
+    of `align`.
 
     row_map         int32 [T, topk]: the row that a token's slot goes to; -1: nowhere
     splits          int32 [E]: rows of each expert
@@ -35,8 +35,8 @@ class Routing(Result):
     rows            the bound of rows that permuted tokens are allocated for. What follows offsets[E] is
                     unused
     align           1, 2, 4, … 128
-    experts         int32 [T, topk]: of a mask, the expert of each slot, -1: none. None where the assignment
-                    itself says it
+    experts         int32 [T, topk]: the expert of each slot, -1 for none, if the assignment was a mask. Else
+                    None
 
     All but `rows` and `align` are on the device; nothing waits for it.
     """
@@ -99,7 +99,7 @@ class Routing(Result):
         return sum(int(a.nbytes) for a in self._arrays().values())
 
     def _arrays(self) -> dict[str, Array]:
-        """The arrays that there are, by name."""
+        """The arrays by name, without an absent one."""
         names = ("row_map", "splits", "aligned_splits", "offsets", "sources", "experts")
         return {name: a for name in names if (a := getattr(self, name)) is not None}
 

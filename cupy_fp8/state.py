@@ -1,4 +1,4 @@
-"""What delayed scaling remembers between steps: the scales and amax histories of a model's tensors."""
+"""The state of delayed scaling between steps: the scales and amax histories of a model's tensors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""For tests of numerics: byte comparison that shows the first difference, choice of executor, Hypothesis
-strategies."""
+"""Helpers for tests of numerics: a byte comparison that shows the first difference, the choice of executor,
+and Hypothesis strategies."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def _named(a: Any) -> str:
 
 @dataclass(frozen=True)
 class Executor:
-    """Where kernels run, and the arrays to give them: `array` moves a NumPy array or a result there, `numpy`
-    brings it back."""
+    """A place where kernels run. `array` moves a NumPy array or a result there, and `numpy` brings it
+    back."""
 
     name: str
 
@@ -101,7 +101,7 @@ def executor(name: str) -> Iterator[Executor]:
 
     'host': NumPy arrays run the CUDA sources on the CPU (needs g++). 'cuda': the GPU (`array` makes CuPy
     arrays). 'reference': NumPy arrays run the reference, as always outside such a block. Raises DeviceError
-    where that cannot be.
+    if that is not possible.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> with executor("host") as run:                                    # doctest: +SKIP

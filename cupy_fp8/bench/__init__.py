@@ -1,7 +1,7 @@
 """Measuring the ops on a GPU: time, GB/s, the share of a device copy's speed, and host time per call.
 
-A module in a family's folder can have rows in SPECS. An op without such rows is timed as it is registered
-(`cases.Op.timed`).
+A module in a family's folder can have rows in SPECS. An op without such rows is timed with the calls of its
+registration (`cases.Registration.timed`).
 """
 
 from __future__ import annotations

@@ -8,22 +8,22 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .. import testing
-from ..cases import ALIGNED_MATRIX, Case, Op, outputs
+from ..cases import ALIGNED_MATRIX, Case, Registration, outputs
 from ..cases.base import zeros_for_values
 from ..cases.covering import recording
 from ..kernels import forced_executor
 from .measure import Call, Check, Spec
 
 
-def specs_of(op: Op) -> Iterator[Spec]:
-    """A row for each of the calls that the op is registered with."""
+def specs_of(op: Registration) -> Iterator[Spec]:
+    """A row for each of the registration's timed calls."""
     for case in op.timed:
         options = [f"{name}={getattr(value, 'name', value)}" for name, value in case.options.items()]
         label = ", ".join([case.dtype.name, *options])
         yield Spec(op.name, label, case.shape, traffic(op, case), functools.partial(make, op, case))
 
 
-def traffic(op: Op, case: Case) -> int:
+def traffic(op: Registration, case: Case) -> int:
     """The bytes that a call must move, from the sizes of its arrays. No kernel runs."""
     with forced_executor("host"), recording(), zeros_for_values():
         args, kwargs = op.inputs(case)
@@ -31,14 +31,14 @@ def traffic(op: Op, case: Case) -> int:
     return op.moves((args, kwargs), outputs(result, kwargs, op.updates).values())
 
 
-def make(op: Op, case: Case) -> tuple[Call, Check]:
+def make(op: Registration, case: Case) -> tuple[Call, Check]:
     """A call on the GPU over arrays of its own, and a check of what it wrote."""
     call, out = with_out(op, case)
 
     def check() -> None:
         args, kwargs = op.inputs(case)
         made = out
-        if op.updates:                      # the timed calls have updated their arguments: check another call
+        if op.updates:  # the timed calls have updated their arguments, so another call is checked
             given, options = testing.Executor("cuda").array_arguments(*op.inputs(case))
             made = op.function(*given, **options)
         desired = outputs(op.reference(*args, **kwargs), kwargs, op.updates)
@@ -48,7 +48,7 @@ def make(op: Op, case: Case) -> tuple[Call, Check]:
     return call, check
 
 
-def with_out(op: Op, case: Case) -> tuple[Call, Any]:
+def with_out(op: Registration, case: Case) -> tuple[Call, Any]:
     """A call that writes a result in place, and this result."""
     args, kwargs = testing.Executor("cuda").array_arguments(*op.inputs(case))
     out = op.function(*args, **kwargs)
@@ -56,8 +56,9 @@ def with_out(op: Op, case: Case) -> tuple[Call, Any]:
     return functools.partial(op.function, *args, **kwargs, **given), out
 
 
-def host_calls(op: Op) -> tuple[Call, Call | None]:
-    """Of an op's smallest matrix with elements: a call that writes in place, and one that allocates."""
+def host_calls(op: Registration) -> tuple[Call, Call | None]:
+    """Calls with an op's smallest matrix that has elements: one that writes in place, and one that
+    allocates."""
     sizes: dict[int, Case] = {}
     for case in op.cases():
         if math.prod(case.shape) and len(case.shape) == len(ALIGNED_MATRIX):

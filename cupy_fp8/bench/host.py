@@ -20,7 +20,7 @@ BARE = "bare RawKernel launch, four arguments"
 class HostCalls(NamedTuple):
     """Calls of an op that do the same: with `out=` (or in place), and allocating if the op can."""
 
-    name: str                           # of the op and, after a space, of the call
+    name: str                           # the op's and, after a space, the call's
     with_out: Call
     allocating: Call | None = None
 
@@ -45,7 +45,7 @@ def measured(ops: Sequence[str]) -> Iterator[HostTime]:
 
 
 def bare_launch() -> Call:
-    """A launch of an empty kernel as users of CuPy make it: what every launch costs without this library."""
+    """A launch of an empty kernel with CuPy alone: the cost of a launch without this library."""
     cp = backend.cupy()
     code = 'extern "C" __global__ void bare(float* a, float* b, long long n, float s) {}'
     kernel = cp.RawKernel(code, "bare")
@@ -54,7 +54,7 @@ def bare_launch() -> Call:
 
 
 def all_calls(ops: Sequence[str]) -> Iterator[HostCalls]:
-    """The calls written down here, and one for every other op as it is registered."""
+    """The calls of this module, and one for every other registered op."""
     x = asarray(backend.cupy().zeros((16, 16), backend.cupy().float32), fp8.bfloat16)
     written = [calls for family in (_quantizers, _conversions, _scales, _tensor_lists, _groups)
                for calls in family(x)]
@@ -65,7 +65,7 @@ def all_calls(ops: Sequence[str]) -> Iterator[HostCalls]:
 
 def _both(name: str, function: Callable[..., Any], *args: Any, into: str = "out",
           **options: Any) -> HostCalls:
-    """The calls that allocate, and that write into a result of such a call."""
+    """A call that allocates, and one that writes into its result."""
     allocating = partial(function, *args, **options)
     return HostCalls(name, partial(allocating, **{into: allocating()}), allocating)
 

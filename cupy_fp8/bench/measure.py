@@ -20,7 +20,7 @@ _DELAY = Kernel("bench/delay", "delay").variant(block=1)
 _ROTATE_BYTES = 512 << 20       # well past the 60 MB L2 of an H200
 _REPEATS = 21
 _HOST_CALLS = 2000
-_HOST_US_PER_CALL = 40          # an upper bound of the host time of one call, which the delay has to cover
+_HOST_US_PER_CALL = 40          # at most; the delay covers the host time of all calls
 
 
 Call = Callable[[], Any]

@@ -19,9 +19,9 @@ from .base import (
     source,
     values,
 )
-from .registry import OPS, Op, family_modules, register
+from .registry import OPS, Registration, family_modules, register
 
-__all__ = ["ALIGNED_MATRIX", "DIRECTIONS", "LARGE_SHAPES", "MATRIX", "OPS", "SHAPES", "Case", "Op",
+__all__ = ["ALIGNED_MATRIX", "DIRECTIONS", "LARGE_SHAPES", "MATRIX", "OPS", "SHAPES", "Case", "Registration",
            "all_cases", "outputs", "poison", "register", "source", "values"]
 
 family_modules(__name__)

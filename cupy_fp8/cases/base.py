@@ -1,4 +1,4 @@
-"""What cases are made of: shapes, values, arguments; and which arrays a call wrote."""
+"""What cases are made of: shapes, values and arguments. Also finds the arrays that a call wrote."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Case:
     """One call of an op: what goes in, and a name that says so."""
 
     op: str
-    dtype: np.dtype[Any]                # of the first array
+    dtype: np.dtype[Any]                # the first array's
     shape: tuple[int, ...]
     values: str = "bits"                # see `values`
     layout: str = "contiguous"          # or 'offset', one element into a buffer; 'strided', a transposed view

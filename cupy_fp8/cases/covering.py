@@ -1,4 +1,4 @@
-"""A few cases that together launch every kernel entry point, or show any other facts, of many."""
+"""Chooses few cases that together show as much as many do: every kernel entry point, or other facts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unittest import mock
 
 from ..kernels import Variant, forced_executor
 from .base import ALIGNED_MATRIX, Case
-from .registry import Arguments, Op
+from .registry import Arguments, Registration
 
 #: Brings an op's positional and keyword arguments to where its kernels are to run.
 Place = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
@@ -40,7 +40,7 @@ class Recorded(NamedTuple):
         return frozenset({str(self.case)} if self.raised else ())
 
 
-def covering(op: Op) -> list[Case]:
+def covering(op: Registration) -> list[Case]:
     """The cases that `covering_of` chooses for kernels on the CPU. Nothing is compiled, and no kernel runs.
 
     >>> from cupy_fp8.cases import OPS
@@ -84,9 +84,10 @@ def served_by(chosen: Sequence[Recorded], recorded: Sequence[Recorded]) -> list[
     return [one for one in recorded if one.raised or compiled.issuperset(one.variants)]
 
 
-def record(op: Op, place: Place | None = None, cases: Iterable[Case] | None = None) -> list[Recorded]:
-    """What cases of an op, or all of them, launch on the CPU, or wherever `place` moves the arrays. No kernel
-    runs."""
+def record(op: Registration, place: Place | None = None,
+           cases: Iterable[Case] | None = None) -> list[Recorded]:
+    """Records what an op's cases (None: all of them) launch on the CPU, or wherever `place` moves the arrays.
+    No kernel runs."""
     found = []
     for case in op.cases() if cases is None else cases:
         raised = False
@@ -96,7 +97,7 @@ def record(op: Op, place: Place | None = None, cases: Iterable[Case] | None = No
                 if place is not None:
                     args, kwargs = place(args, kwargs)
                 op.function(*args, **kwargs)
-            except Exception:           # the check of this case raises it again, and reports it
+            except Exception:           # the check of this case raises and reports it again
                 raised = True
         found.append(Recorded(case, tuple(dict.fromkeys(variants)), raised))
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..kernels import Variant
-from .registry import OPS, Op
+from .registry import OPS, Registration
 
 
 class Program(NamedTuple):
@@ -23,7 +23,7 @@ class Program(NamedTuple):
         return "-".join([self.entry, *(f"{name}={value}" for name, value in self.defines)])
 
 
-def programs(op: Op) -> dict[Program, Variant]:
+def programs(op: Registration) -> dict[Program, Variant]:
     """The variants that an op may launch, by their programs."""
     return {Program.of(variant): variant for variant in op.variants()}
 
@@ -34,7 +34,7 @@ def launched_variants() -> dict[Program, Variant]:
 
 
 def all_programs() -> tuple[Program, ...]:
-    """Their programs, and that of the delay before what the benchmark times.
+    """The programs of all ops, and that of the benchmark's delay.
 
     >>> str(next(p for p in all_programs() if p.source == "scales/amax"))
     'compute_amax-IN=bf16-NAN_WINS=0'

@@ -22,18 +22,18 @@ FAMILIES = ("quantize", "convert", "scales", "moe")
 
 
 def bytes_moved(arguments: Arguments, written: Iterable[np.ndarray]) -> int:
-    """Every array argument read once, and every array of the result written once."""
+    """The bytes of all array arguments, read once, and of all written arrays, written once."""
     args, kwargs = arguments
     arrays = [*outputs([*args, *kwargs.values()], {}).values(), *written]
     return sum(a.nbytes for a in arrays if isinstance(a, np.ndarray))
 
 
 @dataclass(frozen=True)
-class Op:
-    """What everything but its callers needs to know about an op.
+class Registration:
+    """What tests, selftest, benchmark and README need to know about an op.
 
     function   what users call; it takes `out=`, unless the op `updates` arguments
-    reference  the same in NumPy
+    reference  its definition in NumPy
     inputs     (case) -> positional and keyword arguments, as NumPy arrays
     cases      the calls to check
     summary    its row in the README
@@ -66,10 +66,10 @@ class Op:
 
 
 #: Every registered op by its name, ordered by family and name.
-OPS: dict[str, Op] = {}
+OPS: dict[str, Registration] = {}
 
 
-def register(*ops: Op) -> None:
+def register(*ops: Registration) -> None:
     """Makes ops known to everything that walks over OPS. ValueError if a name is taken."""
     for op in ops:
         if op.name in OPS:

@@ -89,13 +89,14 @@ def _compilers(run: testing.Executor) -> Iterator[_Compilers]:
 class _Work:
     """An op, the cases to check, and the compilers that work for them."""
 
-    def __init__(self, op: cases.Op, selected: list[Recorded], compilers: _Compilers) -> None:
+    def __init__(self, op: cases.Registration, selected: list[Recorded], compilers: _Compilers) -> None:
         variants = dict.fromkeys(variant for one in selected for variant in one.variants)
         self.op, self.cases, self.compilers = op, [one.case for one in selected], compilers
         self.futures = compilers.start(list(variants))
 
 
-def _selected(op: cases.Op, run: testing.Executor, full: bool, progress: Progress) -> list[Recorded]:
+def _selected(op: cases.Registration, run: testing.Executor, full: bool,
+              progress: Progress) -> list[Recorded]:
     progress.show(f"looking for the kernels of {op.name}")
     recorded = record(op, run.array_arguments)
     return recorded if full else served_by(covering_of(recorded), recorded)
@@ -118,7 +119,7 @@ def _checked(work: _Work, run: testing.Executor, progress: Progress) -> int:
     return failed
 
 
-def check(op: cases.Op, case: cases.Case, run: testing.Executor) -> None:
+def check(op: cases.Registration, case: cases.Case, run: testing.Executor) -> None:
     """AssertionError unless the op gives the reference's bytes: freshly allocated, and again into the
     poisoned result. An op that updates its arguments must write the bytes there, and must return them."""
     args, kwargs = op.inputs(case)

@@ -36,11 +36,10 @@ _KERNEL_FLAGS = [
     "-Wno-attributes",
 ]  # fmt: skip
 _UNDEFINED = ["-fsanitize=undefined,float-cast-overflow,bounds-strict,alignment", "-fno-sanitize-recover=all"]
-# -O1 takes a quarter less to compile than -O2, and what runs once, on little, runs as fast. (With -Og,
-# accesses beyond shared memory of templates are not found.) -g1 is what reports need (functions and lines).
-# With the sanitizers' checks -g takes half as long again to compile. AddressSanitizer's checks take a quarter
-# less as calls than in line (they check the same), and with one region for the register allocator, which
-# comes after them.
+# -O1 compiles a quarter faster than -O2, and small tests run as fast. (With -Og, accesses beyond shared
+# memory of templates are not found.) -g1 has the functions and lines that reports need; with sanitizers -g
+# takes half as long again to compile. AddressSanitizer's checks compile a quarter faster as calls than in
+# line, and with one region for the register allocator.
 _MODE_FLAGS = {
     "fast": ["-O1", "-g1"],
     "asan": [
@@ -108,8 +107,7 @@ def cache_dir() -> Path:
 
 
 def make_cache_dir() -> Path:
-    """The cache's folder, made if need be. A folder that exists may be read-only: it may hold all kernels
-    already."""
+    """The cache's folder, which is made if it does not exist. It may be read-only if it has all kernels."""
     folder = cache_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +132,7 @@ def clean_environment() -> dict[str, str]:
 
 @functools.cache
 def compiler_version() -> str:
-    """What the compiler prints about itself, and the arguments in CXX: kernels of another compiler are made
+    """What the compiler prints about itself, and the arguments in CXX. Another compiler compiles kernels
     anew."""
     command = compiler()
     try:
@@ -169,9 +167,9 @@ def source_files(*directories: Path) -> list[Path]:
 
 
 def _run_compiler(command: Sequence[object]) -> str:
-    # With a path as the program and descriptors left as they are (Python's own end at an exec), subprocess
-    # takes posix_spawn, which copies no page tables. ThreadSanitizer turns vfork into fork, and copying those
-    # of its shadow memory takes as long as compiling.
+    # With the program's path and close_fds=False, subprocess uses posix_spawn, which copies no page tables.
+    # (Python's own descriptors close at an exec anyway.) ThreadSanitizer turns vfork into fork, which would
+    # copy the page tables of its shadow memory, and that takes as long as compiling.
     program = shutil.which(str(command[0])) or command[0]
     done = subprocess.run([str(part) for part in (program, *command[1:])], capture_output=True,
                           env=clean_environment(), close_fds=False, **_TEXT)

@@ -16,10 +16,10 @@ from . import build
 from .build import HostError
 
 _ORDERS = {"asc": 0, "desc": 1, "random": 2}
-# Instrumented code keeps more on the stack.
+# Instrumented code needs more stack.
 _STACK_BYTES = {"fast": 128 << 10, "asan": 512 << 10, "tsan": 256 << 10}
 _EXIT_CODE = 66  # of a child process in which a sanitizer found something
-# None: every block runs
+# (first, last) inside `blocks_of_grid`. None: every block runs.
 _ends: ContextVar[tuple[int, int] | None] = ContextVar("cupy_fp8_blocks_of_grid", default=None)
 
 
@@ -137,7 +137,7 @@ class HostKernel:
     ) -> None:
         """Run the kernel and wait for it.
 
-        order: in which order threads and blocks run, "asc", "desc" or "random" (by `seed`); default
+        order: the order of threads and blocks, "asc", "desc" or "random" (by `seed`); the default is
         $CUPY_FP8_HOST_ORDER and $CUPY_FP8_HOST_SEED, else "random" and 0. resident: all blocks are alive at
         the same time, for kernels whose blocks wait for each other.
         """
@@ -169,8 +169,8 @@ class HostKernel:
             raise HostError(f"{self.entry}: {self._name_places(self._runtime.host_error().decode())}")
 
     def _ends(self, blocks: Sequence[int], resident: bool | None) -> tuple[int, int]:
-        """How many blocks run at the beginning and at the end of a grid; together no fewer than it has: all
-        of them."""
+        """How many blocks run at the beginning and at the end of a grid. All run if these are no fewer than
+        the grid has."""
         total = math.prod(blocks)
         first, last = _ends.get() or (total, 0)
         if resident and first + last < total:
@@ -200,8 +200,8 @@ def blocks_of_grid(*, first: int, last: int) -> Iterator[None]:
     """Within it, launches of this thread run only so many blocks at the beginning and at the end of their
     grid.
 
-    A test of indices beyond 2**31 then takes the time of a few blocks, and of memory that is mapped but
-    never touched no more than those blocks touch. Raises ValueError unless both numbers are 0 or more.
+    A test of indices beyond 2**31 then takes the time of a few blocks, and only the memory that these blocks
+    touch of what is mapped. Raises ValueError unless both numbers are 0 or more.
     """
     if min(first, last) < 0:
         raise ValueError(f"first, last: expected numbers of blocks, 0 or more, got {first} and {last}")
@@ -225,8 +225,8 @@ _compiled: dict[tuple[object, ...], HostKernel] = {}
 
 
 def _stamps(directory: str) -> Iterator[tuple[str, int, int]]:
-    """What changes when a file below does. Every launch asks, so without Path.rglob, which takes several
-    times as long (under AddressSanitizer a fifth of the time of tests)."""
+    """A value that changes when a file below does. Every launch computes it, so it avoids Path.rglob, which
+    takes several times as long (under AddressSanitizer a fifth of the time of tests)."""
     with os.scandir(directory) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):

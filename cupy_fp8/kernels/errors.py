@@ -1,4 +1,4 @@
-"""The sticky word of a device: what kernels found wrong with facts that only the device knows
+"""The sticky error word of a device, where kernels note wrong facts that only the device knows
 (kernels_cu/include/memory/errors.cuh)."""
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from .kernel import capturing, executor_of
 
 
 class Fact(enum.IntFlag):
-    """A bit of the word for each kind of error; its value in MESSAGES says what was found, and how kernels
-    made it harmless."""
+    """One bit of the word for each kind of error. MESSAGES says what was found, and how kernels made it
+    harmless."""
 
     SPLIT_NEGATIVE = 1 << 0
     SPLIT_SUM = 1 << 1
@@ -47,8 +47,8 @@ _lock = threading.Lock()
 
 
 def error_word(x: Any) -> int:
-    """The address of the word of x's device (of a NumPy x: the CPU's). It lives as long as the process.
-    ValueError where it would have to be made while a CUDA graph is captured."""
+    """The address of the word of x's device, or of the CPU for a NumPy x. It lives as long as the process.
+    ValueError if it would have to be made while a CUDA graph is captured."""
     device = _ON_HOST if isinstance(x, np.ndarray) else x.data.device_id
     found = _words.get(device)
     return _make(device) if found is None else found[1]
@@ -83,12 +83,12 @@ def _wait(device: int) -> None:
 
 
 def device_errors(*, clear: bool = False) -> tuple[str, ...]:
-    """What kernels found wrong, since the last clear, with facts that only the device knows: sizes of groups,
-    for example.
+    """What kernels found wrong since the last clear with facts that only the device knows, such as sizes of
+    groups.
 
-    Such errors raise nothing, since nobody waits for the device: kernels read them in a harmless way,
-    never out of bounds, and note them in a sticky word. (With ``check=True`` an op looks first, and raises
-    ValueError.)
+    Such errors raise nothing, since no call waits for the device. Kernels treat wrong values in a harmless
+    way, never access memory out of bounds, and note the error in a sticky word. (With ``check=True`` an op
+    waits, examines them first, and raises ValueError.)
 
     clear : forget what is returned.
     Returns a tuple of sentences, empty where all was well, for the current device. Waits for the device to
@@ -111,5 +111,5 @@ def device_errors(*, clear: bool = False) -> tuple[str, ...]:
     found = Fact(int(word[0]))
     if clear:
         word.fill(0)
-        _wait(device)                                       # launches on other streams follow
+        _wait(device)                                       # so that later launches on other streams see it
     return tuple(message for fact, message in MESSAGES.items() if fact in found)

@@ -24,7 +24,7 @@ COMPILE_OPTIONS = ("-std=c++17",)
 _ON_CPU = -1                        # the device of a launch of NumPy arrays
 _SHARED_BY_DEFAULT = 48 << 10  # bytes of shared memory, static and dynamic, that a launch gets without asking
 
-#: Called with a line of text when a kernel is compiled (the command line prints it). None: silence.
+#: Called with a line of text when a kernel is compiled; the command line prints it. None: no call.
 _announce: Callable[[str], None] | None = None
 _forced: ContextVar[str | None] = ContextVar("cupy_fp8_executor", default=None)
 
@@ -54,7 +54,7 @@ class Kernel:
     """The entry point `entry` of kernels_cu/<source>.cu, or of a .cu file elsewhere whose path is given. The
     kernel's parameter struct is read from there.
 
-    cooperative: its blocks wait for each other, so all of a grid must be resident."""
+    cooperative: its blocks wait for each other, so all blocks of a grid must run at the same time."""
 
     def __init__(self, source: str | Path, entry: str, *, cooperative: bool = False) -> None:
         self.source, self.entry, self.cooperative = str(source).removesuffix(".cu"), entry, cooperative
@@ -74,14 +74,14 @@ class Kernel:
         return structs.named(self.source, name)
 
     def variant(self, *, block: int, shared: int = 0, **defines: str | int) -> Variant:
-        """The entry point compiled with `defines`, for blocks of `block` threads and `shared` bytes of
-        dynamic shared memory. Compiled at its first launch. Make it once and keep it."""
+        """The entry point with these `defines`, for blocks of `block` threads and `shared` bytes of dynamic
+        shared memory. The first launch compiles it. Make it once and keep it."""
         return Variant(self, block, shared, tuple((name, str(value)) for name, value in defines.items()))
 
 
 class Variant:
-    """A compiled choice of a kernel. `launch` is the path every op takes on every call: nothing avoidable
-    belongs in it."""
+    """A kernel compiled for one choice of types and options. Every call of every op goes through `launch`, so
+    it does nothing avoidable."""
 
     def __init__(self, kernel: Kernel, block: int, shared: int, defines: tuple[tuple[str, str], ...]) -> None:
         self.kernel, self.block, self.shared, self.cooperative, self.defines = (
@@ -100,8 +100,7 @@ class Variant:
     def launch(self, x: Any, grid: int, *values: Any, shared: int | None = None) -> None:
         """Run `grid` blocks on the current stream of x's device, or on the CPU for a NumPy x. values: the
         struct's members; shared: bytes of dynamic shared memory, where a launch wants less than the
-        variant's. Every launch comes through here: a `Launch`, which stands for x and has everything else,
-        and those of values."""
+        variant's. Every launch comes through here. A `Launch` stands for x and has everything else."""
         local = self._local  # the first look makes the context current in a thread
         if type(x) is Launch:
             device, shared, pointers = x.device, x.shared, x.pointers
@@ -134,14 +133,14 @@ class Variant:
             _driver.launch_kernel(function, grid, 1, 1, self.block, 1, 1, shared, stream, pointers, 0)
 
     def bind(self, x: Any, grid: int, /, *, shared: int | None = None, **members: Any) -> Launch:
-        """A launch for x's kind and device that can be run again and again. members: of the kernel's struct,
-        by name; what is not given is 0."""
+        """A launch for x's kind and device, which can run again and again. members: the members of the
+        kernel's struct by name; the others are 0."""
         layout = self.kernel.layout
         return Launch(self, x, grid, layout.values(members), self.shared if shared is None else shared)
 
     def compile(self, device: int | None) -> None:
-        """Compile it before its first launch, for a GPU or (None) for the CPU. Several threads may compile at
-        the same time: CuPy lets other threads run while NVRTC compiles, and so does waiting for g++."""
+        """Compile it before its first launch, for a GPU, or for the CPU (None). Several threads may compile
+        at the same time, since others run while NVRTC or g++ compiles."""
         if device is None:
             self._host_function()
             return
@@ -201,7 +200,7 @@ class Launch:
     def __init__(self, variant: Variant, x: Any, grid: int, values: list[Any], shared: int) -> None:
         self.variant, self.grid, self.values, self.shared = variant, grid, values, shared
         self.device = _ON_CPU if isinstance(x, np.ndarray) else x.data.device_id
-        #: Where the pointers to the kernel's arguments are, once they are kept.
+        #: The address of the pointers to the kernel's arguments, after `keep`.
         self.pointers = 0
 
     def run(self) -> None:
@@ -239,7 +238,7 @@ _driver = _Driver()
 
 
 class _LaunchBuffers(threading.local):
-    """The parameter struct and the pointer to it that a launch takes: one of each per thread, reused."""
+    """A thread's buffer for the parameter struct and the pointer to it. Launches reuse them."""
 
     def __init__(self, size: int) -> None:
         self.buffer = ctypes.create_string_buffer(size)
@@ -267,7 +266,7 @@ def shared_memory_per_block(device_id: int) -> int:
 
 
 def current_stream(device_id: int) -> int:
-    """The handle of a device's current stream: where `Variant.launch` launches for its arrays."""
+    """The handle of a device's current stream, on which `Variant.launch` launches."""
     cuda = _cuda()
     if device_id == cuda.runtime.getDevice():
         return int(cuda.get_current_stream().ptr)
@@ -281,7 +280,7 @@ def capturing(device_id: int) -> bool:
 
 
 def grid_size(blocks: int, shape: tuple[int, ...]) -> int:
-    """At least one block; ValueError past the hardware's 2**31 - 1."""
+    """The blocks of a grid, at least one. ValueError for more than the hardware's 2**31 - 1."""
     if blocks > 0x7FFFFFFF:
         raise ValueError(
             f"x: shape {shape} needs {blocks} blocks, more than a launch can have (2**31 - 1); "

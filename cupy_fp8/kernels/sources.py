@@ -1,4 +1,4 @@
-"""Where the CUDA sources are, and what they hash to."""
+"""Finds the CUDA sources, hashes them, and makes programs of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @functools.cache
 def root() -> Path:
-    """The kernels_cu folder: inside the installed package, else beside it in a checkout."""
+    """The kernels_cu folder, inside an installed package or beside the package in a checkout."""
     package = Path(__file__).resolve().parent.parent
     for folder in (package / "kernels_cu", package.parent / "kernels_cu"):
         if (folder / "include").is_dir():

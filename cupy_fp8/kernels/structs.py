@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from . import sources
 
-#: Code in the `struct` module, and size, of each type that a member can have.
+#: Each type that a member can have: its code in the `struct` module and its size.
 _SCALARS = {
     "i64": ("q", 8),
     "u64": ("Q", 8),
@@ -42,7 +42,7 @@ class Member(NamedTuple):
 
 
 class _Declared(NamedTuple):
-    """A member before its place is known."""
+    """A member whose offset is not known yet."""
 
     name: str
     code: str
@@ -72,7 +72,7 @@ class Layout:
                 yield base + member.offset, member.code
 
     def offset(self, name: str) -> int:
-        """Where a member begins."""
+        """The offset of a member."""
         return next(member.offset for member in self.members if member.name == name)
 
     @functools.cached_property
@@ -89,7 +89,7 @@ class Layout:
         return self.packer.pack(*self.values(members))
 
     def values(self, given: Mapping[str, Any]) -> list[Any]:
-        """All scalars in order, from members by name; what is not given is 0. A nested struct is given as a
+        """All scalars in order, from members by name; the others are 0. A nested struct is given as a
         mapping, or as the sequence of all its scalars. TypeError for a name that the struct does not have."""
         found: list[Any] = []
         for name, _, code, inner in self.members:
@@ -109,7 +109,7 @@ class Layout:
 
     @functools.cached_property
     def pointers(self) -> list[int]:
-        """Which of the scalars are pointers."""
+        """The indices of the scalars that are pointers."""
         return [i for i, (_, code) in enumerate(self.scalars()) if code == "P"]
 
     @functools.cached_property

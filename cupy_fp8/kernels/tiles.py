@@ -24,7 +24,7 @@ class Tile(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Threads: one for each 8 x 8 elements."""
+        """Threads of a block: one for each 8 x 8 elements."""
         return self.rows * self.columns // 64
 
     @property
@@ -37,18 +37,18 @@ class Tile(NamedTuple):
         return {"TILE_ROWS": self.rows, "TILE_COLUMNS": self.columns, "DOWN_FIRST": int(self.down_first)}
 
 
-#: For both directions: long phases of loads, and of stores. NARROW: where 1024 threads have too few
-#: registers, or rows do not fill wide tiles.
+#: Tiles for both directions, which have long phases of loads and of stores. The NARROW one serves if 1024
+#: threads have too few registers, or if rows do not fill wide tiles.
 BOTH = Tile(256, 256, False)
 BOTH_NARROW = Tile(256, 128, False)
-#: For arrays that fit into the L2, and for the CPU executor: blocks of 256 threads (the sanitizers pay per
-#: thread).
+#: The tile for arrays that fit into the L2, and for the CPU executor: it has blocks of 256 threads, and the
+#: sanitizers' time grows with the threads.
 SMALL = Tile(128, 128, False)
 
 
 def choose(x: Array, large: Tile, size: int | None = None) -> Tile:
-    """`large` for arrays that give every multiprocessor of the GPU several tiles, else SMALL. size: elements
-    of a group with x in it."""
+    """`large` for arrays that give every multiprocessor of the GPU several tiles, else SMALL. size: the
+    elements of x's group, if x is one of several."""
     size = x.size if size is None else size
     if isinstance(x, np.ndarray) or size < _LARGE_PER_MULTIPROCESSOR * multiprocessors(x.data.device_id):
         return SMALL
@@ -65,7 +65,7 @@ def fills_wide(columns: Iterable[int]) -> bool:
 
 
 def grid(shape: tuple[int, ...], tile: Tile) -> int:
-    """Blocks for an array of matrices."""
+    """The blocks for an array of matrices."""
     count = -(-shape[-2] // tile.rows) * -(-shape[-1] // tile.columns)
     for extent in shape[:-2]:
         count *= extent

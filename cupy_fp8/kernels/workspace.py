@@ -1,5 +1,5 @@
-"""Small device memory that a kernel needs between its blocks: zero when made, and left for the kernel's next
-launch."""
+"""Small device memory that the blocks of a kernel share. It is zero at first, and a kernel leaves it ready
+for its next launch."""
 
 from __future__ import annotations
 
@@ -19,19 +19,16 @@ _of_thread: dict[tuple[int, str, int], Any] = {}
 
 
 def workspace(out: Any | None, x: Any, use: str, words: int) -> Any:
-    """u32 words for one launch at a time, zero at first; nobody but launches of the same `use` and size gets
-    them.
+    """u32 words for one launch at a time, zero at first. Only launches of the same `use` and size share them.
 
-    With an `out` given by the caller they belong to that memory for as long as the array that owns it
-    lives (views come and go), so that two captured graphs never share them; without one they belong to
-    this thread's use of the current stream of x's device, where one call's launches follow another's.
-    (Threads that share a stream mix theirs. With a NumPy x there is no stream.) ValueError where they
-    would have to be made during a capture. (Without `out` an op is not captured at all: it would have to
-    allocate its result.)
+    With the caller's `out` they belong to the array that owns its memory and live as long, so two captured
+    graphs never share them. Without `out` they belong to this thread and the current stream of x's device,
+    where the launches of one call follow those of another. ValueError if they would have to be made during a
+    capture.
     """
     if isinstance(x, np.ndarray):
         if out is not None:
-            return np.zeros(words, np.uint32)              # kept by the call that is remembered with `out`
+            return np.zeros(words, np.uint32)              # the call that is remembered with `out` keeps them
         own = threading.get_ident(), use, words
         if own not in _of_thread:
             _of_thread[own] = np.zeros(words, np.uint32)
@@ -56,7 +53,7 @@ def workspace(out: Any | None, x: Any, use: str, words: int) -> Any:
 
 
 def owner_of(out: Any) -> Any:
-    """The CuPy array whose life is that of out's memory: views come and go."""
+    """The CuPy array that owns out's memory and lives as long, unlike its views."""
     return out if out.base is None else out.base
 
 

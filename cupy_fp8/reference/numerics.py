@@ -19,7 +19,7 @@ F32_MAX = np.finfo(np.float32).max
 
 
 def widen(a: np.ndarray) -> np.ndarray:
-    """The exact f32 values (rules 3 and 5)."""
+    """The elements as f32, exactly (rules 3 and 5)."""
     if a.dtype == float8_e8m0fnu:
         e = a.view(np.uint8).astype(np.uint32)
         return np.where(e == 0, np.uint32(0x00400000), np.where(e == 255, F32_NAN, e << 23)).view(np.float32)
@@ -27,8 +27,8 @@ def widen(a: np.ndarray) -> np.ndarray:
 
 
 def narrow(v: np.ndarray, dtype: np.dtype[Any], saturate: bool = True) -> np.ndarray:
-    """f32 values rounded to `dtype`: nearest-even, subnormals kept, FP8 saturating unless told otherwise, NaN
-    as one pattern."""
+    """f32 values rounded to `dtype`, to nearest even with subnormals. FP8 saturates unless `saturate` is
+    False. NaN has one pattern."""
     if dtype == float8_e8m0fnu:
         return round_up_e8m0(v)
     f = FORMATS[dtype]
@@ -36,7 +36,7 @@ def narrow(v: np.ndarray, dtype: np.dtype[Any], saturate: bool = True) -> np.nda
     if dtype in FP8_DTYPES and saturate:
         v = np.clip(v, np.float32(-f.max), np.float32(f.max))
     elif f.inf is None:
-        # past the last tie to 448: E4M3 has no Inf
+        # Beyond the last tie to 448 there is NaN, since E4M3 has no Inf.
         nan |= np.abs(v) > 464
     with np.errstate(over="ignore", invalid="ignore"):
         out = np.asarray(v).astype(dtype)
@@ -45,7 +45,8 @@ def narrow(v: np.ndarray, dtype: np.dtype[Any], saturate: bool = True) -> np.nda
 
 
 def round_up_e8m0(v: np.ndarray) -> np.ndarray:
-    """RP8: the smallest power of two not below v; 255 where there is none (negative nonzero, Inf, NaN)."""
+    """RP8: the E8M0 byte of the smallest power of two not below v. 255 if there is none (nonzero negative
+    values, Inf, NaN)."""
     u = bits(np.asarray(v, np.float32))
     exponent, mantissa = u >> 23 & 0xFF, u & 0x7FFFFF
     e = np.where(exponent == 0, mantissa > 0x400000, exponent + (mantissa != 0))
@@ -54,7 +55,7 @@ def round_up_e8m0(v: np.ndarray) -> np.ndarray:
 
 
 def one_nan(v: np.ndarray) -> np.ndarray:
-    """f32 with every NaN as 0x7FC00000 (rule 4)."""
+    """f32 values with every NaN replaced by 0x7FC00000 (rule 4)."""
     return narrow(v, float32)
 
 
@@ -74,9 +75,9 @@ def sub(a: Any, b: Any) -> np.ndarray:
 
 
 def fma(a: Any, b: Any, c: Any) -> np.ndarray:
-    """fl(a * b + c), rounded once. The product is exact in f64; the sum, rounded to f64, rounds to f32 as the
-    exact one does unless it has come to lie exactly between two f32, which all have 28 zeros at their
-    ends: there it goes back towards the exact sum."""
+    """fl(a * b + c), rounded once. The product is exact in f64. The sum, rounded to f64, rounds to f32 as the
+    exact sum does, unless it lies exactly between two f32 values, all of which end in 28 zeros: there it
+    moves back towards the exact sum."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         product = np.multiply(a, b, dtype=np.float64)
         total = np.asarray(product + c)
@@ -84,7 +85,7 @@ def fma(a: Any, b: Any, c: Any) -> np.ndarray:
         if tie.any():
             x, y, s = (np.broadcast_to(v, total.shape)[tie].astype(np.float64) for v in (product, c, total))
             part = s - x
-            # of s, exactly; NaN where s is not finite
+            # The exact error of s; NaN where s is not finite.
             error = (x - (s - part)) + (y - part)
             total[tie] = np.where(error == 0, s,
                                   np.nextafter(s,
@@ -92,8 +93,8 @@ def fma(a: Any, b: Any, c: Any) -> np.ndarray:
         return total.astype(np.float32)
 
 
-#: exp: log2 e; ln 2 in two parts; the polynomial's coefficients, that of r^5 first; 1.5 * 2^23, to which
-#:     added a number is an integer.
+#: Constants of exp: log2 e; ln 2 in two parts; the polynomial's coefficients, that of r^5 first; and 1.5 *
+#: 2^23, which rounds to an integer what is added to it.
 _LOG2_E, _LN2, _LN2_REST = np.array([0x3FB8AA3B, 0x3F317218, 0xB102E308], np.uint32).view(np.float32)
 _EXP_COEFFICIENTS = np.array(
     [0x3C076C36, 0x3D2BA173, 0x3E2AAE85, 0x3EFFFED3, 0x3F7FFFF7, 0x3F800000], np.uint32).view(np.float32)
@@ -102,7 +103,7 @@ _TO_INTEGER = np.float32(12582912)
 
 def exp(x: np.ndarray) -> np.ndarray:
     """e^x within two ulps, by a fixed sequence of operations (section 9)."""
-    # 0 and Inf beyond; NaN stays
+    # Beyond these bounds the result is 0 or Inf. NaN stays.
     x = np.where(x < -104, np.float32(-104), np.where(x > 89, np.float32(89), x))
     n = sub(fma(x, _LOG2_E, _TO_INTEGER), _TO_INTEGER)
     r = fma(n, -_LN2_REST, fma(n, -_LN2, x))
@@ -111,7 +112,7 @@ def exp(x: np.ndarray) -> np.ndarray:
         p = fma(p, r, coefficient)
     whole = np.where(np.isnan(x), 0, n).astype(np.int32)
     half = whole >> 1
-    # two steps: one rounding where it is subnormal
+    # Two factors, so that a subnormal result is rounded once.
     return mul(mul(p, np.ldexp(F32_ONE, half)), np.ldexp(F32_ONE, whole - half))
 
 
@@ -121,8 +122,8 @@ def sigmoid(a: np.ndarray) -> np.ndarray:
 
 
 def tree_sum(terms: np.ndarray, axis: int) -> np.ndarray:
-    """The sum along an axis by the fixed tree (rule 11): adjacent pairs, level by level; an unpaired last
-    term passes unchanged."""
+    """The sum along an axis by the fixed tree (rule 11), which adds adjacent pairs, level by level. An
+    unpaired last term passes unchanged."""
     terms = np.moveaxis(terms, axis, 0)
     if not len(terms):
         return np.zeros(terms.shape[1:], np.float32)
@@ -138,8 +139,8 @@ def div(a: Any, b: Any) -> np.ndarray:
 
 
 def amax(x: np.ndarray, nan: str = "ignore") -> np.ndarray:
-    """max |x| from 0 (rule 6), f32 [1]. nan='ignore' skips NaN, 'propagate' makes the result NaN where there
-    is one."""
+    """max |x|, starting from 0 (rule 6), as f32 [1]. nan='ignore' skips NaN; 'propagate' makes the result NaN
+    if there is one."""
     with np.errstate(invalid="ignore"):
         is_nan = np.isnan(x)
     if nan == "propagate" and is_nan.any():
@@ -157,15 +158,15 @@ def raise_amax(buffer: np.ndarray, value: np.ndarray) -> None:
 
 
 def times_power_of_two(value: float, exponent: int) -> np.float32:
-    """fl(value * 2^exponent) for a value of a few significant bits: exact in f64, or far beyond f32 on either
-    side."""
+    """fl(value * 2^exponent) for a value of a few significant bits. In f64 the product is exact, or far
+    outside the range of f32."""
     with np.errstate(over="ignore", under="ignore"):
         return np.float32(np.ldexp(np.float64(value), min(max(exponent, -1000), 1000)))
 
 
 def floor_to_power_of_two(v: np.ndarray) -> np.ndarray:
-    """The largest power of two not above a finite v >= 0: the mantissa cleared, but for a subnormal's leading
-    one; 0 stays 0."""
+    """The largest power of two not above a finite v >= 0. Only a subnormal keeps a mantissa bit, its leading
+    one. 0 stays 0."""
     # v = fraction * 2^exponent, 0.5 <= fraction < 1
     fraction, exponent = np.frexp(v)
     return np.where(fraction == 0, v, np.ldexp(F32_ONE, exponent - 1)).astype(np.float32)

@@ -14,14 +14,16 @@ PACKAGE = Path(__file__).resolve().parents[2] / "cupy_fp8"
 #: The modules and subpackages of cupy_fp8, from the bottom up. Parts of one layer do not import each other.
 LAYERS = (
     {"backend", "formats", "hostexec"},
-    {"arrays", "layouts"},
+    {"arrays", "layouts", "options"},
     {"dlpack", "results"},
-    {"recipes", "grouped", "routing"},
+    {"directions", "grouped", "routing"},
+    {"empty_results"},
+    {"recipes"},
     {"reference", "kernels"},
     {"calls"},
     {"ops"},
     {"state", "cache"},
-    {"cases", "testing", "diagnostics", "plot", "io", "bench", "cli", "__main__", "__init__"},
+    {"cases", "testing", "losses", "diagnostics", "plot", "io", "bench", "cli", "__main__", "__init__"},
 )
 TOOLS = LAYERS[-1]                          # these may use each other, and everything below
 NOBODY_IMPORTS = {"cli", "__main__", "__init__"}

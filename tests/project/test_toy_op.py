@@ -26,7 +26,7 @@ needs_host = pytest.mark.skipif(hostexec.available() is not None, reason=str(hos
 
 
 @pytest.fixture(autouse=True)
-def op() -> Iterator[cases.Op]:
+def op() -> Iterator[cases.Registration]:
     """The toy op, registered for the length of a test."""
     cases.register(toy_op.SCALE_ROWS)
     yield toy_op.SCALE_ROWS

@@ -24,7 +24,7 @@ from cupy_fp8.arrays import Result, address, is_array
 from cupy_fp8.calls import call as calls
 from cupy_fp8.calls import memory
 from cupy_fp8.calls.memory import Range
-from cupy_fp8.cases import Case, Op
+from cupy_fp8.cases import Case, Registration
 
 _SMALLEST, _LARGEST = 64, 60_000    # elements of an example's arrays
 _MOST_ARRAYS = 20                   # of an example: calls with lists of tensors can have many
@@ -95,7 +95,7 @@ class Example:
     quick : whether the quick tier has it
     """
 
-    op: Op
+    op: Registration
     case: Case
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -207,7 +207,7 @@ def _named(tree: Any, declared: Iterable[Range]) -> dict[str, Any]:
     return found
 
 
-def examples_of(op: Op) -> Iterator[Example]:
+def examples_of(op: Registration) -> Iterator[Example]:
     """Few contiguous cases that together declare every pair of names; then those that declare another set of
     names, or have another option that is no number."""
     found = list(_described(op))
@@ -232,7 +232,7 @@ class _Described(NamedTuple):
     facts: set[Any]                 # its names together, and its options
 
 
-def _described(op: Op) -> Iterator[_Described]:
+def _described(op: Registration) -> Iterator[_Described]:
     for case in op.cases():
         if case.layout != "contiguous" or 0 in case.shape:
             continue
@@ -251,7 +251,7 @@ def _described(op: Op) -> Iterator[_Described]:
             yield _Described(case, size, set(product(names, names)), {frozenset(names), *options})
 
 
-def _example(op: Op, case: Case, quick: bool) -> Example:
+def _example(op: Registration, case: Case, quick: bool) -> Example:
     args, kwargs = op.inputs(case)
     before = [(a, a.copy()) for a in leaves((args, kwargs))]
     out = None if op.updates else op.function(*args, **kwargs)
@@ -267,14 +267,14 @@ def _group_quantize(*args: Any, amax: Any = None, **options: Any) -> Any:
     return fp8.group_quantize(*args, amaxes=amax, **options)
 
 
-def _in_contract(op: Op) -> Op:
+def _in_contract(op: Registration) -> Registration:
     """The op as users call it. Registered functions of ops whose results hold arguments copy these into a
     given result."""
     direct = {"group_quantize": _group_quantize, "scaling_aware_transpose": fp8.scaling_aware_transpose}
     return replace(op, function=direct.get(op.name, op.function))
 
 
-def takes_the_one_path(op: Op) -> bool:
+def takes_the_one_path(op: Registration) -> bool:
     args, kwargs = op.inputs(next(op.cases()))
     return bool(_valid(functools.partial(op.function, *args, **kwargs))[0])
 

@@ -112,7 +112,7 @@ def _cases() -> Iterator[Case]:
         yield Case("scale_rows", bfloat16, (40, 72), "normal", layout)
 
 
-SCALE_ROWS = cases.Op(
+SCALE_ROWS = cases.Registration(
     "scale_rows", scale_rows, reference, _inputs, _cases,
     "each row times its scale, as FP8",
     programs=(variants,),

@@ -21,7 +21,7 @@ from tiers import first_of_each
 from cupy_fp8 import kernels
 from cupy_fp8.arrays import zeros
 from cupy_fp8.calls import remembered
-from cupy_fp8.cases import OPS, Op
+from cupy_fp8.cases import OPS, Registration
 from cupy_fp8.cases.programs import Program, all_programs, launched_variants, programs
 from cupy_fp8.formats import FORMATS
 from cupy_fp8.kernels import Variant, sources, tiles
@@ -188,7 +188,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Program]]:
         yield seen
 
 
-def launched_by(op: Op, seen: set[Program], monkeypatch: pytest.MonkeyPatch) -> set[Program]:
+def launched_by(op: Registration, seen: set[Program], monkeypatch: pytest.MonkeyPatch) -> set[Program]:
     """What all cases launch with the tiles for small arrays, and with those for large arrays on a GPU."""
     seen.clear()
     for case in op.cases():

@@ -139,7 +139,7 @@ def test_info_facts_are_data():
 
 # ---- selftest ----
 @pytest.fixture
-def few_cases(monkeypatch: pytest.MonkeyPatch) -> dict[str, cases.Op]:
+def few_cases(monkeypatch: pytest.MonkeyPatch) -> dict[str, cases.Registration]:
     """The ops, each with its first cases."""
     first = {name: list(op.cases())[:3] for name, op in cases.OPS.items()}
     few = {name: dataclasses.replace(op, cases=partial(iter, first[name])) for name, op in cases.OPS.items()}
@@ -174,7 +174,7 @@ def test_selftest_of_everything(monkeypatch, capsys):
     assert found == [(name, str(len(list(op.cases())))) for name, op in cases.OPS.items()]
 
 
-def one_bit_off(op: cases.Op) -> cases.Op:
+def one_bit_off(op: cases.Registration) -> cases.Registration:
     """The op with the lowest bit of the last element of every nonempty result turned over."""
     def function(*args, **kwargs):
         result = op.function(*args, **kwargs)
@@ -186,7 +186,7 @@ def one_bit_off(op: cases.Op) -> cases.Op:
     return dataclasses.replace(op, function=function)
 
 
-def writes_nothing(op: cases.Op) -> cases.Op:
+def writes_nothing(op: cases.Registration) -> cases.Registration:
     """The op, but what it should write comes back untouched."""
     def function(*args, out=None, **kwargs):
         updated = args[:len(op.updates)]
@@ -195,14 +195,14 @@ def writes_nothing(op: cases.Op) -> cases.Op:
     return dataclasses.replace(op, function=function)
 
 
-def raises(op: cases.Op) -> cases.Op:
+def raises(op: cases.Registration) -> cases.Registration:
     def function(*args, **kwargs):
         raise ValueError("planted")
 
     return dataclasses.replace(op, function=function)
 
 
-def returns_others(op: cases.Op) -> cases.Op:
+def returns_others(op: cases.Registration) -> cases.Registration:
     """The op, but what it returns is not what it was given to write."""
     def function(*args, out=None, **kwargs):
         result = op.function(*args, **kwargs)

@@ -72,9 +72,10 @@ def test_a_case_that_raises_is_chosen():
             raise ValueError("planted")
         return op.inputs(case)
 
-    broken = cases.Op("transpose", op.function, op.reference, inputs, lambda: iter(given), "")
+    broken = cases.Registration("transpose", op.function, op.reference, inputs, lambda: iter(given), "")
     assert given[2] in covering(broken)
-    silent = cases.Op("transpose", lambda *_, **__: None, op.reference, op.inputs, lambda: iter(given), "")
+    silent = cases.Registration("transpose", lambda *_, **__: None, op.reference, op.inputs,
+                                lambda: iter(given), "")
     assert covering(silent) == given[:1]
 
 

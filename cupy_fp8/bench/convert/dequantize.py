@@ -19,13 +19,13 @@ from ...testing import assert_bytes_equal
 from ..quantize.tensor import SIZES, Spec
 
 _MAIN = SIZES[2]
-_PANELS, _PANEL_ROWS = 4, 128       # compared with the reference: whole blocks
+_PANELS, _PANEL_ROWS = 4, 128       # rows that are compared with the reference
 _ROW, _COLUMN = (1, 32), (32, 1)
 
 
 def _result(shape: tuple[int, int], dtype: np.dtype[Any], block: Any, scale: np.dtype[Any], layout: str,
             transposed: bool) -> Scaled:
-    """Codes of N(0, 60), which is a few hundred of them, under scales around 1."""
+    """A result with codes of N(0, 60) and scales around 1."""
     cp = backend.cupy()
     stored = swap_last(shape) if transposed else shape
     data = astype(60 * cp.random.standard_normal(stored, dtype=cp.float32), dtype)
@@ -35,7 +35,7 @@ def _result(shape: tuple[int, int], dtype: np.dtype[Any], block: Any, scale: np.
 
 
 def _panels(a: Array, rows: int) -> np.ndarray:
-    """Runs of so many rows, evenly spaced over `a`."""
+    """Evenly spaced row segments of `a`."""
     starts = np.linspace(0, max(a.shape[0] // rows - 1, 0), _PANELS).astype(int) * rows
     return np.concatenate([asnumpy(bits(a)[start:start + rows]) for start in starts]).view(a.dtype)
 

@@ -33,7 +33,7 @@ def _rows(shape: tuple[int, int], dtype: np.dtype[Any], block: int) -> Scaled:
 
 
 def _check(q: Scaled, out: Quantized, splits: np.ndarray | None, target: str) -> None:
-    """The first and the last columns of the first and the last expert that has rows."""
+    """Checks the first and the last columns of the first and the last expert that has rows."""
     column = out.columnwise
     assert column is not None
     rows, columns = q.shape
@@ -61,7 +61,7 @@ def _cut(a: Array, start: int, size: int, first: int, columns: int) -> np.ndarra
 
 def _transpose(shape: tuple[int, int], dtype: np.dtype[Any], block: int, experts: int | None, target: str,
                multiple: int = 1) -> Any:
-    """multiple: of which the sizes of experts are."""
+    """multiple: experts' sizes are multiples of it."""
     def make() -> Any:
         q = _rows(shape, dtype, block)
         host = None if experts is None else sizes(shape[0] // multiple, experts, 0) * multiple
@@ -77,7 +77,8 @@ def _transpose(shape: tuple[int, int], dtype: np.dtype[Any], block: int, experts
 
 
 def _baseline(shape: tuple[int, int]) -> Any:
-    """By our own ops, through bfloat16; quantising column-wise transposes."""
+    """The same with other ops of this library: dequantises to bfloat16, then quantises column-wise, which
+    transposes."""
     def make() -> Any:
         q = _rows(shape, float8_e4m3fn, 128)
         x = dequantize(q, dtype=bfloat16)
@@ -95,7 +96,7 @@ def _baseline(shape: tuple[int, int]) -> Any:
 def _all() -> Iterator[Spec]:
     def spec(label: str, shape: tuple[int, int], make: Any, block: int = 128) -> Spec:
         scales = shape[0] * cdiv(shape[1], block)
-        # Scales are read, written by columns, and where they are f32 by rows.
+        # Scales are read and written column-wise, f32 ones also row-wise.
         extra = 3 * scales * float32.itemsize if block == 128 else 2 * scales
         return Spec("scaling_aware_transpose", label, shape, 2 * shape[0] * shape[1] + extra, make)
 

@@ -1,4 +1,4 @@
-"""Rows of the benchmark for offsets of groups: of an expert layer, and of more groups than a block takes."""
+"""Benchmark rows of splits_to_offsets: the groups of an expert layer, and more groups than a block takes."""
 
 from __future__ import annotations
 

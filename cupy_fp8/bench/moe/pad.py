@@ -1,4 +1,4 @@
-"""Rows of the benchmark for groups of rows: the tokens of an expert layer."""
+"""Benchmark rows of the ops on groups of rows: the tokens of an expert layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of the benchmark for tokens that go to their experts' rows and back: 64 experts, 8 for each token."""
+"""Benchmark rows of the ops on tokens: 64 experts, 8 for each token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ...testing import assert_bytes_equal
 from ..quantize.tensor import Spec
 
 _TOKENS, _TOPK, _EXPERTS, _COLUMNS = 8192, 8, 64, 7168
-_SAMPLED = 16               # tokens
+_SAMPLED = 16               # tokens that are checked
 
 
 def _bytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -41,13 +41,13 @@ def _routing(tokens: int, align: int, rows: int | None = None) -> Routing:
 
 
 def _sampled(routing: Routing) -> tuple[list[int], np.ndarray]:
-    """(tokens, their rows): all slots have one."""
+    """(tokens, their rows). Every slot has a row."""
     tokens = sorted({int(t) for t in np.linspace(0, routing.tokens - 1, _SAMPLED)})
     return tokens, asnumpy(routing.row_map)[tokens]
 
 
 def _few(rows: np.ndarray) -> tuple[Routing, list[int]]:
-    """(a routing of sampled tokens to nothing but their rows, which come in the same order; these rows)."""
+    """(a routing of the sampled tokens to their rows alone, in the same order; these rows)."""
     made = reference.route(np.zeros(rows.shape, np.int32), num_experts=1)
     made.row_map[...] = np.argsort(np.argsort(rows.reshape(-1))).reshape(rows.shape)
     return made, sorted(rows.reshape(-1).tolist())

@@ -20,11 +20,11 @@ from .tensor import SIZES, Spec, _normal
 _MAIN = SIZES[2]
 _ROW, _COLUMN, _BOTH = (True, False), (False, True), (True, True)
 _SQUARE: dict[str, Any] = {"block": (128, 128)}
-_EDGE = 128                                 # of the tiles that are compared, whole blocks
+_EDGE = 128                                 # of the compared tiles, which are whole blocks
 
 
 def _check(x: Any, out: Quantized, options: dict[str, Any]) -> None:
-    """Tiles of 128 x 128 elements: the corners, and some between."""
+    """Checks tiles of 128 x 128 elements at the corners and at some places between."""
     rows, columns = x.shape
     middle = rows // 2 // _EDGE * _EDGE, columns // 4 // _EDGE * _EDGE
     for r, c in ((0, 0), middle, (_EDGE, columns - _EDGE), (rows - _EDGE, columns - _EDGE)):
@@ -40,7 +40,7 @@ def _check(x: Any, out: Quantized, options: dict[str, Any]) -> None:
 
 
 def _scales(part: Scaled, r: int, c: int) -> Any:
-    """Of the blocks of a tile, by rows and columns of them."""
+    """The scales of a tile, by rows and columns of blocks."""
     assert part.block is not None
     flipped = part.block[0] == 1 and part.scale_layout != "compact" if 1 in part.block else part.transposed
     scales = part.scale_inv.T if flipped else part.scale_inv

@@ -1,4 +1,4 @@
-"""Rows of the benchmark for groups quantised as tensors of their own."""
+"""Benchmark rows of group_quantize."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from ...testing import assert_bytes_equal
 from .tensor import Spec
 
-_CHECKED = 3                # groups
+_CHECKED = 3                # groups that are checked
 
 
 def _normal(shape: tuple[int, int]) -> Array:
@@ -29,7 +29,8 @@ def _normal(shape: tuple[int, int]) -> Array:
 
 def _spec(label: str, shape: tuple[int, int], nbytes: float, division: str, recipe: Any, columnwise: bool,
           groups: int = 64, align: int = 1) -> Spec:
-    """division: of the rows into groups. Per-tensor recipes raise amaxes too where groups are not padded."""
+    """division: how rows are divided into groups. Per-tensor recipes raise amaxes too if groups are not
+    padded."""
 
     def make() -> Any:
         cp = backend.cupy()
@@ -43,7 +44,7 @@ def _spec(label: str, shape: tuple[int, int], nbytes: float, division: str, reci
         out = group_quantize(x, splits, recipe, **options)
 
         def check() -> None:
-            """Some groups are what the recipe makes of each by itself."""
+            """Compares some groups with what the recipe makes of each by itself."""
             starts, aligned = np.cumsum(host) - host, [round_up(int(size), align) for size in host]
             assert asnumpy(out.splits).tolist() == aligned
             for g in np.linspace(0, groups - 1, _CHECKED).astype(int):
@@ -82,7 +83,8 @@ def _all_in_blocks(shape: tuple[int, int]) -> Iterator[Spec]:
     yield _spec("1×128 both, ragged in multiples of 16, 64 groups", shape, elements * (2 + 2 * (1 + 4 / 128)),
                 "aligned", BlockScaling(), True)
     whole_rows = BlockScaling((1, None), scale_layout="compact")
-    for label, both in (("row", False), ("both", True)):        # both reads x twice, which is not counted
+    # both directions read x twice; the second read is not counted
+    for label, both in (("row", False), ("both", True)):
         yield _spec(f"whole rows {label}, ragged, 64 groups", shape, elements * (3 + both), "ragged",
                     whole_rows, both)
 

@@ -19,13 +19,13 @@ from ...testing import assert_bytes_equal
 from .tensor import SIZES, Spec, _normal, _sample
 
 _MAIN = SIZES[2]
-#: Weights of experts, (N, K); quantised along N.
+#: Experts' weights of shape (N, K), quantised along N.
 _EXPERTS = ((8192, 5120), (5120, 8192), (2048, 7168))
 _ROW, _COLUMN, _BOTH = (True, False), (False, True), (True, True)
 
 
 def _check(x: Any, out: Quantized, mode: str) -> None:
-    """Sampled rows and columns of the first and the last matrix."""
+    """Checks sampled rows and columns of the first and the last matrix."""
     for e in (0, -1):
         matrix = bits(x)[e] if x.ndim == 3 else bits(x)
         for part, lines in ((out.rowwise, matrix), (out.columnwise, matrix.T)):

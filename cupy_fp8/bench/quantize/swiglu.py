@@ -19,14 +19,14 @@ from .tensor import SIZES, Spec, _normal
 
 _MAIN = SIZES[2]
 _ROW, _BOTH = (True, False), (True, True)
-_EDGE = 128                                     # of the tiles that are compared, whole blocks
-#: gpt-oss' layer: what it asks for beside a bias, and its H.
+_EDGE = 128                                     # of the compared tiles, which are whole blocks
+#: The options of gpt-oss' layer besides its bias, and its H.
 _GPT_OSS: dict[str, Any] = {"form": "gpt_oss", "clamp": 7.0, "interleaved": True}
 _GPT_OSS_SHAPE = (16384, 2880)
 
 
 class _Biases:
-    """Of gpt-oss: one for all rows, or one for each of so many experts of different sizes."""
+    """The biases of gpt-oss: one for all rows, or one for each expert, with different numbers of rows."""
 
     def __init__(self, shape: tuple[int, int], source: np.dtype[Any], experts: int | None) -> None:
         self.options: dict[str, Any] = {"bias": _normal((experts or 1, 2 * shape[1]), source)}
@@ -39,7 +39,7 @@ class _Biases:
             self.options["splits"] = backend.cupy().asarray(self._sizes)
 
     def of_rows(self, first: int, columns: list[slice]) -> dict[str, Any]:
-        """Those that the reference takes for a tile's rows from `first` on."""
+        """The reference's arguments for a tile's rows from `first` on."""
         bias = self.options["bias"]
         parts = asnumpy(backend.cupy().concatenate([bits(bias)[..., part] for part in columns],
                                                    axis=-1)).view(bias.dtype)
@@ -63,7 +63,7 @@ def _swiglu(shape: tuple[int, int], source: np.dtype[Any], recipe: Any, directio
         biases = _Biases(shape, source, more.get("experts")) if "form" in more else None
 
         def check() -> None:
-            """The codes of tiles: the corners, and one between."""
+            """Checks the codes of tiles at the corners and one between."""
             for r, c in ((0, 0), (rows // 2 // _EDGE * _EDGE, columns // 4 // _EDGE * _EDGE),
                          (rows - _EDGE, columns - _EDGE)):
                 parts = [slice(at, at + _EDGE) for at in (c, columns + c)]
@@ -72,7 +72,7 @@ def _swiglu(shape: tuple[int, int], source: np.dtype[Any], recipe: Any, directio
                 tile = asnumpy(cp.concatenate([bits(x)[r : r + _EDGE, part] for part in parts],
                                               axis=1)).view(source)
                 used, how = scale, recipe
-                if isinstance(recipe, CurrentScaling):          # the scale is the whole array's
+                if isinstance(recipe, CurrentScaling):          # the scale depends on the whole array
                     used, how = 1 / out._any.scale_inv, DelayedScaling(recipe.dtype)
                 given = {} if biases is None else biases.of_rows(r, parts)
                 if probs is not None:
@@ -94,7 +94,7 @@ def _swiglu(shape: tuple[int, int], source: np.dtype[Any], recipe: Any, directio
 
 def _backward(shape: tuple[int, int], recipe: Any, directions: tuple[bool, bool], weighted: bool,
               more: dict[str, Any]) -> Any:
-    """shape: of grad."""
+    """shape: grad's shape."""
     def make() -> Any:
         cp = backend.cupy()
         rows, columns = shape
@@ -109,7 +109,7 @@ def _backward(shape: tuple[int, int], recipe: Any, directions: tuple[bool, bool]
         out = swiglu_backward_quantize(grad, x, recipe, probs=probs, **options, **biased)
 
         def check() -> None:
-            """Whole rows, the first of every direction's blocks."""
+            """Checks whole rows: the first blocks of each direction."""
             few = slice(0, _EDGE)
             how: dict[str, Any] = {name: asnumpy(a) if name == "scale" else a for name, a in options.items()}
             given = None if probs is None else asnumpy(probs[few])

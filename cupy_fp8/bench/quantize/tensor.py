@@ -1,4 +1,4 @@
-"""What is measured: for every op its variants, the bytes each must move, and a check of the bytes that the
+"""Benchmark rows of the per-tensor ops: the bytes that each must move, and a check of the bytes that the
 timed call wrote."""
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _update(shape: tuple[int, int], reduced: bool) -> Any:
             return update_delayed_scaling(history, scale, dtype=float8_e4m3fn, amax=amax)
 
         def check() -> None:
-            """Of one more step: how many there were before is the timing's affair."""
+            """Checks one more step, since the timing decides how many came before."""
             history[...] = cp.abs(_normal(shape, float32))
             desired = reference.update_delayed_scaling(asnumpy(history), asnumpy(scale), dtype=float8_e4m3fn,
                                                        amax=None if amax is None else asnumpy(amax))

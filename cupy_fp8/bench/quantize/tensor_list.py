@@ -1,4 +1,4 @@
-"""Benchmark rows of groups of arrays."""
+"""Benchmark rows of the ops on tensor lists."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from ...results import Quantized
 from ...testing import assert_bytes_equal
 from .tensor import Spec, _normal, _sample
 
-#: Weights of experts, how many of which shape; then small ones, where finding each block's matrix would show.
+#: Experts' weights, as (number, shape). Small ones follow, with which the time for finding each block's
+#: matrix would show.
 _GROUPS = ((8, (2048, 5120)), (32, (2048, 5120)), (64, (2048, 5120)), (8, (4096, 7168)), (256, (2048, 1408)),
            (128, (256, 256)))
 _SCALE = 0.37
 
 
 def _weights(number: int, shape: tuple[int, int]) -> list[Array]:
-    """Of a large group four are different: their random numbers take memory of their own."""
+    """The weights. A large list repeats four different ones, since random numbers take additional memory."""
     some = [_normal(shape, bfloat16) for _ in range(min(number, 4))]
     return [bits(some[i % len(some)]).copy().view(bfloat16) for i in range(number)]
 
 
 def _check(x: Array, q: Quantized, scale: Any) -> None:
-    """Sampled rows, in both directions."""
+    """Checks sampled rows in both directions."""
     picked = _sample(x.shape[0])
     want = reference.quantize_tensor(asnumpy(x[picked]), asnumpy(scale))
     for part, swapped in ((q.rowwise, False), (q.columnwise, True)):
@@ -73,7 +74,7 @@ def _make(number: int, shape: tuple[int, int], recipe: Any, columnwise: bool) ->
 def _all() -> Iterator[Spec]:
     def spec(op: str, label: str, number: int, shape: tuple[int, int], recipe: Any, columnwise: bool,
              scales: float = 0) -> Spec:
-        """scales: bytes of them, for each element and direction."""
+        """scales: their bytes for each element and direction."""
         size = number * shape[0] * shape[1]
         moved = int(size * (2 + (1 + columnwise) * (1 + scales)))
         return Spec(op, f"{label}, group", (number, *shape), moved, _make(number, shape, recipe, columnwise))

@@ -1,5 +1,5 @@
-"""Rows of the benchmark for converting scales: those of 4096 x 4096 elements and on, 128 elements to an f32
-scale, 32 to an E8M0 one."""
+"""Benchmark rows of convert_scales: the scales of 4096 x 4096 elements and more, 128 elements for an f32
+scale, 32 for an E8M0 scale."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...testing import assert_bytes_equal
 from ..quantize.tensor import SIZES, Spec
 
 _ROW, _COLUMN, _MX, _SQUARE = (1, 128), (128, 1), (1, 32), (128, 128)
-#: Block, layouts: what a model does between its quantisers and its matrix products.
+#: (block, layouts) of the conversions between a model's quantisers and its matrix products.
 _CONVERSIONS = ((_ROW, "compact", "gemm_ready"), (_ROW, "compact", "deepgemm_sm100"),
                 (_COLUMN, "compact", "deepgemm_sm100"),
                 (_ROW, "gemm_ready", "compact"), (_SQUARE, "compact", "deepgemm_sm100"),

@@ -1,5 +1,5 @@
-"""Rows of the benchmark for the layouts of scales: the scales of 4096 x 4096 elements and on, 32 elements to
-a scale."""
+"""Benchmark rows of swizzle_scales and unswizzle_scales: the scales of 4096 x 4096 elements and more, 32
+elements for a scale."""
 
 from __future__ import annotations
 

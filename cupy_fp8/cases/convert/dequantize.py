@@ -13,20 +13,20 @@ from ...layouts import scale_shape
 from ...ops.convert import astype, dequantize
 from ...results import Scaled, swap_last
 from ..base import ALIGNED_MATRIX, MATRIX, SHAPES, Case, source, values
-from ..registry import Op, register
+from ..registry import Registration, register
 
 _SCALES = (1.0, 0.37, 2.0**-130, 0.0, 3e38, float("inf"), float("nan"), -2.0)
 _MX_BLOCKS = ((1, 32), (32, 1))
 _OTHER_BLOCKS: tuple[Any, ...] = ((1, 128), (128, 1), (128, 128), (1, None), (None, 1), (1, 64), (32, 32),
                                   (64, 256))
-#: The last has no tail of a block of 32.
+#: The last shape has no tail of a block of 32.
 _TAILS: tuple[tuple[int, ...], ...] = (MATRIX, ALIGNED_MATRIX, (160, 288))
 _BATCHES: tuple[tuple[int, ...], ...] = ((2, 3, 40, 96), (300, 160), (6, 1056))
 _ANY: tuple[tuple[int, ...], ...] = (MATRIX, (256, 384), (2, 133, 144))
 
 
 def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The case's array is the data as stored. Scales of blocks are of any bits; scales='view': not
+    """The case's array is the data as stored. Scales of blocks have any bits. scales='view': they are not
     contiguous, as `.T` makes them."""
     options = dict(case.options)
     transposed, block = options.pop("transposed", False), options.pop("block", None)
@@ -102,7 +102,7 @@ def _block_cases() -> Iterator[Case]:
 
 
 register(
-    Op("dequantize", dequantize.dequantize, reference.dequantize, _inputs, _cases,
-       "the values of quantised data as float32, float16 or bfloat16",
-       programs=(dequantize.variants, astype.variants)),
+    Registration("dequantize", dequantize.dequantize, reference.dequantize, _inputs, _cases,
+                 "the values of quantised data as float32, float16 or bfloat16",
+                 programs=(dequantize.variants, astype.variants)),
 )

@@ -14,30 +14,30 @@ from ...layouts import cdiv
 from ...ops.convert import scaling_aware
 from ...results import Quantized, Scaled
 from ..base import Case, source
-from ..registry import Op, register
+from ..registry import Registration, register
 from ..scales.swizzle import sizes
 
 _SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (0, 0), (3, 37), (127, 129), (130, 257), (128, 128),
            (272, 520), (144, 264), (33, 640),
            (500, 272))
-#: Rows, and how many experts: empty ones among them, one, more than rows, several rounds of the search,
-#: columns of half sectors.
+#: (rows, experts). Some experts are empty. There is one, or more of them than rows, or enough for several
+#: rounds of the search; some columns end in half a sector.
 _EXPERTS = ((300, 1), (400, 4), (90, 40), (5, 64), (700, 300), (0, 3), (0, 0), (512, 3), (1281, 1), (1296, 1),
             (2700, 2))
-#: Exponents of scales: alike, of rows that differ, of the whole range, and beyond it.
+#: Exponents of scales: equal ones, different ones by row, the whole range, and beyond it.
 _EXPONENTS = {"near": (-9, -5), "wide": (-30, 0), "all": (-127, 127), "tiny": (-149, -120)}
 
 
 def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The case's array is the data; rows of zeros are among them. scales: a name of _EXPONENTS, or '1' (all
-    the same)."""
+    """The case's array is the data, with some rows of zeros. scales: a name of _EXPONENTS, or '1' (all the
+    same)."""
     options = dict(case.options)
     block, experts = options.pop("block", 128), options.pop("experts", None)
     scales, narrow = options.pop("scales", "near"), options.pop("narrow", False)
     data = source(case)
     rows, columns = case.shape
     if case.layout != "strided":
-        bits(data)[5::11] &= 0x80                   # of zeros, like padding and dropped tokens
+        bits(data)[5::11] &= 0x80                   # zeros, like padding and dropped tokens
     rng = np.random.default_rng(rows + columns)
     low, high = _EXPONENTS[scales]
     exponents = rng.integers(low, high, (rows, cdiv(columns, block)), endpoint=True)
@@ -54,7 +54,8 @@ def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _again(q: Scaled, *, out: Quantized | None = None, **options: Any) -> Quantized:
-    """With `out`: a result belongs to the memory of its q, so that memory gets the values anew."""
+    """Calls the op. A result belongs to the memory of its q, so with `out` the new values go into that
+    memory."""
     if out is not None and out.rowwise is not None:
         kept = out.rowwise.scale_inv if out.rowwise.scale_layout == "compact" else q.scale_inv
         for mine, given in ((out.rowwise.data, q.data), (kept, q.scale_inv)):
@@ -68,7 +69,7 @@ def _cases() -> Iterator[Case]:
              **options: Any) -> Case:
         return Case("scaling_aware_transpose", dtype, shape, values, layout, options)
 
-    # First, for whoever takes only a few: each kind of kernel, on a few blocks.
+    # The first cases launch each kind of kernel on a few blocks, for callers that take only a few cases.
     for block in (128, 32):
         for target in scaling_aware.TARGETS:
             yield case(float8_e4m3fn, (144, 272), "normal", block=block, target=target)
@@ -88,7 +89,7 @@ def _cases() -> Iterator[Case]:
                 yield case(float8_e4m3fn, (rows, 144), "normal", block=block, target=target, experts=experts)
                 yield case(float8_e5m2, (rows, 45), block=block, target=target, experts=experts, narrow=True,
                            scale_layout="compact")
-            # Small ones, of which several strips are in a tile.
+            # These are small: a tile has several strips of them.
             for rows, columns, experts in ((500, 400, 24), (600, 272, 14), (31, 648, 1), (64, 528, 1)):
                 yield case(float8_e4m3fn, (rows, columns), "normal", block=block, target=target,
                            experts=experts)
@@ -98,7 +99,7 @@ def _cases() -> Iterator[Case]:
 
 
 register(
-    Op("scaling_aware_transpose", _again, reference.scaling_aware_transpose, _inputs, _cases,
-       "row-wise FP8 with power-of-two scales to column-wise FP8, one exact rounding",
-       programs=(scaling_aware.variants,)),
+    Registration("scaling_aware_transpose", _again, reference.scaling_aware_transpose, _inputs, _cases,
+                 "row-wise FP8 with power-of-two scales to column-wise FP8, one exact rounding",
+                 programs=(scaling_aware.variants,)),
 )

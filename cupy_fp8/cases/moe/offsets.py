@@ -11,19 +11,20 @@ from ... import reference
 from ...arrays import Array
 from ...ops.moe import offsets
 from ..base import Case
-from ..registry import Op, register
+from ..registry import Registration, register
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
-#: What a group of an expert layer wants: ends, starts, and starts of elements of three matrices.
+#: The offsets that an expert layer needs: ends, starts, and element starts of three matrices.
 TYPICAL: dict[str, Any] = {"strides": (1, 1, 7168, 2048, 4096),
                            "include_leading_zero": (False, True, True, True, True),
                            "dtypes": ("int32", "int64", "int64", "int64", "int64")}
 _TWO: dict[str, Any] = {"strides": (1, 3), "include_leading_zero": (True, False),
                         "dtypes": ("int64", "int32")}
-#: Warps, tiles, as many tiles as are added anew; and one more or less of each.
+#: The sizes of warps, tiles, and of as many tiles as each block adds up itself, and one more or less of each.
 _NUMBERS = (0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 1000, 1023, 1024, 1025, 2047, 2048, 2049, 8191, 8192, 8193,
             10007)
-#: Upper bounds of sizes, of which a third is 0: around the kernel's additions in 32 bits; None: the largest.
+#: Upper bounds of sizes, a third of which are 0: around the limit of the kernel's 32-bit sums; None: the
+#: largest.
 _SIZES = {"few": 300, "zeros": 0, "below 2**26": 2**26 - 1, "around 2**26": 2**26 + 5, "most": None}
 
 
@@ -59,7 +60,8 @@ def _cases() -> Iterator[Case]:
              **options: Any) -> Case:
         return Case("splits_to_offsets", dtype, (number,), values, layout, options)
 
-    # First, for whoever takes only a few: one tile, a few, many; on a few blocks of threads.
+    # The first cases have one tile, a few and many on a few blocks of threads, for callers that take only a
+    # few cases.
     yield case(_INT32, 64, **TYPICAL)
     yield case(_INT64, 1024, "around 2**26")
     yield case(_INT64, 1500, **_TWO)
@@ -86,7 +88,7 @@ def _cases() -> Iterator[Case]:
 
 
 register(
-    Op("splits_to_offsets", _offsets, _reference, _inputs, _cases,
-       "group sizes on the device to offsets: ends or starts, times strides, int32 and int64",
-       programs=(offsets.variants,)),
+    Registration("splits_to_offsets", _offsets, _reference, _inputs, _cases,
+                 "group sizes on the device to offsets: ends or starts, times strides, int32 and int64",
+                 programs=(offsets.variants,)),
 )

@@ -1,5 +1,5 @@
-"""Cases of groups of rows. A case's shape is that of x without padding. Its option `groups` is their number,
-`sizes` is how x is divided (_DIVISIONS)."""
+"""Cases of groups of rows. A case's shape is x's without padding. Its options are `groups`, how many there
+are, and `sizes`, how x is divided (_DIVISIONS)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ...layouts import scale_shape
 from ...ops.moe import pad
 from ...results import Scaled
 from ..base import Case, poison, source, values
-from ..registry import Op, register
+from ..registry import Registration, register
 
 _DIVISIONS = ("ragged", "even", "one", "aligned")
 
 
 def sizes(total: int, number: int, division: str = "ragged", seed: int = 0) -> np.ndarray:
-    """Sizes of `number` groups of together `total` rows. 'ragged': random, about a third of them empty;
-    'even': as equal as can be; 'one': all rows in the middle group; 'aligned': multiples of 16, but for the
+    """Sizes of `number` groups that have `total` rows together. 'ragged': random, about a third of them 0;
+    'even': as equal as possible; 'one': all rows in the middle group; 'aligned': multiples of 16, except the
     last one."""
     if number == 0:
         return np.zeros(0, np.int64)
@@ -39,7 +39,7 @@ def sizes(total: int, number: int, division: str = "ragged", seed: int = 0) -> n
 
 
 def _source(case: Case, options: dict[str, Any]) -> Any:
-    """The case's array; with the option `scales` (their dtype) a Scaled, of blocks (1, n) or with one
+    """The case's array, or with the option `scales` (their dtype) a Scaled with blocks (1, n) or one
     scale."""
     data, dtype, block = source(case), options.pop("scales", None), options.pop("block", None)
     if dtype is None:
@@ -62,7 +62,7 @@ def _pad_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _unpad_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Padding is not 0 here: nothing may depend on it."""
+    """Padding is not 0 here, since no result may depend on it."""
     splits, options = _splits(case)
     x, align = _source(case, options), options.pop("align")
     y = reference.pad_groups(x, splits, align)
@@ -83,15 +83,15 @@ def _sort_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (_source(case, options), splits, order), options
 
 
-#: Rows of one byte to several blocks of threads; ones that are no multiple of 4 or 16 bytes; of more rows
-#: than a block takes.
+#: Rows from one byte to several blocks of threads, some no multiple of 4 or 16 bytes, and more rows than a
+#: block takes.
 _SHAPES: tuple[tuple[Any, tuple[int, ...]], ...] = (
     (float8_e4m3fn, (300, 64)), (bfloat16, (77, 264)), (float32, (700,)), (float8_e5m2, (1000,)),
     (bfloat16, (130, 129)), (float32, (65, 3, 5)), (float8_e4m3fn, (9, 4, 7)), (float8_e4m3fn, (5, 40_000)),
     (bfloat16, (5, 16_500)), (float8_e5m2, (3, 32_785)), (float32, (1, 1)), (bfloat16, (3, 0)))
 
 
-#: Rows of 16-byte multiples and others; rows of scales of 16, 4, 7 and 3 bytes; one scale for all.
+#: Rows of 16-byte multiples and others; scales of 16, 4, 7 and 3 bytes a row; one scale for all.
 _SCALED: tuple[tuple[tuple[int, ...], Any, Any], ...] = (
     ((300, 512), (1, 128), float32), ((77, 200), (1, 32), float8_e8m0fnu), ((40, 129), (1, None), float32),
     ((9, 3, 70), (1, 32), float8_e8m0fnu), ((65, 96), None, float32), ((5, 40_000), (1, 128), float32),
@@ -99,7 +99,8 @@ _SCALED: tuple[tuple[tuple[int, ...], Any, Any], ...] = (
 
 
 def _cases(op: str, options: tuple[dict[str, Any], ...]) -> Iterator[Case]:
-    # First, for whoever takes only a few: a few blocks of threads, everything that the kernel does.
+    # The first cases do everything that the kernel does on a few blocks of threads, for callers that take
+    # only a few cases.
     for shape, block, scales in (_SCALED[1], _SCALED[4]):
         scaled = {"groups": 4, "block": block, "scales": scales, **options[0]}
         yield Case(op, float8_e4m3fn, shape, options=scaled)
@@ -115,7 +116,7 @@ def _cases(op: str, options: tuple[dict[str, Any], ...]) -> Iterator[Case]:
             yield Case(op, bfloat16, (0, 24), options={"groups": number, **given})
     for number in (127, 128, 129, 1023, 1025, 3000):            # rounds and windows of the kernel's scans
         yield Case(op, bfloat16, (650, 8), options={"groups": number, **options[0]})
-    # Rows for four to eight loads of a thread, and rows that blocks share.
+    # Rows that take four to eight loads of a thread, and rows that blocks share.
     for columns in (16384, 10240, 24576, 14336, 32768, 40960):
         yield Case(op, float8_e4m3fn, (9, columns), options={"groups": 3, **options[0]})
     for layout in ("offset", "strided"):
@@ -140,13 +141,13 @@ def _sort_cases() -> Iterator[Case]:
 
 
 register(
-    Op("pad_groups", pad.pad_groups, reference.pad_groups, _pad_inputs, _pad_cases,
-       "the rows of each group followed by zero rows to a multiple of 16, 32, 128, …",
-       programs=(pad.variants,)),
-    Op("unpad_groups", pad.unpad_groups, reference.unpad_groups, _unpad_inputs, _unpad_cases,
-       "the rows of padded groups without the padding",
-       programs=(pad.variants,)),
-    Op("sort_chunks", pad.sort_chunks, reference.sort_chunks, _sort_inputs, _sort_cases,
-       "chunks of rows in another order; sizes and order are on the device",
-       programs=(pad.variants,)),
+    Registration("pad_groups", pad.pad_groups, reference.pad_groups, _pad_inputs, _pad_cases,
+                 "the rows of each group followed by zero rows to a multiple of 16, 32, 128, …",
+                 programs=(pad.variants,)),
+    Registration("unpad_groups", pad.unpad_groups, reference.unpad_groups, _unpad_inputs, _unpad_cases,
+                 "the rows of padded groups without the padding",
+                 programs=(pad.variants,)),
+    Registration("sort_chunks", pad.sort_chunks, reference.sort_chunks, _sort_inputs, _sort_cases,
+                 "chunks of rows in another order; sizes and order are on the device",
+                 programs=(pad.variants,)),
 )

@@ -1,5 +1,5 @@
-"""Cases of tokens that go to their experts' rows and back. A case of `route` has the assignment's shape,
-[T, topk] or of a mask [T, E]; others have that of the tokens, and options for how they are routed."""
+"""Cases of tokens that go to their experts' rows and back. A case of `route` has the assignment's shape, [T,
+topk] for indices or [T, E] for a mask. The others have the tokens' shape, and options for their routing."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from ...ops.moe import permute, route
 from ...results import Scaled
 from ...routing import Routing
 from ..base import Case, source, values
-from ..registry import Op, register
+from ..registry import Registration, register
 
 _INT32, _INT64, _BOOL = np.dtype(np.int32), np.dtype(np.int64), np.dtype(bool)
-#: Where routes go: to 'any' expert, to one twice, or nowhere; to 'distinct' ones; all to 'one'; to 'none'.
+#: Where routes go. 'any': to any expert, also twice to one, or nowhere; 'distinct': to different ones; 'one':
+#: all to the same; 'none': nowhere.
 KINDS = ("any", "distinct", "one", "none")
 
 
 def indices(tokens: int, topk: int, experts: int, kind: str = "any", dtype: np.dtype[Any] = _INT32,
             seed: int = 0) -> np.ndarray:
-    """Experts of each token's slots, -1: dropped (of 'any' an eighth of them)."""
+    """Experts of each token's slots. -1 means dropped, as an eighth of 'any' is."""
     rng = np.random.default_rng(seed)
     if kind == "distinct":
         return np.argsort(rng.random((tokens, experts)), axis=1)[:, :topk].astype(dtype)
@@ -49,8 +50,8 @@ def mask(tokens: int, experts: int, most: int, kind: str = "any", seed: int = 0)
 
 def routing(tokens: int, topk: int, experts: int, kind: str = "any", align: int = 1,
             form: str = "indices") -> Routing:
-    """The reference's routing. form: of the assignment, 'indices'; 'mask' of at most topk experts of a token;
-    'mask of any' number of experts."""
+    """The reference's routing. form: the kind of assignment: 'indices', a 'mask' with at most topk experts
+    for a token, or a 'mask of any' number of them."""
     if form == "indices":
         return reference.route(indices(tokens, topk, experts, kind), num_experts=experts, align=align)
     chosen = mask(tokens, experts, topk, kind)
@@ -87,7 +88,8 @@ def _route_cases() -> Iterator[Case]:
              **options: Any) -> Case:
         return Case("route", dtype, (tokens, extent), "bits", layout, {"kind": kind, **options})
 
-    # First, for whoever takes only a few: one block of threads, several, indices and masks.
+    # The first cases have one block of threads and several, indices and masks, for callers that take only a
+    # few cases.
     yield case(_INT32, 5, 2, num_experts=4, align=4)
     yield case(_INT64, 150, 8, num_experts=16, align=16)
     yield case(_BOOL, 40, 12, topk=3, align=8)
@@ -108,7 +110,7 @@ def _route_cases() -> Iterator[Case]:
     for topk in (0, 32, 33, 63, 64, 65, 127, 128, 129, 200):
         yield case(_INT32, 70, topk, num_experts=40)
     yield case(_INT32, 2, 1024, num_experts=9, align=64)
-    # More than a warp holds at once, in as many blocks as there can be.
+    # More routes than a warp holds at once, in as many blocks as there can be.
     yield case(_INT32, 9000, 3, num_experts=12, align=16)
     yield case(_INT32, 70_000, 1, num_experts=64)
     yield case(_BOOL, 9000, 8, topk=2, align=16)
@@ -134,8 +136,8 @@ _OTHERS: tuple[dict[str, Any], ...] = (
 _FEW: tuple[dict[str, Any], ...] = (
     {"topk": 2, "experts": 4, "align": 8}, {"topk": 3, "experts": 5, "form": "mask"},
     {"topk": 2, "experts": 3, "align": 16, "form": "mask of any"})
-#: One token and many of each block of threads; rows of whole chunks, of words, and of odd lengths; rows
-#: shared by blocks.
+#: One token and many for each block of threads; rows of whole chunks, of words, and of odd lengths; rows that
+#: blocks share.
 _SHAPES: tuple[tuple[int, ...], ...] = (
     (40, 64), (70, 264), (33, 5), (9, 37), (1100, 16), (3, 17_000), (300, 1), (65, 3, 5), (0, 24), (5, 0),
     (1, 8), (20, 4, 10))
@@ -150,7 +152,7 @@ def _routed(case: Case) -> tuple[Routing, dict[str, Any]]:
 
 
 def _probs(routes: Routing, by: str | None, kind: str = "normal") -> dict[str, np.ndarray]:
-    """By slot, or by expert where that is another shape than by slot."""
+    """Probs by slot, or by expert if that is another shape."""
     if by is None:
         return {}
     columns = routes.num_experts if by == "expert" and routes.experts is not None else routes.topk
@@ -170,7 +172,8 @@ def _permute_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _rows_inputs(case: Case) -> tuple[np.ndarray, Routing, dict[str, Any]]:
-    """(rows, the routing, other options). Unused rows have Inf and NaN too: nothing may depend on them."""
+    """(rows, the routing, other options). Unused rows have Inf and NaN too, since no result may depend on
+    them."""
     routes, options = _routed(case)
     rows = Case(case.op, case.dtype, (routes.rows, *case.shape[1:]), case.values, case.layout)
     return source(rows, 2), routes, options
@@ -194,11 +197,11 @@ def _unpermute_backward_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, A
 
 def _cases(op: str, dtypes: tuple[np.dtype[Any], ...], probs: tuple[str | None, ...],
            kinds: tuple[str, ...]) -> Iterator[Case]:
-    """Shapes, types, routings, probs and values take turns."""
+    """Cases whose shapes, types, routings, probs and values take turns."""
     def turn(choices: Any, i: int) -> Any:
         return choices[i % len(choices)]
 
-    # First, for whoever takes only a few: a few blocks of threads.
+    # The first cases take a few blocks of threads, for callers that take only a few cases.
     for i, shape in enumerate(((5, 40), (7, 9), (3, 300), (6, 64), (4, 2, 11), (5, 264), (0, 8), (3, 7))):
         yield Case(op, turn(dtypes, i), shape, turn(kinds, i),
                    options={**turn(_FEW, i), "probs": turn(probs, i + i // 3)})
@@ -227,7 +230,7 @@ def _permute_cases() -> Iterator[Case]:
 
 def _unpermute_cases() -> Iterator[Case]:
     yield from _cases("unpermute", INPUT_DTYPES, (None, "slot", "expert"), ("normal", "bits", "edges"))
-    # Numbers of routes with programs of their own, for tokens that have all of them, and others.
+    # Numbers of routes that have programs, for tokens that have all of them, and other numbers.
     for i, (topk, dtype) in enumerate(product((1, 2, 4, 6, 8), INPUT_DTYPES)):
         for kind in ("distinct", "any"):
             options = {"topk": topk, "experts": 11, "kind": kind, "probs": (None, "slot")[i % 2]}
@@ -248,21 +251,21 @@ def _unpermute_backward_cases() -> Iterator[Case]:
 
 
 register(
-    Op("route", route.route, reference.route, _route_inputs, _route_cases,
-       "the row of each token, sorted by expert, from indices or a mask on the device",
-       programs=(route.variants,)),
-    Op("permute", permute.permute, reference.permute, _permute_inputs, _permute_cases,
-       "tokens of any type to their experts' rows, FP8 with its scales and probs too",
-       programs=(permute.variants,)),
-    Op("unpermute", permute.unpermute, reference.unpermute, _unpermute_inputs, _unpermute_cases,
-       "the sum of each token's rows, weighted by probs, in a fixed order",
-       programs=(permute.variants,)),
-    Op("permute_backward", permute.permute_backward, reference.permute_backward,
-       _permute_backward_inputs, _permute_backward_cases,
-       "the gradients of permuted tokens and probs, in one launch",
-       programs=(permute.variants,)),
-    Op("unpermute_backward", permute.unpermute_backward, reference.unpermute_backward,
-       _unpermute_backward_inputs, _unpermute_backward_cases,
-       "the gradients of the rows and of the probs, with dot products in a fixed order",
-       programs=(permute.variants,)),
+    Registration("route", route.route, reference.route, _route_inputs, _route_cases,
+                 "the row of each token, sorted by expert, from indices or a mask on the device",
+                 programs=(route.variants,)),
+    Registration("permute", permute.permute, reference.permute, _permute_inputs, _permute_cases,
+                 "tokens of any type to their experts' rows, FP8 with its scales and probs too",
+                 programs=(permute.variants,)),
+    Registration("unpermute", permute.unpermute, reference.unpermute, _unpermute_inputs, _unpermute_cases,
+                 "the sum of each token's rows, weighted by probs, in a fixed order",
+                 programs=(permute.variants,)),
+    Registration("permute_backward", permute.permute_backward, reference.permute_backward,
+                 _permute_backward_inputs, _permute_backward_cases,
+                 "the gradients of permuted tokens and probs, in one launch",
+                 programs=(permute.variants,)),
+    Registration("unpermute_backward", permute.unpermute_backward, reference.unpermute_backward,
+                 _unpermute_backward_inputs, _unpermute_backward_cases,
+                 "the gradients of the rows and of the probs, with dot products in a fixed order",
+                 programs=(permute.variants,)),
 )

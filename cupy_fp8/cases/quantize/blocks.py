@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
 from ... import reference
 from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e5m2, float16, float32
 from ...ops.quantize import blocks
-from ...recipes import BLOCK_PROFILES, BLOCK_SCALE_LAYOUTS, BLOCKS
+from ...options import BLOCK_PROFILES, BLOCK_SCALE_LAYOUTS, BLOCKS
 from ..base import ALIGNED_MATRIX, DIRECTIONS, MATRIX, Case, source
-from ..registry import Op, register
+from ..registry import Registration, register
 
 _ROW, _COLUMN, _BOTH, _AS_IS = DIRECTIONS
 _COLUMN_AS_IS = {**_COLUMN, "transposed": False}
@@ -19,11 +19,11 @@ _SQUARE: dict[str, Any] = {"block": (128, 128)}
 _LINES: dict[str, Any] = {"block": (1, None)}
 _COMPACT = {"scale_layout": "compact"}
 _VLLM = {"profile": "vllm"}
-#: Every kernel for wide accesses.
+#: Shapes for every kernel with wide accesses.
 _WIDE: tuple[dict[str, Any], ...] = (_ROW, {**_ROW, **_VLLM}, _COLUMN, _BOTH, {**_BOTH, **_COMPACT},
                                      _COLUMN_AS_IS, _AS_IS, {**_ROW, **_SQUARE}, {**_COLUMN, **_SQUARE},
                                      {**_BOTH, **_SQUARE})
-#: Short blocks, one and several warp tiles, tails of every tile, empty, batches.
+#: Shapes with short blocks, one and several warp tiles, tails of every tile, empty ones, batches.
 _SHAPES: tuple[tuple[int, ...], ...] = (
     (1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (3, 37), (128, 128), (130, 257), (260, 132), (129, 64), (1, 640),
     (640, 1), (48, 1100),
@@ -39,7 +39,7 @@ def _cases() -> Iterator[Case]:
              **options: Any) -> Case:
         return Case("quantize_block", dtype, shape, values, layout, options)
 
-    # First, for whoever takes only a few: every kind of kernel, on a few blocks.
+    # The first cases launch every kind of kernel on a few blocks, for callers that take only a few cases.
     for options in _WIDE:
         yield case(bfloat16, (288, 136), "normal", **options)
     yield case(bfloat16, (37, 256), "normal", **_ROW)
@@ -70,7 +70,12 @@ def _cases() -> Iterator[Case]:
         yield case(bfloat16, (144, 132), "normal", "strided", **_AS_IS, block=block, dtype=float8_e5m2)
         if 1 in block:
             yield case(bfloat16, MATRIX, "normal", **_BOTH, block=block, scale_layout="deepgemm_sm90")
-    # Rows of whole blocks: eight blocks below one another or behind one another, and parts of so many.
+    yield from _row_and_column_cases(case)
+
+
+def _row_and_column_cases(case: Callable[..., Case]) -> Iterator[Case]:
+    """Cases of blocks along rows alone, of whole rows and columns, and of other memory orders."""
+    # Rows of whole blocks: a warp has eight blocks down or across, or fewer.
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
         for options in (_ROW, {**_ROW, **_VLLM}):
             yield case(dtype, (21, 384), "edges", dtype=to, **options)
@@ -86,17 +91,18 @@ def _cases() -> Iterator[Case]:
         yield case(dtype, (21, 384), "normal", "offset", **_ROW)
     for options in _WIDE:
         yield case(bfloat16, (160, 144), "normal", "strided", **options)
-    # Whole lines that are divided: all of a block quickly, in several steps; and not.
+    # Whole rows and columns that are divided: with the quick division in one and several steps, and without
+    # it.
     for dtype, to, direction in product((bfloat16, float32), FP8_DTYPES, (_BOTH, _AS_IS)):
         yield case(dtype, (67, 1101), "normal", dtype=to, **direction, **_LINES, **_VLLM)
         yield case(dtype, (300, 21), "bits", dtype=to, **direction, **_LINES, **_VLLM)
-    # And squares: quickly, and not.
+    # Squares with the quick division and without it.
     for values, direction in product(("normal", "bits"), (_ROW, _COLUMN, _BOTH, _AS_IS)):
         yield case(bfloat16, (133, 259), values, **direction, **_SQUARE, **_VLLM)
 
 
 register(
-    Op("quantize_block", blocks.quantize_block, reference.quantize_block, _inputs, _cases,
-       "FP8 in blocks of 128×128, 1×128, 128×1, … with f32 scales, as six libraries define it",
-       programs=(blocks.variants,)),
+    Registration("quantize_block", blocks.quantize_block, reference.quantize_block, _inputs, _cases,
+                 "FP8 in blocks of 128×128, 1×128, 128×1, … with f32 scales, as six libraries define it",
+                 programs=(blocks.variants,)),
 )

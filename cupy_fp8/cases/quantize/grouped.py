@@ -1,5 +1,5 @@
-"""Cases of groups quantised as tensors of their own. A case's shape is x's; its options say how it is divided
-(see cases.groups), and how many rows are left over (`spare`)."""
+"""Cases of groups quantised as tensors of their own. A case's shape is x's. Its options say how it is divided
+(see cases.moe.pad), and how many rows belong to no group (`spare`)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ...ops.quantize import grouped
 from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from ..base import DIRECTIONS, Case, poison, source
 from ..moe.pad import sizes
-from ..registry import Op, register
+from ..registry import Registration, register
 
-#: Row-wise, column-wise, and both.
+#: The directions: row-wise, column-wise, and both.
 _DIRECTIONS: tuple[dict[str, bool], ...] = ({}, {"rowwise": False, "columnwise": True}, {"columnwise": True})
 
 
@@ -45,7 +45,7 @@ def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _in_blocks(options: dict[str, Any]) -> Any:
-    """What makes the recipe of blocks that the options name, if they do; its options leave them."""
+    """The class of the recipe in blocks that the options name, or None. Its options are taken out of them."""
     family = options.pop("family", None)
     if family is None:
         return None
@@ -56,8 +56,8 @@ def _in_blocks(options: dict[str, Any]) -> Any:
 
 def _group_quantize(x: Array, splits: Array, recipe: Any, *, amax: Array | None = None,
                     offsets: Array | None = None, out: Grouped | None = None, **options: Any) -> Grouped:
-    """A result belongs to its own splits and offsets: those given are copied there. (With `align` its splits
-    are written.)"""
+    """Calls the op. A result belongs to its own splits and offsets, so those given are copied there. (With
+    `align` the op writes its splits.)"""
     if out is not None and options.get("align", 1) > 1:
         poison(out.splits)
     elif out is not None:
@@ -81,7 +81,8 @@ def _cases() -> Iterator[Case]:
              **options: Any) -> Case:
         return Case("group_quantize", dtype, shape, values, layout, options)
 
-    # First, for whoever takes only a few: few tiles, everything that the kernel does; every type.
+    # The first cases have few tiles, every type, and everything that the kernel does, for callers that take
+    # only a few cases.
     yield case(bfloat16, (140, 136), groups=3, **both)
     yield case(bfloat16, (150, 48), groups=3, sizes="aligned", spare=10, **both)
     yield case(float32, (40, 37), groups=2, spare=7, wide=False, **both)
@@ -102,6 +103,15 @@ def _cases() -> Iterator[Case]:
             yield case(source_dtype, (300, columns), values, groups=5, spare=9, dtype=dtype, current=(),
                        **both)
         yield case(source_dtype, (200, 24), groups=6, dtype=dtype, current=(1e-3, True), with_offsets=True)
+    yield from _shape_cases(case)
+    yield from _block_cases(case)
+    yield from _line_cases(case)
+    yield from _padded_cases(case)
+
+
+def _shape_cases(case: Callable[..., Case]) -> Iterator[Case]:
+    """Cases of per-tensor recipes with every kind of shape, division and layout."""
+    both = {"rowwise": True, "columnwise": True}
     for directions in DIRECTIONS[:2]:
         for shape in ((300, 144), (77, 130)):
             yield case(bfloat16, shape, groups=4, spare=5, **directions)
@@ -119,14 +129,12 @@ def _cases() -> Iterator[Case]:
     for layout in ("offset", "strided"):
         for rule in ({}, {"current": ()}):
             yield case(float32, (100, 48), "bits", layout, groups=4, **both, **rule)
-    yield from _block_cases(case)
-    yield from _line_cases(case)
-    yield from _padded_cases(case)
 
 
 def _block_cases(case: Callable[..., Case]) -> Iterator[Case]:
     layouts = {"block": ("gemm_ready", "compact", "deepgemm_sm90"), "mx": ("compact", "swizzled")}
-    # Every program: rows that allow wide accesses and others, transposed rows that allow them in some groups.
+    # These launch every program: some rows allow wide accesses, and some groups allow them for transposed
+    # rows.
     for source_dtype, dtype, options in product(INPUT_DTYPES, (float8_e4m3fn, float8_e5m2), _DIRECTIONS):
         for columns in (264, 133):
             described = {"groups": 4, "dtype": dtype, **options}
@@ -138,14 +146,13 @@ def _block_cases(case: Callable[..., Case]) -> Iterator[Case]:
                        profile="torchao", **described)
             if not options:
                 yield case(source_dtype, (150, columns), "bits", family="block", profile="vllm", **described)
-    # Several tiles of a block of threads, whose columns begin anywhere, at halves of sectors, or at whole
-    # ones.
+    # A block of threads has several tiles, whose columns begin anywhere, at half sectors, or at whole ones.
     for source_dtype, division, options, block in product((bfloat16, float32), ("ragged", "aligned", "even"),
                                                           _DIRECTIONS[1:],
                                                           ((1, 128), (128, 128))):
         yield case(source_dtype, (1344, 36), "bits", groups=2, sizes=division, family="block", block=block,
                    **options)
-    # What is told at run time.
+    # Options that the kernel gets at run time.
     for family, options in product(layouts, _DIRECTIONS):
         for layout in layouts[family]:
             for shape in ((272, 144), (150, 40)):
@@ -159,8 +166,13 @@ def _block_cases(case: Callable[..., Case]) -> Iterator[Case]:
         yield case(bfloat16, (150, 130), "edges", groups=4, spare=9, family="mx", block=(32, 32),
                    scale_layout=layout, mode="floor",
                    **options)
+    yield from _block_shape_cases(case)
+
+
+def _block_shape_cases(case: Callable[..., Case]) -> Iterator[Case]:
+    """Cases of blocks with every kind of shape and division."""
     both = {"columnwise": True}
-    for family in layouts:
+    for family in ("block", "mx"):
         for shape in ((1, 1), (0, 8), (5, 0), (1, 300), (300, 1)):
             for number in (0, 1, 3):
                 yield case(bfloat16, shape, groups=number, spare=shape[0] if number == 0 else 0,
@@ -174,7 +186,7 @@ def _block_cases(case: Callable[..., Case]) -> Iterator[Case]:
 
 
 def _line_cases(case: Callable[..., Case]) -> Iterator[Case]:
-    """Whole rows and columns."""
+    """Cases of whole rows and columns."""
     rows: dict[str, Any] = {"family": "block", "block": (1, None)}
     columns: dict[str, Any] = {"family": "block", "block": (None, 1)}
     for source_dtype, dtype, options in product(INPUT_DTYPES, (float8_e4m3fn, float8_e5m2), _DIRECTIONS):
@@ -191,7 +203,7 @@ def _line_cases(case: Callable[..., Case]) -> Iterator[Case]:
                                         (False, True), (rows, columns)):
         yield case(bfloat16, (70, 40), "edges", groups=3, profile=profile, pow2_scale=pow2, columnwise=True,
                    **block)
-    # Of rows: held by one warp, by two, four and eight of them; longer, shared by blocks.
+    # Rows that one, two, four and eight warps hold, and longer ones, which blocks share.
     for source_dtype, widths in ((float16, (1032, 1027, 3000, 6000, 17_000)),
                                  (float32, (520, 1500, 4100, 9001))):
         for width in widths:
@@ -218,7 +230,7 @@ def _line_cases(case: Callable[..., Case]) -> Iterator[Case]:
 
 
 def _padded_cases(case: Callable[..., Case]) -> Iterator[Case]:
-    # Tiles that x has all rows of, that end in padding, and of padding alone.
+    # Tiles without padding, tiles that end in padding, and tiles of padding alone.
     for source_dtype, columns in product(INPUT_DTYPES, (264, 133)):
         yield case(source_dtype, (300, columns), "bits", groups=4, spare=9, align=256, columnwise=True)
     for columns in (136, 35):
@@ -243,7 +255,7 @@ def _padded_cases(case: Callable[..., Case]) -> Iterator[Case]:
     for options in _DIRECTIONS:
         yield case(bfloat16, (150, 35), "bits", groups=4, family="block", block=(128, 128), profile="vllm",
                    align=16, **options)
-    # Several tiles of a block of threads that end in padding, or are padding alone.
+    # A block of threads has several tiles that end in padding, or are padding alone.
     for block, align in product(((1, 128), (128, 128)), (256, 512)):
         yield case(float32, (300, 36), groups=2, sizes="even", family="block", block=block, align=align,
                    columnwise=True)
@@ -254,12 +266,12 @@ def _padded_cases(case: Callable[..., Case]) -> Iterator[Case]:
             yield case(bfloat16, shape, groups=number, align=16, columnwise=True, **family)
         # The kernel's scan takes more than one round.
         yield case(bfloat16, (200, 16), groups=300, spare=3, align=4, columnwise=True, **family)
-        # Nothing is added.
+        # No padding is added.
         yield case(bfloat16, (64, 16), groups=4, sizes="even", align=16, columnwise=True, **family)
 
 
 register(
-    Op("group_quantize", _group_quantize, _reference, _inputs, _cases,
-       "groups of rows whose sizes are on the device, each quantised as a tensor of its own",
-       programs=(grouped.variants,)),
+    Registration("group_quantize", _group_quantize, _reference, _inputs, _cases,
+                 "groups of rows whose sizes are on the device, each quantised as a tensor of its own",
+                 programs=(grouped.variants,)),
 )

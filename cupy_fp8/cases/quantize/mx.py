@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ... import reference
 from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
 from ...ops.quantize import mx
-from ...recipes import MX_MODES, MX_PROFILES, MX_SCALE_LAYOUTS
+from ...options import MX_MODES, MX_PROFILES, MX_SCALE_LAYOUTS
 from ..base import DIRECTIONS, MATRIX, Case, source
-from ..registry import Op, register
+from ..registry import Registration, register
 
 MX_DIRECTIONS = (*({**d, "transposed": False} for d in DIRECTIONS[:3]),
                  *({**d, "transposed": True} for d in DIRECTIONS[1:3]))
 _SQUARE = {"block": (32, 32)}
-#: Short blocks, one and several warp tiles, rows for wide accesses and rows for none, tails of the swizzled
-#: layout's tiles, empty, batches.
+#: Shapes with short blocks, one and several warp tiles, rows with and without wide accesses, tails of the
+#: swizzled layout's tiles, empty ones, batches.
 _SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (3, 37), (31, 33), (32, 32), (33, 31), (64, 96),
            (128, 128), (130, 257), (144, 264),
            (160, 132), (260, 128), (129, 64), (1, 640), (640, 1), (2, 40, 64), (3, 0, 4), (2, 133, 144),
@@ -32,7 +32,7 @@ def _cases() -> Iterator[Case]:
              **options: Any) -> Case:
         return Case("quantize_mx", dtype, shape, values, layout, options)
 
-    # First, for whoever takes only a few: every kind of kernel, on a few blocks.
+    # The first cases launch every kind of kernel on a few blocks, for callers that take only a few cases.
     swizzled = {"scale_layout": "swizzled"}
     for directions in MX_DIRECTIONS:
         yield case(bfloat16, (288, 128), "normal", **swizzled, **directions)
@@ -40,8 +40,8 @@ def _cases() -> Iterator[Case]:
     yield case(bfloat16, (133, 259), "normal", **swizzled, **MX_DIRECTIONS[4])
     yield case(bfloat16, (133, 259), "normal", "strided", **_SQUARE, **MX_DIRECTIONS[4])
     for directions in MX_DIRECTIONS:
-        # Fast paths (rows of whole blocks, whole warp tiles), in both memory orders, and the path for any
-        # shape.
+        # Programs for wide accesses (rows of whole blocks, whole warp tiles), in both memory orders, and the
+        # program for any shape.
         for dtype in INPUT_DTYPES:
             for to in FP8_DTYPES:
                 for layout in ("contiguous", "strided"):
@@ -64,6 +64,11 @@ def _cases() -> Iterator[Case]:
                 for layout in ("contiguous", "strided"):
                     yield case(float16, shape, "normal", layout, scale_layout=scale_layout, **_SQUARE,
                                **directions)
+    yield from _rule_cases(case)
+
+
+def _rule_cases(case: Callable[..., Case]) -> Iterator[Case]:
+    """Cases of every mode and profile, and of padded swizzled scales."""
     for mode in MX_MODES:
         for profile in MX_PROFILES:
             for to in FP8_DTYPES:
@@ -72,14 +77,14 @@ def _cases() -> Iterator[Case]:
                 yield case(float32, (64, 64), "edges", dtype=to, mode=mode, profile=profile, columnwise=True)
                 yield case(float32, (64, 64), "edges", dtype=to, mode=mode, profile=profile, columnwise=True,
                            transposed=True, **_SQUARE)
-    # Quantised along rows: padding of the swizzled layout below and beside, in one matrix and in several.
+    # Row-wise results whose swizzled scales have padding below and beside, in one matrix and in several.
     for shape in ((127, 96), (129, 96), (300, 160), (256, 128), (3, 130, 32), (2, 256, 64)):
         yield case(bfloat16, shape, "normal", dtype=float8_e5m2, scale_layout="swizzled")
         yield case(float32, shape, "normal", dtype=float8_e4m3fn, scale_layout="swizzled")
 
 
 register(
-    Op("quantize_mx", mx.quantize_mx, reference.quantize_mx, _inputs, _cases,
-       "MXFP8: blocks of 32 with E8M0 scales, compact or swizzled",
-       programs=(mx.variants,)),
+    Registration("quantize_mx", mx.quantize_mx, reference.quantize_mx, _inputs, _cases,
+                 "MXFP8: blocks of 32 with E8M0 scales, compact or swizzled",
+                 programs=(mx.variants,)),
 )

@@ -1,6 +1,5 @@
-"""Cases of SwiGLU with quantisation. A case's shape is that of x, [M, 2 H]; its options `probs` and `bias`
-say which values these have (a number: each is that number), `experts` how many of them have biases of
-their own."""
+"""Cases of SwiGLU with quantisation. A case's shape is x's, [M, 2 H]. Its options `probs` and `bias` name
+their values (a number: all are that number), and `experts` is how many experts have biases of their own."""
 
 from __future__ import annotations
 
@@ -13,24 +12,15 @@ import numpy as np
 from ... import reference
 from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
 from ...ops.quantize import bias_gradient, swiglu
-from ...recipes import (
-    BLOCK_PROFILES,
-    BLOCK_SCALE_LAYOUTS,
-    MX_MODES,
-    MX_PROFILES,
-    MX_SCALE_LAYOUTS,
-    BlockScaling,
-    CurrentScaling,
-    DelayedScaling,
-    MXScaling,
-)
+from ...options import BLOCK_PROFILES, BLOCK_SCALE_LAYOUTS, MX_MODES, MX_PROFILES, MX_SCALE_LAYOUTS
+from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from ..base import DIRECTIONS, Case, source, values
-from ..registry import Op, register
+from ..registry import Registration, register
 from ..scales.swizzle import sizes
 
 _BOTH = DIRECTIONS[2]
-#: How many experts have biases of their own: of 133 rows, empty ones among them, one, more than rows, several
-#: rounds of the search; none.
+#: How many experts have biases of their own, for 133 rows. Some are empty; there is one, or more than rows,
+#: or enough for several rounds of the search; or none.
 _EXPERTS = (1, 3, 9, 200, 0)
 _DELAYED: dict[str, Any] = {"recipe": DelayedScaling(), "scale": 0.37, "amax": 0.0}
 _RECIPES: tuple[dict[str, Any], ...] = (
@@ -39,20 +29,22 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
     {}, {"probs": "normal"}, {"bias": "normal"}, {"clamp": 0.75}, {"form": "gpt_oss", "clamp": 7.0},
     {"interleaved": True}, {"form": "gpt_oss", "clamp": 7.0, "interleaved": True, "probs": "edges",
                             "bias": "normal"})
-#: Of x: short rows, one tile and several, with tails of every kind, rows that allow wide accesses and rows
-#: that do not; empty.
+#: Shapes of x: short rows, one tile and several, tails of every kind, rows with and without wide accesses,
+#: empty ones.
 _SHAPES = ((1, 2), (1, 6), (5, 2), (0, 8), (5, 0), (0, 0), (3, 74), (16, 16), (128, 256), (130, 514),
            (144, 272), (129, 264), (1, 1280), (300, 16))
 _ALIGNED = (144, 528)                           # wide accesses, and tails of the tile
 _GPT_OSS = _OPTIONS[-1]
-#: Of gradients wide accesses with halves of whole tiles (paths rows and tiles): rows that end with a patch of
-#: the tile, or within one.
+#: Shapes for gradients with wide accesses, whose halves are whole tiles (paths rows and tiles). Rows end with
+#: a patch of the tile, or within one.
 _HALVES = ((150, 512), (16, 256))
 _SCALES: tuple[Any, ...] = (
     *(BlockScaling(block, scale_layout=layout) for block,
       layout in product(((1, 128), (1, 64), (1, 32)), BLOCK_SCALE_LAYOUTS)),
     *(MXScaling(mode=mode, profile=profile, scale_layout=layout)
       for mode, profile, layout in product(MX_MODES[:1], MX_PROFILES, MX_SCALE_LAYOUTS)))
+#: Options of most cases of gradients.
+_WEIGHTED = {"probs": "normal"}
 
 
 def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -84,7 +76,7 @@ def _in_blocks(to: np.dtype[Any]) -> tuple[BlockScaling | MXScaling, ...]:
 
 
 def _of_experts(case: Callable[..., Case], weighted: dict[str, Any]) -> Iterator[Case]:
-    """Biases of each expert's own, in wide rows and others."""
+    """Cases of experts with biases of their own, for rows with and without wide accesses."""
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
         for how in (DelayedScaling(to), *_in_blocks(to)):
             scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
@@ -101,7 +93,7 @@ def _of_experts(case: Callable[..., Case], weighted: dict[str, Any]) -> Iterator
 
 
 def _backward(*args: Any, out: Any = None, **options: Any) -> Any:
-    """The pair with probs, without them the gradient of x alone: what the checks compare are arrays."""
+    """The pair if there are probs, else the gradient of x alone, since the checks compare arrays."""
     if "probs" in options:
         return swiglu.swiglu_backward_quantize(*args, out=out, **options)
     return swiglu.swiglu_backward_quantize(*args, out=None if out is None else (out, None), **options)[0]
@@ -117,68 +109,77 @@ def _backward_cases() -> Iterator[Case]:
              **options: Any) -> Case:
         return Case("swiglu_backward_quantize", dtype, shape, kind, layout, options)
 
-    weighted = {"probs": "normal"}
-    # First, for whoever takes only a few: every kernel, on a few blocks.
+    # The first cases launch every kernel on a few blocks, for callers that take only a few cases.
     for recipe in _RECIPES:
-        yield case(bfloat16, (50, 512), "normal", **recipe, **weighted, **_BOTH)
-    yield case(bfloat16, (130, 30), "normal", recipe=BlockScaling(profile="vllm"), **weighted, **_BOTH)
+        yield case(bfloat16, (50, 512), "normal", **recipe, **_WEIGHTED, **_BOTH)
+    yield case(bfloat16, (130, 30), "normal", recipe=BlockScaling(profile="vllm"), **_WEIGHTED, **_BOTH)
     yield case(float32, (40, 264), "normal", recipe=MXScaling(scale_layout="swizzled"), **_OPTIONS[-1],
                **_BOTH)
     yield case(bfloat16, (50, 272), "normal", **_DELAYED, **_GPT_OSS, **_BOTH, experts=3)
     for recipe in _RECIPES:
-        yield case(bfloat16, (144, 208), "normal", **recipe, **weighted, **_BOTH)
+        yield case(bfloat16, (144, 208), "normal", **recipe, **_WEIGHTED, **_BOTH)
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
         for kind, shape, weights in (("bits", _ALIGNED, {}), ("edges", (67, 202), {}),
-                                     ("bits", _HALVES[0], weighted), ("edges", _HALVES[1], {})):
+                                     ("bits", _HALVES[0], _WEIGHTED), ("edges", _HALVES[1], {})):
             for how in (DelayedScaling(to), CurrentScaling(to, 1e-3, True), *_in_blocks(to)):
                 scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
                 yield case(dtype, shape, kind, recipe=how, **scale, **weights, **_BOTH)
-        # row-wise alone: programs of their own
+        # Row-wise results alone have programs of their own.
         for how in _in_blocks(to):
-            yield case(dtype, _HALVES[0], "edges", recipe=how, **weighted)
+            yield case(dtype, _HALVES[0], "edges", recipe=how, **_WEIGHTED)
     for i, (dtype, options) in enumerate(product(INPUT_DTYPES, _OPTIONS)):          # recipes take turns
         yield case(dtype, (24, 80), "edges", **_RECIPES[i % 4], **options)
         yield case(dtype, (37, 54), "normal", **_RECIPES[(i + 1) % 4], **options, **_BOTH)
-        yield case(dtype, (20, 528), "normal", **_RECIPES[(i + 2) % 4], **{**weighted, **options})
+        yield case(dtype, (20, 528), "normal", **_RECIPES[(i + 2) % 4], **{**_WEIGHTED, **options})
+    yield from _backward_shape_cases(case)
+    yield from _backward_scale_cases(case)
+
+
+def _backward_shape_cases(case: Callable[..., Case]) -> Iterator[Case]:
+    """Cases of every direction, shape and combination of options."""
     for recipe in _RECIPES:
         for directions in DIRECTIONS[:3]:
-            yield case(bfloat16, _ALIGNED, "normal", **recipe, **weighted, **directions)
-        yield case(float16, (48, 64), "normal", "offset", **recipe, **weighted, **_BOTH)
+            yield case(bfloat16, _ALIGNED, "normal", **recipe, **_WEIGHTED, **directions)
+        yield case(float16, (48, 64), "normal", "offset", **recipe, **_WEIGHTED, **_BOTH)
     for i, shape in enumerate(_SHAPES):
-        yield case(bfloat16, shape, "normal", **_RECIPES[i % 4], **weighted, **_BOTH)
-        yield case(bfloat16, shape, "normal", **_RECIPES[(i + 1) % 4], **weighted, interleaved=True, **_BOTH)
+        yield case(bfloat16, shape, "normal", **_RECIPES[i % 4], **_WEIGHTED, **_BOTH)
+        yield case(bfloat16, shape, "normal", **_RECIPES[(i + 1) % 4], **_WEIGHTED, interleaved=True, **_BOTH)
     for recipe in _RECIPES:
         for directions in DIRECTIONS[:3]:
             for kind in ("normal", "edges"):
                 yield case(bfloat16, _HALVES[0], "normal", **recipe, probs=kind, **directions)
             yield case(bfloat16, _HALVES[0], "normal", **recipe, **directions)
-        yield case(float32, (21, 768), "normal", **recipe, **weighted)
+        yield case(float32, (21, 768), "normal", **recipe, **_WEIGHTED)
         for options in _OPTIONS[2:]:
             yield case(bfloat16, _HALVES[1], "normal", **recipe, **options, **_BOTH)
             for directions in DIRECTIONS[:2]:                                       # halves of no whole tiles
-                yield case(bfloat16, (133, 2 * 200), "normal", **recipe, **{**weighted, **options},
+                yield case(bfloat16, (133, 2 * 200), "normal", **recipe, **{**_WEIGHTED, **options},
                            **directions)
+
+
+def _backward_scale_cases(case: Callable[..., Case]) -> Iterator[Case]:
+    """Cases of tiles that da and db share, wide rows with all options, experts, and sums of many tiles."""
     for scaling in _SCALES:
         yield case(bfloat16, (133, 256), "normal", recipe=scaling, **_BOTH)
-        yield case(bfloat16, (37, 512), recipe=scaling, **weighted)
-        # da ends, and db starts, within a tile
+        yield case(bfloat16, (37, 512), recipe=scaling, **_WEIGHTED)
+        # da ends, and db starts, within a tile.
         for half in (160, 192, 224):
-            yield case(bfloat16, (133, 2 * half), "normal", recipe=scaling, **weighted, **_BOTH)
+            yield case(bfloat16, (133, 2 * half), "normal", recipe=scaling, **_WEIGHTED, **_BOTH)
         yield case(bfloat16, (133, 2 * 200), "normal", recipe=scaling, **_GPT_OSS, **_BOTH)
-        # the second tile is absent
+        # The second tile does not exist.
         yield case(bfloat16, (133, 2 * 72), "edges", recipe=scaling, interleaved=True, **_BOTH)
-    # wide rows with all options at once
+    # Wide rows with all options at once.
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
         for how in (DelayedScaling(to), *_in_blocks(to)):
             scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
             yield case(dtype, (130, 2 * 136), "edges", recipe=how, **scale, **_GPT_OSS, **_BOTH)
-    yield from _of_experts(case, weighted)
-    # rows past the end repeat this one, times 0
+    yield from _of_experts(case, _WEIGHTED)
+    # Rows past the end repeat this one, times 0.
     for dtype, how in product(INPUT_DTYPES, _RECIPES[:2]):
         yield case(dtype, (1, 512), "normal", **how, probs=0.25, **_BOTH)
     for interleaved in (False, True):                                               # sums of many tiles
-        yield case(bfloat16, (3, 2 * 3000), "normal", **_DELAYED, **weighted, interleaved=interleaved)
-        yield case(bfloat16, (9, 2 * 3072), "normal", **_DELAYED, **weighted, interleaved=interleaved)
+        yield case(bfloat16, (3, 2 * 3000), "normal", **_DELAYED, **_WEIGHTED, interleaved=interleaved)
+        yield case(bfloat16, (9, 2 * 3072), "normal", **_DELAYED, **_WEIGHTED, interleaved=interleaved)
 
 
 def _cases() -> Iterator[Case]:
@@ -186,7 +187,7 @@ def _cases() -> Iterator[Case]:
              **options: Any) -> Case:
         return Case("swiglu_quantize", dtype, shape, kind, layout, options)
 
-    # First, for whoever takes only a few: every kernel, on a few blocks.
+    # The first cases launch every kernel on a few blocks, for callers that take only a few cases.
     for recipe in _RECIPES:
         yield case(bfloat16, (144, 208), "normal", **recipe, **_BOTH)
     yield case(bfloat16, (130, 30), "normal", recipe=BlockScaling(profile="vllm"), probs="normal", **_BOTH)
@@ -198,7 +199,7 @@ def _cases() -> Iterator[Case]:
             for how in (DelayedScaling(to), CurrentScaling(to, 1e-3, True), *_in_blocks(to)):
                 scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
                 yield case(dtype, shape, kind, recipe=how, **scale, **_BOTH)
-        # row-wise alone: programs of their own
+        # Row-wise results alone have programs of their own.
         for how in (DelayedScaling(to), *_in_blocks(to)):
             scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
             yield case(dtype, (133, 272), "edges", recipe=how, probs="normal", **scale)
@@ -216,6 +217,11 @@ def _cases() -> Iterator[Case]:
                 yield case(float16, (48, 64), "normal", layout, **recipe, **directions)
         for shape in _SHAPES:
             yield case(bfloat16, shape, "normal", **recipe, **_BOTH)
+    yield from _option_cases(case)
+
+
+def _option_cases(case: Callable[..., Case]) -> Iterator[Case]:
+    """Cases of every profile, mode and layout, wide rows with all options, and experts."""
     for profile, pow2, block in product(BLOCK_PROFILES, (False, True), ((1, 128), (1, 64), (1, 32))):
         blocks = BlockScaling(block, float8_e5m2 if pow2 else float8_e4m3fn, profile=profile, pow2_scale=pow2)
         yield case(float32, (40, 400), "edges", recipe=blocks, **_BOTH)
@@ -223,7 +229,7 @@ def _cases() -> Iterator[Case]:
     for block, layout in product(((1, 128), (1, 64), (1, 32)), BLOCK_SCALE_LAYOUTS):
         for shape in (_ALIGNED, (133, 290)):
             yield case(bfloat16, shape, "normal", recipe=BlockScaling(block, scale_layout=layout), **_BOTH)
-    # wide rows with all options at once
+    # Wide rows with all options at once.
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
         for how in (DelayedScaling(to), *_in_blocks(to)):
             scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
@@ -234,7 +240,7 @@ def _cases() -> Iterator[Case]:
     for scaling in _SCALES:
         yield case(bfloat16, (133, 272), "normal", recipe=scaling, **_GPT_OSS, **_BOTH)
     yield from _of_experts(case, {"probs": "edges"})
-    # rows past the end repeat this one, times 0
+    # Rows past the end repeat this one, times 0.
     for dtype, how in product(INPUT_DTYPES, _RECIPES[:2]):
         yield case(dtype, (1, 272), "normal", **how, probs=0.25)
     # Rows past the end, whose weight is 1, have a larger amax, of biases alone.
@@ -252,10 +258,11 @@ def _cases() -> Iterator[Case]:
 
 
 register(
-    Op("swiglu_quantize", swiglu.swiglu_quantize, reference.swiglu_quantize, _inputs, _cases,
-       "SwiGLU with weights, biases and clamp, quantised without a rounding in between",
-       programs=(swiglu.variants,)),
-    Op("swiglu_backward_quantize", _backward, _backward_reference, _backward_inputs, _backward_cases,
-       "the gradients of SwiGLU's input, quantised, and of its weights",
-       programs=(swiglu.variants, bias_gradient.variants)),
+    Registration("swiglu_quantize", swiglu.swiglu_quantize, reference.swiglu_quantize, _inputs, _cases,
+                 "SwiGLU with weights, biases and clamp, quantised without a rounding in between",
+                 programs=(swiglu.variants,)),
+    Registration("swiglu_backward_quantize", _backward, _backward_reference, _backward_inputs,
+                 _backward_cases,
+                 "the gradients of SwiGLU's input, quantised, and of its weights",
+                 programs=(swiglu.variants, bias_gradient.variants)),
 )

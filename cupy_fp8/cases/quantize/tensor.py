@@ -24,7 +24,7 @@ from ...ops.convert import astype
 from ...ops.quantize import bias_gradient, tensor, tensor_current
 from ...ops.scales import amax, scale
 from ..base import ALIGNED_MATRIX, DIRECTIONS, MATRIX, SHAPES, Case, source, values
-from ..registry import Op, register
+from ..registry import Registration, register
 
 _SCALES = (1.0, 0.37, 2.0**-130, 0.0, 3e38, float("inf"), float("nan"), -2.0)
 
@@ -38,55 +38,68 @@ def _quantize_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _quantize_cases() -> Iterator[Case]:
-    def fits(shape: tuple[int, ...], directions: dict[str, Any]) -> bool:
-        return len(shape) >= 2 or not directions["columnwise"]
-
     for directions in DIRECTIONS:
-        for dtype in INPUT_DTYPES:
-            for to in FP8_DTYPES:
-                for kind in ("bits", "edges", "normal"):
-                    yield Case("quantize_tensor", dtype, MATRIX, kind,
-                               options={"dtype": to, "amax": 0.0, **directions})
-                yield Case("quantize_tensor", dtype, ALIGNED_MATRIX,
-                           options={"dtype": to, "amax": 0.0, **directions})
-        for shape in SHAPES:
-            if fits(shape, directions):
-                yield Case("quantize_tensor", bfloat16, shape, options={"amax": -1.0, **directions})
-                yield Case("quantize_tensor", float32, shape, "normal", options=directions)
-        for layout in ("offset", "strided"):
-            for dtype in INPUT_DTYPES:
-                yield Case("quantize_tensor", dtype, (72, 96), "bits", layout,
-                           options={"amax": 0.0, **directions})
-        for value in _SCALES:
-            yield Case("quantize_tensor", float32, (24, 40), options={"scale": value, "dtype": float8_e5m2,
-                                                                      **directions})
-        for dtype in INPUT_DTYPES:
-            for kind in ("bits", "edges", "normal"):
-                yield Case("quantize_tensor", dtype, MATRIX, kind,
-                           options={"scale": None, "amax": 0.0, **directions})
-            yield Case("quantize_tensor", dtype, ALIGNED_MATRIX, "normal",
-                       options={"scale": None, "dtype": float8_e5m2, "pow2_scale": True, "eps": 1e3,
-                                **directions})
-        for shape in SHAPES:
-            if fits(shape, directions):
-                yield Case("quantize_tensor", bfloat16, shape, "normal",
-                           options={"scale": None, "pow2_scale": True, **directions})
-        for dtype in INPUT_DTYPES:
-            for shape in (MATRIX, ALIGNED_MATRIX, (130, 264)):
-                for to in FP8_DTYPES:
-                    yield Case("quantize_tensor", dtype, shape, "bits",
-                               options={"dtype": to, "dbias": True, "amax": 0.0, **directions})
-                yield Case("quantize_tensor", dtype, shape, "normal", options={"dbias": True, **directions})
-            yield Case("quantize_tensor", dtype, (300, 96), "normal", "offset",
-                       {"dbias": True, "scale": None, **directions})
-        for shape in SHAPES:
-            if len(shape) >= 2:
-                yield Case("quantize_tensor", bfloat16, shape, "normal",
-                           options={"dbias": True, **directions})
-    # more tiles than are summed at once
+        yield from _given_scale_cases(directions)
+        yield from _current_cases(directions)
+        yield from _dbias_cases(directions)
+    # More tiles than a launch sums at once.
     yield Case("quantize_tensor", bfloat16, (33000, 3), "normal", options={"dbias": True})
     for start in (-1.0, float("inf"), float("nan"), 2.0**-149):
         yield Case("quantize_tensor", float32, (9, 11), "normal", options={"amax": start})
+
+
+def _given_scale_cases(directions: dict[str, Any]) -> Iterator[Case]:
+    for dtype in INPUT_DTYPES:
+        for to in FP8_DTYPES:
+            for kind in ("bits", "edges", "normal"):
+                yield Case("quantize_tensor", dtype, MATRIX, kind,
+                           options={"dtype": to, "amax": 0.0, **directions})
+            yield Case("quantize_tensor", dtype, ALIGNED_MATRIX,
+                       options={"dtype": to, "amax": 0.0, **directions})
+    for shape in SHAPES:
+        if _fits(shape, directions):
+            yield Case("quantize_tensor", bfloat16, shape, options={"amax": -1.0, **directions})
+            yield Case("quantize_tensor", float32, shape, "normal", options=directions)
+    for layout in ("offset", "strided"):
+        for dtype in INPUT_DTYPES:
+            yield Case("quantize_tensor", dtype, (72, 96), "bits", layout,
+                       options={"amax": 0.0, **directions})
+    for value in _SCALES:
+        yield Case("quantize_tensor", float32, (24, 40), options={"scale": value, "dtype": float8_e5m2,
+                                                                  **directions})
+
+
+def _current_cases(directions: dict[str, Any]) -> Iterator[Case]:
+    for dtype in INPUT_DTYPES:
+        for kind in ("bits", "edges", "normal"):
+            yield Case("quantize_tensor", dtype, MATRIX, kind,
+                       options={"scale": None, "amax": 0.0, **directions})
+        yield Case("quantize_tensor", dtype, ALIGNED_MATRIX, "normal",
+                   options={"scale": None, "dtype": float8_e5m2, "pow2_scale": True, "eps": 1e3,
+                            **directions})
+    for shape in SHAPES:
+        if _fits(shape, directions):
+            yield Case("quantize_tensor", bfloat16, shape, "normal",
+                       options={"scale": None, "pow2_scale": True, **directions})
+
+
+def _dbias_cases(directions: dict[str, Any]) -> Iterator[Case]:
+    for dtype in INPUT_DTYPES:
+        for matrix in (MATRIX, ALIGNED_MATRIX, (130, 264)):
+            for to in FP8_DTYPES:
+                yield Case("quantize_tensor", dtype, matrix, "bits",
+                           options={"dtype": to, "dbias": True, "amax": 0.0, **directions})
+            yield Case("quantize_tensor", dtype, matrix, "normal", options={"dbias": True, **directions})
+        yield Case("quantize_tensor", dtype, (300, 96), "normal", "offset",
+                   {"dbias": True, "scale": None, **directions})
+    for shape in SHAPES:
+        if len(shape) >= 2:
+            yield Case("quantize_tensor", bfloat16, shape, "normal",
+                       options={"dbias": True, **directions})
+
+
+def _fits(shape: tuple[int, ...], directions: dict[str, Any]) -> bool:
+    return len(shape) >= 2 or not directions["columnwise"]
 
 
 def _cast_transpose_cases() -> Iterator[Case]:
@@ -144,7 +157,8 @@ def _compute_scale_cases() -> Iterator[Case]:
         for pow2 in (False, True):
             for kind in ("bits", "edges", "normal"):
                 yield Case("compute_scale", float32, MATRIX, kind, options={"dtype": to, "pow2_scale": pow2})
-            # Margins that make large scales overflow; small ones subnormal, or 0; target itself Inf or 0.
+            # Margins that make large scales overflow, small ones subnormal or 0, and the target itself Inf or
+            # 0.
             for margin in (1, -3, -130, 12, 140, 1 << 40):
                 yield Case("compute_scale", float32, (9, 64), "edges",
                            options={"dtype": to, "pow2_scale": pow2, "margin": margin})
@@ -179,8 +193,8 @@ def _update_cases() -> Iterator[Case]:
                 for length in (1, 2, 3, 19):
                     yield Case("update_delayed_scaling", float32, (length, 131), kind,
                                options={**e4m3, "algo": algo, "amax": reduced})
-    # One round of loads and several, runs of one row and of many, every number of columns in a block; tails
-    # of each.
+    # One round of loads and several, row segments of one row and of many, every number of columns in a block,
+    # and tails of each.
     for shape in ((1, 1), (2, 1), (16, 512), (1024, 1), (1025, 2), (513, 3), (700, 5), (1030, 17), (6000, 1),
                   (9001, 3), (300, 70),
                   (16, 0)):
@@ -192,28 +206,29 @@ def _update_cases() -> Iterator[Case]:
 
 
 register(
-    Op("quantize_tensor", tensor.quantize_tensor, reference.quantize_tensor, _quantize_inputs,
-       _quantize_cases,
-       "per-tensor FP8 with a given scale or that of its own amax; also writes amax and dbias",
-       programs=(tensor.variants, tensor_current.variants, bias_gradient.variants, amax.variants)),
-    Op("cast_transpose", tensor.cast_transpose, reference.cast_transpose, _quantize_inputs,
-       _cast_transpose_cases,
-       "`quantize_tensor` row-wise and column-wise from a single read of x",
-       programs=(tensor.variants, tensor_current.variants, bias_gradient.variants, amax.variants)),
-    Op("astype", astype.astype, reference.astype, _array_inputs, _astype_cases,
-       "conversion between float32, float16, bfloat16, E4M3, E5M2 and E8M0",
-       programs=(astype.variants,)),
-    Op("transpose", astype.transpose, reference.transpose, _array_inputs, _transpose_cases,
-       "the last two axes of FP8 or E8M0 data swapped, byte for byte",
-       programs=(astype.variants,)),
-    Op("compute_amax", amax.compute_amax, reference.compute_amax, _array_inputs, _amax_cases,
-       "the largest magnitude, in one launch",
-       programs=(amax.variants,)),
-    Op("compute_scale", scale.compute_scale, reference.compute_scale, _array_inputs, _compute_scale_cases,
-       "the scale that brings an amax to the format's maximum: margin, eps, powers of two",
-       programs=(scale.variants,)),
-    Op("update_delayed_scaling", scale.update_delayed_scaling, reference.update_delayed_scaling,
-       _update_inputs, _update_cases,
-       "n amax histories roll and give n scales, in place, in one launch",
-       programs=(scale.variants,), updates=("history", "scale")),
+    Registration("quantize_tensor", tensor.quantize_tensor, reference.quantize_tensor, _quantize_inputs,
+                 _quantize_cases,
+                 "per-tensor FP8 with a given scale or that of its own amax; also writes amax and dbias",
+                 programs=(tensor.variants, tensor_current.variants, bias_gradient.variants, amax.variants)),
+    Registration("cast_transpose", tensor.cast_transpose, reference.cast_transpose, _quantize_inputs,
+                 _cast_transpose_cases,
+                 "`quantize_tensor` row-wise and column-wise from a single read of x",
+                 programs=(tensor.variants, tensor_current.variants, bias_gradient.variants, amax.variants)),
+    Registration("astype", astype.astype, reference.astype, _array_inputs, _astype_cases,
+                 "conversion between float32, float16, bfloat16, E4M3, E5M2 and E8M0",
+                 programs=(astype.variants,)),
+    Registration("transpose", astype.transpose, reference.transpose, _array_inputs, _transpose_cases,
+                 "the last two axes of FP8 or E8M0 data swapped, byte for byte",
+                 programs=(astype.variants,)),
+    Registration("compute_amax", amax.compute_amax, reference.compute_amax, _array_inputs, _amax_cases,
+                 "the largest magnitude, in one launch",
+                 programs=(amax.variants,)),
+    Registration("compute_scale", scale.compute_scale, reference.compute_scale, _array_inputs,
+                 _compute_scale_cases,
+                 "the scale that brings an amax to the format's maximum: margin, eps, powers of two",
+                 programs=(scale.variants,)),
+    Registration("update_delayed_scaling", scale.update_delayed_scaling, reference.update_delayed_scaling,
+                 _update_inputs, _update_cases,
+                 "n amax histories roll and give n scales, in place, in one launch",
+                 programs=(scale.variants,), updates=("history", "scale")),
 )

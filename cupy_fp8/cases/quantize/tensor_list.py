@@ -1,4 +1,4 @@
-"""Cases of groups of arrays. A case's shape is how many there are; its option `group` names their shapes
+"""Cases of tensor lists. A case's shape is how many arrays there are. Its option `group` names their shapes
 (GROUPS)."""
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e5m2, float32
 from ...ops.quantize import blocks, grouped_blocks, mx, tensor_list
 from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from ..base import Case, values
-from ..registry import Op, register
+from ..registry import Registration, register
 
-#: A few blocks of threads; and where rows allow chunked access; whole patches only; tails of every tile, and
-#: every alignment; empty; many; of one shape, with several blocks each; as many as fit into a launch's
-#: arguments.
+#: Lists with a few blocks of threads, also with chunked access; with whole patches only; with tails of every
+#: tile and every alignment; empty; with many arrays; with arrays of one shape and several blocks each; with
+#: as many as fit into a launch's arguments.
 GROUPS: dict[str, tuple[tuple[int, int], ...]] = {
     "few": ((130, 16), (0, 5), (9, 5)),
     "fits": ((130, 136), (0, 8), (1, 8), (400, 16)),
@@ -30,7 +30,7 @@ GROUPS: dict[str, tuple[tuple[int, int], ...]] = {
     "alike": ((144, 24),) * 9,
     "eight": (*((9, 24),) * 7, (130, 24)),
 }
-#: Of matrices and batches of them, for recipes that take both: rows that allow wide accesses, or not.
+#: Lists of matrices and batches, for recipes that take both, with and without wide accesses.
 BATCHES: dict[str, tuple[tuple[int, ...], ...]] = {
     "batches": ((3, 5, 9), (130, 150), (2, 33, 72), (2, 0, 7)),
     "wide": ((2, 144, 136), (16, 264), (3, 7, 4), (0, 8)),
@@ -40,8 +40,8 @@ _DIRECTIONS = ((True, False), (False, True), (True, True))
 
 
 def arrays(case: Case) -> list[np.ndarray]:
-    """The case's group: 'offset' starts one element into its buffer, 'strided' is a transposed view, every
-    second one."""
+    """The arrays of the case's group. Every second one starts one element into its buffer ('offset') or is a
+    transposed view ('strided')."""
     found = []
     for i, shape in enumerate(_shapes(case.options["group"])):
         x = values(case.values, shape, case.dtype, i)
@@ -90,7 +90,7 @@ def _case(op: str, dtype: np.dtype[Any], group: str, values: str = "bits", layou
 
 
 def _cast_cases() -> Iterator[Case]:
-    # First, for whoever takes only a few: groups of a few blocks of threads.
+    # The first cases are lists with a few blocks of threads, for callers that take only a few cases.
     for dtype in (bfloat16, float32):
         yield _case("multi_cast_transpose", dtype, "few", "normal", amax=0.0)
     for group in ("one", "empty", "none"):
@@ -144,10 +144,10 @@ def _quantize_cases() -> Iterator[Case]:
 
 
 register(
-    Op("multi_cast_transpose", _cast, _cast_reference, _inputs, _cast_cases,
-       "`cast_transpose` of any number of matrices of any shapes, in one launch",
-       programs=(tensor_list.variants,)),
-    Op("multi_quantize", _quantize, _quantize_reference, _inputs, _quantize_cases,
-       "any recipe for any number of arrays of any shapes, in one or two launches",
-       programs=(tensor_list.variants, grouped_blocks.variants, blocks.variants, mx.variants)),
+    Registration("multi_cast_transpose", _cast, _cast_reference, _inputs, _cast_cases,
+                 "`cast_transpose` of any number of matrices of any shapes, in one launch",
+                 programs=(tensor_list.variants,)),
+    Registration("multi_quantize", _quantize, _quantize_reference, _inputs, _quantize_cases,
+                 "any recipe for any number of arrays of any shapes, in one or two launches",
+                 programs=(tensor_list.variants, grouped_blocks.variants, blocks.variants, mx.variants)),
 )

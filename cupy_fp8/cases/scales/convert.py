@@ -1,4 +1,5 @@
-"""Cases of convert_scales. A case's shape is that of the data, its dtype that of the scales before."""
+"""Cases of convert_scales. A case's shape is the data's, and its dtype is the scales' before the
+conversion."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from ...formats import float8_e8m0fnu, float32, int32
 from ...layouts import SCALE_DTYPES, scale_dtype, scale_shape
 from ...ops.scales import convert, swizzle
 from ..base import MATRIX, Case, values
-from ..registry import Op, register
+from ..registry import Registration, register
 
 _ROW, _COLUMN, _SQUARE = (1, 128), (128, 1), (128, 128)
 _SHAPES = ((1, 1), (5, 300), (0, 5), (5, 0), (0, 0), (31, 1000), (33, 129), (4, 640), (127, 4224),
@@ -23,20 +24,20 @@ _SHAPES = ((1, 1), (5, 300), (0, 5), (5, 0), (0, 0), (31, 1000), (33, 129), (4, 
 
 
 def layouts_of(block: tuple[int | None, int | None]) -> tuple[str, ...]:
-    """That scales of such blocks can have."""
+    """The layouts that scales of such blocks can have."""
     return tuple(SCALE_DTYPES) if 1 in block else ("compact", "gemm_ready", "deepgemm_sm100")
 
 
 def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Scales of any bits, padding too; f32 ones that are to become E8M0 are powers of two, with a NaN here
-    and there. Compact ones of a 'strided' case are a transposed view."""
+    """Scales and padding have any bits. f32 scales that become E8M0 are powers of two, with some NaN. Compact
+    scales of a 'strided' case are a transposed view."""
     source, target, block = (case.options[name] for name in ("source", "target", "block"))
     stored = scale_shape(case.shape, block, source)
     if case.dtype == int32:
         scales = values("bits", stored, float32).view(int32)
     elif case.dtype == float32 and case.options.get("dtype", scale_dtype(case.dtype, target)) != float32:
         scales = reference.astype(values("bits", stored, float8_e8m0fnu), float32)
-        if source != "compact":                                     # a 3, which E8M0 has not, in the padding
+        if source != "compact":  # padding has a 3, which E8M0 does not have
             used = scale_shape(case.shape, block, "compact")
             scales[..., used[-2] if block[0] == 1 else used[-1]:] = 3
     else:
@@ -57,7 +58,7 @@ def _cases() -> Iterator[Case]:
         return Case("convert_scales", held or SCALE_DTYPES[source][-1], shape, "bits", layout,
                     {"source": source, "target": target, "block": block, **options})
 
-    # Every variant of the kernel first, on a few blocks of threads: f32 or E8M0 to f32 or E8M0.
+    # The first cases launch every variant of the kernel on a few blocks: f32 or E8M0 to f32 or E8M0.
     for source, target in (("gemm_ready", "swizzled"), ("compact", "gemm_ready"),
                            ("swizzled", "deepgemm_sm90"),
                            ("deepgemm_sm100", "swizzled")):
@@ -83,7 +84,7 @@ def _cases() -> Iterator[Case]:
 
 
 register(
-    Op("convert_scales", convert.convert_scales, reference.convert_scales, _inputs, _cases,
-       "scales of blocks from any layout to any other, f32 powers of two and E8M0",
-       programs=(convert.variants, swizzle.variants)),
+    Registration("convert_scales", convert.convert_scales, reference.convert_scales, _inputs, _cases,
+                 "scales of blocks from any layout to any other, f32 powers of two and E8M0",
+                 programs=(convert.variants, swizzle.variants)),
 )

@@ -1,4 +1,4 @@
-"""Cases of the ops that move scales between layouts. A case's shape is that of the compact scales: lines x
+"""Cases of the ops that swizzle and unswizzle. A case's shape is that of the compact scales: lines x
 blocks."""
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from ...formats import float8_e8m0fnu
 from ...ops.scales import swizzle
 from ...results import swap_last
 from ..base import MATRIX, Case, poison, source
-from ..registry import Op, register
+from ..registry import Registration, register
 
 _SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (0, 0), (31, 3), (33, 4), (127, 6), (128, 4), (129, 5),
            (256, 32), (257, 33), (31, 130),
            (1000, 7), (272, 48), (1, 3, 2), (2, 140, 33), (3, 0, 4), (3, 128, 32), (0, 9, 9))
-#: Along the groups' axis, and how many groups: empty ones among them, one group, more groups than lines,
-#: several rounds of the search.
+#: (extent of the groups' axis, groups). Some groups are empty. There is one, or more of them than lines, or
+#: enough for several rounds of the search.
 _GROUPED = ((300, 1), (700, 4), (90, 40), (5, 64), (1500, 300), (0, 3), (0, 0))
 
 
 def _stored(s: np.ndarray, stored: str) -> np.ndarray:
-    """Scales as an op gets them: 'rows' is [lines, blocks]; 'columns' is stored [blocks, lines], and given as
-    a view of that."""
+    """Scales as an op gets them: 'rows' are [lines, blocks]; 'columns' are a view of an array [blocks,
+    lines]."""
     return s if stored == "rows" else np.ascontiguousarray(s.swapaxes(-1, -2))
 
 
@@ -51,8 +51,8 @@ def _unswizzle_reference(s: np.ndarray, *, shape: tuple[int, ...], stored: str =
 
 
 def sizes(total: int, groups: int, axis: int, seed: int = 0) -> np.ndarray:
-    """Sizes of groups that make up `total` lines (axis 0) or blocks (axis 1, in elements), about a third of
-    them empty."""
+    """Sizes of groups that have `total` lines (axis 0) or blocks (axis 1, in elements) together. About a
+    third are 0."""
     rng = np.random.default_rng(seed)
     cuts = np.sort(rng.integers(0, total, max(groups - 1, 0), endpoint=True))
     cuts[rng.random(len(cuts)) < 0.3] = total // 2
@@ -75,7 +75,7 @@ def _swizzle_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _unswizzle_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Whatever is padding is not 0 here: nothing may depend on it."""
+    """Padding is not 0 here, since no result may depend on it."""
     options = _options(case)
     groups = {name: options[name] for name in ("splits", "axis") if name in options}
     filled = np.zeros(case.shape, np.uint8)
@@ -89,7 +89,7 @@ def _unswizzle_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _cases(op: str) -> Iterator[Case]:
-    # Every variant of the kernels first, on a few blocks of threads.
+    # The first cases launch every variant of the kernels on a few blocks.
     for stored, blocks in (("rows", 37), ("columns", 37), ("rows", 36)):
         for grouping in ({}, {"groups": 3, "axis": 0}, {"groups": 3, "axis": 1}):
             yield Case(op, float8_e8m0fnu, (150, blocks), options={"stored": stored, **grouping})
@@ -115,10 +115,10 @@ def _unswizzle_cases() -> Iterator[Case]:
 
 
 register(
-    Op("swizzle_scales", _swizzle, _swizzle_reference, _swizzle_inputs, _swizzle_cases,
-       "E8M0 scales in the 128×4 tiles of block-scaled matrix products; groups too",
-       programs=(swizzle.variants,)),
-    Op("unswizzle_scales", _unswizzle, _unswizzle_reference, _unswizzle_inputs, _unswizzle_cases,
-       "swizzled scales as compact ones, without the padding",
-       programs=(swizzle.variants,)),
+    Registration("swizzle_scales", _swizzle, _swizzle_reference, _swizzle_inputs, _swizzle_cases,
+                 "E8M0 scales in the 128×4 tiles of block-scaled matrix products; groups too",
+                 programs=(swizzle.variants,)),
+    Registration("unswizzle_scales", _unswizzle, _unswizzle_reference, _unswizzle_inputs, _unswizzle_cases,
+                 "swizzled scales as compact ones, without the padding",
+                 programs=(swizzle.variants,)),
 )

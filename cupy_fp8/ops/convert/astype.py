@@ -20,7 +20,7 @@ from ...results import swap_last
 _CONVERT = Kernel("convert/astype", "convert")
 _TRANSPOSE = Kernel("convert/astype", "transpose")
 _ALL_DTYPES = tuple(FORMATS)
-#: The fastest on an H200 of those tried (docs/performance.md).
+#: The fastest choice on an H200 (docs/performance.md).
 _BYTES = tiles.Tile(256, 256, down_first=True)
 
 
@@ -28,8 +28,8 @@ def astype(a: Array, dtype: Any, saturate: bool = True, *, out: Array | None = N
     """Convert between float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 and float8_e8m0fnu, in any
     direction.
 
-    Each element is widened exactly to f32 and rounded once, to nearest even with subnormals kept. To FP8:
-    values beyond the maximum become the maximum, or with ``saturate=False`` NaN (E4M3, above 464) or Inf
+    Each element is widened exactly to f32 and rounded once, to nearest even. Subnormals stay subnormal. To
+    FP8: values beyond the maximum become the maximum, or with ``saturate=False`` NaN (E4M3, above 464) or Inf
     (E5M2, from 61440); NaN is 0x7F. To E8M0: the next power of two upwards; negative values, Inf and NaN
     become NaN (0xFF). To floats: overflow to Inf, one quiet NaN.
 
@@ -45,7 +45,7 @@ def astype(a: Array, dtype: Any, saturate: bool = True, *, out: Array | None = N
 
 
 def transpose(a: Array, *, out: Array | None = None) -> Array:
-    """The last two axes swapped, as a new C-contiguous array: FP8 and E8M0 data, byte for byte, at copy
+    """Swap the last two axes of FP8 or E8M0 data, byte for byte, into a new C-contiguous array, at copy
     speed.
 
     a : float8_e4m3fn, float8_e5m2 or float8_e8m0fnu array […, M, K].  out : […, K, M], written and returned.
@@ -58,7 +58,7 @@ def transpose(a: Array, *, out: Array | None = None) -> Array:
     return run(_TRANSPOSE_OP, (a,), out)
 
 
-# ---- the way to the kernels ----
+# ---- the call and its launches ----
 class _Conversion(NamedTuple):
     a: Input
     to: np.dtype[Any]
@@ -102,7 +102,7 @@ _ASTYPE, _TRANSPOSE_OP = _AsType(), _Transpose()
 
 
 def flat_launches(a: Input, to_at: int, scale_at: int, to: np.dtype[Any], saturate: bool) -> Iterator[Launch]:
-    """The launch that converts an array in its order, multiplied by the scale at an address (0: by none)."""
+    """The launch that converts an array in its order. scale: the address of a factor, or 0 for none."""
     src = a.array
     if src.size:
         blocks, vector = elementwise.grid(src.size, src.shape, src.dtype.itemsize, to.itemsize, a.at, to_at)

@@ -26,12 +26,12 @@ from .astype import flat_launches
 _LONG_ROW = Kernel("convert/dequantize", "dequantize_long_row")
 _BLOCKS = Kernel("convert/dequantize", "dequantize_blocks")
 _BLOCKS_TRANSPOSED = Kernel("convert/dequantize", "dequantize_blocks_transposed")
-#: The fastest on an H200 of those tried (docs/performance.md).
+#: The fastest choice on an H200 (docs/performance.md).
 _TRANSPOSED = tiles.Tile(128, 256, down_first=True)
-_CHUNKS = 2 * elementwise.THREADS           # of a block of threads of dequantize_long_row
-# along a row of a tile of dequantize_blocks; fewer where rows are short
+_CHUNKS = 2 * elementwise.THREADS           # for a block of threads of dequantize_long_row
+# Chunks along a row of a tile of dequantize_blocks, which has fewer if rows are short.
 _CHUNKS_LOG2 = 5
-_STEPS, _STEPS_SWIZZLED = 4, 8              # rows of one of its threads
+_STEPS, _STEPS_SWIZZLED = 4, 8              # rows for each of its threads
 
 
 def dequantize(q: Scaled | Quantized | Grouped, *, dtype: Any = float32, out: Array | None = None) -> Array:
@@ -39,8 +39,8 @@ def dequantize(q: Scaled | Quantized | Grouped, *, dtype: Any = float32, out: Ar
 
     q : a Scaled, or a Quantized (its row-wise part where it has one): per tensor or in blocks, scales of
         blocks in any layout (a `.T` too, without a copy; only deepgemm_sm100 scales are made compact first).
-        Data stored transposed is transposed back. A Grouped: a launch for each group, rows of no group are 0,
-        and it waits for the device to know the sizes.
+        Data stored transposed is transposed back. A Grouped takes a launch for each group and waits for the
+        device to know the sizes; rows of no group are 0.
     dtype : float32, float16 or bfloat16 (overflow to Inf, one quiet NaN).
     out : array of the logical shape and of dtype, written and returned.
     Raises TypeError, ValueError (also for scales that are not those of the blocks), DeviceError, before
@@ -106,13 +106,12 @@ _DEQUANTIZE = _Dequantize()
 
 
 def check_call(q: Scaled | Quantized, to: np.dtype[Any], out: Array) -> None:
-    """All validation of `dequantize` with out= and nothing else: for callers that make several such calls or
-    none."""
+    """Validates a call of `dequantize` with out=, so that a caller of several writes all results or none."""
     validate_call(_DEQUANTIZE, (q, to), out)
 
 
 def _unpacked(s: Scaled) -> Scaled:
-    """With compact scales instead of words, which no kernel here reads."""
+    """Makes scales in words compact, since no kernel here reads words."""
     check_block_scales(s, "q")
     if not isinstance(s.scale_inv, np.ndarray) and kernels.capturing(s.scale_inv.data.device_id):
         raise ValueError("q: deepgemm_sm100 scales are unpacked into new memory, which cannot be done while "
@@ -126,8 +125,7 @@ _Choice = tuple[Variant, int, dict[str, int]]
 
 
 class _Blocks:
-    """How a kernel finds the scale of each element. One scale for everything is a block that covers
-    everything."""
+    """How a kernel finds the scale of each element. One scale for the tensor is a block that covers it."""
 
     def __init__(self, inputs: _Inputs) -> None:
         s, self.data, scales, self.scale_at, self.to = inputs
@@ -153,7 +151,7 @@ class _Blocks:
                             rows=self.rows, columns=self.columns, **self.scaling, **members)
 
     def _direct(self, aligned: bool) -> _Choice:
-        """Of dequantize_long_row or dequantize_blocks, to a result that is or is not aligned to 16 bytes."""
+        """The launch of dequantize_long_row or dequantize_blocks. aligned: the result is, to 16 bytes."""
         source, to, chunk = self.data.dtype, self.to, 16 // self.to.itemsize
         chunks_log2 = _CHUNKS_LOG2
         if not self.scaling["columnwise"]:
@@ -176,7 +174,7 @@ class _Blocks:
             s["scale_tiles"] or s["row_stride"] % 4 or s["matrix_stride"] % 4 or self.scale_at % four)
 
     def _transposing(self, aligned: bool) -> _Choice:
-        """Of dequantize_blocks_transposed."""
+        """The launch of dequantize_blocks_transposed."""
         data = self.data.array
         vector = (self.rows % 8 == 0 and self.data.at % 8 == 0) | (self.columns % 16 == 0 and aligned) << 1
         tile = tiles.choose(data, _TRANSPOSED) if vector == 3 else tiles.SMALL
@@ -199,7 +197,7 @@ def _strides(s: Scaled, scales: Array) -> dict[str, int]:
 
 
 def _shift(block: int | None, extent: int) -> int:
-    """log2 of a block's extent; of None, or of one past everything, of one that holds all."""
+    """log2 of a block's extent. A block of None, or one larger than the array, holds everything."""
     everything = max(SMALLEST_BLOCK, extent).bit_length()
     return everything if block is None else min(block.bit_length() - 1, everything)
 
@@ -217,7 +215,7 @@ def _variant(source: np.dtype[Any], to: np.dtype[Any], swizzled: bool) -> Varian
 
 @functools.cache
 def _transposed_variant(source: np.dtype[Any], to: np.dtype[Any], tile: tiles.Tile) -> Variant:
-    # Beside the tile the f32 scales of its blocks, none of which has fewer than SMALLEST_BLOCK elements.
+    # The f32 scales of the tile's blocks lie beside it. No block has fewer than SMALLEST_BLOCK elements.
     return _BLOCKS_TRANSPOSED.variant(block=tile.block, shared=tile.shared
                                       + tile.shared // SMALLEST_BLOCK * 4,
                                       IN=FORMATS[source].tag, OUT=FORMATS[to].tag, **tile.defines,
@@ -225,8 +223,7 @@ def _transposed_variant(source: np.dtype[Any], to: np.dtype[Any], tile: tiles.Ti
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant that dequantising blocks, or transposed data, may launch; else it is those of
-    `convert`."""
+    """Every variant that blocks or transposed data may launch. Other calls launch those of `convert`."""
     for types in product(FP8_DTYPES, INPUT_DTYPES):
         yield _long_row_variant(*types)
         for swizzled in (False, True):

@@ -25,7 +25,7 @@ from .scaling_aware_tiles import TARGETS, TILE_ROWS, launch, tiles_of, variants
 
 __all__ = ["TARGETS", "scaling_aware_transpose", "variants"]
 
-#: log2 of the rows in the units that are counted before each expert: E8M0's blocks, and row scales.
+#: log2 of the rows in each unit that is counted before an expert: E8M0 blocks, and padded row scales.
 _UNITS = 5, 2
 #: The blocks along rows that become blocks along columns, and the dtype of their scales.
 _BLOCKS = {(1, 128): float32, (1, 32): float8_e8m0fnu}
@@ -39,11 +39,10 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
     """Column-wise FP8 from row-wise FP8 with power-of-two scales: exponents move, nothing is dequantised or
     quantised twice.
 
-        out = cast(data * s / t)        s: the power of two that an element has, t: that of its new,
-        column-wise block
+        out = cast(data * s / t)        s: the scale of the element, t: that of its new, column-wise block
 
-    A single rounding, to nearest even, subnormals included; exact wherever an element fits under t. ±0 stays,
-    NaN is 0x7F. docs/numerics.md section 4 says every byte.
+    Each element is rounded once, to nearest even, subnormals included; it is exact if it fits under t. ±0
+    stays ±0, and NaN becomes 0x7F. docs/numerics.md section 4 defines every byte.
 
     Parameters
     ----------
@@ -53,9 +52,9 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
         so by a launch before. Or blocks of (128, 128), compact or gemm_ready, any float32 scales, two or
         three dimensions: such data are transposed as they are, byte for byte, and so are their scales (no
         splits; the target does not matter; `rowwise` is q itself)
-    splits : rows of each of E experts, which follow one another: an int32 or int64 array [E] of q's kind, or
-        a list (for a CuPy q it is copied to the GPU). No block straddles two experts. Rows that they leave
-        over (memory allocated for the worst case) are no expert's
+    splits : rows of each of E consecutive experts: an int32 or int64 array [E] of q's kind, or a list (for a
+        CuPy q it is copied to the GPU). No block has rows of two experts. Rows after the last expert (memory
+        allocated for the worst case) belong to none
     target : which t. 'column': for each block of B rows of a column the smallest power of two under which all
         its values fit. 'tile': for B x B elements the largest s of the rows that hold anything but zeros (as
         FP8-Flow-MoE; less accurate where rows differ)
@@ -65,7 +64,7 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
         nothing and can be captured into a CUDA graph; with splits, or scales that are not compact, once it
         has been used before
     check : wait for the device and raise ValueError if splits or scales there are wrong. (NumPy arrays and
-        lists are always looked at)
+        lists are always examined)
 
     Returns
     -------
@@ -79,10 +78,10 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
 
     Raises
     ------
-    TypeError, ValueError, DeviceError, before anything is written. On the device wrong facts raise nothing
-    (`device_errors` tells): a row-block whose f32 scale is neither a power of two nor 0 becomes 0x7F, and the
-    scales of the blocks that it is a part of NaN; a negative size counts as 0, and an expert that goes past
-    the last row ends there. Rows that no expert has are left out, 0 at the end of the data.
+    TypeError, ValueError, DeviceError, before anything is written. Wrong values on the device raise nothing,
+    but `device_errors` reports them: a row-block whose f32 scale is neither a power of two nor 0 becomes
+    0x7F, and the column-wise scales that depend on it become NaN; a negative size counts as 0, and an expert
+    whose rows pass the last row ends there. Rows of no expert are skipped; the end of the data is 0 for them.
 
     Source: FP8-Flow-MoE (target 'tile'); docs/numerics.md. Bytes moved: data once in, once out, and the
     scales.
@@ -117,8 +116,9 @@ def _rowwise(q: Scaled | Quantized) -> Scaled:
 
 # ---- the result ----
 class _Result(Description):
-    """What is written beside q's own data: (column-wise part, and row-wise scales where these are written
-    too). A result of an earlier call is recognised by q's memory, of which this keeps nothing alive."""
+    """Describes the arrays written beside q's own data: the column-wise part, and the row-wise scales if they
+    are written too. A result of an earlier call is recognised by the addresses of q's arrays, so nothing
+    keeps them alive."""
 
     def __init__(self, s: Scaled, column_block: tuple[int, int], layout: str, *written: Written) -> None:
         super().__init__(*written)
@@ -128,7 +128,7 @@ class _Result(Description):
         self._own = self._memory_of(s)
 
     def _memory_of(self, row: Scaled) -> list[Any]:
-        """The memory that has to be q's own."""
+        """The memory that `out` must share with q."""
         return [(backend.module_of(a, "out.rowwise"), a.dtype, a.shape, is_contiguous(a) or a.strides,
                  address(a) if a.size else 0) for a in ([row.data] if self._writes_row_scales else row)]
 
@@ -170,7 +170,7 @@ class _Inputs(NamedTuple):
     s: Scaled
     data: Input
     scales: Input
-    conversion: Conversion | None           # of scales that are not compact
+    conversion: Conversion | None           # for scales that are not compact
     groups: group_sizes.Groups
     target: str
     layout: str                             # of the column-wise scales
@@ -182,18 +182,18 @@ class _Inputs(NamedTuple):
 
     @property
     def pitch(self) -> int:
-        """From one row of the column-wise scales to the next."""
+        """Elements from one row of the column-wise scales to the next."""
         columns = self.s.shape[1]
         return round_up(columns, 4) if self.layout == "gemm_ready" else columns
 
     @property
     def compact_bytes(self) -> int:
-        """Of the scales once they are compact."""
+        """Bytes of the scales once they are compact."""
         rows, columns = self.s.shape
         return rows * cdiv(columns, self.block) * _BLOCKS[1, self.block].itemsize
 
     def compact_scales(self) -> np.ndarray:
-        """On the host, for the reference."""
+        """The scales on the host, for the reference."""
         scales: np.ndarray = asnumpy(self.scales.array)
         if self.conversion is None:
             return scales
@@ -279,13 +279,13 @@ class _TransposeRowBlocks(Op[_Inputs]):
 class _Squares(NamedTuple):
     s: Scaled
     data: Input
-    scales: Input                           # a row of blocks of the transposed matrix after the other
+    scales: Input                           # the rows of blocks of the transposed matrix
     conversion: Conversion
     layout: str                             # of the column-wise scales
 
 
 class _TransposeSquares(Op[_Squares]):
-    """Blocks that are the same in both directions: the data are transposed, and so are the scales."""
+    """Transposes the data and the scales of blocks that are the same in both directions."""
 
     def arguments(self, call: Call, s: Scaled, splits: Any, target: Any, scale_layout: Any,
                   check: Any) -> _Squares:
@@ -339,8 +339,8 @@ def _check_choices(target: Any, scale_layout: Any) -> None:
 
 
 def _check_scales(inputs: _Inputs) -> None:
-    """ValueError unless f32 scales, of the rows that experts have where their sizes are known, are powers of
-    two, as E8M0 ones are by their nature. Waits for the device."""
+    """ValueError unless f32 scales are powers of two, as E8M0 scales always are. Where the sizes are known,
+    only rows of experts count. Waits for the device."""
     scales, host = inputs.scales.array, inputs.groups.host
     if not isinstance(scales, np.ndarray) and kernels.capturing(scales.data.device_id):
         raise ValueError("check: waits for the device, which cannot be done while a CUDA graph is captured; "

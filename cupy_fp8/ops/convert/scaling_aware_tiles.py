@@ -23,24 +23,24 @@ TARGETS = ("column", "tile")
 TILE_ROWS = 128
 
 _KERNEL = Kernel("convert/scaling_aware", "scaling_aware_transpose")
-_COLUMNS = 128                              # of a tile
-_SMALL_EXPERT = 4 * TILE_ROWS               # rows, on average
-_THREADS = 2 * _COLUMNS                     # of a block: a warp for every 16 columns
-#: Bytes of shared memory: a tile, of which a block with several tiles has two, one of them being copied;
-#: columns that are shifted to whole sectors, whose readers look up to a word beyond them; the first sector of
-#: each column, where it waits for the last tile of the block. A launch that shifts nothing leaves the last
-#: two to the L1.
+_COLUMNS = 128                              # in a tile
+_SMALL_EXPERT = 4 * TILE_ROWS               # rows of an expert, on average
+_THREADS = 2 * _COLUMNS                     # in a block: a warp for every 16 columns
+#: Bytes of shared memory. A block with several tiles has two copies of the first, one of which is being
+#: filled. The second holds columns shifted to whole sectors, which are read up to a word past their end. The
+#: third holds the first sector of each column until the block's last tile is done. A launch that shifts
+#: nothing leaves the second and third to the L1.
 _TILE, _SHIFTED, _FIRST_SECTORS = TILE_ROWS * _COLUMNS + 16, (TILE_ROWS + 32) * _COLUMNS + 16, 32 * _COLUMNS
-_MOST_TILES, _MOST_OF_EXPERTS = 3, 4        # of a block, one after the other; where there are several experts
-_BLOCKS_PER_MULTIPROCESSOR = 8              # at least, before a block gets more tiles
-#: How far ahead the tile is that a block fetches to the L2, in blocks for each multiprocessor.
+_MOST_TILES, _MOST_OF_EXPERTS = 3, 4        # tiles of a block, without and with several experts
+_BLOCKS_PER_MULTIPROCESSOR = 8              # blocks that there must be before one gets more tiles
+#: A block fetches the tile this far ahead into the L2, counted in blocks for each multiprocessor.
 _AHEAD = 2
 _SCALE_BLOCKS = 128, 32                     # elements that share a scale
 
 
 class Tiles(NamedTuple):
-    """Tiles of the data: how many below one another and side by side, and whether columns of the result begin
-    at other places than multiples of 16 bytes."""
+    """Tiles of the data: how many there are down and across. shifts: whether a column of the result may begin
+    at an address that is no multiple of 16 bytes."""
 
     down: int
     strips: int
@@ -53,8 +53,8 @@ def tiles_of(data: Input, groups: int | None, out_at: int) -> Tiles:
     strips = cdiv(columns, _COLUMNS)
     if groups is None:
         return Tiles(cdiv(rows, TILE_ROWS), strips, bool(rows % 16 or out_at % 16))
-    # Rows of no expert take tiles of their own, one at least, so that even an empty array's sizes are looked
-    # at.
+    # Rows of no expert have tiles of their own. There is at least one, so that an empty array's sizes are
+    # examined too.
     return Tiles(target_rows(rows, groups + 1, TILE_ROWS) + 1, max(1, strips), True)
 
 
@@ -75,7 +75,7 @@ def launch(data: Input, block: int, target: str, groups: int | None, tiles: Tile
 
 
 class _Program(NamedTuple):
-    """A variant of the kernel. blocks: of threads that fit on a multiprocessor."""
+    """A variant of the kernel. blocks: blocks of threads that fit on a multiprocessor."""
 
     dtype: np.dtype[Any]
     block: int
@@ -85,7 +85,7 @@ class _Program(NamedTuple):
     one_tile: bool          # a block of threads has one tile, whose columns begin at multiples of 16 bytes
 
     def shared(self, shifts: bool) -> int:
-        """Bytes of shared memory that a launch takes. shifts: as of Tiles."""
+        """Bytes of shared memory that a launch takes. shifts: see `Tiles`."""
         if self.one_tile:
             return _TILE
         parts_wait = self.block == 128 and self.blocks < 4
@@ -94,8 +94,8 @@ class _Program(NamedTuple):
 
 def _program(dtype: np.dtype[Any], block: int, target: str, aligned: bool, shifts: bool, rows: int,
             groups: int | None) -> _Program:
-    """Four blocks of threads fit on a multiprocessor in some programs only; and large experts are faster with
-    three (docs/performance.md)."""
+    """Chooses three or four blocks of threads for a multiprocessor: only some programs allow four, and large
+    experts are faster with three (docs/performance.md)."""
     four_fit = dtype == float8_e4m3fn and aligned and (block == 128 or not shifts)
     few_rows = groups is None or rows < _SMALL_EXPERT * groups
     blocks = 4 if four_fit and few_rows else 3
@@ -103,9 +103,9 @@ def _program(dtype: np.dtype[Any], block: int, target: str, aligned: bool, shift
 
 
 def _tiles_of_a_block(x: Array, count: int, most: int) -> int:
-    """Tiles for each block of threads: few, so that the last blocks leave little of a GPU idle."""
+    """Tiles for each block of threads: few, so that little of the GPU is idle during the last blocks."""
     if isinstance(x, np.ndarray):
-        return 3                            # on the CPU: for every way in which one tile follows another
+        return 3                            # on the CPU, so that tests see a tile follow another in every way
     blocks = _BLOCKS_PER_MULTIPROCESSOR * kernels.multiprocessors(x.data.device_id)
     return max(1, min(most, count // blocks))
 

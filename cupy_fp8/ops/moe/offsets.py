@@ -20,25 +20,25 @@ from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import cdiv, round_up
 
 _KERNEL = Kernel("moe/offsets", "splits_to_offsets")
-_OUTPUTS = 16               # of one launch
+_OUTPUTS = 16               # that one launch writes
 _THREADS = 512
 _TILE = 2 * _THREADS        # sizes per block of threads
-#: With at most so many tiles each block adds up all sizes before its own; with more a launch finds totals.
+#: With at most so many tiles each block adds up all sizes before its own. With more, another launch finds the
+#: totals first.
 _ADDED_ANEW = 8
 _INT64_MAX = 2**63 - 1
-_ALIGNED = 16               # bytes of which the outputs in a buffer begin at a multiple
+_ALIGNED = 16               # bytes: outputs in a buffer begin at multiples of this
 
 
 def splits_to_offsets(splits: Any, *, strides: Sequence[int] = (1,),
                       include_leading_zero: bool | Sequence[bool] = True, dtypes: Any = np.int64,
                       bulk_allocate: bool = False, outputs: list[Array] | None = None,
                       check: bool = False) -> list[Array]:
-    """Where groups that follow one another begin and end, in as many units as there are strides, from one
-    read of their sizes.
+    """Find where consecutive groups begin and end, in one unit for each stride, from one read of their sizes.
 
         output[i] = stride * (splits[0] + ... + splits[i])            for each stride; exact, never wrapped
 
-    with a 0 before these where it is asked for: group i is then output[i] to output[i + 1].
+    With include_leading_zero a 0 comes first: group i then reaches from output[i] to output[i + 1].
 
     Parameters
     ----------
@@ -54,17 +54,17 @@ def splits_to_offsets(splits: Any, *, strides: Sequence[int] = (1,),
     outputs : an earlier result (or arrays of these shapes and dtypes), written and returned; needed while a
         CUDA graph is captured
     check : wait for the device and raise ValueError if sizes there are wrong. (NumPy arrays and lists are
-        always looked at)
+        always examined)
 
     Returns
     -------
-    A list of arrays, one for each stride; of a NumPy array NumPy arrays.
+    A list of arrays of splits' kind, one for each stride.
 
     Raises
     ------
-    TypeError, ValueError, DeviceError, before anything is written. Sizes on the device raise nothing: a
-    negative one counts as 0, an offset that its dtype does not hold is the dtype's largest value;
-    `device_errors` tells.
+    TypeError, ValueError, DeviceError, before anything is written. Wrong sizes on the device raise nothing,
+    but `device_errors` reports them: a negative size counts as 0, and an offset that its dtype cannot hold
+    becomes the dtype's largest value.
 
     One launch for up to 16 outputs, two for more than 8192 groups. Source: TransformerEngine;
     docs/numerics.md section 6. Bytes moved: the sizes (twice for more than 8192) and the outputs once.
@@ -78,8 +78,8 @@ def splits_to_offsets(splits: Any, *, strides: Sequence[int] = (1,),
     beside = None
     if isinstance(splits, (list, tuple)) and isinstance(outputs, (list, tuple)) and outputs:
         beside = outputs[0]
-    plan = _plan(_integers(strides), _unchanging(include_leading_zero), _unchanging(dtypes))
-    result: list[Array] = run(_OFFSETS, (splits, beside, plan, bulk_allocate, check), outputs)
+    options = _options(_integers(strides), _unchanging(include_leading_zero), _unchanging(dtypes))
+    result: list[Array] = run(_OFFSETS, (splits, beside, options, bulk_allocate, check), outputs)
     return result
 
 
@@ -103,8 +103,8 @@ class _Output(NamedTuple):
                                              wide=int(self.dtype.itemsize == 8), lead=int(self.lead))
 
 
-class _Plan:
-    """The options, validated. A plan is known by its identity: equal options have the same."""
+class _Options:
+    """The validated options. Equal options are one object, so a call is remembered by its identity."""
 
     def __init__(self, strides: tuple[int, ...], leads: Any, dtypes: Any) -> None:
         for i, stride in enumerate(strides):
@@ -115,14 +115,14 @@ class _Plan:
         self.outputs = tuple(map(_Output, strides, map(_lead, leads), map(_dtype, dtypes)))
 
 
-_cached_plan = functools.lru_cache(maxsize=1024)(_Plan)
+_cached_options = functools.lru_cache(maxsize=1024)(_Options)
 
 
-def _plan(strides: tuple[int, ...], leads: Any, dtypes: Any) -> _Plan:
+def _options(strides: tuple[int, ...], leads: Any, dtypes: Any) -> _Options:
     try:
-        return _cached_plan(strides, leads, dtypes)
-    except TypeError:                               # an option that is not even hashable: _Plan says which
-        return _Plan(strides, leads, dtypes)
+        return _cached_options(strides, leads, dtypes)
+    except TypeError:                               # an option cannot be hashed: _Options says which one
+        return _Options(strides, leads, dtypes)
 
 
 def _integers(strides: Any) -> tuple[int, ...]:
@@ -134,7 +134,7 @@ def _integers(strides: Any) -> tuple[int, ...]:
 
 
 def _unchanging(option: Any) -> Any:
-    """An option of one value, or a tuple of them, which the caller cannot change later."""
+    """An option's value or a tuple of its values, which the caller cannot change later."""
     return tuple(option) if isinstance(option, (list, np.ndarray)) else option
 
 
@@ -163,12 +163,12 @@ def _dtype(given: Any) -> np.dtype[Any]:
     return dtype
 
 
-def _check_sizes(sizes: np.ndarray, plan: _Plan) -> None:
+def _check_sizes(sizes: np.ndarray, options: _Options) -> None:
     """ValueError unless all sizes are 0 or more, and every offset fits its dtype."""
     given = sizes.tolist()                                  # Python's integers: sums do not overflow
     refuse_negative(given)
     total = sum(given)
-    for i, output in enumerate(plan.outputs):
+    for i, output in enumerate(options.outputs):
         if total * output.stride > output.largest:
             hint = "; ask for int64 there" if output.dtype.itemsize == 4 else ""
             raise ValueError(f"splits: output {i} would end with {total} * {output.stride}, more than "
@@ -177,7 +177,7 @@ def _check_sizes(sizes: np.ndarray, plan: _Plan) -> None:
 
 # ---- results ----
 class _Arrays(Description):
-    """A list of arrays, which users give as `outputs`."""
+    """Describes a list of arrays, which users give as `outputs`."""
 
     def build(self, arrays: Sequence[Array]) -> list[Array]:
         return list(arrays)
@@ -197,7 +197,7 @@ class _Arrays(Description):
 
 
 class _Buffer(_Arrays):
-    """A list of arrays that are allocated as views of one buffer, each at a multiple of 16 bytes."""
+    """Describes a list of arrays that are views of one buffer, each at a multiple of 16 bytes."""
 
     def __init__(self, *views: Written) -> None:
         self._views, self._starts, end = views, [], 0
@@ -222,25 +222,25 @@ class _Buffer(_Arrays):
 # ---- the op ----
 class _Inputs(NamedTuple):
     groups: Groups
-    plan: _Plan
+    options: _Options
     result: _Arrays
 
 
 class _SplitsToOffsets(Op[_Inputs]):
-    def arguments(self, call: Call, splits: Any, beside: Any, plan: _Plan, bulk_allocate: Any,
+    def arguments(self, call: Call, splits: Any, beside: Any, options: _Options, bulk_allocate: Any,
                   check: Any) -> _Inputs:
         groups = call.splits("splits", splits, check, beside=beside)
         if groups.host is not None:
-            _check_sizes(groups.host, plan)
-        arrays = [output.written(i, len(groups.array)) for i, output in enumerate(plan.outputs)]
+            _check_sizes(groups.host, options)
+        arrays = [output.written(i, len(groups.array)) for i, output in enumerate(options.outputs)]
         kind = _Buffer if flag(bulk_allocate, "bulk_allocate") else _Arrays
-        return _Inputs(groups, plan, kind(*arrays))
+        return _Inputs(groups, options, kind(*arrays))
 
     def result(self, inputs: _Inputs) -> Description:
         return inputs.result
 
     def reference(self, inputs: _Inputs) -> list[np.ndarray]:
-        outputs = inputs.plan.outputs
+        outputs = inputs.options.outputs
         made = reference.splits_to_offsets(inputs.groups.host, strides=[o.stride for o in outputs],
                                            include_leading_zero=[o.lead for o in outputs],
                                            dtypes=[o.dtype for o in outputs])
@@ -252,13 +252,13 @@ class _SplitsToOffsets(Op[_Inputs]):
         return views
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
-        groups, plan, _ = inputs
-        if not plan.outputs:
+        groups, options, _ = inputs
+        if not options.outputs:
             return
         assert isinstance(call.result, _Arrays)
         addresses = call.result.addresses(written)
-        outputs = [output.packed(at) for output, at in zip(plan.outputs, addresses, strict=True)]
-        words = _KERNEL.record("Output").size // 8          # of a record, which begins with an address
+        outputs = [output.packed(at) for output, at in zip(options.outputs, addresses, strict=True)]
+        words = _KERNEL.record("Output").size // 8          # u64 words, for alignment
         x, tiles = groups.array, max(1, cdiv(len(groups.array), _TILE))
         members: dict[str, Any] = {"splits": groups.members(call.error_word()), "tiles": tiles}
         with_totals = tiles > _ADDED_ANEW

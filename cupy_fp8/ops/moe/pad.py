@@ -1,4 +1,4 @@
-"""Groups of consecutive rows, padded, unpadded, and in another order, with the scales of quantised ones.
+"""Pads, unpads and reorders groups of consecutive rows, and moves the scales of quantised rows with them.
 Kernel: kernels_cu/moe/pad.cu."""
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .rows import Rows, read_rows
 _KERNEL = Kernel("moe/pad", "move_groups")
 _THREADS = 256
 _UNIT = 16                  # bytes that a thread loads at once
-_UNITS = 8                  # loads of a thread in flight, at most; a block writes what these load
-#: This many loads are fastest; more where rows fill them better (docs/performance.md).
+_UNITS = 8                  # loads of a thread in flight, at most
+#: This many loads are fastest. A thread has more if rows fill them better (docs/performance.md).
 _BEST_UNITS = 5
-_ROWS = 2048                # rows of a block of threads, at most
+_ROWS = 2048                # rows for a block of threads, at most
 
 
 def pad_groups(x: Array | Scaled, splits: Any, align: int, *, out: Array | Scaled | None = None,
                check: bool = False) -> Any:
-    """The rows of each group followed by zeros, so that every group has a multiple of `align` rows.
+    """Append rows of zeros to each group, so that every group has a multiple of `align` rows.
 
         group g goes from row sum(splits[:g]) to row sum(round_up(splits[:g], align))
 
@@ -46,19 +46,19 @@ def pad_groups(x: Array | Scaled, splits: Any, align: int, *, out: Array | Scale
         groups want
     out : result of an earlier call, written and returned; needed while a CUDA graph is captured
     check : wait for the device and raise ValueError if sizes there are wrong. (NumPy arrays and lists are
-        always looked at)
+        always examined)
 
     Returns
     -------
-    Array [M + (align - 1) * min(E, M), …] of x's dtype: a bound that does not depend on the sizes. Of a
-    `Scaled` one of so many rows. Padding, and the rows after the last group, are zeros, their scales too,
-    written by the same launch.
+    Array [M + (align - 1) * min(E, M), …] of x's dtype: a bound that does not depend on the sizes. A `Scaled`
+    becomes a `Scaled` of so many rows. The same launch writes zeros as padding and after the last group, in
+    data and scales.
 
     Raises
     ------
-    TypeError, ValueError, DeviceError, before anything is written. Sizes on the device raise nothing: a
-    negative one counts as 0, rows past the end of x are zeros, rows that no group covers are left out;
-    `device_errors` tells.
+    TypeError, ValueError, DeviceError, before anything is written. Wrong sizes on the device raise nothing,
+    but `device_errors` reports them: a negative size counts as 0, rows past the end of x are zeros, and rows
+    of no group are skipped.
 
     Source: TransformerEngine (fused_multi_row_padding); docs/numerics.md section 7. One launch; bytes moved:
     x and the result once.
@@ -77,20 +77,20 @@ def pad_groups(x: Array | Scaled, splits: Any, align: int, *, out: Array | Scale
 def unpad_groups(y: Array | Scaled, splits: Any, align: int, *, rows: int | None = None,
                  out: Array | Scaled | None = None,
                  check: bool = False) -> Any:
-    """The inverse of `pad_groups`: the rows of each group one after the other, without the padding, which is
-    not read.
+    """Move the rows of each group together again: the inverse of `pad_groups`. Padding is not read.
 
         group g goes from row sum(round_up(splits[:g], align)) to row sum(splits[:g])
 
     y : array [Y, …] or `Scaled`, as `pad_groups` gives it: dtypes and scales as there
     splits, align : those of `pad_groups`: rows of each group without the padding, and what they were padded
-    to
+        to
     rows : of the result, the caller's bound of sum(splits) (which only the device knows). None: those of
-    `out`, else all Y
+        `out`, else all Y
     out, check : as for `pad_groups`
     Returns an array [rows, …] of y's dtype, or a `Scaled` of so many rows; rows after the last group are
-    zeros. Errors and source as for `pad_groups`; wrong sizes are those whose padded groups are more than y's
-    rows, or that are more than `rows`: what is past either end is zeros or left out.
+    zeros. Errors and source as for `pad_groups`. Sizes are wrong if the padded groups need more rows than y
+    has, or the groups more than `rows`: rows past the end of y are zeros, and rows past the end of the result
+    are skipped.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> y = fp8.pad_groups(np.array([[1], [2], [3]], np.float32), [1, 0, 2], 2)
@@ -104,7 +104,7 @@ def unpad_groups(y: Array | Scaled, splits: Any, align: int, *, rows: int | None
 
 def sort_chunks(x: Array | Scaled, splits: Any, order: Any, *, out: Array | Scaled | None = None,
                 check: bool = False) -> Any:
-    """Chunks of consecutive rows in another order.
+    """Put chunks of consecutive rows into another order.
 
         result = concatenate([chunk[order[0]], chunk[order[1]], …])        chunk: x split into splits[0],
         splits[1], … rows
@@ -112,21 +112,21 @@ def sort_chunks(x: Array | Scaled, splits: Any, order: Any, *, out: Array | Scal
     Parameters
     ----------
     x : array [M, …] of any dtype of 1, 2, 4 or 8 bytes, FP8 included, or a `Scaled` of M rows as for
-    `pad_groups`
+        `pad_groups`
     splits : rows of each of E consecutive chunks: an int32 or int64 array [E] of x's kind, or a list
     order : a permutation of 0 … E - 1, the chunks as they are wanted: an int32 or int64 array [E] of x's
         kind, or a list. The inverse is ``sort_chunks(result, splits[order], argsort(order))``
     out : result of an earlier call, written and returned; needed while a CUDA graph is captured
     check : wait for the device and raise ValueError if sizes or order there are wrong. (NumPy arrays and
-        lists are always looked at)
+        lists are always examined)
 
     Returns an array of x's shape and dtype, or a `Scaled` like x.
 
     Raises
     ------
-    TypeError, ValueError, DeviceError, before anything is written. Sizes and order on the device raise
-    nothing: a negative size counts as 0, an index of no chunk is an empty chunk, rows past the end of x are
-    zeros, so are those that no chunk fills; `device_errors` tells.
+    TypeError, ValueError, DeviceError, before anything is written. Wrong sizes and order on the device raise
+    nothing, but `device_errors` reports them: a negative size counts as 0, an index without a chunk means an
+    empty chunk, and rows past the end of x and rows that no chunk fills are zeros.
 
     Source: TransformerEngine (sort_chunks_by_index); docs/numerics.md section 7. One launch; bytes moved: x
     and the result once.
@@ -138,17 +138,17 @@ def sort_chunks(x: Array | Scaled, splits: Any, order: Any, *, out: Array | Scal
     return run(_SORT, (x, splits, order, check), out)
 
 
-# ---- what is moved ----
+# ---- arguments and results ----
 class _Move(NamedTuple):
     rows: Rows
     groups: Groups
     number: int                     # rows of the result
-    align: int = 1                  # what sizes are rounded up to in the source (unpad) or the result (pad)
+    align: int = 1                  # sizes are rounded up to this in the source (unpad) or the result (pad)
     order: Groups = NO_GROUPS
 
 
 class _MoveGroups(Op[_Move]):
-    """The three ops' results and launches. exact: the groups are all rows of the source."""
+    """The results and launches of the three ops. exact: the groups have all rows of the source."""
 
     padded_source, exact = False, True
 
@@ -250,7 +250,7 @@ def _rows_of(out: Any) -> int:
 
 
 def _check_sizes(sizes: np.ndarray, total: int, name: str) -> None:
-    """ValueError unless sizes on the host are those of groups that make up all rows."""
+    """ValueError unless sizes on the host are 0 or more and add up to all rows."""
     given = sizes.tolist()                                   # Python's integers: sums do not overflow
     refuse_negative(given)
     if sum(given) != total:
@@ -281,7 +281,7 @@ def _check_order(order: np.ndarray) -> None:
 
 
 # ---- launches ----
-#: The struct RowArray where there are no scales.
+#: The struct RowArray if there are no scales.
 _NOTHING = {"rows_per_block": 1, "across": 1, "step": 1}
 
 
@@ -293,7 +293,7 @@ def _row_array(rows: Input, number: int, to: int) -> tuple[dict[str, int], int]:
     step = 16 if low_bits % 16 == 0 else 4 if low_bits % 4 == 0 else 1
     members = {"from": rows.at, "to": to, "row_bytes": row_bytes, "rows_per_block": per_block,
                "across": across, "segment": segment, "step": step}
-    # One block at least: even an empty array's sizes are looked at.
+    # There is at least one block, so that an empty array's sizes are examined too.
     return members, grid_size(cdiv(number, per_block) * across, (number, *rows.shape[1:]))
 
 

@@ -1,5 +1,5 @@
-"""Tokens to their experts' rows and back, and the gradients of both. Kernels: kernels_cu/moe/permute.cu,
-unpermute.cu and unpermute_backward.cu."""
+"""Moves tokens to their experts' rows and back, and computes the gradients of both. Kernels:
+kernels_cu/moe/permute.cu, unpermute.cu and unpermute_backward.cu."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ...kernels import Launch
 from ...layouts import cdiv
 from ...results import Quantized, Scaled
 from ...routing import Routing
-from . import permute_plans as plans
-from .permute_plans import variants as variants
+from . import permute_launches as launching
+from .permute_launches import variants as variants
 from .rows import Rows, check_has_rows, read_rows
 
 
 def permute(x: Array | Scaled | Quantized, routing: Routing, *, probs: Array | None = None,
             out: Any = None) -> Any:
-    """Each token copied to the rows that the routing gives it; data, scales and probs in one launch.
+    """Copy each token to the rows that the routing gives it: data, scales and probs in one launch.
 
         result[routing.row_map[t, k]] = x[t]          rows that no token is in are zeros
 
@@ -45,8 +45,8 @@ def permute(x: Array | Scaled | Quantized, routing: Routing, *, probs: Array | N
 
     Raises
     ------
-    TypeError, ValueError, DeviceError, before anything is written. (What the device found wrong with the
-    assignment, `route` has noted.)
+    TypeError, ValueError, DeviceError, before anything is written. (`route` has noted what was wrong with an
+    assignment on the device.)
 
     Source: TransformerEngine (moe_permute, moe_permute_and_pad_with_probs); docs/numerics.md section 8. Bytes
     moved: x and the result once.
@@ -60,13 +60,13 @@ def permute(x: Array | Scaled | Quantized, routing: Routing, *, probs: Array | N
 
 
 def unpermute(y: Array, routing: Routing, *, probs: Array | None = None, out: Array | None = None) -> Array:
-    """The sum of each token's rows, weighted by probs: the inverse of `permute`, and with it an expert
-    layer's last step.
+    """Sum each token's rows, weighted by probs: the inverse of `permute`, and the last step of an expert
+    layer.
 
         result[t] = sum over k of y[routing.row_map[t, k]] * probs[t, k]
 
-    in f32, a product rounded and then added, in the order of the rows, the last one first; rounded once to
-    y's dtype.
+    in f32: each product is rounded and then added, from the last row to the first, and the sum is rounded
+    once to y's dtype.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ def unpermute(y: Array, routing: Routing, *, probs: Array | None = None, out: Ar
 
 def permute_backward(grad: Array, routing: Routing, *, probs_grad: Array | None = None,
                      out: Any = None) -> Any:
-    """The gradient of `permute`: that of x, from the gradient of the permuted rows; and that of probs.
+    """The gradients of `permute`'s x and probs, from those of the permuted rows and probs.
 
         x_grad[t] = sum over k of grad[routing.row_map[t, k]]       (as `unpermute` without probs)
 
@@ -116,18 +116,18 @@ def permute_backward(grad: Array, routing: Routing, *, probs_grad: Array | None 
 
 def unpermute_backward(grad: Array, y: Array | None, routing: Routing, *, probs: Array | None = None,
                        out: Any = None) -> tuple[Array, Array | None]:
-    """The gradient of `unpermute`: that of y, and that of probs.
+    """The gradients of `unpermute`'s y and probs.
 
         grad_y[row_map[t, k]] = grad[t] * probs[t, k]
         dprobs[t, k] = sum over the columns of grad[t] * y[row_map[t, k]]
 
-    the products rounded once to y's dtype, rows that no token is in zeros; the sums in f32 by the fixed tree
-    (docs/numerics.md rule 11).
+    The products are rounded once to y's dtype, and rows without a token are zeros. The sums are in f32, by
+    the fixed tree (docs/numerics.md rule 11).
 
     Parameters
     ----------
     grad : bfloat16, float16 or float32 array [T, …]
-    y : array [rows, …] of grad's dtype, as `unpermute` had it. Without probs it is not looked at
+    y : array [rows, …] of grad's dtype, as `unpermute` had it. Without probs it is not read
     routing, probs : as `unpermute` had them. Without probs grad_y is `permute` of grad, byte for byte
     out : result of an earlier call, written and returned; needed while a CUDA graph is captured
 
@@ -157,7 +157,8 @@ def unpermute_backward(grad: Array, y: Array | None, routing: Routing, *, probs:
 
 # ---- arguments ----
 def _rowwise(x: Any, name: str) -> Any:
-    """The part of a Quantized whose scales move with the rows; anything else as it is."""
+    """The row-wise part of a Quantized, whose scales move with the rows. Anything else is returned as it
+    is."""
     if isinstance(x, Quantized):
         if x.rowwise is None:
             raise ValueError(f"{name}: expected a row-wise part, whose scales move with their rows, "
@@ -177,7 +178,7 @@ def _check_scales_move(x: Scaled, name: str) -> None:
 
 
 def _read_routing(call: Call, routing: Any) -> None:
-    call.routing("routing", routing, "row_map", "sources", "experts")       # what kernels read of it
+    call.routing("routing", routing, "row_map", "sources", "experts")       # the arrays that kernels read
 
 
 def _check_length(a: Array, length: int, name: str, of: str) -> None:
@@ -186,7 +187,8 @@ def _check_length(a: Array, length: int, name: str, of: str) -> None:
 
 
 class _Probs(NamedTuple):
-    """Probs of a call. columns: the experts of a mask by which they are found; 0: they are found by slot."""
+    """The probs of a call. columns: how many experts there are if probs are by expert; 0 if they are by
+    slot."""
 
     array: np.ndarray | None = None
     at: int = 0
@@ -214,7 +216,7 @@ class _Moved(NamedTuple):
 
 
 class _Permute(Op[_Moved]):
-    """Moves tokens to rows. name: of the tokens, in messages."""
+    """Moves tokens to rows. name: the tokens' name in messages."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -239,15 +241,15 @@ class _Permute(Op[_Moved]):
     def launches(self, call: Call, inputs: _Moved, *written: int) -> Iterator[Launch]:
         (_, data, scales, _), routing, probs = inputs
         data_at, *rest = written
-        data_rows, scale_rows = plans.rows(data, data_at, routing.tokens), plans.NO_ROWS
+        data_rows, scale_rows = launching.rows(data, data_at, routing.tokens), launching.NO_ROWS
         if scales is not None:
             scales_at, *rest = rest
             if scales.shape[1]:
-                scale_rows = plans.rows(scales, scales_at, routing.tokens)
-        grid, clearing = plans.grid(routing, data_rows["blocks"] + scale_rows["blocks"], data.shape)
-        yield plans.permute_variant().bind(
+                scale_rows = launching.rows(scales, scales_at, routing.tokens)
+        grid, clearing = launching.grid(routing, data_rows["blocks"] + scale_rows["blocks"], data.shape)
+        yield launching.permute_variant().bind(
             data.array, grid, data=data_rows, scales=scale_rows, probs=probs.at,
-            rows_probs=rest[0] if rest else 0, routes=plans.routes(routing, probs.columns, clearing))
+            rows_probs=rest[0] if rest else 0, routes=launching.routes(routing, probs.columns, clearing))
 
 
 # ---- unpermute, and the gradient of permute ----
@@ -259,7 +261,8 @@ class _Summed(NamedTuple):
 
 
 class _Unpermute(Op[_Summed]):
-    """Sums the rows of each token, and gathers the elements of probs_grad by slot. name: of the rows."""
+    """Sums the rows of each token, and gathers the elements of probs_grad by slot. name: the rows' name in
+    messages."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -293,12 +296,13 @@ class _Unpermute(Op[_Summed]):
         y, routing, probs, probs_grad = inputs
         count, size, to = prod(y.shape[1:]), y.dtype.itemsize, written[0]
         vector = (y.at | to | count * size) % 16 == 0
-        plan = plans.unpermute_plan(routing.tokens, routing.topk, cdiv(count * size, 16))
-        topk = routing.topk if vector and routing.topk in plans.TOPKS else 0
+        division = launching.unpermute_division(routing.tokens, routing.topk, cdiv(count * size, 16))
+        topk = routing.topk if vector and routing.topk in launching.TOPKS else 0
         gathering = {} if probs_grad is None else {"from_rows": probs_grad.at, "to_slots": written[1]}
-        yield plans.unpermute_variant(y.dtype, topk).bind(
-            y.array, plan.blocks, y=y.at, out=to, probs=probs.at, routes=plans.routes(routing, probs.columns),
-            columns=count, **plan.members(), vector=int(vector), **gathering)
+        yield launching.unpermute_variant(y.dtype, topk).bind(
+            y.array, division.blocks, y=y.at, out=to, probs=probs.at,
+            routes=launching.routes(routing, probs.columns), columns=count, **division.members(),
+            vector=int(vector), **gathering)
 
 
 # ---- the gradient of unpermute ----
@@ -340,11 +344,12 @@ class _UnpermuteBackward(Op[_Weighted]):
         grad_y, dprobs = written
         count = prod(grad.shape[1:])
         row_bytes = count * grad.dtype.itemsize
-        grid, clearing = plans.grid(routing, routing.tokens, grad.shape)
-        yield plans.backward_variant(grad.dtype).bind(
+        grid, clearing = launching.grid(routing, routing.tokens, grad.shape)
+        yield launching.backward_variant(grad.dtype).bind(
             grad.array, grid, grad=grad.at, y=y.at, grad_y=grad_y, probs=probs.at, dprobs=dprobs,
-            routes=plans.routes(routing, probs.columns, clearing), columns=count,
-            vector=int((grad.at | y.at | grad_y | row_bytes) % 16 == 0), step=plans.step(grad_y | row_bytes))
+            routes=launching.routes(routing, probs.columns, clearing), columns=count,
+            vector=int((grad.at | y.at | grad_y | row_bytes) % 16 == 0),
+            step=launching.step(grad_y | row_bytes))
 
 
 _PERMUTE, _MOVE_GRAD = _Permute("x"), _Permute("grad")

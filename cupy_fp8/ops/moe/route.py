@@ -1,4 +1,4 @@
-"""Which row each token of an expert layer goes to. Kernels: kernels_cu/moe/route.cu."""
+"""Finds the row that each token of an expert layer goes to. Kernels: kernels_cu/moe/route.cu."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from ...routing import MOST_EXPERTS, Routing
 _COUNT, _RANK = (Kernel("moe/route", entry) for entry in ("route_count", "route_rank"))
 _THREADS, _WARPS = 256, 8
 _MOST_BLOCKS = 128
-_ROUTES = 64                # of a warp, at least
+_ROUTES = 64                # for a warp, at least
 _MOST_ALIGN = 128
-_MOST = 2**31 - 1           # what row_map holds
+_MOST = 2**31 - 1           # the largest number of row_map
 _INT32, _INT64, _BOOL = np.dtype(np.int32), np.dtype(np.int64), np.dtype(bool)
 
 
 def route(assignment: Array, *, num_experts: int | None = None, topk: int | None = None,
           rows: int | None = None, align: int = 1, check: bool = False,
           out: Routing | None = None) -> Routing:
-    """Where copies of tokens go, so that the rows of each expert are together: the map that `permute` and
-    `unpermute` follow.
+    """Find the rows for copies of tokens, so that the rows of each expert are together: the map that
+    `permute` and `unpermute` follow.
 
         expert e's rows begin at offsets[e], a multiple of `align`; its tokens come in their order, each with
         its slots in theirs
@@ -49,7 +49,7 @@ def route(assignment: Array, *, num_experts: int | None = None, topk: int | None
     align : a power of two from 1 to 128: 16, 32 and 128 are what block scales and matrix products of groups
         want
     check : wait for the device and raise ValueError if the assignment there is wrong. (NumPy arrays are
-        always looked at)
+        always examined)
     out : an earlier result for the same T, topk, E, rows and align; written in place and returned. Needed
         while a CUDA graph is captured
 
@@ -59,9 +59,10 @@ def route(assignment: Array, *, num_experts: int | None = None, topk: int | None
 
     Raises
     ------
-    TypeError, ValueError, DeviceError, before anything is written. Assignments on the device raise nothing:
-    an index of no expert counts as dropped, and so do a mask's experts beyond `topk`; routes to rows that
-    there are not go nowhere (-1), and the sizes are what there is room for; `device_errors` tells.
+    TypeError, ValueError, DeviceError, before anything is written. Wrong assignments on the device raise
+    nothing, but `device_errors` reports them: an index without an expert counts as dropped, and so do a
+    mask's experts beyond `topk`. A route to a row past `rows` gets -1, and the sizes count only rows that
+    exist.
 
     Two launches, one for the indices of a few tokens. Source: TransformerEngine (moe_permute);
     docs/numerics.md section 8. Bytes moved: the assignment, the map and its inverse.
@@ -145,7 +146,7 @@ def _of_indices(columns: int, num_experts: Any, topk: Any, rows: Any) -> tuple[i
 
 
 def _on_host(x: Array) -> np.ndarray:
-    """The assignment itself, or a copy of it from the device, for which this waits."""
+    """The assignment on the host: itself, or a copy from the device, which this waits for."""
     if isinstance(x, np.ndarray):
         return x
     if kernels.capturing(x.data.device_id):
@@ -155,7 +156,7 @@ def _on_host(x: Array) -> np.ndarray:
 
 
 def _check(host: np.ndarray, extents: _Extents) -> None:
-    """ValueError unless an assignment on the host has experts that exist, and slots and rows for all."""
+    """ValueError unless all experts of an assignment on the host exist, and have slots and rows."""
     if extents.mask:
         most = host.sum(axis=1)
         if extents.tokens and most.max() > extents.topk:
@@ -176,12 +177,12 @@ def _check(host: np.ndarray, extents: _Extents) -> None:
                          f"to {extents.align}), got {extents.rows}")
 
 
-# ---- the way to the kernels ----
+# ---- the call and its launches ----
 class _Result(Description):
-    """A Routing for these sizes."""
+    """Describes a Routing for these sizes."""
 
     def __init__(self, extents: _Extents) -> None:
-        self._form = extents
+        self._extents = extents
         parts: list[tuple[str, tuple[int, ...], np.dtype[Any]]] = [
             ("row_map", (extents.tokens, extents.topk), _INT32), ("splits", (extents.number,), _INT32),
             ("aligned_splits", (extents.number,), _INT32), ("offsets", (extents.number + 1,), _INT64),
@@ -194,16 +195,16 @@ class _Result(Description):
 
     def build(self, arrays: Sequence[Array]) -> Routing:
         parts = dict(zip(self.names, arrays, strict=True))
-        return Routing(**parts, rows=self._form.rows, align=self._form.align)
+        return Routing(**parts, rows=self._extents.rows, align=self._extents.align)
 
     def arrays_of(self, out: Any) -> list[Array]:
         if not isinstance(out, Routing):
             raise TypeError(f"out: expected a Routing (an earlier result), got {type(out).__name__}")
-        if self._form.mask != (out.experts is not None):
-            wanted, found = ("a mask", "indices") if self._form.mask else ("indices", "a mask")
+        if self._extents.mask != (out.experts is not None):
+            wanted, found = ("a mask", "indices") if self._extents.mask else ("indices", "a mask")
             raise ValueError(f"out: expected the routing of {wanted}, got that of {found}")
-        if out.align != self._form.align:
-            raise ValueError(f"out: expected align {self._form.align}, got a routing with {out.align}")
+        if out.align != self._extents.align:
+            raise ValueError(f"out: expected align {self._extents.align}, got a routing with {out.align}")
         return [getattr(out, name) for name in self.names]
 
 

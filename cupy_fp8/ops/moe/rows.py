@@ -1,4 +1,4 @@
-"""What the ops of expert layers move: rows of an array, or of a Scaled, whose scales move with its data."""
+"""The arguments of ops that move rows: an array, or a Scaled, whose scales move with its data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..scales.convert import with_compact_scales
 
 
 class Rows(NamedTuple):
-    """Rows that move. given: the array, or a Scaled of the arrays that follow."""
+    """Rows that move. given: the array, or the Scaled that has the other arrays."""
 
     given: Any
     data: Input
@@ -40,7 +40,7 @@ class Rows(NamedTuple):
 
 
 class _ScaledRows(Description):
-    """A Scaled with compact scales of blocks (1, B), or with one scale (block None)."""
+    """Describes a Scaled with compact scales of blocks (1, B), or with one scale (block None)."""
 
     def __init__(self, block: Any, data: Written, scales: Written) -> None:
         super().__init__(data, scales)

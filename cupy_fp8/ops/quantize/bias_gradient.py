@@ -1,4 +1,4 @@
-"""Bias gradients: the sums down columns that cast_transpose leaves tile by tile, added up. Kernel:
+"""Bias gradients: adds up the column sums that cast_transpose writes for each tile. Kernel:
 kernels_cu/quantize/bias_gradient.cu."""
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from ...kernels import Kernel, Launch, Variant, grid_size, tiles
 from ...layouts import cdiv
 
 _SUM_ROWS = Kernel("quantize/bias_gradient", "sum_rows")
-_RUNS = 8                   # of rows in a block
-_ROWS = (8, 32)             # of a run: few for fewer loads per thread, or many for fewer launches
-_MOST = _RUNS * _ROWS[-1]
+_SEGMENTS = 8                   # row segments in a block
+_ROWS = (8, 32)             # of a segment: few mean fewer loads per thread, many fewer launches
+_MOST = _SEGMENTS * _ROWS[-1]
 _COLUMNS_AT_ONCE = 32
 _THREADS = 256
 
@@ -25,8 +25,8 @@ class ColumnSums:
 
     def __init__(self, x: Array, dbias_at: int, partial: Array | None = None,
                  shape: tuple[int, ...] | None = None) -> None:
-        """partial: that of an earlier ColumnSums of the same shape, for launches that a graph has captured
-        keep on using it. shape: of what is summed, where that is not x."""
+        """partial: the memory of an earlier ColumnSums of the same shape, which captured launches keep using.
+        shape: the shape of what is summed, if that is not x."""
         self._dbias_at = dbias_at
         shape = x.shape if shape is None else shape
         self.matrices, self.rows, self.columns = math.prod(shape[:-2]), shape[-2], shape[-1]
@@ -34,25 +34,25 @@ class ColumnSums:
         self._partial_at = address(self.partial)
 
     def tiles_at(self, tile_rows: int) -> int:
-        """Where cast_transpose writes the sums of its tiles: with one tile above another these are not the
-        end of it."""
+        """The address where cast_transpose writes the sums of its tiles: the gradient itself if no tile is
+        above another."""
         return self._partial_at if cdiv(self.rows, tile_rows) > 1 else self._dbias_at
 
     def launches(self, x: Array, tile_rows: int, noop_at: int) -> Iterator[Launch]:
-        """Add up what the tiles have left, in as few launches as there are powers of 256 in their number.
+        """Adds up the sums of the tiles. Each launch adds 256 of them at a time, so few launches are needed.
         Without rows there are no tiles, and the sums are 0."""
         lines, at = cdiv(self.rows, tile_rows), self._partial_at
         while lines != 1 and self.matrices * self.columns:
             left = max(1, cdiv(lines, _MOST))
             to = at + 4 * self.matrices * lines * self.columns if left > 1 else self._dbias_at
             grid = grid_size(cdiv(self.columns, _COLUMNS_AT_ONCE) * left * self.matrices, x.shape)
-            variant = _sum_rows_variant(_ROWS[lines > _RUNS * _ROWS[0]])
+            variant = _sum_rows_variant(_ROWS[lines > _SEGMENTS * _ROWS[0]])
             yield variant.bind(x, grid, src=at, dst=to, noop=noop_at, rows=lines, columns=self.columns)
             lines, at = left, to
 
 
 def partial_sums(shape: tuple[int, ...]) -> int:
-    """How many partial sums, of all launches, the columns of such an array take."""
+    """How many partial sums all launches together write for an array of this shape."""
     lines, total = cdiv(shape[-2], tiles.SMALL.rows), 0
     while lines > 1:
         total += lines

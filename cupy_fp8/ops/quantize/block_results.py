@@ -1,4 +1,4 @@
-"""What quantisers in blocks share: the description of their results, and what kernels are told of one.
+"""What quantisers in blocks share: the description of their results, and the members of the kernels' structs.
 
 Kernels know only memory, where the last two axes of x may be swapped. Blocks *along rows* lie along a row of
 memory, blocks *along columns* down a column; which of them are the row-wise ones depends on how x lies there.
@@ -15,9 +15,9 @@ import numpy as np
 from ...arrays import Array, empty_beside, is_contiguous
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, Written
+from ...directions import Direction
 from ...formats import INPUT_DTYPES
 from ...kernels.warp_tiles import LANE_COLUMNS
-from ...recipes import Form
 from ...results import Quantized, swap_last
 
 #: How the data of one direction are stored: not at all, in the order of x's memory, or with its last two axes
@@ -33,17 +33,17 @@ _NOWHERE = 0, 0
 
 # ---- the result ----
 class BlockResult(Description):
-    """A Quantized whose directions are described by `forms`. shared: 'data', 'scale_inv', what both
-    directions have in common, if there are both. kind: of data, for messages."""
+    """Describes a Quantized with these directions. shared: the arrays ('data', 'scale_inv') that both
+    directions have in common. kind: the kind of data, for messages."""
 
-    def __init__(self, forms: dict[str, Form], shared: tuple[str, ...], kind: str) -> None:
-        self.forms, self.shared, self.kind = forms, shared if len(forms) == 2 else (), kind
-        # of data and scale_inv among the arrays, by direction
+    def __init__(self, directions: dict[str, Direction], shared: tuple[str, ...], kind: str) -> None:
+        self.directions, self.shared, self.kind = directions, shared if len(directions) == 2 else (), kind
+        # by direction: the positions of data and scale_inv among the arrays
         self._positions: dict[str, list[int]] = {}
         written: list[Written] = []
-        for name, form in forms.items():
+        for name, direction in directions.items():
             positions = self._positions[name] = []
-            for what, shape, dtype in _arrays_of(form):
+            for what, shape, dtype in _arrays_of(direction):
                 if self._is_shared(name, what):
                     positions.append(self._positions["rowwise"][len(positions)])
                 else:
@@ -52,7 +52,7 @@ class BlockResult(Description):
         super().__init__(*written)
 
     def build(self, arrays: Sequence[Array]) -> Quantized:
-        parts = {name: self.forms[name].of(arrays[data], arrays[scales])
+        parts = {name: self.directions[name].scaled(arrays[data], arrays[scales])
                  for name, (data, scales) in self._positions.items()}
         if len(self.shared) == 2:
             parts["columnwise"] = parts["rowwise"]
@@ -62,7 +62,7 @@ class BlockResult(Description):
         return {name: (written[data], written[scales]) for name, (data, scales) in self._positions.items()}
 
     def arrays_of(self, out: Any) -> list[Array]:
-        check_forms(out, self.forms, self.kind)
+        check_out(out, self.directions, self.kind)
         found = []
         for name, part in out._parts():
             for what, a in zip(("data", "scale_inv"), part, strict=True):
@@ -77,36 +77,38 @@ class BlockResult(Description):
         return name == "columnwise" and what in self.shared
 
 
-def _arrays_of(form: Form) -> tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...]:
-    return ("data", form.stored, form.dtype), ("scale_inv", form.scale_shape, form.scale_dtype)
+def _arrays_of(direction: Direction) -> tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...]:
+    return (("data", direction.stored, direction.dtype),
+            ("scale_inv", direction.scale_shape, direction.scale_dtype))
 
 
-def check_forms(out: Any, forms: Mapping[str, Form], kind: str) -> None:
-    """TypeError or ValueError unless a result given as `out=` has these directions. kind: of data, for
-    messages."""
+def check_out(out: Any, directions: Mapping[str, Direction], kind: str) -> None:
+    """TypeError or ValueError unless a result given as `out=` has these directions. kind: the kind of data,
+    for messages."""
     if not isinstance(out, Quantized):
         raise TypeError("out: expected a Quantized (an earlier result, or recipe.empty(…)), got "
                         f"{type(out).__name__}")
     if out.dbias is not None:
         raise ValueError("out: has a dbias, which no quantisation in blocks writes")
     for name, part in (("rowwise", out.rowwise), ("columnwise", out.columnwise)):
-        form = forms.get(name)
-        if (part is None) != (form is None):
+        direction = directions.get(name)
+        if (part is None) != (direction is None):
             raise ValueError(f"out: {'no' if part is None else 'has a'} {name} part, but "
-                             f"{name}={form is not None} was asked for")
-        if part is None or form is None:
+                             f"{name}={direction is not None} was asked for")
+        if part is None or direction is None:
             continue
-        if (part.shape, part.transposed, part.block, part.scale_layout) != form[1:5]:
-            raise ValueError(f"out.{name}: expected {kind} data of shape {form.shape}, "
-                             f"{'' if form.transposed else 'not '}stored transposed, block {form.block}, "
-                             f"scales {form.scale_layout}; got {part!r}, scales {part.scale_layout}")
+        if (part.shape, part.transposed, part.block, part.scale_layout) != direction[1:5]:
+            order = "stored transposed" if direction.transposed else "not stored transposed"
+            raise ValueError(f"out.{name}: expected {kind} data of shape {direction.shape}, {order}, block "
+                             f"{direction.block}, scales {direction.scale_layout}; got {part!r}, scales "
+                             f"{part.scale_layout}")
 
 
-# ---- what kernels are told ----
+# ---- members of the kernels' structs ----
 class Axis(NamedTuple):
-    """What a kernel writes of the blocks along one axis of memory: the directions whose data and scales these
-    are (None: nothing is written), how the data are stored, and the strides of the scales as the kernel's
-    struct has them."""
+    """What a kernel writes for the blocks along one axis of memory. data, scales: the direction that they
+    belong to, or None if they are not written. stored: how the data are stored. strides: the strides of the
+    scales, as the kernel's struct has them."""
 
     data: str | None
     stored: int
@@ -114,10 +116,10 @@ class Axis(NamedTuple):
     strides: tuple[int, ...]
 
 
-def stored(form: Form | None, swapped: bool) -> int:
+def stored(direction: Direction | None, swapped: bool) -> int:
     """How the data of a direction are stored. swapped: whether x lies in memory with its last two axes
     swapped."""
-    return ABSENT if form is None else AS_IS if form.transposed == swapped else TRANSPOSED
+    return ABSENT if direction is None else AS_IS if direction.transposed == swapped else TRANSPOSED
 
 
 def destinations(axes: tuple[Axis, Axis], places: Places) -> Members:
@@ -141,7 +143,7 @@ class Quantization:
                  result: BlockResult) -> None:
         self.shape, self.source, self.to, self.result = shape, source, to, result
         self.size, (self.rows, self.columns) = prod(shape), shape[-2:]
-        self.forms, self.shared, self.kind = result.forms, result.shared, result.kind
+        self.directions, self.shared, self.kind = result.directions, result.shared, result.kind
 
     def empty(self, x: Array) -> Quantized:
         """An uninitialised result beside x."""
@@ -149,10 +151,9 @@ class Quantization:
 
     def warp_tile_members(self, axes: tuple[Axis, Axis], places: Places, aligned: bool,
                           chunk: int = LANE_COLUMNS, grouped: bool = False) -> Members:
-        """Destinations, and as `vector` which accesses of x (1) and of data along rows (2) and along columns
-        (4) may be wide.
-        aligned: whether x is, to chunks. chunk: elements of a wide access. grouped: the kernel asks for each
-        group of rows what its transposed data allow."""
+        """Destinations, and `vector`, whose bits say which accesses may be wide: of x (1), of data along rows
+        (2) and of data along columns (4). aligned: whether x is aligned to chunks. chunk: elements of a wide
+        access. grouped: the kernel asks for each group of rows what its transposed data allow."""
         members, whole = destinations(axes, places), self.columns % chunk == 0
         vector = int(whole and aligned)
         for bit, axis, at in zip((2, 4), axes, (members["rows_data"], members["columns_data"]), strict=True):
@@ -175,7 +176,7 @@ class Inputs(NamedTuple):
 class BlockOp(Op[Inputs]):
     """An op that quantises in blocks."""
 
-    #: Makes the Quantization of shape, dtype, whether axes are swapped, and options.
+    #: Makes a Quantization from shape, dtype, whether axes are swapped, and options.
     quantization: Callable[..., Quantization]
     definition: Callable[..., Quantized]
     #: The names of the options, as the definition has them.
@@ -203,12 +204,12 @@ class BlockOp(Op[Inputs]):
 
 
 def lies_swapped(x: Any) -> bool:
-    """Whether an array's last two axes are swapped in memory, where it is C-contiguous otherwise."""
+    """Whether an array is C-contiguous only with its last two axes swapped."""
     if x.flags.c_contiguous if isinstance(x, np.ndarray) else getattr(x, "_c_contiguous", True):
         return False
     return bool(x.ndim >= 2 and is_contiguous(x.swapaxes(-1, -2)))
 
 
 def logical(shape: tuple[int, ...], swapped: bool) -> tuple[int, ...]:
-    """The shape of an array that lies in memory with this one."""
+    """The shape of x, given the shape in which it lies in memory."""
     return swap_last(shape) if swapped else shape

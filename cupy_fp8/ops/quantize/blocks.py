@@ -1,4 +1,4 @@
-"""Blocks with f32 scales: 1 x 128, 128 x 1, 128 x 128 and their like. Kernels:
+"""Quantises in blocks with f32 scales: 1 x 128, 128 x 1, 128 x 128 and others. Kernels:
 kernels_cu/quantize/blocks.cu."""
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import numpy as np
 from ... import reference
 from ...arrays import Array
 from ...calls.call import Call
+from ...directions import Direction, block_directions
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, float16, float32, lookup
 from ...kernels import Kernel, Launch, Variant, grid_size
 from ...kernels.warp_tiles import COLUMNS, LANE_COLUMNS, ROWS, WarpTiles
 from ...layouts import cdiv
-from ...recipes import Form, block_eps, block_forms, block_pow2, check_block_options
+from ...options import block_eps, block_pow2, check_block_options
 from ...results import Quantized
 from . import block_results
 from .block_results import ABSENT, AS_IS, TRANSPOSED, Axis, BlockOp, BlockResult, Inputs, Members, Places
@@ -25,9 +26,9 @@ from .block_results import ABSENT, AS_IS, TRANSPOSED, Axis, BlockOp, BlockResult
 _TILE = Kernel("quantize/blocks", "quantize_block_tile")
 _ROWS = Kernel("quantize/block_rows", "quantize_block_rows")
 _LINES = Kernel("quantize/block_lines", "quantize_block_lines")
-# elements of the smallest block, a quarter of a warp tile's row
+# Elements of the smallest block, a quarter of a warp tile's row.
 _SMALLEST = 32
-_NO_SCALES = (0, 1, 1, 0, 0)                    # a ScaleGrid, but for the address
+_NO_SCALES = (0, 1, 1, 0, 0)                    # a ScaleGrid without its address
 _NO_BLOCKS = Axis(None, ABSENT, None, _NO_SCALES)
 
 _ACROSS = WarpTiles(1, 8, down_first=False)        # 32 bytes of a row's compact scales
@@ -118,30 +119,31 @@ class BlockQuantization(block_results.Quantization):
         least = block_eps(eps, profile) + 0.0       # -0 is 0: the kernel compares the bits of magnitudes
         pow2 = block_pow2(pow2_scale, profile)
         switches = flag(rowwise, "rowwise"), flag(columnwise, "columnwise"), flag(transposed, "transposed")
-        forms = block_forms(block_results.logical(shape, swapped), to, *switches, block, scale_layout)
-        same = forms.get("rowwise") == forms.get("columnwise")
-        super().__init__(shape, source, to, BlockResult(forms, ("data", "scale_inv") * same, "block-scaled"))
+        directions = block_directions(block_results.logical(shape, swapped), to, *switches, block,
+                                      scale_layout)
+        same = directions.get("rowwise") == directions.get("columnwise")
+        super().__init__(shape, source, to,
+                         BlockResult(directions, ("data", "scale_inv") * same, "block-scaled"))
         self.swapped, self.block, self.compact = swapped, block, scale_layout == "compact"
         self.square = 1 not in block
         self.rule, self.divide = _rule(source, to, pow2, least, profile), profile == "vllm" and not pow2
 
     def axes(self, names: list[str]) -> tuple[Axis, Axis]:
-        """What a kernel of warp tiles writes along rows and along columns of memory of these directions. (Of
-        whole rows and columns too, for ops/quantize/grouped_rows_columns.py.)"""
+        """What a kernel of warp tiles writes for these directions, along rows and along columns of memory."""
         rows, columns = (name if name in names else None for name in (
             ("rowwise", "columnwise") if (self.block[0] == 1) != self.swapped else ("columnwise", "rowwise")))
         written: list[tuple[int, str | None]] = [
-            (block_results.stored(self.forms[name], self.swapped) if name else ABSENT, name)
+            (block_results.stored(self.directions[name], self.swapped) if name else ABSENT, name)
             for name in (rows, columns)]
-        # the same codes whatever the direction: what counts is how they are stored
+        # Both directions have the same codes. They differ only in how these are stored.
         if self.square:
             by_order = dict(written)
             written = [(stored, by_order[stored]) if stored in by_order else (ABSENT, None)
                        for stored in (AS_IS, TRANSPOSED)]
         (rows_stored, rows_data), (columns_stored, columns_data) = written
-        return (Axis(rows_data, rows_stored, rows, _strides(self.forms.get(rows or ""), self.swapped)),
+        return (Axis(rows_data, rows_stored, rows, _strides(self.directions.get(rows or ""), self.swapped)),
                 Axis(columns_data, columns_stored, columns,
-                     _strides(self.forms.get(columns or ""), self.swapped)))
+                     _strides(self.directions.get(columns or ""), self.swapped)))
 
     def members(self, axes: tuple[Axis, Axis]) -> Members:
         """Members of the struct of a kernel of warp tiles that do not depend on memory."""
@@ -169,15 +171,15 @@ def _rule(source: np.dtype[Any], to: np.dtype[Any], pow2: bool, eps: float,
     return float(target), float(np.float32(1) / target), eps, float(FORMATS[source].max), low, high, flags
 
 
-def _strides(form: Form | None, swapped: bool) -> tuple[int, int, int, int, int]:
-    """The ScaleGrid of kernels_cu/include/scale/block_scale.cuh, but for the address."""
-    if form is None:
+def _strides(direction: Direction | None, swapped: bool) -> tuple[int, int, int, int, int]:
+    """The ScaleGrid of kernels_cu/include/scale/block_scale.cuh without its address."""
+    if direction is None:
         return _NO_SCALES
-    assert form.block is not None
-    *_, rows, columns = form.scale_shape
-    lines_first = form.block[0] == 1 and form.scale_layout != "compact"
+    assert direction.block is not None
+    *_, rows, columns = direction.scale_shape
+    lines_first = direction.block[0] == 1 and direction.scale_layout != "compact"
     # Whether rows of blocks in memory are columns of scale_inv.
-    if (lines_first or (1 not in form.block and form.transposed)) != swapped:
+    if (lines_first or (1 not in direction.block and direction.transposed)) != swapped:
         return rows * columns, 1, columns, columns, rows
     return rows * columns, columns, 1, rows, columns
 
@@ -190,64 +192,69 @@ class _QuantizeBlock(BlockOp):
                "scale_layout")
 
     def launches(self, call: Call, inputs: Inputs, *written: int) -> Iterator[Launch]:
-        plan: BlockQuantization = inputs.quantization
-        if not plan.size:
+        quantization: BlockQuantization = inputs.quantization
+        if not quantization.size:
             return
-        places = plan.result.places(written)
-        names = [name for name in plan.forms if name == "rowwise" or len(plan.shared) < 2]
-        if None in plan.block:
+        places = quantization.result.places(written)
+        names = [name for name in quantization.directions
+                 if name == "rowwise" or len(quantization.shared) < 2]
+        if None in quantization.block:
             yield from (_whole_line_launch(call, inputs, name, places) for name in names)
         else:
-            axes = plan.axes(names)
+            axes = quantization.axes(names)
             yield _rows_launch(call, inputs, axes, places) or _tile_launch(call, inputs, axes, places)
 
 
 def _whole_line_launch(call: Call, inputs: Inputs, name: str, places: Places) -> Launch:
-    """quantize_block_lines: one direction of blocks of whole rows or columns."""
-    plan, x, form = inputs.quantization, inputs.x, inputs.quantization.forms[name]
-    along_rows = (form.block[0] == 1) != plan.swapped
-    axis = Axis(name, block_results.stored(form, plan.swapped), name, _strides(form, plan.swapped))
+    """The launch of quantize_block_lines, which writes one direction of blocks of whole rows or columns."""
+    quantization, x, direction = inputs.quantization, inputs.x, inputs.quantization.directions[name]
+    along_rows = (direction.block[0] == 1) != quantization.swapped
+    axis = Axis(name, block_results.stored(direction, quantization.swapped), name,
+                _strides(direction, quantization.swapped))
     tile = _ACROSS if along_rows else _GATHERED
-    tiles = cdiv(plan.rows, tile.rows) if along_rows else cdiv(plan.columns, tile.columns)
-    matrices = plan.size // (plan.rows * plan.columns)
-    members = plan.warp_tile_members((axis, _NO_BLOCKS), places,
+    tiles = cdiv(quantization.rows, tile.rows) if along_rows else cdiv(quantization.columns, tile.columns)
+    matrices = quantization.size // (quantization.rows * quantization.columns)
+    members = quantization.warp_tile_members((axis, _NO_BLOCKS), places,
                                      x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0)
-    return _lines_variant(plan.source, plan.to, along_rows).bind(
-        x.array, grid_size(matrices * tiles, plan.shape), x=x.at, noop=call.noop_at, **members,
-        rows=plan.rows, columns=plan.columns, rule=plan.rule, block_segments=1, divide=int(plan.divide),
-        stored=axis.stored)
+    return _lines_variant(quantization.source, quantization.to, along_rows).bind(
+        x.array, grid_size(matrices * tiles, quantization.shape), x=x.at, noop=call.noop_at, **members,
+        rows=quantization.rows, columns=quantization.columns, rule=quantization.rule, block_segments=1,
+        divide=int(quantization.divide), stored=axis.stored)
 
 
 def _rows_launch(call: Call, inputs: Inputs, axes: tuple[Axis, Axis], places: Places) -> Launch | None:
-    """quantize_block_rows: whole blocks of 128 along rows of memory, data as they are. None if this is
-    something else, or memory does not allow the kernel's accesses."""
-    plan, x = inputs.quantization, inputs.x
+    """The launch of quantize_block_rows, which writes whole blocks of 128 along rows of memory, data in x's
+    order. None for other calls, and if memory does not allow the kernel's accesses."""
+    quantization, x = inputs.quantization, inputs.x
     stored = axes[0].stored, axes[1].stored
-    if set(plan.block) != {1, _LENGTH} or plan.columns % _LENGTH or stored != (AS_IS, ABSENT):
+    whole_blocks = set(quantization.block) == {1, _LENGTH} and quantization.columns % _LENGTH == 0
+    if not whole_blocks or stored != (AS_IS, ABSENT):
         return None
-    members = plan.warp_tile_members(axes, places, x.at % _LOAD_BYTES == 0, _LOAD_BYTES // x.dtype.itemsize)
+    members = quantization.warp_tile_members(axes, places, x.at % _LOAD_BYTES == 0,
+                                             _LOAD_BYTES // x.dtype.itemsize)
     if members["vector"] != 7:
         return None
     _, row, _, rows, across = axes[0].strides
     warps = cdiv(rows, _WARP_BLOCKS) * across if row == 1 else cdiv(rows * across, _WARP_BLOCKS)
-    matrices = plan.size // (plan.rows * plan.columns)
-    return _rows_variant(plan.source, plan.to, plan.divide).bind(
-        x.array, grid_size(matrices * cdiv(warps, _WARPS), plan.shape), x=x.at, noop=call.noop_at, **members,
-        **plan.members(axes))
+    matrices = quantization.size // (quantization.rows * quantization.columns)
+    return _rows_variant(quantization.source, quantization.to, quantization.divide).bind(
+        x.array, grid_size(matrices * cdiv(warps, _WARPS), quantization.shape), x=x.at, noop=call.noop_at,
+        **members, **quantization.members(axes))
 
 
 def _tile_launch(call: Call, inputs: Inputs, axes: tuple[Axis, Axis], places: Places) -> Launch:
-    """quantize_block_tile: everything else, both directions in one launch."""
-    plan, x = inputs.quantization, inputs.x
-    members = plan.warp_tile_members(axes, places, x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0)
+    """The launch of quantize_block_tile, which writes everything else, both directions at once."""
+    quantization, x = inputs.quantization, inputs.x
+    source, to, square = quantization.source, quantization.to, quantization.square
+    members = quantization.warp_tile_members(axes, places, x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0)
     stored = axes[0].stored, axes[1].stored
     tile = None
-    if members["vector"] == 7 and not plan.divide:
-        tile = warp_tiles_of(plan.source, *stored, plan.square, False, plan.compact)
-    variant = (tile_variant(plan.source, plan.to, *stored, plan.square, False, tile) if tile
-               else any_shape_variant(plan.source, plan.to))
-    return variant.bind(x.array, (tile or ANY_SHAPE).grid(plan.shape), x=x.at, noop=call.noop_at, **members,
-                        **plan.members(axes))
+    if members["vector"] == 7 and not quantization.divide:
+        tile = warp_tiles_of(source, *stored, square, False, quantization.compact)
+    variant = (tile_variant(source, to, *stored, square, False, tile) if tile
+               else any_shape_variant(source, to))
+    return variant.bind(x.array, (tile or ANY_SHAPE).grid(quantization.shape), x=x.at, noop=call.noop_at,
+                        **members, **quantization.members(axes))
 
 
 _QUANTIZE = _QuantizeBlock()
@@ -256,9 +263,9 @@ _QUANTIZE = _QuantizeBlock()
 # ---- programs ----
 def warp_tiles_of(source: np.dtype[Any], rows: int, columns: int, square: bool, divide: bool,
               compact: bool) -> WarpTiles | None:
-    """Of the program for wide accesses. None where there is none: for blocks along columns whose data are not
-    stored transposed, for divided elements but of row-wise data, and for squares of float16, which are all
-    rare."""
+    """The tile of the program for wide accesses. None if there is no program, since the case is rare: blocks
+    along columns whose data are not stored transposed, divided elements unless data are row-wise, and squares
+    of float16."""
     if rows == TRANSPOSED or columns == AS_IS or (square and source == float16):
         return None
     if columns == ABSENT:
@@ -284,7 +291,7 @@ def tile_variant(
     aligned: bool = True,
     kernel: Kernel = _TILE,
 ) -> Variant:
-    """Of the kernel of tiles, for arrays or (ops/quantize/grouped_blocks.py) for groups."""
+    """The variant of the tile kernel for arrays, or for groups (ops/quantize/grouped_blocks.py)."""
     per_warp_tile = _COLUMN_BYTES * (not aligned or columns != ABSENT or square) + _ROW_BYTES * (not aligned
         or (rows != ABSENT and not square))
     shared = (rows, columns).count(
@@ -300,8 +307,8 @@ def tile_variant(
 
 def any_shape_variant(source: np.dtype[Any], to: np.dtype[Any], _divide: bool = False,
                       kernel: Kernel = _TILE) -> Variant:
-    """For arrays whose rows do not allow wide accesses, and for what is rare: what it stores, and how, is
-    told at run time."""
+    """The program for arrays whose rows do not allow wide accesses, and for rare cases. It gets what to
+    store, and how, at run time."""
     return tile_variant(source, to, TRANSPOSED, TRANSPOSED, False, False, ANY_SHAPE, False, kernel)
 
 

@@ -1,5 +1,5 @@
-"""Groups of rows, each quantised as a tensor of its own: `group_quantize`. The launches are those of
-grouped_tensor.py for one scale per group, and of grouped_blocks.py for blocks."""
+"""Quantises each group of rows as a tensor of its own: `group_quantize`. grouped_tensor.py has the launches
+for one scale per group, grouped_blocks.py those for blocks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from ...calls import splits as sizes
 from ...calls.call import Call, Input, Op, run
 from ...calls.memory import Range
 from ...calls.results import Description
+from ...directions import check_directions
 from ...formats import INPUT_DTYPES, float32
 from ...grouped import Grouped
 from ...kernels import Launch, Variant
 from ...layouts import padded_rows, round_up
-from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, check_directions
+from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from . import grouped_blocks, grouped_tensor
-from .grouped_call import Arrays, Form, GroupedResult, Inputs, Recipe
+from .grouped_call import Arrays, GroupedFacts, GroupedResult, Inputs, Recipe
 
 _INT64 = np.dtype(np.int64)
 _MOST_INT32 = 0x7FFFFFFF
@@ -39,13 +40,12 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
         data[g] = cast(x[g] * scales[g])      scale_inv[g] = 1 / scales[g]
         amaxes[g] = max(amaxes[g], max |x[g]|)
 
-    DelayedScaling, BlockScaling and MXScaling take one launch. So does CurrentScaling of large 16-bit arrays
-    (from 17 M elements on, on an H200) whose rows are multiples of 8 elements, if a group of the average size
-    fits into the GPU's multiprocessors (15 M elements), where it waits for its scale; x is then read once,
-    except for groups that are too large. Otherwise CurrentScaling takes two launches: the first finds the
-    scales that the groups' own maxima call for, as `compute_scale` does (from 0 for an empty group). For
-    large arrays a small launch goes before each of these and finds where the groups are. No block has rows of
-    two groups.
+    DelayedScaling, BlockScaling and MXScaling take one launch. So does CurrentScaling of a large 16-bit array
+    (from 17 M elements on an H200) whose rows are multiples of 8 elements, if a group of average size (at
+    most 15 M elements) can wait for its scale in the GPU's multiprocessors. x is then read once, except for
+    groups that are too large. Otherwise CurrentScaling takes two launches: the first finds the scales that
+    the groups' own maxima call for, as `compute_scale` does (from 0 for an empty group). For large arrays a
+    small launch goes before each of these and finds where the groups are. No block has rows of two groups.
 
     BlockScaling of whole rows, block (1, None), gives every row a scale, in one launch that reads x once.
     Column-wise it gives every column of each group one, as (None, 1) does row-wise. Then there are three
@@ -67,7 +67,7 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
     scales : f32 array [N]
     amaxes : for per-tensor recipes, f32 array [N], raised to each group's largest magnitude before scaling;
         not zeroed first
-    noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `out`. It
+    noop : one-element f32 array on the device; nothing is written if it holds 1.0. Needs `out`. It
         must not change while the launches run
     offsets : int64 [N + 1], where each group begins and the last one ends, in elements. Given offsets are
         used as they are; without them the same launch computes them. Not with `align`
@@ -90,9 +90,9 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
 
     Raises
     ------
-    TypeError, ValueError, DeviceError, before anything is written. Sizes on the device raise nothing: a
-    negative one counts as 0, a group that goes past the last row of x ends there, and a group whose offset is
-    not a row start, or leads out of the arrays, is skipped; `device_errors` tells.
+    TypeError, ValueError, DeviceError, before anything is written. Wrong sizes on the device raise nothing,
+    but `device_errors` reports them: a negative size counts as 0, a group that passes the last row of x ends
+    there, and a group whose given offset is not a row start, or points past the end, is skipped.
 
     Source: TransformerEngine's grouped quantisation; with `align` also its fused_multi_row_padding. Bytes
     moved per element: x + 1 per direction, and the scales of blocks; CurrentScaling in two launches reads x
@@ -141,16 +141,17 @@ class _GroupQuantize(Op[Inputs]):
         call.noop(noop)
         placed = None if offsets is None else _offsets(call, offsets, align, groups, check)
         shape = _result_rows(groups, rows, align), found.shape[1]
-        plan, (form, arrays) = None, _one_scale_each(shape, each, recipe, rowwise, columnwise)
+        quantization, (facts, arrays) = None, _one_scale_each(shape, each, recipe, rowwise, columnwise)
         if isinstance(recipe, (BlockScaling, MXScaling)):
-            plan = grouped_blocks.plan_of(shape, found.dtype, recipe, bool(rowwise), bool(columnwise))
-            form, arrays = grouped_blocks.described(plan, *each)
+            quantization = grouped_blocks.quantization_of(shape, found.dtype, recipe, bool(rowwise),
+                                                          bool(columnwise))
+            facts, arrays = grouped_blocks.described(quantization, *each)
         if placed is None:
             arrays["offsets"] = (each[0] + 1,), _INT64
         if align > 1:
             arrays["splits"] = each, groups.array.dtype
         return Inputs(found, groups, recipe, bool(rowwise), bool(columnwise), scaled, raised, placed, align,
-                      plan, GroupedResult(form, arrays, groups, placed and placed.array))
+                      quantization, GroupedResult(facts, arrays, groups, placed and placed.array))
 
     def result(self, inputs: Inputs) -> Description:
         return inputs.result
@@ -162,7 +163,7 @@ class _GroupQuantize(Op[Inputs]):
             columnwise=inputs.columnwise, scales=scales, amaxes=amaxes, offsets=offsets, align=inputs.align)
 
     def launches(self, call: Call, inputs: Inputs, *written: int) -> Iterator[Launch]:
-        of_kind = grouped_tensor if inputs.plan is None else grouped_blocks
+        of_kind = grouped_tensor if inputs.quantization is None else grouped_blocks
         return of_kind.launches(call, inputs, inputs.result.places(written))
 
 
@@ -194,7 +195,7 @@ def _scales(call: Call, scales: Any, shape: tuple[int, ...]) -> Input:
 
 
 def _offsets(call: Call, offsets: Any, align: int, groups: sizes.Groups, check: bool) -> Input:
-    """Offsets that are known already. They are never copied, since the result holds them."""
+    """Reads given offsets. They are never copied, since the result holds them."""
     if align > 1:
         raise ValueError(f"offsets: expected none with align={align}, got {type(offsets).__name__}; the call "
                          "finds those of the padded groups (the result's offsets)")
@@ -206,7 +207,7 @@ def _offsets(call: Call, offsets: Any, align: int, groups: sizes.Groups, check: 
 
 
 def _result_rows(groups: sizes.Groups, rows: int, align: int) -> int:
-    """Rows of the result for so many of x."""
+    """How many rows the result has."""
     if align == 1:
         return rows
     if not groups.wide and round_up(rows, align) > _MOST_INT32:
@@ -216,11 +217,11 @@ def _result_rows(groups: sizes.Groups, rows: int, align: int) -> int:
 
 
 def _one_scale_each(shape: tuple[int, int], each: tuple[int], recipe: Recipe, rowwise: bool,
-                    columnwise: bool) -> tuple[Form, Arrays]:
-    """The result of per-tensor recipes: what it is, and its data and scales."""
+                    columnwise: bool) -> tuple[GroupedFacts, Arrays]:
+    """The result of per-tensor recipes: its facts, and the shapes and dtypes of its data and scales."""
     wanted = (("rowwise", rowwise), ("columnwise", columnwise))
     data: Arrays = {name: ((prod(shape),), recipe.dtype) for name, is_wanted in wanted if is_wanted}
-    return Form(shape), {**data, "scale_inv": (each, float32)}
+    return GroupedFacts(shape), {**data, "scale_inv": (each, float32)}
 
 
 def variants() -> Iterator[Variant]:

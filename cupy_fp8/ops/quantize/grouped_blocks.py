@@ -1,6 +1,5 @@
-"""Groups of rows quantised in blocks, each group as a matrix of its own.
-
-Kernels: kernels_cu/quantize/blocks.cu and mx.cu; for whole rows and columns grouped_rows_columns.cu."""
+"""Quantises groups of rows in blocks, each group as a matrix of its own. Kernels:
+kernels_cu/quantize/blocks.cu and mx.cu, and grouped_rows_columns.cu for whole rows and columns."""
 
 from __future__ import annotations
 
@@ -14,35 +13,35 @@ import numpy as np
 
 from ...calls.call import Call
 from ...calls.row_segments import find_segments, pays
+from ...directions import Direction
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float32
 from ...kernels import Kernel, Launch, Variant
 from ...kernels.warp_tiles import LANE_COLUMNS, WarpTiles
 from ...layouts import cdiv, group_scales, group_unit, grouped_scale_shape, round_up
 from ...recipes import BlockScaling, MXScaling
-from ...recipes import Form as ArrayForm
 from . import blocks, mx
 from .block_results import ABSENT, AS_IS, TRANSPOSED, Axis, Members, Places
-from .grouped_call import Arrays, Form, Inputs, tiled
+from .grouped_call import Arrays, GroupedFacts, Inputs, tiled
 
-Plan = blocks.BlockQuantization | mx.MxQuantization
+AnyQuantization = blocks.BlockQuantization | mx.MxQuantization
 
 _BLOCKS = Kernel("quantize/blocks", "group_quantize_block")
 _MX = Kernel("quantize/mx", "group_quantize_mx")
-_TILES_PER_BLOCK = 2            # of transposed data; with more, multiprocessors are idle at the end
+_TILES_PER_BLOCK = 2            # that write transposed data; with more, multiprocessors are idle at the end
 _ROWS = Kernel("quantize/grouped_rows_columns", "group_quantize_rows")
 _LINES = Kernel("quantize/grouped_rows_columns", "group_quantize_lines")
 _LINE_TILE = WarpTiles(8, 1, down_first=False)             # 256 bytes of a transposed row
 _SEGMENT_ROWS, _SHARE, _THREADS = 32, 8192, 256         # SegmentOfRows of the kernel
-_CHUNK_BYTES, _CHUNKS, _WARP = 16, 4, 32                # of a row, held by a thread of the kernel
+_CHUNK_BYTES, _CHUNKS, _WARP = 16, 4, 32                # a thread holds so many chunks of a row
 _FIND, _QUANTIZE = 0, 1                                 # passes of the kernel of whole columns
-_FEWEST = 64                                            # maxima that a workspace has room for
+_FEWEST = 64                                            # amaxes that a workspace has room for, at least
 
 
 @functools.lru_cache(maxsize=256)
-def plan_of(shape: tuple[int, int], source: np.dtype[Any], recipe: BlockScaling | MXScaling, rowwise: bool,
-            columnwise: bool) -> Plan:
-    """The plan for all rows as one matrix; that of a group differs in the number of rows only. shape: of the
-    result."""
+def quantization_of(shape: tuple[int, int], source: np.dtype[Any], recipe: BlockScaling | MXScaling,
+                    rowwise: bool, columnwise: bool) -> AnyQuantization:
+    """The quantisation of all rows as one matrix; a group's differs only in the number of rows. shape: the
+    result's."""
     if isinstance(recipe, BlockScaling):
         return blocks.BlockQuantization(shape, source, False, (
             recipe.dtype, rowwise, columnwise, True, recipe.block, recipe.pow2_scale, recipe.eps,
@@ -52,35 +51,36 @@ def plan_of(shape: tuple[int, int], source: np.dtype[Any], recipe: BlockScaling 
         recipe.scale_layout))
 
 
-def described(plan: Plan, count: int) -> tuple[Form, Arrays]:
-    """The result for `count` groups: what it is, and its data and scales."""
-    shape = plan.rows, plan.columns
+def described(quantization: AnyQuantization, count: int) -> tuple[GroupedFacts, Arrays]:
+    """The result for `count` groups: its facts, and the shapes and dtypes of its data and scales."""
+    shape = quantization.rows, quantization.columns
     data: Arrays = {}
     scales: Arrays = {}
-    for name, of in plan.forms.items():
-        data[name] = (plan.size,), of.dtype
-        stored = grouped_scale_shape(shape, count, *_scales_of(of))
-        scales["scale_inv" if name == "rowwise" else f"{name}_scale_inv"] = stored, of.scale_dtype
-    row, column = plan.forms.get("rowwise"), plan.forms.get("columnwise")
-    block = _scales_of(cast(ArrayForm, row or column))[0]
-    form = Form(shape, block if row else (block[1], block[0]), cast(ArrayForm, row or column).scale_layout,
-                isinstance(plan, blocks.BlockQuantization), "data" in plan.shared and len(plan.forms) == 2)
-    return form, {**data, **scales}
+    for name, direction in quantization.directions.items():
+        data[name] = (quantization.size,), direction.dtype
+        stored = grouped_scale_shape(shape, count, *_scales_of(direction))
+        scales["scale_inv" if name == "rowwise" else f"{name}_scale_inv"] = stored, direction.scale_dtype
+    name, direction = next(iter(quantization.directions.items()))
+    block, scale_layout, _ = _scales_of(direction)
+    facts = GroupedFacts(shape, block if name == "rowwise" else (block[1], block[0]), scale_layout,
+                         transposed=isinstance(quantization, blocks.BlockQuantization),
+                         shared="data" in quantization.shared)
+    return facts, {**data, **scales}
 
 
 def launches(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator[Launch]:
-    """The launch for all groups and, where it pays, the one before it that finds each block's rows."""
-    plan, x = cast(Plan, inputs.plan), inputs.x.array
-    if None in plan.block:
+    """The launch for all groups, after one that finds each block's rows if that pays."""
+    quantization, x = cast(AnyQuantization, inputs.quantization), inputs.x.array
+    if None in quantization.block:
         yield from _whole_lines(call, inputs, places)
         return
-    (rows, columns), of_plan = axes_of(plan)
+    (rows, columns), own = axes_of(quantization)
     wide_loads = inputs.x.at % (LANE_COLUMNS * x.itemsize) == 0
-    members = {**plan.warp_tile_members((rows, columns), _by_direction(places), wide_loads, grouped=True),
-               **of_plan}
-    chosen, warp_tiles = variant(plan, (rows.stored, columns.stored), members["vector"] == 7)
+    members = {**quantization.warp_tile_members((rows, columns), _by_direction(places), wide_loads,
+                                                grouped=True), **own}
+    chosen, warp_tiles = variant(quantization, (rows.stored, columns.stored), members["vector"] == 7)
     tiling = tiled(call, inputs, places, warp_tiles.rows_of_block, warp_tiles.columns, clears=1)
-    scales, segments_at = [scales_of(plan, inputs.number, axis) for axis in (rows, columns)], 0
+    scales, segments_at = [scales_of(quantization, inputs.number, axis) for axis in (rows, columns)], 0
     if pays(x, tiling.grid):
         shifts = scales[0]["unit_shift"], scales[1]["unit_shift"]
         find, segments_at = find_segments(call, tiling.rows, tiling.segments, tiling.groups, shifts)
@@ -100,39 +100,39 @@ def _by_direction(places: dict[str, int]) -> Places:
             "columnwise": (places["columnwise"], places["columnwise_scale_inv"])}
 
 
-def _scales_of(form: ArrayForm) -> tuple[tuple[int | None, int | None], str, bool]:
-    """The block, the layout of scales, and whether data are stored transposed."""
-    assert form.block is not None
-    assert form.scale_layout is not None
-    return form.block, form.scale_layout, form.transposed
+def _scales_of(direction: Direction) -> tuple[tuple[int | None, int | None], str, bool]:
+    """(block, layout of scales, whether data are stored transposed)."""
+    assert direction.block is not None
+    assert direction.scale_layout is not None
+    return direction.block, direction.scale_layout, direction.transposed
 
 
-def axes_of(plan: Plan) -> tuple[tuple[Axis, Axis], Members]:
+def axes_of(quantization: AnyQuantization) -> tuple[tuple[Axis, Axis], Members]:
     """What the kernel writes along rows and along columns, and members of its struct."""
-    if isinstance(plan, blocks.BlockQuantization):
-        axes = plan.axes(list(plan.forms))
-        return axes, plan.members(axes)
-    return plan.axes, plan.members
+    if isinstance(quantization, blocks.BlockQuantization):
+        axes = quantization.axes(list(quantization.directions))
+        return axes, quantization.members(axes)
+    return quantization.axes, quantization.members
 
 
-def scales_of(plan: Plan, count: int, axis: Axis) -> dict[str, int]:
+def scales_of(quantization: AnyQuantization, count: int, axis: Axis) -> dict[str, int]:
     """Members of the GroupScales of kernels_cu/include/groups/row_groups.cuh."""
     if axis.scales is None:
         return dict.fromkeys(("block_shift", "unit_shift", "unit", "all"), 0)
-    of = _scales_of(plan.forms[axis.scales])
+    of = _scales_of(quantization.directions[axis.scales])
     rows = of[0][0]
     assert rows is not None
-    stored = prod(grouped_scale_shape((plan.rows, plan.columns), count, *of))
+    stored = prod(grouped_scale_shape((quantization.rows, quantization.columns), count, *of))
     return {"block_shift": rows.bit_length() - 1, "unit_shift": group_unit(*of).bit_length() - 1,
-            "unit": group_scales(plan.columns, *of), "all": stored}
+            "unit": group_scales(quantization.columns, *of), "all": stored}
 
 
 # ---- whole rows and whole columns ----
 def _whole_lines(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator[Launch]:
-    """One launch for rows alone. Else two, of which the first finds the maxima, after a launch that finds
-    each block's rows and clears the maxima."""
-    plan, x = cast(blocks.BlockQuantization, inputs.plan), inputs.x.array
-    (rows, columns), of_plan = axes_of(plan)
+    """One launch if only rows are written. Otherwise a launch finds each block's rows and clears the amaxes,
+    the second finds the amaxes, and the third quantises."""
+    quantization, x = cast(blocks.BlockQuantization, inputs.quantization), inputs.x.array
+    (rows, columns), own = axes_of(quantization)
     rows_alone = (rows.stored, columns.stored) == (AS_IS, ABSENT)
     tile = (_SEGMENT_ROWS, _SHARE) if rows_alone else (_LINE_TILE.rows, _LINE_TILE.columns)
     tiling = tiled(call, inputs, places, *tile, clears=1)
@@ -140,32 +140,33 @@ def _whole_lines(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator
     aligned = inputs.x.at % (chunk * x.itemsize) == 0
 
     def members(to: Places) -> Members:
-        return {**plan.warp_tile_members((rows, columns), to, aligned, chunk, grouped=True), **of_plan}
+        return {**quantization.warp_tile_members((rows, columns), to, aligned, chunk, grouped=True), **own}
 
-    scales = scales_of(plan, inputs.number, rows)
+    scales = scales_of(quantization, inputs.number, rows)
     amaxes, clear = ({}, (0, 0)) if rows_alone else _amaxes(call, inputs, (rows, columns))
     groups = {**tiling.groups, "segments": 0}
     if clear[1] or pays(x, tiling.grid):
         find, groups["segments"] = find_segments(call, tiling.rows, tiling.segments, tiling.groups,
                                                  (scales["unit_shift"], 0), clear)
         yield find
-    chosen = (_rows_variant if rows_alone else _lines_variant)(plan.source, plan.to)
+    chosen = (_rows_variant if rows_alone else _lines_variant)(quantization.source, quantization.to)
     array = {"x": inputs.x.at, "noop": call.noop_at}
     if not rows_alone:
-        # Writes nothing but maxima: the other launch clears what no group has, and tells of the groups.
+        # This launch writes only amaxes. The other one clears what no group has, and writes offsets and
+        # sizes.
         silent = {**groups, "offsets_out": 0, "sizes_out": 0}
         yield chosen.bind(x, tiling.grid, all={**array, **members({})}, groups=silent,
                           along_rows=scales, **amaxes, phase=_FIND)
     yield chosen.bind(x, tiling.grid, all={**array, **members(_by_direction(places))}, groups=groups,
-                      along_rows=scales, **amaxes, phase=_QUANTIZE, team=_team(plan.columns, chunk))
+                      along_rows=scales, **amaxes, phase=_QUANTIZE, team=_team(quantization.columns, chunk))
 
 
 def _amaxes(call: Call, inputs: Inputs, axes: tuple[Axis, Axis]) -> tuple[dict[str, int], tuple[int, int]]:
-    """Where the maxima of rows and of columns go; and the memory of them that has to be cleared: address and
-    bytes."""
-    plan = cast(Plan, inputs.plan)
-    of_rows = plan.rows if axes[0].scales else 0
-    of_columns = inputs.number * plan.columns if axes[1].scales else 0
+    """Members with the addresses of row and column amaxes, and the memory to clear for them: (address,
+    bytes)."""
+    quantization = cast(AnyQuantization, inputs.quantization)
+    of_rows = quantization.rows if axes[0].scales else 0
+    of_columns = inputs.number * quantization.columns if axes[1].scales else 0
     words = round_up(of_rows + of_columns, 4)                   # whole chunks
     room = max(_FEWEST, 1 << (words - 1).bit_length())          # one workspace serves similar numbers
     at = call.workspace("group_lines", room)
@@ -174,22 +175,23 @@ def _amaxes(call: Call, inputs: Inputs, axes: tuple[Axis, Axis]) -> tuple[dict[s
 
 
 def _team(columns: int, chunk: int) -> int:
-    """Threads that have a row: as few as hold all of it, if any do."""
+    """Threads that share a row: as few as can hold all of it, at most a block."""
     wanted = cdiv(max(columns, 1), chunk * _CHUNKS)
     return min(_THREADS, max(_WARP, 1 << (wanted - 1).bit_length()))
 
 
 # ---- variants ----
-def variant(plan: Plan, stored: tuple[int, int], wide: bool) -> tuple[Variant, WarpTiles]:
+def variant(quantization: AnyQuantization, stored: tuple[int, int], wide: bool) -> tuple[Variant, WarpTiles]:
     """The variant for memory that allows wide accesses, or for any, and the warp tiles of its blocks.
 
-    Few choices have a program of their own for wide accesses. The others take the program that is told at run
-    time what to store: f32, of which either program keeps 256 threads of a multiprocessor in flight; elements
+    Few choices have a program of their own for wide accesses. The others take the program that gets what to
+    store at run time: f32, of which either program keeps 256 threads of a multiprocessor in flight; elements
     that are divided (profile vllm); and squares whose column-wise data are wanted alone."""
-    wide = wide and plan.source != float32
-    if isinstance(plan, blocks.BlockQuantization):
-        return _block_variant(plan.source, plan.to, *stored, 1 not in plan.block, plan.divide, wide)
-    return _mx_variant(plan.source, plan.to, *stored, plan.tall, wide)
+    wide = wide and quantization.source != float32
+    if isinstance(quantization, blocks.BlockQuantization):
+        return _block_variant(quantization.source, quantization.to, *stored, quantization.square,
+                              quantization.divide, wide)
+    return _mx_variant(quantization.source, quantization.to, *stored, quantization.tall, wide)
 
 
 def _block_variant(

@@ -27,7 +27,7 @@ _SCALED = ("rowwise", "columnwise", "scale_inv", "columnwise_scale_inv")
 
 
 class Inputs(NamedTuple):
-    """The arguments of a call, validated. plan: what blocks have; None for one scale per group."""
+    """The validated arguments of a call. quantization: None if each group has one scale."""
 
     x: Input
     groups: Groups
@@ -38,7 +38,7 @@ class Inputs(NamedTuple):
     amaxes: Input | None
     offsets: Input | None
     align: int
-    plan: blocks.BlockQuantization | mx.MxQuantization | None
+    quantization: blocks.BlockQuantization | mx.MxQuantization | None
     result: GroupedResult
 
     @property
@@ -48,8 +48,8 @@ class Inputs(NamedTuple):
 
 
 # ---- the result ----
-class Form(NamedTuple):
-    """What a Grouped is, apart from its memory. shared: both directions have the same data."""
+class GroupedFacts(NamedTuple):
+    """The attributes of a Grouped besides its arrays. shared: both directions have the same data."""
 
     shape: tuple[int, int]
     block: tuple[int | None, int | None] | None = None
@@ -59,22 +59,23 @@ class Form(NamedTuple):
 
 
 class GroupedResult(Description):
-    """A Grouped. It holds the sizes and offsets that the call was given, unless the call writes them."""
+    """Describes a Grouped. It holds the sizes and offsets that the call was given, unless the call writes
+    them."""
 
-    def __init__(self, form: Form, arrays: Arrays, groups: Groups, offsets: Array | None) -> None:
-        self.form, self._splits, self._offsets = form, groups.array, offsets
-        self._names = [name for name in arrays if not (form.shared and name == "columnwise")]
+    def __init__(self, facts: GroupedFacts, arrays: Arrays, groups: Groups, offsets: Array | None) -> None:
+        self.facts, self._splits, self._offsets = facts, groups.array, offsets
+        self._names = [name for name in arrays if not (facts.shared and name == "columnwise")]
         super().__init__(*(Written(f"out.{name}", *arrays[name]) for name in self._names))
 
     def build(self, arrays: Sequence[Array]) -> Grouped:
-        return _grouped(self.form, self._names, arrays, self._splits, self._offsets)
+        return _grouped(self.facts, self._names, arrays, self._splits, self._offsets)
 
     def builder(self) -> Callable[[Sequence[Array], tuple[Any, ...]], Grouped]:
-        form, names = self.form, self._names
+        facts, names = self.facts, self._names
 
         def build(arrays: Sequence[Array], given: tuple[Any, ...]) -> Grouped:
             _, splits, *_, offsets = given
-            return _grouped(form, names, arrays, splits, offsets)
+            return _grouped(facts, names, arrays, splits, offsets)
 
         return build
 
@@ -87,9 +88,10 @@ class GroupedResult(Description):
         if self._offsets is not None and not _is_same(out.offsets, self._offsets):
             raise ValueError("out: expected offsets to be out.offsets, that very memory")
         for name in _FACTS:
-            if getattr(out, name) != getattr(self.form, name):
-                raise ValueError(f"out: expected {name} {getattr(self.form, name)}, got {getattr(out, name)}")
-        shared = ("columnwise",) if self.form.shared else ()
+            wanted, found = getattr(self.facts, name), getattr(out, name)
+            if found != wanted:
+                raise ValueError(f"out: expected {name} {wanted}, got {found}")
+        shared = ("columnwise",) if self.facts.shared else ()
         for name in _SCALED:
             has, wanted = getattr(out, name) is not None, name in self._names or name in shared
             if has != wanted:
@@ -104,19 +106,19 @@ class GroupedResult(Description):
         """The addresses of a Grouped's arrays by name; 0 for those that the call does not write."""
         found = dict.fromkeys((*_SCALED, "offsets", "splits"), 0)
         found.update(zip(self._names, written, strict=True))
-        if self.form.shared:
+        if self.facts.shared:
             found["columnwise"] = found["rowwise"]
         return found
 
 
-def _grouped(form: Form, names: Sequence[str], arrays: Sequence[Array], splits: Array,
+def _grouped(facts: GroupedFacts, names: Sequence[str], arrays: Sequence[Array], splits: Array,
              offsets: Array | None) -> Grouped:
     made = dict(zip(names, arrays, strict=True))
-    if form.shared:
+    if facts.shared:
         made["columnwise"] = made["rowwise"]
     row, column, scales, columnwise_scales = map(made.get, _SCALED)
-    return Grouped(made.get("splits", splits), made.get("offsets", offsets), form.shape, row, column, scales,
-                   columnwise_scales, form.block, form.scale_layout, form.transposed)
+    return Grouped(made.get("splits", splits), made.get("offsets", offsets), facts.shape, row, column, scales,
+                   columnwise_scales, facts.block, facts.scale_layout, facts.transposed)
 
 
 def _is_same(own: Array, given: Array) -> bool:
@@ -127,12 +129,12 @@ def _is_same(own: Array, given: Array) -> bool:
 
 # ---- tiles ----
 class Tiling(NamedTuple):
-    """The rows of a result divided into row segments, none with rows of two groups, and these into tiles for
-    the blocks of a launch.
+    """How a result's rows are divided into row segments, none with rows of two groups, and these into tiles
+    for the blocks of a launch.
 
-    rows: of a segment; segments: how many there are for groups of any sizes. grid: tiles of groups of any
-    sizes; fewest: of groups of whole tiles. groups: members of RowGroups
-    (kernels_cu/include/groups/row_groups.cuh) but for `segments`."""
+    rows: rows of a segment. segments, grid: the segments and tiles for groups of any sizes. fewest: the tiles
+    if all groups are whole tiles. groups: the members of RowGroups (kernels_cu/include/groups/row_groups.cuh)
+    except `segments`."""
 
     rows: int
     segments: int
@@ -143,9 +145,9 @@ class Tiling(NamedTuple):
 
 def tiled(call: Call, inputs: Inputs, places: dict[str, int], rows: int, columns: int,
           clears: int = 0) -> Tiling:
-    """The result's rows, and those that follow the last group, in tiles of rows x columns. clears: segments
-    without rows, whose blocks clear scales."""
-    result_rows, width = inputs.result.form.shape
+    """Divides the result's rows, with those after the last group, into tiles of rows x columns. clears:
+    segments without rows, whose blocks clear scales."""
+    result_rows, width = inputs.result.facts.shape
     across = max(1, cdiv(width, columns))
     segments = max(1, clears + padded_rows(result_rows, inputs.number + 1, rows) // rows)
     groups = {**row_groups(call, inputs, across), "offsets_out": places["offsets"],
@@ -155,7 +157,8 @@ def tiled(call: Call, inputs: Inputs, places: dict[str, int], rows: int, columns
 
 
 def row_groups(call: Call, inputs: Inputs, across: int) -> dict[str, Any]:
-    """Members of RowGroups for the groups as they are in x, of which nothing is told in the result."""
+    """Members of RowGroups for the groups in x, for a launch that writes nothing about groups to the
+    result."""
     rows, columns = inputs.x.shape
     return {"offsets": inputs.offsets.at if inputs.offsets else 0,
             "splits": inputs.groups.members(call.error_word()), "rows": rows, "columns": columns,

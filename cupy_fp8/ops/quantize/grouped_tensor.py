@@ -1,5 +1,5 @@
-"""Groups of rows with one scale each, given or found from the group's own elements. Kernels:
-kernels_cu/quantize/grouped_tensor.cu, and grouped_amax.cu where a launch of its own finds the scales."""
+"""Quantises groups of rows with one scale each, given or found from the group's own elements. Kernels:
+kernels_cu/quantize/grouped_tensor.cu, and grouped_amax.cu, which finds scales in a launch of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from ...calls.row_segments import find_segments, pays
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES
 from ...kernels import Kernel, Launch, Variant, grid_size, tiles
 from ...layouts import cdiv, padded_rows
-from ...recipes import CurrentScaling, checked_eps
+from ...options import checked_eps
+from ...recipes import CurrentScaling
 from ..scales.scale import scale_target
 from . import single_read
 from .grouped_call import Inputs, row_groups, tiled
@@ -25,12 +26,12 @@ _CAST = Kernel("quantize/grouped_tensor", "group_cast_transpose")
 _CURRENT = Kernel("quantize/grouped_tensor", "group_cast_current", cooperative=True)
 _AMAX_THREADS, _AMAX_ROWS = 256, 64         # of a block and of a row segment, as in grouped_amax.cu
 _PART_BYTES = 64 << 10                      # of a row segment that a block of group_amax_scale reads
-_FEWEST = 64                                # groups that a workspace has room for
-_TALL = 4096                                # average rows of a group from which on wide tiles are faster
+_FEWEST = 64                                # groups that a workspace has room for, at least
+_TALL = 4096                                # average rows of a group that make wide tiles faster
 
 
 def launches(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator[Launch]:
-    """The launches that quantise with given scales, or find the scales first, or from the same read of x."""
+    """The launches that quantise with given scales, or with scales found first or from the same read of x."""
     recipe, scales_at, amaxes_at = inputs.recipe, 0, inputs.amaxes.at if inputs.amaxes else 0
     if isinstance(recipe, CurrentScaling):
         rule = scale_target(recipe.dtype, 0), checked_eps(recipe.eps), bool(recipe.pow2_scale)
@@ -39,7 +40,7 @@ def launches(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator[Lau
             return
         scales_at, found = _find_scales(call, inputs, amaxes_at, rule)
         yield from found
-        amaxes_at = 0                                       # raised already
+        amaxes_at = 0                                       # the first launch has raised them
     elif inputs.scales:
         scales_at = inputs.scales.at
     yield from _cast(call, inputs, places, scales_at, amaxes_at)
@@ -52,7 +53,7 @@ def _cast(call: Call, inputs: Inputs, places: dict[str, int], scales_at: int,
     tiling = tiled(call, inputs, places, tile.rows, tile.columns)
     grid, segments_at = tiling.grid, 0
     if tile is not tiles.SMALL:
-        # The program of large tiles wants the segments found. Its blocks take further tiles if there are any.
+        # The program of large tiles needs the found segments. Its blocks take further tiles if there are any.
         find, segments_at = find_segments(call, tiling.rows, tiling.segments, tiling.groups)
         yield find
         grid = tiling.fewest
@@ -78,7 +79,7 @@ def _large_tile(inputs: Inputs) -> tiles.Tile:
 # ---- current scaling ----
 def _find_scales(call: Call, inputs: Inputs, amaxes_at: int,
                  rule: tuple[float, float, bool]) -> tuple[int, list[Launch]]:
-    """(where the scales of all groups will be, the launches that find them)."""
+    """(the address of all groups' scales, the launches that find them)."""
     x, (rows, columns), count = inputs.x.array, inputs.x.shape, inputs.number
     room = max(_FEWEST, 1 << max(0, count - 1).bit_length())        # one workspace serves similar numbers
     words_at = call.workspace("group_amax", 1 + 2 * room)
@@ -99,7 +100,8 @@ def _find_scales(call: Call, inputs: Inputs, amaxes_at: int,
 
 
 def _single_read(inputs: Inputs, places: dict[str, int]) -> single_read.Choice | None:
-    """How to quantise groups from one read, if they are about equally large, which only the device knows."""
+    """The choice for quantising groups from one read. It assumes that groups are about equally large, since
+    only the device knows their sizes."""
     if not (inputs.number and _is_aligned(inputs, places)):
         return None
     rows, columns = inputs.x.shape

@@ -1,4 +1,4 @@
-"""MX: blocks of 32 elements with E8M0 scales. Kernels: kernels_cu/quantize/mx.cu."""
+"""Quantises to MX: blocks of 32 elements with E8M0 scales. Kernels: kernels_cu/quantize/mx.cu."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import numpy as np
 from ... import reference
 from ...arrays import Array
 from ...calls.call import Call
+from ...directions import Direction, mx_directions
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, float16, float32, lookup
 from ...kernels import Kernel, Launch, Variant, elementwise
 from ...kernels.warp_tiles import LANE_COLUMNS, WarpTiles
 from ...layouts import SWIZZLE_COLUMNS, cdiv, scale_grid
-from ...recipes import Form, check_mx_options, mx_forms
+from ...options import check_mx_options
 from ...results import Quantized
 from . import block_results
 from .block_results import ABSENT, AS_IS, TRANSPOSED, Axis, BlockOp, BlockResult, Inputs, Members
@@ -24,12 +25,12 @@ from .block_results import ABSENT, AS_IS, TRANSPOSED, Axis, BlockOp, BlockResult
 _ROWS = Kernel("quantize/mx", "quantize_mx_rows")
 _TILE = Kernel("quantize/mx", "quantize_mx_tile")
 _BLOCK = 32
-_NO_SCALES = (0, 1, 1)                          # a ScaleTarget, but for the address
+_NO_SCALES = (0, 1, 1)                          # a ScaleTarget without its address
 
-#: How data along rows and along columns are stored, but for both transposed.
+#: How data along rows and along columns can be stored. Both transposed is the one case left out.
 _STORED = ((AS_IS, ABSENT), (TRANSPOSED, ABSENT), (ABSENT, AS_IS), (ABSENT, TRANSPOSED), (AS_IS, AS_IS),
            (AS_IS, TRANSPOSED))
-# 128 lines: the swizzled scales of a tile of 128 x 128 elements are adjacent
+# With 128 lines the swizzled scales of a tile of 128 x 128 elements are adjacent.
 _SWIZZLED = WarpTiles(4, 1, down_first=False)
 _COMPACT = WarpTiles(1, 8, down_first=False)  # 32 bytes of a row's compact scales (and of a transposed row)
 _GATHERED = WarpTiles(8, 1, down_first=False)      # 256 bytes of a transposed row
@@ -100,38 +101,39 @@ class MxQuantization(block_results.Quantization):
         to, rowwise, columnwise, transposed, mode, profile, block, scale_layout = options
         check_mx_options(mode, profile, block, scale_layout)
         switches = flag(rowwise, "rowwise"), flag(columnwise, "columnwise"), flag(transposed, "transposed")
-        forms = mx_forms(block_results.logical(shape, swapped), to, *switches, block, scale_layout)
+        directions = mx_directions(block_results.logical(shape, swapped), to, *switches, scale_layout)
         square = block == (_BLOCK, _BLOCK)
-        same_data = square and "columnwise" in forms and not forms["columnwise"].transposed
-        super().__init__(shape, source, to, BlockResult(forms, ("data",) * same_data, "MX"))
+        same_data = square and "columnwise" in directions and not directions["columnwise"].transposed
+        super().__init__(shape, source, to, BlockResult(directions, ("data",) * same_data, "MX"))
         self.block, self.tall = block, scale_layout == "swizzled" or swapped
-        self.axes = _axes(forms, swapped, square)
+        self.axes = _axes(directions, swapped, square)
         self.members: Members = {"n": self.size, "rows": self.rows, "columns": self.columns,
                                  "rule": _rule(to, mode, profile), "square": int(square),
                                  "stored": self.axes[0].stored | self.axes[1].stored << 2}
 
     @property
     def elementwise(self) -> bool:
-        """Whether quantize_mx_rows can write all of it: whole blocks along rows of memory, whose scales
-        follow one another."""
+        """Whether quantize_mx_rows can write everything: whole blocks along rows of memory, with consecutive
+        scales."""
         along_rows, along_columns = self.axes
-        form = self.forms.get(along_rows.scales or "")
-        return (along_rows.stored, along_columns.stored) == (AS_IS, ABSENT) and form is not None and (
-            self.columns % _BLOCK == 0 and form.scale_layout == "compact" and form.block == (1, _BLOCK))
+        direction = self.directions.get(along_rows.scales or "")
+        return (along_rows.stored, along_columns.stored) == (AS_IS, ABSENT) and direction is not None and (
+            (direction.block, direction.scale_layout) == ((1, _BLOCK), "compact")
+            and self.columns % _BLOCK == 0)
 
 
-def _axes(forms: dict[str, Form], swapped: bool, square: bool) -> tuple[Axis, Axis]:
+def _axes(directions: dict[str, Direction], swapped: bool, square: bool) -> tuple[Axis, Axis]:
     """What is written along rows and along columns of memory."""
     names = ("columnwise", "rowwise") if swapped else ("rowwise", "columnwise")
-    stored = [block_results.stored(forms.get(name), swapped) for name in names]
+    stored = [block_results.stored(directions.get(name), swapped) for name in names]
     data: list[str | None] = [name if how else None for name, how in zip(names, stored, strict=True)]
-    # the same codes whatever the direction: what counts is how they are stored
+    # Both directions have the same codes. They differ only in how these are stored.
     if square:
         by_order = dict(zip(stored, names, strict=True))
         stored = [AS_IS if AS_IS in by_order and TRANSPOSED in by_order else ABSENT, max(by_order)]
         data = [by_order[how] if how else None for how in stored]
-    rows, columns = (Axis(data[i], stored[i], name if name in forms else None,
-                          _scale_strides(forms.get(name)))
+    rows, columns = (Axis(data[i], stored[i], name if name in directions else None,
+                          _scale_strides(directions.get(name)))
                      for i, name in enumerate(names))
     return rows, columns
 
@@ -148,13 +150,14 @@ def _rule(dtype: np.dtype[Any], mode: str, profile: str) -> tuple[float, int, in
     return factor, rounding, bias, 254 if profile == "te" else 255
 
 
-def _scale_strides(form: Form | None) -> tuple[int, int, int]:
-    """The ScaleTarget of kernels_cu/include/numerics/e8m0.cuh, but for the address."""
-    if form is None:
+def _scale_strides(direction: Direction | None) -> tuple[int, int, int]:
+    """The ScaleTarget of kernels_cu/include/numerics/e8m0.cuh without its address."""
+    if direction is None:
         return _NO_SCALES
-    assert form.block is not None
-    grid, matrix = scale_grid(form.shape, form.block), form.scale_shape[-2] * form.scale_shape[-1]
-    if form.scale_layout == "swizzled":
+    assert direction.block is not None
+    grid = scale_grid(direction.shape, direction.block)
+    matrix = direction.scale_shape[-2] * direction.scale_shape[-1]
+    if direction.scale_layout == "swizzled":
         return matrix, 0, cdiv(grid.blocks, SWIZZLE_COLUMNS)
     return matrix, *((1, grid.outer) if grid.columnwise else (grid.blocks, 1))
 
@@ -166,31 +169,32 @@ class _QuantizeMx(BlockOp):
     options = ("dtype", "rowwise", "columnwise", "transposed", "mode", "profile", "block", "scale_layout")
 
     def launches(self, call: Call, inputs: Inputs, *written: int) -> Iterator[Launch]:
-        plan: MxQuantization = inputs.quantization
-        if plan.size:
-            yield (_rows_launch if plan.elementwise else _tile_launch)(call, inputs, written)
+        quantization: MxQuantization = inputs.quantization
+        if quantization.size:
+            yield (_rows_launch if quantization.elementwise else _tile_launch)(call, inputs, written)
 
 
 def _rows_launch(call: Call, inputs: Inputs, written: tuple[int, ...]) -> Launch:
-    """quantize_mx_rows: compact scales along rows of memory, data as they are."""
-    plan, x = inputs.quantization, inputs.x
-    members = block_results.destinations(plan.axes, plan.result.places(written))
-    grid, vector = elementwise.grid(plan.size, plan.shape, x.dtype.itemsize, 1, x.at, members["rows_data"])
-    return _rows_variant(plan.source, plan.to).bind(x.array, grid, x=x.at, noop=call.noop_at, **members,
-                                                    **plan.members, vector=vector)
+    """The launch of quantize_mx_rows, which writes compact scales along rows of memory, data in x's order."""
+    quantization, x = inputs.quantization, inputs.x
+    members = block_results.destinations(quantization.axes, quantization.result.places(written))
+    grid, vector = elementwise.grid(quantization.size, quantization.shape, x.dtype.itemsize, 1, x.at,
+                                    members["rows_data"])
+    return _rows_variant(quantization.source, quantization.to).bind(
+        x.array, grid, x=x.at, noop=call.noop_at, **members, **quantization.members, vector=vector)
 
 
 def _tile_launch(call: Call, inputs: Inputs, written: tuple[int, ...]) -> Launch:
-    """quantize_mx_tile: everything else, both directions in one launch."""
-    plan, x = inputs.quantization, inputs.x
-    members = plan.warp_tile_members(plan.axes, plan.result.places(written),
+    """The launch of quantize_mx_tile, which writes everything else, both directions at once."""
+    quantization, x = inputs.quantization, inputs.x
+    members = quantization.warp_tile_members(quantization.axes, quantization.result.places(written),
                                      x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0)
-    stored = plan.axes[0].stored, plan.axes[1].stored
-    tile = _wide_tile(plan.source, *stored, plan.tall) if members["vector"] == 7 else None
-    variant = tile_variant(plan.source, plan.to, *stored, tile) if tile else any_shape_variant(plan.source,
-        plan.to)
-    return variant.bind(x.array, (tile or ANY_SHAPE).grid(plan.shape), x=x.at, noop=call.noop_at, **members,
-                        **plan.members)
+    stored = quantization.axes[0].stored, quantization.axes[1].stored
+    tile = _wide_tile(quantization.source, *stored, quantization.tall) if members["vector"] == 7 else None
+    variant = (tile_variant(quantization.source, quantization.to, *stored, tile) if tile
+               else any_shape_variant(quantization.source, quantization.to))
+    return variant.bind(x.array, (tile or ANY_SHAPE).grid(quantization.shape), x=x.at, noop=call.noop_at,
+                        **members, **quantization.members)
 
 
 _QUANTIZE = _QuantizeMx()
@@ -198,8 +202,8 @@ _QUANTIZE = _QuantizeMx()
 
 # ---- programs ----
 def warp_tiles_of(source: np.dtype[Any], rows: int, columns: int, tall: bool) -> WarpTiles:
-    """The fastest on an H200 of those tried (docs/performance.md). tall: a scale's neighbours along a column
-    of memory are its neighbours in the result, so that a tile has to have four of them."""
+    """The fastest choice on an H200 (docs/performance.md). tall: scales that are neighbours along a column of
+    memory are neighbours in the result, so a tile has four of them."""
     if TRANSPOSED not in (rows, columns):
         return _SWIZZLED if tall or not rows else _COMPACT
     if AS_IS not in (rows, columns):
@@ -208,12 +212,12 @@ def warp_tiles_of(source: np.dtype[Any], rows: int, columns: int, tall: bool) ->
 
 
 def _wide_tile(source: np.dtype[Any], rows: int, columns: int, tall: bool) -> WarpTiles | None:
-    """Of the program of an array that allows wide accesses; None where there is none, for what is rare: both
-    directions stored transposed, and both of float16 with tall tiles."""
+    """The tile of the program for wide accesses. None if there is no program, since the case is rare: both
+    directions stored transposed, or both directions of float16 with tall tiles."""
     if (rows, columns) == (TRANSPOSED, TRANSPOSED) or (source == float16 and tall and rows and columns):
         return None
-    # Data of rows alone are here for swizzled scales, or for ragged blocks, which are rare: the others go by
-    # rows.
+    # Data along rows alone come here for swizzled scales or for partial blocks. quantize_mx_rows writes the
+    # others.
     return warp_tiles_of(source, rows, columns, tall or columns == ABSENT)
 
 
@@ -225,8 +229,8 @@ def _rows_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
 @functools.cache
 def tile_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: int, warp_tiles: WarpTiles,
                  aligned: bool = True, kernel: Kernel = _TILE) -> Variant:
-    """Of the kernel of tiles, for arrays or (ops/quantize/grouped_blocks.py) for groups."""
-    # and the scales of both directions
+    """The variant of the tile kernel for arrays, or for groups (ops/quantize/grouped_blocks.py)."""
+    # The scales of both directions take shared memory too.
     shared = (rows, columns).count(TRANSPOSED) * warp_tiles.tile + 2 * warp_tiles.tile // _BLOCK
     return kernel.variant(block=warp_tiles.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag,
                           ALONG_ROWS=rows, ALONG_COLUMNS=columns,
@@ -234,7 +238,8 @@ def tile_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: i
 
 
 def any_shape_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
-    """For arrays whose rows do not allow wide accesses: what it stores, and how, is told at run time."""
+    """The program for arrays whose rows do not allow wide accesses. It gets what to store, and how, at run
+    time."""
     return tile_variant(source, to, TRANSPOSED, TRANSPOSED, ANY_SHAPE, False)
 
 

@@ -1,4 +1,5 @@
-"""Current scaling from one read: matrices wait in the GPU's multiprocessors until their scales are known.
+"""Current scaling from a single read: matrices wait in the GPU's multiprocessors until their scales are
+known.
 
 Kernels: kernels_cu/include/tile/single_read.cuh, for a list (tensor_list.cu) and for groups of rows
 (grouped_tensor.cu)."""
@@ -22,21 +23,21 @@ TILE = tiles.SMALL
 #: state, and bytes that the kernel's own variables may take.
 _THREADS, _MOST_STAGES, _STATE_WORDS, _STATIC_SHARED = 384, 6, 2, 2048
 _STAGE_BYTES = TILE.rows * TILE.columns * 2
-#: A GPU with fewer stages has hardly room for a matrix.
+#: With fewer stages hardly any matrix fits.
 _FEWEST_STAGES = 4
-#: For matrices of few tiles per block: a sixth stage takes 32 KB from the L1.
+#: The stages for matrices of few tiles per block, because a sixth stage takes 32 KB from the L1.
 _PREFERRED_STAGES = 5
-#: Tiles per block from which on one launch is faster than two (docs/performance.md).
+#: One launch is faster than two from so many tiles per block on (docs/performance.md).
 _FEWEST_TILES = 8
 
 
 class _Machine(NamedTuple):
-    """How many blocks of threads a GPU holds at a time, with how many stages each."""
+    """How many blocks of threads a GPU holds at a time, and how many stages each of them has."""
 
     blocks: int
-    stages: int              # for matrices that leave half of what the blocks hold to others
-    most_stages: int         # 0: the GPU has too little shared memory
-    fewest: int             # tiles per block
+    stages: int             # for matrices that take at most half of the room
+    most_stages: int        # 0: the GPU has too little shared memory
+    fewest: int             # tiles per block that make one launch worthwhile
 
     def most(self, stages: int) -> int:
         """Tiles of the largest matrix that is read once: a block holds one more tile in registers."""
@@ -66,9 +67,9 @@ class Choice(NamedTuple):
 
 
 def choose(x: Array, matrices: Sequence[int], times: int = 1) -> Choice | None:
-    """For matrices of so many tiles, each so many times. None if two launches are faster: for little data,
-    and if most of it would be read twice all the same. x: one of the matrices, whose rows all allow chunked
-    access."""
+    """The choice for matrices of so many tiles each, the list repeated `times` times. None if two launches
+    are faster: for little data, and if most of it would be read twice all the same. x: one of the matrices,
+    whose rows all allow chunked access."""
     machine = _CPU if isinstance(x, np.ndarray) else _gpu(x.data.device_id)
     total = sum(matrices)
     if x.dtype.itemsize != 2 or not machine.most_stages or times * total < machine.fewest * machine.blocks:
@@ -85,7 +86,7 @@ def words(count: int) -> int:
 
 
 def members(at: int, count: int, choice: Choice, rule: tuple[float, float, bool]) -> tuple[Any, ...]:
-    """The struct SingleRead. at: of the workspace, a multiple of 8. rule: target, eps, pow2_scale."""
+    """The struct Resident. at: the workspace's address, a multiple of 8. rule: target, eps, pow2_scale."""
     target, eps, pow2 = rule
     return at, at + 4 * _STATE_WORDS, count, choice.stages, target, eps, int(pow2)
 
@@ -96,7 +97,7 @@ def variant(kernel: Kernel, source: np.dtype[Any], to: np.dtype[Any], shared: in
 
 
 def variants(kernel: Kernel) -> Iterator[Variant]:
-    """Every variant that may be launched of either kernel."""
+    """Every variant of the kernel that may be launched."""
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
         if source.itemsize == 2:
             yield variant(kernel, source, to, 0)

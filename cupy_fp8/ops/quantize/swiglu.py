@@ -1,4 +1,4 @@
-"""SwiGLU and quantisation from one read: what users call, and what the calls are made of."""
+"""SwiGLU and quantisation from a single read: the functions that users call, their arguments and results."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def swiglu_quantize(x: Array, recipe: Recipe, *, scale: Any = None, amax: Array 
         y = ((a * sigma(a)) * b) * p                               form 'swiglu', sigma(a) = 1 / (1 + exp(-a))
         y = ((a * sigma(1.702 * a)) * (b + 1)) * p                  form 'gpt_oss'
 
-    in f32, each operation rounded; y then goes through the recipe's rule as it is, without a rounding to x's
-    dtype in between. docs/numerics.md section 9 defines every byte, and every bit of exp.
+    in f32, each operation rounded. The recipe's rule takes this y, which is not rounded to x's dtype first.
+    docs/numerics.md section 9 defines every byte, and every bit of exp.
 
     Parameters
     ----------
@@ -47,14 +47,13 @@ def swiglu_quantize(x: Array, recipe: Recipe, *, scale: Any = None, amax: Array 
     bias : array [2 H] of x's dtype, in the order of x's columns; added to every row first. Or [E, 2 H], one
         for each expert, with `splits`
     splits : how many rows each of E experts has; the experts follow one another. An int32 or int64 array [E]
-        of x's kind, or a list. Rows that they leave over (memory allocated for the worst case) get no bias.
-        Takes a small launch before
-    rowwise, columnwise : directions of y, [M, H]. Column-wise data are stored as the recipe stores them:
-        transposed, but for MX
+        of x's kind, or a list. Rows after the last expert (memory allocated for the worst case) get no bias.
+        A small launch finds each block's rows first
+    rowwise, columnwise : directions of y, [M, H]. Column-wise data are stored transposed, except those of MX
     clamp : a number c above 0: a is at most c, b at most c and at least -c (after the bias; NaN stays)
     form : 'swiglu' or 'gpt_oss'
     interleaved : a row of x is a0, b0, a1, b1, …; so is bias
-    noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `out`
+    noop : one-element f32 array on the device; nothing is written if it holds 1.0. Needs `out`
     out : an earlier result of the same shape and options (or ``recipe.empty((M, H), …)``); written in place
         and returned. With it the call allocates nothing and can be captured into a CUDA graph, with splits
         once it has been used before
@@ -66,8 +65,8 @@ def swiglu_quantize(x: Array, recipe: Recipe, *, scale: Any = None, amax: Array 
     Raises
     ------
     TypeError for wrong dtypes or NumPy and CuPy arrays mixed, ValueError for shapes, options and overlaps,
-    DeviceError; all before anything is written. Splits on the device raise nothing: a negative one counts as
-    0, an expert that goes past the last row ends there, and `device_errors` tells about both.
+    DeviceError; all before anything is written. Wrong splits on the device raise nothing, but `device_errors`
+    reports them: a negative size counts as 0, and an expert that passes the last row ends there.
 
     Source: arXiv 2002.05202 (SwiGLU); gpt-oss; TransformerEngine; FP8-Flow-MoE. Bytes moved per element of y:
     2 of x + 1 per direction; current scaling reads x twice.
@@ -99,10 +98,10 @@ def swiglu_backward_quantize(grad: Array, x: Array, recipe: Recipe, *, scale: An
         db = (g * p) * (a * sigma)
         dp = sum over H of (g * (a * sigma)) * b
 
-    in f32, each operation rounded, sigma that of `swiglu_quantize`; dp by a fixed tree, so that its bytes
-    depend on nothing but its arguments. 'gpt_oss': sigma of 1.702 * a, which also takes the place of the a
-    before (1 - sigma), and b + 1 for b. Where `clamp` has changed a (b), da (db) is 0. docs/numerics.md
-    section 9 defines every byte.
+    in f32, each operation rounded, with the sigma of `swiglu_quantize`. dp is summed by a fixed tree, so its
+    bytes depend only on the arguments. For 'gpt_oss' sigma is that of 1.702 * a, 1.702 * a replaces the a
+    before (1 - sigma), and b + 1 replaces b. da is 0 if `clamp` changed a, and db is 0 if it changed b.
+    docs/numerics.md section 9 defines every byte.
 
     Parameters
     ----------
@@ -137,9 +136,9 @@ def swiglu_backward_quantize(grad: Array, x: Array, recipe: Recipe, *, scale: An
     return result
 
 
-# ---- arguments ----
+# ---- arguments and results ----
 class _Forward(Op[Inputs]):
-    """y, quantised."""
+    """Computes y, quantised."""
 
     def arguments(self, call: Call, x: Any, grad: Any, recipe: Any, scale: Any, amax: Any, probs: Any,
                   bias: Any, splits: Any, rowwise: Any, columnwise: Any, clamp: Any, form: Any,
@@ -182,7 +181,7 @@ class _Forward(Op[Inputs]):
 
 
 class _Backward(_Forward):
-    """The gradient of x, quantised, and that of probs."""
+    """Computes the gradient of x, quantised, and that of probs."""
 
     def result_shape(self, rows: int, width: int) -> tuple[int, int]:
         return rows, width
@@ -209,7 +208,7 @@ class _Backward(_Forward):
 
 
 class _Gradients(Pair):
-    """The gradient of x, quantised, and that of probs, or None."""
+    """Describes the gradient of x, quantised, and that of probs, or None."""
 
     def __init__(self, first: Description, probs_shape: tuple[int, ...] | None) -> None:
         dprobs = Description(Written("out[1]", probs_shape,
@@ -233,7 +232,7 @@ class _Gradients(Pair):
 
 
 class _Nothing(Description):
-    """The gradient of probs of a call without probs."""
+    """Describes None, the gradient of probs of a call without probs."""
 
     def build(self, arrays: Sequence[Array]) -> None:
         return None
@@ -248,7 +247,7 @@ _FORWARD, _BACKWARD = _Forward(), _Backward()
 
 
 def _read(call: Call, name: str, a: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Input:
-    """An array of exactly this dtype and shape."""
+    """Reads an array of exactly this dtype and shape."""
     found = call.read(name, a, (dtype,))
     if found.shape != shape:
         raise ValueError(f"{name}: expected an array of shape {shape}, got shape {found.shape}")
@@ -256,7 +255,7 @@ def _read(call: Call, name: str, a: Any, dtype: np.dtype[Any], shape: tuple[int,
 
 
 def _read_bias(call: Call, x: Input, bias: Any, splits: Any) -> tuple[Groups | None, Input | None]:
-    """The rows of experts, where these have biases of their own, and the biases."""
+    """Reads (the experts' rows if experts have biases of their own, the biases)."""
     several = getattr(bias, "ndim", 1) > 1
     if splits is None:
         if several:

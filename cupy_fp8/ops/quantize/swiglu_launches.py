@@ -1,4 +1,4 @@
-"""Launches of SwiGLU with quantisation: which program a call takes, and what it tells it. Kernels:
+"""Launches of SwiGLU with quantisation: chooses the program for a call and sets its members. Kernels:
 kernels_cu/quantize/swiglu_tensor.cu, swiglu_blocks.cu, swiglu_mx.cu."""
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from ...calls import row_segments
 from ...calls.call import Call, Input
 from ...calls.results import Description
 from ...calls.splits import Groups
+from ...directions import check_directions
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn
 from ...kernels import Kernel, Launch, Variant, tiles
-from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, check_directions
+from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from ...reference.quantize.swiglu import ALPHA
 from ..scales.scale import scale_target
 from . import blocks, mx
@@ -47,23 +48,23 @@ _STAGES = 4
 _COLUMN_AMAXES = 4 * (8 * _TILE.columns + 8) * 4    # bytes of shared memory for a tile (struct ColumnAmaxes)
 #: Bytes of shared memory of a launch that needs none: an array of 0 bytes has no address on the CPU.
 _LEAST_SHARED = 16
-#: A block of threads takes more tiles only while there are at least so many blocks.
+#: A block of threads takes more tiles only if at least so many blocks remain.
 _ENOUGH_BLOCKS = 512
 #: The workspace of current scaling: amax, finished blocks, then the scale.
 _WORKSPACE_WORDS, _SCALE_OFFSET = 4, 8
 
 
 class Inputs(NamedTuple):
-    """The arguments of a call, validated."""
+    """The validated arguments of a call."""
 
     x: Input
-    grad: Input | None                  # the gradient of y, whose result is then the gradient of x
+    grad: Input | None                  # the gradient of y; the call then computes that of x
     probs: Input | None
     bias: Input | None
-    groups: Groups | None               # the rows of experts with biases of their own
+    groups: Groups | None               # the experts' rows, if they have biases of their own
     scale: tuple[int, float]            # (address, 0) or (0, value)
     amax_at: int
-    limit: float                        # infinite without clamp
+    limit: float                        # infinity without clamp
     gpt_oss: bool
     interleaved: bool
     output: Output
@@ -74,15 +75,14 @@ class Inputs(NamedTuple):
         return self.x.shape[1] // 2
 
 
-# ---- what each recipe writes ----
+# ---- how recipes store a matrix ----
 class Output:
-    """How a recipe stores a matrix: the kernel that does, the description of its result, and members of
-    its struct."""
+    """How a recipe stores a matrix: the kernel, the description of its result, and members of its struct."""
 
     kernel: Kernel
     result: Description
-    row_block = 1                       # elements of a row that share a scale: not of both da and db
-    divides = False                     # whether elements are divided by scale_inv, not multiplied
+    row_block = 1                       # elements of a row that share a scale, and belong to da or to db
+    divides = False                     # whether elements are divided by scale_inv
     transposed = True                   # how column-wise data are stored
 
     def __init__(self, shape: tuple[int, int], recipe: Any, rowwise: bool, columnwise: bool) -> None:
@@ -94,7 +94,7 @@ class Output:
                              "own elements")
 
     def places(self, result: Description, written: Sequence[int]) -> Members:
-        """Members that say where data and scales go. result: the description of what is written."""
+        """Members with the addresses of data and scales. result: the description of what is written."""
         raise NotImplementedError
 
 
@@ -130,20 +130,21 @@ class _Blocks(Output):
         if recipe.block not in ((1, 128), (1, 64), (1, 32)):
             raise ValueError("recipe: expected blocks of one of ((1, 128), (1, 64), (1, 32)), got "
                              f"{recipe.block}; quantize_block has the others")
-        self._plan = blocks.BlockQuantization(shape, source, False, (
+        self._quantization = blocks.BlockQuantization(shape, source, False, (
             recipe.dtype, rowwise, columnwise, True, recipe.block, recipe.pow2_scale, recipe.eps,
             recipe.profile, recipe.scale_layout))
-        self.result, self.row_block, self.divides = self._plan.result, recipe.block[1], self._plan.divide
-        if any(prod(form.scale_shape) >= 1 << 32 for form in self._plan.forms.values()):
+        self.result, self.divides = self._quantization.result, self._quantization.divide
+        self.row_block = recipe.block[1]
+        if any(prod(d.scale_shape) >= 1 << 32 for d in self._quantization.directions.values()):
             raise ValueError(f"x: expected fewer than 2^32 scales, which rows of {shape[1]} elements have "
                              f"from {shape[0]} rows on")
 
     def places(self, result: Description, written: Sequence[int]) -> Members:
-        places = self._plan.result.places(written)
+        places = self._quantization.result.places(written)
         (data, row_scales), (data_t, column_scales) = (places.get(name, (0, 0)) for name in DIRECTIONS)
-        rows, columns = self._plan.axes(list(self._plan.forms))
+        rows, columns = self._quantization.axes(list(self._quantization.directions))
         return {"data": data, "data_t": data_t, "row_scales": (row_scales, *rows.strides),
-                "column_scales": (column_scales, *columns.strides), "rule": self._plan.rule,
+                "column_scales": (column_scales, *columns.strides), "rule": self._quantization.rule,
                 "block_segments": self.row_block // 32, "divides": int(self.divides)}
 
 
@@ -158,17 +159,18 @@ class _Mx(Output):
         if recipe.block != (1, 32):
             raise ValueError(f"recipe: expected MX blocks of (1, 32), got {recipe.block}; quantize_mx has "
                              "the others")
-        self._plan = mx.MxQuantization(shape, source, False, (
+        self._quantization = mx.MxQuantization(shape, source, False, (
             recipe.dtype, rowwise, columnwise, False, recipe.mode, recipe.profile, recipe.block,
             recipe.scale_layout))
-        self.result = self._plan.result
+        self.result = self._quantization.result
 
     def places(self, result: Description, written: Sequence[int]) -> Members:
-        places = self._plan.result.places(written)
+        places = self._quantization.result.places(written)
         (data, row_scales), (column_data, column_scales) = (places.get(name, (0, 0)) for name in DIRECTIONS)
-        rows, columns = self._plan.axes
+        rows, columns = self._quantization.axes
         return {"data": data, "column_data": column_data, "row_scales": (row_scales, *rows.strides),
-                "column_scales": (column_scales, *columns.strides), "rule": self._plan.members["rule"]}
+                "column_scales": (column_scales, *columns.strides),
+                "rule": self._quantization.members["rule"]}
 
 
 _OUTPUTS: dict[type, Any] = {
@@ -189,8 +191,8 @@ def output_of(shape: tuple[int, int], source: np.dtype[Any], recipe: Any, rowwis
 # ---- launches ----
 def launches(call: Call, inputs: Inputs, result: Description, written: Sequence[int],
              dprobs_at: int) -> Iterator[Launch]:
-    """The launches that write y or the gradient of x, and the gradient of probs where there is an address for
-    it. result, written: the description of the quantised arrays and their addresses."""
+    """The launches that write y or the gradient of x, and the gradient of probs if it has an address. result,
+    written: the description of the quantised arrays and their addresses."""
     x, output, rows = inputs.x.array, inputs.output, len(inputs.x.array)
     places = output.places(result, written)
     swiglu = _described(inputs, call.noop_at)
@@ -220,7 +222,7 @@ def launches(call: Call, inputs: Inputs, result: Description, written: Sequence[
 
 
 def _described(inputs: Inputs, noop_at: int) -> Members:
-    """The struct SwigluCall, but for what other launches find and for the flag of wide accesses."""
+    """The struct SwigluCall without the results of other launches and without the flag of wide accesses."""
     rows, columns = inputs.output.shape
     flags = _GPT_OSS * inputs.gpt_oss | _INTERLEAVED * inputs.interleaved
     flags |= _CLAMPED * bool(np.isfinite(inputs.limit))
@@ -231,13 +233,13 @@ def _described(inputs: Inputs, noop_at: int) -> Members:
 
 
 def _bias_at(inputs: Inputs) -> int:
-    """The address of the biases: 0 if there are none, since an empty array may have any."""
+    """The address of the biases. 0 if there are none: the address of an empty array may be anything."""
     return inputs.bias.at if inputs.bias and inputs.bias.array.size else 0
 
 
 def _is_wide(inputs: Inputs, data: int) -> bool:
-    """Whether every row of what is read allows 16-byte loads, and every row of as-is data 8-byte stores.
-    data: the addresses of as-is data, or'ed."""
+    """Whether every row that is read allows 16-byte loads, and every row that is not transposed 8-byte
+    stores. data: the or'ed addresses of data that are not transposed."""
     read = inputs.x.at | _bias_at(inputs) | (inputs.grad.at if inputs.grad else 0)
     return inputs.half % 8 == 0 and read % 16 == 0 and data % 8 == 0
 
@@ -260,14 +262,14 @@ def _cast(call: Call, inputs: Inputs, program: _Choice, members: Members,
 
 # ---- programs ----
 class _Choice(NamedTuple):
-    """A program for a call: its grid, and how many tiles, one below the other, a block of threads takes."""
+    """A program for a call, its grid, and how many tiles of a column a block of threads takes."""
 
     variant: Variant
     grid: int
     tiles: int
 
     def bind(self, x: Any, columnwise: bool, /, **members: Any) -> Launch:
-        """columnwise: whether shared memory is needed for transposed data."""
+        """columnwise: whether transposed data need shared memory."""
         shared = None if columnwise or _is_streamed(self.variant) else _LEAST_SHARED
         return self.variant.bind(x, self.grid, shared=shared, **members)
 
@@ -288,7 +290,7 @@ def _program(inputs: Inputs, swiglu: Members) -> _Choice:
 
 
 def _path(inputs: Inputs, swiglu: Members) -> str:
-    """The path for a call, if there is a program of it for the call's types."""
+    """The path for a call, if a program for the call's types has it."""
     output, half, backward = inputs.output, inputs.half, inputs.grad is not None
     straddled = backward and not inputs.interleaved and half % output.row_block != 0
     if not swiglu["flags"] & _WIDE or straddled:
@@ -302,8 +304,8 @@ def _path(inputs: Inputs, swiglu: Members) -> str:
 
 @functools.cache
 def _variants(kernel: Kernel, source: np.dtype[Any], to: np.dtype[Any], backward: bool) -> dict[str, Variant]:
-    """The programs for these types, by path. bf16 to e4m3 has them all; WIDE takes the place of those that
-    other types lack."""
+    """The programs for these types, by path. bf16 to e4m3 has all of them. Other types take WIDE for those
+    that they lack."""
     common, to_e4m3 = source == bfloat16 and to == float8_e4m3fn, to == float8_e4m3fn
     paths = {
         ROWS: common or (source == bfloat16 and backward) or (to_e4m3 and not backward and kernel is not _MX),
@@ -323,7 +325,7 @@ def _variant(kernel: Kernel, source: np.dtype[Any], to: np.dtype[Any], backward:
     types: dict[str, Any] = {"IN": FORMATS[source].tag, "OUT": FORMATS[to].tag, "BACKWARD": backward,
                              "PATH": path}
     block, shared = _TILE.block, _LEAST_SHARED
-    # Rows that come through registers.
+    # These rows come through registers.
     if path == ANY or (kernel is _CAST and (path == ROWS or (path == TILES and backward))):
         if kernel is not _MX and path != ROWS:
             shared = _TILE.shared * (2 if path == TILES else 1)
@@ -347,8 +349,8 @@ def _is_streamed(v: Variant) -> bool:
 
 
 def _most_tiles(v: Variant) -> int:
-    """How many tiles a block of threads can take: it has shared memory for so many rows' weights (kMostRows
-    in swiglu_stream.cuh)."""
+    """How many tiles a block of threads can take. Its shared memory has room for the weights of so many rows
+    (kMostRows in swiglu_stream.cuh)."""
     defines = dict(v.defines)
     path, most = defines["PATH"], v.block // _TILE.rows
     if not _is_streamed(v):

@@ -1,4 +1,4 @@
-"""Per-tensor scaling: quantise with a given scale, row-wise, column-wise, or both from one read. Kernels:
+"""Per-tensor scaling: quantises with one scale, row-wise, column-wise, or both from a single read. Kernels:
 kernels_cu/quantize/tensor.cu."""
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from ... import reference
 from ...arrays import Array
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, Written
+from ...directions import check_directions, dbias_shape
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flags, float8_e4m3fn, float32, lookup
 from ...kernels import Kernel, Launch, Variant, elementwise, tiles
-from ...recipes import check_directions, checked_eps, dbias_shape
+from ...options import checked_eps
 from ...results import Quantized, Scaled, swap_last
 from ..scales.amax import current_scale
 from ..scales.scale import scale_target
@@ -25,7 +26,7 @@ from .bias_gradient import ColumnSums, partial_sums
 
 _CAST = Kernel("quantize/tensor", "cast")
 _CAST_TRANSPOSE = Kernel("quantize/tensor", "cast_transpose")
-#: The fastest on an H200 of those tried (docs/performance.md).
+#: The fastest choice on an H200 (docs/performance.md).
 _COLUMNWISE = tiles.Tile(256, 128, down_first=True)
 _ROWWISE_BIT, _COLUMNWISE_BIT = 1, 2        # of DIRECTIONS
 
@@ -55,7 +56,7 @@ def quantize_tensor(x: Array, scale: Any = None, *, dtype: Any = float8_e4m3fn, 
         the same array)
     amax : one-element f32 array, raised to the largest finite or infinite |x| before scaling (NaN ignored);
         not zeroed first
-    noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `out`. It
+    noop : one-element f32 array on the device; nothing is written if it holds 1.0. Needs `out`. It
         must not change while the call runs
     dbias : also return the bias gradient, f32 […, K]: the sum of an x of […, M, K] over M before scaling, by
         a fixed tree, so that its bytes depend on nothing but x
@@ -75,8 +76,8 @@ def quantize_tensor(x: Array, scale: Any = None, *, dtype: Any = float8_e4m3fn, 
     DeviceError; all before anything is written.
 
     Source: TransformerEngine's delayed and current scaling. Bytes moved per element: x + 1 per direction;
-    current scaling in two launches reads x twice (what the L2 still holds of it, from there). A dbias of more
-    than one tile of rows takes another launch.
+    current scaling in two launches reads x twice (the second time from the L2, as far as it still holds x). A
+    dbias of more than one tile of rows takes another launch.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> q = fp8.quantize_tensor(np.array([[0.5, 300.0]], np.float32), 2.0)
@@ -107,9 +108,9 @@ def cast_transpose(x: Array, scale: Any = None, *, dtype: Any = float8_e4m3fn, t
 
 # ---- the result ----
 class PerTensorResult(Description):
-    """A Quantized with one scale for the tensor. Both directions of a new one share scale_inv, and the data
-    too where column-wise data are not stored transposed, since the bytes are the same; a given one may have
-    two scale_inv (`copy`)."""
+    """Describes a Quantized with one scale for the tensor. Both directions of a new one share scale_inv, and
+    also the data if column-wise data are not stored transposed, since the bytes are the same. A given one may
+    have two scale_inv (`copy`)."""
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool, columnwise: bool,
                  transposed: bool = True, dbias: bool = False, copy: bool = False) -> None:
@@ -128,7 +129,7 @@ class PerTensorResult(Description):
         super().__init__(*written)
 
     def addresses(self, written: Sequence[int]) -> dict[str, int]:
-        """Of the arrays, by the names that the kernels' structs have for them."""
+        """The addresses of the arrays, by the names of the kernels' members."""
         names = {"out.dbias": "dbias"}
         found: dict[str, int] = {}
         for a, at in zip(self.arrays, written, strict=True):
@@ -190,13 +191,13 @@ class PerTensorResult(Description):
         return found
 
 
-# ---- the way to the kernels ----
+# ---- the call and its launches ----
 class _Inputs(NamedTuple):
     x: Input
     scale: Any                          # as it was given
     scale_at: int
     scale_value: float
-    # of current scaling: target, eps and whether scales are powers of two
+    # for current scaling: target, eps and whether scales are powers of two
     rule: tuple[float, float, bool] | None
     amax: Array | None
     amax_at: int
@@ -260,7 +261,7 @@ def _flat(call: Call, inputs: _Inputs, members: dict[str, Any], places: dict[str
 
 
 def _tiled(call: Call, inputs: _Inputs, members: dict[str, Any], places: dict[str, int]) -> Iterator[Launch]:
-    """The launch that works on tiles of a matrix, and those that add up column sums."""
+    """The launch for tiles of a matrix, and those that add up column sums."""
     x, dbias = inputs.x.array, inputs.result.dbias
     rows, columns = x.shape[-2:]
     directions = _ROWWISE_BIT * ("data" in places) | _COLUMNWISE_BIT * ("data_t" in places)
@@ -288,12 +289,12 @@ _QUANTIZE = _QuantizeTensor()
 
 
 def _whole_tile(source: np.dtype[Any], directions: int, dbias: bool) -> tiles.Tile | None:
-    """The tile of the program for whole patches; None where there is no such program."""
+    """The tile of the program for whole patches, or None if there is no such program."""
     if directions == _ROWWISE_BIT:
         return tiles.SMALL
     if directions == _COLUMNWISE_BIT:
         return None if dbias else _COLUMNWISE
-    # f32 patches and column sums do not fit the 64 registers of 1024 threads
+    # 1024 threads have 64 registers each, too few for f32 patches and column sums.
     return tiles.BOTH_NARROW if source == float32 or dbias else tiles.BOTH
 
 

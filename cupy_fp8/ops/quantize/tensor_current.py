@@ -16,12 +16,12 @@ from ...kernels import Kernel, Launch, Variant, multiprocessors, shared_memory_p
 
 _CAST_CURRENT = Kernel("quantize/tensor_current", "cast_current", cooperative=True)
 _HELD = 8                   # rounds in registers, as in the kernel
-_STATIC_SHARED = 1024       # bytes that the kernel's own variables may take
+_STATIC_SHARED = 1024       # bytes for the kernel's own variables
 _CHUNK_BYTES = 16
 
 
 class _Machine:
-    """What a grid can hold: one block per multiprocessor, so many rounds of chunks in each."""
+    """What a grid can hold: one block per multiprocessor, and so many rounds of chunks in each block."""
 
     def __init__(self, blocks: int, threads: int, shared_bytes: int) -> None:
         self.blocks, self.threads = blocks, threads
@@ -40,9 +40,9 @@ def _gpu(device_id: int) -> _Machine:
 
 def launch(call: Call, x: Input, dtype: np.dtype[Any], rule: tuple[float, float, bool],
            **places: int) -> Launch | None:
-    """amax, scale and row-wise cast in one launch; None where x does not fit, or does not lie as the kernel
-    needs it. places: addresses of the result. Shared memory that is not needed is left to the L1, through
-    which the rounds in registers arrive."""
+    """The launch that finds amax and scale and casts row-wise. None if x does not fit, or is not aligned as
+    the kernel needs. places: addresses of the result. The launch takes no more shared memory than it needs,
+    because rounds in registers arrive through the L1."""
     a, chunk = x.array, _CHUNK_BYTES // x.dtype.itemsize
     machine = _CPU if isinstance(a, np.ndarray) else _gpu(a.data.device_id)
     chunks = a.size // chunk

@@ -15,9 +15,11 @@ from ...arrays import Array
 from ...calls.call import Call, Input, Op, run
 from ...calls.tables import Records
 from ...calls.tensor_lists import ListResult, TableLayout, checked, each_amax, each_scale
+from ...directions import check_directions
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, lookup
 from ...kernels import Kernel, Launch, Variant, tiles
-from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, check_directions, checked_eps
+from ...options import checked_eps
+from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from ...results import Quantized
 from ..scales.scale import scale_target
 from . import single_read, tensor, tensor_list_blocks
@@ -30,7 +32,7 @@ _AMAX = Kernel("quantize/tensor_list", "multi_amax_scale")
 _CURRENT = Kernel("quantize/tensor_list", "multi_cast_current", cooperative=True)
 _AMAX_THREADS = 256
 _SMALL = tiles.SMALL
-#: Of current scaling: target, eps, and whether scales are powers of two.
+#: The rule of current scaling: target, eps, and whether scales are powers of two.
 _Rule = tuple[float, float, bool]
 
 
@@ -42,7 +44,7 @@ def multi_cast_transpose(xs: Sequence[Array], scales: Any, *, dtype: Any = float
         data = cast(x * scale)      column-wise: data transposed      scale_inv = 1 / scale
         amax = max(amax, max |x|)
 
-    for each x with its own scale; bytes as `cast_transpose` writes them, one by one.
+    for each x with its own scale. The bytes are those of `cast_transpose`, called for each x.
 
     Parameters
     ----------
@@ -52,11 +54,11 @@ def multi_cast_transpose(xs: Sequence[Array], scales: Any, *, dtype: Any = float
     dtype : float8_e4m3fn or float8_e5m2
     amaxes : f32 array [n], or a list of one-element f32 arrays: each is raised to the largest |x| before
         scaling (NaN ignored)
-    noop : one-element f32 array on the device; where it holds 1.0 nothing at all is written. Needs `outputs`.
+    noop : one-element f32 array on the device; nothing is written if it holds 1.0. Needs `outputs`.
         Must not change while the launches run
     outputs : earlier results for the same shapes, or those of ``recipe.empty(…)``; written in place and
-        returned. Arrays that come together again cost little: what the launch reads of them is on the device
-        already. With such, the call allocates and copies nothing, and can be captured into a CUDA graph
+        returned. A call with the arrays of an earlier call costs little, since their table is on the device
+        already: it allocates and copies nothing, and can be captured into a CUDA graph
 
     Returns
     -------
@@ -84,14 +86,14 @@ def multi_cast_transpose(xs: Sequence[Array], scales: Any, *, dtype: Any = float
 def multi_quantize(xs: Sequence[Array], recipe: Recipe, *, rowwise: bool = True, columnwise: bool = False,
                    scales: Any = None, amaxes: Any = None, noop: Array | None = None,
                    outputs: Sequence[Quantized] | None = None) -> list[Quantized]:
-    """``recipe.quantize`` of any number of arrays: the same bytes.
+    """Quantise any number of arrays: the bytes are those of ``recipe.quantize`` for each.
 
-    All arrays take one launch together. With CurrentScaling 16-bit arrays whose rows are multiples of 8
-    elements (16-byte aligned) are read once, and wait in the GPU's multiprocessors for their scales, where
-    the list is large enough (17 M elements on an H200) and most of it is in arrays that fit (15 M elements
-    each); other lists take two launches, of which the first finds every scale. BlockScaling and MXScaling
-    take one for each dtype that there is, and one for each array whose last two axes are swapped in memory;
-    blocks of whole lines are quantised array by array.
+    All arrays take one launch together. With CurrentScaling, 16-bit arrays whose rows are multiples of 8
+    elements (16-byte aligned) are read once and wait for their scales in the GPU's multiprocessors, if the
+    list is large enough (17 M elements on an H200) and most of it is in arrays that fit (15 M elements each).
+    Other lists take two launches, the first of which finds every scale. BlockScaling and MXScaling take one
+    launch for each dtype, and one for each array whose last two axes are swapped in memory or whose blocks
+    are whole rows or columns.
 
     Parameters
     ----------
@@ -109,8 +111,8 @@ def multi_quantize(xs: Sequence[Array], recipe: Recipe, *, rowwise: bool = True,
 
     Raises
     ------
-    As `multi_cast_transpose`, and TypeError for another recipe, ValueError for scales and amaxes that the
-    recipe has no use for; all before anything is written.
+    As `multi_cast_transpose`; also TypeError for another recipe, and ValueError for scales and amaxes that
+    the recipe does not take; all before anything is written.
 
     Source: TransformerEngine's multi-tensor quantize. In blocks, an array whose rows are no multiples of 4
     elements sends all arrays of its dtype through the slower kernel for any shape.
@@ -142,9 +144,9 @@ class _Inputs(NamedTuple):
     xs: list[Input]
     scales: list[tuple[int, float]] | None          # addresses or values
     amaxes: list[int] | None                        # addresses
-    given: dict[str, Any]                           # options of the reference, as they were given
+    given: dict[str, Any]                           # the reference's options, as they were given
     recipe: DelayedScaling | CurrentScaling
-    rule: _Rule | None                              # of current scaling
+    rule: _Rule | None                              # for current scaling
     result: ListResult
 
 
@@ -152,7 +154,7 @@ _result_of = functools.lru_cache(maxsize=1024)(tensor.PerTensorResult)
 
 
 class _QuantizeList(Op[_Inputs]):
-    """Matrices with one scale each."""
+    """Quantises matrices with one scale each."""
 
     def arguments(self, call: Call, xs: Any, scales: Any, amaxes: Any, noop: Any, recipe: Any, rowwise: Any,
                   columnwise: Any) -> _Inputs:
@@ -198,7 +200,7 @@ class _QuantizeList(Op[_Inputs]):
 
 
 class _CastTransposeList(_QuantizeList):
-    """Matrices with given scales, in both directions."""
+    """Quantises matrices with given scales in both directions."""
 
     def arguments(self, call: Call, *given: Any) -> _Inputs:
         xs, scales, amaxes, noop, dtype = given
@@ -238,8 +240,8 @@ def _matrix(call: Call, name: str, x: Any) -> Input:
 
 # ---- launches ----
 class _Matrix(NamedTuple):
-    """A matrix, the addresses of its results (by their names in the kernel's struct), and those of its scale
-    (or its value) and amax."""
+    """A matrix, the addresses of its results by the names of the kernel's members, its scale (address or
+    value), and the address of its amax."""
 
     x: Input
     places: dict[str, int]
@@ -257,7 +259,7 @@ class _Matrix(NamedTuple):
         return self.x.shape[0] % 16 == 0 and self.places.get("data_t", 0) % 16 == 0
 
     def tiles(self, tile: tiles.Tile) -> int:
-        """Blocks of threads: also an empty matrix has one, for its scale_inv."""
+        """Blocks of threads. An empty matrix has one too, for its scale_inv."""
         return -(-self.x.shape[0] // tile.rows) * -(-self.x.shape[1] // tile.columns) or 1
 
 
@@ -276,7 +278,7 @@ def _table(matrices: list[_Matrix], tile: tiles.Tile, zeros: int = 0) -> TableLa
 
 
 def _packed(matrices: list[_Matrix], table: TableLayout, scales: int = 0) -> bytes:
-    """The records. scales: where in the table the scales are that another launch finds."""
+    """The packed records. scales: where the table has the scales that another launch finds."""
     ends = accumulate(table.blocks)
     return b"".join(
         table.record.pack(x=each.x.at, scale=scales + 4 * i if scales else each.scale[0],
@@ -288,7 +290,7 @@ def _packed(matrices: list[_Matrix], table: TableLayout, scales: int = 0) -> byt
 
 def _read_once(call: Call, matrices: list[_Matrix], to: np.dtype[Any], rule: _Rule,
                choice: single_read.Choice) -> Launch:
-    """Current scaling of matrices that wait in the multiprocessors for their scales."""
+    """The launch of current scaling if matrices wait in the multiprocessors for their scales."""
     x, count = matrices[0].x.array, sum(each.tiles(single_read.TILE) for each in matrices)
     table = _table(matrices, single_read.TILE, 4 * single_read.words(count))
     at = table.make(call, _packed(matrices, table))
@@ -298,8 +300,8 @@ def _read_once(call: Call, matrices: list[_Matrix], to: np.dtype[Any], rule: _Ru
 
 
 def _read_twice(call: Call, matrices: list[_Matrix], to: np.dtype[Any], rule: _Rule) -> Iterator[Launch]:
-    """Current scaling whose scales are found by a launch of their own. The cast begins at the end, which the
-    L2 still holds."""
+    """The launches of current scaling if one finds the scales and the other casts. The cast begins at the
+    end, which the L2 still holds."""
     x, tile, number = matrices[0].x.array, _tile(matrices), len(matrices)
     table = _table(matrices, tile, 12 * number)             # a MultiWorkspace and a scale for each
     scales = table.zeros + 8 * number
@@ -312,8 +314,8 @@ def _read_twice(call: Call, matrices: list[_Matrix], to: np.dtype[Any], rule: _R
 
 
 def _cast(call: Call, matrices: list[_Matrix], to: np.dtype[Any]) -> Launch:
-    """The launch for given scales. The records of few matrices are among its arguments; and if all have as
-    many blocks, it needs no table."""
+    """The launch for given scales. The records of few matrices are among its arguments. If all matrices have
+    equally many blocks, it needs no table."""
     x, tile = matrices[0].x.array, _tile(matrices)
     table = _table(matrices, tile)
     packed = _packed(matrices, table)

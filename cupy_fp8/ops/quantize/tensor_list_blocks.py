@@ -1,10 +1,11 @@
-"""Tensor lists quantised in blocks: all arrays of a dtype in one launch.
+"""Quantises tensor lists in blocks, all arrays of a dtype in one launch.
 
-Kernels: those of row groups (ops/quantize/grouped_blocks.py), which take a list as well."""
+Kernels: those of ops/quantize/grouped_blocks.py, which take lists too."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,19 +14,20 @@ from ... import backend, reference
 from ...calls import validate
 from ...calls.call import Call, Input, Op
 from ...calls.tensor_lists import ListResult, TableLayout, checked
+from ...directions import check_directions
 from ...formats import INPUT_DTYPES, flag
 from ...kernels import Launch
 from ...kernels.warp_tiles import LANE_COLUMNS
 from ...layouts import cdiv
-from ...recipes import BlockScaling, MXScaling, check_directions
+from ...recipes import BlockScaling, MXScaling
 from ...results import Quantized
 from . import block_results, blocks, grouped_blocks, mx
 from .block_results import TRANSPOSED
 
 
 class _Inputs(NamedTuple):
-    op: Op[Any]                         # of one array
-    arrays: list[Any]                   # its inputs, for each array
+    op: Op[Any]                         # the op for one array
+    arrays: list[Any]                   # that op's inputs, for each array
     recipe: BlockScaling | MXScaling
     directions: dict[str, bool]
 
@@ -64,17 +66,18 @@ class _QuantizeList(Op[_Inputs]):
         return reference.multi_quantize(xs, inputs.recipe, **inputs.directions)
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
-        """One for all arrays of a dtype; and those of its own for each array that no kernel for lists takes:
-        such as have the last two axes swapped in memory, and blocks of whole rows or columns."""
+        """One launch for all arrays of a dtype. An array has launches of its own if its last two axes are
+        swapped in memory, or if blocks are whole rows or columns: kernels for lists do not take these."""
         assert isinstance(call.result, ListResult)
         listed: dict[np.dtype[Any], list[_Listed]] = {}
         alone: list[Launch] = []
         for array, own in zip(inputs.arrays, call.result.divide(written), strict=True):
-            x, swapped, plan, _ = array
-            if swapped or None in plan.block:
+            x, swapped, quantization, _ = array
+            if swapped or None in quantization.block:
                 alone += inputs.op.launches(call, array, *own)
-            elif plan.size:
-                listed.setdefault(x.dtype, []).append(_Listed(x, plan, _members(plan, own, x)))
+            elif quantization.size:
+                listed.setdefault(x.dtype, []).append(
+                    _Listed(x, quantization, _members(quantization, own, x)))
         for arrays in listed.values():
             yield _launch(call, arrays)
         yield from alone
@@ -85,42 +88,44 @@ QUANTIZE = _QuantizeList()
 
 # ---- launches ----
 class _Listed(NamedTuple):
-    """An array of a launch, what follows from its shape and the options, and the members of its record but
-    for x."""
+    """An array of a launch, its quantisation, and the members of its record except x."""
 
     x: Input
-    plan: grouped_blocks.Plan
+    quantization: grouped_blocks.AnyQuantization
     members: block_results.Members
 
     @property
     def allows_wide(self) -> bool:
-        """Whether it suits the program for wide accesses, which looks at the rows of transposed data
+        """Whether it allows wide accesses. The program for these checks the rows of transposed data
         itself."""
-        axes, _ = grouped_blocks.axes_of(self.plan)
+        axes, _ = grouped_blocks.axes_of(self.quantization)
         stored = None, axes[0].stored, axes[1].stored
         vector = self.members["vector"]
         return all(vector & bit or how == TRANSPOSED for bit, how in zip((1, 2, 4), stored, strict=True))
 
     def tiles(self, rows: int, columns: int) -> tuple[int, int, int]:
-        """Tiles in all, across a matrix and down."""
-        across, down = cdiv(self.plan.columns, columns), cdiv(self.plan.rows, rows)
-        return self.plan.size // (self.plan.rows * self.plan.columns) * across * down, across, down
+        """(tiles of all matrices, tiles across a matrix, tiles down a matrix)."""
+        (*batch, down, across) = self.quantization.shape
+        across, down = cdiv(across, columns), cdiv(down, rows)
+        return prod(batch) * across * down, across, down
 
 
-def _members(plan: grouped_blocks.Plan, written: Sequence[int], x: Input) -> block_results.Members:
+def _members(quantization: grouped_blocks.AnyQuantization, written: Sequence[int],
+             x: Input) -> block_results.Members:
     aligned = x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0
-    axes, members = grouped_blocks.axes_of(plan)
-    return {**plan.warp_tile_members(axes, plan.result.places(written), aligned), **members}
+    axes, members = grouped_blocks.axes_of(quantization)
+    return {**quantization.warp_tile_members(axes, quantization.result.places(written), aligned), **members}
 
 
 def _launch(call: Call, arrays: list[_Listed]) -> Launch:
-    """The launch for arrays of one dtype. If any of them does not allow wide accesses, it is of the kernel
-    for any memory."""
-    plan, wide = arrays[0].plan, all(each.allows_wide for each in arrays)
-    (along_rows, along_columns), _ = grouped_blocks.axes_of(plan)
-    variant, warp_tiles = grouped_blocks.variant(plan, (along_rows.stored, along_columns.stored), wide)
+    """The launch for arrays of one dtype. It takes the program for any memory unless all arrays allow wide
+    accesses."""
+    quantization, wide = arrays[0].quantization, all(each.allows_wide for each in arrays)
+    (along_rows, along_columns), _ = grouped_blocks.axes_of(quantization)
+    stored = along_rows.stored, along_columns.stored
+    variant, warp_tiles = grouped_blocks.variant(quantization, stored, wide)
     tiles = [each.tiles(warp_tiles.rows, warp_tiles.columns) for each in arrays]
-    params = "BlockParams" if isinstance(plan, blocks.BlockQuantization) else "MxParams"
+    params = "BlockParams" if isinstance(quantization, blocks.BlockQuantization) else "MxParams"
     table = TableLayout(variant.kernel.record(f"ListedArray<{params}>"), [count for count, _, _ in tiles])
     packed, first = [], 0
     for each, (count, across, down) in zip(arrays, tiles, strict=True):

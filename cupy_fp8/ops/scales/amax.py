@@ -23,7 +23,7 @@ _THREADS = 512
 _BLOCKS_PER_SM = 4
 _CHUNKS_PER_STEP = 4
 _BLOCKS_ON_CPU = 4
-_WORDS = 4                  # of workspace: top, blocks_done, and the scale of current scaling
+_WORDS = 4                  # in the workspace: the amax, blocks_done, and the scale of current scaling
 _SCALE_OFFSET = 8
 
 
@@ -49,13 +49,13 @@ class _Inputs(NamedTuple):
 
 
 class _Result(Description):
-    """One element, in an array of any shape."""
+    """Describes one element in an array of any shape."""
 
     def __init__(self) -> None:
         super().__init__(Written("out", (1,), float32))
 
     def arrays_of(self, out: Any) -> tuple[Array]:
-        if not is_array(out):                               # the checks after this will say so
+        if not is_array(out):                               # a later check raises the error
             return (out,)
         if out.size != 1:
             raise ValueError(f"out: expected one element, got shape {out.shape}")
@@ -82,8 +82,8 @@ _AMAX, _RESULT = _ComputeAmax(), _Result()
 
 
 def current_scale(call: Call, x: Input, target: float, eps: float, pow2: bool) -> tuple[Launch, int]:
-    """The launch that finds the scale that x's own amax calls for, as `compute_scale` defines it, and where
-    it leaves the scale for the launches that follow on this stream."""
+    """The launch that finds the scale from x's own amax, as `compute_scale` defines it, and the address where
+    later launches on this stream find the scale."""
     words = call.workspace("amax", _WORDS)
     scale_at = words + _SCALE_OFFSET
     return _launch(x, words, "ignore", out=scale_at, noop=call.noop_at, target=target, eps=eps, to_scale=1,

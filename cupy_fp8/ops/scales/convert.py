@@ -32,7 +32,7 @@ from ...layouts import (
 )
 from ...reference.scales.convert import is_in_e8m0
 from ...results import Scaled, check_block_scales
-from .swizzle import check_aligned, lines_adjacent, matrix_launches, matrix_plan
+from .swizzle import check_aligned, lines_adjacent, matrix_extents, matrix_launches
 
 _KERNEL = Kernel("scales/convert", "convert_scales")
 _THREADS = 256
@@ -44,8 +44,8 @@ Block = tuple[int | None, int | None]
 
 def convert_scales(scale_inv: Array, *, source: str, target: str, shape: tuple[int, ...], block: Block,
                    dtype: Any = None, out: Array | None = None, check: bool = False) -> Array:
-    """Scales of blocks in another layout, and where that holds another dtype, in that: f32 powers of two as
-    E8M0, E8M0 as f32.
+    """Convert the scales of blocks to another layout, and to its dtype if that is another: f32 powers of two
+    become E8M0, E8M0 becomes f32.
 
     Parameters
     ----------
@@ -63,11 +63,11 @@ def convert_scales(scale_inv: Array, *, source: str, target: str, shape: tuple[i
         Other layouts hold one dtype
     out : array of the target's shape and dtype, written and returned; needed while a CUDA graph is captured
     check : wait for the device and raise ValueError if f32 scales there are not what E8M0 holds. (NumPy
-        arrays are always looked at)
+        arrays are always examined)
 
     Returns
     -------
-    The array of scales, C-contiguous. Padding of scale_inv is never looked at; that of the result is 0.
+    The array of scales, C-contiguous. Padding of scale_inv is never read; padding of the result is 0.
 
     f32 -> f32 and E8M0 -> E8M0 keep every bit. E8M0 -> f32 is 2**(e - 127), a subnormal for e = 0, and
     0x7FC00000 for NaN. f32 -> E8M0: powers of two from 2**-127 to 2**127 exactly; 0, as unused rows of
@@ -77,7 +77,7 @@ def convert_scales(scale_inv: Array, *, source: str, target: str, shape: tuple[i
     ------
     TypeError, ValueError, DeviceError, before anything is written; ValueError for f32 scales in NumPy arrays
     (or with check=True) that have no E8M0 value: −0, Inf, negative ones, other mantissas, below 2**-127. On
-    the device such a scale becomes 0xFF, and `device_errors` tells.
+    the device such a scale becomes 0xFF, and `device_errors` reports it.
 
     Source: docs/layouts.md; DeepGEMM (get_mn_major_tma_aligned_packed_ue8m0_tensor). Bytes moved: each side
     once.
@@ -96,8 +96,8 @@ def convert_scales(scale_inv: Array, *, source: str, target: str, shape: tuple[i
 
 
 def with_compact_scales(s: Scaled, name: str, dtype: np.dtype[Any] | None = None) -> Scaled:
-    """A Scaled whose scales are compact: itself, or converted into new memory. dtype: of E8M0 scales in words
-    (deepgemm_sm100) once they are compact."""
+    """The Scaled itself if its scales are compact, else a copy with compact scales. dtype: the dtype that
+    scales in words (deepgemm_sm100) get."""
     if s.scale_layout == "compact":
         return s
     check_block_scales(s, name)
@@ -172,8 +172,8 @@ def _as_dtype(dtype: Any) -> np.dtype[Any]:
 
 
 def _check_powers_of_two(scale_inv: Array, used: int) -> None:
-    """ValueError unless f32 scales, the first `used` along the last axis, are what E8M0 holds, or NaN. Waits
-    for the device."""
+    """ValueError unless E8M0 has every f32 scale among the first `used` of the last axis. Waits for the
+    device."""
     if not isinstance(scale_inv, np.ndarray) and kernels.capturing(scale_inv.data.device_id):
         raise ValueError("check: waits for the device, which cannot be done while a CUDA graph is captured; "
                          "check before the capture")
@@ -186,29 +186,29 @@ def _check_powers_of_two(scale_inv: Array, used: int) -> None:
                          "scales")
 
 
-# ---- launches, for other ops too ----
+# ---- launches, which other ops use too ----
 class Conversion(NamedTuple):
-    """Everything that follows from layouts, dtypes, the shape of the data and their blocks."""
+    """What follows from layouts, dtypes, the shape of the data and their blocks."""
 
     source_shape: tuple[int, ...]
     shape: tuple[int, ...]          # of the result
     dtype: np.dtype[Any]
-    used: int                       # of the source's last axis: the rest is padding
+    used: int                       # of the source's last axis; the rest is padding
     may_be_wrong: bool              # some f32 scales have no value in the result's dtype
-    aligned_for: str                # a layout whose readers want it at a multiple of 16; ''
-    swizzles: bool | None           # True, False: swizzle_scales or unswizzle_scales can do it
+    aligned_for: str                # the layout that must lie at a multiple of 16 bytes, or ''
+    swizzles: bool | None           # True: swizzle_scales does the same; False: unswizzle_scales
     columnwise: bool
     lines: tuple[int, ...]          # the shape of the scales, […, lines, blocks]
     variant: Variant
     grid: int                       # 0: nothing to do
-    members: dict[str, Any]         # of the struct ScaleLayoutParams, but for the addresses
+    members: dict[str, Any]         # of the struct ScaleLayoutParams, without the addresses
 
 
 @functools.lru_cache(maxsize=4096)
 def conversion(source: str, target: str, shape: tuple[int, ...], block: Block, held: np.dtype[Any],
                dtype: np.dtype[Any] | None = None, strides: tuple[int, int, int] | None = None) -> Conversion:
-    """held, dtype: of the scales before and after. strides: of compact scales that are not C-contiguous, from
-    matrix to matrix, row to row, column to column."""
+    """held, dtype: the dtypes before and after. strides: those of compact scales that are not C-contiguous,
+    from matrix to matrix, row to row, column to column."""
     source_shape, target_shape = _scale_shape("source", source, shape, block), _scale_shape("target", target,
                                                                                             shape, block)
     if held not in SCALE_DTYPES[source]:
@@ -246,8 +246,8 @@ def conversion_launches(call: Call, found: Conversion, scales: Input, to_at: int
     adjacent = _adjacent_lines(found, scales)
     if adjacent is not None:
         compact_at, swizzled_at = (scales.at, to_at) if found.swizzles else (to_at, scales.at)
-        yield from matrix_launches(bool(found.swizzles), scales.array, matrix_plan(found.lines), compact_at,
-                                   swizzled_at, adjacent)
+        yield from matrix_launches(bool(found.swizzles), scales.array, matrix_extents(found.lines),
+                                   compact_at, swizzled_at, adjacent)
     elif found.grid:
         errors = call.error_word() if found.may_be_wrong else 0
         yield found.variant.bind(scales.array, found.grid, to=to_at, errors=errors, **{"from": scales.at},
@@ -255,8 +255,8 @@ def conversion_launches(call: Call, found: Conversion, scales: Input, to_at: int
 
 
 def _adjacent_lines(found: Conversion, scales: Input) -> bool | None:
-    """Whether the lines of compact scales are adjacent in memory, where the kernels that only swizzle or
-    unswizzle can do the conversion; else None."""
+    """Whether the lines of compact scales are adjacent in memory. None if the kernels of swizzle_scales and
+    unswizzle_scales cannot do the conversion."""
     if found.swizzles is None or (not found.swizzles and scales.at % 16):
         return None
     if is_contiguous(scales.array):
@@ -273,8 +273,8 @@ def _scale_shape(name: str, layout: str, shape: tuple[int, ...], block: Block) -
 
 class _Layout(NamedTuple):
     """Where a layout has the scale of (line, block). strides: the members of ScaleStrides; lines, blocks:
-    with the padding; order: which scales a thread takes; shift: log2 of the lines that repeat a line of
-    scales."""
+    their numbers with padding; order: which scales a thread takes; shift: log2 of the lines that share a line
+    of scales."""
 
     strides: tuple[int, ...]
     lines: int
@@ -285,7 +285,7 @@ class _Layout(NamedTuple):
 
 def _layout(layout: str, grid: ScaleGrid, block: Block, rows: int,
             strides: tuple[int, int, int] | None) -> _Layout:
-    """strides: of compact scales that are not C-contiguous."""
+    """strides: those of compact scales that are not C-contiguous."""
     lines, blocks = grid.outer, grid.blocks
     if layout == "swizzled":
         tiles = cdiv(blocks, SWIZZLE_COLUMNS)
@@ -313,7 +313,7 @@ def _layout(layout: str, grid: ScaleGrid, block: Block, rows: int,
 
 
 def _line_strides(line: int) -> tuple[int, int, int]:
-    """Of a layout without tiles."""
+    """The strides of a layout without tiles."""
     return line, 32 * line, SWIZZLE_ROWS * line
 
 

@@ -1,4 +1,4 @@
-"""Scales of per-tensor scaling: from an amax, and from a history of them. Kernels:
+"""Scales of per-tensor scaling, from an amax or from a history of amaxes. Kernels:
 kernels_cu/scales/scale.cu."""
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, Updated, one_array
 from ...formats import FORMATS, FP8_DTYPES, flag, float8_e4m3fn, float32, lookup
 from ...kernels import Kernel, Launch, Variant, elementwise, grid_size, multiprocessors
-from ...recipes import ALGORITHMS, checked_eps, checked_margin
+from ...options import ALGORITHMS, checked_eps, checked_margin
 from ...reference.numerics import times_power_of_two
 
 _COMPUTE_SCALE = Kernel("scales/scale", "compute_scale")
 _UPDATE = Kernel("scales/scale", "update_delayed_scaling")
 _THREADS = 512
 _IN_FLIGHT = 8
-_MOST_COLUMNS_LOG2 = 5          # 32 f32: a whole line of each row
+_MOST_COLUMNS_LOG2 = 5          # 32 f32: a whole cache line of each row
 _MULTIPROCESSORS_OF_CPU = 4
 
 
@@ -34,7 +34,7 @@ def compute_scale(amax: Array, *, dtype: Any = float8_e4m3fn, margin: int = 0, e
         scale = fl(fl(fp8_max * 2**-margin) / max(amax, eps))        1 where that amax is 0, Inf or NaN; Inf
         becomes FLT_MAX
 
-    in f32, correctly rounded, subnormals kept; every value as docs/numerics.md section 1 says.
+    in f32, correctly rounded, with subnormals. docs/numerics.md section 1 defines every value.
 
     amax : f32 array of any shape; each element by itself.
     dtype : float8_e4m3fn (448) or float8_e5m2 (57344).
@@ -98,13 +98,13 @@ def update_delayed_scaling(history: Array, scale: Array, *, dtype: Any, margin: 
         history[0] goes to the last row, the others move up by one, row 0 is 0
 
     for each column, in place, in one launch; every edge as docs/numerics.md section 1 says. Where a is 0, Inf
-    or NaN the scale stays. With `amax` (after a reduction over devices) its elements, where they are not 0,
-    take the place of history[0], and a tensor whose amax is 0 in both keeps its history and scale.
+    or NaN the scale stays. With `amax` (after a reduction over devices) its nonzero elements replace those of
+    history[0], and a tensor whose amax is 0 in both keeps its history and scale.
 
     Parameters
     ----------
     history : f32 [L, n], L at least 1; row 0 belongs to the current step, the oldest is row 1. Updated
-    scale : f32 [n]. Updated. No scale_inv is: that belongs to data which is already quantised
+    scale : f32 [n]. Updated. scale_inv is not, since it belongs to data that is already quantised
     dtype : float8_e4m3fn (448) or float8_e5m2 (57344)
     margin : integer; the scale aims 2**margin below the format's maximum
     algo : 'max' of the history (NaN ignored) or 'most_recent'
@@ -192,8 +192,8 @@ def scale_target(dtype: np.dtype[Any], margin: int) -> float:
 
 @functools.lru_cache
 def _columns_log2(length: int, n: int, processors: int) -> int:
-    """How many columns a block owns: 32, but fewer where a history is so long that a thread's run of rows
-    needs more than one round of loads while processors are idle, and no more than there are."""
+    """log2 of the columns that a block owns: 32 of them, or as many as there are. A block owns fewer if a
+    thread's rows take more than one round of loads while multiprocessors are idle."""
     log2 = _MOST_COLUMNS_LOG2
     while log2 and (1 << log2 >= 2 * n or (length << log2 > _THREADS * _IN_FLIGHT and (n - 1 >> log2)
                                            + 1 < processors)):

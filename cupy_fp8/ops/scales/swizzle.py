@@ -33,12 +33,12 @@ from ...results import swap_last
 _SWIZZLE = Kernel("scales/swizzle", "swizzle_scales")
 _UNSWIZZLE = Kernel("scales/swizzle", "unswizzle_scales")
 _THREADS = 64
-_TILES = 8                  # per block of threads, along a line
+_TILES = 8                  # of a block of threads, along a line
 
 
 def swizzle_scales(s: Array, *, splits: Any = None, axis: int = 0, out: Array | None = None,
                    check: bool = False) -> Array:
-    """Compact E8M0 scales in the layout that block-scaled matrix products read: tiles of 128 lines x 4
+    """Store compact E8M0 scales in the layout that block-scaled matrix products read: tiles of 128 lines x 4
     blocks, padded with zeros.
 
         scale (i, j) is byte (i // 128 * ceil(C / 4) + j // 4) * 512 + i % 32 * 16 + i % 128 // 32 * 4 + j % 4
@@ -55,7 +55,7 @@ def swizzle_scales(s: Array, *, splits: Any = None, axis: int = 0, out: Array | 
         started block counts
     out : result of an earlier call, written and returned; needed while a CUDA graph is captured
     check : wait for the device and raise ValueError if sizes there are wrong. (NumPy arrays and lists are
-        always looked at)
+        always examined)
 
     Returns
     -------
@@ -68,9 +68,9 @@ def swizzle_scales(s: Array, *, splits: Any = None, axis: int = 0, out: Array | 
 
     Raises
     ------
-    TypeError, ValueError, DeviceError, before anything is written. Sizes on the device raise nothing: a
-    negative one counts as 0, groups that go past the end of s are cut short; `device_errors` tells. Scales
-    that no group covers are left out.
+    TypeError, ValueError, DeviceError, before anything is written. Wrong sizes on the device raise nothing,
+    but `device_errors` reports them: a negative size counts as 0, and a group that passes the end of s ends
+    there. Scales of no group are skipped.
 
     Source: cuBLAS's layout of 1-D block scaling factors; docs/layouts.md. Bytes moved: s and the result once.
 
@@ -106,10 +106,10 @@ def unswizzle_scales(s: Array, *, shape: tuple[int, ...], splits: Any = None, ax
 class _Inputs(NamedTuple):
     given: Array            # s
     s: Input                # the same memory, C-contiguous
-    adjacent: bool          # whether that swaps its last two axes
+    adjacent: bool          # whether the last two axes are swapped for that
     groups: Groups
     axis: int
-    plan: _Plan
+    extents: _Extents
 
 
 class _SwizzleScales(Op[_Inputs]):
@@ -118,10 +118,10 @@ class _SwizzleScales(Op[_Inputs]):
         adjacent = lines_adjacent(s)
         found = call.read("s", s.swapaxes(-1, -2) if adjacent else s, (float8_e8m0fnu,))
         groups = _groups(call, splits, axis, s.shape, check)
-        return _Inputs(s, found, adjacent, groups, axis, _plan(s.shape, groups.number, axis, 0))
+        return _Inputs(s, found, adjacent, groups, axis, _extents(s.shape, groups.number, axis, 0))
 
     def result(self, inputs: _Inputs) -> Description:
-        return Description(Written("out", inputs.plan.swizzled, float8_e8m0fnu))
+        return Description(Written("out", inputs.extents.swizzled, float8_e8m0fnu))
 
     def reference(self, inputs: _Inputs) -> np.ndarray:
         return reference.swizzle_scales(inputs.given, splits=inputs.groups.host, axis=inputs.axis)
@@ -136,19 +136,19 @@ class _UnswizzleScales(Op[_Inputs]):
         _check_dtype(s)
         found, shape = call.read("s", s, (float8_e8m0fnu,)), _as_shape(shape)
         groups = _groups(call, splits, axis, shape, check)
-        plan = _plan(shape, groups.number, axis, 1)
-        if s.shape != plan.swizzled:
+        extents = _extents(shape, groups.number, axis, 1)
+        if s.shape != extents.swizzled:
             of = "" if groups.number is None else f" in {groups.number} groups along axis {axis}"
-            raise ValueError(f"s: expected shape {plan.swizzled} for compact scales of shape {shape}{of}, "
+            raise ValueError(f"s: expected shape {extents.swizzled} for compact scales of shape {shape}{of}, "
                              f"got {s.shape}")
-        return _Inputs(s, found, False, groups, axis, plan)
+        return _Inputs(s, found, False, groups, axis, extents)
 
     def result(self, inputs: _Inputs) -> Description:
-        return _CompactResult(inputs.plan.shape)
+        return _CompactResult(inputs.extents.shape)
 
     def reference(self, inputs: _Inputs) -> np.ndarray:
-        return reference.unswizzle_scales(inputs.s.array, shape=inputs.plan.shape, splits=inputs.groups.host,
-                                          axis=inputs.axis)
+        return reference.unswizzle_scales(inputs.s.array, shape=inputs.extents.shape,
+                                          splits=inputs.groups.host, axis=inputs.axis)
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
         check_aligned("s", inputs.s.at)
@@ -157,7 +157,7 @@ class _UnswizzleScales(Op[_Inputs]):
 
 
 class _CompactResult(Description):
-    """Compact scales. `out` may have its lines adjacent instead of its blocks: it is then written as the
+    """Describes compact scales. If `out` has its lines adjacent instead of its blocks, it is written as the
     C-contiguous array with its last two axes swapped."""
 
     def __init__(self, shape: tuple[int, ...], adjacent: bool = False) -> None:
@@ -184,8 +184,7 @@ def _check_dtype(s: Any) -> None:
 
 
 def _groups(call: Call, splits: Any, axis: Any, shape: tuple[int, ...], check: Any) -> Groups:
-    """Validates splits and axis for compact scales of this shape, and the sizes that are known on the
-    host."""
+    """Validates splits and axis for compact scales of this shape, and the sizes if the host knows them."""
     is_axis = isinstance(axis, (int, np.integer))
     if splits is None:
         if not is_axis or axis != 0:
@@ -222,7 +221,7 @@ def _as_shape(shape: Any) -> tuple[int, ...]:
 
 
 def lines_adjacent(s: Array) -> bool:
-    """Whether s is not C-contiguous, but is with its last two axes swapped."""
+    """Whether s is C-contiguous only with its last two axes swapped."""
     if is_contiguous(s) or s.ndim < 2:
         return False
     shape, strides, size = s.shape, s.strides, s.itemsize
@@ -231,9 +230,8 @@ def lines_adjacent(s: Array) -> bool:
 
 
 # ---- launches ----
-class _Plan(NamedTuple):
-    """Everything that follows from the shape of the compact scales: members of the struct LayoutParams,
-    mostly."""
+class _Extents(NamedTuple):
+    """What follows from the shape of the compact scales. Most are members of the struct LayoutParams."""
 
     shape: tuple[int, ...]
     swizzled: tuple[int, ...]
@@ -246,8 +244,8 @@ class _Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(shape: tuple[int, ...], groups: int | None, axis: int, spare: int) -> _Plan:
-    """spare: 1 where the launch also has to reach the scales that no group covers."""
+def _extents(shape: tuple[int, ...], groups: int | None, axis: int, spare: int) -> _Extents:
+    """spare: 1 if the launch also writes the scales that no group covers, else 0."""
     if len(shape) not in (2, 3):
         raise ValueError(f"compact scales: expected shape [R, C] or [E, R, C], got {shape}")
     *batch, lines, blocks = shape
@@ -262,9 +260,8 @@ def _plan(shape: tuple[int, ...], groups: int | None, axis: int, spare: int) -> 
     across = cdiv(reached_columns, SWIZZLE_COLUMNS * _TILES)
     grid = (batch[0] if batch else 1) * (reached_rows // SWIZZLE_ROWS) * across
     swizzled = (*batch, rows, columns) if groups is None else grouped_shape(shape, groups, axis)
-    return _Plan(shape, swizzled, lines, blocks, columns // SWIZZLE_COLUMNS, rows // SWIZZLE_ROWS,
-                 max(across, 1),
-                 grid and grid_size(grid, shape))
+    return _Extents(shape, swizzled, lines, blocks, columns // SWIZZLE_COLUMNS, rows // SWIZZLE_ROWS,
+                    max(across, 1), grid and grid_size(grid, shape))
 
 
 def check_aligned(name: str, at: int, layout: str = "swizzled") -> None:
@@ -278,42 +275,42 @@ def _launches(call: Call, kernel: Kernel, inputs: _Inputs, compact_at: int, swiz
               adjacent: bool) -> Iterator[Launch]:
     groups = inputs.groups
     if groups.number is None:
-        yield from matrix_launches(kernel is _SWIZZLE, inputs.s.array, inputs.plan, compact_at, swizzled_at,
-                                   adjacent)
+        yield from matrix_launches(kernel is _SWIZZLE, inputs.s.array, inputs.extents, compact_at,
+                                   swizzled_at, adjacent)
         return
     splits = {"sizes": groups.at, "groups": groups.number, "errors": call.error_word(), "wide": groups.wide}
-    words = kernel is _SWIZZLE and inputs.axis == 0 and _are_words(inputs.plan, compact_at, adjacent)
-    # Even an empty array's sizes are looked at.
+    words = kernel is _SWIZZLE and inputs.axis == 0 and _are_words(inputs.extents, compact_at, adjacent)
+    # An empty array's sizes are examined too.
     yield _variant(kernel, adjacent, True, words).bind(
-        inputs.s.array, inputs.plan.grid or 1, splits=splits, axis=int(inputs.axis),
-        **_members(inputs.plan, compact_at, swizzled_at, adjacent))
+        inputs.s.array, inputs.extents.grid or 1, splits=splits, axis=int(inputs.axis),
+        **_members(inputs.extents, compact_at, swizzled_at, adjacent))
 
 
-def matrix_launches(swizzles: bool, x: Array, plan: _Plan, compact_at: int, swizzled_at: int,
+def matrix_launches(swizzles: bool, x: Array, extents: _Extents, compact_at: int, swizzled_at: int,
                     adjacent: bool) -> Iterator[Launch]:
     """The launch that swizzles or unswizzles whole matrices. adjacent: whether their lines are adjacent in
     compact memory."""
-    if plan.grid:
+    if extents.grid:
         kernel = _SWIZZLE if swizzles else _UNSWIZZLE
-        words = swizzles and _are_words(plan, compact_at, adjacent)
+        words = swizzles and _are_words(extents, compact_at, adjacent)
         yield _variant(kernel, adjacent, False, words).bind(
-            x, plan.grid, **_members(plan, compact_at, swizzled_at, adjacent))
+            x, extents.grid, **_members(extents, compact_at, swizzled_at, adjacent))
 
 
-def matrix_plan(shape: tuple[int, ...]) -> _Plan:
-    """The plan of `matrix_launches`, of compact scales of this shape."""
-    return _plan(shape, None, 0, 0)
+def matrix_extents(shape: tuple[int, ...]) -> _Extents:
+    """The extents that `matrix_launches` takes, for compact scales of this shape."""
+    return _extents(shape, None, 0, 0)
 
 
-def _are_words(plan: _Plan, compact_at: int, adjacent: bool) -> bool:
+def _are_words(extents: _Extents, compact_at: int, adjacent: bool) -> bool:
     """Whether all compact words of four blocks exist and are aligned."""
-    return not adjacent and plan.blocks % 4 == 0 and compact_at % 4 == 0
+    return not adjacent and extents.blocks % 4 == 0 and compact_at % 4 == 0
 
 
-def _members(plan: _Plan, compact_at: int, swizzled_at: int, adjacent: bool) -> dict[str, int]:
-    return {"compact": compact_at, "swizzled": swizzled_at, "lines": plan.lines, "blocks": plan.blocks,
-            "stride": plan.lines if adjacent else plan.blocks, "tiles": plan.tiles, "down": plan.down,
-            "across": plan.across}
+def _members(extents: _Extents, compact_at: int, swizzled_at: int, adjacent: bool) -> dict[str, int]:
+    return {"compact": compact_at, "swizzled": swizzled_at, "lines": extents.lines, "blocks": extents.blocks,
+            "stride": extents.lines if adjacent else extents.blocks, "tiles": extents.tiles,
+            "down": extents.down, "across": extents.across}
 
 
 @functools.cache

@@ -10,10 +10,10 @@ from .. import numerics
 
 
 def astype(a: np.ndarray, dtype: Any, saturate: bool = True) -> np.ndarray:
-    """Exact to f32, then rounded to dtype."""
+    """The elements, exact in f32, rounded to dtype."""
     return numerics.narrow(numerics.widen(a), np.dtype(dtype), saturate)
 
 
 def transpose(a: np.ndarray) -> np.ndarray:
-    """The last two axes swapped, C-contiguous."""
+    """The array with its last two axes swapped, C-contiguous."""
     return np.swapaxes(a, -1, -2).copy(order="C")

@@ -22,14 +22,14 @@ def dequantize(q: Scaled | Quantized, *, dtype: Any = np.float32) -> np.ndarray:
 
 
 def element_scales(s: Scaled) -> np.ndarray:
-    """f32 in the logical shape: every block's scale_inv on each of its elements."""
+    """The scale_inv of every element's block, as f32 in the logical shape."""
     assert s.block is not None
     return on_elements(numerics.widen(block_scales(s)), s.block, s.shape)
 
 
 def on_elements(scales: np.ndarray, block: tuple[int | None, int | None], shape: tuple[int,
                                                                                        ...]) -> np.ndarray:
-    """What there is for each block, on each of its elements."""
+    """Repeats the value of each block for all of its elements."""
     for axis, extent in zip((-2, -1), block, strict=True):
         length = shape[axis]
         whole = max(length, 1)
@@ -41,7 +41,7 @@ def block_scales(s: Scaled) -> np.ndarray:
     """scale_inv by rows and columns of blocks of the logical matrix."""
     assert s.block is not None
     shape, block, swapped = s.shape, s.block, s.block[1] == 1
-    if s.transposed and 1 not in block:                                     # as the data are stored
+    if s.transposed and 1 not in block:  # these scales follow the order in which data are stored
         shape, block, swapped = swap_last(shape), (block[1], block[0]), True
     scales = lines_by_blocks(s.scale_inv, str(s.scale_layout), shape, block)
     return transpose(scales) if swapped else scales

@@ -19,8 +19,8 @@ _NOTHING = np.iinfo(np.int64).min
 
 
 class Exponents(NamedTuple):
-    """Scales as powers of two: 2^power where `exists`; `zero` where it is 0; `wrong` where it is neither.
-    None of them: an E8M0 NaN."""
+    """Scales as powers of two: 2^power where `exists`, 0 where `zero`, and neither where `wrong`. An E8M0 NaN
+    is none of the three."""
 
     power: np.ndarray
     exists: np.ndarray
@@ -30,7 +30,7 @@ class Exponents(NamedTuple):
 
 def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target: str = "column",
                             scale_layout: str = "gemm_ready") -> Quantized:
-    """out = narrow(v * s / t), t the power of two that a column-wise block's values call for."""
+    """out = narrow(v * s / t), where t is the power of two for the values of a column-wise block."""
     s = q if isinstance(q, Scaled) else q.rowwise
     assert s is not None
     assert s.block is not None
@@ -64,7 +64,7 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
 
 
 def _transposed_squares(s: Scaled, scale_layout: str) -> Quantized:
-    """The same codes and scales whatever the direction."""
+    """Square blocks, whose codes and scales are the same in both directions."""
     data, blocks = np.swapaxes(s.data, -1, -2).copy(order="C"), cdiv(s.shape[-1], 128)
     scales = np.swapaxes(s.scale_inv[..., :blocks], -1, -2).copy(order="C")
     scale_inv = padded(scales) if scale_layout == "gemm_ready" else scales
@@ -72,20 +72,21 @@ def _transposed_squares(s: Scaled, scale_layout: str) -> Quantized:
 
 
 def target_rows(rows: int, groups: int | None, block: int) -> int:
-    """Rows of column-wise scales: blocks along M, of `groups` groups the bound that does not depend on their
-    sizes."""
+    """Rows of column-wise scales: the blocks along M, or for `groups` groups a bound that does not depend on
+    their sizes."""
     return cdiv(rows, block) if groups is None else padded_rows(rows, groups, block) // block
 
 
 def row_scale_rows(rows: int, groups: int | None) -> int:
-    """Rows of gemm_ready row-wise scales, each group's rounded up: the bound that does not depend on their
+    """Rows of gemm_ready row-wise scales, rounded up for each group: a bound that does not depend on the
     sizes."""
     bound = round_up(rows, PADDED_TO) if groups is None else padded_rows(rows, groups, PADDED_TO)
     return bound // PADDED_TO * PADDED_TO
 
 
 def _row_scales(scales: np.ndarray, ranges: list[tuple[int, int]] | None) -> np.ndarray:
-    """gemm_ready, of groups flat: each one's, one after the other."""
+    """The row-wise scales in gemm_ready; for groups a flat array of each group's scales, one group after the
+    other."""
     if ranges is None:
         return padded(np.ascontiguousarray(scales.T))
     out = np.zeros(scales.shape[1] * row_scale_rows(len(scales), len(ranges)), np.float32)
@@ -96,12 +97,12 @@ def _row_scales(scales: np.ndarray, ranges: list[tuple[int, int]] | None) -> np.
 
 
 def exponents(scale_inv: np.ndarray) -> Exponents:
-    """Of f32 scales or E8M0 bytes."""
+    """The exponents of f32 scales or E8M0 bytes."""
     if scale_inv.dtype == float8_e8m0fnu:
         e = scale_inv.view(np.uint8).astype(np.int64)
         return Exponents(e - 127, e != 255, np.zeros(e.shape, bool), np.zeros(e.shape, bool))
     fraction, exponent = np.frexp(scale_inv)
-    # not so for 0, negative values, Inf and NaN
+    # False for 0, negative values, Inf and NaN.
     right = fraction == 0.5
     zero = scale_inv.view(np.uint32) == 0
     return Exponents(np.where(right, exponent - 1, 0).astype(np.int64), right, zero, ~(right | zero))
@@ -132,25 +133,25 @@ def column_target(v: np.ndarray, power: np.ndarray, exists: np.ndarray, dtype: n
     """log2 of the smallest power of two not below max(|v| * s) / fp8_max, for v [blocks, rows, columns]:
     [blocks, columns]."""
     counts = exists & ~np.isnan(v)
-    # exact in f64
+    # The products are exact in f64.
     products = np.ldexp(np.where(counts, np.abs(v), 0).astype(np.float64), power.astype(np.int32))
     return target_exponent(products.max(axis=1), dtype)
 
 
 def target_exponent(top: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    """log2 of the smallest power of two not below top / fp8_max, within -127 and 127; 0 where there is
-    nothing. top: f64."""
+    """log2 of the smallest power of two not below top / fp8_max, within -127 and 127; 0 where top is 0. top:
+    f64."""
     fraction, exponent = np.frexp(np.where(np.isinf(top), 0, top))
-    # fp8_max is 1.75 * 2^emax: a product of up to that mantissa needs its own exponent, one above it the
-    # next.
+    # fp8_max is 1.75 * 2^emax. A product with a mantissa of up to 1.75 needs its own exponent, any other the
+    # next one.
     t = exponent - 1 - int(np.log2(FORMATS[dtype].max)) + (fraction > 0.875)
     return np.where(top == 0, 0, np.clip(np.where(np.isinf(top), 127, t), -127, 127)).astype(np.int64)
 
 
 def tile_target(v: np.ndarray, power: np.ndarray, exists: np.ndarray, dtype: np.dtype[Any],
                 block: int) -> np.ndarray:
-    """log2 of the largest scale of rows that hold anything but zeros among the columns of a row-wise block; 0
-    where none does."""
+    """log2 of the largest scale among rows that are not all zeros in the columns of a row-wise block; 0 if
+    there are none."""
     blocks, rows, columns = v.shape
     across = cdiv(columns, block)
     anything = np.zeros((blocks, rows, across * block), bool)
@@ -162,15 +163,15 @@ def tile_target(v: np.ndarray, power: np.ndarray, exists: np.ndarray, dtype: np.
 
 
 def _spread(a: np.ndarray, blocks: int, block: int, columns: int) -> np.ndarray:
-    """What is said of row-wise blocks [rows, ceil(K / block)], for every element [blocks, block, K]; absent
-    rows say what changes nothing."""
+    """Repeats values of row-wise blocks [rows, ceil(K / block)] for every element [blocks, block, K]. absent:
+    the value of rows that do not exist."""
     out = np.zeros((blocks * block, columns), a.dtype)
     out[:len(a)] = np.repeat(a, block, axis=1)[:, :columns]
     return out.reshape(blocks, block, columns)
 
 
 def _stored(t: np.ndarray, wrong: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    """2^t as f32, NaN where a scale that went into it was wrong; or as E8M0."""
+    """2^t as E8M0, or as f32 with NaN where a scale of the block was wrong."""
     if dtype == float8_e8m0fnu:
         return (t + 127).astype(np.uint8).view(float8_e8m0fnu)
     return numerics.one_nan(np.where(wrong, np.float32(np.nan), np.ldexp(np.float32(1), t.astype(np.int32))))

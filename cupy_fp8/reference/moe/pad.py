@@ -28,7 +28,7 @@ def _rows(x: Any) -> int:
 
 
 def _move_all(x: Any, rows: int, *how: Any) -> Any:
-    """Of a Scaled the rows of data, and those of scales that each row has of its own."""
+    """Moves the rows of an array, or of a Scaled's data and of its scales if each row has its own."""
     if not isinstance(x, Scaled):
         return _move(x, rows, *how)
     scale_inv = x.scale_inv.copy() if x.block is None else _move(x.scale_inv, rows, *how)
@@ -38,8 +38,8 @@ def _move_all(x: Any, rows: int, *how: Any) -> Any:
 
 def _move(x: np.ndarray, rows: int, splits: Any, align_from: int, align_to: int,
           order: np.ndarray | None = None) -> np.ndarray:
-    """Each row of the result from the row of x that it is a copy of, or 0."""
-    sizes = np.clip(np.asarray(splits, np.int64), 0, max(len(x), rows) + 1)        # sums of which int64 holds
+    """Fills each row of the result with the row of x that belongs there, or with 0."""
+    sizes = np.clip(np.asarray(splits, np.int64), 0, max(len(x), rows) + 1)        # int64 holds their sum
     order = np.arange(len(sizes)) if order is None else order
     exists = (order >= 0) & (order < len(sizes))
     group = np.where(exists, order, 0)
@@ -59,6 +59,6 @@ def _move(x: np.ndarray, rows: int, splits: Any, align_from: int, align_to: int,
 
 
 def _starts(sizes: np.ndarray, align: int) -> np.ndarray:
-    """Exclusive sums of the sizes, each rounded up."""
+    """The exclusive sums of the rounded-up sizes."""
     taken = -(-sizes // align) * align
     return np.cumsum(taken) - taken

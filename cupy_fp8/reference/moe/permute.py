@@ -13,7 +13,7 @@ from .. import numerics
 
 
 def permute(x: Any, routing: Routing, *, probs: np.ndarray | None = None) -> Any:
-    """Each token, its scales and its probs in the rows that the map says; zeros elsewhere."""
+    """Copies each token, its scales and its probs to the rows of the map. The other rows are zeros."""
     if isinstance(x, Scaled):
         data, scale_inv = (_to_rows(a, routing) for a in x)
         rows: Any = Scaled._of(data, scale_inv, data.shape, False, x.block, x.scale_layout)
@@ -32,7 +32,7 @@ def unpermute(y: np.ndarray, routing: Routing, *, probs: np.ndarray | None = Non
     """narrow(sum of fl(row * prob)) over a token's rows, from the last row to the first."""
     columns = y.shape[1:]
     given = _row_map(routing)
-    order = np.argsort(-given, axis=1, kind="stable")                            # nowhere (-1) comes last
+    order = np.argsort(-given, axis=1, kind="stable")  # dropped slots (-1) come last
     row_map = np.take_along_axis(given, order, 1)
     total = np.zeros((routing.tokens, *columns), np.float32)
     for slot in range(routing.topk):
@@ -46,7 +46,7 @@ def unpermute(y: np.ndarray, routing: Routing, *, probs: np.ndarray | None = Non
 
 
 def permute_backward(grad: np.ndarray, routing: Routing, *, probs_grad: np.ndarray | None = None) -> Any:
-    """The gradient of x; and, of that of permuted probs, the gradient of probs by slot."""
+    """The gradient of x, and the gradient of probs by slot if that of the permuted probs is given."""
     x_grad = unpermute(grad, routing)
     if probs_grad is None:
         return x_grad
@@ -84,7 +84,8 @@ def unpermute_backward(grad: np.ndarray, y: np.ndarray | None, routing: Routing,
 
 
 def by_slot(probs: np.ndarray, routing: Routing) -> np.ndarray:
-    """Probs [T, topk]: of a mask's [T, E] those of each slot's expert, or 0 if that is none of the E."""
+    """Probs by slot, [T, topk]. Probs by expert, [T, E], give each slot its expert's, or 0 if that expert
+    does not exist."""
     if routing.experts is None or probs.shape == routing.row_map.shape:
         return probs
     known = (routing.experts >= 0) & (routing.experts < routing.num_experts)
@@ -95,7 +96,7 @@ def by_slot(probs: np.ndarray, routing: Routing) -> np.ndarray:
 
 
 def _row_map(routing: Routing) -> np.ndarray:
-    """The row of each slot, -1 where it is not one of the routing's rows: such a slot is nowhere."""
+    """The row of each slot; -1 if the routing does not have that row, which drops the slot."""
     return np.where((routing.row_map >= 0) & (routing.row_map < routing.rows), routing.row_map, np.int32(-1))
 
 

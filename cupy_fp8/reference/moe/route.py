@@ -22,7 +22,7 @@ def route(assignment: Any, *, num_experts: int | None = None, topk: int | None =
         rows = tokens * slots + number * (align - 1)
     entry = np.flatnonzero((experts >= 0) & (experts < number))
     expert = experts.reshape(-1)[entry]
-    order = np.argsort(expert, kind="stable")           # by expert; tokens and slots in their order
+    order = np.argsort(expert, kind="stable")           # by expert, then in the order of tokens and slots
     entry, expert = entry[order], expert[order]
     sizes = np.bincount(expert, minlength=number)
     ends = np.cumsum(-(-sizes // align) * align)
@@ -39,8 +39,8 @@ def route(assignment: Any, *, num_experts: int | None = None, topk: int | None =
 
 
 def slots_of(mask: np.ndarray, topk: int | None) -> np.ndarray:
-    """int64 [T, topk]: the first experts of each token, ascending, then -1; where there is a slot for every
-    expert, each in its own."""
+    """int64 [T, topk]: the first experts of each token in ascending order, then -1. If there is a slot for
+    every expert, each has its own."""
     tokens, number = mask.shape
     if topk is None or topk == number:
         return np.where(mask, np.arange(number), -1)

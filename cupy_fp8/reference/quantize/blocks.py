@@ -8,7 +8,7 @@ import numpy as np
 
 from ...formats import FORMATS, float8_e4m3fn
 from ...layouts import cdiv
-from ...recipes import block_eps, block_pow2
+from ...options import block_eps, block_pow2
 from ...results import Quantized, Scaled
 from .. import numerics
 from ..convert.astype import transpose
@@ -20,8 +20,8 @@ def quantize_block(x: np.ndarray, *, block: Block = (1, 128), dtype: Any = float
                    rowwise: bool = True, columnwise: bool = False, transposed: bool = True,
                    pow2_scale: bool | None = None, eps: float | None = None, profile: str = "te",
                    scale_layout: str = "gemm_ready", source: Any = None) -> Quantized:
-    """data = narrow(fl(x * factor)), factor and scale_inv from the amax of the block. source: whose largest
-    value is the largest scale, the dtype of x where None."""
+    """data = narrow(fl(x * factor)), with factor and scale_inv from the amax of the block. source: the dtype
+    whose largest value limits the scale; None: x's dtype."""
     dtype, v = np.dtype(dtype), numerics.widen(x)
     pow2 = block_pow2(pow2_scale, profile)
 
@@ -38,14 +38,13 @@ def quantize_block(x: np.ndarray, *, block: Block = (1, 128), dtype: Any = float
 
     row = direction(block, False) if rowwise else None
     if row is not None and columnwise and not transposed and block[0] == block[1]:
-        return Quantized(row, row)                                          # the same bytes: one result
+        return Quantized(row, row)  # both directions have the same bytes
     return Quantized(row, direction((block[1], block[0]), transposed) if columnwise else None)
 
 
 def block_amax(v: np.ndarray, block: Block) -> np.ndarray:
-    """max |v| in f32 of each block, NaN ignored, by rows and columns of blocks: […, M, K] -> […, blocks
-    along M, blocks along K]."""
-    # orders like the values
+    """max |v| of each block in f32, NaN ignored: […, M, K] -> […, blocks along M, blocks along K]."""
+    # Magnitudes order like their bits.
     magnitude = np.where(np.isnan(v), np.uint32(0), v.view(np.uint32) & np.uint32(0x7FFFFFFF))
     for axis, extent in zip((-2, -1), block, strict=True):
         length = v.shape[axis]
@@ -83,18 +82,18 @@ def scales_from_amax(amax: np.ndarray, target: np.float32, profile: str, eps: np
 
 
 def deepgemm_power_of_two(v: np.ndarray) -> np.ndarray:
-    """The exponent field, plus 1 where the mantissa is not 0, within 1 and 254."""
+    """The exponent field, increased by 1 if the mantissa is not 0, within 1 and 254."""
     u = v.view(np.uint32)
     field = (u >> np.uint32(23)) + ((u & np.uint32(0x7FFFFF)) != 0)
     return (np.clip(field, 1, 254).astype(np.uint32) << np.uint32(23)).view(np.float32)
 
 
 def ceil_to_power_of_two(v: np.ndarray) -> np.ndarray:
-    """The smallest power of two not below v >= 0, but at least 2^-127 (rule 5's RP8); Inf stays."""
+    """The smallest power of two that is not below v >= 0 nor below 2^-127 (rule 5's RP8). Inf stays."""
     return np.where(np.isinf(v), v, numerics.widen(numerics.round_up_e8m0(v)))
 
 
 def stored_scales(scales: np.ndarray, block: Block, transposed: bool, scale_layout: str) -> np.ndarray:
-    """Scales by rows and columns of blocks, in their layout."""
+    """Stores scales, given by rows and columns of blocks, in their layout."""
     by_columns = block[1] == 1 or (1 not in block and transposed)
     return stored(transpose(scales) if by_columns else scales, scale_layout, block)

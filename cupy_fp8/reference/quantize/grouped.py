@@ -28,7 +28,7 @@ def group_quantize(x: np.ndarray, splits: Any, recipe: Recipe, *, rowwise: bool 
     ends = np.minimum(np.cumsum(sizes), rows)
     starts = np.concatenate([np.zeros(1, np.int64), ends])
     if align > 1:
-        sizes = np.diff(starts)                             # those of wrong sizes that count
+        sizes = np.diff(starts)                             # what wrong sizes count as
         aligned = (-(-sizes // align) * align).astype(getattr(splits, "dtype", np.int64))
         return group_quantize(pad_groups(x, sizes, align), aligned, recipe, rowwise=rowwise,
                               columnwise=columnwise, scales=scales, amaxes=amaxes)
@@ -55,7 +55,7 @@ def group_quantize(x: np.ndarray, splits: Any, recipe: Recipe, *, rowwise: bool 
 
 def _in_blocks(x: np.ndarray, splits: Any, recipe: BlockScaling | MXScaling, starts: np.ndarray,
                offsets: np.ndarray | None, rowwise: bool, columnwise: bool) -> Grouped:
-    """Data go where the rows are, scales one after the other."""
+    """Each group's data go where its rows are, its scales after those of the group before."""
     (rows, columns), ends = x.shape, starts[1:]
     wanted = {"rowwise": rowwise, "columnwise": columnwise}
     flat: dict[str, np.ndarray] = {}
@@ -63,15 +63,15 @@ def _in_blocks(x: np.ndarray, splits: Any, recipe: BlockScaling | MXScaling, sta
     for name in filter(wanted.get, wanted):
         parts = [getattr(_quantize(x[start:end], recipe, **wanted), name)
                  for start, end in zip(starts, ends, strict=False)]
-        part_of[name] = form = getattr(_quantize(x[:0], recipe, **wanted), name)
-        stored_shape = grouped_scale_shape((rows, columns), len(ends), form.block, form.scale_layout,
-                                           form.transposed)
-        scales = zeros(stored_shape, form.scale_inv.dtype, like=np)
+        part_of[name] = part = getattr(_quantize(x[:0], recipe, **wanted), name)
+        stored_shape = grouped_scale_shape((rows, columns), len(ends), part.block, part.scale_layout,
+                                           part.transposed)
+        scales = zeros(stored_shape, part.scale_inv.dtype, like=np)
         flat[name] = zeros(x.size, recipe.dtype, like=np)
         for start, part in zip(starts, parts, strict=False):
             here = slice(start * columns, start * columns + part.data.size)
             bits(flat[name])[here] = bits(part.data).reshape(-1)
-        if form.block[0] is None:  # every group has a line of scales: without rows that of zeros
+        if part.block[0] is None:  # a group without rows has a line of scales too, that of zeros
             none = getattr(_quantize(np.zeros((1, columns), x.dtype), recipe, **wanted), name)
             parts = [part if part.shape[0] else none for part in parts]
         stored = np.concatenate([np.zeros(0, bits(scales).dtype),
@@ -79,7 +79,7 @@ def _in_blocks(x: np.ndarray, splits: Any, recipe: BlockScaling | MXScaling, sta
         bits(scales).reshape(-1)[: stored.size] = stored
         flat["scale_inv" if name == "rowwise" else "columnwise_scale_inv"] = scales
     if columnwise and rowwise and recipe.block[0] == recipe.block[1] and not part_of["columnwise"].transposed:
-        flat["columnwise"] = flat["rowwise"]                    # the same codes: one array
+        flat["columnwise"] = flat["rowwise"]                    # both directions have the same codes
     row = part_of.get("rowwise")
     block = row.block if row is not None else part_of["columnwise"].block[::-1]
     return Grouped(np.asarray(splits), starts * columns if offsets is None else offsets, (rows, columns),

@@ -20,7 +20,7 @@ BLOCK = 32
 def quantize_mx(x: np.ndarray, *, dtype: Any = float8_e4m3fn, rowwise: bool = True, columnwise: bool = False,
                 transposed: bool = False, mode: str = "rceil", profile: str = "te",
                 block: tuple[int, int] = (1, BLOCK), scale_layout: str = "compact") -> Quantized:
-    """data = narrow(fl(x * inv(e))), e from the amax of the block."""
+    """data = narrow(fl(x * inv(e))), with e from the amax of the block."""
     dtype, v = np.dtype(dtype), numerics.widen(x)
     amax_rows = block_amax(v, profile)                                      # […, M, blocks along K]
     amax_columns = block_amax(np.swapaxes(v, -1, -2), profile)              # […, K, blocks along M]
@@ -38,7 +38,7 @@ def quantize_mx(x: np.ndarray, *, dtype: Any = float8_e4m3fn, rowwise: bool = Tr
         e = scale_byte(amax_columns, dtype, mode, profile)
         data = scaled_data(np.swapaxes(v, -1, -2), e, dtype)
         if block[0] == BLOCK and row is not None and not transposed:
-            data = row.data                                                 # the same bytes: one array
+            data = row.data  # both directions have the same bytes
         elif not transposed:
             data = transpose(data)
         column = Scaled._of(data, _stored(e, True, scale_layout), x.shape, transposed, (BLOCK, 1),
@@ -47,10 +47,10 @@ def quantize_mx(x: np.ndarray, *, dtype: Any = float8_e4m3fn, rowwise: bool = Tr
 
 
 def block_amax(v: np.ndarray, profile: str) -> np.ndarray:
-    """max |v| in f32 of each 32 elements of the last axis (the last ones fewer): […, L] -> […, ceil(L / 32)].
-    NaN is ignored, or, in the profile 'torchao', wins."""
+    """max |v| of each 32 elements of the last axis in f32: […, L] -> […, ceil(L / 32)]. NaN is ignored; in
+    the profile 'torchao' it wins."""
     *lines, length = v.shape
-    # orders like the values; NaN is above Inf
+    # Magnitudes order like their bits, and NaN is above Inf.
     magnitude = v.view(np.uint32) & np.uint32(0x7FFFFFFF)
     if profile == "te":
         magnitude = np.where(np.isnan(v), np.uint32(0), magnitude)
@@ -91,7 +91,7 @@ def scaled_data(v: np.ndarray, e: np.ndarray, dtype: np.dtype[Any]) -> np.ndarra
 
 
 def _stored(e: np.ndarray, columnwise: bool, scale_layout: str) -> np.ndarray:
-    """Scales […, lines, blocks], in their layout."""
+    """Stores scales […, lines, blocks] in their layout."""
     if scale_layout == "swizzled":
         e = swizzle(e)
     elif columnwise:

@@ -21,7 +21,7 @@ def swiglu_quantize(x: np.ndarray, recipe: Any, *, scale: Any = None, amax: np.n
                     probs: np.ndarray | None = None, bias: np.ndarray | None = None,
                     splits: np.ndarray | None = None, rowwise: bool = True, columnwise: bool = False,
                     clamp: float | None = None, form: str = "swiglu", interleaved: bool = False) -> Quantized:
-    """The recipe's rule on y."""
+    """Quantises y by the recipe's rule."""
     y = swiglu(x, probs=probs, bias=bias, splits=splits, clamp=clamp, form=form, interleaved=interleaved)
     return quantize(y, x.dtype, recipe, scale, amax, rowwise, columnwise)
 
@@ -32,7 +32,7 @@ def swiglu_backward_quantize(grad: np.ndarray, x: np.ndarray, recipe: Any, *, sc
                              rowwise: bool = True, columnwise: bool = False, clamp: float | None = None,
                              form: str = "swiglu",
                              interleaved: bool = False) -> tuple[Quantized, np.ndarray | None]:
-    """The recipe's rule on the gradient of x; the gradient of probs."""
+    """(the gradient of x, quantised by the recipe's rule, the gradient of probs)."""
     dx, dprobs = swiglu_backward(grad, x, probs=probs, bias=bias, splits=splits, clamp=clamp, form=form,
                                  interleaved=interleaved)
     return quantize(dx, x.dtype, recipe, scale, amax, rowwise, columnwise), dprobs
@@ -40,7 +40,8 @@ def swiglu_backward_quantize(grad: np.ndarray, x: np.ndarray, recipe: Any, *, sc
 
 def quantize(y: np.ndarray, source: np.dtype[Any], recipe: Any, scale: Any, amax: np.ndarray | None,
              rowwise: bool, columnwise: bool) -> Quantized:
-    """Of f32 values, as they are; the largest scale of a block is that of `source`."""
+    """Quantises f32 values without rounding them first. source: the dtype that limits the scale of a
+    block."""
     directions: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise}
     if isinstance(recipe, DelayedScaling):
         return quantize_tensor(y, scale, dtype=recipe.dtype, amax=amax, **directions)
@@ -59,7 +60,7 @@ def quantize(y: np.ndarray, source: np.dtype[Any], recipe: Any, scale: Any, amax
 def swiglu(x: np.ndarray, *, probs: np.ndarray | None = None, bias: np.ndarray | None = None,
            splits: np.ndarray | None = None, clamp: float | None = None, form: str = "swiglu",
            interleaved: bool = False) -> np.ndarray:
-    """y = ((a * sigma(a)) * b) * p in f32, of 'gpt_oss' ((a * sigma(alpha * a)) * (b + 1)) * p."""
+    """y = ((a * sigma(a)) * b) * p in f32; for 'gpt_oss' ((a * sigma(alpha * a)) * (b + 1)) * p."""
     a, b = clamped(*halves(x, bias, splits, interleaved), clamp)
     if form == "gpt_oss":
         sigma, b = numerics.sigmoid(numerics.mul(a, ALPHA)), numerics.add(b, numerics.F32_ONE)
@@ -74,7 +75,7 @@ def swiglu_backward(grad: np.ndarray, x: np.ndarray, *, probs: np.ndarray | None
                     bias: np.ndarray | None = None, splits: np.ndarray | None = None,
                     clamp: float | None = None, form: str = "swiglu",
                     interleaved: bool = False) -> tuple[np.ndarray, np.ndarray | None]:
-    """(dx, f32, laid out as x; dprobs or None)."""
+    """(dx in f32, laid out as x; dprobs or None)."""
     one, g = numerics.F32_ONE, numerics.widen(grad)
     given_a, given_b = halves(x, bias, splits, interleaved)
     a, b = clamped(given_a, given_b, clamp)
@@ -97,8 +98,8 @@ def swiglu_backward(grad: np.ndarray, x: np.ndarray, *, probs: np.ndarray | None
 
 def halves(x: np.ndarray, bias: np.ndarray | None, splits: np.ndarray | None,
            interleaved: bool) -> tuple[np.ndarray, np.ndarray]:
-    """a and b, biased. splits: rows of experts, each with a row of bias; rows that they leave over have
-    none."""
+    """(a, b) with bias. splits: rows of experts, each of which has a row of bias. Rows after the last expert
+    get no bias."""
     v = numerics.widen(x)
     if bias is not None and splits is None:
         v = numerics.add(v, numerics.widen(bias))
@@ -111,7 +112,7 @@ def halves(x: np.ndarray, bias: np.ndarray | None, splits: np.ndarray | None,
 
 
 def clamped(a: np.ndarray, b: np.ndarray, clamp: float | None) -> tuple[np.ndarray, np.ndarray]:
-    """a at most clamp, b within -clamp and clamp; NaN stays."""
+    """(a of at most clamp, b within -clamp and clamp). NaN stays."""
     if clamp is None:
         return a, b
     with np.errstate(over="ignore"):

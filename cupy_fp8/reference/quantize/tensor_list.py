@@ -1,4 +1,4 @@
-"""Reference of cupy_fp8.ops.quantize.tensor_list: groups of arrays, one by one."""
+"""Reference of cupy_fp8.ops.quantize.tensor_list: each array of a list by itself."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .tensor import cast_transpose, quantize_tensor
 
 def multi_cast_transpose(xs: Sequence[np.ndarray], scales: Any, *, dtype: Any = float8_e4m3fn,
                          amaxes: Any = None) -> list[Quantized]:
-    """cast_transpose of each."""
+    """`cast_transpose` of each array."""
     return [cast_transpose(x, scale, dtype=dtype, amax=amax)
             for x, scale, amax in zip(xs, _each(scales, len(xs)), _each(amaxes, len(xs)), strict=True)]
 
 
 def multi_quantize(xs: Sequence[np.ndarray], recipe: Any, *, rowwise: bool = True, columnwise: bool = False,
                    scales: Any = None, amaxes: Any = None) -> list[Quantized]:
-    """Each with the recipe's op."""
+    """Quantises each array with the recipe's op."""
     directions = {"rowwise": rowwise, "columnwise": columnwise}
     if isinstance(recipe, MXScaling):
         return [quantize_mx(x, dtype=recipe.dtype, mode=recipe.mode, profile=recipe.profile,
@@ -42,7 +42,7 @@ def multi_quantize(xs: Sequence[np.ndarray], recipe: Any, *, rowwise: bool = Tru
 
 
 def _each(a: Any, number: int) -> Sequence[Any]:
-    """One for each array: of a list its members, of an array [number] views of its elements."""
+    """One value for each array: the members of a list, or views of an array's elements."""
     if a is None:
         return [None] * number
     return [a[i:i + 1] for i in range(number)] if isinstance(a, np.ndarray) else a

@@ -8,5 +8,5 @@ from .. import numerics
 
 
 def compute_amax(x: np.ndarray, *, nan: str = "ignore") -> np.ndarray:
-    """max |x| in f32, from 0 (docs/numerics.md, rule 6)."""
+    """max |x| in f32, starting from 0 (docs/numerics.md, rule 6)."""
     return numerics.amax(x, nan)

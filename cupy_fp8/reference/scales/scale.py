@@ -20,7 +20,7 @@ def compute_scale(amax: np.ndarray, *, dtype: Any = float8_e4m3fn, margin: int =
 def update_delayed_scaling(history: np.ndarray, scale: np.ndarray, *, dtype: Any, margin: int = 0,
                            algo: str = "max",
                            amax: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """The next history and scale, for every column of the history by itself."""
+    """The next history and scale. Every column of the history is independent."""
     target = numerics.times_power_of_two(FORMATS[np.dtype(dtype)].max, -margin)
     reduced = np.zeros_like(scale) if amax is None else amax
     last = np.where(reduced != 0, reduced, history[0])

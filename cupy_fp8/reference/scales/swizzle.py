@@ -31,8 +31,8 @@ def unswizzle(s: np.ndarray, lines: int, blocks: int) -> np.ndarray:
 
 
 def swizzle_scales(s: np.ndarray, *, splits: Any = None, axis: int = 0) -> np.ndarray:
-    """Each group by itself, one after the other: rows of the result (axis 0), or its bytes (axis 1); zeros
-    after the last one."""
+    """Swizzles each group by itself. Groups follow one another in rows (axis 0) or bytes (axis 1) of the
+    result, with zeros after the last one."""
     if splits is None:
         return swizzle(s)
     out, end = np.zeros(grouped_shape(s.shape, len(splits), axis), np.uint8), 0
@@ -46,7 +46,7 @@ def swizzle_scales(s: np.ndarray, *, splits: Any = None, axis: int = 0) -> np.nd
 
 def unswizzle_scales(s: np.ndarray, *, shape: tuple[int, ...], splits: Any = None,
                      axis: int = 0) -> np.ndarray:
-    """The inverse; scales that no group covers are 0."""
+    """The inverse of `swizzle_scales`. Scales of no group are 0."""
     if splits is None:
         return unswizzle(s, *shape[-2:])
     out, end = np.zeros(shape, np.uint8), 0
@@ -60,9 +60,9 @@ def unswizzle_scales(s: np.ndarray, *, shape: tuple[int, ...], splits: Any = Non
 
 
 def group_ranges(splits: Any, total: int, axis: int) -> Iterator[tuple[int, int]]:
-    """Where each group begins and ends among the `total` lines (axis 0) or blocks (axis 1, whose sizes are
-    elements). A negative size counts as 0, and a group that goes past the end, which the ops refuse where
-    they can, ends there."""
+    """Where each group begins and ends among the `total` lines (axis 0) or blocks (axis 1, with sizes in
+    elements). A negative size counts as 0, and a group that passes the end ends there; on the host the ops
+    refuse both."""
     first = 0
     for size in map(int, splits):
         last = min(first + cdiv(max(size, 0), SWIZZLE_ELEMENTS if axis == 1 else 1), total)

@@ -15,7 +15,7 @@ from cupy_fp8.arrays import bits
 from cupy_fp8.cases.moe.tokens import mask
 from cupy_fp8.cases.moe.tokens import routing as routed
 from cupy_fp8.formats import INPUT_DTYPES, bfloat16, float32
-from cupy_fp8.ops.moe import permute_plans as plans
+from cupy_fp8.ops.moe import permute_launches as launching
 
 
 def unpermuted(run: testing.Executor, experts: Any, y: Any, probs: Any = None) -> np.ndarray:
@@ -77,14 +77,14 @@ def test_tiny_and_huge_sums(run):
 @pytest.mark.parametrize("topk", [1, 2, 4, 6, 8, 3])
 def test_several_steps_of_a_block(topk, dtype, run, monkeypatch):
     """As many tokens have them: rows of the next step are loaded while those of one are added up."""
-    monkeypatch.setattr(plans, "_BLOCKS", 1)
-    plans.unpermute_plan.cache_clear()
+    monkeypatch.setattr(launching, "_BLOCKS", 1)
+    launching.unpermute_division.cache_clear()
     for kind in ("distinct", "any"):
         host = routed(4, topk, 11, kind)
         y, probs = normal((host.rows, 4200), dtype), normal((4, topk), seed=1)
         assert_equal(fp8.unpermute(run.array(y), run.array(host), probs=run.array(probs)),
                      summed(y, host, probs))
-    plans.unpermute_plan.cache_clear()
+    launching.unpermute_division.cache_clear()
 
 
 def test_masks_take_probs_of_experts(run):

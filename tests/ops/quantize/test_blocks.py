@@ -17,7 +17,7 @@ from block_data import parts
 import cupy_fp8 as fp8
 from cupy_fp8 import cases, reference, testing
 from cupy_fp8.formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
-from cupy_fp8.recipes import BLOCK_PROFILES, BLOCKS, MX_MODES, MX_PROFILES
+from cupy_fp8.options import BLOCK_PROFILES, BLOCKS, MX_MODES, MX_PROFILES
 from cupy_fp8.reference.quantize.blocks import scales_from_amax
 
 FORMAT = {float8_e4m3fn: oracle.E4M3FN, float8_e5m2: oracle.E5M2}

@@ -19,7 +19,7 @@ from cupy_fp8.arrays import bits
 from cupy_fp8.calls import validate
 from cupy_fp8.cases.quantize.mx import MX_DIRECTIONS
 from cupy_fp8.formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float32
-from cupy_fp8.recipes import MX_MODES, MX_PROFILES, MX_SCALE_LAYOUTS
+from cupy_fp8.options import MX_MODES, MX_PROFILES, MX_SCALE_LAYOUTS
 from cupy_fp8.reference.quantize.mx import scale_byte
 from cupy_fp8.reference.scales.swizzle import swizzle
 

@@ -20,20 +20,21 @@ _PERMUTE = Kernel("moe/permute", "permute")
 _UNPERMUTE = Kernel("moe/unpermute", "unpermute")
 _BACKWARD = Kernel("moe/unpermute_backward", "unpermute_backward")
 _THREADS = 256
-_BYTES = 8 << 10            # of tokens that a block of permute takes, at most
-_UNITS = 4                  # loads of a token that a thread of permute has in flight
-_CHUNKS = 2048              # of results that a block of unpermute takes, at most
-TOPKS = (1, 2, 4, 6, 8)     # routes of a token for which unpermute has programs of their own
-_MOST_ROUTES = 1024         # that a block of unpermute sorts
+_BYTES = 8 << 10            # that a block of permute copies, at most
+_UNITS = 4                  # loads that a thread of permute has in flight
+_CHUNKS = 2048              # of the result that a block of unpermute writes, at most
+TOPKS = (1, 2, 4, 6, 8)     # routes of a token that unpermute has programs for
+_MOST_ROUTES = 1024         # routes that a block of unpermute sorts, at most
 _MOST_TOKENS = 256
-_BLOCKS = 528               # that few tokens are divided among: four for each of an H200's multiprocessors
-_LANES = 32                 # rows that a block examines, to clear the unused ones, at most
-#: Blocks of their own clear unused rows if these are more than this part of the used ones.
+_BLOCKS = 528               # that few tokens are divided among: four per multiprocessor of an H200
+_LANES = 32                 # rows that a block examines, at most, to clear unused ones
+#: Separate blocks clear the unused rows if these are more than this fraction of the used ones.
 _FEW_UNUSED = 4
 
 
 def routes(routing: Routing, columns: int, clearing: int = 0) -> dict[str, int]:
-    """The struct Routes. columns: of probs by expert; clearing: the first block that clears rows, or 0."""
+    """The struct Routes. columns: experts, if probs are by expert; clearing: the first block that clears
+    rows, or 0."""
     experts = 0 if routing.experts is None else address(routing.experts)
     return {"row_map": address(routing.row_map), "sources": address(routing.sources), "experts": experts,
             "tokens": routing.tokens, "rows": routing.rows, "topk": routing.topk, "columns": columns,
@@ -50,12 +51,12 @@ def grid(routing: Routing, blocks: int, shape: tuple[int, ...]) -> tuple[int, in
 
 
 def step(low_bits: int) -> int:
-    """The largest power of two up to 16 bytes, but for 8, of which addresses and lengths are multiples."""
+    """The widest access of 16, 4, 2 or 1 bytes that addresses and lengths with these low bits allow."""
     return 16 if low_bits % 16 == 0 else 4 if low_bits % 4 == 0 else 2 if low_bits % 2 == 0 else 1
 
 
-class Plan(NamedTuple):
-    """What follows from shapes: members of the struct Rows or UnpermuteParams, and the number of blocks."""
+class Division(NamedTuple):
+    """How blocks of threads share rows: members of the struct Rows or UnpermuteParams, and their number."""
 
     tokens_per_block: int
     across: int
@@ -67,27 +68,27 @@ class Plan(NamedTuple):
 
 
 def _across(tokens: int, length: int, most: int, least: int) -> int:
-    """Blocks that share a row: none takes more than `most` of its length. Where tokens are few each takes
+    """Blocks that share a row. None takes more than `most` of its length. If there are few tokens, each takes
     about `least`, so that there are many blocks."""
     return max(1, cdiv(length, most), min(cdiv(length, least), _BLOCKS // max(1, tokens)))
 
 
-#: The struct Rows where there are no scales.
+#: The struct Rows if there are no scales.
 NO_ROWS = {"step": 1, "tokens_per_block": 1, "across": 1, "blocks": 0}
 
 
 def rows(given: Input, to: int, tokens: int) -> dict[str, int]:
-    """The struct Rows of rows that move to this address."""
+    """The struct Rows for rows that move to this address."""
     row_bytes = prod(given.shape[1:]) * given.dtype.itemsize
     common = step(given.at | to | row_bytes)
-    lanes_log2, plan = _permute_plan(tokens, row_bytes, common)
+    lanes_log2, division = _permute_division(tokens, row_bytes, common)
     return {"from": given.at, "to": to, "row_bytes": row_bytes, "step": common, "lanes_log2": lanes_log2,
-            **plan.members(), "blocks": plan.blocks}
+            **division.members(), "blocks": division.blocks}
 
 
 @functools.lru_cache(maxsize=1024)
-def _permute_plan(tokens: int, row_bytes: int, step: int) -> tuple[int, Plan]:
-    """(log2 of the threads that share a token, the plan)."""
+def _permute_division(tokens: int, row_bytes: int, step: int) -> tuple[int, Division]:
+    """(log2 of the threads that share a token, the division)."""
     across = _across(tokens, row_bytes, _BYTES, 16 * _THREADS)
     segment = row_bytes if across == 1 else round_up(cdiv(row_bytes, across), 16)
     taken = max(1, min(_MOST_TOKENS, _BYTES // max(1, row_bytes), cdiv(tokens, _BLOCKS)))
@@ -95,17 +96,17 @@ def _permute_plan(tokens: int, row_bytes: int, step: int) -> tuple[int, Plan]:
     # Every thread has a token.
     pieces = segment // step
     lanes = min(_THREADS, max(pieces if pieces <= 64 else cdiv(pieces, _UNITS), cdiv(_THREADS, taken)))
-    return (lanes - 1).bit_length(), Plan(taken, across, segment, cdiv(tokens, taken) * across)
+    return (lanes - 1).bit_length(), Division(taken, across, segment, cdiv(tokens, taken) * across)
 
 
 @functools.lru_cache(maxsize=1024)
-def unpermute_plan(tokens: int, topk: int, chunks: int) -> Plan:
-    """chunks: of 16 bytes, of a row."""
+def unpermute_division(tokens: int, topk: int, chunks: int) -> Division:
+    """chunks: the 16-byte chunks of a row."""
     across = _across(tokens, chunks, _CHUNKS, _THREADS)
     segment = cdiv(chunks, across)
     most = min(_MOST_TOKENS, _CHUNKS // max(1, chunks), _MOST_ROUTES // max(1, topk), cdiv(tokens, _BLOCKS))
     taken = max(1, most)
-    return Plan(taken, across, segment, grid_size(cdiv(tokens, taken) * across, (tokens, chunks)))
+    return Division(taken, across, segment, grid_size(cdiv(tokens, taken) * across, (tokens, chunks)))
 
 
 # ---- programs ----

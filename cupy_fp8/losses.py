@@ -1,0 +1,102 @@
+"""Counts what quantisation loses: overflows, underflows, and values under a coarser scale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .arrays import Array, bits
+from .formats import FORMATS, float8_e4m3fn, float8_e5m2, float8_e8m0fnu
+from .layouts import cdiv
+from .reference.convert.scaling_aware import target_exponent
+from .reference.numerics import widen
+
+#: (code of the maximum, bound, maximum, whether the bound itself overflows). The bound is half a step past
+#: the maximum; values beyond it overflow when rounded to nearest even. A tie rounds to 448 in E4M3, which is
+#: even, and beyond 57344 in E5M2, which is odd.
+_OVERFLOW = {float8_e4m3fn: (0x7E, 464.0, 448.0, False), float8_e5m2: (0x7B, 61440.0, 57344.0, True)}
+
+
+def error_sums(xp: Any, x: Array, v: Array, codes: Array | None) -> Array:
+    """f64 [7] of one chunk: signal, noise, saturated, underflowed, nan, nonfinite, max relative error."""
+    x, v = x.astype(np.float64), v.astype(np.float64)
+    finite, came_back = xp.isfinite(x), xp.isfinite(v)
+    magnitude = finite_magnitude(xp, x)
+    with np.errstate(all="ignore"):
+        gap = xp.where(finite, xp.where(came_back, xp.abs(v - x), np.inf), 0.0)
+        relative = xp.where(magnitude > 0, gap / magnitude, 0.0)
+        sums = (xp.square(magnitude), xp.square(gap), *losses(xp, magnitude, v, codes), ~finite)
+        return xp.stack([*(a.sum(dtype=np.float64) for a in sums), relative.max()])
+
+
+def finite_magnitude(xp: Any, x: Array) -> Array:
+    return xp.where(xp.isfinite(x), xp.abs(x), 0.0)
+
+
+def losses(xp: Any, magnitude: Array, v: Array, codes: Array | None) -> tuple[Array, Array, Array]:
+    """(saturated elements, underflowed ones, NaN), as flags."""
+    return _overflowed(xp, magnitude, v, codes), (magnitude > 0) & (v == 0), xp.isnan(v)
+
+
+def _overflowed(xp: Any, magnitude: Array, v: Array, codes: Array | None) -> Array:
+    if codes is None:
+        return xp.zeros(1, np.bool_)
+    top, bound, maximum, at_tie = _OVERFLOW[codes.dtype]
+    # |v| is the maximum times the element's own scale_inv. For an f32 x both products are exact in f64: 24
+    # bits times at most 4.
+    with np.errstate(all="ignore"):
+        left, right = magnitude * maximum, xp.abs(v) * bound
+    return ((bits(codes) & 0x7F) == top) & ((left >= right) if at_tie else (left > right))
+
+
+def count_per_block(xp: Any, found: Array, rows: int, columns: int) -> Array:
+    """Counts the set flags of a matrix in each block of rows x columns."""
+    down, across = (cdiv(extent, block) for extent, block in zip(found.shape, (rows, columns), strict=True))
+    padded = xp.zeros((down * rows, across * columns), np.bool_)
+    padded[:found.shape[0], :found.shape[1]] = found
+    return padded.reshape(down, rows, across, columns).sum(axis=(1, 3), dtype=np.int32)
+
+
+def log2_of_scales(xp: Any, scale_inv: Array) -> Array:
+    """log2 as f32, from the bits: CuPy would take f32 subnormals for zeros."""
+    u = bits(scale_inv).astype(np.int64)
+    if scale_inv.dtype == float8_e8m0fnu:
+        return xp.where(u == 0xFF, np.nan, (u - 127).astype(np.float64)).astype(np.float32)
+    exponent, fraction = u >> 23 & 0xFF, u & 0x7FFFFF
+    significand = xp.where(exponent == 0, fraction, fraction + (1 << 23)).astype(np.float64)
+    with np.errstate(divide="ignore"):
+        log2 = xp.log2(significand) + (xp.maximum(exponent, 1) - 150)
+    log2 = xp.where(exponent == 0xFF, xp.where(fraction == 0, np.inf, np.nan), log2)
+    return xp.where((u >> 31 == 1) & (significand != 0), np.nan, log2).astype(np.float32)
+
+
+def spans_of_tiles(codes: np.ndarray, scales: np.ndarray,
+                   tile: tuple[int, int]) -> tuple[np.ndarray, list[int]]:
+    """(the spans, the counts of a SpanReport) of rows of tiles: codes [rows, K], f32 scales [rows,
+    row-blocks]."""
+    down, across = cdiv(len(scales), tile[0]), scales.shape[1]
+    padded = np.zeros((down * tile[0], across * tile[1]), codes.dtype)
+    padded[:len(codes), :codes.shape[1]] = codes
+    codes = padded.reshape(down, tile[0], across, tile[1])
+    scales = np.pad(scales.astype(np.float64),
+                    ((0, down * tile[0] - len(scales)), (0, 0))).reshape(down, tile[0], across)
+    valid = np.isfinite(scales) & (scales > 0)
+    v, s = np.abs(widen(codes)).astype(np.float64), np.where(valid, scales, 1)
+    something = (v != 0) & valid[..., None]
+    number = something & ~np.isnan(v)
+    used = something.any(axis=-1)
+    high, low = np.where(used, s, 0).max(axis=1), np.where(used, s, np.inf).min(axis=1)
+    (high_fraction, high_exponent), (low_fraction,
+                                     low_exponent) = np.frexp(high), np.frexp(np.where(high > 0, low, 1))
+    with np.errstate(divide="ignore"):                                      # exact for powers of two
+        spans = np.where(high > 0, np.log2(high_fraction / low_fraction) + (high_exponent - low_exponent),
+                         np.nan)
+    products = np.where(number, v * s[..., None], 0)                        # exact
+    by_tile = np.where(high > 0, high, 1)[:, None, :, None]
+    by_column = np.ldexp(1.0, target_exponent(products.max(axis=1), codes.dtype).astype(np.int32))[:, None]
+    counts = [int(used.sum()), int(number.sum())]
+    for target in (by_tile, by_column):
+        gone = number & (products <= target * (FORMATS[codes.dtype].smallest_subnormal / 2))
+        counts += [int((used & ~(something & ~gone).any(axis=-1)).sum()), int(gone.sum())]
+    return spans.astype(np.float32), counts

@@ -1,0 +1,98 @@
+"""The values that options of recipes may have, and the defaults of each profile."""
+
+from __future__ import annotations
+
+import struct
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .formats import FORMATS, float32
+
+ALGORITHMS = ("max", "most_recent")
+MX_MODES = ("rceil", "floor", "ceil", "even")
+MX_PROFILES = ("te", "torchao")
+MX_BLOCKS = ((1, 32), (32, 32))
+MX_SCALE_LAYOUTS = ("compact", "swizzled")
+_MX_OPTIONS = frozenset(product(MX_MODES, MX_PROFILES, MX_BLOCKS, MX_SCALE_LAYOUTS))
+
+
+class BlockProfile(NamedTuple):
+    """The default options of a library's arithmetic for blocks with f32 scales (docs/numerics.md, section
+    3)."""
+
+    eps: float
+    pow2_scale: bool
+
+
+BLOCK_PROFILES = {"te": BlockProfile(0.0, True), "deepgemm": BlockProfile(1e-4, False),
+                  "tilekernels": BlockProfile(1e-4, False), "vllm": BlockProfile(1e-10, False),
+                  "sglang": BlockProfile(1e-10, False), "torchao": BlockProfile(1e-12, False)}
+BLOCKS: tuple[tuple[int | None, int | None], ...] = (
+    (1, 128), (128, 1), (128, 128), (1, 64), (64, 1), (1, 32), (32, 1), (1, None), (None, 1))
+BLOCK_SCALE_LAYOUTS = ("gemm_ready", "compact", "deepgemm_sm90")
+_BLOCK_OPTIONS = frozenset(o for o in product(BLOCKS, BLOCK_PROFILES, BLOCK_SCALE_LAYOUTS)
+                           if o[0] != (128, 128) or o[2] != "deepgemm_sm90")
+
+_F32 = struct.Struct("f")        # rounds to f32 ten times faster than np.float32
+
+
+def checked_margin(margin: Any) -> int:
+    """The margin as an int. TypeError for anything that is no integer."""
+    if not isinstance(margin, (int, np.integer)) or isinstance(margin, bool):
+        raise TypeError(f"margin: expected an integer, got {margin!r}")
+    return int(margin)
+
+
+def checked_eps(eps: Any) -> float:
+    """eps rounded to f32. TypeError or ValueError unless it is a finite number of 0 or more."""
+    if not isinstance(eps, (int, float, np.floating, np.integer)) or isinstance(eps, bool):
+        raise TypeError(f"eps: expected a number, got {eps!r}")
+    if not 0 <= eps <= FORMATS[float32].max:
+        raise ValueError(f"eps: expected a finite float32 of 0 or more, got {eps!r}")
+    return float(_F32.unpack(_F32.pack(eps))[0])
+
+
+def check_mx_options(mode: str, profile: str, block: tuple[int, int], scale_layout: str) -> None:
+    """ValueError for an option of MX quantisation that does not exist."""
+    given = mode, profile, block, scale_layout
+    try:
+        if given in _MX_OPTIONS and not any(isinstance(extent, float) for extent in block):
+            return
+    except TypeError:                               # an option cannot be hashed: the loop finds it
+        pass
+    for name, value, allowed in zip(("mode", "profile", "block", "scale_layout"), given,
+                                    (MX_MODES, MX_PROFILES, MX_BLOCKS, MX_SCALE_LAYOUTS), strict=True):
+        if not any(type(value) is type(a) and value == a for a in allowed):
+            raise ValueError(f"{name}: expected one of {allowed}, got {value!r}")
+
+
+def check_block_options(block: tuple[int | None, int | None], profile: str, scale_layout: str) -> None:
+    """ValueError for an option of blocks with f32 scales that does not exist, or does not fit the block."""
+    given = block, profile, scale_layout
+    try:
+        if given in _BLOCK_OPTIONS:
+            return
+    except TypeError:                               # an option cannot be hashed: the loop finds it
+        pass
+    for name, value, allowed in zip(("block", "profile", "scale_layout"), given,
+                                    (BLOCKS, tuple(BLOCK_PROFILES), BLOCK_SCALE_LAYOUTS), strict=True):
+        if not any(type(value) is type(a) and value == a for a in allowed):
+            raise ValueError(f"{name}: expected one of {allowed}, got {value!r}")
+    raise ValueError("scale_layout: 'deepgemm_sm90' belongs to blocks along one line; DeepGEMM takes scales "
+                     "of 128 x 128 blocks compact")
+
+
+def block_eps(eps: Any, profile: str) -> float:
+    """eps rounded to f32, or the profile's own."""
+    return float(_F32.unpack(_F32.pack(BLOCK_PROFILES[profile].eps))[0]) if eps is None else checked_eps(eps)
+
+
+def block_pow2(pow2_scale: Any, profile: str) -> bool:
+    """Whether scales are powers of two: as given, or as the profile has them."""
+    if pow2_scale is None:
+        return BLOCK_PROFILES[profile].pow2_scale
+    if not isinstance(pow2_scale, (bool, np.bool_)):
+        raise TypeError(f"pow2_scale: expected True, False or None (the profile's own), got {pow2_scale!r}")
+    return bool(pow2_scale)
