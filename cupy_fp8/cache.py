@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from . import backend
-from .arrays import Array, is_array
+from .arrays import Array, address, is_array
 from .calls.call import Op, run, validate_call
 from .calls.memory import identities
 from .directions import check_directions
@@ -28,9 +28,12 @@ _MOST_HITS = 256            # remembered lists of weights
 #: Held while a cache changes. All caches share it, so that each can be copied. It is reentrant, since weights
 #: may die meanwhile.
 _LOCK = threading.RLock()
-#: A call's key: the identities and shapes of the weights (arrays can be reshaped in place), and the
-#: directions.
-_CallKey = tuple[bytes, tuple[Any, ...], bool, bool]
+#: What a weight is known by: its identity, or of a view the identity of the owner of its memory, and where
+#: in it the view lies.
+_Key = int | tuple[Any, ...]
+#: A call's key: the identities of the weights, or their keys if some are views; their shapes (arrays can be
+#: reshaped in place); and the directions.
+_CallKey = tuple[Any, tuple[Any, ...], bool, bool]
 
 
 class _Work(NamedTuple):
@@ -64,8 +67,9 @@ class WeightCache:
     recipe : DelayedScaling, CurrentScaling, BlockScaling or MXScaling, for all weights.
 
     Weights are known by identity: the same array objects, call after call, in the same shapes (one that was
-    reshaped in place is new). The cache does not keep them alive, and forgets what belongs to a weight that
-    is gone. Threads may share a cache.
+    reshaped in place is new). Views, such as `w.T`, are known by the array that owns their memory and by
+    address, shape, strides and dtype, so that a new view of the same weight is known again. The cache keeps
+    no weight alive, and forgets what belongs to a weight that is gone. Threads may share a cache.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> cache = fp8.WeightCache(fp8.CurrentScaling())
@@ -85,7 +89,8 @@ class WeightCache:
             raise TypeError("recipe: expected DelayedScaling, CurrentScaling, BlockScaling or MXScaling, "
                             f"got {type(recipe).__name__}")
         self.recipe: Recipe = recipe
-        self._entries: dict[int, tuple[weakref.ref[Any], Quantized]] = {}      # by the identity of the weight
+        #: By key: the owner of a weight's memory, and the result.
+        self._entries: dict[_Key, tuple[weakref.ref[Any], Quantized]] = {}
         # Whole calls, and the last one, which one comparison finds. They are forgotten whenever an entry
         # goes.
         self._hits: dict[_CallKey, _Hit] = {}
@@ -115,8 +120,15 @@ class WeightCache:
             raise TypeError(f"weights: expected a list, got {type(weights).__name__}")
         if {type(rowwise), type(columnwise), type(update)} != _FLAGS:
             flags(rowwise=rowwise, columnwise=columnwise, update=update)
-        call = identities(weights), _shapes(weights), rowwise, columnwise
+        call: _CallKey = identities(weights), _shapes(weights), rowwise, columnwise
         hit = self._hit(call)
+        keys: list[_Key] = []
+        if hit is None:
+            # Identities alone are those of owners, which live as long as their entries: no view has one.
+            keys = [_key(weight) for weight in weights]
+            if any(type(key) is tuple for key in keys):
+                call = tuple(keys), *call[1:]
+                hit = self._hit(call)
         if hit is not None and not update and noop is None:
             return hit.results.copy()
         check_directions((0, 0), rowwise, columnwise)
@@ -128,15 +140,17 @@ class WeightCache:
             self._run(hit.updates, weights, scales, amaxes, noop)
             return hit.results.copy()
         cleared = self._cleared
-        results = {id(weight): weight for weight in weights if isinstance(weight, Quantized)}
-        works = self._works(weights, results, call, update or noop is not None)
-        results |= self._run(works, weights, scales, amaxes, noop)
-        found = [results[id(weight)] for weight in weights]
+        results: dict[_Key, Quantized] = {
+            key: weight for key, weight in zip(keys, weights, strict=True) if isinstance(weight, Quantized)}
+        works = self._works(weights, keys, results, call, update or noop is not None)
+        made = self._run(works, weights, scales, amaxes, noop)
+        results |= {keys[i]: result for i, result in made.items()}
+        found = [results[key] for key in keys]
         with _LOCK:
             if self._cleared == cleared:                    # else another thread has called `clear`
                 fresh = [i for work in works if work.outputs is None for i in work.places]
-                self._keep([weights[i] for i in fresh], results)
-                works = self._works(weights, {}, call, True)
+                self._keep([(keys[i], weights[i], made[i]) for i in fresh])
+                works = self._works(weights, keys, {}, call, True)
                 if all(work.outputs is not None for work in works):
                     self._keep_call(call, _Hit(found, works))
         return found.copy()
@@ -152,35 +166,35 @@ class WeightCache:
                     self._last = call, hit
         return hit
 
-    def _works(self, weights: Sequence[Any], results: dict[int, Quantized], call: _CallKey,
-               update: bool) -> list[_Work]:
+    def _works(self, weights: Sequence[Any], keys: list[_Key], results: dict[_Key, Quantized],
+               call: _CallKey, update: bool) -> list[_Work]:
         """The weights to quantise. Those that need new memory come first, since these may be refused.
         `results` gets the results of all others."""
         works: dict[tuple[bool, bool, bool], _Work] = {}
-        seen: set[int] = set()
-        for i, weight in enumerate(weights):
-            if isinstance(weight, Quantized) or id(weight) in seen:
+        seen: set[_Key] = set()
+        for i, (weight, key) in enumerate(zip(weights, keys, strict=True)):
+            if isinstance(weight, Quantized) or key in seen:
                 continue
-            seen.add(id(weight))
-            known = self._known(weight, i)
+            seen.add(key)
+            known = self._known(weight, key, i)
             has = False, False
             if known is not None:
                 has = known.rowwise is not None, known.columnwise is not None
             row, column = call[2] or has[0], call[3] or has[1]
             complete = has == (row, column)
             if known is not None and complete:
-                results[id(weight)] = known
+                results[key] = known
             if not complete or update:
                 outputs: list[Quantized] | None = [] if complete else None
                 work = works.setdefault((complete, row, column), _Work(row, column, [], outputs))
                 work.places.append(i)
                 if known is not None and work.outputs is not None:
                     work.outputs.append(known)
-        return [works[key] for key in sorted(works)]
+        return [works[kind] for kind in sorted(works)]
 
     def _run(self, works: list[_Work], weights: Sequence[Any], scales: Any, amaxes: Any,
              noop: Any) -> dict[int, Quantized]:
-        """Quantises the weights, and returns the results by the weights' identities."""
+        """Quantises the weights, and returns the results by the weights' places."""
         calls = [(work, *work.call(self.recipe, weights, scales, amaxes, noop)) for work in works]
         if len(calls) > 1:                      # no call may be refused after another has written
             for work, op, given in calls:
@@ -190,14 +204,13 @@ class WeightCache:
         for work, op, given in calls:
             with _numbered(work.places):
                 made = run(op, given, work.outputs)
-            results.update(zip((id(weights[i]) for i in work.places), made, strict=True))
+            results.update(zip(work.places, made, strict=True))
         return results
 
-    def _keep(self, fresh: list[Any], results: dict[int, Quantized]) -> None:
-        for weight in fresh:
-            key = id(weight)
+    def _keep(self, fresh: list[tuple[_Key, Any, Quantized]]) -> None:
+        for key, weight, result in fresh:
             forget = functools.partial(_forget, weakref.ref(self), key)
-            self._entries[key] = weakref.ref(weight, forget), results[key]
+            self._entries[key] = weakref.ref(_owner(weight), forget), result
         if fresh:
             self._forget_calls()
 
@@ -207,13 +220,13 @@ class WeightCache:
         self._hits[call] = hit
         self._last = call, hit
 
-    def _known(self, weight: Array, i: int) -> Quantized | None:
+    def _known(self, weight: Array, key: _Key, i: int) -> Quantized | None:
         backend.module_of(weight, f"weights[{i}]")
-        entry = self._entries.get(id(weight))
+        entry = self._entries.get(key)
         if entry is None:
             return None
-        held, known = entry[0](), entry[1]
-        return known if held is weight and known.shape == held.shape else None
+        owner, known = entry[0](), entry[1]
+        return known if owner is _owner(weight) and known.shape == weight.shape else None
 
     def clear(self) -> None:
         """Forgets all weights. Results that another thread's `quantize` is making are returned there, and
@@ -227,14 +240,13 @@ class WeightCache:
         self._hits.clear()
         self._last = None
 
-    def __getstate__(self) -> tuple[Recipe, list[tuple[weakref.ref[Any], Quantized]]]:
-        return self.recipe, list(self._entries.values())
+    def __getstate__(self) -> tuple[Recipe, list[tuple[_Key, weakref.ref[Any], Quantized]]]:
+        return self.recipe, [(key, *entry) for key, entry in self._entries.items()]
 
-    def __setstate__(self, state: tuple[Recipe, list[tuple[weakref.ref[Any], Quantized]]]) -> None:
+    def __setstate__(self, state: tuple[Recipe, list[tuple[_Key, weakref.ref[Any], Quantized]]]) -> None:
         """A copy watches the weights by itself."""
         WeightCache.__init__(self, state[0])
-        alive = [(weight, result) for held, result in state[1] if (weight := held()) is not None]
-        self._keep([weight for weight, _ in alive], {id(weight): result for weight, result in alive})
+        self._keep([(key, owner, result) for key, held, result in state[1] if (owner := held()) is not None])
 
     @property
     def nbytes(self) -> int:
@@ -261,6 +273,21 @@ def _numbered(places: list[int]) -> Iterator[None]:
         raise type(error)(re.sub(r"\b(xs|scales|amaxes|outputs)\[(\d+)\]", place, str(error))) from None
 
 
+def _owner(weight: Any) -> Any:
+    """The array whose life is that of a weight's memory: itself, if it is no view of another array."""
+    base: Any = getattr(weight, "base", None)
+    while is_array(base):
+        weight, base = base, base.base
+    return weight
+
+
+def _key(weight: Any) -> _Key:
+    owner = _owner(weight)
+    if owner is weight:
+        return id(weight)
+    return id(owner), address(weight), weight.shape, weight.strides, weight.dtype
+
+
 def _shapes(weights: Sequence[Any]) -> tuple[Any, ...]:
     try:
         return tuple(map(_SHAPE, weights))
@@ -279,7 +306,7 @@ def _length(a: Any) -> int | None:
     return int(a.shape[0]) if is_array(a) and a.ndim else None
 
 
-def _forget(cache: weakref.ref[WeightCache], key: int, gone: weakref.ref[Any]) -> None:
+def _forget(cache: weakref.ref[WeightCache], key: _Key, gone: weakref.ref[Any]) -> None:
     found = cache()
     if found is None:
         return

@@ -390,3 +390,32 @@ def test_one_graph_for_all_micro_batches(recipe):
                 stream.synchronize()
                 for q, want in zip(results, old, strict=True):
                     assert_same(q, want)
+
+
+@pytest.mark.parametrize("recipe", [CurrentScaling(), MXScaling()], ids=repr)
+def test_views_are_known_by_their_memory(recipe):
+    """A new view of the same memory is the weight that it was; another view of it is another weight."""
+    w = np.arange(24, dtype=np.float32).reshape(4, 6).copy()
+    cache = WeightCache(recipe)
+    first = cache.quantize([w.T, w, w[:2]])
+    again = cache.quantize([w.T, w, w[:2]], update=False)
+    assert all(a is b for a, b in zip(first, again, strict=True))
+    assert len(cache) == 3
+    w[:] = -w
+    cache.quantize([w.T], update=True)
+    testing.assert_bytes_equal(first[0].data, recipe.quantize(w.T).data)
+    assert cache.quantize([w[2:]], update=False)[0] is not first[2]
+    assert all(q is first[0] for q in cache.quantize([w.T, w.T], update=False))
+    del w
+    gc.collect()
+    assert len(cache) == 0
+
+
+def test_a_view_at_the_address_of_one_that_is_gone():
+    """Neither the identity nor the address of a dead array is taken for a weight."""
+    cache = WeightCache(CurrentScaling())
+    for i in range(1, 200):
+        w = np.full((3, 4), i, np.float32)
+        (q,) = cache.quantize([w.T], update=False)
+        assert round(float(q.dequantize()[0, 0])) == i
+        del w
