@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from declared import Example, leaves
+from declared import Example, leaves, snapshot
 from perturbed import (
     anew,
     change_contents,
     compare,
+    error_of,
     given,
     layouts,
     named,
     on_host,
-    outcome,
     parameters,
     with_array,
 )
@@ -26,6 +26,14 @@ from places import Place, every_example, every_example_that, every_noop, every_r
 
 import cupy_fp8 as fp8
 from cupy_fp8.kernels import errors
+
+
+def attempted(device: Place, example: Example) -> tuple[Any, str | None]:
+    """The graph of a call, and the message of its error, after which memory is as it was."""
+    before = snapshot(example.tree)
+    graph, message = captured(device, lambda: error_of(example))
+    assert message is None or snapshot(example.tree) == before, "memory was written before the error"
+    return graph, message
 
 
 def captured(device: Place, call: Callable[[], Any]) -> Any:
@@ -102,7 +110,7 @@ def test_the_first_call(example, device, stream, monkeypatch):
     """Captured as it is, or refused because memory would have to be made that lives as long as the result."""
     monkeypatch.setattr(errors, "_words", {})
     example = example.on(device.run)
-    graph, message = captured(device, lambda: outcome(example))
+    graph, message = attempted(device, example)
     if message is None:
         args, kwargs = on_host(example)
         example.poison()
@@ -127,7 +135,7 @@ def test_check_waits_for_the_device(example, device, stream):
         args, kwargs = on_host(example)
         example.call()
         compare(example, args, {name: value for name, value in kwargs.items() if name != "check"})
-        _, message = captured(device, lambda: outcome(example))
+        _, message = attempted(device, example)
         assert message is None or message.startswith("ValueError: check: waits for the device"), message
         assert message is not None or "splits" not in example.named()
 
@@ -141,7 +149,7 @@ def test_sizes_in_a_list(example, device, stream):
     sizes = example.named()["splits"]
     listed = with_array(example, sizes, sizes.get().tolist())
     args, kwargs = on_host(example)
-    _, message = captured(device, lambda: outcome(listed))
+    _, message = attempted(device, listed)
     assert message is not None
     if any(a is sizes for a in leaves(example.out)):
         assert re.search(named("splits", "out"), message), message
@@ -161,7 +169,7 @@ def test_arrays_that_would_be_copied(example, device, stream):
         for how, changed in layouts(fp8.asnumpy(a)):
             if how not in ("misaligned", "read-only"):
                 other = with_array(example, a, device.array(changed))
-                graph, message = captured(device, lambda other=other: outcome(other))  # type: ignore[misc]
+                graph, message = attempted(device, other)
                 if message is None:
                     args, kwargs = on_host(other)
                     graph.launch(stream)

@@ -20,12 +20,9 @@ import cupy_fp8 as fp8
 workspace = importlib.import_module("cupy_fp8.kernels.workspace")  # the package has a function of that name
 
 
-def work(example: Example, device: Place, seed: int) -> None:
+def work(example: Example, device: Place) -> None:
     """Many calls with arrays of this thread's own, on a stream of its own."""
     with device.cupy.cuda.Stream(non_blocking=True) as stream:
-        example = example.on(device.run)
-        for _ in range(seed):
-            change_contents(example, device)
         args, kwargs = on_host(example)
         for _ in range(1 if example.op.updates else 20):
             example.call()
@@ -36,8 +33,13 @@ def work(example: Example, device: Place, seed: int) -> None:
 @every_example
 def test_threads_with_streams_of_their_own(example, device):
     """A stand-in has one thread at a time."""
+    examples = [example.on(device.run) for _ in range(4)]
+    for seed, own in enumerate(examples):
+        for _ in range(seed):
+            change_contents(own, device)
+    device.cupy.cuda.get_current_stream().synchronize()
     with ThreadPoolExecutor(1 if device.name == "stand-in" else 4) as threads:
-        for done in [threads.submit(work, example, device, seed) for seed in range(4)]:
+        for done in [threads.submit(work, own, device) for own in examples]:
             done.result()
 
 

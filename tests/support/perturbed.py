@@ -63,7 +63,8 @@ def named(*names: str) -> str:
 def parameters(example: Example) -> list[str]:
     """What messages may name: the public function's parameters, and what is declared."""
     public = getattr(fp8, example.op.name, example.op.function)
-    also = ["columnwise"]  # of cast_transpose, which is quantize_tensor in both directions
+    # cast_transpose is quantize_tensor in both directions; scales are named by their layout
+    also = ["columnwise", "compact scales"]
     return [*inspect.signature(public).parameters, *(found.name for found in example.declared), *also]
 
 

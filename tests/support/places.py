@@ -41,7 +41,9 @@ class Place:
         lead = a.ctypes.data % a.itemsize + before
         with cp.cuda.Device(self.devices[0] if device is None else device):
             made = cp.ndarray(a.shape, a.dtype, cp.cuda.alloc(lead + after + a.itemsize) + lead, a.strides)
-            if a.size:
+            if a.ctypes.data % a.itemsize:          # CuPy's own kernels want aligned elements
+                made.data.copy_from_host_async(a.ctypes.data, a.nbytes)
+            elif a.size:
                 bits(made)[...] = cp.asarray(bits(np.ascontiguousarray(a)))
         return made
 
