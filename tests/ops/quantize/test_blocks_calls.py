@@ -24,6 +24,9 @@ class Quantiser(NamedTuple):
     definition: Callable[..., Quantized]
     recipe: type[Any]
 
+    def __str__(self) -> str:
+        return self.function.__name__
+
 
 BLOCK = Quantiser(fp8.quantize_block, reference.quantize_block, BlockScaling)
 MX = Quantiser(fp8.quantize_mx, reference.quantize_mx, MXScaling)
