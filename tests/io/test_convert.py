@@ -86,7 +86,8 @@ def source(tmp_path_factory):
 
 
 @pytest.mark.parametrize("recipe", weights.RECIPES)
-@pytest.mark.parametrize("dtype", [fp8.bfloat16, fp8.float16, fp8.float32, np.dtype(np.float64)], ids=str)
+@pytest.mark.parametrize("dtype", [fp8.bfloat16, *(pytest.param(dtype, marks=pytest.mark.full) for dtype in (
+    fp8.float16, fp8.float32, np.dtype(np.float64)))], ids=str)
 def test_from_floats(tmp_path, recipe, dtype):
     tensors = model(fp8.float32, layers=1) if dtype == np.float64 else model(dtype, layers=1)
     if dtype == np.float64:
@@ -125,7 +126,8 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("after", FORMATS)
-@pytest.mark.parametrize("before", [name for name in FORMATS if name != "bf16"])
+@pytest.mark.parametrize("before", ["mxfp8", *(pytest.param(name, marks=pytest.mark.full) for name in FORMATS
+                                                 if name not in ("mxfp8", "bf16"))])
 def test_between_formats(tmp_path, source, before, after):
     """Powers of two to powers of two: values change only where the new scale has no room for them. The same
     blocks: nothing changes. Everything else is what the op makes of the float32 values."""
@@ -327,6 +329,7 @@ def test_kills(tmp_path, kills):
         assert contents(out) == wanted
 
 
+@pytest.mark.full
 def test_memory_is_bounded(tmp_path):
     """The largest tensor is never in memory as a whole: a few chunks are."""
     rows = 24 * 1024

@@ -86,7 +86,7 @@ def save_many(path, number, count):
 
 def test_processes_that_save_one_path(tmp_path):
     """Every load sees one whole save; no save fails, and nothing is left over."""
-    path, saves = tmp_path / "a.npz", 40
+    path, saves = tmp_path / "a.npz", 15
     fp8.save(path, a=np.zeros(1000, int))
     context: Any = multiprocessing.get_context("fork" if os.name == "posix" else "spawn")
     writers = [context.Process(target=save_many, args=(path, number, saves)) for number in range(1, 4)]

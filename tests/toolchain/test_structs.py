@@ -40,7 +40,7 @@ def test_names_are_checked():
 
 def test_nested_structs_are_given_by_name_or_whole():
     layout = structs.of_entry("quantize/mx", "quantize_mx_rows")
-    by_name = layout.values({"fast": {"to": 7}, "n": 5})
-    fast = next(m for m in layout.members if m.name == "fast")
+    by_name = layout.values({"along_rows": {"to": 7}, "n": 5})
+    fast = next(m for m in layout.members if m.name == "along_rows")
     assert fast.inner
-    assert by_name == layout.values({"fast": [7, *[0] * (fast.inner.count - 1)], "n": 5})
+    assert by_name == layout.values({"along_rows": [7, *[0] * (fast.inner.count - 1)], "n": 5})

@@ -158,6 +158,7 @@ def test_selftest_passes(few_cases, capsys):
     assert last == "all bytes equal the reference's"
 
 
+@pytest.mark.full
 @needs_host
 def test_selftest_of_everything(monkeypatch, capsys):
     """Every case is checked once, which test_cases.py does too, whatever the check makes of them."""

@@ -89,6 +89,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.full
 @needs_host
 def test_the_default_is_the_quick_pass(checked, capsys):
     assert main(["selftest", "--executor", "host"]) == 0
