@@ -242,7 +242,7 @@ def _described(op: Registration) -> Iterator[_Described]:
         args, kwargs = op.inputs(case)
         sizes = [a.size for a in leaves((args, kwargs))]
         size = sum(sizes)
-        if 0 in sizes:                      # empty arrays on a GPU have one address, and so no name of their own
+        if 0 in sizes:  # empty arrays on a GPU have one address, and so no name of their own
             continue
         if not _SMALLEST <= size <= _LARGEST:
             continue

@@ -17,8 +17,8 @@ from tiers import quick_if
 from cupy_fp8 import backend, device_errors, testing
 from cupy_fp8.arrays import bits
 
-#: Every place that arrays can be at, and those on devices. The quick tier has the stand-in alone: NumPy takes the
-#: same way but for devices and captures.
+#: Every place that arrays can be at, and those on devices. The quick tier has the stand-in alone: NumPy takes
+#: the same way but for devices and captures.
 DEVICES = ["stand-in", pytest.param("cuda", marks=pytest.mark.gpu)]
 EVERYWHERE = [pytest.param("numpy", marks=pytest.mark.full), *DEVICES]
 
