@@ -34,7 +34,9 @@ _calls: dict[Any, _Repeated | _Allocating] = {}
 def find(described: _Described, out: Any) -> _Repeated | _Allocating | None:
     """An earlier call that this one can be launched like. TypeError if an option cannot be hashed."""
     facts, addresses = described
-    return _calls.get((facts, *addresses) if out is not None else _unplaced(facts, addresses))
+    if out is None and (found := _calls.get(_unplaced(facts, addresses))) is not None:
+        return found
+    return _calls.get((facts, *addresses))
 
 
 def _unplaced(facts: tuple[Any, ...], addresses: list[Any]) -> tuple[Any, ...]:
@@ -50,7 +52,10 @@ def remember(described: _Described, call: Call, launches: list[Launch], written:
     if out is not None:
         _calls[(facts, *addresses)] = _Repeated(call, launches)
     elif (found := _Allocating.of(call, launches, flat(addresses), written)) is not None:
-        _calls[_unplaced(facts, addresses)] = found
+        # A call that updates an argument is known by the same memory alone, of which that overlaps nothing
+        # else.
+        updates = any(each.written for each in call.ranges)
+        _calls[(facts, *addresses) if updates else _unplaced(facts, addresses)] = found
 
 
 def forget() -> None:
@@ -178,8 +183,6 @@ class _Allocating:
     @staticmethod
     def of(call: Call, launches: list[Launch], given: list[int], written: list[int]) -> _Allocating | None:
         """None where it is not certain which array a pointer belongs to."""
-        if any(found.written for found in call.ranges):
-            return None
         # Pointers may lead into new memory, which overlaps nothing; of most given arrays, to the start alone.
         sizes = [(at, call.read_inside.get(at, 1)) for at in given]
         sizes += [(at, max(1, a.nbytes)) for at, a in zip(written, call.result.arrays, strict=True)]

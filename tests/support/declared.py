@@ -242,13 +242,13 @@ def _described(op: Registration) -> Iterator[_Described]:
         args, kwargs = op.inputs(case)
         sizes = [a.size for a in leaves((args, kwargs))]
         size = sum(sizes)
-        if 0 in sizes:  # empty arrays on a GPU have one address, and so no name of their own
-            continue
         if not _SMALLEST <= size <= _LARGEST:
             continue
         ranges, written = _valid(functools.partial(op.function, *args, **kwargs))
         for name, a in _named((args, kwargs), ranges).items():
             DTYPES_OF_CASES.setdefault((op.name, name.partition("[")[0]), set()).add(a.dtype)
+        if 0 in sizes:  # empty arrays on a GPU have one address, and so no name of their own
+            continue
         names = {*(one.name for one in ranges), *written}
         if len(names) <= _MOST_ARRAYS and (written or any(one.written for one in ranges)):
             options = {
