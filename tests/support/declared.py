@@ -24,6 +24,7 @@ from cupy_fp8.arrays import Result, address, is_array
 from cupy_fp8.calls import call as calls
 from cupy_fp8.calls import memory
 from cupy_fp8.calls.memory import Range
+from cupy_fp8.calls.results import Written
 from cupy_fp8.cases import Case, Registration
 from cupy_fp8.formats import INPUT_DTYPES
 
@@ -171,16 +172,16 @@ def _copy(a: np.ndarray) -> np.ndarray:
     return copied
 
 
-def _valid(call: Callable[[], Any]) -> tuple[list[Range], list[str]]:
-    """The memory that a call declares, and the names of what it writes; nothing where it does not take the
+def _valid(call: Callable[[], Any]) -> tuple[list[Range], list[Written]]:
+    """The memory that a call declares, and the arrays that it writes; nothing where it does not take the
     one path. The call ends before anything is written."""
     ranges: list[Range] = []
-    written: list[str] = []
+    written: list[Written] = []
 
     def noted(op: Any, given: Any, out: Any) -> Any:
         declared, _, result, _ = validate(op, given, out)
         ranges.extend(declared.ranges)
-        written.extend(one.name for one in result.arrays)
+        written.extend(result.arrays)
         raise _Validated
 
     validate = calls.validate_call
@@ -247,9 +248,10 @@ def _described(op: Registration) -> Iterator[_Described]:
         ranges, written = _valid(functools.partial(op.function, *args, **kwargs))
         for name, a in _named((args, kwargs), ranges).items():
             DTYPES_OF_CASES.setdefault((op.name, name.partition("[")[0]), set()).add(a.dtype)
-        if 0 in sizes:  # empty arrays on a GPU have one address, and so no name of their own
+        # Empty arrays on a GPU have one address, and so no name of their own.
+        if 0 in sizes or not all(one.nbytes for one in written):
             continue
-        names = {*(one.name for one in ranges), *written}
+        names = {one.name for one in ranges} | {one.name for one in written}
         if len(names) <= _MOST_ARRAYS and (written or any(one.written for one in ranges)):
             options = {
                 (name, value) for name, value in case.options.items() if isinstance(value, (str, tuple, bool))

@@ -35,7 +35,7 @@ def route(assignment: Any, *, num_experts: int | None = None, topk: int | None =
     offsets = np.minimum(np.concatenate([[0], ends]), rows).astype(np.int64)
     splits = np.minimum(sizes, rows - offsets[:-1]).astype(np.int32)
     return Routing(row_map.reshape(tokens, slots), splits, np.diff(offsets).astype(np.int32), offsets,
-                   sources, rows, align, experts.astype(np.int32) if mask else None)
+                   sources, rows, align, np.ascontiguousarray(experts, np.int32) if mask else None)
 
 
 def slots_of(mask: np.ndarray, topk: int | None) -> np.ndarray:
