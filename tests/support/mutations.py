@@ -154,7 +154,7 @@ _FAULTS = (
     Fault("include/tile/cast_tile.cuh", "add_rn(lower ? lower_half : upper_half, other)",
           "add_rn(lower ? upper_half : lower_half, other)", "cast_transpose"),
     Fault("include/tile/column_segment.cuh", "(in_head ? r - rows_before : r)", "(in_head ? r + 1 : r)",
-          "group_quantize", "quantize/blocks", "RUN=2"),
+          "group_quantize", "quantize/blocks", "TILES_PER_BLOCK=2"),
     Fault("include/tile/single_read.cuh", "if (r < rows_here) patch[r]", "if (r < rows_here - 1) patch[r]",
           "multi_quantize", "quantize/tensor_list"),
     Fault("include/tile/tile.cuh", "(row & 4 ? chunk.y : chunk.x)", "(row & 2 ? chunk.y : chunk.x)",
