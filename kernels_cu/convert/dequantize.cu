@@ -128,7 +128,7 @@ dequantize_long_row(const __grid_constant__ DequantizeParams p) {
 constexpr int kCount = kFlatChunk<IN, OUT>;                          // elements in a thread's chunk
 constexpr int kSteps = SWIZZLED ? 8 : 4;                             // rows per thread
 
-// What a thread dequantises: up to kSteps rows of a chunk of columns.
+// A thread dequantises one part: up to kSteps rows of a chunk of columns.
 struct Part {
     i64 row, column;
     u32 matrix;

@@ -55,8 +55,8 @@ inline void fiber_restart(Fiber& fiber, void (*entry)(), unsigned slot) {
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, entry, 0);
 #else
-    // What host_switch_context pops: six registers, then the address it returns to. The stack is then 8 mod
-    // 16, as after a call.
+    // host_switch_context pops six registers, then the address it returns to. The stack is then
+    // 8 mod 16, as after a call.
     void** top = reinterpret_cast<void**>(((uintptr_t)(fiber.stack + usable) & ~(uintptr_t)15) - 8);
     *top = nullptr;
     *--top = reinterpret_cast<void*>(entry);

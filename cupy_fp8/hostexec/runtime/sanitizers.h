@@ -1,5 +1,5 @@
-// What the runtime tells the sanitizers. It is never instrumented itself; HOST_ASAN / HOST_TSAN say how the
-// kernels are.
+// The runtime tells the sanitizers about its stacks with this. It is never instrumented itself;
+// HOST_ASAN / HOST_TSAN say how the kernels are.
 #pragma once
 #include <stddef.h>
 

@@ -1,4 +1,4 @@
-// What a compiled kernel and the runtime know of each other. Both sides include this file.
+// A compiled kernel and the runtime know each other by these types. Both sides include this file.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>

@@ -1,4 +1,4 @@
-// What kernels of blocks with f32 scales are told of an array. IN is the kernel's format.
+// These members tell kernels of blocks with f32 scales about an array. IN is the kernel's format.
 // (quantize_block_rows reads no member from `block_segments` on.)
 #pragma once
 #include "scale/block_scale.cuh"

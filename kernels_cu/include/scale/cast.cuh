@@ -1,4 +1,4 @@
-// What per-tensor casts share (docs/numerics.md, section 1): IN and OUT are the kernel's formats.
+// All per-tensor casts include this (docs/numerics.md, section 1). IN and OUT are the kernel's formats.
 #pragma once
 #include "numerics/amax.cuh"
 

@@ -33,7 +33,7 @@ constexpr bool kMaybeExperts = kPath >= Path::wide;
 constexpr bool kTiled = kPath >= Path::tiles;
 constexpr int kParts = 1 + kBackward;                                // results: y, or da and db
 
-// What a call asks for.
+// The members say what a call asks for.
 struct SwigluCall {
     static constexpr u32 kClamped = 1, kGptOss = 2, kInterleaved = 4, kWide = 8;
     static constexpr u32 kNone = ~0u;

@@ -1,4 +1,4 @@
-// What swiglu_blocks.cu and swiglu_mx.cu share: amaxes of blocks of y, or of its gradients.
+// swiglu_blocks.cu and swiglu_mx.cu take amaxes of blocks of y, or of its gradients, with this.
 #pragma once
 #include "swiglu/swiglu_store.cuh"
 #include "swiglu/swiglu_stream.cuh"

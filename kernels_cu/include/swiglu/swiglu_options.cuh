@@ -1,4 +1,4 @@
-// What calls with options need beside swiglu_stream.cuh. Options are bias, clamp, gpt_oss, interleaved x (a0
+// Calls with options need this beside swiglu_stream.cuh. Options are bias, clamp, gpt_oss, interleaved x (a0
 // b0 a1 b1 ...) and gradients whose H is no multiple of a tile's columns; rows allow wide accesses. All
 // threads take the same options, so each costs one branch for eight elements, or none: without clamp the
 // limit is Inf, without gpt_oss alpha is 1 and -0 is added to b, which changes no bit.

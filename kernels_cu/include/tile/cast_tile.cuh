@@ -1,5 +1,5 @@
-// What a block of threads does with one tile of a matrix, for kernels that cast in both directions from one
-// read (tensor.cu, tensor_list.cu, grouped_tensor.cu).
+// A block of threads casts one tile of a matrix in both directions from one read (tensor.cu, tensor_list.cu,
+// grouped_tensor.cu).
 // Macros: IN, OUT, TILE_ROWS, TILE_COLUMNS, DBIAS.
 #pragma once
 #include "scale/cast.cuh"

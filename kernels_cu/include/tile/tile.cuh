@@ -91,9 +91,9 @@ __device__ __forceinline__ void store_ragged_rows(u8* to, i64 stride, int column
     }
 }
 
-// The same by whole sectors of memory, a warp per column. The bytes before and after these, 32 of a whole
-// tile, are one store of a byte per lane. It takes more instructions and fewer stores of parts of sectors,
-// which pays where many warps are in flight.
+// This does the same by whole sectors of memory, a warp per column. The bytes before and after these, 32 of a
+// whole tile, are one store of a byte per lane. It takes more instructions and fewer stores of parts of
+// sectors, which pays where many warps are in flight.
 template <int kRows, int kColumns, int kThreads, class ChunkAt>
 __device__ __forceinline__ void store_ragged_rows_by_sectors(u8* to, i64 stride, int columns_left,
                                                              int rows_left, ChunkAt chunk_at) {
