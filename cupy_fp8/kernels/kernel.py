@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from .. import backend
-from . import sources, structs
+from . import cubin, sources, structs
 
 COMPILE_OPTIONS = ("-std=c++17",)
 _ON_CPU = -1                        # the device of a launch of NumPy arrays
@@ -54,10 +54,13 @@ class Kernel:
     """The entry point `entry` of kernels_cu/<source>.cu, or of a .cu file elsewhere whose path is given. The
     kernel's parameter struct is read from there.
 
-    cooperative: its blocks wait for each other, so all blocks of a grid must run at the same time."""
+    cooperative: its blocks wait for each other, so all blocks of a grid must run at the same time.
+    target: the one architecture whose own instructions it uses ("sm_90a"); None: any GPU."""
 
-    def __init__(self, source: str | Path, entry: str, *, cooperative: bool = False) -> None:
+    def __init__(self, source: str | Path, entry: str, *, cooperative: bool = False,
+                 target: str | None = None) -> None:
         self.source, self.entry, self.cooperative = str(source).removesuffix(".cu"), entry, cooperative
+        self.target = target
 
     @functools.cached_property
     def layout(self) -> structs.Layout:
@@ -156,10 +159,12 @@ class Variant:
             cp = backend.cupy()
             _driver.bind(cp.cuda)
             with cp.cuda.Device(device), self._announced(f"sm_{cp.cuda.Device(device).compute_capability}"):
-                module = cp.RawModule(
-                    code=sources.program(self.kernel.source, self.kernel.entry, self.all_defines()),
-                    options=(*COMPILE_OPTIONS, f"-I{sources.root() / 'include'}"),
-                )
+                program = sources.program(self.kernel.source, self.kernel.entry, self.all_defines())
+                options = (*COMPILE_OPTIONS, f"-I{sources.root() / 'include'}")
+                if self.kernel.target is None:
+                    module = cp.RawModule(code=program, options=options)
+                else:
+                    module = cp.RawModule(path=str(cubin.path(program, self.kernel.target, options)))
                 function = module.get_function(self.kernel.entry)
                 if self.shared + function.shared_size_bytes > _SHARED_BY_DEFAULT:
                     function.max_dynamic_shared_size_bytes = self.shared

@@ -111,19 +111,40 @@ static void check_bulk(const char* what, const void* shared, const void* global,
     check_range(what, global, bytes);
 }
 static void land_load(const BulkLoad& load) {
-    memcpy(load.shared, load.global, load.bytes);
+    if (load.swizzle == kNoSwizzle) memcpy(load.shared, load.global, load.bytes);
+    else
+        for (unsigned at = 0; at < load.bytes; at += 16) {
+            char* const chunk = (char*)load.shared + (at / 16 ^ load.swizzle) * 16;
+            const unsigned left = load.source_bytes > at ? load.source_bytes - at : 0, bytes = left < 16 ? left : 16;
+            memcpy(chunk, (const char*)load.global + at, bytes);
+            memset(chunk + bytes, 0, 16 - bytes);
+        }
     MBarrier* barrier = (MBarrier*)load.barrier;
     tsan_release(barrier);
     barrier->bytes_and_phase -= (int32_t)load.bytes * 2;
     end_phase_if_complete(barrier);
 }
+static void start_load(const BulkLoad& load) {
+    if (lands_at_once(own_worker())) land_load(load);
+    else append(own_worker()->loads, load);
+}
 extern "C" void host_bulk_load(void* shared, const void* global, unsigned bytes, void* barrier) {
     CALLED_FROM_KERNEL();
     checked_mbarrier(barrier);
     check_bulk("bulk load", shared, global, bytes);
-    const BulkLoad load = {shared, global, bytes, barrier};
-    if (lands_at_once(own_worker())) land_load(load);
-    else append(own_worker()->loads, load);
+    start_load({shared, global, bytes, barrier, bytes, kNoSwizzle});
+}
+extern "C" void host_bulk_load_row(void* shared, const void* global, unsigned bytes, unsigned source_bytes,
+                                   unsigned swizzle, void* barrier) {
+    CALLED_FROM_KERNEL();
+    checked_mbarrier(barrier);
+    check_aligned("tensor copy", shared, bytes);
+    check_aligned("tensor copy", global, 16);
+    if (bytes != 128 || source_bytes > bytes || swizzle > 7)
+        fail_here("tensor copy of %u bytes, %u of them from memory, swizzle %u", bytes, source_bytes, swizzle);
+    check_range("tensor copy writes", shared, bytes);
+    check_range("tensor copy reads", global, source_bytes);
+    start_load({shared, global, bytes, barrier, source_bytes, swizzle});
 }
 extern "C" int host_mbarrier_try_wait(void* barrier, unsigned parity) {
     CALLED_FROM_KERNEL();

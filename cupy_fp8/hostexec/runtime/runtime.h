@@ -18,11 +18,13 @@ struct CopyToShared {  // cp.async
     const void* global;
     unsigned bytes, source_bytes, group;
 };
+constexpr unsigned kNoSwizzle = ~0u;
 struct BulkLoad {
     void* shared;
     const void* global;
     unsigned bytes;
     void* barrier;
+    unsigned source_bytes, swizzle;  // zeros after them; where 16-byte chunks land
 };
 struct BulkStore {
     void* global;

@@ -1,0 +1,132 @@
+// Bulk copies of boxes of a matrix of bytes into shared memory, for sm_90 and later. The 16-byte chunks of each
+// row of 128 bytes are exchanged (the 128-byte swizzle): chunk c of row r lies at c ^ r % 8, where warpgroup
+// products expect it.
+#pragma once
+#include "memory/barriers.cuh"
+
+constexpr int kBoxBytes = 128;     // of a row of a box: the width of the swizzle
+
+// Describes a matrix for the copy engine; the driver encodes it. Kernels on the CPU read the first members.
+struct alignas(64) TensorMap {
+    u8 bytes[128];
+};
+struct TensorMapOnHost {
+    u64 address, columns, rows, pitch;
+    u32 box_rows;
+};
+
+__device__ __forceinline__ u32 shared_address(const void* p) {
+#ifdef CUPY_FP8_HOST
+    return 0;
+#else
+    return (u32)__cvta_generic_to_shared(p);
+#endif
+}
+
+// One thread adds its arrival and announces the bytes of its copies.
+__device__ __forceinline__ void arrive_expecting(PhaseBarrier* barrier, u32 bytes) {
+#ifdef CUPY_FP8_HOST
+    host_mbarrier_arrive(barrier, bytes);
+#else
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(shared_address(barrier)),
+                 "r"(bytes) : "memory");
+#endif
+}
+
+// Starts the copy of the box whose first element is (row, column). What lies outside the matrix becomes 0, and
+// its bytes count too. One thread calls it.
+__device__ __forceinline__ void copy_box(u8* shared, const TensorMap* map, int row, int column,
+                                         PhaseBarrier* barrier) {
+#ifdef CUPY_FP8_HOST
+    const TensorMapOnHost& m = *reinterpret_cast<const TensorMapOnHost*>(map);
+    for (u32 r = 0; r < m.box_rows; r++) {
+        const i64 at = (i64)row + r, left = (i64)m.columns - column;
+        const bool exists = at >= 0 && at < (i64)m.rows && left > 0;
+        const u8* from = reinterpret_cast<const u8*>(m.address) + (exists ? at * (i64)m.pitch + column : 0);
+        host_bulk_load_row(shared + r * kBoxBytes, from, kBoxBytes,
+                           !exists ? 0 : left < kBoxBytes ? (u32)left : kBoxBytes, r % 8, barrier);
+    }
+#else
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3}], [%4];"
+                 :: "r"(shared_address(shared)), "l"(map), "r"(column), "r"(row),
+                    "r"(shared_address(barrier)) : "memory");
+#endif
+}
+
+// Copies 16-byte multiples from shared to global memory, both 16-byte aligned. The thread commits and waits.
+__device__ __forceinline__ void copy_out(void* global, const u8* shared, u32 bytes) {
+#ifdef CUPY_FP8_HOST
+    host_bulk_store(global, shared, bytes);
+#else
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+                 :: "l"(global), "r"(shared_address(shared)), "r"(bytes) : "memory");
+#endif
+}
+__device__ __forceinline__ void copy_out_commit() {
+#ifdef CUPY_FP8_HOST
+    host_bulk_commit();
+#else
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+#endif
+}
+// Waits until this thread's copies have read shared memory.
+__device__ __forceinline__ void copy_out_wait_read() {
+#ifdef CUPY_FP8_HOST
+    host_bulk_wait(0);
+#else
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void copy_out_wait() {
+#ifdef CUPY_FP8_HOST
+    host_bulk_wait(0);
+#else
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+#endif
+}
+// Makes this thread's stores to shared memory visible to the copy engine.
+__device__ __forceinline__ void publish_to_copies() {
+#ifndef CUPY_FP8_HOST
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// Makes the map of a group's matrix in global memory from that of all, which has the same box: one whole warp.
+// `scratch` is the warp's own, in shared memory.
+__device__ __forceinline__ void write_map(TensorMap* map, TensorMap* scratch, const TensorMap& all,
+                                          const u8* address, i64 columns, i64 rows, i64 pitch) {
+    const int lane = threadIdx.x % 32;
+    reinterpret_cast<u32*>(scratch)[lane] = reinterpret_cast<const u32*>(&all)[lane];
+    __syncwarp();
+#ifdef CUPY_FP8_HOST
+    if (lane == 0) {
+        TensorMapOnHost& m = *reinterpret_cast<TensorMapOnHost*>(scratch);
+        m = {reinterpret_cast<u64>(address), (u64)columns, (u64)rows, (u64)pitch, m.box_rows};
+    }
+    __syncwarp();
+    reinterpret_cast<u32*>(map)[lane] = reinterpret_cast<const u32*>(scratch)[lane];
+    __syncwarp();
+#else
+    const u32 at = shared_address(scratch);
+    if (lane == 0) {
+        asm volatile("tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%0], %1;"
+                     :: "r"(at), "l"(address) : "memory");
+        asm volatile("tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [%0], 0, %1;"
+                     :: "r"(at), "r"((u32)columns) : "memory");
+        asm volatile("tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [%0], 1, %1;"
+                     :: "r"(at), "r"((u32)rows) : "memory");
+        asm volatile("tensormap.replace.tile.global_stride.shared::cta.b1024.b64 [%0], 0, %1;"
+                     :: "r"(at), "l"(pitch) : "memory");
+    }
+    __syncwarp();
+    asm volatile("tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned "
+                 "[%0], [%1], 128;" :: "l"(map), "r"(at) : "memory");
+#endif
+}
+// Before a thread copies by a map in global memory that another one wrote.
+__device__ __forceinline__ void acquire_map(const TensorMap* map) {
+#ifndef CUPY_FP8_HOST
+    asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" :: "l"(map) : "memory");
+#endif
+}

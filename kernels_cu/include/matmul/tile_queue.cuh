@@ -1,0 +1,48 @@
+// A queue in shared memory of the tiles that a block works on. One warp finds them ahead of the others.
+#pragma once
+#include "matmul/problem.cuh"
+#include "matmul/tensor_copy.cuh"
+
+// A tile of D, as the warps that copy, scale, multiply and store need it.
+struct QueuedTile {
+    const TensorMap *a_map, *b_map;
+    const float *a_scale, *b_scale;    // of the group's first row
+    i64 a_scale_block, b_scale_block;  // from one 128 of K to the next
+    u8* out;                           // of the group's first row
+    int a_row, b_row;                  // where the copy engine finds the tile's first rows
+    int row, column, rows;             // within the group's D, and how many rows that has
+    int blocks;                        // of 128 of K; -1: no more tiles
+    u32 columns;                       // that follow `column` in D
+};
+
+// What the queue and the ring of stages have in common: places that are filled and emptied in turn. `full` and
+// `empty` end a phase each time.
+template <int kPlaces>
+struct Ring {
+    PhaseBarrier full[kPlaces], empty[kPlaces];
+
+    __device__ __forceinline__ void init(u32 fillers, u32 users) {
+        for (int i = 0; i < kPlaces; i++) {
+            init_phases(&full[i], fillers);
+            init_phases(&empty[i], users);
+        }
+    }
+};
+
+// A warp's position in a ring.
+template <int kPlaces>
+struct Place {
+    int at = 0;
+    u32 parity = 0;
+
+    __device__ __forceinline__ void next() {
+        if (++at == kPlaces) {
+            at = 0;
+            parity ^= 1;
+        }
+    }
+    __device__ __forceinline__ void wait_full(Ring<kPlaces>& ring) const { wait_for_end(&ring.full[at], parity); }
+    __device__ __forceinline__ void wait_empty(Ring<kPlaces>& ring) const {
+        wait_for_end(&ring.empty[at], parity ^ 1);
+    }
+};

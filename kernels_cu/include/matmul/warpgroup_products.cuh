@@ -1,0 +1,117 @@
+// Products of a warpgroup, four warps that follow one another: 64 rows of A times kColumns rows of B, for
+// sm_90a. Both operands lie in shared memory with rows of 128 bytes, as copy_box() writes them.
+//
+// Lane l of warp w has the sums of rows 16 * w + l / 4 (sum[4 * i], sum[4 * i + 1]) and 8 rows below
+// (sum[4 * i + 2], sum[4 * i + 3]), columns 8 * i + l % 4 * 2 and the next one.
+#pragma once
+#include "matmul/tensor_copy.cuh"
+
+// The types of A and B as PTX names them.
+#define PTX_TYPE_e4m3fn "e4m3"
+#define PTX_TYPE_e5m2 "e5m2"
+#define PTX_TYPE_OF(tag) PTX_TYPE_##tag
+#define PTX_TYPE(tag) PTX_TYPE_OF(tag)
+
+#ifndef CUPY_FP8_HOST
+// Where rows of 128 swizzled bytes lie: 1024 bytes are 8 rows, and the layout is the 128-byte swizzle.
+__device__ __forceinline__ u64 operand_descriptor(const u8* shared) {
+    return (u64)((shared_address(shared) & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+
+#define SUMS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define SUMS_16(d, i) SUMS_4(d, i), SUMS_4(d, i + 4), SUMS_4(d, i + 8), SUMS_4(d, i + 12)
+
+// Adds the products of 32 of K. accumulate false: the sums begin with 0.
+template <int kColumns>
+__device__ __forceinline__ void multiply_32(float (&d)[kColumns / 2], u64 a, u64 b, int accumulate);
+
+template <>
+__device__ __forceinline__ void multiply_32<128>(float (&d)[64], u64 a, u64 b, int accumulate) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0; "
+            "wgmma.mma_async.sync.aligned.m64n128k32.f32." PTX_TYPE(IN_A) "." PTX_TYPE(IN_B) " "
+            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+            "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+            "%64, %65, p, 1, 1;}"
+            : SUMS_16(d, 0), SUMS_16(d, 16), SUMS_16(d, 32), SUMS_16(d, 48)
+            : "l"(a), "l"(b), "r"(accumulate));
+}
+
+template <>
+__device__ __forceinline__ void multiply_32<192>(float (&d)[96], u64 a, u64 b, int accumulate) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %98, 0; "
+            "wgmma.mma_async.sync.aligned.m64n192k32.f32." PTX_TYPE(IN_A) "." PTX_TYPE(IN_B) " "
+            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+            "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+            "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+            "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, "
+            "%96, %97, p, 1, 1;}"
+            : SUMS_16(d, 0), SUMS_16(d, 16), SUMS_16(d, 32), SUMS_16(d, 48), SUMS_16(d, 64), SUMS_16(d, 80)
+            : "l"(a), "l"(b), "r"(accumulate));
+}
+#endif
+
+// Keeps the compiler from moving accesses of the sums over this place.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&sums)[kCount]) {
+#ifndef CUPY_FP8_HOST
+#pragma unroll
+    for (int i = 0; i < kCount; i++) asm volatile("" : "+f"(sums[i]) :: "memory");
+#endif
+}
+
+// Starts the products of 128 of K, which replace the sums. They end at finish_products().
+template <int kColumns>
+__device__ __forceinline__ void start_products(float (&sums)[kColumns / 2], const u8* a, const u8* b) {
+#ifndef CUPY_FP8_HOST
+    const u64 a_at = operand_descriptor(a), b_at = operand_descriptor(b);
+    pin(sums);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < 4; i++) multiply_32<kColumns>(sums, a_at + 2 * i, b_at + 2 * i, i != 0);
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+}
+template <int kColumns>
+__device__ __forceinline__ void finish_products(float (&sums)[kColumns / 2], const u8* a, const u8* b) {
+#ifdef CUPY_FP8_HOST
+    // On the CPU shared memory is read as late as the hardware may read it.
+    const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+    float of_a[2][kBoxBytes];
+    const auto at = [](int r, int byte) { return r * kBoxBytes + ((byte / 16) ^ (r % 8)) * 16 + byte % 16; };
+    for (int half = 0; half < 2; half++)
+        for (int i = 0; i < kBoxBytes; i++) of_a[half][i] = IN_A::widen(a[at(row + 8 * half, i)]);
+    for (int c = 0; c < kColumns / 4; c++) {
+        const int b_row = c / 2 * 8 + column + c % 2;
+        double low = 0, high = 0;
+        for (int i = 0; i < kBoxBytes; i++) {
+            const double of_b = IN_B::widen(b[at(b_row, i)]);
+            low += of_a[0][i] * of_b;
+            high += of_a[1][i] * of_b;
+        }
+        sums[c / 2 * 4 + c % 2] = (float)low;
+        sums[c / 2 * 4 + 2 + c % 2] = (float)high;
+    }
+    __syncwarp();
+#else
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    pin(sums);
+#endif
+}
+
+// Moves registers between warpgroups: every warp of a warpgroup calls it.
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+#ifndef CUPY_FP8_HOST
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kRegisters));
+#endif
+}
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+#ifndef CUPY_FP8_HOST
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(kRegisters));
+#endif
+}
