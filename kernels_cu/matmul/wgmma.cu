@@ -20,17 +20,22 @@ constexpr bool kSizesOfK = SIZES_OF_K;
 
 constexpr int kTileRows = 128, kTileColumns = 192, kStages = 4, kThreads = 384, kQueue = 4;
 constexpr int kHalfRows = kTileRows / 2;           // of a warpgroup; a tile's second half may be empty
-constexpr int kChunk = 64, kChunks = kTileColumns / kChunk;  // columns of B that have one scale in kBlocks
-constexpr int kConsumers = 8, kScaleWarps = kScaling == kBlocks ? 1 : 2;
+constexpr int kChunk = 64, kChunks = kTileColumns / kChunk;  // columns of B that share a scale in kBlocks
+constexpr int kConsumers = 8;                      // warps that multiply
 // A warpgroup that multiplies holds the sums and the products, 192 registers.
-constexpr int kRegisters = kScaling == kVectors ? 224 : 216, kOtherRegisters = 504 - 2 * kRegisters;
+#ifdef X_REG
+constexpr int kRegisters = 232, kOtherRegisters = 40;
+#else
+constexpr int kRegisters = 224, kOtherRegisters = 56;
+#endif
 constexpr int kStagedBytes = 16 * (kTileColumns * 2 + 16);   // a warp's rows on their way to D
 // The copy engine may still read the maps of tiles in the queue and of tiles in the ring.
 constexpr int kMaps = kQueue + kStages + 2;
 
-struct Stage {
-    // kBlocks: the product of both scales, by 64 columns of B and row of A. Else the scales of A, then of B.
-    float scales[kScaling == kBlocks ? kChunks * kTileRows : kTileRows + kTileColumns];
+// The scales of 128 of K, of rows of A and of B (not in kBlocks). Those of A begin at `a_shift`, since copies
+// begin at multiples of 16 bytes.
+struct alignas(16) Stage {
+    float a[kTileRows + 4], b[kTileColumns];
 };
 
 struct Shared {
@@ -48,6 +53,9 @@ struct WgmmaParams {
     TensorMap a_map, b_map;        // of all rows; with sizes of K, the boxes of groups' own maps
     Product product;
     TensorMap* maps;               // [blocks of the grid, kMaps, 2] of groups, for sizes of K
+    // Whether the copy engine copies scales too: those of neighbouring rows of A (kVectors: and of B) are
+    // neighbours, and all lines of scales begin at multiples of 16 bytes.
+    u32 copies_scales;
 };
 
 // ---- the warp that finds tiles ----
@@ -93,6 +101,7 @@ __device__ __forceinline__ void find_tiles(const WgmmaParams& p, Shared& shared)
                 t.column = (int)tile.column;
                 t.rows = (int)tile.rows;
                 t.columns = (u32)(product.n - tile.column);
+                t.a_shift = p.copies_scales ? (int)((u64)(t.a_scale + tile.row) / 4 % 4) : 0;
             }
             arrive(&shared.queue.full[place.at]);
         }
@@ -112,7 +121,7 @@ struct TileReader {
     __device__ __forceinline__ bool next() {
         place.wait_full(shared.queue);
         tile = shared.tiles[place.at];
-        __syncwarp();
+        tile.blocks = __shfl_sync(~0u, tile.blocks, 0);            // The compiler knows that all lanes agree.
         if (threadIdx.x % 32 == 0) arrive(&shared.queue.empty[place.at]);
         place.next();
         return tile.blocks >= 0;
@@ -120,13 +129,39 @@ struct TileReader {
 };
 
 // ---- the warp that copies A and B ----
-__device__ __forceinline__ void copy_stages(Shared& shared) {
+__device__ __forceinline__ int at_most(int value, int end) { return value < end ? value : end; }
+
+// The copies of the scales of a tile, one block of K after the other.
+struct ScaleCopies {
+    const float *a, *b;
+    i64 a_step, b_step;
+    u32 a_bytes, b_bytes;
+
+    __device__ __forceinline__ ScaleCopies(const Product& p, const QueuedTile& t)
+        : a(t.a_scale + t.row - t.a_shift), b(t.b_scale), a_step(t.a_scale_block), b_step(t.b_scale_block) {
+        // Lines are whole multiples of 16 bytes, so these are not left.
+        a_bytes = (at_most(t.a_shift + t.rows - t.row, kTileRows + 4) + 3) / 4 * 16;
+        b_bytes = (at_most((int)t.columns, kTileColumns) + 3) / 4 * 16;
+        b += t.column;
+    }
+    __device__ __forceinline__ u32 bytes() const { return a_bytes + (kScaling == kBlocks ? 0 : b_bytes); }
+    __device__ __forceinline__ void start(Stage& stage, PhaseBarrier* full) {
+        copy_bytes(stage.a, a, a_bytes, full);
+        a += a_step;
+        if (kScaling == kBlocks) return;
+        copy_bytes(stage.b, b, b_bytes, full);
+        b += b_step;
+    }
+};
+
+__device__ __forceinline__ void copy_stages(const WgmmaParams& p, Shared& shared) {
     TileReader reader(shared);
     Place<kStages> place;
     while (reader.next()) {
         const QueuedTile& t = reader.tile;
         if (threadIdx.x % 32 == 0) {
-            const bool both_halves = t.rows - t.row > kHalfRows;
+            ScaleCopies scales(p.product, t);
+            const u32 bytes = (kTileRows + kTileColumns) * kBoxBytes + (p.copies_scales ? scales.bytes() : 0);
             if (kSizesOfK && t.blocks > 0) {
                 acquire_map(t.a_map);
                 acquire_map(t.b_map);
@@ -134,12 +169,10 @@ __device__ __forceinline__ void copy_stages(Shared& shared) {
             for (int block = 0; block < t.blocks; block++) {
                 place.wait_empty(shared.ring);
                 PhaseBarrier* const full = &shared.ring.full[place.at];
-                arrive_expecting(full, (kTileColumns + (both_halves ? kTileRows : kHalfRows)) * kBoxBytes);
-                u8* const a = shared.a[place.at];
-                const int k = block * kBoxBytes;
-                copy_box(a, t.a_map, t.a_row, k, full);
-                if (both_halves) copy_box(a + kHalfRows * kBoxBytes, t.a_map, t.a_row + kHalfRows, k, full);
-                copy_box(shared.b[place.at], t.b_map, t.b_row, k, full);
+                arrive_expecting(full, bytes);
+                copy_box(shared.a[place.at], t.a_map, t.a_row, block * kBoxBytes, full);
+                copy_box(shared.b[place.at], t.b_map, t.b_row, block * kBoxBytes, full);
+                if (p.copies_scales) scales.start(shared.stages[place.at], full);
                 place.next();
             }
         }
@@ -147,136 +180,123 @@ __device__ __forceinline__ void copy_stages(Shared& shared) {
     }
 }
 
-// ---- the warps that read scales ----
-__device__ __forceinline__ int at_most_int(int value, int end) { return value < end ? value : end; }
-
-// Reads the scales of one block of K ahead, into registers; they go to shared memory when the stage is empty.
-// kCount: how many each lane has. load(block, i) reads the i-th one, and store(stage, i, value) stores it.
-template <int kCount, class Load, class Store>
-__device__ __forceinline__ void scale_stages(Shared& shared, Place<kStages>& place, int first, int blocks,
-                                             const Load& load, const Store& store) {
-    float next[kCount];
-    if (first < blocks) {
-#pragma unroll
-        for (int i = 0; i < kCount; i++) next[i] = load(first, i);
-    }
-    for (int block = 0; block < blocks; block++) {
-        float now[kCount];
-#pragma unroll
-        for (int i = 0; i < kCount; i++) now[i] = next[i];
-        if (block >= first && block + 1 < blocks) {
-#pragma unroll
-            for (int i = 0; i < kCount; i++) next[i] = load(block + 1, i);
-        }
-        place.wait_empty(shared.ring);
-        if (block >= first) {
-#pragma unroll
-            for (int i = 0; i < kCount; i++) store(shared.stages[place.at], i, now[i]);
-        }
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) arrive(&shared.ring.full[place.at]);
-        place.next();
-    }
+// ---- the warp that copies scales one by one, where the copy engine does not ----
+__device__ __forceinline__ void copy_scale(float* shared, const float* from) {
+#ifdef CUPY_FP8_HOST
+    host_cp_async(shared, from, 4, 4);
+#else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
+                 :: "r"(shared_address(shared)), "l"(from) : "memory");
+#endif
 }
 
-__device__ __forceinline__ void read_block_scales(const Product& p, Shared& shared) {
-    constexpr int kRowsEach = kTileRows / 32;
+// Rows beyond the last one get its scale. Those of whole rows are needed with the last block of K alone.
+__device__ __forceinline__ void copy_scales(const Product& p, Shared& shared) {
+    constexpr int kRowsEach = kTileRows / 32, kColumnsEach = kTileColumns / 32;
     TileReader reader(shared);
     Place<kStages> place;
     const int lane = threadIdx.x % 32;
     while (reader.next()) {
         const QueuedTile& t = reader.tile;
-        const int last_row = t.rows - t.row - 1, last = (int)(p.n - 1) / kScaleBlock;
-        const float* a_at[kRowsEach];
-        const float* b_at[kChunks];
+        const int last_row = t.rows - 1, last_column = (int)p.n - 1;
+        const float *a_at = t.a_scale, *b_at = t.b_scale;
+        for (int block = 0; block < t.blocks; block++) {
+            place.wait_empty(shared.ring);
+            Stage& stage = shared.stages[place.at];
+            if (kScaling != kRows || block + 1 == t.blocks) {
 #pragma unroll
-        for (int i = 0; i < kRowsEach; i++)
-            a_at[i] = t.a_scale + (t.row + at_most_int(32 * i + lane, last_row)) * p.a.scale_row;
+                for (int i = 0; i < kRowsEach; i++)
+                    copy_scale(&stage.a[32 * i + lane],
+                               a_at + at_most(t.row + 32 * i + lane, last_row) * p.a.scale_row);
+                if constexpr (kScaling != kBlocks) {
 #pragma unroll
-        for (int c = 0; c < kChunks; c++)
-            b_at[c] = t.b_scale + at_most_int((t.column + c * kChunk) / kScaleBlock, last) * p.b.scale_row;
-        const auto load = [&](int block, int i) {
-            return i < kRowsEach ? load_read_only(a_at[i < kRowsEach ? i : 0] + block * t.a_scale_block)
-                                 : load_read_only(b_at[i < kRowsEach ? 0 : i - kRowsEach] + block * t.b_scale_block);
-        };
-        float of_rows[kRowsEach];
-        const auto store = [&](Stage& stage, int i, float value) {
-            if (i < kRowsEach) {
-                of_rows[i < kRowsEach ? i : 0] = value;
-                return;
+                    for (int i = 0; i < kColumnsEach; i++)
+                        copy_scale(&stage.b[32 * i + lane],
+                                   b_at + at_most(t.column + 32 * i + lane, last_column) * p.b.scale_row);
+                }
             }
-#pragma unroll
-            for (int r = 0; r < kRowsEach; r++)
-                stage.scales[(i - kRowsEach) * kTileRows + 32 * r + lane] = mul_rn(of_rows[r], value);
-        };
-        scale_stages<kRowsEach + kChunks>(shared, place, 0, t.blocks, load, store);
-    }
-}
-
-// The scales of one operand's rows. Those of whole rows are needed with the last block of K alone.
-template <bool kOfA>
-__device__ __forceinline__ void read_row_scales(const Operand& operand, Shared& shared) {
-    constexpr int kCount = (kOfA ? kTileRows : kTileColumns) / 32, kFirst = kOfA ? 0 : kTileRows;
-    TileReader reader(shared);
-    Place<kStages> place;
-    const int lane = threadIdx.x % 32;
-    while (reader.next()) {
-        const QueuedTile& t = reader.tile;
-        const int last = (kOfA ? t.rows - t.row : (int)t.columns) - 1;
-        const float* const at = (kOfA ? t.a_scale : t.b_scale) + (kOfA ? t.row : t.column) * operand.scale_row;
-        const i64 step = kScaling == kRows ? 0 : kOfA ? t.a_scale_block : t.b_scale_block;
-        const auto load = [&](int block, int i) {
-            return load_read_only(at + at_most_int(32 * i + lane, last) * operand.scale_row + block * step);
-        };
-        const auto store = [&](Stage& stage, int i, float value) {
-            stage.scales[kFirst + 32 * i + lane] = value;
-        };
-        scale_stages<kCount>(shared, place, kScaling == kRows ? t.blocks - 1 : 0, t.blocks, load, store);
+            arrive_after_copies(&shared.ring.full[place.at]);
+            place.next();
+            if (kScaling != kRows) {
+                a_at += t.a_scale_block;
+                b_at += t.b_scale_block;
+            }
+        }
     }
 }
 
 // ---- the warps that multiply ----
-// Adds the products of 128 of K, times their scales. row: the lane's first row of the tile. release() says that
-// the stage is not needed any more.
+// In kBlocks, the scales of B that the columns of a tile have: those of two rows of blocks. They are read one
+// block of K ahead.
+struct BlockScales {
+    const float* at;
+    i64 second, step;              // to the second row of blocks, and to the next 128 of K
+    float next[2];
+
+    __device__ __forceinline__ BlockScales(const Product& p, const QueuedTile& t) : step(t.b_scale_block) {
+        const int row = t.column / kScaleBlock, last = (int)(p.n - 1) / kScaleBlock;
+        at = t.b_scale + row * p.b.scale_row;
+        second = row < last ? p.b.scale_row : 0;
+        if (kScaling == kBlocks && t.blocks > 0) read();
+    }
+    __device__ __forceinline__ void read() {
+        next[0] = load_read_only(at);
+        next[1] = load_read_only(at + second);
+        at += step;
+    }
+};
+
+// The scales of a lane's two rows of A, read while the tensor core works; in kBlocks times those of B.
+struct RowScales {
+    static constexpr int kCount = kScaling == kBlocks ? kChunks : 1;
+    float low[kCount], high[kCount];
+
+    // row: the lane's first one in the stage. column: the tile's
+    __device__ __forceinline__ RowScales(const Stage& stage, int row, int column, float first, float second) {
+        const float a_low = stage.a[row], a_high = stage.a[row + 8];
+#pragma unroll
+        for (int i = 0; i < kCount; i++) {
+            const float of_b = column % kScaleBlock + i * kChunk < kScaleBlock ? first : second;
+            low[i] = kScaling == kBlocks ? mul_rn(a_low, of_b) : a_low;
+            high[i] = kScaling == kBlocks ? mul_rn(a_high, of_b) : a_high;
+        }
+    }
+};
+
+// Adds the products of 128 of K, times their scales. release() says that the stage is not needed any more.
 template <class Release>
 __device__ __forceinline__ void add_products(float (&sums)[kTileColumns / 2],
-                                             const float (&products)[kTileColumns / 2], const Stage& stage,
-                                             int row, bool is_last, const Release& release) {
-    const float2* const b_scales = reinterpret_cast<const float2*>(stage.scales + kTileRows) + threadIdx.x % 4;
+                                             const float (&products)[kTileColumns / 2],
+                                             const RowScales& rows, const Stage& stage, bool is_last,
+                                             const Release& release) {
+    const float2* const b_scales = reinterpret_cast<const float2*>(stage.b) + threadIdx.x % 4;
     if constexpr (kScaling == kBlocks) {
-        float low[kChunks], high[kChunks];
-#pragma unroll
-        for (int c = 0; c < kChunks; c++) {
-            low[c] = stage.scales[c * kTileRows + row];
-            high[c] = stage.scales[c * kTileRows + row + 8];
-        }
         release();
 #pragma unroll
         for (int i = 0; i < kTileColumns / 2; i++)
-            sums[i] = fma_rn(i % 4 < 2 ? low[2 * i / kChunk] : high[2 * i / kChunk], products[i], sums[i]);
+            sums[i] = fma_rn(i % 4 < 2 ? rows.low[2 * i / kChunk] : rows.high[2 * i / kChunk], products[i],
+                             sums[i]);
     } else if constexpr (kScaling == kVectors) {
-        const float low = stage.scales[row], high = stage.scales[row + 8];
 #pragma unroll
         for (int i = 0; i < kTileColumns / 2; i += 4) {
             const float2 b = b_scales[i];
-            sums[i] = fma_rn(low, mul_rn(b.x, products[i]), sums[i]);
-            sums[i + 1] = fma_rn(low, mul_rn(b.y, products[i + 1]), sums[i + 1]);
-            sums[i + 2] = fma_rn(high, mul_rn(b.x, products[i + 2]), sums[i + 2]);
-            sums[i + 3] = fma_rn(high, mul_rn(b.y, products[i + 3]), sums[i + 3]);
+            sums[i] = fma_rn(rows.low[0], mul_rn(b.x, products[i]), sums[i]);
+            sums[i + 1] = fma_rn(rows.low[0], mul_rn(b.y, products[i + 1]), sums[i + 1]);
+            sums[i + 2] = fma_rn(rows.high[0], mul_rn(b.x, products[i + 2]), sums[i + 2]);
+            sums[i + 3] = fma_rn(rows.high[0], mul_rn(b.y, products[i + 3]), sums[i + 3]);
         }
         release();
     } else {
 #pragma unroll
         for (int i = 0; i < kTileColumns / 2; i++) sums[i] = add_rn(sums[i], products[i]);
         if (is_last) {
-            const float low = stage.scales[row], high = stage.scales[row + 8];
 #pragma unroll
             for (int i = 0; i < kTileColumns / 2; i += 4) {
                 const float2 b = b_scales[i];
-                sums[i] = mul_rn(low, mul_rn(b.x, sums[i]));
-                sums[i + 1] = mul_rn(low, mul_rn(b.y, sums[i + 1]));
-                sums[i + 2] = mul_rn(high, mul_rn(b.x, sums[i + 2]));
-                sums[i + 3] = mul_rn(high, mul_rn(b.y, sums[i + 3]));
+                sums[i] = mul_rn(rows.low[0], mul_rn(b.x, sums[i]));
+                sums[i + 1] = mul_rn(rows.low[0], mul_rn(b.y, sums[i + 1]));
+                sums[i + 2] = mul_rn(rows.high[0], mul_rn(b.x, sums[i + 2]));
+                sums[i + 3] = mul_rn(rows.high[0], mul_rn(b.y, sums[i + 3]));
             }
         }
         release();
@@ -284,7 +304,7 @@ __device__ __forceinline__ void add_products(float (&sums)[kTileColumns / 2],
 }
 
 __device__ __forceinline__ void multiply(const Product& p, Shared& shared) {
-    const int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4, lane = threadIdx.x % 32;
     const int first_row = warp / 4 * kHalfRows + warp % 4 * 16;    // of this warp, in the tile
     const u64 out_bytes = p.out_type == kOutF32 ? 4 : 2;
     const bool in_16_bytes = ((u64)p.out | (u64)(p.n * out_bytes)) % 16 == 0;
@@ -306,27 +326,33 @@ __device__ __forceinline__ void multiply(const Product& p, Shared& shared) {
             }
             continue;
         }
+        BlockScales of_blocks(p, t);
         float sums[kTileColumns / 2];
 #pragma unroll
         for (int i = 0; i < kTileColumns / 2; i++) sums[i] = 0;
         for (int block = 0; block < t.blocks; block++) {
+            const float first = of_blocks.next[0], second = of_blocks.next[1];
+            if (kScaling == kBlocks && block + 1 < t.blocks) of_blocks.read();
             place.wait_full(shared.ring);
             const u8* const a = shared.a[place.at] + warp / 4 * kHalfRows * kBoxBytes;
             const u8* const b = shared.b[place.at];
             float products[kTileColumns / 2];
             start_products<kTileColumns>(products, a, b);
+            const Stage& stage = shared.stages[place.at];
+            const RowScales rows(stage, t.a_shift + first_row + lane / 4, t.column, first, second);
             finish_products<kTileColumns>(products, a, b);
-            add_products(sums, products, shared.stages[place.at], first_row + lane / 4, block + 1 == t.blocks,
-                         release);
+            add_products(sums, products, rows, stage, block + 1 == t.blocks, release);
             place.next();
         }
-        if (p.accumulate && t.blocks == 0) continue;
         const i64 element = (i64)(t.row + first_row) * p.n + t.column;
         const WarpRows to = {t.out + element * out_bytes, p.n, left - first_row, (int)t.columns};
         if (p.out_type != kOutF32 && in_16_bytes)
             copy_rows_16<kTileColumns>(to, sums, p.out_type, shared.staged[warp]);
-        else
+        else if (t.blocks > 0 || !p.accumulate)
             store_sums<kTileColumns>(to, sums, p.out_type, p.accumulate, pairs);
+        // All lanes together again: else the compiler keeps the addresses of stages in no uniform registers,
+        // and every wgmma waits for four moves.
+        __syncwarp();
     }
     copy_out_wait();
 }
@@ -337,24 +363,22 @@ wgmma_products(const __grid_constant__ WgmmaParams p) {
     extern __shared__ __align__(1024) u8 memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {
-        shared.ring.init(1 + kScaleWarps, kConsumers);
-        shared.queue.init(1, 1 + kScaleWarps + kConsumers);
+        shared.ring.init(p.copies_scales ? 1 : 1 + 32, kConsumers);    // Lanes that copy scales arrive too.
+        shared.queue.init(1, (p.copies_scales ? 1 : 2) + kConsumers);
 #ifndef CUPY_FP8_HOST
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
     }
     __syncthreads();
-    const int warp = threadIdx.x / 32;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp >= 4) {
         take_registers<kRegisters>();
         multiply(p.product, shared);
     } else {
         give_registers<kOtherRegisters>();
-        if (warp == 0) copy_stages(shared);
+        if (warp == 0) copy_stages(p, shared);
         else if (warp == 3) find_tiles(p, shared);
-        else if (kScaling == kBlocks && warp == 1) read_block_scales(p.product, shared);
-        else if (kScaling != kBlocks && warp == 1) read_row_scales<true>(p.product.a, shared);
-        else if (kScaling != kBlocks) read_row_scales<false>(p.product.b, shared);
+        else if (warp == 1 && !p.copies_scales) copy_scales(p.product, shared);
     }
 }
 #endif

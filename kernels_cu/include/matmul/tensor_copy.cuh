@@ -54,6 +54,17 @@ __device__ __forceinline__ void copy_box(u8* shared, const TensorMap* map, int r
 #endif
 }
 
+// Starts a copy of a multiple of 16 bytes, both ends aligned to as many.
+__device__ __forceinline__ void copy_bytes(void* shared, const void* global, u32 bytes, PhaseBarrier* barrier) {
+#ifdef CUPY_FP8_HOST
+    host_bulk_load(shared, global, bytes, barrier);
+#else
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :: "r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+#endif
+}
+
 // Copies 16-byte multiples from shared to global memory, both 16-byte aligned. The thread commits and waits.
 __device__ __forceinline__ void copy_out(void* global, const u8* shared, u32 bytes) {
 #ifdef CUPY_FP8_HOST

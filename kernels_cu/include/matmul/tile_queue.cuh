@@ -13,6 +13,7 @@ struct QueuedTile {
     int row, column, rows;             // within the group's D, and how many rows that has
     int blocks;                        // of 128 of K; -1: no more tiles
     u32 columns;                       // that follow `column` in D
+    int a_shift;                       // of the scales of A in a stage
 };
 
 // What the queue and the ring of stages have in common: places that are filled and emptied in turn. `full` and
