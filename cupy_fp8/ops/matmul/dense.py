@@ -16,7 +16,7 @@ from ...calls.results import Description, one_array
 from ...formats import INPUT_DTYPES, bfloat16, flag, float32, lookup
 from ...kernels import Launch
 from ...results import Quantized, Scaled
-from . import operands, tiles
+from . import cublaslt, operands, tiles
 from .operands import Operand
 
 
@@ -139,11 +139,14 @@ class _MatmulNT(Op[Product]):
     def launches(self, call: Call, inputs: Product, *written: int) -> Iterator[Launch]:
         if inputs.m * inputs.n * inputs.a.batch == 0:
             return
-        if inputs.a.scaling == "mx":
-            raise DeviceError("a, b: products of MX blocks need a GPU of compute capability 10.0 or later; "
-                              "a.to_block((1, 128), scale_layout='gemm_ready') of both makes operands that "
-                              "others take")
-        yield from tiles.own_kernel_launches(call, inputs, written[0])
+        refusal = ("the CPU has no cuBLASLt" if call.xp is np else cublaslt.refusal(inputs, written[0]))
+        found = cublaslt.launches(call, inputs, written[0]) if refusal is None else None
+        if found is None and inputs.a.scaling == "mx":
+            raise DeviceError("a, b: products of MX blocks need cuBLASLt on a GPU of compute capability "
+                              f"10.0 or later ({refusal or 'it has no algorithm'}); to_block((1, 128), "
+                              "scale_layout='gemm_ready') of both, or rebase_scales, makes operands that "
+                              "other GPUs take")
+        yield from tiles.own_kernel_launches(call, inputs, written[0]) if found is None else found
 
 
 _MATMUL_NT = _MatmulNT()

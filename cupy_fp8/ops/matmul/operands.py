@@ -109,17 +109,19 @@ def check_pair(a: Operand, b: Operand) -> None:
                          f"{_CONVERT % mx.name}")
 
 
-def scales_for(call: Call, operand: Operand, layout: str | None = None) -> tuple[list[Launch], ScaleView]:
+def scales_for(call: Call, operand: Operand, layout: str | None = None,
+               alignment: int = 4) -> tuple[list[Launch], ScaleView]:
     """The launches, to run before the product, that bring an operand's scales to what a kernel reads, and
     where it finds them. layout: 'gemm_ready', or 'swizzled' of MX, whose strides mean nothing; None: float32
-    (E8M0 of MX) in any layout that has strides."""
+    (E8M0 of MX) in any layout that has strides. One scale for the tensor stays where it is."""
     s, scales, scaling = operand.s, operand.scales, operand.scaling
     shifts = _SHIFTS[scaling]
     if scaling == "tensor":
         return [], ScaleView(scales.at, 0, 0, 0, *shifts)
     stored, held = str(s.scale_layout), float8_e8m0fnu if scaling == "mx" else float32
     adjacent = is_contiguous(scales.array)
-    if scales.dtype == held and stored in _READ_AS[layout] and (layout is None or adjacent):
+    fits = stored in _READ_AS[layout] and (layout is None or adjacent) and scales.at % alignment == 0
+    if scales.dtype == held and fits:
         return [], _view(scales, s, stored, shifts)
     wanted = layout or ("compact" if scaling == "mx" else "gemm_ready")
     assert s.block is not None
