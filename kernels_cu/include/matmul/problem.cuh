@@ -1,6 +1,6 @@
-// Products of FP8 matrices, D = A · Bᵀ, one for each group. A has M rows and B has N rows; the rows of both run
-// along K, and so do their bytes. Sizes of groups are either rows of A ("m") or lengths of K ("k"), and only
-// the device may know them.
+// Products of FP8 matrices, D = A · Bᵀ, one for each group. A has M rows and B has N rows; the rows of both
+// run along K, and so do their bytes. Sizes of groups are either rows of A ("m") or lengths of K ("k"), and
+// only the device may know them.
 #pragma once
 #include "groups/splits.cuh"
 
@@ -27,6 +27,8 @@ struct Operand {
     i64 scale_group, scale_start, scale_padded, scale_blocks;
     i64 scale_row;                 // scales from row to row, or from 128 rows to the next 128
     i64 scale_block;               // from one 128 of K to the next; -1: the group's size rounded up to 4
+    u32 scale_shift;               // log2 of the rows that share a scale
+    u32 e5m2;                      // the format is e5m2, else e4m3fn
 
     __device__ __forceinline__ const u8* first(const GroupStart& g) const {
         return data + g.group * group_bytes + g.start * start_bytes;
@@ -41,6 +43,9 @@ struct Operand {
     }
 };
 
+// Two launches can share the groups: one kernel takes those that tensor copies can read, another the rest.
+enum Share : u32 { kAllGroups, kGroupsIn16Bytes, kOtherGroups };
+
 struct Product {
     Operand a, b;
     Splits splits;                 // without sizes: all groups are total / groups large
@@ -52,6 +57,20 @@ struct Product {
     u32 out_type;                  // OutType
     u32 bias_type;
     u32 accumulate;                // add to f32 `out`
+    u32 share;                     // Share: which groups this launch computes
+    u32 whole_blocks;              // of "k": groups begin at multiples of 128; D of one that does not is 0
+
+    // False for a group that breaks the promise of whole_blocks: its scales lie elsewhere.
+    __device__ __forceinline__ bool keeps_promise(const GroupStart& g) const {
+        return !whole_blocks || g.blocks * kScaleBlock == g.start;
+    }
+    // Whether tensor copies can read a group: rows begin at multiples of 16 bytes.
+    __device__ __forceinline__ bool in_16_bytes(const GroupStart& g) const {
+        return (((u64)a.first(g) | (u64)b.first(g) | (u64)a.pitch_of(g) | (u64)b.pitch_of(g)) & 15) == 0;
+    }
+    __device__ __forceinline__ bool computes(const GroupStart& g) const {
+        return share == kAllGroups || (g.size == 0 || in_16_bytes(g)) == (share == kGroupsIn16Bytes);
+    }
 };
 
 enum OutType : u32 { kOutBf16, kOutF16, kOutF32 };
@@ -64,20 +83,18 @@ struct ProductTile {
     i64 k;                         // elements of K that the group's products have
 };
 
-// Walks over the tiles of all groups in order. Every warp that takes part walks on its own, all lanes together,
-// and asks for tiles in ascending order. Rows of A after the last group belong to none: they become a group
-// without K, so that D is 0 there.
-template <bool kSizesOfK, int kTileRows, int kTileColumns>
+// Walks over the tiles of all groups in order. Every warp that takes part walks on its own, all lanes
+// together, and asks for tiles in ascending order. Rows of A after the last group belong to none: they become
+// a group without K, so that D is 0 there. Index: i32 if all sizes and numbers of tiles fit, else i64.
+template <bool kSizesOfK, int kTileRows, int kTileColumns, class Index = i64>
 class TileWalk {
 public:
-    __device__ __forceinline__ explicit TileWalk(const Product& p)
-        : splits(p.splits), total(p.total), m(p.m), k(p.k),
-          column_tiles((p.n + kTileColumns - 1) / kTileColumns),
-          each(p.splits.sizes ? 0 : p.splits.groups ? p.total / p.splits.groups : 0),
-          zero_rest(!kSizesOfK && !p.accumulate) {}
+    __device__ __forceinline__ explicit TileWalk(const Product& product)
+        : p(product), column_tiles((Index)((product.n + kTileColumns - 1) / kTileColumns)),
+          zero_rest(!kSizesOfK && !product.accumulate && product.share != kOtherGroups) {}
 
     // Returns whether there is such a tile.
-    __device__ __forceinline__ bool find(i64 wanted) {
+    __device__ __forceinline__ bool find(Index wanted) {
         while (wanted >= tiles_loaded)
             if (!load_groups()) return false;
         if (wanted >= group_end) select_group(wanted);
@@ -90,65 +107,72 @@ public:
 private:
     static constexpr int kBand = 16;   // Row tiles that share columns of B, which then come from the L2.
 
-    Splits splits;
-    i64 total, m, k, column_tiles, each;
-    bool zero_rest;
-    i64 next_group = 0, tiles_loaded = 0;
-    GroupStart round = {0, 0, 0, 0, 0};   // the sums before the next 32 groups
-    GroupStart own = {0, 0, 0, 0, 0};     // this lane's group, of the 32 loaded last
-    i64 own_first = 0;                    // its first tile
-    i64 group_first = 0, group_end = 0;   // tiles of the group of `tile`
+    struct Sums { Index start, padded, blocks; };
 
-    __device__ __forceinline__ i64 tiles_of(i64 size) const {
-        const i64 rows = kSizesOfK ? m : size;
-        return (rows + kTileRows - 1) / kTileRows * column_tiles;
+    const Product& p;
+    const Index column_tiles;
+    const bool zero_rest;
+    Index next_group = 0, tiles_loaded = 0;
+    Sums round = {0, 0, 0};            // before the next 32 groups
+    Sums own = {0, 0, 0};              // before this lane's group, of the 32 loaded last
+    Index own_size = 0, own_first = 0; // its size and its first tile
+    Index group_first = 0, group_end = 0;  // tiles of the group of `tile`
+
+    __device__ __forceinline__ Index tiles_of(Index size) const {
+        return (Index)(((kSizesOfK ? (Index)p.m : size) + kTileRows - 1) / kTileRows) * column_tiles;
     }
-    __device__ __forceinline__ i64 size_of(i64 group) const {
-        if (group >= splits.groups) return 0;
-        const i64 size = splits.sizes ? splits.load(group) : each;
-        return size < 0 ? 0 : size > total ? total + 1 : size;   // Sums stay small and still exceed total.
+    __device__ __forceinline__ Index size_of(Index group) const {
+        if (group >= p.splits.groups) return 0;
+        const i64 size = p.splits.sizes ? p.splits.load(group) : p.total / p.splits.groups;
+        return (Index)(size < 0 ? 0 : size > p.total ? p.total : size);
     }
+    static __device__ __forceinline__ Index up_to(Index value, Index end) { return value < end ? value : end; }
+
     // Loads the next 32 groups, a lane each. After the last one come the rows of no group.
     __device__ __forceinline__ bool load_groups() {
-        if (next_group > splits.groups || (next_group == splits.groups && !zero_rest)) return false;
-        const i64 group = next_group + threadIdx.x % 32;
-        const bool is_rest = zero_rest && group == splits.groups;
-        i64 size = size_of(group);
-        const i64 end = warp_prefix_sum(size);
-        const i64 start = end - size + round.start < total ? end - size + round.start : total;
+        const Index groups = (Index)p.splits.groups, total = (Index)p.total;
+        if (next_group > groups || (next_group == groups && !zero_rest)) return false;
+        const Index group = next_group + threadIdx.x % 32;
+        const bool is_rest = zero_rest && group == groups;
+        Index size = size_of(group);
+        const i64 end = warp_prefix_sum((i64)size) + round.start;      // of 32 sizes: 64 bits do not overflow
+        const Index start = (Index)(end - size < total ? end - size : total);
         if (size > total - start || is_rest) size = total - start;
-        const i64 padded = warp_prefix_sum((size + 3) / 4 * 4);
-        const i64 blocks = warp_prefix_sum((size + kScaleBlock - 1) / kScaleBlock);
-        const i64 tiles = group < splits.groups || is_rest ? tiles_of(size) : 0;
-        const i64 end_tile = warp_prefix_sum(tiles);
-        own = {group, start, round.padded + padded - (size + 3) / 4 * 4,
-               round.blocks + blocks - (size + kScaleBlock - 1) / kScaleBlock, size};
-        own_first = tiles_loaded + end_tile - tiles;
-        round.start += __shfl_sync(~0u, end, 31);
-        round.start = round.start < total ? round.start : total;
-        round.padded += __shfl_sync(~0u, padded, 31);
-        round.blocks += __shfl_sync(~0u, blocks, 31);
-        tiles_loaded += __shfl_sync(~0u, end_tile, 31);
+        const Index blocks_of = (size + kScaleBlock - 1) / kScaleBlock, padded_of = (size + 3) / 4 * 4;
+        const i64 padded = warp_prefix_sum((i64)padded_of), blocks = warp_prefix_sum((i64)blocks_of);
+        own = {start, (Index)(round.padded + padded - padded_of), (Index)(round.blocks + blocks - blocks_of)};
+        own_size = size;
+        const bool exists = group < groups ? p.computes(start_of(group, own, size)) : is_rest;
+        const Index tiles = exists ? tiles_of(size) : 0;
+        const i64 end_tile = warp_prefix_sum((i64)tiles);
+        own_first = tiles_loaded + (Index)end_tile - tiles;
+        const i64 all = __shfl_sync(~0u, end, 31);
+        round = {(Index)(all < total ? all : total), (Index)(round.padded + __shfl_sync(~0u, padded, 31)),
+                 (Index)(round.blocks + __shfl_sync(~0u, blocks, 31))};
+        tiles_loaded += (Index)__shfl_sync(~0u, end_tile, 31);
         next_group += 32;
         return true;
     }
-    __device__ __forceinline__ void select_group(i64 wanted) {
+    static __device__ __forceinline__ GroupStart start_of(Index group, const Sums& sums, Index size) {
+        return {group, sums.start, sums.padded, sums.blocks, size};
+    }
+    __device__ __forceinline__ void select_group(Index wanted) {
         const int lane = 31 - __clz((int)__ballot_sync(~0u, own_first <= wanted));
-        tile.at = {__shfl_sync(~0u, own.group, lane), __shfl_sync(~0u, own.start, lane),
-                   __shfl_sync(~0u, own.padded, lane), __shfl_sync(~0u, own.blocks, lane),
-                   __shfl_sync(~0u, own.size, lane)};
+        const Index group = next_group - 32 + lane, size = __shfl_sync(~0u, own_size, lane);
+        const Sums sums = {__shfl_sync(~0u, own.start, lane), __shfl_sync(~0u, own.padded, lane),
+                           __shfl_sync(~0u, own.blocks, lane)};
+        tile.at = start_of(group, sums, size);
         group_first = __shfl_sync(~0u, own_first, lane);
-        group_end = group_first + tiles_of(tile.at.size);
-        tile.rows = kSizesOfK ? m : tile.at.size;
-        tile.k = kSizesOfK ? tile.at.size : tile.at.group < splits.groups ? k : 0;
+        group_end = group_first + tiles_of(size);
+        tile.rows = kSizesOfK ? p.m : size;
+        tile.k = kSizesOfK ? size : group < p.splits.groups ? p.k : 0;
     }
     // Tiles go down a band of rows, then to the next columns.
-    __device__ __forceinline__ void place(i64 tile_in_group) {
-        const i64 row_tiles = (tile.rows + kTileRows - 1) / kTileRows;
-        const i64 band = tile_in_group / (kBand * column_tiles);
-        const i64 left = row_tiles - band * kBand, height = left < kBand ? left : kBand;
-        const i64 in_band = tile_in_group - band * kBand * column_tiles;
-        tile.row = (band * kBand + in_band % height) * kTileRows;
-        tile.column = in_band / height * kTileColumns;
+    __device__ __forceinline__ void place(Index in_group) {
+        const Index row_tiles = ((Index)tile.rows + kTileRows - 1) / kTileRows;
+        const Index band = in_group / (kBand * column_tiles), in_band = in_group - band * kBand * column_tiles;
+        const Index height = up_to(row_tiles - band * kBand, kBand), column = in_band / height;
+        tile.row = (i64)(band * kBand + in_band - column * height) * kTileRows;
+        tile.column = (i64)column * kTileColumns;
     }
 };
