@@ -221,10 +221,7 @@ __device__ __forceinline__ bool find_tile(const Product& p, ProductTile& tile) {
     TileWalk<kSizesOfK, kTileRows, kTileColumns> walk(p);
     if (!walk.find(blockIdx.x)) return false;
     tile = walk.tile;
-    if (kSizesOfK && !p.keeps_promise(tile.at)) {
-        if (threadIdx.x == 0) report(p.splits.errors, kSplitStart);
-        tile.k = 0;
-    }
+    if (kSizesOfK && threadIdx.x == 0 && !p.keeps_promise(tile.at)) report(p.splits.errors, kSplitStart);
     return true;
 }
 

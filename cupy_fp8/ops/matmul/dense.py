@@ -146,7 +146,7 @@ class _MatmulNT(Op[Product]):
                               f"10.0 or later ({refusal or 'it has no algorithm'}); to_block((1, 128), "
                               "scale_layout='gemm_ready') of both, or rebase_scales, makes operands that "
                               "other GPUs take")
-        yield from tiles.own_kernel_launches(call, inputs, written[0]) if found is None else found
+        yield from tiles.dense_launches(call, inputs, written[0]) if found is None else found
 
 
 _MATMUL_NT = _MatmulNT()

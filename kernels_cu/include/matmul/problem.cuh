@@ -60,9 +60,10 @@ struct Product {
     u32 share;                     // Share: which groups this launch computes
     u32 whole_blocks;              // of "k": groups begin at multiples of 128; D of one that does not is 0
 
-    // False for a group that breaks the promise of whole_blocks: its scales lie elsewhere.
+    // False for a group that breaks the promise of whole_blocks: its scales lie elsewhere. It becomes a group
+    // without K, and the kernel reports it.
     __device__ __forceinline__ bool keeps_promise(const GroupStart& g) const {
-        return !whole_blocks || g.blocks * kScaleBlock == g.start;
+        return !whole_blocks || g.size == 0 || g.blocks * kScaleBlock == g.start;
     }
     // Whether tensor copies can read a group: rows begin at multiples of 16 bytes.
     __device__ __forceinline__ bool in_16_bytes(const GroupStart& g) const {
@@ -165,7 +166,8 @@ private:
         group_first = __shfl_sync(~0u, own_first, lane);
         group_end = group_first + tiles_of(size);
         tile.rows = kSizesOfK ? p.m : size;
-        tile.k = kSizesOfK ? size : group < p.splits.groups ? p.k : 0;
+        if (kSizesOfK) tile.k = p.keeps_promise(tile.at) ? size : 0;
+        else tile.k = group < p.splits.groups ? p.k : 0;
     }
     // Tiles go down a band of rows, then to the next columns.
     __device__ __forceinline__ void place(Index in_group) {
