@@ -53,13 +53,13 @@ def product(a: Scaled, b: Scaled, of: Any = np.asarray) -> np.ndarray:
     with np.errstate(invalid="ignore", over="ignore"):
         for i, into in enumerate(out):
             for r in range(0, m, rows):
-                left = of(_values(a, i, r, min(r + rows, m)))
+                left = of(scaled_values(a, i, r, min(r + rows, m)))
                 for c in range(0, n, rows):
-                    into[r:r + rows, c:c + rows] = left @ of(_values(b, i, c, min(c + rows, n))).T
+                    into[r:r + rows, c:c + rows] = left @ of(scaled_values(b, i, c, min(c + rows, n))).T
     return out.reshape(*a.shape[:-2], m, n)
 
 
-def _values(s: Scaled, matrix: int, start: int, end: int) -> np.ndarray:
+def scaled_values(s: Scaled, matrix: int, start: int, end: int) -> np.ndarray:
     """Rows of one matrix as f64, each value times its scale."""
     k = s.shape[-1]
     batch = prod(s.shape[:-2])
