@@ -309,7 +309,8 @@ def _make(key: Key, x: Array, values: list[int]) -> Plan | None:
     room = empty_beside(x, (max(one.workspace_bytes for one in candidates),), np.dtype(np.uint8))
     # A product that is added to its result must not be added by the trial.
     result = empty_beside(x, (key.batch, key.m, key.n), key.to) if key.accumulate else None
-    d, tried = 0 if result is None else address(result), [*values, address(room)]
+    d = 0 if result is None else address(result)
+    tried = [*values, address(room) if room.size else 0]
     usable = (one for one in candidates if plan.run(tried, one, d) == library.SUCCESS)
     if key.autotune:
         timed = [(_microseconds(lambda one=one: plan.run(tried, one, d)), i, one)
