@@ -30,13 +30,14 @@ Check = Callable[[], None]
 @dataclass(frozen=True)
 class Spec:
     """One row of the benchmark. make() allocates inputs and outputs and returns (call, check): the call to
-    time, and a function that compares what it wrote with the reference."""
+    time, and a function that compares what it wrote with the reference. flops: of a product."""
 
     op: str
     label: str
     shape: tuple[int, ...]
     traffic: int
     make: Callable[[], tuple[Call, Check]]
+    flops: int = 0
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ class _Bound(NamedTuple):
     @staticmethod
     def of(launch: Launch, known: _Known) -> _Bound | None:
         """None if a pointer leads elsewhere, or may be hidden in packed bytes."""
-        slots = known.slots((i, launch.values[i]) for i in launch.variant.kernel.layout.pointers)
+        slots = known.slots((i, launch.values[i]) for i in launch.pointer_positions)
         records = []
         for i, value in enumerate(launch.values):
             if isinstance(value, bytes) and value:
@@ -160,12 +160,12 @@ class _Bound(NamedTuple):
         return None if slots is None else _Bound(launch, slots, records)
 
     def run(self, x: Array, addresses: list[int]) -> None:
-        launch, values = self.launch, self.launch.values.copy()
+        values = self.launch.values.copy()
         for position, which, offset in self.slots:
             values[position] = addresses[which] + offset
         for position, inside in self.records:
             values[position] = inside.fill(addresses)
-        launch.variant.launch(x, launch.grid, *values, shared=launch.shared)
+        self.launch.run_with(x, values)
 
 
 class _Allocating:

@@ -18,7 +18,7 @@ from .base import Case, outputs
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 #: The families in the order of the README. Any other family comes after these.
-FAMILIES = ("quantize", "convert", "scales", "moe")
+FAMILIES = ("quantize", "convert", "scales", "matmul", "moe")
 
 
 def bytes_moved(arguments: Arguments, written: Iterable[np.ndarray]) -> int:
@@ -41,6 +41,9 @@ class Registration:
     updates    names of the leading arguments that a call updates in place and returns
     timed      the calls that `bench` times where no module of `cupy_fp8.bench` has rows for the op
     moves      (arguments, written arrays) -> the bytes that a call must move
+    agrees     (arrays that a call wrote by name, those of the reference, the NumPy arguments): AssertionError
+               unless the first are right, for an op whose result is not defined byte for byte; None: they are
+               equal
     """
 
     name: str
@@ -53,6 +56,7 @@ class Registration:
     updates: tuple[str, ...] = ()
     timed: tuple[Case, ...] = ()
     moves: Callable[[Arguments, Iterable[np.ndarray]], int] = bytes_moved
+    agrees: Callable[[dict[str, Any], dict[str, Any], Arguments], None] | None = None
 
     @property
     def family(self) -> str:

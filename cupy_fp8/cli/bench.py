@@ -50,11 +50,13 @@ def device_rows(ops: list[str]) -> list[dict[str, Any]]:
         replay = graph_us(spec.make, spec.traffic) if spec.traffic <= _SMALL else None
         shape = "×".join(map(str, spec.shape))
         print(f"{spec.op:24} {spec.label:28} {shape:>12} {m.us:9.2f} {m.gb_per_s:6.0f} {m.share:6.3f} "
-              f"{m.spread:6.1f}% " + (f"{replay:9.2f}" if replay else ""), flush=True)
+              f"{m.spread:6.1f}% " + (f"{replay:9.2f}" if replay else "")
+              + (f" {spec.flops / m.us / 1e6:.0f} TFLOP/s" if spec.flops else ""), flush=True)
         rows.append({"op": spec.op, "variant": spec.label, "shape": list(spec.shape), "bytes": spec.traffic,
                      "us": round(m.us, 3), "gb_per_s": round(m.gb_per_s), "share": round(m.share, 4),
                      "spread_percent": round(m.spread, 2), "copy_us": round(m.copy_us, 3),
-                     "graph_us": replay and round(replay, 3)})
+                     "graph_us": replay and round(replay, 3),
+                     **({"tflops": round(spec.flops / m.us / 1e6)} if spec.flops else {})})
     return rows
 
 

@@ -24,6 +24,7 @@ class Fact(enum.IntFlag):
     ORDER = 1 << 4
     ROUTE_EXPERT = 1 << 5
     ROUTE_BOUND = 1 << 6
+    SPLIT_START = 1 << 7
 
 
 MESSAGES = {
@@ -39,6 +40,8 @@ MESSAGES = {
     Fact.ROUTE_EXPERT: "assignment: an expert that does not exist; it counted as dropped",
     Fact.ROUTE_BOUND: "assignment: more routes than topk or rows have room for; those past the end go "
                       "nowhere",
+    Fact.SPLIT_START: "splits: a group of columns that does not begin at a multiple of 128, as blocks of "
+                      "scales do; its product is 0",
 }
 
 _ON_HOST = -1                                # the word of kernels that run on the CPU

@@ -9,7 +9,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -208,8 +208,17 @@ class Launch:
         #: The address of the pointers to the kernel's arguments, after `keep`.
         self.pointers = 0
 
+    @property
+    def pointer_positions(self) -> Sequence[int]:
+        """Which of the values are addresses."""
+        return self.variant.kernel.layout.pointers
+
     def run(self) -> None:
         self.variant.launch(self, self.grid)
+
+    def run_with(self, x: Any, values: list[Any]) -> None:
+        """The same launch with other values."""
+        self.variant.launch(x, self.grid, *values, shared=self.shared)
 
     def keep(self) -> None:
         """Pack the parameters once, for a launch that is run again and again."""

@@ -44,6 +44,20 @@ def narrow(v: np.ndarray, dtype: np.dtype[Any], saturate: bool = True) -> np.nda
     return out
 
 
+def narrow_f64(v: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """f64 values rounded once to float32, float16 or bfloat16. The step through f32 rounds to odd: what it
+    drops stays in the last bit, and f32 has enough bits more than the other two that the second step rounds
+    as the exact value would."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        single = np.asarray(v).astype(np.float32)
+    if dtype != float32:
+        beyond = np.isfinite(v) & (np.abs(single) > np.abs(v))
+        single = np.where(beyond, np.nextafter(single, np.float32(0)), single)
+        inexact = np.isfinite(v) & (single != v)
+        bits(single)[inexact] |= 1
+    return narrow(single, dtype)
+
+
 def round_up_e8m0(v: np.ndarray) -> np.ndarray:
     """RP8: the E8M0 byte of the smallest power of two not below v. 255 if there is none (nonzero negative
     values, Inf, NaN)."""

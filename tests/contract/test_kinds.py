@@ -77,7 +77,7 @@ def test_a_device_that_is_not_current(example, device):
             assert device.cupy.cuda.runtime.getDevice() == current
         device.cupy.cuda.Device(second).synchronize()
         compare(example, args, kwargs)
-        if not example.op.updates:
+        if not example.updates:
             with device.cupy.cuda.Device(current):
                 made = example.op.function(*example.args, **options)
             assert {a.data.device_id for a in leaves(made)} == {second}

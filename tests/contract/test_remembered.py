@@ -55,7 +55,7 @@ def test_other_contents(example, device):
         example.call()
         compare(example, args, kwargs)
         change_contents(example, device)
-    for _ in range(6 if not example.op.updates else 0):
+    for _ in range(6 if not example.updates else 0):
         args, kwargs = on_host(example)
         compare(example.with_tree((example.args, example.kwargs, anew(example))), args, kwargs)
         change_contents(example, device)
@@ -145,7 +145,7 @@ def test_no_array_is_kept_alive(example, run):
     example = example.on(run)
     for _ in range(2):
         example.call()
-        if not example.op.updates:
+        if not example.updates:
             anew(example)
     gone = [weakref.ref(a) for a in leaves(example.tree)]
     del example

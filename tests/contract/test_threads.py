@@ -24,7 +24,7 @@ def work(example: Example, device: Place) -> None:
     """Many calls with arrays of this thread's own, on a stream of its own."""
     with device.cupy.cuda.Stream(non_blocking=True) as stream:
         args, kwargs = on_host(example)
-        for _ in range(1 if example.op.updates else 20):
+        for _ in range(1 if example.updates else 20):
             example.call()
         stream.synchronize()
         compare(example, args, kwargs)

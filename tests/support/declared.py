@@ -128,6 +128,11 @@ class Example:
         arguments = {id(a) for a in leaves((self.args, self.kwargs))}
         return [a for a in leaves(self.out) if id(a) not in arguments]
 
+    @property
+    def updates(self) -> bool:
+        """Whether the call updates an argument and returns it, so that the same call again finds another."""
+        return bool(self.op.updates) or not self.result
+
     def poison(self) -> None:
         for a in self.result:
             cases.poison(a)

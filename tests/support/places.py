@@ -73,5 +73,5 @@ def every_example_that(wanted: Callable[[Example], bool]) -> pytest.MarkDecorato
 
 
 every_example = every_example_that(lambda example: True)
-every_result = every_example_that(lambda example: not example.op.updates)
+every_result = every_example_that(lambda example: not example.updates)
 every_noop = every_example_that(lambda example: "noop" in example.kwargs)

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
 
+import fake_cublaslt
 import numpy as np
 import pytest
 
@@ -256,4 +257,12 @@ def install(patch: pytest.MonkeyPatch) -> Any:
             (_workspaces, "_of_stream", {}), (single_read, "_gpu", lambda device: single_read._CPU),
             (tensor_current, "_gpu", lambda device: tensor_current._CPU)):
         patch.setattr(owner, name, value)
+    fake_cublaslt.install(patch, fake_cublaslt.FakeCublasLt(record=_recorded_or_run))
     return module
+
+
+def _recorded_or_run(run: Callable[[], Any]) -> None:
+    if _state.recorded is None:
+        run()
+    else:
+        _state.recorded.append(run)

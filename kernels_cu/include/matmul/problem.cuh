@@ -27,6 +27,8 @@ struct Operand {
     i64 scale_group, scale_start, scale_padded, scale_blocks;
     i64 scale_row;                 // scales from row to row, or from 128 rows to the next 128
     i64 scale_block;               // from one 128 of K to the next; -1: the group's size rounded up to 4
+    u32 scale_shift;               // log2 of the rows that share a scale
+    u32 e5m2;                      // the format is e5m2, else e4m3fn
 
     __device__ __forceinline__ const u8* first(const GroupStart& g) const {
         return data + g.group * group_bytes + g.start * start_bytes;
@@ -56,7 +58,13 @@ struct Product {
     u32 bias_type;
     u32 accumulate;                // add to f32 `out`
     u32 share;                     // Share: which groups this launch computes
+    u32 whole_blocks;              // of "k": groups begin at multiples of 128; D of one that does not is 0
 
+    // False for a group that breaks the promise of whole_blocks: its scales lie elsewhere. It becomes a group
+    // without K, and the kernel reports it.
+    __device__ __forceinline__ bool keeps_promise(const GroupStart& g) const {
+        return !whole_blocks || g.size == 0 || g.blocks * kScaleBlock == g.start;
+    }
     // Whether tensor copies can read a group: rows begin at multiples of 16 bytes.
     __device__ __forceinline__ bool in_16_bytes(const GroupStart& g) const {
         return (((u64)a.first(g) | (u64)b.first(g) | (u64)a.pitch_of(g) | (u64)b.pitch_of(g)) & 15) == 0;
@@ -158,7 +166,8 @@ private:
         group_first = __shfl_sync(~0u, own_first, lane);
         group_end = group_first + tiles_of(size);
         tile.rows = kSizesOfK ? p.m : size;
-        tile.k = kSizesOfK ? size : group < p.splits.groups ? p.k : 0;
+        if (kSizesOfK) tile.k = p.keeps_promise(tile.at) ? size : 0;
+        else tile.k = group < p.splits.groups ? p.k : 0;
     }
     // Tiles go down a band of rows, then to the next columns.
     __device__ __forceinline__ void place(Index in_group) {

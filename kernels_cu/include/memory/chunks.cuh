@@ -40,6 +40,22 @@ __device__ __forceinline__ void copy_async(u8* shared, const void* from, bool ex
                      "r"(bytes) : "memory");
 #endif
 }
+// The same for kBytes (4 or 16) bytes, aligned to as many: the first `existing` are copied, the others become
+// zeros.
+template <int kBytes>
+__device__ __forceinline__ void copy_async_part(void* shared, const void* from, u32 existing) {
+#ifdef CUPY_FP8_HOST
+    host_cp_async(shared, from, kBytes, existing);
+#else
+    const u32 to = (u32)__cvta_generic_to_shared(shared);
+    if constexpr (kBytes == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(existing)
+                     : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" :: "r"(to), "l"(from), "n"(kBytes),
+                     "r"(existing) : "memory");
+#endif
+}
 // copy_async_commit() ends a group of copies. copy_async_wait() waits for all groups but the last kPending.
 __device__ __forceinline__ void copy_async_commit() {
 #ifdef CUPY_FP8_HOST

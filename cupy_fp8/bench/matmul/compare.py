@@ -1,0 +1,184 @@
+"""python -m cupy_fp8.bench.matmul.compare: TFLOP/s of products beside cuBLASLt called directly and PyTorch.
+
+A GPU at its power limit slows down, so two protocols are shown: bursts of calls with a pause between them,
+and bursts one right after the other once the GPU is warm.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ... import backend
+from ...arrays import bits, empty
+from ...formats import bfloat16
+from ...ops.matmul import cublaslt, library
+from ...ops.matmul.dense import matmul_nt
+from ...recipes import BlockScaling, CurrentScaling
+from ...results import Scaled
+
+#: M, N, K. The last one is the gradient of a weight over 32768 tokens.
+SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (32768, 2048, 7168), (2048, 7168, 32768))
+PAIRS = (("tensor", "tensor"), ("row", "row"), ("vector", "block"), ("vector", "vector"))
+_BURSTS, _CALLS, _PAUSE, _WARM = 5, 10, 0.2, 0.5
+_RECIPES: dict[str, Any] = {
+    "tensor": CurrentScaling(), "row": BlockScaling((1, None)), "vector": BlockScaling(),
+    "block": BlockScaling((128, 128))}
+_WORKSPACE = 32 << 20
+
+Call = Callable[[], Any]
+
+
+class Row(NamedTuple):
+    """TFLOP/s of one caller, with pauses and without; or why there are none."""
+
+    shape: tuple[int, int, int]
+    pair: tuple[str, str]
+    caller: str
+    paused: float
+    unpaused: float
+    problem: str = ""
+
+    def __str__(self) -> str:
+        shape, pair = "×".join(map(str, self.shape)), " × ".join(self.pair)
+        speed = self.problem or f"{self.paused:7.0f} {self.unpaused:7.0f}"
+        return f"{shape:>18} {pair:>16} {self.caller:28} {speed}"
+
+
+def operand(rows: int, k: int, scaling: str) -> Scaled:
+    """N(0, 1), quantised."""
+    cp = backend.cupy()
+    return _RECIPES[scaling].quantize(cp.random.standard_normal((rows, k), dtype=cp.float32)).rowwise
+
+
+def callers(a: Scaled, b: Scaled, out: Any) -> Iterator[tuple[str, Callable[[], Call]]]:
+    """What is timed, each by a function that makes the call."""
+    fast = a.block is None or a.block == (1, None)
+    for label, options in (("", {}), (" fast", {"fast_accum": True})):
+        if options and not fast:
+            continue
+        yield f"matmul_nt{label}", lambda options=options: lambda: matmul_nt(a, b, out=out, **options)
+        yield f"matmul_nt{label} tuned", lambda options=options: lambda: matmul_nt(
+            a, b, out=out, autotune=True, **options)
+        yield f"cuBLASLt{label}", lambda options=options: directly(a, b, out, **options)
+        yield f"torch._scaled_mm{label}", lambda options=options: by_torch(a, b, **options)
+    yield "torch bf16", lambda: by_torch_in_bf16(a, b)
+
+
+def directly(a: Scaled, b: Scaled, out: Any, fast_accum: bool = False) -> Call:
+    """cublasLtMatmul as the library's samples call it: the heuristic's first algorithm, 32 MB of workspace,
+    arguments that are made once."""
+    cp = backend.cupy()
+    lib = library.found()
+    if isinstance(lib, str):
+        raise backend.DeviceError(lib)
+    (m, k), n = a.shape, b.shape[0]
+    modes: dict[Any, int] = {None: 0, (1, None): 3, (1, 128): 4, (128, 128): 5}
+    key = cublaslt.Key(out.data.device_id, m, n, k, 1, b.dtype, a.dtype, out.dtype, modes[b.block],
+                       modes[a.block], None, False, fast_accum, False)
+    plan, workspace = cublaslt.Plan(lib, key), cp.empty(_WORKSPACE, cp.uint8)
+    values = [x.data.ptr for x in (b.data, a.data, out, b.scale_inv, a.scale_inv)] + [0, workspace.data.ptr]
+    plan.set_addresses(plan.description, values)
+    found = lib.algorithms(plan.handle, plan.description, plan.a, plan.b, plan.c,
+                           library.preference(lib, workspace=_WORKSPACE), 1)
+    if not found:
+        raise backend.DeviceError(f"the heuristic has no algorithm for {key}")
+    arguments, matmul = plan.arguments(plan.description, values, found[0]), lib.matmul
+    stream = ctypes.c_void_p(cp.cuda.get_current_stream().ptr)
+
+    def call() -> None:
+        if status := matmul(*arguments, stream):
+            raise plan.failed(status)
+        assert workspace is not None                # which the call keeps alive
+
+    return call
+
+
+def by_torch(a: Scaled, b: Scaled, fast_accum: bool = False) -> Call:
+    import torch
+
+    def tensor(x: Any) -> Any:
+        return torch.as_tensor(x, device="cuda")
+
+    left, right = (tensor(bits(s.data)).view(torch.float8_e4m3fn) for s in (a, b))
+    scales = []
+    for s, transposed in ((a, False), (b, True)):
+        compact = tensor(s.scale_inv if s.block is None else s.to_layout("compact").scale_inv)
+        if s.block is None:
+            compact = compact.reshape(())
+        elif s.block == (1, 128):
+            compact = compact.t().contiguous().t()
+        scales.append(compact.t() if transposed and s.block is not None else compact)
+    return lambda: torch._scaled_mm(left, right.t(), scales[0], scales[1], out_dtype=torch.bfloat16,
+                                    use_fast_accum=fast_accum)
+
+
+def by_torch_in_bf16(a: Scaled, b: Scaled) -> Call:
+    import torch
+
+    left, right = (torch.as_tensor(bits(s.data), device="cuda").view(torch.float8_e4m3fn).bfloat16()
+                   for s in (a, b))
+    return lambda: torch.mm(left, right.t())
+
+
+def seconds(call: Call) -> float:
+    """Device time of one call among a burst of them."""
+    cuda = backend.cupy().cuda
+    start, end = cuda.Event(), cuda.Event()
+    start.record()
+    for _ in range(_CALLS):
+        call()
+    end.record()
+    end.synchronize()
+    return float(cuda.get_elapsed_time(start, end)) / 1e3 / _CALLS
+
+
+def rows(shape: tuple[int, int, int], pair: tuple[str, str], dtype: Any = bfloat16) -> list[Row]:
+    """One product by every caller, one after the other."""
+    m, n, k = shape
+    a, b = operand(m, k, pair[0]), operand(n, k, pair[1])
+    out = empty((m, n), np.dtype(dtype), like=a.data)
+    calls: dict[str, Call] = {}
+    found = []
+    for caller, make in callers(a, b, out):
+        try:
+            call = make()
+            call()
+            backend.cupy().cuda.get_current_stream().synchronize()
+            calls[caller] = call
+        except Exception as error:              # a peer that is missing or refuses the product
+            found.append(Row(shape, pair, caller, 0, 0, f"{type(error).__name__}: {str(error)[:150]}"))
+    times: dict[tuple[str, bool], list[float]] = {(c, p): [] for c in calls for p in (True, False)}
+    for paused in (True, False):
+        for caller, call in calls.items():
+            end = time.perf_counter() + (0 if paused else _WARM)
+            while time.perf_counter() < end:
+                seconds(call)
+            for _ in range(_BURSTS):
+                if paused:
+                    time.sleep(_PAUSE)
+                times[caller, paused].append(seconds(call))
+    speed = {key: 2 * m * n * k / statistics.median(t) / 1e12 for key, t in times.items()}
+    return [Row(shape, pair, c, speed[c, True], speed[c, False]) for c in calls] + found
+
+
+def main() -> int:
+    problem = backend.gpu_problem()
+    if problem:
+        print(f"a comparison needs a GPU: {problem}")
+        return 1
+    print(f"{'M×N×K':>18} {'scales':>16} {'':28} TFLOP/s with pauses, without", flush=True)
+    for shape in SHAPES:
+        for pair in PAIRS:
+            for row in rows(shape, pair):
+                print(row, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,61 @@
+"""Benchmark rows of matmul_nt. `python -m cupy_fp8.bench.matmul.compare` has the same products beside other
+libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ...arrays import asnumpy, bits, empty
+from ...cases.matmul.tolerance import assert_within
+from ...formats import bfloat16
+from ...ops.matmul.dense import matmul_nt
+from ...reference.matmul import dense as reference
+from ...results import Scaled
+from ..measure import Spec
+from .compare import PAIRS, SHAPES, operand
+
+_ROWS = 8                           # of a, that are compared with the reference
+
+
+def _product(shape: tuple[int, int, int], pair: tuple[str, str], options: dict[str, Any]) -> Any:
+    m, n, k = shape
+
+    def make() -> Any:
+        a, b = operand(m, k, pair[0]), operand(n, k, pair[1])
+        out = empty((m, n), bfloat16, like=a.data)
+
+        def check() -> None:
+            if not options.get("fast_accum"):
+                first = _first_rows(a)
+                whole = Scaled(asnumpy(b.data), asnumpy(b.scale_inv), b.shape, False, b.block, b.scale_layout)
+                want = reference.matmul_nt(first, whole)
+                got = np.ascontiguousarray(asnumpy(bits(out)[:_ROWS])).view(bfloat16)
+                assert_within(got, want, reference.magnitudes(first, whole))
+
+        return (lambda: matmul_nt(a, b, out=out, **options)), check
+
+    return make
+
+
+def _first_rows(s: Scaled) -> Scaled:
+    data = asnumpy(bits(s.data)[:_ROWS]).view(s.dtype)
+    if s.block is None:
+        return Scaled(data, asnumpy(s.scale_inv), data.shape)
+    scales = asnumpy(s.to_layout("compact").scale_inv)
+    return Scaled(data, scales[:_ROWS], data.shape, False, s.block, "compact")
+
+
+def _all() -> Iterator[Spec]:
+    for shape in SHAPES:
+        for pair in PAIRS:
+            m, n, k = shape
+            for label, options in (("", {}), (" fast", {"fast_accum": True}), (" tuned", {"autotune": True})):
+                if label != " fast" or pair[0] in ("tensor", "row"):
+                    yield Spec("matmul_nt", f"{pair[0]} × {pair[1]}{label}", shape,
+                               (m + n) * k + 2 * m * n, _product(shape, pair, options), 2 * m * n * k)
+
+
+SPECS: tuple[Spec, ...] = tuple(_all())

@@ -1,0 +1,106 @@
+"""Cases of matmul_nt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from ...formats import INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32
+from ...layouts import scale_shape
+from ...ops.matmul import dense, tiles
+from ...reference.matmul import dense as reference
+from ...results import Quantized, Scaled
+from ..base import Case, values
+from ..registry import Arguments, Registration, register
+from .tolerance import assert_within
+
+_BLOCKS: dict[str, Any] = {"tensor": None, "row": (1, None), "vector": (1, 128), "block": (128, 128)}
+_PAIRS = (("tensor", "tensor"), ("row", "row"), ("vector", "block"), ("block", "vector"),
+          ("vector", "vector"))
+#: Pairs that cuBLASLt does not take.
+_OTHER_PAIRS = (("block", "block"), ("tensor", "row"), ("row", "block"), ("tensor", "vector"))
+#: [M, N, K] or [B, M, N, K]: small; tails of blocks and tiles; what cuBLASLt does not take.
+_ALIGNED: tuple[tuple[int, ...], ...] = ((16, 8, 16), (128, 128, 128), (68, 72, 272), (4, 264, 400))
+_ODD: tuple[tuple[int, ...], ...] = ((1, 1, 1), (7, 5, 3), (33, 17, 129), (130, 9, 130), (5, 64, 256))
+_EMPTY: tuple[tuple[int, ...], ...] = ((0, 8, 16), (8, 0, 16), (5, 8, 0))
+_BATCHES: tuple[tuple[int, ...], ...] = ((2, 16, 24, 144), (3, 5, 3, 7), (0, 4, 8, 16))
+
+
+def operand(shape: tuple[int, ...], dtype: np.dtype[Any], scaling: str, layout: str, scale: np.dtype[Any],
+            kind: str, seed: int) -> Scaled:
+    """FP8 data of N(0, 1) times 8 (or any codes) under scales around 1, or powers of two where they are
+    E8M0."""
+    block, rng = _BLOCKS[scaling], np.random.default_rng(seed + 77)
+    data = (values("bits", shape, dtype, seed) if kind == "bits"
+            else values("normal", shape, np.dtype(np.float32), seed) * np.float32(8)).astype(dtype)
+    if block is None:
+        return Scaled(data, np.array([0.37], np.float32), shape)
+    stored = scale_shape(shape, block, layout)
+    exponents = rng.integers(-6, 7, stored)
+    if scale == float8_e8m0fnu:
+        scales = (exponents + 127).astype(np.uint8).view(float8_e8m0fnu)
+    else:
+        scales = (rng.uniform(1, 2, stored) * np.exp2(exponents)).astype(np.float32)
+    return Scaled(data, scales, shape, False, block, layout)
+
+
+def _inputs(case: Case) -> Arguments:
+    """The case's shape is ([B,] M, N, K); its dtype is that of a."""
+    options = dict(case.options)
+    *batch, m, n, k = case.shape
+    first, second = options.pop("scaling")
+    layouts = options.pop("scale_layout", ("gemm_ready", "gemm_ready"))
+    scale, other = options.pop("scale", float32), options.pop("other", float8_e4m3fn)
+    a = operand((*batch, m, k), case.dtype, first, layouts[0], scale, case.values, 1)
+    b = operand((*batch, n, k), other, second, layouts[1], scale, case.values, 2)
+    if options.pop("given", "") == "Quantized":
+        return (Quantized(a), Quantized(b)), options
+    if (bias := options.pop("bias", None)) is not None:
+        options["bias"] = values("normal", (n,), bias, 3)
+    if options.pop("accumulate", False):
+        options["accumulate"] = values("normal", (*batch, m, n), float32, 4)
+    return (a, b), options
+
+
+def _cases() -> Iterator[Case]:
+    def case(shape: tuple[int, ...], pair: tuple[str, str], kind: str = "normal",
+             of: np.dtype[Any] = float8_e4m3fn, **options: Any) -> Case:
+        return Case("matmul_nt", of, shape, kind, options={"scaling": pair, **options})
+
+    for pair in (*_PAIRS, *_OTHER_PAIRS):
+        for shape in (*_ALIGNED, *_ODD):
+            yield case(shape, pair)
+    for pair in _PAIRS:
+        for to in INPUT_DTYPES:
+            yield case((68, 72, 272), pair, "normal", float8_e5m2, dtype=to)
+            yield case((68, 72, 272), pair, other=float8_e5m2, dtype=to, bias=to)
+            yield case((68, 72, 272), pair, dtype=to, bias=bfloat16)
+        yield case((68, 72, 272), pair, accumulate=True)
+        yield case((68, 72, 272), pair, accumulate=True, bias=bfloat16)
+        yield case((68, 72, 272), pair, "bits")
+        yield case((68, 72, 272), pair, "bits", float8_e5m2, other=float8_e5m2)
+        for shape in (*_EMPTY, *_BATCHES):
+            yield case(shape, pair)
+        yield case((2, 16, 24, 144), pair, bias=bfloat16, accumulate=True)
+    for layouts in product(("compact", "deepgemm_sm90"), ("compact", "gemm_ready")):
+        yield case((68, 72, 272), ("vector", "block"), scale_layout=layouts)
+    yield case((68, 72, 272), ("row", "row"), scale_layout=("compact", "compact"))
+    yield case((2, 68, 72, 272), ("vector", "vector"), scale_layout=("compact", "compact"))
+    for pair in _PAIRS[1:]:
+        yield case((68, 72, 272), pair, scale=float8_e8m0fnu, scale_layout=("compact", "compact"))
+    yield case((68, 72, 272), ("vector", "block"), given="Quantized")
+
+
+def _agrees(actual: dict[str, Any], desired: dict[str, Any], arguments: Arguments) -> None:
+    (a, b), options = arguments
+    addends = {name: options[name] for name in ("bias", "accumulate") if options.get(name) is not None}
+    assert_within(actual["result"], desired["result"], reference.magnitudes(a, b, **addends))
+
+
+register(Registration(
+    "matmul_nt", dense.matmul_nt, reference.matmul_nt, _inputs, _cases,
+    "products of FP8 matrices with their scales: per tensor, rows, 1×128, 128×128, MX",
+    programs=(tiles.variants,), agrees=_agrees))

@@ -1,0 +1,195 @@
+"""Cases of grouped_matmul_nt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from ...formats import INPUT_DTYPES, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32
+from ...grouped import Grouped
+from ...layouts import cdiv, grouped_scale_shape, round_up
+from ...ops.matmul import grouped, tiles
+from ...reference.convert.scaling_aware import row_scale_rows, target_rows
+from ...reference.matmul import grouped as reference
+from ...results import Quantized, Scaled
+from ..base import Case, values
+from ..registry import Arguments, Registration, register
+from ..scales.swizzle import sizes
+from .dense import operand
+from .tolerance import assert_within
+
+#: The row-wise blocks of a Grouped by the kind of scaling.
+_BLOCKS: dict[str, Any] = {"tensor": None, "row": (1, None), "vector": (1, 128), "block": (128, 128)}
+#: What a and b of "m" can be, and how a's scales are stored.
+_ROWS = (("vector", "block"), ("tensor", "tensor"), ("row", "row"), ("vector", "vector"), ("row", "block"),
+         ("tensor", "vector"))
+_OF_GROUPS = ("tensor", "row", "vector", "block")
+_COLUMNS = (("vector", "vector"), ("tensor", "tensor"), ("row", "row"), ("vector", "row"))
+#: [all rows or columns, N, K or M]: tiles and blocks with tails; rows at odd addresses.
+_SHAPES = ((300, 72, 272), (260, 136, 144), (137, 9, 131), (40, 5, 3))
+
+
+# ---- operands ----
+def _scales(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    scales: np.ndarray = rng.uniform(1, 2, shape) * np.exp2(rng.integers(-6, 7, shape))
+    return scales.astype(np.float32)
+
+
+def _data(shape: tuple[int, ...], dtype: np.dtype[Any], kind: str, seed: int) -> np.ndarray:
+    if kind == "bits":
+        return values("bits", shape, dtype, seed)
+    return (values("normal", shape, np.dtype(np.float32), seed) * np.float32(8)).astype(dtype)
+
+
+def _group(shape: tuple[int, int], splits: np.ndarray, dtype: np.dtype[Any], scaling: str, layout: str,
+           kind: str, seed: int, columnwise: bool) -> Grouped:
+    """A Grouped with data in one direction."""
+    rng, block, n = np.random.default_rng(seed + 55), _BLOCKS[scaling], len(splits)
+    data = _data((shape[0] * shape[1],), dtype, kind, seed)
+    offsets = np.concatenate([[0], np.cumsum(splits.astype(np.int64))]) * shape[1]
+    row = None if columnwise else data
+    column = data if columnwise else None
+    if block is None:
+        return Grouped(splits, offsets, shape, row, column, _scales((n,), rng))
+    across = (block[1], block[0]) if columnwise else block
+    scales = _scales(grouped_scale_shape(shape, n, across, layout, columnwise), rng)
+    parts = (None, scales) if columnwise else (scales, None)
+    return Grouped(splits, offsets, shape, row, column, *parts, block, layout)
+
+
+def _flat(shape: tuple[int, int], groups: int, dtype: np.dtype[Any], layout: str, kind: str, seed: int,
+          columnwise: bool) -> Quantized:
+    """What scaling_aware_transpose returns for groups of rows of a matrix [rows, columns]."""
+    rng, (rows, columns) = np.random.default_rng(seed + 66), shape
+    if columnwise:
+        pitch = round_up(columns, 4) if layout == "gemm_ready" else columns
+        column = Scaled._of(_data((rows * columns,), dtype, kind, seed),
+                            _scales((target_rows(rows, groups, 128), pitch), rng), shape, True, (128, 1), layout)
+        return Quantized(operand(shape, dtype, "vector", "compact", float32, kind, seed), column)
+    scales = _scales((cdiv(columns, 128) * row_scale_rows(rows, groups),), rng)
+    return Quantized(Scaled._of(_data(shape, dtype, kind, seed), scales, shape, False, (1, 128), "gemm_ready"))
+
+
+def _splits(total: int, groups: int, division: str, spare: int) -> np.ndarray:
+    """Sizes of groups, `spare` less than there is room for."""
+    used = max(total - spare, 0)
+    if division == "blocks":                                        # all but the last are multiples of 128
+        found = np.diff(np.round(np.linspace(0, used // 128, groups + 1)).astype(np.int64) * 128)
+        found[-1:] += used % 128
+        return found
+    if division == "even":
+        return np.full(groups, used // max(groups, 1), np.int64)
+    found = sizes(used, groups, 0, seed=used)
+    if division == "empty" and groups > 2:                          # the first, a middle and the last one
+        found[groups // 2 - 1] += found[0] + found[-1] + found[groups // 2]
+        found[0] = found[groups // 2] = found[-1] = 0
+    return found
+
+
+def _inputs(case: Case) -> Arguments:
+    """The case's shape is (all rows, N, K) of "m", or (all columns, N, M) of "k"; its dtype is that of a."""
+    options = dict(case.options)
+    total, n, other = case.shape
+    first, second = options.pop("scaling")
+    given, layout = options.pop("given", "Scaled"), options.pop("scale_layout", "gemm_ready")
+    count, division = options.pop("groups", 4), options.pop("division", "uneven")
+    spare, wide = options.pop("spare", 0), options.pop("wide", True)
+    of_b, scale = options.pop("other", float8_e4m3fn), options.pop("scale", float32)
+    splits = _splits(total, count, division, spare).astype(np.int64 if wide else np.int32)
+    of_rows, kind = options.get("group", "m") == "m", case.values
+    a_shape, b_shape = (total, other), (count, n, other) if of_rows else (total, n)
+    a: Any
+    b: Any
+    if given == "Grouped":
+        a = _group(a_shape, splits, case.dtype, first, layout, kind, 1, not of_rows)
+    elif given == "flat":
+        a = _flat(a_shape, count, case.dtype, layout, kind, 1, not of_rows)
+    else:
+        a = operand(a_shape if of_rows else a_shape[::-1], case.dtype, first, layout, scale, kind, 1)
+    if of_rows:
+        b = operand(b_shape, of_b, second, "compact" if second == "row" else layout, scale, kind, 2)
+    elif given == "Grouped":
+        b = _group((total, n), splits, of_b, second, layout, kind, 2, True)
+    elif given == "flat":
+        b = _flat((total, n), count, of_b, layout, kind, 2, True)
+    else:
+        b = operand((n, total), of_b, second, layout, scale, kind, 2)
+    if options.pop("accumulate", False):
+        shape = (total, n) if of_rows else (count, other, n)
+        options["accumulate"] = values("normal", shape, float32, 4)
+    return ((a, b) if given == "Grouped" else (a, b, splits)), options
+
+
+# ---- cases ----
+def _cases() -> Iterator[Case]:
+    yield from _row_cases()
+    yield from _column_cases()
+
+
+def _case(shape: tuple[int, ...], pair: tuple[str, str], kind: str = "normal",
+          of: np.dtype[Any] = float8_e4m3fn, **options: Any) -> Case:
+    return Case("grouped_matmul_nt", of, shape, kind, options={"scaling": pair, **options})
+
+
+def _row_cases() -> Iterator[Case]:
+    for pair, shape in product(_ROWS, _SHAPES):
+        yield _case(shape, pair, division="empty" if shape[0] > 200 else "uneven")
+    for scaling, layout, shape in product(_OF_GROUPS, ("gemm_ready", "compact"), _SHAPES[:3]):
+        yield _case(shape, (scaling, "block"), given="Grouped", scale_layout=layout, spare=11)
+    for shape in _SHAPES:
+        yield _case(shape, ("vector", "block"), given="flat", spare=7, wide=False)
+    for pair in (("vector", "block"), ("row", "row")):
+        for of, other in product((float8_e4m3fn, float8_e5m2), repeat=2):
+            for to in INPUT_DTYPES:
+                yield _case((260, 136, 144), pair, "normal", of, other=other, dtype=to)
+            yield _case((137, 9, 131), pair, "bits", of, other=other, dtype=float32)
+        yield _case((300, 72, 272), pair, accumulate=True, spare=20)
+        for total, groups in ((300, 1), (90, 40), (5, 64), (33, 32), (0, 3), (0, 0), (40, 0), (130, 33)):
+            yield _case((total, 40, 144), pair, groups=groups)
+            yield _case((total, 40, 144), pair, groups=groups, spare=3, wide=False)
+        yield _case((2500, 24, 32), pair, division="even", groups=3)
+        for shape in ((20, 0, 16), (20, 8, 0)):
+            yield _case(shape, pair)
+    for layout in ("compact", "deepgemm_sm90"):
+        yield _case((300, 72, 272), ("vector", "vector"), scale_layout=layout)
+    yield _case((300, 72, 272), ("vector", "block"), scale=float8_e8m0fnu, scale_layout="compact")
+
+
+def _column_cases() -> Iterator[Case]:
+    of_k: dict[str, Any] = {"group": "k"}
+    for pair, layout, shape in product(_COLUMNS, ("gemm_ready", "compact"), _SHAPES):
+        yield _case(shape, pair, given="Grouped", scale_layout=layout, spare=11, division="empty", **of_k)
+    for layout, shape in product(("gemm_ready", "compact"), _SHAPES):
+        yield _case(shape, ("vector", "vector"), given="flat", scale_layout=layout, spare=5, wide=False, **of_k)
+    for pair in (("tensor", "tensor"), ("row", "row"), ("tensor", "row")):
+        for shape in _SHAPES:
+            yield _case(shape, pair, **of_k)
+    for pair in (("vector", "vector"), ("vector", "row"), ("block", "vector")):
+        for total in (300, 1284):
+            yield _case((total, 40, 24), pair, division="blocks", **of_k)
+    for given in ("Grouped", "flat"):
+        pair = "vector", "vector"
+        for of, other in product((float8_e4m3fn, float8_e5m2), repeat=2):
+            for to in INPUT_DTYPES:
+                yield _case((272, 40, 24), pair, "normal", of, other=other, dtype=to, given=given, **of_k)
+            yield _case((137, 9, 13), pair, "bits", of, other=other, dtype=float32, given=given, **of_k)
+        yield _case((300, 72, 40), pair, given=given, accumulate=True, division="empty", **of_k)
+        for total, groups in ((300, 1), (90, 40), (5, 64), (0, 3), (0, 0), (40, 0), (130, 33)):
+            yield _case((total, 40, 24), pair, groups=groups, given=given, **of_k)
+        for shape in ((20, 0, 16), (20, 8, 0)):
+            yield _case(shape, pair, given=given, **of_k)
+
+
+def _agrees(actual: dict[str, Any], desired: dict[str, Any], arguments: Arguments) -> None:
+    operands, options = arguments
+    added = {name: options[name] for name in ("group", "accumulate") if options.get(name) is not None}
+    assert_within(actual["result"], desired["result"], reference.grouped_magnitudes(*operands, **added))
+
+
+register(Registration(
+    "grouped_matmul_nt", grouped.grouped_matmul_nt, reference.grouped_matmul_nt, _inputs, _cases,
+    "products of FP8 matrices for groups (experts) whose sizes are on the device, one launch; also weight gradients",
+    programs=(tiles.variants,), agrees=_agrees))

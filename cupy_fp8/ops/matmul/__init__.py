@@ -1,0 +1,1 @@
+"""Products of FP8 matrices: matmul_nt."""

@@ -1,0 +1,177 @@
+"""Products of FP8 matrices for groups whose sizes are on the device. Kernels: kernels_cu/matmul."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ... import reference
+from ...arrays import Array
+from ...calls.call import Call, Op, run
+from ...calls.results import Description, one_array
+from ...calls.splits import Groups
+from ...formats import INPUT_DTYPES, bfloat16, float32, lookup
+from ...grouped import Grouped
+from ...kernels import Launch
+from ...results import Quantized, Scaled
+from . import tiles
+from .grouped_operands import (
+    Side,
+    check_scales,
+    check_whole_blocks,
+    read_columns,
+    read_rows,
+    read_sizes,
+    read_weights,
+    row_starts,
+)
+from .problem import Problem
+
+GROUPS = ("m", "k")
+
+
+def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | Grouped, splits: Any = None, *,
+                      group: str = "m", dtype: Any = bfloat16, accumulate: Array | None = None,
+                      out: Array | None = None, check: bool = False) -> Array:
+    """Products of FP8 matrices, one for each group (expert), whose sizes may be on the device alone. All groups
+    take one launch.
+
+        group="m":  out[r, n]    = Σ_k a[r, k] · b[e, n, k]             e: the group that row r belongs to
+        group="k":  out[e, m, n] = Σ_k a[m, k] · b[n, k]                over the columns k of group e
+
+    of the dequantised values; "m" is the forward pass and the gradient of the input, "k" the gradient of the
+    weights. NumPy operands: in float64, exact but for sums, rounded once. GPUs add in float32, within the bound
+    of docs/numerics.md section 10; the same call gives the same bytes again.
+
+    Parameters
+    ----------
+    a : of "m" the rows of all groups, one group after the other. A Scaled (or Quantized with a row-wise part)
+        [sum m, K] with one scale, a scale for each row (block (1, None)) or blocks 1×128, in any layout; or a
+        Grouped from `group_quantize`, whose row-wise part is taken: one scale for each group, or blocks
+        (1, None), (1, 128) or (128, 128) with float32 scales.
+        Of "k" the columns of all groups: a Grouped, whose column-wise part, stored transposed, is taken (one
+        scale for each group, row-wise block (1, None) or (1, 128)); a Quantized of `scaling_aware_transpose(q,
+        splits=splits)`; or a Scaled [M, sum k] with one scale, a scale for each row, or blocks along K, whose
+        groups then begin at multiples of 128
+    b : of "m" the weights of all groups, a Scaled (or Quantized) [E, N, K] with one scale, a scale for each row,
+        or blocks 128×128 or 1×128. Of "k" columns of the same groups, as a
+    splits : rows (columns of "k") of each of E groups: an int32 or int64 array [E] of a's kind, or a list (for
+        CuPy operands it is copied to the GPU). None beside a Grouped, which has its own
+    group : what the sizes belong to, 'm' or 'k'
+    dtype : of a new result: bfloat16, float16 or float32
+    accumulate : float32 array of the result's shape, to which the products are added in place, and which is
+        returned; `dtype` is without effect, and no other `out` is taken
+    out : array of the result's shape and dtype, written and returned. With it the call allocates nothing (but
+        for scales that have to be converted, once) and can be captured into a CUDA graph
+    check : wait for the device and raise ValueError if the sizes there are wrong. (NumPy arrays and lists are
+        always examined)
+
+    Returns
+    -------
+    Array [sum m, N] or [E, M, N], C-contiguous. Rows of "m" after the last group are 0, and so are products of
+    "k" over no columns; with `accumulate` both stay as they were.
+
+    Raises
+    ------
+    TypeError, ValueError, DeviceError, before anything is written. Wrong sizes on the device raise nothing, but
+    `device_errors` reports them: a negative size counts as 0, a group that passes the last row ends there, and
+    the product of a group of "k" is 0 if it has to begin at a multiple of 128 and does not.
+
+    Any extents, sizes and addresses are taken. Rows of the data that begin at multiples of 16 bytes are copied
+    asynchronously; others take several times as long.
+
+    Source: docs/numerics.md, section 10; DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
+
+    >>> import numpy as np, cupy_fp8 as fp8
+    >>> x = fp8.quantize_tensor(np.float32([[1, 2], [3, 4], [5, 6]]))
+    >>> w = fp8.quantize_tensor(np.float32([[[1, 1]], [[0, 2]]]))           # two experts, N = 1
+    >>> fp8.grouped_matmul_nt(x, w, [1, 2], dtype=np.float32).tolist()
+    [[3.0], [8.0], [12.0]]
+    """
+    if accumulate is not None:
+        if out is not None and out is not accumulate:
+            raise ValueError("out: expected None beside accumulate, which is the result")
+        out = accumulate
+    return run(_GROUPED_MATMUL_NT, (a, b, splits, group, dtype, accumulate, check), out)
+
+
+class _Inputs(NamedTuple):
+    """A validated call.
+
+    to          the dtype of the result
+    accumulate  the result's array, which holds what the products are added to; None: there is nothing
+    """
+
+    a: Side
+    b: Side
+    groups: Groups
+    group: str
+    to: np.dtype[Any]
+    accumulate: Array | None
+
+    @property
+    def number(self) -> int:
+        assert self.groups.number is not None
+        return self.groups.number
+
+    @property
+    def total(self) -> int:
+        """The rows of all groups, or their columns."""
+        return self.a.rows if self.group == "m" else self.a.k
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.a.rows, self.b.rows) if self.group == "m" else (self.number, self.a.rows, self.b.rows)
+
+
+class _GroupedMatmulNT(Op[_Inputs]):
+    def arguments(self, call: Call, a: Any, b: Any, splits: Any, group: Any, dtype: Any, accumulate: Any,
+                  check: Any) -> _Inputs:
+        to = lookup(dtype, INPUT_DTYPES, "dtype").dtype
+        if not isinstance(group, str) or group not in GROUPS:
+            raise ValueError(f"group: expected one of {GROUPS}, got {group!r}")
+        if group == "m":
+            left, right = read_rows(call, a), read_weights(call, b)
+        else:
+            left, right = read_columns(call, "a", a), read_columns(call, "b", b)
+        if left.k != right.k:
+            what = "K" if group == "m" else "columns of all groups"
+            raise ValueError(f"b: expected {left.k} {what}, as a has, got {right.k}")
+        groups = read_sizes(call, (left, right), splits, check, left.rows if group == "m" else left.k)
+        assert groups.number is not None
+        if group == "m" and right.operand is not None and right.operand.batch != groups.number:
+            raise ValueError(f"b: expected the weights of {groups.number} groups, as there are sizes, got "
+                             f"{right.operand.batch}")
+        for name, side in (("a", left), ("b", right)):
+            check_scales(name, side, groups.number)
+            if side.whole_blocks:
+                check_whole_blocks(groups)
+        return _Inputs(left, right, groups, group, to if accumulate is None else float32, accumulate)
+
+    def result(self, inputs: _Inputs) -> Description:
+        return one_array(inputs.shape, inputs.to, "out" if inputs.accumulate is None else "accumulate")
+
+    def reference(self, inputs: _Inputs) -> np.ndarray:
+        return reference.grouped_matmul_nt(inputs.a.given, inputs.b.given, inputs.groups.array,
+                                           group=inputs.group, dtype=inputs.to, accumulate=inputs.accumulate)
+
+    def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
+        views = []
+        for side in (inputs.a, inputs.b):
+            conversions, view = side.view_for(call)
+            yield from conversions
+            views.append(view)
+        of_rows, n = inputs.group == "m", inputs.b.rows
+        if of_rows:
+            views[0] = row_starts(inputs.a, views[0])
+        m, k = (0, inputs.a.k) if of_rows else (inputs.a.rows, 0)
+        yield from tiles.own_kernel_launches(call, Problem(
+            *views, not of_rows, inputs.number, inputs.groups.members(call.error_word()), inputs.total, m, n, k,
+            written[0], inputs.to, out_group=0 if of_rows else m * n, out_start=n if of_rows else 0,
+            accumulate=inputs.accumulate is not None,
+            whole_blocks=inputs.a.whole_blocks or inputs.b.whole_blocks))
+
+
+_GROUPED_MATMUL_NT = _GroupedMatmulNT()

@@ -1,0 +1,78 @@
+"""What a product kernel is given: the struct Product of kernels_cu/include/matmul/problem.cuh."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...formats import bfloat16, float16, float32
+from .operands import ScaleView
+
+#: The enum OutType, for results and biases.
+TYPES: dict[np.dtype[Any], int] = {bfloat16: 0, float16: 1, float32: 2}
+
+
+class OperandView(NamedTuple):
+    """Where a kernel finds the rows and scales of each group: the struct Operand. Strides that are left out
+    are 0."""
+
+    data: int
+    scale: int
+    group_bytes: int = 0
+    start_bytes: int = 0
+    pitch: int = 0
+    scale_group: int = 0
+    scale_start: int = 0
+    scale_padded: int = 0
+    scale_blocks: int = 0
+    scale_row: int = 0
+    scale_block: int = 0
+    scale_shift: int = 0
+    e5m2: int = 0
+
+    def with_scales(self, view: ScaleView) -> OperandView:
+        """The same data with scales that lie as `view` says, for matrices that are all equally large."""
+        return self._replace(scale=view.at, scale_group=view.matrix, scale_row=view.line,
+                             scale_block=view.block, scale_shift=view.line_shift)
+
+
+class Problem(NamedTuple):
+    """Products D = A · Bᵀ, one for each group.
+
+    sizes_of_k    whether the sizes of groups are lengths of K ("k"), else rows of A ("m")
+    groups        their number
+    splits        the members of the struct Splits; none: all groups are total / groups large
+    total         what the arrays have room for, of all sizes together
+    m, n, k       extents of a group's product; that which is the group's size is 0
+    out           the address of D, of dtype `to`. out_group, out_start: elements to a group's first row
+    bias          an address, or 0
+    accumulate    the products are added to D
+    whole_blocks  groups begin at multiples of 128 of K
+    """
+
+    a: OperandView
+    b: OperandView
+    sizes_of_k: bool
+    groups: int
+    splits: dict[str, Any]
+    total: int
+    m: int
+    n: int
+    k: int
+    out: int
+    to: np.dtype[Any]
+    out_group: int = 0
+    out_start: int = 0
+    bias: int = 0
+    bias_dtype: np.dtype[Any] = float32
+    accumulate: bool = False
+    whole_blocks: bool = False
+
+    def members(self) -> dict[str, Any]:
+        """The members of the struct Product."""
+        return {"a": self.a, "b": self.b, "splits": self.splits or {"groups": self.groups}, "out": self.out,
+                "bias": self.bias, "out_group": self.out_group, "out_start": self.out_start,
+                "total": self.total, "m": self.m, "n": self.n, "k": self.k, "out_type": TYPES[self.to],
+                "bias_type": TYPES[self.bias_dtype], "accumulate": int(self.accumulate),
+                "whole_blocks": int(self.whole_blocks)}

@@ -1,0 +1,81 @@
+"""Products by the kernels of this package: any shape, alignment and pair of scalings
+(kernels_cu/matmul/tiles.cu)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ...calls.call import Call
+from ...formats import float8_e5m2
+from ...kernels import Kernel, Launch, Variant, grid_size
+from ...layouts import cdiv
+from . import operands
+from .operands import Operand
+from .problem import OperandView, Problem
+
+if TYPE_CHECKING:
+    from .dense import Product
+
+_KERNEL = Kernel("matmul/tiles", "product_tiles")
+_THREADS, _STAGES, _BLOCK, _COLUMNS = 256, 3, 128, 128
+_ROWS, _FEW_ROWS = 128, 32
+#: Groups that have at most so many rows on average get the tile of few rows.
+_FEW = 64
+
+
+def _variant(rows: int, sizes_of_k: bool) -> Variant:
+    """A stage of shared memory has 128 bytes and one scale for each row of A and of B."""
+    shared = _STAGES * (rows + _COLUMNS) * (_BLOCK + 4)
+    return _KERNEL.variant(block=_THREADS, shared=shared, TILE_ROWS=rows, SIZES_OF_K=int(sizes_of_k))
+
+
+_VARIANTS = {(rows, sizes_of_k): _variant(rows, sizes_of_k)
+             for rows, sizes_of_k in ((_ROWS, False), (_FEW_ROWS, False), (_ROWS, True))}
+
+
+def variants() -> list[Variant]:
+    """Every program that a product may launch."""
+    return list(_VARIANTS.values())
+
+
+def own_kernel_launches(call: Call, problem: Problem) -> Iterator[Launch]:
+    """The launches that compute products. The choice of the kernel is made here."""
+    if problem.n == 0 or (problem.m if problem.sizes_of_k else problem.total) == 0:
+        return
+    few = not problem.sizes_of_k and problem.total <= _FEW * max(problem.groups, 1)
+    rows = _FEW_ROWS if few else _ROWS
+    blocks = _most_tiles(problem, rows)
+    if blocks:
+        yield _VARIANTS[rows, problem.sizes_of_k].bind(
+            call.x, grid_size(blocks, (problem.total, problem.n)), **problem.members())
+
+
+def dense_launches(call: Call, product: Product, out_at: int) -> Iterator[Launch]:
+    """The launches that compute `matmul_nt`: groups of equal size, one for each matrix of a batch."""
+    views = []
+    for operand in (product.a, product.b):
+        conversions, scales = operands.scales_for(call, operand)
+        yield from conversions
+        views.append(view_of(operand)._replace(group_bytes=operand.rows * operand.k).with_scales(scales))
+    bias, batch = product.bias, product.a.batch
+    yield from own_kernel_launches(call, Problem(
+        *views, False, batch, {}, batch * product.m, 0, product.n, product.k, out_at, product.to,
+        out_start=product.n, bias=bias.at if bias else 0, bias_dtype=bias.dtype if bias else product.to,
+        accumulate=product.accumulate is not None))
+
+
+def view_of(operand: Operand) -> OperandView:
+    """An operand's rows, all with one pitch. Its scales are still to be given."""
+    return OperandView(operand.at, 0, pitch=operand.k, e5m2=int(operand.dtype == float8_e5m2))
+
+
+def _most_tiles(problem: Problem, rows: int) -> int:
+    """The tiles that groups of any sizes can have."""
+    across, total, groups = cdiv(problem.n, _COLUMNS), problem.total, problem.groups
+    if problem.sizes_of_k:
+        return groups * cdiv(problem.m, rows) * across
+    if not problem.splits:
+        return groups * cdiv(total // max(groups, 1), rows) * across
+    # Each group can have a tile that is not full, and so can the rows of no group.
+    return (total // rows + min(groups, total) + 1) * across

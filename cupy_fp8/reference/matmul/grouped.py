@@ -1,0 +1,125 @@
+"""Reference of cupy_fp8.ops.matmul.grouped (docs/numerics.md, section 10)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from ...formats import bfloat16, float32
+from ...grouped import Grouped
+from ...layouts import cdiv, round_up
+from ...results import Quantized, Scaled
+from .. import numerics
+from ..scales.swizzle import group_ranges
+from .dense import scaled_values
+
+_Operand = Scaled | Quantized | Grouped
+
+
+def grouped_matmul_nt(a: _Operand, b: _Operand, splits: Any = None, *, group: str = "m",
+                      dtype: Any = bfloat16, accumulate: np.ndarray | None = None) -> np.ndarray:
+    """narrow(Σ_k a[m, k] · b[n, k] + accumulate), for the rows of each expert, or for its part of K."""
+    total = grouped_sums(a, b, splits, group)
+    with np.errstate(invalid="ignore"):
+        if accumulate is not None:
+            total += accumulate
+    return numerics.narrow_f64(total, float32 if accumulate is not None else np.dtype(dtype))
+
+
+def grouped_magnitudes(a: _Operand, b: _Operand, splits: Any = None, *, group: str = "m",
+                       accumulate: np.ndarray | None = None) -> np.ndarray:
+    """Σ_k |a[m, k]| · |b[n, k]| + |accumulate|, which the error bound is relative to."""
+    total = grouped_sums(a, b, splits, group, np.abs)
+    return total if accumulate is None else total + np.abs(accumulate.astype(np.float64))
+
+
+def grouped_sums(a: _Operand, b: _Operand, splits: Any, group: str,
+                 of: Callable[[np.ndarray], np.ndarray] = np.asarray) -> np.ndarray:
+    """The sums in f64, with `of` of every value."""
+    sizes = next((g.splits for g in (a, b) if isinstance(g, Grouped)), splits)
+    with np.errstate(invalid="ignore", over="ignore"):
+        if group == "k":
+            ranges = list(group_ranges(sizes, _columns_total(a), 0))
+            pairs = zip(_columns(a, ranges), _columns(b, ranges), strict=True)
+            (m,), (n,) = _rows_of(a), _rows_of(b)
+            return np.array([of(left) @ of(right).T for left, right in pairs]).reshape(len(ranges), m, n)
+        assert not isinstance(b, Grouped)
+        weights = b if isinstance(b, Scaled) else b.rowwise
+        assert weights is not None
+        _, n, k = weights.shape
+        rows = a.shape[0]
+        ranges = list(group_ranges(sizes, rows, 0))
+        total = np.zeros((rows, n))
+        for e, ((start, end), left) in enumerate(zip(ranges, _rows(a, ranges), strict=True)):
+            total[start:end] = of(left) @ of(scaled_values(weights, e, 0, n)).T
+        return total
+
+
+_Ranges = list[tuple[int, int]]
+
+
+def _rows(a: _Operand, ranges: _Ranges) -> Iterator[np.ndarray]:
+    """The rows of each group, each value times its scale."""
+    if isinstance(a, Grouped):
+        for member in a:
+            yield scaled_values(member.rowwise, 0, 0, member.shape[0])
+        return
+    s = a if isinstance(a, Scaled) else a.rowwise
+    assert s is not None
+    padded = 0                                          # rows of scales before the group
+    for start, end in ranges:
+        if s.scale_inv.ndim == 1 and s.block is not None:
+            blocks, pitch = cdiv(s.shape[1], 128), round_up(end - start, 4)
+            scales = s.scale_inv[padded * blocks:(padded + pitch) * blocks].reshape(blocks, pitch)
+            group = Scaled._of(s.data[start:end], scales, (end - start, s.shape[1]), False, s.block, "gemm_ready")
+            yield scaled_values(group, 0, 0, end - start)
+            padded += pitch
+        else:
+            yield scaled_values(s, 0, start, end)
+
+
+def _columns(a: _Operand, ranges: _Ranges) -> Iterator[np.ndarray]:
+    """The columns of each group, [rows, columns], each value times its scale."""
+    if isinstance(a, Grouped):
+        for member in a:
+            yield scaled_values(member.columnwise.T, 0, 0, a.shape[1])
+        return
+    s = columnwise_or_matrix(a)
+    if s.data.ndim == 2:
+        all_columns = scaled_values(s, 0, 0, s.shape[0])
+        for start, end in ranges:
+            yield all_columns[:, start:end]
+        return
+    rows, line = s.shape[1], 0
+    for start, end in ranges:
+        lines = cdiv(end - start, 128)
+        data = s.data[start * rows:end * rows].reshape(rows, end - start)
+        group = Scaled._of(data, s.scale_inv[line:line + lines], (end - start, rows), True, s.block, s.scale_layout)
+        yield scaled_values(group.T, 0, 0, rows)
+        line += lines
+
+
+def columnwise_or_matrix(a: Scaled | Quantized) -> Scaled:
+    """Of a Quantized the flat column-wise data of groups, else the row-wise matrix."""
+    if isinstance(a, Scaled):
+        return a
+    s = a.columnwise if a.columnwise is not None and a.columnwise.data.ndim == 1 else a.rowwise
+    assert s is not None
+    return s
+
+
+def _columns_total(a: _Operand) -> int:
+    """The columns of all groups together."""
+    if isinstance(a, Grouped):
+        return a.shape[0]
+    s = columnwise_or_matrix(a)
+    return s.shape[0] if s.data.ndim == 1 else s.shape[1]
+
+
+def _rows_of(a: _Operand) -> tuple[int]:
+    if isinstance(a, Grouped):
+        return (a.shape[1],)
+    s = columnwise_or_matrix(a)
+    return (s.shape[1],) if s.data.ndim == 1 else (s.shape[0],)

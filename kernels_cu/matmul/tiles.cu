@@ -1,0 +1,272 @@
+// Products of FP8 matrices on any GPU from sm_80 on, one for each group: D = A · Bᵀ (matmul/problem.cuh), for
+// any extents, addresses and pitches.
+//
+// A block of 256 threads computes one tile of D. Blocks have as many numbers as there can be tiles, since only
+// the device knows the sizes of groups; those past the last tile end at once. Three stages of 128 of K are
+// copied to shared memory while earlier ones are multiplied: 16 bytes at a time where rows begin at multiples
+// of 16 bytes, else by plain loads. A warp widens its fragments to f16, which is exact, and adds the products
+// of 128 of K in the tensor core. These sums, times the scales of A and B, are then added to f32 registers. (The
+// tensor core rounds towards zero, so long sums within it would be too small.)
+//
+// A row of a stage is 128 bytes, and chunk c of row r lies at c ^ r % 8, so that the eight rows of a matrix that
+// ldmatrix reads lie in different banks.
+//
+// TILE_ROWS     128, or 32 for groups of few rows
+// SIZES_OF_K    0: sizes of groups are rows of A; 1: lengths of K
+#include "matmul/mma.cuh"
+#include "matmul/problem.cuh"
+
+constexpr bool kSizesOfK = SIZES_OF_K;
+constexpr int kTileRows = TILE_ROWS, kTileColumns = 128, kThreads = 256, kWarps = kThreads / 32, kStages = 3;
+constexpr int kWarpRows = 32, kWarpsDown = kTileRows / kWarpRows;
+constexpr int kWarpColumns = kTileColumns * kWarpsDown / kWarps;
+constexpr int kDown = kWarpRows / kFragmentRows, kAcross = kWarpColumns / kFragmentRows;
+constexpr int kChunkBytes = 16, kChunks = kScaleBlock / kChunkBytes;
+constexpr int kThreadRows = kThreads / kChunks;    // Threads copy so many rows at a time.
+static_assert(kTileRows % kWarpRows == 0 && kAcross > 0, "warps cover the tile");
+
+struct Stage {
+    u8 a[kTileRows * kScaleBlock], b[kTileColumns * kScaleBlock];
+    float a_scale[kTileRows], b_scale[kTileColumns];
+};
+
+// ---- copies ----
+// Loads 16 bytes at any address, of which `bytes` exist. inner: so do the bytes around them that share a word.
+__device__ __forceinline__ uint4 load_16(const u8* from, int bytes, bool inner) {
+    const u32 odd = (u32)(u64)from % 4;
+    if (bytes < kChunkBytes || (odd && !inner)) {
+        const Chunk<e4m3fn, 16> chunk = Chunk<e4m3fn, 16>::load_partial(from, bytes);
+        return make_uint4(chunk.word[0], chunk.word[1], chunk.word[2], chunk.word[3]);
+    }
+    const u32* const words = reinterpret_cast<const u32*>(from - odd);
+    u32 word[5];
+#pragma unroll
+    for (int i = 0; i < 4; i++) word[i] = load_read_only(words + i);
+    word[4] = odd ? load_read_only(words + 4) : 0;
+    return make_uint4(__funnelshift_r(word[0], word[1], 8 * odd), __funnelshift_r(word[1], word[2], 8 * odd),
+                      __funnelshift_r(word[2], word[3], 8 * odd), __funnelshift_r(word[3], word[4], 8 * odd));
+}
+
+// The rows of one operand that belong to the tile, from this thread's first chunk on.
+struct TileRows {
+    const u8* first;
+    i64 pitch;
+    int rows;                      // how many of the tile's exist
+    bool wide;                     // All begin at multiples of 16 bytes.
+
+    __device__ __forceinline__ TileRows(const Operand& operand, const GroupStart& group, i64 row, i64 all)
+        : pitch(operand.pitch_of(group)), rows(left_of(all - row, kTileRows > kTileColumns ? kTileRows
+                                                                                         : kTileColumns)) {
+        const u8* const group_first = operand.first(group);
+        wide = (((u64)group_first | (u64)pitch) & (kChunkBytes - 1)) == 0;
+        first = group_first + (row + threadIdx.x / kChunks) * pitch + threadIdx.x % kChunks * kChunkBytes;
+    }
+    // Copies the bytes from `k` on, where the rows have `k_end`; what does not exist becomes 0.
+    template <int kRows>
+    __device__ __forceinline__ void copy(u8* to, i64 k, i64 k_end) const {
+        const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
+        const i64 at = k + chunk * kChunkBytes;
+        const int bytes = left_of(k_end - at, kChunkBytes);
+        u8* const shared = to + row * kScaleBlock + (chunk ^ row % 8) * kChunkBytes;
+#pragma unroll
+        for (int r = 0; r < kRows; r += kThreadRows) {
+            const int existing = row + r < rows ? bytes : 0;
+            const u8* const from = first + r * pitch + k;
+            if (wide) {
+                copy_async_part<kChunkBytes>(shared + r * kScaleBlock, from, existing);
+            } else {
+                const bool inner = at >= 4 && at + kChunkBytes + 4 <= k_end;
+                *reinterpret_cast<uint4*>(shared + r * kScaleBlock) = load_16(from, existing, inner);
+            }
+        }
+    }
+};
+
+// The scales of one row, a row of A or of B, which this thread copies.
+struct RowScales {
+    const float* next;
+    i64 step;                      // from one 128 of K to the next
+    u32 bytes;                     // 0 if the row does not exist
+    int at;                        // in the stage; -1 if this thread copies none
+
+    __device__ __forceinline__ RowScales(const Product& p, const ProductTile& tile) {
+        const int thread = threadIdx.x;
+        const bool of_b = thread >= kThreads - kTileColumns;
+        const Operand& operand = of_b ? p.b : p.a;
+        const i64 row = of_b ? tile.column + thread - (kThreads - kTileColumns) : tile.row + thread;
+        at = of_b ? kTileRows + thread - (kThreads - kTileColumns) : thread < kTileRows ? thread : -1;
+        bytes = row < (of_b ? p.n : tile.rows) ? 4 : 0;
+        next = operand.first_scale(tile.at) + (row >> operand.scale_shift) * operand.scale_row;
+        step = operand.scale_block_of(tile.at);
+    }
+    __device__ __forceinline__ void copy_next(Stage& stage) {
+        if (at < 0) return;
+        copy_async_part<4>(stage.a_scale + at, next, bytes);
+        next += step;
+    }
+};
+
+// ---- products ----
+struct Sums { float of[kDown][2 * kAcross][4]; };
+
+// Adds the products of a stage, of which `k` elements of K exist, times their scales. row, column: the warp's
+// first ones in the tile.
+template <class A, class B>
+__device__ __forceinline__ void add_stage(Sums& sums, const Stage& stage, int row, int column, int k) {
+    const int lane = threadIdx.x % 32;
+    const u8* const a = stage.a + (row + lane % 16) * kScaleBlock;
+    const u8* const b = stage.b + (column + lane / 16 * 8 + lane % 8) * kScaleBlock;
+    Sums products = {};
+#pragma unroll
+    for (int step = 0; step < kScaleBlock / kFragmentK; step++) {
+        if (step * kFragmentK >= k) break;
+        FragmentOfA of_a[kDown];
+#pragma unroll
+        for (int i = 0; i < kDown; i++)
+            of_a[i].load<A>(a + i * kFragmentRows * kScaleBlock
+                            + ((2 * step + lane / 16) ^ lane % 8) * kChunkBytes);
+#pragma unroll
+        for (int j = 0; j < kAcross; j++) {
+            FragmentOfB of_b;
+            of_b.load<B>(b + j * kFragmentRows * kScaleBlock
+                         + ((2 * step + lane / 8 % 2) ^ lane % 8) * kChunkBytes);
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+#pragma unroll
+                for (int eight = 0; eight < 2; eight++)
+#pragma unroll
+                    for (int i = 0; i < kDown; i++)
+                        add_products(products.of[i][2 * j + eight], of_a[i].halves[half],
+                                     of_b.halves[eight][half][0], of_b.halves[eight][half][1]);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < kDown; i++) {
+        const float* const a_scale = stage.a_scale + row + i * kFragmentRows + lane / 4;
+        const float low = a_scale[0], high = a_scale[8];
+#pragma unroll
+        for (int j = 0; j < 2 * kAcross; j++) {
+            const float2 across = *reinterpret_cast<const float2*>(stage.b_scale + column + 8 * j + lane % 4 * 2);
+            float (&to)[4] = sums.of[i][j];
+            const float (&from)[4] = products.of[i][j];
+            // Scales one after the other: their product may not be an f32.
+            to[0] = fma_rn(mul_rn(from[0], low), across.x, to[0]);
+            to[1] = fma_rn(mul_rn(from[1], low), across.y, to[1]);
+            to[2] = fma_rn(mul_rn(from[2], high), across.x, to[2]);
+            to[3] = fma_rn(mul_rn(from[3], high), across.y, to[3]);
+        }
+    }
+}
+
+// ---- D ----
+__device__ __forceinline__ float widen_typed(const u8* values, i64 i, u32 type) {
+    if (type == kOutF32) return reinterpret_cast<const float*>(values)[i];
+    const u32 bits = reinterpret_cast<const u16*>(values)[i];
+    return type == kOutBf16 ? bf16::widen(bits) : f16::widen(bits);
+}
+
+// Stores two neighbours in a row, of which `count` exist. first: the first one's place in D.
+__device__ __forceinline__ void store_pair(const Product& p, i64 first, int count, bool whole, float lo, float hi) {
+    if (p.out_type == kOutF32) {
+        float* const out = reinterpret_cast<float*>(p.out) + first;
+        if (p.accumulate) {
+            lo = add_rn(out[0], lo);
+            if (count > 1) hi = add_rn(out[1], hi);
+        }
+        if (whole && count > 1) {
+            *reinterpret_cast<float2*>(out) = make_float2(lo, hi);
+            return;
+        }
+        out[0] = lo;
+        if (count > 1) out[1] = hi;
+        return;
+    }
+    u16* const out = reinterpret_cast<u16*>(p.out) + first;
+    const u32 pair = p.out_type == kOutBf16 ? bf16::narrow2(lo, hi) : f16::narrow2(lo, hi);
+    if (whole && count > 1) {
+        *reinterpret_cast<u32*>(out) = pair;
+        return;
+    }
+    out[0] = (u16)pair;
+    if (count > 1) out[1] = (u16)(pair >> 16);
+}
+
+__device__ __forceinline__ void store(const Product& p, const ProductTile& tile, const Sums& sums, int row,
+                                      int column) {
+    const int lane = threadIdx.x % 32;
+    const i64 group_first = tile.at.group * p.out_group + tile.at.start * p.out_start;
+    const u32 element = p.out_type == kOutF32 ? 4 : 2;
+    const bool whole = ((u64)p.out + group_first * element) % (2 * element) == 0 && p.n % 2 == 0;
+#pragma unroll
+    for (int j = 0; j < 2 * kAcross; j++) {
+        const i64 at = tile.column + column + 8 * j + lane % 4 * 2;
+        const int count = left_of(p.n - at, 2);
+        float lo = 0, hi = 0;
+        if (p.bias && count > 0) lo = widen_typed(p.bias, at, p.bias_type);
+        if (p.bias && count > 1) hi = widen_typed(p.bias, at + 1, p.bias_type);
+#pragma unroll
+        for (int i = 0; i < 2 * kDown; i++) {
+            const i64 of_d = tile.row + row + 8 * i + lane / 4;
+            const float (&pair)[4] = sums.of[i / 2][j];
+            const float left = p.bias ? add_rn(pair[i % 2 * 2], lo) : pair[i % 2 * 2];
+            const float right = p.bias ? add_rn(pair[i % 2 * 2 + 1], hi) : pair[i % 2 * 2 + 1];
+            if (count > 0 && of_d < tile.rows) store_pair(p, group_first + of_d * p.n + at, count, whole, left, right);
+        }
+    }
+}
+
+// ---- the kernel ----
+// Finds this block's tile. The walk's state is not needed any more after this.
+__device__ __forceinline__ bool find_tile(const Product& p, ProductTile& tile) {
+    TileWalk<kSizesOfK, kTileRows, kTileColumns> walk(p);
+    if (!walk.find(blockIdx.x)) return false;
+    tile = walk.tile;
+    if (kSizesOfK && threadIdx.x == 0 && !p.keeps_promise(tile.at)) report(p.splits.errors, kSplitStart);
+    return true;
+}
+
+#ifdef ENTRY_product_tiles
+extern "C" __global__ void __launch_bounds__(kThreads, kTileRows == 128 ? 1 : 2)
+product_tiles(const __grid_constant__ Product p) {
+    extern __shared__ __align__(16) u8 shared[];
+    Stage* const stages = reinterpret_cast<Stage*>(shared);
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);            // The compiler knows that lanes agree.
+    if (blockIdx.x == 0 && warp == 0 && p.splits.sizes) check_sizes(p.splits, p.total);
+    ProductTile tile;
+    if (!find_tile(p, tile)) return;
+    if (tile.k == 0 && p.accumulate && !p.bias) return;                // Nothing is added.
+    const int row = warp % kWarpsDown * kWarpRows, column = warp / kWarpsDown * kWarpColumns;
+    const bool has_part = tile.row + row < tile.rows && tile.column + column < p.n;
+    const TileRows a(p.a, tile.at, tile.row, tile.rows), b(p.b, tile.at, tile.column, p.n);
+    RowScales scales(p, tile);
+    const auto copy = [&](i64 block) {
+        Stage& stage = stages[block % kStages];
+        a.copy<kTileRows>(stage.a, block * kScaleBlock, tile.k);
+        b.copy<kTileColumns>(stage.b, block * kScaleBlock, tile.k);
+        scales.copy_next(stage);
+    };
+    const i64 blocks = (tile.k + kScaleBlock - 1) / kScaleBlock;
+    for (int block = 0; block < kStages - 1; block++) {
+        if (block < blocks) copy(block);
+        copy_async_commit();
+    }
+    Sums sums = {};
+    for (i64 block = 0; block < blocks; block++) {
+        copy_async_wait<kStages - 2>();
+        __syncthreads();                           // The stage is here, and nobody reads the one before it.
+        if (block + kStages - 1 < blocks) copy(block + kStages - 1);
+        copy_async_commit();
+        if (!has_part) continue;
+        const Stage& stage = stages[block % kStages];
+        const int k = left_of(tile.k - block * kScaleBlock, kScaleBlock);
+        if (p.a.e5m2) {
+            if (p.b.e5m2) add_stage<e5m2, e5m2>(sums, stage, row, column, k);
+            else add_stage<e5m2, e4m3fn>(sums, stage, row, column, k);
+        } else {
+            if (p.b.e5m2) add_stage<e4m3fn, e5m2>(sums, stage, row, column, k);
+            else add_stage<e4m3fn, e4m3fn>(sums, stage, row, column, k);
+        }
+    }
+    if (has_part) store(p, tile, sums, row, column);
+}
+#endif

@@ -1,0 +1,396 @@
+"""What cuBLASLt is told, by a fake library that records it: attributes, layouts, pointers, in every mode."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import fake_cublaslt
+import numpy as np
+import places
+import pytest
+from fake_cublaslt import FakeCublasLt
+
+import cupy_fp8 as fp8
+from cupy_fp8 import DeviceError, Scaled, reference
+from cupy_fp8.cases.matmul.dense import operand
+from cupy_fp8.cases.matmul.tolerance import assert_within
+from cupy_fp8.formats import bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float16, float32
+from cupy_fp8.ops.matmul import cublaslt, library
+from cupy_fp8.reference.matmul.dense import magnitudes
+
+M, N, K = 68, 72, 272
+#: The number of cublasLtMatmulMatrixScale_t of each kind of scaling.
+MODES = {"tensor": 0, "row": 3, "vector": 4, "block": 5}
+PAIRS = (("tensor", "tensor"), ("row", "row"), ("vector", "block"), ("block", "vector"), ("vector", "vector"))
+TYPES: dict[Any, int] = {float32: 0, float16: 2, bfloat16: 14, float8_e4m3fn: 28, float8_e5m2: 29}
+
+
+class Machine:
+    """A stand-in for a GPU with a fake library."""
+
+    def __init__(self, place: places.Place, fake: FakeCublasLt) -> None:
+        self.place, self.fake = place, fake
+
+    def array(self, a: np.ndarray) -> Any:
+        return self.place.array(a)
+
+    def there(self, s: Scaled) -> Scaled:
+        return Scaled._of(self.array(s.data), self.array(s.scale_inv), s.shape, s.transposed, s.block,
+                          s.scale_layout)
+
+    def both(self, pair: tuple[str, str], *, types: Any = (float8_e4m3fn, float8_e4m3fn), m: int = M,
+             n: int = N, k: int = K, batch: tuple[int, ...] = (), layout: str = "gemm_ready",
+             scale: Any = float32) -> tuple[Scaled, Scaled]:
+        return (self.there(operand((*batch, m, k), types[0], pair[0], layout, scale, "normal", 1)),
+                self.there(operand((*batch, n, k), types[1], pair[1], layout, scale, "normal", 2)))
+
+    def checked(self, a: Scaled, b: Scaled, **options: Any) -> Any:
+        """The result, once it has been compared with the reference."""
+        def host(value: Any) -> Any:
+            return self.place.run.numpy(value) if hasattr(value, "shape") else value
+
+        given = {name: host(value) for name, value in options.items()
+                 if name in ("bias", "accumulate", "dtype") and value is not None}
+        if "accumulate" in given:
+            given["accumulate"] = given["accumulate"].copy()
+        want = reference.matmul_nt(host(a), host(b), **given)
+        got = fp8.matmul_nt(a, b, **options)
+        assert_within(got, want, magnitudes(host(a), host(b), **{name: given[name] for name in (
+            "bias", "accumulate") if name in given}))
+        assert not self.fake.refused
+        return got
+
+
+@contextmanager
+def machine(capability: int = 90, **options: Any) -> Iterator[Machine]:
+    import stand_in
+
+    with places.place("stand-in") as place, fake_cublaslt.installed(
+            FakeCublasLt(record=stand_in._recorded_or_run, **options), capability) as fake:
+        yield Machine(place, fake)
+
+
+@pytest.fixture
+def there() -> Iterator[Machine]:
+    with machine() as found:
+        yield found
+
+
+# ---- what the library is told ----
+@pytest.mark.parametrize("to", [bfloat16, float16, float32], ids=str)
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_every_attribute(pair, to, there):
+    """D [M, N] = a · bᵀ is the library's D [N, M] = Aᵀ · B with A = b and B = a."""
+    a, b = there.both(pair, types=(float8_e4m3fn, float8_e5m2))
+    out = there.array(np.zeros((M, N), to))
+    assert there.checked(a, b, dtype=to, out=out) is out
+    trial, product = there.fake.products
+    assert product._replace(stream=0) == trial._replace(stream=0)
+    modes = {} if pair[0] == "tensor" else {31: MODES[pair[1]], 32: MODES[pair[0]]}
+    assert product.description == {
+        3: 1, 4: 0, 17: b.scale_inv.data.ptr, 18: a.scale_inv.data.ptr, **modes}
+    assert product.a == (TYPES[float8_e5m2], K, N, K, 1, 0)
+    assert product.b == (TYPES[float8_e4m3fn], K, M, K, 1, 0)
+    assert product.c == product.d == (TYPES[to], N, M, N, 1, 0)
+    assert product.pointers == {"A": b.data.data.ptr, "B": a.data.data.ptr, "C": out.data.ptr,
+                                "D": out.data.ptr, "workspace": 0}
+    assert (product.alpha, product.beta, product.algorithm, product.workspace_bytes) == (1, 0, 1, 0)
+    assert there.fake.preferences == [{1: 8 << 20, 5: 16, 6: 16, 7: 16, 8: 16}]
+
+
+def test_descriptions_are_those_of_the_header():
+    """Numbers, sizes of attributes, and the size of a result of the heuristic."""
+    assert ctypes.sizeof(library.Heuristic) == 96
+    assert library.Heuristic.workspace_bytes.offset == 64
+    assert {number: ctypes.sizeof(kind) for number, kind in library.DESC.values()} == {
+        number: fake_cublaslt.DESC_BYTES[number] for number, _ in library.DESC.values()}
+    assert {number: ctypes.sizeof(kind) for number, kind in library.LAYOUT.values()} == (
+        fake_cublaslt.LAYOUT_BYTES)
+    assert {number: ctypes.sizeof(kind) for number, kind in library.PREFERENCE.values()} == (
+        fake_cublaslt.PREFERENCE_BYTES)
+
+
+@pytest.mark.parametrize(("to", "bias"), [(bfloat16, bfloat16), (float16, float16), (float32, bfloat16)],
+                         ids=str)
+def test_bias(to, bias, there):
+    a, b = there.both(("tensor", "tensor"))
+    given = there.array(np.arange(N, dtype=np.float32).astype(bias))
+    there.checked(a, b, dtype=to, bias=given)
+    description = there.fake.products[-1].description
+    assert (description[7], description[8], description[26]) == (4, given.data.ptr, TYPES[bias])
+    there.checked(a, b, dtype=to)                                       # the same call without a bias
+    assert not {7, 8, 26} & there.fake.products[-1].description.keys()
+
+
+def test_fast_accumulation(there):
+    a, b = there.both(("row", "row"))
+    for fast in (True, False):
+        there.checked(a, b, fast_accum=fast)
+        assert there.fake.products[-1].description.get(25, 0) == fast
+
+
+def test_accumulate(there):
+    """The trial of a new plan leaves what the product is added to as it is."""
+    a, b = there.both(("vector", "vector"))
+    into = there.array(np.arange(M * N, dtype=np.float32).reshape(M, N))
+    for _ in range(3):
+        assert there.checked(a, b, accumulate=into) is into
+    trial, *calls = there.fake.products
+    assert trial.pointers["C"] == into.data.ptr
+    assert trial.pointers["D"] != into.data.ptr
+    assert [(p.beta, p.pointers["C"], p.pointers["D"]) for p in calls] == [
+        (1, into.data.ptr, into.data.ptr)] * 3
+    assert fp8.matmul_nt(a, b, accumulate=into, out=into) is into
+
+
+def test_a_batch_with_one_scale_is_one_call(there):
+    a, b = there.both(("tensor", "tensor"), batch=(3,))
+    there.checked(a, b)
+    product = there.fake.products[-1]
+    assert (product.a.batch, product.b.batch, product.d.batch) == (3, 3, 3)
+    assert (product.a.stride, product.b.stride, product.d.stride) == (N * K, M * K, M * N)
+    assert len(there.fake.products) == 2
+
+
+@pytest.mark.parametrize("pair", PAIRS[1:], ids="-".join)
+def test_a_batch_of_scales_is_a_call_for_each_matrix(pair, there):
+    a, b = there.both(pair, batch=(3,))
+    for _ in range(3):                                                  # also as remembered calls
+        there.fake.products.clear()
+        out = there.checked(a, b)
+        products = there.fake.products[-3:]
+        assert [p.pointers["A"] - b.data.data.ptr for p in products] == [0, N * K, 2 * N * K]
+        assert [p.pointers["B"] - a.data.data.ptr for p in products] == [0, M * K, 2 * M * K]
+        assert [p.pointers["D"] - out.data.ptr for p in products] == [0, 2 * M * N, 4 * M * N]
+        for attribute, s in ((17, b), (18, a)):
+            assert [p.description[attribute] - s.scale_inv.data.ptr for p in products] == [
+                i * s.scale_inv.nbytes // 3 for i in range(3)]
+
+
+# ---- plans, algorithms and workspaces ----
+def test_a_plan_is_made_once(there):
+    a, b = there.both(("vector", "block"))
+    for _ in range(3):
+        there.checked(a, b)
+    there.checked(*there.both(("vector", "block")), out=there.array(np.zeros((M, N), bfloat16)))
+    assert len(there.fake.preferences) == 1
+    there.checked(*there.both(("vector", "block"), m=M + 4))
+    assert len(there.fake.preferences) == 2
+
+
+def test_descriptions_go_with_their_calls(there):
+    from cupy_fp8.calls import remembered
+
+    a, b = there.both(("vector", "block"))
+    for _ in range(2):
+        out = there.array(np.zeros((M, N), bfloat16))
+        there.checked(a, b, out=out)
+        there.checked(a, b, out=out)
+    made = len(there.fake.objects)
+    remembered.forget()
+    assert len(there.fake.objects) < made
+
+
+def test_the_first_algorithm_that_runs_is_taken(there):
+    there.fake.refuses = {1}
+    there.checked(*there.both(("tensor", "tensor")))
+    assert [p.algorithm for p in there.fake.products] == [1, 2, 2]
+
+
+def test_autotune_takes_the_fastest(there, monkeypatch):
+    times = iter([3.0, 1.0, 2.0])
+
+    def microseconds(run: Any) -> float:
+        assert run() == library.SUCCESS
+        return next(times)
+
+    monkeypatch.setattr(cublaslt, "_microseconds", microseconds)
+    a, b = there.both(("vector", "vector"))
+    into = there.array(np.zeros((M, N), np.float32))
+    there.checked(a, b, accumulate=into, autotune=True)
+    assert there.fake.products[-1].algorithm == 2
+    there.checked(a, b, accumulate=into, autotune=True)
+    there.checked(a, b, accumulate=into)
+    assert there.fake.products[-1].algorithm == 1
+
+
+def test_workspaces():
+    """With out= they belong to it; of other calls to the stream. Plans share sizes."""
+    with machine(workspace_bytes=5000) as there:
+        a, b = there.both(("vector", "block"))
+        out = there.array(np.zeros((M, N), bfloat16))
+        for options in ({"out": out}, {"out": out}, {}, {}):
+            there.checked(a, b, **options)
+            assert there.fake.products[-1].workspace_bytes == 5000
+        of_out, of_stream = (there.fake.products[i].pointers["workspace"] for i in (1, -1))
+        assert len({0, of_out, of_stream}) == 3
+        assert [p.pointers["workspace"] for p in there.fake.products[1:]] == [
+            of_out, of_out, of_stream, of_stream]
+
+
+# ---- what is brought to the library's layout ----
+@pytest.mark.parametrize(("layout", "scale"), [
+    ("compact", float32), ("deepgemm_sm90", float32), ("gemm_ready", float32), ("compact", float8_e8m0fnu)])
+@pytest.mark.parametrize("batch", [(), (2,)], ids=str)
+def test_scales_of_other_layouts(layout, scale, batch, there):
+    """They are converted by a launch of the call, also when it is captured."""
+    a, b = there.both(("vector", "vector"), layout=layout, scale=scale, batch=batch)
+    out = there.array(np.zeros((*batch, M, N), bfloat16))
+    for _ in range(3):
+        there.checked(a, b)
+    for _ in range(3):
+        there.checked(a, b, out=out)
+    there.checked(a.T.T, b)
+    here = [there.place.run.numpy(s) for s in (a, b)]
+    with there.place.cupy.cuda.Stream() as stream:
+        stream.begin_capture()
+        fp8.matmul_nt(a, b, out=out)
+        graph = stream.end_capture()
+    out.fill(0)
+    a.data.view(np.uint8).fill(0x38)
+    here[0].data.view(np.uint8).fill(0x38)
+    graph.launch()
+    assert_within(out, reference.matmul_nt(*here), magnitudes(*here))
+
+
+def test_scales_of_columns_are_read_through_their_strides(there):
+    """The gradient of the weights, from compact scales, which .T only turns round."""
+    rng = np.random.default_rng(0)
+    grad, x = (fp8.quantize_block(rng.standard_normal((144, columns)).astype(np.float32), columnwise=True,
+                                  rowwise=False, scale_layout="compact").T for columns in (64, 80))
+    assert not grad.scale_inv.flags.c_contiguous
+    there.checked(there.there(grad._any), there.there(x._any), dtype=float32)
+
+
+def test_scales_at_any_address(there):
+    a, b = there.both(("row", "row"))
+    shifted = there.array(np.zeros(a.scale_inv.size + 1, np.float32))[1:].reshape(*a.scale_inv.shape)
+    shifted[...] = a.scale_inv
+    there.checked(Scaled(a.data, shifted, a.shape, False, a.block, a.scale_layout), b)
+
+
+def test_mx_on_later_gpus():
+    for layout in ("compact", "swizzled"):
+        for batch in ((), (2,)):
+            with machine(100) as there:
+                x, w = (fp8.quantize_mx(np.random.default_rng(i).standard_normal((*batch, n, K)).astype(
+                    np.float32), scale_layout=layout)._any for i, n in enumerate((M, N)))
+                for _ in range(2):
+                    there.checked(there.there(x), there.there(w))
+                description = there.fake.products[-1].description
+                assert (description[31], description[32]) == (2, 2)
+
+
+# ---- what the library does not take ----
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "K": (("tensor", "tensor"), {"k": 264}, "K in multiples of 16 and N of 8, got K = 264"),
+    "N": (("tensor", "tensor"), {"n": 68}, "got K = 272, N = 68"),
+    "M": (("vector", "block"), {"m": 66}, "M in multiples of 4 for 1×128 blocks of a, got M = 66"),
+    "e5m2": (("row", "row"), {"types": (float8_e5m2, float8_e5m2)}, "float8_e5m2 × float8_e5m2"),
+    "blocks": (("block", "block"), {}, "no product of scales per block and per block"),
+    "mixed": (("tensor", "vector"), {}, "no product of scales per tensor and per vector")}
+
+
+def refusal(there: Machine, a: Scaled, b: Scaled, **options: Any) -> str | None:
+    """Why the library is not asked."""
+    seen: list[str | None] = []
+    refuses = cublaslt.refusal
+
+    def noted(*call: Any) -> str | None:
+        seen.append(refuses(*call))
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cublaslt, "refusal", noted)
+        patch.setattr("cupy_fp8.ops.matmul.tiles.own_kernel_launches", lambda *call: [])
+        fp8.matmul_nt(a, b, **options)
+    assert (there.fake.products == []) == (seen[0] is not None)
+    return seen[0]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name, there):
+    pair, options, message = REFUSED[name]
+    assert message in str(refusal(there, *there.both(pair, **options)))
+
+
+def test_refused_bias_and_addresses(there):
+    a, b = there.both(("tensor", "tensor"))
+    for to, bias in ((bfloat16, float32), (float16, bfloat16), (float32, float32)):
+        found = refusal(there, a, b, dtype=to, bias=there.array(np.zeros(N, bias)))
+        assert f"bias for a {to} result, got {bias}" in str(found)
+    memory = there.array(np.zeros(M * K + 1, np.uint8)).view(float8_e4m3fn)
+    shifted = Scaled(memory[1:].reshape(M, K), a.scale_inv, a.shape)
+    assert "addresses in multiples of 16, a.data is at" in str(refusal(there, shifted, b))
+    out = there.array(np.zeros(M * N + 1, bfloat16))[1:].reshape(M, N)
+    assert "the result is at" in str(refusal(there, a, b, out=out))
+    scale = there.array(np.ones(2, np.float32))[1:]
+    assert "b.scale_inv is at" in str(refusal(there, a, Scaled(b.data, scale, b.shape)))
+
+
+@pytest.mark.parametrize(("capability", "version", "pair", "message"), [
+    (89, 130101, PAIRS[0], None), (80, 130101, PAIRS[0], "compute capability 8.9 or later, the GPU has 8.0"),
+    (120, 130101, PAIRS[0], None), (100, 130101, PAIRS[2], "compute capability 9.0, the GPU has 10.0"),
+    (89, 130101, PAIRS[1], "compute capability 9.0, the GPU has 8.9"), (90, 120901, PAIRS[1], None),
+    (90, 120804, PAIRS[1], "needs cuBLASLt 12.9, a fake is 12.8"), (90, 120804, PAIRS[0], None)])
+def test_refused_by_gpu_and_version(capability, version, pair, message):
+    with machine(capability, version=version) as there:
+        found = refusal(there, *there.both(pair))
+        assert found is message is None or message in str(found)
+
+
+def test_without_the_library(there, monkeypatch):
+    monkeypatch.setattr(library, "found", lambda: "cuBLASLt is not installed: …")
+    assert refusal(there, *there.both(PAIRS[0])) == "cuBLASLt is not installed: …"
+
+
+def test_without_an_algorithm(there):
+    """The other back end is asked, every time."""
+    there.fake.refuses = {1, 2, 3}
+    a, b = there.both(PAIRS[0])
+    asked: list[Any] = []
+
+    def own(*call: Any) -> list[Any]:
+        asked.append(call)
+        return []
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cupy_fp8.ops.matmul.tiles.own_kernel_launches", own)
+        fp8.matmul_nt(a, b)
+        fp8.matmul_nt(a, b)
+    assert [p.algorithm for p in there.fake.products] == [1, 2, 3]
+    assert len(asked) >= 1
+
+
+def test_mx_below_blackwell(there):
+    x = there.there(fp8.quantize_mx(np.ones((16, 64), np.float32))._any)
+    with pytest.raises(DeviceError, match=r"compute capability 10\.0 or later.*to_block\(\(1, 128\)"):
+        fp8.matmul_nt(x, x)
+    assert there.fake.products == []
+
+
+def test_a_failure_names_the_product(there):
+    a, b = there.both(PAIRS[0])
+    out = there.array(np.zeros((M, N), bfloat16))
+    fp8.matmul_nt(a, b, out=out)
+    there.fake.refuses = {1}
+    with pytest.raises(DeviceError, match=r"cublasLtMatmul: CUBLAS_STATUS_NOT_SUPPORTED for .*m=68, n=72"):
+        fp8.matmul_nt(a, b, out=out)
+
+
+def test_a_capture_of_a_product_that_is_new(there):
+    a, b = there.both(PAIRS[0])
+    out = there.array(np.zeros((M, N), bfloat16))
+    with there.place.cupy.cuda.Stream() as stream:
+        stream.begin_capture()
+        with pytest.raises(ValueError, match=r"^out: .*call once before the capture$"):
+            fp8.matmul_nt(a, b, out=out)
+        stream.end_capture()
+        fp8.matmul_nt(a, b, out=out)
+        stream.begin_capture()
+        fp8.matmul_nt(a, b, out=out, autotune=True)                     # is not tuned now, but may be later
+        stream.end_capture()
+    assert not [key for key in cublaslt._plans if key.autotune]
