@@ -1,5 +1,6 @@
 """Finding, compiling and launching the kernels of kernels_cu/, on a GPU or (in tests) on the CPU."""
 
+from . import tensor_map
 from .errors import device_errors, error_word
 from .kernel import (
     Kernel,
@@ -29,5 +30,6 @@ __all__ = [
     "multiprocessors",
     "owner_of",
     "shared_memory_per_block",
+    "tensor_map",
     "workspace",
 ]

@@ -216,24 +216,17 @@ __device__ __forceinline__ void store(const Product& p, const ProductTile& tile,
 }
 
 // ---- the kernel ----
-// Finds this block's tile. The walk's state is not needed any more after this.
-__device__ __forceinline__ bool find_tile(const Product& p, ProductTile& tile) {
+// Finds a tile by its number. The walk's state is not needed any more after this.
+__device__ __forceinline__ bool find_tile(const Product& p, i64 number, ProductTile& tile) {
     TileWalk<kSizesOfK, kTileRows, kTileColumns> walk(p);
-    if (!walk.find(blockIdx.x)) return false;
+    if (!walk.find(number)) return false;
     tile = walk.tile;
     if (kSizesOfK && threadIdx.x == 0 && !p.keeps_promise(tile.at)) report(p.splits.errors, kSplitStart);
     return true;
 }
 
-#ifdef ENTRY_product_tiles
-extern "C" __global__ void __launch_bounds__(kThreads, kTileRows == 128 ? 1 : 2)
-product_tiles(const __grid_constant__ Product p) {
-    extern __shared__ __align__(16) u8 shared[];
-    Stage* const stages = reinterpret_cast<Stage*>(shared);
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);            // The compiler knows that lanes agree.
-    if (blockIdx.x == 0 && warp == 0 && p.splits.sizes) check_sizes(p.splits, p.total);
-    ProductTile tile;
-    if (!find_tile(p, tile)) return;
+// All threads of the block call it. warp: this thread's one
+__device__ __forceinline__ void compute_tile(const Product& p, const ProductTile& tile, Stage* stages, int warp) {
     if (tile.k == 0 && p.accumulate && !p.bias) return;                // Nothing is added.
     const int row = warp % kWarpsDown * kWarpRows, column = warp / kWarpsDown * kWarpColumns;
     const bool has_part = tile.row + row < tile.rows && tile.column + column < p.n;
@@ -268,5 +261,23 @@ product_tiles(const __grid_constant__ Product p) {
         }
     }
     if (has_part) store(p, tile, sums, row, column);
+}
+
+#ifdef ENTRY_product_tiles
+extern "C" __global__ void __launch_bounds__(kThreads, kTileRows == 128 ? 1 : 2)
+product_tiles(const __grid_constant__ Product p) {
+    extern __shared__ __align__(16) u8 shared[];
+    Stage* const stages = reinterpret_cast<Stage*>(shared);
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);            // The compiler knows that lanes agree.
+    if (blockIdx.x == 0 && warp == 0 && p.splits.sizes) check_sizes(p.splits, p.total);
+    ProductTile tile;
+    if constexpr (kSizesOfK) {                     // The grid is small where another launch has most groups.
+        for (i64 number = blockIdx.x; find_tile(p, number, tile); number += gridDim.x) {
+            compute_tile(p, tile, stages, warp);
+            __syncthreads();                       // Nobody reads the last stages any more.
+        }
+    } else if (find_tile(p, blockIdx.x, tile)) {
+        compute_tile(p, tile, stages, warp);
+    }
 }
 #endif

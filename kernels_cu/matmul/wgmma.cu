@@ -48,6 +48,7 @@ struct Shared {
     Ring<kStages> ring;
     Ring<kQueue> queue;
 };
+static_assert(sizeof(Shared) == 220864, "what ops/matmul/wgmma.py asks for");
 
 struct WgmmaParams {
     TensorMap a_map, b_map;        // of all rows; with sizes of K, the boxes of groups' own maps
@@ -73,6 +74,8 @@ __device__ __forceinline__ void find_tiles(const WgmmaParams& p, Shared& shared)
     for (i32 wanted = blockIdx.x;; wanted += gridDim.x) {
         const bool found = walk.find(wanted);
         const ProductTile& tile = walk.tile;
+        if (kSizesOfK && found && lane == 0 && !product.keeps_promise(tile.at))
+            report(product.splits.errors, kSplitStart);
         if (kSizesOfK && found && tile.k > 0 && mapped != (int)tile.at.group) {
             mapped = (int)tile.at.group;
             map = map + 1 == kMaps ? 0 : map + 1;
@@ -190,6 +193,10 @@ __device__ __forceinline__ void copy_scale(float* shared, const float* from) {
 #endif
 }
 
+__device__ __forceinline__ i64 scale_of(const Operand& operand, i64 row) {
+    return (row >> operand.scale_shift) * operand.scale_row;
+}
+
 // Rows beyond the last one get its scale. Those of whole rows are needed with the last block of K alone.
 __device__ __forceinline__ void copy_scales(const Product& p, Shared& shared) {
     constexpr int kRowsEach = kTileRows / 32, kColumnsEach = kTileColumns / 32;
@@ -206,13 +213,12 @@ __device__ __forceinline__ void copy_scales(const Product& p, Shared& shared) {
             if (kScaling != kRows || block + 1 == t.blocks) {
 #pragma unroll
                 for (int i = 0; i < kRowsEach; i++)
-                    copy_scale(&stage.a[32 * i + lane],
-                               a_at + at_most(t.row + 32 * i + lane, last_row) * p.a.scale_row);
+                    copy_scale(&stage.a[32 * i + lane], a_at + scale_of(p.a, at_most(t.row + 32 * i + lane, last_row)));
                 if constexpr (kScaling != kBlocks) {
 #pragma unroll
                     for (int i = 0; i < kColumnsEach; i++)
                         copy_scale(&stage.b[32 * i + lane],
-                                   b_at + at_most(t.column + 32 * i + lane, last_column) * p.b.scale_row);
+                                   b_at + scale_of(p.b, at_most(t.column + 32 * i + lane, last_column)));
                 }
             }
             arrive_after_copies(&shared.ring.full[place.at]);
@@ -250,16 +256,31 @@ struct BlockScales {
 struct RowScales {
     static constexpr int kCount = kScaling == kBlocks ? kChunks : 1;
     float low[kCount], high[kCount];
+    bool exact = true;             // No lane of the warp has a product of scales that f32 cannot hold well.
 
     // row: the lane's first one in the stage. column: the tile's
     __device__ __forceinline__ RowScales(const Stage& stage, int row, int column, float first, float second) {
-        const float a_low = stage.a[row], a_high = stage.a[row + 8];
+        low[0] = stage.a[row];
+        high[0] = stage.a[row + 8];
+        if constexpr (kScaling == kBlocks) {
+            const float a_low = low[0], a_high = high[0];
+            bool normal = true;
 #pragma unroll
-        for (int i = 0; i < kCount; i++) {
-            const float of_b = column % kScaleBlock + i * kChunk < kScaleBlock ? first : second;
-            low[i] = kScaling == kBlocks ? mul_rn(a_low, of_b) : a_low;
-            high[i] = kScaling == kBlocks ? mul_rn(a_high, of_b) : a_high;
+            for (int i = 0; i < kCount; i++) {
+                const float of_b = of_column(column, i, first, second);
+                low[i] = mul_rn(a_low, of_b);
+                high[i] = mul_rn(a_high, of_b);
+                normal &= is_normal(low[i]) & is_normal(high[i]);
+            }
+            exact = __all_sync(~0u, normal);
         }
+    }
+    // The scale of B that the i-th 64 columns of a tile have.
+    static __device__ __forceinline__ float of_column(int column, int i, float first, float second) {
+        return column % kScaleBlock + i * kChunk < kScaleBlock ? first : second;
+    }
+    static __device__ __forceinline__ bool is_normal(float value) {
+        return (as_bits(value) & 0x7f800000u) - 0x00800000u < 0x7f000000u;
     }
 };
 
@@ -341,7 +362,18 @@ __device__ __forceinline__ void multiply(const Product& p, Shared& shared) {
             const Stage& stage = shared.stages[place.at];
             const RowScales rows(stage, t.a_shift + first_row + lane / 4, t.column, first, second);
             finish_products<kTileColumns>(products, a, b);
-            add_products(sums, products, rows, stage, block + 1 == t.blocks, release);
+            if (rows.exact) {
+                add_products(sums, products, rows, stage, block + 1 == t.blocks, release);
+            } else {                                               // One scale after the other.
+                const int row = t.a_shift + first_row + lane / 4;
+                const float a_low = stage.a[row], a_high = stage.a[row + 8];
+#pragma unroll
+                for (int i = 0; i < kTileColumns / 2; i++) {
+                    const float of_b = RowScales::of_column(t.column, 2 * i / kChunk, first, second);
+                    sums[i] = fma_rn(mul_rn(products[i], i % 4 < 2 ? a_low : a_high), of_b, sums[i]);
+                }
+                release();
+            }
             place.next();
         }
         const i64 element = (i64)(t.row + first_row) * p.n + t.column;

@@ -1,5 +1,5 @@
 """Products by the kernels of this package: any shape, alignment and pair of scalings
-(kernels_cu/matmul/tiles.cu)."""
+(kernels_cu/matmul/tiles.cu, and wgmma.cu on Hopper)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from ...calls.call import Call
 from ...formats import float8_e5m2
 from ...kernels import Kernel, Launch, Variant, grid_size
-from ...layouts import cdiv
-from . import operands
+from . import operands, wgmma
 from .operands import Operand
 from .problem import OperandView, Problem
 
@@ -30,25 +29,35 @@ def _variant(rows: int, sizes_of_k: bool) -> Variant:
     return _KERNEL.variant(block=_THREADS, shared=shared, TILE_ROWS=rows, SIZES_OF_K=int(sizes_of_k))
 
 
+#: Blocks of a launch that has what another one leaves over, mostly nothing.
+_BLOCKS_FOR_OTHERS = 256
+
+
 _VARIANTS = {(rows, sizes_of_k): _variant(rows, sizes_of_k)
              for rows, sizes_of_k in ((_ROWS, False), (_FEW_ROWS, False), (_ROWS, True))}
 
 
 def variants() -> list[Variant]:
     """Every program that a product may launch."""
-    return list(_VARIANTS.values())
+    return [*_VARIANTS.values(), *wgmma.variants()]
 
 
 def own_kernel_launches(call: Call, problem: Problem) -> Iterator[Launch]:
     """The launches that compute products. The choice of the kernel is made here."""
     if problem.n == 0 or (problem.m if problem.sizes_of_k else problem.total) == 0:
         return
+    share, members, most = wgmma.ALL_GROUPS, problem.members(), None
+    if wgmma.takes(call, problem):
+        yield from wgmma.launches(call, problem)
+        if not problem.sizes_of_k:
+            return
+        share, most = wgmma.OTHER_GROUPS, _BLOCKS_FOR_OTHERS
     few = not problem.sizes_of_k and problem.total <= _FEW * max(problem.groups, 1)
     rows = _FEW_ROWS if few else _ROWS
-    blocks = _most_tiles(problem, rows)
+    blocks = wgmma.tiles_of(problem, rows, _COLUMNS)
     if blocks:
-        yield _VARIANTS[rows, problem.sizes_of_k].bind(
-            call.x, grid_size(blocks, (problem.total, problem.n)), **problem.members())
+        grid = grid_size(blocks if most is None else min(blocks, most), (problem.total, problem.n))
+        yield _VARIANTS[rows, problem.sizes_of_k].bind(call.x, grid, **members | {"share": share})
 
 
 def dense_launches(call: Call, product: Product, out_at: int) -> Iterator[Launch]:
@@ -68,14 +77,3 @@ def dense_launches(call: Call, product: Product, out_at: int) -> Iterator[Launch
 def view_of(operand: Operand) -> OperandView:
     """An operand's rows, all with one pitch. Its scales are still to be given."""
     return OperandView(operand.at, 0, pitch=operand.k, e5m2=int(operand.dtype == float8_e5m2))
-
-
-def _most_tiles(problem: Problem, rows: int) -> int:
-    """The tiles that groups of any sizes can have."""
-    across, total, groups = cdiv(problem.n, _COLUMNS), problem.total, problem.groups
-    if problem.sizes_of_k:
-        return groups * cdiv(problem.m, rows) * across
-    if not problem.splits:
-        return groups * cdiv(total // max(groups, 1), rows) * across
-    # Each group can have a tile that is not full, and so can the rows of no group.
-    return (total // rows + min(groups, total) + 1) * across

@@ -1,0 +1,45 @@
+"""Tensor maps: what the copy engine of sm_90 and later knows of a matrix
+(kernels_cu/include/matmul/tensor_copy.cuh)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import sys
+from typing import Any
+
+import numpy as np
+
+_UINT8, _SWIZZLE_128, _L2_128, _ZEROS_OUTSIDE, _NOT_INTERLEAVED = 0, 3, 2, 0, 0
+_BOX_BYTES, _BYTES, _ALIGNMENT = 128, 128, 64
+
+
+def encode(x: Any, at: int, columns: int, rows: int, pitch: int, box_rows: int) -> bytes:
+    """The map of a matrix of bytes with rows at multiples of `pitch`, which is copied in boxes of 128 columns
+    and box_rows rows. x: an array on the same device; for a NumPy array, what kernels on the CPU read. An
+    empty matrix has the map of one element, which is never copied."""
+    columns, rows, pitch = max(columns, 1), max(rows, 1), max(pitch, 16)
+    if isinstance(x, np.ndarray):
+        return struct.pack("=QQQQI", at, columns, rows, pitch, box_rows).ljust(_BYTES, b"\0")
+    return _encoded(at, columns, rows, pitch, box_rows)
+
+
+@functools.lru_cache(4096)
+def _encoded(at: int, columns: int, rows: int, pitch: int, box_rows: int) -> bytes:
+    raw = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
+    where = -(-ctypes.addressof(raw) // _ALIGNMENT) * _ALIGNMENT
+    u64, u32 = ctypes.c_uint64, ctypes.c_uint32
+    status = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(where), _UINT8, 2, ctypes.c_void_p(at), (u64 * 2)(columns, rows), (u64 * 1)(pitch),
+        (u32 * 2)(_BOX_BYTES, box_rows), (u32 * 2)(1, 1), _NOT_INTERLEAVED, _SWIZZLE_128, _L2_128,
+        _ZEROS_OUTSIDE)
+    if status:
+        raise RuntimeError(f"cuTensorMapEncodeTiled: status {status} for {rows} rows of {columns} bytes at "
+                           f"{at:#x}, pitch {pitch}")
+    return ctypes.string_at(where, _BYTES)
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")

@@ -1,0 +1,111 @@
+"""Products on Hopper, by its own matrix instructions (kernels_cu/matmul/wgmma.cu)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product as combinations
+from typing import Any
+
+import numpy as np
+
+from ... import backend
+from ...arrays import address
+from ...calls.call import Call
+from ...formats import FORMATS, float8_e4m3fn, float8_e5m2
+from ...kernels import Kernel, Launch, Variant, multiprocessors, tensor_map
+from .problem import OperandView, Problem
+
+_KERNEL = Kernel("matmul/wgmma", "wgmma_products", target="sm_90a")
+_THREADS, _ROWS, _COLUMNS, _BLOCK, _STAGES, _QUEUE = 384, 128, 192, 128, 4, 4
+_MAPS, _MAP_BYTES = _QUEUE + _STAGES + 2, 128
+_BLOCKS_ON_CPU = 2
+_LARGEST = 2**31 - 1
+#: Bytes of shared memory: those of the struct Shared, which asserts it.
+SHARED = 220864
+_FP8 = (float8_e4m3fn, float8_e5m2)
+#: The struct's `share`: all groups, those that tensor copies can read, the others.
+ALL_GROUPS, IN_16_BYTES, OTHER_GROUPS = range(3)
+
+
+def _variant(a: np.dtype[Any], b: np.dtype[Any], scaling: str, sizes_of_k: bool) -> Variant:
+    return _KERNEL.variant(block=_THREADS, shared=SHARED, IN_A=FORMATS[a].tag, IN_B=FORMATS[b].tag,
+                           SCALING=scaling, SIZES_OF_K=int(sizes_of_k))
+
+
+_VARIANTS = {key: _variant(*key) for key in combinations(_FP8, _FP8, ("kRows", "kBlocks", "kVectors"),
+                                                         (False, True))
+             if not (key[2] == "kBlocks" and key[3])}
+
+
+def variants() -> list[Variant]:
+    """Every program that a product may launch."""
+    return list(_VARIANTS.values())
+
+
+def takes(call: Call, problem: Problem) -> bool:
+    """Whether this kernel computes a problem: on Hopper, and (as there) on the CPU. All rows then begin at
+    multiples of 16 bytes; of "k" those of groups may not, and such groups are left out."""
+    if call.xp is not np and not _is_hopper(call.x.data.device_id):
+        return False
+    p = problem
+    places = [p.a.data, p.b.data, p.a.pitch, p.b.pitch]
+    sizes = [p.total, p.m, p.n, p.k, p.groups * p.n, p.groups * p.m if p.sizes_of_k else 0,
+             tiles_of(p, _ROWS, _COLUMNS)]
+    return not p.bias and all(place % 16 == 0 for place in places) and max(sizes) <= _LARGEST
+
+
+def launches(call: Call, problem: Problem) -> Iterator[Launch]:
+    p, scaling = problem, _scaling(problem)
+    blocks = _BLOCKS_ON_CPU if call.xp is np else multiprocessors(call.x.data.device_id)
+    a_map, b_map, maps = _maps(call, p, blocks)
+    members = p.members() | {"share": IN_16_BYTES if p.sizes_of_k else ALL_GROUPS}
+    copies = (scaling != "kRows" and _copied(p.a, anywhere=True)
+              and (scaling == "kBlocks" or _copied(p.b, anywhere=False)))
+    a, b = (_FP8[view.e5m2] for view in (p.a, p.b))
+    yield _VARIANTS[a, b, scaling, p.sizes_of_k].bind(
+        call.x, blocks, a_map={"bytes": a_map}, b_map={"bytes": b_map}, product=members, maps=maps,
+        copies_scales=int(copies))
+
+
+def tiles_of(problem: Problem, rows: int, columns: int) -> int:
+    """The tiles that groups of any sizes can have."""
+    across, total, groups = -(-problem.n // columns), problem.total, problem.groups
+    if problem.sizes_of_k:
+        return groups * -(-problem.m // rows) * across
+    if not problem.splits:
+        return groups * -(-(total // max(groups, 1)) // rows) * across
+    # Each group can have a tile that is not full, and so can the rows of no group.
+    return (total // rows + min(groups, total) + 1) * across
+
+
+def _scaling(p: Problem) -> str:
+    """Where scales lie: along K for both operands or for one, or not at all."""
+    if p.a.scale_block == 0 and p.b.scale_block == 0:
+        return "kRows"
+    return "kBlocks" if p.b.scale_shift == 7 and not p.sizes_of_k else "kVectors"
+
+
+def _copied(view: OperandView, *, anywhere: bool) -> bool:
+    """Whether the copy engine can copy the scales of an operand: those of neighbouring rows are neighbours, and
+    all lines of scales begin at multiples of 16 bytes. anywhere: groups may begin within a line."""
+    in_16_bytes = (view.scale // 4, view.scale_group, view.scale_blocks, max(view.scale_block, 0),
+                   0 if anywhere and view.scale_start == 1 else view.scale_start)
+    return (view.scale_row == 1 and view.scale_shift == 0 and view.scale_block != 0
+            and all(each % 4 == 0 for each in in_16_bytes))
+
+
+def _maps(call: Call, p: Problem, blocks: int) -> tuple[bytes, bytes, int]:
+    """The tensor maps of both operands, and the memory in which the kernel writes those of groups."""
+    if not p.sizes_of_k:
+        return (tensor_map.encode(call.x, p.a.data, p.k, p.total, p.a.pitch, _ROWS),
+                tensor_map.encode(call.x, p.b.data, p.k, p.groups * p.n, p.b.pitch, _COLUMNS), 0)
+    words = blocks * _MAPS * 2 * _MAP_BYTES // 4
+    at = address(call.workspace_array("maps of groups", words + _MAP_BYTES // 4))
+    return (tensor_map.encode(call.x, p.a.data, _BLOCK, p.m, _BLOCK, _ROWS),
+            tensor_map.encode(call.x, p.b.data, _BLOCK, p.n, _BLOCK, _COLUMNS),
+            -(-at // _MAP_BYTES) * _MAP_BYTES)
+
+
+def _is_hopper(device_id: int) -> bool:
+    capability = backend.cupy().cuda.Device(device_id).compute_capability
+    return bool(capability == "90")
