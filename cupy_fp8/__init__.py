@@ -1,4 +1,5 @@
-"""FP8 kernels on CuPy arrays, without a framework. Each equals a NumPy reference byte for byte.
+"""FP8 kernels on CuPy arrays, without a framework. Each equals a NumPy reference byte for byte; matrix
+products are within a bound of it.
 
 >>> import cupy_fp8 as fp8                 # needs no GPU; fp8.xp is CuPy where there is one, else NumPy
 """

@@ -11,6 +11,7 @@ from typing import Any
 
 from .. import backend, testing
 from ..kernels import sources
+from ..ops.matmul import library
 
 
 def main(argv: list[str]) -> int:
@@ -41,6 +42,9 @@ def facts() -> dict[str, Any]:
         found["NVRTC"] = ".".join(map(str, cp.cuda.nvrtc.getVersion()))
     except Exception as error:              # a missing library raises errors of several types, all shown here
         found["NVRTC"] = f"no: {error}"
+    cublaslt = library.found()
+    found["cuBLASLt"] = (f"no: {cublaslt}" if isinstance(cublaslt, str)
+                         else f"{'.'.join(map(str, cublaslt.version))}, {cublaslt.path}")
     if backend.gpu_problem() is None:
         properties = cp.cuda.runtime.getDeviceProperties(cp.cuda.runtime.getDevice())
         found |= {"CUDA driver": cp.cuda.runtime.driverGetVersion(),
