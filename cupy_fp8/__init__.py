@@ -18,6 +18,7 @@ from .io import load, save
 from .kernels import device_errors
 from .ops.convert.astype import astype, transpose
 from .ops.convert.dequantize import dequantize
+from .ops.convert.rebase import rebase_scales
 from .ops.convert.scaling_aware import scaling_aware_transpose
 from .ops.moe.offsets import splits_to_offsets
 from .ops.moe.pad import pad_groups, sort_chunks, unpad_groups
@@ -52,9 +53,10 @@ __all__ = [
 __all__ += [
     "astype", "cast_transpose", "compute_amax", "compute_scale", "convert_scales", "dequantize",
     "group_quantize", "multi_cast_transpose", "multi_quantize", "pad_groups", "permute", "permute_backward",
-    "quantize_block", "quantize_mx", "quantize_tensor", "route", "scaling_aware_transpose", "sort_chunks",
-    "splits_to_offsets", "swiglu_backward_quantize", "swiglu_quantize", "swizzle_scales", "transpose",
-    "unpad_groups", "unpermute", "unpermute_backward", "unswizzle_scales", "update_delayed_scaling",
+    "quantize_block", "quantize_mx", "quantize_tensor", "rebase_scales", "route", "scaling_aware_transpose",
+    "sort_chunks", "splits_to_offsets", "swiglu_backward_quantize", "swiglu_quantize", "swizzle_scales",
+    "transpose", "unpad_groups", "unpermute", "unpermute_backward", "unswizzle_scales",
+    "update_delayed_scaling",
 ]
 
 
