@@ -99,8 +99,8 @@ __device__ __forceinline__ void transform_any(const u8* mine, const short* expon
             const int e = exponents[q * 4 + r];
 #pragma unroll
             for (int c = 0; c < 4; c++) {
-                const u32 code = word >> c * 8 & 0xffu;
-                four[c] |= (e == kNoScale ? kNanFp8 : IN::narrow(moved_value<IN>(code, e, t[c]))) << r * 8;
+                const u32 code = e == kNoScale ? kNanFp8 : moved<IN>(word >> c * 8 & 0xffu, e, t[c]);
+                four[c] |= code << r * 8;
             }
         }
 #pragma unroll

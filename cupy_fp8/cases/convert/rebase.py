@@ -20,8 +20,9 @@ from ..registry import Registration, register
 
 _MX, _ROW, _SQUARE = (1, 32), (1, 128), (128, 128)
 #: Tails of every tile; rows that allow wide accesses and rows that do not; matrices; nothing.
-_SHAPES: tuple[tuple[int, ...], ...] = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (3, 37), (33, 640), (127, 129),
-                                        (130, 257), (144, 272), (2, 3, 40, 24), (3, 0, 4), (2, 133, 144))
+_SHAPES: tuple[tuple[int, ...], ...] = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (3, 37), (33, 640),
+                                        (127, 129), (130, 257), (144, 272), (2, 3, 40, 24), (3, 0, 4),
+                                        (2, 133, 144))
 #: Exponents of scales: equal ones, different ones by block, ones whose values vanish beside others, the whole
 #: range, and what only f32 has.
 _EXPONENTS = {"same": (-3, -3), "near": (-9, -5), "wide": (-30, 0), "all": (-127, 127), "tiny": (-149, -120)}
@@ -89,7 +90,8 @@ def _cases() -> Iterator[Case]:
     for block in ((1, None), (1, 65536), (1, 8192), (32, 4096)):
         yield case(float8_e4m3fn, (33, 17000), "normal", block=block)
     # Old blocks that are larger, of other kinds, or one scale for the tensor.
-    for before, block in product((_ROW, _SQUARE, (1, None), (32, 64), None), (_MX, _ROW, (64, 32), (1, None))):
+    for before, block in product((_ROW, _SQUARE, (1, None), (32, 64), None),
+                                 (_MX, _ROW, (64, 32), (1, None))):
         for transposed in (False, True):
             yield case(float8_e4m3fn, (2, 130, 272), "normal", before=before, block=block, held=float32,
                        transposed=transposed, scale_dtype=float8_e8m0fnu)
@@ -105,11 +107,11 @@ def _layouts(case: Any) -> Iterator[Case]:
     for transposed in (False, True):
         for layout in ("swizzled", "deepgemm_sm100"):
             for block, after in ((_ROW, "gemm_ready"), (_SQUARE, "gemm_ready"), (_ROW, layout)):
-                yield case(float8_e4m3fn, (133, 272), "normal", block=block, layout=layout, scale_layout=after,
-                           transposed=transposed)
+                yield case(float8_e4m3fn, (133, 272), "normal", block=block, layout=layout,
+                           scale_layout=after, transposed=transposed)
         for layout in ("gemm_ready", "deepgemm_sm90"):
-            yield case(float8_e4m3fn, (133, 272), "normal", block=_MX, before=_ROW, held=float32, layout=layout,
-                       scale_layout=layout, transposed=transposed)
+            yield case(float8_e4m3fn, (133, 272), "normal", block=_MX, before=_ROW, held=float32,
+                       layout=layout, scale_layout=layout, transposed=transposed)
         yield case(float8_e4m3fn, (133, 272), "normal", block=_ROW, before=_SQUARE, held=float32,
                    layout="gemm_ready", scale_layout="gemm_ready", transposed=transposed)
         yield case(float8_e4m3fn, (2, 133, 272), "normal", block=_SQUARE, scale_layout="deepgemm_sm100",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from itertools import product, starmap
 from math import prod
 from typing import Any, NamedTuple
 
@@ -30,7 +31,8 @@ _TILE_LOG2 = 10                             # log2 of the 16-byte chunks in a ti
 _CHUNK_LOG2 = 4                             # log2 of the elements in a chunk
 _WARP_LOG2 = 5
 #: A tile has so many chunks side by side where nothing else decides: a warp then reads 512 adjacent bytes.
-_CHUNKS_ACROSS_LOG2 = 5
+#: There are never more than threads.
+_CHUNKS_ACROSS_LOG2, _MOST_ACROSS_LOG2 = 5, 8
 #: The layouts that the kernel does not read or write itself.
 _OTHER_LAYOUTS = ("swizzled", "deepgemm_sm100")
 
@@ -110,8 +112,9 @@ class _Result(Description):
             raise TypeError(f"out: expected a Scaled (an earlier result), got {type(out).__name__}")
         if (out.shape, out.transposed, out.block, out.scale_layout) != self._facts:
             shape, transposed, block, layout = self._facts
-            raise ValueError(f"out: expected shape {shape}{' stored transposed' if transposed else ''}, block "
-                             f"{block}, {layout} scales; got {out!r}, scales {out.scale_layout}")
+            how = " stored transposed" if transposed else ""
+            raise ValueError(f"out: expected shape {shape}{how}, block {block}, {layout} scales; got {out!r}, "
+                             f"scales {out.scale_layout}")
         return out.data, out.scale_inv
 
 
@@ -192,19 +195,18 @@ class _Rebase(Op[_Inputs]):
         old = block_shifts(inputs.stored(s.block), shape) if s.block else block_shifts((None, None), shape)
         new = block_shifts(inputs.stored(inputs.block), shape)
         tile = choose_tile(shape, new)
-        variant, members = _variant(data.dtype), _padding(shape, new, layout, inputs.block)
-        held = float8_e8m0fnu if inputs.before else s.scale_inv.dtype
-        vector = shape[-1] % 16 == 0 and data.at % 16 == 0 and written[0] % 16 == 0
-        yield variant.bind(
+        f32_scales = inputs.before is None and s.scale_inv.dtype == float32
+        aligned = shape[-1] % 16 == 0 and data.at % 16 == 0 and written[0] % 16 == 0
+        yield _variant(data.dtype, aligned).bind(
             data.array, grid_size(prod(shape[:-2]) * tile.down * tile.across, shape), data=data.at,
-            out=written[0], scales=scales_at, new_scales=new_at, errors=call.error_word() if held == float32 else 0,
+            out=written[0], scales=scales_at, new_scales=new_at,
+            errors=call.error_word() if f32_scales else 0,
             changed=inputs.changed.at if inputs.changed else 0, rows=shape[-2], columns=shape[-1],
             row_shift=old[0], column_shift=old[1], new_row_shift=new[0], new_column_shift=new[1],
-            vector=int(vector), f32_scales=int(held == float32),
-            new_f32_scales=int(inputs.dtype == float32), **places._asdict(),
+            f32_scales=int(f32_scales), new_f32_scales=int(inputs.dtype == float32), **places._asdict(),
             **{f"new_{name}": stride
                for name, stride in _strides(new_shape, s, inputs.block, layout)._asdict().items()},
-            **tile._asdict(), **members)
+            **tile._asdict(), **_padding(shape, new, layout, inputs.block))
         if inputs.after is not None:
             yield from conversion_launches(call, inputs.after, new_scales, written[1])
 
@@ -314,39 +316,41 @@ class Tile(NamedTuple):
     down: int
     across: int
     chunks_log2: int
+    targets_down_log2: int
+    targets_across_log2: int
     steps_down: int
     steps_across: int
     lanes_log2: int
-    together: int
 
 
 def choose_tile(shape: tuple[int, ...], shifts: tuple[int, int]) -> Tile:
     """A tile that holds whole new blocks where it can, else a part of one. shifts: log2 of their extents."""
     rows, columns = shape[-2:]
     block_rows, block_chunks = shifts[0], shifts[1] - _CHUNK_LOG2
-    most = _TILE_LOG2 - min(block_rows, _TILE_LOG2)                 # chunks across that leave room for the rows
+    # So many chunks across leave room for the rows of a block.
+    most = min(_MOST_ACROSS_LOG2, _TILE_LOG2 - min(block_rows, _TILE_LOG2))
     if block_chunks <= most:
         row_chunks = max(1, (cdiv(columns, 1 << _CHUNK_LOG2) - 1).bit_length())
         across = min(max(min(_CHUNKS_ACROSS_LOG2, row_chunks), block_chunks), most)
     else:
-        across = min(_TILE_LOG2, block_chunks, max(_CHUNKS_ACROSS_LOG2, most))
+        across = min(block_chunks, max(_CHUNKS_ACROSS_LOG2, most))
     down = _TILE_LOG2 - across
     targets_down, targets_across = max(0, down - block_rows), max(0, across - block_chunks)
     lanes = across - targets_across if targets_across else across + down - targets_down
-    together = targets_down == 0 and (targets_across == 0 or across <= 8)
     region_rows, region_columns = max(down, block_rows), max(across + _CHUNK_LOG2, shifts[1])
     return Tile(cdiv(rows, 1 << region_rows), cdiv(columns, 1 << region_columns), across,
+                targets_down, targets_across,
                 cdiv(min(1 << region_rows, rows), 1 << down) if block_rows > down else 1,
                 cdiv(min(1 << region_columns, columns), 1 << across + _CHUNK_LOG2)
                 if block_chunks > across else 1,
-                min(_WARP_LOG2, lanes), int(together))
+                min(_WARP_LOG2, lanes))
 
 
 @functools.cache
-def _variant(dtype: np.dtype[Any]) -> Variant:
-    return _KERNEL.variant(block=_THREADS, IN=FORMATS[dtype].tag)
+def _variant(dtype: np.dtype[Any], aligned: bool) -> Variant:
+    return _KERNEL.variant(block=_THREADS, IN=FORMATS[dtype].tag, ALIGNED=int(aligned))
 
 
 def variants() -> Iterator[Variant]:
     """Every variant that this op may launch."""
-    return map(_variant, FP8_DTYPES)
+    return starmap(_variant, product(FP8_DTYPES, (False, True)))

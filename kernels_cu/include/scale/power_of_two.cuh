@@ -43,9 +43,10 @@ __device__ __forceinline__ int product_target(u32 bits, int e) {
 }
 __device__ __forceinline__ int target_of(int found) { return found ? (found >> 20) - kTargetBias : 0; }
 
-// Returns v * 2^(e - t). 2^60 times the smallest code saturates, and 2^-60 times the largest is 0 in FP8.
+// Returns the code of v * 2^(e - t). 2^60 times the smallest code saturates, and 2^-60 times the largest is
+// 0.
 template <class F>
-__device__ __forceinline__ float moved_value(u32 code, int e, int t) {
+__device__ __forceinline__ u32 moved(u32 code, int e, int t) {
     const u32 power = e == kNothing ? 0 : (u32)(clamp(e - t, -60, 60) + 127) << 23;
-    return mul_rn(F::widen(code), as_float(power));
+    return F::narrow(mul_rn(F::widen(code), as_float(power)));
 }
