@@ -18,7 +18,9 @@ from ...results import Scaled, swap_last
 from ..base import Case, source
 from ..registry import Registration, register
 
-_MX, _ROW, _SQUARE = (1, 32), (1, 128), (128, 128)
+_MX: Any = (1, 32)
+_ROW: Any = (1, 128)
+_SQUARE: Any = (128, 128)
 #: Tails of every tile; rows that allow wide accesses and rows that do not; matrices; nothing.
 _SHAPES: tuple[tuple[int, ...], ...] = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (3, 37), (33, 640),
                                         (127, 129), (130, 257), (144, 272), (2, 3, 40, 24), (3, 0, 4),

@@ -132,7 +132,8 @@ class _Blocks:
         self.transposed = s.transposed
         self.batch, (self.rows, self.columns) = prod(s.shape[:-2]), s.shape[-2:]
         block = (None, None) if s.block is None else s.block
-        row_shift, column_shift = (block_shift(b, extent) for b, extent in zip(block, s.shape[-2:], strict=True))
+        row_shift, column_shift = (block_shift(b, extent)
+                                   for b, extent in zip(block, s.shape[-2:], strict=True))
         self.scaling = {"row_shift": row_shift, "column_shift": column_shift,
                         "columnwise": int(block[1] == 1),
                         "f32_scales": int(scales is None or scales.dtype == float32)}

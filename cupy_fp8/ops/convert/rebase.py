@@ -37,7 +37,7 @@ _CHUNKS_ACROSS_LOG2, _MOST_ACROSS_LOG2 = 5, 8
 _OTHER_LAYOUTS = ("swizzled", "deepgemm_sm100")
 
 
-def rebase_scales(q: Scaled | Quantized, *, block: Block, scale_dtype: Any = None,
+def rebase_scales(q: Scaled | Quantized, *, block: Sequence[int | None], scale_dtype: Any = None,
                   scale_layout: str = "compact", changed: Array | None = None, check: bool = False,
                   out: Scaled | None = None) -> Scaled:
     """FP8 with other blocks of power-of-two scales: exponents move, nothing is dequantised or quantised
@@ -105,7 +105,8 @@ class _Result(Description):
         super().__init__(Written("out.data", s.data.shape, s.dtype), Written("out.scale_inv", shape, dtype))
 
     def build(self, arrays: Sequence[Array]) -> Scaled:
-        return Scaled._of(*arrays, *self._facts)
+        data, scale_inv = arrays
+        return Scaled._of(data, scale_inv, *self._facts)
 
     def arrays_of(self, out: Any) -> Sequence[Array]:
         if not isinstance(out, Scaled):
@@ -113,8 +114,8 @@ class _Result(Description):
         if (out.shape, out.transposed, out.block, out.scale_layout) != self._facts:
             shape, transposed, block, layout = self._facts
             how = " stored transposed" if transposed else ""
-            raise ValueError(f"out: expected shape {shape}{how}, block {block}, {layout} scales; got {out!r}, "
-                             f"scales {out.scale_layout}")
+            raise ValueError(f"out: expected shape {shape}{how}, block {block}, {layout} scales; got "
+                             f"{out!r}, scales {out.scale_layout}")
         return out.data, out.scale_inv
 
 
@@ -182,7 +183,7 @@ class _Rebase(Op[_Inputs]):
             return
         scales_at, new_at = inputs.scales.at, written[1]
         places = _source_strides(inputs)
-        if inputs.before is not None:
+        if inputs.before is not None and s.block is not None:
             scratch = _scratch(call, "compact_scales", inputs.before.shape)
             scales_at, places = scratch.at, _strides(inputs.before.shape, s, s.block, "compact")
             yield from conversion_launches(call, inputs.before, inputs.scales, scales_at)

@@ -33,7 +33,7 @@ def rebase_scales(q: Scaled | Quantized, *, block: Block, scale_dtype: Any = Non
     if changed is not None:
         changed += _differing(v, out, exponent, power, exists, zero)
     held = _dtype_of_scales(s, scale_dtype, scale_layout)
-    scales = stored_scales(t, _blocks(wrong, block).any(axis=(-3, -1)), held)
+    scales = stored_scales(t, np.asarray(_blocks(wrong, block).any(axis=(-3, -1))), held)
     return Scaled._of(transpose(out) if s.transposed else out, _laid_out(scales, s, block, scale_layout),
                       s.shape, s.transposed, block, scale_layout)
 
