@@ -16,7 +16,7 @@ from ...arrays import Array, address, asnumpy
 from ...calls import validate
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, Written
-from ...formats import FORMATS, FP8_DTYPES, flag, float8_e8m0fnu, float32, int32, lookup, names
+from ...formats import FORMATS, FP8_DTYPES, flag, float8_e8m0fnu, float32, names
 from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import SCALE_DTYPES, cdiv, scale_dtype, scale_shape
 from ...reference.convert.dequantize import block_scales
@@ -148,11 +148,11 @@ class _Rebase(Op[_Inputs]):
         if data.shape != stored:
             raise ValueError(f"q.data: expected shape {stored} for the logical shape {s.shape}, got "
                              f"{data.shape}")
+        backend.require_module(s.scale_inv, call.xp, "q.scale_inv")
         scale_shape(s.shape, block, layout, s.transposed)           # says what blocks and layouts there are
         held = _held(layout, s.scale_inv.dtype, dtype)
         _check_direction(s, "q", s.block)
         _check_direction(s, "block", block)
-        backend.require_module(s.scale_inv, call.xp, "q.scale_inv")
         scales, before = _read_scales(call, s)
         raised = None
         if changed is not None:
@@ -220,7 +220,10 @@ def _held(layout: str, before: np.dtype[Any], dtype: Any) -> np.dtype[Any]:
     """The dtype of the new scales."""
     if dtype is None:
         return scale_dtype(before, layout)
-    found = int32 if dtype == int32 else lookup(dtype, (float8_e8m0fnu, float32), "scale_dtype").dtype
+    try:
+        found = np.dtype(dtype)
+    except (TypeError, ValueError):
+        raise TypeError(f"scale_dtype: expected one that scales have, got {dtype!r}") from None
     if found not in SCALE_DTYPES[layout]:
         raise TypeError(f"scale_dtype: {layout} scales are {names(SCALE_DTYPES[layout])}, got {found}")
     return found
