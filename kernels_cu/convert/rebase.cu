@@ -1,5 +1,5 @@
 // This kernel gives FP8 data with power-of-two scales other blocks of power-of-two scales (docs/numerics.md,
-// section 5), without a wider type:
+// section 4), without a wider type:
 //
 //   out = narrow(v * s / t), rounded once; s = 2^e is the element's scale, and t that of its new block:
 //   t   = smallest power of two >= max |v| * s / fp8_max over the new block
@@ -249,8 +249,8 @@ private:
         return changed;
     }
 
-    // Multiplies a chunk by any 2^k in three steps. A product that is not exact is far below half the smallest
-    // code, so it becomes 0, and its value changed. Some such products are 0 themselves.
+    // Multiplies a chunk by any 2^k in three steps. A product that is not exact is far below half the
+    // smallest code, so it becomes 0, and its value changed. Some such products are 0 themselves.
     static __device__ __forceinline__ u32 scaled_in_steps(const Chunk16& from, int k, Chunk16& made) {
         u32 power[3], changed = 0;
 #pragma unroll

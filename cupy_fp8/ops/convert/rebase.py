@@ -48,7 +48,7 @@ def rebase_scales(q: Scaled | Quantized, *, block: Sequence[int | None], scale_d
     t is the smallest power of two under which all values of the new block fit (1 if it has only zeros). Each
     element is rounded once, to nearest even, subnormals included. It changes only if it is below the smallest
     normal number under t and lies between two of the subnormals there. ±0 stays ±0, and NaN becomes 0x7F.
-    docs/numerics.md section 5 defines every byte.
+    docs/numerics.md section 4 defines every byte.
 
     Parameters
     ----------

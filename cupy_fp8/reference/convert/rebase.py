@@ -1,5 +1,5 @@
 """Reference of cupy_fp8.ops.convert.rebase: blocks with power-of-two scales become other such blocks
-(docs/numerics.md, section 5)."""
+(docs/numerics.md, section 4)."""
 
 from __future__ import annotations
 
