@@ -19,6 +19,7 @@ from .io import load, save
 from .kernels import device_errors
 from .ops.convert.astype import astype, transpose
 from .ops.convert.dequantize import dequantize
+from .ops.convert.rebase import rebase_scales
 from .ops.convert.scaling_aware import scaling_aware_transpose
 from .ops.matmul.dense import matmul_nt
 from .ops.matmul.grouped import grouped_matmul_nt
@@ -55,10 +56,10 @@ __all__ = [
 __all__ += [
     "astype", "cast_transpose", "compute_amax", "compute_scale", "convert_scales", "dequantize",
     "group_quantize", "grouped_matmul_nt", "matmul_nt", "multi_cast_transpose", "multi_quantize",
-    "pad_groups", "permute", "permute_backward", "quantize_block", "quantize_mx", "quantize_tensor", "route",
-    "scaling_aware_transpose", "sort_chunks", "splits_to_offsets", "swiglu_backward_quantize",
-    "swiglu_quantize", "swizzle_scales", "transpose", "unpad_groups", "unpermute", "unpermute_backward",
-    "unswizzle_scales", "update_delayed_scaling",
+    "pad_groups", "permute", "permute_backward", "quantize_block", "quantize_mx", "quantize_tensor",
+    "rebase_scales", "route", "scaling_aware_transpose", "sort_chunks", "splits_to_offsets",
+    "swiglu_backward_quantize", "swiglu_quantize", "swizzle_scales", "transpose", "unpad_groups", "unpermute",
+    "unpermute_backward", "unswizzle_scales", "update_delayed_scaling",
 ]
 
 

@@ -113,6 +113,25 @@ class Scaled(Result):
                                    shape=shape, block=block, dtype=dtype)
         return Scaled._of(self.data, scale_inv, self.shape, self.transposed, self.block, name)
 
+    def to_block(self, block: Sequence[int | None], *, scale_dtype: Any = None,
+                 scale_layout: str = "compact", changed: Array | None = None) -> Scaled:
+        """The same values in other blocks of power-of-two scales, such as MX data (1×32) in blocks of 1×128
+        or 128×128. Itself if it has these blocks, this layout and this dtype of scales; where only the layout
+        or the dtype differs, `to_layout` converts the scales alone. Else `rebase_scales` moves exponents and
+        rounds once; it says what the arguments are, and which errors are raised.
+
+        >>> import numpy as np, cupy_fp8 as fp8
+        >>> q = fp8.quantize_mx(np.float32([[448] * 32 + [1] * 32])).rowwise
+        >>> q.to_block((1, 128), scale_layout="gemm_ready")
+        Scaled(float8_e4m3fn[1, 64], block 1×128, gemm_ready scales, numpy)
+        """
+        if self.block is not None and self.block == (tuple(block) if isinstance(block, list) else block):
+            return self.to_layout(scale_layout, dtype=scale_dtype)
+        from .ops.convert.rebase import rebase_scales
+
+        return rebase_scales(self, block=block, scale_dtype=scale_dtype, scale_layout=scale_layout,
+                             changed=changed)
+
     def __iter__(self) -> Iterator[Array]:
         return iter((self.data, self.scale_inv))
 
@@ -216,6 +235,21 @@ class Quantized(Result):
         column = row
         if self.columnwise is not self.rowwise:
             column = None if self.columnwise is None else self.columnwise.to_layout(name, dtype=dtype)
+        return (self if row is self.rowwise and column is self.columnwise
+                else Quantized(row, column, self.dbias))
+
+    def to_block(self, block: Sequence[int | None], *, scale_dtype: Any = None,
+                 scale_layout: str = "compact", changed: Array | None = None) -> Quantized:
+        """The same values with each direction in other blocks, as `Scaled.to_block` makes them and with its
+        errors. `block` is that of rows, (1, 128) or (128, 128); columns get it the other way round, which
+        needs data stored transposed. Itself if they are already."""
+        options: dict[str, Any] = {"scale_dtype": scale_dtype, "scale_layout": scale_layout,
+                                   "changed": changed}
+        row = None if self.rowwise is None else self.rowwise.to_block(block, **options)
+        column = row
+        if self.columnwise is not self.rowwise:
+            swapped: Any = tuple(reversed(block)) if isinstance(block, (tuple, list)) else block
+            column = None if self.columnwise is None else self.columnwise.to_block(swapped, **options)
         return (self if row is self.rowwise and column is self.columnwise
                 else Quantized(row, column, self.dbias))
 

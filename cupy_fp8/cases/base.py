@@ -100,12 +100,15 @@ def source(case: Case, seed: int = 0) -> np.ndarray:
     return x
 
 
+#: Arguments of ops that are raised by a call, and are no part of its result.
+RAISED = ("amax", "changed")
+
+
 def outputs(result: Any, kwargs: dict[str, Any], updated: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Every array that a call wrote, by name: those of the result, and the amax buffer. The result of an op
-    that updates its arguments is these arguments."""
+    """Every array that a call wrote, by name: those of the result, and the buffers that it raises. The result
+    of an op that updates its arguments is these arguments."""
     found = dict(zip(updated, result, strict=True)) if updated else dict(_arrays(result, kwargs))
-    if kwargs.get("amax") is not None:
-        found["amax"] = kwargs["amax"]
+    found |= {name: kwargs[name] for name in RAISED if kwargs.get(name) is not None}
     return found
 
 

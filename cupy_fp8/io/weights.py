@@ -1,8 +1,8 @@
 """What a conversion makes of one weight, a chunk of rows at a time.
 
 Values come from a float tensor, or from FP8 data with scales; they become BF16, or FP8 data with scales of
-another kind. Where both scales are powers of two, data are re-based: every value is divided by its new scale
-exactly and rounded once, to FP8.
+another kind. Where both scales are powers of two, data are re-based (`rebase_scales`): every value is divided
+by its new scale exactly and rounded once, to FP8.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ..arrays import Array, asarray, asnumpy, bits
 from ..formats import bfloat16, float8_e4m3fn, float8_e8m0fnu, float32
 from ..layouts import cdiv
 from ..ops.convert.astype import astype
+from ..ops.convert.rebase import rebase_scales
 from ..ops.quantize.blocks import quantize_block
 from ..ops.quantize.mx import quantize_mx
 from ..ops.quantize.tensor import quantize_tensor
@@ -29,7 +30,6 @@ __all__ = ["RECIPES", "SCALE_FORMATS", "Changes", "Layout", "Rows", "layout_of",
 RECIPES = ("block128", "mxfp8", "row", "tensor", "bf16")
 SCALE_FORMATS = ("f32", "e8m0")
 _CHUNK = 1 << 20                        # elements that are worked on at a time, or a row of blocks
-_LARGEST_EXPONENT = 127                 # of an E8M0 scale, of either sign
 _UINT8 = np.dtype(np.uint8)
 
 
@@ -111,8 +111,9 @@ def make_rows(source: Array | Scaled, layout: Layout, scale: float | None,
         if not exponents or is_power_of_two(scales):
             if source.block == layout.block and source.dtype == layout.dtype:
                 return _kept(source, scales, layout)
-            if exponents:
-                return _rebased(source, layout)
+            along_rows = source.block is None or source.block[1] != 1
+            if exponents and source.dtype == layout.dtype and along_rows:
+                return _rebased(source, layout, compare)
     values = source.dequantize(bfloat16 if layout.scale is None
                                else np.float32) if isinstance(source, Scaled) else source
     if not isinstance(source, Scaled) and source.dtype == np.float64:
@@ -178,56 +179,15 @@ def _is_exponents(layout: Layout) -> bool:
     return layout.scale is not None and layout.scale[1].itemsize == 1
 
 
-def _rebased(source: Scaled, layout: Layout) -> tuple[np.ndarray, np.ndarray, Changes]:
-    """Data of powers of two on new powers of two: the smallest under which every value of a block fits.
-    float64 holds every value, and every quotient, exactly; the float32 between it and FP8 loses only what is
-    far below FP8's smallest value."""
+def _rebased(source: Scaled, layout: Layout, compare: bool) -> tuple[np.ndarray, np.ndarray, Changes]:
+    """Data of powers of two on new powers of two, and how many values are not what they were."""
     assert layout.scale is not None
     assert layout.block
-    values = _exact(source)
-    exponent = _block_exponents(values, (layout.block[0] or 1, layout.block[1] or values.shape[-1]))
-    quotients = np.ldexp(values, -_expanded(exponent, layout, values.shape)).astype(np.float32)
-    data = astype(quotients, float8_e4m3fn)
-    back = np.ldexp(data.astype(np.float64), _expanded(exponent, layout, values.shape))
-    finite = np.isfinite(values)
-    difference = np.where(finite, back - values, 0)
-    changes = Changes(values.size, int(np.count_nonzero(difference)),
-                      float((np.where(finite, values, 0) ** 2).sum()),
-                      float((difference**2).sum()))
-    return data, (exponent + _LARGEST_EXPONENT).astype(np.uint8).view(layout.scale[1]), changes
-
-
-def _exact(s: Scaled) -> np.ndarray:
-    """The values of data whose scales are powers of two, in float64."""
-    data, scale = asnumpy(bits(s.data)).view(s.dtype).astype(np.float64), asnumpy(bits(s.scale_inv)).view(
-        s.scale_inv.dtype)
-    scale = scale.astype(np.float64)
-    if s.block is None:
-        return data * scale.reshape(())
-    rows, columns = data.shape[-2:]
-    down, across = s.block[0] or rows, s.block[1] or columns
-    return data * np.repeat(np.repeat(scale, down, -2)[..., :rows, :], across, -1)[..., :columns]
-
-
-def _block_exponents(values: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """Of each block the smallest exponent e, from -127 to 127, for which its largest magnitude / 2**e is at
-    most 448."""
-    rows, columns = values.shape[-2:]
-    down, across = cdiv(rows, block[0]), cdiv(columns, block[1])
-    magnitudes = np.zeros((down * block[0], across * block[1]))
-    np.abs(values, out=magnitudes[:rows, :columns])
-    magnitudes[~np.isfinite(magnitudes)] = 0
-    amax = magnitudes.reshape(down, block[0], across, block[1]).max((1, 3))
-    fraction, exponent = np.frexp(amax)
-    fitting = exponent - 9 + (fraction > 0.875)             # 448 = 0.875 * 2**9
-    return np.where(amax > 0, np.clip(fitting, -_LARGEST_EXPONENT, _LARGEST_EXPONENT), -_LARGEST_EXPONENT)
-
-
-def _expanded(exponent: np.ndarray, layout: Layout, shape: tuple[int, ...]) -> np.ndarray:
-    """The exponent of each element."""
-    assert layout.block
-    down, across = layout.block[0] or 1, layout.block[1] or shape[-1]
-    return np.repeat(np.repeat(exponent, down, -2)[..., :shape[-2], :], across, -1)[..., :shape[-1]]
+    count = asarray(np.zeros(1, np.int64), like=source.data)
+    q = rebase_scales(source, block=layout.block, scale_dtype=float8_e8m0fnu, changed=count)
+    data, scales = (asnumpy(bits(a)).view(a.dtype) for a in q)
+    changes = _compared(source, q, compare)._replace(changed=int(asnumpy(count)[0]))
+    return data, scales.view(layout.scale[1]), changes
 
 
 def _compared(source: Array | Scaled, made: Array | Scaled, compare: bool) -> Changes:
@@ -237,8 +197,8 @@ def _compared(source: Array | Scaled, made: Array | Scaled, compare: bool) -> Ch
         return Changes(elements)
     before, after = (asnumpy(a.dequantize() if isinstance(a, Scaled) else a).astype(np.float64)
                      for a in (source, made))
-    finite = np.isfinite(before)
-    difference = np.where(finite, after - before, 0)
+    finite = np.isfinite(before) & np.isfinite(after)
+    difference = np.subtract(after, before, out=np.zeros_like(before), where=finite)
     return Changes(elements, int(np.count_nonzero(difference)),
                    float((np.where(finite, before, 0) ** 2).sum()),
                    float((difference**2).sum()))

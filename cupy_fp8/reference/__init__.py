@@ -5,6 +5,7 @@ Each takes the op's arguments that bear on the result, returns fresh arrays and 
 
 from .convert.astype import astype, transpose
 from .convert.dequantize import dequantize
+from .convert.rebase import rebase_scales
 from .convert.scaling_aware import scaling_aware_transpose
 from .matmul.dense import matmul_nt
 from .matmul.grouped import grouped_matmul_nt
@@ -27,8 +28,8 @@ from .scales.swizzle import swizzle_scales, unswizzle_scales
 __all__ = [
     "astype", "cast_transpose", "compute_amax", "compute_scale", "convert_scales", "dequantize",
     "group_quantize", "grouped_matmul_nt", "matmul_nt", "multi_cast_transpose", "multi_quantize",
-    "pad_groups", "permute", "permute_backward", "quantize_block", "quantize_mx", "quantize_tensor", "route",
-    "scaling_aware_transpose", "sort_chunks", "splits_to_offsets", "swiglu_backward_quantize",
-    "swiglu_quantize", "swizzle_scales", "transpose", "unpad_groups", "unpermute", "unpermute_backward",
-    "unswizzle_scales", "update_delayed_scaling",
+    "pad_groups", "permute", "permute_backward", "quantize_block", "quantize_mx", "quantize_tensor",
+    "rebase_scales", "route", "scaling_aware_transpose", "sort_chunks", "splits_to_offsets",
+    "swiglu_backward_quantize", "swiglu_quantize", "swizzle_scales", "transpose", "unpad_groups", "unpermute",
+    "unpermute_backward", "unswizzle_scales", "update_delayed_scaling",
 ]

@@ -62,23 +62,6 @@ constexpr int kBlocks = !ALIGNED ? BLOCKS - 1 : kFewer && BLOCKS == 4 ? 3 : BLOC
 constexpr int kBlocks = 2;
 #endif
 
-// The largest of the magnitudes |v| * 2^e decides the target. It is found as the largest of integers: 0 if
-// there is no magnitude, else (log2 + kTargetBias) << 20 plus lower bits. The largest code is 1.75 * 2^kEmax,
-// so a product with a mantissa up to 1.75 needs its own exponent, and one above needs the next.
-constexpr int kTargetBias = 1024;
-__device__ __forceinline__ int product_target(u32 bits, int e) {
-    constexpr int kFirst = (kLowest + kTargetBias) << 20;
-    if (bits >= 0x7f800000u) return (kHighest + kTargetBias) << 20;
-    return larger((int)(bits >> 3) + (e - 127 - Pack::kEmax + kTargetBias) * (1 << 20) + 0x3ffff, kFirst);
-}
-
-// Returns the code of v * 2^(e - t). 2^60 times the smallest code saturates, and 2^-60 times the largest is
-// 0.
-__device__ __forceinline__ u32 moved(u32 code, int e, int t) {
-    const u32 power = e == kNothing ? 0 : (u32)(clamp(e - t, -60, 60) + 127) << 23;
-    return IN::narrow(mul_rn(IN::widen(code), as_float(power)));
-}
-
 // Transforms this thread's 16 rows x 4 columns element by element, for any scales. exponents: log2 of the
 // rows' scales. patches: how many threads have the rows of a block. t: log2 of the columns' targets, which
 // are found here for TARGET 0.
@@ -94,7 +77,7 @@ __device__ __forceinline__ void transform_any(const u8* mine, const short* expon
             for (int c = 0; c < 4; c++) {
                 const u32 bits = as_bits(magnitude(IN::widen(word >> c * 8 & 0xffu)));
                 if (bits && bits <= 0x7f800000u)
-                    found[c] = larger(found[c], product_target(bits, exponents[r]));
+                    found[c] = larger(found[c], product_target<IN>(bits, exponents[r]));
             }
         }
 #pragma unroll
@@ -104,7 +87,7 @@ __device__ __forceinline__ void transform_any(const u8* mine, const short* expon
                 const int other = __shfl_xor_sync(~0u, found[c], distance < patches ? distance : 0);
                 found[c] = larger(found[c], other);
             }
-            t[c] = found[c] ? (found[c] >> 20) - kTargetBias : 0;
+            t[c] = target_of(found[c]);
         }
     }
 #pragma unroll
@@ -116,7 +99,7 @@ __device__ __forceinline__ void transform_any(const u8* mine, const short* expon
             const int e = exponents[q * 4 + r];
 #pragma unroll
             for (int c = 0; c < 4; c++) {
-                const u32 code = e == kNoScale ? kNanFp8 : moved(word >> c * 8 & 0xffu, e, t[c]);
+                const u32 code = e == kNoScale ? kNanFp8 : moved<IN>(word >> c * 8 & 0xffu, e, t[c]);
                 four[c] |= code << r * 8;
             }
         }
@@ -139,12 +122,6 @@ __device__ __forceinline__ int find_largest(const u8* raw, const short* exponent
         if (anything && exponents[r] != kNoScale) amax = larger(amax, exponents[r]);
     }
     return amax;
-}
-
-// Returns the bits of the target 2^t.
-__device__ __forceinline__ u32 scale_bits(int t) {
-    if (kMx) return (u32)(t + 127);
-    return t >= -126 ? (u32)(t + 127) << 23 : 1u << (t + 149);
 }
 
 #ifdef ENTRY_scaling_aware_transpose
@@ -203,7 +180,7 @@ __device__ __forceinline__ void transform_tile(const ScalingAwareParams& p, cons
             }
         }
 #pragma unroll
-        for (int c = 0; c < 4; c++) stored[c] = scale_bits(tile_target);
+        for (int c = 0; c < 4; c++) stored[c] = scale_bits(tile_target, kMx);
     }
     u32 values[4][8];                                            // two rows of a column each
 #pragma unroll
@@ -262,7 +239,7 @@ __device__ __forceinline__ void transform_tile(const ScalingAwareParams& p, cons
                 if (!is_out((exponent[c / 2] & mask) | (0x4000u << 16 - c % 2 * 16))) continue;
                 general |= exponent[c / 2] & mask || anything >> c * 8 & 0xffu;
                 of_columns[c / 2] = (of_columns[c / 2] & ~mask) | (0x3c003c00u & mask);
-                stored[c] = scale_bits(0);
+                stored[c] = scale_bits(0, kMx);
             }
         }
     }
@@ -281,7 +258,7 @@ __device__ __forceinline__ void transform_tile(const ScalingAwareParams& p, cons
         int t[4] = {tile_target, tile_target, tile_target, tile_target};
         transform_any(mine, exponents, patches, t, codes);
 #pragma unroll
-        for (int c = 0; c < 4; c++) stored[c] = scale_bits(t[c]);
+        for (int c = 0; c < 4; c++) stored[c] = scale_bits(t[c], kMx);
     }
 
     // Target scales in the padding are 0.

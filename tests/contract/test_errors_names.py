@@ -48,6 +48,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
     "matmul_nt": (fp8.matmul_nt, (Q, Q), {}),
     "multi_cast_transpose": (fp8.multi_cast_transpose, ([X, X], [1.0, 2.0]), {}),
     "multi_quantize": (fp8.multi_quantize, ([X], CurrentScaling()), {}),
+    "rebase_scales": (fp8.rebase_scales, (MX,), {"block": (1, 128)}),
     "scaling_aware_transpose": (fp8.scaling_aware_transpose, (ROW,), {}),
     "group_quantize": (fp8.group_quantize, (X, [32, 32], BlockScaling()), {}),
     "splits_to_offsets": (fp8.splits_to_offsets, (np.array([32, 32]),), {}), "pad_groups": (fp8.pad_groups,

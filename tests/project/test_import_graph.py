@@ -44,6 +44,7 @@ UPWARD = {
     ("recipes.DelayedScaling.quantize", "ops.quantize.tensor"),
     ("recipes.MXScaling.quantize", "ops.quantize.mx"),
     ("results.Scaled.dequantize", "ops.convert.dequantize"),
+    ("results.Scaled.to_block", "ops.convert.rebase"),
     ("results.Scaled.to_layout", "ops.scales.convert"),
 }
 

@@ -188,6 +188,15 @@ def _readers() -> Iterator[tuple[str, Far]]:
         for how in ("mx", "block"):
             yield f"scaling_aware_transpose-{how}-{name}", Far(partial(_retransposed, how),
                 np.dtype(bfloat16), *place)
+    for (how, block), (name, *place) in product((("row", (1, 128)), ("square", (128, 128))), _SHAPES):
+        yield f"rebase_scales-{how}-{name}", Far(partial(_rebased, block), np.dtype(float8_e4m3fn), *place)
+
+
+def _rebased(block: Any, m: Any, x: np.ndarray) -> Any:
+    """Of MX data, with scales that are alike every 256 columns."""
+    exponents = (120 + np.arange(x.shape[-1] // 32) % 8).astype(np.uint8).view(float8_e8m0fnu)
+    scale_inv = _beside(x, np.tile(exponents, (*x.shape[:-1], 1)))
+    return m.rebase_scales(Scaled(x, scale_inv, x.shape, False, (1, 32), "compact"), block=block)
 
 
 def _retransposed(how: str, m: Any, x: np.ndarray) -> Any:
@@ -280,7 +289,7 @@ _UNREACHED = {f"{name}-wide" for name in (
     "quantize_mx-swizzled-both", "quantize_block-rowwise",
     "quantize_block-compact-rowwise", "dequantize-tensor", "dequantize-mx-rowwise",
     "dequantize-mx-columnwise",
-    "dequantize-block-rowwise", "scaling_aware_transpose-mx",
+    "dequantize-block-rowwise", "rebase_scales-row", "scaling_aware_transpose-mx",
     "scaling_aware_transpose-block")} | {"quantize_mx-swizzled-both-tall"}
 CALLS: dict[str, Far] = {name: far for calls in (_elementwise, _quantizers, _readers, _swiglu, _rows,
     _scales) for name, far in calls()

@@ -132,7 +132,8 @@ class _Blocks:
         self.transposed = s.transposed
         self.batch, (self.rows, self.columns) = prod(s.shape[:-2]), s.shape[-2:]
         block = (None, None) if s.block is None else s.block
-        row_shift, column_shift = (_shift(b, extent) for b, extent in zip(block, s.shape[-2:], strict=True))
+        row_shift, column_shift = (block_shift(b, extent)
+                                   for b, extent in zip(block, s.shape[-2:], strict=True))
         self.scaling = {"row_shift": row_shift, "column_shift": column_shift,
                         "columnwise": int(block[1] == 1),
                         "f32_scales": int(scales is None or scales.dtype == float32)}
@@ -196,7 +197,7 @@ def _strides(s: Scaled, scales: Array) -> dict[str, int]:
             "scale_tiles": scale_tiles}
 
 
-def _shift(block: int | None, extent: int) -> int:
+def block_shift(block: int | None, extent: int) -> int:
     """log2 of a block's extent. A block of None, or one larger than the array, holds everything."""
     everything = max(SMALLEST_BLOCK, extent).bit_length()
     return everything if block is None else min(block.bit_length() - 1, everything)

@@ -93,7 +93,7 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
     >>> c.data.astype(np.float32).tolist(), c.scale_inv.tolist()
     ([[448.0, 4.0], [256.0, 256.0]], [[1.0, 0.0078125, 0.0, 0.0]])
     """
-    given = _rowwise(q)
+    given = rowwise_of(q)
     op: Op[Any] = _SQUARES if given.block == _SQUARE else _ROW_BLOCKS
     made = run(op, (given, splits, target, scale_layout, check), out)
     if out is not None:
@@ -104,7 +104,8 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
     return Quantized(given, column)
 
 
-def _rowwise(q: Scaled | Quantized) -> Scaled:
+def rowwise_of(q: Scaled | Quantized) -> Scaled:
+    """The Scaled itself, or the row-wise part of a Quantized. TypeError or ValueError if there is none."""
     if isinstance(q, Quantized):
         if q.rowwise is None:
             raise ValueError("q: expected a row-wise part, got a Quantized without one")
@@ -341,14 +342,22 @@ def _check_choices(target: Any, scale_layout: Any) -> None:
 def _check_scales(inputs: _Inputs) -> None:
     """ValueError unless f32 scales are powers of two, as E8M0 scales always are. Where the sizes are known,
     only rows of experts count. Waits for the device."""
-    scales, host = inputs.scales.array, inputs.groups.host
+    host = inputs.groups.host
+    may_wait(inputs.scales.array)
+    check_powers_of_two(inputs.compact_scales()[:None if host is None else sum(host.tolist())])
+
+
+def may_wait(scales: Array) -> None:
+    """ValueError while a CUDA graph is captured on the device of `scales`."""
     if not isinstance(scales, np.ndarray) and kernels.capturing(scales.data.device_id):
         raise ValueError("check: waits for the device, which cannot be done while a CUDA graph is captured; "
                          "check before the capture")
-    compact = inputs.compact_scales()[:None if host is None else sum(host.tolist())]
-    wrong = exponents(compact).wrong
+
+
+def check_powers_of_two(scales: np.ndarray) -> None:
+    """ValueError unless all f32 scales are powers of two or 0."""
+    wrong = exponents(scales).wrong
     if wrong.any():
         first = tuple(map(int, np.unravel_index(int(wrong.argmax()), wrong.shape)))
-        raise ValueError(f"q.scale_inv: expected powers of two, got {compact[first]} at {first}; quantise "
-                         "with "
-                         "pow2_scale=True, or dequantise and quantise column-wise")
+        raise ValueError(f"q.scale_inv: expected powers of two, got {scales[first]} at {first}; quantise "
+                         "with pow2_scale=True, or dequantise and quantise again")

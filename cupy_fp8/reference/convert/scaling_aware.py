@@ -118,24 +118,32 @@ def transpose_group(data: np.ndarray, s: Exponents, block: int, target: str,
     power, exists, zero, wrong = (_spread(a, blocks, block, columns) for a in s)
     v = numerics.widen(codes.view(data.dtype)).reshape(blocks, block, columns)
     t = (column_target if target == "column" else tile_target)(v, power, exists, data.dtype, block)
-    k = power - t[:, None, :]
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        values = np.select([exists, zero], [np.ldexp(v, k.astype(np.int32)), v * np.float32(0)],
-                           np.float32(np.nan))
-    out = numerics.narrow(values, data.dtype)
+    out = moved(v, power - t[:, None, :], exists, zero, data.dtype)
     out = out.reshape(blocks * block, columns)[:rows]
-    return np.ascontiguousarray(bits(out).T).view(data.dtype), _stored(t, np.asarray(wrong.any(axis=1)),
-                                                                       dtype)
+    return np.ascontiguousarray(bits(out).T).view(data.dtype), stored_scales(t, np.asarray(wrong.any(axis=1)),
+                                                                              dtype)
 
 
 def column_target(v: np.ndarray, power: np.ndarray, exists: np.ndarray, dtype: np.dtype[Any],
                   block: int) -> np.ndarray:
     """log2 of the smallest power of two not below max(|v| * s) / fp8_max, for v [blocks, rows, columns]:
     [blocks, columns]."""
+    return target_exponent(magnitudes(v, power, exists).max(axis=1), dtype)
+
+
+def magnitudes(v: np.ndarray, power: np.ndarray, exists: np.ndarray) -> np.ndarray:
+    """|v| * s, which is exact in f64, or 0 where the element counts for no target."""
     counts = exists & ~np.isnan(v)
-    # The products are exact in f64.
-    products = np.ldexp(np.where(counts, np.abs(v), 0).astype(np.float64), power.astype(np.int32))
-    return target_exponent(products.max(axis=1), dtype)
+    return np.ldexp(np.where(counts, np.abs(v), 0).astype(np.float64), power.astype(np.int32))
+
+
+def moved(v: np.ndarray, k: np.ndarray, exists: np.ndarray, zero: np.ndarray,
+          dtype: np.dtype[Any]) -> np.ndarray:
+    """narrow(v * 2^k); narrow(v * 0) where the scale is 0, NaN where it is no power of two."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        values = np.select([exists, zero], [np.ldexp(v, k.astype(np.int32)), v * np.float32(0)],
+                           np.float32(np.nan))
+    return numerics.narrow(values, dtype)
 
 
 def target_exponent(top: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
@@ -170,8 +178,8 @@ def _spread(a: np.ndarray, blocks: int, block: int, columns: int) -> np.ndarray:
     return out.reshape(blocks, block, columns)
 
 
-def _stored(t: np.ndarray, wrong: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    """2^t as E8M0, or as f32 with NaN where a scale of the block was wrong."""
+def stored_scales(t: np.ndarray, wrong: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """2^t as E8M0 or f32, with NaN where a scale of the block was wrong."""
     if dtype == float8_e8m0fnu:
-        return (t + 127).astype(np.uint8).view(float8_e8m0fnu)
+        return np.where(wrong, 255, t + 127).astype(np.uint8).view(float8_e8m0fnu)
     return numerics.one_nan(np.where(wrong, np.float32(np.nan), np.ldexp(np.float32(1), t.astype(np.int32))))

@@ -3,35 +3,16 @@
 #pragma once
 #include "groups/scaling_aware_store.cuh"
 #include "numerics/e8m0.cuh"
-#include "numerics/fp8_pairs.cuh"
+#include "scale/power_of_two.cuh"
 
 using Pack = Pairs<IN>;
 constexpr int kAhead = 1;                                            // tiles in flight beside the current one
 constexpr int kUnitsPerWarp = (kUnits + kWarps - 1) / kWarps, kLaneRows = BLOCK / 32;
 
-constexpr int kNoScale = 1 << 14;                     // stands for a scale that is no power of two
-constexpr int kNothing = -kNoScale;                   // stands for no scale or scale 0: the result is v * 0
-constexpr int kLowest = -127, kHighest = 127;                        // exponents of column targets
 constexpr int kLift = TARGET == 0 && Pack::kEmax == 8 ? 7 : 0;      // 448 * 2^7 has f16's largest exponent
 constexpr int kMostUp = 15, kMostDown = 24 + kLift;                  // f16 has these powers of two
 constexpr int kLeastNormal = -14 - kLift;
 constexpr int kUnitGap = 8;                              // between scale 1 of rows of zeros and other scales
-
-__device__ __forceinline__ int clamp(int v, int low, int high) { return v < low ? low : v > high ? high : v; }
-__device__ __forceinline__ int larger(int a, int b) { return a > b ? a : b; }
-__device__ __forceinline__ int smaller(int a, int b) { return a < b ? a : b; }
-
-// Returns log2 of a scale, kNoScale if it is no power of two, or kNothing for 0.
-__device__ __forceinline__ int exponent_of(u32 bits) {
-    if (kMx) return bits == kNanE8m0 ? kNoScale : (int)bits - 127;
-    if (bits == 0) return kNothing;
-    int bias = 127;
-    if (bits < 0x00800000u) {                            // It is subnormal.
-        bits = as_bits(mul_rn(as_float(bits), as_float((127u + 64) << 23)));
-        bias += 64;
-    }
-    return bits - 1u < 0x7f7fffffu && !(bits & 0x7fffffu) ? (int)(bits >> 23) - bias : kNoScale;
-}
 
 // Facts about a unit's scales. e_ref is the exponent that its elements are computed relative to.
 enum UnitFacts : u32 {
@@ -165,7 +146,7 @@ struct TileScales {
         bool wrong = false;
 #pragma unroll
         for (int r = 0; r < kLaneRows; r++) {
-            e[r] = r < exist ? exponent_of(bits[n][r]) : kNothing;
+            e[r] = r < exist ? exponent_of(bits[n][r], kMx) : kNothing;
             wrong |= e[r] == kNoScale;
             most = larger(most, e[r] == kNoScale ? kNothing : e[r]);
             least = smaller(least, e[r] == kNothing ? kNoScale : e[r]);

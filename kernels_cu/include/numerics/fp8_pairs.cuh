@@ -26,6 +26,19 @@ struct Halves {
 #endif
         return f16::max_magnitudes<false>(largest, next);
     }
+    // Returns 1 in each half where the numbers differ, and 0 where they are equal or one of them is NaN.
+    static __device__ __forceinline__ u32 different(u32 a, u32 b) {
+#ifdef CUPY_FP8_HOST
+        float a_lo, a_hi, b_lo, b_hi;
+        f16::widen2(a, a_lo, a_hi);
+        f16::widen2(b, b_lo, b_hi);
+        return (u32)(a_lo < b_lo || a_lo > b_lo) | (u32)(a_hi < b_hi || a_hi > b_hi) << 16;
+#else
+        u32 mask;
+        asm("set.ne.u32.f16x2 %0, %1, %2;" : "=r"(mask) : "r"(a), "r"(b));
+        return mask & 0x10001u;
+#endif
+    }
     // Returns 2^k for -24 <= k <= 15.
     static __device__ __forceinline__ u32 power(int k) {
         return k >= -14 ? (u32)(k + 15) << 10 : 1u << (k + 24);

@@ -1,0 +1,135 @@
+"""Cases of rebase_scales: blocks of powers of two that become other blocks, in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from ...arrays import bits
+from ...formats import FP8_DTYPES, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32, int32
+from ...layouts import scale_shape
+from ...ops.convert import rebase
+from ...reference.convert.rebase import rebase_scales as by_reference
+from ...reference.scales.convert import convert_scales
+from ...results import Scaled, swap_last
+from ..base import Case, source
+from ..registry import Registration, register
+
+_MX: Any = (1, 32)
+_ROW: Any = (1, 128)
+_SQUARE: Any = (128, 128)
+#: Tails of every tile; rows that allow wide accesses and rows that do not; matrices; nothing.
+_SHAPES: tuple[tuple[int, ...], ...] = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (3, 37), (33, 640),
+                                        (127, 129), (130, 257), (144, 272), (2, 3, 40, 24), (3, 0, 4),
+                                        (2, 133, 144))
+#: Exponents of scales: equal ones, different ones by block, ones whose values vanish beside others, the whole
+#: range, and what only f32 has.
+_EXPONENTS = {"same": (-3, -3), "near": (-9, -5), "wide": (-30, 0), "all": (-127, 127), "tiny": (-149, -120)}
+#: New blocks of MX data that take other tiles: of a few rows, larger than a tile, and whole rows.
+_BLOCKS: tuple[Any, ...] = ((1, 32), (1, 64), (1, 256), (1, 2048), (1, None), (32, 32), (64, 64), (32, 256),
+                            (256, 32), (256, 256), (1024, 32), (128, 4096))
+
+
+def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The case's array is the data as stored, with some zeros. before: the blocks of q, of data not stored
+    transposed; scales: a name of _EXPONENTS; held, layout: the dtype and the layout of q's scales; view: they
+    are not contiguous."""
+    options = dict(case.options)
+    before, transposed = options.pop("before", _MX), options.pop("transposed", False)
+    held, layout = options.pop("held", float8_e8m0fnu), options.pop("layout", "compact")
+    low, high = _EXPONENTS[options.pop("scales", "near")]
+    view = options.pop("view", False)
+    data = source(case)
+    if case.layout != "strided":
+        bits(data)[..., 5::11, :] &= 0x80                   # zeros, like padding and pruned rows
+    rng = np.random.default_rng(data.size)
+    grid = (1,) if before is None else scale_shape(data.shape, before, "compact")
+    exponents = rng.integers(low, high, grid, endpoint=True)
+    if held == float8_e8m0fnu:
+        codes: np.ndarray = np.clip(exponents + 127, 0, 255).astype(np.uint8)
+        codes.reshape(-1)[11::29] = 255
+        scale_inv = codes.view(float8_e8m0fnu)
+    else:
+        scale_inv = np.ldexp(np.float32(1), exponents.astype(np.int32))
+        scale_inv.reshape(-1)[7::31] = 0
+    if layout != "compact":
+        scale_inv = convert_scales(scale_inv, source="compact", target=layout, shape=data.shape, block=before)
+    if view:
+        scale_inv = np.ascontiguousarray(scale_inv.swapaxes(-1, -2)).swapaxes(-1, -2)
+    s = Scaled(data, scale_inv, data.shape, False, before, None if before is None else layout)
+    if transposed:
+        s, options["block"] = s.T, swap_last(options["block"])
+        if before is None:
+            s = Scaled._of(data, scale_inv, swap_last(data.shape), True)
+    if "changed" in options:
+        options["changed"] = np.array([options["changed"]], np.int64)
+    return (s,), options
+
+
+def _cases() -> Iterator[Case]:
+    def case(dtype: Any, shape: tuple[int, ...], values: str = "bits", layout: str = "contiguous", /,
+             **options: Any) -> Case:
+        return Case("rebase_scales", dtype, shape, values, layout, {"changed": 5, **options})
+
+    for block in (_ROW, _SQUARE):
+        for dtype in FP8_DTYPES:
+            yield case(dtype, (144, 272), "normal", block=block)
+    for block, dtype in product((_ROW, _SQUARE), FP8_DTYPES):
+        for scales in _EXPONENTS:
+            yield case(dtype, (130, 257), block=block, scales=scales)
+            yield case(dtype, (260, 272), "normal", block=block, scales=scales, held=float32,
+                       scale_dtype=float32)
+        yield case(dtype, (160, 136), "edges", block=block, scales="wide", scale_dtype=float32)
+    for block, shape in product((_ROW, _SQUARE), _SHAPES):
+        yield case(float8_e4m3fn, shape, "normal", block=block)
+        yield case(float8_e5m2, shape, block=block, scales="wide", transposed=True, scale_dtype=float32)
+    for block in _BLOCKS:
+        yield case(float8_e4m3fn, (300, 592), "normal", block=block, scales="wide")
+        yield case(float8_e5m2, (2, 65, 100), block=block)
+    for block in ((1, None), (1, 65536), (1, 8192), (32, 4096)):
+        yield case(float8_e4m3fn, (33, 17000), "normal", block=block)
+    # Old blocks that are larger, of other kinds, or one scale for the tensor.
+    for before, block in product((_ROW, _SQUARE, (1, None), (32, 64), None),
+                                 (_MX, _ROW, (64, 32), (1, None))):
+        for transposed in (False, True):
+            yield case(float8_e4m3fn, (2, 130, 272), "normal", before=before, block=block, held=float32,
+                       transposed=transposed, scale_dtype=float8_e8m0fnu)
+    yield from _layouts(case)
+    for layout in ("offset", "strided"):
+        yield case(float8_e5m2, (136, 144), "bits", layout, block=_SQUARE, view=True)
+    yield Case("rebase_scales", float8_e4m3fn, (144, 272), "normal", options={"block": _ROW})
+    yield Case("rebase_scales", float8_e5m2, (260, 144), "normal", options={"block": _SQUARE})
+
+
+def _layouts(case: Any) -> Iterator[Case]:
+    """Every layout that has the scales, before and after."""
+    for transposed in (False, True):
+        for layout in ("swizzled", "deepgemm_sm100"):
+            for block, after in ((_ROW, "gemm_ready"), (_SQUARE, "gemm_ready"), (_ROW, layout)):
+                yield case(float8_e4m3fn, (133, 272), "normal", block=block, layout=layout,
+                           scale_layout=after, transposed=transposed)
+        for layout in ("gemm_ready", "deepgemm_sm90"):
+            yield case(float8_e4m3fn, (133, 272), "normal", block=_MX, before=_ROW, held=float32,
+                       layout=layout, scale_layout=layout, transposed=transposed)
+        yield case(float8_e4m3fn, (133, 272), "normal", block=_ROW, before=_SQUARE, held=float32,
+                   layout="gemm_ready", scale_layout="gemm_ready", transposed=transposed)
+        yield case(float8_e4m3fn, (2, 133, 272), "normal", block=_SQUARE, scale_layout="deepgemm_sm100",
+                   scale_dtype=int32, transposed=transposed)
+        yield case(float8_e4m3fn, (2, 133, 272), "normal", block=_MX, before=_SQUARE, layout="deepgemm_sm100",
+                   transposed=transposed)
+        yield case(float8_e4m3fn, (2, 70, 40), block=_ROW, view=True, transposed=transposed)
+        for shape in ((133, 2000), (4, 640), (5, 3, 129)):
+            yield case(float8_e4m3fn, shape, "normal", block=_ROW, scale_layout="gemm_ready",
+                       transposed=transposed)
+            yield case(float8_e4m3fn, shape, "normal", block=_SQUARE, scale_layout="gemm_ready",
+                       transposed=transposed)
+
+
+register(
+    Registration("rebase_scales", rebase.rebase_scales, by_reference, _inputs, _cases,
+                 "FP8 with power-of-two scales to other blocks (MX to 1×128 or 128×128), one exact rounding",
+                 programs=(rebase.variants,)),
+)

@@ -1,0 +1,83 @@
+"""Reference of cupy_fp8.ops.convert.rebase: blocks with power-of-two scales become other such blocks
+(docs/numerics.md, section 4)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ...layouts import cdiv, scale_dtype
+from ...results import Quantized, Scaled
+from .. import numerics
+from ..scales import convert
+from .astype import transpose
+from .dequantize import block_scales, on_elements
+from .scaling_aware import Exponents, exponents, magnitudes, moved, stored_scales, target_exponent
+
+Block = tuple[int | None, int | None]
+
+
+def rebase_scales(q: Scaled | Quantized, *, block: Block, scale_dtype: Any = None,
+                  scale_layout: str = "compact", changed: np.ndarray | None = None) -> Scaled:
+    """out = narrow(v * s / t), where t is the power of two for the values of a new block. Values that are not
+    what they were are added to `changed`."""
+    s = q if isinstance(q, Scaled) else q.rowwise
+    assert s is not None
+    data = transpose(s.data) if s.transposed else s.data
+    v = numerics.widen(data)
+    power, exists, zero, wrong = _of_elements(s)
+    t = target_exponent(_blocks(magnitudes(v, power, exists), block).max(axis=(-3, -1)), s.dtype)
+    exponent = on_elements(t, block, s.shape)
+    out = moved(v, power - exponent, exists, zero, s.dtype)
+    if changed is not None:
+        changed += _differing(v, out, exponent, power, exists, zero)
+    held = _dtype_of_scales(s, scale_dtype, scale_layout)
+    scales = stored_scales(t, np.asarray(_blocks(wrong, block).any(axis=(-3, -1))), held)
+    return Scaled._of(transpose(out) if s.transposed else out, _laid_out(scales, s, block, scale_layout),
+                      s.shape, s.transposed, block, scale_layout)
+
+
+def _of_elements(s: Scaled) -> Exponents:
+    """What the scale of every element is, in the logical shape."""
+    if s.block is None:
+        return Exponents(*(np.full(s.shape, a.reshape(-1)[0], a.dtype) for a in exponents(s.scale_inv)))
+    return Exponents(*(on_elements(a, s.block, s.shape) for a in exponents(block_scales(s))))
+
+
+def _blocks(a: np.ndarray, block: Block) -> np.ndarray:
+    """[…, rows of blocks, rows, columns of blocks, columns], with zeros in the parts of blocks that do not
+    exist."""
+    *batch, rows, columns = a.shape
+    height, width = (min(b or whole, whole) for b, whole in zip(block, (max(rows, 1), max(columns, 1)),
+                                                                strict=True))
+    down, across = cdiv(rows, height), cdiv(columns, width)
+    padded = np.zeros((*batch, down * height, across * width), a.dtype)
+    padded[..., :rows, :columns] = a
+    return padded.reshape(*batch, down, height, across, width)
+
+
+def _differing(v: np.ndarray, out: np.ndarray, exponent: np.ndarray, power: np.ndarray, exists: np.ndarray,
+               zero: np.ndarray) -> int:
+    """How many values are not what they were, exactly. NaN counts as unchanged."""
+    with np.errstate(invalid="ignore"):
+        before = np.select([exists, zero], [np.ldexp(v.astype(np.float64), power.astype(np.int32)), v * 0.0],
+                           np.nan)
+        after = np.ldexp(out.astype(np.float64), exponent.astype(np.int32))
+    return int(np.count_nonzero(~np.isnan(before) & (before != after)))
+
+
+def _dtype_of_scales(s: Scaled, dtype: Any, layout: str) -> np.dtype[Any]:
+    """The dtype of the new scales before they are packed into words."""
+    held = scale_dtype(s.scale_inv.dtype, layout) if dtype is None else np.dtype(dtype)
+    return scale_dtype(held, "compact")
+
+
+def _laid_out(scales: np.ndarray, s: Scaled, block: Block, layout: str) -> np.ndarray:
+    """Scales by rows and columns of blocks of the logical matrix, as a layout stores them."""
+    rows = s.shape[-2]
+    if block[1] == 1:
+        scales = transpose(scales)
+    elif s.transposed and 1 not in block:       # these scales follow the order in which data are stored
+        scales, block, rows = transpose(scales), (block[1], block[0]), s.shape[-1]
+    return convert.stored(scales, layout, block, rows)
