@@ -56,8 +56,8 @@ def _group(shape: tuple[int, int], splits: np.ndarray, dtype: np.dtype[Any], sca
         return Grouped(splits, offsets, shape, row, column, _scales((n,), rng))
     across = (block[1], block[0]) if columnwise else block
     scales = _scales(grouped_scale_shape(shape, n, across, layout, columnwise), rng)
-    parts = (None, scales) if columnwise else (scales, None)
-    return Grouped(splits, offsets, shape, row, column, *parts, block, layout)
+    row_scales, column_scales = (None, scales) if columnwise else (scales, None)
+    return Grouped(splits, offsets, shape, row, column, row_scales, column_scales, block, layout)
 
 
 def _flat(shape: tuple[int, int], groups: int, dtype: np.dtype[Any], layout: str, kind: str, seed: int,
@@ -66,11 +66,13 @@ def _flat(shape: tuple[int, int], groups: int, dtype: np.dtype[Any], layout: str
     rng, (rows, columns) = np.random.default_rng(seed + 66), shape
     if columnwise:
         pitch = round_up(columns, 4) if layout == "gemm_ready" else columns
-        column = Scaled._of(_data((rows * columns,), dtype, kind, seed),
-                            _scales((target_rows(rows, groups, 128), pitch), rng), shape, True, (128, 1), layout)
+        scales = _scales((target_rows(rows, groups, 128), pitch), rng)
+        data = _data((rows * columns,), dtype, kind, seed)
+        column = Scaled._of(data, scales, shape, True, (128, 1), layout)
         return Quantized(operand(shape, dtype, "vector", "compact", float32, kind, seed), column)
     scales = _scales((cdiv(columns, 128) * row_scale_rows(rows, groups),), rng)
-    return Quantized(Scaled._of(_data(shape, dtype, kind, seed), scales, shape, False, (1, 128), "gemm_ready"))
+    data = _data(shape, dtype, kind, seed)
+    return Quantized(Scaled._of(data, scales, shape, False, (1, 128), "gemm_ready"))
 
 
 def _splits(total: int, groups: int, division: str, spare: int) -> np.ndarray:
@@ -137,6 +139,9 @@ def _case(shape: tuple[int, ...], pair: tuple[str, str], kind: str = "normal",
 def _row_cases() -> Iterator[Case]:
     for pair, shape in product(_ROWS, _SHAPES):
         yield _case(shape, pair, division="empty" if shape[0] > 200 else "uneven")
+    for scaling in _OF_GROUPS:
+        yield _case((137, 9, 131), (scaling, "block"), "bits", float8_e5m2, other=float8_e5m2,
+                    given="Grouped")
     for scaling, layout, shape in product(_OF_GROUPS, ("gemm_ready", "compact"), _SHAPES[:3]):
         yield _case(shape, (scaling, "block"), given="Grouped", scale_layout=layout, spare=11)
     for shape in _SHAPES:
@@ -163,13 +168,17 @@ def _column_cases() -> Iterator[Case]:
     for pair, layout, shape in product(_COLUMNS, ("gemm_ready", "compact"), _SHAPES):
         yield _case(shape, pair, given="Grouped", scale_layout=layout, spare=11, division="empty", **of_k)
     for layout, shape in product(("gemm_ready", "compact"), _SHAPES):
-        yield _case(shape, ("vector", "vector"), given="flat", scale_layout=layout, spare=5, wide=False, **of_k)
+        yield _case(shape, ("vector", "vector"), given="flat", scale_layout=layout, spare=5, wide=False,
+                    **of_k)
     for pair in (("tensor", "tensor"), ("row", "row"), ("tensor", "row")):
         for shape in _SHAPES:
             yield _case(shape, pair, **of_k)
+        yield _case((137, 9, 13), pair, "bits", float8_e5m2, other=float8_e5m2, **of_k)
     for pair in (("vector", "vector"), ("vector", "row"), ("block", "vector")):
         for total in (300, 1284):
             yield _case((total, 40, 24), pair, division="blocks", **of_k)
+    yield _case((1284, 40, 24), ("vector", "vector"), division="blocks", scale=float8_e8m0fnu,
+                scale_layout="compact", **of_k)
     for given in ("Grouped", "flat"):
         pair = "vector", "vector"
         for of, other in product((float8_e4m3fn, float8_e5m2), repeat=2):
@@ -191,5 +200,5 @@ def _agrees(actual: dict[str, Any], desired: dict[str, Any], arguments: Argument
 
 register(Registration(
     "grouped_matmul_nt", grouped.grouped_matmul_nt, reference.grouped_matmul_nt, _inputs, _cases,
-    "products of FP8 matrices for groups (experts) whose sizes are on the device, one launch; also weight gradients",
+    "products of FP8 matrices for groups whose sizes are on the device, one launch; also weight gradients",
     programs=(tiles.variants,), agrees=_agrees))
