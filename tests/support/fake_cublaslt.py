@@ -199,18 +199,23 @@ def _operand(matrix: Matrix, address: int, i: int, mode: int, scale_at: int) -> 
 
 
 def compute(p: Product) -> None:
+    with np.errstate(invalid="ignore", over="ignore"):
+        for i in range(p.d.batch):
+            _compute(p, i)
+
+
+def _compute(p: Product, i: int) -> None:
+    """One matrix of a batch."""
     d_type = np.dtype(TYPES[p.d.type])
-    for i in range(p.d.batch):
-        a = _operand(p.a, p.pointers["A"], i, p.description.get(31, 0), p.description[17])
-        b = _operand(p.b, p.pointers["B"], i, p.description.get(32, 0), p.description[18])
-        offset, shape = i * p.d.stride * d_type.itemsize, (p.d.columns, p.d.rows)
-        with np.errstate(invalid="ignore", over="ignore"):
-            total = p.alpha * (b @ a.T)
-            if p.beta:
-                total += p.beta * at(p.pointers["C"] + offset, d_type, shape).astype(np.float64)
-            if p.description.get(7, 1) == 4:
-                total += at(p.description[8], TYPES[p.description[26]], (p.d.rows,)).astype(np.float64)
-        at(p.pointers["D"] + offset, d_type, shape)[...] = numerics.narrow_f64(total, d_type)
+    a = _operand(p.a, p.pointers["A"], i, p.description.get(31, 0), p.description[17])
+    b = _operand(p.b, p.pointers["B"], i, p.description.get(32, 0), p.description[18])
+    offset, shape = i * p.d.stride * d_type.itemsize, (p.d.columns, p.d.rows)
+    total = p.alpha * (b @ a.T)
+    if p.beta:
+        total += p.beta * at(p.pointers["C"] + offset, d_type, shape).astype(np.float64)
+    if p.description.get(7, 1) == 4:
+        total += at(p.description[8], TYPES[p.description[26]], (p.d.rows,)).astype(np.float64)
+    at(p.pointers["D"] + offset, d_type, shape)[...] = numerics.narrow_f64(total, d_type)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import ctypes
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,16 +59,18 @@ def operand(rows: int, k: int, scaling: str) -> Scaled:
 
 def callers(a: Scaled, b: Scaled, out: Any) -> Iterator[tuple[str, Callable[[], Call]]]:
     """What is timed, each by a function that makes the call."""
-    fast = a.block is None or a.block == (1, None)
-    for label, options in (("", {}), (" fast", {"fast_accum": True})):
-        if options and not fast:
-            continue
-        yield f"matmul_nt{label}", lambda options=options: lambda: matmul_nt(a, b, out=out, **options)
-        yield f"matmul_nt{label} tuned", lambda options=options: lambda: matmul_nt(
-            a, b, out=out, autotune=True, **options)
-        yield f"cuBLASLt{label}", lambda options=options: directly(a, b, out, **options)
-        yield f"torch._scaled_mm{label}", lambda options=options: by_torch(a, b, **options)
-    yield "torch bf16", lambda: by_torch_in_bf16(a, b)
+    row_wise = a.block is None or a.block == (1, None)
+    for label, fast in (("", False), (" fast", True)):
+        if row_wise or not fast:
+            yield f"matmul_nt{label}", partial(_ours, a, b, out, fast_accum=fast)
+            yield f"matmul_nt{label} tuned", partial(_ours, a, b, out, fast_accum=fast, autotune=True)
+            yield f"cuBLASLt{label}", partial(directly, a, b, out, fast_accum=fast)
+            yield f"torch._scaled_mm{label}", partial(by_torch, a, b, fast_accum=fast)
+    yield "torch bf16", partial(by_torch_in_bf16, a, b)
+
+
+def _ours(a: Scaled, b: Scaled, out: Any, **options: Any) -> Call:
+    return partial(matmul_nt, a, b, out=out, **options)
 
 
 def directly(a: Scaled, b: Scaled, out: Any, fast_accum: bool = False) -> Call:

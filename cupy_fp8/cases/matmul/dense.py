@@ -31,15 +31,14 @@ _BATCHES: tuple[tuple[int, ...], ...] = ((2, 16, 24, 144), (3, 5, 3, 7), (0, 4, 
 
 def operand(shape: tuple[int, ...], dtype: np.dtype[Any], scaling: str, layout: str, scale: np.dtype[Any],
             kind: str, seed: int) -> Scaled:
-    """FP8 data of N(0, 1) times 8 (or any codes) under scales around 1, or powers of two where they are
-    E8M0."""
+    """FP8 data (see `values`) under scales below 1, so that float16 holds the products; powers of two where
+    they are E8M0."""
     block, rng = _BLOCKS[scaling], np.random.default_rng(seed + 77)
-    data = (values("bits", shape, dtype, seed) if kind == "bits"
-            else values("normal", shape, np.dtype(np.float32), seed) * np.float32(8)).astype(dtype)
+    data = values(kind, shape, dtype, seed)
     if block is None:
         return Scaled(data, np.array([0.37], np.float32), shape)
     stored = scale_shape(shape, block, layout)
-    exponents = rng.integers(-6, 7, stored)
+    exponents = rng.integers(-6, 0, stored)
     if scale == float8_e8m0fnu:
         scales = (exponents + 127).astype(np.uint8).view(float8_e8m0fnu)
     else:

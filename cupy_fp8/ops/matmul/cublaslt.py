@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from ctypes import c_float, c_size_t, c_void_p
+from ctypes import c_float, c_void_p
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -45,6 +45,9 @@ _K, _N, _M_OF_VECTOR = 16, 8, 4
 _WORKSPACE = 8 << 20
 _MOST_CANDIDATES = 8
 _ONE, _ZERO = c_float(1), c_float(0)
+_ONE_AT, _ZERO_AT = ctypes.addressof(_ONE), ctypes.addressof(_ZERO)
+_ADDRESSES = tuple(library.DESC[name][0] for name in ("a_scale", "b_scale", "bias"))
+_POINTER_BYTES = ctypes.sizeof(c_void_p)
 
 
 # ---- what the library takes ----
@@ -174,8 +177,9 @@ class Plan:
         self.a = library.layout(lib, _TYPES[key.a_type], k, n, batch)
         self.b = library.layout(lib, _TYPES[key.b_type], k, m, batch)
         self.c = library.layout(lib, _TYPES[key.to], n, m, batch)
-        self.beta = ctypes.addressof(_ONE if key.accumulate else _ZERO)
+        self.beta = _ONE_AT if key.accumulate else _ZERO_AT
         self.description, self.lock = self.describe(), threading.Lock()
+        self._addresses: list[int] = []                     # those that the description has
         self.algorithm: Heuristic | None = None
 
     @property
@@ -199,26 +203,29 @@ class Plan:
 
     def set_addresses(self, description: Opaque, values: list[int]) -> None:
         """The addresses that belong to the description: of scales, and of a bias."""
-        description.set(a_scale=values[3], b_scale=values[4])
-        if values[5]:
-            description.set(bias=values[5])
+        for number, value in zip(_ADDRESSES, values[3:6], strict=True):
+            if value:
+                self.library.checked("MatmulDescSetAttribute", description.at, number,
+                                     ctypes.byref(c_void_p(value)), _POINTER_BYTES)
 
     def arguments(self, description: Opaque, values: list[int], algorithm: Heuristic | None = None,
-                  d: int = 0) -> list[Any]:
+                  d: int = 0) -> tuple[Any, ...]:
         """Those of cublasLtMatmul but for the stream. d: where the result goes if not to C."""
         algorithm = algorithm or self.algorithm
         assert algorithm is not None
-        pointers = (self.handle, description.at, ctypes.addressof(_ONE), values[0], self.a.at, values[1],
-                    self.b.at, self.beta, values[2], self.c.at, d or values[2], self.c.at,
-                    ctypes.addressof(algorithm), values[6])
-        return [*map(c_void_p, pointers), c_size_t(algorithm.workspace_bytes)]
+        c = values[2]
+        return (self.handle, description.at, _ONE_AT, values[0], self.a.at, values[1], self.b.at, self.beta,
+                c, self.c.at, d or c, self.c.at, ctypes.addressof(algorithm), values[6],
+                algorithm.workspace_bytes)
 
     def run(self, values: list[int], algorithm: Heuristic | None = None, d: int = 0) -> int:
         """Launches on the current stream of the device, which is current. Returns the status."""
+        stream = backend.cupy().cuda.get_current_stream().ptr
         with self.lock:
-            self.set_addresses(self.description, values)
-            arguments = self.arguments(self.description, values, algorithm, d)
-            return self.library.matmul(*arguments, backend.cupy().cuda.get_current_stream().ptr)
+            if values[3:6] != self._addresses:
+                self.set_addresses(self.description, values)
+                self._addresses = values[3:6]
+            return self.library.matmul(*self.arguments(self.description, values, algorithm, d), stream)
 
     def failed(self, status: int) -> DeviceError:
         return DeviceError(f"cublasLtMatmul: {self.library.status_name(status)} for {self.key} (cuBLASLt "
@@ -235,7 +242,7 @@ class ProductLaunch:
 
     def __init__(self, plan: Plan, x: Array, values: list[int]) -> None:
         self.plan, self.values, self.device = plan, values, x.data.device_id
-        self._arguments: list[Any] | None = None
+        self._arguments: tuple[Any, ...] | None = None
 
     def run(self) -> None:
         cuda = backend.cupy().cuda
@@ -252,6 +259,10 @@ class ProductLaunch:
 
     def run_with(self, x: Array, values: list[int]) -> None:
         """The same product of arrays at other addresses."""
+        if x.data.device_id == backend.cupy().cuda.runtime.getDevice():
+            if status := self.plan.run(values):
+                raise self.plan.failed(status)
+            return
         ProductLaunch(self.plan, x, values).run()
 
     def keep(self) -> None:

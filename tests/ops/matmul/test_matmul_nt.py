@@ -1,0 +1,324 @@
+"""matmul_nt: its definition, the bound, what it takes and refuses; other libraries' products on a GPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupy_fp8 as fp8
+from cupy_fp8 import DeviceError, Scaled, reference, testing
+from cupy_fp8.cases import OPS
+from cupy_fp8.cases.matmul.dense import operand
+from cupy_fp8.cases.matmul.tolerance import assert_within, ulp
+from cupy_fp8.cli.selftest import check
+from cupy_fp8.formats import (
+    FORMATS,
+    INPUT_DTYPES,
+    bfloat16,
+    float8_e4m3fn,
+    float16,
+    float32,
+)
+from cupy_fp8.reference import numerics
+from cupy_fp8.reference.matmul.dense import magnitudes
+
+PAIRS = (("tensor", "tensor"), ("row", "row"), ("vector", "block"), ("block", "vector"), ("vector", "vector"),
+         ("block", "block"), ("row", "vector"))
+
+
+def pair(scalings: tuple[str, str], m: int = 12, n: int = 8, k: int = 144, *, kind: str = "normal",
+         batch: tuple[int, ...] = ()) -> tuple[Scaled, Scaled]:
+    a, b = (operand((*batch, rows, k), float8_e4m3fn, scaling, "gemm_ready", float32, kind, seed)
+            for seed, (rows, scaling) in enumerate(zip((m, n), scalings, strict=True)))
+    return a, b
+
+
+# ---- the definition ----
+def rounded(v: Fraction, dtype: np.dtype[Any]) -> float:
+    """v to nearest even, in exact arithmetic."""
+    f = FORMATS[dtype]
+    digits = f.bits - f.exponent_bits - 1
+    size = max(abs(v), Fraction(f.smallest_normal))
+    exponent = size.numerator.bit_length() - size.denominator.bit_length()
+    exponent -= Fraction(2) ** exponent > size
+    unit = Fraction(2) ** (exponent - digits)
+    nearest = round(v / unit) * unit
+    return float(nearest) if abs(nearest) <= f.max else float(np.copysign(np.inf, float(v)))
+
+
+@pytest.mark.parametrize("to", INPUT_DTYPES, ids=str)
+@pytest.mark.parametrize("scalings", PAIRS, ids="-".join)
+def test_the_reference_is_the_formula(scalings, to):
+    """In rational numbers, rounded once."""
+    a, b = pair(scalings, 3, 5)
+    bias, c = np.arange(5, dtype=np.float32), np.float32(100) * np.ones((3, 5), np.float32)
+    left, right = (s.dequantize(np.float32) for s in (a, b))
+    exact_left, exact_right = ([[Fraction(float(v)) * Fraction(float(w)) for v, w in zip(*row, strict=True)]
+                                for row in zip(numerics.widen(s.data), scales(s), strict=True)]
+                               for s in (a, b))
+    for addends, more in (({}, 0), ({"bias": bias}, 1)):
+        got = reference.matmul_nt(a, b, dtype=to, **addends)
+        for i, j in np.ndindex(3, 5):
+            want = sum(x * y for x, y in zip(exact_left[i], exact_right[j], strict=True)) + more * j
+            assert float(got[i, j]) == rounded(want, to)
+    got = reference.matmul_nt(a, b, accumulate=c, bias=bias)
+    assert_within(got, left @ right.T + bias + c, magnitudes(a, b, bias=bias, accumulate=c))
+    assert got.dtype == float32
+
+
+def scales(s: Scaled) -> np.ndarray:
+    """The scale of every value."""
+    if s.block is None:
+        return np.broadcast_to(s.scale_inv, s.shape)
+    ones = Scaled(np.ones(s.shape, float8_e4m3fn), s.scale_inv, s.shape, False, s.block, s.scale_layout)
+    return ones.dequantize()
+
+
+def test_narrow_f64_rounds_once():
+    """A tie between two bfloat16 values in f32, which the f64 value lies above."""
+    v = np.array([1 + 2.0**-8 + 2.0**-40, 1 + 2.0**-8, 65520 - 2.0**-30, 2.0**-25 + 2.0**-60, -0.0, np.inf])
+    assert numerics.narrow_f64(v, bfloat16).astype(float).tolist() == [
+        1 + 2.0**-7, 1, 65536, 2.0**-25, 0, np.inf]
+    assert numerics.narrow_f64(v, float16).astype(float).tolist()[2:4] == [65504, 2.0**-24]
+
+
+def test_cases_have_results():
+    """No case of normal data has NaN, which would agree with anything that is not finite."""
+    op = OPS["matmul_nt"]
+    for case in op.cases():
+        if case.values == "normal" and 0 not in case.shape:
+            (a, b), options = op.inputs(case)
+            made = op.reference(a, b, **options)
+            assert np.isfinite(made.astype(np.float32)).all(), str(case)
+            assert made.astype(np.float32).any(), str(case)
+
+
+# ---- the bound ----
+def test_the_bound_is_checked():
+    a, b = pair(("vector", "block"), 16, 16, 512)
+    desired, sizes = reference.matmul_nt(a, b, dtype=float32), magnitudes(a, b)
+    largest = sizes * 2.0**-12 + ulp(desired.astype(np.float64), float32)
+    assert_within((desired + 0.9 * largest).astype(np.float32), desired, sizes)
+    wrong: list[Any] = [desired + 1.2 * largest, np.zeros_like(desired), desired * np.nan, desired * np.inf,
+                        -desired, desired[::-1]]
+    for one in wrong:
+        with pytest.raises(AssertionError, match=r"elements of float32\[16, 16\]"):
+            assert_within(one.astype(np.float32), desired, sizes)
+    for other in (desired.astype(bfloat16), desired[:4]):
+        with pytest.raises(AssertionError, match="desired float32"):
+            assert_within(other, desired, sizes)
+
+
+def test_the_bound_where_terms_are_not_finite():
+    desired, sizes = np.array([np.nan, np.inf, 1], np.float32), np.array([np.nan, np.inf, 2])
+    assert_within(np.array([np.inf, np.nan, 1], np.float32), desired, sizes)
+    with pytest.raises(AssertionError, match="2 of 3 elements"):
+        assert_within(np.array([1, 2, 1], np.float32), desired, sizes)
+    # Sums on either side of the largest float16.
+    assert_within(np.array([np.inf, 65504], np.float16), np.array([65504, np.inf], np.float16),
+                  np.array([131038, 140000.0]))
+
+
+def test_ulp():
+    for dtype, one in ((bfloat16, 2.0**-7), (float16, 2.0**-10), (float32, 2.0**-23)):
+        f = FORMATS[dtype]
+        assert ulp(np.array([1.0, -1.5, 2.0, 0.0, f.smallest_subnormal]), dtype).tolist() == [
+            one, one, 2 * one, f.smallest_subnormal, f.smallest_subnormal]
+        assert np.isfinite(ulp(np.array([np.inf, np.nan, f.max]), dtype)).all()
+
+
+@pytest.mark.parametrize("scalings", PAIRS, ids="-".join)
+def test_integers_are_exact(scalings, run):
+    """Partial sums below 2^13, under powers of two."""
+    a, b = pair(scalings, 16, 24, 1024)
+    rng = np.random.default_rng(0)
+    small = [Scaled(rng.integers(-2, 3, s.shape).astype(np.float32).astype(float8_e4m3fn),
+                    np.exp2(rng.integers(-1, 2, s.scale_inv.shape)).astype(np.float32), s.shape, False,
+                    s.block, s.scale_layout) for s in (a, b)]
+    for to in INPUT_DTYPES:
+        try:
+            got = fp8.matmul_nt(*map(run.array, small), dtype=to)
+        except DeviceError:
+            assert run.name == "cuda"                                   # and the back end is the other one
+            assert scalings in PAIRS[5:]
+            continue
+        testing.assert_bytes_equal(got, reference.matmul_nt(*small, dtype=to))
+
+
+# ---- what it takes ----
+def test_recipes(run):
+    """Products of what the recipes make, the row-wise parts of Quantized, and gradients of weights."""
+    rng = np.random.default_rng(1)
+    x, w, grad = (rng.standard_normal(shape).astype(np.float32) for shape in ((32, 128), (48, 128), (32, 48)))
+    for recipe in (fp8.CurrentScaling(), fp8.BlockScaling(), fp8.BlockScaling((128, 128)),
+                   fp8.BlockScaling((1, None))):
+        qx, qw, qgrad = (run.array(recipe.quantize(v, columnwise=True)) for v in (x, w, grad))
+        for one, two, exact in ((qx, qw, x @ w.T), (qgrad, qw.T, grad @ w), (qgrad.T, qx.T, grad.T @ x)):
+            got = run.numpy(fp8.matmul_nt(one, two, dtype=float32))
+            want = run.numpy(one).dequantize() @ run.numpy(two).dequantize().T
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-3 * np.abs(want).max())
+            assert np.abs(got - exact).max() < 0.1 * np.abs(exact).max()
+
+
+def test_mx_of_numpy_arrays():
+    x, w = (fp8.quantize_mx(np.random.default_rng(i).standard_normal((2, n, 96)).astype(np.float32),
+                            scale_layout=layout)
+            for i, (n, layout) in enumerate(((5, "compact"), (7, "swizzled"))))
+    want = np.einsum("bmk,bnk->bmn", x.dequantize(np.float32), w.dequantize(np.float32))
+    np.testing.assert_allclose(fp8.matmul_nt(x, w, dtype=float32), want, rtol=1e-5, atol=1e-5)
+
+
+def test_accumulate_is_updated_in_place(run):
+    a, b = map(run.array, pair(("vector", "block"), 8, 16))
+    into = run.array(np.ones((8, 16), np.float32))
+    product = run.numpy(fp8.matmul_nt(a, b, dtype=float32))
+    for turn in range(1, 4):
+        assert fp8.matmul_nt(a, b, accumulate=into) is into
+        np.testing.assert_allclose(run.numpy(into), 1 + turn * product, rtol=1e-5,
+                                   atol=1e-4 * np.abs(product).max())
+
+
+# ---- what it refuses ----
+A, B = pair(("vector", "block"))
+MX = fp8.quantize_mx(np.ones((8, 144), np.float32))
+COLUMNS = fp8.quantize_block(np.ones((144, 12), np.float32), columnwise=True, rowwise=False)
+HALF = fp8.quantize_block(np.ones((8, 144), np.float32), block=(1, 64))
+E8M0 = fp8.BlockScaling((1, 32)).quantize(np.ones((8, 144), np.float32))
+CALL: Callable[..., Any] = fp8.matmul_nt
+
+REFUSED: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
+    (TypeError, "a: expected a Scaled or Quantized, got ndarray; quantize_tensor, ", (np.ones((2, 2)), B),
+     {}),
+    (TypeError, "b: expected a Scaled or Quantized, got NoneType; ", (A, None), {}),
+    (ValueError, "a: this Quantized has no row-wise part; a.T has one, an operand of a product over its rows",
+     (COLUMNS, B), {}),
+    (ValueError, "a: expected data stored as is (values along K adjacent), got data stored transposed; a.T "
+     "of it is an operand of a product over its rows", (COLUMNS.columnwise, B), {}),
+    (ValueError, "b: expected K = 144 as last extent, as a has, got shape (8, 128); ",
+     (A, pair(("tensor", "tensor"), k=128)[1]), {}),
+    (ValueError, "b: expected a matrix, as a has shape (12, 144), got shape (2, 8, 144)",
+     (A, pair(("tensor", "block"), batch=(2,))[1]), {}),
+    (ValueError, "b: expected a batch of 3 matrices, as a has shape (3, 12, 144), got shape (2, 8, 144)",
+     (pair(("tensor", "block"), batch=(3,))[0], pair(("tensor", "block"), batch=(2,))[1]), {}),
+    (ValueError, "a: expected a matrix [rows, K] or a batch [batch, rows, K], got shape (1, 2, 12, 144)",
+     (Scaled(np.ones((1, 2, 12, 144), float8_e4m3fn), np.ones(1, np.float32), (1, 2, 12, 144)), B),
+     {}),
+    (ValueError, "b: expected one scale, a scale for each row, or blocks 1×128, 128×128 or MX, got block "
+     "1×64 with float32 gemm_ready scales; b.to_block((1, 128), ", (A, HALF), {}),
+    (TypeError, "b.scale_inv: expected dtype float8_e8m0fnu of blocks 1×32, got float32; b.to_block(",
+     (A, E8M0), {}),
+    (ValueError, "a: expected MX blocks 1×32, as b has, got block 1×128 with float32 gemm_ready scales; "
+     "b.to_block((1, 128), scale_layout='gemm_ready') converts", (A, MX), {}),
+    (TypeError, "dtype: expected one of bfloat16, float16, float32, got float8_e4m3fn", (A, B),
+     {"dtype": float8_e4m3fn}),
+    (TypeError, "bias: expected dtype bfloat16, float16, float32, got float64", (A, B), {"bias": np.ones(8)}),
+    (ValueError, "bias: expected shape (8,), a value for each row of b, got (12,)", (A, B),
+     {"bias": np.ones(12, np.float32)}),
+    (ValueError, "fast_accum: expected False for operands in blocks", (A, B), {"fast_accum": True}),
+    (TypeError, "fast_accum: expected True or False, got 'no'", (A, B), {"fast_accum": "no"}),
+    (TypeError, "autotune: expected True or False, got 1.5", (A, B), {"autotune": 1.5}),
+    (TypeError, "accumulate: expected dtype float32, got bfloat16", (A, B),
+     {"accumulate": np.ones((12, 8), bfloat16)}),
+    (ValueError, "accumulate: expected shape (12, 8), got (8, 12)", (A, B),
+     {"accumulate": np.ones((8, 12), np.float32)}),
+    (ValueError, "out: expected None beside accumulate, which is the result", (A, B),
+     {"accumulate": np.ones((12, 8), np.float32), "out": np.ones((12, 8), np.float32)}),
+    (TypeError, "out: expected dtype bfloat16, got float32", (A, B), {"out": np.ones((12, 8), np.float32)}),
+]
+
+
+@pytest.mark.parametrize(("error", "message", "given", "options"), REFUSED,
+                         ids=[line[1][:48] for line in REFUSED])
+def test_refused(error, message, given, options):
+    with pytest.raises(error, match="^" + re.escape(message)):
+        CALL(*given, **options)
+
+
+def test_overlaps_are_refused():
+    memory = np.ones((12 * 8,), np.float32)
+    out, bias = memory.reshape(12, 8), memory[8:16]
+    for options in ({"out": out, "dtype": float32}, {"accumulate": out}):
+        with pytest.raises(ValueError, match="overlaps bias in memory"):
+            CALL(A, B, bias=bias, **options)
+
+
+def test_columns_of_blocks_are_refused():
+    """Blocks along the rows, of data that are not stored transposed."""
+    s = Scaled(np.ones((128, 64), float8_e4m3fn), np.ones((1, 64), np.float32), (128, 64), False, (128, 1),
+               "compact")
+    with pytest.raises(ValueError, match=r"^a: expected blocks along K, got block 128×1 .*take \.T of"):
+        CALL(s, s)
+
+
+# ---- other libraries ----
+ORACLES = [(("tensor", "tensor"), bfloat16), (("tensor", "tensor"), float32), (("row", "row"), bfloat16)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("scalings", "to"), ORACLES, ids=str)
+def test_pytorch_agrees(scalings, to):
+    torch = pytest.importorskip("torch")
+    a, b = pair(scalings, 256, 512, 1024)
+    here = [torch.from_numpy(s.data.view(np.uint8)).cuda().view(torch.float8_e4m3fn) for s in (a, b)]
+    scale_a, scale_b = (torch.from_numpy(s.scale_inv.reshape(-1)[:1 if s.block is None else s.shape[0]])
+                        .clone().cuda() for s in (a, b))
+    if scalings[0] == "row":
+        scale_a, scale_b = scale_a.reshape(-1, 1), scale_b.reshape(1, -1)
+    theirs = torch._scaled_mm(here[0], here[1].t(), scale_a, scale_b,
+                              out_dtype=torch.float32 if to == float32 else torch.bfloat16)
+    theirs = theirs.float().cpu().numpy()
+    run = testing.Executor("cuda")
+    ours = run.numpy(fp8.matmul_nt(run.array(a), run.array(b), dtype=to)).astype(np.float32)
+    bound = 2 * (2.0**-12 * magnitudes(a, b) + ulp(theirs.astype(np.float64), to))
+    assert (np.abs(ours - theirs) <= bound).all()
+
+
+@pytest.mark.gpu
+def test_nvmath_agrees():
+    nvmath = pytest.importorskip("nvmath")
+    advanced = pytest.importorskip("nvmath.linalg.advanced")
+    torch = pytest.importorskip("torch")
+    a, b = pair(("tensor", "tensor"), 256, 512, 1024)
+    here = [torch.from_numpy(s.data.view(np.uint8)).cuda().view(torch.float8_e4m3fn) for s in (a, b)]
+    scales = {"a": float(a.scale_inv[0]), "b": float(b.scale_inv[0])}
+    options = {"result_type": nvmath.CudaDataType.CUDA_R_16BF}
+    theirs = advanced.matmul(here[0], here[1].t(), quantization_scales=scales, options=options)
+    run = testing.Executor("cuda")
+    ours = run.numpy(fp8.matmul_nt(run.array(a), run.array(b))).astype(np.float32)
+    found = theirs.float().cpu().numpy()
+    bound = 2 * (2.0**-12 * magnitudes(a, b) + ulp(found.astype(np.float64), bfloat16))
+    assert (np.abs(ours - found) <= bound).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+def test_more_than_two_to_the_31_elements():
+    run = testing.Executor("cuda")
+    m, n, k = (1 << 16) + 64, (1 << 15) + 8, 128
+    a, b = (run.array(operand((rows, k), float8_e4m3fn, scaling, "gemm_ready", float32, "normal", seed))
+            for seed, (rows, scaling) in enumerate(((m, "tensor"), (n, "tensor"))))
+    out = fp8.matmul_nt(a, b)
+    whole = run.numpy(b)
+    for rows in (slice(4), slice(m - 4, m)):
+        part = Scaled(fp8.asnumpy(a.data[rows]), run.numpy(a.scale_inv), (4, k))
+        assert_within(fp8.asnumpy(out[rows]), reference.matmul_nt(part, whole), magnitudes(part, whole))
+
+
+def test_a_case_with_another_result_is_caught():
+    import dataclasses
+
+    op = OPS["matmul_nt"]
+    case = next(iter(op.cases()))
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        made = op.function(*args, **kwargs)
+        made[...] = made * bfloat16.type(1.5)
+        return made
+
+    with testing.executor("reference") as run, pytest.raises(AssertionError, match="out of bounds"):
+        check(dataclasses.replace(op, function=wrong), case, run)
