@@ -135,7 +135,8 @@ class _GroupedMatmulNT(Op[_Inputs]):
         if group == "m":
             left, right = read_rows(call, a, check), read_weights(call, b)
         else:
-            left, right = (read_columns(call, name, side, check) for name, side in (("a", a), ("b", b)))
+            left = read_columns(call, "a", a, check)
+            right = read_columns(call, "b", b, check, left)
         if left.k != right.k:
             what = "K" if group == "m" else "columns of all groups"
             raise ValueError(f"b: expected {left.k} {what}, as a has, got {right.k}")

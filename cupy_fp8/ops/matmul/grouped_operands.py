@@ -32,8 +32,8 @@ class Side(NamedTuple):
     rows     rows of a group's matrix; of "m" those of all groups together, which only splits tell apart
     k        values along K; of "k" those of all groups together
     scaling  'tensor', 'row', 'vector' or 'block', as of an `Operand`
-    dtype    of the data
     view     where a kernel finds the data, and scales in any layout that it reads as they are
+    held     arrays that the view has addresses of: they may be copies
     operand  one whose scales are still to be brought to such a layout; None: they are
     whole_blocks  scales belong to whole blocks of 128 of all columns, whatever groups they are in
     own      the sizes of a Grouped
@@ -44,8 +44,8 @@ class Side(NamedTuple):
     rows: int
     k: int
     scaling: str
-    dtype: np.dtype[Any]
     view: OperandView
+    held: tuple[Input, ...] = ()
     operand: Operand | None = None
     whole_blocks: bool = False
     own: Groups | None = None
@@ -75,7 +75,7 @@ def read_rows(call: Call, given: Any, check: Any) -> Side:
         raise ValueError("a: expected one scale, a scale for each row or blocks 1×128, since groups begin at "
                          "any row, got blocks 128×128; group_quantize makes such blocks for each group")
     view = tiles.view_of(found)._replace(start_bytes=found.k)
-    return Side(given, found.rows, found.k, found.scaling, found.dtype, view, found)
+    return Side(given, found.rows, found.k, found.scaling, view, operand=found)
 
 
 def row_starts(side: Side, view: OperandView) -> OperandView:
@@ -89,7 +89,7 @@ def read_weights(call: Call, given: Any) -> Side:
         raise TypeError("b: expected a Scaled or Quantized [experts, N, K], got a Grouped")
     found = _matrix(call, "b", given, 3, "[experts, N, K]")
     view = tiles.view_of(found)._replace(group_bytes=found.rows * found.k)
-    return Side(given, found.rows, found.k, found.scaling, found.dtype, view, found)
+    return Side(given, found.rows, found.k, found.scaling, view, operand=found)
 
 
 def _matrix(call: Call, name: str, given: Any, dimensions: int, what: str) -> Operand:
@@ -114,7 +114,7 @@ def _rows_with_flat_scales(call: Call, given: Any, s: Scaled) -> Side:
     blocks = cdiv(k, 128)
     view = OperandView(data.at, scales.at, start_bytes=k, pitch=k, scale_padded=blocks, scale_row=1,
                        scale_block=-1, e5m2=int(data.dtype == float8_e5m2))
-    return Side(given, rows, k, "vector", data.dtype, view,
+    return Side(given, rows, k, "vector", view, (data, scales),
                 flat=(scales, lambda groups: (blocks * row_scale_rows(rows, groups),)))
 
 
@@ -146,7 +146,7 @@ def _grouped_rows(call: Call, g: Grouped, check: Any) -> Side:
     return _grouped_side(call, "a", g, data, scaling, view, check)
 
 
-def _grouped_columns(call: Call, name: str, g: Grouped, check: Any) -> Side:
+def _grouped_columns(call: Call, name: str, g: Grouped, check: Any, beside: Side | None) -> Side:
     data = _grouped_data(call, name, g, "columnwise")
     if not g.transposed:
         raise ValueError(f"{name}: expected column-wise data stored transposed, got data stored as is; "
@@ -160,14 +160,15 @@ def _grouped_columns(call: Call, name: str, g: Grouped, check: Any) -> Side:
         "row": {"scale_group": line, "scale_row": 1},
         "vector": {"scale_blocks": line, "scale_row": 1, "scale_block": line}}[scaling]
     view = OperandView(data.at, 0, start_bytes=rows, **strides)
-    return _grouped_side(call, name, g, data, scaling, view, check, columnwise=True)
+    return _grouped_side(call, name, g, data, scaling, view, check, beside, columnwise=True)
 
 
 def _grouped_data(call: Call, name: str, g: Grouped, direction: str) -> Input:
     data = getattr(g, direction)
     if data is None or g._plain:
-        raise ValueError(f"{name}: expected a Grouped with quantised {direction} data, got {g!r}; "
-                         f"group_quantize makes one with {direction}=True")
+        what = "plain values" if g._plain else f"no {direction} data"
+        raise ValueError(f"{name}: expected a Grouped with quantised {direction} data, got {what}; "
+                         f"group_quantize makes such with {direction}=True")
     found = call.read(f"{name}.{direction}", data, FP8_DTYPES)
     if found.shape != (prod(g.shape),):
         raise ValueError(f"{name}.{direction}: expected {prod(g.shape)} values of shape {g.shape}, flat, "
@@ -185,9 +186,11 @@ def _grouped_scaling(name: str, g: Grouped, block: Any, known: dict[Any, str]) -
 
 
 def _grouped_side(call: Call, name: str, g: Grouped, data: Input, scaling: str, view: OperandView,
-                  check: Any, *, columnwise: bool = False) -> Side:
+                  check: Any, beside: Side | None = None, *, columnwise: bool = False) -> Side:
     """The Side of a Grouped whose data are read. Its sizes and scales are read here."""
-    sizes = call.splits(f"{name}.splits", g.splits, check)
+    same = beside is not None and isinstance(beside.given, Grouped) and beside.given.splits is g.splits
+    sizes = beside.own if same and beside else call.splits(f"{name}.splits", g.splits, check)
+    assert sizes is not None
     assert sizes.number is not None
     part = "scale_inv"
     shape: tuple[int, ...] = (sizes.number,)
@@ -202,14 +205,15 @@ def _grouped_side(call: Call, name: str, g: Grouped, data: Input, scaling: str, 
     view = view._replace(scale=scales.at, e5m2=int(data.dtype == float8_e5m2),
                          scale_shift=_ROW_SHIFTS[scaling])
     rows, k = g.shape[::-1] if columnwise else g.shape
-    return Side(g, rows, k, scaling, data.dtype, view, own=sizes)
+    return Side(g, rows, k, scaling, view, (data, scales), own=sizes)
 
 
 # ---- "k" ----
-def read_columns(call: Call, name: str, given: Any, check: Any) -> Side:
-    """An operand of "k": columns of all groups, one group after the other."""
+def read_columns(call: Call, name: str, given: Any, check: Any, beside: Side | None = None) -> Side:
+    """An operand of "k": columns of all groups, one group after the other. beside: the other operand, which
+    often has the same sizes."""
     if isinstance(given, Grouped):
-        return _grouped_columns(call, name, given, check)
+        return _grouped_columns(call, name, given, check, beside)
     s = given
     if isinstance(given, Quantized):
         column = given.columnwise
@@ -218,7 +222,7 @@ def read_columns(call: Call, name: str, given: Any, check: Any) -> Side:
         return _flat_columns(call, name, given, s)
     found = _matrix(call, name, given, 2, "[rows, all columns], or flat column-wise data of groups")
     view = tiles.view_of(found)._replace(start_bytes=1)
-    return Side(given, found.rows, found.k, found.scaling, found.dtype, view, found,
+    return Side(given, found.rows, found.k, found.scaling, view, operand=found,
                 whole_blocks=found.scaling in ("vector", "block"))
 
 
@@ -238,7 +242,7 @@ def _flat_columns(call: Call, name: str, given: Any, s: Scaled) -> Side:
                          f"{data.shape}")
     view = OperandView(data.at, scales.at, start_bytes=rows, scale_blocks=line, scale_row=1,
                        scale_block=line, e5m2=int(data.dtype == float8_e5m2))
-    return Side(given, rows, columns, "vector", data.dtype, view,
+    return Side(given, rows, columns, "vector", view, (data, scales),
                 flat=(scales, lambda groups: (target_rows(columns, groups, 128), line)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,7 @@ _Ranges = list[tuple[int, int]]
 def _rows(a: _Operand, ranges: _Ranges) -> Iterator[np.ndarray]:
     """The rows of each group, each value times its scale."""
     if isinstance(a, Grouped):
-        for member in a:
+        for member in _members(a, ranges):
             yield scaled_values(member.rowwise, 0, 0, member.shape[0])
         return
     s = a if isinstance(a, Scaled) else a.rowwise
@@ -81,10 +82,17 @@ def _rows(a: _Operand, ranges: _Ranges) -> Iterator[np.ndarray]:
             yield scaled_values(s, 0, start, end)
 
 
+def _members(g: Grouped, ranges: _Ranges) -> Iterator[Any]:
+    """Its members, found by sizes alone."""
+    sizes = np.array([end - start for start, end in ranges], np.int64)
+    offsets = np.concatenate([[0], np.cumsum(sizes)]) * g.shape[1]
+    return iter(replace(g, splits=sizes, offsets=offsets))
+
+
 def _columns(a: _Operand, ranges: _Ranges) -> Iterator[np.ndarray]:
     """The columns of each group, [rows, columns], each value times its scale."""
     if isinstance(a, Grouped):
-        for member in a:
+        for member in _members(a, ranges):
             yield scaled_values(member.columnwise.T, 0, 0, a.shape[1])
         return
     s = _flat_or_matrix(a)
