@@ -1,15 +1,15 @@
 // Products of FP8 matrices on any GPU from sm_80 on, one for each group: D = A · Bᵀ (matmul/problem.cuh), for
 // any extents, addresses and pitches.
 //
-// A block of 256 threads computes one tile of D. Blocks have as many numbers as there can be tiles, since only
-// the device knows the sizes of groups; those past the last tile end at once. Three stages of 128 of K are
-// copied to shared memory while earlier ones are multiplied: 16 bytes at a time where rows begin at multiples
-// of 16 bytes, else by plain loads. A warp widens its fragments to f16, which is exact, and adds the products
-// of 128 of K in the tensor core. These sums, times the scales of A and B, are then added to f32 registers. (The
-// tensor core rounds towards zero, so long sums within it would be too small.)
+// A block of 256 threads computes one tile of D. Blocks have as many numbers as there can be tiles, since
+// only the device knows the sizes of groups; those past the last tile end at once. Three stages of 128 of K
+// are copied to shared memory while earlier ones are multiplied: 16 bytes at a time where rows begin at
+// multiples of 16 bytes, else by plain loads. A warp widens its fragments to f16, which is exact, and adds
+// the products of 128 of K in the tensor core. These sums, times the scales of A and B, are then added to f32
+// registers. (The tensor core rounds towards zero, so long sums within it would be too small.)
 //
-// A row of a stage is 128 bytes, and chunk c of row r lies at c ^ r % 8, so that the eight rows of a matrix that
-// ldmatrix reads lie in different banks.
+// A row of a stage is 128 bytes, and chunk c of row r lies at c ^ r % 8, so that the eight rows of a matrix
+// that ldmatrix reads lie in different banks.
 //
 // TILE_ROWS     128, or 32 for groups of few rows
 // SIZES_OF_K    0: sizes of groups are rows of A; 1: lengths of K
@@ -31,7 +31,7 @@ struct Stage {
 };
 
 // ---- copies ----
-// Loads 16 bytes at any address, of which `bytes` exist. inner: so do the bytes around them that share a word.
+// Loads 16 bytes at any address, of which `bytes` exist. inner: so do the bytes that share words with them.
 __device__ __forceinline__ uint4 load_16(const u8* from, int bytes, bool inner) {
     const u32 odd = (u32)(u64)from % 4;
     if (bytes < kChunkBytes || (odd && !inner)) {
@@ -146,7 +146,8 @@ __device__ __forceinline__ void add_stage(Sums& sums, const Stage& stage, int ro
         const float low = a_scale[0], high = a_scale[8];
 #pragma unroll
         for (int j = 0; j < 2 * kAcross; j++) {
-            const float2 across = *reinterpret_cast<const float2*>(stage.b_scale + column + 8 * j + lane % 4 * 2);
+            const float* const b_scale = stage.b_scale + column + 8 * j + lane % 4 * 2;
+            const float2 across = *reinterpret_cast<const float2*>(b_scale);
             float (&to)[4] = sums.of[i][j];
             const float (&from)[4] = products.of[i][j];
             // Scales one after the other: their product may not be an f32.
@@ -166,7 +167,8 @@ __device__ __forceinline__ float widen_typed(const u8* values, i64 i, u32 type) 
 }
 
 // Stores two neighbours in a row, of which `count` exist. first: the first one's place in D.
-__device__ __forceinline__ void store_pair(const Product& p, i64 first, int count, bool whole, float lo, float hi) {
+__device__ __forceinline__ void store_pair(const Product& p, i64 first, int count, bool whole, float lo,
+                                           float hi) {
     if (p.out_type == kOutF32) {
         float* const out = reinterpret_cast<float*>(p.out) + first;
         if (p.accumulate) {
@@ -210,7 +212,8 @@ __device__ __forceinline__ void store(const Product& p, const ProductTile& tile,
             const float (&pair)[4] = sums.of[i / 2][j];
             const float left = p.bias ? add_rn(pair[i % 2 * 2], lo) : pair[i % 2 * 2];
             const float right = p.bias ? add_rn(pair[i % 2 * 2 + 1], hi) : pair[i % 2 * 2 + 1];
-            if (count > 0 && of_d < tile.rows) store_pair(p, group_first + of_d * p.n + at, count, whole, left, right);
+            if (count > 0 && of_d < tile.rows)
+                store_pair(p, group_first + of_d * p.n + at, count, whole, left, right);
         }
     }
 }

@@ -32,18 +32,18 @@ from .problem import Problem
 GROUPS = ("m", "k")
 
 
-def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | Grouped, splits: Any = None, *,
-                      group: str = "m", dtype: Any = bfloat16, accumulate: Array | None = None,
+def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | Grouped, splits: Any = None,
+                      *, group: str = "m", dtype: Any = bfloat16, accumulate: Array | None = None,
                       out: Array | None = None, check: bool = False) -> Array:
-    """Products of FP8 matrices, one for each group (expert), whose sizes may be on the device alone. All groups
-    take one launch.
+    """Products of FP8 matrices, one for each group (expert), whose sizes may be on the device alone. All
+    groups take one launch.
 
         group="m":  out[r, n]    = Σ_k a[r, k] · b[e, n, k]             e: the group that row r belongs to
         group="k":  out[e, m, n] = Σ_k a[m, k] · b[n, k]                over the columns k of group e
 
     of the dequantised values; "m" is the forward pass and the gradient of the input, "k" the gradient of the
-    weights. NumPy operands: in float64, exact but for sums, rounded once. GPUs add in float32, within the bound
-    of docs/numerics.md section 10; the same call gives the same bytes again.
+    weights. NumPy operands: in float64, exact but for sums, rounded once. GPUs add in float32, within the
+    bound of docs/numerics.md section 10; the same call gives the same bytes again.
 
     Parameters
     ----------
@@ -52,13 +52,13 @@ def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | G
         Grouped from `group_quantize`, whose row-wise part is taken: one scale for each group, or blocks
         (1, None), (1, 128) or (128, 128) with float32 scales.
         Of "k" the columns of all groups: a Grouped, whose column-wise part, stored transposed, is taken (one
-        scale for each group, row-wise block (1, None) or (1, 128)); a Quantized of `scaling_aware_transpose(q,
-        splits=splits)`; or a Scaled [M, sum k] with one scale, a scale for each row, or blocks along K, whose
-        groups then begin at multiples of 128
-    b : of "m" the weights of all groups, a Scaled (or Quantized) [E, N, K] with one scale, a scale for each row,
-        or blocks 128×128 or 1×128. Of "k" columns of the same groups, as a
-    splits : rows (columns of "k") of each of E groups: an int32 or int64 array [E] of a's kind, or a list (for
-        CuPy operands it is copied to the GPU). None beside a Grouped, which has its own
+        scale for each group, row-wise block (1, None) or (1, 128)); a Quantized of
+        `scaling_aware_transpose(q, splits=splits)`; or a Scaled [M, sum k] with one scale, a scale for each
+        row, or blocks along K, whose groups then begin at multiples of 128
+    b : of "m" the weights of all groups, a Scaled (or Quantized) [E, N, K] with one scale, a scale for each
+        row, or blocks 128×128 or 1×128. Of "k" columns of the same groups, as a
+    splits : rows (columns of "k") of each of E groups: an int32 or int64 array [E] of a's kind, or a list
+        (for CuPy operands it is copied to the GPU). None beside a Grouped, which has its own
     group : what the sizes belong to, 'm' or 'k'
     dtype : of a new result: bfloat16, float16 or float32
     accumulate : float32 array of the result's shape, to which the products are added in place, and which is
@@ -70,17 +70,17 @@ def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | G
 
     Returns
     -------
-    Array [sum m, N] or [E, M, N], C-contiguous. Rows of "m" after the last group are 0, and so are products of
-    "k" over no columns; with `accumulate` both stay as they were.
+    Array [sum m, N] or [E, M, N], C-contiguous. Rows of "m" after the last group are 0, and so are products
+    of "k" over no columns; with `accumulate` both stay as they were.
 
     Raises
     ------
-    TypeError, ValueError, DeviceError, before anything is written. Wrong sizes on the device raise nothing, but
-    `device_errors` reports them: a negative size counts as 0, a group that passes the last row ends there, and
-    the product of a group of "k" is 0 if it has to begin at a multiple of 128 and does not.
+    TypeError, ValueError, DeviceError, before anything is written. Wrong sizes on the device raise nothing,
+    but `device_errors` reports them: a negative size counts as 0, a group that passes the last row ends
+    there, and the product of a group of "k" is 0 if it has to begin at a multiple of 128 and does not.
 
-    Any extents, sizes and addresses are taken. Rows of the data that begin at multiples of 16 bytes are copied
-    asynchronously; others take several times as long.
+    Any extents, sizes and addresses are taken. Rows of the data that begin at multiples of 16 bytes are
+    copied asynchronously; others take several times as long.
 
     Source: docs/numerics.md, section 10; DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
 
@@ -133,9 +133,10 @@ class _GroupedMatmulNT(Op[_Inputs]):
         if not isinstance(group, str) or group not in GROUPS:
             raise ValueError(f"group: expected one of {GROUPS}, got {group!r}")
         if group == "m":
-            left, right = read_rows(call, a), read_weights(call, b)
+            left, right = read_rows(call, a, check), read_weights(call, b)
         else:
-            left, right = read_columns(call, "a", a), read_columns(call, "b", b)
+            left = read_columns(call, "a", a, check)
+            right = read_columns(call, "b", b, check, left)
         if left.k != right.k:
             what = "K" if group == "m" else "columns of all groups"
             raise ValueError(f"b: expected {left.k} {what}, as a has, got {right.k}")
@@ -158,18 +159,15 @@ class _GroupedMatmulNT(Op[_Inputs]):
                                            group=inputs.group, dtype=inputs.to, accumulate=inputs.accumulate)
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
-        views = []
-        for side in (inputs.a, inputs.b):
-            conversions, view = side.view_for(call)
-            yield from conversions
-            views.append(view)
         of_rows, n = inputs.group == "m", inputs.b.rows
-        if of_rows:
-            views[0] = row_starts(inputs.a, views[0])
+        conversions, left = inputs.a.view_for(call)
+        more, right = inputs.b.view_for(call)
+        yield from (*conversions, *more)
         m, k = (0, inputs.a.k) if of_rows else (inputs.a.rows, 0)
         yield from tiles.own_kernel_launches(call, Problem(
-            *views, not of_rows, inputs.number, inputs.groups.members(call.error_word()), inputs.total, m, n, k,
-            written[0], inputs.to, out_group=0 if of_rows else m * n, out_start=n if of_rows else 0,
+            row_starts(inputs.a, left) if of_rows else left, right, not of_rows, inputs.number,
+            inputs.groups.members(call.error_word()), inputs.total, m, n, k, written[0], inputs.to,
+            out_group=0 if of_rows else m * n, out_start=n if of_rows else 0,
             accumulate=inputs.accumulate is not None,
             whole_blocks=inputs.a.whole_blocks or inputs.b.whole_blocks))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,11 +12,10 @@ from ...calls import splits as group_sizes
 from ...calls.call import Call, Input
 from ...calls.splits import Groups
 from ...formats import FP8_DTYPES, float8_e5m2, float32
-from ...grouped import Grouped, check_arrays
+from ...grouped import Grouped
 from ...kernels import Launch
-from ...layouts import cdiv, round_up
+from ...layouts import cdiv, grouped_scale_shape, round_up
 from ...reference.convert.scaling_aware import row_scale_rows, target_rows
-from ...reference.matmul.grouped import columnwise_or_matrix
 from ...results import Quantized, Scaled
 from . import operands, tiles
 from .operands import Operand
@@ -32,10 +32,11 @@ class Side(NamedTuple):
     rows     rows of a group's matrix; of "m" those of all groups together, which only splits tell apart
     k        values along K; of "k" those of all groups together
     scaling  'tensor', 'row', 'vector' or 'block', as of an `Operand`
-    dtype    of the data
     view     where a kernel finds the data, and scales in any layout that it reads as they are
-    operand  whose scales are still to be brought to such a layout; None: they are
+    held     arrays that the view has addresses of: they may be copies
+    operand  one whose scales are still to be brought to such a layout; None: they are
     whole_blocks  scales belong to whole blocks of 128 of all columns, whatever groups they are in
+    own      the sizes of a Grouped
     flat     scales whose shape depends on the number of groups, and which shape that is
     """
 
@@ -43,10 +44,11 @@ class Side(NamedTuple):
     rows: int
     k: int
     scaling: str
-    dtype: np.dtype[Any]
     view: OperandView
+    held: tuple[Input, ...] = ()
     operand: Operand | None = None
     whole_blocks: bool = False
+    own: Groups | None = None
     flat: tuple[Input, Callable[[int], tuple[int, ...]]] | None = None
 
     def view_for(self, call: Call) -> tuple[list[Launch], OperandView]:
@@ -61,19 +63,19 @@ class Side(NamedTuple):
 
 
 # ---- "m" ----
-def read_rows(call: Call, given: Any) -> Side:
+def read_rows(call: Call, given: Any, check: Any) -> Side:
     """a of "m": rows of all groups, one group after the other."""
     if isinstance(given, Grouped):
-        return _grouped_rows(call, given)
+        return _grouped_rows(call, given, check)
     s = given.rowwise if isinstance(given, Quantized) else given
     if isinstance(s, Scaled) and s.block == (1, 128) and s.scale_inv.ndim == 1:
         return _rows_with_flat_scales(call, given, s)
     found = _matrix(call, "a", given, 2, "[all rows, K]")
     if found.scaling == "block":
-        raise ValueError("a: expected one scale, a scale for each row or blocks 1×128, since experts begin at "
-                         "any row, got blocks 128×128; group_quantize makes such blocks for each expert")
+        raise ValueError("a: expected one scale, a scale for each row or blocks 1×128, since groups begin at "
+                         "any row, got blocks 128×128; group_quantize makes such blocks for each group")
     view = tiles.view_of(found)._replace(start_bytes=found.k)
-    return Side(given, found.rows, found.k, found.scaling, found.dtype, view, found)
+    return Side(given, found.rows, found.k, found.scaling, view, operand=found)
 
 
 def row_starts(side: Side, view: OperandView) -> OperandView:
@@ -87,7 +89,7 @@ def read_weights(call: Call, given: Any) -> Side:
         raise TypeError("b: expected a Scaled or Quantized [experts, N, K], got a Grouped")
     found = _matrix(call, "b", given, 3, "[experts, N, K]")
     view = tiles.view_of(found)._replace(group_bytes=found.rows * found.k)
-    return Side(given, found.rows, found.k, found.scaling, found.dtype, view, found)
+    return Side(given, found.rows, found.k, found.scaling, view, operand=found)
 
 
 def _matrix(call: Call, name: str, given: Any, dimensions: int, what: str) -> Operand:
@@ -112,7 +114,7 @@ def _rows_with_flat_scales(call: Call, given: Any, s: Scaled) -> Side:
     blocks = cdiv(k, 128)
     view = OperandView(data.at, scales.at, start_bytes=k, pitch=k, scale_padded=blocks, scale_row=1,
                        scale_block=-1, e5m2=int(data.dtype == float8_e5m2))
-    return Side(given, rows, k, "vector", data.dtype, view,
+    return Side(given, rows, k, "vector", view, (data, scales),
                 flat=(scales, lambda groups: (blocks * row_scale_rows(rows, groups),)))
 
 
@@ -121,16 +123,16 @@ def check_scales(name: str, side: Side, groups: int) -> None:
     if side.flat is not None:
         scales, shape_of = side.flat
         if scales.shape != shape_of(groups):
-            raise ValueError(f"{name}.scale_inv: expected shape {shape_of(groups)}, as scaling_aware_transpose "
-                             f"makes scales for {groups} groups, got {scales.shape}")
+            raise ValueError(f"{name}.scale_inv: expected shape {shape_of(groups)}, as "
+                             f"scaling_aware_transpose makes scales for {groups} groups, got {scales.shape}")
 
 
 # ---- Grouped ----
-def _grouped_rows(call: Call, g: Grouped) -> Side:
+def _grouped_rows(call: Call, g: Grouped, check: Any) -> Side:
     data = _grouped_data(call, "a", g, "rowwise")
     scaling = _grouped_scaling("a", g, g.block, {None: "tensor", (1, None): "row", (1, 128): "vector",
                                                  (128, 128): "block"})
-    rows, k = g.shape
+    k = g.shape[1]
     blocks, padded = cdiv(k, 128), g.scale_layout != "compact"
     strides: dict[str, int] = {
         "tensor": {"scale_group": 1},
@@ -140,32 +142,38 @@ def _grouped_rows(call: Call, g: Grouped) -> Side:
         "block": dict.fromkeys(("scale_blocks", "scale_row"), round_up(blocks, 4) if padded else blocks)
                  | {"scale_block": 1},
     }[scaling]
-    return _grouped_side(call, "a", g, data, g.scale_inv, scaling, rows, k, pitch=k, start_bytes=k, **strides)
+    view = OperandView(data.at, 0, pitch=k, start_bytes=k, **strides)
+    return _grouped_side(call, "a", g, data, scaling, view, check)
 
 
-def _grouped_columns(call: Call, name: str, g: Grouped) -> Side:
+def _grouped_columns(call: Call, name: str, g: Grouped, check: Any, beside: Side | None) -> Side:
     data = _grouped_data(call, name, g, "columnwise")
     if not g.transposed:
         raise ValueError(f"{name}: expected column-wise data stored transposed, got data stored as is; "
                          "quantise with transposed=True")
     scaling = _grouped_scaling(name, g, g.block and (g.block[1], g.block[0]),
                                {None: "tensor", (None, 1): "row", (128, 1): "vector"})
-    columns, rows = g.shape
+    rows = g.shape[1]
     line = rows if g.scale_layout == "compact" else round_up(rows, 4)
     strides: dict[str, int] = {
         "tensor": {"scale_group": 1},
         "row": {"scale_group": line, "scale_row": 1},
         "vector": {"scale_blocks": line, "scale_row": 1, "scale_block": line}}[scaling]
-    scales = g.scale_inv if scaling == "tensor" else g.columnwise_scale_inv
-    return _grouped_side(call, name, g, data, scales, scaling, rows, columns, start_bytes=rows, **strides)
+    view = OperandView(data.at, 0, start_bytes=rows, **strides)
+    return _grouped_side(call, name, g, data, scaling, view, check, beside, columnwise=True)
 
 
 def _grouped_data(call: Call, name: str, g: Grouped, direction: str) -> Input:
     data = getattr(g, direction)
     if data is None or g._plain:
-        raise ValueError(f"{name}: expected a Grouped with quantised {direction} data, got {g!r}; "
-                         f"group_quantize makes one with {direction}=True")
-    return call.read(f"{name}.{direction}", data, FP8_DTYPES)
+        what = "plain values" if g._plain else f"no {direction} data"
+        raise ValueError(f"{name}: expected a Grouped with quantised {direction} data, got {what}; "
+                         f"group_quantize makes such with {direction}=True")
+    found = call.read(f"{name}.{direction}", data, FP8_DTYPES)
+    if found.shape != (prod(g.shape),):
+        raise ValueError(f"{name}.{direction}: expected {prod(g.shape)} values of shape {g.shape}, flat, "
+                         f"got shape {found.shape}")
+    return found
 
 
 def _grouped_scaling(name: str, g: Grouped, block: Any, known: dict[Any, str]) -> str:
@@ -177,29 +185,44 @@ def _grouped_scaling(name: str, g: Grouped, block: Any, known: dict[Any, str]) -
     return scaling
 
 
-def _grouped_side(call: Call, name: str, g: Grouped, data: Input, scale_inv: Any, scaling: str, rows: int,
-                  k: int, **strides: int) -> Side:
-    part = "columnwise_scale_inv" if scale_inv is not g.scale_inv else "scale_inv"
-    scales = call.read(f"{name}.{part}", scale_inv, (float32,))
-    check_arrays(g, name)
-    view = OperandView(data.at, scales.at, e5m2=int(data.dtype == float8_e5m2),
-                       scale_shift=_ROW_SHIFTS[scaling], **strides)
-    return Side(g, rows, k, scaling, data.dtype, view)
+def _grouped_side(call: Call, name: str, g: Grouped, data: Input, scaling: str, view: OperandView,
+                  check: Any, beside: Side | None = None, *, columnwise: bool = False) -> Side:
+    """The Side of a Grouped whose data are read. Its sizes and scales are read here."""
+    same = beside is not None and isinstance(beside.given, Grouped) and beside.given.splits is g.splits
+    sizes = beside.own if same and beside else call.splits(f"{name}.splits", g.splits, check)
+    assert sizes is not None
+    assert sizes.number is not None
+    part = "scale_inv"
+    shape: tuple[int, ...] = (sizes.number,)
+    if g.block is not None:
+        part = "columnwise_scale_inv" if columnwise else "scale_inv"
+        block = (g.block[1], g.block[0]) if columnwise else g.block
+        shape = grouped_scale_shape(g.shape, sizes.number, block, str(g.scale_layout), columnwise)
+    scales = call.read(f"{name}.{part}", getattr(g, part), (float32,))
+    if scales.shape != shape:
+        raise ValueError(f"{name}.{part}: expected shape {shape}, the scales of {sizes.number} groups, got "
+                         f"{scales.shape}")
+    view = view._replace(scale=scales.at, e5m2=int(data.dtype == float8_e5m2),
+                         scale_shift=_ROW_SHIFTS[scaling])
+    rows, k = g.shape[::-1] if columnwise else g.shape
+    return Side(g, rows, k, scaling, view, (data, scales), own=sizes)
 
 
 # ---- "k" ----
-def read_columns(call: Call, name: str, given: Any) -> Side:
-    """An operand of "k": columns of all groups, one group after the other."""
+def read_columns(call: Call, name: str, given: Any, check: Any, beside: Side | None = None) -> Side:
+    """An operand of "k": columns of all groups, one group after the other. beside: the other operand, which
+    often has the same sizes."""
     if isinstance(given, Grouped):
-        return _grouped_columns(call, name, given)
+        return _grouped_columns(call, name, given, check, beside)
     s = given
-    if isinstance(given, Quantized) and (given.rowwise is not None or given.columnwise.data.ndim == 1):
-        s = columnwise_or_matrix(given)
+    if isinstance(given, Quantized):
+        column = given.columnwise
+        s = column if column is not None and column.data.ndim == 1 else given
     if isinstance(s, Scaled) and s.data.ndim == 1 and s.transposed:
         return _flat_columns(call, name, given, s)
     found = _matrix(call, name, given, 2, "[rows, all columns], or flat column-wise data of groups")
     view = tiles.view_of(found)._replace(start_bytes=1)
-    return Side(given, found.rows, found.k, found.scaling, found.dtype, view, found,
+    return Side(given, found.rows, found.k, found.scaling, view, operand=found,
                 whole_blocks=found.scaling in ("vector", "block"))
 
 
@@ -208,8 +231,8 @@ def _flat_columns(call: Call, name: str, given: Any, s: Scaled) -> Side:
     data = call.read(f"{name}.data", s.data, FP8_DTYPES)
     if s.block != (128, 1) or s.scale_layout not in ("compact", "gemm_ready"):
         raise ValueError(f"{name}: expected flat column-wise data in blocks (128, 1) with compact or "
-                         f"gemm_ready scales, got block {s.block} with {s.scale_layout} scales; rebase_scales "
-                         "makes such blocks of MX")
+                         f"gemm_ready scales, got block {s.block} with {s.scale_layout} scales; "
+                         "rebase_scales makes such blocks of MX")
     columns, rows = s.shape
     scales = call.read(f"{name}.scale_inv", s.scale_inv, (float32,))
     line = rows if s.scale_layout == "compact" else round_up(rows, 4)
@@ -217,38 +240,33 @@ def _flat_columns(call: Call, name: str, given: Any, s: Scaled) -> Side:
     if data.shape != (rows * columns,):
         raise ValueError(f"{name}.data: expected {rows * columns} values of shape {s.shape}, flat, got "
                          f"{data.shape}")
-    view = OperandView(data.at, scales.at, start_bytes=rows, scale_blocks=line, scale_row=1, scale_block=line,
-                       e5m2=int(data.dtype == float8_e5m2))
-    return Side(given, rows, columns, "vector", data.dtype, view,
+    view = OperandView(data.at, scales.at, start_bytes=rows, scale_blocks=line, scale_row=1,
+                       scale_block=line, e5m2=int(data.dtype == float8_e5m2))
+    return Side(given, rows, columns, "vector", view, (data, scales),
                 flat=(scales, lambda groups: (target_rows(columns, groups, 128), line)))
 
 
 # ---- sizes ----
 def read_sizes(call: Call, sides: tuple[Side, Side], splits: Any, check: Any, total: int) -> Groups:
     """The sizes of groups: those of a Grouped, or `splits`."""
-    owners = [(name, side.given) for name, side in zip("ab", sides, strict=True)
-              if isinstance(side.given, Grouped)]
-    if not owners:
+    found = [(name, side.own) for name, side in zip("ab", sides, strict=True) if side.own is not None]
+    if not found:
         if splits is None:
-            raise TypeError("splits: expected the sizes of groups, an int32 or int64 array or a list, got None")
-        groups = call.splits("splits", splits, check)
-        if groups.host is not None:
-            group_sizes.check_at_most(groups.host, total)
-        return groups
-    if splits is not None:
-        raise ValueError(f"splits: expected None beside {owners[0][0]}, a Grouped, which has its own, got "
+            raise TypeError("splits: expected the sizes of groups, an int32 or int64 array or a list, got "
+                            "None")
+        found = [("splits", call.splits("splits", splits, check))]
+    elif splits is not None:
+        raise ValueError(f"splits: expected None beside {found[0][0]}, a Grouped, which has its own, got "
                          f"{type(splits).__name__}")
-    found = [(name, call.splits(f"{name}.splits", g.splits, check)) for name, g in owners]
-    for _, groups in found:
+    first, second = found[0][1], found[-1][1]
+    for groups in (first, second):
         if groups.host is not None:
             group_sizes.check_at_most(groups.host, total)
-    if len(found) == 2:
-        first, second = found[0][1], found[1][1]
-        if first.number != second.number:
-            raise ValueError(f"b.splits: expected {first.number} groups, as a has, got {second.number}")
-        if first.host is not None and second.host is not None and not np.array_equal(first.host, second.host):
-            raise ValueError("b.splits: expected the sizes of a's groups, got others")
-    return found[0][1]
+    if first.number != second.number:
+        raise ValueError(f"b.splits: expected {first.number} groups, as a has, got {second.number}")
+    if first.host is not None and second.host is not None and not np.array_equal(first.host, second.host):
+        raise ValueError("b.splits: expected the sizes of a's groups, got others")
+    return first
 
 
 def check_whole_blocks(groups: Groups) -> None:
@@ -259,6 +277,6 @@ def check_whole_blocks(groups: Groups) -> None:
     wrong = np.flatnonzero((starts % 128 != 0) & (np.asarray(groups.host) > 0))
     if wrong.size:
         first = int(wrong[0])
-        raise ValueError(f"splits: expected groups that begin at multiples of 128, as the scales of all columns "
-                         f"do, got group {first} at column {int(starts[first])}; group_quantize and "
+        raise ValueError(f"splits: expected groups that begin at multiples of 128, as the scales of all "
+                         f"columns do, got group {first} at column {int(starts[first])}; group_quantize and "
                          "scaling_aware_transpose make column-wise data of groups of any size")

@@ -62,14 +62,15 @@ def own_kernel_launches(call: Call, problem: Problem) -> Iterator[Launch]:
 
 def dense_launches(call: Call, product: Product, out_at: int) -> Iterator[Launch]:
     """The launches that compute `matmul_nt`: groups of equal size, one for each matrix of a batch."""
-    views = []
-    for operand in (product.a, product.b):
-        conversions, scales = operands.scales_for(call, operand)
-        yield from conversions
-        views.append(view_of(operand)._replace(group_bytes=operand.rows * operand.k).with_scales(scales))
-    bias, batch = product.bias, product.a.batch
+    a, b = product.a, product.b
+    conversions, a_scales = operands.scales_for(call, a)
+    more, b_scales = operands.scales_for(call, b)
+    yield from (*conversions, *more)
+    bias = product.bias
     yield from own_kernel_launches(call, Problem(
-        *views, False, batch, {}, batch * product.m, 0, product.n, product.k, out_at, product.to,
+        view_of(a)._replace(group_bytes=a.rows * a.k).with_scales(a_scales),
+        view_of(b)._replace(group_bytes=b.rows * b.k).with_scales(b_scales),
+        False, a.batch, {}, a.batch * product.m, 0, product.n, product.k, out_at, product.to,
         out_start=product.n, bias=bias.at if bias else 0, bias_dtype=bias.dtype if bias else product.to,
         accumulate=product.accumulate is not None))
 

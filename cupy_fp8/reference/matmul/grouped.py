@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ def grouped_sums(a: _Operand, b: _Operand, splits: Any, group: str,
         assert not isinstance(b, Grouped)
         weights = b if isinstance(b, Scaled) else b.rowwise
         assert weights is not None
-        _, n, k = weights.shape
+        n = weights.shape[-2]
         rows = a.shape[0]
         ranges = list(group_ranges(sizes, rows, 0))
         total = np.zeros((rows, n))
@@ -63,7 +64,7 @@ _Ranges = list[tuple[int, int]]
 def _rows(a: _Operand, ranges: _Ranges) -> Iterator[np.ndarray]:
     """The rows of each group, each value times its scale."""
     if isinstance(a, Grouped):
-        for member in a:
+        for member in _members(a, ranges):
             yield scaled_values(member.rowwise, 0, 0, member.shape[0])
         return
     s = a if isinstance(a, Scaled) else a.rowwise
@@ -73,20 +74,28 @@ def _rows(a: _Operand, ranges: _Ranges) -> Iterator[np.ndarray]:
         if s.scale_inv.ndim == 1 and s.block is not None:
             blocks, pitch = cdiv(s.shape[1], 128), round_up(end - start, 4)
             scales = s.scale_inv[padded * blocks:(padded + pitch) * blocks].reshape(blocks, pitch)
-            group = Scaled._of(s.data[start:end], scales, (end - start, s.shape[1]), False, s.block, "gemm_ready")
+            shape = end - start, s.shape[1]
+            group = Scaled._of(s.data[start:end], scales, shape, False, s.block, "gemm_ready")
             yield scaled_values(group, 0, 0, end - start)
             padded += pitch
         else:
             yield scaled_values(s, 0, start, end)
 
 
+def _members(g: Grouped, ranges: _Ranges) -> Iterator[Any]:
+    """Its members, found by sizes alone."""
+    sizes = np.array([end - start for start, end in ranges], np.int64)
+    offsets = np.concatenate([[0], np.cumsum(sizes)]) * g.shape[1]
+    return iter(replace(g, splits=sizes, offsets=offsets))
+
+
 def _columns(a: _Operand, ranges: _Ranges) -> Iterator[np.ndarray]:
     """The columns of each group, [rows, columns], each value times its scale."""
     if isinstance(a, Grouped):
-        for member in a:
+        for member in _members(a, ranges):
             yield scaled_values(member.columnwise.T, 0, 0, a.shape[1])
         return
-    s = columnwise_or_matrix(a)
+    s = _flat_or_matrix(a)
     if s.data.ndim == 2:
         all_columns = scaled_values(s, 0, 0, s.shape[0])
         for start, end in ranges:
@@ -96,12 +105,13 @@ def _columns(a: _Operand, ranges: _Ranges) -> Iterator[np.ndarray]:
     for start, end in ranges:
         lines = cdiv(end - start, 128)
         data = s.data[start * rows:end * rows].reshape(rows, end - start)
-        group = Scaled._of(data, s.scale_inv[line:line + lines], (end - start, rows), True, s.block, s.scale_layout)
+        group = Scaled._of(data, s.scale_inv[line:line + lines], (end - start, rows), True, s.block,
+                           s.scale_layout)
         yield scaled_values(group.T, 0, 0, rows)
         line += lines
 
 
-def columnwise_or_matrix(a: Scaled | Quantized) -> Scaled:
+def _flat_or_matrix(a: Scaled | Quantized) -> Scaled:
     """Of a Quantized the flat column-wise data of groups, else the row-wise matrix."""
     if isinstance(a, Scaled):
         return a
@@ -114,12 +124,12 @@ def _columns_total(a: _Operand) -> int:
     """The columns of all groups together."""
     if isinstance(a, Grouped):
         return a.shape[0]
-    s = columnwise_or_matrix(a)
+    s = _flat_or_matrix(a)
     return s.shape[0] if s.data.ndim == 1 else s.shape[1]
 
 
 def _rows_of(a: _Operand) -> tuple[int]:
     if isinstance(a, Grouped):
         return (a.shape[1],)
-    s = columnwise_or_matrix(a)
+    s = _flat_or_matrix(a)
     return (s.shape[1],) if s.data.ndim == 1 else (s.shape[0],)

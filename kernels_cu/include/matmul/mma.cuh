@@ -1,9 +1,9 @@
-// Products of FP8 fragments by mma.sync with f16 operands, for sm_80 and later. f16 holds every e4m3fn and e5m2
-// value, and products of two of them are exact in f32.
+// Products of FP8 fragments by mma.sync with f16 operands, for sm_80 and later. f16 holds every e4m3fn and
+// e5m2 value, and products of two of them are exact in f32.
 //
 // A fragment has 16 rows and 32 of K, and a lane has four words of it, each with four neighbours along K. The
-// tensor core adds all products of 16 of K, so the order of K within these does not matter, as long as A and B
-// have the same one: the first two bytes of a word are taken for elements 2t and 2t + 1, the other two for
+// tensor core adds all products of 16 of K, so the order of K within these does not matter, as long as A and
+// B have the same one: the first two bytes of a word are taken for elements 2t and 2t + 1, the other two for
 // elements 2t + 8 and 2t + 9 (t: lane % 4).
 #pragma once
 #include "numerics/fp8_pairs.cuh"
@@ -43,9 +43,9 @@ __device__ __forceinline__ float add_dot(float sum, u32 a, u32 b) {
 }
 #endif
 
-// Adds the products of 16 rows of A and 8 rows of B over 16 of K. Lane l has rows l / 4 and l / 4 + 8 of A, row
-// l / 4 of B, and of the sums those of its rows of A with rows l % 4 * 2 and l % 4 * 2 + 1 of B. One whole warp
-// calls it.
+// Adds the products of 16 rows of A and 8 rows of B over 16 of K. Lane l has rows l / 4 and l / 4 + 8 of A,
+// row l / 4 of B, and of the sums those of its rows of A with rows l % 4 * 2 and l % 4 * 2 + 1 of B. One
+// whole warp calls it.
 __device__ __forceinline__ void add_products(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #ifdef CUPY_FP8_HOST
     u64 low[32], high[32], of_b[32];
