@@ -193,11 +193,8 @@ struct Part {
         if (p.targets_down_log2 == 0) {                                 // A thread's chunks share a target.
 #pragma unroll
             for (int u = 1; u < kEach; u++) found[0] = larger(found[0], found[u]);
-            raise(p, shared, 0, found[0]);
-        } else {
-#pragma unroll
-            for (int u = 0; u < kEach; u++) raise(p, shared, u, found[u]);
-        }
+            raise<1>(p, shared, found);
+        } else raise<kEach>(p, shared, found);
     }
 
     // Transforms the chunks and stores them. Returns how many values of this thread changed.
@@ -224,13 +221,19 @@ struct Part {
     }
 
 private:
-    // Raises the target of chunk u to the largest that this thread and the lanes beside it have found.
-    static __device__ __forceinline__ void raise(const RebaseParams& p, Shared& shared, int u, int found) {
+    // Raises the targets of the first kCount chunks to the largest that this thread and the lanes beside it
+    // have found.
+    template <int kCount>
+    static __device__ __forceinline__ void raise(const RebaseParams& p, Shared& shared, int (&found)[kEach]) {
 #pragma unroll 1
         for (u32 distance = 1; distance < 1u << p.lanes_log2; distance *= 2)
-            found = larger(found, __shfl_xor_sync(~0u, found, distance));
-        if (found && !(threadIdx.x & ((1u << p.lanes_log2) - 1)))
-            atomicMax(&shared.found[Place::target(p, u)], found);
+#pragma unroll
+            for (int u = 0; u < kCount; u++)
+                found[u] = larger(found[u], __shfl_xor_sync(~0u, found[u], distance));
+        if (threadIdx.x & ((1u << p.lanes_log2) - 1)) return;
+#pragma unroll
+        for (int u = 0; u < kCount; u++)
+            if (found[u]) atomicMax(&shared.found[Place::target(p, u)], found[u]);
     }
 
     // Multiplies a chunk by a power of two, two of which are in `power`, or by 0. Every product is exact.

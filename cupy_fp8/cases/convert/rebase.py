@@ -12,6 +12,7 @@ from ...arrays import bits
 from ...formats import FP8_DTYPES, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32, int32
 from ...layouts import scale_shape
 from ...ops.convert import rebase
+from ...ops.scales import convert, swizzle
 from ...reference.convert.rebase import rebase_scales as by_reference
 from ...reference.scales.convert import convert_scales
 from ...results import Scaled, swap_last
@@ -131,5 +132,5 @@ def _layouts(case: Any) -> Iterator[Case]:
 register(
     Registration("rebase_scales", rebase.rebase_scales, by_reference, _inputs, _cases,
                  "FP8 with power-of-two scales to other blocks (MX to 1×128 or 128×128), one exact rounding",
-                 programs=(rebase.variants,)),
+                 programs=(rebase.variants, convert.variants, swizzle.variants)),
 )
