@@ -18,6 +18,7 @@ from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, f
 from ...kernels import Kernel, Launch, Variant, grid_size
 from ...kernels.warp_tiles import COLUMNS, LANE_COLUMNS, ROWS, WarpTiles
 from ...layouts import cdiv
+from ...methods import for_methods
 from ...options import block_eps, block_pow2, check_block_options
 from ...results import Quantized
 from . import block_results
@@ -48,6 +49,7 @@ _SEGMENT_BYTES = 64
 _AMAX_FIRST, _GUARDED, _ROUND_DOWN, _ROUND_UP, _OTHER_QUOTIENT, _OTHER_PRODUCT = 1, 2, 4, 8, 16, 32
 
 
+@for_methods
 def quantize_block(x: Array, *, block: tuple[int | None, int | None] = (1, 128), dtype: Any = float8_e4m3fn,
                    rowwise: bool = True, columnwise: bool = False, transposed: bool = True,
                    pow2_scale: bool | None = None, eps: float | None = None, profile: str = "te",
