@@ -185,9 +185,12 @@ def plant(fault: Fault, folder: Path) -> Path:
 
 def chosen(fault: Fault) -> Iterator[Recorded]:
     """The cases that cover what the op launches of the source, with few elements before many. Behind them all
-    other cases that need no other program."""
+    other cases that need no other program. LookupError if no case launches a program with the fault."""
     recorded = [one for one in record(OPS[fault.op]) if one.size and not one.raised and one.variants
                 and any(map(fault.in_program, one.variants))]
+    if not recorded:
+        raise LookupError(f"{fault.file}: no case of {fault.op} launches a program of "
+                          f"{fault.source or 'any kernel'} {fault.define}: name another op, kernel or define")
     covers = sorted(covering_of(recorded), key=lambda one: (len(one.variants), one.size))
     yield from covers
     yield from (one for one in served_by(covers, recorded) if one not in covers)
