@@ -290,7 +290,7 @@ def _key(weight: Any) -> _Key:
 
 def _shapes(weights: Sequence[Any]) -> tuple[Any, ...]:
     """What tells the shapes of these objects from the shapes that they had before: of matrices alone, which
-    keep their number of elements, the numbers of rows. CuPy takes 75 ns for a shape, 20 for a number of rows."""
+    keep their number of elements, the numbers of rows. CuPy takes 75 ns for a shape, 20 for these."""
     try:
         if list(map(_DIMENSIONS, weights)).count(2) == len(weights):
             return tuple(map(len, weights))

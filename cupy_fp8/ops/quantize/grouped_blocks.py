@@ -29,8 +29,8 @@ _BLOCKS = Kernel("quantize/blocks", "group_quantize_block")
 _MX = Kernel("quantize/mx", "group_quantize_mx")
 _TILES_PER_BLOCK = 2            # that write transposed data; with more, multiprocessors are idle at the end
 _ROWS = Kernel("quantize/grouped_rows_columns", "group_quantize_rows")
-_LINES = Kernel("quantize/grouped_rows_columns", "group_quantize_lines")
-_LINE_TILE = WarpTiles(8, 1, down_first=False)             # 256 bytes of a transposed row
+_WHOLE_VECTORS = Kernel("quantize/grouped_rows_columns", "group_quantize_whole_vectors")
+_VECTOR_TILE = WarpTiles(8, 1, down_first=False)             # 256 bytes of a transposed row
 _SEGMENT_ROWS, _SHARE, _THREADS = 32, 8192, 256         # SegmentOfRows of the kernel
 _CHUNK_BYTES, _CHUNKS, _WARP = 16, 4, 32                # a thread holds so many chunks of a row
 _FIND, _QUANTIZE = 0, 1                                 # passes of the kernel of whole columns
@@ -72,7 +72,7 @@ def launches(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator[Lau
     """The launch for all groups, after one that finds each block's rows if that pays."""
     quantization, x = cast(AnyQuantization, inputs.quantization), inputs.x.array
     if None in quantization.block:
-        yield from _whole_lines(call, inputs, places)
+        yield from _whole_vectors(call, inputs, places)
         return
     (rows, columns), own = axes_of(quantization)
     wide_loads = inputs.x.at % (LANE_COLUMNS * x.itemsize) == 0
@@ -128,13 +128,13 @@ def scales_of(quantization: AnyQuantization, count: int, axis: Axis) -> dict[str
 
 
 # ---- whole rows and whole columns ----
-def _whole_lines(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator[Launch]:
+def _whole_vectors(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator[Launch]:
     """One launch if only rows are written. Otherwise a launch finds each block's rows and clears the amaxes,
     the second finds the amaxes, and the third quantises."""
     quantization, x = cast(blocks.BlockQuantization, inputs.quantization), inputs.x.array
     (rows, columns), own = axes_of(quantization)
     rows_alone = (rows.stored, columns.stored) == (AS_IS, ABSENT)
-    tile = (_SEGMENT_ROWS, _SHARE) if rows_alone else (_LINE_TILE.rows, _LINE_TILE.columns)
+    tile = (_SEGMENT_ROWS, _SHARE) if rows_alone else (_VECTOR_TILE.rows, _VECTOR_TILE.columns)
     tiling = tiled(call, inputs, places, *tile, clears=1)
     chunk = _CHUNK_BYTES // x.itemsize if rows_alone else LANE_COLUMNS
     aligned = inputs.x.at % (chunk * x.itemsize) == 0
@@ -149,7 +149,7 @@ def _whole_lines(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator
         find, groups["segments"] = find_segments(call, tiling.rows, tiling.segments, tiling.groups,
                                                  (scales["unit_shift"], 0), clear)
         yield find
-    chosen = (_rows_variant if rows_alone else _lines_variant)(quantization.source, quantization.to)
+    chosen = (_rows_variant if rows_alone else _whole_vectors_variant)(quantization.source, quantization.to)
     array = {"x": inputs.x.at, "noop": call.noop_at}
     if not rows_alone:
         # This launch writes only amaxes. The other one clears what no group has, and writes offsets and
@@ -169,7 +169,7 @@ def _amaxes(call: Call, inputs: Inputs, axes: tuple[Axis, Axis]) -> tuple[dict[s
     of_columns = inputs.number * quantization.columns if axes[1].scales else 0
     words = round_up(of_rows + of_columns, 4)                   # whole chunks
     room = max(_FEWEST, 1 << (words - 1).bit_length())          # one workspace serves similar numbers
-    at = call.workspace("group_lines", room)
+    at = call.workspace("group_amaxes", room)
     return {"row_amaxes": at if axes[0].scales else 0,
             "column_amaxes": at + 4 * of_rows if axes[1].scales else 0}, (at, 4 * max(words, 4))
 
@@ -222,26 +222,25 @@ def _mx_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: in
 
 @functools.cache
 def _rows_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
-    return _ROWS.variant(block=_THREADS, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, **_line_defines())
+    return _ROWS.variant(block=_THREADS, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, **_vector_defines())
 
 
 @functools.cache
-def _lines_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
-    factors_and_divisors = 2 * 4 * (_LINE_TILE.rows + _LINE_TILE.columns)
-    shared = _LINE_TILE.tile + factors_and_divisors
-    return _LINES.variant(block=_LINE_TILE.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag,
-                          **_line_defines())
+def _whole_vectors_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
+    factors_and_divisors = 2 * 4 * (_VECTOR_TILE.rows + _VECTOR_TILE.columns)
+    return _WHOLE_VECTORS.variant(block=_VECTOR_TILE.block, shared=_VECTOR_TILE.tile + factors_and_divisors,
+                                  IN=FORMATS[source].tag, OUT=FORMATS[to].tag, **_vector_defines())
 
 
-def _line_defines() -> dict[str, int]:
-    return {"WARP_TILES_DOWN": _LINE_TILE.down, "WARP_TILES_ACROSS": _LINE_TILE.across}
+def _vector_defines() -> dict[str, int]:
+    return {"WARP_TILES_DOWN": _VECTOR_TILE.down, "WARP_TILES_ACROSS": _VECTOR_TILE.across}
 
 
 def variants() -> Iterator[Variant]:
     """Every variant that these launches may take."""
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
         yield _rows_variant(source, to)
-        yield _lines_variant(source, to)
+        yield _whole_vectors_variant(source, to)
         for divide in (False, True):
             yield _block_variant(source, to, ABSENT, ABSENT, False, divide, False)[0]
         yield _mx_variant(source, to, ABSENT, ABSENT, False, False)[0]
