@@ -101,10 +101,8 @@ def test_only_the_ends_of_a_grid_run():
 
 @pytest.mark.parametrize("ends", [{"first": -1, "last": 2}, {"first": 0, "last": -1}])
 def test_negative_numbers_of_blocks_are_refused(ends):
-    with (
-        pytest.raises(ValueError, match="expected numbers of blocks, 0 or more"),
-        hostexec.blocks_of_grid(**ends),
-    ):
+    with (pytest.raises(ValueError, match="expected numbers of blocks, 0 or more"),
+          hostexec.blocks_of_grid(**ends)):
         pass
 
 

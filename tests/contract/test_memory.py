@@ -114,12 +114,8 @@ def test_what_is_not_declared_is_not_looked_at(example):
     """Since nobody looks at its memory. Every array that is written is declared as such."""
     example = example.fresh()
     declared, args_and_kwargs = {id(a) for a in example.named().values()}, on_host(example)
-    in_results = {
-        id(a)
-        for part in (*example.args, *example.kwargs.values())
-        if isinstance(part, Result)
-        for a in leaves(part)
-    }
+    in_results = {id(a) for part in (*example.args, *example.kwargs.values()) if isinstance(part, Result)
+                  for a in leaves(part)}
     for a in leaves((example.args, example.kwargs)):
         if id(a) not in declared:
             other = with_array(example, a, poisoned(a) if id(a) in in_results else object())

@@ -86,11 +86,8 @@ def test_other_contents_of_arrays_that_are_copied(example, device):
 def test_another_dtype_or_shape_of_the_same_memory(example, device):
     example = example.on(device.run)
     for a in given(example).values():
-        views = [
-            a.view(dtype)
-            for dtype in DTYPES
-            if dtype.itemsize == a.itemsize and not dtype.hasobject and dtype != a.dtype
-        ]
+        views = [a.view(dtype) for dtype in DTYPES if dtype.itemsize == a.itemsize and not dtype.hasobject
+                 and dtype != a.dtype]
         for view in (*views, a.reshape(-1), a.reshape(a.shape[::-1]), a.reshape(1, *a.shape)):
             noticed(example, with_array(example, a, view))
 
@@ -100,11 +97,8 @@ def other_values(value: Any) -> Iterator[Any]:
     if isinstance(value, tuple) and value and all(isinstance(n, int) for n in value):
         yield from (tuple(map(float, value)), tuple(n if n != 1 else True for n in value), list(value))
     elif isinstance(value, (bool, int, float)):
-        yield from {
-            type(other): other
-            for other in (bool(value), int(value), float(value), np.float32(value))
-            if other == value
-        }.values()
+        yield from {type(other): other for other in (bool(value), int(value), float(value), np.float32(value))
+                    if other == value}.values()
         if value == 0:
             yield -0.0
     elif isinstance(value, str):
@@ -116,18 +110,14 @@ def test_options_that_are_equal(example, device):
     """True, 1 and 1.0 are equal and hash alike; so are 0.0 and -0.0. Not every op takes each of them."""
     example = example.on(device.run)
     public = inspect.signature(getattr(fp8, example.op.name, example.op.function)).parameters
-    options = {
-        name: p.default
-        for name, p in public.items()
-        if p.default is not p.empty and name not in ("out", "check")
-    }
+    options = {name: p.default for name, p in public.items() if p.default is not p.empty
+               and name not in ("out", "check")}
     options |= {name: value for name, value in example.kwargs.items() if name in public}
     taken = list(public)[:len(example.args)]
     for name, value in options.items():
         for other in other_values(value) if name not in taken else ():
-            noticed(
-                example, example.with_tree((example.args, {**example.kwargs, name: other}, example.out)), True
-            )
+            noticed(example, example.with_tree((example.args, {**example.kwargs, name: other}, example.out)),
+                    True)
 
 
 @every_example

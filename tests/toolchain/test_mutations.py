@@ -22,10 +22,8 @@ import cupy_fp8
 from cupy_fp8 import hostexec
 from cupy_fp8.kernels import sources
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.skipif(hostexec.available() is not None, reason=str(hostexec.available())),
-]
+pytestmark = [pytest.mark.full,
+              pytest.mark.skipif(hostexec.available() is not None, reason=str(hostexec.available()))]
 #: Signals with which a process dies of an address that is not its own, or of an error of the executor.
 CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
 

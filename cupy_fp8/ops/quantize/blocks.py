@@ -282,17 +282,9 @@ def warp_tiles_of(source: np.dtype[Any], rows: int, columns: int, square: bool, 
 
 
 @functools.cache
-def tile_variant(
-    source: np.dtype[Any],
-    to: np.dtype[Any],
-    rows: int,
-    columns: int,
-    square: bool,
-    divide: bool,
-    warp_tiles: WarpTiles,
-    aligned: bool = True,
-    kernel: Kernel = _TILE,
-) -> Variant:
+def tile_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: int, square: bool,
+                 divide: bool, warp_tiles: WarpTiles, aligned: bool = True,
+                 kernel: Kernel = _TILE) -> Variant:
     """The variant of the tile kernel for arrays, or for groups (ops/quantize/grouped_blocks.py)."""
     per_warp_tile = _COLUMN_BYTES * (not aligned or columns != ABSENT or square) + _ROW_BYTES * (not aligned
         or (rows != ABSENT and not square))
@@ -307,8 +299,7 @@ def tile_variant(
                          **of_groups)
 
 
-def any_shape_variant(source: np.dtype[Any], to: np.dtype[Any], _divide: bool = False,
-                      kernel: Kernel = _TILE) -> Variant:
+def any_shape_variant(source: np.dtype[Any], to: np.dtype[Any], kernel: Kernel = _TILE) -> Variant:
     """The program for arrays whose rows do not allow wide accesses, and for rare cases. It gets what to
     store, and how, at run time."""
     return tile_variant(source, to, TRANSPOSED, TRANSPOSED, False, False, ANY_SHAPE, False, kernel)

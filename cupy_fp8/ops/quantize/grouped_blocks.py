@@ -85,14 +85,9 @@ def launches(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator[Lau
         shifts = scales[0]["unit_shift"], scales[1]["unit_shift"]
         find, segments_at = find_segments(call, tiling.rows, tiling.segments, tiling.groups, shifts)
         yield find
-    yield chosen.bind(
-        x,
-        tiling.grid,
-        all={"x": inputs.x.at, "noop": call.noop_at, **members},
-        groups={**tiling.groups, "segments": segments_at},
-        along_rows=scales[0],
-        along_columns=scales[1],
-    )
+    yield chosen.bind(x, tiling.grid, all={"x": inputs.x.at, "noop": call.noop_at, **members},
+                      groups={**tiling.groups, "segments": segments_at}, along_rows=scales[0],
+                      along_columns=scales[1])
 
 
 def _by_direction(places: dict[str, int]) -> Places:
@@ -194,22 +189,17 @@ def variant(quantization: AnyQuantization, stored: tuple[int, int], wide: bool) 
     return _mx_variant(quantization.source, quantization.to, *stored, quantization.tall, wide)
 
 
-def _block_variant(
-    source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: int, square: bool, divide: bool, wide: bool
-) -> tuple[Variant, WarpTiles]:
-    rare = divide or columns == AS_IS or (square and rows == ABSENT)
-    warp_tiles = (
-        blocks.warp_tiles_of(source, rows, columns, square, divide, False) if wide and not rare else None
-    )
+def _block_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: int, square: bool,
+                   divide: bool, wide: bool) -> tuple[Variant, WarpTiles]:
+    wide &= not (divide or columns == AS_IS or (square and rows == ABSENT))
+    warp_tiles = blocks.warp_tiles_of(source, rows, columns, square, divide, False) if wide else None
     if warp_tiles is None:
-        return blocks.any_shape_variant(source, to, divide, _BLOCKS), blocks.ANY_SHAPE
+        return blocks.any_shape_variant(source, to, _BLOCKS), blocks.ANY_SHAPE
     # Groups have an order of their own.
-    warp_tiles = warp_tiles._replace(
-        down_first=False, tiles_per_block=_TILES_PER_BLOCK if columns == TRANSPOSED else 1
-    )
-    return blocks.tile_variant(
-        source, to, rows, columns, square, divide, warp_tiles, True, _BLOCKS
-    ), warp_tiles
+    tiles_per_block = _TILES_PER_BLOCK if columns == TRANSPOSED else 1
+    warp_tiles = warp_tiles._replace(down_first=False, tiles_per_block=tiles_per_block)
+    return (blocks.tile_variant(source, to, rows, columns, square, divide, warp_tiles, True, _BLOCKS),
+            warp_tiles)
 
 
 def _mx_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: int, tall: bool,
@@ -241,15 +231,13 @@ def variants() -> Iterator[Variant]:
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
         yield _rows_variant(source, to)
         yield _whole_vectors_variant(source, to)
-        for divide in (False, True):
-            yield _block_variant(source, to, ABSENT, ABSENT, False, divide, False)[0]
+        yield _block_variant(source, to, ABSENT, ABSENT, False, False, False)[0]
         yield _mx_variant(source, to, ABSENT, ABSENT, False, False)[0]
         if source == float32:
             continue
         yield _block_variant(source, to, ABSENT, TRANSPOSED, False, False, True)[0]
         for columns, square in product((ABSENT, TRANSPOSED), (False, True)):
             yield _block_variant(source, to, AS_IS, columns, square, False, True)[0]
-        for (rows, columns), tall in product(
-            ((AS_IS, ABSENT), (ABSENT, AS_IS), (AS_IS, AS_IS)), (False, True)
-        ):
+        for (rows, columns), tall in product(((AS_IS, ABSENT), (ABSENT, AS_IS), (AS_IS, AS_IS)),
+                                             (False, True)):
             yield _mx_variant(source, to, rows, columns, tall, True)[0]
