@@ -7,6 +7,7 @@ import inspect
 import weakref
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -28,9 +29,9 @@ from places import every_example, every_result
 from tiers import where_kernels_run
 
 import cupy_fp8 as fp8
-from cupy_fp8 import testing
+from cupy_fp8 import reference, testing
 from cupy_fp8.arrays import is_contiguous
-from cupy_fp8.calls import remembered
+from cupy_fp8.calls import call, remembered
 
 
 def noticed(known: Example, changed: Example, options_are_equal: bool = False) -> None:
@@ -182,3 +183,22 @@ def test_results_of_two_calls_share_no_memory(example, device):
         calls.append((again.with_tree((again.args, {**again.kwargs, "amax": None}, anew(again))), *before))
     for made in calls:
         compare(*made)
+
+
+@pytest.mark.parametrize("align", [1, 16])
+def test_a_list_of_sizes_is_copied_for_every_call(align, device, monkeypatch):
+    """A call with one is remembered as a call with an array is, whatever the sizes, and the array is the
+    result's own."""
+    values = np.arange(300 * 16, dtype=np.float32).reshape(300, 16)
+    x, sizes = device.array(values), [100, 0, 150]
+    validate = mock.Mock(side_effect=call.validate_call)
+    monkeypatch.setattr(call, "validate_call", validate)
+    for given_sizes in (sizes, sizes, [1, 2, 297], sizes):
+        g = fp8.group_quantize(x, given_sizes, fp8.MXScaling(), align=align)
+        want = reference.group_quantize(values, np.array(given_sizes), fp8.MXScaling(), align=align)
+        for name in ("splits", "offsets", "rowwise", "scale_inv"):
+            testing.assert_bytes_equal(fp8.asnumpy(getattr(g, name)), getattr(want, name))
+        g.splits[...] = 0                       # changes no later call's sizes
+    assert validate.call_count == 1
+    with pytest.raises(ValueError, match="splits: expected sizes that add up to at most the 300 rows"):
+        fp8.group_quantize(x, [100, 201], fp8.MXScaling())
