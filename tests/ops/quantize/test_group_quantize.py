@@ -17,7 +17,6 @@ from group_arrays import (
     expect_groups,
     guarded_like,
     matrix,
-    needs_host,
     padded,
     parts_of,
     poison,
@@ -28,7 +27,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from large_tiles import check_those_that_ask
 from scale_arrays import guarded, raw
-from tiers import quick_if
+from tiers import needs_host, quick_if
 
 import cupy_fp8 as fp8
 from cupy_fp8 import BlockScaling, MXScaling, backend, cases, kernels, reference, testing

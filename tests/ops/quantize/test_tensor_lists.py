@@ -25,6 +25,7 @@ from list_results import (
     poison,
     scales_of,
 )
+from tiers import needs_host
 
 import cupy_fp8 as fp8
 from cupy_fp8 import (
@@ -41,8 +42,6 @@ from cupy_fp8.formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e5m2, fl
 from cupy_fp8.kernels import tiles
 from cupy_fp8.ops.quantize import single_read
 
-needs_host = pytest.mark.skipif(testing.executor_problem("host") is not None,
-                                reason=str(testing.executor_problem("host")))
 #: Every layout, block and mode, and what divides.
 BLOCK_RECIPES: tuple[Any, ...] = (
     *(BlockScaling(scale_layout=layout) for layout in ("gemm_ready", "compact", "deepgemm_sm90")),

@@ -20,6 +20,7 @@ from list_results import (
     poison,
     scales_of,
 )
+from tiers import needs_host
 
 import cupy_fp8 as fp8
 from cupy_fp8 import (
@@ -33,9 +34,6 @@ from cupy_fp8.calls.results import Written, places
 from cupy_fp8.calls.tables import Records, Table
 from cupy_fp8.formats import bfloat16
 from cupy_fp8.ops.quantize import tensor_list, tensor_list_blocks
-
-needs_host = pytest.mark.skipif(testing.executor_problem("host") is not None,
-                                reason=str(testing.executor_problem("host")))
 
 
 # ---- calls that come again ----
