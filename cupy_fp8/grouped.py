@@ -12,9 +12,11 @@ from typing import Any, cast
 import numpy as np
 
 from . import backend
-from .arrays import Array, Result, address, asnumpy, bits, is_contiguous, zeros
-from .formats import FP8_DTYPES, INPUT_DTYPES, flag, float32, lookup
+from .arrays import Array, Result, asnumpy
+from .formats import FP8_DTYPES, flag, float32
+from .kernels import capturing
 from .layouts import SCALE_DTYPES, cdiv, group_scales, group_unit, grouped_scale_shape, scale_shape
+from .methods import ops
 from .results import Quantized, Scaled, block_text, facts_table
 
 __all__ = ["Grouped"]
@@ -79,24 +81,7 @@ class Grouped(Result):
         >>> g.offsets.tolist(), g[2].tolist()
         ([0, 2, 2, 10], [[2, 3], [4, 5], [6, 7], [8, 9]])
         """
-        from .calls import splits as sizes
-        from .ops.moe.offsets import splits_to_offsets
-
-        xp = backend.module_of(data, "data")
-        if data.ndim != 2:
-            raise ValueError(f"data: expected shape [M, K], got {data.shape}")
-        if not is_contiguous(data):
-            raise ValueError(f"data: expected a C-contiguous array, got strides {data.strides}; members are "
-                             "views of it")
-        groups = sizes.read(splits, data, xp, False)
-        rows, columns = data.shape
-        if groups.host is not None:
-            sizes.check_at_most(groups.host, rows)
-        if offsets is None:
-            offsets = splits_to_offsets(groups.array, strides=(columns,))[0]
-        else:
-            sizes.check_offsets(offsets, groups, data, xp)
-        return cls(groups.array, offsets, (rows, columns), data.reshape(-1))
+        return cls(*ops.wrap_groups(data, splits, offsets))
 
     @property
     def data(self) -> Array:
@@ -138,32 +123,7 @@ class Grouped(Result):
 
         out : array of this shape and dtype, written and returned.
         Raises TypeError, ValueError before anything is written to it."""
-        if self._plain:
-            raise TypeError(f"dequantize: plain {self.dtype} values are not quantised; use astype on .data")
-        from .calls import memory, validate
-        from .ops.convert.dequantize import check_call, dequantize
-
-        to, data = lookup(dtype, INPUT_DTYPES, "dtype").dtype, self._any
-        sizes, offsets = self._places()
-        if out is not None:
-            at = validate.writable(out, self.shape, to, data, backend.module_of(data), "out")
-            arrays = {"q.data": data,
-                      "q.scale_inv": self.columnwise_scale_inv if self.scale_inv is None else self.scale_inv}
-            memory.check_separate([memory.Range(at, at + out.nbytes, True, "out"), *(
-                memory.Range(address(a), address(a) + validate.extent(a), False, name)
-                for name, a in arrays.items() if a is not None)])
-        result: Array = zeros(self.shape, to, like=data) if out is None else out
-        members = list(map(self._members(sizes, offsets), range(len(self))))
-        flat, length = result.reshape(-1), self.shape[1]
-        parts = [flat[at : at + size * length].reshape(size, length)
-                 for at, size in zip(offsets, sizes, strict=False)]
-        if out is not None:                         # all members are checked before any is written
-            for member, part in zip(members, parts, strict=True):
-                check_call(member, to, part)
-            bits(out).fill(0)
-        for member, part in zip(members, parts, strict=True):
-            dequantize(member, dtype=dtype, out=part)
-        return result
+        return ops.dequantize_groups(self, dtype, out)
 
     @property
     def _plain(self) -> bool:
@@ -175,13 +135,9 @@ class Grouped(Result):
 
     def _places(self) -> tuple[list[int], list[int]]:
         """(sizes, offsets) on the host."""
-        if not isinstance(self.offsets, np.ndarray):
-            from .kernels import capturing
-
-            if capturing(self.offsets.data.device_id):
-                raise ValueError("Grouped: members are found by their offsets on the device, which cannot be "
-                                 "waited for while a CUDA graph "
-                                 "is captured")
+        if not isinstance(self.offsets, np.ndarray) and capturing(self.offsets.data.device_id):
+            raise ValueError("Grouped: members are found by their offsets on the device, which cannot be "
+                             "waited for while a CUDA graph is captured")
         rows, columns = self.shape
         for name, a, length in (("offsets", self.offsets, len(self.splits) + 1),
                                 ("rowwise", self.rowwise, rows * columns),

@@ -13,11 +13,14 @@ from .directions import (
     block_directions,
     check_directions,
     dbias_shape,
+    from_buffers,
     mx_directions,
     tensor_directions,
+    with_one_scale,
+    with_scales,
 )
-from .empty_results import from_buffers, with_one_scale, with_scales
 from .formats import FP8_DTYPES, float8_e4m3fn, float32, lookup
+from .methods import ops
 from .options import (
     ALGORITHMS,
     block_eps,
@@ -85,12 +88,10 @@ class DelayedScaling(_PerTensor):
                  out: Quantized | None = None) -> Quantized:
         """`quantize_tensor` with this recipe's dtype. Delayed scaling needs a `scale`: the recipe's state
         holds it."""
-        from .ops.quantize.tensor import quantize_tensor
-
         if scale is None:
             raise ValueError("scale: delayed scaling needs the scale that earlier steps determined, got None")
-        return quantize_tensor(x, scale, dtype=self.dtype, rowwise=rowwise, columnwise=columnwise, amax=amax,
-                               noop=noop, dbias=dbias, out=out)
+        return ops.quantize_tensor(x, scale, dtype=self.dtype, rowwise=rowwise, columnwise=columnwise,
+                                   amax=amax, noop=noop, dbias=dbias, out=out)
 
 
 @dataclass(frozen=True)
@@ -117,13 +118,11 @@ class CurrentScaling(_PerTensor):
                  out: Quantized | None = None) -> Quantized:
         """`quantize_tensor` without a scale, with this recipe's dtype, eps and pow2_scale. `amax` receives
         the maximum."""
-        from .ops.quantize.tensor import quantize_tensor
-
         if scale is not None:
             raise ValueError("scale: current scaling takes it from the tensor itself; DelayedScaling "
                              "quantises with a given scale")
-        return quantize_tensor(x, dtype=self.dtype, rowwise=rowwise, columnwise=columnwise, amax=amax,
-                               noop=noop, dbias=dbias, eps=self.eps, pow2_scale=self.pow2_scale, out=out)
+        return ops.quantize_tensor(x, dtype=self.dtype, rowwise=rowwise, columnwise=columnwise, amax=amax,
+                                   noop=noop, dbias=dbias, eps=self.eps, pow2_scale=self.pow2_scale, out=out)
 
 
 @dataclass(frozen=True)
@@ -155,14 +154,12 @@ class MXScaling:
                  amax: None = None, noop: Array | None = None, out: Quantized | None = None) -> Quantized:
         """`quantize_mx` with this recipe's options. Every block finds its own scale: `scale` and `amax`
         belong to per-tensor recipes."""
-        from .ops.quantize.mx import quantize_mx
-
         if scale is not None or amax is not None:
             raise ValueError("scale, amax: belong to per-tensor recipes; MX takes the scale of every block "
                              "from the block itself")
-        return quantize_mx(x, dtype=self.dtype, rowwise=rowwise, columnwise=columnwise, mode=self.mode,
-                           profile=self.profile, block=self.block, scale_layout=self.scale_layout, noop=noop,
-                           out=out)
+        return ops.quantize_mx(x, dtype=self.dtype, rowwise=rowwise, columnwise=columnwise, mode=self.mode,
+                               profile=self.profile, block=self.block, scale_layout=self.scale_layout,
+                               noop=noop, out=out)
 
     def empty(self, shape: Shape, *, rowwise: bool = True, columnwise: bool = False, like: Any = None,
               buffers: Mapping[str, tuple[Array, Array]] | None = None) -> Quantized:
@@ -210,14 +207,12 @@ class BlockScaling:
                  amax: None = None, noop: Array | None = None, out: Quantized | None = None) -> Quantized:
         """`quantize_block` with this recipe's options. Every block finds its own scale: `scale` and `amax`
         belong to per-tensor recipes."""
-        from .ops.quantize.blocks import quantize_block
-
         if scale is not None or amax is not None:
             raise ValueError("scale, amax: belong to per-tensor recipes; blocks take their scales from their "
                              "own elements")
-        return quantize_block(x, block=self.block, dtype=self.dtype, rowwise=rowwise, columnwise=columnwise,
-                              pow2_scale=self.pow2_scale, eps=self.eps, profile=self.profile,
-                              scale_layout=self.scale_layout, noop=noop, out=out)
+        return ops.quantize_block(x, block=self.block, dtype=self.dtype, rowwise=rowwise,
+                                  columnwise=columnwise, pow2_scale=self.pow2_scale, eps=self.eps,
+                                  profile=self.profile, scale_layout=self.scale_layout, noop=noop, out=out)
 
     def empty(self, shape: Shape, *, rowwise: bool = True, columnwise: bool = False, like: Any = None,
               buffers: Mapping[str, tuple[Array, Array]] | None = None) -> Quantized:

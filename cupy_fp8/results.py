@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from . import backend
 from .arrays import Array, Result, Shape, _as_shape, bits
 from .formats import FP8_DTYPES, flag, float32, names
 from .layouts import SCALE_DTYPES, scale_shape
+from .methods import ops
 
 __all__ = ["Quantized", "Scaled"]
 
@@ -84,9 +85,7 @@ class Scaled(Result):
 
     def dequantize(self, dtype: Any = np.float32) -> Array:
         """The values, in the logical shape: see `cupy_fp8.dequantize`."""
-        from .ops.convert.dequantize import dequantize
-
-        return dequantize(self, dtype=dtype)
+        return ops.dequantize(self, dtype=dtype)
 
     def to_layout(self, name: str, *, dtype: Any = None) -> Scaled:
         """The same data with its scales stored in another layout: 'compact', 'swizzled' (E8M0), 'gemm_ready'
@@ -104,13 +103,11 @@ class Scaled(Result):
             raise ValueError(f"to_layout: expected one of {tuple(SCALE_DTYPES)}, got {name!r}")
         if name == self.scale_layout and (dtype is None or self.scale_inv.dtype == dtype):
             return self
-        from .ops.scales.convert import convert_scales
-
         shape, block = self.shape, self.block
         if self.transposed and 1 not in block:              # such scales follow the data as stored
             shape, block = swap_last(shape), (block[1], block[0])
-        scale_inv = convert_scales(self.scale_inv, source=cast(str, self.scale_layout), target=name,
-                                   shape=shape, block=block, dtype=dtype)
+        scale_inv = ops.convert_scales(self.scale_inv, source=self.scale_layout, target=name, shape=shape,
+                                       block=block, dtype=dtype)
         return Scaled._of(self.data, scale_inv, self.shape, self.transposed, self.block, name)
 
     def to_block(self, block: Sequence[int | None], *, scale_dtype: Any = None,
@@ -127,10 +124,9 @@ class Scaled(Result):
         """
         if self.block is not None and self.block == (tuple(block) if isinstance(block, list) else block):
             return self.to_layout(scale_layout, dtype=scale_dtype)
-        from .ops.convert.rebase import rebase_scales
-
-        return rebase_scales(self, block=block, scale_dtype=scale_dtype, scale_layout=scale_layout,
-                             changed=changed)
+        result: Scaled = ops.rebase_scales(self, block=block, scale_dtype=scale_dtype,
+                                           scale_layout=scale_layout, changed=changed)
+        return result
 
     def __iter__(self) -> Iterator[Array]:
         return iter((self.data, self.scale_inv))

@@ -64,10 +64,8 @@ def _assert_same_bytes(a: np.ndarray, b: np.ndarray, where: str) -> None:
     count = int(np.count_nonzero(differ))
     first = np.unravel_index(int(np.argmax(differ)), differ.shape)
     width = 2 * a.dtype.itemsize
-    shown = [
-        f"{name} 0x{int(bits(v)[first]):0{width}X} ({v[first]})"
-        for name, v in (("actual", a), ("desired", b))
-    ]
+    shown = [f"{name} 0x{int(bits(v)[first]):0{width}X} ({v[first]})"
+             for name, v in (("actual", a), ("desired", b))]
     where = f"{where}{count} of {a.size} elements of {a.dtype}{list(a.shape)} differ"
     raise AssertionError(f"{where}; first at {tuple(map(int, first))}: {', '.join(shown)}")
 
@@ -136,9 +134,8 @@ def _map_arrays(a: Any, move: Any) -> Any:
     if isinstance(a, Quantized):
         moved = {id(v): move(v) for part in (a.rowwise, a.columnwise) if part for v in part}
         def again(s: Scaled | None) -> Scaled | None:
-            return s and Scaled._of(
-                moved[id(s.data)], moved[id(s.scale_inv)], s.shape, s.transposed, s.block, s.scale_layout
-            )
+            return s and Scaled._of(moved[id(s.data)], moved[id(s.scale_inv)], s.shape, s.transposed, s.block,
+                                    s.scale_layout)
 
         return Quantized(again(a.rowwise), again(a.columnwise), None if a.dbias is None else move(a.dbias))
     if isinstance(a, Routing):
@@ -182,41 +179,23 @@ def mx_results(*, max_side: int = 140) -> Any:
     anything in the padding)."""
     st = _strategies()
 
-    def build(
-        dtype: np.dtype[Any],
-        batch: list[int],
-        side: tuple[int, int],
-        block: tuple[int, int],
-        layout: str,
-        transposed: bool,
-        seed: int,
-    ) -> Scaled:
+    def build(dtype: np.dtype[Any], batch: list[int], side: tuple[int, int], block: tuple[int, int],
+              layout: str, transposed: bool, seed: int) -> Scaled:
         shape = (*batch, *side)
         data = _random_bits(dtype, swap_last(shape) if transposed else shape, seed)
         scale_inv = _random_bits(float8_e8m0fnu, scale_shape(shape, block, layout, transposed), seed + 1)
         return Scaled._of(data, scale_inv, shape, transposed, block, layout)
 
     side = st.integers(0, max_side)
-    return st.builds(
-        build,
-        st.sampled_from(FP8_DTYPES),
-        st.lists(st.integers(0, 3), max_size=1),
-        st.tuples(side, side),
-        st.sampled_from([(1, 32), (32, 1)]),
-        st.sampled_from(["compact", "swizzled"]),
-        st.booleans(),
-        st.integers(0, 2**32 - 1),
-    )
+    return st.builds(build, st.sampled_from(FP8_DTYPES), st.lists(st.integers(0, 3), max_size=1),
+                     st.tuples(side, side), st.sampled_from([(1, 32), (32, 1)]),
+                     st.sampled_from(["compact", "swizzled"]), st.booleans(), st.integers(0, 2**32 - 1))
 
 
 def _random_bits(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int) -> np.ndarray:
     storage = FORMATS[dtype].storage
-    return (
-        np.random.default_rng(seed)
-        .integers(0, np.iinfo(storage).max, shape, storage, endpoint=True)
-        .reshape(shape)
-        .view(dtype)
-    )
+    return (np.random.default_rng(seed).integers(0, np.iinfo(storage).max, shape, storage,
+                                                 endpoint=True).reshape(shape).view(dtype))
 
 
 def __dir__() -> list[str]:

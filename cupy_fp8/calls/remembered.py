@@ -11,18 +11,16 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays import Array, address, empty_beside
 from ..kernels import Launch, owner_of, workspace
 from . import validate
+from .arguments import Call
 from .memory import ALIGNMENT, flat
 from .tables import Records, table
-
-if TYPE_CHECKING:
-    from .call import Call
 
 _U32, _U64 = np.dtype(np.uint32), np.dtype(np.uint64)
 _Described = tuple[tuple[Any, ...], list[Any]]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import backend, kernels
-from ..arrays import Array, is_contiguous
+from ..arrays import Array, is_array, is_contiguous
 from ..formats import flag
 from . import validate
 
@@ -70,6 +70,16 @@ def read_first(splits: Any, beside: Any, check: bool, name: str = "splits") -> G
         return read(splits, None, backend.module_of(splits, name), check, name)
     xp = backend.default_module() if beside is None else backend.module_of(beside, "outputs[0]")
     return read(splits, beside, xp, check, name)
+
+
+def copied(splits: Any, x: Any) -> Any:
+    """A list of sizes of x's rows, which are on a GPU, as an array there: a call with it is remembered as
+    others are. Anything else as it is, for the op to examine."""
+    if not isinstance(splits, (list, tuple)) or isinstance(x, np.ndarray) or not is_array(x) or not x.ndim:
+        return splits
+    host = _as_sizes(splits, "splits")
+    check_at_most(host, x.shape[0])
+    return _to_device(host, x, "splits")
 
 
 def integer(value: Any, name: str) -> int:

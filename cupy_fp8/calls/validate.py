@@ -60,11 +60,8 @@ def scalar_or_one_f32(a: Any, x: Array, xp: Any, name: str) -> tuple[int, float]
     """(address, 0) of a one-element f32 array, or (0, value) of a Python or NumPy scalar rounded to f32."""
     if isinstance(a, xp.ndarray):
         return one_f32(a, x, xp, name), 0.0
-    number = (
-        a.dtype.kind in "fiu" or a.dtype in FORMATS
-        if isinstance(a, np.generic)
-        else isinstance(a, (int, float))
-    )
+    number = (a.dtype.kind in "fiu" or a.dtype in FORMATS if isinstance(a, np.generic)
+              else isinstance(a, (int, float)))
     if isinstance(a, bool) or not number:
         backend.require_module(a, xp, name)
     try:

@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from ..ops.scales.scale import compute_scale
 from ..recipes import CurrentScaling, DelayedScaling, MXScaling
 from ..results import Quantized
 from . import demo_data, demo_table
+from .demo_table import Row
 
 #: Every recipe that the demo shows, by the name in its table: a new recipe is a line here.
 RECIPES: dict[str, Any] = {
@@ -35,29 +36,6 @@ RECIPES: dict[str, Any] = {
 #: (rows, columns) of the weight, (tokens, channels) of the activation.
 SIZES = {"numpy": ((2048, 2048), (4096, 2048)), "cupy": ((4096, 4096), (8192, 4096))}
 _CPU_REPEATS = 3
-
-
-@dataclass(frozen=True)
-class Row:
-    """One tensor quantised with one recipe, row-wise and column-wise. Infinite figures are None, for JSON.
-
-    bytes_per_element  data and scales of both directions
-    microseconds       of one call
-    copy_share         a device copy of the same traffic takes this share of it (on a GPU only)
-    """
-
-    tensor: str
-    shape: tuple[int, int]
-    dtype: str
-    recipe: str
-    sqnr_db: float | None
-    max_relative_error: float | None
-    saturated: int
-    underflowed: int
-    nan: int
-    bytes_per_element: float
-    microseconds: float
-    copy_share: float | None
 
 
 def main(argv: list[str]) -> int:

@@ -4,12 +4,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-if TYPE_CHECKING:
-    from .demo import Row
 
-_Column = tuple[str, "Callable[[Row], str]"]
+@dataclass(frozen=True)
+class Row:
+    """One tensor quantised with one recipe, row-wise and column-wise. Infinite figures are None, for JSON.
+
+    bytes_per_element  data and scales of both directions
+    microseconds       of one call
+    copy_share         a device copy of the same traffic takes this share of it (on a GPU only)
+    """
+
+    tensor: str
+    shape: tuple[int, int]
+    dtype: str
+    recipe: str
+    sqnr_db: float | None
+    max_relative_error: float | None
+    saturated: int
+    underflowed: int
+    nan: int
+    bytes_per_element: float
+    microseconds: float
+    copy_share: float | None
+
+
+_Column = tuple[str, Callable[[Row], str]]
 
 
 def render(rows: Sequence[Row], *, markdown: bool, summary: bool) -> str:

@@ -240,14 +240,11 @@ def build_kernel(path: Path, entry: str, defines: dict[str, str], include_dirs: 
     flags = [*_COMMON, *_KERNEL_FLAGS, *_MODE_FLAGS[mode]]
     options = [f"-D{name}={value}" for name, value in sorted(defines.items())]
     options += [f"-I{directory}" for directory in include_dirs]
-    unit = (
-        f'#include "{SHIM / "cuda_host.h"}"\n#include "{path}"\n#line 1 "<host executor: entry point '
-        f'{entry}>"\n'
-        f"using HostKernelParams = HostParams<decltype(&{entry})>::type;\n"
-        f"static void host_call_kernel(const void* params) "
-        f"{{ {entry}(*static_cast<const HostKernelParams*>(params)); }}\n"
-        + _EXPORT[storage]
-    )
+    unit = (f'#include "{SHIM / "cuda_host.h"}"\n#include "{path}"\n'
+            f'#line 1 "<host executor: entry point {entry}>"\n'
+            f"using HostKernelParams = HostParams<decltype(&{entry})>::type;\n"
+            f"static void host_call_kernel(const void* params) "
+            f"{{ {entry}(*static_cast<const HostKernelParams*>(params)); }}\n" + _EXPORT[storage])
     files = [Path(__file__), path, *source_files(SHIM, *include_dirs)]
     key = digest(compiler_version(), flags, options, unit, str(runtime), files)
 

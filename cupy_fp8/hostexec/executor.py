@@ -124,17 +124,8 @@ class HostKernel:
         self._kernel = _Kernel.in_dll(self._dll, "host_kernel")
         self.param_bytes: int = self._kernel.param_bytes
 
-    def __call__(
-        self,
-        grid: Iterable[int],
-        block: Iterable[int],
-        params: bytes,
-        *,
-        shared_mem: int = 0,
-        order: str | None = None,
-        seed: int | None = None,
-        resident: bool | None = None,
-    ) -> None:
+    def __call__(self, grid: Iterable[int], block: Iterable[int], params: bytes, *, shared_mem: int = 0,
+                 order: str | None = None, seed: int | None = None, resident: bool | None = None) -> None:
         """Run the kernel and wait for it.
 
         order: the order of threads and blocks, "asc", "desc" or "random" (by `seed`); the default is
@@ -236,14 +227,9 @@ def _stamps(directory: str) -> Iterator[tuple[str, int, int]]:
                 yield entry.path, stat.st_mtime_ns, stat.st_size
 
 
-def compile_kernel(
-    path: str | os.PathLike[str],
-    entry: str,
-    *,
-    defines: Mapping[str, object] | None = None,
-    include_dirs: Iterable[str | os.PathLike[str]] = (),
-    mode: str | None = None,
-) -> HostKernel:
+def compile_kernel(path: str | os.PathLike[str], entry: str, *, defines: Mapping[str, object] | None = None,
+                   include_dirs: Iterable[str | os.PathLike[str]] = (),
+                   mode: str | None = None) -> HostKernel:
     """Compile one entry point of a .cu file for the CPU.
 
     defines: preprocessor names and values. mode: "fast", "asan" or "tsan" (default: $CUPY_FP8_HOST_MODE, else

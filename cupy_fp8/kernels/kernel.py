@@ -129,9 +129,8 @@ class Variant:
             return
         stream = _driver.get_current_stream().ptr
         if self.cooperative:
-            _driver.launch_cooperative_kernel(
-                function, grid, 1, 1, self.block, 1, 1, shared, stream, pointers
-            )
+            _driver.launch_cooperative_kernel(function, grid, 1, 1, self.block, 1, 1, shared, stream,
+                                              pointers)
         else:
             _driver.launch_kernel(function, grid, 1, 1, self.block, 1, 1, shared, stream, pointers, 0)
 
@@ -182,11 +181,8 @@ class Variant:
     def all_defines(self) -> tuple[tuple[str, str], ...]:
         """The defines and, with CUPY_FP8_BITCODE=1 in the environment, the integer conversions of older GPUs
         (for tests)."""
-        return (
-            (*self.defines, ("CUPY_FP8_BITCODE", "1"))
-            if os.environ.get("CUPY_FP8_BITCODE") == "1"
-            else self.defines
-        )
+        bitcode = os.environ.get("CUPY_FP8_BITCODE") == "1"
+        return (*self.defines, ("CUPY_FP8_BITCODE", "1")) if bitcode else self.defines
 
     @contextmanager
     def _announced(self, target: str) -> Iterator[None]:
@@ -242,10 +238,8 @@ class _Driver:
 
     def bind(self, cuda: Any) -> None:
         self.get_device, self.get_current_stream = cuda.runtime.getDevice, cuda.get_current_stream
-        self.launch_kernel, self.launch_cooperative_kernel = (
-            cuda.driver.launchKernel,
-            cuda.driver.launchCooperativeKernel,
-        )
+        self.launch_kernel = cuda.driver.launchKernel
+        self.launch_cooperative_kernel = cuda.driver.launchCooperativeKernel
 
 
 _driver = _Driver()
@@ -296,8 +290,6 @@ def capturing(device_id: int) -> bool:
 def grid_size(blocks: int, shape: tuple[int, ...]) -> int:
     """The blocks of a grid, at least one. ValueError for more than the hardware's 2**31 - 1."""
     if blocks > 0x7FFFFFFF:
-        raise ValueError(
-            f"x: shape {shape} needs {blocks} blocks, more than a launch can have (2**31 - 1); "
-            "split the array"
-        )
+        raise ValueError(f"x: shape {shape} needs {blocks} blocks, more than a launch can have (2**31 - 1); "
+                         "split the array")
     return blocks or 1

@@ -113,11 +113,6 @@ class Layout:
         return [i for i, (_, code) in enumerate(self.scalars()) if code == "P"]
 
     @functools.cached_property
-    def has_arrays(self) -> bool:
-        """Whether a member is an array, given as packed bytes."""
-        return any(code.endswith("s") for _, code in self.scalars())
-
-    @functools.cached_property
     def count(self) -> int:
         return sum(1 for _ in self.scalars())
 
@@ -178,9 +173,8 @@ def _statements(text: str, start: int) -> Iterator[str]:
                 begin = i + 1
         elif c == ";" and depth == 0:
             statement = " ".join(text[begin:i].split())
-            if "(" not in statement and not statement.startswith(
-                ("static", "using", "template", "struct", "}")
-            ):
+            declares = not statement.startswith(("static", "using", "template", "struct", "}"))
+            if "(" not in statement and declares:
                 yield statement
             begin = i + 1
         i += 1

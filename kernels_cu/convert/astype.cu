@@ -58,10 +58,11 @@ struct Conversion {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kFlatThreads) convert(const __grid_constant__ ConvertParams p) {
+extern "C" __global__ void __launch_bounds__(kElementwiseThreads)
+convert(const __grid_constant__ ConvertParams p) {
     const bool scaled = p.scale_inv;
     const float scale_inv = scaled ? *p.scale_inv : 1.0f;
-    const FlatChunks<IN, OUT> in(p.src, p.n, p.vector);
+    const ElementwiseChunks<IN, OUT> in(p.src, p.n, p.vector);
     if (!kMaySaturate<OUT> || p.saturate) in.store(p.dst, Conversion<true>{scaled, scale_inv});
     else in.store(p.dst, Conversion<!kMaySaturate<OUT>>{scaled, scale_inv});
 }

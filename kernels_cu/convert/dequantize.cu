@@ -94,29 +94,29 @@ struct ChunkScales {
 };
 
 #ifdef ENTRY_dequantize_long_row
-using Chunks = FlatChunks<IN, OUT>;
+using Chunks = ElementwiseChunks<IN, OUT>;
 
 // Loads the scales of a thread's chunks. All loads are in flight before the first scale is widened.
 template <class Scale>
 __device__ __forceinline__ void load_scales(const DequantizeParams& p, const Chunks& in,
-                                            float (&scale)[kFlatUnroll]) {
+                                            float (&scale)[kElementwiseUnroll]) {
     const auto* const scales = static_cast<const typename Scale::storage*>(p.scale_inv);
-    u32 bits[kFlatUnroll];
+    u32 bits[kElementwiseUnroll];
 #pragma unroll
-    for (int u = 0; u < kFlatUnroll; u++)
+    for (int u = 0; u < kElementwiseUnroll; u++)
         bits[u] = in.whole || in.left(u) > 0 ? load_read_only(scales + (in.at(u) >> p.column_shift)) : 0;
 #pragma unroll
-    for (int u = 0; u < kFlatUnroll; u++) scale[u] = Scale::widen(bits[u]);
+    for (int u = 0; u < kElementwiseUnroll; u++) scale[u] = Scale::widen(bits[u]);
 }
 
-extern "C" __global__ void __launch_bounds__(kFlatThreads)
+extern "C" __global__ void __launch_bounds__(kElementwiseThreads)
 dequantize_long_row(const __grid_constant__ DequantizeParams p) {
     const Chunks in(p.data, p.columns, p.vector & 1);
-    float scale[kFlatUnroll];
+    float scale[kElementwiseUnroll];
     if (p.f32_scales) load_scales<f32>(p, in, scale);
     else load_scales<e8m0fnu>(p, in, scale);
 #pragma unroll
-    for (int u = 0; u < kFlatUnroll; u++) {
+    for (int u = 0; u < kElementwiseUnroll; u++) {
         const auto values = ChunkScales<false, in.kCount>{{scale[u]}}(in.chunk[u]);
         if (in.whole) values.store_whole(p.out + in.at(u));
         else values.store_partial(p.out + in.at(u), in.left(u));
@@ -125,7 +125,7 @@ dequantize_long_row(const __grid_constant__ DequantizeParams p) {
 #endif
 
 #ifdef ENTRY_dequantize_blocks
-constexpr int kCount = kFlatChunk<IN, OUT>;                          // elements in a thread's chunk
+constexpr int kCount = kElementwiseChunk<IN, OUT>;                          // elements in a thread's chunk
 constexpr int kSteps = SWIZZLED ? 8 : 4;                             // rows per thread
 
 // A thread dequantises one part: up to kSteps rows of a chunk of columns.
@@ -139,7 +139,7 @@ struct Part {
         const u32 chunks_log2 = p.chunks_log2;
         const u32 line = blockIdx.x / p.across, in_row = threadIdx.x & ((1u << chunks_log2) - 1);
         matrix = line / p.down;
-        row = ((i64)(line - matrix * p.down) * (kFlatThreads >> chunks_log2)
+        row = ((i64)(line - matrix * p.down) * (kElementwiseThreads >> chunks_log2)
                + (threadIdx.x >> chunks_log2)) * kSteps;
         column = ((i64)(blockIdx.x - line * p.across) << chunks_log2 | in_row) * kCount;
         columns_left = left_of(p.columns - column, kCount);
@@ -225,7 +225,7 @@ __device__ __forceinline__ void dequantize_part(const DequantizeParams& p, const
 // many.
 constexpr int kBlocks = sizeof(OUT::storage) == 4 && !SWIZZLED ? 16 : 12;
 
-extern "C" __global__ void __launch_bounds__(kFlatThreads, kBlocks)
+extern "C" __global__ void __launch_bounds__(kElementwiseThreads, kBlocks)
 dequantize_blocks(const __grid_constant__ DequantizeParams p) {
     const Part part(p);
     if (!part.rows_left) return;

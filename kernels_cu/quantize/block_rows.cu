@@ -73,7 +73,7 @@ quantize_block_rows(const __grid_constant__ BlockParams p) {
     for (int i = 0; i < kLoads; i++) {
         Amax<IN> amax;
         amax.add(chunk[i]);
-        largest[i] = amax.top;
+        largest[i] = amax.largest;
     }
     const int own = in_block / kOwners * kAtOnce + of_load;          // the block whose scale this lane finds
     // With DIVIDE, div_rn() below may be a call anyway; otherwise the kernel has no call.

@@ -4,39 +4,37 @@
 //   factor, scale_inv = of max |x| over the row or column (include/scale/block_scale.cuh)
 //   data = narrow(fl(x * factor)), or fl(x / scale_inv)
 //
-// group_quantize_rows   x [rows, columns] -> data as x is, scale_inv for every row: x is read once. A block
-//                       of threads takes a segment of 32 rows of a group or, of rows of more than kColumns
-//                       elements, its share of them. `team` threads have a row, as few as hold it in
-//                       registers, while the next row is being loaded; what does not fit is read again, from
-//                       the L1 or L2.
-// group_quantize_lines  every other choice: data as x is or transposed ([columns, m] for each group), scales
-//                       for rows, columns or both. Two launches: `phase` 0 raises the maxima of rows and
-//                       columns in a workspace, phase 1 quantises all from one read. A block takes 8 warp
-//                       tiles, 256 x 128 elements (include/tile/warp_tile.cuh). Columns: scale_inv [groups,
-//                       columns, padded], also for a group without rows; the blocks of phase 1 share that
-//                       work. The workspace is zero before phase 0: group_find_segments, which finds the
-//                       segments of both, clears it.
+// group_quantize_rows: x [rows, columns] -> data as x is, scale_inv for every row: x is read once. A block of
+//     threads takes a segment of 32 rows of a group or, of rows of more than kColumns elements, its share of
+//     them. `team` threads have a row, as few as hold it in registers, while the next row is being loaded;
+//     what does not fit is read again, from the L1 or L2.
+// group_quantize_whole_vectors: every other choice: data as x is or transposed ([columns, m] for each group),
+//     scales for rows, columns or both. Two launches: `phase` 0 raises the maxima of rows and columns in a
+//     workspace, phase 1 quantises all from one read. A block takes 8 warp tiles, 256 x 128 elements
+//     (include/tile/warp_tile.cuh). Columns: scale_inv [groups, columns, padded], also for a group without
+//     rows; the blocks of phase 1 share that work. The workspace is zero before phase 0: group_find_segments,
+//     which finds the segments of both, clears it.
 // What follows the last group is written 0; offsets and aligned sizes as row_groups.cuh says. Elements are
 // divided by scale_inv where the struct's `divide` says so. Any shape and address; rows of chunks of 16 bytes
 // of x are read in chunks.
 // IN, OUT                     {bf16, f16, f32}, {e4m3fn, e5m2}: formats of x and data.
-// WARP_TILES_DOWN, WARP_TILES_ACROSS  the warp tiles of a block of group_quantize_lines: always 8, 1.
+// WARP_TILES_DOWN, WARP_TILES_ACROSS  the warp tiles of a block of the second kernel: always 8, 1.
 // Profiles and scale layouts are run-time values. Bytes moved per element: rows alone sizeof(IN) + 1;
 // otherwise 2 * sizeof(IN) + 1 for each direction.
 #include "groups/quantize_group.cuh"
 #include "scale/block_write.cuh"
 
-struct GroupLinesParams {
+struct GroupVectorsParams {
     BlockParams all;             // rows, block_segments, square: unused
     RowGroups groups;            // rows alone: `across` blocks share a segment
     GroupScales along_rows, along_columns;      // along_columns: unused, and all 0
     u32* row_amaxes;             // [result rows]: the largest magnitudes, as f32 bits; or null
     u32* column_amaxes;          // [groups, columns], or null
-    u32 phase;                   // of lines
-    u32 team;                    // of rows: threads that have one, 32 to 256
+    u32 phase;                   // of group_quantize_whole_vectors
+    u32 team;                    // of group_quantize_rows: threads that have a row, 32 to 256
 };
 
-#ifdef ENTRY_group_quantize_lines
+#ifdef ENTRY_group_quantize_whole_vectors
 // A multiprocessor has 512 threads of 16-bit warp tiles, 256 of f32, as in blocks.cu; and 256 where the
 // compiler spills at the registers of 512.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 1200 || __CUDACC_VER_MAJOR__ < 13)
@@ -45,14 +43,14 @@ constexpr int kBlocks = 1;
 constexpr int kBlocks = sizeof(IN::storage) == 2 ? 2 : 1;
 #endif
 static_assert(Tile::kThreads >= Tile::kRows && Tile::kThreads >= Tile::kColumns,
-              "a thread for every line of a tile");
+              "a thread for every row and every column of a tile");
 
 __device__ __forceinline__ void raise_amax_bits(u32* amax, u32 bits) {
     if (load_relaxed(amax) < bits) atomicMax(amax, bits);
 }
 
 // first_row, first_column: where the maxima of the group's first row and column are.
-__device__ __forceinline__ void raise_amaxes(const GroupLinesParams& p, const WarpTile<IN>& warp_tile,
+__device__ __forceinline__ void raise_amaxes(const GroupVectorsParams& p, const WarpTile<IN>& warp_tile,
                                              const TilePosition& at, i64 first_row, i64 first_column,
                                              u32* words) {
     WarpTileAmax<IN, false> amax;
@@ -79,7 +77,7 @@ __device__ __forceinline__ void raise_amaxes(const GroupLinesParams& p, const Wa
 }
 
 // Stores the scales of the columns of all groups. All blocks call it.
-__device__ __forceinline__ void store_column_scales(const GroupLinesParams& p) {
+__device__ __forceinline__ void store_column_scales(const GroupVectorsParams& p) {
     const ScaleGrid& to = p.all.along_columns;
     if (!to.to) return;
     const i64 all = p.groups.splits.groups * to.columns;
@@ -92,7 +90,7 @@ __device__ __forceinline__ void store_column_scales(const GroupLinesParams& p) {
 }
 
 template <bool kWide, How kHow>
-__device__ __forceinline__ void write_lines(const BlockParams& p, const WarpTile<IN>& warp_tile,
+__device__ __forceinline__ void write_vectors(const BlockParams& p, const WarpTile<IN>& warp_tile,
                                             const Place& place,
                                             const RowOperands& rows, const ColumnOperands& columns,
                                             const Outputs& to) {
@@ -109,7 +107,7 @@ struct LineFactors {
         : of_rows(reinterpret_cast<float*>(shared)), of_columns(of_rows + 2 * Tile::kRows) {}
 
     // Finds them from the maxima, and stores the scales of rows. A whole block calls it, before a barrier.
-    __device__ __forceinline__ void find(const GroupLinesParams& p, const BlockParams& group,
+    __device__ __forceinline__ void find(const GroupVectorsParams& p, const BlockParams& group,
                                          const TilePosition& at, i64 first_row, i64 first_column) const {
         if (p.row_amaxes && threadIdx.x < Tile::kRows) {
             const i64 r = at.row + threadIdx.x;
@@ -130,7 +128,7 @@ struct LineFactors {
 };
 
 extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks)
-group_quantize_lines(const __grid_constant__ GroupLinesParams p) {
+group_quantize_whole_vectors(const __grid_constant__ GroupVectorsParams p) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ BlockParams group;                                    // its matrix
     __shared__ TilePosition at;
@@ -176,10 +174,10 @@ group_quantize_lines(const __grid_constant__ GroupLinesParams p) {
     const bool wide = (along_rows != 1 || group.vector & 2) && (along_columns != 1 || group.vector & 4);
     const Outputs to{along_rows, along_columns, false, {as_global(group.rows_data), (group.vector & 2) != 0},
                      {as_global(group.columns_data), (group.vector & 4) != 0}, tile, tile};
-    if (!p.all.divide && wide) write_lines<true, kMultiply>(group, warp_tile, place, rows, columns, to);
-    else if (!p.all.divide) write_lines<false, kMultiply>(group, warp_tile, place, rows, columns, to);
+    if (!p.all.divide && wide) write_vectors<true, kMultiply>(group, warp_tile, place, rows, columns, to);
+    else if (!p.all.divide) write_vectors<false, kMultiply>(group, warp_tile, place, rows, columns, to);
     else if (__all_sync(~0u, quick))
-        write_lines<false, kDivideQuickly>(group, warp_tile, place, rows, columns, to);
+        write_vectors<false, kDivideQuickly>(group, warp_tile, place, rows, columns, to);
     else divide_warp_tile(group, place, given_left, rows, columns, to);
     if (along_rows != 2 && along_columns != 2) return;
     __syncthreads();
@@ -264,7 +262,7 @@ struct ReadChunks {
 };
 
 extern "C" __global__ void __launch_bounds__(SegmentOfRows::kThreads, kBlocks)
-group_quantize_rows(const __grid_constant__ GroupLinesParams p) {
+group_quantize_rows(const __grid_constant__ GroupVectorsParams p) {
     __shared__ BlockParams group;                                    // its matrix
     __shared__ TilePosition at;
     __shared__ RowSegment found;

@@ -48,7 +48,7 @@ struct MxParams {
 constexpr int kBlock = 32;
 
 #ifdef ENTRY_quantize_mx_rows
-constexpr int kChunk = kFlatChunk<IN, OUT>, kLanes = kBlock / kChunk;
+constexpr int kChunk = kElementwiseChunk<IN, OUT>, kLanes = kBlock / kChunk;
 
 // The amax of the block that this lane's chunk is a part of, as f32 bits.
 template <bool kNan>
@@ -57,23 +57,23 @@ __device__ __forceinline__ u32 block_amax(const Chunk<IN, kChunk>& chunk) {
     amax.add(chunk);
 #pragma unroll
     for (int distance = 1; distance < kLanes; distance *= 2)
-        amax.top = IN::max_magnitudes<kNan>(amax.top, __shfl_xor_sync(~0u, amax.top, distance));
+        amax.largest = IN::max_magnitudes<kNan>(amax.largest, __shfl_xor_sync(~0u, amax.largest, distance));
     return amax.f32_bits();
 }
 
-extern "C" __global__ void __launch_bounds__(kFlatThreads)
+extern "C" __global__ void __launch_bounds__(kElementwiseThreads)
 quantize_mx_rows(const __grid_constant__ MxParams p) {
     if (is_set(p.noop)) return;
-    constexpr int kBlocksAtOnce = kFlatThreads / kLanes;             // whose scales are neighbours
-    __shared__ __align__(4) u8 staged[kFlatUnroll * kBlocksAtOnce];
-    const FlatChunks<IN, OUT> in(p.x, p.n, p.vector);
-    u32 e[kFlatUnroll];
+    constexpr int kBlocksAtOnce = kElementwiseThreads / kLanes;             // whose scales are neighbours
+    __shared__ __align__(4) u8 staged[kElementwiseUnroll * kBlocksAtOnce];
+    const ElementwiseChunks<IN, OUT> in(p.x, p.n, p.vector);
+    u32 e[kElementwiseUnroll];
 #pragma unroll
-    for (int u = 0; u < kFlatUnroll; u++)
+    for (int u = 0; u < kElementwiseUnroll; u++)
         e[u] = p.rule.byte(p.rule.nan_wins() ? block_amax<true>(in.chunk[u])
                            : block_amax<false>(in.chunk[u]));
 #pragma unroll
-    for (int u = 0; u < kFlatUnroll; u++) {
+    for (int u = 0; u < kElementwiseUnroll; u++) {
         const auto out = scale_and_narrow(in.chunk[u], inverse_e8m0(e[u]));
         if (in.whole) out.store(p.rows_data + in.at(u));
         else out.store_partial(p.rows_data + in.at(u), in.left(u));
@@ -82,8 +82,8 @@ quantize_mx_rows(const __grid_constant__ MxParams p) {
     // Scales are stored as whole sectors: to the L2 four bytes are as much work as 32. Rows follow one
     // another, so that all scales count as one row.
     __syncthreads();
-    if (threadIdx.x >= kFlatUnroll * kBlocksAtOnce / 4) return;
-    const i64 block = (i64)blockIdx.x * (kFlatUnroll * kBlocksAtOnce) + threadIdx.x * 4;
+    if (threadIdx.x >= kElementwiseUnroll * kBlocksAtOnce / 4) return;
+    const i64 block = (i64)blockIdx.x * (kElementwiseUnroll * kBlocksAtOnce) + threadIdx.x * 4;
     p.along_rows.store_blocks(0, 0, block, reinterpret_cast<const u32*>(staged)[threadIdx.x], 1,
                               p.n / kBlock);
 }

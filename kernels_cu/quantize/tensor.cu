@@ -61,18 +61,18 @@ struct CastParams {
 };
 
 #ifdef ENTRY_cast
-extern "C" __global__ void __launch_bounds__(kFlatThreads) cast(const __grid_constant__ CastParams p) {
+extern "C" __global__ void __launch_bounds__(kElementwiseThreads) cast(const __grid_constant__ CastParams p) {
     if (is_set(p.noop)) return;
     const float scale = p.load_scale();
     p.write_inverse(scale);
     // This load is in flight beside those of x, so that nothing waits for it later.
     const i32 amax_before = p.amax && threadIdx.x == 0 ? load_relaxed(p.amax) : 0;
-    FlatChunks<IN, OUT> in(p.x, p.n, p.vector, p.block());
+    ElementwiseChunks<IN, OUT> in(p.x, p.n, p.vector, p.block());
     Amax<IN> amax;
 #pragma unroll
     for (const auto& chunk : in.chunk) amax.add(chunk);
     if (p.amax) {
-        const u32 block_amax = block_max<kFlatThreads>(amax.f32_bits());
+        const u32 block_amax = block_max<kElementwiseThreads>(amax.f32_bits());
         if (threadIdx.x == 0) raise_amax(p.amax, block_amax, amax_before);
     }
     in.store(p.data, [&](const decltype(in)::Source& chunk) { return scale_and_narrow(chunk, scale); });

@@ -30,9 +30,9 @@ struct ComputeScaleParams {
     u32 vector;                  // 1: amax and scale are 16-byte aligned
 };
 
-extern "C" __global__ void __launch_bounds__(kFlatThreads)
+extern "C" __global__ void __launch_bounds__(kElementwiseThreads)
 compute_scale(const __grid_constant__ ComputeScaleParams p) {
-    FlatChunks<f32, f32>(p.amax, p.n, p.vector).store(p.scale, [&](const Chunk<f32, 4>& amax) {
+    ElementwiseChunks<f32, f32>(p.amax, p.n, p.vector).store(p.scale, [&](const Chunk<f32, 4>& amax) {
         Chunk<f32, 4> scale;
 #pragma unroll
         for (int i = 0; i < 4; i++)

@@ -31,7 +31,6 @@ WRONG: dict[str, tuple[list[int], list[str]]] = {
     "many": ([1] * 299, []), "many more": ([1] * 700, [SUM]), "late": ([0] * 600 + [301], [SUM]),
     "late negative": ([300] + [0] * 500 + [-5], [NEGATIVE]),
 }  # fmt: skip
-OF_SPLITS = tuple(errors.MESSAGES[fact] for fact in (errors.Fact.SPLIT_NEGATIVE, errors.Fact.SPLIT_SUM))
 HUGE = [2**63 - 1, 2**62, 2**62 + 5, -(2**63), 1 << 40]
 
 
@@ -60,9 +59,8 @@ def test_wrong_sizes_are_harmless_and_noted(name, axis, unchecked):
         back, intact = guarded(run, s.shape if given_scales.flags.c_contiguous else s.shape[::-1])
         view = back if back.shape == s.shape and given_scales.flags.c_contiguous else back.T
         fp8.unswizzle_scales(out, shape=s.shape, splits=run.array(host), axis=axis, out=view)
-        testing.assert_bytes_equal(
-            view, reference.unswizzle_scales(want, shape=s.shape, splits=host, axis=axis)
-        )
+        testing.assert_bytes_equal(view, reference.unswizzle_scales(want, shape=s.shape, splits=host,
+                                                                    axis=axis))
         assert intact()
         errors = fp8.device_errors(clear=True)
         if run.name == "reference":
@@ -96,12 +94,10 @@ def test_what_no_group_covers():
     back = reference.unswizzle_scales(short, shape=(10, 4), splits=[3, 4])
     testing.assert_bytes_equal(back[:7], s[:7])
     assert not bits(back[7:]).any()
-    testing.assert_bytes_equal(
-        reference.swizzle_scales(s, splits=[3, 40]), reference.swizzle_scales(s, splits=[3, 7])
-    )
-    testing.assert_bytes_equal(
-        reference.swizzle_scales(s, splits=[-2, 10]), reference.swizzle_scales(s, splits=[0, 10])
-    )
+    testing.assert_bytes_equal(reference.swizzle_scales(s, splits=[3, 40]),
+                               reference.swizzle_scales(s, splits=[3, 7]))
+    testing.assert_bytes_equal(reference.swizzle_scales(s, splits=[-2, 10]),
+                               reference.swizzle_scales(s, splits=[0, 10]))
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -111,10 +107,8 @@ def test_empty_scales_with_sizes(axis, unchecked):
     for splits, found in (([0, 0], 0), ([0, 3], 1)):
         w = fp8.swizzle_scales(s, splits=run.array(np.array(splits)), axis=axis)
         assert w.size == 0
-        assert (
-            fp8.unswizzle_scales(w, shape=s.shape, splits=run.array(np.array(splits)), axis=axis).shape
-            == s.shape
-        )
+        assert (fp8.unswizzle_scales(w, shape=s.shape, splits=run.array(np.array(splits)),
+                                     axis=axis).shape == s.shape)
         assert len(fp8.device_errors(clear=True)) == (found if run.name != "reference" else 0)
 
 
@@ -154,11 +148,8 @@ def test_the_words_of_the_cpu_and_of_nobody(unchecked):
 
 
 def test_bits_are_the_kernels():
-    declared = re.search(
-        r"constexpr u32 (k.*?);",
-        (sources.root() / "include" / "memory" / "errors.cuh").read_text(),
-        re.DOTALL,
-    )
+    declared = re.search(r"constexpr u32 (k.*?);",
+                         (sources.root() / "include" / "memory" / "errors.cuh").read_text(), re.DOTALL)
     assert declared
     kernels = {name: int(bit) for name, bit in re.findall(r"k(\w+) = 1u << (\d+)", declared[1])}
     assert {fact.name.replace("_", ""): fact.value for fact in errors.Fact if fact.name} == {

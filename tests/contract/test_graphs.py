@@ -177,6 +177,5 @@ def test_arrays_that_would_be_copied(example, device, stream):
                     compare(other, args, kwargs)
                 else:
                     assert re.search(named(name, "out"), message), message
-                    assert re.search(
-                        "not C-contiguous, and a copy cannot be made|expected|call once before", message
-                    )
+                    assert re.search("not C-contiguous, and a copy cannot be made|expected|call once before",
+                                     message)

@@ -38,10 +38,8 @@ def refused_one_by_one(example: Example, move: Callable[[Any], Any], message: st
 @every_example
 def test_mixed_kinds(example, device):
     there, here = example.on(device.run), example.fresh()
-    messages = [
-        f"a {kind} array among {other} arrays; move it with"
-        for kind, other in (("numpy", "cupy"), ("cupy", "numpy"))
-    ]
+    messages = [f"a {kind} array among {other} arrays; move it with"
+                for kind, other in (("numpy", "cupy"), ("cupy", "numpy"))]
     refused_one_by_one(there, fp8.asnumpy, *messages)
     refused_one_by_one(here, device.run.array, *reversed(messages))
 
@@ -55,12 +53,9 @@ def on_second(device: Place) -> int:
 @every_example
 def test_other_device(example, device):
     first, second = device.devices[0], on_second(device)
-    refused_one_by_one(
-        example.on(device.run),
-        lambda a: device.array(fp8.asnumpy(a), second),
-        f"on GPU {second}, the input is on GPU {first}$",
-        f"on GPU {first}, the input is on GPU {second}$",
-    )
+    refused_one_by_one(example.on(device.run), lambda a: device.array(fp8.asnumpy(a), second),
+                       f"on GPU {second}, the input is on GPU {first}$",
+                       f"on GPU {first}, the input is on GPU {second}$")
 
 
 @every_example

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from far_arrays import CALLS, check, check_on_device, lazy_memory, mapped
+from tiers import needs_host
 
 import cupy_fp8 as fp8
 from cupy_fp8 import backend, cases, hostexec, reference, testing
@@ -15,7 +16,6 @@ from cupy_fp8.arrays import bits
 from cupy_fp8.formats import bfloat16, float8_e4m3fn
 from cupy_fp8.kernels import grid_size
 
-needs_host = pytest.mark.skipif(hostexec.available() is not None, reason=str(hostexec.available()))
 every_call = pytest.mark.parametrize("far", [pytest.param(far, id=name) for name, far in CALLS.items()])
 _MOST_BYTES = 20 << 30              # of x on a GPU: results and scales need as much again
 
@@ -102,10 +102,8 @@ def test_only_the_ends_of_a_grid_run():
 
 @pytest.mark.parametrize("ends", [{"first": -1, "last": 2}, {"first": 0, "last": -1}])
 def test_negative_numbers_of_blocks_are_refused(ends):
-    with (
-        pytest.raises(ValueError, match="expected numbers of blocks, 0 or more"),
-        hostexec.blocks_of_grid(**ends),
-    ):
+    with (pytest.raises(ValueError, match="expected numbers of blocks, 0 or more"),
+          hostexec.blocks_of_grid(**ends)):
         pass
 
 

@@ -116,12 +116,8 @@ def test_what_is_not_declared_is_not_looked_at(example):
     for i, _ in enumerate(leaves((example.args, example.kwargs))):
         example = original.fresh()                      # The call may update some of its arrays.
         a = list(leaves((example.args, example.kwargs)))[i]
-        in_results = {
-            id(a)
-            for part in (*example.args, *example.kwargs.values())
-            if isinstance(part, Result)
-            for a in leaves(part)
-        }
+        in_results = {id(a) for part in (*example.args, *example.kwargs.values()) if isinstance(part, Result)
+                      for a in leaves(part)}
         if id(a) not in {id(a) for a in example.named().values()}:
             other = with_array(example, a, poisoned(a) if id(a) in in_results else object())
             other.call()

@@ -36,7 +36,5 @@ def test_noop_needs_out(example, place: Place):
     example = example.on(place.run)
     for value in (0.0, 1.0):
         example.kwargs["noop"].fill(value)
-        refused(
-            example.with_tree((example.args, example.kwargs, None)),
-            named("noop") + r"needs out(puts)?=, since nothing may be written$",
-        )
+        refused(example.with_tree((example.args, example.kwargs, None)),
+                named("noop") + r"needs out(puts)?=, since nothing may be written$")

@@ -62,9 +62,8 @@ def other_parts(out: Any) -> Iterator[tuple[str, Any]]:
         for i, part in enumerate(out):
             if part is not None:
                 yield f"[{i}]: None", (*out[:i], None, *out[i + 1:])
-                yield from (
-                    (f"[{i}]{how}", (*out[:i], other, *out[i + 1 :])) for how, other in other_parts(part)
-                )
+                yield from ((f"[{i}]{how}", (*out[:i], other, *out[i + 1 :]))
+                            for how, other in other_parts(part))
     if isinstance(out, Result):
         fields = out.__getstate__()
         for name, value in fields.items():
@@ -137,14 +136,11 @@ def test_wrong_dtype_and_shape(example, place):
     for name, a in results(example).items():
         for dtype in DTYPES:
             if dtype != a.dtype and not (dtype.hasobject and place.devices):
-                refused(
-                    with_array(example, a, place.array(np.zeros(a.shape, dtype))),
-                    named(name) + "expected dtype ",
-                )
+                refused(with_array(example, a, place.array(np.zeros(a.shape, dtype))),
+                        named(name) + "expected dtype ")
         for shape in shapes(a.shape):
-            accepted = right_or_refused(
-                with_array(example, a, place.array(np.zeros(shape, a.dtype))), named(name) + "expected "
-            )
+            accepted = right_or_refused(with_array(example, a, place.array(np.zeros(shape, a.dtype))),
+                                        named(name) + "expected ")
             assert not accepted or (a.size == np.prod(shape) == 1 and a is example.out), (name, shape)
 
 
@@ -162,9 +158,8 @@ def test_other_layouts(example, how, place):
     for name, a in results(example).items():
         original = np.zeros(a.shape, a.dtype)
         changed = LAYOUTS[how](original) if a.ndim and a.size else original
-        differs = (
-            not changed.flags.c_contiguous or not changed.flags.writeable or changed.ctypes.data % a.itemsize
-        )
+        differs = (not changed.flags.c_contiguous or not changed.flags.writeable
+                   or changed.ctypes.data % a.itemsize)
         if differs and not (how == "read-only" and place.devices):
             other = with_array(example, a, place.array(changed))
             taken = right_or_refused(other, named(name) + MESSAGES.get(how, MESSAGES["strided"]))

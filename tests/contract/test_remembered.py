@@ -7,6 +7,7 @@ import inspect
 import weakref
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -28,9 +29,9 @@ from places import every_example, every_result
 from tiers import where_kernels_run
 
 import cupy_fp8 as fp8
-from cupy_fp8 import testing
+from cupy_fp8 import reference, testing
 from cupy_fp8.arrays import is_contiguous
-from cupy_fp8.calls import remembered
+from cupy_fp8.calls import call, remembered
 
 
 def noticed(known: Example, changed: Example, options_are_equal: bool = False) -> None:
@@ -86,11 +87,8 @@ def test_other_contents_of_arrays_that_are_copied(example, device):
 def test_another_dtype_or_shape_of_the_same_memory(example, device):
     example = example.on(device.run)
     for a in given(example).values():
-        views = [
-            a.view(dtype)
-            for dtype in DTYPES
-            if dtype.itemsize == a.itemsize and not dtype.hasobject and dtype != a.dtype
-        ]
+        views = [a.view(dtype) for dtype in DTYPES if dtype.itemsize == a.itemsize and not dtype.hasobject
+                 and dtype != a.dtype]
         for view in (*views, a.reshape(-1), a.reshape(a.shape[::-1]), a.reshape(1, *a.shape)):
             noticed(example, with_array(example, a, view))
 
@@ -100,11 +98,8 @@ def other_values(value: Any) -> Iterator[Any]:
     if isinstance(value, tuple) and value and all(isinstance(n, int) for n in value):
         yield from (tuple(map(float, value)), tuple(n if n != 1 else True for n in value), list(value))
     elif isinstance(value, (bool, int, float)):
-        yield from {
-            type(other): other
-            for other in (bool(value), int(value), float(value), np.float32(value))
-            if other == value
-        }.values()
+        yield from {type(other): other for other in (bool(value), int(value), float(value), np.float32(value))
+                    if other == value}.values()
         if value == 0:
             yield -0.0
     elif isinstance(value, str):
@@ -116,18 +111,14 @@ def test_options_that_are_equal(example, device):
     """True, 1 and 1.0 are equal and hash alike; so are 0.0 and -0.0. Not every op takes each of them."""
     example = example.on(device.run)
     public = inspect.signature(getattr(fp8, example.op.name, example.op.function)).parameters
-    options = {
-        name: p.default
-        for name, p in public.items()
-        if p.default is not p.empty and name not in ("out", "check")
-    }
+    options = {name: p.default for name, p in public.items() if p.default is not p.empty
+               and name not in ("out", "check")}
     options |= {name: value for name, value in example.kwargs.items() if name in public}
     taken = list(public)[:len(example.args)]
     for name, value in options.items():
         for other in other_values(value) if name not in taken else ():
-            noticed(
-                example, example.with_tree((example.args, {**example.kwargs, name: other}, example.out)), True
-            )
+            noticed(example, example.with_tree((example.args, {**example.kwargs, name: other}, example.out)),
+                    True)
 
 
 @every_example
@@ -192,3 +183,22 @@ def test_results_of_two_calls_share_no_memory(example, device):
         calls.append((again.with_tree((again.args, {**again.kwargs, "amax": None}, anew(again))), *before))
     for made in calls:
         compare(*made)
+
+
+@pytest.mark.parametrize("align", [1, 16])
+def test_a_list_of_sizes_is_copied_for_every_call(align, device, monkeypatch):
+    """A call with one is remembered as a call with an array is, whatever the sizes, and the array is the
+    result's own."""
+    values = np.arange(300 * 16, dtype=np.float32).reshape(300, 16)
+    x, sizes = device.array(values), [100, 0, 150]
+    validate = mock.Mock(side_effect=call.validate_call)
+    monkeypatch.setattr(call, "validate_call", validate)
+    for given_sizes in (sizes, sizes, [1, 2, 297], sizes):
+        g = fp8.group_quantize(x, given_sizes, fp8.MXScaling(), align=align)
+        want = reference.group_quantize(values, np.array(given_sizes), fp8.MXScaling(), align=align)
+        for name in ("splits", "offsets", "rowwise", "scale_inv"):
+            testing.assert_bytes_equal(fp8.asnumpy(getattr(g, name)), getattr(want, name))
+        g.splits[...] = 0                       # changes no later call's sizes
+    assert validate.call_count == 1
+    with pytest.raises(ValueError, match="splits: expected sizes that add up to at most the 300 rows"):
+        fp8.group_quantize(x, [100, 201], fp8.MXScaling())

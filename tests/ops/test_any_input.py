@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiers import needs_host
 
 import cupy_fp8 as fp8
 from cupy_fp8 import Scaled, cases, reference, testing
@@ -30,8 +31,6 @@ from cupy_fp8.formats import (
 )
 from cupy_fp8.results import swap_last
 
-needs_host = pytest.mark.skipif(
-    testing.executor_problem("host") is not None, reason=str(testing.executor_problem("host")))
 directions_of = st.sampled_from([
     dict(zip(("rowwise", "columnwise", "transposed"), flags, strict=True))
     for flags in ((True, False, True), (False, True, True), (True, True, True), (True, True, False),

@@ -14,6 +14,7 @@ import nvrtc
 import pytest
 import toy_op
 from ptx import check_instructions
+from tiers import needs_host
 
 from cupy_fp8 import bench, cases, hostexec
 from cupy_fp8.__main__ import main
@@ -22,7 +23,6 @@ from cupy_fp8.cases.programs import all_programs, programs
 from cupy_fp8.cli import written
 
 ROOT = Path(__file__).resolve().parents[2]
-needs_host = pytest.mark.skipif(hostexec.available() is not None, reason=str(hostexec.available()))
 
 
 @pytest.fixture(autouse=True)

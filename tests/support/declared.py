@@ -56,9 +56,8 @@ def mapped(tree: Any, change: Callable[[Any], Any], made: dict[int, Any] | None 
         found = change(tree)
     elif isinstance(tree, Result):
         found = object.__new__(type(tree))
-        found.__dict__.update(
-            {name: mapped(part, change, made) for name, part in tree.__getstate__().items()}
-        )
+        found.__dict__.update({name: mapped(part, change, made)
+                               for name, part in tree.__getstate__().items()})
     elif isinstance(tree, dict):
         found = {name: mapped(part, change, made) for name, part in tree.items()}
     elif isinstance(tree, (list, tuple)):
@@ -115,12 +114,8 @@ class Example:
 
     @property
     def written(self) -> set[str]:
-        return {
-            name
-            for found in self.declared
-            if found.written
-            for name in (found.name, found.name.partition("[")[0])
-        }
+        return {name for found in self.declared if found.written
+                for name in (found.name, found.name.partition("[")[0])}
 
     @property
     def result(self) -> list[Any]:
@@ -190,11 +185,8 @@ def _valid(call: Callable[[], Any]) -> tuple[list[Range], list[Written]]:
         raise _Validated
 
     validate = calls.validate_call
-    with (
-        mock.patch.object(calls, "validate_call", noted),
-        mock.patch.object(memory, "describe", _never),
-        suppress(_Validated),
-    ):
+    with (mock.patch.object(calls, "validate_call", noted), mock.patch.object(memory, "describe", _never),
+          suppress(_Validated)):
         call()
     return ranges, written
 
@@ -258,9 +250,8 @@ def _described(op: Registration) -> Iterator[_Described]:
             continue
         names = {one.name for one in ranges} | {one.name for one in written}
         if len(names) <= _MOST_ARRAYS and (written or any(one.written for one in ranges)):
-            options = {
-                (name, value) for name, value in case.options.items() if isinstance(value, (str, tuple, bool))
-            }
+            options = {(name, value) for name, value in case.options.items()
+                       if isinstance(value, (str, tuple, bool))}
             yield _Described(case, size, set(product(names, names)), {frozenset(names), *options})
 
 

@@ -15,8 +15,6 @@ from cupy_fp8 import BlockScaling, MXScaling, cases, reference, testing
 from cupy_fp8.formats import bfloat16
 from cupy_fp8.grouped import Grouped
 
-needs_host = pytest.mark.skipif(testing.executor_problem("host") is not None,
-                                reason=str(testing.executor_problem("host")))
 RECIPE, CURRENT = fp8.DelayedScaling(), fp8.CurrentScaling()
 ROWS, COLUMNS = (1, None), (None, 1)
 BLOCKS = {"block": BlockScaling(), "square": BlockScaling(block=(128, 128)),

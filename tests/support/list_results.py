@@ -9,6 +9,8 @@ import numpy as np
 
 import cupy_fp8 as fp8
 from cupy_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, Quantized, cases, testing
+from cupy_fp8.cases.quantize.tensor_list import GROUPS
+from cupy_fp8.formats import bfloat16
 
 #: The launches of a list of arrays that are not empty.
 LAUNCHES = {DelayedScaling: ["multi_cast_transpose"],
@@ -36,3 +38,43 @@ def poison(results: list[Quantized]) -> None:
 
 def assert_same(actual: Quantized, desired: Quantized) -> None:
     testing.assert_bytes_equal(actual, desired)
+
+
+# ---- lists of matrices ----
+DELAYED = DelayedScaling()
+#: One of each kind.
+KINDS: tuple[Any, ...] = (DELAYED, CurrentScaling(), BlockScaling(), MXScaling())
+
+
+def kind(recipe: Any) -> str:
+    return type(recipe).__name__
+
+
+def matrices(group: str, dtype: Any = bfloat16, seed: int = 0) -> list[np.ndarray]:
+    return [cases.values("normal", shape, dtype, seed + i) for i, shape in enumerate(GROUPS[group])]
+
+
+def multi(xs: Any, recipe: Any, **options: Any) -> Any:
+    return fp8.multi_quantize(xs, recipe, **({"columnwise": True} | options))
+
+
+def outputs_for(xs: list[Any], recipe: Any = DELAYED, **directions: bool) -> list[Quantized]:
+    outputs = [recipe.empty(x.shape, like=x, **({"columnwise": True} | directions)) for x in xs]
+    poison(outputs)
+    return outputs
+
+
+def scales_of(recipe: Any, xs: list[Any]) -> dict[str, Any]:
+    return {"scales": [0.5 + i for i in range(len(xs))]} if isinstance(recipe, DelayedScaling) else {}
+
+
+def expected(recipe: Any, xs: list[Any], scale: float | None = None, **directions: bool) -> list[Quantized]:
+    """Each array by itself, with the scales of `scales_of` where the recipe needs any."""
+    given = [{"scale": 0.5 + i if scale is None else scale} if isinstance(recipe, DelayedScaling) else {}
+             for i in range(len(xs))]
+    return [recipe.quantize(x, **({"columnwise": True} | directions), **own)
+            for x, own in zip(xs, given, strict=True)]
+
+
+def assert_all_same(run: testing.Executor, results: list[Quantized], desired: list[Quantized]) -> None:
+    testing.assert_bytes_equal(results, list(map(run.numpy, desired)))

@@ -15,8 +15,6 @@ from cupy_fp8 import Routing, Scaled, cases, testing
 
 #: For what concerns NumPy arrays only: the fixture `run` of these executors.
 on_the_cpu = pytest.mark.parametrize("run", ["reference", "host"], indirect=True)
-_PROBLEM = testing.executor_problem("host")
-needs_host = pytest.mark.skipif(_PROBLEM is not None, reason=str(_PROBLEM))
 
 
 def array(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> np.ndarray:

@@ -71,7 +71,7 @@ _FAULTS = (
           "for (int step = 4; step < 16; step *= 2) sum", "unpermute_backward"),
     Fault("quantize/bias_gradient.cu", "left_of(p.rows - row, ROWS)", "left_of(p.rows - row - 1, ROWS)",
           "cast_transpose"),
-    Fault("quantize/block_lines.cu", "left_of(p.columns - column, kLaneColumns)",
+    Fault("quantize/whole_vectors.cu", "left_of(p.columns - column, kLaneColumns)",
           "left_of(p.columns - column - 1, kLaneColumns)", "quantize_block"),
     Fault("quantize/block_rows.cu", "+ of_load * step", "+ of_load * kLength", "quantize_block"),
     Fault("quantize/blocks.cu", "row < p.rows ? s.scale_inv", "row < p.rows - 1 ? s.scale_inv",
@@ -120,8 +120,8 @@ _FAULTS = (
     Fault("include/groups/splits.cuh", ">= step) value += other;", "> step) value += other;", "sort_chunks"),
     Fault("include/memory/chunks.cuh", "w * kPerWord + i < count)\n                    p[",
           "w * kPerWord + i <= count)\n                    p[", "astype", mode="asan"),
-    Fault("include/memory/elementwise.cuh", "kFlatUnroll * kStep <= n;", "kFlatUnroll * kStep <= n + 1;",
-          "astype", mode="asan"),
+    Fault("include/memory/elementwise.cuh", "kElementwiseUnroll * kStep <= n;",
+          "kElementwiseUnroll * kStep <= n + 1;", "astype", mode="asan"),
     Fault("include/numerics/amax.cuh", "low > high ? low : high", "low < high ? low : high", "compute_amax"),
     Fault("include/numerics/arith.cuh", "as_bits(a) - 1u < 0x7f7fffffu", "as_bits(a) - 1u <= 0x7f7fffffu",
           "compute_scale"),
@@ -189,9 +189,12 @@ def plant(fault: Fault, folder: Path) -> Path:
 
 def chosen(fault: Fault) -> Iterator[Recorded]:
     """The cases that cover what the op launches of the source, with few elements before many. Behind them all
-    other cases that need no other program."""
+    other cases that need no other program. LookupError if no case launches a program with the fault."""
     recorded = [one for one in record(OPS[fault.op]) if one.size and not one.raised and one.variants
                 and any(map(fault.in_program, one.variants))]
+    if not recorded:
+        raise LookupError(f"{fault.file}: no case of {fault.op} launches a program of "
+                          f"{fault.source or 'any kernel'} {fault.define}: name another op, kernel or define")
     covers = sorted(covering_of(recorded), key=lambda one: (len(one.variants), one.size))
     yield from covers
     yield from (one for one in served_by(covers, recorded) if one not in covers)

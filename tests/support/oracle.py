@@ -106,27 +106,24 @@ def patterns(f: FloatFormat) -> np.ndarray:
 def with_neighbours(magnitudes: np.ndarray) -> np.ndarray:
     """f32 values, and the f32 values just above and below, of both signs."""
     bits = magnitudes.astype(np.float32).view(np.uint32)
-    near = np.concatenate(
-        [bits, bits + np.uint32(1), np.where(bits == 0, 0, bits - np.uint32(1)).astype(np.uint32)]
-    )
+    below = np.where(bits == 0, 0, bits - np.uint32(1)).astype(np.uint32)
+    near = np.concatenate([bits, bits + np.uint32(1), below])
     return np.concatenate([near, near | np.uint32(0x80000000)]).view(np.float32)
 
 
 def boundaries(f: FloatFormat) -> np.ndarray:
     """Where rounding to `f` can go wrong: around every value, every midpoint, and the limits of f32
     itself."""
-    limits = np.array(
-        [0, 2.0**-149, 2.0**-127, 2.0**-126, 2.0**127, np.finfo(np.float32).max, np.inf, np.nan]
-    )
+    limits = np.array([0, 2.0**-149, 2.0**-127, 2.0**-126, 2.0**127, np.finfo(np.float32).max, np.inf,
+                       np.nan])
     points = np.concatenate([f.magnitudes, f.midpoints, limits])
     return with_neighbours(points[~((points > limits[-3]) & np.isfinite(points))])
 
 
 def e8m0_boundaries() -> np.ndarray:
     """Around every power of two, every 1.5 * 2**e, and the limits of f32."""
-    return with_neighbours(
-        np.concatenate([[0, 2.0**-149, np.finfo(np.float32).max, np.inf], _POWERS, 1.5 * _POWERS])
-    )
+    return with_neighbours(np.concatenate([[0, 2.0**-149, np.finfo(np.float32).max, np.inf], _POWERS,
+                                           1.5 * _POWERS]))
 
 
 def random_f32(f: FloatFormat | None = None, chunks: int = 16, size: int = 1 << 20) -> Iterator[np.ndarray]:
@@ -137,8 +134,7 @@ def random_f32(f: FloatFormat | None = None, chunks: int = 16, size: int = 1 << 
         bits = rng.integers(0, 1 << 32, size, np.uint32)
         if f is not None:
             smallest, largest = np.frexp(f.magnitudes[[1, -2]])[1] + 126  # exponent fields in f32
-            exponent = rng.integers(
-                max(smallest - 2, 0), min(largest + 2, 254), size, np.uint32, endpoint=True
-            )
+            exponent = rng.integers(max(smallest - 2, 0), min(largest + 2, 254), size, np.uint32,
+                                    endpoint=True)
             bits = bits & np.uint32(0x807FFFFF) | exponent << np.uint32(23)
         yield bits.view(np.float32)

@@ -71,9 +71,8 @@ class ndarray:
 
     __module__ = "cupy"
 
-    def __init__(
-        self, shape: Any, dtype: Any = float, memptr: MemoryPointer | None = None, strides: Any = None
-    ) -> None:
+    def __init__(self, shape: Any, dtype: Any = float, memptr: MemoryPointer | None = None,
+                 strides: Any = None) -> None:
         dtype, shape = np.dtype(dtype), (shape,) if isinstance(shape, int) else tuple(shape)
         at = alloc(int(np.prod(shape)) * dtype.itemsize) if memptr is None else memptr
         self._set(np.ndarray(shape, dtype, at.buffer, at.start, strides), at.buffer, at.device_id, None)
@@ -107,13 +106,9 @@ class ndarray:
         return float(self.on_host.reshape(()))
 
     def __getitem__(self, key: Any) -> ndarray:
-        return self._view(
-            self.on_host[(*key, ...)]
-            if isinstance(key, tuple) and ... not in key
-            else self.on_host[key, ...]
-            if isinstance(key, int)
-            else self.on_host[key]
-        )
+        if isinstance(key, int) or (isinstance(key, tuple) and ... not in key):
+            key = (*key, ...) if isinstance(key, tuple) else (key, ...)
+        return self._view(self.on_host[key])
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.on_host[key] = getattr(value, "on_host", value)
@@ -212,14 +207,11 @@ def _module() -> Any:
     module: Any = types.ModuleType("cupy")
     default = Stream()
     properties = {"multiProcessorCount": 132, "sharedMemPerBlockOptin": 227 << 10}
-    runtime = types.SimpleNamespace(
-        getDevice=lambda: _state.device,
-        getDeviceCount=lambda: len(DEVICES),
-        free=lambda at: None,
-        streamIsCapturing=lambda stream: _state.recorded is not None,
-        getDeviceProperties=lambda device: properties,
-        deviceSynchronize=lambda: None,
-    )
+    runtime = types.SimpleNamespace(getDevice=lambda: _state.device, getDeviceCount=lambda: len(DEVICES),
+                                    free=lambda at: None,
+                                    streamIsCapturing=lambda stream: _state.recorded is not None,
+                                    getDeviceProperties=lambda device: properties,
+                                    deviceSynchronize=lambda: None)
     module.cuda = types.SimpleNamespace(
         runtime=runtime, alloc=alloc, Device=Device, Stream=Stream,
         get_current_stream=lambda: _state.streams[-1] if _state.streams else default)

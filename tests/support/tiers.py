@@ -15,13 +15,16 @@ from typing import Any, TypeVar
 
 import pytest
 
-from cupy_fp8 import backend
+from cupy_fp8 import backend, testing
 
 ParameterSet = type(pytest.param())
 Value = TypeVar("Value")
 
 
 # ---- marks that modules use ----
+_HOST_PROBLEM = testing.executor_problem("host")
+#: For tests of the CPU executor.
+needs_host = pytest.mark.skipif(_HOST_PROBLEM is not None, reason=str(_HOST_PROBLEM))
 #: For tests of launches: the fixture `run` without the reference, which launches nothing.
 where_kernels_run = pytest.mark.parametrize("run", ["host", pytest.param("cuda", marks=pytest.mark.gpu)],
                                             indirect=True)

@@ -9,13 +9,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from tiers import needs_host
 
 import cupy_fp8 as fp8
 from cupy_fp8 import hostexec, testing
 from cupy_fp8.hostexec import build
 
 ROOT = Path(fp8.__file__).resolve().parent.parent
-needs_host = pytest.mark.skipif(hostexec.available() is not None, reason=str(hostexec.available()))
 
 
 @pytest.fixture

@@ -16,20 +16,16 @@ from typing import Any
 import mutations
 import pytest
 from background import Background
-from mutations import FAULTS, FOUND_BY_SANITIZER, SURVIVED, fault_of
+from mutations import FAULTS, FOUND_BY_SANITIZER, SURVIVED, chosen, fault_of
 
 import cupy_fp8
 from cupy_fp8 import hostexec
 from cupy_fp8.kernels import sources
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.skipif(hostexec.available() is not None, reason=str(hostexec.available())),
-]
+pytestmark = [pytest.mark.full,
+              pytest.mark.skipif(hostexec.available() is not None, reason=str(hostexec.available()))]
 #: Signals with which a process dies of an address that is not its own, or of an error of the executor.
 CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
-
-
 
 
 def child(name: str, cache: Path, background: Background) -> str:
@@ -74,6 +70,12 @@ def test_cases_find_the_fault(name, background_result):
 def test_a_change_of_no_byte_survives(name, background_result):
     """So what finds faults is the bytes, not the harness."""
     assert background_result(name) == SURVIVED
+
+
+def test_a_fault_that_nothing_launches_is_an_error():
+    """It does not count as one that survived."""
+    with pytest.raises(LookupError, match=r"no case of quantize_tensor launches .* OUT=e3m4"):
+        next(chosen(FAULTS["quantize/tensor_current.cu"]._replace(define="OUT=e3m4")))
 
 
 def test_every_kernel_file_has_a_fault():

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiers import needs_host
 
 import cupy_fp8 as fp8
 from cupy_fp8 import backend, cases, testing
@@ -22,8 +23,6 @@ from cupy_fp8.cli import selftest, written
 from cupy_fp8.kernels import Variant
 
 ROOT = Path(fp8.__file__).resolve().parent.parent
-HOST_PROBLEM = testing.executor_problem("host")
-needs_host = pytest.mark.skipif(HOST_PROBLEM is not None, reason=str(HOST_PROBLEM))
 without_gpu = pytest.mark.skipif(backend.gpu_problem() is None, reason="there is a GPU")
 
 

@@ -87,8 +87,8 @@ def test_markdown_and_summary(matrices, capsys):
 
 
 def test_summary_adds_up():
-    row = demo.Row("a.0.w", (2, 4), "float32", "r", 30.0, 0.5, 1, 2, 0, 2.5, 10.0, None)
-    other = demo.Row("a.1.w", (2, 12), "float32", "r", 20.0, 0.25, 2, 0, 0, 2.1, 30.0, None)
+    row = demo_table.Row("a.0.w", (2, 4), "float32", "r", 30.0, 0.5, 1, 2, 0, 2.5, 10.0, None)
+    other = demo_table.Row("a.1.w", (2, 12), "float32", "r", 20.0, 0.25, 2, 0, 0, 2.1, 30.0, None)
     head, body = demo_table._summary([row, other])
     assert dict(zip(head, body[0], strict=True)) == {
         "kind": "a.*.w", "tensors": "2", "elements": "32", "recipe": "r",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiers import needs_host
 
 import cupy_fp8 as fp8
 from cupy_fp8 import cases, hostexec, testing
@@ -23,8 +24,6 @@ from cupy_fp8.cli import progress, selftest
 from cupy_fp8.kernels import Variant
 
 ROOT = Path(fp8.__file__).resolve().parent.parent
-HOST_PROBLEM = testing.executor_problem("host")
-needs_host = pytest.mark.skipif(HOST_PROBLEM is not None, reason=str(HOST_PROBLEM))
 
 
 def entries(recorded: list[Recorded]) -> set[tuple[str, str]]:

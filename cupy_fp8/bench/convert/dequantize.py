@@ -19,7 +19,7 @@ from ...testing import assert_bytes_equal
 from ..quantize.tensor import SIZES, Spec
 
 _MAIN = SIZES[2]
-_PANELS, _PANEL_ROWS = 4, 128       # rows that are compared with the reference
+_SLICES, _SLICE_ROWS = 4, 128       # rows that are compared with the reference
 _ROW, _COLUMN = (1, 32), (32, 1)
 
 
@@ -34,9 +34,9 @@ def _result(shape: tuple[int, int], dtype: np.dtype[Any], block: Any, scale: np.
     return Scaled(data, scale_inv, shape, transposed, block, layout)
 
 
-def _panels(a: Array, rows: int) -> np.ndarray:
+def _slices(a: Array, rows: int) -> np.ndarray:
     """Evenly spaced row segments of `a`."""
-    starts = np.linspace(0, max(a.shape[0] // rows - 1, 0), _PANELS).astype(int) * rows
+    starts = np.linspace(0, max(a.shape[0] // rows - 1, 0), _SLICES).astype(int) * rows
     return np.concatenate([asnumpy(bits(a)[start:start + rows]) for start in starts]).view(a.dtype)
 
 
@@ -48,12 +48,12 @@ def _blocks(shape: tuple[int, int], dtype: np.dtype[Any], to: np.dtype[Any], blo
 
         def check() -> None:
             raw = bits(s.data).T if transposed else bits(s.data)
-            data = np.ascontiguousarray(_panels(raw, _PANEL_ROWS)).view(dtype)
+            data = np.ascontiguousarray(_slices(raw, _SLICE_ROWS)).view(dtype)
             scales = s.to_layout("compact").scale_inv
             if transposed and 1 not in block:
                 scales = scales.T
-            part = Scaled(data, _panels(scales, _PANEL_ROWS // block[0]), data.shape, False, block, "compact")
-            assert_bytes_equal(_panels(out, _PANEL_ROWS), reference.dequantize(part, dtype=to))
+            part = Scaled(data, _slices(scales, _SLICE_ROWS // block[0]), data.shape, False, block, "compact")
+            assert_bytes_equal(_slices(out, _SLICE_ROWS), reference.dequantize(part, dtype=to))
 
         return (lambda: dequantize(s, dtype=to, out=out)), check
 

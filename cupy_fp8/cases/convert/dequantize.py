@@ -101,8 +101,6 @@ def _block_cases() -> Iterator[Case]:
                                scale_layout="gemm_ready")
 
 
-register(
-    Registration("dequantize", dequantize.dequantize, reference.dequantize, _inputs, _cases,
-                 "the values of quantised data as float32, float16 or bfloat16",
-                 programs=(dequantize.variants, astype.variants)),
-)
+register(Registration("dequantize", dequantize.dequantize, reference.dequantize, _inputs, _cases,
+                      "the values of quantised data as float32, float16 or bfloat16",
+                      programs=(dequantize.variants, astype.variants)))

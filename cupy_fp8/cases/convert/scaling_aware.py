@@ -98,8 +98,6 @@ def _cases() -> Iterator[Case]:
         yield case(float8_e4m3fn, (130, 257), block=block, scale_layout="compact")
 
 
-register(
-    Registration("scaling_aware_transpose", _again, reference.scaling_aware_transpose, _inputs, _cases,
-                 "row-wise FP8 with power-of-two scales to column-wise FP8, one exact rounding",
-                 programs=(scaling_aware.variants,)),
-)
+register(Registration("scaling_aware_transpose", _again, reference.scaling_aware_transpose, _inputs, _cases,
+                      "row-wise FP8 with power-of-two scales to column-wise FP8, one exact rounding",
+                      programs=(scaling_aware.variants,)))

@@ -87,8 +87,6 @@ def _cases() -> Iterator[Case]:
             yield case(dtype, 100, "few", layout, **TYPICAL)
 
 
-register(
-    Registration("splits_to_offsets", _offsets, _reference, _inputs, _cases,
-                 "group sizes on the device to offsets: ends or starts, times strides, int32 and int64",
-                 programs=(offsets.variants,)),
-)
+register(Registration("splits_to_offsets", _offsets, _reference, _inputs, _cases,
+                      "group sizes on the device to offsets: ends or starts, times strides, int32 and int64",
+                      programs=(offsets.variants,)))

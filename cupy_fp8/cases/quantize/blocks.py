@@ -101,8 +101,6 @@ def _row_and_column_cases(case: Callable[..., Case]) -> Iterator[Case]:
         yield case(bfloat16, (133, 259), values, **direction, **_SQUARE, **_VLLM)
 
 
-register(
-    Registration("quantize_block", blocks.quantize_block, reference.quantize_block, _inputs, _cases,
-                 "FP8 in blocks of 128×128, 1×128, 128×1, … with f32 scales, as six libraries define it",
-                 programs=(blocks.variants,)),
-)
+register(Registration("quantize_block", blocks.quantize_block, reference.quantize_block, _inputs, _cases,
+                      "FP8 in blocks of 128×128, 1×128, 128×1, … with f32 scales, as six libraries define it",
+                      programs=(blocks.variants,)))

@@ -270,8 +270,6 @@ def _padded_cases(case: Callable[..., Case]) -> Iterator[Case]:
         yield case(bfloat16, (64, 16), groups=4, sizes="even", align=16, columnwise=True, **family)
 
 
-register(
-    Registration("group_quantize", _group_quantize, _reference, _inputs, _cases,
-                 "groups of rows whose sizes are on the device, each quantised as a tensor of its own",
-                 programs=(grouped.variants,)),
-)
+register(Registration("group_quantize", _group_quantize, _reference, _inputs, _cases,
+                      "groups of rows whose sizes are on the device, each quantised as a tensor of its own",
+                      programs=(grouped.variants,)))

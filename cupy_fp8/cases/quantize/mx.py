@@ -83,8 +83,5 @@ def _rule_cases(case: Callable[..., Case]) -> Iterator[Case]:
         yield case(float32, shape, "normal", dtype=float8_e4m3fn, scale_layout="swizzled")
 
 
-register(
-    Registration("quantize_mx", mx.quantize_mx, reference.quantize_mx, _inputs, _cases,
-                 "MXFP8: blocks of 32 with E8M0 scales, compact or swizzled",
-                 programs=(mx.variants,)),
-)
+register(Registration("quantize_mx", mx.quantize_mx, reference.quantize_mx, _inputs, _cases,
+                      "MXFP8: blocks of 32 with E8M0 scales, compact or swizzled", programs=(mx.variants,)))

@@ -83,8 +83,6 @@ def _cases() -> Iterator[Case]:
         yield case(target, "compact", (20, 500), (None, 1), dtype=float32)
 
 
-register(
-    Registration("convert_scales", convert.convert_scales, reference.convert_scales, _inputs, _cases,
-                 "scales of blocks from any layout to any other, f32 powers of two and E8M0",
-                 programs=(convert.variants, swizzle.variants)),
-)
+register(Registration("convert_scales", convert.convert_scales, reference.convert_scales, _inputs, _cases,
+                      "scales of blocks from any layout to any other, f32 powers of two and E8M0",
+                      programs=(convert.variants, swizzle.variants)))

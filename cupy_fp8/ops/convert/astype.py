@@ -15,6 +15,7 @@ from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, one_array
 from ...formats import BYTE_DTYPES, FORMATS, flag, lookup
 from ...kernels import Kernel, Launch, Variant, elementwise, tiles
+from ...methods import for_methods
 from ...results import swap_last
 
 _CONVERT = Kernel("convert/astype", "convert")
@@ -24,6 +25,7 @@ _ALL_DTYPES = tuple(FORMATS)
 _BYTES = tiles.Tile(256, 256, down_first=True)
 
 
+@for_methods
 def astype(a: Array, dtype: Any, saturate: bool = True, *, out: Array | None = None) -> Array:
     """Convert between float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 and float8_e8m0fnu, in any
     direction.

@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ... import backend, kernels, reference
-from ...arrays import Array, is_contiguous
-from ...calls import validate
+from ...arrays import Array, address, bits, is_contiguous, zeros
+from ...calls import memory, validate
 from ...calls.call import Call, Input, Op, run, validate_call
 from ...calls.results import Description, one_array
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float32, lookup
 from ...grouped import Grouped
 from ...kernels import Kernel, Launch, Variant, elementwise, grid_size, tiles
 from ...layouts import SMALLEST_BLOCK, SWIZZLE_COLUMNS, cdiv
+from ...methods import for_methods
 from ...results import Quantized, Scaled, check_block_scales, swap_last
 from .astype import flat_launches
 
@@ -34,6 +35,7 @@ _CHUNKS_LOG2 = 5
 _STEPS, _STEPS_SWIZZLED = 4, 8              # rows for each of its threads
 
 
+@for_methods
 def dequantize(q: Scaled | Quantized | Grouped, *, dtype: Any = float32, out: Array | None = None) -> Array:
     """The values of quantised data: data * scale_inv in f32, rounded to `dtype`, in the logical shape.
 
@@ -52,7 +54,7 @@ def dequantize(q: Scaled | Quantized | Grouped, *, dtype: Any = float32, out: Ar
     [[3.0, -5.0]]
     """
     if isinstance(q, Grouped):
-        return q.dequantize(lookup(dtype, INPUT_DTYPES, "dtype").dtype, out=out)
+        return dequantize_groups(q, dtype, out)
     return run(_DEQUANTIZE, (q, dtype), out)
 
 
@@ -105,9 +107,31 @@ class _Dequantize(Op[_Inputs]):
 _DEQUANTIZE = _Dequantize()
 
 
-def check_call(q: Scaled | Quantized, to: np.dtype[Any], out: Array) -> None:
-    """Validates a call of `dequantize` with out=, so that a caller of several writes all results or none."""
-    validate_call(_DEQUANTIZE, (q, to), out)
+@for_methods
+def dequantize_groups(g: Grouped, dtype: Any, out: Array | None) -> Array:
+    """`Grouped.dequantize`: a launch for each group."""
+    if g._plain:
+        raise TypeError(f"dequantize: plain {g.dtype} values are not quantised; use astype on .data")
+    to, data = lookup(dtype, INPUT_DTYPES, "dtype").dtype, g._any
+    sizes, offsets = g._places()
+    if out is not None:
+        at = validate.writable(out, g.shape, to, data, backend.module_of(data), "out")
+        scale_inv = g.columnwise_scale_inv if g.scale_inv is None else g.scale_inv
+        memory.check_separate([memory.Range(at, at + out.nbytes, True, "out"), *(
+            memory.Range(address(a), address(a) + validate.extent(a), False, name)
+            for name, a in (("q.data", data), ("q.scale_inv", scale_inv)) if a is not None)])
+    result: Array = zeros(g.shape, to, like=data) if out is None else out
+    members = list(map(g._members(sizes, offsets), range(len(g))))
+    flat, length = result.reshape(-1), g.shape[1]
+    parts = [flat[at:at + size * length].reshape(size, length)
+             for at, size in zip(offsets, sizes, strict=False)]
+    if out is not None:                         # all members are checked before any is written
+        for member, part in zip(members, parts, strict=True):
+            validate_call(_DEQUANTIZE, (member, to), part)
+        bits(out).fill(0)
+    for member, part in zip(members, parts, strict=True):
+        dequantize(member, dtype=to, out=part)
+    return result
 
 
 def _unpacked(s: Scaled) -> Scaled:

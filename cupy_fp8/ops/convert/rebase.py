@@ -19,6 +19,7 @@ from ...calls.results import Description, Written
 from ...formats import FORMATS, FP8_DTYPES, flag, float8_e8m0fnu, float32, names
 from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import SCALE_DTYPES, cdiv, scale_dtype, scale_shape
+from ...methods import for_methods
 from ...reference.convert.dequantize import block_scales
 from ...results import Quantized, Scaled, check_block_scales, swap_last
 from ..scales.convert import Block, Conversion, conversion, conversion_launches
@@ -37,6 +38,7 @@ _CHUNKS_ACROSS_LOG2, _MOST_ACROSS_LOG2 = 5, 8
 _OTHER_LAYOUTS = ("swizzled", "deepgemm_sm100")
 
 
+@for_methods
 def rebase_scales(q: Scaled | Quantized, *, block: Sequence[int | None], scale_dtype: Any = None,
                   scale_layout: str = "compact", changed: Array | None = None, check: bool = False,
                   out: Scaled | None = None) -> Scaled:

@@ -9,15 +9,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ... import reference
-from ...arrays import Array, address
+from ... import backend, reference
+from ...arrays import Array, address, is_contiguous
 from ...calls.call import Call, Op, run
 from ...calls.results import Description, Written
-from ...calls.splits import DTYPES, Groups, refuse_negative
+from ...calls.splits import DTYPES, Groups, check_at_most, check_offsets, refuse_negative
+from ...calls.splits import read as read_splits
 from ...calls.tables import Records
 from ...formats import flag, names
 from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import cdiv, round_up
+from ...methods import for_methods
 
 _KERNEL = Kernel("moe/offsets", "splits_to_offsets")
 _OUTPUTS = 16               # that one launch writes
@@ -81,6 +83,27 @@ def splits_to_offsets(splits: Any, *, strides: Sequence[int] = (1,),
     options = _options(_integers(strides), _unchanging(include_leading_zero), _unchanging(dtypes))
     result: list[Array] = run(_OFFSETS, (splits, beside, options, bulk_allocate, check), outputs)
     return result
+
+
+@for_methods
+def wrap_groups(data: Array, splits: Any,
+                offsets: Array | None) -> tuple[Array, Array, tuple[int, int], Array]:
+    """The fields of a Grouped that `Grouped.wrap` makes: splits, offsets, shape and the flat data."""
+    xp = backend.module_of(data, "data")
+    if data.ndim != 2:
+        raise ValueError(f"data: expected shape [M, K], got {data.shape}")
+    if not is_contiguous(data):
+        raise ValueError(f"data: expected a C-contiguous array, got strides {data.strides}; members are "
+                         "views of it")
+    groups = read_splits(splits, data, xp, False)
+    rows, columns = data.shape
+    if groups.host is not None:
+        check_at_most(groups.host, rows)
+    if offsets is None:
+        offsets = splits_to_offsets(groups.array, strides=(columns,))[0]
+    else:
+        check_offsets(offsets, groups, data, xp)
+    return groups.array, offsets, (rows, columns), data.reshape(-1)
 
 
 # ---- options ----

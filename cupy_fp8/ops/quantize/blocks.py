@@ -18,6 +18,7 @@ from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, f
 from ...kernels import Kernel, Launch, Variant, grid_size
 from ...kernels.warp_tiles import COLUMNS, LANE_COLUMNS, ROWS, WarpTiles
 from ...layouts import cdiv
+from ...methods import for_methods
 from ...options import block_eps, block_pow2, check_block_options
 from ...results import Quantized
 from . import block_results
@@ -25,7 +26,7 @@ from .block_results import ABSENT, AS_IS, TRANSPOSED, Axis, BlockOp, BlockResult
 
 _TILE = Kernel("quantize/blocks", "quantize_block_tile")
 _ROWS = Kernel("quantize/block_rows", "quantize_block_rows")
-_LINES = Kernel("quantize/block_lines", "quantize_block_lines")
+_WHOLE_VECTORS = Kernel("quantize/whole_vectors", "quantize_whole_vectors")
 # Elements of the smallest block, a quarter of a warp tile's row.
 _SMALLEST = 32
 _NO_SCALES = (0, 1, 1, 0, 0)                    # a ScaleGrid without its address
@@ -48,6 +49,7 @@ _SEGMENT_BYTES = 64
 _AMAX_FIRST, _GUARDED, _ROUND_DOWN, _ROUND_UP, _OTHER_QUOTIENT, _OTHER_PRODUCT = 1, 2, 4, 8, 16, 32
 
 
+@for_methods
 def quantize_block(x: Array, *, block: tuple[int | None, int | None] = (1, 128), dtype: Any = float8_e4m3fn,
                    rowwise: bool = True, columnwise: bool = False, transposed: bool = True,
                    pow2_scale: bool | None = None, eps: float | None = None, profile: str = "te",
@@ -199,14 +201,14 @@ class _QuantizeBlock(BlockOp):
         names = [name for name in quantization.directions
                  if name == "rowwise" or len(quantization.shared) < 2]
         if None in quantization.block:
-            yield from (_whole_line_launch(call, inputs, name, places) for name in names)
+            yield from (_whole_vectors_launch(call, inputs, name, places) for name in names)
         else:
             axes = quantization.axes(names)
             yield _rows_launch(call, inputs, axes, places) or _tile_launch(call, inputs, axes, places)
 
 
-def _whole_line_launch(call: Call, inputs: Inputs, name: str, places: Places) -> Launch:
-    """The launch of quantize_block_lines, which writes one direction of blocks of whole rows or columns."""
+def _whole_vectors_launch(call: Call, inputs: Inputs, name: str, places: Places) -> Launch:
+    """The launch of quantize_whole_vectors, which writes one direction of blocks of whole rows or columns."""
     quantization, x, direction = inputs.quantization, inputs.x, inputs.quantization.directions[name]
     along_rows = (direction.block[0] == 1) != quantization.swapped
     axis = Axis(name, block_results.stored(direction, quantization.swapped), name,
@@ -216,7 +218,7 @@ def _whole_line_launch(call: Call, inputs: Inputs, name: str, places: Places) ->
     matrices = quantization.size // (quantization.rows * quantization.columns)
     members = quantization.warp_tile_members((axis, _NO_BLOCKS), places,
                                      x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0)
-    return _lines_variant(quantization.source, quantization.to, along_rows).bind(
+    return _whole_vectors_variant(quantization.source, quantization.to, along_rows).bind(
         x.array, grid_size(matrices * tiles, quantization.shape), x=x.at, noop=call.noop_at, **members,
         rows=quantization.rows, columns=quantization.columns, rule=quantization.rule, block_segments=1,
         divide=int(quantization.divide), stored=axis.stored)
@@ -280,17 +282,9 @@ def warp_tiles_of(source: np.dtype[Any], rows: int, columns: int, square: bool, 
 
 
 @functools.cache
-def tile_variant(
-    source: np.dtype[Any],
-    to: np.dtype[Any],
-    rows: int,
-    columns: int,
-    square: bool,
-    divide: bool,
-    warp_tiles: WarpTiles,
-    aligned: bool = True,
-    kernel: Kernel = _TILE,
-) -> Variant:
+def tile_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: int, square: bool,
+                 divide: bool, warp_tiles: WarpTiles, aligned: bool = True,
+                 kernel: Kernel = _TILE) -> Variant:
     """The variant of the tile kernel for arrays, or for groups (ops/quantize/grouped_blocks.py)."""
     per_warp_tile = _COLUMN_BYTES * (not aligned or columns != ABSENT or square) + _ROW_BYTES * (not aligned
         or (rows != ABSENT and not square))
@@ -305,8 +299,7 @@ def tile_variant(
                          **of_groups)
 
 
-def any_shape_variant(source: np.dtype[Any], to: np.dtype[Any], _divide: bool = False,
-                      kernel: Kernel = _TILE) -> Variant:
+def any_shape_variant(source: np.dtype[Any], to: np.dtype[Any], kernel: Kernel = _TILE) -> Variant:
     """The program for arrays whose rows do not allow wide accesses, and for rare cases. It gets what to
     store, and how, at run time."""
     return tile_variant(source, to, TRANSPOSED, TRANSPOSED, False, False, ANY_SHAPE, False, kernel)
@@ -318,20 +311,13 @@ def _rows_variant(source: np.dtype[Any], to: np.dtype[Any], divide: bool) -> Var
 
 
 @functools.cache
-def _lines_variant(source: np.dtype[Any], to: np.dtype[Any], along_rows: bool) -> Variant:
+def _whole_vectors_variant(source: np.dtype[Any], to: np.dtype[Any], along_rows: bool) -> Variant:
     warp_tiles = _ACROSS if along_rows else _GATHERED
-    shared = warp_tiles.tile + warp_tiles.down * warp_tiles.across * (
-        _ROW_BYTES // 2 if along_rows else _COLUMN_BYTES
-    )
-    return _LINES.variant(
-        block=warp_tiles.block,
-        shared=shared,
-        IN=FORMATS[source].tag,
-        OUT=FORMATS[to].tag,
-        ALONG_ROWS=int(along_rows),
-        WARP_TILES_DOWN=warp_tiles.down,
-        WARP_TILES_ACROSS=warp_tiles.across,
-    )
+    per_warp_tile = _ROW_BYTES // 2 if along_rows else _COLUMN_BYTES
+    return _WHOLE_VECTORS.variant(
+        block=warp_tiles.block, shared=warp_tiles.tile + warp_tiles.down * warp_tiles.across * per_warp_tile,
+        IN=FORMATS[source].tag, OUT=FORMATS[to].tag, ALONG_ROWS=int(along_rows),
+        WARP_TILES_DOWN=warp_tiles.down, WARP_TILES_ACROSS=warp_tiles.across)
 
 
 def variants() -> Iterator[Variant]:
@@ -341,7 +327,7 @@ def variants() -> Iterator[Variant]:
         for divide in (False, True):
             yield _rows_variant(source, to, divide)
         for along_rows in (False, True):
-            yield _lines_variant(source, to, along_rows)
+            yield _whole_vectors_variant(source, to, along_rows)
         for (rows, columns), square, compact in product(
                 ((AS_IS, ABSENT), (ABSENT, TRANSPOSED), (AS_IS, TRANSPOSED)), (False, True), (False, True)):
             if warp_tiles := warp_tiles_of(source, rows, columns, square, False, compact):

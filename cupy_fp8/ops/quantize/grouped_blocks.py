@@ -29,8 +29,8 @@ _BLOCKS = Kernel("quantize/blocks", "group_quantize_block")
 _MX = Kernel("quantize/mx", "group_quantize_mx")
 _TILES_PER_BLOCK = 2            # that write transposed data; with more, multiprocessors are idle at the end
 _ROWS = Kernel("quantize/grouped_rows_columns", "group_quantize_rows")
-_LINES = Kernel("quantize/grouped_rows_columns", "group_quantize_lines")
-_LINE_TILE = WarpTiles(8, 1, down_first=False)             # 256 bytes of a transposed row
+_WHOLE_VECTORS = Kernel("quantize/grouped_rows_columns", "group_quantize_whole_vectors")
+_VECTOR_TILE = WarpTiles(8, 1, down_first=False)             # 256 bytes of a transposed row
 _SEGMENT_ROWS, _SHARE, _THREADS = 32, 8192, 256         # SegmentOfRows of the kernel
 _CHUNK_BYTES, _CHUNKS, _WARP = 16, 4, 32                # a thread holds so many chunks of a row
 _FIND, _QUANTIZE = 0, 1                                 # passes of the kernel of whole columns
@@ -72,7 +72,7 @@ def launches(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator[Lau
     """The launch for all groups, after one that finds each block's rows if that pays."""
     quantization, x = cast(AnyQuantization, inputs.quantization), inputs.x.array
     if None in quantization.block:
-        yield from _whole_lines(call, inputs, places)
+        yield from _whole_vectors(call, inputs, places)
         return
     (rows, columns), own = axes_of(quantization)
     wide_loads = inputs.x.at % (LANE_COLUMNS * x.itemsize) == 0
@@ -85,14 +85,9 @@ def launches(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator[Lau
         shifts = scales[0]["unit_shift"], scales[1]["unit_shift"]
         find, segments_at = find_segments(call, tiling.rows, tiling.segments, tiling.groups, shifts)
         yield find
-    yield chosen.bind(
-        x,
-        tiling.grid,
-        all={"x": inputs.x.at, "noop": call.noop_at, **members},
-        groups={**tiling.groups, "segments": segments_at},
-        along_rows=scales[0],
-        along_columns=scales[1],
-    )
+    yield chosen.bind(x, tiling.grid, all={"x": inputs.x.at, "noop": call.noop_at, **members},
+                      groups={**tiling.groups, "segments": segments_at}, along_rows=scales[0],
+                      along_columns=scales[1])
 
 
 def _by_direction(places: dict[str, int]) -> Places:
@@ -128,13 +123,13 @@ def scales_of(quantization: AnyQuantization, count: int, axis: Axis) -> dict[str
 
 
 # ---- whole rows and whole columns ----
-def _whole_lines(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator[Launch]:
+def _whole_vectors(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator[Launch]:
     """One launch if only rows are written. Otherwise a launch finds each block's rows and clears the amaxes,
     the second finds the amaxes, and the third quantises."""
     quantization, x = cast(blocks.BlockQuantization, inputs.quantization), inputs.x.array
     (rows, columns), own = axes_of(quantization)
     rows_alone = (rows.stored, columns.stored) == (AS_IS, ABSENT)
-    tile = (_SEGMENT_ROWS, _SHARE) if rows_alone else (_LINE_TILE.rows, _LINE_TILE.columns)
+    tile = (_SEGMENT_ROWS, _SHARE) if rows_alone else (_VECTOR_TILE.rows, _VECTOR_TILE.columns)
     tiling = tiled(call, inputs, places, *tile, clears=1)
     chunk = _CHUNK_BYTES // x.itemsize if rows_alone else LANE_COLUMNS
     aligned = inputs.x.at % (chunk * x.itemsize) == 0
@@ -149,7 +144,7 @@ def _whole_lines(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator
         find, groups["segments"] = find_segments(call, tiling.rows, tiling.segments, tiling.groups,
                                                  (scales["unit_shift"], 0), clear)
         yield find
-    chosen = (_rows_variant if rows_alone else _lines_variant)(quantization.source, quantization.to)
+    chosen = (_rows_variant if rows_alone else _whole_vectors_variant)(quantization.source, quantization.to)
     array = {"x": inputs.x.at, "noop": call.noop_at}
     if not rows_alone:
         # This launch writes only amaxes. The other one clears what no group has, and writes offsets and
@@ -169,7 +164,7 @@ def _amaxes(call: Call, inputs: Inputs, axes: tuple[Axis, Axis]) -> tuple[dict[s
     of_columns = inputs.number * quantization.columns if axes[1].scales else 0
     words = round_up(of_rows + of_columns, 4)                   # whole chunks
     room = max(_FEWEST, 1 << (words - 1).bit_length())          # one workspace serves similar numbers
-    at = call.workspace("group_lines", room)
+    at = call.workspace("group_amaxes", room)
     return {"row_amaxes": at if axes[0].scales else 0,
             "column_amaxes": at + 4 * of_rows if axes[1].scales else 0}, (at, 4 * max(words, 4))
 
@@ -194,22 +189,17 @@ def variant(quantization: AnyQuantization, stored: tuple[int, int], wide: bool) 
     return _mx_variant(quantization.source, quantization.to, *stored, quantization.tall, wide)
 
 
-def _block_variant(
-    source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: int, square: bool, divide: bool, wide: bool
-) -> tuple[Variant, WarpTiles]:
-    rare = divide or columns == AS_IS or (square and rows == ABSENT)
-    warp_tiles = (
-        blocks.warp_tiles_of(source, rows, columns, square, divide, False) if wide and not rare else None
-    )
+def _block_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: int, square: bool,
+                   divide: bool, wide: bool) -> tuple[Variant, WarpTiles]:
+    wide &= not (divide or columns == AS_IS or (square and rows == ABSENT))
+    warp_tiles = blocks.warp_tiles_of(source, rows, columns, square, divide, False) if wide else None
     if warp_tiles is None:
-        return blocks.any_shape_variant(source, to, divide, _BLOCKS), blocks.ANY_SHAPE
+        return blocks.any_shape_variant(source, to, _BLOCKS), blocks.ANY_SHAPE
     # Groups have an order of their own.
-    warp_tiles = warp_tiles._replace(
-        down_first=False, tiles_per_block=_TILES_PER_BLOCK if columns == TRANSPOSED else 1
-    )
-    return blocks.tile_variant(
-        source, to, rows, columns, square, divide, warp_tiles, True, _BLOCKS
-    ), warp_tiles
+    tiles_per_block = _TILES_PER_BLOCK if columns == TRANSPOSED else 1
+    warp_tiles = warp_tiles._replace(down_first=False, tiles_per_block=tiles_per_block)
+    return (blocks.tile_variant(source, to, rows, columns, square, divide, warp_tiles, True, _BLOCKS),
+            warp_tiles)
 
 
 def _mx_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: int, tall: bool,
@@ -222,35 +212,32 @@ def _mx_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: in
 
 @functools.cache
 def _rows_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
-    return _ROWS.variant(block=_THREADS, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, **_line_defines())
+    return _ROWS.variant(block=_THREADS, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, **_vector_defines())
 
 
 @functools.cache
-def _lines_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
-    factors_and_divisors = 2 * 4 * (_LINE_TILE.rows + _LINE_TILE.columns)
-    shared = _LINE_TILE.tile + factors_and_divisors
-    return _LINES.variant(block=_LINE_TILE.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag,
-                          **_line_defines())
+def _whole_vectors_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
+    factors_and_divisors = 2 * 4 * (_VECTOR_TILE.rows + _VECTOR_TILE.columns)
+    return _WHOLE_VECTORS.variant(block=_VECTOR_TILE.block, shared=_VECTOR_TILE.tile + factors_and_divisors,
+                                  IN=FORMATS[source].tag, OUT=FORMATS[to].tag, **_vector_defines())
 
 
-def _line_defines() -> dict[str, int]:
-    return {"WARP_TILES_DOWN": _LINE_TILE.down, "WARP_TILES_ACROSS": _LINE_TILE.across}
+def _vector_defines() -> dict[str, int]:
+    return {"WARP_TILES_DOWN": _VECTOR_TILE.down, "WARP_TILES_ACROSS": _VECTOR_TILE.across}
 
 
 def variants() -> Iterator[Variant]:
     """Every variant that these launches may take."""
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
         yield _rows_variant(source, to)
-        yield _lines_variant(source, to)
-        for divide in (False, True):
-            yield _block_variant(source, to, ABSENT, ABSENT, False, divide, False)[0]
+        yield _whole_vectors_variant(source, to)
+        yield _block_variant(source, to, ABSENT, ABSENT, False, False, False)[0]
         yield _mx_variant(source, to, ABSENT, ABSENT, False, False)[0]
         if source == float32:
             continue
         yield _block_variant(source, to, ABSENT, TRANSPOSED, False, False, True)[0]
         for columns, square in product((ABSENT, TRANSPOSED), (False, True)):
             yield _block_variant(source, to, AS_IS, columns, square, False, True)[0]
-        for (rows, columns), tall in product(
-            ((AS_IS, ABSENT), (ABSENT, AS_IS), (AS_IS, AS_IS)), (False, True)
-        ):
+        for (rows, columns), tall in product(((AS_IS, ABSENT), (ABSENT, AS_IS), (AS_IS, AS_IS)),
+                                             (False, True)):
             yield _mx_variant(source, to, rows, columns, tall, True)[0]

@@ -17,6 +17,7 @@ from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, f
 from ...kernels import Kernel, Launch, Variant, elementwise
 from ...kernels.warp_tiles import LANE_COLUMNS, WarpTiles
 from ...layouts import SWIZZLE_COLUMNS, cdiv, scale_grid
+from ...methods import for_methods
 from ...options import check_mx_options
 from ...results import Quantized
 from . import block_results
@@ -37,6 +38,7 @@ _GATHERED = WarpTiles(8, 1, down_first=False)      # 256 bytes of a transposed r
 ANY_SHAPE = _GATHERED
 
 
+@for_methods
 def quantize_mx(x: Array, *, dtype: Any = float8_e4m3fn, rowwise: bool = True, columnwise: bool = False,
                 transposed: bool = False, mode: str = "rceil", profile: str = "te",
                 block: tuple[int, int] = (1, 32), scale_layout: str = "compact", noop: Array | None = None,

@@ -17,6 +17,7 @@ from ...calls.results import Description, Written
 from ...directions import check_directions, dbias_shape
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flags, float8_e4m3fn, float32, lookup
 from ...kernels import Kernel, Launch, Variant, elementwise, tiles
+from ...methods import for_methods
 from ...options import checked_eps
 from ...results import Quantized, Scaled, swap_last
 from ..scales.amax import current_scale
@@ -31,6 +32,7 @@ _COLUMNWISE = tiles.Tile(256, 128, down_first=True)
 _ROWWISE_BIT, _COLUMNWISE_BIT = 1, 2        # of DIRECTIONS
 
 
+@for_methods
 def quantize_tensor(x: Array, scale: Any = None, *, dtype: Any = float8_e4m3fn, rowwise: bool = True,
                     columnwise: bool = False, transposed: bool = True, amax: Array | None = None,
                     noop: Array | None = None, dbias: bool = False, eps: float = 0.0,

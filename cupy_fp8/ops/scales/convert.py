@@ -30,6 +30,7 @@ from ...layouts import (
     scale_grid,
     scale_shape,
 )
+from ...methods import for_methods
 from ...reference.scales.convert import is_in_e8m0
 from ...results import Scaled, check_block_scales
 from .swizzle import check_aligned, lines_adjacent, matrix_extents, matrix_launches
@@ -42,6 +43,7 @@ _TILE, _SWIZZLED_TILE = (32, 32), (SWIZZLE_ROWS, 2 * SWIZZLE_COLUMNS)
 Block = tuple[int | None, int | None]
 
 
+@for_methods
 def convert_scales(scale_inv: Array, *, source: str, target: str, shape: tuple[int, ...], block: Block,
                    dtype: Any = None, out: Array | None = None, check: bool = False) -> Array:
     """Convert the scales of blocks to another layout, and to its dtype if that is another: f32 powers of two

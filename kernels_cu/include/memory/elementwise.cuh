@@ -1,45 +1,45 @@
 // Elementwise kernels take an array of any shape as one long row. A chunk is one wide load and one wide
-// store, and nothing goes through shared memory. A thread has kFlatUnroll chunks, whose loads are all in
-// flight before the first use. A block has kFlatUnroll * kFlatThreads chunks, and neighbouring threads have
-// neighbouring chunks.
+// store, and nothing goes through shared memory. A thread has kElementwiseUnroll chunks, whose
+// loads are all in flight before the first use. A block has kElementwiseUnroll * kElementwiseThreads chunks,
+// and neighbouring threads have neighbouring chunks.
 #pragma once
 #include "memory/chunks.cuh"
 
-constexpr int kFlatThreads = 128;
-constexpr int kFlatUnroll = 2;                                       // chunks per thread
+constexpr int kElementwiseThreads = 128;
+constexpr int kElementwiseUnroll = 2;                                // chunks per thread
 
 // A chunk has 16 bytes of the wider type.
 template <class In, class Out>
-constexpr int kFlatChunk = 16 / (sizeof(typename In::storage) > sizeof(typename Out::storage)
+constexpr int kElementwiseChunk = 16 / (sizeof(typename In::storage) > sizeof(typename Out::storage)
                                      ? sizeof(typename In::storage) : sizeof(typename Out::storage));
 
 // This thread's chunks of src. Elements past the end are zeros and are never stored.
 template <class In, class Out>
-struct FlatChunks {
-    static constexpr int kCount = kFlatChunk<In, Out>;
+struct ElementwiseChunks {
+    static constexpr int kCount = kElementwiseChunk<In, Out>;
     using Source = Chunk<In, kCount>;
     using Target = Chunk<Out, kCount>;
 
-    Source chunk[kFlatUnroll];
+    Source chunk[kElementwiseUnroll];
     i64 first, n;
     // All elements of the block exist and are aligned.
     bool whole;
 
     // vector: src and dst are aligned to their chunks. block: which part of src the block takes.
-    __device__ __forceinline__ FlatChunks(const typename In::storage* src, i64 n, bool vector,
+    __device__ __forceinline__ ElementwiseChunks(const typename In::storage* src, i64 n, bool vector,
                                           i64 block = blockIdx.x) : n(n) {
-        const i64 start = block * (kFlatUnroll * kStep);
+        const i64 start = block * (kElementwiseUnroll * kStep);
         first = start + threadIdx.x * kCount;
-        whole = vector && start + kFlatUnroll * kStep <= n;
+        whole = vector && start + kElementwiseUnroll * kStep <= n;
 #pragma unroll
-        for (int u = 0; u < kFlatUnroll; u++)
+        for (int u = 0; u < kElementwiseUnroll; u++)
             chunk[u] = whole ? Source::load(src + at(u)) : Source::load_partial(src + at(u), left(u));
     }
     // dst[i] = map(src[i]), chunk by chunk.
     template <class Map>
     __device__ __forceinline__ void store(typename Out::storage* dst, Map map) const {
 #pragma unroll
-        for (int u = 0; u < kFlatUnroll; u++) {
+        for (int u = 0; u < kElementwiseUnroll; u++) {
             const Target out = map(chunk[u]);
             if (whole) out.store(dst + at(u));
             else out.store_partial(dst + at(u), left(u));
@@ -51,5 +51,5 @@ struct FlatChunks {
     __device__ __forceinline__ int left(int u) const { return left_of(n - at(u), kCount); }
 
 private:
-    static constexpr i64 kStep = kFlatThreads * kCount;
+    static constexpr i64 kStep = kElementwiseThreads * kCount;
 };

@@ -8,18 +8,18 @@
 template <class F, bool kNan = false>
 struct Amax {
     // 16-bit formats have two running maxima, one in each half.
-    u32 top = 0;
+    u32 largest = 0;
 
     template <int kCount>
     __device__ __forceinline__ void add(const Chunk<F, kCount>& c) {
 #pragma unroll
         for (int w = 0; w < Chunk<F, kCount>::kWords; w++)
-            top = F::template max_magnitudes<kNan>(top, c.word[w] & F::kMagnitudes);
+            largest = F::template max_magnitudes<kNan>(largest, c.word[w] & F::kMagnitudes);
     }
     __device__ __forceinline__ u32 f32_bits() const {
-        if constexpr (sizeof(typename F::storage) == 4) return top;
+        if constexpr (sizeof(typename F::storage) == 4) return largest;
         else {
-            const u32 low = top & 0xffffu, high = top >> 16;
+            const u32 low = largest & 0xffffu, high = largest >> 16;
             return as_bits(F::widen(low > high ? low : high));
         }
     }

@@ -13,6 +13,7 @@ from block_data import COLUMN, LAYOUTS, MX, ROW, result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from launches import note_launches
+from tiers import needs_host
 
 import cupy_fp8 as fp8
 from cupy_fp8 import Quantized, Scaled, backend, cases, reference, testing
@@ -165,8 +166,6 @@ def test_f32_scales(block, transposed, run):
 
 
 few = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-needs_host = pytest.mark.skipif(testing.executor_problem("host") is not None,
-                                reason=str(testing.executor_problem("host")))
 
 
 @needs_host

@@ -14,13 +14,13 @@ from moe_arrays import (
     array,
     assert_equal,
     expect,
-    needs_host,
     noted,
     on_the_cpu,
     refused,
     zero_rows,
 )
 from scale_arrays import guarded, raw
+from tiers import needs_host
 
 import cupy_fp8 as fp8
 from cupy_fp8 import backend, kernels, reference, testing

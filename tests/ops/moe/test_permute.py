@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from moe_arrays import array, assert_equal, expect, needs_host, normal
+from moe_arrays import array, assert_equal, expect, normal
 from moe_loops import gathered, moved, moved_probs, routings, summed
 from scale_arrays import guarded, raw
+from tiers import needs_host
 
 import cupy_fp8 as fp8
 from cupy_fp8 import Routing, Scaled, cases, reference, testing

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from moe_arrays import assert_equal, expect, needs_host, noted, on_the_cpu, refused
+from moe_arrays import assert_equal, expect, noted, on_the_cpu, refused
+from tiers import needs_host
 
 import cupy_fp8 as fp8
 from cupy_fp8 import Routing, backend, cases, reference, testing

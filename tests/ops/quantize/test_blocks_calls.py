@@ -83,8 +83,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     (BLOCK, (96, 101), False, BOTH, "tile"),                                        # rows at odd addresses
     # transposed rows at odd multiples of 8
     (BLOCK, (100, 104), False, BOTH, "tile"),
-    (BLOCK, (96, 100), False, {"block": (1, None)}, "lines"),
-    (BLOCK, (96, 100), False, {"block": (1, None), **BOTH}, "lines, lines"),
+    (BLOCK, (96, 100), False, {"block": (1, None)}, "vectors"),
+    (BLOCK, (96, 100), False, {"block": (1, None), **BOTH}, "vectors, vectors"),
     (MX, (256, 128), False, {}, "rows"),
     (MX, (256, 128), False, {"scale_layout": "swizzled"}, "tile 10"),
     # its scales leave in whole tiles

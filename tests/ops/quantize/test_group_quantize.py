@@ -17,7 +17,6 @@ from group_arrays import (
     expect_groups,
     guarded_like,
     matrix,
-    needs_host,
     padded,
     parts_of,
     poison,
@@ -28,12 +27,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from large_tiles import check_those_that_ask
 from scale_arrays import guarded, raw
-from tiers import quick_if
+from tiers import needs_host, quick_if
 
 import cupy_fp8 as fp8
 from cupy_fp8 import BlockScaling, MXScaling, backend, cases, kernels, reference, testing
 from cupy_fp8.arrays import bits
-from cupy_fp8.calls import call, remembered, row_segments
+from cupy_fp8.calls import arguments, call, remembered, row_segments
 from cupy_fp8.calls import splits as sizes_of_groups
 from cupy_fp8.cases import OPS
 from cupy_fp8.cases.moe.pad import sizes
@@ -82,13 +81,13 @@ def test_members_of_padded_groups(run):
     assert g.dequantize().shape == g.shape == (9 + 7 * 3, 16)
 
 
-LINES = [*(BlockScaling(block, scale_layout=layout) for block in ((1, None), (None, 1))
-           for layout in ("gemm_ready", "compact")),
-         BlockScaling((1, None), profile="vllm"),
-         BlockScaling((None, 1), float8_e5m2, eps=0.5, pow2_scale=False)]
+WHOLE_VECTORS = [*(BlockScaling(block, scale_layout=layout) for block in ((1, None), (None, 1))
+                   for layout in ("gemm_ready", "compact")),
+                 BlockScaling((1, None), profile="vllm"),
+                 BlockScaling((None, 1), float8_e5m2, eps=0.5, pow2_scale=False)]
 FAMILIES: dict[str, list[Any]] = {
     "delayed": [RECIPE], "current": [CURRENT, fp8.CurrentScaling(float8_e5m2, pow2_scale=True)],
-    "lines": LINES,
+    "vectors": WHOLE_VECTORS,
     "blocks": [*(BlockScaling(block) for block in ((1, 128), (128, 1), (1, 32), (128, 128))),
                BlockScaling(profile="vllm"), BlockScaling(profile="deepgemm", scale_layout="deepgemm_sm90"),
                *(MXScaling(block=block, scale_layout=layout) for block in ((1, 32), (32, 32))
@@ -126,7 +125,7 @@ def workspaces_of_one_call(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     def workspace(owner: Any, x: Any, use: str, words: int) -> Any:
         return kept.setdefault(use, made(owner, x, use, words))
 
-    monkeypatch.setattr(call, "workspace", workspace)
+    monkeypatch.setattr(arguments, "workspace", workspace)
     return kept
 
 
@@ -190,7 +189,7 @@ def test_repeated_calls(recipe, align, monkeypatch):
     (MXScaling(), BOTH, ["group_quantize_mx"]),
     (BlockScaling((1, None)), DIRECTIONS[0], ["group_quantize_rows"]),
     *((BlockScaling(block), directions,
-       ["group_find_segments", "group_quantize_lines", "group_quantize_lines"])
+       ["group_find_segments", "group_quantize_whole_vectors", "group_quantize_whole_vectors"])
       for block, directions in (((1, None), BOTH), ((None, 1), DIRECTIONS[0]), ((None, 1), DIRECTIONS[1]))),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("with_offsets", [False, True])

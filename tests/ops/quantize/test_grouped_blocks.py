@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from group_arrays import COLUMNS, DIRECTIONS, ROWS, expect_groups, needs_host
+from group_arrays import COLUMNS, DIRECTIONS, ROWS, expect_groups
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiers import needs_host
 
 import cupy_fp8 as fp8
 from cupy_fp8 import BlockScaling, MXScaling, cases, testing

@@ -12,6 +12,7 @@ import pytest
 from block_data import parts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiers import needs_host
 
 import cupy_fp8 as fp8
 from cupy_fp8 import backend, cases, reference, testing
@@ -29,8 +30,6 @@ RECIPROCAL = {float8_e4m3fn: 0x3B124925, float8_e5m2: 0x37924925}       # of the
 FLT_MAX = float(np.finfo(np.float32).max)
 SQUARE = (32, 32)
 
-needs_host = pytest.mark.skipif(testing.executor_problem("host") is not None,
-                                reason=str(testing.executor_problem("host")))
 options_parameter = pytest.mark.parametrize(("mode", "profile"),
                                             list(itertools.product(MX_MODES, MX_PROFILES)))
 

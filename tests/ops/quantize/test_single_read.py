@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from list_results import LAUNCHES, poison
 from scale_arrays import guarded
+from tiers import needs_host
 
 import cupy_fp8 as fp8
 from cupy_fp8 import backend, cases, reference, testing
@@ -20,8 +21,6 @@ from cupy_fp8.cli.selftest import check
 from cupy_fp8.formats import bfloat16, float8_e5m2, float16, float32
 from cupy_fp8.ops.quantize import single_read
 
-needs_host = pytest.mark.skipif(testing.executor_problem("host") is not None,
-                                reason=str(testing.executor_problem("host")))
 searches = settings(max_examples=40, deadline=None,
                     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 directions = st.sampled_from(cases.DIRECTIONS[:3])

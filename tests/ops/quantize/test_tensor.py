@@ -97,9 +97,8 @@ class Expected:
         self.full = {int(b): self.of(first[b] | np.arange(BUCKET, dtype=np.uint32)) for b in different}
 
     def of(self, patterns: np.ndarray) -> np.ndarray:
-        return bits(
-            reference.quantize_tensor(patterns.view(np.float32), np.float32(1), dtype=self.dtype).data
-        )
+        return bits(reference.quantize_tensor(patterns.view(np.float32), np.float32(1),
+                                              dtype=self.dtype).data)
 
     def differs(self, bucket: int, got: np.ndarray) -> str:
         """The first difference of a bucket's bytes, or nothing."""
@@ -153,8 +152,7 @@ def test_every_float32(bitcode):
     path = os.pathsep.join(p for p in (root, str(Path(__file__).parent), os.environ.get("PYTHONPATH")) if p)
     env = os.environ | {"CUPY_FP8_BITCODE": bitcode, "PYTHONPATH": path}
     program = f"import {Path(__file__).stem} as tests; tests.every_float32()"
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=600
-    )
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True,
+                          timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout == f"compared {2 * 2**32}\n"

@@ -15,6 +15,7 @@ from block_data import COLUMN, ROW
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scale_arrays import addresses, as_held, filled, flat, powers, raw
+from tiers import needs_host
 
 import cupy_fp8 as fp8
 from cupy_fp8 import backend, cases, reference, testing
@@ -26,8 +27,6 @@ from cupy_fp8.layouts import SCALE_DTYPES, round_up, scale_shape
 from cupy_fp8.ops.scales import convert
 
 SQUARE = (128, 128)
-needs_host = pytest.mark.skipif(testing.executor_problem("host") is not None,
-                                reason=str(testing.executor_problem("host")))
 
 
 # ---- addresses and values ----

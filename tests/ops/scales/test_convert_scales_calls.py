@@ -3,7 +3,7 @@ is written; on a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from block_data import COLUMN, ROW, result
 from launches import note_launches
 from scale_arrays import as_held, filled, guarded, powers
+from tiers import needs_host
 
 import cupy_fp8 as fp8
 from cupy_fp8 import cases, diagnostics, io, kernels, plot, reference, testing
@@ -21,8 +22,6 @@ from cupy_fp8.formats import float8_e8m0fnu, float32
 from cupy_fp8.layouts import SCALE_DTYPES, scale_dtype, scale_shape
 
 SQUARE = (128, 128)
-needs_host = pytest.mark.skipif(testing.executor_problem("host") is not None,
-                                reason=str(testing.executor_problem("host")))
 
 
 # ---- how the arrays lie ----
@@ -187,14 +186,6 @@ def test_scales_that_fit_the_next_op():
 
 
 # ---- what is refused ----
-@pytest.fixture(params=["reference", "host"])
-def numpy_run(request: pytest.FixtureRequest) -> Iterator[testing.Executor]:
-    if problem := testing.executor_problem(request.param):
-        pytest.skip(problem)
-    with testing.executor(request.param) as executor:
-        yield executor
-
-
 GOOD: dict[str, Any] = {"source": "compact", "target": "gemm_ready", "shape": (9, 256), "block": (1, 128)}
 
 
@@ -234,27 +225,23 @@ GOOD: dict[str, Any] = {"source": "compact", "target": "gemm_ready", "shape": (9
     ({"dtype": float32, "target": "deepgemm_sm100"}, TypeError, "dtype: deepgemm_sm100 scales are int32, got "
      "float32"),
 ])
-def test_refused(change, error, message, numpy_run):
+def test_refused(change, error, message, refused):
     options: dict[str, Any] = {**GOOD, **change}
     s = options.pop("scale_inv", np.ones((9, 2), np.float32))
-    with pytest.raises(error, match=f"^{message}"):
-        fp8.convert_scales(s, **options)
+    refused(error, message, fp8.convert_scales, s, **options)
 
 
-def test_refused_memory(numpy_run):
-    memory = np.zeros(64, np.float32)
+def test_refused_memory(refused):
+    memory, overlaps = np.zeros(64, np.float32), "out: overlaps scale_inv in memory"
     cases.poison(memory)
-    before = memory.copy()
     for s in (memory[:18].reshape(9, 2), memory[:18].reshape(2, 9).T, memory[:36].reshape(9, 4)[:, :2]):
-        with pytest.raises(ValueError, match=r"^out: overlaps scale_inv in memory"):
-            fp8.convert_scales(s, out=memory[17:41].reshape(2, 12), **GOOD)
-    with pytest.raises(ValueError, match=r"^out: overlaps scale_inv in memory"):
-        fp8.convert_scales(memory[:36].reshape(9, 4)[:, :2], out=memory[33:57].reshape(2, 12), **GOOD)
+        refused(ValueError, overlaps, fp8.convert_scales, s, out=memory[17:41].reshape(2, 12), **GOOD)
+    refused(ValueError, overlaps, fp8.convert_scales, memory[:36].reshape(9, 4)[:, :2],
+            out=memory[33:57].reshape(2, 12), **GOOD)
     out = np.zeros((2, 12), np.float32)
     out.flags.writeable = False
-    with pytest.raises(ValueError, match=r"^out: the array is read-only"):
-        fp8.convert_scales(np.ones((9, 2), np.float32), out=out, **GOOD)
-    assert memory.tobytes() == before.tobytes()
+    refused(ValueError, "out: the array is read-only", fp8.convert_scales, np.ones((9, 2), np.float32),
+            out=out, **GOOD)
 
 
 @needs_host

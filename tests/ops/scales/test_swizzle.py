@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from launches import note_launches
 from scale_arrays import by_formula, guarded, raw, scales, stored_by_blocks
+from tiers import needs_host
 
 import cupy_fp8 as fp8
 from cupy_fp8 import backend, cases, reference, testing
@@ -22,10 +23,6 @@ from cupy_fp8.cases.scales.swizzle import sizes
 from cupy_fp8.cli.selftest import check
 from cupy_fp8.formats import float8_e8m0fnu
 from cupy_fp8.layouts import cdiv, grouped_columns, grouped_rows, round_up
-
-needs_host = pytest.mark.skipif(testing.executor_problem("host") is not None,
-                                reason=str(testing.executor_problem("host")))
-
 
 # ---- the formula ----
 FORMULA_SHAPES = [(1, 1), (1, 4), (2, 5), (31, 3), (32, 4), (33, 9), (64, 1), (127, 2), (128, 4), (129, 5),

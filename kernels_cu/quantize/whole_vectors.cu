@@ -1,34 +1,35 @@
-// Quantisation with an f32 scale for every row of memory, or for every column (docs/numerics.md, section 3).
+// Quantisation with an f32 scale for every row of memory, or for every column: the vectors of this file
+// (docs/numerics.md, section 3).
 //
-//   factor, scale_inv = of max |x| over the row or column (scale/block_scale.cuh)
+//   factor, scale_inv = of max |x| over the vector (scale/block_scale.cuh)
 //   data = narrow(fl(x * factor))
 //
-// A block of threads reads its rows (ALONG_ROWS 1) or columns (0) twice: for the largest magnitude, then to
-// write data, as they are or transposed. It has WARP_TILES_DOWN x WARP_TILES_ACROSS warp tiles
+// A block of threads reads its vectors, rows (ALONG_ROWS 1) or columns (0), twice: for the largest magnitude,
+// then to write data, as they are or transposed. It has WARP_TILES_DOWN x WARP_TILES_ACROSS warp tiles
 // (include/tile/warp_tile.cuh) and takes any shape and address. Bytes moved per element: 2 sizeof(IN) + 1.
 // With the struct's `divide`, elements are divided by scale_inv (profile vllm). IN in {bf16, f16, f32}, OUT
 // in {e4m3fn, e5m2}; profiles and scale layouts are run-time values. Padding of scales is written 0.
 #include "scale/block_write.cuh"
 
-#ifdef ENTRY_quantize_block_lines
-static_assert(WARP_TILES_DOWN == 1 || WARP_TILES_ACROSS == 1, "warp tiles in a line");
+#ifdef ENTRY_quantize_whole_vectors
+static_assert(WARP_TILES_DOWN == 1 || WARP_TILES_ACROSS == 1, "warp tiles along one axis");
 constexpr bool kAlongRows = ALONG_ROWS;
-constexpr int kLines = kAlongRows ? Tile::kRows : Tile::kColumns;    // of a block of threads
+constexpr int kVectors = kAlongRows ? Tile::kRows : Tile::kColumns;    // of a block of threads
 constexpr int kStep = kAlongRows ? Tile::kColumns : Tile::kRows;     // elements of them at a time
 constexpr int kParts = kAlongRows ? WARP_TILES_ACROSS * kSegments : WARP_TILES_DOWN;
-constexpr int kPartStride = kAlongRows ? kSegmentStride : kLines;
+constexpr int kPartStride = kAlongRows ? kSegmentStride : kVectors;
 
 extern "C" __global__ void __launch_bounds__(Tile::kThreads, 1)
-quantize_block_lines(const __grid_constant__ BlockParams p) {
+quantize_whole_vectors(const __grid_constant__ BlockParams p) {
     extern __shared__ __align__(16) u8 shared[];
     if (is_set(p.noop)) return;
     const bool transposed = p.stored == 2;
     const Tile tile{shared};
     // Each part has a word for every row or column of the block.
     u32* const amaxes = reinterpret_cast<u32*>(transposed ? shared + Tile::kBytes : shared);
-    const i64 lines = kAlongRows ? p.rows : p.columns, length = kAlongRows ? p.columns : p.rows;
-    const i64 tiles = (lines + kLines - 1) / kLines, m = blockIdx.x / tiles;
-    const i64 first = blockIdx.x % tiles * kLines;
+    const i64 vectors = kAlongRows ? p.rows : p.columns, length = kAlongRows ? p.columns : p.rows;
+    const i64 tiles = (vectors + kVectors - 1) / kVectors, m = blockIdx.x / tiles;
+    const i64 first = blockIdx.x % tiles * kVectors;
     const i64 matrix = m * p.rows * p.columns;
 
     WarpTile<IN> warp_tile;
@@ -38,7 +39,7 @@ quantize_block_lines(const __grid_constant__ BlockParams p) {
         const Place place{matrix + row * p.columns + column, left_of(p.rows - row, kWarpTileRows),
                           left_of(p.columns - column, kLaneColumns)};
         warp_tile.template load<false>(p.x + place.at, p.columns, place.rows_left, place.columns_left,
-                                   p.vector & 1);
+                                       p.vector & 1);
         return place;
     };
     u32 largest[4] = {};
@@ -54,18 +55,17 @@ quantize_block_lines(const __grid_constant__ BlockParams p) {
         for (int i = 0; i < 4; i++) largest[i] = larger(largest[i], bits[i]);
     }
     const int lane = threadIdx.x % 32;
-    u32* const mine = kAlongRows
-        ? amaxes + (threadIdx.x / 32 * kSegments + lane / 8) * kPartStride + lane % 8 * 4
-                                 : amaxes + threadIdx.x / 32 * kPartStride + lane * 4;
+    const int part = kAlongRows ? threadIdx.x / 32 * kSegments + lane / 8 : threadIdx.x / 32;
+    u32* const mine = amaxes + part * kPartStride + (kAlongRows ? lane % 8 : lane) * 4;
     *reinterpret_cast<uint4*>(mine) = make_uint4(largest[0], largest[1], largest[2], largest[3]);
     __syncthreads();
     const ScaleGrid& to = p.along_rows;
-    for (int i = threadIdx.x; i < kLines; i += Tile::kThreads) {
+    for (int i = threadIdx.x; i < kVectors; i += Tile::kThreads) {
         u32 bits = 0;
         for (int part = 0; part < kParts; part++) bits = larger(bits, amaxes[part * kPartStride + i]);
         const BlockScale s = p.rule.of(bits);
-        const i64 line = first + i, r = kAlongRows ? line : 0, c = kAlongRows ? 0 : line;
-        if (to.has(r, c)) *to.at(m, r, c) = line < lines ? s.scale_inv : 0.0f;
+        const i64 vector = first + i, r = kAlongRows ? vector : 0, c = kAlongRows ? 0 : vector;
+        if (to.has(r, c)) *to.at(m, r, c) = vector < vectors ? s.scale_inv : 0.0f;
         // Only this thread reads these two words before the next barrier.
         amaxes[i] = as_bits(s.factor), amaxes[kPartStride + i] = as_bits(s.scale_inv);
     }
@@ -79,7 +79,7 @@ quantize_block_lines(const __grid_constant__ BlockParams p) {
     for (int c = 0; c < kLaneColumns; c++) {
         const int i = kAlongRows ? (int)(threadIdx.x % 32) : Tile::column() + c;
         columns.factor[c] = factors[i], columns.divisor[c] = divisors[i];
-        quick &= first + i >= lines || has_quick_quotients(divisors[i]);
+        quick &= first + i >= vectors || has_quick_quotients(divisors[i]);
     }
     const Target target{p.rows_data, (p.vector & 2) != 0};
     const Outputs outputs{kAlongRows ? (int)p.stored : 0, kAlongRows ? 0 : (int)p.stored, false, target,
@@ -97,9 +97,8 @@ quantize_block_lines(const __grid_constant__ BlockParams p) {
                                                                   p.stored == 1, transposed, target, half,
                                                                   tile);
                 else
-                    write_half<kAlongRows, false,
-                        kMultiply>(p, warp_tile, place, rows, columns, p.stored == 1,
-                                                             transposed, target, half, tile);
+                    write_half<kAlongRows, false, kMultiply>(p, warp_tile, place, rows, columns,
+                                                             p.stored == 1, transposed, target, half, tile);
         if (!transposed) continue;
         __syncthreads();
         const i64 row = kAlongRows ? first : begin, column = kAlongRows ? begin : first;

@@ -1,0 +1,191 @@
+"""The arguments of a call, which an op declares one by one, and what its launches ask for beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import backend
+from ..arrays import Array, address, empty_beside
+from ..kernels import error_word, workspace
+from ..routing import Routing
+from . import splits as group_sizes
+from . import validate
+from .memory import Range
+from .results import Allocation, Description
+from .tables import Records, Table, table
+
+_U32 = np.dtype(np.uint32)
+
+
+class Input(NamedTuple):
+    """An array that a call reads or updates, ready for a kernel, and its address."""
+
+    array: Array
+    at: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.array.dtype
+
+
+class Workspace(NamedTuple):
+    """What a call asked `kernels.workspace` for, and what it got."""
+
+    use: str
+    words: int
+    array: Array
+
+
+class Call:
+    """The arguments of a call as an op declares them, one by one; each is validated where it is declared."""
+
+    x: Array                            # the first array: all others are of its kind and on its device
+    xp: Any
+    result: Description                 # of what is written
+    allocation: Allocation              # of a result that is not given
+    arrays: Sequence[Array]             # those of the result, given or allocated
+
+    def __init__(self) -> None:
+        self.ranges: list[Range] = []
+        self.names: dict[str, str] = {}             # of arrays in lists: for messages
+        self.noop_at = 0
+        self.owner: Array | None = None             # the array that workspaces belong to: one of `out=`
+        self.workspaces: list[Workspace] = []
+        self.scratches: list[Array] = []            # memory for this call alone
+        self.tables: list[Table] = []
+        #: Arrays that launches have addresses inside of: the bytes from each address on.
+        self.read_inside: dict[int, int] = {}
+        #: Addresses that are the same for every call on this device.
+        self.constants: set[int] = set()
+        #: Whether the call may be remembered by its memory. It may not if an argument was copied, or if its
+        #: contents were examined.
+        self.repeatable = True
+        self._first = True
+
+    def read(self, name: str, a: Any, dtypes: tuple[np.dtype[Any], ...]) -> Input:
+        """An array that the op reads: of one of the dtypes; copied if it is not C-contiguous."""
+        name = self.names.get(name, name)
+        if not self._first:
+            backend.require_module(a, self.xp, name)
+        dense, xp, at = validate.source(a, dtypes, name)
+        self.repeatable &= dense is a
+        self._belongs(name, dense, xp)
+        self.ranges.append(Range(at, at + dense.nbytes, False, name))
+        return Input(dense, at)
+
+    def read_strided(self, name: str, a: Any) -> Input:
+        """An array that the op reads by its strides, none of them negative."""
+        if not self._first:
+            backend.require_module(a, self.xp, name)
+        self._belongs(name, a, backend.module_of(a, name))
+        at = address(a)
+        self.ranges.append(Range(at, at + validate.extent(a), False, name))
+        return Input(a, at)
+
+    def update(self, name: str, a: Any, dtype: np.dtype[Any], shape: tuple[int, ...] | None = None) -> Input:
+        """An array that the op reads and writes in place, of this dtype and (where it is known) shape."""
+        xp = np if isinstance(a, np.ndarray) else backend.module_of(a, name)
+        at = validate.writable(a, a.shape if shape is None else shape, dtype, a if self._first else self.x,
+                               xp if self._first else self.xp, name)
+        self._belongs(name, a, xp)
+        self.ranges.append(Range(at, at + a.nbytes, True, name))
+        return Input(a, at)
+
+    def routing(self, name: str, r: Any, *parts: str) -> Routing:
+        """A Routing. parts: the names of the arrays that the op reads; none means all of them."""
+        if not isinstance(r, Routing):
+            raise TypeError(f"{name}: expected a Routing (cupy_fp8.route makes one), got {type(r).__name__}")
+        if not self._first:
+            backend.require_module(r.row_map, self.xp, name)
+        self._belongs(name, r.row_map, backend.module_of(r.row_map, name))
+        for part, a in r._arrays().items():
+            if not parts or part in parts:
+                at = address(a)
+                self.ranges.append(Range(at, at + a.nbytes, False, f"{name}.{part}"))
+        return r
+
+    def splits(self, name: str, given: Any, check: Any = False, *, beside: Any = None) -> group_sizes.Groups:
+        """The sizes of groups: an array that the launches read, or a list, which is copied to where they find
+        it. A call that examines the sizes on the host is never remembered. beside: where a list goes if no
+        array was declared before (see `splits.read_first`)."""
+        if self._first:
+            groups = group_sizes.read_first(given, beside, check, name)
+            self._belongs(name, groups.array, backend.module_of(groups.array, name))
+        else:
+            groups = group_sizes.read(given, self.x, self.xp, check, name)
+        self.repeatable &= groups.array is given and groups.host is None
+        self.ranges.append(Range(groups.at, groups.at + groups.nbytes, False, name))
+        return groups
+
+    def noop(self, flag: Any) -> None:
+        """The flag on the device that keeps a call from writing anything."""
+        if flag is not None:
+            self.noop_at, self._noop = self.one_f32("noop", flag), flag
+
+    def skips(self) -> bool:
+        """Whether the noop flag of a call that the reference computes is set."""
+        return bool(self.noop_at) and self._noop.reshape(()) == 1
+
+    def one_f32(self, name: str, a: Any, *, updated: bool = False) -> int:
+        """The address of a one-element f32 array that the op reads, or updates too."""
+        at = validate.one_f32(a, self.x, self.xp, name)
+        if updated and self.xp is np and not a.flags.writeable:
+            raise ValueError(f"{name}: the array is read-only")
+        self.ranges.append(Range(at, at + 4, updated, name))
+        return at
+
+    def scalar(self, name: str, a: Any) -> tuple[int, float]:
+        """(address, 0) of a one-element f32 array that the op reads, or (0, a number rounded to f32)."""
+        at, value = validate.scalar_or_one_f32(a, self.x, self.xp, name)
+        if isinstance(a, self.xp.ndarray):
+            self.ranges.append(Range(at, at + 4, False, name))
+        return at, value
+
+    def workspace(self, use: str, words: int) -> int:
+        """The address of u32 words for this call's launches (see `kernels.workspace`)."""
+        return address(self.workspace_array(use, words))
+
+    def workspace_array(self, use: str, words: int) -> Array:
+        found = workspace(self.owner, self.x, use, words)
+        self.workspaces.append(Workspace(use, words, found))
+        return found
+
+    def scratch(self, use: str, words: int) -> Array:
+        """u32 words that a call without `out=` allocates for its launches; with `out=` they are a workspace
+        of it."""
+        if self.owner is not None:
+            return self.workspace_array(use, words)
+        found = empty_beside(self.x, (words,), _U32)
+        if words:
+            self.scratches.append(found)
+        return found
+
+    def table(self, records: Records) -> int:
+        """The address of records for this call's launches (see `tables`)."""
+        found = table(self.arrays[0], self.x, records)
+        self.tables.append(found)
+        return found.at
+
+    def without_arrays(self, noop: Any) -> None:
+        """For an empty list of arrays: the noop flag stands for the first array where there is one."""
+        self.x = np.empty(0, np.float32) if noop is None else noop
+        self.xp, self._first = backend.module_of(self.x, "noop"), False
+
+    def error_word(self) -> int:
+        """The address of the device's word of errors (see `kernels.errors`)."""
+        at = error_word(self.x)
+        self.constants.add(at)
+        return at
+
+    def _belongs(self, name: str, a: Array, xp: Any) -> None:
+        if self._first:
+            self.x, self.xp, self._first = a, xp, False
+        elif xp is not np:
+            validate.same_device(a, self.x, name)

@@ -1,0 +1,237 @@
+"""DelayedScaling as a recipe: it is a value, allocates results without a launch, and takes one launch per
+call."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import pickle
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from small_results import SHAPE, direction_parameter, kind_parameter, parts, x_of
+from tiers import where_kernels_run
+
+import cupy_fp8 as fp8
+from cupy_fp8 import DelayedScaling, backend, cases, testing
+from cupy_fp8.formats import bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
+
+
+# ---- DelayedScaling ----
+def test_delayed_scaling_is_comparable():
+    recipe = DelayedScaling()
+    assert (recipe.dtype, recipe.margin, recipe.history_len, recipe.algo) == (float8_e4m3fn, 0, 1024, "max")
+    assert recipe == DelayedScaling(float8_e4m3fn.type) == DelayedScaling("float8_e4m3fn")
+    assert recipe != DelayedScaling(float8_e5m2)
+    assert len({recipe, DelayedScaling(), DelayedScaling(margin=1)}) == 2
+    assert type(DelayedScaling(float8_e5m2.type).dtype) is type(float8_e5m2)
+    assert dataclasses.replace(recipe, margin=-2).margin == -2
+    assert pickle.loads(pickle.dumps(recipe)) == recipe
+    assert DelayedScaling(history_len=1, algo="most_recent",
+                          margin=3) == DelayedScaling(float8_e4m3fn, 3, 1, "most_recent")
+
+
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"dtype": bfloat16}, TypeError, "dtype: expected one of float8_e4m3fn, float8_e5m2, got bfloat16"),
+    ({"dtype": fp8.float8_e8m0fnu}, TypeError,
+     "dtype: expected one of float8_e4m3fn, float8_e5m2, got float8_e8m0fnu"),
+    ({"dtype": "nope"}, TypeError, "dtype: expected one of float8_e4m3fn, float8_e5m2, got 'nope'"),
+    ({"algo": "mean"}, ValueError, r"algo: expected one of \('max', 'most_recent'\), got 'mean'"),
+    ({"algo": None}, ValueError, "algo: expected one of .*, got None"),
+    ({"history_len": 0}, ValueError, "history_len: expected an integer of 1 or more, got 0"),
+    ({"history_len": -4}, ValueError, "history_len: expected an integer of 1 or more, got -4"),
+    ({"history_len": 2.0}, ValueError, "history_len: expected an integer of 1 or more, got 2.0"),
+    ({"history_len": None}, ValueError, "history_len: expected an integer of 1 or more, got None"),
+    ({"margin": 0.5}, TypeError, "margin: expected an integer, got 0.5"),
+    ({"margin": "1"}, TypeError, "margin: expected an integer, got '1'"),
+    ({"margin": None}, TypeError, "margin: expected an integer, got None"),
+], ids=str)  # fmt: skip
+def test_delayed_scaling_validates(options, error, message):
+    with pytest.raises(error, match=f"^{message}$"):
+        DelayedScaling(**options)
+
+
+@kind_parameter
+@pytest.mark.parametrize("dtype", [float8_e4m3fn, float8_e5m2], ids=str)
+@direction_parameter
+def test_quantize_is_quantize_tensor(directions, dtype, kind):
+    x, recipe = x_of(kind, (7, 33), float16), DelayedScaling(dtype)
+    scale, seen, seen_too = (fp8.full(1, v, float32, like=kind) for v in (3.7, 0, 0))
+    want = fp8.quantize_tensor(x, scale, dtype=dtype, amax=seen, **directions)
+    out = recipe.empty(x.shape, like=x, **directions)
+    for q in (recipe.quantize(x, scale=scale, amax=seen_too, **directions),
+              recipe.quantize(x, scale=scale, out=out, noop=fp8.zeros(1, float32, like=kind), **directions)):
+        testing.assert_bytes_equal(q, want)
+    testing.assert_bytes_equal(seen, seen_too)
+    assert float(seen[0]) > 0
+
+
+# ---- empty ----
+@kind_parameter
+@pytest.mark.parametrize("shape", [(3, 5), (2, 3, 5), (0, 5), (5, 0)], ids=str)
+@direction_parameter
+def test_empty(directions, shape, kind):
+    for like in (kind, x_of(kind)):
+        q = DelayedScaling(float8_e5m2).empty(shape, like=like, **directions)
+        assert (q.shape, q.dtype) == (shape, float8_e5m2)
+        assert [q.rowwise is not None,
+                q.columnwise is not None] == [directions["rowwise"], directions.get("columnwise", False)]
+        for part in parts(q):
+            assert part.transposed is (part is q.columnwise)
+            assert part.data.shape == ((*shape[:-2], shape[-1], shape[-2]) if part.transposed else shape)
+            assert part.data.dtype == float8_e5m2
+            assert part.data.flags.c_contiguous
+            assert (part.scale_inv.shape, part.scale_inv.dtype, part.shape) == ((1,), float32, shape)
+            assert part.scale_inv is parts(q)[0].scale_inv
+            assert backend.kind_of(part.data) == backend.kind_of(part.scale_inv) == kind
+
+
+def test_empty_of_an_integer_shape():
+    assert DelayedScaling().empty(7, like="numpy").shape == (7,)
+    assert DelayedScaling().empty((), like="numpy").shape == ()
+
+
+@direction_parameter
+def test_empty_initialises_nothing(directions, monkeypatch):
+    """NumPy's own empty arrays, with the bytes that they came with."""
+    made: list[np.ndarray] = []
+    real = np.empty
+
+    def empty(*args: Any, **kwargs: Any) -> np.ndarray:
+        made.append(real(*args, **kwargs))
+        made[-1].view(np.uint8).fill(0xAA)
+        return made[-1]
+
+    monkeypatch.setattr(np, "empty", empty)
+    q = DelayedScaling().empty(SHAPE, like="numpy", **directions)
+    held = {id(a): a for part in parts(q) for a in part}
+    assert {id(a) for a in made} == set(held)
+    assert all((a.view(np.uint8) == 0xAA).all() for a in held.values())
+
+
+@kind_parameter
+@direction_parameter
+def test_empty_uses_buffers_as_they_are(directions, kind):
+    buffers = {name: (fp8.empty(SHAPE if name == "rowwise" else SHAPE[::-1], float8_e4m3fn, like=kind),
+                      fp8.empty(1, float32, like=kind))
+               for name, on in directions.items() if on}
+    for pair in buffers.values():
+        for a in pair:
+            cases.poison(a)
+    q = DelayedScaling().empty(SHAPE, buffers=buffers, **directions)
+    for name, (data, scale_inv) in buffers.items():
+        part = getattr(q, name)
+        assert part.data is data
+        assert part.scale_inv is scale_inv
+        assert part.transposed is (name == "columnwise")
+        assert (fp8.asnumpy(data).view(np.uint8) == 0xAA).all()
+        assert (fp8.asnumpy(scale_inv).view(np.uint8) == 0xAA).all()
+    x = x_of(kind)
+    assert fp8.quantize_tensor(x, 2.0, out=q, **directions) is q
+    testing.assert_bytes_equal(q, fp8.quantize_tensor(x, 2.0, **directions))
+
+
+# ---- launches ----
+@where_kernels_run
+@direction_parameter
+def test_empty_launches_nothing(directions, run, launched):
+    x = run.array(x_of())
+    row = (run.array(np.empty(SHAPE, float8_e4m3fn)), run.array(np.empty(1, np.float32)))
+    launched.clear()
+    DelayedScaling().empty((300, 500), like=x, **directions)
+    DelayedScaling().empty(SHAPE, buffers={"rowwise": row})
+    assert launched == []
+
+
+@where_kernels_run
+@pytest.mark.parametrize("shape", [(1, 1), (0, 5), (5, 0), (130, 257), (2, 133, 144)], ids=str)
+@pytest.mark.parametrize(("rowwise", "columnwise", "transposed"),
+                         [d for d in product((True, False), repeat=3) if d[0] or d[1]])
+def test_one_launch_per_cast(rowwise, columnwise, transposed, shape, run, launched):
+    x, scale, amax = (run.array(a) for a in (x_of(shape=shape), np.array([2.0], np.float32),
+                                             np.zeros(1, np.float32)))
+    flag = run.array(np.zeros(1, np.float32))
+    directions = {"rowwise": rowwise, "columnwise": columnwise, "transposed": transposed}
+    expected = "cast_transpose" if columnwise and transposed else "cast"
+    out = fp8.quantize_tensor(x, scale, **directions)
+    for options in ({}, {"amax": amax}, {"out": out}, {"amax": amax, "noop": flag, "out": out}):
+        for value in (scale, 2.0):
+            launched.clear()
+            fp8.quantize_tensor(x, value, **options, **directions)
+            assert launched == [expected]
+
+
+@where_kernels_run
+@pytest.mark.parametrize("shape", [(1, 1), (0, 5), (130, 257)], ids=str)
+def test_one_launch_per_call(shape, run, launched):
+    """Of everything else that quantises, and of compute_amax; conversions of nothing launch nothing."""
+    x, scale = run.array(x_of(shape=shape)), run.array(np.array([2.0], np.float32))
+    both = fp8.cast_transpose(x, scale)
+    nothing = 0 in shape
+    for call, entries in (
+            (lambda: fp8.cast_transpose(x, scale), ["cast_transpose"]),
+            (lambda: fp8.cast_transpose(x, scale, out=both), ["cast_transpose"]),
+            (lambda: fp8.cast_transpose(x, scale, transposed=False), ["cast"]),
+            (lambda: DelayedScaling().quantize(x, scale=scale), ["cast"]),
+            (lambda: DelayedScaling().quantize(x, scale=scale, columnwise=True), ["cast_transpose"]),
+            (lambda: fp8.compute_amax(x), ["compute_amax"]),
+            (lambda: fp8.compute_amax(x, out=scale), ["compute_amax"]),
+            (lambda: fp8.astype(x, float8_e4m3fn), [] if nothing else ["convert"]),
+            (lambda: fp8.transpose(both.data), [] if nothing else ["transpose"]),
+            (both.dequantize, [] if nothing else ["convert"]),
+            (parts(both)[1].dequantize, [] if nothing else ["dequantize_blocks_transposed"])):
+        launched.clear()
+        call()
+        assert launched == entries
+
+
+# ---- CUDA graphs know everything that a call puts on its stream ----
+def nodes_of(call: Callable[[], Any]) -> int:
+    """How many nodes a call has when it is captured. Once before, it compiles, and fills the stream's memory
+    pool."""
+    cp = backend.cupy()
+    cp.cuda.get_current_stream().synchronize()
+    stream = cp.cuda.Stream(non_blocking=True)
+    with stream:
+        call()
+        stream.synchronize()
+        stream.begin_capture()
+        try:
+            # memory must not go back to the pool before the capture ends
+            kept = call()
+        finally:
+            graph = stream.end_capture()
+        count = ctypes.c_size_t()
+        driver = ctypes.CDLL("libcuda.so.1")
+        assert driver.cuGraphGetNodes(ctypes.c_void_p(graph.graph), None, ctypes.byref(count)) == 0
+    del kept
+    return count.value
+
+
+@pytest.mark.gpu
+@direction_parameter
+def test_empty_puts_nothing_on_the_stream(directions):
+    cp = backend.cupy()
+    assert nodes_of(lambda: DelayedScaling().empty((300, 500), like="cupy", **directions)) == 0
+    x = cp.zeros((300, 500), cp.float32)
+    out = fp8.quantize_tensor(x, 2.0, **directions)
+    # the same count sees a kernel
+    assert nodes_of(lambda: fp8.quantize_tensor(x, 2.0, out=out, **directions)) == 1
+
+
+@pytest.mark.gpu
+def test_one_node_per_call_with_out():
+    cp = backend.cupy()
+    x, scale = x_of("cupy", (130, 257)), cp.ones(1, cp.float32)
+    amax, flag = cp.zeros(1, cp.float32), cp.zeros(1, cp.float32)
+    both = fp8.cast_transpose(x, scale)
+    values, data, flipped = both.dequantize(bfloat16), fp8.astype(x, float8_e4m3fn), fp8.transpose(both.data)
+    for call in (lambda: fp8.cast_transpose(x, scale, amax=amax, noop=flag, out=both),
+                 lambda: fp8.compute_amax(x, out=amax),
+                 lambda: fp8.dequantize(both, dtype=bfloat16, out=values),
+                 lambda: fp8.astype(x, float8_e4m3fn, out=data),
+                 lambda: fp8.transpose(both.data, out=flipped)):
+        assert nodes_of(call) == 1
