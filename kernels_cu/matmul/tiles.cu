@@ -228,8 +228,9 @@ __device__ __forceinline__ bool find_tile(const Product& p, i64 number, ProductT
     return true;
 }
 
-// All threads of the block call it. warp: this thread's one
-__device__ __forceinline__ void compute_tile(const Product& p, const ProductTile& tile, Stage* stages, int warp) {
+// All threads of the block call it. warp: the thread's own.
+__device__ __forceinline__ void compute_tile(const Product& p, const ProductTile& tile, Stage* stages,
+                                             int warp) {
     if (tile.k == 0 && p.accumulate && !p.bias) return;                // Nothing is added.
     const int row = warp % kWarpsDown * kWarpRows, column = warp / kWarpsDown * kWarpColumns;
     const bool has_part = tile.row + row < tile.rows && tile.column + column < p.n;

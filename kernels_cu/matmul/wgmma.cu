@@ -1,9 +1,9 @@
 // Products of FP8 matrices on Hopper (sm_90a), one for each group: D = A · Bᵀ (matmul/problem.cuh).
 //
-// Persistent blocks of three warpgroups. The warps of the first one find tiles, copy 128 of K of A and B into a
-// ring of stages, and read the scales that belong there. Each of the other two multiplies 64 rows of A by all
-// columns of the tile: the tensor core sums 128 products, which are then added, times their scales, to f32
-// registers. (It keeps about 14 bits below the largest addend, so longer sums would lose more.)
+// Persistent blocks of three warpgroups. The warps of the first one find tiles, and copy 128 of K of A and B,
+// with their scales, into a ring of stages. Each of the other two multiplies 64 rows of A by all columns of the
+// tile: the tensor core sums 128 products, which are then added, times their scales, to f32 registers. (It
+// keeps about 14 bits below the largest addend, so longer sums would lose more.)
 //
 // IN_A, IN_B    the FP8 formats
 // SIZES_OF_K    0: sizes of groups are rows of A; 1: lengths of K
@@ -213,7 +213,8 @@ __device__ __forceinline__ void copy_scales(const Product& p, Shared& shared) {
             if (kScaling != kRows || block + 1 == t.blocks) {
 #pragma unroll
                 for (int i = 0; i < kRowsEach; i++)
-                    copy_scale(&stage.a[32 * i + lane], a_at + scale_of(p.a, at_most(t.row + 32 * i + lane, last_row)));
+                    copy_scale(&stage.a[32 * i + lane],
+                               a_at + scale_of(p.a, at_most(t.row + 32 * i + lane, last_row)));
                 if constexpr (kScaling != kBlocks) {
 #pragma unroll
                     for (int i = 0; i < kColumnsEach; i++)

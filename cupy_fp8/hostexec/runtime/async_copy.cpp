@@ -115,7 +115,8 @@ static void land_load(const BulkLoad& load) {
     else
         for (unsigned at = 0; at < load.bytes; at += 16) {
             char* const chunk = (char*)load.shared + (at / 16 ^ load.swizzle) * 16;
-            const unsigned left = load.source_bytes > at ? load.source_bytes - at : 0, bytes = left < 16 ? left : 16;
+            const unsigned left = load.source_bytes > at ? load.source_bytes - at : 0;
+            const unsigned bytes = left < 16 ? left : 16;
             memcpy(chunk, (const char*)load.global + at, bytes);
             memset(chunk + bytes, 0, 16 - bytes);
         }
@@ -141,7 +142,8 @@ extern "C" void host_bulk_load_row(void* shared, const void* global, unsigned by
     check_aligned("tensor copy", shared, bytes);
     check_aligned("tensor copy", global, 16);
     if (bytes != 128 || source_bytes > bytes || swizzle > 7)
-        fail_here("tensor copy of %u bytes, %u of them from memory, swizzle %u", bytes, source_bytes, swizzle);
+        fail_here("tensor copy of %u bytes, %u of them from memory, swizzle %u", bytes, source_bytes,
+                  swizzle);
     check_range("tensor copy writes", shared, bytes);
     check_range("tensor copy reads", global, source_bytes);
     start_load({shared, global, bytes, barrier, source_bytes, swizzle});

@@ -10,7 +10,7 @@ import ctypes
 import functools
 import threading
 from ctypes import c_float, c_void_p
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,10 +22,7 @@ from ...formats import bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
 from ...kernels import capturing
 from . import library
 from .library import Heuristic, Library, Opaque
-from .operands import Operand, scales_for
-
-if TYPE_CHECKING:
-    from .dense import Product
+from .operands import Operand, Product, scales_for
 
 _MODES = {"tensor": library.SCALE_TENSOR, "row": library.SCALE_OUTER_VECTOR, "vector": library.SCALE_VEC128,
           "block": library.SCALE_BLK128, "mx": library.SCALE_VEC32_UE8M0}

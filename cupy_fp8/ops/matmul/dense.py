@@ -4,20 +4,20 @@ the kernel of tiles.py."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ... import reference
 from ...arrays import Array
 from ...backend import DeviceError
-from ...calls.call import Call, Input, Op, run
+from ...calls.call import Call, Op, run
 from ...calls.results import Description, one_array
 from ...formats import INPUT_DTYPES, bfloat16, flag, float32, lookup
 from ...kernels import Launch
 from ...results import Quantized, Scaled
 from . import cublaslt, operands, tiles
-from .operands import Operand
+from .operands import Product
 
 
 def matmul_nt(a: Scaled | Quantized, b: Scaled | Quantized, *, dtype: Any = bfloat16,
@@ -76,38 +76,6 @@ def matmul_nt(a: Scaled | Quantized, b: Scaled | Quantized, *, dtype: Any = bflo
             raise ValueError("out: expected None beside accumulate, which is the result")
         out = accumulate
     return run(_MATMUL_NT, (a, b, dtype, bias, fast_accum, autotune, accumulate), out)
-
-
-class Product(NamedTuple):
-    """A validated call: operands of one batch and K.
-
-    to          the dtype of the result
-    accumulate  the result's array, which holds what the product is added to; None: there is nothing
-    """
-
-    a: Operand
-    b: Operand
-    to: np.dtype[Any]
-    bias: Input | None
-    fast_accum: bool
-    autotune: bool
-    accumulate: Array | None
-
-    @property
-    def m(self) -> int:
-        return self.a.rows
-
-    @property
-    def n(self) -> int:
-        return self.b.rows
-
-    @property
-    def k(self) -> int:
-        return self.a.k
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (*self.a.s.shape[:-1], self.n)
 
 
 class _MatmulNT(Op[Product]):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ... import backend
-from ...arrays import address, is_contiguous
+from ...arrays import Array, address, is_contiguous
 from ...calls import validate
 from ...calls.call import Call, Input
 from ...formats import FP8_DTYPES, float8_e8m0fnu, float32
@@ -61,6 +61,38 @@ class Operand(NamedTuple):
     @property
     def at(self) -> int:
         return self.data.at
+
+
+class Product(NamedTuple):
+    """A validated call of `matmul_nt`: operands of one batch and K.
+
+    to          the dtype of the result
+    accumulate  the result's array, which holds what the product is added to; None: there is nothing
+    """
+
+    a: Operand
+    b: Operand
+    to: np.dtype[Any]
+    bias: Input | None
+    fast_accum: bool
+    autotune: bool
+    accumulate: Array | None
+
+    @property
+    def m(self) -> int:
+        return self.a.rows
+
+    @property
+    def n(self) -> int:
+        return self.b.rows
+
+    @property
+    def k(self) -> int:
+        return self.a.k
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.a.s.shape[:-1], self.n)
 
 
 class ScaleView(NamedTuple):

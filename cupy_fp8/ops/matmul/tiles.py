@@ -4,17 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ...calls.call import Call
 from ...formats import float8_e5m2
 from ...kernels import Kernel, Launch, Variant, grid_size
 from . import operands, wgmma
-from .operands import Operand
+from .operands import Operand, Product
 from .problem import OperandView, Problem
-
-if TYPE_CHECKING:
-    from .dense import Product
 
 _KERNEL = Kernel("matmul/tiles", "product_tiles")
 _THREADS, _STAGES, _BLOCK, _COLUMNS = 256, 3, 128, 128

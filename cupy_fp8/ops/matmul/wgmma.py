@@ -86,8 +86,8 @@ def _scaling(p: Problem) -> str:
 
 
 def _copied(view: OperandView, *, anywhere: bool) -> bool:
-    """Whether the copy engine can copy the scales of an operand: those of neighbouring rows are neighbours, and
-    all lines of scales begin at multiples of 16 bytes. anywhere: groups may begin within a line."""
+    """Whether the copy engine can copy the scales of an operand: those of neighbouring rows are neighbours,
+    and all lines of scales begin at multiples of 16 bytes. anywhere: groups may begin within a line."""
     in_16_bytes = (view.scale // 4, view.scale_group, view.scale_blocks, max(view.scale_block, 0),
                    0 if anywhere and view.scale_start == 1 else view.scale_start)
     return (view.scale_row == 1 and view.scale_shift == 0 and view.scale_block != 0

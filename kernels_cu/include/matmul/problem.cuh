@@ -127,7 +127,9 @@ private:
         const i64 size = p.splits.sizes ? p.splits.load(group) : p.total / p.splits.groups;
         return (Index)(size < 0 ? 0 : size > p.total ? p.total : size);
     }
-    static __device__ __forceinline__ Index up_to(Index value, Index end) { return value < end ? value : end; }
+    static __device__ __forceinline__ Index up_to(Index value, Index end) {
+        return value < end ? value : end;
+    }
 
     // Loads the next 32 groups, a lane each. After the last one come the rows of no group.
     __device__ __forceinline__ bool load_groups() {
@@ -172,7 +174,8 @@ private:
     // Tiles go down a band of rows, then to the next columns.
     __device__ __forceinline__ void place(Index in_group) {
         const Index row_tiles = ((Index)tile.rows + kTileRows - 1) / kTileRows;
-        const Index band = in_group / (kBand * column_tiles), in_band = in_group - band * kBand * column_tiles;
+        const Index band = in_group / (kBand * column_tiles);
+        const Index in_band = in_group - band * kBand * column_tiles;
         const Index height = up_to(row_tiles - band * kBand, kBand), column = in_band / height;
         tile.row = (i64)(band * kBand + in_band - column * height) * kTileRows;
         tile.column = (i64)column * kTileColumns;

@@ -21,8 +21,9 @@ __device__ __forceinline__ void store_16x16(u8* shared, int pitch, const float* 
     const u32 words[4] = {narrow_pair(type, sums[0], sums[1]), narrow_pair(type, sums[2], sums[3]),
                           narrow_pair(type, sums[4], sums[5]), narrow_pair(type, sums[6], sums[7])};
 #ifdef CUPY_FP8_HOST
+    u8* const first = shared + lane / 4 * pitch + lane % 4 * 4;
     for (int i = 0; i < 4; i++)
-        *reinterpret_cast<u32*>(shared + (lane / 4 + i % 2 * 8) * pitch + i / 2 * 16 + lane % 4 * 4) = words[i];
+        *reinterpret_cast<u32*>(first + i % 2 * 8 * pitch + i / 2 * 16) = words[i];
 #else
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                  :: "r"(shared_address(shared + lane % 16 * pitch + lane / 16 * 16)), "r"(words[0]),

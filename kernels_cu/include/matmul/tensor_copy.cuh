@@ -1,6 +1,6 @@
-// Bulk copies of boxes of a matrix of bytes into shared memory, for sm_90 and later. The 16-byte chunks of each
-// row of 128 bytes are exchanged (the 128-byte swizzle): chunk c of row r lies at c ^ r % 8, where warpgroup
-// products expect it.
+// Bulk copies of boxes of a matrix of bytes into shared memory, for sm_90 and later. The 16-byte chunks of
+// each row of 128 bytes are exchanged (the 128-byte swizzle): chunk c of row r lies at c ^ r % 8, where
+// warpgroup products expect it.
 #pragma once
 #include "memory/barriers.cuh"
 
@@ -33,8 +33,8 @@ __device__ __forceinline__ void arrive_expecting(PhaseBarrier* barrier, u32 byte
 #endif
 }
 
-// Starts the copy of the box whose first element is (row, column). What lies outside the matrix becomes 0, and
-// its bytes count too. One thread calls it.
+// Starts the copy of the box whose first element is (row, column). What lies outside the matrix becomes 0,
+// and its bytes count too. One thread calls it.
 __device__ __forceinline__ void copy_box(u8* shared, const TensorMap* map, int row, int column,
                                          PhaseBarrier* barrier) {
 #ifdef CUPY_FP8_HOST
@@ -55,7 +55,8 @@ __device__ __forceinline__ void copy_box(u8* shared, const TensorMap* map, int r
 }
 
 // Starts a copy of a multiple of 16 bytes, both ends aligned to as many.
-__device__ __forceinline__ void copy_bytes(void* shared, const void* global, u32 bytes, PhaseBarrier* barrier) {
+__device__ __forceinline__ void copy_bytes(void* shared, const void* global, u32 bytes,
+                                           PhaseBarrier* barrier) {
 #ifdef CUPY_FP8_HOST
     host_bulk_load(shared, global, bytes, barrier);
 #else
@@ -103,8 +104,8 @@ __device__ __forceinline__ void publish_to_copies() {
 #endif
 }
 
-// Makes the map of a group's matrix in global memory from that of all, which has the same box: one whole warp.
-// `scratch` is the warp's own, in shared memory.
+// Makes the map of a group's matrix in global memory from that of all, which has the same box. One whole warp
+// calls it; `scratch` is its own, in shared memory.
 __device__ __forceinline__ void write_map(TensorMap* map, TensorMap* scratch, const TensorMap& all,
                                           const u8* address, i64 columns, i64 rows, i64 pitch) {
     const int lane = threadIdx.x % 32;

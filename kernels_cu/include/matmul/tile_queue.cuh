@@ -16,8 +16,8 @@ struct QueuedTile {
     int a_shift;                       // of the scales of A in a stage
 };
 
-// What the queue and the ring of stages have in common: places that are filled and emptied in turn. `full` and
-// `empty` end a phase each time.
+// What the queue and the ring of stages have in common: places that are filled and emptied in turn. Each time
+// `full` and `empty` end a phase.
 template <int kPlaces>
 struct Ring {
     PhaseBarrier full[kPlaces], empty[kPlaces];
@@ -42,7 +42,9 @@ struct Place {
             parity ^= 1;
         }
     }
-    __device__ __forceinline__ void wait_full(Ring<kPlaces>& ring) const { wait_for_end(&ring.full[at], parity); }
+    __device__ __forceinline__ void wait_full(Ring<kPlaces>& ring) const {
+        wait_for_end(&ring.full[at], parity);
+    }
     __device__ __forceinline__ void wait_empty(Ring<kPlaces>& ring) const {
         wait_for_end(&ring.empty[at], parity ^ 1);
     }
