@@ -270,7 +270,9 @@ class ProductLaunch:
 
 
 # ---- plans ----
+#: None: the library has no algorithm.
 _plans: dict[Key, Plan | None] = {}
+_NEW: Any = object()
 _handles: dict[tuple[int, int], int] = {}
 _making = threading.Lock()
 _MOST_PLANS = 4096
@@ -287,20 +289,22 @@ def _handle(lib: Library, device: int) -> int:
 def _plan(call: Call, key: Key, x: Array, values: list[int]) -> Plan | None:
     """The plan of a key, made at its first call. That call's memory serves a trial run of the algorithm,
     since the library refuses some products only then."""
-    if key in _plans:
-        return _plans[key]
+    plan = _plans.get(key, _NEW)
+    if plan is not _NEW:
+        return plan
     if capturing(key.device):
-        if key.autotune and (plan := _plans.get(key._replace(autotune=False))) is not None:
+        untuned = _plans.get(key._replace(autotune=False), _NEW)
+        if key.autotune and untuned is not _NEW:
             call.repeatable = False                         # the next call may tune
-            return plan
+            return untuned
         raise ValueError(f"{call.result.arrays[0].name}: a product of these shapes and dtypes is called for "
                          "the first time while a CUDA graph is captured; call once before the capture")
     with _making, backend.cupy().cuda.Device(key.device):
-        if key not in _plans:
-            if len(_plans) >= _MOST_PLANS:
-                _plans.clear()
-            _plans[key] = _make(key, x, values)
-    return _plans[key]
+        if key in _plans:
+            return _plans[key]
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        return _plans.setdefault(key, _make(key, x, values))
 
 
 def _make(key: Key, x: Array, values: list[int]) -> Plan | None:
