@@ -119,6 +119,40 @@ def test_to_layout_errors(s, name, error, message):
         s.to_layout(name)
 
 
+# ---- .to_block ----
+@pytest.mark.parametrize("transposed", [False, True])
+def test_to_block(transposed, run):
+    s = run.array(result((140, 300), COLUMN if transposed else ROW, "compact", transposed))
+    block = (128, 1) if transposed else (1, 128)
+    count = run.array(np.zeros(1, np.int64))
+    for wanted, options in ((block, {}), ((128, 128), {"scale_dtype": float32}),
+                            (block, {"scale_layout": "gemm_ready", "changed": count})):
+        made = s.to_block(wanted, **options)
+        assert run.numpy(made) == run.numpy(fp8.rebase_scales(s, block=wanted, **options))
+        assert made.to_block(wanted, scale_layout=made.scale_layout) is made
+        assert made.to_block(list(wanted), scale_layout=made.scale_layout) is made
+    assert s.to_block(s.block) is s
+    assert run.numpy(s.to_block(s.block, scale_layout="swizzled")) == run.numpy(s.to_layout("swizzled"))
+
+
+def test_to_block_of_both_directions(run):
+    x = np.random.default_rng(8).standard_normal((140, 300), np.float32)
+    q = run.array(fp8.quantize_block(x, columnwise=True))
+    made = q.to_block((128, 128), scale_dtype=float32)
+    assert run.numpy(made.rowwise) == run.numpy(q.rowwise.to_block((128, 128)))
+    assert run.numpy(made.columnwise) == run.numpy(q.columnwise.to_block((128, 128)))
+    assert made.to_block((128, 128)) is made
+    row = Quantized(q.rowwise, q.rowwise).to_block((1, 64))
+    assert row.rowwise is row.columnwise
+    assert Quantized(None, q.columnwise).to_block((1, 64))._any.block == (64, 1)
+    mx = run.array(fp8.quantize_mx(x, columnwise=True))
+    with pytest.raises(ValueError, match="^" + re.escape("q: expected blocks of (1, B) or (B, B'), along")):
+        mx.to_block((1, 128))
+    for wrong in (None, 128, "row", (1,), (1, 48)):
+        with pytest.raises(ValueError, match=r"^block: expected "):
+            q.to_block(wrong)
+
+
 # ---- copies ----
 @kinds
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -197,6 +197,22 @@ def test_extreme_blocks_are_rebased_exactly(tmp_path):
     assert np.isnan(w.data.astype(np.float32)).sum() == np.isnan(values).sum()
 
 
+def test_e5m2_is_quantised_from_its_values():
+    """Re-basing keeps a dtype, so data of another one take the way over float32."""
+    q = fp8.quantize_mx(np.random.default_rng(0).standard_normal((256, 512), np.float32),
+                        dtype=fp8.float8_e5m2).rowwise
+    assert q is not None
+    layout = weights.layout_of("block128", "e8m0", q.shape)
+    data, scales, changes = weights.make_rows(q, layout, None, True)
+    want = fp8.quantize_block(q.dequantize(), block=(128, 128), pow2_scale=True,
+                              scale_layout="compact").rowwise
+    assert want is not None
+    assert scales is not None
+    assert data.tobytes() == want.data.tobytes()
+    assert scales.astype(np.float32).tobytes() == want.scale_inv.tobytes()
+    assert changes.changed == np.count_nonzero(want.dequantize() != q.dequantize())
+
+
 def test_what_stays_and_what_does_not(tmp_path, source, capsys):
     run(
         source, tmp_path / "out", "--recipe", "row", "--include", "lm_head.weight", "--exclude", "*layers.1.*"
