@@ -274,14 +274,24 @@ product_tiles(const __grid_constant__ Product p) {
     Stage* const stages = reinterpret_cast<Stage*>(shared);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);            // The compiler knows that lanes agree.
     if (blockIdx.x == 0 && warp == 0 && p.splits.sizes) check_sizes(p.splits, p.total);
-    ProductTile tile;
     if constexpr (kSizesOfK) {                     // The grid is small where another launch has most groups.
-        for (i64 number = blockIdx.x; find_tile(p, number, tile); number += gridDim.x) {
+        // In shared memory, since all registers are taken.
+        __shared__ ProductTile tile;
+        __shared__ i64 number;
+        for (i64 next = blockIdx.x;; next = number + gridDim.x) {
+            ProductTile found;
+            if (!find_tile(p, next, found)) return;
+            __syncthreads();                       // Nobody reads the last tile and its stages any more.
+            if (threadIdx.x == 0) {
+                tile = found;
+                number = next;
+            }
+            __syncthreads();
             compute_tile(p, tile, stages, warp);
-            __syncthreads();                       // Nobody reads the last stages any more.
         }
-    } else if (find_tile(p, blockIdx.x, tile)) {
-        compute_tile(p, tile, stages, warp);
+    } else {
+        ProductTile tile;
+        if (find_tile(p, blockIdx.x, tile)) compute_tile(p, tile, stages, warp);
     }
 }
 #endif
