@@ -14,7 +14,7 @@ import cupy_fp8 as fp8
 from cupy_fp8 import DeviceError, Scaled, reference, testing
 from cupy_fp8.cases import OPS
 from cupy_fp8.cases.matmul.dense import operand
-from cupy_fp8.cases.matmul.tolerance import assert_within, ulp
+from cupy_fp8.cases.matmul.tolerance import SUMS, assert_within, ulp
 from cupy_fp8.cli.selftest import check
 from cupy_fp8.formats import (
     FORMATS,
@@ -102,7 +102,7 @@ def test_cases_have_results():
 def test_the_bound_is_checked():
     a, b = pair(("vector", "block"), 16, 16, 512)
     desired, sizes = reference.matmul_nt(a, b, dtype=float32), magnitudes(a, b)
-    largest = sizes * 2.0**-12 + ulp(desired.astype(np.float64), float32)
+    largest = sizes * SUMS + ulp(desired.astype(np.float64), float32)
     assert_within((desired + 0.9 * largest).astype(np.float32), desired, sizes)
     wrong: list[Any] = [desired + 1.2 * largest, np.zeros_like(desired), desired * np.nan, desired * np.inf,
                         -desired, desired[::-1]]
@@ -274,7 +274,7 @@ def test_pytorch_agrees(scalings, to):
     theirs = theirs.float().cpu().numpy()
     run = testing.Executor("cuda")
     ours = run.numpy(fp8.matmul_nt(run.array(a), run.array(b), dtype=to)).astype(np.float32)
-    bound = 2 * (2.0**-12 * magnitudes(a, b) + ulp(theirs.astype(np.float64), to))
+    bound = 2 * (SUMS * magnitudes(a, b) + ulp(theirs.astype(np.float64), to))
     assert (np.abs(ours - theirs) <= bound).all()
 
 
@@ -291,7 +291,7 @@ def test_nvmath_agrees():
     run = testing.Executor("cuda")
     ours = run.numpy(fp8.matmul_nt(run.array(a), run.array(b))).astype(np.float32)
     found = theirs.float().cpu().numpy()
-    bound = 2 * (2.0**-12 * magnitudes(a, b) + ulp(found.astype(np.float64), bfloat16))
+    bound = 2 * (SUMS * magnitudes(a, b) + ulp(found.astype(np.float64), bfloat16))
     assert (np.abs(ours - found) <= bound).all()
 
 
