@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ def integers(shape: tuple[int, ...], dtype: Any, seed: int) -> Scaled:
     """Small integers, whose products are added exactly, under scales that are powers of two."""
     rng = np.random.default_rng(seed)
     data = rng.integers(-3, 4, shape).astype(np.float32).astype(dtype)
-    return Scaled(data, np.float32([0.25]), shape)
+    return Scaled(data, np.array([0.25], np.float32), shape)
 
 
 def values(s: Scaled) -> np.ndarray:
@@ -108,8 +109,10 @@ def test_small_integers_are_exact(group, dtypes, run):
 def test_long_sums_are_within_the_bound(kind, run):
     rng = np.random.default_rng(8)
     k, splits = 4096, np.array([5, 11])
-    draw = {"normal": lambda n: rng.standard_normal(n), "positive mean": lambda n: rng.uniform(0, 2, n),
-            "heavy tails": lambda n: rng.standard_t(2, n)}[kind]
+    draws: dict[str, Callable[[Any], Any]] = {
+        "normal": lambda n: rng.standard_normal(n), "positive mean": lambda n: rng.uniform(0, 2, n),
+        "heavy tails": lambda n: rng.standard_t(2, n)}
+    draw = draws[kind]
     a = fp8.quantize_block(draw((16, k)).astype(np.float32)).rowwise
     b = fp8.quantize_block(draw((2, 8, k)).astype(np.float32), block=(128, 128)).rowwise
     assert a is not None
