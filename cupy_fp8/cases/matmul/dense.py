@@ -11,6 +11,7 @@ import numpy as np
 from ...formats import INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32
 from ...layouts import scale_shape
 from ...ops.matmul import dense, tiles
+from ...ops.scales import convert
 from ...reference.matmul import dense as reference
 from ...results import Quantized, Scaled
 from ..base import Case, values
@@ -102,4 +103,4 @@ def _agrees(actual: dict[str, Any], desired: dict[str, Any], arguments: Argument
 register(Registration(
     "matmul_nt", dense.matmul_nt, reference.matmul_nt, _inputs, _cases,
     "products of FP8 matrices with their scales: per tensor, rows, 1×128, 128×128, MX",
-    programs=(tiles.variants,), agrees=_agrees))
+    programs=(tiles.variants, convert.variants), agrees=_agrees))

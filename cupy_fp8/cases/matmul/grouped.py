@@ -12,6 +12,7 @@ from ...formats import INPUT_DTYPES, float8_e4m3fn, float8_e5m2, float8_e8m0fnu,
 from ...grouped import Grouped
 from ...layouts import cdiv, grouped_scale_shape, round_up
 from ...ops.matmul import grouped, tiles
+from ...ops.scales import convert
 from ...reference.convert.scaling_aware import row_scale_rows, target_rows
 from ...reference.matmul import grouped as reference
 from ...results import Quantized, Scaled
@@ -204,4 +205,4 @@ def _agrees(actual: dict[str, Any], desired: dict[str, Any], arguments: Argument
 register(Registration(
     "grouped_matmul_nt", grouped.grouped_matmul_nt, reference.grouped_matmul_nt, _inputs, _cases,
     "products of FP8 matrices for groups whose sizes are on the device, one launch; also weight gradients",
-    programs=(tiles.variants,), agrees=_agrees))
+    programs=(tiles.variants, convert.variants), agrees=_agrees))
