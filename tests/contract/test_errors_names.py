@@ -46,6 +46,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
     "quantize_block": (fp8.quantize_block, (X,), {}), "quantize_mx": (fp8.quantize_mx, (X,), {}),
     "dequantize": (fp8.dequantize, (Q,), {}),
     "matmul_nt": (fp8.matmul_nt, (Q, Q), {}),
+    "grouped_matmul_nt": (fp8.grouped_matmul_nt, (Q, fp8.quantize_block(X[None]), [64]), {}),
     "multi_cast_transpose": (fp8.multi_cast_transpose, ([X, X], [1.0, 2.0]), {}),
     "multi_quantize": (fp8.multi_quantize, ([X], CurrentScaling()), {}),
     "rebase_scales": (fp8.rebase_scales, (MX,), {"block": (1, 128)}),

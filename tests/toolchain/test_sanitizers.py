@@ -174,9 +174,10 @@ def few_block_entry_checks() -> Iterator[Check]:
 
 
 SWIGLU = ("swiglu_quantize", "swiglu_backward_quantize")
-#: Ops of many kernels, which have jobs of their own.
+PRODUCTS = ("matmul_nt", "grouped_matmul_nt")
+#: Ops of many kernels or cases, which have jobs of their own.
 BIG = ("astype", "quantize_tensor", "dequantize", "quantize_mx", "quantize_block", "group_quantize",
-       "multi_quantize", *SWIGLU)
+       "multi_quantize", *SWIGLU, *PRODUCTS)
 
 #: The jobs of the quick tier: one case or more of every entry point.
 QUICK_JOBS = ("asan-entries", "tsan-entries")
@@ -190,6 +191,7 @@ JOBS: dict[str, tuple[str, Callable[[], Iterator[Check]]]] = {           # the l
     "asan-swiglu": ("asan", lambda: case_checks(SWIGLU, widths=True)),
     "asan-groups": ("asan", lambda: case_checks(("group_quantize", "multi_quantize"), widths=True)),
     "asan-tensors": ("asan", lambda: case_checks(("quantize_tensor", "dequantize"), widths=True)),
+    "asan-products": ("asan", lambda: case_checks(PRODUCTS)),
     "asan-mx": ("asan", lambda: case_checks(("quantize_mx",), widths=True)),
     "asan-blocks": ("asan", lambda: case_checks(("quantize_block",), widths=True)),
     "asan-convert": ("asan", lambda: case_checks(("astype",))),

@@ -122,6 +122,13 @@ def _inputs(case: Case) -> Arguments:
 
 # ---- cases ----
 def _cases() -> Iterator[Case]:
+    # A few blocks of threads with more of K than there are stages, for callers that take only a few cases.
+    for given in ("Scaled", "Grouped"):
+        yield _case((16, 4, 432), ("vector", "block"), groups=3, given=given)
+        yield _case((13, 4, 421), ("vector", "block"), groups=3, given=given)
+        pair = "row" if given == "Scaled" else "vector", "row"
+        yield _case((432, 4, 16), pair, groups=2, division="even", given=given, group="k")
+        yield _case((421, 4, 13), pair, groups=3, given=given, group="k")
     yield from _row_cases()
     yield from _column_cases()
 

@@ -1,0 +1,96 @@
+"""python -m cupy_fp8.bench.matmul.compare_grouped: TFLOP/s of grouped products beside PyTorch, by the two
+protocols of `compare`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from ... import backend
+from ...arrays import bits
+from ...ops.matmul.grouped import grouped_matmul_nt
+from .compare import _BURSTS, _PAUSE, _WARM, Call, seconds
+from .grouped import SHAPES, Shape, operands, result
+
+
+def callers(shape: Shape) -> Iterator[tuple[str, Any]]:
+    """What is timed, each by a function that makes the call."""
+    a, b, splits = operands(shape)
+    out = result(shape, b.data if shape.group == "m" else b.columnwise)
+    yield "grouped_matmul_nt", lambda: partial(grouped_matmul_nt, a, b, splits, group=shape.group, out=out)
+    yield "torch._scaled_grouped_mm rows", partial(_by_torch, shape, a, b, True)
+    yield "torch._scaled_grouped_mm rows fast", partial(_by_torch, shape, a, b, True, fast=True)
+    yield "torch._grouped_mm bf16", partial(_by_torch, shape, a, b, False)
+
+
+def _by_torch(shape: Shape, a: Any, b: Any, scaled: bool, fast: bool = False) -> Call:
+    """PyTorch has one scale for each row. Its second operand is transposed; of gradients all columns of a
+    matrix have one pitch."""
+    import torch
+
+    ends = torch.as_tensor(shape.sizes(), device="cuda").cumsum(0).to(torch.int32)
+
+    def tensor(data: Any, *extents: int) -> Any:
+        return torch.as_tensor(bits(data), device="cuda").view(torch.float8_e4m3fn).reshape(extents)
+
+    def ones(*extents: int) -> Any:
+        return torch.ones(extents, device="cuda")
+
+    if shape.group == "m":
+        left = tensor(a.data, shape.total, shape.other)
+        right = tensor(b.data, shape.experts, shape.n, shape.other).transpose(1, 2)
+        scales = ones(shape.total), ones(shape.experts, shape.n)
+    else:
+        left = tensor(a.columnwise, shape.other, shape.total)
+        right = tensor(b.columnwise, shape.n, shape.total).t()
+        scales = ones(shape.experts * shape.other), ones(shape.experts * shape.n)
+    if scaled:
+        return lambda: torch._scaled_grouped_mm(left, right, *scales, offs=ends, out_dtype=torch.bfloat16,
+                                                use_fast_accum=fast)
+    wide = left.bfloat16(), right.bfloat16()
+    return lambda: torch._grouped_mm(*wide, offs=ends, out_dtype=torch.bfloat16)
+
+
+def rows(shape: Shape) -> Iterator[str]:
+    """A line of text for each caller; of one that is missing or refuses the product, why."""
+    calls: dict[str, Call] = {}
+    for caller, make in callers(shape):
+        try:
+            call = make()
+            call()
+            backend.cupy().cuda.get_current_stream().synchronize()
+            calls[caller] = call
+        except Exception as error:
+            yield f"{caller:36} {type(error).__name__}: {str(error)[:150]}"
+    for caller, call in calls.items():
+        speeds = []
+        for paused in (True, False):
+            end = time.perf_counter() + (0 if paused else _WARM)
+            while time.perf_counter() < end:
+                seconds(call)
+            times = []
+            for _ in range(_BURSTS):
+                time.sleep(_PAUSE if paused else 0)
+                times.append(seconds(call))
+            speeds.append(statistics.median(times))
+        flops = " ".join(f"{shape.flops / t / 1e12:7.0f}" for t in speeds)
+        yield f"{caller:36} {flops} TFLOP/s {shape.traffic / speeds[0] / 1e9:7.0f} GB/s"
+
+
+def main() -> int:
+    problem = backend.gpu_problem()
+    if problem:
+        print(f"a comparison needs a GPU: {problem}")
+        return 1
+    print("TFLOP/s with pauses between bursts, without; GB/s with pauses", flush=True)
+    for shape in SHAPES:
+        for row in rows(shape):
+            print(f"{shape.label:32} {shape.total}x{shape.n}x{shape.other} {row}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

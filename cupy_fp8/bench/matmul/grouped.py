@@ -1,0 +1,159 @@
+"""Benchmark rows of grouped_matmul_nt. `python -m cupy_fp8.bench.matmul.compare_grouped` has the same
+products beside PyTorch's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ... import backend
+from ...arrays import Array, asnumpy, bits, empty
+from ...cases.matmul.tolerance import assert_within
+from ...formats import bfloat16, float8_e4m3fn
+from ...grouped import Grouped
+from ...layouts import grouped_scale_shape, scale_shape
+from ...ops.matmul.grouped import grouped_matmul_nt
+from ...reference.matmul import grouped as reference
+from ...results import Scaled
+from ..measure import Spec
+
+_ROWS = 4                           # of the result, that are compared with the reference
+
+
+class Shape(NamedTuple):
+    """A grouped product. total: rows of all groups ("m") or columns ("k"). multiple: of all sizes."""
+
+    group: str
+    experts: int
+    total: int
+    n: int
+    other: int                      # K of "m", M of "k"
+    multiple: int = 1
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.total * self.n * self.other
+
+    @property
+    def traffic(self) -> int:
+        """Bytes of operands and of the result in bfloat16. All experts have tokens, if there are enough."""
+        if self.group == "k":
+            return self.total * (self.n + self.other) + 2 * self.experts * self.n * self.other
+        used = int((self.sizes() > 0).sum())
+        return self.total * self.other + used * self.n * self.other + 2 * self.total * self.n
+
+    @property
+    def label(self) -> str:
+        kind = "rows" if self.group == "m" else "gradient"
+        return f"{kind} E={self.experts} {'any size' if self.multiple == 1 else f'sizes % {self.multiple}'}"
+
+    def sizes(self) -> np.ndarray:
+        """Uneven sizes that add up to total."""
+        share = np.random.default_rng(self.experts).dirichlet(np.full(self.experts, 4.0))
+        ends = np.round(np.cumsum(share) * self.total / self.multiple).astype(np.int64) * self.multiple
+        ends[-1] = self.total
+        return np.diff(ends, prepend=0)
+
+
+SHAPES = (
+    *(Shape("m", e, 32768, n, k, multiple) for e, multiple in ((8, 1), (64, 128), (64, 1))
+      for n, k in ((4096, 7168), (7168, 2048))),
+    *(Shape("k", e, 32768, 7168, 4096, multiple) for e in (8, 64) for multiple in (128, 16, 1)),
+    *(Shape("m", e, tokens, 4096, 7168) for e, tokens in ((64, 64), (64, 1024), (256, 64), (256, 1024))),
+)
+
+
+def _codes(shape: tuple[int, ...]) -> Array:
+    """Values of both signs up to 2: times their mean of squares they stay within bfloat16."""
+    cp = backend.cupy()
+    found: Array = (cp.random.randint(0, 64, shape, dtype=cp.uint8)
+                    | cp.random.randint(0, 2, shape, dtype=cp.uint8) << cp.uint8(7)).view(float8_e4m3fn)
+    return found
+
+
+def _scales(shape: tuple[int, ...]) -> Array:
+    cp = backend.cupy()
+    return cp.random.uniform(0.5, 2, shape).astype(cp.float32)
+
+
+def scaled(shape: tuple[int, ...], block: tuple[int, int]) -> Scaled:
+    return Scaled(_codes(shape), _scales(scale_shape(shape, block, "gemm_ready")), shape, False, block,
+                  "gemm_ready")
+
+
+def operands(shape: Shape) -> tuple[Any, ...]:
+    """a, b and splits in the recipe of DeepSeek-V3."""
+    cp = backend.cupy()
+    sizes = cp.asarray(shape.sizes())
+    if shape.group == "m":
+        return (scaled((shape.total, shape.other), (1, 128)),
+                scaled((shape.experts, shape.n, shape.other), (128, 128)), sizes)
+    return *(_columns(shape, rows, sizes) for rows in (shape.other, shape.n)), None
+
+
+def _columns(shape: Shape, rows: int, sizes: Array) -> Grouped:
+    cp = backend.cupy()
+    offsets = cp.concatenate([cp.zeros(1, cp.int64), cp.cumsum(sizes) * rows])
+    whole = shape.total, rows
+    scales = _scales(grouped_scale_shape(whole, shape.experts, (128, 1), "gemm_ready", True))
+    return Grouped(sizes, offsets, whole, None, _codes((shape.total * rows,)), None, scales, (1, 128),
+                   "gemm_ready")
+
+
+def result(shape: Shape, like: Array) -> Array:
+    extents = (shape.total, shape.n) if shape.group == "m" else (shape.experts, shape.other, shape.n)
+    return empty(extents, bfloat16, like=like)
+
+
+def _product(shape: Shape) -> Any:
+    def make() -> Any:
+        a, b, splits = operands(shape)
+        out = result(shape, b.data if shape.group == "m" else b.columnwise)
+
+        def check() -> None:
+            if shape.group == "m":
+                _check_rows(a, b, shape, out)
+            else:
+                _check_gradient(a, b, out)
+
+        return (lambda: grouped_matmul_nt(a, b, splits, group=shape.group, out=out)), check
+
+    return make
+
+
+def _check_rows(a: Scaled, b: Scaled, shape: Shape, out: Array) -> None:
+    """The first rows, which are the first expert's that has any."""
+    sizes = shape.sizes()
+    expert = int(np.flatnonzero(sizes)[0])
+    rows = min(_ROWS, int(sizes[expert]))
+    part = Scaled(asnumpy(a.data[:rows]), np.ascontiguousarray(asnumpy(a.scale_inv)[:, :rows].T),
+                  (rows, a.shape[1]), False, (1, 128), "compact")
+    data, scales = (asnumpy(array[expert : expert + 1]) for array in (b.data, b.scale_inv))
+    one = Scaled(data, scales, (1, *b.shape[1:]), False, b.block, b.scale_layout)
+    want = reference.grouped_matmul_nt(part, one, [rows])
+    got = np.ascontiguousarray(asnumpy(bits(out)[:rows])).view(bfloat16)
+    assert_within(got, want, reference.grouped_magnitudes(part, one, [rows]))
+
+
+def _check_gradient(a: Grouped, b: Grouped, out: Array) -> None:
+    """The first rows of the first expert's."""
+    left, right = a[0].columnwise.T, b[0].columnwise.T
+    rows = Scaled(asnumpy(left.data[:_ROWS]), np.ascontiguousarray(asnumpy(left.scale_inv)[:, :_ROWS].T),
+                  (_ROWS, left.shape[1]), False, (1, 128), "compact")
+    whole = Scaled(asnumpy(right.data), asnumpy(right.scale_inv), right.shape, False, right.block,
+                   right.scale_layout)
+    sizes = [left.shape[1]]
+    want = reference.grouped_matmul_nt(rows, whole, sizes, group="k")
+    got = np.ascontiguousarray(asnumpy(bits(out)[:1, :_ROWS])).view(bfloat16)
+    assert_within(got, want, reference.grouped_magnitudes(rows, whole, sizes, group="k"))
+
+
+def _all() -> Iterator[Spec]:
+    for shape in SHAPES:
+        yield Spec("grouped_matmul_nt", shape.label, (shape.total, shape.n, shape.other), shape.traffic,
+                   _product(shape), shape.flops)
+
+
+SPECS: tuple[Spec, ...] = tuple(_all())

@@ -1,0 +1,265 @@
+"""grouped_matmul_nt: its definition, exact products, the bound of long sums, wrong sizes, what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupy_fp8 as fp8
+from cupy_fp8 import BlockScaling, Grouped, Quantized, Scaled, reference, testing
+from cupy_fp8.arrays import bits
+from cupy_fp8.calls import splits as group_sizes
+from cupy_fp8.cases import poison
+from cupy_fp8.cases.matmul.dense import operand
+from cupy_fp8.cases.matmul.tolerance import assert_within
+from cupy_fp8.formats import FP8_DTYPES, float8_e4m3fn, float32
+from cupy_fp8.kernels import errors
+from cupy_fp8.ops.matmul import grouped_operands, tiles
+from cupy_fp8.reference.matmul.grouped import grouped_magnitudes
+
+SPLITS = np.array([0, 37, 0, 130, 8, 0], np.int64)
+TOTAL = 180                                             # five rows are no group's
+K, N = 200, 24
+
+
+def scaled(shape: tuple[int, ...], scaling: str, seed: int) -> Scaled:
+    return operand(shape, float8_e4m3fn, scaling, "gemm_ready", float32, "normal", seed)
+
+
+def integers(shape: tuple[int, ...], dtype: Any, seed: int) -> Scaled:
+    """Small integers, whose products are added exactly, under scales that are powers of two."""
+    rng = np.random.default_rng(seed)
+    data = rng.integers(-3, 4, shape).astype(np.float32).astype(dtype)
+    return Scaled(data, np.array([0.25], np.float32), shape)
+
+
+def values(s: Scaled) -> np.ndarray:
+    found: np.ndarray = s.dequantize(np.float32)
+    return found.astype(np.float64)
+
+
+# ---- the definition ----
+@pytest.mark.parametrize("scaling", ["tensor", "row", "vector"])
+def test_rows_of_each_group(scaling):
+    a, b = scaled((TOTAL, K), scaling, 1), scaled((len(SPLITS), N, K), "block", 2)
+    got = fp8.grouped_matmul_nt(a, b, SPLITS, dtype=float32)
+    want, start = np.zeros((TOTAL, N)), 0
+    for e, size in enumerate(SPLITS):
+        want[start:start + size] = values(a)[start:start + size] @ values(b)[e].T
+        start += size
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-3)     # dequantize rounds to f32
+    assert not bits(got[start:]).any()
+
+
+@pytest.mark.parametrize("block", [(1, 128), (1, None)], ids=str)
+def test_columns_of_each_group(block):
+    """The gradients of weights from what group_quantize makes."""
+    rng = np.random.default_rng(3)
+    x, grad = (rng.standard_normal((TOTAL, n)).astype(np.float32) for n in (K, N))
+    recipe = BlockScaling(block)
+    a, b = (fp8.group_quantize(v, SPLITS, recipe, rowwise=False, columnwise=True) for v in (grad, x))
+    got = fp8.grouped_matmul_nt(a, b, group="k", dtype=float32)
+    want = [values(left.columnwise).T @ values(right.columnwise) for left, right in zip(a, b, strict=True)]
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-5)
+
+
+def test_what_scaling_aware_transpose_makes():
+    """Rows for the forward pass, and columns for the gradient of the weights, of one Quantized."""
+    rng = np.random.default_rng(4)
+    x, grad = (rng.standard_normal((TOTAL, n)).astype(np.float32) for n in (K, N))
+    a, b = (fp8.scaling_aware_transpose(fp8.quantize_block(v, scale_layout="compact"), splits=SPLITS)
+            for v in (grad, x))
+    weights = scaled((len(SPLITS), 8, K), "block", 5)
+    rows = fp8.grouped_matmul_nt(b, weights, SPLITS, dtype=float32)
+    plain = fp8.quantize_block(x, scale_layout="compact")
+    np.testing.assert_array_equal(rows, fp8.grouped_matmul_nt(plain, weights, SPLITS, dtype=float32))
+    got, start = fp8.grouped_matmul_nt(a, b, SPLITS, group="k", dtype=float32), 0
+    for e, size in enumerate(SPLITS):
+        want = grad[start:start + size].T.astype(np.float64) @ x[start:start + size]
+        assert np.abs(got[e] - want).max(initial=0) < 0.3 * max(np.sqrt(size), 1)
+        start += size
+
+
+# ---- every executor ----
+@pytest.mark.parametrize("dtypes", itertools.product(FP8_DTYPES, repeat=2), ids=str)
+@pytest.mark.parametrize("group", ["m", "k"])
+def test_small_integers_are_exact(group, dtypes, run):
+    """Bytes equal those of the reference, with products added to what is there."""
+    if group == "m":
+        a, b = integers((TOTAL, K), dtypes[0], 6), integers((len(SPLITS), N, K), dtypes[1], 7)
+        shape: tuple[int, ...] = TOTAL, N
+    else:
+        a, b = integers((N, TOTAL), dtypes[0], 6), integers((13, TOTAL), dtypes[1], 7)
+        shape = len(SPLITS), N, 13
+    want = reference.grouped_matmul_nt(a, b, SPLITS, group=group, dtype=float32)
+    a, b, splits = run.array(a), run.array(b), run.array(SPLITS)
+    got = fp8.grouped_matmul_nt(a, b, splits, group=group, dtype=float32)
+    testing.assert_bytes_equal(fp8.asnumpy(got) + np.float32(0), want + np.float32(0))
+    added = run.array(np.full(shape, 3, np.float32))
+    assert fp8.grouped_matmul_nt(a, b, splits, group=group, accumulate=added) is added
+    testing.assert_bytes_equal(fp8.asnumpy(added), want + np.float32(3))
+
+
+@pytest.mark.parametrize("kind", ["normal", "positive mean", "heavy tails"])
+def test_long_sums_are_within_the_bound(kind, run):
+    rng = np.random.default_rng(8)
+    k, splits = 4096, np.array([5, 11])
+    draws: dict[str, Callable[[Any], Any]] = {
+        "normal": lambda n: rng.standard_normal(n), "positive mean": lambda n: rng.uniform(0, 2, n),
+        "heavy tails": lambda n: rng.standard_t(2, n)}
+    draw = draws[kind]
+    a = fp8.quantize_block(draw((16, k)).astype(np.float32)).rowwise
+    b = fp8.quantize_block(draw((2, 8, k)).astype(np.float32), block=(128, 128)).rowwise
+    assert a is not None
+    assert b is not None
+    got = fp8.grouped_matmul_nt(run.array(a), run.array(b), run.array(splits), dtype=float32)
+    want = reference.grouped_matmul_nt(a, b, splits, dtype=float32)
+    assert_within(got, want, grouped_magnitudes(a, b, splits))
+
+
+def test_the_same_bytes_again(run):
+    a, b = run.array(scaled((TOTAL, K), "vector", 1)), run.array(scaled((6, N, K), "block", 2))
+    first = fp8.asnumpy(fp8.grouped_matmul_nt(a, b, run.array(SPLITS)))
+    for _ in range(3):
+        testing.assert_bytes_equal(fp8.asnumpy(fp8.grouped_matmul_nt(a, b, run.array(SPLITS))), first)
+
+
+@pytest.mark.parametrize("lead", [0, 1, 3, 8])
+def test_nothing_else_is_written(lead, run):
+    """Results in the middle of a poisoned buffer, at addresses that allow wide stores and others."""
+    for n in (N, N - 1):
+        a, b = scaled((TOTAL, K), "vector", 1), scaled((6, n, K), "block", 2)
+        want = reference.grouped_matmul_nt(a, b, SPLITS, dtype=float32)
+        host = np.empty(TOTAL * n + 32, np.float32)
+        poison(host)
+        buffer = run.array(host)
+        out = buffer[lead:lead + want.size].reshape(want.shape)
+        fp8.grouped_matmul_nt(run.array(a), run.array(b), run.array(SPLITS), dtype=float32, out=out)
+        found = fp8.asnumpy(buffer)
+        end = lead + want.size
+        assert_within(found[lead:end].reshape(want.shape), want, grouped_magnitudes(a, b, SPLITS))
+        testing.assert_bytes_equal(found[:lead], host[:lead])
+        testing.assert_bytes_equal(found[end:], host[end:])
+
+
+def test_both_tiles_give_the_same_rows(monkeypatch, run):
+    a, b = run.array(scaled((TOTAL, K), "vector", 1)), run.array(scaled((6, N, K), "block", 2))
+    made = []
+    for few in (0, 1 << 20):
+        monkeypatch.setattr(tiles, "_FEW", few)
+        fp8.calls.remembered.forget()
+        made.append(fp8.asnumpy(fp8.grouped_matmul_nt(a, b, run.array(SPLITS))))
+    testing.assert_bytes_equal(*made)
+
+
+# ---- sizes that only the device knows ----
+NEGATIVE, SUM, START = (errors.MESSAGES[fact] for fact in (
+    errors.Fact.SPLIT_NEGATIVE, errors.Fact.SPLIT_SUM, errors.Fact.SPLIT_START))
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch, run: testing.Executor) -> testing.Executor:
+    """Sizes in NumPy arrays are looked at as little as those on a device."""
+    monkeypatch.setattr(group_sizes, "check_at_most", lambda *_: None)
+    monkeypatch.setattr(grouped_operands, "check_whole_blocks", lambda *_: None)
+    monkeypatch.setattr(fp8.ops.matmul.grouped, "check_whole_blocks", lambda *_: None)
+    return run
+
+
+@pytest.mark.parametrize(("splits", "found"), [
+    ([100, -1, 60], (NEGATIVE,)), ([170, 20, 5], (SUM,)), ([2**62, -2**62, 2**62], (NEGATIVE, SUM)),
+    ([0] * 70 + [181], (SUM,)), ([60] * 3, ())], ids=str)
+@pytest.mark.parametrize("group", ["m", "k"])
+def test_wrong_sizes_are_harmless_and_noted(group, splits, found, unchecked):
+    run, sizes = unchecked, np.array(splits, np.int64)
+    if group == "m":
+        a, b = scaled((TOTAL, K), "vector", 1), scaled((len(splits), N, K), "block", 2)
+    else:
+        a, b = scaled((N, TOTAL), "row", 1), scaled((13, TOTAL), "tensor", 2)
+    want = reference.grouped_matmul_nt(a, b, sizes, group=group)
+    got = fp8.grouped_matmul_nt(run.array(a), run.array(b), run.array(sizes), group=group)
+    assert_within(got, want, grouped_magnitudes(a, b, sizes, group=group))
+    assert fp8.device_errors(clear=True) == (found if run.name != "reference" else ())
+
+
+def test_groups_that_begin_within_a_block_of_scales(unchecked):
+    run, sizes = unchecked, np.array([128, 100, 0, 52, 0])
+    a, b = scaled((N, 280), "vector", 1), scaled((13, 280), "row", 2)
+    got = fp8.asnumpy(fp8.grouped_matmul_nt(run.array(a), run.array(b), run.array(sizes), group="k"))
+    want = reference.grouped_matmul_nt(a, b, sizes, group="k")
+    magnitudes = grouped_magnitudes(a, b, sizes, group="k")
+    if run.name != "reference":
+        assert not bits(got[3]).any()
+        want[3] = 0
+        assert fp8.device_errors(clear=True) == (START,)
+    assert_within(got, want, magnitudes)
+
+
+# ---- refused ----
+X, W = scaled((TOTAL, K), "vector", 1), scaled((6, N, K), "block", 2)
+XT, GT = scaled((13, TOTAL), "vector", 1), scaled((N, TOTAL), "vector", 2)
+G = fp8.group_quantize(np.ones((TOTAL, K), np.float32), SPLITS, BlockScaling())
+GC = fp8.group_quantize(np.ones((TOTAL, K), np.float32), SPLITS, BlockScaling(), rowwise=False,
+                        columnwise=True)
+
+
+@pytest.mark.parametrize(("error", "message", "args", "options"), [
+    (TypeError, "splits: expected the sizes of groups, an int32 or int64 array or a list, got None", (X, W),
+     {}),
+    (ValueError, "group: expected one of ('m', 'k'), got 'n'", (X, W, SPLITS), {"group": "n"}),
+    (TypeError, "dtype: expected one of ", (X, W, SPLITS), {"dtype": float8_e4m3fn}),
+    (TypeError, "a: expected a Scaled or Quantized, got ndarray", (X.data, W, SPLITS), {}),
+    (ValueError, "a: expected [all rows, K], got shape (6, 24, 200)", (W, W, SPLITS), {}),
+    (ValueError, "b: expected [experts, N, K], got shape (180, 200)", (X, X, SPLITS), {}),
+    (TypeError, "b: expected a Scaled or Quantized [experts, N, K], got a Grouped", (X, G, SPLITS), {}),
+    (ValueError, "b: expected 200 K, as a has, got 64", (X, scaled((6, N, 64), "block", 1), SPLITS), {}),
+    (ValueError, "b: expected the weights of 5 groups, as there are sizes, got 6", (X, W, SPLITS[1:]), {}),
+    (ValueError, "splits: expected sizes that add up to at most the 180 rows", (X, W, SPLITS + 2), {}),
+    (ValueError, "splits: expected None beside a, a Grouped", (G, W, SPLITS), {}),
+    (ValueError, "a: expected one scale, a scale for each row or blocks 1×128, since groups begin at any row",
+     (scaled((TOTAL, K), "block", 1), W, SPLITS), {}),
+    (ValueError, "a: expected one scale, a scale for each row, or blocks of 128, got MX blocks",
+     (fp8.quantize_mx(np.ones((TOTAL, K), np.float32)), W, SPLITS), {}),
+    (ValueError, "a: expected a Grouped with quantised rowwise data, got no rowwise data", (GC, W), {}),
+    (ValueError, "a: expected a Grouped with quantised rowwise data, got plain values",
+     (Grouped.wrap(np.ones((TOTAL, K), np.float32), SPLITS), W), {}),
+    (ValueError, "a: expected a Grouped with quantised columnwise data", (G, G), {"group": "k"}),
+    (ValueError, "splits: expected groups that begin at multiples of 128", (GT, XT, SPLITS), {"group": "k"}),
+    (ValueError, "b: expected 180 columns of all groups, as a has, got 200", (GT, X, SPLITS), {"group": "k"}),
+    (ValueError, "out: expected None beside accumulate", (X, W, SPLITS),
+     {"accumulate": np.zeros((TOTAL, N), np.float32), "out": np.zeros((TOTAL, N), np.float32)}),
+    (ValueError, "accumulate: expected shape (180, 24), got (24, 180)", (X, W, SPLITS),
+     {"accumulate": np.zeros((N, TOTAL), np.float32)}),
+])
+def test_refused(error, message, args, options):
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        fp8.grouped_matmul_nt(*args, **options)
+
+
+def test_scales_of_another_number_of_groups():
+    x = fp8.quantize_block(np.ones((TOTAL, K), np.float32), scale_layout="compact")
+    q = fp8.scaling_aware_transpose(x, splits=SPLITS)
+    with pytest.raises(ValueError, match=r"^a\.scale_inv: expected shape .* makes scales for 2 groups"):
+        fp8.grouped_matmul_nt(Quantized(None, q.columnwise), q, [100, 80], group="k")
+
+
+# ---- on a GPU ----
+@pytest.mark.gpu
+@pytest.mark.full
+def test_more_than_two_to_the_31_elements():
+    """Rows of a and of the result past 2^31, and gradients past 2^31."""
+    run = testing.Executor("cuda")
+    m, n, k = (1 << 17) + 64, (1 << 14) + 8, 128
+    splits = np.array([m - 70, 0, 66])
+    a, b = (run.array(scaled(shape, "tensor", seed)) for seed, shape in enumerate(((m, k), (3, n, k))))
+    out = fp8.grouped_matmul_nt(a, b, run.array(splits))
+    whole = run.numpy(b)
+    for rows, sizes in ((slice(4), [4, 0, 0]), (slice(m - 8, m), [0, 0, 4])):
+        part = Scaled(fp8.asnumpy(a.data[rows]), run.numpy(a.scale_inv), (rows.stop - (rows.start or 0), k))
+        want = reference.grouped_matmul_nt(part, whole, sizes)
+        assert_within(fp8.asnumpy(out[rows]), want, grouped_magnitudes(part, whole, sizes))
