@@ -85,8 +85,8 @@ def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | G
     Source: docs/numerics.md, section 10; DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
 
     >>> import numpy as np, cupy_fp8 as fp8
-    >>> x = fp8.quantize_tensor(np.float32([[1, 2], [3, 4], [5, 6]]))
-    >>> w = fp8.quantize_tensor(np.float32([[[1, 1]], [[0, 2]]]))           # two experts, N = 1
+    >>> x = fp8.quantize_tensor(np.float32([[1, 2], [3, 4], [5, 6]]), 1.0)
+    >>> w = fp8.quantize_tensor(np.float32([[[1, 1]], [[0, 2]]]), 1.0)      # two experts, N = 1
     >>> fp8.grouped_matmul_nt(x, w, [1, 2], dtype=np.float32).tolist()
     [[3.0], [8.0], [12.0]]
     """
