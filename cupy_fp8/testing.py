@@ -14,6 +14,7 @@ import numpy as np
 from . import backend, kernels
 from .arrays import Result, asarray, asnumpy, bits, check_comparable, is_array, pairs
 from .formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e8m0fnu
+from .grouped import Grouped
 from .layouts import scale_shape
 from .results import Quantized, Scaled, swap_last
 from .routing import Routing
@@ -138,6 +139,10 @@ def _map_arrays(a: Any, move: Any) -> Any:
                                     s.scale_layout)
 
         return Quantized(again(a.rowwise), again(a.columnwise), None if a.dbias is None else move(a.dbias))
+    if isinstance(a, Grouped):
+        fields = {f.name: v for f in dataclasses.fields(a) if hasattr(v := getattr(a, f.name), "dtype")}
+        moved = {id(v): move(v) for v in fields.values()}                 # Both directions may share an array.
+        return dataclasses.replace(a, **{name: moved[id(v)] for name, v in fields.items()})
     if isinstance(a, Routing):
         return dataclasses.replace(a, **{name: move(v) for name, v in a._arrays().items()})
     return move(a) if hasattr(a, "dtype") and hasattr(a, "ndim") and not np.isscalar(a) else a

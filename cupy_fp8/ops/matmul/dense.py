@@ -68,7 +68,7 @@ def matmul_nt(a: Scaled | Quantized, b: Scaled | Quantized, *, dtype: Any = bflo
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> x, w = np.float32([[1, 2, 3, 4]]), np.float32([[1, 1, 1, 1], [0.5, 0, 0, -2]])
-    >>> fp8.matmul_nt(fp8.quantize_tensor(x), fp8.quantize_tensor(w), dtype=np.float32).tolist()
+    >>> fp8.matmul_nt(fp8.quantize_tensor(x, 1.0), fp8.quantize_tensor(w, 1.0), dtype=np.float32).tolist()
     [[10.0, -7.5]]
     """
     if accumulate is not None:
