@@ -141,7 +141,7 @@ def _map_arrays(a: Any, move: Any) -> Any:
         return Quantized(again(a.rowwise), again(a.columnwise), None if a.dbias is None else move(a.dbias))
     if isinstance(a, Grouped):
         fields = {f.name: v for f in dataclasses.fields(a) if hasattr(v := getattr(a, f.name), "dtype")}
-        moved = {id(v): move(v) for v in fields.values()}                 # Both directions may share an array.
+        moved = {id(v): move(v) for v in fields.values()}     # Both directions may share an array.
         return dataclasses.replace(a, **{name: moved[id(v)] for name, v in fields.items()})
     if isinstance(a, Routing):
         return dataclasses.replace(a, **{name: move(v) for name, v in a._arrays().items()})

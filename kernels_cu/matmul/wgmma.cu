@@ -1,8 +1,8 @@
 // Products of FP8 matrices on Hopper (sm_90a), one for each group: D = A · Bᵀ (matmul/problem.cuh).
 //
 // Persistent blocks of three warpgroups. The warps of the first one find tiles, and copy 128 of K of A and B,
-// with their scales, into a ring of stages. Each of the other two multiplies 64 rows of A by all columns of the
-// tile: the tensor core sums 128 products, which are then added, times their scales, to f32 registers. (It
+// with their scales, into a ring of stages. Each of the other two multiplies 64 rows of A by all columns of
+// the tile: the tensor core sums 128 products, which are then added, times their scales, to f32 registers. (It
 // keeps about 14 bits below the largest addend, so longer sums would lose more.)
 //
 // IN_A, IN_B    the FP8 formats

@@ -160,6 +160,8 @@ def _row_cases() -> Iterator[Case]:
         yield _case((2500, 24, 32), pair, division="even", groups=3)
         for shape in ((20, 0, 16), (20, 8, 0)):
             yield _case(shape, pair)
+    for of, other in product((float8_e4m3fn, float8_e5m2), repeat=2):
+        yield _case((130, 200, 144), ("vector", "vector"), "normal", of, other=other)
     for layout in ("compact", "deepgemm_sm90"):
         yield _case((300, 72, 272), ("vector", "vector"), scale_layout=layout)
     for shape in ((300, 72, 272), (137, 9, 131)):
@@ -173,6 +175,11 @@ def _column_cases() -> Iterator[Case]:
     for layout, shape in product(("gemm_ready", "compact"), _SHAPES):
         yield _case(shape, ("vector", "vector"), given="flat", scale_layout=layout, spare=5, wide=False,
                     **of_k)
+    # All groups begin at multiples of 16 bytes, as tensor copies need.
+    for pair, (of, other) in product((("vector", "vector"), ("tensor", "row")),
+                                     product((float8_e4m3fn, float8_e5m2), repeat=2)):
+        yield _case((288, 208, 144), pair, "normal", of, other=other, groups=3, division="even",
+                    given="Grouped" if pair[0] == "vector" else "Scaled", **of_k)
     for pair in (("tensor", "tensor"), ("row", "row"), ("tensor", "row")):
         for shape in _SHAPES:
             yield _case(shape, pair, **of_k)
