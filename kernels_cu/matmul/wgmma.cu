@@ -23,11 +23,7 @@ constexpr int kHalfRows = kTileRows / 2;           // of a warpgroup; a tile's s
 constexpr int kChunk = 64, kChunks = kTileColumns / kChunk;  // columns of B that share a scale in kBlocks
 constexpr int kConsumers = 8;                      // warps that multiply
 // A warpgroup that multiplies holds the sums and the products, 192 registers.
-#ifdef X_REG
-constexpr int kRegisters = 232, kOtherRegisters = 40;
-#else
 constexpr int kRegisters = 224, kOtherRegisters = 56;
-#endif
 constexpr int kStagedBytes = 16 * (kTileColumns * 2 + 16);   // a warp's rows on their way to D
 // The copy engine may still read the maps of tiles in the queue and of tiles in the ring.
 constexpr int kMaps = kQueue + kStages + 2;
