@@ -2,8 +2,8 @@
 //
 // Persistent blocks of three warpgroups. The warps of the first one find tiles, and copy 128 of K of A and B,
 // with their scales, into a ring of stages. Each of the other two multiplies 64 rows of A by all columns of
-// the tile: the tensor core sums 128 products, which are then added, times their scales, to f32 registers. (It
-// keeps about 14 bits below the largest addend, so longer sums would lose more.)
+// the tile: the tensor core sums 128 products, which are then added, times their scales, to f32 registers.
+// (It keeps about 14 bits below the largest addend, so longer sums would lose more.)
 //
 // IN_A, IN_B    the FP8 formats
 // SIZES_OF_K    0: sizes of groups are rows of A; 1: lengths of K

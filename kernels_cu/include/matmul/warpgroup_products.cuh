@@ -26,19 +26,6 @@ template <int kColumns>
 __device__ __forceinline__ void multiply_32(float (&d)[kColumns / 2], u64 a, u64 b, int accumulate);
 
 template <>
-__device__ __forceinline__ void multiply_32<128>(float (&d)[64], u64 a, u64 b, int accumulate) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0; "
-            "wgmma.mma_async.sync.aligned.m64n128k32.f32." PTX_TYPE(IN_A) "." PTX_TYPE(IN_B) " "
-            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-            "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-            "%64, %65, p, 1, 1;}"
-            : SUMS_16(d, 0), SUMS_16(d, 16), SUMS_16(d, 32), SUMS_16(d, 48)
-            : "l"(a), "l"(b), "r"(accumulate));
-}
-
-template <>
 __device__ __forceinline__ void multiply_32<192>(float (&d)[96], u64 a, u64 b, int accumulate) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %98, 0; "
             "wgmma.mma_async.sync.aligned.m64n192k32.f32." PTX_TYPE(IN_A) "." PTX_TYPE(IN_B) " "
