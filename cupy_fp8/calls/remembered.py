@@ -17,6 +17,7 @@ import numpy as np
 
 from ..arrays import Array, address, empty_beside
 from ..kernels import Launch, owner_of, workspace
+from ..kernels.tensor_map import TensorMap
 from . import validate
 from .arguments import Call
 from .memory import ALIGNMENT, flat
@@ -51,9 +52,10 @@ def remember(described: _Described, call: Call, launches: list[Launch], written:
         _calls[(facts, *addresses)] = _Repeated(call, launches)
     elif (found := _Allocating.of(call, launches, flat(addresses), written)) is not None:
         # A call that updates an argument is known by the same memory alone, of which that overlaps nothing
-        # else.
+        # else; so is one with tensor maps, which are made for the addresses of its arguments.
         updates = any(each.written for each in call.ranges)
-        _calls[(facts, *addresses) if updates else _unplaced(facts, addresses)] = found
+        maps = any(isinstance(value, TensorMap) for launch in launches for value in launch.values)
+        _calls[(facts, *addresses) if updates or maps else _unplaced(facts, addresses)] = found
 
 
 def forget() -> None:
@@ -150,7 +152,7 @@ class _Bound(NamedTuple):
         slots = known.slots((i, launch.values[i]) for i in launch.pointer_positions)
         records = []
         for i, value in enumerate(launch.values):
-            if isinstance(value, bytes) and value:
+            if isinstance(value, bytes) and value and not isinstance(value, TensorMap):
                 inside = _RecordSlots.of(value, known) if isinstance(value, Records) else None
                 if inside is None:
                     return None

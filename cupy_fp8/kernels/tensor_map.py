@@ -15,18 +15,25 @@ _UINT8, _SWIZZLE_128, _L2_128, _ZEROS_OUTSIDE, _NOT_INTERLEAVED = 0, 3, 2, 0, 0
 _BOX_BYTES, _BYTES, _ALIGNMENT = 128, 128, 64
 
 
-def encode(x: Any, at: int, columns: int, rows: int, pitch: int, box_rows: int) -> bytes:
+class TensorMap(bytes):
+    """The bytes of a map, which belong to one address."""
+
+
+def encode(x: Any, at: int, columns: int, rows: int, pitch: int, box_rows: int) -> TensorMap:
     """The map of a matrix of bytes with rows at multiples of `pitch`, which is copied in boxes of 128 columns
     and box_rows rows. x: an array on the same device; for a NumPy array, what kernels on the CPU read. An
     empty matrix has the map of one element, which is never copied."""
     columns, rows, pitch = max(columns, 1), max(rows, 1), max(pitch, 16)
-    if isinstance(x, np.ndarray):
-        return struct.pack("=QQQQI", at, columns, rows, pitch, box_rows).ljust(_BYTES, b"\0")
-    return _encoded(at, columns, rows, pitch, box_rows)
+    return (on_host if isinstance(x, np.ndarray) else _encoded)(at, columns, rows, pitch, box_rows)
+
+
+def on_host(at: int, columns: int, rows: int, pitch: int, box_rows: int) -> TensorMap:
+    """The map that kernels on the CPU read."""
+    return TensorMap(struct.pack("=QQQQI", at, columns, rows, pitch, box_rows).ljust(_BYTES, b"\0"))
 
 
 @functools.lru_cache(4096)
-def _encoded(at: int, columns: int, rows: int, pitch: int, box_rows: int) -> bytes:
+def _encoded(at: int, columns: int, rows: int, pitch: int, box_rows: int) -> TensorMap:
     raw = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
     where = -(-ctypes.addressof(raw) // _ALIGNMENT) * _ALIGNMENT
     u64, u32 = ctypes.c_uint64, ctypes.c_uint32
@@ -37,7 +44,7 @@ def _encoded(at: int, columns: int, rows: int, pitch: int, box_rows: int) -> byt
     if status:
         raise RuntimeError(f"cuTensorMapEncodeTiled: status {status} for {rows} rows of {columns} bytes at "
                            f"{at:#x}, pitch {pitch}")
-    return ctypes.string_at(where, _BYTES)
+    return TensorMap(ctypes.string_at(where, _BYTES))
 
 
 @functools.cache

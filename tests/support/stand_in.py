@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from cupy_fp8 import backend
-from cupy_fp8.kernels import Launch, Variant, errors, kernel
+from cupy_fp8.kernels import Launch, Variant, errors, kernel, tensor_map
 from cupy_fp8.ops.quantize import single_read, tensor_current
 
 #: Device numbers that no machine has, since some facts of devices are cached.
@@ -247,7 +247,8 @@ def install(patch: pytest.MonkeyPatch) -> Any:
             (backend, "check_device", lambda device: None), (kernel, "_cuda", lambda: module.cuda),
             (Variant, "launch", on_cpu), (errors, "_words", {}), (_workspaces, "_of_array", {}),
             (_workspaces, "_of_stream", {}), (single_read, "_gpu", lambda device: single_read._CPU),
-            (tensor_current, "_gpu", lambda device: tensor_current._CPU)):
+            (tensor_current, "_gpu", lambda device: tensor_current._CPU),
+            (tensor_map, "_encoded", tensor_map.on_host)):
         patch.setattr(owner, name, value)
     fake_cublaslt.install(patch, fake_cublaslt.FakeCublasLt(record=_recorded_or_run))
     return module

@@ -97,7 +97,8 @@ def directly(a: Scaled, b: Scaled, out: Any, fast_accum: bool = False) -> Call:
     def call() -> None:
         if status := matmul(*arguments, stream):
             raise plan.failed(status)
-        assert workspace is not None                # which the call keeps alive
+        assert workspace is not None, "the call keeps it and the algorithm alive"
+        assert found
 
     return call
 

@@ -68,7 +68,7 @@ def read_rows(call: Call, given: Any, check: Any) -> Side:
     if isinstance(given, Grouped):
         return _grouped_rows(call, given, check)
     s = given.rowwise if isinstance(given, Quantized) else given
-    if isinstance(s, Scaled) and s.block == (1, 128) and s.scale_inv.ndim == 1:
+    if isinstance(s, Scaled) and s.block == (1, 128) and getattr(s.scale_inv, "ndim", 2) == 1:
         return _rows_with_flat_scales(call, given, s)
     found = _matrix(call, "a", given, 2, "[all rows, K]")
     if found.scaling == "block":
@@ -217,8 +217,8 @@ def read_columns(call: Call, name: str, given: Any, check: Any, beside: Side | N
     s = given
     if isinstance(given, Quantized):
         column = given.columnwise
-        s = column if column is not None and column.data.ndim == 1 else given
-    if isinstance(s, Scaled) and s.data.ndim == 1 and s.transposed:
+        s = column if column is not None and getattr(column.data, "ndim", 2) == 1 else given
+    if isinstance(s, Scaled) and getattr(s.data, "ndim", 2) == 1 and s.transposed:
         return _flat_columns(call, name, given, s)
     found = _matrix(call, name, given, 2, "[rows, all columns], or flat column-wise data of groups")
     view = tiles.view_of(found)._replace(start_bytes=1)

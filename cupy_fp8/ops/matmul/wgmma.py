@@ -13,6 +13,7 @@ from ...arrays import address
 from ...calls.call import Call
 from ...formats import FORMATS, float8_e4m3fn, float8_e5m2
 from ...kernels import Kernel, Launch, Variant, multiprocessors, tensor_map
+from ...kernels.tensor_map import TensorMap
 from .problem import OperandView, Problem
 
 _KERNEL = Kernel("matmul/wgmma", "wgmma_products", target="sm_90a")
@@ -94,7 +95,7 @@ def _copied(view: OperandView, *, anywhere: bool) -> bool:
             and all(each % 4 == 0 for each in in_16_bytes))
 
 
-def _maps(call: Call, p: Problem, blocks: int) -> tuple[bytes, bytes, int]:
+def _maps(call: Call, p: Problem, blocks: int) -> tuple[TensorMap, TensorMap, int]:
     """The tensor maps of both operands, and the memory in which the kernel writes those of groups."""
     if not p.sizes_of_k:
         return (tensor_map.encode(call.x, p.a.data, p.k, p.total, p.a.pitch, _ROWS),

@@ -43,9 +43,13 @@ def grouped_sums(a: _Operand, b: _Operand, splits: Any, group: str,
     with np.errstate(invalid="ignore", over="ignore"):
         if group == "k":
             ranges = list(group_ranges(sizes, _columns_total(a), 0))
-            pairs = zip(_columns(a, ranges), _columns(b, ranges), strict=True)
             (m,), (n,) = _rows_of(a), _rows_of(b)
-            return np.array([of(left) @ of(right).T for left, right in pairs]).reshape(len(ranges), m, n)
+            total = np.zeros((len(ranges), m, n))
+            whole_blocks = _of_whole_blocks(a) or _of_whole_blocks(b)
+            for e, (left, right) in enumerate(zip(_columns(a, ranges), _columns(b, ranges), strict=True)):
+                if not whole_blocks or ranges[e][0] % 128 == 0:     # else its scales are not those of groups
+                    total[e] = of(left) @ of(right).T
+            return total
         assert not isinstance(b, Grouped)
         weights = b if isinstance(b, Scaled) else b.rowwise
         assert weights is not None
@@ -118,6 +122,14 @@ def _flat_or_matrix(a: Scaled | Quantized) -> Scaled:
     s = a.columnwise if a.columnwise is not None and a.columnwise.data.ndim == 1 else a.rowwise
     assert s is not None
     return s
+
+
+def _of_whole_blocks(a: _Operand) -> bool:
+    """Whether groups have to begin at multiples of 128 columns: those of a matrix with scales along K."""
+    if isinstance(a, Grouped):
+        return False
+    s = _flat_or_matrix(a)
+    return s.data.ndim == 2 and s.block is not None and s.block[1] is not None
 
 
 def _columns_total(a: _Operand) -> int:
