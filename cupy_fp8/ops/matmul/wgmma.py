@@ -20,7 +20,8 @@ _KERNEL = Kernel("matmul/wgmma", "wgmma_products", target="sm_90a")
 _THREADS, _ROWS, _COLUMNS, _BLOCK, _STAGES, _QUEUE = 384, 128, 192, 128, 4, 4
 _MAPS, _MAP_BYTES = _QUEUE + _STAGES + 2, 128
 _BLOCKS_ON_CPU = 2
-_LARGEST = 2**31 - 1
+#: Numbers of tiles are counted in 32 bits, a grid at a time.
+_LARGEST = 2**31 - 2**16
 #: Bytes of shared memory: those of the struct Shared, which asserts it.
 SHARED = 220864
 _FP8 = (float8_e4m3fn, float8_e5m2)

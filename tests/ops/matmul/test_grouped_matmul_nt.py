@@ -122,6 +122,23 @@ def test_long_sums_are_within_the_bound(kind, run):
     assert_within(got, want, grouped_magnitudes(a, b, splits))
 
 
+@pytest.mark.parametrize("k", [512, 500])                       # of tensor copies, and not
+def test_scales_whose_product_is_no_normal_number(k, run):
+    """2^-146 has few bits as f32, and 2^160 is beyond it, but sums times one after the other are within."""
+    rng = np.random.default_rng(9)
+    a_data, b_data = rng.uniform(200, 448, (3, k)), rng.uniform(200, 448, (1, 8, k))
+    a_data[1] = 0
+    a_scales = np.repeat(np.array([[2.0**-100], [2.0**100], [1.0]]), 4, 1) * rng.uniform(1, 2, (3, 4))
+    for b_scale, rows in ((2.0**-46, [0, 1, 2]), (2.0**60, [1])):
+        a = Scaled(a_data.astype(float8_e4m3fn), a_scales.astype(np.float32), (3, k), False, (1, 128),
+                   "compact")
+        b = Scaled(b_data.astype(float8_e4m3fn), (b_scale * rng.uniform(1, 2, (1, 1, 4))).astype(np.float32),
+                   (1, 8, k), False, (128, 128), "compact")
+        got = fp8.asnumpy(fp8.grouped_matmul_nt(run.array(a), run.array(b), [3], dtype=float32))
+        want = reference.grouped_matmul_nt(a, b, [3], dtype=float32)
+        np.testing.assert_allclose(got[rows], want[rows], rtol=1e-3)
+
+
 def test_the_same_bytes_again(run):
     a, b = run.array(scaled((TOTAL, K), "vector", 1)), run.array(scaled((6, N, K), "block", 2))
     first = fp8.asnumpy(fp8.grouped_matmul_nt(a, b, run.array(SPLITS)))
