@@ -18,7 +18,7 @@ from .base import Case, outputs
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 #: The families in the order of the README. Any other family comes after these.
-FAMILIES = ("quantize", "convert", "scales", "matmul", "moe")
+FAMILIES = ("matmul", "quantize", "convert", "scales", "moe")
 
 
 def bytes_moved(arguments: Arguments, written: Iterable[np.ndarray]) -> int:
