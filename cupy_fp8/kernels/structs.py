@@ -141,7 +141,8 @@ def _all_text(path: str) -> str:
         if path in seen:
             return ""
         seen.add(path)
-        text = re.sub(r"//[^\n]*|/\*.*?\*/", "", (sources.root() / path).read_text(), flags=re.DOTALL)
+        text = (sources.root() / path).read_text(encoding="utf-8")
+        text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
         return re.sub(r'#include "([^"]+)"', lambda m: expand(f"include/{m[1]}"), text)
 
     return expand(path)

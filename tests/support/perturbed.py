@@ -92,6 +92,8 @@ def compare(example: Example, args: Any, kwargs: Any) -> None:
     op = example.op
     kwargs = {name: value for name, value in kwargs.items() if name != "noop"}
     want = cases.outputs(op.reference(*args, **kwargs), kwargs, op.updates)
+    if example.kwargs.get("amax") is None:              # nobody looks at the one that the call had
+        want.pop("amax", None)
     returned = example.args[:len(op.updates)] if op.updates else example.out
     found = {name: a.reshape(want[name].shape) if a.size == 1 else a
              for name, a in cases.outputs(returned, example.kwargs, op.updates).items()}
