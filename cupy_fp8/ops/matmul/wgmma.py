@@ -58,7 +58,8 @@ def takes(call: Call, problem: Problem) -> bool:
 
 def launches(call: Call, problem: Problem) -> Iterator[Launch]:
     p, scaling = problem, _scaling(problem)
-    blocks = _BLOCKS_ON_CPU if call.xp is np else multiprocessors(call.x.data.device_id)
+    blocks = min(_BLOCKS_ON_CPU if call.xp is np else multiprocessors(call.x.data.device_id),
+                 tiles_of(p, _ROWS, _COLUMNS))
     a_map, b_map, maps = _maps(call, p, blocks)
     members = p.members() | {"share": IN_16_BYTES if p.sizes_of_k else ALL_GROUPS}
     copies = (scaling != "kRows" and _copied(p.a, anywhere=True)
