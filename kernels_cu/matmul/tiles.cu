@@ -17,7 +17,9 @@
 #include "matmul/problem.cuh"
 
 constexpr bool kSizesOfK = SIZES_OF_K;
-constexpr int kTileRows = TILE_ROWS, kTileColumns = 128, kThreads = 256, kWarps = kThreads / 32, kStages = 3;
+constexpr int kTileRows = TILE_ROWS, kTileColumns = 128, kThreads = 256, kWarps = kThreads / 32;
+// Three stages take all shared memory of sm_89; with sizes of K the description of a tile is there too.
+constexpr int kStages = kSizesOfK ? 2 : 3;
 constexpr int kWarpRows = 32, kWarpsDown = kTileRows / kWarpRows;
 constexpr int kWarpColumns = kTileColumns * kWarpsDown / kWarps;
 constexpr int kDown = kWarpRows / kFragmentRows, kAcross = kWarpColumns / kFragmentRows;

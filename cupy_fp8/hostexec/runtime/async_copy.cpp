@@ -110,7 +110,9 @@ static void check_bulk(const char* what, const void* shared, const void* global,
     check_range(what, shared, bytes);
     check_range(what, global, bytes);
 }
+// The thread that waits does the copying: what the one that started the copy has seen has happened before.
 static void land_load(const BulkLoad& load) {
+    tsan_acquire(load.barrier);
     if (load.swizzle == kNoSwizzle) memcpy(load.shared, load.global, load.bytes);
     else
         for (unsigned at = 0; at < load.bytes; at += 16) {
@@ -126,6 +128,7 @@ static void land_load(const BulkLoad& load) {
     end_phase_if_complete(barrier);
 }
 static void start_load(const BulkLoad& load) {
+    tsan_release(load.barrier);
     if (lands_at_once(own_worker())) land_load(load);
     else append(own_worker()->loads, load);
 }

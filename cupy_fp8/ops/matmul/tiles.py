@@ -13,7 +13,7 @@ from .operands import Operand, Product
 from .problem import OperandView, Problem
 
 _KERNEL = Kernel("matmul/tiles", "product_tiles")
-_THREADS, _STAGES, _BLOCK, _COLUMNS = 256, 3, 128, 128
+_THREADS, _BLOCK, _COLUMNS = 256, 128, 128
 _ROWS, _FEW_ROWS = 128, 32
 #: Groups that have at most so many rows on average get the tile of few rows.
 _FEW = 64
@@ -21,7 +21,7 @@ _FEW = 64
 
 def _variant(rows: int, sizes_of_k: bool) -> Variant:
     """A stage of shared memory has 128 bytes and one scale for each row of A and of B."""
-    shared = _STAGES * (rows + _COLUMNS) * (_BLOCK + 4)
+    shared = (2 if sizes_of_k else 3) * (rows + _COLUMNS) * (_BLOCK + 4)
     return _KERNEL.variant(block=_THREADS, shared=shared, TILE_ROWS=rows, SIZES_OF_K=int(sizes_of_k))
 
 
