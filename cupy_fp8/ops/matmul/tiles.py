@@ -40,7 +40,7 @@ def variants() -> list[Variant]:
 
 def own_kernel_launches(call: Call, problem: Problem) -> Iterator[Launch]:
     """The launches that compute products. The choice of the kernel is made here."""
-    if problem.n == 0 or (problem.m if problem.sizes_of_k else problem.total) == 0:
+    if 0 in (problem.n, problem.groups * problem.m if problem.sizes_of_k else problem.total):
         return
     share, members, most = wgmma.ALL_GROUPS, problem.members(), None
     if wgmma.takes(call, problem):
