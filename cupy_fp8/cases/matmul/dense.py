@@ -18,7 +18,8 @@ from ..base import Case, values
 from ..registry import Arguments, Registration, register
 from .tolerance import assert_within
 
-_BLOCKS: dict[str, Any] = {"tensor": None, "row": (1, None), "vector": (1, 128), "block": (128, 128)}
+#: The blocks of each kind of scaling.
+BLOCKS: dict[str, Any] = {"tensor": None, "row": (1, None), "vector": (1, 128), "block": (128, 128)}
 _PAIRS = (("tensor", "tensor"), ("row", "row"), ("vector", "block"), ("block", "vector"),
           ("vector", "vector"))
 #: Pairs that cuBLASLt does not take.
@@ -34,7 +35,7 @@ def operand(shape: tuple[int, ...], dtype: np.dtype[Any], scaling: str, layout: 
             kind: str, seed: int) -> Scaled:
     """FP8 data (see `values`) under scales below 1, so that float16 holds the products; powers of two where
     they are E8M0."""
-    block, rng = _BLOCKS[scaling], np.random.default_rng(seed + 77)
+    block, rng = BLOCKS[scaling], np.random.default_rng(seed + 77)
     data = values(kind, shape, dtype, seed)
     if block is None:
         return Scaled(data, np.array([0.37], np.float32), shape)

@@ -19,11 +19,9 @@ from ...results import Quantized, Scaled
 from ..base import Case, values
 from ..registry import Arguments, Registration, register
 from ..scales.swizzle import sizes
-from .dense import operand
+from .dense import BLOCKS, operand
 from .tolerance import assert_within
 
-#: The row-wise blocks of a Grouped by the kind of scaling.
-_BLOCKS: dict[str, Any] = {"tensor": None, "row": (1, None), "vector": (1, 128), "block": (128, 128)}
 #: What a and b of "m" can be, and how a's scales are stored.
 _ROWS = (("vector", "block"), ("tensor", "tensor"), ("row", "row"), ("vector", "vector"), ("row", "block"),
          ("tensor", "vector"))
@@ -42,7 +40,7 @@ def _scales(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
 def _group(shape: tuple[int, int], splits: np.ndarray, dtype: np.dtype[Any], scaling: str, layout: str,
            kind: str, seed: int, columnwise: bool) -> Grouped:
     """A Grouped with data in one direction."""
-    rng, block, n = np.random.default_rng(seed + 55), _BLOCKS[scaling], len(splits)
+    rng, block, n = np.random.default_rng(seed + 55), BLOCKS[scaling], len(splits)
     data = values(kind, (shape[0] * shape[1],), dtype, seed)
     offsets = np.concatenate([[0], np.cumsum(splits.astype(np.int64))]) * shape[1]
     row = None if columnwise else data
@@ -211,5 +209,5 @@ def _agrees(actual: dict[str, Any], desired: dict[str, Any], arguments: Argument
 
 register(Registration(
     "grouped_matmul_nt", grouped.grouped_matmul_nt, reference.grouped_matmul_nt, _inputs, _cases,
-    "products of FP8 matrices for groups whose sizes are on the device, one launch; also weight gradients",
+    "products of FP8 matrices for groups whose sizes are on the device; also weight gradients",
     programs=(tiles.variants, convert.variants), agrees=_agrees))

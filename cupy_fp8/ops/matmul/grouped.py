@@ -36,7 +36,7 @@ def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | G
                       *, group: str = "m", dtype: Any = bfloat16, accumulate: Array | None = None,
                       out: Array | None = None, check: bool = False) -> Array:
     """Products of FP8 matrices, one for each group (expert), whose sizes may be on the device alone. All
-    groups take one launch.
+    groups of "m" take one launch; on Hopper "k" takes a second one, for groups that begin anywhere.
 
         group="m":  out[r, n]    = Σ_k a[r, k] · b[e, n, k]             e: the group that row r belongs to
         group="k":  out[e, m, n] = Σ_k a[m, k] · b[n, k]                over the columns k of group e

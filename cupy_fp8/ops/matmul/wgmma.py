@@ -14,6 +14,7 @@ from ...calls.call import Call
 from ...formats import FORMATS, float8_e4m3fn, float8_e5m2
 from ...kernels import Kernel, Launch, Variant, multiprocessors, tensor_map
 from ...kernels.tensor_map import TensorMap
+from ...layouts import cdiv, round_up
 from .problem import OperandView, Problem
 
 _KERNEL = Kernel("matmul/wgmma", "wgmma_products", target="sm_90a")
@@ -72,11 +73,11 @@ def launches(call: Call, problem: Problem) -> Iterator[Launch]:
 
 def tiles_of(problem: Problem, rows: int, columns: int) -> int:
     """The tiles that groups of any sizes can have."""
-    across, total, groups = -(-problem.n // columns), problem.total, problem.groups
+    across, total, groups = cdiv(problem.n, columns), problem.total, problem.groups
     if problem.sizes_of_k:
-        return groups * -(-problem.m // rows) * across
+        return groups * cdiv(problem.m, rows) * across
     if not problem.splits:
-        return groups * -(-(total // max(groups, 1)) // rows) * across
+        return groups * cdiv(total // max(groups, 1), rows) * across
     # Each group can have a tile that is not full, and so can the rows of no group.
     return (total // rows + min(groups, total) + 1) * across
 
@@ -106,7 +107,7 @@ def _maps(call: Call, p: Problem, blocks: int) -> tuple[TensorMap, TensorMap, in
     at = address(call.workspace_array("maps of groups", words + _MAP_BYTES // 4))
     return (tensor_map.encode(call.x, p.a.data, _BLOCK, p.m, _BLOCK, _ROWS),
             tensor_map.encode(call.x, p.b.data, _BLOCK, p.n, _BLOCK, _COLUMNS),
-            -(-at // _MAP_BYTES) * _MAP_BYTES)
+            round_up(at, _MAP_BYTES))
 
 
 def _is_hopper(device_id: int) -> bool:

@@ -16,8 +16,8 @@ struct QueuedTile {
     int a_shift;                       // of the scales of A in a stage
 };
 
-// What the queue and the ring of stages have in common: places that are filled and emptied in turn. Each time
-// `full` and `empty` end a phase.
+// The queue and the ring of stages both have places that are filled and emptied in turn. Each time `full` and
+// `empty` end a phase.
 template <int kPlaces>
 struct Ring {
     PhaseBarrier full[kPlaces], empty[kPlaces];

@@ -40,8 +40,8 @@ __device__ __forceinline__ void copy_async(u8* shared, const void* from, bool ex
                      "r"(bytes) : "memory");
 #endif
 }
-// The same for kBytes (4 or 16) bytes, aligned to as many: the first `existing` are copied, the others become
-// zeros.
+// Starts a copy of kBytes (4 or 16) bytes, aligned to as many. It copies the first `existing` ones and writes
+// zeros for the others.
 template <int kBytes>
 __device__ __forceinline__ void copy_async_part(void* shared, const void* from, u32 existing) {
 #ifdef CUPY_FP8_HOST
