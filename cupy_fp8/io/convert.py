@@ -27,7 +27,7 @@ from ..results import Scaled
 from . import weights
 from .checkpoint import INDEX, Checkpoint, quantization_of
 from .pairing import Pair, combine
-from .replace import remove_abandoned, replacing
+from .replace import resuming
 from .safetensors import DTYPES, TensorFile, by_alignment, header_of
 from .weights import Changes, Layout, Rows
 
@@ -167,13 +167,11 @@ class Conversion:
                     "place")
             return None
         self.folder.mkdir(parents=True, exist_ok=True)
-        prefix = f"{self.names[shard][:80]}."
-        remove_abandoned(self.folder, prefix)
         plan = [self.plan[name] for name in self.checkpoint.files[shard].tensors if name in self.plan]
         tensors = self._written(plan)
         order = by_alignment((name, dtype) for name, (dtype, _) in tensors.items())
         header = header_of({name: tensors[name] for name in order}, self._metadata(shard))
-        with replacing(target, prefix) as file:
+        with resuming(target) as file:
             out = _Out(file.fileno(), header, {name: tensors[name] for name in order})
             file.write(header)
             file.flush()
@@ -276,7 +274,7 @@ class Conversion:
                         {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
         for path in sorted(self.checkpoint.folder.iterdir()):
             if path.suffix in _COPIED and path.is_file() and path.name not in (INDEX, "config.json"):
-                with path.open("rb") as file, replacing(self.folder / path.name) as copy:
+                with path.open("rb") as file, resuming(self.folder / path.name) as copy:
                     shutil.copyfileobj(file, copy)
         if self.checkpoint.config:
             config = {key: value for key, value in self.checkpoint.config.items()
@@ -484,5 +482,5 @@ def _reserve(descriptor: int, size: int) -> None:
 
 
 def _write_json(path: Path, found: Mapping[str, Any]) -> None:
-    with replacing(path) as file:
+    with resuming(path) as file:
         file.write(json.dumps(found, indent=2, ensure_ascii=False).encode() + b"\n")

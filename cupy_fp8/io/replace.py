@@ -8,11 +8,11 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = ["PathLike", "remove_abandoned", "replacing", "sync_folder"]
+__all__ = ["PathLike", "replacing", "resuming", "sync_folder"]
 
 PathLike = str | os.PathLike[str]
 
@@ -32,14 +32,9 @@ def replacing(path: PathLike, prefix: str = "") -> Iterator[BinaryIO]:
     target = Path(os.path.realpath(path))
     if target.is_dir():
         raise IsADirectoryError(f"{target}: is a folder")
-    partial = target.with_name(f".{prefix}{secrets.token_hex(8)}.partial")
+    partial, file = _created(target, prefix)
     try:
-        descriptor = os.open(partial, _EXCLUSIVE, 0o666)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{target.parent}: no such folder") from None
-    try:
-        with open(descriptor, "w+b") as file:
-            _lock(file)
+        with file:
             if target.exists():
                 os.chmod(partial, stat.S_IMODE(target.stat().st_mode))
             yield file
@@ -51,13 +46,31 @@ def replacing(path: PathLike, prefix: str = "") -> Iterator[BinaryIO]:
         partial.unlink(missing_ok=True)
 
 
-def remove_abandoned(folder: Path, prefix: str) -> None:
-    """Deletes the new files with this prefix whose writers were killed. Those of living writers are
-    locked."""
-    for path in folder.glob(f".{glob.escape(prefix)}*.partial"):
-        with open(path, "r+b") as file:
+@contextmanager
+def resuming(path: Path) -> Iterator[BinaryIO]:
+    """`replacing`, which first deletes the new files that killed writers of this path left behind. Those of
+    living writers are locked, and stay."""
+    prefix = f"{path.name[:80]}."
+    for abandoned in path.parent.glob(f".{glob.escape(prefix)}*.partial"):
+        with suppress(FileNotFoundError), open(abandoned, "r+b") as file:   # its writer may just have ended
             if _lock(file):
-                path.unlink(missing_ok=True)
+                abandoned.unlink(missing_ok=True)
+    with replacing(path, prefix) as file:
+        yield file
+
+
+def _created(target: Path, prefix: str) -> tuple[Path, BinaryIO]:
+    """A new, locked file beside the target, and its path."""
+    while True:
+        partial = target.with_name(f".{prefix}{secrets.token_hex(8)}.partial")
+        try:
+            file = os.fdopen(os.open(partial, _EXCLUSIVE, 0o666), "w+b")
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{target.parent}: no such folder") from None
+        _lock(file)
+        if partial.exists():            # nobody took it for an abandoned one before it was locked
+            return partial, file
+        file.close()
 
 
 def _lock(file: Any) -> bool:

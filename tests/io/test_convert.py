@@ -345,6 +345,16 @@ def test_kills(tmp_path, kills):
         assert contents(out) == wanted
 
 
+@pytest.mark.parametrize("name", [INDEX, "config.json", "tokenizer.json"])
+def test_killed_at_a_file_that_goes_with_the_shards(tmp_path, source, name):
+    """What a killed writer of any file leaves behind is gone after the next run."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / f".{name}.00.partial").write_bytes(b"half")
+    run(source, out, "--recipe", "bf16")
+    assert not list(out.glob(".*"))
+
+
 @pytest.mark.full
 def test_memory_is_bounded(tmp_path):
     """The largest tensor is never in memory as a whole: a few chunks are."""

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import cupy_fp8 as fp8
-from cupy_fp8.io.replace import remove_abandoned, replacing
+from cupy_fp8.io import replace
+from cupy_fp8.io.replace import replacing, resuming
 
 
 def test_replaces_and_keeps_permissions(tmp_path):
@@ -71,12 +72,29 @@ def test_abandoned_files_are_removed_and_living_ones_are_not(tmp_path):
     abandoned, other = tmp_path / ".a.00.partial", tmp_path / ".b.00.partial"
     abandoned.write_bytes(b"half")
     other.write_bytes(b"half")
-    with replacing(tmp_path / "a", "a.") as file:
-        remove_abandoned(tmp_path, "a.")
+    with resuming(tmp_path / "a") as living:
+        living.write(b"slow")
+        with resuming(tmp_path / "a") as file:
+            file.write(b"whole")
         assert not abandoned.exists()
+    assert (tmp_path / "a").read_bytes() == b"slow"
+    assert sorted(tmp_path.iterdir()) == [other, tmp_path / "a"]
+
+
+def test_a_new_file_that_is_taken_for_an_abandoned_one_is_made_again(tmp_path, monkeypatch):
+    """Another process may look between the making of a file and its lock."""
+    taken = []
+
+    def late(file):
+        if not taken:
+            taken.extend(tmp_path.glob(".*.partial"))
+            taken[0].unlink()
+
+    monkeypatch.setattr(replace, "_lock", late)
+    with replacing(tmp_path / "a") as file:
         file.write(b"whole")
+    assert taken
     assert (tmp_path / "a").read_bytes() == b"whole"
-    assert other.exists()
 
 
 def save_many(path, number, count):
