@@ -24,7 +24,7 @@ LAYERS = (
     {"reference"},
     {"ops"},
     {"state", "cache"},
-    {"cases", "testing", "losses", "diagnostics", "plot", "io", "bench", "cli", "__main__", "__init__"},
+    {"cases", "testing", "diagnostics", "plot", "io", "bench", "cli", "__main__", "__init__"},
 )
 TOOLS = LAYERS[-1]                          # these may use each other, and everything below
 NOBODY_IMPORTS = {"cli", "__main__", "__init__"}

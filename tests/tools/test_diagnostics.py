@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cupy_fp8 as fp8
-from cupy_fp8 import diagnostics
-from cupy_fp8.diagnostics import ErrorReport, error
+from cupy_fp8.diagnostics import ErrorReport, error, pieces
 
 E4M3, E5M2 = fp8.float8_e4m3fn, fp8.float8_e5m2
 # The largest value that still rounds to the maximum, and the smallest that overflows, in f32.
@@ -45,7 +44,7 @@ def sample(shape=(37, 53), dtype=np.float32, seed=0):
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("of", [np.float32, np.float16, fp8.bfloat16], ids=["f32", "f16", "bf16"])
 def test_by_hand(monkeypatch, chunk, dtype, of):
-    monkeypatch.setattr(diagnostics, "CHUNK", chunk)
+    monkeypatch.setattr(pieces, "CHUNK", chunk)
     x = sample((5, 7) if chunk == 1 else (37, 53), of)
     q = fp8.quantize_tensor(x, 30.0, dtype=dtype)
     report = error(x, q)

@@ -10,9 +10,9 @@ import pytest
 from block_data import COLUMN, ROW
 
 import cupy_fp8 as fp8
-from cupy_fp8 import Quantized, Scaled, diagnostics, reference, testing
+from cupy_fp8 import Quantized, Scaled, reference, testing
 from cupy_fp8.arrays import bits
-from cupy_fp8.diagnostics import blocks, error
+from cupy_fp8.diagnostics import blocks, error, pieces
 from cupy_fp8.formats import INPUT_DTYPES, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32
 from cupy_fp8.reference.convert.dequantize import element_scales
 
@@ -49,7 +49,7 @@ def overflows(ratio: float, dtype: np.dtype) -> bool:
     ((32, 32), "compact", False), ((32, 32), "compact", True), ((1, None), "compact", False),
     ((None, 1), "compact", True), ((128, 128), "compact", False)])
 def test_by_hand(monkeypatch, block, layout, transposed, dtype, chunk):
-    monkeypatch.setattr(diagnostics, "CHUNK", chunk)
+    monkeypatch.setattr(pieces, "CHUNK", chunk)
     x = sample()
     rows, columns = (n if b is None else b for b, n in zip(block, x.shape, strict=True))
     grid = -(-x.shape[0] // rows), -(-x.shape[1] // columns)

@@ -11,9 +11,9 @@ import pytest
 from block_data import result
 
 import cupy_fp8 as fp8
-from cupy_fp8 import Quantized, Scaled, cases, diagnostics, reference, testing
+from cupy_fp8 import Quantized, Scaled, cases, reference, testing
 from cupy_fp8.arrays import bits
-from cupy_fp8.diagnostics import SpanReport, Vanished, scale_span
+from cupy_fp8.diagnostics import SpanReport, Vanished, pieces, scale_span
 from cupy_fp8.formats import FORMATS, FP8_DTYPES, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32
 from cupy_fp8.layouts import cdiv
 
@@ -99,7 +99,7 @@ def scales_of(kind: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("dtype", FP8_DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["e8m0", "powers", "any", "wide"])
 def test_by_hand(monkeypatch, kind, dtype, chunk):
-    monkeypatch.setattr(diagnostics, "CHUNK", chunk)
+    monkeypatch.setattr(pieces, "CHUNK", chunk)
     for shape, width, rows in (((70, 100), 32, 32), (((40, 70), 64, 16))):
         q = Scaled(data(shape, dtype), scales_of(kind, (shape[0], cdiv(shape[1], width))), shape, False,
                    (1, width), "compact")

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array, bits
-from .formats import FORMATS, float8_e4m3fn, float8_e5m2, float8_e8m0fnu
-from .layouts import cdiv
-from .reference.convert.scaling_aware import target_exponent
-from .reference.numerics import widen
+from ..arrays import Array, bits
+from ..formats import FORMATS, float8_e4m3fn, float8_e5m2, float8_e8m0fnu
+from ..layouts import cdiv
+from ..reference.convert.scaling_aware import target_exponent
+from ..reference.numerics import widen
 
 #: (code of the maximum, bound, maximum, whether the bound itself overflows). The bound is half a step past
 #: the maximum; values beyond it overflow when rounded to nearest even. A tie rounds to 448 in E4M3, which is

@@ -1,0 +1,43 @@
+"""What the functions of `diagnostics` accept, as values and FP8 codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .. import backend
+from ..arrays import Array, contiguous
+from ..formats import FP8_DTYPES, INPUT_DTYPES, float32, names
+from ..ops.convert.astype import astype, transpose
+from ..results import Quantized, Scaled
+
+_FLOAT64 = np.dtype(np.float64)
+
+
+def module_of_x(x: Array) -> Any:
+    xp = backend.module_of(x)
+    if x.dtype not in (*INPUT_DTYPES, _FLOAT64):
+        raise TypeError(f"x: expected dtype {names(INPUT_DTYPES)}, float64, got {x.dtype}")
+    return xp
+
+
+def require_shape(x: Array, values: Array) -> None:
+    if values.shape != x.shape:
+        raise ValueError(f"q: expected the shape of x, {x.shape}, got {values.shape}")
+
+
+def values_and_codes(q: Any, xp: Any) -> tuple[Array, Array | None]:
+    """(dequantised values, FP8 codes or None), both in the logical shape."""
+    if isinstance(q, (Scaled, Quantized)):
+        s = q if isinstance(q, Scaled) else q._any
+        backend.require_module(s.data, xp, "q")
+        return s.dequantize(float32), contiguous(transpose(s.data) if s.transposed else s.data)
+    backend.require_module(q, xp, "q")
+    if q.dtype in FP8_DTYPES:
+        return astype(q, float32), contiguous(q)
+    if q.dtype not in (*INPUT_DTYPES, _FLOAT64):
+        raise TypeError(f"q: expected a Scaled, a Quantized or an array of dtype "
+                        f"{names((*FP8_DTYPES, *INPUT_DTYPES))}, float64, "
+                        f"got {q.dtype}")
+    return q, None

@@ -1,0 +1,106 @@
+"""The error of a whole tensor."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array, contiguous
+from . import pieces
+from .inputs import module_of_x, require_shape, values_and_codes
+from .losses import error_sums
+from .text import html_table
+
+__all__ = ["ErrorReport", "error"]
+
+
+@dataclass(frozen=True)
+class ErrorReport:
+    """What `error` measured. x is the original, v the dequantised value; counts are of elements.
+
+    elements            all of them
+    sqnr_db             10 log10(Σ x² / Σ (v − x)²) over finite x: inf without any error, −inf where a finite
+                        x came back as NaN or Inf
+    max_relative_error  max |v − x| / |x| over finite nonzero x (an underflow is 1.0); 0.0 where there are
+                        none
+    saturated           finite x that overflowed: rounded with unlimited exponent, |x| / scale_inv is beyond
+                        the format's maximum, so that without saturation it would be NaN (E4M3) or Inf (E5M2).
+                        None where only values are known
+    underflowed         finite nonzero x (also subnormal) with v = 0
+    nan                 NaN in v
+    nonfinite           NaN or Inf in x (these take no part in the two errors)
+    """
+
+    elements: int
+    sqnr_db: float
+    max_relative_error: float
+    saturated: int | None
+    underflowed: int
+    nan: int
+    nonfinite: int
+
+    def _facts(self) -> dict[str, str]:
+        saturated = "unknown" if self.saturated is None else f"{self.saturated:,}"
+        return {"SQNR": f"{self.sqnr_db:.2f} dB", "max relative error": f"{self.max_relative_error:.3g}",
+                "saturated": saturated, "underflowed": f"{self.underflowed:,}",
+                "NaN": f"{self.nan:,}", "non-finite in x": f"{self.nonfinite:,}",
+                "elements": f"{self.elements:,}"}
+
+    def __repr__(self) -> str:
+        f = self._facts()
+        tail = f", {f['non-finite in x']} non-finite in x" if self.nonfinite else ""
+        return (f"ErrorReport(SQNR {f['SQNR']}, max relative error {f['max relative error']}; of "
+                f"{f['elements']} elements "
+                f"{f['saturated']} saturated, {f['underflowed']} underflowed, {f['NaN']} NaN{tail})")
+
+    def _repr_html_(self) -> str:
+        return html_table(self._facts())
+
+
+def error(x: Array, q: Any) -> ErrorReport:
+    """Compare a tensor with its quantised form.
+
+    x : the original: bfloat16, float16, float32 or float64 array of any shape.
+    q : its `Scaled` or `Quantized` (the row-wise part where there is one), or an array of x's shape: FP8
+        (unscaled), or dequantised values in any of x's dtypes (`saturated` is then unknown). Of the same kind
+        (NumPy or CuPy) as x.
+    Returns an `ErrorReport`, whose fields say exactly what is counted.
+
+    Values are compared and summed in f64. x and v are exact there; squares and sums are rounded, so their
+    last digits may differ between NumPy and CuPy. Besides one f32 copy of the dequantised values, memory
+    stays bounded: 2**20 elements are processed at a time. `saturated` compares |x| with the dequantised
+    maximum: exact up to the rounding of scale_inv (1e-7 of the bound). CuPy flushes f32 subnormals to zero
+    when it widens them, so on a GPU |x| below 2**-126 counts as zero. Raises TypeError (dtypes, mixed kinds),
+    ValueError (shapes).
+
+    >>> import numpy as np, cupy_fp8 as fp8
+    >>> x = np.float32([1.0, -3.3, 500.0, 1e-4])
+    >>> fp8.diagnostics.error(x, fp8.quantize_tensor(x, 1.0))
+    ErrorReport(SQNR 19.66 dB, max relative error 1; of 4 elements 1 saturated, 1 underflowed, 0 NaN)
+    """
+    xp = module_of_x(x)
+    values, codes = values_and_codes(q, xp)
+    require_shape(x, values)
+    flat, flat_values = (contiguous(a).reshape(-1) for a in (x, values))
+    flat_codes = None if codes is None else codes.reshape(-1)
+    partial = [error_sums(xp, flat[i:i + pieces.CHUNK], flat_values[i:i + pieces.CHUNK],
+                        None if flat_codes is None else flat_codes[i:i + pieces.CHUNK])
+               for i in range(0, x.size, pieces.CHUNK)]
+    if not partial:
+        return ErrorReport(0, math.inf, 0.0, None if codes is None else 0, 0, 0, 0)
+    table = xp.stack(partial)           # one transfer at the end: nothing before it waits for the GPU
+    table = table if xp is np else table.get()
+    signal, noise, saturated, underflowed, nan, nonfinite = table[:, :-1].sum(axis=0).tolist()
+    return ErrorReport(int(x.size), _decibels(signal, noise), float(table[:, -1].max()),
+                       None if codes is None else int(saturated), int(underflowed), int(nan), int(nonfinite))
+
+
+def _decibels(signal: float, noise: float) -> float:
+    if noise == 0:
+        return math.inf
+    if signal == 0 or math.isinf(noise):
+        return -math.inf
+    return 10 * math.log10(signal / noise)

@@ -1,0 +1,136 @@
+"""Magnitudes before and after quantisation, and the error at each of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array, asnumpy
+from ..formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, Format, names
+from ..reference.numerics import widen
+from ..results import Quantized, Scaled
+from .style import BLUE, GREY, ORANGE, VERMILION, axes
+
+__all__ = ["error_by_magnitude", "histogram"]
+
+_BINS_PER_BINADE = 4
+
+
+def histogram(x: Array, q: Any = None, *, ax: Any = None) -> Any:
+    """Draw how often each magnitude occurs in x and after quantisation, on log2 axes with four bins per power
+    of two.
+
+    x : bfloat16, float16 or float32 array of any shape.
+    q : what became of it: `Scaled`, `Quantized`, or dequantised values of x's shape; drawn as an outline.
+        Where it has a single scale, the format's subnormals are shaded, and its limits marked, in units of x.
+    Zeros have no place on the axis: the legend counts them.
+    Raises TypeError, ValueError, ImportError without matplotlib.
+
+    >>> import numpy as np, cupy_fp8 as fp8
+    >>> x = np.random.default_rng(0).standard_normal(1000, np.float32)
+    >>> fp8.plot.histogram(x, fp8.quantize_tensor(x, 64.0)).get_xlabel()
+    '|x|'
+    """
+    before = _magnitudes(x)
+    after = None if q is None else _magnitudes(_dequantized(q, x))
+    present = np.concatenate([before[before > 0], [] if after is None else after[after > 0]])
+    low, high = (np.floor(np.log2(present.min())),
+                 np.floor(np.log2(present.max())) + 1) if present.size else (-1, 1)
+    edges = 2.0 ** np.linspace(low, high, int(high - low) * _BINS_PER_BINADE + 1)
+    ax = axes(ax, (7, 3.2))
+    ax.hist(before, edges, color=BLUE, alpha=0.35, label=_counted("x", before))
+    if after is not None:
+        ax.hist(after, edges, color=VERMILION, histtype="step", linewidth=1.2,
+                label=_counted("quantised", after))
+    s = q._any if isinstance(q, Quantized) else q
+    if isinstance(s, Scaled) and s.scale_inv.size == 1:
+        _mark_range(ax, FORMATS[s.dtype], float(asnumpy(s.scale_inv).reshape(())))
+    ax.set_xscale("log", base=2)
+    if present.size:
+        ax.set_yscale("log")
+    ax.set_xlabel("|x|")
+    ax.set_ylabel("elements")
+    ax.legend(loc="upper left", frameon=False, fontsize="small")
+    return ax
+
+
+def error_by_magnitude(x: Array, q: Any, *, ax: Any = None) -> Any:
+    """Draw the relative error against magnitude: median and maximum of |v − x| / |x| in bins of a quarter of
+    a power of two.
+
+    x : bfloat16, float16 or float32 array of any shape. q : `Scaled`, `Quantized`, or dequantised values
+    of x's shape. The dashed line is half a unit in the last place relative to the value, 2**-(mantissa
+    bits + 1): the bound of every normal number that was not saturated. Below the normal range the error
+    grows to 1 (underflow); beyond the maximum it grows again (saturation). Raises TypeError, ValueError,
+    ImportError without matplotlib.
+
+    >>> import numpy as np, cupy_fp8 as fp8
+    >>> x = np.random.default_rng(0).standard_normal(1000, np.float32)
+    >>> fp8.plot.error_by_magnitude(x, fp8.quantize_tensor(x, 64.0)).get_ylabel()
+    'relative error'
+    """
+    original, v = _host_f32(x, "x").astype(np.float64), _dequantized(q, x).astype(np.float64)
+    used = np.isfinite(original) & np.isfinite(v) & (original != 0)
+    original, v = original[used], v[used]
+    ax = axes(ax, (7, 3.2))
+    if original.size:
+        centres, middle, top = _by_bin(np.abs(original), np.abs(v - original) / np.abs(original))
+        ax.plot(centres, top, color=VERMILION, linewidth=1.2, label="maximum")
+        ax.plot(centres, middle, color=BLUE, linewidth=1.2, label="median")
+    s = q._any if isinstance(q, Quantized) else q
+    if isinstance(s, Scaled):
+        bound = 2.0 ** -(FORMATS[s.dtype].mantissa_bits + 1)
+        ax.axhline(bound, color=GREY, linestyle="--", linewidth=0.9,
+                   label=f"half a unit in the last place, {bound:g}")
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_xlabel("|x|")
+    ax.set_ylabel("relative error")
+    ax.legend(frameon=False, fontsize="small")
+    return ax
+
+
+def _host_f32(a: Array, name: str) -> np.ndarray:
+    a = asnumpy(a)
+    if a.dtype not in INPUT_DTYPES:
+        raise TypeError(f"{name}: expected dtype {names(INPUT_DTYPES)}, got {a.dtype}")
+    return widen(a)
+
+
+def _dequantized(q: Any, x: Array) -> np.ndarray:
+    v = _host_f32(q.dequantize() if isinstance(q, (Scaled, Quantized)) else q, "q")
+    if v.shape != x.shape:
+        raise ValueError(f"q: expected the shape of x, {x.shape}, got {v.shape}")
+    return v
+
+
+def _magnitudes(a: Array) -> np.ndarray:
+    """The finite magnitudes as a flat f64 array."""
+    v = _host_f32(a, "x")
+    return np.abs(v[np.isfinite(v)]).astype(np.float64)
+
+
+def _counted(label: str, magnitudes: np.ndarray) -> str:
+    zeros = int((magnitudes == 0).sum())
+    return f"{label} ({zeros:,} zeros)" if zeros else label
+
+
+def _mark_range(ax: Any, f: Format, scale_inv: float) -> None:
+    tiny, normal, top = (limit * scale_inv for limit in (f.smallest_subnormal, f.smallest_normal, f.max))
+    if not 0 < tiny < top < np.inf:
+        return
+    assert f.dtype in FP8_DTYPES
+    ax.axvspan(tiny, normal, color=ORANGE, alpha=0.15, linewidth=0, label="subnormal")
+    ax.axvline(tiny, color=GREY, linestyle=":", linewidth=1)
+    ax.axvline(top, color=GREY, linestyle="--", linewidth=1, label=f"{f.dtype.name} maximum")
+
+
+def _by_bin(magnitude: np.ndarray, error: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(bin centres, median, maximum) of the errors in quarter binades that are not empty."""
+    index = np.floor(np.log2(magnitude) * _BINS_PER_BINADE).astype(np.int64)
+    order = np.lexsort((error, index))
+    index, error = index[order], error[order]
+    start = np.flatnonzero(np.diff(index, prepend=index[0] - 1))
+    stop = np.append(start[1:], index.size)
+    return 2.0 ** ((index[start] + 0.5) / _BINS_PER_BINADE), error[(start + stop - 1) // 2], error[stop - 1]
