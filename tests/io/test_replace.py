@@ -83,7 +83,7 @@ def test_abandoned_files_are_removed_and_living_ones_are_not(tmp_path):
 
 def test_a_new_file_that_is_taken_for_an_abandoned_one_is_made_again(tmp_path, monkeypatch):
     """Another process may look between the making of a file and its lock."""
-    taken = []
+    taken: list[Any] = []
 
     def late(file):
         if not taken:
