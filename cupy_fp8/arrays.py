@@ -26,7 +26,7 @@ Shape = int | Sequence[int]
 def empty(shape: Shape, dtype: Any, *, like: Any = None) -> Array:
     """A new C-contiguous array with arbitrary contents.
 
-    like: an array (its kind and device), 'numpy' / 'cupy' or the module; default `cupy_fp8.xp`.
+    like : an array (its kind and device), 'numpy' / 'cupy' or the module; default `cupy_fp8.xp`.
     """
     xp, dtype, shape = backend.like_module(like), _as_dtype(dtype), _as_shape(shape)
     if isinstance(like, xp.ndarray):

@@ -99,8 +99,9 @@ def to_dlpack(a: Array) -> Exporter:
     """An object that other libraries import with their `from_dlpack`: the same memory, the true type.
 
     a : NumPy or CuPy array of any shape and strides; FP8, E8M0 and bfloat16 carry their DLPack codes, other
-    dtypes pass through. Returns an object with `__dlpack__` and `__dlpack_device__`; the memory lives as long
-    as any importer needs it. Raises TypeError for anything but an array; when the capsule is made,
+        dtypes pass through.
+    Returns an object with `__dlpack__` and `__dlpack_device__`; the memory lives as long as any importer
+    needs it. Raises TypeError for anything but an array; when the capsule is made,
     BufferError for what NumPy or CuPy cannot export (a read-only array to a consumer of unversioned
     capsules). A library that knows no FP8 types says so in its own words: give it ``a.view(np.uint8)``.
 

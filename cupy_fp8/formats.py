@@ -73,14 +73,16 @@ BYTE_DTYPES = (*FP8_DTYPES, float8_e8m0fnu)
 
 
 def finfo(dtype: Any) -> Format:
-    """The `Format` of `dtype`: max, smallest normal and subnormal, bits, NaN and Inf bit patterns.
+    """What `dtype` can represent: maximum, smallest normal and subnormal, bits, NaN and Inf bit patterns.
+
+    Its fields are `dtype`, `bits`, `exponent_bits`, `mantissa_bits`, `bias`, `max`, `smallest_normal`,
+    `smallest_subnormal`, `nan`, `inf` (None: the format has none), `signed` and `storage`, the unsigned
+    integer dtype of the same width. Raises TypeError for a dtype outside {float8_e4m3fn, float8_e5m2,
+    float8_e8m0fnu, bfloat16, float16, float32}.
 
     >>> import cupy_fp8 as fp8
     >>> fp8.finfo(fp8.float8_e4m3fn).max
     448.0
-
-    Raises TypeError for a dtype outside {float8_e4m3fn, float8_e5m2, float8_e8m0fnu, bfloat16, float16,
-    float32}.
     """
     return lookup(dtype, tuple(FORMATS), "dtype")
 

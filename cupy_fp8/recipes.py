@@ -44,9 +44,9 @@ class _PerTensor:
               like: Any = None, buffers: Mapping[str, tuple[Array, Array]] | None = None) -> Quantized:
         """An uninitialised result to pass as `out=`. Allocating it launches nothing.
 
-        dbias: the result has an array for the bias gradient too.
-        buffers: {'rowwise': (data, scale_inv), 'columnwise': (data, scale_inv)} to use instead of new arrays.
-            Each pair has both arrays, so that a scale_inv always belongs to its data.
+        dbias : the result has an array for the bias gradient too.
+        buffers : {'rowwise': (data, scale_inv), 'columnwise': (data, scale_inv)} to use instead of new
+            arrays. Each pair has both arrays, so that a scale_inv always belongs to its data.
         """
         shape = _as_shape(shape)
         check_directions(shape, rowwise, columnwise, dbias)
@@ -163,11 +163,11 @@ class MXScaling:
 
     def empty(self, shape: Shape, *, rowwise: bool = True, columnwise: bool = False, like: Any = None,
               buffers: Mapping[str, tuple[Array, Array]] | None = None) -> Quantized:
-        """An uninitialised result to pass as `out=`. Allocating it launches nothing. Column-wise
-        data is not stored transposed.
+        """An uninitialised result to pass as `out=`. Allocating it launches nothing. Column-wise data is not
+        stored transposed.
 
-        buffers: {'rowwise': (data, scale_inv), 'columnwise': (data, scale_inv)} to use instead of new arrays.
-            With blocks of (32, 32) both pairs have the same data.
+        buffers : {'rowwise': (data, scale_inv), 'columnwise': (data, scale_inv)} to use instead of new
+            arrays. With blocks of (32, 32) both pairs have the same data.
         """
         directions = mx_directions(_as_shape(shape), self.dtype, rowwise, columnwise, False,
                                    self.scale_layout)
@@ -187,7 +187,7 @@ class BlockScaling:
     scale_layout  'gemm_ready', 'compact' or 'deepgemm_sm90' (docs/layouts.md)
 
     Source: DeepSeek-V3 (arXiv 2412.19437); TransformerEngine's Float8BlockScaling; the libraries that the
-        profiles are named after.
+    profiles are named after.
     """
 
     block: tuple[int | None, int | None] = (1, 128)
@@ -216,10 +216,11 @@ class BlockScaling:
 
     def empty(self, shape: Shape, *, rowwise: bool = True, columnwise: bool = False, like: Any = None,
               buffers: Mapping[str, tuple[Array, Array]] | None = None) -> Quantized:
-        """An uninitialised result to pass as `out=`. Allocating it launches nothing. Column-wise
-        data is stored transposed.
+        """An uninitialised result to pass as `out=`. Allocating it launches nothing. Column-wise data is
+        stored transposed.
 
-        buffers: {'rowwise': (data, scale_inv), 'columnwise': (data, scale_inv)} to use instead of new arrays.
+        buffers : {'rowwise': (data, scale_inv), 'columnwise': (data, scale_inv)} to use instead of new
+            arrays.
         """
         directions = block_directions(_as_shape(shape), self.dtype, rowwise, columnwise, True, self.block,
                                       self.scale_layout)

@@ -29,9 +29,9 @@ class Scaled(Result):
     shape        the logical shape, which does not depend on the storage
     block        the shape of the block that shares a scale in the logical matrix, (1, 32) for row-wise and
                  (32, 1) for column-wise MX; None: one scale for the tensor
-    scale_layout how the scales of blocks are stored: 'compact' (a row of scales per row of blocks),
-                 'swizzled', 'gemm_ready', 'deepgemm_sm90' or 'deepgemm_sm100' (docs/layouts.md); None for one
-                 scale
+    scale_layout  how the scales of blocks are stored: 'compact' (a row of scales per row of blocks),
+                  'swizzled', 'gemm_ready', 'deepgemm_sm90' or 'deepgemm_sm100' (docs/layouts.md); None for
+                  one scale
 
     TypeError or ValueError says which parts do not fit together. `==` compares bytes and metadata.
     """

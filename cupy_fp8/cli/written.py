@@ -29,7 +29,9 @@ def table() -> str:
     """The ops as a table in Markdown, grouped by family."""
     lines = ["| op | what it does |", "|---|---|"]
     for family, ops in groupby(OPS.values(), key=lambda op: op.family):
-        lines += [f"| **{family}** | |", *(f"| `{op.name}` | {op.summary} |" for op in ops)]
+        page = f"docs/api/{family}.md"
+        lines += [f"| **{family}** | |",
+                  *(f"| [`{op.name}`]({page}#{op.name}) | {op.summary} |" for op in ops)]
     return "\n".join(lines) + "\n"
 
 

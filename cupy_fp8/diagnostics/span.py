@@ -34,7 +34,7 @@ class SpanReport:
     tile            its shape, (rows, B)
     spans           log2(largest / smallest scale among the rows of a tile that are not all zeros): float32
                     NumPy array by rows and columns of tiles, NaN for tiles without such rows
-    largest, median of the spans; NaN if there are none
+    largest, median  of the spans; NaN if there are none
     row_blocks      those that are not all zeros and have a valid scale
     elements        those that are neither 0 nor NaN and have a valid scale
     by_tile         what vanishes when all rows of a tile get the largest scale among them (target 'tile')

@@ -66,12 +66,11 @@ def save(path: PathLike, **values: Any) -> None:
     metadata.
 
     path : where to write (exactly this name; an existing file is replaced only once the new one is complete
-    and on disk).
+        and on disk).
     values : by name: NumPy or CuPy arrays of any dtype without Python objects; `Scaled`, `Quantized`,
-    `Grouped`, `Routing`;
-        `DelayedScalingState` and recipes; numbers, strings, None; lists, tuples and dicts (with strings as
-        keys) of these. CuPy arrays are copied to the host one at a time. An array that occurs twice is stored
-        once.
+        `Grouped`, `Routing`; `DelayedScalingState` and recipes; numbers, strings, None; lists, tuples and
+        dicts (with strings as keys) of these. CuPy arrays are copied to the host one at a time. An array
+        that occurs twice is stored once.
     Raises TypeError for anything else, ValueError for names that a file cannot hold or that collide; nothing
     is written then. OSError where the disk is full or the folder does not exist. Format: see
     `cupy_fp8.io.archive`.
@@ -101,9 +100,10 @@ def load(path: PathLike, *, like: Any = None) -> dict[str, Any]:
     metadata.
 
     like : the kind of array wanted: an array, 'numpy' / 'cupy' or the module. Default NumPy, whatever kind
-    was saved. Raises FileNotFoundError, ValueError for a file that `save` did not write, that is damaged, or
-    that a later version wrote (results are checked as those made by hand are); DeviceError for
-    ``like='cupy'`` without a GPU. Never unpickles.
+        was saved.
+    Raises FileNotFoundError, ValueError for a file that `save` did not write, that is damaged, or that a
+    later version wrote (results are checked as those made by hand are); DeviceError for ``like='cupy'``
+    without a GPU. Nothing is unpickled.
 
     >>> import os, tempfile, numpy as np, cupy_fp8 as fp8
     >>> path = os.path.join(tempfile.mkdtemp(), "scales.npz")

@@ -82,8 +82,7 @@ def load_safetensors(path: PathLike, *, names: Iterable[str] | None = None, like
     path : a .safetensors file, or a folder of them, with or without an index.
     names : the tensors wanted, by name or pattern ('model.layers.0.*'); None: all.
     like : the kind of array wanted: an array, 'numpy' / 'cupy' or the module. NumPy arrays are mapped, not
-    read, and
-        read-only; CuPy arrays are copied to the GPU one tensor at a time. Default NumPy.
+        read, and read-only; CuPy arrays are copied to the GPU one tensor at a time. Default NumPy.
     block : (rows, columns) that share a scale, or a dict of these by name, where shapes do not say.
     raw : every tensor as it is stored, scales as tensors of their own.
 
@@ -126,9 +125,8 @@ def save_safetensors(path: PathLike, tensors: Mapping[str, Any], *, metadata: Ma
     on disk.
 
     tensors : by name: NumPy or CuPy arrays of the format's dtypes, `Scaled` or `Quantized` (its row-wise
-    part). Scales are
-        written beside their data: `<name>_scale_inv` for blocks (compact), `<name>_scale` for one scale ([1])
-        and for rows ([M, 1]).
+        part). Scales are written beside their data: `<name>_scale_inv` for blocks (compact), `<name>_scale`
+        for one scale ([1]) and for rows ([M, 1]).
     metadata : strings by name, which other libraries show ({"format": "pt"} is what some of them want).
     Raises TypeError, ValueError (data that is not row-wise, names that collide) before anything is written,
     OSError.

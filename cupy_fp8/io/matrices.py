@@ -23,9 +23,8 @@ def read_matrices(path: PathLike) -> Iterator[tuple[str, np.ndarray]]:
     """Every 2-D float tensor of a file, one at a time, as (name, NumPy array).
 
     path : .npy (the name is the file's), .npz (also one written by `save`: its plain arrays), or
-    .safetensors, whose FP8
-        tensors with scales are given as the float32 values that they stand for. .npy and .safetensors are
-        mapped, not read: no tensor is in memory before it is used.
+        .safetensors, whose FP8 tensors with scales are given as the float32 values that they stand for. .npy
+        and .safetensors are mapped, not read: no tensor is in memory before it is used.
     Yields bfloat16, float16 and float32 as they are and float64 rounded to float32; other dtypes and ranks
     are skipped. Mapped arrays are read-only. Raises, when called and not at the first item:
     FileNotFoundError, ValueError (suffix, damaged file).

@@ -59,11 +59,13 @@ def error_by_magnitude(x: Array, q: Any, *, ax: Any = None) -> Any:
     """Draw the relative error against magnitude: median and maximum of |v − x| / |x| in bins of a quarter of
     a power of two.
 
-    x : bfloat16, float16 or float32 array of any shape. q : `Scaled`, `Quantized`, or dequantised values
-    of x's shape. The dashed line is half a unit in the last place relative to the value, 2**-(mantissa
-    bits + 1): the bound of every normal number that was not saturated. Below the normal range the error
-    grows to 1 (underflow); beyond the maximum it grows again (saturation). Raises TypeError, ValueError,
-    ImportError without matplotlib.
+    x : bfloat16, float16 or float32 array of any shape.
+    q : `Scaled`, `Quantized`, or dequantised values of x's shape.
+
+    The dashed line is half a unit in the last place relative to the value, 2**-(mantissa bits + 1): the
+    bound of every normal number that was not saturated. Below the normal range the error grows to 1
+    (underflow); beyond the maximum it grows again (saturation).
+    Raises TypeError, ValueError, ImportError without matplotlib.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> x = np.random.default_rng(0).standard_normal(1000, np.float32)

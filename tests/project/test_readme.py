@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import functools
 import re
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from cupy_fp8.cli import written
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md",
+         *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.skipif(backend.gpu_problem() is None, reason="the README shows what is printed without a GPU")
@@ -29,14 +31,25 @@ def test_what_is_written_from_the_ops_is_up_to_date(path):
 
 
 def test_every_op_is_in_the_table_once():
-    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", README, re.MULTILINE)
+    rows = re.findall(r"^\| \[`(\w+)`\]\(docs/api/\w+\.md#\w+\) \| (.*) \|$", README, re.MULTILINE)
     assert rows == [(op.name, op.summary) for op in OPS.values()]
     families = re.findall(r"^\| \*\*(\w+)\*\* \| \|$", README, re.MULTILINE)
     assert families == ["matmul", "quantize", "convert", "scales", "moe"]
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in DOCS)])
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
-    for link in re.findall(r"\]\(([^)#]+)", (ROOT / page).read_text()):
+    for link, heading in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", (ROOT / page).read_text()):
         if "://" not in link:
-            assert (ROOT / page).parent.joinpath(link).exists(), link
+            target = (ROOT / page).parent.joinpath(link) if link else ROOT / page
+            assert target.exists(), link
+            assert not heading or target.suffix != ".md" or heading in anchors(target), f"{link}#{heading}"
+
+
+@functools.cache
+def anchors(page: Path) -> set[str]:
+    """What code hosts call the headings of a page: repeated ones get a number."""
+    text = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
+    names = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+             for heading in re.findall(r"(?m)^#+ +(.*)$", text)]
+    return {f"{name}-{names[:i].count(name)}".removesuffix("-0") for i, name in enumerate(names)}

@@ -35,7 +35,10 @@ def astype(a: Array, dtype: Any, saturate: bool = True, *, out: Array | None = N
     (E5M2, from 61440); NaN is 0x7F. To E8M0: the next power of two upwards; negative values, Inf and NaN
     become NaN (0xFF). To floats: overflow to Inf, one quiet NaN.
 
-    a : array of any shape.  out : array of the same shape and the target dtype, written and returned.
+    a : array of any shape.
+    dtype : the type of the result.
+    saturate : to FP8, whether values beyond the maximum become the maximum.
+    out : array of the same shape and the target dtype, written and returned.
     Raises TypeError (dtypes, mixed kinds), ValueError (out), DeviceError. Bytes moved: both arrays once.
     Source: OCP 8-bit Floating Point Specification; docs/numerics.md rules 2 to 5.
 
@@ -50,7 +53,8 @@ def transpose(a: Array, *, out: Array | None = None) -> Array:
     """Swap the last two axes of FP8 or E8M0 data, byte for byte, into a new C-contiguous array, at copy
     speed.
 
-    a : float8_e4m3fn, float8_e5m2 or float8_e8m0fnu array […, M, K].  out : […, K, M], written and returned.
+    a : float8_e4m3fn, float8_e5m2 or float8_e8m0fnu array […, M, K].
+    out : array […, K, M] of a's dtype, written and returned.
     Raises TypeError, ValueError, DeviceError as in `astype`. Bytes moved: both arrays once.
 
     >>> import numpy as np, cupy_fp8 as fp8

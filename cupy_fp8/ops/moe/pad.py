@@ -106,8 +106,9 @@ def sort_chunks(x: Array | Scaled, splits: Any, order: Any, *, out: Array | Scal
                 check: bool = False) -> Any:
     """Put chunks of consecutive rows into another order.
 
-        result = concatenate([chunk[order[0]], chunk[order[1]], …])        chunk: x split into splits[0],
-        splits[1], … rows
+        result = concatenate([chunk[order[0]], chunk[order[1]], …])
+
+    where the chunks are x, split into splits[0], splits[1], … rows.
 
     Parameters
     ----------

@@ -31,10 +31,8 @@ def route(assignment: Array, *, num_experts: int | None = None, topk: int | None
           rows: int | None = None, align: int = 1, check: bool = False,
           out: Routing | None = None) -> Routing:
     """Find the rows for copies of tokens, so that the rows of each expert are together: the map that
-    `permute` and `unpermute` follow.
-
-        expert e's rows begin at offsets[e], a multiple of `align`; its tokens come in their order, each with
-        its slots in theirs
+    `permute` and `unpermute` follow. The rows of expert e begin at offsets[e], a multiple of `align`. Its
+    tokens come in their order, each with its slots in theirs.
 
     Parameters
     ----------

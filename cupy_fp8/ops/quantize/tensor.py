@@ -65,8 +65,7 @@ def quantize_tensor(x: Array, scale: Any = None, *, dtype: Any = float8_e4m3fn, 
     eps, pow2_scale : of current scaling: the floor of the amax, and whether the scale is a power of two (see
         `compute_scale`)
     out : an earlier result of the same shape, dtype and directions (or ``recipe.empty(…)``); written in place
-        and returned.
-        With it the call allocates nothing and can be captured into a CUDA graph
+        and returned. With it the call allocates nothing and can be captured into a CUDA graph
 
     Returns
     -------

@@ -31,10 +31,10 @@ def compute_scale(amax: Array, *, dtype: Any = float8_e4m3fn, margin: int = 0, e
                   out: Array | None = None) -> Array:
     """The scale that brings a largest magnitude to the largest value of an FP8 format.
 
-        scale = fl(fl(fp8_max * 2**-margin) / max(amax, eps))        1 where that amax is 0, Inf or NaN; Inf
-        becomes FLT_MAX
+        scale = fl(fl(fp8_max * 2**-margin) / max(amax, eps))
 
-    in f32, correctly rounded, with subnormals. docs/numerics.md section 1 defines every value.
+    in f32, correctly rounded, with subnormals. The scale is 1 where that maximum is 0, Inf or NaN, and a
+    quotient that is Inf becomes FLT_MAX. docs/numerics.md section 1 defines every value.
 
     amax : f32 array of any shape; each element by itself.
     dtype : float8_e4m3fn (448) or float8_e5m2 (57344).
