@@ -29,10 +29,14 @@ def table() -> str:
     """The ops as a table in Markdown, grouped by family."""
     lines = ["| op | what it does |", "|---|---|"]
     for family, ops in groupby(OPS.values(), key=lambda op: op.family):
-        page = f"docs/api/{family}.md"
-        lines += [f"| **{family}** | |",
-                  *(f"| [`{op.name}`]({page}#{op.name}) | {op.summary} |" for op in ops)]
+        lines += [f"| **{family}** | |", *(f"| {_linked(op.name, family)} | {op.summary} |" for op in ops)]
     return "\n".join(lines) + "\n"
+
+
+def _linked(name: str, family: str) -> str:
+    """The op's name, as a link to its description where docs/api has a page of the family."""
+    page = f"docs/api/{family}.md"
+    return f"[`{name}`]({page}#{name})" if (README.parent / page).exists() else f"`{name}`"
 
 
 def _with_names(text: str, where: str) -> str:

@@ -29,7 +29,9 @@ def files() -> Iterator[Path]:
 
 
 def too_long(path: Path) -> int:
-    """How many lines are too long. Rows of tables in Markdown cannot be wrapped."""
+    """How many lines are too long. Rows of tables cannot be wrapped, nor the links of docs/api."""
+    if path.is_relative_to(ROOT / "docs/api"):
+        return 0
     in_markdown = path.suffix == ".md"
     return sum(len(line) > COLUMNS and not (in_markdown and line.startswith("|"))
                for line in path.read_text(encoding="utf-8").splitlines())
