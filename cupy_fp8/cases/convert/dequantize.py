@@ -102,5 +102,5 @@ def _block_cases() -> Iterator[Case]:
 
 
 register(Registration("dequantize", dequantize.dequantize, reference.dequantize, _inputs, _cases,
-                      "the values of quantised data as float32, float16 or bfloat16",
+                      "the values of quantised data",
                       programs=(dequantize.variants, astype.variants)))

@@ -131,6 +131,6 @@ def _layouts(case: Any) -> Iterator[Case]:
 
 register(
     Registration("rebase_scales", rebase.rebase_scales, by_reference, _inputs, _cases,
-                 "FP8 with power-of-two scales to other blocks (MX to 1×128 or 128×128), one exact rounding",
+                 "FP8 in other blocks, without quantising again",
                  programs=(rebase.variants, convert.variants, swizzle.variants)),
 )

@@ -99,5 +99,5 @@ def _cases() -> Iterator[Case]:
 
 
 register(Registration("scaling_aware_transpose", _again, reference.scaling_aware_transpose, _inputs, _cases,
-                      "row-wise FP8 with power-of-two scales to column-wise FP8, one exact rounding",
+                      "column-wise FP8 from row-wise FP8, without quantising again",
                       programs=(scaling_aware.variants,)))

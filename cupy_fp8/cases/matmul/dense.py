@@ -103,5 +103,5 @@ def _agrees(actual: dict[str, Any], desired: dict[str, Any], arguments: Argument
 
 register(Registration(
     "matmul_nt", dense.matmul_nt, reference.matmul_nt, _inputs, _cases,
-    "products of FP8 matrices with their scales: per tensor, rows, 1×128, 128×128, MX",
+    "multiplies two FP8 matrices with scales of any recipe",
     programs=(tiles.variants, convert.variants), agrees=_agrees))

@@ -209,5 +209,5 @@ def _agrees(actual: dict[str, Any], desired: dict[str, Any], arguments: Argument
 
 register(Registration(
     "grouped_matmul_nt", grouped.grouped_matmul_nt, reference.grouped_matmul_nt, _inputs, _cases,
-    "products of FP8 matrices for groups whose sizes are on the device; also weight gradients",
+    "multiplies FP8 matrices expert by expert; also weight gradients",
     programs=(tiles.variants, convert.variants), agrees=_agrees))

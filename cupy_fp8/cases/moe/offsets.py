@@ -88,5 +88,5 @@ def _cases() -> Iterator[Case]:
 
 
 register(Registration("splits_to_offsets", _offsets, _reference, _inputs, _cases,
-                      "group sizes on the device to offsets: ends or starts, times strides, int32 and int64",
+                      "turns group sizes into offsets, on the device",
                       programs=(offsets.variants,)))

@@ -142,12 +142,12 @@ def _sort_cases() -> Iterator[Case]:
 
 register(
     Registration("pad_groups", pad.pad_groups, reference.pad_groups, _pad_inputs, _pad_cases,
-                 "the rows of each group followed by zero rows to a multiple of 16, 32, 128, …",
+                 "adds rows of zeros to each group, up to a multiple of 16, 32, 128, …",
                  programs=(pad.variants,)),
     Registration("unpad_groups", pad.unpad_groups, reference.unpad_groups, _unpad_inputs, _unpad_cases,
-                 "the rows of padded groups without the padding",
+                 "removes the rows that `pad_groups` added",
                  programs=(pad.variants,)),
     Registration("sort_chunks", pad.sort_chunks, reference.sort_chunks, _sort_inputs, _sort_cases,
-                 "chunks of rows in another order; sizes and order are on the device",
+                 "copies chunks of rows in another order",
                  programs=(pad.variants,)),
 )

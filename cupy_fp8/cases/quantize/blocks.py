@@ -102,5 +102,5 @@ def _row_and_column_cases(case: Callable[..., Case]) -> Iterator[Case]:
 
 
 register(Registration("quantize_block", blocks.quantize_block, reference.quantize_block, _inputs, _cases,
-                      "FP8 in blocks of 128×128, 1×128, 128×1, … with f32 scales, as six libraries define it",
+                      "FP8 in blocks (1×128, 128×128, rows, …) with float32 scales",
                       programs=(blocks.variants,)))

@@ -271,5 +271,5 @@ def _padded_cases(case: Callable[..., Case]) -> Iterator[Case]:
 
 
 register(Registration("group_quantize", _group_quantize, _reference, _inputs, _cases,
-                      "groups of rows whose sizes are on the device, each quantised as a tensor of its own",
+                      "quantises each group of rows as a tensor of its own",
                       programs=(grouped.variants,)))

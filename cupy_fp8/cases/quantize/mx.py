@@ -84,4 +84,4 @@ def _rule_cases(case: Callable[..., Case]) -> Iterator[Case]:
 
 
 register(Registration("quantize_mx", mx.quantize_mx, reference.quantize_mx, _inputs, _cases,
-                      "MXFP8: blocks of 32 with E8M0 scales, compact or swizzled", programs=(mx.variants,)))
+                      "MXFP8: blocks of 32 with E8M0 scales", programs=(mx.variants,)))

@@ -259,10 +259,10 @@ def _option_cases(case: Callable[..., Case]) -> Iterator[Case]:
 
 register(
     Registration("swiglu_quantize", swiglu.swiglu_quantize, reference.swiglu_quantize, _inputs, _cases,
-                 "SwiGLU with weights, biases and clamp, quantised without a rounding in between",
+                 "SwiGLU, quantised without a rounding in between",
                  programs=(swiglu.variants,)),
     Registration("swiglu_backward_quantize", _backward, _backward_reference, _backward_inputs,
                  _backward_cases,
-                 "the gradients of SwiGLU's input, quantised, and of its weights",
+                 "the gradients of SwiGLU, quantised",
                  programs=(swiglu.variants, bias_gradient.variants)),
 )

@@ -145,9 +145,9 @@ def _quantize_cases() -> Iterator[Case]:
 
 register(
     Registration("multi_cast_transpose", _cast, _cast_reference, _inputs, _cast_cases,
-                 "`cast_transpose` of any number of matrices of any shapes, in one launch",
+                 "`cast_transpose` of many matrices, in one launch",
                  programs=(tensor_list.variants,)),
     Registration("multi_quantize", _quantize, _quantize_reference, _inputs, _quantize_cases,
-                 "any recipe for any number of arrays of any shapes, in one or two launches",
+                 "quantises many arrays by any recipe, in one or two launches",
                  programs=(tensor_list.variants, grouped_blocks.variants, blocks.variants, mx.variants)),
 )

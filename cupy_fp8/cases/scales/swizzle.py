@@ -116,9 +116,9 @@ def _unswizzle_cases() -> Iterator[Case]:
 
 register(
     Registration("swizzle_scales", _swizzle, _swizzle_reference, _swizzle_inputs, _swizzle_cases,
-                 "E8M0 scales in the 128×4 tiles of block-scaled matrix products; groups too",
+                 "E8M0 scales in the tiles that matrix products read",
                  programs=(swizzle.variants,)),
     Registration("unswizzle_scales", _unswizzle, _unswizzle_reference, _unswizzle_inputs, _unswizzle_cases,
-                 "swizzled scales as compact ones, without the padding",
+                 "swizzled scales as compact ones",
                  programs=(swizzle.variants,)),
 )

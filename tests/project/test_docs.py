@@ -1,0 +1,139 @@
+"""The snippets of docs/*.md print what they show.
+
+A page that has code before its first heading `##` consists of independent sections, each of which begins with
+that code; any other page is one section. A snippet whose first line is a comment such as "Needs: torch, GPU
+of compute capability 9.0" runs where the modules and the GPU are. A test runs the snippets of a section that
+need nothing but what one of them needs.
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from cupy_fp8 import backend
+
+ROOT = Path(__file__).resolve().parents[2]
+#: tests/ops/scales/test_convert_scales.py runs layouts.md.
+PAGES = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "layouts.md"]
+
+_SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_NEEDS = re.compile(r">>> # Needs: (.+)")
+_CAPABILITY = re.compile(r"GPU of compute capability (\d+)\.(\d)( or later)?")
+
+
+class Snippet(NamedTuple):
+    """Code of a page, the index of its first line, and what it needs."""
+
+    code: str
+    line: int
+    needs: frozenset[str]
+
+
+def snippets(text: str) -> list[Snippet]:
+    found = []
+    for match in _SNIPPET.finditer(text):
+        needs = _NEEDS.match(match[1])
+        names = needs[1].split(", ") if needs else []
+        found.append(Snippet(match[1], text.count("\n", 0, match.start(1)), frozenset(names)))
+    return found
+
+
+def sections(text: str) -> Iterator[tuple[str, list[Snippet]]]:
+    """The title and all snippets of every section."""
+    heads = [match.start() for match in re.finditer(r"^## ", text, re.MULTILINE)]
+    every = snippets(text)
+    if not heads or not snippets(text[:heads[0]]):
+        yield "whole page", every
+        return
+    lines = [text.count("\n", 0, head) for head in heads]
+    first = [s for s in every if s.line < lines[0]]
+    for head, begin, end in zip(heads, lines, [*lines[1:], text.count("\n") + 1], strict=True):
+        yield text[head + 3:].partition("\n")[0], [*first, *(s for s in every if begin <= s.line < end)]
+
+
+def cases() -> Iterator[Any]:
+    for page in PAGES:
+        for title, found in sections(page.read_text(encoding="utf-8")):
+            for needs in sorted({s.needs for s in found if s.needs} | {frozenset()}, key=sorted):
+                if not found:
+                    continue
+                chosen = [s for s in found if s.needs <= needs]
+                marks = [pytest.mark.gpu] if any(need.startswith("GPU") for need in needs) else []
+                label = " + ".join([f"{page.name} {title}", *sorted(needs)])
+                yield pytest.param(page, chosen, needs, marks=marks, id=label)
+
+
+def missing(need: str) -> bool:
+    """Whether this machine lacks a module, or the GPU."""
+    if not need.startswith("GPU"):
+        return importlib.util.find_spec(need) is None
+    if backend.gpu_problem() is not None:
+        return True
+    if need == "GPU":
+        return False
+    wanted = _CAPABILITY.fullmatch(need)
+    assert wanted, f"not understood: {need}"
+    there, needed = int(backend.cupy().cuda.Device().compute_capability), int(wanted[1] + wanted[2])
+    return there < needed if wanted[3] else there != needed
+
+
+@pytest.mark.parametrize(("page", "chosen", "needs"), cases())
+def test_snippets_print_what_they_show(page, chosen, needs):
+    if absent := [need for need in sorted(needs) if missing(need)]:
+        pytest.skip(f"needs {', '.join(absent)}")
+    namespace: dict[str, Any] = {}
+    report: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    for code, line, _ in chosen:
+        test = doctest.DocTestParser().get_doctest(code, namespace, page.name, str(page), line)
+        assert test.examples, f"{page.name}:{line}: no example"
+        runner.run(test, out=report.append, clear_globs=False)
+        namespace = test.globs
+    assert not report, "".join(report)
+
+
+@pytest.fixture
+def pictures(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    return importlib.import_module("draw_pictures")
+
+
+@pytest.mark.parametrize("name", ["scale.svg", "recipes.svg"])
+def test_pictures_are_up_to_date(name, pictures):
+    drawn = str(pictures.PICTURES[name]())
+    assert (ROOT / "docs/pictures" / name).read_text(encoding="utf-8") == drawn, "run: docs/draw_pictures.py"
+
+
+@pytest.mark.full
+def test_the_picture_of_losses_is_drawn(pictures, tmp_path):
+    pictures.losses(tmp_path / "losses.png")
+    drawn = (tmp_path / "losses.png").read_bytes()
+    committed = (ROOT / "docs/pictures/losses.png").read_bytes()
+    assert drawn[:24] == committed[:24]                     # the signature and the size
+
+
+def test_sections_begin_with_the_first_code_of_their_page():
+    text = "```python\n>>> a = 1\n```\n## One\n```python\n>>> # Needs: torch, GPU\n>>> a\n1\n```\n## Two\n"
+    (one, first), (two, second) = sections(text)
+    assert (one, two) == ("One", "Two")
+    assert [(s.line, s.needs) for s in first] == [(1, frozenset()), (5, {"torch", "GPU"})]
+    assert second == first[:1]
+
+
+def test_a_page_without_such_code_is_one_section():
+    (title, found), = sections("## One\n```python\n>>> a = 1\n```\n## Two\n```python\n>>> a\n1\n```\n")
+    assert (title, [s.line for s in found]) == ("whole page", [2, 6])
+
+
+def test_a_wrong_output_is_noticed():
+    wrong = Snippet(">>> 1 + 1\n3\n", 0, frozenset())
+    with pytest.raises(AssertionError, match="Expected"):
+        test_snippets_print_what_they_show(PAGES[0], [wrong], frozenset())
