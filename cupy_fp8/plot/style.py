@@ -20,3 +20,17 @@ def axes(ax: Any, size: tuple[float, float]) -> Any:
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
     return ax
+
+
+def figure(size: tuple[float, float], panels: int) -> Any:
+    """The Axes of a new figure, one above the other over the same x."""
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        raise ImportError(MATPLOTLIB_HINT) from None
+    return pyplot.subplots(panels, 1, figsize=size, sharex=True, squeeze=False, layout="constrained")[1][:, 0]
+
+
+def ink(ax: Any) -> Any:
+    """The colour of text, which is dark on light pictures and light on dark ones."""
+    return ax.xaxis.label.get_color()

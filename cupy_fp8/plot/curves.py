@@ -1,0 +1,125 @@
+"""Lines over a common axis: measurements by step or by setting, and error reports of a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..arrays import asnumpy
+from ..diagnostics import ErrorReport
+from .style import BLUE, GREEN, GREY, ORANGE, VERMILION, axes, figure
+
+__all__ = ["curves", "reports"]
+
+# Lines differ in colour, dashes and marker at once, so that no reader depends on colour.
+_LOOKS: tuple[tuple[str, str, str], ...] = (
+    (BLUE, "-", "o"), (VERMILION, "--", "s"), (GREEN, "-.", "^"), (ORANGE, ":", "D"), (GREY, "-", "v"),
+    ("#CC79A7", "--", "P"), ("#56B4E9", "-.", "X"))
+_MARKED = 40                                    # A line of more points has no markers.
+_SCALES = ("linear", "log2", "log10")
+_SHARES = ("saturated", "underflowed", "nan", "nonfinite")
+
+
+def curves(x: Any, series: Mapping[str, Any], *, xlabel: str = "", ylabel: str = "", title: str = "",
+           xscale: str = "linear", yscale: str = "linear", legend: bool = True, ax: Any = None) -> Any:
+    """Draw several lines over the same x: losses by step, bytes by size, errors by setting.
+
+    x : one-dimensional array or sequence of numbers. series : {label: as many numbers}; NaN leaves a gap.
+    xscale, yscale : 'linear', 'log2' or 'log10'. legend : False for a panel beside one that has the legend.
+    Lines differ in colour, dashes and marker, in the order of `series`. Where x has whole numbers only, so
+    have its ticks. Raises TypeError, ValueError, ImportError without matplotlib.
+
+    >>> import cupy_fp8 as fp8
+    >>> ax = fp8.plot.curves([1, 2, 4], {"swizzled": [5.0, 3.0, 2.0]}, xscale="log2", ylabel="bytes")
+    >>> [line.get_label() for line in ax.lines]
+    ['swizzled']
+    """
+    for name, scale in (("xscale", xscale), ("yscale", yscale)):
+        if scale not in _SCALES:
+            raise ValueError(f"{name}: expected one of {_SCALES}, got {scale!r}")
+    at = _numbers(x, "x")
+    lines = {label: _numbers(y, f"series[{label!r}]") for label, y in series.items()}
+    for label, y in lines.items():
+        if y.shape != at.shape:
+            raise ValueError(f"series[{label!r}]: expected {at.size} numbers, as many as x, got {y.size}")
+    ax = axes(ax, (7, 3))
+    for i, (label, y) in enumerate(lines.items()):
+        colour, dashes, marker = _LOOKS[i % len(_LOOKS)]
+        ax.plot(at, y, linestyle=dashes, color=colour, marker=marker if at.size <= _MARKED else "",
+                markersize=4, linewidth=1.5, label=label)
+    _set_scale(ax.xaxis, ax.set_xscale, xscale, whole=bool((at == np.round(at)).all()))
+    _set_scale(ax.yaxis, ax.set_yscale, yscale, whole=False)
+    ax.set(xlabel=xlabel, ylabel=ylabel)
+    if title:
+        ax.set_title(title, fontsize="medium")
+    if legend and len(lines) > 1:
+        ax.legend(frameon=False, fontsize="small")
+    return ax
+
+
+def _numbers(values: Any, name: str) -> np.ndarray:
+    a = values if hasattr(values, "dtype") else list(values)
+    a = np.asarray(asnumpy(a) if hasattr(a, "dtype") else a, np.float64)
+    if a.ndim != 1:
+        raise ValueError(f"{name}: expected one dimension, got shape {a.shape}")
+    return a
+
+
+def _set_scale(axis: Any, set_scale: Any, scale: str, whole: bool) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    if scale != "linear":
+        set_scale("log", base=int(scale.removeprefix("log")))
+    elif whole:
+        axis.set_major_locator(MaxNLocator(integer=True))
+
+
+def reports(x: Any, series: Mapping[str, Sequence[ErrorReport]],
+            quantities: Sequence[str] = ("sqnr_db", "saturated", "underflowed"), *, xlabel: str = "",
+            title: str = "", xscale: str = "linear", ax: Any = None) -> Any:
+    """Draw what `diagnostics.error` found over a sweep or over steps: a panel for each quantity, one above
+    the other.
+
+    x : what the reports belong to, numbers. series : {label: a report for each x}.
+    quantities : fields of `ErrorReport`. Counts are drawn as a share of the elements, in %.
+    ax : as many Axes as there are quantities. Returns them as a list.
+    Raises TypeError, ValueError, ImportError without matplotlib.
+
+    >>> import numpy as np, cupy_fp8 as fp8
+    >>> x = np.float32([0.1, 1.0, 3.0])
+    >>> found = [fp8.diagnostics.error(x, fp8.quantize_tensor(x, s)) for s in (1.0, 1024.0)]
+    >>> top, bottom = fp8.plot.reports([1, 1024], {"E4M3": found}, ("sqnr_db", "saturated"))
+    >>> top.get_ylabel(), bottom.get_ylabel()
+    ('SQNR (dB)', 'saturated (%)')
+    """
+    known = tuple(ErrorReport.__dataclass_fields__)
+    for quantity in quantities:
+        if quantity not in known:
+            raise ValueError(f"quantities: expected fields of ErrorReport, {known}, got {quantity!r}")
+    if ax is None:
+        ax = figure((7, 1.2 + 1.5 * len(quantities)), len(quantities))
+    panels = list(ax)
+    if len(panels) != len(quantities):
+        raise ValueError(f"ax: expected {len(quantities)} Axes, one for each quantity, got {len(panels)}")
+    for panel, quantity in zip(panels, quantities, strict=True):
+        values = {label: [_value(r, quantity) for r in found] for label, found in series.items()}
+        first, last = panel is panels[0], panel is panels[-1]
+        curves(x, values, xscale=xscale, ylabel=_label(quantity), xlabel=xlabel if last else "",
+               title=title if first else "", legend=first, ax=panel)
+        low, high = panel.get_ylim()
+        panel.set_ylim(min(low, -0.03 * high), max(high, 1e-3))
+    return panels
+
+
+def _value(report: ErrorReport, quantity: str) -> float:
+    value = getattr(report, quantity)
+    if value is None:
+        return float("nan")
+    return 100 * value / max(report.elements, 1) if quantity in _SHARES else float(value)
+
+
+def _label(quantity: str) -> str:
+    name = "SQNR (dB)" if quantity == "sqnr_db" else quantity.replace("_", " ")
+    return f"{name} (%)" if quantity in _SHARES else name
