@@ -55,7 +55,8 @@ def curves(x: Any, series: Mapping[str, Any], *, xlabel: str = "", ylabel: str =
     if title:
         ax.set_title(title, fontsize="medium")
     if legend and len(lines) > 1:
-        ax.legend(frameon=False, fontsize="small")
+        beside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if len(lines) > 3 else {}
+        ax.legend(frameon=False, fontsize="small", **beside)
     return ax
 
 

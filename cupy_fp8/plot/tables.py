@@ -118,7 +118,8 @@ def cells(values: Any, text: Any = None, *, rows: Sequence[Any] | None = None,
     texts = texts if text is None else np.asarray(text, object)
     if texts.shape != v.shape:
         raise ValueError(f"text: expected the shape of values, {v.shape}, got {texts.shape}")
-    ax = axes(ax, (1.5 + 0.5 * v.shape[1], 1.2 + 0.36 * v.shape[0]))
+    widest = max((len(str(t)) for t in texts.flat), default=1)
+    ax = axes(ax, (1.5 + max(0.5, 0.12 * widest) * v.shape[1], 1.2 + 0.36 * v.shape[0]))
     known = v[np.isfinite(v)]
     low, high = (known.min(), known.max()) if known.size else (0.0, 1.0)
     share = (v - low) / ((high - low) or 1)
