@@ -53,6 +53,7 @@ def _write_weights(path: Path) -> None:
             shapes |= {f"{name}.weight": size, f"{name}.bias": size[:1]}
         norms += [f"{layer}.attention.output.LayerNorm", f"{layer}.output.LayerNorm"]
     weights = {name: (0.1 * rng.standard_normal(shape)).astype(np.float32) for name, shape in shapes.items()}
+    ones, zeros = np.ones(hidden, np.float32), np.zeros(hidden, np.float32)
     for name in norms:
-        weights |= {f"{name}.weight": np.ones(hidden, np.float32), f"{name}.bias": np.zeros(hidden, np.float32)}
+        weights |= {f"{name}.weight": ones, f"{name}.bias": zeros}
     save_file(weights, path)
