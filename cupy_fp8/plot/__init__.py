@@ -4,13 +4,13 @@ Every function draws into `ax` (default: a new figure) and returns the Axes, tak
 (copied to the host), and changes no global setting of matplotlib.
 """
 
-from .curves import curves, reports
 from .magnitudes import error_by_magnitude, histogram
 from .ranges import block_ranges, format_ranges, rounding
 from .representable import finite_values as finite_values
 from .representable import number_line
 from .scale_maps import scale_heat_map
 from .storage import routes, scale_layout
+from .sweeps import curves, reports
 from .tables import bars, cells, table
 from .training import amax_history
 
