@@ -1,10 +1,12 @@
 """Measures how much quantisation changed a tensor and each of its blocks."""
 
+from .compare import Comparison, RecipeError, compare
 from .per_block import BlockReport, blocks
 from .span import SpanReport, Vanished, scale_span
 from .whole import ErrorReport, error
 
-__all__ = ["BlockReport", "ErrorReport", "SpanReport", "Vanished", "blocks", "error", "scale_span"]
+__all__ = ["BlockReport", "Comparison", "ErrorReport", "RecipeError", "SpanReport", "Vanished", "blocks",
+           "compare", "error", "scale_span"]
 
 
 def __dir__() -> list[str]:

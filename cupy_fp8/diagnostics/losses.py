@@ -19,15 +19,31 @@ _OVERFLOW = {float8_e4m3fn: (0x7E, 464.0, 448.0, False), float8_e5m2: (0x7B, 614
 
 
 def error_sums(xp: Any, x: Array, v: Array, codes: Array | None) -> Array:
-    """f64 [7] of one chunk: signal, noise, saturated, underflowed, nan, nonfinite, max relative error."""
+    """f64 [11] of one chunk: signal, noise, saturated, underflowed, nan, nonfinite, normal, subnormal, the
+    squared relative errors of normal values, and the largest relative error of these and of all."""
     x, v = x.astype(np.float64), v.astype(np.float64)
     finite, came_back = xp.isfinite(x), xp.isfinite(v)
     magnitude = finite_magnitude(xp, x)
     with np.errstate(all="ignore"):
         gap = xp.where(finite, xp.where(came_back, xp.abs(v - x), np.inf), 0.0)
         relative = xp.where(magnitude > 0, gap / magnitude, 0.0)
-        sums = (xp.square(magnitude), xp.square(gap), *losses(xp, magnitude, v, codes), ~finite)
-        return xp.stack([*(a.sum(dtype=np.float64) for a in sums), relative.max()])
+        lost = losses(xp, magnitude, v, codes)
+        normal, subnormal = _precision(xp, magnitude, v, came_back & ~lost[0], codes)
+        of_normal = xp.where(normal, relative, 0.0)
+        sums = (xp.square(magnitude), xp.square(gap), *lost, ~finite, normal, subnormal, xp.square(of_normal))
+        return xp.stack([*(a.sum(dtype=np.float64) for a in sums), of_normal.max(), relative.max()])
+
+
+def _precision(xp: Any, magnitude: Array, v: Array, kept: Array, codes: Array | None) -> tuple[Array, Array]:
+    """(elements whose value is a normal number of the format, those whose value is a subnormal one), as flags
+    of what was kept. A value just below the smallest normal number is subnormal, although it may be rounded
+    to that number."""
+    if codes is None:
+        return xp.zeros(1, np.bool_), xp.zeros(1, np.bool_)
+    code, smallest = bits(codes) & 0x7F, 1 << FORMATS[codes.dtype].mantissa_bits
+    normal = (code > smallest) | ((code == smallest) & (magnitude >= xp.abs(v)))
+    used = kept & (magnitude > 0) & (v != 0)
+    return used & normal, used & ~normal
 
 
 def finite_magnitude(xp: Any, x: Array) -> Array:

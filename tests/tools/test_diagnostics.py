@@ -90,7 +90,28 @@ def test_every_kind_of_result_agrees():
 
 def test_exact():
     x = np.array([[1, -2], [0, 448]], np.float32)
-    assert error(x, fp8.quantize_tensor(x, 1.0)) == ErrorReport(4, math.inf, 0.0, 0, 0, 0, 0)
+    assert error(x, fp8.quantize_tensor(x, 1.0)) == ErrorReport(4, math.inf, 0.0, 0, 0, 0, 0, 3, 0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(("dtype", "smallest", "largest", "bound"), [
+    (fp8.float8_e4m3fn, 2.0**-6, 448, 1 / 17), (fp8.float8_e5m2, 2.0**-14, 57344, 1 / 9)])
+def test_error_of_normal_values(dtype, smallest, largest, bound):
+    """Neither an underflow, a subnormal value, one that is rounded up to the smallest normal number, nor a
+    saturated one counts."""
+    x = np.array([smallest, 1.06 * smallest, smallest * 0.99, smallest / 2.5, 1e-12, -largest, largest * 1.1,
+                  0, np.nan], np.float32)
+    report = error(x, fp8.quantize_tensor(x, 1.0, dtype=dtype))
+    assert (report.normal, report.subnormal, report.underflowed, report.saturated) == (3, 2, 1, 1)
+    v = fp8.quantize_tensor(x, 1.0, dtype=dtype).dequantize().astype(np.float64)[1]
+    wrong = abs(v - x[1].astype(np.float64)) / x[1].astype(np.float64)
+    assert report.max_normal_error == wrong
+    assert report.normal_error == pytest.approx(math.sqrt(wrong**2 / 3))
+    many = np.linspace(smallest, largest, 100_003, dtype=np.float32)
+    found = error(many, fp8.quantize_tensor(many, 1.0, dtype=dtype)).max_normal_error
+    assert found is not None
+    assert 0.99 * bound < found <= bound
+    nothing = error(x, x)
+    assert (nothing.normal, nothing.subnormal, nothing.normal_error, nothing.max_normal_error) == (None,) * 4
 
 
 def test_known_figures():

@@ -1,0 +1,268 @@
+"""What every recipe does to one tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from .. import backend
+from ..arrays import Array
+from ..formats import FORMATS, INPUT_DTYPES, float8_e4m3fn, float8_e5m2, names
+from ..ops.scales.amax import compute_amax
+from ..ops.scales.scale import compute_scale
+from ..options import block_pow2
+from ..recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
+from ..results import Quantized, Scaled, block_text, facts_table
+from .text import Column, count, decibels, text_table
+from .verdict import verdict_on
+from .whole import ErrorReport, error
+
+__all__ = ["RECIPES", "Comparison", "RecipeError", "compare", "each", "recipe_name"]
+
+Recipe: TypeAlias = BlockScaling | CurrentScaling | DelayedScaling | MXScaling
+#: Quantises a tensor, into a result if one is given.
+Quantize: TypeAlias = Callable[..., Quantized]
+
+#: What is compared unless the caller says otherwise, coarse scales first.
+RECIPES: tuple[Recipe, ...] = (
+    CurrentScaling(), DelayedScaling(), CurrentScaling(pow2_scale=True), CurrentScaling(float8_e5m2),
+    *(BlockScaling(block, pow2_scale=pow2) for block in ((128, 128), (1, None), (1, 128))
+      for pow2 in (False, True)),
+    MXScaling(), MXScaling(float8_e5m2))
+
+COLUMNS = (Column("recipe", 17, right=False), Column("SQNR dB", 7), Column("normal error", 12),
+           Column("saturated", 9), Column("subnormal", 9, rank=3), Column("to zero", 7),
+           Column("bytes", 5, rank=1))
+
+LEGEND = {
+    "recipe": "what shares a scale (MX: 1×32), and the format; pow2: scales are powers of two.",
+    "SQNR": "power of the values over that of the errors; 6 dB are one bit.",
+    "normal error": "relative error of the values that are normal numbers in FP8: rms / largest.",
+    "saturated": "values beyond the format's maximum.",
+    "subnormal": "values below its normal numbers, which keep fewer digits.",
+    "to zero": "values too small for any number but 0.",
+    "bytes": "of data and scales per element, row-wise. Training also needs the column-wise ones.",
+}
+
+
+@dataclass(frozen=True)
+class RecipeError:
+    """What one recipe did to a tensor: its name, the recipe, the `ErrorReport`, and bytes of data and scales
+    per element (one direction)."""
+
+    name: str
+    recipe: Recipe
+    error: ErrorReport
+    bytes_per_element: float
+
+    @property
+    def lost(self) -> float:
+        """The share of the elements that was saturated, or became 0 or NaN and was not."""
+        e = self.error
+        return ((e.saturated or 0) + e.underflowed + max(e.nan - e.nonfinite, 0)) / e.elements
+
+    def cells(self) -> tuple[str, ...]:
+        """The texts of COLUMNS."""
+        e = self.error
+        assert e.normal_error is not None
+        assert e.max_normal_error is not None
+        wrong = f"{e.normal_error * 100:.2f} / {e.max_normal_error:.2%}" if e.max_normal_error else "0"
+        return (self.name, decibels(e.sqnr_db), wrong if e.normal else "–",
+                *(count(n) for n in (e.saturated, e.subnormal, e.underflowed)),
+                f"{self.bytes_per_element:.3f}")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` measured: a `RecipeError` for each recipe, by name.
+
+    shape, dtype  of x; the dtype of FP8 data that was given with its scales is theirs
+    rows          one for each recipe, in the order given
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    rows: tuple[RecipeError, ...]
+
+    def __getitem__(self, name: str) -> RecipeError:
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise KeyError(f"{name!r}: the recipes are {', '.join(row.name for row in self.rows)}")
+
+    def __iter__(self) -> Iterator[RecipeError]:
+        return iter(self.rows)
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def distinct(self) -> tuple[RecipeError, ...]:
+        """The rows without those whose figures an earlier one has."""
+        return tuple(row for row in self.rows if row.name not in self.same)
+
+    @property
+    def same(self) -> dict[str, str]:
+        """The recipes whose figures are those of an earlier one, and that one."""
+        found: dict[str, str] = {}
+        first: dict[tuple[ErrorReport, float], str] = {}
+        for row in self.rows:
+            name = first.setdefault((row.error, row.bytes_per_element), row.name)
+            if name != row.name:
+                found[row.name] = name
+        return found
+
+    @property
+    def verdict(self) -> str:
+        """A sentence: which recipe to take, and why. It is about this tensor's numbers alone: the one with
+        the fewest bytes that loses no more than the best one."""
+        return verdict_on([self])
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about what the table does not show."""
+        first = self.rows[0].error
+        found = [f"Left out of the errors: {first.nonfinite:,} NaN or Inf in x."] if first.nonfinite else []
+        found += [f"{row.name} makes {row.error.nan:,} NaN." for row in self.distinct
+                  if row.error.nan > first.nonfinite]
+        groups: dict[str, list[str]] = {}
+        for name, other in self.same.items():
+            groups.setdefault(other, [other]).append(name)
+        return found + [f"Same figures: {' = '.join(group)}." for group in groups.values()]
+
+    @property
+    def title(self) -> str:
+        return f"{'×'.join(map(str, self.shape))} {self.dtype}"
+
+    def __repr__(self) -> str:
+        table = text_table(columns_for(row.name for row in self.rows), [row.cells() for row in self.distinct])
+        return "\n".join([f"Comparison of {self.title}", table, *self.notes, self.verdict])
+
+    def _repr_html_(self) -> str:
+        titles = [column.title for column in COLUMNS]
+        table = facts_table([dict(zip(titles, row.cells(), strict=True)) for row in self.distinct])
+        return f"<div>{self.title}{table}{'<br>'.join([*self.notes, self.verdict])}</div>"
+
+
+def compare(x: Any, recipes: Iterable[Recipe] | Mapping[str, Recipe] | None = None, *,
+            amax: Array | None = None) -> Comparison:
+    """Quantise a tensor with every recipe, and measure what each changed.
+
+    x : bfloat16, float16 or float32 array [..., M, K] of two or three dimensions, NumPy or CuPy; or a
+        `Scaled` or `Quantized`, whose float32 values are then quantised again.
+    recipes : those to compare, or a dict of them by name. Default: one scale for the tensor, blocks of
+        128×128, whole rows, 1×128 (each with f32 and with power-of-two scales) and MX, in E4M3; one scale and
+        MX also in E5M2.
+    amax : float32 [1]: what delayed scaling takes for the tensor's largest magnitude, from earlier steps.
+        Default: the tensor's own, with which delayed scaling is current scaling.
+    Returns a `Comparison`, whose `verdict` is a sentence. Row-wise data are measured, by `error`. Raises
+    TypeError (dtypes, what is no recipe), ValueError (shapes, no elements, no recipes, two of one name).
+
+    >>> import numpy as np, cupy_fp8 as fp8
+    >>> x = np.random.default_rng(0).standard_normal((256, 256), np.float32)
+    >>> found = fp8.diagnostics.compare(x)
+    >>> round(found["MX E4M3"].error.sqnr_db, 1), found.same["delayed E4M3"]
+    (31.5, 'tensor E4M3')
+    """
+    rows = tuple(each(x, recipes, amax=amax))
+    return Comparison(tuple(x.shape), dtype_text(x), rows)
+
+
+def each(x: Any, recipes: Iterable[Recipe] | Mapping[str, Recipe] | None = None, *, amax: Array | None = None,
+         run: Callable[[Quantize, Array], Quantized] = lambda quantize, x: quantize(x)
+         ) -> Iterator[RecipeError]:
+    """The rows of `compare`, each as soon as it is known. run(quantize, x) returns quantize(x, out=None), and
+    may time it."""
+    chosen = _named(RECIPES if recipes is None else recipes)
+    x = _values(x)
+    return _rows(x, chosen, amax, run)
+
+
+def _rows(x: Array, chosen: Mapping[str, Recipe], amax: Array | None,
+          run: Callable[[Quantize, Array], Quantized]) -> Iterator[RecipeError]:
+    for name, recipe in chosen.items():
+        q = run(_quantizer(recipe, x, amax), x)
+        yield RecipeError(name, recipe, error(x, q), q.nbytes / x.size)
+
+
+def _quantizer(recipe: Recipe, x: Array, amax: Array | None) -> Quantize:
+    if not isinstance(recipe, DelayedScaling):
+        return recipe.quantize
+    scale = compute_scale(compute_amax(x) if amax is None else amax, dtype=recipe.dtype, margin=recipe.margin)
+    return lambda x, out=None: recipe.quantize(x, scale=scale, out=out)
+
+
+def _values(x: Any) -> Array:
+    if isinstance(x, (Scaled, Quantized)):
+        x = x.dequantize()
+    backend.module_of(x)
+    if x.dtype not in INPUT_DTYPES:
+        hint = "fp8.Scaled(data, scale_inv, …)" if x.dtype in FORMATS else "x.astype(np.float32)"
+        raise TypeError(f"x: expected dtype {names(INPUT_DTYPES)}, or a Scaled or Quantized, got {x.dtype}; "
+                        f"pass {hint}")
+    if x.ndim not in (2, 3) or not x.size:
+        raise ValueError(f"x: expected elements in two or three dimensions, got shape {x.shape}; x[None] "
+                         "makes a vector a matrix of one row")
+    return x
+
+
+def _named(recipes: Iterable[Recipe] | Mapping[str, Recipe]) -> dict[str, Recipe]:
+    if isinstance(recipes, Mapping):
+        found = [(str(name), recipe) for name, recipe in recipes.items()]
+    else:
+        try:
+            found = [(recipe_name(recipe), recipe) for recipe in recipes]
+        except TypeError as wrong:
+            raise TypeError("recipes: expected recipes, such as [fp8.MXScaling(), fp8.BlockScaling()], or a "
+                            f"dict of them by name, got {recipes!r} ({wrong})") from None
+    for name, recipe in found:
+        if not isinstance(recipe, Recipe):
+            raise TypeError(f"recipes: expected a recipe as {name}, got {recipe!r}")
+    if not found or len(dict(found)) != len(found):
+        raise ValueError(f"recipes: expected one or more, each with a name of its own, got "
+                         f"{[name for name, _ in found]}; a dict gives names")
+    return dict(found)
+
+
+def recipe_name(recipe: Recipe) -> str:
+    """A recipe in a few words: what shares a scale, the format, and options that are not the usual ones.
+
+    >>> import cupy_fp8 as fp8
+    >>> recipe_name(fp8.BlockScaling(pow2_scale=True)), recipe_name(fp8.MXScaling(mode="floor"))
+    ('1×128 E4M3 pow2', 'MX E4M3 floor')
+    """
+    options: dict[str, Any]
+    match recipe:
+        case DelayedScaling():
+            where, options = "delayed", {f"margin {recipe.margin}": recipe.margin}
+        case CurrentScaling():
+            where, options = "tensor", {"pow2": recipe.pow2_scale, f"eps {recipe.eps:g}": recipe.eps}
+        case MXScaling():
+            where = "MX" if recipe.block == (1, 32) else "MX 32×32"
+            options = {recipe.mode: recipe.mode != "rceil", recipe.profile: recipe.profile != "te"}
+        case BlockScaling():
+            lines: dict[Any, str] = {(1, None): "row", (None, 1): "column"}
+            where = lines.get(recipe.block) or "×".join(map(str, recipe.block))
+            options = {"pow2": block_pow2(recipe.pow2_scale, recipe.profile), f"eps {recipe.eps}": recipe.eps,
+                       recipe.profile: recipe.profile != "te"}
+        case _:
+            raise TypeError(f"{recipe!r} is no recipe")
+    fmt = "E4M3" if recipe.dtype == float8_e4m3fn else "E5M2"
+    return " ".join([where, fmt, *(text for text, is_said in options.items() if is_said)])
+
+
+def columns_for(recipes: Iterable[str]) -> list[Column]:
+    """COLUMNS, with room for these names."""
+    first, *others = COLUMNS
+    return [first._replace(width=max(first.width, *map(len, recipes))), *others]
+
+
+def dtype_text(x: Any) -> str:
+    """The dtype of an array; of data with scales what shares one, too."""
+    if not isinstance(x, (Scaled, Quantized)):
+        return str(x.dtype)
+    part = x if isinstance(x, Scaled) else x._any
+    return f"{x.dtype}, {'one scale' if part.block is None else block_text(part.block)}"

@@ -1,0 +1,221 @@
+"""diagnostics.compare: its figures are those of the recipes it names, and its verdict follows from them."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import stand_in_arithmetic
+
+import cupy_fp8 as fp8
+from cupy_fp8 import diagnostics
+from cupy_fp8.diagnostics import verdict
+from cupy_fp8.diagnostics.compare import LEGEND, RECIPES, each, recipe_name
+from cupy_fp8.diagnostics.text import Column, count, elided, fitting, share, text_table
+
+NAMES = ["tensor E4M3", "delayed E4M3", "tensor E4M3 pow2", "tensor E5M2", "128×128 E4M3",
+         "128×128 E4M3 pow2", "row E4M3", "row E4M3 pow2", "1×128 E4M3", "1×128 E4M3 pow2",
+         "MX E4M3", "MX E5M2"]
+
+
+def values(*shape: int, outliers: float = 1.0, dtype: Any = np.float32) -> np.ndarray:
+    """Normally distributed values, of which a column is larger than the others."""
+    x = np.random.default_rng(0).standard_normal(shape, np.float32)
+    x[..., 3] *= outliers
+    return x.astype(dtype)
+
+
+@pytest.mark.parametrize("x", [values(160, 256, dtype=fp8.bfloat16), values(3, 40, 70, outliers=1e4)],
+                         ids=["bfloat16", "3-D"])
+def test_rows_are_what_the_recipes_do(x):
+    found = diagnostics.compare(x)
+    assert [row.name for row in found] == NAMES
+    assert (found.shape, found.dtype) == (x.shape, x.dtype.name)
+    for row, recipe in zip(found, RECIPES, strict=True):
+        assert row.recipe == recipe
+        scale = np.float32(448) / np.abs(x.astype(np.float32)).max()
+        q = (fp8.quantize_tensor(x, scale) if isinstance(recipe, fp8.DelayedScaling) else recipe.quantize(x))
+        assert row.error == diagnostics.error(x, q)
+        assert row.bytes_per_element == q.nbytes / x.size
+        assert found[row.name] is row
+        assert row.lost == ((row.error.saturated or 0) + row.error.underflowed) / x.size
+
+
+def test_names():
+    assert recipe_name(fp8.BlockScaling()) == "1×128 E4M3 pow2"        # the profile's own choice
+    assert recipe_name(fp8.BlockScaling(profile="vllm", eps=0.5)) == "1×128 E4M3 eps 0.5 vllm"
+    assert recipe_name(fp8.BlockScaling((None, 1), pow2_scale=False)) == "column E4M3"
+    assert recipe_name(fp8.MXScaling(block=(32, 32), profile="torchao")) == "MX 32×32 E4M3 torchao"
+    assert recipe_name(fp8.DelayedScaling(fp8.float8_e5m2, margin=2)) == "delayed E5M2 margin 2"
+    assert recipe_name(fp8.CurrentScaling(eps=1e-3)) == "tensor E4M3 eps 0.001"
+
+
+def test_duplicates_are_one_row():
+    x = values(64, 100)
+    found = diagnostics.compare(x)
+    assert found.same["delayed E4M3"] == "tensor E4M3"
+    assert found.same["1×128 E4M3"] == "row E4M3"               # rows of 100 are one block
+    assert [row.name for row in found.distinct] == [name for name in NAMES if name not in found.same]
+    text = repr(found)
+    assert re.findall(r"^(?:row|1×128) E4M3  ", text, re.MULTILINE) == ["row E4M3  "]
+    assert "Same figures: row E4M3 = 1×128 E4M3." in text.splitlines()
+    assert found["1×128 E4M3"].error == found["row E4M3"].error
+
+
+def test_delayed_scaling_takes_the_given_amax():
+    x = values(32, 64)
+    found = diagnostics.compare(x, amax=np.full(1, 0.5, np.float32))
+    assert found["delayed E4M3"].error == diagnostics.error(x, fp8.quantize_tensor(x, 896.0))
+    assert (found["delayed E4M3"].error.saturated or 0) > 1000
+    assert "delayed E4M3" not in found.same
+
+
+def test_recipes_of_the_caller():
+    x = values(32, 64)
+    found = diagnostics.compare(x, {"mine": fp8.MXScaling(), "theirs": fp8.MXScaling(mode="floor")})
+    assert [row.name for row in found] == ["mine", "theirs"]
+    assert found["theirs"].error == diagnostics.error(x, fp8.quantize_mx(x, mode="floor"))
+    (only,) = diagnostics.compare(x, [fp8.CurrentScaling(fp8.float8_e5m2)])
+    assert only.name == "tensor E5M2"
+    with pytest.raises(KeyError, match="the recipes are mine, theirs"):
+        found["ours"]
+
+
+def test_data_with_scales_are_their_values():
+    x = values(130, 140)
+    q = fp8.quantize_mx(x, columnwise=True)
+    found = diagnostics.compare(q)
+    assert found.dtype == "float8_e4m3fn, block 1×32"
+    assert found.rows == diagnostics.compare(q.dequantize()).rows
+    assert found["MX E4M3"].error.sqnr_db == math.inf
+    assert re.fullmatch(r"Take .*: it is exact\.", found.verdict)
+    one = fp8.quantize_tensor(x).rowwise
+    assert diagnostics.compare(one, [fp8.MXScaling()]).dtype == "float8_e4m3fn, one scale"
+
+
+def test_rows_come_one_by_one():
+    calls = []
+
+    def run(quantize, x):
+        calls.append(x.shape)
+        q = quantize(x)
+        assert quantize(x, out=q) is q
+        return q
+
+    rows = each(values(8, 32), run=run)
+    assert not calls
+    assert next(rows).name == "tensor E4M3"
+    assert calls == [(8, 32)]
+    with pytest.raises(ValueError, match="two or three dimensions"):
+        each(values(8))                                         # at the call, not at the first row
+
+
+@pytest.mark.parametrize(("x", "recipes", "error", "message"), [
+    (np.ones((2, 2)), None, TypeError, r"float64; pass x\.astype\(np\.float32\)"),
+    (np.ones((2, 2), fp8.float8_e4m3fn), None, TypeError, r"pass fp8\.Scaled\(data, scale_inv"),
+    (np.ones(2, np.float32), None, ValueError, r"got shape \(2,\); x\[None\] makes"),
+    (np.zeros((2, 0), np.float32), None, ValueError, r"expected elements"),
+    ([[1.0]], None, TypeError, "x"),
+    (values(2, 4), fp8.MXScaling(), TypeError, r"expected recipes, such as \[fp8\.MXScaling\(\)"),
+    (values(2, 4), [fp8.MXScaling], TypeError, "is no recipe"),
+    (values(2, 4), {"a": "MX"}, TypeError, "expected a recipe as a, got 'MX'"),
+    (values(2, 4), [], ValueError, "expected one or more"),
+    (values(2, 4), [fp8.MXScaling(), fp8.MXScaling(scale_layout="swizzled")], ValueError,
+     "a dict gives names"),
+], ids=str)
+def test_errors(x, recipes, error, message):
+    with pytest.raises(error, match=message):
+        diagnostics.compare(x, recipes)
+
+
+# ---- verdicts ----
+def test_verdicts():
+    plain, wild = (diagnostics.compare(values(256, 256, outliers=size)) for size in (1, 1e6))
+    assert plain.verdict.startswith("Take tensor E4M3: 31.")
+    assert "none has fewer bytes" in plain.verdict
+    assert wild["tensor E4M3"].lost > 0.9
+    assert max(wild, key=lambda row: row.error.sqnr_db).lost > 0.3      # its few large values are exact
+    chosen = wild[verdict.recommended([wild])]
+    assert chosen.lost <= min(row.lost for row in wild) + 0.01
+    assert wild.verdict.startswith(f"Take {chosen.name}: ")
+    assert "tensor E4M3 has" in wild.verdict
+    assert verdict.verdict_on([plain, plain, wild]).startswith("Take ")
+    assert verdict.verdict_on([plain, plain]).startswith(
+        "Take tensor E4M3: it is good enough for all 2 tensors (at least 31.")
+    assert verdict.verdict_on([plain, wild, plain]).startswith(
+        "Take tensor E4M3: it is good enough for 2 of 3 tensors (at least 31.")
+    assert f"for 2 of 3 tensors (at least {wild[chosen.name].error.sqnr_db:.1f} dB" in verdict.verdict_on(
+        [wild, plain, wild])
+
+
+def test_verdict_on_what_is_not_finite():
+    x = values(64, 64)
+    x[1, 1] = np.inf
+    broken, fine = diagnostics.compare(x), diagnostics.compare(values(64, 64))
+    assert broken.notes[0] == "Left out of the errors: 1 NaN or Inf in x."
+    assert broken.verdict == "Take none yet: find the NaN or Inf in x first."
+    both = verdict.verdict_on([broken, broken])
+    assert both == "Take none yet: find the NaN or Inf in these tensors first."
+    assert verdict.verdict_on([broken, fine]).endswith("; 1 with NaN or Inf left out.")
+
+
+def test_zeros_are_exact():
+    found = diagnostics.compare(np.zeros((130, 130), np.float32))
+    assert found.verdict == "Take tensor E4M3: it is exact."
+    assert found["MX E4M3"].cells()[1:3] == ("exact", "–")
+
+
+# ---- what is shown ----
+def test_texts_of_a_comparison():
+    found = diagnostics.compare(values(256, 256))
+    first, head, _, *rows = repr(found).splitlines()
+    assert first == "Comparison of 256×256 float32"
+    assert max(map(len, (first, head, *rows[:-1]))) <= 80
+    assert " ".join(head.split()) == "recipe SQNR dB normal error saturated subnormal to zero bytes"
+    report = found["tensor E4M3"].error
+    assert report.normal_error
+    wrong = f"{report.normal_error * 100:.2f} / {report.max_normal_error:.2%}"
+    assert rows[0].split() == ["tensor", "E4M3", f"{report.sqnr_db:.2f}", *wrong.split(), "0",
+                               str(report.subnormal), str(report.underflowed), "1.000"]
+    assert rows[-1] == found.verdict
+    html = found._repr_html_()
+    assert f"<td>{report.sqnr_db:.2f}</td>" in html
+    assert found.verdict in html
+    titles = {title.strip() for title in head.split("  ") if title}
+    assert {title.removesuffix(" dB") for title in titles} == LEGEND.keys()
+
+
+def test_tables():
+    columns = [Column("name", 6, right=False), Column("n", 3), Column("m", 3, rank=1), Column("k", 3, rank=2)]
+    assert text_table(columns[:2], [["a", "1"], ["bb", "22"]]) == (
+        "name      n\n──────  ───\na         1\nbb       22")
+    assert [fitting(columns, width) for width in (21, 20, 16, 15, 5)] == [
+        [0, 1, 2, 3], [0, 1, 2], [0, 1, 2], [0, 1], [0, 1]]
+
+
+def test_short_texts():
+    assert [count(n) for n in (None, 0, 999_999, 1_000_000, 99_950_000,
+                                  999_400_000, 999_600_000)] == [
+        "unknown", "0", "999,999", "1.00 M", "100 M", "999 M", "1.00 G"]
+    assert all(len(count(10**n - 1)) <= 7 for n in range(12))
+    assert (share(0.5), share(1e-6), share(1e-7)) == ("50 %", "0.0001 %", "less than 0.0001 %")
+    assert elided("abcdefgh", 5) == "ab…gh"
+    assert len(elided("x" * 300, 40)) == 40
+    assert elided("short", 5) == "short"
+
+
+# ---- GPUs ----
+def test_on_the_device(device, monkeypatch):
+    """Nothing leaves the device but figures, which are those of NumPy."""
+    if device.name == "stand-in":
+        stand_in_arithmetic.install(monkeypatch, device.cupy)
+    x = values(40, 160, outliers=1e3)
+    recipes: list[Any] = [fp8.CurrentScaling(), fp8.DelayedScaling(), fp8.MXScaling()]
+    here, there = diagnostics.compare(x, recipes), diagnostics.compare(device.array(x), recipes)
+    for a, b in zip(here, there, strict=True):
+        assert a.bytes_per_element == b.bytes_per_element
+        assert vars(a.error) == pytest.approx(vars(b.error), rel=1e-12)
+    assert here.verdict == there.verdict
