@@ -1,7 +1,8 @@
 """Measures how much quantisation changed a tensor and each of its blocks."""
 
-from .compare import Comparison, RecipeError, compare
+from .comparison import Comparison, compare
 from .per_block import BlockReport, blocks
+from .recipe_rows import RecipeError
 from .span import SpanReport, Vanished, scale_span
 from .whole import ErrorReport, error
 

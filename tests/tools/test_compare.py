@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import stand_in_arithmetic
 
 import cupy_fp8 as fp8
 from cupy_fp8 import diagnostics
 from cupy_fp8.diagnostics import verdict
-from cupy_fp8.diagnostics.compare import LEGEND, RECIPES, each, recipe_name
+from cupy_fp8.diagnostics.comparison import RECIPES, each
+from cupy_fp8.diagnostics.recipe_rows import LEGEND, recipe_name
 from cupy_fp8.diagnostics.text import Column, count, elided, fitting, share, text_table
 
 NAMES = ["tensor E4M3", "delayed E4M3", "tensor E4M3 pow2", "tensor E5M2", "128×128 E4M3",
@@ -138,17 +138,17 @@ def test_verdicts():
     assert "none has fewer bytes" in plain.verdict
     assert wild["tensor E4M3"].lost > 0.9
     assert max(wild, key=lambda row: row.error.sqnr_db).lost > 0.3      # its few large values are exact
-    chosen = wild[verdict.recommended([wild])]
+    chosen = wild[verdict.recommended([wild.rows])]
     assert chosen.lost <= min(row.lost for row in wild) + 0.01
     assert wild.verdict.startswith(f"Take {chosen.name}: ")
     assert "tensor E4M3 has" in wild.verdict
-    assert verdict.verdict_on([plain, plain, wild]).startswith("Take ")
-    assert verdict.verdict_on([plain, plain]).startswith(
+    assert verdict.verdict_on([plain.rows, plain.rows, wild.rows]).startswith("Take ")
+    assert verdict.verdict_on([plain.rows, plain.rows]).startswith(
         "Take tensor E4M3: it is good enough for all 2 tensors (at least 31.")
-    assert verdict.verdict_on([plain, wild, plain]).startswith(
+    assert verdict.verdict_on([plain.rows, wild.rows, plain.rows]).startswith(
         "Take tensor E4M3: it is good enough for 2 of 3 tensors (at least 31.")
-    assert f"for 2 of 3 tensors (at least {wild[chosen.name].error.sqnr_db:.1f} dB" in verdict.verdict_on(
-        [wild, plain, wild])
+    mixed = verdict.verdict_on([wild.rows, plain.rows, wild.rows])
+    assert f"for 2 of 3 tensors (at least {wild[chosen.name].error.sqnr_db:.1f} dB" in mixed
 
 
 def test_verdict_on_what_is_not_finite():
@@ -157,9 +157,9 @@ def test_verdict_on_what_is_not_finite():
     broken, fine = diagnostics.compare(x), diagnostics.compare(values(64, 64))
     assert broken.notes[0] == "Left out of the errors: 1 NaN or Inf in x."
     assert broken.verdict == "Take none yet: find the NaN or Inf in x first."
-    both = verdict.verdict_on([broken, broken])
+    both = verdict.verdict_on([broken.rows, broken.rows])
     assert both == "Take none yet: find the NaN or Inf in these tensors first."
-    assert verdict.verdict_on([broken, fine]).endswith("; 1 with NaN or Inf left out.")
+    assert verdict.verdict_on([broken.rows, fine.rows]).endswith("; 1 with NaN or Inf left out.")
 
 
 def test_zeros_are_exact():
@@ -208,13 +208,12 @@ def test_short_texts():
 
 
 # ---- GPUs ----
-def test_on_the_device(device, monkeypatch):
-    """Nothing leaves the device but figures, which are those of NumPy."""
-    if device.name == "stand-in":
-        stand_in_arithmetic.install(monkeypatch, device.cupy)
+@pytest.mark.gpu
+def test_on_a_gpu():
+    """The figures are those of NumPy."""
     x = values(40, 160, outliers=1e3)
     recipes: list[Any] = [fp8.CurrentScaling(), fp8.DelayedScaling(), fp8.MXScaling()]
-    here, there = diagnostics.compare(x, recipes), diagnostics.compare(device.array(x), recipes)
+    here, there = diagnostics.compare(x, recipes), diagnostics.compare(fp8.asarray(x, like="cupy"), recipes)
     for a, b in zip(here, there, strict=True):
         assert a.bytes_per_element == b.bytes_per_element
         assert vars(a.error) == pytest.approx(vars(b.error), rel=1e-12)

@@ -1,0 +1,91 @@
+"""A recipe's row in a comparison: its name, its figures, and their texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from ..formats import float8_e4m3fn
+from ..options import block_pow2
+from ..recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
+from .text import Column, count, decibels
+from .whole import ErrorReport
+
+__all__ = ["COLUMNS", "LEGEND", "Recipe", "RecipeError", "columns_for", "recipe_name"]
+
+Recipe: TypeAlias = BlockScaling | CurrentScaling | DelayedScaling | MXScaling
+
+COLUMNS = (Column("recipe", 17, right=False), Column("SQNR dB", 7), Column("normal error", 12),
+           Column("saturated", 9), Column("subnormal", 9, rank=3), Column("to zero", 7),
+           Column("bytes", 5, rank=1))
+
+LEGEND = {
+    "recipe": "what shares a scale (MX: 1×32), and the format; pow2: scales are powers of two.",
+    "SQNR": "power of the values over that of the errors; 6 dB are one bit.",
+    "normal error": "relative error of the values that are normal numbers in FP8: rms / largest.",
+    "saturated": "values beyond the format's maximum.",
+    "subnormal": "values below its normal numbers, which keep fewer digits.",
+    "to zero": "values too small for any number but 0.",
+    "bytes": "of data and scales per element, row-wise. Training also needs the column-wise ones.",
+}
+
+
+@dataclass(frozen=True)
+class RecipeError:
+    """What one recipe did to a tensor: its name, the recipe, the `ErrorReport`, and bytes of data and scales
+    per element (one direction)."""
+
+    name: str
+    recipe: Recipe
+    error: ErrorReport
+    bytes_per_element: float
+
+    @property
+    def lost(self) -> float:
+        """The share of the elements that was saturated, or became 0 or NaN and was not."""
+        e = self.error
+        return ((e.saturated or 0) + e.underflowed + max(e.nan - e.nonfinite, 0)) / e.elements
+
+    def cells(self) -> tuple[str, ...]:
+        """The texts of COLUMNS."""
+        e = self.error
+        assert e.normal_error is not None
+        assert e.max_normal_error is not None
+        wrong = f"{e.normal_error * 100:.2f} / {e.max_normal_error:.2%}" if e.max_normal_error else "0"
+        return (self.name, decibels(e.sqnr_db), wrong if e.normal else "–",
+                *(count(n) for n in (e.saturated, e.subnormal, e.underflowed)),
+                f"{self.bytes_per_element:.3f}")
+
+
+def columns_for(recipes: Iterable[str]) -> list[Column]:
+    """COLUMNS, with room for these names."""
+    first, *others = COLUMNS
+    return [first._replace(width=max(first.width, *map(len, recipes))), *others]
+
+
+def recipe_name(recipe: Recipe) -> str:
+    """A recipe in a few words: what shares a scale, the format, and options that are not the usual ones.
+
+    >>> import cupy_fp8 as fp8
+    >>> recipe_name(fp8.BlockScaling(pow2_scale=True)), recipe_name(fp8.MXScaling(mode="floor"))
+    ('1×128 E4M3 pow2', 'MX E4M3 floor')
+    """
+    options: dict[str, Any]
+    match recipe:
+        case DelayedScaling():
+            where, options = "delayed", {f"margin {recipe.margin}": recipe.margin}
+        case CurrentScaling():
+            where, options = "tensor", {"pow2": recipe.pow2_scale, f"eps {recipe.eps:g}": recipe.eps}
+        case MXScaling():
+            where = "MX" if recipe.block == (1, 32) else "MX 32×32"
+            options = {recipe.mode: recipe.mode != "rceil", recipe.profile: recipe.profile != "te"}
+        case BlockScaling():
+            lines: dict[Any, str] = {(1, None): "row", (None, 1): "column"}
+            where = lines.get(recipe.block) or "×".join(map(str, recipe.block))
+            options = {"pow2": block_pow2(recipe.pow2_scale, recipe.profile), f"eps {recipe.eps}": recipe.eps,
+                       recipe.profile: recipe.profile != "te"}
+        case _:
+            raise TypeError(f"{recipe!r} is no recipe")
+    fmt = "E4M3" if recipe.dtype == float8_e4m3fn else "E5M2"
+    return " ".join([where, fmt, *(text for text, is_said in options.items() if is_said)])
