@@ -20,7 +20,7 @@
 //   TILE_ROWS, TILE_COLUMNS, DOWN_FIRST   the tile and the order of tiles (tile.cuh)
 //   ALIGNED      1: both bits of `vector` are set. The program has no code for other calls, which would take
 //                the registers that large tiles need.
-// docs/performance.md has the measured speed and what was tried.
+// docs/lab-notes has the measured speed and what was tried.
 #include "memory/elementwise.cuh"
 #include "tile/tile.cuh"
 

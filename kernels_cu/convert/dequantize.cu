@@ -29,7 +29,7 @@
 //   TILE_ROWS, TILE_COLUMNS, DOWN_FIRST, ALIGNED   for dequantize_blocks_transposed, as for `transpose` in
 //                                                  astype.cu
 // The type of the scales and column-wise blocks are no defines: all threads take the same branch, outside of
-// loops. docs/performance.md has the measured speed and what was tried.
+// loops. docs/lab-notes has the measured speed and what was tried.
 #include "memory/elementwise.cuh"
 #include "scale/swizzle.cuh"
 #include "tile/tile.cuh"

@@ -44,7 +44,7 @@
 //   BLOCK         elements that share a scale: 128 (f32 scales) or 32 (E8M0)
 //   TARGET        0: column, 1: tile (above)
 //   TILE_COLUMNS  128
-//   BLOCKS        how many blocks of threads should fit on a multiprocessor: 4 or 3 (docs/performance.md)
+//   BLOCKS        how many blocks of threads should fit on a multiprocessor: 4 or 3 (docs/lab-notes)
 //   ALIGNED       1: rows of the data allow 16-byte asynchronous copies; 0: they go through registers
 //   ONE_TILE      1: nothing is split, all columns begin at multiples of 16 bytes, and BLOCKS is 4. A block
 //                 has one tile, which needs no search for experts and no shifts: a third of the program.

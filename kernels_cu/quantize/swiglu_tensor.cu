@@ -21,7 +21,7 @@
 constexpr bool kStreamed = kOptions || (kPath == Path::tiles && !kBackward);
 constexpr int kCastThreads = kStreamed ? kStreamThreads : kThreads;
 // Path rows keeps only the codes of four rows, and takes no more registers than these blocks leave. On an
-// H200 more blocks are faster than more rows in flight (docs/performance.md).
+// H200 more blocks are faster than more rows in flight (docs/lab-notes).
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && __CUDACC_VER_MAJOR__ >= 13
 constexpr int kRowsBlocks = kBackward ? 2 : sizeof(IN::storage) == 2 ? 4 : 3;
 #else

@@ -17,7 +17,7 @@
 //                 WHOLE, what is written: 1 data, 2 data_t, 3 both. Without: 0, null pointers tell.
 // Both write scale_inv and raise amax themselves. IN in {bf16, f16, f32}, OUT in {e4m3fn, e5m2}. There is at
 // least one block of threads, so that an empty array gets its scale_inv. Speed and what was tried:
-// docs/performance.md.
+// docs/lab-notes.
 #include "memory/elementwise.cuh"
 #ifdef ENTRY_cast_transpose
 #include "tile/cast_tile.cuh"

@@ -8,7 +8,7 @@
 //
 // In round r block b reads chunks (r * blocks + b) * kThreads and on, neighbouring threads neighbouring
 // chunks. There is one block per multiprocessor. Bytes moved per element: sizeof(IN) + 1. Speed and what was
-// tried: docs/performance.md.
+// tried: docs/lab-notes.
 #include "scale/cast.cuh"
 #include "scale/scale.cuh"
 

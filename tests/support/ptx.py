@@ -43,6 +43,6 @@ def split_stores(ptx: str) -> int:
     """How many times four stores to global memory write four neighbouring words.
 
     That is what a 16-byte store became where the compiler lost it. Lanes then write quarters of their 16
-    bytes, which is the slowest pattern there is (docs/performance.md)."""
+    bytes, which is the slowest pattern there is (docs/lab-notes)."""
     first, more = r"st\.global\.[fub]32\s+\[(%rd\d+)\], \S+\s+", r"st\.global\.[fub]32\s+\[\1\+{}\], \S+"
     return len(re.findall(first + r"\s+".join(more.format(4 * i) for i in (1, 2, 3)), ptx))

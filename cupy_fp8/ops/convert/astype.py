@@ -21,7 +21,7 @@ from ...results import swap_last
 _CONVERT = Kernel("convert/astype", "convert")
 _TRANSPOSE = Kernel("convert/astype", "transpose")
 _ALL_DTYPES = tuple(FORMATS)
-#: The fastest choice on an H200 (docs/performance.md).
+#: The fastest choice on an H200 (docs/lab-notes).
 _BYTES = tiles.Tile(256, 256, down_first=True)
 
 

@@ -27,7 +27,7 @@ from .astype import flat_launches
 _LONG_ROW = Kernel("convert/dequantize", "dequantize_long_row")
 _BLOCKS = Kernel("convert/dequantize", "dequantize_blocks")
 _BLOCKS_TRANSPOSED = Kernel("convert/dequantize", "dequantize_blocks_transposed")
-#: The fastest choice on an H200 (docs/performance.md).
+#: The fastest choice on an H200 (docs/lab-notes).
 _TRANSPOSED = tiles.Tile(128, 256, down_first=True)
 _CHUNKS = 2 * elementwise.THREADS           # for a block of threads of dequantize_long_row
 # Chunks along a row of a tile of dequantize_blocks, which has fewer if rows are short.

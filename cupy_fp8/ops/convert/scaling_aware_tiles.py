@@ -95,7 +95,7 @@ class _Program(NamedTuple):
 def _program(dtype: np.dtype[Any], block: int, target: str, aligned: bool, shifts: bool, rows: int,
             groups: int | None) -> _Program:
     """Chooses three or four blocks of threads for a multiprocessor: only some programs allow four, and large
-    experts are faster with three (docs/performance.md)."""
+    experts are faster with three (docs/lab-notes)."""
     four_fit = dtype == float8_e4m3fn and aligned and (block == 128 or not shifts)
     few_rows = groups is None or rows < _SMALL_EXPERT * groups
     blocks = 4 if four_fit and few_rows else 3

@@ -24,7 +24,7 @@ _KERNEL = Kernel("moe/pad", "move_groups")
 _THREADS = 256
 _UNIT = 16                  # bytes that a thread loads at once
 _UNITS = 8                  # loads of a thread in flight, at most
-#: This many loads are fastest. A thread has more if rows fill them better (docs/performance.md).
+#: This many loads are fastest. A thread has more if rows fill them better (docs/lab-notes).
 _BEST_UNITS = 5
 _ROWS = 2048                # rows for a block of threads, at most
 

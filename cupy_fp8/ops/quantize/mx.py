@@ -204,7 +204,7 @@ _QUANTIZE = _QuantizeMx()
 
 # ---- programs ----
 def warp_tiles_of(source: np.dtype[Any], rows: int, columns: int, tall: bool) -> WarpTiles:
-    """The fastest choice on an H200 (docs/performance.md). tall: scales that are neighbours along a column of
+    """The fastest choice on an H200 (docs/lab-notes). tall: scales that are neighbours along a column of
     memory are neighbours in the result, so a tile has four of them."""
     if TRANSPOSED not in (rows, columns):
         return _SWIZZLED if tall or not rows else _COMPACT

@@ -27,7 +27,7 @@ _STAGE_BYTES = TILE.rows * TILE.columns * 2
 _FEWEST_STAGES = 4
 #: The stages for matrices of few tiles per block, because a sixth stage takes 32 KB from the L1.
 _PREFERRED_STAGES = 5
-#: One launch is faster than two from so many tiles per block on (docs/performance.md).
+#: One launch is faster than two from so many tiles per block on (docs/lab-notes).
 _FEWEST_TILES = 8
 
 

@@ -27,7 +27,7 @@ from .bias_gradient import ColumnSums, partial_sums
 
 _CAST = Kernel("quantize/tensor", "cast")
 _CAST_TRANSPOSE = Kernel("quantize/tensor", "cast_transpose")
-#: The fastest choice on an H200 (docs/performance.md).
+#: The fastest choice on an H200 (docs/lab-notes).
 _COLUMNWISE = tiles.Tile(256, 128, down_first=True)
 _ROWWISE_BIT, _COLUMNWISE_BIT = 1, 2        # of DIRECTIONS
 

@@ -9,7 +9,7 @@ template <> struct Words<8> { using type = uint2; };
 template <> struct Words<16> { using type = uint4; };
 
 // Loads memory that no thread writes. The hint L1::no_allocate would cost a tenth of the bandwidth of every
-// kernel here on an H200 (docs/performance.md).
+// kernel here on an H200 (docs/lab-notes).
 template <class T>
 __device__ __forceinline__ T load_read_only(const T* p) { return __ldg(p); }
 
@@ -163,7 +163,7 @@ struct Chunk {
     // Stores 16 bytes to global memory, which the kernel does not read, by one instruction. On sm_80 and
     // sm_90 NVRTC splits store() into four words in some kernels that also use shared memory, and then every
     // lane's 16 bytes are written in quarters. kFirstOut: the L2 may write them to memory before others,
-    // which pays off if a kernel writes much more than it reads (docs/performance.md).
+    // which pays off if a kernel writes much more than it reads (docs/lab-notes).
     template <bool kFirstOut = false>
     __device__ __forceinline__ void store_whole(storage* p) const {
         static_assert(kBytes == 16, "one 16-byte store");
