@@ -46,6 +46,12 @@ def test_links_lead_somewhere(page):
             assert not heading or target.suffix != ".md" or heading in anchors(target), f"{link}#{heading}"
 
 
+@pytest.mark.parametrize("index", ["docs/README.md", "docs/lab-notes/README.md"])
+def test_an_index_lists_the_pages_beside_it(index):
+    listed = set(re.findall(r"\]\(([\w/-]+\.md)\)", (ROOT / index).read_text()))
+    assert {page.name for page in (ROOT / index).parent.glob("*.md")} - {"README.md"} <= listed
+
+
 @functools.cache
 def anchors(page: Path) -> set[str]:
     """What code hosts call the headings of a page: repeated ones get a number."""
