@@ -113,16 +113,18 @@ def _usable_cupy() -> Any:
     return cp
 
 
-@functools.cache
-def _warn_once() -> None:
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns in the name of the user's line, which called the package."""
     level, frame = 1, sys._getframe()
-    # The warning names the user's line.
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame, level = frame.f_back, level + 1
-    warnings.warn("a NumPy array above 64 MB was given on a machine with a GPU: the NumPy reference runs on "
-                  "the CPU; "
-                  "cupy_fp8.asarray(x, like='cupy') moves it to the GPU (this warning appears once)",
-                  stacklevel=level)
+    warnings.warn(message, category, stacklevel=level)
+
+
+@functools.cache
+def _warn_once() -> None:
+    warn("a NumPy array above 64 MB was given on a machine with a GPU: the NumPy reference runs on the CPU; "
+         "cupy_fp8.asarray(x, like='cupy') moves it to the GPU (this warning appears once)")
 
 
 def note_large_numpy(x: np.ndarray) -> None:

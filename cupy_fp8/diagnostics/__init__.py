@@ -3,11 +3,13 @@
 from .comparison import Comparison, compare
 from .per_block import BlockReport, blocks
 from .recipe_rows import RecipeError
+from .scale_report import ScaleReport, ScaleWarning, scales
 from .span import SpanReport, Vanished, scale_span
+from .step_log import log_step
 from .whole import ErrorReport, error
 
-__all__ = ["BlockReport", "Comparison", "ErrorReport", "RecipeError", "SpanReport", "Vanished", "blocks",
-           "compare", "error", "scale_span"]
+__all__ = ["BlockReport", "Comparison", "ErrorReport", "RecipeError", "ScaleReport", "ScaleWarning",
+           "SpanReport", "Vanished", "blocks", "compare", "error", "log_step", "scale_span", "scales"]
 
 
 def __dir__() -> list[str]:

@@ -11,6 +11,7 @@ from ..arrays import Array, contiguous
 from ..formats import FP8_DTYPES, INPUT_DTYPES, float32, names
 from ..ops.convert.astype import astype, transpose
 from ..results import Quantized, Scaled
+from .scale_report import compact_scales, report_of, warn_of
 
 _FLOAT64 = np.dtype(np.float64)
 
@@ -28,10 +29,13 @@ def require_shape(x: Array, values: Array) -> None:
 
 
 def values_and_codes(q: Any, xp: Any) -> tuple[Array, Array | None]:
-    """(dequantised values, FP8 codes or None), both in the logical shape."""
+    """(dequantised values, FP8 codes or None), both in the logical shape. xp: the module that q must be of;
+    None: either. Warns of scales that are no positive finite numbers."""
     if isinstance(q, (Scaled, Quantized)):
         s = q if isinstance(q, Scaled) else q._any
-        backend.require_module(s.data, xp, "q")
+        if xp is not None:
+            backend.require_module(s.data, xp, "q")
+        warn_of(report_of(compact_scales(s)))
         return s.dequantize(float32), contiguous(transpose(s.data) if s.transposed else s.data)
     backend.require_module(q, xp, "q")
     if q.dtype in FP8_DTYPES:

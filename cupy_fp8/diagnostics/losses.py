@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, bits
-from ..formats import FORMATS, float8_e4m3fn, float8_e5m2, float8_e8m0fnu
+from ..formats import FORMATS, float8_e4m3fn, float8_e5m2
 from ..layouts import cdiv
 from ..reference.convert.scaling_aware import target_exponent
 from ..reference.numerics import widen
@@ -55,6 +55,11 @@ def losses(xp: Any, magnitude: Array, v: Array, codes: Array | None) -> tuple[Ar
     return _overflowed(xp, magnitude, v, codes), (magnitude > 0) & (v == 0), xp.isnan(v)
 
 
+def negative_zeros(codes: Array) -> Array:
+    """Elements whose code is −0, as flags."""
+    return bits(codes) == 0x80
+
+
 def _overflowed(xp: Any, magnitude: Array, v: Array, codes: Array | None) -> Array:
     if codes is None:
         return xp.zeros(1, np.bool_)
@@ -72,19 +77,6 @@ def count_per_block(xp: Any, found: Array, rows: int, columns: int) -> Array:
     padded = xp.zeros((down * rows, across * columns), np.bool_)
     padded[:found.shape[0], :found.shape[1]] = found
     return padded.reshape(down, rows, across, columns).sum(axis=(1, 3), dtype=np.int32)
-
-
-def log2_of_scales(xp: Any, scale_inv: Array) -> Array:
-    """log2 as f32, from the bits: CuPy would take f32 subnormals for zeros."""
-    u = bits(scale_inv).astype(np.int64)
-    if scale_inv.dtype == float8_e8m0fnu:
-        return xp.where(u == 0xFF, np.nan, (u - 127).astype(np.float64)).astype(np.float32)
-    exponent, fraction = u >> 23 & 0xFF, u & 0x7FFFFF
-    significand = xp.where(exponent == 0, fraction, fraction + (1 << 23)).astype(np.float64)
-    with np.errstate(divide="ignore"):
-        log2 = xp.log2(significand) + (xp.maximum(exponent, 1) - 150)
-    log2 = xp.where(exponent == 0xFF, xp.where(fraction == 0, np.inf, np.nan), log2)
-    return xp.where((u >> 31 == 1) & (significand != 0), np.nan, log2).astype(np.float32)
 
 
 def spans_of_tiles(codes: np.ndarray, scales: np.ndarray,

@@ -82,8 +82,8 @@ def error(x: Array, q: Any) -> ErrorReport:
     last digits may differ between NumPy and CuPy. Besides one f32 copy of the dequantised values, memory
     stays bounded: 2**20 elements are processed at a time. `saturated` compares |x| with the dequantised
     maximum: exact up to the rounding of scale_inv (1e-7 of the bound). CuPy flushes f32 subnormals to zero
-    when it widens them, so on a GPU |x| below 2**-126 counts as zero. Raises TypeError (dtypes, mixed kinds),
-    ValueError (shapes).
+    when it widens them, so on a GPU |x| below 2**-126 counts as zero. Warns with `ScaleWarning` where
+    a scale is 0, negative, Inf or NaN. Raises TypeError (dtypes, mixed kinds), ValueError (shapes).
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> x = np.float32([1.0, -3.3, 500.0, 1e-4])
@@ -93,6 +93,12 @@ def error(x: Array, q: Any) -> ErrorReport:
     xp = module_of_x(x)
     values, codes = values_and_codes(q, xp)
     require_shape(x, values)
+    return error_of(x, values, codes)
+
+
+def error_of(x: Array, values: Array, codes: Array | None) -> ErrorReport:
+    """The report from what `values_and_codes` gave."""
+    xp = module_of_x(x)
     flat, flat_values = (contiguous(a).reshape(-1) for a in (x, values))
     flat_codes = None if codes is None else codes.reshape(-1)
     partial = [error_sums(xp, flat[i:i + pieces.CHUNK], flat_values[i:i + pieces.CHUNK],

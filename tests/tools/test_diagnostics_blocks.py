@@ -16,6 +16,10 @@ from cupy_fp8.diagnostics import blocks, error, pieces
 from cupy_fp8.formats import INPUT_DTYPES, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32
 from cupy_fp8.reference.convert.dequantize import element_scales
 
+#: Scales of NaN are meant in these tests; test_diagnostics_scales.py is about the warning.
+pytestmark = pytest.mark.filterwarnings("ignore::cupy_fp8.diagnostics.ScaleWarning")
+NAMES = ("saturated", "underflowed", "nan", "negative_zeros", "exponents")
+
 
 def quantized(x: np.ndarray, scale_inv: np.ndarray, block: Any, dtype: np.dtype = float8_e4m3fn,
               layout: str = "compact", transposed: bool = False) -> Scaled:
@@ -42,7 +46,7 @@ def overflows(ratio: float, dtype: np.dtype) -> bool:
     return ratio > 464 if dtype == float8_e4m3fn else ratio >= 61440
 
 
-@pytest.mark.parametrize("chunk", [1, 300, 1 << 20])
+@pytest.mark.parametrize("chunk", [50, 300, 1 << 20])
 @pytest.mark.parametrize("dtype", [float8_e4m3fn, float8_e5m2], ids=str)
 @pytest.mark.parametrize(("block", "layout", "transposed"), [
     (ROW, "compact", False), (ROW, "swizzled", True), (COLUMN, "compact", True), (COLUMN, "swizzled", False),
@@ -59,22 +63,32 @@ def test_by_hand(monkeypatch, block, layout, transposed, dtype, chunk):
     if exponent.size > 1:
         exponent[-1, -1] = 255
     s = quantized(x, exponent, block, dtype, layout, transposed)
-    values, want = s.dequantize(), np.zeros((3, *grid), np.int32)
+    values, want = s.dequantize(), np.zeros((4, *grid), np.int32)
+    codes = bits(reference.transpose(s.data) if transposed else s.data)
     for i, j in np.ndindex(x.shape):
         at, value, v = (i // rows, j // columns), float(x[i, j]), float(values[i, j])
         e, finite, losses = int(exponent[at]), math.isfinite(value), want[:, at[0], at[1]]
         losses[0] += finite and e != 255 and overflows(abs(value) / 2.0 ** (e - 127), dtype)
         losses[1] += finite and value != 0 and v == 0
         losses[2] += math.isnan(v)
+        losses[3] += codes[i, j] == 0x80
     assert want.sum(axis=(1, 2)).min() > 0
     report, whole = blocks(x, s), error(x, s)
-    for got, counts in zip((report.saturated, report.underflowed, report.nan), want, strict=True):
+    for name, counts in zip(NAMES, want, strict=False):
+        got = getattr(report, name)
         assert got.dtype == np.int32
         np.testing.assert_array_equal(got, counts)
     powers = np.where(exponent == 255, np.float32(np.nan), exponent.astype(np.float32) - 127)
     np.testing.assert_array_equal(report.exponents, powers)
     assert report.block == block
-    assert (whole.saturated, whole.underflowed, whole.nan) == tuple(want.sum(axis=(1, 2)))
+    assert (whole.saturated, whole.underflowed, whole.nan) == tuple(want.sum(axis=(1, 2))[:3])
+    size = np.zeros(grid, np.int64)
+    np.add.at(size, tuple(i // n for i, n in zip(np.indices(x.shape), (rows, columns), strict=True)), 1)
+    np.testing.assert_array_equal(report.elements, size)
+    alone = blocks(None, s)
+    assert (alone.saturated, alone.underflowed, alone.scales) == (None, None, report.scales)
+    for name in NAMES[2:]:
+        np.testing.assert_array_equal(getattr(alone, name), getattr(report, name))
 
 
 @pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=str)
@@ -86,7 +100,7 @@ def test_a_batch_is_its_matrices(dtype):
     assert report.saturated.shape == report.exponents.shape == (3, 40, 3)
     for i in range(3):
         alone = blocks(x[i], quantized(x[i], exponent[i], ROW))
-        for name in ("saturated", "underflowed", "nan", "exponents"):
+        for name in NAMES:
             np.testing.assert_array_equal(getattr(report, name)[i], getattr(alone, name))
     column = blocks(x, Quantized(None, q.columnwise))
     assert (column.nan.shape, column.block) == ((3, 2, 70), COLUMN)
@@ -97,7 +111,7 @@ def test_the_transposed_view():
     x = sample()
     s = quantized(x, np.random.default_rng(1).integers(110, 140, (40, 3)).astype(np.uint8), ROW)
     report, turned = blocks(x, s), blocks(x.T, s.T)
-    for name in ("saturated", "underflowed", "nan", "exponents"):
+    for name in NAMES:
         np.testing.assert_array_equal(getattr(turned, name), getattr(report, name).T)
     assert error(x.T, s.T) == error(x.T.copy(), s.T) == error(np.ascontiguousarray(x.T), s.T)
     for name in ("saturated", "underflowed"):
@@ -134,7 +148,9 @@ def test_nothing(shape):
                scale_layout="compact")
     report = blocks(np.zeros(shape, np.float32), s)
     assert report.saturated.shape == report.exponents.shape == grid
-    assert "0 with NaN; log2 scale_inv unknown" in repr(report)
+    known = grid[-1] > 0 and grid[0] > 0
+    assert f"0 with −0; log2 scale_inv {'-127 … -127' if known else 'unknown'}" in repr(report)
+    assert np.broadcast_to(report.elements, grid).sum() == 0
 
 
 def test_text():
@@ -143,12 +159,13 @@ def test_text():
     s = quantized(x, np.array([[127, 126], [130, 255]], np.uint8), ROW)
     report = blocks(x, s)
     assert repr(report) == (
-        "BlockReport(2×2 blocks: 1 with saturated elements, 1 with underflowed ones, 1 with NaN; "
-        "log2 scale_inv -1 … 3)")
+        "BlockReport(2×2 blocks: 1 with saturated elements, 1 with underflowed ones, 1 with NaN, 0 with −0; "
+        "log2 scale_inv -1 … 3, mean 0.67 ± 1.70)")
     html = report._repr_html_()
     assert html.startswith("<table>")
-    assert html.count("<th>") == html.count("<td>") == 5
+    assert html.count("<th>") == html.count("<td>") == 7
     assert "<td>-1 … 3</td>" in html
+    assert "unknown with saturated elements, unknown with underflowed ones" in repr(blocks(None, s))
 
 
 @pytest.mark.parametrize(("x", "q", "kind", "message"), [
@@ -179,7 +196,7 @@ def test_cupy_equals_numpy(block, layout, transposed):
     with testing.executor("cuda") as run:
         there, here = blocks(run.array(x), run.array(s)), blocks(x, s)
         whole = error(run.array(x), run.array(s))
-    for name in ("saturated", "underflowed", "nan", "exponents"):
+    for name in NAMES:
         np.testing.assert_array_equal(fp8.asnumpy(getattr(there, name)), getattr(here, name))
     assert repr(there) == repr(here)
     for name in ("saturated", "underflowed", "nan"):

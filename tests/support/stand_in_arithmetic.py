@@ -1,0 +1,61 @@
+"""NumPy's arithmetic for the arrays of the stand-in for CuPy, for code that computes with CuPy's functions.
+FP8 and E8M0 arrays have none, as in CuPy, and what is copied to the host is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import stand_in
+from stand_in import ndarray
+
+from cupy_fp8.formats import FP8_DTYPES, float8_e8m0fnu
+
+_UNKNOWN = (*FP8_DTYPES, float8_e8m0fnu)
+_OPERATORS = [f"__{prefix}{name}__" for name in ("add", "sub", "mul", "truediv", "and", "or", "xor", "rshift",
+                                                 "floordiv") for prefix in ("", "r", "i")]
+_OPERATORS += ["__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__neg__", "__invert__"]
+_METHODS = ("sum", "min", "max", "any", "all", "astype", "argmax")
+_FUNCTIONS = ("where", "isfinite", "isnan", "abs", "square", "log2", "frexp", "ldexp", "maximum", "stack",
+              "bincount", "sqrt", "signbit", "minimum")
+
+
+def _on_host(a: Any) -> Any:
+    if isinstance(a, ndarray):
+        if a.dtype in _UNKNOWN:
+            raise TypeError(f"CuPy has no arithmetic of {a.dtype}")
+        return a.on_host
+    if isinstance(a, np.ndarray):
+        raise TypeError("Unsupported type <class 'numpy.ndarray'>")
+    return [_on_host(b) for b in a] if isinstance(a, list) else a
+
+
+def _wrapped(compute: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any, **options: Any) -> Any:
+        found = compute(*map(_on_host, arguments), **options)
+        if isinstance(found, tuple):
+            return tuple(stand_in._placed(np.asarray(a)) for a in found)
+        return found if found is NotImplemented else stand_in._placed(np.asarray(found))
+    return call
+
+
+def install(patch: pytest.MonkeyPatch) -> tuple[Any, list[int]]:
+    """(the module that stands for CuPy while `patch` lasts, the bytes of every copy to the host)."""
+    module, copied = stand_in.install(patch), []
+    get = ndarray.get
+
+    def counted(self: ndarray) -> np.ndarray:
+        copied.append(self.nbytes)
+        return get(self)
+
+    patch.setattr(ndarray, "get", counted)
+    patch.setattr(ndarray, "__hash__", object.__hash__)
+    for name in (*_OPERATORS, *_METHODS):
+        patch.setattr(ndarray, name, _wrapped(getattr(np.ndarray, name)), raising=False)
+    for name in _FUNCTIONS:
+        setattr(module, name, _wrapped(getattr(np, name)))
+    module.zeros = lambda shape, dtype=float: stand_in.zeros(shape, dtype)
+    module.ones = lambda shape, dtype=float: stand_in._placed(np.ones(shape, dtype))
+    return module, copied
