@@ -101,9 +101,10 @@ def error_of(x: Array, values: Array, codes: Array | None) -> ErrorReport:
     xp = module_of_x(x)
     flat, flat_values = (contiguous(a).reshape(-1) for a in (x, values))
     flat_codes = None if codes is None else codes.reshape(-1)
-    partial = [error_sums(xp, flat[i:i + pieces.CHUNK], flat_values[i:i + pieces.CHUNK],
-                        None if flat_codes is None else flat_codes[i:i + pieces.CHUNK])
-               for i in range(0, x.size, pieces.CHUNK)]
+    with np.errstate(invalid="ignore"):             # f64 of a signalling NaN
+        partial = [error_sums(xp, flat[piece], flat_values[piece],
+                              None if flat_codes is None else flat_codes[piece])
+                   for piece in pieces.of_line(x.size)]
     if not partial:
         known = () if codes is None else (0, 0, 0.0, 0.0)
         return ErrorReport(0, math.inf, 0.0, None if codes is None else 0, 0, 0, 0, *known)

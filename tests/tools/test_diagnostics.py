@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cupy_fp8 as fp8
+from cupy_fp8 import diagnostics
 from cupy_fp8.diagnostics import ErrorReport, error, pieces
 
 E4M3, E5M2 = fp8.float8_e4m3fn, fp8.float8_e5m2
@@ -126,6 +127,13 @@ def test_a_broken_result_has_no_signal_left():
     assert (report.sqnr_db, report.max_relative_error, report.nan) == (-math.inf, math.inf, 1)
     assert error(x, np.array([1, np.inf, 3], np.float32)).sqnr_db == -math.inf
     assert error(np.zeros(3, np.float32), x).sqnr_db == -math.inf
+
+
+def test_signalling_nan_is_silent():
+    x = np.array([[0x7F800001, 0x3F800000]], np.uint32).view(np.float32)        # pytest makes warnings errors
+    q = fp8.quantize_tensor(x, 1.0)
+    assert (error(x, q).nonfinite, error(x, q).nan) == (1, 1)
+    assert diagnostics.blocks(x, fp8.quantize_block(x)).nan.tolist() == [[1]]
 
 
 def test_nothing_to_compare():
