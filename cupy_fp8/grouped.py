@@ -92,6 +92,7 @@ class Grouped(Result):
 
     @property
     def dtype(self) -> np.dtype[Any]:
+        """The type of the data, or of plain values."""
         return self._any.dtype
 
     @property

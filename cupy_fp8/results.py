@@ -63,6 +63,7 @@ class Scaled(Result):
 
     @property
     def dtype(self) -> np.dtype[Any]:
+        """The FP8 type of the data."""
         return self.data.dtype
 
     @property
@@ -198,6 +199,7 @@ class Quantized(Result):
 
     @property
     def dtype(self) -> np.dtype[Any]:
+        """The FP8 type of the data."""
         return self._any.dtype
 
     @property

@@ -83,6 +83,7 @@ class Routing(Result):
 
     @property
     def tokens(self) -> int:
+        """How many tokens there are."""
         return int(self.row_map.shape[0])
 
     @property
@@ -92,10 +93,12 @@ class Routing(Result):
 
     @property
     def num_experts(self) -> int:
+        """How many experts there are."""
         return int(self.splits.shape[0])
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all arrays."""
         return sum(int(a.nbytes) for a in self._arrays().values())
 
     def _arrays(self) -> dict[str, Array]:

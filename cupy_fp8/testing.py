@@ -26,7 +26,7 @@ EXECUTORS = ("reference", "host", "cuda")
 
 
 def assert_bytes_equal(actual: Any, desired: Any) -> None:
-    """AssertionError unless both arrays (of either kind) have the same dtype, shape and bytes.
+    """Raise AssertionError unless both arrays (of either kind) have the same dtype, shape and bytes.
 
     Takes results (`Scaled`, `Quantized`, `Grouped`, `Routing`) and lists and tuples of arrays and results,
     too; their metadata have to be equal as well. The message names the field that differs, and of an array
@@ -35,9 +35,9 @@ def assert_bytes_equal(actual: Any, desired: Any) -> None:
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> a = fp8.asarray([1.0, 2.0], fp8.float8_e4m3fn, like=np)
-    >>> assert_bytes_equal(a, a.copy())
+    >>> fp8.testing.assert_bytes_equal(a, a.copy())
     >>> q = fp8.quantize_tensor(np.float32([1, 2]), 1.0)
-    >>> assert_bytes_equal(q, fp8.quantize_tensor(np.float32([1, 3]), 1.0))
+    >>> fp8.testing.assert_bytes_equal(q, fp8.quantize_tensor(np.float32([1, 3]), 1.0))
     Traceback (most recent call last):
         ...
     AssertionError: rowwise.data: 1 of 2 elements of float8_e4m3fn[2] differ; first at (1,): ...
@@ -83,14 +83,17 @@ class Executor:
     name: str
 
     def array(self, a: Any) -> Any:
+        """A NumPy array, a result, or a list or tuple of these, moved to where kernels run."""
         return _map_arrays(a, (lambda v: asarray(v, like="cupy")) if self.name == "cuda" else lambda v: v)
 
     def array_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call, each moved as `array` does."""
         return tuple(map(self.array, args)), {name: self.array(value) for name, value in kwargs.items()}
 
     def numpy(self, a: Any) -> Any:
+        """The same brought back: NumPy arrays."""
         return _map_arrays(a, asnumpy)
 
 
@@ -103,7 +106,7 @@ def executor(name: str) -> Iterator[Executor]:
     if that is not possible.
 
     >>> import numpy as np, cupy_fp8 as fp8
-    >>> with executor("host") as run:                                    # doctest: +SKIP
+    >>> with fp8.testing.executor("host") as run:                                    # doctest: +SKIP
     ...     q = fp8.quantize_tensor(run.array(np.ones((2, 2), np.float32)), 1.0)
     """
     problem = executor_problem(name)

@@ -21,9 +21,11 @@ __all__ = ["block_ranges", "format_ranges", "rounding"]
 def format_ranges(dtypes: Any, *, top: float | None = None, ax: Any = None) -> Any:
     """Draw from where to where formats reach, one bar each: normal numbers in blue, subnormals hatched.
 
-    dtypes : a format of `finfo`, or a sequence of them. top : where to put the maximum of every format, as a
-    scale of max / amax puts it on amax; default: unscaled. The text is the number of binades (powers of two)
-    from the smallest positive number to the largest.
+    dtypes : a format of `finfo`, or a sequence of them.
+    top : where to put the maximum of every format, as a scale of max / amax puts it on amax; default:
+        unscaled.
+
+    The text is the number of binades (powers of two) from the smallest positive number to the largest.
     Raises TypeError, ValueError, ImportError without matplotlib.
 
     >>> import cupy_fp8 as fp8
@@ -109,7 +111,8 @@ def rounding(x: Any, dtype: Any = "float8_e4m3fn", *, ax: Any = None) -> Any:
     """Draw which code each number becomes: numbers above, the format's positive values below, an arrow for
     each. Blue is exact, orange red is rounded; a cross becomes 0.
 
-    x : positive numbers. dtype : float8_e4m3fn or float8_e5m2.
+    x : positive numbers.
+    dtype : float8_e4m3fn or float8_e5m2.
     Raises TypeError, ValueError, ImportError without matplotlib.
 
     >>> import cupy_fp8 as fp8

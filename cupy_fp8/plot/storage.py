@@ -27,8 +27,11 @@ def scale_layout(shape: tuple[int, int], layout: str, *, block: tuple[int, int] 
     'line, block': for 1-D blocks a line is a row of the matrix, for 2-D blocks a row of blocks. Grey cells
     are padding.
 
-    shape : of the matrix. layout : a scale layout of `Scaled.to_layout`; swizzled scales are drawn 16 bytes
-    a row, as tensor cores load them. block, dtype : of the scales, float32 or float8_e8m0fnu.
+    shape : of the matrix.
+    layout : a scale layout of `Scaled.to_layout`; swizzled scales are drawn 16 bytes a row, as tensor cores
+        load them.
+    block : the block that has one scale.
+    dtype : of the scales, float32 or float8_e8m0fnu.
     Raises TypeError, ValueError also for more than 512 scales, ImportError without matplotlib.
 
     >>> import cupy_fp8 as fp8

@@ -26,8 +26,11 @@ def curves(x: Any, series: Mapping[str, Any], *, xlabel: str = "", ylabel: str =
            xscale: str = "linear", yscale: str = "linear", legend: bool = True, ax: Any = None) -> Any:
     """Draw several lines over the same x: losses by step, bytes by size, errors by setting.
 
-    x : one-dimensional array or sequence of numbers. series : {label: as many numbers}; NaN leaves a gap.
-    xscale, yscale : 'linear', 'log2' or 'log10'. legend : False for a panel beside one that has the legend.
+    x : one-dimensional array or sequence of numbers.
+    series : {label: as many numbers}; NaN leaves a gap.
+    xscale, yscale : 'linear', 'log2' or 'log10'.
+    legend : False for a panel beside one that has the legend.
+
     Lines differ in colour, dashes and marker, in the order of `series`. Where x has whole numbers only, so
     have its ticks. Raises TypeError, ValueError, ImportError without matplotlib.
 
@@ -83,10 +86,11 @@ def reports(x: Any, series: Mapping[str, Sequence[ErrorReport]],
     """Draw what `diagnostics.error` found over a sweep or over steps: a panel for each quantity, one above
     the other.
 
-    x : what the reports belong to, numbers. series : {label: a report for each x}.
-    quantities : fields of `ErrorReport`. Counts are drawn as a share of the elements, in %.
-    ax : as many Axes as there are quantities. Returns them as a list.
-    Raises TypeError, ValueError, ImportError without matplotlib.
+    x : what the reports belong to, numbers.
+    series : {label: a report for each x}.
+    quantities : fields of `diagnostics.ErrorReport`. Counts are drawn as a share of the elements, in %.
+    ax : as many Axes as there are quantities.
+    Returns the Axes as a list. Raises TypeError, ValueError, ImportError without matplotlib.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> x = np.float32([0.1, 1.0, 3.0])

@@ -30,10 +30,10 @@ def astype(a: Array, dtype: Any, saturate: bool = True, *, out: Array | None = N
     """Convert between float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 and float8_e8m0fnu, in any
     direction.
 
-    Each element is widened exactly to f32 and rounded once, to nearest even. Subnormals stay subnormal. To
-    FP8: values beyond the maximum become the maximum, or with ``saturate=False`` NaN (E4M3, above 464) or Inf
-    (E5M2, from 61440); NaN is 0x7F. To E8M0: the next power of two upwards; negative values, Inf and NaN
-    become NaN (0xFF). To floats: overflow to Inf, one quiet NaN.
+    Each element is widened exactly to f32 and rounded once, to nearest even. Subnormals stay subnormal. In
+    FP8, values beyond the maximum become the maximum, or with ``saturate=False`` NaN (E4M3, above 464) or Inf
+    (E5M2, from 61440), and NaN becomes 0x7F. In E8M0, values become the next power of two upwards; negative
+    values, Inf and NaN become NaN (0xFF). Floats overflow to Inf, and every NaN becomes the same quiet one.
 
     a : array of any shape.
     dtype : the type of the result.

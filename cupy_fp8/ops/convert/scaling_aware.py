@@ -68,13 +68,15 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
 
     Returns
     -------
-    Quantized. `columnwise`: block (B, 1), transposed. Without splits data [K, M] and scale_inv [ceil(M/B),
-    K]. With splits data is flat, [M * K]: each expert's [K, m_e], one after the other; scale_inv has each
-    expert's ceil(m_e/B) rows, one expert after the other, and (M + (B-1) * min(E, M)) // B rows in all, a
-    bound that does not depend on the sizes; rows past the last expert are 0.
-    `rowwise`: q's own data; f32 scales transposed to gemm_ready by the same launch, [ceil(K/128), M rounded
-    up to 4], with splits flat: each expert's [ceil(K/128), m_e rounded up to 4], one after the other,
-    (M + 3 * min(E, M)) // 4 * 4 * ceil(K/128) in all, the rest 0; of MX q itself.
+    Quantized, whose parts are
+
+    columnwise : block (B, 1), stored transposed. Without splits the data are [K, M] and scale_inv is
+        [ceil(M/B), K]. With splits the data are flat, [M * K]: each expert's [K, m_e], one after the other.
+        scale_inv has each expert's ceil(m_e/B) rows, one expert after the other, and (M + (B-1) * min(E, M))
+        // B rows in all, a bound that does not depend on the sizes; rows past the last expert are 0
+    rowwise : q's own data (for MX q itself). The same launch transposes f32 scales to gemm_ready,
+        [ceil(K/128), M rounded up to 4]. With splits these are flat: each expert's [ceil(K/128), m_e rounded
+        up to 4], one after the other, (M + 3 * min(E, M)) // 4 * 4 * ceil(K/128) in all, the rest 0
 
     Raises
     ------

@@ -42,8 +42,8 @@ def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | G
         group="k":  out[e, m, n] = Σ_k a[m, k] · b[n, k]                over the columns k of group e
 
     of the dequantised values; "m" is the forward pass and the gradient of the input, "k" the gradient of the
-    weights. NumPy operands: in float64, exact but for sums, rounded once. GPUs add in float32, within the
-    bound of docs/numerics.md section 10; the same call gives the same bytes again.
+    weights. With NumPy operands it is computed in float64, exact but for sums, and rounded once. GPUs add in
+    float32, within the bound of docs/numerics.md section 10; the same call gives the same bytes again.
 
     Parameters
     ----------

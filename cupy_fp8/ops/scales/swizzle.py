@@ -60,11 +60,12 @@ def swizzle_scales(s: Array, *, splits: Any = None, axis: int = 0, out: Array | 
     Returns
     -------
     float8_e8m0fnu […, R rounded up to 128, C rounded up to 4]. With splits its size is a bound that does not
-    depend on the sizes, and everything past the last group is 0:
-    axis 0: [(R + 127 * min(G, R)) // 128 * 128, C rounded up to 4]; a group begins at the row that is the sum
-    of the sizes before it, each rounded up to 128.
-    axis 1: flat, (R rounded up to 128) * ((C + 3 * min(G, C)) // 4 * 4) bytes; a group of c blocks takes (R
-    rounded up to 128) * (c rounded up to 4) of them.
+    depend on the sizes, and everything past the last group is 0.
+
+    axis=0 : [(R + 127 * min(G, R)) // 128 * 128, C rounded up to 4]; a group begins at the row that is the
+        sum of the sizes before it, each rounded up to 128
+    axis=1 : flat, (R rounded up to 128) * ((C + 3 * min(G, C)) // 4 * 4) bytes; a group of c blocks takes (R
+        rounded up to 128) * (c rounded up to 4) of them
 
     Raises
     ------
