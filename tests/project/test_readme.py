@@ -37,6 +37,14 @@ def test_every_op_is_in_the_table_once():
     assert families == ["Matrix products", "Quantisation", "Conversion", "Scales", "Tokens of expert layers"]
 
 
+def test_every_extra_and_every_notebook_is_named():
+    extras = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]\n")[2]
+    for extra in re.findall(r"^(\w+) = \[", extras.partition("\n[")[0], re.MULTILINE):
+        assert re.search(rf"`{extra}`|[\[,]{extra}[\],]", README), extra
+    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
+        assert f"[{notebook.stem}](notebooks/{notebook.name})" in README
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     for link, heading in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", (ROOT / page).read_text()):
