@@ -7,23 +7,27 @@ from typing import Any
 import numpy as np
 
 from ..arrays import asnumpy
+from ..formats import FP8_DTYPES, lookup
 from .style import BLUE, GREY, VERMILION, axes, ink
 
 __all__ = ["amax_history"]
 
 
-def amax_history(amax: Any, limit: Any, *, steps: Any = None, title: str = "", ax: Any = None) -> Any:
+def amax_history(amax: Any, limit: Any, *, dtype: Any = "float8_e4m3fn", steps: Any = None, title: str = "",
+                 ax: Any = None) -> Any:
     """Draw a tensor's amax at every step, and the largest magnitude that the scale of the step lets through.
-    Where amax is larger, the step saturates: a vertical line in orange red.
+    A vertical line in orange red is a step that saturates: amax is larger by half a step of the format or
+    more.
 
     amax : one number a step, as row 0 of `DelayedScalingState.amax_history` holds it before `update`.
-    limit : the format's maximum / scale of each step. steps : their numbers; default 0, 1, …
-    Raises ValueError, ImportError without matplotlib.
+    limit : the format's maximum / scale of each step. dtype : the format, float8_e4m3fn or float8_e5m2.
+    steps : their numbers; default 0, 1, …
+    Raises TypeError, ValueError, ImportError without matplotlib.
 
     >>> import cupy_fp8 as fp8
     >>> ax = fp8.plot.amax_history([1.0, 1.1, 6.0, 6.2], [1.2, 1.2, 1.2, 6.0], title="hidden 1")
     >>> [text.get_text() for text in ax.get_legend().get_texts()]
-    ['largest value that fits', 'amax of the step', 'saturated (2 steps)']
+    ['largest value that fits', 'amax of the step', 'saturated (1 step)']
     """
     seen, most = (np.asarray(asnumpy(a) if hasattr(a, "dtype") else a, np.float64) for a in (amax, limit))
     if seen.ndim != 1 or seen.shape != most.shape:
@@ -32,12 +36,14 @@ def amax_history(amax: Any, limit: Any, *, steps: Any = None, title: str = "", a
     at = np.arange(seen.size) if steps is None else np.asarray(list(steps))
     if at.shape != seen.shape:
         raise ValueError(f"steps: expected {seen.size} numbers, one for each step, got {at.size}")
-    over = seen > most
+    f = lookup(dtype, FP8_DTYPES, "dtype")
+    half_step = 2.0 ** (np.floor(np.log2(f.max)) - f.mantissa_bits - 1) / f.max
+    over = seen > most * (1 + half_step)
     ax = axes(ax, (8, 3))
     ax.plot(at, most, drawstyle="steps-mid", color=BLUE, linewidth=1.4, label="largest value that fits")
     ax.plot(at, seen, ".", color=ink(ax), markersize=5, label="amax of the step")
     ax.vlines(at[over], most[over], seen[over], color=VERMILION, linewidth=3,
-              label=f"saturated ({int(over.sum())} steps)")
+              label=f"saturated ({int(over.sum())} {'step' if over.sum() == 1 else 'steps'})")
     ax.set_yscale("log", base=2)
     ax.set(xlabel="step", ylabel="magnitude")
     ax.grid(axis="y", color=GREY, alpha=0.25)

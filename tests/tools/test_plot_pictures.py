@@ -118,7 +118,7 @@ def test_block_ranges_follow_the_scales():
 
 
 def test_amax_history_marks_what_saturates():
-    ax = plot.amax_history([1, 5, 5], [2, 2, 6], steps=range(10, 13))
+    ax = plot.amax_history([2 * 464 / 448, 5, 5], [2, 2, 6], steps=range(10, 13))
     marks = ax.collections[0].get_segments()
     assert [segment.tolist() for segment in marks] == [[[11, 2], [11, 5]]]
 
