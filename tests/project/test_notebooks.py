@@ -95,7 +95,7 @@ def test_is_committed_executed(path):
     assert path.stat().st_size < LIMIT_BYTES
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS[-2:], ids=lambda p: p.name)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
 def test_a_person_can_follow(path):
     """The first cell says what one will learn and how long it takes, and links to its neighbours and to a
     page of docs; code cells are short; links lead to files."""
