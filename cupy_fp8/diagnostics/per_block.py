@@ -12,7 +12,7 @@ from ..results import Quantized, Scaled
 from . import pieces
 from .inputs import module_of_x, require_shape, values_and_codes
 from .losses import count_per_block, finite_magnitude, losses, negative_zeros
-from .scale_report import ScaleReport, compact_scales, log2_of_scales, report_of
+from .scale_report import ScaleReport, log2_of_scales, report_of, scales_by_block
 from .text import html_table
 
 __all__ = ["BlockReport", "blocks"]
@@ -111,10 +111,7 @@ def blocks(x: Array | None, q: Scaled | Quantized) -> BlockReport:
 def report_on(x: Array | None, s: Scaled, values: Array, codes: Array) -> BlockReport:
     """The report from what `values_and_codes` gave."""
     assert s.block is not None
-    xp, scale_inv = module_of_x(values), compact_scales(s)
-    # Scales of 2-D blocks follow the order in which the data are stored.
-    if s.transposed and 1 not in s.block:
-        scale_inv = scale_inv.swapaxes(-1, -2)
+    xp, scale_inv = module_of_x(values), scales_by_block(s)
     exponents = xp.zeros(scale_inv.shape, np.float32)
     flat, scale_inv = exponents.reshape(-1), contiguous(scale_inv)
     for piece in pieces.of_line(flat.size):

@@ -115,6 +115,13 @@ def compact_scales(s: Scaled) -> Array:
     return s.scale_inv if s.block is None else s.to_layout("compact").scale_inv
 
 
+def scales_by_block(s: Scaled) -> Array:
+    """Those of blocks, by rows and columns of blocks of the logical matrix."""
+    scale_inv = compact_scales(s)
+    # Scales of 2-D blocks follow the order in which the data are stored.
+    return scale_inv.swapaxes(-1, -2) if s.transposed and s.block and 1 not in s.block else scale_inv
+
+
 def report_of(scale_inv: Array) -> ScaleReport:
     """The report of f32 or E8M0 scales without padding. Warns of nothing."""
     xp = backend.module_of(scale_inv)

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, asnumpy
-from ..formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, Format, names
-from ..reference.numerics import widen
+from ..formats import FORMATS, FP8_DTYPES, Format
 from ..results import Quantized, Scaled
-from .style import BLUE, GREY, ORANGE, VERMILION, axes
+from .sample import sampled
+from .style import GREY, ORANGE, VERMILION, axes, blue, is_dark
 
 __all__ = ["error_by_magnitude", "histogram"]
 
@@ -24,7 +24,8 @@ def histogram(x: Array, q: Any = None, *, ax: Any = None) -> Any:
     x : bfloat16, float16 or float32 array of any shape.
     q : what became of it: `Scaled`, `Quantized`, or dequantised values of x's shape; drawn as an outline.
         Where it has a single scale, the format's subnormals are shaded, and its limits marked, in units of x.
-    Zeros have no place on the axis: the legend counts them.
+    Zeros have no place on the axis: the legend counts them. Of more than 2**20 elements a sample of 2**20 is
+    drawn, always the same one, and the title says so: one element from each of 2**20 equal ranges.
     Raises TypeError, ValueError, ImportError without matplotlib.
 
     >>> import numpy as np, cupy_fp8 as fp8
@@ -32,14 +33,14 @@ def histogram(x: Array, q: Any = None, *, ax: Any = None) -> Any:
     >>> fp8.plot.histogram(x, fp8.quantize_tensor(x, 64.0)).get_xlabel()
     '|x|'
     """
-    before = _magnitudes(x)
-    after = None if q is None else _magnitudes(_dequantized(q, x))
+    sample = sampled(x, q)
+    before, after = _magnitudes(sample.x), None if sample.v is None else _magnitudes(sample.v)
     present = np.concatenate([before[before > 0], [] if after is None else after[after > 0]])
     low, high = (np.floor(np.log2(present.min())),
                  np.floor(np.log2(present.max())) + 1) if present.size else (-1, 1)
     edges = 2.0 ** np.linspace(low, high, int(high - low) * _BINS_PER_BINADE + 1)
     ax = axes(ax, (7, 3.2))
-    ax.hist(before, edges, color=BLUE, alpha=0.35, label=_counted("x", before))
+    ax.hist(before, edges, color=blue(ax), alpha=0.5, label=_counted("x", before))
     if after is not None:
         ax.hist(after, edges, color=VERMILION, histtype="step", linewidth=1.2,
                 label=_counted("quantised", after))
@@ -49,9 +50,11 @@ def histogram(x: Array, q: Any = None, *, ax: Any = None) -> Any:
     ax.set_xscale("log", base=2)
     if present.size:
         ax.set_yscale("log")
+        ax.set_ylim(bottom=0.7)                     # a bar of one element is seen
     ax.set_xlabel("|x|")
     ax.set_ylabel("elements")
-    ax.legend(loc="upper left", frameon=False, fontsize="small")
+    ax.set_title(f"Magnitudes of {sample.text}", fontsize="medium")
+    ax.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     return ax
 
 
@@ -64,7 +67,8 @@ def error_by_magnitude(x: Array, q: Any, *, ax: Any = None) -> Any:
 
     The dashed line is half a unit in the last place relative to the value, 2**-(mantissa bits + 1): the
     bound of every normal number that was not saturated. Below the normal range the error grows to 1
-    (underflow); beyond the maximum it grows again (saturation).
+    (underflow); beyond the maximum it grows again (saturation). Of more than 2**20 elements a sample is
+    drawn, as in `histogram`.
     Raises TypeError, ValueError, ImportError without matplotlib.
 
     >>> import numpy as np, cupy_fp8 as fp8
@@ -72,14 +76,19 @@ def error_by_magnitude(x: Array, q: Any, *, ax: Any = None) -> Any:
     >>> fp8.plot.error_by_magnitude(x, fp8.quantize_tensor(x, 64.0)).get_ylabel()
     'relative error'
     """
-    original, v = _host_f32(x, "x").astype(np.float64), _dequantized(q, x).astype(np.float64)
+    if q is None:
+        raise TypeError("q: expected a Scaled, a Quantized or dequantised values, got None")
+    sample = sampled(x, q)
+    assert sample.v is not None
+    with np.errstate(invalid="ignore"):             # of signalling NaN
+        original, v = sample.x.astype(np.float64), sample.v.astype(np.float64)
     used = np.isfinite(original) & np.isfinite(v) & (original != 0)
     original, v = original[used], v[used]
     ax = axes(ax, (7, 3.2))
     if original.size:
         centres, middle, top = _by_bin(np.abs(original), np.abs(v - original) / np.abs(original))
         ax.plot(centres, top, color=VERMILION, linewidth=1.2, label="maximum")
-        ax.plot(centres, middle, color=BLUE, linewidth=1.2, label="median")
+        ax.plot(centres, middle, color=blue(ax), linestyle="--", linewidth=1.2, label="median")
     s = q._any if isinstance(q, Quantized) else q
     if isinstance(s, Scaled):
         bound = 2.0 ** -(FORMATS[s.dtype].mantissa_bits + 1)
@@ -89,27 +98,13 @@ def error_by_magnitude(x: Array, q: Any, *, ax: Any = None) -> Any:
     ax.set_yscale("log")
     ax.set_xlabel("|x|")
     ax.set_ylabel("relative error")
-    ax.legend(frameon=False, fontsize="small")
+    ax.set_title(f"Error by magnitude of {sample.text}", fontsize="medium")
+    ax.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     return ax
 
 
-def _host_f32(a: Array, name: str) -> np.ndarray:
-    a = asnumpy(a)
-    if a.dtype not in INPUT_DTYPES:
-        raise TypeError(f"{name}: expected dtype {names(INPUT_DTYPES)}, got {a.dtype}")
-    return widen(a)
-
-
-def _dequantized(q: Any, x: Array) -> np.ndarray:
-    v = _host_f32(q.dequantize() if isinstance(q, (Scaled, Quantized)) else q, "q")
-    if v.shape != x.shape:
-        raise ValueError(f"q: expected the shape of x, {x.shape}, got {v.shape}")
-    return v
-
-
-def _magnitudes(a: Array) -> np.ndarray:
-    """The finite magnitudes as a flat f64 array."""
-    v = _host_f32(a, "x")
+def _magnitudes(v: np.ndarray) -> np.ndarray:
+    """The finite magnitudes, in f64."""
     return np.abs(v[np.isfinite(v)]).astype(np.float64)
 
 
@@ -123,7 +118,7 @@ def _mark_range(ax: Any, f: Format, scale_inv: float) -> None:
     if not 0 < tiny < top < np.inf:
         return
     assert f.dtype in FP8_DTYPES
-    ax.axvspan(tiny, normal, color=ORANGE, alpha=0.15, linewidth=0, label="subnormal")
+    ax.axvspan(tiny, normal, color=ORANGE, alpha=0.4 if is_dark(ax) else 0.2, linewidth=0, label="subnormal")
     ax.axvline(tiny, color=GREY, linestyle=":", linewidth=1)
     ax.axvline(top, color=GREY, linestyle="--", linewidth=1, label=f"{f.dtype.name} maximum")
 

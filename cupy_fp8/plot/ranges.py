@@ -81,12 +81,12 @@ def block_ranges(x: Array, q: Scaled | Quantized, row: int = 0, *, first: int = 
     if part.shape != x.shape or len(x.shape) != 2:
         raise ValueError(f"x: expected two dimensions, and the shape of q, {part.shape}, got {x.shape}")
     width, f = part.block[1], FORMATS[part.dtype]
-    scales = widen(asnumpy(part.to_layout("compact").scale_inv))[row].astype(np.float64)
+    scales = widen(asnumpy(part.to_layout("compact").scale_inv[row])).astype(np.float64)
     stop = min(first + blocks, scales.size)
     at = np.arange(first * width, min(stop * width, x.shape[1]))
     if not at.size:
         raise ValueError(f"first: expected a block below {scales.size}, got {first}")
-    magnitude = np.abs(widen(asnumpy(x)[row]).astype(np.float64))[at]
+    magnitude = np.abs(widen(asnumpy(x[row])).astype(np.float64))[at]
     ax = axes(ax, (8, 3.4))
     for block in range(first, stop):
         edges, s = (block * width - 0.5, min((block + 1) * width, x.shape[1]) - 0.5), scales[block]

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..formats import FORMATS, Format, lookup
 from ..reference.numerics import widen
-from .style import BLUE, GREY, ORANGE, axes
+from .style import GREY, ORANGE, axes, blue
 
 __all__ = ["number_line"]
 
@@ -41,13 +41,16 @@ def number_line(dtypes: Any, *, axis: str = "log", limit: float | None = None, a
         v = v[(np.abs(v) <= limit) & ((v > 0) | (axis == "linear"))]
         subnormal = (np.abs(v) < f.smallest_normal) & (v != 0)
         ax.axhline(row, color=GREY, linewidth=0.6, zorder=0)
-        for part, colour in ((v[~subnormal], BLUE), (v[subnormal], ORANGE)):
-            ax.vlines(part, row - 0.3, row + 0.3, color=colour, linewidth=0.9 if v.size < 200 else 0.5)
+        for part, colour in ((v[~subnormal], blue(ax)), (v[subnormal], ORANGE)):
+            ax.vlines(part, row - 0.3, row + 0.3, color=colour, linewidth=0.9 if v.size < 200 else 0.6)
     if axis == "log":
         ax.set_xscale("log", base=2)
     ax.set_yticks(range(len(formats)), [f.dtype.name for f in formats])
     ax.set_ylim(len(formats) - 0.5, -0.5)
-    ax.set_title("Representable values")
+    ax.set_title("Representable values", fontsize="medium")
+    named = [ax.plot([], [], color=colour, linewidth=3, label=label)[0]
+             for colour, label in ((blue(ax), "normal numbers"), (ORANGE, "subnormals"))]
+    ax.legend(handles=named, frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     ax.spines["left"].set_visible(False)
     ax.tick_params(axis="y", length=0)
     return ax

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, asnumpy
+from ..diagnostics.scale_report import scales_by_block
 from ..formats import FORMATS, lookup
 from ..reference.numerics import widen
 from ..results import Quantized, Scaled
-from .style import axes
+from .sample import MOST_CELLS, every_nth, taken
+from .style import GREY, axes, integer_ticks
 
 __all__ = ["scale_heat_map"]
 
@@ -20,7 +22,8 @@ def scale_heat_map(scale_inv: Array | Scaled | Quantized, *, ax: Any = None) -> 
 
     scale_inv : f32 or float8_e8m0fnu array of compact scales, 2-D; fewer dimensions are drawn as one row. Or
         a `Scaled` or `Quantized` (the row-wise part where there is one), with scales in any layout. Zeros,
-        NaN and Inf stay blank.
+        negative scales, NaN and Inf are grey. Of more than 1024 rows or columns of blocks, 1024 that are
+        equally far apart are drawn, and the title says so.
     Raises TypeError, ValueError for more than two dimensions, ImportError without matplotlib.
 
     >>> import numpy as np, cupy_fp8 as fp8
@@ -29,22 +32,38 @@ def scale_heat_map(scale_inv: Array | Scaled | Quantized, *, ax: Any = None) -> 
     [[-1.0, 0.0], [1.0, 2.0]]
     """
     if isinstance(scale_inv, (Scaled, Quantized)):
-        part = scale_inv if isinstance(scale_inv, Scaled) else scale_inv._any
-        scale_inv = (part if part.block is None else part.to_layout("compact")).scale_inv
-    s = asnumpy(scale_inv)
-    lookup(s.dtype, tuple(FORMATS), "scale_inv")
-    if s.ndim > 2:
-        raise ValueError(f"scale_inv: expected at most two dimensions, got shape {s.shape}; draw one matrix "
-                         f"at a time")
-    values = np.atleast_2d(widen(s)).astype(np.float64)
+        scale_inv = scales_by_block(scale_inv if isinstance(scale_inv, Scaled) else scale_inv._any)
+    lookup(scale_inv.dtype, tuple(FORMATS), "scale_inv")
+    if scale_inv.ndim > 2:
+        raise ValueError(f"scale_inv: expected at most two dimensions, got shape {scale_inv.shape}; draw one "
+                         f"matrix at a time")
+    grid = scale_inv.reshape((1, -1) if scale_inv.ndim < 2 else scale_inv.shape)
+    whole = max(grid.shape, default=0) <= MOST_CELLS
+    s = asnumpy(grid) if whole else taken(grid, np.ix_(*map(every_nth, grid.shape)))
     with np.errstate(divide="ignore", invalid="ignore"):
-        exponents = np.log2(values)
-    ax = axes(ax, (5, 3.6))
-    picture = ax.imshow(np.where(np.isfinite(exponents), exponents, np.nan), cmap="viridis", aspect="auto",
-                        interpolation="nearest")
-    ax.figure.colorbar(picture, ax=ax, label="log2 scale_inv")
-    ax.set_xlabel("block column")
-    ax.set_ylabel("block row")
-    for side in ax.spines.values():
-        side.set_visible(False)
+        exponents = np.log2(widen(s).astype(np.float64))
+    cells = np.where(np.isfinite(exponents), exponents, np.nan)
+    ax = draw_map(axes(ax, (6, 3.6)), cells, grid.shape, "log2 scale_inv")
+    shown, of = ("×".join(f"{extent:,}" for extent in shape) for shape in (s.shape, grid.shape))
+    ax.set_title(f"{of} scales" if whole else f"{shown} of {of} scales (sampled)", fontsize="medium")
+    if np.isnan(cells).any():
+        ax.set_xlabel("block column      (grey: 0, negative, NaN or Inf)")
+    return ax
+
+
+def draw_map(ax: Any, cells: np.ndarray, shape: tuple[int, ...], label: str, **limits: float) -> Any:
+    """A map of a matrix of blocks, with a colour bar. Cells that are NaN are grey, and the axes count blocks
+    of the whole matrix, of `shape`, also where a cell stands for several."""
+    from matplotlib import colormaps
+
+    # viridis keeps its order for colour-blind readers, in print and on both backgrounds; it has no grey.
+    picture = ax.imshow(cells, cmap=colormaps["viridis"].with_extremes(bad=GREY), aspect="auto",
+                        interpolation="nearest", **limits,
+                        extent=(-0.5, max(shape[1], 1) - 0.5, max(shape[0], 1) - 0.5, -0.5))
+    bar = ax.figure.colorbar(picture, ax=ax, label=label)
+    bar.outline.set_visible(False)
+    for axis in (ax.xaxis, ax.yaxis, bar.ax.yaxis):
+        integer_ticks(axis)
+    ax.set(xlabel="block column", ylabel="block row")
+    ax.spines[:].set_visible(False)
     return ax

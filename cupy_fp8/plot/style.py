@@ -8,6 +8,7 @@ MATPLOTLIB_HINT = "plotting needs matplotlib: pip install 'cupy_fp8[plot]' (or: 
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREEN, VERMILION, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#8C8C8C"
+SKY = "#56B4E9"
 
 
 def axes(ax: Any, size: tuple[float, float]) -> Any:
@@ -34,3 +35,21 @@ def figure(size: tuple[float, float], panels: int) -> Any:
 def ink(ax: Any) -> Any:
     """The colour of text, which is dark on light pictures and light on dark ones."""
     return ax.xaxis.label.get_color()
+
+
+def is_dark(ax: Any) -> bool:
+    from matplotlib.colors import to_rgb
+
+    return sum(to_rgb(ax.get_facecolor())) < 1.5
+
+
+def blue(ax: Any) -> str:
+    """The first colour of lines and bars: blue, and on a dark background the palette's lighter sky blue."""
+    return SKY if is_dark(ax) else BLUE
+
+
+def integer_ticks(axis: Any) -> None:
+    """No ticks between whole numbers, on an axis of counts, exponents or indices."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))

@@ -41,6 +41,15 @@ def _wrapped(compute: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _getitem(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Indices may be arrays, whose elements are copied."""
+    def getitem(self: ndarray, key: Any) -> Any:
+        if isinstance(key, tuple) and any(isinstance(i, ndarray) for i in key):
+            return stand_in._placed(_on_host(self)[tuple(_on_host(i) for i in key)])
+        return plain(self, key)
+    return getitem
+
+
 def install(patch: pytest.MonkeyPatch) -> tuple[Any, list[int]]:
     """(the module that stands for CuPy while `patch` lasts, the bytes of every copy to the host)."""
     module, copied = stand_in.install(patch), []
@@ -52,6 +61,7 @@ def install(patch: pytest.MonkeyPatch) -> tuple[Any, list[int]]:
 
     patch.setattr(ndarray, "get", counted)
     patch.setattr(ndarray, "__hash__", object.__hash__)
+    patch.setattr(ndarray, "__getitem__", _getitem(ndarray.__getitem__))
     for name in (*_OPERATORS, *_METHODS):
         patch.setattr(ndarray, name, _wrapped(getattr(np.ndarray, name)), raising=False)
     for name in _FUNCTIONS:

@@ -1,0 +1,172 @@
+"""What `diagnostics` found per block: the spread of the scales, and where and how much was lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .. import backend
+from ..arrays import Array, asnumpy
+from ..diagnostics import BlockReport, ScaleReport, scales
+from ..diagnostics.pieces import of_line
+from ..layouts import cdiv
+from ..results import Quantized, Scaled
+from .sample import MOST_CELLS
+from .scale_maps import draw_map
+from .style import BLUE, GREEN, ORANGE, VERMILION, axes, blue, integer_ticks
+
+__all__ = ["loss_histogram", "loss_map", "scale_histogram"]
+
+#: How a loss is called, its colour and dashes. Lines differ in both, for colour-blind readers.
+_LOSSES = {"saturated": ("saturated", VERMILION, "-"), "underflowed": ("underflowed", BLUE, "--"),
+           "nan": ("NaN", ORANGE, ":"), "negative_zeros": ("−0", GREEN, "-.")}
+_MOST_BARS = 64
+
+
+def scale_histogram(q: Scaled | Quantized | ScaleReport, *, ax: Any = None) -> Any:
+    """Draw how many scales lie in each power of two: a bar at e counts the scale_inv that are at least 2**e
+    and less than 2**(e + 1).
+
+    q : quantised data (of a `Quantized` the row-wise part, if there is one), or what `diagnostics.scales`
+        found. The title has mean and standard deviation of log2 scale_inv. Scales of 0, negative ones, Inf
+        and NaN have no place on the axis: the label below counts them.
+    Every scale counts, on the device that has them. Warns with `ScaleWarning` as `diagnostics.scales`. Raises
+    TypeError, ImportError without matplotlib.
+
+    >>> import numpy as np, cupy_fp8 as fp8
+    >>> x = np.outer([448, 448, 7], np.ones(64)).astype(np.float32)
+    >>> fp8.plot.scale_histogram(fp8.quantize_mx(x)).get_title()
+    '6 scales, log2 scale_inv: mean −2.00, deviation 2.83'
+    """
+    report = q if isinstance(q, ScaleReport) else scales(q)
+    ax = axes(ax, (7, 3))
+    exponents = report.first_exponent + np.arange(len(report.histogram))
+    ax.bar(exponents, report.histogram, width=0.85, color=blue(ax))
+    _count_axis(ax, max(report.histogram, default=0))
+    integer_ticks(ax.xaxis)
+    if exponents.size:
+        ax.set_xlim(min(exponents[0] - 1, exponents[-1] - 4), max(exponents[-1] + 1, exponents[0] + 4))
+    odd = [f"{count:,} {kind}" for count, kind in ((report.zero, "are 0"), (report.negative, "negative"),
+                                                   (report.infinite, "Inf"), (report.nan, "NaN")) if count]
+    ax.set(xlabel="exponent of scale_inv" + (f"      (not shown: {', '.join(odd)})" if odd else ""),
+           ylabel="scales")
+    spread = (f", log2 scale_inv: mean {report.log2_mean:.2f}, deviation {report.log2_std:.2f}"
+              if exponents.size else "")
+    number = f"{report.scales:,} scale{'' if report.scales == 1 else 's'}"
+    ax.set_title(number + spread.replace("-", "−"), fontsize="medium")
+    return ax
+
+
+def loss_map(report: BlockReport, loss: str = "underflowed", *, ax: Any = None) -> Any:
+    """Draw which share of each block's elements was lost, where the block is in the matrix. Blocks without
+    losses are grey.
+
+    report : what `diagnostics.blocks` found. Matrices of a batch are drawn one below the other.
+    loss : 'saturated', 'underflowed', 'nan' or 'negative_zeros'.
+    Of more than 1024 rows or columns of blocks, a cell shows the worst of several blocks, and the title says
+    so: every block counts. Raises TypeError, ValueError, ImportError without matplotlib.
+
+    >>> import numpy as np, cupy_fp8 as fp8
+    >>> x = np.ones((4, 64), np.float32)
+    >>> x[2, 40:] = 1e-6
+    >>> ax = fp8.plot.loss_map(fp8.diagnostics.blocks(x, fp8.quantize_mx(x)))
+    >>> ax.get_title(), ax.images[0].get_array()[2].tolist()
+    ('Underflowed elements in 1 of 8 blocks', [None, 75.0])
+    """
+    counts = _counts(report, loss)
+    xp = backend.module_of(counts)
+    share = (100 * counts / xp.asarray(report.elements)).astype(np.float32)
+    share = share.reshape(-1, share.shape[-1])
+    tiles = tuple(max(1, cdiv(extent, MOST_CELLS)) for extent in share.shape)
+    cells = asnumpy(_largest(xp, share, tiles))
+    ax = axes(ax, (6, 3.6))
+    top = float(cells.max(initial=0))
+    draw_map(ax, np.where(cells > 0, cells, np.nan), share.shape, "% of a block, at most" if max(tiles) > 1
+             else "% of a block", vmin=0, vmax=top or 1)
+    name, affected = _LOSSES[loss][0], int((counts != 0).sum())
+    title = f"{name[0].upper()}{name[1:]} elements in {affected:,} of {counts.size:,} blocks"
+    if max(tiles) > 1:
+        title += f", a cell for {tiles[0]}×{tiles[1]} blocks"
+    ax.set_title(title, fontsize="medium")
+    if not cells.all():
+        ax.set_xlabel("block column      (grey: no loss)")
+    return ax
+
+
+def loss_histogram(report: BlockReport, *, ax: Any = None) -> Any:
+    """Draw how many blocks lost how many elements: a line for each kind of loss that there is.
+
+    report : what `diagnostics.blocks` found. Blocks that lost nothing are left out of the lines, and counted
+    in the legend. Raises TypeError, ImportError without matplotlib.
+
+    >>> import numpy as np, cupy_fp8 as fp8
+    >>> x = np.ones((4, 64), np.float32)
+    >>> x[2, 40:] = 1e-6
+    >>> ax = fp8.plot.loss_histogram(fp8.diagnostics.blocks(x, fp8.quantize_mx(x)))
+    >>> [text.get_text() for text in ax.get_legend().get_texts()]
+    ['underflowed: 1 block']
+    """
+    if not isinstance(report, BlockReport):
+        raise TypeError(f"report: expected a BlockReport, as diagnostics.blocks returns it, got "
+                        f"{type(report).__name__}")
+    ax, most = axes(ax, (7, 3)), 0
+    known = {loss: counts for loss in _LOSSES
+             if (counts := getattr(report, loss)) is not None and counts.size}
+    largest = max((int(counts.max()) for counts in known.values()), default=0)
+    width = max(1, cdiv(largest, _MOST_BARS))                       # elements that share a step of the line
+    for loss, (name, colour, dashes) in _LOSSES.items():
+        if not (affected := int((known[loss] != 0).sum()) if loss in known else 0):
+            continue
+        found = _by_count(known[loss], width, cdiv(largest, width))
+        edges = 0.5 + width * np.arange(len(found) + 1)
+        ax.stairs(found, edges, color=blue(ax) if colour == BLUE else colour, linestyle=dashes, linewidth=1.6,
+                  label=f"{name}: {affected:,} block{'' if affected == 1 else 's'}")
+        most = max(most, int(found.max()))
+    _count_axis(ax, most)
+    integer_ticks(ax.xaxis)
+    ax.set_xlim(0.5, width * (cdiv(max(largest, 8), width) + 0.3) + 0.5)
+    ax.set(xlabel="lost elements of a block" + (f"      ({width} to a step)" if width > 1 else ""),
+           ylabel="blocks")
+    blocks = f"{report.nan.size:,} blocks of {report.block[0] or 'all'}×{report.block[1] or 'all'}"
+    ax.set_title(f"Losses of {blocks}" if most else f"No losses in {blocks}", fontsize="medium")
+    if most:
+        ax.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+    return ax
+
+
+def _counts(report: BlockReport, loss: str) -> Array:
+    if not isinstance(report, BlockReport):
+        raise TypeError(f"report: expected a BlockReport, as diagnostics.blocks returns it, got "
+                        f"{type(report).__name__}")
+    if loss not in _LOSSES:
+        raise ValueError(f"loss: expected one of {tuple(_LOSSES)}, got {loss!r}")
+    if (counts := getattr(report, loss)) is None:
+        raise ValueError(f"loss: {loss} is not known without x; pass it to diagnostics.blocks")
+    return counts
+
+
+def _largest(xp: Any, a: Array, tiles: tuple[int, ...]) -> Array:
+    """The largest element of each tile of a matrix; tiles at the ends are smaller."""
+    grid = [cdiv(extent, size) for extent, size in zip(a.shape, tiles, strict=True)]
+    padded = xp.zeros((grid[0] * tiles[0], grid[1] * tiles[1]), a.dtype)
+    padded[:a.shape[0], :a.shape[1]] = a
+    return padded.reshape(grid[0], tiles[0], grid[1], tiles[1]).max(axis=(1, 3)) if a.size else padded
+
+
+def _by_count(counts: Array, width: int, steps: int) -> np.ndarray:
+    """How many blocks have 1 … width, width + 1 … 2 * width, … of something."""
+    xp, flat = backend.module_of(counts), counts.reshape(-1)
+    total = np.zeros(steps + 1, np.int64)
+    for piece in of_line(flat.size):
+        total += asnumpy(xp.bincount((flat[piece] + (width - 1)) // width, minlength=steps + 1))
+    return total[1:]
+
+
+def _count_axis(ax: Any, most: int) -> None:
+    """An axis of whole numbers: logarithmic where they are many."""
+    if most > 20:
+        ax.set_yscale("log")
+        ax.set_ylim(bottom=0.7)
+    else:
+        integer_ticks(ax.yaxis)
