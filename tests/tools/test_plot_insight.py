@@ -91,8 +91,8 @@ def test_a_thousand_million_elements_take_less_than_a_second():
     line = np.random.default_rng(0).standard_normal(columns, np.float32)
     part: Any = fp8.quantize_mx(line[None]).rowwise
     x = np.broadcast_to(line, (rows, columns))
-    q = Scaled._of(np.broadcast_to(part.data, x.shape), np.broadcast_to(part.scale_inv, (rows, 31251)), x.shape,
-                   False, (1, 32), "compact")
+    data, scale_inv = np.broadcast_to(part.data, x.shape), np.broadcast_to(part.scale_inv, (rows, 31251))
+    q = Scaled._of(data, scale_inv, x.shape, False, (1, 32), "compact")
     for draw in (lambda: plot.histogram(x, q), lambda: plot.error_by_magnitude(x, q),
                  lambda: plot.scale_heat_map(q)):
         start = time.process_time()
