@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,6 +35,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.collect()
+    gc.freeze()                 # or tests that collect garbage look through all tests each time
     if session.config.option.collectonly or not any(map(_module, session.items)):
         return
     background = session.config.stash[_BACKGROUND] = Background()

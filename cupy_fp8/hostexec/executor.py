@@ -7,6 +7,7 @@ import math
 import os
 import re
 import subprocess
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -213,11 +214,13 @@ def _workers() -> int:
 
 
 _compiled: dict[tuple[object, ...], HostKernel] = {}
+# Of folders of included files: when they were looked at, and what was there.
+_seen: dict[tuple[Path, ...], tuple[float, tuple[tuple[str, int, int], ...]]] = {}
+SECONDS_BETWEEN_LOOKS = 1.0
 
 
 def _stamps(directory: str) -> Iterator[tuple[str, int, int]]:
-    """A value that changes when a file below does. Every launch computes it, so it avoids Path.rglob, which
-    takes several times as long (under AddressSanitizer a fifth of the time of tests)."""
+    """A value that changes when a file below does, in less time than Path.rglob takes."""
     with os.scandir(directory) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
@@ -227,6 +230,21 @@ def _stamps(directory: str) -> Iterator[tuple[str, int, int]]:
                 yield entry.path, stat.st_mtime_ns, stat.st_size
 
 
+@functools.lru_cache(maxsize=1024)
+def _real_path(path: str) -> Path:
+    return Path(path).resolve()
+
+
+def _current_stamps(directories: tuple[Path, ...]) -> tuple[tuple[str, int, int], ...]:
+    """Every launch asks for them, and looking takes longer than a small launch."""
+    now = time.monotonic()
+    seen, stamps = _seen.get(directories, (-math.inf, ()))
+    if now - seen >= SECONDS_BETWEEN_LOOKS:
+        stamps = tuple(sorted(itertools.chain.from_iterable(map(_stamps, map(str, directories)))))
+        _seen[directories] = now, stamps
+    return stamps
+
+
 def compile_kernel(path: str | os.PathLike[str], entry: str, *, defines: Mapping[str, object] | None = None,
                    include_dirs: Iterable[str | os.PathLike[str]] = (),
                    mode: str | None = None) -> HostKernel:
@@ -234,21 +252,20 @@ def compile_kernel(path: str | os.PathLike[str], entry: str, *, defines: Mapping
 
     defines: preprocessor names and values. mode: "fast", "asan" or "tsan" (default: $CUPY_FP8_HOST_MODE, else
     "fast"). The result is kept in memory and on disk until one of the files, this one or those in
-    `include_dirs`, changes.
+    `include_dirs`, changes (of those, which is noticed within a second).
     """
     mode = mode or os.environ.get("CUPY_FP8_HOST_MODE") or "fast"
     if mode not in build.MODES:
         raise HostError(f"mode must be one of {', '.join(build.MODES)}, not {mode!r}")
-    source = Path(path).resolve()
-    if not source.is_file():
-        raise HostError(f"no such kernel source: {source}")
+    source = _real_path(os.path.abspath(path))
     if not entry.isidentifier():
         raise HostError(f"entry must be the name of a kernel, not {entry!r}")
-    directories = tuple(Path(directory).resolve() for directory in include_dirs)
+    directories = tuple(_real_path(os.path.abspath(directory)) for directory in include_dirs)
     macros = {str(name): str(value) for name, value in (defines or {}).items()}
-    stat = source.stat()
-    stamps = (source, stat.st_mtime_ns, stat.st_size,
-              *sorted(itertools.chain.from_iterable(map(_stamps, map(str, directories)))))
+    if not os.path.isfile(source):
+        raise HostError(f"no such kernel source: {source}")
+    stat = os.stat(source)
+    stamps = source, stat.st_mtime_ns, stat.st_size, *_current_stamps(directories)
     key = (entry, mode, tuple(sorted(macros.items())), directories, stamps,
            os.environ.get("CUPY_FP8_HOST_UCONTEXT"))
     if key not in _compiled:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from declared import Example
 from perturbed import change_contents, compare, on_host
 from places import Place, every_example
@@ -31,6 +32,7 @@ def work(example: Example, device: Place) -> None:
         compare(example, args, kwargs)
 
 
+@pytest.mark.full
 @every_example
 def test_threads_with_streams_of_their_own(example, device):
     """A stand-in has one thread at a time."""

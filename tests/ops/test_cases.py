@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections import Counter
+from functools import partial
 from importlib import import_module
 
 import covering
@@ -26,6 +27,14 @@ QUICK = {id(one.case) for one in covering.quick_cases()}
 def test_equals_reference(case, executor):
     with testing.executor(executor) as run:
         check(OPS[case.op], case, run)
+
+
+def background_jobs(items, background):
+    """Kernels of the selected cases are compiled beside other tests, which launch many of them too."""
+    selected = {id(item.callspec.params["case"]) for item in items
+                if hasattr(item, "callspec") and item.callspec.params.get("executor") == "host"}
+    for variant in {v: None for one in covering.observed() if id(one.case) in selected for v in one.variants}:
+        yield variant, partial(variant.compile, None)
 
 
 def entry_points():

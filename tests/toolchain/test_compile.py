@@ -221,6 +221,7 @@ def launched_by(op: Registration, seen: set[Program], monkeypatch: pytest.Monkey
     return set(seen)
 
 
+@pytest.mark.full
 def test_ops_launch_all_their_programs_and_no_other(launched, monkeypatch):
     """An op launches its programs alone, and every program is launched by one of the ops that have it."""
     launched_by_any: set[Program] = set()

@@ -22,6 +22,7 @@ import planted_cases  # noqa: E402
 from planted_cases import CASES  # noqa: E402
 
 from cupy_fp8 import hostexec  # noqa: E402
+from cupy_fp8.hostexec import executor  # noqa: E402
 
 pytestmark = pytest.mark.skipif(hostexec.available() is not None, reason=str(hostexec.available()))
 
@@ -241,7 +242,8 @@ def test_one_parameter_is_demanded(source):
         compile_store(source, "two_parameters")
 
 
-def test_included_files_are_part_of_the_cache_key(source):
+def test_included_files_are_part_of_the_cache_key(source, monkeypatch):
+    monkeypatch.setattr(executor, "SECONDS_BETWEEN_LOOKS", 0)
     out = np.zeros(32, np.uint32)
     params = struct.pack("Qi4x", out.ctypes.data, 7)
     first = compile_store(source)

@@ -71,6 +71,7 @@ def selftest(**env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | env)
 
 
+@pytest.mark.full
 @needs_host
 def test_kernels_of_a_compiler_with_arguments(tmp_path):
     done = selftest(CXX="g++ -g0 -DUNUSED='a b'", CUPY_FP8_CACHE_DIR=str(tmp_path / "cache"))
