@@ -7,29 +7,27 @@ rows at the same time.
 
 from __future__ import annotations
 
-import errno
 import fnmatch
 import hashlib
 import json
 import os
 import shutil
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..results import Scaled
 from . import weights
 from .checkpoint import INDEX, Checkpoint, quantization_of
-from .pairing import Pair, combine
+from .chunks import COPY_BYTES, Chunk, Compared, Copy, Out, Queue, Report, Source, Work, reserve
+from .pairing import Pair
 from .replace import resuming
 from .safetensors import DTYPES, TensorFile, by_alignment, header_of
-from .weights import Changes, Layout, Rows
+from .weights import Layout
 
 __all__ = ["STAYS", "Conversion", "Settings", "Tensors"]
 
@@ -39,9 +37,6 @@ STAYS = ("*norm*", "*embed*", "*wte.*", "*wpe.*", "*lm_head*", "*router*", "*.ga
          "*_bias")
 _KEY = "cupy_fp8_convert"                       # of the metadata by which a shard of this conversion is known
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_COPY = 8 << 20                                 # bytes copied at a time
-#: Some of the work on a tensor: it returns how many source bytes it took, and what it changed.
-_Work = Callable[[], tuple[int, Changes]]
 _COPIED = (".json", ".txt", ".model", ".jinja", ".py", ".md", ".tiktoken")
 
 
@@ -79,22 +74,6 @@ class Tensors(NamedTuple):
     pair: Pair | None
     layout: Layout | None
     why: str = ""
-
-
-@dataclass
-class Report:
-    """What was done to a tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    before: str
-    after: str
-    changes: Changes = field(default_factory=Changes)
-
-    def as_json(self) -> dict[str, Any]:
-        return {"name": self.name, "shape": list(self.shape), "from": self.before, "to": self.after,
-                "elements": self.changes.elements, "changed": self.changes.changed,
-                "sqnr_db": self.changes.sqnr_db}
 
 
 class Conversion:
@@ -172,15 +151,15 @@ class Conversion:
         order = by_alignment((name, dtype) for name, (dtype, _) in tensors.items())
         header = header_of({name: tensors[name] for name in order}, self._metadata(shard))
         with resuming(target) as file:
-            out = _Out(file.fileno(), header, {name: tensors[name] for name in order})
+            out = Out(file.fileno(), header, {name: tensors[name] for name in order})
             file.write(header)
             file.flush()
-            _reserve(file.fileno(), out.size)
+            reserve(file.fileno(), out.size)
             return self._fill(plan, out, progress)
 
-    def _fill(self, plan: list[Tensors], out: _Out, progress: Callable[[int], None]) -> list[Report]:
+    def _fill(self, plan: list[Tensors], out: Out, progress: Callable[[int], None]) -> list[Report]:
         with ThreadPoolExecutor(self._workers) as pool:
-            queue = _Queue(pool, 2 * self._workers)
+            queue = Queue(pool, 2 * self._workers)
             reports = []
             for one in plan:
                 tensor = self.checkpoint.tensors[one.name]
@@ -192,22 +171,22 @@ class Conversion:
             queue.drain()
         return reports
 
-    def _works(self, one: Tensors, out: _Out,
-               pool: ThreadPoolExecutor) -> Iterator[_Work]:
+    def _works(self, one: Tensors, out: Out,
+               pool: ThreadPoolExecutor) -> Iterator[Work]:
         """The chunks of a tensor, and of its scales: what each does when it is called."""
         if one.layout is None:
             for name in (one.name, *([one.pair.scale] if one.pair else [])):
-                for start in range(0, self.checkpoint.tensors[name].nbytes, _COPY):
-                    yield _Copy(self.checkpoint, name, start, out)
+                for start in range(0, self.checkpoint.tensors[name].nbytes, COPY_BYTES):
+                    yield Copy(self.checkpoint, name, start, out)
             return
-        source = _Source(self.checkpoint, one.name, one.pair, self._like)
+        source = Source(self.checkpoint, one.name, one.pair, self._like)
         scale = None
         if one.layout.scale is not None and one.layout.block is None and (
                 not one.pair or one.pair.block is not None):
             scale = weights.tensor_scale(list(pool.map(lambda rows: weights.amax_of(source.rows(rows)),
                                                        weights.row_chunks(source.shape))))
         for rows in weights.row_chunks(source.shape):
-            yield _Chunk(source, rows, one.layout, scale, self._compare, out)
+            yield Chunk(source, rows, one.layout, scale, self._compare, out)
 
     def _written(self, plan: list[Tensors]) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
         """The tensors of a shard of the result, by name: dtype and shape."""
@@ -319,7 +298,7 @@ class Conversion:
             if name not in self.plan:
                 continue
             one = self.plan[name]
-            for work in self._works_of_numpy(one, _Compared(written)):
+            for work in self._works_of_numpy(one, Compared(written)):
                 work()
 
     def _works_of_numpy(self, one: Tensors, out: Any) -> Iterator[Callable[[], Any]]:
@@ -331,154 +310,8 @@ class Conversion:
             self._like = like
 
 
-class _Source:
-    """A weight that is read a chunk of rows at a time."""
-
-    def __init__(self, checkpoint: Checkpoint, name: str, pair: Pair | None, like: Any) -> None:
-        tensor = checkpoint.tensors[name]
-        self.shape = tensor.shape if len(tensor.shape) > 1 else (1, *tensor.shape)
-        self.name, self.dtype, self._like, self._pair = name, DTYPES[tensor.dtype], like, pair
-        self._file, self._scale = checkpoint.files[checkpoint.shard[name]], None
-        if pair is not None:
-            whole = combine(np.empty(self.shape, self.dtype), checkpoint.read(pair.scale), pair)
-            self._scale = np.array(whole.scale_inv)
-
-    def rows(self, rows: Rows) -> Any:
-        """A chunk's values, or data with their scales, where they are worked on."""
-        height, width = self.shape[-2:]
-        start = (rows.matrix * height + rows.start) * width * self.dtype.itemsize
-        count = (rows.stop - rows.start) * width * self.dtype.itemsize
-        data = self._file.read_bytes(self.name, start, count).view(self.dtype).reshape(-1, width)
-        if self._pair is None or self._scale is None:
-            return weights.on(self._like, data)
-        if self._pair.block is None:
-            return weights.on(self._like, Scaled(data, self._scale, data.shape))
-        down = self._pair.block[0] or height
-        matrices = self._scale.reshape(-1, *self._scale.shape[-2:])
-        scales = matrices[rows.matrix, rows.start // down:-(-rows.stop // down)]
-        return weights.on(self._like, Scaled(data, np.ascontiguousarray(scales), data.shape, False,
-                                             self._pair.block, "compact"))
-
-
-class _Out:
-    """A file whose header is known: bytes of tensors are written where they belong, by any thread."""
-
-    def __init__(self, descriptor: int, header: bytes,
-                 tensors: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> None:
-        self._descriptor, self._start, end = descriptor, {}, len(header)
-        for name, (dtype, shape) in tensors.items():
-            self._start[name] = end
-            end += prod(shape) * dtype.itemsize
-        self.size = end
-
-    def put(self, name: str, at: int, a: np.ndarray) -> None:
-        """at: bytes from the tensor's beginning."""
-        left, position = np.ascontiguousarray(a).reshape(-1).view(np.uint8).data, self._start[
-            name] + at
-        while left:
-            done = os.pwrite(self._descriptor, left, position)
-            left, position = left[done:], position + done
-
-
-class _Compared:
-    """A file that is there already: bytes are compared instead of written."""
-
-    def __init__(self, file: TensorFile) -> None:
-        self._file = file
-
-    def put(self, name: str, at: int, a: np.ndarray) -> None:
-        wanted = np.ascontiguousarray(a).reshape(-1).view(np.uint8)
-        if not np.array_equal(self._file.read_bytes(name, at, len(wanted)), wanted):
-            raise ValueError(f"{self._file.path}: {name} is not what the source gives")
-
-
-@dataclass(frozen=True)
-class _Copy:
-    """Some bytes of a tensor that stays as it is."""
-
-    checkpoint: Checkpoint
-    name: str
-    start: int
-    out: Any
-
-    def __call__(self) -> tuple[int, Changes]:
-        count = min(_COPY, self.checkpoint.tensors[self.name].nbytes - self.start)
-        file = self.checkpoint.files[self.checkpoint.shard[self.name]]
-        self.out.put(self.name, self.start, file.read_bytes(self.name, self.start, count))
-        return count, Changes()
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """Some rows of a weight that is converted."""
-
-    source: _Source
-    rows: Rows
-    layout: Layout
-    scale: float | None
-    compare: bool
-    out: Any
-
-    def __call__(self) -> tuple[int, Changes]:
-        values = self.source.rows(self.rows)
-        data, scales, changes = weights.make_rows(values, self.layout, self.scale, self.compare)
-        height, width = self.source.shape[-2:]
-        row = self.rows.matrix * height + self.rows.start
-        self.out.put(self.source.name, row * width * data.dtype.itemsize, data)
-        if scales is not None and self.layout.scale is not None:
-            at = 0
-            if self.layout.block:
-                down = self.layout.block[0] or 1
-                line = self.rows.matrix * -(-height // down) + self.rows.start // down
-                at = line * self.layout.scale[2][-1] * scales.dtype.itemsize
-            self.out.put(self.source.name + self.layout.scale[0], at, scales)
-        return (self.rows.stop - self.rows.start) * width * self.source.dtype.itemsize, changes
-
-
-class _Queue:
-    """Work in a pool, no more than a few pieces at a time, so that memory stays bounded."""
-
-    def __init__(self, pool: ThreadPoolExecutor, most: int) -> None:
-        self._pool, self._most = pool, most
-        self._waiting: deque[tuple[Future[tuple[int, Changes]], Report, Callable[[int], None]]] = deque()
-
-    def put(self, work: _Work, report: Report,
-            progress: Callable[[int], None]) -> None:
-        self._waiting.append((self._pool.submit(work), report, progress))
-        if len(self._waiting) >= self._most:
-            self._take()
-
-    def drain(self) -> None:
-        while self._waiting:
-            self._take()
-
-    def _take(self) -> None:
-        future, report, progress = self._waiting.popleft()
-        try:
-            count, changes = future.result()
-        except BaseException:
-            for other, *_ in self._waiting:
-                other.cancel()
-            raise
-        report.changes += changes
-        progress(count)
-
-
 def _fingerprint_of(path: Path) -> str | None:
     return TensorFile(path).metadata.get(_KEY)
-
-
-def _reserve(descriptor: int, size: int) -> None:
-    """Takes the disk space of the whole file at once, so that a full disk is found before any work is
-    done."""
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-    except AttributeError:                                  # not on this system
-        os.truncate(descriptor, size)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
-        os.truncate(descriptor, size)
 
 
 def _write_json(path: Path, found: Mapping[str, Any]) -> None:

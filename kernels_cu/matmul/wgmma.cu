@@ -110,23 +110,6 @@ __device__ __forceinline__ void find_tiles(const WgmmaParams& p, Shared& shared)
     }
 }
 
-// A warp's way through the queue: next() gives the next tile's copy, which is the warp's own.
-struct TileReader {
-    Shared& shared;
-    Place<kQueue> place;
-    QueuedTile tile;
-
-    __device__ __forceinline__ explicit TileReader(Shared& all) : shared(all) {}
-    __device__ __forceinline__ bool next() {
-        place.wait_full(shared.queue);
-        tile = shared.tiles[place.at];
-        tile.blocks = __shfl_sync(~0u, tile.blocks, 0);            // The compiler knows that all lanes agree.
-        if (threadIdx.x % 32 == 0) arrive(&shared.queue.empty[place.at]);
-        place.next();
-        return tile.blocks >= 0;
-    }
-};
-
 // ---- the warp that copies A and B ----
 __device__ __forceinline__ int at_most(int value, int end) { return value < end ? value : end; }
 
@@ -154,7 +137,7 @@ struct ScaleCopies {
 };
 
 __device__ __forceinline__ void copy_stages(const WgmmaParams& p, Shared& shared) {
-    TileReader reader(shared);
+    TileReader reader(shared.tiles, shared.queue);
     Place<kStages> place;
     while (reader.next()) {
         const QueuedTile& t = reader.tile;
@@ -196,7 +179,7 @@ __device__ __forceinline__ i64 scale_of(const Operand& operand, i64 row) {
 // Rows beyond the last one get its scale. Those of whole rows are needed with the last block of K alone.
 __device__ __forceinline__ void copy_scales(const Product& p, Shared& shared) {
     constexpr int kRowsEach = kTileRows / 32, kColumnsEach = kTileColumns / 32;
-    TileReader reader(shared);
+    TileReader reader(shared.tiles, shared.queue);
     Place<kStages> place;
     const int lane = threadIdx.x % 32;
     while (reader.next()) {
@@ -327,7 +310,7 @@ __device__ __forceinline__ void multiply(const Product& p, Shared& shared) {
     const u64 out_bytes = p.out_type == kOutF32 ? 4 : 2;
     const bool in_16_bytes = ((u64)p.out | (u64)(p.n * out_bytes)) % 16 == 0;
     const bool pairs = ((u64)p.out | (u64)(p.n * out_bytes)) % 8 == 0;
-    TileReader reader(shared);
+    TileReader reader(shared.tiles, shared.queue);
     Place<kStages> place;
     while (reader.next()) {
         const QueuedTile& t = reader.tile;

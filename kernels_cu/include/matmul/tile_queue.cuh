@@ -49,3 +49,23 @@ struct Place {
         wait_for_end(&ring.empty[at], parity ^ 1);
     }
 };
+
+// A warp's way through the queue: next() gives the next tile's copy, which is the warp's own.
+template <int kPlaces>
+struct TileReader {
+    const QueuedTile* tiles;
+    Ring<kPlaces>& queue;
+    Place<kPlaces> place;
+    QueuedTile tile;
+
+    __device__ __forceinline__ TileReader(const QueuedTile (&all)[kPlaces], Ring<kPlaces>& their_queue)
+        : tiles(all), queue(their_queue) {}
+    __device__ __forceinline__ bool next() {
+        place.wait_full(queue);
+        tile = tiles[place.at];
+        tile.blocks = __shfl_sync(~0u, tile.blocks, 0);            // The compiler knows that all lanes agree.
+        if (threadIdx.x % 32 == 0) arrive(&queue.empty[place.at]);
+        place.next();
+        return tile.blocks >= 0;
+    }
+};

@@ -1,0 +1,190 @@
+"""The work of a conversion in pieces: some rows of a weight, or some bytes of a tensor that stays. Pieces
+read their source, compute, and write where their result belongs, in any order and in any thread."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ..results import Scaled
+from . import weights
+from .checkpoint import Checkpoint
+from .pairing import Pair, combine
+from .safetensors import DTYPES, TensorFile
+from .weights import Changes, Layout, Rows
+
+__all__ = ["COPY_BYTES", "Chunk", "Compared", "Copy", "Out", "Queue", "Report", "Source", "Work", "reserve"]
+
+COPY_BYTES = 8 << 20                            # of a tensor that stays, in one piece
+#: Some of the work on a tensor: it returns how many source bytes it took, and what it changed.
+Work = Callable[[], tuple[int, Changes]]
+
+
+@dataclass
+class Report:
+    """What was done to a tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    before: str
+    after: str
+    changes: Changes = field(default_factory=Changes)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"name": self.name, "shape": list(self.shape), "from": self.before, "to": self.after,
+                "elements": self.changes.elements, "changed": self.changes.changed,
+                "sqnr_db": self.changes.sqnr_db}
+
+
+class Source:
+    """A weight that is read a chunk of rows at a time."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str, pair: Pair | None, like: Any) -> None:
+        tensor = checkpoint.tensors[name]
+        self.shape = tensor.shape if len(tensor.shape) > 1 else (1, *tensor.shape)
+        self.name, self.dtype, self._like, self._pair = name, DTYPES[tensor.dtype], like, pair
+        self._file, self._scale = checkpoint.files[checkpoint.shard[name]], None
+        if pair is not None:
+            whole = combine(np.empty(self.shape, self.dtype), checkpoint.read(pair.scale), pair)
+            self._scale = np.array(whole.scale_inv)
+
+    def rows(self, rows: Rows) -> Any:
+        """A chunk's values, or data with their scales, where they are worked on."""
+        height, width = self.shape[-2:]
+        start = (rows.matrix * height + rows.start) * width * self.dtype.itemsize
+        count = (rows.stop - rows.start) * width * self.dtype.itemsize
+        data = self._file.read_bytes(self.name, start, count).view(self.dtype).reshape(-1, width)
+        if self._pair is None or self._scale is None:
+            return weights.on(self._like, data)
+        if self._pair.block is None:
+            return weights.on(self._like, Scaled(data, self._scale, data.shape))
+        down = self._pair.block[0] or height
+        matrices = self._scale.reshape(-1, *self._scale.shape[-2:])
+        scales = matrices[rows.matrix, rows.start // down:-(-rows.stop // down)]
+        return weights.on(self._like, Scaled(data, np.ascontiguousarray(scales), data.shape, False,
+                                             self._pair.block, "compact"))
+
+
+class Out:
+    """A file whose header is known: bytes of tensors are written where they belong, by any thread."""
+
+    def __init__(self, descriptor: int, header: bytes,
+                 tensors: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> None:
+        self._descriptor, self._start, end = descriptor, {}, len(header)
+        for name, (dtype, shape) in tensors.items():
+            self._start[name] = end
+            end += prod(shape) * dtype.itemsize
+        self.size = end
+
+    def put(self, name: str, at: int, a: np.ndarray) -> None:
+        """at: bytes from the tensor's beginning."""
+        left, position = np.ascontiguousarray(a).reshape(-1).view(np.uint8).data, self._start[
+            name] + at
+        while left:
+            done = os.pwrite(self._descriptor, left, position)
+            left, position = left[done:], position + done
+
+
+class Compared:
+    """A file that is there already: bytes are compared instead of written."""
+
+    def __init__(self, file: TensorFile) -> None:
+        self._file = file
+
+    def put(self, name: str, at: int, a: np.ndarray) -> None:
+        wanted = np.ascontiguousarray(a).reshape(-1).view(np.uint8)
+        if not np.array_equal(self._file.read_bytes(name, at, len(wanted)), wanted):
+            raise ValueError(f"{self._file.path}: {name} is not what the source gives")
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Some bytes of a tensor that stays as it is."""
+
+    checkpoint: Checkpoint
+    name: str
+    start: int
+    out: Any
+
+    def __call__(self) -> tuple[int, Changes]:
+        count = min(COPY_BYTES, self.checkpoint.tensors[self.name].nbytes - self.start)
+        file = self.checkpoint.files[self.checkpoint.shard[self.name]]
+        self.out.put(self.name, self.start, file.read_bytes(self.name, self.start, count))
+        return count, Changes()
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some rows of a weight that is converted."""
+
+    source: Source
+    rows: Rows
+    layout: Layout
+    scale: float | None
+    compare: bool
+    out: Any
+
+    def __call__(self) -> tuple[int, Changes]:
+        values = self.source.rows(self.rows)
+        data, scales, changes = weights.make_rows(values, self.layout, self.scale, self.compare)
+        height, width = self.source.shape[-2:]
+        row = self.rows.matrix * height + self.rows.start
+        self.out.put(self.source.name, row * width * data.dtype.itemsize, data)
+        if scales is not None and self.layout.scale is not None:
+            at = 0
+            if self.layout.block:
+                down = self.layout.block[0] or 1
+                line = self.rows.matrix * -(-height // down) + self.rows.start // down
+                at = line * self.layout.scale[2][-1] * scales.dtype.itemsize
+            self.out.put(self.source.name + self.layout.scale[0], at, scales)
+        return (self.rows.stop - self.rows.start) * width * self.source.dtype.itemsize, changes
+
+
+class Queue:
+    """Work in a pool, no more than a few pieces at a time, so that memory stays bounded."""
+
+    def __init__(self, pool: ThreadPoolExecutor, most: int) -> None:
+        self._pool, self._most = pool, most
+        self._waiting: deque[tuple[Future[tuple[int, Changes]], Report, Callable[[int], None]]] = deque()
+
+    def put(self, work: Work, report: Report,
+            progress: Callable[[int], None]) -> None:
+        self._waiting.append((self._pool.submit(work), report, progress))
+        if len(self._waiting) >= self._most:
+            self._take()
+
+    def drain(self) -> None:
+        while self._waiting:
+            self._take()
+
+    def _take(self) -> None:
+        future, report, progress = self._waiting.popleft()
+        try:
+            count, changes = future.result()
+        except BaseException:
+            for other, *_ in self._waiting:
+                other.cancel()
+            raise
+        report.changes += changes
+        progress(count)
+
+
+def reserve(descriptor: int, size: int) -> None:
+    """Takes the disk space of the whole file at once, so that a full disk is found before any work is
+    done."""
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except AttributeError:                                  # not on this system
+        os.truncate(descriptor, size)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        os.truncate(descriptor, size)
