@@ -2,57 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import threading
 import warnings
 from typing import Any
 
 import numpy as np
 import pytest
-from list_results import LAUNCHES, arrays, assert_same, one, raw
+from cached_weights import RECIPES, SHAPES, addresses, change, expected, weights_of
+from list_results import LAUNCHES, assert_same, one, raw
 
 import cupy_fp8 as fp8
 from cupy_fp8 import (
-    BlockScaling,
     CurrentScaling,
     DelayedScaling,
     MXScaling,
-    Quantized,
     WeightCache,
     backend,
     cases,
     testing,
 )
-from cupy_fp8.calls.call import run as run_op
 from cupy_fp8.calls.memory import identities
 from cupy_fp8.formats import bfloat16
-
-RECIPES = (DelayedScaling(), CurrentScaling(), BlockScaling(), MXScaling())
-SHAPES = ((64, 48), (130, 33), (0, 8), (16, 16))
-
-
-def weights_of(run: testing.Executor, seed: int = 0) -> list[Any]:
-    return [run.array(cases.values("normal", shape, bfloat16, seed + i)) for i, shape in enumerate(SHAPES)]
-
-
-def change(weights: list[Any]) -> None:
-    for w in weights:
-        w *= w.dtype.type(0.5)
-
-
-def address(a: Any) -> int:
-    return int(a.ctypes.data if isinstance(a, np.ndarray) else a.data.ptr)
-
-
-def addresses(results: list[Quantized]) -> list[int]:
-    return [address(a) for a in arrays(*results)]
-
-
-def expected(recipe: Any, w: Any, scale: float, rowwise: bool = True, columnwise: bool = False) -> Quantized:
-    given = {"scale": scale} if isinstance(recipe, DelayedScaling) else {}
-    found: Quantized = recipe.quantize(w, rowwise=rowwise, columnwise=columnwise, **given)
-    return found
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
@@ -252,88 +222,6 @@ def test_errors_number_weights_as_they_were_given(run):
             cache.quantize(weights, update=False, **options)
     with pytest.raises(ValueError, match=r"^weights\[2\]: expected a matrix"):
         cache.quantize([*weights[:2], run.array(np.ones(3, np.float32))], scales=[1.0] * 3, update=False)
-
-
-def test_forgotten_while_quantised(run, monkeypatch):
-    """clear() in another thread at the worst moment: the call returns its results, and nothing of it is
-    remembered."""
-    cache, weights = WeightCache(CurrentScaling()), weights_of(run)
-    cache.quantize(weights[:2])
-
-    def cleared(*given: Any) -> Any:
-        cache.clear()
-        return run_op(*given)
-
-    monkeypatch.setattr("cupy_fp8.cache.run", cleared)
-    for update in (True, False):
-        for w, q in zip(weights, cache.quantize(weights, update=update), strict=True):
-            assert_same(q, CurrentScaling().quantize(w))
-        assert len(cache) == 0
-    monkeypatch.undo()
-    change(weights)
-    for w, q in zip(weights, cache.quantize(weights, update=False), strict=True):   # not what was before
-        assert_same(q, CurrentScaling().quantize(w))
-
-
-def test_forgotten_while_a_known_list_is_looked_up(run):
-    """clear() in another thread between a look-up and the note of it: what was cleared is not found again."""
-    cache, weights, others = WeightCache(CurrentScaling()), weights_of(run), weights_of(run, 7)
-    for _ in range(2):
-        first = cache.quantize(weights)
-        cache.quantize(others)                              # so that the other list is not the last one
-
-    class Cleared(dict[Any, Any]):
-        def get(self, key: Any, default: Any = None) -> Any:
-            found = super().get(key, default)
-            if found is not None:
-                cache._hits = dict(self)
-                cache.clear()
-            return found
-
-    cache._hits = Cleared(cache._hits)
-    assert cache.quantize(weights, update=False)[0] is first[0]
-    change(weights)
-    again = cache.quantize(weights, update=False)
-    assert again[0] is not first[0]
-    assert_same(again[0], CurrentScaling().quantize(weights[0]))
-
-
-def test_copies_watch_the_weights_by_themselves(run):
-    cache, weights = WeightCache(CurrentScaling()), weights_of(run)
-    first = cache.quantize(weights)
-    other = copy.deepcopy(cache)
-    assert (len(other), other.nbytes) == (4, cache.nbytes)
-    found = other.quantize(weights, update=False)
-    assert raw(found) == raw(first)
-    assert found[0] is not first[0]
-    cache.clear()
-    del weights[0]
-    gc.collect()
-    assert (len(cache), len(other)) == (0, 3)
-
-
-def test_threads_share_a_cache():
-    cache, weights = WeightCache(CurrentScaling()), weights_of(testing.Executor("reference"))
-    wanted = [CurrentScaling().quantize(w) for w in weights]
-    stop, failures = threading.Event(), []
-
-    def quantize() -> None:
-        try:
-            while not stop.is_set():
-                assert cache.quantize(weights, update=False) == wanted
-        except Exception as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=quantize) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for _ in range(300):
-        cache.clear()
-        len(cache), cache.nbytes
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert failures == []
 
 
 @pytest.mark.parametrize("recipe", RECIPES[1:], ids=lambda r: type(r).__name__)
