@@ -92,7 +92,8 @@ def scales(q: Scaled | Quantized) -> ScaleReport:
     where the scales are, in f64 and in pieces of 2**20; a GPU sends a few kilobytes. Means and deviations may
     differ in their last digits between NumPy and CuPy, everything else is exact. Raises TypeError.
 
-    The deviation shows what minimum and maximum hide: a few large scales, or two groups of them.
+    The deviation shows what minimum and maximum hide: a few large scales, or two groups of them. It is that
+    of the whole set, √(Σ (s − mean)² / n), as in TransformerEngine's scale_inv_std.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> x = np.outer([448, 448, 7], np.ones(64)).astype(np.float32)

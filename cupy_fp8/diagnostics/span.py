@@ -14,6 +14,7 @@ from ..reference.numerics import widen
 from ..results import Quantized, Scaled
 from . import pieces
 from .losses import spans_of_tiles
+from .scale_report import report_of, warn_of
 from .text import html_table
 
 __all__ = ["SpanReport", "Vanished", "scale_span"]
@@ -88,7 +89,8 @@ def scale_span(q: Scaled | Quantized, *, block: int | None = None) -> SpanReport
     but zeros (NaN is something); with 'column' the smallest power of two not below max |v| * s / fp8_max
     over the column's rows, within 2**-127 and 2**127. This holds for any s. `scaling_aware_transpose` takes
     powers of two only, and makes exactly these elements 0. Row-blocks whose scale is NaN, Inf, 0 or negative
-    do not count. A NaN does not vanish. Raises TypeError, ValueError (blocks that are not row-wise).
+    do not count, and `ScaleWarning` tells of them. A NaN does not vanish. Raises TypeError, ValueError
+    (blocks that are not row-wise).
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> x = np.outer([1e-4, 1, 100], np.ones(256)).astype(np.float32)
@@ -111,6 +113,7 @@ def scale_span(q: Scaled | Quantized, *, block: int | None = None) -> SpanReport
         raise ValueError("block: expected how many rows share a scale, an integer of 1 or more, "
                          f"got {rows!r}")
     s = part.to_layout("compact")
+    warn_of(report_of(s.scale_inv))
     codes, scales = asnumpy(s.data), widen(asnumpy(s.scale_inv))
     codes = np.swapaxes(codes, -1, -2) if s.transposed else codes
     tile = int(rows), part.block[1] or max(s.shape[-1], 1)

@@ -37,26 +37,20 @@ def log_step(path: str | os.PathLike[str], step: int, tensors: Mapping[str, Any]
     labels : what else every line should say, such as rank=0 or loss=2.31: strings, numbers, booleans or None.
     Returns the objects, as `json.loads` would read them. Everything is computed before anything is written.
 
-    A line has these keys (docs/insight.md explains them):
-        step, tensor, labels                 as given
-        dtype, shape, block, elements        of the data; block [1, 32], null per tensor, [1, null] for whole
-        rows sqnr_db, max_relative_error, saturated, underflowed, nonfinite and what else `ErrorReport` has
-                                             null without x
-        nan, negative_zeros                  NaN among the values, codes of −0
-        scales, scale_zero, scale_negative, scale_infinite, scale_nan, scale_minimum, scale_maximum,
-        scale_mean, scale_std, scale_log2_mean, scale_log2_std, scale_first_exponent, scale_histogram
-                                             what `ScaleReport` has
-        blocks_saturated, blocks_underflowed, blocks_nan, blocks_negative_zeros
-                                             how many blocks have such elements; null per tensor
-        most_saturated, most_underflowed     the most in one block, and
-        most_saturated_at, most_underflowed_at
-                                             that block's index, as in `BlockReport`; null if there are none
+    A line has step, tensor and the labels; dtype, shape, block and elements of the data (block is [1, 32],
+    null with one scale, [1, null] for whole rows); the fields of `ErrorReport`, null without x; nan and
+    negative_zeros, the codes of −0; scales, the number of scales, and the other fields of `ScaleReport` as
+    scale_mean, scale_std, scale_log2_mean, scale_histogram and so on; blocks_saturated, blocks_underflowed,
+    blocks_nan and blocks_negative_zeros, the number of blocks that have such elements; most_saturated and
+    most_underflowed, the most of them in one block, and most_saturated_at and most_underflowed_at, the index
+    of that block. docs/insight.md has a table of them.
+
     JSON has no NaN and no infinities: they are null. sqnr_db is thus null without any error
     (max_relative_error is then 0) and where nothing is left of the signal.
 
-    Read again: `[json.loads(line) for line in file]`, or pandas.read_json(path, lines=True). The work is
-    that of `error` and `blocks`: several passes in f64, so log every hundredth step rather than each. Lines
-    of several processes do not mix if each has its own file. Warns with `ScaleWarning`. Raises TypeError,
+    `[json.loads(line) for line in file]` reads the file, and so does pandas.read_json(path, lines=True). The
+    work is that of `error` and `blocks`: several passes in f64, after which the host waits for a GPU. Log
+    every hundredth step rather than each, and give each process a file of its own. Warns with `ScaleWarning`. Raises TypeError,
     ValueError (`error`'s, and for labels that JSON does not hold or that are keys of their own), OSError.
 
     >>> import json, pathlib, tempfile, numpy as np, cupy_fp8 as fp8

@@ -91,6 +91,22 @@ def test_by_hand(monkeypatch, block, layout, transposed, dtype, chunk):
         np.testing.assert_array_equal(getattr(alone, name), getattr(report, name))
 
 
+@pytest.mark.parametrize("block", [ROW, COLUMN, (7, 1), (1, 250), (16, 16), (128, 128), (300, 1), (3, 250)])
+@pytest.mark.parametrize("shape", [(300, 250), (1, 250), (300, 1), (10, 11), (0, 3), (3, 0)])
+def test_pieces_are_small_and_have_every_element_once(monkeypatch, shape, block):
+    monkeypatch.setattr(pieces, "CHUNK", 100)
+    seen = np.zeros(shape, np.int64)
+    for elements, of_blocks in pieces.of_matrix(shape, block):
+        seen[elements] += 1
+        assert 0 < seen[elements].size <= 100
+        for axis, (part, there, size) in enumerate(zip(elements, of_blocks, block, strict=True)):
+            stop = min(part.stop, shape[axis])
+            assert (there.start, there.stop) == (part.start // size, -(-stop // size))
+            # Either whole blocks from the first to the last, or a part of one.
+            assert there.stop - there.start == 1 or part.start % size == 0
+    assert (seen == 1).all()
+
+
 @pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=str)
 def test_a_batch_is_its_matrices(dtype):
     x = sample((3, 40, 70), dtype)

@@ -135,7 +135,8 @@ def with_scales(values: list[float]) -> Scaled:
 def test_unusable_scales_are_named(values, text):
     s = with_scales(values)
     x = np.ones(s.shape, np.float32)
-    for call in (lambda: scales(s), lambda: blocks(x, s), lambda: blocks(None, s), lambda: error(x, s)):
+    for call in (lambda: scales(s), lambda: blocks(x, s), lambda: blocks(None, s), lambda: error(x, s),
+                 lambda: diagnostics.scale_span(s)):
         with pytest.warns(ScaleWarning, match=text) as caught:
             call()
         assert [w.filename for w in caught] == [__file__]

@@ -17,7 +17,8 @@ from cupy_fp8.diagnostics import SpanReport, Vanished, pieces, scale_span
 from cupy_fp8.formats import FORMATS, FP8_DTYPES, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32
 from cupy_fp8.layouts import cdiv
 
-pytestmark = pytest.mark.filterwarnings("error")
+#: Scales of 0 and NaN are meant in these tests; test_diagnostics_scales.py is about the warning.
+pytestmark = pytest.mark.filterwarnings("error", "ignore::cupy_fp8.diagnostics.ScaleWarning")
 
 
 def by_hand(values: np.ndarray, scales: np.ndarray, width: int, rows: int,

@@ -263,3 +263,20 @@ def test_light_and_dark():
             colours[style] = ax.patches[0].get_facecolor()
     light, dark = (sum(colours[style][:3]) for style in ("default", "dark_background"))
     assert light < dark
+
+
+@pytest.mark.gpu
+def test_cupy_arrays(monkeypatch):
+    x = outliers()
+    device = fp8.asarray(x, like="cupy")
+    q, there = fp8.quantize_mx(x), fp8.quantize_mx(device)
+    here, report = diagnostics.blocks(x, q), diagnostics.blocks(device, there)
+    for draw in (plot.loss_map, plot.loss_histogram):
+        assert draw(report).get_title() == draw(here).get_title()
+    assert plot.scale_histogram(there).get_title() == plot.scale_histogram(q).get_title()
+    monkeypatch.setattr(sample, "MOST", 500)
+    for module in (sample, scale_maps):
+        monkeypatch.setattr(module, "MOST_CELLS", 8)
+    np.testing.assert_array_equal(sample.sampled(device, there).v, sample.sampled(x, q).v)
+    np.testing.assert_array_equal(plot.scale_heat_map(there).images[0].get_array(),
+                                  plot.scale_heat_map(q).images[0].get_array())

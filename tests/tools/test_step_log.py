@@ -186,3 +186,14 @@ def test_the_way_of_cupy(tmp_path, monkeypatch):
     assert log_step(tmp_path / "b", 0, {name: moved(a) for name, a in host.items()}) == want
     assert sum(copied) < x.nbytes
     assert max(copied) < 4096
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_cupy_equals_numpy(tmp_path, kind):
+    x = sample()
+    device = fp8.asarray(x, like="cupy")
+    (here,), (there,) = (log_step(tmp_path / "a", 0, {"x": (a, KINDS[kind](a))}) for a in (x, device))
+    assert here.keys() == there.keys()
+    for key, value in here.items():
+        assert there[key] == (pytest.approx(value, rel=1e-10) if isinstance(value, float) else value), key
