@@ -50,8 +50,9 @@ def log_step(path: str | os.PathLike[str], step: int, tensors: Mapping[str, Any]
 
     `[json.loads(line) for line in file]` reads the file, and so does pandas.read_json(path, lines=True). The
     work is that of `error` and `blocks`: several passes in f64, after which the host waits for a GPU. Log
-    every hundredth step rather than each, and give each process a file of its own. Warns with `ScaleWarning`. Raises TypeError,
-    ValueError (`error`'s, and for labels that JSON does not hold or that are keys of their own), OSError.
+    every hundredth step rather than each, and give each process a file of its own. Warns with `ScaleWarning`.
+    Raises TypeError, ValueError (`error`'s, and for labels that JSON does not hold or that are keys of their
+    own), OSError.
 
     >>> import json, pathlib, tempfile, numpy as np, cupy_fp8 as fp8
     >>> path = pathlib.Path(tempfile.mkdtemp(), "stats.jsonl")
