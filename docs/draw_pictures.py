@@ -146,6 +146,21 @@ def losses(path: Path) -> None:
     plt.close(figure)
 
 
+def insight(path: Path) -> None:
+    """The spread of the scales and the lost elements of docs/insight.md's matrix."""
+    from matplotlib import pyplot as plt
+
+    x = np.random.default_rng(0).standard_normal((256, 1024), np.float32)
+    x[:, 100] *= 2.0**16
+    q = fp8.quantize_mx(x)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.2), layout="constrained", facecolor="#fcfcfb",
+                                         width_ratios=(1.15, 1))
+    fp8.plot.scale_histogram(q, ax=left)
+    fp8.plot.loss_map(fp8.diagnostics.blocks(x, q), ax=right)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 PICTURES = {"scale.svg": scale_convention, "recipes.svg": recipes}
 
 
@@ -154,3 +169,4 @@ if __name__ == "__main__":
     for name, draw in PICTURES.items():
         (FOLDER / name).write_text(str(draw()), encoding="utf-8")
     losses(FOLDER / "losses.png")
+    insight(FOLDER / "insight.png")
