@@ -7,6 +7,7 @@ products are within a bound of it.
 from importlib import import_module
 from typing import Any
 
+from . import advice as _advice
 from . import backend as _backend
 from . import diagnostics, io, plot
 from .arrays import asarray, asnumpy, bytes_equal, concatenate, empty, empty_like, full, zeros
@@ -68,7 +69,9 @@ def __getattr__(name: str) -> Any:
         return _backend.default_module()
     if name == "testing":
         return import_module(".testing", __name__)
-    raise AttributeError(f"module 'cupy_fp8' has no attribute {name!r}")
+    inside = (f"{module.__name__.rpartition('.')[2]}.{public}" for module in (diagnostics, io, plot)
+              for public in module.__all__)
+    raise _advice.no_attribute("module 'cupy_fp8'", name, [*__all__, "xp", "testing", *inside])
 
 
 def __dir__() -> list[str]:

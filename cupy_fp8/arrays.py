@@ -13,7 +13,8 @@ from typing import Any, cast
 import numpy as np
 
 from . import backend
-from .formats import FORMATS
+from .advice import array_instead
+from .formats import FORMATS, as_dtype
 from .methods import ops
 
 __all__ = ["Array", "Shape", "asarray", "asnumpy", "bytes_equal", "concatenate", "empty", "empty_like",
@@ -28,7 +29,7 @@ def empty(shape: Shape, dtype: Any, *, like: Any = None) -> Array:
 
     like : an array (its kind and device), 'numpy' / 'cupy' or the module; default `cupy_fp8.xp`.
     """
-    xp, dtype, shape = backend.like_module(like), _as_dtype(dtype), _as_shape(shape)
+    xp, dtype, shape = backend.like_module(like), as_dtype(dtype), _as_shape(shape)
     if isinstance(like, xp.ndarray):
         return empty_beside(like, shape, dtype)
     return np.empty(shape, dtype) if xp is np else _cupy_empty(xp, shape, dtype)
@@ -64,7 +65,7 @@ def zeros(shape: Shape, dtype: Any, *, like: Any = None) -> Array:
 def full(shape: Shape, fill_value: float, dtype: Any, *, like: Any = None) -> Array:
     """A new array whose every element is `fill_value`, rounded as `astype` rounds it (saturating, NaN as
     0x7F)."""
-    dtype, given = _as_dtype(dtype), cast(Any, fill_value)
+    dtype, given = as_dtype(dtype), cast(Any, fill_value)
     if isinstance(given, (str, bytes, list, tuple, dict, set)) or np.ndim(given):
         raise TypeError(f"fill_value: expected a number, got {given!r}")
     try:
@@ -95,11 +96,11 @@ def asarray(a: Any, dtype: Any = None, *, like: Any = None) -> Array:
     Arrays keep their kind unless `like` says otherwise; lists and scalars become arrays of `like` (default
     `cupy_fp8.xp`). Conversions between the formats of this library are `astype`'s (saturating).
     """
-    dtype = None if dtype is None else _as_dtype(dtype)
+    dtype = None if dtype is None else as_dtype(dtype)
     if is_array(a):
         target = backend.module_of(a) if like is None else backend.like_module(like)
     else:
-        a, target = np.asarray(a), backend.like_module(like)
+        a, target = _from_values(a), backend.like_module(like)
     a = _move(a, target)
     # The conversion goes through f32, so that astype's rules hold.
     if dtype in FORMATS and a.dtype not in FORMATS and a.dtype.kind in "fiub":
@@ -110,6 +111,21 @@ def asarray(a: Any, dtype: Any = None, *, like: Any = None) -> Array:
             return ops.astype(a, dtype)
         return a.astype(dtype)
     return a
+
+
+def _from_values(a: Any) -> np.ndarray:
+    """Numbers, lists of these, or another library's array in the CPU's memory as a NumPy array."""
+    reason = ""
+    if not isinstance(a, Result):
+        try:
+            made = np.asarray(a)
+            if not made.dtype.hasobject:
+                return made
+        except (TypeError, ValueError, RuntimeError) as error:
+            reason = f" ({error})"
+    advice = "" if isinstance(a, (list, tuple)) else array_instead(a, "a")
+    raise TypeError(f"a: expected an array, a number or a list of numbers, got {type(a).__name__}{reason}"
+                    f"{advice}")
 
 
 def asnumpy(a: Array) -> np.ndarray:
@@ -183,6 +199,16 @@ class Result:
 
     def __hash__(self) -> int:
         return object.__hash__(self)
+
+    def __matmul__(self, other: object) -> Any:
+        raise TypeError("@: results are multiplied by cupy_fp8.matmul_nt(a, b), of a [M, K] and b [N, K]")
+
+    __rmatmul__ = __matmul__
+    #: NumPy leaves operators to this class, and makes no array of it.
+    __array_ufunc__ = None
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(f"expected an array, got {type(self).__name__}{array_instead(self, 'q')}")
 
     def __getstate__(self) -> dict[str, Any]:
         """The fields, which copies and pickles contain. What ops remember about this object's memory is not
@@ -279,10 +305,3 @@ def _as_shape(shape: Shape) -> tuple[int, ...]:
 
 
 _MOST = 2**63 - 1
-
-
-def _as_dtype(dtype: Any) -> np.dtype[Any]:
-    try:
-        return np.dtype(dtype)
-    except (TypeError, ValueError):
-        raise TypeError(f"dtype: expected a dtype, its type or its name, got {dtype!r}") from None

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from .advice import array_instead, type_name
+
 __all__ = ["DeviceError", "default_module", "gpu_problem"]
 
 NUMPY_WARNING_BYTES = 64 << 20
@@ -68,15 +70,18 @@ def default_module() -> Any:
     return np if gpu_problem() else cupy()
 
 
-def module_of(a: Any, name: str = "x") -> Any:
-    """numpy or cupy, by the type of `a`. TypeError, which names the argument, for any other object."""
-    if isinstance(a, np.ndarray):
+def module_of(a: Any, name: str = "x", dtype: str = "float32") -> Any:
+    """numpy or cupy, by the type of `a`. TypeError, which names the argument, for any other object. dtype:
+    what the message says to make of a list."""
+    if type(a) is np.ndarray:
         return np
     cp = sys.modules.get("cupy")
     if cp is not None and isinstance(a, cp.ndarray):
         return cp
-    raise TypeError(f"{name}: expected a numpy.ndarray or cupy.ndarray, got {type(a).__name__}"
-                    + (" (cupy_fp8.asarray makes one)" if isinstance(a, (list, tuple)) else ""))
+    if isinstance(a, np.ndarray) and not isinstance(a, np.ma.MaskedArray):
+        return np
+    raise TypeError(f"{name}: expected a numpy.ndarray or cupy.ndarray, got {type_name(a)}"
+                    f"{array_instead(a, name, dtype)}")
 
 
 def kind_of(a: Any) -> str:
@@ -85,10 +90,9 @@ def kind_of(a: Any) -> str:
 
 def require_module(a: Any, xp: Any, name: str) -> None:
     """TypeError unless `a` is an array of module `xp`."""
-    if not isinstance(a, xp.ndarray):
-        given = module_of(a, name).__name__
-        raise TypeError(f"{name}: a {given} array among {xp.__name__} arrays; move it with "
-                        f"cupy_fp8.asarray(…, like=…)")
+    if type(a) is not xp.ndarray and (given := module_of(a, name)) is not xp:
+        raise TypeError(f"{name}: a {given.__name__} array among {xp.__name__} arrays; "
+                        f'cupy_fp8.asarray({name}, like="{xp.__name__}") moves it')
 
 
 def like_module(like: Any) -> Any:
@@ -102,6 +106,8 @@ def like_module(like: Any) -> Any:
         return _usable_cupy()
     if like is sys.modules.get("cupy"):
         return _usable_cupy()
+    if isinstance(like, str):
+        raise TypeError(f"like: expected 'numpy', 'cupy', one of these modules or an array, got {like!r}")
     return module_of(like, "like")
 
 

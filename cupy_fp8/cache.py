@@ -15,10 +15,11 @@ from . import backend
 from .arrays import Array, address, is_array
 from .calls.call import Op, run, validate_call
 from .calls.memory import identities
+from .calls.tensor_lists import checked
 from .directions import check_directions
 from .formats import flags
 from .ops.quantize.tensor_list import Recipe, call_of
-from .recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
+from .recipes import check_recipe
 from .results import Quantized
 
 __all__ = ["WeightCache"]
@@ -85,9 +86,7 @@ class WeightCache:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        if not isinstance(recipe, (DelayedScaling, CurrentScaling, BlockScaling, MXScaling)):
-            raise TypeError("recipe: expected DelayedScaling, CurrentScaling, BlockScaling or MXScaling, "
-                            f"got {type(recipe).__name__}")
+        check_recipe(recipe)
         self.recipe: Recipe = recipe
         #: By key: the owner of a weight's memory, and the result.
         self._entries: dict[_Key, tuple[weakref.ref[Any], Quantized]] = {}
@@ -116,8 +115,7 @@ class WeightCache:
         Raises what `multi_quantize` raises, before anything is written: neither results nor amaxes; the cache
         is then as it was.
         """
-        if not isinstance(weights, (list, tuple)):
-            raise TypeError(f"weights: expected a list, got {type(weights).__name__}")
+        checked(weights, "weights")
         if {type(rowwise), type(columnwise), type(update)} != _FLAGS:
             flags(rowwise=rowwise, columnwise=columnwise, update=update)
         call: _CallKey = identities(weights), _shapes(weights), rowwise, columnwise
@@ -179,7 +177,7 @@ class WeightCache:
             known = self._known(weight, key, i)
             has = False, False
             if known is not None:
-                has = known.rowwise is not None, known.columnwise is not None
+                has = known._row is not None, known._column is not None
             row, column = call[2] or has[0], call[3] or has[1]
             complete = has == (row, column)
             if known is not None and complete:

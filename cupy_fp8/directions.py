@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import backend
+from .advice import matrix_instead
 from .arrays import Array, empty, empty_beside
 from .formats import flags, float8_e8m0fnu, float32
 from .layouts import scale_shape
@@ -40,10 +41,10 @@ def check_directions(shape: tuple[int, ...], rowwise: bool, columnwise: bool, db
     flags(rowwise=rowwise, columnwise=columnwise, dbias=dbias)
     if not (rowwise or columnwise):
         raise ValueError("rowwise, columnwise: expected at least one of them, got neither")
-    if columnwise and len(shape) < 2:
-        raise ValueError(f"columnwise: expected an array of two or more dimensions, got shape {shape}")
-    if dbias and len(shape) < 2:
-        raise ValueError(f"dbias: expected an array of two or more dimensions, got shape {shape}")
+    for name, wanted in (("columnwise", columnwise), ("dbias", dbias)):
+        if wanted and len(shape) < 2:
+            raise ValueError(f"{name}: expected an array of two or more dimensions, got shape {shape}"
+                             f"{matrix_instead(shape, 'x')}")
 
 
 def tensor_directions(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool,
@@ -60,7 +61,8 @@ def block_directions(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool
     are unwanted, or if the array is not two- or three-dimensional."""
     check_directions(shape, rowwise, columnwise)
     if not 2 <= len(shape) <= 3:
-        raise ValueError(f"x: expected an array of two or three dimensions, got shape {shape}")
+        raise ValueError(f"x: expected an array of two or three dimensions, got shape {shape}"
+                         f"{matrix_instead(shape, 'x')}")
     return {name: Direction(dtype, shape, swapped, along, scale_layout, scale_dtype,
                             scale_shape(shape, along, scale_layout, swapped))
             for name, wanted, along, swapped in (("rowwise", rowwise, block, False),

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from . import backend
+from .advice import array_instead, type_name
 from .arrays import Array, bits
-from .formats import bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu
+from .formats import as_dtype, bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu
 
 __all__ = ["from_dlpack", "to_dlpack"]
 
@@ -131,12 +132,12 @@ def from_dlpack(x: Any, *, dtype: Any = None) -> Array:
     >>> fp8.from_dlpack(np.array([0x38, 0x7E], np.uint8), dtype=fp8.float8_e4m3fn).astype(np.float32).tolist()
     [1.0, 448.0]
     """
-    wanted = None if dtype is None else np.dtype(dtype)
+    wanted = None if dtype is None else as_dtype(dtype)
     if isinstance(x, np.ndarray) or type(x).__module__.partition(".")[0] == "cupy":
         x = to_dlpack(x)
     if not (hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__")):
         raise TypeError("x: expected an object with __dlpack__ and __dlpack_device__, "
-                        f"got {type(x).__name__}")
+                        f"got {type_name(x)}{array_instead(x, 'x')}")
     carrier = _Carrier(x, wanted)
     xp = backend.cupy() if carrier.__dlpack_device__()[0] in (_CUDA, _CUDA_MANAGED) else np
     a = xp.from_dlpack(carrier)

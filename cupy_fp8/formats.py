@@ -11,8 +11,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-__all__ = ["BYTE_DTYPES", "FORMATS", "FP8_DTYPES", "INPUT_DTYPES", "Format", "bfloat16", "finfo",
-           "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float16", "float32"]
+from .advice import dtype_named
+
+__all__ = ["BYTE_DTYPES", "FORMATS", "FP8_DTYPES", "INPUT_DTYPES", "Format", "as_dtype", "bfloat16",
+           "finfo", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float16", "float32"]
 
 float8_e4m3fn = np.dtype(ml_dtypes.float8_e4m3fn)
 float8_e5m2 = np.dtype(ml_dtypes.float8_e5m2)
@@ -71,6 +73,13 @@ INPUT_DTYPES = (bfloat16, float16, float32)
 FP8_DTYPES = (float8_e4m3fn, float8_e5m2)
 BYTE_DTYPES = (*FP8_DTYPES, float8_e8m0fnu)
 
+#: Short names, which a dtype may be given by. The others are NumPy's and ml_dtypes' own.
+_SHORT_NAMES = {
+    **dict.fromkeys(("e4m3", "e4m3fn", "fp8_e4m3", "fp8_e4m3fn"), float8_e4m3fn),
+    **dict.fromkeys(("e5m2", "fp8_e5m2"), float8_e5m2),
+    **dict.fromkeys(("e8m0", "e8m0fnu"), float8_e8m0fnu),
+    "bf16": bfloat16, "fp16": float16, "fp32": float32}
+
 
 def finfo(dtype: Any) -> Format:
     """What `dtype` can represent: maximum, smallest normal and subnormal, bits, NaN and Inf bit patterns.
@@ -89,14 +98,33 @@ def finfo(dtype: Any) -> Format:
 
 def lookup(dtype: Any, allowed: tuple[np.dtype[Any], ...], what: str) -> Format:
     """The `Format` of `dtype` if it is one of `allowed`, else a TypeError that says what was expected."""
-    if type(dtype) is not np.dtype:
-        try:
-            dtype = np.dtype(dtype)
-        except TypeError:
-            raise TypeError(f"{what}: expected one of {names(allowed)}, got {dtype!r}") from None
+    if not isinstance(dtype, np.dtype):
+        given, dtype = dtype, _dtype_of(dtype)
+        if dtype is None:
+            raise TypeError(f"{what}: expected one of {names(allowed)}, got {given!r}"
+                            f"{dtype_named(given, [each.name for each in allowed])}")
     if dtype not in allowed:
-        raise TypeError(f"{what}: expected one of {names(allowed)}, got {dtype}")
+        raise TypeError(f"{what}: expected one of {names(allowed)}, got {dtype}"
+                        f"{dtype_named(dtype.name, [each.name for each in allowed])}")
     return FORMATS[dtype]
+
+
+def as_dtype(dtype: Any, what: str = "dtype",
+             expected: str = "a dtype, its type or its name") -> np.dtype[Any]:
+    """A dtype given as NumPy takes it, or by a short name such as 'e4m3'. TypeError for anything else."""
+    if (found := _dtype_of(dtype)) is not None:
+        return found
+    raise TypeError(f"{what}: expected {expected}, got {dtype!r}"
+                    f"{dtype_named(dtype, [each.name for each in FORMATS])}")
+
+
+def _dtype_of(dtype: Any) -> np.dtype[Any] | None:
+    if isinstance(dtype, str) and (found := _SHORT_NAMES.get(dtype.lower())) is not None:
+        return found
+    try:
+        return None if dtype is None else np.dtype(dtype)           # NumPy takes None for float64
+    except (TypeError, ValueError):
+        return None
 
 
 def flag(value: Any, what: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .advice import block_instead
 from .formats import float8_e8m0fnu, float32, int32
 
 __all__ = ["SCALE_DTYPES", "grouped_scale_shape", "scale_shape"]
@@ -47,6 +48,18 @@ def cdiv(a: int, b: int) -> int:
 
 def round_up(a: int, b: int) -> int:
     return cdiv(a, b) * b
+
+
+def as_block(block: Any) -> Any:
+    """A block given as a list, as an array or in NumPy's integers, as a tuple of Python's. Anything else as
+    it is, for checks to refuse.
+
+    >>> as_block([1, np.int64(128)]), as_block(np.array([128, 128]))
+    ((1, 128), (128, 128))
+    """
+    if not isinstance(block, (tuple, list, np.ndarray)) or getattr(block, "ndim", 1) != 1:
+        return block
+    return tuple(int(extent) if isinstance(extent, np.integer) else extent for extent in block)
 
 
 def scale_grid(shape: tuple[int, ...], block: tuple[int | None, int | None]) -> ScaleGrid:
@@ -183,10 +196,11 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int | None, int | None] | N
     """
     if not isinstance(layout, str) or layout not in SCALE_DTYPES:
         raise ValueError(f"scale_layout: expected one of {tuple(SCALE_DTYPES)}, got {layout!r}")
+    block = as_block(block)
     if not _is_block(block):
         raise ValueError(f"block: expected (1, B), (B, 1) or (B, B'), a power of two of {SMALLEST_BLOCK} or "
                          "more each, or None for a whole "
-                         f"line beside a 1; got {block!r}")
+                         f"line beside a 1; got {block!r}{block_instead(block)}")
     if len(shape) < 2:
         raise ValueError(f"block: {block} needs two or more dimensions, got shape {shape}")
     assert block is not None                # _is_block has checked it

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .advice import block_instead
 from .formats import FORMATS, float32
 
 ALGORITHMS = ("max", "most_recent")
@@ -58,30 +59,44 @@ def check_mx_options(mode: str, profile: str, block: tuple[int, int], scale_layo
     """ValueError for an option of MX quantisation that does not exist."""
     given = mode, profile, block, scale_layout
     try:
-        if given in _MX_OPTIONS and not any(isinstance(extent, float) for extent in block):
+        if given in _MX_OPTIONS and _of_integers(block):
             return
     except TypeError:                               # an option cannot be hashed: the loop finds it
         pass
     for name, value, allowed in zip(("mode", "profile", "block", "scale_layout"), given,
                                     (MX_MODES, MX_PROFILES, MX_BLOCKS, MX_SCALE_LAYOUTS), strict=True):
-        if not any(type(value) is type(a) and value == a for a in allowed):
-            raise ValueError(f"{name}: expected one of {allowed}, got {value!r}")
+        _check_option(name, value, allowed)
 
 
 def check_block_options(block: tuple[int | None, int | None], profile: str, scale_layout: str) -> None:
     """ValueError for an option of blocks with f32 scales that does not exist, or does not fit the block."""
     given = block, profile, scale_layout
     try:
-        if given in _BLOCK_OPTIONS:
+        if given in _BLOCK_OPTIONS and _of_integers(block):
             return
     except TypeError:                               # an option cannot be hashed: the loop finds it
         pass
     for name, value, allowed in zip(("block", "profile", "scale_layout"), given,
                                     (BLOCKS, tuple(BLOCK_PROFILES), BLOCK_SCALE_LAYOUTS), strict=True):
-        if not any(type(value) is type(a) and value == a for a in allowed):
-            raise ValueError(f"{name}: expected one of {allowed}, got {value!r}")
+        _check_option(name, value, allowed)
     raise ValueError("scale_layout: 'deepgemm_sm90' belongs to blocks along one line; DeepGEMM takes scales "
                      "of 128 x 128 blocks compact")
+
+
+def _of_integers(block: tuple[int | None, int | None]) -> bool:
+    """Whether no extent is a number that merely equals an integer."""
+    return all(extent is None or type(extent) is int for extent in block)
+
+
+def _check_option(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    """ValueError unless the value is one of those allowed."""
+    exists = any(type(value) is type(a) and value == a for a in allowed)
+    if exists and (name != "block" or _of_integers(value)):
+        return
+    advice = block_instead(value) if name == "block" else ""
+    if name == "block" and isinstance(value, tuple) and not exists and value[::-1] in allowed:
+        advice = "; blocks along columns are the column-wise ones, which columnwise=True makes"
+    raise ValueError(f"{name}: expected one of {allowed}, got {value!r}{advice}")
 
 
 def block_eps(eps: Any, profile: str) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .advice import listed, meant, no_attribute, type_name
 from .arrays import Array, Shape, _as_shape, empty_beside
 from .directions import (
     block_directions,
@@ -20,6 +21,7 @@ from .directions import (
     with_scales,
 )
 from .formats import FP8_DTYPES, float8_e4m3fn, float32, lookup
+from .layouts import as_block
 from .methods import ops
 from .options import (
     ALGORITHMS,
@@ -89,7 +91,8 @@ class DelayedScaling(_PerTensor):
         """`quantize_tensor` with this recipe's dtype. Delayed scaling needs a `scale`: the recipe's state
         holds it."""
         if scale is None:
-            raise ValueError("scale: delayed scaling needs the scale that earlier steps determined, got None")
+            raise ValueError("scale: delayed scaling needs the scale that earlier steps determined, got "
+                             "None; DelayedScalingState keeps it, CurrentScaling needs none")
         return ops.quantize_tensor(x, scale, dtype=self.dtype, rowwise=rowwise, columnwise=columnwise,
                                    amax=amax, noop=noop, dbias=dbias, out=out)
 
@@ -148,6 +151,7 @@ class MXScaling:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", lookup(self.dtype, FP8_DTYPES, "dtype").dtype)
+        object.__setattr__(self, "block", as_block(self.block))
         check_mx_options(self.mode, self.profile, self.block, self.scale_layout)
 
     def quantize(self, x: Array, *, rowwise: bool = True, columnwise: bool = False, scale: None = None,
@@ -198,8 +202,9 @@ class BlockScaling:
     scale_layout: str = "gemm_ready"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", lookup(self.dtype, FP8_DTYPES, "dtype").dtype)
+        object.__setattr__(self, "block", as_block(self.block))
         check_block_options(self.block, self.profile, self.scale_layout)
+        object.__setattr__(self, "dtype", lookup(self.dtype, FP8_DTYPES, "dtype").dtype)
         block_eps(self.eps, self.profile)
         block_pow2(self.pow2_scale, self.profile)
 
@@ -226,3 +231,21 @@ class BlockScaling:
                                       self.scale_layout)
         return Quantized(**(with_scales(directions, like) if buffers is None
                             else from_buffers(buffers, directions)))
+
+
+RECIPES = DelayedScaling, CurrentScaling, BlockScaling, MXScaling
+
+
+def check_recipe(recipe: Any, kinds: tuple[type, ...] = RECIPES) -> None:
+    """TypeError unless this is a recipe of one of these kinds."""
+    if isinstance(recipe, kinds):
+        return
+    names = [kind.__name__ for kind in kinds]
+    advice = meant(recipe, names) if isinstance(recipe, str) else ""
+    if isinstance(recipe, type) and issubclass(recipe, kinds):
+        advice = f"; write {recipe.__name__}()"
+    raise TypeError(f"recipe: expected a {listed(names)}, got {type_name(recipe)}{advice}")
+
+
+def __getattr__(name: str) -> Any:
+    raise no_attribute(f"module {__name__!r}", name, __all__)

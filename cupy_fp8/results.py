@@ -11,16 +11,30 @@ from typing import Any
 import numpy as np
 
 from . import backend
+from .advice import Absent, dtype_instead, type_name
 from .arrays import Array, Result, Shape, _as_shape, bits
-from .formats import FP8_DTYPES, flag, float32, names
-from .layouts import SCALE_DTYPES, scale_shape
+from .formats import FP8_DTYPES, as_dtype, flag, float32, names
+from .layouts import SCALE_DTYPES, as_block, scale_shape
 from .methods import ops
 
 __all__ = ["Quantized", "Scaled"]
 
 
+class _Values(Result):
+    """Base class of results that stand for one tensor: what they are not, NumPy arrays or other libraries'
+    tensors, and what to write instead."""
+
+    scale, scales = Absent("scale_inv"), Absent("scale_inv")
+    astype, to, float = (Absent("dequantize(dtype)") for _ in range(3))
+    numpy, tolist = Absent("dequantize()"), Absent("dequantize().tolist()")
+    ndim, size = Absent("len(q.shape)"), Absent("math.prod(q.shape)")
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in vars(_Values) or name[:2] == "__"]
+
+
 @dataclass(frozen=True, eq=False)
-class Scaled(Result):
+class Scaled(_Values):
     """Quantised data in one direction: value = data * scale_inv.
 
     data         C-contiguous FP8 array of the logical shape […, M, K], or […, K, M] if `transposed`
@@ -47,7 +61,7 @@ class Scaled(Result):
                  block: Sequence[int | None] | None = None, scale_layout: str | None = None) -> None:
         self.__dict__.update(data=data, scale_inv=scale_inv, shape=_as_shape(shape),
                              transposed=flag(transposed, "transposed"),
-                             block=tuple(block) if isinstance(block, list) else block,
+                             block=as_block(block),
                              scale_layout=scale_layout)
         _check_parts(self)
 
@@ -102,6 +116,7 @@ class Scaled(Result):
             raise ValueError(f"to_layout({name!r}): per-tensor data has a single scale, which has no layout")
         if not isinstance(name, str) or name not in SCALE_DTYPES:
             raise ValueError(f"to_layout: expected one of {tuple(SCALE_DTYPES)}, got {name!r}")
+        dtype = None if dtype is None else as_dtype(dtype, "dtype", "one that scales have")
         if name == self.scale_layout and (dtype is None or self.scale_inv.dtype == dtype):
             return self
         shape, block = self.shape, self.block
@@ -123,7 +138,8 @@ class Scaled(Result):
         >>> q.to_block((1, 128), scale_layout="gemm_ready")
         Scaled(float8_e4m3fn[1, 64], block 1×128, gemm_ready scales, numpy)
         """
-        if self.block is not None and self.block == (tuple(block) if isinstance(block, list) else block):
+        block = as_block(block)
+        if self.block is not None and self.block == block:
             return self.to_layout(scale_layout, dtype=scale_dtype)
         result: Scaled = ops.rebase_scales(self, block=block, scale_dtype=scale_dtype,
                                            scale_layout=scale_layout, changed=changed)
@@ -157,15 +173,37 @@ class Scaled(Result):
         return _table([("Scaled", self)])
 
 
+class _Part:
+    """A direction of a Quantized. One that it does not have raises AttributeError, which says how to get it;
+    the library itself reads `_row` and `_column`, which are None then."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name, other = name, {"rowwise": "columnwise", "columnwise": "rowwise"}[name]
+        self._absent = (f"this Quantized has no {name.removesuffix('wise')}-wise part: quantise with "
+                        f"{name}=True, or use .{other}")
+
+    def __get__(self, q: Quantized | None, owner: type | None = None) -> Scaled:
+        part: Scaled | None = None if q is None else q.__dict__[self._name]
+        if part is None and q is not None:
+            raise AttributeError(self._absent)
+        return part                                 # type: ignore[return-value]    # the default of a field
+
+    def __set__(self, q: Quantized, value: Any) -> None:
+        raise AttributeError(f"cannot assign to field {self._name!r}")
+
+
 @dataclass(frozen=True, eq=False)
-class Quantized(Result):
+class Quantized(_Values):
     """A quantised tensor: the row-wise direction, the column-wise direction, or both, of the same values.
+
+    rowwise, columnwise  a `Scaled` each. One that there is not raises AttributeError (see `parts`)
+    dbias                the bias gradient, or None
 
     `==` compares bytes and metadata.
     """
 
-    rowwise: Scaled | None = None
-    columnwise: Scaled | None = None
+    rowwise: _Part = _Part()
+    columnwise: _Part = _Part()
     dbias: Array | None = None
 
     def __init__(self, rowwise: Scaled | None = None, columnwise: Scaled | None = None,
@@ -181,6 +219,22 @@ class Quantized(Result):
         made = object.__new__(cls)
         made.__dict__.update(rowwise=rowwise, columnwise=columnwise, dbias=dbias)
         return made
+
+    @property
+    def parts(self) -> dict[str, Scaled]:
+        """The directions that there are, by name: ``q.parts.get("columnwise")`` is None without that one."""
+        return {name: part for name, part in (("rowwise", self._row), ("columnwise", self._column))
+                if part is not None}
+
+    @property
+    def _row(self) -> Scaled | None:
+        part: Scaled | None = self.__dict__["rowwise"]
+        return part
+
+    @property
+    def _column(self) -> Scaled | None:
+        part: Scaled | None = self.__dict__["columnwise"]
+        return part
 
     @property
     def data(self) -> Array:
@@ -205,7 +259,7 @@ class Quantized(Result):
     @property
     def nbytes(self) -> int:
         """Bytes held, counting an array that both directions share once."""
-        arrays = [a for part in (self.rowwise, self.columnwise) if part for a in part]
+        arrays = [a for part in self.parts.values() for a in part]
         if self.dbias is not None:
             arrays.append(self.dbias)
         return sum(int(a.nbytes) for a in {id(a): a for a in arrays}.values())
@@ -221,19 +275,18 @@ class Quantized(Result):
         this tensor's columns."""
         if len(self.shape) < 2:
             return self
-        row = None if self.rowwise is None else self.rowwise.T
-        column = (row if self.columnwise is self.rowwise else None if self.columnwise is None
-                  else self.columnwise.T)
+        row = self._row and self._row.T
+        column = row if self._column is self._row else self._column and self._column.T
         return Quantized(column, row)
 
     def to_layout(self, name: str, *, dtype: Any = None) -> Quantized:
         """The same data with the scales of both directions in another layout, as `Scaled.to_layout` makes
         them and with its errors. Itself if they are already."""
-        row = None if self.rowwise is None else self.rowwise.to_layout(name, dtype=dtype)
+        row = self._row and self._row.to_layout(name, dtype=dtype)
         column = row
-        if self.columnwise is not self.rowwise:
-            column = None if self.columnwise is None else self.columnwise.to_layout(name, dtype=dtype)
-        return (self if row is self.rowwise and column is self.columnwise
+        if self._column is not self._row:
+            column = self._column and self._column.to_layout(name, dtype=dtype)
+        return (self if row is self._row and column is self._column
                 else Quantized(row, column, self.dbias))
 
     def to_block(self, block: Sequence[int | None], *, scale_dtype: Any = None,
@@ -243,37 +296,34 @@ class Quantized(Result):
         needs data stored transposed. Itself if they are already."""
         options: dict[str, Any] = {"scale_dtype": scale_dtype, "scale_layout": scale_layout,
                                    "changed": changed}
-        row = None if self.rowwise is None else self.rowwise.to_block(block, **options)
+        row = self._row and self._row.to_block(block, **options)
         column = row
-        if self.columnwise is not self.rowwise:
-            swapped: Any = tuple(reversed(block)) if isinstance(block, (tuple, list)) else block
-            column = None if self.columnwise is None else self.columnwise.to_block(swapped, **options)
-        return (self if row is self.rowwise and column is self.columnwise
+        if self._column is not self._row:
+            block = as_block(block)
+            swapped: Any = tuple(reversed(block)) if isinstance(block, tuple) else block
+            column = self._column and self._column.to_block(swapped, **options)
+        return (self if row is self._row and column is self._column
                 else Quantized(row, column, self.dbias))
 
     @property
     def _any(self) -> Scaled:
-        part = self.columnwise if self.rowwise is None else self.rowwise
+        part = self._row or self._column
         assert part is not None     # __init__ has checked it
         return part
 
     def _rowwise(self, name: str) -> Scaled:
-        if self.rowwise is None:
+        if self._row is None:
             raise AttributeError(f"this Quantized has no row-wise part: use .columnwise.{name}")
-        return self.rowwise
-
-    def _parts(self) -> list[tuple[str, Scaled]]:
-        return [(n, p) for n, p in (("rowwise", self.rowwise), ("columnwise", self.columnwise))
-                if p is not None]
+        return self._row
 
     def __repr__(self) -> str:
         f = self._any._facts()
         parts = " + ".join(name + (" (stored transposed)" if part.transposed else "")
-                           for name, part in self._parts())
+                           for name, part in self.parts.items())
         return f"Quantized({f['dtype']}[{f['shape']}], {f['scaling']}, {parts}, {f['kind']})"
 
     def _repr_html_(self) -> str:
-        return _table(self._parts())
+        return _table(list(self.parts.items()))
 
 
 def swap_last(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -304,8 +354,8 @@ def _check_parts(s: Scaled) -> None:
     xp = backend.module_of(data, "data")
     backend.require_module(scale_inv, xp, "scale_inv")
     if data.dtype not in FP8_DTYPES:
-        raise TypeError(f"data: expected dtype {names(FP8_DTYPES)}, got {data.dtype}; codes in bytes are "
-                        f"read as FP8 by .view")
+        raise TypeError(f"data: expected dtype {names(FP8_DTYPES)}, got {data.dtype}"
+                        f"{dtype_instead(data.dtype, FP8_DTYPES, 'data')}")
     if xp is not np and scale_inv.data.device_id != data.data.device_id:
         raise ValueError(f"scale_inv: on GPU {scale_inv.data.device_id}, "
                          f"data is on GPU {data.data.device_id}")
@@ -335,13 +385,14 @@ def _check_parts(s: Scaled) -> None:
 
 def _check_directions(q: Quantized) -> None:
     """TypeError or ValueError unless the parts of a Quantized fit together."""
-    for name, part in (("rowwise", q.rowwise), ("columnwise", q.columnwise)):
+    for name, part in (("rowwise", q._row), ("columnwise", q._column)):
         if part is not None and not isinstance(part, Scaled):
-            raise TypeError(f"Quantized: expected a Scaled as {name}, got {type(part).__name__}")
-    first = q._any
-    if q.rowwise and q.columnwise and (q.columnwise.shape, q.columnwise.dtype) != (first.shape, first.dtype):
+            raise TypeError(f"Quantized: expected a Scaled as {name}, got {type_name(part)}; "
+                            "quantize_tensor, quantize_block and quantize_mx make results")
+    first, column = q._any, q._column
+    if q._row and column and (column.shape, column.dtype) != (first.shape, first.dtype):
         raise ValueError(f"columnwise: expected {first.dtype} of shape {first.shape}, as rowwise, got "
-                         f"{q.columnwise.dtype} {q.columnwise.shape}")
+                         f"{column.dtype} {column.shape}")
     if q.dbias is not None:
         backend.require_module(q.dbias, backend.module_of(first.data, "data"), "dbias")
         wanted = (*first.shape[:-2], first.shape[-1]) if first.shape else ()

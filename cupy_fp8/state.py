@@ -9,7 +9,7 @@ import numpy as np
 from .arrays import Array, full, zeros
 from .formats import float32
 from .ops.scales.scale import update_delayed_scaling
-from .recipes import DelayedScaling
+from .recipes import DelayedScaling, check_recipe
 
 __all__ = ["DelayedScalingState"]
 
@@ -45,8 +45,7 @@ class DelayedScalingState:
             raise TypeError(f"n: expected an integer, got {n!r}")
         if n < 0:
             raise ValueError(f"n: expected 0 or more tensors, got {n}")
-        if not isinstance(recipe, DelayedScaling):
-            raise TypeError(f"recipe: expected a DelayedScaling, got {type(recipe).__name__}")
+        check_recipe(recipe, (DelayedScaling,))
         self.recipe = recipe
         self.scale: Array = full((n,), 1.0, float32, like=like)
         self.amax_history: Array = zeros((recipe.history_len, n), float32, like=like)

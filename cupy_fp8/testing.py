@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from . import backend, kernels
+from .advice import no_attribute
 from .arrays import Result, asarray, asnumpy, bits, check_comparable, is_array, pairs
 from .formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e8m0fnu
 from .grouped import Grouped
@@ -136,12 +137,12 @@ def _map_arrays(a: Any, move: Any) -> Any:
     if isinstance(a, Scaled):
         return Scaled._of(move(a.data), move(a.scale_inv), a.shape, a.transposed, a.block, a.scale_layout)
     if isinstance(a, Quantized):
-        moved = {id(v): move(v) for part in (a.rowwise, a.columnwise) if part for v in part}
+        moved = {id(v): move(v) for part in a.parts.values() for v in part}
         def again(s: Scaled | None) -> Scaled | None:
             return s and Scaled._of(moved[id(s.data)], moved[id(s.scale_inv)], s.shape, s.transposed, s.block,
                                     s.scale_layout)
 
-        return Quantized(again(a.rowwise), again(a.columnwise), None if a.dbias is None else move(a.dbias))
+        return Quantized(again(a._row), again(a._column), None if a.dbias is None else move(a.dbias))
     if isinstance(a, Grouped):
         fields = {f.name: v for f in dataclasses.fields(a) if hasattr(v := getattr(a, f.name), "dtype")}
         moved = {id(v): move(v) for v in fields.values()}     # Both directions may share an array.
@@ -204,6 +205,10 @@ def _random_bits(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int) -> np.
     storage = FORMATS[dtype].storage
     return (np.random.default_rng(seed).integers(0, np.iinfo(storage).max, shape, storage,
                                                  endpoint=True).reshape(shape).view(dtype))
+
+
+def __getattr__(name: str) -> Any:
+    raise no_attribute(f"module {__name__!r}", name, __all__)
 
 
 def __dir__() -> list[str]:

@@ -91,7 +91,7 @@ class Call:
 
     def update(self, name: str, a: Any, dtype: np.dtype[Any], shape: tuple[int, ...] | None = None) -> Input:
         """An array that the op reads and writes in place, of this dtype and (where it is known) shape."""
-        xp = np if isinstance(a, np.ndarray) else backend.module_of(a, name)
+        xp = backend.module_of(a, name)
         at = validate.writable(a, a.shape if shape is None else shape, dtype, a if self._first else self.x,
                                xp if self._first else self.xp, name)
         self._belongs(name, a, xp)

@@ -276,7 +276,7 @@ _KINDS: dict[type, _Describe] = {
     tuple: _of_tuple,
     list: _of_list,
     Scaled: _of_result(lambda s: (s.data, s.scale_inv, s.shape, s.transposed, s.block, s.scale_layout)),
-    Quantized: _of_result(lambda q: (q.rowwise, q.columnwise, q.dbias)),
+    Quantized: _of_result(lambda q: (q._row, q._column, q.dbias)),
     Grouped: _of_result(
         lambda g: (
             g.splits,

@@ -46,8 +46,7 @@ def read(splits: Any, x: Array | None, xp: Any, check: bool, name: str = "splits
         host = _as_sizes(splits, name)
         array = host if xp is np else _to_device(host, x, name)
         return Groups(len(host), validate.address(array), array.nbytes, 1, array, host)
-    if not isinstance(splits, xp.ndarray):
-        backend.require_module(splits, xp, name)
+    backend.require_module(splits, xp, name)
     array, _, at = validate.source(splits, DTYPES, name)
     if array.ndim != 1:
         raise ValueError(f"{name}: expected one dimension, got shape {array.shape}")

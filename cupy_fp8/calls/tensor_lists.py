@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .. import backend
+from ..advice import dtype_instead, list_instead
 from ..formats import float32
 from ..kernels.structs import Layout
 from . import validate
@@ -26,7 +27,7 @@ _MOST_BLOCKS = 0x7FFFFFFF
 def checked(a: Any, name: str, number: int | None = None) -> Sequence[Any]:
     """A list or a tuple of so many members."""
     if not isinstance(a, (list, tuple)):
-        raise TypeError(f"{name}: expected a list, got {type(a).__name__}")
+        raise TypeError(f"{name}: expected a list, got {type(a).__name__}{list_instead(a, name)}")
     if number is not None and len(a) != number:
         raise ValueError(f"{name}: expected {number}, one for each array of xs, got {len(a)}")
     return a
@@ -56,10 +57,10 @@ def each_amax(call: Call, amaxes: Any, number: int) -> list[int]:
 
 def _elements(call: Call, name: str, a: Any, number: int, updated: bool) -> list[int]:
     """The address of every element of an f32 array [n], which may have any stride."""
-    if not isinstance(a, call.xp.ndarray):
-        backend.require_module(a, call.xp, name)
+    backend.require_module(a, call.xp, name)
     if a.dtype != float32:
-        raise TypeError(f"{name}: expected dtype float32, got {a.dtype}")
+        raise TypeError(f"{name}: expected dtype float32, got {a.dtype}"
+                        f"{dtype_instead(a.dtype, (float32,), name)}")
     if a.shape != (number,):
         raise ValueError(f"{name}: expected shape {(number,)}, one for each array of xs, got {a.shape}")
     if call.xp is not np:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from .. import backend, kernels
-from ..arrays import Array, contiguous, is_contiguous
+from ..advice import dtype_instead, scale_instead, type_name
+from ..arrays import Array, contiguous, is_array, is_contiguous
 from ..arrays import address as address
 from ..formats import FORMATS, float32, names
 
@@ -17,9 +18,12 @@ from ..formats import FORMATS, float32, names
 def source(x: Array, dtypes: tuple[np.dtype[Any], ...], name: str = "x") -> tuple[Array, Any, int]:
     """(x ready for a kernel, its module, its address): one of the dtypes, C-contiguous (copied if not),
     naturally aligned."""
-    xp = np if isinstance(x, np.ndarray) else backend.module_of(x, name)
+    xp = backend.module_of(x, name, "float32" if float32 in dtypes else dtypes[0].name)
     if x.dtype not in dtypes:
-        raise TypeError(f"{name}: expected dtype {names(dtypes)}, got {x.dtype}")
+        raise TypeError(f"{name}: expected dtype {names(dtypes)}, got {x.dtype}"
+                        f"{dtype_instead(x.dtype, dtypes, name)}")
+    if xp is np and type(x) is not np.ndarray:
+        x = x.view(np.ndarray)                  # products and sums of numpy.matrix are other ones
     if not is_contiguous(x):
         if xp is not np and kernels.capturing(x.data.device_id):
             raise ValueError(
@@ -42,10 +46,10 @@ def source(x: Array, dtypes: tuple[np.dtype[Any], ...], name: str = "x") -> tupl
 
 def one_f32(a: Any, x: Array, xp: Any, name: str) -> int:
     """The address of a one-element f32 array of x's kind and device."""
-    if not isinstance(a, xp.ndarray):
-        backend.require_module(a, xp, name)
+    backend.require_module(a, xp, name)
     if a.dtype != float32:
-        raise TypeError(f"{name}: expected dtype float32, got {a.dtype}")
+        raise TypeError(f"{name}: expected dtype float32, got {a.dtype}"
+                        f"{dtype_instead(a.dtype, (float32,), name)}")
     if a.size != 1:
         raise ValueError(f"{name}: expected one element, got shape {a.shape}")
     at = address(a)
@@ -59,11 +63,17 @@ def one_f32(a: Any, x: Array, xp: Any, name: str) -> int:
 def scalar_or_one_f32(a: Any, x: Array, xp: Any, name: str) -> tuple[int, float]:
     """(address, 0) of a one-element f32 array, or (0, value) of a Python or NumPy scalar rounded to f32."""
     if isinstance(a, xp.ndarray):
+        if a.size != 1:
+            raise ValueError(f"{name}: expected one element, got shape {a.shape}; quantize_block has a scale "
+                             "for each row or block, and finds it itself")
         return one_f32(a, x, xp, name), 0.0
     number = (a.dtype.kind in "fiu" or a.dtype in FORMATS if isinstance(a, np.generic)
               else isinstance(a, (int, float)))
     if isinstance(a, bool) or not number:
-        backend.require_module(a, xp, name)
+        if is_array(a):
+            backend.require_module(a, xp, name)
+        raise TypeError(f"{name}: expected a number or a float32 array of one element, got {type_name(a)}"
+                        f"{scale_instead(a, name)}")
     try:
         with np.errstate(over="ignore"):
             return 0, float(np.float32(a))
@@ -73,8 +83,7 @@ def scalar_or_one_f32(a: Any, x: Array, xp: Any, name: str) -> tuple[int, float]
 
 def writable(a: Array, shape: tuple[int, ...], dtype: np.dtype[Any], x: Array, xp: Any, name: str) -> int:
     """The address of `a`, which a kernel can write beside x: kind, dtype, shape, strides, device."""
-    if not isinstance(a, xp.ndarray):
-        backend.require_module(a, xp, name)
+    backend.require_module(a, xp, name)
     if a.dtype != dtype:
         raise TypeError(f"{name}: expected dtype {dtype}, got {a.dtype}")
     if a.shape != shape:
@@ -97,7 +106,9 @@ def writable(a: Array, shape: tuple[int, ...], dtype: np.dtype[Any], x: Array, x
 def same_device(a: Array, x: Array, name: str) -> None:
     """ValueError unless two CuPy arrays are on one GPU."""
     if a.data.device_id != x.data.device_id:
-        raise ValueError(f"{name}: on GPU {a.data.device_id}, the input is on GPU {x.data.device_id}")
+        there = x.data.device_id
+        raise ValueError(f"{name}: on GPU {a.data.device_id}, the input is on GPU {there}; "
+                         f"`with cupy.cuda.Device({there}): {name}.copy()` copies it there")
 
 
 def extent(a: Array) -> int:

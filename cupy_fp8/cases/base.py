@@ -114,10 +114,8 @@ def outputs(result: Any, kwargs: dict[str, Any], updated: tuple[str, ...] = ()) 
 
 def _arrays(result: Any, kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     if isinstance(result, Quantized):
-        for name in ("rowwise", "columnwise"):
-            if (part := getattr(result, name)) is not None:
-                yield from ((f"{name}.{field}", a)
-                            for field, a in zip(("data", "scale_inv"), part, strict=True))
+        for name, part in result.parts.items():
+            yield from ((f"{name}.{field}", a) for field, a in zip(("data", "scale_inv"), part, strict=True))
         if result.dbias is not None:
             yield "dbias", result.dbias
     elif isinstance(result, Scaled):

@@ -1,5 +1,8 @@
 """Measures how much quantisation changed a tensor and each of its blocks."""
 
+from typing import Any
+
+from ..advice import no_attribute
 from .comparison import Comparison, compare
 from .per_block import BlockReport, blocks
 from .recipe_rows import RecipeError
@@ -10,6 +13,10 @@ from .whole import ErrorReport, error
 
 __all__ = ["BlockReport", "Comparison", "ErrorReport", "RecipeError", "ScaleReport", "ScaleWarning",
            "SpanReport", "Vanished", "blocks", "compare", "error", "log_step", "scale_span", "scales"]
+
+
+def __getattr__(name: str) -> Any:
+    raise no_attribute(f"module {__name__!r}", name, __all__)
 
 
 def __dir__() -> list[str]:

@@ -100,7 +100,7 @@ def scale_span(q: Scaled | Quantized, *, block: int | None = None) -> SpanReport
     """
     if not isinstance(q, (Scaled, Quantized)):
         raise TypeError(f"q: expected a Scaled or Quantized, got {type(q).__name__}")
-    part = q if isinstance(q, Scaled) else q.rowwise
+    part = q if isinstance(q, Scaled) else q._row
     if part is None:
         raise ValueError("q: expected a row-wise part, got a Quantized without one; q.columnwise.T has its "
                          "columns as rows")

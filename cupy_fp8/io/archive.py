@@ -27,11 +27,12 @@ import tokenize
 import zipfile
 import zlib
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
 from .. import backend
+from ..advice import type_name
 from ..arrays import Array, asarray, asnumpy, bits, is_contiguous
 from ..formats import FORMATS
 from ..grouped import Grouped, check_arrays
@@ -61,7 +62,7 @@ _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, Overflow
            zipfile.BadZipFile)
 
 
-def save(path: PathLike, **values: Any) -> None:
+def save(path: PathLike, *unnamed: NoReturn, **values: Any) -> None:
     """Write arrays, quantised results and training state to one .npz file, keeping dtypes, scales and
     metadata.
 
@@ -83,6 +84,11 @@ def save(path: PathLike, **values: Any) -> None:
     >>> loaded["w"].dequantize().tolist(), loaded["codes"].dtype.name, loaded["step"]
     ([[1.0, 2.5]], 'float8_e4m3fn', 7)
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f'path: expected a file name, got {type_name(path)}; write save("w.npz", weights=q)')
+    if unnamed:
+        raise TypeError(f"save: expected arrays or results by name, as in save(path, weights=q); got "
+                        f"{type_name(unnamed[0])} without a name")
     if not values:
         raise ValueError("save: expected arrays or results by name, as in save(path, weights=q); got none")
     writer = _Writer()
@@ -176,7 +182,7 @@ class _Writer:
             return {"dtype": value.name}
         if type(value) in _FIELDS:
             return {"result": type(value).__name__, "fields": {
-                field: self.encode(getattr(value, field), f"{name}.{field}")
+                field: self.encode(vars(value)[field], f"{name}.{field}")
                 for field in _FIELDS[type(value)]}}
         if isinstance(value, np.generic) and value.dtype.kind in "biuf":
             value = np.asarray(value)

@@ -175,9 +175,9 @@ def _stored(name: Any, value: Any) -> dict[str, Array]:
     if name == "__metadata__":
         raise ValueError("tensors: '__metadata__' is no name of a tensor")
     if isinstance(value, Quantized):
-        if value.rowwise is None:
+        if value._row is None:
             raise ValueError(f"{name}: expected a row-wise part, got {value!r}")
-        value = value.rowwise
+        value = value._row
     if isinstance(value, Scaled):
         return scaled_arrays(name, value)
     backend.module_of(value, name)

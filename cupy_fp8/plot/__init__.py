@@ -5,6 +5,9 @@ changes no global setting of matplotlib: text takes the colours of the style in 
 arrays are sampled, so that 10^9 elements take less than a second; the title says so.
 """
 
+from typing import Any
+
+from ..advice import no_attribute
 from .block_losses import loss_histogram, loss_map, scale_histogram
 from .magnitudes import error_by_magnitude, histogram
 from .ranges import block_ranges, format_ranges, rounding
@@ -20,6 +23,10 @@ from .training import amax_history
 __all__ = ["amax_history", "bars", "block_ranges", "cells", "curves", "error_by_magnitude", "format_ranges",
            "histogram", "loss_histogram", "loss_map", "number_line", "reports", "rounding", "routes",
            "scale_heat_map", "scale_histogram", "scale_layout", "steps", "table"]
+
+
+def __getattr__(name: str) -> Any:
+    raise no_attribute(f"module {__name__!r}", name, __all__)
 
 
 def __dir__() -> list[str]:

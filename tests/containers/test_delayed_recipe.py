@@ -77,10 +77,10 @@ def test_empty(directions, shape, kind):
     for like in (kind, x_of(kind)):
         q = DelayedScaling(float8_e5m2).empty(shape, like=like, **directions)
         assert (q.shape, q.dtype) == (shape, float8_e5m2)
-        assert [q.rowwise is not None,
-                q.columnwise is not None] == [directions["rowwise"], directions.get("columnwise", False)]
+        assert ["rowwise" in q.parts,
+                "columnwise" in q.parts] == [directions["rowwise"], directions.get("columnwise", False)]
         for part in parts(q):
-            assert part.transposed is (part is q.columnwise)
+            assert part.transposed is (part is q.parts.get("columnwise"))
             assert part.data.shape == ((*shape[:-2], shape[-1], shape[-2]) if part.transposed else shape)
             assert part.data.dtype == float8_e5m2
             assert part.data.flags.c_contiguous

@@ -119,7 +119,7 @@ def test_quantized_is_not_empty():
 def test_quantized_shortcuts(directions):
     q = fp8.quantize_tensor(x_of(), 2.0, **directions)
     assert (q.shape, q.dtype) == (SHAPE, float8_e4m3fn)
-    if q.rowwise is not None:
+    if hasattr(q, "rowwise"):
         assert q.data is q.rowwise.data
         assert q.scale_inv is q.rowwise.scale_inv
         return
@@ -127,7 +127,6 @@ def test_quantized_shortcuts(directions):
         with pytest.raises(AttributeError, match=rf"no row-wise part: use \.columnwise\.{name}$"):
             getattr(q, name)
         assert not hasattr(q, name)
-    assert q.columnwise is not None
     assert q.columnwise.data.shape == (5, 3)
 
 

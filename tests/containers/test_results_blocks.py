@@ -279,12 +279,13 @@ def test_the_transposed_tensor(make, run):
     t = q.T
     assert t.shape == (256, 40)
     assert t.dbias is None
-    for part, before in ((t.rowwise, q.columnwise), (t.columnwise, q.rowwise)):
-        assert (part is None) == (before is None)
-        if part is not None:
-            testing.assert_bytes_equal(part, before.T)
-            assert part.data is before.data
-            testing.assert_bytes_equal(part.dequantize(), fp8.asnumpy(before.dequantize()).T.copy())
-    testing.assert_bytes_equal(t.T, Quantized(q.rowwise, q.columnwise))
+    turned = {"rowwise": "columnwise", "columnwise": "rowwise"}
+    before = {turned[name]: part for name, part in q.parts.items()}
+    assert set(t.parts) == set(before)
+    for name, part in t.parts.items():
+        testing.assert_bytes_equal(part, before[name].T)
+        assert part.data is before[name].data
+        testing.assert_bytes_equal(part.dequantize(), fp8.asnumpy(before[name].dequantize()).T.copy())
+    testing.assert_bytes_equal(t.T, Quantized(**q.parts))
     flat = fp8.quantize_tensor(np.ones(3, np.float32), 1.0)
     assert flat.T is flat

@@ -47,6 +47,7 @@ DELAYED, EMPTY = DelayedScaling().quantize, DelayedScaling().empty
 X, BYTES = ones(), ones(SHAPE, float8_e4m3fn)
 FP8, INPUTS = "float8_e4m3fn, float8_e5m2", "bfloat16, float16, float32"
 ARRAY, ANY_DTYPE = "expected a numpy.ndarray or cupy.ndarray, got ", f"{FP8}, float8_e8m0fnu, {INPUTS}"
+NUMBER = "expected a number or a float32 array of one element, got "
 RESULT = r"out: expected a Quantized (an earlier result, or recipe.empty(…)), got "
 DIRECTIONS = "rowwise, columnwise: expected at least one of them, got neither"
 SQUARE, TWO_OR_MORE = (5, 5), "expected an array of two or more dimensions, got shape (24,)"
@@ -68,7 +69,7 @@ LINES: list[Line] = [
     # ---- arrays ----
     *[line(TypeError, f"x: {ARRAY}{type(x).__name__}", call, x, *scale)
       for x in NO_ARRAYS for call, *scale in ((Q, 2.0), (CT, 2.0), (AMAX,))],
-    line(TypeError, f"x: {ARRAY}list (cupy_fp8.asarray makes one)", AMAX, [1.0]),
+    line(TypeError, f'x: {ARRAY}list; cupy_fp8.asarray(x, "float32") makes one', AMAX, [1.0]),
     line(TypeError, f"x: expected dtype {INPUTS}, got float64", Q, np.ones(SHAPE), 2.0),
     line(TypeError, f"x: expected dtype {INPUTS}, got >f4", AMAX, np.ones(SHAPE, ">f4")),
     line(TypeError, f"a: expected dtype {FP8}, float8_e8m0fnu, got float32", TRANS, X),
@@ -100,7 +101,7 @@ LINES: list[Line] = [
     *[line(ValueError, f"nan: expected one of ('ignore', 'propagate'), got {wrong!r}", AMAX, X, nan=wrong,
            out=one())
       for wrong in NO_RULES],
-    *[line(TypeError, f"scale: {ARRAY}{type(wrong).__name__}", call, X, wrong, amax=one())
+    *[line(TypeError, f"scale: {NUMBER}{type(wrong).__name__}", call, X, wrong, amax=one())
       for wrong in NO_SCALES for call in (Q, CT)],
     line(ValueError, "scale: an integer of 1329 bits, beyond every float", Q, X, 10**400, amax=one()),
     line(ValueError, "scale: expected one element, got shape (1, 2)", CT, X, ones((1, 2)), amax=one()),

@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "cupy_fp8"
 
 #: The modules and subpackages of cupy_fp8, from the bottom up. Parts of one layer do not import each other.
 LAYERS = (
+    {"advice"},
     {"backend", "formats", "hostexec", "methods"},
     {"arrays", "layouts", "options"},
     {"dlpack", "kernels", "results"},

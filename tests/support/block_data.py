@@ -22,7 +22,7 @@ MX = [(block, layout, transposed) for block in (ROW, COLUMN) for layout in LAYOU
 
 def parts(q: Quantized) -> list[Scaled]:
     """The directions that a result has."""
-    return [part for _, part in q._parts()]
+    return list(q.parts.values())
 
 
 def result(shape: tuple[int, ...], block: Any = ROW, layout: str = "compact", transposed: bool = False, *,
@@ -42,7 +42,7 @@ def guarded_like(run: testing.Executor, q: Quantized, lead: int) -> tuple[Quanti
     """(the same in poisoned memory, of which every array starts `lead` bytes past a multiple of 16, whether
     what surrounds it is as it was)."""
     checks, found = [], {}
-    for name, part in q._parts():
+    for name, part in q.parts.items():
         pair = [guarded(run, a.shape, a.dtype, lead) for a in part]
         checks += [intact for _, intact in pair]
         found[name] = Scaled._of(pair[0][0], pair[1][0], *list(part.__getstate__().values())[2:])

@@ -24,7 +24,7 @@ def one(value: float) -> np.ndarray:
 
 def arrays(*results: Quantized) -> list[Any]:
     """Every array, each once."""
-    return list({id(a): a for q in results for _, part in q._parts() for a in part}.values())
+    return list({id(a): a for q in results for part in q.parts.values() for a in part}.values())
 
 
 def raw(results: list[Quantized]) -> list[bytes]:

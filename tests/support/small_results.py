@@ -22,4 +22,4 @@ def x_of(kind: str = "numpy", shape: tuple[int, ...] = SHAPE, dtype: np.dtype = 
 
 
 def parts(q: Quantized) -> list[Scaled]:
-    return [part for part in (q.rowwise, q.columnwise) if part is not None]
+    return list(q.parts.values())

@@ -84,7 +84,7 @@ def edge_check(op: str, shape: tuple[int, ...], lead: int, run: testing.Executor
         out = Quantized(Scaled(data, inverse, shape), Scaled(data_t, inverse, shape, True))
         want = reference.cast_transpose(x, scale)
         assert fp8.cast_transpose(x, scale, out=out) is out
-        written = [(data, want.data), (data_t, want.columnwise.data)]       # type: ignore[union-attr]
+        written = [(data, want.data), (data_t, want.columnwise.data)]
     elif op == "quantize_tensor":
         fp8.quantize_tensor(x, scale, out=Quantized(Scaled(data, np.empty(1, np.float32), shape)))
         written = [(data, reference.quantize_tensor(x, scale).data)]

@@ -30,7 +30,7 @@ def _check(x: Any, out: Quantized, options: dict[str, Any]) -> None:
     for r, c in ((0, 0), middle, (_EDGE, columns - _EDGE), (rows - _EDGE, columns - _EDGE)):
         tile = asnumpy(bits(x)[r : r + _EDGE, c : c + _EDGE].copy()).view(x.dtype)
         want = reference.quantize_block(tile, columnwise=True, **options)
-        for part, wanted in ((out.rowwise, want.rowwise), (out.columnwise, want.columnwise)):
+        for part, wanted in ((out._row, want._row), (out._column, want._column)):
             if part is None or wanted is None:
                 continue
             at = (c, r) if part.transposed else (r, c)

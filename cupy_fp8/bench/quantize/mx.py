@@ -28,7 +28,7 @@ def _check(x: Any, out: Quantized, mode: str) -> None:
     """Checks sampled rows and columns of the first and the last matrix."""
     for e in (0, -1):
         matrix = bits(x)[e] if x.ndim == 3 else bits(x)
-        for part, lines in ((out.rowwise, matrix), (out.columnwise, matrix.T)):
+        for part, lines in ((out._row, matrix), (out._column, matrix.T)):
             if part is None:
                 continue
             picked = _sample(lines.shape[0])

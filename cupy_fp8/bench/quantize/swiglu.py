@@ -79,7 +79,7 @@ def _swiglu(shape: tuple[int, int], source: np.dtype[Any], recipe: Any, directio
                     given["probs"] = asnumpy(probs[r : r + _EDGE])
                 scale_given = None if used is None else asnumpy(used)
                 want = reference.swiglu_quantize(tile, how, scale=scale_given, **options, **given)
-                for part, wanted in ((out.rowwise, want.rowwise), (out.columnwise, want.columnwise)):
+                for part, wanted in ((out._row, want._row), (out._column, want._column)):
                     if part is not None and wanted is not None:
                         i, j = (c, r) if part.transposed else (r, c)
                         assert_bytes_equal(bits(part.data)[i : i + _EDGE, j : j + _EDGE].copy(),
@@ -117,7 +117,7 @@ def _backward(shape: tuple[int, int], recipe: Any, directions: tuple[bool, bool]
             if biases is not None:
                 how |= biases.of_rows(0, [slice(None)])
             want, sums = reference.swiglu_backward_quantize(some_grad, some_x, recipe, probs=given, **how)
-            for part, wanted in ((out[0].rowwise, want.rowwise), (out[0].columnwise, want.columnwise)):
+            for part, wanted in ((out[0]._row, want._row), (out[0]._column, want._column)):
                 if part is not None and wanted is not None:
                     data = bits(part.data)[:, few] if part.transposed else bits(part.data)[few]
                     assert_bytes_equal(data.copy(), bits(wanted.data))

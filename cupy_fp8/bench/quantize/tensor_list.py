@@ -33,7 +33,7 @@ def _check(x: Array, q: Quantized, scale: Any) -> None:
     """Checks sampled rows in both directions."""
     picked = _sample(x.shape[0])
     want = reference.quantize_tensor(asnumpy(x[picked]), asnumpy(scale))
-    for part, swapped in ((q.rowwise, False), (q.columnwise, True)):
+    for part, swapped in ((q._row, False), (q._column, True)):
         if part is not None:
             data = bits(part.data)
             assert_bytes_equal(asnumpy(data[:, picked].T if swapped else data[picked]), bits(want.data))
@@ -57,7 +57,7 @@ def _make(number: int, shape: tuple[int, int], recipe: Any, columnwise: bool) ->
             for i in (0, number // 2, number - 1):
                 if isinstance(recipe, (BlockScaling, MXScaling)):
                     again = recipe.quantize(xs[i], columnwise=columnwise)
-                    for (_, mine), (_, theirs) in zip(outputs[i]._parts(), again._parts(), strict=True):
+                    for mine, theirs in zip(outputs[i].parts.values(), again.parts.values(), strict=True):
                         assert_bytes_equal(mine.data, theirs.data)
                         assert_bytes_equal(mine.scale_inv, theirs.scale_inv)
                     continue

@@ -56,7 +56,7 @@ def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _again(q: Scaled, *, out: Quantized | None = None, **options: Any) -> Quantized:
     """Calls the op. A result belongs to the memory of its q, so with `out` the new values go into that
     memory."""
-    if out is not None and out.rowwise is not None:
+    if out is not None:
         kept = out.rowwise.scale_inv if out.rowwise.scale_layout == "compact" else q.scale_inv
         for mine, given in ((out.rowwise.data, q.data), (kept, q.scale_inv)):
             bits(mine)[...] = bits(given)

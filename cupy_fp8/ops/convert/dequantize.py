@@ -7,12 +7,13 @@ import functools
 from collections.abc import Iterator
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from ... import backend, kernels, reference
-from ...arrays import Array, address, bits, is_contiguous, zeros
+from ...advice import type_name
+from ...arrays import Array, address, bits, is_array, is_contiguous, zeros
 from ...calls import memory, validate
 from ...calls.call import Call, Input, Op, run, validate_call
 from ...calls.results import Description, one_array
@@ -36,7 +37,8 @@ _STEPS, _STEPS_SWIZZLED = 4, 8              # rows for each of its threads
 
 
 @for_methods
-def dequantize(q: Scaled | Quantized | Grouped, *, dtype: Any = float32, out: Array | None = None) -> Array:
+def dequantize(q: Scaled | Quantized | Grouped, *misplaced: NoReturn, dtype: Any = float32,
+               out: Array | None = None) -> Array:
     """The values of quantised data: data * scale_inv in f32, rounded to `dtype`, in the logical shape.
 
     q : a Scaled, or a Quantized (its row-wise part where it has one): per tensor or in blocks, scales of
@@ -53,9 +55,21 @@ def dequantize(q: Scaled | Quantized | Grouped, *, dtype: Any = float32, out: Ar
     >>> fp8.dequantize(fp8.quantize_tensor(np.float32([[3.0, -5.1]]), 16.0), dtype=np.float16).tolist()
     [[3.0, -5.0]]
     """
+    if misplaced:
+        raise _misplaced(q, misplaced[0])
     if isinstance(q, Grouped):
         return dequantize_groups(q, dtype, out)
     return run(_DEQUANTIZE, (q, dtype), out)
+
+
+def _misplaced(q: Any, second: Any) -> TypeError:
+    """The error for a second positional argument: scales, or a dtype."""
+    if is_array(second):
+        return TypeError("q: expected data and scales in one Scaled, got them apart; write "
+                         "dequantize(Scaled(data, scale_inv, data.shape)), with block= and scale_layout= for "
+                         "scales of blocks")
+    return TypeError(f"dequantize: expected one positional argument, got {type_name(q)} and {second!r}; "
+                     "write dtype= before a dtype")
 
 
 class _Inputs(NamedTuple):
@@ -70,7 +84,7 @@ class _Dequantize(Op[_Inputs]):
     def arguments(self, call: Call, q: Any, dtype: Any) -> _Inputs:
         to = lookup(dtype, INPUT_DTYPES, "dtype").dtype
         if not isinstance(q, (Scaled, Quantized)):
-            raise TypeError(f"q: expected a Scaled or Quantized, got {type(q).__name__}; use astype for a "
+            raise TypeError(f"q: expected a Scaled or Quantized, got {type_name(q)}; use astype for a "
                             "plain array")
         s = q if isinstance(q, Scaled) else q._any
         if s.block is not None and s.scale_layout == "deepgemm_sm100":

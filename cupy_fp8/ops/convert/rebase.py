@@ -16,9 +16,9 @@ from ...arrays import Array, address, asnumpy
 from ...calls import validate
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, Written
-from ...formats import FORMATS, FP8_DTYPES, flag, float8_e8m0fnu, float32, names
+from ...formats import FORMATS, FP8_DTYPES, as_dtype, flag, float8_e8m0fnu, float32, names
 from ...kernels import Kernel, Launch, Variant, grid_size
-from ...layouts import SCALE_DTYPES, cdiv, scale_dtype, scale_shape
+from ...layouts import SCALE_DTYPES, as_block, cdiv, scale_dtype, scale_shape
 from ...methods import for_methods
 from ...reference.convert.dequantize import block_scales
 from ...results import Quantized, Scaled, check_block_scales, swap_last
@@ -144,7 +144,7 @@ class _Inputs(NamedTuple):
 class _Rebase(Op[_Inputs]):
     def arguments(self, call: Call, s: Scaled, block: Any, dtype: Any, layout: Any, changed: Any,
                   check: Any) -> _Inputs:
-        block = tuple(block) if isinstance(block, list) else block
+        block = as_block(block)
         data = call.read("q.data", s.data, FP8_DTYPES)
         stored = swap_last(s.shape) if s.transposed else s.shape
         if data.shape != stored:
@@ -222,10 +222,7 @@ def _held(layout: str, before: np.dtype[Any], dtype: Any) -> np.dtype[Any]:
     """The dtype of the new scales."""
     if dtype is None:
         return scale_dtype(before, layout)
-    try:
-        found = np.dtype(dtype)
-    except (TypeError, ValueError):
-        raise TypeError(f"scale_dtype: expected one that scales have, got {dtype!r}") from None
+    found = as_dtype(dtype, "scale_dtype", "one that scales have")
     if found not in SCALE_DTYPES[layout]:
         raise TypeError(f"scale_dtype: {layout} scales are {names(SCALE_DTYPES[layout])}, got {found}")
     return found

@@ -109,9 +109,9 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
 def rowwise_of(q: Scaled | Quantized) -> Scaled:
     """The Scaled itself, or the row-wise part of a Quantized. TypeError or ValueError if there is none."""
     if isinstance(q, Quantized):
-        if q.rowwise is None:
+        if q._row is None:
             raise ValueError("q: expected a row-wise part, got a Quantized without one")
-        return q.rowwise
+        return q._row
     if not isinstance(q, Scaled):
         raise TypeError(f"q: expected a Scaled or Quantized, got {type(q).__name__}")
     return q
@@ -142,7 +142,7 @@ class _Result(Description):
     def arrays_of(self, out: Any) -> list[Array]:
         if not isinstance(out, Quantized):
             raise TypeError(f"out: expected a Quantized (an earlier result), got {type(out).__name__}")
-        row, column = out.rowwise, out.columnwise
+        row, column = out._row, out._column
         if row is None or column is None:
             raise ValueError("out: expected a row-wise and a column-wise part, as an earlier result has them")
         if out.dbias is not None:
@@ -252,7 +252,6 @@ class _TransposeRowBlocks(Op[_Inputs]):
         dense = Scaled._of(inputs.data.array, inputs.compact_scales(), s.shape, False, s.block, "compact")
         made = reference.scaling_aware_transpose(dense, splits=inputs.groups.host, target=inputs.target,
                                                  scale_layout=inputs.layout)
-        assert made.rowwise is not None
         return made.columnwise, *([made.rowwise.scale_inv] if inputs.block == 128 else [])
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:

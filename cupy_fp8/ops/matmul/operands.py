@@ -168,10 +168,10 @@ def scales_for(call: Call, operand: Operand, layout: str | None = None,
 # ---- parts of read ----
 def _row_wise(name: str, given: Any) -> Scaled:
     if isinstance(given, Quantized):
-        if given.rowwise is None:
+        if given._row is None:
             raise ValueError(f"{name}: this Quantized has no row-wise part; {name}.T has one, an operand of "
                              "a product over its rows")
-        return given.rowwise
+        return given._row
     if not isinstance(given, Scaled):
         raise TypeError(f"{name}: expected a Scaled or Quantized, got {type(given).__name__}; "
                         "quantize_tensor, quantize_block and quantize_mx make one")

@@ -160,10 +160,10 @@ def _rowwise(x: Any, name: str) -> Any:
     """The row-wise part of a Quantized, whose scales move with the rows. Anything else is returned as it
     is."""
     if isinstance(x, Quantized):
-        if x.rowwise is None:
+        if x._row is None:
             raise ValueError(f"{name}: expected a row-wise part, whose scales move with their rows, "
                              "got a Quantized without one")
-        return x.rowwise
+        return x._row
     return x
 
 

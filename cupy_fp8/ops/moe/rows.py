@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ... import backend
 from ...arrays import Array
 from ...calls.call import Call, Input
@@ -87,8 +85,7 @@ def read_rows(call: Call, name: str, x: Any) -> Rows:
 
 
 def _read_array(call: Call, name: str, x: Any) -> Input:
-    if not isinstance(x, np.ndarray):
-        backend.module_of(x, name)
+    backend.module_of(x, name)
     if x.dtype.hasobject or x.dtype.itemsize not in (1, 2, 4, 8):
         raise TypeError(f"{name}: expected a dtype of 1, 2, 4 or 8 bytes, got {x.dtype}")
     check_has_rows(x, name)

@@ -18,6 +18,7 @@ from ...calls.results import Description, Written
 from ...directions import Direction
 from ...formats import INPUT_DTYPES
 from ...kernels.warp_tiles import LANE_COLUMNS
+from ...layouts import as_block
 from ...results import Quantized, swap_last
 
 #: How the data of one direction are stored: not at all, in the order of x's memory, or with its last two axes
@@ -64,7 +65,7 @@ class BlockResult(Description):
     def arrays_of(self, out: Any) -> list[Array]:
         check_out(out, self.directions, self.kind)
         found = []
-        for name, part in out._parts():
+        for name, part in out.parts.items():
             for what, a in zip(("data", "scale_inv"), part, strict=True):
                 if not self._is_shared(name, what):
                     found.append(a)
@@ -90,7 +91,7 @@ def check_out(out: Any, directions: Mapping[str, Direction], kind: str) -> None:
                         f"{type(out).__name__}")
     if out.dbias is not None:
         raise ValueError("out: has a dbias, which no quantisation in blocks writes")
-    for name, part in (("rowwise", out.rowwise), ("columnwise", out.columnwise)):
+    for name, part in (("rowwise", out._row), ("columnwise", out._column)):
         direction = directions.get(name)
         if (part is None) != (direction is None):
             raise ValueError(f"out: {'no' if part is None else 'has a'} {name} part, but "
@@ -191,6 +192,8 @@ class BlockOp(Op[Inputs]):
         swapped = lies_swapped(x)
         found = call.read("x", x.swapaxes(-1, -2) if swapped else x, INPUT_DTYPES)
         call.noop(noop)
+        place = self.options.index("block")
+        options = *options[:place], as_block(options[place]), *options[place + 1:]
         return Inputs(found, swapped, type(self).quantization(found.shape, found.dtype, swapped, options),
                       options)
 

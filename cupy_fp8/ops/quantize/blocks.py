@@ -17,7 +17,7 @@ from ...directions import Direction, block_directions
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, float16, float32, lookup
 from ...kernels import Kernel, Launch, Variant, grid_size
 from ...kernels.warp_tiles import COLUMNS, LANE_COLUMNS, ROWS, WarpTiles
-from ...layouts import cdiv
+from ...layouts import as_block, cdiv
 from ...methods import for_methods
 from ...options import block_eps, block_pow2, check_block_options
 from ...results import Quantized
@@ -107,6 +107,8 @@ def quantize_block(x: Array, *, block: tuple[int | None, int | None] = (1, 128),
     >>> q.scale_inv.tolist(), q.data.astype(np.float32)[0, [0, 1, 200]].tolist()
     ([[1.0, 0.0, 0.0, 0.0], [0.0009765625, 0.0, 0.0, 0.0]], [448.0, 3.0, 320.0])
     """
+    if type(block) is not tuple:
+        block = as_block(block)
     options = (lookup(dtype, FP8_DTYPES, "dtype").dtype, rowwise, columnwise, transposed, block, pow2_scale,
                eps, profile, scale_layout)
     return _QUANTIZE(x, options, noop, out)

@@ -21,7 +21,7 @@ from ...formats import INPUT_DTYPES, float32
 from ...grouped import Grouped
 from ...kernels import Launch, Variant
 from ...layouts import padded_rows, round_up
-from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
+from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, check_recipe
 from . import grouped_blocks, grouped_tensor
 from .grouped_call import Arrays, GroupedFacts, GroupedResult, Inputs, Recipe
 
@@ -172,6 +172,7 @@ _GROUP_QUANTIZE = _GroupQuantize()
 
 
 def _check_recipe(recipe: Any, scales: Any, amaxes: Any) -> None:
+    check_recipe(recipe)
     if isinstance(recipe, DelayedScaling):
         if scales is None:
             raise ValueError("scales: delayed scaling needs the scales that earlier steps determined, got "
@@ -180,9 +181,6 @@ def _check_recipe(recipe: Any, scales: Any, amaxes: Any) -> None:
         if scales is not None:
             raise ValueError("scales: current scaling takes them from the groups themselves; "
                              "DelayedScaling quantises with given scales")
-    elif not isinstance(recipe, (BlockScaling, MXScaling)):
-        raise TypeError("recipe: expected a DelayedScaling, CurrentScaling, BlockScaling or MXScaling, got "
-                        f"{type(recipe).__name__}")
     elif scales is not None or amaxes is not None:
         raise ValueError("scales, amaxes: belong to per-tensor recipes; blocks take their scales from their "
                          "own elements")

@@ -16,7 +16,7 @@ from ...directions import Direction, mx_directions
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, float16, float32, lookup
 from ...kernels import Kernel, Launch, Variant, elementwise
 from ...kernels.warp_tiles import LANE_COLUMNS, WarpTiles
-from ...layouts import SWIZZLE_COLUMNS, cdiv, scale_grid
+from ...layouts import SWIZZLE_COLUMNS, as_block, cdiv, scale_grid
 from ...methods import for_methods
 from ...options import check_mx_options
 from ...results import Quantized
@@ -91,6 +91,8 @@ def quantize_mx(x: Array, *, dtype: Any = float8_e4m3fn, rowwise: bool = True, c
     >>> q.scale_inv.view(np.uint8).tolist(), q.data.astype(np.float32)[0, [0, 1, 40]].tolist()
     ([[127, 117]], [448.0, 3.0, 320.0])
     """
+    if type(block) is not tuple:
+        block = as_block(block)
     options = (lookup(dtype, FP8_DTYPES, "dtype").dtype, rowwise, columnwise, transposed, mode, profile,
                block, scale_layout)
     return _QUANTIZE(x, options, noop, out)

@@ -18,7 +18,7 @@ from ...calls.splits import Groups
 from ...directions import check_directions
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn
 from ...kernels import Kernel, Launch, Variant, tiles
-from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
+from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, check_recipe
 from ...reference.quantize.swiglu import ALPHA
 from ..scales.scale import scale_target
 from . import blocks, mx
@@ -181,9 +181,7 @@ def output_of(shape: tuple[int, int], source: np.dtype[Any], recipe: Any, rowwis
               columnwise: Any) -> Output:
     """How a recipe stores a matrix of this shape. source: x's dtype. TypeError or ValueError for recipes
     that have no kernel."""
-    if type(recipe) not in _OUTPUTS:
-        raise TypeError("recipe: expected a DelayedScaling, CurrentScaling, BlockScaling or MXScaling, got "
-                        f"{type(recipe).__name__}")
+    check_recipe(recipe)
     made: Output = _OUTPUTS[type(recipe)](shape, source, recipe, rowwise, columnwise)
     return made
 

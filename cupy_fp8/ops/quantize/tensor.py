@@ -158,7 +158,7 @@ class PerTensorResult(Description):
         if not isinstance(out, Quantized):
             raise TypeError("out: expected a Quantized (an earlier result, or recipe.empty(…)), got "
                             f"{type(out).__name__}")
-        row, column = out.rowwise, out.columnwise
+        row, column = out._row, out._column
         return PerTensorResult(*self._given, copy=row is not None and column is not None
                                and row.scale_inv is not column.scale_inv)
 
@@ -166,7 +166,7 @@ class PerTensorResult(Description):
         if self.dbias != (out.dbias is not None):
             raise ValueError(f"out: {'no' if self.dbias else 'has a'} dbias, but "
                              f"dbias={self.dbias} was asked for")
-        row, column = out.rowwise, out.columnwise
+        row, column = out._row, out._column
         for name, wanted, part, swapped in (("rowwise", self.rowwise, row, False),
                                             ("columnwise", self.columnwise, column, self.transposed)):
             if wanted != (part is not None):

@@ -19,7 +19,7 @@ from ...directions import check_directions
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, lookup
 from ...kernels import Kernel, Launch, Variant, tiles
 from ...options import checked_eps
-from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
+from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, check_recipe
 from ...results import Quantized
 from ..scales.scale import scale_target
 from . import single_read, tensor, tensor_list_blocks
@@ -220,9 +220,7 @@ def _rule(recipe: Any, scales: Any) -> _Rule | None:
             raise ValueError("scales: delayed scaling needs the scales that earlier steps determined, "
                              "got None")
         return None
-    if not isinstance(recipe, CurrentScaling):
-        raise TypeError("recipe: expected DelayedScaling, CurrentScaling, BlockScaling or MXScaling, "
-                        f"got {type(recipe).__name__}")
+    check_recipe(recipe)
     if scales is not None:
         raise ValueError("scales: current scaling takes them from the arrays themselves; DelayedScaling "
                          "quantises with given scales")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ... import backend, reference
+from ...advice import matrix_instead
 from ...calls import validate
 from ...calls.call import Call, Input, Op
 from ...calls.tensor_lists import ListResult, TableLayout, checked
@@ -53,7 +54,7 @@ class _QuantizeList(Op[_Inputs]):
             if x.ndim not in (2, 3):
                 validate.source(x, INPUT_DTYPES, call.names["x"])
                 raise ValueError(f"xs[{i}]: expected an array of two or three dimensions, got shape "
-                                 f"{x.shape}")
+                                 f"{x.shape}{matrix_instead(x.shape, f'xs[{i}]')}")
             arrays.append(op.arguments(call, x, None, *options))
         call.noop(noop)
         return _Inputs(op, arrays, recipe, dict(zip(("rowwise", "columnwise"), directions, strict=True)))

@@ -15,7 +15,7 @@ from ...arrays import Array, _as_shape, asnumpy, is_contiguous
 from ...calls import validate
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, one_array
-from ...formats import FORMATS, flag, float8_e8m0fnu, float32, int32, names
+from ...formats import FORMATS, as_dtype, flag, float8_e8m0fnu, float32, int32, names
 from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import (
     PACKED,
@@ -24,6 +24,7 @@ from ...layouts import (
     SWIZZLE_COLUMNS,
     SWIZZLE_ROWS,
     ScaleGrid,
+    as_block,
     cdiv,
     round_up,
     scale_dtype,
@@ -128,11 +129,11 @@ class _ConvertScales(Op[_Inputs]):
         strides = None
         if source == "compact" and scale_inv.ndim >= 2 and not is_contiguous(scale_inv):
             strides = validate.matrix_strides(scale_inv)
-        shape, block = _as_tuple(shape), tuple(block) if isinstance(block, list) else block
+        shape, block = _as_tuple(shape), as_block(block)
         if not isinstance(block, tuple) or not all(b is None or isinstance(b, (int, np.integer))
                                                    for b in block):
             scale_shape(shape, block, target)               # which says what a block is
-        to = None if dtype is None else _as_dtype(dtype)
+        to = None if dtype is None else as_dtype(dtype, "dtype", "one that scales have")
         found = conversion(source, target, shape, block, scale_inv.dtype, to, strides)
         if scale_inv.shape != found.source_shape:
             raise ValueError(f"scale_inv: expected shape {found.source_shape} ({source} scales of blocks "
@@ -164,13 +165,6 @@ def _as_tuple(shape: Any) -> tuple[int, ...]:
         return _as_shape(shape)
     except TypeError as error:
         raise TypeError(f"shape: expected integers, (…, M, K), got {shape!r} ({error})") from None
-
-
-def _as_dtype(dtype: Any) -> np.dtype[Any]:
-    try:
-        return np.dtype(dtype)
-    except TypeError:
-        raise TypeError(f"dtype: expected one that scales have, got {dtype!r}") from None
 
 
 def _check_powers_of_two(scale_inv: Array, used: int) -> None:

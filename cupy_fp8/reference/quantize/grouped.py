@@ -46,7 +46,7 @@ def group_quantize(x: np.ndarray, splits: Any, recipe: Recipe, *, rowwise: bool 
                             columnwise=True, amax=None if amaxes is None else amaxes[g : g + 1], **rule)
         here = slice(starts[g] * columns, starts[g + 1] * columns)
         scale_inv[g] = q.scale_inv[0]
-        for flat, direction in ((row, q.rowwise), (column, q.columnwise)):
+        for flat, direction in ((row, q._row), (column, q._column)):
             if flat is not None and direction is not None:
                 bits(flat)[here] = bits(direction.data).reshape(-1)
     return Grouped(np.asarray(splits), starts * columns if offsets is None else offsets, (rows, columns), row,

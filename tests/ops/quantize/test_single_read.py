@@ -41,8 +41,8 @@ def expect_list(results: list[Any], xs: list[np.ndarray], amaxes: Any = None, st
     """The bytes of each array by itself."""
     for i, (q, x) in enumerate(zip(results, xs, strict=True)):
         amax = np.full(1, start, np.float32)
-        testing.assert_bytes_equal(q, reference.quantize_tensor(x, rowwise=q.rowwise is not None, amax=amax,
-                                                                columnwise=q.columnwise is not None))
+        testing.assert_bytes_equal(q, reference.quantize_tensor(x, rowwise="rowwise" in q.parts, amax=amax,
+                                                                columnwise="columnwise" in q.parts))
         if amaxes is not None:
             testing.assert_bytes_equal(amaxes[i:i + 1], amax)
 

@@ -58,7 +58,7 @@ def test_the_addresses_are_those_of_other_ops():
     """What quantisers write is what this file calls a layout."""
     x = cases.values("normal", (140, 700), float32)
     for layout in ("compact", "gemm_ready", "deepgemm_sm90"):
-        for name, s in fp8.quantize_block(x, columnwise=True, scale_layout=layout)._parts():
+        for name, s in fp8.quantize_block(x, columnwise=True, scale_layout=layout).parts.items():
             assert s.block is not None
             compact = s.to_layout("compact").scale_inv
             lines = compact if name == "rowwise" else compact.T

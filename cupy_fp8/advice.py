@@ -1,0 +1,192 @@
+"""What error messages say to write instead of what was given. Nothing here runs before a call is refused.
+
+Each function returns the end of a message, which begins with '; ', or '' where there is nothing to say.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+#: What other libraries call a thing, in lower case, and what it is called here.
+_ELSEWHERE: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gemm", "mm", "scaled_mm", "fp8_gemm", "linear", "dot"),
+                    ("matmul_nt", "grouped_matmul_nt")),
+    **dict.fromkeys(("cast", "to_fp8"), ("quantize_tensor", "astype")),
+    **dict.fromkeys(("array", "tensor", "from_numpy"), ("asarray",)),
+    **dict.fromkeys(("numpy", "to_numpy"), ("asnumpy",)),
+    **dict.fromkeys(("from_torch", "from_jax"), ("from_dlpack",)),
+    **dict.fromkeys(("to_torch", "to_jax"), ("to_dlpack",)),
+    **dict.fromkeys(("e4m3", "e4m3fn", "float8_e4m3", "fp8_e4m3"), ("float8_e4m3fn",)),
+    **dict.fromkeys(("e5m2", "fp8_e5m2"), ("float8_e5m2",)),
+    **dict.fromkeys(("e8m0", "e8m0fnu", "float8_e8m0"), ("float8_e8m0fnu",)),
+    "bf16": ("bfloat16",), "fp16": ("float16",), "fp32": ("float32",),
+    **dict.fromkeys(("mx", "mxfp8", "mxfp8scaling", "mxfp8blockscaling"), ("MXScaling",)),
+}  # fmt: skip
+_OUR_BYTES = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
+_MOST = 4               # names that a message suggests
+
+
+# ---- instead of a value ----
+def type_name(a: Any) -> str:
+    """The type of a value, or which class it is itself."""
+    return f"the class {a.__name__}" if isinstance(a, type) else type(a).__name__
+
+
+def array_instead(a: Any, name: str, dtype: str = "float32") -> str:
+    """Of something that is no NumPy or CuPy array: how to make one of it, of this dtype."""
+    kind = type(a)
+    if kind.__module__.startswith("cupy_fp8."):
+        if hasattr(kind, "dequantize"):
+            return (f"; {name}.dequantize() has its values, {name}.data its codes and {name}.scale_inv its "
+                    "scales")
+        is_recipe = hasattr(kind, "quantize")
+        return f"; a recipe quantises by {kind.__name__}().quantize(x)" if is_recipe else ""
+    if isinstance(a, np.ma.MaskedArray):
+        return f"; {name}.filled(0) replaces what is masked"
+    if isinstance(a, (type, str, bytes, dict, set)) or a is None:
+        return ""
+    if isinstance(a, numbers.Number):
+        return f'; cupy_fp8.asarray([[{name}]], "{dtype}") makes a matrix of a number'
+    if hasattr(kind, "__dlpack__"):
+        return f"; cupy_fp8.from_dlpack({name}) reads its memory without a copy"
+    if hasattr(kind, "__cuda_array_interface__"):
+        return f"; cupy.asarray({name}) reads its memory without a copy"
+    if hasattr(kind, "toarray"):
+        return f'; {name}.toarray().astype("{dtype}") makes one'
+    if hasattr(kind, "__array__") or hasattr(kind, "__array_interface__"):
+        return f'; numpy.asarray({name}, "{dtype}") makes one'
+    if hasattr(kind, "__iter__"):
+        values = name if isinstance(a, (list, tuple)) else f"list({name})"
+        return f'; cupy_fp8.asarray({values}, "{dtype}") makes one'
+    return ""
+
+
+def dtype_instead(dtype: np.dtype[Any], allowed: Iterable[np.dtype[Any]], name: str) -> str:
+    """Of an array whose dtype is none of those allowed: how to make one that is."""
+    wanted = [each.name for each in allowed]
+    if not wanted or not (dtype.kind in "biufcOUS" or dtype.type.__module__ == "ml_dtypes"):
+        return ""
+    if set(wanted) <= set(_OUR_BYTES):
+        if dtype.kind in "iu" and dtype.itemsize == 1:
+            return f"; {name}.view(cupy_fp8.{wanted[0]}) reads its bytes as codes"
+        return "; quantize_tensor, quantize_block and quantize_mx make FP8 of it"
+    best = "float32" if "float32" in wanted else wanted[0]
+    if dtype.name in _OUR_BYTES:
+        return (f'; cupy_fp8.astype({name}, "{best}") widens the codes alone, dequantize() of a result '
+                "applies their scales") if "float" in best else ""
+    real = ".real" if dtype.kind == "c" else ""
+    return f'; {name}{real}.astype("{best}") converts it'
+
+
+def scale_instead(a: Any, name: str) -> str:
+    """Of something that is neither a number nor an array, given as a scale."""
+    if isinstance(a, np.dtype) or (isinstance(a, str) and a.rpartition("_")[2].lower() in _ELSEWHERE):
+        return "; write dtype= before a dtype"
+    return array_instead(a, name)
+
+
+def dtype_named(dtype: Any, allowed: Sequence[str]) -> str:
+    """Of a dtype that is not one of these: the name of the one that is meant."""
+    text = dtype if isinstance(dtype, str) else str(dtype) if type(dtype).__module__ == "torch" else ""
+    name = text.removeprefix("torch.")
+    if name in allowed and name != text:
+        return f'; write "{name}"'
+    name = name.lower()
+    found = [each for each in allowed if each in (name, f"{name}fn")]
+    if name in ("fp8", "float8", "f8"):
+        found = [each for each in allowed if each in _OUR_BYTES[:2]]
+    return f"; did you mean {listed(found)}?" if found else ""
+
+
+def matrix_instead(shape: tuple[int, ...], name: str) -> str:
+    """Of an array that is neither a matrix nor a batch of matrices: how to read it as one."""
+    if len(shape) > 3:
+        return f"; {name}.reshape(-1, *{name}.shape[-2:]) is a batch of matrices"
+    return f"; {name}.reshape(1, -1) is a matrix of one row"
+
+
+def block_instead(block: Any) -> str:
+    """Of something that is no pair of rows and columns: how to write one."""
+    if isinstance(block, int) and not isinstance(block, bool):
+        return f"; write (1, {block if block > 1 else 128}) for blocks of a row"
+    return "" if isinstance(block, tuple) else "; write a pair of rows and columns, such as (1, 128)"
+
+
+def list_instead(a: Any, name: str) -> str:
+    """Of something that is no list: how to make one of it."""
+    if hasattr(type(a), "values"):
+        return f"; list({name}.values()) makes one"
+    if hasattr(type(a), "__next__") or isinstance(a, (set, frozenset, range)):
+        return f"; list({name}) makes one"
+    return f"; [{name}] is a list of one" if hasattr(a, "dtype") else ""
+
+
+# ---- instead of a name ----
+def listed(names: Sequence[str]) -> str:
+    """'a', 'a or b', 'a, b or c'."""
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def meant(name: str, public: Iterable[str]) -> str:
+    """Of a name that is not there: those of `public` (with the modules that hold them) that may be meant."""
+    found = list(_meant(name, list(public)))[:_MOST]
+    return f"; did you mean {listed(found)}?" if found else ""
+
+
+def _meant(name: str, public: list[str]) -> Iterable[str]:
+    """In this order: the same name in another spelling, a synonym, names that it begins or that begin it,
+    names that have it inside, names with its first word, names with similar letters. A name in lower case is
+    no class, if anything else has such a name."""
+    from difflib import get_close_matches
+
+    plain, first_word = _plain(name), _plain(name.partition("_")[0])
+    spelled: dict[str, str] = {}
+    for each in public:
+        spelled.setdefault(_plain(each.rpartition(".")[2]), each)
+    if plain in spelled:
+        return [spelled[plain]]
+    if known := [each for each in _ELSEWHERE.get(name.lower(), ()) if each in public]:
+        return known
+    rules: list[Callable[[str], bool]] = [
+        lambda other: other.startswith(plain) or (len(other) >= 4 and plain.startswith(other)),
+        lambda other: plain in other or (len(other) >= 4 and other in plain),
+        lambda other: len(first_word) >= 4 and other.startswith(first_word)]
+    similar = [spelled[each] for each in get_close_matches(plain, spelled, _MOST, 0.7)]
+    for rule in rules if len(plain) >= 4 else ():
+        if found := _of_its_case(name, [each for other, each in spelled.items() if rule(other)]):
+            return sorted(found, key=lambda each: (len(each), each))
+    return _of_its_case(name, similar) or similar
+
+
+def _of_its_case(name: str, found: list[str]) -> list[str]:
+    return [each for each in found if each.islower()] if name.islower() else found
+
+
+def _plain(name: str) -> str:
+    """A name without case and underscores, in American spelling."""
+    return name.lower().replace("_", "").replace("quantis", "quantiz").replace("normalis", "normaliz")
+
+
+def no_attribute(owner: str, name: str, public: Iterable[str]) -> AttributeError:
+    """The error for a name that a module or an object does not have."""
+    advice = "" if name[:1] == "_" else meant(name, public)
+    return AttributeError(f"{owner} has no attribute {name!r}{advice}")
+
+
+class Absent:
+    """An attribute that people look for and that is named otherwise here: AttributeError says how. Unlike
+    `__getattr__`, it costs nothing where other attributes are read."""
+
+    def __init__(self, instead: str) -> None:
+        self._instead = instead
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, a: object, owner: type | None = None) -> NoReturn:
+        raise AttributeError(f"{owner and owner.__name__} has no attribute {self._name!r}; did you mean "
+                             f"{self._instead}?")
