@@ -5,11 +5,14 @@ Each function returns the end of a message, which begins with '; ', or '' where 
 
 from __future__ import annotations
 
+import inspect
 import numbers
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 #: What other libraries call a thing, in lower case, and what it is called here.
 _ELSEWHERE: dict[str, tuple[str, ...]] = {
@@ -123,6 +126,15 @@ def list_instead(a: Any, name: str) -> str:
     if hasattr(type(a), "__next__") or isinstance(a, (set, frozenset, range)):
         return f"; list({name}) makes one"
     return f"; [{name}] is a list of one" if hasattr(a, "dtype") else ""
+
+
+# ---- instead of a call ----
+def without_rest(function: _Function) -> _Function:
+    """Shows a function without its `*rest`, which is there to answer misplaced arguments alone."""
+    shown = inspect.signature(function)
+    named = [each for each in shown.parameters.values() if each.kind is not each.VAR_POSITIONAL]
+    vars(function)["__signature__"] = shown.replace(parameters=named)
+    return function
 
 
 # ---- instead of a name ----

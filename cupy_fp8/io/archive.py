@@ -32,7 +32,7 @@ from typing import Any, BinaryIO, NoReturn
 import numpy as np
 
 from .. import backend
-from ..advice import type_name
+from ..advice import type_name, without_rest
 from ..arrays import Array, asarray, asnumpy, bits, is_contiguous
 from ..formats import FORMATS
 from ..grouped import Grouped, check_arrays
@@ -62,6 +62,7 @@ _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, Overflow
            zipfile.BadZipFile)
 
 
+@without_rest
 def save(path: PathLike, *unnamed: NoReturn, **values: Any) -> None:
     """Write arrays, quantised results and training state to one .npz file, keeping dtypes, scales and
     metadata.

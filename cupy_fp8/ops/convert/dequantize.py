@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from ... import backend, kernels, reference
-from ...advice import type_name
+from ...advice import type_name, without_rest
 from ...arrays import Array, address, bits, is_array, is_contiguous, zeros
 from ...calls import memory, validate
 from ...calls.call import Call, Input, Op, run, validate_call
@@ -37,6 +37,7 @@ _STEPS, _STEPS_SWIZZLED = 4, 8              # rows for each of its threads
 
 
 @for_methods
+@without_rest
 def dequantize(q: Scaled | Quantized | Grouped, *misplaced: NoReturn, dtype: Any = float32,
                out: Array | None = None) -> Array:
     """The values of quantised data: data * scale_inv in f32, rounded to `dtype`, in the logical shape.
