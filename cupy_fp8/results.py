@@ -222,7 +222,7 @@ class Quantized(_Values):
 
     @property
     def parts(self) -> dict[str, Scaled]:
-        """The directions that there are, by name: ``q.parts.get("columnwise")`` is None without that one."""
+        """The directions that there are, by name. `parts.get("columnwise")` is None without that one."""
         return {name: part for name, part in (("rowwise", self._row), ("columnwise", self._column))
                 if part is not None}
 

@@ -187,6 +187,8 @@ def _call(name: str, parameters: Any) -> str:
     shown: list[str] = []
     for parameter in parameters:
         kind = parameter.kind.value
+        if str(parameter.annotation) == "NoReturn":             # it answers misplaced arguments alone
+            continue
         if kind == "keyword-only" and not any(text.startswith("*") for text in shown):
             shown.append("*")
         stars = {"variadic positional": "*", "variadic keyword": "**"}.get(kind, "")
