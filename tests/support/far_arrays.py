@@ -174,7 +174,7 @@ def _dequantized(how: str, options: dict[str, Any], m: Any, x: np.ndarray) -> An
         scale_inv = _beside(x, np.full(1, 0.5, np.float32))
         return m.dequantize(Scaled(x.view(float8_e4m3fn), scale_inv, x.shape), dtype=float16)
     q = m.quantize_mx(x, **options) if how == "mx" else m.quantize_block(x, scale_layout="compact", **options)
-    return m.dequantize(q.rowwise or q.columnwise, dtype=bfloat16)
+    return m.dequantize(q, dtype=bfloat16)
 
 
 def _readers() -> Iterator[tuple[str, Far]]:

@@ -131,7 +131,7 @@ def test_a_large_heat_map_is_sampled(monkeypatch):
 def test_a_heat_map_of_scales_in_any_layout():
     x = outliers()
     q = fp8.quantize_block(x, block=(128, 128), columnwise=True)
-    want = np.log2(q.to_layout("compact").rowwise.scale_inv)        # type: ignore[union-attr]
+    want = np.log2(q.to_layout("compact").rowwise.scale_inv)
     for part in (q.rowwise, q.columnwise):                          # the matrix is the same, the storage not
         np.testing.assert_array_equal(plot.scale_heat_map(part).images[0].get_array(), want)
     ax = plot.scale_heat_map(np.array([[0, 1, -1, np.nan, np.inf]], np.float32))
