@@ -12,7 +12,8 @@ from block_data import COLUMN, ROW
 import cupy_fp8 as fp8
 from cupy_fp8 import Quantized, Scaled, reference, testing
 from cupy_fp8.arrays import bits
-from cupy_fp8.diagnostics import blocks, error, pieces
+from cupy_fp8.diagnostics import blocks, error, per_block, pieces
+from cupy_fp8.diagnostics.losses import count_per_block
 from cupy_fp8.formats import INPUT_DTYPES, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32
 from cupy_fp8.reference.convert.dequantize import element_scales
 
@@ -105,6 +106,21 @@ def test_pieces_are_small_and_have_every_element_once(monkeypatch, shape, block)
             # Either whole blocks from the first to the last, or a part of one.
             assert there.stop - there.start == 1 or part.start % size == 0
     assert (seen == 1).all()
+
+
+def test_a_part_of_a_block_takes_no_memory_for_all_of_it(monkeypatch):
+    monkeypatch.setattr(pieces, "CHUNK", 100)
+    sizes = []
+
+    def recorded(xp, found, rows, columns):
+        sizes.append(rows * columns)
+        return count_per_block(xp, found, rows, columns)
+
+    monkeypatch.setattr(per_block, "count_per_block", recorded)
+    x = sample((500, 3))
+    s = quantized(x, np.array([[120, 121, 122]], np.uint8), (None, 1), transposed=True)
+    assert blocks(x, s).underflowed.sum() == error(x, s).underflowed > 0
+    assert max(sizes) <= 100
 
 
 @pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=str)
