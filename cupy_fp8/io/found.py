@@ -1,0 +1,146 @@
+"""The tensors of a file of any kind, one at a time, as values that can be quantised; what cannot be quantised
+comes with the reason."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Container, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..formats import FP8_DTYPES, bfloat16, float8_e8m0fnu, float16, float32
+from ..grouped import Grouped
+from ..results import Quantized, Scaled, block_text
+from .archive import MANIFEST, load, open_members
+from .checkpoint import Checkpoint, config_block
+from .pairing import FP8_NAMES, pairs_of, scale_names
+from .replace import PathLike
+from .safetensors import DTYPES
+
+__all__ = ["Found", "tensors"]
+
+_FLOAT64 = np.dtype(np.float64)
+_SCALES = ("_scale_inv", "_scale")
+
+
+class Found(NamedTuple):
+    """A tensor of a file. values: bfloat16, float16 or float32 of two or three dimensions, or None.
+    what: its dtype in the file, and what shares a scale; why it is left out where values is None."""
+
+    name: str
+    values: np.ndarray | None
+    what: str
+
+
+def tensors(path: PathLike) -> Iterator[Found]:
+    """Everything in a .npy, .npz or .safetensors file or a folder of shards. FP8 data are the float32 values
+    that they and their scales stand for. Raises, when called: OSError, ValueError (suffix, damaged file)."""
+    path = Path(path)
+    readers = {".npy": _npy, ".npz": _npz, ".safetensors": _safetensors}
+    if path.is_dir():
+        return _safetensors(path)
+    if path.suffix not in readers:
+        raise ValueError(f"{path}: expected a file ending in {', '.join(readers)}, or a folder of "
+                         ".safetensors files")
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    if not path.stat().st_size:
+        raise ValueError(f"{path}: not an {path.suffix} file (it is empty)")
+    return readers[path.suffix](path)
+
+
+def _npy(path: Path) -> Iterator[Found]:
+    try:
+        a = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path}: not an .npy file ({error})") from None
+    return _found(path.stem, np.asarray(a))
+
+
+def _npz(path: Path) -> Iterator[Found]:
+    with path.open("rb") as file:
+        try:
+            members = open_members(file)
+        except (ValueError, zipfile.BadZipFile) as error:
+            raise ValueError(f"{path}: not an .npz file ({error})") from None
+        saved_here = MANIFEST in members
+    values = iter(load(path).items()) if saved_here else _members(path)
+    return (found for name, value in values for found in _found(name, value))
+
+
+def _members(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    with np.load(path, allow_pickle=False) as archive:
+        for name in archive.files:
+            yield name, archive[name]
+
+
+def _safetensors(path: Path) -> Iterator[Found]:
+    checkpoint = Checkpoint(path)
+    fp8 = [name for name, tensor in checkpoint.tensors.items() if tensor.dtype in FP8_NAMES]
+    scales = {scale for name in fp8 for scale in scale_names(name)}
+    return (found for name in checkpoint.tensors if name not in scales for found in _of(checkpoint, name))
+
+
+def _of(checkpoint: Checkpoint, name: str) -> Iterator[Found]:
+    """A tensor with its scales, which are looked for tensor by tensor: one with scales that fit no reading
+    leaves the others readable."""
+    if checkpoint.tensors[name].dtype not in DTYPES:
+        yield Found(name, None, f"{checkpoint.tensors[name].dtype}, a type that NumPy does not have")
+        return
+    around = {n: checkpoint.tensors[n] for n in (name, *scale_names(name)) if n in checkpoint.tensors}
+    try:
+        pairs = pairs_of(around, config_block(checkpoint.config))
+        value = checkpoint.scaled(pairs[name]) if name in pairs else checkpoint.read(name)
+    except ValueError as error:
+        yield Found(name, None, f"unreadable scales: {error}")
+        return
+    yield from _found(name, value, checkpoint.tensors)
+
+
+def _found(name: str, value: Any, beside: Container[str] = ()) -> Iterator[Found]:
+    """What a value of a file holds: containers are opened. beside: the names of the file."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _found(f"{name}.{key}", inner)
+    elif isinstance(value, (list, tuple)) or (isinstance(value, Grouped) and len(value)):
+        for i, inner in enumerate(value):
+            yield from _found(f"{name}.{i}", inner)
+    elif why := _why_not(name, value):
+        yield Found(name, None, why)
+    else:
+        yield Found(name, *_values(value))
+
+
+def _why_not(name: str, value: Any) -> str:
+    """Why a value is not quantised; '' if it can be."""
+    if not isinstance(value, (np.ndarray, Scaled, Quantized)):
+        return f"{type(value).__name__}, not an array"
+    dtype, dimensions = value.dtype, len(value.shape)
+    if dimensions < 2:
+        return "vectors and numbers stay as they are"
+    if dtype == float8_e8m0fnu or name.endswith(_SCALES):
+        return "scales without FP8 data in this file"
+    if dtype.kind == "V" and dtype not in (*FP8_DTYPES, bfloat16):
+        return ".npy and .npz forget the dtypes FP8 and bfloat16; cupy_fp8.save keeps them"
+    if dtype not in (_FLOAT64, float32, float16, bfloat16, *FP8_DTYPES):
+        return f"{dtype}, not a float type"
+    if dimensions > 3:
+        return f"{dimensions} dimensions; reshape it to the matrix that your product takes"
+    return "" if 0 not in value.shape else "no elements"
+
+
+def _values(value: Any) -> tuple[np.ndarray, str]:
+    """(values, what they were)."""
+    if isinstance(value, Quantized):
+        value = value._any
+    if isinstance(value, Scaled):
+        shared = "one scale" if value.block is None else block_text(value.block)
+        return value.dequantize(), f"{value.dtype}, {shared}"
+    if value.dtype in FP8_DTYPES:
+        return value.astype(np.float32), f"{value.dtype} without scales"
+    if value.dtype == _FLOAT64:
+        with np.errstate(over="ignore"):
+            return value.astype(np.float32), "float64, rounded to float32"
+    return value, str(value.dtype)
