@@ -1,23 +1,24 @@
-"""The command line: python -m cupy_fp8 demo | info | selftest | bench | list."""
+"""The command line: python -m cupy_fp8 demo | info | selftest | bench | list | convert."""
 
 from __future__ import annotations
 
 import sys
 from importlib import import_module
 
-from .cli import terminal
+from . import __version__
+from .cli import names, terminal
 
 COMMANDS = {
-    "demo": "quantise example matrices, or your own files, with every recipe",
+    "demo": "what each recipe loses, on a made-up weight and activation or on your own files",
     "info": "versions, GPU, compiler, caches, and what works here",
+    "list": "the ops, by family",
     "selftest": "every op against its reference on this machine: a quick pass, or --full",
     "bench": "time, GB/s, share of copy speed and host time of every op (needs a GPU)",
-    "list": "the ops, a line each",
     "convert": "a checkpoint to FP8, between FP8 formats, or back to bfloat16",
 }
 
-
 _CLOSED_PIPE = 141             # what a shell reports for a program that SIGPIPE ended
+_INTERRUPTED = 130             # and SIGINT
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,16 +31,26 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:         # `| head` has read enough
         terminal.drop_output()
         return _CLOSED_PIPE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
 
 
 def _run(arguments: list[str]) -> int:
     if arguments and arguments[0] in COMMANDS:
         return int(import_module(f"cupy_fp8.cli.{arguments[0]}").main(arguments[1:]))
-    asked = bool(arguments) and arguments[0] in ("-h", "--help")
-    lines = [f"  {name:9} {text}" for name, text in COMMANDS.items()]
-    usage = "\n".join(["usage: python -m cupy_fp8 COMMAND [--help]", *lines])
-    print(usage, file=sys.stdout if asked else sys.stderr)
-    return 0 if asked else 2
+    if arguments[:1] == ["--version"]:
+        print(f"cupy_fp8 {__version__}")
+        return 0
+    if arguments and arguments[0] not in ("-h", "--help"):
+        print(f"cupy_fp8: no such command: {names.with_suggestion(arguments[0], COMMANDS)}\n"
+              f"The commands are {', '.join(COMMANDS)}; --help says what they do.", file=sys.stderr)
+        return 2
+    shown = {**COMMANDS, "--version": "the version of this package"}
+    lines = [f"  {name:10} {text}" for name, text in shown.items()]
+    print("\n".join(["usage: python -m cupy_fp8 COMMAND [--help]", *lines]),
+          file=sys.stdout if arguments else sys.stderr)
+    return 0 if arguments else 2
 
 
 if __name__ == "__main__":

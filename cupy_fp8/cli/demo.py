@@ -1,147 +1,231 @@
-"""python -m cupy_fp8 demo: what each recipe does to a weight and an activation, or to matrices of files."""
+"""python -m cupy_fp8 demo: what each recipe does to the tensors of files, or to a made-up weight and
+activation.
+
+Every float tensor of two or three dimensions is compared. FP8 data with scales are the values that they stand
+for.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
-from .. import backend, diagnostics, io, kernels
-from ..arrays import Array, asarray
-from ..formats import float8_e4m3fn, float8_e5m2
-from ..ops.scales.amax import compute_amax
-from ..ops.scales.scale import compute_scale
-from ..recipes import CurrentScaling, DelayedScaling, MXScaling
-from ..results import Quantized
-from . import demo_data, demo_table
-from .demo_table import Row
-
-#: Every recipe that the demo shows, by the name in its table: a new recipe is a line here.
-RECIPES: dict[str, Any] = {
-    "delayed, e4m3fn": DelayedScaling(float8_e4m3fn),
-    "delayed, e5m2": DelayedScaling(float8_e5m2),
-    "current, e4m3fn": CurrentScaling(float8_e4m3fn),
-    "current, e5m2": CurrentScaling(float8_e5m2),
-    "MX, e4m3fn": MXScaling(float8_e4m3fn),
-}
+from .. import backend, kernels, plot
+from ..arrays import asarray
+from ..diagnostics.text import Column
+from ..diagnostics.verdict import recommended, verdict_on
+from ..io.found import Found, tensors
+from ..plot import style
+from . import demo_data, demo_rows, terminal
+from .demo_rows import Compared
+from .progress import Progress
+from .tables import Table, table
 
 #: (rows, columns) of the weight, (tokens, channels) of the activation.
-SIZES = {"numpy": ((2048, 2048), (4096, 2048)), "cupy": ((4096, 4096), (8192, 4096))}
-_CPU_REPEATS = 3
+SIZES = {"numpy": ((2048, 2048), (2048, 2048)), "cupy": ((4096, 4096), (8192, 4096))}
 
 
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     try:
-        like = backend.like_module(options.array)
-        sources = [io.read_matrices(path) for path in options.files]
+        demo = _Demo(options)
     except (backend.DeviceError, OSError, ValueError, ImportError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
-    executor = executor_name(like)
-    kernels.announce(lambda line: print(line, file=sys.stderr))
     try:
-        rows = [row for name, x in _tensors(sources, like, options) for row in quantize_with_all(name, x)]
+        for name, found in demo.tensors():
+            demo.compare(name, found)
     finally:
         kernels.announce(None)
-    if not rows:
-        print(f"demo: no 2-D tensor of float64, float32, float16 or bfloat16 in {', '.join(options.files)}",
-              file=sys.stderr)
-        return 1
-    print(f"Executor: {executor}. "
-          "Both directions from one call: row-wise, and column-wise (stored transposed; MX as is).\n")
-    print(demo_table.render(rows, markdown=options.markdown, summary=options.summary))
-    if options.json:
-        report = {"executor": executor, "platform": platform.machine(), "numpy": np.__version__,
-                  "rows": [asdict(row) for row in rows]}
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump(report, file, indent=1, allow_nan=False)
-            file.write("\n")
-    return 0
+    demo.finish()
+    return 1 if demo.failed else 0
+
+
+class _Demo:
+    """What the command has read and compared so far."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.failed, self._options = False, options
+        self._xp = backend.like_module(options.array)
+        _require_writable(options)
+        self._sources = dict(self._opened())
+        self._progress = Progress()                 # before tables are shown
+        self._compared: list[Compared] = []
+        self._skipped: dict[str, list[str]] = {}
+        self._columns = demo_rows.columns(self._xp.__name__)
+        self._hidden: list[str] = []                # titles of columns that the terminal has no room for
+
+    def _opened(self) -> Iterator[tuple[str, Iterator[Found]]]:
+        for path in self._options.files:
+            try:
+                yield path, tensors(path)
+            except (OSError, ValueError) as error:
+                self._fail(error)
+
+    def _fail(self, error: object) -> None:
+        print(f"demo: {error}", file=sys.stderr, flush=True)
+        self.failed = True
+
+    def tensors(self) -> Iterator[tuple[str, Found]]:
+        """What there is to compare, by the names that are shown."""
+        if self._sources or not self._options.files:
+            made_up = "" if self._options.files else " These tensors are made up: demo FILE shows your own."
+            terminal.say(f"{_executor_name(self._xp)}.{made_up}")
+            print(flush=True)
+            self._progress.printed()
+        if not self._options.files:
+            shapes, makers = SIZES[self._xp.__name__], (demo_data.weight, demo_data.activation)
+            for make, shape in zip(makers, shapes, strict=True):
+                yield make.__name__, Found(make.__name__, make(*shape, seed=self._options.seed), "bfloat16")
+        for file, source in zip(_labels([*self._sources]), self._sources.values(), strict=True):
+            try:
+                for found in source:
+                    yield file + found.name, found
+            except (OSError, ValueError) as error:
+                self._fail(error)
+
+    def compare(self, name: str, found: Found) -> None:
+        """Compares the recipes on a tensor. Rows are shown as they come, unless those of all tensors are
+        wanted first."""
+        if found.values is None:
+            self._skipped.setdefault(found.what, []).append(name)
+            return
+        x = asarray(found.values, like=self._xp)
+        if self._options.worst or self._options.summary:
+            kernels.announce(self._progress.show)
+            self._compared.append(demo_rows.compare(name, found.what, x, lambda cells: None,
+                                                    lambda recipe: self._progress.show(f"{name}: {recipe}")))
+            return
+        with self._table(demo_rows.title(name, x.shape, found.what), self._columns) as shown:
+            kernels.announce(shown.working)
+            one = demo_rows.compare(name, found.what, x, shown.row, shown.working)
+        self._after(one.comparison.notes)
+        self._compared.append(one)
+
+    def finish(self) -> None:
+        """Shows what is known only after the last tensor, and writes the files that were asked for."""
+        self._progress.clear()
+        if not self._compared and not self.failed:
+            self._fail(f"no float tensor of two or three dimensions in {', '.join(self._options.files)}")
+        rows = [one.comparison.rows for one in self._compared]
+        if self._options.summary:
+            for title, cells in demo_rows.summaries(self._compared):
+                self._show(title, demo_rows.SUMMARY_COLUMNS, cells)
+        if self._options.worst and rows:
+            best = recommended(rows)
+            worst = sorted(self._compared, key=lambda one: one.comparison[best].error.sqnr_db)
+            for one in worst[:self._options.worst]:
+                self._show(one.title, self._columns, one.cells(), one.comparison.notes)
+        for why, names in self._skipped.items():
+            more = f" and {len(names) - 1} more" if names[1:] else ""
+            terminal.say(f"Left out: {names[0]}{more} ({why}).")
+        if not rows:
+            return
+        verdict = verdict_on(rows)
+        self._explain(verdict)
+        self._write(verdict)
+
+    def _explain(self, verdict: str) -> None:
+        if self._skipped:
+            print()
+        legend = demo_rows.legend(self._xp.__name__, self._hidden)
+        if self._options.markdown:
+            print("\n".join(f"- {title}: {text}" for title, text in legend.items()))
+        else:
+            terminal.say_facts(legend)
+        if self._hidden:
+            terminal.say(f"Left out at this width: {', '.join(self._hidden)}.")
+        print(flush=True)
+        terminal.say(verdict)
+
+    def _show(self, title: Sequence[str], columns: Sequence[Column], rows: Iterable[Sequence[str]],
+              notes: Sequence[str] = ()) -> None:
+        with self._table(title, columns) as shown:
+            for cells in rows:
+                shown.row(cells)
+        self._after(notes)
+
+    def _table(self, title: Sequence[str], columns: Sequence[Column]) -> Table:
+        made = table(title, columns, markdown=self._options.markdown)
+        self._hidden = made.left_out
+        return made
+
+    def _after(self, notes: Sequence[str]) -> None:
+        if self._options.markdown and notes:
+            print()
+        for note in notes:
+            terminal.say(note)
+        print(flush=True)
+
+    def _write(self, verdict: str) -> None:
+        if self._options.json:
+            report = {"executor": _executor_name(self._xp), "platform": platform.machine(),
+                      "numpy": np.__version__, "verdict": verdict, "left_out": self._skipped,
+                      "rows": [row for one in self._compared for row in one.as_json()]}
+            text = json.dumps(report, indent=1, allow_nan=False)
+            Path(self._options.json).write_text(f"{text}\n", encoding="utf-8")
+        if self._options.plot:
+            axes = plot.comparison({one.name: one.comparison for one in self._compared})
+            axes[0].figure.savefig(self._options.plot, dpi=150)
+            print(f"Picture: {self._options.plot}")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m cupy_fp8 demo", description=__doc__)
     parser.add_argument("files", nargs="*", metavar="FILE",
-                        help=".npy, .npz or .safetensors: every 2-D float tensor is quantised; without files "
-                        "a made-up weight and activation")
+                        help=".npy, .npz or .safetensors, or a folder of .safetensors files; without files a "
+                        "made-up weight and activation")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--worst", type=_positive, metavar="N",
+                       help="show only the N tensors with the lowest SQNR")
+    shown.add_argument("--summary", action="store_true",
+                       help="a table for each kind of tensor: names that differ only in numbers")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw a picture of the figures (needs matplotlib)")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures as JSON")
+    parser.add_argument("--markdown", action="store_true", help="tables in Markdown")
     parser.add_argument("--array", choices=("numpy", "cupy"),
                         help="the kind of array (default: cupy where there is a GPU)")
-    parser.add_argument("--seed", type=int, default=0, help="of the made-up matrices (default 0)")
-    parser.add_argument("--summary", action="store_true",
-                        help="first one row per kind: names that differ only in numbers")
-    parser.add_argument("--markdown", action="store_true", help="tables in Markdown")
-    parser.add_argument("--json", metavar="FILE", help="also write the rows as JSON")
+    parser.add_argument("--seed", type=int, default=0, help="of the made-up tensors (default 0)")
     return parser
 
 
-def _tensors(sources: list[Iterator[tuple[str, np.ndarray]]], like: Any,
-             options: argparse.Namespace) -> Iterator[tuple[str, Array]]:
-    if not sources:
-        weight, activation = SIZES[like.__name__]
-        yield "weight", demo_data.weight(*weight, like=like, seed=options.seed)
-        yield "activation", demo_data.activation(*activation, like=like, seed=options.seed)
-    for path, source in zip(options.files, sources, strict=True):
-        for name, x in source:
-            if x.size:
-                yield name if len(sources) == 1 else f"{path}: {name}", asarray(x, like=like)
+def _labels(paths: list[str]) -> list[str]:
+    """What tells the tensors of several files apart: the files' names, with folders if these are alike."""
+    if len(paths) < 2:
+        return [""] * len(paths)
+    short = [Path(path).name for path in paths]
+    if len(set(short)) < len(short):
+        above = os.path.commonpath([Path(path).absolute().parent for path in paths])
+        short = [os.path.relpath(path, above) for path in paths]
+    return [f"{name}: " for name in short]
 
 
-def quantize_with_all(name: str, x: Array) -> Iterator[Row]:
-    """A Row for each of RECIPES."""
-    for title, recipe in RECIPES.items():
-        delayed = isinstance(recipe, DelayedScaling)
-        extra = {"scale": compute_scale(compute_amax(x), dtype=recipe.dtype)} if delayed else {}
-
-        def call(x: Array, out: Quantized | None = None, recipe: Any = recipe,
-                 extra: dict[str, Array] = extra) -> Quantized:
-            result: Quantized = recipe.quantize(x, columnwise=True, out=out, **extra)
-            return result
-
-        q = call(x)
-        report = diagnostics.error(x, q)
-        assert report.saturated is not None
-        microseconds, share = timing(call, x, x.nbytes + q.nbytes)
-        yield Row(name, x.shape, x.dtype.name, title, _finite(report.sqnr_db),
-                  _finite(report.max_relative_error), report.saturated, report.underflowed, report.nan,
-                  q.nbytes / x.size, microseconds, share)
+def _positive(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a number of 1 or more, got {text!r}")
+    return int(text)
 
 
-def timing(call: Callable[..., Quantized], x: Array, traffic: int) -> tuple[float, float | None]:
-    """(microseconds of call(x, out=…), share of copy speed): on a GPU as the benchmark measures them, on the
-    CPU by the clock and None."""
-    if backend.module_of(x) is not np:
-        from ..bench.measure import measure
-
-        def make() -> tuple[Callable[[], Any], Callable[[], None]]:
-            mine = x.copy()
-            out = call(mine)
-            return lambda: call(mine, out=out), lambda: None        # the demo's table shows what was computed
-
-        measured = measure(make, traffic)
-        return measured.us, measured.share
-    out, times = call(x), []
-    for _ in range(_CPU_REPEATS):
-        start = time.perf_counter()
-        call(x, out=out)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e6, None
+def _require_writable(options: argparse.Namespace) -> None:
+    """Errors that would otherwise come after the last tensor."""
+    for path in map(Path, filter(None, (options.json, options.plot))):
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
+    if options.plot:
+        known = style.pyplot().gcf().canvas.get_supported_filetypes()
+        if Path(options.plot).suffix.removeprefix(".") not in known:
+            raise ValueError(f"--plot {options.plot}: expected a name that ends in .png or .svg")
 
 
-def executor_name(xp: Any) -> str:
+def _executor_name(xp: object) -> str:
     if xp is np:
         return "NumPy reference on the CPU"
-    properties = xp.cuda.runtime.getDeviceProperties(xp.cuda.runtime.getDevice())
-    return f"CUDA kernels on {properties['name'].decode()}"
-
-
-def _finite(value: float) -> float | None:
-    return value if np.isfinite(value) else None
+    runtime = backend.cupy().cuda.runtime
+    return f"CUDA kernels on {runtime.getDeviceProperties(runtime.getDevice())['name'].decode()}"

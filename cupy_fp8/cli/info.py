@@ -12,16 +12,33 @@ from typing import Any
 from .. import backend, testing
 from ..kernels import sources
 from ..ops.matmul import library
+from . import terminal
+
+#: What each executor is, by its name.
+_EXECUTORS = {"reference": "NumPy", "host": "kernels compiled for the CPU", "cuda": "kernels on a GPU"}
+#: Optional packages, and what they are for.
+_EXTRAS = {"matplotlib": "pictures", "rich": "tables on terminals"}
 
 
 def main(argv: list[str]) -> int:
     argparse.ArgumentParser(prog="python -m cupy_fp8 info", description=__doc__).parse_args(argv)
-    for name, value in facts().items():
-        print(f"{name:20} {value}")
-    for name in testing.EXECUTORS:
-        problem = testing.executor_problem(name)
-        print(f"{name + ' executor':20} {'works' if problem is None else 'no: ' + problem}")
+    problems = {name: testing.executor_problem(name) for name in testing.EXECUTORS}
+    shown = facts() | {name: _version(name, use) for name, use in _EXTRAS.items()}
+    if shown["cupy"] == problems["cuda"]:
+        shown["cupy"] = "not usable: see the cuda executor"
+    terminal.say_facts(shown)
+    print()
+    terminal.say_facts({
+        f"{name} executor": f"works ({_EXECUTORS[name]})" if problem is None else f"no: {problem}"
+        for name, problem in problems.items()})
     return 0
+
+
+def _version(package: str, use: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return f"not installed (optional: {use})"
 
 
 def facts() -> dict[str, Any]:

@@ -1,11 +1,12 @@
-"""python -m cupy_fp8 list: the ops, a line each."""
+"""python -m cupy_fp8 list: the ops, by family."""
 
 from __future__ import annotations
 
 import argparse
+from itertools import groupby
 
 from ..cases import OPS
-from . import written
+from . import terminal, written
 
 
 def main(argv: list[str]) -> int:
@@ -23,6 +24,10 @@ def main(argv: list[str]) -> int:
     elif options.markdown:
         print(written.table(), end="")
     else:
-        for op in OPS.values():
-            print(f"{op.name:24} {op.summary}")
+        widest = max(map(len, OPS))
+        for family, ops in groupby(OPS.values(), key=lambda op: op.family):
+            print(written.TITLES.get(family, family))
+            terminal.say_facts({f"  {op.name:{widest}}": op.summary for op in ops})
+            print()
+        print("help(cupy_fp8.NAME) says what an op takes and returns, with an example.")
     return 0

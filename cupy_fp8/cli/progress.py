@@ -1,32 +1,43 @@
-"""Shows a long command's progress on stderr: one line that is rewritten on a terminal, else plain lines."""
+"""Shows a long command's progress on stderr: with rich on a terminal, else as a plain line now and then."""
 
 from __future__ import annotations
 
 import sys
 import time
+from typing import Any
 
-_SECONDS_BETWEEN = (0.1, 5.0)       # on a terminal, elsewhere
+from . import terminal
+
+_SECONDS_BETWEEN = 5.0              # plain lines
 
 
 class Progress:
-    """Knows what is on the screen, and since when. Call `clear` before anything else is printed."""
+    """What a command is doing. Call `clear` before anything else is printed; `printed` also puts off the next
+    plain line."""
 
     def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
+        self._console = terminal.rich_console(sys.stderr)
+        self._status: Any = None
         self._shown_at = float("-inf")
-        self._on_screen = False
 
     def show(self, text: str) -> None:
-        """Shows the text, unless another one was shown a moment ago."""
-        now = time.monotonic()
-        if now - self._shown_at < _SECONDS_BETWEEN[not self._terminal]:
-            return
-        self._shown_at = now
-        before, after = ("\r\x1b[K", "") if self._terminal else ("", "\n")
-        print(f"{before}{text}", end=after, file=sys.stderr, flush=True)
-        self._on_screen = self._terminal
+        """Shows the text, with a spinner; as a plain line only after some seconds without output."""
+        if self._console is not None:
+            from rich.text import Text
+
+            if self._status is None:
+                self._status = self._console.status(Text(text))
+                self._status.start()
+            self._status.update(Text(text, overflow="ellipsis", no_wrap=True))
+        elif time.monotonic() - self._shown_at >= _SECONDS_BETWEEN:
+            self._shown_at = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
 
     def clear(self) -> None:
-        if self._on_screen:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-            self._on_screen = False
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def printed(self) -> None:
+        self.clear()
+        self._shown_at = time.monotonic()

@@ -1,16 +1,22 @@
-"""Makes output safe for terminals that only show ASCII, and for pipes whose reader has gone."""
+"""What the terminal can show: its width, rich's tables, and plain characters where it only knows ASCII; and
+pipes whose reader has gone."""
 
 from __future__ import annotations
 
 import codecs
 import io
 import os
+import shutil
 import sys
+import textwrap
+from collections.abc import Mapping
+from typing import Any
 
 #: What stands for characters that an encoding lacks. "?" stands for all others.
 _PLAIN = {"×": "x", "µ": "u", "σ": "sigma", "–": "-", "—": "-", "−": "-", "─": "-", "…": "...",
           "≤": "<=", "≥": ">=", "→": "->", "’": "'", "‘": "'", "“": '"', "”": '"'}
 _ERRORS = "cupy_fp8.plain"
+_WIDEST = 100
 
 
 def show_any_text() -> None:
@@ -25,6 +31,36 @@ def _replace(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return "".join(_PLAIN.get(character, "?") for character in error.object[error.start:error.end]), error.end
+
+
+def width() -> int:
+    """Columns to write in: those of the terminal or of COLUMNS, but at most 100."""
+    return max(20, min(_WIDEST, shutil.get_terminal_size((_WIDEST, 24)).columns))
+
+
+def say(text: str, indent: int = 2) -> None:
+    """Prints a sentence, broken into lines of the terminal's width. indent: of all but the first."""
+    print(textwrap.fill(text, width(), subsequent_indent=" " * indent, break_long_words=False,
+                        break_on_hyphens=False), flush=True)
+
+
+def say_facts(facts: Mapping[str, object]) -> None:
+    """Prints names and what is said of them, in two columns."""
+    widest = max(map(len, facts), default=0)
+    for name, text in facts.items():
+        say(f"{name:{widest}}  {text}", widest + 2)
+
+
+def rich_console(stream: Any) -> Any:
+    """rich's Console for a stream that is a terminal. None elsewhere, and where rich is not installed: then
+    text is plain."""
+    if not stream.isatty() or os.environ.get("TERM") == "dumb":
+        return None
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    return Console(file=stream, width=width(), highlight=False)
 
 
 def drop_output() -> None:

@@ -14,7 +14,7 @@ from ..cases.registry import family_modules
 _PACKAGE = Path(__file__).resolve().parents[1]
 README = _PACKAGE.parent / "README.md"
 _WIDTH = 110
-_TITLES = {"matmul": "Matrix products", "quantize": "Quantisation", "convert": "Conversion",
+TITLES = {"matmul": "Matrix products", "quantize": "Quantisation", "convert": "Conversion",
            "scales": "Scales", "moe": "Tokens of expert layers"}
 
 
@@ -31,7 +31,7 @@ def table() -> str:
     """The ops as a table in Markdown, grouped by family."""
     lines = ["| op | what it does |", "|---|---|"]
     for family, ops in groupby(OPS.values(), key=lambda op: op.family):
-        lines.append(f"| **{_TITLES.get(family, family)}** | |")
+        lines.append(f"| **{TITLES.get(family, family)}** | |")
         lines += [f"| {_linked(op.name, family)} | {op.summary} |" for op in ops]
     return "\n".join(lines) + "\n"
 

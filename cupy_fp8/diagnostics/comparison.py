@@ -67,7 +67,7 @@ class Comparison:
         found: dict[str, str] = {}
         first: dict[tuple[ErrorReport, float], str] = {}
         for row in self.rows:
-            name = first.setdefault((row.error, row.bytes_per_element), row.name)
+            name = first.setdefault(row.figures, row.name)
             if name != row.name:
                 found[row.name] = name
         return found
@@ -88,7 +88,8 @@ class Comparison:
         groups: dict[str, list[str]] = {}
         for name, other in self.same.items():
             groups.setdefault(other, [other]).append(name)
-        return found + [f"Same figures: {' = '.join(group)}." for group in groups.values()]
+        same = "; ".join(" = ".join(group) for group in groups.values())
+        return [*found, f"Same figures: {same}."] if same else found
 
     @property
     def title(self) -> str:

@@ -47,12 +47,17 @@ class RecipeError:
         e = self.error
         return ((e.saturated or 0) + e.underflowed + max(e.nan - e.nonfinite, 0)) / e.elements
 
+    @property
+    def figures(self) -> tuple[ErrorReport, float]:
+        """All that tells one row from another."""
+        return self.error, self.bytes_per_element
+
     def cells(self) -> tuple[str, ...]:
         """The texts of COLUMNS."""
         e = self.error
         assert e.normal_error is not None
         assert e.max_normal_error is not None
-        wrong = f"{e.normal_error * 100:.2f} / {e.max_normal_error:.2%}" if e.max_normal_error else "0"
+        wrong = f"{e.normal_error * 100:.1f} / {e.max_normal_error:.1%}" if e.max_normal_error else "0"
         return (self.name, decibels(e.sqnr_db), wrong if e.normal else "–",
                 *(count(n) for n in (e.saturated, e.subnormal, e.underflowed)),
                 f"{self.bytes_per_element:.3f}")

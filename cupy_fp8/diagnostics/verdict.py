@@ -14,6 +14,8 @@ Rows: TypeAlias = Sequence[RecipeError]
 
 #: A recipe is good enough within this of the best: share of the elements that is lost, then decibels.
 _SHARE, _DECIBELS = 0.01, 1.0
+#: More decibels than these are no better: x was FP8 before, or a few large values are all of its power.
+_ENOUGH = 60.0
 
 
 def good(rows: Rows) -> dict[str, RecipeError]:
@@ -21,7 +23,7 @@ def good(rows: Rows) -> dict[str, RecipeError]:
     noise. What is lost comes first, because SQNR is that of a few large values where there are such."""
     least = min(row.lost for row in rows)
     kept = [row for row in rows if row.lost <= least + _SHARE]
-    best = max(row.error.sqnr_db for row in kept)
+    best = min(max(row.error.sqnr_db for row in kept), _ENOUGH)
     return {row.name: row for row in kept if row.error.sqnr_db >= best - _DECIBELS}
 
 
@@ -64,11 +66,13 @@ def _on_many(name: str, tensors: Sequence[Rows]) -> str:
     fine = [rows[name] for rows in enough if name in rows]
     low, lost = min(row.error.sqnr_db for row in fine), max(row.lost for row in fine)
     least = "exact" if low == math.inf else f"at least {low:.1f} dB"
-    which = "all" if len(fine) == len(tensors) else f"{len(fine)} of"
-    said = f"Take {name}: it is good enough for {which} {len(tensors)} tensors ({least}, {_lost(lost)})"
+    which = f"{len(fine)} of {len(tensors)}" if len(fine) < len(tensors) else (
+        f"all {len(fine)}" if len(fine) > 2 else "both")
+    said = f"Take {name}: it is good enough for {which} tensors ({least}, {_lost(lost)})"
     smallest = _smallest(tensors[0]).name
-    if smallest != name:
-        said += f"; {smallest} would be for {sum(smallest in rows for rows in enough) or 'none'}"
+    others = sum(smallest in rows for rows in enough)
+    if others < len(fine):
+        said += f"; {smallest} is for {others or 'none'} of them"
     return f"{said}."
 
 

@@ -4,6 +4,7 @@ comes with the reason."""
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,7 +74,11 @@ def _npz(path: Path) -> Iterator[Found]:
 def _members(path: Path) -> Iterator[tuple[str, np.ndarray]]:
     with np.load(path, allow_pickle=False) as archive:
         for name in archive.files:
-            yield name, archive[name]
+            try:
+                value = archive[name]
+            except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+                raise ValueError(f"{path}: entry {name!r} is damaged ({error})") from None
+            yield name, value
 
 
 def _safetensors(path: Path) -> Iterator[Found]:

@@ -11,6 +11,7 @@ from ..advice import no_attribute
 from .block_losses import loss_histogram, loss_map, scale_histogram
 from .magnitudes import error_by_magnitude, histogram
 from .ranges import block_ranges, format_ranges, rounding
+from .recipes import comparison
 from .representable import finite_values as finite_values
 from .representable import number_line
 from .scale_maps import scale_heat_map
@@ -20,8 +21,8 @@ from .sweeps import curves, reports
 from .tables import bars, cells, table
 from .training import amax_history
 
-__all__ = ["amax_history", "bars", "block_ranges", "cells", "curves", "error_by_magnitude", "format_ranges",
-           "histogram", "loss_histogram", "loss_map", "number_line", "reports", "rounding", "routes",
+__all__ = ["amax_history", "bars", "block_ranges", "cells", "comparison", "curves", "error_by_magnitude",
+           "format_ranges", "histogram", "loss_histogram", "loss_map", "number_line", "reports", "rounding", "routes",
            "scale_heat_map", "scale_histogram", "scale_layout", "steps", "table"]
 
 

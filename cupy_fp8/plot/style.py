@@ -11,13 +11,18 @@ BLUE, ORANGE, GREEN, VERMILION, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00
 SKY = "#56B4E9"
 
 
+def pyplot() -> Any:
+    """matplotlib.pyplot. ImportError that names the extra where it is not installed."""
+    try:
+        from matplotlib import pyplot as found
+    except ImportError:
+        raise ImportError(MATPLOTLIB_HINT) from None
+    return found
+
+
 def axes(ax: Any, size: tuple[float, float]) -> Any:
     if ax is None:
-        try:
-            from matplotlib import pyplot
-        except ImportError:
-            raise ImportError(MATPLOTLIB_HINT) from None
-        ax = pyplot.subplots(figsize=size, layout="constrained")[1]
+        ax = pyplot().subplots(figsize=size, layout="constrained")[1]
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
     return ax
@@ -25,11 +30,13 @@ def axes(ax: Any, size: tuple[float, float]) -> Any:
 
 def figure(size: tuple[float, float], panels: int) -> Any:
     """The Axes of a new figure, one above the other over the same x."""
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        raise ImportError(MATPLOTLIB_HINT) from None
-    return pyplot.subplots(panels, 1, figsize=size, sharex=True, squeeze=False, layout="constrained")[1][:, 0]
+    return pyplot().subplots(panels, 1, figsize=size, sharex=True, squeeze=False,
+                             layout="constrained")[1][:, 0]
+
+
+def pair(size: tuple[float, float]) -> Any:
+    """Two Axes of a new figure, side by side."""
+    return pyplot().subplots(1, 2, figsize=size, layout="constrained")[1]
 
 
 def ink(ax: Any) -> Any:

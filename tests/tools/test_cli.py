@@ -44,8 +44,12 @@ def exit_code(arguments: list[str]) -> int:
 # ---- the front ----
 @pytest.mark.parametrize(("arguments", "code", "expected"), [
     *((given, 0, "usage: python -m cupy_fp8 COMMAND") for given in (["--help"], ["-h"])),
-    *((given, 2, "usage: python -m cupy_fp8 COMMAND")
-      for given in ([], ["quantize"], ["--version"], ["", "list"], ["LIST"])),
+    ([], 2, "usage: python -m cupy_fp8 COMMAND"),
+    (["--version"], 0, f"cupy_fp8 {fp8.__version__}\n"),
+    (["quantize"], 2, "cupy_fp8: no such command: quantize\nThe commands are demo, info, "),
+    (["demoo", "a.npy"], 2, "cupy_fp8: no such command: demoo (did you mean demo?)\n"),
+    (["LIST"], 2, "cupy_fp8: no such command: LIST (did you mean list?)\n"),
+    (["", "list"], 2, "cupy_fp8: no such command: \n"),
     *(([name, "--help"], 0, f"usage: python -m cupy_fp8 {name}") for name in COMMANDS),
     *((given, 2, f"usage: python -m cupy_fp8 {given[0]}") for given in (
         ["list", "everything"], ["info", "--json"], ["selftest", "--executor", "tpu"],
@@ -67,6 +71,16 @@ def test_commands_are_the_documented_ones(capsys):
     out = capsys.readouterr().out
     for name, text in COMMANDS.items():
         assert re.search(rf"^  {name} +{re.escape(text)}$", out, re.MULTILINE)
+    assert "\n  --version  " in out
+
+
+def test_an_interrupt_is_no_traceback(monkeypatch, capsys):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cupy_fp8.cli.list.main", interrupted)
+    assert main(["list"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 @pytest.mark.parametrize(("arguments", "code", "out"), [
@@ -95,7 +109,14 @@ def test_console_script(monkeypatch, capsys):
 # ---- list, info ----
 def test_list(capsys):
     assert main(["list"]) == 0
-    assert capsys.readouterr().out.splitlines() == [f"{op.name:24} {op.summary}" for op in cases.OPS.values()]
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 100
+    shown = " ".join(printed.split())
+    for op in cases.OPS.values():
+        assert f" {op.name} {' '.join(op.summary.split())}" in shown
+    titles = re.findall(r"^(\w.*)\n  \w", printed, re.MULTILINE)
+    families = dict.fromkeys(op.family for op in cases.OPS.values())
+    assert titles == [written.TITLES[family] for family in families]
 
 
 def test_list_writes_what_is_out_of_date(monkeypatch, tmp_path, capsys):
@@ -118,17 +139,21 @@ def test_list_writes_what_is_out_of_date(monkeypatch, tmp_path, capsys):
     assert "needs a checkout" in capsys.readouterr().err
 
 
-def test_info(capsys):
+def test_info(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["info"]) == 0
-    found = re.findall(r"^(.+?)  +(.*)$", capsys.readouterr().out, re.MULTILINE)
-    lines = {name: value.strip() for name, value in found}
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    found = re.findall(r"^(\S.*?)  +(.*(?:\n +.*)*)", out, re.MULTILINE)
+    lines = {name: " ".join(value.split()) for name, value in found}
     assert lines["cupy_fp8"] == fp8.__version__
     assert lines["numpy"] == np.__version__
     assert re.match(r"\d+ files, [0-9a-f]{12}", lines["kernel sources"])
     for name in testing.EXECUTORS:
         problem = testing.executor_problem(name)
-        assert lines[f"{name} executor"] == ("works" if problem is None else f"no: {problem}")
-    assert {"ml_dtypes", "cupy"} <= lines.keys()
+        assert lines[f"{name} executor"].startswith("works" if problem is None else f"no: {problem}")
+    assert {"ml_dtypes", "cupy", "matplotlib", "rich"} <= lines.keys()
+    assert out.count("pip install 'cupy-cuda13x") <= 1      # a long reason is given once
     assert backend.gpu_problem() is not None or lines["compute capability"]
 
 

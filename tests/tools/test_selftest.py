@@ -233,22 +233,36 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_on_a_terminal_is_one_line(monkeypatch):
+def test_progress_on_a_terminal(monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", screen := Terminal())
-    monkeypatch.setattr(progress, "_SECONDS_BETWEEN", (0.0, 0.0))
     line = progress.Progress()
     line.clear()
     line.show("one")
-    line.show("two")
+    line.show("two [1/2]")                              # not rich's markup
     line.clear()
     line.clear()
-    assert screen.getvalue() == "\r\x1b[Kone\r\x1b[Ktwo\r\x1b[K"
+    shown = screen.getvalue()
+    assert "two [1/2]\n" in shown
+    assert shown.endswith("\x1b[?25h\r\x1b[1A\x1b[2K")    # the cursor is back, and the line is empty
 
 
-def test_progress_elsewhere_is_plain_lines(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", file := io.StringIO())
+@pytest.mark.parametrize("without", ["a terminal", "rich", "a terminal that moves its cursor"])
+def test_progress_elsewhere_is_a_plain_line_now_and_then(without, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", file := (io.StringIO() if without == "a terminal" else Terminal()))
+    monkeypatch.setenv("TERM", "dumb" if "cursor" in without else "xterm")
+    if without == "rich":
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     line = progress.Progress()
-    for text in ("one", "two"):                         # the second comes too early
+    for at, text in ((0, "one"), (4, "two"), (6, "three"), (8, "four")):    # two and four come too early
+        now[0] = at
         line.show(text)
-        line.clear()
-    assert file.getvalue() == "one\n"
+    now[0] = 10
+    line.printed()                                      # something else
+    for at, text in ((12, "five"), (15, "six")):
+        now[0] = at
+        line.show(text)
+    assert file.getvalue() == "one\nthree\nsix\n"
