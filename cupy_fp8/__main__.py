@@ -6,7 +6,8 @@ import sys
 from importlib import import_module
 
 from . import __version__
-from .cli import names, terminal
+from .advice import meant
+from .cli import terminal
 
 COMMANDS = {
     "demo": "what each recipe loses, on a made-up weight and activation or on your own files",
@@ -43,7 +44,7 @@ def _run(arguments: list[str]) -> int:
         print(f"cupy_fp8 {__version__}")
         return 0
     if arguments and arguments[0] not in ("-h", "--help"):
-        print(f"cupy_fp8: no such command: {names.with_suggestion(arguments[0], COMMANDS)}\n"
+        print(f"cupy_fp8: no such command: {arguments[0]}{meant(arguments[0], COMMANDS)}\n"
               f"The commands are {', '.join(COMMANDS)}; --help says what they do.", file=sys.stderr)
         return 2
     shown = {**COMMANDS, "--version": "the version of this package"}

@@ -12,6 +12,7 @@ from typing import Any
 
 from .. import backend
 from ..io import convert, weights
+from ..io.chunks import Report
 from ..io.replace import replacing
 from .progress import Progress
 
@@ -34,7 +35,7 @@ def main(argv: list[str]) -> int:
 
 def _run(conversion: convert.Conversion, options: argparse.Namespace) -> None:
     _print_plan(conversion)
-    reports: list[convert.Report] = []
+    reports: list[Report] = []
     for number, shard in enumerate(conversion.shards, 1):
         where = f"{number}/{len(conversion.shards)} {conversion.names[shard]}"
         made = _convert(conversion, shard, where)
@@ -58,7 +59,7 @@ def _run(conversion: convert.Conversion, options: argparse.Namespace) -> None:
                                   indent=1).encode())
 
 
-def _convert(conversion: convert.Conversion, shard: str, where: str) -> list[convert.Report] | None:
+def _convert(conversion: convert.Conversion, shard: str, where: str) -> list[Report] | None:
     """Convert a shard, showing its progress."""
     progress, total, start = Progress(), conversion.checkpoint.files[shard], time.perf_counter()
     size, done = sum(t.nbytes for t in total.tensors.values()), 0

@@ -1,12 +1,12 @@
-"""Names of commands and ops on a command line."""
+"""Names of ops on a command line."""
 
 from __future__ import annotations
 
 import argparse
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from .. import cases
+from ..advice import meant
 
 
 def add_ops(parser: argparse.ArgumentParser) -> None:
@@ -19,14 +19,6 @@ def chosen_ops(parser: argparse.ArgumentParser, given: Sequence[str]) -> list[st
     """The given ops in the order of the table, or all of them. An unknown name ends the command with 2."""
     unknown = sorted(set(given) - cases.OPS.keys())
     if unknown:
-        wrong = ", ".join(with_suggestion(name, cases.OPS) for name in unknown)
-        parser.error(f"no such op: {wrong}; the ops are {', '.join(cases.OPS)}")
+        wrong = "".join(f"no such op: {name}{meant(name, cases.OPS)}\n" for name in unknown)
+        parser.error(f"{wrong}The ops are {', '.join(cases.OPS)}.")
     return [name for name in cases.OPS if not given or name in given]
-
-
-def with_suggestion(name: str, known: Iterable[str]) -> str:
-    """The name, and those that may have been meant."""
-    known = list(known)
-    near = difflib.get_close_matches(name.lower(), known, n=3)
-    near += [other for other in known if len(name) > 2 and name.lower() in other and other not in near]
-    return f"{name} (did you mean {' or '.join(near)}?)" if near else name

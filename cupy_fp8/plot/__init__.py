@@ -22,8 +22,9 @@ from .tables import bars, cells, table
 from .training import amax_history
 
 __all__ = ["amax_history", "bars", "block_ranges", "cells", "comparison", "curves", "error_by_magnitude",
-           "format_ranges", "histogram", "loss_histogram", "loss_map", "number_line", "reports", "rounding", "routes",
-           "scale_heat_map", "scale_histogram", "scale_layout", "steps", "table"]
+           "format_ranges", "histogram", "loss_histogram", "loss_map", "number_line", "reports",
+           "rounding", "routes", "scale_heat_map", "scale_histogram", "scale_layout", "steps",
+           "table"]
 
 
 def __getattr__(name: str) -> Any:

@@ -47,8 +47,8 @@ def exit_code(arguments: list[str]) -> int:
     ([], 2, "usage: python -m cupy_fp8 COMMAND"),
     (["--version"], 0, f"cupy_fp8 {fp8.__version__}\n"),
     (["quantize"], 2, "cupy_fp8: no such command: quantize\nThe commands are demo, info, "),
-    (["demoo", "a.npy"], 2, "cupy_fp8: no such command: demoo (did you mean demo?)\n"),
-    (["LIST"], 2, "cupy_fp8: no such command: LIST (did you mean list?)\n"),
+    (["demoo", "a.npy"], 2, "cupy_fp8: no such command: demoo; did you mean demo?\n"),
+    (["LIST"], 2, "cupy_fp8: no such command: LIST; did you mean list?\n"),
     (["", "list"], 2, "cupy_fp8: no such command: \n"),
     *(([name, "--help"], 0, f"usage: python -m cupy_fp8 {name}") for name in COMMANDS),
     *((given, 2, f"usage: python -m cupy_fp8 {given[0]}") for given in (

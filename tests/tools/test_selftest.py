@@ -128,8 +128,8 @@ def test_an_unknown_op(command, given, near, capsys):
     printed = capsys.readouterr()
     assert leaving.value.code == 2
     assert printed.out == ""
-    assert f"no such op: {given} (did you mean " in printed.err
-    assert near in printed.err.split("did you mean ")[1].split("?)")[0]
+    assert f"no such op: {given}; did you mean " in printed.err
+    assert near in printed.err.split("did you mean ")[1].split("?\n")[0]
     assert all(name in printed.err for name in cases.OPS)
 
 
