@@ -137,7 +137,7 @@ def test_an_unknown_op(command, given, near, capsys):
 def test_a_name_like_no_other(capsys):
     with pytest.raises(SystemExit):
         main(["selftest", "zzz"])
-    assert f"no such op: zzz; the ops are {next(iter(cases.OPS))}" in capsys.readouterr().err
+    assert f"no such op: zzz\nThe ops are {next(iter(cases.OPS))}" in capsys.readouterr().err
 
 
 @needs_host
