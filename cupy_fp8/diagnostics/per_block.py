@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, asnumpy, contiguous
+from ..arrays import Array, contiguous
 from ..results import Quantized, Scaled
 from . import pieces
 from .inputs import module_of_x, require_shape, values_and_codes
@@ -55,14 +55,12 @@ class BlockReport:
         return down[:, None] * across
 
     def _facts(self) -> dict[str, str]:
-        exponents = asnumpy(self.exponents)
-        known = exponents[np.isfinite(exponents)]
-        span = "unknown" if known.size == 0 else f"{known.min():g} … {known.max():g}"
-        return {"blocks": "×".join(map(str, exponents.shape)),
+        spread = self.scales._facts()
+        return {"blocks": "×".join(map(str, self.exponents.shape)),
                 **{f"with {name}": "unknown" if a is None else f"{int((a != 0).sum()):,}" for name, a in (
                     ("saturated", self.saturated), ("underflowed", self.underflowed), ("NaN", self.nan),
                     ("−0", self.negative_zeros))},
-                "log2 scale_inv": span, "mean ± deviation": self.scales._facts()["mean ± deviation"]}
+                **{name: spread[name] for name in ("log2 scale_inv", "mean ± deviation")}}
 
     def __repr__(self) -> str:
         f = self._facts()

@@ -186,8 +186,8 @@ def test_the_way_of_cupy(monkeypatch, block, transposed, dtype):
     assert error(device_x, there) == whole
     if per_block is not None:
         report = blocks(device_x, there)
-        assert max(copied) < x.nbytes / 32
         assert repr(report) == repr(per_block)
+        assert max(copied) < x.nbytes / 32
         for name in ("saturated", "underflowed", "nan", "negative_zeros", "exponents"):
             np.testing.assert_array_equal(getattr(report, name).on_host, getattr(per_block, name))
 
