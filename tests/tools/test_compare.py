@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import stand_in_arithmetic
+from tiers import needs_host
 
 import cupy_fp8 as fp8
 from cupy_fp8 import diagnostics
@@ -208,13 +210,29 @@ def test_short_texts():
 
 
 # ---- GPUs ----
-@pytest.mark.gpu
-def test_on_a_gpu():
-    """The figures are those of NumPy."""
-    x = values(40, 160, outliers=1e3)
-    recipes: list[Any] = [fp8.CurrentScaling(), fp8.DelayedScaling(), fp8.MXScaling()]
-    here, there = diagnostics.compare(x, recipes), diagnostics.compare(fp8.asarray(x, like="cupy"), recipes)
+RECIPES_ON_DEVICES: list[Any] = [fp8.CurrentScaling(), fp8.DelayedScaling(), fp8.MXScaling()]
+
+
+def assert_same_figures(here, there):
     for a, b in zip(here, there, strict=True):
-        assert a.bytes_per_element == b.bytes_per_element
+        assert (a.name, a.bytes_per_element) == (b.name, b.bytes_per_element)
         assert vars(a.error) == pytest.approx(vars(b.error), rel=1e-12)
     assert here.verdict == there.verdict
+
+
+@needs_host
+def test_where_cupy_is(monkeypatch):
+    """The figures are those of NumPy, and nothing else leaves the device."""
+    x = values(40, 160, outliers=1e3)
+    here = diagnostics.compare(x, RECIPES_ON_DEVICES)
+    module, copied = stand_in_arithmetic.install(monkeypatch)
+    there = diagnostics.compare(module.asarray(x), RECIPES_ON_DEVICES)
+    assert_same_figures(here, there)
+    assert max(copied) < x.nbytes / 8
+    assert there.dtype == "float32"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    x = values(400, 1600, outliers=1e3)
+    assert_same_figures(diagnostics.compare(x), diagnostics.compare(fp8.asarray(x, like="cupy")))

@@ -8,10 +8,14 @@ import json
 import math
 import re
 import sys
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import stand_in_arithmetic
+from tiers import needs_host
 
 import cupy_fp8 as fp8
 from cupy_fp8 import diagnostics
@@ -328,6 +332,35 @@ def test_data():
     assert np.abs(f).max() > 6 * f.std()                    # a normal distribution of this size has less
     per_channel = np.abs(x.astype(np.float64))[1:].mean(axis=0)
     assert (per_channel > 6 * np.median(per_channel)).sum() >= 4     # outlier channels
+
+
+@needs_host
+def test_where_cupy_is(matrices, tmp_path, monkeypatch, capsys):
+    """Tensors go to the device, and times are the benchmark's."""
+    recipes = (fp8.CurrentScaling(), fp8.MXScaling())
+    module, _ = stand_in_arithmetic.install(monkeypatch)
+    traffic: list[int] = []
+
+    def measure(make, nbytes):
+        call, _ = make()
+        assert isinstance(call(), fp8.Quantized)
+        traffic.append(nbytes)
+        return SimpleNamespace(us=12.0, share=0.5)
+
+    monkeypatch.setattr(import_module("cupy_fp8.bench.measure"), "measure", measure)
+    monkeypatch.setattr(demo_rows, "RECIPES", recipes)
+    monkeypatch.setattr(comparison, "RECIPES", recipes)
+    monkeypatch.setattr(demo, "_executor_name", lambda xp: f"CUDA kernels on {xp.__name__}")
+    monkeypatch.setattr(module.ndarray, "copy", lambda a: module.asarray(a.get()), raising=False)
+    assert demo.main([str(matrices[0]), "--array", "cupy"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("CUDA kernels on cupy.\n")
+    assert "copy          the time of a device copy" in out
+    for name in ("layer.0.weight", "layer.1.weight"):
+        found = diagnostics.compare(matrices[1][name], recipes)
+        assert list(tables_of(out)[name].values()) == [[*row.cells()[1:], "12.0 µs", "50%"] for row in found]
+    first = matrices[1]["layer.0.weight"]
+    assert traffic[0] == first.nbytes + fp8.quantize_tensor(first).nbytes
 
 
 @pytest.mark.gpu
