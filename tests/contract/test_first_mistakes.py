@@ -86,6 +86,26 @@ def test_something_else_as_the_first_array(name, place):
         assert words in message, message
 
 
+def test_a_scale_on_another_gpu(device):
+    if len(device.devices) < 2:
+        pytest.skip("one GPU")
+    first, second = device.devices[:2]
+    scale = device.array(np.ones(1, np.float32), second)
+    message = (f"scale: on GPU {second}, the input is on GPU {first}; `with cupy.cuda.Device({first}): "
+               "scale.copy()` copies it there")
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        fp8.quantize_tensor(device.array(X), scale)
+
+
+def test_arrays_of_two_kinds(device):
+    for x, scale, other, kind in ((device.array(X), np.ones(1, np.float32), "numpy", "cupy"),
+                                  (X, device.array(np.ones(1, np.float32)), "cupy", "numpy")):
+        message = (f"scale: a {other} array among {kind} arrays; cupy_fp8.asarray(scale, like=\"{kind}\") "
+                   "moves it")
+        with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+            fp8.quantize_tensor(x, scale)
+
+
 Mistake = tuple[Callable[[], Any], type[Exception], str]
 
 MISTAKES: dict[str, Mistake] = {
