@@ -1,6 +1,6 @@
 """What error messages say to write instead of what was given. Nothing here runs before a call is refused.
 
-Each function returns the end of a message, which begins with a semicolon, or '' where there is nothing to say.
+Functions return the end of a message, which begins with a semicolon, or '' where there is nothing to say.
 """
 
 from __future__ import annotations
