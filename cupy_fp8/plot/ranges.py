@@ -75,7 +75,7 @@ def block_ranges(x: Array, q: Scaled | Quantized, row: int = 0, *, first: int = 
     >>> [t.get_text() for t in ax.texts]
     ['block 0', 'block 1', 'block 2']
     """
-    part = q.rowwise if isinstance(q, Quantized) else q
+    part = q._row if isinstance(q, Quantized) else q
     if part is None or part.block is None or part.block[0] != 1 or part.block[1] is None:
         raise ValueError(f"q: expected row-wise blocks, such as quantize_mx makes, got {q!r}")
     if part.shape != x.shape or len(x.shape) != 2:

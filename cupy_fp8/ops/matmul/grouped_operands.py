@@ -67,7 +67,7 @@ def read_rows(call: Call, given: Any, check: Any) -> Side:
     """a of "m": rows of all groups, one group after the other."""
     if isinstance(given, Grouped):
         return _grouped_rows(call, given, check)
-    s = given.rowwise if isinstance(given, Quantized) else given
+    s = given._row if isinstance(given, Quantized) else given
     if isinstance(s, Scaled) and s.block == (1, 128) and getattr(s.scale_inv, "ndim", 2) == 1:
         return _rows_with_flat_scales(call, given, s)
     found = _matrix(call, "a", given, 2, "[all rows, K]")
@@ -216,7 +216,7 @@ def read_columns(call: Call, name: str, given: Any, check: Any, beside: Side | N
         return _grouped_columns(call, name, given, check, beside)
     s = given
     if isinstance(given, Quantized):
-        column = given.columnwise
+        column = given._column
         s = column if column is not None and getattr(column.data, "ndim", 2) == 1 else given
     if isinstance(s, Scaled) and getattr(s.data, "ndim", 2) == 1 and s.transposed:
         return _flat_columns(call, name, given, s)

@@ -119,7 +119,7 @@ def _flat_or_matrix(a: Scaled | Quantized) -> Scaled:
     """Of a Quantized the flat column-wise data of groups, else the row-wise matrix."""
     if isinstance(a, Scaled):
         return a
-    s = a.columnwise if a.columnwise is not None and a.columnwise.data.ndim == 1 else a.rowwise
+    s = a._column if a._column is not None and a._column.data.ndim == 1 else a._row
     assert s is not None
     return s
 
