@@ -10,7 +10,7 @@ from ..arrays import Array, asnumpy
 from ..formats import FORMATS, FP8_DTYPES, Format
 from ..results import Quantized, Scaled
 from .sample import sampled
-from .style import GREY, ORANGE, VERMILION, axes, blue, is_dark
+from .style import GREY, ORANGE, VERMILION, axes, binade_ticks, blue, is_dark
 
 __all__ = ["error_by_magnitude", "histogram"]
 
@@ -48,6 +48,7 @@ def histogram(x: Array, q: Any = None, *, ax: Any = None) -> Any:
     if isinstance(s, Scaled) and s.scale_inv.size == 1:
         _mark_range(ax, FORMATS[s.dtype], float(asnumpy(s.scale_inv).reshape(())))
     ax.set_xscale("log", base=2)
+    binade_ticks(ax.xaxis, *ax.get_xlim())
     if present.size:
         ax.set_yscale("log")
         ax.set_ylim(bottom=0.7)                     # a bar of one element is seen
@@ -95,6 +96,7 @@ def error_by_magnitude(x: Array, q: Any, *, ax: Any = None) -> Any:
         ax.axhline(bound, color=GREY, linestyle="--", linewidth=0.9,
                    label=f"half a unit in the last place, {bound:g}")
     ax.set_xscale("log", base=2)
+    binade_ticks(ax.xaxis, *ax.get_xlim())
     ax.set_yscale("log")
     ax.set_xlabel("|x|")
     ax.set_ylabel("relative error")

@@ -13,7 +13,7 @@ from ..ops.convert.astype import astype
 from ..reference.numerics import widen
 from ..results import Quantized, Scaled
 from .representable import number_line
-from .style import BLUE, GREY, ORANGE, VERMILION, axes
+from .style import BLUE, GREY, ORANGE, VERMILION, axes, binade_ticks
 
 __all__ = ["block_ranges", "format_ranges", "rounding"]
 
@@ -50,6 +50,7 @@ def format_ranges(dtypes: Any, *, top: float | None = None, ax: Any = None) -> A
         ends += low, high
     span = np.log2(max(ends) / min(ends))
     ax.set_xlim(min(ends) / 2 ** (0.02 * span), max(ends) * 2 ** (0.15 * span))
+    binade_ticks(ax.xaxis, *ax.get_xlim())
     ax.set_yticks(range(len(formats)), [f.dtype.name for f in formats])
     ax.set_ylim(len(formats) - 0.5, -0.5)
     ax.tick_params(axis="y", length=0)
@@ -98,6 +99,7 @@ def block_ranges(x: Array, q: Scaled | Quantized, row: int = 0, *, first: int = 
     ax.plot(at, np.where(magnitude > 0, magnitude, np.nan), "o", color=BLUE, markersize=3.5, label="|x|")
     ax.set_yscale("log", base=2)
     ax.set_ylim(top=16 * f.max * scales[first:stop].max())
+    binade_ticks(ax.yaxis, *ax.get_ylim())
     ax.set_xticks(np.arange(first, stop + 1) * width)
     ax.grid(axis="x", color=GREY, alpha=0.4)
     ax.set(xlabel="column", ylabel="|x|")
@@ -132,6 +134,7 @@ def rounding(x: Any, dtype: Any = "float8_e4m3fn", *, ax: Any = None) -> Any:
         if after:
             ax.annotate("", (after, -0.35), (before, -1.1), arrowprops={"arrowstyle": "->", "color": colour})
     ax.set_xlim(min(values.min(), f.smallest_subnormal) / 1.5, 2 * values.max())
+    binade_ticks(ax.xaxis, *ax.get_xlim())
     ax.set_ylim(0.5, -1.6)
     ax.set_yticks([-1.2, 0], ["x", f.dtype.name])
     lost = int((codes == 0).sum())

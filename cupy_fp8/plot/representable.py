@@ -9,7 +9,7 @@ import numpy as np
 
 from ..formats import FORMATS, Format, lookup
 from ..reference.numerics import widen
-from .style import GREY, ORANGE, axes, blue
+from .style import GREY, ORANGE, axes, binade_ticks, blue
 
 __all__ = ["number_line"]
 
@@ -45,6 +45,7 @@ def number_line(dtypes: Any, *, axis: str = "log", limit: float | None = None, a
             ax.vlines(part, row - 0.3, row + 0.3, color=colour, linewidth=0.9 if v.size < 200 else 0.6)
     if axis == "log":
         ax.set_xscale("log", base=2)
+        binade_ticks(ax.xaxis, *ax.get_xlim())
     ax.set_yticks(range(len(formats)), [f.dtype.name for f in formats])
     ax.set_ylim(len(formats) - 0.5, -0.5)
     ax.set_title("Representable values", fontsize="medium")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 MATPLOTLIB_HINT = "plotting needs matplotlib: pip install 'cupy_fp8[plot]' (or: pip install matplotlib)"
@@ -60,3 +61,15 @@ def integer_ticks(axis: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def binade_ticks(axis: Any, low: float, high: float) -> None:
+    """Ticks at powers of two, whose exponents are multiples of 1, 2, 4, 8, … for at most nine of them."""
+    from matplotlib.ticker import LogFormatterMathtext, LogLocator, NullLocator
+
+    span, step = math.log2(high / low), 1
+    while span / step > 9:
+        step *= 2
+    axis.set_major_locator(LogLocator(base=2.0**step, numticks=99))
+    axis.set_major_formatter(LogFormatterMathtext(base=2))
+    axis.set_minor_locator(NullLocator())

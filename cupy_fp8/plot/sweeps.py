@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import asnumpy
 from ..diagnostics import ErrorReport
-from .style import BLUE, GREEN, GREY, ORANGE, VERMILION, axes, figure
+from .style import BLUE, GREEN, GREY, ORANGE, VERMILION, axes, binade_ticks, figure, integer_ticks
 
 __all__ = ["curves", "reports"]
 
@@ -52,8 +52,9 @@ def curves(x: Any, series: Mapping[str, Any], *, xlabel: str = "", ylabel: str =
         colour, dashes, marker = _LOOKS[i % len(_LOOKS)]
         ax.plot(at, y, linestyle=dashes, color=colour, marker=marker if at.size <= _MARKED else "",
                 markersize=4, linewidth=1.5, label=label)
-    _set_scale(ax.xaxis, ax.set_xscale, xscale, whole=bool((at == np.round(at)).all()))
-    _set_scale(ax.yaxis, ax.set_yscale, yscale, whole=False)
+    _set_scales(ax, xscale, yscale)
+    if xscale == "linear" and (at == np.round(at)).all():
+        integer_ticks(ax.xaxis)
     ax.set(xlabel=xlabel, ylabel=ylabel)
     if title:
         ax.set_title(title, fontsize="medium")
@@ -71,13 +72,13 @@ def _numbers(values: Any, name: str) -> np.ndarray:
     return a
 
 
-def _set_scale(axis: Any, set_scale: Any, scale: str, whole: bool) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    if scale != "linear":
-        set_scale("log", base=int(scale.removeprefix("log")))
-    elif whole:
-        axis.set_major_locator(MaxNLocator(integer=True))
+def _set_scales(ax: Any, xscale: str, yscale: str) -> None:
+    for axis, scale, set_scale, limits in ((ax.xaxis, xscale, ax.set_xscale, ax.get_xlim),
+                                           (ax.yaxis, yscale, ax.set_yscale, ax.get_ylim)):
+        if scale != "linear":
+            set_scale("log", base=int(scale.removeprefix("log")))
+        if scale == "log2":
+            binade_ticks(axis, *limits())
 
 
 def reports(x: Any, series: Mapping[str, Sequence[ErrorReport]],

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..arrays import asnumpy
 from ..formats import FP8_DTYPES, lookup
-from .style import BLUE, GREY, VERMILION, axes, ink
+from .style import BLUE, GREY, VERMILION, axes, binade_ticks, ink
 
 __all__ = ["amax_history"]
 
@@ -45,6 +45,7 @@ def amax_history(amax: Any, limit: Any, *, dtype: Any = "float8_e4m3fn", steps: 
     ax.vlines(at[over], most[over], seen[over], color=VERMILION, linewidth=3,
               label=f"saturated ({int(over.sum())} {'step' if over.sum() == 1 else 'steps'})")
     ax.set_yscale("log", base=2)
+    binade_ticks(ax.yaxis, *ax.get_ylim())
     ax.set(xlabel="step", ylabel="magnitude")
     ax.grid(axis="y", color=GREY, alpha=0.25)
     ax.xaxis.get_major_locator().set_params(integer=True)
