@@ -13,7 +13,7 @@ from ..ops.convert.astype import astype
 from ..reference.numerics import widen
 from ..results import Quantized, Scaled
 from .representable import number_line
-from .style import BLUE, GREY, ORANGE, VERMILION, axes, binade_ticks
+from .style import BLUE, GREY, ORANGE, VERMILION, axes, binade_ticks, blue
 
 __all__ = ["block_ranges", "format_ranges", "rounding"]
 
@@ -41,7 +41,7 @@ def format_ranges(dtypes: Any, *, top: float | None = None, ax: Any = None) -> A
     for row, f in enumerate(formats):
         factor = 1.0 if top is None else top / f.max
         low, normal, high = factor * f.smallest_subnormal, factor * f.smallest_normal, factor * f.max
-        ax.barh(row, high - normal, left=normal, height=0.6, color=BLUE, label="normal numbers")
+        ax.barh(row, high - normal, left=normal, height=0.6, color=blue(ax), label="normal numbers")
         if f.mantissa_bits:
             ax.barh(row, normal - low, left=low, height=0.6, color=ORANGE, hatch="///",
                     edgecolor=ax.get_facecolor(), linewidth=0, label="subnormals")
@@ -96,7 +96,7 @@ def block_ranges(x: Array, q: Scaled | Quantized, row: int = 0, *, first: int = 
                         linewidth=0, label="subnormals" if named else None)
         ax.hlines(f.max * s, *edges, color=VERMILION, linestyle="--", label="largest code" if named else None)
         ax.text(sum(edges) / 2, f.max * s * 1.5, f"block {block}", ha="center", fontsize="small")
-    ax.plot(at, np.where(magnitude > 0, magnitude, np.nan), "o", color=BLUE, markersize=3.5, label="|x|")
+    ax.plot(at, np.where(magnitude > 0, magnitude, np.nan), "o", color=blue(ax), markersize=3.5, label="|x|")
     ax.set_yscale("log", base=2)
     ax.set_ylim(top=16 * f.max * scales[first:stop].max())
     binade_ticks(ax.yaxis, *ax.get_ylim())

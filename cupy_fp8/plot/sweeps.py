@@ -9,14 +9,14 @@ import numpy as np
 
 from ..arrays import asnumpy
 from ..diagnostics import ErrorReport
-from .style import BLUE, GREEN, GREY, ORANGE, VERMILION, axes, binade_ticks, figure, integer_ticks
+from .style import BLUE, GREEN, GREY, ORANGE, VERMILION, axes, binade_ticks, blue, figure, integer_ticks
 
 __all__ = ["curves", "reports"]
 
 # Lines differ in colour, dashes and marker at once, so that no reader depends on colour.
 _LOOKS: tuple[tuple[str, str, str], ...] = (
     (BLUE, "-", "o"), (VERMILION, "--", "s"), (GREEN, "-.", "^"), (ORANGE, ":", "D"), (GREY, "-", "v"),
-    ("#CC79A7", "--", "P"), ("#56B4E9", "-.", "X"))
+    ("#CC79A7", "--", "P"), ("#882255", "-.", "X"))
 _MARKED = 40                                    # A line of more points has no markers.
 _SCALES = ("linear", "log2", "log10")
 _SHARES = ("saturated", "underflowed", "nan", "nonfinite")
@@ -50,8 +50,8 @@ def curves(x: Any, series: Mapping[str, Any], *, xlabel: str = "", ylabel: str =
     ax = axes(ax, (7, 3))
     for i, (label, y) in enumerate(lines.items()):
         colour, dashes, marker = _LOOKS[i % len(_LOOKS)]
-        ax.plot(at, y, linestyle=dashes, color=colour, marker=marker if at.size <= _MARKED else "",
-                markersize=4, linewidth=1.5, label=label)
+        ax.plot(at, y, linestyle=dashes, color=blue(ax) if colour == BLUE else colour,
+                marker=marker if at.size <= _MARKED else "", markersize=4, linewidth=1.5, label=label)
     _set_scales(ax, xscale, yscale)
     if xscale == "linear" and (at == np.round(at)).all():
         integer_ticks(ax.xaxis)

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..arrays import asnumpy
 from ..formats import FP8_DTYPES, lookup
-from .style import BLUE, GREY, VERMILION, axes, binade_ticks, ink
+from .style import GREY, VERMILION, axes, binade_ticks, blue, ink
 
 __all__ = ["amax_history"]
 
@@ -40,7 +40,7 @@ def amax_history(amax: Any, limit: Any, *, dtype: Any = "float8_e4m3fn", steps: 
     half_step = 2.0 ** (np.floor(np.log2(f.max)) - f.mantissa_bits - 1) / f.max
     over = seen > most * (1 + half_step)
     ax = axes(ax, (8, 3))
-    ax.plot(at, most, drawstyle="steps-mid", color=BLUE, linewidth=1.4, label="largest value that fits")
+    ax.plot(at, most, drawstyle="steps-mid", color=blue(ax), linewidth=1.4, label="largest value that fits")
     ax.plot(at, seen, ".", color=ink(ax), markersize=5, label="amax of the step")
     ax.vlines(at[over], most[over], seen[over], color=VERMILION, linewidth=3,
               label=f"saturated ({int(over.sum())} {'step' if over.sum() == 1 else 'steps'})")

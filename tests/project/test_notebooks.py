@@ -28,6 +28,7 @@ def execute_in_place(path):
     from nbclient import NotebookClient
     from traitlets.config import Config
 
+    os.environ.pop("MPLBACKEND", None)          # Another backend than the kernel's shows no pictures.
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         cell.metadata = {}
