@@ -19,6 +19,7 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gemm", "mm", "scaled_mm", "fp8_gemm", "linear", "dot"),
                     ("matmul_nt", "grouped_matmul_nt")),
     **dict.fromkeys(("cast", "to_fp8"), ("quantize_tensor", "astype")),
+    **dict.fromkeys(("quantize", "quantise"), ("quantize_block", "quantize_mx", "quantize_tensor")),
     **dict.fromkeys(("array", "tensor", "from_numpy"), ("asarray",)),
     **dict.fromkeys(("numpy", "to_numpy"), ("asnumpy",)),
     **dict.fromkeys(("from_torch", "from_jax"), ("from_dlpack",)),

@@ -10,7 +10,7 @@ from ..arrays import Array, asarray
 from ..formats import bfloat16
 
 _OUTLIER_CHANNELS = 6
-_OUTLIER_GAIN = 30.0
+_OUTLIER_GAIN, _FIRST_TOKEN_GAIN = 30.0, 300.0
 
 
 def weight(rows: int, columns: int, *, dtype: Any = bfloat16, like: Any = None, seed: int = 0) -> Array:
@@ -32,12 +32,13 @@ def activation(tokens: int, channels: int, *, dtype: Any = bfloat16, like: Any =
     """A residual stream [tokens, channels]: the sizes of channels are log-normal.
 
     Six channels are 30 times larger for every token (the outlier channels of arXiv 2208.07339), and in those
-    the first token is far larger than the others.
+    the first token is thousands of times larger than most values (the massive activations of arXiv
+    2402.17762).
     """
     rng = np.random.default_rng([seed, 1])
     channel_size = np.exp(0.5 * rng.standard_normal(channels, np.float32))
     outliers = rng.choice(channels, min(_OUTLIER_CHANNELS, channels), replace=False)
     channel_size[outliers] *= np.float32(_OUTLIER_GAIN)
     x = rng.standard_normal((tokens, channels), np.float32) * channel_size
-    x[:1, outliers] *= np.float32(8)
+    x[:1, outliers] *= np.float32(_FIRST_TOKEN_GAIN)
     return asarray(x, dtype, like=like)

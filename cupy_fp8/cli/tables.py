@@ -51,6 +51,7 @@ class MarkdownTable(Table):
         self._title, self._columns, self.left_out = "  ".join(title), list(columns), []
 
     def __enter__(self) -> MarkdownTable:
+        self._progress.printed()
         rule = ["---:" if c.right else "---" for c in self._columns]
         print(f"### {_escaped(self._title)}\n")
         for cells in [c.title for c in self._columns], rule:

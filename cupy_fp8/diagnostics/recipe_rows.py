@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 from ..formats import float8_e4m3fn
@@ -46,6 +46,14 @@ class RecipeError:
         """The share of the elements that was saturated, or became 0 or NaN and was not."""
         e = self.error
         return ((e.saturated or 0) + e.underflowed + max(e.nan - e.nonfinite, 0)) / e.elements
+
+    @property
+    def code(self) -> str:
+        """The recipe as it is written, without the options that are as usual."""
+        values = {field.name: getattr(self.recipe, field.name) for field in fields(self.recipe)
+                  if getattr(self.recipe, field.name) != field.default}
+        options = [f"{name}={(str(value) if name == 'dtype' else value)!r}" for name, value in values.items()]
+        return f"fp8.{type(self.recipe).__name__}({', '.join(options)})"
 
     @property
     def figures(self) -> tuple[ErrorReport, float]:

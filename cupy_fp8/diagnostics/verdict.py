@@ -14,8 +14,11 @@ Rows: TypeAlias = Sequence[RecipeError]
 
 #: A recipe is good enough within this of the best: share of the elements that is lost, then decibels.
 _SHARE, _DECIBELS = 0.01, 1.0
-#: More decibels than these are no better: x was FP8 before, or a few large values are all of its power.
-_ENOUGH = 60.0
+#: The decibels that E4M3's rounding leaves of values of any size. A recipe with more has large values that
+#: happen to be exact, as the largest value of each block is under a scale that is no power of two.
+_ROUNDED = 32.0
+#: Where x was FP8 before, and a recipe gives it back: as good as exact.
+_EXACT = 60.0
 
 
 def good(rows: Rows) -> dict[str, RecipeError]:
@@ -23,7 +26,8 @@ def good(rows: Rows) -> dict[str, RecipeError]:
     noise. What is lost comes first, because SQNR is that of a few large values where there are such."""
     least = min(row.lost for row in rows)
     kept = [row for row in rows if row.lost <= least + _SHARE]
-    best = min(max(row.error.sqnr_db for row in kept), _ENOUGH)
+    most = max(row.error.sqnr_db for row in kept)
+    best = min(most, _EXACT if most == math.inf else _ROUNDED)
     return {row.name: row for row in kept if row.error.sqnr_db >= best - _DECIBELS}
 
 
@@ -41,7 +45,7 @@ def recommended(tensors: Sequence[Rows]) -> str:
 
 
 def verdict_on(tensors: Sequence[Rows]) -> str:
-    """A sentence: the recipe to take for these tensors, and why."""
+    """Two sentences: the recipe to take for these tensors and why, and how it is written."""
     usable = [rows for rows in tensors if not rows[0].error.nonfinite]
     if not usable:
         where = "x" if len(tensors) == 1 else "these tensors"
@@ -49,11 +53,13 @@ def verdict_on(tensors: Sequence[Rows]) -> str:
     name = recommended(usable)
     said = _on_one(name, usable[0]) if len(usable) == 1 else _on_many(name, usable)
     broken = len(tensors) - len(usable)
-    return said if not broken else f"{said[:-1]}; {broken} with NaN or Inf left out."
+    if broken:
+        said = f"{said[:-1]}; {broken} with NaN or Inf left out."
+    return f"{said} It is written {_row(name, usable[0]).code}."
 
 
 def _on_one(name: str, rows: Rows) -> str:
-    row, smallest = next(row for row in rows if row.name == name), _smallest(rows)
+    row, smallest = _row(name, rows), _smallest(rows)
     if row.error.sqnr_db == math.inf:
         return f"Take {name}: it is exact."
     if row is smallest:
@@ -68,12 +74,16 @@ def _on_many(name: str, tensors: Sequence[Rows]) -> str:
     least = "exact" if low == math.inf else f"at least {low:.1f} dB"
     which = f"{len(fine)} of {len(tensors)}" if len(fine) < len(tensors) else (
         f"all {len(fine)}" if len(fine) > 2 else "both")
-    said = f"Take {name}: it is good enough for {which} tensors ({least}, {_lost(lost)})"
+    said = f"Take {name}: it is hardly worse than the best recipe in {which} tensors ({least}, {_lost(lost)})"
     smallest = _smallest(tensors[0]).name
     others = sum(smallest in rows for rows in enough)
     if others < len(fine):
-        said += f"; {smallest} is for {others or 'none'} of them"
+        said += f"; {smallest} is so in {others or 'none'} of them"
     return f"{said}."
+
+
+def _row(name: str, rows: Rows) -> RecipeError:
+    return next(row for row in rows if row.name == name)
 
 
 def _smallest(rows: Rows) -> RecipeError:
@@ -85,4 +95,4 @@ def _figures(row: RecipeError) -> str:
 
 
 def _lost(lost: float) -> str:
-    return f"{share(lost)} of the values lost" if lost else "no value lost"
+    return f"{share(lost)} of the values saturated or 0" if lost else "no value saturated or 0"

@@ -24,6 +24,7 @@ __all__ = ["Found", "tensors"]
 
 _FLOAT64 = np.dtype(np.float64)
 _SCALES = ("_scale_inv", "_scale")
+_MAGIC = b"\x93NUMPY"
 
 
 class Found(NamedTuple):
@@ -53,10 +54,14 @@ def tensors(path: PathLike) -> Iterator[Found]:
 
 
 def _npy(path: Path) -> Iterator[Found]:
+    with path.open("rb") as file:
+        start = file.read(len(_MAGIC))
+    if start != _MAGIC:
+        raise ValueError(f"{path}: not an .npy file (it begins with {start!r})")
     try:
         a = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise ValueError(f"{path}: not an .npy file ({error})") from None
+        raise ValueError(f"{path}: an .npy file that cannot be read ({error})") from None
     return _found(path.stem, np.asarray(a))
 
 
@@ -124,7 +129,7 @@ def _why_not(name: str, value: Any) -> str:
         return f"{type(value).__name__}, not an array"
     dtype, dimensions = value.dtype, len(value.shape)
     if dimensions < 2:
-        return "vectors and numbers stay as they are"
+        return "vectors and numbers are not multiplied in FP8"
     if dtype == float8_e8m0fnu or name.endswith(_SCALES):
         return "scales without FP8 data in this file"
     if dtype.kind == "V" and dtype not in (*FP8_DTYPES, bfloat16):

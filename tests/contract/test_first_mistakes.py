@@ -289,7 +289,7 @@ def test_arrays_that_only_look_different():
 # ---- names ----
 @pytest.mark.parametrize(("name", "meant"), [
     ("quantise_block", "quantize_block?"), ("dequantise", "dequantize?"), ("Quantised", "Quantized?"),
-    ("quantize", "quantize_mx, quantize_block or quantize_tensor?"), ("quantize_mxfp8", "quantize_mx?"),
+    ("quantize", "quantize_block, quantize_mx or quantize_tensor?"), ("quantize_mxfp8", "quantize_mx?"),
     ("quantize_fp8", "quantize_mx, quantize_block or quantize_tensor?"), ("matmul", "matmul_nt?"),
     ("qunatize_block", "quantize_block"), ("gemm", "matmul_nt or grouped_matmul_nt?"),
     ("scaled_mm", "matmul_nt"), ("cast", "quantize_tensor or astype?"), ("mx_scaling", "MXScaling?"),

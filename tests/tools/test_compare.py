@@ -146,11 +146,26 @@ def test_verdicts():
     assert "tensor E4M3 has" in wild.verdict
     assert verdict.verdict_on([plain.rows, plain.rows, wild.rows]).startswith("Take ")
     assert verdict.verdict_on([plain.rows, plain.rows]).startswith(
-        "Take tensor E4M3: it is good enough for both tensors (at least 31.")
+        "Take tensor E4M3: it is hardly worse than the best recipe in both tensors (at least 31.")
     assert verdict.verdict_on([plain.rows, wild.rows, plain.rows]).startswith(
-        "Take tensor E4M3: it is good enough for 2 of 3 tensors (at least 31.")
+        "Take tensor E4M3: it is hardly worse than the best recipe in 2 of 3 tensors (at least 31.")
     mixed = verdict.verdict_on([wild.rows, plain.rows, wild.rows])
-    assert f"for 2 of 3 tensors (at least {wild[chosen.name].error.sqnr_db:.1f} dB" in mixed
+    assert f"in 2 of 3 tensors (at least {wild[chosen.name].error.sqnr_db:.1f} dB" in mixed
+
+
+def test_values_that_happen_to_be_exact_are_no_reason():
+    """A column of outliers is the amax of its rows, which scales that are no powers of two store exactly."""
+    x = values(256, 300)
+    x[:, 7] *= 1000
+    found = diagnostics.compare(x)
+    assert found["row E4M3"].error.sqnr_db > 60
+    assert found.verdict.startswith("Take tensor E4M3: ")
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, fp8.BlockScaling(profile="vllm", eps=1e-3)], ids=str)
+def test_code_makes_the_recipe(recipe):
+    (row,) = diagnostics.compare(values(8, 8), [recipe])
+    assert eval(row.code, {"fp8": fp8}) == recipe
 
 
 def test_verdict_on_what_is_not_finite():
@@ -161,12 +176,12 @@ def test_verdict_on_what_is_not_finite():
     assert broken.verdict == "Take none yet: find the NaN or Inf in x first."
     both = verdict.verdict_on([broken.rows, broken.rows])
     assert both == "Take none yet: find the NaN or Inf in these tensors first."
-    assert verdict.verdict_on([broken.rows, fine.rows]).endswith("; 1 with NaN or Inf left out.")
+    assert "; 1 with NaN or Inf left out. It is written " in verdict.verdict_on([broken.rows, fine.rows])
 
 
 def test_zeros_are_exact():
     found = diagnostics.compare(np.zeros((130, 130), np.float32))
-    assert found.verdict == "Take tensor E4M3: it is exact."
+    assert found.verdict == "Take tensor E4M3: it is exact. It is written fp8.CurrentScaling()."
     assert found["MX E4M3"].cells()[1:3] == ("exact", "–")
 
 

@@ -75,9 +75,9 @@ def test_rows_are_what_the_recipes_do(matrices, tmp_path, capsys):
         cells = shown[row["tensor"]].get(want.name)
         assert cells == (None if want.name in found.same else [
             *want.cells()[1:], demo_rows.duration(row["microseconds"])])
-    assert report["left_out"] == {"vectors and numbers stay as they are": ["bias", "scale"],
+    assert report["left_out"] == {"vectors and numbers are not multiplied in FP8": ["bias", "scale"],
                                   "int64, not a float type": ["ids"]}
-    assert "Left out: bias and 1 more (vectors and numbers stay as they are).\n" in out
+    assert "Left out: bias and 1 more (vectors and numbers are not multiplied in FP8).\n" in out
     assert " ".join(out.split()).endswith(report["verdict"])
     assert "normal error  relative error of the values" in out
 
@@ -239,7 +239,7 @@ def test_file_without_matrices(tmp_path, capsys):
     code, out, err = run(capsys, tmp_path / "v.npy")
     assert code == 1
     assert "no float tensor of two or three dimensions" in err
-    assert "Left out: v (vectors and numbers stay as they are)." in out
+    assert "Left out: v (vectors and numbers are not multiplied in FP8)." in out
 
 
 def test_damage_that_is_found_late(matrices, capsys):
