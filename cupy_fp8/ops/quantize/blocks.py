@@ -52,8 +52,8 @@ _AMAX_FIRST, _GUARDED, _ROUND_DOWN, _ROUND_UP, _OTHER_QUOTIENT, _OTHER_PRODUCT =
 @for_methods
 def quantize_block(x: Array, block: tuple[int | None, int | None] = (1, 128), *,
                    dtype: Any = float8_e4m3fn, rowwise: bool = True, columnwise: bool = False,
-                   transposed: bool = True, pow2_scale: bool | None = None, eps: float | None = None, profile: str = "te",
-                   scale_layout: str = "gemm_ready", noop: Array | None = None,
+                   transposed: bool = True, pow2_scale: bool | None = None, eps: float | None = None,
+                   profile: str = "te", scale_layout: str = "gemm_ready", noop: Array | None = None,
                    out: Quantized | None = None) -> Quantized:
     """Quantise to FP8 in blocks, each with an f32 scale of its own.
 
