@@ -154,8 +154,7 @@ def test_formats_table_agrees():
 
 # ---- what is refused ----
 @pytest.mark.parametrize(("args", "kwargs", "error", "message"), [
-    (([1.0],), {}, TypeError, r"^amax: expected a numpy.ndarray or cupy.ndarray, got list \(cupy_fp8.asarray "
-     r"makes one\)"),
+    (([1.0],), {}, TypeError, "^amax: expected a numpy.ndarray or cupy.ndarray, got list; cupy_fp8.asarray"),
     ((1.0,), {}, TypeError, "^amax: expected a numpy.ndarray or cupy.ndarray, got float"),
     ((ones(3, dtype=np.float64),), {}, TypeError, "^amax: expected dtype float32, got float64"),
     ((ones(3, dtype=float16),), {}, TypeError, "^amax: expected dtype float32, got float16"),

@@ -202,7 +202,7 @@ def test_update_refuses(refused, history, scale, kwargs, error, message):
     ((1.5, DelayedScaling()), TypeError, "^n: expected an integer, got 1.5"),
     ((-1, DelayedScaling()), ValueError, "^n: expected 0 or more tensors, got -1"),
     ((2, "max"), TypeError, "^recipe: expected a DelayedScaling, got str"),
-    ((2, DelayedScaling), TypeError, "^recipe: expected a DelayedScaling, got type"),
+    ((2, DelayedScaling), TypeError, "^recipe: expected a DelayedScaling, got the class"),
 ])
 def test_state_refuses(refused, args, error, message):
     refused(error, message, DelayedScalingState, *args, like="numpy")
