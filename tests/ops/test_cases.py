@@ -31,8 +31,8 @@ def test_equals_reference(case, executor):
 
 def background_jobs(items, background):
     """Kernels of the selected cases are compiled beside other tests, which launch many of them too."""
-    selected = {id(item.callspec.params["case"]) for item in items
-                if item.originalname == "test_equals_reference" and item.callspec.params["executor"] == "host"}
+    given = [item.callspec.params for item in items if item.originalname == "test_equals_reference"]
+    selected = {id(params["case"]) for params in given if params["executor"] == "host"}
     for variant in {v: None for one in covering.observed() if id(one.case) in selected for v in one.variants}:
         yield variant, partial(variant.compile, None)
 
