@@ -12,8 +12,8 @@ from . import backend
 from .advice import matrix_instead
 from .arrays import Array, empty, empty_beside
 from .formats import flags, float8_e8m0fnu, float32
-from .layouts import scale_shape
-from .results import Scaled, swap_last
+from .layouts import scale_shape, swap_last
+from .results import Scaled
 
 
 class Direction(NamedTuple):

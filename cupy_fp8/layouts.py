@@ -42,6 +42,11 @@ class ScaleGrid(NamedTuple):
     columnwise: bool
 
 
+def swap_last(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape with its last two axes exchanged."""
+    return (*shape[:-2], shape[-1], shape[-2])
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from . import backend
-from .advice import Absent, dtype_instead, type_name
+from .advice import Absent, type_name
 from .arrays import Array, Result, Shape, _as_shape, bits
-from .formats import FP8_DTYPES, as_dtype, flag, float32, names
-from .layouts import SCALE_DTYPES, as_block, scale_shape
+from .formats import as_dtype, flag, float32
+from .layouts import SCALE_DTYPES, as_block, swap_last
 from .methods import ops
+from .scaled_parts import check_parts
 
 __all__ = ["Quantized", "Scaled"]
 
@@ -63,7 +64,7 @@ class Scaled(_Values):
                              transposed=flag(transposed, "transposed"),
                              block=as_block(block),
                              scale_layout=scale_layout)
-        _check_parts(self)
+        check_parts(self)
 
     @classmethod
     def _of(cls, data: Array, scale_inv: Array, shape: tuple[int, ...], transposed: bool = False,
@@ -326,63 +327,6 @@ class Quantized(_Values):
         return _table(list(self.parts.items()))
 
 
-def swap_last(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (*shape[:-2], shape[-1], shape[-2])
-
-
-def check_block_scales(s: Scaled, name: str) -> None:
-    """ValueError or TypeError unless the scale_inv of an `s` with blocks fits its shape, block and
-    scale_layout. name: the name of s in messages; '' if these begin with the part's name."""
-    where = name and f"{name}."
-    try:
-        shape = scale_shape(s.shape, s.block, s.scale_layout, s.transposed)
-    except ValueError as error:
-        raise ValueError(f"{where}{error}") from None
-    dtypes = SCALE_DTYPES[str(s.scale_layout)]
-    if s.scale_inv.dtype not in dtypes:
-        raise TypeError(f"{where}scale_inv: expected dtype {names(dtypes)} of {s.scale_layout} scales, got "
-                        f"{s.scale_inv.dtype}")
-    if s.scale_inv.shape != shape:
-        raise ValueError(f"{where}scale_inv: expected shape {shape} ({s.scale_layout} scales of blocks "
-                         f"{s.block} of shape {s.shape}), "
-                         f"got {s.scale_inv.shape}")
-
-
-def _check_parts(s: Scaled) -> None:
-    """TypeError or ValueError unless the parts of a Scaled fit together."""
-    data, scale_inv = s.data, s.scale_inv
-    xp = backend.module_of(data, "data")
-    backend.require_module(scale_inv, xp, "scale_inv")
-    if data.dtype not in FP8_DTYPES:
-        raise TypeError(f"data: expected dtype {names(FP8_DTYPES)}, got {data.dtype}"
-                        f"{dtype_instead(data.dtype, FP8_DTYPES, 'data')}")
-    if xp is not np and scale_inv.data.device_id != data.data.device_id:
-        raise ValueError(f"scale_inv: on GPU {scale_inv.data.device_id}, "
-                         f"data is on GPU {data.data.device_id}")
-    if s.transposed and len(s.shape) < 2:
-        raise ValueError(f"transposed: needs two or more dimensions, got shape {s.shape}")
-    stored = swap_last(s.shape) if s.transposed else s.shape
-    if data.shape != stored:
-        how = " stored transposed" if s.transposed else ""
-        raise ValueError(f"data: expected shape {stored} for the logical shape {s.shape}{how}, got "
-                         f"{data.shape}")
-    if s.block is not None:
-        if s.scale_layout is None:
-            raise ValueError(f"scale_layout: expected one of {tuple(SCALE_DTYPES)} for blocks {s.block}, got "
-                             f"None{_fitting(s)}")
-        check_block_scales(s, "")
-        return
-    if s.scale_layout is not None:
-        raise ValueError(f"scale_layout: expected None for one scale, got {s.scale_layout!r}; scales of "
-                         f"blocks need block=")
-    if scale_inv.dtype != float32:
-        raise TypeError(f"scale_inv: expected dtype float32 of one scale, got {scale_inv.dtype}; scales of "
-                        f"blocks need block=")
-    if scale_inv.size != 1:
-        raise ValueError(f"scale_inv: expected one scale for the tensor, got shape {scale_inv.shape}; scales "
-                         f"of blocks need block=")
-
-
 def _check_directions(q: Quantized) -> None:
     """TypeError or ValueError unless the parts of a Quantized fit together."""
     for name, part in (("rowwise", q._row), ("columnwise", q._column)):
@@ -398,18 +342,6 @@ def _check_directions(q: Quantized) -> None:
         wanted = (*first.shape[:-2], first.shape[-1]) if first.shape else ()
         if q.dbias.dtype != float32 or q.dbias.shape != wanted:
             raise ValueError(f"dbias: expected float32 {wanted}, got {q.dbias.dtype} {q.dbias.shape}")
-
-
-def _fitting(s: Scaled) -> str:
-    """The end of a message that names the layouts that these scales fit."""
-    found = []
-    for layout in SCALE_DTYPES:
-        try:
-            check_block_scales(Scaled._of(s.data, s.scale_inv, s.shape, s.transposed, s.block, layout), "")
-        except (TypeError, ValueError):
-            continue
-        found.append(layout)
-    return f"; these scales fit {' or '.join(found)}" if found else ""
 
 
 def _dims(shape: tuple[int, ...]) -> str:

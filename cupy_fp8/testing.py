@@ -16,8 +16,8 @@ from .advice import no_attribute
 from .arrays import Result, asarray, asnumpy, bits, check_comparable, is_array, pairs
 from .formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float8_e8m0fnu
 from .grouped import Grouped
-from .layouts import scale_shape
-from .results import Quantized, Scaled, swap_last
+from .layouts import scale_shape, swap_last
+from .results import Quantized, Scaled
 from .routing import Routing
 
 __all__ = ["EXECUTORS", "Executor", "arrays", "assert_bytes_equal", "executor", "executor_problem",

@@ -17,9 +17,8 @@ import cupy_fp8 as fp8
 from cupy_fp8 import Quantized, Scaled, plot, testing
 from cupy_fp8.arrays import bits
 from cupy_fp8.formats import bfloat16, float8_e8m0fnu, float32
-from cupy_fp8.layouts import SCALE_DTYPES, scale_shape
+from cupy_fp8.layouts import SCALE_DTYPES, scale_shape, swap_last
 from cupy_fp8.reference.scales.swizzle import swizzle
-from cupy_fp8.results import swap_last
 
 KINDS = [(block, transposed) for block in (ROW, COLUMN) for transposed in (False, True)]
 kinds = pytest.mark.parametrize(("block", "transposed"), KINDS)

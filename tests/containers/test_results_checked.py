@@ -104,7 +104,7 @@ def test_copies_are_not_checked_again(monkeypatch):
     q = fp8.scaling_aware_transpose(fp8.quantize_block(np.ones((40, 256), float32), scale_layout="compact"),
                                     splits=[8, 32])
     s = result((64, 96))
-    monkeypatch.setattr("cupy_fp8.results._check_parts", lambda s: pytest.fail("checked again"))
+    monkeypatch.setattr("cupy_fp8.results.check_parts", lambda s: pytest.fail("checked again"))
     for given in (q, s, s.T, fp8.quantize_tensor(np.ones((2, 2), np.float32), 1.0)):
         for again in (copy.copy(given), copy.deepcopy(given), pickle.loads(pickle.dumps(given))):
             testing.assert_bytes_equal(again, given)
@@ -112,7 +112,7 @@ def test_copies_are_not_checked_again(monkeypatch):
 
 def test_what_the_library_makes_is_not_checked(monkeypatch):
     checked: list[Scaled] = []
-    monkeypatch.setattr("cupy_fp8.results._check_parts", checked.append)
+    monkeypatch.setattr("cupy_fp8.results.check_parts", checked.append)
     x = np.ones((64, 256), np.float32)
     for run in ("reference", *(["host"] if testing.executor_problem("host") is None else [])):
         with testing.executor(run):

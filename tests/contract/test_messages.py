@@ -13,7 +13,7 @@ from declared import snapshot
 import cupy_fp8 as fp8
 from cupy_fp8 import DelayedScaling, Quantized, Scaled, backend, cases
 from cupy_fp8.formats import bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32
-from cupy_fp8.results import swap_last
+from cupy_fp8.layouts import swap_last
 
 SHAPE = (4, 6)
 

@@ -29,7 +29,7 @@ from cupy_fp8.formats import (
     float16,
     float32,
 )
-from cupy_fp8.results import swap_last
+from cupy_fp8.layouts import swap_last
 
 directions_of = st.sampled_from([
     dict(zip(("rowwise", "columnwise", "transposed"), flags, strict=True))

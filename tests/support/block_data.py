@@ -10,8 +10,7 @@ from scale_arrays import guarded
 
 from cupy_fp8 import Quantized, Scaled, cases, testing
 from cupy_fp8.formats import float8_e4m3fn, float8_e8m0fnu
-from cupy_fp8.layouts import scale_shape
-from cupy_fp8.results import swap_last
+from cupy_fp8.layouts import scale_shape, swap_last
 
 ROW, COLUMN = (1, 32), (32, 1)
 LAYOUTS = ("compact", "swizzled")

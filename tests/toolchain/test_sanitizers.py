@@ -32,8 +32,9 @@ from cupy_fp8.cases import DIRECTIONS, OPS, Case
 from cupy_fp8.cli.selftest import check
 from cupy_fp8.formats import INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
 from cupy_fp8.kernels import sources
+from cupy_fp8.layouts import swap_last
 from cupy_fp8.ops.quantize import tensor
-from cupy_fp8.results import Quantized, Scaled, swap_last
+from cupy_fp8.results import Quantized, Scaled
 
 pytestmark = pytest.mark.skipif(hostexec.available() is not None, reason=str(hostexec.available()))
 

@@ -11,10 +11,10 @@ import numpy as np
 from ... import backend, reference
 from ...arrays import Array, asnumpy, bits, empty
 from ...formats import FORMATS, bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float16, float32
-from ...layouts import scale_shape
+from ...layouts import scale_shape, swap_last
 from ...ops.convert.astype import astype
 from ...ops.convert.dequantize import dequantize
-from ...results import Scaled, swap_last
+from ...results import Scaled
 from ...testing import assert_bytes_equal
 from ..quantize.tensor import SIZES, Spec
 

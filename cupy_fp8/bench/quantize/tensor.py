@@ -11,13 +11,14 @@ import numpy as np
 from ... import backend, reference
 from ...arrays import Array, asnumpy, empty
 from ...formats import bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
+from ...layouts import swap_last
 from ...ops.convert.astype import astype, transpose
 from ...ops.convert.dequantize import dequantize
 from ...ops.quantize.tensor import quantize_tensor
 from ...ops.scales.amax import compute_amax
 from ...ops.scales.scale import compute_scale, update_delayed_scaling
 from ...recipes import DelayedScaling
-from ...results import Scaled, swap_last
+from ...results import Scaled
 from ...testing import assert_bytes_equal
 from ..measure import Spec as Spec
 

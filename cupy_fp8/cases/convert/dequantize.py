@@ -9,9 +9,9 @@ import numpy as np
 
 from ... import reference
 from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32
-from ...layouts import scale_shape
+from ...layouts import scale_shape, swap_last
 from ...ops.convert import astype, dequantize
-from ...results import Scaled, swap_last
+from ...results import Scaled
 from ..base import ALIGNED_MATRIX, MATRIX, SHAPES, Case, source, values
 from ..registry import Registration, register
 

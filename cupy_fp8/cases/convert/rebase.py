@@ -10,12 +10,12 @@ import numpy as np
 
 from ...arrays import bits
 from ...formats import FP8_DTYPES, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32, int32
-from ...layouts import scale_shape
+from ...layouts import scale_shape, swap_last
 from ...ops.convert import rebase
 from ...ops.scales import convert, swizzle
 from ...reference.convert.rebase import rebase_scales as by_reference
 from ...reference.scales.convert import convert_scales
-from ...results import Scaled, swap_last
+from ...results import Scaled
 from ..base import Case, source
 from ..registry import Registration, register
 

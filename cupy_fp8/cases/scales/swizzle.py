@@ -11,8 +11,8 @@ import numpy as np
 from ... import reference
 from ...arrays import Array, empty, empty_like
 from ...formats import float8_e8m0fnu
+from ...layouts import swap_last
 from ...ops.scales import swizzle
-from ...results import swap_last
 from ..base import MATRIX, Case, poison, source
 from ..registry import Registration, register
 

@@ -15,8 +15,8 @@ from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, one_array
 from ...formats import BYTE_DTYPES, FORMATS, flag, lookup
 from ...kernels import Kernel, Launch, Variant, elementwise, tiles
+from ...layouts import swap_last
 from ...methods import for_methods
-from ...results import swap_last
 
 _CONVERT = Kernel("convert/astype", "convert")
 _TRANSPOSE = Kernel("convert/astype", "transpose")

@@ -20,9 +20,10 @@ from ...calls.results import Description, one_array
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float32, lookup
 from ...grouped import Grouped
 from ...kernels import Kernel, Launch, Variant, elementwise, grid_size, tiles
-from ...layouts import SMALLEST_BLOCK, SWIZZLE_COLUMNS, cdiv
+from ...layouts import SMALLEST_BLOCK, SWIZZLE_COLUMNS, cdiv, swap_last
 from ...methods import for_methods
-from ...results import Quantized, Scaled, check_block_scales, swap_last
+from ...results import Quantized, Scaled
+from ...scaled_parts import check_block_scales
 from .astype import flat_launches
 
 _LONG_ROW = Kernel("convert/dequantize", "dequantize_long_row")

@@ -16,9 +16,10 @@ from ...calls.results import Description, Written
 from ...calls.row_segments import find_segments
 from ...formats import FP8_DTYPES, flag, float8_e8m0fnu, float32
 from ...kernels import Launch
-from ...layouts import cdiv, round_up, scale_shape
+from ...layouts import cdiv, round_up, scale_shape, swap_last
 from ...reference.convert.scaling_aware import exponents, row_scale_rows, target_rows
-from ...results import Quantized, Scaled, check_block_scales, swap_last
+from ...results import Quantized, Scaled
+from ...scaled_parts import check_block_scales
 from ..scales.convert import Conversion, conversion, conversion_launches
 from .astype import transposed_launches
 from .scaling_aware_tiles import TARGETS, TILE_ROWS, launch, tiles_of, variants

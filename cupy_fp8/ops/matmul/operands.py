@@ -18,7 +18,8 @@ from ...calls.call import Call, Input
 from ...formats import FP8_DTYPES, float8_e8m0fnu, float32
 from ...kernels import Launch
 from ...layouts import round_up
-from ...results import Quantized, Scaled, block_text, check_block_scales
+from ...results import Quantized, Scaled, block_text
+from ...scaled_parts import check_block_scales
 from ..scales.convert import conversion, conversion_launches
 
 #: The kinds of scaling, by the block of the matrix that shares a scale.

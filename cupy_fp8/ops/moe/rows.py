@@ -10,7 +10,8 @@ from ...arrays import Array
 from ...calls.call import Call, Input
 from ...calls.results import Description, Written, one_array
 from ...formats import FP8_DTYPES, names
-from ...results import Scaled, check_block_scales
+from ...results import Scaled
+from ...scaled_parts import check_block_scales
 from ..scales.convert import with_compact_scales
 
 

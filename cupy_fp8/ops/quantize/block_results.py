@@ -18,8 +18,8 @@ from ...calls.results import Description, Written
 from ...directions import Direction
 from ...formats import INPUT_DTYPES
 from ...kernels.warp_tiles import LANE_COLUMNS
-from ...layouts import as_block
-from ...results import Quantized, swap_last
+from ...layouts import as_block, swap_last
+from ...results import Quantized
 
 #: How the data of one direction are stored: not at all, in the order of x's memory, or with its last two axes
 #: swapped.

@@ -17,9 +17,10 @@ from ...calls.results import Description, Written
 from ...directions import check_directions, dbias_shape
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flags, float8_e4m3fn, float32, lookup
 from ...kernels import Kernel, Launch, Variant, elementwise, tiles
+from ...layouts import swap_last
 from ...methods import for_methods
 from ...options import checked_eps
-from ...results import Quantized, Scaled, swap_last
+from ...results import Quantized, Scaled
 from ..scales.amax import current_scale
 from ..scales.scale import scale_target
 from . import tensor_current

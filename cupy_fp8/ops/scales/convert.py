@@ -33,7 +33,8 @@ from ...layouts import (
 )
 from ...methods import for_methods
 from ...reference.scales.convert import is_in_e8m0
-from ...results import Scaled, check_block_scales
+from ...results import Scaled
+from ...scaled_parts import check_block_scales
 from .swizzle import check_aligned, lines_adjacent, matrix_extents, matrix_launches
 
 _KERNEL = Kernel("scales/convert", "convert_scales")

@@ -27,8 +27,8 @@ from ...layouts import (
     grouped_rows,
     grouped_shape,
     round_up,
+    swap_last,
 )
-from ...results import swap_last
 
 _SWIZZLE = Kernel("scales/swizzle", "swizzle_scales")
 _UNSWIZZLE = Kernel("scales/swizzle", "unswizzle_scales")

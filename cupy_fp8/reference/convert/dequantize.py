@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ...results import Quantized, Scaled, swap_last
+from ...layouts import swap_last
+from ...results import Quantized, Scaled
 from .. import numerics
 from ..scales.convert import lines_by_blocks
 from .astype import transpose

@@ -30,9 +30,8 @@ from cupy_fp8.formats import (
     float16,
     float32,
 )
-from cupy_fp8.layouts import scale_shape
+from cupy_fp8.layouts import scale_shape, swap_last
 from cupy_fp8.reference.scales.swizzle import swizzle
-from cupy_fp8.results import swap_last
 
 mx_parameter = pytest.mark.parametrize(("block", "layout", "transposed"), MX)
 

@@ -1,0 +1,99 @@
+"""Whether the data and the scales of a result fit together."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from . import backend
+from .advice import dtype_instead
+from .formats import FP8_DTYPES, float32, names
+from .layouts import SCALE_DTYPES, scale_shape, swap_last
+
+__all__ = ["check_block_scales", "check_parts"]
+
+
+class Parts(Protocol):
+    """What a Scaled consists of."""
+
+    @property
+    def data(self) -> Any: ...
+    @property
+    def scale_inv(self) -> Any: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def transposed(self) -> bool: ...
+    @property
+    def block(self) -> tuple[int | None, int | None] | None: ...
+    @property
+    def scale_layout(self) -> str | None: ...
+
+
+def check_block_scales(s: Parts, name: str) -> None:
+    """ValueError or TypeError unless the scale_inv of an `s` with blocks fits its shape, block and
+    scale_layout. name: the name of s in messages; '' if these begin with the part's name."""
+    _check_block_scales(s, s.scale_layout, name and f"{name}.")
+
+
+def _check_block_scales(s: Parts, layout: str | None, where: str) -> None:
+    try:
+        shape = scale_shape(s.shape, s.block, layout, s.transposed)
+    except ValueError as error:
+        raise ValueError(f"{where}{error}") from None
+    dtypes = SCALE_DTYPES[str(layout)]
+    if s.scale_inv.dtype not in dtypes:
+        raise TypeError(f"{where}scale_inv: expected dtype {names(dtypes)} of {layout} scales, got "
+                        f"{s.scale_inv.dtype}")
+    if s.scale_inv.shape != shape:
+        raise ValueError(f"{where}scale_inv: expected shape {shape} ({layout} scales of blocks "
+                         f"{s.block} of shape {s.shape}), "
+                         f"got {s.scale_inv.shape}")
+
+
+def check_parts(s: Parts) -> None:
+    """TypeError or ValueError unless the parts of a Scaled fit together."""
+    data, scale_inv = s.data, s.scale_inv
+    xp = backend.module_of(data, "data")
+    backend.require_module(scale_inv, xp, "scale_inv")
+    if data.dtype not in FP8_DTYPES:
+        raise TypeError(f"data: expected dtype {names(FP8_DTYPES)}, got {data.dtype}"
+                        f"{dtype_instead(data.dtype, FP8_DTYPES, 'data')}")
+    if xp is not np and scale_inv.data.device_id != data.data.device_id:
+        raise ValueError(f"scale_inv: on GPU {scale_inv.data.device_id}, "
+                         f"data is on GPU {data.data.device_id}")
+    if s.transposed and len(s.shape) < 2:
+        raise ValueError(f"transposed: needs two or more dimensions, got shape {s.shape}")
+    stored = swap_last(s.shape) if s.transposed else s.shape
+    if data.shape != stored:
+        how = " stored transposed" if s.transposed else ""
+        raise ValueError(f"data: expected shape {stored} for the logical shape {s.shape}{how}, got "
+                         f"{data.shape}")
+    if s.block is not None:
+        if s.scale_layout is None:
+            raise ValueError(f"scale_layout: expected one of {tuple(SCALE_DTYPES)} for blocks {s.block}, got "
+                             f"None{_fitting(s)}")
+        check_block_scales(s, "")
+        return
+    if s.scale_layout is not None:
+        raise ValueError(f"scale_layout: expected None for one scale, got {s.scale_layout!r}; scales of "
+                         f"blocks need block=")
+    if scale_inv.dtype != float32:
+        raise TypeError(f"scale_inv: expected dtype float32 of one scale, got {scale_inv.dtype}; scales of "
+                        f"blocks need block=")
+    if scale_inv.size != 1:
+        raise ValueError(f"scale_inv: expected one scale for the tensor, got shape {scale_inv.shape}; scales "
+                         f"of blocks need block=")
+
+
+def _fitting(s: Parts) -> str:
+    """The end of a message that names the layouts that these scales fit."""
+    found = []
+    for layout in SCALE_DTYPES:
+        try:
+            _check_block_scales(s, layout, "")
+        except (TypeError, ValueError):
+            continue
+        found.append(layout)
+    return f"; these scales fit {' or '.join(found)}" if found else ""
