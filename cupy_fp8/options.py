@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .advice import block_instead
+from .advice import block_instead, meant
 from .formats import FORMATS, float32
 
 ALGORITHMS = ("max", "most_recent")
@@ -93,7 +93,9 @@ def _check_option(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     exists = any(type(value) is type(a) and value == a for a in allowed)
     if exists and (name != "block" or _of_integers(value)):
         return
-    advice = block_instead(value) if name == "block" else ""
+    advice = meant(value, allowed) if isinstance(value, str) and name != "block" else ""
+    if name == "block":
+        advice = block_instead(value)
     if name == "block" and isinstance(value, tuple) and not exists and value[::-1] in allowed:
         advice = "; blocks along columns are the column-wise ones, which columnwise=True makes"
     raise ValueError(f"{name}: expected one of {allowed}, got {value!r}{advice}")

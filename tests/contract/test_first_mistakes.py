@@ -204,6 +204,11 @@ MISTAKES: dict[str, Mistake] = {
     "a dict as list": (lambda: F8.multi_quantize({"w": X}, fp8.MXScaling()), TypeError, "list(xs.values())"),
     "one weight": (lambda: F8.WeightCache(fp8.MXScaling()).quantize(X),
         TypeError, "[weights] is a list of one"),
+    "scale_layout='comapct'": (lambda: F8.quantize_block(X, scale_layout="comapct"), ValueError,
+                               "got 'comapct'; did you mean compact?"),
+    "mode='rciel'": (lambda: F8.quantize_mx(X, mode="rciel"), ValueError, "got 'rciel'; did you mean rceil?"),
+    "to_layout('swizled')": (lambda: MX.to_layout("swizled"), ValueError,
+                             "got 'swizled'; did you mean swizzled?"),
     "update='no'": (lambda: F8.WeightCache(fp8.MXScaling()).quantize([X], update="no"), TypeError,
                     "update: expected True or False, got 'no'"),
     "save(path)": (lambda: F8.save("w.npz"), ValueError, "save(path, weights=q)"),
@@ -228,7 +233,7 @@ def test_the_message_teaches(what, tmp_path, monkeypatch):
 @pytest.mark.parametrize("block", [[1, 128], (np.int64(1), np.int32(128)), np.array([1, 128])], ids=repr)
 def test_a_block_in_other_words(block):
     assert fp8.BlockScaling(block) == fp8.BlockScaling((1, 128))
-    assert fp8.quantize_block(X, block=block) == BLOCKS
+    assert fp8.quantize_block(X, block=block) == fp8.quantize_block(X, block) == BLOCKS
     assert fp8.quantize_block(X, block=block).rowwise.block == (1, 128)
     assert MX.to_block(block) == MX.to_block((1, 128))
     s = fp8.quantize_block(X, scale_layout="compact").rowwise
