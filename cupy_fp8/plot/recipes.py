@@ -31,14 +31,15 @@ def comparison(found: Comparison | Mapping[str, Comparison], *, ax: Any = None) 
     >>> x = np.random.default_rng(0).standard_normal((64, 256), np.float32)
     >>> left, right = fp8.plot.comparison(fp8.diagnostics.compare(x))
     >>> left.get_xlabel(), right.get_xlabel()
-    ('SQNR (dB)', 'values lost (%)')
+    ('SQNR (dB)', 'saturated or 0 (%)')
     """
     tensors = {"": found} if isinstance(found, Comparison) else dict(found)
     recipes = _recipes(tensors)
     panels = list(pair((9, 1.3 + 0.27 * len(recipes))) if ax is None else ax)
     if len(panels) != 2:
         raise ValueError(f"ax: expected two Axes, got {len(panels)}")
-    for panel, label, value in ((panels[0], "SQNR (dB)", _decibels), (panels[1], "values lost (%)", _lost)):
+    for panel, label, value in zip(panels, ("SQNR (dB)", "saturated or 0 (%)"), (_decibels, _lost),
+                                   strict=True):
         _draw(panel, {name: [value(one[recipe]) for recipe in recipes] for name, one in tensors.items()})
         panel.set_xlabel(label)
         panel.set_yticks(range(len(recipes)), recipes if panel is panels[0] else [])
