@@ -14,6 +14,13 @@ import numpy as np
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
+#: Short names of dtypes, which may be given for the dtype.
+SHORT_DTYPES = {
+    **dict.fromkeys(("e4m3", "e4m3fn", "fp8_e4m3", "fp8_e4m3fn"), "float8_e4m3fn"),
+    **dict.fromkeys(("e5m2", "fp8_e5m2"), "float8_e5m2"),
+    **dict.fromkeys(("e8m0", "e8m0fnu"), "float8_e8m0fnu"),
+    "bf16": "bfloat16", "fp16": "float16", "fp32": "float32",
+}  # fmt: skip
 #: What other libraries call a thing, in lower case, and what it is called here.
 _ELSEWHERE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gemm", "mm", "scaled_mm", "fp8_gemm", "linear", "dot"),
@@ -24,10 +31,8 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("numpy", "to_numpy"), ("asnumpy",)),
     **dict.fromkeys(("from_torch", "from_jax"), ("from_dlpack",)),
     **dict.fromkeys(("to_torch", "to_jax"), ("to_dlpack",)),
-    **dict.fromkeys(("e4m3", "e4m3fn", "float8_e4m3", "fp8_e4m3"), ("float8_e4m3fn",)),
-    **dict.fromkeys(("e5m2", "fp8_e5m2"), ("float8_e5m2",)),
-    **dict.fromkeys(("e8m0", "e8m0fnu", "float8_e8m0"), ("float8_e8m0fnu",)),
-    "bf16": ("bfloat16",), "fp16": ("float16",), "fp32": ("float32",),
+    **{short: (name,) for short, name in SHORT_DTYPES.items()},
+    "float8_e4m3": ("float8_e4m3fn",), "float8_e8m0": ("float8_e8m0fnu",),
     **dict.fromkeys(("mx", "mxfp8", "mxfp8scaling", "mxfp8blockscaling"), ("MXScaling",)),
 }  # fmt: skip
 _OUR_BYTES = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
@@ -88,7 +93,7 @@ def dtype_instead(dtype: np.dtype[Any], allowed: Iterable[np.dtype[Any]], name: 
 
 def scale_instead(a: Any, name: str) -> str:
     """Of something that is neither a number nor an array, given as a scale."""
-    if isinstance(a, np.dtype) or (isinstance(a, str) and a.rpartition("_")[2].lower() in _ELSEWHERE):
+    if isinstance(a, np.dtype) or (isinstance(a, str) and a.rpartition("_")[2].lower() in SHORT_DTYPES):
         return "; write dtype= before a dtype"
     return array_instead(a, name)
 

@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .advice import dtype_named
+from .advice import SHORT_DTYPES, dtype_named
 
 __all__ = ["BYTE_DTYPES", "FORMATS", "FP8_DTYPES", "INPUT_DTYPES", "Format", "as_dtype", "bfloat16",
            "finfo", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float16", "float32"]
@@ -73,12 +73,6 @@ INPUT_DTYPES = (bfloat16, float16, float32)
 FP8_DTYPES = (float8_e4m3fn, float8_e5m2)
 BYTE_DTYPES = (*FP8_DTYPES, float8_e8m0fnu)
 
-#: Short names, which a dtype may be given by. The others are NumPy's and ml_dtypes' own.
-_SHORT_NAMES = {
-    **dict.fromkeys(("e4m3", "e4m3fn", "fp8_e4m3", "fp8_e4m3fn"), float8_e4m3fn),
-    **dict.fromkeys(("e5m2", "fp8_e5m2"), float8_e5m2),
-    **dict.fromkeys(("e8m0", "e8m0fnu"), float8_e8m0fnu),
-    "bf16": bfloat16, "fp16": float16, "fp32": float32}
 
 
 def finfo(dtype: Any) -> Format:
@@ -119,8 +113,8 @@ def as_dtype(dtype: Any, what: str = "dtype",
 
 
 def _dtype_of(dtype: Any) -> np.dtype[Any] | None:
-    if isinstance(dtype, str) and (found := _SHORT_NAMES.get(dtype.lower())) is not None:
-        return found
+    if isinstance(dtype, str):
+        dtype = SHORT_DTYPES.get(dtype.lower(), dtype)
     try:
         return None if dtype is None else np.dtype(dtype)           # NumPy takes None for float64
     except (TypeError, ValueError):

@@ -225,7 +225,7 @@ class Grouped(Result):
         return f"Grouped({f['dtype']}[{f['shape']}] in {f['groups']} groups, {parts})"
 
     def _repr_html_(self) -> str:
-        return facts_table([self._facts()])
+        return facts_table(self._facts())
 
 
 def check_arrays(g: Grouped, name: str) -> None:

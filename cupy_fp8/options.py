@@ -93,11 +93,12 @@ def _check_option(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     exists = any(type(value) is type(a) and value == a for a in allowed)
     if exists and (name != "block" or _of_integers(value)):
         return
-    advice = meant(value, allowed) if isinstance(value, str) and name != "block" else ""
-    if name == "block":
-        advice = block_instead(value)
-    if name == "block" and isinstance(value, tuple) and not exists and value[::-1] in allowed:
+    if name != "block":
+        advice = meant(value, allowed) if isinstance(value, str) else ""
+    elif isinstance(value, tuple) and not exists and value[::-1] in allowed:
         advice = "; blocks along columns are the column-wise ones, which columnwise=True makes"
+    else:
+        advice = block_instead(value)
     raise ValueError(f"{name}: expected one of {allowed}, got {value!r}{advice}")
 
 

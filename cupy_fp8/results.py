@@ -3,7 +3,7 @@ to its data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -188,7 +188,7 @@ class _Part:
         part: Scaled | None = None if q is None else q.__dict__[self._name]
         if part is None and q is not None:
             raise AttributeError(self._absent)
-        return part                                 # type: ignore[return-value]    # the default of a field
+        return part         # type: ignore[return-value]    # the class gives None, the default of the field
 
     def __set__(self, q: Quantized, value: Any) -> None:
         raise AttributeError(f"cannot assign to field {self._name!r}")
@@ -355,13 +355,26 @@ def block_text(block: tuple[int | None, int | None]) -> str:
                                for axis, b in enumerate(block))
 
 
-def facts_table(rows: list[dict[str, str]]) -> str:
+def html_table(head: Iterable[str], rows: Iterable[Iterable[str]], first: str = "td") -> str:
+    """An HTML table. first: 'th' if the first cell of a row names it."""
+    lines = ["".join(f"<th>{escape(title)}</th>" for title in head)]
+    for begin, *others in rows:
+        lines.append(f"<{first}>{escape(begin)}</{first}>"
+                     + "".join(f"<td>{escape(cell)}</td>" for cell in others))
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def facts_table(*rows: dict[str, str]) -> str:
     """An HTML table with a column for each fact."""
-    head = "".join(f"<th>{escape(key)}</th>" for key in rows[0])
-    body = "".join("<tr>" + "".join(f"<td>{escape(value)}</td>" for value in row.values()) + "</tr>"
-                   for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
+    return html_table(rows[0], [row.values() for row in rows])
+
+
+def as_scaled(q: Any, name: str = "q") -> Scaled:
+    """A Scaled, or of a Quantized its row-wise part if it has one. TypeError for anything else."""
+    if not isinstance(q, (Scaled, Quantized)):
+        raise TypeError(f"{name}: expected a Scaled or Quantized, got {type_name(q)}")
+    return q if isinstance(q, Scaled) else q._any
 
 
 def _table(parts: list[tuple[str, Scaled]]) -> str:
-    return facts_table([{"": name, **part._facts()} for name, part in parts])
+    return facts_table(*({"": name, **part._facts()} for name, part in parts))

@@ -117,4 +117,4 @@ class Routing(Result):
                 f"experts, aligned to {f['align']}, {f['kind']})")
 
     def _repr_html_(self) -> str:
-        return facts_table([self._facts()])
+        return facts_table(self._facts())

@@ -16,7 +16,7 @@ from ..arrays import Array
 from ..diagnostics import Comparison, RecipeError
 from ..diagnostics.comparison import RECIPES, Quantize, each
 from ..diagnostics.recipe_rows import COLUMNS, LEGEND, recipe_name
-from ..diagnostics.text import Column, decibels
+from ..diagnostics.text import Column, decibels, json_number
 from ..results import Quantized
 
 _TIME = Column("time", 8, rank=2)
@@ -61,8 +61,7 @@ class Compared:
 
     def as_json(self) -> Iterator[dict[str, Any]]:
         for row, taken in zip(self.comparison, self.times, strict=True):
-            figures = {name: value if not isinstance(value, float) or math.isfinite(value) else None
-                       for name, value in vars(row.error).items()}
+            figures = {name: json_number(value) for name, value in vars(row.error).items()}
             yield {"tensor": self.name, "shape": list(self.comparison.shape), "dtype": self.what,
                    "recipe": row.name, "same_as": self.comparison.same.get(row.name), **figures,
                    "bytes_per_element": row.bytes_per_element, **asdict(taken)}

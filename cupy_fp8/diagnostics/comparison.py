@@ -13,7 +13,7 @@ from ..formats import FORMATS, INPUT_DTYPES, float8_e5m2, names
 from ..ops.scales.amax import compute_amax
 from ..ops.scales.scale import compute_scale
 from ..recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
-from ..results import Quantized, Scaled, block_text, facts_table
+from ..results import Quantized, Scaled, block_text, html_table
 from .recipe_rows import COLUMNS, Recipe, RecipeError, columns_for, recipe_name
 from .text import text_table
 from .verdict import verdict_on
@@ -74,8 +74,8 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """A sentence: which recipe to take, and why. It is about this tensor's numbers alone: the one with
-        the fewest bytes that loses no more than the best one."""
+        """Which recipe to take and why, and how it is written. It is about this tensor's numbers alone: the
+        one with the fewest bytes that loses hardly more than the best one."""
         return verdict_on([self.rows])
 
     @property
@@ -101,7 +101,7 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         titles = [column.title for column in COLUMNS]
-        table = facts_table([dict(zip(titles, row.cells(), strict=True)) for row in self.distinct])
+        table = html_table(titles, (row.cells() for row in self.distinct))
         return f"<div>{self.title}{table}{'<br>'.join([*self.notes, self.verdict])}</div>"
 
 
@@ -116,7 +116,7 @@ def compare(x: Any, recipes: Iterable[Recipe] | Mapping[str, Recipe] | None = No
         MX also in E5M2.
     amax : float32 [1]: what delayed scaling takes for the tensor's largest magnitude, from earlier steps.
         Default: the tensor's own, with which delayed scaling is current scaling.
-    Returns a `Comparison`, whose `verdict` is a sentence. Row-wise data are measured, by `error`. Raises
+    Returns a `Comparison`, whose `verdict` names one of them. Row-wise data are measured, by `error`. Raises
     TypeError (dtypes, what is no recipe), ValueError (shapes, no elements, no recipes, two of one name).
 
     >>> import numpy as np, cupy_fp8 as fp8

@@ -10,7 +10,7 @@ from .. import backend
 from ..arrays import Array, contiguous
 from ..formats import FP8_DTYPES, INPUT_DTYPES, float32, names
 from ..ops.convert.astype import astype, transpose
-from ..results import Quantized, Scaled
+from ..results import Quantized, Scaled, as_scaled
 from .scale_report import compact_scales, report_of, warn_of
 
 _FLOAT64 = np.dtype(np.float64)
@@ -32,7 +32,7 @@ def values_and_codes(q: Any, xp: Any) -> tuple[Array, Array | None]:
     """(dequantised values, FP8 codes or None), both in the logical shape. xp: the module that q must be of;
     None: either. Warns of scales that are no positive finite numbers."""
     if isinstance(q, (Scaled, Quantized)):
-        s = q if isinstance(q, Scaled) else q._any
+        s = as_scaled(q)
         if xp is not None:
             backend.require_module(s.data, xp, "q")
         warn_of(report_of(compact_scales(s)))

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, contiguous
-from ..results import Quantized, Scaled
+from ..results import Quantized, Scaled, as_scaled, facts_table
 from . import pieces
 from .inputs import module_of_x, require_shape, values_and_codes
 from .losses import count_per_block, finite_magnitude, losses, negative_zeros
 from .scale_report import ScaleReport, log2_of_scales, report_of, scales_by_block
-from .text import html_table
 
 __all__ = ["BlockReport", "blocks"]
 
@@ -70,7 +69,7 @@ class BlockReport:
                 f"mean {f['mean ± deviation']})")
 
     def _repr_html_(self) -> str:
-        return html_table(self._facts())
+        return facts_table(self._facts())
 
 
 def blocks(x: Array | None, q: Scaled | Quantized) -> BlockReport:
@@ -94,9 +93,7 @@ def blocks(x: Array | None, q: Scaled | Quantized) -> BlockReport:
     scale_inv -7 … 0, mean -3.50 ± 3.50)
     """
     xp = None if x is None else module_of_x(x)
-    if not isinstance(q, (Scaled, Quantized)):
-        raise TypeError(f"q: expected a Scaled or Quantized, got {type(q).__name__}")
-    s = q if isinstance(q, Scaled) else q._any
+    s = as_scaled(q)
     if s.block is None:
         raise ValueError("q: expected data with a scale per block, got one scale for the tensor; use error")
     values, codes = values_and_codes(s, xp)

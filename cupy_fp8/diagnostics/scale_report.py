@@ -11,9 +11,8 @@ import numpy as np
 from .. import backend
 from ..arrays import Array, bits, contiguous
 from ..formats import float8_e8m0fnu
-from ..results import Quantized, Scaled
+from ..results import Quantized, Scaled, as_scaled, facts_table
 from . import pieces
-from .text import html_table
 
 __all__ = ["ScaleReport", "ScaleWarning", "scales"]
 
@@ -79,7 +78,7 @@ class ScaleReport:
                 f"{f['mean ± deviation']}{odd and '; ' + odd})")
 
     def _repr_html_(self) -> str:
-        return html_table(self._facts())
+        return facts_table(self._facts())
 
 
 def scales(q: Scaled | Quantized) -> ScaleReport:
@@ -103,10 +102,7 @@ def scales(q: Scaled | Quantized) -> ScaleReport:
     >>> report.first_exponent, report.histogram
     (-6, (2, 0, 0, 0, 0, 0, 4))
     """
-    if not isinstance(q, (Scaled, Quantized)):
-        raise TypeError(f"q: expected a Scaled or Quantized, got {type(q).__name__}")
-    s = q if isinstance(q, Scaled) else q._any
-    report = report_of(compact_scales(s))
+    report = report_of(compact_scales(as_scaled(q)))
     warn_of(report)
     return report
 

@@ -11,11 +11,10 @@ import numpy as np
 from ..arrays import asnumpy
 from ..layouts import cdiv
 from ..reference.numerics import widen
-from ..results import Quantized, Scaled
+from ..results import Quantized, Scaled, facts_table
 from . import pieces
 from .losses import spans_of_tiles
 from .scale_report import report_of, warn_of
-from .text import html_table
 
 __all__ = ["SpanReport", "Vanished", "scale_span"]
 
@@ -71,7 +70,7 @@ class SpanReport:
                 f"vanish by tile: {f['vanish by tile']}, by column: {f['vanish by column']})")
 
     def _repr_html_(self) -> str:
-        return html_table(self._facts())
+        return facts_table(self._facts())
 
 
 def scale_span(q: Scaled | Quantized, *, block: int | None = None) -> SpanReport:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import operator
 import os
 from collections.abc import Mapping
@@ -12,11 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from ..advice import type_name
 from ..arrays import Array
-from ..results import Quantized, Scaled
+from ..results import Quantized, Scaled, as_scaled
 from .inputs import module_of_x, require_shape, values_and_codes
 from .per_block import BlockReport, counts_of, report_on
 from .scale_report import ScaleReport, report_of
+from .text import json_number
 from .whole import ErrorReport, error_of
 
 __all__ = ["log_step"]
@@ -63,7 +64,7 @@ def log_step(path: str | os.PathLike[str], step: int, tensors: Mapping[str, Any]
     >>> [(line["step"], line["tensor"], line["scales"], line["blocks_saturated"]) for line in lines]
     [(0, 'w', 128, 0), (1, 'w', 128, 0)]
     """
-    step = _step_number(step)
+    step = _stepjson_number(step)
     if not isinstance(tensors, Mapping):
         raise TypeError(f"tensors: expected a mapping of names to (x, q) or q, got {type(tensors).__name__}")
     records = []
@@ -81,7 +82,7 @@ def log_step(path: str | os.PathLike[str], step: int, tensors: Mapping[str, Any]
     return records
 
 
-def _step_number(step: Any) -> int:
+def _stepjson_number(step: Any) -> int:
     try:
         return operator.index(step)
     except TypeError:
@@ -91,9 +92,8 @@ def _step_number(step: Any) -> int:
 def _pair(name: str, pair: Any) -> tuple[Array | None, Scaled]:
     x, q = pair if isinstance(pair, tuple) and len(pair) == 2 else (None, pair)
     if not isinstance(q, (Scaled, Quantized)):
-        raise TypeError(f"tensors[{name!r}]: expected (x, q) or q, a Scaled or Quantized, got "
-                        f"{type(q).__name__}")
-    return x, q if isinstance(q, Scaled) else q._any
+        raise TypeError(f"tensors[{name!r}]: expected (x, q) or q, a Scaled or Quantized, got {type_name(q)}")
+    return x, as_scaled(q)
 
 
 def _label(name: str, value: Any) -> Any:
@@ -101,7 +101,7 @@ def _label(name: str, value: Any) -> Any:
     if not isinstance(value, _PLAIN):
         raise TypeError(f"{name}: expected a string, a number, a boolean or None as a label, got "
                         f"{type(value).__name__}; float(...) of an array gives a number")
-    return _number(value) if isinstance(value, float) else value
+    return json_number(value) if isinstance(value, float) else value
 
 
 def _statistics(x: Array | None, s: Scaled) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def _statistics(x: Array | None, s: Scaled) -> dict[str, Any]:
         found |= dict.fromkeys(f.name for f in fields(ErrorReport) if f.name != "elements")
     else:
         require_shape(x, values)
-        found |= {key: _number(value) for key, value in asdict(error_of(x, values, codes)).items()}
+        found |= {key: json_number(value) for key, value in asdict(error_of(x, values, codes)).items()}
     if s.block is None:                         # the tensor is one block
         counts = counts_of(None, values.reshape(1, values.size), codes.reshape(1, values.size),
                            (1, max(1, values.size)))
@@ -127,7 +127,8 @@ def _statistics(x: Array | None, s: Scaled) -> dict[str, Any]:
 
 
 def _of_scales(report: ScaleReport) -> dict[str, Any]:
-    return {_OF_SCALES.get(key, f"scale_{key}"): list(value) if isinstance(value, tuple) else _number(value)
+    return {_OF_SCALES.get(key, f"scale_{key}"):
+            list(value) if isinstance(value, tuple) else json_number(value)
             for key, value in asdict(report).items()}
 
 
@@ -154,10 +155,6 @@ def _most(counts: Array | None) -> tuple[int | None, list[int] | None]:
 
 def _total(counts: Array) -> int:
     return int(counts.sum(dtype=np.int64))
-
-
-def _number(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _append(path: str | os.PathLike[str], data: bytes) -> None:

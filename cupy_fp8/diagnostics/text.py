@@ -1,17 +1,10 @@
-"""Reports as text and as HTML."""
+"""Reports as text."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from html import escape
-from typing import NamedTuple
-
-
-def html_table(facts: dict[str, str]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in facts)
-    body = "".join(f"<td>{escape(text)}</td>" for text in facts.values())
-    return f"<table><tr>{head}</tr><tr>{body}</tr></table>"
+from typing import Any, NamedTuple
 
 
 class Column(NamedTuple):
@@ -60,6 +53,11 @@ def elided(text: str, width: int) -> str:
         return text
     end = (width - 1) // 2
     return f"{text[:width - 1 - end]}…{text[len(text) - end:]}"
+
+
+def json_number(value: Any) -> Any:
+    """null for NaN and infinities, which JSON does not have; anything else as it is."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def decibels(value: float) -> str:

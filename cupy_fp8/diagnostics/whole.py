@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, contiguous
+from ..results import facts_table
 from . import pieces
 from .inputs import module_of_x, require_shape, values_and_codes
 from .losses import error_sums
-from .text import html_table
 
 __all__ = ["ErrorReport", "error"]
 
@@ -66,7 +66,7 @@ class ErrorReport:
                 f"{f['saturated']} saturated, {f['underflowed']} underflowed, {f['NaN']} NaN{tail})")
 
     def _repr_html_(self) -> str:
-        return html_table(self._facts())
+        return facts_table(self._facts())
 
 
 def error(x: Array, q: Any) -> ErrorReport:

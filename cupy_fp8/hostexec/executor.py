@@ -214,7 +214,7 @@ def _workers() -> int:
 
 
 _compiled: dict[tuple[object, ...], HostKernel] = {}
-# Of folders of included files: when they were looked at, and what was there.
+# By folders of included files: the time when they were last looked at, and the stamps that they had then.
 _seen: dict[tuple[Path, ...], tuple[float, tuple[tuple[str, int, int], ...]]] = {}
 SECONDS_BETWEEN_LOOKS = 1.0
 

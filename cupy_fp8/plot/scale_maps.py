@@ -10,7 +10,7 @@ from ..arrays import Array, asnumpy
 from ..diagnostics.scale_report import scales_by_block
 from ..formats import FORMATS, lookup
 from ..reference.numerics import widen
-from ..results import Quantized, Scaled
+from ..results import Quantized, Scaled, as_scaled
 from .sample import MOST_CELLS, every_nth, taken
 from .style import GREY, axes, integer_ticks
 
@@ -32,7 +32,7 @@ def scale_heat_map(scale_inv: Array | Scaled | Quantized, *, ax: Any = None) -> 
     [[-1.0, 0.0], [1.0, 2.0]]
     """
     if isinstance(scale_inv, (Scaled, Quantized)):
-        scale_inv = scales_by_block(scale_inv if isinstance(scale_inv, Scaled) else scale_inv._any)
+        scale_inv = scales_by_block(as_scaled(scale_inv))
     lookup(scale_inv.dtype, tuple(FORMATS), "scale_inv")
     if scale_inv.ndim > 2:
         raise ValueError(f"scale_inv: expected at most two dimensions, got shape {scale_inv.shape}; draw one "

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .style import figure
-from .sweeps import curves
+from .sweeps import stacked
 
 __all__ = ["steps"]
 
@@ -57,16 +56,10 @@ def steps(log: str | os.PathLike[str] | Iterable[Mapping[str, Any]],
             raise ValueError(f"{name}: the log has no {', '.join(map(repr, unknown))}; it has "
                              f"{sorted(known)}")
     at = sorted({step for name in chosen for step in by_tensor[name]})
-    if ax is None:
-        ax = figure((8, 1.2 + 1.5 * len(quantities)), len(quantities))
-    panels = list(ax)
-    if len(panels) != len(quantities):
-        raise ValueError(f"ax: expected {len(quantities)} Axes, one for each quantity, got {len(panels)}")
+    lines = {_label(key): {name: [_value(by_tensor[name].get(step), key) for step in at] for name in chosen}
+             for key in quantities}
+    panels = stacked(at, lines, xlabel="step", title=title, ax=ax)
     for panel, key in zip(panels, quantities, strict=True):
-        lines = {name: [_value(by_tensor[name].get(step), key) for step in at] for name in chosen}
-        first, last = panel is panels[0], panel is panels[-1]
-        curves(at, lines, ylabel=_label(key), xlabel="step" if last else "", title=title if first else "",
-               legend=first, ax=panel)
         if key in _SHARES:
             panel.set_ylim(bottom=-0.03 * panel.get_ylim()[1])          # no share is negative
     return panels

@@ -9,7 +9,7 @@ MATPLOTLIB_HINT = "plotting needs matplotlib: pip install 'cupy_fp8[plot]' (or: 
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREEN, VERMILION, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#8C8C8C"
-SKY = "#56B4E9"
+SKY, PURPLE = "#56B4E9", "#CC79A7"
 
 
 def pyplot() -> Any:

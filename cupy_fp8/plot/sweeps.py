@@ -9,14 +9,26 @@ import numpy as np
 
 from ..arrays import asnumpy
 from ..diagnostics import ErrorReport
-from .style import BLUE, GREEN, GREY, ORANGE, VERMILION, axes, binade_ticks, blue, figure, integer_ticks
+from .style import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    VERMILION,
+    axes,
+    binade_ticks,
+    blue,
+    figure,
+    integer_ticks,
+)
 
 __all__ = ["curves", "reports"]
 
 # Lines differ in colour, dashes and marker at once, so that no reader depends on colour.
 _LOOKS: tuple[tuple[str, str, str], ...] = (
     (BLUE, "-", "o"), (VERMILION, "--", "s"), (GREEN, "-.", "^"), (ORANGE, ":", "D"), (GREY, "-", "v"),
-    ("#CC79A7", "--", "P"), ("#882255", "-.", "X"))
+    (PURPLE, "--", "P"), ("#882255", "-.", "X"))
 _MARKED = 40                                    # A line of more points has no markers.
 _SCALES = ("linear", "log2", "log10")
 _SHARES = ("saturated", "underflowed", "nan", "nonfinite")
@@ -104,18 +116,25 @@ def reports(x: Any, series: Mapping[str, Sequence[ErrorReport]],
     for quantity in quantities:
         if quantity not in known:
             raise ValueError(f"quantities: expected fields of ErrorReport, {known}, got {quantity!r}")
-    if ax is None:
-        ax = figure((7, 1.2 + 1.5 * len(quantities)), len(quantities))
-    panels = list(ax)
-    if len(panels) != len(quantities):
-        raise ValueError(f"ax: expected {len(quantities)} Axes, one for each quantity, got {len(panels)}")
-    for panel, quantity in zip(panels, quantities, strict=True):
-        values = {label: [_value(r, quantity) for r in found] for label, found in series.items()}
-        first, last = panel is panels[0], panel is panels[-1]
-        curves(x, values, xscale=xscale, ylabel=_label(quantity), xlabel=xlabel if last else "",
-               title=title if first else "", legend=first, ax=panel)
+    lines = {_label(quantity): {label: [_value(report, quantity) for report in found]
+                                for label, found in series.items()} for quantity in quantities}
+    panels = stacked(x, lines, xscale=xscale, xlabel=xlabel, title=title, ax=ax)
+    for panel in panels:
         low, high = panel.get_ylim()
         panel.set_ylim(min(low, -0.03 * high), max(high, 1e-3))
+    return panels
+
+
+def stacked(x: Any, lines: Mapping[str, Mapping[str, Any]], *, xlabel: str = "", title: str = "",
+            xscale: str = "linear", ax: Any = None) -> list[Any]:
+    """`curves` in panels one above the other, by the label of their y axis. Returns the Axes."""
+    panels = list(figure((7.5, 1.2 + 1.5 * len(lines)), len(lines)) if ax is None else ax)
+    if len(panels) != len(lines):
+        raise ValueError(f"ax: expected {len(lines)} Axes, one for each quantity, got {len(panels)}")
+    for panel, (label, series) in zip(panels, lines.items(), strict=True):
+        first, last = panel is panels[0], panel is panels[-1]
+        curves(x, series, xscale=xscale, ylabel=label, xlabel=xlabel if last else "",
+               title=title if first else "", legend=first, ax=panel)
     return panels
 
 

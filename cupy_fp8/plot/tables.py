@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from ..arrays import asnumpy
-from .style import BLUE, GREEN, GREY, ORANGE, VERMILION, axes, ink
+from ..results import html_table
+from .style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, axes, ink
 
 __all__ = ["bars", "cells", "table"]
 
-_PARTS = (BLUE, ORANGE, GREEN, VERMILION, GREY, "#CC79A7", "#56B4E9")
+_PARTS = (BLUE, ORANGE, GREEN, VERMILION, GREY, PURPLE, SKY)
 _HATCHES = ("", "///", "...", "\\\\\\", "", "xxx", "++")
 
 
@@ -32,14 +33,7 @@ class Table:
                          for row in (self.head, *self.rows))
 
     def _repr_html_(self) -> str:
-        from html import escape
-
-        def line(tags: Sequence[str], row: Sequence[str]) -> str:
-            return "".join(f"<{tag}>{escape(cell)}</{tag}>" for tag, cell in zip(tags, row, strict=True))
-
-        width = len(self.head)
-        body = "".join(f"<tr>{line(['th', *['td'] * (width - 1)], row)}</tr>" for row in self.rows)
-        return f"<table><tr>{line(['th'] * width, self.head)}</tr>{body}</table>"
+        return html_table(self.head, self.rows, first="th")
 
 
 def table(head: Sequence[Any], rows: Sequence[Sequence[Any]]) -> Table:
@@ -123,7 +117,7 @@ def cells(values: Any, text: Any = None, *, rows: Sequence[Any] | None = None,
     known = v[np.isfinite(v)]
     low, high = (known.min(), known.max()) if known.size else (0.0, 1.0)
     share = (v - low) / ((high - low) or 1)
-    ax.set_facecolor("#8C8C8C40")
+    ax.set_facecolor(f"{GREY}40")
     ax.imshow(share, cmap="Blues", vmin=-0.15, vmax=1.35, aspect="auto", interpolation="nearest")
     for (i, j), t in np.ndenumerate(texts):
         empty = not np.isfinite(v[i, j])

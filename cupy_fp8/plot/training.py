@@ -8,7 +8,7 @@ import numpy as np
 
 from ..arrays import asnumpy
 from ..formats import FP8_DTYPES, lookup
-from .style import GREY, VERMILION, axes, binade_ticks, blue, ink
+from .style import GREY, VERMILION, axes, binade_ticks, blue, ink, integer_ticks
 
 __all__ = ["amax_history"]
 
@@ -48,7 +48,7 @@ def amax_history(amax: Any, limit: Any, *, dtype: Any = "float8_e4m3fn", steps: 
     binade_ticks(ax.yaxis, *ax.get_ylim())
     ax.set(xlabel="step", ylabel="magnitude")
     ax.grid(axis="y", color=GREY, alpha=0.25)
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    integer_ticks(ax.xaxis)
     if title:
         ax.set_title(title, fontsize="medium")
     ax.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
