@@ -22,6 +22,7 @@ from ..arrays import asarray
 from ..diagnostics.text import Column
 from ..diagnostics.verdict import recommended, verdict_on
 from ..io.found import Found, tensors
+from ..io.replace import replacing
 from ..plot import style
 from . import demo_data, demo_rows, terminal
 from .demo_rows import Compared
@@ -170,7 +171,8 @@ class _Demo:
                       "numpy": np.__version__, "verdict": verdict, "left_out": self._skipped,
                       "rows": [row for one in self._compared for row in one.as_json()]}
             text = json.dumps(report, indent=1, allow_nan=False)
-            Path(self._options.json).write_text(f"{text}\n", encoding="utf-8")
+            with replacing(self._options.json) as file:
+                file.write(f"{text}\n".encode())
         if self._options.plot:
             axes = plot.comparison({one.name: one.comparison for one in self._compared})
             axes[0].figure.savefig(self._options.plot, dpi=150)
