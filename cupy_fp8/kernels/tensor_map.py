@@ -19,28 +19,31 @@ class TensorMap(bytes):
     """The bytes of a map, which belong to one address."""
 
 
-def encode(x: Any, at: int, columns: int, rows: int, pitch: int, box_rows: int) -> TensorMap:
+def encode(x: Any, at: int, columns: int, rows: int, pitch: int, box_rows: int,
+           matrices: int = 0) -> TensorMap:
     """The map of a matrix of bytes with rows at multiples of `pitch`, which is copied in boxes of 128 columns
-    and box_rows rows. x: an array on the same device; for a NumPy array, what kernels on the CPU read. An
-    empty matrix has the map of one element, which is never copied."""
+    and box_rows rows; or of so many matrices, one after the other, whose boxes have three coordinates. x: an
+    array on the same device; for a NumPy array, what kernels on the CPU read. An empty matrix has the map of
+    one element, which is never copied."""
     columns, rows, pitch = max(columns, 1), max(rows, 1), max(pitch, 16)
-    return (on_host if isinstance(x, np.ndarray) else _encoded)(at, columns, rows, pitch, box_rows)
+    return (on_host if isinstance(x, np.ndarray) else _encoded)(at, columns, rows, pitch, box_rows, matrices)
 
 
-def on_host(at: int, columns: int, rows: int, pitch: int, box_rows: int) -> TensorMap:
+def on_host(at: int, columns: int, rows: int, pitch: int, box_rows: int, matrices: int = 0) -> TensorMap:
     """The map that kernels on the CPU read."""
-    return TensorMap(struct.pack("=QQQQI", at, columns, rows, pitch, box_rows).ljust(_BYTES, b"\0"))
+    packed = struct.pack("=QQQQII", at, columns, rows, pitch, box_rows, max(matrices, 1))
+    return TensorMap(packed.ljust(_BYTES, b"\0"))
 
 
 @functools.lru_cache(4096)
-def _encoded(at: int, columns: int, rows: int, pitch: int, box_rows: int) -> TensorMap:
+def _encoded(at: int, columns: int, rows: int, pitch: int, box_rows: int, matrices: int) -> TensorMap:
     raw = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
     where = -(-ctypes.addressof(raw) // _ALIGNMENT) * _ALIGNMENT
-    u64, u32 = ctypes.c_uint64, ctypes.c_uint32
+    u64, u32, rank = ctypes.c_uint64, ctypes.c_uint32, 3 if matrices else 2
     status = _driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(where), _UINT8, 2, ctypes.c_void_p(at), (u64 * 2)(columns, rows), (u64 * 1)(pitch),
-        (u32 * 2)(_BOX_BYTES, box_rows), (u32 * 2)(1, 1), _NOT_INTERLEAVED, _SWIZZLE_128, _L2_128,
-        _ZEROS_OUTSIDE)
+        ctypes.c_void_p(where), _UINT8, rank, ctypes.c_void_p(at), (u64 * 3)(columns, rows, matrices),
+        (u64 * 2)(pitch, rows * pitch), (u32 * 3)(_BOX_BYTES, box_rows, 1), (u32 * 3)(1, 1, 1),
+        _NOT_INTERLEAVED, _SWIZZLE_128, _L2_128, _ZEROS_OUTSIDE)
     if status:
         raise RuntimeError(f"cuTensorMapEncodeTiled: status {status} for {rows} rows of {columns} bytes at "
                            f"{at:#x}, pitch {pitch}")

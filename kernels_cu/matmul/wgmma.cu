@@ -24,7 +24,7 @@ constexpr int kChunk = 64, kChunks = kTileColumns / kChunk;  // columns of B tha
 constexpr int kConsumers = 8;                      // warps that multiply
 // A warpgroup that multiplies holds the sums and the products, 192 registers.
 constexpr int kRegisters = 224, kOtherRegisters = 56;
-constexpr int kStagedBytes = 16 * (kTileColumns * 2 + 16);   // a warp's rows on their way to D
+constexpr int kStagedBytes = 16 * kTileColumns * 2;  // a warp's rows on their way to D
 // The copy engine may still read the maps of tiles in the queue and of tiles in the ring.
 constexpr int kMaps = kQueue + kStages + 2;
 
@@ -44,15 +44,17 @@ struct Shared {
     Ring<kStages> ring;
     Ring<kQueue> queue;
 };
-static_assert(sizeof(Shared) == 220864, "what ops/matmul/wgmma.py asks for");
+static_assert(sizeof(Shared) == 218816, "what ops/matmul/wgmma.py asks for");
 
 struct WgmmaParams {
     TensorMap a_map, b_map;        // of all rows; with sizes of K, the boxes of groups' own maps
+    TensorMap out_map;             // of D, in boxes of 16 rows and 128 bytes
     Product product;
     TensorMap* maps;               // [blocks of the grid, kMaps, 2] of groups, for sizes of K
     // Whether the copy engine copies scales too: those of neighbouring rows of A (kVectors: and of B) are
     // neighbours, and all lines of scales begin at multiples of 16 bytes.
     u32 copies_scales;
+    u32 copies_out;                // Whether D leaves by out_map.
 };
 
 // ---- the warp that finds tiles ----
@@ -96,6 +98,7 @@ __device__ __forceinline__ void find_tiles(const WgmmaParams& p, Shared& shared)
                                           * (product.out_type == kOutF32 ? 4 : 2);
                 t.a_row = (int)((kSizesOfK ? 0 : tile.at.start) + tile.row);
                 t.b_row = (int)((kSizesOfK ? 0 : tile.at.group * product.n) + tile.column);
+                t.matrix = kSizesOfK ? (int)tile.at.group : 0;
                 t.row = (int)tile.row;
                 t.column = (int)tile.column;
                 t.rows = (int)tile.rows;
@@ -238,26 +241,37 @@ struct RowScales {
     float low[kCount], high[kCount];
     bool exact = true;             // No lane of the warp has a product of scales that f32 cannot hold well.
 
-    // row: the lane's first one in the stage. column: the tile's
-    __device__ __forceinline__ RowScales(const Stage& stage, int row, int column, float first, float second) {
-        low[0] = stage.a[row];
-        high[0] = stage.a[row + 8];
+    // at_low, at_high: of the rows in the stage. column: the tile's. of_b: of its two rows of blocks
+    __device__ __forceinline__ RowScales(const Stage& stage, int at_low, int at_high, int column,
+                                         const float (&of_b)[2]) {
+        const float a_low = stage.a[at_low], a_high = stage.a[at_high];
+        low[0] = a_low;
+        high[0] = a_high;
         if constexpr (kScaling == kBlocks) {
-            const float a_low = low[0], a_high = high[0];
             bool normal = true;
 #pragma unroll
             for (int i = 0; i < kCount; i++) {
-                const float of_b = of_column(column, i, first, second);
-                low[i] = mul_rn(a_low, of_b);
-                high[i] = mul_rn(a_high, of_b);
+                low[i] = mul_rn(a_low, of_column(column, i, of_b));
+                high[i] = mul_rn(a_high, of_column(column, i, of_b));
                 normal &= is_normal(low[i]) & is_normal(high[i]);
             }
             exact = __all_sync(~0u, normal);
         }
     }
+    // Multiplies by the scales of A, so that those of B are left: one after the other, f32 holds the results.
+    __device__ __forceinline__ void multiply_by_rows(float (&products)[kTileColumns / 2], float a_low,
+                                                     float a_high, int column, const float (&of_b)[2]) {
+#pragma unroll
+        for (int i = 0; i < kTileColumns / 2; i++)
+            products[i] = mul_rn(products[i], i % 4 < 2 ? a_low : a_high);
+#pragma unroll
+        for (int i = 0; i < kCount; i++) low[i] = high[i] = of_column(column, i, of_b);
+    }
+
+private:
     // The scale of B that the i-th 64 columns of a tile have.
-    static __device__ __forceinline__ float of_column(int column, int i, float first, float second) {
-        return column % kScaleBlock + i * kChunk < kScaleBlock ? first : second;
+    static __device__ __forceinline__ float of_column(int column, int i, const float (&of_b)[2]) {
+        return column % kScaleBlock + i * kChunk < kScaleBlock ? of_b[0] : of_b[1];
     }
     static __device__ __forceinline__ bool is_normal(float value) {
         return (as_bits(value) & 0x7f800000u) - 0x00800000u < 0x7f000000u;
@@ -304,64 +318,87 @@ __device__ __forceinline__ void add_products(float (&sums)[kTileColumns / 2],
     }
 }
 
-__device__ __forceinline__ void multiply(const Product& p, Shared& shared) {
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4, lane = threadIdx.x % 32;
-    const int first_row = warp / 4 * kHalfRows + warp % 4 * 16;    // of this warp, in the tile
-    const u64 out_bytes = p.out_type == kOutF32 ? 4 : 2;
-    const bool in_16_bytes = ((u64)p.out | (u64)(p.n * out_bytes)) % 16 == 0;
-    const bool pairs = ((u64)p.out | (u64)(p.n * out_bytes)) % 8 == 0;
-    TileReader reader(shared.tiles, shared.queue);
+// A warp that multiplies, and its place in the ring.
+struct Multiplier {
+    const WgmmaParams& params;
+    Shared& shared;
+    const int warp;                // of those that multiply
+    const int lane = threadIdx.x % 32;
     Place<kStages> place;
-    while (reader.next()) {
-        const QueuedTile& t = reader.tile;
-        const int left = t.rows - t.row;
-        const auto release = [&] {
-            __syncwarp();
-            if (lane == 0) arrive(&shared.ring.empty[place.at]);
-        };
-        if (left <= warp / 4 * kHalfRows) {                        // No row of this warpgroup exists.
-            for (int block = 0; block < t.blocks; block++) {
-                place.wait_full(shared.ring);
-                release();
-                place.next();
-            }
-            continue;
-        }
-        BlockScales of_blocks(p, t);
-        float sums[kTileColumns / 2];
-#pragma unroll
-        for (int i = 0; i < kTileColumns / 2; i++) sums[i] = 0;
+    bool is_full = false;          // the stage at `place`
+
+    __device__ __forceinline__ int half() const { return warp / 4; }
+    __device__ __forceinline__ int first_row() const { return half() * kHalfRows + warp % 4 * 16; }
+    __device__ __forceinline__ void release() {
+        __syncwarp();
+        if (lane == 0) arrive(&shared.ring.empty[place.at]);
+    }
+    // Stages of a tile in which no row of this warpgroup exists.
+    __device__ __forceinline__ void skip(const QueuedTile& t) {
         for (int block = 0; block < t.blocks; block++) {
-            const float first = of_blocks.next[0], second = of_blocks.next[1];
-            if (kScaling == kBlocks && block + 1 < t.blocks) of_blocks.read();
             place.wait_full(shared.ring);
-            const u8* const a = shared.a[place.at] + warp / 4 * kHalfRows * kBoxBytes;
+            release();
+            place.next();
+        }
+        is_full = false;
+    }
+    __device__ __forceinline__ void add(float (&sums)[kTileColumns / 2], const QueuedTile& t) {
+        BlockScales of_blocks(params.product, t);
+        // Rows that do not exist get the last one's scale: stages hold nothing of theirs, and results must not
+        // depend on what they held before.
+        const int row = first_row() + lane / 4, last = t.rows - t.row - 1;
+        const int at_low = t.a_shift + at_most(row, last), at_high = t.a_shift + at_most(row + 8, last);
+        for (int block = 0; block < t.blocks; block++) {
+            if (!is_full) place.wait_full(shared.ring);
+            const u8* const a = shared.a[place.at] + half() * kHalfRows * kBoxBytes;
             const u8* const b = shared.b[place.at];
             float products[kTileColumns / 2];
             start_products<kTileColumns>(products, a, b);
+            const float of_b[2] = {of_blocks.next[0], of_blocks.next[1]};
+            const bool is_last = block + 1 == t.blocks;
+            if (kScaling == kBlocks && !is_last) of_blocks.read();
             const Stage& stage = shared.stages[place.at];
-            const RowScales rows(stage, t.a_shift + first_row + lane / 4, t.column, first, second);
+            RowScales rows(stage, at_low, at_high, t.column, of_b);
+            Place<kStages> next = place;
+            next.next();
+            is_full = next.is_full(shared.ring);           // asked while the tensor core works
             finish_products<kTileColumns>(products, a, b);
-            if (rows.exact) {
-                add_products(sums, products, rows, stage, block + 1 == t.blocks, release);
-            } else {                                               // One scale after the other.
-                const int row = t.a_shift + first_row + lane / 4;
-                const float a_low = stage.a[row], a_high = stage.a[row + 8];
-#pragma unroll
-                for (int i = 0; i < kTileColumns / 2; i++) {
-                    const float of_b = RowScales::of_column(t.column, 2 * i / kChunk, first, second);
-                    sums[i] = fma_rn(mul_rn(products[i], i % 4 < 2 ? a_low : a_high), of_b, sums[i]);
-                }
-                release();
-            }
-            place.next();
+            if (!rows.exact)
+                rows.multiply_by_rows(products, stage.a[at_low], stage.a[at_high], t.column, of_b);
+            add_products(sums, products, rows, stage, is_last, [this] { release(); });
+            place = next;
         }
-        const i64 element = (i64)(t.row + first_row) * p.n + t.column;
-        const WarpRows to = {t.out + element * out_bytes, p.n, left - first_row, (int)t.columns};
-        if (p.out_type != kOutF32 && in_16_bytes)
-            copy_rows_16<kTileColumns>(to, sums, p.out_type, shared.staged[warp]);
-        else if (t.blocks > 0 || !p.accumulate)
-            store_sums<kTileColumns>(to, sums, p.out_type, p.accumulate, pairs);
+    }
+    __device__ __forceinline__ void store(const float (&sums)[kTileColumns / 2], const QueuedTile& t) {
+        const Product& p = params.product;
+        const u64 out_bytes = p.out_type == kOutF32 ? 4 : 2;
+        const int rows = t.rows - t.row - first_row();
+        if (params.copies_out && rows >= 16) {
+            copy_rows_out<kTileColumns>(params.out_map, sums, p.out_type, shared.staged[warp],
+                                        t.a_row + first_row(), t.column * 2, t.matrix);
+        } else if (t.blocks > 0 || !p.accumulate) {
+            const i64 element = (i64)(t.row + first_row()) * p.n + t.column;
+            const bool pairs = ((u64)p.out | (u64)(p.n * out_bytes)) % 8 == 0;
+            store_sums<kTileColumns>({t.out + element * out_bytes, p.n, rows, (int)t.columns}, sums,
+                                     p.out_type, p.accumulate, pairs);
+        }
+    }
+};
+
+__device__ __forceinline__ void multiply(const WgmmaParams& p, Shared& shared) {
+    Multiplier own{p, shared, (int)__shfl_sync(~0u, threadIdx.x / 32, 0) - 4};
+    TileReader reader(shared.tiles, shared.queue);
+    while (reader.next()) {
+        const QueuedTile& t = reader.tile;
+        if (t.rows - t.row <= own.half() * kHalfRows) {
+            own.skip(t);
+            continue;
+        }
+        float sums[kTileColumns / 2];
+#pragma unroll
+        for (int i = 0; i < kTileColumns / 2; i++) sums[i] = 0;
+        own.add(sums, t);
+        own.store(sums, t);
         // All lanes together again: else the compiler keeps the addresses of stages in no uniform registers,
         // and every wgmma waits for four moves.
         __syncwarp();
@@ -385,7 +422,7 @@ wgmma_products(const __grid_constant__ WgmmaParams p) {
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp >= 4) {
         take_registers<kRegisters>();
-        multiply(p.product, shared);
+        multiply(p, shared);
     } else {
         give_registers<kOtherRegisters>();
         if (warp == 0) copy_stages(p, shared);

@@ -20,11 +20,12 @@ from .problem import OperandView, Problem
 _KERNEL = Kernel("matmul/wgmma", "wgmma_products", target="sm_90a")
 _THREADS, _ROWS, _COLUMNS, _BLOCK, _STAGES, _QUEUE = 384, 128, 192, 128, 4, 4
 _MAPS, _MAP_BYTES = _QUEUE + _STAGES + 2, 128
+_BOX_ROWS_OUT = 16
 _BLOCKS_ON_CPU = 2
 #: Numbers of tiles are counted in 32 bits, a grid at a time.
 _LARGEST = 2**31 - 2**16
 #: Bytes of shared memory: those of the struct Shared, which asserts it.
-SHARED = 220864
+SHARED = 218816
 _FP8 = (float8_e4m3fn, float8_e5m2)
 #: The struct's `share`: all groups, those that tensor copies can read, the others.
 ALL_GROUPS, IN_16_BYTES, OTHER_GROUPS = range(3)
@@ -66,9 +67,10 @@ def launches(call: Call, problem: Problem) -> Iterator[Launch]:
     copies = (scaling != "kRows" and _copied(p.a, anywhere=True)
               and (scaling == "kBlocks" or _copied(p.b, anywhere=False)))
     a, b = (_FP8[view.e5m2] for view in (p.a, p.b))
+    out_map = _out_map(call, p)
     yield _VARIANTS[a, b, scaling, p.sizes_of_k].bind(
-        call.x, blocks, a_map={"bytes": a_map}, b_map={"bytes": b_map}, product=members, maps=maps,
-        copies_scales=int(copies))
+        call.x, blocks, a_map={"bytes": a_map}, b_map={"bytes": b_map}, out_map={"bytes": out_map or b""},
+        product=members, maps=maps, copies_scales=int(copies), copies_out=int(out_map is not None))
 
 
 def tiles_of(problem: Problem, rows: int, columns: int) -> int:
@@ -108,6 +110,16 @@ def _maps(call: Call, p: Problem, blocks: int) -> tuple[TensorMap, TensorMap, in
     return (tensor_map.encode(call.x, p.a.data, _BLOCK, p.m, _BLOCK, _ROWS),
             tensor_map.encode(call.x, p.b.data, _BLOCK, p.n, _BLOCK, _COLUMNS),
             round_up(at, _MAP_BYTES))
+
+
+def _out_map(call: Call, p: Problem) -> TensorMap | None:
+    """The tensor map of D; None where other stores write it: of float32, and of rows that do not begin at
+    multiples of 16 bytes."""
+    pitch = p.n * p.to.itemsize
+    if p.to.itemsize != 2 or p.out % 16 or pitch % 16:
+        return None
+    matrices, rows = (p.groups, p.m) if p.sizes_of_k else (1, p.total)
+    return tensor_map.encode(call.x, p.out, pitch, rows, pitch, _BOX_ROWS_OUT, matrices)
 
 
 def _is_hopper(device_id: int) -> bool:

@@ -15,22 +15,6 @@ __device__ __forceinline__ u32 narrow_pair(u32 type, float lo, float hi) {
 #endif
 }
 
-// Stores a warp's 16 × 16 elements of 16 bits to shared memory: sums 4 * i to 4 * i + 7.
-__device__ __forceinline__ void store_16x16(u8* shared, int pitch, const float* sums, u32 type) {
-    const int lane = threadIdx.x % 32;
-    const u32 words[4] = {narrow_pair(type, sums[0], sums[1]), narrow_pair(type, sums[2], sums[3]),
-                          narrow_pair(type, sums[4], sums[5]), narrow_pair(type, sums[6], sums[7])};
-#ifdef CUPY_FP8_HOST
-    u8* const first = shared + lane / 4 * pitch + lane % 4 * 4;
-    for (int i = 0; i < 4; i++)
-        *reinterpret_cast<u32*>(first + i % 2 * 8 * pitch + i / 2 * 16) = words[i];
-#else
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                 :: "r"(shared_address(shared + lane % 16 * pitch + lane / 16 * 16)), "r"(words[0]),
-                    "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
-#endif
-}
-
 // Where a warp stores: its first row of D, and which elements exist from there.
 struct WarpRows {
     u8* out;                       // the first element of the warp's first row
@@ -38,22 +22,45 @@ struct WarpRows {
     int rows, columns;
 };
 
-// Rows leave by one copy each, so the elements beyond the last row and column stay as they are. Rows begin at
-// multiples of 16 bytes. `staged` is the warp's own, with rows of kColumns * 2 + 16 bytes.
-template <int kColumns>
-__device__ __forceinline__ void copy_rows_16(const WarpRows& to, const float (&sums)[kColumns / 2], u32 type,
-                                             u8* staged) {
-    constexpr int kPitch = kColumns * 2 + 16;      // 16 bytes more: no bank conflicts
+// Stores a warp's 16 × 16 elements of 16 bits to shared memory: sums 4 * i to 4 * i + 7. They are two chunks
+// of 16 bytes of 16 rows of a box; `chunk` is the first one.
+template <u32 kType>
+__device__ __forceinline__ void store_16x16(u8* box, int chunk, const float* sums) {
     const int lane = threadIdx.x % 32;
+    const u32 words[4] = {narrow_pair(kType, sums[0], sums[1]), narrow_pair(kType, sums[2], sums[3]),
+                          narrow_pair(kType, sums[4], sums[5]), narrow_pair(kType, sums[6], sums[7])};
+    const auto at = [&](int row, int c) { return box + row * kBoxBytes + (c ^ row % 8) * 16; };
+#ifdef CUPY_FP8_HOST
+    for (int i = 0; i < 4; i++)
+        *reinterpret_cast<u32*>(at(lane / 4 + i % 2 * 8, chunk + i / 2) + lane % 4 * 4) = words[i];
+#else
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :: "r"(shared_address(at(lane % 16, chunk + lane / 16))), "r"(words[0]), "r"(words[1]),
+                    "r"(words[2]), "r"(words[3]) : "memory");
+#endif
+}
+template <u32 kType, int kColumns>
+__device__ __forceinline__ void stage_rows(const float (&sums)[kColumns / 2], u8* staged) {
+#pragma unroll
+    for (int c = 0; c < kColumns; c += 16)
+        store_16x16<kType>(staged + c / 64 * (16 * kBoxBytes), c % 64 / 8, sums + c / 2);
+}
+
+// A warp's 16 rows of 16-bit elements leave by a copy for each 64 columns. `staged` is the warp's own, at a
+// multiple of 1024, with room for them. column: in bytes
+template <int kColumns>
+__device__ __forceinline__ void copy_rows_out(const TensorMap& map, const float (&sums)[kColumns / 2],
+                                              u32 type, u8* staged, int row, int column, int matrix) {
     copy_out_wait_read();
     __syncwarp();
-#pragma unroll
-    for (int c = 0; c < kColumns; c += 16) store_16x16(staged + c * 2, kPitch, sums + c / 2, type);
+    if (type == kOutBf16) stage_rows<kOutBf16, kColumns>(sums, staged);
+    else stage_rows<kOutF16, kColumns>(sums, staged);
     publish_to_copies();
     __syncwarp();
-    const int columns = to.columns < kColumns ? to.columns : kColumns;
-    if (lane < 16 && lane < to.rows && columns > 0)
-        copy_out(to.out + lane * to.pitch * 2, staged + lane * kPitch, columns * 2);
+    if (threadIdx.x % 32) return;
+#pragma unroll
+    for (int i = 0; i < kColumns / 64; i++)
+        copy_box_out(&map, staged + i * (16 * kBoxBytes), matrix, row, column + i * kBoxBytes);
     copy_out_commit();
 }
 

@@ -12,7 +12,7 @@ struct alignas(64) TensorMap {
 };
 struct TensorMapOnHost {
     u64 address, columns, rows, pitch;
-    u32 box_rows;
+    u32 box_rows, matrices;        // Matrices follow one another.
 };
 
 __device__ __forceinline__ u32 shared_address(const void* p) {
@@ -66,13 +66,21 @@ __device__ __forceinline__ void copy_bytes(void* shared, const void* global, u32
 #endif
 }
 
-// Copies 16-byte multiples from shared to global memory, both 16-byte aligned. The thread commits and waits.
-__device__ __forceinline__ void copy_out(void* global, const u8* shared, u32 bytes) {
+// Starts the copy of a box from shared memory to the matrices of a map, where (matrix, row, column) is its
+// first element. What would lie outside is left out. The thread commits and waits.
+__device__ __forceinline__ void copy_box_out(const TensorMap* map, const u8* shared, int matrix, int row,
+                                             int column) {
 #ifdef CUPY_FP8_HOST
-    host_bulk_store(global, shared, bytes);
+    const TensorMapOnHost& m = *reinterpret_cast<const TensorMapOnHost*>(map);
+    for (u32 r = 0; r < m.box_rows && (u64)row + r < m.rows; r++)
+        for (u32 chunk = 0; chunk < kBoxBytes / 16 && column + chunk * 16 < m.columns; chunk++) {
+            const u64 at = ((u64)matrix * m.rows + row + r) * m.pitch + column + chunk * 16;
+            host_bulk_store(reinterpret_cast<u8*>(m.address) + at,
+                            shared + r * kBoxBytes + (chunk ^ r % 8) * 16, 16);
+        }
 #else
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
-                 :: "l"(global), "r"(shared_address(shared)), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];"
+                 :: "l"(map), "r"(column), "r"(row), "r"(matrix), "r"(shared_address(shared)) : "memory");
 #endif
 }
 __device__ __forceinline__ void copy_out_commit() {
@@ -114,7 +122,7 @@ __device__ __forceinline__ void write_map(TensorMap* map, TensorMap* scratch, co
 #ifdef CUPY_FP8_HOST
     if (lane == 0) {
         TensorMapOnHost& m = *reinterpret_cast<TensorMapOnHost*>(scratch);
-        m = {reinterpret_cast<u64>(address), (u64)columns, (u64)rows, (u64)pitch, m.box_rows};
+        m = {reinterpret_cast<u64>(address), (u64)columns, (u64)rows, (u64)pitch, m.box_rows, 1};
     }
     __syncwarp();
     reinterpret_cast<u32*>(map)[lane] = reinterpret_cast<const u32*>(scratch)[lane];
