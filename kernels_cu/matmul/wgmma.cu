@@ -20,7 +20,7 @@ constexpr bool kSizesOfK = SIZES_OF_K;
 
 constexpr int kTileRows = 128, kTileColumns = 192, kStages = 4, kThreads = 384, kQueue = 4;
 constexpr int kHalfRows = kTileRows / 2;           // of a warpgroup; a tile's second half may be empty
-constexpr int kChunk = 64, kChunks = kTileColumns / kChunk;  // columns of B that share a scale in kBlocks
+constexpr int kChunk = 64;                         // columns of B that share a scale in kBlocks
 constexpr int kConsumers = 8;                      // warps that multiply
 // A warpgroup that multiplies holds the sums and the products, 192 registers.
 constexpr int kRegisters = 224, kOtherRegisters = 56;
@@ -236,8 +236,9 @@ struct BlockScales {
 };
 
 // The scales of a lane's two rows of A, read while the tensor core works; in kBlocks times those of B.
+template <int kColumns>
 struct RowScales {
-    static constexpr int kCount = kScaling == kBlocks ? kChunks : 1;
+    static constexpr int kCount = kScaling == kBlocks ? kColumns / kChunk : 1;
     float low[kCount], high[kCount];
     bool exact = true;             // No lane of the warp has a product of scales that f32 cannot hold well.
 
@@ -259,10 +260,10 @@ struct RowScales {
         }
     }
     // Multiplies by the scales of A, so that those of B are left: one after the other, f32 holds the results.
-    __device__ __forceinline__ void multiply_by_rows(float (&products)[kTileColumns / 2], float a_low,
+    __device__ __forceinline__ void multiply_by_rows(float (&products)[kColumns / 2], float a_low,
                                                      float a_high, int column, const float (&of_b)[2]) {
 #pragma unroll
-        for (int i = 0; i < kTileColumns / 2; i++)
+        for (int i = 0; i < kColumns / 2; i++)
             products[i] = mul_rn(products[i], i % 4 < 2 ? a_low : a_high);
 #pragma unroll
         for (int i = 0; i < kCount; i++) low[i] = high[i] = of_column(column, i, of_b);
@@ -279,21 +280,21 @@ private:
 };
 
 // Adds the products of 128 of K, times their scales. release() says that the stage is not needed any more.
-template <class Release>
+template <int kColumns, class Release>
 __device__ __forceinline__ void add_products(float (&sums)[kTileColumns / 2],
-                                             const float (&products)[kTileColumns / 2],
-                                             const RowScales& rows, const Stage& stage, bool is_last,
-                                             const Release& release) {
+                                             const float (&products)[kColumns / 2],
+                                             const RowScales<kColumns>& rows, const Stage& stage,
+                                             bool is_last, const Release& release) {
     const float2* const b_scales = reinterpret_cast<const float2*>(stage.b) + threadIdx.x % 4;
     if constexpr (kScaling == kBlocks) {
         release();
 #pragma unroll
-        for (int i = 0; i < kTileColumns / 2; i++)
+        for (int i = 0; i < kColumns / 2; i++)
             sums[i] = fma_rn(i % 4 < 2 ? rows.low[2 * i / kChunk] : rows.high[2 * i / kChunk], products[i],
                              sums[i]);
     } else if constexpr (kScaling == kVectors) {
 #pragma unroll
-        for (int i = 0; i < kTileColumns / 2; i += 4) {
+        for (int i = 0; i < kColumns / 2; i += 4) {
             const float2 b = b_scales[i];
             sums[i] = fma_rn(rows.low[0], mul_rn(b.x, products[i]), sums[i]);
             sums[i + 1] = fma_rn(rows.low[0], mul_rn(b.y, products[i + 1]), sums[i + 1]);
@@ -303,10 +304,10 @@ __device__ __forceinline__ void add_products(float (&sums)[kTileColumns / 2],
         release();
     } else {
 #pragma unroll
-        for (int i = 0; i < kTileColumns / 2; i++) sums[i] = add_rn(sums[i], products[i]);
+        for (int i = 0; i < kColumns / 2; i++) sums[i] = add_rn(sums[i], products[i]);
         if (is_last) {
 #pragma unroll
-            for (int i = 0; i < kTileColumns / 2; i += 4) {
+            for (int i = 0; i < kColumns / 2; i += 4) {
                 const float2 b = b_scales[i];
                 sums[i] = mul_rn(rows.low[0], mul_rn(b.x, sums[i]));
                 sums[i + 1] = mul_rn(rows.low[0], mul_rn(b.y, sums[i + 1]));
@@ -342,6 +343,8 @@ struct Multiplier {
         }
         is_full = false;
     }
+    // kColumns: of the tile, at least those that exist. The tensor core multiplies no more.
+    template <int kColumns>
     __device__ __forceinline__ void add(float (&sums)[kTileColumns / 2], const QueuedTile& t) {
         BlockScales of_blocks(params.product, t);
         // Rows that do not exist get the last one's scale: stages hold nothing of theirs, and results must not
@@ -352,20 +355,20 @@ struct Multiplier {
             if (!is_full) place.wait_full(shared.ring);
             const u8* const a = shared.a[place.at] + half() * kHalfRows * kBoxBytes;
             const u8* const b = shared.b[place.at];
-            float products[kTileColumns / 2];
-            start_products<kTileColumns>(products, a, b);
+            float products[kColumns / 2];
+            start_products<kColumns>(products, a, b);
             const float of_b[2] = {of_blocks.next[0], of_blocks.next[1]};
             const bool is_last = block + 1 == t.blocks;
             if (kScaling == kBlocks && !is_last) of_blocks.read();
             const Stage& stage = shared.stages[place.at];
-            RowScales rows(stage, at_low, at_high, t.column, of_b);
+            RowScales<kColumns> rows(stage, at_low, at_high, t.column, of_b);
             Place<kStages> next = place;
             next.next();
             is_full = next.is_full(shared.ring);           // asked while the tensor core works
-            finish_products<kTileColumns>(products, a, b);
+            finish_products<kColumns>(products, a, b);
             if (!rows.exact)
                 rows.multiply_by_rows(products, stage.a[at_low], stage.a[at_high], t.column, of_b);
-            add_products(sums, products, rows, stage, is_last, [this] { release(); });
+            add_products<kColumns>(sums, products, rows, stage, is_last, [this] { release(); });
             place = next;
         }
     }
@@ -397,7 +400,9 @@ __device__ __forceinline__ void multiply(const WgmmaParams& p, Shared& shared) {
         float sums[kTileColumns / 2];
 #pragma unroll
         for (int i = 0; i < kTileColumns / 2; i++) sums[i] = 0;
-        own.add(sums, t);
+        if (t.columns > 128) own.add<192>(sums, t);
+        else if (t.columns > 64) own.add<128>(sums, t);
+        else own.add<64>(sums, t);
         own.store(sums, t);
         // All lanes together again: else the compiler keeps the addresses of stages in no uniform registers,
         // and every wgmma waits for four moves.

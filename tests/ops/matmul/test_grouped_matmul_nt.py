@@ -17,7 +17,7 @@ from cupy_fp8.calls import splits as group_sizes
 from cupy_fp8.cases import poison
 from cupy_fp8.cases.matmul.dense import operand
 from cupy_fp8.cases.matmul.tolerance import assert_within
-from cupy_fp8.formats import FP8_DTYPES, float8_e4m3fn, float32
+from cupy_fp8.formats import FP8_DTYPES, bfloat16, float8_e4m3fn, float32
 from cupy_fp8.kernels import errors
 from cupy_fp8.ops.matmul import grouped_operands, tiles
 from cupy_fp8.reference.matmul.grouped import grouped_magnitudes
@@ -144,6 +144,36 @@ def test_the_same_bytes_again(run):
     first = fp8.asnumpy(fp8.grouped_matmul_nt(a, b, run.array(SPLITS)))
     for _ in range(3):
         testing.assert_bytes_equal(fp8.asnumpy(fp8.grouped_matmul_nt(a, b, run.array(SPLITS))), first)
+
+
+def test_a_row_does_not_depend_on_those_after_its_group(run):
+    """Warps multiply 16 rows, of which some do not exist. Memory for their scales holds anything."""
+    a, b = run.array(scaled((48, 384), "vector", 1)), run.array(scaled((1, 72, 384), "block", 2))
+    whole = fp8.asnumpy(fp8.grouped_matmul_nt(a, b, run.array(np.array([48])), dtype=float32))
+    for rows in (1, 7, 9, 21, 40):
+        part = fp8.asnumpy(fp8.grouped_matmul_nt(a, b, run.array(np.array([rows])), dtype=float32))
+        testing.assert_bytes_equal(part[:rows], whole[:rows])
+        assert not part[rows:].any()
+
+
+@pytest.mark.parametrize("n", [8, 64, 72, 136, 200, 264])    # in the last tile: few columns, many, most
+@pytest.mark.parametrize("group", ["m", "k"])
+def test_nothing_else_is_written_by_copies_of_boxes(group, n, run):
+    splits = np.array([16, 0, 144, 48])
+    if group == "m":
+        a, b = scaled((208, 256), "vector", 1), scaled((4, n, 256), "block", 2)
+    else:
+        a, b = (scaled((rows, 208), "row", seed) for rows, seed in ((40, 1), (n, 2)))
+    want = reference.grouped_matmul_nt(a, b, splits, group=group)
+    host = np.empty(want.size + 128, bfloat16)
+    poison(host)
+    buffer = run.array(host)
+    out = buffer[64:64 + want.size].reshape(want.shape)
+    fp8.grouped_matmul_nt(run.array(a), run.array(b), run.array(splits), group=group, out=out)
+    found = fp8.asnumpy(buffer)
+    assert_within(found[64:-64].reshape(want.shape), want, grouped_magnitudes(a, b, splits, group=group))
+    for part in (slice(64), slice(-64, None)):
+        testing.assert_bytes_equal(found[part], host[part])
 
 
 @pytest.mark.parametrize("lead", [0, 1, 3, 8])
