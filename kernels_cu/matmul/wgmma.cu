@@ -10,52 +10,9 @@
 // SCALING       kRows: one scale for each row of A and of B, or for all; they multiply at the end
 //               kBlocks: A has one for 128 of K in each row, B one for 128 rows of it and 128 of K
 //               kVectors: both have one for 128 of K in each row
+#include "matmul/scaled_sums.cuh"
 #include "matmul/store_tile.cuh"
-#include "matmul/tile_queue.cuh"
 #include "matmul/warpgroup_products.cuh"
-
-enum Scaling { kRows, kBlocks, kVectors };
-constexpr Scaling kScaling = SCALING;
-constexpr bool kSizesOfK = SIZES_OF_K;
-
-constexpr int kTileRows = 128, kTileColumns = 192, kStages = 4, kThreads = 384, kQueue = 4;
-constexpr int kHalfRows = kTileRows / 2;           // of a warpgroup; a tile's second half may be empty
-constexpr int kChunk = 64;                         // columns of B that share a scale in kBlocks
-constexpr int kConsumers = 8;                      // warps that multiply
-// A warpgroup that multiplies holds the sums and the products, 192 registers.
-constexpr int kRegisters = 224, kOtherRegisters = 56;
-constexpr int kStagedBytes = 16 * kTileColumns * 2;  // a warp's rows on their way to D
-// The copy engine may still read the maps of tiles in the queue and of tiles in the ring.
-constexpr int kMaps = kQueue + kStages + 2;
-
-// The scales of 128 of K, of rows of A and of B (not in kBlocks). Those of A begin at `a_shift`, since copies
-// begin at multiples of 16 bytes.
-struct alignas(16) Stage {
-    float a[kTileRows + 4], b[kTileColumns];
-};
-
-struct Shared {
-    u8 a[kStages][kTileRows * kBoxBytes];
-    u8 b[kStages][kTileColumns * kBoxBytes];
-    u8 staged[kConsumers][kStagedBytes];
-    TensorMap map;                                 // of a group, while it is written
-    Stage stages[kStages];
-    QueuedTile tiles[kQueue];
-    Ring<kStages> ring;
-    Ring<kQueue> queue;
-};
-static_assert(sizeof(Shared) == 218816, "what ops/matmul/wgmma.py asks for");
-
-struct WgmmaParams {
-    TensorMap a_map, b_map;        // of all rows; with sizes of K, the boxes of groups' own maps
-    TensorMap out_map;             // of D, in boxes of 16 rows and 128 bytes
-    Product product;
-    TensorMap* maps;               // [blocks of the grid, kMaps, 2] of groups, for sizes of K
-    // Whether the copy engine copies scales too: those of neighbouring rows of A (kVectors: and of B) are
-    // neighbours, and all lines of scales begin at multiples of 16 bytes.
-    u32 copies_scales;
-    u32 copies_out;                // Whether D leaves by out_map.
-};
 
 // ---- the warp that finds tiles ----
 __device__ __forceinline__ void find_tiles(const WgmmaParams& p, Shared& shared) {
@@ -114,8 +71,6 @@ __device__ __forceinline__ void find_tiles(const WgmmaParams& p, Shared& shared)
 }
 
 // ---- the warp that copies A and B ----
-__device__ __forceinline__ int at_most(int value, int end) { return value < end ? value : end; }
-
 // The copies of the scales of a tile, one block of K after the other.
 struct ScaleCopies {
     const float *a, *b;
@@ -215,110 +170,6 @@ __device__ __forceinline__ void copy_scales(const Product& p, Shared& shared) {
 }
 
 // ---- the warps that multiply ----
-// In kBlocks, the scales of B that the columns of a tile have: those of two rows of blocks. They are read one
-// block of K ahead.
-struct BlockScales {
-    const float* at;
-    i64 second, step;              // to the second row of blocks, and to the next 128 of K
-    float next[2];
-
-    __device__ __forceinline__ BlockScales(const Product& p, const QueuedTile& t) : step(t.b_scale_block) {
-        const int row = t.column / kScaleBlock, last = (int)(p.n - 1) / kScaleBlock;
-        at = t.b_scale + row * p.b.scale_row;
-        second = row < last ? p.b.scale_row : 0;
-        if (kScaling == kBlocks && t.blocks > 0) read();
-    }
-    __device__ __forceinline__ void read() {
-        next[0] = load_read_only(at);
-        next[1] = load_read_only(at + second);
-        at += step;
-    }
-};
-
-// The scales of a lane's two rows of A, read while the tensor core works; in kBlocks times those of B.
-template <int kColumns>
-struct RowScales {
-    static constexpr int kCount = kScaling == kBlocks ? kColumns / kChunk : 1;
-    float low[kCount], high[kCount];
-    bool exact = true;             // No lane of the warp has a product of scales that f32 cannot hold well.
-
-    // at_low, at_high: of the rows in the stage. column: the tile's. of_b: of its two rows of blocks
-    __device__ __forceinline__ RowScales(const Stage& stage, int at_low, int at_high, int column,
-                                         const float (&of_b)[2]) {
-        const float a_low = stage.a[at_low], a_high = stage.a[at_high];
-        low[0] = a_low;
-        high[0] = a_high;
-        if constexpr (kScaling == kBlocks) {
-            bool normal = true;
-#pragma unroll
-            for (int i = 0; i < kCount; i++) {
-                low[i] = mul_rn(a_low, of_column(column, i, of_b));
-                high[i] = mul_rn(a_high, of_column(column, i, of_b));
-                normal &= is_normal(low[i]) & is_normal(high[i]);
-            }
-            exact = __all_sync(~0u, normal);
-        }
-    }
-    // Multiplies by the scales of A, so that those of B are left: one after the other, f32 holds the results.
-    __device__ __forceinline__ void multiply_by_rows(float (&products)[kColumns / 2], float a_low,
-                                                     float a_high, int column, const float (&of_b)[2]) {
-#pragma unroll
-        for (int i = 0; i < kColumns / 2; i++)
-            products[i] = mul_rn(products[i], i % 4 < 2 ? a_low : a_high);
-#pragma unroll
-        for (int i = 0; i < kCount; i++) low[i] = high[i] = of_column(column, i, of_b);
-    }
-
-private:
-    // The scale of B that the i-th 64 columns of a tile have.
-    static __device__ __forceinline__ float of_column(int column, int i, const float (&of_b)[2]) {
-        return column % kScaleBlock + i * kChunk < kScaleBlock ? of_b[0] : of_b[1];
-    }
-    static __device__ __forceinline__ bool is_normal(float value) {
-        return (as_bits(value) & 0x7f800000u) - 0x00800000u < 0x7f000000u;
-    }
-};
-
-// Adds the products of 128 of K, times their scales. release() says that the stage is not needed any more.
-template <int kColumns, class Release>
-__device__ __forceinline__ void add_products(float (&sums)[kTileColumns / 2],
-                                             const float (&products)[kColumns / 2],
-                                             const RowScales<kColumns>& rows, const Stage& stage,
-                                             bool is_last, const Release& release) {
-    const float2* const b_scales = reinterpret_cast<const float2*>(stage.b) + threadIdx.x % 4;
-    if constexpr (kScaling == kBlocks) {
-        release();
-#pragma unroll
-        for (int i = 0; i < kColumns / 2; i++)
-            sums[i] = fma_rn(i % 4 < 2 ? rows.low[2 * i / kChunk] : rows.high[2 * i / kChunk], products[i],
-                             sums[i]);
-    } else if constexpr (kScaling == kVectors) {
-#pragma unroll
-        for (int i = 0; i < kColumns / 2; i += 4) {
-            const float2 b = b_scales[i];
-            sums[i] = fma_rn(rows.low[0], mul_rn(b.x, products[i]), sums[i]);
-            sums[i + 1] = fma_rn(rows.low[0], mul_rn(b.y, products[i + 1]), sums[i + 1]);
-            sums[i + 2] = fma_rn(rows.high[0], mul_rn(b.x, products[i + 2]), sums[i + 2]);
-            sums[i + 3] = fma_rn(rows.high[0], mul_rn(b.y, products[i + 3]), sums[i + 3]);
-        }
-        release();
-    } else {
-#pragma unroll
-        for (int i = 0; i < kColumns / 2; i++) sums[i] = add_rn(sums[i], products[i]);
-        if (is_last) {
-#pragma unroll
-            for (int i = 0; i < kColumns / 2; i += 4) {
-                const float2 b = b_scales[i];
-                sums[i] = mul_rn(rows.low[0], mul_rn(b.x, sums[i]));
-                sums[i + 1] = mul_rn(rows.low[0], mul_rn(b.y, sums[i + 1]));
-                sums[i + 2] = mul_rn(rows.high[0], mul_rn(b.x, sums[i + 2]));
-                sums[i + 3] = mul_rn(rows.high[0], mul_rn(b.y, sums[i + 3]));
-            }
-        }
-        release();
-    }
-}
-
 // A warp that multiplies, and its place in the ring.
 struct Multiplier {
     const WgmmaParams& params;

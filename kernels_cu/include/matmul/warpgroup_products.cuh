@@ -13,8 +13,8 @@
 #define PTX_TYPE(tag) PTX_TYPE_OF(tag)
 
 #ifndef CUPY_FP8_HOST
-// The low half of an operand's descriptor. The high half says that rows of 128 bytes are swizzled and that 8 of
-// them are 1024 bytes.
+// The low half of an operand's descriptor. The high half says that rows of 128 bytes are swizzled, and that
+// 8 of them are 1024 bytes.
 __device__ __forceinline__ u32 operand_at(const u8* shared) { return shared_address(shared) >> 4 | 1u << 16; }
 #define OPERAND_HIGH "0x40000040"
 
