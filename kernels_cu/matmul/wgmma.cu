@@ -198,8 +198,8 @@ struct Multiplier {
     template <int kColumns>
     __device__ __forceinline__ void add(float (&sums)[kTileColumns / 2], const QueuedTile& t) {
         BlockScales of_blocks(params.product, t);
-        // Rows that do not exist get the last one's scale: a stage has none of theirs, and no result may depend
-        // on what it held before.
+        // Rows that do not exist get the last one's scale: a stage has none of theirs, and no result may
+        // depend on what it held before.
         const int row = first_row() + lane / 4, last = t.rows - t.row - 1;
         const int at_low = t.a_shift + at_most(row, last), at_high = t.a_shift + at_most(row + 8, last);
         for (int block = 0; block < t.blocks; block++) {

@@ -69,6 +69,7 @@ struct TileReader {
         place.wait_full(queue);
         tile = tiles[place.at];
         tile.blocks = __shfl_sync(~0u, tile.blocks, 0);            // The compiler knows that all lanes agree.
+        __syncwarp();                              // All lanes have read the tile.
         if (threadIdx.x % 32 == 0) arrive(&queue.empty[place.at]);
         place.next();
         return tile.blocks >= 0;
