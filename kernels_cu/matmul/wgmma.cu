@@ -170,7 +170,7 @@ __device__ __forceinline__ void copy_scales(const Product& p, Shared& shared) {
 }
 
 // ---- the warps that multiply ----
-// A warp that multiplies, and its place in the ring.
+// A warp that multiplies, and the sums of a tile.
 struct Multiplier {
     const WgmmaParams& params;
     Shared& shared;
@@ -178,52 +178,69 @@ struct Multiplier {
     const int lane = threadIdx.x % 32;
     Place<kStages> place;
     bool is_full = false;          // the stage at `place`
+    float sums[kTileColumns / 2];
 
+    __device__ __forceinline__ Multiplier(const WgmmaParams& p, Shared& memory, int own_warp)
+        : params(p), shared(memory), warp(own_warp) {}
     __device__ __forceinline__ int half() const { return warp / 4; }
     __device__ __forceinline__ int first_row() const { return half() * kHalfRows + warp % 4 * 16; }
-    __device__ __forceinline__ void release() {
+    __device__ __forceinline__ void release(int at) {
         __syncwarp();
-        if (lane == 0) arrive(&shared.ring.empty[place.at]);
+        if (lane == 0) arrive(&shared.ring.empty[at]);
     }
     // Stages of a tile in which no row of this warpgroup exists.
     __device__ __forceinline__ void skip(const QueuedTile& t) {
         for (int block = 0; block < t.blocks; block++) {
             place.wait_full(shared.ring);
-            release();
+            release(place.at);
             place.next();
         }
         is_full = false;
     }
-    // kColumns: of the tile, at least those that exist. The tensor core multiplies no more.
-    template <int kColumns>
-    __device__ __forceinline__ void add(float (&sums)[kTileColumns / 2], const QueuedTile& t) {
+    // Sums all blocks of K. The loop has a copy for each stage, whose addresses are constants then.
+    __device__ __forceinline__ void multiply(const QueuedTile& t) {
+#pragma unroll
+        for (int i = 0; i < kTileColumns / 2; i++) sums[i] = 0;
         BlockScales of_blocks(params.product, t);
+        int left = t.blocks;
+        if (left == 0) return;
+        switch (place.at) {
+            for (;;) {
+                case 0: if (add<0>(t, of_blocks, left)) return;  // else the next stage follows
+                case 1: if (add<1>(t, of_blocks, left)) return;
+                case 2: if (add<2>(t, of_blocks, left)) return;
+                default: if (add<3>(t, of_blocks, left)) return;
+            }
+        }
+    }
+    // Adds the products of the block at stage kAt, which is `place`. Returns whether it is the last one.
+    template <int kAt>
+    __device__ __forceinline__ bool add(const QueuedTile& t, BlockScales& of_blocks, int& left) {
+        static_assert(kStages == 4, "multiply() has as many copies");
+        place.at = kAt;
+        if (!is_full) place.wait_full(shared.ring);
+        const u8* const a = shared.a[kAt] + half() * kHalfRows * kBoxBytes;
+        const u8* const b = shared.b[kAt];
+        float products[kTileColumns / 2];
+        start_products<kTileColumns>(products, a, b);
+        const float of_b[2] = {of_blocks.next[0], of_blocks.next[1]};
+        const bool is_last = --left == 0;
+        if (kScaling == kBlocks && !is_last) of_blocks.read();
+        const Stage& stage = shared.stages[kAt];
         // Rows that do not exist get the last one's scale: a stage has none of theirs, and no result may
         // depend on what it held before.
         const int row = first_row() + lane / 4, last = t.rows - t.row - 1;
         const int at_low = t.a_shift + at_most(row, last), at_high = t.a_shift + at_most(row + 8, last);
-        for (int block = 0; block < t.blocks; block++) {
-            if (!is_full) place.wait_full(shared.ring);
-            const u8* const a = shared.a[place.at] + half() * kHalfRows * kBoxBytes;
-            const u8* const b = shared.b[place.at];
-            float products[kColumns / 2];
-            start_products<kColumns>(products, a, b);
-            const float of_b[2] = {of_blocks.next[0], of_blocks.next[1]};
-            const bool is_last = block + 1 == t.blocks;
-            if (kScaling == kBlocks && !is_last) of_blocks.read();
-            const Stage& stage = shared.stages[place.at];
-            RowScales<kColumns> rows(stage, at_low, at_high, t.column, of_b);
-            Place<kStages> next = place;
-            next.next();
-            is_full = next.is_full(shared.ring);           // asked while the tensor core works
-            finish_products<kColumns>(products, a, b);
-            if (!rows.exact)
-                rows.multiply_by_rows(products, stage.a[at_low], stage.a[at_high], t.column, of_b);
-            add_products<kColumns>(sums, products, rows, stage, is_last, [this] { release(); });
-            place = next;
-        }
+        RowScales rows(stage, at_low, at_high, t.column, of_b);
+        place.next();
+        is_full = place.is_full(shared.ring);              // asked while the tensor core works
+        finish_products<kTileColumns>(products, a, b);
+        if (!rows.exact)
+            rows.multiply_by_rows(products, stage.a[at_low], stage.a[at_high], t.column, of_b);
+        add_products(sums, products, rows, stage, is_last, [this] { release(kAt); });
+        return is_last;
     }
-    __device__ __forceinline__ void store(const float (&sums)[kTileColumns / 2], const QueuedTile& t) {
+    __device__ __forceinline__ void store(const QueuedTile& t) {
         const Product& p = params.product;
         const u64 out_bytes = p.out_type == kOutF32 ? 4 : 2;
         const int rows = t.rows - t.row - first_row();
@@ -239,8 +256,8 @@ struct Multiplier {
     }
 };
 
-__device__ __forceinline__ void multiply(const WgmmaParams& p, Shared& shared) {
-    Multiplier own{p, shared, (int)__shfl_sync(~0u, threadIdx.x / 32, 0) - 4};
+__device__ __forceinline__ void multiply_tiles(const WgmmaParams& p, Shared& shared) {
+    Multiplier own(p, shared, __shfl_sync(~0u, threadIdx.x / 32, 0) - 4);
     TileReader reader(shared.tiles, shared.queue);
     while (reader.next()) {
         const QueuedTile& t = reader.tile;
@@ -248,13 +265,8 @@ __device__ __forceinline__ void multiply(const WgmmaParams& p, Shared& shared) {
             own.skip(t);
             continue;
         }
-        float sums[kTileColumns / 2];
-#pragma unroll
-        for (int i = 0; i < kTileColumns / 2; i++) sums[i] = 0;
-        if (t.columns > 128) own.add<192>(sums, t);
-        else if (t.columns > 64) own.add<128>(sums, t);
-        else own.add<64>(sums, t);
-        own.store(sums, t);
+        own.multiply(t);
+        own.store(t);
         // All lanes together again: else the compiler keeps the addresses of stages in no uniform registers,
         // and every wgmma waits for four moves.
         __syncwarp();
@@ -278,7 +290,7 @@ wgmma_products(const __grid_constant__ WgmmaParams p) {
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp >= 4) {
         take_registers<kRegisters>();
-        multiply(p, shared);
+        multiply_tiles(p, shared);
     } else {
         give_registers<kOtherRegisters>();
         if (warp == 0) copy_stages(p, shared);

@@ -23,9 +23,8 @@ struct BlockScales {
 };
 
 // The scales of a lane's two rows of A, read while the tensor core works; in kBlocks times those of B.
-template <int kColumns>
 struct RowScales {
-    static constexpr int kCount = kScaling == kBlocks ? kColumns / kChunk : 1;
+    static constexpr int kCount = kScaling == kBlocks ? kTileColumns / kChunk : 1;
     float low[kCount], high[kCount];
     bool exact = true;             // No lane of the warp has a product of scales that f32 cannot hold well.
 
@@ -47,10 +46,10 @@ struct RowScales {
         }
     }
     // Multiplies by the scales of A, so that those of B are left: one after the other, f32 holds the results.
-    __device__ __forceinline__ void multiply_by_rows(float (&products)[kColumns / 2], float a_low,
+    __device__ __forceinline__ void multiply_by_rows(float (&products)[kTileColumns / 2], float a_low,
                                                      float a_high, int column, const float (&of_b)[2]) {
 #pragma unroll
-        for (int i = 0; i < kColumns / 2; i++)
+        for (int i = 0; i < kTileColumns / 2; i++)
             products[i] = mul_rn(products[i], i % 4 < 2 ? a_low : a_high);
 #pragma unroll
         for (int i = 0; i < kCount; i++) low[i] = high[i] = of_column(column, i, of_b);
@@ -67,21 +66,21 @@ private:
 };
 
 // Adds the products of 128 of K, times their scales. release() says that the stage is not needed any more.
-template <int kColumns, class Release>
+template <class Release>
 __device__ __forceinline__ void add_products(float (&sums)[kTileColumns / 2],
-                                             const float (&products)[kColumns / 2],
-                                             const RowScales<kColumns>& rows, const Stage& stage,
-                                             bool is_last, const Release& release) {
+                                             const float (&products)[kTileColumns / 2],
+                                             const RowScales& rows, const Stage& stage, bool is_last,
+                                             const Release& release) {
     const float2* const b_scales = reinterpret_cast<const float2*>(stage.b) + threadIdx.x % 4;
     if constexpr (kScaling == kBlocks) {
         release();
 #pragma unroll
-        for (int i = 0; i < kColumns / 2; i++)
+        for (int i = 0; i < kTileColumns / 2; i++)
             sums[i] = fma_rn(i % 4 < 2 ? rows.low[2 * i / kChunk] : rows.high[2 * i / kChunk], products[i],
                              sums[i]);
     } else if constexpr (kScaling == kVectors) {
 #pragma unroll
-        for (int i = 0; i < kColumns / 2; i += 4) {
+        for (int i = 0; i < kTileColumns / 2; i += 4) {
             const float2 b = b_scales[i];
             sums[i] = fma_rn(rows.low[0], mul_rn(b.x, products[i]), sums[i]);
             sums[i + 1] = fma_rn(rows.low[0], mul_rn(b.y, products[i + 1]), sums[i + 1]);
@@ -91,10 +90,10 @@ __device__ __forceinline__ void add_products(float (&sums)[kTileColumns / 2],
         release();
     } else {
 #pragma unroll
-        for (int i = 0; i < kColumns / 2; i++) sums[i] = add_rn(sums[i], products[i]);
+        for (int i = 0; i < kTileColumns / 2; i++) sums[i] = add_rn(sums[i], products[i]);
         if (is_last) {
 #pragma unroll
-            for (int i = 0; i < kColumns / 2; i += 4) {
+            for (int i = 0; i < kTileColumns / 2; i += 4) {
                 const float2 b = b_scales[i];
                 sums[i] = mul_rn(rows.low[0], mul_rn(b.x, sums[i]));
                 sums[i + 1] = mul_rn(rows.low[0], mul_rn(b.y, sums[i + 1]));

@@ -26,30 +26,6 @@ template <int kColumns>
 __device__ __forceinline__ void multiply_32(float (&d)[kColumns / 2], u32 a, u32 b, int accumulate);
 
 template <>
-__device__ __forceinline__ void multiply_32<64>(float (&d)[32], u32 a, u32 b, int accumulate) {
-    asm volatile("{.reg .pred p; .reg .b64 a, b; setp.ne.b32 p, %34, 0; "
-            "mov.b64 a, {%32, " OPERAND_HIGH "}; mov.b64 b, {%33, " OPERAND_HIGH "}; "
-            "wgmma.mma_async.sync.aligned.m64n64k32.f32." PTX_TYPE(IN_A) "." PTX_TYPE(IN_B) " "
-            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-            "a, b, p, 1, 1;}"
-            : SUMS_16(d, 0), SUMS_16(d, 16)
-            : "r"(a), "r"(b), "r"(accumulate));
-}
-template <>
-__device__ __forceinline__ void multiply_32<128>(float (&d)[64], u32 a, u32 b, int accumulate) {
-    asm volatile("{.reg .pred p; .reg .b64 a, b; setp.ne.b32 p, %66, 0; "
-            "mov.b64 a, {%64, " OPERAND_HIGH "}; mov.b64 b, {%65, " OPERAND_HIGH "}; "
-            "wgmma.mma_async.sync.aligned.m64n128k32.f32." PTX_TYPE(IN_A) "." PTX_TYPE(IN_B) " "
-            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-            "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-            "a, b, p, 1, 1;}"
-            : SUMS_16(d, 0), SUMS_16(d, 16), SUMS_16(d, 32), SUMS_16(d, 48)
-            : "r"(a), "r"(b), "r"(accumulate));
-}
-template <>
 __device__ __forceinline__ void multiply_32<192>(float (&d)[96], u32 a, u32 b, int accumulate) {
     asm volatile("{.reg .pred p; .reg .b64 a, b; setp.ne.b32 p, %98, 0; "
             "mov.b64 a, {%96, " OPERAND_HIGH "}; mov.b64 b, {%97, " OPERAND_HIGH "}; "
