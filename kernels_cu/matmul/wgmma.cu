@@ -227,10 +227,11 @@ struct Multiplier {
         const bool is_last = --left == 0;
         if (kScaling == kBlocks && !is_last) of_blocks.read();
         const Stage& stage = shared.stages[kAt];
-        // Rows that do not exist get the last one's scale: a stage has none of theirs, and no result may
-        // depend on what it held before.
-        const int row = first_row() + lane / 4, last = t.rows - t.row - 1;
-        const int at_low = t.a_shift + at_most(row, last), at_high = t.a_shift + at_most(row + 8, last);
+        // In kBlocks all rows of a warp decide how it multiplies, and a stage has no scales of those that do
+        // not exist: they get the last one's.
+        const int row = t.a_shift + first_row() + lane / 4, last = t.a_shift + t.rows - t.row - 1;
+        const int at_low = kScaling == kBlocks ? at_most(row, last) : row;
+        const int at_high = kScaling == kBlocks ? at_most(row + 8, last) : row + 8;
         RowScales rows(stage, at_low, at_high, t.column, of_b);
         place.next();
         is_full = place.is_full(shared.ring);              // asked while the tensor core works
