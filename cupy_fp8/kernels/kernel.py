@@ -262,6 +262,12 @@ def _cuda() -> Any:
 
 
 @functools.cache
+def compute_capability(device_id: int) -> int:
+    """That of a GPU: 90 is Hopper."""
+    return int(_cuda().Device(device_id).compute_capability)
+
+
+@functools.cache
 def multiprocessors(device_id: int) -> int:
     """Streaming multiprocessors of a GPU."""
     return int(_cuda().runtime.getDeviceProperties(device_id)["multiProcessorCount"])

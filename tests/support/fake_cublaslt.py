@@ -229,6 +229,6 @@ def installed(fake: FakeCublasLt, capability: int = 90) -> Iterator[FakeCublasLt
 def install(patch: pytest.MonkeyPatch, fake: FakeCublasLt, capability: int = 90) -> None:
     made = library.Library(fake, "a fake")
     patch.setattr(library, "found", lambda: made)
-    patch.setattr(cublaslt, "_capability", lambda device: capability)
+    patch.setattr(cublaslt, "compute_capability", lambda device: capability)
     patch.setattr(cublaslt, "_plans", {})
     patch.setattr(cublaslt, "_handles", {})

@@ -7,7 +7,6 @@ a, so its m is N, its n is M, and the scale mode and scales of its A are those o
 from __future__ import annotations
 
 import ctypes
-import functools
 import threading
 from ctypes import c_float, c_void_p
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from ...arrays import Array, address, empty_beside, is_contiguous
 from ...backend import DeviceError
 from ...calls.call import Call
 from ...formats import bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
-from ...kernels import capturing
+from ...kernels import capturing, compute_capability
 from . import library
 from .library import Heuristic, Library, Opaque
 from .operands import Operand, Product, scales_for
@@ -58,7 +57,7 @@ def refusal(product: Product, out_at: int) -> str | None:
     found = library.found()
     if isinstance(found, str):
         return found
-    capability = _capability(a.data.array.data.device_id)
+    capability = compute_capability(a.data.array.data.device_id)
     if not least <= capability <= most:
         of = f"{least / 10}" if most == least else f"{least / 10} or later"
         return f"cuBLASLt has this product on compute capability {of}, the GPU has {capability / 10}"
@@ -90,11 +89,6 @@ def _wrong_address(product: Product, out_at: int) -> str | None:
         if at % _ALIGNMENT:
             return f"cuBLASLt wants addresses in multiples of {_ALIGNMENT}, {name} is at {at:#x}"
     return None
-
-
-@functools.cache
-def _capability(device_id: int) -> int:
-    return int(backend.cupy().cuda.Device(device_id).compute_capability)
 
 
 # ---- launches ----

@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from ... import backend
 from ...arrays import address
 from ...calls.call import Call
 from ...formats import FORMATS, float8_e4m3fn, float8_e5m2
-from ...kernels import Kernel, Launch, Variant, multiprocessors, tensor_map
+from ...kernels import Kernel, Launch, Variant, compute_capability, multiprocessors, tensor_map
 from ...kernels.tensor_map import TensorMap
 from ...layouts import cdiv, round_up
 from .problem import OperandView, Problem
 
+_HOPPER = 90
 _KERNEL = Kernel("matmul/wgmma", "wgmma_products", target="sm_90a")
 _THREADS, _ROWS, _COLUMNS, _BLOCK, _STAGES, _QUEUE = 384, 128, 192, 128, 4, 4
 _MAPS, _MAP_BYTES = _QUEUE + _STAGES + 2, 128
@@ -49,7 +49,7 @@ def variants() -> list[Variant]:
 def takes(call: Call, problem: Problem) -> bool:
     """Whether this kernel computes a problem: on Hopper, and (as there) on the CPU. All rows then begin at
     multiples of 16 bytes; of "k" those of groups may not, and such groups are left out."""
-    if call.xp is not np and not _is_hopper(call.x.data.device_id):
+    if call.xp is not np and compute_capability(call.x.data.device_id) != _HOPPER:
         return False
     p = problem
     places = [p.a.data, p.b.data, p.a.pitch, p.b.pitch]
@@ -120,8 +120,3 @@ def _out_map(call: Call, p: Problem) -> TensorMap | None:
         return None
     matrices, rows = (p.groups, p.m) if p.sizes_of_k else (1, p.total)
     return tensor_map.encode(call.x, p.out, pitch, rows, pitch, _BOX_ROWS_OUT, matrices)
-
-
-def _is_hopper(device_id: int) -> bool:
-    capability = backend.cupy().cuda.Device(device_id).compute_capability
-    return bool(capability == "90")

@@ -15,13 +15,6 @@ __device__ __forceinline__ u32 narrow_pair(u32 type, float lo, float hi) {
 #endif
 }
 
-// Where a warp stores: its first row of D, and which elements exist from there.
-struct WarpRows {
-    u8* out;                       // the first element of the warp's first row
-    i64 pitch;                     // elements from row to row
-    int rows, columns;
-};
-
 // Stores a warp's 16 × 16 elements of 16 bits to shared memory: sums 4 * i to 4 * i + 7. They are two chunks
 // of 16 bytes of 16 rows of a box; `chunk` is the first one.
 template <u32 kType>
@@ -63,6 +56,13 @@ __device__ __forceinline__ void copy_rows_out(const TensorMap& map, const float 
         copy_box_out(&map, staged + i * (16 * kBoxBytes), matrix, row, column + i * kBoxBytes);
     copy_out_commit();
 }
+
+// Where a warp stores: its first row of D, and which elements exist from there.
+struct WarpRows {
+    u8* out;                       // the first element of the warp's first row
+    i64 pitch;                     // elements from row to row
+    int rows, columns;
+};
 
 // Any address and any number of columns; also adds to f32. pairs: two neighbours are stored as one.
 template <int kColumns>

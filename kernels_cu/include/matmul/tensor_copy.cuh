@@ -72,7 +72,7 @@ __device__ __forceinline__ void copy_box_out(const TensorMap* map, const u8* sha
                                              int column) {
 #ifdef CUPY_FP8_HOST
     const TensorMapOnHost& m = *reinterpret_cast<const TensorMapOnHost*>(map);
-    for (u32 r = 0; r < m.box_rows && (u64)row + r < m.rows; r++)
+    for (u32 r = 0; r < m.box_rows && (u64)row + r < m.rows && (u32)matrix < m.matrices; r++)
         for (u32 chunk = 0; chunk < kBoxBytes / 16 && column + chunk * 16 < m.columns; chunk++) {
             const u64 at = ((u64)matrix * m.rows + row + r) * m.pitch + column + chunk * 16;
             host_bulk_store(reinterpret_cast<u8*>(m.address) + at,
