@@ -50,6 +50,11 @@ def executor_of(xp: Any) -> str:
     return "cuda" if xp is not np else _forced.get() or "reference"
 
 
+def executor_is_forced() -> bool:
+    """Whether somebody chose what runs NumPy arrays: tests, and what only looks at a call."""
+    return _forced.get() is not None
+
+
 class Kernel:
     """The entry point `entry` of kernels_cu/<source>.cu, or of a .cu file elsewhere whose path is given. The
     kernel's parameter struct is read from there.
@@ -97,8 +102,13 @@ class Variant:
         self._pack_into = kernel.params.pack_into
         self._functions: dict[int, int] = {}               # by device
         self._modules: list[Any] = []                      # keeps the loaded code alive
-        self._local = _LaunchBuffers(kernel.params.size)
         self._lock = threading.Lock()
+
+    @functools.cached_property
+    def _local(self) -> _LaunchBuffers:
+        """Made by the first launch: modules make variants when they are imported, which must not start CUDA.
+        """
+        return _LaunchBuffers(self.kernel.params.size)
 
     def launch(self, x: Any, grid: int, *values: Any, shared: int | None = None) -> None:
         """Run `grid` blocks on the current stream of x's device, or on the CPU for a NumPy x. values: the
