@@ -13,7 +13,7 @@ from background import Background
 from refusals import refused
 from tiers import deselect_left_out, pytest_addoption, pytest_generate_tests, pytest_report_header
 
-from cupy_fp8 import device_errors, testing
+from cupy_fp8 import backend, device_errors, testing
 from cupy_fp8.calls import remembered
 from cupy_fp8.kernels import Variant
 
@@ -74,6 +74,18 @@ def background_result(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu"):
         device_errors(clear=True)           # they are sticky: a test is to see only its own
+
+
+_KEPT_ON_GPU = 1 << 30           # bytes
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """After a test of large arrays CuPy's pool gives their memory back, since other processes may run tests on
+    the same GPU."""
+    if item.get_closest_marker("gpu") and backend.gpu_problem() is None:
+        pool = backend.cupy().get_default_memory_pool()
+        if pool.total_bytes() > _KEPT_ON_GPU:
+            pool.free_all_blocks()
 
 
 @pytest.fixture(params=["reference", "host", pytest.param("cuda", marks=pytest.mark.gpu)])

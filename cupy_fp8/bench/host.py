@@ -104,7 +104,7 @@ def _conversions(x: Any) -> Iterator[HostCalls]:
 def _scales(x: Any) -> Iterator[HostCalls]:
     cp = backend.cupy()
     amax = cp.zeros(1, cp.float32)
-    state = fp8.DelayedScalingState(1, fp8.DelayedScaling(history_len=16))
+    state = fp8.DelayedScalingState(1, fp8.DelayedScaling(history_len=16), like=amax)
     yield _both("compute_amax", fp8.compute_amax, x)
     yield _both("compute_scale", fp8.compute_scale, amax)
     yield HostCalls("update_delayed_scaling", state.update)

@@ -39,7 +39,7 @@ def source(x: Array, dtypes: tuple[np.dtype[Any], ...], name: str = "x") -> tupl
             )
         x = x.copy()
         at = address(x)
-    if xp is np:
+    if xp is np and not kernels.executor_is_forced():
         backend.note_large_numpy(x)
     return x, xp, at
 

@@ -13,7 +13,7 @@ import pytest
 from block_data import result
 
 import cupy_fp8 as fp8
-from cupy_fp8 import Scaled, backend, testing
+from cupy_fp8 import Scaled, testing
 from cupy_fp8.formats import float8_e4m3fn, float8_e8m0fnu, float32
 from cupy_fp8.layouts import SCALE_DTYPES, scale_shape
 
@@ -124,12 +124,12 @@ def test_what_the_library_makes_is_not_checked(monkeypatch):
     assert not checked
 
 
-@pytest.mark.gpu
-def test_kinds_are_not_mixed():
-    there = backend.cupy().ones((20, 3), np.float32)
-    with pytest.raises(TypeError,
-                       match=r"^scale_inv: a cupy array among numpy arrays; move it with cupy_fp8\.asarray"):
-        Scaled(**{**GOOD, "scale_inv": there})
-    with pytest.raises(TypeError,
-                       match=r"^scale_inv: a numpy array among cupy arrays; move it with cupy_fp8\.asarray"):
-        Scaled(**{**GOOD, "data": fp8.asarray(GOOD["data"], like="cupy")})
+@pytest.mark.parametrize(("name", "given", "others"), [("scale_inv", "cupy", "numpy"),
+                                                       ("data", "numpy", "cupy")])
+def test_kinds_are_not_mixed(device, name, given, others):
+    """`name` is moved, and scale_inv is then of another kind than the data."""
+    there = device.array(GOOD[name])
+    message = re.escape(f'scale_inv: a {given} array among {others} arrays; cupy_fp8.asarray(scale_inv, '
+                        f'like="{others}") moves it')
+    with pytest.raises(TypeError, match=f"^{message}"):
+        Scaled(**{**GOOD, name: there})

@@ -15,6 +15,8 @@ from cupy_fp8.kernels.kernel import COMPILE_OPTIONS
 
 # What CuPy appends to the user's options.
 CUPY_OPTIONS = ("-ftz=true",)
+#: Where there is a driver, NVRTC may keep results, and one that was kept comes without the assembler's report.
+_REPORT = ("--ptxas-options=-v", "--no-cache")
 
 
 def wheel_files(pattern: str) -> list[Path]:
@@ -69,7 +71,7 @@ def variant_ptx(source: str, entry: str, defines: tuple[tuple[str, str], ...], a
 
 
 def compile_text(text: str, arch: str, toolkit: int = TOOLKITS[0]) -> Compiled:
-    log, ptx = _compile(text, arch, toolkit, "--ptxas-options=-v")
+    log, ptx = _compile(text, arch, toolkit, *_REPORT)
     return Compiled(*_resources(log), ptx)
 
 

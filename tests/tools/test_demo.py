@@ -26,6 +26,11 @@ from cupy_fp8.diagnostics.text import Column
 NAMES = [row.name for row in diagnostics.compare(np.ones((1, 1), np.float32))]
 
 
+@pytest.fixture(autouse=True)
+def _room_for_all_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+
+
 def run(capsys, *arguments):
     code = demo.main(["--array", "numpy", *map(str, arguments)])
     captured = capsys.readouterr()
