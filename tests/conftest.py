@@ -80,8 +80,8 @@ _KEPT_ON_GPU = 1 << 30           # bytes
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """After a test of large arrays CuPy's pool gives their memory back, since other processes may run tests on
-    the same GPU."""
+    """After a test of large arrays CuPy's pool gives their memory back, since other processes may run tests
+    on the same GPU."""
     if item.get_closest_marker("gpu") and backend.gpu_problem() is None:
         pool = backend.cupy().get_default_memory_pool()
         if pool.total_bytes() > _KEPT_ON_GPU:

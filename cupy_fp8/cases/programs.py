@@ -7,6 +7,9 @@ from typing import NamedTuple
 from ..kernels import Variant
 from .registry import OPS, Registration
 
+#: Sources of kernels that no op launches: the benchmark's delay, and the sums of diagnostics.error.
+WITHOUT_OP = frozenset({"bench/delay", "diagnostics/error_sums"})
+
 
 class Program(NamedTuple):
     """What `kernels.sources.program` takes: a source, an entry point in it, and the #defines for it."""
@@ -34,9 +37,11 @@ def launched_variants() -> dict[Program, Variant]:
 
 
 def all_programs() -> tuple[Program, ...]:
-    """The programs of all ops, and that of the benchmark's delay.
+    """The programs of all ops, and those in WITHOUT_OP.
 
     >>> str(next(p for p in all_programs() if p.source == "scales/amax"))
     'compute_amax-IN=bf16-NAN_WINS=0'
     """
-    return (*launched_variants(), Program("bench/delay", "delay", ()))
+    from ..diagnostics import on_gpu
+
+    return (*launched_variants(), *map(Program.of, on_gpu.variants()), Program("bench/delay", "delay", ()))

@@ -11,7 +11,7 @@ from ..arrays import Array, contiguous
 from ..formats import FP8_DTYPES, INPUT_DTYPES, float32, names
 from ..ops.convert.astype import astype, transpose
 from ..results import Quantized, Scaled, as_scaled
-from .scale_report import compact_scales, report_of, warn_of
+from .scale_report import compact_scales, warn_of_unusable
 
 _FLOAT64 = np.dtype(np.float64)
 
@@ -35,7 +35,7 @@ def values_and_codes(q: Any, xp: Any) -> tuple[Array, Array | None]:
         s = as_scaled(q)
         if xp is not None:
             backend.require_module(s.data, xp, "q")
-        warn_of(report_of(compact_scales(s)))
+        warn_of_unusable(compact_scales(s))
         return s.dequantize(float32), contiguous(transpose(s.data) if s.transposed else s.data)
     backend.require_module(q, xp, "q")
     if q.dtype in FP8_DTYPES:

@@ -15,35 +15,43 @@ from ..reference.numerics import widen
 #: (code of the maximum, bound, maximum, whether the bound itself overflows). The bound is half a step past
 #: the maximum; values beyond it overflow when rounded to nearest even. A tie rounds to 448 in E4M3, which is
 #: even, and beyond 57344 in E5M2, which is odd.
-_OVERFLOW = {float8_e4m3fn: (0x7E, 464.0, 448.0, False), float8_e5m2: (0x7B, 61440.0, 57344.0, True)}
+OVERFLOW = {float8_e4m3fn: (0x7E, 464.0, 448.0, False), float8_e5m2: (0x7B, 61440.0, 57344.0, True)}
+#: What `error_sums` adds up.
+SUMS = 11
 
 
-def error_sums(xp: Any, x: Array, v: Array, codes: Array | None) -> Array:
-    """f64 [11] of one chunk: signal, noise, saturated, underflowed, nan, nonfinite, normal, subnormal, the
+def error_sums(x: np.ndarray, v: np.ndarray, codes: np.ndarray | None) -> np.ndarray:
+    """f64 [SUMS] of one chunk: signal, noise, saturated, underflowed, nan, nonfinite, normal, subnormal, the
     squared relative errors of normal values, and the largest relative error of these and of all."""
     x, v = x.astype(np.float64), v.astype(np.float64)
-    finite, came_back = xp.isfinite(x), xp.isfinite(v)
-    magnitude = finite_magnitude(xp, x)
+    finite, came_back = np.isfinite(x), np.isfinite(v)
+    magnitude = finite_magnitude(np, x)
     with np.errstate(all="ignore"):
-        gap = xp.where(finite, xp.where(came_back, xp.abs(v - x), np.inf), 0.0)
-        relative = xp.where(magnitude > 0, gap / magnitude, 0.0)
-        lost = losses(xp, magnitude, v, codes)
-        normal, subnormal = _precision(xp, magnitude, v, came_back & ~lost[0], codes)
-        of_normal = xp.where(normal, relative, 0.0)
-        sums = (xp.square(magnitude), xp.square(gap), *lost, ~finite, normal, subnormal, xp.square(of_normal))
-        return xp.stack([*(a.sum(dtype=np.float64) for a in sums), of_normal.max(), relative.max()])
+        gap = np.where(finite, np.where(came_back, np.abs(v - x), np.inf), 0.0)
+        relative = np.where(magnitude > 0, gap / magnitude, 0.0)
+        lost = losses(np, magnitude, v, codes)
+        normal, subnormal = _precision(magnitude, v, came_back & ~lost[0], codes)
+        of_normal = np.where(normal, relative, 0.0)
+        sums = (np.square(magnitude), np.square(gap), *lost, ~finite, normal, subnormal, np.square(of_normal))
+        return np.stack([*(a.sum(dtype=np.float64) for a in sums), of_normal.max(), relative.max()])
 
 
-def _precision(xp: Any, magnitude: Array, v: Array, kept: Array, codes: Array | None) -> tuple[Array, Array]:
+def _precision(magnitude: np.ndarray, v: np.ndarray, kept: np.ndarray,
+               codes: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     """(elements whose value is a normal number of the format, those whose value is a subnormal one), as flags
     of what was kept. A value just below the smallest normal number is subnormal, although it may be rounded
     to that number."""
     if codes is None:
-        return xp.zeros(1, np.bool_), xp.zeros(1, np.bool_)
-    code, smallest = bits(codes) & 0x7F, 1 << FORMATS[codes.dtype].mantissa_bits
-    normal = (code > smallest) | ((code == smallest) & (magnitude >= xp.abs(v)))
+        return np.zeros(1, np.bool_), np.zeros(1, np.bool_)
+    code, smallest = bits(codes) & 0x7F, smallest_normal(codes.dtype)
+    normal = (code > smallest) | ((code == smallest) & (magnitude >= np.abs(v)))
     used = kept & (magnitude > 0) & (v != 0)
     return used & normal, used & ~normal
+
+
+def smallest_normal(dtype: np.dtype[Any]) -> int:
+    """The code of an FP8 format's smallest normal number."""
+    return 1 << FORMATS[dtype].mantissa_bits
 
 
 def finite_magnitude(xp: Any, x: Array) -> Array:
@@ -63,7 +71,7 @@ def negative_zeros(codes: Array) -> Array:
 def _overflowed(xp: Any, magnitude: Array, v: Array, codes: Array | None) -> Array:
     if codes is None:
         return xp.zeros(1, np.bool_)
-    top, bound, maximum, at_tie = _OVERFLOW[codes.dtype]
+    top, bound, maximum, at_tie = OVERFLOW[codes.dtype]
     # |v| is the maximum times the element's own scale_inv. For an f32 x both products are exact in f64: 24
     # bits times at most 4.
     with np.errstate(all="ignore"):

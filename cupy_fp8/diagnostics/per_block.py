@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, contiguous
+from ..arrays import Array, asarray, asnumpy, contiguous
 from ..results import Quantized, Scaled, as_scaled, facts_table
 from . import pieces
 from .inputs import module_of_x, require_shape, values_and_codes
@@ -80,8 +80,9 @@ def blocks(x: Array | None, q: Scaled | Quantized) -> BlockReport:
     q : the quantised x, with a scale per block in any layout (for a `Quantized` its row-wise part, if there
         is one), of the same kind (NumPy or CuPy) as x.
     Returns a `BlockReport` with arrays [..., M, ceil(K / B)] for row-wise blocks (1, B), and [..., ceil(M /
-    B), K] for column-wise ones. Values are compared in f64, in pieces of 2**20 elements, with the caveats of
-    `error`. Warns with `ScaleWarning` where a scale is 0, negative, Inf or NaN. Raises TypeError (dtypes,
+    B), K] for column-wise ones. Values are compared in f64, in pieces of 2**20 elements, as in `error`, but
+    CuPy flushes f32 subnormals to zero when it widens them, so on a GPU |x| below 2**-126 counts as zero.
+    Warns with `ScaleWarning` where a scale is 0, negative, Inf or NaN. Raises TypeError (dtypes,
     mixed kinds), ValueError (shapes, data with one scale).
 
     >>> import numpy as np, cupy_fp8 as fp8
@@ -106,16 +107,16 @@ def blocks(x: Array | None, q: Scaled | Quantized) -> BlockReport:
 def report_on(x: Array | None, s: Scaled, values: Array, codes: Array) -> BlockReport:
     """The report from what `values_and_codes` gave."""
     assert s.block is not None
-    xp, scale_inv = module_of_x(values), scales_by_block(s)
-    exponents = xp.zeros(scale_inv.shape, np.float32)
-    flat, scale_inv = exponents.reshape(-1), contiguous(scale_inv)
+    scale_inv = contiguous(asnumpy(scales_by_block(s)))
+    exponents = np.zeros(scale_inv.shape, np.float32)
+    flat = exponents.reshape(-1)
     for piece in pieces.of_line(flat.size):
-        flat[piece] = log2_of_scales(xp, scale_inv.reshape(-1)[piece])
+        flat[piece] = log2_of_scales(scale_inv.reshape(-1)[piece])
     saturated, underflowed, nan, negative = counts_of(x, values, codes, block_extents(s.block, s.shape))
     if x is None:
         saturated = underflowed = None
-    return BlockReport(s.block, s.shape, saturated, underflowed, nan, negative, exponents,
-                       report_of(scale_inv))
+    return BlockReport(s.block, s.shape, saturated, underflowed, nan, negative,
+                       asarray(exponents, like=module_of_x(values)), report_of(scale_inv))
 
 
 def block_extents(block: tuple[int | None, int | None], shape: tuple[int, ...]) -> tuple[int, int]:

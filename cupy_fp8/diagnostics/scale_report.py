@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from .. import backend
-from ..arrays import Array, bits, contiguous
+from ..arrays import Array, asnumpy, bits, contiguous
 from ..formats import float8_e8m0fnu
 from ..results import Quantized, Scaled, as_scaled, facts_table
 from . import pieces
@@ -21,6 +20,7 @@ _LOWEST, _HIGHEST = -149, 127
 #: Counted after the exponents: scales that are no positive finite numbers.
 _UNUSABLE = {"zero": "0 (values of 0)", "negative": "negative (values of the other sign)",
              "infinite": "Inf (values of Inf and NaN)", "nan": "NaN (values of NaN)"}
+_INF = np.uint32(0x7F800000)
 _ZERO, _NEGATIVE, _INFINITE, _NAN = range(_HIGHEST - _LOWEST + 1, _HIGHEST - _LOWEST + 1 + len(_UNUSABLE))
 
 
@@ -87,9 +87,8 @@ def scales(q: Scaled | Quantized) -> ScaleReport:
 
     q : per-tensor data, or data with a scale per block in any layout and dtype of scales (for a `Quantized`
         its row-wise part, if there is one), NumPy or CuPy.
-    Returns a `ScaleReport`. Warns with `ScaleWarning` where a scale is 0, negative, Inf or NaN. Computed
-    where the scales are, in f64 and in pieces of 2**20; a GPU sends a few kilobytes. Means and deviations may
-    differ in their last digits between NumPy and CuPy, everything else is exact. Raises TypeError.
+    Returns a `ScaleReport`. Warns with `ScaleWarning` where a scale is 0, negative, Inf or NaN. Computed on
+    the host, in f64 and in pieces of 2**20; a GPU sends the scales. Raises TypeError.
 
     The deviation shows what minimum and maximum hide: a few large scales, or two groups of them. It is that
     of the whole set, √(Σ (s − mean)² / n), as in TransformerEngine's scale_inv_std.
@@ -121,15 +120,12 @@ def scales_by_block(s: Scaled) -> Array:
 
 def report_of(scale_inv: Array) -> ScaleReport:
     """The report of f32 or E8M0 scales without padding. Warns of nothing."""
-    xp = backend.module_of(scale_inv)
-    flat = contiguous(scale_inv).reshape(-1)
-    parts = [_tallied(xp, flat[piece]) for piece in pieces.of_line(flat.size)]
+    flat = contiguous(asnumpy(scale_inv)).reshape(-1)
+    parts = [_tallied(flat[piece]) for piece in pieces.of_line(flat.size)]
     if not parts:
         return ScaleReport(0, 0, 0, 0, 0, *_figures(np.zeros((0, 7))), 0, ())
-    counts = xp.stack([found for found, _ in parts]).sum(axis=0)
-    moments = xp.stack([found for _, found in parts])
-    if xp is not np:
-        counts, moments = counts.get(), moments.get()
+    counts = np.stack([found for found, _ in parts]).sum(axis=0)
+    moments = np.stack([found for _, found in parts])
     used = np.flatnonzero(counts[:_ZERO])
     histogram = counts[used[0]:used[-1] + 1].tolist() if used.size else []
     zero, negative, infinite, nan = counts[_ZERO:].tolist()
@@ -146,43 +142,52 @@ def warn_of(report: ScaleReport) -> None:
                      f"diagnostics.blocks(x, q).exponents shows where", ScaleWarning)
 
 
-def log2_of_scales(xp: Any, scale_inv: Array) -> Array:
-    """log2 as f32, from the bits: CuPy would take f32 subnormals for zeros."""
-    key, significand, exponent = _decoded(xp, scale_inv)
+def warn_of_unusable(scale_inv: Array) -> None:
+    """What `warn_of` does with the report, without the report where all scales are usable."""
+    scale_inv = asnumpy(scale_inv)
+    words = bits(scale_inv)
+    usable = words != 0xFF if scale_inv.dtype == float8_e8m0fnu else words - np.uint32(1) < _INF - 1
+    if not usable.all():
+        warn_of(report_of(scale_inv))
+
+
+def log2_of_scales(scale_inv: np.ndarray) -> np.ndarray:
+    """log2 as f32."""
+    key, significand, exponent = _decoded(scale_inv)
     with np.errstate(divide="ignore"):
-        log2 = xp.log2(significand) + exponent
-    log2 = xp.where(key == _ZERO, -np.inf, xp.where(key == _INFINITE, np.inf, log2))
-    return xp.where((key == _NEGATIVE) | (key == _NAN), np.nan, log2).astype(np.float32)
+        log2 = np.log2(significand) + exponent
+    log2 = np.where(key == _ZERO, -np.inf, np.where(key == _INFINITE, np.inf, log2))
+    return np.where((key == _NEGATIVE) | (key == _NAN), np.nan, log2).astype(np.float32)
 
 
-def _decoded(xp: Any, scale_inv: Array) -> tuple[Array, Array, Array]:
+def _decoded(scale_inv: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(floor(log2) − _LOWEST or one of _ZERO … _NAN, significand, exponent): the magnitude is significand *
     2**exponent, exactly, and the significand is 1 where there is no positive finite value."""
     u = bits(scale_inv).astype(np.int64)
     if scale_inv.dtype == float8_e8m0fnu:
-        return xp.where(u == 0xFF, _NAN, u - 127 - _LOWEST), xp.ones(u.shape), u - 127
+        return np.where(u == 0xFF, _NAN, u - 127 - _LOWEST), np.ones(u.shape), u - 127
     field, fraction = u >> 23 & 0xFF, u & 0x7FFFFF
-    significand = xp.where(field == 0, fraction, fraction + (1 << 23))
-    exponent = xp.maximum(field, 1) - 150
-    key = xp.frexp(significand.astype(np.float64))[1].astype(np.int64) - 1 + exponent - _LOWEST
-    key = xp.where(field == 0xFF, xp.where(fraction == 0, _INFINITE, _NAN), key)
-    key = xp.where((u >> 31 == 1) & (key != _NAN), _NEGATIVE, key)
-    key = xp.where(significand == 0, _ZERO, key)
-    return key, xp.where(key < _ZERO, significand, 1).astype(np.float64), exponent
+    significand = np.where(field == 0, fraction, fraction + (1 << 23))
+    exponent = np.maximum(field, 1) - 150
+    key = np.frexp(significand.astype(np.float64))[1].astype(np.int64) - 1 + exponent - _LOWEST
+    key = np.where(field == 0xFF, np.where(fraction == 0, _INFINITE, _NAN), key)
+    key = np.where((u >> 31 == 1) & (key != _NAN), _NEGATIVE, key)
+    key = np.where(significand == 0, _ZERO, key)
+    return key, np.where(key < _ZERO, significand, 1).astype(np.float64), exponent
 
 
-def _tallied(xp: Any, scale_inv: Array) -> tuple[Array, Array]:
+def _tallied(scale_inv: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(counts by key, f64 [7]: how many are positive and finite, and of these minimum, maximum, mean, sum of
     squared deviations, and the last two of log2)."""
-    key, significand, exponent = _decoded(xp, scale_inv)
+    key, significand, exponent = _decoded(scale_inv)
     used = key < _ZERO
     count = used.sum(dtype=np.float64)
-    value = xp.ldexp(significand, exponent.astype(np.int32))
-    moments = [count, xp.where(used, value, np.inf).min(), xp.where(used, value, -np.inf).max()]
-    for a in (value, xp.log2(significand) + exponent):
-        mean = xp.where(used, a, 0.0).sum() / xp.maximum(count, 1.0)
-        moments += [mean, xp.where(used, xp.square(a - mean), 0.0).sum()]
-    return xp.bincount(key, minlength=_NAN + 1), xp.stack(moments)
+    value = np.ldexp(significand, exponent.astype(np.int32))
+    moments = [count, np.where(used, value, np.inf).min(), np.where(used, value, -np.inf).max()]
+    for a in (value, np.log2(significand) + exponent):
+        mean = np.where(used, a, 0.0).sum() / np.maximum(count, 1.0)
+        moments += [mean, np.where(used, np.square(a - mean), 0.0).sum()]
+    return np.bincount(key, minlength=_NAN + 1), np.stack(moments)
 
 
 def _figures(moments: np.ndarray) -> tuple[float, float, float, float, float, float]:

@@ -14,7 +14,7 @@ from ..reference.numerics import widen
 from ..results import Quantized, Scaled, facts_table
 from . import pieces
 from .losses import spans_of_tiles
-from .scale_report import report_of, warn_of
+from .scale_report import warn_of_unusable
 
 __all__ = ["SpanReport", "Vanished", "scale_span"]
 
@@ -112,7 +112,7 @@ def scale_span(q: Scaled | Quantized, *, block: int | None = None) -> SpanReport
         raise ValueError("block: expected how many rows share a scale, an integer of 1 or more, "
                          f"got {rows!r}")
     s = part.to_layout("compact")
-    warn_of(report_of(s.scale_inv))
+    warn_of_unusable(s.scale_inv)
     codes, scales = asnumpy(s.data), widen(asnumpy(s.scale_inv))
     codes = np.swapaxes(codes, -1, -2) if s.transposed else codes
     tile = int(rows), part.block[1] or max(s.shape[-1], 1)

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, contiguous
+from ..arrays import Array, asnumpy, contiguous
+from ..kernels import executor_of
 from ..results import facts_table
-from . import pieces
+from . import on_gpu, pieces
 from .inputs import module_of_x, require_shape, values_and_codes
 from .losses import error_sums
 
@@ -80,10 +81,10 @@ def error(x: Array, q: Any) -> ErrorReport:
 
     Values are compared and summed in f64. x and v are exact there; squares and sums are rounded, so their
     last digits may differ between NumPy and CuPy. Besides one f32 copy of the dequantised values, memory
-    stays bounded: 2**20 elements are processed at a time. `saturated` compares |x| with the dequantised
-    maximum: exact up to the rounding of scale_inv (1e-7 of the bound). CuPy flushes f32 subnormals to zero
-    when it widens them, so on a GPU |x| below 2**-126 counts as zero. Warns with `ScaleWarning` where
-    a scale is 0, negative, Inf or NaN. Raises TypeError (dtypes, mixed kinds), ValueError (shapes).
+    stays bounded: NumPy processes 2**20 elements at a time, and a GPU takes one pass. `saturated` compares
+    |x| with the dequantised maximum: exact up to the rounding of scale_inv (1e-7 of the bound). Warns with
+    `ScaleWarning` where a scale is 0, negative, Inf or NaN. Raises TypeError (dtypes, mixed kinds),
+    ValueError (shapes).
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> x = np.float32([1.0, -3.3, 500.0, 1e-4])
@@ -101,15 +102,13 @@ def error_of(x: Array, values: Array, codes: Array | None) -> ErrorReport:
     xp = module_of_x(x)
     flat, flat_values = (contiguous(a).reshape(-1) for a in (x, values))
     flat_codes = None if codes is None else codes.reshape(-1)
-    with np.errstate(invalid="ignore"):             # f64 of a signalling NaN
-        partial = [error_sums(xp, flat[piece], flat_values[piece],
-                              None if flat_codes is None else flat_codes[piece])
-                   for piece in pieces.of_line(x.size)]
-    if not partial:
+    if not x.size:
         known = () if codes is None else (0, 0, 0.0, 0.0)
         return ErrorReport(0, math.inf, 0.0, None if codes is None else 0, 0, 0, 0, *known)
-    table = xp.stack(partial)           # one transfer at the end: nothing before it waits for the GPU
-    table = table if xp is np else table.get()
+    if executor_of(xp) == "reference":
+        table = _by_numpy(flat, flat_values, flat_codes)
+    else:
+        table = asnumpy(on_gpu.error_sums(flat, flat_values, flat_codes))
     signal, noise, *counts, squares = table[:, :-2].sum(axis=0).tolist()
     largest_normal, largest = table[:, -2:].max(axis=0).tolist()
     saturated, underflowed, nan, nonfinite, normal, subnormal = map(int, counts)
@@ -118,6 +117,12 @@ def error_of(x: Array, values: Array, codes: Array | None) -> ErrorReport:
         return ErrorReport(*whole, None, underflowed, nan, nonfinite)
     return ErrorReport(*whole, saturated, underflowed, nan, nonfinite, normal, subnormal,
                        math.sqrt(squares / max(normal, 1)), largest_normal)
+
+
+def _by_numpy(x: np.ndarray, values: np.ndarray, codes: np.ndarray | None) -> np.ndarray:
+    with np.errstate(invalid="ignore"):             # f64 of a signalling NaN
+        return np.stack([error_sums(x[piece], values[piece], None if codes is None else codes[piece])
+                         for piece in pieces.of_line(x.size)])
 
 
 def _decibels(signal: float, noise: float) -> float:

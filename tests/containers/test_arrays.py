@@ -307,7 +307,7 @@ def test_kinds_are_not_mixed(device):
     there = device.array(host)
     for call in (lambda: fp8.bytes_equal(host, there), lambda: fp8.bytes_equal(there, host),
                  lambda: fp8.concatenate([host, there]), lambda: fp8.concatenate([there, host])):
-        with pytest.raises(TypeError, match=r"array among .* arrays; cupy_fp8.asarray\(.*\) moves it"):
+        with pytest.raises(TypeError, match=r"array among .* arrays; cupy_fp8\.asarray\(.*\) moves it"):
             call()
 
 

@@ -15,7 +15,7 @@ from cupy_fp8.kernels.kernel import COMPILE_OPTIONS
 
 # What CuPy appends to the user's options.
 CUPY_OPTIONS = ("-ftz=true",)
-#: Where there is a driver, NVRTC may keep results, and one that was kept comes without the assembler's report.
+#: Where there is a driver, NVRTC may keep results. One that was kept comes without the assembler's report.
 _REPORT = ("--ptxas-options=-v", "--no-cache")
 
 

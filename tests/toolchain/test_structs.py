@@ -9,9 +9,11 @@ from tiers import first_of_each
 
 from cupy_fp8 import hostexec
 from cupy_fp8.cases.programs import launched_variants
+from cupy_fp8.diagnostics import on_gpu
 from cupy_fp8.kernels import Variant, sources, structs
 
-ENTRIES = list({(v.kernel.source, v.kernel.entry): v for v in launched_variants().values()}.items())
+ENTRIES = list({(v.kernel.source, v.kernel.entry): v
+                for v in (*launched_variants().values(), *on_gpu.variants())}.items())
 
 
 def family(entry: tuple[tuple[str, str], Variant]) -> str:

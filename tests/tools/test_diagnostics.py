@@ -5,12 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import stand_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import needs_host
 
 import cupy_fp8 as fp8
-from cupy_fp8 import diagnostics
-from cupy_fp8.diagnostics import ErrorReport, error, pieces
+from cupy_fp8 import diagnostics, testing
+from cupy_fp8.diagnostics import ErrorReport, error, losses, on_gpu, pieces
 
 E4M3, E5M2 = fp8.float8_e4m3fn, fp8.float8_e5m2
 # The largest value that still rounds to the maximum, and the smallest that overflows, in f32.
@@ -39,6 +41,59 @@ def sample(shape=(37, 53), dtype=np.float32, seed=0):
     rng = np.random.default_rng(seed)
     with np.errstate(over="ignore"):        # the largest become Inf in float16, which is a case of its own
         return (rng.standard_normal(shape) * np.exp(4 * rng.standard_normal(shape))).astype(dtype)
+
+
+@pytest.fixture
+def special():
+    """x of a dtype: every kind of number, with neighbours of each, in more blocks of threads than one."""
+    def make(dtype, seed=0):
+        rng = np.random.default_rng(seed)
+        x = rng.standard_normal(1003) * 2.0 ** rng.integers(-160, 140, 1003)
+        x[:13] = 0, -0.0, np.inf, -np.inf, np.nan, 448, 464, 480, 57344, 61440, -65536, 2.0**-149, 2.0**-140
+        with np.errstate(over="ignore"):
+            return x.astype(dtype)
+    return make
+
+
+@needs_host
+@pytest.mark.parametrize("codes", [E4M3, E5M2, None], ids=str)
+@pytest.mark.parametrize("of", ["float32", "float16", fp8.bfloat16, "float64"], ids=str)
+def test_the_kernel_adds_up_what_numpy_does(special, monkeypatch, of, codes):
+    """Counts and the largest errors are equal, sums to the last digits."""
+    monkeypatch.setattr(on_gpu, "_ELEMENTS", 256)
+    x = special(of)
+    with np.errstate(all="ignore"):
+        q = fp8.quantize_tensor(x.astype(np.float32), 4.0, dtype=codes or E4M3)
+        values = q.dequantize() if codes else np.append(x[7:], x[:7]).astype(of)
+        want = losses.error_sums(x, values, q.data if codes else None)
+    with testing.executor("host"):
+        got = on_gpu.error_sums(x, values, q.data if codes else None)
+    assert got.shape == (4, losses.SUMS)
+    np.testing.assert_array_equal(got[:, -2:].max(axis=0), want[-2:])
+    np.testing.assert_array_equal(got[:, 2:-3].sum(axis=0), want[2:-3])
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_allclose(got[:, [0, 1, -3]].sum(axis=0), want[[0, 1, -3]], rtol=1e-13)
+    assert not codes or (want[2:-3] > 0).all(), "every count counts something"
+
+
+@needs_host
+def test_more_elements_than_threads(monkeypatch):
+    monkeypatch.setattr(on_gpu, "_MOST_BLOCKS", 2)
+    monkeypatch.setattr(on_gpu, "_ELEMENTS", 256)
+    x = sample((37, 53))
+    q = fp8.cast_transpose(x, 30.0)
+    with testing.executor("host"):
+        assert figures(error(x, q)) == pytest.approx(by_hand(x, q.dequantize()), rel=1e-12)
+        assert error(x[:0], fp8.quantize_tensor(x[:0], 1.0)).elements == 0
+
+
+@needs_host
+def test_small_values_count_on_a_device(monkeypatch):
+    """f32 subnormals, which CuPy's own arithmetic would flush to 0."""
+    x = np.array([2.0**-140, 2.0**-130, 1], np.float32)
+    module = stand_in.install(monkeypatch)
+    report = error(module.asarray(x), module.asarray(np.zeros(3, np.float32)))
+    assert (report.underflowed, report.elements) == (3, 3)
 
 
 @pytest.mark.parametrize("chunk", [1, 100, 1961, 1 << 20])

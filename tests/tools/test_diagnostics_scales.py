@@ -170,7 +170,7 @@ def test_errors():
 @pytest.mark.parametrize(("block", "transposed"), [(ROW, False), (COLUMN, True), ((128, 128), True),
                                                    (None, False)])
 def test_the_way_of_cupy(monkeypatch, block, transposed, dtype):
-    """The same figures from CuPy's functions, and nothing but small tables comes to the host."""
+    """The same figures of a device's arrays, and nothing but scales and small tables comes to the host."""
     monkeypatch.setattr(pieces, "CHUNK", 1000)
     x = np.random.default_rng(1).standard_normal((256, 320)).astype(np.float32)
     host: Any = (fp8.quantize_tensor(x, 3.0).rowwise if block is None
@@ -183,11 +183,11 @@ def test_the_way_of_cupy(monkeypatch, block, transposed, dtype):
                    host.transposed, host.block, host.scale_layout)
     device_x = module.asarray(x)
     assert scales(there) == want
-    assert error(device_x, there) == whole
+    assert vars(error(device_x, there)) == pytest.approx(vars(whole), rel=1e-12, nan_ok=True)
     if per_block is not None:
         report = blocks(device_x, there)
         assert repr(report) == repr(per_block)
-        assert max(copied) < x.nbytes / 32
+        assert max(copied) <= x.nbytes / 32
         for name in ("saturated", "underflowed", "nan", "negative_zeros", "exponents"):
             np.testing.assert_array_equal(getattr(report, name).on_host, getattr(per_block, name))
 

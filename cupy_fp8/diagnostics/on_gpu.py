@@ -1,0 +1,50 @@
+"""The sums of `error` by a kernel, which is `losses.error_sums` in one pass. CuPy would compile a program for
+every operation of that, eight seconds of them at the first call."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array, address, empty_beside
+from ..formats import FORMATS, INPUT_DTYPES
+from ..kernels import Kernel, Variant
+from ..layouts import cdiv
+from .losses import OVERFLOW, SUMS, smallest_normal
+
+_KERNEL = Kernel("diagnostics/error_sums", "error_sums")
+_THREADS, _MOST_BLOCKS = 256, 1024
+_ELEMENTS = 16 * _THREADS       # of a block, at least, so that small arrays have few sums to copy
+_FLOAT64 = np.dtype(np.float64)
+_DTYPES = (*INPUT_DTYPES, _FLOAT64)
+
+
+def error_sums(x: Array, values: Array, codes: Array | None) -> Array:
+    """f64 [parts, SUMS] of contiguous arrays that are not empty."""
+    blocks = min(cdiv(x.size, _ELEMENTS), _MOST_BLOCKS)
+    sums = empty_beside(x, (blocks, SUMS), _FLOAT64)
+    of_format: dict[str, Any] = {}
+    if codes is not None:
+        top, bound, maximum, tie_overflows = OVERFLOW[codes.dtype]
+        of_format = {"codes": address(codes), "maximum": maximum, "bound": bound, "top": top,
+                     "smallest_normal": smallest_normal(codes.dtype), "tie_overflows": tie_overflows}
+    _variant(x.dtype, values.dtype).bind(x, blocks, x=address(x), values=address(values), sums=address(sums),
+                                         n=x.size, **of_format).run()
+    return sums
+
+
+@functools.cache
+def _variant(x: np.dtype, values: np.dtype) -> Variant:
+    return _KERNEL.variant(block=_THREADS, IN=_tag(x), VALUE=_tag(values))
+
+
+def _tag(dtype: np.dtype) -> str:
+    return "f64" if dtype == _FLOAT64 else FORMATS[dtype].tag
+
+
+def variants() -> list[Variant]:
+    """Every program, for tests."""
+    return [_variant(*dtypes) for dtypes in itertools.product(_DTYPES, repeat=2)]

@@ -1,0 +1,121 @@
+// error_sums adds up what diagnostics.error shows, and is the same computation as error_sums in
+// cupy_fp8/diagnostics/losses.py: what is counted is defined there.
+//
+//   x [n] IN, values [n] VALUE, codes [n] FP8 -> sums f64 [blocks, kSums]
+//
+// Each block writes a row of partial sums, in the order of Sums, and the host adds the rows up. The grid is
+// fixed, so the same input gives the same sums. Everything is f64. No byte of a result depends on it, so the
+// compiler may contract here.
+//
+// Defines:
+//   IN, VALUE    bf16, f16, f32 or f64
+#include "numerics/formats.cuh"
+
+struct f64 {
+    using storage = u64;
+};
+
+struct ErrorParams {
+    const IN::storage* x;            // [n]
+    const VALUE::storage* values;    // [n], dequantised
+    const u8* codes;                 // [n], or null: only values are known
+    double* sums;                    // [blocks, kSums]
+    i64 n;
+    float maximum, bound;            // of the codes' format: what is beyond the bound overflows
+    u32 top, smallest_normal;        // the codes of the maximum and of the smallest normal number
+    u32 tie_overflows;               // 1: the bound itself overflows
+};
+
+constexpr int kThreads = 256;
+constexpr int kAdded = 9, kSums = 11;                                // the last two are maxima
+
+// The exact value. A plain conversion of f32 would be compiled with .ftz and lose subnormals.
+__device__ __forceinline__ double wide(float value) {
+#ifdef CUPY_FP8_HOST
+    return value;
+#else
+    double result;
+    asm("cvt.f64.f32 %0, %1;" : "=d"(result) : "f"(value));
+    return result;
+#endif
+}
+template <class F>
+__device__ __forceinline__ double value_of(typename F::storage bits) {
+    if constexpr (sizeof(bits) == 8) return __longlong_as_double((i64)bits);
+    else return wide(F::widen(bits));
+}
+__device__ __forceinline__ bool is_finite(double value) {
+    return (__double_as_longlong(value) >> 52 & 0x7ff) != 0x7ff;
+}
+
+struct Sums {
+    double signal = 0, noise = 0;
+    u32 saturated = 0, underflowed = 0, nan = 0, nonfinite = 0, normal = 0, subnormal = 0;
+    double squares = 0, largest_of_normal = 0, largest = 0;
+
+    __device__ __forceinline__ void add(const ErrorParams& p, i64 i) {
+        const double x = value_of<IN>(p.x[i]), v = value_of<VALUE>(p.values[i]);
+        const bool finite = is_finite(x), came_back = is_finite(v);
+        const double magnitude = finite ? fabs(x) : 0, kept = fabs(v);
+        const double infinity = __longlong_as_double(0x7ffll << 52);
+        const double gap = !finite ? 0 : came_back ? fabs(v - x) : infinity;
+        const double relative = magnitude > 0 ? gap / magnitude : 0;
+        signal += magnitude * magnitude;
+        noise += gap * gap;
+        underflowed += magnitude > 0 && v == 0;
+        nan += v != v;
+        nonfinite += !finite;
+        largest = relative > largest ? relative : largest;
+        if (p.codes) add_precision(p, p.codes[i] & 0x7fu, magnitude, kept, came_back, relative);
+    }
+
+    // A column for each sum. The counts are exact.
+    __device__ __forceinline__ void list(double (&columns)[kSums]) const {
+        const double all[kSums] = {signal, noise, (double)saturated, (double)underflowed, (double)nan,
+                                   (double)nonfinite, (double)normal, (double)subnormal, squares,
+                                   largest_of_normal, largest};
+#pragma unroll
+        for (int k = 0; k < kSums; k++) columns[k] = all[k];
+    }
+
+private:
+    __device__ __forceinline__ void add_precision(const ErrorParams& p, u32 code, double magnitude,
+                                                  double kept, bool came_back, double relative) {
+        // |v| is the maximum times the element's own scale_inv. For an f32 x both products are exact.
+        const double left = magnitude * wide(p.maximum), right = kept * wide(p.bound);
+        const bool overflowed = code == p.top && (p.tie_overflows ? left >= right : left > right);
+        saturated += overflowed;
+        if (!came_back || overflowed || !(magnitude > 0) || kept == 0) return;
+        const bool is_normal = code > p.smallest_normal || (code == p.smallest_normal && magnitude >= kept);
+        subnormal += !is_normal;
+        if (!is_normal) return;
+        normal++;
+        squares += relative * relative;
+        largest_of_normal = relative > largest_of_normal ? relative : largest_of_normal;
+    }
+};
+
+#ifdef ENTRY_error_sums
+extern "C" __global__ void __launch_bounds__(kThreads, 2) error_sums(const __grid_constant__ ErrorParams p) {
+    __shared__ double shared[kThreads];
+    Sums sums;
+    for (i64 i = (i64)blockIdx.x * kThreads + threadIdx.x; i < p.n; i += (i64)gridDim.x * kThreads)
+        sums.add(p, i);
+    double columns[kSums];
+    sums.list(columns);
+#pragma unroll
+    for (int k = 0; k < kSums; k++) {
+        shared[threadIdx.x] = columns[k];
+        __syncthreads();
+        for (int half = kThreads / 2; half; half /= 2) {
+            if (threadIdx.x < half) {
+                const double a = shared[threadIdx.x], b = shared[threadIdx.x + half];
+                shared[threadIdx.x] = k < kAdded ? a + b : a > b ? a : b;
+            }
+            __syncthreads();
+        }
+        if (threadIdx.x == 0) p.sums[(i64)blockIdx.x * kSums + k] = shared[0];
+        __syncthreads();
+    }
+}
+#endif
