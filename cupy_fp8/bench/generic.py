@@ -10,8 +10,7 @@ from typing import Any
 from .. import testing
 from ..cases import ALIGNED_MATRIX, Case, Registration, outputs
 from ..cases.base import zeros_for_values
-from ..cases.covering import recording
-from ..kernels import forced_executor
+from ..kernels import forced_executor, recording
 from .measure import Call, Check, Spec
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
-from unittest import mock
 
-from ..kernels import Variant, forced_executor
+from ..kernels import Variant, forced_executor, recording
 from .base import ALIGNED_MATRIX, Case
 from .registry import Arguments, Registration
 
@@ -101,11 +99,3 @@ def record(op: Registration, place: Place | None = None,
                 raised = True
         found.append(Recorded(case, tuple(dict.fromkeys(variants)), raised))
     return found
-
-
-@contextmanager
-def recording() -> Iterator[list[Variant]]:
-    """Within it no thread launches a kernel: the list gets the variant of every launch instead."""
-    variants: list[Variant] = []
-    with mock.patch.object(Variant, "launch", lambda variant, *_, **__: variants.append(variant)):
-        yield variants

@@ -12,7 +12,9 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +23,12 @@ from .. import backend, kernels, plot
 from ..arrays import asarray
 from ..diagnostics.text import Column
 from ..diagnostics.verdict import recommended, verdict_on
+from ..formats import bfloat16
 from ..io.found import Found, tensors
 from ..io.replace import replacing
 from ..plot import style
-from . import demo_data, demo_rows, terminal
+from . import demo_ahead, demo_data, demo_rows, terminal
+from .demo_ahead import Ahead
 from .demo_rows import Compared
 from .progress import Progress
 from .tables import Table, table
@@ -40,12 +44,13 @@ def main(argv: list[str]) -> int:
     except (backend.DeviceError, OSError, ValueError, ImportError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
-    try:
-        for name, found in demo.tensors():
-            demo.compare(name, found)
-    finally:
-        kernels.announce(None)
-    demo.finish()
+    with demo_ahead.compiling(demo.xp) as ahead:
+        try:
+            for name, found in demo.tensors(ahead):
+                demo.compare(name, found, ahead)
+        finally:
+            kernels.announce(None)
+        demo.finish()
     return 1 if demo.failed else 0
 
 
@@ -54,13 +59,13 @@ class _Demo:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.failed, self._options = False, options
-        self._xp = backend.like_module(options.array)
+        self.xp = backend.like_module(options.array)
         _require_writable(options)
         self._sources = dict(self._opened())
         self._progress = Progress()                 # before tables are shown
         self._compared: list[Compared] = []
         self._skipped: dict[str, list[str]] = {}
-        self._columns = demo_rows.columns(self._xp.__name__)
+        self._columns = demo_rows.columns(self.xp.__name__)
         self._hidden: list[str] = []                # titles of columns that the terminal has no room for
 
     def _opened(self) -> Iterator[tuple[str, Iterator[Found]]]:
@@ -74,17 +79,15 @@ class _Demo:
         print(f"demo: {error}", file=sys.stderr, flush=True)
         self.failed = True
 
-    def tensors(self) -> Iterator[tuple[str, Found]]:
+    def tensors(self, ahead: Ahead) -> Iterator[tuple[str, Found]]:
         """What there is to compare, by the names that are shown."""
         if self._sources or not self._options.files:
             made_up = "" if self._options.files else " These tensors are made up: demo FILE shows your own."
-            terminal.say(f"{_executor_name(self._xp)}.{made_up}")
+            terminal.say(f"{_executor_name(self.xp)}.{made_up}")
             print(flush=True)
             self._progress.printed()
         if not self._options.files:
-            shapes, makers = SIZES[self._xp.__name__], (demo_data.weight, demo_data.activation)
-            for make, shape in zip(makers, shapes, strict=True):
-                yield make.__name__, Found(make.__name__, make(*shape, seed=self._options.seed), "bfloat16")
+            yield from self._made_up(ahead)
         for file, source in zip(_labels([*self._sources]), self._sources.values(), strict=True):
             try:
                 for found in source:
@@ -92,20 +95,33 @@ class _Demo:
             except (OSError, ValueError) as error:
                 self._fail(error)
 
-    def compare(self, name: str, found: Found) -> None:
+    def _made_up(self, ahead: Ahead) -> Iterator[tuple[str, Found]]:
+        """Threads make the numbers, beside the compilers."""
+        shapes, makers = SIZES[self.xp.__name__], (demo_data.weight, demo_data.activation)
+        with ThreadPoolExecutor(1) as thread:
+            coming = [thread.submit(make, *shape, seed=self._options.seed)
+                      for make, shape in zip(makers, shapes, strict=True)]
+            for shape in shapes:
+                ahead.expect(shape, bfloat16)
+            for make, values in zip(makers, coming, strict=True):
+                yield make.__name__, Found(make.__name__, asarray(values.result(), bfloat16, like=self.xp),
+                                           "bfloat16")
+
+    def compare(self, name: str, found: Found, ahead: Ahead) -> None:
         """Compares the recipes on a tensor. Rows are shown as they come, unless those of all tensors are
         wanted first."""
         if found.values is None:
             self._skipped.setdefault(found.what, []).append(name)
             return
-        x = asarray(found.values, like=self._xp)
+        x = asarray(found.values, like=self.xp)
+        ahead.expect(x.shape, x.dtype)
         if self._options.worst or self._options.summary:
-            kernels.announce(self._progress.show)
+            kernels.announce(_from_here(self._progress.show))
             self._compared.append(demo_rows.compare(name, found.what, x, lambda cells: None,
                                                     lambda recipe: self._progress.show(f"{name}: {recipe}")))
             return
         with self._table(demo_rows.title(name, x.shape, found.what), self._columns) as shown:
-            kernels.announce(shown.working)
+            kernels.announce(_from_here(shown.working))
             one = demo_rows.compare(name, found.what, x, shown.row, shown.working)
         self._after(one.comparison.notes)
         self._compared.append(one)
@@ -136,7 +152,7 @@ class _Demo:
     def _explain(self, verdict: str) -> None:
         if self._skipped:
             print()
-        legend = demo_rows.legend(self._xp.__name__, self._hidden)
+        legend = demo_rows.legend(self.xp.__name__, self._hidden)
         if self._options.markdown:
             print("\n".join(f"- {title}: {text}" for title, text in legend.items()))
         else:
@@ -167,7 +183,7 @@ class _Demo:
 
     def _write(self, verdict: str) -> None:
         if self._options.json:
-            report = {"executor": _executor_name(self._xp), "platform": platform.machine(),
+            report = {"executor": _executor_name(self.xp), "platform": platform.machine(),
                       "numpy": np.__version__, "verdict": verdict, "left_out": self._skipped,
                       "rows": [row for one in self._compared for row in one.as_json()]}
             text = json.dumps(report, indent=1, allow_nan=False)
@@ -177,6 +193,12 @@ class _Demo:
             axes = plot.comparison({one.name: one.comparison for one in self._compared})
             axes[0].figure.savefig(self._options.plot, dpi=150)
             print(f"Picture: {self._options.plot}")
+
+
+def _from_here(show: Callable[[str], None]) -> Callable[[str], None]:
+    """What a table shows of kernels that are compiled is what it waits for."""
+    here = threading.get_ident()
+    return lambda text: show(text) if threading.get_ident() == here else None
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,21 +9,14 @@ ahead of the checks.
 from __future__ import annotations
 
 import argparse
-import os
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from typing import Any
 
 from .. import backend, cases, testing
 from ..cases.covering import Recorded, covering_of, record, served_by
-from ..kernels import Variant
 from . import names
+from .compilers import Compilers, compilers
 from .progress import Progress
-
-_MOST_COMPILERS = 16                # NVRTC and g++ each need 100 to 200 MB
-_SECONDS_BETWEEN_LOOKS = 0.2
 
 
 def main(argv: list[str]) -> int:
@@ -42,9 +35,10 @@ def main(argv: list[str]) -> int:
         return 1
     print(f"executor: {name}", flush=True)
     progress = Progress()
-    with testing.executor(name) as run, _compilers(run) as compilers:
+    device = backend.cupy().cuda.runtime.getDevice() if name == "cuda" else None
+    with testing.executor(name) as run, compilers(device) as compiling:
         try:
-            work = [_Work(op, _selected(op, run, options.full, progress), compilers) for op in ops]
+            work = [_Work(op, _selected(op, run, options.full, progress), compiling) for op in ops]
             failed = sum([_checked(one, run, progress) for one in work])
         finally:
             progress.clear()
@@ -56,47 +50,13 @@ def main(argv: list[str]) -> int:
     return 1 if failed else 0
 
 
-class _Compilers:
-    """Threads that compile variants. Each variant is compiled once, for the device of the executor."""
-
-    def __init__(self, run: testing.Executor, threads: ThreadPoolExecutor) -> None:
-        self._device = backend.cupy().cuda.runtime.getDevice() if run.name == "cuda" else None
-        self._threads = threads
-        self._futures: dict[Variant, Future[None]] = {}
-
-    def start(self, variants: Sequence[Variant]) -> list[Future[None]]:
-        for variant in variants:
-            if variant not in self._futures:
-                self._futures[variant] = self._threads.submit(variant.compile, self._device)
-        return [self._futures[variant] for variant in variants]
-
-    def __str__(self) -> str:
-        done = sum(future.done() for future in self._futures.values())
-        return f"compiled {done} of {len(self._futures)} kernels"
-
-    def wait(self, futures: list[Future[None]], op: str, progress: Progress) -> None:
-        """Waits for compilers, but raises none of their errors: the launch of the kernel raises it again."""
-        while wait(futures, timeout=_SECONDS_BETWEEN_LOOKS).not_done:
-            progress.show(f"{self}; next: {op}")
-
-
-@contextmanager
-def _compilers(run: testing.Executor) -> Iterator[_Compilers]:
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = ThreadPoolExecutor(min(_MOST_COMPILERS, processors))
-    try:
-        yield _Compilers(run, threads)
-    finally:
-        threads.shutdown(cancel_futures=True)
-
-
 class _Work:
     """An op, the cases to check, and the compilers that work for them."""
 
-    def __init__(self, op: cases.Registration, selected: list[Recorded], compilers: _Compilers) -> None:
+    def __init__(self, op: cases.Registration, selected: list[Recorded], compilers: Compilers) -> None:
         variants = dict.fromkeys(variant for one in selected for variant in one.variants)
         self.op, self.cases, self.compilers = op, [one.case for one in selected], compilers
-        self.futures = compilers.start(list(variants))
+        self.futures = compilers.start(variants)
 
 
 def _selected(op: cases.Registration, run: testing.Executor, full: bool,

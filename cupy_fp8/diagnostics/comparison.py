@@ -142,11 +142,12 @@ def each(x: Any, recipes: Iterable[Recipe] | Mapping[str, Recipe] | None = None,
 def _rows(x: Array, chosen: Mapping[str, Recipe], amax: Array | None,
           run: Callable[[Quantize, Array], Quantized]) -> Iterator[RecipeError]:
     for name, recipe in chosen.items():
-        q = run(_quantizer(recipe, x, amax), x)
+        q = run(quantizer(recipe, x, amax), x)
         yield RecipeError(name, recipe, error(x, q), q.nbytes / x.size)
 
 
-def _quantizer(recipe: Recipe, x: Array, amax: Array | None) -> Quantize:
+def quantizer(recipe: Recipe, x: Array, amax: Array | None) -> Quantize:
+    """How a recipe quantises x, with the scale of delayed scaling from an amax (default: x's own)."""
     if not isinstance(recipe, DelayedScaling):
         return recipe.quantize
     scale = compute_scale(compute_amax(x) if amax is None else amax, dtype=recipe.dtype, margin=recipe.margin)

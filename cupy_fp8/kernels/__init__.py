@@ -14,6 +14,7 @@ from .kernel import (
     forced_executor,
     grid_size,
     multiprocessors,
+    recording,
     shared_memory_per_block,
 )
 from .workspace import owner_of, workspace
@@ -33,6 +34,7 @@ __all__ = [
     "grid_size",
     "multiprocessors",
     "owner_of",
+    "recording",
     "shared_memory_per_block",
     "tensor_map",
     "workspace",

@@ -204,6 +204,18 @@ class Variant:
                       f"{time.perf_counter() - start:.2f} s")
 
 
+@contextmanager
+def recording() -> Iterator[list[Variant]]:
+    """Within it no thread launches a kernel: the list gets the variant of every launch instead."""
+    variants: list[Variant] = []
+    launch: Any = Variant.launch
+    Variant.launch = lambda variant, *_, **__: variants.append(variant)  # type: ignore[method-assign]
+    try:
+        yield variants
+    finally:
+        Variant.launch = launch  # type: ignore[method-assign]
+
+
 class Launch:
     """A kernel variant with its grid and the values of its struct's members, to be launched on the current
     stream."""

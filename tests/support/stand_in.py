@@ -54,6 +54,9 @@ class MemoryPointer:
     def __add__(self, more: int) -> MemoryPointer:
         return MemoryPointer(self.buffer, self.device_id, self.start + more)
 
+    def copy_from_device_async(self, source: MemoryPointer, nbytes: int) -> None:
+        ctypes.memmove(self.ptr, source.ptr, nbytes)
+
     def copy_from_host_async(self, source: int, nbytes: int, stream: Any = None) -> None:
         ctypes.memmove(self.ptr, source, nbytes)
 
@@ -245,7 +248,8 @@ def install(patch: pytest.MonkeyPatch) -> Any:
     for owner, name, value in (
             (backend, "cupy", lambda: module), (backend, "gpu_problem", lambda: None),
             (backend, "check_device", lambda device: None), (kernel, "_cuda", lambda: module.cuda),
-            (Variant, "launch", on_cpu), (errors, "_words", {}), (_workspaces, "_of_array", {}),
+            (Variant, "launch", on_cpu), (Variant, "compile", lambda variant, device: None),
+            (errors, "_words", {}), (_workspaces, "_of_array", {}),
             (_workspaces, "_of_stream", {}), (single_read, "_gpu", lambda device: single_read._CPU),
             (tensor_current, "_gpu", lambda device: tensor_current._CPU),
             (tensor_map, "_encoded", tensor_map.on_host)):

@@ -22,6 +22,7 @@ from cupy_fp8 import diagnostics
 from cupy_fp8.cli import demo, demo_data, demo_rows, tables, terminal
 from cupy_fp8.diagnostics import comparison
 from cupy_fp8.diagnostics.text import Column
+from cupy_fp8.kernels import Variant
 
 NAMES = [row.name for row in diagnostics.compare(np.ones((1, 1), np.float32))]
 
@@ -327,9 +328,13 @@ def test_width(monkeypatch):
 
 
 # ---- data, GPUs ----
-def test_data():
+@pytest.mark.parametrize("part", [1 << 22, 3000])
+def test_data(part, monkeypatch):
+    """part: elements that a thread makes."""
+    monkeypatch.setattr(demo_data, "_PART", part)
     w, x = demo_data.weight(256, 128, seed=3), demo_data.activation(64, 128, seed=3)
-    assert (w.dtype, w.shape, x.dtype, x.shape) == (fp8.bfloat16, (256, 128), fp8.bfloat16, (64, 128))
+    assert (w.dtype.name, w.shape, x.dtype.name, x.shape) == ("float32", (256, 128), "float32", (64, 128))
+    assert len(np.unique(w[:, 0])) == 256, "parts repeat"
     assert w.tobytes() == demo_data.weight(256, 128, seed=3).tobytes()
     assert w.tobytes() != demo_data.weight(256, 128, seed=4).tobytes()
     f = w.astype(np.float64)
@@ -343,7 +348,7 @@ def test_data():
 def test_where_cupy_is(matrices, tmp_path, monkeypatch, capsys):
     """Tensors go to the device, and times are the benchmark's."""
     recipes = (fp8.CurrentScaling(), fp8.MXScaling())
-    module, _ = stand_in_arithmetic.install(monkeypatch)
+    stand_in_arithmetic.install(monkeypatch)
     traffic: list[int] = []
 
     def measure(make, nbytes):
@@ -356,8 +361,20 @@ def test_where_cupy_is(matrices, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo_rows, "RECIPES", recipes)
     monkeypatch.setattr(comparison, "RECIPES", recipes)
     monkeypatch.setattr(demo, "_executor_name", lambda xp: f"CUDA kernels on {xp.__name__}")
-    monkeypatch.setattr(module.ndarray, "copy", lambda a: module.asarray(a.get()), raising=False)
+    ahead: list[Variant] = []
+    monkeypatch.setattr(Variant, "compile", lambda variant, device: ahead.append(variant))
+    launched: list[Variant] = []
+    launch: Any = Variant.launch
+
+    def noted(variant: Variant, *arguments: Any, **options: Any) -> None:
+        launched.append(variant)
+        launch(variant, *arguments, **options)
+
+    monkeypatch.setattr(Variant, "launch", noted)
     assert demo.main([str(matrices[0]), "--array", "cupy"]) == 0
+    assert launched
+    assert set(launched) <= set(ahead), "the demo waits for compilers that could have begun before"
+    assert len(ahead) == len(set(ahead))
     out = capsys.readouterr().out
     assert out.startswith("CUDA kernels on cupy.\n")
     assert "copy          the time of a device copy" in out
