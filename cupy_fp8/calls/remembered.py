@@ -50,12 +50,13 @@ def remember(described: _Described, call: Call, launches: list[Launch], written:
     facts, addresses = described
     if out is not None:
         _calls[(facts, *addresses)] = _Repeated(call, launches)
-    elif (found := _Allocating.of(call, launches, flat(addresses), written)) is not None:
-        # A call that updates an argument is known by the same memory alone, of which that overlaps nothing
-        # else; so is one with tensor maps, which are made for the addresses of its arguments.
-        updates = any(each.written for each in call.ranges)
-        maps = any(isinstance(value, TensorMap) for launch in launches for value in launch.values)
-        _calls[(facts, *addresses) if updates or maps else _unplaced(facts, addresses)] = found
+        return
+    # A call that updates an argument is known by the same memory alone, of which that overlaps nothing else;
+    # so is one with tensor maps, which are made for the addresses of its arguments.
+    placed = any(each.written for each in call.ranges) or any(
+        isinstance(value, TensorMap) for launch in launches for value in launch.values)
+    if (found := _Allocating.of(call, launches, flat(addresses), written, placed)) is not None:
+        _calls[(facts, *addresses) if placed else _unplaced(facts, addresses)] = found
 
 
 def forget() -> None:
@@ -119,13 +120,15 @@ class _RecordSlots:
 class _Known:
     """The addresses of a call, and how many bytes from each on belong to it."""
 
-    def __init__(self, known: list[tuple[int, int]], constants: set[int]) -> None:
+    def __init__(self, known: list[tuple[int, int]], constants: set[int], placed: bool) -> None:
         self._order = sorted(range(len(known)), key=lambda i: known[i])
         self._places = [known[i] for i in self._order]
         self._constants = constants
-        #: Whether every pointer is one address's alone.
+        #: Whether every pointer is one address's alone. If all calls have the same addresses (placed), two
+        #: arguments may have one, such as the sizes of groups that both operands share.
         ends = pairwise([*self._places, (1 << 64, 0)])
-        self.distinct = all(at and at + size <= next_at for (at, size), (next_at, _) in ends)
+        self.distinct = all(at and (at + size <= next_at or (placed and at == next_at))
+                            for (at, size), (next_at, _) in ends)
 
     def slots(self, values: Iterable[tuple[int, int]]) -> list[_Slot] | None:
         """Which of the values, each with its position, are these addresses; None if one leads elsewhere."""
@@ -140,15 +143,17 @@ class _Known:
 
 
 class _Bound(NamedTuple):
-    """A launch and the addresses among its values, also in records."""
+    """A launch and the addresses among its values, also in records and in tensor maps."""
 
     launch: Launch
     slots: list[_Slot]
     records: list[tuple[int, _RecordSlots]]
+    maps: list[_Slot]
 
     @staticmethod
-    def of(launch: Launch, known: _Known) -> _Bound | None:
-        """None if a pointer leads elsewhere, or may be hidden in packed bytes."""
+    def of(launch: Launch, known: _Known, given: int) -> _Bound | None:
+        """None if a pointer leads elsewhere, or may be hidden in packed bytes. given: how many of the
+        addresses are those of arguments."""
         slots = known.slots((i, launch.values[i]) for i in launch.pointer_positions)
         records = []
         for i, value in enumerate(launch.values):
@@ -157,7 +162,10 @@ class _Bound(NamedTuple):
                 if inside is None:
                     return None
                 records.append((i, inside))
-        return None if slots is None else _Bound(launch, slots, records)
+        # Arguments that have maps are at the same addresses in every call (`remember`), results are not.
+        maps = [slot for i, value in enumerate(launch.values) if isinstance(value, TensorMap)
+                for slot in known.slots([(i, value.at)]) or () if slot.which >= given]
+        return None if slots is None else _Bound(launch, slots, records, maps)
 
     def run(self, x: Array, addresses: list[int]) -> None:
         values = self.launch.values.copy()
@@ -165,6 +173,8 @@ class _Bound(NamedTuple):
             values[position] = addresses[which] + offset
         for position, inside in self.records:
             values[position] = inside.fill(addresses)
+        for position, which, offset in self.maps:
+            values[position] = values[position].moved(addresses[which] + offset)
         self.launch.run_with(x, values)
 
 
@@ -181,17 +191,20 @@ class _Allocating:
         self._scratches = [scratch.shape for scratch in call.scratches]
 
     @staticmethod
-    def of(call: Call, launches: list[Launch], given: list[int], written: list[int]) -> _Allocating | None:
-        """None where it is not certain which array a pointer belongs to."""
+    def of(call: Call, launches: list[Launch], given: list[int], written: list[int],
+           placed: bool) -> _Allocating | None:
+        """None where it is not certain which array a pointer belongs to. placed: the given arrays are at the
+        same addresses in every call."""
         # Pointers may lead into new memory, which overlaps nothing; of most given arrays, to the start alone.
         sizes = [(at, call.read_inside.get(at, 1)) for at in given]
         sizes += [(at, max(1, a.nbytes)) for at, a in zip(written, call.result.arrays, strict=True)]
         sizes += [(address(found.array), 4 * found.words) for found in call.workspaces]
         sizes += [(address(scratch), scratch.nbytes) for scratch in call.scratches]
-        known = _Known(sizes, call.constants)
+        known = _Known(sizes, call.constants, placed)
         tables = [_RecordSlots.of(each.records, known) for each in call.tables]
-        known_to_launches = _Known(sizes + [(each.at, each.nbytes) for each in call.tables], call.constants)
-        found = [_Bound.of(launch, known_to_launches) for launch in launches]
+        known_to_launches = _Known(sizes + [(each.at, each.nbytes) for each in call.tables], call.constants,
+                                   placed)
+        found = [_Bound.of(launch, known_to_launches, len(given)) for launch in launches]
         if not known_to_launches.distinct or None in tables or None in found:
             return None
         return _Allocating(call, written, [each for each in tables if each], [each for each in found if each])

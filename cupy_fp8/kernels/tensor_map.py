@@ -7,6 +7,7 @@ import ctypes
 import functools
 import struct
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,11 @@ _BOX_BYTES, _BYTES, _ALIGNMENT = 128, 128, 64
 
 
 class TensorMap(bytes):
-    """The bytes of a map, which belong to one address."""
+    """The bytes of a map, which belong to one address, `at`. moved(at) is the map of the same matrix
+    elsewhere."""
+
+    at: int
+    moved: Callable[[int], TensorMap]
 
 
 def encode(x: Any, at: int, columns: int, rows: int, pitch: int, box_rows: int,
@@ -25,8 +30,15 @@ def encode(x: Any, at: int, columns: int, rows: int, pitch: int, box_rows: int,
     and box_rows rows; or of so many matrices, one after the other, whose boxes have three coordinates. x: an
     array on the same device; for a NumPy array, what kernels on the CPU read. An empty matrix has the map of
     one element, which is never copied."""
-    columns, rows, pitch = max(columns, 1), max(rows, 1), max(pitch, 16)
-    return (on_host if isinstance(x, np.ndarray) else _encoded)(at, columns, rows, pitch, box_rows, matrices)
+    shape = max(columns, 1), max(rows, 1), max(pitch, 16), box_rows, matrices
+    encoded = on_host if isinstance(x, np.ndarray) else _encoded
+
+    def moved(at: int) -> TensorMap:
+        made = encoded(at, *shape)
+        made.at, made.moved = at, moved
+        return made
+
+    return moved(at)
 
 
 def on_host(at: int, columns: int, rows: int, pitch: int, box_rows: int, matrices: int = 0) -> TensorMap:

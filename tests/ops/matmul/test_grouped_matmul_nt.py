@@ -13,6 +13,7 @@ import pytest
 import cupy_fp8 as fp8
 from cupy_fp8 import BlockScaling, Grouped, Quantized, Scaled, reference, testing
 from cupy_fp8.arrays import bits
+from cupy_fp8.calls import remembered
 from cupy_fp8.calls import splits as group_sizes
 from cupy_fp8.cases import poison
 from cupy_fp8.cases.matmul.dense import operand
@@ -202,6 +203,29 @@ def test_both_tiles_give_the_same_rows(monkeypatch, run):
         fp8.calls.remembered.forget()
         made.append(fp8.asnumpy(fp8.grouped_matmul_nt(a, b, run.array(SPLITS))))
     testing.assert_bytes_equal(*made)
+
+
+@pytest.mark.parametrize("group", ["m", "k"])
+def test_allocating_calls_are_remembered_and_write_their_own_result(group, device):
+    """Rows of 512 bytes, which leave by boxes of a tensor map. Both operands of "k" share their sizes."""
+    rng, blocks = np.random.default_rng(0), fp8.BlockScaling((1, 128))
+    x, splits = device.array(rng.standard_normal((256, 128), np.float32)), device.array(np.array([128, 128]))
+    if group == "k":
+        operands = [fp8.group_quantize(x, splits, blocks, columnwise=True, rowwise=False) for _ in range(2)]
+        arguments: tuple[Any, ...] = (*operands, None)
+    else:
+        w = device.array(rng.standard_normal((2, 256, 128), np.float32))
+        arguments = blocks.quantize(x).rowwise, fp8.BlockScaling((128, 128)).quantize(w).rowwise, splits
+    first = fp8.grouped_matmul_nt(*arguments, group=group)
+    known, want = len(remembered._calls), device.run.numpy(first)
+    bits(first).fill(0)
+    for _ in range(2):
+        again = fp8.grouped_matmul_nt(*arguments, group=group)
+        assert device.run.numpy(again).tobytes() == want.tobytes()
+    assert not bits(device.run.numpy(first)).any(), "written by a later call"
+    assert len(remembered._calls) == known
+    assert any(call._launches[-1].launch.variant.kernel.entry in ("wgmma_products", "product_tiles")
+               for call in remembered._calls.values() if isinstance(call, remembered._Allocating))
 
 
 # ---- sizes that only the device knows ----
