@@ -285,7 +285,7 @@ def _cuda() -> Any:
 
 @functools.cache
 def compute_capability(device_id: int) -> int:
-    """That of a GPU: 90 is Hopper."""
+    """A GPU's compute capability times ten: 90 is Hopper."""
     return int(_cuda().Device(device_id).compute_capability)
 
 

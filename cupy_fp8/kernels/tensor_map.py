@@ -27,9 +27,9 @@ class TensorMap(bytes):
 def encode(x: Any, at: int, columns: int, rows: int, pitch: int, box_rows: int,
            matrices: int = 0) -> TensorMap:
     """The map of a matrix of bytes with rows at multiples of `pitch`, which is copied in boxes of 128 columns
-    and box_rows rows; or of so many matrices, one after the other, whose boxes have three coordinates. x: an
-    array on the same device; for a NumPy array, what kernels on the CPU read. An empty matrix has the map of
-    one element, which is never copied."""
+    and box_rows rows. matrices: of so many, one after the other, whose boxes have three coordinates; 0: of
+    one, whose boxes have two. x: an array on the same device; for a NumPy array, what kernels on the CPU
+    read. An empty matrix has the map of one element, which is never copied."""
     shape = max(columns, 1), max(rows, 1), max(pitch, 16), box_rows, matrices
     encoded = on_host if isinstance(x, np.ndarray) else _encoded
 

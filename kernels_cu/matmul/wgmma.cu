@@ -177,7 +177,7 @@ struct Multiplier {
     const int warp;                // of those that multiply
     const int lane = threadIdx.x % 32;
     Place<kStages> place;
-    bool is_full = false;          // the stage at `place`
+    bool is_full = false;          // An early look found the stage at `place` full; else it is not known.
     float sums[kTileColumns / 2];
 
     __device__ __forceinline__ Multiplier(const WgmmaParams& p, Shared& memory, int own_warp)
@@ -197,7 +197,8 @@ struct Multiplier {
         }
         is_full = false;
     }
-    // Sums all blocks of K. The loop has a copy for each stage, whose addresses are constants then.
+    // Sums all blocks of K. The loop is unrolled over the stages, so that their addresses are constants. The
+    // switch enters it at the stage where the last tile ended.
     __device__ __forceinline__ void multiply(const QueuedTile& t) {
 #pragma unroll
         for (int i = 0; i < kTileColumns / 2; i++) sums[i] = 0;
@@ -206,7 +207,7 @@ struct Multiplier {
         if (left == 0) return;
         switch (place.at) {
             for (;;) {
-                case 0: if (add<0>(t, of_blocks, left)) return;  // else the next stage follows
+                case 0: if (add<0>(t, of_blocks, left)) return;
                 case 1: if (add<1>(t, of_blocks, left)) return;
                 case 2: if (add<2>(t, of_blocks, left)) return;
                 default: if (add<3>(t, of_blocks, left)) return;
@@ -232,19 +233,20 @@ struct Multiplier {
         const int row = t.a_shift + first_row() + lane / 4, last = t.a_shift + t.rows - t.row - 1;
         const int at_low = kScaling == kBlocks ? at_most(row, last) : row;
         const int at_high = kScaling == kBlocks ? at_most(row + 8, last) : row + 8;
-        RowScales rows(stage, at_low, at_high, t.column, of_b);
+        RowScales scales(stage, at_low, at_high, t.column, of_b);
         place.next();
         is_full = place.is_full(shared.ring);              // asked while the tensor core works
         finish_products<kTileColumns>(products, a, b);
-        if (!rows.exact)
-            rows.multiply_by_rows(products, stage.a[at_low], stage.a[at_high], t.column, of_b);
-        add_products(sums, products, rows, stage, is_last, [this] { release(kAt); });
+        if (!scales.exact)
+            scales.multiply_by_rows(products, stage.a[at_low], stage.a[at_high], t.column, of_b);
+        add_products(sums, products, scales, stage, is_last, [this] { release(kAt); });
         return is_last;
     }
     __device__ __forceinline__ void store(const QueuedTile& t) {
         const Product& p = params.product;
         const u64 out_bytes = p.out_type == kOutF32 ? 4 : 2;
         const int rows = t.rows - t.row - first_row();
+        // A box has 16 rows. Where the group has fewer left, it would overwrite those of the next one.
         if (params.copies_out && rows >= 16) {
             copy_rows_out<kTileColumns>(params.out_map, sums, p.out_type, shared.staged[warp],
                                         t.a_row + first_row(), t.column * 2, t.matrix);

@@ -97,8 +97,12 @@ __device__ __forceinline__ void store_sums(const WarpRows& to, const float (&sum
             } else {
                 const u32 words = narrow_pair(type, low, high);
                 u16* const at = reinterpret_cast<u16*>(out) + column;
-                at[0] = (u16)words;
-                if (both) at[1] = (u16)(words >> 16);
+                if (pairs && both) {
+                    *reinterpret_cast<u32*>(at) = words;
+                } else {
+                    at[0] = (u16)words;
+                    if (both) at[1] = (u16)(words >> 16);
+                }
             }
         }
     }

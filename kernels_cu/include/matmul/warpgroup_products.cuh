@@ -14,7 +14,7 @@
 
 #ifndef CUPY_FP8_HOST
 // The low half of an operand's descriptor. The high half says that rows of 128 bytes are swizzled, and that
-// 8 of them are 1024 bytes.
+// 8 of them are 1024 bytes. Without clusters, addresses have 18 bits.
 __device__ __forceinline__ u32 operand_at(const u8* shared) { return shared_address(shared) >> 4 | 1u << 16; }
 #define OPERAND_HIGH "0x40000040"
 
