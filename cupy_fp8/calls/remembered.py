@@ -162,10 +162,12 @@ class _Bound(NamedTuple):
                 if inside is None:
                     return None
                 records.append((i, inside))
+        maps = known.slots((i, value.at) for i, value in enumerate(launch.values)
+                           if isinstance(value, TensorMap))
+        if slots is None or maps is None:
+            return None
         # Arguments that have maps are at the same addresses in every call (`remember`), results are not.
-        maps = [slot for i, value in enumerate(launch.values) if isinstance(value, TensorMap)
-                for slot in known.slots([(i, value.at)]) or () if slot.which >= given]
-        return None if slots is None else _Bound(launch, slots, records, maps)
+        return _Bound(launch, slots, records, [slot for slot in maps if slot.which >= given])
 
     def run(self, x: Array, addresses: list[int]) -> None:
         values = self.launch.values.copy()

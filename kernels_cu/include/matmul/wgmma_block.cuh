@@ -1,4 +1,4 @@
-// What the warps of a block of matmul/wgmma.cu share: its shape, shared memory and parameters.
+// The warps of a block of matmul/wgmma.cu share these: the shape of its work, shared memory and parameters.
 #pragma once
 #include "matmul/tile_queue.cuh"
 
