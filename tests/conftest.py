@@ -1,4 +1,5 @@
-"""The tiers of tests (tiers.py); the executors that tests run on; work in the background."""
+"""The tiers of tests (tiers.py); the executors that tests run on; the processes that run them (processes.py);
+work in the background."""
 
 from __future__ import annotations
 
@@ -8,18 +9,26 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import places
+import processes
 import pytest
+import tiers
 from background import Background
+from processes import pytest_runtestloop
 from refusals import refused
-from tiers import deselect_left_out, pytest_addoption, pytest_generate_tests, pytest_report_header
+from tiers import deselect_left_out, pytest_generate_tests, pytest_report_header
 
 from cupy_fp8 import backend, device_errors, testing
 from cupy_fp8.calls import remembered
 from cupy_fp8.kernels import Variant
 
-__all__ = ["pytest_addoption", "pytest_generate_tests", "pytest_report_header", "refused"]
+__all__ = ["pytest_generate_tests", "pytest_report_header", "pytest_runtestloop", "refused"]
 
 _BACKGROUND = pytest.StashKey[Background]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    tiers.pytest_addoption(parser)
+    processes.pytest_addoption(parser)
 
 
 def _module(item: pytest.Item) -> Any:
@@ -37,6 +46,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()                 # or tests that collect garbage look through all tests each time
+    if backend.gpu_problem():               # else processes would share a GPU, and a fork ends CUDA
+        processes.begin(session, stays=lambda item: "background_result" in getattr(item, "fixturenames", ()))
     if session.config.option.collectonly or not any(map(_module, session.items)):
         return
     background = session.config.stash[_BACKGROUND] = Background()
@@ -56,6 +67,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def pytest_unconfigure(config: pytest.Config) -> None:
     if background := config.stash.get(_BACKGROUND, None):
         background.stop()
+    processes.stop(config)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,8 @@ import subprocess
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -182,15 +183,33 @@ def _run_compiler(command: Sequence[object]) -> str:
 _locks: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
 
 
+@contextmanager
+def _other_processes_wait(target: Path) -> Iterator[None]:
+    """Within it other processes that want to make the same file wait, where the file system has locks. The
+    lock is that of a file beside it, which is gone afterwards: who waits for it then finds the target."""
+    import fcntl  # not on Windows, where no kernel is compiled
+
+    lock = target.with_name(f".lock-{target.name}")
+    with open(lock, "wb") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
 def _build_into(target: Path, make: Callable[[Path], Path]) -> Path:
-    """Make a file in a temporary directory and move it to `target` in one step, because other processes may
-    be making the same file. Threads of this process that want the same file wait for the first of them."""
+    """Make a file in a temporary directory and move it to `target` in one step, so that other processes see
+    no part of it. Whoever else wants the same file waits: threads of this process and other processes."""
     with _locks[target]:
         if target.exists():
             return target
-        scratch = _scratch_dir()
+        scratch = _scratch_dir()            # tells what to do if the folder cannot be written
         try:
-            os.replace(make(scratch), target)
+            with _other_processes_wait(target):
+                if not target.exists():
+                    os.replace(make(scratch), target)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         return target

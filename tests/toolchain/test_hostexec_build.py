@@ -102,6 +102,33 @@ def test_a_cache_folder_that_cannot_be_written(tmp_path, monkeypatch):
         build.build_runtime("fast")
 
 
+BUILD = """
+import sys, time
+from pathlib import Path
+from cupy_fp8.hostexec import build
+
+def make(scratch):
+    with open(build.cache_dir() / "log", "a") as log:
+        log.write("made\\n")
+    time.sleep(0.5)
+    (scratch / "library").write_text("whole")
+    return scratch / "library"
+
+print(build._build_into(build.cache_dir() / "library", make).read_text())
+"""
+
+
+@needs_host
+def test_processes_that_want_the_same_file_make_it_once(tmp_path):
+    environment = os.environ | {"CUPY_FP8_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", BUILD]
+    started = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+               for _ in range(3)]
+    assert [process.communicate(timeout=60)[0] for process in started] == ["whole\n"] * 3
+    assert (tmp_path / "host" / "log").read_text() == "made\n"
+    assert {path.name for path in (tmp_path / "host").iterdir()} == {"library", "log"}
+
+
 def test_no_home(monkeypatch):
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")

@@ -1,0 +1,264 @@
+"""The tests of a session run in several processes, one for each processor.
+
+The session's own process forks the others when it has collected the tests, so that they are collected once.
+All take chunks of tests, which are neighbours in one file, from the same pipe until it is empty. Reports come
+back to the session's process, which hands them to its plugins, chunk by chunk. It also runs the tests that
+have to stay with it.
+
+tests/conftest.py takes the hooks from here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import pytest
+
+_MOST = 4                       # processes, unless the command line says otherwise
+_FEWEST_TESTS = 200             # Fewer run in one process, whose output comes test by test.
+_CHUNK = 100                    # tests
+_TOKEN = 4                      # bytes of a chunk's number in the pipe
+
+Value = TypeVar("Value")
+_PROCESSES = pytest.StashKey["Processes"]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--processes", type=int, metavar="N", default=min(os.cpu_count() or 1, _MOST),
+                     help="how many processes run tests (default: one for each processor, "
+                          f"{_MOST} at most; 1 with -s or --pdb, and for few tests)")
+
+
+def begin(session: pytest.Session, stays: Callable[[pytest.Item], bool]) -> None:
+    """Starts the other processes, which begin at once. Tests that `stays` accepts are not for them. Threads
+    of this process must begin later."""
+    option = session.config.option
+    alone = option.collectonly or option.usepdb or option.capture == "no" or session.testsfailed
+    if not alone and option.processes > 1 and len(session.items) >= _FEWEST_TESTS:
+        session.config.stash[_PROCESSES] = Processes(session, stays)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """None leaves the tests to pytest's own loop."""
+    processes = session.config.stash.get(_PROCESSES, None)
+    if processes is None:
+        return None
+    processes.run()
+    return True
+
+
+def stop(config: pytest.Config) -> None:
+    """Ends the other processes, if they have not ended."""
+    if processes := config.stash.get(_PROCESSES, None):
+        processes.stop()
+
+
+class Message(NamedTuple):
+    """What another process did: it began a test, ended it (reports), or ended itself. problem: why."""
+
+    child: int
+    test: int | None
+    reports: list[Any] | None = None
+    problem: str = ""
+
+
+class Processes:
+    def __init__(self, session: pytest.Session, stays: Callable[[pytest.Item], bool]) -> None:
+        self._session, self._hook = session, session.config.hook
+        self._items = session.items
+        self._own = [i for i, item in enumerate(self._items) if stays(item)]
+        own = set(self._own)
+        self._chunks = chunks([i for i in range(len(self._items)) if i not in own],
+                              lambda i: self._items[i].path)
+        #: Of the tests of other processes: reports that no plugin has got yet.
+        self._reports: dict[int, list[Any]] = {}
+        self._waiting = {n: set(chunk) for n, chunk in enumerate(self._chunks)}
+        self._chunk_of = {i: n for n, chunk in enumerate(self._chunks) for i in chunk}
+        self._messages: SimpleQueue[Message] = SimpleQueue()
+        self._children: dict[int, int | None] = {}      # process ids, and the tests that they run
+        session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # one for all processes
+        self._tokens, end = os.pipe()
+        os.write(end, b"".join(n.to_bytes(_TOKEN, "little") for n in range(len(self._chunks))))
+        os.close(end)
+        connections = [self._fork() for _ in range(session.config.option.processes - 1)]
+        for child, connection in zip(self._children, connections, strict=True):
+            threading.Thread(target=self._receive, args=(child, connection), daemon=True).start()
+
+    # ---- the other processes ----
+    def _fork(self) -> Connection:
+        ours, theirs = Pipe(duplex=False)
+        sys.stdout.flush()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)     # NumPy's threads end before a fork
+            child = os.fork()
+        if child == 0:
+            self._serve(theirs)
+        theirs.close()                  # or the end of the child would not be seen here
+        self._children[child] = None
+        return ours
+
+    def _serve(self, connection: Connection) -> NoReturn:
+        problem = "it was interrupted"
+        try:
+            sender = _Sender(self._session.config)
+            for i, following in with_next(self._taken()):
+                connection.send(Message(0, i))
+                self._run_test(i, following)
+                connection.send(Message(0, i, sender.take()))
+            self._session.config._ensure_unconfigure()      # raises what pytest finds at the end of a session
+            problem = ""
+        except BaseException:
+            problem = traceback.format_exc()
+        finally:
+            connection.send(Message(0, None, problem=problem))
+            os._exit(bool(problem))
+
+    def _taken(self) -> Iterator[int]:
+        """Tests of chunks that no other process has taken."""
+        while token := os.read(self._tokens, _TOKEN):
+            yield from self._chunks[int.from_bytes(token, "little")]
+
+    def _run_test(self, i: int, following: int | None) -> None:
+        nextitem = None if following is None else self._items[following]
+        self._hook.pytest_runtest_protocol(item=self._items[i], nextitem=nextitem)
+
+    # ---- the session's process ----
+    def _receive(self, child: int, connection: Connection) -> None:
+        """Runs in a thread. A child that dies sends no last message."""
+        try:
+            while (message := connection.recv()).test is not None:
+                self._messages.put(message._replace(child=child))
+            self._messages.put(message._replace(child=child))
+        except (EOFError, OSError):
+            self._messages.put(Message(child, None, problem="it died"))
+
+    def run(self) -> None:
+        """Runs tests, those of this process last, and waits for all others."""
+        for i, following in with_next(itertools.chain(self._taken(), self._own)):
+            self._run_test(i, following)
+            self._count(i)
+            self._heed()
+            self._report_what_came(wait=False)
+        while self._children:
+            self._report_what_came(wait=True)
+        lost = sorted(itertools.chain.from_iterable(self._waiting.values()))
+        for i, following in with_next(lost):            # of processes that died
+            self._run_test(i, following)
+            self._count(i)
+            self._heed()
+
+    def _heed(self) -> None:
+        if self._session.shouldfail:
+            raise self._session.Failed(self._session.shouldfail)
+        if self._session.shouldstop:
+            raise self._session.Interrupted(self._session.shouldstop)
+
+    def _report_what_came(self, wait: bool) -> None:
+        while True:
+            try:
+                message = self._messages.get(block=wait)
+            except Empty:
+                return
+            wait = False
+            if message.test is None:
+                self._ended(message)
+            elif message.reports is None:
+                self._children[message.child] = message.test
+            else:
+                self._children[message.child] = None
+                self._reports[message.test] = message.reports
+                self._count(message.test)
+
+    def _count(self, i: int) -> None:
+        """A test has run. The reports of a chunk are handed on together."""
+        n = self._chunk_of.get(i)
+        if n is None:
+            return
+        self._waiting[n].discard(i)
+        if not self._waiting[n]:
+            for test in self._chunks[n]:
+                if test in self._reports:
+                    self._report(test, self._reports.pop(test))
+
+    def _report(self, i: int, reports: Iterable[Any]) -> None:
+        where = {"nodeid": self._items[i].nodeid, "location": self._items[i].location}
+        self._hook.pytest_runtest_logstart(**where)
+        for data in reports:
+            report = self._hook.pytest_report_from_serializable(config=self._session.config, data=data)
+            self._hook.pytest_runtest_logreport(report=report)
+        self._hook.pytest_runtest_logfinish(**where)
+        self._heed()
+
+    def _ended(self, message: Message) -> None:
+        running = self._children.pop(message.child)
+        _, status = os.waitpid(message.child, 0)
+        if not message.problem:
+            return
+        problem = f"a process of tests ended with {os.waitstatus_to_exitcode(status)}: {message.problem}"
+        if running is None:
+            raise RuntimeError(problem)
+        item = self._items[running]
+        failed = pytest.TestReport(item.nodeid, item.location, {}, "failed", problem, "call")
+        self._reports[running] = [self._hook.pytest_report_to_serializable(config=self._session.config,
+                                                                           report=failed)]
+        self._count(running)
+
+    def stop(self) -> None:
+        for child in self._children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        self._children.clear()
+
+
+class _Sender:
+    """Of a process that is not the session's: keeps the reports of a test, instead of showing them."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        manager = config.pluginmanager
+        manager.unregister(name="terminalreporter")
+        manager.register(self)
+        # The files into which output goes are made anew, since a position in a file survives a fork and is
+        # shared.
+        capture: Any = manager.getplugin("capturemanager")
+        self._old_files, capture._global_capturing = capture._global_capturing, None
+        capture.start_global_capturing()
+        capture.suspend_global_capture()
+        self._config = config
+        self._reports: list[Any] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._reports.append(self._config.hook.pytest_report_to_serializable(config=self._config,
+                                                                             report=report))
+
+    def take(self) -> list[Any]:
+        reports, self._reports = self._reports, []
+        return reports
+
+
+def chunks(values: Sequence[Value], kind: Callable[[Value], Any]) -> list[list[Value]]:
+    """Neighbours of one kind, so many at most."""
+    return [group[start:start + _CHUNK]
+            for group in (list(found) for _, found in itertools.groupby(values, key=kind))
+            for start in range(0, len(group), _CHUNK)]
+
+
+def with_next(values: Iterable[Value]) -> Iterator[tuple[Value, Value | None]]:
+    """Each value and the one behind it, None for the last."""
+    ahead = iter(values)
+    for value in itertools.islice(ahead, 1):
+        for following in ahead:
+            yield value, following
+            value = following
+        yield value, None
