@@ -104,7 +104,7 @@ def scaling_aware_transpose(q: Scaled | Quantized, *, splits: Any = None, target
     column, *row_scales = made
     if row_scales:
         given = Scaled._of(given.data, row_scales[0], given.shape, False, given.block, "gemm_ready")
-    return Quantized(given, column)
+    return Quantized._of(given, column)
 
 
 def rowwise_of(q: Scaled | Quantized) -> Scaled:

@@ -55,9 +55,8 @@ class BlockResult(Description):
     def build(self, arrays: Sequence[Array]) -> Quantized:
         parts = {name: self.directions[name].scaled(arrays[data], arrays[scales])
                  for name, (data, scales) in self._positions.items()}
-        if len(self.shared) == 2:
-            parts["columnwise"] = parts["rowwise"]
-        return Quantized(**parts)
+        row = parts.get("rowwise")
+        return Quantized._of(row, row if len(self.shared) == 2 else parts.get("columnwise"))
 
     def places(self, written: Sequence[int]) -> Places:
         return {name: (written[data], written[scales]) for name, (data, scales) in self._positions.items()}

@@ -146,14 +146,12 @@ class PerTensorResult(Description):
         return found
 
     def build(self, arrays: Sequence[Array]) -> Quantized:
-        shape = self._given[0]
-        scale_inv, *rest = arrays
-        row = Scaled._of(rest.pop(0), scale_inv, shape) if self.rowwise or not self.transposed else None
-        column = row
+        shape, as_x = self._given[0], self.rowwise or not self.transposed
+        row = column = Scaled._of(arrays[1], arrays[0], shape) if as_x else None
         if self.columnwise and self.transposed:
-            column = Scaled._of(rest.pop(0), scale_inv, shape, True)
-        return Quantized(row if self.rowwise else None, column if self.columnwise else None,
-                         rest[0] if self.dbias else None)
+            column = Scaled._of(arrays[1 + as_x], arrays[0], shape, True)
+        return Quantized._of(row if self.rowwise else None, column if self.columnwise else None,
+                             arrays[-1] if self.dbias else None)
 
     def for_out(self, out: Any) -> PerTensorResult:
         if not isinstance(out, Quantized):
