@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import backend
-from ..arrays import Array, bits
+from ..arrays import Array, array_at, bits
 from . import validate
 from .memory import Range
 
@@ -120,15 +120,15 @@ class Allocation:
     where they are large, since an allocation is there for as long as one of its arrays."""
 
     def __init__(self, like: Array, arrays: Sequence[Written]) -> None:
-        self._arrays = [(a.shape, a.dtype) for a in arrays]
-        self._places, self._sizes = places(arrays)
+        found, self._sizes = places(arrays)
+        self._arrays = [(a.shape, a.dtype, *place) for a, place in zip(arrays, found, strict=True)]
         self._device = None if isinstance(like, np.ndarray) else like.data.device_id
         self._cupy = None if self._device is None else backend.cupy()
 
     def make(self) -> tuple[list[Array], list[int]]:
         """The arrays and their addresses."""
         if self._cupy is None:
-            arrays = [np.empty(shape, dtype) for shape, dtype in self._arrays]
+            arrays = [np.empty(shape, dtype) for shape, dtype, _, _ in self._arrays]
             return arrays, [a.ctypes.data for a in arrays]
         cp = self._cupy
         if self._device != cp.cuda.runtime.getDevice():
@@ -136,10 +136,9 @@ class Allocation:
                 memories = [cp.cuda.alloc(nbytes) for nbytes in self._sizes]
         else:
             memories = [cp.cuda.alloc(nbytes) for nbytes in self._sizes]
-        ndarray = cp.ndarray
-        arrays = [ndarray(shape, dtype, memories[which] + start)
-                  for (shape, dtype), (which, start) in zip(self._arrays, self._places, strict=True)]
-        return arrays, [memories[which].ptr + start for which, start in self._places]
+        made, begins = array_at(cp), [memory.ptr for memory in memories]
+        arrays = [made(shape, dtype, memories[which] + start) for shape, dtype, which, start in self._arrays]
+        return arrays, [begins[which] + start for _, _, which, start in self._arrays]
 
 
 def places(arrays: Sequence[Written]) -> tuple[list[tuple[int, int]], list[int]]:

@@ -74,11 +74,13 @@ class ndarray:
 
     __module__ = "cupy"
 
-    def __init__(self, shape: Any, dtype: Any = float, memptr: MemoryPointer | None = None,
-                 strides: Any = None) -> None:
+    def _init(self, shape: Any, dtype: Any = float, memptr: MemoryPointer | None = None,
+              strides: Any = None) -> None:
         dtype, shape = np.dtype(dtype), (shape,) if isinstance(shape, int) else tuple(shape)
         at = alloc(int(np.prod(shape)) * dtype.itemsize) if memptr is None else memptr
         self._set(np.ndarray(shape, dtype, at.buffer, at.start, strides), at.buffer, at.device_id, None)
+
+    __init__ = _init
 
     def _set(self, a: np.ndarray, buffer: np.ndarray, device_id: int, base: ndarray | None) -> None:
         self.on_host, self.base = a, base
