@@ -34,7 +34,7 @@ _PAIRS: dict[tuple[str, str], tuple[int, int, tuple[int, int]]] = {
     ("tensor", "tensor"): (89, 999, (12, 0)), ("mx", "mx"): (100, 999, (12, 8)),
     **dict.fromkeys((("row", "row"), ("vector", "block"), ("block", "vector"), ("vector", "vector")),
                     (90, 90, (12, 9)))}
-_ALIGNMENT = 16
+_ALIGNMENT, _MOST_ALIGNMENT = 16, 256
 _K, _N, _M_OF_VECTOR = 16, 8, 4
 #: At most so many bytes of a workspace. Most algorithms want none; those that split K want the partial sums
 #: of small results.
@@ -104,9 +104,12 @@ def launches(call: Call, product: Product, out_at: int) -> list[Any] | None:
         before += first
         scales.append(view)
     whole = a.scaling == "tensor" or a.batch == 1
+    count = 1 if whole else a.batch
+    steps = [b.rows * b.k, a.rows * a.k, product.m * product.n * product.to.itemsize]
     key = Key(x.data.device_id, product.m, product.n, product.k, a.batch if whole else 1, b.dtype, a.dtype,
               product.to, _MODES[b.scaling], _MODES[a.scaling], None if product.bias is None
-              else product.bias.dtype, product.accumulate is not None, product.fast_accum, product.autotune)
+              else product.bias.dtype, product.accumulate is not None, product.fast_accum, product.autotune,
+              _alignment([b.at, a.at, out_at, *(steps if count > 1 else ())]))
     bias_at = 0 if product.bias is None else product.bias.at
     first_values = [b.at, a.at, out_at, scales[1].at, scales[0].at, bias_at]
     # The trial of a new plan may read scales that `before` has not written yet. Its result is overwritten.
@@ -115,15 +118,19 @@ def launches(call: Call, product: Product, out_at: int) -> list[Any] | None:
         return None
     workspace = call.workspace("cublaslt", plan.workspace_words) if plan.workspace_words else 0
     item = np.dtype(np.uint8 if a.scaling == "mx" else np.float32).itemsize
-    steps = [b.rows * b.k, a.rows * a.k, product.m * product.n * product.to.itemsize,
-             scales[1].matrix * item, scales[0].matrix * item, 0]
-    count = 1 if whole else a.batch
+    steps += [scales[1].matrix * item, scales[0].matrix * item, 0]
     if count > 1:
         for at, nbytes in ((one.at, one.array.nbytes) for o in (a, b) for one in (o.data, o.scales)):
             call.read_inside[at] = max(nbytes, call.read_inside.get(at, 0))
     return before + [
         ProductLaunch(plan, x, [*(at + i * step for at, step in zip(first_values, steps, strict=True)),
                                 workspace]) for i in range(count)]
+
+
+def _alignment(places: list[int]) -> int:
+    """What the library may rely on. It has faster algorithms for matrices at multiples of 256 bytes, as
+    allocations are."""
+    return _MOST_ALIGNMENT if all(place % _MOST_ALIGNMENT == 0 for place in places) else _ALIGNMENT
 
 
 def _layout(operand: Operand) -> str | None:
@@ -153,6 +160,7 @@ class Key(NamedTuple):
     accumulate: bool
     fast_accum: bool
     autotune: bool
+    alignment: int                      # of a's and b's data and of the result, in bytes
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={getattr(value, 'name', value)}" for name, value in self._asdict().items())
@@ -306,7 +314,7 @@ def _make(key: Key, x: Array, values: list[int]) -> Plan | None:
     assert isinstance(lib, Library)
     plan = Plan(lib, key)
     plan.set_addresses(plan.description, values)            # the heuristic looks at their alignment
-    alignments = dict.fromkeys(("align_a", "align_b", "align_c", "align_d"), _ALIGNMENT)
+    alignments = dict.fromkeys(("align_a", "align_b", "align_c", "align_d"), key.alignment)
     preference = library.preference(lib, workspace=_WORKSPACE, **alignments)
     candidates = lib.algorithms(plan.handle, plan.description, plan.a, plan.b, plan.c, preference,
                                 _MOST_CANDIDATES)

@@ -99,7 +99,16 @@ def test_every_attribute(pair, to, there):
     assert product.pointers == {"A": b.data.data.ptr, "B": a.data.data.ptr, "C": out.data.ptr,
                                 "D": out.data.ptr, "workspace": 0}
     assert (product.alpha, product.beta, product.algorithm, product.workspace_bytes) == (1, 0, 1, 0)
-    assert there.fake.preferences == [{1: 8 << 20, 5: 16, 6: 16, 7: 16, 8: 16}]
+    assert there.fake.preferences == [{1: 8 << 20, 5: 256, 6: 256, 7: 256, 8: 256}]
+
+
+def test_algorithms_are_chosen_for_the_alignment(there):
+    a, b = there.both(("tensor", "tensor"))
+    rows = there.array(np.zeros((M + 1, N), bfloat16))
+    for out in (rows[:M], rows[1:], rows[:M]):
+        there.checked(a, b, out=out)
+    assert N * rows.itemsize % 256
+    assert [given[8] for given in there.fake.preferences] == [256, 16]
 
 
 def test_descriptions_are_those_of_the_header():
