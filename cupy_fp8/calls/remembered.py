@@ -102,7 +102,9 @@ class _RecordSlots:
 
     def __init__(self, records: Records, slots: list[_Slot]) -> None:
         self._words, self._records = np.frombuffer(records, _U64), records
-        self._positions, self._which, self._offsets = np.array(slots, _U64).reshape(-1, 3).T.copy()
+        # Indices of other types would be converted by each `fill`.
+        self._positions, self._which, offsets = np.array(slots, np.intp).reshape(-1, 3).T.copy()
+        self._offsets = offsets.view(_U64)
 
     @staticmethod
     def of(records: Records, known: _Known) -> _RecordSlots | None:

@@ -30,6 +30,7 @@ _TILE = 2 * _THREADS        # sizes per block of threads
 _ADDED_ANEW = 8
 _INT64_MAX = 2**63 - 1
 _ALIGNED = 16               # bytes: outputs in a buffer begin at multiples of this
+_WORD = np.dtype(np.int64)  # the elements of a buffer
 
 
 def splits_to_offsets(splits: Any, *, strides: Sequence[int] = (1,),
@@ -223,20 +224,26 @@ class _Buffer(_Arrays):
     """Describes a list of arrays that are views of one buffer, each at a multiple of 16 bytes."""
 
     def __init__(self, *views: Written) -> None:
-        self._views, self._starts, end = views, [], 0
+        self._views, self._starts, self._parts, end = views, [], [], 0
         for view in views:
-            self._starts.append(round_up(end, _ALIGNED))
-            end = self._starts[-1] + view.nbytes
-        super().__init__(Written("outputs", (end + _ALIGNED - 1,), np.dtype(np.uint8)))
+            start, itemsize = round_up(end, _ALIGNED), view.dtype.itemsize
+            end = start + view.nbytes
+            self._starts.append(start)
+            self._parts.append((view.dtype, slice(start // itemsize, end // itemsize)))
+        super().__init__(Written("outputs", (cdiv(end + _ALIGNED, _WORD.itemsize),), _WORD))
 
     def for_out(self, out: Any) -> Description:
         return _Arrays(*self._views)
 
     def build(self, arrays: Sequence[Array]) -> list[Array]:
         (buffer,) = arrays
-        lead = -address(buffer) % _ALIGNED
-        return [buffer[lead + start:lead + start + view.nbytes].view(view.dtype)
-                for start, view in zip(self._starts, self._views, strict=True)]
+        if lead := -address(buffer) % _ALIGNED:
+            buffer = buffer[lead // _WORD.itemsize:]
+        seen = {_WORD: buffer}
+        for dtype, _ in self._parts:
+            if dtype not in seen:
+                seen[dtype] = buffer.view(dtype)
+        return [seen[dtype][part] for dtype, part in self._parts]
 
     def addresses(self, written: Sequence[int]) -> Sequence[int]:
         return [round_up(written[0], _ALIGNED) + start for start in self._starts]
