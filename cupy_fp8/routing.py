@@ -81,13 +81,6 @@ class Routing(Result):
                 raise ValueError(f"{name}: on GPU {a.data.device_id}, row_map is on GPU "
                                  f"{self.row_map.data.device_id}")
 
-    @classmethod
-    def _of(cls, **fields: Any) -> Routing:
-        """Makes a Routing of all its fields, which the library made, as `Scaled._of` does."""
-        made = object.__new__(cls)
-        made.__dict__.update(fields)
-        return made
-
     @property
     def tokens(self) -> int:
         """How many tokens there are."""

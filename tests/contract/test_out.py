@@ -3,6 +3,7 @@ in every way."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -30,6 +31,7 @@ from cupy_fp8 import cases, testing
 from cupy_fp8.arrays import Result, address, is_array
 from cupy_fp8.cases import DIRECTIONS
 from cupy_fp8.formats import float8_e5m2, float32
+from cupy_fp8.grouped import check_arrays
 from cupy_fp8.routing import Routing
 
 #: A result of each type that ops return.
@@ -98,6 +100,31 @@ def _result(like: Result, fields: dict[str, Any]) -> Iterator[Result]:
     made = object.__new__(type(like))
     made.__dict__.update(fields)
     yield made
+
+
+def make_again(made: Any, in_groups: bool) -> None:
+    """By the public constructors, which check what calls leave unchecked. in_groups: the scales of a Scaled
+    are those of groups, which no constructor takes."""
+    if isinstance(made, (list, tuple)):
+        for part in made:
+            make_again(part, in_groups)
+    elif isinstance(made, Result):
+        state = made.__getstate__()
+        assert set(state) == {field.name for field in dataclasses.fields(made)}     # type: ignore[arg-type]
+        make_again(list(state.values()), in_groups)
+        if not (in_groups and isinstance(made, fp8.Scaled)):
+            type(made)(**state)
+        if isinstance(made, fp8.Grouped):
+            check_arrays(made, "")
+
+
+@every_result
+def test_new_results_are_valid(example, place):
+    """Of a first call, and of one that is remembered."""
+    example = example.on(place.run)
+    options = {name: value for name, value in example.kwargs.items() if name != "noop"}
+    for _ in range(2):
+        make_again(example.op.function(*example.args, **options), options.get("splits") is not None)
 
 
 @every_result

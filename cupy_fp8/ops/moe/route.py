@@ -193,7 +193,8 @@ class _Result(Description):
 
     def build(self, arrays: Sequence[Array]) -> Routing:
         parts = dict(zip(self.names, arrays, strict=True))
-        return Routing._of(**{"experts": None, **parts}, rows=self._extents.rows, align=self._extents.align)
+        return Routing._of_fields(**{"experts": None, **parts}, rows=self._extents.rows,
+                                  align=self._extents.align)
 
     def arrays_of(self, out: Any) -> list[Array]:
         if not isinstance(out, Routing):

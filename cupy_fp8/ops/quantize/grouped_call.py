@@ -113,12 +113,12 @@ class GroupedResult(Description):
 
 def _grouped(facts: GroupedFacts, names: Sequence[str], arrays: Sequence[Array], splits: Array,
              offsets: Array | None) -> Grouped:
-    made = dict(zip(names, arrays, strict=True))
+    made = {"splits": splits, "offsets": offsets, **dict.fromkeys(_SCALED),
+            **dict(zip(names, arrays, strict=True))}
     if facts.shared:
         made["columnwise"] = made["rowwise"]
-    row, column, scales, columnwise_scales = map(made.get, _SCALED)
-    return Grouped(made.get("splits", splits), made.get("offsets", offsets), facts.shape, row, column, scales,
-                   columnwise_scales, facts.block, facts.scale_layout, facts.transposed)
+    return Grouped._of_fields(**made, shape=facts.shape, block=facts.block, scale_layout=facts.scale_layout,
+                              transposed=facts.transposed)
 
 
 def _is_same(own: Array, given: Array) -> bool:
