@@ -106,10 +106,23 @@ def test_small_integers_are_exact(group, dtypes, run):
     testing.assert_bytes_equal(fp8.asnumpy(added), want + np.float32(3))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("group", ["m", "k"])
+def test_512_groups(group, run):
+    """Most have one row or column or none. A warp finds tiles 32 groups at a time."""
+    sizes = np.random.default_rng(3).choice([0, 1, 2, 17], 512, p=[0.4, 0.3, 0.28, 0.02])
+    total = int(sizes.sum()) + 3
+    shapes = ((total, 48), (512, 8, 48)) if group == "m" else ((9, total), (8, total))
+    a, b = (integers(shape, float8_e4m3fn, seed) for seed, shape in enumerate(shapes))
+    want = reference.grouped_matmul_nt(a, b, sizes, group=group, dtype=float32)
+    got = fp8.grouped_matmul_nt(run.array(a), run.array(b), run.array(sizes), group=group, dtype=float32)
+    testing.assert_bytes_equal(fp8.asnumpy(got) + np.float32(0), want + np.float32(0))
+
+
+@pytest.mark.parametrize("k", [4096, pytest.param(32768, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", ["normal", "positive mean", "heavy tails"])
-def test_long_sums_are_within_the_bound(kind, run):
-    rng = np.random.default_rng(8)
-    k, splits = 4096, np.array([5, 11])
+def test_long_sums_are_within_the_bound(kind, k, run):
+    rng, splits = np.random.default_rng(8), np.array([5, 11])
     draws: dict[str, Callable[[Any], Any]] = {
         "normal": lambda n: rng.standard_normal(n), "positive mean": lambda n: rng.uniform(0, 2, n),
         "heavy tails": lambda n: rng.standard_t(2, n)}
