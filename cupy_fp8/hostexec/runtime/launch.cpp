@@ -1,7 +1,9 @@
 // Launches: workers, the order of blocks, turns.
+#include <linux/futex.h>
 #include <link.h>
 #include <pthread.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <mutex>
@@ -23,15 +25,25 @@ static std::mutex one_launch_at_a_time;
 static std::string error_text;
 extern "C" const char* host_error() { return error_text.c_str(); }
 
+// ---- waiting ----
+// A system call, because std::atomic::wait yields the processor four times before it sleeps: beside other
+// processes a resident launch, whose blocks take turns, then takes several times as long.
+static void sleep_while(std::atomic<int>& value, int unwanted) {
+    while (value == unwanted) syscall(SYS_futex, &value, FUTEX_WAIT_PRIVATE, unwanted, nullptr, nullptr, 0);
+}
+static void wake_one(std::atomic<int>& value) {
+    syscall(SYS_futex, &value, FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0);
+}
+static void await(std::atomic<int>& flag) {
+    sleep_while(flag, 0);
+    flag = 0;
+}
+static void raise(std::atomic<int>& flag) {
+    flag = 1;
+    wake_one(flag);
+}
+
 // ---- turns ----
-static void await_turn(Worker* worker) {
-    worker->turn.wait(0);
-    worker->turn = 0;
-}
-static void give_turn(Worker* worker) {
-    worker->turn = 1;
-    worker->turn.notify_one();
-}
 // Under AddressSanitizer static shared memory is one plain array in the library (only so does it get red
 // zones), so blocks that take turns must take their contents with them. Copied by hand: the red zones between
 // the variables are no business of memcpy.
@@ -42,8 +54,8 @@ void pass_turn(Worker* worker, Worker* next) {
     if (next == worker) return;
     const bool save = worker->static_saved;
     if (save) copy_raw(worker->static_saved, worker->static_shared, worker->static_bytes);
-    give_turn(next);
-    await_turn(worker);
+    raise(next->turn);
+    await(worker->turn);
     if (save) copy_raw(worker->static_shared, worker->static_saved, worker->static_bytes);
 }
 
@@ -103,7 +115,7 @@ static void work(Worker* worker) {
     Launch* launch = worker->launch;
     worker->failed = false;
     worker->idle = launch->exclusive ? &launch->shared_idle : &worker->own_idle;
-    if (launch->exclusive) await_turn(worker);
+    if (launch->exclusive) await(worker->turn);
     create_threads(worker, launch->threads_per_block);
     prepare_static_shared(worker);
     prepare_dynamic_shared(worker);
@@ -117,7 +129,7 @@ static void work(Worker* worker) {
     if (launch->exclusive) {
         if (!launch->failed) run(worker->index);
         std::erase(launch->unfinished, worker);
-        if (!launch->unfinished.empty()) give_turn(launch->unfinished.front());
+        if (!launch->unfinished.empty()) raise(launch->unfinished.front()->turn);
     } else {
         while (!launch->failed) {
             const uint64_t number = launch->next_block.fetch_add(1);
@@ -139,10 +151,9 @@ static void* worker_main(void* argument) {
 #endif
     Pool* own_pool = pool;
     for (;;) {
-        worker->wake.wait(0);
-        worker->wake = 0;
+        await(worker->wake);
         work(worker);
-        if (own_pool->busy.fetch_sub(1) == 1) own_pool->busy.notify_one();
+        if (own_pool->busy.fetch_sub(1) == 1) wake_one(own_pool->busy);
     }
 }
 static bool add_worker() {
@@ -228,12 +239,9 @@ extern "C" int host_launch(const HostKernel* kernel, const HostLaunch* options) 
     for (uint64_t i = 0; i < workers; i++) pool->workers[i]->launch = &launch;
     if (launch.exclusive)
         launch.unfinished.assign(pool->workers.begin(), pool->workers.begin() + (long)workers);
-    for (uint64_t i = 0; i < workers; i++) {
-        pool->workers[i]->wake = 1;
-        pool->workers[i]->wake.notify_one();
-    }
-    if (launch.exclusive) give_turn(pool->workers[0]);
-    for (int busy; (busy = pool->busy) != 0;) pool->busy.wait(busy);
+    for (uint64_t i = 0; i < workers; i++) raise(pool->workers[i]->wake);
+    if (launch.exclusive) raise(pool->workers[0]->turn);
+    for (int busy; (busy = pool->busy) != 0;) sleep_while(pool->busy, busy);
     tsan_acquire(&done_clock);
 
     for (uint64_t i = 0; i < workers; i++)
