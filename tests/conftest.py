@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import blas  # noqa: F401  (before what imports NumPy)
 import places
 import processes
 import pytest

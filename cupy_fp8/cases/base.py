@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -72,6 +74,12 @@ def values(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int = 
     with outlier columns. 'edges': _EDGES with both signs."""
     if _zeros_for_values.get():
         return np.zeros(shape, dtype)
+    if dtype.itemsize * math.prod(shape) > _MOST_KEPT:
+        return _values(kind, shape, dtype, seed)
+    return _kept_values(kind, shape, dtype, seed).copy()
+
+
+def _values(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
     size = int(np.prod(shape, dtype=np.int64))
     storage = FORMATS[dtype].storage
@@ -86,6 +94,12 @@ def values(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int = 
         both = np.concatenate([_EDGES, -_EDGES])
         return reference.astype(np.resize(both, size).reshape(shape), dtype)
     raise ValueError(f"values: expected 'bits', 'normal' or 'edges', got {kind!r}")
+
+
+#: Cases that follow each other have the same values, and each is called several times, so arrays are
+#: made once and copied.
+_MOST_KEPT = 1 << 20                # bytes of an array
+_kept_values = functools.lru_cache(maxsize=64)(_values)
 
 
 def source(case: Case, seed: int = 0) -> np.ndarray:
