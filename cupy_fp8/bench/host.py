@@ -36,10 +36,12 @@ class HostTime(NamedTuple):
 
 
 def measured(ops: Sequence[str]) -> Iterator[HostTime]:
-    """The host times of ops, after that of a bare launch."""
-    bare = host_us(bare_launch())
-    yield HostTime(BARE, bare, 1.0, None, None)
+    """The host times of ops, after that of a bare launch. It is timed again beside each of them, since the
+    speed of a host that others use changes within seconds."""
+    launch = bare_launch()
+    yield HostTime(BARE, host_us(launch), 1.0, None, None)
     for calls in all_calls(ops):
+        bare = host_us(launch)
         out, allocating = host_us(calls.with_out), calls.allocating and host_us(calls.allocating)
         yield HostTime(calls.name, out, out / bare, allocating, allocating and allocating / bare)
 
