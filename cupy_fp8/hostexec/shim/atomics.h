@@ -25,13 +25,6 @@ HOST_INLINE void __threadfence() {
 HOST_INLINE void __threadfence_system() { __threadfence(); }
 HOST_INLINE void __threadfence_block() { __threadfence(); }  // stricter than the GPU's
 
-template <int Size> struct HostBits;
-template <> struct HostBits<1> { using type = uint8_t; };
-template <> struct HostBits<2> { using type = uint16_t; };
-template <> struct HostBits<4> { using type = uint32_t; };
-template <> struct HostBits<8> { using type = uint64_t; };
-template <class T> using host_bits_t = typename HostBits<sizeof(T)>::type;
-
 // ld.relaxed / st.relaxed, ld.acquire / st.release (device scope): what flags between blocks must use.
 template <class T> HOST_INLINE T host_load_relaxed(const T* p) {
     return host_from_bits<T>(__atomic_load_n(reinterpret_cast<const host_bits_t<T>*>(p), __ATOMIC_RELAXED));

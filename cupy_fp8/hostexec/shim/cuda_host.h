@@ -42,17 +42,20 @@ static constexpr int warpSize = 32;
 
 #define __builtin_assume(condition) ((condition) ? (void)0 : __builtin_unreachable())
 
-// The bytes of any small value as an integer, and back.
+template <int Size> struct HostBits;
+template <> struct HostBits<1> { using type = uint8_t; };
+template <> struct HostBits<2> { using type = uint16_t; };
+template <> struct HostBits<4> { using type = uint32_t; };
+template <> struct HostBits<8> { using type = uint64_t; };
+template <class T> using host_bits_t = typename HostBits<sizeof(T)>::type;
+
+// The bytes of a value as an integer, and back. memcpy needs variables in memory, which AddressSanitizer
+// poisons and checks at every call: kernels are then slower to compile and to run.
 template <class T> HOST_INLINE uint64_t host_to_bits(T value) {
-    static_assert(sizeof(T) <= 8, "at most 8 bytes");
-    uint64_t bits = 0;
-    __builtin_memcpy(&bits, (const void*)&value, sizeof(T));
-    return bits;
+    return __builtin_bit_cast(host_bits_t<T>, value);
 }
 template <class T> HOST_INLINE T host_from_bits(uint64_t bits) {
-    T value;
-    __builtin_memcpy((void*)&value, &bits, sizeof(T));
-    return value;
+    return __builtin_bit_cast(T, (host_bits_t<T>)bits);
 }
 
 #include "arithmetic.h"

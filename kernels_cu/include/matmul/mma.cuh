@@ -11,10 +11,11 @@
 constexpr int kFragmentRows = 16, kFragmentK = 32;
 
 #ifdef CUPY_FP8_HOST
-// Gives every lane of the warp the values of all.
-__device__ __forceinline__ void host_exchange(u64 value, u64 (&all)[32]) {
+// Gives the lane the values of others: `first` and each `step` further.
+template <int kCount>
+__device__ __forceinline__ void host_exchange(u64 value, int first, int step, u64 (&found)[kCount]) {
     const HostCollective* op = host_collective(~0u, HOST_SHUFFLE, value);
-    for (int lane = 0; lane < 32; lane++) all[lane] = op->value[lane];
+    for (int i = 0; i < kCount; i++) found[i] = op->value[first + i * step];
 }
 #endif
 
@@ -22,10 +23,10 @@ __device__ __forceinline__ void host_exchange(u64 value, u64 (&all)[32]) {
 // matrix i; lane l gets word l % 4 of row l / 4 of each.
 __device__ __forceinline__ void load_matrices(u32 (&words)[4], const u8* row) {
 #ifdef CUPY_FP8_HOST
-    u64 rows[32];
-    host_exchange((u64)row, rows);
+    u64 rows[4];
     const int lane = threadIdx.x % 32;
-    for (int i = 0; i < 4; i++) words[i] = reinterpret_cast<const u32*>(rows[8 * i + lane / 4])[lane % 4];
+    host_exchange((u64)row, lane / 4, 8, rows);
+    for (int i = 0; i < 4; i++) words[i] = reinterpret_cast<const u32*>(rows[i])[lane % 4];
 #else
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -48,17 +49,17 @@ __device__ __forceinline__ float add_dot(float sum, u32 a, u32 b) {
 // whole warp calls it.
 __device__ __forceinline__ void add_products(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #ifdef CUPY_FP8_HOST
-    u64 low[32], high[32], of_b[32];
-    host_exchange((u64)a[1] << 32 | a[0], low);
-    host_exchange((u64)a[3] << 32 | a[2], high);
-    host_exchange((u64)b1 << 32 | b0, of_b);
+    u64 low[4], high[4], of_b[8];
     const int lane = threadIdx.x % 32;
+    host_exchange((u64)a[1] << 32 | a[0], lane / 4 * 4, 1, low);
+    host_exchange((u64)a[3] << 32 | a[2], lane / 4 * 4, 1, high);
+    host_exchange((u64)b1 << 32 | b0, lane % 4 * 8, 1, of_b);
     for (int i = 0; i < 4; i++)
         for (int t = 0; t < 4; t++) {
-            const int of_a = lane / 4 * 4 + t, shift = i / 2 * 32;
-            const u64 b = of_b[(lane % 4 * 2 + i % 2) * 4 + t];
-            sums[i] = add_dot(sums[i], (u32)(low[of_a] >> shift), (u32)b);
-            sums[i] = add_dot(sums[i], (u32)(high[of_a] >> shift), (u32)(b >> 32));
+            const int shift = i / 2 * 32;
+            const u64 b = of_b[i % 2 * 4 + t];
+            sums[i] = add_dot(sums[i], (u32)(low[t] >> shift), (u32)b);
+            sums[i] = add_dot(sums[i], (u32)(high[t] >> shift), (u32)(b >> 32));
         }
 #else
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
