@@ -6,7 +6,7 @@ import functools
 import math
 import weakref
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -32,19 +32,27 @@ class Range(NamedTuple):
 
 def check_separate(ranges: Iterable[Range]) -> None:
     """ValueError if any range that is written shares a byte with another. It names the written one, of two
-    the later."""
-    # By whether it is written: the range that ends last, and its number.
-    furthest: dict[bool, tuple[Range, int]] = {}
-    for number, found in sorted(enumerate(ranges), key=lambda numbered: numbered[1]):
-        if found.start == found.end:
-            continue
-        for other, other_number in furthest.values() if found.written else filter(None, [furthest.get(True)]):
-            if found.start < other.end:
-                first = (found.written, number) > (other.written, other_number)
-                name, met = (found.name, other.name) if first else (other.name, found.name)
-                raise ValueError(f"{name}: overlaps {met} in memory; results need memory of their own")
-        if found.written not in furthest or found.end > furthest[found.written][0].end:
-            furthest[found.written] = found, number
+    the later. Of several such pairs it names the first in the order of the arguments, wherever they lie."""
+    ranges = [found for found in ranges if found.start < found.end]
+    if any(found.start < end for found, end in _ends_before(ranges)):
+        name, met = next(_overlapping(ranges))
+        raise ValueError(f"{name}: overlaps {met} in memory; results need memory of their own")
+
+
+def _ends_before(ranges: list[Range]) -> Iterator[tuple[Range, int]]:
+    """Each range, by its start, and where those before it end that it may not share a byte with."""
+    end = {True: 0, False: 0}                       # by whether it is written: the range that ends last
+    for found in sorted(ranges):
+        yield found, max(end.values()) if found.written else end[True]
+        end[found.written] = max(end[found.written], found.end)
+
+
+def _overlapping(ranges: list[Range]) -> Iterator[tuple[str, str]]:
+    """The names of each pair that shares bytes."""
+    for number, later in enumerate(ranges):
+        for other in ranges[:number]:
+            if (later.written or other.written) and max(later.start, other.start) < min(later.end, other.end):
+                yield (later.name, other.name) if later.written else (other.name, later.name)
 
 
 # ---- what a call depends on ----

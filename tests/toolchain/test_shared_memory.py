@@ -11,7 +11,7 @@ import pytest
 
 import cupy_fp8 as fp8
 from cupy_fp8 import BlockScaling, DelayedScaling, MXScaling, Quantized, Scaled, cases
-from cupy_fp8.formats import float32
+from cupy_fp8.formats import float8_e4m3fn, float8_e8m0fnu, float32
 
 SHAPE = (128, 128)
 
@@ -72,3 +72,13 @@ def test_bias_gradient_in_place_of_a_scale(run):
     q = fp8.quantize_tensor(x, 2.0)
     with pytest.raises(ValueError, match=r"out\.dbias: overlaps out\.rowwise\.scale_inv"):
         fp8.quantize_tensor(x, 2.0, dbias=True, out=Quantized(q.rowwise, None, q.scale_inv))
+
+
+@pytest.mark.parametrize("scales_first", [False, True])
+def test_the_first_argument_that_overlaps_is_named_wherever_it_lies(scales_first):
+    memory, data_at = np.zeros(512 + 16, np.uint8), 16 * scales_first
+    data = memory[data_at:data_at + 512].view(float8_e4m3fn).reshape(4, 128)
+    scales = memory[512 * (not scales_first):][:16].view(float8_e8m0fnu).reshape(4, 4)
+    q = Scaled(data, scales, (4, 128), False, (1, 32), "compact")
+    with pytest.raises(ValueError, match=r"^out\.data: overlaps q\.data in memory"):
+        fp8.rebase_scales(q, block=(1, 32), out=q)

@@ -302,7 +302,7 @@ COUNT = np.zeros(1, np.int64)
     (ROW, {"check": "yes"}, TypeError, "check: expected True or False, got 'yes'"),
     (ROW, {"out": ROW}, ValueError, "out: expected shape (64, 256), block (1, 128), compact scales; got"),
     (ROW, {"out": ROW.data}, TypeError, "out: expected a Scaled (an earlier result), got ndarray"),
-    (ROW, {"block": (1, 32), "out": ROW}, ValueError, "out.scale_inv: overlaps q.scale_inv in memory"),
+    (ROW, {"block": (1, 32), "out": ROW}, ValueError, "out.data: overlaps q.data in memory"),
 ], ids=str)
 def test_refused(q, options, error, message):
     COUNT[0] = 5
