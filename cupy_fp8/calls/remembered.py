@@ -20,7 +20,7 @@ from ..kernels import Launch, owner_of, workspace
 from ..kernels.tensor_map import TensorMap
 from . import validate
 from .arguments import Call
-from .memory import ALIGNMENT, flat
+from .memory import ALIGNMENT, OF_ALLOCATIONS, flat
 from .tables import Records, table
 
 _U32, _U64 = np.dtype(np.uint32), np.dtype(np.uint64)
@@ -190,7 +190,9 @@ class _Allocating:
         #: An array without elements stands for the call's arrays, which may be freed: it has their device.
         self._like = empty_beside(call.x, (0,), _U32)
         self._allocation, self._build = call.allocation, call.result.builder()
-        self._alignments, self._launches, self._tables = [at % ALIGNMENT for at in written], launches, tables
+        self._alignment = ALIGNMENT if isinstance(call.x, np.ndarray) else OF_ALLOCATIONS
+        self._places = [at % self._alignment for at in written]
+        self._launches, self._tables = launches, tables
         self._workspaces = [(found.use, found.words) for found in call.workspaces]
         self._scratches = [scratch.shape for scratch in call.scratches]
 
@@ -218,7 +220,7 @@ class _Allocating:
         x = self._like
         validate.may_allocate(x)
         arrays, written = self._allocation.make()
-        if [at % ALIGNMENT for at in written] != self._alignments:
+        if [at % self._alignment for at in written] != self._places:
             return None
         addresses = flat(addresses) + written
         for use, words in self._workspaces:

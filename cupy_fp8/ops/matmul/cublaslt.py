@@ -7,6 +7,7 @@ a, so its m is N, its n is M, and the scale mode and scales of its A are those o
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 from ctypes import c_float, c_void_p
 from typing import Any, NamedTuple
@@ -295,12 +296,14 @@ def _plan(call: Call, key: Key, x: Array, values: list[int]) -> Plan | None:
     if plan is not _NEW:
         return plan
     if capturing(key.device):
-        untuned = _plans.get(key._replace(autotune=False), _NEW)
-        if key.autotune and untuned is not _NEW:
-            call.repeatable = False                         # the next call may tune
-            return untuned
-        raise ValueError(f"{call.result.arrays[0].name}: a product of these shapes and dtypes is called for "
-                         "the first time while a CUDA graph is captured; call once before the capture")
+        for autotune, alignment in itertools.product((key.autotune, False), (key.alignment, _ALIGNMENT)):
+            weaker = _plans.get(key._replace(autotune=autotune, alignment=alignment), _NEW)
+            if weaker is not _NEW:
+                call.repeatable = False                     # the next call may make its own
+                return weaker
+        raise ValueError(f"{call.result.arrays[0].name}: a product of these shapes, dtypes and alignment is "
+                         "called for the first time while a CUDA graph is captured; call once before the "
+                         "capture")
     with _making, backend.cupy().cuda.Device(key.device):
         if key in _plans:
             return _plans[key]

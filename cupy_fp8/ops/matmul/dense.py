@@ -28,7 +28,8 @@ def matmul_nt(a: Scaled | Quantized, b: Scaled | Quantized, *, dtype: Any = bflo
         out[m, n] = Σ_k (a[m, k] · b[n, k]) + bias[n] + accumulate[m, n]
 
     of the dequantised values. With NumPy operands it is computed in float64, exact but for sums. GPUs add in
-    float32, within the bound of docs/numerics.md section 10; the same call gives the same bytes again.
+    float32, within the bound of docs/numerics.md section 10; the same call gives the same bytes again (arrays
+    at multiples of 256 bytes and others may differ in rounding).
 
     Parameters
     ----------

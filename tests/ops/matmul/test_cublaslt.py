@@ -4,74 +4,25 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import fake_cublaslt
 import numpy as np
-import places
 import pytest
-from fake_cublaslt import FakeCublasLt
+from product_machine import K, M, Machine, N, machine
 
 import cupy_fp8 as fp8
 from cupy_fp8 import DeviceError, Scaled, reference
-from cupy_fp8.cases.matmul.dense import operand
 from cupy_fp8.cases.matmul.tolerance import assert_within
 from cupy_fp8.formats import bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float16, float32
 from cupy_fp8.ops.matmul import cublaslt, library
 from cupy_fp8.reference.matmul.dense import magnitudes
 
-M, N, K = 68, 72, 272
 #: The number of cublasLtMatmulMatrixScale_t of each kind of scaling.
 MODES = {"tensor": 0, "row": 3, "vector": 4, "block": 5}
 PAIRS = (("tensor", "tensor"), ("row", "row"), ("vector", "block"), ("block", "vector"), ("vector", "vector"))
 TYPES: dict[Any, int] = {float32: 0, float16: 2, bfloat16: 14, float8_e4m3fn: 28, float8_e5m2: 29}
-
-
-class Machine:
-    """A stand-in for a GPU with a fake library."""
-
-    def __init__(self, place: places.Place, fake: FakeCublasLt) -> None:
-        self.place, self.fake = place, fake
-
-    def array(self, a: np.ndarray) -> Any:
-        return self.place.array(a)
-
-    def there(self, s: Scaled) -> Scaled:
-        return Scaled._of(self.array(s.data), self.array(s.scale_inv), s.shape, s.transposed, s.block,
-                          s.scale_layout)
-
-    def both(self, pair: tuple[str, str], *, types: Any = (float8_e4m3fn, float8_e4m3fn), m: int = M,
-             n: int = N, k: int = K, batch: tuple[int, ...] = (), layout: str = "gemm_ready",
-             scale: Any = float32) -> tuple[Scaled, Scaled]:
-        return (self.there(operand((*batch, m, k), types[0], pair[0], layout, scale, "normal", 1)),
-                self.there(operand((*batch, n, k), types[1], pair[1], layout, scale, "normal", 2)))
-
-    def checked(self, a: Scaled, b: Scaled, **options: Any) -> Any:
-        """The result, once it has been compared with the reference."""
-        def host(value: Any) -> Any:
-            return self.place.run.numpy(value) if hasattr(value, "shape") else value
-
-        given = {name: host(value) for name, value in options.items()
-                 if name in ("bias", "accumulate", "dtype") and value is not None}
-        if "accumulate" in given:
-            given["accumulate"] = given["accumulate"].copy()
-        want = reference.matmul_nt(host(a), host(b), **given)
-        got = fp8.matmul_nt(a, b, **options)
-        assert_within(got, want, magnitudes(host(a), host(b), **{name: given[name] for name in (
-            "bias", "accumulate") if name in given}))
-        assert not self.fake.refused
-        return got
-
-
-@contextmanager
-def machine(capability: int = 90, **options: Any) -> Iterator[Machine]:
-    import stand_in
-
-    with places.place("stand-in") as place, fake_cublaslt.installed(
-            FakeCublasLt(record=stand_in._recorded_or_run, **options), capability) as fake:
-        yield Machine(place, fake)
 
 
 @pytest.fixture
@@ -169,70 +120,6 @@ def test_a_batch_of_scales_is_a_call_for_each_matrix(pair, there):
         for attribute, s in ((17, b), (18, a)):
             assert [p.description[attribute] - s.scale_inv.data.ptr for p in products] == [
                 i * s.scale_inv.nbytes // 3 for i in range(3)]
-
-
-# ---- plans, algorithms and workspaces ----
-def test_a_plan_is_made_once(there):
-    a, b = there.both(("vector", "block"))
-    for _ in range(3):
-        there.checked(a, b)
-    there.checked(*there.both(("vector", "block")), out=there.array(np.zeros((M, N), bfloat16)))
-    assert len(there.fake.preferences) == 1
-    there.checked(*there.both(("vector", "block"), m=M + 4))
-    assert len(there.fake.preferences) == 2
-    rows = there.array(np.zeros((M + 1, N), bfloat16))              # The second one is at 144 bytes.
-    there.checked(*there.both(("vector", "block")), out=rows[1:])
-    assert [given[8] for given in there.fake.preferences] == [256, 256, 16]
-
-
-def test_descriptions_go_with_their_calls(there):
-    from cupy_fp8.calls import remembered
-
-    a, b = there.both(("vector", "block"))
-    for _ in range(2):
-        out = there.array(np.zeros((M, N), bfloat16))
-        there.checked(a, b, out=out)
-        there.checked(a, b, out=out)
-    made = len(there.fake.objects)
-    remembered.forget()
-    assert len(there.fake.objects) < made
-
-
-def test_the_first_algorithm_that_runs_is_taken(there):
-    there.fake.refuses = {1}
-    there.checked(*there.both(("tensor", "tensor")))
-    assert [p.algorithm for p in there.fake.products] == [1, 2, 2]
-
-
-def test_autotune_takes_the_fastest(there, monkeypatch):
-    times = iter([3.0, 1.0, 2.0])
-
-    def microseconds(run: Any) -> float:
-        assert run() == library.SUCCESS
-        return next(times)
-
-    monkeypatch.setattr(cublaslt, "_microseconds", microseconds)
-    a, b = there.both(("vector", "vector"))
-    into = there.array(np.zeros((M, N), np.float32))
-    there.checked(a, b, accumulate=into, autotune=True)
-    assert there.fake.products[-1].algorithm == 2
-    there.checked(a, b, accumulate=into, autotune=True)
-    there.checked(a, b, accumulate=into)
-    assert there.fake.products[-1].algorithm == 1
-
-
-def test_workspaces():
-    """With out= they belong to it; of other calls to the stream. Plans share sizes."""
-    with machine(workspace_bytes=5000) as there:
-        a, b = there.both(("vector", "block"))
-        out = there.array(np.zeros((M, N), bfloat16))
-        for options in ({"out": out}, {"out": out}, {}, {}):
-            there.checked(a, b, **options)
-            assert there.fake.products[-1].workspace_bytes == 5000
-        of_out, of_stream = (there.fake.products[i].pointers["workspace"] for i in (1, -1))
-        assert len({0, of_out, of_stream}) == 3
-        assert [p.pointers["workspace"] for p in there.fake.products[1:]] == [
-            of_out, of_out, of_stream, of_stream]
 
 
 # ---- what is brought to the library's layout ----
@@ -383,18 +270,3 @@ def test_a_failure_names_the_product(there):
     there.fake.refuses = {1}
     with pytest.raises(DeviceError, match=r"cublasLtMatmul: CUBLAS_STATUS_NOT_SUPPORTED for .*m=68, n=72"):
         fp8.matmul_nt(a, b, out=out)
-
-
-def test_a_capture_of_a_product_that_is_new(there):
-    a, b = there.both(PAIRS[0])
-    out = there.array(np.zeros((M, N), bfloat16))
-    with there.place.cupy.cuda.Stream() as stream:
-        stream.begin_capture()
-        with pytest.raises(ValueError, match=r"^out: .*call once before the capture$"):
-            fp8.matmul_nt(a, b, out=out)
-        stream.end_capture()
-        fp8.matmul_nt(a, b, out=out)
-        stream.begin_capture()
-        fp8.matmul_nt(a, b, out=out, autotune=True)                     # is not tuned now, but may be later
-        stream.end_capture()
-    assert not [key for key in cublaslt._plans if key.autotune]
