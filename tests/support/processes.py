@@ -18,6 +18,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
@@ -103,14 +104,18 @@ class Processes:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)     # NumPy's threads end before a fork
             child = os.fork()
+        # Each has a group of its own, which ends with whatever its tests have started.
+        with suppress(OSError):
+            os.setpgid(child, child)
         if child == 0:
+            ours.close()                # or it would not see the end of the session's process
             self._serve(theirs)
         theirs.close()                  # or the end of the child would not be seen here
         self._children[child] = None
         return ours
 
     def _serve(self, connection: Connection) -> NoReturn:
-        problem = "it was interrupted"
+        problem = ""
         try:
             sender = _Sender(self._session.config)
             for i, following in with_next(self._taken()):
@@ -118,11 +123,11 @@ class Processes:
                 self._run_test(i, following)
                 connection.send(Message(0, i, sender.take()))
             self._session.config._ensure_unconfigure()      # raises what pytest finds at the end of a session
-            problem = ""
         except BaseException:
             problem = traceback.format_exc()
         finally:
-            connection.send(Message(0, None, problem=problem))
+            with suppress(OSError):                         # The session's process is gone.
+                connection.send(Message(0, None, problem=problem))
             os._exit(bool(problem))
 
     def _taken(self) -> Iterator[int]:
@@ -146,18 +151,23 @@ class Processes:
 
     def run(self) -> None:
         """Runs tests, those of this process last, and waits for all others."""
-        for i, following in with_next(itertools.chain(self._taken(), self._own)):
-            self._run_test(i, following)
-            self._count(i)
-            self._heed()
-            self._report_what_came(wait=False)
-        while self._children:
-            self._report_what_came(wait=True)
-        lost = sorted(itertools.chain.from_iterable(self._waiting.values()))
-        for i, following in with_next(lost):            # of processes that died
-            self._run_test(i, following)
-            self._count(i)
-            self._heed()
+        try:
+            for i, following in with_next(itertools.chain(self._taken(), self._own)):
+                self._run_test(i, following)
+                self._count(i)
+                self._heed()
+                self._report_what_came(wait=False)
+            while self._children:
+                self._report_what_came(wait=True)
+                self._heed()
+            lost = sorted(itertools.chain.from_iterable(self._waiting.values()))
+            for i, following in with_next(lost):        # of processes that died
+                self._run_test(i, following)
+                self._count(i)
+                self._heed()
+        finally:
+            for i in sorted(self._reports):             # of chunks that an interrupted session left
+                self._report(i)
 
     def _heed(self) -> None:
         if self._session.shouldfail:
@@ -190,16 +200,15 @@ class Processes:
         if not self._waiting[n]:
             for test in self._chunks[n]:
                 if test in self._reports:
-                    self._report(test, self._reports.pop(test))
+                    self._report(test)
 
-    def _report(self, i: int, reports: Iterable[Any]) -> None:
+    def _report(self, i: int) -> None:
         where = {"nodeid": self._items[i].nodeid, "location": self._items[i].location}
         self._hook.pytest_runtest_logstart(**where)
-        for data in reports:
+        for data in self._reports.pop(i):
             report = self._hook.pytest_report_from_serializable(config=self._session.config, data=data)
             self._hook.pytest_runtest_logreport(report=report)
         self._hook.pytest_runtest_logfinish(**where)
-        self._heed()
 
     def _ended(self, message: Message) -> None:
         running = self._children.pop(message.child)
@@ -207,8 +216,11 @@ class Processes:
         if not message.problem:
             return
         problem = f"a process of tests ended with {os.waitstatus_to_exitcode(status)}: {message.problem}"
-        if running is None:
-            raise RuntimeError(problem)
+        if running is None:                             # It fails beside the tests.
+            name = "a process of tests"
+            self._hook.pytest_runtest_logreport(
+                report=pytest.TestReport(name, (name, None, ""), {}, "failed", problem, "call"))
+            return
         item = self._items[running]
         failed = pytest.TestReport(item.nodeid, item.location, {}, "failed", problem, "call")
         self._reports[running] = [self._hook.pytest_report_to_serializable(config=self._session.config,
@@ -217,7 +229,8 @@ class Processes:
 
     def stop(self) -> None:
         for child in self._children:
-            os.kill(child, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
         self._children.clear()
 

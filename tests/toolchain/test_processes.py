@@ -1,4 +1,5 @@
-"""Sessions of several processes: every test runs once, its report comes back, and a death fails one test."""
+"""Sessions of several processes: every test runs once, its report comes back, a death fails one test, and
+nothing is left running."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import processes
@@ -21,22 +24,30 @@ os.environ["SESSION"] = str(os.getpid())
 
 def pytest_collection_finish(session):
     processes.begin(session, stays=lambda item: "stays" in item.name)
+    os.environ["ALONE"] = str(processes._PROCESSES not in session.config.stash)
 
 def pytest_unconfigure(config):
     processes.stop(config)
+    if os.environ.get("BREAK") and os.getpid() != int(os.environ["SESSION"]):
+        raise OSError("broken at the end")
 """
-#: Three files of a hundred tests. Those of the session's process wait a little, so that others take some.
+#: Three files of a hundred tests. Those of the session's process wait until others have taken some.
 TESTS = """
-import os, time
+import os, subprocess, time
 import pytest
+
+def others_run():
+    with open("ran") as file:
+        return any(line.split()[-1] != os.environ["SESSION"] for line in file)
 
 @pytest.mark.parametrize("number", range(100))
 def test_any(number):
     other = os.getpid() != int(os.environ["SESSION"])
-    if not other:
-        time.sleep(0.003)
     with open("ran", "a") as file:
         file.write(f"{__name__} {number} {os.getpid()}\\n")
+    deadline = time.monotonic() + 100
+    while not other and os.environ["ALONE"] != "True" and not others_run() and time.monotonic() < deadline:
+        time.sleep(0.01)
     BODY
 """
 STAYS = """
@@ -47,8 +58,8 @@ def test_stays():
 """
 
 
-def session(folder: Path, body: str, *arguments: str) -> tuple[int, str, list[list[str]]]:
-    """The exit code, what was printed, and file, number and process of every test that ran."""
+def start(folder: Path, body: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """A session of two processes whose tests have this body."""
     (folder / "conftest.py").write_text(CONFTEST)
     for name in "abc":
         (folder / f"test_{name}.py").write_text(TESTS.replace("BODY", body))
@@ -56,10 +67,35 @@ def session(folder: Path, body: str, *arguments: str) -> tuple[int, str, list[li
     path = os.pathsep.join([str(Path(processes.__file__).parent), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:hypothesispytest",
                "--processes", "2", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300,
-                          env=os.environ | {"PYTHONPATH": path})
-    ran = [line.split() for line in (folder / "ran").read_text().splitlines()]
-    return done.returncode, done.stdout + done.stderr, ran
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            env=os.environ | {"PYTHONPATH": path, **environment})
+
+
+def session(folder: Path, body: str, *arguments: str, **environment: str) -> tuple[int, str, list[list[str]]]:
+    """The exit code, what was printed, and file, number and process of every test that ran."""
+    with start(folder, body, *arguments, **environment) as running:
+        out, _ = running.communicate(timeout=300)
+    return running.returncode, out, that_ran(folder)
+
+
+def that_ran(folder: Path) -> list[list[str]]:
+    ran = folder / "ran"
+    return [line.split() for line in ran.read_text().splitlines()] if ran.exists() else []
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 100
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def has_ended(process: str) -> bool:
+    try:
+        state = Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return True
+    return state == "Z"                             # Its parent is gone, and nobody asks how it ended.
 
 
 def test_every_test_runs_once(tmp_path):
@@ -104,6 +140,40 @@ def test_a_death_fails_one_test_and_the_others_run(tmp_path):
     assert "1 failed, 300 passed" in out
     assert "a process of tests ended with 3: it died" in out
     assert len({(name, number) for name, number, _ in ran}) == 300
+
+
+def test_a_problem_at_the_end_of_a_process_fails_beside_the_tests(tmp_path):
+    code, out, ran = session(tmp_path, "", BREAK="1")
+    assert code == 1, out
+    assert "1 failed, 301 passed" in out
+    assert "OSError: broken at the end" in out
+    assert len(ran) == 300
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_processes_end_with_a_session_that_is_killed(tmp_path):
+    with start(tmp_path, "time.sleep(0.1)") as running:
+        wait_until(lambda: len({process for *_, process in that_ran(tmp_path)}) == 2)
+        running.kill()
+    (other,) = {process for *_, process in that_ran(tmp_path)} - {str(running.pid)}
+    wait_until(lambda: has_ended(other))
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_what_other_processes_started_ends_with_the_session(tmp_path):
+    body = """if other:
+        with subprocess.Popen(["sleep", "1000"]) as begun:
+            with open("partly", "w") as file:
+                file.write(str(begun.pid))
+            os.replace("partly", "begun")
+    while not os.path.exists("begun"):
+        time.sleep(0.01)
+    assert False"""
+    code, out, _ = session(tmp_path, body, "-x")
+    assert code == 1, out
+    wait_until(lambda: has_ended((tmp_path / "begun").read_text()))
 
 
 def test_chunks_are_neighbours_of_one_kind():
