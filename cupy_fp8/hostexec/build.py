@@ -187,7 +187,8 @@ _locks: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
 @contextmanager
 def _other_processes_wait(target: Path) -> Iterator[None]:
     """Within it other processes that want to make the same file wait, where the file system has locks. The
-    lock is that of a file beside it, which is gone afterwards: who waits for it then finds the target."""
+    lock is that of a file beside it, which is gone afterwards: who waits for it then finds the target, or
+    makes it."""
     import fcntl  # not on Windows, where no kernel is compiled
 
     lock = target.with_name(f".lock-{target.name}")
@@ -198,6 +199,8 @@ def _other_processes_wait(target: Path) -> Iterator[None]:
             yield
         finally:
             lock.unlink(missing_ok=True)
+            with suppress(OSError):                 # A fork while this ran has the file open too.
+                fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _build_into(target: Path, make: Callable[[Path], Path]) -> Path:
