@@ -148,10 +148,10 @@ class PerTensorResult(Description):
     def build(self, arrays: Sequence[Array]) -> Quantized:
         shape, as_x = self._given[0], self.rowwise or not self.transposed
         row = column = Scaled._of(arrays[1], arrays[0], shape) if as_x else None
-        if self.columnwise and self.transposed:
+        if swapped := self.columnwise and self.transposed:
             column = Scaled._of(arrays[1 + as_x], arrays[0], shape, True)
         return Quantized._of(row if self.rowwise else None, column if self.columnwise else None,
-                             arrays[-1] if self.dbias else None)
+                             arrays[1 + as_x + swapped] if self.dbias else None)
 
     def for_out(self, out: Any) -> PerTensorResult:
         if not isinstance(out, Quantized):
