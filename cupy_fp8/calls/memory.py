@@ -17,9 +17,11 @@ from ..kernels import executor_of
 from ..results import Quantized, Scaled
 from ..routing import Routing
 
-#: Kernels ask for an alignment of 16 at most. Libraries have faster ones for arrays that begin at multiples
-#: of what allocations have on a GPU.
-ALIGNMENT, OF_ALLOCATIONS = 32, 256
+#: Kernels ask for 16 at most.
+ALIGNMENT = 32
+#: Allocations on a GPU begin at its multiples, and so do several arrays of one allocation. cuBLASLt has
+#: algorithms for arrays that do.
+ALLOCATION_ALIGNMENT = 256
 
 
 # ---- overlap ----
@@ -129,7 +131,7 @@ def _of_arrays(kind: type) -> _Describe | None:
 def _of_cupy(a: Any, facts: list[Any], addresses: list[Any]) -> bool:
     memory = a.data
     addresses.append(memory.ptr)
-    facts += (a.shape, a.dtype, memory.device_id, memory.ptr % OF_ALLOCATIONS == 0)
+    facts += (a.shape, a.dtype, memory.device_id, memory.ptr % ALLOCATION_ALIGNMENT == 0)
     if not a._c_contiguous:
         facts.append(a.strides)
     return True

@@ -20,7 +20,7 @@ from ..kernels import Launch, owner_of, workspace
 from ..kernels.tensor_map import TensorMap
 from . import validate
 from .arguments import Call
-from .memory import ALIGNMENT, OF_ALLOCATIONS, flat
+from .memory import ALIGNMENT, ALLOCATION_ALIGNMENT, flat
 from .tables import Records, table
 
 _U32, _U64 = np.dtype(np.uint32), np.dtype(np.uint64)
@@ -190,7 +190,7 @@ class _Allocating:
         #: An array without elements stands for the call's arrays, which may be freed: it has their device.
         self._like = empty_beside(call.x, (0,), _U32)
         self._allocation, self._build = call.allocation, call.result.builder()
-        self._alignment = ALIGNMENT if isinstance(call.x, np.ndarray) else OF_ALLOCATIONS
+        self._alignment = ALIGNMENT if isinstance(call.x, np.ndarray) else ALLOCATION_ALIGNMENT
         self._places = [at % self._alignment for at in written]
         self._launches, self._tables = launches, tables
         self._workspaces = [(found.use, found.words) for found in call.workspaces]

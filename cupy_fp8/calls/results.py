@@ -11,10 +11,8 @@ import numpy as np
 from .. import backend
 from ..arrays import Array, array_at, bits
 from . import validate
-from .memory import Range
+from .memory import ALLOCATION_ALIGNMENT, Range
 
-#: Arrays of one allocation begin at multiples of so many bytes.
-_ALIGNMENT = 256
 #: Bytes whose kernels take longer than an allocation does.
 _LARGE = 8 << 20
 
@@ -149,5 +147,5 @@ def places(arrays: Sequence[Written]) -> tuple[list[tuple[int, int]], list[int]]
         if sizes[-1] >= _LARGE:
             sizes.append(0)
         found.append((len(sizes) - 1, sizes[-1]))
-        sizes[-1] += -(-a.nbytes // _ALIGNMENT) * _ALIGNMENT
+        sizes[-1] += -(-a.nbytes // ALLOCATION_ALIGNMENT) * ALLOCATION_ALIGNMENT
     return found, sizes

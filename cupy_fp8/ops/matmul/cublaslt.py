@@ -18,6 +18,7 @@ from ... import backend
 from ...arrays import Array, address, empty_beside, is_contiguous
 from ...backend import DeviceError
 from ...calls.call import Call
+from ...calls.memory import ALLOCATION_ALIGNMENT
 from ...formats import bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
 from ...kernels import capturing, compute_capability
 from . import library
@@ -35,7 +36,7 @@ _PAIRS: dict[tuple[str, str], tuple[int, int, tuple[int, int]]] = {
     ("tensor", "tensor"): (89, 999, (12, 0)), ("mx", "mx"): (100, 999, (12, 8)),
     **dict.fromkeys((("row", "row"), ("vector", "block"), ("block", "vector"), ("vector", "vector")),
                     (90, 90, (12, 9)))}
-_ALIGNMENT, _MOST_ALIGNMENT = 16, 256
+_ALIGNMENT = 16
 _K, _N, _M_OF_VECTOR = 16, 8, 4
 #: At most so many bytes of a workspace. Most algorithms want none; those that split K want the partial sums
 #: of small results.
@@ -131,7 +132,7 @@ def launches(call: Call, product: Product, out_at: int) -> list[Any] | None:
 def _alignment(places: list[int]) -> int:
     """What the library may rely on. It has faster algorithms for matrices at multiples of 256 bytes, as
     allocations are."""
-    return _MOST_ALIGNMENT if all(place % _MOST_ALIGNMENT == 0 for place in places) else _ALIGNMENT
+    return ALLOCATION_ALIGNMENT if all(place % ALLOCATION_ALIGNMENT == 0 for place in places) else _ALIGNMENT
 
 
 def _layout(operand: Operand) -> str | None:
