@@ -201,6 +201,7 @@ class Processes:
             for test in self._chunks[n]:
                 if test in self._reports:
                     self._report(test)
+                    self._heed()
 
     def _report(self, i: int) -> None:
         where = {"nodeid": self._items[i].nodeid, "location": self._items[i].location}

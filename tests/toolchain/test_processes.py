@@ -129,7 +129,7 @@ def test_failures_and_their_output_come_back(tmp_path):
 def test_the_first_failure_can_end_the_session(tmp_path):
     code, out, ran = session(tmp_path, "assert number != 7", "-x")
     assert code == 1, out
-    assert re.search(r"\b1 failed", out)
+    assert re.search(r"\b[123] failed", out)             # of each file one, at most
     assert "stopping after 1 failures" in out
     assert len(ran) < 300
 
