@@ -38,21 +38,26 @@ def check_separate(ranges: Iterable[Range]) -> None:
     """ValueError if any range that is written shares a byte with another. It names the written one, of two
     the later. Of several such pairs it names the first in the order of the arguments, wherever they lie."""
     ranges = [found for found in ranges if found.start < found.end]
-    if any(found.start < end for found, end in _ends_before(ranges)):
+    if _overlap(ranges):
         name, met = next(_overlapping(ranges))
         raise ValueError(f"{name}: overlaps {met} in memory; results need memory of their own")
 
 
-def _ends_before(ranges: list[Range]) -> Iterator[tuple[Range, int]]:
-    """Each range, by its start, and where those before it end that it may not share a byte with."""
-    end = {True: 0, False: 0}                       # by whether it is written: the range that ends last
-    for found in sorted(ranges):
-        yield found, max(end.values()) if found.written else end[True]
-        end[found.written] = max(end[found.written], found.end)
+def _overlap(ranges: list[Range]) -> bool:
+    """Whether any two share a byte, of which one is written. None is empty."""
+    read_end = written_end = 0                      # of those that begin before
+    for start, end, written, _ in sorted(ranges):
+        if start < written_end or (written and start < read_end):
+            return True
+        if written:
+            written_end = end                       # It began behind all that were written.
+        else:
+            read_end = max(read_end, end)
+    return False
 
 
 def _overlapping(ranges: list[Range]) -> Iterator[tuple[str, str]]:
-    """The names of each pair that shares bytes."""
+    """The names of each such pair."""
     for number, later in enumerate(ranges):
         for other in ranges[:number]:
             if (later.written or other.written) and max(later.start, other.start) < min(later.end, other.end):
