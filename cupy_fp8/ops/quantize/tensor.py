@@ -31,6 +31,8 @@ _CAST_TRANSPOSE = Kernel("quantize/tensor", "cast_transpose")
 #: The fastest choice on an H200 (docs/lab-notes).
 _COLUMNWISE = tiles.Tile(256, 128, down_first=True)
 _ROWWISE_BIT, _COLUMNWISE_BIT = 1, 2        # of DIRECTIONS
+#: DIRECTIONS and DBIAS of the programs for whole patches.
+_WHOLE = ((3, False), (2, False), (3, True), (1, True))
 
 
 @for_methods
@@ -267,18 +269,14 @@ def _tiled(call: Call, inputs: _Inputs, members: dict[str, Any], places: dict[st
     directions = _ROWWISE_BIT * ("data" in places) | _COLUMNWISE_BIT * ("data_t" in places)
     aligned = columns % 8 == 0 and inputs.x.at % 16 == 0 and places.get("data", 0) % 8 == 0
     vector = rows % 16 == 0 and places.get("data_t", 0) % 16 == 0
-    tile, whole = tiles.SMALL, _whole_tile(x.dtype, directions, dbias) if aligned and vector else None
-    if whole:
-        tile = tiles.choose(x, whole) if directions & _COLUMNWISE_BIT else whole
+    whole = aligned and vector and (directions, dbias) in _WHOLE
+    tile = tiles.choose(x, _large_tile(x.dtype, directions, dbias)) if whole else tiles.SMALL
     sums = None
     if dbias:
         dbias_at = places.pop("dbias")
         sums = ColumnSums(x, dbias_at, call.scratch("bias_gradient", partial_sums(x.shape)))
         members["column_sums"] = sums.tiles_at(tile.rows)
-    if whole and (tile is not tiles.SMALL or tile is whole):
-        variant = _cast_transpose_variant(x.dtype, inputs.dtype, tile, dbias, directions)
-    else:
-        variant = _cast_transpose_variant(x.dtype, inputs.dtype, tile, dbias)
+    variant = _cast_transpose_variant(x.dtype, inputs.dtype, tile, dbias, whole * directions)
     yield variant.bind(x, tiles.grid(x.shape, tile), shared=_shared(tile, directions, dbias), **members,
                        **places, rows=rows, columns=columns, aligned=int(aligned), vector=int(vector))
     if sums:
@@ -288,12 +286,12 @@ def _tiled(call: Call, inputs: _Inputs, members: dict[str, Any], places: dict[st
 _QUANTIZE = _QuantizeTensor()
 
 
-def _whole_tile(source: np.dtype[Any], directions: int, dbias: bool) -> tiles.Tile | None:
-    """The tile of the program for whole patches, or None if there is no such program."""
+def _large_tile(source: np.dtype[Any], directions: int, dbias: bool) -> tiles.Tile:
+    """The tile for whole patches of large arrays."""
     if directions == _ROWWISE_BIT:
         return tiles.SMALL
     if directions == _COLUMNWISE_BIT:
-        return None if dbias else _COLUMNWISE
+        return _COLUMNWISE
     # 1024 threads have 64 registers each, too few for f32 patches and column sums.
     return tiles.BOTH_NARROW if source == float32 or dbias else tiles.BOTH
 
@@ -325,7 +323,6 @@ def variants() -> Iterator[Variant]:
         yield _cast_variant(source, to)
         for dbias in (False, True):
             yield _cast_transpose_variant(source, to, tiles.SMALL, dbias)
-        for directions, dbias in ((3, False), (2, False), (3, True), (1, True)):
-            tile = _whole_tile(source, directions, dbias)
-            assert tile is not None
-            yield _cast_transpose_variant(source, to, tile, dbias, directions)
+        for directions, dbias in _WHOLE:
+            for tile in {tiles.SMALL, _large_tile(source, directions, dbias)}:
+                yield _cast_transpose_variant(source, to, tile, dbias, directions)
