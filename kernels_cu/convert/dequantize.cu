@@ -302,7 +302,14 @@ __device__ __forceinline__ void store_tile(const DequantizeParams& p, const Tile
     }
 }
 
-extern "C" __global__ void __launch_bounds__(Tile::kThreads)
+// Eight blocks of small tiles fit a multiprocessor if threads have 32 registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr int kBlocks = Tile::kThreads == 256 ? 8 : 1;
+#else
+constexpr int kBlocks = 1;
+#endif
+
+extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks)
 dequantize_blocks_transposed(const __grid_constant__ DequantizeParams p) {
     extern __shared__ __align__(16) u8 shared[];     // It holds the tile of data and then its scales.
     const Tile tile{shared};
