@@ -20,11 +20,11 @@
 //                apart. 1: the lines (column-wise scales, which are stored [blocks, lines]).
 //   WORDS        1: with ADJACENT 0 all compact words of four blocks exist and are aligned. The program has
 //                no code for other calls, which would take many more registers for as many loads in flight.
-//   GROUPED      1: groups of lines (axis 0) or of blocks (axis 1) have sizes on the device
+//   GROUPED      1: groups of lines, 2: groups of blocks have sizes on the device
 //                (include/groups/splits.cuh). Each group is a swizzled matrix of its own, one after the other
-//                in the rows (axis 0) or the bytes (axis 1) of the result. The result past the last group is
-//                0, and so are compact scales that no group has. 0: the program has no search for groups and
-//                no barrier after it, which would add latency.
+//                in the rows (1) or the bytes (2) of the result. The result past the last group is 0, and so
+//                are compact scales that no group has. 0: the program has no search for groups and no
+//                barrier after it, which would add latency.
 #include "groups/splits.cuh"
 #include "scale/swizzle.cuh"
 #include "tile/tile.cuh"
@@ -38,7 +38,6 @@ struct LayoutParams {
     i64 tiles;                   // tiles along a line of the swizzled matrix
     u32 down;                    // rows of tiles in the swizzled matrix, of 128 lines each
     u32 across;                  // blocks of threads along a row of tiles
-    u32 axis;                    // 0: groups of lines; 1: groups of blocks
 };
 
 constexpr int kThreads = 64, kTiles = 8;
@@ -75,9 +74,9 @@ struct Tiles {
         int lines = left_of(p.lines - line, kSwizzleLines);
         int blocks = left_of(p.blocks - block, kSwizzleBlocks);
         bool past_groups = false;
-        if (GROUPED && p.axis == 0)
+        if (GROUPED == 1)
             line = groups[0].start, lines = groups[0].lines, past_groups = groups[0].past_groups;
-        if (GROUPED && p.axis) {
+        if (GROUPED == 2) {
             const GroupTile& group = groups[t];
             block = group.start, blocks = group.lines, past_groups = group.past_groups;
             tile = group.group_tile * p.down + tile_row * group.group_tiles + (first + t - group.group_tile);
@@ -94,7 +93,7 @@ __device__ __forceinline__ void find_groups_of_tiles(const Tiles& tiles, GroupTi
     if (!GROUPED) return;
     if (threadIdx.x < 32) {
         const LayoutParams& p = tiles.p;
-        if (p.axis == 0)
+        if (GROUPED == 1)
             find_groups<1, kSwizzleLines, 1>(p.splits, p.lines, tiles.tile_row, p.down, blockIdx.x == 0,
                                              groups);
         else

@@ -34,6 +34,7 @@ _SWIZZLE = Kernel("scales/swizzle", "swizzle_scales")
 _UNSWIZZLE = Kernel("scales/swizzle", "unswizzle_scales")
 _THREADS = 64
 _TILES = 8                  # of a block of threads, along a line
+_NOT_GROUPED, _GROUPS_OF_LINES, _GROUPS_OF_BLOCKS = 0, 1, 2        # GROUPED
 
 
 def swizzle_scales(s: Array, *, splits: Any = None, axis: int = 0, out: Array | None = None,
@@ -280,10 +281,12 @@ def _launches(call: Call, kernel: Kernel, inputs: _Inputs, compact_at: int, swiz
                                    swizzled_at, adjacent)
         return
     splits = {"sizes": groups.at, "groups": groups.number, "errors": call.error_word(), "wide": groups.wide}
-    words = kernel is _SWIZZLE and inputs.axis == 0 and _are_words(inputs.extents, compact_at, adjacent)
+    grouped = _GROUPS_OF_BLOCKS if inputs.axis else _GROUPS_OF_LINES
+    words = (kernel is _SWIZZLE and grouped == _GROUPS_OF_LINES
+             and _are_words(inputs.extents, compact_at, adjacent))
     # An empty array's sizes are examined too.
-    yield _variant(kernel, adjacent, True, words).bind(
-        inputs.s.array, inputs.extents.grid or 1, splits=splits, axis=int(inputs.axis),
+    yield _variant(kernel, adjacent, grouped, words).bind(
+        inputs.s.array, inputs.extents.grid or 1, splits=splits,
         **_members(inputs.extents, compact_at, swizzled_at, adjacent))
 
 
@@ -294,7 +297,7 @@ def matrix_launches(swizzles: bool, x: Array, extents: _Extents, compact_at: int
     if extents.grid:
         kernel = _SWIZZLE if swizzles else _UNSWIZZLE
         words = swizzles and _are_words(extents, compact_at, adjacent)
-        yield _variant(kernel, adjacent, False, words).bind(
+        yield _variant(kernel, adjacent, _NOT_GROUPED, words).bind(
             x, extents.grid, **_members(extents, compact_at, swizzled_at, adjacent))
 
 
@@ -315,13 +318,14 @@ def _members(extents: _Extents, compact_at: int, swizzled_at: int, adjacent: boo
 
 
 @functools.cache
-def _variant(kernel: Kernel, adjacent: bool, grouped: bool, words: bool) -> Variant:
-    return kernel.variant(block=_THREADS, ADJACENT=int(adjacent), WORDS=int(words), GROUPED=int(grouped))
+def _variant(kernel: Kernel, adjacent: bool, grouped: int, words: bool) -> Variant:
+    return kernel.variant(block=_THREADS, ADJACENT=int(adjacent), WORDS=int(words), GROUPED=grouped)
 
 
 def variants() -> Iterator[Variant]:
     """Every variant that these ops may launch."""
-    for kernel, adjacent, grouped in product((_SWIZZLE, _UNSWIZZLE), (False, True), (False, True)):
+    for kernel, adjacent, grouped in product((_SWIZZLE, _UNSWIZZLE), (False, True),
+                                             (_NOT_GROUPED, _GROUPS_OF_LINES, _GROUPS_OF_BLOCKS)):
         yield _variant(kernel, adjacent, grouped, False)
-    for grouped in (False, True):
+    for grouped in (_NOT_GROUPED, _GROUPS_OF_LINES):
         yield _variant(_SWIZZLE, False, grouped, True)
