@@ -169,7 +169,7 @@ class Call:
 
     def table(self, records: Records) -> int:
         """The address of records for this call's launches (see `tables`)."""
-        found = table(self.arrays[0], self.x, records)
+        found = table(self.arrays[0], self.x, records, self.tables)
         self.tables.append(found)
         return found.at
 

@@ -21,7 +21,7 @@ from ..kernels.tensor_map import TensorMap
 from . import validate
 from .arguments import Call
 from .memory import ALIGNMENT, ALLOCATION_ALIGNMENT, flat
-from .tables import Records, table
+from .tables import Records, Table, table
 
 _U32, _U64 = np.dtype(np.uint32), np.dtype(np.uint64)
 _Described = tuple[tuple[Any, ...], list[Any]]
@@ -228,7 +228,9 @@ class _Allocating:
             addresses.append(address(workspace(None, x, use, words)))
         scratches = [empty_beside(x, shape, _U32) for shape in self._scratches]
         addresses += map(address, scratches)
-        tables = [table(arrays[0], x, each.fill(addresses)) for each in self._tables]
+        tables: list[Table] = []
+        for each in self._tables:
+            tables.append(table(arrays[0], x, each.fill(addresses), tables))
         addresses += [each.at for each in tables]
         for bound in self._launches:
             bound.run(x, addresses)

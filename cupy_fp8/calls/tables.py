@@ -70,9 +70,10 @@ class Table:
         self.records = Records.of(b"")
 
 
-def table(result: Array, x: Array, records: Records) -> Table:
+def table(result: Array, x: Array, records: Records, in_use: Sequence[Table] = ()) -> Table:
     """The table with these records that belongs to `result`, an array that the launches write. ValueError if
-    it would have to be made during a capture."""
+    it would have to be made during a capture. in_use: those that the same call will launch, which make no
+    room for this one."""
     owner = result if isinstance(x, np.ndarray) else owner_of(result)
     entry = _of_result.get(id(owner))
     if entry is None or entry[0]() is not owner:
@@ -83,7 +84,8 @@ def table(result: Array, x: Array, records: Records) -> Table:
         if not isinstance(x, np.ndarray) and capturing(x.data.device_id):
             raise ValueError("outputs: used with these arrays for the first time while a CUDA graph is "
                              "captured; call once before the capture")
-        for old in [known for known in tables if not known.captured][:1 - _MOST]:
+        free = [known for known in tables if not known.captured and known not in in_use]
+        for old in free[:1 - _MOST]:
             tables.remove(old)
             old.free()
         found = Table(x, records)

@@ -32,7 +32,7 @@ from cupy_fp8 import (
 from cupy_fp8.calls import memory, remembered, tables
 from cupy_fp8.calls.results import Written, places
 from cupy_fp8.calls.tables import Records, Table
-from cupy_fp8.formats import bfloat16
+from cupy_fp8.formats import INPUT_DTYPES, bfloat16
 from cupy_fp8.ops.quantize import tensor_list, tensor_list_blocks
 
 
@@ -107,6 +107,21 @@ def test_calls_that_come_again_make_no_table(recipe, uploads, launched):
         del outputs, others
         gc.collect()
         assert all(each.memory is None for each in uploads), "a table outlived its result"
+
+
+@pytest.mark.parametrize("recipe", KINDS[2:], ids=kind)
+def test_a_table_makes_no_room_for_another_of_the_same_call(recipe, run):
+    """A launch for each dtype has a table of its own. One array is another each time, so its table is made
+    again, and the other two tables are the oldest."""
+    host = [cases.values("normal", (16, 40), dtype) for dtype in INPUT_DTYPES]
+    xs = [run.array(x) for x in host]
+    given, outputs = scales_of(recipe, xs), outputs_for(xs, recipe)
+    others = [cases.values("normal", (16, 40), host[-1].dtype, i) for i in range(2 * tables._MOST)]
+    in_memory = [run.array(x) for x in others]              # all at once, so that each has its own
+    for x, other in zip(others, in_memory, strict=True):
+        multi([*xs[:-1], other], recipe, outputs=outputs, **given)
+        assert_all_same(run, outputs, expected(recipe, [*host[:-1], x]))
+        poison(outputs)
 
 
 def test_tables_that_a_graph_captured_stay():
