@@ -302,8 +302,8 @@ __device__ __forceinline__ void store_tile(const DequantizeParams& p, const Tile
     }
 }
 
-// Eight blocks of small tiles fit a multiprocessor if threads have 32 registers. 0 lets the compiler choose (38
-// to 51); with 1 it takes up to 110, which is 17 to 35 % slower.
+// Eight blocks of small tiles fit a multiprocessor if threads have 32 registers. 0 lets the compiler choose
+// (36 to 51); with 1 it takes up to 110, which is 17 to 35 % slower.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr int kBlocks = Tile::kThreads == 256 ? 8 : 0;
 #else
