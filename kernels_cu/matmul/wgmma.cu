@@ -15,18 +15,6 @@
 #include "matmul/warpgroup_products.cuh"
 
 // ---- the warp that finds tiles ----
-// Bytes from the last multiple of 16 to `at`.
-__device__ __forceinline__ int past_16(const u8* at) { return (int)((u64)at & 15); }
-
-// Writes the map of an operand's columns of K of one group. A map begins at a multiple of 16 bytes, so the
-// group's columns may follow others in it.
-__device__ __forceinline__ void write_group_map(TensorMap* map, TensorMap& scratch, const TensorMap& all,
-                                                const Operand& operand, const ProductTile& tile, i64 rows) {
-    const u8* const first = operand.first(tile.at);
-    write_map(map, &scratch, all, first - past_16(first), past_16(first) + tile.k, rows,
-              operand.pitch_of(tile.at));
-}
-
 __device__ __forceinline__ void find_tiles(const WgmmaParams& p, Shared& shared) {
     using Walk = TileWalk<kSizesOfK, kTileRows, kTileColumns, i32>;
     const Product& product = p.product;
@@ -46,8 +34,10 @@ __device__ __forceinline__ void find_tiles(const WgmmaParams& p, Shared& shared)
         if (kSizesOfK && found && tile.k > 0 && mapped != (int)tile.at.group) {
             mapped = (int)tile.at.group;
             map = map + 1 == kMaps ? 0 : map + 1;
-            write_group_map(&own_maps[2 * map], shared.map, p.a_map, product.a, tile, product.m);
-            write_group_map(&own_maps[2 * map + 1], shared.map, p.b_map, product.b, tile, product.n);
+            write_map(&own_maps[2 * map], &shared.map, p.a_map, product.a.first(tile.at), tile.k, product.m,
+                      product.a.pitch_of(tile.at));
+            write_map(&own_maps[2 * map + 1], &shared.map, p.b_map, product.b.first(tile.at), tile.k,
+                      product.n, product.b.pitch_of(tile.at));
         }
         place.wait_empty(shared.queue);
         __syncwarp();                              // No lane still waits when the place is filled.
@@ -65,8 +55,6 @@ __device__ __forceinline__ void find_tiles(const WgmmaParams& p, Shared& shared)
                                           * (product.out_type == kOutF32 ? 4 : 2);
                 t.a_row = (int)((kSizesOfK ? 0 : tile.at.start) + tile.row);
                 t.b_row = (int)((kSizesOfK ? 0 : tile.at.group * product.n) + tile.column);
-                t.a_column = kSizesOfK ? past_16(product.a.first(tile.at)) : 0;
-                t.b_column = kSizesOfK ? past_16(product.b.first(tile.at)) : 0;
                 t.matrix = kSizesOfK ? (int)tile.at.group : 0;
                 t.row = (int)tile.row;
                 t.column = (int)tile.column;
@@ -122,8 +110,8 @@ __device__ __forceinline__ void copy_stages(const WgmmaParams& p, Shared& shared
                 place.wait_empty(shared.ring);
                 PhaseBarrier* const full = &shared.ring.full[place.at];
                 arrive_expecting(full, bytes);
-                copy_box(shared.a[place.at], t.a_map, t.a_row, t.a_column + block * kBoxBytes, full);
-                copy_box(shared.b[place.at], t.b_map, t.b_row, t.b_column + block * kBoxBytes, full);
+                copy_box(shared.a[place.at], t.a_map, t.a_row, block * kBoxBytes, full);
+                copy_box(shared.b[place.at], t.b_map, t.b_row, block * kBoxBytes, full);
                 if (p.copies_scales) scales.start(shared.stages[place.at], full);
                 place.next();
             }

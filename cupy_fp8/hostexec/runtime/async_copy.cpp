@@ -138,13 +138,12 @@ extern "C" void host_bulk_load(void* shared, const void* global, unsigned bytes,
     check_bulk("bulk load", shared, global, bytes);
     start_load({shared, global, bytes, barrier, bytes, kNoSwizzle});
 }
-extern "C" void host_bulk_load_row(void* shared, const void* row, unsigned column, unsigned bytes,
-                                   unsigned source_bytes, unsigned swizzle, void* barrier) {
+extern "C" void host_bulk_load_row(void* shared, const void* global, unsigned bytes, unsigned source_bytes,
+                                   unsigned swizzle, void* barrier) {
     CALLED_FROM_KERNEL();
     checked_mbarrier(barrier);
     check_aligned("tensor copy", shared, bytes);
-    check_aligned("tensor copy", row, 16);
-    const void* const global = static_cast<const char*>(row) + column;
+    check_aligned("tensor copy", global, 16);
     if (bytes != 128 || source_bytes > bytes || swizzle > 7)
         fail_here("tensor copy of %u bytes, %u of them from memory, swizzle %u", bytes, source_bytes,
                   swizzle);

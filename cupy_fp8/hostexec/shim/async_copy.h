@@ -16,7 +16,7 @@
 //   host_mbarrier_expect_tx(bar, bytes)                    mbarrier.expect_tx
 //   host_mbarrier_try_wait(bar, parity)                    mbarrier.try_wait.parity (yields when it is 0)
 //   host_bulk_load(shared, global, bytes, bar)             cp.async.bulk.shared.global with complete_tx
-//   host_bulk_load_row(shared, row, column, bytes, source_bytes, swizzle, bar)
+//   host_bulk_load_row(shared, global, bytes, source_bytes, swizzle, bar)
 //                                          a row of cp.async.bulk.tensor: the rest after source_bytes is
 //                                          zeroed; 16-byte chunk c lands at c ^ swizzle
 //   host_bulk_store(global, shared, bytes)                 cp.async.bulk.global.shared.bulk_group

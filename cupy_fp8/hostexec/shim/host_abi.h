@@ -87,7 +87,7 @@ void host_mbarrier_expect_tx(void* barrier, unsigned bytes);
 void host_mbarrier_arrive(void* barrier, unsigned expect_bytes);
 int host_mbarrier_try_wait(void* barrier, unsigned parity);
 void host_bulk_load(void* shared, const void* global, unsigned bytes, void* barrier);
-void host_bulk_load_row(void* shared, const void* row, unsigned column, unsigned bytes, unsigned source_bytes,
+void host_bulk_load_row(void* shared, const void* global, unsigned bytes, unsigned source_bytes,
                         unsigned swizzle, void* barrier);
 void host_bulk_store(void* global, const void* shared, unsigned bytes);
 void host_bulk_commit();

@@ -36,7 +36,7 @@ def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | G
                       *, group: str = "m", dtype: Any = bfloat16, accumulate: Array | None = None,
                       out: Array | None = None, check: bool = False) -> Array:
     """Products of FP8 matrices, one for each group (expert), whose sizes may be on the device alone. All
-    groups take one launch; flat data of "k" take a second one on Hopper, for sizes not in multiples of 16.
+    groups of "m" take one launch; on Hopper "k" takes a second one, for groups that begin anywhere.
 
         group="m":  out[r, n]    = Σ_k a[r, k] · b[e, n, k]             e: the group that row r belongs to
         group="k":  out[e, m, n] = Σ_k a[m, k] · b[n, k]                over the columns k of group e
@@ -79,10 +79,8 @@ def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | G
     but `device_errors` reports them: a negative size counts as 0, a group that passes the last row ends
     there, and the product of a group of "k" is 0 if it has to begin at a multiple of 128 and does not.
 
-    Any extents, sizes and addresses are taken. Rows that lie multiples of 16 bytes apart are copied
-    asynchronously; others take several times as long. Such others are rows of K elements if 16 does not
-    divide K, and of "k" flat data of groups (Grouped and `scaling_aware_transpose`) whose size 16 does not
-    divide.
+    Any extents, sizes and addresses are taken. Rows of the data that begin at multiples of 16 bytes are
+    copied asynchronously; others take several times as long.
 
     Source: docs/numerics.md, section 10; DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
 

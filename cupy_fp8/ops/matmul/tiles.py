@@ -45,7 +45,7 @@ def own_kernel_launches(call: Call, problem: Problem) -> Iterator[Launch]:
     share, members, most = wgmma.ALL_GROUPS, problem.members(), None
     if wgmma.takes(call, problem):
         yield from wgmma.launches(call, problem)
-        if not wgmma.leaves_groups(problem):
+        if not problem.sizes_of_k:
             return
         share, most = wgmma.OTHER_GROUPS, _BLOCKS_FOR_OTHERS
     few = not problem.sizes_of_k and problem.total <= _FEW * max(problem.groups, 1)

@@ -25,10 +25,10 @@ _BLOCKS_ON_CPU = 2
 #: Numbers of tiles are counted in 32 bits, a grid at a time.
 _LARGEST = 2**31 - 2**16
 #: Bytes of shared memory: those of the struct Shared, which asserts it.
-SHARED = 218880
+SHARED = 218816
 _FP8 = (float8_e4m3fn, float8_e5m2)
 #: The struct's `share`: all groups, those that tensor copies can read, the others.
-ALL_GROUPS, COPIED_GROUPS, OTHER_GROUPS = range(3)
+ALL_GROUPS, IN_16_BYTES, OTHER_GROUPS = range(3)
 
 
 def _variant(a: np.dtype[Any], b: np.dtype[Any], scaling: str, sizes_of_k: bool) -> Variant:
@@ -48,7 +48,7 @@ def variants() -> list[Variant]:
 
 def takes(call: Call, problem: Problem) -> bool:
     """Whether this kernel computes a problem: on Hopper, and (as there) on the CPU. All rows then begin at
-    multiples of 16 bytes; of "k" those of groups may not. See `leaves_groups`."""
+    multiples of 16 bytes; of "k" those of groups may not, and such groups are left out."""
     if call.xp is not np and compute_capability(call.x.data.device_id) != _HOPPER:
         return False
     p = problem
@@ -58,18 +58,12 @@ def takes(call: Call, problem: Problem) -> bool:
     return not p.bias and all(place % 16 == 0 for place in places) and max(sizes) <= _LARGEST
 
 
-def leaves_groups(problem: Problem) -> bool:
-    """Whether it leaves out groups whose rows do not lie a multiple of 16 bytes apart. Only rows of "k" that
-    are as long as their group may not."""
-    return problem.sizes_of_k and not (problem.a.pitch and problem.b.pitch)
-
-
 def launches(call: Call, problem: Problem) -> Iterator[Launch]:
     p, scaling = problem, _scaling(problem)
     blocks = min(_BLOCKS_ON_CPU if call.xp is np else multiprocessors(call.x.data.device_id),
                  tiles_of(p, _ROWS, _COLUMNS))
     a_map, b_map, maps = _maps(call, p, blocks)
-    members = p.members() | {"share": COPIED_GROUPS if p.sizes_of_k else ALL_GROUPS}
+    members = p.members() | {"share": IN_16_BYTES if p.sizes_of_k else ALL_GROUPS}
     copies = (scaling != "kRows" and _copied(p.a, anywhere=True)
               and (scaling == "kBlocks" or _copied(p.b, anywhere=False)))
     a, b = (_FP8[view.e5m2] for view in (p.a, p.b))

@@ -44,7 +44,7 @@ struct Operand {
 };
 
 // Two launches can share the groups: one kernel takes those that tensor copies can read, another the rest.
-enum Share : u32 { kAllGroups, kCopiedGroups, kOtherGroups };
+enum Share : u32 { kAllGroups, kGroupsIn16Bytes, kOtherGroups };
 
 struct Product {
     Operand a, b;
@@ -65,12 +65,12 @@ struct Product {
     __device__ __forceinline__ bool keeps_promise(const GroupStart& g) const {
         return !whole_blocks || g.size == 0 || g.blocks * kScaleBlock == g.start;
     }
-    // Whether tensor copies can read a group: its rows lie a multiple of 16 bytes apart.
-    __device__ __forceinline__ bool copies_read(const GroupStart& g) const {
-        return g.size == 0 || (((u64)a.pitch_of(g) | (u64)b.pitch_of(g)) & 15) == 0;
+    // Whether tensor copies can read a group: rows begin at multiples of 16 bytes.
+    __device__ __forceinline__ bool in_16_bytes(const GroupStart& g) const {
+        return (((u64)a.first(g) | (u64)b.first(g) | (u64)a.pitch_of(g) | (u64)b.pitch_of(g)) & 15) == 0;
     }
     __device__ __forceinline__ bool computes(const GroupStart& g) const {
-        return share == kAllGroups || copies_read(g) == (share == kCopiedGroups);
+        return share == kAllGroups || (g.size == 0 || in_16_bytes(g)) == (share == kGroupsIn16Bytes);
     }
 };
 

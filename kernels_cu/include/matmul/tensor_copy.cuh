@@ -42,8 +42,8 @@ __device__ __forceinline__ void copy_box(u8* shared, const TensorMap* map, int r
     for (u32 r = 0; r < m.box_rows; r++) {
         const i64 at = (i64)row + r, left = (i64)m.columns - column;
         const bool exists = at >= 0 && at < (i64)m.rows && left > 0;
-        const u8* of_row = reinterpret_cast<const u8*>(m.address) + (exists ? at * (i64)m.pitch : 0);
-        host_bulk_load_row(shared + r * kBoxBytes, of_row, exists ? column : 0, kBoxBytes,
+        const u8* from = reinterpret_cast<const u8*>(m.address) + (exists ? at * (i64)m.pitch + column : 0);
+        host_bulk_load_row(shared + r * kBoxBytes, from, kBoxBytes,
                            !exists ? 0 : left < kBoxBytes ? (u32)left : kBoxBytes, r % 8, barrier);
     }
 #else

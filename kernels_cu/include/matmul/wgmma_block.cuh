@@ -33,7 +33,7 @@ struct Shared {
     Ring<kStages> ring;
     Ring<kQueue> queue;
 };
-static_assert(sizeof(Shared) == 218880, "what ops/matmul/wgmma.py asks for");
+static_assert(sizeof(Shared) == 218816, "what ops/matmul/wgmma.py asks for");
 
 struct WgmmaParams {
     TensorMap a_map, b_map;        // of all rows; with sizes of K, the boxes of groups' own maps

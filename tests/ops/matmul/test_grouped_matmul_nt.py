@@ -218,19 +218,6 @@ def test_both_tiles_give_the_same_rows(monkeypatch, run):
     testing.assert_bytes_equal(*made)
 
 
-def test_columns_of_groups_that_begin_anywhere(run, launched):
-    """One launch, where tensor copies can read all groups: of one matrix with rows of whole 16 bytes."""
-    splits = np.array([5, 0, 131, 33, 167])
-    a, b = (fp8.quantize_tensor(np.random.default_rng(i).standard_normal((rows, 336), np.float32), 1.0)
-            for i, rows in enumerate((24, 40)))
-    launched.clear()
-    out = fp8.grouped_matmul_nt(run.array(a), run.array(b), run.array(splits), group="k", dtype=np.float32)
-    want = reference.grouped_matmul_nt(a, b, splits, group="k", dtype=np.float32)
-    assert_within(run.numpy(out), want, grouped_magnitudes(a, b, splits, group="k"))
-    if run.name == "host":
-        assert launched == ["wgmma_products"]
-
-
 @pytest.mark.parametrize("group", ["m", "k"])
 def test_allocating_calls_are_remembered_and_write_their_own_result(group, device):
     """Rows of 512 bytes, which leave by boxes of a tensor map. Both operands of "k" share their sizes."""
