@@ -29,8 +29,8 @@ from places import every_example, every_result
 from tiers import where_kernels_run
 
 import cupy_fp8 as fp8
-from cupy_fp8 import reference, testing
-from cupy_fp8.arrays import is_contiguous
+from cupy_fp8 import cases, reference, testing
+from cupy_fp8.arrays import bits, is_contiguous
 from cupy_fp8.calls import call, remembered
 
 
@@ -157,6 +157,33 @@ def test_an_array_in_the_place_of_one_that_is_gone(example, device):
         change_contents(example, device)
         example = example.with_tree(mapped(example.tree, lambda a: cp.ndarray(a.shape, a.dtype, a.data)))
         example.poison()
+
+
+@every_example
+def test_memory_by_turns(example, device):
+    """Each array is now in one place, now in another, and nothing but poison is where it is not."""
+    copies = [list(leaves(example.on(device.run).tree)) for _ in range(3)]
+    example = example.on(device.run)
+    places = {id(a): (a, *others) for a, *others in zip(leaves(example.tree), *copies, strict=True)}
+    contents = {known: fp8.asnumpy(a[0]).copy() for known, a in places.items()}
+    rng = np.random.default_rng(0)
+
+    def move(a: Any) -> Any:
+        for place in places[id(a)]:
+            cases.poison(place)
+        place = places[id(a)][rng.integers(4)]
+        bits(place)[...] = bits(device.array(contents[id(a)]))
+        return place
+
+    for turn in range(12):
+        moved = example.with_tree(mapped(example.tree, move))
+        args, kwargs = on_host(moved)
+        moved.poison()
+        if turn % 3 == 2 and not example.updates:
+            moved = moved.with_tree((moved.args, moved.kwargs, anew(moved)))
+        else:
+            moved.call()
+        compare(moved, args, kwargs)
 
 
 @every_example
