@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import inspect
 import weakref
 from collections.abc import Iterator
@@ -32,6 +33,9 @@ import cupy_fp8 as fp8
 from cupy_fp8 import cases, reference, testing
 from cupy_fp8.arrays import bits, is_contiguous
 from cupy_fp8.calls import call, remembered
+from cupy_fp8.kernels import owner_of
+
+workspace = importlib.import_module("cupy_fp8.kernels.workspace")  # the package has a function of that name
 
 
 def noticed(known: Example, changed: Example, options_are_equal: bool = False) -> None:
@@ -108,6 +112,25 @@ def other_values(value: Any) -> Iterator[Any]:
         yield from (value + "x", "".join(value))
 
 
+@pytest.mark.parametrize("recipe", [fp8.CurrentScaling(), fp8.BlockScaling(), fp8.MXScaling()], ids=str)
+def test_a_square_and_its_transpose(recipe, device):
+    """They have the same memory, shape and dtype."""
+    host = np.random.default_rng(0).standard_normal((64, 64), np.float32)
+    x = device.array(host)
+    for _ in range(2):
+        for view, of_host in ((x, host), (x.T, host.T)):
+            testing.assert_bytes_equal(device.run.numpy(recipe.quantize(view)), recipe.quantize(of_host))
+
+
+def test_an_argument_that_is_updated_and_now_overlaps_another(device):
+    """Calls that allocate look at new addresses too, where something else than the result is written."""
+    x, amax = device.array(np.ones((16, 32), np.float32)), device.array(np.zeros(1, np.float32))
+    for _ in range(2):
+        fp8.cast_transpose(x, 1.0, amax=amax)
+    with pytest.raises(ValueError, match="amax: overlaps x"):
+        fp8.cast_transpose(x, 1.0, amax=x.reshape(-1)[:1])
+
+
 @every_example
 def test_options_that_are_equal(example, device):
     """True, 1 and 1.0 are equal and hash alike; so are 0.0 and -0.0. Not every op takes each of them."""
@@ -150,10 +173,15 @@ def test_no_array_is_kept_alive(example, run):
 def test_an_array_in_the_place_of_one_that_is_gone(example, device):
     """Arrays come and go at the same addresses, as a pool gives them."""
     cp, example = device.cupy, example.on(device.run)
+    workspaces = None
     for _ in range(3):
         args, kwargs = on_host(example)
         example.call()
         compare(example, args, kwargs)
+        found = sum(owner() is owner_of(a) for a in example.result
+                    for owner, _ in workspace._of_array.values())
+        assert found == (found if workspaces is None else workspaces), "a workspace of a result that is gone"
+        workspaces = found
         change_contents(example, device)
         example = example.with_tree(mapped(example.tree, lambda a: cp.ndarray(a.shape, a.dtype, a.data)))
         example.poison()

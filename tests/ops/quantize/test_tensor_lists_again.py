@@ -112,13 +112,13 @@ def test_calls_that_come_again_make_no_table(recipe, uploads, launched):
 @pytest.mark.parametrize("recipe", KINDS[2:], ids=kind)
 def test_a_table_makes_no_room_for_another_of_the_same_call(recipe, run):
     """A launch for each dtype has a table of its own. One array is another each time, so its table is made
-    again, and the other two tables are the oldest."""
+    again, and the other two tables are the oldest. Calls that come again find that theirs is gone."""
     host = [cases.values("normal", (16, 40), dtype) for dtype in INPUT_DTYPES]
     xs = [run.array(x) for x in host]
     given, outputs = scales_of(recipe, xs), outputs_for(xs, recipe)
     others = [cases.values("normal", (16, 40), host[-1].dtype, i) for i in range(2 * tables._MOST)]
     in_memory = [run.array(x) for x in others]              # all at once, so that each has its own
-    for x, other in zip(others, in_memory, strict=True):
+    for x, other in zip(others * 2, in_memory * 2, strict=True):
         multi([*xs[:-1], other], recipe, outputs=outputs, **given)
         assert_all_same(run, outputs, expected(recipe, [*host[:-1], x]))
         poison(outputs)
