@@ -7,6 +7,8 @@ import importlib
 import inspect
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import combinations
 from typing import Any
 from unittest import mock
 
@@ -110,6 +112,26 @@ def other_values(value: Any) -> Iterator[Any]:
             yield -0.0
     elif isinstance(value, str):
         yield from (value + "x", "".join(value))
+
+
+@every_result
+def test_two_arrays_that_were_one(example, device):
+    """In a call before, which allocates as this one does."""
+    example = example.on(device.run)
+    for one, other in combinations(given(example).values(), 2):
+        if (one.shape, one.dtype) == (other.shape, other.dtype):
+            remembered.forget()
+            with suppress(TypeError, ValueError):               # Not every op takes one array for both.
+                anew(with_array(example, other, one))
+            args, kwargs = on_host(example)
+            compare(example.with_tree((example.args, example.kwargs, anew(example))), args, kwargs)
+
+
+def test_a_pointer_that_leads_elsewhere():
+    known = remembered._Known([(8192, 1), (4096, 16)], {64}, placed=False)
+    assert known.slots([(0, 4100), (1, 0), (2, 64), (5, 8192)]) == [(0, 1, 4), (5, 0, 0)]
+    for value in (4095, 4112, 8193, 63):
+        assert known.slots([(0, 4096), (1, value)]) is None
 
 
 @pytest.mark.parametrize("recipe", [fp8.CurrentScaling(), fp8.BlockScaling(), fp8.MXScaling()], ids=str)
