@@ -64,6 +64,47 @@ struct WarpRows {
     int rows, columns;
 };
 
+// Two neighbours; pairs: as one. both: the second one exists.
+__device__ __forceinline__ float2 load_two(const float* at, bool pairs, bool both) {
+    if (pairs) return *reinterpret_cast<const float2*>(at);
+    return make_float2(at[0], both ? at[1] : 0);
+}
+__device__ __forceinline__ void store_two(float* at, float2 values, bool pairs, bool both) {
+    if (pairs) {
+        *reinterpret_cast<float2*>(at) = values;
+    } else {
+        at[0] = values.x;
+        if (both) at[1] = values.y;
+    }
+}
+
+// Adds a lane's sums to what its row of D has. Eight pairs are loaded before the first is stored, since the
+// compiler moves no load over a store. (Registers spill with twelve.)
+template <int kColumns>
+__device__ __forceinline__ void add_row(float* out, int columns, const float (&sums)[kColumns / 2], int half,
+                                        bool pairs) {
+    constexpr int kLoads = 8;
+    static_assert(kColumns / 8 % kLoads == 0, "all columns are in some batch");
+    const int first = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kColumns / 8; i += kLoads) {
+        float2 before[kLoads];
+#pragma unroll
+        for (int j = 0; j < kLoads; j++) {
+            const int column = 8 * (i + j) + first;
+            if (column < columns) before[j] = load_two(out + column, pairs, column + 1 < columns);
+        }
+#pragma unroll
+        for (int j = 0; j < kLoads; j++) {
+            const int column = 8 * (i + j) + first;
+            const float* const own = sums + 4 * (i + j) + 2 * half;
+            if (column < columns)
+                store_two(out + column, make_float2(add_rn(before[j].x, own[0]), add_rn(before[j].y, own[1])),
+                          pairs, column + 1 < columns);
+        }
+    }
+}
+
 // Any address and any number of columns; also adds to f32. pairs: two neighbours are stored as one.
 template <int kColumns>
 __device__ __forceinline__ void store_sums(const WarpRows& to, const float (&sums)[kColumns / 2], u32 type,
@@ -74,26 +115,18 @@ __device__ __forceinline__ void store_sums(const WarpRows& to, const float (&sum
         const int row = lane / 4 + half * 8;
         if (row >= to.rows) continue;
         u8* const out = to.out + row * to.pitch * (type == kOutF32 ? 4 : 2);
+        if (add) {
+            add_row<kColumns>(reinterpret_cast<float*>(out), to.columns, sums, half, pairs);
+            continue;
+        }
 #pragma unroll
         for (int i = 0; i < kColumns / 8; i++) {
             const int column = 8 * i + first;
-            float low = sums[4 * i + 2 * half], high = sums[4 * i + 2 * half + 1];
+            const float low = sums[4 * i + 2 * half], high = sums[4 * i + 2 * half + 1];
             if (column >= to.columns) continue;
             const bool both = column + 1 < to.columns;
             if (type == kOutF32) {
-                float* const at = reinterpret_cast<float*>(out) + column;
-                if (pairs) {
-                    float2* const pair = reinterpret_cast<float2*>(at);
-                    if (add) {
-                        const float2 before = *pair;
-                        low = add_rn(before.x, low);
-                        high = add_rn(before.y, high);
-                    }
-                    *pair = make_float2(low, high);
-                } else {
-                    at[0] = add ? add_rn(at[0], low) : low;
-                    if (both) at[1] = add ? add_rn(at[1], high) : high;
-                }
+                store_two(reinterpret_cast<float*>(out) + column, make_float2(low, high), pairs, both);
             } else {
                 const u32 words = narrow_pair(type, low, high);
                 u16* const at = reinterpret_cast<u16*>(out) + column;
