@@ -225,7 +225,7 @@ def test_memory_by_turns(example, device):
         bits(place)[...] = bits(device.array(contents[id(a)]))
         return place
 
-    for turn in range(12):
+    for turn in range(6):
         moved = example.with_tree(mapped(example.tree, move))
         args, kwargs = on_host(moved)
         moved.poison()
