@@ -195,15 +195,14 @@ def test_no_array_is_kept_alive(example, run):
 def test_an_array_in_the_place_of_one_that_is_gone(example, device):
     """Arrays come and go at the same addresses, as a pool gives them."""
     cp, example = device.cupy, example.on(device.run)
-    workspaces = None
+    workspaces: list[int] = []
     for _ in range(3):
         args, kwargs = on_host(example)
         example.call()
         compare(example, args, kwargs)
-        found = sum(owner() is owner_of(a) for a in example.result
-                    for owner, _ in workspace._of_array.values())
-        assert found == (found if workspaces is None else workspaces), "a workspace of a result that is gone"
-        workspaces = found
+        workspaces.append(sum(owner() is owner_of(a) for a in example.result
+                              for owner, _ in workspace._of_array.values()))
+        assert workspaces[-1] == workspaces[0], "a workspace of a result that is gone"
         change_contents(example, device)
         example = example.with_tree(mapped(example.tree, lambda a: cp.ndarray(a.shape, a.dtype, a.data)))
         example.poison()
