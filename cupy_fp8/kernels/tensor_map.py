@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-_UINT8, _SWIZZLE_128, _L2_128, _ZEROS_OUTSIDE, _NOT_INTERLEAVED = 0, 3, 2, 0, 0
+_SWIZZLE_128, _L2_128, _ZEROS_OUTSIDE, _NOT_INTERLEAVED = 3, 2, 0, 0
+_TYPES = {1: 0, 2: 1, 4: 7}            # uint8, uint16, float32, by bytes of an element
 _BOX_BYTES, _BYTES, _ALIGNMENT = 128, 128, 64
 
 
@@ -25,12 +26,13 @@ class TensorMap(bytes):
 
 
 def encode(x: Any, at: int, columns: int, rows: int, pitch: int, box_rows: int,
-           matrices: int = 0) -> TensorMap:
-    """The map of a matrix of bytes with rows at multiples of `pitch`, which is copied in boxes of 128 columns
-    and box_rows rows. matrices: of so many, one after the other, whose boxes have three coordinates; 0: of
-    one, whose boxes have two. x: an array on the same device; for a NumPy array, what kernels on the CPU
-    read. An empty matrix has the map of one element, which is never copied."""
-    shape = max(columns, 1), max(rows, 1), max(pitch, 16), box_rows, matrices
+           matrices: int = 0, itemsize: int = 1) -> TensorMap:
+    """The map of a matrix with rows at multiples of `pitch` bytes, which is copied in boxes of box_rows rows
+    of 128 bytes. Its elements are bytes, 16 bits wide or float32, by their itemsize. matrices: of so many,
+    one after the other, whose boxes have three coordinates; 0: of one, whose boxes have two. x: an array on
+    the same device; for a NumPy array, what kernels on the CPU read. An empty matrix has the map of one
+    element, which is never copied."""
+    shape = max(columns, 1), max(rows, 1), max(pitch, 16), box_rows, matrices, itemsize
     encoded = on_host if isinstance(x, np.ndarray) else _encoded
 
     def moved(at: int) -> TensorMap:
@@ -41,24 +43,27 @@ def encode(x: Any, at: int, columns: int, rows: int, pitch: int, box_rows: int,
     return moved(at)
 
 
-def on_host(at: int, columns: int, rows: int, pitch: int, box_rows: int, matrices: int = 0) -> TensorMap:
+def on_host(at: int, columns: int, rows: int, pitch: int, box_rows: int, matrices: int = 0,
+            itemsize: int = 1) -> TensorMap:
     """The map that kernels on the CPU read."""
-    packed = struct.pack("=QQQQII", at, columns, rows, pitch, box_rows, max(matrices, 1))
+    packed = struct.pack("=QQQQIII", at, columns, rows, pitch, box_rows, max(matrices, 1), itemsize)
     return TensorMap(packed.ljust(_BYTES, b"\0"))
 
 
 @functools.lru_cache(4096)
-def _encoded(at: int, columns: int, rows: int, pitch: int, box_rows: int, matrices: int) -> TensorMap:
+def _encoded(at: int, columns: int, rows: int, pitch: int, box_rows: int, matrices: int,
+             itemsize: int) -> TensorMap:
     raw = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
     where = -(-ctypes.addressof(raw) // _ALIGNMENT) * _ALIGNMENT
     u64, u32, rank = ctypes.c_uint64, ctypes.c_uint32, 3 if matrices else 2
     status = _driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(where), _UINT8, rank, ctypes.c_void_p(at), (u64 * 3)(columns, rows, matrices),
-        (u64 * 2)(pitch, rows * pitch), (u32 * 3)(_BOX_BYTES, box_rows, 1), (u32 * 3)(1, 1, 1),
-        _NOT_INTERLEAVED, _SWIZZLE_128, _L2_128, _ZEROS_OUTSIDE)
+        ctypes.c_void_p(where), _TYPES[itemsize], rank, ctypes.c_void_p(at),
+        (u64 * 3)(columns, rows, matrices), (u64 * 2)(pitch, rows * pitch),
+        (u32 * 3)(_BOX_BYTES // itemsize, box_rows, 1), (u32 * 3)(1, 1, 1), _NOT_INTERLEAVED, _SWIZZLE_128,
+        _L2_128, _ZEROS_OUTSIDE)
     if status:
-        raise RuntimeError(f"cuTensorMapEncodeTiled: status {status} for {rows} rows of {columns} bytes at "
-                           f"{at:#x}, pitch {pitch}")
+        raise RuntimeError(f"cuTensorMapEncodeTiled: status {status} for {rows} rows of {columns} elements "
+                           f"of {itemsize} bytes at {at:#x}, pitch {pitch}")
     return TensorMap(ctypes.string_at(where, _BYTES))
 
 

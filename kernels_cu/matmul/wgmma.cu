@@ -51,8 +51,6 @@ __device__ __forceinline__ void find_tiles(const WgmmaParams& p, Shared& shared)
                 t.b_scale = product.b.first_scale(tile.at);
                 t.a_scale_block = product.a.scale_block_of(tile.at);
                 t.b_scale_block = product.b.scale_block_of(tile.at);
-                t.out = product.out + (tile.at.group * product.out_group + tile.at.start * product.out_start)
-                                          * (product.out_type == kOutF32 ? 4 : 2);
                 t.a_row = (int)((kSizesOfK ? 0 : tile.at.start) + tile.row);
                 t.b_row = (int)((kSizesOfK ? 0 : tile.at.group * product.n) + tile.column);
                 t.matrix = kSizesOfK ? (int)tile.at.group : 0;
@@ -236,25 +234,35 @@ struct Multiplier {
         RowScales scales(stage, at_low, at_high, t.column, of_b);
         place.next();
         is_full = place.is_full(shared.ring);              // asked while the tensor core works
+        const ColumnScales columns(stage);
         finish_products<kTileColumns>(products, a, b);
         if (!scales.exact)
             scales.multiply_by_rows(products, stage.a[at_low], stage.a[at_high], t.column, of_b);
-        add_products(sums, products, scales, stage, is_last, [this] { release(kAt); });
+        add_products(sums, products, scales, columns, is_last, [this] { release(kAt); });
         return is_last;
     }
     __device__ __forceinline__ void store(const QueuedTile& t) {
         const Product& p = params.product;
         const u64 out_bytes = p.out_type == kOutF32 ? 4 : 2;
         const int rows = t.rows - t.row - first_row();
+        if (rows <= 0 || (t.blocks == 0 && p.accumulate)) return;
+        u8* const staged = shared.staged[warp];
         // A box has 16 rows. Where the group has fewer left, it would overwrite those of the next one.
         if (params.copies_out && rows >= 16) {
-            copy_rows_out<kTileColumns>(params.out_map, sums, p.out_type, shared.staged[warp],
-                                        t.a_row + first_row(), t.column * 2, t.matrix);
-        } else if (t.blocks > 0 || !p.accumulate) {
-            const i64 element = (i64)(t.row + first_row()) * p.n + t.column;
+            const PlaceOut to = {params.out_map, t.matrix, t.a_row + first_row(), t.column};
+            // Gradients of many groups are more than the L2 has room for, and nobody reads them soon.
+            if (p.out_type != kOutF32) copy_rows_out<kTileColumns, kSizesOfK>(to, sums, p.out_type, staged);
+            else if (p.accumulate) copy_sums_out<kTileColumns, true, kSizesOfK>(to, sums, staged);
+            else copy_sums_out<kTileColumns, false, kSizesOfK>(to, sums, staged);
+            return;
+        }
+        const i64 element = t.matrix * p.out_group + (i64)(t.a_row + first_row()) * p.n + t.column;
+        const WarpRows to = {p.out + element * out_bytes, p.n, rows, (int)t.columns};
+        if (params.copies_out && p.accumulate) {
+            add_rows_out<kTileColumns>(to, sums, staged);
+        } else {
             const bool pairs = ((u64)p.out | (u64)(p.n * out_bytes)) % 8 == 0;
-            store_sums<kTileColumns>({t.out + element * out_bytes, p.n, rows, (int)t.columns}, sums,
-                                     p.out_type, p.accumulate, pairs);
+            store_sums<kTileColumns>(to, sums, p.out_type, p.accumulate, pairs);
         }
     }
 };

@@ -11,18 +11,18 @@ from typing import Any
 
 from ... import backend
 from ...arrays import bits
-from ...ops.matmul.grouped import grouped_matmul_nt
 from .compare import _BURSTS, _PAUSE, _WARM, Call, seconds
-from .grouped import SHAPES, Shape, operands, result
+from .grouped import SHAPES, Shape, operands, product, result
 
 
 def callers(shape: Shape) -> Iterator[tuple[str, Any]]:
     """What is timed, each by a function that makes the call."""
     a, b, splits = operands(shape)
     out = result(shape, b.data if shape.group == "m" else b.columnwise)
-    yield "grouped_matmul_nt", lambda: partial(grouped_matmul_nt, a, b, splits, group=shape.group, out=out)
-    if shape.group == "k" and shape.multiple % 16:
-        return                          # PyTorch refuses such sizes on the device, which ends the process.
+    yield "grouped_matmul_nt", lambda: product(shape, a, b, splits, out)
+    # PyTorch adds to nothing. Such sizes it refuses on the device, which ends the process.
+    if shape.adds or (shape.group == "k" and shape.multiple % 16):
+        return
     yield "torch._scaled_grouped_mm rows", partial(_by_torch, shape, a, b, True)
     yield "torch._scaled_grouped_mm rows fast", partial(_by_torch, shape, a, b, True, fast=True)
     yield "torch._grouped_mm bf16", partial(_by_torch, shape, a, b, False)

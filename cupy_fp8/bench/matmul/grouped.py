@@ -4,6 +4,7 @@ products beside PyTorch's."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,19 +12,20 @@ import numpy as np
 from ... import backend
 from ...arrays import Array, asnumpy, bits, empty
 from ...cases.matmul.tolerance import assert_within
-from ...formats import bfloat16, float8_e4m3fn
+from ...formats import bfloat16, float8_e4m3fn, float32
 from ...grouped import Grouped
 from ...layouts import grouped_scale_shape, scale_shape
 from ...ops.matmul.grouped import grouped_matmul_nt
 from ...reference.matmul import grouped as reference
 from ...results import Scaled
-from ..measure import Spec
+from ..measure import Call, Spec
 
 _ROWS = 4                           # of the result, that are compared with the reference
 
 
 class Shape(NamedTuple):
-    """A grouped product. total: rows of all groups ("m") or columns ("k"). multiple: of all sizes."""
+    """A grouped product. total: rows of all groups ("m") or columns ("k"). multiple: of all sizes. adds: to
+    float32, else the result is bfloat16."""
 
     group: str
     experts: int
@@ -31,6 +33,7 @@ class Shape(NamedTuple):
     n: int
     other: int                      # K of "m", M of "k"
     multiple: int = 1
+    adds: bool = False
 
     @property
     def flops(self) -> int:
@@ -38,16 +41,18 @@ class Shape(NamedTuple):
 
     @property
     def traffic(self) -> int:
-        """Bytes of operands and of the result in bfloat16. All experts have tokens, if there are enough."""
+        """Bytes of operands and of the result. All experts have tokens, if there are enough."""
+        of_result = 8 if self.adds else 2
         if self.group == "k":
-            return self.total * (self.n + self.other) + 2 * self.experts * self.n * self.other
+            return self.total * (self.n + self.other) + of_result * self.experts * self.n * self.other
         used = int((self.sizes() > 0).sum())
-        return self.total * self.other + used * self.n * self.other + 2 * self.total * self.n
+        return self.total * self.other + used * self.n * self.other + of_result * self.total * self.n
 
     @property
     def label(self) -> str:
         kind = "rows" if self.group == "m" else "gradient"
-        return f"{kind} E={self.experts} {'any size' if self.multiple == 1 else f'sizes % {self.multiple}'}"
+        sizes = "any size" if self.multiple == 1 else f"sizes % {self.multiple}"
+        return f"{kind} E={self.experts} {sizes}{' added' if self.adds else ''}"
 
     def sizes(self) -> np.ndarray:
         """Uneven sizes that add up to total."""
@@ -61,6 +66,7 @@ SHAPES = (
     *(Shape("m", e, 32768, n, k, multiple) for e, multiple in ((8, 1), (64, 128), (64, 1))
       for n, k in ((4096, 7168), (7168, 2048))),
     *(Shape("k", e, 32768, 7168, 4096, multiple) for e in (8, 64) for multiple in (128, 16, 1)),
+    *(Shape("k", e, 32768, 7168, 4096, 128, adds=True) for e in (8, 64)),
     *(Shape("m", e, tokens, 4096, 7168) for e, tokens in ((64, 64), (64, 1024), (256, 64), (256, 1024))),
 )
 
@@ -104,21 +110,31 @@ def _columns(shape: Shape, rows: int, sizes: Array) -> Grouped:
 
 def result(shape: Shape, like: Array) -> Array:
     extents = (shape.total, shape.n) if shape.group == "m" else (shape.experts, shape.other, shape.n)
-    return empty(extents, bfloat16, like=like)
+    return empty(extents, float32 if shape.adds else bfloat16, like=like)
+
+
+def product(shape: Shape, a: Any, b: Any, splits: Any, out: Array) -> Call:
+    """The call that is timed."""
+    into = {"accumulate" if shape.adds else "out": out}
+    return partial(grouped_matmul_nt, a, b, splits, group=shape.group, **into)
 
 
 def _product(shape: Shape) -> Any:
     def make() -> Any:
         a, b, splits = operands(shape)
         out = result(shape, b.data if shape.group == "m" else b.columnwise)
+        call = product(shape, a, b, splits, out)
 
         def check() -> None:
+            if shape.adds:
+                bits(out).fill(0)
+                call()
             if shape.group == "m":
                 _check_rows(a, b, shape, out)
             else:
                 _check_gradient(a, b, out)
 
-        return (lambda: grouped_matmul_nt(a, b, splits, group=shape.group, out=out)), check
+        return call, check
 
     return make
 
@@ -145,8 +161,8 @@ def _check_gradient(a: Grouped, b: Grouped, out: Array) -> None:
     whole = Scaled(asnumpy(right.data), asnumpy(right.scale_inv), right.shape, False, right.block,
                    right.scale_layout)
     sizes = [left.shape[1]]
-    want = reference.grouped_matmul_nt(rows, whole, sizes, group="k")
-    got = np.ascontiguousarray(asnumpy(bits(out)[:1, :_ROWS])).view(bfloat16)
+    want = reference.grouped_matmul_nt(rows, whole, sizes, group="k", dtype=out.dtype)
+    got = np.ascontiguousarray(asnumpy(bits(out)[:1, :_ROWS])).view(out.dtype)
     assert_within(got, want, reference.grouped_magnitudes(rows, whole, sizes, group="k"))
 
 

@@ -177,12 +177,24 @@ extern "C" int host_mbarrier_try_wait(void* barrier, unsigned parity) {
 extern "C" void host_bulk_store(void* global, const void* shared, unsigned bytes) {
     CALLED_FROM_KERNEL();
     check_bulk("bulk store", shared, global, bytes);
-    append(self()->stores, BulkStore{global, shared, bytes, self()->store_group});
+    append(self()->stores, BulkStore{global, shared, bytes, self()->store_group, false});
+}
+extern "C" void host_bulk_add_f32(void* global, const void* shared, unsigned bytes) {
+    CALLED_FROM_KERNEL();
+    check_bulk("bulk addition", shared, global, bytes);
+    append(self()->stores, BulkStore{global, shared, bytes, self()->store_group, true});
+}
+static void land_store(const BulkStore& store) {
+    if (!store.adds_f32) {
+        memcpy(store.global, store.shared, store.bytes);
+        return;
+    }
+    float* const to = (float*)store.global;
+    for (unsigned i = 0; i < store.bytes / 4; i++) to[i] += ((const float*)store.shared)[i];
 }
 extern "C" void host_bulk_commit() { self()->store_group++; }
 extern "C" void host_bulk_wait(unsigned pending_groups) {
-    land_groups(self()->stores, self()->store_group, pending_groups,
-                [](const BulkStore& store) { memcpy(store.global, store.shared, store.bytes); });
+    land_groups(self()->stores, self()->store_group, pending_groups, land_store);
 }
 
 // ---- the ends ----

@@ -30,6 +30,7 @@ struct BulkStore {
     void* global;
     const void* shared;
     unsigned bytes, group;
+    bool adds_f32;
 };
 
 struct Thread : HostThread {

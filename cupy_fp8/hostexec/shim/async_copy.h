@@ -20,6 +20,7 @@
 //                                          a row of cp.async.bulk.tensor: the rest after source_bytes is
 //                                          zeroed; 16-byte chunk c lands at c ^ swizzle
 //   host_bulk_store(global, shared, bytes)                 cp.async.bulk.global.shared.bulk_group
+//   host_bulk_add_f32(global, shared, bytes)               cp.reduce.async.bulk with .add.f32
 //   host_bulk_commit(), host_bulk_wait(n)                  cp.async.bulk.commit_group, .wait_group[.read] n
 #pragma once
 

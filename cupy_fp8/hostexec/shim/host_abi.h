@@ -90,6 +90,7 @@ void host_bulk_load(void* shared, const void* global, unsigned bytes, void* barr
 void host_bulk_load_row(void* shared, const void* global, unsigned bytes, unsigned source_bytes,
                         unsigned swizzle, void* barrier);
 void host_bulk_store(void* global, const void* shared, unsigned bytes);
+void host_bulk_add_f32(void* global, const void* shared, unsigned bytes);
 void host_bulk_commit();
 void host_bulk_wait(unsigned pending_groups);
 }

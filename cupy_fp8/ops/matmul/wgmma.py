@@ -113,10 +113,10 @@ def _maps(call: Call, p: Problem, blocks: int) -> tuple[TensorMap, TensorMap, in
 
 
 def _out_map(call: Call, p: Problem) -> TensorMap | None:
-    """The tensor map of D; None where other stores write it: of float32, of rows that do not begin at
-    multiples of 16 bytes, and of those with 2**31 bytes and more, since coordinates have 32 bits."""
+    """The tensor map of D; None where other stores write it, since its rows do not begin at multiples of 16
+    bytes."""
     pitch = p.n * p.to.itemsize
-    if p.to.itemsize != 2 or p.out % 16 or pitch % 16 or pitch > _LARGEST:
+    if p.out % 16 or pitch % 16:
         return None
     matrices, rows = (p.groups, p.m) if p.sizes_of_k else (1, p.total)
-    return tensor_map.encode(call.x, p.out, pitch, rows, pitch, _BOX_ROWS_OUT, matrices)
+    return tensor_map.encode(call.x, p.out, p.n, rows, pitch, _BOX_ROWS_OUT, matrices, p.to.itemsize)

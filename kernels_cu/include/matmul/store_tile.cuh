@@ -39,12 +39,18 @@ __device__ __forceinline__ void stage_rows(const float (&sums)[kColumns / 2], u8
         store_16x16<kType>(staged + c / 64 * (16 * kBoxBytes), c % 64 / 8, sums + c / 2);
 }
 
+// Where a warp's 16 rows begin in the matrices of a map.
+struct PlaceOut {
+    const TensorMap& map;
+    int matrix, row, column;
+};
+
 // A warp's 16 rows of 16-bit elements leave by a copy for each 64 columns. `staged` is the warp's own, at a
-// multiple of 1024, with room for them. column: in bytes
-template <int kColumns>
-__device__ __forceinline__ void copy_rows_out(const TensorMap& map, const float (&sums)[kColumns / 2],
-                                              u32 type, u8* staged, int row, int column, int matrix) {
-    copy_out_wait_read();
+// multiple of 1024, with room for them.
+template <int kColumns, bool kReadLate>
+__device__ __forceinline__ void copy_rows_out(const PlaceOut& to, const float (&sums)[kColumns / 2], u32 type,
+                                              u8* staged) {
+    copy_out_wait_read<0>();
     __syncwarp();
     if (type == kOutBf16) stage_rows<kOutBf16, kColumns>(sums, staged);
     else stage_rows<kOutF16, kColumns>(sums, staged);
@@ -53,8 +59,35 @@ __device__ __forceinline__ void copy_rows_out(const TensorMap& map, const float 
     if (threadIdx.x % 32) return;
 #pragma unroll
     for (int i = 0; i < kColumns / 64; i++)
-        copy_box_out(&map, staged + i * (16 * kBoxBytes), matrix, row, column + i * kBoxBytes);
+        copy_box_out<false, kReadLate>(&to.map, staged + i * (16 * kBoxBytes), to.matrix, to.row,
+                                       to.column + i * 64);
     copy_out_commit();
+}
+
+// Its sums as they are leave by a copy for each 32 columns, or are added to what D has. They take twice the
+// room, so a box waits until the one before it at the same place was read.
+template <int kColumns, bool kAdds, bool kReadLate>
+__device__ __forceinline__ void copy_sums_out(const PlaceOut& to, const float (&sums)[kColumns / 2],
+                                              u8* staged) {
+    constexpr int kPlaces = kColumns / 64;
+    const int lane = threadIdx.x % 32, row = lane / 4;
+#pragma unroll
+    for (int i = 0; i < kColumns / 32; i++) {
+        u8* const box = staged + i % kPlaces * (16 * kBoxBytes);
+        copy_out_wait_read<kPlaces - 1>();
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            u8* const at = box + row * kBoxBytes + ((2 * j + lane % 4 / 2) ^ row) * 16 + lane % 2 * 8;
+            const float* const own = sums + 16 * i + 4 * j;
+            *reinterpret_cast<float2*>(at) = make_float2(own[0], own[1]);
+            *reinterpret_cast<float2*>(at + 8 * kBoxBytes) = make_float2(own[2], own[3]);
+        }
+        publish_to_copies();
+        __syncwarp();
+        if (lane == 0) copy_box_out<kAdds, kReadLate>(&to.map, box, to.matrix, to.row, to.column + i * 32);
+        copy_out_commit();
+    }
 }
 
 // Where a warp stores: its first row of D, and which elements exist from there.
@@ -63,6 +96,35 @@ struct WarpRows {
     i64 pitch;                     // elements from row to row
     int rows, columns;
 };
+
+// Adds fewer rows than a box has to D, whose rows begin at multiples of 16 bytes: each lane starts the copies
+// of one row. (To load what is there would take longer than the products.)
+template <int kColumns>
+__device__ __forceinline__ void add_rows_out(const WarpRows& to, const float (&sums)[kColumns / 2],
+                                             u8* staged) {
+    constexpr int kPart = kColumns / 2, kRowBytes = kPart * 4;
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int part = 0; part < 2; part++) {
+        copy_out_wait_read<0>();
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < kPart / 8; i++) {
+            u8* const at = staged + lane / 4 * kRowBytes + (8 * i + lane % 4 * 2) * 4;
+            const float* const own = sums + part * kPart / 2 + 4 * i;
+            *reinterpret_cast<float2*>(at) = make_float2(own[0], own[1]);
+            *reinterpret_cast<float2*>(at + 8 * kRowBytes) = make_float2(own[2], own[3]);
+        }
+        publish_to_copies();
+        __syncwarp();
+        const int left = to.columns - part * kPart;
+        if (lane < to.rows && left > 0)
+            add_bytes_out(reinterpret_cast<float*>(to.out) + lane * to.pitch + part * kPart,
+                          staged + lane * kRowBytes, (left < kPart ? left : kPart) * 4);
+        copy_out_commit();
+    }
+    copy_out_wait_read<0>();       // Others wait for the copies of lane 0 alone.
+}
 
 // Two neighbours; pairs: as one. both: the second one exists.
 __device__ __forceinline__ float2 load_two(const float* at, bool pairs, bool both) {
@@ -78,33 +140,6 @@ __device__ __forceinline__ void store_two(float* at, float2 values, bool pairs, 
     }
 }
 
-// Adds a lane's sums to what its row of D has. Eight pairs are loaded before the first is stored, since the
-// compiler moves no load over a store. (Registers spill with twelve.)
-template <int kColumns>
-__device__ __forceinline__ void add_row(float* out, int columns, const float (&sums)[kColumns / 2], int half,
-                                        bool pairs) {
-    constexpr int kLoads = 8;
-    static_assert(kColumns / 8 % kLoads == 0, "all columns are in some batch");
-    const int first = threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < kColumns / 8; i += kLoads) {
-        float2 before[kLoads];
-#pragma unroll
-        for (int j = 0; j < kLoads; j++) {
-            const int column = 8 * (i + j) + first;
-            if (column < columns) before[j] = load_two(out + column, pairs, column + 1 < columns);
-        }
-#pragma unroll
-        for (int j = 0; j < kLoads; j++) {
-            const int column = 8 * (i + j) + first;
-            const float* const own = sums + 4 * (i + j) + 2 * half;
-            if (column < columns)
-                store_two(out + column, make_float2(add_rn(before[j].x, own[0]), add_rn(before[j].y, own[1])),
-                          pairs, column + 1 < columns);
-        }
-    }
-}
-
 // Any address and any number of columns; also adds to f32. pairs: two neighbours are stored as one.
 template <int kColumns>
 __device__ __forceinline__ void store_sums(const WarpRows& to, const float (&sums)[kColumns / 2], u32 type,
@@ -115,18 +150,20 @@ __device__ __forceinline__ void store_sums(const WarpRows& to, const float (&sum
         const int row = lane / 4 + half * 8;
         if (row >= to.rows) continue;
         u8* const out = to.out + row * to.pitch * (type == kOutF32 ? 4 : 2);
-        if (add) {
-            add_row<kColumns>(reinterpret_cast<float*>(out), to.columns, sums, half, pairs);
-            continue;
-        }
 #pragma unroll
         for (int i = 0; i < kColumns / 8; i++) {
             const int column = 8 * i + first;
-            const float low = sums[4 * i + 2 * half], high = sums[4 * i + 2 * half + 1];
+            float low = sums[4 * i + 2 * half], high = sums[4 * i + 2 * half + 1];
             if (column >= to.columns) continue;
             const bool both = column + 1 < to.columns;
             if (type == kOutF32) {
-                store_two(reinterpret_cast<float*>(out) + column, make_float2(low, high), pairs, both);
+                float* const at = reinterpret_cast<float*>(out) + column;
+                if (add) {
+                    const float2 before = load_two(at, pairs, both);
+                    low = add_rn(before.x, low);
+                    high = add_rn(before.y, high);
+                }
+                store_two(at, make_float2(low, high), pairs, both);
             } else {
                 const u32 words = narrow_pair(type, low, high);
                 u16* const at = reinterpret_cast<u16*>(out) + column;

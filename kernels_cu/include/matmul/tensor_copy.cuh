@@ -11,8 +11,9 @@ struct alignas(64) TensorMap {
     u8 bytes[128];
 };
 struct TensorMapOnHost {
-    u64 address, columns, rows, pitch;
+    u64 address, columns, rows, pitch;     // the pitch in bytes
     u32 box_rows, matrices;        // Matrices follow one another.
+    u32 element_bytes;             // Columns are counted in elements.
 };
 
 __device__ __forceinline__ u32 shared_address(const void* p) {
@@ -67,20 +68,44 @@ __device__ __forceinline__ void copy_bytes(void* shared, const void* global, u32
 }
 
 // Starts the copy of a box from shared memory to the matrices of a map, where (matrix, row, column) is its
-// first element. What would lie outside is left out. The thread commits and waits.
+// first element, or its addition to the f32 that are there. What would lie outside is left out. The thread
+// commits and waits. kReadLate: the L2 drops it before anything else.
+template <bool kAdds, bool kReadLate>
 __device__ __forceinline__ void copy_box_out(const TensorMap* map, const u8* shared, int matrix, int row,
                                              int column) {
 #ifdef CUPY_FP8_HOST
     const TensorMapOnHost& m = *reinterpret_cast<const TensorMapOnHost*>(map);
+    const u64 first = (u64)column * m.element_bytes, end = m.columns * m.element_bytes;
     for (u32 r = 0; r < m.box_rows && (u64)row + r < m.rows && (u32)matrix < m.matrices; r++)
-        for (u32 chunk = 0; chunk < kBoxBytes / 16 && column + chunk * 16 < m.columns; chunk++) {
-            const u64 at = ((u64)matrix * m.rows + row + r) * m.pitch + column + chunk * 16;
-            host_bulk_store(reinterpret_cast<u8*>(m.address) + at,
-                            shared + r * kBoxBytes + (chunk ^ r % 8) * 16, 16);
+        for (u32 chunk = 0; chunk < kBoxBytes / 16 && first + chunk * 16 < end; chunk++) {
+            const u64 at = ((u64)matrix * m.rows + row + r) * m.pitch + first + chunk * 16;
+            u8* const to = reinterpret_cast<u8*>(m.address) + at;
+            const u8* const from = shared + r * kBoxBytes + (chunk ^ r % 8) * 16;
+            if (kAdds) host_bulk_add_f32(to, from, 16);
+            else host_bulk_store(to, from, 16);
         }
 #else
-    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];"
-                 :: "l"(map), "r"(column), "r"(row), "r"(matrix), "r"(shared_address(shared)) : "memory");
+    const u32 from = shared_address(shared);
+    u64 policy;
+    if (kReadLate) asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+    else asm("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(policy));
+    if (kAdds)
+        asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group.L2::cache_hint "
+                     "[%0, {%1, %2, %3}], [%4], %5;"
+                     :: "l"(map), "r"(column), "r"(row), "r"(matrix), "r"(from), "l"(policy) : "memory");
+    else
+        asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group.L2::cache_hint "
+                     "[%0, {%1, %2, %3}], [%4], %5;"
+                     :: "l"(map), "r"(column), "r"(row), "r"(matrix), "r"(from), "l"(policy) : "memory");
+#endif
+}
+// Starts the addition of f32 to those in global memory: a multiple of 16 bytes, both ends aligned to as many.
+__device__ __forceinline__ void add_bytes_out(float* global, const u8* shared, u32 bytes) {
+#ifdef CUPY_FP8_HOST
+    host_bulk_add_f32(global, shared, bytes);
+#else
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
+                 :: "l"(global), "r"(shared_address(shared)), "r"(bytes) : "memory");
 #endif
 }
 __device__ __forceinline__ void copy_out_commit() {
@@ -90,12 +115,13 @@ __device__ __forceinline__ void copy_out_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 #endif
 }
-// Waits until this thread's copies have read shared memory.
+// Waits until this thread's copies have read shared memory, but for those of the last kLeft commits.
+template <int kLeft>
 __device__ __forceinline__ void copy_out_wait_read() {
 #ifdef CUPY_FP8_HOST
-    host_bulk_wait(0);
+    host_bulk_wait(kLeft);
 #else
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(kLeft) : "memory");
 #endif
 }
 __device__ __forceinline__ void copy_out_wait() {
@@ -122,7 +148,7 @@ __device__ __forceinline__ void write_map(TensorMap* map, TensorMap* scratch, co
 #ifdef CUPY_FP8_HOST
     if (lane == 0) {
         TensorMapOnHost& m = *reinterpret_cast<TensorMapOnHost*>(scratch);
-        m = {reinterpret_cast<u64>(address), (u64)columns, (u64)rows, (u64)pitch, m.box_rows, 1};
+        m = {reinterpret_cast<u64>(address), (u64)columns, (u64)rows, (u64)pitch, m.box_rows, 1, 1};
     }
     __syncwarp();
     reinterpret_cast<u32*>(map)[lane] = reinterpret_cast<const u32*>(scratch)[lane];

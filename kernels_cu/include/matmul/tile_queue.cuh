@@ -8,9 +8,8 @@ struct QueuedTile {
     const TensorMap *a_map, *b_map;
     const float *a_scale, *b_scale;    // of the group's first row
     i64 a_scale_block, b_scale_block;  // from one 128 of K to the next
-    u8* out;                           // of the group's first row
-    int a_row, b_row;                  // where the copy engine finds the tile's first rows
-    int matrix;                        // of the map of D: 0, or the group
+    int a_row, b_row;                  // where the copy engine finds the tile's first rows; a_row: also of D
+    int matrix;                        // of D: 0, or the group
     int row, column, rows;             // within the group's D, and how many rows that has
     int blocks;                        // of 128 of K; -1: no more tiles
     u32 columns;                       // that follow `column` in D
