@@ -99,7 +99,11 @@ __device__ __forceinline__ void copy_stages(const WgmmaParams& p, Shared& shared
         const QueuedTile& t = reader.tile;
         if (threadIdx.x % 32 == 0) {
             ScaleCopies scales(p.product, t);
-            const u32 bytes = (kTileRows + kTileColumns) * kBoxBytes + (p.copies_scales ? scales.bytes() : 0);
+            // A tile whose second half is empty. With sizes of K, groups' maps have one box.
+            const bool is_half = !kSizesOfK && t.rows - t.row <= kHalfRows;
+            const TensorMap* const a_map = is_half ? &p.a_half_map : t.a_map;
+            const u32 bytes = ((is_half ? kHalfRows : kTileRows) + kTileColumns) * kBoxBytes
+                              + (p.copies_scales ? scales.bytes() : 0);
             if (kSizesOfK && t.blocks > 0) {
                 acquire_map(t.a_map);
                 acquire_map(t.b_map);
@@ -108,7 +112,7 @@ __device__ __forceinline__ void copy_stages(const WgmmaParams& p, Shared& shared
                 place.wait_empty(shared.ring);
                 PhaseBarrier* const full = &shared.ring.full[place.at];
                 arrive_expecting(full, bytes);
-                copy_box(shared.a[place.at], t.a_map, t.a_row, block * kBoxBytes, full);
+                copy_box(shared.a[place.at], a_map, t.a_row, block * kBoxBytes, full);
                 copy_box(shared.b[place.at], t.b_map, t.b_row, block * kBoxBytes, full);
                 if (p.copies_scales) scales.start(shared.stages[place.at], full);
                 place.next();

@@ -62,15 +62,14 @@ def launches(call: Call, problem: Problem) -> Iterator[Launch]:
     p, scaling = problem, _scaling(problem)
     blocks = min(_BLOCKS_ON_CPU if call.xp is np else multiprocessors(call.x.data.device_id),
                  tiles_of(p, _ROWS, _COLUMNS))
-    a_map, b_map, maps = _maps(call, p, blocks)
     members = p.members() | {"share": IN_16_BYTES if p.sizes_of_k else ALL_GROUPS}
     copies = (scaling != "kRows" and _copied(p.a, anywhere=True)
               and (scaling == "kBlocks" or _copied(p.b, anywhere=False)))
     a, b = (_FP8[view.e5m2] for view in (p.a, p.b))
     out_map = _out_map(call, p)
     yield _VARIANTS[a, b, scaling, p.sizes_of_k].bind(
-        call.x, blocks, a_map={"bytes": a_map}, b_map={"bytes": b_map}, out_map={"bytes": out_map or b""},
-        product=members, maps=maps, copies_scales=int(copies), copies_out=int(out_map is not None))
+        call.x, blocks, product=members, out_map={"bytes": out_map or b""}, copies_scales=int(copies),
+        copies_out=int(out_map is not None), **_operand_maps(call, p, blocks))
 
 
 def tiles_of(problem: Problem, rows: int, columns: int) -> int:
@@ -100,16 +99,20 @@ def _copied(view: OperandView, *, anywhere: bool) -> bool:
             and all(each % 4 == 0 for each in in_16_bytes))
 
 
-def _maps(call: Call, p: Problem, blocks: int) -> tuple[TensorMap, TensorMap, int]:
-    """The tensor maps of both operands, and the memory in which the kernel writes those of groups."""
+def _operand_maps(call: Call, p: Problem, blocks: int) -> dict[str, Any]:
+    """The struct's tensor maps of A and B, and the memory in which the kernel writes those of groups."""
+
+    def boxes(view: OperandView, columns: int, rows: int, pitch: int, box_rows: int) -> dict[str, TensorMap]:
+        return {"bytes": tensor_map.encode(call.x, view.data, columns, rows, pitch, box_rows)}
+
     if not p.sizes_of_k:
-        return (tensor_map.encode(call.x, p.a.data, p.k, p.total, p.a.pitch, _ROWS),
-                tensor_map.encode(call.x, p.b.data, p.k, p.groups * p.n, p.b.pitch, _COLUMNS), 0)
+        return {"a_map": boxes(p.a, p.k, p.total, p.a.pitch, _ROWS),
+                "a_half_map": boxes(p.a, p.k, p.total, p.a.pitch, _ROWS // 2),
+                "b_map": boxes(p.b, p.k, p.groups * p.n, p.b.pitch, _COLUMNS), "maps": 0}
     words = blocks * _MAPS * 2 * _MAP_BYTES // 4
     at = address(call.workspace_array("maps of groups", words + _MAP_BYTES // 4))
-    return (tensor_map.encode(call.x, p.a.data, _BLOCK, p.m, _BLOCK, _ROWS),
-            tensor_map.encode(call.x, p.b.data, _BLOCK, p.n, _BLOCK, _COLUMNS),
-            round_up(at, _MAP_BYTES))
+    return {"a_map": boxes(p.a, _BLOCK, p.m, _BLOCK, _ROWS), "a_half_map": {"bytes": b""},
+            "b_map": boxes(p.b, _BLOCK, p.n, _BLOCK, _COLUMNS), "maps": round_up(at, _MAP_BYTES)}
 
 
 def _out_map(call: Call, p: Problem) -> TensorMap | None:

@@ -10,8 +10,9 @@ constexpr int kTileRows = 128, kTileColumns = 192, kStages = 4, kThreads = 384, 
 constexpr int kHalfRows = kTileRows / 2;           // of a warpgroup; a tile's second half may be empty
 constexpr int kChunk = 64;                         // columns of B that share a scale in kBlocks
 constexpr int kConsumers = 8;                      // warps that multiply
-// A warpgroup that multiplies holds the sums and the products, 192 registers.
-constexpr int kRegisters = 224, kOtherRegisters = 56;
+// A warpgroup that multiplies holds the sums and the products, 192 registers. (With 224 in kVectors, the
+// assembler loads many scales of B before the first additions, which then wait: 5 % of the speed.)
+constexpr int kRegisters = kScaling == kVectors ? 216 : 224, kOtherRegisters = 56;
 constexpr int kStagedBytes = 16 * kTileColumns * 2;  // a warp's rows on their way to D
 // The copy engine may still read the maps of tiles in the queue and of tiles in the ring.
 constexpr int kMaps = kQueue + kStages + 2;
@@ -37,6 +38,7 @@ static_assert(sizeof(Shared) == 218816, "what ops/matmul/wgmma.py asks for");
 
 struct WgmmaParams {
     TensorMap a_map, b_map;        // of all rows; with sizes of K, the boxes of groups' own maps
+    TensorMap a_half_map;          // in boxes of half the rows; not with sizes of K
     TensorMap out_map;             // of D, in boxes of 16 rows and 128 bytes
     Product product;
     TensorMap* maps;               // [blocks of the grid, kMaps, 2] of groups, for sizes of K
