@@ -239,7 +239,7 @@ struct Multiplier {
         place.next();
         is_full = place.is_full(shared.ring);              // asked while the tensor core works
         const ColumnScales columns(stage);
-        finish_products<kTileColumns>(products, a, b);
+        finish_products<kTileColumns>(products, a, b, t.rows - t.row - half() * kHalfRows, (int)t.columns);
         if (!scales.exact)
             scales.multiply_by_rows(products, stage.a[at_low], stage.a[at_high], t.column, of_b);
         add_products(sums, products, scales, columns, is_last, [this] { release(kAt); });

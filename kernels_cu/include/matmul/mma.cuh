@@ -40,7 +40,7 @@ __device__ __forceinline__ float add_dot(float sum, u32 a, u32 b) {
     float a_lo, a_hi, b_lo, b_hi;
     f16::widen2(a, a_lo, a_hi);
     f16::widen2(b, b_lo, b_hi);
-    return fma_rn(a_hi, b_hi, fma_rn(a_lo, b_lo, sum));
+    return add_rn(add_rn(sum, mul_rn(a_lo, b_lo)), mul_rn(a_hi, b_hi));     // products are exact
 }
 #endif
 

@@ -63,25 +63,27 @@ __device__ __forceinline__ void start_products(float (&sums)[kColumns / 2], cons
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 #endif
 }
+// rows, columns: how many exist. On the CPU products of the others are NaN.
 template <int kColumns>
-__device__ __forceinline__ void finish_products(float (&sums)[kColumns / 2], const u8* a, const u8* b) {
+__device__ __forceinline__ void finish_products(float (&sums)[kColumns / 2], const u8* a, const u8* b,
+                                                int rows, int columns) {
 #ifdef CUPY_FP8_HOST
     // On the CPU shared memory is read as late as the hardware may read it.
     const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
     float of_a[2][kBoxBytes];
     const auto at = [](int r, int byte) { return r * kBoxBytes + ((byte / 16) ^ (r % 8)) * 16 + byte % 16; };
-    for (int half = 0; half < 2; half++)
+    for (int half = 0; half < 2 && row + 8 * half < rows; half++)
         for (int i = 0; i < kBoxBytes; i++) of_a[half][i] = IN_A::widen(a[at(row + 8 * half, i)]);
     for (int c = 0; c < kColumns / 4; c++) {
         const int b_row = c / 2 * 8 + column + c % 2;
-        double low = 0, high = 0;
-        for (int i = 0; i < kBoxBytes; i++) {
-            const double of_b = IN_B::widen(b[at(b_row, i)]);
-            low += of_a[0][i] * of_b;
-            high += of_a[1][i] * of_b;
+        float of_b[kBoxBytes];
+        for (int i = 0; i < kBoxBytes && row < rows && b_row < columns; i++)
+            of_b[i] = IN_B::widen(b[at(b_row, i)]);
+        for (int half = 0; half < 2; half++) {
+            double sum = row + 8 * half < rows && b_row < columns ? 0.0 : (double)as_float(0x7fc00000u);
+            for (int i = 0; i < kBoxBytes && sum == sum; i++) sum += (double)of_a[half][i] * of_b[i];
+            sums[c / 2 * 4 + half * 2 + c % 2] = (float)sum;
         }
-        sums[c / 2 * 4 + c % 2] = (float)low;
-        sums[c / 2 * 4 + 2 + c % 2] = (float)high;
     }
     __syncwarp();
 #else
