@@ -223,7 +223,7 @@ def test_what_no_product_is_added_to_keeps_its_bytes(group, n, run):
 @pytest.mark.parametrize("rows", [256, 23])             # all in boxes, and not
 @pytest.mark.parametrize("scale", [0, 2.0**-70, 2.0**-64])
 def test_subnormal_sums_are_kept(scale, rows, run):
-    codes, factor = np.full((rows, 128), 1.5, np.float32).astype(float8_e4m3fn), np.float32([scale])
+    codes, factor = np.full((rows, 128), 1.5).astype(float8_e4m3fn), np.array([scale], np.float32)
     a, b = Scaled(codes, factor, codes.shape), Scaled(codes[None, :20], factor, (1, 20, 128))
     before = np.random.default_rng(0).integers(0, 1 << 22, (rows, 20)).astype(np.uint32).view(np.float32)
     into = run.array(before.copy())
