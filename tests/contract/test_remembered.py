@@ -34,7 +34,7 @@ from tiers import where_kernels_run
 import cupy_fp8 as fp8
 from cupy_fp8 import cases, reference, testing
 from cupy_fp8.arrays import bits, is_contiguous
-from cupy_fp8.calls import call, remembered
+from cupy_fp8.calls import call, remembered, results
 from cupy_fp8.kernels import owner_of
 
 workspace = importlib.import_module("cupy_fp8.kernels.workspace")  # the package has a function of that name
@@ -261,6 +261,32 @@ def test_results_of_two_calls_share_no_memory(example, device):
         calls.append((again.with_tree((again.args, {**again.kwargs, "amax": None}, anew(again))), *before))
     for made in calls:
         compare(*made)
+
+
+def test_new_memory_of_another_alignment(monkeypatch):
+    """Launches may rely on the alignment of what they write, so a call is then made as if it were new."""
+    if problem := testing.executor_problem("host"):
+        pytest.skip(problem)
+    alignments: list[int] = []
+    make = results.Allocation.make
+
+    def aligned(self: results.Allocation) -> tuple[list[Any], list[int]]:
+        arrays = []
+        for a in make(self)[0]:
+            memory = np.empty(a.nbytes + 64, np.uint8)
+            start = (alignments[-1] - memory.ctypes.data) % 32
+            arrays.append(memory[start:start + a.nbytes].view(a.dtype).reshape(a.shape))
+        return arrays, [a.ctypes.data for a in arrays]
+
+    monkeypatch.setattr(results.Allocation, "make", aligned)
+    validate = mock.Mock(side_effect=call.validate_call)
+    monkeypatch.setattr(call, "validate_call", validate)
+    x = np.arange(4096, dtype=np.float32).reshape(32, 128)
+    with testing.executor("host"):
+        for alignment, made_anew in ((0, 1), (0, 1), (16, 2), (16, 2), (0, 3)):
+            alignments.append(alignment)
+            testing.assert_bytes_equal(fp8.quantize_mx(x), reference.quantize_mx(x))
+            assert validate.call_count == made_anew
 
 
 @pytest.mark.parametrize("align", [1, 16])
