@@ -29,7 +29,7 @@ from perturbed import (
     with_array,
 )
 from places import every_example, every_result
-from tiers import where_kernels_run
+from tiers import needs_host, where_kernels_run
 
 import cupy_fp8 as fp8
 from cupy_fp8 import cases, reference, testing
@@ -224,7 +224,7 @@ def test_memory_by_turns(example, device):
         bits(place)[...] = bits(device.array(contents[id(a)]))
         return place
 
-    for turn in range(6):
+    for turn in range(12):
         moved = example.with_tree(mapped(example.tree, move))
         args, kwargs = on_host(moved)
         moved.poison()
@@ -235,10 +235,9 @@ def test_memory_by_turns(example, device):
         compare(moved, args, kwargs)
 
 
+@needs_host
 @every_example
 def test_an_array_made_read_only_between_two_calls(example):
-    if problem := testing.executor_problem("host"):
-        pytest.skip(problem)
     with testing.executor("host") as run:
         for name in example.written & set(example.named()):
             known = example.on(run)
@@ -263,10 +262,9 @@ def test_results_of_two_calls_share_no_memory(example, device):
         compare(*made)
 
 
+@needs_host
 def test_new_memory_of_another_alignment(monkeypatch):
     """Launches may rely on the alignment of what they write, so a call is then made as if it were new."""
-    if problem := testing.executor_problem("host"):
-        pytest.skip(problem)
     alignments: list[int] = []
     make = results.Allocation.make
 

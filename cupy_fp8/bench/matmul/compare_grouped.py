@@ -20,8 +20,9 @@ def callers(shape: Shape) -> Iterator[tuple[str, Any]]:
     a, b, splits = operands(shape)
     out = result(shape, b.data if shape.group == "m" else b.columnwise)
     yield "grouped_matmul_nt", lambda: product(shape, a, b, splits, out)
-    # PyTorch adds to nothing. Such sizes it refuses on the device, which ends the process.
-    if shape.adds or (shape.group == "k" and shape.multiple % 16):
+    # PyTorch does not accumulate. Sizes that are no multiples of 16 it refuses on the device, which ends the
+    # process.
+    if shape.accumulate or (shape.group == "k" and shape.multiple % 16):
         return
     yield "torch._scaled_grouped_mm rows", partial(_by_torch, shape, a, b, True)
     yield "torch._scaled_grouped_mm rows fast", partial(_by_torch, shape, a, b, True, fast=True)

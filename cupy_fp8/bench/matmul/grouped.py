@@ -24,8 +24,8 @@ _ROWS = 4                           # of the result, that are compared with the 
 
 
 class Shape(NamedTuple):
-    """A grouped product. total: rows of all groups ("m") or columns ("k"). multiple: of all sizes. adds: to
-    float32, else the result is bfloat16."""
+    """A grouped product. total: rows of all groups ("m") or columns ("k"). multiple: of all sizes.
+    accumulate: in float32; else the result is bfloat16."""
 
     group: str
     experts: int
@@ -33,7 +33,7 @@ class Shape(NamedTuple):
     n: int
     other: int                      # K of "m", M of "k"
     multiple: int = 1
-    adds: bool = False
+    accumulate: bool = False
 
     @property
     def flops(self) -> int:
@@ -42,7 +42,7 @@ class Shape(NamedTuple):
     @property
     def traffic(self) -> int:
         """Bytes of operands and of the result. All experts have tokens, if there are enough."""
-        of_result = 8 if self.adds else 2
+        of_result = 8 if self.accumulate else 2
         if self.group == "k":
             return self.total * (self.n + self.other) + of_result * self.experts * self.n * self.other
         used = int((self.sizes() > 0).sum())
@@ -52,7 +52,7 @@ class Shape(NamedTuple):
     def label(self) -> str:
         kind = "rows" if self.group == "m" else "gradient"
         sizes = "any size" if self.multiple == 1 else f"sizes % {self.multiple}"
-        return f"{kind} E={self.experts} {sizes}{' added' if self.adds else ''}"
+        return f"{kind} E={self.experts} {sizes}{' accumulate' if self.accumulate else ''}"
 
     def sizes(self) -> np.ndarray:
         """Uneven sizes that add up to total."""
@@ -66,7 +66,7 @@ SHAPES = (
     *(Shape("m", e, 32768, n, k, multiple) for e, multiple in ((8, 1), (64, 128), (64, 1))
       for n, k in ((4096, 7168), (7168, 2048))),
     *(Shape("k", e, 32768, 7168, 4096, multiple) for e in (8, 64) for multiple in (128, 16, 1)),
-    *(Shape("k", e, 32768, 7168, 4096, 128, adds=True) for e in (8, 64)),
+    *(Shape("k", e, 32768, 7168, 4096, 128, accumulate=True) for e in (8, 64)),
     *(Shape("m", e, tokens, 4096, 7168) for e, tokens in ((64, 64), (64, 1024), (256, 64), (256, 1024))),
 )
 
@@ -110,12 +110,12 @@ def _columns(shape: Shape, rows: int, sizes: Array) -> Grouped:
 
 def result(shape: Shape, like: Array) -> Array:
     extents = (shape.total, shape.n) if shape.group == "m" else (shape.experts, shape.other, shape.n)
-    return empty(extents, float32 if shape.adds else bfloat16, like=like)
+    return empty(extents, float32 if shape.accumulate else bfloat16, like=like)
 
 
 def product(shape: Shape, a: Any, b: Any, splits: Any, out: Array) -> Call:
     """The call that is timed."""
-    into = {"accumulate" if shape.adds else "out": out}
+    into = {"accumulate" if shape.accumulate else "out": out}
     return partial(grouped_matmul_nt, a, b, splits, group=shape.group, **into)
 
 
@@ -126,7 +126,7 @@ def _product(shape: Shape) -> Any:
         call = product(shape, a, b, splits, out)
 
         def check() -> None:
-            if shape.adds:
+            if shape.accumulate:
                 bits(out).fill(0)
                 call()
             if shape.group == "m":

@@ -2,7 +2,7 @@
 #pragma once
 #include "matmul/wgmma_block.cuh"
 
-// 0, and the assembler does not know that it is the same in all lanes.
+// Returns 0. The assembler does not know that all lanes have the same value.
 __device__ __forceinline__ u32 zero_of_lane() {
 #ifdef CUPY_FP8_HOST
     return 0;
@@ -89,7 +89,7 @@ struct ColumnScales {
 #pragma unroll
         for (int i = 0; i < kEarly; i++) early[i] = at[4 * i];
     }
-    // Of columns 8 * i + l % 4 * 2 and the next one, for lane l.
+    // Returns the scales that lane l needs for columns 8 * i + l % 4 * 2 and the next one.
     __device__ __forceinline__ float2 operator[](int i) const { return i < kEarly ? early[i] : at[4 * i]; }
 };
 

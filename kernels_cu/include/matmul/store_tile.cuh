@@ -123,7 +123,7 @@ __device__ __forceinline__ void add_rows_out(const WarpRows& to, const float (&s
                           staged + lane * kRowBytes, (left < kPart ? left : kPart) * 4);
         copy_out_commit();
     }
-    copy_out_wait_read<0>();       // Others wait for the copies of lane 0 alone.
+    copy_out_wait_read<0>();       // copy_sums_out() does not wait for the last two commits.
 }
 
 // Two neighbours; pairs: as one. both: the second one exists.

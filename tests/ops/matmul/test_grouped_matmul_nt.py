@@ -170,10 +170,7 @@ def test_a_row_does_not_depend_on_those_after_its_group(run):
         assert not part[rows:].any()
 
 
-IN_LAST_TILE = pytest.mark.parametrize("n", [8, 64, 72, 136, 200, 264])     # few columns, many, most
-
-
-@IN_LAST_TILE
+@pytest.mark.parametrize("n", [8, 64, 72, 136, 200, 264])    # in the last tile: few columns, many, most
 @pytest.mark.parametrize("dtype", [bfloat16, float32], ids=str)
 @pytest.mark.parametrize("group", ["m", "k"])
 def test_nothing_else_is_written_by_copies_of_boxes(group, dtype, n, run):
