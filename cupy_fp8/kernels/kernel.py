@@ -60,12 +60,19 @@ class Kernel:
     kernel's parameter struct is read from there.
 
     cooperative: its blocks wait for each other, so all blocks of a grid must run at the same time.
+    cluster: so many neighbouring blocks share their shared memory; grids are multiples of it, and the source
+    says the same to the compiler.
     target: the one architecture whose own instructions it uses ("sm_90a"); None: any GPU."""
 
-    def __init__(self, source: str | Path, entry: str, *, cooperative: bool = False,
+    def __init__(self, source: str | Path, entry: str, *, cooperative: bool = False, cluster: int = 1,
                  target: str | None = None) -> None:
         self.source, self.entry, self.cooperative = str(source).removesuffix(".cu"), entry, cooperative
-        self.target = target
+        self.cluster, self.target = cluster, target
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether the CPU executor keeps all blocks of a grid alive at the same time."""
+        return self.cooperative or self.cluster > 1
 
     @functools.cached_property
     def layout(self) -> structs.Layout:
@@ -124,7 +131,7 @@ class Variant:
             shared = self.shared if shared is None else shared
         if device == _ON_CPU:
             self._host_function()((grid,), (self.block,), self.kernel.params.pack(*values), shared_mem=shared,
-                                  resident=self.cooperative)
+                                  resident=self.kernel.is_resident)
             return
         if not pointers:
             self._pack_into(local.buffer, 0, *values)

@@ -1,9 +1,12 @@
 // Products of FP8 matrices on Hopper (sm_90a), one for each group: D = A · Bᵀ (matmul/problem.cuh).
 //
-// Persistent blocks of three warpgroups. The warps of the first one find tiles, and copy 128 of K of A and B,
-// with their scales, into a ring of stages. Each of the other two multiplies 64 rows of A by all columns of
+// Persistent blocks of four warpgroups. The warps of the first one find tiles, and copy 128 of K of A and B,
+// with their scales, into a ring of stages. Each of the other three multiplies 64 rows of A by all columns of
 // the tile: the tensor core sums 128 products, which are then added, times their scales, to f32 registers.
 // (It keeps about 14 bits below the largest addend, so longer sums would lose more.)
+//
+// Two blocks are a cluster, with neighbouring tiles. Each copies half of A, for both, and its own B, because
+// the L2 gives too few bytes for all. A stage is free when all warps of both blocks have used it.
 //
 // IN_A, IN_B    the FP8 formats
 // SIZES_OF_K    0: sizes of groups are rows of A; 1: lengths of K
@@ -15,19 +18,57 @@
 #include "matmul/warpgroup_products.cuh"
 
 // ---- the warp that finds tiles ----
+// The numbers of a cluster's tiles. With sizes of K, clusters take turns. Tiles of rows take different times,
+// so each cluster takes the next one when it needs it: its first block does, and tells both.
+struct TileNumbers {
+    u32* const taken;
+    const int lane = threadIdx.x % 32, rank = cluster_rank(), clusters = gridDim.x / kClusterBlocks;
+    int number = -1;               // the last one
+    Place<kQueue> place;
+
+    __device__ __forceinline__ explicit TileNumbers(u32* of_launch) : taken(of_launch) {}
+    __device__ __forceinline__ int next(Shared& shared) {
+        if (number < 0) return number = blockIdx.x / kClusterBlocks;
+        if (kSizesOfK) return number += clusters;
+        PhaseBarrier* const full = &shared.numbered.full[place.at];
+        if (lane == 0) {
+            arrive_expecting(full, sizeof(int));
+            if (rank == 0) {
+                place.wait_empty(shared.numbered);
+                const int found = clusters + (int)atomicAdd(taken, 1u);
+                for (int to = 0; to < kClusterBlocks; to++) send(&shared.numbers[place.at], found, full, to);
+            }
+            place.wait_full(shared.numbered);
+            number = shared.numbers[place.at];
+            arrive_at(&shared.numbered.empty[place.at], 0);
+        }
+        place.next();
+        return number = __shfl_sync(~0u, number, 0);
+    }
+    // After the last tile. Every cluster has taken one number too many, and the last one clears them.
+    __device__ __forceinline__ void end() {
+        if (kSizesOfK || rank != 0 || lane != 0) return;
+        if (atomicAdd(taken + 1, 1u) != (u32)clusters - 1) return;
+        atomicExch(taken, 0u);
+        atomicExch(taken + 1, 0u);
+    }
+};
+
 __device__ __forceinline__ void find_tiles(const WgmmaParams& p, Shared& shared) {
-    using Walk = TileWalk<kSizesOfK, kTileRows, kTileColumns, i32>;
+    using Walk = TileWalk<kSizesOfK, kTileRows, kTileColumns * kClusterBlocks, i32, kPartRows>;
     const Product& product = p.product;
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, rank = cluster_rank();
     Walk walk(product);
     Place<kQueue> place;
+    TileNumbers numbers(p.taken);
     // The maps of this block.
     TensorMap* const own_maps = kSizesOfK ? p.maps + blockIdx.x * (kMaps * 2) : nullptr;
     int mapped = -1;                               // the group that maps were written for last
     int map = 0;
     if (blockIdx.x == 0 && product.splits.sizes) check_sizes(product.splits, product.total);
-    for (i32 wanted = blockIdx.x;; wanted += gridDim.x) {
-        const bool found = walk.find(wanted);
+    for (;;) {
+        place.wait_empty(shared.queue);
+        const bool found = walk.find(numbers.next(shared));
         const ProductTile& tile = walk.tile;
         if (kSizesOfK && found && lane == 0 && !product.keeps_promise(tile.at))
             report(product.splits.errors, kSplitStart);
@@ -39,7 +80,6 @@ __device__ __forceinline__ void find_tiles(const WgmmaParams& p, Shared& shared)
             write_map(&own_maps[2 * map + 1], &shared.map, p.b_map, product.b.first(tile.at), tile.k,
                       product.n, product.b.pitch_of(tile.at));
         }
-        place.wait_empty(shared.queue);
         __syncwarp();                              // No lane still waits when the place is filled.
         if (lane == 0) {
             QueuedTile& t = shared.tiles[place.at];
@@ -52,20 +92,21 @@ __device__ __forceinline__ void find_tiles(const WgmmaParams& p, Shared& shared)
                 t.a_scale_block = product.a.scale_block_of(tile.at);
                 t.b_scale_block = product.b.scale_block_of(tile.at);
                 t.a_row = (int)((kSizesOfK ? 0 : tile.at.start) + tile.row);
-                t.b_row = (int)((kSizesOfK ? 0 : tile.at.group * product.n) + tile.column);
+                t.column = (int)tile.column + rank * kTileColumns;
+                t.b_row = (int)(kSizesOfK ? 0 : tile.at.group * product.n) + t.column;
                 t.matrix = kSizesOfK ? (int)tile.at.group : 0;
                 t.row = (int)tile.row;
-                t.column = (int)tile.column;
-                t.rows = (int)tile.rows;
-                t.columns = (u32)(product.n - tile.column);
+                t.end = (int)tile.end;
+                t.columns = (int)product.n - t.column;
                 t.a_shift = p.copies_scales ? (int)((u64)(t.a_scale + tile.row) / 4 % 4) : 0;
             }
             arrive(&shared.queue.full[place.at]);
         }
         __syncwarp();
         place.next();
-        if (!found) return;
+        if (!found) break;
     }
+    numbers.end();
 }
 
 // ---- the warp that copies A and B ----
@@ -78,15 +119,15 @@ struct ScaleCopies {
     __device__ __forceinline__ ScaleCopies(const Product& p, const QueuedTile& t)
         : a(t.a_scale + t.row - t.a_shift), b(t.b_scale), a_step(t.a_scale_block), b_step(t.b_scale_block) {
         // Lines are whole multiples of 16 bytes, so these are not left.
-        a_bytes = (at_most(t.a_shift + t.rows - t.row, kTileRows + 4) + 3) / 4 * 16;
-        b_bytes = (at_most((int)t.columns, kTileColumns) + 3) / 4 * 16;
+        a_bytes = (at_most(t.a_shift + t.end - t.row, kTileRows + 4) + 3) / 4 * 16;
+        b_bytes = t.columns <= 0 ? 0 : (at_most(t.columns, kTileColumns) + 3) / 4 * 16;
         b += t.column;
     }
     __device__ __forceinline__ u32 bytes() const { return a_bytes + (kScaling == kBlocks ? 0 : b_bytes); }
     __device__ __forceinline__ void start(Stage& stage, PhaseBarrier* full) {
         copy_bytes(stage.a, a, a_bytes, full);
         a += a_step;
-        if (kScaling == kBlocks) return;
+        if (b_bytes == 0 || kScaling == kBlocks) return;
         copy_bytes(stage.b, b, b_bytes, full);
         b += b_step;
     }
@@ -95,15 +136,19 @@ struct ScaleCopies {
 __device__ __forceinline__ void copy_stages(const WgmmaParams& p, Shared& shared) {
     TileReader reader(shared.tiles, shared.queue);
     Place<kStages> place;
+    const int rank = cluster_rank();
     while (reader.next()) {
         const QueuedTile& t = reader.tile;
         if (threadIdx.x % 32 == 0) {
             ScaleCopies scales(p.product, t);
-            // A tile whose second half is empty. With sizes of K, groups' maps have one box.
-            const bool is_half = !kSizesOfK && t.rows - t.row <= kHalfRows;
-            const TensorMap* const a_map = is_half ? &p.a_half_map : t.a_map;
-            const u32 bytes = ((is_half ? kHalfRows : kTileRows) + kTileColumns) * kBoxBytes
-                              + (p.copies_scales ? scales.bytes() : 0);
+            // A tile of which one or two parts exist. With sizes of K, groups' maps have one box.
+            const int parts = (t.end - t.row + kPartRows - 1) / kPartRows;
+            const bool in_parts = !kSizesOfK && parts <= kClusterBlocks;
+            const TensorMap* const a_map = in_parts ? &p.a_part_map : t.a_map;
+            const int first = rank * (in_parts ? kPartRows : kRowsCopied);
+            const bool copies_a = !in_parts || rank < parts, copies_b = t.columns > 0;
+            const u32 bytes = ((in_parts ? parts * kPartRows : kTileRows) + (copies_b ? kTileColumns : 0))
+                              * kBoxBytes + (p.copies_scales ? scales.bytes() : 0);
             if (kSizesOfK && t.blocks > 0) {
                 acquire_map(t.a_map);
                 acquire_map(t.b_map);
@@ -112,8 +157,10 @@ __device__ __forceinline__ void copy_stages(const WgmmaParams& p, Shared& shared
                 place.wait_empty(shared.ring);
                 PhaseBarrier* const full = &shared.ring.full[place.at];
                 arrive_expecting(full, bytes);
-                copy_box(shared.a[place.at], a_map, t.a_row, block * kBoxBytes, full);
-                copy_box(shared.b[place.at], t.b_map, t.b_row, block * kBoxBytes, full);
+                if (copies_a)
+                    copy_box_to_cluster(shared.a[place.at] + first * kBoxBytes, a_map, t.a_row + first,
+                                        block * kBoxBytes, full);
+                if (copies_b) copy_box(shared.b[place.at], t.b_map, t.b_row, block * kBoxBytes, full);
                 if (p.copies_scales) scales.start(shared.stages[place.at], full);
                 place.next();
             }
@@ -144,7 +191,7 @@ __device__ __forceinline__ void copy_scales(const Product& p, Shared& shared) {
     const int lane = threadIdx.x % 32;
     while (reader.next()) {
         const QueuedTile& t = reader.tile;
-        const int last_row = t.rows - 1, last_column = (int)p.n - 1;
+        const int last_row = t.end - 1, last_column = (int)p.n - 1;
         const float *a_at = t.a_scale, *b_at = t.b_scale;
         for (int block = 0; block < t.blocks; block++) {
             place.wait_empty(shared.ring);
@@ -178,19 +225,27 @@ struct Multiplier {
     Shared& shared;
     const int warp;                // of those that multiply
     const int lane = threadIdx.x % 32;
+    // Descriptors of the operands at the first stage. They come from a shuffle, so that the assembler keeps
+    // them, and does not make them anew before each block's first products.
+    const u32 a_operand, b_operand;
     Place<kStages> place;
     bool is_full = false;          // An early look found the stage at `place` full; else it is not known.
     float sums[kTileColumns / 2];
 
     __device__ __forceinline__ Multiplier(const WgmmaParams& p, Shared& memory, int own_warp)
-        : params(p), shared(memory), warp(own_warp) {}
-    __device__ __forceinline__ int half() const { return warp / 4; }
-    __device__ __forceinline__ int first_row() const { return half() * kHalfRows + warp % 4 * 16; }
+        : params(p), shared(memory), warp(own_warp),
+          a_operand(__shfl_sync(~0u, operand_at(memory.a[0] + own_warp / 4 * kPartRows * kBoxBytes), 0)),
+          b_operand(__shfl_sync(~0u, operand_at(memory.b[0]), 0)) {}
+    __device__ __forceinline__ int part() const { return warp / 4; }
+    __device__ __forceinline__ int first_row() const { return part() * kPartRows + warp % 4 * 16; }
+    __device__ __forceinline__ bool has_work(const QueuedTile& t) const {
+        return t.end - t.row > part() * kPartRows && t.columns > 0;
+    }
     __device__ __forceinline__ void release(int at) {
         __syncwarp();
-        if (lane == 0) arrive(&shared.ring.empty[at]);
+        if (lane < kClusterBlocks) arrive_at(&shared.ring.empty[at], lane);
     }
-    // Stages of a tile in which no row of this warpgroup exists.
+    // Stages of a tile in which nothing of this warpgroup exists.
     __device__ __forceinline__ void skip(const QueuedTile& t) {
         for (int block = 0; block < t.blocks; block++) {
             place.wait_full(shared.ring);
@@ -204,51 +259,50 @@ struct Multiplier {
     __device__ __forceinline__ void multiply(const QueuedTile& t) {
 #pragma unroll
         for (int i = 0; i < kTileColumns / 2; i++) sums[i] = 0;
-        BlockScales of_blocks(params.product, t);
+        BlockScale of_b(params.product, t);
         int left = t.blocks;
         if (left == 0) return;
         switch (place.at) {
             for (;;) {
-                case 0: if (add<0>(t, of_blocks, left)) return;
-                case 1: if (add<1>(t, of_blocks, left)) return;
-                case 2: if (add<2>(t, of_blocks, left)) return;
-                default: if (add<3>(t, of_blocks, left)) return;
+                case 0: if (add<0>(t, of_b, left)) return;
+                case 1: if (add<1>(t, of_b, left)) return;
+                case 2: if (add<2>(t, of_b, left)) return;
+                default: if (add<3>(t, of_b, left)) return;
             }
         }
     }
     // Adds the products of the block at stage kAt, which is `place`. Returns whether it is the last one.
     template <int kAt>
-    __device__ __forceinline__ bool add(const QueuedTile& t, BlockScales& of_blocks, int& left) {
+    __device__ __forceinline__ bool add(const QueuedTile& t, BlockScale& of_b, int& left) {
         static_assert(kStages == 4, "multiply() has as many copies");
         place.at = kAt;
         if (!is_full) place.wait_full(shared.ring);
-        const u8* const a = shared.a[kAt] + half() * kHalfRows * kBoxBytes;
-        const u8* const b = shared.b[kAt];
         float products[kTileColumns / 2];
-        start_products<kTileColumns>(products, a, b);
-        const float of_b[2] = {of_blocks.next[0], of_blocks.next[1]};
+        start_products<kTileColumns>(products, a_operand + kAt * (kTileRows * kBoxBytes / 16),
+                                     b_operand + kAt * (kTileColumns * kBoxBytes / 16));
         const bool is_last = --left == 0;
-        if (kScaling == kBlocks && !is_last) of_blocks.read();
         const Stage& stage = shared.stages[kAt];
         // In kBlocks all rows of a warp decide how it multiplies, and a stage has no scales of those that do
         // not exist: they get the last one's.
-        const int row = t.a_shift + first_row() + lane / 4, last = t.a_shift + t.rows - t.row - 1;
+        const int row = t.a_shift + first_row() + lane / 4, last = t.a_shift + t.end - t.row - 1;
         const int at_low = kScaling == kBlocks ? at_most(row, last) : row;
         const int at_high = kScaling == kBlocks ? at_most(row + 8, last) : row + 8;
-        RowScales scales(stage, at_low, at_high, t.column, of_b);
+        RowScales scales(stage, at_low, at_high, of_b.next);
+        if (kScaling == kBlocks && !is_last) of_b.read();
         place.next();
         is_full = place.is_full(shared.ring);              // asked while the tensor core works
         const ColumnScales columns(stage);
-        finish_products<kTileColumns>(products, a, b, t.rows - t.row - half() * kHalfRows, (int)t.columns);
+        finish_products<kTileColumns>(products, shared.a[kAt] + part() * kPartRows * kBoxBytes, shared.b[kAt],
+                                      t.end - t.row - part() * kPartRows, t.columns);
         if (!scales.exact)
-            scales.multiply_by_rows(products, stage.a[at_low], stage.a[at_high], t.column, of_b);
+            scales.multiply_by_rows(products, stage.a[at_low], stage.a[at_high]);
         add_products(sums, products, scales, columns, is_last, [this] { release(kAt); });
         return is_last;
     }
     __device__ __forceinline__ void store(const QueuedTile& t) {
         const Product& p = params.product;
         const u64 out_bytes = p.out_type == kOutF32 ? 4 : 2;
-        const int rows = t.rows - t.row - first_row();
+        const int rows = t.end - t.row - first_row();
         if (rows <= 0 || (t.blocks == 0 && p.accumulate)) return;
         u8* const staged = shared.staged[warp];
         // A box has 16 rows. Where the group has fewer left, it would overwrite those of the next one.
@@ -261,7 +315,7 @@ struct Multiplier {
             return;
         }
         const i64 element = t.matrix * p.out_group + (i64)(t.a_row + first_row()) * p.n + t.column;
-        const WarpRows to = {p.out + element * out_bytes, p.n, rows, (int)t.columns};
+        const WarpRows to = {p.out + element * out_bytes, p.n, rows, t.columns};
         if (params.copies_out && p.accumulate) {
             add_rows_out<kTileColumns>(to, sums, staged);
         } else {
@@ -276,7 +330,7 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaParams& p, Shared& sha
     TileReader reader(shared.tiles, shared.queue);
     while (reader.next()) {
         const QueuedTile& t = reader.tile;
-        if (t.rows - t.row <= own.half() * kHalfRows) {
+        if (!own.has_work(t)) {
             own.skip(t);
             continue;
         }
@@ -290,18 +344,20 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaParams& p, Shared& sha
 }
 
 #ifdef ENTRY_wgmma_products
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThreads, 1)
 wgmma_products(const __grid_constant__ WgmmaParams p) {
     extern __shared__ __align__(1024) u8 memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {
-        shared.ring.init(p.copies_scales ? 1 : 1 + 32, kConsumers);    // Lanes that copy scales arrive too.
+        // Lanes that copy scales arrive too.
+        shared.ring.init(p.copies_scales ? 1 : 1 + 32, kClusterBlocks * kConsumers);
         shared.queue.init(1, (p.copies_scales ? 1 : 2) + kConsumers);
+        shared.numbered.init(1, kClusterBlocks);
 #ifndef CUPY_FP8_HOST
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
     }
-    __syncthreads();
+    sync_cluster();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp >= 4) {
         take_registers<kRegisters>();
@@ -312,5 +368,8 @@ wgmma_products(const __grid_constant__ WgmmaParams p) {
         else if (warp == 3) find_tiles(p, shared);
         else if (warp == 1 && !p.copies_scales) copy_scales(p.product, shared);
     }
+    // No block ends while the other one arrives at its barriers.
+    __syncwarp();
+    sync_cluster();
 }
 #endif

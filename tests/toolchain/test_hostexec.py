@@ -35,6 +35,7 @@ WRONG_BYTES = {
     "missing_syncwarp": "random",
     "cp_async": "random",
     "refilled_buffer": "desc",
+    "cluster_store": "asc",
 }
 # bug -> what the error of the fast mode says, and whether it names the planted line
 ERRORS = {
@@ -48,6 +49,7 @@ ERRORS = {
     "bulk_bytes": ("mbarrier with 16 announced bytes not copied", True),
     "bulk_store": ("1 bulk store.* not waited for", False),
     "look_back": ("deadlock.*poll", True),
+    "cluster_begin": ("block 1 has not begun|block 0 has not begun", True),
 }
 # bug -> mode, and what the sanitizer calls it
 REPORTS = {
@@ -68,6 +70,7 @@ REPORTS = {
     "unordered_blocks": ("tsan", "data race"),
     "last_block": ("tsan", "data race"),
     "grid_barrier": ("tsan", "data race"),
+    "cluster_store": ("tsan", "data race"),
 }
 
 
@@ -166,6 +169,11 @@ def test_waiting_blocks_need_a_resident_grid():
     result = planted_cases.run("grid_barrier", bug=False, order="asc", seed=0, resident=False)
     assert "resident=True" in result["text"]
     assert planted_cases.run("grid_barrier", bug=False, order="asc", seed=0)["outcome"] == "right"
+
+
+def test_clusters_need_a_resident_grid():
+    result = planted_cases.run("cluster_store", bug=False, order="asc", seed=0, resident=False)
+    assert "clusters of 2 blocks need a resident grid" in result["text"]
 
 
 def test_no_block_of_a_resident_grid_is_left_out():

@@ -155,7 +155,9 @@ def _row_cases() -> Iterator[Case]:
         for total, groups in ((300, 1), (90, 40), (5, 64), (33, 32), (0, 3), (0, 0), (40, 0), (130, 33)):
             yield _case((total, 40, 144), pair, groups=groups)
             yield _case((total, 40, 144), pair, groups=groups, spare=3, wide=False)
-        yield _case((2500, 24, 32), pair, division="even", groups=3)
+        # Of 833 rows the last tile has more than 64; of 400 it would have 16.
+        for total in (2500, 1200):
+            yield _case((total, 24, 32), pair, division="even", groups=3)
         for shape in ((20, 0, 16), (20, 8, 0)):
             yield _case(shape, pair)
     for of, other in product((float8_e4m3fn, float8_e5m2), repeat=2):
@@ -178,6 +180,7 @@ def _column_cases() -> Iterator[Case]:
                                      product((float8_e4m3fn, float8_e5m2), repeat=2)):
         yield _case((288, 208, 144), pair, "normal", of, other=other, groups=3, division="even",
                     given="Grouped" if pair[0] == "vector" else "Scaled", **of_k)
+    yield _case((288, 24, 208), ("vector", "vector"), groups=3, division="even", given="Grouped", **of_k)
     for pair in (("tensor", "tensor"), ("row", "row"), ("tensor", "row")):
         for shape in _SHAPES:
             yield _case(shape, pair, **of_k)

@@ -90,6 +90,13 @@ extern "C" void host_mbarrier_expect_tx(void* barrier, unsigned bytes) {
     CALLED_FROM_KERNEL();
     checked_mbarrier(barrier)->bytes_and_phase += (int32_t)bytes * 2;
 }
+extern "C" void host_mbarrier_complete_tx(void* barrier, unsigned bytes) {
+    CALLED_FROM_KERNEL();
+    MBarrier* state = checked_mbarrier(barrier);
+    tsan_release(barrier);
+    state->bytes_and_phase -= (int32_t)bytes * 2;
+    end_phase_if_complete(state);
+}
 extern "C" void host_mbarrier_arrive(void* barrier, unsigned expect_bytes) {
     CALLED_FROM_KERNEL();
     MBarrier* state = checked_mbarrier(barrier);
@@ -127,10 +134,18 @@ static void land_load(const BulkLoad& load) {
     barrier->bytes_and_phase -= (int32_t)load.bytes * 2;
     end_phase_if_complete(barrier);
 }
+// The block whose shared memory has the barrier: with clusters not always the one that starts the copy.
+static Worker* owner_of(const void* barrier) {
+    Worker* worker = own_worker();
+    for (Worker* other : worker->launch->worker_of_block)
+        if (other && (uint64_t)((const unsigned char*)barrier - other->dynamic_shared) < other->dynamic_bytes)
+            return other;
+    return worker;
+}
 static void start_load(const BulkLoad& load) {
     tsan_release(load.barrier);
     if (lands_at_once(own_worker())) land_load(load);
-    else append(own_worker()->loads, load);
+    else append(owner_of(load.barrier)->loads, load);
 }
 extern "C" void host_bulk_load(void* shared, const void* global, unsigned bytes, void* barrier) {
     CALLED_FROM_KERNEL();

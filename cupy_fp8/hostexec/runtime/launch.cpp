@@ -124,7 +124,9 @@ static void work(Worker* worker) {
         const uint64_t one =
             descending ? launch->blocks - 1 - number
                        : (number * launch->block_multiplier + launch->block_offset) % launch->blocks;
-        run_block(worker, one < launch->first_blocks ? one : one + launch->skipped_blocks);
+        const uint64_t block = one < launch->first_blocks ? one : one + launch->skipped_blocks;
+        if (launch->options->resident) launch->worker_of_block[block] = worker;
+        run_block(worker, block);
     };
     if (launch->exclusive) {
         if (!launch->failed) run(worker->index);
@@ -213,6 +215,7 @@ extern "C" int host_launch(const HostKernel* kernel, const HostLaunch* options) 
     launch.blocks = launch.first_blocks + std::min(options->last_blocks, grid - launch.first_blocks);
     launch.skipped_blocks = grid - launch.blocks;
     launch.exclusive = kTsan || options->resident;
+    if (options->resident) launch.worker_of_block.resize(grid), launch.cluster_barriers.resize(grid);
     permute_blocks(launch);
 
     const uint64_t threads = launch.blocks * (launch.threads_per_block + 1);

@@ -72,8 +72,13 @@ struct ReadyQueue {
 
 struct Worker;
 
+struct ClusterBarrier {
+    unsigned arrived = 0, generation = 0;
+    char clock[2];  // by parity of the generation
+};
+
 // One launch. In exclusive mode (ThreadSanitizer, resident grids) every block has a worker of its own and one
-// worker runs at a time: the one whose turn it is. Only that one touches `unfinished` and `shared_idle`.
+// worker runs at a time: the one whose turn it is. Only that one touches `unfinished` and what follows it.
 struct Launch {
     const HostKernel* kernel;
     const HostLaunch* options;
@@ -88,6 +93,8 @@ struct Launch {
     std::atomic<uint64_t> next_block{0};
     std::atomic<bool> failed{false};
     std::vector<Worker*> unfinished;
+    std::vector<Worker*> worker_of_block;             // of resident grids; those that have begun
+    std::vector<ClusterBarrier> cluster_barriers;     // by the number of the cluster
     uint64_t shared_idle = 0;
 };
 

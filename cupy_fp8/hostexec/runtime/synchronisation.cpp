@@ -1,4 +1,4 @@
-// Barriers of a block and collectives of a warp.
+// Barriers of a block and of a cluster, and collectives of a warp.
 #include "runtime.h"
 
 void reset_synchronisation(Worker* worker) {
@@ -66,6 +66,39 @@ extern "C" int host_barrier(int id, int count, int predicate, int kind) {
 extern "C" void host_barrier_arrive(int id, int count) {
     CALLED_FROM_KERNEL();
     arrive(own_worker(), id, count, 0, HOST_BARRIER_PLAIN);
+}
+
+// ---- clusters ----
+static unsigned linear_block() {
+    const uint3 index = host_block.block_index, grid = host_block.grid_dim;
+    return index.x + grid.x * (index.y + grid.y * index.z);
+}
+extern "C" void host_cluster_barrier(unsigned blocks) {
+    CALLED_FROM_KERNEL();
+    Worker* worker = own_worker();
+    Launch* launch = worker->launch;
+    if (!launch->options->resident || launch->blocks % blocks)
+        fail_here("clusters of %u blocks need a resident grid of a multiple of them", blocks);
+    ClusterBarrier& barrier = launch->cluster_barriers[linear_block() / blocks];
+    const unsigned generation = barrier.generation;
+    char* const clock = &barrier.clock[generation % 2];
+    tsan_release(clock);
+    host_progress();
+    if (++barrier.arrived == blocks * launch->threads_per_block) {
+        barrier.arrived = 0;
+        barrier.generation++;
+    }
+    while (barrier.generation == generation) poll_here(worker);
+    tsan_acquire(clock);
+}
+extern "C" void* host_shared_of_block(void* own, unsigned block) {
+    CALLED_FROM_KERNEL();
+    Worker* worker = own_worker();
+    const uint64_t at = (uint64_t)((unsigned char*)own - worker->dynamic_shared);
+    if (at >= worker->dynamic_bytes) fail_here("%p is not in dynamic shared memory", own);
+    const std::vector<Worker*>& all = worker->launch->worker_of_block;
+    if (block >= all.size() || !all[block]) fail_here("block %u has not begun", block);
+    return all[block]->dynamic_shared + at;
 }
 
 // ---- warp collectives ----

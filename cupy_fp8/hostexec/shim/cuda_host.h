@@ -22,6 +22,7 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __maxnreg__(...)
+#define __cluster_dims__(...)
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))
 #define __align__(n) __attribute__((aligned(n)))

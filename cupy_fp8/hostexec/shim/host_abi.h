@@ -75,6 +75,11 @@ void host_yield();
 void host_progress();
 int host_barrier(int id, int count, int predicate, int kind);
 void host_barrier_arrive(int id, int count);
+// Waits for all threads of `blocks` neighbouring blocks, the cluster of this one. The grid is resident.
+void host_cluster_barrier(unsigned blocks);
+// The same place as `own`, which lies in this block's dynamic shared memory, in that of another block. Both
+// have met in host_cluster_barrier.
+void* host_shared_of_block(void* own, unsigned block);
 const HostCollective* host_collective(unsigned mask, int kind, uint64_t value);
 unsigned host_live_lanes();
 
@@ -85,6 +90,7 @@ void host_cp_async_wait(unsigned pending_groups);
 void host_mbarrier_init(void* barrier, unsigned arrivals);
 void host_mbarrier_expect_tx(void* barrier, unsigned bytes);
 void host_mbarrier_arrive(void* barrier, unsigned expect_bytes);
+void host_mbarrier_complete_tx(void* barrier, unsigned bytes);
 int host_mbarrier_try_wait(void* barrier, unsigned parity);
 void host_bulk_load(void* shared, const void* global, unsigned bytes, void* barrier);
 void host_bulk_load_row(void* shared, const void* global, unsigned bytes, unsigned source_bytes,

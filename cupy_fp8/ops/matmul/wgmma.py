@@ -17,15 +17,17 @@ from ...layouts import cdiv, round_up
 from .problem import OperandView, Problem
 
 _HOPPER = 90
-_KERNEL = Kernel("matmul/wgmma", "wgmma_products", target="sm_90a")
-_THREADS, _ROWS, _COLUMNS, _BLOCK, _STAGES, _QUEUE = 384, 128, 192, 128, 4, 4
+_KERNEL = Kernel("matmul/wgmma", "wgmma_products", cluster=2, target="sm_90a")
+_THREADS, _ROWS, _COLUMNS, _BLOCK, _STAGES, _QUEUE = 512, 192, 128, 128, 4, 4
+_CLUSTER = 2                        # blocks that share tiles of A
+_PART_ROWS = 64
 _MAPS, _MAP_BYTES = _QUEUE + _STAGES + 2, 128
 _BOX_ROWS_OUT = 16
-_BLOCKS_ON_CPU = 2
+_CLUSTERS_ON_CPU = 2
 #: Numbers of tiles are counted in 32 bits, a grid at a time.
 _LARGEST = 2**31 - 2**16
-#: Bytes of shared memory: those of the struct Shared, which asserts it.
-SHARED = 218816
+#: Bytes of shared memory: what the struct Shared asserts.
+SHARED = 218880
 _FP8 = (float8_e4m3fn, float8_e5m2)
 #: The struct's `share`: all groups, those that tensor copies can read, the others.
 ALL_GROUPS, IN_16_BYTES, OTHER_GROUPS = range(3)
@@ -60,8 +62,9 @@ def takes(call: Call, problem: Problem) -> bool:
 
 def launches(call: Call, problem: Problem) -> Iterator[Launch]:
     p, scaling = problem, _scaling(problem)
-    blocks = min(_BLOCKS_ON_CPU if call.xp is np else multiprocessors(call.x.data.device_id),
-                 tiles_of(p, _ROWS, _COLUMNS))
+    clusters = min(_CLUSTERS_ON_CPU if call.xp is np else multiprocessors(call.x.data.device_id) // _CLUSTER,
+                   tiles_of(p, _ROWS, _CLUSTER * _COLUMNS))
+    blocks = clusters * _CLUSTER
     members = p.members() | {"share": IN_16_BYTES if p.sizes_of_k else ALL_GROUPS}
     copies = (scaling != "kRows" and _copied(p.a, anywhere=True)
               and (scaling == "kBlocks" or _copied(p.b, anywhere=False)))
@@ -69,7 +72,12 @@ def launches(call: Call, problem: Problem) -> Iterator[Launch]:
     out_map = _out_map(call, p)
     yield _VARIANTS[a, b, scaling, p.sizes_of_k].bind(
         call.x, blocks, product=members, out_map={"bytes": out_map or b""}, copies_scales=int(copies),
-        copies_out=int(out_map is not None), **_operand_maps(call, p, blocks))
+        copies_out=int(out_map is not None), taken=_taken(call, p), **_operand_maps(call, p, blocks))
+
+
+def _taken(call: Call, p: Problem) -> int:
+    """The address of the numbers by which clusters take tiles."""
+    return 0 if p.sizes_of_k else call.workspace("tiles of products", 2)
 
 
 def tiles_of(problem: Problem, rows: int, columns: int) -> int:
@@ -106,12 +114,12 @@ def _operand_maps(call: Call, p: Problem, blocks: int) -> dict[str, Any]:
         return {"bytes": tensor_map.encode(call.x, view.data, columns, rows, pitch, box_rows)}
 
     if not p.sizes_of_k:
-        return {"a_map": boxes(p.a, p.k, p.total, p.a.pitch, _ROWS),
-                "a_half_map": boxes(p.a, p.k, p.total, p.a.pitch, _ROWS // 2),
+        return {"a_map": boxes(p.a, p.k, p.total, p.a.pitch, _ROWS // _CLUSTER),
+                "a_part_map": boxes(p.a, p.k, p.total, p.a.pitch, _PART_ROWS),
                 "b_map": boxes(p.b, p.k, p.groups * p.n, p.b.pitch, _COLUMNS), "maps": 0}
     words = blocks * _MAPS * 2 * _MAP_BYTES // 4
     at = address(call.workspace_array("maps of groups", words + _MAP_BYTES // 4))
-    return {"a_map": boxes(p.a, _BLOCK, p.m, _BLOCK, _ROWS), "a_half_map": {"bytes": b""},
+    return {"a_map": boxes(p.a, _BLOCK, p.m, _BLOCK, _ROWS // _CLUSTER), "a_part_map": {"bytes": b""},
             "b_map": boxes(p.b, _BLOCK, p.n, _BLOCK, _COLUMNS), "maps": round_up(at, _MAP_BYTES)}
 
 

@@ -81,13 +81,17 @@ struct ProductTile {
     GroupStart at;
     i64 row, column;               // the tile's first ones, within the group's D
     i64 rows;                      // of the group's D
+    i64 end;                       // the row after the tile's last one
     i64 k;                         // elements of K that the group's products have
 };
 
 // Walks over the tiles of all groups in order. Every warp that takes part walks on its own, all lanes
 // together, and asks for tiles in ascending order. Rows of A after the last group belong to none: they become
 // a group without K, so that D is 0 there. Index: i32 if all sizes and numbers of tiles fit, else i64.
-template <bool kSizesOfK, int kTileRows, int kTileColumns, class Index = i64>
+//
+// Where a last tile would have no more than kPartRows, the tile before it gives it as many: one part takes
+// nearly as long as two.
+template <bool kSizesOfK, int kTileRows, int kTileColumns, class Index = i64, int kPartRows = 0>
 class TileWalk {
 public:
     __device__ __forceinline__ explicit TileWalk(const Product& product)
@@ -106,7 +110,8 @@ public:
     ProductTile tile;
 
 private:
-    static constexpr int kBand = 16;   // Row tiles that share columns of B, which then come from the L2.
+    // Row tiles that share columns of B, which then come from the L2: 2048 rows.
+    static constexpr int kBand = (2048 + kTileRows - 1) / kTileRows;
 
     struct Sums { Index start, padded, blocks; };
 
@@ -177,7 +182,12 @@ private:
         const Index band = in_group / (kBand * column_tiles);
         const Index in_band = in_group - band * kBand * column_tiles;
         const Index height = up_to(row_tiles - band * kBand, kBand), column = in_band / height;
-        tile.row = (i64)(band * kBand + in_band - column * height) * kTileRows;
+        const Index index = band * kBand + in_band - column * height;
+        const Index in_last = (Index)tile.rows - (row_tiles - 1) * kTileRows;
+        const Index given = in_last <= kPartRows && row_tiles > 1 ? kPartRows : 0;
+        tile.row = (i64)(index * kTileRows - (index == row_tiles - 1 ? given : 0));
+        const Index end = (index + 1) * kTileRows - (index == row_tiles - 2 ? given : 0);
+        tile.end = (i64)up_to((Index)tile.rows, end);
         tile.column = (i64)column * kTileColumns;
     }
 };

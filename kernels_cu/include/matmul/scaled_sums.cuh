@@ -13,65 +13,50 @@ __device__ __forceinline__ u32 zero_of_lane() {
 #endif
 }
 
-// In kBlocks, the scales of B that the columns of a tile have: those of two rows of blocks. They are read one
-// block of K ahead, into registers of lanes. (To move them to registers of the warp, the assembler would wait
-// for them before it starts the last products of a block: 12 % of the speed.)
-struct BlockScales {
+// In kBlocks, the scale of B that the columns of a tile have. It is read one block of K ahead, into registers
+// of lanes. (To move it to a register of the warp, the assembler would wait for it before it starts the last
+// products of a block: 12 % of the speed.)
+struct BlockScale {
     const float* at;
-    i64 second, step;              // to the second row of blocks, and to the next 128 of K
-    float next[2];
+    i64 step;                      // to the next 128 of K
+    float next;
 
-    __device__ __forceinline__ BlockScales(const Product& p, const QueuedTile& t) : step(t.b_scale_block) {
-        const int row = t.column / kScaleBlock, last = (int)(p.n - 1) / kScaleBlock;
-        at = t.b_scale + row * p.b.scale_row + zero_of_lane();
-        second = row < last ? p.b.scale_row : 0;
+    __device__ __forceinline__ BlockScale(const Product& p, const QueuedTile& t) : step(t.b_scale_block) {
+        static_assert(kTileColumns == kScaleBlock, "a tile has one scale");
+        at = t.b_scale + t.column / kScaleBlock * p.b.scale_row + zero_of_lane();
         if (kScaling == kBlocks && t.blocks > 0) read();
     }
     __device__ __forceinline__ void read() {
-        next[0] = load_read_only(at);
-        next[1] = load_read_only(at + second);
+        next = load_read_only(at);
         at += step;
     }
 };
 
-// The scales of a lane's two rows of A, read while the tensor core works; in kBlocks times those of B.
+// The scales of a lane's two rows of A, read while the tensor core works; in kBlocks times that of B.
 struct RowScales {
-    static constexpr int kCount = kScaling == kBlocks ? kTileColumns / kChunk : 1;
-    float low[kCount], high[kCount];
+    float low, high;
+    float of_b;
     bool exact = true;             // No lane of the warp has a product of scales that f32 cannot hold well.
 
-    // at_low, at_high: of the rows in the stage. column: the tile's. of_b: of its two rows of blocks
-    __device__ __forceinline__ RowScales(const Stage& stage, int at_low, int at_high, int column,
-                                         const float (&of_b)[2]) {
-        const float a_low = stage.a[at_low], a_high = stage.a[at_high];
-        low[0] = a_low;
-        high[0] = a_high;
+    // at_low, at_high: of the rows in the stage
+    __device__ __forceinline__ RowScales(const Stage& stage, int at_low, int at_high, float scale_of_b)
+        : low(stage.a[at_low]), high(stage.a[at_high]), of_b(scale_of_b) {
         if constexpr (kScaling == kBlocks) {
-            bool normal = true;
-#pragma unroll
-            for (int i = 0; i < kCount; i++) {
-                low[i] = mul_rn(a_low, of_column(column, i, of_b));
-                high[i] = mul_rn(a_high, of_column(column, i, of_b));
-                normal &= is_normal(low[i]) & is_normal(high[i]);
-            }
-            exact = __all_sync(~0u, normal);
+            low = mul_rn(low, of_b);
+            high = mul_rn(high, of_b);
+            exact = __all_sync(~0u, is_normal(low) & is_normal(high));
         }
     }
     // Multiplies by the scales of A, so that those of B are left: one after the other, f32 holds the results.
     __device__ __forceinline__ void multiply_by_rows(float (&products)[kTileColumns / 2], float a_low,
-                                                     float a_high, int column, const float (&of_b)[2]) {
+                                                     float a_high) {
 #pragma unroll
         for (int i = 0; i < kTileColumns / 2; i++)
             products[i] = mul_rn(products[i], i % 4 < 2 ? a_low : a_high);
-#pragma unroll
-        for (int i = 0; i < kCount; i++) low[i] = high[i] = of_column(column, i, of_b);
+        low = high = of_b;
     }
 
 private:
-    // The scale of B that the i-th 64 columns of a tile have.
-    static __device__ __forceinline__ float of_column(int column, int i, const float (&of_b)[2]) {
-        return column % kScaleBlock + i * kChunk < kScaleBlock ? of_b[0] : of_b[1];
-    }
     static __device__ __forceinline__ bool is_normal(float value) {
         return (as_bits(value) & 0x7f800000u) - 0x00800000u < 0x7f000000u;
     }
@@ -103,16 +88,15 @@ __device__ __forceinline__ void add_products(float (&sums)[kTileColumns / 2],
         release();
 #pragma unroll
         for (int i = 0; i < kTileColumns / 2; i++)
-            sums[i] = fma_rn(i % 4 < 2 ? rows.low[2 * i / kChunk] : rows.high[2 * i / kChunk], products[i],
-                             sums[i]);
+            sums[i] = fma_rn(i % 4 < 2 ? rows.low : rows.high, products[i], sums[i]);
     } else if constexpr (kScaling == kVectors) {
 #pragma unroll
         for (int i = 0; i < kTileColumns / 2; i += 4) {
             const float2 b = columns[i / 4];
-            sums[i] = fma_rn(rows.low[0], mul_rn(b.x, products[i]), sums[i]);
-            sums[i + 1] = fma_rn(rows.low[0], mul_rn(b.y, products[i + 1]), sums[i + 1]);
-            sums[i + 2] = fma_rn(rows.high[0], mul_rn(b.x, products[i + 2]), sums[i + 2]);
-            sums[i + 3] = fma_rn(rows.high[0], mul_rn(b.y, products[i + 3]), sums[i + 3]);
+            sums[i] = fma_rn(rows.low, mul_rn(b.x, products[i]), sums[i]);
+            sums[i + 1] = fma_rn(rows.low, mul_rn(b.y, products[i + 1]), sums[i + 1]);
+            sums[i + 2] = fma_rn(rows.high, mul_rn(b.x, products[i + 2]), sums[i + 2]);
+            sums[i + 3] = fma_rn(rows.high, mul_rn(b.y, products[i + 3]), sums[i + 3]);
         }
         release();
     } else {
@@ -122,10 +106,10 @@ __device__ __forceinline__ void add_products(float (&sums)[kTileColumns / 2],
 #pragma unroll
             for (int i = 0; i < kTileColumns / 2; i += 4) {
                 const float2 b = columns[i / 4];
-                sums[i] = mul_rn(rows.low[0], mul_rn(b.x, sums[i]));
-                sums[i + 1] = mul_rn(rows.low[0], mul_rn(b.y, sums[i + 1]));
-                sums[i + 2] = mul_rn(rows.high[0], mul_rn(b.x, sums[i + 2]));
-                sums[i + 3] = mul_rn(rows.high[0], mul_rn(b.y, sums[i + 3]));
+                sums[i] = mul_rn(rows.low, mul_rn(b.x, sums[i]));
+                sums[i + 1] = mul_rn(rows.low, mul_rn(b.y, sums[i + 1]));
+                sums[i + 2] = mul_rn(rows.high, mul_rn(b.x, sums[i + 2]));
+                sums[i + 3] = mul_rn(rows.high, mul_rn(b.y, sums[i + 3]));
             }
         }
         release();

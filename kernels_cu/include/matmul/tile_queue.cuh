@@ -10,9 +10,9 @@ struct QueuedTile {
     i64 a_scale_block, b_scale_block;  // from one 128 of K to the next
     int a_row, b_row;                  // where the copy engine finds the tile's first rows; a_row: also of D
     int matrix;                        // of D: 0, or the group
-    int row, column, rows;             // within the group's D, and how many rows that has
+    int row, column, end;              // within the group's D, and the row after the tile's last one
     int blocks;                        // of 128 of K; -1: no more tiles
-    u32 columns;                       // that follow `column` in D
+    int columns;                       // that follow `column` in D; 0 or less: none of the tile's exist
     int a_shift;                       // of the scales of A in a stage
 };
 

@@ -12,10 +12,12 @@
 #define PTX_TYPE_OF(tag) PTX_TYPE_##tag
 #define PTX_TYPE(tag) PTX_TYPE_OF(tag)
 
-#ifndef CUPY_FP8_HOST
-// The low half of an operand's descriptor. The high half says that rows of 128 bytes are swizzled, and that
-// 8 of them are 1024 bytes. Without clusters, addresses have 18 bits.
+// The low half of an operand's descriptor, which has an address in units of 16 bytes. The high half says that
+// rows of 128 bytes are swizzled, and that 8 of them are 1024 bytes. An address in the block's own memory has
+// 18 bits.
 __device__ __forceinline__ u32 operand_at(const u8* shared) { return shared_address(shared) >> 4 | 1u << 16; }
+
+#ifndef CUPY_FP8_HOST
 #define OPERAND_HIGH "0x40000040"
 
 #define SUMS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -26,18 +28,16 @@ template <int kColumns>
 __device__ __forceinline__ void multiply_32(float (&d)[kColumns / 2], u32 a, u32 b, int accumulate);
 
 template <>
-__device__ __forceinline__ void multiply_32<192>(float (&d)[96], u32 a, u32 b, int accumulate) {
-    asm volatile("{.reg .pred p; .reg .b64 a, b; setp.ne.b32 p, %98, 0; "
-            "mov.b64 a, {%96, " OPERAND_HIGH "}; mov.b64 b, {%97, " OPERAND_HIGH "}; "
-            "wgmma.mma_async.sync.aligned.m64n192k32.f32." PTX_TYPE(IN_A) "." PTX_TYPE(IN_B) " "
+__device__ __forceinline__ void multiply_32<128>(float (&d)[64], u32 a, u32 b, int accumulate) {
+    asm volatile("{.reg .pred p; .reg .b64 a, b; setp.ne.b32 p, %66, 0; "
+            "mov.b64 a, {%64, " OPERAND_HIGH "}; mov.b64 b, {%65, " OPERAND_HIGH "}; "
+            "wgmma.mma_async.sync.aligned.m64n128k32.f32." PTX_TYPE(IN_A) "." PTX_TYPE(IN_B) " "
             "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
             "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
             "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-            "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-            "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, "
+            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
             "a, b, p, 1, 1;}"
-            : SUMS_16(d, 0), SUMS_16(d, 16), SUMS_16(d, 32), SUMS_16(d, 48), SUMS_16(d, 64), SUMS_16(d, 80)
+            : SUMS_16(d, 0), SUMS_16(d, 16), SUMS_16(d, 32), SUMS_16(d, 48)
             : "r"(a), "r"(b), "r"(accumulate));
 }
 #endif
@@ -53,9 +53,8 @@ __device__ __forceinline__ void pin(float (&sums)[kCount]) {
 
 // Starts the products of 128 of K, which replace the sums. They end at finish_products().
 template <int kColumns>
-__device__ __forceinline__ void start_products(float (&sums)[kColumns / 2], const u8* a, const u8* b) {
+__device__ __forceinline__ void start_products(float (&sums)[kColumns / 2], u32 a_at, u32 b_at) {
 #ifndef CUPY_FP8_HOST
-    const u32 a_at = operand_at(a), b_at = operand_at(b);
     pin(sums);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll

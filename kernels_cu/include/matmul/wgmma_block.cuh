@@ -1,18 +1,22 @@
 // The warps of a block of matmul/wgmma.cu share these: the shape of its work, shared memory and parameters.
 #pragma once
+#include "matmul/cluster.cuh"
 #include "matmul/tile_queue.cuh"
 
 enum Scaling { kRows, kBlocks, kVectors };
 constexpr Scaling kScaling = SCALING;
 constexpr bool kSizesOfK = SIZES_OF_K;
 
-constexpr int kTileRows = 128, kTileColumns = 192, kStages = 4, kThreads = 384, kQueue = 4;
-constexpr int kHalfRows = kTileRows / 2;           // of a warpgroup; a tile's second half may be empty
-constexpr int kChunk = 64;                         // columns of B that share a scale in kBlocks
-constexpr int kConsumers = 8;                      // warps that multiply
-// A warpgroup that multiplies holds the sums and the products, 192 registers. (With 224 in kVectors, the
-// assembler loads many scales of B before the first additions, which then wait: 5 % of the speed.)
-constexpr int kRegisters = kScaling == kVectors ? 216 : 224, kOtherRegisters = 56;
+// The blocks of a cluster have the same rows, and columns that follow one another: they share A.
+constexpr int kTileRows = 192, kTileColumns = 128, kStages = 4, kThreads = 512;
+constexpr int kRowsCopied = kTileRows / kClusterBlocks;    // of A, by one block for both
+constexpr int kPartRows = 64;                      // of a warpgroup; a tile's later parts may be empty
+constexpr int kConsumers = 12;                     // warps that multiply
+// Tiles are found so far ahead. Blocks of rows take them as they need them, so few should wait in a queue;
+// with sizes of K they may be small.
+constexpr int kQueue = kSizesOfK ? 4 : 2;
+// A warpgroup that multiplies holds the sums and the products, 128 registers.
+constexpr int kRegisters = 152, kOtherRegisters = 56;
 constexpr int kStagedBytes = 16 * kTileColumns * 2;  // a warp's rows on their way to D
 // The copy engine may still read the maps of tiles in the queue and of tiles in the ring.
 constexpr int kMaps = kQueue + kStages + 2;
@@ -33,15 +37,20 @@ struct Shared {
     QueuedTile tiles[kQueue];
     Ring<kStages> ring;
     Ring<kQueue> queue;
+    Ring<kQueue> numbered;                         // of a cluster's next tiles, in `numbers`
+    int numbers[kQueue];
 };
-static_assert(sizeof(Shared) == 218816, "what ops/matmul/wgmma.py asks for");
+static_assert(sizeof(Shared) <= 218880, "what ops/matmul/wgmma.py asks for");
 
 struct WgmmaParams {
-    TensorMap a_map, b_map;        // of all rows; with sizes of K, the boxes of groups' own maps
-    TensorMap a_half_map;          // in boxes of half the rows; not with sizes of K
+    TensorMap a_map, b_map;        // of all rows; with sizes of K, the boxes of groups' own maps. A box of A
+                                   // has the rows that one block of a cluster copies for all.
+    TensorMap a_part_map;          // in boxes of kPartRows; not with sizes of K
     TensorMap out_map;             // of D, in boxes of 16 rows and 128 bytes
     Product product;
     TensorMap* maps;               // [blocks of the grid, kMaps, 2] of groups, for sizes of K
+    u32* taken;                    // Not with sizes of K: tiles that were taken, and clusters that are done.
+                                   // Both are 0 again at the end.
     // Whether the copy engine copies scales too: those of neighbouring rows of A (kVectors: and of B) are
     // neighbours, and all lines of scales begin at multiples of 16 bytes.
     u32 copies_scales;

@@ -141,3 +141,36 @@ extern "C" __global__ void __launch_bounds__(kThreads) bulk_bounds(const __grid_
         host_bulk_wait(0);
     }
 }
+
+// Both blocks of a cluster get each other's values.
+extern "C" __global__ void __launch_bounds__(kThreads) cluster_store(const __grid_constant__ Params p) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    unsigned long long* const barrier = reinterpret_cast<unsigned long long*>(memory);
+    int* const values = reinterpret_cast<int*>(memory + 16);
+    const int t = threadIdx.x;
+    const unsigned other = blockIdx.x ^ 1;
+    if (t == 0) host_mbarrier_init(barrier, kThreads);
+    host_cluster_barrier(2);
+    host_mbarrier_arrive(barrier, 4);
+    host_store_async((int*)host_shared_of_block(&values[t], other), p.in[blockIdx.x * kThreads + t],
+                     host_shared_of_block(barrier, other));
+#ifndef BUG
+    while (!host_mbarrier_try_wait(barrier, 0)) {}
+#endif
+    p.out[blockIdx.x * kThreads + t] = values[kThreads - 1 - t];  // planted
+    host_cluster_barrier(2);
+}
+
+// Without the first barrier of the cluster the other block may not have begun.
+extern "C" __global__ void __launch_bounds__(kThreads) cluster_begin(const __grid_constant__ Params p) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    int* const values = reinterpret_cast<int*>(memory);
+    const int t = threadIdx.x;
+#ifndef BUG
+    host_cluster_barrier(2);
+#endif
+    int* const others = (int*)host_shared_of_block(values, blockIdx.x ^ 1);  // planted
+    others[t] = p.in[blockIdx.x * kThreads + t];
+    host_cluster_barrier(2);
+    p.out[blockIdx.x * kThreads + t] = values[t];
+}

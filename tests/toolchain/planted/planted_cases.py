@@ -46,6 +46,14 @@ def reverse(x: np.ndarray) -> np.ndarray:
     return per_block(x)[:, ::-1]
 
 
+def other_block(x: np.ndarray) -> np.ndarray:
+    return per_block(x)[::-1]
+
+
+def other_block_reversed(x: np.ndarray) -> np.ndarray:
+    return per_block(x)[::-1, ::-1]
+
+
 def vector_pick(x: np.ndarray) -> np.ndarray:  # the .x and .w of every aligned group of four
     groups = x.reshape(-1, 4)
     return np.concatenate([groups[:, 0] + groups[:, 3], np.zeros(x.size - len(groups), int)])
@@ -109,6 +117,8 @@ CASES = {
     "refilled_buffer": Case("collectives", lambda x: per_block(x)[:, ::-1] + x[:THREADS]),
     "bulk_store": Case("collectives", copy),
     "bulk_bounds": Case("collectives", copy),
+    "cluster_store": Case("collectives", other_block_reversed, shared_mem=16 + 4 * THREADS, resident=True),
+    "cluster_begin": Case("collectives", other_block, shared_mem=4 * THREADS, resident=True),
 }
 
 
