@@ -291,12 +291,11 @@ struct Multiplier {
         if (kScaling == kBlocks && !is_last) of_b.read();
         place.next();
         is_full = place.is_full(shared.ring);              // asked while the tensor core works
-        const ColumnScales columns(stage);
         finish_products<kTileColumns>(products, shared.a[kAt] + part() * kPartRows * kBoxBytes, shared.b[kAt],
                                       t.end - t.row - part() * kPartRows, t.columns);
         if (!scales.exact)
             scales.multiply_by_rows(products, stage.a[at_low], stage.a[at_high]);
-        add_products(sums, products, scales, columns, is_last, [this] { release(kAt); });
+        add_products(sums, products, scales, stage, is_last, [this] { release(kAt); });
         return is_last;
     }
     __device__ __forceinline__ void store(const QueuedTile& t) {

@@ -62,27 +62,16 @@ private:
     }
 };
 
-// The scales of a lane's columns of B (not in kBlocks). In kVectors the first ones are read while the tensor
-// core works; there are no registers for more.
-struct ColumnScales {
-    static constexpr int kEarly = kScaling == kVectors ? 4 : 0;
-    const float2* at;
-    float2 early[kEarly + 1];
-
-    __device__ __forceinline__ explicit ColumnScales(const Stage& stage)
-        : at(reinterpret_cast<const float2*>(stage.b) + threadIdx.x % 4) {
-#pragma unroll
-        for (int i = 0; i < kEarly; i++) early[i] = at[4 * i];
-    }
-    // Returns the scales that lane l needs for columns 8 * i + l % 4 * 2 and the next one.
-    __device__ __forceinline__ float2 operator[](int i) const { return i < kEarly ? early[i] : at[4 * i]; }
-};
+// Returns the scales that a lane needs for columns 8 * i + lane % 4 * 2 and the next one (not in kBlocks).
+__device__ __forceinline__ float2 scales_of_columns(const Stage& stage, int i) {
+    return reinterpret_cast<const float2*>(stage.b)[4 * i + threadIdx.x % 4];
+}
 
 // Adds the products of 128 of K, times their scales. release() says that the stage is not needed any more.
 template <class Release>
 __device__ __forceinline__ void add_products(float (&sums)[kTileColumns / 2],
                                              const float (&products)[kTileColumns / 2],
-                                             const RowScales& rows, const ColumnScales& columns, bool is_last,
+                                             const RowScales& rows, const Stage& stage, bool is_last,
                                              const Release& release) {
     if constexpr (kScaling == kBlocks) {
         release();
@@ -92,7 +81,7 @@ __device__ __forceinline__ void add_products(float (&sums)[kTileColumns / 2],
     } else if constexpr (kScaling == kVectors) {
 #pragma unroll
         for (int i = 0; i < kTileColumns / 2; i += 4) {
-            const float2 b = columns[i / 4];
+            const float2 b = scales_of_columns(stage, i / 4);
             sums[i] = fma_rn(rows.low, mul_rn(b.x, products[i]), sums[i]);
             sums[i + 1] = fma_rn(rows.low, mul_rn(b.y, products[i + 1]), sums[i + 1]);
             sums[i + 2] = fma_rn(rows.high, mul_rn(b.x, products[i + 2]), sums[i + 2]);
@@ -105,7 +94,7 @@ __device__ __forceinline__ void add_products(float (&sums)[kTileColumns / 2],
         if (is_last) {
 #pragma unroll
             for (int i = 0; i < kTileColumns / 2; i += 4) {
-                const float2 b = columns[i / 4];
+                const float2 b = scales_of_columns(stage, i / 4);
                 sums[i] = mul_rn(rows.low, mul_rn(b.x, sums[i]));
                 sums[i + 1] = mul_rn(rows.low, mul_rn(b.y, sums[i + 1]));
                 sums[i + 2] = mul_rn(rows.high, mul_rn(b.x, sums[i + 2]));
