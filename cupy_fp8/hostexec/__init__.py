@@ -20,10 +20,11 @@ Environment: CUPY_FP8_HOST_MODE, _ORDER, _SEED choose what the arguments leave o
 threads of the fast mode; _UCONTEXT=1 forces the portable context switch; CUPY_FP8_CACHE_DIR holds the
 compiled libraries; CXX is the compiler.
 
-It does not support tensor maps, matrix instructions, clusters and approximate functions (a kernel that calls
-__expf does not compile), and does not flush subnormals (CuPy compiles with -ftz=true, so kernels use the PTX
-wrappers). A loop that polls must call host_yield(). A barrier counts every thread of the block, so an early
-return before one is an error here even where a GPU lets it pass.
+It does not support tensor maps and matrix instructions, for which kernels have a branch of their own, nor
+approximate functions (a kernel that calls __expf does not compile), and does not flush subnormals (CuPy
+compiles with -ftz=true, so kernels use the PTX wrappers). A loop that polls must call host_yield(). A
+barrier counts every thread of the block, so an early return before one is an error here even where a GPU
+lets it pass.
 """
 
 from .build import HostError

@@ -43,6 +43,7 @@ class _Launch(ctypes.Structure):  # HostLaunch in shim/host_abi.h
         ("seed", ctypes.c_uint),
         ("workers", ctypes.c_uint),
         ("resident", ctypes.c_uint),
+        ("cluster", ctypes.c_uint),
         ("stack_bytes", ctypes.c_uint),
         ("first_blocks", ctypes.c_uint64),
         ("last_blocks", ctypes.c_uint64),
@@ -126,12 +127,14 @@ class HostKernel:
         self.param_bytes: int = self._kernel.param_bytes
 
     def __call__(self, grid: Iterable[int], block: Iterable[int], params: bytes, *, shared_mem: int = 0,
-                 order: str | None = None, seed: int | None = None, resident: bool | None = None) -> None:
+                 order: str | None = None, seed: int | None = None, resident: bool | None = None,
+                 cluster: int = 1) -> None:
         """Run the kernel and wait for it.
 
         order: the order of threads and blocks, "asc", "desc" or "random" (by `seed`); the default is
         $CUPY_FP8_HOST_ORDER and $CUPY_FP8_HOST_SEED, else "random" and 0. resident: all blocks are alive at
-        the same time, for kernels whose blocks wait for each other.
+        the same time, for kernels whose blocks wait for each other. cluster: so many neighbouring blocks are,
+        and can write to one another's shared memory; one cluster runs after the other.
         """
         blocks, threads = _three("grid", grid), _three("block", block)
         if not 1 <= threads[0] * threads[1] * threads[2] <= 1024:
@@ -154,7 +157,9 @@ class HostKernel:
         memory = ctypes.create_string_buffer(self.param_bytes + 256)
         address = (ctypes.addressof(memory) + 255) & ~255
         ctypes.memmove(address, params, len(params))
-        schedule = (_ORDERS[order], seed & 0xFFFFFFFF, _workers(), bool(resident), _STACK_BYTES[self.mode])
+        resident = bool(resident) or cluster > 1
+        schedule = (_ORDERS[order], seed & 0xFFFFFFFF, _workers(), resident, cluster if cluster > 1 else 0,
+                    _STACK_BYTES[self.mode])
         launch = _Launch(blocks, threads, shared_mem, *schedule, *self._ends(tuple(blocks), resident),
                          address)
         if self._runtime.host_launch(ctypes.byref(self._kernel), ctypes.byref(launch)):

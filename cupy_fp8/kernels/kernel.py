@@ -69,11 +69,6 @@ class Kernel:
         self.source, self.entry, self.cooperative = str(source).removesuffix(".cu"), entry, cooperative
         self.cluster, self.target = cluster, target
 
-    @property
-    def is_resident(self) -> bool:
-        """Whether the CPU executor keeps all blocks of a grid alive at the same time."""
-        return self.cooperative or self.cluster > 1
-
     @functools.cached_property
     def layout(self) -> structs.Layout:
         """Where the members of its parameter struct lie."""
@@ -131,7 +126,7 @@ class Variant:
             shared = self.shared if shared is None else shared
         if device == _ON_CPU:
             self._host_function()((grid,), (self.block,), self.kernel.params.pack(*values), shared_mem=shared,
-                                  resident=self.kernel.is_resident)
+                                  resident=self.cooperative, cluster=self.kernel.cluster)
             return
         if not pointers:
             self._pack_into(local.buffer, 0, *values)

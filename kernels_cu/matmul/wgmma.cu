@@ -45,7 +45,7 @@ struct TileNumbers {
         place.next();
         return number = __shfl_sync(~0u, number, 0);
     }
-    // After the last tile. Every cluster has taken one number too many, and the last one clears them.
+    // After the last tile. The last cluster that comes here clears the words: nobody takes a number any more.
     __device__ __forceinline__ void end() {
         if (kSizesOfK || rank != 0 || lane != 0) return;
         if (atomicAdd(taken + 1, 1u) != (u32)clusters - 1) return;

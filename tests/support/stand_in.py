@@ -240,7 +240,8 @@ def install(patch: pytest.MonkeyPatch) -> Any:
         function, grids, blocks = self._host_function(), (grid,), (self.block,)
 
         def run() -> None:
-            function(grids, blocks, packed, shared_mem=shared, resident=self.kernel.is_resident)
+            function(grids, blocks, packed, shared_mem=shared, resident=self.cooperative,
+                     cluster=self.kernel.cluster)
 
         if _state.recorded is None:
             return run()

@@ -49,7 +49,8 @@ ERRORS = {
     "bulk_bytes": ("mbarrier with 16 announced bytes not copied", True),
     "bulk_store": ("1 bulk store.* not waited for", False),
     "look_back": ("deadlock.*poll", True),
-    "cluster_begin": ("block 1 has not begun|block 0 has not begun", True),
+    "cluster_begin": ("block [01] has not begun", True),
+    "cluster_end": ("block 1 has not begun or has ended", True),
 }
 # bug -> mode, and what the sanitizer calls it
 REPORTS = {
@@ -171,9 +172,11 @@ def test_waiting_blocks_need_a_resident_grid():
     assert planted_cases.run("grid_barrier", bug=False, order="asc", seed=0)["outcome"] == "right"
 
 
-def test_clusters_need_a_resident_grid():
-    result = planted_cases.run("cluster_store", bug=False, order="asc", seed=0, resident=False)
-    assert "clusters of 2 blocks need a resident grid" in result["text"]
+@pytest.mark.parametrize(("cluster", "message"), [(1, "a cluster of 2 blocks needs cluster=2"),
+                                                  (4, "a grid of clusters needs a multiple of their blocks")])
+def test_clusters_have_their_size(cluster, message):
+    result = planted_cases.run("cluster_store", bug=False, order="asc", seed=0, cluster=cluster)
+    assert message in result["text"]
 
 
 def test_no_block_of_a_resident_grid_is_left_out():

@@ -128,6 +128,9 @@ def few_blocks() -> Iterator[Case]:
     for name in OPS.keys() - {case.op for case in chosen}:
         few = {"group_quantize": 11, "multi_quantize": 9}.get(name, 8)
         yield from islice((case for case in OPS[name].cases() if np.prod(case.shape) < 30000), few)
+    # Both blocks of a cluster have rows of several warpgroups, and columns.
+    for shape in ((260, 136, 144), (288, 208, 144)):
+        yield next(case for case in OPS["grouped_matmul_nt"].cases() if case.shape == shape)
 
 
 def chosen_blocks() -> Iterator[Case]:

@@ -124,9 +124,11 @@ static void work(Worker* worker) {
         const uint64_t one =
             descending ? launch->blocks - 1 - number
                        : (number * launch->block_multiplier + launch->block_offset) % launch->blocks;
-        const uint64_t block = one < launch->first_blocks ? one : one + launch->skipped_blocks;
-        if (launch->options->resident) launch->worker_of_block[block] = worker;
+        const uint64_t block =
+            launch->first_block + (one < launch->first_blocks ? one : one + launch->skipped_blocks);
+        if (launch->options->cluster) launch->worker_of_block[one] = worker;
         run_block(worker, block);
+        if (launch->options->cluster) launch->worker_of_block[one] = nullptr;
     };
     if (launch->exclusive) {
         if (!launch->failed) run(worker->index);
@@ -203,19 +205,20 @@ static int refuse(const std::string& reason) {
     return 1;
 }
 
-extern "C" int host_launch(const HostKernel* kernel, const HostLaunch* options) {
-    std::lock_guard<std::mutex> lock(one_launch_at_a_time);
+// Runs `grid` blocks from first_block on: all of the grid's, or a cluster's.
+static int launch_blocks(const HostKernel* kernel, const HostLaunch* options, uint64_t first_block,
+                         uint64_t grid) {
     Launch launch = {};
+    launch.first_block = first_block;
     launch.kernel = kernel;
     launch.options = options;
     launch.params = options->params;
     launch.threads_per_block = options->block[0] * options->block[1] * options->block[2];
-    const uint64_t grid = (uint64_t)options->grid[0] * options->grid[1] * options->grid[2];
     launch.first_blocks = std::min(options->first_blocks, grid);
     launch.blocks = launch.first_blocks + std::min(options->last_blocks, grid - launch.first_blocks);
     launch.skipped_blocks = grid - launch.blocks;
     launch.exclusive = kTsan || options->resident;
-    if (options->resident) launch.worker_of_block.resize(grid), launch.cluster_barriers.resize(grid);
+    if (options->cluster) launch.worker_of_block.resize(grid);
     permute_blocks(launch);
 
     const uint64_t threads = launch.blocks * (launch.threads_per_block + 1);
@@ -249,5 +252,15 @@ extern "C" int host_launch(const HostKernel* kernel, const HostLaunch* options) 
 
     for (uint64_t i = 0; i < workers; i++)
         if (pool->workers[i]->failed) return refuse(pool->workers[i]->error);
+    return 0;
+}
+
+extern "C" int host_launch(const HostKernel* kernel, const HostLaunch* options) {
+    std::lock_guard<std::mutex> lock(one_launch_at_a_time);
+    const uint64_t grid = (uint64_t)options->grid[0] * options->grid[1] * options->grid[2];
+    if (!options->cluster) return launch_blocks(kernel, options, 0, grid);
+    if (grid % options->cluster) return refuse("a grid of clusters needs a multiple of their blocks");
+    for (uint64_t first = 0; first < grid; first += options->cluster)
+        if (launch_blocks(kernel, options, first, options->cluster)) return 1;
     return 0;
 }

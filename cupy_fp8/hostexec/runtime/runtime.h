@@ -84,6 +84,7 @@ struct Launch {
     const HostLaunch* options;
     const void* params;
     unsigned threads_per_block;
+    uint64_t first_block;                             // of the cluster; else 0
     uint64_t blocks;                                  // that run
     // those before, and the ones left out after, which shift the numbers of the rest
     uint64_t first_blocks, skipped_blocks;
@@ -93,8 +94,8 @@ struct Launch {
     std::atomic<uint64_t> next_block{0};
     std::atomic<bool> failed{false};
     std::vector<Worker*> unfinished;
-    std::vector<Worker*> worker_of_block;             // of resident grids; those that have begun
-    std::vector<ClusterBarrier> cluster_barriers;     // by the number of the cluster
+    std::vector<Worker*> worker_of_block;             // of a cluster; between begin and end of a block
+    ClusterBarrier cluster_barrier;
     uint64_t shared_idle = 0;
 };
 

@@ -69,17 +69,13 @@ extern "C" void host_barrier_arrive(int id, int count) {
 }
 
 // ---- clusters ----
-static unsigned linear_block() {
-    const uint3 index = host_block.block_index, grid = host_block.grid_dim;
-    return index.x + grid.x * (index.y + grid.y * index.z);
-}
 extern "C" void host_cluster_barrier(unsigned blocks) {
     CALLED_FROM_KERNEL();
     Worker* worker = own_worker();
     Launch* launch = worker->launch;
-    if (!launch->options->resident || launch->blocks % blocks)
-        fail_here("clusters of %u blocks need a resident grid of a multiple of them", blocks);
-    ClusterBarrier& barrier = launch->cluster_barriers[linear_block() / blocks];
+    if (launch->options->cluster != blocks)
+        fail_here("a cluster of %u blocks needs cluster=%u", blocks, blocks);
+    ClusterBarrier& barrier = launch->cluster_barrier;
     const unsigned generation = barrier.generation;
     char* const clock = &barrier.clock[generation % 2];
     tsan_release(clock);
@@ -97,8 +93,10 @@ extern "C" void* host_shared_of_block(void* own, unsigned block) {
     const uint64_t at = (uint64_t)((unsigned char*)own - worker->dynamic_shared);
     if (at >= worker->dynamic_bytes) fail_here("%p is not in dynamic shared memory", own);
     const std::vector<Worker*>& all = worker->launch->worker_of_block;
-    if (block >= all.size() || !all[block]) fail_here("block %u has not begun", block);
-    return all[block]->dynamic_shared + at;
+    const uint64_t in_cluster = block - worker->launch->first_block;
+    if (in_cluster >= all.size()) fail_here("block %u is not of this cluster", block);
+    if (!all[in_cluster]) fail_here("block %u has not begun or has ended", block);
+    return all[in_cluster]->dynamic_shared + at;
 }
 
 // ---- warp collectives ----

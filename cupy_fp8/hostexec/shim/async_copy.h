@@ -3,7 +3,7 @@
 // A copy lands as late as the program allows: cp.async at the wait that covers its group, a bulk load when a
 // thread waits for its mbarrier and every arrival is in, a bulk store (which reads shared memory) at the wait
 // for its group. So a missing wait shows as wrong bytes or as an error. With order="desc" loads land at once
-// instead, which shows a buffer refilled while others read it. A store lands at once.
+// instead, which shows a buffer refilled while others read it. An st.async lands at once.
 //
 // `shared` and `bar` may belong to another block of the cluster.
 //

@@ -54,7 +54,9 @@ enum HostOrder { HOST_ASCENDING, HOST_DESCENDING, HOST_RANDOM };
 
 struct HostLaunch {
     unsigned grid[3], block[3];
-    unsigned shared_bytes, order, seed, workers, resident, stack_bytes;
+    unsigned shared_bytes, order, seed, workers;
+    unsigned resident, cluster;  // cluster: so many blocks are resident together, one cluster after the other
+    unsigned stack_bytes;
     // how many blocks run at either end of the grid; together no fewer than it has: all
     uint64_t first_blocks, last_blocks;
     const void* params;
@@ -75,10 +77,10 @@ void host_yield();
 void host_progress();
 int host_barrier(int id, int count, int predicate, int kind);
 void host_barrier_arrive(int id, int count);
-// Waits for all threads of `blocks` neighbouring blocks, the cluster of this one. The grid is resident.
+// Waits for all threads of the `blocks` blocks of this cluster.
 void host_cluster_barrier(unsigned blocks);
-// The same place as `own`, which lies in this block's dynamic shared memory, in that of another block. Both
-// have met in host_cluster_barrier.
+// The same place as `own`, which lies in this block's dynamic shared memory, in that of another block of the
+// cluster. Both have met in host_cluster_barrier.
 void* host_shared_of_block(void* own, unsigned block);
 const HostCollective* host_collective(unsigned mask, int kind, uint64_t value);
 unsigned host_live_lanes();

@@ -48,7 +48,7 @@ def matmul_nt(a: Scaled | Quantized, b: Scaled | Quantized, *, dtype: Any = bflo
     accumulate : float32 array of the result's shape, to which the product is added in place, and which is
         returned; `dtype` is without effect, and no other `out` is taken
     out : array of the result's shape and dtype, written and returned. With it the call can be captured into a
-        CUDA graph
+        CUDA graph, once it has been used before
 
     Returns
     -------

@@ -17,10 +17,10 @@ from ...layouts import cdiv, round_up
 from .problem import OperandView, Problem
 
 _HOPPER = 90
-_KERNEL = Kernel("matmul/wgmma", "wgmma_products", cluster=2, target="sm_90a")
 _THREADS, _ROWS, _COLUMNS, _BLOCK, _STAGES, _QUEUE = 512, 192, 128, 128, 4, 4
 _CLUSTER = 2                        # blocks that share tiles of A
 _PART_ROWS = 64
+_KERNEL = Kernel("matmul/wgmma", "wgmma_products", cluster=_CLUSTER, target="sm_90a")
 _MAPS, _MAP_BYTES = _QUEUE + _STAGES + 2, 128
 _BOX_ROWS_OUT = 16
 _CLUSTERS_ON_CPU = 2

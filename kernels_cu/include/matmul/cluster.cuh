@@ -24,8 +24,8 @@ __device__ __forceinline__ T* of_block(T* own, int rank) {
 }
 #endif
 
-// Arrives at the barrier that block `rank` has at the same place. The thread's accesses of its own block's
-// memory, and copies that it waited for, come before.
+// Arrives at the barrier that block `rank` has at the same place, after it has read its own block's memory:
+// whoever waits there may copy to that again.
 __device__ __forceinline__ void arrive_at(PhaseBarrier* barrier, int rank) {
 #ifdef CUPY_FP8_HOST
     host_mbarrier_arrive(of_block(barrier, rank), 0);

@@ -89,7 +89,7 @@ struct ProductTile {
 // together, and asks for tiles in ascending order. Rows of A after the last group belong to none: they become
 // a group without K, so that D is 0 there. Index: i32 if all sizes and numbers of tiles fit, else i64.
 //
-// Where a last tile would have no more than kPartRows, the tile before it gives it as many: one part takes
+// Where a last tile would have kPartRows or fewer, the tile before it gives it kPartRows: one part takes
 // nearly as long as two.
 template <bool kSizesOfK, int kTileRows, int kTileColumns, class Index = i64, int kPartRows = 0>
 class TileWalk {
@@ -110,8 +110,8 @@ public:
     ProductTile tile;
 
 private:
-    // Row tiles that share columns of B, which then come from the L2: 2048 rows.
-    static constexpr int kBand = (2048 + kTileRows - 1) / kTileRows;
+    // Row tiles that share columns of B, which then come from the L2.
+    static constexpr int kBand = kTileRows > 128 ? 11 : 16;
 
     struct Sums { Index start, padded, blocks; };
 

@@ -6,7 +6,7 @@
 
 using PhaseBarrier = u64;
 
-// One thread calls it, before a __syncthreads(). arrivals: how many end a phase.
+// One thread calls it, before all threads that use the barrier meet. arrivals: how many end a phase.
 __device__ __forceinline__ void init_phases(PhaseBarrier* barrier, u32 arrivals) {
 #ifdef CUPY_FP8_HOST
     host_mbarrier_init(barrier, arrivals);

@@ -174,3 +174,18 @@ extern "C" __global__ void __launch_bounds__(kThreads) cluster_begin(const __gri
     host_cluster_barrier(2);
     p.out[blockIdx.x * kThreads + t] = values[t];
 }
+
+// Without the last barrier of the cluster the other block may have ended.
+extern "C" __global__ void __launch_bounds__(kThreads) cluster_end(const __grid_constant__ Params p) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    const int t = threadIdx.x, i = blockIdx.x * kThreads + t;
+    host_cluster_barrier(2);
+    if (blockIdx.x == 0) {
+        for (int polls = 0; polls < 50; polls++) host_yield();
+        ((int*)host_shared_of_block(memory, 1))[t] = t;  // planted
+    }
+#ifndef BUG
+    host_cluster_barrier(2);
+#endif
+    p.out[i] = p.in[i];
+}

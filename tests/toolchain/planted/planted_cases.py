@@ -32,6 +32,7 @@ class Case:
     n: int = 2 * THREADS  # elements of the input
     shared_mem: int = 0
     resident: bool = False
+    cluster: int = 1
 
 
 def per_block(x: np.ndarray) -> np.ndarray:
@@ -117,8 +118,9 @@ CASES = {
     "refilled_buffer": Case("collectives", lambda x: per_block(x)[:, ::-1] + x[:THREADS]),
     "bulk_store": Case("collectives", copy),
     "bulk_bounds": Case("collectives", copy),
-    "cluster_store": Case("collectives", other_block_reversed, shared_mem=16 + 4 * THREADS, resident=True),
-    "cluster_begin": Case("collectives", other_block, shared_mem=4 * THREADS, resident=True),
+    "cluster_store": Case("collectives", other_block_reversed, shared_mem=16 + 4 * THREADS, cluster=2),
+    "cluster_end": Case("collectives", copy, shared_mem=4 * THREADS, cluster=2),
+    "cluster_begin": Case("collectives", other_block, shared_mem=4 * THREADS, cluster=2),
 }
 
 
@@ -130,7 +132,8 @@ def compile_case(name: str, bug: bool) -> hostexec.HostKernel:
     return hostexec.compile_kernel(source(name), name, defines={"BUG": 1} if bug else {}, include_dirs=[HERE])
 
 
-def run(name: str, *, bug: bool, order: str, seed: int, resident: bool | None = None) -> dict[str, Any]:
+def run(name: str, *, bug: bool, order: str, seed: int, resident: bool | None = None,
+        cluster: int | None = None) -> dict[str, Any]:
     case = CASES[name]
     x = np.random.default_rng(0).integers(1, 1000, case.n).astype(np.int32)
     expected = np.asarray(case.expected(x)).astype(np.int32).reshape(-1)
@@ -141,7 +144,7 @@ def run(name: str, *, bug: bool, order: str, seed: int, resident: bool | None = 
         kernel = compile_case(name, bug)
         resident = case.resident if resident is None else resident
         kernel((case.blocks,), (THREADS,), params, shared_mem=case.shared_mem, order=order, seed=seed,
-               resident=resident)
+               resident=resident, cluster=case.cluster if cluster is None else cluster)
     except hostexec.HostError as error:
         return result | {"text": str(error)}
     return result | {"outcome": "right" if np.array_equal(y, expected) else "wrong"}
