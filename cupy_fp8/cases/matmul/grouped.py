@@ -155,7 +155,7 @@ def _row_cases() -> Iterator[Case]:
         for total, groups in ((300, 1), (90, 40), (5, 64), (33, 32), (0, 3), (0, 0), (40, 0), (130, 33)):
             yield _case((total, 40, 144), pair, groups=groups)
             yield _case((total, 40, 144), pair, groups=groups, spare=3, wide=False)
-        # Of 833 rows the last tile has more than 64; of 400 it would have 16.
+        # A last tile of 833 rows has more than 64. That of 400 would have 16, so another one gives it rows.
         for total, n, groups in ((2500, 24, 3), (1200, 24, 3), (400, 264, 1)):
             yield _case((total, n, 32), pair, division="even", groups=groups)
         for shape in ((20, 0, 16), (20, 8, 0)):
@@ -180,7 +180,7 @@ def _column_cases() -> Iterator[Case]:
                                      product((float8_e4m3fn, float8_e5m2), repeat=2)):
         yield _case((288, 208, 144), pair, "normal", of, other=other, groups=3, division="even",
                     given="Grouped" if pair[0] == "vector" else "Scaled", **of_k)
-    for shape in ((288, 24, 208), (288, 264, 272)):                # more than a tile has
+    for shape in ((288, 24, 208), (288, 264, 272)):                # M exceeds a tile, then N does too.
         yield _case(shape, ("vector", "vector"), groups=3, division="even", given="Grouped", **of_k)
     for pair in (("tensor", "tensor"), ("row", "row"), ("tensor", "row")):
         for shape in _SHAPES:

@@ -79,8 +79,8 @@ int host_barrier(int id, int count, int predicate, int kind);
 void host_barrier_arrive(int id, int count);
 // Waits for all threads of the `blocks` blocks of this cluster.
 void host_cluster_barrier(unsigned blocks);
-// The same place as `own`, which lies in this block's dynamic shared memory, in that of another block of the
-// cluster. Both have met in host_cluster_barrier.
+// Returns the place that another block of the cluster has where `own` lies in this block's dynamic shared
+// memory. Both have met in host_cluster_barrier.
 void* host_shared_of_block(void* own, unsigned block);
 const HostCollective* host_collective(unsigned mask, int kind, uint64_t value);
 unsigned host_live_lanes();

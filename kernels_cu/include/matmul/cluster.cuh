@@ -50,7 +50,8 @@ __device__ __forceinline__ void send(int* to, int value, PhaseBarrier* barrier, 
 #endif
 }
 
-// As copy_box(), into both blocks: to the same place, and with the bytes counted at the same barrier.
+// Starts a copy as copy_box() does, but into both blocks: each gets it at the same place, and its barrier at
+// that place counts the bytes.
 __device__ __forceinline__ void copy_box_to_cluster(u8* shared, const TensorMap* map, int row, int column,
                                                     PhaseBarrier* barrier) {
 #ifdef CUPY_FP8_HOST
