@@ -1,9 +1,10 @@
 // Products of FP8 matrices on Hopper (sm_90a), one for each group: D = A · Bᵀ (matmul/problem.cuh).
 //
-// Persistent blocks of four warpgroups. The warps of the first one find tiles, and copy 128 of K of A and B,
-// with their scales, into a ring of stages. Each of the other three multiplies 64 rows of A by all columns of
-// the tile: the tensor core sums 128 products, which are then added, times their scales, to f32 registers.
-// (It keeps about 14 bits below the largest addend, so longer sums would lose more.)
+// Persistent blocks of four warpgroups. The warps of the first one find tiles, copy 128 of K of A and B, with
+// their scales, into a ring of stages, and copy results to D (matmul/wgmma_copies.cuh). Each of the other three
+// multiplies 64 rows of A by all columns of the tile: the tensor core sums 128 products, which are then added,
+// times their scales, to f32 registers. (It keeps about 14 bits below the largest addend, so longer sums would
+// lose more.) It stores what becomes of a tile to shared memory, and goes on with the next one.
 //
 // Two blocks are a cluster, with neighbouring tiles. Each copies half of A, for both, and its own B, because
 // the L2 gives too few bytes for all. A stage is free when all warps of both blocks have used it.
@@ -14,8 +15,8 @@
 //               kBlocks: A has one for 128 of K in each row, B one for 128 rows of it and 128 of K
 //               kVectors: both have one for 128 of K in each row
 #include "matmul/scaled_sums.cuh"
-#include "matmul/store_tile.cuh"
 #include "matmul/warpgroup_products.cuh"
+#include "matmul/wgmma_copies.cuh"
 
 // ---- the warp that finds tiles ----
 // The numbers of a cluster's tiles. With sizes of K, clusters take turns. Tiles of rows take different times,
@@ -96,8 +97,7 @@ __device__ __forceinline__ void find_tiles(const WgmmaParams& p, Shared& shared)
                 t.b_row = (int)(kSizesOfK ? 0 : tile.at.group * product.n) + t.column;
                 t.matrix = kSizesOfK ? (int)tile.at.group : 0;
                 t.row = (int)tile.row;
-                t.end = (int)tile.end;
-                t.columns = (int)product.n - t.column;
+                t.rows = (int)(tile.end - tile.row);
                 t.a_shift = p.copies_scales ? (int)((u64)(t.a_scale + tile.row) / 4 % 4) : 0;
             }
             arrive(&shared.queue.full[place.at]);
@@ -107,115 +107,6 @@ __device__ __forceinline__ void find_tiles(const WgmmaParams& p, Shared& shared)
         if (!found) break;
     }
     numbers.end();
-}
-
-// ---- the warp that copies A and B ----
-// The copies of the scales of a tile, one block of K after the other.
-struct ScaleCopies {
-    const float *a, *b;
-    i64 a_step, b_step;
-    u32 a_bytes, b_bytes;
-
-    __device__ __forceinline__ ScaleCopies(const Product& p, const QueuedTile& t)
-        : a(t.a_scale + t.row - t.a_shift), b(t.b_scale), a_step(t.a_scale_block), b_step(t.b_scale_block) {
-        // Lines are whole multiples of 16 bytes, so these are not left.
-        a_bytes = (at_most(t.a_shift + t.end - t.row, kTileRows + 4) + 3) / 4 * 16;
-        b_bytes = t.columns <= 0 ? 0 : (at_most(t.columns, kTileColumns) + 3) / 4 * 16;
-        b += t.column;
-    }
-    __device__ __forceinline__ u32 bytes() const { return a_bytes + (kScaling == kBlocks ? 0 : b_bytes); }
-    __device__ __forceinline__ void start(Stage& stage, PhaseBarrier* full) {
-        copy_bytes(stage.a, a, a_bytes, full);
-        a += a_step;
-        if (b_bytes == 0 || kScaling == kBlocks) return;
-        copy_bytes(stage.b, b, b_bytes, full);
-        b += b_step;
-    }
-};
-
-__device__ __forceinline__ void copy_stages(const WgmmaParams& p, Shared& shared) {
-    TileReader reader(shared.tiles, shared.queue);
-    Place<kStages> place;
-    const int rank = cluster_rank();
-    while (reader.next()) {
-        const QueuedTile& t = reader.tile;
-        if (threadIdx.x % 32 == 0) {
-            ScaleCopies scales(p.product, t);
-            // A tile of which one or two parts exist. With sizes of K, groups' maps have one box.
-            const int parts = (t.end - t.row + kPartRows - 1) / kPartRows;
-            const bool in_parts = !kSizesOfK && parts <= kClusterBlocks;
-            const TensorMap* const a_map = in_parts ? &p.a_part_map : t.a_map;
-            const int first = rank * (in_parts ? kPartRows : kRowsCopied);
-            const bool copies_a = !in_parts || rank < parts, copies_b = t.columns > 0;
-            const u32 bytes = ((in_parts ? parts * kPartRows : kTileRows) + (copies_b ? kTileColumns : 0))
-                              * kBoxBytes + (p.copies_scales ? scales.bytes() : 0);
-            if (kSizesOfK && t.blocks > 0) {
-                acquire_map(t.a_map);
-                acquire_map(t.b_map);
-            }
-            for (int block = 0; block < t.blocks; block++) {
-                place.wait_empty(shared.ring);
-                PhaseBarrier* const full = &shared.ring.full[place.at];
-                arrive_expecting(full, bytes);
-                if (copies_a)
-                    copy_box_to_cluster(shared.a[place.at] + first * kBoxBytes, a_map, t.a_row + first,
-                                        block * kBoxBytes, full);
-                if (copies_b) copy_box(shared.b[place.at], t.b_map, t.b_row, block * kBoxBytes, full);
-                if (p.copies_scales) scales.start(shared.stages[place.at], full);
-                place.next();
-            }
-        }
-        __syncwarp();
-    }
-}
-
-// ---- the warp that copies scales one by one, where the copy engine does not ----
-__device__ __forceinline__ void copy_scale(float* shared, const float* from) {
-#ifdef CUPY_FP8_HOST
-    host_cp_async(shared, from, 4, 4);
-#else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
-                 :: "r"(shared_address(shared)), "l"(from) : "memory");
-#endif
-}
-
-__device__ __forceinline__ i64 scale_of(const Operand& operand, i64 row) {
-    return (row >> operand.scale_shift) * operand.scale_row;
-}
-
-// Rows beyond the last one get its scale. Those of whole rows are needed with the last block of K alone.
-__device__ __forceinline__ void copy_scales(const Product& p, Shared& shared) {
-    constexpr int kRowsEach = kTileRows / 32, kColumnsEach = kTileColumns / 32;
-    TileReader reader(shared.tiles, shared.queue);
-    Place<kStages> place;
-    const int lane = threadIdx.x % 32;
-    while (reader.next()) {
-        const QueuedTile& t = reader.tile;
-        const int last_row = t.end - 1, last_column = (int)p.n - 1;
-        const float *a_at = t.a_scale, *b_at = t.b_scale;
-        for (int block = 0; block < t.blocks; block++) {
-            place.wait_empty(shared.ring);
-            Stage& stage = shared.stages[place.at];
-            if (kScaling != kRows || block + 1 == t.blocks) {
-#pragma unroll
-                for (int i = 0; i < kRowsEach; i++)
-                    copy_scale(&stage.a[32 * i + lane],
-                               a_at + scale_of(p.a, at_most(t.row + 32 * i + lane, last_row)));
-                if constexpr (kScaling != kBlocks) {
-#pragma unroll
-                    for (int i = 0; i < kColumnsEach; i++)
-                        copy_scale(&stage.b[32 * i + lane],
-                                   b_at + scale_of(p.b, at_most(t.column + 32 * i + lane, last_column)));
-                }
-            }
-            arrive_after_copies(&shared.ring.full[place.at]);
-            place.next();
-            if (kScaling != kRows) {
-                a_at += t.a_scale_block;
-                b_at += t.b_scale_block;
-            }
-        }
-    }
 }
 
 // ---- the warps that multiply ----
@@ -230,24 +121,29 @@ struct Multiplier {
     const u32 a_operand, b_operand;
     Place<kStages> place;
     bool is_full = false;          // An early look found the stage at `place` full; else it is not known.
+    int rows, columns;             // of the tile
+    int a_first, a_last;           // A's scales in a stage: of the lane's first row, and of the last one
     float sums[kTileColumns / 2];
 
     __device__ __forceinline__ Multiplier(const WgmmaParams& p, Shared& memory, int own_warp)
         : params(p), shared(memory), warp(own_warp),
           a_operand(__shfl_sync(~0u, operand_at(memory.a[0] + own_warp / 4 * kPartRows * kBoxBytes), 0)),
-          b_operand(__shfl_sync(~0u, operand_at(memory.b[0]), 0)) {}
+          b_operand(__shfl_sync(~0u, operand_at(memory.b[0]), 0)) {
+        // In a register of lanes, the phase need not be moved there each time a stage is looked at.
+        place.parity = __shfl_sync(~0u, zero_of_lane(), 0);
+    }
     __device__ __forceinline__ int part() const { return warp / 4; }
     __device__ __forceinline__ int first_row() const { return part() * kPartRows + warp % 4 * 16; }
     __device__ __forceinline__ bool has_work(const QueuedTile& t) const {
-        return t.end - t.row > part() * kPartRows && t.columns > 0;
+        return t.rows > part() * kPartRows && columns_left(params.product, t) > 0;
     }
     __device__ __forceinline__ void release(int at) {
         __syncwarp();
         if (lane < kClusterBlocks) arrive_at(&shared.ring.empty[at], lane);
     }
     // Stages of a tile in which nothing of this warpgroup exists.
-    __device__ __forceinline__ void skip(const QueuedTile& t) {
-        for (int block = 0; block < t.blocks; block++) {
+    __device__ __forceinline__ void skip(int blocks) {
+        for (int block = 0; block < blocks; block++) {
             place.wait_full(shared.ring);
             release(place.at);
             place.next();
@@ -256,24 +152,28 @@ struct Multiplier {
     }
     // Sums all blocks of K. The loop is unrolled over the stages, so that their addresses are constants. The
     // switch enters it at the stage where the last tile ended.
-    __device__ __forceinline__ void multiply(const QueuedTile& t) {
+    __device__ __forceinline__ void multiply(const QueuedTile& t, int blocks) {
 #pragma unroll
         for (int i = 0; i < kTileColumns / 2; i++) sums[i] = 0;
         BlockScale of_b(params.product, t);
-        int left = t.blocks;
+        int left = blocks;
+        rows = t.rows;
+        columns = columns_left(params.product, t);
+        a_first = t.a_shift + first_row() + lane / 4;
+        a_last = t.a_shift + rows - 1;
         if (left == 0) return;
         switch (place.at) {
             for (;;) {
-                case 0: if (add<0>(t, of_b, left)) return;
-                case 1: if (add<1>(t, of_b, left)) return;
-                case 2: if (add<2>(t, of_b, left)) return;
-                default: if (add<3>(t, of_b, left)) return;
+                case 0: if (add<0>(of_b, left)) return;
+                case 1: if (add<1>(of_b, left)) return;
+                case 2: if (add<2>(of_b, left)) return;
+                default: if (add<3>(of_b, left)) return;
             }
         }
     }
     // Adds the products of the block at stage kAt, which is `place`. Returns whether it is the last one.
     template <int kAt>
-    __device__ __forceinline__ bool add(const QueuedTile& t, BlockScale& of_b, int& left) {
+    __device__ __forceinline__ bool add(BlockScale& of_b, int& left) {
         static_assert(kStages == 4, "multiply() has as many copies");
         place.at = kAt;
         if (!is_full) place.wait_full(shared.ring);
@@ -284,43 +184,58 @@ struct Multiplier {
         const Stage& stage = shared.stages[kAt];
         // In kBlocks all rows of a warp decide how it multiplies, and a stage has no scales of those that do
         // not exist: they get the last one's.
-        const int row = t.a_shift + first_row() + lane / 4, last = t.a_shift + t.end - t.row - 1;
-        const int at_low = kScaling == kBlocks ? at_most(row, last) : row;
-        const int at_high = kScaling == kBlocks ? at_most(row + 8, last) : row + 8;
+        const int at_low = kScaling == kBlocks ? at_most(a_first, a_last) : a_first;
+        const int at_high = kScaling == kBlocks ? at_most(a_first + 8, a_last) : a_first + 8;
         RowScales scales(stage, at_low, at_high, of_b.next);
         if (kScaling == kBlocks && !is_last) of_b.read();
         place.next();
         is_full = place.is_full(shared.ring);              // asked while the tensor core works
         finish_products<kTileColumns>(products, shared.a[kAt] + part() * kPartRows * kBoxBytes, shared.b[kAt],
-                                      t.end - t.row - part() * kPartRows, t.columns);
+                                      rows - part() * kPartRows, columns);
         if (!scales.exact)
             scales.multiply_by_rows(products, stage.a[at_low], stage.a[at_high]);
         add_products(sums, products, scales, stage, is_last, [this] { release(kAt); });
         return is_last;
     }
-    __device__ __forceinline__ void store(const QueuedTile& t) {
+    // The results of the warp's rows go to shared memory, from where copy_results() copies them.
+    __device__ __forceinline__ void store(const QueuedTile& t, u32 number) {
         const Product& p = params.product;
-        const u64 out_bytes = p.out_type == kOutF32 ? 4 : 2;
-        const int rows = t.end - t.row - first_row();
-        if (rows <= 0 || (t.blocks == 0 && p.accumulate)) return;
-        u8* const staged = shared.staged[warp];
-        // A box has 16 rows. Where the group has fewer left, it would overwrite those of the next one.
-        if (params.copies_out && rows >= 16) {
-            const PlaceOut to = {params.out_map, t.matrix, t.a_row + first_row(), t.column};
-            // Gradients of many groups are more than the L2 has room for, and nobody reads them soon.
-            if (p.out_type != kOutF32) copy_rows_out<kTileColumns, kSizesOfK>(to, sums, p.out_type, staged);
-            else if (p.accumulate) copy_sums_out<kTileColumns, true, kSizesOfK>(to, sums, staged);
-            else copy_sums_out<kTileColumns, false, kSizesOfK>(to, sums, staged);
-            return;
+        const int own_rows = has_results(p, t) ? t.rows - first_row() : 0;
+        if (params.copies_out) {
+            const bool boxed = leaves_in_boxes(own_rows);
+            if (p.out_type == kOutF32) {
+                stage(0, [&] { if (boxed) stage_sums<0, kTileColumns>(sums, staged()); });
+                stage(1, [&] { if (boxed) stage_sums<kTileColumns / 2, kTileColumns>(sums, staged()); });
+            } else {
+                stage(number, [&] {
+                    if (boxed && p.out_type == kOutBf16) stage_rows<kOutBf16, kTileColumns>(sums, staged());
+                    else if (boxed) stage_rows<kOutF16, kTileColumns>(sums, staged());
+                });
+            }
+            if (boxed) return;
         }
+        if (own_rows <= 0) return;
+        const u64 out_bytes = p.out_type == kOutF32 ? 4 : 2;
         const i64 element = t.matrix * p.out_group + (i64)(t.a_row + first_row()) * p.n + t.column;
-        const WarpRows to = {p.out + element * out_bytes, p.n, rows, t.columns};
+        const WarpRows to = {p.out + element * out_bytes, p.n, own_rows, columns_left(p, t)};
         if (params.copies_out && p.accumulate) {
-            add_rows_out<kTileColumns>(to, sums, staged);
+            add_rows_out<kTileColumns>(to, sums, staged());
         } else {
             const bool pairs = ((u64)p.out | (u64)(p.n * out_bytes)) % 8 == 0;
             store_sums<kTileColumns>(to, sums, p.out_type, p.accumulate, pairs);
         }
+    }
+    // Calls write() when the results of the phase before have left.
+    template <class Write>
+    __device__ __forceinline__ void stage(u32 phase, const Write& write) {
+        wait_for_end(&shared.leaving[part()].empty[0], phase % 2 ^ 1);
+        write();
+        __syncwarp();
+        if (lane == 0) arrive(&shared.leaving[part()].full[0]);
+    }
+    // The warp's rows of the first box.
+    __device__ __forceinline__ u8* staged() const {
+        return shared.staged[part()] + warp % 4 * (kRowsOfWarp * kBoxBytes);
     }
 };
 
@@ -328,13 +243,10 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaParams& p, Shared& sha
     Multiplier own(p, shared, __shfl_sync(~0u, threadIdx.x / 32, 0) - 4);
     TileReader reader(shared.tiles, shared.queue);
     while (reader.next()) {
-        const QueuedTile& t = reader.tile;
-        if (!own.has_work(t)) {
-            own.skip(t);
-            continue;
-        }
-        own.multiply(t);
-        own.store(t);
+        const QueuedTile& t = reader.tile();
+        if (own.has_work(t)) own.multiply(t, reader.blocks);
+        else own.skip(reader.blocks);
+        own.store(t, reader.number);
         // All lanes together again: else the compiler keeps the addresses of stages in no uniform registers,
         // and every wgmma waits for four moves.
         __syncwarp();
@@ -350,7 +262,8 @@ wgmma_products(const __grid_constant__ WgmmaParams p) {
     if (threadIdx.x == 0) {
         // Lanes that copy scales arrive too.
         shared.ring.init(p.copies_scales ? 1 : 1 + 32, kClusterBlocks * kConsumers);
-        shared.queue.init(1, (p.copies_scales ? 1 : 2) + kConsumers);
+        shared.queue.init(1, (p.copies_scales ? 1 : 2) + (p.copies_out ? 1 : 0) + kConsumers);
+        for (int part = 0; part < kParts; part++) shared.leaving[part].init(4, 1);
         shared.numbered.init(1, kClusterBlocks);
 #ifndef CUPY_FP8_HOST
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -366,6 +279,7 @@ wgmma_products(const __grid_constant__ WgmmaParams p) {
         if (warp == 0) copy_stages(p, shared);
         else if (warp == 3) find_tiles(p, shared);
         else if (warp == 1 && !p.copies_scales) copy_scales(p.product, shared);
+        else if (warp == 2 && p.copies_out) copy_results(p, shared);
     }
     // No block ends while the other one arrives at its barriers.
     __syncwarp();

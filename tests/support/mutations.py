@@ -63,7 +63,7 @@ _FAULTS = (
           "scaling_aware_transpose"),
     Fault("matmul/tiles.cu", "left_of(k_end - at, kChunkBytes)", "left_of(k_end - at - 1, kChunkBytes)",
           "grouped_matmul_nt"),
-    Fault("matmul/wgmma.cu", "t.end - t.row - first_row();", "t.end - t.row - first_row() - 1;",
+    Fault("matmul/wgmma.cu", "t.rows - first_row() : 0;", "t.rows - first_row() - 1 : 0;",
           "grouped_matmul_nt"),
     Fault("moe/offsets.cu", "lane < warp ? of_warp", "lane <= warp ? of_warp", "splits_to_offsets"),
     Fault("moe/pad.cu", "left_of(p.rows - first, a.rows_per_block)",

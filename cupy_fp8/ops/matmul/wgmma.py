@@ -22,12 +22,12 @@ _CLUSTER = 2                        # blocks that share tiles of A
 _PART_ROWS = 64
 _KERNEL = Kernel("matmul/wgmma", "wgmma_products", cluster=_CLUSTER, target="sm_90a")
 _MAPS, _MAP_BYTES = _QUEUE + _STAGES + 2, 128
-_BOX_ROWS_OUT = 16
+_ROWS_OUT = 16                      # of boxes of D, where groups may end anywhere
 _CLUSTERS_ON_CPU = 2
 #: Numbers of tiles are counted in 32 bits, a grid at a time.
 _LARGEST = 2**31 - 2**16
 #: Bytes of shared memory: what the struct Shared asserts.
-SHARED = 218880
+SHARED = 219008
 _FP8 = (float8_e4m3fn, float8_e5m2)
 #: The struct's `share`: all groups, those that tensor copies can read, the others.
 ALL_GROUPS, IN_16_BYTES, OTHER_GROUPS = range(3)
@@ -69,9 +69,11 @@ def launches(call: Call, problem: Problem) -> Iterator[Launch]:
     copies = (scaling != "kRows" and _copied(p.a, anywhere=True)
               and (scaling == "kBlocks" or _copied(p.b, anywhere=False)))
     a, b = (_FP8[view.e5m2] for view in (p.a, p.b))
-    out_map = _out_map(call, p)
+    out_map = _out_map(call, p, _PART_ROWS if p.sizes_of_k else _ROWS_OUT)
+    out_part_map = None if p.sizes_of_k else _out_map(call, p, _PART_ROWS)
     yield _VARIANTS[a, b, scaling, p.sizes_of_k].bind(
-        call.x, blocks, product=members, out_map={"bytes": out_map or b""}, copies_scales=int(copies),
+        call.x, blocks, product=members, out_map={"bytes": out_map or b""},
+        out_part_map={"bytes": out_part_map or b""}, copies_scales=int(copies),
         copies_out=int(out_map is not None), taken=_taken(call, p), **_operand_maps(call, p, blocks))
 
 
@@ -123,11 +125,11 @@ def _operand_maps(call: Call, p: Problem, blocks: int) -> dict[str, Any]:
             "b_map": boxes(p.b, _BLOCK, p.n, _BLOCK, _COLUMNS), "maps": round_up(at, _MAP_BYTES)}
 
 
-def _out_map(call: Call, p: Problem) -> TensorMap | None:
+def _out_map(call: Call, p: Problem, box_rows: int) -> TensorMap | None:
     """The tensor map of D; None where other stores write it, since its rows do not begin at multiples of 16
     bytes."""
     pitch = p.n * p.to.itemsize
     if p.out % 16 or pitch % 16:
         return None
     matrices, rows = (p.groups, p.m) if p.sizes_of_k else (1, p.total)
-    return tensor_map.encode(call.x, p.out, p.n, rows, pitch, _BOX_ROWS_OUT, matrices, p.to.itemsize)
+    return tensor_map.encode(call.x, p.out, p.n, rows, pitch, box_rows, matrices, p.to.itemsize)

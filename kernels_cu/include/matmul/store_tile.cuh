@@ -32,61 +32,31 @@ __device__ __forceinline__ void store_16x16(u8* box, int chunk, const float* sum
                     "r"(words[2]), "r"(words[3]) : "memory");
 #endif
 }
+
+// The results of a warpgroup leave in boxes of 64 rows and 128 bytes, for two of which there is room, beside
+// one another. `staged` points to a warp's 16 rows of the first one.
+constexpr int kStagedBoxes = 2, kStagedBoxBytes = 64 * kBoxBytes, kRowsOfWarp = 16;
+
+// All its columns as elements of 16 bits.
 template <u32 kType, int kColumns>
 __device__ __forceinline__ void stage_rows(const float (&sums)[kColumns / 2], u8* staged) {
+    static_assert(kColumns * 2 == kStagedBoxes * kBoxBytes, "as many boxes");
 #pragma unroll
     for (int c = 0; c < kColumns; c += 16)
-        store_16x16<kType>(staged + c / 64 * (16 * kBoxBytes), c % 64 / 8, sums + c / 2);
+        store_16x16<kType>(staged + c / 64 * kStagedBoxBytes, c % 64 / 8, sums + c / 2);
 }
 
-// Where a warp's 16 rows begin in the matrices of a map.
-struct PlaceOut {
-    const TensorMap& map;
-    int matrix, row, column;
-};
-
-// A warp's 16 rows of 16-bit elements leave by a copy for each 64 columns. `staged` is the warp's own, at a
-// multiple of 1024, with room for them.
-template <int kColumns, bool kReadLate>
-__device__ __forceinline__ void copy_rows_out(const PlaceOut& to, const float (&sums)[kColumns / 2], u32 type,
-                                              u8* staged) {
-    copy_out_wait_read<0>();
-    __syncwarp();
-    if (type == kOutBf16) stage_rows<kOutBf16, kColumns>(sums, staged);
-    else stage_rows<kOutF16, kColumns>(sums, staged);
-    publish_to_copies();
-    __syncwarp();
-    if (threadIdx.x % 32) return;
-#pragma unroll
-    for (int i = 0; i < kColumns / 64; i++)
-        copy_box_out<false, kReadLate>(&to.map, staged + i * (16 * kBoxBytes), to.matrix, to.row,
-                                       to.column + i * 64);
-    copy_out_commit();
-}
-
-// Its sums as they are leave by a copy for each 32 columns, or are added to what D has. They take twice the
-// room, so a box waits until the one before it at the same place was read.
-template <int kColumns, bool kAdds, bool kReadLate>
-__device__ __forceinline__ void copy_sums_out(const PlaceOut& to, const float (&sums)[kColumns / 2],
-                                              u8* staged) {
-    constexpr int kPlaces = kColumns / 64;
+// Its sums as they are: 64 of its columns, which begin at kFirst.
+template <int kFirst, int kColumns>
+__device__ __forceinline__ void stage_sums(const float (&sums)[kColumns / 2], u8* staged) {
     const int lane = threadIdx.x % 32, row = lane / 4;
 #pragma unroll
-    for (int i = 0; i < kColumns / 32; i++) {
-        u8* const box = staged + i % kPlaces * (16 * kBoxBytes);
-        copy_out_wait_read<kPlaces - 1>();
-        __syncwarp();
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            u8* const at = box + row * kBoxBytes + ((2 * j + lane % 4 / 2) ^ row) * 16 + lane % 2 * 8;
-            const float* const own = sums + 16 * i + 4 * j;
-            *reinterpret_cast<float2*>(at) = make_float2(own[0], own[1]);
-            *reinterpret_cast<float2*>(at + 8 * kBoxBytes) = make_float2(own[2], own[3]);
-        }
-        publish_to_copies();
-        __syncwarp();
-        if (lane == 0) copy_box_out<kAdds, kReadLate>(&to.map, box, to.matrix, to.row, to.column + i * 32);
-        copy_out_commit();
+    for (int i = 0; i < 8; i++) {
+        u8* const at = staged + i / 4 * kStagedBoxBytes + row * kBoxBytes
+                       + ((i % 4 * 2 + lane % 4 / 2) ^ row) * 16 + lane % 2 * 8;
+        const float* const own = sums + kFirst / 2 + 4 * i;
+        *reinterpret_cast<float2*>(at) = make_float2(own[0], own[1]);
+        *reinterpret_cast<float2*>(at + 8 * kBoxBytes) = make_float2(own[2], own[3]);
     }
 }
 
@@ -102,28 +72,30 @@ struct WarpRows {
 template <int kColumns>
 __device__ __forceinline__ void add_rows_out(const WarpRows& to, const float (&sums)[kColumns / 2],
                                              u8* staged) {
-    constexpr int kPart = kColumns / 2, kRowBytes = kPart * 4;
+    constexpr int kPart = kBoxBytes / 4;
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int part = 0; part < 2; part++) {
-        copy_out_wait_read<0>();
+    for (int part = 0; part < kColumns / kPart; part++) {
+        u8* const box = staged + part % kStagedBoxes * kStagedBoxBytes;
+        copy_out_wait_read<kStagedBoxes - 1>();
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < kPart / 8; i++) {
-            u8* const at = staged + lane / 4 * kRowBytes + (8 * i + lane % 4 * 2) * 4;
+            u8* const at = box + lane / 4 * kBoxBytes + (8 * i + lane % 4 * 2) * 4;
             const float* const own = sums + part * kPart / 2 + 4 * i;
             *reinterpret_cast<float2*>(at) = make_float2(own[0], own[1]);
-            *reinterpret_cast<float2*>(at + 8 * kRowBytes) = make_float2(own[2], own[3]);
+            *reinterpret_cast<float2*>(at + 8 * kBoxBytes) = make_float2(own[2], own[3]);
         }
         publish_to_copies();
         __syncwarp();
         const int left = to.columns - part * kPart;
         if (lane < to.rows && left > 0)
             add_bytes_out(reinterpret_cast<float*>(to.out) + lane * to.pitch + part * kPart,
-                          staged + lane * kRowBytes, (left < kPart ? left : kPart) * 4);
+                          box + lane * kBoxBytes, (left < kPart ? left : kPart) * 4);
         copy_out_commit();
     }
-    copy_out_wait_read<0>();       // copy_sums_out() does not wait for the last two commits.
+    copy_out_wait_read<0>();
+    __syncwarp();
 }
 
 // Two neighbours; pairs: as one. both: the second one exists.

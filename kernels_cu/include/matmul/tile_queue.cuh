@@ -10,11 +10,16 @@ struct QueuedTile {
     i64 a_scale_block, b_scale_block;  // from one 128 of K to the next
     int a_row, b_row;                  // where the copy engine finds the tile's first rows; a_row: also of D
     int matrix;                        // of D: 0, or the group
-    int row, column, end;              // within the group's D, and the row after the tile's last one
+    int row, column;                   // within the group's D
+    int rows;                          // that exist
     int blocks;                        // of 128 of K; -1: no more tiles
-    int columns;                       // that follow `column` in D; 0 or less: none of the tile's exist
     int a_shift;                       // of the scales of A in a stage
 };
+
+// From the tile's first column; 0 or less: it has none.
+__device__ __forceinline__ int columns_left(const Product& p, const QueuedTile& t) {
+    return (int)p.n - t.column;
+}
 
 // The queue and the ring of stages both have places that are filled and emptied in turn. Each time `full` and
 // `empty` end a phase.
@@ -54,23 +59,23 @@ struct Place {
     }
 };
 
-// A warp's way through the queue: next() gives the next tile's copy, which is the warp's own.
+// A warp's way through the queue: next() finds the next tile, which stays where it is until next() again.
 template <int kPlaces>
 struct TileReader {
     const QueuedTile* tiles;
     Ring<kPlaces>& queue;
-    Place<kPlaces> place;
-    QueuedTile tile;
+    u32 number = ~0u;              // of the tile, so that one register tells its place and phase
+    int blocks = 0;                // of the tile
 
     __device__ __forceinline__ TileReader(const QueuedTile (&all)[kPlaces], Ring<kPlaces>& their_queue)
         : tiles(all), queue(their_queue) {}
+    __device__ __forceinline__ const QueuedTile& tile() const { return tiles[number % kPlaces]; }
     __device__ __forceinline__ bool next() {
-        place.wait_full(queue);
-        tile = tiles[place.at];
-        tile.blocks = __shfl_sync(~0u, tile.blocks, 0);            // The compiler knows that all lanes agree.
-        __syncwarp();                              // All lanes have read the tile.
-        if (threadIdx.x % 32 == 0) arrive(&queue.empty[place.at]);
-        place.next();
-        return tile.blocks >= 0;
+        __syncwarp();                              // All lanes have read the last tile.
+        if (number != ~0u && threadIdx.x % 32 == 0) arrive(&queue.empty[number % kPlaces]);
+        number++;
+        wait_for_end(&queue.full[number % kPlaces], number / kPlaces % 2);
+        blocks = __shfl_sync(~0u, tile().blocks, 0);               // The compiler knows that all lanes agree.
+        return blocks >= 0;
     }
 };

@@ -1,6 +1,7 @@
 // The warps of a block of matmul/wgmma.cu share these: the shape of its work, shared memory and parameters.
 #pragma once
 #include "matmul/cluster.cuh"
+#include "matmul/store_tile.cuh"
 #include "matmul/tile_queue.cuh"
 
 enum Scaling { kRows, kBlocks, kVectors };
@@ -11,13 +12,14 @@ constexpr bool kSizesOfK = SIZES_OF_K;
 constexpr int kTileRows = 192, kTileColumns = 128, kStages = 4, kThreads = 512;
 constexpr int kRowsCopied = kTileRows / kClusterBlocks;    // of A, by one block for both
 constexpr int kPartRows = 64;                      // of a warpgroup; a tile's later parts may be empty
-constexpr int kConsumers = 12;                     // warps that multiply
+constexpr int kParts = kTileRows / kPartRows;
+constexpr int kRowsOut = kSizesOfK ? kPartRows : 16;   // of a box that leaves
+constexpr int kConsumers = 4 * kParts;             // warps that multiply
 // Tiles are found so far ahead. Blocks of rows take them as they need them, so few should wait in a queue;
 // with sizes of K they may be small.
 constexpr int kQueue = kSizesOfK ? 4 : 2;
 // A warpgroup that multiplies holds the sums and the products, 128 registers.
 constexpr int kRegisters = 152, kOtherRegisters = 56;
-constexpr int kStagedBytes = 16 * kTileColumns * 2;  // a warp's rows on their way to D
 // The copy engine may still read the maps of tiles in the queue and of tiles in the ring.
 constexpr int kMaps = kQueue + kStages + 2;
 
@@ -31,22 +33,24 @@ struct alignas(16) Stage {
 struct Shared {
     u8 a[kStages][kTileRows * kBoxBytes];
     u8 b[kStages][kTileColumns * kBoxBytes];
-    u8 staged[kConsumers][kStagedBytes];
+    u8 staged[kParts][kStagedBoxes * kStagedBoxBytes];
     TensorMap map;                                 // of a group, while it is written
     Stage stages[kStages];
     QueuedTile tiles[kQueue];
     Ring<kStages> ring;
     Ring<kQueue> queue;
+    Ring<1> leaving[kParts];                       // of a part's results, in `staged`
     Ring<kQueue> numbered;                         // of a cluster's next tiles, in `numbers`
     int numbers[kQueue];
 };
-static_assert(sizeof(Shared) <= 218880, "what ops/matmul/wgmma.py asks for");
+static_assert(sizeof(Shared) <= 219008, "what ops/matmul/wgmma.py asks for");
 
 struct WgmmaParams {
     TensorMap a_map, b_map;        // of all rows; with sizes of K, the boxes of groups' own maps. A box of A
                                    // has the rows that one block of a cluster copies for all.
     TensorMap a_part_map;          // in boxes of kPartRows; not with sizes of K
-    TensorMap out_map;             // of D, in boxes of 16 rows and 128 bytes
+    TensorMap out_map;             // of D, in boxes of kRowsOut rows and 128 bytes
+    TensorMap out_part_map;        // in boxes of kPartRows; not with sizes of K
     Product product;
     TensorMap* maps;               // [blocks of the grid, kMaps, 2] of groups, for sizes of K
     u32* taken;                    // Not with sizes of K: tiles that were taken, and clusters that are done.

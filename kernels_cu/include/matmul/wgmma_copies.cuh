@@ -1,0 +1,169 @@
+// The warps of matmul/wgmma.cu that copy: operands and their scales into stages, results to D.
+#pragma once
+#include "matmul/wgmma_block.cuh"
+
+// ---- the warp that copies A and B ----
+// The copies of the scales of a tile, one block of K after the other.
+struct ScaleCopies {
+    const float *a, *b;
+    i64 a_step, b_step;
+    u32 a_bytes, b_bytes;
+
+    __device__ __forceinline__ ScaleCopies(const Product& p, const QueuedTile& t)
+        : a(t.a_scale + t.row - t.a_shift), b(t.b_scale), a_step(t.a_scale_block), b_step(t.b_scale_block) {
+        // Lines are whole multiples of 16 bytes, so these are not left.
+        a_bytes = (at_most(t.a_shift + t.rows, kTileRows + 4) + 3) / 4 * 16;
+        const int columns = columns_left(p, t);
+        b_bytes = columns <= 0 ? 0 : (at_most(columns, kTileColumns) + 3) / 4 * 16;
+        b += t.column;
+    }
+    __device__ __forceinline__ u32 bytes() const { return a_bytes + (kScaling == kBlocks ? 0 : b_bytes); }
+    __device__ __forceinline__ void start(Stage& stage, PhaseBarrier* full) {
+        copy_bytes(stage.a, a, a_bytes, full);
+        a += a_step;
+        if (b_bytes == 0 || kScaling == kBlocks) return;
+        copy_bytes(stage.b, b, b_bytes, full);
+        b += b_step;
+    }
+};
+
+__device__ __forceinline__ void copy_stages(const WgmmaParams& p, Shared& shared) {
+    TileReader reader(shared.tiles, shared.queue);
+    Place<kStages> place;
+    const int rank = cluster_rank();
+    while (reader.next()) {
+        const QueuedTile& t = reader.tile();
+        if (threadIdx.x % 32 == 0) {
+            ScaleCopies scales(p.product, t);
+            // A tile of which one or two parts exist. With sizes of K, groups' maps have one box.
+            const int parts = (t.rows + kPartRows - 1) / kPartRows;
+            const bool in_parts = !kSizesOfK && parts <= kClusterBlocks;
+            const TensorMap* const a_map = in_parts ? &p.a_part_map : t.a_map;
+            const int first = rank * (in_parts ? kPartRows : kRowsCopied);
+            const bool copies_a = !in_parts || rank < parts, copies_b = columns_left(p.product, t) > 0;
+            const u32 bytes = ((in_parts ? parts * kPartRows : kTileRows) + (copies_b ? kTileColumns : 0))
+                              * kBoxBytes + (p.copies_scales ? scales.bytes() : 0);
+            if (kSizesOfK && reader.blocks > 0) {
+                acquire_map(t.a_map);
+                acquire_map(t.b_map);
+            }
+            for (int block = 0; block < reader.blocks; block++) {
+                place.wait_empty(shared.ring);
+                PhaseBarrier* const full = &shared.ring.full[place.at];
+                arrive_expecting(full, bytes);
+                if (copies_a)
+                    copy_box_to_cluster(shared.a[place.at] + first * kBoxBytes, a_map, t.a_row + first,
+                                        block * kBoxBytes, full);
+                if (copies_b) copy_box(shared.b[place.at], t.b_map, t.b_row, block * kBoxBytes, full);
+                if (p.copies_scales) scales.start(shared.stages[place.at], full);
+                place.next();
+            }
+        }
+    }
+}
+
+// ---- the warp that copies scales one by one, where the copy engine does not ----
+__device__ __forceinline__ void copy_scale(float* shared, const float* from) {
+#ifdef CUPY_FP8_HOST
+    host_cp_async(shared, from, 4, 4);
+#else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
+                 :: "r"(shared_address(shared)), "l"(from) : "memory");
+#endif
+}
+
+__device__ __forceinline__ i64 scale_of(const Operand& operand, i64 row) {
+    return (row >> operand.scale_shift) * operand.scale_row;
+}
+
+// Rows beyond the last one get its scale. Those of whole rows are needed with the last block of K alone.
+__device__ __forceinline__ void copy_scales(const Product& p, Shared& shared) {
+    constexpr int kRowsEach = kTileRows / 32, kColumnsEach = kTileColumns / 32;
+    TileReader reader(shared.tiles, shared.queue);
+    Place<kStages> place;
+    const int lane = threadIdx.x % 32;
+    while (reader.next()) {
+        const QueuedTile& t = reader.tile();
+        const int last_row = t.row + t.rows - 1, last_column = (int)p.n - 1;
+        const float *a_at = t.a_scale, *b_at = t.b_scale;
+        for (int block = 0; block < reader.blocks; block++) {
+            place.wait_empty(shared.ring);
+            Stage& stage = shared.stages[place.at];
+            if (kScaling != kRows || block + 1 == reader.blocks) {
+#pragma unroll
+                for (int i = 0; i < kRowsEach; i++)
+                    copy_scale(&stage.a[32 * i + lane],
+                               a_at + scale_of(p.a, at_most(t.row + 32 * i + lane, last_row)));
+                if constexpr (kScaling != kBlocks) {
+#pragma unroll
+                    for (int i = 0; i < kColumnsEach; i++)
+                        copy_scale(&stage.b[32 * i + lane],
+                                   b_at + scale_of(p.b, at_most(t.column + 32 * i + lane, last_column)));
+                }
+            }
+            arrive_after_copies(&shared.ring.full[place.at]);
+            place.next();
+            if (kScaling != kRows) {
+                a_at += t.a_scale_block;
+                b_at += t.b_scale_block;
+            }
+        }
+    }
+}
+
+// ---- the warp that copies results to D ----
+// Whether a tile's sums are stored, or added.
+__device__ __forceinline__ bool has_results(const Product& p, const QueuedTile& t) {
+    return columns_left(p, t) > 0 && !(t.blocks == 0 && p.accumulate);
+}
+
+// Whether copies take a warp's rows, so many of which exist. Where a group has fewer left than a box, it would
+// overwrite those of the next one. (A gradient ends where its map does.)
+__device__ __forceinline__ bool leaves_in_boxes(int rows) { return rows >= (kSizesOfK ? 1 : kRowsOut); }
+
+// Starts the copies of the boxes of a part, whose first element is (row, column) of D. rows: that exist.
+__device__ __forceinline__ void copy_part_out(const WgmmaParams& p, const u8* staged, int matrix, int row,
+                                              int column, int rows) {
+    const int lane = threadIdx.x % 32, box = lane % kStagedBoxes;
+    const bool whole = !kSizesOfK && rows >= kPartRows;
+    const int first = lane / kStagedBoxes * (whole ? kPartRows : kRowsOut);
+    if (first >= kPartRows || !leaves_in_boxes(rows - first)) return;
+    const TensorMap* const map = whole ? &p.out_part_map : &p.out_map;
+    const u8* const from = staged + box * kStagedBoxBytes + first * kBoxBytes;
+    column += box * kBoxBytes / (p.product.out_type == kOutF32 ? 4 : 2);
+    // Gradients of many groups are more than the L2 has room for, and nobody reads them soon.
+    if (p.product.accumulate) copy_box_out<true, kSizesOfK>(map, from, matrix, row + first, column);
+    else copy_box_out<false, kSizesOfK>(map, from, matrix, row + first, column);
+}
+
+// All lanes call it.
+__device__ __forceinline__ void arrive_together(PhaseBarrier* barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(barrier);
+}
+
+// Results of 16 bits fill the boxes of a part once, those of f32 twice. Every tile does so, also where nothing
+// leaves, so that its number tells the phase.
+__device__ __forceinline__ void copy_results(const WgmmaParams& p, Shared& shared) {
+    const bool in_f32 = p.product.out_type == kOutF32;
+    const int steps = kParts * (in_f32 ? 2 : 1);
+    TileReader reader(shared.tiles, shared.queue);
+    while (reader.next()) {
+        const QueuedTile& t = reader.tile();
+        const int rows = has_results(p.product, t) ? t.rows : 0;
+        for (int step = 0; step < steps; step++) {
+            const int part = step % kParts, half = step / kParts, first_row = part * kPartRows;
+            wait_for_end(&shared.leaving[part].full[0], (in_f32 ? half : reader.number) % 2);
+            publish_to_copies();
+            copy_part_out(p, shared.staged[part], t.matrix, t.a_row + first_row,
+                          t.column + half * (kTileColumns / 2), rows - first_row);
+            copy_out_commit();
+            if (step == 0) continue;
+            copy_out_wait_read<1>();               // The part before had time to be read.
+            arrive_together(&shared.leaving[(step - 1) % kParts].empty[0]);
+        }
+        copy_out_wait_read<0>();
+        arrive_together(&shared.leaving[kParts - 1].empty[0]);
+    }
+    copy_out_wait();
+}
