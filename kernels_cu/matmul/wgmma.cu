@@ -2,9 +2,9 @@
 //
 // Persistent blocks of four warpgroups. The warps of the first one find tiles, copy 128 of K of A and B, with
 // their scales, into a ring of stages, and copy results to D (matmul/wgmma_copies.cuh). Each of the others
-// multiplies 64 rows of A by all columns of the tile: the tensor core sums 128 products, which are then added,
-// times their scales, to f32 registers. (It keeps about 14 bits below the largest addend, so longer sums would
-// lose more.) They leave the results in shared memory and go on with the next tile.
+// multiplies 64 rows of A by all columns of a tile: the tensor core sums 128 products, which are then added,
+// times their scales, to f32 registers. (It keeps about 14 bits below the largest addend, so longer sums
+// would lose more.) They leave the results in shared memory and go on with the next tile.
 //
 // Two blocks are a cluster, with neighbouring tiles. Each copies half of A, for both, and its own B, because
 // the L2 gives too few bytes for all. A stage is free when all warps of both blocks have used it.

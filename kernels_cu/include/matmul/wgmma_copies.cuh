@@ -117,8 +117,8 @@ __device__ __forceinline__ bool has_results(const Product& p, const QueuedTile& 
     return columns_left(p, t) > 0 && !(t.blocks == 0 && p.accumulate);
 }
 
-// Whether copies take a warp's rows, so many of which exist. Where a group has fewer left than a box, it would
-// overwrite those of the next one. (A gradient ends where its map does.)
+// Whether copies take a warp's rows, so many of which exist. Where a group has fewer left than a box, it
+// would overwrite those of the next one. (A gradient ends where its map does.)
 __device__ __forceinline__ bool leaves_in_boxes(int rows) { return rows >= (kSizesOfK ? 1 : kRowsOut); }
 
 // Starts the copies of the boxes of a part, whose first element is (row, column) of D. rows: that exist.
@@ -142,8 +142,8 @@ __device__ __forceinline__ void arrive_together(PhaseBarrier* barrier) {
     if (threadIdx.x % 32 == 0) arrive(barrier);
 }
 
-// Results of 16 bits fill the boxes of a part once, those of f32 twice. Every tile does so, also where nothing
-// leaves, so that its number tells the phase.
+// Results of 16 bits fill the boxes of a part once, those of f32 twice. Every tile does so, also where
+// nothing leaves, so that its number tells the phase.
 __device__ __forceinline__ void copy_results(const WgmmaParams& p, Shared& shared) {
     const bool in_f32 = p.product.out_type == kOutF32;
     const int steps = kParts * (in_f32 ? 2 : 1);
