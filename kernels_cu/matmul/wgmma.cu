@@ -4,7 +4,7 @@
 // their scales, into a ring of stages, and copy results to D (matmul/wgmma_copies.cuh). Each of the others
 // multiplies 64 rows of A by all columns of a tile: the tensor core sums 128 products, which are then added,
 // times their scales, to f32 registers. (It keeps about 14 bits below the largest addend, so longer sums
-// would lose more.) They leave the results in shared memory and go on with the next tile.
+// would lose more.) They leave results that fill boxes in shared memory and go on with the next tile.
 //
 // Two blocks are a cluster, with neighbouring tiles. Each copies half of A, for both, and its own B, because
 // the L2 gives too few bytes for all. A stage is free when all warps of both blocks have used it.
@@ -129,11 +129,14 @@ struct Multiplier {
         : params(p), shared(memory), warp(own_warp),
           a_operand(__shfl_sync(~0u, operand_at(memory.a[0] + own_warp / 4 * kPartRows * kBoxBytes), 0)),
           b_operand(__shfl_sync(~0u, operand_at(memory.b[0]), 0)) {
-        // In a register of lanes, the phase need not be moved there each time a stage is looked at.
+        // The assembler does not know that all lanes have the same phase. So it keeps it in a register of
+        // lanes, where it is needed each time a stage is looked at.
         place.parity = __shfl_sync(~0u, zero_of_lane(), 0);
     }
-    __device__ __forceinline__ int part() const { return warp / 4; }
-    __device__ __forceinline__ int first_row() const { return part() * kPartRows + warp % 4 * 16; }
+    __device__ __forceinline__ int part() const { return warp / kWarpsOfPart; }
+    __device__ __forceinline__ int first_row() const {
+        return part() * kPartRows + warp % kWarpsOfPart * kRowsOfWarp;
+    }
     __device__ __forceinline__ bool has_work(const QueuedTile& t) const {
         return t.rows > part() * kPartRows && columns_left(params.product, t) > 0;
     }
@@ -197,17 +200,18 @@ struct Multiplier {
         add_products(sums, products, scales, stage, is_last, [this] { release(kAt); });
         return is_last;
     }
-    // The results of the warp's rows go to shared memory, from where copy_results() copies them.
-    __device__ __forceinline__ void store(const QueuedTile& t, u32 number) {
+    // The warp's results go to shared memory, for copy_results(). Fewer rows than a box, and those of a D
+    // without a map, it stores or adds itself.
+    __device__ __forceinline__ void store(const QueuedTile& t, u32 turn) {
         const Product& p = params.product;
         const int own_rows = has_results(p, t) ? t.rows - first_row() : 0;
         if (params.copies_out) {
             const bool boxed = leaves_in_boxes(own_rows);
             if (p.out_type == kOutF32) {
-                stage(0, [&] { if (boxed) stage_sums<0, kTileColumns>(sums, staged()); });
-                stage(1, [&] { if (boxed) stage_sums<kTileColumns / 2, kTileColumns>(sums, staged()); });
+                hand_over(0, [&] { if (boxed) stage_sums<0, kTileColumns>(sums, staged()); });
+                hand_over(1, [&] { if (boxed) stage_sums<kTileColumns / 2, kTileColumns>(sums, staged()); });
             } else {
-                stage(number, [&] {
+                hand_over(turn, [&] {
                     if (boxed && p.out_type == kOutBf16) stage_rows<kOutBf16, kTileColumns>(sums, staged());
                     else if (boxed) stage_rows<kOutF16, kTileColumns>(sums, staged());
                 });
@@ -225,17 +229,16 @@ struct Multiplier {
             store_sums<kTileColumns>(to, sums, p.out_type, p.accumulate, pairs);
         }
     }
-    // Calls write() when the results of the phase before have left.
+    // Calls write() when the results of the phase before were read.
     template <class Write>
-    __device__ __forceinline__ void stage(u32 phase, const Write& write) {
+    __device__ __forceinline__ void hand_over(u32 phase, const Write& write) {
         wait_for_end(&shared.leaving[part()].empty[0], phase % 2 ^ 1);
         write();
-        __syncwarp();
-        if (lane == 0) arrive(&shared.leaving[part()].full[0]);
+        arrive_together(&shared.leaving[part()].full[0]);
     }
     // The warp's rows of the first box.
     __device__ __forceinline__ u8* staged() const {
-        return shared.staged[part()] + warp % 4 * (kRowsOfWarp * kBoxBytes);
+        return shared.staged[part()] + warp % kWarpsOfPart * (kRowsOfWarp * kBoxBytes);
     }
 };
 
@@ -246,7 +249,7 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaParams& p, Shared& sha
         const QueuedTile& t = reader.tile();
         if (own.has_work(t)) own.multiply(t, reader.blocks);
         else own.skip(reader.blocks);
-        own.store(t, reader.number);
+        own.store(t, reader.turn);
         // All lanes together again: else the compiler keeps the addresses of stages in no uniform registers,
         // and every wgmma waits for four moves.
         __syncwarp();
@@ -263,7 +266,7 @@ wgmma_products(const __grid_constant__ WgmmaParams p) {
         // Lanes that copy scales arrive too.
         shared.ring.init(p.copies_scales ? 1 : 1 + 32, kClusterBlocks * kConsumers);
         shared.queue.init(1, (p.copies_scales ? 1 : 2) + (p.copies_out ? 1 : 0) + kConsumers);
-        for (int part = 0; part < kParts; part++) shared.leaving[part].init(4, 1);
+        for (int part = 0; part < kParts; part++) shared.leaving[part].init(kWarpsOfPart, 1);
         shared.numbered.init(1, kClusterBlocks);
 #ifndef CUPY_FP8_HOST
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

@@ -122,6 +122,8 @@ _FAULTS = (
     Fault("include/groups/scaling_aware_tile.cuh", "exists = line < lines", "exists = line < lines - 1",
           "scaling_aware_transpose"),
     Fault("include/groups/splits.cuh", ">= step) value += other;", "> step) value += other;", "sort_chunks"),
+    Fault("include/matmul/wgmma_copies.cuh", "t.a_row + first_row,", "t.a_row,", "grouped_matmul_nt",
+          "matmul/wgmma"),
     Fault("include/memory/chunks.cuh", "w * kPerWord + i < count)\n                    p[",
           "w * kPerWord + i <= count)\n                    p[", "astype", mode="asan"),
     Fault("include/memory/elementwise.cuh", "kElementwiseUnroll * kStep <= n;",

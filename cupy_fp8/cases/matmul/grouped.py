@@ -182,6 +182,8 @@ def _column_cases() -> Iterator[Case]:
                     given="Grouped" if pair[0] == "vector" else "Scaled", **of_k)
     for shape in ((288, 24, 208), (288, 264, 272)):                # M exceeds a tile, then N does too.
         yield _case(shape, ("vector", "vector"), groups=3, division="even", given="Grouped", **of_k)
+        yield _case(shape, ("vector", "vector"), groups=3, division="even", given="Grouped", accumulate=True,
+                    **of_k)
     for pair in (("tensor", "tensor"), ("row", "row"), ("tensor", "row")):
         for shape in _SHAPES:
             yield _case(shape, pair, **of_k)

@@ -17,17 +17,17 @@ from ...layouts import cdiv, round_up
 from .problem import OperandView, Problem
 
 _HOPPER = 90
-_THREADS, _ROWS, _COLUMNS, _BLOCK, _STAGES, _QUEUE = 512, 192, 128, 128, 4, 4
+_THREADS, _ROWS, _COLUMNS, _BLOCK = 512, 192, 128, 128
 _CLUSTER = 2                        # blocks that share tiles of A
 _PART_ROWS = 64
 _KERNEL = Kernel("matmul/wgmma", "wgmma_products", cluster=_CLUSTER, target="sm_90a")
-_MAPS, _MAP_BYTES = _QUEUE + _STAGES + 2, 128
+_MAPS, _MAP_BYTES = 4, 128          # of groups, for each block
 _ROWS_OUT = 16                      # of boxes of D, where groups may end anywhere
 _CLUSTERS_ON_CPU = 2
 #: Numbers of tiles are counted in 32 bits, a grid at a time.
 _LARGEST = 2**31 - 2**16
 #: Bytes of shared memory: what the struct Shared asserts.
-SHARED = 219008
+SHARED = 218880
 _FP8 = (float8_e4m3fn, float8_e5m2)
 #: The struct's `share`: all groups, those that tensor copies can read, the others.
 ALL_GROUPS, IN_16_BYTES, OTHER_GROUPS = range(3)

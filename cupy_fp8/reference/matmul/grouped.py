@@ -22,7 +22,8 @@ _Operand = Scaled | Quantized | Grouped
 def grouped_matmul_nt(a: _Operand, b: _Operand, splits: Any = None, *, group: str = "m",
                       dtype: Any = bfloat16, accumulate: np.ndarray | None = None) -> np.ndarray:
     """narrow(Σ_k a[m, k] · b[n, k] + accumulate), for the rows of each expert, or for its part of K."""
-    total = grouped_sums(a, b, splits, group)
+    nothing = 0.0 if accumulate is None else -0.0       # leaves what it is added to as it was
+    total = grouped_sums(a, b, splits, group, nothing=nothing)
     with np.errstate(invalid="ignore"):
         if accumulate is not None:
             total += accumulate
@@ -37,17 +38,18 @@ def grouped_magnitudes(a: _Operand, b: _Operand, splits: Any = None, *, group: s
 
 
 def grouped_sums(a: _Operand, b: _Operand, splits: Any, group: str,
-                 of: Callable[[np.ndarray], np.ndarray] = np.asarray) -> np.ndarray:
-    """The sums in f64, with `of` of every value."""
+                 of: Callable[[np.ndarray], np.ndarray] = np.asarray, nothing: float = 0.0) -> np.ndarray:
+    """The sums in f64, with `of` of every value; `nothing` where there is no product."""
     sizes = next((g.splits for g in (a, b) if isinstance(g, Grouped)), splits)
     with np.errstate(invalid="ignore", over="ignore"):
         if group == "k":
             ranges = list(group_ranges(sizes, _columns_total(a), 0))
             (m,), (n,) = _rows_of(a), _rows_of(b)
-            total = np.zeros((len(ranges), m, n))
+            total = np.full((len(ranges), m, n), nothing)
             whole_blocks = _of_whole_blocks(a) or _of_whole_blocks(b)
             for e, (left, right) in enumerate(zip(_columns(a, ranges), _columns(b, ranges), strict=True)):
-                if not whole_blocks or ranges[e][0] % 128 == 0:     # else its scales are not those of groups
+                # Scales of groups that begin within a block would not be theirs.
+                if left.size and (not whole_blocks or ranges[e][0] % 128 == 0):
                     total[e] = of(left) @ of(right).T
             return total
         assert not isinstance(b, Grouped)
@@ -56,9 +58,10 @@ def grouped_sums(a: _Operand, b: _Operand, splits: Any, group: str,
         n = weights.shape[-2]
         rows = a.shape[0]
         ranges = list(group_ranges(sizes, rows, 0))
-        total = np.zeros((rows, n))
+        total = np.full((rows, n), nothing)
         for e, ((start, end), left) in enumerate(zip(ranges, _rows(a, ranges), strict=True)):
-            total[start:end] = of(left) @ of(scaled_values(weights, e, 0, n)).T
+            if left.size:
+                total[start:end] = of(left) @ of(scaled_values(weights, e, 0, n)).T
         return total
 
 

@@ -33,9 +33,10 @@ __device__ __forceinline__ void store_16x16(u8* box, int chunk, const float* sum
 #endif
 }
 
-// The results of a warpgroup leave in boxes of 64 rows and 128 bytes, for two of which there is room, beside
-// one another. `staged` points to a warp's 16 rows of the first one.
-constexpr int kStagedBoxes = 2, kStagedBoxBytes = 64 * kBoxBytes, kRowsOfWarp = 16;
+// The results of a warpgroup wait in two boxes of 64 rows and 128 bytes, one behind the other. They leave
+// whole, or 16 rows at a time. `staged` points to a warp's rows of the first one.
+constexpr int kRowsOfWarp = 16;
+constexpr int kStagedBoxes = 2, kStagedBoxBytes = 4 * kRowsOfWarp * kBoxBytes;
 
 // All its columns as elements of 16 bits.
 template <u32 kType, int kColumns>
@@ -72,26 +73,26 @@ struct WarpRows {
 template <int kColumns>
 __device__ __forceinline__ void add_rows_out(const WarpRows& to, const float (&sums)[kColumns / 2],
                                              u8* staged) {
-    constexpr int kPart = kBoxBytes / 4;
+    constexpr int kBoxColumns = kBoxBytes / 4;
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int part = 0; part < kColumns / kPart; part++) {
-        u8* const box = staged + part % kStagedBoxes * kStagedBoxBytes;
+    for (int first = 0; first < kColumns; first += kBoxColumns) {
+        u8* const box = staged + first / kBoxColumns % kStagedBoxes * kStagedBoxBytes;
         copy_out_wait_read<kStagedBoxes - 1>();
         __syncwarp();
 #pragma unroll
-        for (int i = 0; i < kPart / 8; i++) {
+        for (int i = 0; i < kBoxColumns / 8; i++) {
             u8* const at = box + lane / 4 * kBoxBytes + (8 * i + lane % 4 * 2) * 4;
-            const float* const own = sums + part * kPart / 2 + 4 * i;
+            const float* const own = sums + first / 2 + 4 * i;
             *reinterpret_cast<float2*>(at) = make_float2(own[0], own[1]);
             *reinterpret_cast<float2*>(at + 8 * kBoxBytes) = make_float2(own[2], own[3]);
         }
         publish_to_copies();
         __syncwarp();
-        const int left = to.columns - part * kPart;
+        const int left = to.columns - first;
         if (lane < to.rows && left > 0)
-            add_bytes_out(reinterpret_cast<float*>(to.out) + lane * to.pitch + part * kPart,
-                          box + lane * kBoxBytes, (left < kPart ? left : kPart) * 4);
+            add_bytes_out(reinterpret_cast<float*>(to.out) + lane * to.pitch + first,
+                          box + lane * kBoxBytes, (left < kBoxColumns ? left : kBoxColumns) * 4);
         copy_out_commit();
     }
     copy_out_wait_read<0>();

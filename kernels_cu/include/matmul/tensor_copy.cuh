@@ -131,7 +131,8 @@ __device__ __forceinline__ void copy_out_wait() {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 #endif
 }
-// Makes this thread's stores to shared memory visible to the copy engine.
+// Orders the stores to shared memory that this thread made, or that it saw by a barrier, before the copies
+// that it starts.
 __device__ __forceinline__ void publish_to_copies() {
 #ifndef CUPY_FP8_HOST
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

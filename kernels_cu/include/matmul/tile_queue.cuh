@@ -3,7 +3,7 @@
 #include "matmul/problem.cuh"
 #include "matmul/tensor_copy.cuh"
 
-// A tile of D, as the warps that copy, scale, multiply and store need it.
+// A tile of D, as the warps that copy and multiply need it.
 struct QueuedTile {
     const TensorMap *a_map, *b_map;
     const float *a_scale, *b_scale;    // of the group's first row
@@ -21,8 +21,7 @@ __device__ __forceinline__ int columns_left(const Product& p, const QueuedTile& 
     return (int)p.n - t.column;
 }
 
-// The queue and the ring of stages both have places that are filled and emptied in turn. Each time `full` and
-// `empty` end a phase.
+// Places that are filled and emptied in turn. Each time `full` and `empty` end a phase.
 template <int kPlaces>
 struct Ring {
     PhaseBarrier full[kPlaces], empty[kPlaces];
@@ -59,22 +58,23 @@ struct Place {
     }
 };
 
-// A warp's way through the queue: next() finds the next tile, which stays where it is until next() again.
+// A warp's way through the queue. next() gives back the last tile, and waits for the next one, which stays
+// where it is until then.
 template <int kPlaces>
 struct TileReader {
     const QueuedTile* tiles;
     Ring<kPlaces>& queue;
-    u32 number = ~0u;              // of the tile, so that one register tells its place and phase
+    u32 turn = ~0u;                // How many tiles came before: one register for place and phase.
     int blocks = 0;                // of the tile
 
     __device__ __forceinline__ TileReader(const QueuedTile (&all)[kPlaces], Ring<kPlaces>& their_queue)
         : tiles(all), queue(their_queue) {}
-    __device__ __forceinline__ const QueuedTile& tile() const { return tiles[number % kPlaces]; }
+    __device__ __forceinline__ const QueuedTile& tile() const { return tiles[turn % kPlaces]; }
     __device__ __forceinline__ bool next() {
         __syncwarp();                              // All lanes have read the last tile.
-        if (number != ~0u && threadIdx.x % 32 == 0) arrive(&queue.empty[number % kPlaces]);
-        number++;
-        wait_for_end(&queue.full[number % kPlaces], number / kPlaces % 2);
+        if (turn != ~0u && threadIdx.x % 32 == 0) arrive(&queue.empty[turn % kPlaces]);
+        turn++;
+        wait_for_end(&queue.full[turn % kPlaces], turn / kPlaces % 2);
         blocks = __shfl_sync(~0u, tile().blocks, 0);               // The compiler knows that all lanes agree.
         return blocks >= 0;
     }

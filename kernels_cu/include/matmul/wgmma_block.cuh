@@ -12,16 +12,15 @@ constexpr bool kSizesOfK = SIZES_OF_K;
 constexpr int kTileRows = 192, kTileColumns = 128, kStages = 4, kThreads = 512;
 constexpr int kRowsCopied = kTileRows / kClusterBlocks;    // of A, by one block for both
 constexpr int kPartRows = 64;                      // of a warpgroup; a tile's later parts may be empty
-constexpr int kParts = kTileRows / kPartRows;
-constexpr int kRowsOut = kSizesOfK ? kPartRows : 16;   // of a box that leaves
-constexpr int kConsumers = 4 * kParts;             // warps that multiply
-// Tiles are found so far ahead. Blocks of rows take them as they need them, so few should wait in a queue;
-// with sizes of K they may be small.
+constexpr int kParts = kTileRows / kPartRows, kWarpsOfPart = kPartRows / kRowsOfWarp;
+constexpr int kRowsOut = kSizesOfK ? kPartRows : kRowsOfWarp;      // of a box that leaves
+constexpr int kConsumers = kParts * kWarpsOfPart;  // warps that multiply
+// Places in the queue, of which one has the tile that is multiplied. Clusters take tiles of rows as they need
+// them, so few should wait; with sizes of K they may be small.
 constexpr int kQueue = kSizesOfK ? 4 : 2;
 // A warpgroup that multiplies holds the sums and the products, 128 registers.
 constexpr int kRegisters = 152, kOtherRegisters = 56;
-// The copy engine may still read the maps of tiles in the queue and of tiles in the ring.
-constexpr int kMaps = kQueue + kStages + 2;
+constexpr int kMaps = kQueue;                      // A tile stays in the queue until it is multiplied.
 
 // The scales of 128 of K, of rows of A and of B (not in kBlocks). Those of A begin at `a_shift`, since copies
 // begin at multiples of 16 bytes.
@@ -43,7 +42,7 @@ struct Shared {
     Ring<kQueue> numbered;                         // of a cluster's next tiles, in `numbers`
     int numbers[kQueue];
 };
-static_assert(sizeof(Shared) <= 219008, "what ops/matmul/wgmma.py asks for");
+static_assert(sizeof(Shared) <= 218880, "what ops/matmul/wgmma.py asks for");
 
 struct WgmmaParams {
     TensorMap a_map, b_map;        // of all rows; with sizes of K, the boxes of groups' own maps. A box of A

@@ -112,13 +112,13 @@ __device__ __forceinline__ void copy_scales(const Product& p, Shared& shared) {
 }
 
 // ---- the warp that copies results to D ----
-// Whether a tile's sums are stored, or added.
+// Whether a tile changes D.
 __device__ __forceinline__ bool has_results(const Product& p, const QueuedTile& t) {
     return columns_left(p, t) > 0 && !(t.blocks == 0 && p.accumulate);
 }
 
-// Whether copies take a warp's rows, so many of which exist. Where a group has fewer left than a box, it
-// would overwrite those of the next one. (A gradient ends where its map does.)
+// Whether a copy takes a box, or a warp's rows of it, of which so many exist. Where a group has fewer rows
+// left than a box, it would overwrite those of the next one. (A gradient ends where its map does.)
 __device__ __forceinline__ bool leaves_in_boxes(int rows) { return rows >= (kSizesOfK ? 1 : kRowsOut); }
 
 // Starts the copies of the boxes of a part, whose first element is (row, column) of D. rows: that exist.
@@ -126,17 +126,17 @@ __device__ __forceinline__ void copy_part_out(const WgmmaParams& p, const u8* st
                                               int column, int rows) {
     const int lane = threadIdx.x % 32, box = lane % kStagedBoxes;
     const bool whole = !kSizesOfK && rows >= kPartRows;
-    const int first = lane / kStagedBoxes * (whole ? kPartRows : kRowsOut);
-    if (first >= kPartRows || !leaves_in_boxes(rows - first)) return;
+    const int first_row = lane / kStagedBoxes * (whole ? kPartRows : kRowsOut);
+    if (first_row >= kPartRows || !leaves_in_boxes(rows - first_row)) return;
     const TensorMap* const map = whole ? &p.out_part_map : &p.out_map;
-    const u8* const from = staged + box * kStagedBoxBytes + first * kBoxBytes;
+    const u8* const from = staged + box * kStagedBoxBytes + first_row * kBoxBytes;
     column += box * kBoxBytes / (p.product.out_type == kOutF32 ? 4 : 2);
-    // Gradients of many groups are more than the L2 has room for, and nobody reads them soon.
-    if (p.product.accumulate) copy_box_out<true, kSizesOfK>(map, from, matrix, row + first, column);
-    else copy_box_out<false, kSizesOfK>(map, from, matrix, row + first, column);
+    // kReadLate: gradients of many groups are more than the L2 has room for, and nobody reads them soon.
+    if (p.product.accumulate) copy_box_out<true, kSizesOfK>(map, from, matrix, row + first_row, column);
+    else copy_box_out<false, kSizesOfK>(map, from, matrix, row + first_row, column);
 }
 
-// All lanes call it.
+// One arrival of the warp, when all its lanes are here.
 __device__ __forceinline__ void arrive_together(PhaseBarrier* barrier) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(barrier);
@@ -153,13 +153,14 @@ __device__ __forceinline__ void copy_results(const WgmmaParams& p, Shared& share
         const int rows = has_results(p.product, t) ? t.rows : 0;
         for (int step = 0; step < steps; step++) {
             const int part = step % kParts, half = step / kParts, first_row = part * kPartRows;
-            wait_for_end(&shared.leaving[part].full[0], (in_f32 ? half : reader.number) % 2);
-            publish_to_copies();
+            wait_for_end(&shared.leaving[part].full[0], (in_f32 ? half : reader.turn) % 2);
+            publish_to_copies();                   // once, for all warps that stored
             copy_part_out(p, shared.staged[part], t.matrix, t.a_row + first_row,
                           t.column + half * (kTileColumns / 2), rows - first_row);
             copy_out_commit();
             if (step == 0) continue;
-            copy_out_wait_read<1>();               // The part before had time to be read.
+            // This step's copies may go on; those of the step before have read `staged`.
+            copy_out_wait_read<1>();
             arrive_together(&shared.leaving[(step - 1) % kParts].empty[0]);
         }
         copy_out_wait_read<0>();

@@ -9,16 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from product_operands import integers, scaled
 
 import cupy_fp8 as fp8
 from cupy_fp8 import BlockScaling, Grouped, Quantized, Scaled, reference, testing
 from cupy_fp8.arrays import bits
 from cupy_fp8.calls import remembered
 from cupy_fp8.calls import splits as group_sizes
-from cupy_fp8.cases import poison
-from cupy_fp8.cases.matmul.dense import operand
 from cupy_fp8.cases.matmul.tolerance import assert_within
-from cupy_fp8.formats import FP8_DTYPES, bfloat16, float8_e4m3fn, float32
+from cupy_fp8.formats import FP8_DTYPES, float8_e4m3fn, float32
 from cupy_fp8.kernels import errors
 from cupy_fp8.ops.matmul import grouped_operands, tiles
 from cupy_fp8.reference.matmul.grouped import grouped_magnitudes
@@ -26,17 +25,6 @@ from cupy_fp8.reference.matmul.grouped import grouped_magnitudes
 SPLITS = np.array([0, 37, 0, 130, 8, 0], np.int64)
 TOTAL = 180                                             # five rows are no group's
 K, N = 200, 24
-
-
-def scaled(shape: tuple[int, ...], scaling: str, seed: int) -> Scaled:
-    return operand(shape, float8_e4m3fn, scaling, "gemm_ready", float32, "normal", seed)
-
-
-def integers(shape: tuple[int, ...], dtype: Any, seed: int) -> Scaled:
-    """Small integers, whose products are added exactly, under scales that are powers of two."""
-    rng = np.random.default_rng(seed)
-    data = rng.integers(-3, 4, shape).astype(np.float32).astype(dtype)
-    return Scaled(data, np.array([0.25], np.float32), shape)
 
 
 def values(s: Scaled) -> np.ndarray:
@@ -169,83 +157,6 @@ def test_a_row_does_not_depend_on_those_after_its_group(run):
         part = fp8.asnumpy(fp8.grouped_matmul_nt(a, b, run.array(np.array([rows])), dtype=float32))
         testing.assert_bytes_equal(part[:rows], whole[:rows])
         assert not part[rows:].any()
-
-
-@pytest.mark.parametrize("n", [8, 64, 72, 136, 200, 264])    # in the last tile: few columns, many, most
-@pytest.mark.parametrize("dtype", [bfloat16, float32], ids=str)
-@pytest.mark.parametrize("group", ["m", "k"])
-def test_nothing_else_is_written_by_copies_of_boxes(group, dtype, n, run):
-    splits = np.array([16, 0, 144, 48])
-    if group == "m":
-        a, b = scaled((208, 256), "vector", 1), scaled((4, n, 256), "block", 2)
-    else:
-        a, b = (scaled((rows, 208), "row", seed) for rows, seed in ((40, 1), (n, 2)))
-    want = reference.grouped_matmul_nt(a, b, splits, group=group, dtype=dtype)
-    host = np.empty(want.size + 128, dtype)
-    poison(host)
-    buffer = run.array(host)
-    out = buffer[64:64 + want.size].reshape(want.shape)
-    fp8.grouped_matmul_nt(run.array(a), run.array(b), run.array(splits), group=group, dtype=dtype, out=out)
-    found = fp8.asnumpy(buffer)
-    assert_within(found[64:-64].reshape(want.shape), want, grouped_magnitudes(a, b, splits, group=group))
-    for part in (slice(64), slice(-64, None)):
-        testing.assert_bytes_equal(found[part], host[part])
-
-
-@pytest.mark.parametrize("n", [8, 23, 72, 200, 264])    # 23: neighbours do not begin at multiples of 16 bytes
-@pytest.mark.parametrize("group", ["m", "k"])
-def test_what_no_product_is_added_to_keeps_its_bytes(group, n, run):
-    """Rows after the last group, and gradients of groups without columns; each warp has fewer rows than 16
-    once, and others follow."""
-    splits = np.array([16, 0, 149, 50, 2, 0, 96])
-    total = int(splits.sum()) + 5
-    if group == "m":
-        a, b = integers((total, 256), float8_e4m3fn, 1), integers((len(splits), n, 256), float8_e4m3fn, 2)
-        shape: tuple[int, ...] = total, n
-    else:
-        a, b = integers((43, total), float8_e4m3fn, 1), integers((n, total), float8_e4m3fn, 2)
-        shape = len(splits), 43, n
-    before = np.empty(shape, np.float32)
-    poison(before)
-    added_to = np.arange(total) < splits.sum() if group == "m" else splits > 0
-    before[added_to] = np.random.default_rng(3).integers(-9, 10, shape)[added_to]
-    want = before.copy()
-    want[added_to] += reference.grouped_matmul_nt(a, b, splits, group=group, dtype=float32)[added_to]
-    into = run.array(before.copy())
-    fp8.grouped_matmul_nt(run.array(a), run.array(b), run.array(splits), group=group, accumulate=into)
-    found = fp8.asnumpy(into)
-    testing.assert_bytes_equal(found[added_to] + np.float32(0), want[added_to] + np.float32(0))
-    testing.assert_bytes_equal(found[~added_to], before[~added_to])
-
-
-@pytest.mark.parametrize("rows", [256, 23])             # all in boxes, and not
-@pytest.mark.parametrize("scale", [0, 2.0**-70, 2.0**-64])
-def test_subnormal_sums_are_kept(scale, rows, run):
-    codes, factor = np.full((rows, 128), 1.5).astype(float8_e4m3fn), np.array([scale], np.float32)
-    a, b = Scaled(codes, factor, codes.shape), Scaled(codes[None, :20], factor, (1, 20, 128))
-    before = np.random.default_rng(0).integers(0, 1 << 22, (rows, 20)).astype(np.uint32).view(np.float32)
-    into = run.array(before.copy())
-    fp8.grouped_matmul_nt(run.array(a), run.array(b), run.array(np.array([rows])), accumulate=into)
-    want = (before + 128 * 2.25 * float(scale) ** 2).astype(np.float32)
-    testing.assert_bytes_equal(fp8.asnumpy(into), want)
-
-
-@pytest.mark.parametrize("lead", [0, 1, 3, 8])
-def test_nothing_else_is_written(lead, run):
-    """Results in the middle of a poisoned buffer, at addresses that allow wide stores and others."""
-    for n in (N, N - 1):
-        a, b = scaled((TOTAL, K), "vector", 1), scaled((6, n, K), "block", 2)
-        want = reference.grouped_matmul_nt(a, b, SPLITS, dtype=float32)
-        host = np.empty(TOTAL * n + 32, np.float32)
-        poison(host)
-        buffer = run.array(host)
-        out = buffer[lead:lead + want.size].reshape(want.shape)
-        fp8.grouped_matmul_nt(run.array(a), run.array(b), run.array(SPLITS), dtype=float32, out=out)
-        found = fp8.asnumpy(buffer)
-        end = lead + want.size
-        assert_within(found[lead:end].reshape(want.shape), want, grouped_magnitudes(a, b, SPLITS))
-        testing.assert_bytes_equal(found[:lead], host[:lead])
-        testing.assert_bytes_equal(found[end:], host[end:])
 
 
 def test_both_tiles_give_the_same_rows(monkeypatch, run):
