@@ -128,8 +128,8 @@ def few_blocks() -> Iterator[Case]:
     for name in OPS.keys() - {case.op for case in chosen}:
         few = {"group_quantize": 11, "multi_quantize": 9}.get(name, 8)
         yield from islice((case for case in OPS[name].cases() if np.prod(case.shape) < 30000), few)
-    # Both blocks of a cluster have rows of several warpgroups, and columns. Results leave in boxes: of 16 bits
-    # at once, of 32 in two steps.
+    # Both blocks of a cluster have rows of several warpgroups, and columns. Results leave in boxes, those of
+    # 32 bits in two steps.
     for shape, options in (((260, 136, 144), {}), ((260, 136, 144), {"dtype": float32}),
                            ((300, 72, 272), {"accumulate": True}), ((288, 208, 144), {}),
                            ((288, 264, 272), {"accumulate": True})):
