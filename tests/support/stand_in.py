@@ -211,7 +211,7 @@ class Graph:
 def _module() -> Any:
     module: Any = types.ModuleType("cupy")
     default = Stream()
-    properties = {"multiProcessorCount": 132, "sharedMemPerBlockOptin": 227 << 10}
+    properties = {"multiProcessorCount": 12, "sharedMemPerBlockOptin": 227 << 10}
     runtime = types.SimpleNamespace(getDevice=lambda: _state.device, getDeviceCount=lambda: len(DEVICES),
                                     free=lambda at: None,
                                     streamIsCapturing=lambda stream: _state.recorded is not None,
