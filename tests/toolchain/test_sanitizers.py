@@ -269,12 +269,11 @@ def main(job: str, *names: str) -> None:
 
 
 # ---- the tests ----
-def child(job: str, background: Background) -> subprocess.CompletedProcess[str]:
+def child(job: str, names: list[str], background: Background) -> subprocess.CompletedProcess[str]:
     mode = (PLANTED[job] if job in PLANTED else JOBS[job])[0]
     package = str(Path(fp8.__file__).resolve().parent.parent)
     path = os.pathsep.join(p for p in (package, str(SUPPORT), os.environ.get("PYTHONPATH")) if p)
     env = os.environ | {"CUPY_FP8_HOST_MODE": mode, "PYTHONPATH": path} | hostexec.sanitizer_env(mode)
-    names = case_names(job) if job in QUICK_JOBS else []
     command = hostexec.sanitizer_command(mode, [sys.executable, __file__, job, *names])
     return background.run(command, env, timeout=2400)       # beside other tests it has less than a processor
 
@@ -284,7 +283,8 @@ def background_jobs(items: list[Any], background: Background) -> Iterator[tuple[
     for item in items:
         if hasattr(item, "callspec") and "job" in item.callspec.params:
             job = item.callspec.params["job"]
-            yield job, partial(child, job, background)
+            names = case_names(job) if job in QUICK_JOBS else []    # not in a thread: it records launches
+            yield job, partial(child, job, names, background)
 
 
 def executed(done: subprocess.CompletedProcess[str]) -> int:
