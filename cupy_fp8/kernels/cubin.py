@@ -11,12 +11,17 @@ from pathlib import Path
 from .. import backend
 
 
+def nvrtc_version() -> tuple[int, int]:
+    """(major, minor) of the NVRTC that compiles. Older ones do not know all instructions of a target."""
+    major, minor = backend.cupy().cuda.nvrtc.getVersion()
+    return major, minor
+
+
 def path(program: str, target: str, options: tuple[str, ...]) -> Path:
     """The file of the compiled program, which is compiled if it is not there yet. RuntimeError with NVRTC's
     messages if that fails."""
-    nvrtc = backend.cupy().cuda.nvrtc
     options = (*options, f"-arch={target}")
-    text = "\0".join((program, *options, str(nvrtc.getVersion())))
+    text = "\0".join((program, *options, str(nvrtc_version())))
     found = _folder() / f"cupy_fp8_{hashlib.sha256(text.encode()).hexdigest()}.cubin"
     if not found.exists():
         _write(found, _compiled(program, options))

@@ -13,6 +13,7 @@
 //
 // TILE_ROWS     128, or 32 for groups of few rows
 // SIZES_OF_K    0: sizes of groups are rows of A; 1: lengths of K
+#include "matmul/any_bytes.cuh"
 #include "matmul/mma.cuh"
 #include "matmul/problem.cuh"
 
@@ -23,7 +24,7 @@ constexpr int kStages = kSizesOfK ? 2 : 3;
 constexpr int kWarpRows = 32, kWarpsDown = kTileRows / kWarpRows;
 constexpr int kWarpColumns = kTileColumns * kWarpsDown / kWarps;
 constexpr int kDown = kWarpRows / kFragmentRows, kAcross = kWarpColumns / kFragmentRows;
-constexpr int kChunkBytes = 16, kChunks = kScaleBlock / kChunkBytes;
+constexpr int kChunks = kScaleBlock / kChunkBytes;
 constexpr int kThreadRows = kThreads / kChunks;    // Threads copy so many rows at a time.
 static_assert(kTileRows % kWarpRows == 0 && kAcross > 0, "warps cover the tile");
 
@@ -33,22 +34,6 @@ struct Stage {
 };
 
 // ---- copies ----
-// Loads 16 bytes at any address, of which `bytes` exist. inner: so do the bytes that share words with them.
-__device__ __forceinline__ uint4 load_16(const u8* from, int bytes, bool inner) {
-    const u32 odd = (u32)(u64)from % 4;
-    if (bytes < kChunkBytes || (odd && !inner)) {
-        const Chunk<e4m3fn, 16> chunk = Chunk<e4m3fn, 16>::load_partial(from, bytes);
-        return make_uint4(chunk.word[0], chunk.word[1], chunk.word[2], chunk.word[3]);
-    }
-    const u32* const words = reinterpret_cast<const u32*>(from - odd);
-    u32 word[5];
-#pragma unroll
-    for (int i = 0; i < 4; i++) word[i] = load_read_only(words + i);
-    word[4] = odd ? load_read_only(words + 4) : 0;
-    return make_uint4(__funnelshift_r(word[0], word[1], 8 * odd), __funnelshift_r(word[1], word[2], 8 * odd),
-                      __funnelshift_r(word[2], word[3], 8 * odd), __funnelshift_r(word[3], word[4], 8 * odd));
-}
-
 // The rows of one operand that belong to the tile, from this thread's first chunk on.
 struct TileRows {
     const u8* first;
@@ -77,7 +62,7 @@ struct TileRows {
             if (wide) {
                 copy_async_part<kChunkBytes>(shared + r * kScaleBlock, from, existing);
             } else {
-                const bool inner = at >= 4 && at + kChunkBytes + 4 <= k_end;
+                const bool inner = has_neighbours(at, k_end);
                 *reinterpret_cast<uint4*>(shared + r * kScaleBlock) = load_16(from, existing, inner);
             }
         }
@@ -162,12 +147,6 @@ __device__ __forceinline__ void add_stage(Sums& sums, const Stage& stage, int ro
 }
 
 // ---- D ----
-__device__ __forceinline__ float widen_typed(const u8* values, i64 i, u32 type) {
-    if (type == kOutF32) return reinterpret_cast<const float*>(values)[i];
-    const u32 bits = reinterpret_cast<const u16*>(values)[i];
-    return type == kOutBf16 ? bf16::widen(bits) : f16::widen(bits);
-}
-
 // Stores two neighbours in a row, of which `count` exist. first: the first one's place in D.
 __device__ __forceinline__ void store_pair(const Product& p, i64 first, int count, bool whole, float lo,
                                            float hi) {
@@ -206,8 +185,8 @@ __device__ __forceinline__ void store(const Product& p, const ProductTile& tile,
         const i64 at = tile.column + column + 8 * j + lane % 4 * 2;
         const int count = left_of(p.n - at, 2);
         float lo = 0, hi = 0;
-        if (p.bias && count > 0) lo = widen_typed(p.bias, at, p.bias_type);
-        if (p.bias && count > 1) hi = widen_typed(p.bias, at + 1, p.bias_type);
+        if (p.bias && count > 0) lo = p.bias_of(at);
+        if (p.bias && count > 1) hi = p.bias_of(at + 1);
 #pragma unroll
         for (int i = 0; i < 2 * kDown; i++) {
             const i64 of_d = tile.row + row + 8 * i + lane / 4;

@@ -200,11 +200,29 @@ struct Multiplier {
         add_products(sums, products, scales, stage, is_last, [this] { release(kAt); });
         return is_last;
     }
+    // A lane loads four values, which others need too. (With all 32 that it needs itself, the assembler no
+    // longer keeps uses of scales behind the products that they should wait beside.)
+    __device__ __forceinline__ void add_bias(const QueuedTile& t) {
+        const Product& p = params.product;
+        const int last = columns_left(p, t) - 1;
+        float own[kTileColumns / 32];
+#pragma unroll
+        for (int i = 0; i < kTileColumns / 32; i++)
+            own[i] = p.bias_of(t.column + at_most(32 * i + lane, last));
+#pragma unroll
+        for (int i = 0; i < kTileColumns / 4; i++) {
+            const float bias = __shfl_sync(~0u, own[i / 8], i / 2 % 4 * 8 + lane % 4 * 2 + i % 2);
+            const int low = i / 2 * 4 + i % 2;                 // the sum of the lane's first row
+            sums[low] = add_rn(sums[low], bias);
+            sums[low + 2] = add_rn(sums[low + 2], bias);
+        }
+    }
     // The warp's results go to shared memory, for copy_results(). Fewer rows than a box, and those of a D
     // without a map, it stores or adds itself.
     __device__ __forceinline__ void store(const QueuedTile& t, u32 turn) {
         const Product& p = params.product;
         const int own_rows = has_results(p, t) ? t.rows - first_row() : 0;
+        if (!kSizesOfK && p.bias && own_rows > 0) add_bias(t);         // Gradients have none.
         if (params.copies_out) {
             const bool boxed = leaves_in_boxes(own_rows);
             if (p.out_type == kOutF32) {

@@ -219,6 +219,7 @@ def _module() -> Any:
                                     deviceSynchronize=lambda: None)
     module.cuda = types.SimpleNamespace(
         runtime=runtime, alloc=alloc, Device=Device, Stream=Stream,
+        nvrtc=types.SimpleNamespace(getVersion=lambda: (13, 0)),
         get_current_stream=lambda: _state.streams[-1] if _state.streams else default)
     vars(module).update(ndarray=ndarray, asarray=asarray, ascontiguousarray=ascontiguousarray, zeros=zeros)
     return module

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...formats import INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32
+from ...formats import INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float16, float32
 from ...layouts import scale_shape
 from ...ops.matmul import dense, tiles
 from ...ops.scales import convert
@@ -86,6 +86,12 @@ def _cases() -> Iterator[Case]:
         for shape in (*_EMPTY, *_BATCHES):
             yield case(shape, pair)
         yield case((2, 16, 24, 144), pair, bias=bfloat16, accumulate=True)
+        yield case((33, 17, 129), pair, bias=float32)
+        yield case((5, 8, 0), pair, bias=float16, accumulate=True)
+    # Rows that are copied to where tensor copies can read them, for tiles of several parts.
+    for pair in (("tensor", "tensor"), ("vector", "block")):
+        yield case((1, 300, 236, 130), pair, bias=float32)
+        yield case((2, 257, 256, 68), pair, dtype=float32)
     for layouts in product(("compact", "deepgemm_sm90"), ("compact", "gemm_ready")):
         yield case((68, 72, 272), ("vector", "block"), scale_layout=layouts)
     yield case((68, 72, 272), ("row", "row"), scale_layout=("compact", "compact"))

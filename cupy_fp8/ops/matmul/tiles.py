@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ...calls.call import Call
 from ...formats import float8_e5m2
 from ...kernels import Kernel, Launch, Variant, grid_size
-from . import operands, wgmma
+from . import aligned, operands, wgmma
 from .operands import Operand, Product
 from .problem import OperandView, Problem
 
@@ -35,25 +35,29 @@ _VARIANTS = {(rows, sizes_of_k): _variant(rows, sizes_of_k)
 
 def variants() -> list[Variant]:
     """Every program that a product may launch."""
-    return [*_VARIANTS.values(), *wgmma.variants()]
+    return [*_VARIANTS.values(), *wgmma.variants(), *aligned.variants()]
 
 
 def own_kernel_launches(call: Call, problem: Problem) -> Iterator[Launch]:
     """The launches that compute products. The choice of the kernel is made here."""
     if 0 in (problem.n, problem.groups * problem.m if problem.sizes_of_k else problem.total):
         return
-    share, members, most = wgmma.ALL_GROUPS, problem.members(), None
+    share, most = wgmma.ALL_GROUPS, None
     if wgmma.takes(call, problem):
-        yield from wgmma.launches(call, problem)
-        if not problem.sizes_of_k:
-            return
-        share, most = wgmma.OTHER_GROUPS, _BLOCKS_FOR_OTHERS
+        if aligned.worth_copies(problem):
+            copies, problem = aligned.with_copies(call, problem)
+            yield from copies
+        if aligned.is_aligned(problem.a) and aligned.is_aligned(problem.b):
+            yield from wgmma.launches(call, problem)
+            if not problem.sizes_of_k:
+                return
+            share, most = wgmma.OTHER_GROUPS, _BLOCKS_FOR_OTHERS
     few = not problem.sizes_of_k and problem.total <= _FEW * max(problem.groups, 1)
     rows = _FEW_ROWS if few else _ROWS
     blocks = wgmma.tiles_of(problem, rows, _COLUMNS)
     if blocks:
         grid = grid_size(blocks if most is None else min(blocks, most), (problem.total, problem.n))
-        yield _VARIANTS[rows, problem.sizes_of_k].bind(call.x, grid, **members | {"share": share})
+        yield _VARIANTS[rows, problem.sizes_of_k].bind(call.x, grid, **problem.members() | {"share": share})
 
 
 def dense_launches(call: Call, product: Product, out_at: int) -> Iterator[Launch]:

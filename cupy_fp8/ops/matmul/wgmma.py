@@ -12,11 +12,13 @@ from ...arrays import address
 from ...calls.call import Call
 from ...formats import FORMATS, float8_e4m3fn, float8_e5m2
 from ...kernels import Kernel, Launch, Variant, compute_capability, multiprocessors, tensor_map
+from ...kernels.cubin import nvrtc_version
 from ...kernels.tensor_map import TensorMap
 from ...layouts import cdiv, round_up
 from .problem import OperandView, Problem
 
 _HOPPER = 90
+_NVRTC = 12, 3                      # the first one that knows tensormap.replace (PTX 8.3)
 _THREADS, _ROWS, _COLUMNS, _BLOCK = 512, 192, 128, 128
 _CLUSTER = 2                        # blocks that share tiles of A
 _PART_ROWS = 64
@@ -49,15 +51,15 @@ def variants() -> list[Variant]:
 
 
 def takes(call: Call, problem: Problem) -> bool:
-    """Whether this kernel computes a problem: on Hopper, and (as there) on the CPU. All rows then begin at
-    multiples of 16 bytes; of "k" those of groups may not, and such groups are left out."""
-    if call.xp is not np and compute_capability(call.x.data.device_id) != _HOPPER:
+    """Whether this kernel computes a problem whose operands are aligned (aligned.py): on Hopper, and (as
+    there) on the CPU. Of "k", groups whose rows do not begin at multiples of 16 bytes are left out."""
+    if call.xp is not np and (compute_capability(call.x.data.device_id) != _HOPPER
+                              or nvrtc_version() < _NVRTC):
         return False
     p = problem
-    places = [p.a.data, p.b.data, p.a.pitch, p.b.pitch]
     sizes = [p.total, p.m, p.n, p.k, p.groups * p.n, p.groups * p.m if p.sizes_of_k else 0,
              tiles_of(p, _ROWS, _COLUMNS)]
-    return not p.bias and all(place % 16 == 0 for place in places) and max(sizes) <= _LARGEST
+    return max(sizes) <= _LARGEST
 
 
 def launches(call: Call, problem: Problem) -> Iterator[Launch]:

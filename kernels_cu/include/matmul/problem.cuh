@@ -46,6 +46,8 @@ struct Operand {
 // Two launches can share the groups: one kernel takes those that tensor copies can read, another the rest.
 enum Share : u32 { kAllGroups, kGroupsIn16Bytes, kOtherGroups };
 
+enum OutType : u32 { kOutBf16, kOutF16, kOutF32 };
+
 struct Product {
     Operand a, b;
     Splits splits;                 // without sizes: all groups are total / groups large
@@ -60,6 +62,11 @@ struct Product {
     u32 share;                     // Share: which groups this launch computes
     u32 whole_blocks;              // of "k": groups begin at multiples of 128; D of one that does not is 0
 
+    __device__ __forceinline__ float bias_of(i64 column) const {
+        if (bias_type == kOutF32) return reinterpret_cast<const float*>(bias)[column];
+        const u32 bits = reinterpret_cast<const u16*>(bias)[column];
+        return bias_type == kOutBf16 ? bf16::widen(bits) : f16::widen(bits);
+    }
     // False for a group that breaks the promise of whole_blocks: its scales lie elsewhere. It becomes a group
     // without K, and the kernel reports it.
     __device__ __forceinline__ bool keeps_promise(const GroupStart& g) const {
@@ -73,8 +80,6 @@ struct Product {
         return share == kAllGroups || (g.size == 0 || in_16_bytes(g)) == (share == kGroupsIn16Bytes);
     }
 };
-
-enum OutType : u32 { kOutBf16, kOutF16, kOutF32 };
 
 // A tile of D, and the group that it belongs to.
 struct ProductTile {

@@ -114,7 +114,7 @@ __device__ __forceinline__ void copy_scales(const Product& p, Shared& shared) {
 // ---- the warp that copies results to D ----
 // Whether a tile changes D.
 __device__ __forceinline__ bool has_results(const Product& p, const QueuedTile& t) {
-    return columns_left(p, t) > 0 && !(t.blocks == 0 && p.accumulate);
+    return columns_left(p, t) > 0 && !(t.blocks == 0 && p.accumulate && !p.bias);
 }
 
 // Whether a copy takes a box, or a warp's rows of it, of which so many exist. Where a group has fewer rows

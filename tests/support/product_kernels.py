@@ -1,0 +1,20 @@
+"""The kernels of this package that compute products."""
+
+from __future__ import annotations
+
+import pytest
+
+from cupy_fp8 import backend, testing
+from cupy_fp8.kernels import compute_capability
+from cupy_fp8.ops.matmul import wgmma
+
+#: Their entry points: Hopper's kernel, and that of other GPUs and of what Hopper's does not take.
+HOPPER, PORTABLE = KERNELS = "wgmma_products", "product_tiles"
+
+
+def use(kernel: str, run: testing.Executor, patch: pytest.MonkeyPatch) -> None:
+    """Makes products take one of KERNELS where they have the choice. Skips the test on a GPU without it."""
+    if kernel == PORTABLE:
+        patch.setattr(wgmma, "takes", lambda *_: False)
+    elif run.name == "cuda" and compute_capability(backend.cupy().cuda.runtime.getDevice()) != 90:
+        pytest.skip("the GPU is no Hopper")
