@@ -103,13 +103,14 @@ def refuse_negative(sizes: list[int]) -> None:
                          f"{sizes.index(min(sizes))}")
 
 
-def check_at_most(sizes: np.ndarray, rows: int) -> None:
-    """ValueError unless sizes on the host are those of groups that `rows` rows hold."""
+def check_at_most(sizes: np.ndarray, rows: int, what: str = "rows", instead: str = "") -> None:
+    """ValueError unless sizes on the host are those of groups that `rows` rows hold. what: the sizes are
+    numbers of; instead: the end of the message, or ''."""
     given = sizes.tolist()                                   # Python's integers: sums do not overflow
     refuse_negative(given)
     if sum(given) > rows:
-        raise ValueError(f"splits: expected sizes that add up to at most the {rows} rows there are, got "
-                         f"{sum(given)}")
+        raise ValueError(f"splits: expected sizes that add up to at most the {rows} {what} there are, got "
+                         f"{sum(given)}{instead}")
 
 
 def check_offsets(offsets: Any, groups: Groups, x: Array, xp: Any) -> int:

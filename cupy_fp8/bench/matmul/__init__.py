@@ -1,1 +1,1 @@
-"""Products of FP8 matrices: matmul_nt."""
+"""Products of FP8 matrices: matmul_nt, and grouped_matmul_nt for groups."""

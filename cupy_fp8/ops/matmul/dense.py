@@ -57,13 +57,18 @@ def matmul_nt(a: Scaled | Quantized, b: Scaled | Quantized, *, dtype: Any = bflo
     Raises
     ------
     TypeError, ValueError, DeviceError, before anything is written. DeviceError for MX below compute
-    capability 10.0; ``Scaled.to_block((1, 128), scale_layout="gemm_ready")`` makes operands for Hopper.
+    capability 10.0; ``Scaled.to_block`` makes operands for Hopper: of activations ``(1, 128)``, of weights
+    ``(128, 128)``, with ``scale_layout="gemm_ready"``.
 
-    On a GPU cuBLASLt computes it (``pip install 'cupy_fp8[gemm]'``, or the library of a CUDA toolkit):
-    compute capability 8.9 or later for one scale, 9.0 and version 12.9 or later for rows and blocks. The
-    library wants K in multiples of 16, N of 8, M of 4 beside 1×128 blocks of a, and data, scales and result
-    at multiples of 16 bytes; it takes neither e5m2 × e5m2 nor 128×128 × 128×128. What it does not take, a
-    kernel of this package computes.
+    On a GPU cuBLASLt computes it (``pip install 'cupy_fp8[gemm]'``, with CUDA 12 ``'cupy_fp8[gemm12]'``,
+    or the library of a CUDA toolkit): compute capability 8.9 or later for one scale, 9.0 alone and the
+    library's version 12.9 or later for rows and blocks. The library wants K in multiples of 16, N of 8, M
+    of 4 beside 1×128 blocks of a, and data, scales and result at multiples of 16 bytes, a bias of the
+    result's dtype (bfloat16 beside float32); it takes neither e5m2 × e5m2 nor 128×128 × 128×128, and of
+    unlike scalings only 1×128 with 128×128. What it does not take, a kernel of this package computes: on
+    Hopper at about the same speed, for which rows that do not begin at multiples of 16 bytes are copied
+    first; on other GPUs (8.0 or later), and with NVRTC older than 12.3, several times as slowly. That
+    this package's kernel is right was seen on Hopper alone, and MX never ran on a GPU.
 
     Source: docs/numerics.md, section 10; NVIDIA cuBLAS documentation (cublasLtMatmul).
 

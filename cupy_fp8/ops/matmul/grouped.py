@@ -21,6 +21,8 @@ from .grouped_operands import (
     Side,
     check_scales,
     check_whole_blocks,
+    columns_instead,
+    counted,
     read_columns,
     read_rows,
     read_sizes,
@@ -53,10 +55,12 @@ def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | G
         (1, None), (1, 128) or (128, 128) with float32 scales.
         Of "k" the columns of all groups: a Grouped, whose column-wise part, stored transposed, is taken (one
         scale for each group, row-wise block (1, None) or (1, 128)); a Quantized of
-        `scaling_aware_transpose(q, splits=splits)`; or a Scaled [M, sum k] with one scale, a scale for each
-        row, or blocks along K, whose groups then begin at multiples of 128
+        `scaling_aware_transpose(q, splits=splits)`; or a Scaled [M, sum k], or a Quantized with such a
+        row-wise part (the ``.T`` of rows), with one scale, a scale for each row, or blocks along K. Groups of
+        blocks then begin at multiples of 128
     b : of "m" the weights of all groups, a Scaled (or Quantized) [E, N, K] with one scale, a scale for each
-        row, or blocks 128×128 or 1×128. Of "k" columns of the same groups, as a
+        row, or blocks 128×128 or 1×128. Of "k" columns of the same groups, as a: if both are Grouped with
+        sizes on the device, a's are taken
     splits : rows (columns of "k") of each of E groups: an int32 or int64 array [E] of a's kind, or a list
         (for CuPy operands it is copied to the GPU). None beside a Grouped, which has its own
     group : what the sizes belong to, 'm' or 'k'
@@ -80,8 +84,10 @@ def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | G
     but `device_errors` reports them: a negative size counts as 0, a group that passes the last row ends
     there, and the product of a group of "k" is 0 if it has to begin at a multiple of 128 and does not.
 
-    Any extents, sizes and addresses are taken. Rows of the data that begin at multiples of 16 bytes are
-    copied asynchronously; others take several times as long.
+    Any extents, sizes and addresses are taken, on compute capability 8.0 or later. It is fast on 9.0 with
+    NVRTC 12.3 or later, and several times slower elsewhere, where it was compiled but never ran. Groups of
+    "k" whose sizes are no multiples of 16 take ten times as long. Rows of "m" that do not begin at multiples
+    of 16 bytes are copied first, where that saves time.
 
     Source: docs/numerics.md, section 10; DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
 
@@ -139,13 +145,14 @@ class _GroupedMatmulNT(Op[_Inputs]):
             left = read_columns(call, "a", a, check)
             right = read_columns(call, "b", b, check, left)
         if left.k != right.k:
-            what = "K" if group == "m" else "columns of all groups"
-            raise ValueError(f"b: expected {left.k} {what}, as a has, got {right.k}")
-        groups = read_sizes(call, (left, right), splits, check, left.rows if group == "m" else left.k)
+            wanted = f"K = {left.k}" if group == "m" else f"{left.k} columns of all groups"
+            instead = "" if group == "m" else columns_instead(left, right)
+            raise ValueError(f"b: expected {wanted}, as a has, got {right.k}{instead}")
+        groups = read_sizes(call, (left, right), splits, check, group)
         assert groups.number is not None
         if group == "m" and right.operand is not None and right.operand.batch != groups.number:
-            raise ValueError(f"b: expected the weights of {groups.number} groups, as there are sizes, got "
-                             f"{right.operand.batch}")
+            raise ValueError(f"b: expected the weights of {counted(groups.number)}, as many as there "
+                             f"are sizes, got {right.operand.batch}")
         for name, side in (("a", left), ("b", right)):
             check_scales(name, side, groups.number)
             if side.whole_blocks:

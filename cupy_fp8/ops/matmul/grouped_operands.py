@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...advice import listed
 from ...calls import splits as group_sizes
 from ...calls.call import Call, Input
 from ...calls.splits import Groups
@@ -124,14 +125,19 @@ def check_scales(name: str, side: Side, groups: int) -> None:
         scales, shape_of = side.flat
         if scales.shape != shape_of(groups):
             raise ValueError(f"{name}.scale_inv: expected shape {shape_of(groups)}, as "
-                             f"scaling_aware_transpose makes scales for {groups} groups, got {scales.shape}")
+                             f"scaling_aware_transpose makes scales for {counted(groups)}, got "
+                             f"{scales.shape}")
+
+
+def counted(groups: int) -> str:
+    return f"{groups} group" if groups == 1 else f"{groups} groups"
 
 
 # ---- Grouped ----
 def _grouped_rows(call: Call, g: Grouped, check: Any) -> Side:
+    scaling = _grouped_scaling("a", g, "rowwise", {None: "tensor", (1, None): "row", (1, 128): "vector",
+                                                   (128, 128): "block"})
     data = _grouped_data(call, "a", g, "rowwise")
-    scaling = _grouped_scaling("a", g, g.block, {None: "tensor", (1, None): "row", (1, 128): "vector",
-                                                 (128, 128): "block"})
     k = g.shape[1]
     blocks, padded = cdiv(k, 128), g.scale_layout != "compact"
     strides: dict[str, int] = {
@@ -147,12 +153,11 @@ def _grouped_rows(call: Call, g: Grouped, check: Any) -> Side:
 
 
 def _grouped_columns(call: Call, name: str, g: Grouped, check: Any, beside: Side | None) -> Side:
+    scaling = _grouped_scaling(name, g, "columnwise", {None: "tensor", (1, None): "row", (1, 128): "vector"})
     data = _grouped_data(call, name, g, "columnwise")
     if not g.transposed:
-        raise ValueError(f"{name}: expected column-wise data stored transposed, got data stored as is; "
-                         "quantise with transposed=True")
-    scaling = _grouped_scaling(name, g, g.block and (g.block[1], g.block[0]),
-                               {None: "tensor", (None, 1): "row", (128, 1): "vector"})
+        raise ValueError(f"{name}: expected column-wise data stored transposed, got data stored as is"
+                         f"{_makes('columnwise')}")
     rows = g.shape[1]
     line = rows if g.scale_layout == "compact" else round_up(rows, 4)
     strides: dict[str, int] = {
@@ -176,13 +181,20 @@ def _grouped_data(call: Call, name: str, g: Grouped, direction: str) -> Input:
     return found
 
 
-def _grouped_scaling(name: str, g: Grouped, block: Any, known: dict[Any, str]) -> str:
-    scaling = known.get(block) if block is None or isinstance(block, tuple) else None
+def _grouped_scaling(name: str, g: Grouped, direction: str, known: dict[Any, str]) -> str:
+    """known: what each row-wise block is, of which column-wise data have the transpose."""
+    scaling = known.get(g.block) if g.block is None or isinstance(g.block, tuple) else None
     if scaling is None or g.scale_layout == "swizzled":
-        kinds = ", ".join("one scale for each group" if b is None else str(b) for b in known)
-        raise ValueError(f"{name}: expected {kinds} as block, with compact or gemm_ready scales, got block "
-                         f"{block} with {g.scale_layout} scales")
+        blocks = listed([str(block) for block in known if block is not None])
+        raise ValueError(f"{name}: expected one scale for each group, or block {blocks} with compact or "
+                         f"gemm_ready scales, got block {g.block} with {g.scale_layout} scales"
+                         f"{_makes(direction)}")
     return scaling
+
+
+def _makes(direction: str) -> str:
+    """The end of a message: a call that makes an operand."""
+    return f"; group_quantize(x, splits, BlockScaling((1, 128)), {direction}=True) makes an operand"
 
 
 def _grouped_side(call: Call, name: str, g: Grouped, data: Input, scaling: str, view: OperandView,
@@ -200,7 +212,7 @@ def _grouped_side(call: Call, name: str, g: Grouped, data: Input, scaling: str, 
         shape = grouped_scale_shape(g.shape, sizes.number, block, str(g.scale_layout), columnwise)
     scales = call.read(f"{name}.{part}", getattr(g, part), (float32,))
     if scales.shape != shape:
-        raise ValueError(f"{name}.{part}: expected shape {shape}, the scales of {sizes.number} groups, got "
+        raise ValueError(f"{name}.{part}: expected shape {shape}, the scales of {counted(sizes.number)}, got "
                          f"{scales.shape}")
     view = view._replace(scale=scales.at, e5m2=int(data.dtype == float8_e5m2),
                          scale_shift=_ROW_SHIFTS[scaling])
@@ -246,9 +258,26 @@ def _flat_columns(call: Call, name: str, given: Any, s: Scaled) -> Side:
                 flat=(scales, lambda groups: (target_rows(columns, groups, 128), line)))
 
 
+def columns_instead(a: Side, b: Side, least: int = 0) -> str:
+    """The end of a message about operands of "k" without enough columns: the operands, quantised in both
+    directions, whose transposes have as many as the other one, and at least so many; '' if there are none."""
+    for text, flipped, columns, others in (("b.T has", (b,), b.rows, a.k), ("a.T has", (a,), a.rows, b.k),
+                                           ("a.T and b.T have", (a, b), a.rows, b.rows)):
+        if columns == others >= least and all(map(_has_transpose, flipped)):
+            return f"; {text} {columns} columns"
+    return ""
+
+
+def _has_transpose(side: Side) -> bool:
+    """Whether .T of what was given is an operand too."""
+    q = side.given
+    return (side.operand is not None and isinstance(q, Quantized) and q._column is not None
+            and q._column.transposed)
+
+
 # ---- sizes ----
-def read_sizes(call: Call, sides: tuple[Side, Side], splits: Any, check: Any, total: int) -> Groups:
-    """The sizes of groups: those of a Grouped, or `splits`."""
+def read_sizes(call: Call, sides: tuple[Side, Side], splits: Any, check: Any, group: str) -> Groups:
+    """The sizes of groups of "m" or "k": those of a Grouped, or `splits`."""
     found = [(name, side.own) for name, side in zip("ab", sides, strict=True) if side.own is not None]
     if not found:
         if splits is None:
@@ -260,10 +289,14 @@ def read_sizes(call: Call, sides: tuple[Side, Side], splits: Any, check: Any, to
                          f"{type(splits).__name__}")
     first, second = found[0][1], found[-1][1]
     for groups in (first, second):
-        if groups.host is not None:
-            group_sizes.check_at_most(groups.host, total)
+        if groups.host is not None and group == "m":
+            group_sizes.check_at_most(groups.host, sides[0].rows)
+        elif groups.host is not None:
+            instead = columns_instead(*sides, least=sum(groups.host.tolist()))
+            group_sizes.check_at_most(groups.host, sides[0].k, "columns", instead)
+    assert first.number is not None
     if first.number != second.number:
-        raise ValueError(f"b.splits: expected {first.number} groups, as a has, got {second.number}")
+        raise ValueError(f"b.splits: expected {counted(first.number)}, as a has, got {second.number}")
     if first.host is not None and second.host is not None and not np.array_equal(first.host, second.host):
         raise ValueError("b.splits: expected the sizes of a's groups, got others")
     return first

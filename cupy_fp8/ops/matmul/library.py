@@ -158,8 +158,8 @@ def found() -> Library | str:
             return Library(ctypes.CDLL(name), name)
         except (OSError, AttributeError):
             continue
-    return ("cuBLASLt (libcublasLt) is not installed: pip install 'cupy_fp8[gemm]', or a CUDA toolkit whose "
-            "libraries the loader finds")
+    return ("cuBLASLt (libcublasLt) is not installed: pip install 'cupy_fp8[gemm]' (CUDA 13) or "
+            "'cupy_fp8[gemm12]' (CUDA 12), or a CUDA toolkit whose libraries the loader finds")
 
 
 def _path_by_pathfinder() -> str | None:
