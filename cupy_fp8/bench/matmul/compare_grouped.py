@@ -1,5 +1,5 @@
-"""python -m cupy_fp8.bench.matmul.compare_grouped: TFLOP/s of grouped products beside PyTorch, by the two
-protocols of `compare`."""
+"""python -m cupy_fp8.bench.matmul.compare_grouped: TFLOP/s of grouped products beside a dense product of
+cuBLASLt for each group, and beside PyTorch, by the two protocols of `compare`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 from ... import backend
 from ...arrays import bits
-from .compare import _BURSTS, _PAUSE, _WARM, Call, seconds
-from .grouped import SHAPES, Shape, operands, product, result
+from .compare import _BURSTS, _PAUSE, _WARM, Call, directly, seconds
+from .grouped import SHAPES, Shape, operands, product, result, scaled
 
 
 def callers(shape: Shape) -> Iterator[tuple[str, Any]]:
@@ -20,6 +20,8 @@ def callers(shape: Shape) -> Iterator[tuple[str, Any]]:
     a, b, splits = operands(shape)
     out = result(shape, b.data if shape.group == "m" else b.columnwise)
     yield "grouped_matmul_nt", lambda: product(shape, a, b, splits, out)
+    if not shape.accumulate:
+        yield "cuBLASLt for each group", partial(_each_group, shape, out)
     # PyTorch does not accumulate. Sizes that are no multiples of 16 it refuses on the device, which ends the
     # process.
     if shape.accumulate or (shape.group == "k" and shape.multiple % 16):
@@ -27,6 +29,31 @@ def callers(shape: Shape) -> Iterator[tuple[str, Any]]:
     yield "torch._scaled_grouped_mm rows", partial(_by_torch, shape, a, b, True)
     yield "torch._scaled_grouped_mm rows fast", partial(_by_torch, shape, a, b, True, fast=True)
     yield "torch._grouped_mm bf16", partial(_by_torch, shape, a, b, False)
+
+
+def _each_group(shape: Shape, out: Any) -> Call:
+    """Dense products of groups whose sizes the host knows, one after the other in a CUDA graph."""
+    cp, of_rows = backend.cupy(), shape.group == "m"
+    kept, end = [], 0
+    with cp.cuda.Stream(non_blocking=True) as stream:
+        for expert, size in enumerate(map(int, shape.sizes())):
+            end += size
+            if size == 0:
+                continue
+            m, k = (size, shape.other) if of_rows else (shape.other, size)
+            a, b = scaled((m, k), (1, 128)), scaled((shape.n, k), (128 if of_rows else 1, 128))
+            kept.append((directly(a, b, out[end - size : end] if of_rows else out[expert]), a, b))
+        stream.synchronize()
+        stream.begin_capture()
+        for call, _, _ in kept:
+            call()
+        graph = stream.end_capture()
+
+    def launch() -> None:
+        graph.launch(cp.cuda.get_current_stream())
+        assert kept, "the graph reads their memory"
+
+    return launch
 
 
 def _by_torch(shape: Shape, a: Any, b: Any, scaled: bool, fast: bool = False) -> Call:
