@@ -6,6 +6,7 @@ import pytest
 
 from cupy_fp8 import backend, testing
 from cupy_fp8.kernels import compute_capability
+from cupy_fp8.kernels.cubin import nvrtc_version
 from cupy_fp8.ops.matmul import wgmma
 
 #: Their entry points: Hopper's kernel, and that of other GPUs and of what Hopper's does not take.
@@ -18,3 +19,5 @@ def use(kernel: str, run: testing.Executor, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(wgmma, "takes", lambda *_: False)
     elif run.name == "cuda" and compute_capability(backend.cupy().cuda.runtime.getDevice()) != 90:
         pytest.skip("the GPU is no Hopper")
+    elif run.name == "cuda" and nvrtc_version() < wgmma._NVRTC:
+        pytest.skip("NVRTC does not know Hopper's instructions")

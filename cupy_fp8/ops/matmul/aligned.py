@@ -12,9 +12,9 @@ from .problem import OperandView, Problem
 _VARIANT = Kernel("matmul/align_rows", "align_rows").variant(block=256)
 _ROWS_OF_BLOCK = 8
 _UNIT = 16
-#: Multiplications for each byte of an operand, from which on the kernel for any alignment loses more time
-#: than copies take (docs/lab-notes). It also does if K is long and there are few rows, since its few tiles
-#: wait for their loads.
+#: From so many multiplications per byte of the operands on, the kernel for any alignment loses more time than
+#: copies take (docs/lab-notes). It also does if K is long and there are few rows, since its few tiles wait
+#: for their loads.
 _WORTH = 128
 _LONG, _FEW_ROWS = 512, 16384
 
@@ -49,7 +49,9 @@ def _copy(call: Call, name: str, view: OperandView, rows: int, k: int) -> tuple[
     if is_aligned(view):
         return [], view
     pitch = round_up(k, _UNIT)
-    to = address(call.scratch(f"rows of {name}", rows * pitch // 4))
+    # Workspaces of an `out` are kept for each size, so there are few sizes.
+    words = 1 << (rows * pitch // 4 - 1).bit_length()
+    to = address(call.scratch(f"rows of {name}", words))
     launch = _VARIANT.bind(call.x, grid_size(cdiv(rows, _ROWS_OF_BLOCK), (rows, k)), **{"from": view.data},
                            to=to, rows=rows, row_bytes=k, chunks=pitch // _UNIT)
     return [launch], view._replace(data=to, pitch=pitch, group_bytes=view.group_bytes // k * pitch,

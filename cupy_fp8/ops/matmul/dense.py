@@ -42,13 +42,14 @@ def matmul_nt(a: Scaled | Quantized, b: Scaled | Quantized, *, dtype: Any = bflo
     dtype : of a new result: bfloat16, float16 or float32
     bias : bfloat16, float16 or float32 [N], added before rounding
     fast_accum : add within the tensor cores instead of float32 registers, for one scale or a scale for each
-        row: up to 10 % faster, and outside the bound: 3 % too small at K = 4096 for values of one sign
+        row: up to 11 % faster, and outside the bound: 3 % too small at K = 4096 for values of one sign
     autotune : time the library's candidates the first time that such a product is called (not while a CUDA
         graph is captured), and keep the fastest. Candidates can round differently
     accumulate : float32 array of the result's shape, to which the product is added in place, and which is
         returned; `dtype` is without effect, and no other `out` is taken
     out : array of the result's shape and dtype, written and returned. With it the call can be captured into a
-        CUDA graph, once it has been used before
+        CUDA graph, once it has been used before. Scales that are converted and rows that are copied stay in
+        memory as long as it
 
     Returns
     -------
@@ -60,15 +61,15 @@ def matmul_nt(a: Scaled | Quantized, b: Scaled | Quantized, *, dtype: Any = bflo
     capability 10.0; ``Scaled.to_block`` makes operands for Hopper: of activations ``(1, 128)``, of weights
     ``(128, 128)``, with ``scale_layout="gemm_ready"``.
 
-    On a GPU cuBLASLt computes it (``pip install 'cupy_fp8[gemm]'``, with CUDA 12 ``'cupy_fp8[gemm12]'``,
-    or the library of a CUDA toolkit): compute capability 8.9 or later for one scale, 9.0 alone and the
-    library's version 12.9 or later for rows and blocks. The library wants K in multiples of 16, N of 8, M
-    of 4 beside 1×128 blocks of a, and data, scales and result at multiples of 16 bytes, a bias of the
-    result's dtype (bfloat16 beside float32); it takes neither e5m2 × e5m2 nor 128×128 × 128×128, and of
-    unlike scalings only 1×128 with 128×128. What it does not take, a kernel of this package computes: on
-    Hopper at about the same speed, for which rows that do not begin at multiples of 16 bytes are copied
-    first; on other GPUs (8.0 or later), and with NVRTC older than 12.3, several times as slowly. That
-    this package's kernel is right was seen on Hopper alone, and MX never ran on a GPU.
+    On a GPU cuBLASLt computes it (``pip install 'cupy_fp8[gemm]'``, with CUDA 12 ``'cupy_fp8[gemm12]'``, or
+    the library of a CUDA toolkit): compute capability 8.9 or later for one scale, 9.0 alone and the library's
+    version 12.9 or later for rows and blocks. The library wants K in multiples of 16, N of 8, M of 4 beside
+    1×128 blocks of a, and data, scales and result at multiples of 16 bytes, a bias of the result's dtype
+    (bfloat16 beside float32); it takes neither e5m2 × e5m2 nor 128×128 × 128×128, and of unlike scalings only
+    1×128 with 128×128. What it does not take, a kernel of this package computes: on Hopper at about the same
+    speed, for which rows that do not begin at multiples of 16 bytes are copied first; on other GPUs (8.0 or
+    later), and with NVRTC older than 12.3, several times as slowly. This package's kernels were run on Hopper
+    alone, and MX never ran on a GPU.
 
     Source: docs/numerics.md, section 10; NVIDIA cuBLAS documentation (cublasLtMatmul).
 

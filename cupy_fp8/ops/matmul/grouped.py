@@ -68,7 +68,7 @@ def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | G
     accumulate : float32 array of the result's shape, to which the products are added in place, and which is
         returned; `dtype` is without effect, and no other `out` is taken
     out : array of the result's shape and dtype, written and returned. With it the call allocates nothing (but
-        for scales that have to be converted and rows that have to be copied, once) and can be captured into
+        for scales that have to be converted and rows that have to be copied, once for each size) and can be captured into
         a CUDA graph, once it has been used before
     check : wait for the device and raise ValueError if the sizes there are wrong. (NumPy arrays and lists are
         always examined)
@@ -85,9 +85,10 @@ def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | G
     there, and the product of a group of "k" is 0 if it has to begin at a multiple of 128 and does not.
 
     Any extents, sizes and addresses are taken, on compute capability 8.0 or later. It is fast on 9.0 with
-    NVRTC 12.3 or later, and several times slower elsewhere, where it was compiled but never ran. Groups of
-    "k" whose sizes are no multiples of 16 take ten times as long. Rows of "m" that do not begin at multiples
-    of 16 bytes are copied first, where that saves time.
+    NVRTC 12.3 or later, and several times slower elsewhere; on other GPUs it was compiled but never ran.
+    Groups of "k" that do not begin at multiples of 16, or in column-wise data are no such multiples long,
+    take 8 to 11 times as long. Rows of "m" that do not begin at multiples of 16 bytes are copied first, where
+    that saves time.
 
     Source: docs/numerics.md, section 10; DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
 

@@ -51,7 +51,7 @@ def variants() -> list[Variant]:
 
 
 def takes(call: Call, problem: Problem) -> bool:
-    """Whether this kernel computes a problem whose operands are aligned (aligned.py): on Hopper, and (as
+    """Whether this kernel computes a problem if its operands are aligned (aligned.py): on Hopper, and (as
     there) on the CPU. Of "k", groups whose rows do not begin at multiples of 16 bytes are left out."""
     if call.xp is not np and (compute_capability(call.x.data.device_id) != _HOPPER
                               or nvrtc_version() < _NVRTC):

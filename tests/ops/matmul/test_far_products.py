@@ -69,7 +69,8 @@ def check(got: Any, a: Scaled, b: Scaled, added: int = 0) -> None:
 @every_kernel
 @pytest.mark.parametrize(("m", "n", "k"), [
     pytest.param((1 << 17) + 64, (1 << 14) + 8, 128, id="result"),
-    pytest.param((1 << 18) + 1024, 72, (1 << 13) + 16, id="a")])
+    pytest.param((1 << 18) + 1024, 72, (1 << 13) + 16, id="a"),
+    pytest.param((1 << 18) + 1024, 264, (1 << 13) + 8, id="copied a")])
 def test_rows(m, n, k, kernel, launched):
     """Rows of a, or of the result, the last four of which are no group's."""
     splits, ends = np.array([m - 74, 0, 70]), (m - 74, m - 4)
@@ -83,6 +84,7 @@ def test_rows(m, n, k, kernel, launched):
     assert not bits(fp8.asnumpy(out[ends[1]:])).any()
     check_all_written(out)
     assert kernel in launched
+    assert ("align_rows" in launched) == (k % 16 != 0 and kernel == product_kernels.HOPPER)
 
 
 @every_kernel
