@@ -68,8 +68,8 @@ def grouped_matmul_nt(a: Scaled | Quantized | Grouped, b: Scaled | Quantized | G
     accumulate : float32 array of the result's shape, to which the products are added in place, and which is
         returned; `dtype` is without effect, and no other `out` is taken
     out : array of the result's shape and dtype, written and returned. With it the call allocates nothing (but
-        for scales that have to be converted and rows that have to be copied, once for each size) and can be captured into
-        a CUDA graph, once it has been used before
+        for scales that have to be converted and rows that have to be copied, once for each size) and can be
+        captured into a CUDA graph, once it has been used before
     check : wait for the device and raise ValueError if the sizes there are wrong. (NumPy arrays and lists are
         always examined)
 
