@@ -56,7 +56,7 @@ def _each_group(shape: Shape, out: Any) -> Call:
     return launch
 
 
-def _by_torch(shape: Shape, a: Any, b: Any, scaled: bool, fast: bool = False) -> Call:
+def _by_torch(shape: Shape, a: Any, b: Any, in_fp8: bool, fast: bool = False) -> Call:
     """PyTorch has one scale for each row. Its second operand is transposed; of gradients all columns of a
     matrix have one pitch."""
     import torch
@@ -77,7 +77,7 @@ def _by_torch(shape: Shape, a: Any, b: Any, scaled: bool, fast: bool = False) ->
         left = tensor(a.columnwise, shape.other, shape.total)
         right = tensor(b.columnwise, shape.n, shape.total).t()
         scales = ones(shape.experts * shape.other), ones(shape.experts * shape.n)
-    if scaled:
+    if in_fp8:
         return lambda: torch._scaled_grouped_mm(left, right, *scales, offs=ends, out_dtype=torch.bfloat16,
                                                 use_fast_accum=fast)
     wide = left.bfloat16(), right.bfloat16()
