@@ -18,8 +18,8 @@ from .calls.memory import identities
 from .calls.tensor_lists import checked
 from .directions import check_directions
 from .formats import flags
-from .ops.quantize.tensor_list import Recipe, call_of
-from .recipes import check_recipe
+from .ops.quantize.tensor_list import call_of
+from .recipes import Recipe, check_recipe
 from .results import Quantized
 
 __all__ = ["WeightCache"]

@@ -12,7 +12,7 @@ from . import backend
 from .advice import matrix_instead
 from .arrays import Array, empty, empty_beside
 from .formats import flags, float8_e8m0fnu, float32
-from .layouts import scale_shape, swap_last
+from .layouts import Block, scale_shape, swap_last
 from .results import Scaled
 
 
@@ -22,7 +22,7 @@ class Direction(NamedTuple):
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     transposed: bool
-    block: tuple[int | None, int | None] | None
+    block: Block | None
     scale_layout: str | None
     scale_dtype: np.dtype[Any]
     scale_shape: tuple[int, ...]
@@ -55,7 +55,7 @@ def tensor_directions(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: boo
 
 
 def block_directions(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool, columnwise: bool,
-                     transposed: bool, block: tuple[int | None, int | None], scale_layout: str,
+                     transposed: bool, block: Block, scale_layout: str,
                      scale_dtype: np.dtype[Any] = float32) -> dict[str, Direction]:
     """The directions of a result in blocks, by name. block: the row-wise one. ValueError if both directions
     are unwanted, or if the array is not two- or three-dimensional."""

@@ -15,7 +15,7 @@ from . import backend
 from .arrays import Array, Result, asnumpy
 from .formats import FP8_DTYPES, flag, float32
 from .kernels import capturing
-from .layouts import SCALE_DTYPES, cdiv, group_scales, group_unit, grouped_scale_shape, scale_shape
+from .layouts import SCALE_DTYPES, Block, cdiv, group_scales, group_unit, grouped_scale_shape, scale_shape
 from .methods import ops
 from .results import Quantized, Scaled, block_text, facts_table
 
@@ -185,7 +185,7 @@ class Grouped(Result):
                                  f"{per_tensor.shape}")
             return lambda name, i: per_tensor[i : i + 1]
         layout = cast(str, self.scale_layout)
-        directions: dict[str, tuple[Array, tuple[int | None, int | None], bool, list[int]]] = {}
+        directions: dict[str, tuple[Array, Block, bool, list[int]]] = {}
         for name, scale_inv, block, transposed in (
                 ("rowwise", self.scale_inv, self.block, False),
                 ("columnwise", self.columnwise_scale_inv, (self.block[1], self.block[0]), self.transposed)):

@@ -16,6 +16,9 @@ from .formats import float8_e8m0fnu, float32, int32
 
 __all__ = ["SCALE_DTYPES", "grouped_scale_shape", "scale_shape"]
 
+#: Rows and columns of a block that shares a scale. None: all that the matrix has.
+Block = tuple[int | None, int | None]
+
 #: The layouts of block scales, and the dtypes that they hold (int32: words of four E8M0 scales).
 SCALE_DTYPES: dict[str, tuple[np.dtype[Any], ...]] = {
     "compact": (float8_e8m0fnu, float32), "swizzled": (float8_e8m0fnu,), "gemm_ready": (float32,),
@@ -67,7 +70,7 @@ def as_block(block: Any) -> Any:
     return tuple(int(extent) if isinstance(extent, np.integer) else extent for extent in block)
 
 
-def scale_grid(shape: tuple[int, ...], block: tuple[int | None, int | None]) -> ScaleGrid:
+def scale_grid(shape: tuple[int, ...], block: Block) -> ScaleGrid:
     """The grid of blocks: (1, B) lie along rows, (B, 1) along columns, and (1, None) is one block per row.
     The grid of 2-D blocks has rows of blocks as lines.
 
@@ -181,7 +184,7 @@ def scale_dtype(dtype: np.dtype[Any], layout: str) -> np.dtype[Any]:
     return dtype if dtype in held else held[0]
 
 
-def scale_shape(shape: tuple[int, ...], block: tuple[int | None, int | None] | None, layout: str | None,
+def scale_shape(shape: tuple[int, ...], block: Block | None, layout: str | None,
                 transposed: bool = False) -> tuple[int, ...]:
     """The shape of a `Scaled`'s scale_inv. For 1-D blocks it is `compact_shape`, `swizzled_shape`,
     `padded_shape` or `packed_shape`. 2-D blocks follow the order in which the data are stored. They have one
@@ -223,7 +226,7 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int | None, int | None] | N
     return _SHAPES[layout](grid)
 
 
-def group_unit(block: tuple[int | None, int | None], layout: str, transposed: bool = False) -> int:
+def group_unit(block: Block, layout: str, transposed: bool = False) -> int:
     """The scales of a group are stored for a multiple of this many rows: the rows of a block, times the
     blocks that a layout rounds up to if blocks lie along M. 0 for whole columns, since a group with any
     number of rows, even none, has equally many scales.
@@ -245,7 +248,7 @@ def group_unit(block: tuple[int | None, int | None], layout: str, transposed: bo
     return rows * PADDED_TO if transposed else rows
 
 
-def group_scales(columns: int, block: tuple[int | None, int | None], layout: str,
+def group_scales(columns: int, block: Block, layout: str,
                  transposed: bool = False) -> int:
     """How many scales `group_unit` rows of so many columns have. For whole columns: how many a group has."""
     unit = group_unit(block, layout, transposed) or 1
@@ -253,7 +256,7 @@ def group_scales(columns: int, block: tuple[int | None, int | None], layout: str
     return down * across
 
 
-def grouped_scale_shape(shape: tuple[int, int], groups: int, block: tuple[int | None, int | None],
+def grouped_scale_shape(shape: tuple[int, int], groups: int, block: Block,
                         layout: str,
                         transposed: bool = False) -> tuple[int, ...]:
     """The shape of the scales of `groups` groups of rows of an array of this shape: a bound for groups of any

@@ -124,8 +124,8 @@ class CurrentScaling(_PerTensor):
         if scale is not None:
             raise ValueError("scale: current scaling takes it from the tensor itself; DelayedScaling "
                              "quantises with a given scale")
-        return ops.quantize_tensor(x, dtype=self.dtype, rowwise=rowwise, columnwise=columnwise, amax=amax,
-                                   noop=noop, dbias=dbias, eps=self.eps, pow2_scale=self.pow2_scale, out=out)
+        return ops.quantize_tensor(x, rowwise=rowwise, columnwise=columnwise, amax=amax, noop=noop,
+                                   dbias=dbias, out=out, **vars(self))
 
 
 @dataclass(frozen=True)
@@ -161,9 +161,7 @@ class MXScaling:
         if scale is not None or amax is not None:
             raise ValueError("scale, amax: belong to per-tensor recipes; MX takes the scale of every block "
                              "from the block itself")
-        return ops.quantize_mx(x, dtype=self.dtype, rowwise=rowwise, columnwise=columnwise, mode=self.mode,
-                               profile=self.profile, block=self.block, scale_layout=self.scale_layout,
-                               noop=noop, out=out)
+        return ops.quantize_mx(x, rowwise=rowwise, columnwise=columnwise, noop=noop, out=out, **vars(self))
 
     def empty(self, shape: Shape, *, rowwise: bool = True, columnwise: bool = False, like: Any = None,
               buffers: Mapping[str, tuple[Array, Array]] | None = None) -> Quantized:
@@ -215,9 +213,8 @@ class BlockScaling:
         if scale is not None or amax is not None:
             raise ValueError("scale, amax: belong to per-tensor recipes; blocks take their scales from their "
                              "own elements")
-        return ops.quantize_block(x, block=self.block, dtype=self.dtype, rowwise=rowwise,
-                                  columnwise=columnwise, pow2_scale=self.pow2_scale, eps=self.eps,
-                                  profile=self.profile, scale_layout=self.scale_layout, noop=noop, out=out)
+        return ops.quantize_block(x, rowwise=rowwise, columnwise=columnwise, noop=noop, out=out,
+                                  **vars(self))
 
     def empty(self, shape: Shape, *, rowwise: bool = True, columnwise: bool = False, like: Any = None,
               buffers: Mapping[str, tuple[Array, Array]] | None = None) -> Quantized:
@@ -233,6 +230,7 @@ class BlockScaling:
                             else from_buffers(buffers, directions)))
 
 
+Recipe = DelayedScaling | CurrentScaling | BlockScaling | MXScaling
 RECIPES = DelayedScaling, CurrentScaling, BlockScaling, MXScaling
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, asarray, asnumpy, contiguous
+from ..layouts import Block
 from ..results import Quantized, Scaled, as_scaled, facts_table
 from . import pieces
 from .inputs import module_of_x, require_shape, values_and_codes
@@ -35,7 +36,7 @@ class BlockReport:
     scales              the spread of the scales, a `ScaleReport`
     """
 
-    block: tuple[int | None, int | None]
+    block: Block
     shape: tuple[int, ...]
     saturated: Array
     underflowed: Array
@@ -119,7 +120,7 @@ def report_on(x: Array | None, s: Scaled, values: Array, codes: Array) -> BlockR
                        asarray(exponents, like=module_of_x(values)), report_of(scale_inv))
 
 
-def block_extents(block: tuple[int | None, int | None], shape: tuple[int, ...]) -> tuple[int, int]:
+def block_extents(block: Block, shape: tuple[int, ...]) -> tuple[int, int]:
     """Rows and columns of a block, of which None is the whole line."""
     rows, columns = (min(size or max(extent, 1), max(extent, 1))
                      for size, extent in zip(block, shape[-2:], strict=True))

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Any, TypeAlias
+from typing import Any
 
 from ..formats import float8_e4m3fn
 from ..options import block_pow2
-from ..recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
+from ..recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, Recipe
 from .text import Column, count, decibels
 from .whole import ErrorReport
 
 __all__ = ["COLUMNS", "LEGEND", "Recipe", "RecipeError", "columns_for", "recipe_name"]
-
-Recipe: TypeAlias = BlockScaling | CurrentScaling | DelayedScaling | MXScaling
 
 COLUMNS = (Column("recipe", 17, right=False), Column("SQNR dB", 7), Column("normal error", 12),
            Column("saturated", 9), Column("subnormal", 9, rank=3), Column("to zero", 7),

@@ -15,8 +15,9 @@ import numpy as np
 
 from .. import backend
 from ..arrays import Array, asarray, asnumpy, bits
+from ..layouts import Block
 from ..results import Quantized, Scaled
-from .pairing import Block, Pair, combine, pairs_of
+from .pairing import Pair, combine, pairs_of
 from .replace import PathLike, replacing
 from .safetensors import Tensor, TensorFile, by_alignment, header_of
 

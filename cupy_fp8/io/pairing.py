@@ -15,13 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..formats import float8_e8m0fnu, float32
-from ..layouts import cdiv
+from ..layouts import Block, cdiv
 from ..results import Scaled
 from .safetensors import Tensor
 
-__all__ = ["Block", "Pair", "combine", "pairs_of"]
-
-Block = tuple[int | None, int | None]
+__all__ = ["Pair", "combine", "pairs_of"]
 
 #: The dtypes of data that can have scales, and those of scales: floats that f32 holds, and exponents.
 FP8_NAMES = ("F8_E4M3", "F8_E5M2")

@@ -12,7 +12,7 @@ import numpy as np
 from ... import reference
 from ...arrays import bits
 from ...formats import float8_e8m0fnu, float32, int32
-from ...layouts import SCALE_DTYPES, scale_dtype, scale_shape
+from ...layouts import SCALE_DTYPES, Block, scale_dtype, scale_shape
 from ...ops.scales import convert, swizzle
 from ..base import MATRIX, Case, values
 from ..registry import Registration, register
@@ -23,7 +23,7 @@ _SHAPES = ((1, 1), (5, 300), (0, 5), (5, 0), (0, 0), (31, 1000), (33, 129), (4, 
            (3, 0, 4), (0, 9, 9), (2, 2, 5, 260))
 
 
-def layouts_of(block: tuple[int | None, int | None]) -> tuple[str, ...]:
+def layouts_of(block: Block) -> tuple[str, ...]:
     """The layouts that scales of such blocks can have."""
     return tuple(SCALE_DTYPES) if 1 in block else ("compact", "gemm_ready", "deepgemm_sm100")
 

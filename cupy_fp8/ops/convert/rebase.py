@@ -18,12 +18,12 @@ from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, Written
 from ...formats import FORMATS, FP8_DTYPES, as_dtype, flag, float8_e8m0fnu, float32, names
 from ...kernels import Kernel, Launch, Variant, grid_size
-from ...layouts import SCALE_DTYPES, as_block, cdiv, scale_dtype, scale_shape, swap_last
+from ...layouts import SCALE_DTYPES, Block, as_block, cdiv, scale_dtype, scale_shape, swap_last
 from ...methods import for_methods
 from ...reference.convert.dequantize import block_scales
 from ...results import Quantized, Scaled
 from ...scaled_parts import check_block_scales
-from ..scales.convert import Block, Conversion, conversion, conversion_launches
+from ..scales.convert import Conversion, conversion, conversion_launches
 from .dequantize import block_shift
 from .scaling_aware import check_powers_of_two, may_wait, rowwise_of
 

@@ -21,9 +21,9 @@ from ...formats import INPUT_DTYPES, float32
 from ...grouped import Grouped
 from ...kernels import Launch, Variant
 from ...layouts import padded_rows, round_up
-from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, check_recipe
+from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, Recipe, check_recipe
 from . import grouped_blocks, grouped_tensor
-from .grouped_call import Arrays, GroupedFacts, GroupedResult, Inputs, Recipe
+from .grouped_call import Arrays, GroupedFacts, GroupedResult, Inputs
 
 _INT64 = np.dtype(np.int64)
 _MOST_INT32 = 0x7FFFFFFF

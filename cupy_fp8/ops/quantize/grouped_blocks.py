@@ -17,7 +17,7 @@ from ...directions import Direction
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float32
 from ...kernels import Kernel, Launch, Variant
 from ...kernels.warp_tiles import LANE_COLUMNS, WarpTiles
-from ...layouts import cdiv, group_scales, group_unit, grouped_scale_shape, round_up
+from ...layouts import Block, cdiv, group_scales, group_unit, grouped_scale_shape, round_up
 from ...recipes import BlockScaling, MXScaling
 from . import blocks, mx
 from .block_results import ABSENT, AS_IS, TRANSPOSED, Axis, Members, Places
@@ -95,7 +95,7 @@ def _by_direction(places: dict[str, int]) -> Places:
             "columnwise": (places["columnwise"], places["columnwise_scale_inv"])}
 
 
-def _scales_of(direction: Direction) -> tuple[tuple[int | None, int | None], str, bool]:
+def _scales_of(direction: Direction) -> tuple[Block, str, bool]:
     """(block, layout of scales, whether data are stored transposed)."""
     assert direction.block is not None
     assert direction.scale_layout is not None

@@ -15,10 +15,9 @@ from ...calls.splits import Groups
 from ...grouped import Grouped
 from ...kernels import grid_size
 from ...layouts import cdiv, padded_rows
-from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
+from ...recipes import Recipe
 from . import blocks, mx
 
-Recipe = DelayedScaling | CurrentScaling | BlockScaling | MXScaling
 #: Shapes and dtypes by the names that a Grouped has for its arrays.
 Arrays = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
 

@@ -15,8 +15,9 @@ from ...calls.results import Description, Pair, Written
 from ...calls.splits import Groups
 from ...formats import INPUT_DTYPES, flag, float32
 from ...kernels import Launch
+from ...recipes import Recipe
 from ...results import Quantized
-from .swiglu_launches import Inputs, Recipe, launches, output_of
+from .swiglu_launches import Inputs, launches, output_of
 from .swiglu_launches import variants as variants
 
 FORMS = ("swiglu", "gpt_oss")

@@ -26,7 +26,6 @@ from .bias_gradient import ColumnSums, partial_sums
 from .tensor import PerTensorResult
 
 DIRECTIONS = "rowwise", "columnwise"
-Recipe = DelayedScaling | CurrentScaling | BlockScaling | MXScaling
 #: Members of a kernel's struct by name.
 Members = dict[str, Any]
 

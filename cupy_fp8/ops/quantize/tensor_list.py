@@ -19,12 +19,10 @@ from ...directions import check_directions
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, lookup
 from ...kernels import Kernel, Launch, Variant, tiles
 from ...options import checked_eps
-from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, check_recipe
+from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, Recipe, check_recipe
 from ...results import Quantized
 from ..scales.scale import scale_target
 from . import single_read, tensor, tensor_list_blocks
-
-Recipe = DelayedScaling | CurrentScaling | BlockScaling | MXScaling
 
 _FEW = 8                                # matrices whose records fit into a launch's arguments (kFew)
 _CAST = Kernel("quantize/tensor_list", "multi_cast_transpose")

@@ -23,6 +23,7 @@ from ...layouts import (
     SCALE_DTYPES,
     SWIZZLE_COLUMNS,
     SWIZZLE_ROWS,
+    Block,
     ScaleGrid,
     as_block,
     cdiv,
@@ -41,8 +42,6 @@ _KERNEL = Kernel("scales/convert", "convert_scales")
 _THREADS = 256
 _FOUR_LINES, _FOUR_BLOCKS, _PACKED, _SWIZZLED = range(4)             # the kernel's `order`
 _TILE, _SWIZZLED_TILE = (32, 32), (SWIZZLE_ROWS, 2 * SWIZZLE_COLUMNS)
-
-Block = tuple[int | None, int | None]
 
 
 @for_methods

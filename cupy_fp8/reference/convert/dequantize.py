@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ...layouts import swap_last
+from ...layouts import Block, swap_last
 from ...results import Quantized, Scaled
 from .. import numerics
 from ..scales.convert import lines_by_blocks
@@ -28,8 +28,7 @@ def element_scales(s: Scaled) -> np.ndarray:
     return on_elements(numerics.widen(block_scales(s)), s.block, s.shape)
 
 
-def on_elements(scales: np.ndarray, block: tuple[int | None, int | None], shape: tuple[int,
-                                                                                       ...]) -> np.ndarray:
+def on_elements(scales: np.ndarray, block: Block, shape: tuple[int, ...]) -> np.ndarray:
     """Repeats the value of each block for all of its elements."""
     for axis, extent in zip((-2, -1), block, strict=True):
         length = shape[axis]

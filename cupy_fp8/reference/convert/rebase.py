@@ -7,15 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from ...layouts import cdiv, scale_dtype
+from ...layouts import Block, cdiv, scale_dtype
 from ...results import Quantized, Scaled
 from .. import numerics
 from ..scales import convert
 from .astype import transpose
 from .dequantize import block_scales, on_elements
 from .scaling_aware import Exponents, exponents, magnitudes, moved, stored_scales, target_exponent
-
-Block = tuple[int | None, int | None]
 
 
 def rebase_scales(q: Scaled | Quantized, *, block: Block, scale_dtype: Any = None,

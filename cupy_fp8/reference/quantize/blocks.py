@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from ...formats import FORMATS, float8_e4m3fn
-from ...layouts import cdiv
+from ...layouts import Block, cdiv
 from ...options import block_eps, block_pow2
 from ...results import Quantized, Scaled
 from .. import numerics
 from ..convert.astype import transpose
 from ..convert.dequantize import on_elements
-from ..scales.convert import Block, stored
+from ..scales.convert import stored
 
 
 def quantize_block(x: np.ndarray, *, block: Block = (1, 128), dtype: Any = float8_e4m3fn,

@@ -3,21 +3,19 @@ quantiser."""
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
 import numpy as np
 
 from ...arrays import bits, zeros
 from ...formats import float32
 from ...grouped import Grouped
-from ...layouts import grouped_scale_shape
-from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
+from ...layouts import Block, grouped_scale_shape
+from ...recipes import BlockScaling, MXScaling, Recipe
+from ...results import Quantized, Scaled
 from ..moe.pad import pad_groups
-from .blocks import quantize_block
-from .mx import quantize_mx
-from .tensor import quantize_tensor
-
-Recipe = DelayedScaling | CurrentScaling | BlockScaling | MXScaling
+from .by_recipe import quantize_by
 
 
 def group_quantize(x: np.ndarray, splits: Any, recipe: Recipe, *, rowwise: bool = True,
@@ -37,17 +35,14 @@ def group_quantize(x: np.ndarray, splits: Any, recipe: Recipe, *, rowwise: bool 
     row = zeros(x.size, recipe.dtype, like=np) if rowwise else None
     column = zeros(x.size, recipe.dtype, like=np) if columnwise else None
     scale_inv = np.empty(len(sizes), float32)
-    rule: dict[str, Any] = {}
-    if isinstance(recipe, CurrentScaling):
-        rule = {"eps": recipe.eps, "pow2_scale": recipe.pow2_scale}
     for g in range(len(sizes)):
-        part = x[starts[g] : starts[g + 1]]
-        q = quantize_tensor(part, None if rule else scales[g : g + 1], dtype=recipe.dtype, rowwise=True,
-                            columnwise=True, amax=None if amaxes is None else amaxes[g : g + 1], **rule)
+        scale, amax = (None if a is None else a[g : g + 1] for a in (scales, amaxes))
+        q = quantize_by(recipe, x[starts[g] : starts[g + 1]], rowwise=True, columnwise=True, scale=scale,
+                        amax=amax)
         here = slice(starts[g] * columns, starts[g + 1] * columns)
         scale_inv[g] = q.scale_inv[0]
-        for flat, direction in ((row, q._row), (column, q._column)):
-            if flat is not None and direction is not None:
+        for flat, direction in ((row, q.rowwise), (column, q.columnwise)):
+            if flat is not None:
                 bits(flat)[here] = bits(direction.data).reshape(-1)
     return Grouped(np.asarray(splits), starts * columns if offsets is None else offsets, (rows, columns), row,
                    column, scale_inv)
@@ -56,41 +51,33 @@ def group_quantize(x: np.ndarray, splits: Any, recipe: Recipe, *, rowwise: bool 
 def _in_blocks(x: np.ndarray, splits: Any, recipe: BlockScaling | MXScaling, starts: np.ndarray,
                offsets: np.ndarray | None, rowwise: bool, columnwise: bool) -> Grouped:
     """Each group's data go where its rows are, its scales after those of the group before."""
-    (rows, columns), ends = x.shape, starts[1:]
-    wanted = {"rowwise": rowwise, "columnwise": columnwise}
+    rows, columns = x.shape
+
+    def quantized(group: np.ndarray) -> Quantized:
+        return quantize_by(recipe, group, rowwise=rowwise, columnwise=columnwise)
+
+    groups = [quantized(x[start:end]) for start, end in pairwise(starts)]
+    without_rows, row_of_zeros = quantized(x[:0]), quantized(np.zeros((1, columns), x.dtype))
     flat: dict[str, np.ndarray] = {}
-    part_of: dict[str, Any] = {}
-    for name in filter(wanted.get, wanted):
-        parts = [getattr(_quantize(x[start:end], recipe, **wanted), name)
-                 for start, end in zip(starts, ends, strict=False)]
-        part_of[name] = part = getattr(_quantize(x[:0], recipe, **wanted), name)
-        stored_shape = grouped_scale_shape((rows, columns), len(ends), part.block, part.scale_layout,
-                                           part.transposed)
-        scales = zeros(stored_shape, part.scale_inv.dtype, like=np)
+    for name, empty in without_rows.parts.items():
+        parts = [group.parts[name] for group in groups]
         flat[name] = zeros(x.size, recipe.dtype, like=np)
         for start, part in zip(starts, parts, strict=False):
             here = slice(start * columns, start * columns + part.data.size)
             bits(flat[name])[here] = bits(part.data).reshape(-1)
-        if part.block[0] is None:  # a group without rows has a line of scales too, that of zeros
-            none = getattr(_quantize(np.zeros((1, columns), x.dtype), recipe, **wanted), name)
-            parts = [part if part.shape[0] else none for part in parts]
+        block = cast(Block, empty.block)
+        if block[0] is None:            # a group without rows has a line of scales too, that of zeros
+            parts = [part if part.shape[0] else row_of_zeros.parts[name] for part in parts]
+        scales = zeros(grouped_scale_shape((rows, columns), len(groups), block, recipe.scale_layout,
+                                           empty.transposed), empty.scale_inv.dtype, like=np)
         stored = np.concatenate([np.zeros(0, bits(scales).dtype),
                                  *(bits(part.scale_inv).reshape(-1) for part in parts)])
         bits(scales).reshape(-1)[: stored.size] = stored
         flat["scale_inv" if name == "rowwise" else "columnwise_scale_inv"] = scales
-    if columnwise and rowwise and recipe.block[0] == recipe.block[1] and not part_of["columnwise"].transposed:
+    row, column = without_rows._row, without_rows._column
+    if row and column and recipe.block[0] == recipe.block[1] and not column.transposed:
         flat["columnwise"] = flat["rowwise"]                    # both directions have the same codes
-    row = part_of.get("rowwise")
-    block = row.block if row is not None else part_of["columnwise"].block[::-1]
+    row_block = row.block if row else cast(Scaled, column).T.block
     return Grouped(np.asarray(splits), starts * columns if offsets is None else offsets, (rows, columns),
-                   block=block, scale_layout=recipe.scale_layout, transposed=isinstance(recipe, BlockScaling),
-                   **flat)
-
-
-def _quantize(x: np.ndarray, recipe: BlockScaling | MXScaling, **directions: bool) -> Any:
-    if isinstance(recipe, BlockScaling):
-        return quantize_block(x, block=recipe.block, dtype=recipe.dtype, pow2_scale=recipe.pow2_scale,
-                              eps=recipe.eps, profile=recipe.profile, scale_layout=recipe.scale_layout,
-                              **directions)
-    return quantize_mx(x, dtype=recipe.dtype, mode=recipe.mode, profile=recipe.profile, block=recipe.block,
-                       scale_layout=recipe.scale_layout, **directions)
+                   block=row_block, scale_layout=recipe.scale_layout,
+                   transposed=isinstance(recipe, BlockScaling), **flat)

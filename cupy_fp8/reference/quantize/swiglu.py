@@ -7,26 +7,26 @@ from typing import Any
 
 import numpy as np
 
-from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
+from ...recipes import Recipe
 from ...results import Quantized
 from .. import numerics
-from .blocks import quantize_block
-from .mx import quantize_mx
-from .tensor import quantize_tensor
+from .by_recipe import quantize_by
 
 ALPHA = np.float32(1.702)
 
 
-def swiglu_quantize(x: np.ndarray, recipe: Any, *, scale: Any = None, amax: np.ndarray | None = None,
+def swiglu_quantize(x: np.ndarray, recipe: Recipe, *, scale: Any = None, amax: np.ndarray | None = None,
                     probs: np.ndarray | None = None, bias: np.ndarray | None = None,
                     splits: np.ndarray | None = None, rowwise: bool = True, columnwise: bool = False,
                     clamp: float | None = None, form: str = "swiglu", interleaved: bool = False) -> Quantized:
     """Quantises y by the recipe's rule."""
     y = swiglu(x, probs=probs, bias=bias, splits=splits, clamp=clamp, form=form, interleaved=interleaved)
-    return quantize(y, x.dtype, recipe, scale, amax, rowwise, columnwise)
+    # y is not rounded to x's dtype, whose largest value limits the scales of blocks all the same.
+    return quantize_by(recipe, y, rowwise=rowwise, columnwise=columnwise, scale=scale, amax=amax,
+                       source=x.dtype)
 
 
-def swiglu_backward_quantize(grad: np.ndarray, x: np.ndarray, recipe: Any, *, scale: Any = None,
+def swiglu_backward_quantize(grad: np.ndarray, x: np.ndarray, recipe: Recipe, *, scale: Any = None,
                              amax: np.ndarray | None = None, probs: np.ndarray | None = None,
                              bias: np.ndarray | None = None, splits: np.ndarray | None = None,
                              rowwise: bool = True, columnwise: bool = False, clamp: float | None = None,
@@ -35,26 +35,9 @@ def swiglu_backward_quantize(grad: np.ndarray, x: np.ndarray, recipe: Any, *, sc
     """(the gradient of x, quantised by the recipe's rule, the gradient of probs)."""
     dx, dprobs = swiglu_backward(grad, x, probs=probs, bias=bias, splits=splits, clamp=clamp, form=form,
                                  interleaved=interleaved)
-    return quantize(dx, x.dtype, recipe, scale, amax, rowwise, columnwise), dprobs
-
-
-def quantize(y: np.ndarray, source: np.dtype[Any], recipe: Any, scale: Any, amax: np.ndarray | None,
-             rowwise: bool, columnwise: bool) -> Quantized:
-    """Quantises f32 values without rounding them first. source: the dtype that limits the scale of a
-    block."""
-    directions: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise}
-    if isinstance(recipe, DelayedScaling):
-        return quantize_tensor(y, scale, dtype=recipe.dtype, amax=amax, **directions)
-    if isinstance(recipe, CurrentScaling):
-        return quantize_tensor(y, dtype=recipe.dtype, amax=amax, eps=recipe.eps, pow2_scale=recipe.pow2_scale,
-                               **directions)
-    if isinstance(recipe, MXScaling):
-        return quantize_mx(y, dtype=recipe.dtype, mode=recipe.mode, profile=recipe.profile,
-                           scale_layout=recipe.scale_layout, **directions)
-    assert isinstance(recipe, BlockScaling)
-    return quantize_block(y, block=recipe.block, dtype=recipe.dtype, eps=recipe.eps,
-                          pow2_scale=recipe.pow2_scale, profile=recipe.profile,
-                          scale_layout=recipe.scale_layout, source=source, **directions)
+    q = quantize_by(recipe, dx, rowwise=rowwise, columnwise=columnwise, scale=scale, amax=amax,
+                    source=x.dtype)
+    return q, dprobs
 
 
 def swiglu(x: np.ndarray, *, probs: np.ndarray | None = None, bias: np.ndarray | None = None,

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from ...formats import float8_e4m3fn
-from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
+from ...recipes import Recipe
 from ...results import Quantized
-from .blocks import quantize_block
-from .mx import quantize_mx
-from .tensor import cast_transpose, quantize_tensor
+from .by_recipe import quantize_by
+from .tensor import cast_transpose
 
 
 def multi_cast_transpose(xs: Sequence[np.ndarray], scales: Any, *, dtype: Any = float8_e4m3fn,
@@ -22,22 +21,10 @@ def multi_cast_transpose(xs: Sequence[np.ndarray], scales: Any, *, dtype: Any = 
             for x, scale, amax in zip(xs, _each(scales, len(xs)), _each(amaxes, len(xs)), strict=True)]
 
 
-def multi_quantize(xs: Sequence[np.ndarray], recipe: Any, *, rowwise: bool = True, columnwise: bool = False,
-                   scales: Any = None, amaxes: Any = None) -> list[Quantized]:
-    """Quantises each array with the recipe's op."""
-    directions = {"rowwise": rowwise, "columnwise": columnwise}
-    if isinstance(recipe, MXScaling):
-        return [quantize_mx(x, dtype=recipe.dtype, mode=recipe.mode, profile=recipe.profile,
-                            block=recipe.block, scale_layout=recipe.scale_layout, **directions) for x in xs]
-    if isinstance(recipe, BlockScaling):
-        return [quantize_block(x, block=recipe.block, dtype=recipe.dtype, pow2_scale=recipe.pow2_scale,
-                               eps=recipe.eps, profile=recipe.profile, scale_layout=recipe.scale_layout,
-                               **directions) for x in xs]
-    rule: dict[str, Any] = {}
-    if isinstance(recipe, CurrentScaling):
-        rule = {"eps": recipe.eps, "pow2_scale": recipe.pow2_scale}
-    assert rule or isinstance(recipe, DelayedScaling)
-    return [quantize_tensor(x, scale, dtype=recipe.dtype, amax=amax, **directions, **rule)
+def multi_quantize(xs: Sequence[np.ndarray], recipe: Recipe, *, rowwise: bool = True,
+                   columnwise: bool = False, scales: Any = None, amaxes: Any = None) -> list[Quantized]:
+    """Quantises each array by the recipe."""
+    return [quantize_by(recipe, x, rowwise=rowwise, columnwise=columnwise, scale=scale, amax=amax)
             for x, scale, amax in zip(xs, _each(scales, len(xs)), _each(amaxes, len(xs)), strict=True)]
 
 

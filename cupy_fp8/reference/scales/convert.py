@@ -9,12 +9,10 @@ import numpy as np
 
 from ...arrays import bits
 from ...formats import float8_e8m0fnu, int32
-from ...layouts import PACKED, PADDED_TO, cdiv, round_up, scale_dtype, scale_grid
+from ...layouts import PACKED, PADDED_TO, Block, cdiv, round_up, scale_dtype, scale_grid
 from .. import numerics
 from ..convert.astype import transpose
 from .swizzle import swizzle, unswizzle
-
-Block = tuple[int | None, int | None]
 
 
 def convert_scales(scale_inv: np.ndarray, *, source: str, target: str, shape: tuple[int, ...], block: Block,
