@@ -85,7 +85,7 @@ def full(shape: Shape, fill_value: float, dtype: Any, *, like: Any = None) -> Ar
     """A new array whose every element is `fill_value`, rounded as `astype` rounds it (saturating, NaN as
     0x7F)."""
     dtype, given = as_dtype(dtype), cast(Any, fill_value)
-    if isinstance(given, (str, bytes, list, tuple, dict, set)) or np.ndim(given):
+    if given is None or isinstance(given, (str, bytes, list, tuple, dict, set)) or np.ndim(given):
         raise TypeError(f"fill_value: expected a number, got {given!r}")
     try:
         with np.errstate(over="ignore"):

@@ -122,11 +122,11 @@ def _dtype_of(dtype: Any) -> np.dtype[Any] | None:
 
 
 def flag(value: Any, what: str) -> bool:
-    """A bool, NumPy bool or integer as True or False. TypeError for anything else, whose truth would be a
+    """A bool, a NumPy bool, 0 or 1 as True or False. TypeError for anything else, whose truth would be a
     guess."""
     if value is True or value is False:
         return value
-    if not isinstance(value, (int, np.bool_, np.integer)):
+    if not isinstance(value, (int, np.bool_, np.integer)) or value not in (0, 1):
         raise TypeError(f"{what}: expected True or False, got {value!r}")
     return bool(value)
 

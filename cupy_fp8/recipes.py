@@ -20,7 +20,7 @@ from .directions import (
     with_one_scale,
     with_scales,
 )
-from .formats import FP8_DTYPES, float8_e4m3fn, float32, lookup
+from .formats import FP8_DTYPES, flag, float8_e4m3fn, float32, lookup
 from .layouts import as_block
 from .methods import ops
 from .options import (
@@ -35,6 +35,15 @@ from .options import (
 from .results import Quantized
 
 __all__ = ["BlockScaling", "CurrentScaling", "DelayedScaling", "MXScaling"]
+
+
+def _as_matrices(shape: Shape) -> tuple[int, ...]:
+    """The shape of a matrix or of a batch of matrices, which have blocks."""
+    shape = _as_shape(shape)
+    if not 2 <= len(shape) <= 3:
+        raise ValueError(f"shape: expected two or three extents, got {shape}"
+                         + (f"; (1, {shape[0]}) is that of a matrix of one row" if len(shape) == 1 else ""))
+    return shape
 
 
 class _PerTensor:
@@ -115,6 +124,7 @@ class CurrentScaling(_PerTensor):
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", lookup(self.dtype, FP8_DTYPES, "dtype").dtype)
         checked_eps(self.eps)
+        flag(self.pow2_scale, "pow2_scale")
 
     def quantize(self, x: Array, *, rowwise: bool = True, columnwise: bool = False, scale: None = None,
                  amax: Array | None = None, noop: Array | None = None, dbias: bool = False,
@@ -171,7 +181,7 @@ class MXScaling:
         buffers : {'rowwise': (data, scale_inv), 'columnwise': (data, scale_inv)} to use instead of new
             arrays. With blocks of (32, 32) both pairs have the same data.
         """
-        directions = mx_directions(_as_shape(shape), self.dtype, rowwise, columnwise, False,
+        directions = mx_directions(_as_matrices(shape), self.dtype, rowwise, columnwise, False,
                                    self.scale_layout)
         return Quantized(**(with_scales(directions, like, same_data=self.block == (32, 32))
                             if buffers is None else from_buffers(buffers, directions)))
@@ -224,7 +234,7 @@ class BlockScaling:
         buffers : {'rowwise': (data, scale_inv), 'columnwise': (data, scale_inv)} to use instead of new
             arrays.
         """
-        directions = block_directions(_as_shape(shape), self.dtype, rowwise, columnwise, True, self.block,
+        directions = block_directions(_as_matrices(shape), self.dtype, rowwise, columnwise, True, self.block,
                                       self.scale_layout)
         return Quantized(**(with_scales(directions, like) if buffers is None
                             else from_buffers(buffers, directions)))

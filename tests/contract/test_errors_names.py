@@ -1,30 +1,57 @@
-"""Whatever is given for an option, the error names it: every public function with every kind of nonsense for
-every parameter."""
+"""Whatever is given for an option, it is refused by name or listed here as valid: every public function with
+every kind of nonsense for every parameter."""
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+from declared import leaves, snapshot
 
 import cupy_fp8 as fp8
-from cupy_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, WeightCache
+from cupy_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, WeightCache, cases, testing
+from cupy_fp8.kernels import Variant
 
 X = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
 Q = fp8.quantize_block(X)
 ROW = fp8.quantize_block(X, scale_layout="compact").rowwise
 MX = fp8.quantize_mx(X)
 ROUTING = fp8.route(np.zeros((64, 2), np.int64) + np.arange(2), num_experts=4)
-MOVED = fp8.permute(X, ROUTING)
+MOVED, PROBS = fp8.permute(X, ROUTING), X[:, :2].copy()
+SPLITS = np.array([32, 32])
 assert ROW is not None
 
+INDICES, WORDS = np.array([1, 0]), np.array(["one", "two"])
+HUGE, NAN, F32 = 10**400, float("nan"), np.float32(2)
 NONSENSE: list[Any] = [
-    np.array([1, 0]), np.array(["one", "two"]),
-    [1], ["compact"], ("one", "two"), (None,), [[]], {"one": 1}, set(), object(), 10**400, 1.5, -1,
-    "x", b"x", None, float("nan"), np.float32(2)]
+    INDICES, WORDS, [1], ["compact"], ("one", "two"), (None,), [[]], {"one": 1}, set(), object(), (1, 48),
+    HUGE, 2**63, 1 << 17, 12, 0, -1, 1.5, NAN, F32, "x", b"x", None]
+COUNTS = [12, 1 << 17]
+SIZES = [0, *COUNTS]
+NUMBERS = [*SIZES, -1, 2**63, 1.5, NAN, F32]
+
+#: What is valid all the same, by the parameter, or by the call and the parameter. None is valid where it is
+#: the default, and 0 for a flag.
+VALID: dict[str, list[Any]] = {
+    "asarray.a": [INDICES, WORDS, [1], ["compact"], ("one", "two"), [[]], (1, 48), "x", b"x", *NUMBERS],
+    "a": [INDICES, WORDS], "like": [INDICES, WORDS],
+    "shape": [INDICES, [1], set(), (1, 48), b"x", *SIZES], "convert_scales.shape": [],
+    "unswizzle_scales.shape": [], "BlockScaling.empty.shape": [INDICES, (1, 48)],
+    "MXScaling.empty.shape": [INDICES, (1, 48)], "axis": [0], "concatenate.axis": [0, -1],
+    "dtype": [F32], "scale_dtype": [F32], "fill_value": NUMBERS, "scale": NUMBERS, "scales": [(1, 48)],
+    "margin": [*SIZES, -1, 2**63, HUGE], "eps": [*SIZES, 2**63, 1.5, F32],
+    "history_len": [*COUNTS, 2**63, HUGE], "clamp": [*COUNTS, 2**63, 1.5, F32], "block": COUNTS,
+    "splits": [INDICES, [1], (1, 48)], "order": [INDICES], "rows": [1 << 17], "num_experts": [12],
+    "route of a mask.topk": [0], "route of a mask.rows": SIZES,
+    "strides": [INDICES, [1], set(), (1, 48), b"x"],
+    "include_leading_zero": [[1]], "splits_to_offsets, two.include_leading_zero": [INDICES],
+    "splits_to_offsets, two.dtypes": [INDICES],             # NumPy takes a number for its dtype
+}  # fmt: skip
 
 #: A call of each that is right.
 CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
@@ -38,7 +65,10 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
         (np.ones(1, np.float32),), {}),
     "convert_scales": (fp8.convert_scales, (ROW.scale_inv,),
                        {"source": "compact", "target": "gemm_ready", "shape": (64, 256), "block": (1, 128)}),
+    "update_delayed_scaling": (fp8.update_delayed_scaling, (X[:2].copy(), X[0].copy()),
+                               {"dtype": fp8.float8_e4m3fn}),
     "swizzle_scales": (fp8.swizzle_scales, (MX.scale_inv,), {}),
+    "swizzle_scales of groups": (fp8.swizzle_scales, (MX.scale_inv,), {"splits": [30, 34]}),
     "unswizzle_scales": (fp8.unswizzle_scales, (fp8.swizzle_scales(MX.scale_inv),),
                          {"shape": MX.scale_inv.shape}),
     "quantize_tensor": (fp8.quantize_tensor, (X, 1.0), {}), "cast_transpose": (fp8.cast_transpose, (X, 1.0),
@@ -51,16 +81,20 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
     "multi_quantize": (fp8.multi_quantize, ([X], CurrentScaling()), {}),
     "rebase_scales": (fp8.rebase_scales, (MX,), {"block": (1, 128)}),
     "scaling_aware_transpose": (fp8.scaling_aware_transpose, (ROW,), {}),
-    "group_quantize": (fp8.group_quantize, (X, [32, 32], BlockScaling()), {}),
-    "splits_to_offsets": (fp8.splits_to_offsets, (np.array([32, 32]),), {}), "pad_groups": (fp8.pad_groups,
-        (X, [30, 34], 16), {}),
+    "group_quantize": (fp8.group_quantize, (X, SPLITS, BlockScaling()), {}),
+    "group_quantize, delayed": (fp8.group_quantize, (X, SPLITS, DelayedScaling()),
+                                {"scales": X[0, :2].copy()}),
+    "splits_to_offsets": (fp8.splits_to_offsets, (SPLITS,), {}),
+    "splits_to_offsets, two": (fp8.splits_to_offsets, (SPLITS,), {"strides": (1, 2)}),
+    "pad_groups": (fp8.pad_groups, (X, [30, 34], 16), {}),
     "unpad_groups": (fp8.unpad_groups, (X, [30, 20], 16), {}), "sort_chunks": (fp8.sort_chunks,
         (X, [32, 32], [1, 0]), {}),
-    "route": (fp8.route, (np.zeros((64, 2), np.int64),), {"num_experts": 4}), "permute": (fp8.permute,
+    "route": (fp8.route, (np.zeros((64, 2), np.int64),), {"num_experts": 4}),
+    "route of a mask": (fp8.route, (np.zeros((64, 4), bool),), {"topk": 2}), "permute": (fp8.permute,
         (X, ROUTING), {}),
     "unpermute": (fp8.unpermute, (MOVED, ROUTING), {}), "permute_backward": (fp8.permute_backward,
         (MOVED, ROUTING), {}),
-    "unpermute_backward": (fp8.unpermute_backward, (X, MOVED, ROUTING), {}),
+    "unpermute_backward": (fp8.unpermute_backward, (X, MOVED, ROUTING), {"probs": PROBS}),
     "swiglu_quantize": (fp8.swiglu_quantize, (X,), {"recipe": BlockScaling()}),
     "swiglu_backward_quantize": (fp8.swiglu_backward_quantize, (X[:, :128].copy(), X),
                                  {"recipe": BlockScaling()}),
@@ -78,26 +112,59 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.fixture(params=["reference", "host"])
+def nothing_launched(request):
+    """What is accepted is computed by the reference, or prepares launches, none of which happens."""
+    if problem := testing.executor_problem(request.param):
+        pytest.skip(problem)
+    with mock.patch.object(Variant, "launch"), testing.executor(request.param):
+        yield
+
+
+@pytest.mark.usefixtures("nothing_launched")
+@pytest.mark.filterwarnings("ignore::cupy_fp8.diagnostics.scale_report.ScaleWarning")
 @pytest.mark.parametrize("name", CALLS)
-def test_every_error_names_a_parameter(name):
+def test_nonsense_is_refused_by_name(name):
+    """Whether there is a result to write into or not; and nothing is written."""
     function, args, options = CALLS[name]
-    function(*args, **options)
-    parameters = list(inspect.signature(function).parameters)
-    for place, parameter in enumerate(parameters):
+    parameters = inspect.signature(function).parameters
+    out = {of: function(*args, **options) for of in ("out", "outputs") if of in parameters}
+    assert refusal(function, *args, **options, **out) is None
+    arguments = {id(a) for a in leaves((args, options))}
+    for a in leaves(out):
+        if id(a) not in arguments:                          # A Grouped holds the sizes that it was made of.
+            cases.poison(a)
+    starts = re.compile(rf"({'|'.join(parameters)})(\.\w+|\[.+?\])*(, \w+)*: ")
+    for place, parameter in enumerate(parameters.values()):
         for wrong in NONSENSE:
-            given = list(args)
-            if place < len(given):
-                given[place] = wrong
-            named = options if place < len(given) else {**options, parameter: wrong}
-            message = refusal(function, given, named)
-            if message is not None and parameter not in message:
-                assert any(f"{other}:" in message for other in parameters), (parameter, wrong, message)
+            given = [wrong if i == place else a for i, a in enumerate(args)]
+            named = options if place < len(args) else {**options, parameter.name: wrong}
+            message = refusal(function, *given, **named)
+            if message is None:
+                assert is_one_of(wrong, valid(name, parameter)), (parameter.name, wrong)
+            else:
+                assert starts.match(message), (parameter.name, wrong, message)
+                assert refusal(function, *given, **{**out, **named}), (parameter.name, wrong)
 
 
-def refusal(function: Callable[..., Any], args: list[Any], options: dict[str, Any]) -> str | None:
+def valid(name: str, parameter: inspect.Parameter) -> list[Any]:
+    """What a parameter may be of the nonsense."""
+    found = VALID.get(f"{name}.{parameter.name}", VALID.get(parameter.name, []))
+    of_flags = [0] if isinstance(parameter.default, bool) else []
+    return [*found, *of_flags, *([None] if parameter.default is None else [])]
+
+
+def is_one_of(value: Any, values: list[Any]) -> bool:
+    return any(type(value) is type(other) and repr(value) == repr(other) for other in values)
+
+
+def refusal(function: Callable[..., Any], *args: Any, **options: Any) -> str | None:
+    """The message of the error that a call raises, which has to leave all memory as it was."""
+    before = snapshot(args, options)
     try:
         function(*args, **options)
     except (TypeError, ValueError, fp8.DeviceError) as error:
+        assert snapshot(args, options) == before
         return str(error)
     return None
 

@@ -16,7 +16,7 @@ from ...arrays import Array, is_contiguous
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, Written
 from ...calls.splits import NO_GROUPS, Groups, refuse_negative
-from ...formats import float8_e8m0fnu
+from ...formats import flag, float8_e8m0fnu
 from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import (
     SWIZZLE_COLUMNS,
@@ -117,6 +117,8 @@ class _Inputs(NamedTuple):
 class _SwizzleScales(Op[_Inputs]):
     def arguments(self, call: Call, s: Any, splits: Any, axis: Any, check: Any) -> _Inputs:
         _check_dtype(s)
+        if s.ndim not in (2, 3):
+            raise ValueError(f"s: expected shape [R, C] or [E, R, C], got {s.shape}")
         adjacent = lines_adjacent(s)
         found = call.read("s", s.swapaxes(-1, -2) if adjacent else s, (float8_e8m0fnu,))
         groups = _groups(call, splits, axis, s.shape, check)
@@ -186,7 +188,8 @@ def _check_dtype(s: Any) -> None:
 
 
 def _groups(call: Call, splits: Any, axis: Any, shape: tuple[int, ...], check: Any) -> Groups:
-    """Validates splits and axis for compact scales of this shape, and the sizes if the host knows them."""
+    """Validates the options for compact scales of this shape, and the sizes if the host knows them."""
+    flag(check, "check")
     is_axis = isinstance(axis, (int, np.integer))
     if splits is None:
         if not is_axis or axis != 0:
@@ -217,9 +220,14 @@ def _check_sizes(sizes: np.ndarray, total: int, axis: int) -> None:
 
 def _as_shape(shape: Any) -> tuple[int, ...]:
     try:
-        return tuple(map(operator.index, shape))
+        extents = tuple(map(operator.index, shape))
     except TypeError as error:
         raise TypeError(f"shape: expected integers, (R, C) or (E, R, C), got {shape!r} ({error})") from None
+    if len(extents) not in (2, 3):
+        raise ValueError(f"shape: expected (R, C) or (E, R, C), got {extents}")
+    if min(extents) < 0:
+        raise ValueError(f"shape: expected extents of zero or more, got {extents}")
+    return extents
 
 
 def lines_adjacent(s: Array) -> bool:
@@ -248,11 +256,7 @@ class _Extents(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _extents(shape: tuple[int, ...], groups: int | None, axis: int, spare: int) -> _Extents:
     """spare: 1 if the launch also writes the scales that no group covers, else 0."""
-    if len(shape) not in (2, 3):
-        raise ValueError(f"compact scales: expected shape [R, C] or [E, R, C], got {shape}")
     *batch, lines, blocks = shape
-    if min(shape) < 0:
-        raise ValueError(f"shape: expected extents of zero or more, got {shape}")
     rows, columns = round_up(lines, SWIZZLE_ROWS), round_up(blocks, SWIZZLE_COLUMNS)
     reached_rows, reached_columns = rows, columns
     if groups is not None and axis == 0:

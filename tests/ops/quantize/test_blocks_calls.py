@@ -230,7 +230,7 @@ def test_options_are_refused_by_ops_and_recipes(op, error, message, options):
     *((ValueError, "x: expected an array of two or three dimensions, got shape",
        lambda op, shape=shape: op.function(np.ones(shape, np.float32).T))
       for shape in ((64,), (2, 2, 2, 2), (1, 1, 1, 2))),
-    (ValueError, "x: expected an array of two or three dimensions", lambda op: op.recipe().empty((64,))),
+    (ValueError, "shape: expected two or three extents", lambda op: op.recipe().empty((64,))),
     (ValueError, "scale, amax: belong to per-tensor", lambda op: op.recipe().quantize(X, scale=1.0)),
     (ValueError, "scale, amax: belong to per-tensor", lambda op: op.recipe().quantize(X, amax=X[:1, 0])),
     (ValueError, "buffers: expected a .* pair for each of",

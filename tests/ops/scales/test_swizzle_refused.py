@@ -31,10 +31,10 @@ def test_refused_scales(refused):
             np.zeros((4, 4), np.float32), out=out)
     shape: tuple[int, ...]
     for shape in ((), (4,), (1, 1, 4, 4)):
-        refused(ValueError, r"compact scales: expected shape \[R, C\] or \[E, R, C\], got", swizzle,
-                scales(*shape), out=out)
-        refused(ValueError, r"compact scales: expected shape \[R, C\] or \[E, R, C\], got", unswizzle,
-                scales(128, 4), shape=shape, out=out)
+        refused(ValueError, r"s: expected shape \[R, C\] or \[E, R, C\], got", swizzle, scales(*shape),
+                out=out)
+        refused(ValueError, r"shape: expected \(R, C\) or \(E, R, C\), got", unswizzle, scales(128, 4),
+                shape=shape, out=out)
     refused(ValueError, "shape: expected extents of zero or more", unswizzle, scales(128, 4), shape=(-1, 4),
             out=out)
     for wrong in ((1.0, 4), 4, None, "ab"):
