@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .. import reference
-from ..arrays import bits
+from ..arrays import bits, contiguous
 from ..formats import FORMATS
 from ..grouped import Grouped
 from ..results import Quantized, Scaled
@@ -29,6 +29,8 @@ LARGE_SHAPES = ((1000, 1003), (4096, 1024), (5, 1024, 1040), (2049, 4104))
 MATRIX = (130, 257)
 #: Its rows allow wide loads and stores, and it has tails of every tile.
 ALIGNED_MATRIX = (144, 264)
+#: Scales of whole tensors: usual ones, and those that overflow, underflow or are no scales.
+SCALES = (1.0, 0.37, 2.0**-130, 0.0, 3e38, float("inf"), float("nan"), -2.0)
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,15 @@ class Case:
         shown = [f"{k}={getattr(v, 'name', v)}" for k, v in self.options.items()]
         shape = "x".join(map(str, self.shape)) or "scalar"
         return "-".join([self.op, self.dtype.name, shape, self.values, self.layout, *shown])
+
+
+def maker(op: str, values: str = "bits") -> Callable[..., Case]:
+    """Returns case(dtype, shape, values, layout, **options), which makes a case of the op."""
+    def case(dtype: np.dtype[Any], shape: tuple[int, ...], values: str = values, layout: str = "contiguous",
+             /, **options: Any) -> Case:
+        return Case(op, dtype, shape, values, layout, options)
+
+    return case
 
 
 #: Zero, FP8 maxima and their neighbours, exact ties, subnormals, Inf and NaN.
@@ -104,14 +115,25 @@ _kept_values = functools.lru_cache(maxsize=64)(_values)
 
 def source(case: Case, seed: int = 0) -> np.ndarray:
     """The case's first array, laid out as it says."""
-    x = values(case.values, case.shape, case.dtype, seed)
-    if case.layout == "offset":
+    return laid_out(values(case.values, case.shape, case.dtype, seed), case.layout)
+
+
+def laid_out(x: np.ndarray, layout: str) -> np.ndarray:
+    """The same values in memory as `Case.layout` says. A vector is 'strided' over every second element."""
+    if layout == "offset":
         buffer = np.zeros(x.size + 1, x.dtype)
-        buffer[1:] = x.reshape(-1)
+        bits(buffer)[1:] = bits(x).reshape(-1)
         return buffer[1:].reshape(x.shape)
-    if case.layout == "strided":
-        return np.ascontiguousarray(np.swapaxes(x, -1, -2)).swapaxes(-1, -2)
+    if layout == "strided" and x.ndim == 1:
+        return np.repeat(x, 2)[::2]
+    if layout == "strided":
+        return contiguous(x.swapaxes(-1, -2)).swapaxes(-1, -2)
     return x
+
+
+def array_alone(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an op that takes the case's array and its options."""
+    return (source(case),), dict(case.options)
 
 
 #: Arguments of ops that are raised by a call, and are no part of its result.

@@ -15,7 +15,7 @@ from block_data import result
 import cupy_fp8 as fp8
 from cupy_fp8 import Grouped, Quantized, Scaled, cases, testing
 from cupy_fp8.arrays import bits
-from cupy_fp8.cases.moe.tokens import routing as routed
+from cupy_fp8.cases.moe.route import routing as routed
 from cupy_fp8.formats import bfloat16, float8_e5m2
 
 X = cases.values("normal", (40, 256), bfloat16)

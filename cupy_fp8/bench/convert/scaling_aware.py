@@ -10,7 +10,7 @@ import numpy as np
 
 from ... import backend, reference
 from ...arrays import Array, asnumpy, bits
-from ...cases.scales.swizzle import sizes
+from ...cases.groups import sizes
 from ...formats import FORMATS, bfloat16, float8_e4m3fn, float8_e5m2, float32
 from ...layouts import cdiv
 from ...ops.convert.dequantize import dequantize
@@ -64,7 +64,7 @@ def _transpose(shape: tuple[int, int], dtype: np.dtype[Any], block: int, experts
     """multiple: experts' sizes are multiples of it."""
     def make() -> Any:
         q = _rows(shape, dtype, block)
-        host = None if experts is None else sizes(shape[0] // multiple, experts, 0) * multiple
+        host = None if experts is None else sizes(shape[0] // multiple, experts) * multiple
         splits = None if host is None else backend.cupy().asarray(host)
         out = scaling_aware_transpose(q, splits=splits, target=target)
 

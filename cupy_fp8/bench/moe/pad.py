@@ -9,7 +9,7 @@ import numpy as np
 
 from ... import backend
 from ...arrays import Array, bits, empty
-from ...cases.moe.pad import sizes
+from ...cases.groups import sizes
 from ...formats import FORMATS, bfloat16, float8_e4m3fn, float8_e8m0fnu, float32
 from ...layouts import padded_rows
 from ...ops.moe.pad import pad_groups, sort_chunks, unpad_groups

@@ -9,7 +9,7 @@ import numpy as np
 
 from ... import backend, reference
 from ...arrays import Array, asnumpy, bits
-from ...cases.moe.tokens import indices, mask
+from ...cases.moe.route import indices, mask
 from ...formats import FORMATS, bfloat16, float8_e4m3fn, float8_e8m0fnu, float32
 from ...layouts import cdiv
 from ...ops.convert.astype import astype

@@ -10,7 +10,7 @@ import numpy as np
 
 from ... import backend
 from ...arrays import Array, asnumpy, bits, zeros
-from ...cases.moe.pad import sizes
+from ...cases.groups import sizes
 from ...formats import bfloat16
 from ...layouts import padded_rows, round_up
 from ...ops.convert.astype import astype

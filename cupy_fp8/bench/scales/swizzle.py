@@ -10,7 +10,7 @@ import numpy as np
 
 from ... import backend, reference
 from ...arrays import Array, asnumpy
-from ...cases.scales.swizzle import sizes
+from ...cases.scales.swizzle import sizes_along
 from ...formats import float8_e8m0fnu
 from ...ops.scales.swizzle import swizzle_scales, unswizzle_scales
 from ...testing import assert_bytes_equal
@@ -28,7 +28,7 @@ def _swizzle(shape: tuple[int, int], columnwise: bool, groups: int = 0, axis: in
         cp = backend.cupy()
         stored = _scales(shape[::-1] if columnwise else shape)
         s = stored.T if columnwise else stored
-        splits = cp.asarray(sizes(shape[axis], groups, axis)) if groups else None
+        splits = cp.asarray(sizes_along(shape[axis], groups, axis)) if groups else None
         out = swizzle_scales(s, splits=splits, axis=axis)
 
         def check() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
@@ -16,8 +16,8 @@ from ...ops.scales import convert, swizzle
 from ...reference.convert.rebase import rebase_scales as by_reference
 from ...reference.scales.convert import convert_scales
 from ...results import Scaled
-from ..base import Case, source
-from ..registry import Registration, register
+from ..base import Case, laid_out, maker, source
+from ..registry import Arguments, Registration, register
 
 _MX: Any = (1, 32)
 _ROW: Any = (1, 128)
@@ -34,7 +34,7 @@ _BLOCKS: tuple[Any, ...] = ((1, 32), (1, 64), (1, 256), (1, 2048), (1, None), (3
                             (256, 32), (256, 256), (1024, 32), (128, 4096))
 
 
-def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _inputs(case: Case) -> Arguments:
     """The case's array is the data as stored, with some zeros. before: the blocks of q, of data not stored
     transposed; scales: a name of _EXPONENTS; held, layout: the dtype and the layout of q's scales; view: they
     are not contiguous."""
@@ -58,8 +58,7 @@ def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
         scale_inv.reshape(-1)[7::31] = 0
     if layout != "compact":
         scale_inv = convert_scales(scale_inv, source="compact", target=layout, shape=data.shape, block=before)
-    if view:
-        scale_inv = np.ascontiguousarray(scale_inv.swapaxes(-1, -2)).swapaxes(-1, -2)
+    scale_inv = laid_out(scale_inv, "strided" if view else "contiguous")
     s = Scaled(data, scale_inv, data.shape, False, before, None if before is None else layout)
     if transposed:
         s, options["block"] = s.T, swap_last(options["block"])
@@ -71,9 +70,10 @@ def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _cases() -> Iterator[Case]:
-    def case(dtype: Any, shape: tuple[int, ...], values: str = "bits", layout: str = "contiguous", /,
-             **options: Any) -> Case:
-        return Case("rebase_scales", dtype, shape, values, layout, {"changed": 5, **options})
+    without_count = maker("rebase_scales")
+
+    def case(*args: Any, **options: Any) -> Case:
+        return without_count(*args, changed=5, **options)
 
     for block in (_ROW, _SQUARE):
         for dtype in FP8_DTYPES:
@@ -101,11 +101,11 @@ def _cases() -> Iterator[Case]:
     yield from _layouts(case)
     for layout in ("offset", "strided"):
         yield case(float8_e5m2, (136, 144), "bits", layout, block=_SQUARE, view=True)
-    yield Case("rebase_scales", float8_e4m3fn, (144, 272), "normal", options={"block": _ROW})
-    yield Case("rebase_scales", float8_e5m2, (260, 144), "normal", options={"block": _SQUARE})
+    yield without_count(float8_e4m3fn, (144, 272), "normal", block=_ROW)
+    yield without_count(float8_e5m2, (260, 144), "normal", block=_SQUARE)
 
 
-def _layouts(case: Any) -> Iterator[Case]:
+def _layouts(case: Callable[..., Case]) -> Iterator[Case]:
     """Every layout that has the scales, before and after."""
     for transposed in (False, True):
         for layout in ("swizzled", "deepgemm_sm100"):

@@ -13,9 +13,9 @@ from ...formats import FP8_DTYPES, float8_e4m3fn, float8_e5m2, float8_e8m0fnu
 from ...layouts import cdiv
 from ...ops.convert import scaling_aware
 from ...results import Quantized, Scaled
-from ..base import Case, source
-from ..registry import Registration, register
-from ..scales.swizzle import sizes
+from ..base import Case, maker, source
+from ..groups import sizes
+from ..registry import Arguments, Registration, register
 
 _SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (0, 0), (3, 37), (127, 129), (130, 257), (128, 128),
            (272, 520), (144, 264), (33, 640),
@@ -28,7 +28,7 @@ _EXPERTS = ((300, 1), (400, 4), (90, 40), (5, 64), (700, 300), (0, 3), (0, 0), (
 _EXPONENTS = {"near": (-9, -5), "wide": (-30, 0), "all": (-127, 127), "tiny": (-149, -120)}
 
 
-def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _inputs(case: Case) -> Arguments:
     """The case's array is the data, with some rows of zeros. scales: a name of _EXPONENTS, or '1' (all the
     same)."""
     options = dict(case.options)
@@ -49,7 +49,7 @@ def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
     else:
         scale_inv = np.ldexp(np.float32(1), exponents.astype(np.int32))
     if experts is not None:
-        options["splits"] = sizes(rows, experts, 0).astype(np.int32 if narrow else np.int64)
+        options["splits"] = sizes(rows, experts).astype(np.int32 if narrow else np.int64)
     return (Scaled(data, scale_inv, case.shape, False, (1, block), "compact"),), options
 
 
@@ -65,10 +65,7 @@ def _again(q: Scaled, *, out: Quantized | None = None, **options: Any) -> Quanti
 
 
 def _cases() -> Iterator[Case]:
-    def case(dtype: Any, shape: tuple[int, ...], values: str = "bits", layout: str = "contiguous", /,
-             **options: Any) -> Case:
-        return Case("scaling_aware_transpose", dtype, shape, values, layout, options)
-
+    case = maker("scaling_aware_transpose")
     # The first cases launch each kind of kernel on a few blocks, for callers that take only a few cases.
     for block in (128, 32):
         for target in scaling_aware.TARGETS:

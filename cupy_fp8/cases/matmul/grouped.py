@@ -17,8 +17,8 @@ from ...reference.convert.scaling_aware import row_scale_rows, target_rows
 from ...reference.matmul import grouped as reference
 from ...results import Quantized, Scaled
 from ..base import Case, values
+from ..groups import sizes
 from ..registry import Arguments, Registration, register
-from ..scales.swizzle import sizes
 from .dense import BLOCKS, operand
 from .tolerance import assert_within
 
@@ -77,7 +77,7 @@ def _splits(total: int, groups: int, division: str, spare: int) -> np.ndarray:
         return found
     if division == "even":
         return np.full(groups, used // max(groups, 1), np.int64)
-    found = sizes(used, groups, 0, seed=used)
+    found = sizes(used, groups, seed=used)
     if division == "empty" and groups > 2:                          # the first, a middle and the last one
         found[groups // 2 - 1] += found[0] + found[-1] + found[groups // 2]
         found[0] = found[groups // 2] = found[-1] = 0

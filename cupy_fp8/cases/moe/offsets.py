@@ -10,8 +10,8 @@ import numpy as np
 from ... import reference
 from ...arrays import Array
 from ...ops.moe import offsets
-from ..base import Case
-from ..registry import Registration, register
+from ..base import Case, laid_out
+from ..registry import Arguments, Registration, register
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 #: The offsets that an expert layer needs: ends, starts, and element starts of three matrices.
@@ -38,13 +38,9 @@ def sizes(number: int, values: str, dtype: np.dtype[Any], seed: int = 0) -> np.n
     return drawn
 
 
-def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _inputs(case: Case) -> Arguments:
     splits = sizes(case.shape[0], case.values, case.dtype)
-    if case.layout == "offset":
-        splits = np.concatenate([splits[:1], splits])[1:]
-    if case.layout == "strided":
-        splits = np.repeat(splits, 2)[::2]
-    return (splits,), dict(case.options)
+    return (laid_out(splits, case.layout),), dict(case.options)
 
 
 def _offsets(splits: Array, *, out: Any = None, **options: Any) -> list[Array]:

@@ -1,5 +1,5 @@
 """Cases of groups of rows. A case's shape is x's without padding. Its options are `groups`, how many there
-are, and `sizes`, how x is divided (_DIVISIONS)."""
+are, and `sizes`, how x is divided (see cases.groups)."""
 
 from __future__ import annotations
 
@@ -14,28 +14,9 @@ from ...formats import bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, flo
 from ...layouts import scale_shape
 from ...ops.moe import pad
 from ...results import Scaled
-from ..base import Case, poison, source, values
-from ..registry import Registration, register
-
-_DIVISIONS = ("ragged", "even", "one", "aligned")
-
-
-def sizes(total: int, number: int, division: str = "ragged", seed: int = 0) -> np.ndarray:
-    """Sizes of `number` groups that have `total` rows together. 'ragged': random, about a third of them 0;
-    'even': as equal as possible; 'one': all rows in the middle group; 'aligned': multiples of 16, except the
-    last one."""
-    if number == 0:
-        return np.zeros(0, np.int64)
-    if division == "one":
-        return np.where(np.arange(number) == number // 2, total, 0)
-    if division == "even":
-        return np.diff(np.arange(number + 1) * total // number)
-    rng = np.random.default_rng(seed)
-    cuts = np.sort(rng.integers(0, total, number - 1, endpoint=True))
-    cuts[rng.random(len(cuts)) < 0.3] = total // 2
-    if division == "aligned":
-        cuts = cuts // 16 * 16
-    return np.diff(np.sort(cuts), prepend=0, append=total)
+from ..base import Case, maker, poison, source, values
+from ..groups import DIVISIONS, sizes
+from ..registry import Arguments, Registration, register
 
 
 def _source(case: Case, options: dict[str, Any]) -> Any:
@@ -56,12 +37,12 @@ def _splits(case: Case) -> tuple[np.ndarray, dict[str, Any]]:
     return made.astype(np.int64 if options.pop("wide", True) else np.int32), options
 
 
-def _pad_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _pad_inputs(case: Case) -> Arguments:
     splits, options = _splits(case)
     return (_source(case, options), splits, options.pop("align")), options
 
 
-def _unpad_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _unpad_inputs(case: Case) -> Arguments:
     """Padding is not 0 here, since no result may depend on it."""
     splits, options = _splits(case)
     x, align = _source(case, options), options.pop("align")
@@ -76,7 +57,7 @@ def _unpad_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (y, splits, align), options
 
 
-def _sort_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _sort_inputs(case: Case) -> Arguments:
     splits, options = _splits(case)
     dtype = np.int64 if options.pop("wide_order", True) else np.int32
     order = np.random.default_rng(1).permutation(len(splits)).astype(dtype)
@@ -101,30 +82,30 @@ _SCALED: tuple[tuple[tuple[int, ...], Any, Any], ...] = (
 def _cases(op: str, options: tuple[dict[str, Any], ...]) -> Iterator[Case]:
     # The first cases do everything that the kernel does on a few blocks of threads, for callers that take
     # only a few cases.
+    case = maker(op)
     for shape, block, scales in (_SCALED[1], _SCALED[4]):
-        scaled = {"groups": 4, "block": block, "scales": scales, **options[0]}
-        yield Case(op, float8_e4m3fn, shape, options=scaled)
+        yield case(float8_e4m3fn, shape, groups=4, block=block, scales=scales, **options[0])
     for i, (dtype, shape) in enumerate(_SHAPES):
-        yield Case(op, dtype, shape, options={"groups": 5, "wide": i % 2 == 0, **options[i % len(options)]})
+        yield case(dtype, shape, groups=5, wide=i % 2 == 0, **options[i % len(options)])
     for given in options:
         for dtype, shape in _SHAPES[:4]:
             for number in (1, 3, 200):
-                yield Case(op, dtype, shape, options={"groups": number, **given})
-        for division in _DIVISIONS[1:]:
-            yield Case(op, float8_e4m3fn, (300, 48), options={"groups": 7, "sizes": division, **given})
+                yield case(dtype, shape, groups=number, **given)
+        for division in DIVISIONS[1:]:
+            yield case(float8_e4m3fn, (300, 48), groups=7, sizes=division, **given)
         for number in (0, 1, 4):
-            yield Case(op, bfloat16, (0, 24), options={"groups": number, **given})
+            yield case(bfloat16, (0, 24), groups=number, **given)
     for number in (127, 128, 129, 1023, 1025, 3000):            # rounds and windows of the kernel's scans
-        yield Case(op, bfloat16, (650, 8), options={"groups": number, **options[0]})
+        yield case(bfloat16, (650, 8), groups=number, **options[0])
     # Rows that take four to eight loads of a thread, and rows that blocks share.
     for columns in (16384, 10240, 24576, 14336, 32768, 40960):
-        yield Case(op, float8_e4m3fn, (9, columns), options={"groups": 3, **options[0]})
+        yield case(float8_e4m3fn, (9, columns), groups=3, **options[0])
     for layout in ("offset", "strided"):
-        yield Case(op, float8_e4m3fn, (100, 48), "bits", layout, {"groups": 4, **options[0]})
+        yield case(float8_e4m3fn, (100, 48), "bits", layout, groups=4, **options[0])
     for i, (shape, block, scales) in enumerate(_SCALED):
         for number in (1, 5, 130):
-            scaled = {"groups": number, "block": block, "scales": scales, **options[i % len(options)]}
-            yield Case(op, float8_e5m2 if i % 2 else float8_e4m3fn, shape, options=scaled)
+            yield case(float8_e5m2 if i % 2 else float8_e4m3fn, shape, groups=number, block=block,
+                       scales=scales, **options[i % len(options)])
 
 
 def _pad_cases() -> Iterator[Case]:

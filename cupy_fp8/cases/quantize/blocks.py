@@ -10,7 +10,7 @@ from ... import reference
 from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e5m2, float16, float32
 from ...ops.quantize import blocks
 from ...options import BLOCK_PROFILES, BLOCK_SCALE_LAYOUTS, BLOCKS
-from ..base import ALIGNED_MATRIX, DIRECTIONS, MATRIX, Case, source
+from ..base import ALIGNED_MATRIX, DIRECTIONS, MATRIX, Case, array_alone, maker
 from ..registry import Registration, register
 
 _ROW, _COLUMN, _BOTH, _AS_IS = DIRECTIONS
@@ -30,15 +30,8 @@ _SHAPES: tuple[tuple[int, ...], ...] = (
     (2, 40, 64), (3, 0, 4), (0, 2, 2), (2, 133, 144), (3, 128, 96))
 
 
-def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (source(case),), dict(case.options)
-
-
 def _cases() -> Iterator[Case]:
-    def case(dtype: Any, shape: tuple[int, ...], values: str = "bits", layout: str = "contiguous", /,
-             **options: Any) -> Case:
-        return Case("quantize_block", dtype, shape, values, layout, options)
-
+    case = maker("quantize_block")
     # The first cases launch every kind of kernel on a few blocks, for callers that take only a few cases.
     for options in _WIDE:
         yield case(bfloat16, (288, 136), "normal", **options)
@@ -101,6 +94,6 @@ def _row_and_column_cases(case: Callable[..., Case]) -> Iterator[Case]:
         yield case(bfloat16, (133, 259), values, **direction, **_SQUARE, **_VLLM)
 
 
-register(Registration("quantize_block", blocks.quantize_block, reference.quantize_block, _inputs, _cases,
+register(Registration("quantize_block", blocks.quantize_block, reference.quantize_block, array_alone, _cases,
                       "FP8 in blocks (1×128, 128×128, rows, …) with float32 scales",
                       programs=(blocks.variants,)))

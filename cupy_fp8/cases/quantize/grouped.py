@@ -1,10 +1,10 @@
 """Cases of groups quantised as tensors of their own. A case's shape is x's. Its options say how it is divided
-(see cases.moe.pad), and how many rows belong to no group (`spare`)."""
+(see cases.groups), and how many rows belong to no group (`spare`)."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from typing import Any
 
@@ -16,15 +16,16 @@ from ...formats import INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float
 from ...grouped import Grouped
 from ...ops.quantize import grouped
 from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
-from ..base import DIRECTIONS, Case, poison, source
-from ..moe.pad import sizes
-from ..registry import Registration, register
+from ..base import DIRECTIONS, Case, maker, poison, source
+from ..groups import sizes
+from ..registry import Arguments, Registration, register
 
 #: The directions: row-wise, column-wise, and both.
 _DIRECTIONS: tuple[dict[str, bool], ...] = ({}, {"rowwise": False, "columnwise": True}, {"columnwise": True})
+_SMALL = ((1, 1), (0, 8), (5, 0), (1, 300), (300, 1))
 
 
-def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _inputs(case: Case) -> Arguments:
     options = dict(case.options)
     number, rows = options.pop("groups"), case.shape[0] - options.pop("spare", 0)
     splits = sizes(rows, number, options.pop("sizes", "ragged"))
@@ -76,11 +77,7 @@ def _reference(x: np.ndarray, splits: np.ndarray, recipe: Any, *, amax: np.ndarr
 
 def _cases() -> Iterator[Case]:
     both = {"rowwise": True, "columnwise": True}
-
-    def case(dtype: Any, shape: tuple[int, int], values: str = "normal", layout: str = "contiguous", /,
-             **options: Any) -> Case:
-        return Case("group_quantize", dtype, shape, values, layout, options)
-
+    case = maker("group_quantize", "normal")
     # The first cases have few tiles, every type, and everything that the kernel does, for callers that take
     # only a few cases.
     yield case(bfloat16, (140, 136), groups=3, **both)
@@ -109,16 +106,28 @@ def _cases() -> Iterator[Case]:
     yield from _padded_cases(case)
 
 
+def _small_cases(case: Callable[..., Case], shapes: Iterable[tuple[int, int]],
+                 each: Iterable[dict[str, Any]]) -> Iterator[Case]:
+    """No group, one, and three, with each of some options."""
+    for shape, number, options in product(shapes, (0, 1, 3), each):
+        yield case(bfloat16, shape, groups=number, spare=shape[0] if number == 0 else 0, **options)
+
+
+def _edge_cases(case: Callable[..., Case], **options: Any) -> Iterator[Case]:
+    """Rows of no group alone, offsets that are given, and x in other memory orders."""
+    yield case(bfloat16, (30, 40), groups=3, spare=30, **options)
+    yield case(bfloat16, (130, 36), groups=3, with_offsets=True, **options)
+    for layout in ("offset", "strided"):
+        yield case(float16, (100, 48), "bits", layout, groups=4, **options)
+
+
 def _shape_cases(case: Callable[..., Case]) -> Iterator[Case]:
     """Cases of per-tensor recipes with every kind of shape, division and layout."""
     both = {"rowwise": True, "columnwise": True}
     for directions in DIRECTIONS[:2]:
         for shape in ((300, 144), (77, 130)):
             yield case(bfloat16, shape, groups=4, spare=5, **directions)
-    for shape in ((1, 1), (0, 8), (5, 0), (1, 300), (300, 1), (257, 16)):
-        for number in (0, 1, 3):
-            yield case(bfloat16, shape, groups=number, spare=shape[0] if number == 0 else 0, **both)
-            yield case(bfloat16, shape, groups=number, spare=shape[0] if number == 0 else 0, current=())
+    yield from _small_cases(case, (*_SMALL, (257, 16)), (both, {"current": ()}))
     for division in ("even", "one"):
         yield case(bfloat16, (512, 128), groups=4, sizes=division, **both)
     for number in (127, 128, 129, 400):                              # rounds of the kernel's scan
@@ -173,16 +182,10 @@ def _block_shape_cases(case: Callable[..., Case]) -> Iterator[Case]:
     """Cases of blocks with every kind of shape and division."""
     both = {"columnwise": True}
     for family in ("block", "mx"):
-        for shape in ((1, 1), (0, 8), (5, 0), (1, 300), (300, 1)):
-            for number in (0, 1, 3):
-                yield case(bfloat16, shape, groups=number, spare=shape[0] if number == 0 else 0,
-                           family=family, **both)
+        yield from _small_cases(case, _SMALL, ({"family": family, **both},))
         for number in (128, 129, 400):                               # rounds of the kernel's scan
             yield case(bfloat16, (200, 16), groups=number, spare=3, family=family, wide=False, **both)
-        yield case(bfloat16, (30, 40), groups=3, spare=30, family=family, **both)
-        yield case(bfloat16, (130, 36), groups=3, with_offsets=True, family=family, **both)
-        for layout in ("offset", "strided"):
-            yield case(float16, (100, 48), "bits", layout, groups=4, family=family, **both)
+        yield from _edge_cases(case, family=family, **both)
 
 
 def _line_cases(case: Callable[..., Case]) -> Iterator[Case]:
@@ -210,18 +213,11 @@ def _line_cases(case: Callable[..., Case]) -> Iterator[Case]:
             yield case(source_dtype, (45, width), groups=3, spare=2, sizes="even", **rows)
     yield case(bfloat16, (37, 10_000), groups=2, align=16, profile="vllm", **rows)
     for block in (rows, columns):
-        for shape in ((1, 1), (0, 8), (5, 0), (1, 300), (300, 1)):
-            for number in (0, 1, 3):
-                for options in _DIRECTIONS:
-                    yield case(bfloat16, shape, groups=number, spare=shape[0] if number == 0 else 0, **block,
-                               **options)
+        yield from _small_cases(case, _SMALL, [{**block, **options} for options in _DIRECTIONS])
         for options in _DIRECTIONS[::2]:
             for number in (128, 129, 400):                           # rounds of the kernels' scans
                 yield case(bfloat16, (200, 16), groups=number, spare=3, wide=False, **block, **options)
-            yield case(bfloat16, (30, 40), groups=3, spare=30, **block, **options)
-            yield case(bfloat16, (130, 36), groups=3, with_offsets=True, **block, **options)
-            for layout in ("offset", "strided"):
-                yield case(float16, (100, 48), "bits", layout, groups=4, **block, **options)
+            yield from _edge_cases(case, **block, **options)
         for options in _DIRECTIONS:
             for width, align in ((136, 16), (35, 128)):              # lines that end in padding
                 yield case(bfloat16, (150, width), "edges", groups=4, spare=5, align=align, **block,

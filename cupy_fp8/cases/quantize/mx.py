@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from ... import reference
 from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
 from ...ops.quantize import mx
 from ...options import MX_MODES, MX_PROFILES, MX_SCALE_LAYOUTS
-from ..base import DIRECTIONS, MATRIX, Case, source
+from ..base import DIRECTIONS, MATRIX, Case, array_alone, maker
 from ..registry import Registration, register
 
 MX_DIRECTIONS = (*({**d, "transposed": False} for d in DIRECTIONS[:3]),
@@ -23,15 +22,8 @@ _SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (3, 37), (31, 33), (32, 32), 
            (3, 128, 96), (2, 160, 160))
 
 
-def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (source(case),), dict(case.options)
-
-
 def _cases() -> Iterator[Case]:
-    def case(dtype: Any, shape: tuple[int, ...], values: str = "bits", layout: str = "contiguous", /,
-             **options: Any) -> Case:
-        return Case("quantize_mx", dtype, shape, values, layout, options)
-
+    case = maker("quantize_mx")
     # The first cases launch every kind of kernel on a few blocks, for callers that take only a few cases.
     swizzled = {"scale_layout": "swizzled"}
     for directions in MX_DIRECTIONS:
@@ -83,5 +75,5 @@ def _rule_cases(case: Callable[..., Case]) -> Iterator[Case]:
         yield case(float32, shape, "normal", dtype=float8_e4m3fn, scale_layout="swizzled")
 
 
-register(Registration("quantize_mx", mx.quantize_mx, reference.quantize_mx, _inputs, _cases,
+register(Registration("quantize_mx", mx.quantize_mx, reference.quantize_mx, array_alone, _cases,
                       "MXFP8: blocks of 32 with E8M0 scales", programs=(mx.variants,)))

@@ -14,9 +14,9 @@ from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float8
 from ...ops.quantize import bias_gradient, swiglu
 from ...options import BLOCK_PROFILES, BLOCK_SCALE_LAYOUTS, MX_MODES, MX_PROFILES, MX_SCALE_LAYOUTS
 from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
-from ..base import DIRECTIONS, Case, source, values
-from ..registry import Registration, register
-from ..scales.swizzle import sizes
+from ..base import DIRECTIONS, Case, maker, source, values
+from ..groups import sizes
+from ..registry import Arguments, Registration, register
 
 _BOTH = DIRECTIONS[2]
 #: How many experts have biases of their own, for 133 rows. Some are empty; there is one, or more than rows,
@@ -47,14 +47,14 @@ _SCALES: tuple[Any, ...] = (
 _WEIGHTED = {"probs": "normal"}
 
 
-def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _inputs(case: Case) -> Arguments:
     options = dict(case.options)
     rows, width = case.shape
     experts = options.pop("experts", None)
     of_bias = (width,) if experts is None else (experts, width)
     if experts is not None:
-        options["splits"] = sizes(rows - rows // 8, experts,
-                                  0).astype(np.int32 if options.pop("narrow", False) else np.int64)
+        wide = not options.pop("narrow", False)
+        options["splits"] = sizes(rows - rows // 8, experts).astype(np.int64 if wide else np.int32)
     for name, shape, dtype, seed in (("probs", (rows,), float32, 1), ("bias", of_bias, case.dtype, 2)):
         if name in options:
             kind = options[name]
@@ -65,10 +65,15 @@ def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (source(case), options.pop("recipe")), options
 
 
-def _backward_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _backward_inputs(case: Case) -> Arguments:
     (x, recipe), options = _inputs(case)
     half = Case(case.op, case.dtype, (case.shape[0], case.shape[1] // 2), case.values, case.layout)
     return (source(half, 3), x, recipe), options
+
+
+def _scale(recipe: Any) -> dict[str, float]:
+    """The scale that a recipe needs, if it needs one."""
+    return {"scale": 3.5} if isinstance(recipe, DelayedScaling) else {}
 
 
 def _in_blocks(to: np.dtype[Any]) -> tuple[BlockScaling | MXScaling, ...]:
@@ -79,8 +84,8 @@ def _of_experts(case: Callable[..., Case], weighted: dict[str, Any]) -> Iterator
     """Cases of experts with biases of their own, for rows with and without wide accesses."""
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
         for how in (DelayedScaling(to), *_in_blocks(to)):
-            scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
-            yield case(dtype, (133, 2 * 136), "edges", recipe=how, **scale, **_GPT_OSS, **_BOTH, experts=5)
+            yield case(dtype, (133, 2 * 136), "edges", recipe=how, **_scale(how), **_GPT_OSS, **_BOTH,
+                       experts=5)
     for i, experts in enumerate(_EXPERTS):
         for interleaved, half in product((False, True), (136, 27)):
             for j, directions in enumerate(DIRECTIONS[:3]):
@@ -105,10 +110,7 @@ def _backward_reference(*args: Any, **options: Any) -> Any:
 
 
 def _backward_cases() -> Iterator[Case]:
-    def case(dtype: Any, shape: tuple[int, int], kind: str = "bits", layout: str = "contiguous", /,
-             **options: Any) -> Case:
-        return Case("swiglu_backward_quantize", dtype, shape, kind, layout, options)
-
+    case = maker("swiglu_backward_quantize")
     # The first cases launch every kernel on a few blocks, for callers that take only a few cases.
     for recipe in _RECIPES:
         yield case(bfloat16, (50, 512), "normal", **recipe, **_WEIGHTED, **_BOTH)
@@ -122,8 +124,7 @@ def _backward_cases() -> Iterator[Case]:
         for kind, shape, weights in (("bits", _ALIGNED, {}), ("edges", (67, 202), {}),
                                      ("bits", _HALVES[0], _WEIGHTED), ("edges", _HALVES[1], {})):
             for how in (DelayedScaling(to), CurrentScaling(to, 1e-3, True), *_in_blocks(to)):
-                scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
-                yield case(dtype, shape, kind, recipe=how, **scale, **weights, **_BOTH)
+                yield case(dtype, shape, kind, recipe=how, **_scale(how), **weights, **_BOTH)
         # Row-wise results alone have programs of their own.
         for how in _in_blocks(to):
             yield case(dtype, _HALVES[0], "edges", recipe=how, **_WEIGHTED)
@@ -171,8 +172,7 @@ def _backward_scale_cases(case: Callable[..., Case]) -> Iterator[Case]:
     # Wide rows with all options at once.
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
         for how in (DelayedScaling(to), *_in_blocks(to)):
-            scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
-            yield case(dtype, (130, 2 * 136), "edges", recipe=how, **scale, **_GPT_OSS, **_BOTH)
+            yield case(dtype, (130, 2 * 136), "edges", recipe=how, **_scale(how), **_GPT_OSS, **_BOTH)
     yield from _of_experts(case, _WEIGHTED)
     # Rows past the end repeat this one, times 0.
     for dtype, how in product(INPUT_DTYPES, _RECIPES[:2]):
@@ -183,10 +183,7 @@ def _backward_scale_cases(case: Callable[..., Case]) -> Iterator[Case]:
 
 
 def _cases() -> Iterator[Case]:
-    def case(dtype: Any, shape: tuple[int, int], kind: str = "bits", layout: str = "contiguous", /,
-             **options: Any) -> Case:
-        return Case("swiglu_quantize", dtype, shape, kind, layout, options)
-
+    case = maker("swiglu_quantize")
     # The first cases launch every kernel on a few blocks, for callers that take only a few cases.
     for recipe in _RECIPES:
         yield case(bfloat16, (144, 208), "normal", **recipe, **_BOTH)
@@ -197,12 +194,10 @@ def _cases() -> Iterator[Case]:
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
         for kind, shape in (("bits", _ALIGNED), ("edges", (67, 202))):
             for how in (DelayedScaling(to), CurrentScaling(to, 1e-3, True), *_in_blocks(to)):
-                scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
-                yield case(dtype, shape, kind, recipe=how, **scale, **_BOTH)
+                yield case(dtype, shape, kind, recipe=how, **_scale(how), **_BOTH)
         # Row-wise results alone have programs of their own.
         for how in (DelayedScaling(to), *_in_blocks(to)):
-            scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
-            yield case(dtype, (133, 272), "edges", recipe=how, probs="normal", **scale)
+            yield case(dtype, (133, 272), "edges", recipe=how, probs="normal", **_scale(how))
     for i, (dtype, options) in enumerate(product(INPUT_DTYPES, _OPTIONS)):          # recipes take turns
         yield case(dtype, (24, 80), "edges", **_RECIPES[i % 4], **options)
         yield case(dtype, (37, 54), "normal", **_RECIPES[(i + 1) % 4], **options, **_BOTH)
@@ -232,8 +227,7 @@ def _option_cases(case: Callable[..., Case]) -> Iterator[Case]:
     # Wide rows with all options at once.
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
         for how in (DelayedScaling(to), *_in_blocks(to)):
-            scale = {"scale": 3.5} if isinstance(how, DelayedScaling) else {}
-            yield case(dtype, (133, 272), "edges", recipe=how, **scale, **_GPT_OSS, **_BOTH)
+            yield case(dtype, (133, 272), "edges", recipe=how, **_scale(how), **_GPT_OSS, **_BOTH)
     for recipe, options in product(_RECIPES, _OPTIONS[2:]):
         for directions in DIRECTIONS[:3]:
             yield case(bfloat16, (133, 272), "normal", **recipe, **options, **directions)

@@ -12,8 +12,8 @@ from ... import reference
 from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e5m2, float32
 from ...ops.quantize import blocks, grouped_blocks, mx, tensor_list
 from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
-from ..base import Case, values
-from ..registry import Registration, register
+from ..base import Case, laid_out, values
+from ..registry import Arguments, Registration, register
 
 #: Lists with a few blocks of threads, also with chunked access; with whole patches only; with tails of every
 #: tile and every alignment; empty; with many arrays; with arrays of one shape and several blocks each; with
@@ -45,11 +45,7 @@ def arrays(case: Case) -> list[np.ndarray]:
     found = []
     for i, shape in enumerate(_shapes(case.options["group"])):
         x = values(case.values, shape, case.dtype, i)
-        if case.layout == "offset" and i % 2 == 0:
-            x = np.concatenate([x.reshape(-1)[:1], x.reshape(-1)])[-x.size or 1:].reshape(shape)
-        if case.layout == "strided" and i % 2 == 0:
-            x = np.ascontiguousarray(x.T).T
-        found.append(x)
+        found.append(laid_out(x, case.layout) if i % 2 == 0 else x)
     return found
 
 
@@ -57,7 +53,7 @@ def _shapes(group: str) -> tuple[tuple[int, ...], ...]:
     return GROUPS.get(group) or BATCHES.get(group, ())
 
 
-def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _inputs(case: Case) -> Arguments:
     options = {name: value for name, value in case.options.items() if name != "group"}
     number = case.shape[0]
     if options.pop("scaled", True):

@@ -7,15 +7,12 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-import numpy as np
-
 from ... import reference
-from ...arrays import bits
 from ...formats import float8_e8m0fnu, float32, int32
 from ...layouts import SCALE_DTYPES, Block, scale_dtype, scale_shape
 from ...ops.scales import convert, swizzle
-from ..base import MATRIX, Case, values
-from ..registry import Registration, register
+from ..base import MATRIX, Case, laid_out, values
+from ..registry import Arguments, Registration, register
 
 _ROW, _COLUMN, _SQUARE = (1, 128), (128, 1), (128, 128)
 _SHAPES = ((1, 1), (5, 300), (0, 5), (5, 0), (0, 0), (31, 1000), (33, 129), (4, 640), (127, 4224),
@@ -28,7 +25,7 @@ def layouts_of(block: Block) -> tuple[str, ...]:
     return tuple(SCALE_DTYPES) if 1 in block else ("compact", "gemm_ready", "deepgemm_sm100")
 
 
-def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _inputs(case: Case) -> Arguments:
     """Scales and padding have any bits. f32 scales that become E8M0 are powers of two, with some NaN. Compact
     scales of a 'strided' case are a transposed view."""
     source, target, block = (case.options[name] for name in ("source", "target", "block"))
@@ -42,13 +39,7 @@ def _inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
             scales[..., used[-2] if block[0] == 1 else used[-1]:] = 3
     else:
         scales = values("bits", stored, case.dtype)
-    if case.layout == "strided":
-        scales = np.ascontiguousarray(scales.swapaxes(-1, -2)).swapaxes(-1, -2)
-    elif case.layout == "offset":
-        buffer = np.zeros(scales.size + 1, scales.dtype)
-        bits(buffer)[1:] = bits(scales).reshape(-1)
-        scales = buffer[1:].reshape(stored)
-    return (scales,), {"shape": case.shape, **case.options}
+    return (laid_out(scales, case.layout),), {"shape": case.shape, **case.options}
 
 
 def _cases() -> Iterator[Case]:

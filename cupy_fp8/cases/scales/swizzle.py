@@ -3,6 +3,7 @@ blocks."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +14,9 @@ from ...arrays import Array, empty, empty_like
 from ...formats import float8_e8m0fnu
 from ...layouts import swap_last
 from ...ops.scales import swizzle
-from ..base import MATRIX, Case, poison, source
-from ..registry import Registration, register
+from ..base import MATRIX, Case, maker, poison, source
+from ..groups import sizes
+from ..registry import Arguments, Registration, register
 
 _SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (0, 0), (31, 3), (33, 4), (127, 6), (128, 4), (129, 5),
            (256, 32), (257, 33), (31, 130),
@@ -50,13 +52,11 @@ def _unswizzle_reference(s: np.ndarray, *, shape: tuple[int, ...], stored: str =
     return reference.unswizzle_scales(s, shape=shape, **options)
 
 
-def sizes(total: int, groups: int, axis: int, seed: int = 0) -> np.ndarray:
+def sizes_along(total: int, groups: int, axis: int, seed: int = 0) -> np.ndarray:
     """Sizes of groups that have `total` lines (axis 0) or blocks (axis 1, in elements) together. About a
     third are 0."""
     rng = np.random.default_rng(seed)
-    cuts = np.sort(rng.integers(0, total, max(groups - 1, 0), endpoint=True))
-    cuts[rng.random(len(cuts)) < 0.3] = total // 2
-    counts = np.diff(np.sort(cuts), prepend=0, append=total) if groups else np.zeros(0, np.int64)
+    counts = sizes(total, groups, seed=rng)
     return counts if axis == 0 else np.where(counts, counts * 32 - rng.integers(0, 32, len(counts)), 0)
 
 
@@ -65,16 +65,16 @@ def _options(case: Case) -> dict[str, Any]:
     groups, wide = options.pop("groups", None), options.pop("wide", True)
     if groups is not None:
         axis = options["axis"]
-        options["splits"] = sizes(case.shape[axis], groups, axis).astype(np.int64 if wide else np.int32)
+        options["splits"] = sizes_along(case.shape[axis], groups, axis).astype(np.int64 if wide else np.int32)
     return options
 
 
-def _swizzle_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _swizzle_inputs(case: Case) -> Arguments:
     options = _options(case)
     return (_stored(source(case), options.get("stored", "rows")),), options
 
 
-def _unswizzle_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _unswizzle_inputs(case: Case) -> Arguments:
     """Padding is not 0 here, since no result may depend on it."""
     options = _options(case)
     groups = {name: options[name] for name in ("splits", "axis") if name in options}
@@ -90,19 +90,19 @@ def _unswizzle_inputs(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _cases(op: str) -> Iterator[Case]:
     # The first cases launch every variant of the kernels on a few blocks.
+    case = functools.partial(maker(op), float8_e8m0fnu)
     for stored, blocks in (("rows", 37), ("columns", 37), ("rows", 36)):
         for grouping in ({}, {"groups": 3, "axis": 0}, {"groups": 3, "axis": 1}):
-            yield Case(op, float8_e8m0fnu, (150, blocks), options={"stored": stored, **grouping})
+            yield case((150, blocks), stored=stored, **grouping)
     for stored in ("rows", "columns"):
         for shape in _SHAPES:
-            yield Case(op, float8_e8m0fnu, shape, options={"stored": stored})
+            yield case(shape, stored=stored)
         for total, groups in _GROUPED:
             for wide in (False, True):
                 for axis, shape in enumerate(((total, 6), (130, total))):
-                    options = {"stored": stored, "groups": groups, "axis": axis, "wide": wide}
-                    yield Case(op, float8_e8m0fnu, shape, options=options)
-        yield Case(op, float8_e8m0fnu, (256, 64), "bits", "offset", {"stored": stored})
-    yield Case(op, float8_e8m0fnu, MATRIX)
+                    yield case(shape, stored=stored, groups=groups, axis=axis, wide=wide)
+        yield case((256, 64), "bits", "offset", stored=stored)
+    yield case(MATRIX)
 
 
 def _swizzle_cases() -> Iterator[Case]:
@@ -110,15 +110,12 @@ def _swizzle_cases() -> Iterator[Case]:
     yield Case("swizzle_scales", float8_e8m0fnu, (160, 48), "bits", "strided")
 
 
-def _unswizzle_cases() -> Iterator[Case]:
-    yield from _cases("unswizzle_scales")
-
-
 register(
     Registration("swizzle_scales", _swizzle, _swizzle_reference, _swizzle_inputs, _swizzle_cases,
                  "E8M0 scales in the tiles that matrix products read",
                  programs=(swizzle.variants,)),
-    Registration("unswizzle_scales", _unswizzle, _unswizzle_reference, _unswizzle_inputs, _unswizzle_cases,
+    Registration("unswizzle_scales", _unswizzle, _unswizzle_reference, _unswizzle_inputs,
+                 functools.partial(_cases, "unswizzle_scales"),
                  "swizzled scales as compact ones",
                  programs=(swizzle.variants,)),
 )

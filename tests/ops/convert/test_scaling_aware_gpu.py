@@ -12,7 +12,7 @@ from power_of_two_rows import assert_same, parts, random_rows
 import cupy_fp8 as fp8
 from cupy_fp8 import backend, reference, testing
 from cupy_fp8.arrays import bits
-from cupy_fp8.cases.scales.swizzle import sizes
+from cupy_fp8.cases.groups import sizes
 from cupy_fp8.formats import float8_e4m3fn
 from cupy_fp8.ops.convert import scaling_aware, scaling_aware_tiles
 from cupy_fp8.results import Scaled
@@ -40,7 +40,7 @@ def test_check_looks_at_the_device():
 def test_many_blocks(experts):
     """Large tiles, uneven experts; rows of the output at every address."""
     q, given = on_gpu(5003, 4104)
-    splits = sizes(5003, experts, 0)
+    splits = sizes(5003, experts)
     assert_same(fp8.scaling_aware_transpose(given, splits=backend.cupy().asarray(splits)),
                 reference.scaling_aware_transpose(q, splits=splits))
 
@@ -53,7 +53,7 @@ def test_runs_of_tiles(tiles, experts, multiple, monkeypatch):
     byte can be looked at."""
     monkeypatch.setattr(scaling_aware_tiles, "_tiles_of_a_block", lambda *_: tiles)
     q, given = on_gpu(4000, 528)
-    splits = sizes(4000 // multiple, experts, 0) * multiple
+    splits = sizes(4000 // multiple, experts) * multiple
     for target in scaling_aware.TARGETS:
         assert_same(fp8.scaling_aware_transpose(given, splits=backend.cupy().asarray(splits), target=target),
                     reference.scaling_aware_transpose(q, splits=splits, target=target))

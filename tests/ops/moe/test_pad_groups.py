@@ -25,7 +25,7 @@ from tiers import needs_host
 import cupy_fp8 as fp8
 from cupy_fp8 import backend, kernels, reference, testing
 from cupy_fp8.arrays import bits
-from cupy_fp8.cases.moe.pad import sizes
+from cupy_fp8.cases.groups import sizes
 from cupy_fp8.formats import bfloat16, float8_e4m3fn, float8_e8m0fnu, float32
 from cupy_fp8.kernels import errors
 from cupy_fp8.layouts import scale_shape

@@ -18,8 +18,8 @@ from tiers import needs_host
 import cupy_fp8 as fp8
 from cupy_fp8 import Routing, Scaled, cases, reference, testing
 from cupy_fp8.arrays import bits
-from cupy_fp8.cases.moe.tokens import indices
-from cupy_fp8.cases.moe.tokens import routing as routed
+from cupy_fp8.cases.moe.route import indices
+from cupy_fp8.cases.moe.route import routing as routed
 from cupy_fp8.formats import bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float16, float32
 
 

@@ -13,7 +13,7 @@ from moe_arrays import array, normal, on_the_cpu, refused
 
 import cupy_fp8 as fp8
 from cupy_fp8 import Scaled
-from cupy_fp8.cases.moe.tokens import routing as routed
+from cupy_fp8.cases.moe.route import routing as routed
 from cupy_fp8.formats import bfloat16, float8_e4m3fn, float16, float32
 
 PERMUTE, UNPERMUTE, PERMUTE_BACKWARD, UNPERMUTE_BACKWARD = (

@@ -17,7 +17,7 @@ from tiers import needs_host, quick_if
 
 import cupy_fp8 as fp8
 from cupy_fp8 import Routing, backend, cases, reference, testing
-from cupy_fp8.cases.moe.tokens import KINDS, indices, mask
+from cupy_fp8.cases.moe.route import KINDS, indices, mask
 from cupy_fp8.kernels import Variant, errors
 from cupy_fp8.ops.moe import route
 

@@ -12,8 +12,8 @@ from moe_loops import f32, gathered, gradients, moved, routings, summed, tree
 import cupy_fp8 as fp8
 from cupy_fp8 import cases, reference, testing
 from cupy_fp8.arrays import bits
-from cupy_fp8.cases.moe.tokens import mask
-from cupy_fp8.cases.moe.tokens import routing as routed
+from cupy_fp8.cases.moe.route import mask
+from cupy_fp8.cases.moe.route import routing as routed
 from cupy_fp8.formats import INPUT_DTYPES, bfloat16, float32
 from cupy_fp8.ops.moe import permute_launches as launching
 

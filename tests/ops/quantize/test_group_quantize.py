@@ -35,7 +35,7 @@ from cupy_fp8.arrays import bits
 from cupy_fp8.calls import arguments, call, remembered, row_segments
 from cupy_fp8.calls import splits as sizes_of_groups
 from cupy_fp8.cases import OPS
-from cupy_fp8.cases.moe.pad import sizes
+from cupy_fp8.cases.groups import sizes
 from cupy_fp8.formats import bfloat16, float8_e5m2, float16, float32
 from cupy_fp8.kernels import Variant, tiles
 from cupy_fp8.ops.quantize import grouped_tensor

@@ -19,7 +19,7 @@ import cupy_fp8 as fp8
 from cupy_fp8 import backend, cases, reference, testing
 from cupy_fp8.arrays import bits
 from cupy_fp8.cases import OPS
-from cupy_fp8.cases.scales.swizzle import sizes
+from cupy_fp8.cases.scales.swizzle import sizes_along
 from cupy_fp8.cli.selftest import check
 from cupy_fp8.formats import float8_e8m0fnu
 from cupy_fp8.layouts import cdiv, grouped_columns, grouped_rows, round_up
@@ -209,7 +209,7 @@ def test_many_groups(groups, axis, run):
     """More than one round of the search, groups in every part of it; and one block of threads over many
     groups."""
     for total in (groups // 2, 700):
-        splits = sizes(total, groups, axis, groups)
+        splits = sizes_along(total, groups, axis, groups)
         s = scales(total, 5) if axis == 0 else scales(40, total)
         w = fp8.swizzle_scales(run.array(s), splits=run.array(splits), axis=axis)
         testing.assert_bytes_equal(w, reference.swizzle_scales(s, splits=splits, axis=axis))
@@ -280,7 +280,7 @@ def test_graph_replay_follows_the_sizes(axis):
     shape = (500, 9) if axis == 0 else (200, 120)
     total = shape[axis]
     s = fp8.asarray(scales(*shape), like="cupy")
-    splits = cp.asarray(sizes(total, 40, axis, 0))
+    splits = cp.asarray(sizes_along(total, 40, axis, 0))
     out = fp8.swizzle_scales(s, splits=splits, axis=axis)
     back = fp8.unswizzle_scales(out, shape=shape, splits=splits, axis=axis)
     stream = cp.cuda.Stream(non_blocking=True)
@@ -291,7 +291,7 @@ def test_graph_replay_follows_the_sizes(axis):
         fp8.unswizzle_scales(out, shape=shape, splits=splits, axis=axis, out=back)
         graph = stream.end_capture()
         for seed in range(4):
-            host, data = sizes(total, 40, axis, seed), scales(*shape, seed=seed)
+            host, data = sizes_along(total, 40, axis, seed), scales(*shape, seed=seed)
             splits.set(host)
             bits(s).set(bits(data))
             cases.poison(out)

@@ -1,0 +1,28 @@
+"""Cases of compute_amax."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ... import reference
+from ...formats import INPUT_DTYPES, bfloat16
+from ...ops.scales import amax
+from ..base import MATRIX, SHAPES, Case, array_alone, maker
+from ..registry import Registration, register
+
+
+def _cases() -> Iterator[Case]:
+    case = maker("compute_amax")
+    for dtype in INPUT_DTYPES:
+        for nan in ("ignore", "propagate"):
+            for kind in ("bits", "normal"):
+                yield case(dtype, MATRIX, kind, nan=nan)
+            yield case(dtype, (5, 100), "bits", "offset", nan=nan)
+            yield case(dtype, (40, 72), "normal", "strided", nan=nan)
+    for shape in SHAPES:
+        yield case(bfloat16, shape, "normal")
+
+
+register(Registration("compute_amax", amax.compute_amax, reference.compute_amax, array_alone, _cases,
+                      "the largest magnitude",
+                      programs=(amax.variants,)))
