@@ -16,7 +16,7 @@ from typing import Any
 from .. import backend
 from ..kernels import Kernel
 
-DELAY = Kernel("bench/delay", "delay").variant(block=1)
+DELAY = Kernel("bench/delay", "delay", block=1).variant()
 _ROTATE_BYTES = 512 << 20       # well past the 60 MB L2 of an H200
 _REPEATS = 21
 _HOST_CALLS, _HOST_REPEATS = 400, 15

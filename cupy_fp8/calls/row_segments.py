@@ -3,7 +3,6 @@ each row. Kernels: kernels_cu/groups/row_segments.cu."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,9 +17,9 @@ from .splits import Groups
 if TYPE_CHECKING:
     from .call import Call
 
-_SEGMENTS = Kernel("groups/row_segments", "group_find_segments")
-_ROWS = Kernel("groups/row_segments", "group_find_rows")
 _THREADS = 256
+_SEGMENTS = Kernel("groups/row_segments", "group_find_segments", block=_THREADS)
+_ROWS = Kernel("groups/row_segments", "group_find_rows", block=_THREADS)
 _SPAN = 128                     # rows that a warp of group_find_rows takes (kSpan)
 _SEGMENT_WORDS = 16             # of a RowSegment
 _FEWEST = 64                    # segments, or rows, that a workspace has room for
@@ -48,8 +47,9 @@ def find_segments(call: Call, rows: int, count: int, groups: Mapping[str, Any],
     at, (clear_at, nbytes) = call.workspace("row_segments", _SEGMENT_WORDS * room), clear
     chunks = nbytes // _CHUNK_BYTES
     grid = max(cdiv(count, _THREADS // 32), cdiv(chunks, _MOST_CHUNKS * _THREADS))
-    launch = _variant().bind(call.x, grid, groups=groups, to=at, count=count, rows_log2=_log2(rows),
-                             first_shift=shifts[0], second_shift=shifts[1], clear=clear_at, chunks=chunks)
+    launch = _SEGMENTS.variant().bind(
+        call.x, grid, groups=groups, to=at, count=count, rows_log2=_log2(rows), first_shift=shifts[0],
+        second_shift=shifts[1], clear=clear_at, chunks=chunks)
     return Found(launch, at)
 
 
@@ -59,8 +59,9 @@ def find_groups_of_rows(call: Call, groups: Groups, rows: int, tile_rows: int) -
     count = round_up(rows, tile_rows)
     at = call.workspace("group_rows", max(_FEWEST, 1 << max(0, count - 1).bit_length()))
     splits = groups.members(call.error_word())
-    grid = cdiv(count, _THREADS // 32 * _SPAN)
-    return Found(_rows_variant().bind(call.x, grid, splits=splits, rows=rows, all=count, group_of=at), at)
+    launch = _ROWS.variant().bind(call.x, cdiv(count, _THREADS // 32 * _SPAN), splits=splits, rows=rows,
+                                  all=count, group_of=at)
+    return Found(launch, at)
 
 
 def pays(x: Array, grid: int) -> bool:
@@ -74,21 +75,11 @@ def _log2(rows: int) -> int:
     return rows.bit_length() - 1
 
 
-@functools.cache
-def _variant() -> Variant:
-    return _SEGMENTS.variant(block=_THREADS)
-
-
-@functools.cache
-def _rows_variant() -> Variant:
-    return _ROWS.variant(block=_THREADS)
-
-
 def rows_variants() -> Iterator[Variant]:
     """The variant of `find_groups_of_rows`."""
-    yield _rows_variant()
+    yield _ROWS.variant()
 
 
 def variants() -> Iterator[Variant]:
     """The variant of `find_segments`."""
-    yield _variant()
+    yield _SEGMENTS.variant()

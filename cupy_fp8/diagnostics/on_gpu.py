@@ -3,7 +3,6 @@ every operation of that, eight seconds of them at the first call."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import Any
 
@@ -15,8 +14,8 @@ from ..kernels import Kernel, Variant
 from ..layouts import cdiv
 from .losses import OVERFLOW, SUMS, smallest_normal
 
-_KERNEL = Kernel("diagnostics/error_sums", "error_sums")
 _THREADS, _MOST_BLOCKS = 256, 1024
+_KERNEL = Kernel("diagnostics/error_sums", "error_sums", block=_THREADS)
 _ELEMENTS = 16 * _THREADS       # of a block, at least, so that small arrays have few sums to copy
 _FLOAT64 = np.dtype(np.float64)
 _DTYPES = (*INPUT_DTYPES, _FLOAT64)
@@ -36,9 +35,8 @@ def error_sums(x: Array, values: Array, codes: Array | None) -> Array:
     return sums
 
 
-@functools.cache
 def _variant(x: np.dtype, values: np.dtype) -> Variant:
-    return _KERNEL.variant(block=_THREADS, IN=_tag(x), VALUE=_tag(values))
+    return _KERNEL.variant(IN=_tag(x), VALUE=_tag(values))
 
 
 def _tag(dtype: np.dtype) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from .. import backend
+from ..formats import FORMATS
 from . import cubin, sources, structs
 
 COMPILE_OPTIONS = ("-std=c++17",)
@@ -57,17 +58,19 @@ def executor_is_forced() -> bool:
 
 class Kernel:
     """The entry point `entry` of kernels_cu/<source>.cu, or of a .cu file elsewhere whose path is given. The
-    kernel's parameter struct is read from there.
+    kernel's parameter struct is read from there when it is first needed.
 
+    block: the threads of a block, for kernels whose variants all have as many.
     cooperative: its blocks wait for each other, so all blocks of a grid must run at the same time.
     cluster: so many neighbouring blocks share their shared memory; grids are multiples of it, and the source
     says the same to the compiler.
-    target: the one architecture whose own instructions it uses ("sm_90a"); None: any GPU."""
+    arch: the one architecture whose own instructions it uses ("sm_90a"); None: any GPU."""
 
-    def __init__(self, source: str | Path, entry: str, *, cooperative: bool = False, cluster: int = 1,
-                 target: str | None = None) -> None:
-        self.source, self.entry, self.cooperative = str(source).removesuffix(".cu"), entry, cooperative
-        self.cluster, self.target = cluster, target
+    def __init__(self, source: str | Path, entry: str, *, block: int = 0, cooperative: bool = False,
+                 cluster: int = 1, arch: str | None = None) -> None:
+        self.source, self.entry, self.block = str(source).removesuffix(".cu"), entry, block
+        self.cooperative, self.cluster, self.arch = cooperative, cluster, arch
+        self._variants: dict[tuple[int, int, tuple[tuple[str, str], ...]], Variant] = {}
 
     @functools.cached_property
     def layout(self) -> structs.Layout:
@@ -83,10 +86,22 @@ class Kernel:
         """Another struct of its source: a record of a table that it reads."""
         return structs.named(self.source, name)
 
-    def variant(self, *, block: int, shared: int = 0, **defines: str | int) -> Variant:
-        """The entry point with these `defines`, for blocks of `block` threads and `shared` bytes of dynamic
-        shared memory. The first launch compiles it. Make it once and keep it."""
-        return Variant(self, block, shared, tuple((name, str(value)) for name, value in defines.items()))
+    def variant(self, *, block: int = 0, shared: int = 0, **defines: str | int | np.dtype[Any]) -> Variant:
+        """The entry point with these `defines`, for blocks of `block` threads (0: the kernel's own number)
+        and `shared` bytes of dynamic shared memory. The same choice gives the same variant, which its first
+        launch compiles. A define can be a dtype, which stands for its format's name in
+        kernels_cu/include/numerics/formats.cuh, or a truth value, which becomes 0 or 1."""
+        texts = tuple([(name, _define(value)) for name, value in defines.items()])
+        choice = block or self.block, shared, texts
+        assert choice[0], f"{self.entry}: neither kernel nor variant says how many threads a block has"
+        found = self._variants.get(choice)
+        return self._variants.setdefault(choice, Variant(self, *choice)) if found is None else found
+
+
+def _define(value: str | int | np.dtype[Any]) -> str:
+    if isinstance(value, np.dtype):
+        return FORMATS[value].tag
+    return value if isinstance(value, str) else str(int(value))
 
 
 class Variant:
@@ -94,17 +109,15 @@ class Variant:
     it does nothing avoidable."""
 
     def __init__(self, kernel: Kernel, block: int, shared: int, defines: tuple[tuple[str, str], ...]) -> None:
-        self.kernel, self.block, self.shared, self.cooperative, self.defines = (
-            kernel,
-            block,
-            shared,
-            kernel.cooperative,
-            defines,
-        )
-        self._pack_into = kernel.params.pack_into
+        self.kernel, self.block, self.shared, self.defines = kernel, block, shared, defines
+        self.cooperative = kernel.cooperative
         self._functions: dict[int, int] = {}               # by device
         self._modules: list[Any] = []                      # keeps the loaded code alive
         self._lock = threading.Lock()
+
+    @functools.cached_property
+    def _pack_into(self) -> Callable[..., None]:
+        return self.kernel.params.pack_into
 
     @functools.cached_property
     def _local(self) -> _LaunchBuffers:
@@ -172,10 +185,10 @@ class Variant:
             with cp.cuda.Device(device), self._announced(f"sm_{cp.cuda.Device(device).compute_capability}"):
                 program = sources.program(self.kernel.source, self.kernel.entry, self.all_defines())
                 options = (*COMPILE_OPTIONS, f"-I{sources.root() / 'include'}")
-                if self.kernel.target is None:
+                if self.kernel.arch is None:
                     module = cp.RawModule(code=program, options=options)
                 else:
-                    module = cp.RawModule(path=str(cubin.path(program, self.kernel.target, options)))
+                    module = cp.RawModule(path=str(cubin.path(program, self.kernel.arch, options)))
                 function = module.get_function(self.kernel.entry)
                 if self.shared + function.shared_size_bytes > _SHARED_BY_DEFAULT:
                     function.max_dynamic_shared_size_bytes = self.shared

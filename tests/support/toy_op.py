@@ -6,7 +6,6 @@ generic tests walk over the op. Run as a program, this file is the op's selftest
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterator
 from itertools import product
@@ -22,7 +21,7 @@ from cupy_fp8.arrays import Array
 from cupy_fp8.calls.call import Call, Input, Op, run
 from cupy_fp8.calls.results import Description, one_array
 from cupy_fp8.cases import ALIGNED_MATRIX, MATRIX, SHAPES, Case, source, values
-from cupy_fp8.formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float32, lookup
+from cupy_fp8.formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float32, lookup
 from cupy_fp8.kernels import Kernel, Launch, Variant, grid_size
 from cupy_fp8.reference import numerics
 
@@ -35,8 +34,8 @@ def reference(x: np.ndarray, scale: np.ndarray, dtype: Any = float8_e4m3fn) -> n
 
 # ---- cupy_fp8/ops/<family>/scale_rows.py ----
 _THREADS = 256
-#: In the package: Kernel("<family>/scale_rows", "scale_rows"), for kernels_cu/<family>/scale_rows.cu.
-_KERNEL = Kernel(Path(__file__).resolve().with_name("toy_op.cu"), "scale_rows")
+#: In the package: Kernel("<family>/scale_rows", …), for kernels_cu/<family>/scale_rows.cu.
+_KERNEL = Kernel(Path(__file__).resolve().with_name("toy_op.cu"), "scale_rows", block=_THREADS)
 
 
 def scale_rows(x: Array, scale: Array, dtype: Any = float8_e4m3fn, *, out: Array | None = None) -> Array:
@@ -78,7 +77,7 @@ class _ScaleRows(Op[_Inputs]):
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
         x = inputs.x.array
         if x.size:
-            yield _variant(x.dtype, inputs.to).bind(
+            yield _KERNEL.variant(IN=x.dtype, OUT=inputs.to).bind(
                 x, grid_size(-(-x.size // _THREADS), x.shape),
                 x=inputs.x.at, scale=inputs.scale.at, out=written[0], n=x.size, columns=x.shape[1])
 
@@ -86,15 +85,10 @@ class _ScaleRows(Op[_Inputs]):
 _SCALE_ROWS = _ScaleRows()
 
 
-@functools.cache
-def _variant(dtype: np.dtype[Any], to: np.dtype[Any]) -> Variant:
-    return _KERNEL.variant(block=_THREADS, IN=FORMATS[dtype].tag, OUT=FORMATS[to].tag)
-
-
 def variants() -> Iterator[Variant]:
     """Every variant that this op may launch."""
     for dtype, to in product(INPUT_DTYPES, FP8_DTYPES):
-        yield _variant(dtype, to)
+        yield _KERNEL.variant(IN=dtype, OUT=to)
 
 
 # ---- cupy_fp8/cases/<family>/scale_rows.py ----

@@ -46,7 +46,7 @@ LAUNCHED = launched_variants()
 
 def target_of(v: Program) -> str | None:
     """The one architecture that it is compiled for; None: all."""
-    return LAUNCHED[v].kernel.target if v in LAUNCHED else None
+    return LAUNCHED[v].kernel.arch if v in LAUNCHED else None
 
 
 ALL = [v for v in all_programs() if target_of(v) is None]

@@ -238,7 +238,7 @@ def planted(kind: str) -> None:
     scale_inv = np.zeros(1, np.float32)
     # the second block's
     address = scale_inv.ctypes.data if kind != "overlapping" else data.ctypes.data + 3000
-    variant = tensor._cast_variant(x.dtype, data.dtype)
+    variant = tensor._CAST.variant(IN=x.dtype, OUT=data.dtype)
     variant.bind(x, 2, x=x.ctypes.data, data=data.ctypes.data, scale_inv=address, n=n, scale_value=1.0,
                  vector=int(kind == "misaligned")).run()
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 from tiers import first_of_each
 
+import cupy_fp8 as fp8
 from cupy_fp8 import hostexec
 from cupy_fp8.cases.programs import launched_variants
 from cupy_fp8.diagnostics import on_gpu
-from cupy_fp8.kernels import Variant, sources, structs
+from cupy_fp8.kernels import Kernel, Variant, sources, structs
 
 ENTRIES = list({(v.kernel.source, v.kernel.entry): v
                 for v in (*launched_variants().values(), *on_gpu.variants())}.items())
@@ -36,6 +38,18 @@ def test_layout_is_the_compilers(entry, variant, tmp_path):
                     + "\n")
     hostexec.compile_kernel(path, name, include_dirs=[sources.root() / "include"],
                             defines=sources.all_defines(name, dict(variant.defines)))
+
+
+def test_the_same_choice_is_the_same_variant():
+    kernel = Kernel("convert/astype", "convert", block=128)
+    variant = kernel.variant(IN=np.dtype(np.float32), OUT=fp8.float8_e4m3fn, WIDE=True)
+    assert variant.defines == (("IN", "f32"), ("OUT", "e4m3fn"), ("WIDE", "1"))
+    assert variant is kernel.variant(IN="f32", OUT="e4m3fn", WIDE=1)
+    assert variant is kernel.variant(block=128, IN="f32", OUT="e4m3fn", WIDE="1")
+    for other in ({"block": 256}, {"shared": 16}, {"WIDE": 0}):
+        assert variant is not kernel.variant(**{"IN": "f32", "OUT": "e4m3fn", "WIDE": 1} | other)
+    with pytest.raises(AssertionError, match="convert: neither kernel nor variant"):
+        Kernel("convert/astype", "convert").variant()
 
 
 def test_names_are_checked():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from ...kernels import Kernel, Launch, Variant, elementwise, tiles
 from ...layouts import swap_last
 from ...methods import for_methods
 
-_CONVERT = Kernel("convert/astype", "convert")
+_CONVERT = Kernel("convert/astype", "convert", block=elementwise.THREADS)
 _TRANSPOSE = Kernel("convert/astype", "transpose")
 _ALL_DTYPES = tuple(FORMATS)
 #: The fastest choice on an H200 (docs/lab-notes).
@@ -112,9 +111,9 @@ def flat_launches(a: Input, to_at: int, scale_at: int, to: np.dtype[Any], satura
     src = a.array
     if src.size:
         blocks, vector = elementwise.grid(src.size, src.shape, src.dtype.itemsize, to.itemsize, a.at, to_at)
-        yield _convert_variant(src.dtype, to).bind(src, blocks, src=a.at, dst=to_at, scale_inv=scale_at,
-                                                   n=src.size,
-                                                   vector=vector, saturate=int(saturate))
+        yield _CONVERT.variant(IN=src.dtype, OUT=to).bind(
+            src, blocks, src=a.at, dst=to_at, scale_inv=scale_at, n=src.size, vector=vector,
+            saturate=int(saturate))
 
 
 def transposed_launches(a: Input, to_at: int) -> Iterator[Launch]:
@@ -128,20 +127,14 @@ def transposed_launches(a: Input, to_at: int) -> Iterator[Launch]:
                                             columns=columns, vector=vector)
 
 
-@functools.cache
-def _convert_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
-    return _CONVERT.variant(block=elementwise.THREADS, IN=FORMATS[source].tag, OUT=FORMATS[to].tag)
-
-
-@functools.cache
 def _transpose_variant(tile: tiles.Tile) -> Variant:
     return _TRANSPOSE.variant(block=tile.block, shared=tile.shared, **tile.defines,
-                              ALIGNED=int(tile is not tiles.SMALL))
+                              ALIGNED=tile is not tiles.SMALL)
 
 
 def variants() -> Iterator[Variant]:
     """Every variant that these ops may launch."""
     for source, to in product(_ALL_DTYPES, _ALL_DTYPES):
-        yield _convert_variant(source, to)
+        yield _CONVERT.variant(IN=source, OUT=to)
     for tile in (tiles.SMALL, _BYTES):
         yield _transpose_variant(tile)

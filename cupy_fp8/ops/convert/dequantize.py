@@ -3,7 +3,6 @@ kernels_cu/convert/dequantize.cu (a scale per block)."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from itertools import product
 from math import prod
@@ -17,7 +16,7 @@ from ...arrays import Array, address, bits, is_array, is_contiguous, zeros
 from ...calls import memory, validate
 from ...calls.call import Call, Input, Op, run, validate_call
 from ...calls.results import Description, one_array
-from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float32, lookup
+from ...formats import FP8_DTYPES, INPUT_DTYPES, float32, lookup
 from ...grouped import Grouped
 from ...kernels import Kernel, Launch, Variant, elementwise, grid_size, tiles
 from ...layouts import SMALLEST_BLOCK, SWIZZLE_COLUMNS, cdiv, swap_last
@@ -26,8 +25,8 @@ from ...results import Quantized, Scaled
 from ...scaled_parts import check_block_scales
 from .astype import flat_launches
 
-_LONG_ROW = Kernel("convert/dequantize", "dequantize_long_row")
-_BLOCKS = Kernel("convert/dequantize", "dequantize_blocks")
+_LONG_ROW = Kernel("convert/dequantize", "dequantize_long_row", block=elementwise.THREADS)
+_BLOCKS = Kernel("convert/dequantize", "dequantize_blocks", block=elementwise.THREADS)
 _BLOCKS_TRANSPOSED = Kernel("convert/dequantize", "dequantize_blocks_transposed")
 #: The fastest choice on an H200 (docs/lab-notes).
 _TRANSPOSED = tiles.Tile(128, 256, down_first=True)
@@ -204,7 +203,8 @@ class _Blocks:
         vector = 3 if aligned and self.columns % chunk == 0 and self.data.at % chunk == 0 else 0
         if vector and self._four_scales_adjoin():
             vector |= 4
-        variant = _long_row_variant(source, to) if self.long_row else _variant(source, to, swizzled)
+        variant = (_LONG_ROW.variant(IN=source, OUT=to) if self.long_row
+                   else _BLOCKS.variant(IN=source, OUT=to, SWIZZLED=swizzled))
         grid = grid_size(self.batch * down * across, self.data.shape)
         return variant, grid, {"down": down, "across": across, "chunks_log2": chunks_log2, "vector": vector}
 
@@ -243,31 +243,18 @@ def block_shift(block: int | None, extent: int) -> int:
     return everything if block is None else min(block.bit_length() - 1, everything)
 
 
-@functools.cache
-def _long_row_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
-    return _LONG_ROW.variant(block=elementwise.THREADS, IN=FORMATS[source].tag, OUT=FORMATS[to].tag)
-
-
-@functools.cache
-def _variant(source: np.dtype[Any], to: np.dtype[Any], swizzled: bool) -> Variant:
-    return _BLOCKS.variant(block=elementwise.THREADS, IN=FORMATS[source].tag, OUT=FORMATS[to].tag,
-                           SWIZZLED=int(swizzled))
-
-
-@functools.cache
 def _transposed_variant(source: np.dtype[Any], to: np.dtype[Any], tile: tiles.Tile) -> Variant:
     # The f32 scales of the tile's blocks lie beside it. No block has fewer than SMALLEST_BLOCK elements.
-    return _BLOCKS_TRANSPOSED.variant(block=tile.block, shared=tile.shared
-                                      + tile.shared // SMALLEST_BLOCK * 4,
-                                      IN=FORMATS[source].tag, OUT=FORMATS[to].tag, **tile.defines,
-                                      ALIGNED=int(tile is not tiles.SMALL))
+    return _BLOCKS_TRANSPOSED.variant(
+        block=tile.block, shared=tile.shared + tile.shared // SMALLEST_BLOCK * 4, IN=source, OUT=to,
+        **tile.defines, ALIGNED=tile is not tiles.SMALL)
 
 
 def variants() -> Iterator[Variant]:
     """Every variant that blocks or transposed data may launch. Other calls launch those of `convert`."""
-    for types in product(FP8_DTYPES, INPUT_DTYPES):
-        yield _long_row_variant(*types)
+    for source, to in product(FP8_DTYPES, INPUT_DTYPES):
+        yield _LONG_ROW.variant(IN=source, OUT=to)
         for swizzled in (False, True):
-            yield _variant(*types, swizzled)
+            yield _BLOCKS.variant(IN=source, OUT=to, SWIZZLED=swizzled)
         for tile in (tiles.SMALL, _TRANSPOSED):
-            yield _transposed_variant(*types, tile)
+            yield _transposed_variant(source, to, tile)

@@ -3,9 +3,8 @@ kernels_cu/convert/rebase.cu."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
-from itertools import product, starmap
+from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from ...arrays import Array, address, asnumpy
 from ...calls import validate
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, Written
-from ...formats import FORMATS, FP8_DTYPES, as_dtype, flag, float8_e8m0fnu, float32, names
+from ...formats import FP8_DTYPES, as_dtype, flag, float8_e8m0fnu, float32, names
 from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import SCALE_DTYPES, Block, as_block, cdiv, scale_dtype, scale_shape, swap_last
 from ...methods import for_methods
@@ -27,8 +26,7 @@ from ..scales.convert import Conversion, conversion, conversion_launches
 from .dequantize import block_shift
 from .scaling_aware import check_powers_of_two, may_wait, rowwise_of
 
-_KERNEL = Kernel("convert/rebase", "rebase_scales")
-_THREADS = 256
+_KERNEL = Kernel("convert/rebase", "rebase_scales", block=256)
 _TILE_LOG2 = 10                             # log2 of the 16-byte chunks in a tile
 _CHUNK_LOG2 = 4                             # log2 of the elements in a chunk
 _WARP_LOG2 = 5
@@ -201,7 +199,7 @@ class _Rebase(Op[_Inputs]):
         tile = choose_tile(shape, new)
         f32_scales = inputs.before is None and s.scale_inv.dtype == float32
         aligned = shape[-1] % 16 == 0 and data.at % 16 == 0 and written[0] % 16 == 0
-        yield _variant(data.dtype, aligned).bind(
+        yield _KERNEL.variant(IN=data.dtype, ALIGNED=aligned).bind(
             data.array, grid_size(prod(shape[:-2]) * tile.down * tile.across, shape), data=data.at,
             out=written[0], scales=scales_at, new_scales=new_at,
             errors=call.error_word() if f32_scales else 0,
@@ -350,11 +348,7 @@ def choose_tile(shape: tuple[int, ...], shifts: tuple[int, int]) -> Tile:
                 min(_WARP_LOG2, lanes))
 
 
-@functools.cache
-def _variant(dtype: np.dtype[Any], aligned: bool) -> Variant:
-    return _KERNEL.variant(block=_THREADS, IN=FORMATS[dtype].tag, ALIGNED=int(aligned))
-
-
 def variants() -> Iterator[Variant]:
     """Every variant that this op may launch."""
-    return starmap(_variant, product(FP8_DTYPES, (False, True)))
+    for dtype, aligned in product(FP8_DTYPES, (False, True)):
+        yield _KERNEL.variant(IN=dtype, ALIGNED=aligned)

@@ -3,7 +3,6 @@ they take."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from ... import kernels
 from ...arrays import Array
 from ...calls.call import Input
 from ...calls.row_segments import variants as segment_variants
-from ...formats import FORMATS, FP8_DTYPES, float8_e4m3fn
+from ...formats import FP8_DTYPES, float8_e4m3fn
 from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import cdiv
 from ...reference.convert.scaling_aware import row_scale_rows, target_rows
@@ -22,10 +21,10 @@ from ...reference.convert.scaling_aware import row_scale_rows, target_rows
 TARGETS = ("column", "tile")
 TILE_ROWS = 128
 
-_KERNEL = Kernel("convert/scaling_aware", "scaling_aware_transpose")
 _COLUMNS = 128                              # in a tile
 _SMALL_EXPERT = 4 * TILE_ROWS               # rows of an expert, on average
-_THREADS = 2 * _COLUMNS                     # in a block: a warp for every 16 columns
+# A block of threads has a warp for every 16 columns.
+_KERNEL = Kernel("convert/scaling_aware", "scaling_aware_transpose", block=2 * _COLUMNS)
 #: Bytes of shared memory. A block with several tiles has two copies of the first, one of which is being
 #: filled. The second holds columns shifted to whole sectors, which are read up to a word past their end. The
 #: third holds the first sector of each column until the block's last tile is done. A launch that shifts
@@ -114,13 +113,10 @@ def _ahead(x: Array) -> int:
     return 1 if isinstance(x, np.ndarray) else _AHEAD * kernels.multiprocessors(x.data.device_id)
 
 
-@functools.cache
 def _variant(program: _Program) -> Variant:
-    return _KERNEL.variant(block=_THREADS, shared=program.shared(not program.one_tile),
-                           IN=FORMATS[program.dtype].tag, BLOCK=program.block,
-                           TARGET=TARGETS.index(program.target),
-                           TILE_COLUMNS=_COLUMNS, BLOCKS=program.blocks, ALIGNED=int(program.aligned),
-                           ONE_TILE=int(program.one_tile))
+    return _KERNEL.variant(shared=program.shared(not program.one_tile), IN=program.dtype, BLOCK=program.block,
+                           TARGET=TARGETS.index(program.target), TILE_COLUMNS=_COLUMNS, BLOCKS=program.blocks,
+                           ALIGNED=program.aligned, ONE_TILE=program.one_tile)
 
 
 def variants() -> Iterator[Variant]:

@@ -9,7 +9,7 @@ from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import cdiv, round_up
 from .problem import OperandView, Problem
 
-_VARIANT = Kernel("matmul/align_rows", "align_rows").variant(block=256)
+_KERNEL = Kernel("matmul/align_rows", "align_rows", block=256)
 _ROWS_OF_BLOCK = 8
 _UNIT = 16
 #: From so many multiplications per byte of the operands on, the kernel for any alignment loses more time than
@@ -21,7 +21,7 @@ _LONG, _FEW_ROWS = 512, 16384
 
 def variants() -> list[Variant]:
     """Every program that a product may launch for its operands."""
-    return [_VARIANT]
+    return [_KERNEL.variant()]
 
 
 def is_aligned(view: OperandView) -> bool:
@@ -52,7 +52,8 @@ def _copy(call: Call, name: str, view: OperandView, rows: int, k: int) -> tuple[
     # Workspaces of an `out` are kept for each size, so there are few sizes.
     words = 1 << (rows * pitch // 4 - 1).bit_length()
     to = address(call.scratch(f"rows of {name}", words))
-    launch = _VARIANT.bind(call.x, grid_size(cdiv(rows, _ROWS_OF_BLOCK), (rows, k)), **{"from": view.data},
-                           to=to, rows=rows, row_bytes=k, chunks=pitch // _UNIT)
+    launch = _KERNEL.variant().bind(
+        call.x, grid_size(cdiv(rows, _ROWS_OF_BLOCK), (rows, k)), to=to, rows=rows, row_bytes=k,
+        chunks=pitch // _UNIT, **{"from": view.data})
     return [launch], view._replace(data=to, pitch=pitch, group_bytes=view.group_bytes // k * pitch,
                                    start_bytes=view.start_bytes // k * pitch)

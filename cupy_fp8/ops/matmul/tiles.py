@@ -12,8 +12,8 @@ from . import aligned, operands, wgmma
 from .operands import Operand, Product
 from .problem import OperandView, Problem
 
-_KERNEL = Kernel("matmul/tiles", "product_tiles")
-_THREADS, _BLOCK, _COLUMNS = 256, 128, 128
+_KERNEL = Kernel("matmul/tiles", "product_tiles", block=256)
+_BLOCK, _COLUMNS = 128, 128
 _ROWS, _FEW_ROWS = 128, 32
 #: Groups that have at most so many rows on average get the tile of few rows.
 _FEW = 64
@@ -22,20 +22,17 @@ _FEW = 64
 def _variant(rows: int, sizes_of_k: bool) -> Variant:
     """A stage of shared memory has 128 bytes and one scale for each row of A and of B."""
     shared = (2 if sizes_of_k else 3) * (rows + _COLUMNS) * (_BLOCK + 4)
-    return _KERNEL.variant(block=_THREADS, shared=shared, TILE_ROWS=rows, SIZES_OF_K=int(sizes_of_k))
+    return _KERNEL.variant(shared=shared, TILE_ROWS=rows, SIZES_OF_K=sizes_of_k)
 
 
 #: Blocks of a launch that has what another one leaves over, mostly nothing.
 _BLOCKS_FOR_OTHERS = 256
 
 
-_VARIANTS = {(rows, sizes_of_k): _variant(rows, sizes_of_k)
-             for rows, sizes_of_k in ((_ROWS, False), (_FEW_ROWS, False), (_ROWS, True))}
-
-
 def variants() -> list[Variant]:
     """Every program that a product may launch."""
-    return [*_VARIANTS.values(), *wgmma.variants(), *aligned.variants()]
+    own = _variant(_ROWS, False), _variant(_FEW_ROWS, False), _variant(_ROWS, True)
+    return [*own, *wgmma.variants(), *aligned.variants()]
 
 
 def own_kernel_launches(call: Call, problem: Problem) -> Iterator[Launch]:
@@ -57,7 +54,7 @@ def own_kernel_launches(call: Call, problem: Problem) -> Iterator[Launch]:
     blocks = wgmma.tiles_of(problem, rows, _COLUMNS)
     if blocks:
         grid = grid_size(blocks if most is None else min(blocks, most), (problem.total, problem.n))
-        yield _VARIANTS[rows, problem.sizes_of_k].bind(call.x, grid, **problem.members() | {"share": share})
+        yield _variant(rows, problem.sizes_of_k).bind(call.x, grid, **problem.members() | {"share": share})
 
 
 def dense_launches(call: Call, product: Product, out_at: int) -> Iterator[Launch]:

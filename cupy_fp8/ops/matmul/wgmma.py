@@ -10,7 +10,7 @@ import numpy as np
 
 from ...arrays import address
 from ...calls.call import Call
-from ...formats import FORMATS, float8_e4m3fn, float8_e5m2
+from ...formats import float8_e4m3fn, float8_e5m2
 from ...kernels import Kernel, Launch, Variant, compute_capability, multiprocessors, tensor_map
 from ...kernels.cubin import nvrtc_version
 from ...kernels.tensor_map import TensorMap
@@ -19,10 +19,10 @@ from .problem import OperandView, Problem
 
 _HOPPER = 90
 _NVRTC = 12, 3                      # the first one that knows tensormap.replace (PTX 8.3)
-_THREADS, _ROWS, _COLUMNS, _BLOCK = 512, 192, 128, 128
+_ROWS, _COLUMNS, _BLOCK = 192, 128, 128
 _CLUSTER = 2                        # blocks that share tiles of A
 _PART_ROWS = 64
-_KERNEL = Kernel("matmul/wgmma", "wgmma_products", cluster=_CLUSTER, target="sm_90a")
+_KERNEL = Kernel("matmul/wgmma", "wgmma_products", block=512, cluster=_CLUSTER, arch="sm_90a")
 _MAPS, _MAP_BYTES = 4, 128          # of groups, for each block
 _ROWS_OUT = 16                      # of boxes of D, where groups may end anywhere
 _CLUSTERS_ON_CPU = 2
@@ -36,18 +36,15 @@ ALL_GROUPS, IN_16_BYTES, OTHER_GROUPS = range(3)
 
 
 def _variant(a: np.dtype[Any], b: np.dtype[Any], scaling: str, sizes_of_k: bool) -> Variant:
-    return _KERNEL.variant(block=_THREADS, shared=SHARED, IN_A=FORMATS[a].tag, IN_B=FORMATS[b].tag,
-                           SCALING=scaling, SIZES_OF_K=int(sizes_of_k))
-
-
-_VARIANTS = {key: _variant(*key) for key in combinations(_FP8, _FP8, ("kRows", "kBlocks", "kVectors"),
-                                                         (False, True))
-             if not (key[2] == "kBlocks" and key[3])}
+    return _KERNEL.variant(shared=SHARED, IN_A=a, IN_B=b, SCALING=scaling, SIZES_OF_K=sizes_of_k)
 
 
 def variants() -> list[Variant]:
     """Every program that a product may launch."""
-    return list(_VARIANTS.values())
+    scalings = "kRows", "kBlocks", "kVectors"
+    return [_variant(a, b, scaling, sizes_of_k)
+            for a, b, scaling, sizes_of_k in combinations(_FP8, _FP8, scalings, (False, True))
+            if not (scaling == "kBlocks" and sizes_of_k)]
 
 
 def takes(call: Call, problem: Problem) -> bool:
@@ -73,7 +70,7 @@ def launches(call: Call, problem: Problem) -> Iterator[Launch]:
     a, b = (_FP8[view.e5m2] for view in (p.a, p.b))
     out_map = _out_map(call, p, _PART_ROWS if p.sizes_of_k else _ROWS_OUT)
     out_part_map = None if p.sizes_of_k else _out_map(call, p, _PART_ROWS)
-    yield _VARIANTS[a, b, scaling, p.sizes_of_k].bind(
+    yield _variant(a, b, scaling, p.sizes_of_k).bind(
         call.x, blocks, product=members, out_map={"bytes": out_map or b""},
         out_part_map={"bytes": out_part_map or b""}, copies_scales=int(copies),
         copies_out=int(out_map is not None), taken=_taken(call, p), **_operand_maps(call, p, blocks))

@@ -21,9 +21,9 @@ from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import cdiv, round_up
 from ...methods import for_methods
 
-_KERNEL = Kernel("moe/offsets", "splits_to_offsets")
 _OUTPUTS = 16               # that one launch writes
 _THREADS = 512
+_KERNEL = Kernel("moe/offsets", "splits_to_offsets", block=_THREADS)
 _TILE = 2 * _THREADS        # sizes per block of threads
 #: With at most so many tiles each block adds up all sizes before its own. With more, another launch finds the
 #: totals first.
@@ -294,23 +294,18 @@ class _SplitsToOffsets(Op[_Inputs]):
         with_totals = tiles > _ADDED_ANEW
         if with_totals:
             members["totals"] = call.workspace("offsets", 2 * tiles)
-            yield _variant().bind(x, tiles, **members)
+            yield _KERNEL.variant().bind(x, tiles, **members)
         for first in range(0, len(outputs), _OUTPUTS):
             some = outputs[first:first + _OUTPUTS]
             per_block = len(some) if with_totals else 1
             blocks = grid_size(tiles * cdiv(len(some), per_block), x.shape)
-            yield _variant().bind(x, blocks, **members, outputs=len(some), outputs_per_block=per_block,
+            yield _KERNEL.variant().bind(x, blocks, **members, outputs=len(some), outputs_per_block=per_block,
                                   output=Records.of(b"".join(some), range(0, words * len(some), words)))
 
 
 _OFFSETS = _SplitsToOffsets()
 
 
-@functools.cache
-def _variant() -> Variant:
-    return _KERNEL.variant(block=_THREADS)
-
-
 def variants() -> Iterator[Variant]:
     """Every variant that this op may launch."""
-    yield _variant()
+    yield _KERNEL.variant()

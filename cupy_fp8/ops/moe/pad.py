@@ -20,8 +20,8 @@ from ...layouts import cdiv, padded_rows, round_up
 from ...results import Scaled
 from .rows import Rows, read_rows
 
-_KERNEL = Kernel("moe/pad", "move_groups")
 _THREADS = 256
+_KERNEL = Kernel("moe/pad", "move_groups", block=_THREADS)
 _UNIT = 16                  # bytes that a thread loads at once
 _UNITS = 8                  # loads of a thread in flight, at most
 #: This many loads are fastest. A thread has more if rows fill them better (docs/lab-notes).
@@ -166,10 +166,11 @@ class _MoveGroups(Op[_Move]):
             one = {"scale": rows.one_scale.at, "scale_to": written[1]}
         x = rows.data.array
         align_from, align_to = (align, 1) if self.padded_source else (1, align)
-        yield _variant().bind(x, grid_size(blocks + scale_blocks, x.shape), data=data, scales=scales, **one,
-                              splits=groups.members(call.error_word()), order=order.at, order_wide=order.wide,
-                              from_rows=rows.number, rows=number, align_from=align_from, align_to=align_to,
-                              exact=int(self.exact), data_blocks=blocks)
+        yield _KERNEL.variant().bind(
+            x, grid_size(blocks + scale_blocks, x.shape), data=data, scales=scales, **one,
+            splits=groups.members(call.error_word()), order=order.at, order_wide=order.wide,
+            from_rows=rows.number, rows=number, align_from=align_from, align_to=align_to,
+            exact=int(self.exact), data_blocks=blocks)
 
 
 class _Pad(_MoveGroups):
@@ -317,11 +318,6 @@ def _shares(row_bytes: int) -> tuple[int, int, int]:
     return max(range(fewest, most + 1), key=filled), 1, row_bytes
 
 
-@functools.cache
-def _variant() -> Variant:
-    return _KERNEL.variant(block=_THREADS)
-
-
 def variants() -> Iterator[Variant]:
     """Every variant that these ops may launch."""
-    yield _variant()
+    yield _KERNEL.variant()

@@ -247,7 +247,7 @@ class _Permute(Op[_Moved]):
             if scales.shape[1]:
                 scale_rows = launching.rows(scales, scales_at, routing.tokens)
         grid, clearing = launching.grid(routing, data_rows["blocks"] + scale_rows["blocks"], data.shape)
-        yield launching.permute_variant().bind(
+        yield launching.PERMUTE.variant().bind(
             data.array, grid, data=data_rows, scales=scale_rows, probs=probs.at,
             rows_probs=rest[0] if rest else 0, routes=launching.routes(routing, probs.columns, clearing))
 
@@ -299,7 +299,7 @@ class _Unpermute(Op[_Summed]):
         division = launching.unpermute_division(routing.tokens, routing.topk, cdiv(count * size, 16))
         topk = routing.topk if vector and routing.topk in launching.TOPKS else 0
         gathering = {} if probs_grad is None else {"from_rows": probs_grad.at, "to_slots": written[1]}
-        yield launching.unpermute_variant(y.dtype, topk).bind(
+        yield launching.UNPERMUTE.variant(IN=y.dtype, TOPK=topk).bind(
             y.array, division.blocks, y=y.at, out=to, probs=probs.at,
             routes=launching.routes(routing, probs.columns), columns=count, **division.members(),
             vector=int(vector), **gathering)
@@ -345,7 +345,7 @@ class _UnpermuteBackward(Op[_Weighted]):
         count = prod(grad.shape[1:])
         row_bytes = count * grad.dtype.itemsize
         grid, clearing = launching.grid(routing, routing.tokens, grad.shape)
-        yield launching.backward_variant(grad.dtype).bind(
+        yield launching.BACKWARD.variant(IN=grad.dtype).bind(
             grad.array, grid, grad=grad.at, y=y.at, grad_y=grad_y, probs=probs.at, dprobs=dprobs,
             routes=launching.routes(routing, probs.columns, clearing), columns=count,
             vector=int((grad.at | y.at | grad_y | row_bytes) % 16 == 0),

@@ -5,21 +5,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from math import prod
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from ...arrays import address
 from ...calls.call import Input
-from ...formats import FORMATS, INPUT_DTYPES
+from ...formats import INPUT_DTYPES
 from ...kernels import Kernel, Variant, grid_size
 from ...layouts import cdiv, round_up
 from ...routing import Routing
 
-_PERMUTE = Kernel("moe/permute", "permute")
-_UNPERMUTE = Kernel("moe/unpermute", "unpermute")
-_BACKWARD = Kernel("moe/unpermute_backward", "unpermute_backward")
 _THREADS = 256
+PERMUTE = Kernel("moe/permute", "permute", block=_THREADS)
+#: Its define TOPK is the routes of a token, one of TOPKS, or 0 for any number.
+UNPERMUTE = Kernel("moe/unpermute", "unpermute", block=_THREADS)
+BACKWARD = Kernel("moe/unpermute_backward", "unpermute_backward", block=_THREADS)
 _BYTES = 8 << 10            # that a block of permute copies, at most
 _UNITS = 4                  # loads that a thread of permute has in flight
 _CHUNKS = 2048              # of the result that a block of unpermute writes, at most
@@ -110,26 +109,10 @@ def unpermute_division(tokens: int, topk: int, chunks: int) -> Division:
 
 
 # ---- programs ----
-@functools.cache
-def permute_variant() -> Variant:
-    return _PERMUTE.variant(block=_THREADS)
-
-
-@functools.cache
-def unpermute_variant(dtype: np.dtype[Any], topk: int) -> Variant:
-    """topk: routes of a token, one of TOPKS; 0: any number."""
-    return _UNPERMUTE.variant(block=_THREADS, IN=FORMATS[dtype].tag, TOPK=topk)
-
-
-@functools.cache
-def backward_variant(dtype: np.dtype[Any]) -> Variant:
-    return _BACKWARD.variant(block=_THREADS, IN=FORMATS[dtype].tag)
-
-
 def variants() -> Iterator[Variant]:
     """Every variant that permute, unpermute and their gradients may launch."""
-    yield permute_variant()
+    yield PERMUTE.variant()
     for dtype in INPUT_DTYPES:
         for topk in (0, *TOPKS):
-            yield unpermute_variant(dtype, topk)
-        yield backward_variant(dtype)
+            yield UNPERMUTE.variant(IN=dtype, TOPK=topk)
+        yield BACKWARD.variant(IN=dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,8 +17,8 @@ from ...kernels import Kernel, Launch, Variant
 from ...layouts import cdiv, round_up
 from ...routing import MOST_EXPERTS, Routing
 
-_COUNT, _RANK = (Kernel("moe/route", entry) for entry in ("route_count", "route_rank"))
-_THREADS, _WARPS = 256, 8
+_WARPS = 8
+_COUNT, _RANK = (Kernel("moe/route", entry, block=32 * _WARPS) for entry in ("route_count", "route_rank"))
 _MOST_BLOCKS = 128
 _ROUTES = 64                # for a warp, at least
 _MOST_ALIGN = 128
@@ -243,7 +242,7 @@ class _Route(Op[_Inputs]):
         slot_for_each = extents.mask and extents.topk == extents.number
         places = dict(zip(result.names, written, strict=True))
         for kernel in (_COUNT, _RANK) if counted else (_RANK,):
-            yield _variant(kernel).bind(
+            yield kernel.variant().bind(
                 x.array, blocks, assignment=x.at, counts=counts, **places, errors=call.error_word(),
                 tokens=extents.tokens, topk=extents.topk, number=extents.number, rows=extents.rows,
                 align=extents.align, warp_tokens=extents.warp_tokens, pitch=pitch,
@@ -253,12 +252,7 @@ class _Route(Op[_Inputs]):
 _ROUTE = _Route()
 
 
-@functools.cache
-def _variant(kernel: Kernel) -> Variant:
-    return kernel.variant(block=_THREADS)
-
-
 def variants() -> Iterator[Variant]:
     """Every variant that this op may launch."""
-    yield _variant(_COUNT)
-    yield _variant(_RANK)
+    yield _COUNT.variant()
+    yield _RANK.variant()

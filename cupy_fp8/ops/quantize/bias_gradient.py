@@ -3,7 +3,6 @@ kernels_cu/quantize/bias_gradient.cu."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 
@@ -12,12 +11,11 @@ from ...formats import float32
 from ...kernels import Kernel, Launch, Variant, grid_size, tiles
 from ...layouts import cdiv
 
-_SUM_ROWS = Kernel("quantize/bias_gradient", "sum_rows")
+_SUM_ROWS = Kernel("quantize/bias_gradient", "sum_rows", block=256)
 _SEGMENTS = 8                   # row segments in a block
 _ROWS = (8, 32)             # of a segment: few mean fewer loads per thread, many fewer launches
 _MOST = _SEGMENTS * _ROWS[-1]
 _COLUMNS_AT_ONCE = 32
-_THREADS = 256
 
 
 class ColumnSums:
@@ -46,7 +44,7 @@ class ColumnSums:
             left = max(1, cdiv(lines, _MOST))
             to = at + 4 * self.matrices * lines * self.columns if left > 1 else self._dbias_at
             grid = grid_size(cdiv(self.columns, _COLUMNS_AT_ONCE) * left * self.matrices, x.shape)
-            variant = _sum_rows_variant(_ROWS[lines > _SEGMENTS * _ROWS[0]])
+            variant = _SUM_ROWS.variant(ROWS=_ROWS[lines > _SEGMENTS * _ROWS[0]])
             yield variant.bind(x, grid, src=at, dst=to, noop=noop_at, rows=lines, columns=self.columns)
             lines, at = left, to
 
@@ -60,12 +58,7 @@ def partial_sums(shape: tuple[int, ...]) -> int:
     return math.prod(shape[:-2]) * total * shape[-1]
 
 
-@functools.cache
-def _sum_rows_variant(rows: int) -> Variant:
-    return _SUM_ROWS.variant(block=_THREADS, ROWS=rows)
-
-
 def variants() -> Iterator[Variant]:
     """Every variant that bias gradients may launch."""
     for rows in _ROWS:
-        yield _sum_rows_variant(rows)
+        yield _SUM_ROWS.variant(ROWS=rows)

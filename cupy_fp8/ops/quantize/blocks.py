@@ -3,7 +3,6 @@ kernels_cu/quantize/blocks.cu."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -25,7 +24,6 @@ from . import block_results
 from .block_results import ABSENT, AS_IS, TRANSPOSED, Axis, BlockOp, BlockResult, Inputs, Members, Places
 
 _TILE = Kernel("quantize/blocks", "quantize_block_tile")
-_ROWS = Kernel("quantize/block_rows", "quantize_block_rows")
 _WHOLE_VECTORS = Kernel("quantize/whole_vectors", "quantize_whole_vectors")
 # Elements of the smallest block, a quarter of a warp tile's row.
 _SMALLEST = 32
@@ -40,6 +38,7 @@ _WIDE = WarpTiles(4, 2, down_first=False)          # a compromise of both
 #: Constants of quantize_block_rows in kernels_cu/quantize/block_rows.cu: elements of a block, bytes of a
 #: load, warps of a block of threads, and blocks of a warp.
 _LENGTH, _LOAD_BYTES, _WARPS, _WARP_BLOCKS = 128, 16, 4, 8
+_ROWS = Kernel("quantize/block_rows", "quantize_block_rows", block=32 * _WARPS)
 #: Bytes of shared memory for the scales of a warp tile's rows and columns.
 _ROW_BYTES, _COLUMN_BYTES = 2 * 4 * (ROWS + 4) * 4, COLUMNS * 4
 #: Bytes of shared memory for a column of a row segment (kernels_cu/include/tile/column_segment.cuh).
@@ -241,7 +240,7 @@ def _rows_launch(call: Call, inputs: Inputs, axes: tuple[Axis, Axis], places: Pl
     _, row, _, rows, across = axes[0].strides
     warps = cdiv(rows, _WARP_BLOCKS) * across if row == 1 else cdiv(rows * across, _WARP_BLOCKS)
     matrices = quantization.size // (quantization.rows * quantization.columns)
-    return _rows_variant(quantization.source, quantization.to, quantization.divide).bind(
+    return _ROWS.variant(IN=quantization.source, OUT=quantization.to, DIVIDE=quantization.divide).bind(
         x.array, grid_size(matrices * cdiv(warps, _WARPS), quantization.shape), x=x.at, noop=call.noop_at,
         **members, **quantization.members(axes))
 
@@ -283,22 +282,20 @@ def warp_tiles_of(source: np.dtype[Any], rows: int, columns: int, square: bool, 
     return _WIDE if compact and source != float16 and not square else _GATHERED
 
 
-@functools.cache
 def tile_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: int, square: bool,
                  divide: bool, warp_tiles: WarpTiles, aligned: bool = True,
                  kernel: Kernel = _TILE) -> Variant:
     """The variant of the tile kernel for arrays, or for groups (ops/quantize/grouped_blocks.py)."""
-    per_warp_tile = _COLUMN_BYTES * (not aligned or columns != ABSENT or square) + _ROW_BYTES * (not aligned
-        or (rows != ABSENT and not square))
-    shared = (rows, columns).count(
-        TRANSPOSED
-    ) * warp_tiles.tile + warp_tiles.down * warp_tiles.across * per_warp_tile
+    keeps_columns = not aligned or columns != ABSENT or square
+    keeps_rows = not aligned or (rows != ABSENT and not square)
+    per_warp_tile = _COLUMN_BYTES * keeps_columns + _ROW_BYTES * keeps_rows
+    shared = (rows, columns).count(TRANSPOSED) * warp_tiles.tile
+    shared += warp_tiles.down * warp_tiles.across * per_warp_tile
     shared += _SEGMENT_BYTES * warp_tiles.columns * (warp_tiles.tiles_per_block > 1)
     of_groups = {} if kernel is _TILE else {"TILES_PER_BLOCK": warp_tiles.tiles_per_block}
-    return kernel.variant(block=warp_tiles.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag,
-                          ALONG_ROWS=rows, ALONG_COLUMNS=columns,
-                         SQUARE=int(square), DIVIDE=int(divide), ALIGNED=int(aligned), **warp_tiles.defines,
-                         **of_groups)
+    return kernel.variant(block=warp_tiles.block, shared=shared, IN=source, OUT=to, ALONG_ROWS=rows,
+                          ALONG_COLUMNS=columns, SQUARE=square, DIVIDE=divide, ALIGNED=aligned,
+                          **warp_tiles.defines, **of_groups)
 
 
 def any_shape_variant(source: np.dtype[Any], to: np.dtype[Any], kernel: Kernel = _TILE) -> Variant:
@@ -307,19 +304,13 @@ def any_shape_variant(source: np.dtype[Any], to: np.dtype[Any], kernel: Kernel =
     return tile_variant(source, to, TRANSPOSED, TRANSPOSED, False, False, ANY_SHAPE, False, kernel)
 
 
-@functools.cache
-def _rows_variant(source: np.dtype[Any], to: np.dtype[Any], divide: bool) -> Variant:
-    return _ROWS.variant(block=32 * _WARPS, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, DIVIDE=int(divide))
-
-
-@functools.cache
 def _whole_vectors_variant(source: np.dtype[Any], to: np.dtype[Any], along_rows: bool) -> Variant:
     warp_tiles = _ACROSS if along_rows else _GATHERED
     per_warp_tile = _ROW_BYTES // 2 if along_rows else _COLUMN_BYTES
     return _WHOLE_VECTORS.variant(
         block=warp_tiles.block, shared=warp_tiles.tile + warp_tiles.down * warp_tiles.across * per_warp_tile,
-        IN=FORMATS[source].tag, OUT=FORMATS[to].tag, ALONG_ROWS=int(along_rows),
-        WARP_TILES_DOWN=warp_tiles.down, WARP_TILES_ACROSS=warp_tiles.across)
+        IN=source, OUT=to, ALONG_ROWS=along_rows, WARP_TILES_DOWN=warp_tiles.down,
+        WARP_TILES_ACROSS=warp_tiles.across)
 
 
 def variants() -> Iterator[Variant]:
@@ -327,7 +318,7 @@ def variants() -> Iterator[Variant]:
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
         yield any_shape_variant(source, to)
         for divide in (False, True):
-            yield _rows_variant(source, to, divide)
+            yield _ROWS.variant(IN=source, OUT=to, DIVIDE=divide)
         for along_rows in (False, True):
             yield _whole_vectors_variant(source, to, along_rows)
         for (rows, columns), square, compact in product(

@@ -14,7 +14,7 @@ import numpy as np
 from ...calls.call import Call
 from ...calls.row_segments import find_segments, pays
 from ...directions import Direction
-from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, float32
+from ...formats import FP8_DTYPES, INPUT_DTYPES, float32
 from ...kernels import Kernel, Launch, Variant
 from ...kernels.warp_tiles import LANE_COLUMNS, WarpTiles
 from ...layouts import Block, cdiv, group_scales, group_unit, grouped_scale_shape, round_up
@@ -28,10 +28,10 @@ AnyQuantization = blocks.BlockQuantization | mx.MxQuantization
 _BLOCKS = Kernel("quantize/blocks", "group_quantize_block")
 _MX = Kernel("quantize/mx", "group_quantize_mx")
 _TILES_PER_BLOCK = 2            # that write transposed data; with more, multiprocessors are idle at the end
-_ROWS = Kernel("quantize/grouped_rows_columns", "group_quantize_rows")
 _WHOLE_VECTORS = Kernel("quantize/grouped_rows_columns", "group_quantize_whole_vectors")
 _VECTOR_TILE = WarpTiles(8, 1, down_first=False)             # 256 bytes of a transposed row
 _SEGMENT_ROWS, _SHARE, _THREADS = 32, 8192, 256         # SegmentOfRows of the kernel
+_ROWS = Kernel("quantize/grouped_rows_columns", "group_quantize_rows", block=_THREADS)
 _CHUNK_BYTES, _CHUNKS, _WARP = 16, 4, 32                # a thread holds so many chunks of a row
 _FIND, _QUANTIZE = 0, 1                                 # passes of the kernel of whole columns
 _FEWEST = 64                                            # amaxes that a workspace has room for, at least
@@ -210,16 +210,14 @@ def _mx_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: in
     return mx.tile_variant(source, to, rows, columns, warp_tiles, True, _MX), warp_tiles
 
 
-@functools.cache
 def _rows_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
-    return _ROWS.variant(block=_THREADS, IN=FORMATS[source].tag, OUT=FORMATS[to].tag, **_vector_defines())
+    return _ROWS.variant(IN=source, OUT=to, **_vector_defines())
 
 
-@functools.cache
 def _whole_vectors_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
     factors_and_divisors = 2 * 4 * (_VECTOR_TILE.rows + _VECTOR_TILE.columns)
     return _WHOLE_VECTORS.variant(block=_VECTOR_TILE.block, shared=_VECTOR_TILE.tile + factors_and_divisors,
-                                  IN=FORMATS[source].tag, OUT=FORMATS[to].tag, **_vector_defines())
+                                  IN=source, OUT=to, **_vector_defines())
 
 
 def _vector_defines() -> dict[str, int]:

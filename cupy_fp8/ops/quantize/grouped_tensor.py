@@ -3,7 +3,6 @@ kernels_cu/quantize/grouped_tensor.cu, and grouped_amax.cu, which finds scales i
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 
 from ...calls.call import Call
 from ...calls.row_segments import find_segments, pays
-from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES
+from ...formats import FP8_DTYPES, INPUT_DTYPES
 from ...kernels import Kernel, Launch, Variant, grid_size, tiles
 from ...layouts import cdiv, padded_rows
 from ...options import checked_eps
@@ -21,10 +20,11 @@ from ..scales.scale import scale_target
 from . import single_read
 from .grouped_call import Inputs, row_groups, tiled
 
-_AMAX = Kernel("quantize/grouped_amax", "group_amax_scale")
+_AMAX = Kernel("quantize/grouped_amax", "group_amax_scale", block=256)
 _CAST = Kernel("quantize/grouped_tensor", "group_cast_transpose")
-_CURRENT = Kernel("quantize/grouped_tensor", "group_cast_current", cooperative=True)
-_AMAX_THREADS, _AMAX_ROWS = 256, 64         # of a block and of a row segment, as in grouped_amax.cu
+_CURRENT = Kernel("quantize/grouped_tensor", "group_cast_current", block=single_read.THREADS,
+                  cooperative=True)
+_AMAX_ROWS = 64             # of a row segment, as in grouped_amax.cu
 _PART_BYTES = 64 << 10                      # of a row segment that a block of group_amax_scale reads
 _FEWEST = 64                                # groups that a workspace has room for, at least
 _TALL = 4096                                # average rows of a group that make wide tiles faster
@@ -93,7 +93,7 @@ def _find_scales(call: Call, inputs: Inputs, amaxes_at: int,
         find, groups["segments"] = find_segments(call, _AMAX_ROWS, segments, groups)
         found.append(find)
     target, eps, pow2 = rule
-    found.append(_amax_variant(x.dtype).bind(
+    found.append(_AMAX.variant(IN=x.dtype).bind(
         x, grid, x=inputs.x.at, workspace=words_at, scale=scales_at, amax=amaxes_at, noop=call.noop_at,
         groups=groups, target=target, eps=eps, pow2=int(pow2)))
     return scales_at, found
@@ -118,7 +118,7 @@ def _cast_current(call: Call, inputs: Inputs, places: dict[str, int], choice: si
     yield find
     of_tiles = single_read.words(tiling.grid)
     words_at = call.workspace("group_current", 1 << (of_tiles + 2 * inputs.number - 1).bit_length())
-    yield single_read.variant(_CURRENT, x.dtype, inputs.recipe.dtype, choice.shared).bind(
+    yield _CURRENT.variant(shared=choice.shared, IN=x.dtype, OUT=inputs.recipe.dtype).bind(
         x, choice.blocks, x=inputs.x.at, data=places["rowwise"], data_t=places["columnwise"],
         scale_inv=places["scale_inv"], amax=inputs.amaxes.at if inputs.amaxes else 0, noop=call.noop_at,
         amax_of_launch=words_at + 4 * of_tiles, groups={**tiling.groups, "segments": segments_at},
@@ -126,22 +126,15 @@ def _cast_current(call: Call, inputs: Inputs, places: dict[str, int], choice: si
 
 
 # ---- variants ----
-@functools.cache
-def _amax_variant(source: np.dtype[Any]) -> Variant:
-    return _AMAX.variant(block=_AMAX_THREADS, IN=FORMATS[source].tag)
-
-
-@functools.cache
 def _cast_variant(source: np.dtype[Any], to: np.dtype[Any], tile: tiles.Tile) -> Variant:
-    large = int(tile is not tiles.SMALL)
-    return _CAST.variant(block=tile.block, shared=tile.shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag,
-                         TILE_ROWS=tile.rows, TILE_COLUMNS=tile.columns, DBIAS=0, LARGE=large)
+    return _CAST.variant(block=tile.block, shared=tile.shared, IN=source, OUT=to, TILE_ROWS=tile.rows,
+                         TILE_COLUMNS=tile.columns, DBIAS=0, LARGE=tile is not tiles.SMALL)
 
 
 def variants() -> Iterator[Variant]:
     """Every variant that these launches may take."""
     for source in INPUT_DTYPES:
-        yield _amax_variant(source)
+        yield _AMAX.variant(IN=source)
     yield from single_read.variants(_CURRENT)
     for source, to, tile in product(INPUT_DTYPES, FP8_DTYPES, (tiles.SMALL, tiles.BOTH_NARROW, tiles.BOTH)):
         if tile != tiles.BOTH or source.itemsize == 2:

@@ -23,7 +23,7 @@ from ...results import Quantized
 from . import block_results
 from .block_results import ABSENT, AS_IS, TRANSPOSED, Axis, BlockOp, BlockResult, Inputs, Members
 
-_ROWS = Kernel("quantize/mx", "quantize_mx_rows")
+_ROWS = Kernel("quantize/mx", "quantize_mx_rows", block=elementwise.THREADS)
 _TILE = Kernel("quantize/mx", "quantize_mx_tile")
 _BLOCK = 32
 _NO_SCALES = (0, 1, 1)                          # a ScaleTarget without its address
@@ -184,7 +184,7 @@ def _rows_launch(call: Call, inputs: Inputs, written: tuple[int, ...]) -> Launch
     members = block_results.destinations(quantization.axes, quantization.result.places(written))
     grid, vector = elementwise.grid(quantization.size, quantization.shape, x.dtype.itemsize, 1, x.at,
                                     members["rows_data"])
-    return _rows_variant(quantization.source, quantization.to).bind(
+    return _ROWS.variant(IN=quantization.source, OUT=quantization.to).bind(
         x.array, grid, x=x.at, noop=call.noop_at, **members, **quantization.members, vector=vector)
 
 
@@ -225,20 +225,13 @@ def _wide_tile(source: np.dtype[Any], rows: int, columns: int, tall: bool) -> Wa
     return warp_tiles_of(source, rows, columns, tall or columns == ABSENT)
 
 
-@functools.cache
-def _rows_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
-    return _ROWS.variant(block=elementwise.THREADS, IN=FORMATS[source].tag, OUT=FORMATS[to].tag)
-
-
-@functools.cache
 def tile_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: int, warp_tiles: WarpTiles,
                  aligned: bool = True, kernel: Kernel = _TILE) -> Variant:
     """The variant of the tile kernel for arrays, or for groups (ops/quantize/grouped_blocks.py)."""
     # The scales of both directions take shared memory too.
     shared = (rows, columns).count(TRANSPOSED) * warp_tiles.tile + 2 * warp_tiles.tile // _BLOCK
-    return kernel.variant(block=warp_tiles.block, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag,
-                          ALONG_ROWS=rows, ALONG_COLUMNS=columns,
-                         ALIGNED=int(aligned), **warp_tiles.defines)
+    return kernel.variant(block=warp_tiles.block, shared=shared, IN=source, OUT=to, ALONG_ROWS=rows,
+                          ALONG_COLUMNS=columns, ALIGNED=aligned, **warp_tiles.defines)
 
 
 def any_shape_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
@@ -250,7 +243,7 @@ def any_shape_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
 def variants() -> Iterator[Variant]:
     """Every variant that this op may launch."""
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
-        yield _rows_variant(source, to)
+        yield _ROWS.variant(IN=source, OUT=to)
         yield any_shape_variant(source, to)
         for (rows, columns), tall in product(_STORED, (False, True)):
             if tile := _wide_tile(source, rows, columns, tall):

@@ -15,13 +15,13 @@ import numpy as np
 
 from ... import kernels
 from ...arrays import Array
-from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES
+from ...formats import FP8_DTYPES, INPUT_DTYPES
 from ...kernels import Kernel, Variant, tiles
 
 TILE = tiles.SMALL
 #: Constants of single_read.cuh: threads of a block, stages of shared memory (each for a tile), words of
 #: state, and bytes that the kernel's own variables may take.
-_THREADS, _MOST_STAGES, _STATE_WORDS, _STATIC_SHARED = 384, 6, 2, 2048
+THREADS, _MOST_STAGES, _STATE_WORDS, _STATIC_SHARED = 384, 6, 2, 2048
 _STAGE_BYTES = TILE.rows * TILE.columns * 2
 #: With fewer stages hardly any matrix fits.
 _FEWEST_STAGES = 4
@@ -91,13 +91,8 @@ def members(at: int, count: int, choice: Choice, rule: tuple[float, float, bool]
     return at, at + 4 * _STATE_WORDS, count, choice.stages, target, eps, int(pow2)
 
 
-@functools.cache
-def variant(kernel: Kernel, source: np.dtype[Any], to: np.dtype[Any], shared: int) -> Variant:
-    return kernel.variant(block=_THREADS, shared=shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag)
-
-
 def variants(kernel: Kernel) -> Iterator[Variant]:
     """Every variant of the kernel that may be launched."""
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
         if source.itemsize == 2:
-            yield variant(kernel, source, to, 0)
+            yield kernel.variant(IN=source, OUT=to)

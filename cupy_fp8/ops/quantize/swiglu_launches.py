@@ -16,7 +16,7 @@ from ...calls.call import Call, Input
 from ...calls.results import Description
 from ...calls.splits import Groups
 from ...directions import check_directions
-from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn
+from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn
 from ...kernels import Kernel, Launch, Variant, tiles
 from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, check_recipe
 from ...reference.quantize.swiglu import ALPHA
@@ -319,8 +319,7 @@ def _variants(kernel: Kernel, source: np.dtype[Any], to: np.dtype[Any], backward
 
 
 def _variant(kernel: Kernel, source: np.dtype[Any], to: np.dtype[Any], backward: int, path: str) -> Variant:
-    types: dict[str, Any] = {"IN": FORMATS[source].tag, "OUT": FORMATS[to].tag, "BACKWARD": backward,
-                             "PATH": path}
+    types: dict[str, Any] = {"IN": source, "OUT": to, "BACKWARD": backward, "PATH": path}
     block, shared = _TILE.block, _LEAST_SHARED
     # These rows come through registers.
     if path == ANY or (kernel is _CAST and (path == ROWS or (path == TILES and backward))):

@@ -3,7 +3,6 @@ kernels_cu/quantize/tensor.cu."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from ...arrays import Array
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, Written
 from ...directions import check_directions, dbias_shape
-from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flags, float8_e4m3fn, float32, lookup
+from ...formats import FP8_DTYPES, INPUT_DTYPES, flags, float8_e4m3fn, float32, lookup
 from ...kernels import Kernel, Launch, Variant, elementwise, tiles
 from ...layouts import swap_last
 from ...methods import for_methods
@@ -26,7 +25,7 @@ from ..scales.scale import scale_target
 from . import tensor_current
 from .bias_gradient import ColumnSums, partial_sums
 
-_CAST = Kernel("quantize/tensor", "cast")
+_CAST = Kernel("quantize/tensor", "cast", block=elementwise.THREADS)
 _CAST_TRANSPOSE = Kernel("quantize/tensor", "cast_transpose")
 #: The fastest choice on an H200 (docs/lab-notes).
 _COLUMNWISE = tiles.Tile(256, 128, down_first=True)
@@ -259,7 +258,7 @@ def _flat(call: Call, inputs: _Inputs, members: dict[str, Any], places: dict[str
     """The launch that casts an array in its order."""
     x = inputs.x.array
     grid, vector = elementwise.grid(x.size, x.shape, x.dtype.itemsize, 1, inputs.x.at, places["data"])
-    yield _cast_variant(x.dtype, inputs.dtype).bind(x, grid, **members, **places, vector=vector)
+    yield _CAST.variant(IN=x.dtype, OUT=inputs.dtype).bind(x, grid, **members, **places, vector=vector)
 
 
 def _tiled(call: Call, inputs: _Inputs, members: dict[str, Any], places: dict[str, int]) -> Iterator[Launch]:
@@ -296,31 +295,24 @@ def _large_tile(source: np.dtype[Any], directions: int, dbias: bool) -> tiles.Ti
     return tiles.BOTH_NARROW if source == float32 or dbias else tiles.BOTH
 
 
-@functools.cache
-def _cast_variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
-    return _CAST.variant(block=elementwise.THREADS, IN=FORMATS[source].tag, OUT=FORMATS[to].tag)
-
-
 def _shared(tile: tiles.Tile, directions: int, dbias: bool) -> int:
     """Bytes of shared memory: the transposed tile, and an f32 for every 16 rows of a column."""
     return bool(directions & _COLUMNWISE_BIT) * tile.shared + dbias * tile.shared // 4
 
 
-@functools.cache
 def _cast_transpose_variant(source: np.dtype[Any], to: np.dtype[Any], tile: tiles.Tile, dbias: bool,
                             directions: int = 0) -> Variant:
     """The program for whole patches in these directions, or, of SMALL tiles, the one for any array and any
     directions."""
-    return _CAST_TRANSPOSE.variant(block=tile.block, shared=_shared(tile, directions or _COLUMNWISE_BIT,
-                                                                    dbias), IN=FORMATS[source].tag,
-                                   OUT=FORMATS[to].tag, **tile.defines, DBIAS=int(dbias),
-                                   WHOLE=int(directions > 0), DIRECTIONS=directions)
+    return _CAST_TRANSPOSE.variant(
+        block=tile.block, shared=_shared(tile, directions or _COLUMNWISE_BIT, dbias), IN=source, OUT=to,
+        **tile.defines, DBIAS=dbias, WHOLE=directions > 0, DIRECTIONS=directions)
 
 
 def variants() -> Iterator[Variant]:
     """Every variant that these ops may launch."""
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
-        yield _cast_variant(source, to)
+        yield _CAST.variant(IN=source, OUT=to)
         for dbias in (False, True):
             yield _cast_transpose_variant(source, to, tiles.SMALL, dbias)
         for directions, dbias in _WHOLE:

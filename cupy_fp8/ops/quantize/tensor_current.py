@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...calls.call import Call, Input
-from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES
+from ...formats import FP8_DTYPES, INPUT_DTYPES
 from ...kernels import Kernel, Launch, Variant, multiprocessors, shared_memory_per_block
 
 _CAST_CURRENT = Kernel("quantize/tensor_current", "cast_current", cooperative=True)
@@ -57,10 +57,8 @@ def launch(call: Call, x: Input, dtype: np.dtype[Any], rule: tuple[float, float,
         pow2=int(pow2), rounds=rounds)
 
 
-@functools.cache
 def _variant(source: np.dtype[Any], to: np.dtype[Any], machine: _Machine) -> Variant:
-    return _CAST_CURRENT.variant(block=machine.threads, shared=machine.shared, IN=FORMATS[source].tag,
-                                 OUT=FORMATS[to].tag)
+    return _CAST_CURRENT.variant(block=machine.threads, shared=machine.shared, IN=source, OUT=to)
 
 
 def variants() -> Iterator[Variant]:

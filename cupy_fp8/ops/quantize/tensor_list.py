@@ -16,7 +16,7 @@ from ...calls.call import Call, Input, Op, run
 from ...calls.tables import Records
 from ...calls.tensor_lists import ListResult, TableLayout, checked, each_amax, each_scale
 from ...directions import check_directions
-from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, lookup
+from ...formats import FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, lookup
 from ...kernels import Kernel, Launch, Variant, tiles
 from ...options import checked_eps
 from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, Recipe, check_recipe
@@ -26,9 +26,8 @@ from . import single_read, tensor, tensor_list_blocks
 
 _FEW = 8                                # matrices whose records fit into a launch's arguments (kFew)
 _CAST = Kernel("quantize/tensor_list", "multi_cast_transpose")
-_AMAX = Kernel("quantize/tensor_list", "multi_amax_scale")
-_CURRENT = Kernel("quantize/tensor_list", "multi_cast_current", cooperative=True)
-_AMAX_THREADS = 256
+_AMAX = Kernel("quantize/tensor_list", "multi_amax_scale", block=256)
+_CURRENT = Kernel("quantize/tensor_list", "multi_cast_current", block=single_read.THREADS, cooperative=True)
 _SMALL = tiles.SMALL
 #: The rule of current scaling: target, eps, and whether scales are powers of two.
 _Rule = tuple[float, float, bool]
@@ -290,7 +289,7 @@ def _read_once(call: Call, matrices: list[_Matrix], to: np.dtype[Any], rule: _Ru
     x, count = matrices[0].x.array, sum(each.tiles(single_read.TILE) for each in matrices)
     table = _table(matrices, single_read.TILE, 4 * single_read.words(count))
     at = table.make(call, _packed(matrices, table))
-    return single_read.variant(_CURRENT, x.dtype, to, choice.shared).bind(
+    return _CURRENT.variant(shared=choice.shared, IN=x.dtype, OUT=to).bind(
         x, choice.blocks, tensors=at, tensor_of=at + table.numbers, noop=call.noop_at,
         single_read=single_read.members(at + table.zeros, count, choice, rule))
 
@@ -304,7 +303,7 @@ def _read_twice(call: Call, matrices: list[_Matrix], to: np.dtype[Any], rule: _R
     at = table.make(call, _packed(matrices, table, scales), own="scale")
     target, eps, pow2 = rule
     members = {"tensors": at, "tensor_of": at + table.numbers, "noop": call.noop_at}
-    yield _amax_variant(x.dtype).bind(x, table.count, **members, workspace=at + table.zeros,
+    yield _AMAX.variant(IN=x.dtype).bind(x, table.count, **members, workspace=at + table.zeros,
                                       scale=at + scales, target=target, eps=eps, pow2=int(pow2))
     yield _cast_variant(x.dtype, to, tile).bind(x, table.count, **members, reverse=1, each=table.each)
 
@@ -325,15 +324,9 @@ def _cast(call: Call, matrices: list[_Matrix], to: np.dtype[Any]) -> Launch:
                                                  each=table.each)
 
 
-@functools.cache
 def _cast_variant(source: np.dtype[Any], to: np.dtype[Any], tile: tiles.Tile) -> Variant:
-    return _CAST.variant(block=tile.block, shared=tile.shared, IN=FORMATS[source].tag, OUT=FORMATS[to].tag,
-                         TILE_ROWS=tile.rows, TILE_COLUMNS=tile.columns, DBIAS=0)
-
-
-@functools.cache
-def _amax_variant(source: np.dtype[Any]) -> Variant:
-    return _AMAX.variant(block=_AMAX_THREADS, IN=FORMATS[source].tag)
+    return _CAST.variant(block=tile.block, shared=tile.shared, IN=source, OUT=to, TILE_ROWS=tile.rows,
+                         TILE_COLUMNS=tile.columns, DBIAS=0)
 
 
 def variants() -> Iterator[Variant]:
@@ -345,4 +338,4 @@ def variants() -> Iterator[Variant]:
         if source.itemsize == 2:
             yield _cast_variant(source, to, tiles.BOTH)
     for source in INPUT_DTYPES:
-        yield _amax_variant(source)
+        yield _AMAX.variant(IN=source)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
@@ -13,13 +12,13 @@ from ... import reference
 from ...arrays import Array, is_array
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, Written
-from ...formats import FORMATS, INPUT_DTYPES, float32
+from ...formats import INPUT_DTYPES, float32
 from ...kernels import Kernel, Launch, Variant, multiprocessors
 
 NAN_RULES = ("ignore", "propagate")
 
-_COMPUTE_AMAX = Kernel("scales/amax", "compute_amax")
 _THREADS = 512
+_COMPUTE_AMAX = Kernel("scales/amax", "compute_amax", block=_THREADS)
 _BLOCKS_PER_SM = 4
 _CHUNKS_PER_STEP = 4
 _BLOCKS_ON_CPU = 4
@@ -99,9 +98,8 @@ def _launch(x: Input, words: int, nan: str, **members: Any) -> Launch:
                                        **members)
 
 
-@functools.cache
 def _variant(dtype: np.dtype[Any], nan: str) -> Variant:
-    return _COMPUTE_AMAX.variant(block=_THREADS, IN=FORMATS[dtype].tag, NAN_WINS=int(nan == "propagate"))
+    return _COMPUTE_AMAX.variant(IN=dtype, NAN_WINS=nan == "propagate")
 
 
 def variants() -> Iterator[Variant]:

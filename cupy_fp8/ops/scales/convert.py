@@ -15,7 +15,7 @@ from ...arrays import Array, _as_shape, asnumpy, is_contiguous
 from ...calls import validate
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, one_array
-from ...formats import FORMATS, as_dtype, flag, float8_e8m0fnu, float32, int32, names
+from ...formats import as_dtype, flag, float8_e8m0fnu, float32, int32, names
 from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import (
     PACKED,
@@ -38,8 +38,7 @@ from ...results import Scaled
 from ...scaled_parts import check_block_scales
 from .swizzle import check_aligned, lines_adjacent, matrix_extents, matrix_launches
 
-_KERNEL = Kernel("scales/convert", "convert_scales")
-_THREADS = 256
+_KERNEL = Kernel("scales/convert", "convert_scales", block=256)
 _FOUR_LINES, _FOUR_BLOCKS, _PACKED, _SWIZZLED = range(4)             # the kernel's `order`
 _TILE, _SWIZZLED_TILE = (32, 32), (SWIZZLE_ROWS, 2 * SWIZZLE_COLUMNS)
 
@@ -228,7 +227,7 @@ def conversion(source: str, target: str, shape: tuple[int, ...], block: Block, h
         aligned_for=target if target in ("swizzled", "deepgemm_sm100") else "",
         swizzles=target == "swizzled" if can_swizzle else None,
         columnwise=grid.columnwise, lines=(*grid.batch, grid.outer, grid.blocks),
-        variant=_variant(*kinds), grid=blocks and grid_size(blocks, shape),
+        variant=_KERNEL.variant(IN=kinds[0], OUT=kinds[1]), grid=blocks and grid_size(blocks, shape),
         members={"source": before.strides, "target": after.strides,
                  "lines": shape[-2] if after.shift else grid.outer, "blocks": grid.blocks,
                  "stored_lines": after.lines, "stored_blocks": after.blocks, "down": down, "across": across,
@@ -313,12 +312,7 @@ def _line_strides(line: int) -> tuple[int, int, int]:
     return line, 32 * line, SWIZZLE_ROWS * line
 
 
-@functools.cache
-def _variant(source: np.dtype[Any], to: np.dtype[Any]) -> Variant:
-    return _KERNEL.variant(block=_THREADS, IN=FORMATS[source].tag, OUT=FORMATS[to].tag)
-
-
 def variants() -> Iterator[Variant]:
     """Every variant that this op may launch."""
     for source, to in product((float32, float8_e8m0fnu), repeat=2):
-        yield _variant(source, to)
+        yield _KERNEL.variant(IN=source, OUT=to)

@@ -18,9 +18,9 @@ from ...kernels import Kernel, Launch, Variant, elementwise, grid_size, multipro
 from ...options import ALGORITHMS, checked_eps, checked_margin
 from ...reference.numerics import times_power_of_two
 
-_COMPUTE_SCALE = Kernel("scales/scale", "compute_scale")
-_UPDATE = Kernel("scales/scale", "update_delayed_scaling")
 _THREADS = 512
+_COMPUTE_SCALE = Kernel("scales/scale", "compute_scale", block=elementwise.THREADS)
+_UPDATE = Kernel("scales/scale", "update_delayed_scaling", block=_THREADS)
 _IN_FLIGHT = 8
 _MOST_COLUMNS_LOG2 = 5          # 32 f32: a whole cache line of each row
 _MULTIPROCESSORS_OF_CPU = 4
@@ -80,7 +80,7 @@ class _ComputeScale(Op[_Scales]):
         amax = inputs.amax.array
         if amax.size:
             blocks, vector = elementwise.grid(amax.size, amax.shape, 4, 4, inputs.amax.at, written[0])
-            yield _compute_scale_variant().bind(
+            yield _COMPUTE_SCALE.variant().bind(
                 amax, blocks, amax=inputs.amax.at, scale=written[0], n=amax.size,
                 target=scale_target(inputs.dtype, inputs.margin),
                 eps=inputs.eps, pow2=int(inputs.pow2), vector=vector)
@@ -174,7 +174,7 @@ class _UpdateDelayedScaling(Op[_Update]):
             on_cpu = isinstance(history, np.ndarray)
             log2 = _columns_log2(length, n, _MULTIPROCESSORS_OF_CPU if on_cpu
                                  else multiprocessors(history.data.device_id))
-            yield _update_variant().bind(
+            yield _UPDATE.variant().bind(
                 history, grid_size((n - 1 >> log2) + 1, history.shape), history=inputs.history.at,
                 scale=inputs.scale.at,
                 amax=0 if inputs.amax is None else inputs.amax.at, length=length, n=n,
@@ -201,17 +201,7 @@ def _columns_log2(length: int, n: int, processors: int) -> int:
     return log2
 
 
-@functools.cache
-def _compute_scale_variant() -> Variant:
-    return _COMPUTE_SCALE.variant(block=elementwise.THREADS)
-
-
-@functools.cache
-def _update_variant() -> Variant:
-    return _UPDATE.variant(block=_THREADS)
-
-
 def variants() -> Iterator[Variant]:
     """Every variant that these ops may launch."""
-    yield _compute_scale_variant()
-    yield _update_variant()
+    yield _COMPUTE_SCALE.variant()
+    yield _UPDATE.variant()

@@ -30,9 +30,8 @@ from ...layouts import (
     swap_last,
 )
 
-_SWIZZLE = Kernel("scales/swizzle", "swizzle_scales")
-_UNSWIZZLE = Kernel("scales/swizzle", "unswizzle_scales")
-_THREADS = 64
+_SWIZZLE = Kernel("scales/swizzle", "swizzle_scales", block=64)
+_UNSWIZZLE = Kernel("scales/swizzle", "unswizzle_scales", block=64)
 _TILES = 8                  # of a block of threads, along a line
 _NOT_GROUPED, _GROUPS_OF_LINES, _GROUPS_OF_BLOCKS = 0, 1, 2        # GROUPED
 
@@ -321,9 +320,8 @@ def _members(extents: _Extents, compact_at: int, swizzled_at: int, adjacent: boo
             "down": extents.down, "across": extents.across}
 
 
-@functools.cache
 def _variant(kernel: Kernel, adjacent: bool, grouped: int, words: bool) -> Variant:
-    return kernel.variant(block=_THREADS, ADJACENT=int(adjacent), WORDS=int(words), GROUPED=grouped)
+    return kernel.variant(ADJACENT=adjacent, WORDS=words, GROUPED=grouped)
 
 
 def variants() -> Iterator[Variant]:
