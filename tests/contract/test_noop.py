@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 from declared import Example, snapshot
-from perturbed import compare, named, on_host, refused
+from perturbed import change_contents, compare, named, on_host, refused
 from places import Place, every_noop
 
 _BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
@@ -25,10 +25,12 @@ def check(example: Example, value: float) -> None:
 
 @every_noop
 def test_only_a_flag_of_one_writes_nothing(example, place):
-    """In calls that are known, too: the flag is looked at every time."""
+    """In calls that are known, too: the flag is looked at every time. The contents change between two calls,
+    so that what a call without effect leaves in a workspace would show in the next one."""
     example = example.on(place.run)
     for value in (1.0, 0.0, 1.0, 2.0, -1.0, np.nan, np.inf, _BELOW_ONE, 2.0**-149, 1.0):
         check(example, value)
+        change_contents(example, place)
 
 
 @every_noop

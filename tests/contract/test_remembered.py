@@ -52,22 +52,34 @@ def noticed(known: Example, changed: Example, options_are_equal: bool = False) -
     assert outcome(changed) == after
 
 
+@pytest.fixture
+def validate(monkeypatch):
+    """Counts the calls that are validated, rather than remembered."""
+    counted = mock.Mock(side_effect=call.validate_call)
+    monkeypatch.setattr(call, "validate_call", counted)
+    return counted
+
+
 @every_example
-def test_other_contents(example, device):
-    """In the same memory; with a result to write into, and in calls that allocate theirs."""
+def test_other_contents(example, device, validate):
+    """In the same memory; with a result to write into, and in calls that allocate theirs. Of each form the
+    first call alone is validated."""
     example = example.on(device.run)
+    validate.reset_mock()                                  # `on` has validated a call
     for _ in range(3):
         args, kwargs = on_host(example)
         example.poison()
         example.call()
         compare(example, args, kwargs)
         change_contents(example, device)
+        assert validate.call_count == 1
     kept = []                                              # so that every result has memory of its own
     for _ in range(6 if not example.updates else 0):
         args, kwargs = on_host(example)
         kept.append(anew(example))
         compare(example.with_tree((example.args, example.kwargs, kept[-1])), args, kwargs)
         change_contents(example, device)
+        assert validate.call_count == 2
 
 
 @every_example
@@ -263,7 +275,7 @@ def test_results_of_two_calls_share_no_memory(example, device):
 
 
 @needs_host
-def test_new_memory_of_another_alignment(monkeypatch):
+def test_new_memory_of_another_alignment(monkeypatch, validate):
     """Launches may rely on the alignment of what they write, so a call is then made as if it were new."""
     alignments: list[int] = []
     make = results.Allocation.make
@@ -277,8 +289,6 @@ def test_new_memory_of_another_alignment(monkeypatch):
         return arrays, [a.ctypes.data for a in arrays]
 
     monkeypatch.setattr(results.Allocation, "make", aligned)
-    validate = mock.Mock(side_effect=call.validate_call)
-    monkeypatch.setattr(call, "validate_call", validate)
     x = np.arange(4096, dtype=np.float32).reshape(32, 128)
     with testing.executor("host"):
         for alignment, made_anew in ((0, 1), (0, 1), (16, 2), (16, 2), (0, 3)):
@@ -288,13 +298,11 @@ def test_new_memory_of_another_alignment(monkeypatch):
 
 
 @pytest.mark.parametrize("align", [1, 16])
-def test_a_list_of_sizes_is_copied_for_every_call(align, device, monkeypatch):
+def test_a_list_of_sizes_is_copied_for_every_call(align, device, validate):
     """A call with one is remembered as a call with an array is, whatever the sizes, and the array is the
     result's own."""
     values = np.arange(300 * 16, dtype=np.float32).reshape(300, 16)
     x, sizes = device.array(values), [100, 0, 150]
-    validate = mock.Mock(side_effect=call.validate_call)
-    monkeypatch.setattr(call, "validate_call", validate)
     for given_sizes in (sizes, sizes, [1, 2, 297], sizes):
         g = fp8.group_quantize(x, given_sizes, fp8.MXScaling(), align=align)
         want = reference.group_quantize(values, np.array(given_sizes), fp8.MXScaling(), align=align)

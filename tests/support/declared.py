@@ -210,7 +210,7 @@ def _named(tree: Any, declared: Iterable[Range]) -> dict[str, Any]:
 
 def examples_of(op: Registration) -> Iterator[Example]:
     """Few contiguous cases that together declare every pair of names; then those that declare another set of
-    names, or have another option that is no number."""
+    names, or have another option that is no number, or another axis."""
     found = list(_described(op))
     chosen: list[_Described] = []
     for quick in (True, False):
@@ -251,7 +251,7 @@ def _described(op: Registration) -> Iterator[_Described]:
         names = {one.name for one in ranges} | {one.name for one in written}
         if len(names) <= _MOST_ARRAYS and (written or any(one.written for one in ranges)):
             options = {(name, value) for name, value in case.options.items()
-                       if isinstance(value, (str, tuple, bool))}
+                       if isinstance(value, (str, tuple, bool)) or name == "axis"}
             yield _Described(case, size, set(product(names, names)), {frozenset(names), *options})
 
 
