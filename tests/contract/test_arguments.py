@@ -4,13 +4,14 @@ for what it is."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
-from declared import DTYPES_OF_CASES, Example
+from declared import DTYPES_OF_CASES, Example, mapped
+from other_results import other_parts, results_of
 from perturbed import (
     DTYPES,
     Tensor,
@@ -24,8 +25,9 @@ from perturbed import (
     shapes,
     with_array,
 )
-from places import every_example
+from places import Place, every_example, every_example_that
 
+from cupy_fp8 import Quantized, Scaled
 from cupy_fp8.kernels import Variant
 
 
@@ -96,3 +98,32 @@ def test_other_layouts(example, place):
                 name,
                 how,
             )
+
+
+def other_arguments(example: Example, others: Callable[[Any], Iterable[tuple[str, Any]]],
+                    place: Place) -> Iterator[tuple[str, Example]]:
+    """The call with others in the place of each of its results, a copy of everything for each."""
+    for i, a in enumerate(example.args):
+        if isinstance(a, (Scaled, Quantized)):
+            for how, other in others(a):
+                args = (*example.args[:i], other, *example.args[i + 1:])
+                tree = args, example.kwargs, example.out
+                yield how, example.with_tree(mapped(tree, lambda a: place.run.array(a.copy(order="K"))))
+
+
+def has_results(example: Example) -> bool:
+    return any(isinstance(a, (Scaled, Quantized)) for a in example.args)
+
+
+@every_example_that(has_results)
+def test_other_results(example, place):
+    """Data that are quantised in another way are taken for what they are, or refused."""
+    for how, other in other_arguments(example, lambda a: results_of(a.shape), place):
+        right_or_refused(other, named(*parameters(example)), how)
+
+
+@every_example_that(has_results)
+def test_parts_that_do_not_fit(example, place):
+    """As no constructor of a result makes them, but a copy of one that was changed by hand may have them."""
+    for how, wrong in other_arguments(example, other_parts, place):
+        refused(wrong, named(*parameters(example)), how)

@@ -4,13 +4,12 @@ in every way."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
 from declared import EXAMPLES, Example
+from other_results import other_parts
 from perturbed import (
     DTYPES,
     LAYOUTS,
@@ -32,7 +31,6 @@ from cupy_fp8.arrays import Result, address, is_array
 from cupy_fp8.cases import DIRECTIONS
 from cupy_fp8.formats import float8_e5m2, float32
 from cupy_fp8.grouped import check_arrays
-from cupy_fp8.routing import Routing
 
 #: A result of each type that ops return.
 RESULTS = {type(example.out): example for example in EXAMPLES if example.out is not None}
@@ -50,56 +48,6 @@ def test_another_kind_of_result(example, place):
     for wrong in (*others, [], (), [1], 1.0, "out", {}, object(), Tensor()):
         if type(wrong) is not type(example.out):
             refused(with_out(example, wrong), OUT)
-
-
-def other_parts(out: Any) -> Iterator[tuple[str, Any]]:
-    """Results that have a part too few, parts in another order, or other facts."""
-    if isinstance(out, tuple):
-        yield from (
-            ("longer", (*out, out[0])),
-            ("shorter", out[:1]),
-            ("list", list(out)),
-            ("turned", out[::-1]),
-        )
-        for i, part in enumerate(out):
-            if part is not None:
-                yield f"[{i}]: None", (*out[:i], None, *out[i + 1:])
-                yield from ((f"[{i}]{how}", (*out[:i], other, *out[i + 1 :]))
-                            for how, other in other_parts(part))
-    if isinstance(out, Result):
-        fields = out.__getstate__()
-        for name, value in fields.items():
-            for other in other_values(value):
-                yield from ((f".{name}={other!r}", made) for made in _result(out, {**fields, name: other}))
-            if isinstance(value, Result):
-                for how, other in other_parts(value):
-                    yield from ((f".{name}{how}", made) for made in _result(out, {**fields, name: other}))
-
-
-def other_values(value: Any) -> Iterator[Any]:
-    """In place of a field of a result."""
-    if isinstance(value, bool):
-        yield not value
-    elif isinstance(value, int):
-        yield value + 1
-    elif isinstance(value, tuple):
-        yield from ((*value, 3), value[:-1], (*value[::-1], 1))
-    elif isinstance(value, str):
-        yield from (None, "compact" if value == "swizzled" else "swizzled")
-    elif value is not None:
-        yield None
-
-
-def _result(like: Result, fields: dict[str, Any]) -> Iterator[Result]:
-    """One that nobody has validated; but of a Routing, which calls do not validate again, only what can be
-    built."""
-    if isinstance(like, Routing):
-        with suppress(TypeError, ValueError, AttributeError):
-            yield Routing(**fields)
-        return
-    made = object.__new__(type(like))
-    made.__dict__.update(fields)
-    yield made
 
 
 def make_again(made: Any, in_groups: bool) -> None:

@@ -152,9 +152,9 @@ class _Rebase(Op[_Inputs]):
         backend.require_module(s.scale_inv, call.xp, "q.scale_inv")
         scale_shape(s.shape, block, layout, s.transposed)           # says what blocks and layouts there are
         held = _held(layout, s.scale_inv.dtype, dtype)
+        scales, before = _read_scales(call, s)
         _check_direction(s, "q", s.block)
         _check_direction(s, "block", block)
-        scales, before = _read_scales(call, s)
         raised = None
         if changed is not None:
             raised = call.update("changed", changed, np.dtype(np.int64))

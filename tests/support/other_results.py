@@ -1,0 +1,81 @@
+"""Results in the place of others: quantised in another way, or with a part or a fact that is another one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+import cupy_fp8 as fp8
+from cupy_fp8 import Quantized, Scaled
+from cupy_fp8.arrays import Result
+from cupy_fp8.routing import Routing
+
+
+def results_of(shape: tuple[int, ...]) -> Iterator[tuple[str, Scaled | Quantized]]:
+    """Data of a shape, quantised in every way: each direction, what `.T` makes of it, and the one direction
+    alone that has no row-wise part."""
+    x = np.resize(np.linspace(-3, 3, 997, dtype=np.float32), shape)
+    made = {"tensor": fp8.cast_transpose(x, 1.0), "swizzled": fp8.quantize_mx(x, scale_layout="swizzled")}
+    recipes: dict[str, Any] = {
+        "mx": fp8.MXScaling(), "gemm_ready": fp8.BlockScaling(), "half": fp8.BlockScaling((1, 64)),
+        "compact": fp8.BlockScaling(scale_layout="compact"), "square": fp8.BlockScaling((128, 128)),
+        "row": fp8.BlockScaling((1, None))}
+    made.update({name: recipe.quantize(x, columnwise=True) for name, recipe in recipes.items()})
+    for name, q in made.items():
+        for direction, part in q.parts.items():
+            yield from ((f"{name} {direction}", part), (f"{name} {direction}.T", part.T))
+        if "columnwise" in q.parts:
+            yield f"{name} columnwise alone", Quantized(None, q.columnwise)
+
+
+def other_parts(out: Any) -> Iterator[tuple[str, Any]]:
+    """Results that have a part too few, parts in another order, or other facts."""
+    if isinstance(out, tuple):
+        yield from (
+            ("longer", (*out, out[0])),
+            ("shorter", out[:1]),
+            ("list", list(out)),
+            ("turned", out[::-1]),
+        )
+        for i, part in enumerate(out):
+            if part is not None:
+                yield f"[{i}]: None", (*out[:i], None, *out[i + 1:])
+                yield from ((f"[{i}]{how}", (*out[:i], other, *out[i + 1 :]))
+                            for how, other in other_parts(part))
+    if isinstance(out, Result):
+        fields = out.__getstate__()
+        for name, value in fields.items():
+            for other in other_values(value):
+                yield from ((f".{name}={other!r}", made) for made in _result(out, {**fields, name: other}))
+            if isinstance(value, Result):
+                for how, other in other_parts(value):
+                    yield from ((f".{name}{how}", made) for made in _result(out, {**fields, name: other}))
+
+
+def other_values(value: Any) -> Iterator[Any]:
+    """In place of a field of a result."""
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int):
+        yield value + 1
+    elif isinstance(value, tuple):
+        yield from ((*value, 3), value[:-1], (*value[::-1], 1))
+    elif isinstance(value, str):
+        yield from (None, "compact" if value == "swizzled" else "swizzled")
+    elif value is not None:
+        yield None
+
+
+def _result(like: Result, fields: dict[str, Any]) -> Iterator[Result]:
+    """One that nobody has validated; but of a Routing, which calls do not validate again, only what can be
+    built."""
+    if isinstance(like, Routing):
+        with suppress(TypeError, ValueError, AttributeError):
+            yield Routing(**fields)
+        return
+    made = object.__new__(type(like))
+    made.__dict__.update(fields)
+    yield made
