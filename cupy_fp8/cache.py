@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from . import backend
 from .arrays import Array, address, is_array
 from .calls.call import Op, run, validate_call
@@ -29,11 +31,11 @@ _MOST_HITS = 256            # remembered lists of weights
 #: Held while a cache changes. All caches share it, so that each can be copied. It is reentrant, since weights
 #: may die meanwhile.
 _LOCK = threading.RLock()
-#: What a weight is known by: its identity, or of a view the identity of the owner of its memory, and where
-#: in it the view lies.
+#: What a weight is known by: its identity; the identity and the dtype of a NumPy array, whose dtype can be
+#: assigned to; of a view the identity of the owner of its memory, and where in it the view lies.
 _Key = int | tuple[Any, ...]
-#: A call's key: the identities of the weights, or their keys if some are views; their shapes (arrays can be
-#: reshaped in place); and the directions.
+#: A call's key: the identities of the weights, or their keys if some keys are more than that; their shapes
+#: (arrays can be reshaped in place); and the directions.
 _CallKey = tuple[Any, tuple[Any, ...], bool, bool]
 
 
@@ -67,8 +69,8 @@ class WeightCache:
 
     recipe : DelayedScaling, CurrentScaling, BlockScaling or MXScaling, for all weights.
 
-    Weights are known by identity: the same array objects, call after call, in the same shapes (one that was
-    reshaped in place is new). Views, such as `w.T`, are known by the array that owns their memory and by
+    Weights are known by identity: the same array objects, call after call, in the same shapes and dtypes (one
+    that was reshaped in place, or got another dtype, is new). Views, such as `w.T`, are known by the array that owns their memory and by
     address, shape, strides and dtype, so that a new view of the same weight is known again. The cache keeps
     no weight alive, and forgets what belongs to a weight that is gone. Threads may share a cache.
 
@@ -122,7 +124,8 @@ class WeightCache:
         hit = self._hit(call)
         keys: list[_Key] = []
         if hit is None:
-            # Identities alone are those of owners, which live as long as their entries: no view has one.
+            # Identities alone are those of CuPy arrays that own their memory, and live as long as their
+            # entries: no view has one.
             keys = [_key(weight) for weight in weights]
             if any(type(key) is tuple for key in keys):
                 call = tuple(keys), *call[1:]
@@ -282,7 +285,7 @@ def _owner(weight: Any) -> Any:
 def _key(weight: Any) -> _Key:
     owner = _owner(weight)
     if owner is weight:
-        return id(weight)
+        return (id(weight), weight.dtype) if isinstance(weight, np.ndarray) else id(weight)
     return id(owner), address(weight), weight.shape, weight.strides, weight.dtype
 
 

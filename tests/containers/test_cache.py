@@ -246,6 +246,24 @@ def test_a_weight_that_was_reshaped_in_place(recipe, run):
     assert len(cache) == (2 if a.base is None else known)       # a view in another shape is another view
 
 
+@pytest.mark.parametrize("recipe", RECIPES[1:], ids=lambda r: type(r).__name__)
+def test_a_weight_that_got_another_dtype_in_place(recipe, run):
+    """Of as many bytes, which keep the shape, and of half as many, which keep the number of rows."""
+    cache = WeightCache(recipe)
+    a, b = (run.array(cases.values("normal", (8, 64), bfloat16, seed)) for seed in (1, 2))
+    if not isinstance(a, np.ndarray):
+        pytest.skip("CuPy's arrays keep their dtype")
+    first = cache.quantize([a, b])
+    for dtype in (np.float16, np.float32, bfloat16):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")                 # newer versions of NumPy do not like it
+            a.dtype = dtype
+        for _ in range(2):
+            again = cache.quantize([a, b], update=False)
+            assert_same(again[0], recipe.quantize(a))
+            assert again[1] is first[1]
+
+
 def reshape(a: Any, shape: tuple[int, ...]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")                     # newer versions of NumPy do not like it
