@@ -164,7 +164,8 @@ def _move(a: Array, target: Any) -> Array:
 
 def concatenate(arrays: Any, axis: int = 0) -> Array:
     """The arrays (of one dtype and kind) joined along `axis`."""
-    if (not isinstance(arrays, Sequence) and not is_array(arrays)) or isinstance(arrays, (str, bytes)):
+    is_list = bool(arrays.ndim) if is_array(arrays) else isinstance(arrays, Sequence)
+    if not is_list or isinstance(arrays, (str, bytes)):
         raise TypeError(f"arrays: expected a list of arrays, got {type(arrays).__name__}")
     try:
         axis = operator.index(axis)

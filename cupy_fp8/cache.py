@@ -70,9 +70,10 @@ class WeightCache:
     recipe : DelayedScaling, CurrentScaling, BlockScaling or MXScaling, for all weights.
 
     Weights are known by identity: the same array objects, call after call, in the same shapes and dtypes (one
-    that was reshaped in place, or got another dtype, is new). Views, such as `w.T`, are known by the array that owns their memory and by
-    address, shape, strides and dtype, so that a new view of the same weight is known again. The cache keeps
-    no weight alive, and forgets what belongs to a weight that is gone. Threads may share a cache.
+    that was reshaped in place, or got another dtype, is new). Views, such as `w.T`, are known by the array
+    that owns their memory and by address, shape, strides and dtype, so that a new view of the same weight is
+    known again. The cache keeps no weight alive, and forgets what belongs to a weight that is gone. Threads
+    may share a cache.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> cache = fp8.WeightCache(fp8.CurrentScaling())

@@ -70,6 +70,12 @@ def as_block(block: Any) -> Any:
     return tuple(int(extent) if isinstance(extent, np.integer) else extent for extent in block)
 
 
+def is_of_integers(block: tuple[Any, ...]) -> bool:
+    """Whether no extent of a block is a number that merely equals an integer, or an array, which has no one
+    truth value to compare it by."""
+    return all(extent is None or type(extent) is int for extent in block)
+
+
 def scale_grid(shape: tuple[int, ...], block: Block) -> ScaleGrid:
     """The grid of blocks: (1, B) lie along rows, (B, 1) along columns, and (1, None) is one block per row.
     The grid of 2-D blocks has rows of blocks as lines.
@@ -285,8 +291,9 @@ _SHAPES = {"compact": compact_shape, "swizzled": swizzled_shape, "gemm_ready": p
 
 
 def _is_block(block: object) -> bool:
-    if not isinstance(block, tuple) or len(block) != 2 or block == (1, 1):
+    if not isinstance(block, tuple) or len(block) != 2 or not is_of_integers(block):
         return False
     if block in ((1, None), (None, 1)):
         return True
-    return all(type(b) is int and (b == 1 or (b >= SMALLEST_BLOCK and b & b - 1 == 0)) for b in block)
+    return block != (1, 1) and all(b is not None and (b == 1 or (b >= SMALLEST_BLOCK and b & b - 1 == 0))
+                                   for b in block)

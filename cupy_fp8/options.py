@@ -10,6 +10,7 @@ import numpy as np
 
 from .advice import block_instead, meant
 from .formats import FORMATS, float32
+from .layouts import is_of_integers
 
 ALGORITHMS = ("max", "most_recent")
 MX_MODES = ("rceil", "floor", "ceil", "even")
@@ -59,7 +60,7 @@ def check_mx_options(mode: str, profile: str, block: tuple[int, int], scale_layo
     """ValueError for an option of MX quantisation that does not exist."""
     given = mode, profile, block, scale_layout
     try:
-        if given in _MX_OPTIONS and _of_integers(block):
+        if given in _MX_OPTIONS and is_of_integers(block):
             return
     except TypeError:                               # an option cannot be hashed: the loop finds it
         pass
@@ -72,7 +73,7 @@ def check_block_options(block: tuple[int | None, int | None], profile: str, scal
     """ValueError for an option of blocks with f32 scales that does not exist, or does not fit the block."""
     given = block, profile, scale_layout
     try:
-        if given in _BLOCK_OPTIONS and _of_integers(block):
+        if given in _BLOCK_OPTIONS and is_of_integers(block):
             return
     except TypeError:                               # an option cannot be hashed: the loop finds it
         pass
@@ -83,19 +84,14 @@ def check_block_options(block: tuple[int | None, int | None], profile: str, scal
                      "of 128 x 128 blocks compact")
 
 
-def _of_integers(block: tuple[int | None, int | None]) -> bool:
-    """Whether no extent is a number that merely equals an integer."""
-    return all(extent is None or type(extent) is int for extent in block)
-
-
 def _check_option(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     """ValueError unless the value is one of those allowed."""
-    exists = any(type(value) is type(a) and value == a for a in allowed)
-    if exists and (name != "block" or _of_integers(value)):
+    is_option = is_of_integers(value) if isinstance(value, tuple) else isinstance(value, str)
+    if is_option and value in allowed:
         return
     if name != "block":
         advice = meant(value, allowed) if isinstance(value, str) else ""
-    elif isinstance(value, tuple) and not exists and value[::-1] in allowed:
+    elif is_option and value[::-1] in allowed:
         advice = "; blocks along columns are the column-wise ones, which columnwise=True makes"
     else:
         advice = block_instead(value)

@@ -18,8 +18,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "cupy_fp8"
 LAYERS = (
     {"advice"},
     {"backend", "formats", "hostexec", "methods"},
-    {"arrays", "layouts", "options"},
-    {"dlpack", "kernels", "scaled_parts"},
+    {"arrays", "layouts"},
+    {"dlpack", "kernels", "options", "scaled_parts"},
     {"results"},
     {"directions", "grouped", "routing"},
     {"calls", "recipes"},

@@ -81,7 +81,7 @@ def splits_to_offsets(splits: Any, *, strides: Sequence[int] = (1,),
     beside = None
     if isinstance(splits, (list, tuple)) and isinstance(outputs, (list, tuple)) and outputs:
         beside = outputs[0]
-    options = _options(_integers(strides), _unchanging(include_leading_zero), _unchanging(dtypes))
+    options = _options(_integers(strides), _leads(include_leading_zero), _unchanging(dtypes))
     result: list[Array] = run(_OFFSETS, (splits, beside, options, bulk_allocate, check), outputs)
     return result
 
@@ -136,7 +136,7 @@ class _Options:
                 raise ValueError(f"strides: expected 0 to 2**63 - 1, got {stride} for output {i}")
         leads = _one_for_each(leads, len(strides), "include_leading_zero")
         dtypes = _one_for_each(dtypes, len(strides), "dtypes")
-        self.outputs = tuple(map(_Output, strides, map(_lead, leads), map(_dtype, dtypes)))
+        self.outputs = tuple(map(_Output, strides, leads, map(_dtype, dtypes)))
 
 
 _cached_options = functools.lru_cache(maxsize=1024)(_Options)
@@ -145,7 +145,7 @@ _cached_options = functools.lru_cache(maxsize=1024)(_Options)
 def _options(strides: tuple[int, ...], leads: Any, dtypes: Any) -> _Options:
     try:
         return _cached_options(strides, leads, dtypes)
-    except TypeError:                               # an option cannot be hashed: _Options says which one
+    except TypeError:                               # a dtype cannot be hashed: _Options says which one
         return _Options(strides, leads, dtypes)
 
 
@@ -159,7 +159,22 @@ def _integers(strides: Any) -> tuple[int, ...]:
 
 def _unchanging(option: Any) -> Any:
     """An option's value or a tuple of its values, which the caller cannot change later."""
-    return tuple(option) if isinstance(option, (list, np.ndarray)) else option
+    is_list = option.ndim if isinstance(option, np.ndarray) else isinstance(option, list)
+    return tuple(option) if is_list else option
+
+
+def _leads(option: Any) -> Any:
+    """include_leading_zero as True or False, or as a tuple of these."""
+    option = _unchanging(option)
+    return tuple(map(_lead, option)) if isinstance(option, tuple) else _lead(option)
+
+
+def _lead(value: Any) -> bool:
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
+    if not isinstance(value, (int, np.integer, np.bool_)) or value not in (False, True):
+        raise TypeError(f"include_leading_zero: expected True or False, got {value!r}")
+    return bool(value)
 
 
 def _one_for_each(option: Any, number: int, name: str) -> tuple[Any, ...]:
@@ -169,12 +184,6 @@ def _one_for_each(option: Any, number: int, name: str) -> tuple[Any, ...]:
         raise ValueError(f"{name}: expected one for all outputs or {number}, one for each stride; got "
                          f"{len(option)}")
     return option
-
-
-def _lead(value: Any) -> bool:
-    if value not in (False, True):
-        raise TypeError(f"include_leading_zero: expected True or False, got {value!r}")
-    return bool(value)
 
 
 def _dtype(given: Any) -> np.dtype[Any]:
