@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import numbers
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -37,6 +38,7 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 _OUR_BYTES = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
 _MOST = 4               # names that a message suggests
+_MOST_BITS = 64         # of an integer that a message shows
 
 
 # ---- instead of a value ----
@@ -45,8 +47,26 @@ def type_name(a: Any) -> str:
     return f"the class {a.__name__}" if isinstance(a, type) else type(a).__name__
 
 
-def array_instead(a: Any, name: str, dtype: str = "float32") -> str:
-    """Of something that is no NumPy or CuPy array: how to make one of it, of this dtype."""
+class _Shown(reprlib.Repr):
+    """`repr` for messages: of huge integers, which Python may refuse to print, it says how large they are,
+    and of what would fill a page it shows the beginning and the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = 20
+        self.maxstring = self.maxother = 200
+
+    def repr_int(self, x: int, level: int) -> str:
+        bits = x.bit_length()
+        return repr(x) if bits <= _MOST_BITS else f"an integer of {bits} bits"
+
+
+shown = _Shown().repr
+
+
+def array_instead(a: Any, name: str, dtype: str = "float32", dimensions: int = 0) -> str:
+    """Of something that is no NumPy or CuPy array: how to make one of it, of this dtype. dimensions: of an
+    array that a number can be made to; 0 if that would be of no use."""
     kind = type(a)
     if kind.__module__.startswith("cupy_fp8."):
         if hasattr(kind, "dequantize"):
@@ -59,7 +79,9 @@ def array_instead(a: Any, name: str, dtype: str = "float32") -> str:
     if isinstance(a, (type, str, bytes, dict, set)) or a is None:
         return ""
     if isinstance(a, numbers.Number):
-        return f'; cupy_fp8.asarray([[{name}]], "{dtype}") makes a matrix of a number'
+        made = f'cupy_fp8.asarray({"[" * dimensions}{name}{"]" * dimensions}, "{dtype}")'
+        what = "a matrix" if dimensions == 2 else "an array"
+        return f"; {made} makes {what} of a number" if dimensions else ""
     if hasattr(kind, "__dlpack__"):
         return f"; cupy_fp8.from_dlpack({name}) reads its memory without a copy"
     if hasattr(kind, "__cuda_array_interface__"):
@@ -121,7 +143,7 @@ def matrix_instead(shape: tuple[int, ...], name: str) -> str:
 def block_instead(block: Any) -> str:
     """Of something that is no pair of rows and columns: how to write one."""
     if isinstance(block, int) and not isinstance(block, bool):
-        return f"; write (1, {block if block > 1 else 128}) for blocks of a row"
+        return f"; write (1, {block if 1 < block < 2**31 else 128}) for blocks of a row"
     return "" if isinstance(block, tuple) else "; write a pair of rows and columns, such as (1, 128)"
 
 

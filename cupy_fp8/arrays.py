@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from . import backend
-from .advice import array_instead
+from .advice import array_instead, shown
 from .formats import FORMATS, as_dtype
 from .methods import ops
 
@@ -32,6 +33,8 @@ def empty(shape: Shape, dtype: Any, *, like: Any = None) -> Array:
     like : an array (its kind and device), 'numpy' / 'cupy' or the module; default `cupy_fp8.xp`.
     """
     xp, dtype, shape = backend.like_module(like), as_dtype(dtype), _as_shape(shape)
+    if prod(max(extent, 1) for extent in shape) * dtype.itemsize > _MOST:
+        raise ValueError(f"shape: expected an array of at most 2**63 - 1 bytes, got {shape} of {dtype}")
     if isinstance(like, xp.ndarray):
         return empty_beside(like, shape, dtype)
     return np.empty(shape, dtype) if xp is np else _cupy_empty(xp, shape, dtype)
@@ -86,7 +89,7 @@ def full(shape: Shape, fill_value: float, dtype: Any, *, like: Any = None) -> Ar
     0x7F)."""
     dtype, given = as_dtype(dtype), cast(Any, fill_value)
     if given is None or isinstance(given, (str, bytes, list, tuple, dict, set)) or np.ndim(given):
-        raise TypeError(f"fill_value: expected a number, got {given!r}")
+        raise TypeError(f"fill_value: expected a number, got {shown(given)}")
     try:
         with np.errstate(over="ignore"):
             value = np.asarray([given], np.float32 if dtype in FORMATS else dtype)
@@ -94,7 +97,7 @@ def full(shape: Shape, fill_value: float, dtype: Any, *, like: Any = None) -> Ar
         raise ValueError(f"fill_value: expected a number that {dtype} holds, got an integer of "
                          f"{int(given).bit_length()} bits") from None
     except (TypeError, ValueError):
-        raise TypeError(f"fill_value: expected a number, got {fill_value!r}") from None
+        raise TypeError(f"fill_value: expected a number, got {shown(fill_value)}") from None
     out = empty(shape, dtype, like=like)
     if dtype in FORMATS:
         bits(out).fill(bits(ops.astype(value, dtype))[0])
@@ -170,18 +173,22 @@ def concatenate(arrays: Any, axis: int = 0) -> Array:
     try:
         axis = operator.index(axis)
     except TypeError:
-        raise TypeError(f"axis: expected an integer, got {axis!r}") from None
+        raise TypeError(f"axis: expected an integer, got {shown(axis)}") from None
     if len(arrays) == 0:
-        raise ValueError("concatenate: expected at least one array, got none")
-    xp, dtype = backend.module_of(arrays[0], "arrays[0]"), arrays[0].dtype
+        raise ValueError("arrays: expected at least one array, got none")
+    xp, dtype, shape = backend.module_of(arrays[0], "arrays[0]"), arrays[0].dtype, arrays[0].shape
     if not -arrays[0].ndim <= axis < arrays[0].ndim:
         raise ValueError(f"axis: expected one of the {arrays[0].ndim} axes of arrays[0], got "
                          f"{axis if abs(axis) < 2**63 else 'a huge one'}")
     for i, a in enumerate(arrays):
         backend.require_module(a, xp, f"arrays[{i}]")
         if a.dtype != dtype:
-            raise TypeError(f"concatenate: arrays[0] is {dtype}, arrays[{i}] is {a.dtype}; convert with "
-                            f"cupy_fp8.astype first")
+            raise TypeError(f"arrays[{i}]: expected dtype {dtype}, as arrays[0] has, got {a.dtype}; convert "
+                            f"with cupy_fp8.astype first")
+        along = axis % len(shape)
+        if a.ndim != len(shape) or any(a.shape[k] != shape[k] for k in range(len(shape)) if k != along):
+            raise ValueError(f"arrays[{i}]: expected the shape of arrays[0], {shape}, but for axis {axis}, "
+                             f"got {a.shape}")
     return xp.concatenate([bits(a) for a in arrays], axis=axis).view(dtype)
 
 
@@ -323,9 +330,9 @@ def _as_shape(shape: Shape) -> tuple[int, ...]:
         result = ((int(shape),) if isinstance(shape, (int, np.integer))
                   else tuple(operator.index(extent) for extent in shape))
     except TypeError:
-        raise TypeError(f"shape: expected an integer or a sequence of integers, got {shape!r}") from None
+        raise TypeError(f"shape: expected an integer or a sequence of integers, got {shown(shape)}") from None
     if any(extent < 0 for extent in result):
-        raise ValueError(f"shape: expected extents of zero or more, got {result}")
+        raise ValueError(f"shape: expected extents of zero or more, got {shown(result)}")
     if any(extent > _MOST for extent in result):
         raise ValueError(f"shape: expected extents of at most 2**63 - 1, got one of "
                          f"{max(result).bit_length()} bits")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .advice import array_instead, type_name
+from .advice import array_instead, shown, type_name
 
 __all__ = ["DeviceError", "default_module", "gpu_problem"]
 
@@ -70,9 +70,9 @@ def default_module() -> Any:
     return np if gpu_problem() else cupy()
 
 
-def module_of(a: Any, name: str = "x", dtype: str = "float32") -> Any:
-    """numpy or cupy, by the type of `a`. TypeError, which names the argument, for any other object. dtype:
-    what the message says to make of a list."""
+def module_of(a: Any, name: str = "x", dtype: str = "float32", dimensions: int = 0) -> Any:
+    """numpy or cupy, by the type of `a`. TypeError, which names the argument, for any other object. dtype,
+    dimensions: of the array that the message says how to make (see `advice.array_instead`)."""
     if type(a) is np.ndarray:
         return np
     cp = sys.modules.get("cupy")
@@ -81,16 +81,16 @@ def module_of(a: Any, name: str = "x", dtype: str = "float32") -> Any:
     if isinstance(a, np.ndarray) and not isinstance(a, np.ma.MaskedArray):
         return np
     raise TypeError(f"{name}: expected a numpy.ndarray or cupy.ndarray, got {type_name(a)}"
-                    f"{array_instead(a, name, dtype)}")
+                    f"{array_instead(a, name, dtype, dimensions)}")
 
 
 def kind_of(a: Any) -> str:
     return str(module_of(a).__name__)
 
 
-def require_module(a: Any, xp: Any, name: str) -> None:
-    """TypeError unless `a` is an array of module `xp`."""
-    if type(a) is not xp.ndarray and (given := module_of(a, name)) is not xp:
+def require_module(a: Any, xp: Any, name: str, dtype: str = "float32", dimensions: int = 0) -> None:
+    """TypeError unless `a` is an array of module `xp`. dtype, dimensions: as for `module_of`."""
+    if type(a) is not xp.ndarray and (given := module_of(a, name, dtype, dimensions)) is not xp:
         raise TypeError(f"{name}: a {given.__name__} array among {xp.__name__} arrays; "
                         f'cupy_fp8.asarray({name}, like="{xp.__name__}") moves it')
 
@@ -106,9 +106,11 @@ def like_module(like: Any) -> Any:
         return _usable_cupy()
     if like is sys.modules.get("cupy"):
         return _usable_cupy()
-    if isinstance(like, str):
-        raise TypeError(f"like: expected 'numpy', 'cupy', one of these modules or an array, got {like!r}")
-    return module_of(like, "like")
+    try:
+        return module_of(like)
+    except TypeError:
+        raise TypeError("like: expected 'numpy', 'cupy', one of these modules or an array, got "
+                        f"{shown(like)}") from None
 
 
 def _usable_cupy() -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .advice import SHORT_DTYPES, dtype_named
+from .advice import SHORT_DTYPES, dtype_named, shown
 
 __all__ = ["BYTE_DTYPES", "FORMATS", "FP8_DTYPES", "INPUT_DTYPES", "Format", "as_dtype", "bfloat16",
            "finfo", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float16", "float32"]
@@ -95,7 +95,7 @@ def lookup(dtype: Any, allowed: tuple[np.dtype[Any], ...], what: str) -> Format:
     if not isinstance(dtype, np.dtype):
         given, dtype = dtype, _dtype_of(dtype)
         if dtype is None:
-            raise TypeError(f"{what}: expected one of {names(allowed)}, got {given!r}"
+            raise TypeError(f"{what}: expected one of {names(allowed)}, got {shown(given)}"
                             f"{dtype_named(given, [each.name for each in allowed])}")
     if dtype not in allowed:
         raise TypeError(f"{what}: expected one of {names(allowed)}, got {dtype}"
@@ -108,7 +108,7 @@ def as_dtype(dtype: Any, what: str = "dtype",
     """A dtype given as NumPy takes it, or by a short name such as 'e4m3'. TypeError for anything else."""
     if (found := _dtype_of(dtype)) is not None:
         return found
-    raise TypeError(f"{what}: expected {expected}, got {dtype!r}"
+    raise TypeError(f"{what}: expected {expected}, got {shown(dtype)}"
                     f"{dtype_named(dtype, [each.name for each in FORMATS])}")
 
 
@@ -127,7 +127,7 @@ def flag(value: Any, what: str) -> bool:
     if value is True or value is False:
         return value
     if not isinstance(value, (int, np.bool_, np.integer)) or value not in (0, 1):
-        raise TypeError(f"{what}: expected True or False, got {value!r}")
+        raise TypeError(f"{what}: expected True or False, got {shown(value)}")
     return bool(value)
 
 

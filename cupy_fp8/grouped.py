@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from . import backend
+from .advice import shown
 from .arrays import Array, Result, asnumpy
 from .formats import FP8_DTYPES, flag, float32
 from .kernels import capturing
@@ -110,7 +111,7 @@ class Grouped(Result):
         try:
             at = operator.index(index)
         except TypeError:
-            raise TypeError(f"Grouped: expected an integer index, got {index!r}") from None
+            raise TypeError(f"Grouped: expected an integer index, got {shown(index)}") from None
         if not -len(self) <= at < len(self):
             raise IndexError(f"Grouped: index {at} is out of range for {len(self)} groups")
         return self._members(*self._places())(at % len(self))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .advice import block_instead, meant
+from .advice import block_instead, meant, shown
 from .formats import FORMATS, float32
 from .layouts import is_of_integers
 
@@ -43,16 +43,16 @@ _F32 = struct.Struct("f")        # rounds to f32 ten times faster than np.float3
 def checked_margin(margin: Any) -> int:
     """The margin as an int. TypeError for anything that is no integer."""
     if not isinstance(margin, (int, np.integer)) or isinstance(margin, bool):
-        raise TypeError(f"margin: expected an integer, got {margin!r}")
+        raise TypeError(f"margin: expected an integer, got {shown(margin)}")
     return int(margin)
 
 
 def checked_eps(eps: Any) -> float:
     """eps rounded to f32. TypeError or ValueError unless it is a finite number of 0 or more."""
     if not isinstance(eps, (int, float, np.floating, np.integer)) or isinstance(eps, bool):
-        raise TypeError(f"eps: expected a number, got {eps!r}")
+        raise TypeError(f"eps: expected a number, got {shown(eps)}")
     if not 0 <= eps <= FORMATS[float32].max:
-        raise ValueError(f"eps: expected a finite float32 of 0 or more, got {eps!r}")
+        raise ValueError(f"eps: expected a finite float32 of 0 or more, got {shown(eps)}")
     return float(_F32.unpack(_F32.pack(eps))[0])
 
 
@@ -95,7 +95,7 @@ def _check_option(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
         advice = "; blocks along columns are the column-wise ones, which columnwise=True makes"
     else:
         advice = block_instead(value)
-    raise ValueError(f"{name}: expected one of {allowed}, got {value!r}{advice}")
+    raise ValueError(f"{name}: expected one of {allowed}, got {shown(value)}{advice}")
 
 
 def block_eps(eps: Any, profile: str) -> float:
@@ -108,5 +108,6 @@ def block_pow2(pow2_scale: Any, profile: str) -> bool:
     if pow2_scale is None:
         return BLOCK_PROFILES[profile].pow2_scale
     if not isinstance(pow2_scale, (bool, np.bool_)):
-        raise TypeError(f"pow2_scale: expected True, False or None (the profile's own), got {pow2_scale!r}")
+        raise TypeError("pow2_scale: expected True, False or None (the profile's own), got "
+                        f"{shown(pow2_scale)}")
     return bool(pow2_scale)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .advice import listed, meant, no_attribute, type_name
+from .advice import listed, meant, no_attribute, shown, type_name
 from .arrays import Array, Shape, _as_shape, empty_beside
 from .directions import (
     block_directions,
@@ -89,9 +89,9 @@ class DelayedScaling(_PerTensor):
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", lookup(self.dtype, FP8_DTYPES, "dtype").dtype)
         if not isinstance(self.algo, str) or self.algo not in ALGORITHMS:
-            raise ValueError(f"algo: expected one of {ALGORITHMS}, got {self.algo!r}")
+            raise ValueError(f"algo: expected one of {ALGORITHMS}, got {shown(self.algo)}")
         if not isinstance(self.history_len, (int, np.integer)) or self.history_len < 1:
-            raise ValueError(f"history_len: expected an integer of 1 or more, got {self.history_len!r}")
+            raise ValueError(f"history_len: expected an integer of 1 or more, got {shown(self.history_len)}")
         checked_margin(self.margin)
 
     def quantize(self, x: Array, *, rowwise: bool = True, columnwise: bool = False, scale: Any = None,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from . import backend
-from .advice import Absent, meant, type_name
+from .advice import Absent, meant, shown, type_name
 from .arrays import Array, Result, Shape, _as_shape, bits
 from .formats import as_dtype, flag, float32
 from .layouts import SCALE_DTYPES, as_block, swap_last
@@ -115,10 +115,11 @@ class Scaled(_Values):
         TypeError for a dtype that the layout does not hold.
         """
         if self.block is None:
-            raise ValueError(f"to_layout({name!r}): per-tensor data has a single scale, which has no layout")
+            raise ValueError(f"to_layout({shown(name)}): per-tensor data has a single scale, which has no "
+                             "layout")
         if not isinstance(name, str) or name not in SCALE_DTYPES:
             advice = meant(name, SCALE_DTYPES) if isinstance(name, str) else ""
-            raise ValueError(f"to_layout: expected one of {tuple(SCALE_DTYPES)}, got {name!r}{advice}")
+            raise ValueError(f"to_layout: expected one of {tuple(SCALE_DTYPES)}, got {shown(name)}{advice}")
         dtype = None if dtype is None else as_dtype(dtype, "dtype", "one that scales have")
         if name == self.scale_layout and (dtype is None or self.scale_inv.dtype == dtype):
             return self

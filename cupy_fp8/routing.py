@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from . import backend
+from .advice import shown
 from .arrays import Array, Result, address, is_contiguous
 from .results import facts_table
 
@@ -54,9 +55,10 @@ class Routing(Result):
         xp = backend.module_of(self.row_map, "row_map")
         backend.require_module(self.splits, xp, "splits")
         if not isinstance(self.rows, (int, np.integer)) or self.rows < 0:
-            raise ValueError(f"rows: expected an integer of 0 or more, got {self.rows!r}")
+            raise ValueError(f"rows: expected an integer of 0 or more, got {shown(self.rows)}")
         if self.align not in _ALIGNS:
-            raise ValueError(f"align: expected a power of two from 1 to {_ALIGNS[-1]}, got {self.align!r}")
+            raise ValueError(f"align: expected a power of two from 1 to {_ALIGNS[-1]}, got "
+                             f"{shown(self.align)}")
         if self.row_map.ndim != 2:
             raise ValueError(f"row_map: expected shape [T, topk], got {self.row_map.shape}")
         number = self.num_experts

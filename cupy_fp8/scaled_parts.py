@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from . import backend
-from .advice import dtype_instead
+from .advice import dtype_instead, shown
 from .formats import FP8_DTYPES, float32, names
 from .layouts import SCALE_DTYPES, scale_shape, swap_last
 
@@ -77,7 +77,7 @@ def check_parts(s: Parts) -> None:
         check_block_scales(s, "")
         return
     if s.scale_layout is not None:
-        raise ValueError(f"scale_layout: expected None for one scale, got {s.scale_layout!r}; scales of "
+        raise ValueError(f"scale_layout: expected None for one scale, got {shown(s.scale_layout)}; scales of "
                          f"blocks need block=")
     if scale_inv.dtype != float32:
         raise TypeError(f"scale_inv: expected dtype float32 of one scale, got {scale_inv.dtype}; scales of "

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from .advice import shown
 from .arrays import Array, full, zeros
 from .formats import float32
 from .ops.scales.scale import update_delayed_scaling
@@ -42,7 +43,7 @@ class DelayedScalingState:
 
     def __init__(self, n: int, recipe: DelayedScaling, *, like: Any = None) -> None:
         if not isinstance(n, (int, np.integer)):
-            raise TypeError(f"n: expected an integer, got {n!r}")
+            raise TypeError(f"n: expected an integer, got {shown(n)}")
         if n < 0:
             raise ValueError(f"n: expected 0 or more tensors, got {n}")
         check_recipe(recipe, (DelayedScaling,))

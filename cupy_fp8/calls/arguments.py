@@ -74,7 +74,7 @@ class Call:
         name = self.names.get(name, name)
         if not self._first:
             backend.require_module(a, self.xp, name)
-        dense, xp, at = validate.source(a, dtypes, name)
+        dense, xp, at = validate.source(a, dtypes, name, 2 if self._first else 0)
         self.repeatable &= dense is a
         self._belongs(name, dense, xp)
         self.ranges.append(Range(at, at + dense.nbytes, False, name))
@@ -91,7 +91,7 @@ class Call:
 
     def update(self, name: str, a: Any, dtype: np.dtype[Any], shape: tuple[int, ...] | None = None) -> Input:
         """An array that the op reads and writes in place, of this dtype and (where it is known) shape."""
-        xp = backend.module_of(a, name)
+        xp = backend.module_of(a, name, dtype.name, 2 if self._first else 1)
         at = validate.writable(a, a.shape if shape is None else shape, dtype, a if self._first else self.x,
                                xp if self._first else self.xp, name)
         self._belongs(name, a, xp)

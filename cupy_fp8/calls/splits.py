@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import backend, kernels
+from ..advice import shown
 from ..arrays import Array, is_array, is_contiguous
 from ..formats import flag
 from . import validate
@@ -46,7 +47,7 @@ def read(splits: Any, x: Array | None, xp: Any, check: bool, name: str = "splits
         host = _as_sizes(splits, name)
         array = host if xp is np else _to_device(host, x, name)
         return Groups(len(host), validate.address(array), array.nbytes, 1, array, host)
-    backend.require_module(splits, xp, name)
+    backend.require_module(splits, xp, name, DTYPES[1].name, 1)
     array, _, at = validate.source(splits, DTYPES, name)
     if array.ndim != 1:
         raise ValueError(f"{name}: expected one dimension, got shape {array.shape}")
@@ -66,7 +67,7 @@ def read_first(splits: Any, beside: Any, check: bool, name: str = "splits") -> G
     """`splits` of a call that has no array before them. beside: an array of the kind and on the device that a
     list goes to; None: it goes to where `cupy_fp8.xp` makes arrays."""
     if not isinstance(splits, (list, tuple)):
-        return read(splits, None, backend.module_of(splits, name), check, name)
+        return read(splits, None, backend.module_of(splits, name, DTYPES[1].name, 1), check, name)
     xp = backend.default_module() if beside is None else backend.module_of(beside, "outputs[0]")
     return read(splits, beside, xp, check, name)
 
@@ -85,14 +86,14 @@ def integer(value: Any, name: str) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise TypeError(f"{name}: expected an integer, got {value!r}") from None
+        raise TypeError(f"{name}: expected an integer, got {shown(value)}") from None
 
 
 def check_align(align: Any) -> int:
     """What sizes of groups are rounded up to a multiple of."""
     align = integer(align, "align")
     if not 1 <= align <= _MOST_ALIGN or align & align - 1:
-        raise ValueError(f"align: expected a power of two from 1 to {_MOST_ALIGN}, got {align}")
+        raise ValueError(f"align: expected a power of two from 1 to {_MOST_ALIGN}, got {shown(align)}")
     return align
 
 
@@ -115,8 +116,7 @@ def check_at_most(sizes: np.ndarray, rows: int, what: str = "rows", instead: str
 
 def check_offsets(offsets: Any, groups: Groups, x: Array, xp: Any) -> int:
     """The address of offsets [N + 1] of N groups, int64, of x's kind and device."""
-    if not isinstance(offsets, xp.ndarray):
-        backend.require_module(offsets, xp, "offsets")
+    backend.require_module(offsets, xp, "offsets", DTYPES[1].name, 1)
     if offsets.dtype != DTYPES[1]:
         raise TypeError(f"offsets: expected dtype int64, got {offsets.dtype}")
     if offsets.shape != (len(groups.array) + 1,) or not is_contiguous(offsets):
@@ -146,7 +146,7 @@ def _as_sizes(splits: Any, name: str) -> np.ndarray:
     except TypeError as error:
         raise TypeError(f"{name}: expected integers ({error})") from None
     except OverflowError:
-        raise ValueError(f"{name}: expected integers of 64 bits, got {splits}") from None
+        raise ValueError(f"{name}: expected integers of 64 bits, got {shown(splits)}") from None
 
 
 def _to_device(host: np.ndarray, x: Array | None, name: str) -> Array:

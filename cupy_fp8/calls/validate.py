@@ -15,10 +15,11 @@ from ..arrays import address as address
 from ..formats import FORMATS, float32, names
 
 
-def source(x: Array, dtypes: tuple[np.dtype[Any], ...], name: str = "x") -> tuple[Array, Any, int]:
+def source(x: Array, dtypes: tuple[np.dtype[Any], ...], name: str = "x",
+           dimensions: int = 0) -> tuple[Array, Any, int]:
     """(x ready for a kernel, its module, its address): one of the dtypes, C-contiguous (copied if not),
-    naturally aligned."""
-    xp = backend.module_of(x, name, "float32" if float32 in dtypes else dtypes[0].name)
+    naturally aligned. dimensions: of an array that a number can be made to (see `advice.array_instead`)."""
+    xp = backend.module_of(x, name, "float32" if float32 in dtypes else dtypes[0].name, dimensions)
     if x.dtype not in dtypes:
         raise TypeError(f"{name}: expected dtype {names(dtypes)}, got {x.dtype}"
                         f"{dtype_instead(x.dtype, dtypes, name)}")
@@ -46,7 +47,7 @@ def source(x: Array, dtypes: tuple[np.dtype[Any], ...], name: str = "x") -> tupl
 
 def one_f32(a: Any, x: Array, xp: Any, name: str) -> int:
     """The address of a one-element f32 array of x's kind and device."""
-    backend.require_module(a, xp, name)
+    backend.require_module(a, xp, name, dimensions=1)
     if a.dtype != float32:
         raise TypeError(f"{name}: expected dtype float32, got {a.dtype}"
                         f"{dtype_instead(a.dtype, (float32,), name)}")
@@ -83,7 +84,7 @@ def scalar_or_one_f32(a: Any, x: Array, xp: Any, name: str) -> tuple[int, float]
 
 def writable(a: Array, shape: tuple[int, ...], dtype: np.dtype[Any], x: Array, xp: Any, name: str) -> int:
     """The address of `a`, which a kernel can write beside x: kind, dtype, shape, strides, device."""
-    backend.require_module(a, xp, name)
+    backend.require_module(a, xp, name, dtype.name)
     if a.dtype != dtype:
         raise TypeError(f"{name}: expected dtype {dtype}, got {a.dtype}")
     if a.shape != shape:

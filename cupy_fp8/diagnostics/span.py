@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..advice import shown
 from ..arrays import asnumpy
 from ..layouts import cdiv
 from ..reference.numerics import widen
@@ -110,7 +111,7 @@ def scale_span(q: Scaled | Quantized, *, block: int | None = None) -> SpanReport
     rows = part.block[1] if block is None else block
     if not isinstance(rows, (int, np.integer)) or not 1 <= rows < 2**63:
         raise ValueError("block: expected how many rows share a scale, an integer of 1 or more, "
-                         f"got {rows!r}")
+                         f"got {shown(rows)}")
     s = part.to_layout("compact")
     warn_of_unusable(s.scale_inv)
     codes, scales = asnumpy(s.data), widen(asnumpy(s.scale_inv))

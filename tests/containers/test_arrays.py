@@ -3,6 +3,7 @@ nobody asked for."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import ml_dtypes
@@ -101,21 +102,28 @@ A = np.zeros((2, 2), float8_e4m3fn)
                    lambda shape: fp8.empty_like(np.zeros(3, np.float32), shape=shape))),
     *((TypeError, "", lambda shape=shape: fp8.empty(shape, float8_e4m3fn, like="numpy"))
       for shape in (2.0, (2.5,), (2, 3.0), "12", None, ("2",))),
-    *((TypeError, f"like: {NO_ARRAY}{type(like).__name__}",
-       lambda like=like: fp8.empty(3, float8_e4m3fn, like=like)) for like in ([1.0], 3, object())),
-    (TypeError, "like: expected 'numpy', 'cupy', one of these modules or an array, got 'torch'",
-     lambda: fp8.empty(3, float8_e4m3fn, like="torch")),
+    *((TypeError, "like: expected 'numpy', 'cupy', one of these modules or an array, got "
+       f"{re.escape(repr(like))}$", lambda like=like: fp8.empty(3, float8_e4m3fn, like=like))
+      for like in ("torch", [1.0], 3, float)),
+    *((ValueError, "shape: expected an array of at most 2\\*\\*63 - 1 bytes, got ",
+       lambda shape=shape: fp8.zeros(shape, float32, like="numpy"))
+      for shape in (2**61, (2**62, 2**62), (0, 2**62, 2**62))),
     (TypeError, f"a: {NO_ARRAY}list; cupy_fp8.asarray", lambda: fp8.empty_like([1.0])),
     *((TypeError, f"a: {NO_ARRAY}{type(wrong).__name__}", lambda wrong=wrong: fp8.asnumpy(wrong))
       for wrong in ([1.0], 1.0, None, "x")),
-    (ValueError, "concatenate: expected at least one array, got none", lambda: fp8.concatenate([])),
-    (TypeError, r"concatenate: arrays\[0\] is float8_e4m3fn, arrays\[1\] is float8_e5m2; convert with",
+    (ValueError, "arrays: expected at least one array, got none", lambda: fp8.concatenate([])),
+    (TypeError, r"arrays\[1\]: expected dtype float8_e4m3fn, as arrays\[0\] has, got float8_e5m2; convert",
      lambda: fp8.concatenate([A, A.view(float8_e5m2)])),
     (TypeError, rf"arrays\[1\]: {NO_ARRAY}list", lambda: fp8.concatenate([A, [[1.0, 2.0]]])),
     (TypeError, rf"arrays\[0\]: {NO_ARRAY}float", lambda: fp8.concatenate([1.0, A])),
-    *((ValueError, r".*(axis|dimension)", lambda arrays=arrays, axis=axis: fp8.concatenate(arrays, axis))
-      for arrays, axis in (([A, np.zeros((3, 3), float8_e4m3fn)], 0), ([A, A], 2),
-                           ([A[0, 0:1].reshape(()), A], 0))),
+    *((ValueError, message, lambda arrays=arrays, axis=axis: fp8.concatenate(arrays, axis))
+      for message, arrays, axis in (
+          (r"arrays\[1\]: expected the shape of arrays\[0\], \(2, 2\), but for axis 0, got \(3, 3\)$",
+           [A, np.zeros((3, 3), float8_e4m3fn)], 0),
+          (r"arrays\[1\]: expected the shape of arrays\[0\], \(2, 2\), but for axis -1, got \(2,\)$",
+           [A, A[0]], -1),
+          ("axis: expected one of the 2 axes", [A, A], 2),
+          ("axis: expected one of the 0 axes", [A[0, 0:1].reshape(()), A], 0))),
     *((TypeError, f"{name}: {NO_ARRAY}", lambda pair=pair: fp8.bytes_equal(*pair))
       for pair, name in (((A, [1.0]), "b"), (([1.0], A), "a"), ((A, 1.0), "b"), ((None, A), "a"))),
     *((TypeError, f"dtype: expected one of {', '.join(d.name for d in DTYPES)}, got ",

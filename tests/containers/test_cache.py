@@ -255,9 +255,7 @@ def test_a_weight_that_got_another_dtype_in_place(recipe, run):
         pytest.skip("CuPy's arrays keep their dtype")
     first = cache.quantize([a, b])
     for dtype in (np.float16, np.float32, bfloat16):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")                 # newer versions of NumPy do not like it
-            a.dtype = dtype
+        give_dtype(a, dtype)
         for _ in range(2):
             again = cache.quantize([a, b], update=False)
             assert_same(again[0], recipe.quantize(a))
@@ -268,6 +266,12 @@ def reshape(a: Any, shape: tuple[int, ...]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")                     # newer versions of NumPy do not like it
         a.shape = shape
+
+
+def give_dtype(a: Any, dtype: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        a.dtype = dtype
 
 
 def test_what_is_no_recipe_and_no_list(run):

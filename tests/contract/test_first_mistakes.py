@@ -13,8 +13,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from declared import EXAMPLES, Example
-from perturbed import outcome, with_array
-from places import Place
+from perturbed import given, outcome, with_array
+from places import Place, every_example
 
 import cupy_fp8 as fp8
 from cupy_fp8 import advice, recipes, testing
@@ -87,6 +87,19 @@ def test_something_else_as_the_first_array(name, place):
         assert words in message, message
 
 
+@every_example
+def test_a_number_for_an_array(example, place):
+    """Where the message says how to make an array of it, that array has the dtype and the dimensions that are
+    wanted."""
+    for name in given(example.on(place.run)):
+        call = example.on(place.run)
+        message = outcome(with_array(call, given(call)[name], 3))
+        if message and (advised := re.search(r'cupy_fp8\.asarray\((\[*)[^"]*, "(\w+)"\)', message)):
+            made = place.array(np.full((1,) * len(advised[1]), 3, advised[2]))
+            again = outcome(with_array(call, given(call)[name], made)) or ""
+            assert not re.match("TypeError|.*dimension", again), (message, again)
+
+
 def test_a_scale_on_another_gpu(device):
     if len(device.devices) < 2:
         pytest.skip("one GPU")
@@ -121,6 +134,15 @@ MISTAKES: dict[str, Mistake] = {
     "a NumPy number": (lambda: F8.compute_amax(np.float32(3)),
         TypeError, "got float32; cupy_fp8.asarray([[x]]"),
     "a generator": (lambda: F8.quantize_mx(row for row in X), TypeError, "cupy_fp8.asarray(list(x), "),
+    "a number of sizes": (lambda: F8.splits_to_offsets(5),
+        TypeError, 'cupy_fp8.asarray([splits], "int64") makes an array'),
+    "the size of a group": (lambda: F8.pad_groups(X, 64, 16),
+        TypeError, 'cupy_fp8.asarray([splits], "int64") makes an array'),
+    "a count": (lambda: F8.rebase_scales(MX, block=(1, 128), changed=5),
+        TypeError, 'cupy_fp8.asarray([changed], "int64") makes an array'),
+    "an amax": (lambda: F8.quantize_tensor(X, 1.0, amax=3.0),
+        TypeError, 'cupy_fp8.asarray([amax], "float32") makes an array'),
+    "like=3": (lambda: F8.zeros(3, "e4m3", like=3), TypeError, "one of these modules or an array, got 3"),
     "integers of experts": (lambda: F8.route([[0, 1]], num_experts=2), TypeError, '"int32") makes one'),
     "codes": (lambda: F8.quantize_mx(MX.data), TypeError, 'cupy_fp8.astype(x, "float32")'),
     "values to transpose": (lambda: F8.transpose(X),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from ... import backend, kernels, reference
-from ...advice import type_name, without_rest
+from ...advice import shown, type_name, without_rest
 from ...arrays import Array, address, bits, is_array, is_contiguous, zeros
 from ...calls import memory, validate
 from ...calls.call import Call, Input, Op, run, validate_call
@@ -69,7 +69,7 @@ def _misplaced(q: Any, second: Any) -> TypeError:
         return TypeError("q: expected data and scales in one Scaled, got them apart; write "
                          "dequantize(Scaled(data, scale_inv, data.shape)), with block= and scale_layout= for "
                          "scales of blocks")
-    return TypeError(f"dequantize: expected one positional argument, got {type_name(q)} and {second!r}; "
+    return TypeError(f"dequantize: expected one positional argument, got {type_name(q)} and {shown(second)}; "
                      "write dtype= before a dtype")
 
 

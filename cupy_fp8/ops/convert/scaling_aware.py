@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ... import backend, kernels, reference
+from ...advice import shown
 from ...arrays import Array, address, asnumpy, bits, is_contiguous
 from ...calls import splits as group_sizes
 from ...calls import validate
@@ -335,10 +336,10 @@ _ROW_BLOCKS, _SQUARES = _TransposeRowBlocks(), _TransposeSquares()
 
 def _check_choices(target: Any, scale_layout: Any) -> None:
     if not isinstance(target, str) or target not in TARGETS:
-        raise ValueError(f"target: expected one of {TARGETS}, got {target!r}")
+        raise ValueError(f"target: expected one of {TARGETS}, got {shown(target)}")
     if not isinstance(scale_layout, str) or scale_layout not in _LAYOUTS:
         hint = "; .to_layout converts" if isinstance(scale_layout, str) and scale_layout == "swizzled" else ""
-        raise ValueError(f"scale_layout: expected one of {_LAYOUTS}, got {scale_layout!r}{hint}")
+        raise ValueError(f"scale_layout: expected one of {_LAYOUTS}, got {shown(scale_layout)}{hint}")
 
 
 def _check_scales(inputs: _Inputs) -> None:

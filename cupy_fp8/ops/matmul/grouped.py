@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ... import reference
+from ...advice import shown
 from ...arrays import Array
 from ...calls.call import Call, Op, run
 from ...calls.results import Description, one_array
@@ -139,7 +140,7 @@ class _GroupedMatmulNT(Op[_Inputs]):
                   check: Any) -> _Inputs:
         to = lookup(dtype, INPUT_DTYPES, "dtype").dtype
         if not isinstance(group, str) or group not in GROUPS:
-            raise ValueError(f"group: expected one of {GROUPS}, got {group!r}")
+            raise ValueError(f"group: expected one of {GROUPS}, got {shown(group)}")
         if group == "m":
             left, right = read_rows(call, a, check), read_weights(call, b)
         else:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ... import backend, reference
+from ...advice import shown
 from ...arrays import Array, address, is_contiguous
 from ...calls.call import Call, Op, run
 from ...calls.results import Description, Written
@@ -133,7 +134,7 @@ class _Options:
     def __init__(self, strides: tuple[int, ...], leads: Any, dtypes: Any) -> None:
         for i, stride in enumerate(strides):
             if not 0 <= stride <= _INT64_MAX:
-                raise ValueError(f"strides: expected 0 to 2**63 - 1, got {stride} for output {i}")
+                raise ValueError(f"strides: expected 0 to 2**63 - 1, got {shown(stride)} for output {i}")
         leads = _one_for_each(leads, len(strides), "include_leading_zero")
         dtypes = _one_for_each(dtypes, len(strides), "dtypes")
         self.outputs = tuple(map(_Output, strides, leads, map(_dtype, dtypes)))
@@ -153,7 +154,7 @@ def _integers(strides: Any) -> tuple[int, ...]:
     try:
         return tuple(map(operator.index, strides))
     except TypeError as error:
-        message = f"strides: expected integers, one for each output, got {strides!r} ({error})"
+        message = f"strides: expected integers, one for each output, got {shown(strides)} ({error})"
         raise TypeError(message) from None
 
 
@@ -172,9 +173,7 @@ def _leads(option: Any) -> Any:
 def _lead(value: Any) -> bool:
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
-    if not isinstance(value, (int, np.integer, np.bool_)) or value not in (False, True):
-        raise TypeError(f"include_leading_zero: expected True or False, got {value!r}")
-    return bool(value)
+    return flag(value, "include_leading_zero")
 
 
 def _one_for_each(option: Any, number: int, name: str) -> tuple[Any, ...]:
@@ -192,7 +191,7 @@ def _dtype(given: Any) -> np.dtype[Any]:
     except (TypeError, ValueError):
         dtype = None
     if dtype not in DTYPES:
-        raise TypeError(f"dtypes: expected {names(DTYPES)}, got {given!r}")
+        raise TypeError(f"dtypes: expected {names(DTYPES)}, got {shown(given)}")
     return dtype
 
 

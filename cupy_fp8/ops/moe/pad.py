@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ... import reference
+from ...advice import shown
 from ...arrays import Array
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description
@@ -195,7 +196,7 @@ class _Unpad(_MoveGroups):
         call.repeatable &= type(number) is int      # another object may be another number later
         number = integer(number, "rows")
         if not 0 <= number < 2**63:
-            wanted = f"0 or more, got {number}" if number < 0 else "less than 2**63"
+            wanted = f"0 or more, got {shown(number)}" if number < 0 else "less than 2**63"
             raise ValueError(f"rows: expected {wanted}")
         groups = call.splits("splits", splits, check)
         if groups.host is not None:

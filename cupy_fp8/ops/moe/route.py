@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ... import kernels, reference
+from ...advice import shown
 from ...arrays import Array
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, Written
@@ -102,17 +103,17 @@ def _extents(shape: tuple[int, ...], dtype: np.dtype[Any], num_experts: Any, top
     tokens, columns = shape
     number, slots = (_of_mask if mask else _of_indices)(columns, num_experts, topk, rows)
     if not 1 <= number <= MOST_EXPERTS:
-        raise ValueError(f"num_experts: expected 1 to {MOST_EXPERTS}, got {number}")
+        raise ValueError(f"num_experts: expected 1 to {MOST_EXPERTS}, got {shown(number)}")
     if not 0 <= slots <= MOST_EXPERTS:
-        raise ValueError(f"topk: expected 0 to {MOST_EXPERTS}, got {slots}")
+        raise ValueError(f"topk: expected 0 to {MOST_EXPERTS}, got {shown(slots)}")
     align = integer(align, "align")
     if not 1 <= align <= _MOST_ALIGN or align & align - 1:
-        raise ValueError(f"align: expected a power of two from 1 to {_MOST_ALIGN}, got {align}")
+        raise ValueError(f"align: expected a power of two from 1 to {_MOST_ALIGN}, got {shown(align)}")
     bound = tokens * slots + number * (align - 1) if rows is None else integer(rows, "rows")
     if bound < 0:
-        raise ValueError(f"rows: expected 0 or more, got {bound}")
+        raise ValueError(f"rows: expected 0 or more, got {shown(bound)}")
     if max(bound, tokens * slots) > _MOST:
-        raise ValueError(f"rows: {bound} rows of {tokens * slots} routes are more than int32 holds "
+        raise ValueError(f"rows: {shown(bound)} rows of {tokens * slots} routes are more than int32 holds "
                          "(2**31 - 1); split the tokens")
     return _Extents(mask, tokens, slots, number, bound, align)
 
@@ -125,9 +126,9 @@ def _of_mask(columns: int, num_experts: Any, topk: Any, rows: Any) -> tuple[int,
     number = columns if num_experts is None else integer(num_experts, "num_experts")
     slots = columns if topk is None else integer(topk, "topk")
     if number != columns:
-        raise ValueError(f"num_experts: expected {columns}, the columns of the mask, got {number}")
+        raise ValueError(f"num_experts: expected {columns}, the columns of the mask, got {shown(number)}")
     if slots > columns:
-        raise ValueError(f"topk: expected at most {columns}, the experts of the mask, got {slots}")
+        raise ValueError(f"topk: expected at most {columns}, the experts of the mask, got {shown(slots)}")
     return number, slots
 
 
@@ -138,7 +139,7 @@ def _of_indices(columns: int, num_experts: Any, topk: Any, rows: Any) -> tuple[i
     number = integer(num_experts, "num_experts")
     slots = columns if topk is None else integer(topk, "topk")
     if slots != columns:
-        raise ValueError(f"topk: expected {columns}, the columns of the assignment, got {slots}")
+        raise ValueError(f"topk: expected {columns}, the columns of the assignment, got {shown(slots)}")
     return number, slots
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ... import reference
+from ...advice import shown
 from ...arrays import Array
 from ...calls import splits as group_sizes
 from ...calls.call import Call, Input, Op, run
@@ -155,7 +156,7 @@ class _Forward(Op[Inputs]):
         limit = _limit(clamp)
         flag(interleaved, "interleaved")
         if not isinstance(form, str) or form not in FORMS:
-            raise ValueError(f"form: expected one of {FORMS}, got {form!r}")
+            raise ValueError(f"form: expected one of {FORMS}, got {shown(form)}")
         output.check_scale(scale, amax)
         given_scale = (0, 0.0) if scale is None else call.scalar("scale", scale)
         amax_at = 0 if amax is None else call.one_f32("amax", amax, updated=True)
@@ -276,12 +277,12 @@ def _limit(clamp: Any) -> float:
     if clamp is None:
         return np.inf
     if not isinstance(clamp, (int, float, np.floating, np.integer)) or isinstance(clamp, bool):
-        raise TypeError(f"clamp: expected a number or None, got {clamp!r}")
+        raise TypeError(f"clamp: expected a number or None, got {shown(clamp)}")
     try:
         with np.errstate(over="ignore", under="ignore"):
             limit = float(np.float32(clamp))
     except OverflowError:
         raise ValueError(f"clamp: an integer of {int(clamp).bit_length()} bits, beyond every float") from None
     if not limit > 0:
-        raise ValueError(f"clamp: expected a number above 0 (in float32), got {clamp!r}")
+        raise ValueError(f"clamp: expected a number above 0 (in float32), got {shown(clamp)}")
     return limit

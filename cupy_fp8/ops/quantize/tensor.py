@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ... import reference
+from ...advice import shown
 from ...arrays import Array
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, Written
@@ -219,7 +220,7 @@ class _QuantizeTensor(Op[_Inputs]):
         scale_at, scale_value = (0, 0.0) if scale is None else call.scalar("scale", scale)
         if scale is not None and (eps or pow2_scale):
             raise ValueError("eps, pow2_scale: belong to current scaling, but a scale was given "
-                             f"(got eps={eps}, pow2_scale={pow2_scale})")
+                             f"(got eps={shown(eps)}, pow2_scale={shown(pow2_scale)})")
         amax_at = 0 if amax is None else call.one_f32("amax", amax, updated=True)
         call.noop(noop)
         check_directions(found.shape, rowwise, columnwise, dbias)

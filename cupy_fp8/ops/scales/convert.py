@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ... import backend, kernels, reference
+from ...advice import shown
 from ...arrays import Array, _as_shape, asnumpy, is_contiguous
 from ...calls import validate
 from ...calls.call import Call, Input, Op, run
@@ -124,7 +125,7 @@ class _ConvertScales(Op[_Inputs]):
         backend.module_of(scale_inv, "scale_inv")
         for name, layout in (("source", source), ("target", target)):
             if not isinstance(layout, str):
-                raise ValueError(f"{name}: expected one of {tuple(SCALE_DTYPES)}, got {layout!r}")
+                raise ValueError(f"{name}: expected one of {tuple(SCALE_DTYPES)}, got {shown(layout)}")
         strides = None
         if source == "compact" and scale_inv.ndim >= 2 and not is_contiguous(scale_inv):
             strides = validate.matrix_strides(scale_inv)
@@ -163,7 +164,7 @@ def _as_tuple(shape: Any) -> tuple[int, ...]:
     try:
         return _as_shape(shape)
     except TypeError as error:
-        raise TypeError(f"shape: expected integers, (…, M, K), got {shape!r} ({error})") from None
+        raise TypeError(f"shape: expected integers, (…, M, K), got {shown(shape)} ({error})") from None
 
 
 def _check_powers_of_two(scale_inv: Array, used: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ... import reference
+from ...advice import shown
 from ...arrays import Array
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, Updated, one_array
@@ -146,7 +147,7 @@ class _UpdateDelayedScaling(Op[_Update]):
                   amax: Any) -> _Update:
         fmt, margin = lookup(dtype, FP8_DTYPES, "dtype"), checked_margin(margin)
         if not isinstance(algo, str) or algo not in ALGORITHMS:
-            raise ValueError(f"algo: expected one of {ALGORITHMS}, got {algo!r}")
+            raise ValueError(f"algo: expected one of {ALGORITHMS}, got {shown(algo)}")
         rows = call.update("history", history, float32)
         if len(rows.shape) != 2 or not rows.shape[0]:
             raise ValueError(f"history: expected shape [L, n] with L of 1 or more, got {rows.shape}")

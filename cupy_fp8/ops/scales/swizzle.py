@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ... import backend, reference
+from ...advice import shown
 from ...arrays import Array, is_contiguous
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, Written
@@ -193,10 +194,11 @@ def _groups(call: Call, splits: Any, axis: Any, shape: tuple[int, ...], check: A
     if splits is None:
         if not is_axis or axis != 0:
             raise ValueError("axis: means something for groups only, which need splits=; "
-                             f"got axis={axis!r} without")
+                             f"got axis={shown(axis)} without")
         return NO_GROUPS
     if not is_axis or axis not in (0, 1):
-        raise ValueError(f"axis: expected 0 (groups of lines) or 1 (groups along the blocks), got {axis!r}")
+        raise ValueError("axis: expected 0 (groups of lines) or 1 (groups along the blocks), got "
+                         f"{shown(axis)}")
     if len(shape) != 2:
         raise ValueError(f"splits: groups are of scales [R, C], got shape {shape}; give each matrix its own "
                          "call")
@@ -221,11 +223,12 @@ def _as_shape(shape: Any) -> tuple[int, ...]:
     try:
         extents = tuple(map(operator.index, shape))
     except TypeError as error:
-        raise TypeError(f"shape: expected integers, (R, C) or (E, R, C), got {shape!r} ({error})") from None
+        raise TypeError(f"shape: expected integers, (R, C) or (E, R, C), got {shown(shape)} "
+                        f"({error})") from None
     if len(extents) not in (2, 3):
-        raise ValueError(f"shape: expected (R, C) or (E, R, C), got {extents}")
+        raise ValueError(f"shape: expected (R, C) or (E, R, C), got {shown(extents)}")
     if min(extents) < 0:
-        raise ValueError(f"shape: expected extents of zero or more, got {extents}")
+        raise ValueError(f"shape: expected extents of zero or more, got {shown(extents)}")
     return extents
 
 
