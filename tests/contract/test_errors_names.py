@@ -28,11 +28,14 @@ SPLITS = np.array([32, 32])
 assert ROW is not None
 
 INDICES, WORDS = np.array([1, 0]), np.array(["one", "two"])
-MATRIX, ZERO_D, NESTED = np.array([[1, 2]]), np.array(1), [INDICES]
-HUGE, VAST, NAN, F32 = 10**400, -10**5000, float("nan"), np.float32(2)      # Python refuses to print VAST.
+MATRIX, ZERO_D, NESTED = np.array([[1, 48]]), np.array(1.5), [INDICES]
+HUGE, VAST = 10**400, -10**5000             # Python refuses to print the second one.
+NAN, F32 = float("nan"), np.float32(2)
 NONSENSE: list[Any] = [
     INDICES, WORDS, [1], ["compact"], ("one", "two"), (None,), [[]], {"one": 1}, set(), object(), (1, 48),
-    MATRIX, ZERO_D, NESTED, [[1, 2]], VAST, [VAST], HUGE, 2**63, 1 << 17, 12, 0, -1, 1.5, NAN, F32, "x", b"x", None]
+    MATRIX, ZERO_D, NESTED, [[1, 48]], VAST, [VAST], HUGE, 2**63, 1 << 17, 12, 0, -1, 1.5, NAN, F32, "x",
+    b"x", None]
+ARRAYS = [INDICES, WORDS, MATRIX, ZERO_D]
 COUNTS = [12, 1 << 17]
 SIZES = [0, *COUNTS]
 NUMBERS = [*SIZES, -1, 2**63, 1.5, NAN, F32]
@@ -40,13 +43,14 @@ NUMBERS = [*SIZES, -1, 2**63, 1.5, NAN, F32]
 #: What is valid all the same, by the parameter, or by the call and the parameter. None is valid where it is
 #: the default, and 0 for a flag.
 VALID: dict[str, list[Any]] = {
-    "asarray.a": [INDICES, WORDS, [1], ["compact"], ("one", "two"), [[]], (1, 48), "x", b"x", *NUMBERS],
-    "a": [INDICES, WORDS], "like": [INDICES, WORDS],
+    "asarray.a": [*ARRAYS, NESTED, [[1, 48]], [1], ["compact"], ("one", "two"), [[]], (1, 48), "x", b"x",
+                  *NUMBERS],
+    "a": ARRAYS, "like": ARRAYS, "arrays": [MATRIX, NESTED],
     "shape": [INDICES, [1], set(), (1, 48), b"x", *SIZES], "convert_scales.shape": [],
     "unswizzle_scales.shape": [], "BlockScaling.empty.shape": [INDICES, (1, 48)],
     "MXScaling.empty.shape": [INDICES, (1, 48)], "axis": [0], "concatenate.axis": [0, -1],
-    "dtype": [F32], "scale_dtype": [F32], "fill_value": NUMBERS, "scale": NUMBERS, "scales": [(1, 48)],
-    "margin": [*SIZES, -1, 2**63, HUGE], "eps": [*SIZES, 2**63, 1.5, F32],
+    "dtype": [F32], "scale_dtype": [F32], "fill_value": [*NUMBERS, ZERO_D], "scale": NUMBERS,
+    "scales": [(1, 48)], "margin": [*SIZES, -1, 2**63, HUGE, VAST], "eps": [*SIZES, 2**63, 1.5, F32],
     "history_len": [*COUNTS, 2**63, HUGE], "clamp": [*COUNTS, 2**63, 1.5, F32], "block": COUNTS,
     "splits": [INDICES, [1], (1, 48)], "order": [INDICES], "rows": [1 << 17], "num_experts": [12],
     "route of a mask.topk": [0], "route of a mask.rows": SIZES,
