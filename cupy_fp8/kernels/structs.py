@@ -89,20 +89,17 @@ class Layout:
         return self.packer.pack(*self.values(members))
 
     def values(self, given: Mapping[str, Any]) -> list[Any]:
-        """All scalars in order, from members by name; the others are 0. A nested struct is given as a
-        mapping, or as the sequence of all its scalars. TypeError for a name that the struct does not have."""
+        """All scalars in order, from members by name; the others are 0. A nested struct is a mapping of its
+        own members. TypeError for values without names, and for a name that the struct does not have."""
+        if not isinstance(given, Mapping):
+            raise TypeError(f"{self.name}: expected members by name, got {type(given).__name__}")
         found: list[Any] = []
         for name, _, code, inner in self.members:
             value = given.get(name)
             if inner is None:
                 found.append(value if value is not None else b"" if code.endswith("s") else 0)
-            elif value is None or isinstance(value, Mapping):
-                found += inner.values(value or {})
             else:
-                assert len(value) == inner.count, (
-                    f"{self.name}.{name}: expected {inner.count} values, got {len(value)}"
-                )
-                found += value
+                found += inner.values({} if value is None else value)
         if unknown := given.keys() - {member.name for member in self.members}:
             raise TypeError(f"{self.name} has no members {sorted(unknown)}")
         return found
@@ -111,10 +108,6 @@ class Layout:
     def pointers(self) -> list[int]:
         """The indices of the scalars that are pointers."""
         return [i for i, (_, code) in enumerate(self.scalars()) if code == "P"]
-
-    @functools.cached_property
-    def count(self) -> int:
-        return sum(1 for _ in self.scalars())
 
 
 @functools.cache

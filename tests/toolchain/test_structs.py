@@ -13,6 +13,7 @@ from cupy_fp8 import hostexec
 from cupy_fp8.cases.programs import launched_variants
 from cupy_fp8.diagnostics import on_gpu
 from cupy_fp8.kernels import Kernel, Variant, sources, structs
+from cupy_fp8.ops.matmul.problem import OperandView
 
 ENTRIES = list({(v.kernel.source, v.kernel.entry): v
                 for v in (*launched_variants().values(), *on_gpu.variants())}.items())
@@ -60,9 +61,22 @@ def test_names_are_checked():
         layout.values({"vektor": 1})
 
 
-def test_nested_structs_are_given_by_name_or_whole():
+def test_nested_structs_are_given_by_name_too():
+    """A value without a name could be another member's: two floats of a rule may change places unseen."""
     layout = structs.of_entry("quantize/mx", "quantize_mx_rows")
-    by_name = layout.values({"along_rows": {"to": 7}, "n": 5})
-    fast = next(m for m in layout.members if m.name == "along_rows")
-    assert fast.inner
-    assert by_name == layout.values({"along_rows": [7, *[0] * (fast.inner.count - 1)], "n": 5})
+    given = {"rule": {"factor": 2.0, "bias": 3}, "along_rows": {"to": 7}, "n": 5}
+    swapped = {"n": 5, "along_rows": {"to": 7}, "rule": {"bias": 3, "factor": 2.0}}
+    assert layout.values(given) == layout.values(swapped)
+    with pytest.raises(TypeError, match=r"ScaleRule has no members \['faktor'\]"):
+        layout.values({"rule": {"faktor": 2.0}})
+    with pytest.raises(TypeError, match="ScaleRule: expected members by name, got tuple"):
+        layout.values({"rule": (2.0, 0, 3, 254)})
+
+
+def test_operands_of_products_have_the_names_of_the_struct():
+    """Fields of OperandView become members of the struct Operand by their names."""
+    fields = OperandView(*range(1, 14))._asdict()
+    layout = structs.named("matmul/tiles", "Operand")
+    assert layout.values(dict(reversed(fields.items()))) == list(range(1, 14))
+    with pytest.raises(TypeError, match=r"Operand has no members \['pitches'\]"):
+        layout.values({**fields, "pitches": 1})

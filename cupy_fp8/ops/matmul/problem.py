@@ -14,8 +14,8 @@ TYPES: dict[np.dtype[Any], int] = {bfloat16: 0, float16: 1, float32: 2}
 
 
 class OperandView(NamedTuple):
-    """Where a kernel finds the rows and scales of each group: the struct Operand. Strides that are left out
-    are 0."""
+    """Where a kernel finds the rows and scales of each group: the members of the struct Operand. Strides that
+    are left out are 0."""
 
     data: int
     scale: int
@@ -71,7 +71,8 @@ class Problem(NamedTuple):
 
     def members(self) -> dict[str, Any]:
         """The members of the struct Product."""
-        return {"a": self.a, "b": self.b, "splits": self.splits or {"groups": self.groups}, "out": self.out,
+        splits = self.splits or {"groups": self.groups}
+        return {"a": self.a._asdict(), "b": self.b._asdict(), "splits": splits, "out": self.out,
                 "bias": self.bias, "out_group": self.out_group, "out_start": self.out_start,
                 "total": self.total, "m": self.m, "n": self.n, "k": self.k, "out_type": TYPES[self.to],
                 "bias_type": TYPES[self.bias_dtype], "accumulate": int(self.accumulate),

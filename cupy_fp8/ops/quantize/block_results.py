@@ -107,13 +107,13 @@ def check_out(out: Any, directions: Mapping[str, Direction], kind: str) -> None:
 # ---- members of the kernels' structs ----
 class Axis(NamedTuple):
     """What a kernel writes for the blocks along one axis of memory. data, scales: the direction that they
-    belong to, or None if they are not written. stored: how the data are stored. strides: the strides of the
-    scales, as the kernel's struct has them."""
+    belong to, or None if they are not written. stored: how the data are stored. strides: where the scales
+    lie, as the members of the kernel's struct beside their address."""
 
     data: str | None
     stored: int
     scales: str | None
-    strides: tuple[int, ...]
+    strides: Mapping[str, int]
 
 
 def stored(direction: Direction | None, swapped: bool) -> int:
@@ -130,8 +130,8 @@ def destinations(axes: tuple[Axis, Axis], places: Places) -> Members:
     return {
         "rows_data": rows_data,
         "columns_data": columns_data,
-        "along_rows": (rows_scales, *along_rows.strides),
-        "along_columns": (columns_scales, *along_columns.strides),
+        "along_rows": {"to": rows_scales, **along_rows.strides},
+        "along_columns": {"to": columns_scales, **along_columns.strides},
     }
 
 

@@ -27,7 +27,7 @@ _TILE = Kernel("quantize/blocks", "quantize_block_tile")
 _WHOLE_VECTORS = Kernel("quantize/whole_vectors", "quantize_whole_vectors")
 # Elements of the smallest block, a quarter of a warp tile's row.
 _SMALLEST = 32
-_NO_SCALES = (0, 1, 1, 0, 0)                    # a ScaleGrid without its address
+_NO_SCALES = {"row": 1, "column": 1}
 _NO_BLOCKS = Axis(None, ABSENT, None, _NO_SCALES)
 
 _ACROSS = WarpTiles(1, 8, down_first=False)        # 32 bytes of a row's compact scales
@@ -163,7 +163,7 @@ class BlockQuantization(block_results.Quantization):
 
 
 def _rule(source: np.dtype[Any], to: np.dtype[Any], pow2: bool, eps: float,
-          profile: str) -> tuple[float, float, float, float, int, int, int]:
+          profile: str) -> Members:
     """The BlockRule of kernels_cu/include/scale/block_scale.cuh."""
     target = np.float32(FORMATS[to].max)
     flags = {"te": _GUARDED, "deepgemm": _AMAX_FIRST, "tilekernels": _OTHER_QUOTIENT, "vllm": _AMAX_FIRST,
@@ -171,10 +171,11 @@ def _rule(source: np.dtype[Any], to: np.dtype[Any], pow2: bool, eps: float,
     if pow2:
         flags = _GUARDED | _ROUND_DOWN if profile == "te" else _AMAX_FIRST | _ROUND_UP
     low, high = (0x00800000, 0x7F000000) if profile == "deepgemm" else (0x00400000, 0x7F800000)
-    return float(target), float(np.float32(1) / target), eps, float(FORMATS[source].max), low, high, flags
+    return {"target": float(target), "reciprocal": float(np.float32(1) / target), "eps": eps,
+            "largest": float(FORMATS[source].max), "low": low, "high": high, "flags": flags}
 
 
-def _strides(direction: Direction | None, swapped: bool) -> tuple[int, int, int, int, int]:
+def _strides(direction: Direction | None, swapped: bool) -> dict[str, int]:
     """The ScaleGrid of kernels_cu/include/scale/block_scale.cuh without its address."""
     if direction is None:
         return _NO_SCALES
@@ -183,8 +184,8 @@ def _strides(direction: Direction | None, swapped: bool) -> tuple[int, int, int,
     lines_first = direction.block[0] == 1 and direction.scale_layout != "compact"
     # Whether rows of blocks in memory are columns of scale_inv.
     if (lines_first or (1 not in direction.block and direction.transposed)) != swapped:
-        return rows * columns, 1, columns, columns, rows
-    return rows * columns, columns, 1, rows, columns
+        return {"matrix": rows * columns, "row": 1, "column": columns, "rows": columns, "columns": rows}
+    return {"matrix": rows * columns, "row": columns, "column": 1, "rows": rows, "columns": columns}
 
 
 # ---- launches ----
@@ -237,8 +238,9 @@ def _rows_launch(call: Call, inputs: Inputs, axes: tuple[Axis, Axis], places: Pl
                                              _LOAD_BYTES // x.dtype.itemsize)
     if members["vector"] != 7:
         return None
-    _, row, _, rows, across = axes[0].strides
-    warps = cdiv(rows, _WARP_BLOCKS) * across if row == 1 else cdiv(rows * across, _WARP_BLOCKS)
+    rows, across = axes[0].strides["rows"], axes[0].strides["columns"]
+    rows_adjoin = axes[0].strides["row"] == 1
+    warps = cdiv(rows, _WARP_BLOCKS) * across if rows_adjoin else cdiv(rows * across, _WARP_BLOCKS)
     matrices = quantization.size // (quantization.rows * quantization.columns)
     return _ROWS.variant(IN=quantization.source, OUT=quantization.to, DIVIDE=quantization.divide).bind(
         x.array, grid_size(matrices * cdiv(warps, _WARPS), quantization.shape), x=x.at, noop=call.noop_at,

@@ -26,7 +26,7 @@ from .block_results import ABSENT, AS_IS, TRANSPOSED, Axis, BlockOp, BlockResult
 _ROWS = Kernel("quantize/mx", "quantize_mx_rows", block=elementwise.THREADS)
 _TILE = Kernel("quantize/mx", "quantize_mx_tile")
 _BLOCK = 32
-_NO_SCALES = (0, 1, 1)                          # a ScaleTarget without its address
+_NO_SCALES = {"line": 1, "block": 1}            # A stride of 0 from line to line would mean swizzled scales.
 
 #: How data along rows and along columns can be stored. Both transposed is the one case left out.
 _STORED = ((AS_IS, ABSENT), (TRANSPOSED, ABSENT), (ABSENT, AS_IS), (ABSENT, TRANSPOSED), (AS_IS, AS_IS),
@@ -143,7 +143,7 @@ def _axes(directions: dict[str, Direction], swapped: bool, square: bool) -> tupl
 
 
 @functools.cache
-def _rule(dtype: np.dtype[Any], mode: str, profile: str) -> tuple[float, int, int, int]:
+def _rule(dtype: np.dtype[Any], mode: str, profile: str) -> Members:
     """The ScaleRule of kernels_cu/include/numerics/e8m0.cuh."""
     fmt = FORMATS[dtype]
     emax = int(np.log2(fmt.max))
@@ -151,10 +151,10 @@ def _rule(dtype: np.dtype[Any], mode: str, profile: str) -> tuple[float, int, in
     factor, rounding, bias = {"rceil": (float(np.float32(1) / np.float32(fmt.max)), up, 0),
                               "floor": (2.0**-emax, 0, 0), "ceil": (1.0, up, emax),
                               "even": (1.0, half_a_step, emax)}[mode]
-    return factor, rounding, bias, 254 if profile == "te" else 255
+    return {"factor": factor, "round": rounding, "bias": bias, "not_finite": 254 if profile == "te" else 255}
 
 
-def _scale_strides(direction: Direction | None) -> tuple[int, int, int]:
+def _scale_strides(direction: Direction | None) -> dict[str, int]:
     """The ScaleTarget of kernels_cu/include/numerics/e8m0.cuh without its address."""
     if direction is None:
         return _NO_SCALES
@@ -162,8 +162,9 @@ def _scale_strides(direction: Direction | None) -> tuple[int, int, int]:
     grid = scale_grid(direction.shape, direction.block)
     matrix = direction.scale_shape[-2] * direction.scale_shape[-1]
     if direction.scale_layout == "swizzled":
-        return matrix, 0, cdiv(grid.blocks, SWIZZLE_COLUMNS)
-    return matrix, *((1, grid.outer) if grid.columnwise else (grid.blocks, 1))
+        return {"matrix": matrix, "line": 0, "block": cdiv(grid.blocks, SWIZZLE_COLUMNS)}
+    line, block = (1, grid.outer) if grid.columnwise else (grid.blocks, 1)
+    return {"matrix": matrix, "line": line, "block": block}
 
 
 # ---- launches ----

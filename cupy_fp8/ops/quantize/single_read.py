@@ -85,10 +85,12 @@ def words(count: int) -> int:
     return _STATE_WORDS + 2 * count
 
 
-def members(at: int, count: int, choice: Choice, rule: tuple[float, float, bool]) -> tuple[Any, ...]:
-    """The struct Resident. at: the workspace's address, a multiple of 8. rule: target, eps, pow2_scale."""
+def members(at: int, tiles: int, choice: Choice, rule: tuple[float, float, bool]) -> dict[str, Any]:
+    """The struct SingleRead for so many tiles of all matrices. at: the workspace's address, a multiple of 8.
+    rule: target, eps, pow2_scale."""
     target, eps, pow2 = rule
-    return at, at + 4 * _STATE_WORDS, count, choice.stages, target, eps, int(pow2)
+    return {"state": at, "told": at + 4 * _STATE_WORDS, "tiles": tiles, "stages": choice.stages,
+            "target": target, "eps": eps, "pow2": int(pow2)}
 
 
 def variants(kernel: Kernel) -> Iterator[Variant]:

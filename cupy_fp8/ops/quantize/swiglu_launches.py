@@ -142,8 +142,8 @@ class _Blocks(Output):
         places = self._quantization.result.places(written)
         (data, row_scales), (data_t, column_scales) = (places.get(name, (0, 0)) for name in DIRECTIONS)
         rows, columns = self._quantization.axes(list(self._quantization.directions))
-        return {"data": data, "data_t": data_t, "row_scales": (row_scales, *rows.strides),
-                "column_scales": (column_scales, *columns.strides), "rule": self._quantization.rule,
+        return {"data": data, "data_t": data_t, "row_scales": {"to": row_scales, **rows.strides},
+                "column_scales": {"to": column_scales, **columns.strides}, "rule": self._quantization.rule,
                 "block_segments": self.row_block // 32, "divides": int(self.divides)}
 
 
@@ -167,8 +167,8 @@ class _Mx(Output):
         places = self._quantization.result.places(written)
         (data, row_scales), (column_data, column_scales) = (places.get(name, (0, 0)) for name in DIRECTIONS)
         rows, columns = self._quantization.axes
-        return {"data": data, "column_data": column_data, "row_scales": (row_scales, *rows.strides),
-                "column_scales": (column_scales, *columns.strides),
+        return {"data": data, "column_data": column_data, "row_scales": {"to": row_scales, **rows.strides},
+                "column_scales": {"to": column_scales, **columns.strides},
                 "rule": self._quantization.members["rule"]}
 
 

@@ -272,7 +272,7 @@ class _Layout(NamedTuple):
     their numbers with padding; order: which scales a thread takes; shift: log2 of the lines that share a line
     of scales."""
 
-    strides: tuple[int, ...]
+    strides: dict[str, int]
     lines: int
     blocks: int
     order: int
@@ -287,30 +287,31 @@ def _layout(layout: str, grid: ScaleGrid, block: Block, rows: int,
         tiles = cdiv(blocks, SWIZZLE_COLUMNS)
         tile = SWIZZLE_ROWS * SWIZZLE_COLUMNS
         padded = round_up(lines, SWIZZLE_ROWS)
-        return _Layout((padded * tiles * SWIZZLE_COLUMNS, 16, 4, tiles * tile, 1, tile), padded,
-                       tiles * SWIZZLE_COLUMNS, _SWIZZLED)
+        strides_of_tiles = {"matrix": padded * tiles * SWIZZLE_COLUMNS, "line": 16, "line32": 4,
+                            "line128": tiles * tile, "block": 1, "block4": tile}
+        return _Layout(strides_of_tiles, padded, tiles * SWIZZLE_COLUMNS, _SWIZZLED)
     if layout == "deepgemm_sm100":
         repeated = 1 if 1 in block else block[0] or 1
         padded, words = round_up(lines if repeated == 1 else rows, PADDED_TO), cdiv(blocks, PACKED)
-        return _Layout((PACKED * padded * words, *_line_strides(PACKED), 1, PACKED * padded), padded, words *
-        PACKED,
+        return _Layout(_strides(PACKED * padded * words, PACKED, 1, PACKED * padded), padded, words * PACKED,
                        _PACKED, repeated.bit_length() - 1)
     if layout == "compact":
         matrix, line, step = (lines * blocks, *((1, lines) if grid.columnwise else (blocks, 1)))
         if strides is not None:
             matrix, line, step = (strides[0], strides[2], strides[1]) if grid.columnwise else strides
         order = _FOUR_LINES if grid.columnwise else _FOUR_BLOCKS
-        return _Layout((matrix, *_line_strides(line), step, 4 * step), lines, blocks, order)
+        return _Layout(_strides(matrix, line, step, 4 * step), lines, blocks, order)
     if 1 not in block:
         padded = round_up(blocks, PADDED_TO)
-        return _Layout((lines * padded, *_line_strides(padded), 1, 4), lines, padded, _FOUR_BLOCKS)
+        return _Layout(_strides(lines * padded, padded, 1, 4), lines, padded, _FOUR_BLOCKS)
     padded = round_up(lines, PADDED_TO)
-    return _Layout((padded * blocks, *_line_strides(1), padded, 4 * padded), padded, blocks, _FOUR_LINES)
+    return _Layout(_strides(padded * blocks, 1, padded, 4 * padded), padded, blocks, _FOUR_LINES)
 
 
-def _line_strides(line: int) -> tuple[int, int, int]:
+def _strides(matrix: int, line: int, block: int, block4: int) -> dict[str, int]:
     """The strides of a layout without tiles."""
-    return line, 32 * line, SWIZZLE_ROWS * line
+    return {"matrix": matrix, "line": line, "line32": 32 * line, "line128": SWIZZLE_ROWS * line,
+            "block": block, "block4": block4}
 
 
 def variants() -> Iterator[Variant]:
