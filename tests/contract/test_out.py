@@ -79,7 +79,8 @@ def test_new_results_are_valid(example, place):
 def test_other_parts(example, place):
     example = example.on(place.run)
     for how, wrong in other_parts(example.out):
-        refused(with_out(example, wrong), OUT, how)
+        accepted = right_or_refused(with_out(example, wrong), OUT, how)
+        assert not accepted or (how == "turned" and isinstance(wrong, list)), how   # of arrays that are alike
 
 
 @every_example_that(lambda example: isinstance(example.out, fp8.Quantized))

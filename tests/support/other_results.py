@@ -33,18 +33,17 @@ def results_of(shape: tuple[int, ...]) -> Iterator[tuple[str, Scaled | Quantized
 
 def other_parts(out: Any) -> Iterator[tuple[str, Any]]:
     """Results that have a part too few, parts in another order, or other facts."""
-    if isinstance(out, tuple):
-        yield from (
-            ("longer", (*out, out[0])),
-            ("shorter", out[:1]),
-            ("list", list(out)),
-            ("turned", out[::-1]),
-        )
+    if isinstance(out, (list, tuple)):
+        made = type(out)
+        yield from (("longer", made([*out, out[0]])), ("shorter", out[:-1]))
+        if len(out) > 1:
+            yield "turned", out[::-1]
+        if made is tuple:                               # a list may be given as a tuple too
+            yield "list", list(out)
         for i, part in enumerate(out):
             if part is not None:
-                yield f"[{i}]: None", (*out[:i], None, *out[i + 1:])
-                yield from ((f"[{i}]{how}", (*out[:i], other, *out[i + 1 :]))
-                            for how, other in other_parts(part))
+                yield from ((f"[{i}]{how}", made([*out[:i], other, *out[i + 1:]]))
+                            for how, other in ((": None", None), *other_parts(part)))
     if isinstance(out, Result):
         fields = out.__getstate__()
         for name, value in fields.items():

@@ -17,7 +17,7 @@ from ..registry import Arguments, Registration, register
 
 #: Lists with a few blocks of threads, also with chunked access; with whole patches only; with tails of every
 #: tile and every alignment; empty; with many arrays; with arrays of one shape and several blocks each; with
-#: as many as fit into a launch's arguments.
+#: as many as fit into a launch's arguments; and two.
 GROUPS: dict[str, tuple[tuple[int, int], ...]] = {
     "few": ((130, 16), (0, 5), (9, 5)),
     "fits": ((130, 136), (0, 8), (1, 8), (400, 16)),
@@ -29,6 +29,7 @@ GROUPS: dict[str, tuple[tuple[int, int], ...]] = {
     "many": tuple((i % 9 + 1, i * 7 % 40) for i in range(150)),
     "alike": ((144, 24),) * 9,
     "eight": (*((9, 24),) * 7, (130, 24)),
+    "two": ((24, 16), (9, 24)),
 }
 #: Lists of matrices and batches, for recipes that take both, with and without wide accesses.
 BATCHES: dict[str, tuple[tuple[int, ...], ...]] = {
@@ -129,7 +130,7 @@ def _quantize_cases() -> Iterator[Case]:
         yield _case("multi_quantize", float32, "whole", "normal", "offset", recipe=current, **own_scales)
         for recipe in (BlockScaling(), MXScaling(float8_e5m2), MXScaling(block=(32, 32)),
                        BlockScaling((128, 128))):
-            for group in ("mixed", *BATCHES):
+            for group in ("two", "mixed", *BATCHES):
                 yield _case("multi_quantize", bfloat16, group, "normal", recipe=recipe, **own_scales)
     for recipe in (BlockScaling(scale_layout="compact"), MXScaling(scale_layout="swizzled")):
         for dtype in INPUT_DTYPES:
