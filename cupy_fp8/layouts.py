@@ -18,6 +18,7 @@ __all__ = ["SCALE_DTYPES", "grouped_scale_shape", "scale_shape"]
 
 #: Rows and columns of a block that shares a scale. None: all that the matrix has.
 Block = tuple[int | None, int | None]
+_BLOCK_TYPES = frozenset((int, type(None)))
 
 #: The layouts of block scales, and the dtypes that they hold (int32: words of four E8M0 scales).
 SCALE_DTYPES: dict[str, tuple[np.dtype[Any], ...]] = {
@@ -65,6 +66,8 @@ def as_block(block: Any) -> Any:
     >>> as_block([1, np.int64(128)]), as_block(np.array([128, 128]))
     ((1, 128), (128, 128))
     """
+    if type(block) is tuple and _BLOCK_TYPES.issuperset(map(type, block)):
+        return block
     if not isinstance(block, (tuple, list, np.ndarray)) or getattr(block, "ndim", 1) != 1:
         return block
     return tuple(int(extent) if isinstance(extent, np.integer) else extent for extent in block)

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ...arrays import Array, empty_beside, is_contiguous
-from ...calls.call import Call, Input, Op, run
+from ...arrays import Array, is_contiguous
+from ...calls.call import Call, Input, Op
 from ...calls.results import Description, Written
 from ...directions import Direction
-from ...formats import INPUT_DTYPES
+from ...formats import FP8_DTYPES, INPUT_DTYPES, lookup
 from ...kernels.warp_tiles import LANE_COLUMNS
-from ...layouts import as_block, swap_last
+from ...layouts import Block, swap_last
 from ...results import Quantized
 
 #: How the data of one direction are stored: not at all, in the order of x's memory, or with its last two axes
@@ -28,8 +28,12 @@ ABSENT, AS_IS, TRANSPOSED = 0, 1, 2
 #: Members of a kernel's struct by name.
 Members = dict[str, Any]
 #: The addresses of data and scale_inv of each direction of a result.
-Places = Mapping[str | None, tuple[int, int]]
+Addresses = Mapping[str | None, tuple[int, int]]
 _NOWHERE = 0, 0
+#: Bits of the member `vector`: which accesses may be wide, those of x, of data along rows, and of data along
+#: columns.
+WIDE_X, WIDE_ROWS, WIDE_COLUMNS = 1, 2, 4
+ALL_WIDE = WIDE_X | WIDE_ROWS | WIDE_COLUMNS
 
 
 # ---- the result ----
@@ -39,7 +43,7 @@ class BlockResult(Description):
 
     def __init__(self, directions: dict[str, Direction], shared: tuple[str, ...], kind: str) -> None:
         self.directions, self.shared, self.kind = directions, shared if len(directions) == 2 else (), kind
-        # by direction: the positions of data and scale_inv among the arrays
+        #: For each direction where its data and scale_inv are among the arrays.
         self._positions: dict[str, list[int]] = {}
         written: list[Written] = []
         for name, direction in directions.items():
@@ -58,7 +62,7 @@ class BlockResult(Description):
         row = parts.get("rowwise")
         return Quantized._of(row, row if len(self.shared) == 2 else parts.get("columnwise"))
 
-    def places(self, written: Sequence[int]) -> Places:
+    def addresses(self, written: Sequence[int]) -> Addresses:
         return {name: (written[data], written[scales]) for name, (data, scales) in self._positions.items()}
 
     def arrays_of(self, out: Any) -> list[Array]:
@@ -122,10 +126,10 @@ def stored(direction: Direction | None, swapped: bool) -> int:
     return ABSENT if direction is None else AS_IS if direction.transposed == swapped else TRANSPOSED
 
 
-def destinations(axes: tuple[Axis, Axis], places: Places) -> Members:
+def destinations(axes: tuple[Axis, Axis], addresses: Addresses) -> Members:
     """Where a kernel writes data and scales along rows and along columns of memory."""
-    (rows_data, _), (columns_data, _) = (places.get(axis.data, _NOWHERE) for axis in axes)
-    (_, rows_scales), (_, columns_scales) = (places.get(axis.scales, _NOWHERE) for axis in axes)
+    (rows_data, _), (columns_data, _) = (addresses.get(axis.data, _NOWHERE) for axis in axes)
+    (_, rows_scales), (_, columns_scales) = (addresses.get(axis.scales, _NOWHERE) for axis in axes)
     along_rows, along_columns = axes
     return {
         "rows_data": rows_data,
@@ -135,28 +139,39 @@ def destinations(axes: tuple[Axis, Axis], places: Places) -> Members:
     }
 
 
+class Options(Protocol):
+    """The options of an op that quantises in blocks: a NamedTuple of the names that users and the reference
+    have for them."""
+
+    @property
+    def dtype(self) -> Any: ...
+    @property
+    def block(self) -> Block: ...
+    def _asdict(self) -> dict[str, Any]: ...
+    def _replace(self, *, dtype: np.dtype[Any]) -> Any: ...
+
+
 class Quantization:
-    """What follows from an array's shape and the options, whatever the memory: the result, and members of the
-    kernels' structs. shape: of x as it lies in memory."""
+    """What is read and written for an array, wherever its memory is. The kernels' members follow from it.
 
-    def __init__(self, shape: tuple[int, ...], source: np.dtype[Any], to: np.dtype[Any],
+    shape, source: the shape of x as it lies in memory, and its dtype. swapped: whether its last two axes are
+    swapped there. result: the description of what is written."""
+
+    def __init__(self, shape: tuple[int, ...], source: np.dtype[Any], swapped: bool, options: Options,
                  result: BlockResult) -> None:
-        self.shape, self.source, self.to, self.result = shape, source, to, result
+        self.shape, self.source, self.swapped, self.result = shape, source, swapped, result
         self.size, (self.rows, self.columns) = prod(shape), shape[-2:]
-        self.directions, self.shared, self.kind = result.directions, result.shared, result.kind
+        self.to, self.block = options.dtype, options.block
+        self.directions, self.shared = result.directions, result.shared
 
-    def empty(self, x: Array) -> Quantized:
-        """An uninitialised result beside x."""
-        return self.result.build([empty_beside(x, a.shape, a.dtype) for a in self.result.arrays])
-
-    def warp_tile_members(self, axes: tuple[Axis, Axis], places: Places, aligned: bool,
+    def warp_tile_members(self, axes: tuple[Axis, Axis], addresses: Addresses, aligned: bool,
                           chunk: int = LANE_COLUMNS, grouped: bool = False) -> Members:
-        """Destinations, and `vector`, whose bits say which accesses may be wide: of x (1), of data along rows
-        (2) and of data along columns (4). aligned: whether x is aligned to chunks. chunk: elements of a wide
+        """Destinations, and `vector`. aligned: whether x is aligned to chunks. chunk: elements of a wide
         access. grouped: the kernel asks for each group of rows what its transposed data allow."""
-        members, whole = destinations(axes, places), self.columns % chunk == 0
-        vector = int(whole and aligned)
-        for bit, axis, at in zip((2, 4), axes, (members["rows_data"], members["columns_data"]), strict=True):
+        members, whole = destinations(axes, addresses), self.columns % chunk == 0
+        vector = WIDE_X * (whole and aligned)
+        for bit, axis, at in zip((WIDE_ROWS, WIDE_COLUMNS), axes,
+                                 (members["rows_data"], members["columns_data"]), strict=True):
             if axis.stored == TRANSPOSED:
                 wide = grouped or (self.rows % 16 == 0 and at % 16 == 0)
             else:
@@ -168,41 +183,36 @@ class Quantization:
 # ---- the ops ----
 class Inputs(NamedTuple):
     x: Input                            # as it lies in memory
-    swapped: bool                       # whether its last two axes are swapped there
     quantization: Any
-    options: tuple[Any, ...]
+    options: Options
+
+    @property
+    def logical_x(self) -> Array:
+        """x with the axes that users see."""
+        return self.x.array.swapaxes(-1, -2) if self.quantization.swapped else self.x.array
 
 
 class BlockOp(Op[Inputs]):
-    """An op that quantises in blocks."""
+    """An op that quantises in blocks. Its arguments are x, noop and the options."""
 
-    #: Makes a Quantization from shape, dtype, whether axes are swapped, and options.
-    quantization: Callable[..., Quantization]
+    options: Callable[..., Options]
+    quantization: Callable[[tuple[int, ...], np.dtype[Any], bool, Any], Quantization]
     definition: Callable[..., Quantized]
-    #: The names of the options, as the definition has them.
-    options: ClassVar[tuple[str, ...]]
 
-    def __call__(self, x: Array, options: tuple[Any, ...], noop: Array | None,
-                 out: Quantized | None) -> Quantized:
-        result: Quantized = run(self, (x, noop, *options), out)
-        return result
-
-    def arguments(self, call: Call, x: Any, noop: Any, *options: Any) -> Inputs:
+    def arguments(self, call: Call, x: Any, noop: Any, *given: Any) -> Inputs:
+        options = type(self).options(*given)
+        options = options._replace(dtype=lookup(options.dtype, FP8_DTYPES, "dtype").dtype)
         swapped = lies_swapped(x)
         found = call.read("x", x.swapaxes(-1, -2) if swapped else x, INPUT_DTYPES)
         call.noop(noop)
-        place = self.options.index("block")
-        options = *options[:place], as_block(options[place]), *options[place + 1:]
-        return Inputs(found, swapped, type(self).quantization(found.shape, found.dtype, swapped, options),
-                      options)
+        return Inputs(found, type(self).quantization(found.shape, found.dtype, swapped, options), options)
 
     def result(self, inputs: Inputs) -> Description:
         result: BlockResult = inputs.quantization.result
         return result
 
     def reference(self, inputs: Inputs) -> Quantized:
-        x = inputs.x.array.swapaxes(-1, -2) if inputs.swapped else inputs.x.array
-        return type(self).definition(x, **dict(zip(self.options, inputs.options, strict=True)))
+        return type(self).definition(inputs.logical_x, **inputs.options._asdict())
 
 
 def lies_swapped(x: Any) -> bool:

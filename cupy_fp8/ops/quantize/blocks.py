@@ -5,23 +5,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ... import reference
 from ...arrays import Array
-from ...calls.call import Call
+from ...calls.call import Call, run
 from ...directions import Direction, block_directions
-from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, float16, float32, lookup
+from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, float16, float32
 from ...kernels import Kernel, Launch, Variant, grid_size
 from ...kernels.warp_tiles import COLUMNS, LANE_COLUMNS, ROWS, WarpTiles
-from ...layouts import as_block, cdiv
+from ...layouts import Block, as_block, cdiv
 from ...methods import for_methods
 from ...options import block_eps, block_pow2, check_block_options
+from ...recipes import BlockScaling
 from ...results import Quantized
 from . import block_results
-from .block_results import ABSENT, AS_IS, TRANSPOSED, Axis, BlockOp, BlockResult, Inputs, Members, Places
+from .block_results import (
+    ABSENT,
+    ALL_WIDE,
+    AS_IS,
+    TRANSPOSED,
+    Addresses,
+    Axis,
+    BlockOp,
+    BlockResult,
+    Inputs,
+    Members,
+)
 
 _TILE = Kernel("quantize/blocks", "quantize_block_tile")
 _WHOLE_VECTORS = Kernel("quantize/whole_vectors", "quantize_whole_vectors")
@@ -106,18 +118,36 @@ def quantize_block(x: Array, block: tuple[int | None, int | None] = (1, 128), *,
     >>> q.scale_inv.tolist(), q.data.astype(np.float32)[0, [0, 1, 200]].tolist()
     ([[1.0, 0.0, 0.0, 0.0], [0.0009765625, 0.0, 0.0, 0.0]], [448.0, 3.0, 320.0])
     """
-    if type(block) is not tuple:
-        block = as_block(block)
-    options = (lookup(dtype, FP8_DTYPES, "dtype").dtype, rowwise, columnwise, transposed, block, pow2_scale,
-               eps, profile, scale_layout)
-    return _QUANTIZE(x, options, noop, out)
+    given = (x, noop, as_block(block), dtype, rowwise, columnwise, transposed, pow2_scale, eps, profile,
+             scale_layout)
+    result: Quantized = run(QUANTIZE, given, out)
+    return result
+
+
+class BlockOptions(NamedTuple):
+    """The options of `quantize_block`."""
+
+    block: Block
+    dtype: Any
+    rowwise: bool
+    columnwise: bool
+    transposed: bool
+    pow2_scale: bool | None
+    eps: float | None
+    profile: str
+    scale_layout: str
+
+    @classmethod
+    def of(cls, recipe: BlockScaling, rowwise: bool, columnwise: bool) -> BlockOptions:
+        """Those of a recipe, which always stores column-wise data transposed."""
+        return cls(**vars(recipe), rowwise=rowwise, columnwise=columnwise, transposed=True)
 
 
 # ---- what follows from shape and options ----
 class BlockQuantization(block_results.Quantization):
     def __init__(self, shape: tuple[int, ...], source: np.dtype[Any], swapped: bool,
-                 options: tuple[Any, ...]) -> None:
-        to, rowwise, columnwise, transposed, block, pow2_scale, eps, profile, scale_layout = options
+                 options: BlockOptions) -> None:
+        block, to, rowwise, columnwise, transposed, pow2_scale, eps, profile, scale_layout = options
         check_block_options(block, profile, scale_layout)
         least = block_eps(eps, profile) + 0.0       # -0 is 0: the kernel compares the bits of magnitudes
         pow2 = block_pow2(pow2_scale, profile)
@@ -125,10 +155,9 @@ class BlockQuantization(block_results.Quantization):
         directions = block_directions(block_results.logical(shape, swapped), to, *switches, block,
                                       scale_layout)
         same = directions.get("rowwise") == directions.get("columnwise")
-        super().__init__(shape, source, to,
+        super().__init__(shape, source, swapped, options,
                          BlockResult(directions, ("data", "scale_inv") * same, "block-scaled"))
-        self.swapped, self.block, self.compact = swapped, block, scale_layout == "compact"
-        self.square = 1 not in block
+        self.compact, self.square = scale_layout == "compact", 1 not in block
         self.rule, self.divide = _rule(source, to, pow2, least, profile), profile == "vllm" and not pow2
 
     def axes(self, names: list[str]) -> tuple[Axis, Axis]:
@@ -138,10 +167,10 @@ class BlockQuantization(block_results.Quantization):
         written: list[tuple[int, str | None]] = [
             (block_results.stored(self.directions[name], self.swapped) if name else ABSENT, name)
             for name in (rows, columns)]
-        # Both directions have the same codes. They differ only in how these are stored.
         if self.square:
-            by_order = dict(written)
-            written = [(stored, by_order[stored]) if stored in by_order else (ABSENT, None)
+            # Both directions have the same codes, so each order in which they are stored is written once.
+            name_of = dict(written)
+            written = [(stored, name_of[stored]) if stored in name_of else (ABSENT, None)
                        for stored in (AS_IS, TRANSPOSED)]
         (rows_stored, rows_data), (columns_stored, columns_data) = written
         return (Axis(rows_data, rows_stored, rows, _strides(self.directions.get(rows or ""), self.swapped)),
@@ -190,26 +219,26 @@ def _strides(direction: Direction | None, swapped: bool) -> dict[str, int]:
 
 # ---- launches ----
 class _QuantizeBlock(BlockOp):
+    options = BlockOptions
     quantization = BlockQuantization
     definition = reference.quantize_block
-    options = ("dtype", "rowwise", "columnwise", "transposed", "block", "pow2_scale", "eps", "profile",
-               "scale_layout")
 
     def launches(self, call: Call, inputs: Inputs, *written: int) -> Iterator[Launch]:
         quantization: BlockQuantization = inputs.quantization
         if not quantization.size:
             return
-        places = quantization.result.places(written)
+        addresses = quantization.result.addresses(written)
         names = [name for name in quantization.directions
                  if name == "rowwise" or len(quantization.shared) < 2]
         if None in quantization.block:
-            yield from (_whole_vectors_launch(call, inputs, name, places) for name in names)
+            yield from (_whole_vectors_launch(call, inputs, name, addresses) for name in names)
         else:
             axes = quantization.axes(names)
-            yield _rows_launch(call, inputs, axes, places) or _tile_launch(call, inputs, axes, places)
+            yield (_rows_launch(call, inputs, axes, addresses)
+                   or _tile_launch(call, inputs, axes, addresses))
 
 
-def _whole_vectors_launch(call: Call, inputs: Inputs, name: str, places: Places) -> Launch:
+def _whole_vectors_launch(call: Call, inputs: Inputs, name: str, addresses: Addresses) -> Launch:
     """The launch of quantize_whole_vectors, which writes one direction of blocks of whole rows or columns."""
     quantization, x, direction = inputs.quantization, inputs.x, inputs.quantization.directions[name]
     along_rows = (direction.block[0] == 1) != quantization.swapped
@@ -218,15 +247,16 @@ def _whole_vectors_launch(call: Call, inputs: Inputs, name: str, places: Places)
     tile = _ACROSS if along_rows else _GATHERED
     tiles = cdiv(quantization.rows, tile.rows) if along_rows else cdiv(quantization.columns, tile.columns)
     matrices = quantization.size // (quantization.rows * quantization.columns)
-    members = quantization.warp_tile_members((axis, _NO_BLOCKS), places,
-                                     x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0)
+    members = quantization.warp_tile_members((axis, _NO_BLOCKS), addresses,
+                                             x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0)
     return _whole_vectors_variant(quantization.source, quantization.to, along_rows).bind(
         x.array, grid_size(matrices * tiles, quantization.shape), x=x.at, noop=call.noop_at, **members,
         rows=quantization.rows, columns=quantization.columns, rule=quantization.rule, block_segments=1,
         divide=int(quantization.divide), stored=axis.stored)
 
 
-def _rows_launch(call: Call, inputs: Inputs, axes: tuple[Axis, Axis], places: Places) -> Launch | None:
+def _rows_launch(call: Call, inputs: Inputs, axes: tuple[Axis, Axis],
+                 addresses: Addresses) -> Launch | None:
     """The launch of quantize_block_rows, which writes whole blocks of 128 along rows of memory, data in x's
     order. None for other calls, and if memory does not allow the kernel's accesses."""
     quantization, x = inputs.quantization, inputs.x
@@ -234,9 +264,9 @@ def _rows_launch(call: Call, inputs: Inputs, axes: tuple[Axis, Axis], places: Pl
     whole_blocks = set(quantization.block) == {1, _LENGTH} and quantization.columns % _LENGTH == 0
     if not whole_blocks or stored != (AS_IS, ABSENT):
         return None
-    members = quantization.warp_tile_members(axes, places, x.at % _LOAD_BYTES == 0,
+    members = quantization.warp_tile_members(axes, addresses, x.at % _LOAD_BYTES == 0,
                                              _LOAD_BYTES // x.dtype.itemsize)
-    if members["vector"] != 7:
+    if members["vector"] != ALL_WIDE:
         return None
     rows, across = axes[0].strides["rows"], axes[0].strides["columns"]
     rows_adjoin = axes[0].strides["row"] == 1
@@ -247,14 +277,14 @@ def _rows_launch(call: Call, inputs: Inputs, axes: tuple[Axis, Axis], places: Pl
         **members, **quantization.members(axes))
 
 
-def _tile_launch(call: Call, inputs: Inputs, axes: tuple[Axis, Axis], places: Places) -> Launch:
+def _tile_launch(call: Call, inputs: Inputs, axes: tuple[Axis, Axis], addresses: Addresses) -> Launch:
     """The launch of quantize_block_tile, which writes everything else, both directions at once."""
     quantization, x = inputs.quantization, inputs.x
     source, to, square = quantization.source, quantization.to, quantization.square
-    members = quantization.warp_tile_members(axes, places, x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0)
+    members = quantization.warp_tile_members(axes, addresses, x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0)
     stored = axes[0].stored, axes[1].stored
     tile = None
-    if members["vector"] == 7 and not quantization.divide:
+    if members["vector"] == ALL_WIDE and not quantization.divide:
         tile = warp_tiles_of(source, *stored, square, False, quantization.compact)
     variant = (tile_variant(source, to, *stored, square, False, tile) if tile
                else any_shape_variant(source, to))
@@ -262,7 +292,7 @@ def _tile_launch(call: Call, inputs: Inputs, axes: tuple[Axis, Axis], places: Pl
                         **members, **quantization.members(axes))
 
 
-_QUANTIZE = _QuantizeBlock()
+QUANTIZE = _QuantizeBlock()
 
 
 # ---- programs ----

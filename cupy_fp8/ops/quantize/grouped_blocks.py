@@ -20,7 +20,7 @@ from ...kernels.warp_tiles import LANE_COLUMNS, WarpTiles
 from ...layouts import Block, cdiv, group_scales, group_unit, grouped_scale_shape, round_up
 from ...recipes import BlockScaling, MXScaling
 from . import blocks, mx
-from .block_results import ABSENT, AS_IS, TRANSPOSED, Axis, Members, Places
+from .block_results import ABSENT, ALL_WIDE, AS_IS, TRANSPOSED, Addresses, Axis, Members
 from .grouped_call import Arrays, GroupedFacts, Inputs, tiled
 
 AnyQuantization = blocks.BlockQuantization | mx.MxQuantization
@@ -43,12 +43,9 @@ def quantization_of(shape: tuple[int, int], source: np.dtype[Any], recipe: Block
     """The quantisation of all rows as one matrix; a group's differs only in the number of rows. shape: the
     result's."""
     if isinstance(recipe, BlockScaling):
-        return blocks.BlockQuantization(shape, source, False, (
-            recipe.dtype, rowwise, columnwise, True, recipe.block, recipe.pow2_scale, recipe.eps,
-            recipe.profile, recipe.scale_layout))
-    return mx.MxQuantization(shape, source, False, (
-        recipe.dtype, rowwise, columnwise, False, recipe.mode, recipe.profile, recipe.block,
-        recipe.scale_layout))
+        options = blocks.BlockOptions.of(recipe, rowwise, columnwise)
+        return blocks.BlockQuantization(shape, source, False, options)
+    return mx.MxQuantization(shape, source, False, mx.MxOptions.of(recipe, rowwise, columnwise))
 
 
 def described(quantization: AnyQuantization, count: int) -> tuple[GroupedFacts, Arrays]:
@@ -78,7 +75,8 @@ def launches(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator[Lau
     wide_loads = inputs.x.at % (LANE_COLUMNS * x.itemsize) == 0
     members = {**quantization.warp_tile_members((rows, columns), _by_direction(places), wide_loads,
                                                 grouped=True), **own}
-    chosen, warp_tiles = variant(quantization, (rows.stored, columns.stored), members["vector"] == 7)
+    wide = members["vector"] == ALL_WIDE
+    chosen, warp_tiles = variant(quantization, (rows.stored, columns.stored), wide)
     tiling = tiled(call, inputs, places, warp_tiles.rows_of_block, warp_tiles.columns, clears=1)
     scales, segments_at = [scales_of(quantization, inputs.number, axis) for axis in (rows, columns)], 0
     if pays(x, tiling.grid):
@@ -90,7 +88,7 @@ def launches(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator[Lau
                       along_columns=scales[1])
 
 
-def _by_direction(places: dict[str, int]) -> Places:
+def _by_direction(places: dict[str, int]) -> Addresses:
     return {"rowwise": (places["rowwise"], places["scale_inv"]),
             "columnwise": (places["columnwise"], places["columnwise_scale_inv"])}
 
@@ -134,7 +132,7 @@ def _whole_vectors(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterat
     chunk = _CHUNK_BYTES // x.itemsize if rows_alone else LANE_COLUMNS
     aligned = inputs.x.at % (chunk * x.itemsize) == 0
 
-    def members(to: Places) -> Members:
+    def members(to: Addresses) -> Members:
         return {**quantization.warp_tile_members((rows, columns), to, aligned, chunk, grouped=True), **own}
 
     scales = scales_of(quantization, inputs.number, rows)
@@ -186,7 +184,7 @@ def variant(quantization: AnyQuantization, stored: tuple[int, int], wide: bool) 
     if isinstance(quantization, blocks.BlockQuantization):
         return _block_variant(quantization.source, quantization.to, *stored, quantization.square,
                               quantization.divide, wide)
-    return _mx_variant(quantization.source, quantization.to, *stored, quantization.tall, wide)
+    return _mx_variant(quantization.source, quantization.to, *stored, quantization.scales_adjoin_down, wide)
 
 
 def _block_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: int, square: bool,
@@ -202,11 +200,11 @@ def _block_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns:
             warp_tiles)
 
 
-def _mx_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: int, tall: bool,
+def _mx_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: int, adjoin_down: bool,
                 wide: bool) -> tuple[Variant, WarpTiles]:
     if not wide:                                        # MX data are never stored transposed here
         return mx.tile_variant(source, to, AS_IS, AS_IS, mx.ANY_SHAPE, False, _MX), mx.ANY_SHAPE
-    warp_tiles = mx.warp_tiles_of(source, rows, columns, tall)._replace(down_first=False)
+    warp_tiles = mx.warp_tiles_of(source, rows, columns, adjoin_down)._replace(down_first=False)
     return mx.tile_variant(source, to, rows, columns, warp_tiles, True, _MX), warp_tiles
 
 
@@ -236,6 +234,6 @@ def variants() -> Iterator[Variant]:
         yield _block_variant(source, to, ABSENT, TRANSPOSED, False, False, True)[0]
         for columns, square in product((ABSENT, TRANSPOSED), (False, True)):
             yield _block_variant(source, to, AS_IS, columns, square, False, True)[0]
-        for (rows, columns), tall in product(((AS_IS, ABSENT), (ABSENT, AS_IS), (AS_IS, AS_IS)),
-                                             (False, True)):
-            yield _mx_variant(source, to, rows, columns, tall, True)[0]
+        for (rows, columns), adjoin_down in product(((AS_IS, ABSENT), (ABSENT, AS_IS), (AS_IS, AS_IS)),
+                                                    (False, True)):
+            yield _mx_variant(source, to, rows, columns, adjoin_down, True)[0]

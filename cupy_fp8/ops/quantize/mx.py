@@ -5,32 +5,44 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ... import reference
 from ...arrays import Array
-from ...calls.call import Call
+from ...calls.call import Call, run
 from ...directions import Direction, mx_directions
-from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, float16, float32, lookup
+from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, float16, float32
 from ...kernels import Kernel, Launch, Variant, elementwise
 from ...kernels.warp_tiles import LANE_COLUMNS, WarpTiles
 from ...layouts import SWIZZLE_COLUMNS, as_block, cdiv, scale_grid
 from ...methods import for_methods
 from ...options import check_mx_options
+from ...recipes import MXScaling
 from ...results import Quantized
 from . import block_results
-from .block_results import ABSENT, AS_IS, TRANSPOSED, Axis, BlockOp, BlockResult, Inputs, Members
+from .block_results import (
+    ABSENT,
+    ALL_WIDE,
+    AS_IS,
+    TRANSPOSED,
+    Addresses,
+    Axis,
+    BlockOp,
+    BlockResult,
+    Inputs,
+    Members,
+)
 
 _ROWS = Kernel("quantize/mx", "quantize_mx_rows", block=elementwise.THREADS)
 _TILE = Kernel("quantize/mx", "quantize_mx_tile")
 _BLOCK = 32
 _NO_SCALES = {"line": 1, "block": 1}            # A stride of 0 from line to line would mean swizzled scales.
 
-#: How data along rows and along columns can be stored. Both transposed is the one case left out.
-_STORED = ((AS_IS, ABSENT), (TRANSPOSED, ABSENT), (ABSENT, AS_IS), (ABSENT, TRANSPOSED), (AS_IS, AS_IS),
-           (AS_IS, TRANSPOSED))
+#: How programs store data along rows and along columns of memory.
+_STORED_BOTH_WAYS = ((AS_IS, ABSENT), (TRANSPOSED, ABSENT), (ABSENT, AS_IS), (ABSENT, TRANSPOSED),
+                     (AS_IS, AS_IS), (AS_IS, TRANSPOSED))
 # With 128 lines the swizzled scales of a tile of 128 x 128 elements are adjacent.
 _SWIZZLED = WarpTiles(4, 1, down_first=False)
 _COMPACT = WarpTiles(1, 8, down_first=False)  # 32 bytes of a row's compact scales (and of a transposed row)
@@ -91,39 +103,47 @@ def quantize_mx(x: Array, *, dtype: Any = float8_e4m3fn, rowwise: bool = True, c
     >>> q.scale_inv.view(np.uint8).tolist(), q.data.astype(np.float32)[0, [0, 1, 40]].tolist()
     ([[127, 117]], [448.0, 3.0, 320.0])
     """
-    if type(block) is not tuple:
-        block = as_block(block)
-    options = (lookup(dtype, FP8_DTYPES, "dtype").dtype, rowwise, columnwise, transposed, mode, profile,
-               block, scale_layout)
-    return _QUANTIZE(x, options, noop, out)
+    given = (x, noop, dtype, rowwise, columnwise, transposed, mode, profile, as_block(block), scale_layout)
+    result: Quantized = run(QUANTIZE, given, out)
+    return result
+
+
+class MxOptions(NamedTuple):
+    """The options of `quantize_mx`."""
+
+    dtype: Any
+    rowwise: bool
+    columnwise: bool
+    transposed: bool
+    mode: str
+    profile: str
+    block: tuple[int, int]
+    scale_layout: str
+
+    @classmethod
+    def of(cls, recipe: MXScaling, rowwise: bool, columnwise: bool) -> MxOptions:
+        """Those of a recipe, which never stores data transposed."""
+        return cls(**vars(recipe), rowwise=rowwise, columnwise=columnwise, transposed=False)
 
 
 # ---- what follows from shape and options ----
 class MxQuantization(block_results.Quantization):
     def __init__(self, shape: tuple[int, ...], source: np.dtype[Any], swapped: bool,
-                 options: tuple[Any, ...]) -> None:
+                 options: MxOptions) -> None:
         to, rowwise, columnwise, transposed, mode, profile, block, scale_layout = options
         check_mx_options(mode, profile, block, scale_layout)
         switches = flag(rowwise, "rowwise"), flag(columnwise, "columnwise"), flag(transposed, "transposed")
         directions = mx_directions(block_results.logical(shape, swapped), to, *switches, scale_layout)
         square = block == (_BLOCK, _BLOCK)
         same_data = square and "columnwise" in directions and not directions["columnwise"].transposed
-        super().__init__(shape, source, to, BlockResult(directions, ("data",) * same_data, "MX"))
-        self.block, self.tall = block, scale_layout == "swizzled" or swapped
+        super().__init__(shape, source, swapped, options,
+                         BlockResult(directions, ("data",) * same_data, "MX"))
+        #: Whether scales that are neighbours down a column of memory are neighbours in scale_inv.
+        self.scales_adjoin_down = scale_layout == "swizzled" or swapped
         self.axes = _axes(directions, swapped, square)
         self.members: Members = {"n": self.size, "rows": self.rows, "columns": self.columns,
                                  "rule": _rule(to, mode, profile), "square": int(square),
                                  "stored": self.axes[0].stored | self.axes[1].stored << 2}
-
-    @property
-    def elementwise(self) -> bool:
-        """Whether quantize_mx_rows can write everything: whole blocks along rows of memory, with consecutive
-        scales."""
-        along_rows, along_columns = self.axes
-        direction = self.directions.get(along_rows.scales or "")
-        return (along_rows.stored, along_columns.stored) == (AS_IS, ABSENT) and direction is not None and (
-            (direction.block, direction.scale_layout) == ((1, _BLOCK), "compact")
-            and self.columns % _BLOCK == 0)
 
 
 def _axes(directions: dict[str, Direction], swapped: bool, square: bool) -> tuple[Axis, Axis]:
@@ -131,11 +151,12 @@ def _axes(directions: dict[str, Direction], swapped: bool, square: bool) -> tupl
     names = ("columnwise", "rowwise") if swapped else ("rowwise", "columnwise")
     stored = [block_results.stored(directions.get(name), swapped) for name in names]
     data: list[str | None] = [name if how else None for name, how in zip(names, stored, strict=True)]
-    # Both directions have the same codes. They differ only in how these are stored.
     if square:
-        by_order = dict(zip(stored, names, strict=True))
-        stored = [AS_IS if AS_IS in by_order and TRANSPOSED in by_order else ABSENT, max(by_order)]
-        data = [by_order[how] if how else None for how in stored]
+        # Both directions have the same codes, so each order in which they are stored is written once.
+        name_of = dict(zip(stored, names, strict=True))
+        both = AS_IS in name_of and TRANSPOSED in name_of
+        stored = [AS_IS if both else ABSENT, TRANSPOSED if TRANSPOSED in name_of else AS_IS]
+        data = [name_of[how] if how else None for how in stored]
     rows, columns = (Axis(data[i], stored[i], name if name in directions else None,
                           _scale_strides(directions.get(name)))
                      for i, name in enumerate(names))
@@ -169,61 +190,72 @@ def _scale_strides(direction: Direction | None) -> dict[str, int]:
 
 # ---- launches ----
 class _QuantizeMx(BlockOp):
+    options = MxOptions
     quantization = MxQuantization
     definition = reference.quantize_mx
-    options = ("dtype", "rowwise", "columnwise", "transposed", "mode", "profile", "block", "scale_layout")
 
     def launches(self, call: Call, inputs: Inputs, *written: int) -> Iterator[Launch]:
         quantization: MxQuantization = inputs.quantization
         if quantization.size:
-            yield (_rows_launch if quantization.elementwise else _tile_launch)(call, inputs, written)
+            addresses = quantization.result.addresses(written)
+            yield _rows_launch(call, inputs, addresses) or _tile_launch(call, inputs, addresses)
 
 
-def _rows_launch(call: Call, inputs: Inputs, written: tuple[int, ...]) -> Launch:
-    """The launch of quantize_mx_rows, which writes compact scales along rows of memory, data in x's order."""
+def _rows_launch(call: Call, inputs: Inputs, addresses: Addresses) -> Launch | None:
+    """The launch of quantize_mx_rows, which writes whole blocks along rows of memory, data in x's order and
+    scales one after the other. None for other calls."""
     quantization, x = inputs.quantization, inputs.x
-    members = block_results.destinations(quantization.axes, quantization.result.places(written))
+    along_rows, along_columns = quantization.axes
+    direction = quantization.directions.get(along_rows.scales)
+    if (along_rows.stored, along_columns.stored) != (AS_IS, ABSENT) or direction is None:
+        return None
+    if (direction.block, direction.scale_layout) != ((1, _BLOCK), "compact") or quantization.columns % _BLOCK:
+        return None
+    members = block_results.destinations(quantization.axes, addresses)
     grid, vector = elementwise.grid(quantization.size, quantization.shape, x.dtype.itemsize, 1, x.at,
                                     members["rows_data"])
     return _ROWS.variant(IN=quantization.source, OUT=quantization.to).bind(
         x.array, grid, x=x.at, noop=call.noop_at, **members, **quantization.members, vector=vector)
 
 
-def _tile_launch(call: Call, inputs: Inputs, written: tuple[int, ...]) -> Launch:
+def _tile_launch(call: Call, inputs: Inputs, addresses: Addresses) -> Launch:
     """The launch of quantize_mx_tile, which writes everything else, both directions at once."""
     quantization, x = inputs.quantization, inputs.x
-    members = quantization.warp_tile_members(quantization.axes, quantization.result.places(written),
-                                     x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0)
-    stored = quantization.axes[0].stored, quantization.axes[1].stored
-    tile = _wide_tile(quantization.source, *stored, quantization.tall) if members["vector"] == 7 else None
+    members = quantization.warp_tile_members(quantization.axes, addresses,
+                                             x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0)
+    stored, tile = (quantization.axes[0].stored, quantization.axes[1].stored), None
+    if members["vector"] == ALL_WIDE:
+        tile = _wide_tile(quantization.source, *stored, quantization.scales_adjoin_down)
     variant = (tile_variant(quantization.source, quantization.to, *stored, tile) if tile
                else any_shape_variant(quantization.source, quantization.to))
     return variant.bind(x.array, (tile or ANY_SHAPE).grid(quantization.shape), x=x.at, noop=call.noop_at,
                         **members, **quantization.members)
 
 
-_QUANTIZE = _QuantizeMx()
+QUANTIZE = _QuantizeMx()
 
 
 # ---- programs ----
-def warp_tiles_of(source: np.dtype[Any], rows: int, columns: int, tall: bool) -> WarpTiles:
-    """The fastest choice on an H200 (docs/lab-notes). tall: scales that are neighbours along a column of
-    memory are neighbours in the result, so a tile has four of them."""
+def warp_tiles_of(source: np.dtype[Any], rows: int, columns: int, adjoin_down: bool) -> WarpTiles:
+    """The fastest choice on an H200 (docs/lab-notes). adjoin_down: scales that are neighbours down a column
+    of memory are neighbours in scale_inv, so a tile has four of them."""
     if TRANSPOSED not in (rows, columns):
-        return _SWIZZLED if tall or not rows else _COMPACT
+        return _SWIZZLED if adjoin_down or not rows else _COMPACT
     if AS_IS not in (rows, columns):
         return _GATHERED._replace(down_first=True)
-    return _SWIZZLED if source == float32 else _GATHERED if tall else _COMPACT
+    return _SWIZZLED if source == float32 else _GATHERED if adjoin_down else _COMPACT
 
 
-def _wide_tile(source: np.dtype[Any], rows: int, columns: int, tall: bool) -> WarpTiles | None:
+def _wide_tile(source: np.dtype[Any], rows: int, columns: int, adjoin_down: bool) -> WarpTiles | None:
     """The tile of the program for wide accesses. None if there is no program, since the case is rare: both
-    directions stored transposed, or both directions of float16 with tall tiles."""
-    if (rows, columns) == (TRANSPOSED, TRANSPOSED) or (source == float16 and tall and rows and columns):
+    directions stored transposed, or both directions of float16 with scales that adjoin down columns."""
+    if (rows, columns) == (TRANSPOSED, TRANSPOSED):
+        return None
+    if source == float16 and adjoin_down and rows and columns:
         return None
     # Data along rows alone come here for swizzled scales or for partial blocks. quantize_mx_rows writes the
     # others.
-    return warp_tiles_of(source, rows, columns, tall or columns == ABSENT)
+    return warp_tiles_of(source, rows, columns, adjoin_down or columns == ABSENT)
 
 
 def tile_variant(source: np.dtype[Any], to: np.dtype[Any], rows: int, columns: int, warp_tiles: WarpTiles,
@@ -246,6 +278,6 @@ def variants() -> Iterator[Variant]:
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
         yield _ROWS.variant(IN=source, OUT=to)
         yield any_shape_variant(source, to)
-        for (rows, columns), tall in product(_STORED, (False, True)):
-            if tile := _wide_tile(source, rows, columns, tall):
+        for (rows, columns), adjoin_down in product(_STORED_BOTH_WAYS, (False, True)):
+            if tile := _wide_tile(source, rows, columns, adjoin_down):
                 yield tile_variant(source, to, rows, columns, tile)

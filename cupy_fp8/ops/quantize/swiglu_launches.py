@@ -92,7 +92,7 @@ class Output:
             raise ValueError("scale, amax: belong to per-tensor recipes; blocks take their scales from their "
                              "own elements")
 
-    def places(self, result: Description, written: Sequence[int]) -> Members:
+    def addresses(self, result: Description, written: Sequence[int]) -> Members:
         """Members with the addresses of data and scales. result: the description of what is written."""
         raise NotImplementedError
 
@@ -115,7 +115,7 @@ class _PerTensor(Output):
             raise ValueError("scale: current scaling takes it from the values themselves; DelayedScaling "
                              "quantises with a given scale")
 
-    def places(self, result: Description, written: Sequence[int]) -> Members:
+    def addresses(self, result: Description, written: Sequence[int]) -> Members:
         assert isinstance(result, PerTensorResult)
         return dict(result.addresses(written))
 
@@ -129,18 +129,17 @@ class _Blocks(Output):
         if recipe.block not in ((1, 128), (1, 64), (1, 32)):
             raise ValueError("recipe: expected blocks of one of ((1, 128), (1, 64), (1, 32)), got "
                              f"{recipe.block}; quantize_block has the others")
-        self._quantization = blocks.BlockQuantization(shape, source, False, (
-            recipe.dtype, rowwise, columnwise, True, recipe.block, recipe.pow2_scale, recipe.eps,
-            recipe.profile, recipe.scale_layout))
+        self._quantization = blocks.BlockQuantization(
+            shape, source, False, blocks.BlockOptions.of(recipe, rowwise, columnwise))
         self.result, self.divides = self._quantization.result, self._quantization.divide
         self.row_block = recipe.block[1]
         if any(prod(d.scale_shape) >= 1 << 32 for d in self._quantization.directions.values()):
             raise ValueError(f"x: expected fewer than 2^32 scales, which rows of {shape[1]} elements have "
                              f"from {shape[0]} rows on")
 
-    def places(self, result: Description, written: Sequence[int]) -> Members:
-        places = self._quantization.result.places(written)
-        (data, row_scales), (data_t, column_scales) = (places.get(name, (0, 0)) for name in DIRECTIONS)
+    def addresses(self, result: Description, written: Sequence[int]) -> Members:
+        at = self._quantization.result.addresses(written)
+        (data, row_scales), (data_t, column_scales) = (at.get(name, (0, 0)) for name in DIRECTIONS)
         rows, columns = self._quantization.axes(list(self._quantization.directions))
         return {"data": data, "data_t": data_t, "row_scales": {"to": row_scales, **rows.strides},
                 "column_scales": {"to": column_scales, **columns.strides}, "rule": self._quantization.rule,
@@ -158,14 +157,13 @@ class _Mx(Output):
         if recipe.block != (1, 32):
             raise ValueError(f"recipe: expected MX blocks of (1, 32), got {recipe.block}; quantize_mx has "
                              "the others")
-        self._quantization = mx.MxQuantization(shape, source, False, (
-            recipe.dtype, rowwise, columnwise, False, recipe.mode, recipe.profile, recipe.block,
-            recipe.scale_layout))
+        self._quantization = mx.MxQuantization(
+            shape, source, False, mx.MxOptions.of(recipe, rowwise, columnwise))
         self.result = self._quantization.result
 
-    def places(self, result: Description, written: Sequence[int]) -> Members:
-        places = self._quantization.result.places(written)
-        (data, row_scales), (column_data, column_scales) = (places.get(name, (0, 0)) for name in DIRECTIONS)
+    def addresses(self, result: Description, written: Sequence[int]) -> Members:
+        at = self._quantization.result.addresses(written)
+        (data, row_scales), (column_data, column_scales) = (at.get(name, (0, 0)) for name in DIRECTIONS)
         rows, columns = self._quantization.axes
         return {"data": data, "column_data": column_data, "row_scales": {"to": row_scales, **rows.strides},
                 "column_scales": {"to": column_scales, **columns.strides},
@@ -191,7 +189,7 @@ def launches(call: Call, inputs: Inputs, result: Description, written: Sequence[
     """The launches that write y or the gradient of x, and the gradient of probs if it has an address. result,
     written: the description of the quantised arrays and their addresses."""
     x, output, rows = inputs.x.array, inputs.output, len(inputs.x.array)
-    places = output.places(result, written)
+    addresses = output.addresses(result, written)
     swiglu = _described(inputs, call.noop_at)
     if inputs.groups is not None and rows and len(inputs.groups.array):
         launch, swiglu["experts"] = row_segments.find_groups_of_rows(call, inputs.groups, rows, _TILE.rows)
@@ -202,18 +200,18 @@ def launches(call: Call, inputs: Inputs, result: Description, written: Sequence[
         shape = (2 if inputs.interleaved else 1) * inputs.half, rows
         sums = ColumnSums(x, dprobs_at, call.scratch("swiglu_dprobs", partial_sums(shape)), shape)
         swiglu["sums"] = sums.tiles_at(_TILE.columns)
-    column_data = places.get("data_t", 0) or places.get("column_data", 0)
-    if _is_wide(inputs, places.get("data", 0) if output.transposed
-                else places["data"] | places["column_data"]):
+    column_data = addresses.get("data_t", 0) or addresses.get("column_data", 0)
+    if _is_wide(inputs, addresses.get("data", 0) if output.transposed
+                else addresses["data"] | addresses["column_data"]):
         swiglu["flags"] |= _WIDE
     program = _program(inputs, swiglu)
     members = {"call": swiglu, "tiles": program.tiles}
     if output.transposed:
         members["vector"] = int(rows % 16 == 0 and column_data % 16 == 0)
     if output.kernel is _CAST:
-        yield from _cast(call, inputs, program, members, places)
+        yield from _cast(call, inputs, program, members, addresses)
     elif x.size:
-        yield program.bind(x, bool(column_data), **members, **places)
+        yield program.bind(x, bool(column_data), **members, **addresses)
     if sums:
         yield from sums.launches(x, _TILE.columns, call.noop_at)
 
@@ -242,7 +240,7 @@ def _is_wide(inputs: Inputs, data: int) -> bool:
 
 
 def _cast(call: Call, inputs: Inputs, program: _Choice, members: Members,
-          places: Members) -> Iterator[Launch]:
+          addresses: Members) -> Iterator[Launch]:
     """The launch that casts with one scale; for current scaling another one before it finds that scale."""
     x, recipe, amax_at = inputs.x.array, inputs.output.recipe, inputs.amax_at
     scale_at, scale_value = inputs.scale
@@ -253,7 +251,7 @@ def _cast(call: Call, inputs: Inputs, program: _Choice, members: Members,
                            found_scale=scale_at, scale_value=1.0, target=scale_target(recipe.dtype, 0),
                            eps=recipe.eps, pow2=int(recipe.pow2_scale))
         amax_at = 0
-    yield program.bind(x, inputs.output.columnwise, **members, **places, scale=scale_at,
+    yield program.bind(x, inputs.output.columnwise, **members, **addresses, scale=scale_at,
                        scale_value=scale_value, amax=amax_at)
 
 

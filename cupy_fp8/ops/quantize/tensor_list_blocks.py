@@ -23,12 +23,12 @@ from ...layouts import cdiv
 from ...recipes import BlockScaling, MXScaling
 from ...results import Quantized
 from . import block_results, blocks, grouped_blocks, mx
-from .block_results import TRANSPOSED
+from .block_results import TRANSPOSED, WIDE_COLUMNS, WIDE_ROWS, WIDE_X, BlockOp
 
 
 class _Inputs(NamedTuple):
-    op: Op[Any]                         # the op for one array
-    arrays: list[Any]                   # that op's inputs, for each array
+    op: BlockOp                         # the op for one array
+    arrays: list[block_results.Inputs]  # that op's inputs, for each array
     recipe: BlockScaling | MXScaling
     directions: dict[str, bool]
 
@@ -40,13 +40,12 @@ class _QuantizeList(Op[_Inputs]):
         check_directions((0, 0), *directions)
         if not checked(xs, "xs"):
             call.without_arrays(noop)
+        op: BlockOp = blocks.QUANTIZE
+        options: Sequence[Any]
         if isinstance(recipe, BlockScaling):
-            op: Op[Any] = blocks._QUANTIZE
-            options: tuple[Any, ...] = (recipe.dtype, *directions, True, recipe.block, recipe.pow2_scale,
-                                        recipe.eps, recipe.profile, recipe.scale_layout)
+            options = blocks.BlockOptions.of(recipe, *directions)
         else:
-            op, options = mx._QUANTIZE, (recipe.dtype, *directions, False, recipe.mode, recipe.profile,
-                                         recipe.block, recipe.scale_layout)
+            op, options = mx.QUANTIZE, mx.MxOptions.of(recipe, *directions)
         arrays = []
         for i, x in enumerate(xs):
             call.names["x"] = f"xs[{i}]"
@@ -63,7 +62,7 @@ class _QuantizeList(Op[_Inputs]):
         return ListResult([inputs.op.result(array) for array in inputs.arrays])
 
     def reference(self, inputs: _Inputs) -> list[Quantized]:
-        xs = [x.array.swapaxes(-1, -2) if swapped else x.array for x, swapped, *_ in inputs.arrays]
+        xs = [array.logical_x for array in inputs.arrays]
         return reference.multi_quantize(xs, inputs.recipe, **inputs.directions)
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
@@ -73,8 +72,8 @@ class _QuantizeList(Op[_Inputs]):
         listed: dict[np.dtype[Any], list[_Listed]] = {}
         alone: list[Launch] = []
         for array, own in zip(inputs.arrays, call.result.divide(written), strict=True):
-            x, swapped, quantization, _ = array
-            if swapped or None in quantization.block:
+            x, quantization = array.x, array.quantization
+            if quantization.swapped or None in quantization.block:
                 alone += inputs.op.launches(call, array, *own)
             elif quantization.size:
                 listed.setdefault(x.dtype, []).append(
@@ -100,9 +99,10 @@ class _Listed(NamedTuple):
         """Whether it allows wide accesses. The program for these checks the rows of transposed data
         itself."""
         axes, _ = grouped_blocks.axes_of(self.quantization)
-        stored = None, axes[0].stored, axes[1].stored
         vector = self.members["vector"]
-        return all(vector & bit or how == TRANSPOSED for bit, how in zip((1, 2, 4), stored, strict=True))
+        return all(vector & bit or how == TRANSPOSED
+                   for bit, how in ((WIDE_X, None), (WIDE_ROWS, axes[0].stored),
+                                    (WIDE_COLUMNS, axes[1].stored)))
 
     def tiles(self, rows: int, columns: int) -> tuple[int, int, int]:
         """(tiles of all matrices, tiles across a matrix, tiles down a matrix)."""
@@ -115,7 +115,8 @@ def _members(quantization: grouped_blocks.AnyQuantization, written: Sequence[int
              x: Input) -> block_results.Members:
     aligned = x.at % (LANE_COLUMNS * x.dtype.itemsize) == 0
     axes, members = grouped_blocks.axes_of(quantization)
-    return {**quantization.warp_tile_members(axes, quantization.result.places(written), aligned), **members}
+    addresses = quantization.result.addresses(written)
+    return {**quantization.warp_tile_members(axes, addresses, aligned), **members}
 
 
 def _launch(call: Call, arrays: list[_Listed]) -> Launch:
