@@ -51,6 +51,7 @@ class Call:
     result: Description                 # of what is written
     allocation: Allocation              # of a result that is not given
     arrays: Sequence[Array]             # those of the result, given or allocated
+    argument_names: tuple[str, ...]     # of the op, in the order in which they are given
 
     def __init__(self) -> None:
         self.ranges: list[Range] = []

@@ -189,7 +189,7 @@ class _Allocating:
                  launches: list[_Bound]) -> None:
         #: An array without elements stands for the call's arrays, which may be freed: it has their device.
         self._like = empty_beside(call.x, (0,), _U32)
-        self._allocation, self._build = call.allocation, call.result.builder()
+        self._allocation, self._build = call.allocation, call.result.builder(call.argument_names)
         # An allocator may give less than launches rely on. NumPy gives 16, and kernels rely on no more.
         self._alignment = ALIGNMENT if isinstance(call.x, np.ndarray) else ALLOCATION_ALIGNMENT
         self._places = [at % self._alignment for at in written]

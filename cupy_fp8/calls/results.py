@@ -42,9 +42,10 @@ class Description:
         """What the user gets, from the arrays in their order."""
         return arrays[0]
 
-    def builder(self) -> Callable[[Sequence[Array], tuple[Any, ...]], Any]:
+    def builder(self, names: tuple[str, ...]) -> Callable[[Sequence[Array], tuple[Any, ...]], Any]:
         """What makes the results of later calls that are alike, from their arrays and the arguments given
-        then. It is remembered, so it holds no array. A result that holds an argument replaces this."""
+        then, which have these names. It is remembered, so it holds no array. A result that holds an argument
+        replaces this."""
         return lambda arrays, given: self.build(arrays)
 
     def for_out(self, out: Any) -> Description:

@@ -33,6 +33,16 @@ def checked(a: Any, name: str, number: int | None = None) -> Sequence[Any]:
     return a
 
 
+def check_none_given(a: Any, name: str) -> None:
+    """TypeError or ValueError unless scales or amaxes, given with an empty list of arrays, are empty too."""
+    if a is None:
+        return
+    if not isinstance(a, (list, tuple)):
+        backend.module_of(a, name)
+    if number := len(a) if isinstance(a, (list, tuple)) else a.size:
+        raise ValueError(f"{name}: expected none for no arrays, got {number}")
+
+
 def each_scale(call: Call, scales: Any, number: int) -> list[tuple[int, float]]:
     """(address, 0) of the scale of each array, or (0, value) of a number. scales: an f32 array [n], or a
     list."""

@@ -118,7 +118,8 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
     >>> g.splits.tolist(), [member.data.astype(np.float32).tolist() for member in g]
     ([2, 0, 2], [[[1.0, 2.0], [0.0, 0.0]], [], [[3.0, 4.0], [5.0, 6.0]]])
     """
-    splits = sizes.copied(splits, x)
+    # Calls are remembered by the memory of arrays, so a list becomes one first.
+    splits = sizes.beside(splits, x)
     given = x, splits, recipe, rowwise, columnwise, scales, amaxes, noop, align, check, offsets
     result: Grouped = run(_GROUP_QUANTIZE, given, out)
     return result

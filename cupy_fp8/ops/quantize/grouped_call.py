@@ -69,12 +69,12 @@ class GroupedResult(Description):
     def build(self, arrays: Sequence[Array]) -> Grouped:
         return _grouped(self.facts, self._names, arrays, self._splits, self._offsets)
 
-    def builder(self) -> Callable[[Sequence[Array], tuple[Any, ...]], Grouped]:
-        facts, names = self.facts, self._names
+    def builder(self, names: tuple[str, ...]) -> Callable[[Sequence[Array], tuple[Any, ...]], Grouped]:
+        facts, written = self.facts, self._names
+        splits, offsets = names.index("splits"), names.index("offsets")
 
         def build(arrays: Sequence[Array], given: tuple[Any, ...]) -> Grouped:
-            _, splits, *_, offsets = given
-            return _grouped(facts, names, arrays, splits, offsets)
+            return _grouped(facts, written, arrays, given[splits], given[offsets])
 
         return build
 

@@ -14,7 +14,7 @@ from ... import reference
 from ...arrays import Array
 from ...calls.call import Call, Input, Op, run
 from ...calls.tables import Records
-from ...calls.tensor_lists import ListResult, TableLayout, checked, each_amax, each_scale
+from ...calls.tensor_lists import ListResult, TableLayout, check_none_given, checked, each_amax, each_scale
 from ...directions import check_directions
 from ...formats import FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, lookup
 from ...kernels import Kernel, Launch, Variant, tiles
@@ -161,9 +161,8 @@ class _QuantizeList(Op[_Inputs]):
         number = len(checked(xs, "xs"))
         if not number:
             call.without_arrays(noop)
-            for name, a in (("scales", scales), ("amaxes", amaxes)):
-                if a is not None and len(a):
-                    raise ValueError(f"{name}: expected none for no arrays, got {len(a)}")
+            check_none_given(scales, "scales")
+            check_none_given(amaxes, "amaxes")
         arrays = [_matrix(call, f"xs[{i}]", x) for i, x in enumerate(xs)]
         scales_at = each_scale(call, scales, number) if number and scales is not None else None
         amaxes_at = each_amax(call, amaxes, number) if number and amaxes is not None else None

@@ -3,6 +3,7 @@ such. The table of cases is in cases/quantize/tensor_list.py."""
 
 from __future__ import annotations
 
+import re
 from itertools import product
 from typing import Any
 
@@ -192,6 +193,21 @@ def test_tiles_of_large_lists(executor, wide, source, monkeypatch):
             with testing.executor("reference"):
                 testing.assert_bytes_equal(results, multi(xs, recipe, **options))
     assert chosen == [sum(x.size for x in xs)] * 6
+
+
+@pytest.mark.parametrize("name", ["scales", "amaxes"])
+@pytest.mark.parametrize(("wrong", "error", "message"), [
+    (1.0, TypeError, "expected a numpy.ndarray or cupy.ndarray, got float"),
+    ({}, TypeError, "expected a numpy.ndarray or cupy.ndarray, got dict"),
+    ([1.0], ValueError, "expected none for no arrays, got 1"),
+    (np.ones((), np.float32), ValueError, "expected none for no arrays, got 1"),
+    (np.ones(2, np.float32), ValueError, "expected none for no arrays, got 2")])
+def test_no_arrays_have_no_scales_and_no_amaxes(name, wrong, error, message):
+    options: dict[str, Any] = {"scales": [], name: wrong}
+    with pytest.raises(error, match=re.escape(f"{name}: {message}")):
+        fp8.multi_quantize([], DelayedScaling(), **options)
+    with pytest.raises(error, match=re.escape(f"{name}: {message}")):
+        fp8.multi_cast_transpose([], **options)
 
 
 def test_wide_tiles_do_not_hang_over_rows():
