@@ -20,7 +20,7 @@ from tiers import deselect_left_out, pytest_generate_tests, pytest_report_header
 
 from cupy_fp8 import backend, device_errors, testing
 from cupy_fp8.calls import remembered
-from cupy_fp8.kernels import Variant
+from cupy_fp8.kernels import Launch
 
 __all__ = ["pytest_generate_tests", "pytest_report_header", "pytest_runtestloop", "refused"]
 
@@ -129,11 +129,11 @@ def device(request: pytest.FixtureRequest) -> Iterator[places.Place]:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The entry point of every launch, which still happens."""
     seen: list[str] = []
-    launch = Variant.launch
+    start = Launch.start
 
-    def noted(self: Variant, x: Any, grid: int, *values: Any, **options: Any) -> None:
-        seen.append(self.kernel.entry)
-        launch(self, x, grid, *values, **options)
+    def noted(launch: Launch, *values: Any) -> None:
+        seen.append(launch.variant.kernel.entry)
+        start(launch, *values)
 
-    monkeypatch.setattr(Variant, "launch", noted)
+    monkeypatch.setattr(Launch, "start", noted)
     return seen

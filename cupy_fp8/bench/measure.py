@@ -135,7 +135,8 @@ def _median_us(calls: list[Call]) -> tuple[float, float]:
     start, stop = cp.cuda.Event(), cp.cuda.Event()
     times = []
     for _ in range(_REPEATS):
-        DELAY.launch(anchor, 1, (200 + _HOST_US_PER_CALL * rounds * len(calls)) * 1000)
+        delay_us = 200 + _HOST_US_PER_CALL * rounds * len(calls)
+        DELAY.bind(anchor, 1, nanoseconds=1000 * delay_us).run()
         start.record()
         for _ in range(rounds):
             for call in calls:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, address, empty_beside
+from ..arrays import address, empty_beside
 from ..kernels import Launch, owner_of, workspace
 from ..kernels.tensor_map import TensorMap
 from . import validate
@@ -171,7 +171,7 @@ class _Bound(NamedTuple):
         # Arguments that have maps are at the same addresses in every call (`remember`), results are not.
         return _Bound(launch, slots, records, [slot for slot in maps if slot.which >= given])
 
-    def run(self, x: Array, addresses: list[int]) -> None:
+    def run(self, addresses: list[int]) -> None:
         values = self.launch.values.copy()
         for position, which, offset in self.slots:
             values[position] = addresses[which] + offset
@@ -179,7 +179,7 @@ class _Bound(NamedTuple):
             values[position] = inside.fill(addresses)
         for position, which, offset in self.maps:
             values[position] = values[position].moved(addresses[which] + offset)
-        self.launch.run_with(x, values)
+        self.launch.run_with(values)
 
 
 class _Allocating:
@@ -233,5 +233,5 @@ class _Allocating:
             tables.append(table(arrays[0], x, each.fill(addresses), tables))
         addresses += [each.at for each in tables]
         for bound in self._launches:
-            bound.run(x, addresses)
+            bound.run(addresses)
         return self._build(arrays, given)

@@ -1,12 +1,7 @@
 """Finding, compiling and launching the kernels of kernels_cu/, on a GPU or (in tests) on the CPU."""
 
 from . import tensor_map
-from .errors import device_errors, error_word
-from .kernel import (
-    Kernel,
-    Launch,
-    Variant,
-    announce,
+from .device import (
     capturing,
     compute_capability,
     executor_is_forced,
@@ -14,9 +9,11 @@ from .kernel import (
     forced_executor,
     grid_size,
     multiprocessors,
-    recording,
     shared_memory_per_block,
 )
+from .errors import device_errors, error_word
+from .kernel import Kernel, Variant, announce
+from .launch import Launch, recording
 from .workspace import owner_of, workspace
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .kernel import grid_size
+from .device import grid_size
 
 THREADS = 128
 _CHUNKS_PER_THREAD = 2

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .. import backend
-from .kernel import capturing, executor_of
+from .device import capturing, executor_of
 
 
 class Fact(enum.IntFlag):

@@ -3,7 +3,6 @@ types and options."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import struct
@@ -11,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -20,40 +18,20 @@ import numpy as np
 from .. import backend
 from ..formats import FORMATS
 from . import cubin, sources, structs
+from .launch import Launch, driver
 
 COMPILE_OPTIONS = ("-std=c++17",)
-_ON_CPU = -1                        # the device of a launch of NumPy arrays
-_SHARED_BY_DEFAULT = 48 << 10  # bytes of shared memory, static and dynamic, that a launch gets without asking
+#: Bytes of shared memory, static and dynamic, that a kernel has without asking for more.
+_SHARED_BY_DEFAULT = 48 << 10
 
 #: Called with a line of text when a kernel is compiled; the command line prints it. None: no call.
 _announce: Callable[[str], None] | None = None
-_forced: ContextVar[str | None] = ContextVar("cupy_fp8_executor", default=None)
 
 
 def announce(callback: Callable[[str], None] | None) -> None:
     """Have `callback` called with a line of text whenever a kernel is compiled; None for silence."""
     global _announce
     _announce = callback
-
-
-@contextmanager
-def forced_executor(name: str) -> Iterator[None]:
-    """Within it NumPy arrays run the kernels on the CPU ('host') instead of the reference ('reference')."""
-    token = _forced.set(name)
-    try:
-        yield
-    finally:
-        _forced.reset(token)
-
-
-def executor_of(xp: Any) -> str:
-    """'cuda' for CuPy arrays; for NumPy arrays 'reference', or 'host' inside `forced_executor('host')`."""
-    return "cuda" if xp is not np else _forced.get() or "reference"
-
-
-def executor_is_forced() -> bool:
-    """Whether somebody chose what runs NumPy arrays: tests, and what only looks at a call."""
-    return _forced.get() is not None
 
 
 class Kernel:
@@ -105,65 +83,32 @@ def _define(value: str | int | np.dtype[Any]) -> str:
 
 
 class Variant:
-    """A kernel compiled for one choice of types and options. Every call of every op goes through `launch`, so
-    it does nothing avoidable."""
+    """A kernel compiled for one choice of types and options."""
 
     def __init__(self, kernel: Kernel, block: int, shared: int, defines: tuple[tuple[str, str], ...]) -> None:
         self.kernel, self.block, self.shared, self.defines = kernel, block, shared, defines
         self.cooperative = kernel.cooperative
-        self._functions: dict[int, int] = {}               # by device
+        #: The handle of the loaded function by device.
+        self.functions: dict[int, int] = {}
         self._modules: list[Any] = []                      # keeps the loaded code alive
         self._lock = threading.Lock()
 
     @functools.cached_property
-    def _pack_into(self) -> Callable[..., None]:
+    def pack_into(self) -> Callable[..., None]:
+        """Packs the values of its parameter struct into a buffer."""
         return self.kernel.params.pack_into
-
-    @functools.cached_property
-    def _local(self) -> _LaunchBuffers:
-        """Made by the first launch: modules make variants when they are imported, which must not start CUDA.
-        """
-        return _LaunchBuffers(self.kernel.params.size)
-
-    def launch(self, x: Any, grid: int, *values: Any, shared: int | None = None) -> None:
-        """Run `grid` blocks on the current stream of x's device, or on the CPU for a NumPy x. values: the
-        struct's members; shared: bytes of dynamic shared memory, where a launch wants less than the
-        variant's. Every launch comes through here. A `Launch` stands for x and has everything else."""
-        local = self._local  # the first look makes the context current in a thread
-        if type(x) is Launch:
-            device, shared, pointers = x.device, x.shared, x.pointers
-            if not pointers or device == _ON_CPU:
-                values = tuple(x.values)
-        else:
-            device, pointers = _ON_CPU if isinstance(x, np.ndarray) else x.data.device_id, 0
-            shared = self.shared if shared is None else shared
-        if device == _ON_CPU:
-            self._host_function()((grid,), (self.block,), self.kernel.params.pack(*values), shared_mem=shared,
-                                  resident=self.cooperative, cluster=self.kernel.cluster)
-            return
-        if not pointers:
-            self._pack_into(local.buffer, 0, *values)
-            pointers = local.pointers
-        function = self._functions.get(device) or self._load(device)
-        if device != _driver.get_device():
-            with _cuda().Device(device):
-                if type(x) is Launch:
-                    x.run()
-                else:
-                    self.launch(x, grid, *values, shared=shared)
-            return
-        stream = _driver.get_current_stream().ptr
-        if self.cooperative:
-            _driver.launch_cooperative_kernel(function, grid, 1, 1, self.block, 1, 1, shared, stream,
-                                              pointers)
-        else:
-            _driver.launch_kernel(function, grid, 1, 1, self.block, 1, 1, shared, stream, pointers, 0)
 
     def bind(self, x: Any, grid: int, /, *, shared: int | None = None, **members: Any) -> Launch:
         """A launch for x's kind and device, which can run again and again. members: the members of the
-        kernel's struct by name; the others are 0."""
+        kernel's struct by name; the others are 0. shared: bytes of dynamic shared memory, where a launch
+        wants less than the variant's."""
         layout = self.kernel.layout
         return Launch(self, x, grid, layout.values(members), self.shared if shared is None else shared)
+
+    def run_on_cpu(self, grid: int, values: Sequence[Any], shared: int) -> None:
+        """Run it on NumPy arrays, compiled for the CPU."""
+        self._host_function()((grid,), (self.block,), self.kernel.params.pack(*values), shared_mem=shared,
+                              resident=self.cooperative, cluster=self.kernel.cluster)
 
     def compile(self, device: int | None) -> None:
         """Compile it before its first launch, for a GPU, or for the CPU (None). Several threads may compile
@@ -171,17 +116,19 @@ class Variant:
         if device is None:
             self._host_function()
             return
-        with _cuda().Device(device):
-            _cuda().runtime.free(0)                        # makes the device's context current in this thread
-            self._load(device)
+        cuda = backend.cupy().cuda
+        with cuda.Device(device):
+            cuda.runtime.free(0)                           # makes the device's context current in this thread
+            self.load(device)
 
-    def _load(self, device: int) -> int:
+    def load(self, device: int) -> int:
+        """The handle of the function on a device, compiled and loaded if it is not there yet."""
         with self._lock:
-            if device in self._functions:
-                return self._functions[device]
+            if device in self.functions:
+                return self.functions[device]
             backend.check_device(device)
             cp = backend.cupy()
-            _driver.bind(cp.cuda)
+            driver.bind(cp.cuda)
             with cp.cuda.Device(device), self._announced(f"sm_{cp.cuda.Device(device).compute_capability}"):
                 program = sources.program(self.kernel.source, self.kernel.entry, self.all_defines())
                 options = (*COMPILE_OPTIONS, f"-I{sources.root() / 'include'}")
@@ -192,9 +139,9 @@ class Variant:
                 function = module.get_function(self.kernel.entry)
                 if self.shared + function.shared_size_bytes > _SHARED_BY_DEFAULT:
                     function.max_dynamic_shared_size_bytes = self.shared
-                self._functions[device] = function.kernel.ptr
+                self.functions[device] = function.kernel.ptr
             self._modules.append((module, function))
-            return self._functions[device]
+            return self.functions[device]
 
     def _host_function(self) -> Any:
         from .. import hostexec
@@ -217,122 +164,3 @@ class Variant:
             choice = ", ".join(f"{name}={value}" for name, value in self.defines)
             _announce(f"compiling {self.kernel.source}.cu: {self.kernel.entry} [{choice}] for {target} … "
                       f"{time.perf_counter() - start:.2f} s")
-
-
-@contextmanager
-def recording() -> Iterator[list[Variant]]:
-    """Within it no thread launches a kernel: the list gets the variant of every launch instead."""
-    variants: list[Variant] = []
-    launch: Any = Variant.launch
-    Variant.launch = lambda variant, *_, **__: variants.append(variant)  # type: ignore[method-assign]
-    try:
-        yield variants
-    finally:
-        Variant.launch = launch  # type: ignore[method-assign]
-
-
-class Launch:
-    """A kernel variant with its grid and the values of its struct's members, to be launched on the current
-    stream."""
-
-    def __init__(self, variant: Variant, x: Any, grid: int, values: list[Any], shared: int) -> None:
-        self.variant, self.grid, self.values, self.shared = variant, grid, values, shared
-        self.device = _ON_CPU if isinstance(x, np.ndarray) else x.data.device_id
-        #: The address of the pointers to the kernel's arguments, after `keep`.
-        self.pointers = 0
-
-    @property
-    def pointer_positions(self) -> Sequence[int]:
-        """Which of the values are addresses."""
-        return self.variant.kernel.layout.pointers
-
-    def run(self) -> None:
-        self.variant.launch(self, self.grid)
-
-    def run_with(self, x: Any, values: list[Any]) -> None:
-        """The same launch with other values."""
-        self.variant.launch(x, self.grid, *values, shared=self.shared)
-
-    def keep(self) -> None:
-        """Pack the parameters once, for a launch that is run again and again."""
-        packed = self.variant.kernel.params.pack(*self.values)
-        self._buffer = ctypes.create_string_buffer(packed, len(packed))
-        self._pointer = ctypes.c_void_p(ctypes.addressof(self._buffer))
-        self.pointers = ctypes.addressof(self._pointer)
-
-    @property
-    def packed(self) -> bytes:
-        return self.variant.kernel.params.pack(*self.values)
-
-
-class _Driver:
-    """The CUDA calls of a launch, looked up once."""
-
-    get_device: Callable[[], int]
-    get_current_stream: Callable[[], Any]
-    launch_kernel: Callable[..., None]
-    launch_cooperative_kernel: Callable[..., None]
-
-    def bind(self, cuda: Any) -> None:
-        self.get_device, self.get_current_stream = cuda.runtime.getDevice, cuda.get_current_stream
-        self.launch_kernel = cuda.driver.launchKernel
-        self.launch_cooperative_kernel = cuda.driver.launchCooperativeKernel
-
-
-_driver = _Driver()
-
-
-class _LaunchBuffers(threading.local):
-    """A thread's buffer for the parameter struct and the pointer to it. Launches reuse them."""
-
-    def __init__(self, size: int) -> None:
-        self.buffer = ctypes.create_string_buffer(size)
-        self._pointer = ctypes.c_void_p(ctypes.addressof(self.buffer))
-        self.pointers = ctypes.addressof(self._pointer)
-        if backend.gpu_problem() is None:
-            _cuda().runtime.free(0)                        # makes the device's context current in this thread
-
-
-@functools.cache
-def _cuda() -> Any:
-    return backend.cupy().cuda
-
-
-@functools.cache
-def compute_capability(device_id: int) -> int:
-    """A GPU's compute capability times ten: 90 is Hopper."""
-    return int(_cuda().Device(device_id).compute_capability)
-
-
-@functools.cache
-def multiprocessors(device_id: int) -> int:
-    """Streaming multiprocessors of a GPU."""
-    return int(_cuda().runtime.getDeviceProperties(device_id)["multiProcessorCount"])
-
-
-@functools.cache
-def shared_memory_per_block(device_id: int) -> int:
-    """Bytes of shared memory, static and dynamic, that a block of this GPU can have."""
-    return int(_cuda().runtime.getDeviceProperties(device_id)["sharedMemPerBlockOptin"])
-
-
-def current_stream(device_id: int) -> int:
-    """The handle of a device's current stream, on which `Variant.launch` launches."""
-    cuda = _cuda()
-    if device_id == cuda.runtime.getDevice():
-        return int(cuda.get_current_stream().ptr)
-    with cuda.Device(device_id):
-        return int(cuda.get_current_stream().ptr)
-
-
-def capturing(device_id: int) -> bool:
-    """Whether the current stream of a device is being captured into a CUDA graph."""
-    return bool(_cuda().runtime.streamIsCapturing(current_stream(device_id)))
-
-
-def grid_size(blocks: int, shape: tuple[int, ...]) -> int:
-    """The blocks of a grid, at least one. ValueError for more than the hardware's 2**31 - 1."""
-    if blocks > 0x7FFFFFFF:
-        raise ValueError(f"x: shape {shape} needs {blocks} blocks, more than a launch can have (2**31 - 1); "
-                         "split the array")
-    return blocks or 1

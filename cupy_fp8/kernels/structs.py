@@ -91,16 +91,18 @@ class Layout:
     def values(self, given: Mapping[str, Any]) -> list[Any]:
         """All scalars in order, from members by name; the others are 0. A nested struct is a mapping of its
         own members. TypeError for values without names, and for a name that the struct does not have."""
-        if not isinstance(given, Mapping):
+        if not isinstance(given, (dict, Mapping)):
             raise TypeError(f"{self.name}: expected members by name, got {type(given).__name__}")
         found: list[Any] = []
+        known = 0
         for name, _, code, inner in self.members:
             value = given.get(name)
-            if inner is None:
-                found.append(value if value is not None else b"" if code.endswith("s") else 0)
-            else:
+            known += value is not None
+            if inner is not None:
                 found += inner.values({} if value is None else value)
-        if unknown := given.keys() - {member.name for member in self.members}:
+            else:
+                found.append(value if value is not None else b"" if code.endswith("s") else 0)
+        if known < len(given) and (unknown := given.keys() - {member.name for member in self.members}):
             raise TypeError(f"{self.name} has no members {sorted(unknown)}")
         return found
 

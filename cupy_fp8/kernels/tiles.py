@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import Array
 from ..layouts import cdiv
-from .kernel import grid_size, multiprocessors
+from .device import grid_size, multiprocessors
 
 _LARGE_PER_MULTIPROCESSOR = 1 << 18      # elements: four 256 x 256 tiles
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .kernel import grid_size
+from .device import grid_size
 
 ROWS, COLUMNS = 32, 128         # of a warp tile
 LANE_COLUMNS = 4                # neighbouring columns of a lane

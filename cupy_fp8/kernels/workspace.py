@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .. import backend
-from .kernel import capturing, current_stream
+from .device import capturing, current_stream
 
 _of_array: dict[tuple[int, int, str, int], tuple[Any, Any]] = {}
 _of_stream: dict[tuple[int, int, str, int, int], Any] = {}

@@ -28,12 +28,12 @@ from perturbed import (
 from places import Place, every_example, every_example_that
 
 from cupy_fp8 import Quantized, Scaled
-from cupy_fp8.kernels import Variant
+from cupy_fp8.kernels import Launch
 
 
 @pytest.fixture
 def never_launched() -> Iterator[None]:
-    with mock.patch.object(Variant, "launch"):
+    with mock.patch.object(Launch, "start"):
         yield
 
 

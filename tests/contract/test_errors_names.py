@@ -16,7 +16,7 @@ from declared import leaves, snapshot
 import cupy_fp8 as fp8
 from cupy_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, WeightCache, cases, testing
 from cupy_fp8.advice import shown
-from cupy_fp8.kernels import Variant
+from cupy_fp8.kernels import Launch
 
 X = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
 Q = fp8.quantize_block(X)
@@ -123,7 +123,7 @@ def nothing_launched(request):
     """What is accepted is computed by the reference, or prepares launches, none of which happens."""
     if problem := testing.executor_problem(request.param):
         pytest.skip(problem)
-    with mock.patch.object(Variant, "launch"), testing.executor(request.param):
+    with mock.patch.object(Launch, "start"), testing.executor(request.param):
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -46,6 +47,29 @@ def test_threads_with_streams_of_their_own(example, device):
     with ThreadPoolExecutor(number) as threads:
         for done in [threads.submit(work, own, device, calls) for own in examples]:
             done.result()
+
+
+def test_a_thread_has_a_context_before_it_launches(device, monkeypatch):
+    """Also a thread whose first call is repeated with parameters that another thread has packed."""
+    x, out = (device.cupy.zeros(40, np.float32) for _ in range(2))
+    for _ in range(2):
+        fp8.astype(x, np.float32, out=out)
+    runtime, made = device.cupy.cuda.runtime, []
+    free = runtime.free
+
+    def noted(at: int) -> None:
+        made.append(threading.get_ident())
+        free(at)
+
+    monkeypatch.setattr(runtime, "free", noted)
+
+    def call() -> int:
+        fp8.astype(x, np.float32, out=out)
+        return threading.get_ident()
+
+    with ThreadPoolExecutor(1) as other:
+        assert [other.submit(call).result() for _ in range(2)] == 2 * made[:1]
+    assert len(made) == 1
 
 
 def test_threads_that_share_a_stream_do_not_share_a_workspace(monkeypatch):

@@ -15,7 +15,7 @@ from cupy_fp8.cases import OPS, Case
 from cupy_fp8.cases.programs import WITHOUT_OP
 from cupy_fp8.cli.selftest import check
 from cupy_fp8.formats import float8_e4m3fn, float32
-from cupy_fp8.kernels import Variant, sources
+from cupy_fp8.kernels import Launch, sources
 
 CASES = [one.case for one in covering.observed()]
 QUICK = {id(one.case) for one in covering.quick_cases()}
@@ -46,13 +46,13 @@ def test_quick_cases_launch_every_entry_point(monkeypatch):
     """Launches are counted where they happen. (On a GPU small arrays do not launch every kernel, since some
     pay only for large ones.)"""
     launches: Counter[tuple[str, str]] = Counter()
-    launch = Variant.launch
+    start = Launch.start
 
-    def counted(self, *args, **kwargs):
-        launches[self.kernel.source, self.kernel.entry] += 1
-        return launch(self, *args, **kwargs)
+    def counted(launch, *values):
+        launches[launch.variant.kernel.source, launch.variant.kernel.entry] += 1
+        return start(launch, *values)
 
-    monkeypatch.setattr(Variant, "launch", counted)
+    monkeypatch.setattr(Launch, "start", counted)
     with testing.executor("host") as run:
         for one in covering.cover(covering.quick_cases(), covering.launched_entries):
             check(OPS[one.case.op], one.case, run)

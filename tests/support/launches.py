@@ -1,4 +1,4 @@
-"""What a launch passes to its kernel, however it was made."""
+"""What launches pass to their kernels."""
 
 from __future__ import annotations
 
@@ -9,19 +9,16 @@ import pytest
 from cupy_fp8.kernels import Launch, Variant
 
 
-def values_of(variant: Variant, x: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The members of the parameter struct, in order, of a call of `Variant.launch`."""
-    return variant.kernel.params.unpack(x.packed) if isinstance(x, Launch) else values
-
-
 def note_launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Variant, tuple[Any, ...]]]:
-    """Every launch from here on, which still happens: its variant and the members of its struct."""
+    """Every launch from here on, which still happens: its variant and the members of its struct, as the
+    kernel finds them."""
     seen: list[tuple[Variant, tuple[Any, ...]]] = []
-    launch = Variant.launch
+    start = Launch.start
 
-    def noted(self: Variant, x: Any, grid: int, *values: Any, **options: Any) -> None:
-        seen.append((self, values_of(self, x, values)))
-        launch(self, x, grid, *values, **options)
+    def noted(launch: Launch, values: list[Any], kept: int) -> None:
+        params = launch.variant.kernel.params
+        seen.append((launch.variant, params.unpack(params.pack(*values))))
+        start(launch, values, kept)
 
-    monkeypatch.setattr(Variant, "launch", noted)
+    monkeypatch.setattr(Launch, "start", noted)
     return seen

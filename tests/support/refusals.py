@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cupy_fp8 import testing
-from cupy_fp8.kernels import Variant
+from cupy_fp8.kernels import Launch
 
 Refused = Callable[..., None]
 
@@ -22,8 +22,8 @@ def refused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if problem := testing.executor_problem(request.param):
         pytest.skip(problem)
 
-    def launch(self: Variant, *_: Any) -> None:
-        raise AssertionError(f"{self.kernel.entry} was launched")
+    def start(launch: Launch, *_: Any) -> None:
+        raise AssertionError(f"{launch.variant.kernel.entry} was launched")
 
     def check(error: type[Exception], pattern: str, function: Callable[..., Any], /, *args: Any,
               **kwargs: Any) -> None:
@@ -34,7 +34,7 @@ def refused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         assert caught.type is error
         assert [a.tobytes() for a in held] == before, "memory was written"
 
-    monkeypatch.setattr(Variant, "launch", launch)
+    monkeypatch.setattr(Launch, "start", start)
     with testing.executor(request.param):
         yield check
 

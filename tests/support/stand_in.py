@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from cupy_fp8 import backend
-from cupy_fp8.kernels import Launch, Variant, errors, kernel, tensor_map
+from cupy_fp8.kernels import Variant, errors, launch, tensor_map
 from cupy_fp8.ops.quantize import single_read, tensor_current
 
 #: Device numbers that no machine has, since some facts of devices are cached.
@@ -204,8 +204,29 @@ class Graph:
         self._launches = launches
 
     def launch(self, stream: Stream | None = None) -> None:
-        for launch in self._launches:
-            launch()
+        for run in self._launches:
+            run()
+
+
+#: The variants that were loaded, by the handles of their functions.
+_loaded: dict[int, Variant] = {}
+
+
+def _load(variant: Variant, device: int) -> int:
+    handle = variant.functions[device] = id(variant)
+    _loaded[handle] = variant
+    return handle
+
+
+def _launch(function: int, grid: int, _y: int, _z: int, block: int, _block_y: int, _block_z: int, shared: int,
+            stream: int, pointers: int, *_: Any) -> None:
+    """The driver's launch: the parameters are copied, and the kernel runs on the CPU."""
+    variant = _loaded[function]
+    at = ctypes.c_void_p.from_address(pointers).value
+    assert at is not None
+    packed, on_cpu = ctypes.string_at(at, variant.kernel.params.size), variant._host_function()
+    _recorded_or_run(lambda: on_cpu((grid,), (block,), packed, shared_mem=shared,
+                                    resident=variant.cooperative, cluster=variant.kernel.cluster))
 
 
 def _module() -> Any:
@@ -220,6 +241,7 @@ def _module() -> Any:
     module.cuda = types.SimpleNamespace(
         runtime=runtime, alloc=alloc, Device=Device, Stream=Stream,
         nvrtc=types.SimpleNamespace(getVersion=lambda: (13, 0)),
+        driver=types.SimpleNamespace(launchKernel=_launch, launchCooperativeKernel=_launch),
         get_current_stream=lambda: _state.streams[-1] if _state.streams else default)
     vars(module).update(ndarray=ndarray, asarray=asarray, ascontiguousarray=ascontiguousarray, zeros=zeros)
     return module
@@ -227,32 +249,14 @@ def _module() -> Any:
 
 def install(patch: pytest.MonkeyPatch) -> Any:
     """The module, as what the package takes for CuPy while `patch` lasts."""
-    module, launch = _module(), Variant.launch
+    module, driver = _module(), launch._Driver()
     _state.__init__()                                       # type: ignore[misc]
-
-    def on_cpu(self: Variant, x: Any, grid: int, *values: Any, shared: int | None = None) -> None:
-        if isinstance(x, Launch):
-            values, shared = tuple(x.values), x.shared
-        elif shared is None:
-            shared = self.shared
-        if (x.device < 0) if isinstance(x, Launch) else isinstance(x, np.ndarray):
-            return launch(self, x, grid, *([] if isinstance(x, Launch) else values), shared=shared)
-        packed = self.kernel.params.pack(*values)
-        function, grids, blocks = self._host_function(), (grid,), (self.block,)
-
-        def run() -> None:
-            function(grids, blocks, packed, shared_mem=shared, resident=self.cooperative,
-                     cluster=self.kernel.cluster)
-
-        if _state.recorded is None:
-            return run()
-        return _state.recorded.append(run)
-
+    driver.bind(module.cuda)
     patch.setitem(sys.modules, "cupy", module)
     for owner, name, value in (
             (backend, "cupy", lambda: module), (backend, "gpu_problem", lambda: None),
-            (backend, "check_device", lambda device: None), (kernel, "_cuda", lambda: module.cuda),
-            (Variant, "launch", on_cpu), (Variant, "compile", lambda variant, device: None),
+            (backend, "check_device", lambda device: None), (launch, "driver", driver),
+            (Variant, "load", _load), (Variant, "compile", lambda variant, device: None),
             (errors, "_words", {}), (_workspaces, "_of_array", {}),
             (_workspaces, "_of_stream", {}), (single_read, "_gpu", lambda device: single_read._CPU),
             (tensor_current, "_gpu", lambda device: tensor_current._CPU),

@@ -24,7 +24,7 @@ from cupy_fp8.calls import remembered
 from cupy_fp8.cases import OPS, Registration
 from cupy_fp8.cases.programs import Program, all_programs, launched_variants, programs
 from cupy_fp8.formats import FORMATS
-from cupy_fp8.kernels import Variant, sources, tiles
+from cupy_fp8.kernels import Launch, sources, tiles
 from cupy_fp8.ops.convert.astype import astype
 from cupy_fp8.ops.quantize import grouped_tensor
 
@@ -203,7 +203,7 @@ def test_every_source_is_covered():
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Program]]:
     """The program of every launch. Nothing runs."""
     seen: set[Program] = set()
-    monkeypatch.setattr(Variant, "launch", lambda variant, *_, **__: seen.add(Program.of(variant)))
+    monkeypatch.setattr(Launch, "start", lambda launch, *_: seen.add(Program.of(launch.variant)))
     with kernels.forced_executor("host"):
         yield seen
 

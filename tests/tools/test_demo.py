@@ -22,7 +22,7 @@ from cupy_fp8 import diagnostics
 from cupy_fp8.cli import demo, demo_data, demo_rows, tables, terminal
 from cupy_fp8.diagnostics import comparison
 from cupy_fp8.diagnostics.text import Column
-from cupy_fp8.kernels import Variant
+from cupy_fp8.kernels import Launch, Variant
 
 NAMES = [row.name for row in diagnostics.compare(np.ones((1, 1), np.float32))]
 
@@ -364,13 +364,13 @@ def test_where_cupy_is(matrices, tmp_path, monkeypatch, capsys):
     ahead: list[Variant] = []
     monkeypatch.setattr(Variant, "compile", lambda variant, device: ahead.append(variant))
     launched: list[Variant] = []
-    launch: Any = Variant.launch
+    start: Any = Launch.start
 
-    def noted(variant: Variant, *arguments: Any, **options: Any) -> None:
-        launched.append(variant)
-        launch(variant, *arguments, **options)
+    def noted(launch: Launch, *values: Any) -> None:
+        launched.append(launch.variant)
+        start(launch, *values)
 
-    monkeypatch.setattr(Variant, "launch", noted)
+    monkeypatch.setattr(Launch, "start", noted)
     assert demo.main([str(matrices[0]), "--array", "cupy"]) == 0
     assert launched
     assert set(launched) <= set(ahead), "the demo waits for compilers that could have begun before"

@@ -136,7 +136,7 @@ def seconds(call: Call) -> float:
     """Device time of one call among a burst of them, which are all enqueued before the first one begins."""
     cuda = backend.cupy().cuda
     start, end = cuda.Event(), cuda.Event()
-    DELAY.launch(backend.cupy().empty(1, np.uint8), 1, _HOST_NS)
+    DELAY.bind(backend.cupy().empty(1, np.uint8), 1, nanoseconds=_HOST_NS).run()
     start.record()
     for _ in range(_CALLS):
         call()

@@ -246,25 +246,24 @@ class ProductLaunch:
         self._arguments: tuple[Any, ...] | None = None
 
     def run(self) -> None:
+        self._start(self.values, self._arguments)
+
+    def run_with(self, values: list[int]) -> None:
+        """The same product of arrays at other addresses."""
+        self._start(values, None)
+
+    def _start(self, values: list[int], arguments: tuple[Any, ...] | None) -> None:
         cuda = backend.cupy().cuda
         if self.device != cuda.runtime.getDevice():
             with cuda.Device(self.device):
-                self.run()
+                self._start(values, arguments)
             return
-        if self._arguments is None:
-            status = self.plan.run(self.values)
+        if arguments is None:
+            status = self.plan.run(values)
         else:
-            status = self.plan.library.matmul(*self._arguments, cuda.get_current_stream().ptr)
+            status = self.plan.library.matmul(*arguments, cuda.get_current_stream().ptr)
         if status:
             raise self.plan.failed(status)
-
-    def run_with(self, x: Array, values: list[int]) -> None:
-        """The same product of arrays at other addresses."""
-        if x.data.device_id == backend.cupy().cuda.runtime.getDevice():
-            if status := self.plan.run(values):
-                raise self.plan.failed(status)
-            return
-        ProductLaunch(self.plan, x, values).run()
 
     def keep(self) -> None:
         """Gives it a description of its own, whose addresses stay."""

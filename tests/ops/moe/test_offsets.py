@@ -19,7 +19,7 @@ from cupy_fp8.arrays import address, bits
 from cupy_fp8.calls import call, remembered
 from cupy_fp8.calls import splits as group_sizes
 from cupy_fp8.cases.moe.offsets import TYPICAL, sizes
-from cupy_fp8.kernels import Variant, errors
+from cupy_fp8.kernels import Launch, errors
 from cupy_fp8.ops.moe import offsets
 
 INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
@@ -48,13 +48,13 @@ def expect_offsets(run: testing.Executor, host: Any, wanted: list[np.ndarray], *
 def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The blocks of every launch, which still happens."""
     seen: list[int] = []
-    launch = Variant.launch
+    start = Launch.start
 
-    def noted_launch(self: Variant, x: Any, grid: int, *values: Any, **options: Any) -> None:
-        seen.append(grid)
-        launch(self, x, grid, *values, **options)
+    def noted(launch: Launch, *values: Any) -> None:
+        seen.append(launch.grid)
+        start(launch, *values)
 
-    monkeypatch.setattr(Variant, "launch", noted_launch)
+    monkeypatch.setattr(Launch, "start", noted)
     return seen
 
 

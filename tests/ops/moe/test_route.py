@@ -18,7 +18,7 @@ from tiers import needs_host, quick_if
 import cupy_fp8 as fp8
 from cupy_fp8 import Routing, backend, cases, reference, testing
 from cupy_fp8.cases.moe.route import KINDS, indices, mask
-from cupy_fp8.kernels import Variant, errors
+from cupy_fp8.kernels import Launch, errors
 from cupy_fp8.ops.moe import route
 
 EXPERT, BOUND = (errors.MESSAGES[fact] for fact in (errors.Fact.ROUTE_EXPERT, errors.Fact.ROUTE_BOUND))
@@ -133,13 +133,13 @@ def test_any_schedule(order, seed, monkeypatch):
 def test_launches(run, monkeypatch):
     """Few tokens' indices need one, everything else two; at most 128 blocks of threads each."""
     launches: list[tuple[str, int]] = []
-    launch = Variant.launch
+    start = Launch.start
 
-    def noted_launch(self: Variant, x: Any, grid: int, *values: Any) -> None:
-        launches.append((self.kernel.entry, grid))
-        launch(self, x, grid, *values)
+    def noted(launch: Launch, *values: Any) -> None:
+        launches.append((launch.variant.kernel.entry, launch.grid))
+        start(launch, *values)
 
-    monkeypatch.setattr(Variant, "launch", noted_launch)
+    monkeypatch.setattr(Launch, "start", noted)
     calls: list[tuple[np.ndarray, dict[str, Any], list[tuple[str, int]]]] = [
         (indices(64, 8, 64), {"num_experts": 64}, [("route_rank", 1)]),
         (indices(65, 8, 64), {"num_experts": 64}, [("route_count", 2), ("route_rank", 2)]),

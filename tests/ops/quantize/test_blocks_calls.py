@@ -16,7 +16,7 @@ import cupy_fp8 as fp8
 from cupy_fp8 import BlockScaling, MXScaling, Quantized, cases, reference, testing
 from cupy_fp8.cases.base import DIRECTIONS
 from cupy_fp8.formats import bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float16, float32
-from cupy_fp8.kernels import Variant
+from cupy_fp8.kernels import Launch
 
 
 class Quantiser(NamedTuple):
@@ -42,13 +42,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     wide accesses."""
     seen: list[str] = []
 
-    def launch(self: Variant, *_: Any) -> None:
-        d = dict(self.defines)
+    def start(launch: Launch, *_: Any) -> None:
+        d = dict(launch.variant.defines)
         square, divide = " square" * (d.get("SQUARE") == "1"), " divide" * (d.get("DIVIDE") == "1")
         wide = f" {d['ALONG_ROWS']}{d['ALONG_COLUMNS']}{square}" if d.get("ALIGNED") == "1" else ""
-        seen.append(self.kernel.entry.rpartition("_")[2] + wide + divide)
+        seen.append(launch.variant.kernel.entry.rpartition("_")[2] + wide + divide)
 
-    monkeypatch.setattr(Variant, "launch", launch)
+    monkeypatch.setattr(Launch, "start", start)
     with testing.executor("host"):
         yield seen
 

@@ -37,7 +37,7 @@ from cupy_fp8.calls import splits as sizes_of_groups
 from cupy_fp8.cases import OPS
 from cupy_fp8.cases.groups import sizes
 from cupy_fp8.formats import bfloat16, float8_e5m2, float16, float32
-from cupy_fp8.kernels import Variant, tiles
+from cupy_fp8.kernels import Launch, tiles
 from cupy_fp8.ops.quantize import grouped_tensor
 
 BOTH = DIRECTIONS[2]
@@ -203,7 +203,7 @@ def test_repeated_calls(recipe, align, monkeypatch):
 def test_launches(recipe, directions, entries, with_offsets, monkeypatch):
     """So many launches, whether offsets are given or not, and padded or not."""
     launched: list[str] = []
-    monkeypatch.setattr(Variant, "launch", lambda self, *_, **__: launched.append(self.kernel.entry))
+    monkeypatch.setattr(Launch, "start", lambda launch, *_: launched.append(launch.variant.kernel.entry))
     monkeypatch.setattr(row_segments, "_MANY", 1000)
     options = {**directions, "scales": scales_for(recipe, 2)}
     options.update({"offsets": np.array([0, 1280, 3840])} if with_offsets else {"align": 16})

@@ -11,7 +11,7 @@ from test_group_quantize import workspaces_of_one_call
 
 import cupy_fp8 as fp8
 from cupy_fp8.formats import bfloat16
-from cupy_fp8.kernels import Variant
+from cupy_fp8.kernels import Launch
 from cupy_fp8.ops.quantize import single_read
 
 
@@ -44,13 +44,13 @@ def test_the_largest_element_is_found_wherever_it_is(columns, run):
 def test_the_workspace_is_left_ready(entries, run, monkeypatch):
     """For the next call, of other sizes; both ways to find the scales."""
     launches: list[str] = []
-    launch, kept = Variant.launch, workspaces_of_one_call(monkeypatch)
+    start, kept = Launch.start, workspaces_of_one_call(monkeypatch)
 
-    def noted(self: Variant, x: Any, grid: int, *values: Any) -> None:
-        launches.append(self.kernel.entry)
-        launch(self, x, grid, *values)
+    def noted(launch: Launch, *values: Any) -> None:
+        launches.append(launch.variant.kernel.entry)
+        start(launch, *values)
 
-    monkeypatch.setattr(Variant, "launch", noted)
+    monkeypatch.setattr(Launch, "start", noted)
     gpu = single_read._gpu
     monkeypatch.setattr(single_read, "_gpu", lambda device: gpu(device)._replace(fewest=0))
     if len(entries) == 2:

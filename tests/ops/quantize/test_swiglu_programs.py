@@ -15,7 +15,7 @@ from cupy_fp8.arrays import bits
 from cupy_fp8.calls.call import Call
 from cupy_fp8.calls.row_segments import find_groups_of_rows
 from cupy_fp8.formats import bfloat16, float8_e5m2, float16, float32
-from cupy_fp8.kernels import Variant
+from cupy_fp8.kernels import Launch, Variant
 from cupy_fp8.ops.quantize import swiglu_launches
 from cupy_fp8.testing import assert_bytes_equal
 
@@ -58,13 +58,13 @@ def test_programs_agree(run, recipe, monkeypatch, shape, plain, plain_backward, 
     those with options, and rows that allow no wide accesses ask for it of the fallback. Gradients of no whole
     tiles are an option. Other types than bf16 to e4m3 have one program for all of these but the fallback."""
     how, options = recipe
-    launched, launch = [], Variant.launch
+    launched, start = [], Launch.start
 
-    def noted(self: Variant, x: Any, *rest: Any, **more: Any) -> None:
-        launched.append(path_of(self))
-        launch(self, x, *rest, **more)
+    def noted(launch: Launch, *values: Any) -> None:
+        launched.append(path_of(launch.variant))
+        start(launch, *values)
 
-    monkeypatch.setattr(Variant, "launch", noted)
+    monkeypatch.setattr(Launch, "start", noted)
     x, grad = normal(shape, dtype), normal((shape[0], shape[1] // 2), dtype, seed=1)
     probs = run.array(normal(shape[:1], seed=2))
     calls = [(run.array(x), None), (run.array(x), 1e30), (misaligned(run, x), None)]
@@ -107,7 +107,7 @@ def test_which_call_takes_which_program(monkeypatch, how, half, more, path, back
     """Wide rows have programs of their own; but a block may not be of both da and db, and gradients have
     no quotients (vllm)."""
     launched = []
-    monkeypatch.setattr(Variant, "launch", lambda self, *_, **__: launched.append(path_of(self)))
+    monkeypatch.setattr(Launch, "start", lambda launch, *_: launched.append(path_of(launch.variant)))
     with testing.executor("host"):
         fp8.swiglu_quantize(np.zeros((8, 2 * half), bfloat16), how, **more)
         assert launched.pop() == path
