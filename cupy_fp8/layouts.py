@@ -25,6 +25,9 @@ SCALE_DTYPES: dict[str, tuple[np.dtype[Any], ...]] = {
     "compact": (float8_e8m0fnu, float32), "swizzled": (float8_e8m0fnu,), "gemm_ready": (float32,),
     "deepgemm_sm90": (float32,),
     "deepgemm_sm100": (int32,)}
+#: The layouts in which equally many elements lie between one scale and the next everywhere, along lines and
+#: along blocks.
+LAYOUTS_WITH_STRIDES = ("compact", "gemm_ready", "deepgemm_sm90")
 #: gemm_ready and DeepGEMM's layouts round lines up to this, so that rows of scales begin at multiples of 16
 #: bytes.
 PADDED_TO = 4

@@ -11,7 +11,7 @@ from .advice import dtype_instead, shown
 from .formats import FP8_DTYPES, float32, names
 from .layouts import SCALE_DTYPES, scale_shape, swap_last
 
-__all__ = ["check_block_scales", "check_parts"]
+__all__ = ["check_block_scales", "check_data_shape", "check_parts"]
 
 
 class Parts(Protocol):
@@ -29,6 +29,16 @@ class Parts(Protocol):
     def block(self) -> tuple[int | None, int | None] | None: ...
     @property
     def scale_layout(self) -> str | None: ...
+
+
+def check_data_shape(s: Parts, name: str) -> None:
+    """ValueError unless the data of `s` have its shape as they are stored. name: that of s in messages; '' if
+    these begin with the part's name."""
+    stored = swap_last(s.shape) if s.transposed else s.shape
+    if s.data.shape != stored:
+        how = " stored transposed" if s.transposed else ""
+        raise ValueError(f"{name and f'{name}.'}data: expected shape {stored} for the logical shape "
+                         f"{s.shape}{how}, got {s.data.shape}")
 
 
 def check_block_scales(s: Parts, name: str) -> None:
@@ -65,11 +75,7 @@ def check_parts(s: Parts) -> None:
                          f"data is on GPU {data.data.device_id}")
     if s.transposed and len(s.shape) < 2:
         raise ValueError(f"transposed: needs two or more dimensions, got shape {s.shape}")
-    stored = swap_last(s.shape) if s.transposed else s.shape
-    if data.shape != stored:
-        how = " stored transposed" if s.transposed else ""
-        raise ValueError(f"data: expected shape {stored} for the logical shape {s.shape}{how}, got "
-                         f"{data.shape}")
+    check_data_shape(s, "")
     if s.block is not None:
         if s.scale_layout is None:
             raise ValueError(f"scale_layout: expected one of {tuple(SCALE_DTYPES)} for blocks {s.block}, got "

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import backend
 from ..arrays import Array, address, empty_beside
+from ..formats import FP8_DTYPES
 from ..kernels import error_word, workspace
+from ..results import Scaled
 from ..routing import Routing
+from ..scaled_parts import check_block_scales, check_data_shape
 from . import splits as group_sizes
 from . import validate
 from .memory import Range
@@ -89,6 +92,19 @@ class Call:
         at = address(a)
         self.ranges.append(Range(at, at + validate.extent(a), False, name))
         return Input(a, at)
+
+    def read_scaled(self, name: str, s: Scaled, by_strides: Container[str] = ()) -> tuple[Input, Input]:
+        """The FP8 data and the scales of a Scaled, which fit together. by_strides: the layouts whose scales
+        the op reads by their strides; others are copied if they are not C-contiguous."""
+        data, part = self.read(f"{name}.data", s.data, FP8_DTYPES), f"{name}.scale_inv"
+        check_data_shape(s, name)
+        if s.block is None:
+            return data, Input(s.scale_inv, self.one_f32(part, s.scale_inv))
+        backend.require_module(s.scale_inv, self.xp, part)
+        check_block_scales(s, name)
+        if s.scale_layout in by_strides and validate.matrix_strides(s.scale_inv) is not None:
+            return data, self.read_strided(part, s.scale_inv)
+        return data, self.read(part, s.scale_inv, (s.scale_inv.dtype,))
 
     def update(self, name: str, a: Any, dtype: np.dtype[Any], shape: tuple[int, ...] | None = None) -> Input:
         """An array that the op reads and writes in place, of this dtype and (where it is known) shape."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from ... import backend, kernels, reference
+from ... import backend, reference
 from ...advice import shown, type_name, without_rest
 from ...arrays import Array, address, bits, is_array, is_contiguous, zeros
 from ...calls import memory, validate
@@ -19,10 +19,10 @@ from ...calls.results import Description, one_array
 from ...formats import FP8_DTYPES, INPUT_DTYPES, float32, lookup
 from ...grouped import Grouped
 from ...kernels import Kernel, Launch, Variant, elementwise, grid_size, tiles
-from ...layouts import SMALLEST_BLOCK, SWIZZLE_COLUMNS, cdiv, swap_last
+from ...layouts import LAYOUTS_WITH_STRIDES, SMALLEST_BLOCK, SWIZZLE_COLUMNS, cdiv
 from ...methods import for_methods
 from ...results import Quantized, Scaled
-from ...scaled_parts import check_block_scales
+from ..scales.convert import with_compact_scales
 from .astype import flat_launches
 
 _LONG_ROW = Kernel("convert/dequantize", "dequantize_long_row", block=elementwise.THREADS)
@@ -76,8 +76,7 @@ def _misplaced(q: Any, second: Any) -> TypeError:
 class _Inputs(NamedTuple):
     s: Scaled
     data: Input
-    scales: Input | None                # of blocks
-    scale_at: int
+    scales: Input
     to: np.dtype[Any]
 
 
@@ -88,22 +87,10 @@ class _Dequantize(Op[_Inputs]):
             raise TypeError(f"q: expected a Scaled or Quantized, got {type_name(q)}; use astype for a "
                             "plain array")
         s = q if isinstance(q, Scaled) else q._any
-        if s.block is not None and s.scale_layout == "deepgemm_sm100":
-            s, call.repeatable = _unpacked(s), False
-        data = call.read("q.data", s.data, FP8_DTYPES)
-        stored = swap_last(s.shape) if s.transposed else s.shape
-        if data.shape != stored:
-            raise ValueError(f"q.data: expected shape {stored} for the logical shape {s.shape}, got "
-                             f"{data.shape}")
-        if s.block is None:
-            return _Inputs(s, data, None, call.one_f32("q.scale_inv", s.scale_inv), to)
-        backend.require_module(s.scale_inv, call.xp, "q.scale_inv")
-        check_block_scales(s, "q")
-        if s.scale_layout != "swizzled" and validate.matrix_strides(s.scale_inv) is not None:
-            scales = call.read_strided("q.scale_inv", s.scale_inv)
-        else:
-            scales = call.read("q.scale_inv", s.scale_inv, (s.scale_inv.dtype,))
-        return _Inputs(s, data, scales, scales.at, to)
+        data, scales = call.read_scaled("q", s, LAYOUTS_WITH_STRIDES)
+        if s.scale_layout == "deepgemm_sm100":                  # no kernel here reads words
+            s, scales = with_compact_scales(call, "q", s)
+        return _Inputs(s, data, scales, to)
 
     def result(self, inputs: _Inputs) -> Description:
         return one_array(inputs.s.shape, inputs.to)
@@ -112,9 +99,9 @@ class _Dequantize(Op[_Inputs]):
         return reference.dequantize(inputs.s, dtype=inputs.to)
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
-        s, data, _, scale_at, to = inputs
+        s, data, scales, to = inputs
         if s.block is None and not s.transposed:
-            yield from flat_launches(data, written[0], scale_at, to, True)
+            yield from flat_launches(data, written[0], scales.at, to, True)
         elif data.array.size:
             yield _Blocks(inputs).launch(written[0])
 
@@ -149,16 +136,6 @@ def dequantize_groups(g: Grouped, dtype: Any, out: Array | None) -> Array:
     return result
 
 
-def _unpacked(s: Scaled) -> Scaled:
-    """Makes scales in words compact, since no kernel here reads words."""
-    check_block_scales(s, "q")
-    if not isinstance(s.scale_inv, np.ndarray) and kernels.capturing(s.scale_inv.data.device_id):
-        raise ValueError("q: deepgemm_sm100 scales are unpacked into new memory, which cannot be done while "
-                         "a CUDA graph is captured; "
-                         "dequantise q.to_layout('compact')")
-    return s.to_layout("compact")
-
-
 #: A variant, its blocks of threads, and members of its struct by name.
 _Choice = tuple[Variant, int, dict[str, int]]
 
@@ -167,7 +144,8 @@ class _Blocks:
     """How a kernel finds the scale of each element. One scale for the tensor is a block that covers it."""
 
     def __init__(self, inputs: _Inputs) -> None:
-        s, self.data, scales, self.scale_at, self.to = inputs
+        s, self.data, scales, self.to = inputs
+        self.scale_at = scales.at
         self.transposed = s.transposed
         self.batch, (self.rows, self.columns) = prod(s.shape[:-2]), s.shape[-2:]
         block = (None, None) if s.block is None else s.block
@@ -175,9 +153,9 @@ class _Blocks:
                                    for b, extent in zip(block, s.shape[-2:], strict=True))
         self.scaling = {"row_shift": row_shift, "column_shift": column_shift,
                         "columnwise": int(block[1] == 1),
-                        "f32_scales": int(scales is None or scales.dtype == float32)}
+                        "f32_scales": int(scales.dtype == float32)}
         self.long_row = False
-        if scales is not None:
+        if s.block is not None:
             self.scaling |= _strides(s, scales.array)
             tiles_rows = block[0] == 1 and block[1] is not None and self.columns % block[1] == 0
             self.long_row = (tiles_rows and not s.transposed and s.scale_layout == "compact"

@@ -10,18 +10,26 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ... import backend, reference
+from ... import reference
 from ...arrays import Array, address, asnumpy
 from ...calls import validate
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, Written
 from ...formats import FP8_DTYPES, as_dtype, flag, float8_e8m0fnu, float32, names
 from ...kernels import Kernel, Launch, Variant, grid_size
-from ...layouts import SCALE_DTYPES, Block, as_block, cdiv, scale_dtype, scale_shape, swap_last
+from ...layouts import (
+    LAYOUTS_WITH_STRIDES,
+    SCALE_DTYPES,
+    Block,
+    as_block,
+    cdiv,
+    scale_dtype,
+    scale_shape,
+    swap_last,
+)
 from ...methods import for_methods
 from ...reference.convert.dequantize import block_scales
 from ...results import Quantized, Scaled
-from ...scaled_parts import check_block_scales
 from ..scales.convert import Conversion, conversion, conversion_launches
 from .dequantize import block_shift
 from .scaling_aware import check_powers_of_two, may_wait, rowwise_of
@@ -144,23 +152,19 @@ class _Rebase(Op[_Inputs]):
     def arguments(self, call: Call, s: Scaled, block: Any, dtype: Any, layout: Any, changed: Any,
                   check: Any) -> _Inputs:
         block = as_block(block)
-        data = call.read("q.data", s.data, FP8_DTYPES)
-        stored = swap_last(s.shape) if s.transposed else s.shape
-        if data.shape != stored:
-            raise ValueError(f"q.data: expected shape {stored} for the logical shape {s.shape}, got "
-                             f"{data.shape}")
-        backend.require_module(s.scale_inv, call.xp, "q.scale_inv")
+        data, scales = call.read_scaled("q", s, LAYOUTS_WITH_STRIDES)
         scale_shape(s.shape, block, layout, s.transposed)           # says what blocks and layouts there are
         held = _held(layout, s.scale_inv.dtype, dtype)
-        scales, before = _read_scales(call, s)
         _check_direction(s, "q", s.block)
         _check_direction(s, "block", block)
-        raised = None
+        before, after, raised = None, None, None
+        if s.block is not None and s.scale_layout in _OTHER_LAYOUTS:
+            before = conversion(s.scale_layout, "compact", *_as_converted(s, s.block), scales.dtype,
+                                float8_e8m0fnu)
         if changed is not None:
             raised = call.update("changed", changed, np.dtype(np.int64))
             if raised.array.size != 1:
                 raise ValueError(f"changed: expected one element, got shape {raised.shape}")
-        after = None
         if layout in _OTHER_LAYOUTS:
             after = conversion("compact", layout, *_as_converted(s, block), float8_e8m0fnu)
         if (flag(check, "check") or call.xp is np) and s.scale_inv.dtype == float32:
@@ -237,20 +241,6 @@ def _check_direction(s: Scaled, name: str, block: Block | None) -> None:
         raise ValueError(f"q: expected blocks of {wanted}; got {s!r}; rebase the other direction, or "
                          "dequantise and quantise again")
     raise ValueError(f"{name}: expected {wanted}; got {block}")
-
-
-def _read_scales(call: Call, s: Scaled) -> tuple[Input, Conversion | None]:
-    """The scales of q, and what makes them compact where the kernel does not read them as they are."""
-    held = s.scale_inv.dtype
-    if s.block is None:
-        return Input(s.scale_inv, call.one_f32("q.scale_inv", s.scale_inv)), None
-    check_block_scales(s, "q")
-    if s.scale_layout in _OTHER_LAYOUTS:
-        found = conversion(str(s.scale_layout), "compact", *_as_converted(s, s.block), held, float8_e8m0fnu)
-        return call.read("q.scale_inv", s.scale_inv, (held,)), found
-    if s.scale_inv.size and validate.matrix_strides(s.scale_inv) is not None:
-        return call.read_strided("q.scale_inv", s.scale_inv), None
-    return call.read("q.scale_inv", s.scale_inv, (held,)), None
 
 
 def _as_converted(s: Scaled, block: Block) -> tuple[tuple[int, ...], Block]:

@@ -15,12 +15,11 @@ from ...calls import validate
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, Written
 from ...calls.row_segments import find_segments
-from ...formats import FP8_DTYPES, flag, float8_e8m0fnu, float32
+from ...formats import flag, float8_e8m0fnu, float32
 from ...kernels import Launch
 from ...layouts import cdiv, round_up, scale_shape, swap_last
 from ...reference.convert.scaling_aware import exponents, row_scale_rows, target_rows
 from ...results import Quantized, Scaled
-from ...scaled_parts import check_block_scales
 from ..scales.convert import Conversion, conversion, conversion_launches
 from .astype import transposed_launches
 from .scaling_aware_tiles import TARGETS, TILE_ROWS, launch, tiles_of, variants
@@ -211,21 +210,16 @@ class _TransposeRowBlocks(Op[_Inputs]):
     def arguments(self, call: Call, s: Scaled, splits: Any, target: Any, scale_layout: Any,
                   check: Any) -> _Inputs:
         _check_choices(target, scale_layout)
-        data = call.read("q.data", s.data, FP8_DTYPES)
         if s.block not in _BLOCKS or s.transposed or len(s.shape) != 2:
             blocks = " or ".join(map(str, _BLOCKS))
             raise ValueError(f"q: expected row-wise data [M, K] in blocks of {blocks}, not stored "
                              f"transposed; got {s!r}")
-        if data.shape != s.shape:
-            raise ValueError(f"q.data: expected shape {s.shape}, got {data.shape}")
-        backend.require_module(s.scale_inv, call.xp, "q.scale_inv")
-        dtype, held, found = _BLOCKS[s.block], s.scale_inv.dtype, None
+        data, scales = call.read_scaled("q", s)
+        dtype, held, found = _BLOCKS[s.block], scales.dtype, None
         if held != dtype and s.scale_layout != "deepgemm_sm100":        # whose words become either
             raise TypeError(f"q.scale_inv: expected dtype {dtype} for blocks of {s.block}, got {held}")
-        check_block_scales(s, "q")
         if s.scale_layout != "compact":
             found = conversion(str(s.scale_layout), "compact", s.shape, s.block, held, dtype)
-        scales = call.read("q.scale_inv", s.scale_inv, (held,))
         groups = group_sizes.NO_GROUPS if splits is None else call.splits("splits", splits, check)
         if groups.host is not None:
             group_sizes.check_at_most(groups.host, s.shape[0])
@@ -301,17 +295,11 @@ class _TransposeSquares(Op[_Squares]):
         if s.transposed or s.scale_layout not in _LAYOUTS:
             raise ValueError(f"q: expected data not stored transposed with scales in one of {_LAYOUTS}, got "
                              f"{s!r}")
-        data = call.read("q.data", s.data, FP8_DTYPES)
-        backend.require_module(s.scale_inv, call.xp, "q.scale_inv")
-        check_block_scales(s, "q")
-        if data.shape != s.shape:
-            raise ValueError(f"q.data: expected shape {s.shape}, got {data.shape}")
-        view = s.scale_inv[..., :scale_shape(s.shape, _SQUARE, "compact")[-1]].swapaxes(-1, -2)
-        strides = validate.matrix_strides(view) if view.size else None
-        scales = (call.read("q.scale_inv", view, (view.dtype,)) if strides is None
-                  else call.read_strided("q.scale_inv", view))
-        found = conversion("compact", scale_layout, swap_last(s.shape), _SQUARE, view.dtype, None, strides)
-        return _Squares(s, data, scales, found, scale_layout)
+        data, scales = call.read_scaled("q", s, _LAYOUTS)
+        view = scales.array[..., :scale_shape(s.shape, _SQUARE, "compact")[-1]].swapaxes(-1, -2)
+        found = conversion("compact", scale_layout, swap_last(s.shape), _SQUARE, view.dtype, None,
+                           validate.matrix_strides(view))
+        return _Squares(s, data, Input(view, scales.at), found, scale_layout)
 
     def result(self, inputs: _Squares) -> Description:
         s, found = inputs.s, inputs.conversion

@@ -11,16 +11,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ... import backend
 from ...arrays import Array, address, is_contiguous
 from ...calls import validate
 from ...calls.call import Call, Input
-from ...formats import FP8_DTYPES, float8_e8m0fnu, float32
+from ...formats import float8_e8m0fnu, float32
 from ...kernels import Launch
 from ...layouts import round_up
 from ...results import Quantized, Scaled, block_text
-from ...scaled_parts import check_block_scales
 from ..scales.convert import conversion, conversion_launches
+from ..scales.swizzle import check_aligned
 
 #: The kinds of scaling, by the block of the matrix that shares a scale.
 SCALINGS: dict[Any, str] = {
@@ -114,18 +113,17 @@ class ScaleView(NamedTuple):
 def read(call: Call, name: str, given: Any) -> Operand:
     """Declares and validates an operand. TypeError or ValueError for anything that is not K-major FP8."""
     s = _row_wise(name, given)
-    data = call.read(f"{name}.data", s.data, FP8_DTYPES)
     if s.transposed:
         raise ValueError(f"{name}: expected data stored as is (values along K adjacent), got data stored "
                          f"transposed; {name}.T of it is an operand of a product over its rows")
-    if data.shape != s.shape:
-        raise ValueError(f"{name}.data: expected shape {s.shape}, the logical shape, got {data.shape}")
     if len(s.shape) not in (2, 3):
         raise ValueError(f"{name}: expected a matrix [rows, K] or a batch [batch, rows, K], got shape "
                          f"{s.shape}")
     scaling = _scaling(name, s)
     rows, k = s.shape[-2:]
-    return Operand(s, data, prod(s.shape[:-2]), rows, k, scaling, _scales(call, name, s), name)
+    data, scales = call.read_scaled(name, s, ("compact",))
+    _check_scales(name, s, scales)
+    return Operand(s, data, prod(s.shape[:-2]), rows, k, scaling, scales, name)
 
 
 def check_pair(a: Operand, b: Operand) -> None:
@@ -190,23 +188,15 @@ def _scaling(name: str, s: Scaled) -> str:
                      f"{_text(s)}; {_CONVERT % name}")
 
 
-def _scales(call: Call, name: str, s: Scaled) -> Input:
+def _check_scales(name: str, s: Scaled, scales: Input) -> None:
+    """TypeError for MX blocks with f32 scales, ValueError for scales in tiles or words that are not aligned.
+    """
     part = f"{name}.scale_inv"
-    if s.block is None:
-        return Input(s.scale_inv, call.one_f32(part, s.scale_inv))
-    backend.require_module(s.scale_inv, call.xp, part)
-    check_block_scales(s, name)
-    dtype = s.scale_inv.dtype
-    if s.block == (1, 32) and dtype == float32:
+    if s.block == (1, 32) and scales.dtype == float32:
         raise TypeError(f"{part}: expected dtype float8_e8m0fnu of blocks 1×32, got float32; "
                         f"{_CONVERT % name}")
-    if s.scale_layout == "compact" and validate.matrix_strides(s.scale_inv) is not None:
-        return call.read_strided(part, s.scale_inv)
-    scales = call.read(part, s.scale_inv, (dtype,))
-    if s.scale_layout in ("swizzled", "deepgemm_sm100") and scales.at % 16:
-        raise ValueError(f"{part}: address {scales.at:#x} is not a multiple of 16, which {s.scale_layout} "
-                         "scales need")
-    return scales
+    if s.scale_layout in ("swizzled", "deepgemm_sm100"):
+        check_aligned(part, scales.at, s.scale_layout)
 
 
 def _view(scales: Input, s: Scaled, layout: str, shifts: tuple[int, int]) -> ScaleView:

@@ -18,8 +18,8 @@ from ...calls.results import Description
 from ...calls.splits import NO_GROUPS, Groups, check_align, integer, refuse_negative
 from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import cdiv, padded_rows, round_up
-from ...results import Scaled
-from .rows import Rows, read_rows
+from ...results import Quantized, Scaled
+from .rows import Rows, read_rows, rowwise
 
 _THREADS = 256
 _KERNEL = Kernel("moe/pad", "move_groups", block=_THREADS)
@@ -30,7 +30,7 @@ _BEST_UNITS = 5
 _ROWS = 2048                # rows for a block of threads, at most
 
 
-def pad_groups(x: Array | Scaled, splits: Any, align: int, *, out: Array | Scaled | None = None,
+def pad_groups(x: Array | Scaled | Quantized, splits: Any, align: int, *, out: Array | Scaled | None = None,
                check: bool = False) -> Any:
     """Append rows of zeros to each group, so that every group has a multiple of `align` rows.
 
@@ -38,9 +38,10 @@ def pad_groups(x: Array | Scaled, splits: Any, align: int, *, out: Array | Scale
 
     Parameters
     ----------
-    x : array [M, …] of any dtype of 1, 2, 4 or 8 bytes, FP8 included: M rows of any shape. Or a `Scaled` of M
-        rows: row-wise data with compact scales of blocks 1×n, whose rows move with those of the data, or with
-        one scale for all
+    x : array [M, …] of any dtype of 1, 2, 4 or 8 bytes, FP8 included: M rows of any shape. Or a row-wise
+        `Scaled` of M rows (or the `Quantized` that has it): with scales of blocks 1×n, which move with the
+        rows, or with one scale for all. Scales that are not compact are made so by a launch of
+        `convert_scales` before, into new memory
     splits : rows of each of E consecutive groups: an int32 or int64 array [E] of x's kind, or a list (for a
         CuPy x it is copied to the GPU, which cannot be captured into a CUDA graph). Any may be 0
     align : rows, a power of two from 1 to 65536: 16, 32 and 128 are what block scales and matrix products of
@@ -52,8 +53,8 @@ def pad_groups(x: Array | Scaled, splits: Any, align: int, *, out: Array | Scale
     Returns
     -------
     Array [M + (align - 1) * min(E, M), …] of x's dtype: a bound that does not depend on the sizes. A `Scaled`
-    becomes a `Scaled` of so many rows. The same launch writes zeros as padding and after the last group, in
-    data and scales.
+    becomes a `Scaled` of so many rows with compact scales. The same launch writes zeros as padding and after
+    the last group, in data and scales.
 
     Raises
     ------
@@ -72,26 +73,26 @@ def pad_groups(x: Array | Scaled, splits: Any, align: int, *, out: Array | Scale
     >>> padded.shape, padded.scale_inv.view(np.uint8)[:, 0].tolist()
     ((6, 64), [119, 0, 119, 119, 0, 0])
     """
-    return run(_PAD, (x, splits, align, check), out)
+    return run(_PAD, (rowwise(x, "x"), splits, align, check), out)
 
 
-def unpad_groups(y: Array | Scaled, splits: Any, align: int, *, rows: int | None = None,
+def unpad_groups(y: Array | Scaled | Quantized, splits: Any, align: int, *, rows: int | None = None,
                  out: Array | Scaled | None = None,
                  check: bool = False) -> Any:
     """Move the rows of each group together again: the inverse of `pad_groups`. Padding is not read.
 
         group g goes from row sum(round_up(splits[:g], align)) to row sum(splits[:g])
 
-    y : array [Y, …] or `Scaled`, as `pad_groups` gives it: dtypes and scales as there
+    y : array [Y, …], `Scaled` or `Quantized`, as `pad_groups` takes it: dtypes and scales as there
     splits, align : those of `pad_groups`: rows of each group without the padding, and what they were padded
         to
     rows : of the result, the caller's bound of sum(splits) (which only the device knows). None: those of
         `out`, else all Y
     out, check : as for `pad_groups`
-    Returns an array [rows, …] of y's dtype, or a `Scaled` of so many rows; rows after the last group are
-    zeros. Errors and source as for `pad_groups`. Sizes are wrong if the padded groups need more rows than y
-    has, or the groups more than `rows`: rows past the end of y are zeros, and rows past the end of the result
-    are skipped.
+    Returns an array [rows, …] of y's dtype, or a `Scaled` of so many rows with compact scales; rows after the
+    last group are zeros. Errors and source as for `pad_groups`. Sizes are wrong if the padded groups need
+    more rows than y has, or the groups more than `rows`: rows past the end of y are zeros, and rows past the
+    end of the result are skipped.
 
     >>> import numpy as np, cupy_fp8 as fp8
     >>> y = fp8.pad_groups(np.array([[1], [2], [3]], np.float32), [1, 0, 2], 2)
@@ -100,10 +101,10 @@ def unpad_groups(y: Array | Scaled, splits: Any, align: int, *, rows: int | None
     """
     if rows is None and out is not None:
         rows = _rows_of(out)
-    return run(_UNPAD, (y, splits, align, rows, check), out)
+    return run(_UNPAD, (rowwise(y, "y"), splits, align, rows, check), out)
 
 
-def sort_chunks(x: Array | Scaled, splits: Any, order: Any, *, out: Array | Scaled | None = None,
+def sort_chunks(x: Array | Scaled | Quantized, splits: Any, order: Any, *, out: Array | Scaled | None = None,
                 check: bool = False) -> Any:
     """Put chunks of consecutive rows into another order.
 
@@ -113,8 +114,8 @@ def sort_chunks(x: Array | Scaled, splits: Any, order: Any, *, out: Array | Scal
 
     Parameters
     ----------
-    x : array [M, …] of any dtype of 1, 2, 4 or 8 bytes, FP8 included, or a `Scaled` of M rows as for
-        `pad_groups`
+    x : array [M, …] of any dtype of 1, 2, 4 or 8 bytes, FP8 included, or a `Scaled` or `Quantized`
+        of M rows as for `pad_groups`
     splits : rows of each of E consecutive chunks: an int32 or int64 array [E] of x's kind, or a list
     order : a permutation of 0 … E - 1, the chunks as they are wanted: an int32 or int64 array [E] of x's
         kind, or a list. The inverse is ``sort_chunks(result, splits[order], argsort(order))``
@@ -122,7 +123,7 @@ def sort_chunks(x: Array | Scaled, splits: Any, order: Any, *, out: Array | Scal
     check : wait for the device and raise ValueError if sizes or order there are wrong. (NumPy arrays and
         lists are always examined)
 
-    Returns an array of x's shape and dtype, or a `Scaled` like x.
+    Returns an array of x's shape and dtype, or a `Scaled` like x with compact scales.
 
     Raises
     ------
@@ -137,7 +138,7 @@ def sort_chunks(x: Array | Scaled, splits: Any, order: Any, *, out: Array | Scal
     >>> fp8.sort_chunks(np.array([1, 2, 3, 4]), [1, 2, 1], [2, 0, 1]).tolist()
     [4, 1, 2, 3]
     """
-    return run(_SORT, (x, splits, order, check), out)
+    return run(_SORT, (rowwise(x, "x"), splits, order, check), out)
 
 
 # ---- arguments and results ----
@@ -176,7 +177,7 @@ class _MoveGroups(Op[_Move]):
 
 class _Pad(_MoveGroups):
     def arguments(self, call: Call, x: Any, splits: Any, align: Any, check: Any) -> _Move:
-        rows, align = _read(call, "x", x), _align(call, align)
+        rows, align = read_rows(call, "x", x), _align(call, align)
         groups = call.splits("splits", splits, check)
         if groups.host is not None:
             _check_sizes(groups.host, rows.number, "x")
@@ -190,7 +191,7 @@ class _Unpad(_MoveGroups):
     padded_source, exact = True, False
 
     def arguments(self, call: Call, y: Any, splits: Any, align: Any, number: Any, check: Any) -> _Move:
-        rows, align = _read(call, "y", y), _align(call, align)
+        rows, align = read_rows(call, "y", y), _align(call, align)
         if number is None:
             number = rows.number
         call.repeatable &= type(number) is int      # another object may be another number later
@@ -209,7 +210,7 @@ class _Unpad(_MoveGroups):
 
 class _Sort(_MoveGroups):
     def arguments(self, call: Call, x: Any, splits: Any, order: Any, check: Any) -> _Move:
-        rows = _read(call, "x", x)
+        rows = read_rows(call, "x", x)
         groups, places = call.splits("splits", splits, check), call.splits("order", order, check)
         if places.number != groups.number:
             raise ValueError(f"order: expected {groups.number} indices, one for each of splits, got "
@@ -228,19 +229,6 @@ _PAD, _UNPAD, _SORT = _Pad(), _Unpad(), _Sort()
 
 
 # ---- validation ----
-def _read(call: Call, name: str, x: Any) -> Rows:
-    if isinstance(x, Scaled):
-        if x.transposed:
-            raise ValueError(f"{name}: expected data stored as they are, whose rows can move, got {x!r}")
-        if x.block is not None and x.block[0] != 1:
-            raise ValueError(f"{name}: expected row-wise data: one scale for the tensor, or for blocks 1×n "
-                             f"of its rows; got {x!r}")
-        if x.block is not None and x.scale_layout != "compact":
-            raise ValueError(f"{name}: expected compact scales, a row for each row of the data, got "
-                             f"{x.scale_layout} ones: use {name}.to_layout('compact')")
-    return read_rows(call, name, x)
-
-
 def _align(call: Call, align: Any) -> int:
     call.repeatable &= type(align) is int           # another object may be another number later
     return check_align(align)

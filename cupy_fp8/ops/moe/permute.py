@@ -20,7 +20,7 @@ from ...results import Quantized, Scaled
 from ...routing import Routing
 from . import permute_launches as launching
 from .permute_launches import variants as variants
-from .rows import Rows, check_has_rows, read_rows
+from .rows import Rows, check_has_rows, read_rows, rowwise
 
 
 def permute(x: Array | Scaled | Quantized, routing: Routing, *, probs: Array | None = None,
@@ -56,7 +56,7 @@ def permute(x: Array | Scaled | Quantized, routing: Routing, *, probs: Array | N
     >>> fp8.permute(np.array([10, 20, 30]), r).tolist()
     [20, 0, 10, 30, 0]
     """
-    return run(_PERMUTE, (_rowwise(x, "x"), routing, probs), out)
+    return run(_PERMUTE, (rowwise(x, "x"), routing, probs), out)
 
 
 def unpermute(y: Array, routing: Routing, *, probs: Array | None = None, out: Array | None = None) -> Array:
@@ -149,32 +149,20 @@ def unpermute_backward(grad: Array, y: Array | None, routing: Routing, *, probs:
         if out is not None and (first is None or second is not None):
             raise TypeError("out[0]: expected an array, got None" if first is None
                             else "out[1]: expected None, since no probs were given")
-        moved = run(_MOVE_GRAD, (_rowwise(grad, "grad"), routing, None), first)
+        moved = run(_MOVE_GRAD, (rowwise(grad, "grad"), routing, None), first)
         return (moved, None) if out is None else out
     result: tuple[Array, Array | None] = run(_UNPERMUTE_BACKWARD, (grad, y, routing, probs), out)
     return result
 
 
 # ---- arguments ----
-def _rowwise(x: Any, name: str) -> Any:
-    """The row-wise part of a Quantized, whose scales move with the rows. Anything else is returned as it
-    is."""
-    if isinstance(x, Quantized):
-        if x._row is None:
-            raise ValueError(f"{name}: expected a row-wise part, whose scales move with their rows, "
-                             "got a Quantized without one")
-        return x._row
-    return x
-
-
 def _check_scales_move(x: Scaled, name: str) -> None:
-    """ValueError unless x has scales that move with its rows."""
+    """ValueError for one scale, and for rows that are matrices: `pad_groups` takes these too."""
     if x.block is None:
         raise ValueError(f"{name}: per-tensor data has a single scale, which does not move; permute "
                          f"{name}.data")
-    if x.block[0] != 1 or x.transposed or len(x.shape) != 2:
-        raise ValueError(f"{name}: expected row-wise blocks (1, B) of a matrix, whose scales move with their "
-                         f"rows, got {x!r}")
+    if len(x.shape) != 2:
+        raise ValueError(f"{name}: expected a matrix, whose scales move with its rows, got {x!r}")
 
 
 def _read_routing(call: Call, routing: Any) -> None:

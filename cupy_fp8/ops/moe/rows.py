@@ -9,9 +9,7 @@ from ... import backend
 from ...arrays import Array
 from ...calls.call import Call, Input
 from ...calls.results import Description, Written, one_array
-from ...formats import FP8_DTYPES, names
-from ...results import Scaled
-from ...scaled_parts import check_block_scales
+from ...results import Quantized, Scaled
 from ..scales.convert import with_compact_scales
 
 
@@ -60,37 +58,35 @@ class _ScaledRows(Description):
         return out.data, out.scale_inv
 
 
+def rowwise(x: Any, name: str) -> Any:
+    """The row-wise part of a Quantized, whose scales move with the rows. Anything else as it is."""
+    if not isinstance(x, Quantized):
+        return x
+    if x._row is None:
+        raise ValueError(f"{name}: expected a row-wise part, whose scales move with their rows, got a "
+                         "Quantized without one")
+    return x._row
+
+
 def read_rows(call: Call, name: str, x: Any) -> Rows:
-    """Declares rows that move: an array of any dtype of 1, 2, 4 or 8 bytes, or a Scaled with one scale or
-    with blocks (1, B). Scales that are not compact are made so, in new memory."""
+    """Declares rows that move: an array of any dtype of 1, 2, 4 or 8 bytes, or a row-wise Scaled with one
+    scale or with blocks (1, B). Scales that are not compact are made so, in new memory."""
     if not isinstance(x, Scaled):
-        data = _read_array(call, name, x)
+        backend.module_of(x, name)
+        if x.dtype.hasobject or x.dtype.itemsize not in (1, 2, 4, 8):
+            raise TypeError(f"{name}: expected a dtype of 1, 2, 4 or 8 bytes, got {x.dtype}")
+        check_has_rows(x, name)
+        data = call.read(name, x, (x.dtype,))
         return Rows(data.array, data)
-    data = _read_array(call, f"{name}.data", x.data)
-    if data.dtype not in FP8_DTYPES:
-        raise TypeError(f"{name}.data: expected one of {names(FP8_DTYPES)}, got {data.dtype}")
-    if data.shape != x.shape:
-        raise ValueError(f"{name}.data: expected the shape of {name}, {x.shape}, got {data.shape}")
-    where = f"{name}.scale_inv"
-    if x.block is None:
-        one_scale = Input(x.scale_inv, call.one_f32(where, x.scale_inv))
-        return Rows(Scaled._of(data.array, x.scale_inv, x.shape), data, one_scale=one_scale)
-    backend.require_module(x.scale_inv, call.xp, where)
-    check_block_scales(x, name)
-    if x.scale_layout != "compact":
-        call.read_strided(where, x.scale_inv)
-        x = with_compact_scales(x, name)
-        call.repeatable = False                     # a later call finds these scales elsewhere
-    scales = call.read(where, x.scale_inv, (x.scale_inv.dtype,))
-    return Rows(Scaled._of(data.array, scales.array, x.shape, False, x.block, "compact"), data, scales)
-
-
-def _read_array(call: Call, name: str, x: Any) -> Input:
-    backend.module_of(x, name)
-    if x.dtype.hasobject or x.dtype.itemsize not in (1, 2, 4, 8):
-        raise TypeError(f"{name}: expected a dtype of 1, 2, 4 or 8 bytes, got {x.dtype}")
-    check_has_rows(x, name)
-    return call.read(name, x, (x.dtype,))
+    if x.transposed or (x.block is not None and x.block[0] != 1):
+        raise ValueError(f"{name}: expected row-wise data stored as is, with one scale or blocks (1, B), "
+                         f"whose scales move with their rows; got {x!r}")
+    data, scales = call.read_scaled(name, x)
+    check_has_rows(data.array, name)
+    if x.block is not None and x.scale_layout != "compact":
+        x, scales = with_compact_scales(call, name, x)
+    dense = Scaled._of(data.array, scales.array, x.shape, False, x.block, x.scale_layout)
+    return Rows(dense, data, one_scale=scales) if x.block is None else Rows(dense, data, scales)
 
 
 def check_has_rows(x: Array, name: str) -> None:

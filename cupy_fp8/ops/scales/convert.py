@@ -12,7 +12,7 @@ import numpy as np
 
 from ... import backend, kernels, reference
 from ...advice import shown
-from ...arrays import Array, _as_shape, asnumpy, is_contiguous
+from ...arrays import Array, _as_shape, address, asnumpy, is_contiguous
 from ...calls import validate
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, one_array
@@ -36,7 +36,6 @@ from ...layouts import (
 from ...methods import for_methods
 from ...reference.scales.convert import is_in_e8m0
 from ...results import Scaled
-from ...scaled_parts import check_block_scales
 from .swizzle import check_aligned, lines_adjacent, matrix_extents, matrix_launches
 
 _KERNEL = Kernel("scales/convert", "convert_scales", block=256)
@@ -98,17 +97,15 @@ def convert_scales(scale_inv: Array, *, source: str, target: str, shape: tuple[i
     return run(_CONVERT_SCALES, (scale_inv, source, target, shape, block, dtype, check), out)
 
 
-def with_compact_scales(s: Scaled, name: str, dtype: np.dtype[Any] | None = None) -> Scaled:
-    """The Scaled itself if its scales are compact, else a copy with compact scales. dtype: the dtype that
-    scales in words (deepgemm_sm100) get."""
-    if s.scale_layout == "compact":
-        return s
-    check_block_scales(s, name)
+def with_compact_scales(call: Call, name: str, s: Scaled) -> tuple[Scaled, Input]:
+    """The Scaled, which the call has read, with compact scales in new memory; and these scales."""
     if not isinstance(s.scale_inv, np.ndarray) and kernels.capturing(s.scale_inv.data.device_id):
         raise ValueError(f"{name}: {s.scale_layout} scales are made compact in new memory, which cannot be "
-                         "had while "
-                         f"a CUDA graph is captured; take {name}.to_layout('compact') before the capture")
-    return s.to_layout("compact", dtype=dtype if s.scale_layout == "deepgemm_sm100" else None)
+                         f"had while a CUDA graph is captured; take {name}.to_layout('compact') before the "
+                         "capture")
+    call.repeatable = False                     # a later call finds these scales elsewhere
+    compact = s.to_layout("compact")
+    return compact, Input(compact.scale_inv, address(compact.scale_inv))
 
 
 # ---- the call ----

@@ -264,8 +264,8 @@ REFUSED: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
                                                                    "compact"), {}),
     (ValueError, r"q.scale_inv: expected shape \(20, 2\) \(compact scales of blocks .*, got \(20, 1\)",
      Scaled._of(CODES, ONES[:, :1], (20, 130), False, (1, 128), "compact"), {}),
-    (TypeError, "q.scale_inv: expected dtype float8_e8m0fnu", Scaled._of(CODES, ONES, (20, 130), False,
-                                                                         (1, 32), "compact"), {}),
+    (TypeError, "q.scale_inv: expected dtype float8_e8m0fnu",
+     Scaled._of(CODES, np.ones((20, 5), np.float32), (20, 130), False, (1, 32), "compact"), {}),
     (TypeError, "q.data: expected dtype", Scaled._of(np.zeros((20, 130), np.uint8), ONES, (20, 130), False,
                                                      (1, 128), "compact"), {}),
     *((error, message, RIGHT, options) for error, message, options in (

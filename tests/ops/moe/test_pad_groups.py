@@ -3,6 +3,7 @@ device."""
 
 from __future__ import annotations
 
+import functools
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +24,7 @@ from scale_arrays import guarded, raw
 from tiers import needs_host
 
 import cupy_fp8 as fp8
-from cupy_fp8 import backend, kernels, reference, testing
+from cupy_fp8 import backend, cases, kernels, reference, testing
 from cupy_fp8.arrays import bits
 from cupy_fp8.cases.groups import sizes
 from cupy_fp8.formats import bfloat16, float8_e4m3fn, float8_e8m0fnu, float32
@@ -223,6 +224,29 @@ def test_scales_move_with_their_rows(splits, block, dtype, columns, run):
     for a, want in zip(everything, q, strict=True) if block else ((everything.data, q.data),):
         assert_equal(fp8.asnumpy(a)[:rows], want)
         assert not raw(a)[rows:].any()
+
+
+@pytest.mark.parametrize("layout", ["gemm_ready", "deepgemm_sm90", "deepgemm_sm100", "swizzled"])
+def test_scales_in_any_layout(layout, run):
+    """What quantisers make by default moves as it is; compact scales come out, whatever layout goes in. New
+    scales at the same place are read anew."""
+    splits, order, recipe = run.array(np.array([5, 0, 16, 19])), [2, 0, 3, 1], fp8.BlockScaling()
+    x = np.random.default_rng(4).standard_normal((40, 260), np.float32)
+    q = fp8.quantize_mx(run.array(x)) if layout == "swizzled" else recipe.quantize(run.array(x))
+    q = q.to_layout(layout)
+    calls: list[Any] = [functools.partial(fp8.pad_groups, splits=splits, align=8),
+                        functools.partial(fp8.unpad_groups, splits=run.array(np.array([4, 9, 3])), align=8),
+                        functools.partial(fp8.sort_chunks, splits=splits, order=order)]
+    for call in calls:
+        out = call(q.to_layout("compact").rowwise)
+        for given_q in (q, q.rowwise, q):
+            assert_equal(call(given_q), out)
+            cases.poison(out.data)
+            assert call(given_q, out=out) is out
+            assert_equal(call(given_q), out)
+    bits(q.scale_inv)[...] = bits(q.scale_inv)[::-1].copy()
+    for call in calls:
+        assert_equal(call(q), call(q.to_layout("compact")))
 
 
 def test_padded_quantised_rows_are_padded_rows_quantised(run):

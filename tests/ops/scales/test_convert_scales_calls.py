@@ -257,18 +257,19 @@ def test_who_reads_them_wants_them_aligned(target):
     assert (bits(out).reshape(-1).view(np.uint8) == 0xAA).all()
 
 
-def test_dequantising_words_during_a_capture(monkeypatch):
-    # as much of a CuPy array as is looked at
-    class Elsewhere:
-        dtype, shape = np.dtype(np.int32), (1, 12)
-        data = type("Memory", (), {"device_id": 0})()
-
+def test_new_scales_cannot_be_made_during_a_capture(place, monkeypatch):
+    if not place.devices:
+        pytest.skip("NumPy captures no graphs")
+    made = fp8.quantize_block(np.ones((9, 256), np.float32))
+    q, routing = place.run.array(made), place.run.array(fp8.route(np.zeros((9, 1), np.int32), num_experts=1))
+    words = q.to_layout("deepgemm_sm100")
     monkeypatch.setattr(kernels, "capturing", lambda device: True)
-    s = fp8.Scaled._of(np.zeros((9, 256), fp8.float8_e4m3fn), Elsewhere(), (9, 256), block=(1, 128),
-                       scale_layout="deepgemm_sm100")
-    with pytest.raises(ValueError, match=r"^q: deepgemm_sm100 scales are unpacked into new memory.*; "
-                       r"dequantise q\.to_layout\('compact'\)"):
-        s.dequantize()
+    for name, layout, call in (("q", "deepgemm_sm100", words.dequantize),
+                               ("x", "gemm_ready", lambda: fp8.permute(q, routing)),
+                               ("x", "deepgemm_sm100", lambda: fp8.sort_chunks(words, [9], [0]))):
+        with pytest.raises(ValueError, match=rf"^{name}: {layout} scales are made compact in new memory.*; "
+                           rf"take {name}\.to_layout\('compact'\) before the capture$"):
+            call()
 
 
 # ---- on a GPU ----
