@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 _THREADS = 256
 _SEGMENTS = Kernel("groups/row_segments", "group_find_segments", block=_THREADS)
 _ROWS = Kernel("groups/row_segments", "group_find_rows", block=_THREADS)
-_SPAN = 128                     # rows that a warp of group_find_rows takes (kSpan)
-_SEGMENT_WORDS = 16             # of a RowSegment
 _FEWEST = 64                    # segments, or rows, that a workspace has room for
 _CHUNK_BYTES = 16               # cleared at once
 _MOST_CHUNKS = 4                # that a thread clears where segments are few
@@ -44,7 +42,8 @@ def find_segments(call: Call, rows: int, count: int, groups: Mapping[str, Any],
     counted. clear: address and bytes, both multiples of 16, of a workspace that the launch fills with zeros.
     """
     room = max(_FEWEST, 1 << (count - 1).bit_length())      # one workspace serves similar counts
-    at, (clear_at, nbytes) = call.workspace("row_segments", _SEGMENT_WORDS * room), clear
+    at = call.workspace("row_segments", _SEGMENTS.record("RowSegment").size // 4 * room)
+    clear_at, nbytes = clear
     chunks = nbytes // _CHUNK_BYTES
     grid = max(cdiv(count, _THREADS // 32), cdiv(chunks, _MOST_CHUNKS * _THREADS))
     launch = _SEGMENTS.variant().bind(
@@ -59,8 +58,8 @@ def find_groups_of_rows(call: Call, groups: Groups, rows: int, tile_rows: int) -
     count = round_up(rows, tile_rows)
     at = call.workspace("group_rows", max(_FEWEST, 1 << max(0, count - 1).bit_length()))
     splits = groups.members(call.error_word())
-    launch = _ROWS.variant().bind(call.x, cdiv(count, _THREADS // 32 * _SPAN), splits=splits, rows=rows,
-                                  all=count, group_of=at)
+    grid = cdiv(count, _THREADS // 32 * _ROWS.constant("kSpan"))
+    launch = _ROWS.variant().bind(call.x, grid, splits=splits, rows=rows, all=count, group_of=at)
     return Found(launch, at)
 
 

@@ -64,6 +64,10 @@ class Kernel:
         """Another struct of its source: a record of a table that it reads."""
         return structs.named(self.source, name)
 
+    def constant(self, name: str) -> int:
+        """A number that its source declares: ``constexpr int name = …``."""
+        return structs.constant(self.source, name)
+
     def variant(self, *, block: int = 0, shared: int = 0, **defines: str | int | np.dtype[Any]) -> Variant:
         """The entry point with these `defines`, for blocks of `block` threads (0: the kernel's own number)
         and `shared` bytes of dynamic shared memory. The same choice gives the same variant, which its first

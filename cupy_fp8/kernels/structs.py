@@ -1,5 +1,5 @@
-"""The parameter structs of the kernels, read from the CUDA sources, so that Python and CUDA cannot drift
-apart.
+"""The parameter structs and constants of the kernels, read from the CUDA sources, so that Python and CUDA
+cannot drift apart.
 
 A kernel takes one struct: ``entry(const __grid_constant__ SomeParams p)``. Its members are pointers,
 integers, floats, other structs of these (templates too), and arrays of structs, which are given as packed
@@ -125,6 +125,14 @@ def of_entry(source: str, entry: str) -> Layout:
 def named(source: str, name: str) -> Layout:
     """Another struct that kernels_cu/<source>.cu or its headers declare: a record of a table in memory."""
     return _layout(name, _all_text(f"{source}.cu"))
+
+
+@functools.cache
+def constant(source: str, name: str) -> int:
+    """The number that kernels_cu/<source>.cu or its headers declare as ``constexpr … name = number``."""
+    found = set(re.findall(rf"\b{name} = (\d+)\s*[,;]", _all_text(f"{source}.cu")))
+    assert len(found) == 1, f"{source}.cu declares {name} as {sorted(found) or 'no number'}"
+    return int(*found)
 
 
 @functools.cache

@@ -53,6 +53,15 @@ def test_the_same_choice_is_the_same_variant():
         Kernel("convert/astype", "convert").variant()
 
 
+def test_constants_are_those_of_the_source():
+    kernel = Kernel("quantize/block_rows", "quantize_block_rows")
+    assert (kernel.constant("kLength"), kernel.constant("kWarpBlocks")) == (128, 8)
+    with pytest.raises(AssertionError, match="declares kLanes as no number"):
+        kernel.constant("kLanes")
+    with pytest.raises(AssertionError, match=r"declares kThreads as \['1024', '256'\]"):
+        Kernel("quantize/tensor_current", "cast_current").constant("kThreads")
+
+
 def test_names_are_checked():
     layout = structs.of_entry("convert/astype", "convert")
     packed = layout.packer.pack(*layout.values({"n": 3, "vector": 1}))

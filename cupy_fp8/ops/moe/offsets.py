@@ -22,7 +22,6 @@ from ...kernels import Kernel, Launch, Variant, grid_size
 from ...layouts import cdiv, round_up
 from ...methods import for_methods
 
-_OUTPUTS = 16               # that one launch writes
 _THREADS = 512
 _KERNEL = Kernel("moe/offsets", "splits_to_offsets", block=_THREADS)
 _TILE = 2 * _THREADS        # sizes per block of threads
@@ -303,8 +302,9 @@ class _SplitsToOffsets(Op[_Inputs]):
         if with_totals:
             members["totals"] = call.workspace("offsets", 2 * tiles)
             yield _KERNEL.variant().bind(x, tiles, **members)
-        for first in range(0, len(outputs), _OUTPUTS):
-            some = outputs[first:first + _OUTPUTS]
+        at_once = _KERNEL.constant("kOutputs")
+        for first in range(0, len(outputs), at_once):
+            some = outputs[first:first + at_once]
             per_block = len(some) if with_totals else 1
             blocks = grid_size(tiles * cdiv(len(some), per_block), x.shape)
             yield _KERNEL.variant().bind(x, blocks, **members, outputs=len(some), outputs_per_block=per_block,

@@ -20,7 +20,6 @@ from ...routing import MOST_EXPERTS, Routing
 
 _WARPS = 8
 _COUNT, _RANK = (Kernel("moe/route", entry, block=32 * _WARPS) for entry in ("route_count", "route_rank"))
-_MOST_BLOCKS = 128
 _ROUTES = 64                # for a warp, at least
 _MOST_ALIGN = 128
 _MOST = 2**31 - 1           # the largest number of row_map
@@ -88,7 +87,8 @@ class _Extents(NamedTuple):
     @property
     def warp_tokens(self) -> int:
         """Tokens of a warp."""
-        return max(cdiv(_ROUTES, max(1, self.topk)), cdiv(self.tokens, _WARPS * _MOST_BLOCKS))
+        most_warps = _WARPS * _RANK.constant("kMostBlocks")
+        return max(cdiv(_ROUTES, max(1, self.topk)), cdiv(self.tokens, most_warps))
 
     @property
     def blocks(self) -> int:

@@ -47,9 +47,8 @@ _DOWN = WarpTiles(4, 1, down_first=False)
 _GATHERED = WarpTiles(8, 1, down_first=False)      # 256 bytes of a transposed row
 ANY_SHAPE = _GATHERED
 _WIDE = WarpTiles(4, 2, down_first=False)          # a compromise of both
-#: Constants of quantize_block_rows in kernels_cu/quantize/block_rows.cu: elements of a block, bytes of a
-#: load, warps of a block of threads, and blocks of a warp.
-_LENGTH, _LOAD_BYTES, _WARPS, _WARP_BLOCKS = 128, 16, 4, 8
+_WARPS = 4                                          # in a block of threads of quantize_block_rows
+_LOAD_BYTES = 16                                    # that a thread of it loads at once
 _ROWS = Kernel("quantize/block_rows", "quantize_block_rows", block=32 * _WARPS)
 #: Bytes of shared memory for the scales of a warp tile's rows and columns.
 _ROW_BYTES, _COLUMN_BYTES = 2 * 4 * (ROWS + 4) * 4, COLUMNS * 4
@@ -261,7 +260,8 @@ def _rows_launch(call: Call, inputs: Inputs, axes: tuple[Axis, Axis],
     order. None for other calls, and if memory does not allow the kernel's accesses."""
     quantization, x = inputs.quantization, inputs.x
     stored = axes[0].stored, axes[1].stored
-    whole_blocks = set(quantization.block) == {1, _LENGTH} and quantization.columns % _LENGTH == 0
+    length, warp_blocks = _ROWS.constant("kLength"), _ROWS.constant("kWarpBlocks")
+    whole_blocks = set(quantization.block) == {1, length} and quantization.columns % length == 0
     if not whole_blocks or stored != (AS_IS, ABSENT):
         return None
     members = quantization.warp_tile_members(axes, addresses, x.at % _LOAD_BYTES == 0,
@@ -270,7 +270,7 @@ def _rows_launch(call: Call, inputs: Inputs, axes: tuple[Axis, Axis],
         return None
     rows, across = axes[0].strides["rows"], axes[0].strides["columns"]
     rows_adjoin = axes[0].strides["row"] == 1
-    warps = cdiv(rows, _WARP_BLOCKS) * across if rows_adjoin else cdiv(rows * across, _WARP_BLOCKS)
+    warps = cdiv(rows, warp_blocks) * across if rows_adjoin else cdiv(rows * across, warp_blocks)
     matrices = quantization.size // (quantization.rows * quantization.columns)
     return _ROWS.variant(IN=quantization.source, OUT=quantization.to, DIVIDE=quantization.divide).bind(
         x.array, grid_size(matrices * cdiv(warps, _WARPS), quantization.shape), x=x.at, noop=call.noop_at,

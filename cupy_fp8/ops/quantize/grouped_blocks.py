@@ -32,7 +32,7 @@ _WHOLE_VECTORS = Kernel("quantize/grouped_rows_columns", "group_quantize_whole_v
 _VECTOR_TILE = WarpTiles(8, 1, down_first=False)             # 256 bytes of a transposed row
 _SEGMENT_ROWS, _SHARE, _THREADS = 32, 8192, 256         # SegmentOfRows of the kernel
 _ROWS = Kernel("quantize/grouped_rows_columns", "group_quantize_rows", block=_THREADS)
-_CHUNK_BYTES, _CHUNKS, _WARP = 16, 4, 32                # a thread holds so many chunks of a row
+_CHUNK_BYTES, _WARP = 16, 32
 _FIND, _QUANTIZE = 0, 1                                 # passes of the kernel of whole columns
 _FEWEST = 64                                            # amaxes that a workspace has room for, at least
 
@@ -169,7 +169,7 @@ def _amaxes(call: Call, inputs: Inputs, axes: tuple[Axis, Axis]) -> tuple[dict[s
 
 def _team(columns: int, chunk: int) -> int:
     """Threads that share a row: as few as can hold all of it, at most a block."""
-    wanted = cdiv(max(columns, 1), chunk * _CHUNKS)
+    wanted = cdiv(max(columns, 1), chunk * _ROWS.constant("kHeld"))
     return min(_THREADS, max(_WARP, 1 << (wanted - 1).bit_length()))
 
 

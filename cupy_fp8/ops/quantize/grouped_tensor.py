@@ -24,7 +24,6 @@ _AMAX = Kernel("quantize/grouped_amax", "group_amax_scale", block=256)
 _CAST = Kernel("quantize/grouped_tensor", "group_cast_transpose")
 _CURRENT = Kernel("quantize/grouped_tensor", "group_cast_current", block=single_read.THREADS,
                   cooperative=True)
-_AMAX_ROWS = 64             # of a row segment, as in grouped_amax.cu
 _PART_BYTES = 64 << 10                      # of a row segment that a block of group_amax_scale reads
 _FEWEST = 64                                # groups that a workspace has room for, at least
 _TALL = 4096                                # average rows of a group that make wide tiles faster
@@ -84,13 +83,14 @@ def _find_scales(call: Call, inputs: Inputs, amaxes_at: int,
     room = max(_FEWEST, 1 << max(0, count - 1).bit_length())        # one workspace serves similar numbers
     words_at = call.workspace("group_amax", 1 + 2 * room)
     scales_at = words_at + 4 * (1 + room)
-    across = max(1, cdiv(_AMAX_ROWS * columns * x.dtype.itemsize, _PART_BYTES))
-    segments = padded_rows(rows, count, _AMAX_ROWS) // _AMAX_ROWS
+    segment_rows = _AMAX.constant("kSegmentRows")
+    across = max(1, cdiv(segment_rows * columns * x.dtype.itemsize, _PART_BYTES))
+    segments = padded_rows(rows, count, segment_rows) // segment_rows
     grid = grid_size(segments * across if count else 1, x.shape)
     found: list[Launch] = []
     groups = row_groups(call, inputs, across)
     if pays(x, grid):
-        find, groups["segments"] = find_segments(call, _AMAX_ROWS, segments, groups)
+        find, groups["segments"] = find_segments(call, segment_rows, segments, groups)
         found.append(find)
     target, eps, pow2 = rule
     found.append(_AMAX.variant(IN=x.dtype).bind(

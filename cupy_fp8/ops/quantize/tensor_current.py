@@ -15,7 +15,6 @@ from ...formats import FP8_DTYPES, INPUT_DTYPES
 from ...kernels import Kernel, Launch, Variant, multiprocessors, shared_memory_per_block
 
 _CAST_CURRENT = Kernel("quantize/tensor_current", "cast_current", cooperative=True)
-_HELD = 8                   # rounds in registers, as in the kernel
 _STATIC_SHARED = 1024       # bytes for the kernel's own variables
 _CHUNK_BYTES = 16
 
@@ -26,8 +25,8 @@ class _Machine:
     def __init__(self, blocks: int, threads: int, shared_bytes: int) -> None:
         self.blocks, self.threads = blocks, threads
         round_bytes = threads * _CHUNK_BYTES
-        in_shared = (shared_bytes - _STATIC_SHARED) // round_bytes
-        self.shared, self.rounds = in_shared * round_bytes, _HELD + in_shared
+        self.rounds_in_shared = (shared_bytes - _STATIC_SHARED) // round_bytes
+        self.shared = self.rounds_in_shared * round_bytes
 
 
 _CPU = _Machine(blocks=4, threads=256, shared_bytes=10 << 10)
@@ -48,11 +47,12 @@ def launch(call: Call, x: Input, dtype: np.dtype[Any], rule: tuple[float, float,
     chunks = a.size // chunk
     blocks = min(machine.blocks, -(-chunks // machine.threads)) or 1
     rounds = -(-chunks // (blocks * machine.threads))
-    if rounds > machine.rounds or x.at % _CHUNK_BYTES or places["data"] % chunk:
+    in_registers = _CAST_CURRENT.constant("kHeld")
+    if rounds > in_registers + machine.rounds_in_shared or x.at % _CHUNK_BYTES or places["data"] % chunk:
         return None
     target, eps, pow2 = rule
     return _variant(x.dtype, dtype, machine).bind(
-        a, blocks, shared=max(1, rounds - _HELD) * machine.threads * _CHUNK_BYTES, x=x.at, **places,
+        a, blocks, shared=max(1, rounds - in_registers) * machine.threads * _CHUNK_BYTES, x=x.at, **places,
         noop=call.noop_at, workspace=call.workspace("current", 1 + blocks), n=a.size, target=target, eps=eps,
         pow2=int(pow2), rounds=rounds)
 

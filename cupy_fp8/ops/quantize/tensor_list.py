@@ -24,7 +24,6 @@ from ...results import Quantized
 from ..scales.scale import scale_target
 from . import single_read, tensor, tensor_list_blocks
 
-_FEW = 8                                # matrices whose records fit into a launch's arguments (kFew)
 _CAST = Kernel("quantize/tensor_list", "multi_cast_transpose")
 _AMAX = Kernel("quantize/tensor_list", "multi_amax_scale", block=256)
 _CURRENT = Kernel("quantize/tensor_list", "multi_cast_current", block=single_read.THREADS, cooperative=True)
@@ -314,7 +313,7 @@ def _cast(call: Call, matrices: list[_Matrix], to: np.dtype[Any]) -> Launch:
     table = _table(matrices, tile)
     packed = _packed(matrices, table)
     members: dict[str, Any] = {}
-    if len(matrices) <= _FEW:
+    if len(matrices) <= _CAST.constant("kFew"):
         members = {"number": len(matrices), "few": Records.of(packed, table.pointers())}
     if not members or not table.each:
         at = table.make(call, packed)
