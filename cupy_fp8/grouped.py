@@ -13,10 +13,19 @@ import numpy as np
 
 from . import backend
 from .advice import shown
-from .arrays import Array, Result, asnumpy
-from .formats import FP8_DTYPES, flag, float32
+from .arrays import Array, Result, _as_shape, asnumpy
+from .formats import FP8_DTYPES, flag, float32, names
 from .kernels import capturing
-from .layouts import SCALE_DTYPES, Block, cdiv, group_scales, group_unit, grouped_scale_shape, scale_shape
+from .layouts import (
+    SCALE_DTYPES,
+    Block,
+    as_block,
+    cdiv,
+    group_scales,
+    group_unit,
+    grouped_scale_shape,
+    scale_shape,
+)
 from .methods import ops
 from .results import Quantized, Scaled, block_text, facts_table
 
@@ -44,11 +53,13 @@ class Grouped(Result):
     scale_layout  how scales of blocks are stored (docs/layouts.md)
     transposed  whether column-wise data are stored transposed
 
-    A Grouped without scales holds plain values, in `rowwise` alone.
+    A Grouped without scales holds plain values, in `rowwise` alone: `wrap` makes one.
 
     ``grouped[i]`` is the i-th member, a Quantized, or an array [m, K] of plain values. Members are views.
     Indexing, iteration and `dequantize` wait for the device if offsets live there, and raise ValueError while
     a CUDA graph is captured.
+
+    TypeError or ValueError says which fields do not fit together.
     """
 
     splits: Array
@@ -65,6 +76,12 @@ class Grouped(Result):
     def __post_init__(self) -> None:
         if self.rowwise is None and (self.columnwise is None or self._plain):
             raise ValueError("Grouped: expected row-wise data, or quantised column-wise data, got neither")
+        self.__dict__.update(shape=_as_shape(self.shape), block=as_block(self.block),
+                             transposed=flag(self.transposed, "transposed"))
+        check_fields(self)
+        if self._plain and self.dtype in FP8_DTYPES:
+            raise ValueError(f"scale_inv: expected one scale for each of {len(self)} groups, got None; "
+                             "Grouped.wrap groups plain values")
 
     @classmethod
     def wrap(cls, data: Array, splits: Any, *, offsets: Array | None = None) -> Grouped:
@@ -82,7 +99,14 @@ class Grouped(Result):
         >>> g.offsets.tolist(), g[2].tolist()
         ([0, 2, 2, 10], [[2, 3], [4, 5], [6, 7], [8, 9]])
         """
-        return cls(*ops.wrap_groups(data, splits, offsets))
+        return cls._plain_values(*ops.wrap_groups(data, splits, offsets))
+
+    @classmethod
+    def _plain_values(cls, splits: Array, offsets: Array, shape: tuple[int, int], rowwise: Array) -> Grouped:
+        """Makes a Grouped without scales of fields that the library made or has checked."""
+        return cls._of_fields(splits=splits, offsets=offsets, shape=shape, rowwise=rowwise, columnwise=None,
+                              scale_inv=None, columnwise_scale_inv=None, block=None, scale_layout=None,
+                              transposed=True)
 
     @property
     def data(self) -> Array:
@@ -229,35 +253,63 @@ class Grouped(Result):
         return facts_table(self._facts())
 
 
-def check_arrays(g: Grouped, name: str) -> None:
-    """TypeError or ValueError unless the arrays of a Grouped are what its shape, block and scale_layout say.
-    name: of g, '' for messages that begin with the part's own name."""
-    where = name and f"{name}."
-    flag(g.transposed, f"{where}transposed")
-    if not (isinstance(g.shape, tuple) and len(g.shape) == 2
-            and all(type(n) is int and n >= 0 for n in g.shape)):
-        raise ValueError(f"{where}shape: expected two integers of 0 or more, got {g.shape!r}")
-    number = len(g.splits) if getattr(g.splits, "ndim", 0) == 1 else -1
-    data = () if g._plain else FP8_DTYPES
-    expected: list[tuple[str, Array | None, tuple[int, ...], tuple[np.dtype[Any], ...]]] = [
-        ("splits", g.splits, (number,), (_INT32, _INT64)), ("offsets", g.offsets, (number + 1,), (_INT64,)),
-        ("rowwise", g.rowwise, (prod(g.shape),), data), ("columnwise", g.columnwise, (prod(g.shape),), data)]
+def check_fields(g: Grouped) -> None:
+    """TypeError or ValueError, which names the field, unless the fields of a Grouped fit together."""
+    if len(g.shape) != 2:
+        raise ValueError(f"shape: expected (M, K), got {g.shape}")
+    backend.module_of(g.splits, "splits")
+    if g.splits.ndim != 1:
+        raise ValueError(f"splits: expected one dimension, got shape {g.splits.shape}")
+    number, size = len(g.splits), prod(g.shape)
+    _check_field(g, "splits", (_INT32, _INT64), (number,))
+    _check_field(g, "offsets", (_INT64,), (number + 1,))
+    for name in ("rowwise", "columnwise"):
+        if getattr(g, name) is not None:
+            _check_field(g, name, () if g._plain and g.block is None else FP8_DTYPES, (size,))
     if g.block is None:
-        expected.append(("scale_inv", g.scale_inv, (number,), (float32,)))
+        _check_one_scale_each(g, number)
     else:
-        for part, a, block, transposed in (
-                ("scale_inv", g.scale_inv, g.block, False),
-                ("columnwise_scale_inv", g.columnwise_scale_inv, (g.block[1], g.block[0]), g.transposed)):
-            shape = grouped_scale_shape(g.shape, number, block, str(g.scale_layout), transposed)
-            expected.append((part, a, shape, SCALE_DTYPES[str(g.scale_layout)]))
-    for part, a, shape, dtypes in expected:
-        wanted = " or ".join(map(str, dtypes)) or "data"
-        if a is None and part not in ("splits", "offsets"):
-            continue
-        if a is None or not hasattr(a, "dtype"):
-            raise ValueError(f"{where}{part}: expected {wanted} of shape {shape}, got {a!r}")
-        if a.shape != shape or (dtypes and a.dtype not in dtypes):
-            raise ValueError(f"{where}{part}: expected {wanted} of shape {shape}, got {a.dtype} {a.shape}")
-    for data_name, scale_inv in (("rowwise", g.scale_inv), ("columnwise", g.columnwise_scale_inv)):
-        if g.block is not None and (getattr(g, data_name) is None) != (scale_inv is None):
-            raise ValueError(f"{where}{data_name}: expected data and scales, or neither")
+        _check_block_scales(g, g.block, number)
+
+
+def _check_one_scale_each(g: Grouped, number: int) -> None:
+    if g.scale_layout is not None:
+        raise ValueError(f"scale_layout: expected None for one scale for each group, got {g.scale_layout!r}; "
+                         "scales of blocks need block=")
+    if g.columnwise_scale_inv is not None:
+        raise ValueError("columnwise_scale_inv: expected None for one scale for each group, which both "
+                         "directions share; scales of blocks need block=")
+    if g.scale_inv is not None:
+        _check_field(g, "scale_inv", (float32,), (number,))
+    elif g.columnwise is not None:
+        raise ValueError("columnwise: expected None for plain values, which have no scale_inv")
+
+
+def _check_block_scales(g: Grouped, block: Block, number: int) -> None:
+    layout = g.scale_layout
+    if layout is None:
+        raise ValueError(f"scale_layout: expected one of {tuple(SCALE_DTYPES)} for blocks {block}, got None")
+    scale_shape(g.shape, block, layout)                     # says what blocks and layouts there are
+    for data, scales, along, transposed in (
+            ("rowwise", "scale_inv", block, False),
+            ("columnwise", "columnwise_scale_inv", (block[1], block[0]), g.transposed)):
+        has_data, has_scales = getattr(g, data) is not None, getattr(g, scales) is not None
+        if has_data != has_scales:
+            missing, given = (scales, data) if has_data else (data, scales)
+            raise ValueError(f"{missing}: expected an array beside {given}, got None")
+        if has_scales:
+            _check_field(g, scales, SCALE_DTYPES[layout],
+                         grouped_scale_shape(g.shape, number, along, layout, transposed))
+
+
+def _check_field(g: Grouped, name: str, dtypes: tuple[np.dtype[Any], ...], shape: tuple[int, ...]) -> None:
+    """TypeError or ValueError unless a field is an array of one of these dtypes (of any, if there are none)
+    and of this shape, of the kind and on the device of splits."""
+    a, xp = getattr(g, name), backend.module_of(g.splits, "splits")
+    backend.require_module(a, xp, name)
+    if dtypes and a.dtype not in dtypes:
+        raise TypeError(f"{name}: expected dtype {names(dtypes)}, got {a.dtype}")
+    if a.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {a.shape}")
+    if xp is not np and a.data.device_id != g.splits.data.device_id:
+        raise ValueError(f"{name}: on GPU {a.data.device_id}, splits is on GPU {g.splits.data.device_id}")

@@ -34,8 +34,8 @@ import numpy as np
 from .. import backend
 from ..advice import type_name, without_rest
 from ..arrays import Array, asarray, asnumpy, bits, is_contiguous
-from ..formats import FORMATS
-from ..grouped import Grouped, check_arrays
+from ..formats import FORMATS, FP8_DTYPES
+from ..grouped import Grouped
 from ..recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from ..results import Quantized, Scaled
 from ..routing import Routing
@@ -319,10 +319,12 @@ def _build(kind: type, fields: dict[str, Any]) -> Any:
             raise ValueError(f"{field}: expected a C-contiguous array, got strides {value.strides}")
     if kind is DelayedScalingState:
         return _state(**fields)
-    result = kind(**fields)
-    if isinstance(result, Grouped):
-        check_arrays(result, "")
-    return result
+    if kind is Grouped and fields.get("scale_inv") is None and fields.get("columnwise_scale_inv") is None:
+        codes = fields.get("rowwise")
+        if getattr(codes, "dtype", None) in FP8_DTYPES:     # without scales, as `Grouped.wrap` makes it
+            checked = Grouped(**{**fields, "rowwise": bits(codes)})
+            return Grouped._plain_values(checked.splits, checked.offsets, checked.shape, codes)
+    return kind(**fields)
 
 
 def _state(recipe: Any, scale: Any, amax_history: Any) -> DelayedScalingState:

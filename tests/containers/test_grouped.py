@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import product
 from typing import Any, cast
 
@@ -70,6 +71,61 @@ def test_refused(wrong, error, message):
         wrong()
 
 
+TENSORS = fp8.group_quantize(matrix(9, 4), [4, 5], RECIPE, columnwise=True, scales=scales_of(2))
+BLOCKS = fp8.group_quantize(matrix(9, 4), [4, 5], BlockScaling(scale_layout="compact"), columnwise=True)
+
+
+@pytest.mark.parametrize(("g", "change", "error", "message"), [
+    (TENSORS, {"splits": [4, 5]}, TypeError, "splits: expected a numpy.ndarray or cupy.ndarray, got list"),
+    (TENSORS, {"splits": np.ones((2, 1), np.int64)}, ValueError, "splits: expected one dimension, got sh"),
+    (TENSORS, {"splits": np.ones(2)}, TypeError, "splits: expected dtype int32, int64, got float64"),
+    (TENSORS, {"offsets": np.ones(3, np.int32)}, TypeError, "offsets: expected dtype int64, got int32"),
+    (TENSORS, {"offsets": np.ones(2, np.int64)}, ValueError, r"offsets: expected shape \(3,\), got \(2,\)"),
+    (TENSORS, {"shape": (36,)}, ValueError, r"shape: expected \(M, K\), got \(36,\)"),
+    (TENSORS, {"shape": (9, -4)}, ValueError, "shape: expected extents of zero or more"),
+    (TENSORS, {"shape": (9, 5)}, ValueError, r"rowwise: expected shape \(45,\), got \(36,\)"),
+    (TENSORS, {"rowwise": 5}, TypeError, "rowwise: expected a numpy.ndarray or cupy.ndarray, got int"),
+    (TENSORS, {"rowwise": np.zeros(36, np.uint8)}, TypeError, "rowwise: expected dtype float8_e4m3fn, flo"),
+    (TENSORS, {"columnwise": np.zeros(36, np.uint8)}, TypeError, "columnwise: expected dtype float8_e4m3"),
+    (TENSORS, {"scale_inv": np.ones(3, np.float32)}, ValueError, r"scale_inv: expected shape \(2,\)"),
+    (TENSORS, {"scale_inv": np.ones(2)}, TypeError, "scale_inv: expected dtype float32, got float64"),
+    (TENSORS, {"scale_inv": None}, ValueError, "columnwise: expected None for plain values"),
+    (TENSORS, {"scale_inv": None, "columnwise": None}, ValueError,
+     r"scale_inv: expected one scale for each of 2 groups, got None; Grouped\.wrap groups plain values"),
+    (TENSORS, {"columnwise_scale_inv": np.ones(2, np.float32)}, ValueError,
+     "columnwise_scale_inv: expected None for one scale for each group"),
+    (TENSORS, {"scale_layout": "compact"}, ValueError, "scale_layout: expected None for one scale for ea"),
+    (TENSORS, {"transposed": "yes"}, TypeError, "transposed: expected True or False"),
+    (BLOCKS, {"scale_layout": None}, ValueError, r"scale_layout: expected one of .* blocks \(1, 128\), got"),
+    (BLOCKS, {"scale_layout": "gemm"}, ValueError, "scale_layout: expected one of"),
+    (BLOCKS, {"scale_layout": "swizzled"}, TypeError, "scale_inv: expected dtype float8_e8m0fnu, got float"),
+    (BLOCKS, {"block": None}, ValueError, "scale_layout: expected None for one scale for each group"),
+    (BLOCKS, {"block": (1, 7)}, ValueError, "block: expected"),
+    (BLOCKS, {"block": 128}, ValueError, "block: expected"),
+    (BLOCKS, {"scale_inv": None}, ValueError, "scale_inv: expected an array beside rowwise, got None"),
+    (BLOCKS, {"columnwise": None}, ValueError, "columnwise: expected an array beside columnwise_scale_inv"),
+    (BLOCKS, {"scale_inv": None, "columnwise_scale_inv": None}, ValueError,
+     "scale_inv: expected an array beside rowwise, got None"),
+    (BLOCKS, {"scale_inv": np.ones((8, 1), np.float32)}, ValueError, r"scale_inv: expected shape \(9, 1\)"),
+    (BLOCKS, {"columnwise_scale_inv": np.ones((3, 4))}, TypeError, "columnwise_scale_inv: expected dtype"),
+])  # fmt: skip
+def test_fields_that_do_not_fit_are_refused_by_name(g, change, error, message):
+    with pytest.raises(error, match="^" + message):
+        Grouped(**{**g.__getstate__(), **change})
+    with pytest.raises(error, match="^" + message):
+        dataclasses.replace(g, **change)
+
+
+def test_fields_that_fit():
+    for g in (TENSORS, BLOCKS, Grouped.wrap(DATA, [1, 3])):
+        assert dataclasses.replace(g) == g
+    given: Any = {"shape": [np.int64(9), 4], "block": [1, np.int64(128)], "transposed": 1}
+    g = Grouped(**{**BLOCKS.__getstate__(), **given})
+    assert g == BLOCKS
+    assert (g.shape, g.block, g.transposed) == ((9, 4), (1, 128), True)
+    assert Grouped.wrap(np.zeros((4, 2), float8_e4m3fn), [1, 3])._plain
+
+
 def test_columnwise_alone():
     g = fp8.group_quantize(matrix(9, 4), [4, 5], RECIPE, rowwise=False, columnwise=True, scales=scales_of(2))
     assert g.rowwise is None
@@ -107,9 +163,9 @@ def test_dequantize_into_out_writes_nothing_where_a_member_is_refused(change, er
     g = fp8.group_quantize(run.array(matrix(40, 256)), [8, 24, 3], fp8.BlockScaling(scale_layout="compact"))
     assert g.scale_inv is not None
     parts = {**g.__getstate__(), "scale_inv": g.scale_inv.reshape(-1)[:80]}
-    assert Grouped(**parts).dequantize().shape == (40, 256)
+    assert Grouped._of_fields(**parts).dequantize().shape == (40, 256)
     name, changed = next(iter(change.items()))
-    wrong = Grouped(**{**parts, name: changed(parts[name])})
+    wrong = Grouped._of_fields(**{**parts, name: changed(parts[name])})
     out = run.array(np.full((40, 256), 7, np.float32))
     with pytest.raises(error, match="^" + message):
         wrong.dequantize(out=out)
@@ -121,7 +177,7 @@ def test_dequantize_into_its_own_scales(run):
     memory = run.array(np.full(40 * 256, 7, np.float32))
     scales = memory[-80:]
     scales[...] = 1
-    wrong = Grouped(**{**g.__getstate__(), "scale_inv": scales})
+    wrong = Grouped._of_fields(**{**g.__getstate__(), "scale_inv": scales})
     with pytest.raises(ValueError, match=r"^out: overlaps q\.scale_inv in memory"):
         wrong.dequantize(out=memory.reshape(40, 256))
     assert (fp8.asnumpy(memory)[:-80] == 7).all()
@@ -139,29 +195,32 @@ RECIPES = [CURRENT, BlockScaling(profile="deepgemm", scale_layout="deepgemm_sm90
 def test_saved_and_loaded(recipe, tmp_path):
     x, sizes = matrix(90, 71), np.array([40, 0, 33])
     g, plain = fp8.group_quantize(x, sizes, recipe, columnwise=True), Grouped.wrap(x, sizes)
-    fp8.save(tmp_path / "groups.npz", g=g, plain=plain)
+    codes = Grouped.wrap(fp8.astype(x, float8_e4m3fn), sizes)
+    fp8.save(tmp_path / "groups.npz", g=g, plain=plain, codes=codes)
     loaded = fp8.load(tmp_path / "groups.npz")
-    assert (loaded["g"], loaded["plain"]) == (g, plain)
+    assert (loaded["g"], loaded["plain"], loaded["codes"]) == (g, plain, codes)
     assert (loaded["g"].columnwise is loaded["g"].rowwise) == (g.columnwise is g.rowwise)
 
 
 @pytest.mark.parametrize(("recipe", "field", "message"), [
     (BlockScaling(scale_layout="compact"), {"shape": (91, 72)},
-     r"g\.rowwise: expected float8_e4m3fn or float8_e5m2 of shape \(6552,\)"),
-    (BlockScaling(scale_layout="compact"), {"splits": np.zeros(4, np.int64)}, r"g\.offsets: expected int64"),
-    (BlockScaling(scale_layout="compact"), {"offsets": np.zeros(4, np.int32)}, r"g\.offsets: expected int64"),
-    (BlockScaling(scale_layout="compact"), {"scale_layout": "gemm_ready"}, r"g\.scale_inv: expected float32"),
+     r"g\.rowwise: expected shape \(6552,\), got \(6480,\)"),
+    (BlockScaling(scale_layout="compact"), {"splits": np.zeros(4, np.int64)},
+     r"g\.offsets: expected shape \(5,\)"),
+    (BlockScaling(scale_layout="compact"), {"offsets": np.zeros(4, np.int32)},
+     r"g\.offsets: expected dtype int64"),
+    (BlockScaling(scale_layout="compact"), {"scale_layout": "gemm_ready"},
+     r"g\.scale_inv: expected shape \(96,\)"),
     (BlockScaling(scale_layout="compact"), {"columnwise_scale_inv": None},
-     r"g\.columnwise: expected data and scales, or neither"),
+     r"g\.columnwise_scale_inv: expected an array beside columnwise, got None"),
     (BlockScaling(scale_layout="compact"), {"block": None},
-     r"g\.scale_inv: expected float32 of shape \(3,\)"),
-    *((BlockScaling(block), {"scale_inv": np.zeros((2, 7), np.float32)},
-       r"g\.scale_inv: expected .*float32 of shape")
+     r"g\.scale_layout: expected None for one scale for each group, got 'compact'"),
+    *((BlockScaling(block), {"scale_inv": np.zeros((2, 7), np.float32)}, r"g\.scale_inv: expected shape")
       for block in (ROWS, COLUMNS)),
 ], ids=str)  # fmt: skip
 def test_damaged_files_are_refused(recipe, field, message, tmp_path):
     g = fp8.group_quantize(matrix(90, 72), np.array([40, 0, 33]), recipe, columnwise=True)
-    fp8.save(tmp_path / "groups.npz", g=Grouped(**{**g.__getstate__(), **field}))
+    fp8.save(tmp_path / "groups.npz", g=Grouped._of_fields(**{**g.__getstate__(), **field}))
     with pytest.raises(ValueError, match=message):
         fp8.load(tmp_path / "groups.npz")
 

@@ -186,6 +186,6 @@ RESULTS: list[tuple[Any, dict[str, Any], type[Exception], str, Any, Any]] = [
                          ids=[f"{type(row[0]).__name__}-{row[3][:40]}" for row in RESULTS])
 def test_refused_results(recipe, options, error, message, change, differs):
     out = call(recipe=recipe, **options)()
-    wrong = Grouped(**{**out.__getstate__(), **change(out)}) if change else out
+    wrong = Grouped._of_fields(**{**out.__getstate__(), **change(out)}) if change else out
     given = {"recipe": recipe, **options, "out": wrong, **(differs(out) if differs else {})}
     refused(error, message, call(**given), out, PARTS if "align" in options else PARTS[1:])
