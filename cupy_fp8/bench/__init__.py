@@ -1,21 +1,33 @@
 """Measuring the ops on a GPU: time, GB/s, the share of a device copy's speed, and host time per call.
 
-A module in a family's folder can have rows in SPECS. An op without such rows is timed with the calls of its
-registration (`cases.Registration.timed`).
+The calls to time are those of the ops' registrations (`cases.Registration.timed`). A module in a family's
+folder has what a registration has not: COMPARE has a function by op that compares samples of large results,
+where the reference of a whole one takes too long (see `generic.Compare`), and `rows` gives rows that are made
+by hand.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ..cases import OPS
 from ..cases.registry import family_modules
-from .generic import specs_of
+from .generic import Compare, specs_of
 from .measure import Measurement, Spec, measure
 
 __all__ = ["Measurement", "Spec", "measure", "specs"]
 
 
-def specs() -> list[Spec]:
-    """Every row of the benchmark."""
-    written = [spec for module in family_modules(__name__) for spec in getattr(module, "SPECS", ())]
-    has_rows = {spec.op for spec in written}
-    return written + [spec for name, op in OPS.items() if name not in has_rows for spec in specs_of(op)]
+def specs() -> Iterator[Spec]:
+    """Every row of the benchmark, by op."""
+    compare = compare_functions()
+    written = [spec for module in family_modules(__name__) for spec in getattr(module, "rows", tuple)()]
+    for name, op in OPS.items():
+        yield from specs_of(op, compare.get(name))
+        yield from (spec for spec in written if spec.op == name)
+
+
+def compare_functions() -> dict[str, Compare]:
+    """The functions that compare samples, by op."""
+    modules = family_modules(__name__)
+    return {name: how for module in modules for name, how in getattr(module, "COMPARE", {}).items()}

@@ -1,4 +1,4 @@
-"""Rows of the benchmark, and calls for host times, that are made from an op's registration alone."""
+"""Rows of the benchmark, and calls for host times, that are made from an op's registration."""
 
 from __future__ import annotations
 
@@ -8,51 +8,90 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .. import testing
-from ..cases import ALIGNED_MATRIX, Case, Registration, outputs
-from ..cases.base import zeros_for_values
+from ..arrays import address, asnumpy
+from ..cases import ALIGNED_MATRIX, Arguments, Case, Registration, outputs, poison
+from ..cases.base import RAISED, arrays_in, values_made_by, zeros
 from ..kernels import forced_executor, recording
+from .data import on_gpu
 from .measure import Call, Check, Spec
 
+#: (positional arguments, options, result) of a timed call -> AssertionError unless samples of what it wrote
+#: are those of the reference.
+Compare = Callable[[tuple[Any, ...], dict[str, Any], Any], None]
 
-def specs_of(op: Registration) -> Iterator[Spec]:
-    """A row for each of the registration's timed calls."""
-    for case in op.timed:
-        options = [f"{name}={getattr(value, 'name', value)}" for name, value in case.options.items()]
-        label = ", ".join([case.dtype.name, *options])
-        yield Spec(op.name, label, case.shape, traffic(op, case), functools.partial(make, op, case))
+
+def specs_of(op: Registration, compare: Compare | None = None) -> Iterator[Spec]:
+    """A row for each of the registration's timed calls. compare: None: the whole result is compared."""
+    for label, case, shape in op.timed():
+        yield Spec(op.name, label, case.shape if shape is None else shape,
+                   functools.partial(traffic, op, case), functools.partial(make, op, case, compare))
 
 
 def traffic(op: Registration, case: Case) -> int:
     """The bytes that a call must move, from the sizes of its arrays. No kernel runs."""
-    with forced_executor("host"), recording(), zeros_for_values():
+    with forced_executor("host"), recording(), values_made_by(zeros):
         args, kwargs = op.inputs(case)
         result = op.function(*args, **kwargs)
-    return op.moves((args, kwargs), outputs(result, kwargs, op.updates).values())
+    return op.moves((args, kwargs), outputs(result, kwargs, op.updates))
 
 
-def make(op: Registration, case: Case) -> tuple[Call, Check]:
+def make(op: Registration, case: Case, compare: Compare | None = None) -> tuple[Call, Check]:
     """A call on the GPU over arrays of its own, and a check of what it wrote."""
-    call, out = with_out(op, case)
+    args, kwargs = arguments = _arguments(op, case)
+    starts = {name: asnumpy(kwargs[name]).copy() for name in RAISED if kwargs.get(name) is not None}
+    call, out = _with_out(op, arguments)
+    if op.updates:
+        return call, functools.partial(_check_another, op, case)
+    given = {address(a) for value in (*args, *kwargs.values()) for a in arrays_in(value)}
+    for a in arrays_in(out):
+        if address(a) not in given:  # the check is of what the timed calls write
+            poison(a)
+    if compare is not None:
+        return call, functools.partial(compare, args, kwargs, out)
+    return call, functools.partial(_check_all, op, arguments, starts, out)
 
-    def check() -> None:
+
+def _arguments(op: Registration, case: Case) -> Arguments:
+    with values_made_by(on_gpu):
         args, kwargs = op.inputs(case)
-        made = out
-        if op.updates:  # the timed calls have updated their arguments, so another call is checked
-            given, options = testing.Executor("cuda").array_arguments(*op.inputs(case))
-            made = op.function(*given, **options)
-        desired = outputs(op.reference(*args, **kwargs), kwargs, op.updates)
-        for name, array in outputs(made, {}, op.updates).items():
-            testing.assert_bytes_equal(array, desired[name])
-
-    return call, check
+    return testing.Executor("cuda").array_arguments(args, kwargs)
 
 
-def with_out(op: Registration, case: Case) -> tuple[Call, Any]:
+def _with_out(op: Registration, arguments: Arguments) -> tuple[Call, Any]:
     """A call that writes a result in place, and this result."""
-    args, kwargs = testing.Executor("cuda").array_arguments(*op.inputs(case))
+    args, kwargs = arguments
     out = op.function(*args, **kwargs)
     given = {} if op.updates else {"out": out}
     return functools.partial(op.function, *args, **kwargs, **given), out
+
+
+def _check_all(op: Registration, arguments: Arguments, starts: dict[str, Any], out: Any) -> None:
+    """Compares all arrays that were written. starts: the values from which a call raises buffers."""
+    args, kwargs = arguments
+    written = outputs(out, kwargs)
+    args, kwargs = _on_host(args, kwargs | starts)
+    _compare(op, written, outputs(op.reference(*args, **kwargs), kwargs), (args, kwargs))
+
+
+def _check_another(op: Registration, case: Case) -> None:
+    """Checks another call, since the timed calls have updated their arguments."""
+    args, kwargs = _arguments(op, case)
+    given, options = _on_host(args, kwargs)
+    desired = outputs(op.reference(*given, **options), options, op.updates)
+    _compare(op, outputs(op.function(*args, **kwargs), kwargs, op.updates), desired, (given, options))
+
+
+def _on_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    bring = testing.Executor("cuda").numpy
+    return tuple(map(bring, args)), {name: bring(value) for name, value in kwargs.items()}
+
+
+def _compare(op: Registration, actual: dict[str, Any], desired: dict[str, Any], arguments: Arguments) -> None:
+    if op.agrees is not None:
+        op.agrees(actual, desired, arguments)
+        return
+    for name, array in actual.items():
+        testing.assert_bytes_equal(array, desired[name])
 
 
 def host_calls(op: Registration) -> tuple[Call, Call | None]:
@@ -63,6 +102,6 @@ def host_calls(op: Registration) -> tuple[Call, Call | None]:
         if math.prod(case.shape) and len(case.shape) == len(ALIGNED_MATRIX):
             sizes.setdefault(math.prod(case.shape), case)
     case = sizes[min(sizes)] if sizes else next(op.cases())
-    args, kwargs = testing.Executor("cuda").array_arguments(*op.inputs(case))
+    args, kwargs = arguments = testing.Executor("cuda").array_arguments(*op.inputs(case))
     allocating: Callable[[], Any] = functools.partial(op.function, *args, **kwargs)
-    return with_out(op, case)[0], None if op.updates else allocating
+    return _with_out(op, arguments)[0], None if op.updates else allocating

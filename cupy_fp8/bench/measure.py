@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from .. import backend
@@ -29,15 +30,21 @@ Check = Callable[[], None]
 
 @dataclass(frozen=True)
 class Spec:
-    """One row of the benchmark. make() allocates inputs and outputs and returns (call, check): the call to
-    time, and a function that compares what it wrote with the reference. flops: of a product."""
+    """One row of the benchmark. moved: the bytes that a call must move, or a function that finds them.
+    make() allocates inputs and outputs and returns (call, check): the call to time, and a function that
+    compares what it wrote with the reference. flops: of a product."""
 
     op: str
     label: str
     shape: tuple[int, ...]
-    traffic: int
+    moved: int | Callable[[], int]
     make: Callable[[], tuple[Call, Check]]
     flops: int = 0
+
+    @cached_property
+    def traffic(self) -> int:
+        """The bytes that a call must move."""
+        return self.moved() if callable(self.moved) else self.moved
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from .base import (
     source,
     values,
 )
-from .registry import OPS, Arguments, Registration, family_modules, register
+from .registry import OPS, Arguments, Registration, Timed, family_modules, register
 
 __all__ = ["ALIGNED_MATRIX", "DIRECTIONS", "LARGE_SHAPES", "MATRIX", "OPS", "SHAPES", "Arguments", "Case",
-           "Registration", "all_cases", "outputs", "poison", "register", "source", "values"]
+           "Registration", "Timed", "all_cases", "outputs", "poison", "register", "source", "values"]
 
 family_modules(__name__)
 

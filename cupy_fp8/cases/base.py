@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from .. import reference
-from ..arrays import bits, contiguous
-from ..formats import FORMATS
+from ..arrays import bits, contiguous, is_array
+from ..formats import FORMATS, float8_e8m0fnu
 from ..grouped import Grouped
+from ..layouts import swap_last
 from ..results import Quantized, Scaled
 from ..routing import Routing
 
@@ -29,6 +30,9 @@ LARGE_SHAPES = ((1000, 1003), (4096, 1024), (5, 1024, 1040), (2049, 4104))
 MATRIX = (130, 257)
 #: Its rows allow wide loads and stores, and it has tails of every tile.
 ALIGNED_MATRIX = (144, 264)
+#: The matrices that `bench` times, and the one of them for rows that are timed with one size.
+TIMED_MATRICES = ((4096, 4096), (8192, 8192), (16384, 8192), (16384, 16384))
+TIMED_MATRIX = TIMED_MATRICES[2]
 #: Scales of whole tensors: usual ones, and those that overflow, underflow or are no scales.
 SCALES = (1.0, 0.37, 2.0**-130, 0.0, 3e38, float("inf"), float("nan"), -2.0)
 
@@ -67,30 +71,37 @@ _EDGES = np.array([
 ], np.float32)  # fmt: skip
 
 
-_zeros_for_values: ContextVar[bool] = ContextVar("zeros for values", default=False)
+#: What makes the arrays of `values` instead.
+_maker: ContextVar[Callable[..., np.ndarray] | None] = ContextVar("maker of values", default=None)
 
 
 @contextmanager
-def zeros_for_values() -> Iterator[None]:
-    """Within it `values` gives zeros, which cost nothing, to callers that need shapes and sizes alone."""
-    token = _zeros_for_values.set(True)
+def values_made_by(make: Callable[[str, tuple[int, ...], np.dtype[Any], int], Any]) -> Iterator[None]:
+    """Within it `values` returns make(kind, shape, dtype, seed)."""
+    token = _maker.set(make)
     try:
         yield
     finally:
-        _zeros_for_values.reset(token)
+        _maker.reset(token)
+
+
+def zeros(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int) -> np.ndarray:
+    """Values that cost nothing, for callers of `values_made_by` that need shapes and sizes alone."""
+    return np.zeros(shape, dtype)
 
 
 def values(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int = 0) -> np.ndarray:
     """Test data. 'bits': every bit pattern is equally likely (NaN, Inf, -0, subnormals). 'normal': N(0, 1)
     with outlier columns. 'edges': _EDGES with both signs."""
-    if _zeros_for_values.get():
-        return np.zeros(shape, dtype)
+    if (make := _maker.get()) is not None:
+        return make(kind, shape, dtype, seed)
     if dtype.itemsize * math.prod(shape) > _MOST_KEPT:
-        return _values(kind, shape, dtype, seed)
+        return drawn(kind, shape, dtype, seed)
     return _kept_values(kind, shape, dtype, seed).copy()
 
 
-def _values(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int) -> np.ndarray:
+def drawn(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int) -> np.ndarray:
+    """The same, always made anew by NumPy."""
     rng = np.random.default_rng(seed)
     size = int(np.prod(shape, dtype=np.int64))
     storage = FORMATS[dtype].storage
@@ -110,11 +121,13 @@ def _values(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seed: int) 
 #: Cases that follow each other have the same values, and each is called several times, so arrays are
 #: made once and copied.
 _MOST_KEPT = 1 << 20                # bytes of an array
-_kept_values = functools.lru_cache(maxsize=64)(_values)
+_kept_values = functools.lru_cache(maxsize=64)(drawn)
 
 
 def source(case: Case, seed: int = 0) -> np.ndarray:
     """The case's first array, laid out as it says."""
+    if case.layout == "strided" and _maker.get() is not None:       # in any order, so nothing is moved
+        return values(case.values, swap_last(case.shape), case.dtype, seed).swapaxes(-1, -2)
     return laid_out(values(case.values, case.shape, case.dtype, seed), case.layout)
 
 
@@ -129,6 +142,17 @@ def laid_out(x: np.ndarray, layout: str) -> np.ndarray:
     if layout == "strided":
         return contiguous(x.swapaxes(-1, -2)).swapaxes(-1, -2)
     return x
+
+
+def powers_of_two(exponents: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """Scales, float32 or E8M0 ones."""
+    if dtype == float8_e8m0fnu:
+        return np.clip(exponents + 127, 0, 255).astype(np.uint8).view(float8_e8m0fnu)
+    return np.ldexp(np.float32(1), exponents.astype(np.int32))
+
+
+#: Exponents of the scales that quantisers give to values of N(0, 1).
+QUANTISED = (-8, -7)
 
 
 def array_alone(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -146,6 +170,17 @@ def outputs(result: Any, kwargs: dict[str, Any], updated: tuple[str, ...] = ()) 
     found = dict(zip(updated, result, strict=True)) if updated else dict(_arrays(result, kwargs))
     found |= {name: kwargs[name] for name in RAISED if kwargs.get(name) is not None}
     return found
+
+
+def nbytes(*given: Any) -> int:
+    """The bytes of all arrays among arrays and results. Arrays of one element, such as a scale, are not
+    counted."""
+    return sum(a.nbytes for value in given for a in arrays_in(value) if a.size > 1)
+
+
+def arrays_in(given: Any) -> list[Any]:
+    """The array itself, or all arrays of a result; none of anything else."""
+    return [a for _, a in _arrays(given, {}) if is_array(a)]
 
 
 def _arrays(result: Any, kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:

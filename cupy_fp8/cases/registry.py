@@ -8,12 +8,12 @@ from importlib import import_module
 from itertools import chain
 from pkgutil import iter_modules
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..kernels import Variant
-from .base import Case, outputs
+from .base import Case, nbytes
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -21,11 +21,18 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 FAMILIES = ("matmul", "quantize", "convert", "scales", "moe")
 
 
-def bytes_moved(arguments: Arguments, written: Iterable[np.ndarray]) -> int:
-    """The bytes of all array arguments, read once, and of all written arrays, written once."""
+def bytes_moved(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
+    """The bytes of all arguments, read once, and of all written arrays, written once."""
     args, kwargs = arguments
-    arrays = [*outputs([*args, *kwargs.values()], {}).values(), *written]
-    return sum(a.nbytes for a in arrays if isinstance(a, np.ndarray))
+    return nbytes(*args, *kwargs.values(), *written.values())
+
+
+class Timed(NamedTuple):
+    """A call that `bench` times. shape: the row's, if it is not that of the case."""
+
+    label: str
+    case: Case
+    shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -39,8 +46,8 @@ class Registration:
     summary    its row in the README
     programs   functions that give every kernel variant that it may launch
     updates    names of the leading arguments that a call updates in place and returns
-    timed      the calls that `bench` times where no module of `cupy_fp8.bench` has rows for the op
-    moves      (arguments, written arrays) -> the bytes that a call must move
+    timed      the calls that `bench` times, with their labels
+    moves      (arguments, written arrays by name) -> the bytes that a call must move
     agrees     (arrays that a call wrote by name, those of the reference, the NumPy arguments): AssertionError
                unless the first are right, for an op whose result is not defined byte for byte; None: they are
                equal
@@ -54,8 +61,8 @@ class Registration:
     summary: str
     programs: tuple[Callable[[], Iterable[Variant]], ...] = ()
     updates: tuple[str, ...] = ()
-    timed: tuple[Case, ...] = ()
-    moves: Callable[[Arguments, Iterable[np.ndarray]], int] = bytes_moved
+    timed: Callable[[], Iterable[Timed]] = tuple
+    moves: Callable[[Arguments, dict[str, np.ndarray]], int] = bytes_moved
     agrees: Callable[[dict[str, Any], dict[str, Any], Arguments], None] | None = None
 
     @property

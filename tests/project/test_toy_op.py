@@ -68,7 +68,7 @@ def test_it_compiles_for_gpus(op):
 
 def test_rows_of_the_benchmark(op):
     rows = [spec for spec in bench.specs() if spec.op == "scale_rows"]
-    expected = [("bfloat16", (n, n), 3 * n * n + 4 * n) for n in (4096, 16384)]
+    expected = [("bf16→e4m3", (n, n), 3 * n * n + 4 * n) for n in (4096, 16384)]
     assert [(row.label, row.shape, row.traffic) for row in rows] == expected
 
 

@@ -104,6 +104,9 @@ class ndarray:
     def __len__(self) -> int:
         return len(self.on_host)
 
+    def __bool__(self) -> bool:
+        return bool(self.on_host)
+
     def __int__(self) -> int:
         return int(self.on_host.reshape(()))
 

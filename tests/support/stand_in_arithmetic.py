@@ -4,6 +4,7 @@ FP8 and E8M0 arrays have none, as in CuPy, and what is copied to the host is cou
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,10 @@ def install(patch: pytest.MonkeyPatch) -> tuple[Any, list[int]]:
         patch.setattr(ndarray, name, _wrapped(getattr(np.ndarray, name)), raising=False)
     for name in _FUNCTIONS:
         setattr(module, name, _wrapped(getattr(np, name)))
+    rng = np.random.default_rng(0)
+    module.random = SimpleNamespace(
+        standard_normal=lambda shape, dtype: stand_in._placed(rng.standard_normal(shape, dtype)),
+        randint=lambda low, high, size, dtype: stand_in._placed(rng.integers(low, high, size, dtype)))
     module.zeros = lambda shape, dtype=float: stand_in.zeros(shape, dtype)
     module.ones = lambda shape, dtype=float: stand_in._placed(np.ones(shape, dtype))
     return module, copied

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from ...ops.matmul import cublaslt, library
 from ...ops.matmul.dense import matmul_nt
 from ...recipes import BlockScaling, CurrentScaling
 from ...results import Scaled
-from ..measure import DELAY
+from ..measure import DELAY, Call
 
 #: M, N, K. The last one is the gradient of a weight over 32768 tokens.
 SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (32768, 2048, 7168), (2048, 7168, 32768))
@@ -33,9 +33,6 @@ _RECIPES: dict[str, Any] = {
     "block": BlockScaling((128, 128))}
 _WORKSPACE = 32 << 20
 _HOST_NS = 1_000_000               # what the host takes to enqueue a burst, at most
-
-Call = Callable[[], Any]
-
 
 class Row(NamedTuple):
     """TFLOP/s of one caller, with pauses and without; or why there are none."""
@@ -145,47 +142,59 @@ def seconds(call: Call) -> float:
     return float(cuda.get_elapsed_time(start, end)) / 1e3 / _CALLS
 
 
-def rows(shape: tuple[int, int, int], pair: tuple[str, str], dtype: Any = bfloat16) -> list[Row]:
-    """One product by every caller, one after the other."""
-    m, n, k = shape
-    a, b = operand(m, k, pair[0]), operand(n, k, pair[1])
-    out = empty((m, n), np.dtype(dtype), like=a.data)
+def timed(callers: Iterable[tuple[str, Callable[[], Call]]]) -> Iterator[tuple[str, float, float, str]]:
+    """(caller, seconds of a call with pauses between bursts, without, "") of each caller, or (caller, 0, 0,
+    why) of one that is missing or refuses the product. All of them are called with pauses, and then all
+    without."""
     calls: dict[str, Call] = {}
-    found = []
-    for caller, make in callers(a, b, out):
+    problems: dict[str, str] = {}
+    for caller, make in callers:
         try:
             call = make()
             call()
             backend.cupy().cuda.get_current_stream().synchronize()
             calls[caller] = call
-        except Exception as error:              # a peer that is missing or refuses the product
-            found.append(Row(shape, pair, caller, 0, 0, f"{type(error).__name__}: {str(error)[:150]}"))
-    times: dict[tuple[str, bool], list[float]] = {(c, p): [] for c in calls for p in (True, False)}
-    for paused in (True, False):
-        for caller, call in calls.items():
-            end = time.perf_counter() + (0 if paused else _WARM)
-            while time.perf_counter() < end:
-                seconds(call)
-            for _ in range(_BURSTS):
-                if paused:
-                    time.sleep(_PAUSE)
-                times[caller, paused].append(seconds(call))
-    speed = {key: 2 * m * n * k / statistics.median(t) / 1e12 for key, t in times.items()}
-    return [Row(shape, pair, c, speed[c, True], speed[c, False]) for c in calls] + found
+        except Exception as error:
+            problems[caller] = f"{type(error).__name__}: {str(error)[:150]}"
+    medians = [{caller: _median(call, paused) for caller, call in calls.items()} for paused in (True, False)]
+    yield from ((caller, medians[0][caller], medians[1][caller], "") for caller in calls)
+    yield from ((caller, 0, 0, problem) for caller, problem in problems.items())
 
 
-def main() -> int:
+def _median(call: Call, paused: bool) -> float:
+    """Seconds of a call in some bursts."""
+    end = time.perf_counter() + (0 if paused else _WARM)
+    while time.perf_counter() < end:
+        seconds(call)
+    times = []
+    for _ in range(_BURSTS):
+        time.sleep(_PAUSE if paused else 0)
+        times.append(seconds(call))
+    return statistics.median(times)
+
+
+def compared(shape: tuple[int, int, int], pair: tuple[str, str], dtype: Any = bfloat16) -> Iterator[Row]:
+    """One product by every caller, one after the other."""
+    m, n, k = shape
+    a, b = operand(m, k, pair[0]), operand(n, k, pair[1])
+    out, tera = empty((m, n), np.dtype(dtype), like=a.data), 2 * m * n * k / 1e12
+    for caller, paused, unpaused, problem in timed(callers(a, b, out)):
+        yield Row(shape, pair, caller, paused and tera / paused, unpaused and tera / unpaused, problem)
+
+
+def main(title: str, lines: Callable[[], Iterable[Any]]) -> int:
+    """Prints a comparison."""
     problem = backend.gpu_problem()
     if problem:
         print(f"a comparison needs a GPU: {problem}")
         return 1
-    print(f"{'M×N×K':>18} {'scales':>16} {'':28} TFLOP/s with pauses, without", flush=True)
-    for shape in SHAPES:
-        for pair in PAIRS:
-            for row in rows(shape, pair):
-                print(row, flush=True)
+    print(title, flush=True)
+    for line in lines():
+        print(line, flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(
+        f"{'M×N×K':>18} {'scales':>16} {'':28} TFLOP/s with pauses, without",
+        lambda: (row for shape in SHAPES for pair in PAIRS for row in compared(shape, pair))))

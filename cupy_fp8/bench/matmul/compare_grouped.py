@@ -3,15 +3,14 @@ cuBLASLt for each group, and beside PyTorch, by the two protocols of `compare`."
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from ... import backend
 from ...arrays import bits
-from .compare import _BURSTS, _PAUSE, _WARM, Call, directly, seconds
+from ..measure import Call
+from .compare import directly, main, timed
 from .grouped import SHAPES, Shape, operands, product, result, scaled
 
 
@@ -84,43 +83,14 @@ def _by_torch(shape: Shape, a: Any, b: Any, in_fp8: bool, fast: bool = False) ->
     return lambda: torch._grouped_mm(*wide, offs=ends, out_dtype=torch.bfloat16)
 
 
-def rows(shape: Shape) -> Iterator[str]:
-    """A line of text for each caller; of one that is missing or refuses the product, why."""
-    calls: dict[str, Call] = {}
-    for caller, make in callers(shape):
-        try:
-            call = make()
-            call()
-            backend.cupy().cuda.get_current_stream().synchronize()
-            calls[caller] = call
-        except Exception as error:
-            yield f"{caller:36} {type(error).__name__}: {str(error)[:150]}"
-    for caller, call in calls.items():
-        speeds = []
-        for paused in (True, False):
-            end = time.perf_counter() + (0 if paused else _WARM)
-            while time.perf_counter() < end:
-                seconds(call)
-            times = []
-            for _ in range(_BURSTS):
-                time.sleep(_PAUSE if paused else 0)
-                times.append(seconds(call))
-            speeds.append(statistics.median(times))
-        flops = " ".join(f"{shape.flops / t / 1e12:7.0f}" for t in speeds)
-        yield f"{caller:36} {flops} TFLOP/s {shape.traffic / speeds[0] / 1e9:7.0f} GB/s"
-
-
-def main() -> int:
-    problem = backend.gpu_problem()
-    if problem:
-        print(f"a comparison needs a GPU: {problem}")
-        return 1
-    print("TFLOP/s with pauses between bursts, without; GB/s with pauses", flush=True)
+def lines() -> Iterator[str]:
+    """A line of text for each product and caller."""
     for shape in SHAPES:
-        for row in rows(shape):
-            print(f"{shape.label:32} {shape.total}x{shape.n}x{shape.other} {row}", flush=True)
-    return 0
+        for caller, paused, unpaused, problem in timed(callers(shape)):
+            speed = problem or (f"{shape.flops / paused / 1e12:7.0f} {shape.flops / unpaused / 1e12:7.0f} "
+                                f"TFLOP/s {shape.traffic / paused / 1e9:7.0f} GB/s")
+            yield f"{shape.label:32} {shape.total}x{shape.n}x{shape.other} {caller:36} {speed}"
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main("TFLOP/s with pauses between bursts, without; GB/s with pauses", lines))

@@ -4,53 +4,49 @@ libraries."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-import numpy as np
-
-from ...arrays import asnumpy, bits, empty
+from ...arrays import asnumpy, empty
 from ...cases.matmul.tolerance import assert_within
 from ...formats import bfloat16
 from ...ops.matmul.dense import matmul_nt
 from ...reference.matmul import dense as reference
 from ...results import Scaled
-from ..measure import Spec
+from ..data import part
+from ..measure import Call, Check, Spec
 from .compare import PAIRS, SHAPES, operand
 
-_ROWS = 8                           # of a, that are compared with the reference
+_FIRST = slice(0, 8)                # rows of a, that are compared with the reference
 #: Rows that do not begin at multiples of 16 bytes, which cuBLASLt does not take.
 _MISALIGNED = (4096, 4096, 4100)
 
 
-def _product(shape: tuple[int, int, int], pair: tuple[str, str], options: dict[str, Any]) -> Any:
+def _product(shape: tuple[int, int, int], pair: tuple[str, str],
+             options: dict[str, Any]) -> tuple[Call, Check]:
     m, n, k = shape
+    a, b = operand(m, k, pair[0]), operand(n, k, pair[1])
+    out = empty((m, n), bfloat16, like=a.data)
 
-    def make() -> Any:
-        a, b = operand(m, k, pair[0]), operand(n, k, pair[1])
-        out = empty((m, n), bfloat16, like=a.data)
+    def check() -> None:
+        if not options.get("fast_accum"):
+            first = _first_rows(a)
+            whole = Scaled(asnumpy(b.data), asnumpy(b.scale_inv), b.shape, False, b.block, b.scale_layout)
+            want = reference.matmul_nt(first, whole)
+            assert_within(part(out, _FIRST), want, reference.magnitudes(first, whole))
 
-        def check() -> None:
-            if not options.get("fast_accum"):
-                first = _first_rows(a)
-                whole = Scaled(asnumpy(b.data), asnumpy(b.scale_inv), b.shape, False, b.block, b.scale_layout)
-                want = reference.matmul_nt(first, whole)
-                got = np.ascontiguousarray(asnumpy(bits(out)[:_ROWS])).view(bfloat16)
-                assert_within(got, want, reference.magnitudes(first, whole))
-
-        return (lambda: matmul_nt(a, b, out=out, **options)), check
-
-    return make
+    return partial(matmul_nt, a, b, out=out, **options), check
 
 
 def _first_rows(s: Scaled) -> Scaled:
-    data = asnumpy(bits(s.data)[:_ROWS]).view(s.dtype)
+    data = part(s.data, _FIRST)
     if s.block is None:
         return Scaled(data, asnumpy(s.scale_inv), data.shape)
     scales = asnumpy(s.to_layout("compact").scale_inv)
-    return Scaled(data, scales[:_ROWS], data.shape, False, s.block, "compact")
+    return Scaled(data, scales[_FIRST], data.shape, False, s.block, "compact")
 
 
-def _all() -> Iterator[Spec]:
+def rows() -> Iterator[Spec]:
     for shape in (*SHAPES, _MISALIGNED):
         for pair in PAIRS:
             m, n, k = shape
@@ -59,7 +55,5 @@ def _all() -> Iterator[Spec]:
                     continue
                 if label != " fast" or pair[0] in ("tensor", "row"):
                     yield Spec("matmul_nt", f"{pair[0]} × {pair[1]}{label}", shape,
-                               (m + n) * k + 2 * m * n, _product(shape, pair, options), 2 * m * n * k)
-
-
-SPECS: tuple[Spec, ...] = tuple(_all())
+                               (m + n) * k + 2 * m * n, partial(_product, shape, pair, options),
+                               2 * m * n * k)

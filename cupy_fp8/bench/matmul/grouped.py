@@ -18,7 +18,7 @@ from ...layouts import grouped_scale_shape, scale_shape
 from ...ops.matmul.grouped import grouped_matmul_nt
 from ...reference.matmul import grouped as reference
 from ...results import Scaled
-from ..measure import Call, Spec
+from ..measure import Call, Check, Spec
 
 _ROWS = 4                           # of the result, that are compared with the reference
 
@@ -119,24 +119,21 @@ def product(shape: Shape, a: Any, b: Any, splits: Any, out: Array) -> Call:
     return partial(grouped_matmul_nt, a, b, splits, group=shape.group, **into)
 
 
-def _product(shape: Shape) -> Any:
-    def make() -> Any:
-        a, b, splits = operands(shape)
-        out = result(shape, b.data if shape.group == "m" else b.columnwise)
-        call = product(shape, a, b, splits, out)
+def _product(shape: Shape) -> tuple[Call, Check]:
+    a, b, splits = operands(shape)
+    out = result(shape, b.data if shape.group == "m" else b.columnwise)
+    call = product(shape, a, b, splits, out)
 
-        def check() -> None:
-            if shape.accumulate:
-                bits(out).fill(0)
-                call()
-            if shape.group == "m":
-                _check_rows(a, b, shape, out)
-            else:
-                _check_gradient(a, b, out)
+    def check() -> None:
+        if shape.accumulate:
+            bits(out).fill(0)
+            call()
+        if shape.group == "m":
+            _check_rows(a, b, shape, out)
+        else:
+            _check_gradient(a, b, out)
 
-        return call, check
-
-    return make
+    return call, check
 
 
 def _check_rows(a: Scaled, b: Scaled, shape: Shape, out: Array) -> None:
@@ -166,10 +163,7 @@ def _check_gradient(a: Grouped, b: Grouped, out: Array) -> None:
     assert_within(got, want, reference.grouped_magnitudes(rows, whole, sizes, group="k"))
 
 
-def _all() -> Iterator[Spec]:
+def rows() -> Iterator[Spec]:
     for shape in SHAPES:
         yield Spec("grouped_matmul_nt", shape.label, (shape.total, shape.n, shape.other), shape.traffic,
-                   _product(shape), shape.flops)
-
-
-SPECS: tuple[Spec, ...] = tuple(_all())
+                   partial(_product, shape), shape.flops)

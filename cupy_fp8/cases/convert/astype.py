@@ -17,8 +17,8 @@ from ...formats import (
     float32,
 )
 from ...ops.convert import astype
-from ..base import SHAPES, Case, array_alone, maker, source
-from ..registry import Arguments, Registration, register
+from ..base import SHAPES, TIMED_MATRICES, TIMED_MATRIX, Case, array_alone, maker, source
+from ..registry import Arguments, Registration, Timed, register
 
 
 def _inputs(case: Case) -> Arguments:
@@ -53,11 +53,28 @@ def _transpose_cases() -> Iterator[Case]:
         yield case(float8_e4m3fn, (144, 272), "bits", layout)
 
 
+def _timed() -> Iterator[Timed]:
+    case = maker("astype", "normal")
+    for shape in TIMED_MATRICES:
+        yield Timed("bf16→e4m3", case(bfloat16, shape, to=float8_e4m3fn))
+        yield Timed("e4m3→bf16", case(float8_e4m3fn, shape, to=bfloat16))
+    for dtype in (float32, float16):
+        name = FORMATS[dtype].tag
+        yield Timed(f"{name}→e4m3", case(dtype, TIMED_MATRIX, to=float8_e4m3fn))
+        yield Timed(f"e5m2→{name}", case(float8_e5m2, TIMED_MATRIX, to=dtype))
+
+
+def _timed_transpose() -> Iterator[Timed]:
+    case = maker("transpose", "normal")
+    for shape in TIMED_MATRICES:
+        yield Timed("e4m3", case(float8_e4m3fn, shape))
+
+
 register(
     Registration("astype", astype.astype, reference.astype, _inputs, _cases,
                  "converts between float32, float16, bfloat16, E4M3, E5M2 and E8M0",
-                 programs=(astype.variants,)),
+                 programs=(astype.variants,), timed=_timed),
     Registration("transpose", astype.transpose, reference.transpose, array_alone, _transpose_cases,
                  "swaps the last two axes of FP8 or E8M0 data",
-                 programs=(astype.variants,)),
+                 programs=(astype.variants,), timed=_timed_transpose),
 )

@@ -9,12 +9,35 @@ from typing import Any
 import numpy as np
 
 from ... import reference
-from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32
+from ...arrays import asarray
+from ...formats import (
+    FORMATS,
+    FP8_DTYPES,
+    INPUT_DTYPES,
+    bfloat16,
+    float8_e4m3fn,
+    float8_e5m2,
+    float8_e8m0fnu,
+    float16,
+    float32,
+)
 from ...layouts import scale_shape, swap_last
 from ...ops.convert import astype, dequantize
 from ...results import Scaled
-from ..base import ALIGNED_MATRIX, MATRIX, SCALES, SHAPES, Case, laid_out, maker, source, values
-from ..registry import Arguments, Registration, register
+from ..base import (
+    ALIGNED_MATRIX,
+    MATRIX,
+    SCALES,
+    SHAPES,
+    TIMED_MATRICES,
+    TIMED_MATRIX,
+    Case,
+    laid_out,
+    maker,
+    source,
+    values,
+)
+from ..registry import Arguments, Registration, Timed, register
 
 _MX_BLOCKS = ((1, 32), (32, 1))
 _OTHER_BLOCKS: tuple[Any, ...] = ((1, 128), (128, 1), (128, 128), (1, None), (None, 1), (1, 64), (32, 32),
@@ -35,10 +58,11 @@ def _inputs(case: Case) -> Arguments:
     data = source(case)
     shape = swap_last(data.shape) if transposed else data.shape
     if block is None:
-        return (Scaled(data, np.array([value], np.float32), shape, transposed),), options
+        scale_inv = asarray(np.array([value], np.float32), like=data)
+        return (Scaled(data, scale_inv, shape, transposed),), options
     scale_inv = values("bits", scale_shape(shape, block, layout, transposed), dtype, 1)
     scale_inv = laid_out(scale_inv, "strided" if view else "contiguous")
-    return (Scaled(data, scale_inv, shape, transposed, block, layout),), options
+    return (Scaled(data, asarray(scale_inv, like=data), shape, transposed, block, layout),), options
 
 
 def _cases() -> Iterator[Case]:
@@ -93,6 +117,44 @@ def _other_block_cases(case: Callable[..., Case]) -> Iterator[Case]:
                 yield case(float8_e4m3fn, shape, **options, scale=float32, scale_layout="gemm_ready")
 
 
+def _timed() -> Iterator[Timed]:
+    case = maker("dequantize", "normal")
+    row: dict[str, Any] = {"dtype": bfloat16, "block": (1, 32)}
+    column: dict[str, Any] = {"dtype": bfloat16, "block": (32, 1)}
+    for shape in TIMED_MATRICES:
+        yield Timed("e4m3→bf16", case(float8_e4m3fn, shape, dtype=bfloat16))
+        yield Timed("e4m3→bf16 stored transposed",
+                    case(float8_e4m3fn, shape[::-1], dtype=bfloat16, transposed=True), shape)
+        yield Timed("e4m3→bf16 MX row", case(float8_e4m3fn, shape, **row))
+        yield Timed("e4m3→bf16 MX column", case(float8_e4m3fn, shape, **column))
+        yield Timed("e4m3→bf16 MX column stored transposed",
+                    case(float8_e4m3fn, shape[::-1], **column, transposed=True), shape)
+    yield from _timed_with_one_size(case, TIMED_MATRIX, row, column)
+
+
+def _timed_with_one_size(case: Callable[..., Case], shape: tuple[int, int], row: dict[str, Any],
+                         column: dict[str, Any]) -> Iterator[Timed]:
+    """Rows of other layouts, types and blocks."""
+    stored = shape[::-1]
+    for name, options in (("row", row), ("column", column)):
+        yield Timed(f"e4m3→bf16 MX {name} swizzled",
+                    case(float8_e4m3fn, shape, **options, scale_layout="swizzled"))
+    yield Timed("e4m3→bf16 MX row stored transposed", case(float8_e4m3fn, stored, **row, transposed=True),
+                shape)
+    yield Timed("e4m3→bf16 MX column stored transposed swizzled",
+                case(float8_e4m3fn, stored, **column, transposed=True, scale_layout="swizzled"), shape)
+    for to in (float16, float32):
+        tag = FORMATS[to].tag
+        yield Timed(f"e5m2→{tag}", case(float8_e5m2, shape, dtype=to))
+        yield Timed(f"e5m2→{tag} MX row", case(float8_e5m2, shape, **{**row, "dtype": to}))
+        yield Timed(f"e5m2→{tag} MX column", case(float8_e5m2, shape, **{**column, "dtype": to}))
+    for block, transposed in (((1, 128), False), ((128, 1), True), ((128, 128), False), ((128, 128), True)):
+        name = f"{block[0]}×{block[1]} f32 scales{' stored transposed' if transposed else ''}"
+        yield Timed(f"e4m3→bf16 {name}",
+                    case(float8_e4m3fn, stored if transposed else shape, dtype=bfloat16, block=block,
+                         scale=float32, transposed=transposed), shape)
+
+
 register(Registration("dequantize", dequantize.dequantize, reference.dequantize, _inputs, _cases,
                       "the values of quantised data",
-                      programs=(dequantize.variants, astype.variants)))
+                      programs=(dequantize.variants, astype.variants), timed=_timed))

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import bits
-from ...formats import FP8_DTYPES, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32, int32
+from ...arrays import asarray, bits
+from ...formats import FORMATS, FP8_DTYPES, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32, int32
 from ...layouts import scale_shape, swap_last
 from ...ops.convert import rebase
 from ...ops.scales import convert, swizzle
 from ...reference.convert.rebase import rebase_scales as by_reference
 from ...reference.scales.convert import convert_scales
 from ...results import Scaled
-from ..base import Case, laid_out, maker, source
-from ..registry import Arguments, Registration, register
+from ..base import QUANTISED, Case, laid_out, maker, powers_of_two, source
+from ..registry import Arguments, Registration, Timed, register
 
 _MX: Any = (1, 32)
 _ROW: Any = (1, 128)
@@ -26,6 +26,7 @@ _SQUARE: Any = (128, 128)
 _SHAPES: tuple[tuple[int, ...], ...] = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (3, 37), (33, 640),
                                         (127, 129), (130, 257), (144, 272), (2, 3, 40, 24), (3, 0, 4),
                                         (2, 133, 144))
+_TIMED_SHAPES = ((4096, 7168), (16384, 8192))
 #: Exponents of scales: equal ones, different ones by block, ones whose values vanish beside others, the whole
 #: range, and what only f32 has.
 _EXPONENTS = {"same": (-3, -3), "near": (-9, -5), "wide": (-30, 0), "all": (-127, 127), "tiny": (-149, -120)}
@@ -36,29 +37,28 @@ _BLOCKS: tuple[Any, ...] = ((1, 32), (1, 64), (1, 256), (1, 2048), (1, None), (3
 
 def _inputs(case: Case) -> Arguments:
     """The case's array is the data as stored, with some zeros. before: the blocks of q, of data not stored
-    transposed; scales: a name of _EXPONENTS; held, layout: the dtype and the layout of q's scales; view: they
+    transposed; scales: a name of _EXPONENTS, or
+    'quantised', for those of a quantiser; held, layout: the dtype and the layout of q's scales; view: they
     are not contiguous."""
     options = dict(case.options)
     before, transposed = options.pop("before", _MX), options.pop("transposed", False)
     held, layout = options.pop("held", float8_e8m0fnu), options.pop("layout", "compact")
-    low, high = _EXPONENTS[options.pop("scales", "near")]
-    view = options.pop("view", False)
+    scales, view = options.pop("scales", "near"), options.pop("view", False)
     data = source(case)
     if case.layout != "strided":
         bits(data)[..., 5::11, :] &= 0x80                   # zeros, like padding and pruned rows
-    rng = np.random.default_rng(data.size)
+    rng, (low, high) = np.random.default_rng(data.size), _EXPONENTS.get(scales, QUANTISED)
     grid = (1,) if before is None else scale_shape(data.shape, before, "compact")
     exponents = rng.integers(low, high, grid, endpoint=True)
-    if held == float8_e8m0fnu:
-        codes: np.ndarray = np.clip(exponents + 127, 0, 255).astype(np.uint8)
-        codes.reshape(-1)[11::29] = 255
-        scale_inv = codes.view(float8_e8m0fnu)
-    else:
-        scale_inv = np.ldexp(np.float32(1), exponents.astype(np.int32))
+    scale_inv = powers_of_two(exponents, held)
+    if scales in _EXPONENTS and held == float8_e8m0fnu:
+        bits(scale_inv).reshape(-1)[11::29] = 255                   # NaN
+    elif scales in _EXPONENTS:
         scale_inv.reshape(-1)[7::31] = 0
     if layout != "compact":
         scale_inv = convert_scales(scale_inv, source="compact", target=layout, shape=data.shape, block=before)
     scale_inv = laid_out(scale_inv, "strided" if view else "contiguous")
+    scale_inv = asarray(scale_inv, like=data)
     s = Scaled(data, scale_inv, data.shape, False, before, None if before is None else layout)
     if transposed:
         s, options["block"] = s.T, swap_last(options["block"])
@@ -129,8 +129,31 @@ def _layouts(case: Callable[..., Case]) -> Iterator[Case]:
                        transposed=transposed)
 
 
+def _timed() -> Iterator[Timed]:
+    for shape in _TIMED_SHAPES:
+        for changed in (None, 0):
+            yield _timed_row(shape, _MX, _ROW, "gemm_ready", changed)
+            yield _timed_row(shape, _MX, _SQUARE, changed=changed)
+        yield _timed_row(shape, _ROW, _SQUARE)
+    yield _timed_row(_TIMED_SHAPES[0], _MX, _ROW)
+    yield _timed_row(_TIMED_SHAPES[0], _MX, (256, 256))
+    for block in (_ROW, _SQUARE):
+        yield _timed_row(_TIMED_SHAPES[0], _MX, block, dtype=float8_e5m2)
+
+
+def _timed_row(shape: tuple[int, int], before: Any, block: Any, layout: str = "compact",
+               changed: int | None = None, dtype: np.dtype[Any] = float8_e4m3fn) -> Timed:
+    label = f"{FORMATS[dtype].tag} {before[0]}×{before[1]} → {block[0]}×{block[1]}, {layout}"
+    options: dict[str, Any] = {"held": float8_e8m0fnu if before == _MX else float32, "scale_layout": layout}
+    if changed is not None:
+        label, options["changed"] = f"{label}, changed values counted", changed
+    case = maker("rebase_scales", "normal")
+    return Timed(label, case(dtype, shape, before=before, block=block, scales="quantised",
+                             scale_dtype=float32, **options))
+
+
 register(
     Registration("rebase_scales", rebase.rebase_scales, by_reference, _inputs, _cases,
                  "FP8 in other blocks, without quantising again",
-                 programs=(rebase.variants, convert.variants, swizzle.variants)),
+                 programs=(rebase.variants, convert.variants, swizzle.variants), timed=_timed),
 )

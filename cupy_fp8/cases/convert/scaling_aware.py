@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from ... import reference
-from ...arrays import bits
-from ...formats import FP8_DTYPES, float8_e4m3fn, float8_e5m2, float8_e8m0fnu
+from ...arrays import asarray, bits
+from ...formats import FP8_DTYPES, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32
 from ...layouts import cdiv
 from ...ops.convert import scaling_aware
 from ...results import Quantized, Scaled
-from ..base import Case, maker, source
+from ..base import QUANTISED, Case, maker, nbytes, powers_of_two, source
 from ..groups import sizes
-from ..registry import Arguments, Registration, register
+from ..registry import Arguments, Registration, Timed, register
 
 _SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (0, 0), (3, 37), (127, 129), (130, 257), (128, 128),
            (272, 520), (144, 264), (33, 640),
@@ -24,39 +25,39 @@ _SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (0, 0), (3, 37), (127, 129), 
 #: rounds of the search; some columns end in half a sector.
 _EXPERTS = ((300, 1), (400, 4), (90, 40), (5, 64), (700, 300), (0, 3), (0, 0), (512, 3), (1281, 1), (1296, 1),
             (2700, 2))
+_TIMED_SHAPES = ((16384, 8192), (32768, 7168))
 #: Exponents of scales: equal ones, different ones by row, the whole range, and beyond it.
 _EXPONENTS = {"near": (-9, -5), "wide": (-30, 0), "all": (-127, 127), "tiny": (-149, -120)}
 
 
 def _inputs(case: Case) -> Arguments:
-    """The case's array is the data, with some rows of zeros. scales: a name of _EXPONENTS, or '1' (all the
-    same)."""
+    """The case's array is the data, with some rows of zeros. scales: a name of _EXPONENTS, or 'quantised',
+    for those of a quantiser. multiple: of the sizes of all experts."""
     options = dict(case.options)
     block, experts = options.pop("block", 128), options.pop("experts", None)
     scales, narrow = options.pop("scales", "near"), options.pop("narrow", False)
-    data = source(case)
     rows, columns = case.shape
+    if experts is not None:
+        multiple = options.pop("multiple", 1)
+        splits = sizes(rows // multiple, experts) * multiple
+        options["splits"] = splits.astype(np.int32 if narrow else np.int64)
+    data = source(case)
     if case.layout != "strided":
         bits(data)[5::11] &= 0x80                   # zeros, like padding and dropped tokens
     rng = np.random.default_rng(rows + columns)
-    low, high = _EXPONENTS[scales]
+    low, high = _EXPONENTS.get(scales, QUANTISED)
     exponents = rng.integers(low, high, (rows, cdiv(columns, block)), endpoint=True)
     exponents[7::11] = exponents[:1]
-    if block == 32:
-        scale_inv: np.ndarray = np.clip(exponents + 127, 0, 255).astype(np.uint8)
-        scale_inv[11::29] = 255
-        scale_inv = scale_inv.view(float8_e8m0fnu)
-    else:
-        scale_inv = np.ldexp(np.float32(1), exponents.astype(np.int32))
-    if experts is not None:
-        options["splits"] = sizes(rows, experts).astype(np.int32 if narrow else np.int64)
-    return (Scaled(data, scale_inv, case.shape, False, (1, block), "compact"),), options
+    scale_inv = powers_of_two(exponents, float8_e8m0fnu if block == 32 else float32)
+    if block == 32 and scales in _EXPONENTS:
+        bits(scale_inv)[11::29] = 255                                   # NaN
+    return (Scaled(data, asarray(scale_inv, like=data), case.shape, False, (1, block), "compact"),), options
 
 
 def _again(q: Scaled, *, out: Quantized | None = None, **options: Any) -> Quantized:
     """Calls the op. A result belongs to the memory of its q, so with `out` the new values go into that
     memory."""
-    if out is not None:
+    if out is not None and out.rowwise.data is not q.data:
         kept = out.rowwise.scale_inv if out.rowwise.scale_layout == "compact" else q.scale_inv
         for mine, given in ((out.rowwise.data, q.data), (kept, q.scale_inv)):
             bits(mine)[...] = bits(given)
@@ -95,6 +96,35 @@ def _cases() -> Iterator[Case]:
         yield case(float8_e4m3fn, (130, 257), block=block, scale_layout="compact")
 
 
+def _timed() -> Iterator[Timed]:
+    for shape, target in product(_TIMED_SHAPES, scaling_aware.TARGETS):
+        yield _timed_row(f"e4m3 {target}", shape, target=target)
+        for experts in (1, 8, 256):
+            yield _timed_row(f"e4m3 {target}, {experts} uneven experts", shape, target=target,
+                             experts=experts)
+    for shape, experts in product(_TIMED_SHAPES, (8, 256)):
+        yield _timed_row(f"e4m3 column, {experts} uneven experts, multiples of 16", shape, target="column",
+                         experts=experts, multiple=16)
+    for target in scaling_aware.TARGETS:
+        yield _timed_row(f"e5m2 {target}, 8 uneven experts", _TIMED_SHAPES[0], float8_e5m2, target=target,
+                         experts=8)
+        yield _timed_row(f"e4m3fn {target} MX, 8 uneven experts", _TIMED_SHAPES[0], block=32, target=target,
+                         experts=8)
+
+
+def _timed_row(label: str, shape: tuple[int, int], dtype: np.dtype[Any] = float8_e4m3fn,
+               **options: Any) -> Timed:
+    case = maker("scaling_aware_transpose", "normal")
+    return Timed(label, case(dtype, shape, scales="quantised", **options))
+
+
+def _moves(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
+    """The data and the scales are read, and written column-wise. float32 scales are also written row-wise.
+    Padding of scales is not counted."""
+    (q,), _ = arguments
+    return 2 * nbytes(q.data) + (3 if q.scale_inv.dtype == float32 else 2) * nbytes(q.scale_inv)
+
+
 register(Registration("scaling_aware_transpose", _again, reference.scaling_aware_transpose, _inputs, _cases,
                       "column-wise FP8 from row-wise FP8, without quantising again",
-                      programs=(scaling_aware.variants,)))
+                      programs=(scaling_aware.variants,), timed=_timed, moves=_moves))

@@ -14,7 +14,7 @@ from ...ops.matmul import dense, tiles
 from ...ops.scales import convert
 from ...reference.matmul import dense as reference
 from ...results import Quantized, Scaled
-from ..base import Case, values
+from ..base import Case, powers_of_two, values
 from ..registry import Arguments, Registration, register
 from .tolerance import assert_within
 
@@ -42,7 +42,7 @@ def operand(shape: tuple[int, ...], dtype: np.dtype[Any], scaling: str, layout: 
     stored = scale_shape(shape, block, layout)
     exponents = rng.integers(-6, 0, stored)
     if scale == float8_e8m0fnu:
-        scales = (exponents + 127).astype(np.uint8).view(float8_e8m0fnu)
+        scales = powers_of_two(exponents, scale)
     else:
         scales = (rng.uniform(1, 2, stored) * np.exp2(exponents)).astype(np.float32)
     return Scaled(data, scales, shape, False, block, layout)

@@ -11,7 +11,7 @@ from ... import reference
 from ...arrays import Array
 from ...ops.moe import offsets
 from ..base import Case, laid_out
-from ..registry import Arguments, Registration, register
+from ..registry import Arguments, Registration, Timed, register
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 #: The offsets that an expert layer needs: ends, starts, and element starts of three matrices.
@@ -83,6 +83,22 @@ def _cases() -> Iterator[Case]:
             yield case(dtype, 100, "few", layout, **TYPICAL)
 
 
+def _timed() -> Iterator[Timed]:
+    def timed(label: str, number: int, options: dict[str, Any]) -> Timed:
+        return Timed(label, Case("splits_to_offsets", _INT64, (number,), "few", options=options))
+
+    for number in (8, 64, 512, 1024, 8192, 10_000, 100_000, 1_000_000):
+        yield timed("five outputs i32/i64", number, TYPICAL)
+    for number in (8, 512):
+        yield timed("three outputs i64", number, {"strides": (1, 7168, 2048)})
+
+
+def _moves(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
+    """Sizes are read, and as many offsets are written. A leading zero is not counted."""
+    (splits,), _ = arguments
+    return splits.size * (splits.itemsize + sum(a.itemsize for a in written.values()))
+
+
 register(Registration("splits_to_offsets", _offsets, _reference, _inputs, _cases,
                       "turns group sizes into offsets, on the device",
-                      programs=(offsets.variants,)))
+                      programs=(offsets.variants,), timed=_timed, moves=_moves))

@@ -3,20 +3,21 @@ are, and `sizes`, how x is divided (see cases.groups)."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from ... import reference
-from ...arrays import bits
-from ...formats import bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32
+from ...arrays import asarray, bits, empty_like
+from ...formats import FORMATS, bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32
 from ...layouts import scale_shape
 from ...ops.moe import pad
 from ...results import Scaled
-from ..base import Case, maker, poison, source, values
+from ..base import Case, maker, nbytes, poison, source, values
 from ..groups import DIVISIONS, sizes
-from ..registry import Arguments, Registration, register
+from ..registry import Arguments, Registration, Timed, register
 
 
 def _source(case: Case, options: dict[str, Any]) -> Any:
@@ -26,9 +27,9 @@ def _source(case: Case, options: dict[str, Any]) -> Any:
     if dtype is None:
         return data
     if block is None:
-        return Scaled(data, np.array([0.37], np.float32), data.shape)
+        return Scaled(data, asarray(np.array([0.37], np.float32), like=data), data.shape)
     scale_inv = values("bits", scale_shape(data.shape, block, "compact", False), np.dtype(dtype), 1)
-    return Scaled(data, scale_inv, data.shape, False, block, "compact")
+    return Scaled(data, asarray(scale_inv, like=data), data.shape, False, block, "compact")
 
 
 def _splits(case: Case) -> tuple[np.ndarray, dict[str, Any]]:
@@ -46,15 +47,22 @@ def _unpad_inputs(case: Case) -> Arguments:
     """Padding is not 0 here, since no result may depend on it."""
     splits, options = _splits(case)
     x, align = _source(case, options), options.pop("align")
-    y = reference.pad_groups(x, splits, align)
-    used = reference.pad_groups(np.ones(x.shape[0], np.uint8), splits, align) != 0
-    for padded in (y,) if not isinstance(y, Scaled) else y if y.block else (y.data,):
-        rows = np.array(bits(padded)[used])
-        poison(padded)
-        bits(padded)[used] = rows
+    used = reference.pad_groups(np.ones(x.shape[0], np.uint8), splits, align)
     if options.pop("exact", True):
         options["rows"] = x.shape[0]
-    return (y, splits, align), options
+    if not isinstance(x, Scaled):
+        return (_spread(x, used), splits, align), options
+    scale_inv = x.scale_inv if x.block is None else _spread(x.scale_inv, used)
+    y = _spread(x.data, used)
+    return (Scaled(y, scale_inv, y.shape, False, x.block, x.scale_layout), splits, align), options
+
+
+def _spread(rows: Any, used: np.ndarray) -> Any:
+    """The rows where `used` is 1, and other bytes between them."""
+    y = empty_like(rows, shape=(len(used), *rows.shape[1:]))
+    poison(y)
+    bits(y)[np.flatnonzero(used).tolist()] = bits(rows)
+    return y
 
 
 def _sort_inputs(case: Case) -> Arguments:
@@ -121,14 +129,46 @@ def _sort_cases() -> Iterator[Case]:
     yield from _cases("sort_chunks", ({}, {"wide_order": False}))
 
 
+_TIMED_SHAPE = (16384, 7168)
+
+
+def _timed(op: str) -> Iterator[Timed]:
+    case, align = maker(op), {} if op == "sort_chunks" else {"align": 16}
+    for dtype in (bfloat16, float8_e4m3fn):
+        yield Timed(f"{FORMATS[dtype].tag}, 64 groups{' to 16' if align else ''}",
+                    case(dtype, _TIMED_SHAPE, groups=64, **align))
+
+
+def _timed_pad() -> Iterator[Timed]:
+    yield from _timed("pad_groups")
+    case = functools.partial(maker("pad_groups"), align=16)
+    yield Timed("bf16, 512 groups to 16", case(bfloat16, _TIMED_SHAPE, groups=512))
+    yield Timed("f32, 64 groups to 16", case(float32, (1 << 20, 1), groups=64))
+    yield Timed("e4m3fn, 64 groups to 16", case(float8_e4m3fn, (16384, 7161), groups=64))
+    for label, block, scales in (("1×128 f32", (1, 128), float32), ("1×32 E8M0", (1, 32), float8_e8m0fnu)):
+        yield Timed(f"e4m3 and {label} scales, 64 groups to 16",
+                    case(float8_e4m3fn, _TIMED_SHAPE, groups=64, block=block, scales=scales))
+
+
+def _moves(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
+    """x is read, and all rows are written."""
+    return nbytes(arguments[0][0], *written.values())
+
+
+def _unpad_moves(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
+    """Rows that are no padding are read and written."""
+    return 2 * nbytes(*written.values())
+
+
 register(
     Registration("pad_groups", pad.pad_groups, reference.pad_groups, _pad_inputs, _pad_cases,
                  "adds rows of zeros to each group, up to a multiple of 16, 32, 128, …",
-                 programs=(pad.variants,)),
+                 programs=(pad.variants,), timed=_timed_pad, moves=_moves),
     Registration("unpad_groups", pad.unpad_groups, reference.unpad_groups, _unpad_inputs, _unpad_cases,
                  "removes the rows that `pad_groups` added",
-                 programs=(pad.variants,)),
+                 programs=(pad.variants,), timed=functools.partial(_timed, "unpad_groups"),
+                 moves=_unpad_moves),
     Registration("sort_chunks", pad.sort_chunks, reference.sort_chunks, _sort_inputs, _sort_cases,
                  "copies chunks of rows in another order",
-                 programs=(pad.variants,)),
+                 programs=(pad.variants,), timed=functools.partial(_timed, "sort_chunks"), moves=_moves),
 )

@@ -3,6 +3,7 @@ say how they are routed (see cases.moe.route)."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from ... import reference
+from ...arrays import asarray
 from ...formats import INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float16, float32
 from ...layouts import scale_shape
 from ...ops.moe import permute
 from ...results import Scaled
 from ...routing import Routing
-from ..base import Case, source, values
-from ..registry import Arguments, Registration, register
+from ..base import Case, maker, nbytes, source, values
+from ..registry import Arguments, Registration, Timed, register
 from .route import routing
 
 _ROUTED: tuple[dict[str, Any], ...] = (
@@ -41,7 +43,7 @@ _SHAPES: tuple[tuple[int, ...], ...] = (
 def _routed(case: Case) -> tuple[Routing, dict[str, Any]]:
     """(the routing of the case's tokens, its other options)."""
     options = dict(case.options)
-    names = options.keys() & {"topk", "experts", "kind", "align", "form"}
+    names = options.keys() & {"topk", "experts", "kind", "align", "form", "rows"}
     taken = {name: options.pop(name) for name in names}
     return routing(case.shape[0], **taken), options
 
@@ -62,7 +64,7 @@ def _inputs(case: Case) -> Arguments:
     block = options.get("block")
     if block is not None:
         scale_inv = values("bits", scale_shape(case.shape, block, "compact"), options["scales"], 1)
-        x = Scaled(x, scale_inv, case.shape, False, block, "compact")
+        x = Scaled(x, asarray(scale_inv, like=x), case.shape, False, block, "compact")
     return (x, routes), _probs(routes, options.get("probs"), "bits")
 
 
@@ -145,19 +147,76 @@ def _unpermute_backward_cases() -> Iterator[Case]:
     yield Case("unpermute_backward", bfloat16, (3, 24_579), "normal", options={**_ROUTED[0], "probs": "slot"})
 
 
+#: The layer of timed calls: 64 experts, 8 for each of 8192 tokens.
+_LAYER: dict[str, Any] = {"topk": 8, "experts": 64, "kind": "distinct"}
+_TOKENS = (8192, 7168)
+
+
+def _timed() -> Iterator[Timed]:
+    case = functools.partial(maker("permute"), **_LAYER)
+    blocks: dict[str, Any] = {"block": (1, 128), "scales": float32}
+    mx: dict[str, Any] = {"block": (1, 32), "scales": float8_e8m0fnu}
+    for align, label in ((1, ""), (16, ", to 16")):
+        yield Timed(f"bf16{label}", case(bfloat16, _TOKENS, align=align))
+        yield Timed(f"e4m3fn, 1x128{label}", case(float8_e4m3fn, _TOKENS, align=align, **blocks))
+        yield Timed(f"e4m3fn, MX{label}", case(float8_e4m3fn, _TOKENS, align=align, **mx))
+    yield Timed("bf16, to 16, probs", case(bfloat16, _TOKENS, align=16, probs="slot"))
+    yield Timed("bf16, half a tail", case(bfloat16, _TOKENS, rows=2 * 8 * 8192))
+    yield Timed("bf16, to 16", case(bfloat16, (64, 7168), align=16))
+
+
+def _timed_unpermute() -> Iterator[Timed]:
+    case = functools.partial(maker("unpermute", "normal"), **_LAYER)
+    yield Timed("bf16, probs", case(bfloat16, _TOKENS, probs="slot"))
+    yield Timed("bf16", case(bfloat16, _TOKENS))
+    yield Timed("bf16, probs", case(bfloat16, (64, 7168), probs="slot"))
+
+
+def _timed_permute_backward() -> Iterator[Timed]:
+    case = functools.partial(maker("permute_backward", "normal"), **_LAYER)
+    yield Timed("bf16, probs", case(bfloat16, _TOKENS, probs="slot"))
+
+
+def _timed_unpermute_backward() -> Iterator[Timed]:
+    case = functools.partial(maker("unpermute_backward", "normal"), **_LAYER)
+    for align, label in ((1, ""), (16, ", to 16")):
+        yield Timed(f"bf16{label}", case(bfloat16, _TOKENS, align=align, probs="slot"))
+
+
+def _moves(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
+    """Tokens and probs are read, and rows are written. The routing is not counted."""
+    (x, _), options = arguments
+    return nbytes(x, options.get("probs"), *written.values())
+
+
+def _moves_of_sums(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
+    """Each token's rows are read, and tokens are written. Probs, their gradients and the routing are not
+    counted."""
+    (rows, _), _ = arguments
+    return nbytes(rows, written.get("result", written.get("[0].result")))
+
+
+def _unpermute_backward_moves(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
+    """The gradient and each token's rows are read, and all rows are written. Probs, their gradients and the
+    routing are not counted."""
+    (grad, _, routes), _ = arguments
+    return nbytes(grad) * (1 + routes.topk) + nbytes(written["[0].result"])
+
+
 register(
     Registration("permute", permute.permute, reference.permute, _inputs, _cases,
                  "copies tokens to their experts' rows, with scales and probs",
-                 programs=(permute.variants,)),
+                 programs=(permute.variants,), timed=_timed, moves=_moves),
     Registration("unpermute", permute.unpermute, reference.unpermute, _unpermute_inputs, _unpermute_cases,
                  "sums each token's rows, weighted by probs, in a fixed order",
-                 programs=(permute.variants,)),
+                 programs=(permute.variants,), timed=_timed_unpermute, moves=_moves_of_sums),
     Registration("permute_backward", permute.permute_backward, reference.permute_backward,
                  _permute_backward_inputs, _permute_backward_cases,
                  "the gradients of permuted tokens and probs",
-                 programs=(permute.variants,)),
+                 programs=(permute.variants,), timed=_timed_permute_backward, moves=_moves_of_sums),
     Registration("unpermute_backward", permute.unpermute_backward, reference.unpermute_backward,
                  _unpermute_backward_inputs, _unpermute_backward_cases,
                  "the gradients of rows and probs",
-                 programs=(permute.variants,)),
+                 programs=(permute.variants,), timed=_timed_unpermute_backward,
+                 moves=_unpermute_backward_moves),
 )

@@ -11,8 +11,8 @@ import numpy as np
 from ... import reference
 from ...ops.moe import route
 from ...routing import Routing
-from ..base import Case, laid_out
-from ..registry import Arguments, Registration, register
+from ..base import Case, laid_out, maker, nbytes
+from ..registry import Arguments, Registration, Timed, register
 
 _INT32, _INT64, _BOOL = np.dtype(np.int32), np.dtype(np.int64), np.dtype(bool)
 #: Where routes go. 'any': to any expert, also twice to one, or nowhere; 'distinct': to different ones; 'one':
@@ -45,11 +45,12 @@ def mask(tokens: int, experts: int, most: int, kind: str = "any", seed: int = 0)
 
 
 def routing(tokens: int, topk: int, experts: int, kind: str = "any", align: int = 1,
-            form: str = "indices") -> Routing:
+            form: str = "indices", rows: int | None = None) -> Routing:
     """The reference's routing. form: the kind of assignment: 'indices', a 'mask' with at most topk experts
     for a token, or a 'mask of any' number of them."""
     if form == "indices":
-        return reference.route(indices(tokens, topk, experts, kind), num_experts=experts, align=align)
+        return reference.route(indices(tokens, topk, experts, kind), num_experts=experts, align=align,
+                               rows=rows)
     chosen = mask(tokens, experts, topk, kind)
     return reference.route(chosen, topk=topk, align=align) if form == "mask" else reference.route(
         chosen, rows=tokens * topk + experts * (align - 1), align=align)
@@ -113,6 +114,23 @@ def _cases() -> Iterator[Case]:
         yield case(_BOOL, 100, 10, "any", layout, topk=4)
 
 
+def _timed() -> Iterator[Timed]:
+    case = maker("route")
+    for tokens, topk, experts, align in ((8192, 8, 64, 1), (8192, 8, 64, 16), (8192, 8, 256, 128),
+                                         (128, 8, 64, 16), (65536, 8, 64, 1)):
+        yield Timed(f"top {topk} of {experts} to {align}",
+                    case(_INT32, (tokens, topk), num_experts=experts, align=align, kind="distinct"))
+    yield Timed("mask, top 8 of 64 to 1", case(_BOOL, (8192, 64), topk=8))
+
+
+def _moves(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
+    """The assignment is read, and maps between routes and rows are written. Sizes and offsets of groups
+    are not counted."""
+    (assignment,), _ = arguments
+    groups = ("splits", "aligned_splits", "offsets")
+    return nbytes(assignment, *(a for name, a in written.items() if name not in groups))
+
+
 register(Registration("route", route.route, reference.route, _inputs, _cases,
                       "finds the rows of each token, sorted by expert",
-                      programs=(route.variants,)))
+                      programs=(route.variants,), timed=_timed, moves=_moves))

@@ -6,12 +6,23 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
+import numpy as np
+
 from ... import reference
-from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e5m2, float16, float32
+from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e5m2, float16, float32
 from ...ops.quantize import blocks
 from ...options import BLOCK_PROFILES, BLOCK_SCALE_LAYOUTS, BLOCKS
-from ..base import ALIGNED_MATRIX, DIRECTIONS, MATRIX, Case, array_alone, maker
-from ..registry import Registration, register
+from ..base import (
+    ALIGNED_MATRIX,
+    DIRECTIONS,
+    MATRIX,
+    TIMED_MATRICES,
+    TIMED_MATRIX,
+    Case,
+    array_alone,
+    maker,
+)
+from ..registry import Registration, Timed, register
 
 _ROW, _COLUMN, _BOTH, _AS_IS = DIRECTIONS
 _COLUMN_AS_IS = {**_COLUMN, "transposed": False}
@@ -94,6 +105,32 @@ def _row_and_column_cases(case: Callable[..., Case]) -> Iterator[Case]:
         yield case(bfloat16, (133, 259), values, **direction, **_SQUARE, **_VLLM)
 
 
+def _timed() -> Iterator[Timed]:
+    case = maker("quantize_block", "normal")
+
+    def timed(name: str, shape: tuple[int, ...], *options: dict[str, Any],
+              dtype: np.dtype[Any] = bfloat16) -> Timed:
+        merged = {name: value for given in options for name, value in given.items()}
+        return Timed(f"{FORMATS[dtype].tag}→e4m3 {name}", case(dtype, shape, **merged))
+
+    for shape in TIMED_MATRICES:
+        yield timed("1×128 row", shape, _ROW)
+        yield timed("1×128 row compact", shape, _ROW, _COMPACT)
+        yield timed("128×1 column", shape, _COLUMN)
+        yield timed("1×128 both", shape, _BOTH)
+        yield timed("128×128 row", shape, _ROW, _SQUARE)
+        yield timed("128×128 both", shape, _BOTH, _SQUARE)
+    yield timed("1×128 both compact", TIMED_MATRIX, _BOTH, _COMPACT)
+    yield timed("128×128 column", TIMED_MATRIX, _COLUMN, _SQUARE)
+    for profile in ("deepgemm", "vllm"):
+        yield timed(f"1×128 row {profile}", TIMED_MATRIX, _ROW, {"profile": profile})
+    yield timed("1×32 row", TIMED_MATRIX, _ROW, {"block": (1, 32)})
+    for dtype in (float32, float16):
+        yield timed("1×128 row", TIMED_MATRIX, _ROW, dtype=dtype)
+        yield timed("128×1 column", TIMED_MATRIX, _COLUMN, dtype=dtype)
+        yield timed("1×128 both", TIMED_MATRIX, _BOTH, dtype=dtype)
+
+
 register(Registration("quantize_block", blocks.quantize_block, reference.quantize_block, array_alone, _cases,
                       "FP8 in blocks (1×128, 128×128, rows, …) with float32 scales",
-                      programs=(blocks.variants,)))
+                      programs=(blocks.variants,), timed=_timed))

@@ -16,12 +16,17 @@ from ...formats import INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float
 from ...grouped import Grouped
 from ...ops.quantize import grouped
 from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
-from ..base import DIRECTIONS, Case, maker, poison, source
+from ..base import DIRECTIONS, Case, maker, nbytes, poison, source
 from ..groups import sizes
-from ..registry import Arguments, Registration, register
+from ..registry import Arguments, Registration, Timed, register
 
 #: The directions: row-wise, column-wise, and both.
 _DIRECTIONS: tuple[dict[str, bool], ...] = ({}, {"rowwise": False, "columnwise": True}, {"columnwise": True})
+_BOTH: dict[str, Any] = _DIRECTIONS[2]
+#: Recipes of timed calls.
+_BLOCKS: dict[str, Any] = {"family": "block"}
+_MX: dict[str, Any] = {"family": "mx", "scale_layout": "swizzled"}
+_WHOLE_ROWS: dict[str, Any] = {"family": "block", "block": (1, None), "scale_layout": "compact"}
 _SMALL = ((1, 1), (0, 8), (5, 0), (1, 300), (300, 1))
 
 
@@ -35,8 +40,9 @@ def _inputs(case: Case) -> Arguments:
     recipe = _in_blocks(options)
     if recipe is None and rule is None:
         options["scales"] = np.exp2(rng.uniform(-4, 6, number)).astype(np.float32)
+    starts = np.array(options.pop("starts", (0, 1e-3, 1e30)), np.float32)
     if recipe is None and options.pop("with_amax", True):
-        options["amax"] = rng.choice(np.array([0, 1e-3, 1e30], np.float32), number)
+        options["amax"] = rng.choice(starts, number)
     if options.pop("with_offsets", False):
         options["offsets"] = np.concatenate([[0], np.cumsum(splits, dtype=np.int64)]) * case.shape[1]
     if recipe is None:
@@ -61,7 +67,7 @@ def _group_quantize(x: Array, splits: Array, recipe: Any, *, amax: Array | None 
     `align` the op writes its splits.)"""
     if out is not None and options.get("align", 1) > 1:
         poison(out.splits)
-    elif out is not None:
+    elif out is not None and out.splits is not splits:
         bits(out.splits)[...] = bits(splits)
         splits = out.splits
         if offsets is not None:
@@ -266,6 +272,48 @@ def _padded_cases(case: Callable[..., Case]) -> Iterator[Case]:
         yield case(bfloat16, (64, 16), groups=4, sizes="even", align=16, columnwise=True, **family)
 
 
+def _timed() -> Iterator[Timed]:
+    for shape in ((64 * 2048, 5120), (64 * 4096, 7168)):
+        yield from _timed_per_tensor(shape)
+        yield from _timed_in_blocks(shape)
+    yield _timed_row("both, ragged, 64 groups padded to 128", (64 * 2048, 5120), **_BOTH, align=128,
+                     with_amax=False)
+    yield _timed_row("MX both, ragged, 64 groups padded to 128", (64 * 2048, 5120), **_BOTH, **_MX, align=128)
+
+
+def _timed_row(label: str, shape: tuple[int, int], division: str = "ragged", **options: Any) -> Timed:
+    case = maker("group_quantize", "normal")
+    return Timed(f"bf16→e4m3 {label}", case(bfloat16, shape, groups=64, sizes=division, **options))
+
+
+def _timed_per_tensor(shape: tuple[int, int]) -> Iterator[Timed]:
+    amaxes: dict[str, Any] = {"starts": (0,)}                       # the amaxes that are raised
+    yield _timed_row("both, 64 groups", shape, "even", **_BOTH, **amaxes)
+    yield _timed_row("both, ragged, 64 groups", shape, **_BOTH, **amaxes)
+    yield _timed_row("both, ragged in multiples of 16, 64 groups", shape, "aligned", **_BOTH, **amaxes)
+    yield _timed_row("row, 64 groups", shape, "even", **amaxes)
+    yield _timed_row("current both, 64 groups", shape, "even", current=(), **_BOTH, **amaxes)
+    yield _timed_row("current row, 64 groups", shape, "even", current=(), **amaxes)
+
+
+def _timed_in_blocks(shape: tuple[int, int]) -> Iterator[Timed]:
+    for name, options in (("1×128", _BLOCKS), ("MX", _MX), ("whole rows", _WHOLE_ROWS)):
+        yield _timed_row(f"{name} both, ragged, 64 groups", shape, **options, **_BOTH)
+        yield _timed_row(f"{name} row, ragged, 64 groups", shape, **options)
+    yield _timed_row("1×128 both, ragged in multiples of 16, 64 groups", shape, "aligned", **_BLOCKS, **_BOTH)
+
+
+def _moves(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
+    """x is read, and codes and scales are written. Scales of whole rows or groups, and the padding of other
+    scales, are not counted. Whole rows and columns read x twice, of which one is counted."""
+    (x, _, recipe), _ = arguments
+    rows, columns = getattr(recipe, "block", (1, None))
+    codes = nbytes(*(written[name] for name in ("rowwise", "columnwise") if name in written))
+    bytes_of_scale = 1 if isinstance(recipe, MXScaling) else 4
+    scales = bytes_of_scale * codes // (rows * columns) if rows and columns else 0
+    return nbytes(x) + codes + scales
+
+
 register(Registration("group_quantize", _group_quantize, _reference, _inputs, _cases,
                       "quantises each group of rows as a tensor of its own",
-                      programs=(grouped.variants,)))
+                      programs=(grouped.variants,), timed=_timed, moves=_moves))

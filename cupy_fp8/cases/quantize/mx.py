@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
 
 from ... import reference
-from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
+from ...formats import (
+    FORMATS,
+    FP8_DTYPES,
+    INPUT_DTYPES,
+    bfloat16,
+    float8_e4m3fn,
+    float8_e5m2,
+    float16,
+    float32,
+)
 from ...ops.quantize import mx
 from ...options import MX_MODES, MX_PROFILES, MX_SCALE_LAYOUTS
-from ..base import DIRECTIONS, MATRIX, Case, array_alone, maker
-from ..registry import Registration, register
+from ..base import DIRECTIONS, MATRIX, TIMED_MATRICES, TIMED_MATRIX, Case, array_alone, maker
+from ..registry import Registration, Timed, register
 
 MX_DIRECTIONS = (*({**d, "transposed": False} for d in DIRECTIONS[:3]),
                  *({**d, "transposed": True} for d in DIRECTIONS[1:3]))
@@ -75,5 +88,40 @@ def _rule_cases(case: Callable[..., Case]) -> Iterator[Case]:
         yield case(float32, shape, "normal", dtype=float8_e4m3fn, scale_layout="swizzled")
 
 
+#: Experts' weights of shape (N, K), quantised along N.
+_EXPERTS = ((8192, 5120), (5120, 8192), (2048, 7168))
+#: The directions of timed calls, by what their labels say.
+_TIMED = {"row": MX_DIRECTIONS[0], "column": MX_DIRECTIONS[1], "column stored transposed": MX_DIRECTIONS[3],
+          "both": MX_DIRECTIONS[2], "both, column stored transposed": MX_DIRECTIONS[4]}
+
+
+def _timed() -> Iterator[Timed]:
+    case = maker("quantize_mx", "normal")
+
+    def timed(name: str, shape: tuple[int, ...], dtype: np.dtype[Any] = bfloat16, more: str = "",
+              **options: Any) -> Timed:
+        return Timed(f"{FORMATS[dtype].tag}→e4m3 {name}{more}",
+                     case(dtype, shape, **_TIMED[name], **options))
+
+    for shape in TIMED_MATRICES:
+        for name in _TIMED:
+            yield timed(name, shape)
+        yield timed("row", shape, more=" floor", mode="floor")
+        yield timed("row", shape, more=" swizzled", scale_layout="swizzled")
+    for name in ("column", "both"):
+        yield timed(name, TIMED_MATRIX, more=" swizzled", scale_layout="swizzled")
+    yield timed("row", TIMED_MATRIX, more=" torchao", profile="torchao")
+    for dtype in (float32, float16):
+        for name in _TIMED:
+            yield timed(name, TIMED_MATRIX, dtype)
+    for experts, count in product(_EXPERTS, (1, 2, 4, 8, 16, 64)):
+        for name in ("column", "column stored transposed"):
+            yield timed(name, (count, *experts))
+    for name in ("column", "column stored transposed"):
+        yield Timed(f"bf16→e4m3 {name}, N fastest",
+                    case(bfloat16, (8, *_EXPERTS[0]), "normal", "strided", **_TIMED[name]))
+
+
 register(Registration("quantize_mx", mx.quantize_mx, reference.quantize_mx, array_alone, _cases,
-                      "MXFP8: blocks of 32 with E8M0 scales", programs=(mx.variants,)))
+                      "MXFP8: blocks of 32 with E8M0 scales", programs=(mx.variants,),
+                      timed=_timed))

@@ -10,13 +10,22 @@ from typing import Any
 import numpy as np
 
 from ... import reference
-from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
+from ...formats import (
+    FORMATS,
+    FP8_DTYPES,
+    INPUT_DTYPES,
+    bfloat16,
+    float8_e4m3fn,
+    float8_e5m2,
+    float16,
+    float32,
+)
 from ...ops.quantize import bias_gradient, swiglu
 from ...options import BLOCK_PROFILES, BLOCK_SCALE_LAYOUTS, MX_MODES, MX_PROFILES, MX_SCALE_LAYOUTS
 from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
-from ..base import DIRECTIONS, Case, maker, source, values
+from ..base import DIRECTIONS, TIMED_MATRICES, TIMED_MATRIX, Case, maker, nbytes, source, values
 from ..groups import sizes
-from ..registry import Arguments, Registration, register
+from ..registry import Arguments, Registration, Timed, register
 
 _BOTH = DIRECTIONS[2]
 #: How many experts have biases of their own, for 133 rows. Some are empty; there is one, or more than rows,
@@ -51,10 +60,13 @@ def _inputs(case: Case) -> Arguments:
     options = dict(case.options)
     rows, width = case.shape
     experts = options.pop("experts", None)
+    if isinstance(options.get("scale"), tuple):                 # an array that a GPU reads
+        options["scale"] = np.array(options["scale"], np.float32)
     of_bias = (width,) if experts is None else (experts, width)
     if experts is not None:
         wide = not options.pop("narrow", False)
-        options["splits"] = sizes(rows - rows // 8, experts).astype(np.int64 if wide else np.int32)
+        rows_of_experts = rows - options.pop("spare", rows // 8)
+        options["splits"] = sizes(rows_of_experts, experts).astype(np.int64 if wide else np.int32)
     for name, shape, dtype, seed in (("probs", (rows,), float32, 1), ("bias", of_bias, case.dtype, 2)):
         if name in options:
             kind = options[name]
@@ -251,12 +263,73 @@ def _option_cases(case: Callable[..., Case]) -> Iterator[Case]:
         yield case(float16, shape, "normal", recipe=MXScaling(scale_layout="swizzled"), **_BOTH)
 
 
+_PER_TENSOR: dict[str, Any] = {"recipe": DelayedScaling(), "scale": (4.0,)}
+_BLOCKS: dict[str, Any] = {"recipe": BlockScaling()}
+_MX: dict[str, Any] = {"recipe": MXScaling()}
+#: The layer of gpt-oss, by what its labels say: one bias for all rows, or one for each expert.
+_OF_GPT_OSS: dict[str, dict[str, Any]] = {
+    label: {"form": "gpt_oss", "clamp": 7.0, "interleaved": True, "bias": "normal", **experts}
+    for label, experts in (("gpt-oss", {}), ("gpt-oss, biases of 32 experts", {"experts": 32, "spare": 0}))}
+_GPT_OSS_SHAPE = (16384, 2880)
+
+
+def _timed_row(op: str) -> Callable[..., Timed]:
+    """Returns timed(label, shape of y, dtype, **options)."""
+    case = maker(op, "normal")
+
+    def timed(label: str, shape: tuple[int, int], dtype: np.dtype[Any] = bfloat16, **options: Any) -> Timed:
+        x = case(dtype, (shape[0], 2 * shape[1]), **options)
+        return Timed(f"{FORMATS[dtype].tag}→e4m3 {label}", x, shape)
+
+    return timed
+
+
+def _timed() -> Iterator[Timed]:
+    timed = _timed_row("swiglu_quantize")
+    for shape in TIMED_MATRICES:
+        yield timed("per tensor row", shape, **_PER_TENSOR)
+        yield timed("per tensor both", shape, **_PER_TENSOR, **_BOTH)
+        yield timed("1×128 row weighted", shape, **_BLOCKS, **_WEIGHTED)
+        yield timed("1×128 both weighted", shape, **_BLOCKS, **_WEIGHTED, **_BOTH)
+        yield timed("MX row", shape, **_MX)
+        yield timed("MX both", shape, **_MX, **_BOTH)
+    yield from _timed_gpt_oss(timed)
+    yield timed("1×128 row clamped", TIMED_MATRIX, **_BLOCKS, clamp=7.0)
+    yield timed("current row", TIMED_MATRIX, recipe=CurrentScaling(pow2_scale=True))
+    for dtype in (float32, float16):
+        yield timed("per tensor row", TIMED_MATRIX, dtype, **_PER_TENSOR)
+        yield timed("1×128 row weighted", TIMED_MATRIX, dtype, **_BLOCKS, **_WEIGHTED)
+
+
+def _timed_backward() -> Iterator[Timed]:
+    timed = _timed_row("swiglu_backward_quantize")
+    for shape in TIMED_MATRICES[1:3]:
+        yield timed("per tensor row", shape, **_PER_TENSOR)
+        yield timed("per tensor both", shape, **_PER_TENSOR, **_BOTH)
+        yield timed("1×128 row weighted", shape, **_BLOCKS, **_WEIGHTED)
+        yield timed("1×128 both weighted", shape, **_BLOCKS, **_WEIGHTED, **_BOTH)
+        yield timed("MX both", shape, **_MX, **_BOTH)
+    yield from _timed_gpt_oss(timed)
+
+
+def _timed_gpt_oss(timed: Callable[..., Timed]) -> Iterator[Timed]:
+    for label, options in _OF_GPT_OSS.items():
+        yield timed(f"per tensor both {label}", _GPT_OSS_SHAPE, **_PER_TENSOR, **_BOTH, **options)
+        yield timed(f"MX both {label}", _GPT_OSS_SHAPE, **_MX, **_BOTH, **options)
+
+
+def _moves(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
+    """x (and the gradient) are read, and codes and scales are written. Probs and biases are not counted."""
+    arrays, _ = arguments
+    return nbytes(*arrays[:-1], *(a for name, a in written.items() if name != "[1].result"))
+
+
 register(
     Registration("swiglu_quantize", swiglu.swiglu_quantize, reference.swiglu_quantize, _inputs, _cases,
                  "SwiGLU, quantised without a rounding in between",
-                 programs=(swiglu.variants,)),
+                 programs=(swiglu.variants,), timed=_timed, moves=_moves),
     Registration("swiglu_backward_quantize", _backward, _backward_reference, _backward_inputs,
                  _backward_cases,
                  "the gradients of SwiGLU, quantised",
-                 programs=(swiglu.variants, bias_gradient.variants)),
+                 programs=(swiglu.variants, bias_gradient.variants), timed=_timed_backward, moves=_moves),
 )

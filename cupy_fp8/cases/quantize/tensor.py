@@ -8,11 +8,25 @@ from typing import Any
 import numpy as np
 
 from ... import reference
-from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e5m2, float32
+from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e5m2, float16, float32
 from ...ops.quantize import bias_gradient, tensor, tensor_current
 from ...ops.scales import amax
-from ..base import ALIGNED_MATRIX, DIRECTIONS, MATRIX, SCALES, SHAPES, Case, maker, source
-from ..registry import Arguments, Registration, register
+from ..base import (
+    ALIGNED_MATRIX,
+    DIRECTIONS,
+    MATRIX,
+    SCALES,
+    SHAPES,
+    TIMED_MATRICES,
+    TIMED_MATRIX,
+    Case,
+    maker,
+    nbytes,
+    source,
+)
+from ..registry import Arguments, Registration, Timed, register
+
+_COLUMN = DIRECTIONS[1]
 
 
 def _inputs(case: Case) -> Arguments:
@@ -87,12 +101,45 @@ def _cast_transpose_cases() -> Iterator[Case]:
                 yield case(dtype, ALIGNED_MATRIX, dtype=to, amax=0.0, dbias=dbias)
 
 
+def _timed() -> Iterator[Timed]:
+    case = maker("quantize_tensor", "normal")
+    for shape in TIMED_MATRICES:
+        yield Timed("bf16→e4m3 row +amax", case(bfloat16, shape, amax=0.0))
+        yield Timed("bf16→e4m3 column +amax", case(bfloat16, shape, amax=0.0, **_COLUMN))
+        yield Timed("bf16→e4m3 row +amax +dbias", case(bfloat16, shape, amax=0.0, dbias=True))
+        yield Timed("bf16→e4m3 current row", case(bfloat16, shape, scale=None))
+    for source_dtype in (float32, float16):
+        name = FORMATS[source_dtype].tag
+        yield Timed(f"{name}→e5m2 row +amax", case(source_dtype, TIMED_MATRIX, amax=0.0, dtype=float8_e5m2))
+        yield Timed(f"{name}→e4m3 column +amax", case(source_dtype, TIMED_MATRIX, amax=0.0, **_COLUMN))
+
+
+def _timed_cast_transpose() -> Iterator[Timed]:
+    case = maker("cast_transpose", "normal")
+    for shape in TIMED_MATRICES:
+        yield Timed("bf16→e4m3 +amax", case(bfloat16, shape, amax=0.0))
+        yield Timed("bf16→e4m3 +amax +dbias", case(bfloat16, shape, amax=0.0, dbias=True))
+        yield Timed("bf16→e4m3 current", case(bfloat16, shape, scale=None))
+    for source_dtype in (float32, float16):
+        name = FORMATS[source_dtype].tag
+        yield Timed(f"{name}→e4m3 +amax", case(source_dtype, TIMED_MATRIX, amax=0.0))
+        yield Timed(f"{name}→e4m3 +amax +dbias", case(source_dtype, TIMED_MATRIX, amax=0.0, dbias=True))
+
+
+def _moves(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
+    """x is read, and codes are written. A bias gradient is too short to count."""
+    (x, _), _ = arguments
+    return nbytes(x, *(a for name, a in written.items() if name != "dbias"))
+
+
 _PROGRAMS = (tensor.variants, tensor_current.variants, bias_gradient.variants, amax.variants)
 
 register(
     Registration("quantize_tensor", tensor.quantize_tensor, reference.quantize_tensor, _inputs, _cases,
-                 "FP8 with one scale, a given one or the tensor's own", programs=_PROGRAMS),
+                 "FP8 with one scale, a given one or the tensor's own",
+                 programs=_PROGRAMS, timed=_timed, moves=_moves),
     Registration("cast_transpose", tensor.cast_transpose, reference.cast_transpose, _inputs,
                  _cast_transpose_cases,
-                 "`quantize_tensor` in both directions, from one read of x", programs=_PROGRAMS),
+                 "`quantize_tensor` in both directions, from one read of x",
+                 programs=_PROGRAMS, timed=_timed_cast_transpose, moves=_moves),
 )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +13,8 @@ from ... import reference
 from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e5m2, float32
 from ...ops.quantize import blocks, grouped_blocks, mx, tensor_list
 from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
-from ..base import Case, laid_out, values
-from ..registry import Arguments, Registration, register
+from ..base import Case, laid_out, nbytes, values
+from ..registry import Arguments, Registration, Timed, register
 
 #: Lists with a few blocks of threads, also with chunked access; with whole patches only; with tails of every
 #: tile and every alignment; empty; with many arrays; with arrays of one shape and several blocks each; with
@@ -36,6 +37,9 @@ BATCHES: dict[str, tuple[tuple[int, ...], ...]] = {
     "batches": ((3, 5, 9), (130, 150), (2, 33, 72), (2, 0, 7)),
     "wide": ((2, 144, 136), (16, 264), (3, 7, 4), (0, 8)),
 }
+#: Experts' weights, that `bench` times. With the small ones, the time for finding each block's matrix shows.
+_WEIGHTS = {f"{number} of {rows}×{columns}": ((rows, columns),) * number for number, rows, columns in (
+    (8, 2048, 5120), (32, 2048, 5120), (64, 2048, 5120), (8, 4096, 7168), (256, 2048, 1408), (128, 256, 256))}
 _SCALES = (0.37, 1.0, 2.0**-130, 0.0, 3e38, float("inf"), float("nan"), -2.0)
 _DIRECTIONS = ((True, False), (False, True), (True, True))
 
@@ -51,14 +55,15 @@ def arrays(case: Case) -> list[np.ndarray]:
 
 
 def _shapes(group: str) -> tuple[tuple[int, ...], ...]:
-    return GROUPS.get(group) or BATCHES.get(group, ())
+    return {**GROUPS, **BATCHES, **_WEIGHTS}[group]
 
 
 def _inputs(case: Case) -> Arguments:
     options = {name: value for name, value in case.options.items() if name != "group"}
     number = case.shape[0]
+    scales = options.pop("values_of_scales", _SCALES)
     if options.pop("scaled", True):
-        options["scales"] = np.resize(np.array(_SCALES, np.float32), number)
+        options["scales"] = np.resize(np.array(scales, np.float32), number)
     start = options.pop("amax", None)
     if start is not None:
         options["amax"] = np.full(number, start, np.float32)
@@ -140,11 +145,41 @@ def _quantize_cases() -> Iterator[Case]:
                         scaled=False)
 
 
+def _timed_row(op: str, label: str, group: str, **options: Any) -> Timed:
+    shapes = _WEIGHTS[group]
+    case = _case(op, bfloat16, group, "normal", **options)
+    return Timed(f"bf16→e4m3 {label}, group", case, (len(shapes), *shapes[0]))
+
+
+def _timed_cast() -> Iterator[Timed]:
+    for group in _WEIGHTS:
+        yield _timed_row("multi_cast_transpose", "+amax", group, amax=0.0, values_of_scales=(0.37,))
+
+
+def _timed() -> Iterator[Timed]:
+    timed = functools.partial(_timed_row, "multi_quantize")
+    own_scales: dict[str, Any] = {"scaled": False}
+    for group in _WEIGHTS:
+        yield timed("current both", group, recipe=CurrentScaling(), columnwise=True, **own_scales)
+    yield timed("row +amax", "32 of 2048×5120", recipe=DelayedScaling(), amax=0.0, values_of_scales=(0.37,))
+    for label, recipe in (("1×128", BlockScaling()), ("MX", MXScaling(scale_layout="swizzled"))):
+        yield timed(f"{label} both", "64 of 2048×5120", recipe=recipe, columnwise=True, **own_scales)
+        yield timed(f"{label} row", "64 of 2048×5120", recipe=recipe, **own_scales)
+    yield timed("MX row", "128 of 256×256", recipe=MXScaling(), **own_scales)
+
+
+def _moves(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
+    """All matrices are read, and codes and the scales of blocks are written."""
+    xs, _ = arguments
+    return nbytes(*xs, *(a for name, a in written.items() if name != "amax"))
+
+
 register(
     Registration("multi_cast_transpose", _cast, _cast_reference, _inputs, _cast_cases,
                  "`cast_transpose` of many matrices, in one launch",
-                 programs=(tensor_list.variants,)),
+                 programs=(tensor_list.variants,), timed=_timed_cast, moves=_moves),
     Registration("multi_quantize", _quantize, _quantize_reference, _inputs, _quantize_cases,
                  "quantises many arrays by any recipe, in one or two launches",
-                 programs=(tensor_list.variants, grouped_blocks.variants, blocks.variants, mx.variants)),
+                 programs=(tensor_list.variants, grouped_blocks.variants, blocks.variants, mx.variants),
+                 timed=_timed, moves=_moves),
 )

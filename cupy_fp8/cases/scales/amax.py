@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ... import reference
-from ...formats import INPUT_DTYPES, bfloat16
+from ...formats import FORMATS, INPUT_DTYPES, bfloat16, float16, float32
 from ...ops.scales import amax
-from ..base import MATRIX, SHAPES, Case, array_alone, maker
-from ..registry import Registration, register
+from ..base import MATRIX, SHAPES, TIMED_MATRICES, TIMED_MATRIX, Case, array_alone, maker
+from ..registry import Registration, Timed, register
 
 
 def _cases() -> Iterator[Case]:
@@ -23,6 +23,14 @@ def _cases() -> Iterator[Case]:
         yield case(bfloat16, shape, "normal")
 
 
+def _timed() -> Iterator[Timed]:
+    case = maker("compute_amax", "normal")
+    for shape in TIMED_MATRICES:
+        yield Timed("bf16", case(bfloat16, shape))
+    for dtype in (float32, float16):
+        yield Timed(FORMATS[dtype].tag, case(dtype, TIMED_MATRIX))
+
+
 register(Registration("compute_amax", amax.compute_amax, reference.compute_amax, array_alone, _cases,
                       "the largest magnitude",
-                      programs=(amax.variants,)))
+                      programs=(amax.variants,), timed=_timed))

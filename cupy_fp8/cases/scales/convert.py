@@ -11,10 +11,10 @@ from ... import reference
 from ...formats import float8_e8m0fnu, float32, int32
 from ...layouts import SCALE_DTYPES, Block, scale_dtype, scale_shape
 from ...ops.scales import convert, swizzle
-from ..base import MATRIX, Case, laid_out, values
-from ..registry import Arguments, Registration, register
+from ..base import MATRIX, TIMED_MATRICES, Case, laid_out, maker, values
+from ..registry import Arguments, Registration, Timed, register
 
-_ROW, _COLUMN, _SQUARE = (1, 128), (128, 1), (128, 128)
+_ROW, _COLUMN, _MX, _SQUARE = (1, 128), (128, 1), (1, 32), (128, 128)
 _SHAPES = ((1, 1), (5, 300), (0, 5), (5, 0), (0, 0), (31, 1000), (33, 129), (4, 640), (127, 4224),
            (300, 4100), (1, 3, 2), (3, 140, 700),
            (3, 0, 4), (0, 9, 9), (2, 2, 5, 260))
@@ -74,6 +74,22 @@ def _cases() -> Iterator[Case]:
         yield case(target, "compact", (20, 500), (None, 1), dtype=float32)
 
 
+#: (block, layouts) of the conversions between a model's quantisers and its matrix products.
+_CONVERSIONS: tuple[tuple[tuple[int, int], str, str], ...] = (
+    (_ROW, "compact", "gemm_ready"), (_ROW, "compact", "deepgemm_sm100"),
+    (_COLUMN, "compact", "deepgemm_sm100"), (_ROW, "gemm_ready", "compact"),
+    (_SQUARE, "compact", "deepgemm_sm100"), (_MX, "compact", "deepgemm_sm100"),
+    (_MX, "swizzled", "deepgemm_sm100"), (_MX, "deepgemm_sm100", "swizzled"))
+
+
+def _timed() -> Iterator[Timed]:
+    case = maker("convert_scales")
+    for shape, (block, source, target) in product(TIMED_MATRICES, _CONVERSIONS):
+        held = float8_e8m0fnu if (source, block) == ("compact", _MX) else SCALE_DTYPES[source][-1]
+        yield Timed(f"{source} → {target}, {block[0]}×{block[1]}",
+                    case(held, shape, source=source, target=target, block=block))
+
+
 register(Registration("convert_scales", convert.convert_scales, reference.convert_scales, _inputs, _cases,
                       "scales of blocks in another layout",
-                      programs=(convert.variants, swizzle.variants)))
+                      programs=(convert.variants, swizzle.variants), timed=_timed))

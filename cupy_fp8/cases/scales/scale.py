@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from ... import reference
 from ...formats import FP8_DTYPES, float8_e4m3fn, float8_e5m2, float32
 from ...ops.scales import scale
-from ..base import MATRIX, SHAPES, Case, array_alone, maker, source, values
-from ..registry import Arguments, Registration, register
+from ..base import MATRIX, SHAPES, Case, array_alone, maker, nbytes, source, values
+from ..registry import Arguments, Registration, Timed, register
 
 
 def _cases() -> Iterator[Case]:
@@ -29,6 +31,12 @@ def _cases() -> Iterator[Case]:
         yield case(float32, shape, pow2_scale=True)
     for layout in ("offset", "strided"):
         yield case(float32, (40, 72), "bits", layout)
+
+
+def _timed() -> Iterator[Timed]:
+    case = maker("compute_scale", "normal")
+    for shape in ((1, 512), (4096, 4096)):
+        yield Timed("f32", case(float32, shape))
 
 
 def _update_inputs(case: Case) -> Arguments:
@@ -66,12 +74,26 @@ def _update_cases() -> Iterator[Case]:
     yield case(float32, (40, 70), "normal", "offset", **e4m3)
 
 
+def _timed_update() -> Iterator[Timed]:
+    case = maker("update_delayed_scaling", "normal")
+    for shape in ((16, 512), (1024, 1), (1024, 10_000)):
+        yield Timed("history × tensors", case(float32, shape, dtype=float8_e4m3fn))
+        yield Timed("history × tensors, reduced amax",
+                    case(float32, shape, dtype=float8_e4m3fn, amax="normal"))
+
+
+def _update_moves(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
+    """The history is read and written. The scales of each tensor are not counted."""
+    return 2 * nbytes(written["history"])
+
+
 register(
     Registration("compute_scale", scale.compute_scale, reference.compute_scale, array_alone, _cases,
                  "the scale that an amax calls for",
-                 programs=(scale.variants,)),
+                 programs=(scale.variants,), timed=_timed),
     Registration("update_delayed_scaling", scale.update_delayed_scaling, reference.update_delayed_scaling,
                  _update_inputs, _update_cases,
                  "rolls amax histories and finds the next scales",
-                 programs=(scale.variants,), updates=("history", "scale")),
+                 programs=(scale.variants,), updates=("history", "scale"),
+                 timed=_timed_update, moves=_update_moves),
 )

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from ... import reference
-from ...arrays import Array, empty, empty_like
+from ...arrays import Array, contiguous, empty, empty_like
 from ...formats import float8_e8m0fnu
 from ...layouts import swap_last
 from ...ops.scales import swizzle
-from ..base import MATRIX, Case, maker, poison, source
+from ..base import MATRIX, TIMED_MATRICES, Case, maker, nbytes, poison, source
 from ..groups import sizes
-from ..registry import Arguments, Registration, register
+from ..registry import Arguments, Registration, Timed, register
 
 _SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (0, 0), (31, 3), (33, 4), (127, 6), (128, 4), (129, 5),
            (256, 32), (257, 33), (31, 130),
@@ -29,7 +29,7 @@ _GROUPED = ((300, 1), (700, 4), (90, 40), (5, 64), (1500, 300), (0, 3), (0, 0))
 def _stored(s: np.ndarray, stored: str) -> np.ndarray:
     """Scales as an op gets them: 'rows' are [lines, blocks]; 'columns' are a view of an array [blocks,
     lines]."""
-    return s if stored == "rows" else np.ascontiguousarray(s.swapaxes(-1, -2))
+    return s if stored == "rows" else contiguous(s.swapaxes(-1, -2))
 
 
 def _swizzle(s: Array, *, stored: str = "rows", **options: Any) -> Array:
@@ -110,12 +110,37 @@ def _swizzle_cases() -> Iterator[Case]:
     yield Case("swizzle_scales", float8_e8m0fnu, (160, 48), "bits", "strided")
 
 
+def _timed(op: str) -> Iterator[Timed]:
+    case = functools.partial(maker(op), float8_e8m0fnu)
+    for rows, columns in TIMED_MATRICES:
+        for label, stored in (("row-wise", "rows"), ("column-wise", "columns")):
+            yield Timed(label, case((rows, columns // 32), stored=stored))
+
+
+def _timed_swizzle() -> Iterator[Timed]:
+    yield from _timed("swizzle_scales")
+    case = functools.partial(maker("swizzle_scales"), float8_e8m0fnu)
+    yield Timed("row-wise, 64 groups of rows", case((16384, 8192 // 32), groups=64, axis=0))
+    yield Timed("column-wise, 64 K-groups", case((8192, 16384 // 32), stored="columns", groups=64, axis=1))
+    yield Timed("row-wise, unaligned", case((16384, 90)))
+
+
+def _moves(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
+    """The scales are read and written. Padding of the tiles and of groups is not counted."""
+    return 2 * nbytes(arguments[0][0])
+
+
+def _unswizzle_moves(arguments: Arguments, written: dict[str, np.ndarray]) -> int:
+    return 2 * nbytes(written["result"])
+
+
 register(
     Registration("swizzle_scales", _swizzle, _swizzle_reference, _swizzle_inputs, _swizzle_cases,
                  "E8M0 scales in the tiles that matrix products read",
-                 programs=(swizzle.variants,)),
+                 programs=(swizzle.variants,), timed=_timed_swizzle, moves=_moves),
     Registration("unswizzle_scales", _unswizzle, _unswizzle_reference, _unswizzle_inputs,
                  functools.partial(_cases, "unswizzle_scales"),
                  "swizzled scales as compact ones",
-                 programs=(swizzle.variants,)),
+                 programs=(swizzle.variants,), timed=functools.partial(_timed, "unswizzle_scales"),
+                 moves=_unswizzle_moves),
 )

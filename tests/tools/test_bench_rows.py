@@ -1,0 +1,70 @@
+"""Rows of the benchmark, with small arrays and the stand-in for CuPy: the timed call runs on the CPU, and its
+check finds the bytes of the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import stand_in_arithmetic
+from tiers import first_of_each, needs_host
+
+from cupy_fp8 import bench
+from cupy_fp8.bench import data, generic
+from cupy_fp8.cases import OPS, Case
+from cupy_fp8.cases.covering import record
+
+pytestmark = needs_host
+
+#: Sides of small matrices: several tiles and blocks, and more rows and columns than checks compare.
+_MOST = 512
+_MOST_MATRICES = 2
+
+
+def small(case: Case) -> Case:
+    """The same call with smaller arrays."""
+    *batch, rows, columns = (1, *case.shape)
+    shape = (*(min(n, _MOST_MATRICES) for n in batch), min(rows, _MOST), min(columns, _MOST))
+    options = dict(case.options)
+    if "rows" in options:
+        options["rows"] = options["rows"] * shape[-2] // rows
+    if case.op.startswith("multi_"):                        # a list of matrices
+        return replace(case, shape=(5,), options={**options, "group": "whole"})
+    return replace(case, shape=shape[1:], options=options)
+
+
+def timed() -> Iterator[tuple[str, str, Case]]:
+    """Op, label and small call of each row; one of those that differ by their shapes alone."""
+    for name, op in OPS.items():
+        labels: dict[str, Case] = {}
+        for label, case, _ in op.timed():
+            labels.setdefault(label, case)
+        yield from ((name, label, small(case)) for label, case in labels.items())
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_arithmetic.install(monkeypatch)
+    monkeypatch.setattr(data, "_LARGE", 1 << 17)            # bytes: most first arguments are made on the GPU
+
+
+@pytest.mark.parametrize(("name", "label", "case"), first_of_each(lambda row: row[0], timed()))
+def test_the_timed_call_writes_what_its_check_compares(name, label, case, gpu):
+    op = OPS[name]
+    call, check = generic.make(op, case, bench.compare_functions().get(name))
+    if not op.updates:
+        with pytest.raises((AssertionError, ValueError)):   # nothing is written yet
+            check()
+    call()
+    check()
+
+
+def background_jobs(items, background):
+    """Kernels of the selected rows are compiled beside other tests."""
+    for item in items:
+        if item.originalname == "test_the_timed_call_writes_what_its_check_compares":
+            op, case = (OPS[item.callspec.params["name"]], item.callspec.params["case"])
+            for variant in record(op, cases=[case])[0].variants:
+                yield variant, partial(variant.compile, None)
