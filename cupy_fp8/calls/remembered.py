@@ -71,8 +71,7 @@ class _Repeated:
 
     def __init__(self, call: Call, launches: list[Launch]) -> None:
         self._launches, self._tables, self._owner = launches, call.tables, None
-        self._workspaces = call.workspaces              # of NumPy arrays nobody else keeps them
-        if call.workspaces and not isinstance(call.x, np.ndarray):
+        if call.workspaces:
             self._owner = weakref.ref(owner_of(call.owner))
         for launch in launches:
             launch.keep()

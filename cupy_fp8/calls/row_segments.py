@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 _THREADS = 256
 _SEGMENTS = Kernel("groups/row_segments", "group_find_segments", block=_THREADS)
 _ROWS = Kernel("groups/row_segments", "group_find_rows", block=_THREADS)
-_FEWEST = 64                    # segments, or rows, that a workspace has room for
 _CHUNK_BYTES = 16               # cleared at once
 _MOST_CHUNKS = 4                # that a thread clears where segments are few
 _MANY = 8                       # blocks per multiprocessor from which on a launch of its own pays
@@ -41,8 +40,7 @@ def find_segments(call: Call, rows: int, count: int, groups: Mapping[str, Any],
     `segments`. shifts: base-2 logarithms of the units in which positions of each direction's scales are
     counted. clear: address and bytes, both multiples of 16, of a workspace that the launch fills with zeros.
     """
-    room = max(_FEWEST, 1 << (count - 1).bit_length())      # one workspace serves similar counts
-    at = call.workspace("row_segments", _SEGMENTS.record("RowSegment").size // 4 * room)
+    at = call.workspace("row_segments", _SEGMENTS.record("RowSegment").size // 4 * count)
     clear_at, nbytes = clear
     chunks = nbytes // _CHUNK_BYTES
     grid = max(cdiv(count, _THREADS // 32), cdiv(chunks, _MOST_CHUNKS * _THREADS))
@@ -56,7 +54,7 @@ def find_groups_of_rows(call: Call, groups: Groups, rows: int, tile_rows: int) -
     """Finds the group of each of `rows` rows: u32 words, all ones for rows of no group, up to a whole number
     of tiles of `tile_rows` rows."""
     count = round_up(rows, tile_rows)
-    at = call.workspace("group_rows", max(_FEWEST, 1 << max(0, count - 1).bit_length()))
+    at = call.workspace("group_rows", count)
     splits = groups.members(call.error_word())
     grid = cdiv(count, _THREADS // 32 * _ROWS.constant("kSpan"))
     launch = _ROWS.variant().bind(call.x, grid, splits=splits, rows=rows, all=count, group_of=at)

@@ -6,21 +6,16 @@ reads the table for as long as that result lives. Tables that no graph has captu
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import numpy as np
 
 from .. import backend
 from ..arrays import Array, address, empty_beside
-from ..kernels import capturing, owner_of
+from ..kernels import OwnedMemory, capturing
 
 _MOST = 4                               # tables of a result that no graph has captured
-
-_of_result: dict[int, tuple[weakref.ref[Any], list[Table]]] = {}
 
 
 class Records(bytes):
@@ -74,11 +69,7 @@ def table(result: Array, x: Array, records: Records, in_use: Sequence[Table] = (
     """The table with these records that belongs to `result`, an array that the launches write. ValueError if
     it would have to be made during a capture. in_use: those that the same call will launch, which make no
     room for this one."""
-    owner = result if isinstance(x, np.ndarray) else owner_of(result)
-    entry = _of_result.get(id(owner))
-    if entry is None or entry[0]() is not owner:
-        entry = _of_result[id(owner)] = weakref.ref(owner, functools.partial(_forget, id(owner))), []
-    tables = entry[1]
+    tables = _of_results.of(result)
     found = next((known for known in tables if known.records == records), None)
     if found is None:
         if not isinstance(x, np.ndarray) and capturing(x.data.device_id):
@@ -94,9 +85,9 @@ def table(result: Array, x: Array, records: Records, in_use: Sequence[Table] = (
     return found
 
 
-def _forget(place: int, owner: weakref.ref[Any]) -> None:
-    entry = _of_result.get(place)
-    if entry is not None and entry[0] is owner:
-        del _of_result[place]
-        for each in entry[1]:
-            each.free()
+def _free(tables: list[Table]) -> None:
+    for each in tables:
+        each.free()
+
+
+_of_results: OwnedMemory[list[Table]] = OwnedMemory(list, _free)

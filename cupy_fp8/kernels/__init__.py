@@ -14,11 +14,13 @@ from .device import (
 from .errors import device_errors, error_word
 from .kernel import Kernel, Variant, announce
 from .launch import Launch, recording
-from .workspace import owner_of, workspace
+from .owned import OwnedMemory, owner_of
+from .workspace import room, workspace
 
 __all__ = [
     "Kernel",
     "Launch",
+    "OwnedMemory",
     "Variant",
     "announce",
     "capturing",
@@ -32,6 +34,7 @@ __all__ = [
     "multiprocessors",
     "owner_of",
     "recording",
+    "room",
     "shared_memory_per_block",
     "tensor_map",
     "workspace",

@@ -18,6 +18,7 @@ from perturbed import change_contents, compare, on_host
 from places import Place, every_example
 
 import cupy_fp8 as fp8
+from cupy_fp8.kernels import Launch
 
 workspace = importlib.import_module("cupy_fp8.kernels.workspace")  # the package has a function of that name
 
@@ -89,6 +90,24 @@ def test_threads_that_share_a_stream_do_not_share_a_workspace(monkeypatch):
     assert words() is not theirs
 
 
+def test_calls_of_many_sizes_share_few_workspaces(device, monkeypatch):
+    """A workspace has a power of two of words, since those of a stream are kept until the process ends."""
+    monkeypatch.setattr(Launch, "start", lambda *_: None)
+    before = set(workspace._of_streams)
+    recipe = fp8.BlockScaling(block=(None, 1))
+    for n in range(1, 80):
+        fp8.route(device.array(np.zeros((300 * n, 2), np.int32)), num_experts=n)
+        fp8.splits_to_offsets(device.array(np.zeros(700 * n, np.int64)))
+        x, splits = device.array(np.zeros((n, 8 * n), np.float32)), device.array(np.zeros(n, np.int64))
+        fp8.group_quantize(x, splits, recipe, rowwise=False, columnwise=True)
+    sizes: dict[str, list[int]] = {}
+    for *_, use, words in workspace._of_streams.keys() - before:
+        sizes.setdefault(use, []).append(words)
+    assert {"route", "offsets", "group_amaxes"} <= sizes.keys()
+    assert {words & words - 1 for found in sizes.values() for words in found} == {0}
+    assert max(map(len, sizes.values())) <= 10
+
+
 def test_a_workspace_lives_with_the_memory_it_serves(device):
     """Views come and go between calls, and between capture and replay; the array that owns the memory is what
     counts."""
@@ -96,19 +115,20 @@ def test_a_workspace_lives_with_the_memory_it_serves(device):
     x, results = device.array(np.arange(1000, dtype=np.float32)), cp.zeros(4, np.float32)
     with cp.cuda.Stream(non_blocking=True) as stream:
         fp8.compute_amax(x, out=results[1:2])
-        places = [place for place in workspace._of_array if place[0] == id(results)]
-        assert [place[:2] for place in places] == [(id(results), results.data.ptr + 4)]
-        words = workspace._of_array[places[0]][1]
+        kept = workspace._of_results.of(results)
+        assert [at for at, *_ in kept] == [results.data.ptr + 4]
+        (words,) = kept.values()
         stream.begin_capture()
         fp8.compute_amax(x, out=results[1:2])
         graph = stream.end_capture()
-        assert workspace._of_array[places[0]][1] is words
+        assert list(kept.values()) == [words]
         results.fill(7)
         graph.launch(stream)
         stream.synchronize()
     assert results.get().tolist() == [7, 999, 7, 7]
+    owner = id(results)
     del results
-    assert places[0] not in workspace._of_array
+    assert owner not in workspace._of_results._by_owner
 
 
 def test_workspaces_are_not_inherited_with_an_address(device):
@@ -120,9 +140,8 @@ def test_workspaces_are_not_inherited_with_an_address(device):
         out = cp.ndarray((1,), np.float32, memory)
         for _ in range(2):
             assert fp8.compute_amax(x, out=out).get()[0] == 999
-        owned = [entry for entry in workspace._of_array.values() if entry[0]() is out]
-        assert len(owned) == 1
+        assert len(workspace._of_results.of(out)) == 1
         gone = weakref.ref(out)
-        del out, owned
+        del out
         gc.collect()
         assert gone() is None

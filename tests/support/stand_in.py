@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from cupy_fp8 import backend
-from cupy_fp8.kernels import Variant, errors, launch, tensor_map
+from cupy_fp8.kernels import OwnedMemory, Variant, errors, launch, tensor_map
 from cupy_fp8.ops.quantize import single_read, tensor_current
 
 #: Device numbers that no machine has, since some facts of devices are cached.
@@ -260,8 +260,8 @@ def install(patch: pytest.MonkeyPatch) -> Any:
             (backend, "cupy", lambda: module), (backend, "gpu_problem", lambda: None),
             (backend, "check_device", lambda device: None), (launch, "driver", driver),
             (Variant, "load", _load), (Variant, "compile", lambda variant, device: None),
-            (errors, "_words", {}), (_workspaces, "_of_array", {}),
-            (_workspaces, "_of_stream", {}), (single_read, "_gpu", lambda device: single_read._CPU),
+            (errors, "_words", {}), (_workspaces, "_of_results", OwnedMemory(dict)),
+            (_workspaces, "_of_streams", {}), (single_read, "_gpu", lambda device: single_read._CPU),
             (tensor_current, "_gpu", lambda device: tensor_current._CPU),
             (tensor_map, "_encoded", tensor_map.on_host)):
         patch.setattr(owner, name, value)

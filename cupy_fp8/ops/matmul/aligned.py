@@ -49,9 +49,7 @@ def _copy(call: Call, name: str, view: OperandView, rows: int, k: int) -> tuple[
     if is_aligned(view):
         return [], view
     pitch = round_up(k, _UNIT)
-    # Workspaces of an `out` are kept for each size, so there are few sizes.
-    words = 1 << (rows * pitch // 4 - 1).bit_length()
-    to = address(call.scratch(f"rows of {name}", words))
+    to = address(call.scratch(f"rows of {name}", cdiv(rows * pitch, 4)))
     launch = _KERNEL.variant().bind(
         call.x, grid_size(cdiv(rows, _ROWS_OF_BLOCK), (rows, k)), to=to, rows=rows, row_bytes=k,
         chunks=pitch // _UNIT, **{"from": view.data})

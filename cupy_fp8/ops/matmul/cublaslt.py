@@ -21,6 +21,7 @@ from ...calls.call import Call
 from ...calls.memory import ALLOCATION_ALIGNMENT
 from ...formats import bfloat16, float8_e4m3fn, float8_e5m2, float16, float32
 from ...kernels import capturing, compute_capability
+from ...layouts import cdiv
 from . import library
 from .library import Heuristic, Library, Opaque
 from .operands import Operand, Product, scales_for
@@ -185,10 +186,9 @@ class Plan:
 
     @property
     def workspace_words(self) -> int:
-        """u32 words of workspace, a power of two, so that plans share a few sizes."""
+        """u32 words of workspace."""
         assert self.algorithm is not None
-        words = -(-self.algorithm.workspace_bytes // 4)
-        return 1 << (words - 1).bit_length() if words else 0
+        return cdiv(self.algorithm.workspace_bytes, 4)
 
     def describe(self) -> Opaque:
         """A new description, without the addresses."""

@@ -34,7 +34,6 @@ _SEGMENT_ROWS, _SHARE, _THREADS = 32, 8192, 256         # SegmentOfRows of the k
 _ROWS = Kernel("quantize/grouped_rows_columns", "group_quantize_rows", block=_THREADS)
 _CHUNK_BYTES, _WARP = 16, 32
 _FIND, _QUANTIZE = 0, 1                                 # passes of the kernel of whole columns
-_FEWEST = 64                                            # amaxes that a workspace has room for, at least
 
 
 @functools.lru_cache(maxsize=256)
@@ -161,8 +160,7 @@ def _amaxes(call: Call, inputs: Inputs, axes: tuple[Axis, Axis]) -> tuple[dict[s
     of_rows = quantization.rows if axes[0].scales else 0
     of_columns = inputs.number * quantization.columns if axes[1].scales else 0
     words = round_up(of_rows + of_columns, 4)                   # whole chunks
-    room = max(_FEWEST, 1 << (words - 1).bit_length())          # one workspace serves similar numbers
-    at = call.workspace("group_amaxes", room)
+    at = call.workspace("group_amaxes", words)
     return {"row_amaxes": at if axes[0].scales else 0,
             "column_amaxes": at + 4 * of_rows if axes[1].scales else 0}, (at, 4 * max(words, 4))
 

@@ -12,7 +12,7 @@ import numpy as np
 from ...calls.call import Call
 from ...calls.row_segments import find_segments, pays
 from ...formats import FP8_DTYPES, INPUT_DTYPES
-from ...kernels import Kernel, Launch, Variant, grid_size, tiles
+from ...kernels import Kernel, Launch, Variant, grid_size, room, tiles
 from ...layouts import cdiv, padded_rows
 from ...options import checked_eps
 from ...recipes import CurrentScaling
@@ -25,7 +25,6 @@ _CAST = Kernel("quantize/grouped_tensor", "group_cast_transpose")
 _CURRENT = Kernel("quantize/grouped_tensor", "group_cast_current", block=single_read.THREADS,
                   cooperative=True)
 _PART_BYTES = 64 << 10                      # of a row segment that a block of group_amax_scale reads
-_FEWEST = 64                                # groups that a workspace has room for, at least
 _TALL = 4096                                # average rows of a group that make wide tiles faster
 
 
@@ -80,9 +79,9 @@ def _find_scales(call: Call, inputs: Inputs, amaxes_at: int,
                  rule: tuple[float, float, bool]) -> tuple[int, list[Launch]]:
     """(the address of all groups' scales, the launches that find them)."""
     x, (rows, columns), count = inputs.x.array, inputs.x.shape, inputs.number
-    room = max(_FEWEST, 1 << max(0, count - 1).bit_length())        # one workspace serves similar numbers
-    words_at = call.workspace("group_amax", 1 + 2 * room)
-    scales_at = words_at + 4 * (1 + room)
+    each = room(count)
+    words_at = call.workspace("group_amax", 1 + 2 * each)
+    scales_at = words_at + 4 * (1 + each)
     segment_rows = _AMAX.constant("kSegmentRows")
     across = max(1, cdiv(segment_rows * columns * x.dtype.itemsize, _PART_BYTES))
     segments = padded_rows(rows, count, segment_rows) // segment_rows
@@ -117,7 +116,7 @@ def _cast_current(call: Call, inputs: Inputs, places: dict[str, int], choice: si
     find, segments_at = find_segments(call, tiling.rows, tiling.segments, tiling.groups)
     yield find
     of_tiles = single_read.words(tiling.grid)
-    words_at = call.workspace("group_current", 1 << (of_tiles + 2 * inputs.number - 1).bit_length())
+    words_at = call.workspace("group_current", of_tiles + 2 * inputs.number)
     yield _CURRENT.variant(shared=choice.shared, IN=x.dtype, OUT=inputs.recipe.dtype).bind(
         x, choice.blocks, x=inputs.x.at, data=places["rowwise"], data_t=places["columnwise"],
         scale_inv=places["scale_inv"], amax=inputs.amaxes.at if inputs.amaxes else 0, noop=call.noop_at,

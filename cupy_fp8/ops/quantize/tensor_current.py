@@ -51,10 +51,12 @@ def launch(call: Call, x: Input, dtype: np.dtype[Any], rule: tuple[float, float,
     if rounds > in_registers + machine.rounds_in_shared or x.at % _CHUNK_BYTES or places["data"] % chunk:
         return None
     target, eps, pow2 = rule
+    # Blocks find there what others told in this launch, so each number of blocks has words of its own.
+    words_at = call.workspace(f"current scaling by {blocks} blocks", 1 + blocks)
     return _variant(x.dtype, dtype, machine).bind(
         a, blocks, shared=max(1, rounds - in_registers) * machine.threads * _CHUNK_BYTES, x=x.at, **places,
-        noop=call.noop_at, workspace=call.workspace("current", 1 + blocks), n=a.size, target=target, eps=eps,
-        pow2=int(pow2), rounds=rounds)
+        noop=call.noop_at, workspace=words_at, n=a.size, target=target, eps=eps, pow2=int(pow2),
+        rounds=rounds)
 
 
 def _variant(source: np.dtype[Any], to: np.dtype[Any], machine: _Machine) -> Variant:

@@ -1,0 +1,44 @@
+"""Device memory that launches into a result use beside it: workspaces and tables. A CUDA graph that captured
+the launches uses it for as long as the result lives, and so long it is kept here."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+_Kept = TypeVar("_Kept")
+
+
+def owner_of(a: Any) -> Any:
+    """The CuPy array that owns a's memory and lives as long, unlike its views. NumPy's views may be of
+    anything, so a NumPy array stands for itself."""
+    return a if isinstance(a, np.ndarray) or a.base is None else a.base
+
+
+class OwnedMemory(Generic[_Kept]):
+    """One object for every array that owns memory: `make()`, kept until this array is gone and then given to
+    `drop`."""
+
+    def __init__(self, make: Callable[[], _Kept],
+                 drop: Callable[[_Kept], object] = lambda kept: None) -> None:
+        self._make, self._drop = make, drop
+        self._by_owner: dict[int, tuple[weakref.ref[Any], _Kept]] = {}
+
+    def of(self, a: Any) -> _Kept:
+        """The object of the array that owns a's memory."""
+        owner = owner_of(a)
+        found = self._by_owner.get(id(owner))
+        if found is None or found[0]() is not owner:
+            gone = functools.partial(self._forget, id(owner))
+            found = self._by_owner[id(owner)] = weakref.ref(owner, gone), self._make()
+        return found[1]
+
+    def _forget(self, place: int, owner: weakref.ref[Any]) -> None:
+        found = self._by_owner.get(place)
+        if found is not None and found[0] is owner:
+            del self._by_owner[place]
+            self._drop(found[1])
