@@ -133,10 +133,12 @@ def dtype_named(dtype: Any, allowed: Sequence[str]) -> str:
     return f"; did you mean {listed(found)}?" if found else ""
 
 
-def matrix_instead(shape: tuple[int, ...], name: str) -> str:
-    """Of an array that is neither a matrix nor a batch of matrices: how to read it as one."""
-    if len(shape) > 3:
+def matrix_instead(shape: tuple[int, ...], name: str, batch: bool = True) -> str:
+    """Of an array that is no matrix: how to read it as one, or as a batch of matrices."""
+    if len(shape) > 2 and batch:
         return f"; {name}.reshape(-1, *{name}.shape[-2:]) is a batch of matrices"
+    if len(shape) > 2:
+        return f"; {name}.reshape(-1, {name}.shape[-1]) is a matrix"
     return f"; {name}.reshape(1, -1) is a matrix of one row"
 
 

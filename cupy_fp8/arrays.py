@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from . import backend
-from .advice import array_instead, shown
+from .advice import array_instead, matrix_instead, shown
 from .formats import FORMATS, as_dtype
 from .methods import ops
 
@@ -308,6 +308,28 @@ def address(a: Array) -> int:
     return a.ctypes.data if isinstance(a, np.ndarray) else a.data.ptr
 
 
+def aligned_address(a: Array, name: str) -> int:
+    """The address of its first element, a multiple of the element size. ValueError if it is not."""
+    at = address(a)
+    if at % a.dtype.itemsize:
+        raise ValueError(f"{name}: address {at:#x} is not a multiple of the element size {a.dtype.itemsize}")
+    return at
+
+
+def check_dimensions(shape: tuple[int, ...], name: str, least: int, most: int | None = None,
+                     array: str = "") -> None:
+    """ValueError unless there are so many dimensions; most None: or more of them. name: of the argument that
+    needs them; array: of the array, if that is another one."""
+    if least <= len(shape) <= (len(shape) if most is None else most):
+        return
+    words = _NUMBERS[least]
+    if most != least:
+        words += " or more" if most is None else f" or {_NUMBERS[most]}"
+    noun = "dimension" if words == "one" else "dimensions"
+    advice = matrix_instead(shape, array or name, most != 2) if least == 2 else ""
+    raise ValueError(f"{name}: expected an array of {words} {noun}, got shape {shape}{advice}")
+
+
 def is_contiguous(a: Array) -> bool:
     """Whether `a` is C-contiguous. CuPy's `flags` builds an object each time (0.2 µs); its private attribute
     does not."""
@@ -340,3 +362,4 @@ def _as_shape(shape: Shape) -> tuple[int, ...]:
 
 
 _MOST = 2**63 - 1
+_NUMBERS = "no", "one", "two", "three"

@@ -95,6 +95,14 @@ def require_module(a: Any, xp: Any, name: str, dtype: str = "float32", dimension
                         f'cupy_fp8.asarray({name}, like="{xp.__name__}") moves it')
 
 
+def same_device(a: Any, other: Any, name: str, of: str = "the input") -> None:
+    """ValueError unless two CuPy arrays are on one GPU. of: the other array's name."""
+    if a.data.device_id != other.data.device_id:
+        there = other.data.device_id
+        raise ValueError(f"{name}: on GPU {a.data.device_id}, {of} is on GPU {there}; "
+                         f"`with cupy.cuda.Device({there}): {name}.copy()` copies it there")
+
+
 def like_module(like: Any) -> Any:
     """The module that `like` means: None (the default), 'numpy'/'cupy', one of the two modules, or an array.
     """

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import backend
-from .advice import matrix_instead
-from .arrays import Array, empty, empty_beside
+from .arrays import Array, check_dimensions, empty, empty_beside
 from .formats import flags, float8_e8m0fnu, float32
 from .layouts import Block, scale_shape, swap_last
 from .results import Scaled
@@ -42,9 +41,8 @@ def check_directions(shape: tuple[int, ...], rowwise: bool, columnwise: bool, db
     if not (rowwise or columnwise):
         raise ValueError("rowwise, columnwise: expected at least one of them, got neither")
     for name, wanted in (("columnwise", columnwise), ("dbias", dbias)):
-        if wanted and len(shape) < 2:
-            raise ValueError(f"{name}: expected an array of two or more dimensions, got shape {shape}"
-                             f"{matrix_instead(shape, 'x')}")
+        if wanted:
+            check_dimensions(shape, name, 2, array="x")
 
 
 def tensor_directions(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool,
@@ -60,9 +58,7 @@ def block_directions(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool
     """The directions of a result in blocks, by name. block: the row-wise one. ValueError if both directions
     are unwanted, or if the array is not two- or three-dimensional."""
     check_directions(shape, rowwise, columnwise)
-    if not 2 <= len(shape) <= 3:
-        raise ValueError(f"x: expected an array of two or three dimensions, got shape {shape}"
-                         f"{matrix_instead(shape, 'x')}")
+    check_dimensions(shape, "x", 2, 3)
     return {name: Direction(dtype, shape, swapped, along, scale_layout, scale_dtype,
                             scale_shape(shape, along, scale_layout, swapped))
             for name, wanted, along, swapped in (("rowwise", rowwise, block, False),

@@ -99,9 +99,7 @@ class DelayedScaling(_PerTensor):
                  out: Quantized | None = None) -> Quantized:
         """`quantize_tensor` with this recipe's dtype. Delayed scaling needs a `scale`: the recipe's state
         holds it."""
-        if scale is None:
-            raise ValueError("scale: delayed scaling needs the scale that earlier steps determined, got "
-                             "None; DelayedScalingState keeps it, CurrentScaling needs none")
+        check_scales(self, scale, amax)
         return ops.quantize_tensor(x, scale, dtype=self.dtype, rowwise=rowwise, columnwise=columnwise,
                                    amax=amax, noop=noop, dbias=dbias, out=out)
 
@@ -131,9 +129,7 @@ class CurrentScaling(_PerTensor):
                  out: Quantized | None = None) -> Quantized:
         """`quantize_tensor` without a scale, with this recipe's dtype, eps and pow2_scale. `amax` receives
         the maximum."""
-        if scale is not None:
-            raise ValueError("scale: current scaling takes it from the tensor itself; DelayedScaling "
-                             "quantises with a given scale")
+        check_scales(self, scale, amax)
         return ops.quantize_tensor(x, rowwise=rowwise, columnwise=columnwise, amax=amax, noop=noop,
                                    dbias=dbias, out=out, **vars(self))
 
@@ -168,9 +164,7 @@ class MXScaling:
                  amax: None = None, noop: Array | None = None, out: Quantized | None = None) -> Quantized:
         """`quantize_mx` with this recipe's options. Every block finds its own scale: `scale` and `amax`
         belong to per-tensor recipes."""
-        if scale is not None or amax is not None:
-            raise ValueError("scale, amax: belong to per-tensor recipes; MX takes the scale of every block "
-                             "from the block itself")
+        check_scales(self, scale, amax)
         return ops.quantize_mx(x, rowwise=rowwise, columnwise=columnwise, noop=noop, out=out, **vars(self))
 
     def empty(self, shape: Shape, *, rowwise: bool = True, columnwise: bool = False, like: Any = None,
@@ -220,9 +214,7 @@ class BlockScaling:
                  amax: None = None, noop: Array | None = None, out: Quantized | None = None) -> Quantized:
         """`quantize_block` with this recipe's options. Every block finds its own scale: `scale` and `amax`
         belong to per-tensor recipes."""
-        if scale is not None or amax is not None:
-            raise ValueError("scale, amax: belong to per-tensor recipes; blocks take their scales from their "
-                             "own elements")
+        check_scales(self, scale, amax)
         return ops.quantize_block(x, rowwise=rowwise, columnwise=columnwise, noop=noop, out=out,
                                   **vars(self))
 
@@ -253,6 +245,24 @@ def check_recipe(recipe: Any, kinds: tuple[type, ...] = RECIPES) -> None:
     if isinstance(recipe, type) and issubclass(recipe, kinds):
         advice = f"; write {recipe.__name__}()"
     raise TypeError(f"recipe: expected a {listed(names)}, got {type_name(recipe)}{advice}")
+
+
+def check_scales(recipe: Recipe, scale: Any, amax: Any, several: bool = False) -> None:
+    """ValueError for a scale that the recipe lacks, and for a scale or an amax that it does not take.
+    several: they are those of several arrays, and named `scales` and `amaxes`."""
+    name, other = ("scales", "amaxes") if several else ("scale", "amax")
+    them, given = ("them", "given scales") if several else ("it", "a given scale")
+    if isinstance(recipe, DelayedScaling):
+        if scale is None:
+            raise ValueError(f"{name}: delayed scaling needs the {name} that earlier steps determined, got "
+                             f"None; DelayedScalingState keeps {them}, CurrentScaling needs none")
+    elif isinstance(recipe, CurrentScaling):
+        if scale is not None:
+            raise ValueError(f"{name}: current scaling takes {them} from the values themselves; "
+                             f"DelayedScaling quantises with {given}")
+    elif scale is not None or amax is not None:
+        raise ValueError(f"{name}, {other}: belong to per-tensor recipes; blocks take their scales from "
+                         "their own elements")
 
 
 def __getattr__(name: str) -> Any:

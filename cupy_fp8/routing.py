@@ -9,7 +9,7 @@ import numpy as np
 
 from . import backend
 from .advice import shown
-from .arrays import Array, Result, address, is_contiguous
+from .arrays import Array, Result, aligned_address, is_contiguous
 from .results import facts_table
 
 __all__ = ["Routing"]
@@ -76,12 +76,9 @@ class Routing(Result):
             if a.dtype != dtype or a.shape != shape or not is_contiguous(a):
                 raise ValueError(f"{name}: expected a C-contiguous {dtype} array of shape {shape}, got "
                                  f"{a.dtype} of shape {a.shape}")
-            if address(a) % dtype.itemsize:
-                raise ValueError(f"{name}: address {address(a):#x} is not a multiple of the element size "
-                                 f"{dtype.itemsize}")
-            if xp is not np and a.data.device_id != self.row_map.data.device_id:
-                raise ValueError(f"{name}: on GPU {a.data.device_id}, row_map is on GPU "
-                                 f"{self.row_map.data.device_id}")
+            aligned_address(a, name)
+            if xp is not np:
+                backend.same_device(a, self.row_map, name, "row_map")
 
     @property
     def tokens(self) -> int:

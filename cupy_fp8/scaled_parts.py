@@ -70,9 +70,8 @@ def check_parts(s: Parts) -> None:
     if data.dtype not in FP8_DTYPES:
         raise TypeError(f"data: expected dtype {names(FP8_DTYPES)}, got {data.dtype}"
                         f"{dtype_instead(data.dtype, FP8_DTYPES, 'data')}")
-    if xp is not np and scale_inv.data.device_id != data.data.device_id:
-        raise ValueError(f"scale_inv: on GPU {scale_inv.data.device_id}, "
-                         f"data is on GPU {data.data.device_id}")
+    if xp is not np:
+        backend.same_device(scale_inv, data, "scale_inv", "data")
     if s.transposed and len(s.shape) < 2:
         raise ValueError(f"transposed: needs two or more dimensions, got shape {s.shape}")
     check_data_shape(s, "")

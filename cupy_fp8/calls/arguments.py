@@ -153,8 +153,8 @@ class Call:
     def one_f32(self, name: str, a: Any, *, updated: bool = False) -> int:
         """The address of a one-element f32 array that the op reads, or updates too."""
         at = validate.one_f32(a, self.x, self.xp, name)
-        if updated and self.xp is np and not a.flags.writeable:
-            raise ValueError(f"{name}: the array is read-only")
+        if updated:
+            validate.check_writeable(a, name)
         self.ranges.append(Range(at, at + 4, updated, name))
         return at
 
@@ -205,4 +205,4 @@ class Call:
         if self._first:
             self.x, self.xp, self._first = a, xp, False
         elif xp is not np:
-            validate.same_device(a, self.x, name)
+            backend.same_device(a, self.x, name)

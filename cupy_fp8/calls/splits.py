@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import backend, kernels
 from ..advice import shown
-from ..arrays import Array, is_array, is_contiguous
+from ..arrays import Array, address, check_dimensions, is_array
 from ..formats import flag
 from . import validate
 
@@ -46,19 +46,16 @@ def read(splits: Any, x: Array | None, xp: Any, check: bool, name: str = "splits
     if isinstance(splits, (list, tuple)):
         host = _as_sizes(splits, name)
         array = host if xp is np else _to_device(host, x, name)
-        return Groups(len(host), validate.address(array), array.nbytes, 1, array, host)
+        return Groups(len(host), address(array), array.nbytes, 1, array, host)
     backend.require_module(splits, xp, name, DTYPES[1].name, 1)
     array, _, at = validate.source(splits, DTYPES, name)
-    if array.ndim != 1:
-        raise ValueError(f"{name}: expected one dimension, got shape {array.shape}")
+    check_dimensions(array.shape, name, 1, 1)
     looked_at: np.ndarray | None = array if xp is np else None
     if xp is not np:
         if x is not None:
-            validate.same_device(array, x, name)
+            backend.same_device(array, x, name)
         if check:
-            if kernels.capturing(array.data.device_id):
-                raise ValueError("check: waits for the device, which cannot be done while a CUDA graph is "
-                                 "captured; check before the capture")
+            validate.may_wait(array)
             looked_at = array.get()
     return Groups(len(array), at, array.nbytes, int(array.dtype.itemsize == 8), array, looked_at)
 
@@ -117,17 +114,10 @@ def check_at_most(sizes: np.ndarray, rows: int, what: str = "rows", instead: str
 def check_offsets(offsets: Any, groups: Groups, x: Array, xp: Any) -> int:
     """The address of offsets [N + 1] of N groups, int64, of x's kind and device."""
     backend.require_module(offsets, xp, "offsets", DTYPES[1].name, 1)
-    if offsets.dtype != DTYPES[1]:
-        raise TypeError(f"offsets: expected dtype int64, got {offsets.dtype}")
-    if offsets.shape != (len(groups.array) + 1,) or not is_contiguous(offsets):
-        raise ValueError(f"offsets: expected a C-contiguous array of {len(groups.array) + 1}, one more than "
-                         f"splits, got shape {offsets.shape}")
-    if xp is not np:
-        validate.same_device(offsets, x, "offsets")
-    at = validate.address(offsets)
-    if at % 8:
-        raise ValueError(f"offsets: address {at:#x} is not a multiple of the element size 8")
-    return at
+    if offsets.shape != (len(groups.array) + 1,):
+        raise ValueError(f"offsets: expected shape {(len(groups.array) + 1,)}, one more than splits, got "
+                         f"{offsets.shape}")
+    return validate.fitting(offsets, offsets.shape, DTYPES[1], x, xp, "offsets")
 
 
 def compare_offsets(offsets: Array, given: np.ndarray, columns: int) -> None:

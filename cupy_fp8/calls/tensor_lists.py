@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .. import backend
-from ..advice import dtype_instead, list_instead
+from ..advice import list_instead
+from ..arrays import address
 from ..formats import float32
 from ..kernels.structs import Layout
 from . import validate
@@ -68,16 +69,14 @@ def each_amax(call: Call, amaxes: Any, number: int) -> list[int]:
 def _elements(call: Call, name: str, a: Any, number: int, updated: bool) -> list[int]:
     """The address of every element of an f32 array [n], which may have any stride."""
     backend.require_module(a, call.xp, name)
-    if a.dtype != float32:
-        raise TypeError(f"{name}: expected dtype float32, got {a.dtype}"
-                        f"{dtype_instead(a.dtype, (float32,), name)}")
+    validate.check_dtype(a, (float32,), name)
     if a.shape != (number,):
         raise ValueError(f"{name}: expected shape {(number,)}, one for each array of xs, got {a.shape}")
     if call.xp is not np:
-        validate.same_device(a, call.x, name)
-    elif updated and not a.flags.writeable:
-        raise ValueError(f"{name}: the array is read-only")
-    at, stride = validate.address(a), a.strides[0]
+        backend.same_device(a, call.x, name)
+    if updated:
+        validate.check_writeable(a, name)
+    at, stride = address(a), a.strides[0]
     if at % 4 or stride % 4:
         raise ValueError(f"{name}: address {at:#x} or stride {stride} is not a multiple of 4")
     found = [at + i * stride for i in range(number)]

@@ -10,8 +10,7 @@ import numpy as np
 
 from .. import backend, kernels
 from ..advice import dtype_instead, scale_instead, type_name
-from ..arrays import Array, contiguous, is_array, is_contiguous
-from ..arrays import address as address
+from ..arrays import Array, address, aligned_address, contiguous, is_array, is_contiguous
 from ..formats import FORMATS, float32, names
 
 
@@ -20,9 +19,7 @@ def source(x: Array, dtypes: tuple[np.dtype[Any], ...], name: str = "x",
     """(x ready for a kernel, its module, its address): one of the dtypes, C-contiguous (copied if not),
     naturally aligned. dimensions: of an array that a number can be made to (see `advice.array_instead`)."""
     xp = backend.module_of(x, name, "float32" if float32 in dtypes else dtypes[0].name, dimensions)
-    if x.dtype not in dtypes:
-        raise TypeError(f"{name}: expected dtype {names(dtypes)}, got {x.dtype}"
-                        f"{dtype_instead(x.dtype, dtypes, name)}")
+    check_dtype(x, dtypes, name)
     if xp is np and type(x) is not np.ndarray:
         x = x.view(np.ndarray)                  # products and sums of numpy.matrix are other ones
     if not is_contiguous(x):
@@ -32,32 +29,36 @@ def source(x: Array, dtypes: tuple[np.dtype[Any], ...], name: str = "x",
                 "copy it before the capture"
             )
         x = contiguous(x)
-    at = address(x)
-    if at % x.dtype.itemsize:
-        if xp is not np:
-            raise ValueError(
-                f"{name}: address {at:#x} is not a multiple of the element size {x.dtype.itemsize}"
-            )
+    if xp is np and address(x) % x.dtype.itemsize:
         x = x.copy()
-        at = address(x)
+    at = aligned_address(x, name)
     if xp is np and not kernels.executor_is_forced():
         backend.note_large_numpy(x)
     return x, xp, at
 
 
+def check_dtype(a: Array, dtypes: tuple[np.dtype[Any], ...], name: str) -> None:
+    """TypeError unless an array has one of the dtypes."""
+    if a.dtype not in dtypes:
+        raise TypeError(f"{name}: expected dtype {names(dtypes)}, got {a.dtype}"
+                        f"{dtype_instead(a.dtype, dtypes, name)}")
+
+
+def check_writeable(a: Array, name: str) -> None:
+    """ValueError for a NumPy array that is read-only."""
+    if isinstance(a, np.ndarray) and not a.flags.writeable:
+        raise ValueError(f"{name}: the array is read-only")
+
+
 def one_f32(a: Any, x: Array, xp: Any, name: str) -> int:
     """The address of a one-element f32 array of x's kind and device."""
     backend.require_module(a, xp, name, dimensions=1)
-    if a.dtype != float32:
-        raise TypeError(f"{name}: expected dtype float32, got {a.dtype}"
-                        f"{dtype_instead(a.dtype, (float32,), name)}")
+    check_dtype(a, (float32,), name)
     if a.size != 1:
         raise ValueError(f"{name}: expected one element, got shape {a.shape}")
-    at = address(a)
-    if at % 4:
-        raise ValueError(f"{name}: address {at:#x} is not a multiple of 4")
+    at = aligned_address(a, name)
     if xp is not np:
-        same_device(a, x, name)
+        backend.same_device(a, x, name)
     return at
 
 
@@ -83,7 +84,14 @@ def scalar_or_one_f32(a: Any, x: Array, xp: Any, name: str) -> tuple[int, float]
 
 
 def writable(a: Array, shape: tuple[int, ...], dtype: np.dtype[Any], x: Array, xp: Any, name: str) -> int:
-    """The address of `a`, which a kernel can write beside x: kind, dtype, shape, strides, device."""
+    """The address of an array like `fitting`, which a kernel can write."""
+    at = fitting(a, shape, dtype, x, xp, name)
+    check_writeable(a, name)
+    return at
+
+
+def fitting(a: Array, shape: tuple[int, ...], dtype: np.dtype[Any], x: Array, xp: Any, name: str) -> int:
+    """The address of an array of this dtype and shape, C-contiguous and aligned, of x's kind and device."""
     backend.require_module(a, xp, name, dtype.name)
     if a.dtype != dtype:
         raise TypeError(f"{name}: expected dtype {dtype}, got {a.dtype}")
@@ -93,23 +101,9 @@ def writable(a: Array, shape: tuple[int, ...], dtype: np.dtype[Any], x: Array, x
         raise ValueError(
             f"{name}: expected a C-contiguous array, got strides {a.strides}; make one with cupy_fp8.empty"
         )
-    if xp is np:
-        if not a.flags.writeable:
-            raise ValueError(f"{name}: the array is read-only")
-    else:
-        same_device(a, x, name)
-    at = address(a)
-    if at % dtype.itemsize:
-        raise ValueError(f"{name}: address {at:#x} is not a multiple of the element size {dtype.itemsize}")
-    return at
-
-
-def same_device(a: Array, x: Array, name: str) -> None:
-    """ValueError unless two CuPy arrays are on one GPU."""
-    if a.data.device_id != x.data.device_id:
-        there = x.data.device_id
-        raise ValueError(f"{name}: on GPU {a.data.device_id}, the input is on GPU {there}; "
-                         f"`with cupy.cuda.Device({there}): {name}.copy()` copies it there")
+    if xp is not np:
+        backend.same_device(a, x, name)
+    return aligned_address(a, name)
 
 
 def extent(a: Array) -> int:
@@ -130,6 +124,13 @@ def matrix_strides(a: Array) -> tuple[int, int, int] | None:
     if any(outer != n * inner for (_, outer), (n, inner) in pairwise(steps)):
         return None
     return (steps[-1][1] if steps else 0) // size, row // size, column // size
+
+
+def may_wait(x: Array) -> None:
+    """ValueError while a CUDA graph is captured on x's device: `check=True` waits for the device."""
+    if not isinstance(x, np.ndarray) and kernels.capturing(x.data.device_id):
+        raise ValueError("check: waits for the device, which cannot be done while a CUDA graph is captured; "
+                         "check before the capture")
 
 
 def may_allocate(x: Array) -> None:

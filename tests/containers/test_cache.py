@@ -197,7 +197,7 @@ def test_nothing_is_written_where_a_later_part_of_a_call_is_refused(run):
             ({"noop": 1.0}, TypeError, "^noop: expected a numpy.ndarray or cupy.ndarray, got float"),
             ({"noop": run.array(np.zeros(2, np.float32))}, ValueError, "^noop: expected one element"),
             ({"amaxes": "others"}, TypeError, r"^amaxes\[1\]: expected dtype float32, got float64"),
-            ({"scales": [1.0] * 4}, ValueError, "^scales: current scaling takes them from the arrays")):
+            ({"scales": [1.0] * 4}, ValueError, "^scales: current scaling takes them from the values")):
         amaxes = [run.array(np.full(1, 0.5, np.float32)) for _ in weights]
         given = list(amaxes)
         if wrong.pop("amaxes", None):
@@ -220,7 +220,7 @@ def test_errors_number_weights_as_they_were_given(run):
              "^amaxes: expected a numpy.ndarray or cupy.ndarray, got dict")):
         with pytest.raises((TypeError, ValueError), match=message):
             cache.quantize(weights, update=False, **options)
-    with pytest.raises(ValueError, match=r"^weights\[2\]: expected a matrix"):
+    with pytest.raises(ValueError, match=r"^weights\[2\]: expected an array of two dimensions"):
         cache.quantize([*weights[:2], run.array(np.ones(3, np.float32))], scales=[1.0] * 3, update=False)
 
 
@@ -232,7 +232,7 @@ def test_a_weight_that_was_reshaped_in_place(recipe, run):
     for shape in ((16, 32), (8, 4, 16), (8, 8, 8)):         # the latter of as many rows as at first
         reshape(a, shape)
         if len(shape) == 3 and isinstance(recipe, CurrentScaling):
-            with pytest.raises(ValueError, match="expected a matrix"):
+            with pytest.raises(ValueError, match="expected an array of two dimensions"):
                 cache.quantize([a, b], update=False)
             continue
         for _ in range(2):

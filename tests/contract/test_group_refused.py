@@ -95,7 +95,7 @@ NOOP = np.zeros(1, np.float32)
 REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, "recipe: expected a DelayedScaling, .* or MXScaling, got str", {"recipe": "mx"}),
     (TypeError, "x: expected dtype", {"x": np.zeros((9, 16))}),
-    (ValueError, r"x: expected shape \[M, K\], got \(144,\)", {"x": X.reshape(-1)}),
+    (ValueError, "x: expected an array of two dimensions", {"x": X.reshape(-1)}),
     (ValueError, "rowwise, columnwise: expected at least one", {"rowwise": False, "columnwise": False}),
     (TypeError, r"rowwise: expected True or False, got", {"rowwise": NOOP}),
     (ValueError, "splits: expected sizes that add up to at most the 9 rows there are, got 10",
@@ -105,7 +105,7 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
                  "got int32",
      {"x": np.zeros((2**31 - 8, 0), bfloat16), "align": 16, "out": None}),
     (ValueError, "scales: delayed scaling needs the scales", {"scales": None}),
-    (ValueError, "scales: current scaling takes them from the groups themselves", {"recipe": CURRENT}),
+    (ValueError, "scales: current scaling takes them from the values themselves", {"recipe": CURRENT}),
     (ValueError, "scales, amaxes: belong to per-tensor recipes", {"recipe": BlockScaling()}),
     (ValueError, "scales, amaxes: belong to per-tensor recipes",
      {"recipe": MXScaling(), "scales": None, "amaxes": SCALES}),

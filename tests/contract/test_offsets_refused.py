@@ -59,7 +59,7 @@ REFUSED: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
                np.int64(3)),
     *of_splits(TypeError, "splits: expected dtype int32, int64, got",
                *(np.zeros(3, dtype) for dtype in (np.float32, np.uint32, np.int16, bool, ">i8"))),
-    *of_splits(ValueError, r"splits: expected one dimension, got shape \((|1, 3|3, 1)\)",
+    *of_splits(ValueError, r"splits: expected an array of one dimension, got shape \((|1, 3|3, 1)\)",
                *(np.zeros(shape, np.int64) for shape in ((), (1, 3), (3, 1)))),
     *of_splits(TypeError, "splits: expected integers", [4.0, 5], [[4], [5]]),
     *of_splits(ValueError, "splits: expected integers of 64 bits", [2**63]),

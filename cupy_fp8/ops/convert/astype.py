@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ... import reference
-from ...arrays import Array
+from ...arrays import Array, check_dimensions
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, one_array
 from ...formats import BYTE_DTYPES, FORMATS, flag, lookup
@@ -89,8 +89,7 @@ class _AsType(Op[_Conversion]):
 class _Transpose(Op[_Conversion]):
     def arguments(self, call: Call, a: Any) -> _Conversion:
         found = call.read("a", a, BYTE_DTYPES)
-        if found.array.ndim < 2:
-            raise ValueError(f"a: expected an array of two or more dimensions, got shape {found.shape}")
+        check_dimensions(found.shape, "a", 2)
         return _Conversion(found, found.dtype)
 
     def result(self, inputs: _Conversion) -> Description:

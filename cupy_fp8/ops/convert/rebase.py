@@ -32,7 +32,7 @@ from ...reference.convert.dequantize import block_scales
 from ...results import Quantized, Scaled
 from ..scales.convert import Conversion, conversion, conversion_launches
 from .dequantize import block_shift
-from .scaling_aware import check_powers_of_two, may_wait, rowwise_of
+from .scaling_aware import check_powers_of_two, rowwise_of
 
 _KERNEL = Kernel("convert/rebase", "rebase_scales", block=256)
 _TILE_LOG2 = 10                             # log2 of the 16-byte chunks in a tile
@@ -169,7 +169,7 @@ class _Rebase(Op[_Inputs]):
             after = conversion("compact", layout, *_as_converted(s, block), float8_e8m0fnu)
         if (flag(check, "check") or call.xp is np) and s.scale_inv.dtype == float32:
             call.repeatable = False
-            may_wait(s.scale_inv)
+            validate.may_wait(s.scale_inv)
             host = Scaled._of(s.data, asnumpy(s.scale_inv), s.shape, s.transposed, s.block, s.scale_layout)
             check_powers_of_two(host.scale_inv if s.block is None else block_scales(host))
         return _Inputs(s, data, scales, block, layout, held, raised, before, after)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ... import backend, kernels, reference
+from ... import backend, reference
 from ...advice import shown
 from ...arrays import Array, address, asnumpy, bits, is_contiguous
 from ...calls import splits as group_sizes
@@ -334,15 +334,8 @@ def _check_scales(inputs: _Inputs) -> None:
     """ValueError unless f32 scales are powers of two, as E8M0 scales always are. Where the sizes are known,
     only rows of experts count. Waits for the device."""
     host = inputs.groups.host
-    may_wait(inputs.scales.array)
+    validate.may_wait(inputs.scales.array)
     check_powers_of_two(inputs.compact_scales()[:None if host is None else sum(host.tolist())])
-
-
-def may_wait(scales: Array) -> None:
-    """ValueError while a CUDA graph is captured on the device of `scales`."""
-    if not isinstance(scales, np.ndarray) and kernels.capturing(scales.data.device_id):
-        raise ValueError("check: waits for the device, which cannot be done while a CUDA graph is captured; "
-                         "check before the capture")
 
 
 def check_powers_of_two(scales: np.ndarray) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ... import backend, reference
 from ...advice import shown
-from ...arrays import Array, address, is_contiguous
+from ...arrays import Array, address, check_dimensions, is_contiguous
 from ...calls.call import Call, Op, run
 from ...calls.results import Description, Written
 from ...calls.splits import DTYPES, Groups, check_at_most, check_offsets, refuse_negative
@@ -91,8 +91,7 @@ def wrap_groups(data: Array, splits: Any,
                 offsets: Array | None) -> tuple[Array, Array, tuple[int, int], Array]:
     """The fields of a Grouped that `Grouped.wrap` makes: splits, offsets, shape and the flat data."""
     xp = backend.module_of(data, "data")
-    if data.ndim != 2:
-        raise ValueError(f"data: expected shape [M, K], got {data.shape}")
+    check_dimensions(data.shape, "data", 2, 2)
     if not is_contiguous(data):
         raise ValueError(f"data: expected a C-contiguous array, got strides {data.strides}; members are "
                          "views of it")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ... import backend, reference
-from ...arrays import Array
+from ...arrays import Array, check_dimensions
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, Pair, one_array, pair
 from ...formats import INPUT_DTYPES, float32
@@ -20,7 +20,7 @@ from ...results import Quantized, Scaled
 from ...routing import Routing
 from . import permute_launches as launching
 from .permute_launches import variants as variants
-from .rows import Rows, check_has_rows, read_rows, rowwise
+from .rows import Rows, read_rows, rowwise
 
 
 def permute(x: Array | Scaled | Quantized, routing: Routing, *, probs: Array | None = None,
@@ -257,7 +257,7 @@ class _Unpermute(Op[_Summed]):
 
     def arguments(self, call: Call, y: Any, routing: Any, probs: Any, probs_grad: Any) -> _Summed:
         found = call.read(self._name, y, INPUT_DTYPES)
-        check_has_rows(found.array, self._name)
+        check_dimensions(found.shape, self._name, 1)
         _read_routing(call, routing)
         _check_length(found.array, routing.rows, self._name, "rows")
         weights = _probs(call, probs, routing)
@@ -308,7 +308,7 @@ class _UnpermuteBackward(Op[_Weighted]):
         if y is None:
             raise TypeError("y: needed for the gradient of probs, got None")
         g = call.read("grad", grad, INPUT_DTYPES)
-        check_has_rows(g.array, "grad")
+        check_dimensions(g.shape, "grad", 1)
         _read_routing(call, routing)
         _check_length(g.array, routing.tokens, "grad", "tokens")
         backend.require_module(y, call.xp, "y")

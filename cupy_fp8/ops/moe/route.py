@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ... import kernels, reference
+from ... import reference
 from ...advice import shown
-from ...arrays import Array
+from ...arrays import Array, asnumpy
+from ...calls import validate
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, Written
 from ...calls.splits import integer
@@ -143,16 +144,6 @@ def _of_indices(columns: int, num_experts: Any, topk: Any, rows: Any) -> tuple[i
     return number, slots
 
 
-def _on_host(x: Array) -> np.ndarray:
-    """The assignment on the host: itself, or a copy from the device, which this waits for."""
-    if isinstance(x, np.ndarray):
-        return x
-    if kernels.capturing(x.data.device_id):
-        raise ValueError("check: waits for the device, which cannot be done while a CUDA graph is captured; "
-                         "check before the capture")
-    return np.asarray(x.get())
-
-
 def _check(host: np.ndarray, extents: _Extents) -> None:
     """ValueError unless all experts of an assignment on the host exist, and have slots and rows."""
     if extents.mask:
@@ -224,7 +215,8 @@ class _Route(Op[_Inputs]):
         call.repeatable &= all(option is None or type(option) is int for option in options)
         if check or call.xp is np:
             call.repeatable = False
-            _check(_on_host(found.array), extents)
+            validate.may_wait(found.array)
+            _check(asnumpy(found.array), extents)
         return _Inputs(found, extents, _Result(extents))
 
     def result(self, inputs: _Inputs) -> Description:

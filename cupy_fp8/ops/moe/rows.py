@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ... import backend
-from ...arrays import Array
+from ...arrays import Array, check_dimensions
 from ...calls.call import Call, Input
 from ...calls.results import Description, Written, one_array
 from ...results import Quantized, Scaled
@@ -75,20 +75,15 @@ def read_rows(call: Call, name: str, x: Any) -> Rows:
         backend.module_of(x, name)
         if x.dtype.hasobject or x.dtype.itemsize not in (1, 2, 4, 8):
             raise TypeError(f"{name}: expected a dtype of 1, 2, 4 or 8 bytes, got {x.dtype}")
-        check_has_rows(x, name)
+        check_dimensions(x.shape, name, 1)
         data = call.read(name, x, (x.dtype,))
         return Rows(data.array, data)
     if x.transposed or (x.block is not None and x.block[0] != 1):
         raise ValueError(f"{name}: expected row-wise data stored as is, with one scale or blocks (1, B), "
                          f"whose scales move with their rows; got {x!r}")
     data, scales = call.read_scaled(name, x)
-    check_has_rows(data.array, name)
+    check_dimensions(data.shape, name, 1)
     if x.block is not None and x.scale_layout != "compact":
         x, scales = with_compact_scales(call, name, x)
     dense = Scaled._of(data.array, scales.array, x.shape, False, x.block, x.scale_layout)
     return Rows(dense, data, one_scale=scales) if x.block is None else Rows(dense, data, scales)
-
-
-def check_has_rows(x: Array, name: str) -> None:
-    if x.ndim == 0:
-        raise ValueError(f"{name}: expected rows, an array of one or more dimensions, got shape ()")

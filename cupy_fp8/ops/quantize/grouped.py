@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ... import reference
-from ...arrays import Array
+from ...arrays import Array, check_dimensions
 from ...calls import row_segments
 from ...calls import splits as sizes
 from ...calls.call import Call, Input, Op, run
@@ -21,7 +21,13 @@ from ...formats import INPUT_DTYPES, float32
 from ...grouped import Grouped
 from ...kernels import Launch, Variant
 from ...layouts import padded_rows, round_up
-from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, Recipe, check_recipe
+from ...recipes import (
+    BlockScaling,
+    MXScaling,
+    Recipe,
+    check_recipe,
+    check_scales,
+)
 from . import grouped_blocks, grouped_tensor
 from .grouped_call import Arrays, GroupedFacts, GroupedResult, Inputs
 
@@ -129,14 +135,14 @@ class _GroupQuantize(Op[Inputs]):
     def arguments(self, call: Call, x: Any, splits: Any, recipe: Any, rowwise: Any, columnwise: Any,
                   scales: Any, amaxes: Any, noop: Any, align: Any, check: Any, offsets: Any) -> Inputs:
         found = call.read("x", x, INPUT_DTYPES)
-        if found.array.ndim != 2:
-            raise ValueError(f"x: expected shape [M, K], got {found.shape}")
+        check_dimensions(found.shape, "x", 2, 2)
         check_directions(found.shape, rowwise, columnwise)
         groups, rows = call.splits("splits", splits, check), found.shape[0]
         if groups.host is not None:
             sizes.check_at_most(groups.host, rows)
         align = sizes.check_align(align)
-        _check_recipe(recipe, scales, amaxes)
+        check_recipe(recipe)
+        check_scales(recipe, scales, amaxes, several=True)
         each = (len(groups.array),)
         scaled = None if scales is None else _scales(call, scales, each)
         raised = None if amaxes is None else call.update("amaxes", amaxes, float32, each)
@@ -170,21 +176,6 @@ class _GroupQuantize(Op[Inputs]):
 
 
 _GROUP_QUANTIZE = _GroupQuantize()
-
-
-def _check_recipe(recipe: Any, scales: Any, amaxes: Any) -> None:
-    check_recipe(recipe)
-    if isinstance(recipe, DelayedScaling):
-        if scales is None:
-            raise ValueError("scales: delayed scaling needs the scales that earlier steps determined, got "
-                             "None")
-    elif isinstance(recipe, CurrentScaling):
-        if scales is not None:
-            raise ValueError("scales: current scaling takes them from the groups themselves; "
-                             "DelayedScaling quantises with given scales")
-    elif scales is not None or amaxes is not None:
-        raise ValueError("scales, amaxes: belong to per-tensor recipes; blocks take their scales from their "
-                         "own elements")
 
 
 def _scales(call: Call, scales: Any, shape: tuple[int, ...]) -> Input:

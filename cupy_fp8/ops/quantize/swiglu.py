@@ -16,7 +16,7 @@ from ...calls.results import Description, Pair, Written
 from ...calls.splits import Groups
 from ...formats import INPUT_DTYPES, flag, float32
 from ...kernels import Launch
-from ...recipes import Recipe
+from ...recipes import Recipe, check_scales
 from ...results import Quantized
 from .swiglu_launches import Inputs, launches, output_of
 from .swiglu_launches import variants as variants
@@ -157,7 +157,7 @@ class _Forward(Op[Inputs]):
         flag(interleaved, "interleaved")
         if not isinstance(form, str) or form not in FORMS:
             raise ValueError(f"form: expected one of {FORMS}, got {shown(form)}")
-        output.check_scale(scale, amax)
+        check_scales(recipe, scale, amax)
         given_scale = (0, 0.0) if scale is None else call.scalar("scale", scale)
         amax_at = 0 if amax is None else call.one_f32("amax", amax, updated=True)
         options = {"scale": scale, "amax": amax, "probs": weights and weights.array,

@@ -87,11 +87,6 @@ class Output:
     def __init__(self, shape: tuple[int, int], recipe: Any, rowwise: bool, columnwise: bool) -> None:
         self.shape, self.recipe, self.rowwise, self.columnwise = shape, recipe, rowwise, columnwise
 
-    def check_scale(self, scale: Any, amax: Any) -> None:
-        if scale is not None or amax is not None:
-            raise ValueError("scale, amax: belong to per-tensor recipes; blocks take their scales from their "
-                             "own elements")
-
     def addresses(self, result: Description, written: Sequence[int]) -> Members:
         """Members with the addresses of data and scales. result: the description of what is written."""
         raise NotImplementedError
@@ -105,15 +100,6 @@ class _PerTensor(Output):
         super().__init__(shape, recipe, rowwise, columnwise)
         check_directions(shape, rowwise, columnwise)
         self.result = PerTensorResult(shape, recipe.dtype, bool(rowwise), bool(columnwise))
-
-    def check_scale(self, scale: Any, amax: Any) -> None:
-        if isinstance(self.recipe, DelayedScaling):
-            if scale is None:
-                raise ValueError("scale: delayed scaling needs the scale that earlier steps determined, got "
-                                 "None")
-        elif scale is not None:
-            raise ValueError("scale: current scaling takes it from the values themselves; DelayedScaling "
-                             "quantises with a given scale")
 
     def addresses(self, result: Description, written: Sequence[int]) -> Members:
         assert isinstance(result, PerTensorResult)

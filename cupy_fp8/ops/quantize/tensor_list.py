@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from ... import reference
-from ...arrays import Array
+from ...arrays import Array, check_dimensions
 from ...calls.call import Call, Input, Op, run
 from ...calls.tables import Records
 from ...calls.tensor_lists import ListResult, TableLayout, check_none_given, checked, each_amax, each_scale
@@ -19,7 +19,15 @@ from ...directions import check_directions
 from ...formats import FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, lookup
 from ...kernels import Kernel, Launch, Variant, tiles
 from ...options import checked_eps
-from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, Recipe, check_recipe
+from ...recipes import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    MXScaling,
+    Recipe,
+    check_recipe,
+    check_scales,
+)
 from ...results import Quantized
 from ..scales.scale import scale_target
 from . import single_read, tensor, tensor_list_blocks
@@ -129,9 +137,7 @@ def call_of(xs: Sequence[Array], recipe: Recipe, *, rowwise: bool, columnwise: b
     """The op that quantises with this recipe, and its arguments, for `calls.call.run` and `validate_call`."""
     if not isinstance(recipe, (BlockScaling, MXScaling)):
         return _QUANTIZE, (xs, scales, amaxes, noop, recipe, rowwise, columnwise)
-    if scales is not None or amaxes is not None:
-        raise ValueError("scales, amaxes: belong to per-tensor recipes; blocks take their scales from their "
-                         "own elements")
+    check_scales(recipe, scales, amaxes, several=True)
     return tensor_list_blocks.QUANTIZE, (xs, noop, recipe, rowwise, columnwise)
 
 
@@ -210,15 +216,10 @@ _QUANTIZE, _CAST_TRANSPOSE = _QuantizeList(), _CastTransposeList()
 
 
 def _rule(recipe: Any, scales: Any) -> _Rule | None:
-    if isinstance(recipe, DelayedScaling):
-        if scales is None:
-            raise ValueError("scales: delayed scaling needs the scales that earlier steps determined, "
-                             "got None")
-        return None
     check_recipe(recipe)
-    if scales is not None:
-        raise ValueError("scales: current scaling takes them from the arrays themselves; DelayedScaling "
-                         "quantises with given scales")
+    check_scales(recipe, scales, None, several=True)
+    if isinstance(recipe, DelayedScaling):
+        return None
     return scale_target(recipe.dtype, 0), checked_eps(recipe.eps), bool(recipe.pow2_scale)
 
 
@@ -226,8 +227,7 @@ def _matrix(call: Call, name: str, x: Any) -> Input:
     found = call.read(name, x, INPUT_DTYPES)
     if found.dtype != call.x.dtype:
         raise TypeError(f"{name}: expected dtype {call.x.dtype}, that of xs[0], got {found.dtype}")
-    if len(found.shape) != 2:
-        raise ValueError(f"{name}: expected a matrix (two dimensions), got shape {found.shape}")
+    check_dimensions(found.shape, name, 2, 2)
     return found
 
 

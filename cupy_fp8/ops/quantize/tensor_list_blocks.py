@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ... import backend, reference
-from ...advice import matrix_instead
+from ...arrays import check_dimensions
 from ...calls import validate
 from ...calls.call import Call, Input, Op
 from ...calls.tensor_lists import ListResult, TableLayout, checked
@@ -50,10 +50,8 @@ class _QuantizeList(Op[_Inputs]):
         for i, x in enumerate(xs):
             call.names["x"] = f"xs[{i}]"
             backend.module_of(x, call.names["x"])
-            if x.ndim not in (2, 3):
-                validate.source(x, INPUT_DTYPES, call.names["x"])
-                raise ValueError(f"xs[{i}]: expected an array of two or three dimensions, got shape "
-                                 f"{x.shape}{matrix_instead(x.shape, f'xs[{i}]')}")
+            validate.check_dtype(x, INPUT_DTYPES, call.names["x"])
+            check_dimensions(x.shape, call.names["x"], 2, 3)
             arrays.append(op.arguments(call, x, None, *options))
         call.noop(noop)
         return _Inputs(op, arrays, recipe, dict(zip(("rowwise", "columnwise"), directions, strict=True)))

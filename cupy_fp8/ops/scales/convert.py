@@ -167,9 +167,7 @@ def _as_tuple(shape: Any) -> tuple[int, ...]:
 def _check_powers_of_two(scale_inv: Array, used: int) -> None:
     """ValueError unless E8M0 has every f32 scale among the first `used` of the last axis. Waits for the
     device."""
-    if not isinstance(scale_inv, np.ndarray) and kernels.capturing(scale_inv.data.device_id):
-        raise ValueError("check: waits for the device, which cannot be done while a CUDA graph is captured; "
-                         "check before the capture")
+    validate.may_wait(scale_inv)
     scales = asnumpy(scale_inv)[..., :used]
     wrong = ~(is_in_e8m0(scales) | np.isnan(scales))
     if wrong.any():

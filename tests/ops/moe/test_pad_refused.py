@@ -49,7 +49,7 @@ REFUSED: list[tuple[type[Exception], str, Callable[..., Any], tuple[Any, ...], d
       for each in all_three(TypeError, "X: expected a numpy.ndarray or cupy.ndarray", wrong, [1])),
     *(each for dtype in (np.complex128, object, "S3")
       for each in all_three(TypeError, "X: expected a dtype of 1, 2, 4 or 8 bytes", np.zeros(4, dtype), [4])),
-    *all_three(ValueError, "X: expected rows", np.array(1, np.float32), [1]),
+    *all_three(ValueError, "X: expected an array of one or more dimensions", np.array(1, np.float32), [1]),
     *(each for wrong in (MX.columnwise, SQUARE, TENSOR.columnwise, BLOCKS.columnwise)
       for each in all_three(ValueError, "X: expected row-wise data stored as is, with one scale or blocks",
                             wrong, [8])),
@@ -69,8 +69,8 @@ REFUSED: list[tuple[type[Exception], str, Callable[..., Any], tuple[Any, ...], d
     *(line(ValueError, f"splits: expected sizes that add up to the 9 rows of x, got {sum(given)}", X,
             np.array(given, np.int64), np.arange(len(given)), op=SORT, out=X.copy())
       for given in ([4, 4], [4, 6], [])),
-    line(ValueError, r"splits: expected one dimension, got shape \(1, 2\)", X, np.array([[4, 5]]), 4,
-         out=OUT),
+    line(ValueError, r"splits: expected an array of one dimension, got shape \(1, 2\)", X,
+         np.array([[4, 5]]), 4, out=OUT),
     line(TypeError, "splits: expected dtype int32, int64, got float32", X, np.zeros(2, np.float32), 4,
          out=OUT),
     line(TypeError, "splits: expected integers", X, [4.0, 5], 4, out=OUT),

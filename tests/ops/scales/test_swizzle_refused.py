@@ -87,7 +87,7 @@ def test_refused_groups(refused):
                 out=s.copy())
     message = "splits: expected sizes that add up to at most the 4 blocks of 32 elements there are, got 5"
     refused(ValueError, message, swizzle, s, splits=[64, 65], axis=1, out=out)
-    refused(ValueError, r"splits: expected one dimension, got shape \(1, 2\)", swizzle, s,
+    refused(ValueError, r"splits: expected an array of one dimension, got shape \(1, 2\)", swizzle, s,
             splits=np.array([[4, 5]]), out=out)
     for dtype in (np.float32, np.uint32, np.int16, bool):
         refused(TypeError, "splits: expected dtype int32, int64, got", swizzle, s, splits=np.zeros(2, dtype),
