@@ -10,50 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from arena import ROOM, Arena, apart
 from declared import Example, leaves, mapped
 from perturbed import bytes_of, compare, given, on_host, outcome, refused, with_array
-from places import Place, every_example
+from places import every_example
 
 from cupy_fp8 import cases
-from cupy_fp8.arrays import Result, address, bits
-
-_ROOM = 256                 # bytes between arrays
-
-
-class Arena:
-    """One piece of memory on a place, which begins at a multiple of `_ROOM`, and from which arrays are taken,
-    each at a multiple of its element size."""
-
-    def __init__(self, place: Place, nbytes: int) -> None:
-        memory = place.array(np.full(nbytes + 4 * _ROOM, 0xAA, np.uint8))
-        self.memory = memory[-address(memory) % _ROOM:]
-        self.end = 0
-        self._taken = np.zeros(len(self.memory), bool)
-
-    def take(self, a: Any, start: int) -> Any:
-        """A copy of an array from `start` on."""
-        found = self.memory[start:start + a.nbytes].view(a.dtype).reshape(a.shape)
-        self._taken[start:start + a.nbytes] = True
-        if a.size:
-            bits(found)[...] = bits(a)
-        return found
-
-    def append(self, a: Any) -> Any:
-        """A copy of an array, behind the last one if that touches an address that it can have."""
-        start = -(-self.end // a.itemsize) * a.itemsize
-        self.end = start + a.nbytes
-        return self.take(a, start)
-
-    def append_at(self, lead: int, a: Any) -> Any:
-        """A copy of an array, apart from the others, `lead` bytes past a multiple of `_ROOM`, or as many of
-        them as its element size allows."""
-        start = -(-self.end // _ROOM) * _ROOM + _ROOM + lead // a.itemsize * a.itemsize
-        self.end = start + a.nbytes
-        return self.take(a, start)
-
-    def is_intact(self) -> bool:
-        """Whether nothing was written outside of the arrays."""
-        return bool((bytes_of(self.memory)[~self._taken] == 0xAA).all())
+from cupy_fp8.arrays import Result
 
 
 def pairs(example: Example) -> Iterator[tuple[str, str]]:
@@ -78,7 +41,7 @@ def test_what_is_written_overlaps_nothing(example, place):
     for name, other in pairs(example):
         a, b = arrays[name], arrays[other]
         arena = Arena(place, 2 * a.nbytes + b.nbytes)
-        at = arena.end + -(-a.nbytes // _ROOM) * _ROOM
+        at = arena.end + -(-a.nbytes // ROOM) * ROOM
         for start in starts(a, at, at + b.nbytes):
             wrong = with_array(example, a, arena.take(a, start))
             wrong = with_array(wrong, b, arena.take(b, at))
@@ -94,7 +57,7 @@ def test_arrays_that_touch(example, place):
     written. By the powers of two that divide their bytes, since some have to begin at a multiple of 16."""
     example = example.on(place.run)
     arena = Arena(place, sum(a.nbytes + a.itemsize for a in leaves(example.tree)))
-    arena.end = _ROOM
+    arena.end = ROOM
     arrays = {id(a): a for a in leaves(example.tree)}
     order = sorted(arrays, key=lambda i: -(arrays[i].nbytes & -arrays[i].nbytes))
     moved = {i: arena.append(arrays[i]) for i in order}
@@ -114,11 +77,7 @@ def test_arrays_that_touch(example, place):
 def test_any_address(example, lead, place):
     """Arrays that begin so many bytes past a multiple of 32, with guards around them: the reference's bytes,
     or a message that says which multiple is needed."""
-    example = example.on(place.run)
-    arrays = {id(a): a for a in leaves(example.tree)}
-    arena = Arena(place, sum(a.nbytes + 3 * _ROOM for a in arrays.values()))
-    moved = {i: arena.append_at(lead, a) for i, a in arrays.items()}
-    example = example.with_tree(mapped(example.tree, lambda a: moved[id(a)]))
+    example, arena = apart(example.on(place.run), place, lead)
     args, kwargs = on_host(example)
     if (message := outcome(example)) is None:
         compare(example, args, kwargs)

@@ -221,7 +221,7 @@ def examples_of(op: Registration) -> Iterator[Example]:
             best, shown = max(facts, key=lambda one: (len(one[1] & missing), -one[0].size))
             missing -= shown
             chosen.append(best)
-            yield _example(op, best.case, quick)
+            yield example_of(op, best.case, quick)
 
 
 class _Described(NamedTuple):
@@ -260,7 +260,8 @@ def _is_special(options: dict[str, Any]) -> bool:
     return options.get("exact") is False or options.get("stored") == "columns"
 
 
-def _example(op: Registration, case: Case, quick: bool) -> Example:
+def example_of(op: Registration, case: Case, quick: bool) -> Example:
+    """The call of a case, as an example."""
     args, kwargs = op.inputs(case)
     before = [(a, a.copy()) for a in leaves((args, kwargs))]
     out = None if op.updates else op.function(*args, **kwargs)
@@ -276,7 +277,7 @@ def _group_quantize(*args: Any, amax: Any = None, **options: Any) -> Any:
     return fp8.group_quantize(*args, amaxes=amax, **options)
 
 
-def _in_contract(op: Registration) -> Registration:
+def in_contract(op: Registration) -> Registration:
     """The op as users call it. Registered functions of ops whose results hold arguments copy these into a
     given result."""
     direct = {"group_quantize": _group_quantize, "scaling_aware_transpose": fp8.scaling_aware_transpose}
@@ -291,6 +292,6 @@ def takes_the_one_path(op: Registration) -> bool:
 #: By the names of an op and of an argument, of lists without the number.
 DTYPES_OF_CASES: dict[tuple[str, str], set[np.dtype[Any]]] = {}
 #: Few calls of each op.
-EXAMPLES = [example for op in map(_in_contract, cases.OPS.values()) if takes_the_one_path(op)
+EXAMPLES = [example for op in map(in_contract, cases.OPS.values()) if takes_the_one_path(op)
             for example in examples_of(op)]
 DTYPES_OF_CASES["multi_cast_transpose", "xs"].update(INPUT_DTYPES)       # no case has float16

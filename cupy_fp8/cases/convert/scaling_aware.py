@@ -23,8 +23,8 @@ _SHAPES = ((1, 1), (1, 5), (5, 1), (0, 5), (5, 0), (0, 0), (3, 37), (127, 129), 
            (500, 272))
 #: (rows, experts). Some experts are empty. There is one, or more of them than rows, or enough for several
 #: rounds of the search; some columns end in half a sector.
-_EXPERTS = ((300, 1), (400, 4), (90, 40), (5, 64), (700, 300), (0, 3), (0, 0), (512, 3), (1281, 1), (1296, 1),
-            (2700, 2))
+_EXPERTS = ((300, 1), (400, 4), (90, 40), (5, 64), (700, 300), (0, 3), (0, 0), (40, 0), (512, 3), (1281, 1),
+            (1296, 1), (2700, 2))
 _TIMED_SHAPES = ((16384, 8192), (32768, 7168))
 #: Exponents of scales: equal ones, different ones by row, the whole range, and beyond it.
 _EXPONENTS = {"near": (-9, -5), "wide": (-30, 0), "all": (-127, 127), "tiny": (-149, -120)}

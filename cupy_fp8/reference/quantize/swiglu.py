@@ -10,6 +10,7 @@ import numpy as np
 from ...recipes import Recipe
 from ...results import Quantized
 from .. import numerics
+from ..scales.swizzle import group_ranges
 from .by_recipe import quantize_by
 
 ALPHA = np.float32(1.702)
@@ -82,13 +83,14 @@ def swiglu_backward(grad: np.ndarray, x: np.ndarray, *, probs: np.ndarray | None
 def halves(x: np.ndarray, bias: np.ndarray | None, splits: np.ndarray | None,
            interleaved: bool) -> tuple[np.ndarray, np.ndarray]:
     """(a, b) with bias. splits: rows of experts, each of which has a row of bias. Rows after the last expert
-    get no bias."""
+    get no bias; a negative number of rows counts as 0, and an expert that goes past the last row ends
+    there."""
     v = numerics.widen(x)
     if bias is not None and splits is None:
         v = numerics.add(v, numerics.widen(bias))
     elif bias is not None and splits is not None:
-        ends = np.cumsum(splits)
-        for start, end, own in zip(ends - splits, ends, numerics.widen(bias), strict=True):
+        ranges = group_ranges(splits, len(v), 0)
+        for (start, end), own in zip(ranges, numerics.widen(bias), strict=True):
             v[start:end] = numerics.add(v[start:end], own)
     half = v.shape[1] // 2
     return (v[:, ::2], v[:, 1::2]) if interleaved else (v[:, :half], v[:, half:])

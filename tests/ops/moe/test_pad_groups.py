@@ -17,14 +17,13 @@ from moe_arrays import (
     expect,
     noted,
     on_the_cpu,
-    refused,
     zero_rows,
 )
 from scale_arrays import guarded, raw
 from tiers import needs_host
 
 import cupy_fp8 as fp8
-from cupy_fp8 import backend, cases, kernels, reference, testing
+from cupy_fp8 import cases, kernels, reference, testing
 from cupy_fp8.arrays import bits
 from cupy_fp8.cases.groups import sizes
 from cupy_fp8.formats import bfloat16, float8_e4m3fn, float8_e8m0fnu, float32
@@ -290,43 +289,6 @@ def unchecked(monkeypatch: pytest.MonkeyPatch, run: testing.Executor) -> testing
     return run
 
 
-HUGE = [2**63 - 1, 2**62, 2**62 + 5, -(2**63), 1 << 40]
-#: Sizes of 300 rows, and what is found.
-WRONG: dict[str, tuple[list[int], list[str]]] = {
-    "right": ([100, 0, 200], []), "short": ([100, 0, 150], [SUM]), "long": ([100, 0, 201], [SUM]),
-    "nothing": ([0, 0, 0], [SUM]), "none": ([], [SUM]), "negative": ([100, -1, 200], [NEGATIVE]),
-    "negative and short": ([-100, 100, 100], [NEGATIVE, SUM]),
-    "past the end twice": ([299, 50, 50, 1], [SUM]), "all full": ([300] * 700, [SUM]),
-    "late": ([0] * 600 + [299], [SUM]), "late negative": ([300] + [0] * 500 + [-5], [NEGATIVE]),
-    "huge": (HUGE, [NEGATIVE, SUM]), "huge many": ([2**63 - 1] * 5000, [SUM])}
-
-
-@pytest.mark.parametrize("name", WRONG)
-@pytest.mark.parametrize("columns", [32, 5])
-def test_wrong_sizes_are_harmless_and_noted(name, columns, unchecked):
-    given_sizes, found = WRONG[name]
-    splits, run = np.array(given_sizes, np.int64), unchecked
-    order = np.random.default_rng(0).permutation(len(splits))
-    for x in (fp8_array((300, columns)), quantised(300, 8 * columns, (1, 32), float8_e8m0fnu)):
-        given_x, there = run.array(x), run.array(splits)
-        expect(run, reference.pad_groups(x, splits, 16), fp8.pad_groups, given_x, there, 16)
-        noted(run, found)
-        want = reference.sort_chunks(x, splits, order)
-        expect(run, want, fp8.sort_chunks, given_x, there, run.array(order))
-        noted(run, found)
-
-
-@pytest.mark.parametrize(("given_sizes", "rows", "found"), [
-    ([100, 0, 60], 160, []), ([100, 0, 60], 200, []), ([100, 0, 60], 159, [SUM]), ([100, 0, 81], 300, [SUM]),
-    ([100, -4, 60], 160, [NEGATIVE]), ([192], 192, []), ([193], 193, [SUM]), (HUGE, 250, [NEGATIVE, SUM]),
-    ([2**63 - 1] * 3000, 100, [SUM]), ([], 10, []), ([0], 0, [])])
-def test_wrong_sizes_of_padded_groups(given_sizes, rows, found, unchecked):
-    run, y, splits = unchecked, fp8_array((192, 48)), np.array(given_sizes, np.int64)
-    want = reference.unpad_groups(y, splits, 16, rows=rows)
-    expect(run, want, fp8.unpad_groups, run.array(y), run.array(splits), 16, rows=rows)
-    noted(run, found)
-
-
 def test_wrong_sizes_by_hand():
     """The harmless reading, in rows that can be seen."""
     x = np.arange(1, 6)
@@ -372,16 +334,6 @@ def test_sizes_of_nothing_are_looked_at(shape, unchecked):
         noted(run, found)
         assert fp8.sort_chunks(x, given_splits, run.array(np.array([1, 0]))).shape == shape
         noted(run, found)
-
-
-@pytest.mark.gpu
-def test_check_looks_at_the_device():
-    cp = backend.cupy()
-    x, right, wrong = fp8.asarray(fp8_array((9, 16)), like="cupy"), cp.asarray([4, 5]), cp.asarray([4, 6])
-    refused(ValueError, "splits: expected sizes that add up", fp8.pad_groups, x, wrong, 16, check=True)
-    refused(ValueError, "splits: expected sizes that, each rounded up", fp8.unpad_groups, x, wrong, 16,
-            check=True)
-    refused(ValueError, "order: expected a permutation", fp8.sort_chunks, x, right, cp.asarray([0, 0]),
-            check=True)
-    assert fp8.device_errors() == ()
-    assert_equal(fp8.pad_groups(x, right, 16, check=True), reference.pad_groups(fp8.asnumpy(x), [4, 5], 16))
+    nothing = run.array(np.zeros(0, np.int64))
+    assert fp8.pad_groups(x, nothing, 16).shape == shape
+    noted(run, [SUM] if shape[0] else [])

@@ -1,0 +1,59 @@
+"""One piece of memory from which all arrays of a call are taken, so that whatever is written beside them
+shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from declared import Example, leaves, mapped
+from perturbed import bytes_of
+from places import Place
+
+from cupy_fp8.arrays import address, bits
+
+ROOM = 256                  # bytes between arrays
+
+
+class Arena:
+    """Memory on a place, which begins at a multiple of `ROOM`. Arrays in it begin at multiples of their
+    element size."""
+
+    def __init__(self, place: Place, nbytes: int) -> None:
+        memory = place.array(np.full(nbytes + 4 * ROOM, 0xAA, np.uint8))
+        self.memory = memory[-address(memory) % ROOM:]
+        self.end = 0
+        self._taken = np.zeros(len(self.memory), bool)
+
+    def take(self, a: Any, start: int) -> Any:
+        """A copy of an array from `start` on."""
+        found = self.memory[start:start + a.nbytes].view(a.dtype).reshape(a.shape)
+        self._taken[start:start + a.nbytes] = True
+        if a.size:
+            bits(found)[...] = bits(a)
+        return found
+
+    def append(self, a: Any) -> Any:
+        """A copy of an array, behind the last one if that touches an address that it can have."""
+        start = -(-self.end // a.itemsize) * a.itemsize
+        self.end = start + a.nbytes
+        return self.take(a, start)
+
+    def append_at(self, lead: int, a: Any) -> Any:
+        """A copy of an array, apart from the others, `lead` bytes past a multiple of `ROOM`, or as many of
+        them as its element size allows."""
+        start = -(-self.end // ROOM) * ROOM + ROOM + lead // a.itemsize * a.itemsize
+        self.end = start + a.nbytes
+        return self.take(a, start)
+
+    def is_intact(self) -> bool:
+        """Whether nothing was written outside of the arrays."""
+        return bool((bytes_of(self.memory)[~self._taken] == 0xAA).all())
+
+
+def apart(example: Example, place: Place, lead: int = 0) -> tuple[Example, Arena]:
+    """The same call of arrays that begin `lead` bytes past a multiple of `ROOM`, with room between them."""
+    arrays = {id(a): a for a in leaves(example.tree)}
+    arena = Arena(place, sum(a.nbytes + 3 * ROOM for a in arrays.values()))
+    moved = {i: arena.append_at(lead, a) for i, a in arrays.items()}
+    return example.with_tree(mapped(example.tree, lambda a: moved[id(a)])), arena
