@@ -27,7 +27,7 @@ from cupy_fp8 import BlockScaling, MXScaling, testing
 from cupy_fp8.calls import splits as sizes_of_groups
 from cupy_fp8.formats import bfloat16
 from cupy_fp8.grouped import Grouped
-from cupy_fp8.kernels import errors, tiles
+from cupy_fp8.kernels import errors, shapes
 
 NEGATIVE, SUM = (errors.MESSAGES[fact] for fact in (errors.Fact.SPLIT_NEGATIVE, errors.Fact.SPLIT_SUM))
 
@@ -47,7 +47,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch, run: testing.Executor) -> testing
 @where_kernels_run                                              # the reference does not use the offsets
 def test_wrong_offsets_stay_within_the_arrays(recipe, offsets, columns, large, unchecked, monkeypatch):
     if large:
-        monkeypatch.setattr(tiles, "choose", lambda x, large: large)
+        monkeypatch.setattr(shapes, "choose_tile", lambda x, large: large)
     run, x, splits = unchecked, matrix(30, columns), np.array([10, 20])
     scales, given_offsets = scales_for(recipe, 2, run), run.array(np.array(offsets))
     for rowwise in (True, False) if recipe in BLOCKS.values() else (True,):

@@ -10,21 +10,21 @@ from cupy_fp8 import testing
 from cupy_fp8.calls import remembered
 from cupy_fp8.cases import OPS, Case
 from cupy_fp8.cli.selftest import check
-from cupy_fp8.kernels import Launch, tiles
+from cupy_fp8.kernels import Launch, shapes
 
 
 def check_those_that_ask(run: testing.Executor, cases: Iterable[Case],
-                         monkeypatch: pytest.MonkeyPatch) -> set[tiles.Tile]:
+                         monkeypatch: pytest.MonkeyPatch) -> set[shapes.Tile]:
     """Of the cases those in which an op asks for a tile larger than SMALL, each with that tile. Returns what
     they asked for."""
     chosen = []
 
-    def choose(x: object, large: tiles.Tile) -> tiles.Tile:
-        if large != tiles.SMALL:
+    def choose(x: object, large: shapes.Tile) -> shapes.Tile:
+        if large != shapes.SMALL:
             chosen.append(large)
         return large
 
-    monkeypatch.setattr(tiles, "choose", choose)
+    monkeypatch.setattr(shapes, "choose_tile", choose)
     remembered.forget()
     for case in cases:
         op, before = OPS[case.op], len(chosen)

@@ -24,7 +24,7 @@ from cupy_fp8.calls import remembered
 from cupy_fp8.cases import OPS, Registration
 from cupy_fp8.cases.programs import Program, all_programs, launched_variants, programs
 from cupy_fp8.formats import FORMATS
-from cupy_fp8.kernels import Launch, sources, tiles
+from cupy_fp8.kernels import Launch, shapes, sources
 from cupy_fp8.ops.convert.astype import astype
 from cupy_fp8.ops.quantize import grouped_tensor
 
@@ -216,12 +216,12 @@ def launched_by(op: Registration, seen: set[Program], monkeypatch: pytest.Monkey
         remembered.forget()
         op.function(*args, **kwargs)
         with monkeypatch.context() as patch:
-            patch.setattr(tiles, "choose", lambda x, large, size=0: large)
+            patch.setattr(shapes, "choose_tile", lambda x, large, size=0: large)
 
             remembered.forget()
             op.function(*args, **kwargs)
             if op.name in ("group_quantize", "multi_cast_transpose"):
-                patch.setattr(tiles, "fills_wide", lambda columns: True)
+                patch.setattr(shapes, "fills_wide", lambda columns: True)
                 patch.setattr(grouped_tensor, "_TALL", 0)
                 remembered.forget()
                 op.function(*args, **kwargs)

@@ -13,15 +13,15 @@ from ...arrays import Array, check_dimensions
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, one_array
 from ...formats import BYTE_DTYPES, FORMATS, flag, lookup
-from ...kernels import Kernel, Launch, Variant, elementwise, tiles
+from ...kernels import Kernel, Launch, Variant, shapes
 from ...layouts import swap_last
 from ...methods import for_methods
 
-_CONVERT = Kernel("convert/astype", "convert", block=elementwise.THREADS)
+_CONVERT = Kernel("convert/astype", "convert", block=shapes.ELEMENTWISE_THREADS)
 _TRANSPOSE = Kernel("convert/astype", "transpose")
 _ALL_DTYPES = tuple(FORMATS)
 #: The fastest choice on an H200 (docs/lab-notes).
-_BYTES = tiles.Tile(256, 256, down_first=True)
+_BYTES = shapes.Tile(256, 256, down_first=True)
 
 
 @for_methods
@@ -109,7 +109,8 @@ def flat_launches(a: Input, to_at: int, scale_at: int, to: np.dtype[Any], satura
     """The launch that converts an array in its order. scale: the address of a factor, or 0 for none."""
     src = a.array
     if src.size:
-        blocks, vector = elementwise.grid(src.size, src.shape, src.dtype.itemsize, to.itemsize, a.at, to_at)
+        blocks, vector = shapes.elementwise_grid(src.size, src.shape, src.dtype.itemsize, to.itemsize,
+                                                 a.at, to_at)
         yield _CONVERT.variant(IN=src.dtype, OUT=to).bind(
             src, blocks, src=a.at, dst=to_at, scale_inv=scale_at, n=src.size, vector=vector,
             saturate=int(saturate))
@@ -121,19 +122,19 @@ def transposed_launches(a: Input, to_at: int) -> Iterator[Launch]:
     if src.size:
         rows, columns = src.shape[-2:]
         vector = (columns % 8 == 0 and a.at % 8 == 0) | (rows % 16 == 0 and to_at % 16 == 0) << 1
-        tile = tiles.choose(src, _BYTES) if vector == 3 else tiles.SMALL
-        yield _transpose_variant(tile).bind(src, tiles.grid(src.shape, tile), src=a.at, dst=to_at, rows=rows,
+        tile = shapes.choose_tile(src, _BYTES) if vector == 3 else shapes.SMALL
+        yield _transpose_variant(tile).bind(src, tile.grid(src.shape), src=a.at, dst=to_at, rows=rows,
                                             columns=columns, vector=vector)
 
 
-def _transpose_variant(tile: tiles.Tile) -> Variant:
+def _transpose_variant(tile: shapes.Tile) -> Variant:
     return _TRANSPOSE.variant(block=tile.block, shared=tile.shared, **tile.defines,
-                              ALIGNED=tile is not tiles.SMALL)
+                              ALIGNED=tile is not shapes.SMALL)
 
 
 def variants() -> Iterator[Variant]:
     """Every variant that these ops may launch."""
     for source, to in product(_ALL_DTYPES, _ALL_DTYPES):
         yield _CONVERT.variant(IN=source, OUT=to)
-    for tile in (tiles.SMALL, _BYTES):
+    for tile in (shapes.SMALL, _BYTES):
         yield _transpose_variant(tile)

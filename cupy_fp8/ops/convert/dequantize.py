@@ -18,19 +18,19 @@ from ...calls.call import Call, Input, Op, run, validate_call
 from ...calls.results import Description, one_array
 from ...formats import FP8_DTYPES, INPUT_DTYPES, float32, lookup
 from ...grouped import Grouped
-from ...kernels import Kernel, Launch, Variant, elementwise, grid_size, tiles
+from ...kernels import Kernel, Launch, Variant, grid_size, shapes
 from ...layouts import LAYOUTS_WITH_STRIDES, SMALLEST_BLOCK, SWIZZLE_COLUMNS, cdiv
 from ...methods import for_methods
 from ...results import Quantized, Scaled
 from ..scales.convert import with_compact_scales
 from .astype import flat_launches
 
-_LONG_ROW = Kernel("convert/dequantize", "dequantize_long_row", block=elementwise.THREADS)
-_BLOCKS = Kernel("convert/dequantize", "dequantize_blocks", block=elementwise.THREADS)
+_LONG_ROW = Kernel("convert/dequantize", "dequantize_long_row", block=shapes.ELEMENTWISE_THREADS)
+_BLOCKS = Kernel("convert/dequantize", "dequantize_blocks", block=shapes.ELEMENTWISE_THREADS)
 _BLOCKS_TRANSPOSED = Kernel("convert/dequantize", "dequantize_blocks_transposed")
 #: The fastest choice on an H200 (docs/lab-notes).
-_TRANSPOSED = tiles.Tile(128, 256, down_first=True)
-_CHUNKS = 2 * elementwise.THREADS           # for a block of threads of dequantize_long_row
+_TRANSPOSED = shapes.Tile(128, 256, down_first=True)
+_CHUNKS = 2 * shapes.ELEMENTWISE_THREADS           # for a block of threads of dequantize_long_row
 # Chunks along a row of a tile of dequantize_blocks, which has fewer if rows are short.
 _CHUNKS_LOG2 = 5
 _STEPS, _STEPS_SWIZZLED = 4, 8              # rows for each of its threads
@@ -177,7 +177,7 @@ class _Blocks:
         across = cdiv(self.columns, chunk * _CHUNKS if self.long_row else chunk << chunks_log2)
         swizzled = not self.long_row and self.scaling["scale_tiles"] != 0
         steps = _STEPS_SWIZZLED if swizzled else _STEPS
-        down = 1 if self.long_row else cdiv(self.rows, (elementwise.THREADS >> chunks_log2) * steps)
+        down = 1 if self.long_row else cdiv(self.rows, (shapes.ELEMENTWISE_THREADS >> chunks_log2) * steps)
         vector = 3 if aligned and self.columns % chunk == 0 and self.data.at % chunk == 0 else 0
         if vector and self._four_scales_adjoin():
             vector |= 4
@@ -196,9 +196,9 @@ class _Blocks:
         """The launch of dequantize_blocks_transposed."""
         data = self.data.array
         vector = (self.rows % 8 == 0 and self.data.at % 8 == 0) | (self.columns % 16 == 0 and aligned) << 1
-        tile = tiles.choose(data, _TRANSPOSED) if vector == 3 else tiles.SMALL
+        tile = shapes.choose_tile(data, _TRANSPOSED) if vector == 3 else shapes.SMALL
         variant = _transposed_variant(data.dtype, self.to, tile)
-        return variant, tiles.grid(data.shape, tile), {"vector": vector}
+        return variant, tile.grid(data.shape), {"vector": vector}
 
 
 def _strides(s: Scaled, scales: Array) -> dict[str, int]:
@@ -221,11 +221,11 @@ def block_shift(block: int | None, extent: int) -> int:
     return everything if block is None else min(block.bit_length() - 1, everything)
 
 
-def _transposed_variant(source: np.dtype[Any], to: np.dtype[Any], tile: tiles.Tile) -> Variant:
+def _transposed_variant(source: np.dtype[Any], to: np.dtype[Any], tile: shapes.Tile) -> Variant:
     # The f32 scales of the tile's blocks lie beside it. No block has fewer than SMALLEST_BLOCK elements.
     return _BLOCKS_TRANSPOSED.variant(
         block=tile.block, shared=tile.shared + tile.shared // SMALLEST_BLOCK * 4, IN=source, OUT=to,
-        **tile.defines, ALIGNED=tile is not tiles.SMALL)
+        **tile.defines, ALIGNED=tile is not shapes.SMALL)
 
 
 def variants() -> Iterator[Variant]:
@@ -234,5 +234,5 @@ def variants() -> Iterator[Variant]:
         yield _LONG_ROW.variant(IN=source, OUT=to)
         for swizzled in (False, True):
             yield _BLOCKS.variant(IN=source, OUT=to, SWIZZLED=swizzled)
-        for tile in (tiles.SMALL, _TRANSPOSED):
+        for tile in (shapes.SMALL, _TRANSPOSED):
             yield _transposed_variant(source, to, tile)

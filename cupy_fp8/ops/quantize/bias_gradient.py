@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from ...arrays import Array, address, empty_beside
 from ...formats import float32
-from ...kernels import Kernel, Launch, Variant, grid_size, tiles
+from ...kernels import Kernel, Launch, Variant, grid_size, shapes
 from ...layouts import cdiv
 
 _SUM_ROWS = Kernel("quantize/bias_gradient", "sum_rows", block=256)
@@ -51,7 +51,7 @@ class ColumnSums:
 
 def partial_sums(shape: tuple[int, ...]) -> int:
     """How many partial sums all launches together write for an array of this shape."""
-    lines, total = cdiv(shape[-2], tiles.SMALL.rows), 0
+    lines, total = cdiv(shape[-2], shapes.SMALL.rows), 0
     while lines > 1:
         total += lines
         lines = cdiv(lines, _MOST)

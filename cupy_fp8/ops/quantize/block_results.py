@@ -17,7 +17,7 @@ from ...calls.call import Call, Input, Op
 from ...calls.results import Description, Written
 from ...directions import Direction
 from ...formats import FP8_DTYPES, INPUT_DTYPES, lookup
-from ...kernels.warp_tiles import LANE_COLUMNS
+from ...kernels.shapes import LANE_COLUMNS
 from ...layouts import Block, swap_last
 from ...results import Quantized
 

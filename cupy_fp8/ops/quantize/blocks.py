@@ -15,7 +15,7 @@ from ...calls.call import Call, run
 from ...directions import Direction, block_directions
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, float16, float32
 from ...kernels import Kernel, Launch, Variant, grid_size
-from ...kernels.warp_tiles import COLUMNS, LANE_COLUMNS, ROWS, WarpTiles
+from ...kernels.shapes import LANE_COLUMNS, WARP_TILE_COLUMNS, WARP_TILE_ROWS, WarpTiles
 from ...layouts import Block, as_block, cdiv
 from ...methods import for_methods
 from ...options import block_eps, block_pow2, check_block_options
@@ -51,7 +51,7 @@ _WARPS = 4                                          # in a block of threads of q
 _LOAD_BYTES = 16                                    # that a thread of it loads at once
 _ROWS = Kernel("quantize/block_rows", "quantize_block_rows", block=32 * _WARPS)
 #: Bytes of shared memory for the scales of a warp tile's rows and columns.
-_ROW_BYTES, _COLUMN_BYTES = 2 * 4 * (ROWS + 4) * 4, COLUMNS * 4
+_ROW_BYTES, _COLUMN_BYTES = 2 * 4 * (WARP_TILE_ROWS + 4) * 4, WARP_TILE_COLUMNS * 4
 #: Bytes of shared memory for a column of a row segment (kernels_cu/include/tile/column_segment.cuh).
 _SEGMENT_BYTES = 64
 

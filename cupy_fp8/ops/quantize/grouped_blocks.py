@@ -16,7 +16,7 @@ from ...calls.row_segments import find_segments, pays
 from ...directions import Direction
 from ...formats import FP8_DTYPES, INPUT_DTYPES, float32
 from ...kernels import Kernel, Launch, Variant
-from ...kernels.warp_tiles import LANE_COLUMNS, WarpTiles
+from ...kernels.shapes import LANE_COLUMNS, WarpTiles
 from ...layouts import Block, cdiv, group_scales, group_unit, grouped_scale_shape, round_up
 from ...recipes import BlockScaling, MXScaling
 from . import blocks, mx

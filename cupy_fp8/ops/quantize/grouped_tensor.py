@@ -12,7 +12,7 @@ import numpy as np
 from ...calls.call import Call
 from ...calls.row_segments import find_segments, pays
 from ...formats import FP8_DTYPES, INPUT_DTYPES
-from ...kernels import Kernel, Launch, Variant, grid_size, room, tiles
+from ...kernels import Kernel, Launch, Variant, grid_size, room, shapes
 from ...layouts import cdiv, padded_rows
 from ...options import checked_eps
 from ...recipes import CurrentScaling
@@ -47,10 +47,10 @@ def launches(call: Call, inputs: Inputs, places: dict[str, int]) -> Iterator[Lau
 def _cast(call: Call, inputs: Inputs, places: dict[str, int], scales_at: int,
           amaxes_at: int) -> Iterator[Launch]:
     x, aligned = inputs.x.array, _is_aligned(inputs, places)
-    tile = tiles.choose(x, _large_tile(inputs)) if aligned else tiles.SMALL
+    tile = shapes.choose_tile(x, _large_tile(inputs)) if aligned else shapes.SMALL
     tiling = tiled(call, inputs, places, tile.rows, tile.columns)
     grid, segments_at = tiling.grid, 0
-    if tile is not tiles.SMALL:
+    if tile is not shapes.SMALL:
         # The program of large tiles needs the found segments. Its blocks take further tiles if there are any.
         find, segments_at = find_segments(call, tiling.rows, tiling.segments, tiling.groups)
         yield find
@@ -67,11 +67,11 @@ def _is_aligned(inputs: Inputs, places: dict[str, int]) -> bool:
     return inputs.x.shape[1] % 8 == 0 and inputs.x.at % 16 == 0 and places["rowwise"] % 8 == 0
 
 
-def _large_tile(inputs: Inputs) -> tiles.Tile:
+def _large_tile(inputs: Inputs) -> shapes.Tile:
     """The tile for large arrays."""
     (rows, columns), both = inputs.x.shape, inputs.rowwise and inputs.columnwise
     wide = both and inputs.x.dtype.itemsize == 2 and rows >= _TALL * inputs.number
-    return tiles.BOTH if wide and tiles.fills_wide([columns]) else tiles.BOTH_NARROW
+    return shapes.BOTH if wide and shapes.fills_wide([columns]) else shapes.BOTH_NARROW
 
 
 # ---- current scaling ----
@@ -125,9 +125,9 @@ def _cast_current(call: Call, inputs: Inputs, places: dict[str, int], choice: si
 
 
 # ---- variants ----
-def _cast_variant(source: np.dtype[Any], to: np.dtype[Any], tile: tiles.Tile) -> Variant:
+def _cast_variant(source: np.dtype[Any], to: np.dtype[Any], tile: shapes.Tile) -> Variant:
     return _CAST.variant(block=tile.block, shared=tile.shared, IN=source, OUT=to, TILE_ROWS=tile.rows,
-                         TILE_COLUMNS=tile.columns, DBIAS=0, LARGE=tile is not tiles.SMALL)
+                         TILE_COLUMNS=tile.columns, DBIAS=0, LARGE=tile is not shapes.SMALL)
 
 
 def variants() -> Iterator[Variant]:
@@ -135,6 +135,7 @@ def variants() -> Iterator[Variant]:
     for source in INPUT_DTYPES:
         yield _AMAX.variant(IN=source)
     yield from single_read.variants(_CURRENT)
-    for source, to, tile in product(INPUT_DTYPES, FP8_DTYPES, (tiles.SMALL, tiles.BOTH_NARROW, tiles.BOTH)):
-        if tile != tiles.BOTH or source.itemsize == 2:
+    tiles = shapes.SMALL, shapes.BOTH_NARROW, shapes.BOTH
+    for source, to, tile in product(INPUT_DTYPES, FP8_DTYPES, tiles):
+        if tile != shapes.BOTH or source.itemsize == 2:
             yield _cast_variant(source, to, tile)

@@ -14,8 +14,8 @@ from ...arrays import Array
 from ...calls.call import Call, run
 from ...directions import Direction, mx_directions
 from ...formats import FORMATS, FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, float16, float32
-from ...kernels import Kernel, Launch, Variant, elementwise
-from ...kernels.warp_tiles import LANE_COLUMNS, WarpTiles
+from ...kernels import Kernel, Launch, Variant, shapes
+from ...kernels.shapes import LANE_COLUMNS, WarpTiles
 from ...layouts import SWIZZLE_COLUMNS, as_block, cdiv, scale_grid
 from ...methods import for_methods
 from ...options import check_mx_options
@@ -35,7 +35,7 @@ from .block_results import (
     Members,
 )
 
-_ROWS = Kernel("quantize/mx", "quantize_mx_rows", block=elementwise.THREADS)
+_ROWS = Kernel("quantize/mx", "quantize_mx_rows", block=shapes.ELEMENTWISE_THREADS)
 _TILE = Kernel("quantize/mx", "quantize_mx_tile")
 _BLOCK = 32
 _NO_SCALES = {"line": 1, "block": 1}            # A stride of 0 from line to line would mean swizzled scales.
@@ -212,8 +212,8 @@ def _rows_launch(call: Call, inputs: Inputs, addresses: Addresses) -> Launch | N
     if (direction.block, direction.scale_layout) != ((1, _BLOCK), "compact") or quantization.columns % _BLOCK:
         return None
     members = block_results.destinations(quantization.axes, addresses)
-    grid, vector = elementwise.grid(quantization.size, quantization.shape, x.dtype.itemsize, 1, x.at,
-                                    members["rows_data"])
+    grid, vector = shapes.elementwise_grid(quantization.size, quantization.shape, x.dtype.itemsize, 1, x.at,
+                                            members["rows_data"])
     return _ROWS.variant(IN=quantization.source, OUT=quantization.to).bind(
         x.array, grid, x=x.at, noop=call.noop_at, **members, **quantization.members, vector=vector)
 

@@ -16,9 +16,9 @@ import numpy as np
 from ... import kernels
 from ...arrays import Array
 from ...formats import FP8_DTYPES, INPUT_DTYPES
-from ...kernels import Kernel, Variant, tiles
+from ...kernels import Kernel, Variant, shapes
 
-TILE = tiles.SMALL
+TILE = shapes.SMALL
 #: Constants of single_read.cuh: threads of a block, stages of shared memory (each for a tile), words of
 #: state, and bytes that the kernel's own variables may take.
 THREADS, _MOST_STAGES, _STATE_WORDS, _STATIC_SHARED = 384, 6, 2, 2048

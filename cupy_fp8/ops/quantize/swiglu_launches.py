@@ -17,7 +17,7 @@ from ...calls.results import Description
 from ...calls.splits import Groups
 from ...directions import check_directions
 from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn
-from ...kernels import Kernel, Launch, Variant, tiles
+from ...kernels import Kernel, Launch, Variant, shapes
 from ...recipes import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, check_recipe
 from ...reference.quantize.swiglu import ALPHA
 from ..scales.scale import scale_target
@@ -41,7 +41,7 @@ WIDE, QUOTIENTS = "wide", "quotients"
 #: Flags of the struct SwigluCall.
 _CLAMPED, _GPT_OSS, _INTERLEAVED, _WIDE = 1, 2, 4, 8
 
-_TILE = tiles.SMALL
+_TILE = shapes.SMALL
 #: 16-byte loads that a thread has in flight for each array (kStages rows of kLoads).
 _STAGES = 4
 _COLUMN_AMAXES = 4 * (8 * _TILE.columns + 8) * 4    # bytes of shared memory for a tile (struct ColumnAmaxes)
@@ -262,12 +262,12 @@ def _program(inputs: Inputs, swiglu: Members) -> _Choice:
     path = _path(inputs, swiglu)
     variant = found.get(path) or found[ANY if path == QUOTIENTS else WIDE]
     if variant is found[ANY]:
-        return _Choice(variant, tiles.grid(output.shape, _TILE), 1)
+        return _Choice(variant, _TILE.grid(output.shape), 1)
     # These write the tiles of da and of db at once.
     once, each = (output.shape[0], inputs.half), 1
-    while each < _most_tiles(variant) and tiles.grid(once, _TILE) // (2 * each) >= _ENOUGH_BLOCKS:
+    while each < _most_tiles(variant) and _TILE.grid(once) // (2 * each) >= _ENOUGH_BLOCKS:
         each *= 2
-    return _Choice(variant, tiles.grid(once, _TILE._replace(rows=each * _TILE.rows)), each)
+    return _Choice(variant, _TILE._replace(rows=each * _TILE.rows).grid(once), each)
 
 
 def _path(inputs: Inputs, swiglu: Members) -> str:

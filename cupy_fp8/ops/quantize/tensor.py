@@ -16,7 +16,7 @@ from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, Written
 from ...directions import check_directions, dbias_shape
 from ...formats import FP8_DTYPES, INPUT_DTYPES, flags, float8_e4m3fn, float32, lookup
-from ...kernels import Kernel, Launch, Variant, elementwise, tiles
+from ...kernels import Kernel, Launch, Variant, shapes
 from ...layouts import swap_last
 from ...methods import for_methods
 from ...options import checked_eps
@@ -26,10 +26,10 @@ from ..scales.scale import scale_target
 from . import tensor_current
 from .bias_gradient import ColumnSums, partial_sums
 
-_CAST = Kernel("quantize/tensor", "cast", block=elementwise.THREADS)
+_CAST = Kernel("quantize/tensor", "cast", block=shapes.ELEMENTWISE_THREADS)
 _CAST_TRANSPOSE = Kernel("quantize/tensor", "cast_transpose")
 #: The fastest choice on an H200 (docs/lab-notes).
-_COLUMNWISE = tiles.Tile(256, 128, down_first=True)
+_COLUMNWISE = shapes.Tile(256, 128, down_first=True)
 _ROWWISE_BIT, _COLUMNWISE_BIT = 1, 2        # of DIRECTIONS
 #: DIRECTIONS and DBIAS of the programs for whole patches.
 _WHOLE = ((3, False), (2, False), (3, True), (1, True))
@@ -258,7 +258,7 @@ class _QuantizeTensor(Op[_Inputs]):
 def _flat(call: Call, inputs: _Inputs, members: dict[str, Any], places: dict[str, int]) -> Iterator[Launch]:
     """The launch that casts an array in its order."""
     x = inputs.x.array
-    grid, vector = elementwise.grid(x.size, x.shape, x.dtype.itemsize, 1, inputs.x.at, places["data"])
+    grid, vector = shapes.elementwise_grid(x.size, x.shape, x.dtype.itemsize, 1, inputs.x.at, places["data"])
     yield _CAST.variant(IN=x.dtype, OUT=inputs.dtype).bind(x, grid, **members, **places, vector=vector)
 
 
@@ -270,14 +270,14 @@ def _tiled(call: Call, inputs: _Inputs, members: dict[str, Any], places: dict[st
     aligned = columns % 8 == 0 and inputs.x.at % 16 == 0 and places.get("data", 0) % 8 == 0
     vector = rows % 16 == 0 and places.get("data_t", 0) % 16 == 0
     whole = aligned and vector and (directions, dbias) in _WHOLE
-    tile = tiles.choose(x, _large_tile(x.dtype, directions, dbias)) if whole else tiles.SMALL
+    tile = shapes.choose_tile(x, _large_tile(x.dtype, directions, dbias)) if whole else shapes.SMALL
     sums = None
     if dbias:
         dbias_at = places.pop("dbias")
         sums = ColumnSums(x, dbias_at, call.scratch("bias_gradient", partial_sums(x.shape)))
         members["column_sums"] = sums.tiles_at(tile.rows)
     variant = _cast_transpose_variant(x.dtype, inputs.dtype, tile, dbias, whole * directions)
-    yield variant.bind(x, tiles.grid(x.shape, tile), shared=_shared(tile, directions, dbias), **members,
+    yield variant.bind(x, tile.grid(x.shape), shared=_shared(tile, directions, dbias), **members,
                        **places, rows=rows, columns=columns, aligned=int(aligned), vector=int(vector))
     if sums:
         yield from sums.launches(x, tile.rows, call.noop_at)
@@ -286,22 +286,22 @@ def _tiled(call: Call, inputs: _Inputs, members: dict[str, Any], places: dict[st
 _QUANTIZE = _QuantizeTensor()
 
 
-def _large_tile(source: np.dtype[Any], directions: int, dbias: bool) -> tiles.Tile:
+def _large_tile(source: np.dtype[Any], directions: int, dbias: bool) -> shapes.Tile:
     """The tile for whole patches of large arrays."""
     if directions == _ROWWISE_BIT:
-        return tiles.SMALL
+        return shapes.SMALL
     if directions == _COLUMNWISE_BIT:
         return _COLUMNWISE
     # 1024 threads have 64 registers each, too few for f32 patches and column sums.
-    return tiles.BOTH_NARROW if source == float32 or dbias else tiles.BOTH
+    return shapes.BOTH_NARROW if source == float32 or dbias else shapes.BOTH
 
 
-def _shared(tile: tiles.Tile, directions: int, dbias: bool) -> int:
+def _shared(tile: shapes.Tile, directions: int, dbias: bool) -> int:
     """Bytes of shared memory: the transposed tile, and an f32 for every 16 rows of a column."""
     return bool(directions & _COLUMNWISE_BIT) * tile.shared + dbias * tile.shared // 4
 
 
-def _cast_transpose_variant(source: np.dtype[Any], to: np.dtype[Any], tile: tiles.Tile, dbias: bool,
+def _cast_transpose_variant(source: np.dtype[Any], to: np.dtype[Any], tile: shapes.Tile, dbias: bool,
                             directions: int = 0) -> Variant:
     """The program for whole patches in these directions, or, of SMALL tiles, the one for any array and any
     directions."""
@@ -315,7 +315,7 @@ def variants() -> Iterator[Variant]:
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
         yield _CAST.variant(IN=source, OUT=to)
         for dbias in (False, True):
-            yield _cast_transpose_variant(source, to, tiles.SMALL, dbias)
+            yield _cast_transpose_variant(source, to, shapes.SMALL, dbias)
         for directions, dbias in _WHOLE:
-            for tile in {tiles.SMALL, _large_tile(source, directions, dbias)}:
+            for tile in {shapes.SMALL, _large_tile(source, directions, dbias)}:
                 yield _cast_transpose_variant(source, to, tile, dbias, directions)

@@ -17,7 +17,7 @@ from ...calls.tables import Records
 from ...calls.tensor_lists import ListResult, TableLayout, check_none_given, checked, each_amax, each_scale
 from ...directions import check_directions
 from ...formats import FP8_DTYPES, INPUT_DTYPES, flag, float8_e4m3fn, lookup
-from ...kernels import Kernel, Launch, Variant, tiles
+from ...kernels import Kernel, Launch, Variant, shapes
 from ...options import checked_eps
 from ...recipes import (
     BlockScaling,
@@ -35,7 +35,7 @@ from . import single_read, tensor, tensor_list_blocks
 _CAST = Kernel("quantize/tensor_list", "multi_cast_transpose")
 _AMAX = Kernel("quantize/tensor_list", "multi_amax_scale", block=256)
 _CURRENT = Kernel("quantize/tensor_list", "multi_cast_current", block=single_read.THREADS, cooperative=True)
-_SMALL = tiles.SMALL
+_SMALL = shapes.SMALL
 #: The rule of current scaling: target, eps, and whether scales are powers of two.
 _Rule = tuple[float, float, bool]
 
@@ -251,22 +251,22 @@ class _Matrix(NamedTuple):
         """Whether every row of the transposed data allows 16-byte stores."""
         return self.x.shape[0] % 16 == 0 and self.places.get("data_t", 0) % 16 == 0
 
-    def tiles(self, tile: tiles.Tile) -> int:
+    def tiles(self, tile: shapes.Tile) -> int:
         """Blocks of threads. An empty matrix has one too, for its scale_inv."""
         return -(-self.x.shape[0] // tile.rows) * -(-self.x.shape[1] // tile.columns) or 1
 
 
-def _tile(matrices: list[_Matrix]) -> tiles.Tile:
+def _tile(matrices: list[_Matrix]) -> shapes.Tile:
     x, places = matrices[0].x.array, matrices[0].places
     if not all(each.aligned and each.vector for each in matrices):
         return _SMALL
     wide = x.dtype.itemsize == 2 and "data" in places and "data_t" in places
-    wide = wide and tiles.fills_wide(each.x.shape[1] for each in matrices)
+    wide = wide and shapes.fills_wide(each.x.shape[1] for each in matrices)
     size = sum(each.x.array.size for each in matrices)
-    return tiles.choose(x, tiles.BOTH if wide else tiles.BOTH_NARROW, size)
+    return shapes.choose_tile(x, shapes.BOTH if wide else shapes.BOTH_NARROW, size)
 
 
-def _table(matrices: list[_Matrix], tile: tiles.Tile, zeros: int = 0) -> TableLayout:
+def _table(matrices: list[_Matrix], tile: shapes.Tile, zeros: int = 0) -> TableLayout:
     return TableLayout(_CAST.record("MultiTensor"), [each.tiles(tile) for each in matrices], zeros)
 
 
@@ -322,7 +322,7 @@ def _cast(call: Call, matrices: list[_Matrix], to: np.dtype[Any]) -> Launch:
                                                  each=table.each)
 
 
-def _cast_variant(source: np.dtype[Any], to: np.dtype[Any], tile: tiles.Tile) -> Variant:
+def _cast_variant(source: np.dtype[Any], to: np.dtype[Any], tile: shapes.Tile) -> Variant:
     return _CAST.variant(block=tile.block, shared=tile.shared, IN=source, OUT=to, TILE_ROWS=tile.rows,
                          TILE_COLUMNS=tile.columns, DBIAS=0)
 
@@ -332,8 +332,8 @@ def variants() -> Iterator[Variant]:
     yield from single_read.variants(_CURRENT)
     for source, to in product(INPUT_DTYPES, FP8_DTYPES):
         yield _cast_variant(source, to, _SMALL)
-        yield _cast_variant(source, to, tiles.BOTH_NARROW)
+        yield _cast_variant(source, to, shapes.BOTH_NARROW)
         if source.itemsize == 2:
-            yield _cast_variant(source, to, tiles.BOTH)
+            yield _cast_variant(source, to, shapes.BOTH)
     for source in INPUT_DTYPES:
         yield _AMAX.variant(IN=source)

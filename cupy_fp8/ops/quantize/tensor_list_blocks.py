@@ -18,7 +18,7 @@ from ...calls.tensor_lists import ListResult, TableLayout, checked
 from ...directions import check_directions
 from ...formats import INPUT_DTYPES, flag
 from ...kernels import Launch
-from ...kernels.warp_tiles import LANE_COLUMNS
+from ...kernels.shapes import LANE_COLUMNS
 from ...layouts import cdiv
 from ...recipes import BlockScaling, MXScaling
 from ...results import Quantized

@@ -15,12 +15,12 @@ from ...arrays import Array
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, Updated, one_array
 from ...formats import FORMATS, FP8_DTYPES, flag, float8_e4m3fn, float32, lookup
-from ...kernels import Kernel, Launch, Variant, elementwise, grid_size, multiprocessors
+from ...kernels import Kernel, Launch, Variant, grid_size, multiprocessors, shapes
 from ...options import ALGORITHMS, checked_eps, checked_margin
 from ...reference.numerics import times_power_of_two
 
 _THREADS = 512
-_COMPUTE_SCALE = Kernel("scales/scale", "compute_scale", block=elementwise.THREADS)
+_COMPUTE_SCALE = Kernel("scales/scale", "compute_scale", block=shapes.ELEMENTWISE_THREADS)
 _UPDATE = Kernel("scales/scale", "update_delayed_scaling", block=_THREADS)
 _IN_FLIGHT = 8
 _MOST_COLUMNS_LOG2 = 5          # 32 f32: a whole cache line of each row
@@ -80,7 +80,7 @@ class _ComputeScale(Op[_Scales]):
     def launches(self, call: Call, inputs: _Scales, *written: int) -> Iterator[Launch]:
         amax = inputs.amax.array
         if amax.size:
-            blocks, vector = elementwise.grid(amax.size, amax.shape, 4, 4, inputs.amax.at, written[0])
+            blocks, vector = shapes.elementwise_grid(amax.size, amax.shape, 4, 4, inputs.amax.at, written[0])
             yield _COMPUTE_SCALE.variant().bind(
                 amax, blocks, amax=inputs.amax.at, scale=written[0], n=amax.size,
                 target=scale_target(inputs.dtype, inputs.margin),

@@ -9,7 +9,7 @@ import pytest
 import cupy_fp8 as fp8
 from cupy_fp8 import CurrentScaling, DelayedScaling, cases, reference, testing
 from cupy_fp8.formats import bfloat16, float32
-from cupy_fp8.kernels import tiles
+from cupy_fp8.kernels import shapes
 from cupy_fp8.reference import numerics
 
 DIRECTIONS = [{"rowwise": True, "columnwise": False}, {"rowwise": False, "columnwise": True},
@@ -67,7 +67,7 @@ def test_it_is_the_sum_before_scaling_of_each_matrix(run):
 def test_every_tile_gives_the_same_bytes(directions, run, monkeypatch):
     x = cases.values("normal", (560, 272), bfloat16)
     a = fp8.quantize_tensor(run.array(x), 1.0, dbias=True, **directions).dbias
-    monkeypatch.setattr(tiles, "choose", lambda _, large: large)
+    monkeypatch.setattr(shapes, "choose_tile", lambda _, large: large)
     b = fp8.quantize_tensor(run.array(x), 1.0, dbias=True, **directions).dbias
     testing.assert_bytes_equal(a, b)
 

@@ -37,7 +37,7 @@ from cupy_fp8.calls import splits as sizes_of_groups
 from cupy_fp8.cases import OPS
 from cupy_fp8.cases.groups import sizes
 from cupy_fp8.formats import bfloat16, float8_e5m2, float16, float32
-from cupy_fp8.kernels import Launch, tiles
+from cupy_fp8.kernels import Launch, shapes
 from cupy_fp8.ops.quantize import grouped_tensor
 
 BOTH = DIRECTIONS[2]
@@ -251,11 +251,11 @@ def test_one_result_for_several_recipes(run):
 def test_tiles_of_large_arrays(monkeypatch, rows, step):
     """Tiles that only arrays of many megabytes get, of groups of at least so many rows. test_cases.py has
     calls that ask for no tile."""
-    monkeypatch.setattr(tiles, "fills_wide", lambda columns: True)
+    monkeypatch.setattr(shapes, "fills_wide", lambda columns: True)
     monkeypatch.setattr(grouped_tensor, "_TALL", rows)
     with testing.executor("host") as run:           # not of all cases: blocks of 1024 threads are slow here
         chosen = check_those_that_ask(run, islice(OPS["group_quantize"].cases(), 0, None, step), monkeypatch)
-    assert chosen == {tiles.BOTH, tiles.BOTH_NARROW}            # no groups at all have wide ones always
+    assert chosen == {shapes.BOTH, shapes.BOTH_NARROW}            # no groups at all have wide ones always
 
 
 # ---- on a GPU ----
@@ -267,7 +267,7 @@ def test_graph_replay_follows_the_sizes(recipe, align, large, monkeypatch):
     """Of two results in one graph, each with workspaces of its own. large: as arrays whose segments another
     launch finds."""
     if large:
-        monkeypatch.setattr(tiles, "choose", lambda x, large: large)
+        monkeypatch.setattr(shapes, "choose_tile", lambda x, large: large)
         monkeypatch.setattr(row_segments, "_MANY", 0)
     cp, per_tensor = backend.cupy(), recipe in (RECIPE, CURRENT)
     x, splits = fp8.asarray(matrix(500, 48), like="cupy"), cp.asarray(sizes(490, 20))

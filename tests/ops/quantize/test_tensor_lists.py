@@ -40,7 +40,7 @@ from cupy_fp8 import (
 )
 from cupy_fp8.calls import tensor_lists
 from cupy_fp8.formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e5m2, float16, float32
-from cupy_fp8.kernels import tiles
+from cupy_fp8.kernels import shapes
 from cupy_fp8.ops.quantize import single_read
 
 #: Every layout, block and mode, and what divides.
@@ -92,9 +92,9 @@ def test_every_form_of_scales_and_amaxes(group, run):
 def test_lists_in_blocks(recipe, directions, run, launched):
     """One launch for matrices and batches of any shapes; with rows that suit wide accesses, or not."""
     options: dict[str, Any] = dict(zip(("rowwise", "columnwise"), directions, strict=True))
-    for shapes in (((130, 150), (0, 8), (3, 5, 9), (37, 8), (2, 130, 72)),
-                   ((2, 144, 136), (16, 264), (3, 7, 4), (0, 8))):
-        host = [cases.values("normal", shape, bfloat16, i) for i, shape in enumerate(shapes)]
+    for extents in (((130, 150), (0, 8), (3, 5, 9), (37, 8), (2, 130, 72)),
+                    ((2, 144, 136), (16, 264), (3, 7, 4), (0, 8))):
+        host = [cases.values("normal", shape, bfloat16, i) for i, shape in enumerate(extents)]
         xs = [run.array(x) for x in host]
         desired = [recipe.quantize(x, **options) for x in host]
         outputs = outputs_for(xs, recipe, **options)
@@ -182,10 +182,10 @@ def test_tiles_of_large_lists(executor, wide, source, monkeypatch):
         chosen.append(size)
         return large
 
-    monkeypatch.setattr(tiles, "choose", choose)
-    monkeypatch.setattr(tiles, "fills_wide", lambda columns: wide)
-    shapes = ((272, 520), (256, 256), (0, 8), (16, 264))
-    xs = [cases.values("bits", shape, source, i) for i, shape in enumerate(shapes)]
+    monkeypatch.setattr(shapes, "choose_tile", choose)
+    monkeypatch.setattr(shapes, "fills_wide", lambda columns: wide)
+    xs = [cases.values("bits", shape, source, i)
+          for i, shape in enumerate(((272, 520), (256, 256), (0, 8), (16, 264)))]
     with testing.executor(executor) as run:
         for recipe, (rowwise, columnwise) in product(KINDS[:2], DIRECTIONS):
             options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, **scales_of(recipe, xs)}
@@ -211,10 +211,10 @@ def test_no_arrays_have_no_scales_and_no_amaxes(name, wrong, error, message):
 
 
 def test_wide_tiles_do_not_hang_over_rows():
-    assert tiles.fills_wide([5120] * 3 + [7168])
-    assert not tiles.fills_wide([1408])                             # 11 narrow tiles, or 6 wide ones
-    assert not tiles.fills_wide([5120, 1408, 1408])
-    assert tiles.fills_wide([51200, 1408, 0])
+    assert shapes.fills_wide([5120] * 3 + [7168])
+    assert not shapes.fills_wide([1408])                             # 11 narrow tiles, or 6 wide ones
+    assert not shapes.fills_wide([5120, 1408, 1408])
+    assert shapes.fills_wide([51200, 1408, 0])
 
 
 @pytest.mark.gpu
