@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from ... import backend, reference
+from ... import reference
 from ...advice import shown, type_name, without_rest
-from ...arrays import Array, address, bits, is_array, is_contiguous, zeros
-from ...calls import memory, validate
-from ...calls.call import Call, Input, Op, run, validate_call
+from ...arrays import Array, bits, is_array, is_contiguous
+from ...calls import validate
+from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, one_array
 from ...formats import FP8_DTYPES, INPUT_DTYPES, float32, lookup
 from ...grouped import Grouped
@@ -73,11 +73,32 @@ def _misplaced(q: Any, second: Any) -> TypeError:
                      "write dtype= before a dtype")
 
 
+@for_methods
+def dequantize_groups(g: Grouped, dtype: Any, out: Array | None) -> Array:
+    """`Grouped.dequantize`."""
+    result: Array = run(_DEQUANTIZE_GROUPS, (g, dtype), out)
+    return result
+
+
+# ---- the calls ----
 class _Inputs(NamedTuple):
     s: Scaled
     data: Input
     scales: Input
     to: np.dtype[Any]
+
+    def launches(self, result_at: int) -> Iterator[Launch]:
+        if self.s.block is None and not self.s.transposed:
+            yield from flat_launches(self.data, result_at, self.scales.at, self.to, True)
+        elif self.data.array.size:
+            yield _Blocks(self).launch(result_at)
+
+
+def _read(call: Call, s: Scaled, to: np.dtype[Any]) -> _Inputs:
+    data, scales = call.read_scaled("q", s, LAYOUTS_WITH_STRIDES)
+    if s.scale_layout == "deepgemm_sm100":                      # no kernel here reads words
+        s, scales = with_compact_scales(call, "q", s)
+    return _Inputs(s, data, scales, to)
 
 
 class _Dequantize(Op[_Inputs]):
@@ -86,11 +107,7 @@ class _Dequantize(Op[_Inputs]):
         if not isinstance(q, (Scaled, Quantized)):
             raise TypeError(f"q: expected a Scaled or Quantized, got {type_name(q)}; use astype for a "
                             "plain array")
-        s = q if isinstance(q, Scaled) else q._any
-        data, scales = call.read_scaled("q", s, LAYOUTS_WITH_STRIDES)
-        if s.scale_layout == "deepgemm_sm100":                  # no kernel here reads words
-            s, scales = with_compact_scales(call, "q", s)
-        return _Inputs(s, data, scales, to)
+        return _read(call, q if isinstance(q, Scaled) else q._any, to)
 
     def result(self, inputs: _Inputs) -> Description:
         return one_array(inputs.s.shape, inputs.to)
@@ -99,43 +116,49 @@ class _Dequantize(Op[_Inputs]):
         return reference.dequantize(inputs.s, dtype=inputs.to)
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
-        s, data, scales, to = inputs
-        if s.block is None and not s.transposed:
-            yield from flat_launches(data, written[0], scales.at, to, True)
-        elif data.array.size:
-            yield _Blocks(inputs).launch(written[0])
+        yield from inputs.launches(written[0])
 
 
-_DEQUANTIZE = _Dequantize()
+class _Groups(NamedTuple):
+    shape: tuple[int, int]
+    members: list[_Inputs]
+    starts: list[int]               # the element of the result that each member begins at
+    to: np.dtype[Any]
 
 
-@for_methods
-def dequantize_groups(g: Grouped, dtype: Any, out: Array | None) -> Array:
-    """`Grouped.dequantize`: a launch for each group."""
-    if g._plain:
-        raise TypeError(f"dequantize: plain {g.dtype} values are not quantised; use astype on .data")
-    to, data = lookup(dtype, INPUT_DTYPES, "dtype").dtype, g._any
-    sizes, offsets = g._places()
-    if out is not None:
-        at = validate.writable(out, g.shape, to, data, backend.module_of(data), "out")
-        scale_inv = g.columnwise_scale_inv if g.scale_inv is None else g.scale_inv
-        memory.check_separate([memory.Range(at, at + out.nbytes, True, "out"), *(
-            memory.Range(address(a), address(a) + validate.extent(a), False, name)
-            for name, a in (("q.data", data), ("q.scale_inv", scale_inv)) if a is not None)])
-    result: Array = zeros(g.shape, to, like=data) if out is None else out
-    members = list(map(g._members(sizes, offsets), range(len(g))))
-    flat, length = result.reshape(-1), g.shape[1]
-    parts = [flat[at:at + size * length].reshape(size, length)
-             for at, size in zip(offsets, sizes, strict=False)]
-    if out is not None:                         # all members are checked before any is written
-        for member, part in zip(members, parts, strict=True):
-            validate_call(_DEQUANTIZE, (member, to), part)
-        bits(out).fill(0)
-    for member, part in zip(members, parts, strict=True):
-        dequantize(member, dtype=to, out=part)
-    return result
+class _DequantizeGroups(Op[_Groups]):
+    """Dequantises the members of a Grouped into one array, by a launch for each."""
+
+    def arguments(self, call: Call, g: Grouped, dtype: Any) -> _Groups:
+        if g._plain:
+            raise TypeError(f"dequantize: plain {g.dtype} values are not quantised; use astype on .data")
+        to = lookup(dtype, INPUT_DTYPES, "dtype").dtype
+        call.read("q.data", g._any, FP8_DTYPES)
+        call.repeatable = False                                 # a later call may find other sizes
+        sizes, starts = g._places()
+        member = g._members(sizes, starts)
+        return _Groups(g.shape, [_read(call, member(i)._any, to) for i in range(len(g))], starts, to)
+
+    def result(self, inputs: _Groups) -> Description:
+        return one_array(inputs.shape, inputs.to)
+
+    def reference(self, inputs: _Groups) -> np.ndarray:
+        values = np.zeros(prod(inputs.shape), inputs.to)
+        for member, start in zip(inputs.members, inputs.starts, strict=False):
+            part = reference.dequantize(member.s, dtype=inputs.to)
+            values[start:start + part.size] = part.reshape(-1)
+        return values.reshape(inputs.shape)
+
+    def launches(self, call: Call, inputs: _Groups, *written: int) -> Iterator[Launch]:
+        bits(call.arrays[0]).fill(0)                            # The launches leave out rows of no group.
+        for member, start in zip(inputs.members, inputs.starts, strict=False):
+            yield from member.launches(written[0] + start * inputs.to.itemsize)
 
 
+_DEQUANTIZE, _DEQUANTIZE_GROUPS = _Dequantize(), _DequantizeGroups()
+
+
+# ---- launches ----
 #: A variant, its blocks of threads, and members of its struct by name.
 _Choice = tuple[Variant, int, dict[str, int]]
 
