@@ -16,11 +16,11 @@ from cupy_fp8.formats import FP8_DTYPES, float8_e8m0fnu
 
 _UNKNOWN = (*FP8_DTYPES, float8_e8m0fnu)
 _OPERATORS = [f"__{prefix}{name}__" for name in ("add", "sub", "mul", "truediv", "and", "or", "xor", "rshift",
-                                                 "floordiv") for prefix in ("", "r", "i")]
+                                                 "floordiv", "lshift") for prefix in ("", "r", "i")]
 _OPERATORS += ["__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__neg__", "__invert__"]
 _METHODS = ("sum", "min", "max", "any", "all", "astype", "argmax")
 _FUNCTIONS = ("where", "isfinite", "isnan", "abs", "square", "log2", "frexp", "ldexp", "maximum", "stack",
-              "bincount", "sqrt", "signbit", "minimum")
+              "bincount", "sqrt", "signbit", "minimum", "cumsum", "concatenate")
 
 
 def _on_host(a: Any) -> Any:
@@ -70,7 +70,9 @@ def install(patch: pytest.MonkeyPatch) -> tuple[Any, list[int]]:
     rng = np.random.default_rng(0)
     module.random = SimpleNamespace(
         standard_normal=lambda shape, dtype: stand_in._placed(rng.standard_normal(shape, dtype)),
+        uniform=lambda low, high, shape: stand_in._placed(rng.uniform(low, high, shape)),
         randint=lambda low, high, size, dtype: stand_in._placed(rng.integers(low, high, size, dtype)))
+    vars(module).update({name: getattr(np, name) for name in ("uint8", "int64", "float32")})
     module.zeros = lambda shape, dtype=float: stand_in.zeros(shape, dtype)
     module.ones = lambda shape, dtype=float: stand_in._placed(np.ones(shape, dtype))
     return module, copied

@@ -3,7 +3,7 @@ check finds the bytes of the reference."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -13,6 +13,8 @@ from tiers import first_of_each, needs_host
 
 from cupy_fp8 import bench
 from cupy_fp8.bench import data, generic
+from cupy_fp8.bench.matmul import compare, dense, grouped
+from cupy_fp8.bench.measure import Call, Check
 from cupy_fp8.cases import OPS, Case
 from cupy_fp8.cases.covering import record
 
@@ -53,9 +55,37 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("name", "label", "case"), first_of_each(lambda row: row[0], timed()))
 def test_the_timed_call_writes_what_its_check_compares(name, label, case, gpu):
     op = OPS[name]
-    call, check = generic.make(op, case, bench.compare_functions().get(name))
-    if not op.updates:
-        with pytest.raises((AssertionError, ValueError)):   # nothing is written yet
+    make = partial(generic.make, op, case, bench.compare_functions().get(name))
+    check_made(make, written=bool(op.updates))
+
+
+@pytest.mark.parametrize("pair", compare.PAIRS, ids=str)
+def test_products(pair, gpu):
+    check_made(partial(dense._product, (64, 72, 256), pair, {}))
+
+
+@pytest.mark.parametrize("shape", [grouped.Shape("m", 3, 160, 128, 256), grouped.Shape("k", 3, 260, 64, 128),
+                                   grouped.Shape("k", 3, 260, 64, 128, accumulate=True)], ids=str)
+def test_grouped_products(shape, gpu):
+    check_made(partial(grouped._product, shape), written=shape.accumulate)
+
+
+def test_a_comparison_shows_last_who_refuses(gpu, monkeypatch):
+    def refuse() -> Call:
+        raise TypeError("not this shape")
+
+    for name, value in (("_WARM", 0), ("_PAUSE", 0), ("seconds", lambda call: call())):
+        monkeypatch.setattr(compare, name, value)
+    callers = [("no", refuse), ("one", lambda: lambda: 1.0), ("two", lambda: lambda: 2.0)]
+    assert list(compare.timed(callers)) == [("one", 1.0, 1.0, ""), ("two", 2.0, 2.0, ""),
+                                            ("no", 0, 0, "TypeError: not this shape")]
+
+
+def check_made(make: Callable[[], tuple[Call, Check]], written: bool = False) -> None:
+    """The check fails before the call and passes after it. written: the check calls again by itself."""
+    call, check = make()
+    if not written:
+        with pytest.raises((AssertionError, ValueError)):
             check()
     call()
     check()
