@@ -184,6 +184,26 @@ def _grouped(total: int, groups: int, multiple: int) -> int:
     return padded_rows(total, groups, multiple) // multiple * multiple
 
 
+def target_rows(rows: int, groups: int | None, block: int) -> int:
+    """Rows of the compact scales of blocks (block, 1), which lie along M: for `groups` groups a bound that
+    does not depend on their sizes.
+
+    >>> target_rows(300, None, 128), target_rows(300, 4, 128)
+    (3, 6)
+    """
+    return cdiv(rows, block) if groups is None else padded_rows(rows, groups, block) // block
+
+
+def row_scale_rows(rows: int, groups: int | None) -> int:
+    """Lines of gemm_ready scales of blocks (1, B), padding included: for `groups` groups, each padded by
+    itself, a bound that does not depend on their sizes.
+
+    >>> row_scale_rows(301, None), row_scale_rows(301, 4)
+    (304, 312)
+    """
+    return round_up(rows, PADDED_TO) if groups is None else _grouped(rows, groups, PADDED_TO)
+
+
 def scale_dtype(dtype: np.dtype[Any], layout: str) -> np.dtype[Any]:
     """The dtype of scales in a layout: this dtype if the layout holds it.
 

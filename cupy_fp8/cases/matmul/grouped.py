@@ -10,10 +10,9 @@ import numpy as np
 
 from ...formats import INPUT_DTYPES, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float32
 from ...grouped import Grouped
-from ...layouts import cdiv, grouped_scale_shape, round_up
+from ...layouts import cdiv, grouped_scale_shape, round_up, row_scale_rows, target_rows
 from ...ops.matmul import grouped, tiles
 from ...ops.scales import convert
-from ...reference.convert.scaling_aware import row_scale_rows, target_rows
 from ...reference.matmul import grouped as reference
 from ...results import Quantized, Scaled
 from ..base import Case, values

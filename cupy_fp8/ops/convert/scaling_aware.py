@@ -17,8 +17,8 @@ from ...calls.results import Description, Written
 from ...calls.row_segments import find_segments
 from ...formats import flag, float8_e8m0fnu, float32
 from ...kernels import Launch
-from ...layouts import cdiv, round_up, scale_shape, swap_last
-from ...reference.convert.scaling_aware import exponents, row_scale_rows, target_rows
+from ...layouts import cdiv, round_up, row_scale_rows, scale_shape, swap_last, target_rows
+from ...reference.convert.scaling_aware import exponents
 from ...results import Quantized, Scaled
 from ..scales.convert import Conversion, conversion, conversion_launches
 from .astype import transposed_launches

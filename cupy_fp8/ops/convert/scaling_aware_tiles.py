@@ -15,8 +15,7 @@ from ...calls.call import Input
 from ...calls.row_segments import variants as segment_variants
 from ...formats import FP8_DTYPES, float8_e4m3fn
 from ...kernels import Kernel, Launch, Variant, grid_size
-from ...layouts import cdiv
-from ...reference.convert.scaling_aware import row_scale_rows, target_rows
+from ...layouts import cdiv, row_scale_rows, target_rows
 
 TARGETS = ("column", "tile")
 TILE_ROWS = 128

@@ -15,8 +15,7 @@ from ...calls.splits import Groups
 from ...formats import FP8_DTYPES, float8_e5m2, float32
 from ...grouped import Grouped
 from ...kernels import Launch
-from ...layouts import cdiv, grouped_scale_shape, round_up
-from ...reference.convert.scaling_aware import row_scale_rows, target_rows
+from ...layouts import cdiv, grouped_scale_shape, round_up, row_scale_rows, target_rows
 from ...results import Quantized, Scaled
 from . import operands, tiles
 from .operands import Operand

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...arrays import bits
 from ...formats import FORMATS, float8_e8m0fnu, float32
-from ...layouts import PADDED_TO, cdiv, padded_rows, round_up
+from ...layouts import cdiv, row_scale_rows, target_rows
 from ...results import Quantized, Scaled
 from .. import numerics
 from ..scales.convert import padded
@@ -69,19 +69,6 @@ def _transposed_squares(s: Scaled, scale_layout: str) -> Quantized:
     scales = np.swapaxes(s.scale_inv[..., :blocks], -1, -2).copy(order="C")
     scale_inv = padded(scales) if scale_layout == "gemm_ready" else scales
     return Quantized(s, Scaled._of(data, scale_inv, s.shape, True, s.block, scale_layout))
-
-
-def target_rows(rows: int, groups: int | None, block: int) -> int:
-    """Rows of column-wise scales: the blocks along M, or for `groups` groups a bound that does not depend on
-    their sizes."""
-    return cdiv(rows, block) if groups is None else padded_rows(rows, groups, block) // block
-
-
-def row_scale_rows(rows: int, groups: int | None) -> int:
-    """Rows of gemm_ready row-wise scales, rounded up for each group: a bound that does not depend on the
-    sizes."""
-    bound = round_up(rows, PADDED_TO) if groups is None else padded_rows(rows, groups, PADDED_TO)
-    return bound // PADDED_TO * PADDED_TO
 
 
 def _row_scales(scales: np.ndarray, ranges: list[tuple[int, int]] | None) -> np.ndarray:
