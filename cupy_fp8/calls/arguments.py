@@ -14,8 +14,7 @@ from ..kernels import error_word, workspace
 from ..results import Scaled
 from ..routing import Routing
 from ..scaled_parts import check_block_scales, check_data_shape
-from . import splits as group_sizes
-from . import validate
+from . import group_sizes, validate
 from .memory import Range
 from .results import Allocation, Description
 from .tables import Records, Table, table
@@ -131,7 +130,7 @@ class Call:
     def splits(self, name: str, given: Any, check: Any = False, *, beside: Any = None) -> group_sizes.Groups:
         """The sizes of groups: an array that the launches read, or a list, which is copied to where they find
         it. A call that examines the sizes on the host is never remembered. beside: where a list goes if no
-        array was declared before (see `splits.read_first`)."""
+        array was declared before (see `group_sizes.read_first`)."""
         if self._first:
             groups = group_sizes.read_first(given, beside, check, name)
             self._belongs(name, groups.array, backend.module_of(groups.array, name))

@@ -12,7 +12,7 @@ from .. import kernels
 from ..arrays import Array
 from ..kernels import Kernel, Launch, Variant
 from ..layouts import cdiv, round_up
-from .splits import Groups
+from .group_sizes import Groups
 
 if TYPE_CHECKING:
     from .call import Call

@@ -12,8 +12,7 @@ from .device import (
     shared_memory_per_block,
 )
 from .errors import device_errors, error_word
-from .kernel import Kernel, Variant, announce
-from .launch import Launch, recording
+from .kernel import Kernel, Launch, Variant, announce, recording
 from .owned import OwnedMemory, owner_of
 from .workspace import room, workspace
 

@@ -1,8 +1,9 @@
 """A kernel is one entry point of one source file; a variant is that entry point compiled for one choice of
-types and options."""
+types and options; a launch is a variant with its grid and the values of its parameter struct."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import struct
@@ -18,9 +19,10 @@ import numpy as np
 from .. import backend
 from ..formats import FORMATS
 from . import cubin, sources, structs
-from .launch import Launch, driver
+from .driver import driver
 
 COMPILE_OPTIONS = ("-std=c++17",)
+_ON_CPU = -1                        # the device of a launch of NumPy arrays
 #: Bytes of shared memory, static and dynamic, that a kernel has without asking for more.
 _SHARED_BY_DEFAULT = 48 << 10
 
@@ -168,3 +170,71 @@ class Variant:
             choice = ", ".join(f"{name}={value}" for name, value in self.defines)
             _announce(f"compiling {self.kernel.source}.cu: {self.kernel.entry} [{choice}] for {target} … "
                       f"{time.perf_counter() - start:.2f} s")
+
+
+class Launch:
+    """A kernel variant with its grid and the values of its struct's members, which are launched on the
+    current stream of the device that has x, or on the CPU for a NumPy x. shared: bytes of dynamic shared
+    memory."""
+
+    def __init__(self, variant: Variant, x: Any, grid: int, values: list[Any], shared: int) -> None:
+        self.variant, self.grid, self.values, self.shared = variant, grid, values, shared
+        self.device = _ON_CPU if isinstance(x, np.ndarray) else x.data.device_id
+        self._kept = 0              # the address of a pointer to the packed struct, after `keep`
+
+    @property
+    def pointer_positions(self) -> Sequence[int]:
+        """Which of the values are addresses."""
+        return self.variant.kernel.layout.pointers
+
+    def run(self) -> None:
+        self.start(self.values, self._kept)
+
+    def run_with(self, values: list[Any]) -> None:
+        """The same launch with other values."""
+        self.start(values, 0)
+
+    def keep(self) -> None:
+        """Pack the values once, for a launch that is run again and again."""
+        packed = self.variant.kernel.params.pack(*self.values)
+        self._buffer = ctypes.create_string_buffer(packed, len(packed))
+        self._pointer = ctypes.c_void_p(ctypes.addressof(self._buffer))
+        self._kept = ctypes.addressof(self._pointer)
+
+    def start(self, values: list[Any], kept: int) -> None:
+        """Every launch of every op comes through here, so it does nothing avoidable. kept: the address of a
+        pointer to the values' bytes; 0: they are packed here."""
+        variant, device = self.variant, self.device
+        if device == _ON_CPU:
+            variant.run_on_cpu(self.grid, values, self.shared)
+            return
+        function = variant.functions.get(device) or variant.load(device)
+        if device != driver.get_device():
+            with backend.cupy().cuda.Device(device):
+                self.start(values, kept)
+            return
+        thread = driver.thread
+        pointers = thread.pointers          # The first look in a thread makes the device's context current.
+        if kept:
+            pointers = kept
+        else:
+            variant.pack_into(thread.buffer, 0, *values)
+        stream = driver.get_current_stream().ptr
+        if variant.cooperative:
+            driver.launch_cooperative_kernel(function, self.grid, 1, 1, variant.block, 1, 1, self.shared,
+                                             stream, pointers)
+        else:
+            driver.launch_kernel(function, self.grid, 1, 1, variant.block, 1, 1, self.shared, stream,
+                                 pointers, 0)
+
+
+@contextmanager
+def recording() -> Iterator[list[Variant]]:
+    """Within it no thread launches a kernel: the list gets the variant of every launch instead."""
+    variants: list[Variant] = []
+    start: Any = Launch.start
+    Launch.start = lambda launch, *_: variants.append(launch.variant)  # type: ignore[method-assign]
+    try:
+        yield variants
+    finally:
+        Launch.start = start  # type: ignore[method-assign]

@@ -24,7 +24,7 @@ from tiers import where_kernels_run
 
 import cupy_fp8 as fp8
 from cupy_fp8 import BlockScaling, MXScaling, testing
-from cupy_fp8.calls import splits as sizes_of_groups
+from cupy_fp8.calls import group_sizes
 from cupy_fp8.formats import bfloat16
 from cupy_fp8.grouped import Grouped
 from cupy_fp8.kernels import errors, shapes
@@ -35,8 +35,8 @@ NEGATIVE, SUM = (errors.MESSAGES[fact] for fact in (errors.Fact.SPLIT_NEGATIVE, 
 # ---- facts on the device that are wrong ----
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch, run: testing.Executor) -> testing.Executor:
-    monkeypatch.setattr(sizes_of_groups, "check_at_most", lambda *_: None)
-    monkeypatch.setattr("cupy_fp8.calls.splits.compare_offsets", lambda *_: None)
+    monkeypatch.setattr(group_sizes, "check_at_most", lambda *_: None)
+    monkeypatch.setattr("cupy_fp8.calls.group_sizes.compare_offsets", lambda *_: None)
     return run
 
 

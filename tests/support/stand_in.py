@@ -23,7 +23,8 @@ import numpy as np
 import pytest
 
 from cupy_fp8 import backend
-from cupy_fp8.kernels import OwnedMemory, Variant, errors, launch, tensor_map
+from cupy_fp8.kernels import OwnedMemory, Variant, errors, kernel, tensor_map
+from cupy_fp8.kernels.driver import Driver
 from cupy_fp8.ops.quantize import single_read, tensor_current
 
 #: Device numbers that no machine has, since some facts of devices are cached.
@@ -252,13 +253,13 @@ def _module() -> Any:
 
 def install(patch: pytest.MonkeyPatch) -> Any:
     """The module, as what the package takes for CuPy while `patch` lasts."""
-    module, driver = _module(), launch._Driver()
+    module, driver = _module(), Driver()
     _state.__init__()                                       # type: ignore[misc]
     driver.bind(module.cuda)
     patch.setitem(sys.modules, "cupy", module)
     for owner, name, value in (
             (backend, "cupy", lambda: module), (backend, "gpu_problem", lambda: None),
-            (backend, "check_device", lambda device: None), (launch, "driver", driver),
+            (backend, "check_device", lambda device: None), (kernel, "driver", driver),
             (Variant, "load", _load), (Variant, "compile", lambda variant, device: None),
             (errors, "_words", {}), (_workspaces, "_of_results", OwnedMemory(dict)),
             (_workspaces, "_of_streams", {}), (single_read, "_gpu", lambda device: single_read._CPU),

@@ -10,8 +10,7 @@ import numpy as np
 from ... import backend, reference
 from ...advice import shown
 from ...arrays import Array, address, asnumpy, bits, is_contiguous
-from ...calls import splits as group_sizes
-from ...calls import validate
+from ...calls import group_sizes, validate
 from ...calls.call import Call, Input, Op, run
 from ...calls.results import Description, Written
 from ...calls.row_segments import find_segments

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...advice import listed
-from ...calls import splits as group_sizes
+from ...calls import group_sizes
 from ...calls.call import Call, Input
-from ...calls.splits import Groups
+from ...calls.group_sizes import Groups
 from ...formats import FP8_DTYPES, float8_e5m2, float32
 from ...grouped import Grouped
 from ...kernels import Launch

@@ -12,10 +12,10 @@ import numpy as np
 from ... import backend, reference
 from ...advice import shown
 from ...arrays import Array, address, check_dimensions, is_contiguous
+from ...calls import group_sizes
 from ...calls.call import Call, Op, run
+from ...calls.group_sizes import DTYPES, Groups, check_at_most, check_offsets, refuse_negative
 from ...calls.results import Description, Written
-from ...calls.splits import DTYPES, Groups, check_at_most, check_offsets, refuse_negative
-from ...calls.splits import read as read_splits
 from ...calls.tables import Records
 from ...formats import flag, names
 from ...kernels import Kernel, Launch, Variant, grid_size
@@ -95,7 +95,7 @@ def wrap_groups(data: Array, splits: Any,
     if not is_contiguous(data):
         raise ValueError(f"data: expected a C-contiguous array, got strides {data.strides}; members are "
                          "views of it")
-    groups = read_splits(splits, data, xp, False)
+    groups = group_sizes.read(splits, data, xp, False)
     rows, columns = data.shape
     if groups.host is not None:
         check_at_most(groups.host, rows)

@@ -11,8 +11,7 @@ import numpy as np
 
 from ... import reference
 from ...arrays import Array, check_dimensions
-from ...calls import row_segments
-from ...calls import splits as sizes
+from ...calls import group_sizes, row_segments
 from ...calls.call import Call, Input, Op, run
 from ...calls.memory import Range
 from ...calls.results import Description
@@ -125,7 +124,7 @@ def group_quantize(x: Array, splits: Any, recipe: Recipe, *, rowwise: bool = Tru
     ([2, 0, 2], [[[1.0, 2.0], [0.0, 0.0]], [], [[3.0, 4.0], [5.0, 6.0]]])
     """
     # Calls are remembered by the memory of arrays, so a list becomes one first.
-    splits = sizes.beside(splits, x)
+    splits = group_sizes.beside(splits, x)
     given = x, splits, recipe, rowwise, columnwise, scales, amaxes, noop, align, check, offsets
     result: Grouped = run(_GROUP_QUANTIZE, given, out)
     return result
@@ -139,8 +138,8 @@ class _GroupQuantize(Op[Inputs]):
         check_directions(found.shape, rowwise, columnwise)
         groups, rows = call.splits("splits", splits, check), found.shape[0]
         if groups.host is not None:
-            sizes.check_at_most(groups.host, rows)
-        align = sizes.check_align(align)
+            group_sizes.check_at_most(groups.host, rows)
+        align = group_sizes.check_align(align)
         check_recipe(recipe)
         check_scales(recipe, scales, amaxes, several=True)
         each = (len(groups.array),)
@@ -185,19 +184,19 @@ def _scales(call: Call, scales: Any, shape: tuple[int, ...]) -> Input:
     return found
 
 
-def _offsets(call: Call, offsets: Any, align: int, groups: sizes.Groups, check: bool) -> Input:
+def _offsets(call: Call, offsets: Any, align: int, groups: group_sizes.Groups, check: bool) -> Input:
     """Reads given offsets. They are never copied, since the result holds them."""
     if align > 1:
         raise ValueError(f"offsets: expected none with align={align}, got {type(offsets).__name__}; the call "
                          "finds those of the padded groups (the result's offsets)")
-    at = sizes.check_offsets(offsets, groups, call.x, call.xp)
+    at = group_sizes.check_offsets(offsets, groups, call.x, call.xp)
     if groups.host is not None and (call.xp is np or check):
-        sizes.compare_offsets(offsets, groups.host, call.x.shape[1])
+        group_sizes.compare_offsets(offsets, groups.host, call.x.shape[1])
     call.ranges.append(Range(at, at + offsets.nbytes, False, "offsets"))
     return Input(offsets, at)
 
 
-def _result_rows(groups: sizes.Groups, rows: int, align: int) -> int:
+def _result_rows(groups: group_sizes.Groups, rows: int, align: int) -> int:
     """How many rows the result has."""
     if align == 1:
         return rows

@@ -10,8 +10,8 @@ import numpy as np
 
 from ...arrays import Array, address
 from ...calls.call import Call, Input
+from ...calls.group_sizes import Groups
 from ...calls.results import Description, Written
-from ...calls.splits import Groups
 from ...grouped import Grouped
 from ...kernels import grid_size
 from ...layouts import cdiv, padded_rows

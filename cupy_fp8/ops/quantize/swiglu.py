@@ -10,10 +10,10 @@ import numpy as np
 from ... import reference
 from ...advice import shown
 from ...arrays import Array
-from ...calls import splits as group_sizes
+from ...calls import group_sizes
 from ...calls.call import Call, Input, Op, run
+from ...calls.group_sizes import Groups
 from ...calls.results import Description, Pair, Written
-from ...calls.splits import Groups
 from ...formats import INPUT_DTYPES, flag, float32
 from ...kernels import Launch
 from ...recipes import Recipe, check_scales

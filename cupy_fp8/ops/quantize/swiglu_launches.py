@@ -13,8 +13,8 @@ import numpy as np
 
 from ...calls import row_segments
 from ...calls.call import Call, Input
+from ...calls.group_sizes import Groups
 from ...calls.results import Description
-from ...calls.splits import Groups
 from ...directions import check_directions
 from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn
 from ...kernels import Kernel, Launch, Variant, shapes

@@ -14,8 +14,7 @@ from product_operands import integers, scaled
 import cupy_fp8 as fp8
 from cupy_fp8 import BlockScaling, Grouped, MXScaling, Quantized, Scaled, reference, testing
 from cupy_fp8.arrays import bits
-from cupy_fp8.calls import remembered
-from cupy_fp8.calls import splits as group_sizes
+from cupy_fp8.calls import group_sizes, remembered
 from cupy_fp8.cases.matmul.tolerance import assert_within
 from cupy_fp8.formats import FP8_DTYPES, float8_e4m3fn, float32
 from cupy_fp8.kernels import errors

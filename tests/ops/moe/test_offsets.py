@@ -16,8 +16,7 @@ from tiers import needs_host
 import cupy_fp8 as fp8
 from cupy_fp8 import cases, reference, testing
 from cupy_fp8.arrays import address
-from cupy_fp8.calls import call, remembered
-from cupy_fp8.calls import splits as group_sizes
+from cupy_fp8.calls import call, group_sizes, remembered
 from cupy_fp8.cases.moe.offsets import TYPICAL, sizes
 from cupy_fp8.kernels import Launch, errors
 from cupy_fp8.ops.moe import offsets

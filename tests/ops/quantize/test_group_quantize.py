@@ -32,8 +32,7 @@ from tiers import needs_host, quick_if
 import cupy_fp8 as fp8
 from cupy_fp8 import BlockScaling, MXScaling, backend, cases, kernels, reference, testing
 from cupy_fp8.arrays import bits
-from cupy_fp8.calls import arguments, call, remembered, row_segments
-from cupy_fp8.calls import splits as sizes_of_groups
+from cupy_fp8.calls import arguments, call, group_sizes, remembered, row_segments
 from cupy_fp8.cases import OPS
 from cupy_fp8.cases.groups import sizes
 from cupy_fp8.formats import bfloat16, float8_e5m2, float16, float32
@@ -162,10 +161,10 @@ def test_results_are_written_in_place(recipe, directions, align, run, monkeypatc
 def test_repeated_calls(recipe, align, monkeypatch):
     """A call that is alike is launched without looking at its arguments again, into a given result or a new
     one, which has the sizes of its own call. (On the CPU sizes are always examined, but here.)"""
-    read, calls = sizes_of_groups.read, ((matrix(300, 144), np.array([100, 0, 150, 30])),
+    read, calls = group_sizes.read, ((matrix(300, 144), np.array([100, 0, 150, 30])),
                                          (matrix(300, 144, seed=1), np.array([1, 2, 100, 33])))
     wanted = [padded(*given, align) for given in calls]
-    monkeypatch.setattr(sizes_of_groups, "read", lambda *given: read(*given)._replace(host=None))
+    monkeypatch.setattr(group_sizes, "read", lambda *given: read(*given)._replace(host=None))
     options = {"columnwise": True, "align": align, "scales": scales_for(recipe, 4)}
     validate, validated = call.validate_call, []
 
