@@ -3,10 +3,10 @@ of threads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import covering
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,7 +16,7 @@ from tiers import needs_host
 import cupy_fp8 as fp8
 from cupy_fp8 import Scaled, cases, reference, testing
 from cupy_fp8.arrays import bits
-from cupy_fp8.cases import DIRECTIONS, OPS, Case
+from cupy_fp8.cases import OPS
 from cupy_fp8.cli.selftest import check
 from cupy_fp8.formats import (
     BYTE_DTYPES,
@@ -24,9 +24,7 @@ from cupy_fp8.formats import (
     FP8_DTYPES,
     INPUT_DTYPES,
     bfloat16,
-    float8_e4m3fn,
     float8_e5m2,
-    float16,
     float32,
 )
 from cupy_fp8.layouts import swap_last
@@ -127,24 +125,27 @@ def test_any_layout(dtype, view, place):
 
 
 # ---- any order of threads ----
-def scheduled_cases() -> Iterator[Case]:
-    for directions in DIRECTIONS:
-        yield Case("quantize_tensor", bfloat16, (130, 257), "normal", options={"amax": 0.0, **directions})
-    yield Case("cast_transpose", float32, (2, 133, 144), "bits", options={"amax": -1.0})
-    yield Case("dequantize", float8_e4m3fn, (144, 264), options={"dtype": bfloat16, "transposed": True})
-    yield Case("astype", float16, (33, 670), "edges", options={"to": float8_e4m3fn})
-    yield Case("transpose", float8_e5m2, (272, 520))
-    for nan in ("ignore", "propagate"):
-        yield Case("compute_amax", float32, (257, 520), "bits", options={"nan": nan})
-    yield from islice(OPS["quantize_mx"].cases(), 8)
+def check_in_order(chosen: Iterable[covering.Recorded], order: str, seed: int,
+                   monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUPY_FP8_HOST_ORDER", order)
+    monkeypatch.setenv("CUPY_FP8_HOST_SEED", str(seed))
+    with testing.executor("host") as run:
+        for one in chosen:
+            check(OPS[one.case.op], one.case, run)
 
 
 @needs_host
 @pytest.mark.parametrize(("order", "seed"), [
     ("asc", 0), ("desc", 0), *(("random", seed) for seed in (0, 1, 2, 12345, 2**31))])
 def test_any_schedule(order, seed, monkeypatch):
-    monkeypatch.setenv("CUPY_FP8_HOST_ORDER", order)
-    monkeypatch.setenv("CUPY_FP8_HOST_SEED", str(seed))
-    with testing.executor("host") as run:
-        for case in scheduled_cases():
-            check(OPS[case.op], case, run)
+    """Of every entry point."""
+    check_in_order(covering.entry_cases(), order, seed, monkeypatch)
+
+
+@needs_host
+@pytest.mark.full
+@pytest.mark.parametrize(("order", "seed"), [("desc", 0), ("random", 1)])
+@pytest.mark.parametrize("op", OPS)
+def test_any_schedule_of_quick_cases(op, order, seed, monkeypatch):
+    """Of every option of an op."""
+    check_in_order((one for one in covering.quick_cases() if one.case.op == op), order, seed, monkeypatch)

@@ -18,8 +18,6 @@ from tiers import needs_host
 import cupy_fp8 as fp8
 from cupy_fp8 import Quantized, Scaled, backend, cases, reference, testing
 from cupy_fp8.arrays import bits
-from cupy_fp8.cases import OPS, Case
-from cupy_fp8.cli.selftest import check
 from cupy_fp8.formats import (
     FP8_DTYPES,
     INPUT_DTYPES,
@@ -178,17 +176,6 @@ def test_any_result(s, dtype):
         testing.assert_bytes_equal(fp8.dequantize(s.T, dtype=dtype), np.ascontiguousarray(want.swapaxes(-1,
                                                                                                         -2)))
         testing.assert_bytes_equal(fp8.dequantize(Quantized(None, s), dtype=dtype), want)
-
-
-@needs_host
-@pytest.mark.parametrize(("order", "seed"), [("asc", 0), ("desc", 0), ("random", 1), ("random", 77)])
-def test_any_schedule(order, seed, monkeypatch):
-    monkeypatch.setenv("CUPY_FP8_HOST_ORDER", order)
-    monkeypatch.setenv("CUPY_FP8_HOST_SEED", str(seed))
-    with testing.executor("host") as run:
-        for block, layout, transposed in MX:
-            options = {"dtype": bfloat16, "block": block, "scale_layout": layout, "transposed": transposed}
-            check(OPS["dequantize"], Case("dequantize", float8_e4m3fn, (144, 264), options=options), run)
 
 
 # ---- views, out=, Quantized ----

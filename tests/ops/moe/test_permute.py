@@ -152,20 +152,6 @@ def test_any_call(tokens, topk, number, align, columns, lead, lead_out, dtype, s
                          reference.unpermute_backward(x, y, host, probs=probs))
 
 
-@needs_host
-@pytest.mark.parametrize(("order", "seed"), [("asc", 0), ("desc", 0), ("random", 1), ("random", 2)])
-def test_any_schedule(order, seed, monkeypatch):
-    monkeypatch.setenv("CUPY_FP8_HOST_ORDER", order)
-    monkeypatch.setenv("CUPY_FP8_HOST_SEED", str(seed))
-    r = routed(60, 3, 7, align=8)
-    y, x, probs = normal((r.rows, 300), bfloat16), normal((60, 300), bfloat16, 1), normal((60, 3))
-    with testing.executor("host"):
-        assert_equal(fp8.permute(x, r), reference.permute(x, r))
-        assert_equal(fp8.unpermute(y, r, probs=probs), reference.unpermute(y, r, probs=probs))
-        assert_equal(fp8.unpermute_backward(x, y, r, probs=probs),
-                     reference.unpermute_backward(x, y, r, probs=probs))
-
-
 # ---- routings by hand ----
 def routed_by_hand(row: int, options: dict[str, Any]) -> Routing:
     """A slot of token 3 leads to this row, and no row thinks of that slot."""

@@ -116,20 +116,6 @@ def test_any_call(tokens, topk, number, align, seed):
     assert_equal(r, reference.route(host, num_experts=number, align=align))
 
 
-@needs_host
-@pytest.mark.parametrize(("order", "seed"), [("asc", 0), ("desc", 0), ("random", 1), ("random", 2),
-                                             ("random", 77)])
-def test_any_schedule(order, seed, monkeypatch):
-    monkeypatch.setenv("CUPY_FP8_HOST_ORDER", order)
-    monkeypatch.setenv("CUPY_FP8_HOST_SEED", str(seed))
-    host = indices(400, 6, 9)
-    chosen = mask(200, 20, 6)
-    with testing.executor("host"):
-        assert_equal(fp8.route(host, num_experts=9, align=16),
-                     reference.route(host, num_experts=9, align=16))
-        assert_equal(fp8.route(chosen, topk=6), reference.route(chosen, topk=6))
-
-
 def test_launches(run, monkeypatch):
     """Few tokens' indices need one, everything else two; at most 128 blocks of threads each."""
     launches: list[tuple[str, int]] = []
