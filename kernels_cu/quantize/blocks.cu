@@ -41,8 +41,8 @@
 #include "groups/quantize_group.cuh"
 #include "tile/column_segment.cuh"
 
-constexpr bool kAlongRows = !ALIGNED || (ALONG_ROWS && !SQUARE), kAlongColumns =
-    !ALIGNED || ALONG_COLUMNS || SQUARE;
+constexpr bool kAlongRows = !ALIGNED || (ALONG_ROWS && !SQUARE);
+constexpr bool kAlongColumns = !ALIGNED || ALONG_COLUMNS || SQUARE;
 static_assert(!kAlongColumns || WARP_TILES_DOWN % 4 == 0, "a block of 128 rows is four warp tiles");
 // On an H200 a multiprocessor keeps 512 threads with 16-bit inputs in flight, 256 with f32. On sm_120, and
 // for groups with CUDA 12, the compiler spills at the registers of 512 threads.
@@ -79,8 +79,7 @@ __device__ __forceinline__ bool find_row_scales(WarpTileAmax<IN, false>& amax, c
     u32 largest[4];
     amax.template reduce_rows<32 / kSegments>(largest);
     *reinterpret_cast<uint4*>(reduced + lane / 8 * kSegmentStride + lane % 8 * 4) =
-        make_uint4(largest[0], largest[1],
-        largest[2], largest[3]);
+        make_uint4(largest[0], largest[1], largest[2], largest[3]);
     __syncwarp();
     const int segments = (int)p.block_segments, blocks = kSegments / segments;
     const i64 row = at.row + Tile::row() + lane;
@@ -116,8 +115,7 @@ __device__ __forceinline__ void store_row_scales(const BlockParams& p, const Til
         const int r = i / across, b = i % across, warp = b / blocks * WARP_TILES_DOWN + r / kWarpTileRows;
         if (p.along_rows.has(at.row + r, first + b))
             *p.along_rows.at(at.matrix, at.row + r, first + b) =
-                inverses[warp * kRowWords + b % blocks * kSegmentStride
-                                                                    + r % kWarpTileRows];
+                inverses[warp * kRowWords + b % blocks * kSegmentStride + r % kWarpTileRows];
     }
 }
 
@@ -129,8 +127,8 @@ __device__ __forceinline__ void find_column_scales(const WarpTileAmax<IN, false>
     u32 bits[kLaneColumns];
     amax.of_columns(bits);
     const int segments = (int)p.block_segments, down = Tile::row() / kWarpTileRows;
-    *reinterpret_cast<uint4*>(amaxes + down * Tile::kColumns + Tile::column()) = make_uint4(bits[0], bits[1],
-        bits[2], bits[3]);
+    *reinterpret_cast<uint4*>(amaxes + down * Tile::kColumns + Tile::column()) =
+        make_uint4(bits[0], bits[1], bits[2], bits[3]);
     __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i < WARP_TILES_DOWN / segments * Tile::kColumns; i += Tile::kThreads) {
@@ -147,8 +145,8 @@ __device__ __forceinline__ void find_column_scales(const WarpTileAmax<IN, false>
     __syncthreads();
     const uint4 four = *reinterpret_cast<const uint4*>(amaxes + down / segments * segments * Tile::kColumns
                                                        + Tile::column());
-    columns[0] = as_float(four.x), columns[1] = as_float(four.y), columns[2] = as_float(four.z),
-        columns[3] = as_float(four.w);
+    columns[0] = as_float(four.x), columns[1] = as_float(four.y);
+    columns[2] = as_float(four.z), columns[3] = as_float(four.w);
 }
 
 // Stores the scale of block (r, c) of a matrix. The last block of a row or column also stores the zeros of
@@ -187,40 +185,97 @@ __device__ __forceinline__ float find_square_scale(const WarpTileAmax<IN, false>
     return operand(p, s);
 }
 
-template <How kHow>
-__device__ __forceinline__ void write_warp_tile(const BlockParams& p, const WarpTile<IN>& warp_tile,
-                                                const Place& place,
-                                            const RowOperands& rows, const ColumnOperands& columns,
-                                            const Outputs& to) {
-    constexpr bool kWide = ALIGNED != 0;
-    constexpr bool kOfColumns = kHow == kMultiply && kWide && ALONG_COLUMNS == 2 && !(SQUARE && ALONG_ROWS);
-    // The directions take turns by halves, so that addresses and widened values live briefly: those of a
-    // whole warp tile would not fit in registers.
+// How the data of blocks along rows and along columns are stored: 0 not at all, 1 in the order of x, 2
+// transposed. square: `along_rows` tells of data in the order of x, `along_columns` of transposed data.
+struct Stored {
+    int along_rows, along_columns;
+    bool square;
+
+    static __device__ __forceinline__ Stored of(const BlockParams& p) {
+        if (ALIGNED) return {ALONG_ROWS, ALONG_COLUMNS, SQUARE != 0};
+        return {(int)(p.stored & 3), (int)(p.stored >> 2), p.square != 0};
+    }
+    __device__ __forceinline__ bool rows_transposed() const { return !square && along_rows == 2; }
+};
+
+// A tile's shared memory.
+struct TileMemory {
+    Tile of_rows, of_columns;    // transposed data of blocks along rows, and along columns
+    float *reduced, *inverses;   // words of every row of every warp tile (find_row_scales)
+    u32* amaxes;                 // words of every column of every warp tile
+    u8* segment;                 // ends of transposed columns (ColumnSegment)
+
+    __device__ __forceinline__ TileMemory(u8* shared, const Stored& stored)
+        : of_rows{shared}, of_columns{stored.rows_transposed() ? shared + Tile::kBytes : shared} {
+        u8* const words = stored.along_columns == 2 ? of_columns.shared + Tile::kBytes : of_columns.shared;
+        reduced = reinterpret_cast<float*>(words);
+        inverses = reduced + kWarps * kRowWords;
+        amaxes = reinterpret_cast<u32*>(kAlongRows ? inverses + kWarps * kRowWords : reduced);
+        segment = reinterpret_cast<u8*>(kAlongColumns ? amaxes + WARP_TILES_DOWN * Tile::kColumns : amaxes);
+    }
+};
+
+// The operands of a warp tile. quick: all divisors of this lane have quick quotients.
+struct Operands {
+    RowOperands rows;
+    ColumnOperands columns;
+    bool quick;
+};
+
+// Finds the scales of a tile, stores those that are not stored together at the end, and returns the operands.
+// All threads of the block call it.
+__device__ __forceinline__ Operands find_operands(const BlockParams& p, const TilePosition& at,
+                                                  const WarpTile<IN>& warp_tile, int columns_left,
+                                                  const Stored& stored, const TileMemory& memory) {
+    WarpTileAmax<IN, false> amax;
+    amax.template find<kAlongRows, kAlongColumns>(warp_tile);
+    const int warp = threadIdx.x / 32, segment = threadIdx.x % 32 / (32 / kSegments);
+    float* const reduced = memory.reduced + warp * kRowWords;
+    float* const inverses = memory.inverses + warp * kRowWords;
+    float of_columns[kLaneColumns] = {};
+    bool quick = true;
+    if (stored.square) {
+        const float all = find_square_scale(amax, p, at, memory.amaxes);
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        if constexpr (kOfColumns) {
-            if (!SQUARE)
-                write_half<true, kWide,
-                    kHow>(p, warp_tile, place, rows, columns, to.along_rows == 1, to.along_rows == 2,
-                                              to.rows_target, half, to.rows_tile);
-            write_half_of_columns(warp_tile, columns, half, to.columns_tile);
-        } else if (to.square) {
-            write_half<false, kWide,
-                kHow>(p, warp_tile, place, rows, columns, to.along_rows == 1, to.along_columns == 2,
-                                           to.rows_target, half, to.columns_tile);
-        } else if (to.along_rows == 1 && to.along_columns == 1) {
-            u32 unused[kLaneColumns][4];
+        for (float& c : of_columns) c = all;
+    } else {
+        if constexpr (kAlongRows) quick = find_row_scales(amax, p, at, reduced, inverses) || !stored.along_rows;
+        if constexpr (kAlongColumns) find_column_scales(amax, p, at, memory.amaxes, of_columns);
+    }
+    const RowOperands rows{reduced + segment * kSegmentStride,
+                           inverses + segment / (int)p.block_segments * kSegmentStride};
+    ColumnOperands columns;
+    const bool has_columns = stored.square || stored.along_columns;
 #pragma unroll
-            for (int quad = half * 4; quad < half * 4 + 4; quad++) {
-                write_quad<true, kWide, kHow>(p, warp_tile, place, rows, columns, true, to.rows_target, quad,
-                                              unused);
-                write_quad<false, kWide,
-                    kHow>(p, warp_tile, place, rows, columns, true, to.columns_target, quad,
-                                               unused);
-            }
-        } else {
-            write_half_of_both<kWide, kHow>(p, warp_tile, place, rows, columns, half, to);
+    for (int c = 0; c < kLaneColumns; c++) {
+        columns.factor[c] = columns.divisor[c] = of_columns[c];
+        if (kAlongColumns && divides(p)) {
+            columns.factor[c] = div_rn(1.0f, of_columns[c]);
+            quick &= !has_columns || c >= columns_left || has_quick_quotients(of_columns[c]);
         }
+    }
+    return {rows, columns, quick};
+}
+
+// Writes a warp tile by multiplications, or by divisions that have quick quotients.
+template <How kHow>
+__device__ __forceinline__ void write_warp_tile(const WarpTileWriter& writer, const Destinations& to) {
+    constexpr bool kWide = ALIGNED != 0;
+    if constexpr (kHow == kMultiply && kWide && ALONG_COLUMNS == 2 && !(SQUARE && ALONG_ROWS)) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            writer.write_half<true, kWide, kHow>(to.of_rows, half);
+            writer.write_half_of_columns(to.of_columns.tile, half);
+        }
+    } else if (kWide && to.of_rows.as_is && to.of_columns.as_is) {
+        u32 unused[kLaneColumns][4];
+#pragma unroll
+        for (int quad = 0; quad < 8; quad++) {
+            writer.write_quad<true, kWide, kHow>(to.of_rows, quad, unused);
+            writer.write_quad<false, kWide, kHow>(to.of_columns, quad, unused);
+        }
+    } else {
+        writer.write<kWide, kHow>(to);
     }
 }
 
@@ -230,94 +285,66 @@ struct PlaceInSegment {
     bool last;
 };
 
+// Stores what all warps of a block have left in shared memory: scales that adjoin, and transposed data.
+// kVectorStores: see quantize_tile.
+template <bool kVectorStores>
+__device__ __forceinline__ void store_tile(const BlockParams& p, const TilePosition& at, const Stored& stored,
+                                           const TileMemory& memory, const PlaceInSegment& in_segment) {
+    const bool blocks_adjoin = kAlongRows && !stored.square && p.along_rows.to && p.along_rows.row != 1;
+    if (stored.rows_transposed() || stored.along_columns == 2 || blocks_adjoin) __syncthreads();
+    if constexpr (kAlongRows)
+        if (blocks_adjoin) store_row_scales(p, at, memory.inverses);
+    const int columns_of_tile = left_of(p.columns - at.column, Tile::kColumns);
+    const int rows_of_tile = left_of(p.rows - at.row, Tile::kRows);
+    const i64 place_t = at.matrix * p.rows * p.columns + at.column * p.rows + at.row;
+    if (stored.rows_transposed())
+        memory.of_rows.template store<kVectorStores>(as_global(p.rows_data) + place_t, p.rows,
+                                                     columns_of_tile, rows_of_tile, p.vector & 2);
+    if (stored.along_columns != 2) return;
+    u8* const to = as_global(p.columns_data) + place_t;
+    const bool vector = p.vector & 4, single = in_segment.rows_before == 0 && in_segment.last;
+    if constexpr (kTilesPerBlock == 1)
+        memory.of_columns.template store<kVectorStores>(to, p.rows, columns_of_tile, rows_of_tile, vector);
+    else if (vector && (single || (reinterpret_cast<u64>(to) | (u64)p.rows) % kSector == 0))
+        memory.of_columns.template store<true>(to, p.rows, columns_of_tile, rows_of_tile, true);
+    else
+        ColumnSegment<Tile>{memory.of_columns, memory.segment}.store(
+            to, p.rows, columns_of_tile, rows_of_tile, in_segment.rows_before, in_segment.last);
+}
+
 // Quantises one tile of a matrix. x has all its rows or, with kPads, the first `given`; the other rows are
 // zeros. With kVectorStores transposed rows allow stores of 16 bytes wherever the tile is whole; otherwise
 // `vector` tells whether they do.
 template <bool kVectorStores, bool kPads>
 __device__ __forceinline__ void quantize_tile(const BlockParams& p, const TilePosition& at, i64 given,
                                               u8* shared, const PlaceInSegment& in_segment) {
-    const int along_rows = ALIGNED ? ALONG_ROWS : p.stored & 3, along_columns =
-        ALIGNED ? ALONG_COLUMNS : p.stored >> 2;
-    const bool square = ALIGNED ? SQUARE : p.square;
-    // Shared memory holds the transposed data of blocks along rows, then along columns, the words of rows
-    // (twice), the words of columns, and the ends of transposed columns (ColumnSegment).
-    const bool rows_transposed = !square && along_rows == 2;
-    const Tile rows_tile{shared}, columns_tile{rows_transposed ? shared + Tile::kBytes : shared};
-    float* const reduced = reinterpret_cast<float*>(along_columns == 2 ? columns_tile.shared + Tile::kBytes
-                                                    : columns_tile.shared);
-    float* const inverses = reduced + kWarps * kRowWords;
-    u32* const amaxes = reinterpret_cast<u32*>(kAlongRows ? inverses + kWarps * kRowWords : reduced);
-    u8* const of_segment =
-        reinterpret_cast<u8*>(kAlongColumns ? amaxes + WARP_TILES_DOWN * Tile::kColumns : amaxes);
-    float* const of_warp = reduced + threadIdx.x / 32 * kRowWords;
-
-    const i64 matrix = at.matrix * p.rows * p.columns, row = at.row + Tile::row();
-    const i64 column = at.column + Tile::column();
+    const Stored stored = Stored::of(p);
+    const TileMemory memory(shared, stored);
+    const i64 row = at.row + Tile::row(), column = at.column + Tile::column();
     const int rows_left = left_of(p.rows - row, kWarpTileRows);
     int columns_left = left_of(p.columns - column, kLaneColumns);
     if (ALIGNED && columns_left) columns_left = kLaneColumns;
-
-    WarpTile<IN> warp_tile;
-    const Place place{matrix + row * p.columns + column, rows_left, columns_left};
+    const Place place{at.matrix * p.rows * p.columns + row * p.columns + column, rows_left, columns_left};
     int given_left = rows_left;
     if constexpr (kPads) given_left = left_of(given - row, kWarpTileRows);
+
+    WarpTile<IN> warp_tile;
     warp_tile.template load<ALIGNED != 0>(p.x + place.at, p.columns, given_left, columns_left, p.vector & 1);
-    WarpTileAmax<IN, false> amax;
-    amax.template find<kAlongRows, kAlongColumns>(warp_tile);
-    float* const inverses_of_warp = inverses + threadIdx.x / 32 * kRowWords;
-    float of_columns[kLaneColumns] = {};
-    bool quick = true;
-    if (square) {
-        const float all = find_square_scale(amax, p, at, amaxes);
-#pragma unroll
-        for (float& c : of_columns) c = all;
-    } else {
-        if constexpr (kAlongRows) quick =
-            find_row_scales(amax, p, at, of_warp, inverses_of_warp) || !along_rows;
-        if constexpr (kAlongColumns) find_column_scales(amax, p, at, amaxes, of_columns);
-    }
-
-    const int segment = threadIdx.x % 32 / (32 / kSegments);
-    const RowOperands rows{of_warp + segment * kSegmentStride,
-                           inverses_of_warp + segment / (int)p.block_segments * kSegmentStride};
-    ColumnOperands columns;
-#pragma unroll
-    for (int c = 0; c < kLaneColumns; c++) {
-        columns.factor[c] = columns.divisor[c] = of_columns[c];
-        if (kAlongColumns && divides(p)) {
-            columns.factor[c] = div_rn(1.0f, of_columns[c]);
-            quick &= (!square && !along_columns) || c >= columns_left || has_quick_quotients(of_columns[c]);
-        }
-    }
-    const Outputs to{along_rows, along_columns, square, {as_global(p.rows_data), (p.vector & 2) != 0},
-                     {as_global(p.columns_data), (p.vector & 4) != 0}, rows_tile, columns_tile};
-    if (!divides(p)) write_warp_tile<kMultiply>(p, warp_tile, place, rows, columns, to);
-    else if (__all_sync(~0u, quick)) write_warp_tile<kDivideQuickly>(p, warp_tile, place, rows, columns, to);
-    else divide_warp_tile(p, place, given_left, rows, columns, to);
-
-    const bool blocks_adjoin = kAlongRows && !square && p.along_rows.to && p.along_rows.row != 1;
-    if (rows_transposed || along_columns == 2 || blocks_adjoin) __syncthreads();
-    if constexpr (kAlongRows)
-        if (blocks_adjoin) store_row_scales(p, at, inverses);
-    const int columns_of_tile = left_of(p.columns - at.column, Tile::kColumns);
-    const int rows_of_tile = left_of(p.rows - at.row, Tile::kRows);
-    const i64 place_t = matrix + at.column * p.rows + at.row;
-    if (rows_transposed)
-        rows_tile.template store<kVectorStores>(as_global(p.rows_data) + place_t, p.rows, columns_of_tile,
-                                                rows_of_tile, p.vector & 2);
-    if constexpr (kTilesPerBlock > 1) {
-        u8* const to = as_global(p.columns_data) + place_t;
-        const bool single = in_segment.rows_before == 0 && in_segment.last;
-        if (p.vector & 4 && (single || (reinterpret_cast<u64>(to) | (u64)p.rows) % kSector == 0))
-            columns_tile.template store<true>(to, p.rows, columns_of_tile, rows_of_tile, true);
-        else
-            ColumnSegment<Tile>{columns_tile, of_segment}.store(to, p.rows, columns_of_tile, rows_of_tile,
-                                                     in_segment.rows_before, in_segment.last);
-    } else if (along_columns == 2) {
-        columns_tile.template store<kVectorStores>(as_global(p.columns_data) + place_t, p.rows,
-                                                   columns_of_tile,
-                                                rows_of_tile, p.vector & 4);
-    }
+    const Operands operands = find_operands(p, at, warp_tile, columns_left, stored, memory);
+    const WarpTileWriter writer{p, warp_tile, place, operands.rows, operands.columns};
+    u8 *const rows_data = as_global(p.rows_data), *const columns_data = as_global(p.columns_data);
+    const bool wide_rows = p.vector & 2, wide_columns = p.vector & 4;
+    // A square has operands of columns, and both destinations are theirs.
+    const Destinations to = stored.square ?
+        Destinations{Destination::of(0, rows_data, wide_rows, memory.of_rows),
+                     {stored.along_rows == 1, stored.along_columns == 2, rows_data, wide_rows,
+                      memory.of_columns}} :
+        Destinations{Destination::of(stored.along_rows, rows_data, wide_rows, memory.of_rows),
+                     Destination::of(stored.along_columns, columns_data, wide_columns, memory.of_columns)};
+    if (!divides(p)) write_warp_tile<kMultiply>(writer, to);
+    else if (__all_sync(~0u, operands.quick)) write_warp_tile<kDivideQuickly>(writer, to);
+    else writer.divide(to, given_left);
+    store_tile<kVectorStores>(p, at, stored, memory, in_segment);
 }
 
 #ifdef ENTRY_quantize_block_tile
@@ -325,9 +352,8 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks)
 quantize_block_tile(const __grid_constant__ BlockParams p) {
     extern __shared__ __align__(16) u8 shared[];
     if (is_set(p.noop)) return;
-    quantize_tile<ALIGNED != 0,
-        false>(p, TilePosition::of_block<Tile, DOWN_FIRST != 0>(blockIdx.x, p.rows, p.columns), p.rows,
-               shared, {0, true});
+    const auto at = TilePosition::of_block<Tile, DOWN_FIRST != 0>(blockIdx.x, p.rows, p.columns);
+    quantize_tile<ALIGNED != 0, false>(p, at, p.rows, shared, {0, true});
 }
 #endif
 
@@ -347,8 +373,7 @@ group_quantize_block(const __grid_constant__ GroupBlockParams p) {
         move_to_group(group.along_rows, p.along_rows, found.before[0], found.rows);
         move_to_group(group.along_columns, p.along_columns, found.before[1], found.rows);
     };
-    quantize_group<Tile,
-        kTilesPerBlock>(p, group, move_scales, [&](const TilePosition& first, const i64& given, int tiles) {
+    const auto quantize = [&](const TilePosition& first, const i64& given, int tiles) {
 #pragma unroll 1
         // All threads have read this tile's shared memory before the next tile overwrites it.
         for (int tile = 0;; __syncthreads()) {
@@ -357,6 +382,7 @@ group_quantize_block(const __grid_constant__ GroupBlockParams p) {
             quantize_tile<false, true>(group, at, given, shared, in_segment);
             if (kTilesPerBlock == 1 || ++tile == tiles) return;
         }
-    });
+    };
+    quantize_group<Tile, kTilesPerBlock>(p, group, move_scales, quantize);
 }
 #endif

@@ -89,16 +89,6 @@ __device__ __forceinline__ void store_column_scales(const GroupVectorsParams& p)
     }
 }
 
-template <bool kWide, How kHow>
-__device__ __forceinline__ void write_vectors(const BlockParams& p, const WarpTile<IN>& warp_tile,
-                                            const Place& place,
-                                            const RowOperands& rows, const ColumnOperands& columns,
-                                            const Outputs& to) {
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-        write_half_of_both<kWide, kHow>(p, warp_tile, place, rows, columns, half, to);
-}
-
 // The factors and the divisors of a tile's rows, then of its columns, in shared memory.
 struct LineFactors {
     float *of_rows, *of_columns;
@@ -172,13 +162,14 @@ group_quantize_whole_vectors(const __grid_constant__ GroupVectorsParams p) {
         quick &= !along_columns || c >= place.columns_left || has_quick_quotients(columns.divisor[c]);
     }
     const bool wide = (along_rows != 1 || group.vector & 2) && (along_columns != 1 || group.vector & 4);
-    const Outputs to{along_rows, along_columns, false, {as_global(group.rows_data), (group.vector & 2) != 0},
-                     {as_global(group.columns_data), (group.vector & 4) != 0}, tile, tile};
-    if (!p.all.divide && wide) write_vectors<true, kMultiply>(group, warp_tile, place, rows, columns, to);
-    else if (!p.all.divide) write_vectors<false, kMultiply>(group, warp_tile, place, rows, columns, to);
-    else if (__all_sync(~0u, quick))
-        write_vectors<false, kDivideQuickly>(group, warp_tile, place, rows, columns, to);
-    else divide_warp_tile(group, place, given_left, rows, columns, to);
+    const Destinations to{
+        Destination::of(along_rows, as_global(group.rows_data), (group.vector & 2) != 0, tile),
+        Destination::of(along_columns, as_global(group.columns_data), (group.vector & 4) != 0, tile)};
+    const WarpTileWriter writer{group, warp_tile, place, rows, columns};
+    if (!p.all.divide && wide) writer.write<true, kMultiply>(to);
+    else if (!p.all.divide) writer.write<false, kMultiply>(to);
+    else if (__all_sync(~0u, quick)) writer.write<false, kDivideQuickly>(to);
+    else writer.divide(to, given_left);
     if (along_rows != 2 && along_columns != 2) return;
     __syncthreads();
     const int columns_of_tile = left_of(group.columns - at.column, Tile::kColumns);

@@ -81,24 +81,17 @@ quantize_whole_vectors(const __grid_constant__ BlockParams p) {
         columns.factor[c] = factors[i], columns.divisor[c] = divisors[i];
         quick &= first + i >= vectors || has_quick_quotients(divisors[i]);
     }
-    const Target target{p.rows_data, (p.vector & 2) != 0};
-    const Outputs outputs{kAlongRows ? (int)p.stored : 0, kAlongRows ? 0 : (int)p.stored, false, target,
-                          target, tile, tile};
+    const Destination to_data = Destination::of((int)p.stored, p.rows_data, (p.vector & 2) != 0, tile);
+    const Destination nowhere = Destination::of(0, p.rows_data, false, tile);
+    const Destinations destinations{kAlongRows ? to_data : nowhere, kAlongRows ? nowhere : to_data};
     const bool divided_quickly = p.divide && __all_sync(~0u, quick);
 #pragma unroll 1
     for (i64 begin = 0; begin < length; begin += kStep) {
         const Place place = load(begin);
-        if (p.divide && !divided_quickly) divide_warp_tile(p, place, place.rows_left, rows, columns, outputs);
-        else
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-                if (divided_quickly)
-                    write_half<kAlongRows, false, kDivideQuickly>(p, warp_tile, place, rows, columns,
-                                                                  p.stored == 1, transposed, target, half,
-                                                                  tile);
-                else
-                    write_half<kAlongRows, false, kMultiply>(p, warp_tile, place, rows, columns,
-                                                             p.stored == 1, transposed, target, half, tile);
+        const WarpTileWriter writer{p, warp_tile, place, rows, columns};
+        if (!p.divide) writer.write<false, kMultiply>(destinations);
+        else if (divided_quickly) writer.write<false, kDivideQuickly>(destinations);
+        else writer.divide(destinations, place.rows_left);
         if (!transposed) continue;
         __syncthreads();
         const i64 row = kAlongRows ? first : begin, column = kAlongRows ? begin : first;

@@ -11,11 +11,12 @@ struct BlockParams {
     i64 rows, columns;           // of each matrix
     BlockRule rule;
     u32 block_segments;          // length of a block in segments of 32 elements: 1, 2 or 4
-    u32 divide;                  // 1: elements are divided by scale_inv (tile without ALIGNED, lines)
-    u32 square;                  // tile without ALIGNED: 1 for blocks of 128 x 128
-    u32 stored;                  // tile without ALIGNED: ALONG_ROWS | ALONG_COLUMNS << 2; lines: 1 as x is,
-                                 // 2 transposed
-    u32 vector;                  // without ALIGNED: bit 0, every row of x allows loads of four elements; bits
-                                 // 1 and 2 (lines: bit 1), the data along rows and along columns allow stores
-                                 // of 4 bytes as x is, of 16 bytes transposed
+    // Programs with ALIGNED have the next three as defines.
+    u32 divide;                  // 1: elements are divided by scale_inv
+    u32 square;                  // 1: blocks are 128 x 128
+    u32 stored;                  // ALONG_ROWS | ALONG_COLUMNS << 2; of whole vectors 1 in the order of x, 2
+                                 // transposed
+    u32 vector;                  // bit 0, without ALIGNED: every row of x allows loads of four elements. Bits
+                                 // 1 and 2 (of whole vectors bit 1): the data along rows and along columns
+                                 // allow stores of 4 bytes in the order of x, of 16 bytes transposed.
 };

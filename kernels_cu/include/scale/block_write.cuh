@@ -55,145 +55,141 @@ struct Place {
     int rows_left, columns_left;
 };
 
-// The destination of the data of one direction. wide: it allows stores of 4 bytes.
-struct Target {
-    u8* as_is;
+// Where the codes of one set of operands go: to `data` in the order of x (as_is), transposed to the tile in
+// shared memory, to both, or nowhere. wide: `data` allows stores of 4 bytes.
+struct Destination {
+    bool as_is, transposed;
+    u8* data;
     bool wide;
+    Tile tile;
+
+    // stored: 0 nowhere, 1 in the order of x, 2 transposed.
+    static __device__ __forceinline__ Destination of(int stored, u8* data, bool wide, const Tile& tile) {
+        return {stored == 1, stored == 2, data, wide, tile};
+    }
 };
 
-// Finds the codes of rows 4 * quad to 4 * quad + 3, stores them as they are (as_is), and transposes them into
-// words[column][quad % 4]. kAlongRows: `rows` has an operand for every row; otherwise there is one for each
-// of the lane's columns.
-template <bool kAlongRows, bool kWide, How kHow>
-__device__ __forceinline__ void write_quad(const BlockParams& p, const WarpTile<IN>& warp_tile,
-                                           const Place& place,
-                                           const RowOperands& rows, const ColumnOperands& columns, bool as_is,
-                                           const Target& to, int quad, u32 (&words)[kLaneColumns][4]) {
-    float factor[4] = {}, divisor[4] = {};
-    if (kAlongRows) RowOperands::load(rows.factors + quad * 4, factor);
-    if (kAlongRows && kHow != kMultiply) RowOperands::load(rows.divisors + quad * 4, divisor);
-    u32 codes[4];
-    u8* at = to.as_is + (place.at + quad * 4 * p.columns);
-#pragma unroll
-    for (int i = 0; i < 4; i++, at += p.columns) {
-        const int r = quad * 4 + i;
-        float v[kLaneColumns];
-        warp_tile.line[r].widen2(0, v[0], v[1]);
-        warp_tile.line[r].widen2(1, v[2], v[3]);
-        if constexpr (kAlongRows)
-            codes[i] = scaled_codes<kHow>(v, {factor[i], factor[i], factor[i], factor[i]},
-                                          {divisor[i], divisor[i], divisor[i], divisor[i]});
-        else codes[i] = scaled_codes<kHow>(v, columns.factor, columns.divisor);
-        if (!as_is) continue;
-        const int left = r < place.rows_left ? place.columns_left : 0;
-        const Chunk<OUT, 4> out{{codes[i]}};
-        if (!kWide && !to.wide) out.store_partial(at, left);
-        else if (left) out.store(at);
-    }
-    u32 column[kLaneColumns];
-    transpose_4x4(codes[0], codes[1], codes[2], codes[3], column);
-#pragma unroll
-    for (int c = 0; c < kLaneColumns; c++) words[c][quad % 4] = column[c];
-}
-
-// Writes sixteen rows, of which each column has 16 bytes of a transposed row.
-template <bool kAlongRows, bool kWide, How kHow>
-__device__ __forceinline__ void write_half(const BlockParams& p, const WarpTile<IN>& warp_tile,
-                                           const Place& place,
-                                           const RowOperands& rows, const ColumnOperands& columns, bool as_is,
-                                           bool transposed, const Target& to, int half, const Tile& tile) {
-    if (!as_is && !transposed) return;
-    u32 words[kLaneColumns][4];
-#pragma unroll
-    for (int quad = 0; quad < 4; quad++)
-        write_quad<kAlongRows, kWide,
-            kHow>(p, warp_tile, place, rows, columns, as_is, to, half * 4 + quad, words);
-    if (transposed) tile.write(half, words);
-}
-
-// Writes sixteen rows, multiplied by the factors of their columns, for transposed data alone: elements that
-// are narrowed together come from one column, so that nothing is left to transpose.
-__device__ __forceinline__ void write_half_of_columns(const WarpTile<IN>& warp_tile,
-                                                      const ColumnOperands& columns,
-                                                      int half, const Tile& tile) {
-    u32 words[kLaneColumns][4];
-#pragma unroll
-    for (int quad = 0; quad < 4; quad++) {
-        float v[4][kLaneColumns];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const auto& line = warp_tile.line[half * 16 + quad * 4 + i];
-            line.widen2(0, v[i][0], v[i][1]);
-            line.widen2(1, v[i][2], v[i][3]);
-        }
-#pragma unroll
-        for (int c = 0; c < kLaneColumns; c++) {
-            Chunk<OUT, 4> out;
-            out.narrow2(0, mul_rn(v[0][c], columns.factor[c]), mul_rn(v[1][c], columns.factor[c]));
-            out.narrow2(1, mul_rn(v[2][c], columns.factor[c]), mul_rn(v[3][c], columns.factor[c]));
-            words[c][quad] = out.word[0];
-        }
-    }
-    tile.write(half, words);
-}
-
-// Where the data of a warp tile go, and how: 0 nowhere, 1 as they are, 2 transposed. square: the operands are
-// those of columns, and data as they are go to the destination of rows.
-struct Outputs {
-    int along_rows, along_columns;
-    bool square;
-    Target rows_target, columns_target;
-    Tile rows_tile, columns_tile;
+// The destinations of what the operands of rows and those of columns give.
+struct Destinations {
+    Destination of_rows, of_columns;
 };
 
-// Writes sixteen rows in both directions, one after the other.
-template <bool kWide, How kHow>
-__device__ __forceinline__ void write_half_of_both(const BlockParams& p, const WarpTile<IN>& warp_tile,
-                                                   const Place& place, const RowOperands& rows,
-                                                   const ColumnOperands& columns, int half,
-                                                   const Outputs& to) {
-    write_half<true, kWide,
-        kHow>(p, warp_tile, place, rows, columns, to.along_rows == 1, to.along_rows == 2, to.rows_target,
-                                  half, to.rows_tile);
-    write_half<false, kWide,
-        kHow>(p, warp_tile, place, rows, columns, to.along_columns == 1, to.along_columns == 2,
-              to.columns_target,
-                                   half, to.columns_tile);
-}
+// Writes the codes of a warp tile.
+struct WarpTileWriter {
+    const BlockParams& p;
+    const WarpTile<IN>& warp_tile;
+    const Place& place;
+    const RowOperands& rows;
+    const ColumnOperands& columns;
 
-// Writes all codes of a warp tile whose divisors have no quick quotients. It reads x, of which given_left
-// rows exist, again. This is rare, and divisions take the compiler longer than anything else here, so that
-// the loop has only four: those of a lane's columns of one row in one direction.
-__device__ __forceinline__ void divide_warp_tile(const BlockParams& p, const Place& place, int given_left,
-                                             const RowOperands& rows, const ColumnOperands& columns,
-                                             const Outputs& to) {
+    // Finds the codes of rows 4 * quad to 4 * quad + 3, stores them in the order of x if `to` wants that, and
+    // transposes them into words[column][quad % 4]. kAlongRows: `rows` has an operand for every row;
+    // otherwise `columns` has one for each of the lane's columns.
+    template <bool kAlongRows, bool kWide, How kHow>
+    __device__ __forceinline__ void write_quad(const Destination& to, int quad,
+                                               u32 (&words)[kLaneColumns][4]) const {
+        float factor[4] = {}, divisor[4] = {};
+        if (kAlongRows) RowOperands::load(rows.factors + quad * 4, factor);
+        if (kAlongRows && kHow != kMultiply) RowOperands::load(rows.divisors + quad * 4, divisor);
+        u32 codes[4];
+        u8* at = to.data + (place.at + quad * 4 * p.columns);
+#pragma unroll
+        for (int i = 0; i < 4; i++, at += p.columns) {
+            const int r = quad * 4 + i;
+            float v[kLaneColumns];
+            warp_tile.line[r].widen2(0, v[0], v[1]);
+            warp_tile.line[r].widen2(1, v[2], v[3]);
+            if constexpr (kAlongRows)
+                codes[i] = scaled_codes<kHow>(v, {factor[i], factor[i], factor[i], factor[i]},
+                                              {divisor[i], divisor[i], divisor[i], divisor[i]});
+            else codes[i] = scaled_codes<kHow>(v, columns.factor, columns.divisor);
+            if (!to.as_is) continue;
+            const int left = r < place.rows_left ? place.columns_left : 0;
+            const Chunk<OUT, 4> out{{codes[i]}};
+            if (!kWide && !to.wide) out.store_partial(at, left);
+            else if (left) out.store(at);
+        }
+        u32 column[kLaneColumns];
+        transpose_4x4(codes[0], codes[1], codes[2], codes[3], column);
+#pragma unroll
+        for (int c = 0; c < kLaneColumns; c++) words[c][quad % 4] = column[c];
+    }
+
+    // Writes sixteen rows, of which each column has 16 bytes of a transposed row.
+    template <bool kAlongRows, bool kWide, How kHow>
+    __device__ __forceinline__ void write_half(const Destination& to, int half) const {
+        if (!to.as_is && !to.transposed) return;
+        u32 words[kLaneColumns][4];
+#pragma unroll
+        for (int quad = half * 4; quad < half * 4 + 4; quad++)
+            write_quad<kAlongRows, kWide, kHow>(to, quad, words);
+        if (to.transposed) to.tile.write(half, words);
+    }
+
+    // Writes sixteen rows, multiplied by the factors of their columns, for transposed data alone: elements
+    // that are narrowed together come from one column, so that nothing is left to transpose.
+    __device__ __forceinline__ void write_half_of_columns(const Tile& tile, int half) const {
+        u32 words[kLaneColumns][4];
+#pragma unroll
+        for (int quad = 0; quad < 4; quad++) {
+            float v[4][kLaneColumns];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const auto& line = warp_tile.line[half * 16 + quad * 4 + i];
+                line.widen2(0, v[i][0], v[i][1]);
+                line.widen2(1, v[i][2], v[i][3]);
+            }
+#pragma unroll
+            for (int c = 0; c < kLaneColumns; c++) {
+                Chunk<OUT, 4> out;
+                out.narrow2(0, mul_rn(v[0][c], columns.factor[c]), mul_rn(v[1][c], columns.factor[c]));
+                out.narrow2(1, mul_rn(v[2][c], columns.factor[c]), mul_rn(v[3][c], columns.factor[c]));
+                words[c][quad] = out.word[0];
+            }
+        }
+        tile.write(half, words);
+    }
+
+    // Writes all rows for both operands. These take turns by halves, so that addresses and widened values
+    // live briefly: those of a whole warp tile would not fit in registers.
+    template <bool kWide, How kHow>
+    __device__ __forceinline__ void write(const Destinations& to) const {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            write_half<true, kWide, kHow>(to.of_rows, half);
+            write_half<false, kWide, kHow>(to.of_columns, half);
+        }
+    }
+
+    // Writes all codes of a warp tile whose divisors have no quick quotients. It reads x, of which given_left
+    // rows exist, again. This is rare, and divisions take the compiler longer than anything else here, so
+    // that the loop has only four: those of a lane's columns of one row for one set of operands.
+    __device__ __forceinline__ void divide(const Destinations& to, int given_left) const {
 #pragma unroll 1
-    for (int i = 0; i < 2 * kWarpTileRows; i++) {
-        const int row = i / 2;
-        const bool of_rows = i % 2 == 0;
-        if (of_rows ? to.square || !to.along_rows : !to.square && !to.along_columns) continue;
-        const auto line = WarpTile<IN>::Line::load_partial(p.x + (place.at + row * p.columns),
-                                                           row < given_left
-                                                        ? place.columns_left : 0);
-        float v[kLaneColumns], divisor[kLaneColumns];
-        line.widen2(0, v[0], v[1]);
-        line.widen2(1, v[2], v[3]);
+        for (int i = 0; i < 2 * kWarpTileRows; i++) {
+            const int row = i / 2;
+            const bool of_rows = i % 2 == 0;
+            const Destination destination = of_rows ? to.of_rows : to.of_columns;
+            if (!destination.as_is && !destination.transposed) continue;
+            const i64 at = place.at + row * p.columns;
+            const auto line = WarpTile<IN>::Line::load_partial(p.x + at,
+                                                               row < given_left ? place.columns_left : 0);
+            float v[kLaneColumns], divisor[kLaneColumns];
+            line.widen2(0, v[0], v[1]);
+            line.widen2(1, v[2], v[3]);
 #pragma unroll
-        for (int c = 0; c < kLaneColumns; c++) divisor[c] = of_rows ? rows.divisors[row] : columns.divisor[c];
-        const u32 codes = scaled_codes<kDivide>(v, divisor, divisor);
-        const bool is_along_rows = of_rows || to.square;
-        if ((is_along_rows ? to.along_rows : to.along_columns) == 1 && row < place.rows_left) {
-            const Chunk<OUT, kLaneColumns> out{{codes}};
-            out.store_partial((is_along_rows ? to.rows_target : to.columns_target).as_is
-                              + (place.at + row * p.columns), place.columns_left);
+            for (int c = 0; c < kLaneColumns; c++)
+                divisor[c] = of_rows ? rows.divisors[row] : columns.divisor[c];
+            const Chunk<OUT, kLaneColumns> out{{scaled_codes<kDivide>(v, divisor, divisor)}};
+            if (destination.as_is && row < place.rows_left)
+                out.store_partial(destination.data + at, place.columns_left);
+            if (!destination.transposed) continue;
+#pragma unroll
+            for (int c = 0; c < kLaneColumns; c++)
+                *destination.tile.byte_at(Tile::column() + c, Tile::row() + row) = (u8)(out.word[0] >> 8 * c);
         }
-        if ((of_rows ? to.along_rows : to.along_columns) != 2) continue;
-        const Tile& tile = of_rows ? to.rows_tile : to.columns_tile;
-#pragma unroll
-        for (int c = 0; c < kLaneColumns; c++)
-            *tile.byte_at(Tile::column() + c, Tile::row() + row) = (u8)(codes >> 8 * c);
     }
-}
+};
 
 // Moves a grid of scales to the part that belongs to a group.
 __device__ __forceinline__ void move_to_group(ScaleGrid& grid, const GroupScales& scales, i64 before,
