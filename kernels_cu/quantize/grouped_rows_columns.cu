@@ -90,10 +90,10 @@ __device__ __forceinline__ void store_column_scales(const GroupVectorsParams& p)
 }
 
 // The factors and the divisors of a tile's rows, then of its columns, in shared memory.
-struct LineFactors {
+struct TileFactors {
     float *of_rows, *of_columns;
 
-    explicit __device__ __forceinline__ LineFactors(u8* shared)
+    explicit __device__ __forceinline__ TileFactors(u8* shared)
         : of_rows(reinterpret_cast<float*>(shared)), of_columns(of_rows + 2 * Tile::kRows) {}
 
     // Finds them from the maxima, and stores the scales of rows. A whole block calls it, before a barrier.
@@ -117,6 +117,46 @@ struct LineFactors {
     }
 };
 
+// Writes the data of a warp tile from the factors of its tile. Returns whether a part of them is in `tile`.
+__device__ __forceinline__ bool write_warp_tile(const BlockParams& group, const WarpTile<IN>& warp_tile,
+                                                const Place& place, int given_left,
+                                                const TileFactors& factors, const Tile& tile) {
+    const float *const of_rows = factors.of_rows, *const of_columns = factors.of_columns;
+    const RowOperands rows{of_rows + Tile::row(), of_rows + Tile::kRows + Tile::row()};
+    const int along_rows = group.stored & 3, along_columns = group.stored >> 2;
+    bool quick = !along_rows || (int)(threadIdx.x % 32) >= place.rows_left ||
+                 has_quick_quotients(rows.divisors[threadIdx.x % 32]);
+    ColumnOperands columns;
+#pragma unroll
+    for (int c = 0; c < kLaneColumns; c++) {
+        columns.factor[c] = along_columns ? of_columns[Tile::column() + c] : 0.0f;
+        columns.divisor[c] = along_columns ? of_columns[Tile::kColumns + Tile::column() + c] : 0.0f;
+        quick &= !along_columns || c >= place.columns_left || has_quick_quotients(columns.divisor[c]);
+    }
+    const bool wide_rows = group.vector & 2, wide_columns = group.vector & 4;
+    const Destinations to{
+        Destination::of(along_rows, as_global(group.rows_data), wide_rows, tile),
+        Destination::of(along_columns, as_global(group.columns_data), wide_columns, tile)};
+    const WarpTileWriter writer{group, warp_tile, place, rows, columns};
+    const bool wide = (along_rows != 1 || wide_rows) && (along_columns != 1 || wide_columns);
+    if (!group.divide && wide) writer.write<true, kMultiply>(to);
+    else if (!group.divide) writer.write<false, kMultiply>(to);
+    else if (__all_sync(~0u, quick)) writer.write<false, kDivideQuickly>(to);
+    else writer.divide(to, given_left);
+    return along_rows == 2 || along_columns == 2;
+}
+
+// Stores a tile's transposed data, those of rows or those of columns.
+__device__ __forceinline__ void store_tile(const BlockParams& group, const TilePosition& at,
+                                           const Tile& tile) {
+    const bool of_rows = (group.stored & 3) == 2;
+    const int columns_of_tile = left_of(group.columns - at.column, Tile::kColumns);
+    const int rows_of_tile = left_of(group.rows - at.row, Tile::kRows);
+    u8* const to = as_global(of_rows ? group.rows_data : group.columns_data) + at.column * group.rows + at.row;
+    tile.template store<false>(to, group.rows, columns_of_tile, rows_of_tile,
+                               group.vector & (of_rows ? 2 : 4));
+}
+
 extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks)
 group_quantize_whole_vectors(const __grid_constant__ GroupVectorsParams p) {
     extern __shared__ __align__(16) u8 shared[];
@@ -133,8 +173,6 @@ group_quantize_whole_vectors(const __grid_constant__ GroupVectorsParams p) {
     if (!find_group_tile<Tile>(p, group, at, found, move_scales)) return;
     if (group.columns == 0) return;
 
-    const Tile tile{shared};
-    const LineFactors factors(shared + Tile::kBytes);
     const i64 row = at.row + Tile::row(), column = at.column + Tile::column();
     const i64 first_column = found.group * group.columns;
     const Place place{row * group.columns + column, left_of(group.rows - row, kWarpTileRows),
@@ -142,42 +180,18 @@ group_quantize_whole_vectors(const __grid_constant__ GroupVectorsParams p) {
     WarpTile<IN> warp_tile;
     const int given_left = left_of(found.given - row, kWarpTileRows);
     warp_tile.template load<false>(group.x + place.at, group.columns, given_left, place.columns_left,
-                               group.vector & 1);
+                                   group.vector & 1);
     if (p.phase == 0) {
         raise_amaxes(p, warp_tile, at, first_row, first_column, reinterpret_cast<u32*>(shared));
         return;
     }
+    const Tile tile{shared};
+    const TileFactors factors(shared + Tile::kBytes);
     factors.find(p, group, at, first_row, first_column);
     __syncthreads();
-    const float *const of_rows = factors.of_rows, *const of_columns = factors.of_columns;
-    const RowOperands rows{of_rows + Tile::row(), of_rows + Tile::kRows + Tile::row()};
-    const int along_rows = group.stored & 3, along_columns = group.stored >> 2;
-    bool quick = !along_rows || (int)(threadIdx.x % 32) >= place.rows_left ||
-                 has_quick_quotients(rows.divisors[threadIdx.x % 32]);
-    ColumnOperands columns;
-#pragma unroll
-    for (int c = 0; c < kLaneColumns; c++) {
-        columns.factor[c] = along_columns ? of_columns[Tile::column() + c] : 0.0f;
-        columns.divisor[c] = along_columns ? of_columns[Tile::kColumns + Tile::column() + c] : 0.0f;
-        quick &= !along_columns || c >= place.columns_left || has_quick_quotients(columns.divisor[c]);
-    }
-    const bool wide = (along_rows != 1 || group.vector & 2) && (along_columns != 1 || group.vector & 4);
-    const Destinations to{
-        Destination::of(along_rows, as_global(group.rows_data), (group.vector & 2) != 0, tile),
-        Destination::of(along_columns, as_global(group.columns_data), (group.vector & 4) != 0, tile)};
-    const WarpTileWriter writer{group, warp_tile, place, rows, columns};
-    if (!p.all.divide && wide) writer.write<true, kMultiply>(to);
-    else if (!p.all.divide) writer.write<false, kMultiply>(to);
-    else if (__all_sync(~0u, quick)) writer.write<false, kDivideQuickly>(to);
-    else writer.divide(to, given_left);
-    if (along_rows != 2 && along_columns != 2) return;
+    if (!write_warp_tile(group, warp_tile, place, given_left, factors, tile)) return;
     __syncthreads();
-    const int columns_of_tile = left_of(group.columns - at.column, Tile::kColumns);
-    const int rows_of_tile = left_of(group.rows - at.row, Tile::kRows);
-    u8* const data_t = as_global(along_rows == 2 ? group.rows_data : group.columns_data);
-    u8* const columns_to = data_t + at.column * group.rows + at.row;
-    tile.template store<false>(columns_to, group.rows, columns_of_tile, rows_of_tile,
-                               group.vector & (along_rows == 2 ? 2 : 4));
+    store_tile(group, at, tile);
 }
 #endif
 

@@ -19,33 +19,42 @@ constexpr int kStep = kAlongRows ? Tile::kColumns : Tile::kRows;     // elements
 constexpr int kParts = kAlongRows ? WARP_TILES_ACROSS * kSegments : WARP_TILES_DOWN;
 constexpr int kPartStride = kAlongRows ? kSegmentStride : kVectors;
 
-extern "C" __global__ void __launch_bounds__(Tile::kThreads, 1)
-quantize_whole_vectors(const __grid_constant__ BlockParams p) {
-    extern __shared__ __align__(16) u8 shared[];
-    if (is_set(p.noop)) return;
-    const bool transposed = p.stored == 2;
-    const Tile tile{shared};
-    // Each part has a word for every row or column of the block.
-    u32* const amaxes = reinterpret_cast<u32*>(transposed ? shared + Tile::kBytes : shared);
-    const i64 vectors = kAlongRows ? p.rows : p.columns, length = kAlongRows ? p.columns : p.rows;
-    const i64 tiles = (vectors + kVectors - 1) / kVectors, m = blockIdx.x / tiles;
-    const i64 first = blockIdx.x % tiles * kVectors;
-    const i64 matrix = m * p.rows * p.columns;
+// Where a block's vectors are.
+struct BlockOfVectors {
+    i64 matrix, first;           // the matrix, and its row or column that is the block's first
 
-    WarpTile<IN> warp_tile;
-    const auto load = [&](i64 begin) -> Place {
-        const i64 row = (kAlongRows ? first : begin) + Tile::row();
-        const i64 column = (kAlongRows ? begin : first) + Tile::column();
-        const Place place{matrix + row * p.columns + column, left_of(p.rows - row, kWarpTileRows),
-                          left_of(p.columns - column, kLaneColumns)};
+    static __device__ __forceinline__ BlockOfVectors of(const BlockParams& p) {
+        const i64 tiles = (vectors(p) + kVectors - 1) / kVectors;
+        return {blockIdx.x / tiles, blockIdx.x % tiles * kVectors};
+    }
+    static __device__ __forceinline__ i64 vectors(const BlockParams& p) {
+        return kAlongRows ? p.rows : p.columns;
+    }
+    static __device__ __forceinline__ i64 length(const BlockParams& p) {
+        return kAlongRows ? p.columns : p.rows;
+    }
+    // The first row and column of a tile, whose vectors' elements begin at `begin`.
+    __device__ __forceinline__ i64 row(i64 begin) const { return kAlongRows ? first : begin; }
+    __device__ __forceinline__ i64 column(i64 begin) const { return kAlongRows ? begin : first; }
+
+    __device__ __forceinline__ Place load(const BlockParams& p, i64 begin, WarpTile<IN>& warp_tile) const {
+        const i64 r = row(begin) + Tile::row(), c = column(begin) + Tile::column();
+        const Place place{matrix * p.rows * p.columns + r * p.columns + c, left_of(p.rows - r, kWarpTileRows),
+                          left_of(p.columns - c, kLaneColumns)};
         warp_tile.template load<false>(p.x + place.at, p.columns, place.rows_left, place.columns_left,
                                        p.vector & 1);
         return place;
-    };
+    }
+};
+
+// Reads the vectors, and leaves the largest magnitudes of their parts in `amaxes`: kPartStride words for each
+// part.
+__device__ __forceinline__ void find_amaxes(const BlockParams& p, const BlockOfVectors& block, u32* amaxes) {
     u32 largest[4] = {};
 #pragma unroll 1
-    for (i64 begin = 0; begin < length; begin += kStep) {
-        load(begin);
+    for (i64 begin = 0; begin < BlockOfVectors::length(p); begin += kStep) {
+        WarpTile<IN> warp_tile;
+        block.load(p, begin, warp_tile);
         WarpTileAmax<IN, false> amax;
         amax.template find<kAlongRows, !kAlongRows>(warp_tile);
         u32 bits[4];
@@ -58,45 +67,63 @@ quantize_whole_vectors(const __grid_constant__ BlockParams p) {
     const int part = kAlongRows ? threadIdx.x / 32 * kSegments + lane / 8 : threadIdx.x / 32;
     u32* const mine = amaxes + part * kPartStride + (kAlongRows ? lane % 8 : lane) * 4;
     *reinterpret_cast<uint4*>(mine) = make_uint4(largest[0], largest[1], largest[2], largest[3]);
-    __syncthreads();
+}
+
+// Stores the scales of the vectors, and replaces their amaxes by the factors and, kPartStride words further,
+// the divisors.
+__device__ __forceinline__ void find_scales(const BlockParams& p, const BlockOfVectors& block, u32* amaxes) {
     const ScaleGrid& to = p.along_rows;
     for (int i = threadIdx.x; i < kVectors; i += Tile::kThreads) {
         u32 bits = 0;
         for (int part = 0; part < kParts; part++) bits = larger(bits, amaxes[part * kPartStride + i]);
         const BlockScale s = p.rule.of(bits);
-        const i64 vector = first + i, r = kAlongRows ? vector : 0, c = kAlongRows ? 0 : vector;
-        if (to.has(r, c)) *to.at(m, r, c) = vector < vectors ? s.scale_inv : 0.0f;
+        const i64 vector = block.first + i, r = kAlongRows ? vector : 0, c = kAlongRows ? 0 : vector;
+        if (to.has(r, c))
+            *to.at(block.matrix, r, c) = vector < BlockOfVectors::vectors(p) ? s.scale_inv : 0.0f;
         // Only this thread reads these two words before the next barrier.
         amaxes[i] = as_bits(s.factor), amaxes[kPartStride + i] = as_bits(s.scale_inv);
     }
+}
+
+extern "C" __global__ void __launch_bounds__(Tile::kThreads, 1)
+quantize_whole_vectors(const __grid_constant__ BlockParams p) {
+    extern __shared__ __align__(16) u8 shared[];
+    if (is_set(p.noop)) return;
+    const bool transposed = p.stored == 2;
+    const Tile tile{shared};
+    u32* const amaxes = reinterpret_cast<u32*>(transposed ? shared + Tile::kBytes : shared);
+    const auto block = BlockOfVectors::of(p);
+    find_amaxes(p, block, amaxes);
     __syncthreads();
-    const float *const factors = reinterpret_cast<const float*>(amaxes),
-                *const divisors = factors + kPartStride;
-    const RowOperands rows{factors, divisors};
+    find_scales(p, block, amaxes);
+    __syncthreads();
+    const float* const factors = reinterpret_cast<const float*>(amaxes);
+    const RowOperands rows{factors, factors + kPartStride};
     ColumnOperands columns;
     bool quick = true;
 #pragma unroll
     for (int c = 0; c < kLaneColumns; c++) {
         const int i = kAlongRows ? (int)(threadIdx.x % 32) : Tile::column() + c;
-        columns.factor[c] = factors[i], columns.divisor[c] = divisors[i];
-        quick &= first + i >= vectors || has_quick_quotients(divisors[i]);
+        columns.factor[c] = rows.factors[i], columns.divisor[c] = rows.divisors[i];
+        quick &= block.first + i >= BlockOfVectors::vectors(p) || has_quick_quotients(rows.divisors[i]);
     }
+    quick = p.divide && __all_sync(~0u, quick);
     const Destination to_data = Destination::of((int)p.stored, p.rows_data, (p.vector & 2) != 0, tile);
     const Destination nowhere = Destination::of(0, p.rows_data, false, tile);
-    const Destinations destinations{kAlongRows ? to_data : nowhere, kAlongRows ? nowhere : to_data};
-    const bool divided_quickly = p.divide && __all_sync(~0u, quick);
+    const Destinations to{kAlongRows ? to_data : nowhere, kAlongRows ? nowhere : to_data};
 #pragma unroll 1
-    for (i64 begin = 0; begin < length; begin += kStep) {
-        const Place place = load(begin);
+    for (i64 begin = 0; begin < BlockOfVectors::length(p); begin += kStep) {
+        WarpTile<IN> warp_tile;
+        const Place place = block.load(p, begin, warp_tile);
         const WarpTileWriter writer{p, warp_tile, place, rows, columns};
-        if (!p.divide) writer.write<false, kMultiply>(destinations);
-        else if (divided_quickly) writer.write<false, kDivideQuickly>(destinations);
-        else writer.divide(destinations, place.rows_left);
+        if (!p.divide) writer.write<false, kMultiply>(to);
+        else if (quick) writer.write<false, kDivideQuickly>(to);
+        else writer.divide(to, place.rows_left);
         if (!transposed) continue;
         __syncthreads();
-        const i64 row = kAlongRows ? first : begin, column = kAlongRows ? begin : first;
-        tile.template store<false>(p.rows_data + matrix + column * p.rows + row, p.rows,
-                                   left_of(p.columns - column, Tile::kColumns),
+        const i64 row = block.row(begin), column = block.column(begin);
+        tile.template store<false>(p.rows_data + block.matrix * p.rows * p.columns + column * p.rows + row,
+                                   p.rows, left_of(p.columns - column, Tile::kColumns),
                                    left_of(p.rows - row, Tile::kRows), p.vector & 2);
         __syncthreads();
     }
