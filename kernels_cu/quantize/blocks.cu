@@ -324,7 +324,8 @@ __device__ __forceinline__ void quantize_tile(const BlockParams& p, const TilePo
     const int rows_left = left_of(p.rows - row, kWarpTileRows);
     int columns_left = left_of(p.columns - column, kLaneColumns);
     if (ALIGNED && columns_left) columns_left = kLaneColumns;
-    const Place place{at.matrix * p.rows * p.columns + row * p.columns + column, rows_left, columns_left};
+    const WarpTilePlace place{at.matrix * p.rows * p.columns + row * p.columns + column, rows_left,
+                              columns_left};
     int given_left = rows_left;
     if constexpr (kPads) given_left = left_of(given - row, kWarpTileRows);
 

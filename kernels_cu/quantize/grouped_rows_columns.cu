@@ -119,7 +119,7 @@ struct TileFactors {
 
 // Writes the data of a warp tile from the factors of its tile. Returns whether a part of them is in `tile`.
 __device__ __forceinline__ bool write_warp_tile(const BlockParams& group, const WarpTile<IN>& warp_tile,
-                                                const Place& place, int given_left,
+                                                const WarpTilePlace& place, int given_left,
                                                 const TileFactors& factors, const Tile& tile) {
     const float *const of_rows = factors.of_rows, *const of_columns = factors.of_columns;
     const RowOperands rows{of_rows + Tile::row(), of_rows + Tile::kRows + Tile::row()};
@@ -175,7 +175,7 @@ group_quantize_whole_vectors(const __grid_constant__ GroupVectorsParams p) {
 
     const i64 row = at.row + Tile::row(), column = at.column + Tile::column();
     const i64 first_column = found.group * group.columns;
-    const Place place{row * group.columns + column, left_of(group.rows - row, kWarpTileRows),
+    const WarpTilePlace place{row * group.columns + column, left_of(group.rows - row, kWarpTileRows),
                       left_of(group.columns - column, kLaneColumns)};
     WarpTile<IN> warp_tile;
     const int given_left = left_of(found.given - row, kWarpTileRows);

@@ -71,7 +71,7 @@ quantize_mx_rows(const __grid_constant__ MxParams p) {
 #pragma unroll
     for (int u = 0; u < kElementwiseUnroll; u++)
         e[u] = p.rule.byte(p.rule.nan_wins() ? block_amax<true>(in.chunk[u])
-                           : block_amax<false>(in.chunk[u]));
+                                             : block_amax<false>(in.chunk[u]));
 #pragma unroll
     for (int u = 0; u < kElementwiseUnroll; u++) {
         const auto out = scale_and_narrow(in.chunk[u], inverse_e8m0(e[u]));
@@ -169,18 +169,11 @@ __device__ __forceinline__ void store_codes(u8* to, u32 codes, int left, bool ve
     else if (left) out.store(to);
 }
 
-// Where a warp tile lies in x.
-struct Place {
-    i64 at;                      // this lane's first element
-    int rows_left, columns_left;
-};
-
 // Finds the codes of rows 4 * quad to 4 * quad + 3 under the scales of one direction, and stores them as they
 // are or transposes them into words[column][quad % 4].
 template <bool kAlongRows>
 __device__ __forceinline__ void write_quad(const MxParams& p, const WarpTile<IN>& warp_tile,
-                                           const Place& place,
-                                           const Scales& e, int stored, int quad,
+                                           const WarpTilePlace& place, const Scales& e, int stored, int quad,
                                            u32 (&words)[kLaneColumns][4]) {
     float scale[kLaneColumns];
     u32 bytes = e.columns, codes[4];
@@ -196,8 +189,8 @@ __device__ __forceinline__ void write_quad(const MxParams& p, const WarpTile<IN>
         codes[i] = kAlongRows ? narrowed(v, {scale[i], scale[i], scale[i], scale[i]}) : narrowed(v, scale);
         if (stored == 1)
             store_codes(as_global(kAlongRows ? p.rows_data : p.columns_data) + place.at + r * p.columns,
-                        codes[i],
-                        r < place.rows_left ? place.columns_left : 0, p.vector & (kAlongRows ? 2 : 4));
+                        codes[i], r < place.rows_left ? place.columns_left : 0,
+                        p.vector & (kAlongRows ? 2 : 4));
     }
     if (stored == 1) return;
     u32 columns[kLaneColumns];
@@ -209,8 +202,8 @@ __device__ __forceinline__ void write_quad(const MxParams& p, const WarpTile<IN>
 // Writes sixteen rows, of which each column has 16 bytes of a transposed row.
 template <bool kAlongRows>
 __device__ __forceinline__ void write_half(const MxParams& p, const WarpTile<IN>& warp_tile,
-                                           const Place& place,
-                                           const Scales& e, int stored, int half, const Tile& tile) {
+                                           const WarpTilePlace& place, const Scales& e, int stored, int half,
+                                           const Tile& tile) {
     if (!stored) return;
     u32 words[kLaneColumns][4];
 #pragma unroll
@@ -219,105 +212,149 @@ __device__ __forceinline__ void write_half(const MxParams& p, const WarpTile<IN>
     if (stored == 2) tile.write(half, words);
 }
 
+// How the data of blocks along rows and along columns are stored: 0 not at all, 1 in the order of x, 2
+// transposed.
+struct Stored {
+    int along_rows, along_columns;
+
+    static __device__ __forceinline__ Stored of(const MxParams& p) {
+        if (ALIGNED) return {ALONG_ROWS, ALONG_COLUMNS};
+        return {(int)(p.stored & (ALONG_ROWS == 2 ? 3 : ALONG_ROWS)),
+                (int)(p.stored >> 2 & (ALONG_COLUMNS == 2 ? 3 : ALONG_COLUMNS))};
+    }
+};
+
+// A tile's shared memory.
+struct TileMemory {
+    Tile of_rows, of_columns;    // transposed data of blocks along rows, and along columns
+    u8* column_scales;           // kColumns bytes for every warp tile down
+    u32* row_scales;             // of each row a word for every warp tile across
+
+    __device__ __forceinline__ TileMemory(u8* shared, const Stored& stored)
+        : of_rows{shared}, of_columns{stored.along_rows == 2 ? shared + Tile::kBytes : shared} {
+        column_scales = stored.along_columns == 2 ? of_columns.shared + Tile::kBytes : of_columns.shared;
+        row_scales = reinterpret_cast<u32*>(column_scales + kScaleBytes);
+    }
+};
+
+// Writes the data of a warp tile. The directions take turns by halves, so that addresses and widened values
+// live briefly: those of a whole warp tile would not fit in registers.
+__device__ __forceinline__ void write_warp_tile(const MxParams& p, const WarpTile<IN>& warp_tile,
+                                                const WarpTilePlace& place, const Scales& e,
+                                                const Stored& stored, const TileMemory& memory) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        if (stored.along_rows == 1 && stored.along_columns == 1) {
+            u32 unused[kLaneColumns][4];
+#pragma unroll
+            for (int quad = half * 4; quad < half * 4 + 4; quad++) {
+                write_quad<true>(p, warp_tile, place, e, 1, quad, unused);
+                write_quad<false>(p, warp_tile, place, e, 1, quad, unused);
+            }
+        } else {
+            write_half<true>(p, warp_tile, place, e, stored.along_rows, half, memory.of_rows);
+            write_half<false>(p, warp_tile, place, e, stored.along_columns, half, memory.of_columns);
+        }
+    }
+}
+
+// The scales of a tile are stored in pieces as long as the tile allows, since to the L2 four bytes are as
+// much work as 32; shared memory gathers what is spread over lanes or warps.
+struct TileScales {
+    const MxParams& p;
+    const TilePosition& at;
+    const TileMemory& memory;
+    i64 row_blocks, column_blocks;           // how many blocks a row and a column of the matrix have
+    bool stage_rows, stage_columns;
+
+    __device__ __forceinline__ TileScales(const MxParams& p, const TilePosition& at, const TileMemory& memory)
+        : p(p), at(at), memory(memory), row_blocks((p.columns + kBlock - 1) / kBlock),
+          column_blocks((p.rows + kBlock - 1) / kBlock),
+          stage_rows(p.along_rows.to && !p.along_rows.lines_adjoin()),
+          stage_columns(kSwizzles && p.along_columns.to && !p.along_columns.lines_adjoin()) {}
+
+    // Stores the scales of a warp tile, or leaves them in shared memory. Along rows a lane has the scales of
+    // four rows of one block or, after an exchange, of four blocks of one row. Along columns it has those of
+    // four columns of one block; four warps have four blocks of a column.
+    __device__ __forceinline__ void put(const Scales& e) const {
+        const int group = threadIdx.x % 32 / kLanes, first = threadIdx.x % kLanes * 4;
+        const int across = Tile::column() / kWarpTileColumns, down = Tile::row() / kWarpTileRows;
+        const i64 row = at.row + Tile::row(), column = at.column + Tile::column();
+        if (stage_rows)
+            memory.row_scales[(Tile::row() + first + group) * WARP_TILES_ACROSS + across] =
+                transpose_across_lanes(e.rows);
+        else if (p.along_rows.to)
+            p.along_rows.store_lines(at.matrix, row + first,
+                                     column / kWarpTileColumns * (kWarpTileColumns / kBlock) + group, e.rows,
+                                     p.rows, row_blocks);
+        if (stage_columns)
+            *reinterpret_cast<u32*>(memory.column_scales + down * Tile::kColumns + Tile::column()) =
+                e.columns;
+        else if (p.along_columns.to)
+            p.along_columns.store_lines(at.matrix, column, row / kBlock, e.columns, p.columns, column_blocks);
+    }
+
+    // Stores what is in shared memory. Each thread stores a word, in the order of memory.
+    __device__ __forceinline__ void store() const {
+        const int word = threadIdx.x, swizzled_line = word / 128 * 128 + word % 4 * 32 + word / 4 % 32;
+        if (stage_rows) {
+            const bool swizzled = kSwizzles && p.along_rows.swizzled();
+            const int line = swizzled ? word / (128 * WARP_TILES_ACROSS) * 128 + swizzled_line % 128
+                                      : word / WARP_TILES_ACROSS;
+            const int across = swizzled ? word / 128 % WARP_TILES_ACROSS : word % WARP_TILES_ACROSS;
+            p.along_rows.store_blocks(at.matrix, at.row + line, at.column / kBlock + across * 4,
+                                      memory.row_scales[line * WARP_TILES_ACROSS + across], p.rows,
+                                      row_blocks);
+        }
+        if (stage_columns) {
+            const int line = (p.along_columns.swizzled() ? swizzled_line : word) % Tile::kColumns;
+            const int first = word / Tile::kColumns * 4;
+            u32 blocks = 0;
+#pragma unroll
+            for (int b = 0; b < 4; b++)
+                blocks |= (u32)memory.column_scales[(first + b) * Tile::kColumns + line] << 8 * b;
+            p.along_columns.store_blocks(at.matrix, at.column + line, at.row / kBlock + first, blocks,
+                                         p.columns, column_blocks);
+        }
+    }
+};
+
 // Quantises one tile of a matrix. x has all its rows or, with kPads, the first `given`; the other rows are
 // zeros. With kVectorStores transposed rows allow stores of 16 bytes wherever the tile is whole; otherwise
 // `vector` tells whether they do.
 template <bool kVectorStores, bool kPads>
 __device__ __forceinline__ void quantize_tile(const MxParams& p, const TilePosition& at, i64 given,
                                               u8* shared) {
-    const int along_rows = ALIGNED ? ALONG_ROWS : p.stored & (ALONG_ROWS == 2 ? 3 : ALONG_ROWS);
-    const int along_columns =
-        ALIGNED ? ALONG_COLUMNS : p.stored >> 2 & (ALONG_COLUMNS == 2 ? 3 : ALONG_COLUMNS);
-    const Tile rows_tile{shared}, columns_tile{along_rows == 2 ? shared + Tile::kBytes : shared};
-    // There are kColumns bytes for every warp tile down.
-    u8* const staged_columns = along_columns == 2 ? columns_tile.shared + Tile::kBytes : columns_tile.shared;
-    // There is a word of each row for every warp tile across.
-    u32* const staged_rows = reinterpret_cast<u32*>(staged_columns + kScaleBytes);
+    const Stored stored = Stored::of(p);
+    const TileMemory memory(shared, stored);
     const i64 matrix = at.matrix * p.rows * p.columns, row = at.row + Tile::row();
     const i64 column = at.column + Tile::column();
     const int rows_left = left_of(p.rows - row, kWarpTileRows);
     int columns_left = left_of(p.columns - column, kLaneColumns);
     if (ALIGNED && columns_left) columns_left = kLaneColumns;
-
-    WarpTile<IN> warp_tile;
-    const Place place{matrix + row * p.columns + column, rows_left, columns_left};
     int given_left = rows_left;
     if constexpr (kPads) given_left = left_of(given - row, kWarpTileRows);
+
+    WarpTile<IN> warp_tile;
+    const WarpTilePlace place{matrix + row * p.columns + column, rows_left, columns_left};
     warp_tile.template load<ALIGNED != 0>(p.x + place.at, p.columns, given_left, columns_left, p.vector & 1);
     const Scales e = p.rule.nan_wins() ? find_scales<true>(warp_tile, p, rows_left, columns_left)
                                        : find_scales<false>(warp_tile, p, rows_left, columns_left);
-    // The directions take turns by halves, so that addresses and widened values live briefly: those of a
-    // whole warp tile would not fit in registers.
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        if (along_rows == 1 && along_columns == 1) {
-            u32 unused[kLaneColumns][4];
-#pragma unroll
-            for (int quad = 0; quad < 4; quad++) {
-                write_quad<true>(p, warp_tile, place, e, along_rows, half * 4 + quad, unused);
-                write_quad<false>(p, warp_tile, place, e, along_columns, half * 4 + quad, unused);
-            }
-        } else {
-            write_half<true>(p, warp_tile, place, e, along_rows, half, rows_tile);
-            write_half<false>(p, warp_tile, place, e, along_columns, half, columns_tile);
-        }
-    }
-
-    // Scales are stored in pieces as long as the tile allows, since to the L2 four bytes are as much work as
-    // 32; shared memory gathers what is spread over lanes or warps. Along rows a lane has the scales of four
-    // rows of one block or, after an exchange, of four blocks of one row.
-    const i64 row_blocks = (p.columns + kBlock - 1) / kBlock, column_blocks = (p.rows + kBlock - 1) / kBlock;
-    const bool stage_rows = p.along_rows.to && !p.along_rows.lines_adjoin();
-    const bool stage_columns = kSwizzles && p.along_columns.to && !p.along_columns.lines_adjoin();
-    if (p.along_rows.to) {
-        const int group = threadIdx.x % 32 / kLanes, first = threadIdx.x % kLanes * 4;
-        if (stage_rows)
-            staged_rows[(Tile::row() + first + group) * WARP_TILES_ACROSS
-                        + Tile::column() / kWarpTileColumns] = transpose_across_lanes(e.rows);
-        else
-            p.along_rows.store_lines(at.matrix, row + first,
-                                     column / kWarpTileColumns * (kWarpTileColumns / kBlock)
-                               + group, e.rows, p.rows, row_blocks);
-    }
-    // Along columns a lane has the scales of four columns of one block; four warps have four blocks of a
-    // column.
-    if (stage_columns)
-        *reinterpret_cast<u32*>(staged_columns + Tile::row() / kWarpTileRows * Tile::kColumns
-                                + Tile::column()) = e.columns;
-    else if (p.along_columns.to)
-        p.along_columns.store_lines(at.matrix, column, row / kBlock, e.columns, p.columns, column_blocks);
-
-    if (along_rows == 2 || along_columns == 2 || stage_rows || stage_columns) __syncthreads();
+    write_warp_tile(p, warp_tile, place, e, stored, memory);
+    const TileScales scales(p, at, memory);
+    scales.put(e);
+    const bool rows_transposed = stored.along_rows == 2, columns_transposed = stored.along_columns == 2;
+    if (rows_transposed || columns_transposed || scales.stage_rows || scales.stage_columns) __syncthreads();
     const int columns_of_tile = left_of(p.columns - at.column, Tile::kColumns);
     const int rows_of_tile = left_of(p.rows - at.row, Tile::kRows);
     const i64 place_t = matrix + at.column * p.rows + at.row;
-    if (along_rows == 2)
-        rows_tile.template store<kVectorStores>(as_global(p.rows_data) + place_t, p.rows, columns_of_tile,
-                                                rows_of_tile, p.vector & 2);
-    if (along_columns == 2)
-        columns_tile.template store<kVectorStores>(as_global(p.columns_data) + place_t, p.rows,
-                                                   columns_of_tile,
-                                                rows_of_tile, p.vector & 4);
-    // Each thread stores a word, in the order of memory.
-    const int word = threadIdx.x, swizzled_line = word / 128 * 128 + word % 4 * 32 + word / 4 % 32;
-    if (stage_rows) {
-        const bool swizzled = kSwizzles && p.along_rows.swizzled();
-        const int line = swizzled ? word / (128 * WARP_TILES_ACROSS) * 128 + swizzled_line % 128
-            : word / WARP_TILES_ACROSS;
-        const int across = swizzled ? word / 128 % WARP_TILES_ACROSS : word % WARP_TILES_ACROSS;
-        p.along_rows.store_blocks(at.matrix, at.row + line, at.column / kBlock + across * 4,
-                            staged_rows[line * WARP_TILES_ACROSS + across], p.rows, row_blocks);
-    }
-    if (stage_columns) {
-        const int line = (p.along_columns.swizzled() ? swizzled_line : word) % Tile::kColumns;
-        const int first = word / Tile::kColumns * 4;
-        u32 blocks = 0;
-#pragma unroll
-        for (int b = 0; b < 4; b++)
-            blocks |= (u32)staged_columns[(first + b) * Tile::kColumns + line] << 8 * b;
-        p.along_columns.store_blocks(at.matrix, at.column + line, at.row / kBlock + first, blocks, p.columns,
-                            column_blocks);
-    }
+    if (rows_transposed)
+        memory.of_rows.template store<kVectorStores>(as_global(p.rows_data) + place_t, p.rows,
+                                                     columns_of_tile, rows_of_tile, p.vector & 2);
+    if (columns_transposed)
+        memory.of_columns.template store<kVectorStores>(as_global(p.columns_data) + place_t, p.rows,
+                                                        columns_of_tile, rows_of_tile, p.vector & 4);
+    scales.store();
 }
 #endif
 
@@ -326,9 +363,8 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks)
 quantize_mx_tile(const __grid_constant__ MxParams p) {
     extern __shared__ __align__(16) u8 shared[];
     if (is_set(p.noop)) return;
-    quantize_tile<ALIGNED != 0,
-        false>(p, TilePosition::of_block<Tile, DOWN_FIRST != 0>(blockIdx.x, p.rows, p.columns), p.rows,
-               shared);
+    const auto at = TilePosition::of_block<Tile, DOWN_FIRST != 0>(blockIdx.x, p.rows, p.columns);
+    quantize_tile<ALIGNED != 0, false>(p, at, p.rows, shared);
 }
 #endif
 

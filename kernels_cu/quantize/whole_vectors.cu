@@ -37,10 +37,11 @@ struct BlockOfVectors {
     __device__ __forceinline__ i64 row(i64 begin) const { return kAlongRows ? first : begin; }
     __device__ __forceinline__ i64 column(i64 begin) const { return kAlongRows ? begin : first; }
 
-    __device__ __forceinline__ Place load(const BlockParams& p, i64 begin, WarpTile<IN>& warp_tile) const {
+    __device__ __forceinline__ WarpTilePlace load(const BlockParams& p, i64 begin,
+                                                  WarpTile<IN>& warp_tile) const {
         const i64 r = row(begin) + Tile::row(), c = column(begin) + Tile::column();
-        const Place place{matrix * p.rows * p.columns + r * p.columns + c, left_of(p.rows - r, kWarpTileRows),
-                          left_of(p.columns - c, kLaneColumns)};
+        const WarpTilePlace place{matrix * p.rows * p.columns + r * p.columns + c,
+                                  left_of(p.rows - r, kWarpTileRows), left_of(p.columns - c, kLaneColumns)};
         warp_tile.template load<false>(p.x + place.at, p.columns, place.rows_left, place.columns_left,
                                        p.vector & 1);
         return place;
@@ -114,7 +115,7 @@ quantize_whole_vectors(const __grid_constant__ BlockParams p) {
 #pragma unroll 1
     for (i64 begin = 0; begin < BlockOfVectors::length(p); begin += kStep) {
         WarpTile<IN> warp_tile;
-        const Place place = block.load(p, begin, warp_tile);
+        const WarpTilePlace place = block.load(p, begin, warp_tile);
         const WarpTileWriter writer{p, warp_tile, place, rows, columns};
         if (!p.divide) writer.write<false, kMultiply>(to);
         else if (quick) writer.write<false, kDivideQuickly>(to);

@@ -49,12 +49,6 @@ __device__ __forceinline__ u32 scaled_codes(const float (&v)[4], const float (&f
     return out.word[0];
 }
 
-// Where a warp tile lies in x.
-struct Place {
-    i64 at;                      // this lane's first element
-    int rows_left, columns_left;
-};
-
 // Where the codes of one set of operands go: to `data` in the order of x (as_is), transposed to the tile in
 // shared memory, to both, or nowhere. wide: `data` allows stores of 4 bytes.
 struct Destination {
@@ -78,7 +72,7 @@ struct Destinations {
 struct WarpTileWriter {
     const BlockParams& p;
     const WarpTile<IN>& warp_tile;
-    const Place& place;
+    const WarpTilePlace& place;
     const RowOperands& rows;
     const ColumnOperands& columns;
 

@@ -33,6 +33,12 @@ struct WarpTile {
     }
 };
 
+// Where a warp tile lies in its array.
+struct WarpTilePlace {
+    i64 at;                      // this lane's first element
+    int rows_left, columns_left;
+};
+
 // Largest magnitudes of a warp tile. Rows of 16-bit formats are kept in pairs, one in each half of a word.
 template <class F, bool kNan>
 struct WarpTileAmax {
