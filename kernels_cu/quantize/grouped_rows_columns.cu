@@ -176,7 +176,7 @@ group_quantize_whole_vectors(const __grid_constant__ GroupVectorsParams p) {
     const i64 row = at.row + Tile::row(), column = at.column + Tile::column();
     const i64 first_column = found.group * group.columns;
     const WarpTilePlace place{row * group.columns + column, left_of(group.rows - row, kWarpTileRows),
-                      left_of(group.columns - column, kLaneColumns)};
+                              left_of(group.columns - column, kLaneColumns)};
     WarpTile<IN> warp_tile;
     const int given_left = left_of(found.given - row, kWarpTileRows);
     warp_tile.template load<false>(group.x + place.at, group.columns, given_left, place.columns_left,
