@@ -239,7 +239,8 @@ __device__ __forceinline__ Operands find_operands(const BlockParams& p, const Ti
 #pragma unroll
         for (float& c : of_columns) c = all;
     } else {
-        if constexpr (kAlongRows) quick = find_row_scales(amax, p, at, reduced, inverses) || !stored.along_rows;
+        if constexpr (kAlongRows)
+            quick = find_row_scales(amax, p, at, reduced, inverses) || !stored.along_rows;
         if constexpr (kAlongColumns) find_column_scales(amax, p, at, memory.amaxes, of_columns);
     }
     const RowOperands rows{reduced + segment * kSegmentStride,

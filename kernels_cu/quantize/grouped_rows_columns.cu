@@ -152,9 +152,9 @@ __device__ __forceinline__ void store_tile(const BlockParams& group, const TileP
     const bool of_rows = (group.stored & 3) == 2;
     const int columns_of_tile = left_of(group.columns - at.column, Tile::kColumns);
     const int rows_of_tile = left_of(group.rows - at.row, Tile::kRows);
-    u8* const to = as_global(of_rows ? group.rows_data : group.columns_data) + at.column * group.rows + at.row;
-    tile.template store<false>(to, group.rows, columns_of_tile, rows_of_tile,
-                               group.vector & (of_rows ? 2 : 4));
+    u8* const data_t = as_global(of_rows ? group.rows_data : group.columns_data);
+    tile.template store<false>(data_t + at.column * group.rows + at.row, group.rows, columns_of_tile,
+                               rows_of_tile, group.vector & (of_rows ? 2 : 4));
 }
 
 extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks)
