@@ -32,8 +32,8 @@ MATRIX, ZERO_D, NESTED = np.array([[1, 48]]), np.array(1.5, np.float32), [INDICE
 HUGE, VAST = 10**400, -10**5000             # Python refuses to print the second one.
 NAN, F32 = float("nan"), np.float32(2)
 NONSENSE: list[Any] = [
-    INDICES, WORDS, MATRIX, ZERO_D, NESTED, [1], [64, -1], (1, 48), [2**63], [[1, 48]], [[]], [VAST],
-    ["compact"], ("one", "two"), (None,), {"one": 1}, set(), object(), "x", b"x", None,
+    INDICES, WORDS, MATRIX, ZERO_D, NESTED, [1], [64, -1], [64, 64], (1, 48), [2**63], [[1, 48]], [[]],
+    [VAST], ["compact"], ("one", "two"), (None,), {"one": 1}, set(), object(), "x", b"x", None,
     VAST, HUGE, 2**63, 1 << 17, 12, 0, -1, 1.5, NAN, F32]
 ARRAYS = [INDICES, WORDS, MATRIX, ZERO_D]
 COUNTS = [12, 1 << 17]
@@ -43,21 +43,24 @@ NUMBERS = [*SIZES, -1, 2**63, 1.5, NAN, F32]
 #: What is valid all the same, by the parameter, or by the call and the parameter. None is valid where it is
 #: the default, and 0 for a flag.
 VALID: dict[str, list[Any]] = {
-    "asarray.a": [*ARRAYS, NESTED, [1], [64, -1], (1, 48), [2**63], [[1, 48]], [[]], ["compact"],
-                  ("one", "two"), "x", b"x", *NUMBERS],
+    "asarray.a": [*ARRAYS, NESTED, [1], [64, -1], [64, 64], (1, 48), [2**63], [[1, 48]], [[]],
+                  ["compact"], ("one", "two"), "x", b"x", *NUMBERS],
     "a": ARRAYS, "like": ARRAYS, "arrays": [MATRIX, NESTED],
     "compute_amax.x": [ZERO_D], "quantize_tensor.x": [ZERO_D], "CurrentScaling.quantize.x": [ZERO_D],
     "DelayedScaling.quantize.x": [ZERO_D], "compute_scale.amax": [ZERO_D], "compute_amax.out": [ZERO_D],
     "amax": [ZERO_D], "noop": [ZERO_D], "scale": [*NUMBERS, ZERO_D], "fill_value": [*NUMBERS, ZERO_D],
-    "scales": [(1, 48), [64, -1], [2**63]],
-    "shape": [INDICES, [1], set(), (1, 48), b"x", *SIZES], "convert_scales.shape": [],
-    "unswizzle_scales.shape": [], "BlockScaling.empty.shape": [INDICES, (1, 48)],
-    "MXScaling.empty.shape": [INDICES, (1, 48)], "axis": [0], "concatenate.axis": [0, -1],
+    "scales": [[1], (1, 48), [64, -1], [64, 64], [2**63]],
+    "shape": [INDICES, [1], set(), [64, 64], (1, 48), b"x", *SIZES], "convert_scales.shape": [],
+    "unswizzle_scales.shape": [], "BlockScaling.empty.shape": [INDICES, [64, 64], (1, 48)],
+    "MXScaling.empty.shape": [INDICES, [64, 64], (1, 48)], "axis": [0], "concatenate.axis": [0, -1],
     "dtype": [F32], "scale_dtype": [F32], "margin": [*SIZES, -1, 2**63, HUGE, VAST],
-    "eps": [*SIZES, 2**63, 1.5, F32], "clamp": [*COUNTS, 2**63, 1.5, F32], "block": COUNTS,
+    "eps": [*SIZES, 2**63, 1.5, F32], "clamp": [*COUNTS, 2**63, 1.5, F32], "block": [*COUNTS, [64, 64]],
     "history_len": [*COUNTS, 2**63, HUGE], "rows": [1 << 17], "num_experts": [12],
     "route of a mask.topk": [0], "route of a mask.rows": SIZES,
-    "splits": [INDICES, [1], (1, 48)], "order": [INDICES], "strides": [INDICES, [1], set(), (1, 48), b"x"],
+    "splits": [INDICES, [1], (1, 48)], "order": [INDICES],
+    "splits_to_offsets.splits": [INDICES, [1], [64, 64], (1, 48)],
+    "splits_to_offsets, two.splits": [INDICES, [1], [64, 64], (1, 48)],
+    "strides": [INDICES, [1], set(), [64, 64], (1, 48), b"x"],
     "include_leading_zero": [[1]], "splits_to_offsets, two.include_leading_zero": [INDICES],
     "splits_to_offsets, two.dtypes": [INDICES],             # NumPy takes a number for its dtype
 }  # fmt: skip
@@ -88,9 +91,12 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
     "grouped_matmul_nt": (fp8.grouped_matmul_nt, (Q, fp8.quantize_block(X[None]), [64]), {}),
     "multi_cast_transpose": (fp8.multi_cast_transpose, ([X, X], [1.0, 2.0]), {}),
     "multi_quantize": (fp8.multi_quantize, ([X], CurrentScaling()), {}),
+    "multi_quantize, delayed": (fp8.multi_quantize, ([X], DelayedScaling()), {"scales": [1.0]}),
+    "multi_quantize, blocks": (fp8.multi_quantize, ([X], BlockScaling()), {}),
     "rebase_scales": (fp8.rebase_scales, (MX,), {"block": (1, 128)}),
     "scaling_aware_transpose": (fp8.scaling_aware_transpose, (ROW,), {}),
     "group_quantize": (fp8.group_quantize, (X, SPLITS, BlockScaling()), {}),
+    "group_quantize, current": (fp8.group_quantize, (X, SPLITS, CurrentScaling()), {}),
     "group_quantize, delayed": (fp8.group_quantize, (X, SPLITS, DelayedScaling()),
                                 {"scales": X[0, :2].copy()}),
     "splits_to_offsets": (fp8.splits_to_offsets, (SPLITS,), {}),
@@ -105,6 +111,10 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
         (MOVED, ROUTING), {}),
     "unpermute_backward": (fp8.unpermute_backward, (X, MOVED, ROUTING), {"probs": PROBS}),
     "swiglu_quantize": (fp8.swiglu_quantize, (X,), {"recipe": BlockScaling()}),
+    "swiglu_quantize, current": (fp8.swiglu_quantize, (X,), {"recipe": CurrentScaling()}),
+    "swiglu_quantize, delayed": (fp8.swiglu_quantize, (X,), {"recipe": DelayedScaling(), "scale": 1.0}),
+    "swiglu_quantize of experts": (fp8.swiglu_quantize, (X,), {
+        "recipe": MXScaling(), "bias": X[:2].copy(), "splits": SPLITS}),
     "swiglu_backward_quantize": (fp8.swiglu_backward_quantize, (X[:, :128].copy(), X),
                                  {"recipe": BlockScaling()}),
     "BlockScaling": (BlockScaling, (), {}), "CurrentScaling": (CurrentScaling, (), {}),
