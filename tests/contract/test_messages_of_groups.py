@@ -41,7 +41,7 @@ MOVES: list[Line] = [
       for call, rest in ((PAD, ([9], 4)), (UNPAD, ([9], 4)), (SORT, ([9], [0])), (PERMUTE, (R,)))
       for error, message, x in (
           (T, "X: expected a dtype of 1, 2, 4 or 8 bytes, got complex128", ones(9, 2, dtype=np.complex128)),
-          (V, "X: expected rows, an array of one or more dimensions, got shape ()", np.array(1, np.float32)),
+          (V, "X: expected an array of one or more dimensions, got shape ()", np.array(1, np.float32)),
           (V, "X: expected row-wise data stored as is", Q.columnwise),
           (V, "X: expected a row-wise part, whose scales move with their rows", COLUMN),
           (V, "X.scale_inv: expected shape (9, 8) (compact scales of blocks (1, 32) of shape (9, 256))",
@@ -56,7 +56,7 @@ MOVES: list[Line] = [
          4, rows=9, out=X.copy()),
     line(V, SIZES + "that add up to at most the 4 rows of the result, got 5; give rows= or an out=", UNPAD, X,
          [4, 1], 4, rows=4),
-    line(V, "splits: expected one dimension, got shape (1, 2)", PAD, X, np.array([[4, 5]]), 4),
+    line(V, "splits: expected an array of one dimension, got shape (1, 2)", PAD, X, np.array([[4, 5]]), 4),
     line(T, "splits: expected integers ('float' object", PAD, X, [4.0, 5], 4),
     line(V, "splits: expected integers of 64 bits, got [9223372036854775808]", PAD, X, [2**63], 4),
     line(V, "rows: expected 0 or more, got -1", UNPAD, X, [4], 4, rows=-1),
@@ -164,12 +164,12 @@ THAT_VERY = ", that very memory"
 
 GROUPS: list[Line] = [
     # ---- group_quantize ----
-    group(V, "x: expected shape [M, K], got (144,)", x=X.reshape(-1)),
+    group(V, "x: expected an array of two dimensions, got shape (144,)", x=X.reshape(-1)),
     group(V, SIZES + "that add up to at most the 9 rows there are, got 10", splits=[4, 6]),
     group(V, "splits: expected int64, since 2147483640 rows rounded up to 16 are more than int32 holds, got "
           "int32", x=np.zeros((2**31 - 8, 0), bfloat16), align=16),
     group(V, "scales: delayed scaling needs the scales", scales=None),
-    group(V, "scales: current scaling takes them from the groups themselves", CURRENT, scales=SCALES),
+    group(V, "scales: current scaling takes them from the values themselves", CURRENT, scales=SCALES),
     group(V, PER_TENSOR, BLOCKS, scales=SCALES), group(V, PER_TENSOR, MX, amaxes=SCALES),
     group(V, "scales: expected shape (2,), one for each group, got (3,)", scales=ones(3)),
     group(V, "amaxes: expected shape (2,), got (3,)", amaxes=ones(3)),
@@ -214,12 +214,12 @@ LISTS: list[Line] = [
             "outputs": [OUTPUTS[0], DELAYED.empty((9, 24), like=np), OUTPUTS[2]]}),
         (T, "xs[1]: expected dtype float32, that of xs[0], got bfloat16",
          {"xs": [XS[0], XS[1].astype(bfloat16), XS[2]]}),
-        (V, "xs[2]: expected a matrix (two dimensions), got shape (72,)",
+        (V, "xs[2]: expected an array of two dimensions, got shape (72,)",
          {"xs": [*XS[:2], XS[2].reshape(-1)]}),
         (V, "noop: needs outputs=, since nothing may be written", {"outputs": None, "noop": ones(1)}),
         (V, "scales: expected none for no arrays, got 3", {"xs": [], "outputs": []}))],
     line(V, "scales: delayed scaling needs the scales", MANY, XS, DELAYED),
-    line(V, "scales: current scaling takes them from the arrays themselves", MANY, XS, CURRENT,
+    line(V, "scales: current scaling takes them from the values themselves", MANY, XS, CURRENT,
          scales=[1.0] * 3),
     line(V, PER_TENSOR, MANY, XS, MX, amaxes=[ones(1)] * 3),
     *[line(V, "rowwise, columnwise: expected at least one", MANY, XS, recipe, rowwise=False)
