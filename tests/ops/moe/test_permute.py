@@ -204,3 +204,15 @@ def test_an_expert_that_is_none_has_a_prob_of_zero(expert, run):
     for t, k in zip(*np.nonzero((host.row_map >= 0) & (host.experts >= 0) & (host.experts < 3)), strict=True):
         dprobs[t, host.experts[t, k]] = by_slot_dprobs[t, k]
     assert_equal(got, (grad_y, dprobs))
+
+
+def test_scales_that_are_made_compact_first_overlap_nothing():
+    """The scales given share one element with those of the result."""
+    q, r = fp8.quantize_block(normal((9, 256)))._any, routed(9, 2, 3)
+    out, size = fp8.permute(q, r), q.scale_inv.size
+    memory = np.full(size + out.scale_inv.size - 1, 3, np.float32)
+    given = dataclasses.replace(q, scale_inv=memory[:size].reshape(q.scale_inv.shape))
+    over = dataclasses.replace(out, scale_inv=memory[size - 1:].reshape(out.scale_inv.shape))
+    with pytest.raises(ValueError, match=r"^out\.scale_inv: overlaps x\.scale_inv in memory"):
+        fp8.permute(given, r, out=over)
+    assert (memory == 3).all()
