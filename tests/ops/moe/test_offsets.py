@@ -14,7 +14,7 @@ from moe_arrays import assert_equal, expect, noted
 from tiers import needs_host
 
 import cupy_fp8 as fp8
-from cupy_fp8 import cases, reference, testing
+from cupy_fp8 import backend, cases, reference, testing
 from cupy_fp8.arrays import address
 from cupy_fp8.calls import call, group_sizes, remembered
 from cupy_fp8.cases.moe.offsets import TYPICAL, sizes
@@ -313,3 +313,14 @@ def test_numpy_sizes_are_never_noted(run):
     with pytest.raises(ValueError, match=r"^splits: expected sizes of 0 or more"):
         fp8.splits_to_offsets(np.array([4, -6]))
     assert fp8.device_errors() == before
+
+
+def test_any_dtype_holds_zeros():
+    fp8.splits_to_offsets([MAX64, 1, 0], strides=(0,), dtypes="int32")
+
+
+@pytest.mark.skipif(backend.gpu_problem() is None, reason="there is a GPU")
+def test_without_a_gpu_a_list_means_numpy():
+    (a,) = fp8.splits_to_offsets([1, 2])
+    assert isinstance(a, np.ndarray)
+    assert a.tolist() == [0, 1, 3]
