@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from moe_arrays import assert_equal, expect, noted, on_the_cpu, refused
+from moe_arrays import assert_equal, expect, noted
 from tiers import needs_host, quick_if
 
 import cupy_fp8 as fp8
-from cupy_fp8 import Routing, backend, cases, reference, testing
+from cupy_fp8 import Routing, backend, reference, testing
 from cupy_fp8.cases.moe.route import KINDS, indices, mask
 from cupy_fp8.kernels import Launch, errors
 from cupy_fp8.ops.moe import route
@@ -138,19 +138,6 @@ def test_launches(run, monkeypatch):
         assert launches == ([] if run.name == "reference" else want)
 
 
-def test_a_result_follows_the_assignment(run):
-    """In the same memory, whatever was there: no launch leaves anything behind."""
-    x = run.array(np.zeros((300, 4), np.int32))
-    out = fp8.route(x, num_experts=20, align=8)
-    for seed, kind in enumerate(("any", "none", "one", "distinct", "any")):
-        host = indices(300, 4, 20, kind, np.dtype(np.int32), seed)
-        x[...] = run.array(host)
-        for a in out._arrays().values():
-            cases.poison(a)
-        assert fp8.route(x, num_experts=20, align=8, out=out) is out
-        assert_equal(out, by_loops(host, 20, 8, out.rows))
-
-
 # ---- facts on the device that are wrong ----
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch, run: testing.Executor) -> Iterator[testing.Executor]:
@@ -200,99 +187,18 @@ def test_masks_of_more_experts_than_topk(topk, unchecked):
 
 
 # ---- what is refused ----
-X, M = indices(9, 2, 4, "one"), mask(9, 4, 2)
-ANY = indices(9, 2, 4)
-MANY = np.ones((3, 5), bool)
-MANY[0] = False
-
-
-def changed(value: int) -> np.ndarray:
-    """An assignment with this expert at [3, 1]."""
-    return np.where(np.arange(18).reshape(9, 2) == 7, value, ANY).astype(np.int32)
-
-
-def line(error: type[Exception], message: str, assignment: Any, **options: Any) -> tuple[Any, ...]:
-    return error, message, assignment, options
-
-
-def made(assignment: Any = ANY, **options: Any) -> Routing:
-    return fp8.route(assignment, **options)
-
-
-OUT = made(num_experts=4, align=2)
-REFUSED: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
-    # assignments
-    *(line(TypeError, "assignment: expected a numpy.ndarray or cupy.ndarray", wrong, num_experts=4,
-           out=made(num_experts=4)) for wrong in ([[1, 2]], None, 3)),
-    *(line(TypeError, "assignment: expected dtype int32, int64, bool, got", ANY.astype(dtype), num_experts=4,
-           out=made(num_experts=4)) for dtype in (np.float32, np.int16, np.uint8)),
-    line(ValueError, r"assignment: expected shape \[T, topk\], got \(9,\)", ANY[:, 0], num_experts=4,
-         out=made(num_experts=4)),
-    line(ValueError, r"assignment: expected shape \[T, E\], got \(9, 2, 1\)", np.zeros((9, 2, 1), bool),
-         topk=1),
-    *(line(ValueError, rf"assignment: expected experts 0 to 3, or -1 for none, got {value} at \[3, 1\]",
-           changed(value), num_experts=4, out=made(num_experts=4)) for value in (4, -2)),
-    line(ValueError, "assignment: expected at most topk=4 experts of a token, got 5 of token 1", MANY,
-         topk=4),
-    # options
-    line(ValueError, "num_experts: needed where the assignment is indices", X),
-    *(line(ValueError, f"num_experts: expected 1 to 1024, got {number}", X, num_experts=number)
-      for number in (0, -1, 1025)),
-    line(TypeError, "num_experts: expected an integer, got 4.0", X, num_experts=4.0),
-    line(ValueError, "num_experts: expected 4, the columns of the mask, got 5", M, num_experts=5, topk=2),
-    line(ValueError, "topk: a mask needs topk", M),
-    line(ValueError, "topk: expected at most 4, the experts of the mask, got 5", M, topk=5),
-    line(ValueError, "topk: expected 0 to 1024, got -1", M, topk=-1),
-    line(ValueError, "topk: expected 2, the columns of the assignment, got 3", X, num_experts=4, topk=3),
-    line(ValueError, "topk: expected 0 to 1024, got 1025", np.zeros((1, 1025), np.int32), num_experts=4),
-    *(line(ValueError, f"align: expected a power of two from 1 to 128, got {align}", X, num_experts=4,
-           align=align)
-      for align in (0, -16, 3, 24, 256)),
-    line(TypeError, "align: expected an integer", X, num_experts=4, align=1.5),
-    line(ValueError, "rows: expected 0 or more, got -1", X, num_experts=4, rows=-1),
-    line(ValueError, "rows: 2147483648 rows of 18 routes are more than int32 holds", X, num_experts=4,
-         rows=2**31),
-    line(ValueError,
-         r"rows: expected at least the 32 that this assignment needs \(sizes rounded up to 16\), got 31",
-         X, num_experts=4, rows=31, align=16),
-    # results
-    line(TypeError, "out: expected a Routing", ANY, num_experts=4, out=np.zeros(3)),
-    line(ValueError, "out: expected align 4, got a routing with 2", ANY, num_experts=4, align=4, out=OUT),
-    line(ValueError, r"out.row_map: expected shape \(8, 2\), got \(9, 2\)", ANY[:8], num_experts=4, align=2,
-         out=OUT),
-    line(ValueError, r"out.sources: expected shape \(40,\), got \(22,\)", ANY, num_experts=4, rows=40,
-         align=2, out=OUT),
-    line(ValueError, r"out.splits: expected shape \(5,\), got \(4,\)", ANY, num_experts=5, rows=22, align=2,
-         out=OUT),
-    line(ValueError, "out: expected the routing of indices, got that of a mask", ANY, num_experts=4,
-         out=made(M, topk=2)),
-    line(ValueError, "out: expected the routing of a mask, got that of indices", M, topk=2, align=2, out=OUT),
-    line(ValueError, "out.aligned_splits: overlaps out.splits in memory", ANY, num_experts=4, align=2,
-         out=dataclasses.replace(OUT, aligned_splits=OUT.splits))]
-
-
-@on_the_cpu
-@pytest.mark.parametrize(("error", "message", "assignment", "options"), REFUSED)
-def test_refused(error, message, assignment, options, run):
-    refused(error, message, fp8.route, assignment, **options)
-    assert fp8.device_errors() == ()
-
-
-@on_the_cpu
-def test_the_same_memory_is_looked_at_again(run):
+def test_the_same_memory_is_looked_at_again():
     """A NumPy assignment that has become wrong since an earlier call with the same memory is refused."""
     x = indices(9, 2, 4)
     out = fp8.route(x, num_experts=4)
     for _ in range(2):
         assert fp8.route(x, num_experts=4, out=out) is out
     x[3, 1] = 4
+    before = [a.tobytes() for a in out._arrays().values()]
     for check in (False, True):
-        refused(ValueError, r"assignment: expected experts 0 to 3, or -1 for none, got 4 at \[3, 1\]",
-                fp8.route, x, num_experts=4, check=check, out=out)
-    out.row_map.fill(1)
-    refused(ValueError, "out.row_map: overlaps assignment in memory", fp8.route, out.row_map, num_experts=4,
-            out=out)
-    assert fp8.device_errors() == ()
+        with pytest.raises(ValueError, match=r"^assignment: expected experts 0 to 3, .* got 4 at \[3, 1\]"):
+            fp8.route(x, num_experts=4, check=check, out=out)
+    assert [a.tobytes() for a in out._arrays().values()] == before
 
 
 def test_routings_that_are_none():
@@ -327,30 +233,6 @@ def test_what_a_routing_shows():
 
 
 # ---- on a GPU ----
-@pytest.mark.gpu
-def test_check_looks_at_the_device():
-    cp = backend.cupy()
-    fp8.device_errors(clear=True)
-    with pytest.raises(ValueError, match=r"^assignment: expected experts 0 to 3"):
-        fp8.route(cp.asarray([[4]]), num_experts=4, check=True)
-    with pytest.raises(ValueError, match=r"^rows: expected at least the 2"):
-        fp8.route(cp.asarray([[3], [3]]), num_experts=4, rows=1, check=True)
-    with pytest.raises(ValueError, match=r"^assignment: expected at most topk=1"):
-        fp8.route(cp.ones((2, 2), bool), topk=1, check=True)
-    assert fp8.device_errors() == ()
-    fp8.route(cp.asarray([[4]]), num_experts=4)
-    assert fp8.device_errors(clear=True) == (EXPERT,)
-    x = cp.asarray([[3]])
-    out = fp8.route(x, num_experts=4)
-    for _ in range(2):
-        fp8.route(x, num_experts=4, check=True, out=out)
-        fp8.route(x, num_experts=4, out=out)
-    x[...] = 4
-    with pytest.raises(ValueError, match=r"^assignment: expected experts 0 to 3"):
-        fp8.route(x, num_experts=4, check=True, out=out)
-    assert fp8.device_errors() == ()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tokens", "topk", "number"), [(1_000_003, 8, 256), (3_000_000, 1, 1024),
                                                         (20_000, 32, 64)])
