@@ -9,7 +9,7 @@ from tiers import where_kernels_run
 
 import cupy_fp8 as fp8
 from cupy_fp8 import testing
-from cupy_fp8.calls import splits as sizes_of_groups
+from cupy_fp8.calls import group_sizes
 from cupy_fp8.kernels import errors, shapes
 
 SUM = errors.MESSAGES[errors.Fact.SPLIT_SUM]
@@ -17,8 +17,8 @@ SUM = errors.MESSAGES[errors.Fact.SPLIT_SUM]
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch, run: testing.Executor) -> testing.Executor:
-    monkeypatch.setattr(sizes_of_groups, "check_at_most", lambda *_: None)
-    monkeypatch.setattr("cupy_fp8.calls.splits.compare_offsets", lambda *_: None)
+    monkeypatch.setattr(group_sizes, "check_at_most", lambda *_: None)
+    monkeypatch.setattr("cupy_fp8.calls.group_sizes.compare_offsets", lambda *_: None)
     return run
 
 
