@@ -3,13 +3,14 @@ uninitialised results in new arrays or in the caller's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import backend
-from .arrays import Array, check_dimensions, empty, empty_beside
+from .arrays import Array, check_dimensions, empty
 from .formats import flags, float8_e8m0fnu, float32
 from .layouts import Block, scale_shape, swap_last
 from .results import Scaled
@@ -32,7 +33,74 @@ class Direction(NamedTuple):
         return swap_last(self.shape) if self.transposed else self.shape
 
     def scaled(self, data: Array, scale_inv: Array) -> Scaled:
-        return Scaled._of(data, scale_inv, self.shape, self.transposed, self.block, self.scale_layout)
+        return Scaled._of(data, scale_inv, *self.attributes)
+
+    @property
+    def attributes(self) -> tuple[Any, ...]:
+        """The attributes of its Scaled beside the arrays."""
+        return self.shape, self.transposed, self.block, self.scale_layout
+
+
+class Directions(dict[str, Direction]):
+    """The directions of a result by name, row-wise first.
+
+    shared: the arrays, 'data' or 'scale_inv', that both directions have in common, since their bytes are the
+    same. If these are all, both directions are one Scaled."""
+
+    def __init__(self, directions: Mapping[str, Direction], shared: tuple[str, ...] = ()) -> None:
+        super().__init__(directions)
+        self.shared = shared if len(self) == 2 else ()
+
+    @property
+    def first(self) -> Direction:
+        return next(iter(self.values()))
+
+    @property
+    def distinct(self) -> list[str]:
+        """The names of the directions that have an array of their own."""
+        return [name for name in self if name == "rowwise" or len(self.shared) < 2]
+
+    def is_shared(self, name: str, what: str) -> bool:
+        """Whether an array of this direction is that of the row-wise one."""
+        return name == "columnwise" and what in self.shared
+
+    def arrays(self) -> Iterator[tuple[str, str, tuple[int, ...], np.dtype[Any]]]:
+        """(direction, 'scale_inv' or 'data', shape, dtype) of every array; of shared ones once."""
+        for name, direction in self.items():
+            for what, shape, dtype in (("scale_inv", direction.scale_shape, direction.scale_dtype),
+                                       ("data", direction.stored, direction.dtype)):
+                if not self.is_shared(name, what):
+                    yield name, what, shape, dtype
+
+    @functools.cached_property
+    def positions(self) -> dict[str, tuple[int, int]]:
+        """Where the data and scale_inv of each direction are among the arrays."""
+        order = [(name, what) for name, what, _, _ in self.arrays()]
+
+        def at(name: str, what: str) -> int:
+            return order.index(("rowwise" if self.is_shared(name, what) else name, what))
+
+        return {name: (at(name, "data"), at(name, "scale_inv")) for name in self}
+
+    def parts(self, arrays: Sequence[Array]) -> tuple[Scaled | None, Scaled | None]:
+        """The row-wise and the column-wise part of a result that has these arrays, given in their order.
+        Every call that allocates makes them, so this looks nothing up."""
+        row = column = None
+        of_row, of_column = self._parts
+        if of_row:
+            data, scale_inv, shape, transposed, block, layout = of_row
+            row = column = Scaled._of(arrays[data], arrays[scale_inv], shape, transposed, block, layout)
+        if of_column:
+            data, scale_inv, shape, transposed, block, layout = of_column
+            column = Scaled._of(arrays[data], arrays[scale_inv], shape, transposed, block, layout)
+        return row, column if "columnwise" in self else None
+
+    @functools.cached_property
+    def _parts(self) -> list[tuple[Any, ...] | None]:
+        """(positions of data and scale_inv, the other attributes of its Scaled) of the row-wise and of the
+        column-wise part, or None if there is no such part or if it is the row-wise one."""
+        return [(*self.positions[name], *self[name].attributes) if name in self.distinct else None
+                for name in ("rowwise", "columnwise")]
 
 
 def check_directions(shape: tuple[int, ...], rowwise: bool, columnwise: bool, dbias: bool = False) -> None:
@@ -45,33 +113,39 @@ def check_directions(shape: tuple[int, ...], rowwise: bool, columnwise: bool, db
             check_dimensions(shape, name, 2, array="x")
 
 
-def tensor_directions(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool,
-                      columnwise: bool) -> dict[str, Direction]:
-    """The directions of a result with one scale, by name. Column-wise data are stored transposed."""
-    return {name: Direction(dtype, shape, name == "columnwise", None, None, float32, (1,))
-            for name, wanted in (("rowwise", rowwise), ("columnwise", columnwise)) if wanted}
+def tensor_directions(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool, columnwise: bool,
+                      transposed: bool = True) -> Directions:
+    """The directions of a result with one scale, which they share. transposed: how column-wise data are
+    stored; if they are not, both directions have the same data."""
+    return Directions({name: Direction(dtype, shape, swapped, None, None, float32, (1,))
+                       for name, wanted, swapped in (("rowwise", rowwise, False),
+                                                     ("columnwise", columnwise, transposed)) if wanted},
+                      ("scale_inv",) if transposed else ("data", "scale_inv"))
 
 
 def block_directions(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool, columnwise: bool,
                      transposed: bool, block: Block, scale_layout: str,
-                     scale_dtype: np.dtype[Any] = float32) -> dict[str, Direction]:
-    """The directions of a result in blocks, by name. block: the row-wise one. ValueError if both directions
-    are unwanted, or if the array is not two- or three-dimensional."""
+                     scale_dtype: np.dtype[Any] = float32) -> Directions:
+    """The directions of a result in blocks. block: the row-wise one. Square blocks make both directions the
+    same unless column-wise data are stored transposed. ValueError if both directions are unwanted, or if the
+    array is not two- or three-dimensional."""
     check_directions(shape, rowwise, columnwise)
     check_dimensions(shape, "x", 2, 3)
-    return {name: Direction(dtype, shape, swapped, along, scale_layout, scale_dtype,
-                            scale_shape(shape, along, scale_layout, swapped))
-            for name, wanted, along, swapped in (("rowwise", rowwise, block, False),
-                                                 ("columnwise", columnwise, (block[1], block[0]), transposed))
-            if wanted}
+    across = block[1], block[0]
+    found = {name: Direction(dtype, shape, swapped, along, scale_layout, scale_dtype,
+                             scale_shape(shape, along, scale_layout, swapped))
+             for name, wanted, along, swapped in (("rowwise", rowwise, block, False),
+                                                  ("columnwise", columnwise, across, transposed)) if wanted}
+    return Directions(found, ("data", "scale_inv") * (found.get("rowwise") == found.get("columnwise")))
 
 
 def mx_directions(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool, columnwise: bool,
-                  transposed: bool, scale_layout: str) -> dict[str, Direction]:
-    """The directions of an MX result, by name. Blocks of (32, 32) repeat their scale for each line, so their
-    scales are those of (1, 32) too."""
-    return block_directions(shape, dtype, rowwise, columnwise, transposed, (1, 32), scale_layout,
-                            float8_e8m0fnu)
+                  transposed: bool, block: tuple[int, int], scale_layout: str) -> Directions:
+    """The directions of an MX result. Blocks of (32, 32) repeat their scale for each line, so their scales
+    are those of (1, 32) too; their codes are the same in both directions."""
+    found = block_directions(shape, dtype, rowwise, columnwise, transposed, (1, 32), scale_layout,
+                             float8_e8m0fnu)
+    return Directions(found, ("data",) if block == (32, 32) and not transposed else ())
 
 
 def dbias_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -80,24 +154,10 @@ def dbias_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 # ---- uninitialised results ----
-def with_one_scale(directions: Mapping[str, Direction], like: Any) -> dict[str, Scaled]:
-    """The parts of a result of per-tensor scaling, which share their scale_inv."""
-    scale_inv = empty((1,), float32, like=like)
-    return {name: direction.scaled(empty_beside(scale_inv, direction.stored, direction.dtype), scale_inv)
-            for name, direction in directions.items()}
-
-
-def with_scales(directions: Mapping[str, Direction], like: Any, same_data: bool = False) -> dict[str, Scaled]:
-    """The parts of a result of quantisation in blocks. same_data: both directions have the same codes, stored
-    alike, so they share one array."""
-    parts: dict[str, Scaled] = {}
-    for name, direction in directions.items():
-        if same_data and "rowwise" in parts:
-            data = parts["rowwise"].data
-        else:
-            data = empty(direction.stored, direction.dtype, like=like)
-        parts[name] = direction.scaled(data, empty(direction.scale_shape, direction.scale_dtype, like=like))
-    return parts
+def new_parts(directions: Directions, like: Any) -> dict[str, Scaled]:
+    """The parts of a result in new arrays, by name."""
+    parts = directions.parts([empty(shape, dtype, like=like) for _, _, shape, dtype in directions.arrays()])
+    return {name: part for name, part in zip(("rowwise", "columnwise"), parts, strict=True) if part}
 
 
 def from_buffers(buffers: Mapping[str, tuple[Array, Array]],

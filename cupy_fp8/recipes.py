@@ -16,9 +16,8 @@ from .directions import (
     dbias_shape,
     from_buffers,
     mx_directions,
+    new_parts,
     tensor_directions,
-    with_one_scale,
-    with_scales,
 )
 from .formats import FP8_DTYPES, flag, float8_e4m3fn, float32, lookup
 from .layouts import as_block
@@ -62,7 +61,7 @@ class _PerTensor:
         shape = _as_shape(shape)
         check_directions(shape, rowwise, columnwise, dbias)
         directions = tensor_directions(shape, self.dtype, rowwise, columnwise)
-        parts = with_one_scale(directions, like) if buffers is None else from_buffers(buffers, directions)
+        parts = new_parts(directions, like) if buffers is None else from_buffers(buffers, directions)
         if not dbias:
             return Quantized(**parts)
         beside = next(iter(parts.values())).scale_inv
@@ -175,10 +174,10 @@ class MXScaling:
         buffers : {'rowwise': (data, scale_inv), 'columnwise': (data, scale_inv)} to use instead of new
             arrays. With blocks of (32, 32) both pairs have the same data.
         """
-        directions = mx_directions(_as_matrices(shape), self.dtype, rowwise, columnwise, False,
+        directions = mx_directions(_as_matrices(shape), self.dtype, rowwise, columnwise, False, self.block,
                                    self.scale_layout)
-        return Quantized(**(with_scales(directions, like, same_data=self.block == (32, 32))
-                            if buffers is None else from_buffers(buffers, directions)))
+        return Quantized(**(new_parts(directions, like) if buffers is None
+                            else from_buffers(buffers, directions)))
 
 
 @dataclass(frozen=True)
@@ -228,7 +227,7 @@ class BlockScaling:
         """
         directions = block_directions(_as_matrices(shape), self.dtype, rowwise, columnwise, True, self.block,
                                       self.scale_layout)
-        return Quantized(**(with_scales(directions, like) if buffers is None
+        return Quantized(**(new_parts(directions, like) if buffers is None
                             else from_buffers(buffers, directions)))
 
 

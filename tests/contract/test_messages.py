@@ -139,7 +139,7 @@ LINES: list[Line] = [
          "out.columnwise: expected per-tensor data of shape (5, 5) stored transposed, got Scaled(", CT,
          ones(SQUARE), 2.0, out=Quantized(SHARED, SHARED)),
     line(ValueError,
-         "out: with transposed=False both directions are the same bytes; expected them to share one data", CT,
+         "out.columnwise.data: expected out.rowwise.data itself, since both directions are the same here", CT,
          ones(SQUARE), 2.0, transposed=False, out=Quantized(row(SQUARE), row(SQUARE))),
     line(TypeError, "out[1]: expected None, since no probs were given", fp8.unpermute_backward, X, None,
          fp8.route(np.zeros((4, 1), np.int64), num_experts=1), out=(ones(), one())),

@@ -1,4 +1,4 @@
-"""What quantisers in blocks share: the description of their results, and the members of the kernels' structs.
+"""What quantisers in blocks share: what follows from shapes and options, and members of the kernels' structs.
 
 Kernels know only memory, where the last two axes of x may be swapped. Blocks *along rows* lie along a row of
 memory, blocks *along columns* down a column; which of them are the row-wise ones depends on how x lies there.
@@ -6,7 +6,7 @@ memory, blocks *along columns* down a column; which of them are the row-wise one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -14,12 +14,12 @@ import numpy as np
 
 from ...arrays import Array, is_contiguous
 from ...calls.call import Call, Input, Op
-from ...calls.results import Description, Written
-from ...directions import Direction
+from ...directions import Direction, Directions
 from ...formats import FP8_DTYPES, INPUT_DTYPES, lookup
 from ...kernels.shapes import LANE_COLUMNS
 from ...layouts import Block, swap_last
 from ...results import Quantized
+from .quantized_result import Addresses, QuantizedResult
 
 #: How the data of one direction are stored: not at all, in the order of x's memory, or with its last two axes
 #: swapped.
@@ -27,85 +27,11 @@ ABSENT, AS_IS, TRANSPOSED = 0, 1, 2
 
 #: Members of a kernel's struct by name.
 Members = dict[str, Any]
-#: The addresses of data and scale_inv of each direction of a result.
-Addresses = Mapping[str | None, tuple[int, int]]
 _NOWHERE = 0, 0
 #: Bits of the member `vector`: which accesses may be wide, those of x, of data along rows, and of data along
 #: columns.
 WIDE_X, WIDE_ROWS, WIDE_COLUMNS = 1, 2, 4
 ALL_WIDE = WIDE_X | WIDE_ROWS | WIDE_COLUMNS
-
-
-# ---- the result ----
-class BlockResult(Description):
-    """Describes a Quantized with these directions. shared: the arrays ('data', 'scale_inv') that both
-    directions have in common. kind: the kind of data, for messages."""
-
-    def __init__(self, directions: dict[str, Direction], shared: tuple[str, ...], kind: str) -> None:
-        self.directions, self.shared, self.kind = directions, shared if len(directions) == 2 else (), kind
-        #: For each direction where its data and scale_inv are among the arrays.
-        self._positions: dict[str, list[int]] = {}
-        written: list[Written] = []
-        for name, direction in directions.items():
-            positions = self._positions[name] = []
-            for what, shape, dtype in _arrays_of(direction):
-                if self._is_shared(name, what):
-                    positions.append(self._positions["rowwise"][len(positions)])
-                else:
-                    positions.append(len(written))
-                    written.append(Written(f"out.{name}.{what}", shape, dtype))
-        super().__init__(*written)
-
-    def build(self, arrays: Sequence[Array]) -> Quantized:
-        parts = {name: self.directions[name].scaled(arrays[data], arrays[scales])
-                 for name, (data, scales) in self._positions.items()}
-        row = parts.get("rowwise")
-        return Quantized._of(row, row if len(self.shared) == 2 else parts.get("columnwise"))
-
-    def addresses(self, written: Sequence[int]) -> Addresses:
-        return {name: (written[data], written[scales]) for name, (data, scales) in self._positions.items()}
-
-    def arrays_of(self, out: Any) -> list[Array]:
-        check_out(out, self.directions, self.kind)
-        found = []
-        for name, part in out.parts.items():
-            for what, a in zip(("data", "scale_inv"), part, strict=True):
-                if not self._is_shared(name, what):
-                    found.append(a)
-                elif a is not getattr(out.rowwise, what):
-                    raise ValueError(f"out.{name}.{what}: expected out.rowwise.{what} itself, since both "
-                                     "directions are the same here")
-        return found
-
-    def _is_shared(self, name: str, what: str) -> bool:
-        return name == "columnwise" and what in self.shared
-
-
-def _arrays_of(direction: Direction) -> tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...]:
-    return (("data", direction.stored, direction.dtype),
-            ("scale_inv", direction.scale_shape, direction.scale_dtype))
-
-
-def check_out(out: Any, directions: Mapping[str, Direction], kind: str) -> None:
-    """TypeError or ValueError unless a result given as `out=` has these directions. kind: the kind of data,
-    for messages."""
-    if not isinstance(out, Quantized):
-        raise TypeError("out: expected a Quantized (an earlier result, or recipe.empty(…)), got "
-                        f"{type(out).__name__}")
-    if out.dbias is not None:
-        raise ValueError("out: has a dbias, which no quantisation in blocks writes")
-    for name, part in (("rowwise", out._row), ("columnwise", out._column)):
-        direction = directions.get(name)
-        if (part is None) != (direction is None):
-            raise ValueError(f"out: {'no' if part is None else 'has a'} {name} part, but "
-                             f"{name}={direction is not None} was asked for")
-        if part is None or direction is None:
-            continue
-        if (part.shape, part.transposed, part.block, part.scale_layout) != direction[1:5]:
-            order = "stored transposed" if direction.transposed else "not stored transposed"
-            raise ValueError(f"out.{name}: expected {kind} data of shape {direction.shape}, {order}, block "
-                             f"{direction.block}, scales {direction.scale_layout}; got {part!r}, scales "
-                             f"{part.scale_layout}")
 
 
 # ---- members of the kernels' structs ----
@@ -155,14 +81,14 @@ class Quantization:
     """What is read and written for an array, wherever its memory is. The kernels' members follow from it.
 
     shape, source: the shape of x as it lies in memory, and its dtype. swapped: whether its last two axes are
-    swapped there. result: the description of what is written."""
+    swapped there. kind: the kind of data, for messages."""
 
     def __init__(self, shape: tuple[int, ...], source: np.dtype[Any], swapped: bool, options: Options,
-                 result: BlockResult) -> None:
-        self.shape, self.source, self.swapped, self.result = shape, source, swapped, result
+                 directions: Directions, kind: str) -> None:
+        self.shape, self.source, self.swapped, self.directions = shape, source, swapped, directions
         self.size, (self.rows, self.columns) = prod(shape), shape[-2:]
         self.to, self.block = options.dtype, options.block
-        self.directions, self.shared = result.directions, result.shared
+        self.result = QuantizedResult(directions, kind)
 
     def warp_tile_members(self, axes: tuple[Axis, Axis], addresses: Addresses, aligned: bool,
                           chunk: int = LANE_COLUMNS, grouped: bool = False) -> Members:
@@ -207,8 +133,8 @@ class BlockOp(Op[Inputs]):
         call.noop(noop)
         return Inputs(found, type(self).quantization(found.shape, found.dtype, swapped, options), options)
 
-    def result(self, inputs: Inputs) -> Description:
-        result: BlockResult = inputs.quantization.result
+    def result(self, inputs: Inputs) -> QuantizedResult:
+        result: QuantizedResult = inputs.quantization.result
         return result
 
     def reference(self, inputs: Inputs) -> Quantized:

@@ -22,18 +22,8 @@ from ...options import block_eps, block_pow2, check_block_options
 from ...recipes import BlockScaling
 from ...results import Quantized
 from . import block_results
-from .block_results import (
-    ABSENT,
-    ALL_WIDE,
-    AS_IS,
-    TRANSPOSED,
-    Addresses,
-    Axis,
-    BlockOp,
-    BlockResult,
-    Inputs,
-    Members,
-)
+from .block_results import ABSENT, ALL_WIDE, AS_IS, TRANSPOSED, Axis, BlockOp, Inputs, Members
+from .quantized_result import Addresses
 
 _TILE = Kernel("quantize/blocks", "quantize_block_tile")
 _WHOLE_VECTORS = Kernel("quantize/whole_vectors", "quantize_whole_vectors")
@@ -153,9 +143,7 @@ class BlockQuantization(block_results.Quantization):
         switches = flag(rowwise, "rowwise"), flag(columnwise, "columnwise"), flag(transposed, "transposed")
         directions = block_directions(block_results.logical(shape, swapped), to, *switches, block,
                                       scale_layout)
-        same = directions.get("rowwise") == directions.get("columnwise")
-        super().__init__(shape, source, swapped, options,
-                         BlockResult(directions, ("data", "scale_inv") * same, "block-scaled"))
+        super().__init__(shape, source, swapped, options, directions, "block-scaled")
         self.compact, self.square = scale_layout == "compact", 1 not in block
         self.rule, self.divide = _rule(source, to, pow2, least, profile), profile == "vllm" and not pow2
 
@@ -227,8 +215,7 @@ class _QuantizeBlock(BlockOp):
         if not quantization.size:
             return
         addresses = quantization.result.addresses(written)
-        names = [name for name in quantization.directions
-                 if name == "rowwise" or len(quantization.shared) < 2]
+        names = quantization.directions.distinct
         if None in quantization.block:
             yield from (_whole_vectors_launch(call, inputs, name, addresses) for name in names)
         else:

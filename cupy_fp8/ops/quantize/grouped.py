@@ -14,7 +14,6 @@ from ...arrays import Array, check_dimensions
 from ...calls import group_sizes, row_segments
 from ...calls.call import Call, Input, Op, run
 from ...calls.memory import Range
-from ...calls.results import Description
 from ...directions import check_directions
 from ...formats import INPUT_DTYPES, float32
 from ...grouped import Grouped
@@ -159,9 +158,6 @@ class _GroupQuantize(Op[Inputs]):
             arrays["splits"] = each, groups.array.dtype
         return Inputs(found, groups, recipe, bool(rowwise), bool(columnwise), scaled, raised, placed, align,
                       quantization, GroupedResult(facts, arrays, groups, placed and placed.array))
-
-    def result(self, inputs: Inputs) -> Description:
-        return inputs.result
 
     def reference(self, inputs: Inputs) -> Grouped:
         scales, amaxes, offsets = (a and a.array for a in (inputs.scales, inputs.amaxes, inputs.offsets))

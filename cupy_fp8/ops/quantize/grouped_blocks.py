@@ -20,8 +20,9 @@ from ...kernels.shapes import LANE_COLUMNS, WarpTiles
 from ...layouts import Block, cdiv, group_scales, group_unit, grouped_scale_shape, round_up
 from ...recipes import BlockScaling, MXScaling
 from . import blocks, mx
-from .block_results import ABSENT, ALL_WIDE, AS_IS, TRANSPOSED, Addresses, Axis, Members
+from .block_results import ABSENT, ALL_WIDE, AS_IS, TRANSPOSED, Axis, Members
 from .grouped_call import Arrays, GroupedFacts, Inputs, tiled
+from .quantized_result import Addresses
 
 AnyQuantization = blocks.BlockQuantization | mx.MxQuantization
 
@@ -60,7 +61,7 @@ def described(quantization: AnyQuantization, count: int) -> tuple[GroupedFacts, 
     block, scale_layout, _ = _scales_of(direction)
     facts = GroupedFacts(shape, block if name == "rowwise" else (block[1], block[0]), scale_layout,
                          transposed=isinstance(quantization, blocks.BlockQuantization),
-                         shared="data" in quantization.shared)
+                         shared="data" in quantization.directions.shared)
     return facts, {**data, **scales}
 
 

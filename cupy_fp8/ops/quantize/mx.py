@@ -22,18 +22,8 @@ from ...options import check_mx_options
 from ...recipes import MXScaling
 from ...results import Quantized
 from . import block_results
-from .block_results import (
-    ABSENT,
-    ALL_WIDE,
-    AS_IS,
-    TRANSPOSED,
-    Addresses,
-    Axis,
-    BlockOp,
-    BlockResult,
-    Inputs,
-    Members,
-)
+from .block_results import ABSENT, ALL_WIDE, AS_IS, TRANSPOSED, Axis, BlockOp, Inputs, Members
+from .quantized_result import Addresses
 
 _ROWS = Kernel("quantize/mx", "quantize_mx_rows", block=shapes.ELEMENTWISE_THREADS)
 _TILE = Kernel("quantize/mx", "quantize_mx_tile")
@@ -133,11 +123,9 @@ class MxQuantization(block_results.Quantization):
         to, rowwise, columnwise, transposed, mode, profile, block, scale_layout = options
         check_mx_options(mode, profile, block, scale_layout)
         switches = flag(rowwise, "rowwise"), flag(columnwise, "columnwise"), flag(transposed, "transposed")
-        directions = mx_directions(block_results.logical(shape, swapped), to, *switches, scale_layout)
+        directions = mx_directions(block_results.logical(shape, swapped), to, *switches, block, scale_layout)
+        super().__init__(shape, source, swapped, options, directions, "MX")
         square = block == (_BLOCK, _BLOCK)
-        same_data = square and "columnwise" in directions and not directions["columnwise"].transposed
-        super().__init__(shape, source, swapped, options,
-                         BlockResult(directions, ("data",) * same_data, "MX"))
         #: Whether scales that are neighbours down a column of memory are neighbours in scale_inv.
         self.scales_adjoin_down = scale_layout == "swizzled" or swapped
         self.axes = _axes(directions, swapped, square)

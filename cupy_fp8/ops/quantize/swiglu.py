@@ -13,11 +13,12 @@ from ...arrays import Array
 from ...calls import group_sizes
 from ...calls.call import Call, Input, Op, run
 from ...calls.group_sizes import Groups
-from ...calls.results import Description, Pair, Written
+from ...calls.results import Description, Pair, one_array
 from ...formats import INPUT_DTYPES, flag, float32
 from ...kernels import Launch
 from ...recipes import Recipe, check_scales
 from ...results import Quantized
+from .quantized_result import QuantizedResult
 from .swiglu_launches import Inputs, launches, output_of
 from .swiglu_launches import variants as variants
 
@@ -179,6 +180,7 @@ class _Forward(Op[Inputs]):
         return reference.swiglu_quantize(inputs.x.array, inputs.output.recipe, **inputs.options)
 
     def launches(self, call: Call, inputs: Inputs, *written: int) -> Iterator[Launch]:
+        assert isinstance(call.result, QuantizedResult)
         return launches(call, inputs, call.result, written, 0)
 
 
@@ -212,9 +214,8 @@ class _Backward(_Forward):
 class _Gradients(Pair):
     """Describes the gradient of x, quantised, and that of probs, or None."""
 
-    def __init__(self, first: Description, probs_shape: tuple[int, ...] | None) -> None:
-        dprobs = Description(Written("out[1]", probs_shape,
-                                     float32)) if probs_shape is not None else _Nothing()
+    def __init__(self, first: QuantizedResult, probs_shape: tuple[int, ...] | None) -> None:
+        dprobs = _Nothing() if probs_shape is None else one_array(probs_shape, float32, "out[1]")
         super().__init__(first, dprobs)
         self.first, self._probs_shape = first, probs_shape
 

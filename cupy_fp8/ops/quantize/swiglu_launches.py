@@ -14,7 +14,6 @@ import numpy as np
 from ...calls import row_segments
 from ...calls.call import Call, Input
 from ...calls.group_sizes import Groups
-from ...calls.results import Description
 from ...directions import check_directions
 from ...formats import FP8_DTYPES, INPUT_DTYPES, bfloat16, float8_e4m3fn
 from ...kernels import Kernel, Launch, Variant, shapes
@@ -23,7 +22,8 @@ from ...reference.quantize.swiglu import ALPHA
 from ..scales.scale import scale_target
 from . import blocks, mx
 from .bias_gradient import ColumnSums, partial_sums
-from .tensor import PerTensorResult
+from .quantized_result import QuantizedResult
+from .tensor import destinations, per_tensor_result
 
 DIRECTIONS = "rowwise", "columnwise"
 #: Members of a kernel's struct by name.
@@ -79,7 +79,7 @@ class Output:
     """How a recipe stores a matrix: the kernel, the description of its result, and members of its struct."""
 
     kernel: Kernel
-    result: Description
+    result: QuantizedResult
     row_block = 1                       # elements of a row that share a scale, and belong to da or to db
     divides = False                     # whether elements are divided by scale_inv
     transposed = True                   # how column-wise data are stored
@@ -87,7 +87,7 @@ class Output:
     def __init__(self, shape: tuple[int, int], recipe: Any, rowwise: bool, columnwise: bool) -> None:
         self.shape, self.recipe, self.rowwise, self.columnwise = shape, recipe, rowwise, columnwise
 
-    def addresses(self, result: Description, written: Sequence[int]) -> Members:
+    def destinations(self, result: QuantizedResult, written: Sequence[int]) -> Members:
         """Members with the addresses of data and scales. result: the description of what is written."""
         raise NotImplementedError
 
@@ -99,11 +99,10 @@ class _PerTensor(Output):
                  columnwise: bool) -> None:
         super().__init__(shape, recipe, rowwise, columnwise)
         check_directions(shape, rowwise, columnwise)
-        self.result = PerTensorResult(shape, recipe.dtype, bool(rowwise), bool(columnwise))
+        self.result = per_tensor_result(shape, recipe.dtype, bool(rowwise), bool(columnwise))
 
-    def addresses(self, result: Description, written: Sequence[int]) -> Members:
-        assert isinstance(result, PerTensorResult)
-        return dict(result.addresses(written))
+    def destinations(self, result: QuantizedResult, written: Sequence[int]) -> Members:
+        return destinations(result, written)
 
 
 class _Blocks(Output):
@@ -123,7 +122,7 @@ class _Blocks(Output):
             raise ValueError(f"x: expected fewer than 2^32 scales, which rows of {shape[1]} elements have "
                              f"from {shape[0]} rows on")
 
-    def addresses(self, result: Description, written: Sequence[int]) -> Members:
+    def destinations(self, result: QuantizedResult, written: Sequence[int]) -> Members:
         at = self._quantization.result.addresses(written)
         (data, row_scales), (data_t, column_scales) = (at.get(name, (0, 0)) for name in DIRECTIONS)
         rows, columns = self._quantization.axes(list(self._quantization.directions))
@@ -147,7 +146,7 @@ class _Mx(Output):
             shape, source, False, mx.MxOptions.of(recipe, rowwise, columnwise))
         self.result = self._quantization.result
 
-    def addresses(self, result: Description, written: Sequence[int]) -> Members:
+    def destinations(self, result: QuantizedResult, written: Sequence[int]) -> Members:
         at = self._quantization.result.addresses(written)
         (data, row_scales), (column_data, column_scales) = (at.get(name, (0, 0)) for name in DIRECTIONS)
         rows, columns = self._quantization.axes
@@ -170,12 +169,12 @@ def output_of(shape: tuple[int, int], source: np.dtype[Any], recipe: Any, rowwis
 
 
 # ---- launches ----
-def launches(call: Call, inputs: Inputs, result: Description, written: Sequence[int],
+def launches(call: Call, inputs: Inputs, result: QuantizedResult, written: Sequence[int],
              dprobs_at: int) -> Iterator[Launch]:
     """The launches that write y or the gradient of x, and the gradient of probs if it has an address. result,
     written: the description of the quantised arrays and their addresses."""
     x, output, rows = inputs.x.array, inputs.output, len(inputs.x.array)
-    addresses = output.addresses(result, written)
+    addresses = output.destinations(result, written)
     swiglu = _described(inputs, call.noop_at)
     if inputs.groups is not None and rows and len(inputs.groups.array):
         launch, swiglu["experts"] = row_segments.find_groups_of_rows(call, inputs.groups, rows, _TILE.rows)

@@ -13,18 +13,17 @@ from ... import reference
 from ...advice import shown
 from ...arrays import Array
 from ...calls.call import Call, Input, Op, run
-from ...calls.results import Description, Written
-from ...directions import check_directions, dbias_shape
+from ...directions import check_directions, tensor_directions
 from ...formats import FP8_DTYPES, INPUT_DTYPES, flags, float8_e4m3fn, float32, lookup
 from ...kernels import Kernel, Launch, Variant, shapes
-from ...layouts import swap_last
 from ...methods import for_methods
 from ...options import checked_eps
-from ...results import Quantized, Scaled
+from ...results import Quantized
 from ..scales.amax import current_scale
 from ..scales.scale import scale_target
 from . import tensor_current
 from .bias_gradient import ColumnSums, partial_sums
+from .quantized_result import QuantizedResult
 
 _CAST = Kernel("quantize/tensor", "cast", block=shapes.ELEMENTWISE_THREADS)
 _CAST_TRANSPOSE = Kernel("quantize/tensor", "cast_transpose")
@@ -111,86 +110,23 @@ def cast_transpose(x: Array, scale: Any = None, *, dtype: Any = float8_e4m3fn, t
 
 
 # ---- the result ----
-class PerTensorResult(Description):
-    """Describes a Quantized with one scale for the tensor. Both directions of a new one share scale_inv, and
-    also the data if column-wise data are not stored transposed, since the bytes are the same. A given one may
-    have two scale_inv (`copy`)."""
+def per_tensor_result(shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool, columnwise: bool,
+                      transposed: bool = True, dbias: bool = False) -> QuantizedResult:
+    """Describes a Quantized with one scale for the tensor."""
+    directions = tensor_directions(shape, dtype, rowwise, columnwise, transposed)
+    return QuantizedResult(directions, "per-tensor", dbias)
 
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], rowwise: bool, columnwise: bool,
-                 transposed: bool = True, dbias: bool = False, copy: bool = False) -> None:
-        self._given = shape, dtype, rowwise, columnwise, transposed, dbias
-        self.rowwise, self.columnwise, self.transposed, self.dbias = rowwise, columnwise, transposed, dbias
-        first = "rowwise" if rowwise else "columnwise"
-        written = [Written(f"out.{first}.scale_inv", (1,), float32)]
-        if rowwise or not transposed:
-            written.append(Written(f"out.{first}.data", shape, dtype))
-        if columnwise and transposed:
-            written.append(Written("out.columnwise.data", swap_last(shape), dtype))
-        if dbias:
-            written.append(Written("out.dbias", dbias_shape(shape), float32))
-        if copy:
-            written.append(Written("out.columnwise.scale_inv", (1,), float32))
-        super().__init__(*written)
 
-    def addresses(self, written: Sequence[int]) -> dict[str, int]:
-        """The addresses of the arrays, by the names of the kernels' members."""
-        names = {"out.dbias": "dbias"}
-        found: dict[str, int] = {}
-        for a, at in zip(self.arrays, written, strict=True):
-            what = a.name.rpartition(".")[2]
-            if what == "scale_inv":
-                name = "scale_inv_copy" if "scale_inv" in found else "scale_inv"
-            elif what == "data":
-                name = "data_t" if a.name == "out.columnwise.data" and self.transposed else "data"
-            else:
-                name = names[a.name]
-            found[name] = at
-        return found
-
-    def build(self, arrays: Sequence[Array]) -> Quantized:
-        shape, as_x = self._given[0], self.rowwise or not self.transposed
-        row = column = Scaled._of(arrays[1], arrays[0], shape) if as_x else None
-        if swapped := self.columnwise and self.transposed:
-            column = Scaled._of(arrays[1 + as_x], arrays[0], shape, True)
-        return Quantized._of(row if self.rowwise else None, column if self.columnwise else None,
-                             arrays[1 + as_x + swapped] if self.dbias else None)
-
-    def for_out(self, out: Any) -> PerTensorResult:
-        if not isinstance(out, Quantized):
-            raise TypeError("out: expected a Quantized (an earlier result, or recipe.empty(…)), got "
-                            f"{type(out).__name__}")
-        row, column = out._row, out._column
-        return PerTensorResult(*self._given, copy=row is not None and column is not None
-                               and row.scale_inv is not column.scale_inv)
-
-    def arrays_of(self, out: Quantized) -> list[Array]:
-        if self.dbias != (out.dbias is not None):
-            raise ValueError(f"out: {'no' if self.dbias else 'has a'} dbias, but "
-                             f"dbias={self.dbias} was asked for")
-        row, column = out._row, out._column
-        for name, wanted, part, swapped in (("rowwise", self.rowwise, row, False),
-                                            ("columnwise", self.columnwise, column, self.transposed)):
-            if wanted != (part is not None):
-                raise ValueError(f"out: {'no' if wanted else 'has a'} {name} part, but "
-                                 f"{name}={wanted} was asked for")
-            if part is not None and (part.transposed != swapped or part.block is not None
-                                     or part.shape != self._given[0]):
-                raise ValueError(f"out.{name}: expected per-tensor data of shape {self._given[0]} "
-                                 f"{'' if swapped else 'not '}stored transposed, got {part!r}")
-        if row and column and not self.transposed and row.data is not column.data:
-            raise ValueError("out: with transposed=False both directions are the same bytes; expected them "
-                             "to share one data array")
-        first = out._any
-        found = [first.scale_inv]
-        if self.rowwise or not self.transposed:
-            found.append(first.data)
-        if column and self.transposed:
-            found.append(column.data)
-        if out.dbias is not None:
-            found.append(out.dbias)
-        if column and len(found) < len(self.arrays):
-            found.append(column.scale_inv)
-        return found
+def destinations(result: QuantizedResult, written: Sequence[int]) -> dict[str, int]:
+    """The addresses of a result's arrays by the names of the kernels' members."""
+    found: dict[str, int] = {}
+    for name, (data, scale_inv) in result.addresses(written).items():
+        found["data_t" if result.directions[str(name)].transposed else "data"] = data
+        if found.setdefault("scale_inv", scale_inv) != scale_inv:
+            found["scale_inv_copy"] = scale_inv
+    if result.dbias:
+        found["dbias"] = written[-1]
+    return found
 
 
 # ---- the call and its launches ----
@@ -203,7 +139,8 @@ class _Inputs(NamedTuple):
     rule: tuple[float, float, bool] | None
     amax: Array | None
     amax_at: int
-    result: PerTensorResult
+    directions: dict[str, bool]         # rowwise, columnwise, transposed
+    result: QuantizedResult
     dtype: np.dtype[Any]
 
 
@@ -224,61 +161,62 @@ class _QuantizeTensor(Op[_Inputs]):
         amax_at = 0 if amax is None else call.one_f32("amax", amax, updated=True)
         call.noop(noop)
         check_directions(found.shape, rowwise, columnwise, dbias)
-        result = PerTensorResult(found.shape, fmt.dtype, bool(rowwise), bool(columnwise), bool(transposed),
-                                 bool(dbias))
-        return _Inputs(found, scale, scale_at, scale_value, rule, amax, amax_at, result, fmt.dtype)
-
-    def result(self, inputs: _Inputs) -> Description:
-        return inputs.result
+        directions = {"rowwise": bool(rowwise), "columnwise": bool(columnwise),
+                      "transposed": bool(transposed)}
+        result = per_tensor_result(found.shape, fmt.dtype, **directions, dbias=bool(dbias))
+        return _Inputs(found, scale, scale_at, scale_value, rule, amax, amax_at, directions, result,
+                       fmt.dtype)
 
     def reference(self, inputs: _Inputs) -> Quantized:
-        result, rule = inputs.result, inputs.rule or (0.0, 0.0, False)
-        return reference.quantize_tensor(inputs.x.array, inputs.scale, dtype=inputs.dtype,
-                                         rowwise=result.rowwise, columnwise=result.columnwise,
-                                         transposed=result.transposed, amax=inputs.amax, dbias=result.dbias,
-                                         eps=rule[1], pow2_scale=rule[2])
+        _, eps, pow2_scale = inputs.rule or (0.0, 0.0, False)
+        return reference.quantize_tensor(
+            inputs.x.array, inputs.scale, dtype=inputs.dtype, **inputs.directions, amax=inputs.amax,
+            dbias=inputs.result.dbias, eps=eps, pow2_scale=pow2_scale)
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterator[Launch]:
-        assert isinstance(call.result, PerTensorResult)
-        places = call.result.addresses(written)
-        flat = not ((inputs.result.columnwise and inputs.result.transposed) or inputs.result.dbias)
+        assert isinstance(call.result, QuantizedResult)
+        addresses = destinations(call.result, written)
+        flat = "data_t" not in addresses and not inputs.result.dbias
         scale_at, amax_at = inputs.scale_at, inputs.amax_at
         if inputs.rule:
             if flat and (launch := tensor_current.launch(call, inputs.x, inputs.dtype, inputs.rule,
-                                                         amax=amax_at, **places)):
+                                                         amax=amax_at, **addresses)):
                 yield launch
                 return
             launch, scale_at = current_scale(call, inputs.x, *inputs.rule)
             yield launch
         members = {"x": inputs.x.at, "scale": scale_at, "scale_value": inputs.scale_value, "amax": amax_at,
                    "noop": call.noop_at, "n": inputs.x.array.size, "reverse": int(inputs.rule is not None)}
-        yield from (_flat if flat else _tiled)(call, inputs, members, places)
+        yield from (_flat if flat else _tiled)(call, inputs, members, addresses)
 
 
-def _flat(call: Call, inputs: _Inputs, members: dict[str, Any], places: dict[str, int]) -> Iterator[Launch]:
+def _flat(call: Call, inputs: _Inputs, members: dict[str, Any],
+          addresses: dict[str, int]) -> Iterator[Launch]:
     """The launch that casts an array in its order."""
     x = inputs.x.array
-    grid, vector = shapes.elementwise_grid(x.size, x.shape, x.dtype.itemsize, 1, inputs.x.at, places["data"])
-    yield _CAST.variant(IN=x.dtype, OUT=inputs.dtype).bind(x, grid, **members, **places, vector=vector)
+    grid, vector = shapes.elementwise_grid(x.size, x.shape, x.dtype.itemsize, 1, inputs.x.at,
+                                           addresses["data"])
+    yield _CAST.variant(IN=x.dtype, OUT=inputs.dtype).bind(x, grid, **members, **addresses, vector=vector)
 
 
-def _tiled(call: Call, inputs: _Inputs, members: dict[str, Any], places: dict[str, int]) -> Iterator[Launch]:
+def _tiled(call: Call, inputs: _Inputs, members: dict[str, Any],
+           addresses: dict[str, int]) -> Iterator[Launch]:
     """The launch for tiles of a matrix, and those that add up column sums."""
     x, dbias = inputs.x.array, inputs.result.dbias
     rows, columns = x.shape[-2:]
-    directions = _ROWWISE_BIT * ("data" in places) | _COLUMNWISE_BIT * ("data_t" in places)
-    aligned = columns % 8 == 0 and inputs.x.at % 16 == 0 and places.get("data", 0) % 8 == 0
-    vector = rows % 16 == 0 and places.get("data_t", 0) % 16 == 0
+    directions = _ROWWISE_BIT * ("data" in addresses) | _COLUMNWISE_BIT * ("data_t" in addresses)
+    aligned = columns % 8 == 0 and inputs.x.at % 16 == 0 and addresses.get("data", 0) % 8 == 0
+    vector = rows % 16 == 0 and addresses.get("data_t", 0) % 16 == 0
     whole = aligned and vector and (directions, dbias) in _WHOLE
     tile = shapes.choose_tile(x, _large_tile(x.dtype, directions, dbias)) if whole else shapes.SMALL
     sums = None
     if dbias:
-        dbias_at = places.pop("dbias")
+        dbias_at = addresses.pop("dbias")
         sums = ColumnSums(x, dbias_at, call.scratch("bias_gradient", partial_sums(x.shape)))
         members["column_sums"] = sums.tiles_at(tile.rows)
     variant = _cast_transpose_variant(x.dtype, inputs.dtype, tile, dbias, whole * directions)
     yield variant.bind(x, tile.grid(x.shape), shared=_shared(tile, directions, dbias), **members,
-                       **places, rows=rows, columns=columns, aligned=int(aligned), vector=int(vector))
+                       **addresses, rows=rows, columns=columns, aligned=int(aligned), vector=int(vector))
     if sums:
         yield from sums.launches(x, tile.rows, call.noop_at)
 

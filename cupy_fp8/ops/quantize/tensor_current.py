@@ -38,9 +38,9 @@ def _gpu(device_id: int) -> _Machine:
 
 
 def launch(call: Call, x: Input, dtype: np.dtype[Any], rule: tuple[float, float, bool],
-           **places: int) -> Launch | None:
+           **addresses: int) -> Launch | None:
     """The launch that finds amax and scale and casts row-wise. None if x does not fit, or is not aligned as
-    the kernel needs. places: addresses of the result. The launch takes no more shared memory than it needs,
+    the kernel needs. addresses: those of the result. The launch takes no more shared memory than it needs,
     because rounds in registers arrive through the L1."""
     a, chunk = x.array, _CHUNK_BYTES // x.dtype.itemsize
     machine = _CPU if isinstance(a, np.ndarray) else _gpu(a.data.device_id)
@@ -48,13 +48,13 @@ def launch(call: Call, x: Input, dtype: np.dtype[Any], rule: tuple[float, float,
     blocks = min(machine.blocks, -(-chunks // machine.threads)) or 1
     rounds = -(-chunks // (blocks * machine.threads))
     in_registers = _CAST_CURRENT.constant("kHeld")
-    if rounds > in_registers + machine.rounds_in_shared or x.at % _CHUNK_BYTES or places["data"] % chunk:
+    if rounds > in_registers + machine.rounds_in_shared or x.at % _CHUNK_BYTES or addresses["data"] % chunk:
         return None
     target, eps, pow2 = rule
     # Blocks find there what others told in this launch, so each number of blocks has words of its own.
     words_at = call.workspace(f"current scaling by {blocks} blocks", 1 + blocks)
     return _variant(x.dtype, dtype, machine).bind(
-        a, blocks, shared=max(1, rounds - in_registers) * machine.threads * _CHUNK_BYTES, x=x.at, **places,
+        a, blocks, shared=max(1, rounds - in_registers) * machine.threads * _CHUNK_BYTES, x=x.at, **addresses,
         noop=call.noop_at, workspace=words_at, n=a.size, target=target, eps=eps, pow2=int(pow2),
         rounds=rounds)
 

@@ -31,6 +31,7 @@ from ...recipes import (
 from ...results import Quantized
 from ..scales.scale import scale_target
 from . import single_read, tensor, tensor_list_blocks
+from .quantized_result import QuantizedResult
 
 _CAST = Kernel("quantize/tensor_list", "multi_cast_transpose")
 _AMAX = Kernel("quantize/tensor_list", "multi_amax_scale", block=256)
@@ -152,7 +153,7 @@ class _Inputs(NamedTuple):
     result: ListResult
 
 
-_result_of = functools.lru_cache(maxsize=1024)(tensor.PerTensorResult)
+_result_of = functools.lru_cache(maxsize=1024)(tensor.per_tensor_result)
 
 
 class _QuantizeList(Op[_Inputs]):
@@ -176,18 +177,15 @@ class _QuantizeList(Op[_Inputs]):
         given = {"scales": scales, "amaxes": amaxes, "rowwise": rowwise, "columnwise": columnwise}
         return _Inputs(arrays, scales_at, amaxes_at, given, recipe, rule, result)
 
-    def result(self, inputs: _Inputs) -> ListResult:
-        return inputs.result
-
     def reference(self, inputs: _Inputs) -> list[Quantized]:
         return reference.multi_quantize([x.array for x in inputs.xs], inputs.recipe, **inputs.given)
 
     def launches(self, call: Call, inputs: _Inputs, *written: int) -> Iterable[Launch]:
         assert isinstance(call.result, ListResult)
-        places = [cast(tensor.PerTensorResult, result).addresses(own)
-                  for result, own in zip(call.result.members, call.result.divide(written), strict=True)]
+        addresses = [tensor.destinations(cast(QuantizedResult, result), own)
+                     for result, own in zip(call.result.members, call.result.divide(written), strict=True)]
         scales, amaxes = inputs.scales or repeat((0, 0.0)), inputs.amaxes or repeat(0)
-        matrices = [_Matrix(*each) for each in zip(inputs.xs, places, scales, amaxes, strict=False)]
+        matrices = [_Matrix(*each) for each in zip(inputs.xs, addresses, scales, amaxes, strict=False)]
         if not matrices:
             return []
         if not inputs.rule:
@@ -237,19 +235,19 @@ class _Matrix(NamedTuple):
     value), and the address of its amax."""
 
     x: Input
-    places: dict[str, int]
+    addresses: dict[str, int]
     scale: tuple[int, float]
     amax: int
 
     @property
     def aligned(self) -> bool:
         """Whether every row of x and of the row-wise data allows chunked access."""
-        return self.x.shape[1] % 8 == 0 and self.x.at % 16 == 0 and self.places.get("data", 0) % 8 == 0
+        return self.x.shape[1] % 8 == 0 and self.x.at % 16 == 0 and self.addresses.get("data", 0) % 8 == 0
 
     @property
     def vector(self) -> bool:
         """Whether every row of the transposed data allows 16-byte stores."""
-        return self.x.shape[0] % 16 == 0 and self.places.get("data_t", 0) % 16 == 0
+        return self.x.shape[0] % 16 == 0 and self.addresses.get("data_t", 0) % 16 == 0
 
     def tiles(self, tile: shapes.Tile) -> int:
         """Blocks of threads. An empty matrix has one too, for its scale_inv."""
@@ -257,10 +255,10 @@ class _Matrix(NamedTuple):
 
 
 def _tile(matrices: list[_Matrix]) -> shapes.Tile:
-    x, places = matrices[0].x.array, matrices[0].places
+    x, addresses = matrices[0].x.array, matrices[0].addresses
     if not all(each.aligned and each.vector for each in matrices):
         return _SMALL
-    wide = x.dtype.itemsize == 2 and "data" in places and "data_t" in places
+    wide = x.dtype.itemsize == 2 and "data" in addresses and "data_t" in addresses
     wide = wide and shapes.fills_wide(each.x.shape[1] for each in matrices)
     size = sum(each.x.array.size for each in matrices)
     return shapes.choose_tile(x, shapes.BOTH if wide else shapes.BOTH_NARROW, size)
@@ -275,7 +273,7 @@ def _packed(matrices: list[_Matrix], table: TableLayout, scales: int = 0) -> byt
     ends = accumulate(table.blocks)
     return b"".join(
         table.record.pack(x=each.x.at, scale=scales + 4 * i if scales else each.scale[0],
-                          scale_value=each.scale[1], amax=each.amax, **each.places, rows=each.x.shape[0],
+                          scale_value=each.scale[1], amax=each.amax, **each.addresses, rows=each.x.shape[0],
                           columns=each.x.shape[1], first_block=end - blocks, blocks=blocks,
                           aligned=each.aligned, vector=each.vector)
         for i, (each, blocks, end) in enumerate(zip(matrices, table.blocks, ends, strict=True)))

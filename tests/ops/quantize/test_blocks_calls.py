@@ -256,12 +256,12 @@ def test_results_of_other_forms_are_described():
     squares = Quantized(*(out(BLOCK, **SQUARES, **NOT_T).rowwise for _ in range(2)))
     for op, message, given, options in (
             (BLOCK, "out.rowwise: expected block-scaled data", out(BLOCK, block=(1, 64)), {}),
-            (BLOCK, "out.columnwise: expected block-scaled data .*, not stored transposed", out(BLOCK),
+            (BLOCK, "out.columnwise: expected block-scaled data .* not stored transposed, block", out(BLOCK),
              NOT_T),
-            (BLOCK, r"out\.columnwise\.data: expected out\.rowwise\.data itself", squares,
+            (BLOCK, r"out\.columnwise\.scale_inv: expected out\.rowwise\.scale_inv itself", squares,
              {**SQUARES, **NOT_T}),
-            (MX, "out.rowwise: expected MX data of shape .* scales swizzled; got .* scales compact", out(MX),
+            (MX, "out.rowwise: expected MX data of shape .* scales swizzled, got .* compact scales", out(MX),
              {"scale_layout": "swizzled"}),
-            (MX, "out.columnwise: expected MX data .*, stored transposed", out(MX), T)):
+            (MX, "out.columnwise: expected MX data .* stored transposed, block", out(MX), T)):
         with pytest.raises(ValueError, match="^" + message):
             op.function(X, columnwise=True, out=given, **options)
